@@ -1,0 +1,50 @@
+//! What is going on, for a progress bar: atomics that any thread may read at any time, and a flag to cancel.
+use std::sync::{Arc, Mutex, atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering}};
+
+/// Where a move is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Phase {
+    #[default]
+    Connecting,
+    Rounds,
+    /// The guest stands still.
+    Switchover,
+    /// Given up here; past the point of no return.
+    HandedOver,
+    Done,
+}
+
+/// Shared between the engine, which writes, and a display, which reads. Relaxed everywhere: numbers for people.
+#[derive(Debug, Default)]
+pub struct Progress {
+    pub round: AtomicU32,
+    /// Bytes of pages that this round has still to look at, and had at its begin.
+    pub round_left: AtomicU64,
+    pub round_total: AtomicU64,
+    pub wire_bytes: AtomicU64,
+    pub normal_pages: AtomicU64,
+    pub zero_pages: AtomicU64,
+    /// Pages written a second, as of the last scan.
+    pub dirty_rate: AtomicU64,
+    phase: Mutex<Phase>,
+    cancelled: AtomicBool,
+}
+
+impl Progress {
+    pub fn new() -> Arc<Self> {
+        Arc::default()
+    }
+    pub fn phase(&self) -> Phase {
+        *self.phase.lock().unwrap_or_else(|e| e.into_inner())
+    }
+    pub fn set_phase(&self, phase: Phase) {
+        *self.phase.lock().unwrap_or_else(|e| e.into_inner()) = phase;
+    }
+    /// Asks the engine to stop as soon as it can; the source guest runs on. Without effect past the point of no return.
+    pub fn cancel(&self) {
+        self.cancelled.store(true, Ordering::Relaxed);
+    }
+    pub fn is_cancelled(&self) -> bool {
+        self.cancelled.load(Ordering::Relaxed)
+    }
+}

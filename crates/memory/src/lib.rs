@@ -1,0 +1,15 @@
+//! Guest memory as a migration sees it: regions, the pages in them, which hold something, which were written.
+//!
+//! All unsafe code about guest memory is here. A running guest, or the VMM, writes to these pages while we read them:
+//! so no reference to guest memory ever exists, only raw pointers inside this crate, and everything that leaves it is
+//! a copy, a mask or a count.
+
+mod error;
+mod pages;
+mod region;
+mod tracker;
+
+pub use error::Error;
+pub use pages::{PAGE_BYTES, PageRange, PageSet};
+pub use region::{Access, GuestMemory, Region, WINDOW_PAGES};
+pub use tracker::{Area, Tracker, UffdTracker};

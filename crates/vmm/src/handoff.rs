@@ -1,0 +1,1 @@
+//! VMMs that hand their guest over by themselves.

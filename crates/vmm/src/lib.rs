@@ -1,0 +1,51 @@
+//! Adapters: how to attach to a virtual machine from outside.
+//!
+//! - `qemu:/run/vm.qmp`: a stock QEMU, by its QMP socket (module `qemu`)
+//! - `handoff:/run/guest.sock`: a VMM that hands its memory over by itself (module `handoff`), such as the synthetic guest
+use transship_engine::guest::{DestinationGuest, GuestError, SourceGuest};
+
+pub mod handoff;
+pub mod qemu;
+pub mod synthetic;
+
+/// How a user names a VM.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum VmAddress {
+    Qemu(std::path::PathBuf),
+    Handoff(std::path::PathBuf),
+}
+
+/// Choices about attaching.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct AttachOptions {
+    /// Go on although devices write behind the tracker (vhost-user, VFIO). The user says that they are quiet.
+    pub allow_untracked_writers: bool,
+}
+
+impl std::str::FromStr for VmAddress {
+    type Err = String;
+    fn from_str(text: &str) -> Result<Self, String> {
+        let path = |p: &str| if p.is_empty() { Err(format!("{text:?} names no socket")) } else { Ok(p.into()) };
+        match text.split_once(':') {
+            Some(("qemu", p)) => Ok(Self::Qemu(path(p)?)),
+            Some(("handoff", p)) => Ok(Self::Handoff(path(p)?)),
+            _ => Err(format!("{text:?} is not a VM: write qemu:/path/to/qmp.sock or handoff:/path/to/guest.sock")),
+        }
+    }
+}
+
+/// Attaches to a guest that is to be moved away. Changes nothing in it yet.
+pub fn attach_source(vm: &VmAddress, options: AttachOptions) -> Result<Box<dyn SourceGuest>, GuestError> {
+    match vm {
+        VmAddress::Qemu(path) => Ok(Box::new(qemu::QemuSource::attach(path, options)?)),
+        VmAddress::Handoff(path) => Ok(Box::new(handoff::HandoffSource::attach(path)?)),
+    }
+}
+
+/// Attaches to a guest that waits for its memory.
+pub fn attach_destination(vm: &VmAddress) -> Result<Box<dyn DestinationGuest>, GuestError> {
+    match vm {
+        VmAddress::Qemu(path) => Ok(Box::new(qemu::QemuDestination::attach(path)?)),
+        VmAddress::Handoff(path) => Ok(Box::new(handoff::HandoffDestination::attach(path)?)),
+    }
+}

@@ -1,0 +1,1 @@
+//! Stock QEMU, attached from outside.

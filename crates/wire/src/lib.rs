@@ -1,0 +1,22 @@
+//! The bytes of a move between two transships, as types.
+//!
+//! A move uses one *control* connection and 1 to 255 *data* connections. Every connection opens with a
+//! [`Preamble`]; then the control connection carries framed [`Message`]s both ways, and a data connection carries
+//! [`Packet`] headers, each followed by its payload, from the source to the destination.
+//!
+//! This crate does no I/O and has no unsafe code. What it reads comes from a peer, so nothing is believed: each length,
+//! tag and reserved field is checked where it is read, and an [`Error`] names the field and its offset.
+#![forbid(unsafe_code)]
+
+mod control;
+mod error;
+mod packet;
+mod preamble;
+mod reader;
+
+pub use control::{
+    FRAME_BYTES, Frame, GuestDescription, MAX_MESSAGE_BYTES, MAX_REGIONS, Message, RegionDescription, Refusal,
+};
+pub use error::Error;
+pub use packet::{PACKET_BYTES, PAGE_BYTES, PAGES_PER_PACKET, Packet};
+pub use preamble::{MAX_CHANNELS, PREAMBLE_BYTES, Preamble, Role, Session, VERSION};
