@@ -1,94 +1,329 @@
 //! What the two sides say to each other on the control connection.
-use crate::Error;
+use std::borrow::Cow;
+use std::ops::RangeInclusive;
 
-/// Size of a frame header: kind u16, reserved u16, payload length u32, id u64.
-pub const FRAME_BYTES: usize = 16;
-/// The longest payload of a message. A piece of device state is the largest that we send (256 KiB); the bound leaves room.
-pub const MAX_MESSAGE_BYTES: usize = 1 << 20;
+use crate::Error;
+use crate::frame::{FRAME_BYTES, Frame};
+use crate::guest::GuestDescription;
+use crate::reader::{Reader, Writer};
+
+/// The longest piece of device state in one message. Large enough that framing costs nothing, small enough to buffer.
+pub const MAX_STATE_BYTES: usize = 256 << 10;
+/// The longest payload of any message: that of a Hello with [`MAX_REGIONS`] regions whose names are as long as can be.
+pub const MAX_MESSAGE_BYTES: usize = HELLO_FIXED_BYTES + GuestDescription::BYTES_MAX;
 /// The most regions that a guest may have (8 NUMA nodes are common, hot-plugged memory adds some).
 pub const MAX_REGIONS: usize = 1024;
+/// A region is smaller than this: what 5-level page tables map to user space.
+pub const MAX_REGION_BYTES: u64 = 1 << 56;
+/// The longest name of a machine or region, as QEMU bounds its own.
+pub const MAX_NAME_BYTES: usize = 255;
+/// The longest text of a [`Refusal`]: a few lines on a terminal.
+pub const MAX_REASON_BYTES: usize = 4096;
 
-/// The header of a message: its kind, its length, and an id that counts up by one on each side from 1.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Frame {
-    pub kind: u16,
-    pub payload: u32,
-    pub id: u64,
-}
+const _: () = assert!(MAX_STATE_BYTES <= MAX_MESSAGE_BYTES);
+const HELLO_FIXED_BYTES: usize = 2;
+const FLAG: u8 = 1;
 
-/// One memory region of a guest. Names and sizes must be equal on both sides.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct RegionDescription {
-    /// At most 255 bytes.
-    pub name: String,
-    /// In bytes, a multiple of 4096, not 0.
-    pub bytes: u64,
-}
-
-/// What must be equal on both sides.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct GuestDescription {
-    /// Which adapter made it, and what machine it is: `qemu pc-q35-10.0`, `synthetic`. At most 255 bytes.
-    pub machine: String,
-    pub regions: Vec<RegionDescription>,
-}
-
-/// Why a side ends the session. The text is shown to the user as the other side's words; at most 4096 bytes.
+/// Why a side ends the session. The text is shown to the user as the other side's words.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Refusal {
+    /// One line of at most [`MAX_REASON_BYTES`]. What is longer is cut when it is encoded; control characters (a
+    /// terminal would obey them) become spaces.
     pub reason: String,
 }
 
 /// A message. The number of each kind is its tag on the wire. `S` is the source, `D` the destination.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Message {
-    /// 1, S to D, first: what is to come. `channels` data connections follow.
-    Hello { channels: u8, verify: bool, guest: GuestDescription },
+    /// 1, S to D, first: what is to come.
+    Hello {
+        /// How many data connections follow; not 0.
+        channels: u8,
+        /// Whether the source will compare digests of the memory.
+        verify: bool,
+        /// The guest to be moved.
+        guest: GuestDescription,
+    },
     /// 2, D to S: the guest fits and the memory reads as zero everywhere.
     Welcome,
     /// 3, D to S: every channel has brought its `RoundEnd` and all of it is in place.
-    RoundDone { round: u32, pages: u64, zero: u64 },
+    RoundDone {
+        /// The round that is complete.
+        round: u32,
+        /// Pages of this round that came as contents.
+        pages: u64,
+        /// Pages of this round that came as zero bits or holes.
+        zero: u64,
+    },
     /// 4, S to D: digest of all guest memory, taken while the guest stands still.
-    Digest { digest: [u8; 32] },
+    Digest {
+        /// See docs/protocol.md for what is hashed.
+        digest: [u8; 32],
+    },
     /// 5, D to S: the same over there. Equal or the session ends.
-    DigestIs { digest: [u8; 32] },
+    DigestIs {
+        /// The destination's own, never a copy of the source's.
+        digest: [u8; 32],
+    },
     /// 6, S to D: a piece of the device state, in order.
-    State { bytes: Vec<u8> },
-    /// 7, S to D: the device state is complete: its length and its blake3 hash.
-    StateEnd { bytes: u64, digest: [u8; 32] },
+    State {
+        /// 1 to [`MAX_STATE_BYTES`].
+        bytes: Vec<u8>,
+    },
+    /// 7, S to D: the device state is complete.
+    StateEnd {
+        /// The length of all pieces together.
+        bytes: u64,
+        /// Their blake3 hash.
+        digest: [u8; 32],
+    },
     /// 8, D to S: memory and device state are loaded; the guest could run. It does not run before `Go`.
     Loaded,
-    /// 9, S to D: the source has given the guest up for good; it's the destination's. `run`: it was running, so start it.
-    Go { run: bool },
+    /// 9, S to D: the source has given the guest up for good; it's the destination's.
+    Go {
+        /// The guest was running, so start it.
+        run: bool,
+    },
     /// 10, D to S: the guest runs here (or stands here, if it stood).
     Running,
     /// 11, both: I end the session, because. Valid at any time before `Go`, and after it from D only (it could not start the guest).
     Abort(Refusal),
 }
 
-impl Frame {
-    pub fn encode(&self) -> [u8; FRAME_BYTES] {
-        todo!()
-    }
-    /// # Errors
-    /// Reserved bits, a payload longer than [`MAX_MESSAGE_BYTES`], an unknown kind.
-    pub fn decode(bytes: &[u8; FRAME_BYTES]) -> Result<Self, Error> {
-        todo!("{bytes:?}")
-    }
-}
-
 impl Message {
     /// The name of the message, for errors: "Hello", "RoundDone", ….
     pub fn name(&self) -> &'static str {
-        todo!()
+        self.kind().name()
     }
-    /// Frame and payload, ready to be written.
+
+    /// Frame and payload, ready to be written. A field that is out of its bounds is never bent into another meaning: the
+    /// other side refuses it. Only the text of a refusal is made to fit.
     pub fn encode(&self, id: u64) -> Vec<u8> {
-        todo!("{id}")
+        // The payload's length is known only after it is written, so the frame is put over the room left for it.
+        let mut writer = Writer(vec![0; FRAME_BYTES]);
+        self.write_payload(&mut writer);
+        let mut bytes = writer.0;
+        let payload = u32::try_from(bytes.len() - FRAME_BYTES).unwrap_or(u32::MAX);
+        let frame = Frame {
+            kind: self.kind() as u16,
+            payload,
+            id,
+        };
+        bytes[..FRAME_BYTES].copy_from_slice(&frame.encode());
+        bytes
     }
+
     /// # Errors
-    /// Any field that breaks a rule above; bytes left over.
+    /// Any field that breaks a rule above; a payload that is not as long as the frame says; bytes left over.
     pub fn decode(frame: &Frame, payload: &[u8]) -> Result<Self, Error> {
-        todo!("{frame:?}{payload:?}")
+        let mut frame_reader = Reader::new(payload, FRAME_BYTES);
+        let payload = frame_reader.bytes("message payload", frame.payload as usize)?;
+        frame_reader.end("message payload")?;
+        let Some(kind) = Kind::of_number(frame.kind) else {
+            return Err(Error::Invalid {
+                field: "frame kind",
+                offset: 0,
+                value: frame.kind.into(),
+                why: "unknown message",
+            });
+        };
+        let mut reader = Reader::new(payload, FRAME_BYTES);
+        let message = read_payload(kind, payload, &mut reader)?;
+        reader.end(kind.name())?;
+        Ok(message)
+    }
+
+    fn kind(&self) -> Kind {
+        match self {
+            Message::Hello { .. } => Kind::Hello,
+            Message::Welcome => Kind::Welcome,
+            Message::RoundDone { .. } => Kind::RoundDone,
+            Message::Digest { .. } => Kind::Digest,
+            Message::DigestIs { .. } => Kind::DigestIs,
+            Message::State { .. } => Kind::State,
+            Message::StateEnd { .. } => Kind::StateEnd,
+            Message::Loaded => Kind::Loaded,
+            Message::Go { .. } => Kind::Go,
+            Message::Running => Kind::Running,
+            Message::Abort(_) => Kind::Abort,
+        }
+    }
+
+    fn write_payload(&self, writer: &mut Writer) {
+        match self {
+            Message::Hello {
+                channels,
+                verify,
+                guest,
+            } => {
+                writer.put([*channels, u8::from(*verify)]);
+                guest.write(writer);
+            }
+            Message::RoundDone { round, pages, zero } => {
+                writer
+                    .put(round.to_le_bytes())
+                    .put(pages.to_le_bytes())
+                    .put(zero.to_le_bytes());
+            }
+            Message::Digest { digest } | Message::DigestIs { digest } => {
+                writer.put(*digest);
+            }
+            Message::State { bytes } => writer.0.extend_from_slice(bytes),
+            Message::StateEnd { bytes, digest } => {
+                writer.put(bytes.to_le_bytes()).put(*digest);
+            }
+            Message::Go { run } => {
+                writer.put([u8::from(*run)]);
+            }
+            Message::Abort(refusal) => {
+                writer.text(&fitting(&refusal.reason));
+            }
+            Message::Welcome | Message::Loaded | Message::Running => {}
+        }
+    }
+}
+
+fn read_payload(kind: Kind, payload: &[u8], reader: &mut Reader<'_>) -> Result<Message, Error> {
+    Ok(match kind {
+        Kind::Hello => read_hello(reader)?,
+        Kind::Welcome => Message::Welcome,
+        Kind::RoundDone => Message::RoundDone {
+            round: reader.u32("RoundDone round")?,
+            pages: reader.u64("RoundDone pages")?,
+            zero: reader.u64("RoundDone zero")?,
+        },
+        Kind::Digest => Message::Digest {
+            digest: reader.array("Digest digest")?,
+        },
+        Kind::DigestIs => Message::DigestIs {
+            digest: reader.array("DigestIs digest")?,
+        },
+        Kind::State => read_state(payload.len(), reader)?,
+        Kind::StateEnd => Message::StateEnd {
+            bytes: reader.u64("StateEnd bytes")?,
+            digest: reader.array("StateEnd digest")?,
+        },
+        Kind::Loaded => Message::Loaded,
+        Kind::Go => Message::Go {
+            run: read_flag(reader, "Go run")?,
+        },
+        Kind::Running => Message::Running,
+        Kind::Abort => Message::Abort(Refusal {
+            reason: reader.text("Abort reason", MAX_REASON_BYTES)?.to_owned(),
+        }),
+    })
+}
+
+fn read_hello(reader: &mut Reader<'_>) -> Result<Message, Error> {
+    let channels = reader.u8("Hello channels")?;
+    if channels == 0 {
+        return Err(reader.invalid("Hello channels", 0, "a move needs at least one channel"));
+    }
+    let verify = read_flag(reader, "Hello flags")?;
+    let guest = GuestDescription::read(reader)?;
+    Ok(Message::Hello {
+        channels,
+        verify,
+        guest,
+    })
+}
+
+fn read_state(count: usize, reader: &mut Reader<'_>) -> Result<Message, Error> {
+    let bytes = reader.bytes("State bytes", count)?;
+    if !(1..=MAX_STATE_BYTES).contains(&count) {
+        return Err(reader.invalid("State bytes", count as u64, "a piece has 1 to 262144 bytes"));
+    }
+    Ok(Message::State {
+        bytes: bytes.to_vec(),
+    })
+}
+
+/// Bit 0; the other seven are reserved.
+fn read_flag(reader: &mut Reader<'_>, field: &'static str) -> Result<bool, Error> {
+    match reader.u8(field)? {
+        0 => Ok(false),
+        FLAG => Ok(true),
+        flags => Err(reader.invalid(field, flags.into(), "reserved bits must be zero")),
+    }
+}
+
+/// The text as it may travel: one line, at most [`MAX_REASON_BYTES`], cut between two characters.
+fn fitting(reason: &str) -> Cow<'_, str> {
+    let mut end = reason.len().min(MAX_REASON_BYTES);
+    while !reason.is_char_boundary(end) {
+        end -= 1; // ends at 0 at the latest, which is a boundary
+    }
+    let clipped = &reason[..end];
+    if clipped.contains(char::is_control) {
+        // A control character of two bytes becomes a space of one: the text never grows.
+        Cow::Owned(clipped.replace(char::is_control, " "))
+    } else {
+        Cow::Borrowed(clipped)
+    }
+}
+
+/// The numbers of the messages, and what their payloads may measure.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[repr(u16)]
+pub(crate) enum Kind {
+    Hello = 1,
+    Welcome = 2,
+    RoundDone = 3,
+    Digest = 4,
+    DigestIs = 5,
+    State = 6,
+    StateEnd = 7,
+    Loaded = 8,
+    Go = 9,
+    Running = 10,
+    Abort = 11,
+}
+
+impl Kind {
+    pub(crate) fn of_number(number: u16) -> Option<Self> {
+        Some(match number {
+            1 => Kind::Hello,
+            2 => Kind::Welcome,
+            3 => Kind::RoundDone,
+            4 => Kind::Digest,
+            5 => Kind::DigestIs,
+            6 => Kind::State,
+            7 => Kind::StateEnd,
+            8 => Kind::Loaded,
+            9 => Kind::Go,
+            10 => Kind::Running,
+            11 => Kind::Abort,
+            _ => return None,
+        })
+    }
+
+    /// Checked before a payload is received, so that nothing is allocated for a length that no honest peer sends.
+    pub(crate) fn payload_sizes(self) -> RangeInclusive<usize> {
+        match self {
+            Kind::Hello => HELLO_FIXED_BYTES + GuestDescription::BYTES_MIN..=MAX_MESSAGE_BYTES,
+            Kind::Welcome | Kind::Loaded | Kind::Running => 0..=0,
+            Kind::RoundDone => 20..=20,
+            Kind::Digest | Kind::DigestIs => 32..=32,
+            Kind::State => 1..=MAX_STATE_BYTES,
+            Kind::StateEnd => 40..=40,
+            Kind::Go => 1..=1,
+            Kind::Abort => 2..=2 + MAX_REASON_BYTES,
+        }
+    }
+
+    fn name(self) -> &'static str {
+        match self {
+            Kind::Hello => "Hello",
+            Kind::Welcome => "Welcome",
+            Kind::RoundDone => "RoundDone",
+            Kind::Digest => "Digest",
+            Kind::DigestIs => "DigestIs",
+            Kind::State => "State",
+            Kind::StateEnd => "StateEnd",
+            Kind::Loaded => "Loaded",
+            Kind::Go => "Go",
+            Kind::Running => "Running",
+            Kind::Abort => "Abort",
+        }
     }
 }

@@ -1,19 +1,48 @@
 //! What can be wrong with bytes from a peer.
 
-/// Bytes that are not what the protocol allows.
+/// Bytes that are not what the protocol allows. Offsets count from the first byte of the preamble, the packet header or
+/// the message (its frame header included).
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
     /// The bytes end before the field does.
     #[error("{field} at offset {offset}: {missing} more bytes needed")]
-    Truncated { field: &'static str, offset: usize, missing: usize },
+    Truncated {
+        /// The field that was being read.
+        field: &'static str,
+        /// Where it begins.
+        offset: usize,
+        /// How many bytes of it are not there.
+        missing: usize,
+    },
     /// Bytes are left over after the last field.
     #[error("{field}: {extra} bytes too many after offset {offset}")]
-    Trailing { field: &'static str, offset: usize, extra: usize },
+    Trailing {
+        /// What was read.
+        field: &'static str,
+        /// Where it ends.
+        offset: usize,
+        /// How many bytes follow.
+        extra: usize,
+    },
     /// A field has a value that it can't have.
     #[error("{field} at offset {offset} is {value:#x}: {why}")]
-    Invalid { field: &'static str, offset: usize, value: u64, why: &'static str },
+    Invalid {
+        /// The field.
+        field: &'static str,
+        /// Where it begins, or where in it the bad byte is.
+        offset: usize,
+        /// Its value (of a mask the low half, of a text its length or the bad character).
+        value: u64,
+        /// The rule that it breaks.
+        why: &'static str,
+    },
     /// A name or text is not UTF-8.
     #[error("{field} at offset {offset} is not UTF-8")]
-    Text { field: &'static str, offset: usize },
+    Text {
+        /// The field.
+        field: &'static str,
+        /// Where the first bad byte is.
+        offset: usize,
+    },
 }

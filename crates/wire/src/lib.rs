@@ -10,13 +10,18 @@
 
 mod control;
 mod error;
+mod frame;
+mod guest;
 mod packet;
 mod preamble;
 mod reader;
 
 pub use control::{
-    FRAME_BYTES, Frame, GuestDescription, MAX_MESSAGE_BYTES, MAX_REGIONS, Message, RegionDescription, Refusal,
+    MAX_MESSAGE_BYTES, MAX_NAME_BYTES, MAX_REASON_BYTES, MAX_REGION_BYTES, MAX_REGIONS,
+    MAX_STATE_BYTES, Message, Refusal,
 };
 pub use error::Error;
+pub use frame::{FRAME_BYTES, Frame};
+pub use guest::{GuestDescription, RegionDescription};
 pub use packet::{PACKET_BYTES, PAGE_BYTES, PAGES_PER_PACKET, Packet};
 pub use preamble::{MAX_CHANNELS, PREAMBLE_BYTES, Preamble, Role, Session, VERSION};

@@ -1,5 +1,7 @@
 //! What travels on a data channel: a fixed header, then the pages that it announces.
 use crate::Error;
+use crate::control::{MAX_REGION_BYTES, MAX_REGIONS};
+use crate::reader::{Header, Reader};
 
 /// Bytes of a page on the wire, whatever the host's page size.
 pub const PAGE_BYTES: usize = 4096;
@@ -8,33 +10,231 @@ pub const PAGES_PER_PACKET: u64 = 128;
 /// Size of an encoded packet header in bytes.
 pub const PACKET_BYTES: usize = 64;
 
+const MAGIC: [u8; 4] = *b"TSPK";
+const KIND_PAGES: u8 = 1;
+const KIND_HOLE: u8 = 2;
+const KIND_ROUND_END: u8 = 3;
+const ENCODING_RAW: u8 = 0;
+/// No region has a page of this number or above, so a page's byte offset always fits in 56 bits.
+const PAGES_END: u64 = MAX_REGION_BYTES / PAGE_BYTES as u64;
+
 /// One header of a data channel.
 ///
-/// Layout, little-endian: magic u32, kind u8, encoding u8, region u16, round u32, payload u32 (bytes that follow),
-/// first u64 (page), then 16 bytes + 16 bytes of body by kind, 8 reserved bytes that are zero.
+/// | offset | bytes | field | `Pages` (1) | `Hole` (2) | `RoundEnd` (3) |
+/// | ---: | ---: | --- | --- | --- | --- |
+/// | 0 | 4 | magic | `TSPK` | `TSPK` | `TSPK` |
+/// | 4 | 1 | kind | 1 | 2 | 3 |
+/// | 5 | 1 | encoding | 0 (raw) | 0 | 0 |
+/// | 6 | 2 | region | region | region | 0 |
+/// | 8 | 4 | round | round | round | round |
+/// | 12 | 4 | payload bytes that follow | 4096 for each present page | 0 | 0 |
+/// | 16 | 8 | first page | first, a multiple of 128 | first | 0 |
+/// | 24 | 16 | body | present mask | count u64, 8 zero bytes | packets u64, 8 zero bytes |
+/// | 40 | 16 | body | zero mask | 16 zero bytes | 16 zero bytes |
+/// | 56 | 8 | reserved | zero | zero | zero |
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Packet {
-    /// Pages of the window that begins at page `first` (a multiple of [`PAGES_PER_PACKET`]): bit i of `present` says that
-    /// the page `first + i` travels in the payload, bit i of `zero` that it reads as zero. The masks are disjoint and not
-    /// both empty. The payload holds the present pages in ascending order.
-    Pages { round: u32, region: u16, first: u64, present: u128, zero: u128 },
+    /// Pages of the window that begins at page `first`. The payload holds the present pages in ascending order.
+    /// The masks are disjoint and not both empty.
+    Pages {
+        /// The round whose scan found the pages.
+        round: u32,
+        /// Index of the region in the Hello.
+        region: u16,
+        /// A multiple of [`PAGES_PER_PACKET`].
+        first: u64,
+        /// Bit i: the page `first + i` travels in the payload.
+        present: u128,
+        /// Bit i: the page `first + i` reads as zero.
+        zero: u128,
+    },
     /// `count` pages from `first` on (any alignment) read as zero.
-    Hole { round: u32, region: u16, first: u64, count: u64 },
-    /// The last packet of a round on this channel; `packets` were sent before it in this round on this channel.
-    RoundEnd { round: u32, packets: u64 },
+    Hole {
+        /// The round whose scan found the hole.
+        round: u32,
+        /// Index of the region in the Hello.
+        region: u16,
+        /// The first page of the hole.
+        first: u64,
+        /// How many pages; not 0.
+        count: u64,
+    },
+    /// The last packet of a round on this channel.
+    RoundEnd {
+        /// The round that ends.
+        round: u32,
+        /// How many packets were sent before this one in this round on this channel.
+        packets: u64,
+    },
 }
 
 impl Packet {
+    /// The header to send; [`Packet::payload_bytes`] of payload follow it.
     pub fn encode(&self) -> [u8; PACKET_BYTES] {
-        todo!()
+        let (kind, region, round, first, low, high) = match *self {
+            Packet::Pages {
+                round,
+                region,
+                first,
+                present,
+                zero,
+            } => (KIND_PAGES, region, round, first, present, zero),
+            Packet::Hole {
+                round,
+                region,
+                first,
+                count,
+            } => (KIND_HOLE, region, round, first, count.into(), 0),
+            Packet::RoundEnd { round, packets } => (KIND_ROUND_END, 0, round, 0, packets.into(), 0),
+        };
+        let mut header = Header::new();
+        header
+            .put(MAGIC)
+            .put([kind, ENCODING_RAW])
+            .put(region.to_le_bytes())
+            .put(round.to_le_bytes());
+        header
+            .put(self.payload_u32().to_le_bytes())
+            .put(first.to_le_bytes());
+        header
+            .put(low.to_le_bytes())
+            .put(high.to_le_bytes())
+            .put([0; 8]);
+        header.done()
     }
+
     /// # Errors
     /// Any field that breaks a rule of the layout. Whether the region and the pages exist is the engine's to check.
     pub fn decode(bytes: &[u8; PACKET_BYTES]) -> Result<Self, Error> {
-        todo!("{bytes:?}")
+        let mut reader = Reader::new(bytes, 0);
+        let magic = reader.u32("packet magic")?;
+        if magic != u32::from_le_bytes(MAGIC) {
+            return Err(reader.invalid("packet magic", magic.into(), "no packet begins here"));
+        }
+        let kind = reader.u8("packet kind")?;
+        if !matches!(kind, KIND_PAGES | KIND_HOLE | KIND_ROUND_END) {
+            return Err(reader.invalid("packet kind", kind.into(), "unknown"));
+        }
+        let encoding = reader.u8("packet encoding")?;
+        if encoding != ENCODING_RAW {
+            return Err(reader.invalid(
+                "packet encoding",
+                encoding.into(),
+                "unknown, only raw (0) is",
+            ));
+        }
+        let packet = match kind {
+            KIND_PAGES => decode_pages(&mut reader),
+            KIND_HOLE => decode_hole(&mut reader),
+            _ => decode_round_end(&mut reader),
+        }?;
+        reader.reserved::<8>("packet reserved")?;
+        reader.end("packet")?;
+        Ok(packet)
     }
+
     /// Bytes of payload that follow this header: at most `PAGES_PER_PACKET * PAGE_BYTES`.
     pub fn payload_bytes(&self) -> usize {
-        todo!()
+        self.payload_u32() as usize
     }
+
+    fn payload_u32(&self) -> u32 {
+        match self {
+            Packet::Pages { present, .. } => pages_payload(*present),
+            Packet::Hole { .. } | Packet::RoundEnd { .. } => 0,
+        }
+    }
+}
+
+fn pages_payload(present: u128) -> u32 {
+    present.count_ones() * PAGE_BYTES as u32
+}
+
+fn decode_pages(reader: &mut Reader<'_>) -> Result<Packet, Error> {
+    let region = decode_region(reader)?;
+    let round = reader.u32("packet round")?;
+    let payload = reader.u32("packet payload")?;
+    let payload_error = reader.invalid(
+        "packet payload",
+        payload.into(),
+        "not 4096 bytes for each present page",
+    );
+    let first = decode_first(reader, PAGES_PER_PACKET)?;
+    if !first.is_multiple_of(PAGES_PER_PACKET) {
+        return Err(reader.invalid("packet first page", first, "not a multiple of 128"));
+    }
+    let present = reader.u128("packet present mask")?;
+    if payload != pages_payload(present) {
+        return Err(payload_error);
+    }
+    let zero = reader.u128("packet zero mask")?;
+    if present & zero != 0 {
+        return Err(reader.invalid(
+            "packet zero mask",
+            zero as u64,
+            "a page is both present and zero",
+        ));
+    }
+    if present | zero == 0 {
+        return Err(reader.invalid("packet zero mask", 0, "the packet speaks of no page"));
+    }
+    Ok(Packet::Pages {
+        round,
+        region,
+        first,
+        present,
+        zero,
+    })
+}
+
+fn decode_hole(reader: &mut Reader<'_>) -> Result<Packet, Error> {
+    let region = decode_region(reader)?;
+    let round = reader.u32("packet round")?;
+    reader.reserved::<4>("packet payload")?;
+    let first = decode_first(reader, 1)?;
+    let count = reader.u64("packet count")?;
+    if count == 0 {
+        return Err(reader.invalid("packet count", count, "the hole is empty"));
+    }
+    if count > PAGES_END - first {
+        return Err(reader.invalid("packet count", count, "the hole ends beyond any region"));
+    }
+    reader.reserved::<24>("packet body")?;
+    Ok(Packet::Hole {
+        round,
+        region,
+        first,
+        count,
+    })
+}
+
+fn decode_round_end(reader: &mut Reader<'_>) -> Result<Packet, Error> {
+    reader.reserved::<2>("packet region")?;
+    let round = reader.u32("packet round")?;
+    reader.reserved::<4>("packet payload")?;
+    reader.reserved::<8>("packet first page")?;
+    let packets = reader.u64("packet packets")?;
+    reader.reserved::<24>("packet body")?;
+    Ok(Packet::RoundEnd { round, packets })
+}
+
+fn decode_region(reader: &mut Reader<'_>) -> Result<u16, Error> {
+    let region = reader.u16("packet region")?;
+    if usize::from(region) >= MAX_REGIONS {
+        return Err(reader.invalid(
+            "packet region",
+            region.into(),
+            "no guest has that many regions",
+        ));
+    }
+    Ok(region)
+}
+
+/// The first page, of at least `pages`.
+fn decode_first(reader: &mut Reader<'_>, pages: u64) -> Result<u64, Error> {
+    let first = reader.u64("packet first page")?;
+    if first > PAGES_END - pages {
+        return Err(reader.invalid("packet first page", first, "beyond any region"));
+    }
+    Ok(first)
 }

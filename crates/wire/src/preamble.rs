@@ -1,12 +1,17 @@
 //! The first bytes of every connection: who speaks, in which version, for which session.
 use crate::Error;
+use crate::reader::{Header, Reader};
 
 /// The protocol version that this crate speaks.
 pub const VERSION: u16 = 1;
-/// The most data channels that a session may have.
+/// The most data channels that a session may have. Their numbers are 0 to 254.
 pub const MAX_CHANNELS: u16 = 255;
 /// Size of an encoded [`Preamble`] in bytes.
 pub const PREAMBLE_BYTES: usize = 32;
+
+const MAGIC: [u8; 4] = *b"TSHP";
+const ROLE_CONTROL: u8 = 1;
+const ROLE_DATA: u8 = 2;
 
 /// Chosen at random by the source; ties the data connections to their control connection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -15,25 +20,97 @@ pub struct Session(pub [u8; 16]);
 /// What a connection is for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Role {
+    /// Messages, both ways.
     Control,
-    /// Channel number, from 0.
+    /// Packets, from the source to the destination, on the channel of this number: 0 to 254.
     Data(u8),
 }
 
-/// Sent once by the connecting side: magic `TSHP`, version, role, channel, session, 6 reserved zero bytes... 
+/// Sent once by the connecting side, before anything else.
+///
+/// | offset | bytes | field |
+/// | ---: | ---: | --- |
+/// | 0 | 4 | magic `TSHP` |
+/// | 4 | 2 | [`VERSION`] |
+/// | 6 | 1 | role: 1 control, 2 data |
+/// | 7 | 1 | channel number; 0 for control |
+/// | 8 | 16 | session |
+/// | 24 | 8 | reserved, zero |
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Preamble {
+    /// The session that the connection belongs to.
     pub session: Session,
+    /// What the connection is for.
     pub role: Role,
 }
 
 impl Preamble {
+    /// The bytes to send.
     pub fn encode(&self) -> [u8; PREAMBLE_BYTES] {
-        todo!()
+        let (role, channel) = match self.role {
+            Role::Control => (ROLE_CONTROL, 0),
+            Role::Data(channel) => (ROLE_DATA, channel),
+        };
+        let mut header = Header::new();
+        header
+            .put(MAGIC)
+            .put(VERSION.to_le_bytes())
+            .put([role, channel])
+            .put(self.session.0)
+            .put([0; 8]);
+        header.done()
     }
+
     /// # Errors
     /// Wrong magic, version, role, channel, or reserved bytes that are not zero.
     pub fn decode(bytes: &[u8; PREAMBLE_BYTES]) -> Result<Self, Error> {
-        todo!("{bytes:?}")
+        let mut reader = Reader::new(bytes, 0);
+        let magic = reader.u32("preamble magic")?;
+        if magic != u32::from_le_bytes(MAGIC) {
+            return Err(reader.invalid(
+                "preamble magic",
+                magic.into(),
+                "the other side is not a transship",
+            ));
+        }
+        let version = reader.u16("preamble version")?;
+        if version != VERSION {
+            return Err(reader.invalid(
+                "preamble version",
+                version.into(),
+                "use the same transship on both sides",
+            ));
+        }
+        let role = decode_role(&mut reader)?;
+        let session = Session(reader.array("preamble session")?);
+        reader.reserved::<8>("preamble reserved")?;
+        reader.end("preamble")?;
+        Ok(Preamble { session, role })
+    }
+}
+
+fn decode_role(reader: &mut Reader<'_>) -> Result<Role, Error> {
+    let role = reader.u8("preamble role")?;
+    if !matches!(role, ROLE_CONTROL | ROLE_DATA) {
+        return Err(reader.invalid(
+            "preamble role",
+            role.into(),
+            "neither control (1) nor data (2)",
+        ));
+    }
+    let channel = reader.u8("preamble channel")?;
+    match role {
+        ROLE_CONTROL if channel != 0 => Err(reader.invalid(
+            "preamble channel",
+            channel.into(),
+            "a control connection has no channel number",
+        )),
+        ROLE_CONTROL => Ok(Role::Control),
+        _ if u16::from(channel) >= MAX_CHANNELS => Err(reader.invalid(
+            "preamble channel",
+            channel.into(),
+            "channel numbers end at 254",
+        )),
+        _ => Ok(Role::Data(channel)),
     }
 }
