@@ -1,0 +1,252 @@
+/*
+ * A guest that needs no operating system: a 32-bit multiboot program that writes its memory, checks it, and reports.
+ * It runs under KVM even where the host's KVM is too restricted for Linux, and starts in a blink.
+ *
+ * Every page holds a pattern made of its number and its version; the versions are kept in a table elsewhere. A page is
+ * checked completely before it is overwritten, so one stale, lost or misplaced page is an error. It says so by serial
+ * port in the lines of guest/workload.rs, so that whoever reads them need not care which guest it is.
+ *
+ * Arguments (-append): workload.mib=N (default: all memory), workload.rate=PAGES_PER_SECOND (0, the default: as fast as
+ * possible), workload.idle=1 (write nothing after the first fill), workload.sweep_ms=N (default 1000).
+ */
+typedef unsigned char u8;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+enum {
+    PAGE = 4096,
+    WORDS = PAGE / sizeof(u32),
+    /* One version a page: 4 MiB are enough for the 4 GiB that 32 bits can address. */
+    VERSIONS_AT = 8 << 20,
+    PAGES_AT = 16 << 20,
+    SERIAL = 0x3f8,
+    MAGIC = 0x70696873,
+    REPORT_MS = 200,
+};
+
+/* Version 1 of the multiboot header: align modules, tell the memory size. */
+__attribute__((section(".multiboot"), used)) static const u32 header[] = {0x1badb002, 3, -(0x1badb002 + 3)};
+
+/* What the loader tells us; only what is used here. */
+struct loader_info {
+    u32 flags;
+    u32 mem_lower_kib;
+    u32 mem_upper_kib; /* from 1 MiB up to the first gap */
+    u32 boot_device;
+    const char *arguments;
+};
+
+/* ebx is the loader's information. The loader gives no stack. */
+__asm__(".text\n.globl start\nstart:\n"
+        "mov $stack_end, %esp\n"
+        "push %ebx\n"
+        "call main\n"
+        "1: hlt\njmp 1b\n"
+        ".bss\n.align 16\n.skip 16384\nstack_end:\n.text\n");
+
+static void out(u32 port, u8 value) { __asm__ volatile("outb %0, %w1" : : "a"(value), "Nd"(port)); }
+
+static u8 in(u32 port)
+{
+    u8 value;
+    __asm__ volatile("inb %w1, %0" : "=a"(value) : "Nd"(port));
+    return value;
+}
+
+static u64 cycles(void)
+{
+    u32 low, high;
+    __asm__ volatile("rdtsc" : "=a"(low), "=d"(high));
+    return (u64)high << 32 | low;
+}
+
+/* The serial port. */
+
+static void put(char c)
+{
+    while (!(in(SERIAL + 5) & 0x20)) {
+    }
+    out(SERIAL, (u8)c);
+}
+
+static void put_text(const char *text)
+{
+    while (*text)
+        put(*text++);
+}
+
+static void put_number(u32 number)
+{
+    char digits[10];
+    int n = 0;
+    do {
+        digits[n++] = (char)('0' + number % 10);
+        number /= 10;
+    } while (number);
+    while (n)
+        put(digits[--n]);
+}
+
+static void put_field(const char *name, u32 number)
+{
+    put_text(name);
+    put_number(number);
+}
+
+/* The clock: the processor's counter, measured once against the timer chip. */
+
+static u32 cycles_per_ms;
+
+static void measure_clock(void)
+{
+    const u32 hz = 1193182, ms = 20, count = hz * ms / 1000;
+    out(0x61, (in(0x61) & ~2u) | 1); /* channel 2 counts, the speaker is off */
+    out(0x43, 0xb0);                 /* channel 2, count down once */
+    out(0x42, count & 0xff);
+    u64 start = cycles();
+    out(0x42, count >> 8);
+    while (!(in(0x61) & 0x20)) {
+    }
+    cycles_per_ms = (u32)(cycles() - start) / ms;
+    if (!cycles_per_ms)
+        cycles_per_ms = 1;
+}
+
+/* Signed: the counter may stand lower on the host that the guest was moved to. Then the time is taken as come. */
+static int reached(u64 *when, u32 next_ms)
+{
+    long long late = (long long)(cycles() - *when);
+    u64 step = (u64)next_ms * cycles_per_ms;
+    if (late < 0 && (u64)-late <= step)
+        return 0;
+    *when = (late < 0 || (u64)late > step ? cycles() : *when) + step;
+    return 1;
+}
+
+/* The arguments. */
+
+static u32 argument(const char *text, const char *name, u32 otherwise)
+{
+    for (; *text; text++) {
+        const char *t = text, *n = name;
+        while (*n && *t == *n)
+            t++, n++;
+        if (*n || *t != '=')
+            continue;
+        u32 value = 0;
+        for (t++; *t >= '0' && *t <= '9'; t++)
+            value = value * 10 + (u32)(*t - '0');
+        return value;
+    }
+    return otherwise;
+}
+
+/* The pages. */
+
+static volatile u32 *const versions = (volatile u32 *)VERSIONS_AT;
+static u32 pages, count, checked, errors, sweeps;
+
+static volatile u32 *page_at(u32 page) { return (volatile u32 *)(PAGES_AT + page * PAGE); }
+
+/* Words 0-2 name the page and its version, so that it can be found in a memory dump; the rest depends on both. */
+static u32 word(u32 page, u32 version, u32 index)
+{
+    if (index < 3)
+        return index == 0 ? MAGIC : index == 1 ? page : version;
+    return page * 0x9e3779b9 + version * 0x85ebca6b + index * 0xc2b2ae35;
+}
+
+static void write_page(u32 page, u32 version)
+{
+    volatile u32 *at = page_at(page);
+    for (u32 i = 0; i < WORDS; i++)
+        at[i] = word(page, version, i);
+    versions[page] = version;
+}
+
+static void check_page(u32 page)
+{
+    volatile u32 *at = page_at(page);
+    u32 version = versions[page], wrong = 0;
+    for (u32 i = 0; i < WORDS; i++)
+        wrong += at[i] != word(page, version, i);
+    checked++;
+    if (!wrong)
+        return;
+    if (errors < 10) {
+        put_field("workload: bad page=", page);
+        put_field(" version=", version);
+        put_field(" found=", at[2]);
+        put_field(" words=", wrong);
+        put('\n');
+    }
+    errors++;
+    write_page(page, version + 1); /* counted once */
+}
+
+static void sweep(void)
+{
+    for (u32 page = 0; page < pages; page++)
+        check_page(page);
+    put_field("workload: sweep=", ++sweeps);
+    put_field(" pages=", pages);
+    put_field(" errors=", errors);
+    put('\n');
+}
+
+static void report(void)
+{
+    static u32 tenths;
+    put_field("workload: count=", count);
+    put_field(" checked=", checked);
+    put_field(" errors=", errors);
+    put_field(" uptime=", tenths / 10);
+    tenths += REPORT_MS / 100;
+    put('\n');
+}
+
+/* "check" and a line end: only the end matters, there is no other command. */
+static int asked_to_check(void)
+{
+    int asked = 0;
+    while (in(SERIAL + 5) & 1)
+        asked |= in(SERIAL) == '\n';
+    return asked;
+}
+
+void main(const struct loader_info *info);
+void main(const struct loader_info *info)
+{
+    const char *arguments = info->flags & 4 ? info->arguments : "";
+    u32 room = (info->mem_upper_kib - ((PAGES_AT - (1 << 20)) >> 10)) / 4;
+    pages = argument(arguments, "workload.mib", 0) * 256;
+    if (!pages || pages > room)
+        pages = room;
+    u32 rate = argument(arguments, "workload.rate", 0);
+    u32 idle = argument(arguments, "workload.idle", 0);
+    u32 sweep_ms = argument(arguments, "workload.sweep_ms", 1000);
+
+    measure_clock();
+    for (u32 page = 0; page < pages; page++)
+        write_page(page, 1);
+    put_field("workload: ready pages=", pages);
+    put('\n');
+
+    u64 next_report = cycles(), next_sweep = next_report, next_batch = next_report;
+    u32 page = 0;
+    for (;;) {
+        u32 batch = 0;
+        if (!idle)
+            batch = !rate ? 64 : reached(&next_batch, 10) ? (rate + 99) / 100 : 0;
+        for (; batch; batch--) {
+            check_page(page);
+            write_page(page, versions[page] + 1);
+            count++;
+            page = page + 1 == pages ? 0 : page + 1;
+        }
+        if (reached(&next_report, REPORT_MS))
+            report();
+        if (asked_to_check() || reached(&next_sweep, sweep_ms))
+            sweep();
+    }
+}

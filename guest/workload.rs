@@ -1,0 +1,241 @@
+//! The workload of the Linux guest: writes its memory, checks it, and reports on the serial port.
+//!
+//! Every page holds a pattern made of its number and its version; the versions are kept in a table elsewhere. A page
+//! is checked completely before it is overwritten, and all pages are checked regularly ("sweep"), so one stale, lost
+//! or misplaced page is an error.
+//!
+//! Lines (those of guest/kvm.c too):
+//!
+//! ```text
+//! workload: ready pages=16384
+//! workload: count=N checked=M errors=E uptime=S     five times a second; count: pages written
+//! workload: sweep=K pages=P errors=E                all pages were checked, every `sweep_ms` and when "check" is read
+//! workload: bad page=N version=V found=F words=W    the first few errors
+//! ```
+//!
+//! Arguments come by the kernel command line: `workload.mib` (64), `workload.rate` (pages a second; 0, the default: as
+//! fast as possible), `workload.hot` (MiB that are written; the default is all), `workload.idle=1` (write nothing after
+//! the first fill), `workload.sweep_ms` (1000).
+use std::hint::black_box;
+use std::io::{BufRead, Write};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+const WORDS: usize = 512;
+/// "tranship": by this a page is found in a memory dump.
+const MAGIC: u64 = u64::from_le_bytes(*b"tranship");
+const PAGES_PER_MIB: usize = 256;
+const REPORT: Duration = Duration::from_millis(200);
+const BATCH: Duration = Duration::from_millis(10);
+
+#[derive(Clone)]
+#[repr(C, align(4096))]
+struct Page([u64; WORDS]);
+
+struct Settings {
+    pages: usize,
+    hot: usize,
+    /// Pages a second; 0: as fast as possible.
+    rate: u64,
+    idle: bool,
+    sweep: Duration,
+}
+
+struct Workload {
+    pages: Vec<Page>,
+    versions: Vec<u64>,
+    count: u64,
+    checked: u64,
+    errors: u64,
+    sweeps: u64,
+}
+
+fn main() {
+    let settings = Settings::read();
+    let mut workload = Workload::fill(settings.pages);
+    say(format_args!("ready pages={}", settings.pages));
+    workload.run(&settings, &listen());
+}
+
+impl Settings {
+    fn read() -> Self {
+        let line = std::fs::read_to_string("/proc/cmdline").expect("/proc is mounted");
+        let number = |name: &str, otherwise: u64| {
+            let prefix = format!("workload.{name}=");
+            let value = line
+                .split_whitespace()
+                .find_map(|word| word.strip_prefix(&prefix));
+            value.map_or(otherwise, |v| {
+                v.parse()
+                    .unwrap_or_else(|_| panic!("{prefix}{v} is not a number"))
+            })
+        };
+        let pages = number("mib", 64) as usize * PAGES_PER_MIB;
+        Self {
+            pages,
+            hot: (number("hot", u64::MAX / 256) as usize * PAGES_PER_MIB).clamp(1, pages),
+            rate: number("rate", 0),
+            idle: number("idle", 0) != 0,
+            sweep: Duration::from_millis(number("sweep_ms", 1000)),
+        }
+    }
+}
+
+impl Workload {
+    fn fill(pages: usize) -> Self {
+        let mut workload = Self {
+            pages: vec![Page([0; WORDS]); pages],
+            versions: vec![0; pages],
+            count: 0,
+            checked: 0,
+            errors: 0,
+            sweeps: 0,
+        };
+        (0..pages).for_each(|page| workload.write(page, 1));
+        workload
+    }
+
+    fn run(&mut self, settings: &Settings, asked: &AtomicU64) {
+        let start = Instant::now();
+        let (mut next_report, mut next_sweep, mut next_batch) = (start, start, start);
+        let (mut page, mut answered) = (0, 0);
+        loop {
+            for _ in 0..batch(settings, &mut next_batch) {
+                self.check(page);
+                self.write(page, self.versions[page] + 1);
+                self.count += 1;
+                page = if page + 1 == settings.hot {
+                    0
+                } else {
+                    page + 1
+                };
+            }
+            if reached(&mut next_report, REPORT) {
+                self.report(start.elapsed());
+            }
+            let questions = asked.load(Ordering::Relaxed);
+            if questions != answered || reached(&mut next_sweep, settings.sweep) {
+                answered = questions;
+                self.sweep();
+            }
+            if settings.idle || settings.rate != 0 {
+                std::thread::sleep(Duration::from_millis(2));
+            }
+        }
+    }
+
+    fn write(&mut self, page: usize, version: u64) {
+        let words = pattern(page, version);
+        for (index, word) in black_box(&mut self.pages[page]).0.iter_mut().enumerate() {
+            *word = words(index);
+        }
+        self.versions[page] = version;
+    }
+
+    fn check(&mut self, page: usize) {
+        let version = self.versions[page];
+        let words = pattern(page, version);
+        let held = black_box(&self.pages[page]);
+        let wrong = held
+            .0
+            .iter()
+            .enumerate()
+            .filter(|&(index, &word)| word != words(index))
+            .count();
+        self.checked += 1;
+        if wrong == 0 {
+            return;
+        }
+        if self.errors < 10 {
+            say(format_args!(
+                "bad page={page} version={version} found={} words={wrong}",
+                held.0[2]
+            ));
+        }
+        self.errors += 1;
+        // Made good, so that it counts once.
+        self.write(page, version + 1);
+    }
+
+    fn sweep(&mut self) {
+        (0..self.pages.len()).for_each(|page| self.check(page));
+        self.sweeps += 1;
+        say(format_args!(
+            "sweep={} pages={} errors={}",
+            self.sweeps,
+            self.pages.len(),
+            self.errors
+        ));
+    }
+
+    fn report(&self, uptime: Duration) {
+        let (count, checked, errors) = (self.count, self.checked, self.errors);
+        say(format_args!(
+            "count={count} checked={checked} errors={errors} uptime={}",
+            uptime.as_secs()
+        ));
+    }
+}
+
+/// The words of a page. The first three name the page and its version; the rest depends on both.
+fn pattern(page: usize, version: u64) -> impl Fn(usize) -> u64 {
+    let page = page as u64;
+    let seed =
+        page.wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ version.wrapping_mul(0xc2b2_ae3d_27d4_eb4f);
+    move |index| match index {
+        0 => MAGIC,
+        1 => page,
+        2 => version,
+        _ => seed.wrapping_add((index as u64).wrapping_mul(0x1656_67b1_9e37_79f9)),
+    }
+}
+
+/// How many pages to write before looking at the clock again.
+fn batch(settings: &Settings, next: &mut Instant) -> u64 {
+    if settings.idle {
+        0
+    } else if settings.rate == 0 {
+        64
+    } else if reached(next, BATCH) {
+        settings.rate.div_ceil(100)
+    } else {
+        0
+    }
+}
+
+/// True once a step. A clock that has jumped (the guest stood still) is not caught up with.
+fn reached(next: &mut Instant, step: Duration) -> bool {
+    let now = Instant::now();
+    if now < *next {
+        return false;
+    }
+    *next = if now > *next + step {
+        now + step
+    } else {
+        *next + step
+    };
+    true
+}
+
+/// Counts the lines "check" on standard input.
+fn listen() -> Arc<AtomicU64> {
+    let asked = Arc::new(AtomicU64::new(0));
+    let count = Arc::clone(&asked);
+    std::thread::spawn(move || {
+        for line in std::io::stdin().lock().lines().map_while(Result::ok) {
+            if line.trim() == "check" {
+                count.fetch_add(1, Ordering::Relaxed);
+            }
+        }
+    });
+    asked
+}
+
+/// One line in one write, so that the kernel's own lines can't split it.
+fn say(text: std::fmt::Arguments<'_>) {
+    let line = format!("workload: {text}\n");
+    // A serial port that nobody listens to is no reason to stop.
+    let _ = std::io::stdout().write_all(line.as_bytes());
+    let _ = std::io::stdout().flush();
+}

@@ -1,0 +1,105 @@
+#!/usr/bin/env bash
+# Builds the guests that the tests and the demo start, into .guest/. Does nothing when they are newer than their sources.
+#
+#   .guest/linux/vmlinuz      a distribution kernel, unpacked from its package
+#   .guest/linux/initrd.img   busybox, guest/init and guest/workload.rs
+#   .guest/kvm.elf            guest/kvm.c: a 32-bit program that needs no operating system
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+say() { echo "guests: $*" >&2; }
+
+main() {
+    mkdir -p .guest/linux
+    [ -s .guest/linux/vmlinuz ] || fetch_kernel
+    [ -s .guest/linux/busybox ] || fetch_busybox
+    fresh .guest/linux/initrd.img guest/init guest/workload.rs scripts/guests.sh || build_initrd
+    fresh .guest/kvm.elf guest/kvm.c guest/kvm.ld scripts/guests.sh || build_kvm_guest
+}
+
+# Is the target made from exactly these sources? By content: a checkout gives files new dates.
+fresh() {
+    local target=$1
+    shift
+    [ -s "$target" ] && [ "$(cat "$target.made-from" 2>/dev/null)" = "$(sha256sum "$@")" ]
+}
+
+made() {
+    local target=$1
+    shift
+    mv "$target.new" "$target"
+    sha256sum "$@" >"$target.made-from"
+    say "built $target"
+}
+
+# The kernel package of the distribution that is smallest and quickest to boot in a virtual machine.
+fetch_kernel() {
+    need_apt "a Linux kernel (vmlinuz, bzImage with a serial console built in) as .guest/linux/vmlinuz"
+    local meta package scratch
+    scratch=$(mktemp -d -p .guest)
+    for meta in linux-image-cloud-amd64 linux-image-virtual; do
+        package=$(apt-cache depends "$meta" 2>/dev/null | sed -n 's/^ *Depends: \(linux-image-[0-9].*\)/\1/p' | head -n 1)
+        [ -z "$package" ] || break
+    done
+    if [ -z "$package" ]; then
+        scripts/apt.sh update
+        for meta in linux-image-cloud-amd64 linux-image-virtual; do
+            package=$(apt-cache depends "$meta" 2>/dev/null | sed -n 's/^ *Depends: \(linux-image-[0-9].*\)/\1/p' | head -n 1)
+            [ -z "$package" ] || break
+        done
+    fi
+    unpack "$package" "$scratch"
+    cp "$scratch"/boot/vmlinuz-* .guest/linux/vmlinuz.new
+    mv .guest/linux/vmlinuz.new .guest/linux/vmlinuz
+    rm -r "$scratch"
+    say "unpacked the kernel of $package"
+}
+
+fetch_busybox() {
+    local scratch
+    if type -P busybox >/dev/null && ! ldd "$(type -P busybox)" >/dev/null 2>&1; then
+        cp "$(type -P busybox)" .guest/linux/busybox
+        return
+    fi
+    need_apt "a statically linked busybox (package: busybox-static) as .guest/linux/busybox"
+    scratch=$(mktemp -d -p .guest)
+    unpack busybox-static "$scratch"
+    cp "$(find "$scratch" -type f -path '*/bin/busybox')" .guest/linux/busybox.new
+    mv .guest/linux/busybox.new .guest/linux/busybox
+    rm -r "$scratch"
+}
+
+need_apt() {
+    if ! type -P apt-get >/dev/null; then
+        echo "missing: $1: put it there; it can be fetched only on Debian and Ubuntu"
+        exit 1
+    fi
+}
+
+# A package list that is out of date names files that are gone: then fetch the list first.
+unpack() {
+    scripts/apt.sh unpack "$1" "$2" 2>/dev/null || { scripts/apt.sh update && scripts/apt.sh unpack "$1" "$2"; }
+}
+
+build_initrd() {
+    local root
+    root=$(mktemp -d -p .guest)
+    mkdir -p "$root"/{bin,dev,proc,sys}
+    cp .guest/linux/busybox "$root/bin/busybox"
+    install -m 755 guest/init "$root/init"
+    rustc --edition 2024 -O -C target-feature=+crt-static -C strip=symbols --deny warnings \
+        --target x86_64-unknown-linux-gnu -o "$root/bin/workload" guest/workload.rs
+    (cd "$root" && find . | sort | cpio --quiet -o -H newc -R 0:0) | gzip -1 >.guest/linux/initrd.img.new
+    rm -r "$root"
+    made .guest/linux/initrd.img guest/init guest/workload.rs scripts/guests.sh
+}
+
+build_kvm_guest() {
+    # -m32 without the 32-bit libraries: the program uses none. No vector instructions: nobody has switched them on.
+    gcc -m32 -march=i686 -mno-sse -mno-mmx -O2 -Wall -Wextra -Werror -ffreestanding -fno-pic -fno-stack-protector \
+        -fno-asynchronous-unwind-tables -fcf-protection=none -nostdlib -static -no-pie -Wl,--build-id=none \
+        -Wl,--no-warn-rwx-segments -Wl,-T,guest/kvm.ld -o .guest/kvm.elf.new guest/kvm.c
+    made .guest/kvm.elf guest/kvm.c guest/kvm.ld scripts/guests.sh
+}
+
+main
