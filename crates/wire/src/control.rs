@@ -209,7 +209,9 @@ fn read_payload(kind: Kind, payload: &[u8], reader: &mut Reader<'_>) -> Result<M
         },
         Kind::Running => Message::Running,
         Kind::Abort => Message::Abort(Refusal {
-            reason: reader.text("Abort reason", MAX_REASON_BYTES)?.to_owned(),
+            reason: reader
+                .text("Abort reason", 0..=MAX_REASON_BYTES)?
+                .to_owned(),
         }),
     })
 }

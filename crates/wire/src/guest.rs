@@ -1,5 +1,6 @@
 //! What must be equal on both sides: the machine and its memory.
 use std::collections::HashSet;
+use std::ops::RangeInclusive;
 
 use crate::Error;
 use crate::control::{MAX_NAME_BYTES, MAX_REGION_BYTES, MAX_REGIONS};
@@ -24,6 +25,8 @@ pub struct GuestDescription {
     /// 1 to [`MAX_REGIONS`]. A packet names a region by its index here.
     pub regions: Vec<RegionDescription>,
 }
+
+const NAME_SIZES: RangeInclusive<usize> = 1..=MAX_NAME_BYTES;
 
 impl GuestDescription {
     /// The fewest bytes of an encoded description: one region, names of one byte.
@@ -67,12 +70,12 @@ impl GuestDescription {
                 "a guest has 1 to 1024 regions",
             ));
         }
-        let machine = reader.name("machine", MAX_NAME_BYTES)?.to_owned();
+        let machine = reader.text("machine", NAME_SIZES)?.to_owned();
         let mut names = HashSet::with_capacity(count.into());
         let mut regions = Vec::with_capacity(count.into());
         for _ in 0..count {
             let bytes = read_region_bytes(reader)?;
-            let name = reader.name("region name", MAX_NAME_BYTES)?;
+            let name = reader.text("region name", NAME_SIZES)?;
             if !names.insert(name) {
                 return Err(reader.invalid(
                     "region name",

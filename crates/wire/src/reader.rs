@@ -1,4 +1,6 @@
 //! The one reader of bytes: it knows its offset and names what is missing. Its counterpart, the writer, can't fail.
+use std::ops::RangeInclusive;
+
 use crate::Error;
 
 /// Reads fields one after the other. Offsets in its errors count from `base`, the place of the first byte.
@@ -54,12 +56,16 @@ impl<'a> Reader<'a> {
         self.array(field).map(u128::from_le_bytes)
     }
 
-    /// A text of at most `max` bytes behind its u16 length. Control characters are refused: the text ends up on a
+    /// A text behind its u16 length, which must be one of `sizes`. Control characters are refused: the text ends up on a
     /// terminal, which would obey them.
-    pub(crate) fn text(&mut self, field: &'static str, max: usize) -> Result<&'a str, Error> {
+    pub(crate) fn text(
+        &mut self,
+        field: &'static str,
+        sizes: RangeInclusive<usize>,
+    ) -> Result<&'a str, Error> {
         let count = self.u16(field)?;
-        if usize::from(count) > max {
-            return Err(self.invalid(field, count.into(), "the text is longer than allowed"));
+        if !sizes.contains(&count.into()) {
+            return Err(self.invalid(field, count.into(), "a length that this text can't have"));
         }
         let bytes = self.bytes(field, count.into())?;
         let text = std::str::from_utf8(bytes).map_err(|error| Error::Text {
@@ -74,14 +80,6 @@ impl<'a> Reader<'a> {
                 why: "a control character",
             }),
             None => Ok(text),
-        }
-    }
-
-    /// A text as above that may not be empty.
-    pub(crate) fn name(&mut self, field: &'static str, max: usize) -> Result<&'a str, Error> {
-        match self.text(field, max)? {
-            "" => Err(self.invalid(field, 0, "the name is empty")),
-            name => Ok(name),
         }
     }
 
