@@ -10,7 +10,7 @@
 //! workload: ready pages=16384
 //! workload: count=N checked=M errors=E uptime=S     five times a second; count: pages written
 //! workload: sweep=K pages=P errors=E                all pages were checked, every `sweep_ms` and when "check" is read
-//! workload: bad page=N version=V found=F words=W    the first few errors
+//! workload: bad page=N version=V found=F [words=W]    the first few errors
 //! ```
 //!
 //! Arguments come by the kernel command line: `workload.mib` (64), `workload.rate` (pages a second; 0, the default: as
