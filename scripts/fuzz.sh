@@ -16,6 +16,7 @@ esac
 [ $# -eq 0 ] || shift
 [ $# -gt 0 ] || set -- preamble packet control_message
 
+built=${CARGO_TARGET_DIR:-target}
 host=$(rustc -vV | sed -n 's/^host: //p')
 # The same instrumentation as cargo-fuzz's with --sanitizer none. Given --target, cargo keeps it away from build scripts.
 RUSTFLAGS="--cfg fuzzing -Cpasses=sancov-module -Cllvm-args=-sanitizer-coverage-level=4 \
@@ -27,9 +28,9 @@ failed=
 for target in "$@"; do
     corpus=corpus/$target
     artifacts=artifacts/$target
-    log=target/$target.log
+    log=$built/$target.log
     mkdir -p "$corpus" "$artifacts"
-    if "${CARGO_TARGET_DIR:-target}/$host/release/$target" "$corpus" "seeds/$target" -max_total_time="$seconds" \
+    if "$built/$host/release/$target" "$corpus" "seeds/$target" -max_total_time="$seconds" \
         -timeout=10 -rss_limit_mb=512 -max_len=65536 -use_value_profile=1 -artifact_prefix="$artifacts/" >"$log" 2>&1; then
         echo "$target: $(sed -n 's/^Done \(.*\)/\1/p' "$log"), $(find "$corpus" -type f | wc -l) inputs in the corpus"
     else
