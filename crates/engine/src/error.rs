@@ -14,21 +14,46 @@ pub enum Outcome {
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
+    /// The system refused something.
     #[error("{what}: {source}")]
-    Io { what: String, source: std::io::Error },
+    Io {
+        /// What was being done, to what.
+        what: String,
+        /// The system's word.
+        source: std::io::Error,
+    },
+    /// Bytes that no version of the protocol has.
     #[error("the peer at {peer} sent bytes that are not the protocol's: {source}")]
-    Wire { peer: String, source: transship_wire::Error },
+    Wire {
+        /// Its address.
+        peer: String,
+        /// The field and its offset.
+        source: transship_wire::Error,
+    },
     /// The peer broke the order or the bounds of the protocol.
     #[error("the peer at {peer} {what}")]
-    Protocol { peer: String, what: String },
+    Protocol {
+        /// Its address.
+        peer: String,
+        /// What it did.
+        what: String,
+    },
+    /// The other side ended the session, with its reason.
     #[error("the other side refused: {0}")]
     Refused(String),
+    /// The two guests are not alike.
+    #[error("{0}")]
+    Unfit(String),
+    /// The adapter failed.
     #[error(transparent)]
     Guest(#[from] GuestError),
+    /// Guest memory could not be read, written or tracked.
     #[error(transparent)]
     Memory(#[from] transship_memory::Error),
+    /// The user's wish.
     #[error("cancelled; the source guest runs on")]
     Cancelled,
+    /// The guest writes faster than the link carries; the text has the numbers.
     #[error("{0}")]
     NotConverging(String),
     /// Nobody can tell from here whether the guest runs over there.
@@ -37,6 +62,7 @@ pub enum Error {
 }
 
 impl Error {
+    /// Where the guest is now.
     pub fn outcome(&self) -> Outcome {
         match self {
             Error::Unknown(_) => Outcome::NeedsPerson,

@@ -37,8 +37,9 @@ pub trait SourceGuest: Send {
 
 /// A guest that waits for its memory and state. Nothing may run in it before `start`.
 pub trait DestinationGuest: Send {
+    /// What it waits for.
     fn description(&self) -> GuestDescription;
-    /// The regions, mapped for writing.
+    /// The regions, mapped for writing, in the order of the description.
     fn memory(&self) -> GuestMemory;
     /// Loads the device state, to the end of `state`, and waits until the VMM says that it has loaded it all.
     fn load_state(&mut self, state: &mut dyn Read) -> Result<(), GuestError>;

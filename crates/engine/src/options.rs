@@ -18,6 +18,7 @@ pub enum ZeroPages {
 pub struct MoveOptions {
     /// 1 to 255 data channels.
     pub channels: u8,
+    /// Who looks for zero pages.
     pub zero_pages: ZeroPages,
     /// Most bytes a second on all channels together; none: as fast as it goes.
     pub bandwidth: Option<u64>,

@@ -1,28 +1,39 @@
 //! What is going on, for a progress bar: atomics that any thread may read at any time, and a flag to cancel.
-use std::sync::{Arc, Mutex, atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering}};
+use std::sync::{
+    Arc, Mutex,
+    atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering},
+};
 
 /// Where a move is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Phase {
     #[default]
+    /// Looking for the other side.
     Connecting,
+    /// The guest runs, its pages travel.
     Rounds,
     /// The guest stands still.
     Switchover,
     /// Given up here; past the point of no return.
     HandedOver,
+    /// It runs at the destination.
     Done,
 }
 
 /// Shared between the engine, which writes, and a display, which reads. Relaxed everywhere: numbers for people.
 #[derive(Debug, Default)]
 pub struct Progress {
+    /// The round that is under way, from 1.
     pub round: AtomicU32,
-    /// Bytes of pages that this round has still to look at, and had at its begin.
+    /// Bytes of pages that this round has still to look at; `round_total` at its begin.
     pub round_left: AtomicU64,
+    /// See `round_left`.
     pub round_total: AtomicU64,
+    /// Bytes sent or received so far.
     pub wire_bytes: AtomicU64,
+    /// Pages sent or received with content so far.
     pub normal_pages: AtomicU64,
+    /// Pages found to be zero so far.
     pub zero_pages: AtomicU64,
     /// Pages written a second, as of the last scan.
     pub dirty_rate: AtomicU64,
@@ -31,12 +42,15 @@ pub struct Progress {
 }
 
 impl Progress {
+    /// A fresh one, to be shared.
     pub fn new() -> Arc<Self> {
         Arc::default()
     }
+    /// Where the move is.
     pub fn phase(&self) -> Phase {
         *self.phase.lock().unwrap_or_else(|e| e.into_inner())
     }
+    /// For the engine: the move is here now.
     pub fn set_phase(&self, phase: Phase) {
         *self.phase.lock().unwrap_or_else(|e| e.into_inner()) = phase;
     }
@@ -44,6 +58,7 @@ impl Progress {
     pub fn cancel(&self) {
         self.cancelled.store(true, Ordering::Relaxed);
     }
+    /// Whether somebody called `cancel`.
     pub fn is_cancelled(&self) -> bool {
         self.cancelled.load(Ordering::Relaxed)
     }

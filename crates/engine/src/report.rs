@@ -5,9 +5,12 @@ use serde::Serialize;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Default)]
 #[serde(rename_all = "kebab-case")]
 pub enum Status {
+    /// The guest is at the destination.
     Completed,
+    /// The source runs on.
     #[default]
     Failed,
+    /// By the user; the source runs on.
     Cancelled,
     /// The guest writes faster than the link carries.
     NotConverging,
@@ -18,16 +21,21 @@ pub enum Status {
 /// One round.
 #[derive(Debug, Clone, Default, Serialize)]
 pub struct RoundReport {
+    /// From 1.
     pub number: u32,
     /// Pages that were looked at.
     pub scanned: u64,
     /// Pages reported written since the round before.
     pub written: u64,
+    /// Pages found to be zero.
     pub zero: u64,
+    /// Pages that hold nothing at the source: not read, not sent.
     pub hole: u64,
+    /// Pages that the guest said are free.
     pub free: u64,
     /// Bytes put on the wire.
     pub bytes: u64,
+    /// How long it took, until the destination had everything in place.
     pub ms: f64,
     /// Pages written a second while the round ran.
     pub dirty_pages_per_s: f64,
@@ -38,43 +46,62 @@ pub struct RoundReport {
 pub struct PageCounts {
     /// Sent with content.
     pub normal: u64,
+    /// Pages found to be zero.
     pub zero: u64,
+    /// Pages that hold nothing at the source: not read, not sent.
     pub hole: u64,
+    /// Pages that the guest said are free.
     pub free: u64,
     /// Sent with content more than once, counted each time after the first.
     pub resent: u64,
 }
 
+/// Bytes by kind.
 #[derive(Debug, Clone, Copy, Default, Serialize)]
 pub struct ByteCounts {
+    /// Size of the guest's memory.
     pub guest: u64,
+    /// Put on, or taken from, all connections together.
     pub wire: u64,
 }
 
 /// CPU seconds of this process by role.
 #[derive(Debug, Clone, Copy, Default, Serialize)]
 pub struct CpuSeconds {
+    /// The thread that leads.
     pub main: f64,
+    /// All channel threads together.
     pub channels: f64,
+    /// The whole process, including what it did before.
     pub total: f64,
 }
 
 /// The whole of it. Both sides report; what only one side knows is zero on the other.
 #[derive(Debug, Clone, Default, Serialize)]
 pub struct Report {
+    /// How it ended.
     pub status: Status,
+    /// From the call to its end, in milliseconds; at the destination from the first connection on.
     pub total_ms: f64,
+    /// Of it: until the first page could go.
     pub setup_ms: f64,
+    /// How long the guest stood still, until the destination said that it runs.
     pub downtime_ms: f64,
+    /// One entry a round.
     pub rounds: Vec<RoundReport>,
+    /// Pages by kind.
     pub pages: PageCounts,
+    /// Bytes by kind.
     pub bytes: ByteCounts,
     /// Wire bytes a second.
     pub throughput: f64,
+    /// Share of packets that found all encoders busy; 0 without encoders.
     pub busy_ratio: f64,
+    /// CPU seconds by role.
     pub cpu: CpuSeconds,
     /// None: not asked for.
     pub verified: Option<bool>,
+    /// Why it ended early.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub error: Option<String>,
 }

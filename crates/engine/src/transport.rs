@@ -1,27 +1,320 @@
 //! Where the bytes go: `tcp:host:port` and `unix:path`.
+use std::{
+    fmt, fs,
+    io::{self, Read, Write},
+    net::{Shutdown, TcpListener, TcpStream, ToSocketAddrs},
+    os::{
+        fd::{AsFd, BorrowedFd},
+        unix::{
+            fs::FileTypeExt,
+            net::{UnixListener, UnixStream},
+        },
+    },
+    path::{Path, PathBuf},
+    str::FromStr,
+    time::Duration,
+};
+
+use rustix::net::sockopt;
+
 use crate::Error;
+
+/// How long a connection may take to come about.
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
+/// A peer that takes no byte for this long is taken for dead.
+pub(crate) const STALL_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// An address, as QEMU writes them.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Uri {
-    Tcp { host: String, port: u16 },
-    Unix(std::path::PathBuf),
+    /// `tcp:host:port`; an IPv6 address in brackets.
+    Tcp {
+        /// A name or an address, without brackets.
+        host: String,
+        /// 0 lets a listener's system choose.
+        port: u16,
+    },
+    /// `unix:path`
+    Unix(PathBuf),
+}
+
+impl FromStr for Uri {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let wrong = |why: &str| Err(format!("{text:?} is not an address: {why}; write tcp:HOST:PORT or unix:PATH"));
+        match text.split_once(':') {
+            Some(("unix", "")) => wrong("the path is missing"),
+            Some(("unix", path)) => Ok(Self::Unix(path.into())),
+            Some(("tcp", rest)) => {
+                let Some((host, port)) = rest.rsplit_once(':') else { return wrong("the port is missing") };
+                let Ok(port) = port.parse() else { return wrong("the port is not a number from 0 to 65535") };
+                let bare = host.strip_prefix('[').and_then(|h| h.strip_suffix(']'));
+                if bare.is_none() && host.contains(':') {
+                    return wrong("an IPv6 address goes in brackets");
+                }
+                Ok(Self::Tcp { host: bare.unwrap_or(host).to_owned(), port })
+            }
+            _ => wrong("unknown kind"),
+        }
+    }
+}
+
+impl fmt::Display for Uri {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Tcp { host, port } if host.contains(':') => write!(f, "tcp:[{host}]:{port}"),
+            Self::Tcp { host, port } => write!(f, "tcp:{host}:{port}"),
+            Self::Unix(path) => write!(f, "unix:{}", path.display()),
+        }
+    }
+}
+
+/// One connected socket.
+#[derive(Debug)]
+pub(crate) enum Connection {
+    Tcp(TcpStream),
+    Unix(UnixStream),
+}
+
+impl Connection {
+    /// Connects to a listening peer.
+    pub(crate) fn open(uri: &Uri) -> Result<Self, Error> {
+        let failed = |source| Error::Io { what: format!("connect to {uri}"), source };
+        let connection = match uri {
+            Uri::Tcp { host, port } => Self::Tcp(connect_tcp(host, *port).map_err(failed)?),
+            Uri::Unix(path) => Self::Unix(connect_unix(path).map_err(failed)?),
+        };
+        connection.prepare().map_err(failed)?;
+        Ok(connection)
+    }
+
+    /// Sets what every connection of ours has: a bound on stalls, and no delay for small messages.
+    fn prepare(&self) -> io::Result<()> {
+        match self {
+            Self::Tcp(stream) => {
+                stream.set_nodelay(true)?;
+                stream.set_write_timeout(Some(STALL_TIMEOUT))?;
+                // A host that vanishes sends no FIN: ask it for a sign of life.
+                sockopt::set_socket_keepalive(stream, true)?;
+                sockopt::set_tcp_keepidle(stream, Duration::from_secs(10))?;
+                sockopt::set_tcp_keepintvl(stream, Duration::from_secs(5))?;
+                sockopt::set_tcp_keepcnt(stream, 4)?;
+                sockopt::set_tcp_user_timeout(stream, STALL_TIMEOUT.as_millis() as u32)?;
+            }
+            Self::Unix(stream) => stream.set_write_timeout(Some(STALL_TIMEOUT))?,
+        }
+        Ok(())
+    }
+
+    pub(crate) fn set_read_timeout(&self, timeout: Option<Duration>) -> io::Result<()> {
+        match self {
+            Self::Tcp(stream) => stream.set_read_timeout(timeout),
+            Self::Unix(stream) => stream.set_read_timeout(timeout),
+        }
+    }
+
+    /// A second handle to the same socket.
+    pub(crate) fn try_clone(&self) -> io::Result<Self> {
+        Ok(match self {
+            Self::Tcp(stream) => Self::Tcp(stream.try_clone()?),
+            Self::Unix(stream) => Self::Unix(stream.try_clone()?),
+        })
+    }
+
+    /// Ends both directions; whoever is blocked on the socket wakes with an error.
+    pub(crate) fn shutdown(&self) {
+        // A peer that closed first makes this fail; it is shut then.
+        let _ = match self {
+            Self::Tcp(stream) => stream.shutdown(Shutdown::Both),
+            Self::Unix(stream) => stream.shutdown(Shutdown::Both),
+        };
+    }
+}
+
+fn connect_tcp(host: &str, port: u16) -> io::Result<TcpStream> {
+    let mut last = io::Error::new(io::ErrorKind::NotFound, "the name has no address");
+    for address in (host, port).to_socket_addrs()? {
+        match TcpStream::connect_timeout(&address, CONNECT_TIMEOUT) {
+            Ok(stream) => return Ok(stream),
+            Err(error) => last = error,
+        }
+    }
+    Err(last)
+}
+
+/// Connects without waiting for ever when the listener's queue is full: the send timeout bounds a connect too.
+fn connect_unix(path: &Path) -> io::Result<UnixStream> {
+    use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, socket_with};
+    let fd = socket_with(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)?;
+    let stream = UnixStream::from(fd);
+    stream.set_write_timeout(Some(CONNECT_TIMEOUT))?;
+    connect(&stream, &SocketAddrUnix::new(path)?)?;
+    Ok(stream)
+}
+
+impl AsFd for Connection {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        match self {
+            Self::Tcp(stream) => stream.as_fd(),
+            Self::Unix(stream) => stream.as_fd(),
+        }
+    }
+}
+
+impl Read for Connection {
+    fn read(&mut self, buf: &mut [u8]) -> io::Result<usize> {
+        match self {
+            Self::Tcp(stream) => stream.read(buf),
+            Self::Unix(stream) => stream.read(buf),
+        }
+    }
+}
+
+impl Write for Connection {
+    fn write(&mut self, buf: &[u8]) -> io::Result<usize> {
+        match self {
+            Self::Tcp(stream) => stream.write(buf),
+            Self::Unix(stream) => stream.write(buf),
+        }
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+#[derive(Debug)]
+enum Socket {
+    Tcp(TcpListener),
+    Unix(UnixListener),
 }
 
 /// A socket that waits for a source.
-pub struct Listener {}
+#[derive(Debug)]
+pub struct Listener {
+    socket: Socket,
+    uri: Uri,
+}
 
-#[allow(unused_variables)]
 impl Listener {
-    pub fn bind(uri: &Uri) -> Result<Self, Error> { todo!() }
+    /// Listens at `uri`. A unix socket that nobody listens at any more is replaced.
+    ///
+    /// # Errors
+    /// The address is in use, or the system refuses it.
+    pub fn bind(uri: &Uri) -> Result<Self, Error> {
+        let failed = |source| Error::Io { what: format!("listen at {uri}"), source };
+        match uri {
+            Uri::Tcp { host, port } => {
+                let socket = TcpListener::bind((host.as_str(), *port)).map_err(failed)?;
+                let port = socket.local_addr().map_err(failed)?.port();
+                socket.set_nonblocking(true).map_err(failed)?;
+                Ok(Self { socket: Socket::Tcp(socket), uri: Uri::Tcp { host: host.clone(), port } })
+            }
+            Uri::Unix(path) => {
+                remove_stale(path).map_err(failed)?;
+                let socket = UnixListener::bind(path).map_err(failed)?;
+                socket.set_nonblocking(true).map_err(failed)?;
+                Ok(Self { socket: Socket::Unix(socket), uri: uri.clone() })
+            }
+        }
+    }
+
     /// The address, with the port that the system chose if 0 was asked for.
-    pub fn uri(&self) -> &Uri { todo!() }
+    pub fn uri(&self) -> &Uri {
+        &self.uri
+    }
+
+    /// Waits at most `timeout` for a connection; none if nobody came.
+    pub(crate) fn accept(&self, timeout: Duration) -> Result<Option<(Connection, String)>, Error> {
+        let failed = |source| Error::Io { what: format!("accept a connection at {}", self.uri), source };
+        if !self.wait(timeout).map_err(failed)? {
+            return Ok(None);
+        }
+        let accepted = match &self.socket {
+            Socket::Tcp(socket) => socket.accept().map(|(s, from)| (Connection::Tcp(s), format!("tcp:{from}"))),
+            Socket::Unix(socket) => socket.accept().map(|(s, _)| (Connection::Unix(s), self.uri.to_string())),
+        };
+        match accepted {
+            Ok((connection, peer)) => match connection.prepare() {
+                Ok(()) => Ok(Some((connection, peer))),
+                // It hung up between its connect and our accept.
+                Err(_) => Ok(None),
+            },
+            Err(error) if matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::ConnectionAborted) => {
+                Ok(None)
+            }
+            Err(error) => Err(failed(error)),
+        }
+    }
+
+    fn wait(&self, timeout: Duration) -> io::Result<bool> {
+        use rustix::event::{PollFd, PollFlags, Timespec, poll};
+        let fd = match &self.socket {
+            Socket::Tcp(socket) => socket.as_fd(),
+            Socket::Unix(socket) => socket.as_fd(),
+        };
+        let limit = Timespec { tv_sec: timeout.as_secs() as i64, tv_nsec: timeout.subsec_nanos().into() };
+        match poll(&mut [PollFd::from_borrowed_fd(fd, PollFlags::IN)], Some(&limit)) {
+            Ok(ready) => Ok(ready > 0),
+            Err(rustix::io::Errno::INTR) => Ok(false),
+            Err(error) => Err(error.into()),
+        }
+    }
 }
 
-impl std::str::FromStr for Uri {
-    type Err = String;
-    fn from_str(s: &str) -> Result<Self, String> { todo!("{s}") }
+impl Drop for Listener {
+    fn drop(&mut self) {
+        if let Uri::Unix(path) = &self.uri {
+            // Somebody may have removed it already.
+            let _ = fs::remove_file(path);
+        }
+    }
 }
-impl std::fmt::Display for Uri {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result { todo!("{f:?}") }
+
+fn remove_stale(path: &Path) -> io::Result<()> {
+    match fs::symlink_metadata(path) {
+        Ok(found) if found.file_type().is_socket() => match UnixStream::connect(path) {
+            Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => fs::remove_file(path),
+            _ => Ok(()), // in use: bind says so
+        },
+        _ => Ok(()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+
+    #[test]
+    fn addresses_are_read_as_they_are_written() {
+        for text in ["tcp:host:1234", "tcp:127.0.0.1:0", "tcp:[::1]:7", "unix:/run/a:b.sock"] {
+            assert_eq!(text.parse::<Uri>().unwrap().to_string(), text);
+        }
+        for text in ["", "tcp:", "tcp:host", "tcp:host:70000", "tcp:::1:7", "unix:", "udp:host:1", "host:1"] {
+            assert!(text.parse::<Uri>().unwrap_err().contains("tcp:HOST:PORT"), "{text}");
+        }
+    }
+
+    #[test]
+    fn a_stale_socket_is_replaced_and_a_live_one_is_not() {
+        let dir = tempfile::tempdir().unwrap();
+        let uri = Uri::Unix(dir.path().join("s"));
+        drop(UnixListener::bind(dir.path().join("s")).unwrap());
+        let live = Listener::bind(&uri).unwrap();
+        assert!(Listener::bind(&uri).is_err());
+        drop(live);
+        assert!(!dir.path().join("s").exists());
+    }
+
+    #[test]
+    fn accepting_gives_up_when_nobody_comes() {
+        let listener = Listener::bind(&"tcp:127.0.0.1:0".parse().unwrap()).unwrap();
+        assert!(listener.accept(Duration::from_millis(1)).unwrap().is_none());
+        let client = Connection::open(listener.uri()).unwrap();
+        let (_, peer) = listener.accept(Duration::from_secs(5)).unwrap().unwrap();
+        assert!(peer.starts_with("tcp:127.0.0.1:"));
+        client.shutdown();
+    }
 }

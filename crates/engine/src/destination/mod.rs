@@ -1,0 +1,290 @@
+//! The destination of a move: its life, from the first connection to the running guest.
+mod accept;
+mod channel;
+mod place;
+mod state;
+
+use std::{
+    sync::{Arc, atomic::Ordering},
+    time::{Duration, Instant},
+};
+
+use crossbeam_channel::{Receiver, bounded, select};
+use transship_memory::PageRange;
+use transship_wire::{GuestDescription, Message};
+
+use crate::{
+    Error, Listener, Phase, Progress, Report, RoundReport,
+    control::{Control, TICK},
+    digest::digest,
+    fail_point,
+    guest::DestinationGuest,
+    source::{finish, status_of},
+};
+use channel::{ChannelEvent, Channels};
+use place::Place;
+
+/// How long a source that was told `Loaded` may take to say `Go`; it has nothing left to do. A source that dies closes its
+/// connection, so this only ends a wait for a host that hangs.
+const GO_TIMEOUT: Duration = Duration::from_secs(120);
+
+/// Receives one guest over `listener`. Strangers that connect and don't speak the protocol are turned away; the first source that
+/// does is the one.
+///
+/// On success the guest is here, and runs if it ran there. On failure it does not run here and never will by our doing, except that
+/// [`Error::Unknown`] means what it says. The memory of the waiting guest may have been overwritten.
+///
+/// # Errors
+/// See [`Error`].
+pub fn receive_guest(
+    guest: &mut dyn DestinationGuest,
+    listener: Listener,
+    progress: &Arc<Progress>,
+    report: &mut Report,
+) -> Result<(), Error> {
+    let mut begin = Instant::now();
+    report.bytes.guest = guest.memory().bytes();
+    let result = accept::source(&listener, progress).and_then(|(mut control, session)| {
+        begin = Instant::now(); // waiting for somebody to come is not part of the work
+        let mut destination = Destination { guest, listener: &listener, progress, report, begin };
+        destination.run(&mut control, session).inspect_err(|error| control.abort(error))
+    });
+    report.status = status_of(&result);
+    report.error = result.as_ref().err().map(ToString::to_string);
+    finish(report, begin);
+    if result.is_ok() {
+        progress.set_phase(Phase::Done);
+    }
+    result
+}
+
+struct Destination<'a> {
+    guest: &'a mut dyn DestinationGuest,
+    listener: &'a Listener,
+    progress: &'a Arc<Progress>,
+    report: &'a mut Report,
+    begin: Instant,
+}
+
+impl Destination<'_> {
+    fn run(&mut self, control: &mut Control, session: transship_wire::Session) -> Result<(), Error> {
+        let (count, verify) = self.welcome(control)?;
+        let connections = accept::channels(self.listener, session, count, self.progress)?;
+        let place = Arc::new(Place::new(self.guest.memory(), Arc::clone(self.progress)));
+        let (events, incoming) = bounded(usize::from(count) * 2);
+        let channels = Channels::start(connections, &place, &events)?;
+        drop(events);
+        self.report.setup_ms = self.begin.elapsed().as_secs_f64() * 1e3;
+        self.progress.set_phase(Phase::Rounds);
+
+        let first_of_state = self.rounds(control, &place, &channels, &incoming, verify)?;
+        self.progress.set_phase(Phase::Switchover);
+        let stopped = Instant::now();
+        drop(channels);
+        self.load(control, first_of_state)?;
+        self.await_go(control)?;
+        self.report.downtime_ms = stopped.elapsed().as_secs_f64() * 1e3;
+        Ok(())
+    }
+
+    /// Checks that the guest fits, and makes all memory read as zero. Returns the number of channels and whether to verify.
+    fn welcome(&mut self, control: &mut Control) -> Result<(u8, bool), Error> {
+        let (channels, verify) = match control.receive("its Hello", accept::GREETING_TIMEOUT, self.progress)? {
+            Message::Hello { channels, verify, guest } => {
+                check_fits(&guest, &self.guest.description())?;
+                (channels, verify)
+            }
+            other => return Err(control.unexpected(&other, "where Hello was due")),
+        };
+        for region in self.guest.memory().regions() {
+            region.clear(PageRange::new(0, region.pages()))?;
+            region.advise_huge();
+        }
+        fail_point::reach("destination.hello")?;
+        control.send(&Message::Welcome)?;
+        Ok((channels, verify))
+    }
+
+    /// Answers rounds, and a digest, until the device state begins; returns its first message.
+    fn rounds(
+        &mut self,
+        control: &mut Control,
+        place: &Place,
+        channels: &Channels,
+        events: &Receiver<ChannelEvent>,
+        verify: bool,
+    ) -> Result<Message, Error> {
+        let mut round = OpenRound::new(0, channels.count());
+        let mut verified = false;
+        loop {
+            select! {
+                recv(events) -> event => match event {
+                    Ok(ChannelEvent::RoundEnd { round: number, pages, zero, bytes, cpu_seconds }) => {
+                        if round.add(number, pages, zero, bytes) {
+                            self.round_done(control, place, channels, &mut round)?;
+                        }
+                        self.report.cpu.channels += cpu_seconds;
+                    }
+                    Ok(ChannelEvent::Failed(error)) => return Err(self.explain(control, error)),
+                    Err(_) => return Err(control.gone()),
+                },
+                recv(control.incoming) -> message => {
+                    let message = message.map_err(|_| control.gone())??;
+                    match control.unless_abort(message)? {
+                        Message::Digest { digest: theirs } if verify && round.is_closed() => {
+                            let ours = digest(&self.guest.memory(), channels.count())?;
+                            control.send(&Message::DigestIs { digest: ours })?;
+                            self.report.verified = Some(ours == theirs);
+                            verified = true;
+                            fail_point::reach("destination.digest")?;
+                        }
+                        first @ (Message::State { .. } | Message::StateEnd { .. })
+                            if round.is_closed() && round.number > 0 && verified == verify => return Ok(first),
+                        other => return Err(control.unexpected(&other, "while pages were due")),
+                    }
+                },
+                default(TICK) => {}
+            }
+            if self.progress.is_cancelled() {
+                return Err(Error::Cancelled);
+            }
+        }
+    }
+
+    fn round_done(
+        &mut self,
+        control: &mut Control,
+        place: &Place,
+        channels: &Channels,
+        round: &mut OpenRound,
+    ) -> Result<(), Error> {
+        let done = OpenRound::new(round.number + 1, channels.count());
+        let closed = std::mem::replace(round, done);
+        self.report.pages.normal += closed.pages;
+        self.report.pages.zero += closed.zero;
+        self.report.bytes.wire += closed.bytes;
+        self.report.rounds.push(RoundReport {
+            number: closed.number + 1,
+            zero: closed.zero,
+            bytes: closed.bytes,
+            ms: closed.begin.elapsed().as_secs_f64() * 1e3,
+            ..RoundReport::default()
+        });
+        self.progress.round.store(closed.number + 1, Ordering::Relaxed);
+        fail_point::reach("destination.round")?;
+        // Released before it is told, so that no channel sees the next round too early.
+        place.release_round(round.number);
+        control.send(&Message::RoundDone { round: closed.number, pages: closed.pages, zero: closed.zero })
+    }
+
+    /// A channel failed; the source may have said why on the control connection.
+    fn explain(&self, control: &Control, error: Error) -> Error {
+        match control.incoming.recv_timeout(Duration::from_millis(500)) {
+            Ok(Ok(Message::Abort(refusal))) => Error::Refused(refusal.reason),
+            _ => error,
+        }
+    }
+
+    /// Loads the device state, and says so.
+    fn load(&mut self, control: &mut Control, first: Message) -> Result<(), Error> {
+        let mut state = state::StateReader::new(control, first, self.progress);
+        let loaded = self.guest.load_state(&mut state);
+        // What the stream says went wrong is the cause; the guest's complaint about it is the consequence.
+        let bytes = state.finish()?;
+        loaded?;
+        self.report.bytes.wire += bytes;
+        fail_point::reach("destination.loaded")?;
+        control.send(&Message::Loaded)
+    }
+
+    /// Waits for the source to give the guest up, and lets it run.
+    fn await_go(&mut self, control: &mut Control) -> Result<(), Error> {
+        let run = match control.receive("its Go", GO_TIMEOUT, self.progress)? {
+            Message::Go { run } => run,
+            other => return Err(control.unexpected(&other, "where Go was due")),
+        };
+        self.progress.set_phase(Phase::HandedOver);
+        // From here on the guest is ours: it is started even if nobody hears of it.
+        fail_point::reach("destination.go")?;
+        self.guest.start(run).map_err(|error| {
+            Error::Unknown(format!(
+                "the guest was handed over to us, but it could not be started: {error}. It is loaded and whole here; start it with: {}. \
+                 Do not resume it at the source unless it is ended here first",
+                self.guest.start_hint()
+            ))
+        })?;
+        fail_point::reach("destination.started")?;
+        // The source may have gone; the guest runs all the same.
+        let _ = control.send(&Message::Running);
+        Ok(())
+    }
+}
+
+/// A round that is not complete yet.
+struct OpenRound {
+    number: u32,
+    begin: Instant,
+    channels_left: usize,
+    channels: usize,
+    pages: u64,
+    zero: u64,
+    bytes: u64,
+}
+
+impl OpenRound {
+    fn new(number: u32, channels: usize) -> Self {
+        Self { number, begin: Instant::now(), channels_left: channels, channels, pages: 0, zero: 0, bytes: 0 }
+    }
+
+    /// Counts a channel's `RoundEnd`; true when it was the last one. A channel can't end a round that is not open: it checks that itself.
+    fn add(&mut self, round: u32, pages: u64, zero: u64, bytes: u64) -> bool {
+        debug_assert_eq!(round, self.number);
+        self.pages += pages;
+        self.zero += zero;
+        self.bytes += bytes;
+        self.channels_left -= 1;
+        self.channels_left == 0
+    }
+
+    /// No channel has ended it, so nothing of it is known to be under way.
+    fn is_closed(&self) -> bool {
+        self.channels_left == self.channels
+    }
+}
+
+/// Names and sizes of all regions, and the machine, must be the same.
+fn check_fits(theirs: &GuestDescription, ours: &GuestDescription) -> Result<(), Error> {
+    let unfit =
+        |what: String| Err(Error::Unfit(format!("{what}; start the destination with the same machine and memory")));
+    if theirs.machine != ours.machine {
+        return unfit(format!("the guest is a {:?}, the destination waits for a {:?}", theirs.machine, ours.machine));
+    }
+    for region in &theirs.regions {
+        match ours.regions.iter().find(|r| r.name == region.name) {
+            None => {
+                return unfit(format!(
+                    "the guest has a memory region {:?}, the destination has none of that name",
+                    region.name
+                ));
+            }
+            Some(r) if r.bytes != region.bytes => {
+                return unfit(format!(
+                    "memory region {:?} has {} bytes at the source and {} at the destination",
+                    region.name, region.bytes, r.bytes
+                ));
+            }
+            Some(_) => {}
+        }
+    }
+    if theirs.regions.len() != ours.regions.len() {
+        return unfit(format!(
+            "the guest has {} memory regions, the destination {}",
+            theirs.regions.len(),
+            ours.regions.len()
+        ));
+    }
+    if theirs.regions != ours.regions {
+        return unfit("the memory regions come in another order".into());
+    }
+    Ok(())
+}

@@ -1,0 +1,89 @@
+//! The device state as a stream, made of the messages that carry it.
+use std::io::{self, Read};
+
+use transship_wire::Message;
+
+use crate::{Error, Progress, control::Control, transport::STALL_TIMEOUT};
+
+/// Reads the state to its end. The end is only reported once length and hash are right: whoever loads it must not take a cut stream
+/// for a whole one.
+pub(super) struct StateReader<'a> {
+    control: &'a Control,
+    progress: &'a Progress,
+    hasher: blake3::Hasher,
+    total: u64,
+    /// A message that was received and not yet looked at.
+    next: Option<Message>,
+    piece: Vec<u8>,
+    used: usize,
+    ended: bool,
+    failed: Option<Error>,
+}
+
+impl<'a> StateReader<'a> {
+    pub(super) fn new(control: &'a Control, first: Message, progress: &'a Progress) -> Self {
+        Self {
+            control,
+            progress,
+            hasher: blake3::Hasher::new(),
+            total: 0,
+            next: Some(first),
+            piece: Vec::new(),
+            used: 0,
+            ended: false,
+            failed: None,
+        }
+    }
+
+    /// The length of the state, if it came to its proper end.
+    pub(super) fn finish(mut self) -> Result<u64, Error> {
+        match self.failed.take() {
+            Some(error) => Err(error),
+            None => Ok(self.total),
+        }
+    }
+
+    fn advance(&mut self) -> Result<(), Error> {
+        let message = match self.next.take() {
+            Some(message) => message,
+            None => self.control.receive("its device state", STALL_TIMEOUT * 2, self.progress)?,
+        };
+        match message {
+            Message::State { bytes } => {
+                self.hasher.update(&bytes);
+                self.total += bytes.len() as u64;
+                self.piece = bytes;
+                self.used = 0;
+                Ok(())
+            }
+            Message::StateEnd { bytes, digest } => {
+                if (bytes, digest) != (self.total, self.hasher.finalize().into()) {
+                    let what = format!(
+                        "sent {} bytes of device state that do not match the length {bytes} or the hash that it announced",
+                        self.total
+                    );
+                    return Err(Error::Protocol { peer: self.control.peer.clone(), what });
+                }
+                self.ended = true;
+                Ok(())
+            }
+            other => Err(self.control.unexpected(&other, "within the device state")),
+        }
+    }
+}
+
+impl Read for StateReader<'_> {
+    fn read(&mut self, out: &mut [u8]) -> io::Result<usize> {
+        while self.used == self.piece.len() && !self.ended {
+            if let Err(error) = self.advance() {
+                let text = error.to_string();
+                self.failed = Some(error);
+                return Err(io::Error::other(text));
+            }
+        }
+        let length = out.len().min(self.piece.len() - self.used);
+        out[..length].copy_from_slice(&self.piece[self.used..][..length]);
+        self.used += length;
+        Ok(length)
+    }
+}

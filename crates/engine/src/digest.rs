@@ -1,0 +1,93 @@
+//! A digest of all guest memory, to compare both sides while the guest stands still.
+//!
+//! The same memory gives the same digest, whether a zero page is a hole on one side and allocated on the other: pages that
+//! read as zero are left out, the others are hashed with their place.
+use std::{
+    sync::atomic::{AtomicUsize, Ordering},
+    thread,
+};
+
+use transship_memory::{GuestMemory, PageRange, PageSet, Region, WINDOW_PAGES};
+
+use crate::{Error, page_map::runs};
+
+/// Pages that are hashed as one unit of work: 4 MiB.
+const CHUNK_PAGES: u64 = 1024;
+
+type Hash = [u8; 32];
+
+/// Digest of the memory of a guest that stands still, by `threads` threads.
+pub(crate) fn digest(memory: &GuestMemory, threads: usize) -> Result<Hash, Error> {
+    let data = memory.regions().iter().map(Region::data).collect::<Result<Vec<_>, _>>()?;
+    let chunks: Vec<Chunk<'_>> = (0..).zip(memory.regions().iter().zip(&data)).flat_map(chunks_of).collect();
+    let next = AtomicUsize::new(0);
+    let work = || -> Result<Vec<(usize, Hash)>, Error> {
+        let mut done = Vec::new();
+        let mut bytes = Vec::with_capacity((WINDOW_PAGES as usize) * 4096);
+        loop {
+            let index = next.fetch_add(1, Ordering::Relaxed);
+            let Some(chunk) = chunks.get(index) else { return Ok(done) };
+            if let Some(hash) = chunk.hash(&mut bytes)? {
+                done.push((index, hash));
+            }
+        }
+    };
+    let mut hashes = thread::scope(|scope| {
+        let workers: Vec<_> = (0..threads.max(1)).map(|_| scope.spawn(work)).collect();
+        workers.into_iter().try_fold(Vec::new(), |mut all, worker| {
+            all.extend(worker.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))?);
+            Ok::<_, Error>(all)
+        })
+    })?;
+    hashes.sort_unstable_by_key(|(index, _)| *index);
+    let mut whole = blake3::Hasher::new();
+    for (_, hash) in &hashes {
+        whole.update(hash);
+    }
+    Ok(whole.finalize().into())
+}
+
+struct Chunk<'a> {
+    number: u64,
+    region: &'a Region,
+    data: &'a PageSet,
+    range: PageRange,
+}
+
+fn chunks_of<'a>((number, (region, data)): (u64, (&'a Region, &'a PageSet))) -> impl Iterator<Item = Chunk<'a>> {
+    (0..region.pages().div_ceil(CHUNK_PAGES)).map(move |chunk| {
+        let first = chunk * CHUNK_PAGES;
+        let range = PageRange::new(first, CHUNK_PAGES.min(region.pages() - first));
+        Chunk { number, region, data, range }
+    })
+}
+
+impl Chunk<'_> {
+    /// None if every page of it reads as zero.
+    fn hash(&self, bytes: &mut Vec<u8>) -> Result<Option<Hash>, Error> {
+        let mut hasher = blake3::Hasher::new();
+        let mut any = false;
+        for first in (self.range.first..self.range.end()).step_by(WINDOW_PAGES as usize) {
+            let data = self.data.window(first);
+            if data == 0 {
+                continue;
+            }
+            for run in runs(first, data) {
+                self.region.populate_read(run);
+            }
+            let pages = data & !self.region.zero_mask(first, data)?;
+            if pages == 0 {
+                continue;
+            }
+            any = true;
+            bytes.clear();
+            self.region.copy_out(first, pages, bytes)?;
+            for place in [self.number, first] {
+                hasher.update(&place.to_le_bytes());
+            }
+            hasher.update(&pages.to_le_bytes());
+            hasher.update(bytes);
+        }
+        Ok(any.then(|| hasher.finalize().into()))
+    }
+}

@@ -1,0 +1,38 @@
+//! Named steps at which a test makes this process die or stall, to see what the other parties then do.
+//!
+//! Compiled to nothing without the feature `fail-points`. With it, `TRANSSHIP_FAIL_POINT=NAME=ACTION` arms one step:
+//! `kill` ends the process as `kill -9` would; `stall` makes the file that `TRANSSHIP_FAIL_FILE` names and goes on when somebody has
+//! removed it; `error` makes the step fail.
+
+/// Marks a step.
+#[cfg(not(feature = "fail-points"))]
+#[inline]
+pub(crate) fn reach(_name: &str) -> Result<(), crate::Error> {
+    Ok(())
+}
+
+/// Marks a step.
+#[cfg(feature = "fail-points")]
+pub(crate) fn reach(name: &str) -> Result<(), crate::Error> {
+    use std::{env, fs, path::PathBuf, process, thread, time::Duration};
+    let Ok(armed) = env::var("TRANSSHIP_FAIL_POINT") else { return Ok(()) };
+    let Some((_, action)) = armed.split_once('=').filter(|(step, _)| *step == name) else { return Ok(()) };
+    match action {
+        "kill" => {
+            let _ = rustix::process::kill_process(rustix::process::getpid(), rustix::process::Signal::KILL);
+            process::abort();
+        }
+        "stall" => {
+            let gate = PathBuf::from(env::var_os("TRANSSHIP_FAIL_FILE").unwrap_or_default());
+            let failed = |source| crate::Error::Io { what: format!("fail point {name}"), source };
+            fs::write(&gate, name).map_err(failed)?;
+            while gate.exists() {
+                thread::sleep(Duration::from_millis(5));
+            }
+            Ok(())
+        }
+        _ => {
+            Err(crate::Error::Io { what: format!("fail point {name}"), source: std::io::Error::other("armed to fail") })
+        }
+    }
+}

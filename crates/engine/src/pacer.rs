@@ -1,0 +1,60 @@
+//! Keeps all channels together below a rate.
+use std::{
+    sync::Mutex,
+    thread,
+    time::{Duration, Instant},
+};
+
+/// How much lost time may be caught up. A scheduler that lets us sleep too long must not lower the rate, nor may a long pause
+/// between two rounds become a burst.
+const SLACK: Duration = Duration::from_secs(1);
+
+/// A bound on bytes a second, shared by threads.
+#[derive(Debug)]
+pub(crate) struct Pacer {
+    bytes_per_s: f64,
+    /// When the next byte may go.
+    next: Mutex<Instant>,
+}
+
+impl Pacer {
+    pub(crate) fn new(bytes_per_s: u64) -> Self {
+        Self { bytes_per_s: bytes_per_s.max(1) as f64, next: Mutex::new(Instant::now()) }
+    }
+
+    /// Waits until `bytes` may be sent.
+    pub(crate) fn wait(&self, bytes: usize) {
+        let now = Instant::now();
+        let at = self.book(bytes, now);
+        if at > now {
+            thread::sleep(at - now);
+        }
+    }
+
+    /// Books the bytes, and says when they may go.
+    fn book(&self, bytes: usize, now: Instant) -> Instant {
+        let mut next = self.next.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+        let at = now.checked_sub(SLACK).map_or(*next, |earliest| earliest.max(*next));
+        *next = at + Duration::from_secs_f64(bytes as f64 / self.bytes_per_s);
+        at
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_late_sender_catches_up_and_an_idle_one_does_not_burst() {
+        let pacer = Pacer::new(1000);
+        let start = *pacer.next.lock().unwrap();
+        assert_eq!(pacer.book(500, start), start);
+        // Half a second late: its slot was at 0.5 s, and the next is at 1.0 s as if it had been in time.
+        pacer.book(500, start + Duration::from_secs(1));
+        assert_eq!(*pacer.next.lock().unwrap(), start + Duration::from_secs(1));
+        // A minute of silence: only the slack is caught up.
+        let later = start + Duration::from_secs(60);
+        pacer.book(0, later);
+        assert_eq!(*pacer.next.lock().unwrap(), later - SLACK);
+    }
+}

@@ -1,0 +1,123 @@
+//! A page set that threads share: which pages the destination holds content for.
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use transship_memory::{PageRange, PageSet};
+
+/// Bits for the pages of one region. Within a round each page belongs to one thread, and rounds are separated by joins or
+/// channels, which order them: so every access is relaxed.
+#[derive(Debug)]
+pub(crate) struct PageMap {
+    words: Vec<AtomicU64>,
+}
+
+impl PageMap {
+    pub(crate) fn new(pages: u64) -> Self {
+        // Two words a window, so that `window` never looks past the end.
+        let words = pages.div_ceil(128) as usize * 2;
+        Self { words: (0..words).map(|_| AtomicU64::new(0)).collect() }
+    }
+
+    /// The 128 pages from `first`, a multiple of 128 inside the region.
+    pub(crate) fn window(&self, first: u64) -> u128 {
+        let at = first as usize / 64;
+        let [low, high] = [at, at + 1].map(|word| u128::from(self.words[word].load(Ordering::Relaxed)));
+        low | high << 64
+    }
+
+    pub(crate) fn insert(&self, first: u64, pages: u128) {
+        self.each_half(first, pages, |word, bits| word.fetch_or(bits, Ordering::Relaxed));
+    }
+
+    pub(crate) fn remove(&self, first: u64, pages: u128) {
+        self.each_half(first, pages, |word, bits| word.fetch_and(!bits, Ordering::Relaxed));
+    }
+
+    fn each_half(&self, first: u64, pages: u128, apply: impl Fn(&AtomicU64, u64) -> u64) {
+        let at = first as usize / 64;
+        for (word, bits) in [(at, pages as u64), (at + 1, (pages >> 64) as u64)] {
+            if bits != 0 {
+                apply(&self.words[word], bits);
+            }
+        }
+    }
+
+    /// A copy, as a set of the region's `pages` pages.
+    pub(crate) fn to_set(&self, pages: u64) -> PageSet {
+        let mut set = PageSet::empty(pages);
+        for first in (0..pages).step_by(128) {
+            runs(first, self.window(first)).for_each(|run| set.insert(run));
+        }
+        set
+    }
+
+    /// Takes the set pages of the range out of the map and returns them window by window.
+    pub(crate) fn take(&self, range: PageRange) -> impl Iterator<Item = (u64, u128)> + '_ {
+        let mut first = range.first / 128 * 128;
+        std::iter::from_fn(move || {
+            while first < range.end() {
+                let window = first;
+                first += 128;
+                let pages = self.window(window) & window_mask(range, window);
+                if pages != 0 {
+                    self.remove(window, pages);
+                    return Some((window, pages));
+                }
+            }
+            None
+        })
+    }
+}
+
+/// The part of the range that lies in the window from `window` on.
+fn window_mask(range: PageRange, window: u64) -> u128 {
+    let below = |page: u64| match page.saturating_sub(window) {
+        0..128 => (1 << page.saturating_sub(window)) - 1,
+        _ => u128::MAX,
+    };
+    below(range.end()) & !below(range.first)
+}
+
+/// The runs of set bits as page ranges, ascending.
+pub(crate) fn runs(first: u64, mut pages: u128) -> impl Iterator<Item = PageRange> {
+    let mut at = first;
+    std::iter::from_fn(move || {
+        if pages == 0 {
+            return None;
+        }
+        let skip = pages.trailing_zeros();
+        pages >>= skip;
+        at += u64::from(skip);
+        let count = pages.trailing_ones();
+        let run = PageRange::new(at, count.into());
+        pages = pages.checked_shr(count).unwrap_or(0);
+        at += u64::from(count);
+        Some(run)
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn runs_cover_the_bits_and_nothing_else() {
+        let collect = |bits| runs(256, bits).map(|r| (r.first, r.count)).collect::<Vec<_>>();
+        assert_eq!(collect(0), []);
+        assert_eq!(collect(u128::MAX), [(256, 128)]);
+        assert_eq!(collect(0b1011 | 1 << 127), [(256, 2), (259, 1), (383, 1)]);
+    }
+
+    #[test]
+    fn taking_a_range_leaves_the_rest() {
+        let map = PageMap::new(300);
+        map.insert(0, 1 << 5 | 1 << 100);
+        map.insert(128, 1 << 3);
+        map.insert(256, 1 << 40);
+        let taken: Vec<_> = map.take(PageRange::new(6, 290)).collect();
+        assert_eq!(taken, [(0, 1 << 100), (128, 1 << 3)]);
+        assert_eq!(map.window(0), 1 << 5);
+        assert_eq!(map.window(256), 1 << 40);
+        assert_eq!(map.take(PageRange::new(0, 300)).count(), 2);
+        assert_eq!(map.window(0) | map.window(256), 0);
+    }
+}

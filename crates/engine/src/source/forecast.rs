@@ -1,0 +1,143 @@
+//! Whether the rest fits the downtime, and whether it ever will.
+use std::time::Duration;
+
+use crate::{MoveOptions, Report, RoundReport};
+
+/// Rounds in a row that may pass without a smaller rest than ever before.
+const PATIENCE: u32 = 6;
+/// A round with fewer wire bytes says nothing about the link.
+const MEANINGFUL_BYTES: u64 = 1 << 20;
+/// What a link is taken for while nothing was measured: a gigabit.
+const UNMEASURED_BYTES_PER_S: f64 = 125e6;
+
+/// What to do after a round.
+#[derive(Debug, PartialEq)]
+pub(crate) enum Verdict {
+    /// The rest can be sent while the guest stands still.
+    Fits,
+    AnotherRound,
+    /// It writes faster than the link carries. The text has the numbers.
+    Hopeless(String),
+}
+
+/// Looks at what rounds achieve.
+#[derive(Debug)]
+pub(crate) struct Forecast {
+    downtime: Duration,
+    state: Duration,
+    limit: Option<f64>,
+    max_rounds: u32,
+    smallest_rest: u64,
+    rounds_without_gain: u32,
+}
+
+impl Forecast {
+    /// `state`: how long saving, sending and loading the device state is thought to take.
+    pub(crate) fn new(options: &MoveOptions, state: Duration) -> Self {
+        Self {
+            downtime: options.downtime,
+            state,
+            limit: options.bandwidth.map(|rate| rate as f64),
+            max_rounds: options.max_rounds,
+            smallest_rest: u64::MAX,
+            rounds_without_gain: 0,
+        }
+    }
+
+    /// Judges after a round, with `rest` bytes written since its scan.
+    pub(crate) fn judge(&mut self, report: &Report, rest: u64) -> Verdict {
+        let rate = self.bytes_per_s(&report.rounds);
+        let stop = self.state + Duration::from_secs_f64(rest as f64 / rate);
+        if stop <= self.downtime || rest == 0 {
+            return Verdict::Fits;
+        }
+        if rest < self.smallest_rest / 100 * 95 {
+            self.smallest_rest = rest;
+            self.rounds_without_gain = 0;
+        } else {
+            self.rounds_without_gain += 1;
+        }
+        let rounds = report.rounds.len() as u32;
+        if rounds < self.max_rounds && self.rounds_without_gain < PATIENCE {
+            return Verdict::AnotherRound;
+        }
+        Verdict::Hopeless(hopeless(report, rest, rate, stop, self.downtime))
+    }
+
+    /// Wire bytes a second over the rounds so far: the later half counts, the first rounds may have been another load.
+    fn bytes_per_s(&self, rounds: &[RoundReport]) -> f64 {
+        let meaningful: Vec<_> =
+            rounds.iter().filter(|round| round.bytes >= MEANINGFUL_BYTES && round.ms > 0.0).collect();
+        let recent = &meaningful[meaningful.len() / 2..];
+        let (bytes, ms) = recent.iter().fold((0.0, 0.0), |(b, t), round| (b + round.bytes as f64, t + round.ms));
+        let measured = if ms > 0.0 { bytes / ms * 1e3 } else { UNMEASURED_BYTES_PER_S };
+        self.limit.map_or(measured, |limit| measured.min(limit))
+    }
+}
+
+fn hopeless(report: &Report, rest: u64, rate: f64, stop: Duration, downtime: Duration) -> String {
+    const MB: f64 = 1e6;
+    let dirty = report.rounds.last().map_or(0.0, |round| round.dirty_pages_per_s) * 4096.0;
+    format!(
+        "the guest does not converge: after {} rounds it writes {:.1} MB/s, the link carries {:.1} MB/s, and the rest of {:.1} MB \
+         would stop it for {} ms where --downtime allows {} ms; it runs on here. Allow --downtime {}ms or more, a faster link or \
+         more --bandwidth, or move it when it writes less",
+        report.rounds.len(),
+        dirty / MB,
+        rate / MB,
+        rest as f64 / MB,
+        stop.as_millis(),
+        downtime.as_millis(),
+        (stop.as_millis() * 5 / 4).max(1),
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MIB: u64 = 1 << 20;
+
+    fn forecast(downtime_ms: u64) -> Forecast {
+        let options = MoveOptions { downtime: Duration::from_millis(downtime_ms), ..MoveOptions::default() };
+        Forecast::new(&options, Duration::from_millis(50))
+    }
+
+    /// Rounds that each carried 100 MiB in a second.
+    fn report(rounds: usize) -> Report {
+        let round = RoundReport { bytes: 100 * MIB, ms: 1000.0, ..RoundReport::default() };
+        Report { rounds: vec![round; rounds], ..Report::default() }
+    }
+
+    #[test]
+    fn the_device_state_counts_as_downtime() {
+        // 25 MiB at 100 MiB/s are 250 ms, and 50 ms for the state: just what is allowed.
+        assert_eq!(forecast(300).judge(&report(1), 25 * MIB), Verdict::Fits);
+        assert_eq!(forecast(299).judge(&report(1), 25 * MIB), Verdict::AnotherRound);
+    }
+
+    #[test]
+    fn a_limit_lowers_the_forecast() {
+        let options = MoveOptions { bandwidth: Some(MIB), ..MoveOptions::default() };
+        assert_eq!(Forecast::new(&options, Duration::ZERO).judge(&report(1), MIB), Verdict::AnotherRound);
+    }
+
+    #[test]
+    fn a_shrinking_rest_gets_time_and_a_constant_one_a_verdict() {
+        let mut patient = forecast(100);
+        for round in 1..20 {
+            let rest = (900 >> (round / 4)) * MIB;
+            assert_eq!(patient.judge(&report(round), rest), Verdict::AnotherRound, "round {round}");
+        }
+        let mut stuck = forecast(100);
+        let verdicts: Vec<_> = (1..9).map(|round| stuck.judge(&report(round), 500 * MIB)).collect();
+        assert_eq!(verdicts.iter().position(|v| *v != Verdict::AnotherRound), Some(PATIENCE as usize));
+        let Verdict::Hopeless(why) = &verdicts[PATIENCE as usize] else { panic!("{verdicts:?}") };
+        assert!(why.contains("104.9 MB/s") && why.contains("524.3 MB") && why.contains("5050 ms"), "{why}");
+    }
+
+    #[test]
+    fn nothing_left_fits_whatever_the_state_takes() {
+        assert_eq!(forecast(1).judge(&Report::default(), 0), Verdict::Fits);
+    }
+}

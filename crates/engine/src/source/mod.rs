@@ -1,0 +1,123 @@
+//! The source of a move: its life, from the connection to the hand-over.
+mod channels;
+mod forecast;
+mod rounds;
+mod sender;
+mod switchover;
+
+use std::{sync::Arc, time::Instant};
+
+use transship_wire::Message;
+
+use crate::{
+    Error, MoveOptions, Phase, Progress, Report, Status, Uri, control::Control, cpu, fail_point, guest::SourceGuest,
+    transport::STALL_TIMEOUT,
+};
+use channels::Channels;
+use forecast::{Forecast, Verdict};
+use rounds::Rounds;
+
+/// Moves the guest to the `transship receive` that listens at `to`.
+///
+/// On success the guest is the destination's; here it is stopped for good. On every failure but [`Error::Unknown`] it runs here as if
+/// nothing had been (or stands, if it stood before). The report is filled as far as it got, also on failure.
+///
+/// # Errors
+/// See [`Error`]; [`Error::outcome`] says where the guest is.
+pub fn move_guest(
+    guest: &mut dyn SourceGuest,
+    to: &Uri,
+    options: &MoveOptions,
+    progress: &Arc<Progress>,
+    report: &mut Report,
+) -> Result<(), Error> {
+    let begin = Instant::now();
+    report.bytes.guest = guest.memory().bytes();
+    let result = connect(guest, to, options, progress).and_then(|(mut control, channels)| {
+        let mut source = Source { guest, options, progress, report, begin };
+        source.run(&mut control, channels).inspect_err(|error| control.abort(error))
+    });
+    report.status = status_of(&result);
+    report.error = result.as_ref().err().map(ToString::to_string);
+    finish(report, begin);
+    if result.is_ok() {
+        progress.set_phase(Phase::Done);
+    }
+    result
+}
+
+pub(crate) fn status_of(result: &Result<(), Error>) -> Status {
+    match result {
+        Ok(()) => Status::Completed,
+        Err(Error::Cancelled) => Status::Cancelled,
+        Err(Error::NotConverging(_)) => Status::NotConverging,
+        Err(Error::Unknown(_)) => Status::Unknown,
+        Err(_) => Status::Failed,
+    }
+}
+
+/// Fills in what follows from the rest.
+pub(crate) fn finish(report: &mut Report, begin: Instant) {
+    let seconds = begin.elapsed().as_secs_f64();
+    report.total_ms = seconds * 1e3;
+    report.throughput = report.bytes.wire as f64 / seconds;
+    report.cpu.total = cpu::process_seconds();
+    report.cpu.main = cpu::thread_seconds();
+}
+
+fn connect(
+    guest: &dyn SourceGuest,
+    to: &Uri,
+    options: &MoveOptions,
+    progress: &Arc<Progress>,
+) -> Result<(Control, Channels), Error> {
+    let (mut control, session) = channels::connect_control(to)?;
+    control.send(&Message::Hello { channels: options.channels, verify: options.verify, guest: guest.description() })?;
+    fail_point::reach("source.hello")?;
+    match control.receive("its Welcome", STALL_TIMEOUT * 2, progress)? {
+        Message::Welcome => {}
+        other => return Err(control.unexpected(&other, "in answer to Hello")),
+    }
+    let channels = Channels::connect(to, session, guest.memory(), options, progress)?;
+    fail_point::reach("source.connected")?;
+    Ok((control, channels))
+}
+
+struct Source<'a> {
+    guest: &'a mut dyn SourceGuest,
+    options: &'a MoveOptions,
+    progress: &'a Arc<Progress>,
+    report: &'a mut Report,
+    begin: Instant,
+}
+
+impl Source<'_> {
+    /// The phases. Whatever fails before the hand-over, the guest is resumed in the one place that handles it.
+    fn run(&mut self, control: &mut Control, channels: Channels) -> Result<(), Error> {
+        let was_running = self.guest.is_running()?;
+        let mut rounds = Rounds::begin(self.guest, channels)?;
+        fail_point::reach("source.tracking")?;
+        self.report.setup_ms = self.begin.elapsed().as_secs_f64() * 1e3;
+        self.progress.set_phase(Phase::Rounds);
+
+        if was_running {
+            self.rounds_until_the_rest_is_small(control, &mut rounds)?;
+        }
+        self.progress.set_phase(Phase::Switchover);
+        switchover::run(self, control, &mut rounds, was_running)
+    }
+
+    fn rounds_until_the_rest_is_small(&mut self, control: &mut Control, rounds: &mut Rounds) -> Result<(), Error> {
+        let mut forecast = Forecast::new(self.options, self.guest.state_estimate());
+        loop {
+            rounds.send_pending(control, self.progress, self.report)?;
+            fail_point::reach("source.round")?;
+            rounds.scan(self.report, self.progress)?;
+            match forecast.judge(self.report, rounds.pending_bytes()) {
+                Verdict::Fits => return Ok(()),
+                Verdict::AnotherRound => {}
+                Verdict::Hopeless(why) => return Err(Error::NotConverging(why)),
+            }
+        }
+    }
+}

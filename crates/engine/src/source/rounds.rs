@@ -1,0 +1,153 @@
+//! What is sent in each round.
+//!
+//! A round sends the pages that the scan before it reported. Order matters: the scan comes first, and re-arms the tracking; the
+//! look at the holes comes second; reading pages comes last. A page that changes after its scan is reported by the next one, and
+//! a page that becomes a hole after the look is seen by the next look, at the latest when the guest stands still.
+use std::{
+    sync::{Arc, atomic::Ordering::Relaxed},
+    time::Instant,
+};
+
+use transship_memory::{GuestMemory, PAGE_BYTES, PageSet, Region, Tracker};
+use transship_wire::Message;
+
+use super::channels::{Channels, RoundWork};
+use crate::{
+    Error, Progress, Report, RoundReport, control::Control, fail_point, guest::SourceGuest, transport::STALL_TIMEOUT,
+};
+
+/// One region's part of a round.
+pub(crate) struct Pending {
+    /// To be sent: written, and not holes.
+    pub(crate) send: PageSet,
+    /// Sent with content in an earlier round, and holes now.
+    pub(crate) gone: PageSet,
+}
+
+/// The rounds of a move.
+pub(crate) struct Rounds {
+    memory: GuestMemory,
+    tracker: Box<dyn Tracker>,
+    channels: Channels,
+    number: u32,
+    pending: Vec<Pending>,
+    /// What the pending round's report will say.
+    next: RoundReport,
+    last_scan: Instant,
+}
+
+impl Rounds {
+    /// Arms the tracking; the first round has everything that is not a hole.
+    pub(crate) fn begin(guest: &mut dyn SourceGuest, channels: Channels) -> Result<Self, Error> {
+        let memory = guest.memory();
+        let mut tracker = guest.track()?;
+        let pending = scan(&memory, tracker.as_mut(), &channels)?;
+        let next = describe(&memory, &pending, None);
+        Ok(Self { memory, tracker, channels, number: 0, pending, next, last_scan: Instant::now() })
+    }
+
+    /// Bytes of the pages that the next round sends.
+    pub(crate) fn pending_bytes(&self) -> u64 {
+        self.pending.iter().map(|pending| pending.send.count()).sum::<u64>() * PAGE_BYTES as u64
+    }
+
+    /// Looks which pages were written since the last scan. They are the next round.
+    pub(crate) fn scan(&mut self, report: &mut Report, progress: &Progress) -> Result<(), Error> {
+        self.pending = scan(&self.memory, self.tracker.as_mut(), &self.channels)?;
+        let now = Instant::now();
+        let seconds = now.duration_since(self.last_scan).as_secs_f64();
+        self.last_scan = now;
+        self.next = describe(&self.memory, &self.pending, Some(seconds));
+        if let Some(done) = report.rounds.last_mut() {
+            done.dirty_pages_per_s = self.next.dirty_pages_per_s;
+        }
+        progress.dirty_rate.store(self.next.dirty_pages_per_s as u64, Relaxed);
+        Ok(())
+    }
+
+    /// The last look, with the guest standing still: what the scan before it found and was not sent yet, and what came since.
+    pub(crate) fn scan_again(&mut self) -> Result<(), Error> {
+        let earlier = std::mem::take(&mut self.pending);
+        self.pending = scan(&self.memory, self.tracker.as_mut(), &self.channels)?;
+        for ((now, before), region) in self.pending.iter_mut().zip(earlier).zip(self.memory.regions()) {
+            let mut both = before.send;
+            both.intersect_with(&region.data()?); // a page may have become a hole in between
+            now.send.union_with(&both);
+        }
+        let dirty_rate = self.next.dirty_pages_per_s;
+        self.next = RoundReport { dirty_pages_per_s: dirty_rate, ..describe(&self.memory, &self.pending, None) };
+        Ok(())
+    }
+
+    /// Sends what is pending and waits until the destination has it all in place.
+    pub(crate) fn send_pending(
+        &mut self,
+        control: &mut Control,
+        progress: &Arc<Progress>,
+        report: &mut Report,
+    ) -> Result<(), Error> {
+        let begin = Instant::now();
+        progress.round.store(self.number + 1, Relaxed);
+        let bytes = self.pending_bytes();
+        progress.round_total.store(bytes, Relaxed);
+        progress.round_left.store(bytes, Relaxed);
+
+        let work = RoundWork { round: self.number, pending: &self.pending, populate: self.number == 0 };
+        let sent = self.channels.run_round(&work, control, progress)?;
+        fail_point::reach("source.round-sent")?;
+        self.await_done(control, progress, sent.normal, sent.zero_sent)?;
+
+        let mut round = std::mem::take(&mut self.next);
+        round.number = self.number + 1;
+        round.zero = sent.zero;
+        round.bytes = sent.bytes;
+        round.ms = begin.elapsed().as_secs_f64() * 1e3;
+        report.pages.normal += sent.normal;
+        report.pages.zero += sent.zero;
+        report.pages.hole += round.hole;
+        report.pages.resent += sent.resent;
+        report.bytes.wire += sent.bytes;
+        report.cpu.channels += sent.cpu_seconds;
+        report.rounds.push(round);
+        self.number += 1;
+        Ok(())
+    }
+
+    fn await_done(&self, control: &Control, progress: &Progress, pages: u64, zero: u64) -> Result<(), Error> {
+        let expected = Message::RoundDone { round: self.number, pages, zero };
+        match control.receive("its RoundDone", STALL_TIMEOUT * 2, progress)? {
+            done if done == expected => Ok(()),
+            other @ Message::RoundDone { .. } => {
+                let what = format!("counts otherwise than we: {other:?} where {expected:?} was sent");
+                Err(Error::Protocol { peer: control.peer.clone(), what })
+            }
+            other => Err(control.unexpected(&other, "where RoundDone was due")),
+        }
+    }
+}
+
+fn scan(memory: &GuestMemory, tracker: &mut dyn Tracker, channels: &Channels) -> Result<Vec<Pending>, Error> {
+    let look = |(index, region): (usize, &Region)| -> Result<Pending, Error> {
+        let mut send = tracker.scan(index)?;
+        let data = region.data()?;
+        send.intersect_with(&data);
+        let mut gone = channels.content(index).to_set(region.pages());
+        gone.subtract(&data);
+        Ok(Pending { send, gone })
+    };
+    memory.regions().iter().enumerate().map(look).collect()
+}
+
+/// `seconds` since the scan before; none: the first, which reports everything.
+fn describe(memory: &GuestMemory, pending: &[Pending], seconds: Option<f64>) -> RoundReport {
+    let all: u64 = memory.regions().iter().map(Region::pages).sum();
+    let send: u64 = pending.iter().map(|p| p.send.count()).sum();
+    let gone: u64 = pending.iter().map(|p| p.gone.count()).sum();
+    RoundReport {
+        scanned: all,
+        written: send,
+        hole: if seconds.is_none() { all - send } else { gone },
+        dirty_pages_per_s: seconds.map_or(0.0, |s| send as f64 / s),
+        ..RoundReport::default()
+    }
+}

@@ -1,0 +1,126 @@
+//! The end of a move: stop, last round, device state, hand over.
+//!
+//! Up to the point of no return, which is in [`hand_over`], every failure leads back: the guest is resumed here, and the destination,
+//! which has not been told to go, never starts it. From there on the guest is the destination's, whatever happens to us.
+use std::{
+    io::Read,
+    time::{Duration, Instant},
+};
+
+use transship_wire::Message;
+
+use super::{Source, rounds::Rounds};
+use crate::{Error, Phase, control::Control, digest::digest, fail_point, transport::STALL_TIMEOUT};
+
+/// Bytes of device state that travel as one message.
+const STATE_PIECE: usize = 256 * 1024;
+/// How long a destination may take to load the device state, or to digest its memory.
+const LOAD_TIMEOUT: Duration = Duration::from_secs(120);
+
+/// Stops the guest and hands it over. `run`: it was running, so it is to run there.
+pub(crate) fn run(source: &mut Source<'_>, control: &mut Control, rounds: &mut Rounds, run: bool) -> Result<(), Error> {
+    let stopped = Instant::now();
+    let loaded = source
+        .guest
+        .stop()
+        .map_err(Error::from)
+        .and_then(|()| fail_point::reach("source.stopped"))
+        .and_then(|()| bring_the_rest(source, control, rounds));
+    // Cancelling ends here: `source.progress` is not asked again.
+    if let Err(error) = loaded {
+        return Err(take_back(source, error, run));
+    }
+    let handed_over = hand_over(source, control, run);
+    source.report.downtime_ms = if run { stopped.elapsed().as_secs_f64() * 1e3 } else { 0.0 };
+    handed_over
+}
+
+/// Everything that the destination needs, up to its word that it has loaded it all.
+fn bring_the_rest(source: &mut Source<'_>, control: &mut Control, rounds: &mut Rounds) -> Result<(), Error> {
+    rounds.scan_again()?;
+    rounds.send_pending(control, source.progress, source.report)?;
+    fail_point::reach("source.last-round")?;
+    if source.options.verify {
+        verify(source, control)?;
+    }
+    send_state(source, control)?;
+    fail_point::reach("source.state-sent")?;
+    match control.receive("its Loaded", LOAD_TIMEOUT, source.progress)? {
+        Message::Loaded => {}
+        other => return Err(control.unexpected(&other, "where Loaded was due")),
+    }
+    fail_point::reach("source.loaded")
+}
+
+fn verify(source: &mut Source<'_>, control: &mut Control) -> Result<(), Error> {
+    let ours = digest(&source.guest.memory(), source.options.channels.into())?;
+    control.send(&Message::Digest { digest: ours })?;
+    let theirs = match control.receive("its digest", LOAD_TIMEOUT, source.progress)? {
+        Message::DigestIs { digest } => digest,
+        other => return Err(control.unexpected(&other, "where DigestIs was due")),
+    };
+    source.report.verified = Some(ours == theirs);
+    if ours == theirs {
+        return Ok(());
+    }
+    let what =
+        "holds other memory than the source: the digests differ. This is a bug of transship; the source guest runs on";
+    Err(Error::Protocol { peer: control.peer.clone(), what: what.into() })
+}
+
+fn send_state(source: &mut Source<'_>, control: &mut Control) -> Result<(), Error> {
+    let mut state = source.guest.save_state()?;
+    let mut hasher = blake3::Hasher::new();
+    let mut total = 0;
+    let mut piece = vec![0; STATE_PIECE];
+    loop {
+        let length =
+            state.read(&mut piece).map_err(|e| Error::Io { what: "read the device state".into(), source: e })?;
+        if length == 0 {
+            break;
+        }
+        hasher.update(&piece[..length]);
+        total += length as u64;
+        control.send(&Message::State { bytes: piece[..length].to_vec() })?;
+        control.check_silence()?;
+    }
+    source.guest.state_saved()?;
+    source.report.bytes.wire += total;
+    control.send(&Message::StateEnd { bytes: total, digest: hasher.finalize().into() })
+}
+
+/// A failure before the hand-over: the guest goes on here.
+fn take_back(source: &mut Source<'_>, error: Error, run: bool) -> Error {
+    match source.guest.resume(run) {
+        Ok(()) => error,
+        Err(resume) => Error::Unknown(format!(
+            "{error}; and the guest could not be resumed here: {resume}. It stands still, whole, and is not running anywhere else: \
+             resume it with: {}",
+            source.guest.resume_hint()
+        )),
+    }
+}
+
+/// The point of no return. Before `Go` is sent the guest is ours; from the first byte of it on we must assume that the destination
+/// runs it, whatever we hear or don't hear afterwards.
+fn hand_over(source: &mut Source<'_>, control: &mut Control, run: bool) -> Result<(), Error> {
+    source.progress.set_phase(Phase::HandedOver);
+    let deaf = crate::Progress::default(); // cancelling has no effect any more
+    let answer = control
+        .send(&Message::Go { run })
+        .and_then(|()| fail_point::reach("source.go-sent"))
+        .and_then(|()| control.receive("word that the guest runs", STALL_TIMEOUT * 2, &deaf));
+    match answer {
+        Ok(Message::Running) => Ok(()),
+        Ok(other) => Err(unknown(source, &control.unexpected(&other, "where Running was due"))),
+        Err(error) => Err(unknown(source, &error)),
+    }
+}
+
+fn unknown(source: &Source<'_>, error: &Error) -> Error {
+    Error::Unknown(format!(
+        "the guest was handed over, but the destination did not confirm that it runs: {error}. Look there first. If it runs there, \
+         all is well and this one can be ended. Only if it does not run there and will not be started there, resume it here with: {}",
+        source.guest.resume_hint()
+    ))
+}
