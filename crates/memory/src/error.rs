@@ -1,19 +1,83 @@
 //! What can go wrong with guest memory.
 
+use std::io;
+
 /// An operation on guest memory that failed.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
     /// The system refused.
     #[error("{what}: {source}")]
-    System { what: String, source: std::io::Error },
+    System {
+        /// What was tried, and on what.
+        what: String,
+        /// The system's reason.
+        source: io::Error,
+    },
     /// Pages that the region does not have.
     #[error("region {region:?}: pages {first}..{end} asked for, it has {pages}")]
-    OutOfRange { region: String, first: u64, end: u64, pages: u64 },
+    OutOfRange {
+        /// Name of the region.
+        region: String,
+        /// First page asked for.
+        first: u64,
+        /// One past the last page asked for.
+        end: u64,
+        /// Pages that the region has.
+        pages: u64,
+    },
     /// Something that can't be used as guest memory.
     #[error("region {region:?}: {why}")]
-    Unusable { region: String, why: String },
+    Unusable {
+        /// Name of the region.
+        region: String,
+        /// Why not, and what would do.
+        why: String,
+    },
+    /// The page contents handed over are not as long as the pages they are for.
+    #[error("region {region:?}: {pages} pages to write need {expected} bytes, not {given}")]
+    WrongLength {
+        /// Name of the region.
+        region: String,
+        /// Pages that are to be written.
+        pages: u32,
+        /// Bytes that they have.
+        expected: usize,
+        /// Bytes that were handed over.
+        given: usize,
+    },
+    /// Areas of the tracked process that can't be tracked as they were described.
+    #[error("region number {region} can't be tracked: {why}")]
+    Untrackable {
+        /// Index of the region.
+        region: usize,
+        /// Why not.
+        why: String,
+    },
+    /// The tracked process is gone, or no longer maps the memory: what was written is not known any more.
+    #[error("region number {region}: the tracked process has ended or unmapped its memory ({source})")]
+    Gone {
+        /// Index of the region.
+        region: usize,
+        /// What the kernel says.
+        source: io::Error,
+    },
     /// The kernel lacks something.
     #[error("the kernel can't {what}: {need}")]
-    Kernel { what: &'static str, need: &'static str },
+    Kernel {
+        /// What is needed of it.
+        what: &'static str,
+        /// What would do.
+        need: &'static str,
+    },
+}
+
+impl Error {
+    pub(crate) fn system(what: impl Into<String>, source: impl Into<io::Error>) -> Self {
+        Self::System { what: what.into(), source: source.into() }
+    }
+
+    pub(crate) fn unusable(region: &str, why: impl Into<String>) -> Self {
+        Self::Unusable { region: region.to_owned(), why: why.into() }
+    }
 }

@@ -4,12 +4,16 @@
 //! so no reference to guest memory ever exists, only raw pointers inside this crate, and everything that leaves it is
 //! a copy, a mask or a count.
 
+mod copy;
 mod error;
+mod mapping;
 mod pages;
 mod region;
 mod tracker;
+mod uffd;
+mod zero;
 
 pub use error::Error;
-pub use pages::{PAGE_BYTES, PageRange, PageSet};
-pub use region::{Access, GuestMemory, Region, WINDOW_PAGES};
+pub use pages::{PAGE_BYTES, PageRange, PageSet, WINDOW_PAGES};
+pub use region::{Access, GuestMemory, Region};
 pub use tracker::{Area, Tracker, UffdTracker};

@@ -1,54 +1,346 @@
 //! Sets of pages of one region.
 
+use std::fmt;
+
 /// Bytes of a page. Everything counts pages of this size, also in memory that is backed by huge pages.
 pub const PAGE_BYTES: usize = 4096;
+
+/// Pages that one window speaks of: the bits of a `u128`. The windows of a [`PageSet`] begin at multiples of it.
+pub const WINDOW_PAGES: u64 = u128::BITS as u64;
 
 /// Pages `first .. first + count` of one region.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct PageRange {
+    /// First page.
     pub first: u64,
+    /// Number of pages.
     pub count: u64,
 }
 
 impl PageRange {
+    /// `count` pages from `first`.
     pub fn new(first: u64, count: u64) -> Self {
         Self { first, count }
     }
-    /// One past the last page.
+
+    /// One past the last page; the largest number if there is no such page number.
     pub fn end(&self) -> u64 {
-        self.first + self.count
+        self.first.saturating_add(self.count)
     }
+
+    /// Size in bytes; the largest number if it is not countable.
     pub fn bytes(&self) -> u64 {
-        self.count * PAGE_BYTES as u64
+        self.count.saturating_mul(PAGE_BYTES as u64)
+    }
+
+    /// Whether all its pages are among the first `pages`.
+    pub(crate) fn fits(&self, pages: u64) -> bool {
+        self.count <= pages && self.first <= pages - self.count
     }
 }
 
-/// A set of pages of a region of `pages` pages: a bitmap. Operations on two sets need equal sizes and panic otherwise.
+/// A set of pages of a region of `pages` pages: a bitmap. Operations on two sets need equal sizes and panic otherwise,
+/// and so do pages that the region does not have: numbers from outside are to be checked before they come here.
 #[derive(Clone, PartialEq, Eq)]
 pub struct PageSet {
-    words: Vec<u64>,
+    /// Page `p` is bit `p % 128` of word `p / 128`. Bits past the last page are always 0.
+    words: Vec<u128>,
     pages: u64,
 }
 
-#[allow(unused_variables)]
 impl PageSet {
-    pub fn empty(pages: u64) -> Self { todo!() }
-    pub fn full(pages: u64) -> Self { todo!() }
+    /// No page of a region of `pages` pages.
+    pub fn empty(pages: u64) -> Self {
+        Self::filled(pages, 0)
+    }
+
+    /// All pages of a region of `pages` pages.
+    pub fn full(pages: u64) -> Self {
+        let mut set = Self::filled(pages, u128::MAX);
+        if let (Some(last), over @ 1..) = (set.words.last_mut(), pages % WINDOW_PAGES) {
+            *last = low_bits(over);
+        }
+        set
+    }
+
+    fn filled(pages: u64, word: u128) -> Self {
+        let words = usize::try_from(pages.div_ceil(WINDOW_PAGES)).expect("a bitmap that fits into the address space");
+        Self { words: vec![word; words], pages }
+    }
+
     /// Number of pages that the region has.
-    pub fn pages(&self) -> u64 { self.pages }
+    pub fn pages(&self) -> u64 {
+        self.pages
+    }
+
     /// Number of pages in the set.
-    pub fn count(&self) -> u64 { todo!() }
-    pub fn is_empty(&self) -> bool { todo!() }
-    pub fn contains(&self, page: u64) -> bool { todo!() }
-    pub fn insert(&mut self, range: PageRange) { todo!() }
-    pub fn remove(&mut self, range: PageRange) { todo!() }
-    pub fn union_with(&mut self, other: &Self) { todo!() }
-    pub fn subtract(&mut self, other: &Self) { todo!() }
-    pub fn intersect_with(&mut self, other: &Self) { todo!() }
+    pub fn count(&self) -> u64 {
+        self.words.iter().map(|word| u64::from(word.count_ones())).sum()
+    }
+
+    /// Whether no page is in the set.
+    pub fn is_empty(&self) -> bool {
+        self.words.iter().all(|&word| word == 0)
+    }
+
+    /// Whether `page` is in the set; a page that the region does not have is not.
+    pub fn contains(&self, page: u64) -> bool {
+        page < self.pages && self.words[(page / WINDOW_PAGES) as usize] >> (page % WINDOW_PAGES) & 1 == 1
+    }
+
+    /// Adds the pages of `range`.
+    ///
+    /// # Panics
+    /// The region does not have them all.
+    pub fn insert(&mut self, range: PageRange) {
+        self.each_word_of(range, |word, mask| *word |= mask);
+    }
+
+    /// Takes the pages of `range` out.
+    ///
+    /// # Panics
+    /// The region does not have them all.
+    pub fn remove(&mut self, range: PageRange) {
+        self.each_word_of(range, |word, mask| *word &= !mask);
+    }
+
+    /// Adds the pages of `other`.
+    ///
+    /// # Panics
+    /// The sets are not of the same size; so do the next two.
+    pub fn union_with(&mut self, other: &Self) {
+        self.each_word_with(other, |word, other| *word |= other);
+    }
+
+    /// Takes the pages of `other` out.
+    pub fn subtract(&mut self, other: &Self) {
+        self.each_word_with(other, |word, other| *word &= !other);
+    }
+
+    /// Keeps only the pages that are also in `other`.
+    pub fn intersect_with(&mut self, other: &Self) {
+        self.each_word_with(other, |word, other| *word &= other);
+    }
+
     /// Maximal runs in ascending order.
-    pub fn ranges(&self) -> impl Iterator<Item = PageRange> + '_ { std::iter::empty() }
-    /// The 128 pages from `first` (a multiple of 128) as bits; pages past the end are 0.
-    pub fn window(&self, first: u64) -> u128 { todo!() }
+    pub fn ranges(&self) -> impl Iterator<Item = PageRange> + '_ {
+        let mut from = 0;
+        std::iter::from_fn(move || {
+            let first = self.next(from, 0)?;
+            from = self.next(first, u128::MAX).unwrap_or(self.pages).min(self.pages);
+            Some(PageRange::new(first, from - first))
+        })
+    }
+
+    /// The 128 pages from `first` as bits; pages past the end are 0.
+    ///
+    /// # Panics
+    /// `first` is no multiple of 128.
+    pub fn window(&self, first: u64) -> u128 {
+        assert!(first.is_multiple_of(WINDOW_PAGES), "page {first} does not begin a window of {WINDOW_PAGES}");
+        usize::try_from(first / WINDOW_PAGES).ok().and_then(|word| self.words.get(word)).copied().unwrap_or(0)
+    }
+
     /// The windows that are not empty, ascending: first page (a multiple of 128) and bits. Skips empty words fast.
-    pub fn windows(&self) -> impl Iterator<Item = (u64, u128)> + '_ { std::iter::empty() }
+    pub fn windows(&self) -> impl Iterator<Item = (u64, u128)> + '_ {
+        (0..).step_by(WINDOW_PAGES as usize).zip(self.words.iter().copied()).filter(|&(_, word)| word != 0)
+    }
+
+    /// First page from `from` on whose bit differs from those of `flip`, which is all zeros or all ones. With ones, it may
+    /// be past the last page.
+    fn next(&self, from: u64, flip: u128) -> Option<u64> {
+        let mut at = (from / WINDOW_PAGES) as usize;
+        let mut word = (self.words.get(at)? ^ flip) & !low_bits(from % WINDOW_PAGES);
+        while word == 0 {
+            at += 1;
+            word = self.words.get(at)? ^ flip;
+        }
+        Some(at as u64 * WINDOW_PAGES + u64::from(word.trailing_zeros()))
+    }
+
+    /// Hands each word that has pages of `range` to `change`, with the bits of these pages.
+    fn each_word_of(&mut self, range: PageRange, change: impl Fn(&mut u128, u128)) {
+        assert!(range.fits(self.pages), "pages {}..{} of a set of {}", range.first, range.end(), self.pages);
+        if range.count == 0 {
+            return;
+        }
+        let (first, last) = (range.first, range.end() - 1);
+        let (from, to) = ((first / WINDOW_PAGES) as usize, (last / WINDOW_PAGES) as usize);
+        let head = !low_bits(first % WINDOW_PAGES);
+        let tail = u128::MAX >> (WINDOW_PAGES - 1 - last % WINDOW_PAGES);
+        if from == to {
+            return change(&mut self.words[from], head & tail);
+        }
+        change(&mut self.words[from], head);
+        self.words[from + 1..to].iter_mut().for_each(|word| change(word, u128::MAX));
+        change(&mut self.words[to], tail);
+    }
+
+    fn each_word_with(&mut self, other: &Self, change: impl Fn(&mut u128, u128)) {
+        assert_eq!(self.pages, other.pages, "two page sets of different regions");
+        self.words.iter_mut().zip(&other.words).for_each(|(word, &other)| change(word, other));
+    }
+}
+
+impl fmt::Debug for PageSet {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} of {} pages ", self.count(), self.pages)?;
+        f.debug_list().entries(self.ranges().map(|range| range.first..range.end())).finish()
+    }
+}
+
+/// The runs of ones in `window`, ascending: first bit and length.
+pub(crate) fn runs(window: u128) -> impl Iterator<Item = (u32, u32)> {
+    let mut rest = window;
+    std::iter::from_fn(move || {
+        if rest == 0 {
+            return None;
+        }
+        let first = rest.trailing_zeros();
+        let count = (rest >> first).trailing_ones();
+        rest &= !low_bits(u64::from(first + count));
+        Some((first, count))
+    })
+}
+
+/// The lowest `count` bits, `count` up to 128.
+fn low_bits(count: u64) -> u128 {
+    if count == 0 { 0 } else { u128::MAX >> (WINDOW_PAGES - count) }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use std::collections::BTreeSet;
+
+    use proptest::prelude::*;
+
+    use super::*;
+
+    /// Something that is done to a set.
+    #[derive(Debug, Clone)]
+    enum Step {
+        Insert(PageRange),
+        Remove(PageRange),
+        Union(Vec<u64>),
+        Subtract(Vec<u64>),
+        Intersect(Vec<u64>),
+    }
+
+    fn range(pages: u64) -> impl Strategy<Value = PageRange> {
+        (0..=pages).prop_flat_map(move |first| (Just(first), 0..=pages - first)).prop_map(|(f, c)| PageRange::new(f, c))
+    }
+
+    fn some(pages: u64) -> impl Strategy<Value = Vec<u64>> {
+        prop::collection::vec(0..pages.max(1), if pages == 0 { 0..1 } else { 0..200 })
+            .prop_map(move |list| if pages == 0 { Vec::new() } else { list })
+    }
+
+    fn steps() -> impl Strategy<Value = (u64, Vec<Step>)> {
+        // Sizes about the borders of words, and any others.
+        let sizes = prop_oneof![Just(0), Just(1), Just(127), Just(128), Just(129), Just(256), 2_u64..1000];
+        sizes.prop_flat_map(|pages| {
+            let step = prop_oneof![
+                4 => range(pages).prop_map(Step::Insert),
+                3 => range(pages).prop_map(Step::Remove),
+                1 => some(pages).prop_map(Step::Union),
+                1 => some(pages).prop_map(Step::Subtract),
+                1 => some(pages).prop_map(Step::Intersect),
+            ];
+            (Just(pages), prop::collection::vec(step, 0..12))
+        })
+    }
+
+    fn set_of(pages: u64, list: &[u64]) -> PageSet {
+        let mut set = PageSet::empty(pages);
+        list.iter().for_each(|&page| set.insert(PageRange::new(page, 1)));
+        set
+    }
+
+    fn apply(step: &Step, set: &mut PageSet, model: &mut BTreeSet<u64>) {
+        let pages = set.pages();
+        match step {
+            Step::Insert(range) => {
+                set.insert(*range);
+                model.extend(range.first..range.end());
+            }
+            Step::Remove(range) => {
+                set.remove(*range);
+                model.retain(|page| !(range.first..range.end()).contains(page));
+            }
+            Step::Union(list) => {
+                set.union_with(&set_of(pages, list));
+                model.extend(list);
+            }
+            Step::Subtract(list) => {
+                set.subtract(&set_of(pages, list));
+                model.retain(|page| !list.contains(page));
+            }
+            Step::Intersect(list) => {
+                set.intersect_with(&set_of(pages, list));
+                model.retain(|page| list.contains(page));
+            }
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn a_set_is_what_its_model_is((pages, steps) in steps(), full: bool) {
+            let mut set = if full { PageSet::full(pages) } else { PageSet::empty(pages) };
+            let mut model: BTreeSet<u64> = if full { (0..pages).collect() } else { BTreeSet::new() };
+            for step in &steps {
+                apply(step, &mut set, &mut model);
+            }
+            prop_assert_eq!(set.pages(), pages);
+            prop_assert_eq!(set.count(), model.len() as u64);
+            prop_assert_eq!(set.is_empty(), model.is_empty());
+            prop_assert!((0..pages + 300).all(|page| set.contains(page) == model.contains(&page)));
+
+            let ranges: Vec<_> = set.ranges().collect();
+            let listed: Vec<u64> = ranges.iter().flat_map(|range| range.first..range.end()).collect();
+            prop_assert_eq!(&listed, &model.iter().copied().collect::<Vec<_>>());
+            prop_assert!(ranges.windows(2).all(|two| two[0].end() < two[1].first), "runs are maximal");
+
+            let windows: Vec<_> = set.windows().collect();
+            prop_assert!(windows.iter().all(|&(first, bits)| first % 128 == 0 && bits != 0));
+            let bits = |first: u64, bits: u128| (0..128).filter(move |b| bits >> b & 1 == 1).map(move |b| first + b);
+            prop_assert_eq!(windows.iter().flat_map(|&(f, b)| bits(f, b)).collect::<Vec<_>>(), listed.clone());
+            let all = (0..pages + 256).step_by(128).flat_map(|first| bits(first, set.window(first)));
+            prop_assert_eq!(all.collect::<Vec<_>>(), listed);
+
+            // Equality is that of the pages, whatever way led there.
+            prop_assert_eq!(set, set_of(pages, &model.into_iter().collect::<Vec<_>>()));
+        }
+
+        #[test]
+        fn runs_are_the_ranges_of_a_window(window in prop_oneof![any::<u128>(), Just(0), Just(u128::MAX), Just(1 << 127)]) {
+            let mut set = PageSet::empty(128);
+            (0..128).filter(|b| window >> b & 1 == 1).for_each(|b| set.insert(PageRange::new(b, 1)));
+            let ranges: Vec<_> = set.ranges().map(|r| (r.first as u32, r.count as u32)).collect();
+            prop_assert_eq!(runs(window).collect::<Vec<_>>(), ranges);
+        }
+    }
+
+    #[test]
+    fn a_set_prints_its_runs() {
+        assert_eq!(format!("{:?}", set_of(300, &[3, 4, 299])), "3 of 300 pages [3..5, 299..300]");
+    }
+
+    #[test]
+    #[should_panic(expected = "pages 10..21 of a set of 20")]
+    fn a_page_past_the_end_is_refused() {
+        PageSet::empty(20).insert(PageRange::new(10, 11));
+    }
+
+    #[test]
+    #[should_panic(expected = "of a set of 20")]
+    fn a_range_whose_end_overflows_is_refused() {
+        PageSet::empty(20).remove(PageRange::new(u64::MAX, 2));
+    }
+
+    #[test]
+    #[should_panic(expected = "different regions")]
+    fn sets_of_different_sizes_do_not_mix() {
+        PageSet::empty(20).union_with(&PageSet::empty(21));
+    }
 }

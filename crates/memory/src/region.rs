@@ -1,9 +1,17 @@
 //! One region of guest memory (QEMU: a RAM block), mapped into this process from its backing file.
-use std::{io, os::fd::{BorrowedFd, OwnedFd}, sync::Arc};
-use crate::{Error, PageRange, PageSet};
 
-/// Pages that one call of the window functions can speak of, and the alignment of their first page.
-pub const WINDOW_PAGES: u64 = 128;
+use std::{
+    os::fd::{AsFd, BorrowedFd, OwnedFd},
+    sync::Arc,
+};
+
+use rustix::{
+    fs::{FallocateFlags, FileType, OFlags, SeekFrom},
+    io::Errno,
+    mm::Advice,
+};
+
+use crate::{Error, PAGE_BYTES, PageRange, PageSet, mapping::Mapping};
 
 /// How a region is mapped.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -14,45 +22,249 @@ pub enum Access {
     ReadWrite,
 }
 
-/// See the crate's documentation for why nothing here returns a slice. Send and Sync: all threads may use it at once.
+/// Memory of a guest, mapped shared from its backing file. See the crate's documentation for why nothing here returns a
+/// slice. All threads may use it at once.
+///
+/// Reading a hole makes the file system put a page there: look at [`Region::data`] first, and read only what it names.
+/// A file that is cut short while it is mapped kills this process with SIGBUS, as it does the VMM whose memory it is.
 pub struct Region {
     name: String,
+    file: OwnedFd,
+    file_offset: u64,
+    bytes: u64,
+    access: Access,
+    backing: Backing,
+    mapping: Mapping,
 }
 
-#[allow(unused_variables)]
 impl Region {
     /// Maps `bytes` of `file` from `file_offset`.
+    ///
     /// # Errors
     /// Not a multiple of the page size, file too short, a file that can't be mapped shared, the system's own.
-    pub fn map(name: &str, file: OwnedFd, file_offset: u64, bytes: u64, access: Access) -> Result<Self, Error> { todo!() }
-    pub fn name(&self) -> &str { &self.name }
-    pub fn bytes(&self) -> u64 { todo!() }
-    pub fn pages(&self) -> u64 { todo!() }
+    pub fn map(name: &str, file: OwnedFd, file_offset: u64, bytes: u64, access: Access) -> Result<Self, Error> {
+        let backing = Backing::of(name, file.as_fd())?;
+        check_shape(name, file_offset, bytes, backing)?;
+        check_file(name, file.as_fd(), file_offset, bytes, access)?;
+        // Whole backing pages: a hugetlbfs maps nothing else, and unmaps nothing else.
+        let len = usize::try_from(bytes.next_multiple_of(backing.page_bytes)).expect("64-bit addresses");
+        let mapping = Mapping::new(file.as_fd(), file_offset, len, access == Access::ReadWrite)
+            .map_err(|source| Error::system(format!("mapping {bytes} bytes of region {name:?}"), source))?;
+        Ok(Self { name: name.to_owned(), file, file_offset, bytes, access, backing, mapping })
+    }
+
+    /// Name of the region.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// Size in bytes, a multiple of [`PAGE_BYTES`].
+    pub fn bytes(&self) -> u64 {
+        self.bytes
+    }
+
+    /// Size in pages of [`PAGE_BYTES`].
+    pub fn pages(&self) -> u64 {
+        self.bytes / PAGE_BYTES as u64
+    }
+
     /// Size of the pages that back it, from the file system (4096, or the page size of a hugetlbfs).
-    pub fn backing_page_bytes(&self) -> u64 { todo!() }
-    pub fn file(&self) -> BorrowedFd<'_> { todo!() }
+    pub fn backing_page_bytes(&self) -> u64 {
+        self.backing.page_bytes
+    }
 
-    /// The pages that are not holes in the backing file (SEEK_DATA, SEEK_HOLE). Everything else reads as zero.
-    pub fn data(&self) -> Result<PageSet, Error> { todo!() }
+    /// The backing file.
+    pub fn file(&self) -> BorrowedFd<'_> {
+        self.file.as_fd()
+    }
+
+    /// The pages that are not holes in the backing file (SEEK_DATA, SEEK_HOLE). Everything else reads as zero. On a file
+    /// system that doesn't know its holes (hugetlbfs is one) these are all pages.
+    ///
+    /// While the guest runs, scan the tracker first and ask then: what is written after the answer, the next scan reports.
+    /// Holes come back too (free page reporting), and the tracker does not report those: ask again in each round.
+    ///
+    /// # Errors
+    /// The system's own.
+    pub fn data(&self) -> Result<PageSet, Error> {
+        let (start, end) = (self.file_offset, self.file_offset + self.bytes);
+        let mut data = PageSet::empty(self.pages());
+        let mut at = start;
+        while at < end {
+            // Moves the file's position, which may be shared with the VMM; nobody reads or writes memory by position.
+            let first = match rustix::fs::seek(&self.file, SeekFrom::Data(at)) {
+                Ok(first) => first,
+                Err(Errno::NXIO) => break,
+                Err(Errno::INVAL | Errno::OPNOTSUPP) => return Ok(PageSet::full(self.pages())),
+                Err(source) => return Err(self.failed("finding the holes", source)),
+            };
+            if first >= end {
+                break;
+            }
+            let hole = match rustix::fs::seek(&self.file, SeekFrom::Hole(first)) {
+                Ok(hole) if hole > first => hole.min(end),
+                // It was a hole again by the time of the second question, or the file was cut short.
+                Ok(_) | Err(Errno::NXIO) => first + 1,
+                Err(source) => return Err(self.failed("finding the holes", source)),
+            };
+            let page = (first - start) / PAGE_BYTES as u64;
+            data.insert(PageRange::new(page, (hole - start).div_ceil(PAGE_BYTES as u64) - page));
+            at = hole;
+        }
+        Ok(data)
+    }
+
     /// Makes the pages read as zero: holes where whole backing pages are covered, zeros written elsewhere.
-    pub fn clear(&self, range: PageRange) -> Result<(), Error> { todo!() }
+    ///
+    /// # Errors
+    /// OutOfRange, a region mapped for reading, the system's own.
+    pub fn clear(&self, range: PageRange) -> Result<(), Error> {
+        self.check_writable()?;
+        self.check(range)?;
+        let unit = self.backing.page_bytes / PAGE_BYTES as u64;
+        let (first, end) = (range.first.next_multiple_of(unit), range.end() / unit * unit);
+        if first >= end {
+            self.write_zeros(range);
+            return Ok(());
+        }
+        self.write_zeros(PageRange::new(range.first, first - range.first));
+        self.write_zeros(PageRange::new(end, range.end() - end));
+        self.punch(PageRange::new(first, end - first))
+    }
 
-    /// Maps the present pages of the range in bulk before they are read (MADV_POPULATE_READ); never creates pages in holes
-    /// unless the kernel has to. Failing is harmless and ignored.
-    pub fn populate_read(&self, range: PageRange) { todo!() }
-    /// Of the pages of a window that `wanted` names: the ones that are all zero. SIMD at the machine's width.
-    /// # Errors: OutOfRange
-    pub fn zero_mask(&self, first: u64, wanted: u128) -> Result<u128, Error> { todo!() }
-    /// Appends the pages that `present` names to `out`, which are copied once.
-    pub fn copy_out(&self, first: u64, present: u128, out: &mut Vec<u8>) -> Result<(), Error> { todo!() }
-    /// Writes `head` and then the present pages of the window to a socket or file, straight from guest memory (writev; goes on
-    /// after short writes and EINTR; Interrupted/WouldBlock errors of a socket with a send timeout are returned).
-    pub fn send_window(&self, to: BorrowedFd<'_>, head: &[u8], first: u64, present: u128) -> io::Result<()> { todo!() }
-    /// Writes the pages (a multiple of 4096 bytes, in the order of `present`'s bits) into place. Zero-copy is not needed: measured
-    /// best is pwrite to the backing file in runs, or a copy into the mapping where the file is hugetlbfs.
-    pub fn write_pages(&self, first: u64, present: u128, bytes: &[u8]) -> Result<(), Error> { todo!() }
+    fn punch(&self, range: PageRange) -> Result<(), Error> {
+        let offset = self.file_offset + range.first * PAGE_BYTES as u64;
+        let how = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+        loop {
+            match rustix::fs::fallocate(&self.file, how, offset, range.bytes()) {
+                Ok(()) => return Ok(()),
+                Err(Errno::INTR) => {}
+                Err(Errno::OPNOTSUPP) => {
+                    self.write_zeros(range);
+                    return Ok(());
+                }
+                Err(source) => return Err(self.failed("punching a hole", source)),
+            }
+        }
+    }
+
+    /// Zeros through the mapping. The range was checked, and that the mapping is writable.
+    fn write_zeros(&self, range: PageRange) {
+        let (start, len) = self.raw(range);
+        // SAFETY: raw() gives len bytes of the mapping, which clear() saw to be writable; raw access, no reference.
+        unsafe { start.write_bytes(0, len) }
+    }
+
+    /// Maps the present pages of the range in bulk before they are read (MADV_POPULATE_READ), which is faster than a fault
+    /// for each. In a hole it makes a page as any other read does: name ranges of [`Region::data`]. Failing is harmless and
+    /// ignored, and so are pages that the region does not have.
+    pub fn populate_read(&self, range: PageRange) {
+        if self.check(range).is_ok() {
+            self.advise(range, Advice::LinuxPopulateRead);
+        }
+    }
+
     /// Asks for transparent huge pages where the file system can (MADV_HUGEPAGE); harmless elsewhere.
-    pub fn advise_huge(&self) { todo!() }
+    pub fn advise_huge(&self) {
+        self.advise(PageRange::new(0, self.pages()), Advice::LinuxHugepage);
+    }
+
+    fn advise(&self, range: PageRange, advice: Advice) {
+        let (start, len) = self.raw(range);
+        // SAFETY: raw() gives len bytes of the mapping; neither advice changes what they hold.
+        let _ = unsafe { rustix::mm::madvise(start.cast(), len, advice) };
+    }
+
+    /// # Errors
+    /// The region does not have all pages of the range.
+    pub(crate) fn check(&self, range: PageRange) -> Result<(), Error> {
+        if range.fits(self.pages()) {
+            return Ok(());
+        }
+        let (first, end) = (range.first, range.end());
+        Err(Error::OutOfRange { region: self.name.clone(), first, end, pages: self.pages() })
+    }
+
+    /// # Errors
+    /// The region was mapped for reading.
+    pub(crate) fn check_writable(&self) -> Result<(), Error> {
+        match self.access {
+            Access::ReadWrite => Ok(()),
+            Access::Read => Err(Error::unusable(&self.name, "it is mapped for reading only, and was to be written")),
+        }
+    }
+
+    /// Address and length of pages that check() has let pass; good as long as the region.
+    pub(crate) fn raw(&self, range: PageRange) -> (*mut u8, usize) {
+        let (offset, len) = (range.first as usize * PAGE_BYTES, range.bytes() as usize);
+        (self.mapping.at(offset, len).expect("a range that was checked"), len)
+    }
+
+    /// Where the page is in the backing file.
+    pub(crate) fn offset_in_file(&self, page: u64) -> u64 {
+        self.file_offset + page * PAGE_BYTES as u64
+    }
+
+    /// Whether write(2) does nothing on the file, as on a hugetlbfs.
+    pub(crate) fn is_hugetlb(&self) -> bool {
+        self.backing.hugetlb
+    }
+
+    pub(crate) fn failed(&self, doing: &str, source: Errno) -> Error {
+        Error::system(format!("{doing} in region {:?}", self.name), source)
+    }
+}
+
+/// What the file system backs memory with.
+#[derive(Clone, Copy)]
+struct Backing {
+    page_bytes: u64,
+    hugetlb: bool,
+}
+
+impl Backing {
+    fn of(name: &str, file: BorrowedFd<'_>) -> Result<Self, Error> {
+        const HUGETLBFS_MAGIC: u32 = 0x9584_58f6;
+        let fs = rustix::fs::fstatfs(file)
+            .map_err(|source| Error::system(format!("asking for the file system of region {name:?}"), source))?;
+        let hugetlb = fs.f_type as u32 == HUGETLBFS_MAGIC;
+        let page_bytes = if hugetlb { fs.f_bsize as u64 } else { PAGE_BYTES as u64 };
+        Ok(Self { page_bytes, hugetlb })
+    }
+}
+
+fn check_shape(name: &str, file_offset: u64, bytes: u64, backing: Backing) -> Result<(), Error> {
+    let page = PAGE_BYTES as u64;
+    if bytes == 0 || !bytes.is_multiple_of(page) {
+        return Err(Error::unusable(name, format!("its size of {bytes} bytes is no multiple of {page}, or is 0")));
+    }
+    let unit = backing.page_bytes;
+    if !file_offset.is_multiple_of(unit) {
+        return Err(Error::unusable(name, format!("its offset {file_offset:#x} in the file is no multiple of {unit}")));
+    }
+    let most = u64::try_from(isize::MAX).expect("64-bit addresses");
+    match file_offset.checked_add(bytes) {
+        Some(end) if end <= most - unit => Ok(()),
+        _ => Err(Error::unusable(name, format!("{bytes} bytes from offset {file_offset:#x} are more than a file has"))),
+    }
+}
+
+fn check_file(name: &str, file: BorrowedFd<'_>, offset: u64, bytes: u64, access: Access) -> Result<(), Error> {
+    let stat = rustix::fs::fstat(file)
+        .map_err(|source| Error::system(format!("asking for the size of the file of region {name:?}"), source))?;
+    if FileType::from_raw_mode(stat.st_mode) != FileType::RegularFile {
+        return Err(Error::unusable(name, "its backing is no regular file; use a file on tmpfs or hugetlbfs"));
+    }
+    let (end, size) = (offset + bytes, u64::try_from(stat.st_size).unwrap_or(0));
+    if end > size {
+        return Err(Error::unusable(name, format!("it ends at byte {end} of its file, which has only {size}")));
+    }
+    let flags = rustix::fs::fcntl_getfl(file)
+        .map_err(|source| Error::system(format!("asking how the file of region {name:?} was opened"), source))?;
+    if access == Access::ReadWrite && flags.contains(OFlags::APPEND) {
+        return Err(Error::unusable(name, "its file is open for appending, so pages can't be written into place"));
+    }
+    Ok(())
 }
 
 /// All regions of a guest, in the adapter's order; the index is the region's number on the wire.
@@ -62,15 +274,21 @@ pub struct GuestMemory {
 }
 
 impl GuestMemory {
+    /// The regions of one guest.
     pub fn new(regions: Vec<Region>) -> Self {
         Self { regions: regions.into() }
     }
+
+    /// All regions, in order.
     pub fn regions(&self) -> &[Region] {
         &self.regions
     }
+
+    /// The region of this number.
     pub fn get(&self, region: usize) -> Option<&Region> {
         self.regions.get(region)
     }
+
     /// Size of all regions in bytes.
     pub fn bytes(&self) -> u64 {
         self.regions.iter().map(Region::bytes).sum()

@@ -1,12 +1,26 @@
 //! Which pages were written since the last look.
-use std::os::fd::OwnedFd;
-use crate::{Error, PageSet};
+
+use std::{
+    io,
+    os::fd::{AsFd, OwnedFd},
+};
+
+use crate::{
+    Error, PAGE_BYTES, PageRange, PageSet,
+    uffd::{self, Written},
+};
 
 /// Reports written pages. The first scan of a region reports every page that may hold something and arms the tracking;
 /// each later scan reports the pages written since the scan before, and re-arms them in the same step, so no write is lost.
+/// A scan may report too much (pages that were only read, neighbours of a page that was written first), never too little.
+///
+/// A hole that is punched is no write. Who must notice holes that come back asks [`crate::Region::data`] after the scan.
 pub trait Tracker: Send {
+    /// Pages of the region written since its last scan.
+    ///
     /// # Errors
-    /// The tracked process is gone, or the kernel refuses. Nothing may then be assumed to be clean.
+    /// The tracked process is gone, or the kernel refuses. Nothing may then be assumed to be clean; the next scan that
+    /// succeeds reports everything again.
     fn scan(&mut self, region: usize) -> Result<PageSet, Error>;
 }
 
@@ -19,20 +33,169 @@ pub struct Area {
     pub first_page: u64,
     /// Address in the tracked process.
     pub address: u64,
+    /// Size, a multiple of the page size.
     pub bytes: u64,
+}
+
+impl Area {
+    fn range(&self) -> PageRange {
+        PageRange::new(self.first_page, self.bytes / PAGE_BYTES as u64)
+    }
+
+    fn end(&self) -> u64 {
+        self.address + self.bytes
+    }
+
+    /// The pages of the region that lie between two addresses of the area.
+    fn pages_between(&self, start: u64, end: u64) -> PageRange {
+        let page = PAGE_BYTES as u64;
+        let (start, end) = (start.clamp(self.address, self.end()), end.clamp(self.address, self.end()));
+        let (first, end) = ((start - self.address) / page, (end - self.address).div_ceil(page));
+        PageRange::new(self.first_page + first, end.saturating_sub(first))
+    }
 }
 
 /// userfaultfd write protection in asynchronous mode, read by PAGEMAP_SCAN on the tracked process's pagemap (Linux 6.7).
 /// Dropping it closes the userfaultfd, which ends the tracking; the process runs on as before.
-pub struct UffdTracker {}
+///
+/// It sees what the tracked process writes through the areas (its kernel and KVM on its behalf included), and nothing that
+/// others write through mappings of their own.
+pub struct UffdTracker {
+    uffd: OwnedFd,
+    pagemap: OwnedFd,
+    areas: Vec<Area>,
+    /// By region.
+    regions: Vec<Tracked>,
+    /// Room for the answers of the kernel.
+    found: Vec<Written>,
+}
 
-#[allow(unused_variables)]
+struct Tracked {
+    pages: u64,
+    /// Whether all that was written since the last report would be found.
+    armed: bool,
+}
+
 impl UffdTracker {
+    /// Stretches that one call of the kernel reports.
+    const FOUND: usize = 4096;
+
     /// `uffd` was created by the tracked process and not yet used (no UFFDIO_API); `pagemap` is its /proc/PID/pagemap.
     /// `region_pages[i]` is the size of region i in pages. Negotiates the features, registers all areas.
-    pub fn new(uffd: OwnedFd, pagemap: OwnedFd, areas: Vec<Area>, region_pages: Vec<u64>) -> Result<Self, Error> { todo!() }
+    ///
+    /// # Errors
+    /// Areas that the regions don't have, regions that the areas don't cover, memory that the kernel can't track, a
+    /// kernel that is too old.
+    pub fn new(uffd: OwnedFd, pagemap: OwnedFd, areas: Vec<Area>, region_pages: Vec<u64>) -> Result<Self, Error> {
+        check_areas(&areas, &region_pages)?;
+        uffd::negotiate(uffd.as_fd()).map_err(|source| match source.raw_os_error() {
+            Some(libc::EINVAL) => Error::Kernel {
+                what: "track writes to shared memory",
+                need: "Linux 6.7 or newer is needed, and a userfaultfd that was not used before",
+            },
+            _ => Error::system("negotiating with userfaultfd", source),
+        })?;
+        for area in &areas {
+            uffd::register(uffd.as_fd(), area.address, area.bytes).map_err(|source| refused(area, source))?;
+        }
+        let regions = region_pages.into_iter().map(|pages| Tracked { pages, armed: false }).collect();
+        Ok(Self { uffd, pagemap, areas, regions, found: vec![Written::default(); Self::FOUND] })
+    }
+
+    /// Adds the pages of the area that were written.
+    fn scan_area(&mut self, area: &Area, written: &mut PageSet) -> Result<(), Error> {
+        let mut at = area.address;
+        while at < area.end() {
+            let (count, next) = uffd::scan(self.pagemap.as_fd(), at, area.end(), &mut self.found)
+                .map_err(|source| lost(area, source))?;
+            for found in &self.found[..count] {
+                written.insert(area.pages_between(found.start, found.end));
+            }
+            if next <= at {
+                return Err(untrackable(area.region, format!("the scan does not go on from address {at:#x}")));
+            }
+            at = next;
+        }
+        // Memory that is gone has no written pages as far as the kernel can tell. Registering what is registered changes
+        // nothing, and fails when the process or its mapping is no more.
+        uffd::register(self.uffd.as_fd(), area.address, area.bytes).map_err(|source| lost(area, source))
+    }
 }
 
 impl Tracker for UffdTracker {
-    fn scan(&mut self, region: usize) -> Result<PageSet, Error> { todo!("{region}") }
+    fn scan(&mut self, region: usize) -> Result<PageSet, Error> {
+        let Some(tracked) = self.regions.get_mut(region) else {
+            return Err(untrackable(region, "the tracker does not know it"));
+        };
+        let pages = tracked.pages;
+        // Not armed until all is done: what a scan has found and then lost by an error must be reported again.
+        let armed = std::mem::replace(&mut tracked.armed, false);
+        let mut written = PageSet::empty(pages);
+        for at in 0..self.areas.len() {
+            let area = self.areas[at];
+            if area.region == region {
+                self.scan_area(&area, &mut written)?;
+            }
+        }
+        self.regions[region].armed = true;
+        // The first time, pages count that are in the file and that the process has not touched: no one wrote them
+        // through its mapping, so the kernel does not know of them.
+        Ok(if armed { written } else { PageSet::full(pages) })
+    }
+}
+
+/// Every page of every region is in an area, and every area in its region: else a write could be missed.
+fn check_areas(areas: &[Area], region_pages: &[u64]) -> Result<(), Error> {
+    let mut missing: Vec<PageSet> = region_pages.iter().map(|&pages| PageSet::full(pages)).collect();
+    for area in areas {
+        let Some(missing) = missing.get_mut(area.region) else {
+            return Err(untrackable(area.region, "there is no such region"));
+        };
+        let whole = |number: u64| number.is_multiple_of(PAGE_BYTES as u64);
+        if area.bytes == 0 || !whole(area.bytes) || !whole(area.address) {
+            return Err(untrackable(area.region, format!("{area:x?} does not consist of pages")));
+        }
+        if area.address.checked_add(area.bytes).is_none() || !area.range().fits(missing.pages()) {
+            return Err(untrackable(area.region, format!("{area:x?} lies outside its {} pages", missing.pages())));
+        }
+        missing.remove(area.range());
+    }
+    for (region, missing) in missing.iter().enumerate() {
+        if let Some(range) = missing.ranges().next() {
+            let why = format!("pages {}..{} are not mapped in the process", range.first, range.end());
+            return Err(untrackable(region, why));
+        }
+    }
+    Ok(())
+}
+
+fn untrackable(region: usize, why: impl Into<String>) -> Error {
+    Error::Untrackable { region, why: why.into() }
+}
+
+/// Why an area can't be registered.
+fn refused(area: &Area, source: io::Error) -> Error {
+    let why = match source.raw_os_error() {
+        Some(libc::EBUSY) => {
+            "another userfaultfd tracks it already: a migration or snapshot tool is at work; let it end".into()
+        }
+        Some(libc::EINVAL | libc::EPERM) => format!(
+            "the kernel tracks shared writable memory on tmpfs and hugetlbfs only, address {:#x} is something else ({source})",
+            area.address
+        ),
+        Some(libc::ENOMEM | libc::ESRCH) => return Error::Gone { region: area.region, source },
+        _ => return Error::system(format!("tracking writes to region number {}", area.region), source),
+    };
+    untrackable(area.region, why)
+}
+
+/// Why an area that was tracked can't be scanned.
+fn lost(area: &Area, source: io::Error) -> Error {
+    match source.raw_os_error() {
+        // Gone process or mapping; another mapping in its place, which is not tracked.
+        Some(libc::ENOMEM | libc::ESRCH | libc::EINVAL | libc::EPERM | libc::EBUSY) => {
+            Error::Gone { region: area.region, source }
+        }
+        _ => Error::system(format!("scanning region number {} for written pages", area.region), source),
+    }
 }

@@ -1,0 +1,201 @@
+//! Pages of a window of a region, to and from the outside: looked at, copied, sent, written.
+//!
+//! A window is up to 128 pages: `first`, and a bit for each page from there. Here any page may be the first.
+
+use std::{
+    io,
+    os::fd::{AsRawFd, BorrowedFd},
+    ptr,
+};
+
+use rustix::io::Errno;
+
+use crate::{
+    Error, PAGE_BYTES, PageRange, Region,
+    pages::{WINDOW_PAGES, runs},
+    zero,
+};
+
+impl Region {
+    /// Of the pages of a window that `wanted` names: the ones that are all zero. SIMD at the machine's width. A page that
+    /// is written meanwhile may be called either way; the tracker reports it.
+    ///
+    /// # Errors
+    /// OutOfRange.
+    pub fn zero_mask(&self, first: u64, wanted: u128) -> Result<u128, Error> {
+        self.check_window(first, wanted)?;
+        let mut zero = 0;
+        for (bit, count) in runs(wanted) {
+            let (start, _) = self.raw(run_of(first, bit, count));
+            for page in 0..count {
+                // SAFETY: raw() gives count pages of the mapping, page is below count, and a mapping is always readable.
+                let is_zero = unsafe { zero::is_zero(start.add(page as usize * PAGE_BYTES), PAGE_BYTES) };
+                zero |= u128::from(is_zero) << (bit + page);
+            }
+        }
+        Ok(zero)
+    }
+
+    /// Appends the pages that `present` names to `out`, which are copied once. What comes out may mix bytes from before
+    /// and after a write of the guest, but does not change any more.
+    ///
+    /// # Errors
+    /// OutOfRange; `out` is then as it was.
+    pub fn copy_out(&self, first: u64, present: u128, out: &mut Vec<u8>) -> Result<(), Error> {
+        self.check_window(first, present)?;
+        out.reserve(present.count_ones() as usize * PAGE_BYTES);
+        for (bit, count) in runs(present) {
+            let (start, len) = self.raw(run_of(first, bit, count));
+            // SAFETY: raw() gives len readable bytes of the mapping, reserve() made room for as many, and nobody else knows
+            // that room. The guest may write the source meanwhile: it is read by one raw copy into memory of our own, no
+            // reference or value is made of it before, and any mix of bytes is a valid u8 array.
+            unsafe {
+                ptr::copy_nonoverlapping(start, out.as_mut_ptr().add(out.len()), len);
+                out.set_len(out.len() + len);
+            }
+        }
+        Ok(())
+    }
+
+    /// Writes `head` and then the present pages of the window to a socket, pipe or file, straight from guest memory. Goes
+    /// on after short writes and interruptions.
+    ///
+    /// # Errors
+    /// InvalidInput for pages that the region does not have, before anything is written. The system's own, WouldBlock of a
+    /// socket with a send timeout included: an unknown part was written by then, so the stream is of no use any more.
+    pub fn send_window(&self, to: BorrowedFd<'_>, head: &[u8], first: u64, present: u128) -> io::Result<()> {
+        self.check_window(first, present).map_err(|error| io::Error::new(io::ErrorKind::InvalidInput, error))?;
+        let pages = runs(present).map(|(bit, count)| self.raw(run_of(first, bit, count)));
+        let head = (head.as_ptr().cast_mut(), head.len());
+        let mut parts: Vec<libc::iovec> = std::iter::once(head)
+            .chain(pages)
+            .map(|(start, len)| libc::iovec { iov_base: start.cast(), iov_len: len })
+            .collect();
+        // SAFETY: the parts are the slice `head` and pages of the mapping, both of which live beyond this call.
+        unsafe { write_all(to, &mut parts) }
+    }
+
+    /// Writes the pages (a multiple of 4096 bytes, in the order of `present`'s bits) into place. They go through the
+    /// backing file where that can be written, which is faster than faulting in a page at a time; a hugetlbfs can't.
+    ///
+    /// # Errors
+    /// OutOfRange, WrongLength, a region mapped for reading, the system's own.
+    pub fn write_pages(&self, first: u64, present: u128, bytes: &[u8]) -> Result<(), Error> {
+        self.check_writable()?;
+        self.check_window(first, present)?;
+        let pages = present.count_ones();
+        let expected = pages as usize * PAGE_BYTES;
+        if bytes.len() != expected {
+            let region = self.name().to_owned();
+            return Err(Error::WrongLength { region, pages, expected, given: bytes.len() });
+        }
+        let mut rest = bytes;
+        for (bit, count) in runs(present) {
+            let (run, after) = rest.split_at(count as usize * PAGE_BYTES);
+            let pages = run_of(first, bit, count);
+            if self.is_hugetlb() {
+                self.copy_in(pages, run)
+            } else {
+                self.write_file(pages, run)?
+            }
+            rest = after;
+        }
+        Ok(())
+    }
+
+    /// Copies into the mapping. The range and that the mapping is writable were checked.
+    fn copy_in(&self, pages: PageRange, bytes: &[u8]) {
+        let (start, len) = self.raw(pages);
+        assert_eq!(bytes.len(), len, "bytes for the pages, no more and no less");
+        // SAFETY: raw() gives len bytes of the mapping, which check_writable() let pass; bytes has as many. Nothing of the
+        // mapping is lent as a reference, so bytes is not in it.
+        unsafe { ptr::copy_nonoverlapping(bytes.as_ptr(), start, len) }
+    }
+
+    fn write_file(&self, pages: PageRange, bytes: &[u8]) -> Result<(), Error> {
+        let mut offset = self.offset_in_file(pages.first);
+        let mut rest = bytes;
+        while !rest.is_empty() {
+            match rustix::io::pwrite(self.file(), rest, offset) {
+                Ok(0) => return Err(self.failed("writing pages", Errno::NOSPC)),
+                Ok(written) => {
+                    offset += written as u64;
+                    rest = &rest[written..];
+                }
+                Err(Errno::INTR) => {}
+                Err(source) => return Err(self.failed("writing pages", source)),
+            }
+        }
+        Ok(())
+    }
+
+    /// # Errors
+    /// The region does not have all pages that the bits name.
+    fn check_window(&self, first: u64, bits: u128) -> Result<(), Error> {
+        self.check(PageRange::new(first, WINDOW_PAGES - u64::from(bits.leading_zeros())))
+    }
+}
+
+fn run_of(first: u64, bit: u32, count: u32) -> PageRange {
+    PageRange::new(first + u64::from(bit), u64::from(count))
+}
+
+/// How a file descriptor is written to.
+#[derive(Clone, Copy)]
+enum Way {
+    /// A peer that is gone is an error, and no SIGPIPE, whatever the program does about that signal.
+    Sendmsg,
+    Writev,
+}
+
+/// Writes all parts, in order. At most 65 come here (a head and every second page of a window), below the 1024 of IOV_MAX.
+///
+/// # Safety
+/// Each part is readable during the call. It may be written meanwhile.
+unsafe fn write_all(to: BorrowedFd<'_>, parts: &mut [libc::iovec]) -> io::Result<()> {
+    let mut way = Way::Sendmsg;
+    let mut rest = skip(parts, 0);
+    while !rest.is_empty() {
+        // SAFETY: the caller's promise; skip() only shortens parts.
+        match unsafe { write_some(way, to, rest) } {
+            Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
+            Ok(written) => rest = skip(rest, written),
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(error) if error.raw_os_error() == Some(libc::ENOTSOCK) => way = Way::Writev,
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(())
+}
+
+/// # Safety
+/// As [`write_all`].
+unsafe fn write_some(way: Way, to: BorrowedFd<'_>, parts: &mut [libc::iovec]) -> io::Result<usize> {
+    let written = match way {
+        Way::Sendmsg => {
+            // SAFETY: a msghdr is plain integers and pointers, for which zero means none.
+            let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
+            message.msg_iov = parts.as_mut_ptr();
+            message.msg_iovlen = parts.len();
+            // SAFETY: the message points to as many parts as it says; they are readable by the caller's promise.
+            unsafe { libc::sendmsg(to.as_raw_fd(), &raw const message, libc::MSG_NOSIGNAL) }
+        }
+        // SAFETY: as many parts as said, readable by the caller's promise.
+        Way::Writev => unsafe { libc::writev(to.as_raw_fd(), parts.as_ptr(), parts.len() as libc::c_int) },
+    };
+    usize::try_from(written).map_err(|_| io::Error::last_os_error())
+}
+
+/// The parts without their first `bytes`, and without empty ones before the first that is not.
+fn skip(mut parts: &mut [libc::iovec], mut bytes: usize) -> &mut [libc::iovec] {
+    while let Some(part) = parts.first_mut() {
+        if bytes < part.iov_len {
+            part.iov_base = part.iov_base.cast::<u8>().wrapping_add(bytes).cast();
+            part.iov_len -= bytes;
+            break;
+        }
+        bytes -= part.iov_len;
+        parts = &mut parts[1..];
+    }
+    parts
+}

@@ -1,0 +1,50 @@
+//! Ownership of a shared mapping of a file.
+
+use std::{ffi::c_void, os::fd::BorrowedFd, ptr};
+
+use rustix::mm::{MapFlags, ProtFlags};
+
+/// A shared mapping, unmapped on drop.
+///
+/// No reference into it may ever exist: the guest, the VMM, or another thread of ours may write any byte at any moment.
+/// So it hands out raw pointers only, and only to whole stretches that it has:
+/// - `base .. base + len` is mapped from `new` until `drop`, readable, and writable if it was made so; nobody else unmaps it;
+/// - the pointer of `at(offset, len)` is good for `len` bytes as long as the mapping lives;
+/// - whoever uses it copies bytes with raw or volatile accesses and takes none of them for stable.
+///
+/// If the file is cut short meanwhile, an access is answered with SIGBUS. That is accepted: the VMM, which uses
+/// the same file as the memory of a guest, would die of the same; it is no way for a peer to reach us.
+pub(crate) struct Mapping {
+    base: *mut c_void,
+    len: usize,
+}
+
+// SAFETY: the address is as good in another thread, and unmapping is allowed from any.
+unsafe impl Send for Mapping {}
+// SAFETY: through a shared reference only raw pointers are to be had. Their users make no references and take no byte for
+// stable, so that threads of ours that meet at one page are to each other what the guest is to them all.
+unsafe impl Sync for Mapping {}
+
+impl Mapping {
+    /// Maps `len` bytes of `file` from `offset`, both multiples of its page size.
+    pub(crate) fn new(file: BorrowedFd<'_>, offset: u64, len: usize, writable: bool) -> rustix::io::Result<Self> {
+        let prot = if writable { ProtFlags::READ | ProtFlags::WRITE } else { ProtFlags::READ };
+        // SAFETY: the kernel picks an unused place, so no memory of anybody else is affected.
+        let base = unsafe { rustix::mm::mmap(ptr::null_mut(), len, prot, MapFlags::SHARED, file, offset)? };
+        Ok(Self { base, len })
+    }
+
+    /// Address of `len` bytes from `offset`; none if the mapping does not have them.
+    pub(crate) fn at(&self, offset: usize, len: usize) -> Option<*mut u8> {
+        let inside = len <= self.len && offset <= self.len - len;
+        inside.then(|| self.base.cast::<u8>().wrapping_add(offset))
+    }
+}
+
+impl Drop for Mapping {
+    fn drop(&mut self) {
+        // SAFETY: exactly what new() mapped; pointers from at() are not used after the mapping's life.
+        let unmapped = unsafe { rustix::mm::munmap(self.base, self.len) };
+        debug_assert!(unmapped.is_ok(), "unmapping what was mapped");
+    }
+}

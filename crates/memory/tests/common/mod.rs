@@ -1,0 +1,54 @@
+//! Memory files as guests have them.
+#![allow(dead_code, clippy::unwrap_used)]
+
+use std::os::fd::{AsFd, OwnedFd};
+
+use rustix::fs::MemfdFlags;
+use transship_memory::{Access, PAGE_BYTES, Region};
+
+pub(crate) const PAGE: u64 = PAGE_BYTES as u64;
+pub(crate) const HUGE: u64 = 2 << 20;
+
+/// An empty file on tmpfs.
+pub(crate) fn file(bytes: u64) -> OwnedFd {
+    let file = rustix::fs::memfd_create("guest", MemfdFlags::CLOEXEC).unwrap();
+    rustix::fs::ftruncate(&file, bytes).unwrap();
+    file
+}
+
+/// An empty file of 2 MiB pages; none, with a word about it, where the machine has too few.
+pub(crate) fn huge_file(bytes: u64) -> Option<OwnedFd> {
+    let info = std::fs::read_to_string("/proc/meminfo").unwrap();
+    let number = |name: &str| {
+        let line = info.lines().find(|line| line.starts_with(name))?;
+        line.split_whitespace().nth(1)?.parse::<u64>().ok()
+    };
+    let free = number("HugePages_Free:").unwrap_or(0) - number("HugePages_Rsvd:").unwrap_or(0);
+    if number("Hugepagesize:") != Some(HUGE / 1024) || free < 2 * bytes / HUGE {
+        eprintln!("skipped: no free huge pages of 2 MiB; `sysctl vm.nr_hugepages=64` makes some");
+        return None;
+    }
+    let file =
+        rustix::fs::memfd_create("huge", MemfdFlags::CLOEXEC | MemfdFlags::HUGETLB | MemfdFlags::HUGE_2MB).unwrap();
+    rustix::fs::ftruncate(&file, bytes).unwrap();
+    Some(file)
+}
+
+pub(crate) fn map(file: impl AsFd, bytes: u64, access: Access) -> Region {
+    Region::map("ram", rustix::io::dup(file).unwrap(), 0, bytes, access).unwrap()
+}
+
+/// A page whose bytes tell its number.
+pub(crate) fn page_of(number: u64) -> Vec<u8> {
+    (0..PAGE).map(|at| (number.wrapping_mul(37) + at % 251) as u8 | 1).collect()
+}
+
+/// All bytes of the region. Reads holes too.
+pub(crate) fn contents(region: &Region) -> Vec<u8> {
+    let mut out = Vec::new();
+    for first in (0..region.pages()).step_by(128) {
+        let count = (region.pages() - first).min(128);
+        region.copy_out(first, u128::MAX >> (128 - count), &mut out).unwrap();
+    }
+    out
+}

@@ -1,0 +1,285 @@
+//! Regions on real files: what is in them, what comes out, what goes in.
+#![allow(clippy::unwrap_used)]
+
+mod common;
+
+use std::{
+    fs::File,
+    io::{self, Read},
+    os::{
+        fd::{AsFd, OwnedFd},
+        unix::net::UnixStream,
+    },
+    thread,
+    time::Duration,
+};
+
+use common::{HUGE, PAGE, contents, file, huge_file, map, page_of};
+use proptest::prelude::*;
+use rustix::fs::OFlags;
+use transship_memory::{Access, Error, PAGE_BYTES, PageRange, PageSet, Region};
+
+fn why(result: Result<Region, Error>) -> String {
+    result.err().expect("a refusal").to_string()
+}
+
+#[test]
+fn what_can_not_be_guest_memory_is_refused() {
+    let map = |offset, bytes| Region::map("ram", file(8 * PAGE), offset, bytes, Access::Read);
+    assert!(why(map(0, 0)).contains("its size of 0 bytes"));
+    assert!(why(map(0, PAGE + 1)).contains("its size of 4097 bytes"));
+    assert!(why(map(512, PAGE)).contains("its offset 0x200"));
+    assert!(why(map(PAGE, 8 * PAGE)).contains("it ends at byte 36864 of its file, which has only 32768"));
+    assert!(why(map(PAGE, 0_u64.wrapping_sub(PAGE))).contains("more than a file has"));
+    assert!(why(map(0, 0_u64.wrapping_sub(PAGE))).contains("more than a file has"));
+
+    let device = OwnedFd::from(File::open("/dev/zero").unwrap());
+    assert!(why(Region::map("ram", device, 0, PAGE, Access::Read)).contains("no regular file"));
+    let append = file(PAGE);
+    rustix::fs::fcntl_setfl(&append, OFlags::APPEND).unwrap();
+    assert!(why(Region::map("ram", append, 0, PAGE, Access::ReadWrite)).contains("appending"));
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("ram");
+    std::fs::write(&path, page_of(1)).unwrap();
+    let read_only = || OwnedFd::from(File::open(&path).unwrap());
+    assert!(matches!(Region::map("ram", read_only(), 0, PAGE, Access::ReadWrite), Err(Error::System { .. })));
+    assert!(Region::map("ram", read_only(), 0, PAGE, Access::Read).is_ok());
+}
+
+#[test]
+fn a_region_begins_at_its_offset_in_the_file() {
+    let file = file(300 * PAGE);
+    let all = map(&file, 300 * PAGE, Access::ReadWrite);
+    let part = Region::map("part", file, 100 * PAGE, 150 * PAGE, Access::ReadWrite).unwrap();
+    assert_eq!((part.name(), part.bytes(), part.pages()), ("part", 150 * PAGE, 150));
+    assert_eq!(part.backing_page_bytes(), PAGE);
+
+    part.write_pages(149, 1, &page_of(7)).unwrap();
+    all.write_pages(128, 1 << 122 | 1, &[page_of(8), page_of(9)].concat()).unwrap();
+    assert_eq!(all.data().unwrap().ranges().map(|r| (r.first, r.count)).collect::<Vec<_>>(), [(128, 1), (249, 2)]);
+    assert_eq!(part.data().unwrap().ranges().map(|r| (r.first, r.count)).collect::<Vec<_>>(), [(28, 1), (149, 1)]);
+    part.clear(PageRange::new(28, 1)).unwrap();
+    assert_eq!(all.data().unwrap().ranges().map(|r| (r.first, r.count)).collect::<Vec<_>>(), [(249, 2)]);
+    let mut out = Vec::new();
+    all.copy_out(249, 0b11, &mut out).unwrap();
+    assert!(out == [page_of(7), page_of(9)].concat());
+}
+
+#[test]
+fn pages_past_the_end_are_errors_everywhere() {
+    let region = map(file(200 * PAGE), 200 * PAGE, Access::ReadWrite);
+    let out_of_range = |result| matches!(result, Err(Error::OutOfRange { pages: 200, .. }));
+    let mut out = vec![1, 2, 3];
+    for (first, bits) in [(128, 1 << 72), (200, 1), (199, 0b10), (u64::MAX, 1), (u64::MAX - 64, u128::MAX)] {
+        assert!(out_of_range(region.zero_mask(first, bits).map(drop)), "{first} {bits:#x}");
+        assert!(out_of_range(region.copy_out(first, bits, &mut out)), "{first} {bits:#x}");
+        assert!(out_of_range(region.write_pages(first, bits, &vec![0; bits.count_ones() as usize * PAGE_BYTES])));
+        let sent = region.send_window(File::open("/dev/null").unwrap().as_fd(), b"", first, bits);
+        assert_eq!(sent.unwrap_err().kind(), io::ErrorKind::InvalidInput);
+    }
+    assert_eq!(out, [1, 2, 3]);
+    for range in [PageRange::new(199, 2), PageRange::new(201, 0), PageRange::new(u64::MAX, 2)] {
+        assert!(out_of_range(region.clear(range)), "{range:?}");
+        region.populate_read(range); // Harmless.
+    }
+    assert!(region.data().unwrap().is_empty(), "none of this touched the memory");
+    assert_eq!(region.zero_mask(128, 1 << 71).unwrap(), 1 << 71, "the last page is none of those");
+}
+
+#[test]
+fn a_source_is_never_written() {
+    let file = file(4 * PAGE);
+    let region = map(&file, 4 * PAGE, Access::Read);
+    assert!(region.write_pages(0, 1, &page_of(1)).unwrap_err().to_string().contains("reading only"));
+    assert!(region.clear(PageRange::new(0, 1)).unwrap_err().to_string().contains("reading only"));
+    assert!(region.data().unwrap().is_empty());
+}
+
+#[test]
+fn bytes_that_are_not_as_many_as_the_pages_are_refused() {
+    let region = map(file(4 * PAGE), 4 * PAGE, Access::ReadWrite);
+    for len in [0, 4096, 8191, 8193, 12288] {
+        let error = region.write_pages(0, 0b101, &vec![1; len]).unwrap_err();
+        assert!(error.to_string().ends_with(&format!("2 pages to write need 8192 bytes, not {len}")), "{error}");
+    }
+    assert!(region.data().unwrap().is_empty());
+}
+
+#[test]
+fn holes_are_told_from_zeros() {
+    let region = map(file(1000 * PAGE), 1000 * PAGE, Access::ReadWrite);
+    region.write_pages(128, 0b111, &vec![0; 3 * PAGE_BYTES]).unwrap();
+    region.write_pages(999, 1, &page_of(1)).unwrap();
+    let mut expected = PageSet::empty(1000);
+    expected.insert(PageRange::new(128, 3));
+    expected.insert(PageRange::new(999, 1));
+    region.advise_huge();
+    region.populate_read(PageRange::new(128, 3));
+    assert_eq!(region.data().unwrap(), expected);
+    assert_eq!(region.zero_mask(128, 0b101).unwrap(), 0b101);
+    assert_eq!(region.zero_mask(998, 0b11).unwrap(), 0b01);
+}
+
+/// What a `Vec<u8>` does under the same operations, page for page.
+fn follows_its_model(region: &Region, steps: &[(u64, u128, u64, bool)]) -> Result<(), TestCaseError> {
+    let pages = region.pages();
+    let mut model = vec![0_u8; region.bytes() as usize];
+    for &(first, bits, seed, clear) in steps {
+        let first = first % pages;
+        let bits = bits & u128::MAX >> (128 - (pages - first).min(128));
+        if clear {
+            let count = u64::from(bits.count_ones());
+            region.clear(PageRange::new(first, count)).unwrap();
+            model[(first * PAGE) as usize..][..(count * PAGE) as usize].fill(0);
+            continue;
+        }
+        let mut bytes = Vec::new();
+        for bit in (0..128).filter(|bit| bits >> bit & 1 == 1) {
+            // Each third page is zero.
+            let page = if (seed + bit) % 3 == 0 { vec![0; PAGE_BYTES] } else { page_of(seed + bit) };
+            model[((first + bit) * PAGE) as usize..][..PAGE_BYTES].copy_from_slice(&page);
+            bytes.extend(page);
+        }
+        region.write_pages(first, bits, &bytes).unwrap();
+        let mut back = Vec::new();
+        region.copy_out(first, bits, &mut back).unwrap();
+        prop_assert!(back == bytes, "what was written comes out");
+    }
+    let data = region.data().unwrap();
+    let page = |number: u64| &model[(number * PAGE) as usize..][..PAGE_BYTES];
+    let is_zero = |number: u64| page(number).iter().all(|&byte| byte == 0);
+    prop_assert!((0..pages).all(|number| data.contains(number) || is_zero(number)), "holes are zero");
+    for first in (0..pages).step_by(128) {
+        let all = u128::MAX >> (128 - (pages - first).min(128));
+        let zero =
+            (0..128).filter(|bit| all >> bit & 1 == 1 && is_zero(first + bit)).fold(0, |mask, bit| mask | 1 << bit);
+        prop_assert_eq!(region.zero_mask(first, all).unwrap(), zero);
+        let some = 0x5555_aaaa_0000_ffff_1234_5678_9abc_def0 & all;
+        prop_assert_eq!(region.zero_mask(first, some).unwrap(), zero & some);
+    }
+    prop_assert!(contents(region) == model);
+    Ok(())
+}
+
+fn steps() -> impl Strategy<Value = Vec<(u64, u128, u64, bool)>> {
+    let bits = prop_oneof![any::<u128>(), Just(u128::MAX), Just(1), (0_u32..128).prop_map(|n| u128::MAX >> n)];
+    prop::collection::vec((0_u64..5000, bits, 0_u64..1000, any::<bool>()), 1..12)
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(40))]
+    #[test]
+    fn a_region_is_what_its_model_is(steps in steps(), pages in prop_oneof![Just(1_u64), Just(128), 2_u64..400]) {
+        follows_its_model(&map(file(pages * PAGE), pages * PAGE, Access::ReadWrite), &steps)?;
+    }
+}
+
+/// Steps whose cleared ranges begin and end in huge pages, cover them, or both.
+#[test]
+fn a_region_of_huge_pages_is_what_its_model_is() {
+    let Some(huge) = huge_file(4 * HUGE) else { return };
+    let region = map(&huge, 4 * HUGE, Access::ReadWrite);
+    assert_eq!(region.backing_page_bytes(), HUGE);
+    let write = |first, seed| (first, u128::MAX, seed, false);
+    follows_its_model(&region, &[write(0, 1), write(500, 2), write(1024, 3), (510, 0xff, 0, true)]).unwrap();
+    region.clear(PageRange::new(0, region.pages())).unwrap();
+    assert_eq!(rustix::fs::fstat(&huge).unwrap().st_blocks, 0, "all pages were given back");
+    region.write_pages(400, u128::MAX, &vec![1; 128 * PAGE_BYTES]).unwrap();
+    region.write_pages(1500, u128::MAX, &vec![1; 128 * PAGE_BYTES]).unwrap();
+    region.clear(PageRange::new(401, 1200)).unwrap();
+    assert_eq!(rustix::fs::fstat(&huge).unwrap().st_blocks as u64 * 512, 2 * HUGE, "whole huge pages are, others not");
+    let left = |first: u64, count: u64| (first * PAGE) as usize..((first + count) * PAGE) as usize;
+    let mut expected = vec![0; (4 * HUGE) as usize];
+    expected[left(400, 1)].fill(1);
+    expected[left(1601, 27)].fill(1);
+    assert!(contents(&region) == expected);
+    let odd = Region::map("odd", huge, 0, HUGE + PAGE, Access::ReadWrite).unwrap();
+    assert_eq!(odd.pages(), 513, "a part of a huge page can be the end of a region");
+    odd.clear(PageRange::new(0, 513)).unwrap();
+    assert_eq!(region.zero_mask(384, u128::MAX).unwrap(), u128::MAX);
+}
+
+/// Ranges of a window that need the most parts, and others.
+const WINDOWS: [(u64, u128); 5] =
+    [(0, u128::MAX), (128, 0x5555_5555_5555_5555_5555_5555_5555_5555), (128, 0), (7, 1 << 127), (250, 0xf0f)];
+
+fn filled() -> Region {
+    let region = map(file(300 * PAGE), 300 * PAGE, Access::ReadWrite);
+    for number in 0..300 {
+        region.write_pages(number, 1, &page_of(number)).unwrap();
+    }
+    region
+}
+
+/// The bytes that the windows are sent as, by the plain way.
+fn expected(region: &Region) -> Vec<u8> {
+    let mut bytes = Vec::new();
+    for (at, &(first, bits)) in WINDOWS.iter().enumerate() {
+        bytes.extend([at as u8; 24]);
+        for bit in (0..128).filter(|bit| bits >> bit & 1 == 1) {
+            bytes.extend(page_of(first + bit));
+        }
+    }
+    assert!(region.pages() == 300);
+    bytes
+}
+
+fn send_all(region: &Region, to: &impl AsFd) -> io::Result<()> {
+    WINDOWS
+        .iter()
+        .enumerate()
+        .try_for_each(|(at, &(first, bits))| region.send_window(to.as_fd(), &[at as u8; 24], first, bits))
+}
+
+/// A socket whose buffer is far smaller than a window, read a little at a time: every write is a short one.
+#[test]
+fn windows_go_through_a_socket_in_short_writes() {
+    let region = filled();
+    let (ours, mut theirs) = UnixStream::pair().unwrap();
+    rustix::net::sockopt::set_socket_send_buffer_size(&ours, 4096).unwrap();
+    let expected = expected(&region);
+    let reader = thread::spawn(move || {
+        let (mut got, mut some) = (Vec::<u8>::new(), vec![0; 1237]);
+        loop {
+            match theirs.read(&mut some).unwrap() {
+                0 => return got,
+                count => got.extend(&some[..count]),
+            }
+        }
+    });
+    send_all(&region, &ours).unwrap();
+    drop(ours);
+    assert!(reader.join().unwrap() == expected);
+}
+
+#[test]
+fn windows_go_through_pipes_and_into_files() {
+    let region = filled();
+    let expected = expected(&region);
+    let (mut reader, writer) = io::pipe().unwrap();
+    let reading = thread::spawn(move || {
+        let mut got = Vec::new();
+        reader.read_to_end(&mut got).unwrap();
+        got
+    });
+    send_all(&region, &writer).unwrap();
+    drop(writer);
+    assert!(reading.join().unwrap() == expected);
+
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("stream");
+    send_all(&region, &File::create(&path).unwrap()).unwrap();
+    assert!(std::fs::read(&path).unwrap() == expected);
+}
+
+#[test]
+fn a_peer_that_is_gone_or_stuck_is_an_error() {
+    let region = filled();
+    let (ours, theirs) = UnixStream::pair().unwrap();
+    ours.set_write_timeout(Some(Duration::from_millis(10))).unwrap();
+    let stuck = (0..100).find_map(|_| region.send_window(ours.as_fd(), b"head", 0, u128::MAX).err());
+    assert_eq!(stuck.unwrap().kind(), io::ErrorKind::WouldBlock);
+    drop(theirs);
+    let gone = region.send_window(ours.as_fd(), b"head", 0, 1).unwrap_err();
+    assert_eq!(gone.kind(), io::ErrorKind::BrokenPipe);
+}
