@@ -104,11 +104,7 @@ impl Message {
         self.write_payload(&mut writer);
         let mut bytes = writer.0;
         let payload = u32::try_from(bytes.len() - FRAME_BYTES).unwrap_or(u32::MAX);
-        let frame = Frame {
-            kind: self.kind() as u16,
-            payload,
-            id,
-        };
+        let frame = Frame { kind: self.kind() as u16, payload, id };
         bytes[..FRAME_BYTES].copy_from_slice(&frame.encode());
         bytes
     }
@@ -151,19 +147,12 @@ impl Message {
 
     fn write_payload(&self, writer: &mut Writer) {
         match self {
-            Message::Hello {
-                channels,
-                verify,
-                guest,
-            } => {
+            Message::Hello { channels, verify, guest } => {
                 writer.put([*channels, u8::from(*verify)]);
                 guest.write(writer);
             }
             Message::RoundDone { round, pages, zero } => {
-                writer
-                    .put(round.to_le_bytes())
-                    .put(pages.to_le_bytes())
-                    .put(zero.to_le_bytes());
+                writer.put(round.to_le_bytes()).put(pages.to_le_bytes()).put(zero.to_le_bytes());
             }
             Message::Digest { digest } | Message::DigestIs { digest } => {
                 writer.put(*digest);
@@ -192,27 +181,18 @@ fn read_payload(kind: Kind, payload: &[u8], reader: &mut Reader<'_>) -> Result<M
             pages: reader.u64("RoundDone pages")?,
             zero: reader.u64("RoundDone zero")?,
         },
-        Kind::Digest => Message::Digest {
-            digest: reader.array("Digest digest")?,
-        },
-        Kind::DigestIs => Message::DigestIs {
-            digest: reader.array("DigestIs digest")?,
-        },
+        Kind::Digest => Message::Digest { digest: reader.array("Digest digest")? },
+        Kind::DigestIs => Message::DigestIs { digest: reader.array("DigestIs digest")? },
         Kind::State => read_state(payload.len(), reader)?,
-        Kind::StateEnd => Message::StateEnd {
-            bytes: reader.u64("StateEnd bytes")?,
-            digest: reader.array("StateEnd digest")?,
-        },
+        Kind::StateEnd => {
+            Message::StateEnd { bytes: reader.u64("StateEnd bytes")?, digest: reader.array("StateEnd digest")? }
+        }
         Kind::Loaded => Message::Loaded,
-        Kind::Go => Message::Go {
-            run: read_flag(reader, "Go run")?,
-        },
+        Kind::Go => Message::Go { run: read_flag(reader, "Go run")? },
         Kind::Running => Message::Running,
-        Kind::Abort => Message::Abort(Refusal {
-            reason: reader
-                .text("Abort reason", 0..=MAX_REASON_BYTES)?
-                .to_owned(),
-        }),
+        Kind::Abort => {
+            Message::Abort(Refusal { reason: reader.text("Abort reason", 0..=MAX_REASON_BYTES)?.to_owned() })
+        }
     })
 }
 
@@ -223,11 +203,7 @@ fn read_hello(reader: &mut Reader<'_>) -> Result<Message, Error> {
     }
     let verify = read_flag(reader, "Hello flags")?;
     let guest = GuestDescription::read(reader)?;
-    Ok(Message::Hello {
-        channels,
-        verify,
-        guest,
-    })
+    Ok(Message::Hello { channels, verify, guest })
 }
 
 fn read_state(count: usize, reader: &mut Reader<'_>) -> Result<Message, Error> {
@@ -235,9 +211,7 @@ fn read_state(count: usize, reader: &mut Reader<'_>) -> Result<Message, Error> {
     if !(1..=MAX_STATE_BYTES).contains(&count) {
         return Err(reader.invalid("State bytes", count as u64, "a piece has 1 to 262144 bytes"));
     }
-    Ok(Message::State {
-        bytes: bytes.to_vec(),
-    })
+    Ok(Message::State { bytes: bytes.to_vec() })
 }
 
 /// Bit 0; the other seven are reserved.

@@ -28,11 +28,7 @@ impl Frame {
     /// The bytes to send.
     pub fn encode(&self) -> [u8; FRAME_BYTES] {
         let mut header = Header::new();
-        header
-            .put(self.kind.to_le_bytes())
-            .put([0; 2])
-            .put(self.payload.to_le_bytes())
-            .put(self.id.to_le_bytes());
+        header.put(self.kind.to_le_bytes()).put([0; 2]).put(self.payload.to_le_bytes()).put(self.id.to_le_bytes());
         header.done()
     }
 
@@ -50,26 +46,15 @@ impl Frame {
         reader.reserved::<2>("frame reserved")?;
         let payload = reader.u32("frame payload")?;
         let sizes = kind.payload_sizes();
-        debug_assert!(
-            *sizes.end() <= MAX_MESSAGE_BYTES,
-            "every kind keeps the common bound"
-        );
+        debug_assert!(*sizes.end() <= MAX_MESSAGE_BYTES, "every kind keeps the common bound");
         if !sizes.contains(&(payload as usize)) {
-            return Err(reader.invalid(
-                "frame payload",
-                payload.into(),
-                "a length that this message can't have",
-            ));
+            return Err(reader.invalid("frame payload", payload.into(), "a length that this message can't have"));
         }
         let id = reader.u64("frame id")?;
         if id == 0 {
             return Err(reader.invalid("frame id", id, "ids begin at 1"));
         }
         reader.end("frame")?;
-        Ok(Frame {
-            kind: number,
-            payload,
-            id,
-        })
+        Ok(Frame { kind: number, payload, id })
     }
 }

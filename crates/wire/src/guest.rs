@@ -32,8 +32,7 @@ impl GuestDescription {
     /// The fewest bytes of an encoded description: one region, names of one byte.
     pub(crate) const BYTES_MIN: usize = 2 + (2 + 1) + (8 + 2 + 1);
     /// The most: all regions, all names as long as can be.
-    pub(crate) const BYTES_MAX: usize =
-        2 + (2 + MAX_NAME_BYTES) + MAX_REGIONS * (8 + 2 + MAX_NAME_BYTES);
+    pub(crate) const BYTES_MAX: usize = 2 + (2 + MAX_NAME_BYTES) + MAX_REGIONS * (8 + 2 + MAX_NAME_BYTES);
 
     /// Whether a peer would accept the description. A side checks its own guest with this before it says Hello, so that
     /// the user hears of a region that can't be moved from the side that has it.
@@ -50,11 +49,7 @@ impl GuestDescription {
 
     pub(crate) fn write(&self, writer: &mut Writer) {
         // A count that does not fit becomes the largest, which is refused over there and not misread.
-        writer.put(
-            u16::try_from(self.regions.len())
-                .unwrap_or(u16::MAX)
-                .to_le_bytes(),
-        );
+        writer.put(u16::try_from(self.regions.len()).unwrap_or(u16::MAX).to_le_bytes());
         writer.text(&self.machine);
         for region in &self.regions {
             writer.put(region.bytes.to_le_bytes()).text(&region.name);
@@ -64,11 +59,7 @@ impl GuestDescription {
     pub(crate) fn read(reader: &mut Reader<'_>) -> Result<Self, Error> {
         let count = reader.u16("region count")?;
         if !(1..=MAX_REGIONS).contains(&usize::from(count)) {
-            return Err(reader.invalid(
-                "region count",
-                count.into(),
-                "a guest has 1 to 1024 regions",
-            ));
+            return Err(reader.invalid("region count", count.into(), "a guest has 1 to 1024 regions"));
         }
         let machine = reader.text("machine", NAME_SIZES)?.to_owned();
         let mut names = HashSet::with_capacity(count.into());
@@ -77,16 +68,9 @@ impl GuestDescription {
             let bytes = read_region_bytes(reader)?;
             let name = reader.text("region name", NAME_SIZES)?;
             if !names.insert(name) {
-                return Err(reader.invalid(
-                    "region name",
-                    name.len() as u64,
-                    "two regions have this name",
-                ));
+                return Err(reader.invalid("region name", name.len() as u64, "two regions have this name"));
             }
-            regions.push(RegionDescription {
-                name: name.to_owned(),
-                bytes,
-            });
+            regions.push(RegionDescription { name: name.to_owned(), bytes });
         }
         Ok(GuestDescription { machine, regions })
     }

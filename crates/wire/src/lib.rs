@@ -17,8 +17,8 @@ mod preamble;
 mod reader;
 
 pub use control::{
-    MAX_MESSAGE_BYTES, MAX_NAME_BYTES, MAX_REASON_BYTES, MAX_REGION_BYTES, MAX_REGIONS,
-    MAX_STATE_BYTES, Message, Refusal,
+    MAX_MESSAGE_BYTES, MAX_NAME_BYTES, MAX_REASON_BYTES, MAX_REGION_BYTES, MAX_REGIONS, MAX_STATE_BYTES, Message,
+    Refusal,
 };
 pub use error::Error;
 pub use frame::{FRAME_BYTES, Frame};

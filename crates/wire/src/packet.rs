@@ -72,34 +72,14 @@ impl Packet {
     /// The header to send; [`Packet::payload_bytes`] of payload follow it.
     pub fn encode(&self) -> [u8; PACKET_BYTES] {
         let (kind, region, round, first, low, high) = match *self {
-            Packet::Pages {
-                round,
-                region,
-                first,
-                present,
-                zero,
-            } => (KIND_PAGES, region, round, first, present, zero),
-            Packet::Hole {
-                round,
-                region,
-                first,
-                count,
-            } => (KIND_HOLE, region, round, first, count.into(), 0),
+            Packet::Pages { round, region, first, present, zero } => (KIND_PAGES, region, round, first, present, zero),
+            Packet::Hole { round, region, first, count } => (KIND_HOLE, region, round, first, count.into(), 0),
             Packet::RoundEnd { round, packets } => (KIND_ROUND_END, 0, round, 0, packets.into(), 0),
         };
         let mut header = Header::new();
-        header
-            .put(MAGIC)
-            .put([kind, ENCODING_RAW])
-            .put(region.to_le_bytes())
-            .put(round.to_le_bytes());
-        header
-            .put(self.payload_u32().to_le_bytes())
-            .put(first.to_le_bytes());
-        header
-            .put(low.to_le_bytes())
-            .put(high.to_le_bytes())
-            .put([0; 8]);
+        header.put(MAGIC).put([kind, ENCODING_RAW]).put(region.to_le_bytes()).put(round.to_le_bytes());
+        header.put(self.payload_u32().to_le_bytes()).put(first.to_le_bytes());
+        header.put(low.to_le_bytes()).put(high.to_le_bytes()).put([0; 8]);
         header.done()
     }
 
@@ -117,11 +97,7 @@ impl Packet {
         }
         let encoding = reader.u8("packet encoding")?;
         if encoding != ENCODING_RAW {
-            return Err(reader.invalid(
-                "packet encoding",
-                encoding.into(),
-                "unknown, only raw (0) is",
-            ));
+            return Err(reader.invalid("packet encoding", encoding.into(), "unknown, only raw (0) is"));
         }
         let packet = match kind {
             KIND_PAGES => decode_pages(&mut reader),
@@ -154,11 +130,7 @@ fn decode_pages(reader: &mut Reader<'_>) -> Result<Packet, Error> {
     let region = decode_region(reader)?;
     let round = reader.u32("packet round")?;
     let payload = reader.u32("packet payload")?;
-    let payload_error = reader.invalid(
-        "packet payload",
-        payload.into(),
-        "not 4096 bytes for each present page",
-    );
+    let payload_error = reader.invalid("packet payload", payload.into(), "not 4096 bytes for each present page");
     let first = decode_first(reader, PAGES_PER_PACKET)?;
     if !first.is_multiple_of(PAGES_PER_PACKET) {
         return Err(reader.invalid("packet first page", first, "not a multiple of 128"));
@@ -169,22 +141,12 @@ fn decode_pages(reader: &mut Reader<'_>) -> Result<Packet, Error> {
     }
     let zero = reader.u128("packet zero mask")?;
     if present & zero != 0 {
-        return Err(reader.invalid(
-            "packet zero mask",
-            zero as u64,
-            "a page is both present and zero",
-        ));
+        return Err(reader.invalid("packet zero mask", zero as u64, "a page is both present and zero"));
     }
     if present | zero == 0 {
         return Err(reader.invalid("packet zero mask", 0, "the packet speaks of no page"));
     }
-    Ok(Packet::Pages {
-        round,
-        region,
-        first,
-        present,
-        zero,
-    })
+    Ok(Packet::Pages { round, region, first, present, zero })
 }
 
 fn decode_hole(reader: &mut Reader<'_>) -> Result<Packet, Error> {
@@ -200,12 +162,7 @@ fn decode_hole(reader: &mut Reader<'_>) -> Result<Packet, Error> {
         return Err(reader.invalid("packet count", count, "the hole ends beyond any region"));
     }
     reader.reserved::<24>("packet body")?;
-    Ok(Packet::Hole {
-        round,
-        region,
-        first,
-        count,
-    })
+    Ok(Packet::Hole { round, region, first, count })
 }
 
 fn decode_round_end(reader: &mut Reader<'_>) -> Result<Packet, Error> {
@@ -221,11 +178,7 @@ fn decode_round_end(reader: &mut Reader<'_>) -> Result<Packet, Error> {
 fn decode_region(reader: &mut Reader<'_>) -> Result<u16, Error> {
     let region = reader.u16("packet region")?;
     if usize::from(region) >= MAX_REGIONS {
-        return Err(reader.invalid(
-            "packet region",
-            region.into(),
-            "no guest has that many regions",
-        ));
+        return Err(reader.invalid("packet region", region.into(), "no guest has that many regions"));
     }
     Ok(region)
 }

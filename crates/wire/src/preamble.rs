@@ -52,12 +52,7 @@ impl Preamble {
             Role::Data(channel) => (ROLE_DATA, channel),
         };
         let mut header = Header::new();
-        header
-            .put(MAGIC)
-            .put(VERSION.to_le_bytes())
-            .put([role, channel])
-            .put(self.session.0)
-            .put([0; 8]);
+        header.put(MAGIC).put(VERSION.to_le_bytes()).put([role, channel]).put(self.session.0).put([0; 8]);
         header.done()
     }
 
@@ -67,19 +62,11 @@ impl Preamble {
         let mut reader = Reader::new(bytes, 0);
         let magic = reader.u32("preamble magic")?;
         if magic != u32::from_le_bytes(MAGIC) {
-            return Err(reader.invalid(
-                "preamble magic",
-                magic.into(),
-                "the other side is not a transship",
-            ));
+            return Err(reader.invalid("preamble magic", magic.into(), "the other side is not a transship"));
         }
         let version = reader.u16("preamble version")?;
         if version != VERSION {
-            return Err(reader.invalid(
-                "preamble version",
-                version.into(),
-                "use the same transship on both sides",
-            ));
+            return Err(reader.invalid("preamble version", version.into(), "use the same transship on both sides"));
         }
         let role = decode_role(&mut reader)?;
         let session = Session(reader.array("preamble session")?);
@@ -92,25 +79,17 @@ impl Preamble {
 fn decode_role(reader: &mut Reader<'_>) -> Result<Role, Error> {
     let role = reader.u8("preamble role")?;
     if !matches!(role, ROLE_CONTROL | ROLE_DATA) {
-        return Err(reader.invalid(
-            "preamble role",
-            role.into(),
-            "neither control (1) nor data (2)",
-        ));
+        return Err(reader.invalid("preamble role", role.into(), "neither control (1) nor data (2)"));
     }
     let channel = reader.u8("preamble channel")?;
     match role {
-        ROLE_CONTROL if channel != 0 => Err(reader.invalid(
-            "preamble channel",
-            channel.into(),
-            "a control connection has no channel number",
-        )),
+        ROLE_CONTROL if channel != 0 => {
+            Err(reader.invalid("preamble channel", channel.into(), "a control connection has no channel number"))
+        }
         ROLE_CONTROL => Ok(Role::Control),
-        _ if u16::from(channel) >= MAX_CHANNELS => Err(reader.invalid(
-            "preamble channel",
-            channel.into(),
-            "channel numbers end at 254",
-        )),
+        _ if u16::from(channel) >= MAX_CHANNELS => {
+            Err(reader.invalid("preamble channel", channel.into(), "channel numbers end at 254"))
+        }
         _ => Ok(Role::Data(channel)),
     }
 }

@@ -13,11 +13,7 @@ pub(crate) struct Reader<'a> {
 
 impl<'a> Reader<'a> {
     pub(crate) fn new(bytes: &'a [u8], base: usize) -> Self {
-        Reader {
-            rest: bytes,
-            offset: base,
-            field_start: base,
-        }
+        Reader { rest: bytes, offset: base, field_start: base }
     }
 
     pub(crate) fn bytes(&mut self, field: &'static str, count: usize) -> Result<&'a [u8], Error> {
@@ -58,20 +54,14 @@ impl<'a> Reader<'a> {
 
     /// A text behind its u16 length, which must be one of `sizes`. Control characters are refused: the text ends up on a
     /// terminal, which would obey them.
-    pub(crate) fn text(
-        &mut self,
-        field: &'static str,
-        sizes: RangeInclusive<usize>,
-    ) -> Result<&'a str, Error> {
+    pub(crate) fn text(&mut self, field: &'static str, sizes: RangeInclusive<usize>) -> Result<&'a str, Error> {
         let count = self.u16(field)?;
         if !sizes.contains(&count.into()) {
             return Err(self.invalid(field, count.into(), "a length that this text can't have"));
         }
         let bytes = self.bytes(field, count.into())?;
-        let text = std::str::from_utf8(bytes).map_err(|error| Error::Text {
-            field,
-            offset: self.field_start + error.valid_up_to(),
-        })?;
+        let text = std::str::from_utf8(bytes)
+            .map_err(|error| Error::Text { field, offset: self.field_start + error.valid_up_to() })?;
         match text.char_indices().find(|(_, c)| c.is_control()) {
             Some((at, c)) => Err(Error::Invalid {
                 field,
@@ -101,22 +91,13 @@ impl<'a> Reader<'a> {
     pub(crate) fn end(self, field: &'static str) -> Result<(), Error> {
         match self.rest.len() {
             0 => Ok(()),
-            extra => Err(Error::Trailing {
-                field,
-                offset: self.offset,
-                extra,
-            }),
+            extra => Err(Error::Trailing { field, offset: self.offset, extra }),
         }
     }
 
     /// The error about the value of the field that was read last.
     pub(crate) fn invalid(&self, field: &'static str, value: u64, why: &'static str) -> Error {
-        Error::Invalid {
-            field,
-            offset: self.field_start,
-            value,
-            why,
-        }
+        Error::Invalid { field, offset: self.field_start, value, why }
     }
 
     fn advance(&mut self, count: usize, rest: &'a [u8]) {
@@ -126,11 +107,7 @@ impl<'a> Reader<'a> {
     }
 
     fn truncated(&self, field: &'static str, count: usize) -> Error {
-        Error::Truncated {
-            field,
-            offset: self.offset,
-            missing: count - self.rest.len(),
-        }
+        Error::Truncated { field, offset: self.offset, missing: count - self.rest.len() }
     }
 }
 
@@ -161,10 +138,7 @@ pub(crate) struct Header<const N: usize> {
 
 impl<const N: usize> Header<N> {
     pub(crate) fn new() -> Self {
-        Header {
-            bytes: [0; N],
-            used: 0,
-        }
+        Header { bytes: [0; N], used: 0 }
     }
 
     /// # Panics

@@ -18,10 +18,7 @@ fn packets_have_these_bytes_and_payloads() {
     let payloads = [3 * PAGE_BYTES, 0, 0];
     for ((packet, bytes), payload) in packets().into_iter().zip(payloads) {
         assert_eq!(packet.encode().to_vec(), bytes, "{packet:?}");
-        assert_eq!(
-            Packet::decode(bytes.as_slice().try_into().unwrap()),
-            Ok(packet)
-        );
+        assert_eq!(Packet::decode(bytes.as_slice().try_into().unwrap()), Ok(packet));
         assert_eq!(packet.payload_bytes(), payload, "{packet:?}");
     }
 }
@@ -30,9 +27,6 @@ fn packets_have_these_bytes_and_payloads() {
 fn preambles_have_these_bytes() {
     for (preamble, bytes) in preambles() {
         assert_eq!(preamble.encode().to_vec(), bytes, "{preamble:?}");
-        assert_eq!(
-            Preamble::decode(bytes.as_slice().try_into().unwrap()),
-            Ok(preamble)
-        );
+        assert_eq!(Preamble::decode(bytes.as_slice().try_into().unwrap()), Ok(preamble));
     }
 }

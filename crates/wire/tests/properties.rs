@@ -21,13 +21,10 @@ fn name() -> impl Strategy<Value = String> {
 
 fn guest() -> impl Strategy<Value = GuestDescription> {
     let region = |name| {
-        (1u64..1 << 44).prop_map(move |pages| RegionDescription {
-            name: String::clone(&name),
-            bytes: pages * 4096,
-        })
+        (1u64..1 << 44).prop_map(move |pages| RegionDescription { name: String::clone(&name), bytes: pages * 4096 })
     };
-    let regions = btree_set(name(), 1..20)
-        .prop_flat_map(move |names| names.into_iter().map(region).collect::<Vec<_>>());
+    let regions =
+        btree_set(name(), 1..20).prop_flat_map(move |names| names.into_iter().map(region).collect::<Vec<_>>());
     (name(), regions).prop_map(|(machine, regions)| GuestDescription { machine, regions })
 }
 
@@ -38,11 +35,7 @@ fn message() -> impl Strategy<Value = Message> {
             verify,
             guest
         }),
-        any::<(u32, u64, u64)>().prop_map(|(round, pages, zero)| Message::RoundDone {
-            round,
-            pages,
-            zero
-        }),
+        any::<(u32, u64, u64)>().prop_map(|(round, pages, zero)| Message::RoundDone { round, pages, zero }),
         any::<[u8; 32]>().prop_map(|digest| Message::Digest { digest }),
         any::<[u8; 32]>().prop_map(|digest| Message::DigestIs { digest }),
         vec(any::<u8>(), 1..5000).prop_map(|bytes| Message::State { bytes }),
@@ -67,22 +60,12 @@ fn masks() -> impl Strategy<Value = (u128, u128)> {
 }
 
 fn packet() -> impl Strategy<Value = Packet> {
-    let pages = (any::<u32>(), 0u16..1024, 0u64..1 << 37, masks()).prop_map(
-        |(round, region, window, (present, zero))| Packet::Pages {
-            round,
-            region,
-            first: window * PAGES_PER_PACKET,
-            present,
-            zero,
-        },
-    );
+    let pages =
+        (any::<u32>(), 0u16..1024, 0u64..1 << 37, masks()).prop_map(|(round, region, window, (present, zero))| {
+            Packet::Pages { round, region, first: window * PAGES_PER_PACKET, present, zero }
+        });
     let hole = (any::<u32>(), 0u16..1024, 0u64..1 << 44).prop_flat_map(|(round, region, first)| {
-        (1..=(1 << 44) - first).prop_map(move |count| Packet::Hole {
-            round,
-            region,
-            first,
-            count,
-        })
+        (1..=(1 << 44) - first).prop_map(move |count| Packet::Hole { round, region, first, count })
     });
     let end = any::<(u32, u64)>().prop_map(|(round, packets)| Packet::RoundEnd { round, packets });
     prop_oneof![pages, hole, end]
@@ -90,17 +73,15 @@ fn packet() -> impl Strategy<Value = Packet> {
 
 /// Bytes near to good ones: good ones with a few of them changed. Pure chance would not get past a magic.
 fn nearly(good: Vec<Vec<u8>>) -> impl Strategy<Value = Vec<u8>> {
-    (
-        prop::sample::select(good),
-        vec((any::<prop::sample::Index>(), any::<u8>()), 0..4),
-    )
-        .prop_map(|(mut bytes, changes)| {
+    (prop::sample::select(good), vec((any::<prop::sample::Index>(), any::<u8>()), 0..4)).prop_map(
+        |(mut bytes, changes)| {
             for (at, value) in changes {
                 let at = at.index(bytes.len());
                 bytes[at] = value;
             }
             bytes
-        })
+        },
+    )
 }
 
 /// Whatever is accepted is written back as the same bytes: no two byte strings mean the same.

@@ -16,12 +16,7 @@ fn decode_preamble(bytes: &[u8]) -> Result<Preamble, Error> {
 fn hello_with(change: impl FnOnce(&mut GuestDescription)) -> Vec<u8> {
     let mut guest = guest();
     change(&mut guest);
-    Message::Hello {
-        channels: 1,
-        verify: false,
-        guest,
-    }
-    .encode(1)
+    Message::Hello { channels: 1, verify: false, guest }.encode(1)
 }
 
 #[test]
@@ -29,28 +24,13 @@ fn a_message_cut_anywhere_is_refused_whatever_its_frame_says() {
     for (message, name, bytes) in messages() {
         let payload = &bytes[FRAME_BYTES..];
         for cut in 0..payload.len() {
-            let honest = Frame {
-                kind: bytes[0].into(),
-                payload: payload.len() as u32,
-                id: 1,
-            };
+            let honest = Frame { kind: bytes[0].into(), payload: payload.len() as u32, id: 1 };
             let error = Message::decode(&honest, &payload[..cut]).unwrap_err();
             let missing = payload.len() - cut;
-            assert_eq!(
-                error,
-                Error::Truncated {
-                    field: "message payload",
-                    offset: FRAME_BYTES,
-                    missing
-                },
-                "{name}"
-            );
+            assert_eq!(error, Error::Truncated { field: "message payload", offset: FRAME_BYTES, missing }, "{name}");
 
             // The frame agrees with what is there. Only a State may be shorter: it has no inner structure.
-            let short = Frame {
-                payload: cut as u32,
-                ..honest
-            };
+            let short = Frame { payload: cut as u32, ..honest };
             match Message::decode(&short, &payload[..cut]) {
                 Ok(Message::State { bytes }) => {
                     assert!(matches!(message, Message::State { .. }) && bytes.len() == cut)
@@ -64,41 +44,14 @@ fn a_message_cut_anywhere_is_refused_whatever_its_frame_says() {
 
 #[test]
 fn bytes_after_a_message_are_refused() {
-    for (_, name, bytes) in messages()
-        .into_iter()
-        .filter(|(_, name, _)| *name != "State")
-    {
+    for (_, name, bytes) in messages().into_iter().filter(|(_, name, _)| *name != "State") {
         let payload = [&bytes[FRAME_BYTES..], &[0]].concat();
-        let honest = Frame {
-            kind: bytes[0].into(),
-            payload: payload.len() as u32 - 1,
-            id: 1,
-        };
+        let honest = Frame { kind: bytes[0].into(), payload: payload.len() as u32 - 1, id: 1 };
         let error = Message::decode(&honest, &payload).unwrap_err();
-        assert!(
-            matches!(
-                error,
-                Error::Trailing {
-                    field: "message payload",
-                    extra: 1,
-                    ..
-                }
-            ),
-            "{error}"
-        );
-        let long = Frame {
-            payload: payload.len() as u32,
-            ..honest
-        };
+        assert!(matches!(error, Error::Trailing { field: "message payload", extra: 1, .. }), "{error}");
+        let long = Frame { payload: payload.len() as u32, ..honest };
         let error = Message::decode(&long, &payload).unwrap_err();
-        assert_eq!(
-            error,
-            Error::Trailing {
-                field: name,
-                offset: bytes.len(),
-                extra: 1
-            }
-        );
+        assert_eq!(error, Error::Trailing { field: name, offset: bytes.len(), extra: 1 });
     }
 }
 
@@ -106,20 +59,12 @@ fn bytes_after_a_message_are_refused() {
 fn frames_with_a_bad_field_are_refused() {
     let (_, _, go) = messages().swap_remove(8);
     for kind in [0u16, 12, 0x0109, u16::MAX] {
-        assert_invalid(
-            decode(&patched(&go, 0, &kind.to_le_bytes())),
-            "frame kind",
-            0,
-        );
+        assert_invalid(decode(&patched(&go, 0, &kind.to_le_bytes())), "frame kind", 0);
     }
     assert_invalid(decode(&patched(&go, 2, &[1])), "frame reserved", 2);
     assert_invalid(decode(&patched(&go, 3, &[0x80])), "frame reserved", 3);
     assert_invalid(decode(&patched(&go, 8, &[0; 8])), "frame id", 8);
-    let unknown = Frame {
-        kind: 99,
-        payload: 0,
-        id: 1,
-    };
+    let unknown = Frame { kind: 99, payload: 0, id: 1 };
     assert_invalid(Message::decode(&unknown, &[]), "frame kind", 0);
 }
 
@@ -139,20 +84,12 @@ fn a_frame_is_believed_only_a_length_that_its_kind_can_have() {
         (11, 2, 2 + MAX_REASON_BYTES),
     ];
     for (kind, least, most) in allowed {
-        let frame = |payload: usize| Frame {
-            kind,
-            payload: payload as u32,
-            id: 1,
-        };
+        let frame = |payload: usize| Frame { kind, payload: payload as u32, id: 1 };
         for good in [least, most] {
             assert_eq!(Frame::decode(&frame(good).encode()), Ok(frame(good)));
         }
         assert!(most <= MAX_MESSAGE_BYTES);
-        for bad in least.checked_sub(1).into_iter().chain([
-            most + 1,
-            MAX_MESSAGE_BYTES + 1,
-            u32::MAX as usize,
-        ]) {
+        for bad in least.checked_sub(1).into_iter().chain([most + 1, MAX_MESSAGE_BYTES + 1, u32::MAX as usize]) {
             assert_invalid(Frame::decode(&frame(bad).encode()), "frame payload", 4);
         }
     }
@@ -160,37 +97,17 @@ fn a_frame_is_believed_only_a_length_that_its_kind_can_have() {
 
 #[test]
 fn the_largest_guest_fits_a_hello_and_nothing_larger_does() {
-    let region = |i: usize| RegionDescription {
-        name: format!("{i:0>255}"),
-        bytes: (1 << 56) - 4096,
-    };
-    let mut guest = GuestDescription {
-        machine: "m".repeat(255),
-        regions: (0..MAX_REGIONS).map(region).collect(),
-    };
+    let region = |i: usize| RegionDescription { name: format!("{i:0>255}"), bytes: (1 << 56) - 4096 };
+    let mut guest = GuestDescription { machine: "m".repeat(255), regions: (0..MAX_REGIONS).map(region).collect() };
     assert_eq!(guest.check(), Ok(()));
-    let hello = Message::Hello {
-        channels: 255,
-        verify: false,
-        guest: guest.clone(),
-    };
+    let hello = Message::Hello { channels: 255, verify: false, guest: guest.clone() };
     let bytes = hello.encode(1);
     assert_eq!(bytes.len(), FRAME_BYTES + MAX_MESSAGE_BYTES);
     assert_eq!(decode(&bytes), Ok((1, hello)));
 
     guest.regions.push(region(MAX_REGIONS));
     assert_invalid(guest.check(), "region count", 0);
-    assert!(
-        decode(
-            &Message::Hello {
-                channels: 255,
-                verify: false,
-                guest
-            }
-            .encode(1)
-        )
-        .is_err()
-    );
+    assert!(decode(&Message::Hello { channels: 255, verify: false, guest }.encode(1)).is_err());
 }
 
 #[test]
@@ -200,94 +117,32 @@ fn hellos_with_a_bad_field_are_refused() {
     assert_invalid(decode(&patched(&hello, 17, &[2])), "Hello flags", 17);
     assert_invalid(decode(&patched(&hello, 17, &[0x81])), "Hello flags", 17);
     assert_invalid(decode(&patched(&hello, 18, &[0, 0])), "region count", 18);
-    assert_invalid(
-        decode(&patched(&hello, 18, &1025u16.to_le_bytes())),
-        "region count",
-        18,
-    );
+    assert_invalid(decode(&patched(&hello, 18, &1025u16.to_le_bytes())), "region count", 18);
     // One region more than there is, and one less.
     let more = decode(&patched(&hello, 18, &[3])).unwrap_err();
-    assert_eq!(
-        more,
-        Error::Truncated {
-            field: "region bytes",
-            offset: hello.len(),
-            missing: 8
-        }
-    );
+    assert_eq!(more, Error::Truncated { field: "region bytes", offset: hello.len(), missing: 8 });
     let less = decode(&patched(&hello, 18, &[1])).unwrap_err();
-    assert_eq!(
-        less,
-        Error::Trailing {
-            field: "Hello",
-            offset: 37,
-            extra: 12
-        }
-    );
+    assert_eq!(less, Error::Trailing { field: "Hello", offset: 37, extra: 12 });
     // Machine: its length, then its text.
     assert_invalid(decode(&patched(&hello, 20, &[0, 1])), "machine", 20);
-    assert_eq!(
-        decode(&patched(&hello, 22, &[0xff])),
-        Err(Error::Text {
-            field: "machine",
-            offset: 22
-        })
-    );
+    assert_eq!(decode(&patched(&hello, 22, &[0xff])), Err(Error::Text { field: "machine", offset: 22 }));
     assert_invalid(decode(&patched(&hello, 23, b"\x1b")), "machine", 23);
     for bytes in [0u64, 1, 4095, 4097, 1 << 56, u64::MAX, 1 << 63] {
-        assert_invalid(
-            decode(&patched(&hello, 24, &bytes.to_le_bytes())),
-            "region bytes",
-            24,
-        );
+        assert_invalid(decode(&patched(&hello, 24, &bytes.to_le_bytes())), "region bytes", 24);
     }
-    assert_invalid(
-        decode(&patched(&hello, 32, &[0xff, 0xff])),
-        "region name",
-        32,
-    );
-    assert_eq!(
-        decode(&patched(&hello, 48, &[0xc3])),
-        Err(Error::Text {
-            field: "region name",
-            offset: 47
-        })
-    );
+    assert_invalid(decode(&patched(&hello, 32, &[0xff, 0xff])), "region name", 32);
+    assert_eq!(decode(&patched(&hello, 48, &[0xc3])), Err(Error::Text { field: "region name", offset: 47 }));
 }
 
 #[test]
 fn guests_with_bad_names_are_refused() {
     assert_invalid(decode(&hello_with(|g| g.machine.clear())), "machine", 20);
-    assert_invalid(
-        decode(&hello_with(|g| g.machine = "m".repeat(256))),
-        "machine",
-        20,
-    );
-    assert_invalid(
-        decode(&hello_with(|g| g.machine = "m".repeat(70_000))),
-        "machine",
-        20,
-    );
-    assert_invalid(
-        decode(&hello_with(|g| g.regions[0].name.clear())),
-        "region name",
-        32,
-    );
-    assert_invalid(
-        decode(&hello_with(|g| g.regions[0].name = "r".repeat(256))),
-        "region name",
-        32,
-    );
-    assert_invalid(
-        decode(&hello_with(|g| g.regions[1].name = "ram".into())),
-        "region name",
-        47,
-    );
-    assert_invalid(
-        decode(&hello_with(|g| g.regions.clear())),
-        "frame payload",
-        4,
-    );
+    assert_invalid(decode(&hello_with(|g| g.machine = "m".repeat(256))), "machine", 20);
+    assert_invalid(decode(&hello_with(|g| g.machine = "m".repeat(70_000))), "machine", 20);
+    assert_invalid(decode(&hello_with(|g| g.regions[0].name.clear())), "region name", 32);
+    assert_invalid(decode(&hello_with(|g| g.regions[0].name = "r".repeat(256))), "region name", 32);
+    assert_invalid(decode(&hello_with(|g| g.regions[1].name = "ram".into())), "region name", 47);
+    assert_invalid(decode(&hello_with(|g| g.regions.clear())), "frame payload", 4);
 }
 
 #[test]
@@ -303,20 +158,12 @@ fn a_guest_is_checked_by_the_rules_that_the_peer_applies() {
 
 #[test]
 fn states_out_of_bounds_are_refused() {
-    let most = Message::State {
-        bytes: vec![7; MAX_STATE_BYTES],
-    };
+    let most = Message::State { bytes: vec![7; MAX_STATE_BYTES] };
     assert_eq!(decode(&most.encode(1)), Ok((1, most)));
     for count in [0, MAX_STATE_BYTES + 1] {
-        let state = Message::State {
-            bytes: vec![7; count],
-        };
+        let state = Message::State { bytes: vec![7; count] };
         assert_invalid(decode(&state.encode(1)), "frame payload", 4);
-        let frame = Frame {
-            kind: 6,
-            payload: count as u32,
-            id: 1,
-        };
+        let frame = Frame { kind: 6, payload: count as u32, id: 1 };
         assert_invalid(Message::decode(&frame, &vec![7; count]), "State bytes", 16);
     }
 }
@@ -328,39 +175,17 @@ fn flags_and_texts_with_bad_values_are_refused() {
         assert_invalid(decode(&patched(&go, 16, &[flags])), "Go run", 16);
     }
     let (_, _, abort) = messages().swap_remove(10);
-    assert_invalid(
-        decode(&patched(&abort, 16, &4097u16.to_le_bytes())),
-        "Abort reason",
-        16,
-    );
+    assert_invalid(decode(&patched(&abort, 16, &4097u16.to_le_bytes())), "Abort reason", 16);
     assert_invalid(decode(&patched(&abort, 19, b"\n")), "Abort reason", 19);
-    assert_eq!(
-        decode(&patched(&abort, 19, &[0x80])),
-        Err(Error::Text {
-            field: "Abort reason",
-            offset: 19
-        })
-    );
+    assert_eq!(decode(&patched(&abort, 19, &[0x80])), Err(Error::Text { field: "Abort reason", offset: 19 }));
     let inner = decode(&patched(&abort, 16, &[3])).unwrap_err();
-    assert_eq!(
-        inner,
-        Error::Truncated {
-            field: "Abort reason",
-            offset: 18,
-            missing: 1
-        }
-    );
+    assert_eq!(inner, Error::Truncated { field: "Abort reason", offset: 18, missing: 1 });
 }
 
 /// A reason may hold anything that an error message of a VMM holds; it must still arrive, harmless and not too long.
 #[test]
 fn a_reason_is_made_fit_to_travel() {
-    let arrives = |reason: &str| match decode(
-        &Message::Abort(Refusal {
-            reason: reason.into(),
-        })
-        .encode(1),
-    ) {
+    let arrives = |reason: &str| match decode(&Message::Abort(Refusal { reason: reason.into() }).encode(1)) {
         Ok((1, Message::Abort(refusal))) => refusal.reason,
         other => panic!("{reason:?} became {other:?}"),
     };
@@ -368,59 +193,28 @@ fn a_reason_is_made_fit_to_travel() {
     assert_eq!(arrives("a\nb\x1b[2J\u{9b}c"), "a b [2J c");
     assert_eq!(arrives(&"x".repeat(4096)), "x".repeat(4096));
     assert_eq!(arrives(&"x".repeat(5000)), "x".repeat(4096));
-    assert_eq!(
-        arrives(&format!("x{}", "é".repeat(4000))),
-        format!("x{}", "é".repeat(2047))
-    );
+    assert_eq!(arrives(&format!("x{}", "é".repeat(4000))), format!("x{}", "é".repeat(2047)));
 }
 
 #[test]
 fn packets_with_a_bad_field_are_refused() {
     for (packet, bytes) in packets() {
-        assert_invalid(
-            decode_packet(&patched(&bytes, 0, b"QEVM")),
-            "packet magic",
-            0,
-        );
+        assert_invalid(decode_packet(&patched(&bytes, 0, b"QEVM")), "packet magic", 0);
         for kind in [0, 4, 0xff] {
-            assert_invalid(
-                decode_packet(&patched(&bytes, 4, &[kind])),
-                "packet kind",
-                4,
-            );
+            assert_invalid(decode_packet(&patched(&bytes, 4, &[kind])), "packet kind", 4);
         }
-        assert_invalid(
-            decode_packet(&patched(&bytes, 5, &[1])),
-            "packet encoding",
-            5,
-        );
+        assert_invalid(decode_packet(&patched(&bytes, 5, &[1])), "packet encoding", 5);
         for offset in 56..PACKET_BYTES {
-            assert_invalid(
-                decode_packet(&patched(&bytes, offset, &[1])),
-                "packet reserved",
-                offset,
-            );
+            assert_invalid(decode_packet(&patched(&bytes, offset, &[1])), "packet reserved", offset);
         }
         if !matches!(packet, Packet::RoundEnd { .. }) {
-            assert_invalid(
-                decode_packet(&patched(&bytes, 6, &1024u16.to_le_bytes())),
-                "packet region",
-                6,
-            );
+            assert_invalid(decode_packet(&patched(&bytes, 6, &1024u16.to_le_bytes())), "packet region", 6);
         }
         if !matches!(packet, Packet::Pages { .. }) {
             for offset in 32..56 {
-                assert_invalid(
-                    decode_packet(&patched(&bytes, offset, &[1])),
-                    "packet body",
-                    offset,
-                );
+                assert_invalid(decode_packet(&patched(&bytes, offset, &[1])), "packet body", offset);
             }
-            assert_invalid(
-                decode_packet(&patched(&bytes, 13, &[0x10])),
-                "packet payload",
-                13,
-            );
+            assert_invalid(decode_packet(&patched(&bytes, 13, &[0x10])), "packet payload", 13);
         }
     }
 }
@@ -442,13 +236,7 @@ fn pages_that_contradict_themselves_are_refused() {
     assert!(with(16, &((1u64 << 44) - 128).to_le_bytes()).is_ok());
     assert_invalid(with(40, &[0x01]), "packet zero mask", 40);
     assert_invalid(with(55, &[0x80]), "packet zero mask", 40);
-    let empty = Packet::Pages {
-        round: 0,
-        region: 0,
-        first: 0,
-        present: 0,
-        zero: 0,
-    };
+    let empty = Packet::Pages { round: 0, region: 0, first: 0, present: 0, zero: 0 };
     assert_invalid(Packet::decode(&empty.encode()), "packet zero mask", 40);
 }
 
@@ -468,67 +256,32 @@ fn holes_that_end_nowhere_are_refused() {
 fn round_ends_that_speak_of_pages_are_refused() {
     let (_, bytes) = packets().swap_remove(2);
     assert_invalid(decode_packet(&patched(&bytes, 6, &[1])), "packet region", 6);
-    assert_invalid(
-        decode_packet(&patched(&bytes, 12, &[1])),
-        "packet payload",
-        12,
-    );
-    assert_invalid(
-        decode_packet(&patched(&bytes, 23, &[1])),
-        "packet first page",
-        23,
-    );
+    assert_invalid(decode_packet(&patched(&bytes, 12, &[1])), "packet payload", 12);
+    assert_invalid(decode_packet(&patched(&bytes, 23, &[1])), "packet first page", 23);
 }
 
 #[test]
 fn preambles_with_a_bad_field_are_refused() {
     let [(_, control), (_, data)] = preambles().try_into().unwrap();
     for bytes in [&control, &data] {
-        assert_invalid(
-            decode_preamble(&patched(bytes, 0, b"GET ")),
-            "preamble magic",
-            0,
-        );
+        assert_invalid(decode_preamble(&patched(bytes, 0, b"GET ")), "preamble magic", 0);
         for version in [0u16, 2, 0x0101] {
-            assert_invalid(
-                decode_preamble(&patched(bytes, 4, &version.to_le_bytes())),
-                "preamble version",
-                4,
-            );
+            assert_invalid(decode_preamble(&patched(bytes, 4, &version.to_le_bytes())), "preamble version", 4);
         }
         for role in [0, 3, 0xff] {
-            assert_invalid(
-                decode_preamble(&patched(bytes, 6, &[role])),
-                "preamble role",
-                6,
-            );
+            assert_invalid(decode_preamble(&patched(bytes, 6, &[role])), "preamble role", 6);
         }
         for offset in 24..PREAMBLE_BYTES {
-            assert_invalid(
-                decode_preamble(&patched(bytes, offset, &[1])),
-                "preamble reserved",
-                offset,
-            );
+            assert_invalid(decode_preamble(&patched(bytes, offset, &[1])), "preamble reserved", offset);
         }
     }
-    assert_invalid(
-        decode_preamble(&patched(&control, 7, &[1])),
-        "preamble channel",
-        7,
-    );
-    assert_invalid(
-        decode_preamble(&patched(&data, 7, &[255])),
-        "preamble channel",
-        7,
-    );
+    assert_invalid(decode_preamble(&patched(&control, 7, &[1])), "preamble channel", 7);
+    assert_invalid(decode_preamble(&patched(&data, 7, &[255])), "preamble channel", 7);
 }
 
 #[test]
 fn an_error_says_what_is_wrong_and_where() {
     let (_, control) = preambles().swap_remove(0);
     let error = decode_preamble(&patched(&control, 4, &[9])).unwrap_err();
-    assert_eq!(
-        error.to_string(),
-        "preamble version at offset 4 is 0x9: use the same transship on both sides"
-    );
+    assert_eq!(error.to_string(), "preamble version at offset 4 is 0x9: use the same transship on both sides");
 }

@@ -4,16 +4,9 @@ use transship_wire::*;
 
 /// Bytes written as hex digits; blanks separate the fields.
 pub(crate) fn hex(text: &str) -> Vec<u8> {
-    let digits: Vec<u32> = text
-        .chars()
-        .filter(|c| !c.is_whitespace())
-        .map(|c| c.to_digit(16).unwrap())
-        .collect();
+    let digits: Vec<u32> = text.chars().filter(|c| !c.is_whitespace()).map(|c| c.to_digit(16).unwrap()).collect();
     assert!(digits.len().is_multiple_of(2), "half a byte in {text:?}");
-    digits
-        .chunks(2)
-        .map(|pair| (pair[0] << 4 | pair[1]) as u8)
-        .collect()
+    digits.chunks(2).map(|pair| (pair[0] << 4 | pair[1]) as u8).collect()
 }
 
 /// Frame and payload as a receiver takes them: the header first, then as much payload as it announces.
@@ -28,14 +21,8 @@ pub(crate) fn guest() -> GuestDescription {
     GuestDescription {
         machine: "pc".into(),
         regions: vec![
-            RegionDescription {
-                name: "ram".into(),
-                bytes: 0x1000_0000,
-            },
-            RegionDescription {
-                name: "é".into(),
-                bytes: 0x1000,
-            },
+            RegionDescription { name: "ram".into(), bytes: 0x1000_0000 },
+            RegionDescription { name: "é".into(), bytes: 0x1000 },
         ],
     }
 }
@@ -47,82 +34,31 @@ pub(crate) fn messages() -> Vec<(Message, &'static str, Vec<u8>)> {
     let id = "0201000000000000";
     vec![
         (
-            Message::Hello {
-                channels: 4,
-                verify: true,
-                guest: guest(),
-            },
+            Message::Hello { channels: 4, verify: true, guest: guest() },
             "Hello",
             hex(&format!(
                 "0100 0000 21000000 {id} 04 01 0200 0200 7063
                  0000001000000000 0300 72616d   0010000000000000 0200 c3a9"
             )),
         ),
+        (Message::Welcome, "Welcome", hex(&format!("0200 0000 00000000 {id}"))),
         (
-            Message::Welcome,
-            "Welcome",
-            hex(&format!("0200 0000 00000000 {id}")),
-        ),
-        (
-            Message::RoundDone {
-                round: 3,
-                pages: 0x1122,
-                zero: 0x33,
-            },
+            Message::RoundDone { round: 3, pages: 0x1122, zero: 0x33 },
             "RoundDone",
-            hex(&format!(
-                "0300 0000 14000000 {id} 03000000 2211000000000000 3300000000000000"
-            )),
+            hex(&format!("0300 0000 14000000 {id} 03000000 2211000000000000 3300000000000000")),
         ),
+        (Message::Digest { digest }, "Digest", hex(&format!("0400 0000 20000000 {id} {digest_hex}"))),
+        (Message::DigestIs { digest }, "DigestIs", hex(&format!("0500 0000 20000000 {id} {digest_hex}"))),
+        (Message::State { bytes: b"QEVM".into() }, "State", hex(&format!("0600 0000 04000000 {id} 5145564d"))),
         (
-            Message::Digest { digest },
-            "Digest",
-            hex(&format!("0400 0000 20000000 {id} {digest_hex}")),
-        ),
-        (
-            Message::DigestIs { digest },
-            "DigestIs",
-            hex(&format!("0500 0000 20000000 {id} {digest_hex}")),
-        ),
-        (
-            Message::State {
-                bytes: b"QEVM".into(),
-            },
-            "State",
-            hex(&format!("0600 0000 04000000 {id} 5145564d")),
-        ),
-        (
-            Message::StateEnd {
-                bytes: 0x0dbba0,
-                digest,
-            },
+            Message::StateEnd { bytes: 0x0dbba0, digest },
             "StateEnd",
-            hex(&format!(
-                "0700 0000 28000000 {id} a0bb0d0000000000 {digest_hex}"
-            )),
+            hex(&format!("0700 0000 28000000 {id} a0bb0d0000000000 {digest_hex}")),
         ),
-        (
-            Message::Loaded,
-            "Loaded",
-            hex(&format!("0800 0000 00000000 {id}")),
-        ),
-        (
-            Message::Go { run: true },
-            "Go",
-            hex(&format!("0900 0000 01000000 {id} 01")),
-        ),
-        (
-            Message::Running,
-            "Running",
-            hex(&format!("0a00 0000 00000000 {id}")),
-        ),
-        (
-            Message::Abort(Refusal {
-                reason: "no".into(),
-            }),
-            "Abort",
-            hex(&format!("0b00 0000 04000000 {id} 0200 6e6f")),
-        ),
+        (Message::Loaded, "Loaded", hex(&format!("0800 0000 00000000 {id}"))),
+        (Message::Go { run: true }, "Go", hex(&format!("0900 0000 01000000 {id} 01"))),
+        (Message::Running, "Running", hex(&format!("0a00 0000 00000000 {id}"))),
+        (Message::Abort(Refusal { reason: "no".into() }), "Abort", hex(&format!("0b00 0000 04000000 {id} 0200 6e6f"))),
     ]
 }
 
@@ -153,22 +89,12 @@ pub(crate) fn preambles() -> Vec<(Preamble, Vec<u8>)> {
     let session_hex = "a0a1a2a3a4a5a6a7a8a9aaabacadaeaf";
     vec![
         (
-            Preamble {
-                session,
-                role: Role::Control,
-            },
-            hex(&format!(
-                "54534850 0100 01 00 {session_hex} 0000000000000000"
-            )),
+            Preamble { session, role: Role::Control },
+            hex(&format!("54534850 0100 01 00 {session_hex} 0000000000000000")),
         ),
         (
-            Preamble {
-                session,
-                role: Role::Data(254),
-            },
-            hex(&format!(
-                "54534850 0100 02 fe {session_hex} 0000000000000000"
-            )),
+            Preamble { session, role: Role::Data(254) },
+            hex(&format!("54534850 0100 02 fe {session_hex} 0000000000000000")),
         ),
     ]
 }
@@ -182,17 +108,9 @@ pub(crate) fn patched(bytes: &[u8], offset: usize, new: &[u8]) -> Vec<u8> {
 
 /// Requires a refusal of the value of `field`, at `offset`.
 #[track_caller]
-pub(crate) fn assert_invalid<T: std::fmt::Debug>(
-    result: Result<T, Error>,
-    field: &str,
-    offset: usize,
-) {
+pub(crate) fn assert_invalid<T: std::fmt::Debug>(result: Result<T, Error>, field: &str, offset: usize) {
     match result {
-        Err(Error::Invalid {
-            field: f,
-            offset: o,
-            ..
-        }) if (f, o) == (field, offset) => {}
+        Err(Error::Invalid { field: f, offset: o, .. }) if (f, o) == (field, offset) => {}
         other => panic!("{field} at {offset} should be refused: {other:?}"),
     }
 }
