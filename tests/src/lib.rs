@@ -1,1 +1,76 @@
-//! To come.
+//! The lab: starts real guests, transship itself and slow links, for the end-to-end tests and the benchmarks.
+//!
+//! Everything here is a process of its own, watched from outside. Nothing here trusts what transship says: guests are
+//! asked by their serial ports, QEMU by a QMP socket of our own ([`qmp`]), memory through its file.
+//!
+//! - [`Qemu`]: a stock QEMU with a Linux guest, a 32-bit guest for KVM, or only its firmware
+//! - [`Synthetic`]: transship's embedded guest
+//! - [`Transship`]: one run of the command
+//! - [`SlowLink`]: two network namespaces with a limited link between them
+//! - [`Scratch`]: a folder that goes away
+//!
+//! Whatever is started ends when its handle is dropped, and when the test process is killed.
+use std::path::PathBuf;
+use std::time::Duration;
+
+pub mod lines;
+pub mod link;
+pub mod probe;
+pub mod process;
+pub mod qemu;
+pub mod qmp;
+pub mod scratch;
+pub mod serial;
+pub mod synthetic;
+pub mod transship;
+pub mod workload;
+
+pub use link::SlowLink;
+pub use probe::kvm_works;
+pub use process::Process;
+pub use qemu::{Accel, Backend, Kind, Qemu, QemuBuilder};
+pub use scratch::Scratch;
+pub use synthetic::{Synthetic, SyntheticBuilder};
+pub use transship::{Finished, Transship, binary};
+pub use workload::{Count, Sweep, Workload};
+
+/// How long anything may take before it is taken for stuck. Generous: the machine may be busy with other things.
+pub const PATIENCE: Duration = Duration::from_secs(120);
+
+/// What went wrong in the lab, in words.
+#[derive(thiserror::Error)]
+#[error("{0}")]
+pub struct LabError(pub String);
+
+/// As text: it is read in the panic message of a test.
+impl std::fmt::Debug for LabError {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+/// The lab's results.
+pub type Result<T> = std::result::Result<T, LabError>;
+
+/// Makes a [`LabError`] that says what was being done.
+pub(crate) fn failed<E: std::fmt::Display>(doing: impl std::fmt::Display) -> impl FnOnce(E) -> LabError {
+    move |error| LabError(format!("{doing}: {error}"))
+}
+
+/// The project's root folder.
+pub fn root() -> PathBuf {
+    let tests = PathBuf::from(env!("CARGO_MANIFEST_DIR"));
+    tests.parent().expect("tests/ lies in the project's root").to_path_buf()
+}
+
+/// A guest image that `scripts/setup.sh` has made, such as `linux/vmlinuz` or `kvm.elf`.
+///
+/// # Errors
+/// It is not there.
+pub fn image(name: &str) -> Result<PathBuf> {
+    let path = root().join(".guest").join(name);
+    match path.exists() {
+        true => Ok(path),
+        false => Err(LabError(format!("{} is missing: run scripts/setup.sh (make setup)", path.display()))),
+    }
+}

@@ -1,0 +1,103 @@
+//! A slow link: two network namespaces with one limited cable between them.
+use crate::{LabError, Result, failed};
+use std::process::Command;
+use std::sync::atomic::{AtomicU32, Ordering};
+
+/// Two hosts on this host. Removed when dropped. Needs root and iproute2.
+#[derive(Debug)]
+pub struct SlowLink {
+    source: String,
+    destination: String,
+}
+
+/// The addresses of the two ends. No other link is in these namespaces, so they can't collide.
+const SOURCE_IP: &str = "192.0.2.1";
+const DESTINATION_IP: &str = "192.0.2.2";
+
+impl SlowLink {
+    /// Makes a link that carries `mbit` Mbit/s in each direction.
+    ///
+    /// # Errors
+    /// No right to do so, or no iproute2.
+    pub fn new(mbit: u32) -> Result<Self> {
+        static COUNT: AtomicU32 = AtomicU32::new(0);
+        let unique = format!("{}-{}", std::process::id(), COUNT.fetch_add(1, Ordering::Relaxed));
+        let link = Self { source: format!("ts-src-{unique}"), destination: format!("ts-dst-{unique}") };
+        let Self { source, destination } = &link;
+        ip(&format!("netns add {source}"))?;
+        ip(&format!("netns add {destination}"))?;
+        ip(&format!("-n {source} link add cable type veth peer name cable netns {destination}"))?;
+        for (name, address) in [(source, SOURCE_IP), (destination, DESTINATION_IP)] {
+            ip(&format!("-n {name} addr add {address}/30 dev cable"))?;
+            ip(&format!("-n {name} link set lo up"))?;
+            ip(&format!("-n {name} link set cable up"))?;
+        }
+        link.set_rate(mbit)?;
+        Ok(link)
+    }
+
+    /// Changes the rate while the link is in use.
+    ///
+    /// # Errors
+    /// The kernel refuses.
+    pub fn set_rate(&self, mbit: u32) -> Result<()> {
+        for name in [&self.source, &self.destination] {
+            let limit = format!("root tbf rate {mbit}mbit burst 64kb latency 50ms");
+            run("ip", &format!("netns exec {name} tc qdisc replace dev cable {limit}"))?;
+        }
+        Ok(())
+    }
+
+    /// Pulls the cable: nothing passes, and nobody is told.
+    ///
+    /// # Errors
+    /// The kernel refuses.
+    pub fn cut(&self) -> Result<()> {
+        for name in [&self.source, &self.destination] {
+            run("ip", &format!("netns exec {name} tc qdisc replace dev cable root netem loss 100%")).or_else(|_| {
+                // A kernel without netem. The other end loses its carrier too, but no connection is reset by that.
+                ip(&format!("-n {name} link set cable down"))
+            })?;
+        }
+        Ok(())
+    }
+
+    /// Runs a command on the source's side: goes before its program.
+    pub fn source(&self) -> Vec<String> {
+        on(&self.source)
+    }
+
+    /// Runs a command on the destination's side: goes before its program.
+    pub fn destination(&self) -> Vec<String> {
+        on(&self.destination)
+    }
+
+    /// Where to move to, when the destination listens at `tcp:0.0.0.0:PORT`.
+    pub fn destination_uri(&self, port: u16) -> String {
+        format!("tcp:{DESTINATION_IP}:{port}")
+    }
+}
+
+impl Drop for SlowLink {
+    fn drop(&mut self) {
+        // One that was never made can't be removed, and there is nobody to tell.
+        let _ = ip(&format!("netns del {}", self.source));
+        let _ = ip(&format!("netns del {}", self.destination));
+    }
+}
+
+fn on(name: &str) -> Vec<String> {
+    ["ip", "netns", "exec", name].map(str::to_owned).to_vec()
+}
+
+fn ip(args: &str) -> Result<()> {
+    run("ip", args)
+}
+
+fn run(program: &str, args: &str) -> Result<()> {
+    let output = Command::new(program).args(args.split(' ')).output().map_err(failed(format!("{program} {args}")))?;
+    match output.status.success() {
+        true => Ok(()),
+        false => Err(LabError(format!("{program} {args}: {}", String::from_utf8_lossy(&output.stderr).trim()))),
+    }
+}

@@ -1,0 +1,63 @@
+//! A small QMP client of the lab's own: it checks what the product's client does, so they share nothing.
+use crate::{LabError, PATIENCE, Result, failed};
+use serde_json::{Value, json};
+use std::io::{BufRead, BufReader, Write};
+use std::os::unix::net::UnixStream;
+
+/// A QMP connection after the handshake.
+#[derive(Debug)]
+pub struct Qmp {
+    stream: BufReader<UnixStream>,
+    events: Vec<Value>,
+}
+
+impl Qmp {
+    /// Takes over a connection to a QMP server that has just been made.
+    ///
+    /// # Errors
+    /// The other end is no QMP server.
+    pub fn new(stream: UnixStream) -> Result<Self> {
+        stream.set_read_timeout(Some(PATIENCE)).map_err(failed("qmp: can't set a timeout"))?;
+        let mut qmp = Self { stream: BufReader::new(stream), events: Vec::new() };
+        let greeting = qmp.read()?;
+        if greeting.get("QMP").is_none() {
+            return Err(LabError(format!("qmp: not a greeting: {greeting}")));
+        }
+        qmp.execute("qmp_capabilities", json!({}))?;
+        Ok(qmp)
+    }
+
+    /// Runs a command and returns what it returns.
+    ///
+    /// # Errors
+    /// QEMU refuses, is gone, or does not answer.
+    pub fn execute(&mut self, command: &str, arguments: Value) -> Result<Value> {
+        let mut line = json!({ "execute": command, "arguments": arguments }).to_string();
+        line.push('\n');
+        self.stream.get_mut().write_all(line.as_bytes()).map_err(failed(format!("qmp: {command}")))?;
+        loop {
+            let mut answer = self.read().map_err(failed(command))?;
+            if let Some(value) = answer.get_mut("return") {
+                return Ok(value.take());
+            }
+            if let Some(error) = answer.get("error") {
+                return Err(LabError(format!("qmp: {command}: {}", error["desc"].as_str().unwrap_or("refused"))));
+            }
+            self.events.push(answer);
+        }
+    }
+
+    /// The names of the events that came so far. They are read only while a command waits for its answer.
+    pub fn events(&self) -> Vec<String> {
+        self.events.iter().filter_map(|e| e["event"].as_str().map(str::to_owned)).collect()
+    }
+
+    fn read(&mut self) -> Result<Value> {
+        let mut line = String::new();
+        match self.stream.read_line(&mut line) {
+            Ok(0) => Err(LabError("qmp: QEMU closed the connection".into())),
+            Ok(_) => serde_json::from_str(&line).map_err(failed(format!("qmp: {}", line.trim()))),
+            Err(error) => Err(failed("qmp: no answer")(error)),
+        }
+    }
+}

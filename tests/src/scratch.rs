@@ -1,0 +1,51 @@
+//! Folders that go away.
+use crate::{Result, failed};
+use std::path::{Path, PathBuf};
+use tempfile::TempDir;
+
+const PREFIX: &str = "transship-lab-";
+
+/// A folder in memory (`/dev/shm`) for guest memory files and sockets, removed when dropped.
+#[derive(Debug)]
+pub struct Scratch {
+    folder: TempDir,
+}
+
+impl Scratch {
+    /// Makes one.
+    ///
+    /// # Errors
+    /// There is no room.
+    pub fn new() -> Result<Self> {
+        let base = Path::new("/dev/shm");
+        let base = if base.is_dir() { base.to_path_buf() } else { std::env::temp_dir() };
+        remove_what_the_dead_left(&base);
+        // The name says whose it is, so that the next run can tell that it is nobody's any more.
+        let prefix = format!("{PREFIX}{}-", std::process::id());
+        let folder = tempfile::Builder::new().prefix(&prefix).tempdir_in(&base);
+        Ok(Self { folder: folder.map_err(failed(format!("can't make a folder in {}", base.display())))? })
+    }
+
+    /// Where it is.
+    pub fn path(&self) -> &Path {
+        self.folder.path()
+    }
+
+    /// A path in it.
+    pub fn join(&self, name: &str) -> PathBuf {
+        self.folder.path().join(name)
+    }
+}
+
+/// A test run that was killed leaves its folders, and they hold memory.
+fn remove_what_the_dead_left(base: &Path) {
+    let Ok(entries) = std::fs::read_dir(base) else { return };
+    for entry in entries.flatten() {
+        let name = entry.file_name();
+        let owner = name.to_str().and_then(|n| n.strip_prefix(PREFIX)?.split('-').next()?.parse::<u32>().ok());
+        if owner.is_some_and(|pid| !Path::new(&format!("/proc/{pid}")).exists()) {
+            // Another test process may be removing it too.
+            let _ = std::fs::remove_dir_all(entry.path());
+        }
+    }
+}
