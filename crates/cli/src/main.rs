@@ -1,1 +1,133 @@
-fn main() {}
+//! `transship`: the command. Arguments, progress, reports; what happens to a guest is in the engine and the adapters.
+//!
+//! - `args`, `checks`, `units`: from words to checked values, before anything touches a VM
+//! - `commands`: a file for each subcommand
+//! - `progress`, `summary`, `output`, `failure`: from numbers to words, and exit codes
+//! - `signals`: Ctrl-C
+#![forbid(unsafe_code)]
+
+mod args;
+mod checks;
+mod commands;
+mod failure;
+mod output;
+mod progress;
+mod signals;
+mod summary;
+mod units;
+
+use std::{panic, process::ExitCode};
+
+use clap::{Parser, error::ErrorKind};
+use tracing_subscriber::EnvFilter;
+
+use args::{Cli, Command};
+use failure::Failure;
+
+/// Turns on logging to stderr, with the filters of tracing.
+pub(crate) const LOG_VARIABLE: &str = "TRANSSHIP_LOG";
+
+fn main() -> ExitCode {
+    match parse().and_then(|cli| start_log().map(|()| cli)).and_then(|cli| run(&cli)) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(failure) => failure.report(),
+    }
+}
+
+/// Runs the command. A bug that panics halfway through a move still ends with an exit code that is true.
+fn run(cli: &Cli) -> Result<(), Failure> {
+    panic::catch_unwind(|| dispatch(cli)).unwrap_or_else(|_| match cli.command {
+        Command::Move(_) | Command::Receive(_) => Err(Failure::NeedsPerson(
+            "a bug ended this process in the middle of a move; look at both VMs, at most one of them may run".into(),
+        )),
+        _ => Err(Failure::Failed("a bug ended this process".into())),
+    })
+}
+
+fn dispatch(cli: &Cli) -> Result<(), Failure> {
+    match &cli.command {
+        Command::Move(args) => commands::moving::run(args),
+        Command::Receive(args) => commands::receive::run(args),
+        Command::Watch(args) => commands::watch::run(args),
+        Command::Guest(args) => commands::guest::run(args),
+        Command::Bench(bench) => bench.run().map_err(Failure::Failed),
+        Command::Completions { shell } => commands::shell::completions(*shell),
+        Command::Man { subcommand } => commands::shell::manual(subcommand.as_deref()),
+    }
+}
+
+fn parse() -> Result<Cli, Failure> {
+    Cli::try_parse().or_else(|error| match error.kind() {
+        ErrorKind::DisplayHelp | ErrorKind::DisplayVersion => {
+            error.print()?;
+            Err(Failure::OutputClosed)
+        }
+        // The help itself is the answer to a bare `transship`.
+        ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand => {
+            let _ = error.print();
+            Err(Failure::Usage(Vec::new()))
+        }
+        _ => Err(Failure::Usage(vec![usage(&error.render().to_string())])),
+    })
+}
+
+/// What clap says on several lines, on one, without the synopsis.
+fn usage(rendered: &str) -> String {
+    let words = rendered.split("\n\nUsage:").next().unwrap_or(rendered);
+    let words = words.split("\n\nFor more information").next().unwrap_or(words);
+    let line = words.split("\n\n").map(|part| part.split_whitespace().collect::<Vec<_>>().join(" "));
+    let line = line.collect::<Vec<_>>().join("; ");
+    format!("{}; see `transship --help`", line.strip_prefix("error: ").unwrap_or(&line))
+}
+
+fn start_log() -> Result<(), Failure> {
+    let Ok(filter) = std::env::var(LOG_VARIABLE) else { return Ok(()) };
+    let filter = EnvFilter::try_new(&filter).map_err(|why| {
+        Failure::Usage(vec![format!("{LOG_VARIABLE} {filter:?}: {why}; write debug, or transship_engine=trace")])
+    })?;
+    // A log that can't be written must not end a move.
+    tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).log_internal_errors(false).init();
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::CommandFactory;
+
+    #[test]
+    fn the_command_line_is_sound() {
+        Cli::command().debug_assert();
+    }
+
+    #[test]
+    fn what_clap_says_fits_one_line() {
+        let cases: [(&[&str], &[&str]); 3] = [
+            (&["transship", "move", "--vm", "qemu:/x"], &["not provided: --to <URI>"]),
+            (&["transship", "move", "--chanels", "3"], &["'--chanels'", "'--channels'"]),
+            (&["transship", "move", "--zero-pages", "mian"], &["'mian'", "--zero-pages", "'main'"]),
+        ];
+        for (arguments, parts) in cases {
+            let error = Cli::try_parse_from(arguments).expect_err("a usage error");
+            let line = usage(&error.render().to_string());
+            assert!(!line.contains('\n') && !line.contains("Usage:"), "{line}");
+            for part in parts {
+                assert!(line.contains(part), "{part:?} is not in {line:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn short_help_fits_a_screen() {
+        let mut all = Cli::command();
+        all.build();
+        let names: Vec<_> =
+            all.get_subcommands().filter(|sub| !sub.is_hide_set()).map(|sub| sub.get_name().to_string()).collect();
+        assert!(names.contains(&"move".to_string()), "{names:?}");
+        for name in names {
+            let sub = all.find_subcommand_mut(&name).expect("just listed");
+            let help = sub.clone().term_width(80).render_help().to_string();
+            assert!(help.lines().count() <= 24, "{name}: {} lines\n{help}", help.lines().count());
+        }
+    }
+}

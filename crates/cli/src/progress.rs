@@ -1,0 +1,300 @@
+//! Shows how a move goes, on stderr: a bar on a terminal, lines elsewhere. Reads [`Progress`] on a thread of its own, so
+//! that a slow terminal slows nothing else.
+use std::{
+    collections::VecDeque,
+    io::{self, IsTerminal},
+    sync::{
+        Arc,
+        atomic::Ordering,
+        mpsc::{self, RecvTimeoutError},
+    },
+    thread,
+    time::{Duration, Instant},
+};
+
+use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use transship_engine::{Phase, Progress};
+
+use crate::{
+    output,
+    units::{Bytes, Rate, Time},
+};
+
+/// How often the numbers are looked at; a bar is drawn as often.
+const TICK: Duration = Duration::from_millis(100);
+/// Lines come no more often than this, apart from changes of phase.
+const LINE_EVERY: Duration = Duration::from_secs(1);
+/// Speeds are averages over this time.
+const SPEED_OVER: Duration = Duration::from_secs(2);
+const PAGE: f64 = transship_memory::PAGE_BYTES as f64;
+
+/// Shows the progress while it lives.
+pub(crate) struct Display {
+    stop: Option<mpsc::Sender<()>>,
+    thread: Option<thread::JoinHandle<()>>,
+}
+
+impl Display {
+    pub(crate) fn start(progress: &Arc<Progress>) -> io::Result<Self> {
+        let progress = Arc::clone(progress);
+        let (stop, stopped) = mpsc::channel();
+        let thread =
+            thread::Builder::new().name("progress".into()).spawn(move || run(&progress, &stopped, new_view()))?;
+        Ok(Self { stop: Some(stop), thread: Some(thread) })
+    }
+}
+
+impl Drop for Display {
+    fn drop(&mut self) {
+        drop(self.stop.take());
+        if let Some(thread) = self.thread.take() {
+            // A panic there has been printed; the move is not concerned.
+            let _ = thread.join();
+        }
+    }
+}
+
+fn run(progress: &Progress, stopped: &mpsc::Receiver<()>, mut view: Box<dyn View>) {
+    let mut meter = Meter::default();
+    loop {
+        let last = stopped.recv_timeout(TICK) != Err(RecvTimeoutError::Timeout);
+        let now = Instant::now();
+        let sample = Sample::of(progress);
+        let speed = meter.measure(now, &sample);
+        view.show(now, &sample, &speed);
+        if last {
+            return view.end();
+        }
+    }
+}
+
+/// The numbers at one moment.
+#[derive(Debug, Clone, Copy, Default)]
+struct Sample {
+    phase: Phase,
+    round: u32,
+    left: u64,
+    total: u64,
+    wire: u64,
+    dirty_pages_per_s: u64,
+}
+
+impl Sample {
+    fn of(progress: &Progress) -> Self {
+        Self {
+            phase: progress.phase(),
+            round: progress.round.load(Ordering::Relaxed),
+            left: progress.round_left.load(Ordering::Relaxed),
+            total: progress.round_total.load(Ordering::Relaxed),
+            wire: progress.wire_bytes.load(Ordering::Relaxed),
+            dirty_pages_per_s: progress.dirty_rate.load(Ordering::Relaxed),
+        }
+    }
+
+    /// The numbers are read one by one while they change, so `left` may be beyond `total` for a moment.
+    fn looked_at(&self) -> u64 {
+        self.total.saturating_sub(self.left)
+    }
+
+    /// What is worth saying now, on one line.
+    fn describe(&self, speed: &Speed) -> String {
+        let dirty = Rate(self.dirty_pages_per_s as f64 * PAGE);
+        let wire = Rate(speed.wire);
+        match self.phase {
+            Phase::Connecting => "connecting".into(),
+            Phase::Rounds if self.total == 0 => format!("round {}: {} received, {wire}", self.round, Bytes(self.wire)),
+            Phase::Rounds => {
+                let eta = speed.eta(self.left).map(|eta| format!(", round done in {}", Time(eta))).unwrap_or_default();
+                format!("round {}: {} left, wire {wire}, guest writes {dirty}{eta}", self.round, Bytes(self.left))
+            }
+            Phase::Switchover => format!("the guest stands still: last pages and device state, wire {wire}"),
+            Phase::HandedOver => "handed over; the destination starts the guest".into(),
+            Phase::Done => format!("done, {} on the wire", Bytes(self.wire)),
+        }
+    }
+}
+
+/// Bytes a second: on the wire, and of guest memory that was looked at.
+#[derive(Debug, Clone, Copy, Default)]
+struct Speed {
+    wire: f64,
+    looked_at: f64,
+}
+
+impl Speed {
+    fn eta(&self, left: u64) -> Option<Duration> {
+        if self.looked_at < 1.0 {
+            return None;
+        }
+        Duration::try_from_secs_f64(left as f64 / self.looked_at).ok()
+    }
+}
+
+/// Makes speeds from counters, over a sliding window.
+#[derive(Debug, Default)]
+struct Meter {
+    round: u32,
+    /// Bytes looked at in the rounds before this one, and in this one as far as was seen.
+    before: u64,
+    current: u64,
+    points: VecDeque<(Instant, u64, u64)>,
+}
+
+impl Meter {
+    fn measure(&mut self, now: Instant, sample: &Sample) -> Speed {
+        if sample.round != self.round {
+            self.before += self.current;
+            self.current = 0;
+            self.round = sample.round;
+        }
+        self.current = self.current.max(sample.looked_at());
+        self.points.push_back((now, sample.wire, self.before + self.current));
+        while self.points.len() > 2 && now.duration_since(self.points[1].0) >= SPEED_OVER {
+            self.points.pop_front();
+        }
+        let (Some(&(then, wire, looked_at)), Some(&(_, wire_now, looked_at_now))) =
+            (self.points.front(), self.points.back())
+        else {
+            return Speed::default();
+        };
+        let seconds = now.duration_since(then).as_secs_f64();
+        if seconds <= 0.0 {
+            return Speed::default();
+        }
+        Speed {
+            wire: wire_now.saturating_sub(wire) as f64 / seconds,
+            looked_at: looked_at_now.saturating_sub(looked_at) as f64 / seconds,
+        }
+    }
+}
+
+/// One way to show it.
+trait View: Send {
+    fn show(&mut self, now: Instant, sample: &Sample, speed: &Speed);
+    fn end(&mut self);
+}
+
+fn new_view() -> Box<dyn View> {
+    let dumb = std::env::var_os("TERM").is_none_or(|term| term == "dumb");
+    let logging = std::env::var_os(crate::LOG_VARIABLE).is_some();
+    // A bar and a log on one terminal would overwrite each other.
+    if io::stderr().is_terminal() && !dumb && !logging { Box::new(Bar::new()) } else { Box::new(Lines::default()) }
+}
+
+struct Bar(ProgressBar);
+
+impl Bar {
+    fn new() -> Self {
+        Self(ProgressBar::with_draw_target(Some(0), ProgressDrawTarget::stderr_with_hz(10)))
+    }
+
+    /// A bar where the end is known, words alone elsewhere.
+    fn style(sample: &Sample) -> ProgressStyle {
+        let template = if sample.total > 0 { "[{bar:24}] {wide_msg}" } else { "{wide_msg}" };
+        let style = ProgressStyle::with_template(template).unwrap_or_else(|_| ProgressStyle::default_bar());
+        style.progress_chars("=> ")
+    }
+}
+
+impl View for Bar {
+    fn show(&mut self, _now: Instant, sample: &Sample, speed: &Speed) {
+        self.0.set_style(Self::style(sample));
+        self.0.set_length(sample.total);
+        self.0.set_position(sample.looked_at());
+        self.0.set_message(sample.describe(speed));
+        self.0.tick();
+    }
+
+    fn end(&mut self) {
+        // What remains to be said is in the result.
+        self.0.finish_and_clear();
+    }
+}
+
+#[derive(Default)]
+struct Lines {
+    shown: Option<(Instant, Phase)>,
+}
+
+impl Lines {
+    fn is_due(&self, now: Instant, phase: Phase) -> bool {
+        self.shown.is_none_or(|(then, shown)| phase != shown || now.duration_since(then) >= LINE_EVERY)
+    }
+}
+
+impl View for Lines {
+    fn show(&mut self, now: Instant, sample: &Sample, speed: &Speed) {
+        if self.is_due(now, sample.phase) {
+            self.shown = Some((now, sample.phase));
+            output::say(&sample.describe(speed));
+        }
+    }
+
+    fn end(&mut self) {}
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn sample(round: u32, left: u64, total: u64, wire: u64) -> Sample {
+        Sample { phase: Phase::Rounds, round, left, total, wire, dirty_pages_per_s: 256 }
+    }
+
+    #[test]
+    fn speed_goes_on_across_rounds() {
+        let begin = Instant::now();
+        let at = |ms| begin + Duration::from_millis(ms);
+        let mut meter = Meter::default();
+        assert_eq!(meter.measure(at(0), &sample(1, 1000, 1000, 0)).wire, 0.0);
+        meter.measure(at(500), &sample(1, 0, 1000, 500));
+        let speed = meter.measure(at(1000), &sample(2, 100, 300, 900));
+        assert_eq!((speed.wire, speed.looked_at), (900.0, 1200.0));
+        assert_eq!(speed.eta(600), Some(Duration::from_millis(500)));
+    }
+
+    #[test]
+    fn old_points_leave_the_window() {
+        let begin = Instant::now();
+        let mut meter = Meter::default();
+        let mut speed = Speed::default();
+        for tick in 0..100u64 {
+            // Fast for 5 seconds, then not at all.
+            let wire = tick.min(50) * 100;
+            speed = meter.measure(begin + TICK * tick as u32, &sample(1, 0, 0, wire));
+        }
+        assert_eq!(speed.wire, 0.0);
+        assert!(meter.points.len() <= 23, "{}", meter.points.len());
+    }
+
+    #[test]
+    fn nothing_moves_and_nothing_divides_by_zero() {
+        let now = Instant::now();
+        let mut meter = Meter::default();
+        meter.measure(now, &sample(1, 10, 10, 0));
+        let speed = meter.measure(now, &sample(1, 10, 10, 0));
+        assert_eq!((speed.wire, speed.eta(10)), (0.0, None));
+        // `left` was read after the next round began: not a huge number, nothing.
+        assert_eq!(sample(1, 20, 10, 0).looked_at(), 0);
+    }
+
+    #[test]
+    fn a_line_has_the_numbers_with_units() {
+        let speed = Speed { wire: 3.0 * 1024.0 * 1024.0, looked_at: 1024.0 * 1024.0 };
+        let line = sample(3, 64 << 20, 128 << 20, 5 << 20).describe(&speed);
+        assert_eq!(line, "round 3: 64.0 MiB left, wire 3.0 MiB/s, guest writes 1.0 MiB/s, round done in 1 m 04 s");
+        let line = sample(1, 0, 0, 5 << 20).describe(&speed);
+        assert_eq!(line, "round 1: 5.0 MiB received, 3.0 MiB/s");
+    }
+
+    #[test]
+    fn lines_come_once_a_second_and_when_the_phase_changes() {
+        let begin = Instant::now();
+        let mut lines = Lines::default();
+        assert!(lines.is_due(begin, Phase::Rounds));
+        lines.shown = Some((begin, Phase::Rounds));
+        assert!(!lines.is_due(begin + Duration::from_millis(900), Phase::Rounds));
+        assert!(lines.is_due(begin + Duration::from_millis(1), Phase::Switchover));
+        assert!(lines.is_due(begin + Duration::from_millis(1000), Phase::Rounds));
+    }
+}

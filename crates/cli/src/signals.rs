@@ -1,0 +1,108 @@
+//! Ctrl-C and its kin: they cancel, they never kill in the middle.
+use std::{io, sync::Arc, thread};
+
+use signal_hook::{
+    consts::{SIGHUP, SIGINT, SIGTERM},
+    iterator::{Handle, Signals},
+};
+use transship_engine::{Phase, Progress};
+
+use crate::{failure::Failure, output};
+
+/// Handles the signals while it lives.
+pub(crate) struct Watcher {
+    handle: Handle,
+    thread: Option<thread::JoinHandle<()>>,
+}
+
+impl Watcher {
+    /// Calls `act` for each signal, with the number of signals that came before it, on a thread of its own.
+    pub(crate) fn start(act: impl FnMut(usize) + Send + 'static) -> Result<Self, Failure> {
+        Self::spawn(act).map_err(|error| Failure::Failed(format!("can't handle Ctrl-C: {error}")))
+    }
+
+    fn spawn(mut act: impl FnMut(usize) + Send + 'static) -> io::Result<Self> {
+        let ignored = ignored_signals();
+        // `nohup` and shells that start background jobs ignore signals on our behalf; that stays so.
+        let wanted = [SIGINT, SIGTERM, SIGHUP].into_iter().filter(|signal| ignored & (1 << (signal - 1)) == 0);
+        let mut signals = Signals::new(wanted)?;
+        let handle = signals.handle();
+        let thread = thread::Builder::new()
+            .name("signals".into())
+            .spawn(move || signals.forever().enumerate().for_each(|(before, _)| act(before)))?;
+        Ok(Self { handle, thread: Some(thread) })
+    }
+
+    /// Cancels the move that `progress` shows, and says what that means.
+    pub(crate) fn cancelling(progress: &Arc<Progress>, side: Side) -> Result<Self, Failure> {
+        let progress = Arc::clone(progress);
+        Self::start(move |before| {
+            let line = answer(progress.phase(), before, side);
+            progress.cancel();
+            output::say(line);
+        })
+    }
+}
+
+impl Drop for Watcher {
+    fn drop(&mut self) {
+        self.handle.close();
+        if let Some(thread) = self.thread.take() {
+            // A panic there has been printed; there's nothing to add.
+            let _ = thread.join();
+        }
+    }
+}
+
+/// Which end of a move this process is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Side {
+    Source,
+    Destination,
+}
+
+fn answer(phase: Phase, before: usize, side: Side) -> &'static str {
+    match (phase, side) {
+        (Phase::HandedOver | Phase::Done, Side::Source) => {
+            "too late to cancel: the guest has been handed over, it is the destination's now"
+        }
+        (Phase::HandedOver | Phase::Done, Side::Destination) => {
+            "too late to cancel: the guest has been handed over to this side"
+        }
+        _ if before > 0 => "already cancelling; wait for it, so that nothing is left behind in the VMM",
+        (_, Side::Source) => "cancelling; the guest runs on here",
+        (_, Side::Destination) => "cancelling; the guest runs on at the source",
+    }
+}
+
+/// The signals that this process was started with ignored, as the kernel shows them: bit n-1 for signal n.
+fn ignored_signals() -> u64 {
+    std::fs::read_to_string("/proc/self/status").ok().as_deref().and_then(ignored_in).unwrap_or(0)
+}
+
+fn ignored_in(status: &str) -> Option<u64> {
+    let mask = status.lines().find_map(|line| line.strip_prefix("SigIgn:"))?;
+    u64::from_str_radix(mask.trim(), 16).ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_answer_depends_on_the_point_of_no_return() {
+        assert!(answer(Phase::Rounds, 0, Side::Source).starts_with("cancelling"));
+        assert!(answer(Phase::Switchover, 1, Side::Source).starts_with("already cancelling"));
+        assert!(answer(Phase::HandedOver, 0, Side::Source).starts_with("too late"));
+        assert!(answer(Phase::HandedOver, 1, Side::Destination).starts_with("too late"));
+    }
+
+    #[test]
+    fn ignored_signals_are_read_from_the_status() {
+        let status = "Name:\tx\nSigBlk:\t0000000000000000\nSigIgn:\t0000000000001001\n";
+        assert_eq!(ignored_in(status), Some(0x1001));
+        assert_eq!(ignored_in("Name:\tx\n"), None);
+        // The Rust runtime ignores SIGPIPE (13): a mask that is really ours has it.
+        assert_ne!(ignored_signals() & (1 << 12), 0);
+    }
+}
