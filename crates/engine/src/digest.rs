@@ -16,8 +16,8 @@ const CHUNK_PAGES: u64 = 1024;
 
 type Hash = [u8; 32];
 
-/// Digest of the memory of a guest that stands still, by `threads` threads.
-pub(crate) fn digest(memory: &GuestMemory, threads: usize) -> Result<Hash, Error> {
+/// Digest of the memory of a guest that stands still, by as many threads as there are cores.
+pub(crate) fn digest(memory: &GuestMemory) -> Result<Hash, Error> {
     let data = memory.regions().iter().map(Region::data).collect::<Result<Vec<_>, _>>()?;
     let chunks: Vec<Chunk<'_>> = (0..).zip(memory.regions().iter().zip(&data)).flat_map(chunks_of).collect();
     let next = AtomicUsize::new(0);
@@ -33,7 +33,8 @@ pub(crate) fn digest(memory: &GuestMemory, threads: usize) -> Result<Hash, Error
         }
     };
     let mut hashes = thread::scope(|scope| {
-        let workers: Vec<_> = (0..threads.max(1)).map(|_| scope.spawn(work)).collect();
+        let threads = thread::available_parallelism().map_or(1, usize::from);
+        let workers: Vec<_> = (0..threads).map(|_| scope.spawn(work)).collect();
         workers.into_iter().try_fold(Vec::new(), |mut all, worker| {
             all.extend(worker.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))?);
             Ok::<_, Error>(all)

@@ -132,11 +132,15 @@ impl Destination<'_> {
                     let message = message.map_err(|_| control.gone())??;
                     match control.unless_abort(message)? {
                         Message::Digest { digest: theirs } if verify && round.is_closed() => {
-                            let ours = digest(&self.guest.memory(), channels.count())?;
+                            let ours = digest(&self.guest.memory())?;
                             control.send(&Message::DigestIs { digest: ours })?;
                             self.report.verified = Some(ours == theirs);
                             verified = true;
                             fail_point::reach("destination.digest")?;
+                            if ours != theirs {
+                                let what = "holds other memory than this side: the digests differ".into();
+                                return Err(Error::Protocol { peer: control.peer.clone(), what });
+                            }
                         }
                         first @ (Message::State { .. } | Message::StateEnd { .. })
                             if round.is_closed() && round.number > 0 && verified == verify => return Ok(first),

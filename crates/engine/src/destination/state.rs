@@ -35,12 +35,13 @@ impl<'a> StateReader<'a> {
         }
     }
 
-    /// The length of the state, if it came to its proper end.
+    /// The length of the state, once it came to its proper end: what the guest left unread is read here, so that the length and the
+    /// hash are always checked.
     pub(super) fn finish(mut self) -> Result<u64, Error> {
-        match self.failed.take() {
-            Some(error) => Err(error),
-            None => Ok(self.total),
+        while self.failed.is_none() && !self.ended {
+            self.advance()?;
         }
+        self.failed.map_or(Ok(self.total), Err)
     }
 
     fn advance(&mut self) -> Result<(), Error> {

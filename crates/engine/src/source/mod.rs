@@ -5,7 +5,10 @@ mod rounds;
 mod sender;
 mod switchover;
 
-use std::{sync::Arc, time::Instant};
+use std::{
+    sync::Arc,
+    time::{Duration, Instant},
+};
 
 use transship_wire::Message;
 
@@ -16,6 +19,9 @@ use crate::{
 use channels::Channels;
 use forecast::{Forecast, Verdict};
 use rounds::Rounds;
+
+/// How long what was sent may take to arrive while the guest runs: a thin link with deep buffers is slow, not dead.
+const DONE_TIMEOUT: Duration = Duration::from_secs(600);
 
 /// Moves the guest to the `transship receive` that listens at `to`.
 ///
@@ -35,7 +41,12 @@ pub fn move_guest(
     report.bytes.guest = guest.memory().bytes();
     let result = connect(guest, to, options, progress).and_then(|(mut control, channels)| {
         let mut source = Source { guest, options, progress, report, begin };
-        source.run(&mut control, channels).inspect_err(|error| control.abort(error))
+        source.run(&mut control, channels).inspect_err(|error| {
+            // Nothing is said after `Go`.
+            if progress.phase() != Phase::HandedOver {
+                control.abort(error);
+            }
+        })
     });
     report.status = status_of(&result);
     report.error = result.as_ref().err().map(ToString::to_string);
@@ -71,8 +82,12 @@ fn connect(
     options: &MoveOptions,
     progress: &Arc<Progress>,
 ) -> Result<(Control, Channels), Error> {
+    let description = guest.description();
+    description
+        .check()
+        .map_err(|error| Error::Unfit(format!("this guest can't be described to a destination: {error}")))?;
     let (mut control, session) = channels::connect_control(to)?;
-    control.send(&Message::Hello { channels: options.channels, verify: options.verify, guest: guest.description() })?;
+    control.send(&Message::Hello { channels: options.channels, verify: options.verify, guest: description })?;
     fail_point::reach("source.hello")?;
     match control.receive("its Welcome", STALL_TIMEOUT * 2, progress)? {
         Message::Welcome => {}
@@ -110,7 +125,7 @@ impl Source<'_> {
     fn rounds_until_the_rest_is_small(&mut self, control: &mut Control, rounds: &mut Rounds) -> Result<(), Error> {
         let mut forecast = Forecast::new(self.options, self.guest.state_estimate());
         loop {
-            rounds.send_pending(control, self.progress, self.report)?;
+            rounds.send_pending(control, DONE_TIMEOUT, self.progress, self.report)?;
             fail_point::reach("source.round")?;
             rounds.scan(self.report, self.progress)?;
             match forecast.judge(self.report, rounds.pending_bytes()) {

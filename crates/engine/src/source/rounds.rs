@@ -5,16 +5,14 @@
 //! a page that becomes a hole after the look is seen by the next look, at the latest when the guest stands still.
 use std::{
     sync::{Arc, atomic::Ordering::Relaxed},
-    time::Instant,
+    time::{Duration, Instant},
 };
 
 use transship_memory::{GuestMemory, PAGE_BYTES, PageSet, Region, Tracker};
 use transship_wire::Message;
 
 use super::channels::{Channels, RoundWork};
-use crate::{
-    Error, Progress, Report, RoundReport, control::Control, fail_point, guest::SourceGuest, transport::STALL_TIMEOUT,
-};
+use crate::{Error, Progress, Report, RoundReport, control::Control, fail_point, guest::SourceGuest};
 
 /// One region's part of a round.
 pub(crate) struct Pending {
@@ -42,7 +40,7 @@ impl Rounds {
         let memory = guest.memory();
         let mut tracker = guest.track()?;
         let pending = scan(&memory, tracker.as_mut(), &channels)?;
-        let next = describe(&memory, &pending, None);
+        let next = describe(&memory, &pending, true);
         Ok(Self { memory, tracker, channels, number: 0, pending, next, last_scan: Instant::now() })
     }
 
@@ -57,7 +55,8 @@ impl Rounds {
         let now = Instant::now();
         let seconds = now.duration_since(self.last_scan).as_secs_f64();
         self.last_scan = now;
-        self.next = describe(&self.memory, &self.pending, Some(seconds));
+        self.next = describe(&self.memory, &self.pending, false);
+        self.next.dirty_pages_per_s = self.next.written as f64 / seconds;
         if let Some(done) = report.rounds.last_mut() {
             done.dirty_pages_per_s = self.next.dirty_pages_per_s;
         }
@@ -75,14 +74,16 @@ impl Rounds {
             now.send.union_with(&both);
         }
         let dirty_rate = self.next.dirty_pages_per_s;
-        self.next = RoundReport { dirty_pages_per_s: dirty_rate, ..describe(&self.memory, &self.pending, None) };
+        self.next =
+            RoundReport { dirty_pages_per_s: dirty_rate, ..describe(&self.memory, &self.pending, self.number == 0) };
         Ok(())
     }
 
-    /// Sends what is pending and waits until the destination has it all in place.
+    /// Sends what is pending and waits until the destination has it all in place, `patience` at most after the last byte was taken.
     pub(crate) fn send_pending(
         &mut self,
         control: &mut Control,
+        patience: Duration,
         progress: &Arc<Progress>,
         report: &mut Report,
     ) -> Result<(), Error> {
@@ -95,7 +96,7 @@ impl Rounds {
         let work = RoundWork { round: self.number, pending: &self.pending, populate: self.number == 0 };
         let sent = self.channels.run_round(&work, control, progress)?;
         fail_point::reach("source.round-sent")?;
-        self.await_done(control, progress, sent.normal, sent.zero_sent)?;
+        self.await_done(control, patience, progress, sent.normal, sent.zero_sent)?;
 
         let mut round = std::mem::take(&mut self.next);
         round.number = self.number + 1;
@@ -113,9 +114,16 @@ impl Rounds {
         Ok(())
     }
 
-    fn await_done(&self, control: &Control, progress: &Progress, pages: u64, zero: u64) -> Result<(), Error> {
+    fn await_done(
+        &self,
+        control: &Control,
+        patience: Duration,
+        progress: &Progress,
+        pages: u64,
+        zero: u64,
+    ) -> Result<(), Error> {
         let expected = Message::RoundDone { round: self.number, pages, zero };
-        match control.receive("its RoundDone", STALL_TIMEOUT * 2, progress)? {
+        match control.receive("its RoundDone", patience, progress)? {
             done if done == expected => Ok(()),
             other @ Message::RoundDone { .. } => {
                 let what = format!("counts otherwise than we: {other:?} where {expected:?} was sent");
@@ -138,16 +146,10 @@ fn scan(memory: &GuestMemory, tracker: &mut dyn Tracker, channels: &Channels) ->
     memory.regions().iter().enumerate().map(look).collect()
 }
 
-/// `seconds` since the scan before; none: the first, which reports everything.
-fn describe(memory: &GuestMemory, pending: &[Pending], seconds: Option<f64>) -> RoundReport {
+/// `first`: the scan reported everything, and what is not sent is a hole.
+fn describe(memory: &GuestMemory, pending: &[Pending], first: bool) -> RoundReport {
     let all: u64 = memory.regions().iter().map(Region::pages).sum();
     let send: u64 = pending.iter().map(|p| p.send.count()).sum();
     let gone: u64 = pending.iter().map(|p| p.gone.count()).sum();
-    RoundReport {
-        scanned: all,
-        written: send,
-        hole: if seconds.is_none() { all - send } else { gone },
-        dirty_pages_per_s: seconds.map_or(0.0, |s| send as f64 / s),
-        ..RoundReport::default()
-    }
+    RoundReport { scanned: all, written: send, hole: if first { all - send } else { gone }, ..RoundReport::default() }
 }

@@ -16,6 +16,8 @@ use crate::{Error, Phase, control::Control, digest::digest, fail_point, transpor
 const STATE_PIECE: usize = 256 * 1024;
 /// How long a destination may take to load the device state, or to digest its memory.
 const LOAD_TIMEOUT: Duration = Duration::from_secs(120);
+/// How long the last round may take to arrive after it was sent: the guest stands still meanwhile.
+const DONE_TIMEOUT_STOPPED: Duration = Duration::from_secs(60);
 
 /// Stops the guest and hands it over. `run`: it was running, so it is to run there.
 pub(crate) fn run(source: &mut Source<'_>, control: &mut Control, rounds: &mut Rounds, run: bool) -> Result<(), Error> {
@@ -38,7 +40,7 @@ pub(crate) fn run(source: &mut Source<'_>, control: &mut Control, rounds: &mut R
 /// Everything that the destination needs, up to its word that it has loaded it all.
 fn bring_the_rest(source: &mut Source<'_>, control: &mut Control, rounds: &mut Rounds) -> Result<(), Error> {
     rounds.scan_again()?;
-    rounds.send_pending(control, source.progress, source.report)?;
+    rounds.send_pending(control, DONE_TIMEOUT_STOPPED, source.progress, source.report)?;
     fail_point::reach("source.last-round")?;
     if source.options.verify {
         verify(source, control)?;
@@ -53,7 +55,7 @@ fn bring_the_rest(source: &mut Source<'_>, control: &mut Control, rounds: &mut R
 }
 
 fn verify(source: &mut Source<'_>, control: &mut Control) -> Result<(), Error> {
-    let ours = digest(&source.guest.memory(), source.options.channels.into())?;
+    let ours = digest(&source.guest.memory())?;
     control.send(&Message::Digest { digest: ours })?;
     let theirs = match control.receive("its digest", LOAD_TIMEOUT, source.progress)? {
         Message::DigestIs { digest } => digest,

@@ -1,0 +1,227 @@
+//! Two guests of real memory whose writes are a list, so that what must arrive is known.
+#![allow(dead_code, clippy::unwrap_used, reason = "each test binary uses a part")]
+use std::{
+    io::Read,
+    path::Path,
+    sync::{Arc, Mutex},
+    thread,
+    time::Duration,
+};
+
+use transship_engine::{
+    Error, Listener, MoveOptions, Progress, Report, Uri,
+    guest::{DestinationGuest, GuestError, SourceGuest},
+    move_guest, receive_guest,
+};
+use transship_memory::{Access, Error as MemoryError, GuestMemory, PAGE_BYTES, PageRange, PageSet, Region, Tracker};
+use transship_wire::{GuestDescription, RegionDescription};
+
+/// What a guest does to its memory.
+#[derive(Debug, Clone)]
+pub enum Op {
+    /// Fills a page with a byte; 0 makes it a zero page.
+    Fill { region: usize, page: u64, byte: u8 },
+    /// Frees pages: they become holes, and nobody reports them as written.
+    Free { region: usize, first: u64, count: u64 },
+}
+
+/// Memory of regions with these numbers of pages.
+pub fn memory(pages: &[u64]) -> GuestMemory {
+    let region = |(index, pages): (usize, &u64)| {
+        let file = rustix::fs::memfd_create(format!("region{index}"), rustix::fs::MemfdFlags::CLOEXEC).unwrap();
+        rustix::fs::ftruncate(&file, pages * PAGE_BYTES as u64).unwrap();
+        Region::map(&format!("region{index}"), file, 0, pages * PAGE_BYTES as u64, Access::ReadWrite).unwrap()
+    };
+    GuestMemory::new(pages.iter().enumerate().map(region).collect())
+}
+
+pub fn describe(memory: &GuestMemory) -> GuestDescription {
+    let regions =
+        memory.regions().iter().map(|r| RegionDescription { name: r.name().into(), bytes: r.bytes() }).collect();
+    GuestDescription { machine: "test".into(), regions }
+}
+
+/// All bytes of all regions.
+pub fn contents(memory: &GuestMemory) -> Vec<Vec<u8>> {
+    let read = |region: &Region| {
+        let mut bytes = Vec::new();
+        for first in (0..region.pages()).step_by(128) {
+            let all = u128::MAX >> (128 - (region.pages() - first).min(128));
+            region.copy_out(first, all, &mut bytes).unwrap();
+        }
+        bytes
+    };
+    memory.regions().iter().map(read).collect()
+}
+
+fn bounded(region: &Region, first: u64, count: u64) -> PageRange {
+    let first = first % region.pages();
+    PageRange::new(first, count.clamp(1, region.pages() - first))
+}
+
+/// Does it, and notes what a tracker would see of it.
+pub fn apply(memory: &GuestMemory, op: &Op, written: &mut [PageSet]) {
+    match *op {
+        Op::Fill { region, page, byte } => {
+            let at = bounded(&memory.regions()[region], page, 1);
+            let window = at.first / 128 * 128;
+            let bit = 1 << (at.first - window);
+            memory.regions()[region].write_pages(window, bit, &[byte; PAGE_BYTES]).unwrap();
+            written[region].insert(at);
+        }
+        Op::Free { region, first, count } => {
+            let range = bounded(&memory.regions()[region], first, count);
+            memory.regions()[region].clear(range).unwrap();
+            written[region].remove(range);
+        }
+    }
+}
+
+/// A guest that does the next list of operations after each scan of its first region, until it is stopped.
+pub struct Scripted {
+    pub memory: GuestMemory,
+    pub state: Vec<u8>,
+    pub script: Arc<Mutex<Script>>,
+    /// Makes `save_state` fail.
+    pub broken_state: bool,
+}
+
+#[derive(Default)]
+pub struct Script {
+    pub lists: std::collections::VecDeque<Vec<Op>>,
+    pub written: Vec<PageSet>,
+    pub stopped: bool,
+    pub resumed: Option<bool>,
+    pub first_scans: usize,
+}
+
+impl Scripted {
+    pub fn new(pages: &[u64], lists: Vec<Vec<Op>>) -> Self {
+        let written = pages.iter().map(|pages| PageSet::empty(*pages)).collect();
+        let script = Script { lists: lists.into(), written, ..Script::default() };
+        let state = (0..700_000u32).flat_map(u32::to_le_bytes).collect();
+        Self { memory: memory(pages), state, script: Arc::new(Mutex::new(script)), broken_state: false }
+    }
+}
+
+struct ScriptedTracker {
+    memory: GuestMemory,
+    script: Arc<Mutex<Script>>,
+}
+
+impl Tracker for ScriptedTracker {
+    fn scan(&mut self, region: usize) -> Result<PageSet, MemoryError> {
+        let mut script = self.script.lock().unwrap();
+        let pages = self.memory.regions()[region].pages();
+        let fresh = PageSet::empty(pages);
+        let seen = std::mem::replace(&mut script.written[region], fresh);
+        let last = region + 1 == self.memory.regions().len();
+        let seen = if script.first_scans <= region { PageSet::full(pages) } else { seen };
+        script.first_scans = script.first_scans.max(region + 1);
+        if last && !script.stopped {
+            let list = script.lists.pop_front().unwrap_or_default();
+            for op in &list {
+                apply(&self.memory, op, &mut script.written);
+            }
+        }
+        Ok(seen)
+    }
+}
+
+impl SourceGuest for Scripted {
+    fn description(&self) -> GuestDescription {
+        describe(&self.memory)
+    }
+    fn memory(&self) -> GuestMemory {
+        self.memory.clone()
+    }
+    fn track(&mut self) -> Result<Box<dyn Tracker>, GuestError> {
+        Ok(Box::new(ScriptedTracker { memory: self.memory.clone(), script: Arc::clone(&self.script) }))
+    }
+    fn is_running(&mut self) -> Result<bool, GuestError> {
+        Ok(!self.script.lock().unwrap().stopped)
+    }
+    fn stop(&mut self) -> Result<(), GuestError> {
+        self.script.lock().unwrap().stopped = true;
+        Ok(())
+    }
+    fn state_estimate(&self) -> Duration {
+        Duration::ZERO
+    }
+    fn save_state(&mut self) -> Result<Box<dyn Read + Send>, GuestError> {
+        if self.broken_state {
+            return Err(GuestError("the device state can't be saved".into()));
+        }
+        Ok(Box::new(std::io::Cursor::new(self.state.clone())))
+    }
+    fn state_saved(&mut self) -> Result<(), GuestError> {
+        Ok(())
+    }
+    fn resume(&mut self, run: bool) -> Result<(), GuestError> {
+        self.script.lock().unwrap().resumed = Some(run);
+        Ok(())
+    }
+    fn resume_hint(&self) -> String {
+        "resume it".into()
+    }
+}
+
+/// A guest that waits for its memory.
+pub struct Waiting {
+    pub memory: GuestMemory,
+    pub state: Vec<u8>,
+    pub started: Option<bool>,
+    pub refuses_state: bool,
+}
+
+impl Waiting {
+    /// With something else in its memory already, as a firmware would leave.
+    pub fn new(pages: &[u64]) -> Self {
+        let memory = memory(pages);
+        for region in memory.regions() {
+            for first in (0..region.pages()).step_by(200) {
+                let window = first / 128 * 128;
+                region.write_pages(window, 1 << (first - window), &[0xee; PAGE_BYTES]).unwrap();
+            }
+        }
+        Self { memory, state: Vec::new(), started: None, refuses_state: false }
+    }
+}
+
+impl DestinationGuest for Waiting {
+    fn description(&self) -> GuestDescription {
+        describe(&self.memory)
+    }
+    fn memory(&self) -> GuestMemory {
+        self.memory.clone()
+    }
+    fn load_state(&mut self, state: &mut dyn Read) -> Result<(), GuestError> {
+        state.read_to_end(&mut self.state).map_err(|e| GuestError(e.to_string()))?;
+        if self.refuses_state { Err(GuestError("no such device here".into())) } else { Ok(()) }
+    }
+    fn start(&mut self, run: bool) -> Result<(), GuestError> {
+        self.started = Some(run);
+        Ok(())
+    }
+    fn start_hint(&self) -> String {
+        "start it".into()
+    }
+}
+
+pub struct Ended {
+    pub source: Result<(), Error>,
+    pub destination: Result<(), Error>,
+    pub report: Report,
+}
+
+/// Moves one to the other over a unix socket.
+pub fn run(source: &mut Scripted, destination: &mut Waiting, options: &MoveOptions, folder: &Path) -> Ended {
+    let uri = Uri::Unix(folder.join("move.sock"));
+    let listener = Listener::bind(&uri).unwrap();
+    let mut report = Report::default();
+    thread::scope(|scope| {
+        let there = scope.spawn(|| receive_guest(destination, listener, &Progress::new(), &mut Report::default()));
+        let source = move_guest(source, &uri, options, &Progress::new(), &mut report);
+        Ended { source, destination: there.join().unwrap(), report }
+    })
+}

@@ -1,0 +1,277 @@
+//! Peers that break the protocol get an error that says how, and nothing of what they want.
+#![allow(clippy::unwrap_used)]
+mod common;
+
+use std::{
+    io::{Read, Write},
+    os::unix::net::{UnixListener, UnixStream},
+    path::{Path, PathBuf},
+    thread,
+    time::Duration,
+};
+
+use common::{Scripted, Waiting, describe};
+use transship_engine::{Error, Listener, MoveOptions, Progress, Report, Uri, move_guest, receive_guest};
+use transship_wire::{FRAME_BYTES, Frame, Message, Packet, Preamble, Refusal, Role, Session};
+
+const PAGES: [u64; 1] = [300];
+const SESSION: Session = Session([7; 16]);
+
+/// A source that says what a test wants.
+struct Peer {
+    control: UnixStream,
+    data: Vec<UnixStream>,
+    path: PathBuf,
+    next_id: u64,
+}
+
+fn connect(path: &Path, session: Session, role: Role) -> UnixStream {
+    let mut stream = UnixStream::connect(path).unwrap();
+    stream.set_read_timeout(Some(Duration::from_secs(30))).unwrap();
+    stream.write_all(&Preamble { session, role }.encode()).unwrap();
+    stream
+}
+
+impl Peer {
+    fn connect(path: &Path) -> Self {
+        Self { control: connect(path, SESSION, Role::Control), data: Vec::new(), path: path.into(), next_id: 1 }
+    }
+
+    /// Writes may fail: the other side may have hung up, which is what the tests are about.
+    fn say(&mut self, message: &Message) {
+        let _ = self.control.write_all(&message.encode(self.next_id));
+        self.next_id += 1;
+    }
+
+    fn hear(&mut self) -> Option<Message> {
+        let mut head = [0; FRAME_BYTES];
+        self.control.read_exact(&mut head).ok()?;
+        let frame = Frame::decode(&head).unwrap();
+        let mut payload = vec![0; frame.payload as usize];
+        self.control.read_exact(&mut payload).ok()?;
+        Some(Message::decode(&frame, &payload).unwrap())
+    }
+
+    /// As a good source does it.
+    fn open(&mut self, waiting: &Waiting, channels: u8, verify: bool) {
+        self.say(&Message::Hello { channels, verify, guest: describe(&waiting.memory) });
+        assert_eq!(self.hear(), Some(Message::Welcome));
+        self.data = (0..channels).map(|n| connect(&self.path, SESSION, Role::Data(n))).collect();
+    }
+
+    fn send(&mut self, channel: usize, packet: Packet, payload: usize) {
+        let _ = self.data[channel]
+            .write_all(&packet.encode())
+            .and_then(|()| self.data[channel].write_all(&vec![1; payload]));
+    }
+}
+
+/// Runs a destination with one channel against `peer` and gives the destination's error.
+fn against(channels: u8, peer: impl FnOnce(&mut Peer)) -> (String, Waiting) {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("sock");
+    let listener = Listener::bind(&Uri::Unix(path.clone())).unwrap();
+    let mut waiting = Waiting::new(&PAGES);
+    let described = Waiting { memory: waiting.memory.clone(), ..Waiting::new(&PAGES) };
+    let result = thread::scope(|scope| {
+        let destination =
+            scope.spawn(|| receive_guest(&mut waiting, listener, &Progress::new(), &mut Report::default()));
+        let mut attacker = Peer::connect(&path);
+        attacker.open(&described, channels, false);
+        peer(&mut attacker);
+        let result = destination.join().unwrap();
+        drop(attacker);
+        result
+    });
+    assert_eq!(waiting.started, None, "it must not run");
+    (result.unwrap_err().to_string(), waiting)
+}
+
+fn pages(round: u32, region: u16, first: u64, present: u128) -> Packet {
+    Packet::Pages { round, region, first, present, zero: 0 }
+}
+
+const END: Packet = Packet::RoundEnd { round: 0, packets: 0 };
+
+#[test]
+fn pages_that_the_guest_does_not_have_are_refused() {
+    let cases = [
+        (pages(0, 1, 0, 1), "region 1"),
+        (pages(0, 0, 256, 1 << 44), "pages 256..301"),
+        (pages(0, 0, 384, 1), "pages 384..385"),
+        (Packet::Hole { round: 0, region: 0, first: 299, count: 2 }, "pages 299..301"),
+        (Packet::Pages { round: 0, region: 0, first: 256, present: 0, zero: 1 << 100 }, "pages 256..357"),
+    ];
+    for (packet, why) in cases {
+        let (error, _) = against(1, |peer| peer.send(0, packet, packet.payload_bytes()));
+        assert!(error.contains(why), "{packet:?}: {error}");
+    }
+}
+
+#[test]
+fn rounds_come_in_order_and_wait_for_each_other() {
+    let (error, _) = against(1, |peer| peer.send(0, pages(1, 0, 0, 1), 4096));
+    assert!(error.contains("a packet of round 1 in round 0"), "{error}");
+    // Channel 0 is done with round 0, channel 1 is not: round 1 must not begin.
+    let (error, _) = against(2, |peer| {
+        peer.send(0, END, 0);
+        peer.send(0, pages(1, 0, 0, 1), 4096);
+    });
+    assert!(error.contains("round 1 before"), "{error}");
+    let (error, _) = against(1, |peer| peer.send(0, Packet::RoundEnd { round: 0, packets: 5 }, 0));
+    assert!(error.contains("5 packets where 0 came"), "{error}");
+}
+
+#[test]
+fn bytes_that_are_no_packet_end_the_session_with_field_and_offset() {
+    let (error, _) = against(1, |peer| peer.data[0].write_all(&[0x41; 64]).unwrap());
+    assert!(error.contains("offset 0"), "{error}");
+    let (error, _) = against(1, |peer| {
+        let mut bytes = pages(0, 0, 0, 1).encode();
+        bytes[63] = 1;
+        peer.data[0].write_all(&bytes).unwrap();
+    });
+    assert!(error.contains("not the protocol"), "{error}");
+}
+
+#[test]
+fn a_connection_that_ends_in_the_middle_is_an_error() {
+    let (error, _) = against(1, |peer| {
+        peer.data[0].write_all(&pages(0, 0, 0, 3).encode()).unwrap();
+        peer.data[0].write_all(&[0; 5000]).unwrap();
+        peer.data.clear();
+    });
+    assert!(error.contains("closed"), "{error}");
+    let (error, _) = against(1, |peer| peer.control.shutdown(std::net::Shutdown::Both).unwrap());
+    assert!(error.contains("closed"), "{error}");
+}
+
+#[test]
+fn messages_out_of_turn_are_named() {
+    let state = || Message::State { bytes: vec![1] };
+    let end = || Message::StateEnd { bytes: 0, digest: [0; 32] };
+    let early: [(&str, Message); 5] = [
+        ("Go", Message::Go { run: true }),
+        ("Welcome", Message::Welcome),
+        ("State", state()),
+        ("StateEnd", end()),
+        ("Digest", Message::Digest { digest: [0; 32] }),
+    ];
+    for (name, message) in early {
+        let (error, _) = against(1, |peer| peer.say(&message));
+        assert!(error.contains(&format!("sent {name} ")), "{error}");
+    }
+    // After the round a state may come, but not `Go` in its middle.
+    let (error, _) = against(1, |peer| {
+        peer.send(0, END, 0);
+        assert!(matches!(peer.hear(), Some(Message::RoundDone { round: 0, pages: 0, zero: 0 })));
+        peer.say(&state());
+        peer.say(&Message::Go { run: true });
+    });
+    assert!(error.contains("sent Go within the device state"), "{error}");
+}
+
+#[test]
+fn a_device_state_of_another_length_or_hash_is_not_loaded() {
+    let (error, waiting) = against(1, |peer| {
+        peer.send(0, END, 0);
+        peer.hear();
+        peer.say(&Message::State { bytes: vec![1, 2, 3] });
+        peer.say(&Message::StateEnd { bytes: 3, digest: [0; 32] });
+    });
+    assert!(error.contains("do not match"), "{error}");
+    assert_eq!(waiting.state, [1, 2, 3], "what came was fed, its end was not");
+}
+
+#[test]
+fn a_message_that_announces_too_much_is_refused_before_it_is_read() {
+    let (error, _) = against(1, |peer| {
+        let mut head = Frame { kind: 6, payload: 1, id: 2 }.encode();
+        head[4..8].copy_from_slice(&u32::MAX.to_le_bytes());
+        peer.control.write_all(&head).unwrap();
+    });
+    assert!(error.contains("payload"), "{error}");
+    let (error, _) = against(1, |peer| {
+        peer.next_id = 9;
+        peer.say(&Message::Go { run: true });
+    });
+    assert!(error.contains("9 where 2 was next"), "{error}");
+}
+
+#[test]
+fn strangers_are_turned_away_and_the_source_still_gets_in() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("move.sock");
+    let listener = Listener::bind(&Uri::Unix(path.clone())).unwrap();
+    let mut source = Scripted::new(&PAGES, vec![]);
+    let mut waiting = Waiting::new(&PAGES);
+    thread::scope(|scope| {
+        let destination =
+            scope.spawn(|| receive_guest(&mut waiting, listener, &Progress::new(), &mut Report::default()));
+        for garbage in [&b""[..], b"GET / HTTP/1.1\r\nHost: example.org\r\n\r\n", &[0xff; 32]] {
+            let mut stranger = UnixStream::connect(&path).unwrap();
+            let _ = stranger.write_all(garbage);
+        }
+        drop(connect(&path, Session([9; 16]), Role::Data(0)));
+        let to = Uri::Unix(path.clone());
+        move_guest(&mut source, &to, &MoveOptions::default(), &Progress::new(), &mut Report::default()).unwrap();
+        destination.join().unwrap().unwrap();
+    });
+    assert_eq!(waiting.started, Some(true));
+}
+
+/// A destination that says what a test wants, and a real source.
+fn source_against(peer: impl FnOnce(UnixStream, &UnixListener) + Send) -> (Error, Scripted) {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("sock");
+    let listener = UnixListener::bind(&path).unwrap();
+    let mut source = Scripted::new(&PAGES, vec![]);
+    let error = thread::scope(|scope| {
+        scope.spawn(|| {
+            let mut control = listener.accept().unwrap().0;
+            control.read_exact(&mut [0; transship_wire::PREAMBLE_BYTES]).unwrap();
+            peer(control, &listener);
+        });
+        let options = MoveOptions { channels: 1, ..MoveOptions::default() };
+        move_guest(&mut source, &Uri::Unix(path.clone()), &options, &Progress::new(), &mut Report::default())
+            .unwrap_err()
+    });
+    (error, source)
+}
+
+#[test]
+fn a_source_does_not_believe_its_destination() {
+    let answers: [(Message, &str); 3] = [
+        (Message::Running, "sent Running in answer to Hello"),
+        (Message::RoundDone { round: 0, pages: 0, zero: 0 }, "sent RoundDone"),
+        (Message::Abort(Refusal { reason: "no room".into() }), "refused: no room"),
+    ];
+    for (answer, why) in answers {
+        let (error, source) = source_against(|mut control, _| {
+            control.write_all(&answer.encode(1)).unwrap();
+            let _ = control.read_to_end(&mut Vec::new());
+        });
+        assert!(error.to_string().contains(why), "{error}");
+        assert!(!source.script.lock().unwrap().stopped);
+    }
+    // It counts otherwise than we do: pages may be missing there.
+    let (error, source) = source_against(|mut control, listener| {
+        control.write_all(&Message::Welcome.encode(1)).unwrap();
+        let mut data = listener.accept().unwrap().0;
+        control.write_all(&Message::RoundDone { round: 0, pages: 1, zero: 0 }.encode(2)).unwrap();
+        let _ = data.read_to_end(&mut Vec::new());
+        let _ = control.read_to_end(&mut Vec::new());
+    });
+    assert!(error.to_string().contains("RoundDone"), "{error}");
+    assert!(!source.script.lock().unwrap().stopped, "the guest was never stopped");
+}
+
+#[test]
+fn a_destination_that_vanishes_is_noticed() {
+    let (error, source) = source_against(|mut control, listener| {
+        control.write_all(&Message::Welcome.encode(1)).unwrap();
+        drop(listener.accept().unwrap());
+    });
+    assert!(error.to_string().contains("closed") || error.to_string().contains("send pages"), "{error}");
+    assert!(!source.script.lock().unwrap().stopped);
+}

@@ -1,0 +1,146 @@
+//! Whatever a guest writes, zeroes and frees while it moves, the destination holds the same bytes in the end.
+#![allow(clippy::unwrap_used)]
+mod common;
+
+use std::time::Duration;
+
+use common::{Op, Scripted, Waiting, contents, run};
+use proptest::{collection::vec, prelude::*};
+use transship_engine::{Error, MoveOptions, Status, ZeroPages};
+
+/// Small enough to be quick, with a last window that is not whole.
+const PAGES: [u64; 2] = [300, 1000];
+
+fn op() -> impl Strategy<Value = Op> {
+    let fill = (0..2usize, 0..1000u64, prop_oneof![Just(0u8), any::<u8>()]).prop_map(|(region, page, byte)| Op::Fill {
+        region,
+        page,
+        byte,
+    });
+    let free = (0..2usize, 0..1000u64, 1..400u64).prop_map(|(region, first, count)| Op::Free { region, first, count });
+    prop_oneof![8 => fill, 1 => free]
+}
+
+/// Rounds go on until nothing is left, so that the whole script is done before the stop.
+fn patient() -> MoveOptions {
+    MoveOptions { downtime: Duration::from_nanos(1), max_rounds: 1000, verify: true, ..MoveOptions::default() }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 60, failure_persistence: None, ..ProptestConfig::default() })]
+
+    #[test]
+    fn the_destination_holds_what_the_source_held(
+        before in vec(op(), 0..300),
+        lists in vec(vec(op(), 0..60), 0..6),
+        channels in 1..5u8,
+        zero_pages in prop_oneof![Just(ZeroPages::Channels), Just(ZeroPages::Main), Just(ZeroPages::Off)],
+    ) {
+        let folder = tempfile::tempdir().unwrap();
+        let mut source = Scripted::new(&PAGES, lists);
+        for op in &before {
+            common::apply(&source.memory, op, &mut source.script.lock().unwrap().written);
+        }
+        let mut destination = Waiting::new(&PAGES);
+        let options = MoveOptions { channels, zero_pages, ..patient() };
+        let ended = run(&mut source, &mut destination, &options, folder.path());
+        ended.source.unwrap();
+        ended.destination.unwrap();
+        prop_assert!(contents(&source.memory) == contents(&destination.memory));
+        prop_assert!(source.state == destination.state);
+        prop_assert_eq!(destination.started, Some(true));
+        prop_assert_eq!(ended.report.verified, Some(true));
+    }
+}
+
+#[test]
+fn pages_are_counted_by_what_they_are() {
+    let folder = tempfile::tempdir().unwrap();
+    let fill = |page, byte| Op::Fill { region: 1, page, byte };
+    let mut source = Scripted::new(&PAGES, vec![vec![fill(10, 8), fill(11, 0), fill(500, 1)], vec![fill(10, 9)]]);
+    for op in [fill(10, 7), fill(11, 7), fill(12, 0)] {
+        common::apply(&source.memory, &op, &mut source.script.lock().unwrap().written);
+    }
+    let ended = run(&mut source, &mut Waiting::new(&PAGES), &patient(), folder.path());
+    ended.source.unwrap();
+    let pages = ended.report.pages;
+    // The first list is done before round one reads: page 10 is sent as 8 and again in round two, as are 500 and the zero of 11.
+    assert_eq!((pages.normal, pages.resent), (2 + 2 + 1, 3), "{:?}", ended.report);
+    assert_eq!(pages.zero, 2 + 1);
+    assert_eq!(pages.hole, 1300 - 4);
+    assert_eq!(ended.report.status, Status::Completed);
+}
+
+#[test]
+fn a_guest_that_stood_still_stands_still_afterwards() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut source = Scripted::new(&PAGES, vec![]);
+    source.script.lock().unwrap().stopped = true;
+    let mut destination = Waiting::new(&PAGES);
+    let ended = run(&mut source, &mut destination, &MoveOptions::default(), folder.path());
+    ended.source.unwrap();
+    assert_eq!(destination.started, Some(false));
+    assert_eq!(ended.report.downtime_ms, 0.0);
+}
+
+#[test]
+fn a_failure_before_the_hand_over_resumes_the_source() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut source = Scripted { broken_state: true, ..Scripted::new(&PAGES, vec![]) };
+    let mut destination = Waiting::new(&PAGES);
+    let ended = run(&mut source, &mut destination, &patient(), folder.path());
+    assert!(ended.source.unwrap_err().to_string().contains("can't be saved"));
+    // The destination hears the source's reason.
+    assert!(matches!(ended.destination.unwrap_err(), Error::Refused(why) if why.contains("can't be saved")));
+    assert_eq!((source.script.lock().unwrap().resumed, destination.started), (Some(true), None));
+    assert_eq!(ended.report.status, Status::Failed);
+
+    // And the next attempt works.
+    source.broken_state = false;
+    source.script.lock().unwrap().stopped = false;
+    source.script.lock().unwrap().first_scans = 0;
+    let mut destination = Waiting::new(&PAGES);
+    run(&mut source, &mut destination, &patient(), folder.path()).source.unwrap();
+    assert_eq!(destination.started, Some(true));
+}
+
+#[test]
+fn a_destination_that_cannot_load_the_state_says_why() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut source = Scripted::new(&PAGES, vec![]);
+    let mut destination = Waiting { refuses_state: true, ..Waiting::new(&PAGES) };
+    let ended = run(&mut source, &mut destination, &patient(), folder.path());
+    assert!(matches!(ended.source.unwrap_err(), Error::Refused(why) if why.contains("no such device")));
+    assert_eq!((source.script.lock().unwrap().resumed, destination.started), (Some(true), None));
+}
+
+#[test]
+fn guests_that_do_not_fit_are_refused_before_anything_is_touched() {
+    let folder = tempfile::tempdir().unwrap();
+    for (pages, why) in [(vec![300], "region1"), (vec![300, 1001], "4100096"), (vec![300, 1000, 5], "2 memory regions")]
+    {
+        let mut source = Scripted::new(&PAGES, vec![]);
+        let mut destination = Waiting::new(&pages);
+        let before = contents(&destination.memory);
+        let ended = run(&mut source, &mut destination, &patient(), folder.path());
+        let error = ended.source.unwrap_err().to_string();
+        assert!(error.contains(why), "{error}");
+        assert!(contents(&destination.memory) == before);
+        assert_eq!(source.script.lock().unwrap().resumed, None, "never stopped");
+    }
+}
+
+#[test]
+fn a_guest_that_outruns_the_link_gets_a_verdict_and_runs_on() {
+    let folder = tempfile::tempdir().unwrap();
+    let rewrite = |round| (0..1000).map(|page| Op::Fill { region: 1, page, byte: round }).collect();
+    let mut source = Scripted::new(&PAGES, (1..100).map(rewrite).collect());
+    let mut destination = Waiting::new(&PAGES);
+    let options = MoveOptions { bandwidth: Some(100 << 20), ..MoveOptions { max_rounds: 3, ..patient() } };
+    let ended = run(&mut source, &mut destination, &options, folder.path());
+    let error = ended.source.unwrap_err().to_string();
+    assert!(error.contains("after 3 rounds") && error.contains("--downtime"), "{error}");
+    assert_eq!(ended.report.status, Status::NotConverging);
+    assert!(!source.script.lock().unwrap().stopped);
+    assert_eq!(destination.started, None);
+}
