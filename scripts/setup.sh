@@ -11,6 +11,7 @@ cd "$(dirname "$0")/.."
 needs=(
     "qemu-system-x86_64|qemu-system-x86|runs the guests; version 9 or newer"
     "gcc|gcc libc6-dev|links the guest programs"
+    "g++|g++|builds the fuzzer's engine"
     "make|make|runs the project's commands"
     "cpio|cpio|packs the Linux guest's initial file system"
     "ip|iproute2|slow links between network namespaces"

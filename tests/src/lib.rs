@@ -13,6 +13,7 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
+pub mod launch;
 pub mod lines;
 pub mod link;
 pub mod probe;
@@ -25,10 +26,11 @@ pub mod synthetic;
 pub mod transship;
 pub mod workload;
 
+pub use launch::{Accel, Backend, Kind, QemuBuilder};
 pub use link::SlowLink;
 pub use probe::kvm_works;
 pub use process::Process;
-pub use qemu::{Accel, Backend, Kind, Qemu, QemuBuilder};
+pub use qemu::Qemu;
 pub use scratch::Scratch;
 pub use synthetic::{Synthetic, SyntheticBuilder};
 pub use transship::{Finished, Transship, binary};

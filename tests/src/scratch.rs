@@ -12,13 +12,12 @@ pub struct Scratch {
 }
 
 impl Scratch {
-    /// Makes one.
+    /// Makes one, in the folder that `TRANSSHIP_SCRATCH` names if it is set.
     ///
     /// # Errors
     /// There is no room.
     pub fn new() -> Result<Self> {
-        let base = Path::new("/dev/shm");
-        let base = if base.is_dir() { base.to_path_buf() } else { std::env::temp_dir() };
+        let base = base();
         remove_what_the_dead_left(&base);
         // The name says whose it is, so that the next run can tell that it is nobody's any more.
         let prefix = format!("{PREFIX}{}-", std::process::id());
@@ -35,6 +34,14 @@ impl Scratch {
     pub fn join(&self, name: &str) -> PathBuf {
         self.folder.path().join(name)
     }
+}
+
+fn base() -> PathBuf {
+    if let Some(base) = std::env::var_os("TRANSSHIP_SCRATCH") {
+        return base.into();
+    }
+    let memory = Path::new("/dev/shm");
+    if memory.is_dir() { memory.to_path_buf() } else { std::env::temp_dir() }
 }
 
 /// A test run that was killed leaves its folders, and they hold memory.

@@ -1,0 +1,231 @@
+//! How to start a stock QEMU: as the README tells users to start theirs.
+use crate::process::in_words;
+use crate::qmp::Qmp;
+use crate::serial::Serial;
+use crate::{LabError, PATIENCE, Process, Qemu, Result, Scratch, Workload, failed, image};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+/// What executes the guest.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Accel {
+    /// QEMU's own emulation: works everywhere.
+    Tcg,
+    /// The kernel's: see [`kvm_works`].
+    Kvm,
+}
+
+/// What runs in the guest.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Kind {
+    /// The distribution's kernel with guest/workload.rs.
+    Linux(Workload),
+    /// guest/kvm.c, without an operating system.
+    Multiboot(Workload),
+    /// Only QEMU's own firmware.
+    Firmware,
+}
+
+/// Where guest memory lies.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Backend {
+    /// A shared named file: what transship needs.
+    SharedFile,
+    /// A named file that is not shared.
+    PrivateFile,
+    /// A memfd: shared, and without a name.
+    Memfd,
+    /// QEMU's own memory.
+    Ram,
+}
+
+/// How to start a QEMU.
+#[derive(Debug, Clone)]
+pub struct QemuBuilder {
+    binary: String,
+    kind: Kind,
+    memory_mib: u32,
+    backends: u32,
+    backend: Backend,
+    memory_folder: Option<PathBuf>,
+    accel: Accel,
+    machine: String,
+    incoming: bool,
+    more: Vec<String>,
+}
+
+impl QemuBuilder {
+    pub(crate) fn new(kind: Kind, memory_mib: u32, accel: Accel) -> Self {
+        Self {
+            binary: std::env::var("TRANSSHIP_QEMU").unwrap_or_else(|_| "qemu-system-x86_64".into()),
+            kind,
+            memory_mib,
+            backends: 1,
+            backend: Backend::SharedFile,
+            memory_folder: None,
+            accel,
+            machine: "q35".into(),
+            incoming: false,
+            more: Vec::new(),
+        }
+    }
+
+    /// Another QEMU than the one in the path.
+    pub fn binary(mut self, binary: impl Into<String>) -> Self {
+        self.binary = binary.into();
+        self
+    }
+
+    /// Guest memory in MiB.
+    pub fn memory(mut self, mib: u32) -> Self {
+        self.memory_mib = mib;
+        self
+    }
+
+    /// How many memory backends (NUMA nodes) share the memory evenly.
+    pub fn backends(mut self, count: u32) -> Self {
+        self.backends = count;
+        self
+    }
+
+    /// Where guest memory lies.
+    pub fn backend(mut self, backend: Backend) -> Self {
+        self.backend = backend;
+        self
+    }
+
+    /// The folder of the memory files `mem0`, `mem1`, ...; one of the lab's own otherwise. Files in it are used as they are.
+    pub fn memory_folder(mut self, folder: impl Into<PathBuf>) -> Self {
+        self.memory_folder = Some(folder.into());
+        self
+    }
+
+    /// What executes the guest.
+    pub fn accel(mut self, accel: Accel) -> Self {
+        self.accel = accel;
+        self
+    }
+
+    /// The machine type.
+    pub fn machine(mut self, machine: impl Into<String>) -> Self {
+        self.machine = machine.into();
+        self
+    }
+
+    /// What the guest does with its memory.
+    pub fn workload(mut self, workload: Workload) -> Self {
+        match &mut self.kind {
+            Kind::Linux(w) | Kind::Multiboot(w) => *w = workload,
+            Kind::Firmware => {}
+        }
+        self
+    }
+
+    /// It waits for a guest to come (`-incoming defer`).
+    pub fn incoming(mut self) -> Self {
+        self.incoming = true;
+        self
+    }
+
+    /// More arguments, at the end.
+    pub fn args<S: Into<String>>(mut self, args: impl IntoIterator<Item = S>) -> Self {
+        self.more.extend(args.into_iter().map(Into::into));
+        self
+    }
+
+    /// Starts it, and waits until it answers on QMP. The guest need not have booted yet.
+    ///
+    /// # Errors
+    /// It ends at once; the error has what it said.
+    pub fn start(self) -> Result<Qemu> {
+        let folder = Scratch::new()?;
+        let memory_folder = self.memory_folder.clone().unwrap_or_else(|| folder.path().to_path_buf());
+        let memory_files: Vec<_> = (0..self.backends).map(|n| memory_folder.join(format!("mem{n}"))).collect();
+        let listen = |name: &str| UnixListener::bind(folder.join(name)).map_err(failed(format!("can't bind {name}")));
+        let (serial, monitor) = (listen("serial")?, listen("monitor")?);
+
+        let mut command = Command::new(&self.binary);
+        command.args(self.common_args(folder.path())).args(self.memory_args(&memory_files)).args(self.guest_args()?);
+        command.args(&self.more);
+        let mut process = Process::start(command)?;
+        let serial = Serial::new(accept(&serial, &mut process)?)?;
+        let qmp = Qmp::new(accept(&monitor, &mut process)?)?;
+        Ok(Qemu::new(process, serial, qmp, memory_files, folder))
+    }
+
+    fn common_args(&self, folder: &Path) -> Vec<String> {
+        let memory = if self.backends == 1 { ",memory-backend=mem0" } else { "" };
+        let folder = folder.display();
+        let accel = match self.accel {
+            Accel::Tcg => "tcg",
+            Accel::Kvm => "kvm",
+        };
+        // QEMU connects to our two sockets and so can't say anything before we listen; transship connects to its own.
+        let text = format!(
+            "-nodefaults -no-user-config -display none -accel {accel} -machine {}{memory} -m {}M \
+             -chardev socket,id=qmp,path={folder}/qmp,server=on,wait=off -mon chardev=qmp,mode=control \
+             -chardev socket,id=serial,path={folder}/serial -serial chardev:serial \
+             -chardev socket,id=monitor,path={folder}/monitor -mon chardev=monitor,mode=control",
+            self.machine, self.memory_mib
+        );
+        let incoming = if self.incoming { ["-incoming", "defer"].as_slice() } else { &[] };
+        text.split_whitespace().chain(incoming.iter().copied()).map(str::to_owned).collect()
+    }
+
+    fn memory_args(&self, files: &[PathBuf]) -> Vec<String> {
+        let size = self.memory_mib / self.backends;
+        let mut args = Vec::new();
+        for (n, file) in files.iter().enumerate() {
+            let kind = match self.backend {
+                Backend::SharedFile => format!("memory-backend-file,share=on,mem-path={}", file.display()),
+                Backend::PrivateFile => format!("memory-backend-file,share=off,mem-path={}", file.display()),
+                Backend::Memfd => "memory-backend-memfd,share=on".into(),
+                Backend::Ram => "memory-backend-ram".into(),
+            };
+            args.extend(["-object".into(), format!("{kind},id=mem{n},size={size}M")]);
+            if files.len() > 1 {
+                args.extend(["-numa".into(), format!("node,nodeid={n},memdev=mem{n}")]);
+            }
+        }
+        args
+    }
+
+    fn guest_args(&self) -> Result<Vec<String>> {
+        let path = |name| image(name).map(|path| path.display().to_string());
+        let mut args = match &self.kind {
+            Kind::Linux(_) => {
+                vec!["-kernel".into(), path("linux/vmlinuz")?, "-initrd".into(), path("linux/initrd.img")?]
+            }
+            Kind::Multiboot(_) => vec!["-kernel".into(), path("kvm.elf")?],
+            Kind::Firmware => vec![],
+        };
+        if let Kind::Linux(workload) | Kind::Multiboot(workload) = &self.kind {
+            // A panic ends QEMU, so that a test that waits learns of it at once.
+            let kernel = "console=ttyS0 quiet panic=-1 mitigations=off";
+            args.extend(["-append".into(), format!("{kernel} {}", workload.arguments()), "-no-reboot".into()]);
+        }
+        Ok(args)
+    }
+}
+
+/// The other end's connection, or why there is none.
+fn accept(listener: &UnixListener, process: &mut Process) -> Result<UnixStream> {
+    listener.set_nonblocking(true).map_err(failed("socket"))?;
+    let deadline = Instant::now() + PATIENCE;
+    loop {
+        if let Ok((stream, _)) = listener.accept() {
+            stream.set_nonblocking(false).map_err(failed("socket"))?;
+            return Ok(stream);
+        }
+        if let Some(status) = process.ended()? {
+            let said = process.stderr().to_the_end()?.join("\n");
+            return Err(LabError(format!("QEMU ended at once ({}): {said}", in_words(status))));
+        }
+        if Instant::now() > deadline {
+            return Err(LabError(format!("QEMU does not connect: {}", process.stderr().tail())));
+        }
+        std::thread::sleep(Duration::from_millis(2));
+    }
+}
