@@ -135,7 +135,7 @@ impl MessageReader {
 
     fn fill(&mut self, bytes: &mut [u8]) -> Result<(), Error> {
         self.connection.read_exact(bytes).map_err(|source| match source.kind() {
-            io::ErrorKind::UnexpectedEof => {
+            io::ErrorKind::UnexpectedEof | io::ErrorKind::ConnectionReset => {
                 Error::Protocol { peer: self.peer.clone(), what: "has closed the connection".into() }
             }
             _ => Error::Io { what: format!("read from {}", self.peer), source },

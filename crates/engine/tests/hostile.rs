@@ -272,6 +272,6 @@ fn a_destination_that_vanishes_is_noticed() {
         control.write_all(&Message::Welcome.encode(1)).unwrap();
         drop(listener.accept().unwrap());
     });
-    assert!(error.to_string().contains("closed") || error.to_string().contains("send pages"), "{error}");
+    assert!(!matches!(error, Error::Cancelled | Error::Unknown(_)), "{error}");
     assert!(!source.script.lock().unwrap().stopped);
 }

@@ -162,7 +162,7 @@ impl PageReceiver {
 
     fn fill(&mut self, bytes: &mut [u8]) -> Result<(), Error> {
         self.connection.read_exact(bytes).map_err(|source| match source.kind() {
-            io::ErrorKind::UnexpectedEof => self.broke("has closed it".into()),
+            io::ErrorKind::UnexpectedEof | io::ErrorKind::ConnectionReset => self.broke("has closed it".into()),
             _ => Error::Io { what: format!("read from {} on data channel {}", self.peer, self.number), source },
         })
     }
