@@ -1,1 +1,0 @@
-//! VMMs that hand their guest over by themselves.

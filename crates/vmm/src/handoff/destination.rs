@@ -1,0 +1,130 @@
+//! A guest process that waits for a guest.
+use std::{
+    io::{self, Read},
+    os::{fd::AsFd, unix::net::UnixStream},
+    path::Path,
+};
+
+use rustix::net::{SendFlags, send};
+use serde_json::Value;
+use transship_engine::guest::{DestinationGuest, GuestError};
+use transship_memory::{Access, GuestMemory};
+use transship_wire::GuestDescription;
+
+use super::{
+    client::{Connection, LONG, SHORT, by_hand},
+    map_regions,
+    message::StateBytes,
+};
+
+const CHUNK_BYTES: usize = 256 << 10;
+
+/// Attached to a guest process that waits. Dropping it closes the connection: what was loaded stays, and nothing runs.
+pub struct HandoffDestination {
+    connection: Connection,
+    description: GuestDescription,
+    memory: GuestMemory,
+}
+
+impl HandoffDestination {
+    /// Attaches to the guest process that listens at `path`.
+    ///
+    /// # Errors
+    /// Nobody listens; it does not wait for a guest; anything in its description that is wrong.
+    pub fn attach(path: &Path) -> Result<Self, GuestError> {
+        let mut connection = Connection::open(path)?;
+        let checked = connection.describe()?;
+        if !checked.waiting {
+            let now = if checked.running { "runs a guest already" } else { "holds a guest already" };
+            return Err(connection.error(format!("it {now}; start one that waits (transship guest --incoming)")));
+        }
+        let description = checked.guest();
+        let memory = map_regions(&connection, checked, Access::ReadWrite)?;
+        Ok(Self { connection, description, memory })
+    }
+
+    /// Passes the state on to the guest; returns how much it was.
+    fn pass_on(&self, state: &mut dyn Read, to: &UnixStream) -> Result<u64, Broken> {
+        let mut chunk = vec![0; CHUNK_BYTES];
+        let mut bytes = 0;
+        loop {
+            let n = match state.read(&mut chunk) {
+                Ok(0) => return Ok(bytes),
+                Ok(n) => n,
+                Err(e) if e.kind() == io::ErrorKind::Interrupted => continue,
+                Err(e) => return Err(Broken::Source(e)),
+            };
+            send_all(to, &chunk[..n]).map_err(Broken::Guest)?;
+            bytes += n as u64;
+        }
+    }
+}
+
+/// Which side ended the device state early.
+enum Broken {
+    Source(io::Error),
+    Guest(io::Error),
+}
+
+impl DestinationGuest for HandoffDestination {
+    fn description(&self) -> GuestDescription {
+        self.description.clone()
+    }
+
+    fn memory(&self) -> GuestMemory {
+        self.memory.clone()
+    }
+
+    fn load_state(&mut self, state: &mut dyn Read) -> Result<(), GuestError> {
+        let pair = UnixStream::pair().and_then(|(ours, theirs)| {
+            ours.set_write_timeout(Some(LONG))?;
+            Ok((ours, theirs))
+        });
+        let (ours, theirs) = pair.map_err(|e| self.connection.error(e))?;
+        let id = self.connection.request("load-state", &[theirs.as_fd()])?;
+        drop(theirs);
+        let passed = self.pass_on(state, &ours);
+        drop(ours);
+        let answer = self.connection.answer::<StateBytes>("load-state", id, LONG);
+        match passed {
+            Ok(bytes) => {
+                let loaded = answer?.bytes;
+                if loaded == bytes { Ok(()) } else { Err(self.partly(loaded, bytes)) }
+            }
+            Err(Broken::Source(e)) => Err(self.connection.error(format!("the device state ended early: {e}"))),
+            // Its own answer says best why it took no more.
+            Err(Broken::Guest(e)) => Err(answer
+                .err()
+                .unwrap_or_else(|| self.connection.error(format!("it stopped reading its device state: {e}")))),
+        }
+    }
+
+    fn start(&mut self, run: bool) -> Result<(), GuestError> {
+        if run { self.connection.call::<Value>("start", SHORT).map(drop) } else { Ok(()) }
+    }
+
+    fn start_hint(&self) -> String {
+        by_hand("start", self.connection.path())
+    }
+}
+
+impl HandoffDestination {
+    fn partly(&self, loaded: u64, bytes: u64) -> GuestError {
+        self.connection.error(format!("it loaded {loaded} bytes of device state, {bytes} were sent"))
+    }
+}
+
+/// Like `write_all`, without a signal when the other end is gone.
+fn send_all(to: &UnixStream, mut bytes: &[u8]) -> io::Result<()> {
+    while !bytes.is_empty() {
+        match send(to, bytes, SendFlags::NOSIGNAL) {
+            Ok(n) => bytes = &bytes[n..],
+            Err(rustix::io::Errno::INTR) => {}
+            Err(rustix::io::Errno::AGAIN) => {
+                return Err(io::Error::new(io::ErrorKind::TimedOut, format!("it read nothing for {LONG:?}")));
+            }
+            Err(e) => return Err(e.into()),
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,243 @@
+//! Lines on a unix stream socket, with the file descriptors that travel with them.
+use std::{
+    io::{self, IoSlice, IoSliceMut},
+    mem::MaybeUninit,
+    os::{
+        fd::{AsFd, BorrowedFd, OwnedFd},
+        unix::net::UnixStream,
+    },
+    time::Instant,
+};
+
+use rustix::{
+    cmsg_space,
+    event::PollFlags,
+    net::{
+        RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer, SendAncillaryMessage,
+        SendFlags, recvmsg, send, sendmsg,
+    },
+};
+
+use super::wait::wait_for;
+
+/// The longest line, its end included. A description of the most regions that a line can carry fits.
+pub const MAX_LINE_BYTES: usize = 64 << 10;
+/// The most file descriptors that the kernel passes with one message.
+pub const MAX_FDS: usize = 253;
+
+const CHUNK_BYTES: usize = 4096;
+const CONTROL_BYTES: usize = cmsg_space!(ScmRights(MAX_FDS));
+
+/// Why no line came, or could not be sent.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum LineError {
+    #[error("it closed the connection")]
+    Closed,
+    #[error("it did not answer in time")]
+    TimedOut,
+    #[error("it sent a line of more than {MAX_LINE_BYTES} bytes")]
+    TooLong,
+    #[error("it sent more than {MAX_FDS} file descriptors with one line")]
+    TooManyFds,
+    #[error("the connection failed: {0}")]
+    System(#[from] io::Error),
+}
+
+/// A line without its end, and what came with it.
+#[derive(Debug)]
+pub(super) struct Line {
+    pub(super) text: Vec<u8>,
+    pub(super) fds: Vec<OwnedFd>,
+}
+
+/// One end of a connection. What it holds is bounded: less than a line and a chunk, and [`MAX_FDS`] descriptors a line.
+#[derive(Debug)]
+pub(super) struct LineSocket {
+    stream: UnixStream,
+    bytes: Vec<u8>,
+    /// Bytes that were searched for the end of a line already.
+    searched: usize,
+    /// Descriptors, each with the index in `bytes` of a byte of the line that it belongs to.
+    fds: Vec<(usize, OwnedFd)>,
+}
+
+impl LineSocket {
+    pub(super) fn new(stream: UnixStream) -> Self {
+        Self { stream, bytes: Vec::new(), searched: 0, fds: Vec::new() }
+    }
+
+    pub(super) fn stream(&self) -> &UnixStream {
+        &self.stream
+    }
+
+    /// Waits for a line until `deadline`.
+    pub(super) fn receive(&mut self, deadline: Instant) -> Result<Line, LineError> {
+        loop {
+            if let Some(line) = self.take_line()? {
+                return Ok(line);
+            }
+            if !wait_for(self.stream.as_fd(), PollFlags::IN, deadline)? {
+                return Err(LineError::TimedOut);
+            }
+            self.read_some()?;
+        }
+    }
+
+    /// Takes in what has arrived, without waiting.
+    pub(super) fn read_some(&mut self) -> Result<(), LineError> {
+        let mut chunk = [0; CHUNK_BYTES];
+        let mut space = [MaybeUninit::uninit(); CONTROL_BYTES];
+        let mut control = RecvAncillaryBuffer::new(&mut space);
+        let flags = RecvFlags::CMSG_CLOEXEC | RecvFlags::DONTWAIT;
+        let message = match recvmsg(&self.stream, &mut [IoSliceMut::new(&mut chunk)], &mut control, flags) {
+            Ok(message) => message,
+            Err(rustix::io::Errno::AGAIN | rustix::io::Errno::INTR) => return Ok(()),
+            Err(rustix::io::Errno::CONNRESET) => return Err(LineError::Closed),
+            Err(e) => return Err(LineError::System(e.into())),
+        };
+        if message.bytes == 0 {
+            return Err(LineError::Closed);
+        }
+        self.bytes.extend_from_slice(&chunk[..message.bytes]);
+        // The kernel ends a read with the message that carried descriptors: they belong to the line of the last byte.
+        let position = self.bytes.len() - 1;
+        for part in control.drain() {
+            if let RecvAncillaryMessage::ScmRights(fds) = part {
+                self.fds.extend(fds.map(|fd| (position, fd)));
+            }
+        }
+        if message.flags.contains(ReturnFlags::CTRUNC) || self.fds.len() > MAX_FDS {
+            return Err(LineError::TooManyFds);
+        }
+        Ok(())
+    }
+
+    /// A line that is complete already.
+    pub(super) fn take_line(&mut self) -> Result<Option<Line>, LineError> {
+        let end = self.bytes[self.searched..].iter().position(|&b| b == b'\n').map(|at| self.searched + at);
+        self.searched = self.bytes.len();
+        let Some(end) = end else {
+            return if self.bytes.len() >= MAX_LINE_BYTES { Err(LineError::TooLong) } else { Ok(None) };
+        };
+        if end >= MAX_LINE_BYTES {
+            return Err(LineError::TooLong);
+        }
+        let rest = self.bytes.split_off(end + 1);
+        let mut text = std::mem::replace(&mut self.bytes, rest);
+        text.pop();
+        self.searched = 0;
+        let (mine, later): (Vec<_>, Vec<_>) = self.fds.drain(..).partition(|(position, _)| *position <= end);
+        self.fds = later.into_iter().map(|(position, fd)| (position - end - 1, fd)).collect();
+        Ok(Some(Line { text, fds: mine.into_iter().map(|(_, fd)| fd).collect() }))
+    }
+
+    /// Sends a line, with `fds` on its first byte, until `deadline`.
+    pub(super) fn send(&self, text: &[u8], fds: &[BorrowedFd<'_>], deadline: Instant) -> Result<(), LineError> {
+        let mut line = text.to_vec();
+        line.push(b'\n');
+        if line.len() > MAX_LINE_BYTES || fds.len() > MAX_FDS {
+            let what = format!("a line of {} bytes with {} file descriptors can't be sent", line.len(), fds.len());
+            return Err(LineError::System(io::Error::new(io::ErrorKind::InvalidInput, what)));
+        }
+        let mut sent = 0;
+        while sent < line.len() {
+            let with = if sent == 0 { fds } else { &[] };
+            match send_some(&self.stream, &line[sent..], with) {
+                Ok(n) => sent += n,
+                Err(rustix::io::Errno::INTR) => {}
+                Err(rustix::io::Errno::AGAIN) => {
+                    if !wait_for(self.stream.as_fd(), PollFlags::OUT, deadline)? {
+                        return Err(LineError::TimedOut);
+                    }
+                }
+                Err(rustix::io::Errno::PIPE | rustix::io::Errno::CONNRESET) => return Err(LineError::Closed),
+                Err(e) => return Err(LineError::System(e.into())),
+            }
+        }
+        Ok(())
+    }
+}
+
+fn send_some(to: &UnixStream, bytes: &[u8], fds: &[BorrowedFd<'_>]) -> rustix::io::Result<usize> {
+    let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
+    if fds.is_empty() {
+        return send(to, bytes, flags);
+    }
+    let mut space = [MaybeUninit::uninit(); CONTROL_BYTES];
+    let mut control = SendAncillaryBuffer::new(&mut space);
+    if !control.push(SendAncillaryMessage::ScmRights(fds)) {
+        return Err(rustix::io::Errno::MSGSIZE);
+    }
+    sendmsg(to, &[IoSlice::new(bytes)], &mut control, flags)
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use std::{fs::File, io::Write, time::Duration};
+
+    use super::*;
+
+    fn later() -> Instant {
+        Instant::now() + Duration::from_secs(60)
+    }
+
+    fn pair() -> (LineSocket, LineSocket) {
+        let (a, b) = UnixStream::pair().unwrap();
+        (LineSocket::new(a), LineSocket::new(b))
+    }
+
+    #[test]
+    fn descriptors_stay_with_their_line() {
+        let (a, mut b) = pair();
+        let null = File::open("/dev/null").unwrap();
+        a.send(b"first", &[], later()).unwrap();
+        a.send(b"second", &[null.as_fd(), null.as_fd()], later()).unwrap();
+        a.send(b"third", &[], later()).unwrap();
+        a.send(b"fourth", &[null.as_fd()], later()).unwrap();
+        for (text, fds) in [("first", 0), ("second", 2), ("third", 0), ("fourth", 1)] {
+            let line = b.receive(later()).unwrap();
+            assert_eq!((line.text.as_slice(), line.fds.len()), (text.as_bytes(), fds));
+        }
+    }
+
+    #[test]
+    fn a_long_line_with_descriptors_comes_whole() {
+        let (a, mut b) = pair();
+        let null = File::open("/dev/null").unwrap();
+        let text = vec![b'x'; MAX_LINE_BYTES - 1];
+        let fds = vec![null.as_fd(); MAX_FDS];
+        std::thread::scope(|s| {
+            s.spawn(|| a.send(&text, &fds, later()).unwrap());
+            let line = b.receive(later()).unwrap();
+            assert_eq!(line.text, text);
+            assert_eq!(line.fds.len(), MAX_FDS);
+        });
+    }
+
+    #[test]
+    fn a_line_that_never_ends_is_refused() {
+        let (a, mut b) = pair();
+        std::thread::scope(|s| {
+            // The other side may hang up before all of it is written.
+            s.spawn(move || (&a.stream).write_all(&vec![b'x'; 2 * MAX_LINE_BYTES]));
+            assert!(matches!(b.receive(later()), Err(LineError::TooLong)));
+            assert!(b.bytes.len() <= MAX_LINE_BYTES + CHUNK_BYTES);
+            drop(b);
+        });
+    }
+
+    #[test]
+    fn half_a_line_is_a_closed_connection() {
+        let (a, mut b) = pair();
+        (&a.stream).write_all(b"half").unwrap();
+        drop(a);
+        assert!(matches!(b.receive(later()), Err(LineError::Closed)));
+    }
+
+    #[test]
+    fn nobody_waits_for_ever() {
+        let (_a, mut b) = pair();
+        assert!(matches!(b.receive(Instant::now()), Err(LineError::TimedOut)));
+    }
+}

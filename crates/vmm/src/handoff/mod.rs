@@ -1,0 +1,46 @@
+//! VMMs that hand their guest over by themselves: the hand-off protocol (docs/handoff.md).
+//!
+//! A guest process listens on a unix socket, and transship connects. Requests and answers are lines of JSON; memory
+//! files, a userfaultfd and the ends of device state streams travel with them as file descriptors.
+//!
+//! | role | here |
+//! | --- | --- |
+//! | transship, the guest leaves | [`HandoffSource`] |
+//! | transship, the guest arrives | [`HandoffDestination`] |
+//! | the guest process | [`serve`], for VMMs that are written in Rust: they implement [`HandoffGuest`] |
+
+mod client;
+mod destination;
+mod line;
+mod maps;
+mod message;
+mod server;
+mod socket;
+mod source;
+mod state_stream;
+mod wait;
+
+#[cfg(test)]
+mod tests;
+
+pub use client::check;
+pub use destination::HandoffDestination;
+pub use line::{MAX_FDS, MAX_LINE_BYTES};
+pub use message::{CheckResult, VERSION};
+pub use server::{GuestRegion, GuestState, HandoffGuest, serve};
+pub use socket::{GuestSocket, SocketError};
+pub use source::HandoffSource;
+pub use wait::Shutdown;
+
+use transship_engine::guest::GuestError;
+use transship_memory::{Access, GuestMemory, Region};
+
+use client::Connection;
+use message::CheckedDescription;
+
+fn map_regions(from: &Connection, guest: CheckedDescription, access: Access) -> Result<GuestMemory, GuestError> {
+    let map = |r: message::CheckedRegion| {
+        Region::map(&r.entry.name, r.file, r.entry.file_offset, r.entry.bytes, access).map_err(|e| from.error(e))
+    };
+    Ok(GuestMemory::new(guest.regions.into_iter().map(map).collect::<Result<_, _>>()?))
+}

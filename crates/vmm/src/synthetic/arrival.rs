@@ -1,0 +1,98 @@
+//! The check of every page after a move. It goes on while the guest runs already: who wants to write a page that was not
+//! yet checked checks it first.
+use std::sync::{
+    Mutex,
+    atomic::{AtomicBool, Ordering},
+};
+
+use transship_memory::{Access, PageSet, Region};
+
+use super::{
+    lock,
+    machine::{Buffers, Machine},
+    mapping::Ram,
+};
+
+/// Pages that one lock is for.
+const GROUP: u64 = 64;
+
+/// Which pages are not yet checked, and which were found wrong.
+pub(super) struct Arrival {
+    /// A bit for each page of a group that is not yet checked. The lock is held while one of them is.
+    left: Box<[Mutex<u64>]>,
+    /// Not all are checked. Set to false (Release) after the last check; a writer that sees it (Acquire) writes after all reads.
+    unfinished: AtomicBool,
+    /// By region, as they were on arrival.
+    data: Vec<PageSet>,
+    wrong: Mutex<Vec<u64>>,
+}
+
+impl Arrival {
+    pub(super) fn new(ram: &[Ram]) -> Result<Self, transship_memory::Error> {
+        let pages: u64 = ram.iter().map(Ram::pages).sum();
+        let bits = |group: u64| u64::MAX >> (GROUP - (pages - group * GROUP).min(GROUP));
+        Ok(Self {
+            left: (0..pages.div_ceil(GROUP)).map(|group| Mutex::new(bits(group))).collect(),
+            unfinished: AtomicBool::new(true),
+            data: data(ram)?,
+            wrong: Mutex::new(Vec::new()),
+        })
+    }
+
+    /// Checks what is left, until `quit` is set. Returns whether all is checked.
+    pub(super) fn check_all(&self, machine: &Machine, quit: &AtomicBool) -> bool {
+        let mut buffers = Buffers::new();
+        for (group, left) in (0..).zip(&self.left) {
+            if quit.load(Ordering::Relaxed) {
+                return false;
+            }
+            let mut left = lock(left);
+            while *left != 0 {
+                let bit = left.trailing_zeros();
+                self.check(machine, group * GROUP + u64::from(bit), &mut buffers);
+                *left &= !(1 << bit);
+            }
+        }
+        self.unfinished.store(false, Ordering::Release);
+        true
+    }
+
+    pub(super) fn check_before_write(&self, machine: &Machine, number: u64, buffers: &mut Buffers) {
+        if !self.unfinished.load(Ordering::Acquire) {
+            return;
+        }
+        let mut left = lock(&self.left[(number / GROUP) as usize]);
+        let bit = 1 << (number % GROUP);
+        if *left & bit != 0 {
+            self.check(machine, number, buffers);
+            *left &= !bit;
+        }
+    }
+
+    fn check(&self, machine: &Machine, number: u64, buffers: &mut Buffers) {
+        if !machine.is_right(number, is_hole(&self.data, number), buffers) {
+            lock(&self.wrong).push(number);
+        }
+    }
+
+    /// Pages that were found wrong so far.
+    pub(super) fn wrong(&self) -> Vec<u64> {
+        lock(&self.wrong).clone()
+    }
+}
+
+/// The pages of each region that are not holes.
+pub(super) fn data(ram: &[Ram]) -> Result<Vec<PageSet>, transship_memory::Error> {
+    let data = |ram: &Ram| {
+        let unusable = |e: std::io::Error| transship_memory::Error::System { what: ram.name().into(), source: e };
+        let file = ram.file().try_clone_to_owned().map_err(unusable)?;
+        Region::map(ram.name(), file, 0, ram.bytes(), Access::Read)?.data()
+    };
+    ram.iter().map(data).collect()
+}
+
+/// Whether page `number` was a hole. All regions have the same size.
+pub(super) fn is_hole(data: &[PageSet], number: u64) -> bool {
+    let pages = data.first().map_or(1, PageSet::pages);
+    !data[(number / pages) as usize].contains(number % pages)
+}
