@@ -180,7 +180,7 @@ fn refused(area: &Area, source: io::Error) -> Error {
             "another userfaultfd tracks it already: a migration or snapshot tool is at work; let it end".into()
         }
         Some(libc::EINVAL | libc::EPERM) => format!(
-            "the kernel tracks shared writable memory on tmpfs and hugetlbfs only, address {:#x} is something else ({source})",
+            "address {:#x} of the process is no memory that the kernel can track: shared, writable, whole pages ({source})",
             area.address
         ),
         Some(libc::ENOMEM | libc::ESRCH) => return Error::Gone { region: area.region, source },

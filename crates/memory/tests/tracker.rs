@@ -1,0 +1,491 @@
+//! The tracker against the real kernel: no write to tracked memory may be missed, whatever the state of the page.
+//!
+//! The tracked process is this one, through a mapping of its own, or a child where it has to die. Writes elsewhere (by
+//! `Region`, which has another mapping) are what a tracker does not see; the tests use them for what must not matter.
+#![allow(clippy::unwrap_used)]
+
+mod common;
+
+use std::{
+    fs::File,
+    io::{BufRead, BufReader, Write},
+    os::fd::{AsFd, FromRawFd, OwnedFd, RawFd},
+    process::{Child, Command, Stdio},
+    ptr,
+    sync::atomic::{AtomicBool, AtomicU64, Ordering},
+    thread,
+};
+
+use common::{HUGE, PAGE, contents, file, huge_file, map, page_of};
+use rustix::{
+    mm::{MapFlags, ProtFlags},
+    process::{Pid, PidfdFlags, PidfdGetfdFlags},
+};
+use transship_memory::{Access, Area, Error, PageRange, PageSet, Region, Tracker, UffdTracker};
+
+/// Memory as a VMM has it: a shared mapping, written through atomics. Never unmapped unless a test says so.
+struct Guest {
+    base: *mut u8,
+    bytes: u64,
+}
+
+// SAFETY: an address of memory that stays mapped; it is used through atomics only.
+unsafe impl Sync for Guest {}
+
+impl Guest {
+    fn map(file: impl AsFd, bytes: u64) -> Self {
+        let prot = ProtFlags::READ | ProtFlags::WRITE;
+        // SAFETY: a new mapping at a place that the kernel picks.
+        let base = unsafe { rustix::mm::mmap(ptr::null_mut(), bytes as usize, prot, MapFlags::SHARED, file, 0) };
+        Self { base: base.unwrap().cast(), bytes }
+    }
+
+    /// The word at the start of the page.
+    fn word(&self, page: u64) -> &AtomicU64 {
+        assert!(page < self.bytes / PAGE);
+        // SAFETY: in the mapping, aligned, and only ever used as an atomic.
+        unsafe { &*self.base.add((page * PAGE) as usize).cast::<AtomicU64>() }
+    }
+
+    fn write(&self, page: u64, value: u64) {
+        self.word(page).store(value, Ordering::Relaxed);
+    }
+
+    fn area(&self) -> Area {
+        Area { region: 0, first_page: 0, address: self.base.addr() as u64, bytes: self.bytes }
+    }
+
+    fn track(&self) -> UffdTracker {
+        UffdTracker::new(userfaultfd(), own_pagemap(), vec![self.area()], vec![self.bytes / PAGE]).unwrap()
+    }
+}
+
+fn userfaultfd() -> OwnedFd {
+    const USER_MODE_ONLY: libc::c_int = 1;
+    // SAFETY: no memory is involved.
+    let fd = unsafe { libc::syscall(libc::SYS_userfaultfd, USER_MODE_ONLY | libc::O_CLOEXEC) };
+    assert!(fd >= 0, "userfaultfd: {}", std::io::Error::last_os_error());
+    // SAFETY: just made, and nobody else's.
+    unsafe { OwnedFd::from_raw_fd(fd as RawFd) }
+}
+
+fn own_pagemap() -> OwnedFd {
+    File::open("/proc/self/pagemap").unwrap().into()
+}
+
+fn set(pages: u64, ranges: &[(u64, u64)]) -> PageSet {
+    let mut set = PageSet::empty(pages);
+    ranges.iter().for_each(|&(first, count)| set.insert(PageRange::new(first, count)));
+    set
+}
+
+/// Scans until nothing is reported any more, as it must be when nobody writes.
+fn settle(tracker: &mut UffdTracker) {
+    let settled = (0..5).any(|_| tracker.scan(0).unwrap().is_empty());
+    assert!(settled, "pages are reported that nobody wrote");
+}
+
+fn missing(tracker: &mut UffdTracker, written: &PageSet) -> PageSet {
+    let mut missing = written.clone();
+    missing.subtract(&tracker.scan(0).unwrap());
+    missing
+}
+
+#[test]
+fn the_first_scan_reports_everything_and_the_next_what_was_written() {
+    let pages = 5000;
+    let guest = Guest::map(file(pages * PAGE), pages * PAGE);
+    (0..pages).for_each(|page| guest.write(page, 1));
+    let mut tracker = guest.track();
+    assert_eq!(tracker.scan(0).unwrap(), PageSet::full(pages));
+    assert!(tracker.scan(0).unwrap().is_empty());
+    [0, 7, 8, 511, 512, 4999].iter().for_each(|&page| guest.write(page, 2));
+    assert_eq!(tracker.scan(0).unwrap(), set(pages, &[(0, 1), (7, 2), (511, 2), (4999, 1)]));
+    assert!(tracker.scan(0).unwrap().is_empty());
+    // More stretches than one call of the kernel reports is tested with twice as many pages below.
+}
+
+#[test]
+fn more_stretches_than_one_call_reports_all_come() {
+    let pages = 20_000;
+    let guest = Guest::map(file(pages * PAGE), pages * PAGE);
+    (0..pages).for_each(|page| guest.write(page, 1));
+    let mut tracker = guest.track();
+    tracker.scan(0).unwrap();
+    let mut every_second = PageSet::empty(pages);
+    for page in (0..pages).step_by(2) {
+        guest.write(page, 2);
+        every_second.insert(PageRange::new(page, 1));
+    }
+    assert_eq!(tracker.scan(0).unwrap(), every_second);
+    assert!(tracker.scan(0).unwrap().is_empty());
+}
+
+/// Pages that nobody had touched when the tracking was armed: some have no page table, some have one.
+#[test]
+fn writes_to_untouched_pages_are_seen() {
+    let pages = 4096;
+    let guest = Guest::map(file(pages * PAGE), pages * PAGE);
+    guest.write(1000, 1);
+    let mut tracker = guest.track();
+    tracker.scan(0).unwrap();
+    for round in 1..20 {
+        let written = set(pages, &[(999 + round, 1), (1100 + round, 1), (2000 + 77 * round, 2), (20, 1)]);
+        written.ranges().flat_map(|range| range.first..range.end()).for_each(|page| guest.write(page, round));
+        assert!(missing(&mut tracker, &written).is_empty(), "round {round}");
+        settle(&mut tracker);
+    }
+}
+
+/// Pages that are in the file, and that the process has not mapped when the tracking is armed; it reads some of them before.
+#[test]
+fn writes_to_pages_that_only_the_file_has_are_seen() {
+    let pages = 2048;
+    let file = file(pages * PAGE);
+    let region = map(&file, pages * PAGE, Access::ReadWrite);
+    (0..pages).for_each(|page| region.write_pages(page, 1, &page_of(page)).unwrap());
+    let guest = Guest::map(&file, pages * PAGE);
+    let mut tracker = guest.track();
+    assert_eq!(tracker.scan(0).unwrap(), PageSet::full(pages), "they hold something");
+    settle(&mut tracker);
+    (300..340).for_each(|page| assert_ne!(guest.word(page).load(Ordering::Relaxed), 0));
+    settle(&mut tracker);
+    let written = set(pages, &[(0, 1), (310, 2), (900, 40)]);
+    written.ranges().flat_map(|range| range.first..range.end()).for_each(|page| guest.write(page, 5));
+    assert!(missing(&mut tracker, &written).is_empty());
+}
+
+/// What the kernel writes for the process (here by read(2) into tracked memory) counts as the process's own.
+#[test]
+fn writes_by_the_kernel_are_seen() {
+    let pages = 64;
+    let guest = Guest::map(file(pages * PAGE), pages * PAGE);
+    guest.write(9, 1);
+    let mut tracker = guest.track();
+    tracker.scan(0).unwrap();
+    let zero = File::open("/dev/zero").unwrap();
+    for page in [9, 33] {
+        // SAFETY: a page of the mapping, which is used by nothing else now.
+        let buffer = unsafe { std::slice::from_raw_parts_mut(guest.base.add((page * PAGE) as usize), 4096) };
+        assert_eq!(rustix::io::read(&zero, buffer).unwrap(), 4096);
+    }
+    assert!(missing(&mut tracker, &set(pages, &[(9, 1), (33, 1)])).is_empty());
+}
+
+/// Free page reporting gives pages back while we track; the guest takes them again later.
+fn holes_are_written_again(file: OwnedFd, pages: u64, hole: PageRange) {
+    let region = map(&file, pages * PAGE, Access::ReadWrite);
+    let guest = Guest::map(&file, pages * PAGE);
+    (0..pages).for_each(|page| guest.write(page, 1));
+    let mut tracker = guest.track();
+    tracker.scan(0).unwrap();
+    for round in 2..6 {
+        region.clear(hole).unwrap();
+        // In every second round the hole is scanned before it is written again.
+        if round % 2 == 0 {
+            settle(&mut tracker);
+        }
+        let middle = hole.first + hole.count / 2;
+        guest.write(middle, round);
+        assert!(missing(&mut tracker, &set(pages, &[(middle, 1)])).is_empty(), "round {round}");
+        assert_eq!(guest.word(hole.first).load(Ordering::Relaxed), 0);
+        guest.write(hole.first, round);
+        assert!(missing(&mut tracker, &set(pages, &[(hole.first, 1)])).is_empty(), "round {round}");
+    }
+}
+
+#[test]
+fn writes_to_holes_punched_while_tracked_are_seen() {
+    holes_are_written_again(file(2048 * PAGE), 2048, PageRange::new(300, 900));
+}
+
+#[test]
+fn writes_to_huge_pages_are_seen() {
+    let Some(file) = huge_file(4 * HUGE) else { return };
+    holes_are_written_again(rustix::io::dup(&file).unwrap(), 2048, PageRange::new(512, 1024));
+    let guest = Guest::map(&file, 4 * HUGE);
+    let mut tracker = guest.track();
+    tracker.scan(0).unwrap();
+    settle(&mut tracker);
+    guest.write(600, 1);
+    assert_eq!(tracker.scan(0).unwrap(), set(2048, &[(512, 512)]), "the whole huge page");
+}
+
+/// Tells threads to end; also when the test fails, which would wait for them otherwise.
+struct Stop(AtomicBool);
+
+impl Stop {
+    fn on_drop(&self) -> impl Drop + '_ {
+        struct Guard<'a>(&'a AtomicBool);
+        impl Drop for Guard<'_> {
+            fn drop(&mut self) {
+                self.0.store(true, Ordering::Relaxed);
+            }
+        }
+        Guard(&self.0)
+    }
+}
+
+/// Holes that come while the memory is copied, of so many pages.
+enum Punch {
+    Nothing,
+    Every(u64),
+}
+
+/// The law of live migration. Threads write versions all over the memory and another punches holes, while pages are copied
+/// as the scans report them. After the last scan the copy is the memory, byte for byte.
+fn copies_converge(file: OwnedFd, bytes: u64, punch: Punch) {
+    let pages = bytes / PAGE;
+    let source = map(&file, bytes, Access::Read);
+    let puncher = map(&file, bytes, Access::ReadWrite);
+    let guest = Guest::map(&file, bytes);
+    let copy = map(common::file(bytes), bytes, Access::ReadWrite);
+    let mut tracker = guest.track();
+    let (stop, writes) = (Stop(AtomicBool::new(false)), AtomicU64::new(0));
+    let (guest, stop, writes) = (&guest, &stop, &writes);
+    thread::scope(|scope| {
+        let _stop_on_panic = stop.on_drop();
+        let writers = (1..3_u64).map(|thread| {
+            scope.spawn(move || {
+                let mut random = thread;
+                while !stop.0.load(Ordering::Relaxed) {
+                    random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+                    // Half of the writes go to a few hot pages.
+                    let page = if random >> 63 == 1 { (random >> 33) % 16 } else { (random >> 33) % pages };
+                    guest.word(page).fetch_add(1 + thread, Ordering::Relaxed);
+                    writes.fetch_add(1, Ordering::Relaxed);
+                }
+            })
+        });
+        let writers: Vec<_> = writers.collect();
+        for round in 0..30 {
+            // Something happens between any two scans, however the threads are scheduled.
+            let before = writes.load(Ordering::Relaxed);
+            while writes.load(Ordering::Relaxed) < before + 500 {
+                thread::yield_now();
+            }
+            if let Punch::Every(unit) = punch {
+                puncher.clear(PageRange::new(round % (pages / unit) * unit, unit)).unwrap();
+            }
+            migrate(&mut tracker, &source, &copy);
+        }
+        stop.0.store(true, Ordering::Relaxed);
+        writers.into_iter().for_each(|writer| writer.join().unwrap());
+        migrate(&mut tracker, &source, &copy);
+    });
+    assert!(contents(&source) == contents(&copy));
+    assert!(writes.load(Ordering::Relaxed) > 10_000);
+}
+
+/// One round: what was written, less the holes, is copied; what are holes now is zero over there.
+fn migrate(tracker: &mut UffdTracker, source: &Region, copy: &Region) {
+    let mut send = tracker.scan(0).unwrap();
+    let data = source.data().unwrap();
+    send.intersect_with(&data);
+    let mut holes = PageSet::full(data.pages());
+    holes.subtract(&data);
+    holes.ranges().for_each(|range| copy.clear(range).unwrap());
+    for (first, bits) in send.windows() {
+        let mut bytes = Vec::new();
+        source.copy_out(first, bits, &mut bytes).unwrap();
+        copy.write_pages(first, bits, &bytes).unwrap();
+    }
+}
+
+#[test]
+fn copies_converge_on_the_memory_while_it_is_written() {
+    copies_converge(file(2000 * PAGE), 2000 * PAGE, Punch::Every(70));
+}
+
+#[test]
+fn copies_converge_on_huge_pages_while_they_are_written() {
+    let Some(file) = huge_file(4 * HUGE) else { return };
+    copies_converge(file, 4 * HUGE, Punch::Nothing);
+}
+
+/// Memory in a file on a disk is tracked as well.
+#[test]
+fn copies_converge_on_a_file_while_it_is_written() {
+    let file = tempfile::tempfile_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    file.set_len(1000 * PAGE).unwrap();
+    copies_converge(file.into(), 1000 * PAGE, Punch::Every(70));
+}
+
+/// The only test that can tell whether pages behind one huge mapping are told apart or reported together.
+#[test]
+fn writes_to_transparent_huge_pages_are_seen() {
+    let file = file(4 * HUGE);
+    let region = map(&file, 4 * HUGE, Access::ReadWrite);
+    let guest = Guest::map(&file, 4 * HUGE);
+    region.advise_huge();
+    // SAFETY: advice for the mapping as it was made; it changes no contents. A kernel without huge pages on tmpfs refuses.
+    let _ = unsafe { rustix::mm::madvise(guest.base.cast(), guest.bytes as usize, rustix::mm::Advice::LinuxHugepage) };
+    guest.write(0, 1);
+    guest.write(1024, 1);
+    let mut tracker = guest.track();
+    tracker.scan(0).unwrap();
+    for round in 1..10 {
+        let written = set(2048, &[(3 * round, 1), (700, 1), (1024 + round, 2)]);
+        written.ranges().flat_map(|range| range.first..range.end()).for_each(|page| guest.write(page, round));
+        assert!(missing(&mut tracker, &written).is_empty(), "round {round}");
+        settle(&mut tracker);
+    }
+}
+
+#[test]
+fn regions_and_parts_of_them_are_kept_apart() {
+    let (one, two) = (Guest::map(file(64 * PAGE), 64 * PAGE), Guest::map(file(96 * PAGE), 96 * PAGE));
+    // Region 1 is mapped in two parts, the second before the first.
+    let first = Area { region: 1, bytes: 32 * PAGE, address: two.area().address + 64 * PAGE, ..two.area() };
+    let second = Area { region: 1, first_page: 32, bytes: 64 * PAGE, ..two.area() };
+    let areas = vec![first, one.area(), second];
+    let mut tracker = UffdTracker::new(userfaultfd(), own_pagemap(), areas, vec![64, 96]).unwrap();
+    assert_eq!(tracker.scan(0).unwrap(), PageSet::full(64));
+    assert_eq!(tracker.scan(1).unwrap(), PageSet::full(96));
+    (0..64).for_each(|page| one.write(page, 1));
+    (0..96).for_each(|page| two.write(page, 1));
+    assert_eq!(tracker.scan(1).unwrap(), PageSet::full(96));
+    one.write(5, 2);
+    two.write(0, 2);
+    two.write(64, 2);
+    assert_eq!(tracker.scan(1).unwrap(), set(96, &[(0, 1), (32, 1)]));
+    assert_eq!(tracker.scan(0).unwrap(), PageSet::full(64));
+    assert!(matches!(tracker.scan(2), Err(Error::Untrackable { region: 2, .. })));
+}
+
+#[test]
+fn areas_that_do_not_fit_are_refused() {
+    let guest = Guest::map(file(16 * PAGE), 16 * PAGE);
+    let area = guest.area();
+    let refusal = |areas: &[Area], pages: &[u64]| {
+        UffdTracker::new(userfaultfd(), own_pagemap(), areas.to_vec(), pages.to_vec()).err().unwrap().to_string()
+    };
+    assert!(refusal(&[Area { region: 1, ..area }], &[16]).contains("no such region"));
+    assert!(refusal(&[Area { bytes: 100, ..area }], &[16]).contains("does not consist of pages"));
+    assert!(refusal(&[Area { bytes: 0, ..area }], &[16]).contains("does not consist of pages"));
+    assert!(refusal(&[Area { address: area.address + 8, ..area }], &[16]).contains("does not consist of pages"));
+    assert!(refusal(&[Area { first_page: 1, ..area }], &[16]).contains("outside its 16 pages"));
+    assert!(refusal(&[Area { first_page: u64::MAX, ..area }], &[16]).contains("outside its 16 pages"));
+    assert!(refusal(&[Area { address: 0_u64.wrapping_sub(PAGE), ..area }], &[16]).contains("outside its 16 pages"));
+    assert!(refusal(&[area], &[17]).contains("pages 16..17 are not mapped"));
+    assert!(refusal(&[area], &[16, 1]).contains("region number 1 can't be tracked: pages 0..1 are not mapped"));
+
+    let used = userfaultfd();
+    let tracker = UffdTracker::new(rustix::io::dup(&used).unwrap(), own_pagemap(), vec![area], vec![16]).unwrap();
+    let again = UffdTracker::new(used, own_pagemap(), vec![area], vec![16]).err().unwrap().to_string();
+    assert!(again.contains("Linux 6.7 or newer"), "{again}");
+    assert!(refusal(&[area], &[16]).contains("another userfaultfd tracks it already"));
+    drop(tracker);
+}
+
+/// Nothing of the tracker stays when it goes, and another can take its place.
+#[test]
+fn a_dropped_tracker_leaves_memory_as_it_was() {
+    let guest = Guest::map(file(64 * PAGE), 64 * PAGE);
+    for round in 1..4 {
+        let mut tracker = guest.track();
+        assert_eq!(tracker.scan(0).unwrap(), PageSet::full(64));
+        guest.write(round, 1);
+        assert!(missing(&mut tracker, &set(64, &[(round, 1)])).is_empty());
+        settle(&mut tracker);
+        drop(tracker);
+        guest.write(round, 7);
+        assert_eq!(guest.word(round).load(Ordering::Relaxed), 7);
+    }
+}
+
+#[test]
+fn memory_that_is_unmapped_is_no_clean_memory() {
+    let guest = Guest::map(file(64 * PAGE), 64 * PAGE);
+    let mut tracker = guest.track();
+    tracker.scan(0).unwrap();
+    // SAFETY: the mapping as it was made; nothing uses it any more.
+    unsafe { rustix::mm::munmap(guest.base.cast(), guest.bytes as usize) }.unwrap();
+    let error = tracker.scan(0).unwrap_err();
+    assert!(matches!(error, Error::Gone { region: 0, .. }), "{error}");
+}
+
+/// The tracked process in the next test: this same program, run with this variable set.
+const CHILD: &str = "TRANSSHIP_TRACKED_CHILD";
+const CHILD_PAGES: u64 = 1024;
+
+/// Says where its memory is and its userfaultfd, then writes the page that each line of its input names.
+#[test]
+fn child() {
+    if std::env::var_os(CHILD).is_none() {
+        return;
+    }
+    let guest = Guest::map(file(CHILD_PAGES * PAGE), CHILD_PAGES * PAGE);
+    let uffd = userfaultfd();
+    println!("\nchild {} {:?}", guest.area().address, std::os::fd::AsRawFd::as_raw_fd(&uffd));
+    for line in std::io::stdin().lines().map_while(Result::ok) {
+        match line.parse() {
+            Ok(page) => guest.write(page, 1),
+            Err(_) => drop(rustix::io::write(&uffd, b"")),
+        }
+        println!("\nchild done");
+    }
+}
+
+struct Tracked {
+    child: Child,
+    answers: std::io::Lines<BufReader<std::process::ChildStdout>>,
+}
+
+impl Tracked {
+    fn start() -> Self {
+        let mut child = Command::new(std::env::current_exe().unwrap())
+            .args(["--exact", "child", "--nocapture", "--test-threads=1"])
+            .env(CHILD, "1")
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let answers = BufReader::new(child.stdout.take().unwrap()).lines();
+        Self { child, answers }
+    }
+
+    /// The next line that is the child's own, among those of the test program around it.
+    fn answer(&mut self) -> Vec<String> {
+        let line = self.answers.find_map(|line| line.unwrap().strip_prefix("child ").map(str::to_owned));
+        line.expect("an answer of the child").split(' ').map(str::to_owned).collect()
+    }
+
+    fn write(&mut self, page: u64) {
+        writeln!(self.child.stdin.as_mut().unwrap(), "{page}").unwrap();
+        assert_eq!(self.answer(), ["done"]);
+    }
+}
+
+impl Drop for Tracked {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// As it is with a VMM: another process, whose userfaultfd we fetch; later it dies.
+#[test]
+fn another_process_is_tracked_until_it_dies() {
+    let mut tracked = Tracked::start();
+    let answer = tracked.answer();
+    let (address, fd) = (answer[0].parse().unwrap(), answer[1].parse().unwrap());
+    let pid = Pid::from_child(&tracked.child);
+    let pidfd = rustix::process::pidfd_open(pid, PidfdFlags::empty()).unwrap();
+    let uffd = rustix::process::pidfd_getfd(pidfd, fd, PidfdGetfdFlags::empty()).unwrap();
+    let pagemap = File::open(format!("/proc/{}/pagemap", pid.as_raw_nonzero())).unwrap();
+    let area = Area { region: 0, first_page: 0, address, bytes: CHILD_PAGES * PAGE };
+    let mut tracker = UffdTracker::new(uffd, pagemap.into(), vec![area], vec![CHILD_PAGES]).unwrap();
+    assert_eq!(tracker.scan(0).unwrap(), PageSet::full(CHILD_PAGES));
+    for page in [0, 17, 600, 600, 1023] {
+        tracked.write(page);
+        assert!(missing(&mut tracker, &set(CHILD_PAGES, &[(page, 1)])).is_empty(), "page {page}");
+        settle(&mut tracker);
+    }
+    tracked.child.kill().unwrap();
+    tracked.child.wait().unwrap();
+    for _ in 0..2 {
+        let error = tracker.scan(0).unwrap_err();
+        assert!(matches!(error, Error::Gone { region: 0, .. }), "{error}");
+    }
+}
