@@ -6,6 +6,7 @@
 
 mod copy;
 mod error;
+mod huge_holes;
 mod mapping;
 mod pages;
 mod region;

@@ -11,7 +11,7 @@ use rustix::{
     mm::Advice,
 };
 
-use crate::{Error, PAGE_BYTES, PageRange, PageSet, mapping::Mapping};
+use crate::{Error, PAGE_BYTES, PageRange, PageSet, huge_holes, mapping::Mapping};
 
 /// How a region is mapped.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -78,8 +78,9 @@ impl Region {
         self.file.as_fd()
     }
 
-    /// The pages that are not holes in the backing file (SEEK_DATA, SEEK_HOLE). Everything else reads as zero. On a file
-    /// system that doesn't know its holes (hugetlbfs is one) these are all pages.
+    /// The pages that are not holes in the backing file (SEEK_DATA, SEEK_HOLE). Everything else reads as zero. Where the
+    /// holes are not to be known these are all pages: on some file systems, and on a hugetlbfs where this process may not
+    /// use userfaultfd or has the file open for reading only.
     ///
     /// While the guest runs, scan the tracker first and ask then: what is written after the answer, the next scan reports.
     /// Holes come back too (free page reporting), and the tracker does not report those: ask again in each round.
@@ -87,6 +88,26 @@ impl Region {
     /// # Errors
     /// The system's own.
     pub fn data(&self) -> Result<PageSet, Error> {
+        if self.backing.hugetlb { Ok(self.huge_data()) } else { self.sought_data() }
+    }
+
+    /// The data of a hugetlbfs file.
+    fn huge_data(&self) -> PageSet {
+        let unit = self.backing.page_bytes;
+        let Ok(present) = huge_holes::present(self.file(), self.file_offset, self.bytes.next_multiple_of(unit), unit)
+        else {
+            return PageSet::full(self.pages());
+        };
+        let mut data = PageSet::empty(self.pages());
+        for bytes in present {
+            let page = bytes.start / PAGE_BYTES as u64;
+            data.insert(PageRange::new(page, bytes.end.min(self.bytes) / PAGE_BYTES as u64 - page));
+        }
+        data
+    }
+
+    /// The data of a file that can seek it.
+    fn sought_data(&self) -> Result<PageSet, Error> {
         let (start, end) = (self.file_offset, self.file_offset + self.bytes);
         let mut data = PageSet::empty(self.pages());
         let mut at = start;

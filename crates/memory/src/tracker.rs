@@ -88,7 +88,7 @@ impl UffdTracker {
     /// kernel that is too old.
     pub fn new(uffd: OwnedFd, pagemap: OwnedFd, areas: Vec<Area>, region_pages: Vec<u64>) -> Result<Self, Error> {
         check_areas(&areas, &region_pages)?;
-        uffd::negotiate(uffd.as_fd()).map_err(|source| match source.raw_os_error() {
+        uffd::negotiate(uffd.as_fd(), uffd::TRACK).map_err(|source| match source.raw_os_error() {
             Some(libc::EINVAL) => Error::Kernel {
                 what: "track writes to shared memory",
                 need: "Linux 6.7 or newer is needed, and a userfaultfd that was not used before",
@@ -96,7 +96,8 @@ impl UffdTracker {
             _ => Error::system("negotiating with userfaultfd", source),
         })?;
         for area in &areas {
-            uffd::register(uffd.as_fd(), area.address, area.bytes).map_err(|source| refused(area, source))?;
+            uffd::register(uffd.as_fd(), uffd::TRACK, area.address, area.bytes)
+                .map_err(|source| refused(area, source))?;
         }
         let regions = region_pages.into_iter().map(|pages| Tracked { pages, armed: false }).collect();
         Ok(Self { uffd, pagemap, areas, regions, found: vec![Written::default(); Self::FOUND] })
@@ -118,7 +119,7 @@ impl UffdTracker {
         }
         // Memory that is gone has no written pages as far as the kernel can tell. Registering what is registered changes
         // nothing, and fails when the process or its mapping is no more.
-        uffd::register(self.uffd.as_fd(), area.address, area.bytes).map_err(|source| lost(area, source))
+        uffd::register(self.uffd.as_fd(), uffd::TRACK, area.address, area.bytes).map_err(|source| lost(area, source))
     }
 }
 
@@ -138,8 +139,8 @@ impl Tracker for UffdTracker {
             }
         }
         self.regions[region].armed = true;
-        // The first time, pages count that are in the file and that the process has not touched: no one wrote them
-        // through its mapping, so the kernel does not know of them.
+        // The first time, pages count too that are in the file and that the process has not touched: no one wrote them
+        // through its mapping. Kernels call those written, at least so far; this does not depend on it.
         Ok(if armed { written } else { PageSet::full(pages) })
     }
 }

@@ -193,8 +193,21 @@ fn a_region_of_huge_pages_is_what_its_model_is() {
     expected[left(400, 1)].fill(1);
     expected[left(1601, 27)].fill(1);
     assert!(contents(&region) == expected);
+    let expected: Vec<_> = vec![(0, 512), (1536, 512)];
+    let data = |region: &Region| region.data().unwrap().ranges().map(|r| (r.first, r.count)).collect::<Vec<_>>();
+    assert_eq!(
+        rustix::fs::fstat(&huge).unwrap().st_blocks as u64 * 512,
+        4 * HUGE,
+        "holes that were read are none any more"
+    );
+    region.clear(PageRange::new(512, 1024)).unwrap();
+    assert_eq!(data(&region), expected);
+    assert_eq!(data(&region), expected, "asking made no page");
     let odd = Region::map("odd", huge, 0, HUGE + PAGE, Access::ReadWrite).unwrap();
     assert_eq!(odd.pages(), 513, "a part of a huge page can be the end of a region");
+    assert_eq!(data(&odd), [(0, 512)]);
+    odd.write_pages(512, 1, &page_of(3)).unwrap();
+    assert_eq!(data(&odd), [(0, 513)]);
     odd.clear(PageRange::new(0, 513)).unwrap();
     assert_eq!(region.zero_mask(384, u128::MAX).unwrap(), u128::MAX);
 }
