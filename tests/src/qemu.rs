@@ -95,6 +95,14 @@ impl Qemu {
         self.monitor().execute(command, arguments)
     }
 
+    /// The data of the first event of this name that is `wanted`, of those that were not waited for yet.
+    ///
+    /// # Errors
+    /// None comes in time, or QEMU is gone.
+    pub fn wait_event(&self, name: &str, wanted: impl Fn(&Value) -> bool) -> Result<Value> {
+        self.monitor().wait_event(name, wanted)
+    }
+
     fn monitor(&self) -> MutexGuard<'_, Qmp> {
         self.qmp.lock().expect("nobody panics with the lock held")
     }

@@ -52,6 +52,24 @@ impl Qmp {
         self.events.iter().filter_map(|e| e["event"].as_str().map(str::to_owned)).collect()
     }
 
+    /// The data of the first event of this name that is `wanted`, of those that were not waited for yet.
+    ///
+    /// # Errors
+    /// None comes in time, or QEMU is gone.
+    pub fn wait_event(&mut self, name: &str, wanted: impl Fn(&Value) -> bool) -> Result<Value> {
+        let is_it = |event: &Value| event["event"] == name && wanted(&event["data"]);
+        if let Some(at) = self.events.iter().position(is_it) {
+            return Ok(self.events.remove(at)["data"].take());
+        }
+        loop {
+            let mut event = self.read().map_err(failed(format!("waiting for the event {name}")))?;
+            if is_it(&event) {
+                return Ok(event["data"].take());
+            }
+            self.events.push(event);
+        }
+    }
+
     fn read(&mut self) -> Result<Value> {
         let mut line = String::new();
         match self.stream.read_line(&mut line) {

@@ -17,12 +17,29 @@ impl Scratch {
     /// # Errors
     /// There is no room.
     pub fn new() -> Result<Self> {
-        let base = base();
-        remove_what_the_dead_left(&base);
+        Self::within(&base())
+    }
+
+    /// Makes one in another place, such as a hugetlbfs.
+    ///
+    /// # Errors
+    /// There is no room.
+    pub fn within(base: &Path) -> Result<Self> {
+        remove_what_the_dead_left(base);
         // The name says whose it is, so that the next run can tell that it is nobody's any more.
         let prefix = format!("{PREFIX}{}-", std::process::id());
-        let folder = tempfile::Builder::new().prefix(&prefix).tempdir_in(&base);
+        let folder = tempfile::Builder::new().prefix(&prefix).tempdir_in(base);
         Ok(Self { folder: folder.map_err(failed(format!("can't make a folder in {}", base.display())))? })
+    }
+
+    /// Where [`Scratch::new`] makes them.
+    pub fn base() -> PathBuf {
+        base()
+    }
+
+    /// Removes all that this process has made in `base`, for a program that a signal is about to end.
+    pub fn remove_all(base: &Path) {
+        remove_those_of(base, |owner| owner == std::process::id());
     }
 
     /// Where it is.
@@ -46,11 +63,15 @@ fn base() -> PathBuf {
 
 /// A test run that was killed leaves its folders, and they hold memory.
 fn remove_what_the_dead_left(base: &Path) {
+    remove_those_of(base, |owner| !Path::new(&format!("/proc/{owner}")).exists());
+}
+
+fn remove_those_of(base: &Path, is_to_go: impl Fn(u32) -> bool) {
     let Ok(entries) = std::fs::read_dir(base) else { return };
     for entry in entries.flatten() {
         let name = entry.file_name();
         let owner = name.to_str().and_then(|n| n.strip_prefix(PREFIX)?.split('-').next()?.parse::<u32>().ok());
-        if owner.is_some_and(|pid| !Path::new(&format!("/proc/{pid}")).exists()) {
+        if owner.is_some_and(&is_to_go) {
             // Another test process may be removing it too.
             let _ = std::fs::remove_dir_all(entry.path());
         }
