@@ -244,13 +244,30 @@ fn send_all(region: &Region, to: &impl AsFd) -> io::Result<()> {
         .try_for_each(|(at, &(first, bits))| region.send_window(to.as_fd(), &[at as u8; 24], first, bits))
 }
 
-/// A socket whose buffer is far smaller than a window, read a little at a time: every write is a short one.
+/// Makes SIGUSR1 interrupt what the thread does, and nothing else.
+fn let_signals_interrupt() {
+    extern "C" fn nothing(_: libc::c_int) {}
+    // SAFETY: a sigaction is plain integers and pointers, for which zero means no flags (no SA_RESTART) and no mask; the
+    // handler does nothing, so it may run at any moment.
+    let result = unsafe {
+        let mut action: libc::sigaction = std::mem::zeroed();
+        action.sa_sigaction = nothing as *const () as usize;
+        libc::sigaction(libc::SIGUSR1, &raw const action, std::ptr::null_mut())
+    };
+    assert_eq!(result, 0);
+}
+
+/// A socket whose buffer is far smaller than a window, and a signal after each little read: it mostly meets a writer that
+/// waits with a part of the window written, and gets a short write; or one that has written nothing, and gets EINTR.
 #[test]
 fn windows_go_through_a_socket_in_short_writes() {
+    let_signals_interrupt();
     let region = filled();
     let (ours, mut theirs) = UnixStream::pair().unwrap();
     rustix::net::sockopt::set_socket_send_buffer_size(&ours, 4096).unwrap();
     let expected = expected(&region);
+    // SAFETY: asks for the number of this thread.
+    let writer = unsafe { libc::pthread_self() };
     let reader = thread::spawn(move || {
         let (mut got, mut some) = (Vec::<u8>::new(), vec![0; 1237]);
         loop {
@@ -258,11 +275,14 @@ fn windows_go_through_a_socket_in_short_writes() {
                 0 => return got,
                 count => got.extend(&some[..count]),
             }
+            // SAFETY: the writer joins this thread whatever happens, so it is there; the signal has a handler.
+            assert_eq!(unsafe { libc::pthread_kill(writer, libc::SIGUSR1) }, 0);
         }
     });
-    send_all(&region, &ours).unwrap();
+    let sent = send_all(&region, &ours);
     drop(ours);
     assert!(reader.join().unwrap() == expected);
+    sent.unwrap();
 }
 
 #[test]
