@@ -1,1 +1,0 @@
-//! Stock QEMU, attached from outside.

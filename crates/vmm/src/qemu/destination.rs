@@ -1,0 +1,138 @@
+//! A QEMU that waits for a guest (`-incoming defer`).
+use std::{
+    io::{self, Read, Write},
+    os::{fd::AsFd, unix::net::UnixStream},
+    path::Path,
+    time::Duration,
+};
+
+use serde_json::json;
+use transship_engine::guest::{DestinationGuest, GuestError};
+use transship_memory::{Access, GuestMemory};
+use transship_wire::GuestDescription;
+
+use super::{
+    checks, cont_by_hand, describe, memory,
+    migration::{self, STATE_FD, STATE_URI, Settings},
+    qmp::Qmp,
+};
+
+/// How long QEMU may take to load what it has been given.
+const LOAD_WAIT: Duration = Duration::from_secs(60);
+const PIECE_BYTES: usize = 256 << 10;
+
+/// A stock QEMU as the destination of a move. Nothing runs in it before [`DestinationGuest::start`].
+pub struct QemuDestination {
+    qmp: Qmp,
+    description: GuestDescription,
+    memory: GuestMemory,
+}
+
+impl QemuDestination {
+    /// Attaches to the QEMU whose QMP socket this is. Changes nothing in it.
+    ///
+    /// # Errors
+    /// It does not wait for a guest, or its memory can't be written from here; each with its cure.
+    pub fn attach(socket: &Path) -> Result<Self, GuestError> {
+        let mut qmp = Qmp::connect(socket)?;
+        checks::destination_state(&mut qmp)?;
+        migration::check_ignore_shared(&mut qmp)?;
+        let backends = memory::backends(&mut qmp)?;
+        checks::alone_in_memory(&qmp, &backends)?;
+        let memory = memory::map(&backends, Access::ReadWrite)?;
+        let description = describe(&mut qmp, &backends)?;
+        Ok(Self { qmp, description, memory })
+    }
+
+    /// Tells QEMU to load from the other end of the returned socket.
+    fn listen(&mut self) -> Result<UnixStream, GuestError> {
+        let failed = |e: io::Error| GuestError(format!("a channel for the device state: {e}"));
+        let (ours, qemus) = UnixStream::pair().map_err(failed)?;
+        ours.set_write_timeout(Some(LOAD_WAIT)).map_err(failed)?;
+        self.qmp.send_fd(STATE_FD, qemus.as_fd())?;
+        drop(qemus);
+        self.qmp.forget_events();
+        let mut arguments = json!({ "uri": STATE_URI });
+        if self.qmp.version() >= (9, 1) {
+            // So that QEMU lives to tell us what it did not like.
+            arguments["exit-on-error"] = json!(false);
+        }
+        self.qmp.execute("migrate-incoming", arguments)?;
+        Ok(ours)
+    }
+
+    /// What must hold before the source may give the guest up.
+    fn check_loaded_and_stopped(&mut self) -> Result<(), GuestError> {
+        match checks::run_state(&mut self.qmp)?.as_str() {
+            "inmigrate" => {
+                Err(GuestError("QEMU calls the device state loaded, but still waits for a guest".to_owned()))
+            }
+            "running" => {
+                self.qmp.execute("stop", json!({}))?;
+                Err(GuestError(
+                    "QEMU let the guest run before its time; it was stopped again, start a new QEMU".to_owned(),
+                ))
+            }
+            _ => Ok(()),
+        }
+    }
+}
+
+impl DestinationGuest for QemuDestination {
+    fn description(&self) -> GuestDescription {
+        self.description.clone()
+    }
+
+    fn memory(&self) -> GuestMemory {
+        self.memory.clone()
+    }
+
+    fn load_state(&mut self, state: &mut dyn Read) -> Result<(), GuestError> {
+        let settings = Settings::apply(&mut self.qmp)?;
+        let to = self.listen()?;
+        match pump(state, to) {
+            Ok(()) | Err(Pump::Write) => migration::wait_completed(&mut self.qmp, LOAD_WAIT)
+                .map_err(|e| GuestError(format!("the destination did not load the device state: {e}")))?,
+            Err(Pump::Read(e)) => {
+                return Err(GuestError(format!("the device state broke off: {e}; start a new destination QEMU")));
+            }
+        }
+        self.check_loaded_and_stopped()?;
+        settings.restore(&mut self.qmp)
+    }
+
+    fn start(&mut self, run: bool) -> Result<(), GuestError> {
+        if !run {
+            return self.check_loaded_and_stopped();
+        }
+        self.qmp.execute("cont", json!({}))?;
+        match checks::run_state(&mut self.qmp)?.as_str() {
+            "running" => Ok(()),
+            other => Err(GuestError(format!("QEMU did not start the guest, it is {other:?}"))),
+        }
+    }
+
+    fn start_hint(&self) -> String {
+        cont_by_hand(self.qmp.path())
+    }
+}
+
+/// Which end failed.
+enum Pump {
+    Read(io::Error),
+    /// QEMU knows better why.
+    Write,
+}
+
+/// Carries all of the state over, and closes.
+fn pump(state: &mut dyn Read, mut to: UnixStream) -> Result<(), Pump> {
+    let mut piece = vec![0; PIECE_BYTES];
+    loop {
+        match state.read(&mut piece) {
+            Ok(0) => return Ok(()),
+            Ok(count) => to.write_all(&piece[..count]).map_err(|_| Pump::Write)?,
+            Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
+            Err(e) => return Err(Pump::Read(e)),
+        }
+    }
+}

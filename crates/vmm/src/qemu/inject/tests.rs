@@ -1,0 +1,369 @@
+//! Injects into real processes, in every state that a thread of QEMU may be in, and requires that they never notice.
+//!
+//! The processes are this test program itself, started again for [`child`] alone with what to do in the environment.
+#![allow(clippy::unwrap_used)]
+use std::{
+    collections::BTreeSet,
+    env, fs,
+    io::{BufRead, BufReader, Write},
+    os::fd::AsRawFd,
+    process::{Child, ChildStdin, ChildStdout, Command, Stdio},
+    sync::atomic::{AtomicU32, Ordering},
+    time::{Duration, Instant},
+};
+
+use super::userfaultfd_of;
+
+const WORK: &str = "TRANSSHIP_INJECT_CHILD";
+/// Generous: the machine may be busy.
+const PATIENCE: Duration = Duration::from_secs(120);
+
+/// A child at work, in its thread `thread`.
+struct Work {
+    process: Child,
+    thread: i32,
+    input: ChildStdin,
+    output: BufReader<ChildStdout>,
+}
+
+impl Work {
+    fn start(what: &str) -> Self {
+        let mut process = Command::new(env::current_exe().unwrap())
+            .args(["--exact", "qemu::inject::tests::child", "--nocapture", "--test-threads=2"])
+            .env(WORK, what)
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let input = process.stdin.take().unwrap();
+        let output = BufReader::new(process.stdout.take().unwrap());
+        let mut work = Self { process, thread: 0, input, output };
+        work.thread = work.expect("thread ").parse().unwrap();
+        work
+    }
+
+    /// The rest of the next line that begins so.
+    fn expect(&mut self, prefix: &str) -> String {
+        loop {
+            let mut line = String::new();
+            assert_ne!(self.output.read_line(&mut line).unwrap(), 0, "the child ended without saying {prefix:?}");
+            // The harness has printed "test … " in front of the first one.
+            if let Some((_, rest)) = line.split_once(prefix) {
+                return rest.trim().to_owned();
+            }
+        }
+    }
+
+    fn pid(&self) -> i32 {
+        self.process.id() as i32
+    }
+
+    fn proc(&self, file: &str) -> String {
+        fs::read_to_string(format!("/proc/{}/task/{}/{file}", self.pid(), self.thread)).unwrap()
+    }
+
+    /// Waits until the thread sleeps in this system call.
+    fn wait_in(&self, number: i64) {
+        let begin = Instant::now();
+        while self.proc("syscall").split(' ').next() != Some(&number.to_string()) {
+            assert!(begin.elapsed() < PATIENCE, "never in system call {number}: {}", self.proc("syscall"));
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    }
+
+    fn descriptors(&self) -> BTreeSet<String> {
+        let list = fs::read_dir(format!("/proc/{}/fd", self.pid())).unwrap();
+        list.map(|entry| fs::read_link(entry.unwrap().path()).unwrap().display().to_string()).collect()
+    }
+
+    fn signal(&self, signal: i32) {
+        // SAFETY: kill takes any numbers; the process is our child and not yet waited for, so its id is its own.
+        assert_eq!(unsafe { libc::kill(self.pid(), signal) }, 0);
+    }
+
+    /// Takes a userfaultfd several times and checks that it is one, and of that process.
+    fn inject(&self, times: usize) {
+        let before = self.descriptors();
+        for _ in 0..times {
+            let uffd = userfaultfd_of(self.pid(), self.thread).unwrap();
+            let name = fs::read_link(format!("/proc/self/fd/{}", uffd.as_raw_fd())).unwrap();
+            assert_eq!(name.to_str(), Some("anon_inode:[userfaultfd]"));
+        }
+        assert_eq!(self.descriptors(), before);
+        assert!(self.proc("status").contains("TracerPid:\t0\n"));
+    }
+
+    /// Tells the child to end; it must have seen nothing unusual.
+    fn finish(mut self) {
+        self.input.write_all(b"end\n").unwrap();
+        self.expect("done");
+        assert!(self.process.wait().unwrap().success());
+    }
+}
+
+impl Drop for Work {
+    fn drop(&mut self) {
+        let _ = self.process.kill();
+        let _ = self.process.wait();
+    }
+}
+
+/// What the child processes run: one way to be busy or to sleep, checked by themselves. Not a test by itself.
+#[test]
+fn child() {
+    let Ok(what) = env::var(WORK) else { return };
+    // SAFETY: gettid has no arguments and can't fail.
+    println!("thread {}", unsafe { libc::gettid() });
+    match what.as_str() {
+        "read" => assert_eq!(read_byte(), b'e'),
+        "poll" => assert_eq!((wait_for_input(), read_byte()), (1, b'e')),
+        "ppoll" => ppoll_with_mask(),
+        "futex" => futex_until_input(),
+        "nanosleep" => nanosleep_until_input(),
+        "busy" => busy_until_input(),
+        "signals" => count_signals(),
+        "inject" => inject_for_ever(),
+        other => panic!("{other}"),
+    }
+    println!("done");
+}
+
+fn read_byte() -> u8 {
+    let mut byte = 0u8;
+    // SAFETY: one byte is writable. A raw read, since std's would hide an EINTR.
+    assert_eq!(unsafe { libc::read(0, (&raw mut byte).cast(), 1) }, 1, "{}", std::io::Error::last_os_error());
+    byte
+}
+
+fn wait_for_input() -> i32 {
+    let mut fd = libc::pollfd { fd: 0, events: libc::POLLIN, revents: 0 };
+    // SAFETY: one pollfd, as its count says.
+    unsafe { libc::poll(&mut fd, 1, 600_000) }
+}
+
+/// Blocks SIGUSR1 except within ppoll, as event loops do; afterwards it must be blocked still.
+fn ppoll_with_mask() {
+    let mut fd = libc::pollfd { fd: 0, events: libc::POLLIN, revents: 0 };
+    // SAFETY: all pointers are to live locals of the right types; sigemptyset initialises the sets.
+    unsafe {
+        let mut none: libc::sigset_t = std::mem::zeroed();
+        libc::sigemptyset(&mut none);
+        let mut user1 = none;
+        libc::sigaddset(&mut user1, libc::SIGUSR1);
+        libc::pthread_sigmask(libc::SIG_BLOCK, &user1, std::ptr::null_mut());
+        assert_eq!(libc::ppoll(&mut fd, 1, std::ptr::null(), &none), 1);
+        let mut now = none;
+        libc::pthread_sigmask(libc::SIG_BLOCK, std::ptr::null(), &mut now);
+        assert_eq!(libc::sigismember(&now, libc::SIGUSR1), 1);
+        assert_eq!(libc::sigismember(&now, libc::SIGUSR2), 0);
+    }
+}
+
+fn futex_until_input() {
+    static WORD: AtomicU32 = AtomicU32::new(0);
+    std::thread::spawn(|| {
+        read_byte();
+        WORD.store(1, Ordering::SeqCst);
+        // SAFETY: a wake on a static.
+        unsafe { libc::syscall(libc::SYS_futex, WORD.as_ptr(), libc::FUTEX_WAKE, i32::MAX) };
+    });
+    // SAFETY: a wait on a static, without a timeout.
+    let result = unsafe { libc::syscall(libc::SYS_futex, WORD.as_ptr(), libc::FUTEX_WAIT, 0, 0usize) };
+    let error = std::io::Error::last_os_error().raw_os_error();
+    // EAGAIN: the call was continued only after the input, when the word had changed already.
+    assert!(result == 0 || error == Some(libc::EAGAIN), "{error:?}");
+    assert_eq!(WORD.load(Ordering::SeqCst), 1);
+}
+
+/// One long sleep, which the kernel can continue only by its restart block. Ends the process itself, on input.
+fn nanosleep_until_input() {
+    std::thread::spawn(|| {
+        read_byte();
+        println!("done");
+        std::process::exit(0);
+    });
+    let time = libc::timespec { tv_sec: 3600, tv_nsec: 0 };
+    // SAFETY: a live timespec, and no remainder wanted.
+    let result = unsafe { libc::clock_nanosleep(libc::CLOCK_MONOTONIC, 0, &time, std::ptr::null_mut()) };
+    panic!("the sleep ended with {result}");
+}
+
+/// Computes the same sum again and again, in integer and floating point registers.
+fn busy_until_input() {
+    static END: AtomicU32 = AtomicU32::new(0);
+    std::thread::spawn(|| {
+        read_byte();
+        END.store(1, Ordering::Relaxed);
+    });
+    let sums = || {
+        let mut whole = std::hint::black_box(1u64);
+        let mut part = std::hint::black_box(1f64);
+        for i in 0..100_000u64 {
+            whole = whole.wrapping_mul(6364136223846793005).wrapping_add(i);
+            part = (part + i as f64).sqrt();
+        }
+        (whole, part.to_bits())
+    };
+    let expected = sums();
+    while END.load(Ordering::Relaxed) == 0 {
+        assert_eq!(sums(), expected);
+    }
+}
+
+static SIGNALS: AtomicU32 = AtomicU32::new(0);
+const SIGNALS_SENT: u32 = 500;
+
+/// Counts queued signals; none may get lost.
+fn count_signals() {
+    extern "C" fn count(_: libc::c_int) {
+        SIGNALS.fetch_add(1, Ordering::SeqCst);
+    }
+    // SAFETY: the handler only adds to an atomic.
+    unsafe { libc::signal(libc::SIGRTMIN(), count as extern "C" fn(libc::c_int) as libc::sighandler_t) };
+    println!("ready");
+    let begin = Instant::now();
+    while SIGNALS.load(Ordering::SeqCst) < SIGNALS_SENT {
+        assert!(begin.elapsed() < PATIENCE, "only {} signals", SIGNALS.load(Ordering::SeqCst));
+        std::hint::spin_loop();
+    }
+}
+
+/// A process that injects into the one that it reads about, until it is killed.
+fn inject_for_ever() {
+    let mut line = String::new();
+    std::io::stdin().read_line(&mut line).unwrap();
+    let (pid, thread) = line.trim().split_once(' ').unwrap();
+    println!("ready");
+    loop {
+        // Refused while the helper of a killed one still finishes its work.
+        drop(userfaultfd_of(pid.parse().unwrap(), thread.parse().unwrap()));
+    }
+}
+
+#[test]
+fn a_thread_that_sleeps_in_any_system_call_sleeps_on() {
+    for (what, number) in [
+        ("read", libc::SYS_read),
+        ("poll", libc::SYS_poll),
+        ("ppoll", libc::SYS_ppoll),
+        ("futex", libc::SYS_futex),
+        ("nanosleep", libc::SYS_clock_nanosleep),
+    ] {
+        let work = Work::start(what);
+        work.wait_in(number);
+        work.inject(10);
+        // The kernel names a continued sleep restart_syscall: it's the same sleep.
+        let now: i64 = work.proc("syscall").split(' ').next().unwrap().parse().unwrap_or(-1);
+        assert!([number, libc::SYS_restart_syscall, -1].contains(&now), "{what}: {now}");
+        work.finish();
+    }
+}
+
+#[test]
+fn a_busy_thread_keeps_its_registers() {
+    let work = Work::start("busy");
+    work.inject(100);
+    work.finish();
+}
+
+#[test]
+fn another_thread_may_be_meant() {
+    // The first thread of the child waits for the others, in the test harness.
+    let mut work = Work::start("busy");
+    work.thread = work.pid();
+    work.inject(10);
+    work.finish();
+}
+
+#[test]
+fn signals_that_come_meanwhile_are_delivered_once() {
+    let mut work = Work::start("signals");
+    work.expect("ready");
+    let (pid, thread) = (work.pid(), work.thread);
+    let injector = std::thread::spawn(move || (0..100).for_each(|_| drop(userfaultfd_of(pid, thread).unwrap())));
+    for _ in 0..SIGNALS_SENT {
+        // SAFETY: plain numbers; the child is ours and not yet waited for. Directed at the thread, where it must be seen.
+        assert_eq!(unsafe { libc::syscall(libc::SYS_tgkill, pid, thread, libc::SIGRTMIN()) }, 0);
+        std::thread::sleep(Duration::from_micros(200));
+    }
+    work.expect("done");
+    // The process may have ended while the injector was still at it.
+    let _ = injector.join();
+}
+
+#[test]
+fn a_stopped_process_stays_stopped_and_goes_on_when_told() {
+    let work = Work::start("poll");
+    work.wait_in(libc::SYS_poll);
+    work.signal(libc::SIGSTOP);
+    let begin = Instant::now();
+    while !work.proc("status").contains("State:\tT") {
+        assert!(begin.elapsed() < PATIENCE);
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    work.inject(3);
+    let begin = Instant::now();
+    while !work.proc("status").contains("State:\tT (stopped)") {
+        assert!(begin.elapsed() < PATIENCE, "{}", work.proc("status"));
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    work.signal(libc::SIGCONT);
+    work.finish();
+}
+
+#[test]
+fn stops_that_come_in_the_middle_are_survived() {
+    let work = Work::start("busy");
+    let (pid, thread) = (work.pid(), work.thread);
+    let injector = std::thread::spawn(move || (0..100).for_each(|_| drop(userfaultfd_of(pid, thread).unwrap())));
+    while !injector.is_finished() {
+        work.signal(libc::SIGSTOP);
+        std::thread::sleep(Duration::from_millis(1));
+        work.signal(libc::SIGCONT);
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    injector.join().unwrap();
+    work.inject(1);
+    work.finish();
+}
+
+#[test]
+fn killing_us_at_any_moment_leaves_nothing_behind() {
+    let work = Work::start("busy");
+    let before = work.descriptors();
+    for delay_us in (0..20).map(|i| i * 700) {
+        let mut injector = Work::start("inject");
+        writeln!(injector.input, "{} {}", work.pid(), work.thread).unwrap();
+        injector.expect("ready");
+        std::thread::sleep(Duration::from_micros(delay_us));
+        injector.signal(libc::SIGKILL);
+        drop(injector);
+    }
+    let begin = Instant::now();
+    while !work.proc("status").contains("TracerPid:\t0\n") || work.descriptors() != before {
+        assert!(begin.elapsed() < PATIENCE, "{:?}", work.descriptors());
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    work.finish();
+}
+
+#[test]
+fn a_tracer_that_is_there_already_is_reported() {
+    let mut work = Work::start("read");
+    work.wait_in(libc::SYS_read);
+    // This thread is the debugger.
+    // SAFETY: PTRACE_SEIZE takes numbers only; the child is ours.
+    assert_eq!(unsafe { libc::ptrace(libc::PTRACE_SEIZE, work.thread, 0, 0) }, 0);
+    let error = userfaultfd_of(work.pid(), work.thread).unwrap_err().to_string();
+    // A thread that is traced is gone only when its tracer has seen it end.
+    work.process.kill().unwrap();
+    // SAFETY: waitpid accepts any process id and a null status.
+    assert_eq!(unsafe { libc::waitpid(work.thread, std::ptr::null_mut(), libc::__WALL) }, work.thread);
+    assert!(error.contains("it can't be traced"), "{error}");
+}
+
+#[test]
+fn a_process_that_is_gone_is_an_error() {
+    let error = userfaultfd_of(i32::MAX, i32::MAX).unwrap_err().to_string();
+    assert!(error.contains("could not have QEMU"), "{error}");
+}

@@ -1,0 +1,142 @@
+//! QEMU's own migration, which carries everything but the guest's memory: the device state of a stopped guest.
+use std::time::{Duration, Instant};
+
+use serde_json::{Map, Value, json};
+use transship_engine::guest::GuestError;
+
+use super::qmp::{Qmp, QmpError};
+
+/// The name of the descriptor that QEMU writes to or reads from. Always the same, so that a leftover is replaced.
+pub(super) const STATE_FD: &str = "transship-state";
+/// The same as a migration URI.
+pub(super) const STATE_URI: &str = "fd:transship-state";
+/// The capability that leaves shared memory out of the stream.
+const IGNORE_SHARED: &str = "x-ignore-shared";
+/// How long to rely on an event before asking again.
+const EVENT_WAIT: Duration = Duration::from_secs(1);
+
+/// QEMU's migration settings as they were, to be put back.
+pub(super) struct Settings {
+    capabilities: Vec<Value>,
+    parameters: Map<String, Value>,
+}
+
+impl Settings {
+    /// Sets what the device state needs, and nothing that is so already.
+    pub(super) fn apply(qmp: &mut Qmp) -> Result<Self, GuestError> {
+        let mut before = Self { capabilities: Vec::new(), parameters: Map::new() };
+        let mut capabilities = Vec::new();
+        for (name, state) in capabilities_of(qmp)? {
+            let Some(wanted) = capability(&name) else { continue };
+            if state != wanted {
+                capabilities.push(json!({ "capability": name, "state": wanted }));
+                before.capabilities.push(json!({ "capability": name, "state": state }));
+            }
+        }
+        let current = qmp.execute("query-migrate-parameters", json!({}))?;
+        let mut parameters = Map::new();
+        for (name, wanted) in [("max-bandwidth", json!(0)), ("tls-creds", json!("")), ("mode", json!("normal"))] {
+            let Some(value) = current.get(name).filter(|value| **value != wanted) else { continue };
+            before.parameters.insert(name.to_owned(), value.clone());
+            parameters.insert(name.to_owned(), wanted);
+        }
+        if let Err(e) = set(qmp, capabilities, parameters) {
+            // Half of it may be set.
+            let _ = before.restore(qmp);
+            return Err(e.into());
+        }
+        Ok(before)
+    }
+
+    /// Puts back what `apply` changed.
+    pub(super) fn restore(self, qmp: &mut Qmp) -> Result<(), GuestError> {
+        Ok(set(qmp, self.capabilities, self.parameters)?)
+    }
+}
+
+fn set(qmp: &mut Qmp, capabilities: Vec<Value>, parameters: Map<String, Value>) -> Result<(), QmpError> {
+    if !capabilities.is_empty() {
+        qmp.execute("migrate-set-capabilities", json!({ "capabilities": capabilities }))?;
+    }
+    if !parameters.is_empty() {
+        qmp.execute("migrate-set-parameters", Value::Object(parameters))?;
+    }
+    Ok(())
+}
+
+/// What a capability must be for our one plain stream; none: as the user has it.
+fn capability(name: &str) -> Option<bool> {
+    match name {
+        IGNORE_SHARED | "events" => Some(true),
+        // A check of the user's own, and a matter of when disks are opened: both work with a plain stream.
+        "validate-uuid" | "late-block-activate" => None,
+        _ => Some(false),
+    }
+}
+
+fn capabilities_of(qmp: &mut Qmp) -> Result<Vec<(String, bool)>, QmpError> {
+    let list = qmp.execute("query-migrate-capabilities", json!({}))?;
+    let named = |entry: &Value| Some((entry["capability"].as_str()?.to_owned(), entry["state"].as_bool()?));
+    Ok(list.as_array().into_iter().flatten().filter_map(named).collect())
+}
+
+/// Refuses a QEMU that would send all memory again.
+pub(super) fn check_ignore_shared(qmp: &mut Qmp) -> Result<(), GuestError> {
+    if capabilities_of(qmp)?.iter().any(|(name, _)| name == IGNORE_SHARED) {
+        return Ok(());
+    }
+    let (major, minor) = qmp.version();
+    Err(GuestError(format!(
+        "QEMU {major}.{minor} can't leave shared memory out of its device state (no {IGNORE_SHARED}); use QEMU 4.0 or newer"
+    )))
+}
+
+/// Whether QEMU sends or loads at this moment. Unknown names count as such.
+fn is_active(status: &str) -> bool {
+    !["none", "completed", "failed", "cancelled"].contains(&status)
+}
+
+fn status(qmp: &mut Qmp) -> Result<(String, Value), QmpError> {
+    let mut answer = qmp.execute("query-migrate", json!({}))?;
+    let status = answer["status"].as_str().unwrap_or("none").to_owned();
+    Ok((status, answer["error-desc"].take()))
+}
+
+/// Waits until QEMU calls the migration completed. Needs the capability `events`, which [`Settings::apply`] sets.
+pub(super) fn wait_completed(qmp: &mut Qmp, limit: Duration) -> Result<(), GuestError> {
+    let (status, reason) = wait_settled(qmp, limit)?;
+    match status.as_str() {
+        "completed" => Ok(()),
+        other => Err(GuestError(format!(
+            "QEMU's migration of the device state {other}: {}",
+            reason.as_str().unwrap_or("it gives no reason, its own output may")
+        ))),
+    }
+}
+
+fn wait_settled(qmp: &mut Qmp, limit: Duration) -> Result<(String, Value), GuestError> {
+    let deadline = Instant::now() + limit;
+    loop {
+        let (status, reason) = status(qmp)?;
+        if status != "none" && !is_active(&status) {
+            return Ok((status, reason));
+        }
+        let now = Instant::now();
+        if now >= deadline {
+            return Err(GuestError(format!(
+                "QEMU's migration of the device state is still {status:?} after {} s",
+                limit.as_secs()
+            )));
+        }
+        qmp.wait_event("MIGRATION", deadline.min(now + EVENT_WAIT))?;
+    }
+}
+
+/// Ends a migration that is under way, whatever it is at.
+pub(super) fn cancel(qmp: &mut Qmp, limit: Duration) -> Result<(), GuestError> {
+    if is_active(&status(qmp)?.0) {
+        qmp.execute("migrate_cancel", json!({}))?;
+        wait_settled(qmp, limit)?;
+    }
+    Ok(())
+}

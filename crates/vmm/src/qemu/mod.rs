@@ -1,0 +1,45 @@
+//! Stock QEMU, attached from outside: nothing of it is patched, and nothing of ours stays in it.
+//!
+//! ```text
+//!   qmp          commands and events on QEMU's control socket
+//!   checks       what we refuse, and the line that cures it
+//!   memory       which files hold the guest's memory, and where QEMU maps them
+//!   inject       a userfaultfd made by QEMU, taken over by us
+//!   migration    QEMU's own migration, used for the device state only
+//!   source, destination    the two adapters made of these
+//! ```
+mod checks;
+mod destination;
+mod inject;
+mod memory;
+mod migration;
+mod qmp;
+mod source;
+
+use std::path::Path;
+
+use serde_json::json;
+use transship_engine::guest::GuestError;
+use transship_wire::GuestDescription;
+
+pub use destination::QemuDestination;
+pub use source::QemuSource;
+
+use memory::Backend;
+use qmp::Qmp;
+
+/// What the other side must match: the canonical machine type, and all backends by name and size.
+fn describe(qmp: &mut Qmp, backends: &[Backend]) -> Result<GuestDescription, GuestError> {
+    let kind = qmp.execute("qom-get", json!({ "path": "/machine", "property": "type" }))?;
+    let kind = kind.as_str().unwrap_or("of unknown type");
+    Ok(GuestDescription {
+        machine: format!("qemu {}", kind.strip_suffix("-machine").unwrap_or(kind)),
+        regions: backends.iter().map(Backend::description).collect(),
+    })
+}
+
+/// The command line by which a person lets a guest run.
+fn cont_by_hand(socket: &Path) -> String {
+    let address = format!("UNIX-CONNECT:{}", socket.display()).replace('\'', r"'\''");
+    format!(r#"echo '{{"execute":"qmp_capabilities"}}{{"execute":"cont"}}' | socat -t 5 - '{address}'"#)
+}

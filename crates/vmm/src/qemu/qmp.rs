@@ -1,0 +1,415 @@
+//! A QMP client: one command at a time, each with a deadline.
+//!
+//! Answers carry the id of their command, so the late answer to a command that timed out is never taken for the
+//! next one's. Lines, and the events that nobody has asked for yet, are bounded.
+use std::{
+    collections::VecDeque,
+    io::{self, IoSlice, Read},
+    mem::MaybeUninit,
+    os::{
+        fd::{AsRawFd, BorrowedFd},
+        unix::net::UnixStream,
+    },
+    path::{Path, PathBuf},
+    time::{Duration, Instant},
+};
+
+use rustix::net::{self, AddressFamily, SendAncillaryBuffer, SendAncillaryMessage, SendFlags};
+use serde_json::{Value, json};
+use transship_engine::guest::GuestError;
+
+/// How long the greeting may take. QEMU sends it at once, unless another client holds the socket.
+const GREETING_WAIT: Duration = Duration::from_secs(5);
+/// How long an ordinary command may take: QEMU's main loop may be busy with a disk for some seconds.
+const COMMAND_WAIT: Duration = Duration::from_secs(10);
+/// The longest line that QEMU may send. A list of all block nodes of a large guest stays below 1 MiB.
+const LINE_BYTES_MAX: usize = 8 << 20;
+/// Events that are kept until somebody asks for them; beyond, the oldest goes.
+const EVENTS_MAX: usize = 256;
+
+/// Why a command has no result.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum QmpError {
+    /// QEMU's own refusal, in its words.
+    #[error("QEMU refused {command}: {reason}")]
+    Refused { command: String, reason: String },
+    /// No answer. The command may still be carried out.
+    #[error("QEMU at {path} did not answer {command} within {seconds} s; is it stopped or overloaded?")]
+    Timeout { path: PathBuf, command: String, seconds: u64 },
+    /// The other end is gone.
+    #[error("QEMU (process {pid}) at {path} closed its QMP socket: it has ended, its own output says why")]
+    Closed { path: PathBuf, pid: i32 },
+    /// No connection, or no QMP on it.
+    #[error("{0}")]
+    Connection(String),
+    /// What came is not QMP.
+    #[error("QEMU at {path} sent {what}, which is not QMP")]
+    Protocol { path: PathBuf, what: String },
+}
+
+impl From<QmpError> for GuestError {
+    fn from(error: QmpError) -> Self {
+        Self(error.to_string())
+    }
+}
+
+/// Something that QEMU said by itself.
+#[derive(Debug, Clone, PartialEq)]
+pub(super) struct Event {
+    pub(super) name: String,
+    pub(super) data: Value,
+}
+
+/// A connection on which commands may be given.
+pub(super) struct Qmp {
+    stream: UnixStream,
+    path: PathBuf,
+    pid: i32,
+    version: (u64, u64),
+    /// Bytes that came and are no whole line yet.
+    pending: Vec<u8>,
+    events: VecDeque<Event>,
+    next_id: u64,
+}
+
+impl Qmp {
+    /// Connects, waits for the greeting and leaves the negotiation mode.
+    pub(super) fn connect(path: &Path) -> Result<Self, QmpError> {
+        let stream = open(path)?;
+        let pid = peer_of(&stream)
+            .map_err(|why| QmpError::Connection(format!("{}: who listens there: {why}", path.display())))?;
+        let mut qmp = Self {
+            stream,
+            path: path.to_owned(),
+            pid,
+            version: (0, 0),
+            pending: Vec::new(),
+            events: VecDeque::new(),
+            next_id: 1,
+        };
+        qmp.greet()?;
+        qmp.execute("qmp_capabilities", json!({}))?;
+        Ok(qmp)
+    }
+
+    fn greet(&mut self) -> Result<(), QmpError> {
+        let greeting = match self.message(Instant::now() + GREETING_WAIT) {
+            Ok(Some(greeting)) => greeting,
+            Ok(None) => return Err(busy(&self.path)),
+            Err(e) => return Err(e),
+        };
+        let version = &greeting["QMP"]["version"]["qemu"];
+        let (Some(major), Some(minor)) = (version["major"].as_u64(), version["minor"].as_u64()) else {
+            return Err(self.protocol("a greeting without a version"));
+        };
+        self.version = (major, minor);
+        Ok(())
+    }
+
+    /// The process that listens on the socket.
+    pub(super) fn pid(&self) -> i32 {
+        self.pid
+    }
+
+    pub(super) fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// QEMU's version: major, minor.
+    pub(super) fn version(&self) -> (u64, u64) {
+        self.version
+    }
+
+    /// Gives a command and waits for its result.
+    pub(super) fn execute(&mut self, command: &str, arguments: Value) -> Result<Value, QmpError> {
+        self.execute_with(command, arguments, None, COMMAND_WAIT)
+    }
+
+    /// The same for a command that may take longer.
+    pub(super) fn execute_within(&mut self, command: &str, limit: Duration) -> Result<Value, QmpError> {
+        self.execute_with(command, json!({}), None, limit)
+    }
+
+    /// Hands a file descriptor to QEMU, to be named `name` in a later command. Replaces one of the same name.
+    pub(super) fn send_fd(&mut self, name: &str, fd: BorrowedFd<'_>) -> Result<(), QmpError> {
+        self.execute_with("getfd", json!({ "fdname": name }), Some(fd), COMMAND_WAIT).map(drop)
+    }
+
+    fn execute_with(
+        &mut self,
+        command: &str,
+        arguments: Value,
+        fd: Option<BorrowedFd<'_>>,
+        limit: Duration,
+    ) -> Result<Value, QmpError> {
+        let id = self.next_id;
+        self.next_id += 1;
+        let mut line = json!({ "execute": command, "arguments": arguments, "id": id }).to_string();
+        line.push('\n');
+        tracing::debug!(pid = self.pid, command, "qmp");
+        self.write(line.as_bytes(), fd, command)?;
+        let deadline = Instant::now() + limit;
+        loop {
+            let Some(mut message) = self.message(deadline)? else {
+                return Err(self.timeout(command, limit));
+            };
+            if message.get("event").is_some() {
+                self.keep(message);
+            } else if message["id"] == json!(id) {
+                if let Some(error) = message.get("error") {
+                    let reason = error["desc"].as_str().unwrap_or("no reason given").to_owned();
+                    return Err(QmpError::Refused { command: command.to_owned(), reason });
+                }
+                return Ok(message["return"].take());
+            } else if message.get("id").is_none() {
+                return Err(self.protocol("an answer to no command"));
+            }
+            // Else it answers an earlier command that timed out: nobody waits for it any more.
+        }
+    }
+
+    /// The next event of this name, or none at the deadline. Earlier ones that wait in the queue come first.
+    pub(super) fn wait_event(&mut self, name: &str, deadline: Instant) -> Result<Option<Event>, QmpError> {
+        loop {
+            if let Some(at) = self.events.iter().position(|event| event.name == name) {
+                return Ok(self.events.remove(at));
+            }
+            match self.message(deadline)? {
+                Some(message) if message.get("event").is_some() => self.keep(message),
+                Some(_late_answer) => {}
+                None => return Ok(None),
+            }
+        }
+    }
+
+    /// Forgets events that came before now.
+    pub(super) fn forget_events(&mut self) {
+        self.events.clear();
+    }
+
+    fn keep(&mut self, mut message: Value) {
+        if self.events.len() == EVENTS_MAX {
+            self.events.pop_front();
+        }
+        let name = message["event"].as_str().unwrap_or_default().to_owned();
+        self.events.push_back(Event { name, data: message["data"].take() });
+    }
+
+    /// The next line as JSON, or none at the deadline.
+    fn message(&mut self, deadline: Instant) -> Result<Option<Value>, QmpError> {
+        let mut searched = 0;
+        loop {
+            if let Some(end) = self.pending[searched..].iter().position(|byte| *byte == b'\n') {
+                let line: Vec<u8> = self.pending.drain(..=searched + end).collect();
+                if line.trim_ascii().is_empty() {
+                    searched = 0;
+                    continue;
+                }
+                return match serde_json::from_slice(&line) {
+                    Ok(value @ Value::Object(_)) => Ok(Some(value)),
+                    _ => Err(self.protocol("a line that is no JSON object")),
+                };
+            }
+            searched = self.pending.len();
+            if searched > LINE_BYTES_MAX {
+                return Err(self.protocol("a line of more than 8 MiB"));
+            }
+            if !self.read_some(deadline)? {
+                return Ok(None);
+            }
+        }
+    }
+
+    /// Reads what is there; false if nothing came until the deadline.
+    fn read_some(&mut self, deadline: Instant) -> Result<bool, QmpError> {
+        let left = deadline.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
+        let mut chunk = [0; 16 << 10];
+        let read = self.stream.set_read_timeout(Some(left)).and_then(|()| self.stream.read(&mut chunk));
+        match read {
+            Ok(0) => Err(self.closed()),
+            Ok(count) => {
+                self.pending.extend_from_slice(&chunk[..count]);
+                Ok(true)
+            }
+            Err(e) if e.kind() == io::ErrorKind::WouldBlock => Ok(Instant::now() < deadline),
+            Err(e) if e.kind() == io::ErrorKind::Interrupted => Ok(true),
+            Err(_) => Err(self.closed()),
+        }
+    }
+
+    /// Writes the line; `fd` goes with its first byte.
+    fn write(&self, line: &[u8], fd: Option<BorrowedFd<'_>>, command: &str) -> Result<(), QmpError> {
+        let fds: Vec<BorrowedFd<'_>> = fd.into_iter().collect();
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+        let mut ancillary = SendAncillaryBuffer::new(&mut space);
+        if !fds.is_empty() {
+            ancillary.push(SendAncillaryMessage::ScmRights(&fds));
+        }
+        let mut rest = line;
+        while !rest.is_empty() {
+            match net::sendmsg(&self.stream, &[IoSlice::new(rest)], &mut ancillary, SendFlags::NOSIGNAL) {
+                Ok(count) => {
+                    rest = &rest[count..];
+                    ancillary.clear();
+                }
+                Err(rustix::io::Errno::INTR) => {}
+                Err(rustix::io::Errno::AGAIN) => return Err(self.timeout(command, COMMAND_WAIT)),
+                Err(_) => return Err(self.closed()),
+            }
+        }
+        Ok(())
+    }
+
+    fn timeout(&self, command: &str, limit: Duration) -> QmpError {
+        QmpError::Timeout { path: self.path.clone(), command: command.to_owned(), seconds: limit.as_secs() }
+    }
+
+    fn closed(&self) -> QmpError {
+        QmpError::Closed { path: self.path.clone(), pid: self.pid }
+    }
+
+    fn protocol(&self, what: &str) -> QmpError {
+        QmpError::Protocol { path: self.path.clone(), what: what.to_owned() }
+    }
+}
+
+/// Connects with a limit: when the socket's queue is full, a plain connect would wait for ever.
+fn open(path: &Path) -> Result<UnixStream, QmpError> {
+    let failed = |e: rustix::io::Errno| {
+        QmpError::Connection(match e {
+            rustix::io::Errno::AGAIN => return busy(path),
+            rustix::io::Errno::NOENT | rustix::io::Errno::CONNREFUSED => format!(
+                "{}: {e}: no QEMU listens there; start it with -qmp unix:{},server=on,wait=off",
+                path.display(),
+                path.display()
+            ),
+            _ => format!("{}: {e}", path.display()),
+        })
+    };
+    let address = net::SocketAddrUnix::new(path).map_err(failed)?;
+    let socket = net::socket_with(AddressFamily::UNIX, net::SocketType::STREAM, net::SocketFlags::CLOEXEC, None)
+        .map_err(failed)?;
+    net::sockopt::set_socket_timeout(&socket, net::sockopt::Timeout::Send, Some(GREETING_WAIT)).map_err(failed)?;
+    net::connect(&socket, &address).map_err(failed)?;
+    net::sockopt::set_socket_timeout(&socket, net::sockopt::Timeout::Send, Some(COMMAND_WAIT)).map_err(failed)?;
+    Ok(UnixStream::from(socket))
+}
+
+/// The process that listens. (rustix's own call has a type without room for the 0 of a process that we can't see.)
+fn peer_of(stream: &UnixStream) -> Result<i32, String> {
+    let mut peer = libc::ucred { pid: 0, uid: 0, gid: 0 };
+    let mut length = size_of::<libc::ucred>() as libc::socklen_t;
+    // SAFETY: `peer` is a writable ucred and `length` its size, so the kernel writes within it.
+    let result = unsafe {
+        libc::getsockopt(stream.as_raw_fd(), libc::SOL_SOCKET, libc::SO_PEERCRED, (&raw mut peer).cast(), &mut length)
+    };
+    match (result, peer.pid) {
+        (0, 0) => Err("a process in another container (PID namespace); run transship there".to_owned()),
+        (0, pid) => Ok(pid),
+        _ => Err(io::Error::last_os_error().to_string()),
+    }
+}
+
+fn busy(path: &Path) -> QmpError {
+    QmpError::Connection(format!(
+        "{}: no greeting within {} s: another client holds this QMP socket; give QEMU a second one: -qmp unix:PATH2,server=on,wait=off",
+        path.display(),
+        GREETING_WAIT.as_secs()
+    ))
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+    use std::{
+        io::{BufRead, BufReader, Write},
+        os::unix::net::UnixListener,
+    };
+
+    const GREETING: &str =
+        r#"{"QMP": {"version": {"qemu": {"micro": 2, "minor": 0, "major": 10}}, "capabilities": []}}"#;
+
+    /// A peer that answers the n-th command with the n-th list of lines; `ID` in them becomes the command's id.
+    fn peer(answers: &'static [&'static str]) -> (tempfile::TempDir, PathBuf) {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("qmp");
+        let listener = UnixListener::bind(&path).unwrap();
+        std::thread::spawn(move || {
+            let (stream, _) = listener.accept().unwrap();
+            let mut writer = stream.try_clone().unwrap();
+            writeln!(writer, "{GREETING}\r").unwrap();
+            let commands = BufReader::new(stream).lines();
+            for (command, answer) in commands.zip(std::iter::once(&r#"{"return": {}, "id": ID}"#).chain(answers)) {
+                let command: Value = serde_json::from_str(&command.unwrap()).unwrap();
+                let answer = answer.replace("ID", &command["id"].to_string());
+                writeln!(writer, "{answer}").unwrap();
+            }
+        });
+        (dir, path)
+    }
+
+    #[test]
+    fn events_between_a_command_and_its_answer_are_kept() {
+        let (_dir, path) = peer(&[concat!(
+            r#"{"event": "STOP", "timestamp": {}}"#,
+            "\r\n",
+            r#"{"event": "MIGRATION", "data": {"status": "setup"}}"#,
+            "\n",
+            r#"{"return": {"a": 1}, "id": ID}"#
+        )]);
+        let mut qmp = Qmp::connect(&path).unwrap();
+        assert_eq!(qmp.version(), (10, 0));
+        assert_eq!(qmp.execute("x", json!({})).unwrap(), json!({"a": 1}));
+        let event = qmp.wait_event("MIGRATION", Instant::now()).unwrap().unwrap();
+        assert_eq!(event.data, json!({"status": "setup"}));
+    }
+
+    #[test]
+    fn an_answer_to_an_earlier_command_is_not_taken_for_this_ones() {
+        let (_dir, path) =
+            peer(&[concat!(r#"{"return": {"late": 1}, "id": 999999}"#, "\n", r#"{"return": {"right": 1}, "id": ID}"#)]);
+        let mut qmp = Qmp::connect(&path).unwrap();
+        assert_eq!(qmp.execute("x", json!({})).unwrap(), json!({"right": 1}));
+    }
+
+    #[test]
+    fn a_refusal_keeps_qemus_words() {
+        let (_dir, path) = peer(&[r#"{"error": {"class": "GenericError", "desc": "no such thing"}, "id": ID}"#]);
+        let error = Qmp::connect(&path).unwrap().execute("x", json!({})).unwrap_err();
+        assert_eq!(error.to_string(), "QEMU refused x: no such thing");
+    }
+
+    #[test]
+    fn lines_that_are_not_qmp_are_refused() {
+        for line in ["garbage", "[1]", r#"{"return": {}}"#] {
+            let answers: &'static [&'static str] = Box::leak(Box::new([line]));
+            let (_dir, path) = peer(answers);
+            let error = Qmp::connect(&path).unwrap().execute("x", json!({})).unwrap_err();
+            assert!(matches!(error, QmpError::Protocol { .. }), "{line}: {error}");
+        }
+    }
+
+    #[test]
+    fn an_endless_line_does_not_take_all_memory() {
+        let (_dir, path) = peer(Box::leak(Box::new([&*"x".repeat(LINE_BYTES_MAX + (1 << 20)).leak()])));
+        let error = Qmp::connect(&path).unwrap().execute("x", json!({})).unwrap_err();
+        assert!(error.to_string().contains("more than 8 MiB"), "{error}");
+    }
+
+    #[test]
+    fn a_peer_that_ends_is_reported_as_gone() {
+        let (_dir, path) = peer(&[]);
+        let error = Qmp::connect(&path).unwrap().execute("x", json!({})).unwrap_err();
+        assert!(matches!(error, QmpError::Closed { .. }), "{error}");
+    }
+
+    #[test]
+    fn a_socket_that_another_client_holds_is_named() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("qmp");
+        let _never_accepts = UnixListener::bind(&path).unwrap();
+        let error = Qmp::connect(&path).err().unwrap().to_string();
+        assert!(error.contains("another client holds this QMP socket"), "{error}");
+    }
+}

@@ -1,0 +1,203 @@
+//! A running QEMU whose guest is to be moved away.
+use std::{
+    fs::File,
+    io::{self, Read},
+    os::{fd::AsFd, unix::net::UnixStream},
+    path::Path,
+    time::Duration,
+};
+
+use serde_json::json;
+use transship_engine::guest::{GuestError, SourceGuest};
+use transship_memory::{Access, Area, GuestMemory, Region, Tracker, UffdTracker};
+use transship_wire::GuestDescription;
+
+use super::{
+    checks, cont_by_hand, describe, inject,
+    memory::{self, Backend},
+    migration::{self, STATE_FD, STATE_URI, Settings},
+    qmp::Qmp,
+};
+use crate::AttachOptions;
+
+/// How long QEMU may take to stop: it waits for the disk requests in flight.
+const STOP_WAIT: Duration = Duration::from_secs(60);
+/// How long it may be silent while it saves, and take to finish.
+const SAVE_WAIT: Duration = Duration::from_secs(30);
+/// Saving, sending and loading the state of a machine without much video memory.
+const STATE_ESTIMATE: Duration = Duration::from_millis(60);
+
+/// A stock QEMU as the source of a move.
+///
+/// After a move it stays as QEMU leaves it (`postmigrate`): stopped, its disks given up. Dropped before that, whatever was
+/// changed in it is put back; whether the guest then runs is what [`SourceGuest::resume`] was told.
+pub struct QemuSource {
+    qmp: Qmp,
+    description: GuestDescription,
+    backends: Vec<Backend>,
+    memory: GuestMemory,
+    /// Where QEMU had the memory when the tracking began.
+    tracked: Option<Vec<Area>>,
+    /// Settings to be put back.
+    settings: Option<Settings>,
+}
+
+impl QemuSource {
+    /// Attaches to the QEMU whose QMP socket this is. Changes nothing in it.
+    ///
+    /// # Errors
+    /// Every refusal that can be known beforehand, each with its cure.
+    pub fn attach(socket: &Path, options: AttachOptions) -> Result<Self, GuestError> {
+        checks::host()?;
+        let mut qmp = Qmp::connect(socket)?;
+        checks::source_state(&mut qmp)?;
+        migration::check_ignore_shared(&mut qmp)?;
+        checks::may_ptrace(qmp.pid())?;
+        let backends = memory::backends(&mut qmp)?;
+        if !options.allow_untracked_writers {
+            checks::untracked_writers(&mut qmp, &backends)?;
+        }
+        let memory = memory::map(&backends, Access::Read)?;
+        checks::trackable(&memory)?;
+        let description = describe(&mut qmp, &backends)?;
+        Ok(Self { qmp, description, backends, memory, tracked: None, settings: None })
+    }
+
+    /// The tracker knows nothing of memory that was plugged, unplugged or mapped elsewhere meanwhile.
+    fn check_memory_unchanged(&mut self) -> Result<(), GuestError> {
+        let backends = memory::backends(&mut self.qmp)?;
+        let moved = match &self.tracked {
+            Some(tracked) => memory::areas(self.qmp.pid(), &backends)? != *tracked,
+            None => false,
+        };
+        if moved || backends != self.backends {
+            return Err(GuestError(
+                "the guest's memory was plugged, unplugged or mapped anew during the move; begin the move again"
+                    .to_owned(),
+            ));
+        }
+        Ok(())
+    }
+
+    fn restore_settings(&mut self) -> Result<(), GuestError> {
+        match self.settings.take() {
+            Some(settings) => settings.restore(&mut self.qmp),
+            None => Ok(()),
+        }
+    }
+
+    /// Ends a save that is under way and puts the settings back.
+    fn undo_save(&mut self) -> Result<(), GuestError> {
+        if self.settings.is_none() {
+            return Ok(());
+        }
+        migration::cancel(&mut self.qmp, SAVE_WAIT)?;
+        // Left over only if `migrate` was refused; else QEMU has consumed it, and says so.
+        let _ = self.qmp.execute("closefd", json!({ "fdname": STATE_FD }));
+        self.restore_settings()
+    }
+}
+
+impl SourceGuest for QemuSource {
+    fn description(&self) -> GuestDescription {
+        self.description.clone()
+    }
+
+    fn memory(&self) -> GuestMemory {
+        self.memory.clone()
+    }
+
+    fn track(&mut self) -> Result<Box<dyn Tracker>, GuestError> {
+        let pid = self.qmp.pid();
+        let areas = memory::areas(pid, &self.backends)?;
+        let path = format!("/proc/{pid}/pagemap");
+        let pagemap = File::open(&path).map_err(|e| GuestError(format!("{path}: {e}")))?;
+        // The first thread runs QEMU's main loop, never a vCPU.
+        let uffd = inject::userfaultfd_of(pid, pid)?;
+        let pages = self.memory.regions().iter().map(Region::pages).collect();
+        let tracker =
+            UffdTracker::new(uffd, pagemap.into(), areas.clone(), pages).map_err(|e| GuestError(e.to_string()))?;
+        self.tracked = Some(areas);
+        Ok(Box::new(tracker))
+    }
+
+    fn is_running(&mut self) -> Result<bool, GuestError> {
+        Ok(checks::run_state(&mut self.qmp)? == "running")
+    }
+
+    fn stop(&mut self) -> Result<(), GuestError> {
+        self.qmp.execute_within("stop", STOP_WAIT)?;
+        if self.is_running()? {
+            return Err(GuestError(
+                "QEMU runs its guest again right after it was stopped; who else controls it?".to_owned(),
+            ));
+        }
+        self.check_memory_unchanged()
+    }
+
+    fn state_estimate(&self) -> Duration {
+        STATE_ESTIMATE
+    }
+
+    fn save_state(&mut self) -> Result<Box<dyn Read + Send>, GuestError> {
+        if self.is_running()? {
+            return Err(GuestError("the guest runs: its device state can be saved only when it is stopped".to_owned()));
+        }
+        let failed = |e: io::Error| GuestError(format!("a channel for the device state: {e}"));
+        let (ours, qemus) = UnixStream::pair().map_err(failed)?;
+        ours.set_read_timeout(Some(SAVE_WAIT)).map_err(failed)?;
+        self.settings = Some(Settings::apply(&mut self.qmp)?);
+        self.qmp.send_fd(STATE_FD, qemus.as_fd())?;
+        drop(qemus);
+        self.qmp.forget_events();
+        self.qmp.execute("migrate", json!({ "uri": STATE_URI }))?;
+        Ok(Box::new(StateReader(ours)))
+    }
+
+    fn state_saved(&mut self) -> Result<(), GuestError> {
+        if self.settings.is_none() {
+            return Err(GuestError("no device state is being saved".to_owned()));
+        }
+        migration::wait_completed(&mut self.qmp, SAVE_WAIT)?;
+        self.restore_settings()
+    }
+
+    fn resume(&mut self, run: bool) -> Result<(), GuestError> {
+        self.undo_save()?;
+        if run && !self.is_running()? {
+            self.qmp.execute("cont", json!({}))?;
+            if !self.is_running()? {
+                let state = checks::run_state(&mut self.qmp)?;
+                return Err(GuestError(format!("QEMU did not let the guest run again, it is {state:?}")));
+            }
+        }
+        Ok(())
+    }
+
+    fn resume_hint(&self) -> String {
+        cont_by_hand(self.qmp.path())
+    }
+}
+
+impl Drop for QemuSource {
+    fn drop(&mut self) {
+        if let Err(e) = self.undo_save() {
+            tracing::warn!("QEMU's migration settings could not be put back: {e}");
+        }
+    }
+}
+
+/// The device state as QEMU writes it. Its end is the end of QEMU's stream, whether or not it is complete.
+struct StateReader(UnixStream);
+
+impl Read for StateReader {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        self.0.read(buffer).map_err(|e| match e.kind() {
+            io::ErrorKind::WouldBlock => io::Error::new(
+                io::ErrorKind::TimedOut,
+                format!("QEMU sent no device state for {} s", SAVE_WAIT.as_secs()),
+            ),
+            _ => e,
+        })
+    }
+}
