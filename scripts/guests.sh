@@ -4,7 +4,8 @@
 #   .guest/linux/vmlinuz      a distribution kernel, unpacked from its package
 #   .guest/linux/initrd.img   busybox, guest/init and guest/workload.rs
 #   .guest/kvm.elf            guest/kvm.c: a 32-bit program that needs no operating system
-set -euo pipefail
+set -Eeuo pipefail
+trap 'echo "guests: failed in line $LINENO: $BASH_COMMAND" >&2' ERR
 cd "$(dirname "$0")/.."
 
 say() { echo "guests: $*" >&2; }
@@ -32,22 +33,17 @@ made() {
     say "built $target"
 }
 
-# The kernel package of the distribution that is smallest and quickest to boot in a virtual machine.
+# The distribution's kernel that is smallest and quickest to boot in a virtual machine.
 fetch_kernel() {
-    need_apt "a Linux kernel (vmlinuz, bzImage with a serial console built in) as .guest/linux/vmlinuz"
-    local meta package scratch
-    scratch=$(mktemp -d -p .guest)
-    for meta in linux-image-cloud-amd64 linux-image-virtual; do
-        package=$(apt-cache depends "$meta" 2>/dev/null | sed -n 's/^ *Depends: \(linux-image-[0-9].*\)/\1/p' | head -n 1)
-        [ -z "$package" ] || break
-    done
+    local what="a Linux kernel (a bzImage with a serial console built in) as .guest/linux/vmlinuz" package scratch
+    need_apt "$what"
+    package=$(kernel_package)
     if [ -z "$package" ]; then
-        scripts/apt.sh update
-        for meta in linux-image-cloud-amd64 linux-image-virtual; do
-            package=$(apt-cache depends "$meta" 2>/dev/null | sed -n 's/^ *Depends: \(linux-image-[0-9].*\)/\1/p' | head -n 1)
-            [ -z "$package" ] || break
-        done
+        scripts/apt.sh update || true
+        package=$(kernel_package)
     fi
+    [ -n "$package" ] || put_it_there "$what" "apt knows neither linux-image-cloud-amd64 nor linux-image-virtual"
+    scratch=$(mktemp -d -p .guest)
     unpack "$package" "$scratch"
     cp "$scratch"/boot/vmlinuz-* .guest/linux/vmlinuz.new
     mv .guest/linux/vmlinuz.new .guest/linux/vmlinuz
@@ -55,8 +51,18 @@ fetch_kernel() {
     say "unpacked the kernel of $package"
 }
 
+# The package with the kernel itself, which Debian's and Ubuntu's packages for "the newest" depend on.
+kernel_package() {
+    local newest
+    for newest in linux-image-cloud-amd64 linux-image-virtual; do
+        # A distribution has only one of them.
+        apt-cache depends "$newest" 2>/dev/null || true
+    done | sed -n 's/^ *Depends: \(linux-image-[0-9].*\)/\1/p' | head -n 1
+}
+
 fetch_busybox() {
     local scratch
+    # The one that is installed may be linked dynamically, which is of no use without an operating system.
     if type -P busybox >/dev/null && ! ldd "$(type -P busybox)" >/dev/null 2>&1; then
         cp "$(type -P busybox)" .guest/linux/busybox
         return
@@ -70,10 +76,12 @@ fetch_busybox() {
 }
 
 need_apt() {
-    if ! type -P apt-get >/dev/null; then
-        echo "missing: $1: put it there; it can be fetched only on Debian and Ubuntu"
-        exit 1
-    fi
+    type -P apt-get >/dev/null || put_it_there "$1" "it is fetched only on Debian and Ubuntu"
+}
+
+put_it_there() {
+    echo "missing: $1: put it there; $2"
+    exit 1
 }
 
 # A package list that is out of date names files that are gone: then fetch the list first.

@@ -4,7 +4,8 @@
 #
 #   scripts/setup.sh            install what is missing, build the guest images
 #   scripts/setup.sh --check    install nothing: exit 1 and name what is missing
-set -euo pipefail
+set -Eeuo pipefail
+trap 'echo "setup: failed in line $LINENO: $BASH_COMMAND" >&2' ERR
 cd "$(dirname "$0")/.."
 
 # What is needed: a command, the Debian package that brings it, what it is for.

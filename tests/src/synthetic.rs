@@ -3,11 +3,11 @@ use crate::{LabError, PATIENCE, Process, Result, Scratch, binary, failed};
 use serde_json::{Value, json};
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::net::UnixStream;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-/// How to start a synthetic guest. What is not set is left to the command's own defaults, but for 64 MiB of memory.
+/// How to start a synthetic guest. What is not set is left to the command's own defaults.
 #[derive(Debug, Clone)]
 pub struct SyntheticBuilder {
     args: Vec<String>,
@@ -102,7 +102,7 @@ impl SyntheticBuilder {
 }
 
 impl Synthetic {
-    /// 64 MiB unless told otherwise.
+    /// With the command's own defaults.
     pub fn builder() -> SyntheticBuilder {
         SyntheticBuilder { args: Vec::new(), environment: Vec::new() }
     }
@@ -115,6 +115,11 @@ impl Synthetic {
     /// Its socket.
     pub fn socket(&self) -> PathBuf {
         self.folder.join("guest")
+    }
+
+    /// A folder that lives as long as this guest, for more sockets.
+    pub fn folder(&self) -> &Path {
+        self.folder.path()
     }
 
     /// Its process, to signal or kill it or to wait for its end.

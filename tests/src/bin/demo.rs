@@ -138,11 +138,11 @@ fn synthetic(flags: &[String]) -> Result<()> {
     let builder = Synthetic::builder().memory("1G").hot_set("64M");
     let source = builder.clone().touched("50%").content("mixed").write_rate("50M").start()?;
     let destination = builder.incoming().start()?;
-    let folder = destination.socket().with_file_name("");
+    let folder = destination.folder().display().to_string();
     let before = show_synthetic("source", &source)?;
 
     say("transship moves it while it runs.");
-    let cost = move_with_transship(&source.vm(), &destination.vm(), &folder.display().to_string(), flags)?;
+    let cost = move_with_transship(&source.vm(), &destination.vm(), &folder, flags)?;
     let after = show_synthetic("destination", &destination)?;
     println!("  the source is {:?}, the guest went on: {} pages written since", source.state()?, after - before);
     let Cost { total_ms, downtime_ms, bytes } = cost;
