@@ -45,7 +45,7 @@ fetch_kernel() {
     [ -n "$package" ] || put_it_there "$what" "apt knows neither linux-image-cloud-amd64 nor linux-image-virtual"
     scratch=$(mktemp -d -p .guest)
     unpack "$package" "$scratch"
-    cp "$scratch"/boot/vmlinuz-* .guest/linux/vmlinuz.new
+    install -m 644 "$scratch"/boot/vmlinuz-* .guest/linux/vmlinuz.new
     mv .guest/linux/vmlinuz.new .guest/linux/vmlinuz
     rm -r "$scratch"
     say "unpacked the kernel of $package"
