@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 pub enum Accel {
     /// QEMU's own emulation: works everywhere.
     Tcg,
-    /// The kernel's: see [`kvm_works`].
+    /// The kernel's: see [`crate::kvm_works`].
     Kvm,
 }
 

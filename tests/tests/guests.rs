@@ -4,7 +4,7 @@
 use std::fs::{File, OpenOptions};
 use std::io::{Read, Seek, SeekFrom, Write};
 use std::path::Path;
-use transship_tests::{Qemu, Workload};
+use transship_tests::{Accel, Qemu, Workload};
 
 const PAGE: usize = 4096;
 
@@ -58,7 +58,7 @@ fn a_linux_guest_writes_and_checks_while_it_runs() {
 
 #[test]
 fn memory_of_two_numa_nodes_is_two_files() {
-    let guest = Qemu::multiboot().backends(2).start().unwrap();
+    let guest = Qemu::multiboot_under(Accel::Tcg).backends(2).start().unwrap();
     guest.ready().unwrap();
     let sizes: Vec<_> = guest.memory_files().iter().map(|file| file.metadata().unwrap().len()).collect();
     assert_eq!(sizes, [32 << 20, 32 << 20]);
@@ -90,8 +90,9 @@ fn a_waiting_qemu_says_so_and_a_refusing_one_says_why() {
 /// QEMU's own migration between two of the lab's guests: what a good move looks like to these tests.
 #[test]
 fn a_moved_guest_is_followed_to_the_other_side() {
-    let source = Qemu::multiboot().start().unwrap();
-    let destination = Qemu::multiboot().incoming().start().unwrap();
+    let guest = Qemu::multiboot_under(Accel::Tcg);
+    let source = guest.clone().start().unwrap();
+    let destination = guest.incoming().start().unwrap();
     source.ready().unwrap();
     let left = source.next_count().unwrap();
     let uri = format!("unix:{}", destination.folder().join("move").display());
