@@ -22,9 +22,11 @@ impl Watcher {
     }
 
     fn spawn(mut act: impl FnMut(usize) + Send + 'static) -> io::Result<Self> {
-        let ignored = ignored_signals();
-        // `nohup` and shells that start background jobs ignore signals on our behalf; that stays so.
-        let wanted = [SIGINT, SIGTERM, SIGHUP].into_iter().filter(|signal| ignored & (1 << (signal - 1)) == 0);
+        let mut wanted = vec![SIGINT, SIGTERM];
+        // `nohup` ignores it on our behalf; that stays so.
+        if ignored_signals() & (1 << (SIGHUP - 1)) == 0 {
+            wanted.push(SIGHUP);
+        }
         let mut signals = Signals::new(wanted)?;
         let handle = signals.handle();
         let thread = thread::Builder::new()

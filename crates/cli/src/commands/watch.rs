@@ -43,7 +43,7 @@ pub(crate) fn run(args: &WatchArgs) -> Result<(), Failure> {
         }
         due = (due + request.interval).max(Instant::now());
         match interrupt.recv_timeout(due.saturating_duration_since(Instant::now())) {
-            Err(RecvTimeoutError::Timeout) => show(line, &watch.look(tracker.as_mut())?, args.json)?,
+            Err(RecvTimeoutError::Timeout) => show(line, request.window, &watch.look(tracker.as_mut())?, args.json)?,
             // Ctrl-C is how a watch ends.
             Ok(()) | Err(RecvTimeoutError::Disconnected) => break,
         }
@@ -144,13 +144,13 @@ impl<'a> Watch<'a> {
         let pages_per_s = dirty_pages as f64 / interval.as_secs_f64().max(1e-9);
         let window = self.recent.add(now, written);
         Ok(Look {
-            elapsed_ms: now.duration_since(self.begin).as_secs_f64() * 1e3,
-            interval_ms: interval.as_secs_f64() * 1e3,
+            elapsed_ms: ms(now.duration_since(self.begin)),
+            interval_ms: ms(interval),
             dirty_pages,
             dirty_pages_per_s: pages_per_s,
             dirty_bytes_per_s: pages_per_s * PAGE_BYTES as f64,
             working_set: WorkingSet {
-                window_ms: window.as_secs_f64() * 1e3,
+                window_ms: ms(window),
                 window_bytes: self.recent.bytes(),
                 since_start_bytes: self.since_start.bytes(),
             },
@@ -233,19 +233,24 @@ impl Recent {
     }
 }
 
-fn show(line: u64, look: &Look, json: bool) -> Result<(), Failure> {
+/// Milliseconds, to the microsecond: more digits are noise.
+fn ms(time: Duration) -> f64 {
+    time.as_micros() as f64 / 1e3
+}
+
+fn show(line: u64, window: Duration, look: &Look, json: bool) -> Result<(), Failure> {
     if json {
         return Ok(output::json(look)?);
     }
-    Ok(output::result(&table(line, look))?)
+    Ok(output::result(&table(line, window, look))?)
 }
 
 /// A line for people; the names of the columns come again on each new screen.
-fn table(line: u64, look: &Look) -> String {
+fn table(line: u64, window: Duration, look: &Look) -> String {
     const LINES_PER_HEAD: u64 = 20;
     let mut text = String::new();
     if line.is_multiple_of(LINES_PER_HEAD) {
-        let window = format!("in {}", Time::from_ms(look.working_set.window_ms));
+        let window = format!("in {}", Time(window));
         let _ =
             writeln!(text, "{:>10} {:>14} {:>12}  {:>12} {:>12}  {:>10} {:>10}", "", "", "", "working set", "", "", "");
         let _ = writeln!(
@@ -272,6 +277,8 @@ fn table(line: u64, look: &Look) -> String {
 mod tests {
     use super::*;
     use transship_memory::PageRange;
+
+    const WINDOW: Duration = Duration::from_secs(10);
 
     fn pages(first: u64, count: u64) -> Pages {
         let mut set = PageSet::empty(1000);
@@ -318,11 +325,11 @@ mod tests {
             working_set: WorkingSet { window_ms: 2000.0, window_bytes: 64 << 20, since_start_bytes: 65 << 20 },
             memory: Memory { bytes: 4 << 30, data_bytes: 1 << 30, hole_bytes: 3 << 30 },
         };
-        assert_eq!(table(0, &look).lines().count(), 3);
+        assert_eq!(table(0, WINDOW, &look).lines().count(), 3);
         assert_eq!(
-            table(1, &look),
+            table(1, WINDOW, &look),
             "    2.00 s         12,345   48.2 MiB/s      64.0 MiB     65.0 MiB     1.0 GiB    3.0 GiB\n"
         );
-        assert_eq!(table(20, &look).lines().count(), 3);
+        assert_eq!(table(20, WINDOW, &look).lines().count(), 3);
     }
 }
