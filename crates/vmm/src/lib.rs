@@ -11,7 +11,9 @@ pub mod synthetic;
 /// How a user names a VM.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum VmAddress {
+    /// A stock QEMU, by its QMP socket.
     Qemu(std::path::PathBuf),
+    /// A VMM that hands its guest over, by the socket that it listens on.
     Handoff(std::path::PathBuf),
 }
 

@@ -2,6 +2,7 @@
 use std::{
     fs::File,
     io::{self, Read},
+    net::Shutdown,
     os::{fd::AsFd, unix::net::UnixStream},
     path::Path,
     time::Duration,
@@ -40,6 +41,8 @@ pub struct QemuSource {
     tracked: Option<Vec<Area>>,
     /// Settings to be put back.
     settings: Option<Settings>,
+    /// Our end of the channel that the device state comes through, beside the one that is read.
+    channel: Option<UnixStream>,
 }
 
 impl QemuSource {
@@ -60,7 +63,7 @@ impl QemuSource {
         let memory = memory::map(&backends, Access::Read)?;
         checks::trackable(&memory)?;
         let description = describe(&mut qmp, &backends)?;
-        Ok(Self { qmp, description, backends, memory, tracked: None, settings: None })
+        Ok(Self { qmp, description, backends, memory, tracked: None, settings: None, channel: None })
     }
 
     /// The tracker knows nothing of memory that was plugged, unplugged or mapped elsewhere meanwhile.
@@ -90,6 +93,10 @@ impl QemuSource {
     fn undo_save(&mut self) -> Result<(), GuestError> {
         if self.settings.is_none() {
             return Ok(());
+        }
+        // While QEMU writes device state that nobody reads, it answers no command either: hang up first.
+        if let Some(channel) = self.channel.take() {
+            let _ = channel.shutdown(Shutdown::Both);
         }
         migration::cancel(&mut self.qmp, SAVE_WAIT)?;
         // Left over only if `migrate` was refused; else QEMU has consumed it, and says so.
@@ -146,6 +153,7 @@ impl SourceGuest for QemuSource {
         let failed = |e: io::Error| GuestError(format!("a channel for the device state: {e}"));
         let (ours, qemus) = UnixStream::pair().map_err(failed)?;
         ours.set_read_timeout(Some(SAVE_WAIT)).map_err(failed)?;
+        self.channel = Some(ours.try_clone().map_err(failed)?);
         self.settings = Some(Settings::apply(&mut self.qmp)?);
         self.qmp.send_fd(STATE_FD, qemus.as_fd())?;
         drop(qemus);
@@ -159,6 +167,7 @@ impl SourceGuest for QemuSource {
             return Err(GuestError("no device state is being saved".to_owned()));
         }
         migration::wait_completed(&mut self.qmp, SAVE_WAIT)?;
+        self.channel = None;
         self.restore_settings()
     }
 
@@ -189,6 +198,13 @@ impl Drop for QemuSource {
 
 /// The device state as QEMU writes it. Its end is the end of QEMU's stream, whether or not it is complete.
 struct StateReader(UnixStream);
+
+impl Drop for StateReader {
+    fn drop(&mut self) {
+        // Closing is not enough, since the source holds the channel too.
+        let _ = self.0.shutdown(Shutdown::Both);
+    }
+}
 
 impl Read for StateReader {
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {

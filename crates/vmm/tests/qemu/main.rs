@@ -1,0 +1,5 @@
+//! The QEMU adapter on real QEMUs: what it refuses, that a guest moves whole, and that QEMU is as before afterwards.
+#![allow(clippy::unwrap_used, missing_docs)]
+mod lab;
+mod moves;
+mod refusals;

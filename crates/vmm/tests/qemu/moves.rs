@@ -1,0 +1,253 @@
+//! Guests that move, and guests that come back.
+use std::io::{self, Read};
+
+use serde_json::json;
+use transship_engine::guest::{DestinationGuest, SourceGuest};
+
+use crate::lab::{Qemu, WRITTEN, clear, copy, move_memory, pair};
+
+#[test]
+fn a_guest_moves_whole_and_counts_on() {
+    let (from, to) = pair();
+    let (settings, descriptors) = (from.settings(), from.descriptors());
+    let (mut source, mut destination) = (from.source(), to.destination());
+    assert_eq!(source.description(), destination.description());
+    assert!(source.description().machine.starts_with("qemu pc-q35-"), "{:?}", source.description());
+    assert!(source.is_running().unwrap());
+
+    move_memory(&mut source, &destination);
+    assert_eq!(std::fs::read(from.path("ram")).unwrap(), std::fs::read(to.path("ram")).unwrap());
+    let stopped_at = from.count();
+    let mut state = source.save_state().unwrap();
+    destination.load_state(&mut state).unwrap();
+    source.state_saved().unwrap();
+    assert_eq!((to.status().as_str(), to.count()), ("paused", stopped_at));
+
+    destination.start(true).unwrap();
+    to.wait_counting();
+    assert_eq!((from.status().as_str(), from.count()), ("postmigrate", stopped_at));
+    drop(source);
+    assert_eq!(from.settings(), settings);
+    assert_eq!(from.descriptors(), descriptors);
+    // The state came through a channel of ours, the settings were ours: nothing of it is left over there either.
+    drop(destination);
+    assert!(
+        !to.settings().0.as_array().unwrap().iter().any(|c| c["capability"] == "x-ignore-shared" && c["state"] == true)
+    );
+}
+
+#[test]
+fn only_written_pages_are_seen_again() {
+    let qemu = Qemu::start(&[]);
+    qemu.wait_booted();
+    let mut source = qemu.source();
+    let mut tracker = source.track().unwrap();
+    let present = tracker.scan(0).unwrap();
+    assert!(present.contains(WRITTEN.first) && present.contains(8));
+    qemu.wait_counting();
+    let written = tracker.scan(0).unwrap();
+    for page in WRITTEN.first..WRITTEN.end() {
+        assert!(written.contains(page), "page {page}");
+    }
+    assert!(written.count() < 1000, "{} pages of a guest that writes 65", written.count());
+    source.stop().unwrap();
+    tracker.scan(0).unwrap();
+    assert_eq!(tracker.scan(0).unwrap().count(), 0);
+    drop(tracker);
+    source.resume(true).unwrap();
+    qemu.wait_counting();
+}
+
+#[test]
+fn a_stopped_guest_is_resumed() {
+    let qemu = Qemu::start(&[]);
+    qemu.wait_booted();
+    let settings = qemu.settings();
+    let mut source = qemu.source();
+    source.stop().unwrap();
+    assert_eq!(qemu.status(), "paused");
+    source.resume(true).unwrap();
+    qemu.wait_counting();
+    source.stop().unwrap();
+    source.resume(false).unwrap();
+    assert_eq!(qemu.status(), "paused");
+    assert_eq!(qemu.settings(), settings);
+}
+
+#[test]
+fn a_guest_comes_back_from_every_stage_of_saving_and_can_be_moved_then() {
+    let (from, to) = pair();
+    // Settings that a user made and that don't fit a plain stream.
+    from.qmp("migrate-set-capabilities", json!({"capabilities": [{"capability": "multifd", "state": true}]}));
+    from.qmp("migrate-set-parameters", json!({"max-bandwidth": 12345678}));
+    let (settings, descriptors) = (from.settings(), from.descriptors());
+    let back = |source: &mut dyn SourceGuest| {
+        source.resume(true).unwrap();
+        from.wait_counting();
+        assert_eq!(from.settings(), settings);
+        assert_eq!(from.descriptors(), descriptors);
+    };
+    let mut source = from.source();
+
+    source.stop().unwrap();
+    let unread = source.save_state().unwrap();
+    back(&mut source);
+    drop(unread);
+
+    source.stop().unwrap();
+    let mut half_read = source.save_state().unwrap();
+    half_read.read_exact(&mut [0; 1000]).unwrap();
+    drop(half_read);
+    assert!(source.state_saved().is_err());
+    back(&mut source);
+
+    source.stop().unwrap();
+    io::copy(&mut source.save_state().unwrap(), &mut io::sink()).unwrap();
+    source.state_saved().unwrap();
+    assert_eq!(from.status(), "postmigrate");
+    assert_eq!(from.settings(), settings);
+    back(&mut source);
+
+    drop(source);
+    let (mut source, mut destination) = (from.source(), to.destination());
+    move_memory(&mut source, &destination);
+    destination.load_state(&mut source.save_state().unwrap()).unwrap();
+    source.state_saved().unwrap();
+    destination.start(true).unwrap();
+    to.wait_counting();
+}
+
+#[test]
+fn dropping_in_the_middle_of_a_save_puts_the_settings_back() {
+    let qemu = Qemu::start(&[]);
+    let (settings, descriptors) = (qemu.settings(), qemu.descriptors());
+    let mut source = qemu.source();
+    source.stop().unwrap();
+    let _state = source.save_state().unwrap();
+    drop(source);
+    assert_eq!(qemu.settings(), settings);
+    assert_eq!(qemu.descriptors(), descriptors);
+    assert_eq!(qemu.status(), "paused");
+}
+
+#[test]
+fn a_running_guest_is_not_saved() {
+    let qemu = Qemu::start(&[]);
+    let error = qemu.source().save_state().err().unwrap().to_string();
+    assert!(error.contains("only when it is stopped"), "{error}");
+}
+
+#[test]
+fn a_guest_that_was_never_started_moves_as_such() {
+    let (from, to) = (Qemu::start(&["-S"]), Qemu::start(&["-incoming", "defer"]));
+    let (mut source, mut destination) = (from.source(), to.destination());
+    assert!(!source.is_running().unwrap());
+    move_memory(&mut source, &destination);
+    destination.load_state(&mut source.save_state().unwrap()).unwrap();
+    source.state_saved().unwrap();
+    destination.start(false).unwrap();
+    assert_eq!(to.status(), "prelaunch");
+    to.qmp("cont", json!({}));
+    to.wait_booted();
+}
+
+#[test]
+fn several_backends_and_files_without_a_name_move_too() {
+    let memory = |node: u32| {
+        [
+            format!("memory-backend-file,id=ram{node},size=32M,mem-path=DIR,share=on"),
+            format!("node,nodeid={node},memdev=ram{node}"),
+        ]
+    };
+    let ([ram0, node0], [ram1, node1]) = (memory(0), memory(1));
+    // Made in this order, they are described by their names' order.
+    let options = ["-object", &*ram1, "-numa", &*node1, "-object", &*ram0, "-numa", &*node0];
+    let from = Qemu::start_with(&options, &[], &[]);
+    let to = Qemu::start_with(&options, &["-incoming", "defer"], &[]);
+    let (mut source, mut destination) = (from.source(), to.destination());
+    let names: Vec<String> = source.description().regions.iter().map(|region| region.name.clone()).collect();
+    assert_eq!(names, ["ram0", "ram1"]);
+    assert_eq!(source.description(), destination.description());
+    move_memory(&mut source, &destination);
+    destination.load_state(&mut source.save_state().unwrap()).unwrap();
+    source.state_saved().unwrap();
+    destination.start(true).unwrap();
+    assert_eq!(to.status(), "running");
+}
+
+#[test]
+fn a_state_that_is_cut_or_changed_is_refused_in_qemus_words_and_nothing_runs() {
+    let from = Qemu::start(&[]);
+    from.wait_booted();
+    let mut source = from.source();
+    source.stop().unwrap();
+    let mut state = Vec::new();
+    source.save_state().unwrap().read_to_end(&mut state).unwrap();
+    source.state_saved().unwrap();
+    let mut other_machine = state.clone();
+    other_machine[20] ^= 1;
+    for bad in [&state[..state.len() / 2], &other_machine, b"nonsense".as_slice(), b"".as_slice()] {
+        let to = Qemu::start(&["-incoming", "defer"]);
+        let mut destination = to.destination();
+        clear(&destination.memory());
+        let (here, there) = (source.memory(), destination.memory());
+        copy(&here.regions()[0], &there.regions()[0], &here.regions()[0].data().unwrap());
+        let error = destination.load_state(&mut &*bad).unwrap_err().to_string();
+        assert!(error.contains("did not load the device state"), "{error}");
+        assert_eq!(to.status(), "inmigrate");
+        assert!(destination.start(false).is_err());
+        drop(destination);
+        assert!(to.destination_refusal().contains("start a new one"), "{}", to.destination_refusal());
+    }
+    source.resume(true).unwrap();
+    from.wait_counting();
+}
+
+#[test]
+fn a_state_whose_sender_breaks_off_is_an_error() {
+    struct Breaks;
+    impl Read for Breaks {
+        fn read(&mut self, _: &mut [u8]) -> io::Result<usize> {
+            Err(io::Error::other("the link is down"))
+        }
+    }
+    let to = Qemu::start(&["-incoming", "defer"]);
+    let error = to.destination().load_state(&mut Breaks).unwrap_err().to_string();
+    assert!(error.contains("the link is down"), "{error}");
+    assert_eq!(to.status(), "inmigrate");
+}
+
+#[test]
+fn a_qemu_that_dies_is_named_at_once() {
+    let mut from = Qemu::start(&[]);
+    let mut source = from.source();
+    let mut tracker = source.track().unwrap();
+    tracker.scan(0).unwrap();
+    source.stop().unwrap();
+    from.kill();
+    assert!(tracker.scan(0).is_err());
+    let error = source.save_state().err().unwrap().to_string();
+    assert!(error.contains("it has ended"), "{error}");
+    assert!(source.resume(true).is_err());
+
+    let mut to = Qemu::start(&["-incoming", "defer"]);
+    let mut destination = to.destination();
+    to.kill();
+    assert!(destination.load_state(&mut io::empty()).unwrap_err().to_string().contains("it has ended"));
+}
+
+/// The line that messages give to a person, run as it stands.
+#[test]
+fn the_hint_works() {
+    if std::process::Command::new("socat").arg("-V").output().is_err() {
+        panic!("install socat: messages tell users to use it");
+    }
+    let qemu = Qemu::start(&[]);
+    let mut source = qemu.source();
+    source.stop().unwrap();
+    let hint = source.resume_hint();
+    drop(source);
+    let shell = std::process::Command::new("sh").args(["-c", &hint]).output().unwrap();
+    assert!(shell.status.success(), "{hint}: {shell:?}");
+    assert_eq!(qemu.status(), "running", "{hint}: {shell:?}");
+}

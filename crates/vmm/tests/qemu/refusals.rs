@@ -1,0 +1,145 @@
+//! What is refused, and that the refusal names the cause and the cure.
+use serde_json::json;
+use transship_engine::guest::SourceGuest;
+use transship_vmm::{AttachOptions, qemu::QemuSource};
+
+use crate::lab::{Qemu, RAM_BYTES};
+
+#[track_caller]
+fn assert_names(error: &str, parts: &[&str]) {
+    for part in parts {
+        assert!(error.contains(part), "{part:?} is not in: {error}");
+    }
+}
+
+#[test]
+fn memory_that_is_not_a_shared_file() {
+    const CURE: &str =
+        "-object memory-backend-file,id=mem0,size=64M,mem-path=/dev/shm/guest,share=on -machine memory-backend=mem0";
+    let machine = ["-machine", "memory-backend=mem0"];
+    for (object, cause, machine) in [
+        (None, "anonymous memory", [].as_slice()),
+        (Some("memory-backend-ram,id=mem0,size=64M,share=on"), "anonymous memory", &machine),
+        (Some("memory-backend-memfd,id=mem0,size=64M,share=on"), "memfd", &machine),
+        (Some("memory-backend-file,id=mem0,size=64M,mem-path=DIR/ram,share=off"), "share=off", &machine),
+    ] {
+        let memory: Vec<&str> = object.iter().flat_map(|object| ["-object", object]).collect();
+        let qemu = Qemu::start_with(&memory, &["-S"], machine);
+        assert_names(&qemu.source_refusal(), &[cause, CURE]);
+    }
+    let qemu = Qemu::start_with(&[], &["-incoming", "defer"], &[]);
+    assert_names(&qemu.destination_refusal(), &["anonymous memory", CURE]);
+}
+
+#[test]
+fn memory_on_a_disk() {
+    let disk = tempfile::tempdir_in("/var/tmp").unwrap();
+    let object = format!("memory-backend-file,id=mem0,size=64M,mem-path={}/ram,share=on", disk.path().display());
+    let qemu = Qemu::start_with(&["-object", &object], &["-S"], &["-machine", "memory-backend=mem0"]);
+    assert_names(&qemu.source_refusal(), &["disk file system", "mem-path=/dev/shm/guest"]);
+}
+
+#[test]
+fn a_file_that_is_no_longer_the_one_that_qemu_maps() {
+    let qemu = Qemu::start(&["-S"]);
+    std::fs::remove_file(qemu.path("ram")).unwrap();
+    std::fs::File::create(qemu.path("ram")).unwrap().set_len(RAM_BYTES).unwrap();
+    assert_names(&qemu.source_refusal(), &["deleted or replaced"]);
+}
+
+#[test]
+fn the_wrong_end() {
+    let waiting = Qemu::start(&["-incoming", "defer"]);
+    assert_names(&waiting.source_refusal(), &["it is a destination"]);
+    let running = Qemu::start(&[]);
+    assert_names(&running.destination_refusal(), &["does not wait for a guest", "-incoming defer"]);
+    let listening = Qemu::start(&["-incoming", "tcp:127.0.0.1:0"]);
+    assert_names(&listening.destination_refusal(), &["already listens", "-incoming defer"]);
+}
+
+#[test]
+fn a_guest_that_is_on_its_way_already() {
+    let qemu = Qemu::start(&[]);
+    qemu.qmp("migrate-set-parameters", json!({"max-bandwidth": 1}));
+    qemu.qmp("migrate", json!({"uri": "exec:cat >/dev/null"}));
+    assert_names(&qemu.source_refusal(), &["already migrating", "migrate_cancel"]);
+    qemu.qmp("migrate_cancel", json!({}));
+}
+
+#[test]
+fn a_guest_that_was_given_away() {
+    let qemu = Qemu::start(&[]);
+    let mut source = qemu.source();
+    source.stop().unwrap();
+    std::io::copy(&mut source.save_state().unwrap(), &mut std::io::sink()).unwrap();
+    source.state_saved().unwrap();
+    drop(source);
+    assert_names(&qemu.source_refusal(), &["postmigrate", "only if that guest runs nowhere else"]);
+}
+
+#[test]
+fn a_socket_in_use_and_a_socket_of_nobody() {
+    let qemu = Qemu::start(&["-S"]);
+    let _first = qemu.source();
+    assert_names(
+        &qemu.source_refusal(),
+        &["another client holds this QMP socket", "-qmp unix:PATH2,server=on,wait=off"],
+    );
+    let nobody = qemu.path("nobody");
+    let error = QemuSource::attach(&nobody, AttachOptions::default()).err().unwrap().to_string();
+    assert_names(&error, &["no QEMU listens there"]);
+}
+
+#[test]
+fn a_process_that_writes_the_same_memory() {
+    let first = Qemu::start(&["-S"]);
+    let object = format!("memory-backend-file,id=mem0,size=64M,mem-path={},share=on", first.path("ram").display());
+    let machine = ["-machine", "memory-backend=mem0"];
+    let second = Qemu::start_with(&["-object", &object], &["-incoming", "defer"], &machine);
+    let pid = format!("process {} (qemu-system", second.pid());
+    assert_names(&first.source_refusal(), &["can't be tracked", &pid, "allow untracked writers"]);
+    // For the second it would be the loss of the first one's memory.
+    let pid = format!("process {} (qemu-system", first.pid());
+    assert_names(&second.destination_refusal(), &[&pid, "mem-path of its own"]);
+    let options = AttachOptions { allow_untracked_writers: true };
+    assert!(QemuSource::attach(&first.socket(), options).is_ok());
+}
+
+#[test]
+fn a_disk_that_writes_behind_the_tracker() {
+    let disk = tempfile::NamedTempFile::new_in("/var/tmp").unwrap();
+    disk.as_file().set_len(1 << 20).unwrap();
+    let drive = format!("if=none,id=direct,format=raw,cache=none,file={}", disk.path().display());
+    let qemu = Qemu::start(&["-S", "-drive", &drive, "-device", "virtio-blk-pci,drive=direct"]);
+    assert_names(&qemu.source_refusal(), &["cache.direct=on", "cache=writeback", "allow untracked writers"]);
+}
+
+#[test]
+fn a_device_that_cannot_be_saved() {
+    let folder = tempfile::tempdir().unwrap();
+    let drive = format!("if=none,id=fat,format=raw,file=fat:rw:{}", folder.path().display());
+    let qemu = Qemu::start(&["-S", "-drive", &drive, "-device", "virtio-blk-pci,drive=fat"]);
+    assert_names(&qemu.source_refusal(), &["can't save its devices' state", "vvfat"]);
+}
+
+#[test]
+fn memory_plugged_during_the_move() {
+    let qemu = Qemu::start_with(
+        &["-object", "memory-backend-file,id=mem0,size=64M,mem-path=DIR/ram,share=on"],
+        &["-m", "64M,slots=2,maxmem=1G"],
+        &["-machine", "memory-backend=mem0"],
+    );
+    let mut source = qemu.source();
+    let _tracker = source.track().unwrap();
+    let path = qemu.path("more");
+    let object =
+        json!({"qom-type": "memory-backend-file", "id": "more", "size": 128 << 20, "mem-path": path, "share": true});
+    qemu.qmp("object-add", object);
+    qemu.qmp("device_add", json!({"driver": "pc-dimm", "id": "dimm", "memdev": "more"}));
+    let error = source.stop().unwrap_err().to_string();
+    assert_names(&error, &["plugged", "begin the move again"]);
+    source.resume(true).unwrap();
+    drop(source);
+    let regions = qemu.source().description().regions;
+    assert_eq!(regions.len(), 2, "{regions:?}");
+}
