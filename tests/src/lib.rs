@@ -54,6 +54,21 @@ impl std::fmt::Debug for LabError {
 /// The lab's results.
 pub type Result<T> = std::result::Result<T, LabError>;
 
+/// Waits until `holds` says yes.
+///
+/// # Errors
+/// It says no for [`PATIENCE`], or fails itself.
+pub fn wait_until(what: &str, mut holds: impl FnMut() -> Result<bool>) -> Result<()> {
+    let deadline = std::time::Instant::now() + PATIENCE;
+    while !holds()? {
+        if std::time::Instant::now() > deadline {
+            return Err(LabError(format!("waited in vain for {what}")));
+        }
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    Ok(())
+}
+
 /// Makes a [`LabError`] that says what was being done.
 pub(crate) fn failed<E: std::fmt::Display>(doing: impl std::fmt::Display) -> impl FnOnce(E) -> LabError {
     move |error| LabError(format!("{doing}: {error}"))

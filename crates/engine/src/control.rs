@@ -43,6 +43,23 @@ impl Control {
             .map_err(|source| Error::Io { what: format!("send {} to {}", message.name(), self.peer), source })
     }
 
+    /// Sends a message that is either taken by the system whole, or not at all: an error means that the peer can't have got a byte of it.
+    /// What was taken may still be lost on its way, and later writes then fail.
+    pub(crate) fn send_whole(&mut self, message: &Message) -> Result<(), Error> {
+        let bytes = message.encode(self.next_id);
+        self.next_id += 1;
+        let failed = |source| Error::Io { what: format!("send {} to {}", message.name(), self.peer), source };
+        let taken = loop {
+            match self.connection.write(&bytes) {
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                other => break other.map_err(failed)?,
+            }
+        };
+        // The rest of a message of a few bytes; whether it goes out or not, from here on the peer may have it.
+        let _ = self.connection.write_all(&bytes[taken..]);
+        Ok(())
+    }
+
     /// Tells the peer why this side ends the session. The peer may be gone already.
     pub(crate) fn abort(&mut self, reason: &Error) {
         if let Error::Refused(_) = reason {

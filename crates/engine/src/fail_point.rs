@@ -2,7 +2,7 @@
 //!
 //! Compiled to nothing without the feature `fail-points`. With it, `TRANSSHIP_FAIL_POINT=NAME=ACTION` arms one step:
 //! `kill` ends the process as `kill -9` would; `stall` makes the file that `TRANSSHIP_FAIL_FILE` names and goes on when somebody has
-//! removed it; `error` makes the step fail.
+//! removed it; `error` makes the step fail. A step acts once: what comes in rounds goes on with the next.
 
 /// Marks a step.
 #[cfg(not(feature = "fail-points"))]
@@ -14,9 +14,20 @@ pub(crate) fn reach(_name: &str) -> Result<(), crate::Error> {
 /// Marks a step.
 #[cfg(feature = "fail-points")]
 pub(crate) fn reach(name: &str) -> Result<(), crate::Error> {
-    use std::{env, fs, path::PathBuf, process, thread, time::Duration};
+    use std::{
+        env, fs,
+        path::PathBuf,
+        process,
+        sync::atomic::{AtomicBool, Ordering},
+        thread,
+        time::Duration,
+    };
+    static ACTED: AtomicBool = AtomicBool::new(false);
     let Ok(armed) = env::var("TRANSSHIP_FAIL_POINT") else { return Ok(()) };
     let Some((_, action)) = armed.split_once('=').filter(|(step, _)| *step == name) else { return Ok(()) };
+    if ACTED.swap(true, Ordering::Relaxed) {
+        return Ok(());
+    }
     match action {
         "kill" => {
             let _ = rustix::process::kill_process(rustix::process::getpid(), rustix::process::Signal::KILL);

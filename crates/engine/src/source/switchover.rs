@@ -1,6 +1,6 @@
 //! The end of a move: stop, last round, device state, hand over.
 //!
-//! Up to the point of no return, which is in [`hand_over`], every failure leads back: the guest is resumed here, and the destination,
+//! Up to the point of no return, which is in [`give_up`], every failure leads back: the guest is resumed here, and the destination,
 //! which has not been told to go, never starts it. From there on the guest is the destination's, whatever happens to us.
 use std::{
     io::Read,
@@ -28,13 +28,13 @@ pub(crate) fn run(source: &mut Source<'_>, control: &mut Control, rounds: &mut R
         .map_err(Error::from)
         .and_then(|()| fail_point::reach("source.stopped"))
         .and_then(|()| bring_the_rest(source, control, rounds));
-    // Cancelling ends here: `source.progress` is not asked again.
-    if let Err(error) = loaded {
+    let given_up = loaded.and_then(|()| give_up(source, control, run));
+    if let Err(error) = given_up {
         return Err(take_back(source, error, run));
     }
-    let handed_over = hand_over(source, control, run);
+    let confirmed = await_confirmation(source, control);
     source.report.downtime_ms = if run { stopped.elapsed().as_secs_f64() * 1e3 } else { 0.0 };
-    handed_over
+    confirmed
 }
 
 /// Everything that the destination needs, up to its word that it has loaded it all.
@@ -103,14 +103,21 @@ fn take_back(source: &mut Source<'_>, error: Error, run: bool) -> Error {
     }
 }
 
-/// The point of no return. Before `Go` is sent the guest is ours; from the first byte of it on we must assume that the destination
-/// runs it, whatever we hear or don't hear afterwards.
-fn hand_over(source: &mut Source<'_>, control: &mut Control, run: bool) -> Result<(), Error> {
+/// The point of no return. An error means that not one byte of `Go` left this side: the guest is still ours. Otherwise we must assume
+/// from here on that the destination runs it, whatever we hear or don't hear afterwards.
+fn give_up(source: &mut Source<'_>, control: &mut Control, run: bool) -> Result<(), Error> {
+    control.check_silence()?;
+    if source.progress.is_cancelled() {
+        return Err(Error::Cancelled);
+    }
     source.progress.set_phase(Phase::HandedOver);
+    control.send_whole(&Message::Go { run }).inspect_err(|_| source.progress.set_phase(Phase::Switchover))
+}
+
+/// Waits for the word that the guest runs there.
+fn await_confirmation(source: &Source<'_>, control: &mut Control) -> Result<(), Error> {
     let deaf = crate::Progress::default(); // cancelling has no effect any more
-    let answer = control
-        .send(&Message::Go { run })
-        .and_then(|()| fail_point::reach("source.go-sent"))
+    let answer = fail_point::reach("source.go-sent")
         .and_then(|()| control.receive("word that the guest runs", STALL_TIMEOUT * 2, &deaf));
     match answer {
         Ok(Message::Running) => Ok(()),

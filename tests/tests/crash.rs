@@ -1,0 +1,340 @@
+//! Whoever dies at whatever step: at most one side runs, nothing is lost that was not in the party that died, and the next attempt
+//! on the same source succeeds. Checked on the guests themselves, not on our own words.
+mod proxy;
+
+use proxy::Proxy;
+use serde_json::json;
+use transship_tests::{
+    Finished, LabError, Qemu, Result, Scratch, Synthetic, Transship, synthetic::SyntheticState, wait_until,
+};
+
+/// A guest of either kind, alive or dead.
+enum Guest {
+    Synthetic(Box<Synthetic>),
+    Qemu(Box<Qemu>),
+}
+
+impl Guest {
+    fn vm(&self) -> String {
+        match self {
+            Self::Synthetic(guest) => guest.vm(),
+            Self::Qemu(guest) => guest.vm(),
+        }
+    }
+
+    fn is_alive(&mut self) -> Result<bool> {
+        let process = match self {
+            Self::Synthetic(guest) => guest.process(),
+            Self::Qemu(guest) => guest.process(),
+        };
+        Ok(process.ended()?.is_none())
+    }
+
+    fn kill9(&mut self) {
+        match self {
+            Self::Synthetic(guest) => guest.process().kill9(),
+            Self::Qemu(guest) => guest.kill9(),
+        }
+    }
+
+    /// Dead guests don't run.
+    fn is_running(&mut self) -> Result<bool> {
+        Ok(self.is_alive()?
+            && match self {
+                Self::Synthetic(guest) => guest.state()? == SyntheticState::Running,
+                Self::Qemu(guest) => guest.status()? == "running",
+            })
+    }
+
+    /// What the messages tell a person to do.
+    fn resume_by_hand(&self) -> Result<()> {
+        match self {
+            Self::Synthetic(guest) => guest.call("resume").map(drop),
+            Self::Qemu(guest) => guest.qmp("cont", json!({})).map(drop),
+        }
+    }
+
+    fn start_by_hand(&self) -> Result<()> {
+        match self {
+            Self::Synthetic(guest) => guest.call("start").map(drop),
+            Self::Qemu(guest) => guest.qmp("cont", json!({})).map(drop),
+        }
+    }
+
+    /// It runs, and every page is what it was last.
+    fn assert_whole(&mut self, story: &str) -> Result<()> {
+        assert!(self.is_running()?, "{story}: it does not run");
+        let wrong = match self {
+            Self::Synthetic(guest) => guest.check()?.wrong,
+            Self::Qemu(guest) => {
+                guest.next_count()?;
+                guest.sweep()?.errors
+            }
+        };
+        assert_eq!(wrong, 0, "{story}: stale pages");
+        Ok(())
+    }
+
+    /// Nothing of ours is left in it.
+    fn assert_clean(&mut self, story: &str) -> Result<()> {
+        let pid = match self {
+            Self::Synthetic(guest) => guest.pid(),
+            Self::Qemu(guest) => guest.pid(),
+        };
+        let ours = transship_tests::process::open_files(pid)?;
+        assert!(!ours.iter().any(|file| file.contains("userfaultfd")), "{story}: {ours:?}");
+        Ok(())
+    }
+}
+
+/// Makes pairs of guests.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Lab {
+    Synthetic,
+    Qemu,
+}
+
+impl Lab {
+    fn source(self) -> Result<Guest> {
+        match self {
+            Self::Synthetic => {
+                let guest = Synthetic::builder().memory("16M").write_rate("10M").hot_set("1M").start()?;
+                Ok(Guest::Synthetic(Box::new(guest)))
+            }
+            Self::Qemu => {
+                let guest = Qemu::multiboot().start()?;
+                guest.ready()?;
+                Ok(Guest::Qemu(Box::new(guest)))
+            }
+        }
+    }
+
+    fn destination(self) -> Result<Guest> {
+        match self {
+            Self::Synthetic => Ok(Guest::Synthetic(Box::new(Synthetic::builder().memory("16M").incoming().start()?))),
+            Self::Qemu => Ok(Guest::Qemu(Box::new(Qemu::multiboot().incoming().start()?))),
+        }
+    }
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Victim {
+    SourceCommand,
+    DestinationCommand,
+    SourceGuest,
+    DestinationGuest,
+    Link,
+}
+
+const VICTIMS: [Victim; 5] =
+    [Victim::SourceCommand, Victim::DestinationCommand, Victim::SourceGuest, Victim::DestinationGuest, Victim::Link];
+
+/// The steps, in order; the side that stalls there is the first word.
+const STEPS: [&str; 14] = [
+    "source.hello",
+    "destination.hello",
+    "source.tracking",
+    "source.round-sent",
+    "destination.round",
+    "source.round",
+    "source.stopped",
+    "source.last-round",
+    "source.state-sent",
+    "destination.loaded",
+    "source.loaded",
+    "source.go-sent",
+    "destination.go",
+    "destination.started",
+];
+
+/// From this step on the guest is the destination's.
+const GIVEN_UP: &str = "source.go-sent";
+/// From this step on the source's guest stands still.
+const STOPPED: &str = "source.stopped";
+/// From this step on the destination has all of the device state.
+const STATE_SENT: &str = "source.state-sent";
+
+fn from(step: &str, bound: &str) -> bool {
+    let index = |name: &str| STEPS.iter().position(|step| *step == name).expect("a step of the list");
+    index(step) >= index(bound)
+}
+
+/// How both ends came out.
+struct Ends {
+    source: Finished,
+    destination: Finished,
+}
+
+/// Runs a move in which `victim` dies at `step`.
+fn crash(from: &mut Guest, to: &mut Guest, step: &str, victim: Victim) -> Result<Ends> {
+    let folder = Scratch::new()?;
+    let gate = folder.join("gate");
+    let arm = |builder: transship_tests::transship::TransshipBuilder, side: &str| match step.starts_with(side) {
+        true => builder.env("TRANSSHIP_FAIL_POINT", format!("{step}=stall")).env("TRANSSHIP_FAIL_FILE", &gate),
+        false => builder,
+    };
+    let uri = format!("unix:{}", folder.join("there").display());
+    let mut destination = arm(Transship::receiving(&to.vm(), &uri), "destination").start()?;
+    destination.listening()?;
+    let proxy = Proxy::start(&folder.join("here"), &folder.join("there"));
+    let uri = format!("unix:{}", folder.join("here").display());
+    let moving = Transship::moving(&from.vm(), &uri).args(["--channels", "2", "--downtime", "5s"]);
+    let mut source = arm(moving, "source").start()?;
+    wait_until(step, || {
+        if let Some(status) = source.process().ended()? {
+            return Err(LabError(format!("ended before {step}, {status}: {}", source.stderr().tail())));
+        }
+        Ok(gate.exists())
+    })?;
+    match victim {
+        Victim::SourceCommand => source.kill9(),
+        Victim::DestinationCommand => destination.kill9(),
+        Victim::SourceGuest => from.kill9(),
+        Victim::DestinationGuest => to.kill9(),
+        Victim::Link => proxy.cut(),
+    }
+    // It may be gone with the process that waits for its removal.
+    let _ = std::fs::remove_file(&gate);
+    Ok(Ends { source: source.wait()?, destination: destination.wait()? })
+}
+
+/// One cell of the matrix, with all that the design promises about it.
+fn cell(lab: Lab, step: &str, victim: Victim) -> Result<()> {
+    let story = format!("{victim:?} dies at {step} ({lab:?})");
+    let (mut source, mut destination) = (lab.source()?, lab.destination()?);
+    let ends = crash(&mut source, &mut destination, step, victim)?;
+    let story = format!("{story}\n--- source {}\n--- destination {}", ends.source, ends.destination);
+    let (runs_here, runs_there) = (source.is_running()?, destination.is_running()?);
+    assert!(!(runs_here && runs_there), "{story}: it runs on both sides");
+    if source.is_alive()? {
+        source.assert_clean(&story)?;
+    }
+    if from(step, GIVEN_UP) {
+        given_up(&mut source, &mut destination, runs_there, victim, &ends, &story)
+    } else {
+        not_given_up(lab, &mut source, runs_here, runs_there, step, victim, &ends, &story)
+    }
+}
+
+/// The source does not run it again, and the destination runs it or can.
+fn given_up(
+    source: &mut Guest,
+    destination: &mut Guest,
+    runs_there: bool,
+    victim: Victim,
+    ends: &Ends,
+    story: &str,
+) -> Result<()> {
+    assert!(!source.is_running()?, "{story}: the source took it back");
+    if victim != Victim::SourceCommand {
+        // Without the destination's word nobody can tell from here; with it all is well.
+        assert!(matches!(ends.source.code(), Some(0 | 3)), "{story}");
+        assert!(ends.source.code() == Some(0) || ends.source.stderr.contains("resume it here"), "{story}");
+    }
+    if victim == Victim::DestinationGuest {
+        return Ok(()); // it died with its guest; the source's is whole, and the message says how to resume it
+    }
+    if !runs_there {
+        assert!(victim != Victim::SourceCommand && victim != Victim::SourceGuest, "{story}: nobody runs it");
+        destination.start_by_hand()?;
+    }
+    destination.assert_whole(story)
+}
+
+/// The destination does not run it, the source does, and the next attempt works.
+#[allow(clippy::too_many_arguments, reason = "what is known about one cell")]
+fn not_given_up(
+    lab: Lab,
+    source: &mut Guest,
+    runs_here: bool,
+    runs_there: bool,
+    step: &str,
+    victim: Victim,
+    ends: &Ends,
+    story: &str,
+) -> Result<()> {
+    if victim == Victim::SourceGuest {
+        // What it had not sent yet died with it. Once the destination has all of it, it may live on there.
+        assert!(!runs_there || from(step, STATE_SENT), "{story}: half a guest runs");
+        return Ok(());
+    }
+    assert!(!runs_there, "{story}: it runs there and was never given up");
+    if victim == Victim::SourceCommand && from(step, STOPPED) {
+        assert!(!runs_here, "{story}: who resumed it?");
+        source.resume_by_hand()?;
+    } else {
+        assert!(runs_here, "{story}: the source does not run on");
+    }
+    if victim != Victim::SourceCommand {
+        assert_eq!(ends.source.code(), Some(1), "{story}");
+    }
+    if victim != Victim::DestinationCommand {
+        assert_eq!(ends.destination.code(), Some(1), "{story}");
+    }
+    source.assert_whole(story)?;
+    again(lab, source)
+}
+
+/// A second attempt on the same source, to a fresh destination.
+fn again(lab: Lab, source: &mut Guest) -> Result<()> {
+    let mut destination = lab.destination()?;
+    let folder = Scratch::new()?;
+    let uri = format!("unix:{}", folder.join("s").display());
+    let receive = Transship::receiving(&destination.vm(), &uri).start()?;
+    receive.listening()?;
+    Transship::moving(&source.vm(), &uri).args(["--verify"]).run()?.expect_code(0)?;
+    receive.wait()?.expect_code(0)?;
+    assert!(!source.is_running()?);
+    destination.assert_whole("the second attempt")
+}
+
+fn every_step(lab: Lab, victim: Victim) -> Result<()> {
+    let run = |step: &&str| cell(lab, step, victim).map_err(|e| LabError(format!("{victim:?} dies at {step}: {e:?}")));
+    STEPS.iter().try_for_each(run)
+}
+
+#[test]
+fn the_source_command_dies() -> Result<()> {
+    every_step(Lab::Synthetic, Victim::SourceCommand)
+}
+
+#[test]
+fn the_destination_command_dies() -> Result<()> {
+    every_step(Lab::Synthetic, Victim::DestinationCommand)
+}
+
+#[test]
+fn the_source_guest_dies() -> Result<()> {
+    every_step(Lab::Synthetic, Victim::SourceGuest)
+}
+
+#[test]
+fn the_destination_guest_dies() -> Result<()> {
+    every_step(Lab::Synthetic, Victim::DestinationGuest)
+}
+
+#[test]
+fn the_link_dies() -> Result<()> {
+    every_step(Lab::Synthetic, Victim::Link)
+}
+
+/// The steps in which QEMU itself is in another state.
+#[test]
+fn with_qemu_while_the_guest_runs() -> Result<()> {
+    VICTIMS.iter().try_for_each(|victim| cell(Lab::Qemu, "source.round", *victim))
+}
+
+#[test]
+fn with_qemu_while_the_guest_stands_still() -> Result<()> {
+    VICTIMS.iter().try_for_each(|victim| cell(Lab::Qemu, "source.stopped", *victim))
+}
+
+#[test]
+fn with_qemu_when_the_device_state_was_sent() -> Result<()> {
+    VICTIMS.iter().try_for_each(|victim| cell(Lab::Qemu, "source.loaded", *victim))
+}
+
+#[test]
+fn with_qemu_when_the_guest_was_given_up() -> Result<()> {
+    VICTIMS.iter().try_for_each(|victim| cell(Lab::Qemu, "destination.go", *victim))
+}

@@ -1,0 +1,58 @@
+//! A link that can be cut: copies bytes between unix sockets until it is told to stop.
+use std::{
+    io,
+    net::Shutdown,
+    os::unix::net::{UnixListener, UnixStream},
+    path::Path,
+    sync::{Arc, Mutex},
+    thread,
+};
+
+/// Connections to one path go to another. Its threads end with their connections.
+pub(crate) struct Proxy {
+    streams: Arc<Mutex<Option<Vec<UnixStream>>>>,
+}
+
+impl Proxy {
+    /// Listens at `here`, and connects each connection to `there`.
+    pub(crate) fn start(here: &Path, there: &Path) -> Self {
+        let listener = UnixListener::bind(here).expect("a folder of the test's own");
+        let streams = Arc::new(Mutex::new(Some(Vec::new())));
+        let (kept, there) = (Arc::clone(&streams), there.to_owned());
+        thread::spawn(move || {
+            for incoming in listener.incoming() {
+                let Ok(near) = incoming else { return };
+                // The destination may have gone: then the source sees its connection end.
+                let Ok(far) = UnixStream::connect(&there) else { continue };
+                let mut kept = kept.lock().expect("nobody panics with the lock held");
+                let Some(kept) = kept.as_mut() else { return };
+                for (from, to) in [(&near, &far), (&far, &near)] {
+                    kept.push(clone(from));
+                    copy(clone(from), clone(to));
+                }
+            }
+        });
+        Self { streams }
+    }
+
+    /// Ends all connections, and takes no more.
+    pub(crate) fn cut(&self) {
+        for stream in self.streams.lock().expect("nobody panics with the lock held").take().into_iter().flatten() {
+            // It may have ended already.
+            let _ = stream.shutdown(Shutdown::Both);
+        }
+    }
+}
+
+fn clone(stream: &UnixStream) -> UnixStream {
+    stream.try_clone().expect("file descriptors are not short")
+}
+
+/// What one side sends reaches the other; the end too.
+fn copy(mut from: UnixStream, mut to: UnixStream) {
+    thread::spawn(move || {
+        let _ = io::copy(&mut from, &mut to);
+        let _ = to.shutdown(Shutdown::Both);
+        let _ = from.shutdown(Shutdown::Both);
+    });
+}
