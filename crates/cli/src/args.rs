@@ -86,8 +86,7 @@ pub(crate) enum Command {
     Watch(WatchArgs),
     /// Run a synthetic guest, for trying things without a VMM
     Guest(GuestArgs),
-    /// Measure, beside stock QEMU
-    #[command(hide = true)]
+    /// Measure on this machine, beside stock QEMU
     Bench(transship_bench::Bench),
     /// Print a completion script for a shell
     #[command(hide = true)]
@@ -141,8 +140,9 @@ pub(crate) struct MoveArgs {
     pub(crate) json: bool,
     /// Move although devices write past the tracker
     ///
-    /// vhost-user back ends and VFIO devices write guest memory without being seen by the tracker, so such a guest is
-    /// refused. With this flag you say that these devices are quiet; pages that they do write are lost.
+    /// vhost-user back ends, VFIO devices and disks that are read past the page cache write guest memory without being
+    /// seen by the tracker, so such a guest is refused. With this flag you say that they are quiet for the whole move;
+    /// pages that they do write are lost.
     #[arg(long, hide_short_help = true)]
     pub(crate) allow_untracked_writers: bool,
 }

@@ -117,6 +117,25 @@ mod tests {
         }
     }
 
+    /// A command line that is shown to people is one that works.
+    #[test]
+    fn examples_are_command_lines() {
+        let mut command = Cli::command();
+        command.build();
+        let help = command.get_subcommands_mut().map(|sub| sub.render_long_help().to_string()).collect::<String>();
+        let readme = include_str!("../../../README.md");
+        let mut seen = 0;
+        for line in help.lines().chain(readme.lines()).map(str::trim) {
+            let line = line.split_once("$ ").map_or(line, |(_, after_prompt)| after_prompt);
+            if line.starts_with("transship ") && line.contains(" --") {
+                let words = line.trim_end_matches(" &").split_whitespace();
+                Cli::try_parse_from(words).unwrap_or_else(|error| panic!("{line}: {error}"));
+                seen += 1;
+            }
+        }
+        assert!(seen >= 15, "only {seen} examples found");
+    }
+
     #[test]
     fn short_help_fits_a_screen() {
         let mut all = Cli::command();
