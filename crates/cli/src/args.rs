@@ -88,6 +88,12 @@ pub(crate) enum Command {
     Guest(GuestArgs),
     /// Measure on this machine, beside stock QEMU
     Bench(transship_bench::Bench),
+    /// Let the guest run again if the `move` that started this dies while it stands still
+    #[command(hide = true)]
+    Guard {
+        #[arg(long)]
+        vm: String,
+    },
     /// Print a completion script for a shell
     #[command(hide = true)]
     Completions { shell: clap_complete::Shell },

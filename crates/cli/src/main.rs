@@ -3,13 +3,14 @@
 //! - `args`, `checks`, `units`: from words to checked values, before anything touches a VM
 //! - `commands`: a file for each subcommand
 //! - `progress`, `summary`, `output`, `failure`: from numbers to words, and exit codes
-//! - `signals`: Ctrl-C
+//! - `signals`: Ctrl-C; `guard`: what even `kill -9` must not leave behind
 #![forbid(unsafe_code)]
 
 mod args;
 mod checks;
 mod commands;
 mod failure;
+mod guard;
 mod output;
 mod progress;
 mod signals;
@@ -51,6 +52,7 @@ fn dispatch(cli: &Cli) -> Result<(), Failure> {
         Command::Watch(args) => commands::watch::run(args),
         Command::Guest(args) => commands::guest::run(args),
         Command::Bench(bench) => bench.run().map_err(Failure::Failed),
+        Command::Guard { vm } => commands::guard::run(vm),
         Command::Completions { shell } => commands::shell::completions(*shell),
         Command::Man { subcommand } => commands::shell::manual(subcommand.as_deref()),
     }

@@ -98,16 +98,20 @@ impl Sample {
 
     /// What is worth saying now, on one line.
     fn describe(&self, speed: &Speed) -> String {
-        let dirty = Rate(self.dirty_pages_per_s as f64 * PAGE);
+        // Known from the second scan on.
+        let dirty = match self.dirty_pages_per_s {
+            0 => String::new(),
+            pages => format!(", dirty {}", Rate(pages as f64 * PAGE)),
+        };
         let wire = Rate(speed.wire);
         match self.phase {
             Phase::Connecting => "connecting".into(),
             Phase::Rounds if self.total == 0 => format!("round {}: {} received, {wire}", self.round, Bytes(self.wire)),
             Phase::Rounds => {
-                let eta = speed.eta(self.left).map(|eta| format!(", round done in {}", Time(eta))).unwrap_or_default();
-                format!("round {}: {} left, wire {wire}, guest writes {dirty}{eta}", self.round, Bytes(self.left))
+                let eta = speed.eta(self.left).map(|eta| format!(", eta {}", Time(eta))).unwrap_or_default();
+                format!("round {}: {} left, {wire}{dirty}{eta}", self.round, Bytes(self.left))
             }
-            Phase::Switchover => format!("the guest stands still: last pages and device state, wire {wire}"),
+            Phase::Switchover => "the guest stands still: last pages, device state".into(),
             Phase::HandedOver => "handed over; the destination starts the guest".into(),
             Phase::Done => format!("done, {} on the wire", Bytes(self.wire)),
         }
@@ -190,7 +194,7 @@ impl Bar {
 
     /// A bar where the end is known, words alone elsewhere.
     fn style(sample: &Sample) -> ProgressStyle {
-        let template = if sample.total > 0 { "[{bar:24}] {wide_msg}" } else { "{wide_msg}" };
+        let template = if sample.total > 0 { "[{bar:12}] {wide_msg}" } else { "{wide_msg}" };
         let style = ProgressStyle::with_template(template).unwrap_or_else(|_| ProgressStyle::default_bar());
         style.progress_chars("=> ")
     }
@@ -282,7 +286,7 @@ mod tests {
     fn a_line_has_the_numbers_with_units() {
         let speed = Speed { wire: 3.0 * 1024.0 * 1024.0, looked_at: 1024.0 * 1024.0 };
         let line = sample(3, 64 << 20, 128 << 20, 5 << 20).describe(&speed);
-        assert_eq!(line, "round 3: 64.0 MiB left, wire 3.0 MiB/s, guest writes 1.0 MiB/s, round done in 1 m 04 s");
+        assert_eq!(line, "round 3: 64.0 MiB left, 3.0 MiB/s, dirty 1.0 MiB/s, eta 1 m 04 s");
         let line = sample(1, 0, 0, 5 << 20).describe(&speed);
         assert_eq!(line, "round 1: 5.0 MiB received, 3.0 MiB/s");
     }

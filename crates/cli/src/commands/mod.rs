@@ -1,4 +1,5 @@
 //! What each subcommand does.
+pub(crate) mod guard;
 pub(crate) mod guest;
 pub(crate) mod moving;
 pub(crate) mod receive;

@@ -8,6 +8,7 @@ use crate::{
     args::MoveArgs,
     checks::Checks,
     failure::Failure,
+    guard::Guarded,
     progress::Display,
     signals::{Side, Watcher},
     summary, units,
@@ -29,16 +30,19 @@ pub(crate) fn run(args: &MoveArgs) -> Result<(), Failure> {
 
 /// The guest is let go of when this returns, and the display with it, before results are printed.
 fn move_away(request: &Request, progress: &Arc<Progress>, report: &mut Report) -> Result<(), Error> {
-    let mut guest = attach_source(&request.vm, request.attach)?;
+    let guest = attach_source(&request.vm, request.attach)?;
+    let mut guest = Guarded::new(guest, &request.vm_text);
     let _display =
         Display::start(progress).map_err(|source| Error::Io { what: "can't start a thread".into(), source })?;
-    move_guest(guest.as_mut(), &request.to, &request.options, progress, report)
+    move_guest(&mut guest, &request.to, &request.options, progress, report)
 }
 
 /// What was asked for, checked as far as possible without touching a VM.
 #[derive(Debug)]
 struct Request {
     vm: VmAddress,
+    /// As the user wrote it.
+    vm_text: String,
     to: Uri,
     options: MoveOptions,
     attach: AttachOptions,
@@ -67,6 +71,7 @@ impl Request {
         let request = (|| {
             Some(Self {
                 vm: vm?,
+                vm_text: args.vm.clone(),
                 to: to?,
                 options: MoveOptions {
                     channels: channels?.try_into().ok()?,

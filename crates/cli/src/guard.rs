@@ -1,0 +1,125 @@
+//! A guest must not stand still for ever because the process that stopped it was killed.
+//!
+//! While the guest is stopped and not given up, a second process waits on a pipe for the end of this one. When the pipe ends without a word,
+//! it lets the guest run again. The word is written before the destination is told to go: from then on nobody here resumes the guest.
+use std::{
+    env,
+    io::{self, Read, Write},
+    os::unix::process::CommandExt,
+    process::{Child, Command, Stdio},
+    time::Duration,
+};
+
+use transship_engine::guest::{GuestError, SourceGuest};
+use transship_memory::{GuestMemory, Tracker};
+use transship_wire::GuestDescription;
+
+/// The word.
+pub(crate) const DISARM: u8 = b'd';
+
+/// A source with a guard beside it while it stands still.
+pub(crate) struct Guarded {
+    guest: Box<dyn SourceGuest>,
+    vm: String,
+    guard: Option<Child>,
+    /// A guard that was told to end.
+    ending: Option<Child>,
+}
+
+impl Guarded {
+    /// `vm`: the guest's address, for the second process.
+    pub(crate) fn new(guest: Box<dyn SourceGuest>, vm: &str) -> Self {
+        Self { guest, vm: vm.to_owned(), guard: None, ending: None }
+    }
+
+    fn arm(&mut self) -> Result<(), GuestError> {
+        let start = || {
+            Command::new(env::current_exe()?)
+                .args(["guard", "--vm", &self.vm])
+                .stdin(Stdio::piped())
+                .stdout(Stdio::null())
+                // A Ctrl-C in the terminal, and a kill of our group, are not for it.
+                .process_group(0)
+                .spawn()
+        };
+        let guard = start().map_err(|e| GuestError(format!("can't start the process that guards the guest: {e}")))?;
+        self.guard = Some(guard);
+        Ok(())
+    }
+
+    /// Once the word is written the guard can't act, whenever it gets to read it.
+    fn disarm(&mut self) -> io::Result<()> {
+        let Some(mut guard) = self.guard.take() else { return Ok(()) };
+        let told = guard.stdin.take().map_or(Ok(()), |mut pipe| pipe.write_all(&[DISARM]));
+        if told.is_err() {
+            // It does not listen: it must not act either.
+            guard.kill()?;
+        }
+        self.ending = Some(guard);
+        Ok(())
+    }
+}
+
+impl Drop for Guarded {
+    fn drop(&mut self) {
+        if let Some(mut guard) = self.ending.take() {
+            // Not earlier: the guest's downtime need not wait for it.
+            let _ = guard.wait();
+        }
+    }
+}
+
+impl SourceGuest for Guarded {
+    fn description(&self) -> GuestDescription {
+        self.guest.description()
+    }
+
+    fn memory(&self) -> GuestMemory {
+        self.guest.memory()
+    }
+
+    fn track(&mut self) -> Result<Box<dyn Tracker>, GuestError> {
+        self.guest.track()
+    }
+
+    fn is_running(&mut self) -> Result<bool, GuestError> {
+        self.guest.is_running()
+    }
+
+    fn stop(&mut self) -> Result<(), GuestError> {
+        // A guest that stood before the move is not to be let run.
+        if self.guest.is_running()? {
+            self.arm()?;
+        }
+        self.guest.stop()
+    }
+
+    fn state_estimate(&self) -> Duration {
+        self.guest.state_estimate()
+    }
+
+    fn save_state(&mut self) -> Result<Box<dyn Read + Send>, GuestError> {
+        self.guest.save_state()
+    }
+
+    fn state_saved(&mut self) -> Result<(), GuestError> {
+        self.guest.state_saved()
+    }
+
+    fn give_up(&mut self) -> Result<(), GuestError> {
+        self.disarm()
+            .map_err(|e| GuestError(format!("the process that guards the guest can't be told to end: {e}")))?;
+        self.guest.give_up()
+    }
+
+    fn resume(&mut self, run: bool) -> Result<(), GuestError> {
+        self.guest.resume(run)?;
+        // If this fails the guard lets a guest run that runs already.
+        let _ = self.disarm();
+        Ok(())
+    }
+
+    fn resume_hint(&self) -> String {
+        self.guest.resume_hint()
+    }
+}
