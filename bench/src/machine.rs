@@ -1,0 +1,162 @@
+//! What this machine is, has room for, and reads in a second.
+use std::{
+    fs,
+    hint::black_box,
+    path::Path,
+    sync::Barrier,
+    thread,
+    time::{Duration, Instant},
+};
+
+use serde::Serialize;
+
+use crate::units;
+
+/// For two QEMUs, two transships and the rest of the machine.
+const MEMORY_BESIDE: u64 = 3 << 29;
+/// Far more than any cache holds.
+const SCAN_BYTES: u64 = 1 << 30;
+const SCAN_PASSES: u32 = 5;
+
+/// Where it was measured.
+#[derive(Debug, Clone, Serialize)]
+pub(crate) struct Machine {
+    pub(crate) cpu: String,
+    pub(crate) cores: usize,
+    pub(crate) memory_bytes: u64,
+    pub(crate) kernel: String,
+    pub(crate) transship: &'static str,
+    /// A build without optimisation says nothing about speed.
+    pub(crate) optimised: bool,
+}
+
+impl Machine {
+    pub(crate) fn here() -> Self {
+        let cpuinfo = fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
+        let cpu = cpuinfo.lines().find_map(|line| line.strip_prefix("model name")?.split_once(": "));
+        let kernel = fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default();
+        Self {
+            cpu: cpu.map_or("unknown CPU", |(_, name)| name).trim().to_owned(),
+            cores: thread::available_parallelism().map_or(1, usize::from),
+            memory_bytes: meminfo("MemTotal").unwrap_or(0),
+            kernel: kernel.trim().to_owned(),
+            transship: env!("CARGO_PKG_VERSION"),
+            optimised: !cfg!(debug_assertions),
+        }
+    }
+}
+
+/// Is there room for the memory of both guests in the file system of `folder`, and for the rest beside it?
+pub(crate) fn check_room(guest_bytes: u64, folder: &Path, huge: bool) -> Result<(), String> {
+    let both = 2 * guest_bytes;
+    let fs = rustix::fs::statvfs(folder).map_err(|error| format!("{}: {error}", folder.display()))?;
+    let room = fs.f_bavail * fs.f_frsize;
+    let what = format!("two guests of {}", units::bytes(guest_bytes));
+    if room < both {
+        let cure = if huge { "reserve more huge pages (vm.nr_hugepages)" } else { "enlarge it" };
+        let (folder, room) = (folder.display(), units::bytes(room));
+        return Err(format!("{folder} has room for {room}, too little for {what}: {cure}, or measure less with --mem"));
+    }
+    let available = meminfo("MemAvailable").ok_or("/proc/meminfo does not say how much memory is available")?;
+    // Huge pages are set aside already.
+    let needed = if huge { MEMORY_BESIDE } else { both + MEMORY_BESIDE };
+    if available < needed {
+        let (available, needed) = (units::bytes(available), units::bytes(needed));
+        return Err(format!("{available} of memory are available, but {what} need {needed}: measure less with --mem"));
+    }
+    Ok(())
+}
+
+/// Is it a hugetlbfs whose pages the memory is a multiple of?
+pub(crate) fn check_huge(folder: &Path, guest_bytes: u64) -> Result<(), String> {
+    const HUGETLBFS_MAGIC: u32 = 0x9584_58f6;
+    let name = folder.display();
+    let fs = rustix::fs::statfs(folder).map_err(|error| format!("--huge {name}: {error}"))?;
+    if fs.f_type as u32 != HUGETLBFS_MAGIC {
+        return Err(format!("--huge {name}: it is no hugetlbfs; make one with `mount -t hugetlbfs none {name}`"));
+    }
+    let page = u64::try_from(fs.f_bsize).unwrap_or(0).max(1);
+    if !guest_bytes.is_multiple_of(page) {
+        return Err(format!("--mem must be a multiple of {}, the page size of {name}", units::bytes(page)));
+    }
+    Ok(())
+}
+
+fn meminfo(field: &str) -> Option<u64> {
+    let text = fs::read_to_string("/proc/meminfo").ok()?;
+    let value = text.lines().find_map(|line| line.strip_prefix(field)?.strip_prefix(':'))?;
+    Some(value.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()? * 1024)
+}
+
+/// Bytes a second that so many threads together read at best, each from populated private memory of its own.
+pub(crate) fn scan_bandwidth(threads: usize) -> Result<f64, String> {
+    let available = meminfo("MemAvailable").unwrap_or(0);
+    let words = SCAN_BYTES.min(available / 4) as usize / threads / size_of::<u64>();
+    let barrier = Barrier::new(threads);
+    let passes: Vec<Vec<Duration>> = thread::scope(|scope| {
+        let all: Vec<_> = (0..threads).map(|_| scope.spawn(|| scan_passes(words, &barrier))).collect();
+        all.into_iter()
+            .map(|thread| thread.join().map_err(|_| "a scanning thread panicked".to_owned()))
+            .collect::<Result<_, _>>()
+    })?;
+    // A pass is over when its last thread is done.
+    let slowest = |pass: usize| passes.iter().map(|times| times[pass]).max().unwrap_or_default();
+    let best = (0..SCAN_PASSES as usize).map(slowest).min().unwrap_or_default();
+    Ok((words * threads * size_of::<u64>()) as f64 / best.as_secs_f64())
+}
+
+fn scan_passes(words: usize, barrier: &Barrier) -> Vec<Duration> {
+    // Ones, since zeroed memory would be the kernel's one zero page again and again.
+    let memory = vec![1_u64; words];
+    let pass = |_| {
+        barrier.wait();
+        let begin = Instant::now();
+        black_box(or_of_all(black_box(&memory)));
+        begin.elapsed()
+    };
+    (0..SCAN_PASSES).map(pass).collect()
+}
+
+/// Eight sums, so that the compiler can use vectors and no sum waits for another.
+fn or_of_all(memory: &[u64]) -> u64 {
+    const LANES: usize = 8;
+    let mut lanes = [0; LANES];
+    let (chunks, rest) = memory.as_chunks::<LANES>();
+    for chunk in chunks {
+        lanes.iter_mut().zip(chunk).for_each(|(lane, word)| *lane |= word);
+    }
+    lanes.iter().chain(rest).fold(0, |all, word| all | word)
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn no_word_is_left_out_of_the_scan() {
+        for words in [1, 7, 8, 9, 31, 64] {
+            for place in 0..words {
+                let mut memory = vec![0; words];
+                memory[place] = 1 << (place % 64);
+                assert_eq!(or_of_all(&memory), 1 << (place % 64), "{place} of {words}");
+            }
+        }
+    }
+
+    #[test]
+    fn too_much_memory_is_refused_with_what_to_do() {
+        let error = check_room(1 << 50, Path::new("/dev/shm"), false).unwrap_err();
+        assert!(error.contains("two guests of 1024 TiB") && error.contains("--mem"), "{error}");
+        let error = check_room(1 << 50, Path::new("/dev/shm"), true).unwrap_err();
+        assert!(error.contains("vm.nr_hugepages"), "{error}");
+        let error = check_huge(Path::new("/proc"), 1 << 30).unwrap_err();
+        assert!(error.contains("no hugetlbfs"), "{error}");
+    }
+
+    #[test]
+    fn the_machine_knows_itself() {
+        let machine = Machine::here();
+        assert!(machine.cores > 0 && machine.memory_bytes > 1 << 20 && !machine.kernel.is_empty(), "{machine:?}");
+    }
+}

@@ -1,0 +1,104 @@
+//! A guest to move and the QEMU that it is moved to: new ones for each run.
+use std::{ops::Range, path::Path};
+
+use serde_json::{Value, json};
+use transship_tests::{Qemu, Scratch};
+
+use crate::{content::SourceMemory, processes::cpu_seconds, results::Sides};
+
+/// Below this address nothing is warmed: a PC has video memory and ROMs there.
+const WARM_FROM: u64 = 1 << 20;
+
+/// How to start both.
+pub(crate) struct Recipe<'a> {
+    /// QEMU's program.
+    pub(crate) peer: &'a str,
+    /// The file system of the destination's memory.
+    pub(crate) base: &'a Path,
+    /// Let the firmware run meanwhile.
+    pub(crate) running: bool,
+}
+
+/// Both QEMUs.
+pub(crate) struct Pair {
+    pub(crate) source: Qemu,
+    pub(crate) destination: Qemu,
+    /// Has the destination's memory; goes away last.
+    _folder: Scratch,
+}
+
+impl Recipe<'_> {
+    /// Starts a source on this memory, and a destination with new memory.
+    pub(crate) fn start(&self, memory: &SourceMemory) -> Result<Pair, String> {
+        memory.restore_holes()?;
+        let folder = Scratch::within(self.base).map_err(text)?;
+        let mib = u32::try_from(memory.bytes() >> 20).map_err(text)?;
+        let home = memory.path().parent().ok_or("guest memory without a folder")?;
+        let qemu = || Qemu::firmware().binary(self.peer).memory(mib);
+        let stopped: &[&str] = if self.running { &[] } else { &["-S"] };
+        let source = qemu().memory_folder(home).args(stopped.iter().copied()).start().map_err(text)?;
+        let destination = qemu().memory_folder(folder.path()).incoming().start().map_err(text)?;
+        let pair = Pair { source, destination, _folder: folder };
+        pair.warm(memory)?;
+        Ok(pair)
+    }
+}
+
+impl Pair {
+    /// Runs a QMP command on both.
+    pub(crate) fn both(&self, command: &str, arguments: &Value) -> Result<(), String> {
+        for qemu in [&self.destination, &self.source] {
+            qemu.qmp(command, arguments.clone()).map_err(text)?;
+        }
+        Ok(())
+    }
+
+    /// CPU seconds that each QEMU has used so far.
+    pub(crate) fn cpu_seconds(&self) -> Result<Sides<f64>, String> {
+        Ok(Sides { source: cpu_seconds(self.source.pid())?, destination: cpu_seconds(self.destination.pid())? })
+    }
+
+    /// Has QEMU look at all memory that is not a hole: a guest that touched its memory did so through this process, so
+    /// that nothing of it has to be faulted in when it's moved.
+    fn warm(&self, memory: &SourceMemory) -> Result<(), String> {
+        for range in memory.touched()?.into_iter().flat_map(|range| guest_physical(range, memory.bytes())) {
+            let arguments = json!({ "val": range.start, "size": range.end - range.start, "filename": "/dev/null" });
+            self.source.qmp("pmemsave", arguments).map_err(text)?;
+        }
+        Ok(())
+    }
+}
+
+/// Where the guest sees these bytes of its memory: a q35 machine has a part of it below 4 GiB, and the rest above.
+fn guest_physical(range: Range<u64>, memory: u64) -> impl Iterator<Item = Range<u64>> {
+    let below = if memory >= 0xb000_0000 { 0x8000_0000 } else { memory };
+    let shift = (4 << 30) - below;
+    let low = range.start.max(WARM_FROM)..range.end.min(below);
+    let high = range.start.max(below) + shift..range.end.max(below) + shift;
+    [low, high].into_iter().filter(|part| part.start < part.end)
+}
+
+pub(crate) fn text(error: impl std::fmt::Display) -> String {
+    error.to_string()
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    const GIB: u64 = 1 << 30;
+
+    fn parts(range: Range<u64>, memory: u64) -> Vec<(u64, u64)> {
+        guest_physical(range, memory).map(|part| (part.start, part.end)).collect()
+    }
+
+    #[test]
+    fn memory_beyond_the_hole_for_devices_is_above_4_gib() {
+        assert_eq!(parts(0..GIB, GIB), [(WARM_FROM, GIB)]);
+        assert_eq!(parts(0..4 * GIB, 4 * GIB), [(WARM_FROM, 2 * GIB), (4 * GIB, 6 * GIB)]);
+        assert_eq!(parts(3 * GIB..4 * GIB, 4 * GIB), [(5 * GIB, 6 * GIB)]);
+        assert_eq!(parts(GIB..2 * GIB, 4 * GIB), [(GIB, 2 * GIB)]);
+        assert_eq!(parts(0..4096, GIB), []);
+    }
+}

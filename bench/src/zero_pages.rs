@@ -1,0 +1,272 @@
+//! `transship bench zero-pages`: the same memory moved by transship and by stock QEMU, in turns.
+use std::{
+    fs,
+    io::{self, Write},
+    path::{Path, PathBuf},
+};
+
+use transship_tests::Scratch;
+
+use crate::{
+    aims::Aims,
+    content::{Content, SourceMemory, first_difference},
+    interrupt, machine,
+    machine::Machine,
+    ours,
+    pair::{Pair, Recipe, text},
+    plot,
+    results::{Check, Mode, Results, Row, ScanBandwidth},
+    stock, table, units,
+};
+
+const LONG_ABOUT: &str = "\
+Starts two stock QEMUs on each turn, whose guests only have firmware and, by default, stand still. The source's memory is \
+filled from outside. Then the guest is moved: by transship, by QEMU's own migration (multifd, the same channels, the same \
+place of the zero check, no bandwidth limit), by transship again, and so on. After the first move of each kind the \
+memory of both sides is compared, byte for byte.
+
+It takes twice --mem and 1.5 GiB of memory. Run it on a machine that does nothing else.";
+
+/// Moves of memory that was never touched, or is zero, random or mixed.
+#[derive(Debug, Clone, clap::Args)]
+#[command(long_about = LONG_ABOUT)]
+pub struct ZeroPages {
+    /// Memory of the guest
+    #[arg(long, value_name = "SIZE", default_value = "4G", value_parser = units::memory)]
+    pub mem: u64,
+    /// The QEMU to use and to compare with
+    #[arg(long, value_name = "PROGRAM", default_value = "qemu-system-x86_64")]
+    pub peer: String,
+    /// Numbers of channels; the main-thread check is measured with the most
+    #[arg(long, value_name = "N,...", default_value = "1,2,4", value_delimiter = ',', value_parser = clap::value_parser!(u8).range(1..))]
+    pub channels: Vec<u8>,
+    /// Moves by each, of which the median and the least are shown
+    #[arg(long, value_name = "N", default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..=1000))]
+    pub runs: u32,
+    /// What the memory holds
+    #[arg(
+        long,
+        value_enum,
+        value_name = "KIND,...",
+        default_value = "untouched,zero,random,mixed",
+        value_delimiter = ','
+    )]
+    pub kinds: Vec<Content>,
+    /// Write all results, with every single run
+    #[arg(long, value_name = "FILE")]
+    pub json: Option<PathBuf>,
+    /// Draw a picture
+    #[arg(long, value_name = "FILE")]
+    pub svg: Option<PathBuf>,
+    /// Take guest memory from this hugetlbfs
+    #[arg(long, value_name = "DIR")]
+    pub huge: Option<PathBuf>,
+    /// Let the firmware run meanwhile; memory is not compared then
+    #[arg(long)]
+    pub running: bool,
+}
+
+/// Measures, prints and writes.
+pub(crate) fn run(table: &ZeroPages) -> Result<(), String> {
+    let base = check(table)?;
+    interrupt::clean_up_in(vec![base.clone(), Scratch::base()])?;
+    let mut results = Results {
+        machine: Machine::here(),
+        qemu: String::new(),
+        guest_bytes: table.mem,
+        huge_pages: table.huge.is_some(),
+        guest_running: table.running,
+        runs: table.runs,
+        scan: Vec::new(),
+        rows: Vec::new(),
+    };
+    let measured = measure(table, &base, &mut results);
+    // What was measured before a failure took its time, too.
+    if !results.rows.is_empty() {
+        show(table, &results)?;
+    }
+    measured
+}
+
+/// The file system of guest memory, if all is well that can be seen before.
+fn check(table: &ZeroPages) -> Result<PathBuf, String> {
+    for file in [&table.json, &table.svg].into_iter().flatten() {
+        let folder = file.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
+        if !folder.is_dir() {
+            return Err(format!("can't write {}: there is no folder {}", file.display(), folder.display()));
+        }
+    }
+    if let Some(huge) = &table.huge {
+        machine::check_huge(huge, table.mem)?;
+    }
+    let base = table.huge.clone().unwrap_or_else(Scratch::base);
+    machine::check_room(table.mem, &base, table.huge.is_some())?;
+    Ok(base)
+}
+
+/// Results are added as they come.
+fn measure(table: &ZeroPages, base: &Path, results: &mut Results) -> Result<(), String> {
+    let modes = modes(&table.channels);
+    for threads in scanners(&modes) {
+        let bytes_per_s = machine::scan_bandwidth(usize::from(threads))?;
+        results.scan.push(ScanBandwidth { threads, bytes_per_s });
+    }
+    let recipe = Recipe { peer: &table.peer, base, running: table.running };
+    for &content in &table.kinds {
+        say(&format!("{}: filling {}", content.title(), units::bytes(table.mem)));
+        let home = Scratch::within(base).map_err(text)?;
+        let memory = SourceMemory::create(&home.join("mem0"), table.mem, content)?;
+        for &mode in &modes {
+            let row = Row { content, mode, guest_bytes: table.mem, ours: Vec::new(), qemu: Vec::new() };
+            results.rows.push(row);
+            let measured = in_turns(&recipe, &memory, table.runs, results);
+            // A row is shown only with both.
+            if results.rows.last().is_some_and(|row| row.qemu.is_empty()) {
+                results.rows.pop();
+            }
+            measured?;
+        }
+    }
+    Ok(())
+}
+
+/// Ours, QEMU's, ours, QEMU's, … into the last row.
+fn in_turns(recipe: &Recipe<'_>, memory: &SourceMemory, runs: u32, results: &mut Results) -> Result<(), String> {
+    let row = results.rows.last_mut().ok_or("no row to measure")?;
+    let (title, mode) = (row.content.title(), row.mode);
+    for run in 1..=runs {
+        let compare = run == 1 && !recipe.running;
+        let at = |error: String| format!("{title}, {}, run {run}: {error}", mode.title());
+
+        let pair = recipe.start(memory).map_err(at)?;
+        if results.qemu.is_empty() {
+            results.qemu = stock::version(&pair.source)?;
+        }
+        let mut ours = ours::run(&pair, mode).map_err(at)?;
+        ours.equal = compared(compare, &pair).map_err(at)?;
+        drop(pair);
+
+        let pair = recipe.start(memory).map_err(at)?;
+        let mut qemu = stock::run(&pair, mode).map_err(at)?;
+        qemu.equal = compared(compare, &pair).map_err(at)?;
+        drop(pair);
+
+        let times = format!("ours {} ms, QEMU {} ms", units::short(ours.ms), units::short(qemu.ms));
+        say(&format!("{title}, {}, run {run} of {runs}: {times}", mode.title()));
+        row.ours.push(ours);
+        row.qemu.push(qemu);
+    }
+    Ok(())
+}
+
+/// A move that loses pages is quick, and its time worth nothing.
+fn compared(compare: bool, pair: &Pair) -> Result<Option<bool>, String> {
+    if !compare {
+        return Ok(None);
+    }
+    for (source, destination) in pair.source.memory_files().iter().zip(pair.destination.memory_files()) {
+        if let Some(offset) = first_difference(source, destination)? {
+            return Err(format!("the guest's memory differs after the move, first in the page at {offset:#x}"));
+        }
+    }
+    Ok(Some(true))
+}
+
+/// Main-thread check with the most channels, for the gap that checking in channels closes, and then all by channels.
+fn modes(channels: &[u8]) -> Vec<Mode> {
+    let most = channels.iter().max().map(|&channels| Mode { check: Check::Main, channels });
+    let mut modes: Vec<Mode> = most.into_iter().collect();
+    for &channels in channels {
+        let mode = Mode { check: Check::Channels, channels };
+        if !modes.contains(&mode) {
+            modes.push(mode);
+        }
+    }
+    modes
+}
+
+fn scanners(modes: &[Mode]) -> Vec<u8> {
+    let mut counts: Vec<u8> = modes.iter().map(|mode| mode.scanners()).collect();
+    counts.sort_unstable();
+    counts.dedup();
+    counts
+}
+
+fn show(table: &ZeroPages, results: &Results) -> Result<(), String> {
+    let aims = Aims::of(results);
+    let text = format!("{}\n{aims}", table::of(results));
+    // A reader that has enough is no error, and the files below are still wanted.
+    match io::stdout().lock().write_all(text.as_bytes()) {
+        Err(error) if error.kind() != io::ErrorKind::BrokenPipe => return Err(format!("can't print: {error}")),
+        _ => {}
+    }
+    let write =
+        |file: &Path, text: String| fs::write(file, text).map_err(|e| format!("can't write {}: {e}", file.display()));
+    if let Some(file) = &table.json {
+        let json = serde_json::json!({ "results": results, "aims": aims });
+        write(file, format!("{json:#}\n"))?;
+    }
+    if let Some(file) = &table.svg {
+        write(file, plot::svg(results))?;
+    }
+    Ok(())
+}
+
+fn say(line: &str) {
+    // If nobody can read it, nobody can be told so either.
+    let _ = writeln!(io::stderr().lock(), "transship: {line}");
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use clap::Parser;
+
+    #[derive(Debug, Parser)]
+    struct Cli {
+        #[command(flatten)]
+        table: ZeroPages,
+    }
+
+    fn parsed(arguments: &[&str]) -> Result<ZeroPages, clap::Error> {
+        Cli::try_parse_from([&["bench"], arguments].concat()).map(|cli| cli.table)
+    }
+
+    #[test]
+    fn the_defaults_are_those_of_the_readme() {
+        let table = parsed(&[]).unwrap();
+        assert_eq!((table.mem, table.runs, table.channels), (4 << 30, 3, vec![1, 2, 4]));
+        assert_eq!(table.kinds, [Content::Untouched, Content::Zero, Content::Random, Content::Mixed]);
+        let table = parsed(&["--channels", "3,1", "--kinds", "zero", "--mem", "64M"]).unwrap();
+        assert_eq!((table.mem, table.channels, table.kinds), (64 << 20, vec![3, 1], vec![Content::Zero]));
+    }
+
+    #[test]
+    fn bad_values_are_refused() {
+        for arguments in
+            [["--channels", "0"], ["--channels", "256"], ["--runs", "0"], ["--mem", "1M"], ["--kinds", "odd"]]
+        {
+            assert!(parsed(&arguments).is_err(), "{arguments:?}");
+        }
+    }
+
+    #[test]
+    fn main_thread_mode_comes_once_with_the_most_channels() {
+        let by = |channels| Mode { check: Check::Channels, channels };
+        assert_eq!(modes(&[1, 4, 2, 4]), [Mode { check: Check::Main, channels: 4 }, by(1), by(4), by(2)]);
+        assert_eq!(scanners(&modes(&[1, 4, 2, 4])), [1, 2, 4]);
+        assert_eq!(scanners(&modes(&[3])), [1, 3]);
+    }
+
+    #[test]
+    fn what_can_be_seen_before_is_refused_before() {
+        let error =
+            run(&ZeroPages { json: Some("/no/such/folder/x.json".into()), ..parsed(&[]).unwrap() }).unwrap_err();
+        assert!(error.contains("/no/such/folder"), "{error}");
+        let error = run(&ZeroPages { huge: Some("/proc".into()), ..parsed(&[]).unwrap() }).unwrap_err();
+        assert!(error.contains("no hugetlbfs"), "{error}");
+        let error = run(&ZeroPages { mem: 1 << 40, ..parsed(&[]).unwrap() }).unwrap_err();
+        assert!(error.contains("measure less with --mem"), "{error}");
+    }
+}
