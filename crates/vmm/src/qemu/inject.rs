@@ -351,7 +351,7 @@ impl Tracee {
         registers.rip = syscall_at;
         registers.rax = number;
         registers.rdi = argument;
-        // Not in a system call, as far as the kernel is concerned: else it would restart the interrupted one now.
+        // Not in a system call, as far as the kernel is concerned: nothing may be restarted now.
         registers.orig_rax = u64::MAX;
         self.set_registers(&registers)?;
         self.run_to_syscall_stop()?; // before

@@ -21,7 +21,7 @@ use transship_engine::guest::GuestError;
 /// How long the greeting may take. QEMU sends it at once, unless another client holds the socket.
 const GREETING_WAIT: Duration = Duration::from_secs(5);
 /// How long an ordinary command may take: QEMU's main loop may be busy with a disk for some seconds.
-const COMMAND_WAIT: Duration = Duration::from_secs(10);
+const COMMAND_WAIT: Duration = Duration::from_secs(20);
 /// The longest line that QEMU may send. A list of all block nodes of a large guest stays below 1 MiB.
 const LINE_BYTES_MAX: usize = 8 << 20;
 /// Events that are kept until somebody asks for them; beyond, the oldest goes.

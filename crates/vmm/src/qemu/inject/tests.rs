@@ -6,7 +6,7 @@ use std::{
     collections::BTreeSet,
     env, fs,
     io::{BufRead, BufReader, Write},
-    os::fd::AsRawFd,
+    os::{fd::AsRawFd, unix::process::CommandExt},
     process::{Child, ChildStdin, ChildStdout, Command, Stdio},
     sync::atomic::{AtomicU32, Ordering},
     time::{Duration, Instant},
@@ -33,6 +33,7 @@ impl Work {
             .env(WORK, what)
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
+            .process_group(0)
             .spawn()
             .unwrap();
         let input = process.stdin.take().unwrap();
@@ -331,12 +332,14 @@ fn stops_that_come_in_the_middle_are_survived() {
 fn killing_us_at_any_moment_leaves_nothing_behind() {
     let work = Work::start("busy");
     let before = work.descriptors();
-    for delay_us in (0..20).map(|i| i * 700) {
+    for delay_us in (0..40).map(|i| i * 353) {
         let mut injector = Work::start("inject");
         writeln!(injector.input, "{} {}", work.pid(), work.thread).unwrap();
         injector.expect("ready");
         std::thread::sleep(Duration::from_micros(delay_us));
-        injector.signal(libc::SIGKILL);
+        // Its whole group, as a shell or a terminal would.
+        // SAFETY: kill takes any numbers; the group is that of our child, which is not yet waited for.
+        assert_eq!(unsafe { libc::kill(-injector.pid(), libc::SIGKILL) }, 0);
         drop(injector);
     }
     let begin = Instant::now();
