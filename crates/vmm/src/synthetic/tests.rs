@@ -91,6 +91,7 @@ fn bring(source: &mut HandoffSource, destination: &mut HandoffDestination, spoil
         }
     }
     assert!(source.is_running().unwrap());
+    wait_for_a_write(&from);
     source.stop().unwrap();
     assert!(!source.is_running().unwrap());
     let mut rest = 0;
@@ -99,7 +100,7 @@ fn bring(source: &mut HandoffSource, destination: &mut HandoffDestination, spoil
         rest += pages.count();
         copy(&from, &to, i, &pages);
     }
-    assert!(rest > 0, "a guest that writes as fast as it can leaves something to the last round");
+    assert!(rest > 0, "the write after the last scan was seen");
     spoil(&to);
     destination.load_state(&mut source.save_state().unwrap()).unwrap();
     source.state_saved().unwrap();
@@ -141,10 +142,22 @@ fn old_page(source: &mut HandoffSource, page: u64) -> Vec<u8> {
     source.stop().unwrap();
     let old = page_of(&source.memory(), page);
     source.resume(true).unwrap();
-    while page_of(&source.memory(), page) == old {
+    wait_until(|| page_of(&source.memory(), page) != old);
+    old
+}
+
+/// Waits until the guest has written a page of its hot set.
+fn wait_for_a_write(memory: &GuestMemory) {
+    let before = page_of(memory, 5);
+    wait_until(|| page_of(memory, 5) != before);
+}
+
+fn wait_until(written: impl Fn() -> bool) {
+    let deadline = Instant::now() + PATIENCE;
+    while !written() {
+        assert!(Instant::now() < deadline, "the guest does not write");
         std::thread::yield_now();
     }
-    old
 }
 
 #[test]
@@ -237,15 +250,18 @@ fn a_guest_whose_client_dies_stays_stopped_until_the_next_one_resumes_it() {
 }
 
 #[test]
-fn a_paced_guest_writes_and_ends_by_itself() {
-    let paced = |o: &mut SyntheticOptions| {
-        (o.write_rate, o.duration) = (WriteRate::BytesPerSecond(64 * MIB), Some(Duration::from_millis(300)));
-    };
-    let guest = Running::start(paced);
+fn a_paced_guest_writes() {
+    let guest = Running::start(|o| (o.write_rate, o.threads) = (WriteRate::BytesPerSecond(64 * MIB), 2));
+    wait_until(|| check(&guest.path).unwrap().writes > 100);
+    let summary = guest.end();
+    assert_eq!((summary.state, summary.check.unwrap().wrong), (GuestState::Running, 0));
+}
+
+#[test]
+fn a_guest_ends_by_itself() {
+    let guest = Running::start(|o| o.duration = Some(Duration::from_millis(1)));
     let path = guest.path.clone();
-    let summary = guest.thread.join().unwrap().unwrap();
-    assert_eq!((summary.state, summary.check), (GuestState::Running, None));
-    assert!(summary.writes > 0);
+    assert_eq!(guest.thread.join().unwrap().unwrap(), Summary { state: GuestState::Running, writes: 0, check: None });
     assert!(!path.exists());
 }
 
