@@ -28,6 +28,13 @@ pub trait SourceGuest: Send {
     fn save_state(&mut self) -> Result<Box<dyn Read + Send>, GuestError>;
     /// Whether the VMM calls the state that was read complete.
     fn state_saved(&mut self) -> Result<(), GuestError>;
+    /// Called right before the destination is told to go: whatever happens now, nothing of this side may let the guest run.
+    ///
+    /// # Errors
+    /// It can't be made sure; the guest is then not given up.
+    fn give_up(&mut self) -> Result<(), GuestError> {
+        Ok(())
+    }
     /// Takes back whatever `stop` and `save_state` did: the guest runs here again, as if nothing had been. If `run` is
     /// false the guest is left stopped but whole.
     fn resume(&mut self, run: bool) -> Result<(), GuestError>;

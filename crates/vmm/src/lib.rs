@@ -44,6 +44,17 @@ pub fn attach_source(vm: &VmAddress, options: AttachOptions) -> Result<Box<dyn S
     }
 }
 
+/// Lets a guest run again that a source stopped and then left by dying, before it had given it up. The caller knows that it is so.
+///
+/// # Errors
+/// The guest is gone, or does not answer.
+pub fn resume_abandoned(vm: &VmAddress) -> Result<(), GuestError> {
+    match vm {
+        VmAddress::Qemu(path) => qemu::abandoned::resume(path),
+        VmAddress::Handoff(path) => handoff::resume_abandoned(path),
+    }
+}
+
 /// Attaches to a guest that waits for its memory.
 pub fn attach_destination(vm: &VmAddress) -> Result<Box<dyn DestinationGuest>, GuestError> {
     match vm {

@@ -110,6 +110,7 @@ fn give_up(source: &mut Source<'_>, control: &mut Control, run: bool) -> Result<
     if source.progress.is_cancelled() {
         return Err(Error::Cancelled);
     }
+    source.guest.give_up()?;
     source.progress.set_phase(Phase::HandedOver);
     control.send_whole(&Message::Go { run }).inspect_err(|_| source.progress.set_phase(Phase::Switchover))
 }

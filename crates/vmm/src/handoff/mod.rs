@@ -32,11 +32,31 @@ pub use socket::{GuestSocket, SocketError};
 pub use source::HandoffSource;
 pub use wait::Shutdown;
 
+use std::{
+    path::Path,
+    thread,
+    time::{Duration, Instant},
+};
+
+use serde_json::Value;
 use transship_engine::guest::GuestError;
 use transship_memory::{Access, GuestMemory, Region};
 
 use client::Connection;
 use message::CheckedDescription;
+
+/// Lets a guest run again whose client stopped it and died. The guest takes a moment to notice that death, and turns others away until then.
+pub(crate) fn resume_abandoned(path: &Path) -> Result<(), GuestError> {
+    let deadline = Instant::now() + client::SHORT;
+    loop {
+        let resumed = Connection::open(path).and_then(|mut guest| guest.call::<Value>("resume", client::SHORT));
+        match resumed {
+            Ok(_) => return Ok(()),
+            Err(error) if Instant::now() > deadline => return Err(error),
+            Err(_) => thread::sleep(Duration::from_millis(50)),
+        }
+    }
+}
 
 fn map_regions(from: &Connection, guest: CheckedDescription, access: Access) -> Result<GuestMemory, GuestError> {
     let map = |r: message::CheckedRegion| {

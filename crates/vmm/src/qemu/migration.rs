@@ -54,6 +54,13 @@ impl Settings {
     }
 }
 
+/// Puts QEMU's own defaults back where what we set would harm a later migration: the memory would be left out of it. What was set before us
+/// is not known any more.
+pub(super) fn forget_settings(qmp: &mut Qmp) -> Result<(), QmpError> {
+    let off = |name| json!({ "capability": name, "state": false });
+    set(qmp, vec![off(IGNORE_SHARED), off("events")], Map::new())
+}
+
 fn set(qmp: &mut Qmp, capabilities: Vec<Value>, parameters: Map<String, Value>) -> Result<(), QmpError> {
     if !capabilities.is_empty() {
         qmp.execute("migrate-set-capabilities", json!({ "capabilities": capabilities }))?;

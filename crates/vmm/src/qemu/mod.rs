@@ -7,7 +7,9 @@
 //!   inject       a userfaultfd made by QEMU, taken over by us
 //!   migration    QEMU's own migration, used for the device state only
 //!   source, destination    the two adapters made of these
+//!   abandoned    a source whose transship died
 //! ```
+pub(crate) mod abandoned;
 mod checks;
 mod destination;
 mod inject;
