@@ -17,6 +17,8 @@ pub(crate) struct Recipe<'a> {
     pub(crate) base: &'a Path,
     /// Let the firmware run meanwhile.
     pub(crate) running: bool,
+    /// Leave the source's memory out of its page tables.
+    pub(crate) cold: bool,
 }
 
 /// Both QEMUs.
@@ -39,7 +41,9 @@ impl Recipe<'_> {
         let source = qemu().memory_folder(home).args(stopped.iter().copied()).start().map_err(text)?;
         let destination = qemu().memory_folder(folder.path()).incoming().start().map_err(text)?;
         let pair = Pair { source, destination, _folder: folder };
-        pair.warm(memory)?;
+        if !self.cold {
+            pair.warm(memory)?;
+        }
         Ok(pair)
     }
 }

@@ -213,6 +213,8 @@ pub(crate) struct Results {
     pub(crate) guest_bytes: u64,
     pub(crate) huge_pages: bool,
     pub(crate) guest_running: bool,
+    /// The source QEMU had not looked at its memory before.
+    pub(crate) cold: bool,
     pub(crate) runs: u32,
     pub(crate) scan: Vec<ScanBandwidth>,
     pub(crate) rows: Vec<Row>,
@@ -234,10 +236,11 @@ impl Results {
         let Machine { cpu, cores, kernel, transship, .. } = &self.machine;
         let pages = if self.huge_pages { "huge pages" } else { "4 KiB pages" };
         let guest = if self.guest_running { "running" } else { "stopped" };
+        let cold = if self.cold { ", cold page tables" } else { "" };
         let memory = crate::units::bytes(self.guest_bytes);
         let plural = if self.runs == 1 { "run" } else { "runs" };
         format!(
-            "{memory} of {pages}, guest {guest}, {} {plural} · transship {transship}, QEMU {} · {cpu}, {cores} cores, Linux {kernel}",
+            "{memory} of {pages}, guest {guest}{cold}, {} {plural} · transship {transship}, QEMU {} · {cpu}, {cores} cores, Linux {kernel}",
             self.runs, self.qemu
         )
     }
@@ -314,6 +317,7 @@ pub(crate) mod tests {
             guest_bytes: 1_000_000_000,
             huge_pages: false,
             guest_running: false,
+            cold: false,
             runs: 3,
             scan: vec![ScanBandwidth { threads: 2, bytes_per_s: 12e9 }],
             rows: vec![

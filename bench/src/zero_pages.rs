@@ -64,6 +64,13 @@ pub struct ZeroPages {
     /// Let the firmware run meanwhile; memory is not compared then
     #[arg(long)]
     pub running: bool,
+    /// Leave memory out of the source QEMU's page tables
+    ///
+    /// A guest that has touched its memory did so through QEMU, which therefore has it in its page tables. Memory that
+    /// was only written from outside is not there, and QEMU's own migration has to fault it in first. By default QEMU is
+    /// made to read all of it once, before the time is taken.
+    #[arg(long)]
+    pub cold: bool,
 }
 
 /// Measures, prints and writes.
@@ -76,6 +83,7 @@ pub(crate) fn run(table: &ZeroPages) -> Result<(), String> {
         guest_bytes: table.mem,
         huge_pages: table.huge.is_some(),
         guest_running: table.running,
+        cold: table.cold,
         runs: table.runs,
         scan: Vec::new(),
         rows: Vec::new(),
@@ -111,7 +119,7 @@ fn measure(table: &ZeroPages, base: &Path, results: &mut Results) -> Result<(), 
         let bytes_per_s = machine::scan_bandwidth(usize::from(threads))?;
         results.scan.push(ScanBandwidth { threads, bytes_per_s });
     }
-    let recipe = Recipe { peer: &table.peer, base, running: table.running };
+    let recipe = Recipe { peer: &table.peer, base, running: table.running, cold: table.cold };
     for &content in &table.kinds {
         say(&format!("{}: filling {}", content.title(), units::bytes(table.mem)));
         let home = Scratch::within(base).map_err(text)?;
