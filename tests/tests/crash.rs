@@ -5,7 +5,7 @@ mod proxy;
 use proxy::Proxy;
 use serde_json::json;
 use transship_tests::{
-    Finished, LabError, Qemu, Result, Scratch, Synthetic, Transship, synthetic::SyntheticState, wait_until,
+    Accel, Finished, LabError, Qemu, Result, Scratch, Synthetic, Transship, synthetic::SyntheticState, wait_until,
 };
 
 /// A guest of either kind, alive or dead.
@@ -110,7 +110,7 @@ impl Lab {
                 Ok(Guest::Synthetic(Box::new(guest)))
             }
             Self::Qemu => {
-                let guest = Qemu::multiboot().start()?;
+                let guest = Qemu::multiboot_under(Accel::Tcg).start()?;
                 guest.ready()?;
                 Ok(Guest::Qemu(Box::new(guest)))
             }
@@ -120,7 +120,7 @@ impl Lab {
     fn destination(self) -> Result<Guest> {
         match self {
             Self::Synthetic => Ok(Guest::Synthetic(Box::new(Synthetic::builder().memory("16M").incoming().start()?))),
-            Self::Qemu => Ok(Guest::Qemu(Box::new(Qemu::multiboot().incoming().start()?))),
+            Self::Qemu => Ok(Guest::Qemu(Box::new(Qemu::multiboot_under(Accel::Tcg).incoming().start()?))),
         }
     }
 }

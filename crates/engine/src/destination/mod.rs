@@ -75,6 +75,7 @@ impl Destination<'_> {
         let channels = Channels::start(connections, &place, &events)?;
         drop(events);
         self.report.setup_ms = self.begin.elapsed().as_secs_f64() * 1e3;
+        self.progress.round.store(1, Ordering::Relaxed);
         self.progress.set_phase(Phase::Rounds);
 
         let first_of_state = self.rounds(control, &place, &channels, &incoming, verify)?;
@@ -174,7 +175,7 @@ impl Destination<'_> {
             ms: closed.begin.elapsed().as_secs_f64() * 1e3,
             ..RoundReport::default()
         });
-        self.progress.round.store(closed.number + 1, Ordering::Relaxed);
+        self.progress.round.store(round.number + 1, Ordering::Relaxed);
         fail_point::reach("destination.round")?;
         // Released before it is told, so that no channel sees the next round too early.
         place.release_round(round.number);
@@ -203,7 +204,9 @@ impl Destination<'_> {
 
     /// Waits for the source to give the guest up, and lets it run.
     fn await_go(&mut self, control: &mut Control) -> Result<(), Error> {
-        let run = match control.receive("its Go", GO_TIMEOUT, self.progress)? {
+        // After `Loaded` the source may give the guest up at any moment: it is too late to cancel here.
+        let deaf = Progress::default();
+        let run = match control.receive("its Go", GO_TIMEOUT, &deaf)? {
             Message::Go { run } => run,
             other => return Err(control.unexpected(&other, "where Go was due")),
         };

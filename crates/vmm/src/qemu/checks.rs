@@ -141,7 +141,7 @@ pub(super) fn untracked_writers(qmp: &mut Qmp, backends: &[Backend]) -> Result<(
         return Ok(());
     }
     Err(GuestError(format!(
-        "writes to guest memory that can't be tracked: {}; remove it, or allow untracked writers if it is quiet for the whole \
+        "writes to guest memory that can't be tracked: {}; remove it, or give --allow-untracked-writers if it is quiet for the whole \
          move",
         found.join(", ")
     )))
