@@ -49,8 +49,7 @@ impl Machine {
 /// Is there room for the memory of both guests in the file system of `folder`, and for the rest beside it?
 pub(crate) fn check_room(guest_bytes: u64, folder: &Path, huge: bool) -> Result<(), String> {
     let both = 2 * guest_bytes;
-    let fs = rustix::fs::statvfs(folder).map_err(|error| format!("{}: {error}", folder.display()))?;
-    let room = fs.f_bavail * fs.f_frsize;
+    let room = room(folder, huge)?;
     let what = format!("two guests of {}", units::bytes(guest_bytes));
     if room < both {
         let cure = if huge { "reserve more huge pages (vm.nr_hugepages)" } else { "enlarge it" };
@@ -65,6 +64,21 @@ pub(crate) fn check_room(guest_bytes: u64, folder: &Path, huge: bool) -> Result<
         return Err(format!("{available} of memory are available, but {what} need {needed}: measure less with --mem"));
     }
     Ok(())
+}
+
+fn room(folder: &Path, huge: bool) -> Result<u64, String> {
+    let limits = rustix::fs::statvfs(folder).map_err(|error| format!("{}: {error}", folder.display()))?;
+    let room = limits.f_bavail * limits.f_frsize;
+    if !huge || limits.f_blocks > 0 {
+        return Ok(room);
+    }
+    // A hugetlbfs without a limit of its own says nothing: what counts are the pages that are set aside.
+    let pages = format!("/sys/kernel/mm/hugepages/hugepages-{}kB", limits.f_bsize >> 10);
+    let count = |name: &str| {
+        let text = fs::read_to_string(format!("{pages}/{name}")).map_err(|error| format!("{pages}/{name}: {error}"))?;
+        text.trim().parse::<u64>().map_err(|error| format!("{pages}/{name}: {error}"))
+    };
+    Ok(count("free_hugepages")?.saturating_sub(count("resv_hugepages")?) * limits.f_bsize)
 }
 
 /// Is it a hugetlbfs whose pages the memory is a multiple of?
@@ -150,6 +164,7 @@ mod tests {
         assert!(error.contains("two guests of 1024 TiB") && error.contains("--mem"), "{error}");
         let error = check_room(1 << 50, Path::new("/dev/shm"), true).unwrap_err();
         assert!(error.contains("vm.nr_hugepages"), "{error}");
+        assert!(room(Path::new("/dev/shm"), false).unwrap() > 0);
         let error = check_huge(Path::new("/proc"), 1 << 30).unwrap_err();
         assert!(error.contains("no hugetlbfs"), "{error}");
     }
