@@ -55,6 +55,12 @@ pub fn resume_abandoned(vm: &VmAddress) -> Result<(), GuestError> {
     }
 }
 
+/// Nobody listens at the socket any more: there is nothing left to wait for.
+fn is_gone(socket: &std::path::Path) -> bool {
+    use std::io::ErrorKind::{ConnectionRefused, NotFound};
+    std::os::unix::net::UnixStream::connect(socket).is_err_and(|e| matches!(e.kind(), ConnectionRefused | NotFound))
+}
+
 /// Attaches to a guest that waits for its memory.
 pub fn attach_destination(vm: &VmAddress) -> Result<Box<dyn DestinationGuest>, GuestError> {
     match vm {

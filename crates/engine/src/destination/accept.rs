@@ -39,6 +39,7 @@ pub(super) fn channels(
     listener: &Listener,
     session: Session,
     count: u8,
+    control: &Control,
     progress: &Progress,
 ) -> Result<Vec<(Connection, String)>, Error> {
     let deadline = Instant::now() + CHANNELS_TIMEOUT;
@@ -47,6 +48,7 @@ pub(super) fn channels(
         if progress.is_cancelled() {
             return Err(Error::Cancelled);
         }
+        control.check_silence()?; // a source that died opens no more
         if Instant::now() > deadline {
             let what = format!("has not opened data channel {missing} within {} s", CHANNELS_TIMEOUT.as_secs());
             return Err(Error::Protocol { peer: listener.uri().to_string(), what });

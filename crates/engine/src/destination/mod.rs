@@ -69,7 +69,7 @@ struct Destination<'a> {
 impl Destination<'_> {
     fn run(&mut self, control: &mut Control, session: transship_wire::Session) -> Result<(), Error> {
         let (count, verify) = self.welcome(control)?;
-        let connections = accept::channels(self.listener, session, count, self.progress)?;
+        let connections = accept::channels(self.listener, session, count, control, self.progress)?;
         let place = Arc::new(Place::new(self.guest.memory(), Arc::clone(self.progress)));
         let (events, incoming) = bounded(usize::from(count) * 2);
         let channels = Channels::start(connections, &place, &events)?;

@@ -52,7 +52,7 @@ pub(crate) fn resume_abandoned(path: &Path) -> Result<(), GuestError> {
         let resumed = Connection::open(path).and_then(|mut guest| guest.call::<Value>("resume", client::SHORT));
         match resumed {
             Ok(_) => return Ok(()),
-            Err(error) if Instant::now() > deadline => return Err(error),
+            Err(error) if Instant::now() > deadline || crate::is_gone(path) => return Err(error),
             Err(_) => thread::sleep(Duration::from_millis(50)),
         }
     }

@@ -20,7 +20,7 @@ pub(crate) fn resume(socket: &Path) -> Result<(), GuestError> {
     let mut qmp = loop {
         match Qmp::connect(socket) {
             Ok(qmp) => break qmp,
-            Err(error) if Instant::now() > deadline => return Err(error.into()),
+            Err(error) if Instant::now() > deadline || crate::is_gone(socket) => return Err(error.into()),
             Err(_) => thread::sleep(Duration::from_millis(50)),
         }
     };
