@@ -97,7 +97,7 @@ fn a_process_that_writes_the_same_memory() {
     let machine = ["-machine", "memory-backend=mem0"];
     let second = Qemu::start_with(&["-object", &object], &["-incoming", "defer"], &machine);
     let pid = format!("process {} (qemu-system", second.pid());
-    assert_names(&first.source_refusal(), &["can't be tracked", &pid, "allow untracked writers"]);
+    assert_names(&first.source_refusal(), &["can't be tracked", &pid, "--allow-untracked-writers"]);
     // For the second it would be the loss of the first one's memory.
     let pid = format!("process {} (qemu-system", first.pid());
     assert_names(&second.destination_refusal(), &[&pid, "mem-path of its own"]);
@@ -111,7 +111,7 @@ fn a_disk_that_writes_behind_the_tracker() {
     disk.as_file().set_len(1 << 20).unwrap();
     let drive = format!("if=none,id=direct,format=raw,cache=none,file={}", disk.path().display());
     let qemu = Qemu::start(&["-S", "-drive", &drive, "-device", "virtio-blk-pci,drive=direct"]);
-    assert_names(&qemu.source_refusal(), &["cache.direct=on", "cache=writeback", "allow untracked writers"]);
+    assert_names(&qemu.source_refusal(), &["cache.direct=on", "cache=writeback", "--allow-untracked-writers"]);
 }
 
 #[test]
