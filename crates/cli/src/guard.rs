@@ -11,7 +11,7 @@ use std::{
 };
 
 use transship_engine::guest::{GuestError, SourceGuest};
-use transship_memory::{GuestMemory, Tracker};
+use transship_memory::{Freeing, GuestMemory, Tracker};
 use transship_wire::GuestDescription;
 
 /// The word.
@@ -76,6 +76,10 @@ impl SourceGuest for Guarded {
 
     fn memory(&self) -> GuestMemory {
         self.guest.memory()
+    }
+
+    fn freeing(&self) -> Freeing {
+        self.guest.freeing()
     }
 
     fn track(&mut self) -> Result<Box<dyn Tracker>, GuestError> {

@@ -1,7 +1,7 @@
 //! What the engine knows of a guest. Adapters implement these traits; the engine never asks which VMM it is.
 use std::{io::Read, time::Duration};
 
-use transship_memory::{GuestMemory, Tracker};
+use transship_memory::{Freeing, GuestMemory, Tracker};
 use transship_wire::GuestDescription;
 
 /// An adapter's failure: what happened, to what, and what the user can do, in one line.
@@ -16,6 +16,10 @@ pub trait SourceGuest: Send {
     fn description(&self) -> GuestDescription;
     /// The regions, mapped for reading, in the order of the description.
     fn memory(&self) -> GuestMemory;
+    /// Whether the guest, or the VMM on its behalf, may give memory back while it runs. If in doubt, it may.
+    fn freeing(&self) -> Freeing {
+        Freeing::Possible
+    }
     /// Begins to track writes. Called at most once before `stop`.
     fn track(&mut self) -> Result<Box<dyn Tracker>, GuestError>;
     /// Whether the vCPUs run now.

@@ -6,6 +6,7 @@
 
 mod copy;
 mod error;
+mod holes;
 mod huge_holes;
 mod mapping;
 mod pages;
@@ -15,6 +16,7 @@ mod uffd;
 mod zero;
 
 pub use error::Error;
+pub use holes::{Freeing, Holes};
 pub use pages::{PAGE_BYTES, PageRange, PageSet, WINDOW_PAGES};
 pub use region::{Access, GuestMemory, Region};
 pub use tracker::{Area, Tracker, UffdTracker};

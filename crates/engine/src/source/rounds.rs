@@ -8,7 +8,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use transship_memory::{GuestMemory, PAGE_BYTES, PageSet, Region, Tracker};
+use transship_memory::{GuestMemory, Holes, PAGE_BYTES, PageSet, Region, Tracker};
 use transship_wire::Message;
 
 use super::channels::{Channels, RoundWork};
@@ -26,6 +26,8 @@ pub(crate) struct Pending {
 pub(crate) struct Rounds {
     memory: GuestMemory,
     tracker: Box<dyn Tracker>,
+    /// By region.
+    holes: Vec<Holes>,
     channels: Channels,
     number: u32,
     pending: Vec<Pending>,
@@ -38,10 +40,12 @@ impl Rounds {
     /// Arms the tracking; the first round has everything that is not a hole.
     pub(crate) fn begin(guest: &mut dyn SourceGuest, channels: Channels) -> Result<Self, Error> {
         let memory = guest.memory();
-        let mut tracker = guest.track()?;
-        let pending = scan(&memory, tracker.as_mut(), &channels)?;
-        let next = describe(&memory, &pending, true);
-        Ok(Self { memory, tracker, channels, number: 0, pending, next, last_scan: Instant::now() })
+        let tracker = guest.track()?;
+        let holes = memory.regions().iter().map(|_| Holes::new(guest.freeing())).collect();
+        let (pending, next, last_scan) = (Vec::new(), RoundReport::default(), Instant::now());
+        let mut rounds = Self { memory, tracker, holes, channels, number: 0, pending, next, last_scan };
+        rounds.look(None)?;
+        Ok(rounds)
     }
 
     /// Bytes of the pages that the next round sends.
@@ -51,11 +55,10 @@ impl Rounds {
 
     /// Looks which pages were written since the last scan. They are the next round.
     pub(crate) fn scan(&mut self, report: &mut Report, progress: &Progress) -> Result<(), Error> {
-        self.pending = scan(&self.memory, self.tracker.as_mut(), &self.channels)?;
+        self.look(None)?;
         let now = Instant::now();
         let seconds = now.duration_since(self.last_scan).as_secs_f64();
         self.last_scan = now;
-        self.next = describe(&self.memory, &self.pending, false);
         self.next.dirty_pages_per_s = self.next.written as f64 / seconds;
         if let Some(done) = report.rounds.last_mut() {
             done.dirty_pages_per_s = self.next.dirty_pages_per_s;
@@ -67,15 +70,29 @@ impl Rounds {
     /// The last look, with the guest standing still: what the scan before it found and was not sent yet, and what came since.
     pub(crate) fn scan_again(&mut self) -> Result<(), Error> {
         let earlier = std::mem::take(&mut self.pending);
-        self.pending = scan(&self.memory, self.tracker.as_mut(), &self.channels)?;
-        for ((now, before), region) in self.pending.iter_mut().zip(earlier).zip(self.memory.regions()) {
-            let mut both = before.send;
-            both.intersect_with(&region.data()?); // a page may have become a hole in between
-            now.send.union_with(&both);
-        }
         let dirty_rate = self.next.dirty_pages_per_s;
-        self.next =
-            RoundReport { dirty_pages_per_s: dirty_rate, ..describe(&self.memory, &self.pending, self.number == 0) };
+        self.look(Some(earlier))?;
+        self.next.dirty_pages_per_s = dirty_rate;
+        Ok(())
+    }
+
+    /// Scans all regions, then looks for holes. `earlier`: what an earlier scan found and nobody has sent.
+    fn look(&mut self, earlier: Option<Vec<Pending>>) -> Result<(), Error> {
+        let mut earlier = earlier.into_iter().flatten();
+        let mut pending = Vec::new();
+        for (index, (region, holes)) in self.memory.regions().iter().zip(&mut self.holes).enumerate() {
+            let mut send = self.tracker.scan(index)?;
+            let data = holes.look(region, &send)?;
+            if let Some(before) = earlier.next() {
+                send.union_with(&before.send);
+            }
+            send.intersect_with(data);
+            let mut gone = self.channels.content(index).to_set(region.pages());
+            gone.subtract(data);
+            pending.push(Pending { send, gone });
+        }
+        self.next = describe(&self.memory, &pending, self.number == 0);
+        self.pending = pending;
         Ok(())
     }
 
@@ -132,18 +149,6 @@ impl Rounds {
             other => Err(control.unexpected(&other, "where RoundDone was due")),
         }
     }
-}
-
-fn scan(memory: &GuestMemory, tracker: &mut dyn Tracker, channels: &Channels) -> Result<Vec<Pending>, Error> {
-    let look = |(index, region): (usize, &Region)| -> Result<Pending, Error> {
-        let mut send = tracker.scan(index)?;
-        let data = region.data()?;
-        send.intersect_with(&data);
-        let mut gone = channels.content(index).to_set(region.pages());
-        gone.subtract(&data);
-        Ok(Pending { send, gone })
-    };
-    memory.regions().iter().enumerate().map(look).collect()
 }
 
 /// `first`: the scan reported everything, and what is not sent is a hole.

@@ -81,13 +81,15 @@ impl PageSender {
                 Batch::Hole { region, range } => self.send_hole(round, region, range, &mut sent, &mut packets)?,
                 Batch::Pages { region, windows, zero } => {
                     let memory = &shared.memory.regions()[region];
-                    if populate && zero.is_none() && shared.look_for_zeros {
-                        self::populate(memory, &windows);
-                    }
                     for (index, (first, wanted)) in windows.into_iter().enumerate() {
                         let zero = match &zero {
                             Some(masks) => masks[index],
-                            None if shared.look_for_zeros => memory.zero_mask(first, wanted)?,
+                            None if shared.look_for_zeros => {
+                                if populate {
+                                    self::populate(memory, &[(first, wanted)]);
+                                }
+                                memory.zero_mask(first, wanted)?
+                            }
                             None => 0,
                         };
                         let window = Window { round, region, first, wanted, zero };

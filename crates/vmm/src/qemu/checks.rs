@@ -4,7 +4,7 @@ use std::{collections::HashSet, fs};
 use rustix::process::{Pid, PidfdFlags, PidfdGetfdFlags, pidfd_getfd, pidfd_open};
 use serde_json::{Value, json};
 use transship_engine::guest::GuestError;
-use transship_memory::GuestMemory;
+use transship_memory::{Freeing, GuestMemory};
 
 use super::{
     memory::{Backend, FileId, mappings},
@@ -133,7 +133,7 @@ pub(super) fn run_state(qmp: &mut Qmp) -> Result<String, QmpError> {
 
 /// Devices and processes that write guest memory behind the tracker.
 pub(super) fn untracked_writers(qmp: &mut Qmp, backends: &[Backend]) -> Result<(), GuestError> {
-    let mut found = devices(qmp)?;
+    let mut found = devices(qmp, writes_behind)?;
     found.extend(network_backends(qmp)?);
     found.extend(direct_disks(qmp)?);
     found.extend(other_writers(qmp.pid(), backends).iter().map(Process::to_string));
@@ -158,15 +158,21 @@ pub(super) fn alone_in_memory(qmp: &Qmp, backends: &[Backend]) -> Result<(), Gue
     }
 }
 
-/// Devices whose own processor or process writes to the guest: VFIO, vDPA, vhost-user, vhost-scsi.
-fn devices(qmp: &mut Qmp) -> Result<Vec<String>, GuestError> {
+/// Whether the VM has a device by which the guest or its host gives memory back: then there may be new holes at any time.
+pub(super) fn freeing(qmp: &mut Qmp) -> Result<Freeing, GuestError> {
+    let gives_back = |kind: &str| kind.contains("balloon") || kind.starts_with("virtio-mem");
+    Ok(if devices(qmp, gives_back)?.is_empty() { Freeing::Never } else { Freeing::Possible })
+}
+
+/// The devices of a kind, by name.
+fn devices(qmp: &mut Qmp, is_wanted: impl Fn(&str) -> bool) -> Result<Vec<String>, GuestError> {
     let mut found = Vec::new();
     for container in ["/machine/peripheral", "/machine/peripheral-anon", "/machine/unattached"] {
         // A machine without user-made devices may lack one of the containers.
         let Ok(list) = qmp.execute("qom-list", json!({ "path": container })) else { continue };
         for device in list.as_array().into_iter().flatten() {
             let kind = device["type"].as_str().and_then(|t| t.strip_prefix("child<")?.strip_suffix('>')).unwrap_or("");
-            if writes_behind(kind) {
+            if is_wanted(kind) {
                 found.push(format!("device {} ({kind})", device["name"].as_str().unwrap_or("?")));
             }
         }
@@ -174,6 +180,7 @@ fn devices(qmp: &mut Qmp) -> Result<Vec<String>, GuestError> {
     Ok(found)
 }
 
+/// Its own processor or process writes to the guest: VFIO, vDPA, vhost-user, vhost-scsi.
 fn writes_behind(device_type: &str) -> bool {
     ["vfio-", "vhost-user-", "vhost-vdpa-", "vhost-scsi", "x-vfio-user"]
         .iter()

@@ -10,7 +10,7 @@ use std::{
 
 use serde_json::json;
 use transship_engine::guest::{GuestError, SourceGuest};
-use transship_memory::{Access, Area, GuestMemory, Region, Tracker, UffdTracker};
+use transship_memory::{Access, Area, Freeing, GuestMemory, Region, Tracker, UffdTracker};
 use transship_wire::GuestDescription;
 
 use super::{
@@ -37,6 +37,8 @@ pub struct QemuSource {
     description: GuestDescription,
     backends: Vec<Backend>,
     memory: GuestMemory,
+    /// Asked when attaching, and again when the guest stands still.
+    freeing: Freeing,
     /// Where QEMU had the memory when the tracking began.
     tracked: Option<Vec<Area>>,
     /// Settings to be put back.
@@ -63,7 +65,8 @@ impl QemuSource {
         let memory = memory::map(&backends, Access::Read)?;
         checks::trackable(&memory)?;
         let description = describe(&mut qmp, &backends)?;
-        Ok(Self { qmp, description, backends, memory, tracked: None, settings: None, channel: None })
+        let freeing = checks::freeing(&mut qmp)?;
+        Ok(Self { qmp, description, backends, memory, freeing, tracked: None, settings: None, channel: None })
     }
 
     /// The tracker knows nothing of memory that was plugged, unplugged or mapped elsewhere meanwhile.
@@ -73,9 +76,9 @@ impl QemuSource {
             Some(tracked) => memory::areas(self.qmp.pid(), &backends)? != *tracked,
             None => false,
         };
-        if moved || backends != self.backends {
+        if moved || backends != self.backends || checks::freeing(&mut self.qmp)? != self.freeing {
             return Err(GuestError(
-                "the guest's memory was plugged, unplugged or mapped anew during the move; begin the move again"
+                "the guest's memory or balloon was plugged, unplugged or mapped anew during the move; begin the move again"
                     .to_owned(),
             ));
         }
@@ -112,6 +115,10 @@ impl SourceGuest for QemuSource {
 
     fn memory(&self) -> GuestMemory {
         self.memory.clone()
+    }
+
+    fn freeing(&self) -> Freeing {
+        self.freeing
     }
 
     fn track(&mut self) -> Result<Box<dyn Tracker>, GuestError> {
