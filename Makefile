@@ -5,10 +5,14 @@ VM = qemu
 ARGS =
 # For `make fuzz`: seconds for each target.
 FUZZ_SECONDS = 20
+# For `make loom`: flags of the test program, such as names of models, or --skip NAME.
+LOOM =
 
-.PHONY: demo test lint fuzz setup
+.PHONY: demo test lint fuzz loom setup
 demo: ; scripts/demo.sh $(VM) $(ARGS)
 test: ; scripts/test.sh
 lint: ; scripts/lint.sh
 fuzz: ; scripts/fuzz.sh $(FUZZ_SECONDS)
+# Every interleaving of small cases of the rings and the parker: minutes.
+loom: ; RUSTFLAGS="--cfg loom" cargo test -p transship-ring --release --lib --locked --target-dir target/loom -- $(LOOM)
 setup: ; scripts/setup.sh

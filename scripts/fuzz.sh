@@ -14,7 +14,7 @@ case $seconds in
     ;;
 esac
 [ $# -eq 0 ] || shift
-[ $# -gt 0 ] || set -- preamble packet control_message
+[ $# -gt 0 ] || set -- preamble packet control_message encoded_packet
 
 built=${CARGO_TARGET_DIR:-target}
 host=$(rustc -vV | sed -n 's/^host: //p')

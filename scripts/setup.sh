@@ -13,6 +13,7 @@ needs=(
     "qemu-system-x86_64|qemu-system-x86|runs the guests; version 9 or newer"
     "gcc|gcc libc6-dev|links the guest programs"
     "g++|g++|builds the fuzzer's engine"
+    "pkg-config|pkg-config|finds ISA-L for the build"
     "make|make|runs the project's commands"
     "cpio|cpio|packs the Linux guest's initial file system"
     "ip|iproute2|slow links between network namespaces"
@@ -67,6 +68,10 @@ find_missing() {
             packages+=($package)
         fi
     done
+    if ! pkg-config --exists libisal 2>/dev/null; then
+        missing+=("ISA-L's headers|libisal-dev (Fedora: isa-l-devel)|compresses as zlib and qatzip")
+        packages+=(libisal-dev)
+    fi
     if type -P rustc >/dev/null; then
         return
     fi

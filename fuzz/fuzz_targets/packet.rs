@@ -23,6 +23,11 @@ fn check_bounds(packet: &Packet) {
             assert_eq!(packet.payload_bytes(), present.count_ones() as usize * PAGE_BYTES);
             (region, first, PAGES_PER_PACKET)
         }
+        Packet::Encoded { region, first, present, zero, bytes, .. } => {
+            assert_eq!(present & zero, 0);
+            assert!(0 < bytes && (bytes as usize) < present.count_ones() as usize * PAGE_BYTES);
+            (region, first, PAGES_PER_PACKET)
+        }
         Packet::Hole { region, first, count, .. } => (region, first, count),
         Packet::RoundEnd { .. } => return,
     };
