@@ -19,7 +19,7 @@ mod transport;
 
 pub use destination::receive_guest;
 pub use error::{Error, Outcome};
-pub use options::{MoveOptions, ZeroPages};
+pub use options::{Compress, MoveOptions, Setting, WhenBusy, ZeroPages};
 pub use progress::{Phase, Progress};
 pub use report::{ByteCounts, CpuSeconds, PageCounts, Report, RoundReport, Status};
 pub use source::move_guest;

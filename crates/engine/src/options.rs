@@ -1,5 +1,8 @@
 //! What a user can choose.
-use std::time::Duration;
+use std::{str::FromStr, time::Duration};
+
+pub use transship_codec::Setting;
+use transship_codec::SettingError;
 
 /// Who looks for zero pages.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -13,6 +16,40 @@ pub enum ZeroPages {
     Off,
 }
 
+/// How pages are encoded.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Compress {
+    /// All in the same way, except those that don't shrink.
+    Fixed(Setting),
+    /// In the way that turns out to be fastest, as long as it is.
+    Auto,
+}
+
+impl Default for Compress {
+    fn default() -> Self {
+        Self::Fixed(Setting::NONE)
+    }
+}
+
+impl FromStr for Compress {
+    type Err = SettingError;
+
+    /// `auto`, or `METHOD[:LEVEL]`.
+    fn from_str(text: &str) -> Result<Self, SettingError> {
+        if text == "auto" { Ok(Self::Auto) } else { text.parse().map(Self::Fixed) }
+    }
+}
+
+/// What to do with pages when all encoders are busy.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum WhenBusy {
+    /// Wait for one: fewer bytes.
+    #[default]
+    Wait,
+    /// Send them as they are: less waiting, for links that are nearly as fast as the encoders.
+    Raw,
+}
+
 /// Options of the source.
 #[derive(Debug, Clone)]
 pub struct MoveOptions {
@@ -20,6 +57,12 @@ pub struct MoveOptions {
     pub channels: u8,
     /// Who looks for zero pages.
     pub zero_pages: ZeroPages,
+    /// How pages are encoded.
+    pub compress: Compress,
+    /// Threads that encode, beside the channels; at least 1.
+    pub encoders: u8,
+    /// What to do when all of them are busy.
+    pub when_busy: WhenBusy,
     /// Most bytes a second on all channels together; none: as fast as it goes.
     pub bandwidth: Option<u64>,
     /// How long the guest may stand still, 0 < t <= 60 s.
@@ -35,6 +78,9 @@ impl Default for MoveOptions {
         Self {
             channels: std::thread::available_parallelism().map_or(2, |n| n.get().min(16) as u8),
             zero_pages: ZeroPages::default(),
+            compress: Compress::default(),
+            encoders: std::thread::available_parallelism().map_or(2, |n| n.get().min(255) as u8),
+            when_busy: WhenBusy::default(),
             bandwidth: None,
             downtime: Duration::from_millis(300),
             verify: false,

@@ -52,6 +52,8 @@ pub struct PageCounts {
     pub hole: u64,
     /// Pages that the guest said are free.
     pub free: u64,
+    /// Sent as they are because all encoders were busy.
+    pub raw_busy: u64,
     /// Sent with content more than once, counted each time after the first.
     pub resent: u64,
 }
@@ -61,6 +63,10 @@ pub struct PageCounts {
 pub struct ByteCounts {
     /// Size of the guest's memory.
     pub guest: u64,
+    /// Bytes that encoders were given and made.
+    pub encoder_in: u64,
+    /// See `encoder_in`.
+    pub encoder_out: u64,
     /// Put on, or taken from, all connections together.
     pub wire: u64,
 }
@@ -68,6 +74,10 @@ pub struct ByteCounts {
 /// CPU seconds of this process by role.
 #[derive(Debug, Clone, Copy, Default, Serialize)]
 pub struct CpuSeconds {
+    /// All encoder threads together.
+    pub encoders: f64,
+    /// All decoder threads together.
+    pub decoders: f64,
     /// The thread that leads.
     pub main: f64,
     /// All channel threads together.

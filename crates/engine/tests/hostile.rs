@@ -11,7 +11,7 @@ use std::{
 };
 
 use common::{Scripted, Waiting, describe};
-use transship_engine::{Error, Listener, MoveOptions, Progress, Report, Uri, move_guest, receive_guest};
+use transship_engine::{Error, Listener, MoveOptions, Progress, Report, Setting, Uri, move_guest, receive_guest};
 use transship_wire::{FRAME_BYTES, Frame, Message, Packet, Preamble, Refusal, Role, Session};
 
 const PAGES: [u64; 1] = [300];
@@ -132,6 +132,28 @@ fn bytes_that_are_no_packet_end_the_session_with_field_and_offset() {
         peer.data[0].write_all(&bytes).unwrap();
     });
     assert!(error.contains("not the protocol"), "{error}");
+}
+
+#[test]
+fn encoded_packets_that_are_wrong_end_the_session() {
+    let encoded =
+        |method, bytes| Packet::Encoded { round: 0, region: 0, first: 0, present: 0xff, zero: 0, method, bytes };
+    for (method, name) in [(1, "zlib"), (2, "zstd"), (3, "qatzip"), (4, "lz4")] {
+        // Ones are no packet of any method.
+        let (error, _) = against(1, |peer| peer.send(0, encoded(method, 100), 100));
+        assert!(error.contains("data channel 0") && error.contains("packet 0") && error.contains(name), "{error}");
+    }
+    let (error, _) = against(1, |peer| peer.send(0, encoded(200, 100), 100));
+    assert!(error.contains("an encoding that is not known, 200"), "{error}");
+    // A bomb: a frame that makes more pages than it announces.
+    let mut bomb = Vec::new();
+    let _ = "zstd:1".parse::<Setting>().unwrap().encoder().encode(&[7; 128 * 4096], &mut bomb);
+    let (error, _) = against(1, |peer| {
+        let _ = peer.data[0]
+            .write_all(&encoded(2, bomb.len() as u32).encode())
+            .and_then(|()| peer.data[0].write_all(&bomb));
+    });
+    assert!(error.contains("can't be decoded"), "{error}");
 }
 
 #[test]

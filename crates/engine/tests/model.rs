@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use common::{Op, Scripted, Waiting, contents, run};
 use proptest::{collection::vec, prelude::*};
-use transship_engine::{Error, MoveOptions, Status, ZeroPages};
+use transship_engine::{Compress, Error, MoveOptions, Status, WhenBusy, ZeroPages};
 
 /// Small enough to be quick, with a last window that is not whole.
 const PAGES: [u64; 2] = [300, 1000];
@@ -34,6 +34,10 @@ proptest! {
         before in vec(op(), 0..300),
         lists in vec(vec(op(), 0..60), 0..6),
         channels in 1..5u8,
+        compress in prop_oneof![2 => Just("none"), 1 => Just("zlib:1"), 1 => Just("zstd:1"), 1 => Just("qatzip:1"), 1 => Just("lz4:1"),
+            1 => Just("auto")],
+        encoders in 1..4u8,
+        when_busy in prop_oneof![Just(WhenBusy::Wait), Just(WhenBusy::Raw)],
         zero_pages in prop_oneof![Just(ZeroPages::Channels), Just(ZeroPages::Main), Just(ZeroPages::Off)],
     ) {
         let folder = tempfile::tempdir().unwrap();
@@ -42,7 +46,8 @@ proptest! {
             common::apply(&source.memory, op, &mut source.script.lock().unwrap().written);
         }
         let mut destination = Waiting::new(&PAGES);
-        let options = MoveOptions { channels, zero_pages, ..patient() };
+        let compress: Compress = compress.parse().unwrap();
+        let options = MoveOptions { channels, zero_pages, compress, encoders, when_busy, ..patient() };
         let ended = run(&mut source, &mut destination, &options, folder.path());
         ended.source.unwrap();
         ended.destination.unwrap();
@@ -69,6 +74,31 @@ fn pages_are_counted_by_what_they_are() {
     assert_eq!(pages.zero, 2 + 1);
     assert_eq!(pages.hole, 1300 - 4);
     assert_eq!(ended.report.status, Status::Completed);
+}
+
+/// Pages that shrink are encoded; what the encoders were given and made is told.
+#[test]
+fn encoded_pages_take_fewer_bytes() {
+    let folder = tempfile::tempdir().unwrap();
+    let fill = |page| Op::Fill { region: 1, page, byte: 1 + (page % 250) as u8 };
+    let mut source = Scripted::new(&PAGES, vec![]);
+    for page in 0..1000 {
+        common::apply(&source.memory, &fill(page), &mut source.script.lock().unwrap().written);
+    }
+    for method in ["zlib", "zstd", "qatzip", "lz4"] {
+        source.script = Scripted::new(&PAGES, vec![]).script;
+        let mut destination = Waiting::new(&PAGES);
+        let options = MoveOptions { compress: method.parse().unwrap(), encoders: 2, channels: 2, ..patient() };
+        let ended = run(&mut source, &mut destination, &options, folder.path());
+        ended.source.unwrap();
+        ended.destination.unwrap();
+        assert!(contents(&source.memory) == contents(&destination.memory), "{method}");
+        let bytes = ended.report.bytes;
+        assert_eq!(bytes.encoder_in, 1000 * 4096, "{method}");
+        assert!(bytes.encoder_out < bytes.encoder_in / 10, "{method}: {bytes:?}");
+        assert!(bytes.wire < bytes.encoder_in, "{method}: {bytes:?}");
+        assert!(ended.report.cpu.encoders > 0.0);
+    }
 }
 
 #[test]

@@ -2,7 +2,7 @@
 
 use std::{
     os::fd::{AsFd, BorrowedFd, OwnedFd},
-    sync::Arc,
+    sync::{Arc, Mutex},
 };
 
 use rustix::{
@@ -38,6 +38,8 @@ pub struct Region {
     access: Access,
     backing: Backing,
     mapping: Mapping,
+    /// Held while the file is written to.
+    pub(crate) writing: Mutex<()>,
 }
 
 impl Region {
@@ -53,7 +55,7 @@ impl Region {
         let len = usize::try_from(bytes.next_multiple_of(backing.page_bytes)).expect("64-bit addresses");
         let mapping = Mapping::new(file.as_fd(), file_offset, len, access == Access::ReadWrite)
             .map_err(|source| Error::system(format!("mapping {bytes} bytes of region {name:?}"), source))?;
-        Ok(Self { name: name.to_owned(), file, file_offset, bytes, access, backing, mapping })
+        Ok(Self { name: name.to_owned(), file, file_offset, bytes, access, backing, mapping, writing: Mutex::new(()) })
     }
 
     /// Name of the region.

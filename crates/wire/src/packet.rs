@@ -24,10 +24,10 @@ const PAGES_END: u64 = MAX_REGION_BYTES / PAGE_BYTES as u64;
 /// | ---: | ---: | --- | --- | --- | --- |
 /// | 0 | 4 | magic | `TSPK` | `TSPK` | `TSPK` |
 /// | 4 | 1 | kind | 1 | 2 | 3 |
-/// | 5 | 1 | encoding | 0 (raw) | 0 | 0 |
+/// | 5 | 1 | encoding | 0 (raw), or a method | 0 | 0 |
 /// | 6 | 2 | region | region | region | 0 |
 /// | 8 | 4 | round | round | round | round |
-/// | 12 | 4 | payload bytes that follow | 4096 for each present page | 0 | 0 |
+/// | 12 | 4 | payload bytes that follow | 4096 for each present page; encoded: fewer, not 0 | 0 | 0 |
 /// | 16 | 8 | first page | first, a multiple of 128 | first | 0 |
 /// | 24 | 16 | body | present mask | count u64, 8 zero bytes | packets u64, 8 zero bytes |
 /// | 40 | 16 | body | zero mask | 16 zero bytes | 16 zero bytes |
@@ -47,6 +47,23 @@ pub enum Packet {
         present: u128,
         /// Bit i: the page `first + i` reads as zero.
         zero: u128,
+    },
+    /// As `Pages`, with the present pages encoded together: on the wire a `Pages` whose encoding is not 0.
+    Encoded {
+        /// The round whose scan found the pages.
+        round: u32,
+        /// Index of the region in the Hello.
+        region: u16,
+        /// A multiple of [`PAGES_PER_PACKET`].
+        first: u64,
+        /// Bit i: the page `first + i` is in the payload. Not 0.
+        present: u128,
+        /// Bit i: the page `first + i` reads as zero.
+        zero: u128,
+        /// Number of the method; not 0. Whether there is such a method is the codec's to say.
+        method: u8,
+        /// Length of the payload: not 0, and less than the pages' own.
+        bytes: u32,
     },
     /// `count` pages from `first` on (any alignment) read as zero.
     Hole {
@@ -73,11 +90,15 @@ impl Packet {
     pub fn encode(&self) -> [u8; PACKET_BYTES] {
         let (kind, region, round, first, low, high) = match *self {
             Packet::Pages { round, region, first, present, zero } => (KIND_PAGES, region, round, first, present, zero),
+            Packet::Encoded { round, region, first, present, zero, .. } => {
+                (KIND_PAGES, region, round, first, present, zero)
+            }
             Packet::Hole { round, region, first, count } => (KIND_HOLE, region, round, first, count.into(), 0),
             Packet::RoundEnd { round, packets } => (KIND_ROUND_END, 0, round, 0, packets.into(), 0),
         };
+        let encoding = if let Packet::Encoded { method, .. } = *self { method } else { ENCODING_RAW };
         let mut header = Header::new();
-        header.put(MAGIC).put([kind, ENCODING_RAW]).put(region.to_le_bytes()).put(round.to_le_bytes());
+        header.put(MAGIC).put([kind, encoding]).put(region.to_le_bytes()).put(round.to_le_bytes());
         header.put(self.payload_u32().to_le_bytes()).put(first.to_le_bytes());
         header.put(low.to_le_bytes()).put(high.to_le_bytes()).put([0; 8]);
         header.done()
@@ -96,11 +117,11 @@ impl Packet {
             return Err(reader.invalid("packet kind", kind.into(), "unknown"));
         }
         let encoding = reader.u8("packet encoding")?;
-        if encoding != ENCODING_RAW {
-            return Err(reader.invalid("packet encoding", encoding.into(), "unknown, only raw (0) is"));
+        if encoding != ENCODING_RAW && kind != KIND_PAGES {
+            return Err(reader.invalid("packet encoding", encoding.into(), "only pages are encoded"));
         }
         let packet = match kind {
-            KIND_PAGES => decode_pages(&mut reader),
+            KIND_PAGES => decode_pages(&mut reader, encoding),
             KIND_HOLE => decode_hole(&mut reader),
             _ => decode_round_end(&mut reader),
         }?;
@@ -117,6 +138,7 @@ impl Packet {
     fn payload_u32(&self) -> u32 {
         match self {
             Packet::Pages { present, .. } => pages_payload(*present),
+            Packet::Encoded { bytes, .. } => *bytes,
             Packet::Hole { .. } | Packet::RoundEnd { .. } => 0,
         }
     }
@@ -126,17 +148,26 @@ fn pages_payload(present: u128) -> u32 {
     present.count_ones() * PAGE_BYTES as u32
 }
 
-fn decode_pages(reader: &mut Reader<'_>) -> Result<Packet, Error> {
+fn decode_pages(reader: &mut Reader<'_>, encoding: u8) -> Result<Packet, Error> {
     let region = decode_region(reader)?;
     let round = reader.u32("packet round")?;
     let payload = reader.u32("packet payload")?;
-    let payload_error = reader.invalid("packet payload", payload.into(), "not 4096 bytes for each present page");
+    let rule = if encoding == ENCODING_RAW {
+        "not 4096 bytes for each present page"
+    } else {
+        "not between 0 and 4096 bytes for each present page"
+    };
+    let payload_error = reader.invalid("packet payload", payload.into(), rule);
     let first = decode_first(reader, PAGES_PER_PACKET)?;
     if !first.is_multiple_of(PAGES_PER_PACKET) {
         return Err(reader.invalid("packet first page", first, "not a multiple of 128"));
     }
     let present = reader.u128("packet present mask")?;
-    if payload != pages_payload(present) {
+    let fits = match encoding {
+        ENCODING_RAW => payload == pages_payload(present),
+        _ => 0 < payload && payload < pages_payload(present),
+    };
+    if !fits {
         return Err(payload_error);
     }
     let zero = reader.u128("packet zero mask")?;
@@ -146,7 +177,10 @@ fn decode_pages(reader: &mut Reader<'_>) -> Result<Packet, Error> {
     if present | zero == 0 {
         return Err(reader.invalid("packet zero mask", 0, "the packet speaks of no page"));
     }
-    Ok(Packet::Pages { round, region, first, present, zero })
+    Ok(match encoding {
+        ENCODING_RAW => Packet::Pages { round, region, first, present, zero },
+        method => Packet::Encoded { round, region, first, present, zero, method, bytes: payload },
+    })
 }
 
 fn decode_hole(reader: &mut Reader<'_>) -> Result<Packet, Error> {

@@ -68,7 +68,13 @@ fn packet() -> impl Strategy<Value = Packet> {
         (1..=(1 << 44) - first).prop_map(move |count| Packet::Hole { round, region, first, count })
     });
     let end = any::<(u32, u64)>().prop_map(|(round, packets)| Packet::RoundEnd { round, packets });
-    prop_oneof![pages, hole, end]
+    let encoded = (any::<u32>(), 0u16..1024, 0u64..1 << 37, masks(), 1u8.., any::<u32>())
+        .prop_filter("pages", |(_, _, _, (present, _), _, _)| *present != 0)
+        .prop_map(|(round, region, window, (present, zero), method, bytes)| {
+            let bytes = 1 + bytes % (present.count_ones() * 4096 - 1);
+            Packet::Encoded { round, region, first: window * PAGES_PER_PACKET, present, zero, method, bytes }
+        });
+    prop_oneof![pages, encoded, hole, end]
 }
 
 /// Bytes near to good ones: good ones with a few of them changed. Pure chance would not get past a magic.

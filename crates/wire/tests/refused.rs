@@ -203,14 +203,20 @@ fn packets_with_a_bad_field_are_refused() {
         for kind in [0, 4, 0xff] {
             assert_invalid(decode_packet(&patched(&bytes, 4, &[kind])), "packet kind", 4);
         }
-        assert_invalid(decode_packet(&patched(&bytes, 5, &[1])), "packet encoding", 5);
+        let encoded = decode_packet(&patched(&bytes, 5, &[1]));
+        match packet {
+            // The payload of raw pages is too long for encoded ones.
+            Packet::Pages { .. } => assert_invalid(encoded, "packet payload", 12),
+            Packet::Encoded { .. } => assert!(encoded.is_ok()),
+            _ => assert_invalid(encoded, "packet encoding", 5),
+        }
         for offset in 56..PACKET_BYTES {
             assert_invalid(decode_packet(&patched(&bytes, offset, &[1])), "packet reserved", offset);
         }
         if !matches!(packet, Packet::RoundEnd { .. }) {
             assert_invalid(decode_packet(&patched(&bytes, 6, &1024u16.to_le_bytes())), "packet region", 6);
         }
-        if !matches!(packet, Packet::Pages { .. }) {
+        if !matches!(packet, Packet::Pages { .. } | Packet::Encoded { .. }) {
             for offset in 32..56 {
                 assert_invalid(decode_packet(&patched(&bytes, offset, &[1])), "packet body", offset);
             }
@@ -238,6 +244,18 @@ fn pages_that_contradict_themselves_are_refused() {
     assert_invalid(with(55, &[0x80]), "packet zero mask", 40);
     let empty = Packet::Pages { round: 0, region: 0, first: 0, present: 0, zero: 0 };
     assert_invalid(Packet::decode(&empty.encode()), "packet zero mask", 40);
+}
+
+#[test]
+fn encoded_pages_that_contradict_themselves_are_refused() {
+    let encoded = |present, zero, method, bytes| {
+        Packet::decode(&Packet::Encoded { round: 3, region: 1, first: 256, present, zero, method, bytes }.encode())
+    };
+    assert!(encoded(0b11, 0b100, 2, 8191).is_ok());
+    assert_invalid(encoded(0b11, 0, 2, 8192), "packet payload", 12);
+    assert_invalid(encoded(0b11, 0, 2, 0), "packet payload", 12);
+    assert_invalid(encoded(0, 0b1, 2, 1), "packet payload", 12);
+    assert_invalid(encoded(0b11, 0b10, 2, 1), "packet zero mask", 40);
 }
 
 #[test]

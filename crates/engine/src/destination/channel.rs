@@ -6,11 +6,15 @@ use std::{
 };
 
 use crossbeam_channel::Sender;
+use transship_codec::Method;
 use transship_memory::PageRange;
 use transship_wire::{PACKET_BYTES, PAGE_BYTES, PAGES_PER_PACKET, Packet};
 
-use super::place::Place;
-use crate::{Error, cpu, transport::Connection};
+use super::{
+    decoding::{Job, Lane, Origin, Unpacker},
+    place::Place,
+};
+use crate::{Error, Progress, cpu, transport::Connection};
 
 /// Pages that are read from the socket before they are written into place: 256 KiB stay in a core's second-level cache.
 const PAGES_PER_READ: u32 = 64;
@@ -30,14 +34,23 @@ pub(super) struct Channels {
 impl Channels {
     pub(super) fn start(
         connections: Vec<(Connection, String)>,
+        lanes: Vec<Lane>,
         place: &Arc<Place>,
         events: &Sender<ChannelEvent>,
     ) -> Result<Self, Error> {
         let mut channels = Self { lines: Vec::new(), threads: Vec::new() };
-        for (number, (connection, peer)) in connections.into_iter().enumerate() {
+        for (number, ((connection, peer), lane)) in connections.into_iter().zip(lanes).enumerate() {
             let failed = |source| Error::Io { what: format!("start data channel {number}"), source };
             channels.lines.push(connection.try_clone().map_err(failed)?);
-            let receiver = PageReceiver { connection, peer, number, place: Arc::clone(place), buffer: Vec::new() };
+            let receiver = PageReceiver {
+                connection,
+                peer,
+                number,
+                place: Arc::clone(place),
+                buffer: Vec::new(),
+                lane,
+                unpacker: Unpacker::default(),
+            };
             let events = events.clone();
             let thread = thread::Builder::new()
                 .name(format!("channel {number}"))
@@ -69,6 +82,8 @@ struct PageReceiver {
     number: usize,
     place: Arc<Place>,
     buffer: Vec<u8>,
+    lane: Lane,
+    unpacker: Unpacker,
 }
 
 /// What came in a round on one channel.
@@ -80,9 +95,17 @@ struct Received {
     bytes: u64,
 }
 
+impl Received {
+    fn count(&mut self, present: u128, zero: u128, progress: &Progress) {
+        self.pages += u64::from(present.count_ones());
+        self.zero += u64::from(zero.count_ones());
+        progress.normal_pages.fetch_add(present.count_ones().into(), Relaxed);
+        progress.zero_pages.fetch_add(zero.count_ones().into(), Relaxed);
+    }
+}
+
 impl PageReceiver {
     fn run(mut self, events: &Sender<ChannelEvent>) {
-        self.buffer = vec![0; PAGES_PER_READ as usize * PAGE_BYTES];
         let mut cpu_before = cpu::thread_seconds();
         for round in 0.. {
             let event = match self.receive_round(round) {
@@ -115,10 +138,18 @@ impl PageReceiver {
                     self.place.region(region, first, end).map_err(|what| self.broke(what))?;
                     self.receive_pages(region, first, present)?;
                     self.place.clear_window(region, first, zero)?;
-                    received.pages += u64::from(present.count_ones());
-                    received.zero += u64::from(zero.count_ones());
-                    self.place.progress.normal_pages.fetch_add(present.count_ones().into(), Relaxed);
-                    self.place.progress.zero_pages.fetch_add(zero.count_ones().into(), Relaxed);
+                    received.count(present, zero, &self.place.progress);
+                }
+                Packet::Encoded { region, first, present, zero, method, bytes, .. } => {
+                    let end = first + PAGES_PER_PACKET - u64::from((present | zero).leading_zeros());
+                    self.place.region(region, first, end).map_err(|what| self.broke(what))?;
+                    let (encoding, packet) = (method, received.packets);
+                    let method = self.method(encoding, packet)?;
+                    let mut encoded = self.lane.buffer();
+                    encoded.resize(bytes as usize, 0); // bounded by the header
+                    self.fill(&mut encoded)?;
+                    self.unpack(Job { region, first, present, zero, method, encoded, packet })?;
+                    received.count(present, zero, &self.place.progress);
                 }
                 Packet::Hole { region, first, count, .. } => {
                     let end = first.saturating_add(count);
@@ -126,7 +157,10 @@ impl PageReceiver {
                     self.place.clear_range(region, PageRange::new(first, count))?;
                     received.zero += count;
                 }
-                Packet::RoundEnd { packets, .. } if packets == received.packets => return Ok(received),
+                Packet::RoundEnd { packets, .. } if packets == received.packets => {
+                    self.lane.wait()?;
+                    return Ok(received);
+                }
                 Packet::RoundEnd { packets, .. } => {
                     let what = format!("ended round {round} with {packets} packets where {} came", received.packets);
                     return Err(self.broke(what));
@@ -137,7 +171,10 @@ impl PageReceiver {
     }
 
     fn check_round(&self, expected: u32, packet: &Packet) -> Result<(), Error> {
-        let (Packet::Pages { round, .. } | Packet::Hole { round, .. } | Packet::RoundEnd { round, .. }) = *packet;
+        let (Packet::Pages { round, .. }
+        | Packet::Encoded { round, .. }
+        | Packet::Hole { round, .. }
+        | Packet::RoundEnd { round, .. }) = *packet;
         if round != expected {
             return Err(self.broke(format!("sent a packet of round {round} in round {expected}")));
         }
@@ -147,8 +184,27 @@ impl PageReceiver {
         Ok(())
     }
 
+    fn method(&self, number: u8, packet: u64) -> Result<Method, Error> {
+        Method::from_number(number)
+            .filter(|method| *method != Method::None)
+            .ok_or_else(|| self.broke(format!("sent packet {packet} in an encoding that is not known, {number}")))
+    }
+
+    /// By a decoder, or right here if all are busy.
+    fn unpack(&mut self, job: Job) -> Result<(), Error> {
+        let Err(job) = self.lane.try_hand_over(job) else { return Ok(()) };
+        let unpacked = self.unpacker.unpack(&job, &self.place, &self.origin());
+        self.lane.give_back(job.encoded);
+        unpacked
+    }
+
+    fn origin(&self) -> Origin {
+        Origin { peer: self.peer.clone(), channel: self.number }
+    }
+
     fn receive_pages(&mut self, region: u16, first: u64, mut present: u128) -> Result<(), Error> {
         let mut buffer = std::mem::take(&mut self.buffer);
+        buffer.resize(PAGES_PER_READ as usize * PAGE_BYTES, 0);
         while present != 0 {
             let piece = lowest_bits(present, PAGES_PER_READ);
             let bytes = &mut buffer[..piece.count_ones() as usize * PAGE_BYTES];

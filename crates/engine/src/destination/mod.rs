@@ -1,6 +1,7 @@
 //! The destination of a move: its life, from the first connection to the running guest.
 mod accept;
 mod channel;
+mod decoding;
 mod place;
 mod state;
 
@@ -22,6 +23,7 @@ use crate::{
     source::{finish, status_of},
 };
 use channel::{ChannelEvent, Channels};
+use decoding::{Decoders, Origin};
 use place::Place;
 
 /// How long a source that was told `Loaded` may take to say `Go`; it has nothing left to do. A source that dies closes its
@@ -72,7 +74,11 @@ impl Destination<'_> {
         let connections = accept::channels(self.listener, session, count, control, self.progress)?;
         let place = Arc::new(Place::new(self.guest.memory(), Arc::clone(self.progress)));
         let (events, incoming) = bounded(usize::from(count) * 2);
-        let channels = Channels::start(connections, &place, &events)?;
+        let origin = |(channel, (_, peer)): (usize, &(_, String))| Origin { peer: peer.clone(), channel };
+        let origins = connections.iter().enumerate().map(origin).collect();
+        let (decoders, lanes) = Decoders::start(origins, &place, &events)?;
+        // Declared after the decoders and so dropped before them.
+        let channels = Channels::start(connections, lanes, &place, &events)?;
         drop(events);
         self.report.setup_ms = self.begin.elapsed().as_secs_f64() * 1e3;
         self.progress.round.store(1, Ordering::Relaxed);
@@ -81,7 +87,8 @@ impl Destination<'_> {
         let first_of_state = self.rounds(control, &place, &channels, &incoming, verify)?;
         self.progress.set_phase(Phase::Switchover);
         let stopped = Instant::now();
-        drop(channels);
+        self.report.cpu.decoders = decoders.cpu_seconds();
+        drop((channels, decoders));
         self.load(control, first_of_state)?;
         self.await_go(control)?;
         self.report.downtime_ms = stopped.elapsed().as_secs_f64() * 1e3;

@@ -14,11 +14,12 @@ use transship_memory::{GuestMemory, PageRange};
 use transship_wire::{Message, Preamble, Role, Session};
 
 use super::{
+    encoding::{Encoders, Gate, Ready},
     rounds::Pending,
-    sender::{PageSender, Sent, Shared},
+    sender::{PageSender, Sent, Shared, Window},
 };
 use crate::{
-    Error, MoveOptions, Progress, Uri, ZeroPages,
+    Error, MoveOptions, Progress, Report, Uri, ZeroPages,
     control::{Control, TICK},
     cpu,
     pacer::Pacer,
@@ -35,8 +36,6 @@ const REASON_TIMEOUT: Duration = Duration::from_millis(500);
 pub(crate) struct RoundWork<'a> {
     pub(crate) round: u32,
     pub(crate) pending: &'a [Pending],
-    /// Map pages in bulk before they are read: pays while they are not mapped yet.
-    pub(crate) populate: bool,
 }
 
 /// A piece of a round: ranges only, no contents.
@@ -84,6 +83,7 @@ pub(crate) struct Channels {
     lines: Vec<Connection>,
     shared: Arc<Shared>,
     zero_pages: ZeroPages,
+    encoders: Option<Encoders>,
 }
 
 impl Channels {
@@ -109,6 +109,7 @@ impl Channels {
             lines: Vec::new(),
             shared: Arc::clone(&shared),
             zero_pages: options.zero_pages,
+            encoders: Encoders::start(options, &shared)?,
         };
         for number in 0..options.channels {
             let connection = connect(to, session, Role::Data(number))?;
@@ -132,26 +133,46 @@ impl Channels {
         control: &Control,
         progress: &Progress,
     ) -> Result<Sent, Error> {
-        let count = self.senders.len();
-        let (queue, batches) = bounded(2 * count);
-        let (done, results) = bounded(count);
-        let Self { senders, lines, shared, zero_pages } = self;
+        let (done, results) = bounded(self.senders.len());
+        let Self { senders, lines, shared, zero_pages, encoders } = self;
         let watch = Watch { control, progress, shared };
+        let feed = Feed { work, shared, look: *zero_pages == ZeroPages::Main, watch: &watch };
         thread::scope(|scope| {
-            for sender in senders {
-                let (batches, done) = (batches.clone(), done.clone());
-                let (round, populate) = (work.round, work.populate);
-                scope.spawn(move || {
-                    let result = sender.run(round, populate, &batches);
-                    // The receiver outlives the scope, and has room for all.
-                    let _ = done.send(result);
-                });
-            }
-            drop((batches, done));
-            let look = *zero_pages == ZeroPages::Main;
-            let fed = feed(work, &queue, shared, look, &watch);
-            drop(queue);
-            let result = fed.and_then(|()| collect(&results, count, &watch));
+            let count = senders.len();
+            let result = match encoders {
+                None => {
+                    let (queue, batches) = bounded(2 * count);
+                    for sender in senders {
+                        let (batches, done) = (batches.clone(), done.clone());
+                        // The receiver outlives the scope, and has room for all.
+                        scope.spawn(move || {
+                            let _ = done.send(sender.run(work.round, &batches));
+                        });
+                    }
+                    drop(batches);
+                    let fed = feed.to_channels(&queue);
+                    drop(queue);
+                    fed.and_then(|()| collect(&results, count, &watch, || Ok(())))
+                }
+                Some(encoders) => {
+                    let gate = Arc::new(encoders.open_gate());
+                    for sender in senders {
+                        let (gate, done) = (Arc::clone(&gate), done.clone());
+                        let spare = Arc::clone(&encoders.spare);
+                        scope.spawn(move || {
+                            let _ = done.send(sender.run_encoded(work.round, &gate, &spare));
+                        });
+                    }
+                    let mut handed_over = 0;
+                    let fed = feed.to_encoders(encoders, &gate, &mut handed_over);
+                    gate.close(handed_over);
+                    let result = fed.and_then(|()| collect(&results, count, &watch, || encoders.check()));
+                    if result.is_err() && encoders.check().is_err() {
+                        gate.end(); // what the dead encoder had will never come
+                    }
+                    result
+                }
+            };
             if result.is_err() {
                 shared.failed.store(true, Relaxed);
                 lines.iter().for_each(Connection::shutdown);
@@ -159,28 +180,77 @@ impl Channels {
             result.map_err(|error| watch.explain(error, &results))
         })
     }
-}
 
-/// Cuts the round into batches and hands them over, in memory order.
-fn feed(
-    work: &RoundWork<'_>,
-    queue: &Sender<Batch>,
-    shared: &Shared,
-    look: bool,
-    watch: &Watch<'_>,
-) -> Result<(), Error> {
-    for (region, pending) in work.pending.iter().enumerate() {
-        for range in pending.gone.ranges() {
-            hand_over(Batch::Hole { region, range }, queue, watch)?;
-        }
-        let mut windows = pending.send.windows().peekable();
-        while windows.peek().is_some() {
-            let windows: Vec<_> = windows.by_ref().take(WINDOWS_PER_BATCH).collect();
-            let zero = if look { Some(shared.zero_masks(region, &windows, work.populate)?) } else { None };
-            hand_over(Batch::Pages { region, windows, zero }, queue, watch)?;
+    /// What the encoders did so far, into the report.
+    pub(crate) fn report(&self, report: &mut Report) {
+        if let Some(encoders) = &self.encoders {
+            encoders.tally.report(report);
         }
     }
-    Ok(())
+}
+
+/// Cuts a round into pieces and hands them over, in memory order.
+struct Feed<'a> {
+    work: &'a RoundWork<'a>,
+    shared: &'a Shared,
+    /// The main thread looks for zero pages.
+    look: bool,
+    watch: &'a Watch<'a>,
+}
+
+impl Feed<'_> {
+    fn to_channels(&self, queue: &Sender<Batch>) -> Result<(), Error> {
+        for (region, pending) in self.work.pending.iter().enumerate() {
+            for range in pending.gone.ranges() {
+                hand_over(Batch::Hole { region, range }, queue, self.watch)?;
+            }
+            for windows in batches_of(pending) {
+                let zero = self.zero_masks(region, &windows);
+                hand_over(Batch::Pages { region, windows, zero }, queue, self.watch)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Counts in `handed_over` what the channels will get, also on failure.
+    fn to_encoders(&self, encoders: &mut Encoders, gate: &Gate, handed_over: &mut u64) -> Result<(), Error> {
+        for (region, pending) in self.work.pending.iter().enumerate() {
+            for range in pending.gone.ranges() {
+                self.watch.check()?;
+                gate.pass(Ready::Hole { region, range }, self.watch)?;
+                *handed_over += 1;
+            }
+            for windows in batches_of(pending) {
+                let zero = self.zero_masks(region, &windows);
+                for (index, (first, wanted)) in windows.into_iter().enumerate() {
+                    self.watch.check()?;
+                    let zero = zero.as_ref().map(|masks| masks[index]);
+                    let window = Window { round: self.work.round, region, first, wanted, zero, encoding: 0 };
+                    encoders.submit(window, gate, self.watch)?;
+                    *handed_over += 1;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// The zero pages of each window, if the main thread is to look for them.
+    fn zero_masks(&self, region: usize, windows: &[(u64, u128)]) -> Option<Vec<u128>> {
+        let round = self.work.round;
+        let look = |(first, wanted): &(u64, u128)| {
+            self.shared.zero_mask(&Window { round, region, first: *first, wanted: *wanted, zero: None, encoding: 0 })
+        };
+        self.look.then(|| windows.iter().map(look).collect())
+    }
+}
+
+/// The windows of a region that have something to send, several at a time.
+fn batches_of(pending: &Pending) -> impl Iterator<Item = Vec<(u64, u128)>> + '_ {
+    let mut windows = pending.send.windows();
+    std::iter::from_fn(move || {
+        let batch: Vec<_> = windows.by_ref().take(WINDOWS_PER_BATCH).collect();
+        (!batch.is_empty()).then_some(batch)
+    })
 }
 
 fn hand_over(mut batch: Batch, queue: &Sender<Batch>, watch: &Watch<'_>) -> Result<(), Error> {
@@ -195,7 +265,12 @@ fn hand_over(mut batch: Batch, queue: &Sender<Batch>, watch: &Watch<'_>) -> Resu
     }
 }
 
-fn collect(results: &Receiver<Result<Sent, Error>>, count: usize, watch: &Watch<'_>) -> Result<Sent, Error> {
+fn collect(
+    results: &Receiver<Result<Sent, Error>>,
+    count: usize,
+    watch: &Watch<'_>,
+    helpers_live: impl Fn() -> Result<(), Error>,
+) -> Result<Sent, Error> {
     let mut total = Sent::default();
     for _ in 0..count {
         let sent = loop {
@@ -203,7 +278,7 @@ fn collect(results: &Receiver<Result<Sent, Error>>, count: usize, watch: &Watch<
                 Ok(result) => break result?,
                 // No look at the control connection: `RoundDone` may be there before our last thread has reported.
                 Err(_) if watch.progress.is_cancelled() => return Err(Error::Cancelled),
-                Err(_) => {}
+                Err(_) => helpers_live()?,
             }
         };
         total.add(&sent);
@@ -212,14 +287,14 @@ fn collect(results: &Receiver<Result<Sent, Error>>, count: usize, watch: &Watch<
 }
 
 /// What the main thread looks at while the channels work.
-struct Watch<'a> {
+pub(crate) struct Watch<'a> {
     control: &'a Control,
-    progress: &'a Progress,
+    pub(crate) progress: &'a Progress,
     shared: &'a Shared,
 }
 
 impl Watch<'_> {
-    fn check(&self) -> Result<(), Error> {
+    pub(crate) fn check(&self) -> Result<(), Error> {
         if self.shared.failed.load(Relaxed) {
             return Err(Error::Protocol { peer: self.control.peer.clone(), what: "broke a data connection".into() });
         }
@@ -247,22 +322,6 @@ impl Sent {
         self.resent += other.resent;
         self.bytes += other.bytes;
         self.cpu_seconds += other.cpu_seconds;
-    }
-}
-
-impl Shared {
-    /// The zero pages of each window.
-    pub(crate) fn zero_masks(
-        &self,
-        region: usize,
-        windows: &[(u64, u128)],
-        populate: bool,
-    ) -> Result<Vec<u128>, Error> {
-        let memory = &self.memory.regions()[region];
-        if populate {
-            super::sender::populate(memory, windows);
-        }
-        windows.iter().map(|(first, wanted)| Ok(memory.zero_mask(*first, *wanted)?)).collect()
     }
 }
 

@@ -1,5 +1,7 @@
 //! The source of a move: its life, from the connection to the hand-over.
+mod auto;
 mod channels;
+mod encoding;
 mod forecast;
 mod rounds;
 mod sender;

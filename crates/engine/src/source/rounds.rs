@@ -110,7 +110,7 @@ impl Rounds {
         progress.round_total.store(bytes, Relaxed);
         progress.round_left.store(bytes, Relaxed);
 
-        let work = RoundWork { round: self.number, pending: &self.pending, populate: self.number == 0 };
+        let work = RoundWork { round: self.number, pending: &self.pending };
         let sent = self.channels.run_round(&work, control, progress)?;
         fail_point::reach("source.round-sent")?;
         self.await_done(control, patience, progress, sent.normal, sent.zero_sent)?;
@@ -126,6 +126,7 @@ impl Rounds {
         report.pages.resent += sent.resent;
         report.bytes.wire += sent.bytes;
         report.cpu.channels += sent.cpu_seconds;
+        self.channels.report(report);
         report.rounds.push(round);
         self.number += 1;
         Ok(())

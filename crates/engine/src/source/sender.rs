@@ -12,10 +12,14 @@ use std::{
 };
 
 use crossbeam_channel::Receiver;
-use transship_memory::{GuestMemory, PAGE_BYTES, PageRange, Region};
+use transship_memory::{GuestMemory, PAGE_BYTES, PageRange};
+use transship_ring::mpmc;
 use transship_wire::{PACKET_BYTES, Packet};
 
-use super::channels::{Batch, measured};
+use super::{
+    channels::{Batch, measured},
+    encoding::{Gate, Ready},
+};
 use crate::{
     Error, Progress,
     pacer::Pacer,
@@ -61,15 +65,15 @@ impl PageSender {
     }
 
     /// Sends batches until there are no more, then `RoundEnd`.
-    pub(crate) fn run(&mut self, round: u32, populate: bool, batches: &Receiver<Batch>) -> Result<Sent, Error> {
-        let (result, cpu_seconds) = measured(|| self.send_all(round, populate, batches));
+    pub(crate) fn run(&mut self, round: u32, batches: &Receiver<Batch>) -> Result<Sent, Error> {
+        let (result, cpu_seconds) = measured(|| self.send_all(round, batches));
         if result.is_err() {
             self.shared.failed.store(true, Relaxed);
         }
         result.map(|sent| Sent { cpu_seconds, ..sent })
     }
 
-    fn send_all(&mut self, round: u32, populate: bool, batches: &Receiver<Batch>) -> Result<Sent, Error> {
+    fn send_all(&mut self, round: u32, batches: &Receiver<Batch>) -> Result<Sent, Error> {
         let shared = Arc::clone(&self.shared);
         let mut sent = Sent::default();
         let mut packets = 0;
@@ -80,26 +84,67 @@ impl PageSender {
             match batch {
                 Batch::Hole { region, range } => self.send_hole(round, region, range, &mut sent, &mut packets)?,
                 Batch::Pages { region, windows, zero } => {
-                    let memory = &shared.memory.regions()[region];
                     for (index, (first, wanted)) in windows.into_iter().enumerate() {
-                        let zero = match &zero {
-                            Some(masks) => masks[index],
-                            None if shared.look_for_zeros => {
-                                if populate {
-                                    self::populate(memory, &[(first, wanted)]);
-                                }
-                                memory.zero_mask(first, wanted)?
-                            }
-                            None => 0,
-                        };
-                        let window = Window { round, region, first, wanted, zero };
-                        self.send_window(memory, &window, &mut sent, &mut packets)?;
+                        let zero = zero.as_ref().map(|masks| masks[index]);
+                        let window = Window { round, region, first, wanted, zero, encoding: 0 };
+                        self.send_window(window, None, &mut sent, &mut packets)?;
                     }
                 }
             }
         }
         self.write(&Packet::RoundEnd { round, packets }.encode(), &mut sent)?;
         Ok(sent)
+    }
+
+    /// As `run`, with what comes from the encoders.
+    pub(crate) fn run_encoded(&mut self, round: u32, gate: &Gate, spare: &mpmc::Ring<Vec<u8>>) -> Result<Sent, Error> {
+        let (result, cpu_seconds) = measured(|| self.send_all_encoded(round, gate, spare));
+        result.map(|sent| Sent { cpu_seconds, ..sent })
+    }
+
+    /// After a failure it takes on, and drops what it takes, so that nobody waits for room for ever.
+    fn send_all_encoded(&mut self, round: u32, gate: &Gate, spare: &mpmc::Ring<Vec<u8>>) -> Result<Sent, Error> {
+        let mut sent = Sent::default();
+        let mut packets = 0;
+        let mut outcome = Ok(());
+        loop {
+            let ready = match gate.next() {
+                Some(Ready::RoundEnd) | None => break,
+                Some(ready) => ready,
+            };
+            if outcome.is_ok() && !self.shared.failed.load(Relaxed) {
+                outcome = self.send_ready(ready, round, spare, &mut sent, &mut packets);
+                if outcome.is_err() {
+                    self.shared.failed.store(true, Relaxed);
+                }
+            }
+            gate.took();
+        }
+        outcome?;
+        self.write(&Packet::RoundEnd { round, packets }.encode(), &mut sent)?;
+        Ok(sent)
+    }
+
+    fn send_ready(
+        &mut self,
+        ready: Ready,
+        round: u32,
+        spare: &mpmc::Ring<Vec<u8>>,
+        sent: &mut Sent,
+        packets: &mut u64,
+    ) -> Result<(), Error> {
+        match ready {
+            Ready::Hole { region, range } => self.send_hole(round, region, range, sent, packets),
+            Ready::Unseen(window) => self.send_window(window, None, sent, packets),
+            Ready::Window { window, encoded } => {
+                self.send_window(window, encoded.as_ref(), sent, packets)?;
+                if let Some(Encoded { bytes, .. }) = encoded {
+                    let _ = spare.push(bytes); // full: one buffer less to keep
+                }
+                Ok(())
+            }
+            Ready::RoundEnd => Ok(()),
+        }
     }
 
     fn send_hole(
@@ -119,37 +164,45 @@ impl PageSender {
 
     fn send_window(
         &mut self,
-        memory: &Region,
-        window: &Window,
+        window: Window,
+        encoded: Option<&Encoded>,
         sent: &mut Sent,
         packets: &mut u64,
     ) -> Result<(), Error> {
-        let shared = &self.shared;
-        let content = &shared.content[window.region];
-        let had = content.window(window.first);
-        let present = window.wanted & !window.zero;
+        let shared = Arc::clone(&self.shared);
+        let Window { round, region, first, wanted, .. } = window;
+        let found = window.zero.unwrap_or_else(|| shared.look(&window));
+        let content = &shared.content[region];
+        let had = content.window(first);
+        let present = wanted & !found;
         // What the destination holds no content for reads as zero there already.
-        let zero = window.zero & had;
+        let zero = found & had;
         sent.normal += u64::from(present.count_ones());
-        sent.zero += u64::from(window.zero.count_ones());
+        sent.zero += u64::from(found.count_ones());
         sent.zero_sent += u64::from(zero.count_ones());
         sent.resent += u64::from((present & had).count_ones());
         shared.progress.normal_pages.fetch_add(present.count_ones().into(), Relaxed);
-        shared.progress.zero_pages.fetch_add(window.zero.count_ones().into(), Relaxed);
-        let looked_at = u64::from(window.wanted.count_ones()) * PAGE_BYTES as u64;
+        shared.progress.zero_pages.fetch_add(found.count_ones().into(), Relaxed);
+        let looked_at = u64::from(wanted.count_ones()) * PAGE_BYTES as u64;
         let _ = shared.progress.round_left.fetch_update(Relaxed, Relaxed, |left| Some(left.saturating_sub(looked_at)));
         if present | zero == 0 {
             return Ok(());
         }
-        content.insert(window.first, present);
-        content.remove(window.first, zero);
-        let packet =
-            Packet::Pages { round: window.round, region: window.region as u16, first: window.first, present, zero };
-        let bytes = PACKET_BYTES + packet.payload_bytes();
-        self.book(bytes, sent);
+        content.insert(first, present);
+        content.remove(first, zero);
         *packets += 1;
-        memory
-            .send_window(self.connection.as_fd(), &packet.encode(), window.first, present)
+        let number = region as u16;
+        if let Some(Encoded { method, bytes }) = encoded {
+            let length = bytes.len() as u32; // shorter than the pages of a window
+            let packet =
+                Packet::Encoded { round, region: number, first, present, zero, method: *method, bytes: length };
+            self.write(&packet.encode(), sent)?;
+            return self.write(bytes, sent);
+        }
+        let packet = Packet::Pages { round, region: number, first, present, zero };
+        self.book(PACKET_BYTES + packet.payload_bytes(), sent);
+        shared.memory.regions()[region]
+            .send_window(self.connection.as_fd(), &packet.encode(), first, present)
             .map_err(|source| self.failed(source))
     }
 
@@ -179,29 +232,36 @@ impl PageSender {
     }
 }
 
-/// Pages of one window to look at.
-struct Window {
-    round: u32,
-    region: usize,
-    first: u64,
-    wanted: u128,
-    zero: u128,
+/// Pages of one window to look at and to send.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Window {
+    pub(crate) round: u32,
+    pub(crate) region: usize,
+    pub(crate) first: u64,
+    pub(crate) wanted: u128,
+    /// Those that read as zero; none: nobody has looked yet.
+    pub(crate) zero: Option<u128>,
+    /// Which of the encoders' encodings; of no meaning without encoders.
+    pub(crate) encoding: u8,
 }
 
-/// Maps the wanted pages in bulk, run by run: single page faults would cost more than the scan.
-pub(crate) fn populate(memory: &Region, windows: &[(u64, u128)]) {
-    let mut joined: Option<PageRange> = None;
-    for run in windows.iter().flat_map(|(first, wanted)| runs(*first, *wanted)) {
-        match &mut joined {
-            Some(range) if range.end() == run.first => range.count += run.count,
-            _ => {
-                if let Some(range) = joined.replace(run) {
-                    memory.populate_read(range);
-                }
-            }
-        }
+/// The pages of a window that are not zero, encoded.
+pub(crate) struct Encoded {
+    pub(crate) method: u8,
+    pub(crate) bytes: Vec<u8>,
+}
+
+impl Shared {
+    /// The zero pages of a window, if channels and encoders are to look for them.
+    pub(crate) fn look(&self, window: &Window) -> u128 {
+        if self.look_for_zeros { self.zero_mask(window) } else { 0 }
     }
-    if let Some(range) = joined {
-        memory.populate_read(range);
+
+    /// The zero pages of a window. A window that the region does not have has none; sending it fails.
+    pub(crate) fn zero_mask(&self, window: &Window) -> u128 {
+        let memory = &self.memory.regions()[window.region];
+        // Run by run: reading between them might make pages in holes.
+        runs(window.first, window.wanted).for_each(|run| memory.populate_read(run));
+        memory.zero_mask(window.first, window.wanted).unwrap_or(0)
     }
 }
