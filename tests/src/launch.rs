@@ -54,6 +54,7 @@ pub struct QemuBuilder {
     machine: String,
     incoming: bool,
     more: Vec<String>,
+    prefix: Vec<String>,
 }
 
 impl QemuBuilder {
@@ -69,6 +70,7 @@ impl QemuBuilder {
             machine: "q35".into(),
             incoming: false,
             more: Vec::new(),
+            prefix: Vec::new(),
         }
     }
 
@@ -129,6 +131,12 @@ impl QemuBuilder {
         self
     }
 
+    /// Runs it by another command, such as [`crate::SlowLink::source`].
+    pub fn prefix(mut self, prefix: &[String]) -> Self {
+        self.prefix = prefix.to_vec();
+        self
+    }
+
     /// More arguments, at the end.
     pub fn args<S: Into<String>>(mut self, args: impl IntoIterator<Item = S>) -> Self {
         self.more.extend(args.into_iter().map(Into::into));
@@ -146,7 +154,9 @@ impl QemuBuilder {
         let listen = |name: &str| UnixListener::bind(folder.join(name)).map_err(failed(format!("can't bind {name}")));
         let (serial, monitor) = (listen("serial")?, listen("monitor")?);
 
-        let mut command = Command::new(&self.binary);
+        let mut words = self.prefix.iter().chain([&self.binary]);
+        let mut command = Command::new(words.next().expect("at least the program"));
+        command.args(words);
         command.args(self.common_args(folder.path())).args(self.memory_args(&memory_files)).args(self.guest_args()?);
         command.args(&self.more);
         let mut process = Process::start(command)?;

@@ -72,6 +72,18 @@ impl SlowLink {
         on(&self.destination)
     }
 
+    /// Removes all links that this process has made, for a program that a signal is about to end.
+    pub fn remove_all() {
+        let Ok(list) = Command::new("ip").args(["netns", "list"]).output() else { return };
+        let list = String::from_utf8_lossy(&list.stdout).into_owned();
+        let ours = |name: &&str| {
+            ["src", "dst"].iter().any(|end| name.starts_with(&format!("ts-{end}-{}-", std::process::id())))
+        };
+        for name in list.lines().filter_map(|line| line.split_whitespace().next()).filter(ours) {
+            let _ = ip(&format!("netns del {name}"));
+        }
+    }
+
     /// Where to move to, when the destination listens at `tcp:0.0.0.0:PORT`.
     pub fn destination_uri(&self, port: u16) -> String {
         format!("tcp:{DESTINATION_IP}:{port}")

@@ -1,45 +1,13 @@
 //! Guests of every kind, moved while they run, and asked on the other side whether every page is theirs.
+mod ends;
+
+use ends::{assert_whole, move_between, number, synthetic_pair};
 use rustix::process::Signal;
 use serde_json::Value;
 use transship_tests::{
-    Finished, LabError, Qemu, Result, Scratch, SlowLink, Synthetic, Transship, Workload,
-    synthetic::{SyntheticBuilder, SyntheticState},
-    transship::TransshipBuilder,
-    wait_until,
+    LabError, Qemu, Result, Scratch, SlowLink, Synthetic, Transship, Workload, synthetic::SyntheticState,
+    transship::TransshipBuilder, wait_until,
 };
-
-/// Both ends of a move that have ended as they should.
-struct Moved {
-    source: Finished,
-    destination: Finished,
-}
-
-/// Runs a move to its end over a unix socket; both ends must exit with 0.
-fn move_between(source: &str, destination: &str, flags: &[&str]) -> Result<Moved> {
-    let folder = Scratch::new()?;
-    let receive = Transship::receiving(destination, &format!("unix:{}", folder.join("move").display())).start()?;
-    let to = receive.listening()?;
-    let source = Transship::moving(source, &to).args(flags.iter().copied()).run()?.expect_code(0)?;
-    Ok(Moved { source, destination: receive.wait()?.expect_code(0)? })
-}
-
-fn number(report: &Value, pointer: &str) -> f64 {
-    report.pointer(pointer).and_then(Value::as_f64).unwrap_or_else(|| panic!("no {pointer} in {report}"))
-}
-
-/// The synthetic guest that came in has every page as it was written last.
-fn assert_whole(guest: &Synthetic) -> Result<()> {
-    assert_eq!(guest.state()?, SyntheticState::Running);
-    let check = guest.check()?;
-    assert_eq!(check.wrong, 0, "{check:?}");
-    assert!(check.pages > 0);
-    Ok(())
-}
-
-fn synthetic_pair(builder: SyntheticBuilder) -> Result<(Synthetic, Synthetic)> {
-    let destination = builder.clone().incoming().start()?;
-    Ok((builder.start()?, destination))
-}
 
 #[test]
 fn a_writing_synthetic_guest_arrives_whole() -> Result<()> {

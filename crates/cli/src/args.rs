@@ -33,6 +33,9 @@ Examples:
   At most 4 Gbit/s, the guest may stand still for 100 ms, compare all memory at the end:
     transship move --vm qemu:/run/vm.qmp --to tcp:ship2:4444 --bandwidth 4Gbit --downtime 100ms --verify
 
+  Behind a slow link, smaller instead of faster, on 8 threads:
+    transship move --vm qemu:/run/vm.qmp --to tcp:ship2:4444 --compress zstd:3 --encoders 8
+
 Ctrl-C cancels: the guest runs on at the source. Once the guest has been handed over it is the destination's, and
 the move can no longer be cancelled.
 
@@ -117,6 +120,23 @@ pub(crate) struct MoveArgs {
     /// Data channels, 1 to 255 [default: by cores, at most 16]
     #[arg(long, value_name = "N")]
     pub(crate) channels: Option<String>,
+    /// Make pages smaller: auto, none, zlib, zstd, qatzip or lz4, also as METHOD:LEVEL
+    ///
+    /// `none`: send pages as they are, for links that are faster than the cores. `zlib`: levels 0 to 9. `zstd`: -7 to 20; the
+    /// best ratio for the time. `qatzip`: 1 to 9; on a QAT device where there is one, else in software. `lz4`: 1 to 12; the
+    /// fastest to decode. Without a level it is 1; higher is smaller and slower. `auto`: tries none, lz4 and zstd while the
+    /// guest moves, uses what gets most pages through, and keeps trying. Pages that don't shrink go as they are.
+    #[arg(long, value_name = "METHOD", default_value = "none")]
+    pub(crate) compress: String,
+    /// Threads that compress, 1 to 255 [default: by cores]
+    #[arg(long, value_name = "N")]
+    pub(crate) encoders: Option<String>,
+    /// When all encoders are busy: wait, or send raw
+    ///
+    /// `wait`: until one is free; fewer bytes. `raw`: send the pages as they are; for links that are about as fast as the
+    /// encoders.
+    #[arg(long, value_enum, default_value_t = WhenBusy::Wait, value_name = "WHAT", hide_possible_values = true)]
+    pub(crate) when_busy: WhenBusy,
     /// Who looks for zero pages: channels, main or off
     ///
     /// `channels`: each channel, right before it sends a page. `main`: the main thread, before it hands pages to the
@@ -172,6 +192,21 @@ impl From<ZeroPages> for transship_engine::ZeroPages {
             ZeroPages::Channels => Self::Channels,
             ZeroPages::Main => Self::Main,
             ZeroPages::Off => Self::Off,
+        }
+    }
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum WhenBusy {
+    Wait,
+    Raw,
+}
+
+impl From<WhenBusy> for transship_engine::WhenBusy {
+    fn from(what: WhenBusy) -> Self {
+        match what {
+            WhenBusy::Wait => Self::Wait,
+            WhenBusy::Raw => Self::Raw,
         }
     }
 }

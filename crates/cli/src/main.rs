@@ -82,8 +82,15 @@ fn usage(rendered: &str) -> String {
     format!("{}; see `transship --help`", line.strip_prefix("error: ").unwrap_or(&line))
 }
 
+/// Without the variable only what the codecs have to say is shown: that a device failed and software goes on.
+const UNASKED: &str = "transship_codec=warn";
+
 fn start_log() -> Result<(), Failure> {
-    let Ok(filter) = std::env::var(LOG_VARIABLE) else { return Ok(()) };
+    let Ok(filter) = std::env::var(LOG_VARIABLE) else {
+        let talk = tracing_subscriber::fmt().without_time().with_level(false).with_target(false).with_ansi(false);
+        talk.with_env_filter(UNASKED).with_writer(|| output::Talk).log_internal_errors(false).init();
+        return Ok(());
+    };
     let filter = EnvFilter::try_new(&filter).map_err(|why| {
         Failure::Usage(vec![format!("{LOG_VARIABLE} {filter:?}: {why}; write debug, or transship_engine=trace")])
     })?;

@@ -19,6 +19,20 @@ pub(crate) fn complain(line: &str) {
     say(&one_line(line));
 }
 
+/// Says what is written to it, a line with each call.
+pub(crate) struct Talk;
+
+impl Write for Talk {
+    fn write(&mut self, line: &[u8]) -> io::Result<usize> {
+        complain(&String::from_utf8_lossy(line));
+        Ok(line.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
 /// A result for people, or a part of it.
 pub(crate) fn result(text: &str) -> io::Result<()> {
     let mut stdout = io::stdout().lock();

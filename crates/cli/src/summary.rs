@@ -57,9 +57,11 @@ fn table(report: &Report) -> String {
     let kinds = kinds.map(|(kind, count)| format!("{} {kind}", Count(count)));
     row("pages", kinds.join(", "));
     row("bytes", format!("{} guest, {} on the wire", Bytes(report.bytes.guest), Bytes(report.bytes.wire)));
-    row("throughput", format!("{}, channels busy {:.0} %", Rate(report.throughput), report.busy_ratio * 100.0));
-    let cpu = report.cpu;
-    row("cpu", format!("{:.2} s (main {:.2} s, channels {:.2} s)", cpu.total, cpu.main, cpu.channels));
+    if report.bytes.encoder_in > 0 || pages.raw_busy > 0 {
+        row("encoding", encoding(report));
+    }
+    row("throughput", Rate(report.throughput).to_string());
+    row("cpu", cpu(report));
     let verified = match report.verified {
         Some(true) => "yes, the memory is equal on both sides",
         Some(false) => "NO, the memory differs",
@@ -67,6 +69,29 @@ fn table(report: &Report) -> String {
     };
     row("verified", verified.into());
     text
+}
+
+/// What the encoders made of what they were given, and how often there was none for a packet.
+fn encoding(report: &Report) -> String {
+    let (given, made) = (report.bytes.encoder_in, report.bytes.encoder_out);
+    let mut text = format!("{} to {}", Bytes(given), Bytes(made));
+    if made > 0 {
+        let _ = write!(text, " (ratio {:.2})", given as f64 / made as f64);
+    }
+    let _ = write!(text, ", all busy for {:.0} % of the packets", report.busy_ratio * 100.0);
+    if report.pages.raw_busy > 0 {
+        let _ = write!(text, ", {} pages raw for that", Count(report.pages.raw_busy));
+    }
+    text
+}
+
+fn cpu(report: &Report) -> String {
+    let cpu = report.cpu;
+    let roles =
+        [("main", cpu.main), ("encoders", cpu.encoders), ("decoders", cpu.decoders), ("channels", cpu.channels)];
+    let roles = roles.iter().filter(|(role, seconds)| matches!(*role, "main" | "channels") || *seconds > 0.0);
+    let roles: Vec<_> = roles.map(|(role, seconds)| format!("{role} {seconds:.2} s")).collect();
+    format!("{:.2} s ({})", cpu.total, roles.join(", "))
 }
 
 fn rounds(report: &Report) -> String {
@@ -90,7 +115,7 @@ fn status_name(status: Status) -> &'static str {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use transship_engine::{ByteCounts, PageCounts, RoundReport};
+    use transship_engine::{ByteCounts, CpuSeconds, PageCounts, RoundReport};
 
     #[test]
     fn the_table_says_what_a_person_wants_to_know() {
@@ -100,9 +125,8 @@ mod tests {
             downtime_ms: 41.0,
             rounds: (1..=7).map(|number| RoundReport { number, bytes: 1 << 20, ..Default::default() }).collect(),
             pages: PageCounts { normal: 12_345, zero: 7, ..Default::default() },
-            bytes: ByteCounts { guest: 4 << 30, wire: 812 << 20 },
+            bytes: ByteCounts { guest: 4 << 30, wire: 812 << 20, ..Default::default() },
             throughput: 2.0 * 1024.0 * 1024.0 * 1024.0,
-            busy_ratio: 0.834,
             verified: Some(true),
             ..Default::default()
         };
@@ -113,11 +137,34 @@ mod tests {
             "7 (1.0 MiB, 1.0 MiB, 1.0 MiB, 1.0 MiB, 1.0 MiB, … sent)",
             "12,345 normal, 7 zero, 0 hole",
             "4.0 GiB guest, 812 MiB on the wire",
-            "2.0 GiB/s, channels busy 83 %",
+            "2.0 GiB/s",
             "yes, the memory is equal",
         ] {
             assert!(text.contains(part), "{part:?} is not in\n{text}");
         }
+    }
+
+    #[test]
+    fn encoders_have_their_line_where_there_are_any() {
+        let mut report = Report { status: Status::Completed, busy_ratio: 0.834, ..Default::default() };
+        report.cpu = CpuSeconds { total: 1.5, main: 0.25, channels: 0.5, ..Default::default() };
+        let text = table(&report);
+        assert!(!text.contains("encod") && text.contains("1.50 s (main 0.25 s, channels 0.50 s)"), "{text}");
+
+        (report.bytes.encoder_in, report.bytes.encoder_out) = (640 << 20, 160 << 20);
+        report.pages.raw_busy = 1234;
+        report.cpu.encoders = 0.75;
+        let text = table(&report);
+        let line = "640 MiB to 160 MiB (ratio 4.00), all busy for 83 % of the packets, 1,234 pages raw for that";
+        assert!(text.contains(line), "{text}");
+        assert!(text.contains("(main 0.25 s, encoders 0.75 s, channels 0.50 s)"), "{text}");
+
+        report.cpu.decoders = 1.0;
+        assert!(table(&report).contains("encoders 0.75 s, decoders 1.00 s, channels"), "{}", table(&report));
+
+        // Every packet found all of them busy.
+        (report.bytes.encoder_in, report.bytes.encoder_out) = (0, 0);
+        assert!(table(&report).contains("0 B to 0 B, all busy"), "{}", table(&report));
     }
 
     #[test]

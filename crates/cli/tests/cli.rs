@@ -49,12 +49,18 @@ fn every_wrong_value_is_named_with_its_bounds_in_one_attempt() {
         "61s",
         "--max-rounds",
         "0",
+        "--compress",
+        "zstd:21",
+        "--encoders",
+        "0",
     ]);
     assert_eq!(run.code, 2, "{run:?}");
     let expected = [
         ("--vm", "qemu:/path/to/qmp.sock"),
         ("--to", "tcp:HOST:PORT"),
         ("--channels", "1 to 255"),
+        ("--compress", "-7 to 20"),
+        ("--encoders", "1 to 255"),
         ("--bandwidth", "1Gbit"),
         ("--downtime", "60s"),
         ("--max-rounds", "1 to"),
@@ -74,6 +80,34 @@ fn the_bounds_of_the_downtime_are_as_promised() {
         let run = run(&["move", "--vm", "qemu:/no/such.sock", "--to", "unix:/x", "--downtime", text]);
         assert_eq!(run.code, code, "{text}: {run:?}");
     }
+}
+
+#[test]
+fn what_compresses_is_read_by_its_own_rules() {
+    let cases = [
+        ("none", 1),
+        ("auto", 1),
+        ("zlib:0", 1),
+        ("zstd:-7", 1),
+        ("qatzip", 1),
+        ("lz4:12", 1),
+        ("gzip", 2),
+        ("none:1", 2),
+        ("auto:1", 2),
+        ("lz4:0", 2),
+        ("zlib:", 2),
+        ("", 2),
+    ];
+    for (text, code) in cases {
+        // A good value comes as far as the VM, which is not there.
+        let run = run(&["move", "--vm", "qemu:/no/such.sock", "--to", "unix:/x", "--compress", text]);
+        assert_eq!(run.code, code, "{text}: {run:?}");
+        let says_who = run.stderr.lines().filter(|line| line.starts_with("transship: qatzip is made ")).count();
+        assert_eq!(says_who, usize::from(text == "qatzip"), "{run:?}");
+        assert_eq!(run.stderr.lines().count(), 1 + says_who, "{run:?}");
+    }
+    let methods = run(&["move", "--vm", "qemu:/x", "--to", "unix:/x", "--compress", "gzip"]).stderr;
+    assert!(methods.contains("none, zlib, zstd, qatzip, lz4, or auto"), "{methods}");
 }
 
 #[test]
@@ -185,7 +219,7 @@ fn a_guest_is_moved_and_the_report_has_every_field() {
     for field in ["scanned", "written", "zero", "hole", "free", "bytes", "ms", "dirty_pages_per_s"] {
         assert!(round[field].is_number(), "rounds[0].{field} in {report}");
     }
-    for field in ["normal", "zero", "hole", "free", "resent"] {
+    for field in ["normal", "zero", "hole", "free", "raw_busy", "resent"] {
         assert!(report["pages"][field].is_u64(), "pages.{field} in {report}");
     }
     assert_eq!(report["status"], "completed");

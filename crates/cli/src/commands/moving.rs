@@ -1,7 +1,8 @@
 //! `transship move`: the source.
 use std::{sync::Arc, time::Duration};
 
-use transship_engine::{Error, MoveOptions, Progress, Report, Uri, move_guest};
+use transship_codec::{Backend, Method, SettingError, qatzip_backend};
+use transship_engine::{Compress, Error, MoveOptions, Progress, Report, Uri, move_guest};
 use transship_vmm::{AttachOptions, VmAddress, attach_source};
 
 use crate::{
@@ -9,6 +10,7 @@ use crate::{
     checks::Checks,
     failure::Failure,
     guard::Guarded,
+    output,
     progress::Display,
     signals::{Side, Watcher},
     summary, units,
@@ -21,6 +23,9 @@ const DOWNTIME_MAX: Duration = Duration::from_secs(60);
 
 pub(crate) fn run(args: &MoveArgs) -> Result<(), Failure> {
     let request = Request::check(args)?;
+    if matches!(request.options.compress, Compress::Fixed(setting) if setting.method() == Method::Qatzip) {
+        say_who_makes_qatzip();
+    }
     let progress = Progress::new();
     let _signals = Watcher::cancelling(&progress, Side::Source)?;
     let mut report = Report::default();
@@ -35,6 +40,22 @@ fn move_away(request: &Request, progress: &Arc<Progress>, report: &mut Report) -
     let _display =
         Display::start(progress).map_err(|source| Error::Io { what: "can't start a thread".into(), source })?;
     move_guest(&mut guest, &request.to, &request.options, progress, report)
+}
+
+/// Finding out may take a device's start: once, and not while the guest's pages wait.
+fn say_who_makes_qatzip() {
+    output::say(&match qatzip_backend() {
+        Backend::Device => "qatzip is made by a QAT device".to_owned(),
+        Backend::Software { reason } => format!("qatzip is made in software: {reason}"),
+    });
+}
+
+/// The codecs know nothing of `auto`, which is none of them.
+fn compression(text: &str) -> Result<Compress, String> {
+    text.parse().map_err(|why| match why {
+        SettingError::Method { .. } => format!("{why}, or auto"),
+        other => other.to_string(),
+    })
 }
 
 /// What was asked for, checked as far as possible without touching a VM.
@@ -58,6 +79,11 @@ impl Request {
             Some(text) => checks.within("--channels", text, units::count, (1, 255), "1 to 255"),
             None => Some(u64::from(defaults.channels)),
         };
+        let compress = checks.read("--compress", &args.compress, compression);
+        let encoders = match &args.encoders {
+            Some(text) => checks.within("--encoders", text, units::count, (1, 255), "1 to 255"),
+            None => Some(u64::from(defaults.encoders)),
+        };
         let bandwidth = match &args.bandwidth {
             Some(text) => {
                 let bounds = (BANDWIDTH_MIN, u64::MAX);
@@ -75,6 +101,9 @@ impl Request {
                 to: to?,
                 options: MoveOptions {
                     channels: channels?.try_into().ok()?,
+                    compress: compress?,
+                    encoders: encoders?.try_into().ok()?,
+                    when_busy: args.when_busy.into(),
                     zero_pages: args.zero_pages.into(),
                     bandwidth: bandwidth?,
                     downtime: downtime?,
