@@ -36,7 +36,7 @@ pub(crate) struct Aim {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
-enum Bound {
+pub(crate) enum Bound {
     AtLeast,
     AtMost,
 }
@@ -51,8 +51,14 @@ impl Aims {
     }
 }
 
+impl FromIterator<Aim> for Aims {
+    fn from_iter<I: IntoIterator<Item = Aim>>(aims: I) -> Self {
+        Self(aims.into_iter().collect())
+    }
+}
+
 impl Aim {
-    fn new(what: String, bound: Bound, wanted: f64, got: f64, unit: &'static str) -> Self {
+    pub(crate) fn new(what: String, bound: Bound, wanted: f64, got: f64, unit: &'static str) -> Self {
         // A number that could not be measured meets nothing.
         let met = match bound {
             Bound::AtLeast => got >= wanted,

@@ -10,6 +10,8 @@ use clap::ValueEnum;
 use serde::Serialize;
 use transship_memory::{Access, PAGE_BYTES, PageRange, Region, WINDOW_PAGES};
 
+use crate::corpus::Corpus;
+
 /// Memory that is filled alike: at least a huge page, so that holes are holes there too.
 const CHUNK_BYTES: u64 = 2 << 20;
 const WINDOW_BYTES: usize = WINDOW_PAGES as usize * PAGE_BYTES;
@@ -67,18 +69,36 @@ enum Fill {
 pub(crate) struct SourceMemory {
     path: PathBuf,
     bytes: u64,
-    content: Content,
+    /// None: data everywhere.
+    content: Option<Content>,
 }
 
 impl SourceMemory {
     /// Makes the file and fills it.
     pub(crate) fn create(path: &Path, bytes: u64, content: Content) -> Result<Self, String> {
+        let memory = Self::empty(path, bytes, Some(content))?;
+        memory.fill(&memory.map()?)?;
+        Ok(memory)
+    }
+
+    /// Makes the file and fills it with a corpus, again and again.
+    pub(crate) fn of_corpus(path: &Path, bytes: u64, corpus: &Corpus) -> Result<Self, String> {
+        let memory = Self::empty(path, bytes, None)?;
+        let region = memory.map()?;
+        let mut pages = corpus.packets(PAGE_BYTES).cycle();
+        let mut window = vec![0; WINDOW_BYTES];
+        for first in (0..region.pages()).step_by(WINDOW_PAGES as usize) {
+            window.chunks_exact_mut(PAGE_BYTES).zip(&mut pages).for_each(|(page, from)| page.copy_from_slice(from));
+            region.write_pages(first, u128::MAX, &window).map_err(|e| e.to_string())?;
+        }
+        Ok(memory)
+    }
+
+    fn empty(path: &Path, bytes: u64, content: Option<Content>) -> Result<Self, String> {
         let failed = |error: io::Error| format!("can't make the guest's memory {}: {error}", path.display());
         let file = OpenOptions::new().read(true).write(true).create_new(true).open(path).map_err(failed)?;
         file.set_len(bytes).map_err(failed)?;
-        let memory = Self { path: path.to_owned(), bytes, content };
-        memory.fill(&memory.map()?)?;
-        Ok(memory)
+        Ok(Self { path: path.to_owned(), bytes, content })
     }
 
     pub(crate) fn path(&self) -> &Path {
@@ -134,7 +154,10 @@ impl SourceMemory {
         let content = self.content;
         (0..all.div_ceil(pages)).map(move |chunk| {
             let first = chunk * pages;
-            (content.of_chunk(chunk), PageRange::new(first, pages.min(all - first)))
+            (
+                content.map_or(Fill::Random, |content| content.of_chunk(chunk)),
+                PageRange::new(first, pages.min(all - first)),
+            )
         })
     }
 }
@@ -233,6 +256,21 @@ mod tests {
             let touched: u64 = memory.touched().unwrap().iter().map(|range| range.end - range.start).sum();
             assert_eq!(touched, data, "{content:?}");
         }
+    }
+
+    #[test]
+    fn a_corpus_fills_all_memory() {
+        let (folder, files) = (tempfile::tempdir_in("/dev/shm").unwrap(), tempfile::tempdir().unwrap());
+        std::fs::write(files.path().join("a"), vec![1; 2 * PAGE_BYTES]).unwrap();
+        std::fs::write(files.path().join("b"), vec![2; PAGE_BYTES]).unwrap();
+        let corpus = Corpus::new(Some(files.path()), BYTES).unwrap();
+        let memory = SourceMemory::of_corpus(&folder.path().join("mem0"), BYTES, &corpus).unwrap();
+        let bytes = std::fs::read(memory.path()).unwrap();
+        let right = |(number, page): (usize, &[u8])| page.iter().all(|&byte| byte == [1, 1, 2][number % 3]);
+        assert!(bytes.chunks(PAGE_BYTES).enumerate().all(right));
+        assert_eq!(memory.touched().unwrap(), vec![0..BYTES]);
+        memory.restore_holes().unwrap();
+        assert_eq!(data_bytes(&memory), BYTES);
     }
 
     #[test]

@@ -5,9 +5,9 @@ use signal_hook::{
     consts::{SIGHUP, SIGINT, SIGTERM},
     iterator::Signals,
 };
-use transship_tests::Scratch;
+use transship_tests::{Scratch, SlowLink};
 
-/// From now on a signal removes everything that this process has made in these folders, and ends it. The guests end
+/// From now on a signal removes everything that this process has made in these folders, and its slow links, and ends it. The guests end
 /// with it.
 pub(crate) fn clean_up_in(folders: Vec<PathBuf>) -> Result<(), String> {
     let mut signals =
@@ -15,6 +15,7 @@ pub(crate) fn clean_up_in(folders: Vec<PathBuf>) -> Result<(), String> {
     std::thread::spawn(move || {
         if let Some(signal) = signals.forever().next() {
             folders.iter().for_each(|folder| Scratch::remove_all(folder));
+            SlowLink::remove_all();
             std::process::exit(128 + signal);
         }
     });

@@ -1,7 +1,8 @@
 //! The tables of the README, measured here, beside stock QEMU.
 //!
 //! - [`Bench`]: the arguments of `transship bench`
-//! - `zero_pages`: the table of that name; `content`, `pair`, `stock` and `ours` are its guests and its two sides
+//! - `zero_pages`, `codecs`, `threads`: the tables of these names
+//! - `content`, `corpus`, `pair`, `stock` and `ours`: guests, and the two sides
 //! - `machine`, `processes`: what the machine can do, and what processes used of it
 //! - `results`, `aims`, `table`, `plot`: from single runs to text, JSON and a picture
 //!
@@ -9,20 +10,27 @@
 #![forbid(unsafe_code)]
 
 mod aims;
+mod codecs;
 mod content;
+mod corpus;
 mod interrupt;
 mod machine;
 mod ours;
+mod output;
 mod pair;
 mod plot;
 mod processes;
 mod results;
 mod stock;
 mod table;
+mod threads;
 mod units;
 mod zero_pages;
 
+pub use codecs::{Codecs, Method};
 pub use content::Content;
+pub use output::Files;
+pub use threads::Threads;
 pub use zero_pages::ZeroPages;
 
 /// What `transship bench` was asked for.
@@ -38,6 +46,10 @@ pub struct Bench {
 pub enum Table {
     /// Moves of memory that was never touched, or is zero, random or mixed
     ZeroPages(ZeroPages),
+    /// Moves of data that can be compressed, by method
+    Codecs(Codecs),
+    /// Moves of guests that keep writing, by number of encoders
+    Threads(Threads),
 }
 
 impl Bench {
@@ -48,6 +60,8 @@ impl Bench {
     pub fn run(&self) -> Result<(), String> {
         match &self.table {
             Table::ZeroPages(table) => zero_pages::run(table),
+            Table::Codecs(table) => codecs::run(table),
+            Table::Threads(table) => threads::run(table),
         }
     }
 }

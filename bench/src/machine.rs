@@ -44,6 +44,17 @@ impl Machine {
             optimised: !cfg!(debug_assertions),
         }
     }
+
+    /// In a few words, with the QEMU that it was measured beside.
+    pub(crate) fn title(&self, qemu: &str) -> String {
+        let Self { cpu, cores, kernel, transship, .. } = self;
+        format!("transship {transship}, QEMU {qemu} · {cpu}, {cores} cores, Linux {kernel}")
+    }
+
+    /// A line, or nothing.
+    pub(crate) fn warning(&self) -> &'static str {
+        if self.optimised { "" } else { "This is a debug build of transship: its times say nothing.\n" }
+    }
 }
 
 /// Is there room for the memory of both guests in the file system of `folder`, and for the rest beside it?

@@ -1,60 +1,92 @@
-//! A move by transship: two processes beside the two QEMUs.
-use std::time::Instant;
+//! A move by transship: two processes beside the two guests.
+use std::{path::Path, time::Instant};
 
 use serde_json::Value;
-use transship_tests::{Finished, Transship};
+use transship_tests::{Finished, SlowLink, Transship};
 
 use crate::{
     pair::{Pair, text},
-    processes,
-    results::{Check, Cpu, Mode, OurRun, Sides},
+    processes::{self, Used},
+    results::{Cpu, OurRun, Sides},
 };
 
-/// Moves the guest, and says what it took.
-pub(crate) fn run(pair: &Pair, mode: Mode) -> Result<OurRun, String> {
-    let listen = format!("unix:{}", pair.destination.folder().join("move").display());
-    let check = match mode.check {
-        Check::Main => "main",
-        Check::Channels => "channels",
-    };
-    let before = pair.cpu_seconds()?;
-    let mut receiving = Transship::receiving(&pair.destination.vm(), &listen).start().map_err(text)?;
-    let to = receiving.listening().map_err(text)?;
-    let begin = Instant::now();
-    let moving = Transship::moving(&pair.source.vm(), &to).args([
-        "--channels",
-        &mode.channels.to_string(),
-        "--zero-pages",
-        check,
-    ]);
-    let mut moving = moving.start().map_err(text)?;
-    let [source, destination] = processes::follow([moving.process(), receiving.process()], begin)?;
-    let after = pair.cpu_seconds()?;
-    let report = ended(moving)?;
-    ended(receiving)?;
-    let number = |path: &str| number(&report, path);
-    Ok(OurRun {
-        ms: number("/total_ms")?,
-        process_ms: source.ended_after.as_secs_f64() * 1e3,
-        setup_ms: number("/setup_ms")?,
-        rounds_ms: rounds_ms(&report)?,
-        pages_read: (number("/pages/normal")? + number("/pages/zero")?) as u64,
-        wire_bytes: number("/bytes/wire")? as u64,
-        cpu: Cpu {
-            qemu: Sides { source: after.source - before.source, destination: after.destination - before.destination },
-            transship: Sides { source: source.cpu_seconds, destination: destination.cpu_seconds },
-        },
-        anonymous_bytes_max: Sides { source: source.anonymous_bytes_max, destination: destination.anonymous_bytes_max },
-        equal: None,
-    })
+/// The two guests, as the command names them, and what is between them.
+pub(crate) struct Ends<'a> {
+    pub(crate) source: String,
+    pub(crate) destination: String,
+    /// For the socket.
+    pub(crate) folder: &'a Path,
+    pub(crate) link: Option<&'a SlowLink>,
 }
 
-fn ended(transship: Transship) -> Result<Value, String> {
-    transship
-        .wait()
-        .and_then(|finished: Finished| finished.expect_code(0))
-        .and_then(|finished| finished.report())
-        .map_err(text)
+/// A move that has ended, one way or the other.
+pub(crate) struct Moved {
+    /// The source's.
+    pub(crate) report: Value,
+    pub(crate) used: Sides<Used>,
+    sending: Finished,
+    receiving: Finished,
+}
+
+/// Runs `transship receive` and `transship move` to their end.
+pub(crate) fn transfer(ends: &Ends<'_>, arguments: &[String]) -> Result<Moved, String> {
+    let listen = match ends.link {
+        None => format!("unix:{}", ends.folder.join("move").display()),
+        Some(_) => "tcp:0.0.0.0:0".to_owned(),
+    };
+    let prefix = |of: fn(&SlowLink) -> Vec<String>| ends.link.map(of).unwrap_or_default();
+    let receiving = Transship::receiving(&ends.destination, &listen).prefix(&prefix(SlowLink::destination));
+    let mut receiving = receiving.start().map_err(text)?;
+    let mut to = receiving.listening().map_err(text)?;
+    if let Some(link) = ends.link {
+        let port = to.rsplit(':').next().and_then(|port| port.parse().ok());
+        to = link.destination_uri(port.ok_or_else(|| format!("transship listens at {to}, which has no port"))?);
+    }
+    let begin = Instant::now();
+    let moving = Transship::moving(&ends.source, &to).prefix(&prefix(SlowLink::source)).args(arguments);
+    let mut moving = moving.start().map_err(text)?;
+    let [source, destination] = processes::follow([moving.process(), receiving.process()], begin)?;
+    let (sending, receiving) = (moving.wait().map_err(text)?, receiving.wait().map_err(text)?);
+    let report = sending.report().map_err(text)?;
+    Ok(Moved { report, used: Sides { source, destination }, sending, receiving })
+}
+
+impl Moved {
+    /// Itself, if the guest has arrived.
+    pub(crate) fn arrived(self) -> Result<Self, String> {
+        let [sending, receiving] = [self.sending, self.receiving].map(|finished| finished.expect_code(0).map_err(text));
+        Ok(Self { sending: sending?, receiving: receiving?, ..self })
+    }
+
+    /// A number of the report, by its JSON pointer.
+    pub(crate) fn number(&self, path: &str) -> Result<f64, String> {
+        number(&self.report, path)
+    }
+}
+
+/// Moves the guest, and says what it took.
+pub(crate) fn run(pair: &Pair<'_>, arguments: &[String]) -> Result<OurRun, String> {
+    let before = pair.cpu_seconds()?;
+    let moved = transfer(&pair.ends(), arguments)?.arrived()?;
+    let after = pair.cpu_seconds()?;
+    let used = &moved.used;
+    Ok(OurRun {
+        ms: moved.number("/total_ms")?,
+        process_ms: used.source.ended_after.as_secs_f64() * 1e3,
+        setup_ms: moved.number("/setup_ms")?,
+        rounds_ms: rounds_ms(&moved.report)?,
+        pages_read: (moved.number("/pages/normal")? + moved.number("/pages/zero")?) as u64,
+        wire_bytes: moved.number("/bytes/wire")? as u64,
+        cpu: Cpu {
+            qemu: after.less(before),
+            transship: Sides { source: used.source.cpu_seconds, destination: used.destination.cpu_seconds },
+        },
+        anonymous_bytes_max: Sides {
+            source: used.source.anonymous_bytes_max,
+            destination: used.destination.anonymous_bytes_max,
+        },
+        equal: None,
+    })
 }
 
 fn rounds_ms(report: &Value) -> Result<f64, String> {

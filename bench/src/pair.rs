@@ -2,9 +2,14 @@
 use std::{ops::Range, path::Path};
 
 use serde_json::{Value, json};
-use transship_tests::{Qemu, Scratch};
+use transship_tests::{Accel, Qemu, QemuBuilder, Scratch, SlowLink, Workload};
 
-use crate::{content::SourceMemory, processes::cpu_seconds, results::Sides};
+use crate::{
+    content::{SourceMemory, first_difference},
+    ours::Ends,
+    processes::cpu_seconds,
+    results::Sides,
+};
 
 /// Below this address nothing is warmed: a PC has video memory and ROMs there.
 const WARM_FROM: u64 = 1 << 20;
@@ -19,36 +24,54 @@ pub(crate) struct Recipe<'a> {
     pub(crate) running: bool,
     /// Leave the source's memory out of its page tables.
     pub(crate) cold: bool,
+    /// What the 32-bit guest does; none: there is only firmware.
+    pub(crate) workload: Option<Workload>,
+    /// What lies between the two; none: they are on one host.
+    pub(crate) link: Option<&'a SlowLink>,
 }
 
 /// Both QEMUs.
-pub(crate) struct Pair {
+pub(crate) struct Pair<'a> {
     pub(crate) source: Qemu,
     pub(crate) destination: Qemu,
+    pub(crate) link: Option<&'a SlowLink>,
     /// Has the destination's memory; goes away last.
     _folder: Scratch,
 }
 
-impl Recipe<'_> {
+impl<'a> Recipe<'a> {
     /// Starts a source on this memory, and a destination with new memory.
-    pub(crate) fn start(&self, memory: &SourceMemory) -> Result<Pair, String> {
+    pub(crate) fn start(&self, memory: &SourceMemory) -> Result<Pair<'a>, String> {
         memory.restore_holes()?;
         let folder = Scratch::within(self.base).map_err(text)?;
         let mib = u32::try_from(memory.bytes() >> 20).map_err(text)?;
         let home = memory.path().parent().ok_or("guest memory without a folder")?;
-        let qemu = || Qemu::firmware().binary(self.peer).memory(mib);
+        let qemu = |prefix: &dyn Fn(&SlowLink) -> Vec<String>| {
+            self.guest().binary(self.peer).memory(mib).prefix(&self.link.map(prefix).unwrap_or_default())
+        };
         let stopped: &[&str] = if self.running { &[] } else { &["-S"] };
-        let source = qemu().memory_folder(home).args(stopped.iter().copied()).start().map_err(text)?;
-        let destination = qemu().memory_folder(folder.path()).incoming().start().map_err(text)?;
-        let pair = Pair { source, destination, _folder: folder };
+        let source = qemu(&SlowLink::source).memory_folder(home).args(stopped.iter().copied());
+        let source = source.start().map_err(text)?;
+        let destination = qemu(&SlowLink::destination).memory_folder(folder.path()).incoming().start().map_err(text)?;
+        let pair = Pair { source, destination, link: self.link, _folder: folder };
+        if self.workload.is_some() {
+            pair.source.ready().map_err(text)?;
+        }
         if !self.cold {
             pair.warm(memory)?;
         }
         Ok(pair)
     }
+
+    fn guest(&self) -> QemuBuilder {
+        match self.workload {
+            None => Qemu::firmware(),
+            Some(workload) => Qemu::multiboot_under(Accel::Tcg).workload(workload),
+        }
+    }
 }
 
-impl Pair {
+impl Pair<'_> {
     /// Runs a QMP command on both.
     pub(crate) fn both(&self, command: &str, arguments: &Value) -> Result<(), String> {
         for qemu in [&self.destination, &self.source] {
@@ -57,9 +80,28 @@ impl Pair {
         Ok(())
     }
 
+    /// For transship.
+    pub(crate) fn ends(&self) -> Ends<'_> {
+        let (source, destination) = (self.source.vm(), self.destination.vm());
+        Ends { source, destination, folder: self.destination.folder(), link: self.link }
+    }
+
     /// CPU seconds that each QEMU has used so far.
     pub(crate) fn cpu_seconds(&self) -> Result<Sides<f64>, String> {
         Ok(Sides { source: cpu_seconds(self.source.pid())?, destination: cpu_seconds(self.destination.pid())? })
+    }
+
+    /// Are both memories equal? A move that loses pages is quick, and its time worth nothing.
+    pub(crate) fn compared(&self, compare: bool) -> Result<Option<bool>, String> {
+        if !compare {
+            return Ok(None);
+        }
+        for (source, destination) in self.source.memory_files().iter().zip(self.destination.memory_files()) {
+            if let Some(offset) = first_difference(source, destination)? {
+                return Err(format!("the guest's memory differs after the move, first in the page at {offset:#x}"));
+            }
+        }
+        Ok(Some(true))
     }
 
     /// Has QEMU look at all memory that is not a hole: a guest that touched its memory did so through this process, so

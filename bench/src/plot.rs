@@ -8,55 +8,94 @@ use crate::{
 };
 
 const WIDTH: f64 = 960.0;
-/// Where the bars begin and may end; left of it are names, right of it numbers and ratios.
+/// Where the bars begin and may end; left of it are names, right of it numbers and notes.
 const LEFT: f64 = 150.0;
 const RIGHT: f64 = WIDTH - 190.0;
 const TOP: f64 = 92.0;
 const BAR: f64 = 13.0;
-const ROW: f64 = 2.0 * BAR + 10.0;
 const GROUP_HEAD: f64 = 26.0;
 const BOTTOM: f64 = 50.0;
-const OURS: &str = "#1f6feb";
-const QEMU: &str = "#9aa4ae";
+/// A letter of the legend is about so wide.
+const LETTER: f64 = 7.0;
 
-/// As an SVG file.
-pub(crate) fn svg(results: &Results) -> String {
-    let scale = Scale::of(&results.rows);
-    let groups = groups(&results.rows);
-    let bars: f64 = groups.iter().map(|(_, rows)| GROUP_HEAD + ROW * rows.len() as f64).sum();
-    let mut svg = Svg::new(TOP + bars + BOTTOM);
-    head(&mut svg, results);
-    scale.draw(&mut svg, TOP + bars);
-    let mut y = TOP;
-    for (content, rows) in groups {
-        svg.text(16.0, y + 17.0, "bold", content.title());
-        y += GROUP_HEAD;
-        for row in rows {
-            draw(&mut svg, &scale, row, y);
-            y += ROW;
+/// Whose time it is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Side {
+    Ours,
+    Qemu,
+    OldModel,
+}
+
+/// Times to be drawn.
+pub(crate) struct Chart<'a> {
+    pub(crate) title: &'a str,
+    /// On what it was measured.
+    pub(crate) setting: &'a str,
+    pub(crate) legend: &'a [(Side, &'a str)],
+    /// What the notes at the right are.
+    pub(crate) notes: &'a str,
+    /// What takes the time.
+    pub(crate) axis: &'a str,
+    pub(crate) groups: Vec<Group>,
+}
+
+/// Lines with a title of their own.
+pub(crate) struct Group {
+    pub(crate) title: String,
+    pub(crate) lines: Vec<Line>,
+}
+
+/// What is compared.
+pub(crate) struct Line {
+    pub(crate) title: String,
+    pub(crate) bars: Vec<Bar>,
+    pub(crate) note: String,
+}
+
+/// One time, in milliseconds.
+pub(crate) struct Bar {
+    pub(crate) side: Side,
+    pub(crate) ms: f64,
+    /// Behind the number.
+    pub(crate) remark: String,
+}
+
+impl Side {
+    fn colour(self) -> &'static str {
+        match self {
+            Self::Ours => "#1f6feb",
+            Self::Qemu => "#9aa4ae",
+            Self::OldModel => "#d4a72c",
         }
     }
-    svg.finish()
 }
 
-fn head(svg: &mut Svg, results: &Results) {
-    svg.text(16.0, 26.0, "title", "Moving a guest's memory: transship and QEMU's own migration");
-    svg.text(16.0, 46.0, "small", &results.setting());
-    svg.bar(16.0, 60.0, 24.0, OURS);
-    svg.text(46.0, 71.0, "", "transship");
-    svg.bar(126.0, 60.0, 24.0, QEMU);
-    svg.text(156.0, 71.0, "", "QEMU (multifd, the same channels)");
-    svg.text(RIGHT + 180.0, 71.0, "end", "ratio");
-}
-
-fn draw(svg: &mut Svg, scale: &Scale, row: &Row, y: f64) {
-    svg.text(LEFT - 10.0, y + BAR + 4.0, "end", &row.mode.title());
-    for (y, ms, colour) in [(y, row.our_ms().median, OURS), (y + BAR, row.qemu_ms().median, QEMU)] {
-        let end = scale.x(ms);
-        svg.bar(LEFT, y, end - LEFT, colour);
-        svg.text(end + 5.0, y + 10.5, "small", &format!("{} ms", units::short(ms)));
+impl Line {
+    fn height(&self) -> f64 {
+        self.bars.len() as f64 * BAR + 10.0
     }
-    svg.text(RIGHT + 180.0, y + BAR + 4.0, "end", &format!("{} ×", units::short(row.ratio())));
+}
+
+/// The picture of `zero-pages`.
+pub(crate) fn svg(results: &Results) -> String {
+    let bar = |side, ms| Bar { side, ms, remark: String::new() };
+    let line = |row: &&Row| Line {
+        title: row.mode.title(),
+        bars: vec![bar(Side::Ours, row.our_ms().median), bar(Side::Qemu, row.qemu_ms().median)],
+        note: format!("{} ×", units::short(row.ratio())),
+    };
+    let groups = groups(&results.rows)
+        .into_iter()
+        .map(|(content, rows)| Group { title: content.title().to_owned(), lines: rows.iter().map(line).collect() });
+    let chart = Chart {
+        title: "Moving a guest's memory: transship and QEMU's own migration",
+        setting: &results.setting(),
+        legend: &[(Side::Ours, "transship"), (Side::Qemu, "QEMU (multifd, the same channels)")],
+        notes: "ratio",
+        axis: "time to move all memory",
+        groups: groups.collect(),
+    };
+    chart.svg()
 }
 
 /// Rows of one kind of memory, in their order.
@@ -71,6 +110,52 @@ fn groups(rows: &[Row]) -> Vec<(Content, Vec<&Row>)> {
     groups
 }
 
+impl Chart<'_> {
+    /// As an SVG file.
+    pub(crate) fn svg(&self) -> String {
+        let lines = || self.groups.iter().flat_map(|group| &group.lines);
+        let scale = Scale::of(lines().flat_map(|line| &line.bars).map(|bar| bar.ms));
+        let height = GROUP_HEAD * self.groups.len() as f64 + lines().map(Line::height).sum::<f64>();
+        let mut svg = Svg::new(TOP + height + BOTTOM);
+        self.head(&mut svg);
+        scale.draw(&mut svg, TOP + height, self.axis);
+        let mut y = TOP;
+        for group in &self.groups {
+            svg.text(16.0, y + 17.0, "bold", &group.title);
+            y += GROUP_HEAD;
+            for line in &group.lines {
+                draw(&mut svg, &scale, line, y);
+                y += line.height();
+            }
+        }
+        svg.finish()
+    }
+
+    fn head(&self, svg: &mut Svg) {
+        svg.text(16.0, 26.0, "title", self.title);
+        svg.text(16.0, 46.0, "small", self.setting);
+        let mut x = 16.0;
+        for (side, name) in self.legend {
+            svg.bar(x, 60.0, 24.0, side.colour());
+            svg.text(x + 30.0, 71.0, "", name);
+            x += 50.0 + LETTER * name.chars().count() as f64;
+        }
+        svg.text(RIGHT + 180.0, 71.0, "end", self.notes);
+    }
+}
+
+fn draw(svg: &mut Svg, scale: &Scale, line: &Line, y: f64) {
+    let middle = y + (line.bars.len() as f64 * BAR) / 2.0 + 4.0;
+    svg.text(LEFT - 10.0, middle, "end", &line.title);
+    for (number, Bar { side, ms, remark }) in line.bars.iter().enumerate() {
+        let y = y + number as f64 * BAR;
+        let end = scale.x(*ms);
+        svg.bar(LEFT, y, end - LEFT, side.colour());
+        svg.text(end + 5.0, y + 10.5, "small", &format!("{} ms{remark}", units::short(*ms)));
+    }
+    svg.text(RIGHT + 180.0, middle, "end", &line.note);
+}
+
 /// Milliseconds to places, whole decades from the least to the most.
 struct Scale {
     first: i32,
@@ -78,8 +163,7 @@ struct Scale {
 }
 
 impl Scale {
-    fn of(rows: &[Row]) -> Self {
-        let times = rows.iter().flat_map(|row| [row.our_ms().median, row.qemu_ms().median]);
+    fn of(times: impl Iterator<Item = f64>) -> Self {
         let decades: Vec<f64> = times.filter(|ms| ms.is_finite() && *ms > 0.0).map(f64::log10).collect();
         let first = decades.iter().copied().fold(f64::INFINITY, f64::min).floor();
         let last = decades.iter().copied().fold(f64::NEG_INFINITY, f64::max).ceil();
@@ -95,19 +179,15 @@ impl Scale {
         if place.is_finite() { LEFT + (RIGHT - LEFT) * place.clamp(0.0, 1.0) } else { LEFT }
     }
 
-    fn draw(&self, svg: &mut Svg, bottom: f64) {
+    fn draw(&self, svg: &mut Svg, bottom: f64, axis: &str) {
         for decade in self.first..=self.last {
             let ms = 10_f64.powi(decade);
             let x = self.x(ms);
             svg.line(x, TOP, x, bottom);
             svg.text(x, bottom + 18.0, "middle", &format!("{} ms", units::short(ms)));
         }
-        svg.text(
-            (LEFT + RIGHT) / 2.0,
-            bottom + 38.0,
-            "middle",
-            "time to move all memory (logarithmic, shorter is better)",
-        );
+        let axis = format!("{axis} (logarithmic, shorter is better)");
+        svg.text((LEFT + RIGHT) / 2.0, bottom + 38.0, "middle", &axis);
     }
 }
 

@@ -1,5 +1,6 @@
 //! Single runs, and what follows from them.
 use serde::{Serialize, Serializer, ser::SerializeStruct};
+use serde_json::{Value, json};
 
 use crate::{content::Content, machine::Machine};
 
@@ -30,6 +31,24 @@ impl Mode {
             Check::Main => format!("main, {} channel{plural}", self.channels),
             Check::Channels => format!("{} channel{plural}", self.channels),
         }
+    }
+
+    /// For `transship move`.
+    pub(crate) fn our_arguments(self) -> Vec<String> {
+        let check = match self.check {
+            Check::Main => "main",
+            Check::Channels => "channels",
+        };
+        ["--channels", &self.channels.to_string(), "--zero-pages", check].map(str::to_owned).to_vec()
+    }
+
+    /// For QEMU's own migration.
+    pub(crate) fn qemu_parameters(self) -> Value {
+        let detection = match self.check {
+            Check::Main => "legacy",
+            Check::Channels => "multifd",
+        };
+        json!({ "multifd-channels": self.channels, "zero-page-detection": detection })
     }
 
     /// Threads that look for zero pages.
@@ -95,6 +114,13 @@ impl Cpu {
 pub(crate) struct Sides<T> {
     pub(crate) source: T,
     pub(crate) destination: T,
+}
+
+impl Sides<f64> {
+    /// What came since `before`.
+    pub(crate) fn less(self, before: Self) -> Self {
+        Self { source: self.source - before.source, destination: self.destination - before.destination }
+    }
 }
 
 /// All runs with one kind of memory, in one mode.
@@ -233,16 +259,12 @@ impl Results {
 
     /// In one line: on what all this was measured.
     pub(crate) fn setting(&self) -> String {
-        let Machine { cpu, cores, kernel, transship, .. } = &self.machine;
         let pages = if self.huge_pages { "huge pages" } else { "4 KiB pages" };
         let guest = if self.guest_running { "running" } else { "stopped" };
         let cold = if self.cold { ", cold page tables" } else { "" };
         let memory = crate::units::bytes(self.guest_bytes);
         let plural = if self.runs == 1 { "run" } else { "runs" };
-        format!(
-            "{memory} of {pages}, guest {guest}{cold}, {} {plural} · transship {transship}, QEMU {} · {cpu}, {cores} cores, Linux {kernel}",
-            self.runs, self.qemu
-        )
+        format!("{memory} of {pages}, guest {guest}{cold}, {} {plural} · {}", self.runs, self.machine.title(&self.qemu))
     }
 }
 

@@ -1,40 +1,60 @@
 //! A move by QEMU's own migration.
-use std::time::Instant;
+use std::{
+    thread,
+    time::{Duration, Instant},
+};
 
 use serde_json::{Value, json};
 use transship_tests::Qemu;
 
 use crate::{
     pair::{Pair, text},
-    results::{Check, Cpu, Mode, QemuRun, Sides},
+    results::{Cpu, QemuRun, Sides},
 };
 
 /// Bytes a second, and so no limit.
 const BANDWIDTH: u64 = 1 << 40;
+/// In a network namespace of its own, where every port is free.
+const PORT: u16 = 4444;
+/// How often a move that may never end is looked at.
+const LOOK_EVERY: Duration = Duration::from_millis(100);
 
-/// Moves the guest, and says what it took.
-pub(crate) fn run(pair: &Pair, mode: Mode) -> Result<QemuRun, String> {
-    prepare(pair, mode)?;
-    let uri = format!("unix:{}", pair.destination.folder().join("migration").display());
-    pair.destination.qmp("migrate-incoming", json!({ "uri": uri })).map_err(text)?;
+/// Moves the guest, which has to arrive, and says what it took.
+pub(crate) fn run(pair: &Pair<'_>, parameters: Value) -> Result<QemuRun, String> {
+    prepare(pair, parameters)?;
     let before = pair.cpu_seconds()?;
-    let begin = Instant::now();
-    pair.source.qmp("migrate", json!({ "uri": uri })).map_err(text)?;
+    let begin = start(pair)?;
     completed(&pair.source, "source")?;
     completed(&pair.destination, "destination")?;
     let ms = begin.elapsed().as_secs_f64() * 1e3;
-    let after = pair.cpu_seconds()?;
     let info = pair.source.qmp("query-migrate", json!({})).map_err(text)?;
-    Ok(QemuRun {
-        ms,
-        own_total_ms: number(&info, "/total-time")?,
-        wire_bytes: number(&info, "/ram/transferred")? as u64,
-        cpu: Cpu {
-            qemu: Sides { source: after.source - before.source, destination: after.destination - before.destination },
-            transship: Sides::default(),
-        },
-        equal: None,
-    })
+    ran(pair, before, ms, &info)
+}
+
+/// As [`run`], but a guest that writes may stay where it is: no run then. The second is QEMU's own word at the end.
+pub(crate) fn run_within(
+    pair: &Pair<'_>,
+    parameters: Value,
+    patience: Duration,
+) -> Result<(Option<QemuRun>, Value), String> {
+    prepare(pair, parameters)?;
+    let before = pair.cpu_seconds()?;
+    let begin = start(pair)?;
+    loop {
+        let info = pair.source.qmp("query-migrate", json!({})).map_err(text)?;
+        match info["status"].as_str() {
+            Some("completed") => {
+                completed(&pair.destination, "destination")?;
+                return Ok((Some(ran(pair, before, number(&info, "/total-time")?, &info)?), info));
+            }
+            Some("failed") => return Err(failure(&pair.source, "source", &info)),
+            _ if begin.elapsed() > patience => {
+                pair.source.qmp("migrate_cancel", json!({})).map_err(text)?;
+                return Ok((None, info));
+            }
+            _ => thread::sleep(LOOK_EVERY),
+        }
+    }
 }
 
 /// The version that a QEMU gives: `10.0.2`.
@@ -44,20 +64,38 @@ pub(crate) fn version(qemu: &Qemu) -> Result<String, String> {
     Ok(format!("{}.{}.{}", part("major"), part("minor"), part("micro")))
 }
 
-fn prepare(pair: &Pair, mode: Mode) -> Result<(), String> {
+fn prepare(pair: &Pair<'_>, parameters: Value) -> Result<(), String> {
     let on = |name: &str| json!({ "capability": name, "state": true });
     // Events tell when it's completed; asking again and again would take the main thread's time.
     pair.both("migrate-set-capabilities", &json!({ "capabilities": [on("events"), on("multifd")] }))?;
-    let detection = match mode.check {
-        Check::Main => "legacy",
-        Check::Channels => "multifd",
-    };
-    let parameters = json!({
-        "multifd-channels": mode.channels,
-        "zero-page-detection": detection,
-        "max-bandwidth": BANDWIDTH,
-    });
+    let mut parameters = parameters;
+    parameters["max-bandwidth"] = BANDWIDTH.into();
     pair.both("migrate-set-parameters", &parameters).map_err(|error| format!("{error} (QEMU 9 or newer is needed)"))
+}
+
+/// From here on it takes time.
+fn start(pair: &Pair<'_>) -> Result<Instant, String> {
+    let (listen, to) = match pair.link {
+        None => {
+            let uri = format!("unix:{}", pair.destination.folder().join("migration").display());
+            (uri.clone(), uri)
+        }
+        Some(link) => (format!("tcp:0.0.0.0:{PORT}"), link.destination_uri(PORT)),
+    };
+    pair.destination.qmp("migrate-incoming", json!({ "uri": listen })).map_err(text)?;
+    let begin = Instant::now();
+    pair.source.qmp("migrate", json!({ "uri": to })).map_err(text)?;
+    Ok(begin)
+}
+
+fn ran(pair: &Pair<'_>, before: Sides<f64>, ms: f64, info: &Value) -> Result<QemuRun, String> {
+    Ok(QemuRun {
+        ms,
+        own_total_ms: number(info, "/total-time")?,
+        wire_bytes: number(info, "/ram/transferred")? as u64,
+        cpu: Cpu { qemu: pair.cpu_seconds()?.less(before), transship: Sides::default() },
+        equal: None,
+    })
 }
 
 fn completed(qemu: &Qemu, side: &str) -> Result<(), String> {
@@ -67,10 +105,14 @@ fn completed(qemu: &Qemu, side: &str) -> Result<(), String> {
         return Ok(());
     }
     let info = qemu.qmp("query-migrate", json!({})).map_err(text)?;
-    let why = info["error-desc"].as_str().unwrap_or("it does not say why").to_owned();
-    Err(format!("QEMU's own migration failed at the {side}: {why}; {}", qemu.stderr().tail()))
+    Err(failure(qemu, side, &info))
 }
 
-fn number(info: &Value, path: &str) -> Result<f64, String> {
+fn failure(qemu: &Qemu, side: &str, info: &Value) -> String {
+    let why = info["error-desc"].as_str().unwrap_or("it does not say why");
+    format!("QEMU's own migration failed at the {side}: {why}; {}", qemu.stderr().tail())
+}
+
+pub(crate) fn number(info: &Value, path: &str) -> Result<f64, String> {
     info.pointer(path).and_then(Value::as_f64).ok_or_else(|| format!("QEMU's query-migrate has no {path}: {info}"))
 }

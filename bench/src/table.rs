@@ -20,15 +20,13 @@ const HEAD: [&str; 12] = [
     "CPU s ours/QEMU",
     "ratio",
 ];
-/// Words stand left, numbers right.
+/// Those with words.
 const LEFT_COLUMNS: usize = 2;
 
 /// Everything that was measured.
 pub(crate) fn of(results: &Results) -> String {
     let mut text = format!("{}\n", results.setting());
-    if !results.machine.optimised {
-        text.push_str("This is a debug build of transship: its times say nothing.\n");
-    }
+    text.push_str(results.machine.warning());
     for scan in &results.scan {
         let plural = if scan.threads == 1 { "thread reads" } else { "threads read" };
         // Writing to a string does not fail.
@@ -42,7 +40,7 @@ pub(crate) fn of(results: &Results) -> String {
     text.push('\n');
     let head = HEAD.map(str::to_owned);
     let lines: Vec<[String; 12]> = std::iter::once(head).chain(results.rows.iter().map(cells)).collect();
-    text.push_str(&aligned(&lines));
+    text.push_str(&aligned(LEFT_COLUMNS, &lines));
     text.push_str(
         "\nMedian (and least) times; ratio: QEMU's median by ours. CPU: both sides, all processes. GB: 10^9 bytes.\n",
     );
@@ -68,13 +66,14 @@ fn cells(row: &Row) -> [String; 12] {
     ]
 }
 
-fn aligned<const N: usize>(lines: &[[String; N]]) -> String {
+/// Columns as wide as their widest cell; words stand left, numbers right.
+pub(crate) fn aligned<const N: usize>(left: usize, lines: &[[String; N]]) -> String {
     let width = |column: usize| lines.iter().map(|line| line[column].chars().count()).max().unwrap_or(0);
     let widths: [usize; N] = std::array::from_fn(width);
     let mut text = String::new();
     for line in lines {
         let padded = line.iter().zip(widths).enumerate().map(|(column, (cell, width))| {
-            if column < LEFT_COLUMNS { format!("{cell:width$}") } else { format!("{cell:>width$}") }
+            if column < left { format!("{cell:width$}") } else { format!("{cell:>width$}") }
         });
         text.push_str(padded.collect::<Vec<_>>().join("  ").trim_end());
         text.push('\n');
@@ -90,7 +89,7 @@ mod tests {
     #[test]
     fn columns_are_aligned() {
         let line = |cells: [&str; 3]| cells.map(str::to_owned);
-        let text = aligned(&[line(["kind", "mode", "ms"]), line(["a", "longer", "1000"]), line(["ä", "b", "5"])]);
+        let text = aligned(2, &[line(["kind", "mode", "ms"]), line(["a", "longer", "1000"]), line(["ä", "b", "5"])]);
         assert_eq!(text, "kind  mode      ms\na     longer  1000\nä     b          5\n");
     }
 

@@ -1,19 +1,16 @@
 //! `transship bench zero-pages`: the same memory moved by transship and by stock QEMU, in turns.
-use std::{
-    fs,
-    io::{self, Write},
-    path::{Path, PathBuf},
-};
+use std::path::{Path, PathBuf};
 
 use transship_tests::Scratch;
 
 use crate::{
     aims::Aims,
-    content::{Content, SourceMemory, first_difference},
+    content::{Content, SourceMemory},
     interrupt, machine,
     machine::Machine,
     ours,
-    pair::{Pair, Recipe, text},
+    output::{Files, say},
+    pair::{Recipe, text},
     plot,
     results::{Check, Mode, Results, Row, ScanBandwidth},
     stock, table, units,
@@ -52,12 +49,9 @@ pub struct ZeroPages {
         value_delimiter = ','
     )]
     pub kinds: Vec<Content>,
-    /// Write all results, with every single run
-    #[arg(long, value_name = "FILE")]
-    pub json: Option<PathBuf>,
-    /// Draw a picture
-    #[arg(long, value_name = "FILE")]
-    pub svg: Option<PathBuf>,
+    /// Where results go.
+    #[command(flatten)]
+    pub files: Files,
     /// Take guest memory from this hugetlbfs
     #[arg(long, value_name = "DIR")]
     pub huge: Option<PathBuf>,
@@ -91,19 +85,14 @@ pub(crate) fn run(table: &ZeroPages) -> Result<(), String> {
     let measured = measure(table, &base, &mut results);
     // What was measured before a failure took its time, too.
     if !results.rows.is_empty() {
-        show(table, &results)?;
+        table.files.publish(table::of(&results), &results, &Aims::of(&results), || plot::svg(&results))?;
     }
     measured
 }
 
 /// The file system of guest memory, if all is well that can be seen before.
 fn check(table: &ZeroPages) -> Result<PathBuf, String> {
-    for file in [&table.json, &table.svg].into_iter().flatten() {
-        let folder = file.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
-        if !folder.is_dir() {
-            return Err(format!("can't write {}: there is no folder {}", file.display(), folder.display()));
-        }
-    }
+    table.files.check()?;
     if let Some(huge) = &table.huge {
         machine::check_huge(huge, table.mem)?;
     }
@@ -119,7 +108,8 @@ fn measure(table: &ZeroPages, base: &Path, results: &mut Results) -> Result<(), 
         let bytes_per_s = machine::scan_bandwidth(usize::from(threads))?;
         results.scan.push(ScanBandwidth { threads, bytes_per_s });
     }
-    let recipe = Recipe { peer: &table.peer, base, running: table.running, cold: table.cold };
+    let recipe =
+        Recipe { peer: &table.peer, base, running: table.running, cold: table.cold, workload: None, link: None };
     for &content in &table.kinds {
         say(&format!("{}: filling {}", content.title(), units::bytes(table.mem)));
         let home = Scratch::within(base).map_err(text)?;
@@ -150,13 +140,13 @@ fn in_turns(recipe: &Recipe<'_>, memory: &SourceMemory, runs: u32, results: &mut
         if results.qemu.is_empty() {
             results.qemu = stock::version(&pair.source)?;
         }
-        let mut ours = ours::run(&pair, mode).map_err(at)?;
-        ours.equal = compared(compare, &pair).map_err(at)?;
+        let mut ours = ours::run(&pair, &mode.our_arguments()).map_err(at)?;
+        ours.equal = pair.compared(compare).map_err(at)?;
         drop(pair);
 
         let pair = recipe.start(memory).map_err(at)?;
-        let mut qemu = stock::run(&pair, mode).map_err(at)?;
-        qemu.equal = compared(compare, &pair).map_err(at)?;
+        let mut qemu = stock::run(&pair, mode.qemu_parameters()).map_err(at)?;
+        qemu.equal = pair.compared(compare).map_err(at)?;
         drop(pair);
 
         let times = format!("ours {} ms, QEMU {} ms", units::short(ours.ms), units::short(qemu.ms));
@@ -165,19 +155,6 @@ fn in_turns(recipe: &Recipe<'_>, memory: &SourceMemory, runs: u32, results: &mut
         row.qemu.push(qemu);
     }
     Ok(())
-}
-
-/// A move that loses pages is quick, and its time worth nothing.
-fn compared(compare: bool, pair: &Pair) -> Result<Option<bool>, String> {
-    if !compare {
-        return Ok(None);
-    }
-    for (source, destination) in pair.source.memory_files().iter().zip(pair.destination.memory_files()) {
-        if let Some(offset) = first_difference(source, destination)? {
-            return Err(format!("the guest's memory differs after the move, first in the page at {offset:#x}"));
-        }
-    }
-    Ok(Some(true))
 }
 
 /// Main-thread check with the most channels, for the gap that checking in channels closes, and then all by channels.
@@ -198,31 +175,6 @@ fn scanners(modes: &[Mode]) -> Vec<u8> {
     counts.sort_unstable();
     counts.dedup();
     counts
-}
-
-fn show(table: &ZeroPages, results: &Results) -> Result<(), String> {
-    let aims = Aims::of(results);
-    let text = format!("{}\n{aims}", table::of(results));
-    // A reader that has enough is no error, and the files below are still wanted.
-    match io::stdout().lock().write_all(text.as_bytes()) {
-        Err(error) if error.kind() != io::ErrorKind::BrokenPipe => return Err(format!("can't print: {error}")),
-        _ => {}
-    }
-    let write =
-        |file: &Path, text: String| fs::write(file, text).map_err(|e| format!("can't write {}: {e}", file.display()));
-    if let Some(file) = &table.json {
-        let json = serde_json::json!({ "results": results, "aims": aims });
-        write(file, format!("{json:#}\n"))?;
-    }
-    if let Some(file) = &table.svg {
-        write(file, plot::svg(results))?;
-    }
-    Ok(())
-}
-
-fn say(line: &str) {
-    // If nobody can read it, nobody can be told so either.
-    let _ = writeln!(io::stderr().lock(), "transship: {line}");
 }
 
 #[cfg(test)]
@@ -269,8 +221,7 @@ mod tests {
 
     #[test]
     fn what_can_be_seen_before_is_refused_before() {
-        let error =
-            run(&ZeroPages { json: Some("/no/such/folder/x.json".into()), ..parsed(&[]).unwrap() }).unwrap_err();
+        let error = run(&parsed(&["--json", "/no/such/folder/x.json"]).unwrap()).unwrap_err();
         assert!(error.contains("/no/such/folder"), "{error}");
         let error = run(&ZeroPages { huge: Some("/proc".into()), ..parsed(&[]).unwrap() }).unwrap_err();
         assert!(error.contains("no hugetlbfs"), "{error}");

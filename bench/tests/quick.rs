@@ -60,3 +60,82 @@ fn a_peer_that_is_no_qemu_is_named() {
     let finished = Transship::command(arguments).run().unwrap().expect_code(1).unwrap();
     assert!(finished.stderr.contains("QEMU ended at once"), "{finished}");
 }
+
+/// A method that QEMU has and one that it lacks, on data that shrinks: four moves of 64 MiB.
+#[test]
+fn each_method_is_moved_beside_qemus() {
+    let folder = tempfile::tempdir().unwrap();
+    let (json, svg) = (folder.path().join("table.json"), folder.path().join("table.svg"));
+    let arguments = [
+        "bench",
+        "codecs",
+        "--mem",
+        "64M",
+        "--runs",
+        "1",
+        "--channels",
+        "2",
+        "--methods",
+        "zstd,lz4",
+        "--encoders",
+        "3",
+    ];
+    let bench =
+        Transship::command(arguments).args(["--json".as_ref(), json.as_os_str(), "--svg".as_ref(), svg.as_os_str()]);
+    let finished = bench.run().unwrap().expect_code(0).unwrap();
+    for line in ["2         zstd", "2         QEMU's zstd", "2         lz4", "2         QEMU's none", "Aims"] {
+        assert!(finished.stdout.contains(line), "{line:?} is not in\n{}", finished.stdout);
+    }
+    let report: Value = serde_json::from_str(&std::fs::read_to_string(&json).unwrap()).unwrap();
+    let series = report["results"]["series"].as_array().unwrap();
+    assert_eq!(series.len(), 4);
+    for series in series {
+        assert_eq!(series["runs"][0]["equal"], true, "{series}");
+        // The method was not only asked for: it was used.
+        let ratio = series["ratio"].as_f64().unwrap();
+        let wanted = if series["method"] == "none" { 0.9..1.1 } else { 1.5..6.0 };
+        assert!(wanted.contains(&ratio), "{series}");
+    }
+    let picture = std::fs::read_to_string(&svg).unwrap();
+    assert!(roxmltree::Document::parse(&picture).is_ok(), "{picture}");
+}
+
+#[test]
+fn a_corpus_without_files_is_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let arguments =
+        ["bench", "codecs", "--mem", "64M", "--methods", "none", "--corpus", folder.path().to_str().unwrap()];
+    let finished = Transship::command(arguments).run().unwrap().expect_code(1).unwrap();
+    assert!(finished.stderr.contains("no file with content"), "{finished}");
+}
+
+/// Guests that write, by two and three encoders; and the same pages by both models in one process.
+#[test]
+fn guests_that_write_arrive_with_any_number_of_encoders() {
+    let folder = tempfile::tempdir().unwrap();
+    let (json, svg) = (folder.path().join("table.json"), folder.path().join("table.svg"));
+    let arguments = ["bench", "threads", "--mem", "64M", "--runs", "1", "--encoders", "3", "--write-rate", "2"];
+    let bench =
+        Transship::command(arguments).args(["--json".as_ref(), json.as_os_str(), "--svg".as_ref(), svg.as_os_str()]);
+    let finished = bench.run().unwrap().expect_code(0).unwrap();
+    for line in ["transship's guest  3, raw", "QEMU's guest       QEMU's, 3 channels", "old by rings", "Aims"] {
+        assert!(finished.stdout.contains(line), "{line:?} is not in\n{}", finished.stdout);
+    }
+    let report: Value = serde_json::from_str(&std::fs::read_to_string(&json).unwrap()).unwrap();
+    let moves = report["results"]["moves"].as_array().unwrap();
+    assert_eq!(moves.len(), 4 + 6);
+    for series in moves {
+        let run = &series["runs"][0];
+        assert_eq!(run["status"], "completed", "{series}");
+        if series["when_busy"] == "wait" {
+            assert_eq!(run["raw_busy_pages"], 0, "{series}");
+            assert!(run["wire_bytes"].as_u64().unwrap() < 48 << 20, "{series}");
+        }
+    }
+    for passes in report["results"]["one_process"].as_array().unwrap() {
+        let bytes = |model: &str| passes[model][0]["encoded_bytes"].as_u64().unwrap();
+        assert!(bytes("rings") > 0 && bytes("rings") == bytes("old_model"), "{passes}");
+    }
+    let picture = std::fs::read_to_string(&svg).unwrap();
+    assert!(roxmltree::Document::parse(&picture).is_ok(), "{picture}");
+}

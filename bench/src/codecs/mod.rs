@@ -1,0 +1,268 @@
+//! `transship bench codecs`: the same data moved with each method, by transship and by stock QEMU, in turns.
+mod results;
+
+use std::path::PathBuf;
+
+use clap::ValueEnum;
+use serde::Serialize;
+use serde_json::{Value, json};
+use transship_tests::{Scratch, SlowLink, Transship};
+
+use self::results::{Results, Run, Series};
+use crate::{
+    content::SourceMemory,
+    corpus::Corpus,
+    interrupt,
+    machine::{self, Machine},
+    ours,
+    output::{Files, say},
+    pair::{Pair, Recipe, text},
+    plot::Side,
+    stock, units,
+};
+
+const LONG_ABOUT: &str = "\
+Fills the memory of a guest that stands still with the files of --corpus, or with data made here that shrinks to about a \
+third, and moves it: with each method by transship, and by QEMU's own migration where it has the method (none, zlib, \
+zstd; level 1), with the same number of channels, all in turns. After the first move of each the memory of both \
+sides is compared, byte for byte.
+
+With --link both sides are put in network namespaces with a limited cable between them, and the bytes travel by TCP; \
+that needs root and iproute2. Otherwise they go through a unix socket.
+
+It takes twice --mem and 1.5 GiB of memory. Run it on a machine that does nothing else.";
+
+/// Moves of data that can be compressed, by method.
+#[derive(Debug, Clone, clap::Args)]
+#[command(long_about = LONG_ABOUT)]
+pub struct Codecs {
+    /// Fill memory with the files of this folder, again and again
+    #[arg(long, value_name = "DIR")]
+    pub corpus: Option<PathBuf>,
+    /// Memory of the guest
+    #[arg(long, value_name = "SIZE", default_value = "1G", value_parser = units::memory)]
+    pub mem: u64,
+    /// Numbers of channels
+    #[arg(long, value_name = "N,...", default_value = "4,8,16", value_delimiter = ',', value_parser = clap::value_parser!(u8).range(1..))]
+    pub channels: Vec<u8>,
+    /// Methods [default: none,zlib,zstd,qatzip,lz4,auto]
+    #[arg(long, value_enum, value_name = "METHOD,...", value_delimiter = ',', hide_possible_values = true)]
+    pub methods: Vec<Method>,
+    /// Our encoders [default: as the command has it]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u8).range(1..))]
+    pub encoders: Option<u8>,
+    /// Put a link of so many Mbit/s between the two sides
+    #[arg(long, value_name = "MBIT", value_parser = clap::value_parser!(u32).range(1..=100_000))]
+    pub link: Option<u32>,
+    /// Moves by each, of which the median is shown
+    #[arg(long, value_name = "N", default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..=1000))]
+    pub runs: u32,
+    /// The QEMU to use and to compare with
+    #[arg(long, value_name = "PROGRAM", default_value = "qemu-system-x86_64")]
+    pub peer: String,
+    /// Where results go.
+    #[command(flatten)]
+    pub files: Files,
+}
+
+/// A method, as `transship move --compress` and QEMU's `multifd-compression` call it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Method {
+    /// Pages as they are
+    None,
+    /// Deflate
+    Zlib,
+    /// Zstandard
+    Zstd,
+    /// QATzip's gzip members
+    Qatzip,
+    /// LZ4
+    Lz4,
+    /// Chosen meanwhile
+    Auto,
+}
+
+impl Method {
+    const ALL: [Self; 6] = [Self::None, Self::Zlib, Self::Zstd, Self::Qatzip, Self::Lz4, Self::Auto];
+
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Self::None => "none",
+            Self::Zlib => "zlib",
+            Self::Zstd => "zstd",
+            Self::Qatzip => "qatzip",
+            Self::Lz4 => "lz4",
+            Self::Auto => "auto",
+        }
+    }
+
+    /// What QEMU's own migration is set to beside it; what QEMU does not have, or not here, is compared with none.
+    fn of_qemu(self) -> Self {
+        match self {
+            Self::Zlib | Self::Zstd => self,
+            Self::None | Self::Qatzip | Self::Lz4 | Self::Auto => Self::None,
+        }
+    }
+}
+
+/// For QEMU's own migration. The levels are those that our methods have by default.
+pub(crate) fn qemu_parameters(channels: u8, method: Method) -> Value {
+    json!({
+        "multifd-channels": channels,
+        "zero-page-detection": "multifd",
+        "multifd-compression": method.of_qemu().name(),
+        "multifd-zlib-level": 1,
+        "multifd-zstd-level": 1,
+    })
+}
+
+/// Measures, prints and writes.
+pub(crate) fn run(table: &Codecs) -> Result<(), String> {
+    table.files.check()?;
+    let base = Scratch::base();
+    machine::check_room(table.mem, &base, false)?;
+    let methods = methods(&table.methods)?;
+    interrupt::clean_up_in(vec![base.clone()])?;
+    let corpus = Corpus::new(table.corpus.as_deref(), table.mem)?;
+    let link = table.link.map(SlowLink::new).transpose().map_err(text)?;
+    let mut results = Results {
+        machine: Machine::here(),
+        qemu: String::new(),
+        guest_bytes: table.mem,
+        corpus: corpus.title().to_owned(),
+        encoders: table.encoders,
+        link_mbit: table.link,
+        runs: table.runs,
+        series: series(&table.channels, &methods),
+    };
+    say(&format!("filling {} with {}", units::bytes(table.mem), corpus.title()));
+    let home = Scratch::within(&base).map_err(text)?;
+    let memory = SourceMemory::of_corpus(&home.join("mem0"), table.mem, &corpus)?;
+    let recipe =
+        Recipe { peer: &table.peer, base: &base, running: false, cold: false, workload: None, link: link.as_ref() };
+    let measured = measure(&recipe, &memory, &mut results);
+    // What was measured before a failure took its time, too.
+    results.series.retain(|series| !series.runs.is_empty());
+    if !results.series.is_empty() {
+        table.files.publish(results.table(), &results, &results.aims(), || results.svg())?;
+    }
+    measured
+}
+
+/// Those that the command has. One that was named and that it does not have is an error.
+fn methods(named: &[Method]) -> Result<Vec<Method>, String> {
+    let wanted = if named.is_empty() { &Method::ALL } else { named };
+    let mut methods = Vec::new();
+    for &method in wanted {
+        match refusal(method)? {
+            None if methods.contains(&method) => {}
+            None => methods.push(method),
+            Some(why) if named.is_empty() => say(&format!("{} is left out: {why}", method.name())),
+            Some(why) => return Err(format!("--methods {}: {why}", method.name())),
+        }
+    }
+    Ok(methods)
+}
+
+/// What the command says against a method. It reads its arguments before it looks for the guest, which is not there.
+fn refusal(method: Method) -> Result<Option<String>, String> {
+    let nowhere = Scratch::new().map_err(text)?;
+    let vm = format!("qemu:{}", nowhere.join("no-guest").display());
+    let to = format!("unix:{}", nowhere.join("nobody").display());
+    let finished = Transship::moving(&vm, &to).args(["--compress", method.name()]).run().map_err(text)?;
+    let line = finished.stderr.lines().next().unwrap_or("the command refuses it").trim_start_matches("transship: ");
+    Ok((finished.code() == Some(2)).then(|| line.to_owned()))
+}
+
+/// In the order in which they take turns: for each number of channels, each method of ours and then its like of QEMU's.
+fn series(channels: &[u8], methods: &[Method]) -> Vec<Series> {
+    let mut all: Vec<Series> = Vec::new();
+    for &channels in channels {
+        for &method in methods {
+            for (side, method) in [(Side::Ours, method), (Side::Qemu, method.of_qemu())] {
+                if !all.iter().any(|series| series.is(channels, side, method)) {
+                    all.push(Series { channels, side, method, guest_bytes: 0, runs: Vec::new() });
+                }
+            }
+        }
+    }
+    all
+}
+
+fn measure(recipe: &Recipe<'_>, memory: &SourceMemory, results: &mut Results) -> Result<(), String> {
+    let encoders = results.encoders;
+    let rounds = results.runs;
+    let mut channels: Vec<u8> = results.series.iter().map(|series| series.channels).collect();
+    channels.dedup();
+    for channels in channels {
+        for round in 1..=rounds {
+            for series in results.series.iter_mut().filter(|series| series.channels == channels) {
+                let at = |error: String| format!("{}, run {round}: {error}", series.title());
+                let pair = recipe.start(memory).map_err(at)?;
+                if results.qemu.is_empty() {
+                    results.qemu = stock::version(&pair.source)?;
+                }
+                let run = once(&pair, series, encoders).map_err(at)?;
+                let equal = pair.compared(round == 1).map_err(at)?;
+                say(&format!("{}, run {round} of {rounds}: {} ms", series.title(), units::short(run.ms)));
+                series.guest_bytes = memory.bytes();
+                series.runs.push(Run { equal, ..run });
+            }
+        }
+    }
+    Ok(())
+}
+
+fn once(pair: &Pair<'_>, series: &Series, encoders: Option<u8>) -> Result<Run, String> {
+    let Series { channels, method, .. } = *series;
+    match series.side {
+        Side::Qemu => stock::run(pair, qemu_parameters(channels, method)).map(Run::from),
+        Side::Ours | Side::OldModel => {
+            let mut arguments =
+                ["--channels", &channels.to_string(), "--compress", method.name()].map(str::to_owned).to_vec();
+            arguments.extend(encoders.iter().flat_map(|encoders| ["--encoders".to_owned(), encoders.to_string()]));
+            ours::run(pair, &arguments).map(Run::from)
+        }
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use clap::Parser;
+
+    #[derive(Debug, Parser)]
+    struct Cli {
+        #[command(flatten)]
+        table: Codecs,
+    }
+
+    fn parsed(arguments: &[&str]) -> Result<Codecs, clap::Error> {
+        Cli::try_parse_from([&["bench"], arguments].concat()).map(|cli| cli.table)
+    }
+
+    #[test]
+    fn the_defaults_are_those_of_the_documentation() {
+        let table = parsed(&[]).unwrap();
+        assert_eq!((table.mem, table.runs, table.channels, table.link), (1 << 30, 3, vec![4, 8, 16], None));
+        let table = parsed(&["--methods", "zstd,none", "--link", "1000", "--encoders", "3"]).unwrap();
+        assert_eq!(
+            (table.methods, table.link, table.encoders),
+            (vec![Method::Zstd, Method::None], Some(1000), Some(3))
+        );
+        for arguments in [["--methods", "gzip"], ["--link", "0"], ["--encoders", "0"], ["--channels", "0"]] {
+            assert!(parsed(&arguments).is_err(), "{arguments:?}");
+        }
+    }
+
+    #[test]
+    fn each_number_of_channels_has_what_its_methods_are_compared_with() {
+        let all = series(&[4, 8], &[Method::Zlib, Method::Lz4, Method::Auto]);
+        let titles: Vec<_> = all.iter().filter(|series| series.channels == 8).map(Series::title).collect();
+        let wanted = ["zlib", "QEMU's zlib", "lz4", "QEMU's none", "auto"];
+        assert_eq!(titles, wanted.map(|name| format!("8 channels, {name}")));
+        assert_eq!(all.len(), 10);
+    }
+}

@@ -1,0 +1,480 @@
+//! Single runs, and what follows from them: the tables, the aims, and the picture.
+use std::time::Duration;
+
+use serde::{Serialize, Serializer, ser::SerializeStruct};
+use serde_json::Value;
+
+use super::{FEW, Guest, WhenBusy, one_process::Pass};
+use crate::{
+    aims::{Aim, Aims, Bound},
+    machine::Machine,
+    ours::Moved,
+    plot::{Bar, Chart, Group, Line, Side},
+    results::{QemuRun, Spread},
+    stock,
+    table::aligned,
+    units,
+};
+
+/// Of the time that few encoders take.
+const MANY_SHARE: f64 = 1.1;
+const HAND_OVER_NS: f64 = 1000.0;
+
+const MOVES_HEAD: [&str; 13] = [
+    "guest",
+    "encoders",
+    "ended",
+    "ms",
+    "(least)",
+    "rounds",
+    "busy %",
+    "raw pages",
+    "downtime ms",
+    "wire",
+    "main CPU s",
+    "encoders CPU s",
+    "all CPU s",
+];
+const PASSES_HEAD: [&str; 10] = [
+    "encoders",
+    "rings ms",
+    "old ms",
+    "old by rings",
+    "rings ns",
+    "old ns",
+    "rings wake ns",
+    "old wake ns",
+    "rings CPU us",
+    "old CPU us",
+];
+
+/// Everything.
+#[derive(Debug, Clone, Serialize)]
+pub(crate) struct Results {
+    pub(crate) machine: Machine,
+    /// As it calls itself; none: there was no guest for it.
+    pub(crate) qemu: Option<String>,
+    pub(crate) guest_bytes: u64,
+    pub(crate) corpus: String,
+    pub(crate) load: Load,
+    pub(crate) channels: u8,
+    pub(crate) link_mbit: Option<u32>,
+    pub(crate) runs: u32,
+    pub(crate) moves: Vec<Series>,
+    pub(crate) one_process: Vec<Comparison>,
+}
+
+/// What the guests do.
+#[derive(Debug, Clone, Copy, Serialize)]
+pub(crate) struct Load {
+    /// What they were told.
+    pub(crate) mib_per_s: u32,
+    pub(crate) writers: u8,
+    pub(crate) hot_bytes: u64,
+    /// What QEMU's guest did before the first move.
+    pub(crate) qemu_mib_per_s: Option<f64>,
+}
+
+/// All moves of one guest, in one way.
+#[derive(Debug, Clone)]
+pub(crate) struct Series {
+    pub(crate) guest: Guest,
+    pub(crate) side: Side,
+    /// QEMU's channels, in its own migration.
+    pub(crate) encoders: u8,
+    /// None: QEMU's own migration.
+    pub(crate) when_busy: Option<WhenBusy>,
+    pub(crate) runs: Vec<Run>,
+}
+
+/// One move, or an attempt. What QEMU does not tell is none.
+#[derive(Debug, Clone, Default, Serialize)]
+pub(crate) struct Run {
+    /// `completed`, or the verdict.
+    pub(crate) status: String,
+    pub(crate) ms: f64,
+    pub(crate) rounds: u64,
+    pub(crate) downtime_ms: f64,
+    pub(crate) wire_bytes: u64,
+    pub(crate) busy_ratio: Option<f64>,
+    pub(crate) raw_busy_pages: Option<u64>,
+    pub(crate) main_cpu_seconds: Option<f64>,
+    pub(crate) encoders_cpu_seconds: Option<f64>,
+    pub(crate) channels_cpu_seconds: Option<f64>,
+    /// Of both transship processes; of both QEMUs, with their guest, in QEMU's own migration.
+    pub(crate) cpu_seconds: Option<f64>,
+}
+
+const COMPLETED: &str = "completed";
+
+impl Run {
+    pub(super) fn of_ours(moved: &Moved) -> Result<Self, String> {
+        let number = |path: &str| moved.number(path);
+        let rounds = moved.report["rounds"].as_array().map_or(0, Vec::len) as u64;
+        Ok(Self {
+            status: moved.report["status"].as_str().unwrap_or("without a status").to_owned(),
+            ms: number("/total_ms")?,
+            rounds,
+            downtime_ms: number("/downtime_ms")?,
+            wire_bytes: number("/bytes/wire")? as u64,
+            busy_ratio: Some(number("/busy_ratio")?),
+            raw_busy_pages: Some(number("/pages/raw_busy")? as u64),
+            main_cpu_seconds: Some(number("/cpu/main")?),
+            encoders_cpu_seconds: Some(number("/cpu/encoders")?),
+            channels_cpu_seconds: Some(number("/cpu/channels")?),
+            cpu_seconds: Some(moved.used.source.cpu_seconds + moved.used.destination.cpu_seconds),
+        })
+    }
+
+    /// `info` is QEMU's last word; without a run it did not end in time.
+    pub(super) fn of_qemu(ran: Option<&QemuRun>, info: &Value, patience: Duration) -> Result<Self, String> {
+        let number = |path: &str| stock::number(info, path);
+        Ok(Self {
+            status: if ran.is_some() { COMPLETED.into() } else { format!("no end in {} s", patience.as_secs()) },
+            ms: number("/total-time")?,
+            rounds: number("/ram/dirty-sync-count")? as u64,
+            downtime_ms: if ran.is_some() { number("/downtime")? } else { 0.0 },
+            wire_bytes: number("/ram/transferred")? as u64,
+            cpu_seconds: ran.map(|run| run.cpu.total()),
+            ..Self::default()
+        })
+    }
+
+    pub(super) fn arrived(&self) -> bool {
+        self.status == COMPLETED
+    }
+}
+
+impl Series {
+    pub(crate) fn title(&self) -> String {
+        format!("{}, {}", self.guest_title(), self.how())
+    }
+
+    fn guest_title(&self) -> &'static str {
+        match self.guest {
+            Guest::Synthetic => "transship's guest",
+            Guest::Qemu => "QEMU's guest",
+        }
+    }
+
+    fn how(&self) -> String {
+        match self.when_busy {
+            Some(WhenBusy::Wait) => format!("{}, wait", self.encoders),
+            Some(WhenBusy::Raw) => format!("{}, raw", self.encoders),
+            None => format!("QEMU's, {} channels", self.encoders),
+        }
+    }
+
+    fn spread(&self, of: impl Fn(&Run) -> f64) -> Spread {
+        Spread::of(self.runs.iter().map(of))
+    }
+
+    fn ms(&self) -> Spread {
+        self.spread(|run| run.ms)
+    }
+
+    /// Of the first that did not arrive, if one did not.
+    fn status(&self) -> &str {
+        self.runs.iter().find(|run| !run.arrived()).map_or("moved", |run| &run.status)
+    }
+
+    fn cells(&self) -> [String; 13] {
+        let number = |of: fn(&Run) -> Option<f64>| {
+            let median = self.spread(|run| of(run).unwrap_or(f64::NAN)).median;
+            units::short(median)
+        };
+        let ms = self.ms();
+        [
+            self.guest_title().to_owned(),
+            self.how(),
+            self.status().to_owned(),
+            units::short(ms.median),
+            format!("({})", units::short(ms.least)),
+            number(|run| Some(run.rounds as f64)),
+            number(|run| run.busy_ratio.map(|ratio| ratio * 100.0)),
+            number(|run| run.raw_busy_pages.map(|pages| pages as f64)),
+            number(|run| Some(run.downtime_ms)),
+            units::bytes(self.spread(|run| run.wire_bytes as f64).median as u64),
+            number(|run| run.main_cpu_seconds),
+            number(|run| run.encoders_cpu_seconds),
+            number(|run| run.cpu_seconds),
+        ]
+    }
+}
+
+impl Serialize for Series {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        let mut object = serializer.serialize_struct("Series", 6)?;
+        object.serialize_field("guest", &self.guest)?;
+        object.serialize_field("side", if self.side == Side::Qemu { "qemu" } else { "transship" })?;
+        object.serialize_field("encoders", &self.encoders)?;
+        object.serialize_field("when_busy", &self.when_busy)?;
+        object.serialize_field("ms", &self.ms())?;
+        object.serialize_field("runs", &self.runs)?;
+        object.end()
+    }
+}
+
+/// The same packets by both models, in one process.
+#[derive(Debug, Clone, Serialize)]
+pub(crate) struct Comparison {
+    pub(crate) encoders: u8,
+    pub(crate) rings: Vec<Pass>,
+    pub(crate) old_model: Vec<Pass>,
+}
+
+impl Comparison {
+    fn both(&self, of: fn(&Pass) -> f64) -> [f64; 2] {
+        [&self.rings, &self.old_model].map(|passes| Spread::of(passes.iter().map(of)).median)
+    }
+
+    fn cells(&self) -> [String; 10] {
+        let [rings_ms, old_ms] = self.both(|pass| pass.ms);
+        let [rings_ns, old_ns] = self.both(|pass| pass.hand_over_ns);
+        let [rings_wake, old_wake] = self.both(|pass| pass.wake_ns);
+        let [rings_us, old_us] = self.both(|pass| pass.submitter_cpu_us);
+        let times = old_ms / rings_ms;
+        let [a, b, c, d, e, f, g, h] =
+            [rings_ms, old_ms, rings_ns, old_ns, rings_wake, old_wake, rings_us, old_us].map(units::short);
+        [self.encoders.to_string(), a, b, format!("{times:.2}"), c, d, e, f, g, h]
+    }
+}
+
+impl Results {
+    fn setting(&self) -> String {
+        let memory = units::bytes(self.guest_bytes);
+        let link = self.link_mbit.map_or_else(|| "unix socket".to_owned(), |mbit| format!("TCP, {mbit} Mbit/s"));
+        let plural = if self.runs == 1 { "run" } else { "runs" };
+        let Self { corpus, runs, channels, .. } = self;
+        let machine = self.machine.title(self.qemu.as_deref().unwrap_or("not used"));
+        format!("{memory} of {corpus}, zstd, {channels} channels, {link}, {runs} {plural} · {machine}")
+    }
+
+    fn load(&self) -> String {
+        let Load { mib_per_s, writers, hot_bytes, qemu_mib_per_s } = self.load;
+        let hot = units::bytes(hot_bytes);
+        let qemu = qemu_mib_per_s.map_or_else(
+            || "there was no QEMU guest".into(),
+            |rate| format!("QEMU's guest writes with one thread, {} MiB/s before its first move", units::short(rate)),
+        );
+        format!("transship's guest writes {hot} again and again with {writers} threads, {mib_per_s} MiB/s; {qemu}")
+    }
+
+    pub(crate) fn table(&self) -> String {
+        let moves = std::iter::once(MOVES_HEAD.map(str::to_owned)).chain(self.moves.iter().map(Series::cells));
+        let mut text = format!("{}\n{}\n{}\n", self.setting(), self.load(), self.machine.warning());
+        text.push_str(&aligned(3, &moves.collect::<Vec<_>>()));
+        text.push_str(
+            "\nMedians. Busy: packets that found all encoders busy. All CPU: both sides' transship; with QEMU's own migration both\n\
+             QEMUs and the guest in them.\n\nThe same corpus through zstd encoders in one process:\n\n",
+        );
+        let passes =
+            std::iter::once(PASSES_HEAD.map(str::to_owned)).chain(self.one_process.iter().map(Comparison::cells));
+        text.push_str(&aligned(1, &passes.collect::<Vec<_>>()));
+        text.push_str(
+            "\nOld: a request, a mutex and a condition variable for each thread. ns: a hand-over that finds a free place at once,\n\
+             median; wake ns: one to encoders that all sleep. CPU us: of the submitting thread, with its waiting, for each packet\n\
+             of 512 KiB.\n",
+        );
+        text
+    }
+
+    pub(crate) fn aims(&self) -> Aims {
+        let moves = self.many_against_few();
+        let passes = self.one_process.iter().flat_map(|comparison| {
+            let aim = |what: &str, of| {
+                let what = format!("rings, {} encoders: a hand-over{what}", comparison.encoders);
+                Aim::new(what, Bound::AtMost, HAND_OVER_NS, comparison.both(of)[0], "ns")
+            };
+            [aim("", |pass| pass.hand_over_ns), aim(" to a sleeper", |pass| pass.wake_ns)]
+        });
+        moves.into_iter().chain(self.many_in_one_process()).chain(passes).collect()
+    }
+
+    /// For each guest: the most encoders, which wait. Those that send raw do so less often when they are more, and so have
+    /// more to do.
+    fn many_against_few(&self) -> Vec<Aim> {
+        let most = |series: &&Series| series.encoders == self.most() && series.when_busy == Some(WhenBusy::Wait);
+        let aim = |many: &Series| {
+            let alike =
+                |few: &&Series| few.encoders == FEW && (few.guest, few.when_busy) == (many.guest, many.when_busy);
+            let few = self.moves.iter().find(alike)?;
+            // Times until a verdict say nothing about speed: where few end with one there is nothing to compare with.
+            let moved = |series: &Series| series.status() == "moved";
+            if !moved(few) {
+                return None;
+            }
+            let share = if moved(many) { many.ms().median / few.ms().median } else { f64::NAN };
+            let what = format!("{}: time, of {FEW} encoders'", many.title());
+            Some(Aim::new(what, Bound::AtMost, MANY_SHARE, share, "of it"))
+        };
+        self.moves.iter().filter(most).filter_map(aim).collect()
+    }
+
+    fn many_in_one_process(&self) -> Option<Aim> {
+        let of = |encoders| self.one_process.iter().find(|comparison| comparison.encoders == encoders);
+        let [many, few] = [of(self.most())?, of(FEW)?].map(|comparison| comparison.both(|pass| pass.ms)[0]);
+        let what = format!("rings, {} encoders in one process: time, of {FEW} encoders'", self.most());
+        Some(Aim::new(what, Bound::AtMost, MANY_SHARE, many / few, "of it"))
+    }
+
+    fn most(&self) -> u8 {
+        self.moves.iter().map(|series| series.encoders).max().unwrap_or(FEW)
+    }
+
+    pub(crate) fn svg(&self) -> String {
+        let guest = |guest, title: &str| Group { title: title.to_owned(), lines: self.lines(guest) };
+        let one_process = self.one_process.iter().map(|comparison| {
+            let [rings, old] = comparison.both(|pass| pass.ms);
+            let bar = |side, ms| Bar { side, ms, remark: String::new() };
+            Line {
+                title: format!("{} encoders", comparison.encoders),
+                bars: vec![bar(Side::Ours, rings), bar(Side::OldModel, old)],
+                note: format!("old by rings {:.2}", old / rings),
+            }
+        });
+        let one_process = Group { title: "The same pages in one process".to_owned(), lines: one_process.collect() };
+        let mut groups = vec![guest(Guest::Synthetic, "transship's guest"), guest(Guest::Qemu, "QEMU's guest")];
+        groups.push(one_process);
+        groups.retain(|group| !group.lines.is_empty());
+        let chart = Chart {
+            title: "Moving guests that keep writing, compressed by many threads",
+            setting: &self.setting(),
+            legend: &[
+                (Side::Ours, "transship"),
+                (Side::Qemu, "QEMU (multifd zstd, a channel for each encoder)"),
+                (Side::OldModel, "one lock a thread"),
+            ],
+            notes: "",
+            axis: "time for all memory",
+            groups,
+        };
+        chart.svg()
+    }
+
+    fn lines(&self, guest: Guest) -> Vec<Line> {
+        let ours = self.moves.iter().filter(|series| series.guest == guest && series.side == Side::Ours);
+        let bar = |series: &Series| Bar {
+            side: series.side,
+            ms: series.ms().median,
+            remark: if series.status() == "moved" { String::new() } else { format!(", {}", series.status()) },
+        };
+        let line = |series: &Series| {
+            // QEMU's is drawn once.
+            let once = series.when_busy == Some(WhenBusy::Wait);
+            let beside = self.moves.iter().filter(|other| {
+                once && (other.guest, other.side, other.encoders) == (guest, Side::Qemu, series.encoders)
+            });
+            let busy = series.spread(|run| run.busy_ratio.unwrap_or(f64::NAN)).median;
+            Line {
+                title: series.how(),
+                bars: [bar(series)].into_iter().chain(beside.map(bar)).collect(),
+                note: format!("busy {} %", units::short(busy * 100.0)),
+            }
+        };
+        ours.map(line).collect()
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    fn series(guest: Guest, encoders: u8, when_busy: Option<WhenBusy>, ms: f64, status: &str) -> Series {
+        let run = Run {
+            status: status.into(),
+            ms,
+            rounds: 3,
+            downtime_ms: 12.0,
+            wire_bytes: 1 << 20,
+            busy_ratio: when_busy.map(|_| 0.25),
+            raw_busy_pages: when_busy.map(|_| 0),
+            main_cpu_seconds: when_busy.map(|_| 0.1),
+            encoders_cpu_seconds: when_busy.map(|_| 1.0),
+            channels_cpu_seconds: when_busy.map(|_| 0.2),
+            cpu_seconds: Some(2.0),
+        };
+        let side = if when_busy.is_some() { Side::Ours } else { Side::Qemu };
+        Series { guest, side, encoders, when_busy, runs: vec![run; 3] }
+    }
+
+    fn results() -> Results {
+        let pass = |ms, hand_over_ns| Pass {
+            ms,
+            hand_over_ns,
+            wake_ns: 990.0,
+            at_once: 9,
+            submitter_cpu_us: 4.0,
+            encoded_bytes: 1,
+        };
+        let comparison = |encoders, rings, old| Comparison { encoders, rings: vec![rings; 3], old_model: vec![old; 3] };
+        let (wait, raw) = (Some(WhenBusy::Wait), Some(WhenBusy::Raw));
+        Results {
+            machine: Machine::here(),
+            qemu: Some("10.0.2".into()),
+            guest_bytes: 512 << 20,
+            corpus: "data".into(),
+            load: Load { mib_per_s: 32, writers: 4, hot_bytes: 128 << 20, qemu_mib_per_s: Some(30.0) },
+            channels: 4,
+            link_mbit: None,
+            runs: 3,
+            moves: vec![
+                series(Guest::Synthetic, 2, wait, 1000.0, COMPLETED),
+                series(Guest::Synthetic, 2, raw, 900.0, COMPLETED),
+                series(Guest::Synthetic, 16, wait, 1050.0, COMPLETED),
+                series(Guest::Synthetic, 16, raw, 990.1, COMPLETED),
+                series(Guest::Qemu, 2, wait, 1000.0, COMPLETED),
+                series(Guest::Qemu, 16, wait, 1000.0, "not-converging"),
+                series(Guest::Qemu, 16, None, 3000.0, COMPLETED),
+            ],
+            one_process: vec![
+                comparison(2, pass(1000.0, 200.0), pass(1100.0, 900.0)),
+                comparison(16, pass(1200.0, 1500.0), pass(1800.0, 5000.0)),
+            ],
+        }
+    }
+
+    fn line(text: &str, part: &str) -> String {
+        let line = text.lines().find(|line| line.contains(part)).unwrap_or_else(|| panic!("no {part:?} in\n{text}"));
+        line.split_whitespace().collect::<Vec<_>>().join(" ")
+    }
+
+    #[test]
+    fn aims_are_met_or_missed_by_their_own_bound() {
+        let text = results().aims().to_string();
+        for (part, verdict) in [
+            ("transship's guest, 16, wait: time", "met"),
+            ("QEMU's guest, 16, wait: time", "MISSED"),
+            ("16 encoders in one process: time", "MISSED"),
+            ("rings, 2 encoders: a hand-over ", "met"),
+            ("rings, 16 encoders: a hand-over ", "MISSED"),
+            ("rings, 16 encoders: a hand-over to a sleeper", "met"),
+        ] {
+            assert!(line(&text, part).starts_with(verdict), "{part}: {text}");
+        }
+    }
+
+    #[test]
+    fn lines_have_the_verdict_and_what_qemu_does_not_tell_is_empty() {
+        let text = results().table();
+        let verdict = line(&text, "not-converging");
+        assert_eq!(verdict, "QEMU's guest 16, wait not-converging 1000 (1000) 3 25 0 12 1 MiB 0.1 1 2");
+        let qemus = line(&text, "16 channels");
+        assert_eq!(qemus, "QEMU's guest QEMU's, 16 channels moved 3000 (3000) 3 - - 12 1 MiB - - 2");
+        assert!(
+            text.lines().any(|line| line.split_whitespace().eq("16 1200 1800 1.50 1500 5000 990 990 4 4".split(' '))),
+            "{text}"
+        );
+    }
+
+    #[test]
+    fn the_picture_has_a_bar_for_each() {
+        let svg = results().svg();
+        let document = roxmltree::Document::parse(&svg).unwrap();
+        let texts: Vec<_> = document.descendants().filter_map(|node| node.text()).collect();
+        for wanted in ["1000 ms, not-converging", "3000 ms", "1800 ms", "old by rings 1.50", "busy 25 %"] {
+            assert!(texts.contains(&wanted), "{wanted}: {texts:?}");
+        }
+    }
+}
