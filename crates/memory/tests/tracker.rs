@@ -14,6 +14,7 @@ use std::{
     ptr,
     sync::atomic::{AtomicBool, AtomicU64, Ordering},
     thread,
+    time::{Duration, Instant},
 };
 
 use common::{HUGE, PAGE, contents, file, huge_file, map, page_of};
@@ -55,8 +56,15 @@ impl Guest {
         Area { region: 0, first_page: 0, address: self.base.addr() as u64, bytes: self.bytes }
     }
 
+    /// A test beside this one may be starting a child, which holds a dropped tracker's userfaultfd until it has become its program.
     fn track(&self) -> UffdTracker {
-        UffdTracker::new(userfaultfd(), own_pagemap(), vec![self.area()], vec![self.bytes / PAGE]).unwrap()
+        let deadline = Instant::now() + Duration::from_secs(30);
+        loop {
+            match UffdTracker::new(userfaultfd(), own_pagemap(), vec![self.area()], vec![self.bytes / PAGE]) {
+                Err(Error::Untrackable { .. }) if Instant::now() < deadline => thread::sleep(Duration::from_millis(1)),
+                tracker => return tracker.unwrap(),
+            }
+        }
     }
 }
 
