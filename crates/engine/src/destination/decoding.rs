@@ -248,7 +248,8 @@ impl DecoderThread {
             let unpacked = unpacker.unpack(&job, &self.place, &from.origin);
             let _ = self.shared.spare.push(job.encoded);
             if let Err(error) = unpacked {
-                // The main thread has gone if it takes nothing: then the session has failed already.
+                // The first failure always finds room; where there is none the session has failed already. It is told before the packet counts
+                // as done, so that the main thread hears of it before the round's end.
                 let _ = self.events.try_send(ChannelEvent::Failed(error));
             }
             let cpu_now = cpu::thread_seconds();

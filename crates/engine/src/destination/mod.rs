@@ -20,7 +20,7 @@ use crate::{
     digest::digest,
     fail_point,
     guest::DestinationGuest,
-    source::{finish, status_of},
+    source::finish,
 };
 use channel::{ChannelEvent, Channels};
 use decoding::{Decoders, Origin};
@@ -51,13 +51,7 @@ pub fn receive_guest(
         let mut destination = Destination { guest, listener: &listener, progress, report, begin };
         destination.run(&mut control, session).inspect_err(|error| control.abort(error))
     });
-    report.status = status_of(&result);
-    report.error = result.as_ref().err().map(ToString::to_string);
-    finish(report, begin);
-    if result.is_ok() {
-        progress.set_phase(Phase::Done);
-    }
-    result
+    finish(result, begin, progress, report)
 }
 
 struct Destination<'a> {
@@ -73,6 +67,7 @@ impl Destination<'_> {
         let (count, verify) = self.welcome(control)?;
         let connections = accept::channels(self.listener, session, count, control, self.progress)?;
         let place = Arc::new(Place::new(self.guest.memory(), Arc::clone(self.progress)));
+        // At most one `RoundEnd` of each channel waits here, and as much room is left: the first failure always gets in.
         let (events, incoming) = bounded(usize::from(count) * 2);
         let origin = |(channel, (_, peer)): (usize, &(_, String))| Origin { peer: peer.clone(), channel };
         let origins = connections.iter().enumerate().map(origin).collect();

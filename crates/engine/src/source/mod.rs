@@ -52,16 +52,30 @@ pub fn move_guest(
             }
         })
     });
+    finish(result, begin, progress, report)
+}
+
+/// The end of either side: what follows from the result and the rest goes into the report.
+pub(crate) fn finish(
+    result: Result<(), Error>,
+    begin: Instant,
+    progress: &Progress,
+    report: &mut Report,
+) -> Result<(), Error> {
     report.status = status_of(&result);
     report.error = result.as_ref().err().map(ToString::to_string);
-    finish(report, begin);
+    let seconds = begin.elapsed().as_secs_f64();
+    report.total_ms = seconds * 1e3;
+    report.throughput = report.bytes.wire as f64 / seconds;
+    report.cpu.total = cpu::process_seconds();
+    report.cpu.main = cpu::thread_seconds();
     if result.is_ok() {
         progress.set_phase(Phase::Done);
     }
     result
 }
 
-pub(crate) fn status_of(result: &Result<(), Error>) -> Status {
+fn status_of(result: &Result<(), Error>) -> Status {
     match result {
         Ok(()) => Status::Completed,
         Err(Error::Cancelled) => Status::Cancelled,
@@ -69,15 +83,6 @@ pub(crate) fn status_of(result: &Result<(), Error>) -> Status {
         Err(Error::Unknown(_)) => Status::Unknown,
         Err(_) => Status::Failed,
     }
-}
-
-/// Fills in what follows from the rest.
-pub(crate) fn finish(report: &mut Report, begin: Instant) {
-    let seconds = begin.elapsed().as_secs_f64();
-    report.total_ms = seconds * 1e3;
-    report.throughput = report.bytes.wire as f64 / seconds;
-    report.cpu.total = cpu::process_seconds();
-    report.cpu.main = cpu::thread_seconds();
 }
 
 fn connect(
