@@ -25,6 +25,16 @@ if [ -z "${TRANSSHIP_QATZIP_PACKAGES:-}" ]; then
     fi
 fi
 
+# Older and newer QEMUs than the one that is installed, from there too.
+if [ -z "${TRANSSHIP_QEMUS:-}" ]; then
+    if scripts/qemu-versions.sh 7.2 .guest/qemus/7.2 && scripts/qemu-versions.sh 11.1 .guest/qemus/11.1; then
+        TRANSSHIP_QEMUS=$(realpath .guest/qemus)
+        export TRANSSHIP_QEMUS
+    else
+        echo "test: without QEMU 7.2 and 11.1: the tests that need those versions skip themselves" >&2
+    fi
+fi
+
 # One that fails must not hide the others.
 failed=
 run() {

@@ -24,6 +24,7 @@ pub mod scratch;
 pub mod serial;
 pub mod synthetic;
 pub mod transship;
+pub mod versions;
 pub mod workload;
 
 pub use launch::{Accel, Backend, Kind, QemuBuilder};
@@ -34,6 +35,7 @@ pub use qemu::Qemu;
 pub use scratch::Scratch;
 pub use synthetic::{Synthetic, SyntheticBuilder};
 pub use transship::{Finished, Transship, binary};
+pub use versions::other_qemu;
 pub use workload::{Count, Sweep, Workload};
 
 /// How long anything may take before it is taken for stuck. Generous: the machine may be busy with other things.

@@ -4,7 +4,7 @@
 use std::fs::{File, OpenOptions};
 use std::io::{Read, Seek, SeekFrom, Write};
 use std::path::Path;
-use transship_tests::{Accel, Qemu, Workload};
+use transship_tests::{Accel, Qemu, Workload, other_qemu};
 
 const PAGE: usize = 4096;
 
@@ -54,6 +54,22 @@ fn a_linux_guest_writes_and_checks_while_it_runs() {
     assert!(then.count > first.count, "{first:?} {then:?}");
     assert_eq!(swept.pages, u64::from(Workload::LINUX.mib) * 256);
     assert_eq!((swept.errors, then.errors), (0, 0));
+}
+
+#[test]
+fn older_and_newer_qemus_run_the_linux_guest() {
+    for (version, exactly) in [("7.2", (7, 2)), ("11.1", (11, 1))] {
+        let Some(qemu) = other_qemu(version).unwrap() else { return };
+        let workload = Workload { mib: 32, ..Workload::LINUX };
+        let guest = Qemu::linux().binary(qemu).workload(workload).start().unwrap();
+        let says = guest.qmp("query-version", serde_json::json!({})).unwrap();
+        assert_eq!(
+            (says["qemu"]["major"].as_u64(), says["qemu"]["minor"].as_u64()),
+            (Some(exactly.0), Some(exactly.1))
+        );
+        guest.ready().unwrap();
+        assert_eq!(guest.sweep().unwrap().errors, 0);
+    }
 }
 
 #[test]
