@@ -14,6 +14,7 @@ mod pacer;
 mod page_map;
 mod progress;
 mod report;
+mod snapshot;
 mod source;
 mod transport;
 
@@ -22,5 +23,6 @@ pub use error::{Error, Outcome};
 pub use options::{Compress, MoveOptions, Setting, WhenBusy, ZeroPages};
 pub use progress::{Phase, Progress};
 pub use report::{ByteCounts, CpuSeconds, PageCounts, Report, RoundReport, Status};
+pub use snapshot::{DirectIo, FileIo, FilePlace, FileUri, Format, RestoreOptions, SaveOptions, Then, Way};
 pub use source::move_guest;
 pub use transport::{Listener, Uri};

@@ -1,0 +1,137 @@
+//! What a user can choose about snapshots.
+use std::{fmt, str::FromStr, time::Duration};
+
+pub use transship_memory::FileIo;
+
+/// What the guest does while it is saved.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Way {
+    /// It stands still from the begin to the end.
+    Paused,
+    /// It runs. Pages that it writes are saved again, in rounds, until the rest can be saved while it stands still for a moment.
+    #[default]
+    Live,
+    /// It runs, and what is saved is the moment of the call: a page is saved before the first write to it goes through.
+    Background,
+}
+
+/// What becomes of a guest that ran, once it is saved. After a failure it always runs on.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Then {
+    /// It runs on.
+    #[default]
+    Resume,
+    /// It stands still, as it is in the file.
+    StayStopped,
+}
+
+/// Whether pages go past the page cache.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum DirectIo {
+    /// Through the page cache.
+    Off,
+    /// Past it; where the file system refuses that, nothing is done.
+    On,
+    /// Past it where the file system can.
+    #[default]
+    Auto,
+}
+
+/// The layout of the file.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Format {
+    /// Every page has its place (QEMU's `mapped-ram`): many writers at once, no page twice.
+    #[default]
+    MappedRam,
+    /// One record after the other, as it would go through a socket; what is written again is appended. For QEMU before 9.0.
+    Stream,
+}
+
+impl FromStr for DirectIo {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text {
+            "off" => Ok(Self::Off),
+            "on" => Ok(Self::On),
+            "auto" => Ok(Self::Auto),
+            _ => Err("write on, off or auto".into()),
+        }
+    }
+}
+
+impl fmt::Display for Format {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::MappedRam => "mapped-ram",
+            Self::Stream => "stream",
+        })
+    }
+}
+
+/// Options of a save.
+#[derive(Debug, Clone)]
+pub struct SaveOptions {
+    /// What the guest does meanwhile.
+    pub way: Way,
+    /// What becomes of it afterwards.
+    pub then: Then,
+    /// 1 to 255 threads that write. A stream has one.
+    pub channels: u8,
+    /// Whether pages go past the page cache. A stream goes through it.
+    pub direct_io: DirectIo,
+    /// The layout of the file.
+    pub format: Format,
+    /// How long a live guest may stand still.
+    pub downtime: Duration,
+    /// Rounds after which a live guest that writes faster than the disk gets its verdict.
+    pub max_rounds: u32,
+    /// How the kernel is asked to write pages.
+    pub io: FileIo,
+}
+
+impl Default for SaveOptions {
+    fn default() -> Self {
+        Self {
+            way: Way::default(),
+            then: Then::default(),
+            channels: default_channels(),
+            direct_io: DirectIo::default(),
+            format: Format::default(),
+            downtime: Duration::from_millis(300),
+            max_rounds: 30,
+            io: FileIo::default(),
+        }
+    }
+}
+
+/// Options of a restore.
+#[derive(Debug, Clone)]
+pub struct RestoreOptions {
+    /// 1 to 255 threads that read.
+    pub channels: u8,
+    /// Whether pages go past the page cache.
+    pub direct_io: DirectIo,
+    /// The guest runs first, and its pages come when it touches them.
+    pub lazy: bool,
+    /// How the kernel is asked to read pages.
+    pub io: FileIo,
+    /// Whether it runs afterwards; none: if it ran when it was saved.
+    pub run: Option<bool>,
+}
+
+impl Default for RestoreOptions {
+    fn default() -> Self {
+        Self {
+            channels: default_channels(),
+            direct_io: DirectIo::default(),
+            lazy: false,
+            io: FileIo::default(),
+            run: None,
+        }
+    }
+}
+
+fn default_channels() -> u8 {
+    std::thread::available_parallelism().map_or(2, |n| n.get().min(16) as u8)
+}
