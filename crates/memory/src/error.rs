@@ -46,6 +46,16 @@ pub enum Error {
         /// Bytes that were handed over.
         given: usize,
     },
+    /// A file that is read ends before what it should hold.
+    #[error("{what}: the file has {size} bytes, {needed} are needed; it was cut short, use another copy")]
+    FileEnds {
+        /// What was tried, and on what.
+        what: String,
+        /// Bytes that the file has.
+        size: u64,
+        /// Bytes that it would have to have.
+        needed: u64,
+    },
     /// Areas of the tracked process that can't be tracked as they were described.
     #[error("region number {region} can't be tracked: {why}")]
     Untrackable {

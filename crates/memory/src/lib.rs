@@ -6,17 +6,23 @@
 
 mod copy;
 mod error;
+mod file_io;
 mod holes;
 mod huge_holes;
 mod mapping;
+mod missing;
 mod pages;
+mod protect;
 mod region;
 mod tracker;
 mod uffd;
 mod zero;
 
 pub use error::Error;
+pub use file_io::{FileIo, FileQueue, PageBuffer};
 pub use holes::{Freeing, Holes};
+pub use missing::Missing;
 pub use pages::{PAGE_BYTES, PageRange, PageSet, WINDOW_PAGES};
+pub use protect::{Fault, Protection};
 pub use region::{Access, GuestMemory, Region};
 pub use tracker::{Area, Tracker, UffdTracker};

@@ -1,0 +1,157 @@
+//! Pages between guest memory and files at fixed places, many at a time: straight from and to the mapping, without a copy of ours, so that
+//! a file opened with O_DIRECT is read and written by the disk itself.
+//!
+//! A caller asks for runs of pages; runs that continue each other, in memory and in the file, become one request of the kernel:
+//!
+//! ```text
+//!   write(0, 8..12, at 32 KiB)  ┐                       ┌────────────────────────┐
+//!   write(0, 12..14, at 48 KiB) ├──► pending: 8..14 ──► │ plain: one after the   │ ──► file
+//!   write(0, 20..21, at 80 KiB) ┘      full, or not     │ other. uring: up to    │
+//!                                      continued        │ `depth` in flight      │
+//!                                                       └────────────────────────┘
+//! ```
+
+mod buffer;
+mod plain;
+mod request;
+
+use std::{
+    io,
+    os::fd::{AsFd, OwnedFd},
+};
+
+pub use self::buffer::PageBuffer;
+use self::request::{Body, Direction, Failure, Request};
+use crate::{Error, GuestMemory, PAGE_BYTES, PageRange, Region};
+
+/// Pages of one request at most: 1 MiB.
+const REQUEST_PAGES: u64 = (1 << 20) / PAGE_BYTES as u64;
+
+/// How the kernel is asked.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum FileIo {
+    /// io_uring where the kernel lets us and the file is open for direct I/O, else plain.
+    #[default]
+    Auto,
+    /// io_uring: many requests in flight from one thread.
+    Uring,
+    /// pwrite and pread, one after the other.
+    Plain,
+}
+
+/// Requests of one thread on one file. Not shared: each thread makes its own. Dropping it waits for what is in flight: the kernel
+/// uses the memory until then. What was asked for and not finished may then be in the file or not.
+///
+/// After an error nothing more is asked of the kernel, and every later call repeats that error.
+pub struct FileQueue {
+    memory: GuestMemory,
+    file: OwnedFd,
+    /// Not given to the kernel yet, as the next call may continue it. Pages, never a buffer.
+    pending: Option<Request>,
+    /// The first one.
+    failed: Option<Failure>,
+}
+
+impl FileQueue {
+    /// A queue of `depth` requests in flight (1 to 1024) on a descriptor of the file; `memory` is kept until the last has ended.
+    ///
+    /// # Errors
+    /// io_uring was asked for by name and the kernel does not allow it.
+    pub fn new(memory: GuestMemory, file: OwnedFd, depth: u16, how: FileIo) -> io::Result<Self> {
+        if !(1..=1024).contains(&depth) {
+            let text = format!("a queue of {depth} requests can't be; 1 to 1024 can");
+            return Err(io::Error::new(io::ErrorKind::InvalidInput, text));
+        }
+        if how == FileIo::Uring {
+            return Err(io::Error::new(io::ErrorKind::Unsupported, "io_uring is not there yet"));
+        }
+        Ok(Self { memory, file, pending: None, failed: None })
+    }
+
+    /// Whether it is io_uring.
+    pub fn is_uring(&self) -> bool {
+        false
+    }
+
+    /// Asks to write the pages of a region from byte `offset` of the file on. Waits for the oldest request when all places are taken. The
+    /// guest may write the pages meanwhile: what ends up in the file is then any mix of bytes, and a later round's business. Pages that are
+    /// holes are made by this, as by any read.
+    ///
+    /// # Errors
+    /// OutOfRange; or the error of this or an earlier request (short ones are gone on with, and interrupted ones repeated).
+    pub fn write(&mut self, region: usize, pages: PageRange, offset: u64) -> Result<(), Error> {
+        self.region(region)?.check(pages)?;
+        self.ask(Direction::Write, region, pages, offset)
+    }
+
+    /// Asks to write bytes of our own, all of the buffer.
+    ///
+    /// # Errors
+    /// As [`FileQueue::write`].
+    pub fn write_buffer(&mut self, buffer: PageBuffer, offset: u64) -> Result<(), Error> {
+        self.flush()?;
+        self.start(Request::new(Direction::Write, Body::Buffer(buffer), offset))
+    }
+
+    /// Asks to read `pages` of a region from byte `offset` of the file on, into place.
+    ///
+    /// # Errors
+    /// As [`FileQueue::write`]; a region mapped for reading; a file that ends too early.
+    pub fn read(&mut self, region: usize, pages: PageRange, offset: u64) -> Result<(), Error> {
+        let of = self.region(region)?;
+        of.check_writable()?;
+        of.check(pages)?;
+        self.ask(Direction::Read, region, pages, offset)
+    }
+
+    /// Waits until all that was asked for is done.
+    ///
+    /// # Errors
+    /// The first error of any of them.
+    pub fn finish(&mut self) -> Result<(), Error> {
+        self.flush()
+    }
+
+    fn region(&self, region: usize) -> Result<&Region, Error> {
+        self.memory.get(region).ok_or_else(|| Error::unusable(&format!("number {region}"), "there is no such region"))
+    }
+
+    /// Adds to the pending request what continues it, and cuts the rest into requests; the last one stays pending unless it is full.
+    fn ask(&mut self, direction: Direction, region: usize, pages: PageRange, offset: u64) -> Result<(), Error> {
+        self.check_failed()?;
+        let (mut rest, mut at) = (pages, offset);
+        while rest.count > 0 {
+            if !self.pending.as_ref().is_some_and(|pending| pending.is_continued_by(direction, region, rest.first, at))
+            {
+                self.flush()?;
+                let none = Body::Pages { region, pages: PageRange::new(rest.first, 0) };
+                self.pending = Some(Request::new(direction, none, at));
+            }
+            let pending = self.pending.as_mut().expect("made above where there was none");
+            let taken = pending.extend(rest.count, REQUEST_PAGES);
+            if pending.pages() == REQUEST_PAGES {
+                self.flush()?;
+            }
+            rest = PageRange::new(rest.first + taken, rest.count - taken);
+            at = at.saturating_add(taken * PAGE_BYTES as u64);
+        }
+        Ok(())
+    }
+
+    /// Gives the pending request to the kernel.
+    fn flush(&mut self) -> Result<(), Error> {
+        self.check_failed()?;
+        self.pending.take().map_or(Ok(()), |request| self.start(request))
+    }
+
+    fn start(&mut self, request: Request) -> Result<(), Error> {
+        if let Err(failure) = plain::transfer(&self.memory, self.file.as_fd(), request) {
+            self.failed.get_or_insert(failure);
+        }
+        self.check_failed()
+    }
+
+    fn check_failed(&self) -> Result<(), Error> {
+        self.failed.as_ref().map_or(Ok(()), |failure| Err(failure.error()))
+    }
+}

@@ -1,0 +1,251 @@
+//! What the kernel is asked for, and what its answers mean.
+
+use std::os::fd::BorrowedFd;
+
+use rustix::{
+    fs::{FileType, OFlags},
+    io::Errno,
+};
+
+use super::PageBuffer;
+use crate::{Error, GuestMemory, PAGE_BYTES, PageRange};
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Direction {
+    /// From memory to the file.
+    Write,
+    /// From the file to memory.
+    Read,
+}
+
+/// The memory of a request.
+pub(super) enum Body {
+    /// Pages of a region that has them.
+    Pages { region: usize, pages: PageRange },
+    /// Bytes of our own.
+    Buffer(PageBuffer),
+}
+
+/// A stretch of memory and where in the file it belongs. It is in the hands of one side at a time: ours, or the kernel's.
+pub(super) struct Request {
+    direction: Direction,
+    body: Body,
+    /// Of the first byte of the body.
+    offset: u64,
+    /// Bytes that are done.
+    done: usize,
+}
+
+/// What is to be done after an answer of the kernel.
+pub(super) enum Next {
+    Done,
+    /// Ask for the rest.
+    Again,
+    Failed(Failure),
+}
+
+impl Request {
+    pub(super) fn new(direction: Direction, body: Body, offset: u64) -> Self {
+        Self { direction, body, offset, done: 0 }
+    }
+
+    pub(super) fn direction(&self) -> Direction {
+        self.direction
+    }
+
+    /// Where in the file the rest belongs; the largest number if a file has no such place.
+    pub(super) fn offset(&self) -> u64 {
+        self.offset.saturating_add(self.done as u64)
+    }
+
+    /// The rest of its memory. Good as long as `memory` and the request are there.
+    pub(super) fn rest(&mut self, memory: &GuestMemory) -> (*mut u8, usize) {
+        let (start, len) = match &mut self.body {
+            Body::Pages { region, pages } => memory.get(*region).expect("a region that was checked").raw(*pages),
+            Body::Buffer(buffer) => (buffer.bytes_mut().as_mut_ptr(), buffer.bytes().len()),
+        };
+        (start.wrapping_add(self.done), len - self.done)
+    }
+
+    /// Whether page `first` of the region, at `offset` of the file, comes right behind.
+    pub(super) fn is_continued_by(&self, direction: Direction, region: usize, first: u64, offset: u64) -> bool {
+        let Body::Pages { region: of, pages } = &self.body else { return false };
+        self.direction == direction && *of == region && pages.end() == first && self.end() == Some(offset)
+    }
+
+    /// Takes up to `count` more pages, up to `most` in all. How many.
+    pub(super) fn extend(&mut self, count: u64, most: u64) -> u64 {
+        let Body::Pages { pages, .. } = &mut self.body else { return 0 };
+        let taken = count.min(most.saturating_sub(pages.count));
+        pages.count += taken;
+        taken
+    }
+
+    /// How many pages it is for; none for bytes of our own.
+    pub(super) fn pages(&self) -> u64 {
+        match &self.body {
+            Body::Pages { pages, .. } => pages.count,
+            Body::Buffer(_) => 0,
+        }
+    }
+
+    /// Takes note of an answer: bytes moved, or why not.
+    pub(super) fn answered(
+        &mut self,
+        answer: Result<usize, Errno>,
+        memory: &GuestMemory,
+        file: BorrowedFd<'_>,
+    ) -> Next {
+        let len = self.len();
+        match answer {
+            Ok(0) if self.done < len => match self.direction {
+                Direction::Read => {
+                    Next::Failed(self.ended(memory, file).unwrap_or_else(|| self.failed(memory, file, Errno::IO)))
+                }
+                Direction::Write => Next::Failed(self.failed(memory, file, Errno::NOSPC)),
+            },
+            Ok(moved) => {
+                self.done += moved;
+                assert!(self.done <= len, "no more is moved than was asked for");
+                if self.done == len { Next::Done } else { Next::Again }
+            }
+            Err(Errno::INTR) => Next::Again,
+            // With direct I/O the end of a file may lie within a block, and asking for what is behind it is not answered with 0 bytes.
+            Err(why) if self.direction == Direction::Read && why == Errno::INVAL => {
+                Next::Failed(self.ended(memory, file).unwrap_or_else(|| self.failed(memory, file, why)))
+            }
+            Err(why) => Next::Failed(self.failed(memory, file, why)),
+        }
+    }
+
+    fn len(&self) -> usize {
+        match &self.body {
+            Body::Pages { pages, .. } => pages.count as usize * PAGE_BYTES,
+            Body::Buffer(buffer) => buffer.bytes().len(),
+        }
+    }
+
+    /// Where in the file it ends.
+    fn end(&self) -> Option<u64> {
+        self.offset.checked_add(self.len() as u64)
+    }
+
+    /// The failure of a file that ends too early, if it does.
+    fn ended(&self, memory: &GuestMemory, file: BorrowedFd<'_>) -> Option<Failure> {
+        let stat = rustix::fs::fstat(file).ok()?;
+        let size = u64::try_from(stat.st_size).ok()?;
+        let needed = self.end().unwrap_or(u64::MAX);
+        let short = FileType::from_raw_mode(stat.st_mode) == FileType::RegularFile && size < needed;
+        short.then(|| Failure { what: self.what(memory), why: Why::Ended { size, needed } })
+    }
+
+    fn failed(&self, memory: &GuestMemory, file: BorrowedFd<'_>, why: Errno) -> Failure {
+        let hint = match (why, self.direction) {
+            (Errno::BADF, Direction::Read) => " (it has to be open for reading)",
+            (Errno::BADF, Direction::Write) => " (it has to be open for writing)",
+            (Errno::INVAL, _) if rustix::fs::fcntl_getfl(file).is_ok_and(|flags| flags.contains(OFlags::DIRECT)) => {
+                " (with direct I/O only whole blocks of the disk can be; do without it, or choose another place in the file)"
+            }
+            _ => "",
+        };
+        Failure { what: format!("{}{hint}", self.what(memory)), why: Why::System(why) }
+    }
+
+    /// What is tried, and on what.
+    fn what(&self, memory: &GuestMemory) -> String {
+        let doing = match self.direction {
+            Direction::Write => "writing",
+            Direction::Read => "reading",
+        };
+        let body = match &self.body {
+            Body::Pages { region, pages } => {
+                let name = memory.get(*region).map_or("", |region| region.name());
+                format!("pages {}..{} of region {name:?}", pages.first, pages.end())
+            }
+            Body::Buffer(buffer) => format!("{} bytes", buffer.bytes().len()),
+        };
+        format!("{doing} {body} at byte {:#x} of the file", self.offset)
+    }
+}
+
+/// Why a request failed; can be told again and again.
+#[derive(Clone)]
+pub(super) struct Failure {
+    what: String,
+    why: Why,
+}
+
+#[derive(Clone)]
+enum Why {
+    System(Errno),
+    Ended { size: u64, needed: u64 },
+}
+
+impl Failure {
+    pub(super) fn error(&self) -> Error {
+        let what = self.what.clone();
+        match self.why {
+            Why::System(why) => Error::system(what, why),
+            Why::Ended { size, needed } => Error::FileEnds { what, size, needed },
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::fd::AsFd;
+
+    use super::*;
+    use crate::{Access, Region};
+
+    /// Eight pages, and the file that they are in.
+    fn memory() -> GuestMemory {
+        let file = rustix::fs::memfd_create("request", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
+        rustix::fs::ftruncate(&file, 8 * 4096).unwrap();
+        GuestMemory::new(vec![Region::map("ram", file, 0, 8 * 4096, Access::ReadWrite).unwrap()])
+    }
+
+    fn request(direction: Direction) -> Request {
+        Request::new(direction, Body::Pages { region: 0, pages: PageRange::new(2, 3) }, 4096)
+    }
+
+    #[test]
+    fn a_short_answer_leaves_the_rest_to_be_asked_for() {
+        let memory = memory();
+        let file = memory.regions()[0].file();
+        let mut request = request(Direction::Write);
+        let (start, len) = request.rest(&memory);
+        assert_eq!((len, request.offset()), (3 * 4096, 4096));
+        assert!(matches!(request.answered(Ok(5000), &memory, file), Next::Again));
+        assert_eq!((request.rest(&memory), request.offset()), ((start.wrapping_add(5000), 3 * 4096 - 5000), 9096));
+        assert!(matches!(request.answered(Err(Errno::INTR), &memory, file), Next::Again));
+        assert_eq!(request.rest(&memory).1, 3 * 4096 - 5000);
+        assert!(matches!(request.answered(Ok(3 * 4096 - 5000), &memory, file), Next::Done));
+    }
+
+    #[test]
+    fn nothing_moved_is_an_error_and_no_endless_loop() {
+        let memory = memory();
+        let file = memory.regions()[0].file();
+        let why = |direction| match request(direction).answered(Ok(0), &memory, file.as_fd()) {
+            Next::Failed(failure) => failure.error().to_string(),
+            _ => panic!("no failure"),
+        };
+        assert!(
+            why(Direction::Write)
+                .starts_with("writing pages 2..5 of region \"ram\" at byte 0x1000 of the file: No space")
+        );
+        assert!(why(Direction::Read).contains("Input/output error"), "the file does not end there");
+    }
+
+    #[test]
+    fn only_what_comes_right_behind_continues_a_request() {
+        let request = request(Direction::Write);
+        assert!(request.is_continued_by(Direction::Write, 0, 5, 4 * 4096));
+        assert!(!request.is_continued_by(Direction::Read, 0, 5, 4 * 4096));
+        assert!(!request.is_continued_by(Direction::Write, 1, 5, 4 * 4096));
+        assert!(!request.is_continued_by(Direction::Write, 0, 6, 4 * 4096));
+        assert!(!request.is_continued_by(Direction::Write, 0, 5, 5 * 4096));
+        assert!(!request.is_continued_by(Direction::Write, 0, 2, 4096));
+    }
+}
