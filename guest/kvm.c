@@ -7,7 +7,8 @@
  * port in the lines of guest/workload.rs, so that whoever reads them need not care which guest it is.
  *
  * Arguments (-append): workload.mib=N (default: all memory), workload.rate=PAGES_PER_SECOND (0, the default: as fast as
- * possible), workload.idle=1 (write nothing after the first fill), workload.sweep_ms=N (default 1000).
+ * possible), workload.idle=1 (write nothing after the first fill), workload.sweep_ms=N (default 1000),
+ * workload.report_ms=N (time between two reports, default 200).
  */
 typedef unsigned char u8;
 typedef unsigned int u32;
@@ -21,7 +22,6 @@ enum {
     PAGES_AT = 16 << 20,
     SERIAL = 0x3f8,
     MAGIC = 0x70696873,
-    REPORT_MS = 200,
 };
 
 /* Version 1 of the multiboot header: align modules, tell the memory size. */
@@ -209,14 +209,12 @@ static void sweep(void)
     put('\n');
 }
 
-static void report(void)
+static void report(u32 uptime_ms)
 {
-    static u32 tenths;
     put_field("workload: count=", count);
     put_field(" checked=", checked);
     put_field(" errors=", errors);
-    put_field(" uptime=", tenths / 10);
-    tenths += REPORT_MS / 100;
+    put_field(" uptime=", uptime_ms / 1000);
     put('\n');
 }
 
@@ -240,6 +238,7 @@ void main(const struct loader_info *info)
     u32 rate = argument(arguments, "workload.rate", 0);
     u32 idle = argument(arguments, "workload.idle", 0);
     u32 sweep_ms = argument(arguments, "workload.sweep_ms", 1000);
+    u32 report_ms = argument(arguments, "workload.report_ms", 200);
 
     measure_clock();
     for (u32 page = 0; page < pages; page++)
@@ -248,7 +247,7 @@ void main(const struct loader_info *info)
     put('\n');
 
     u64 next_report = cycles(), next_sweep = next_report, next_batch = next_report;
-    u32 page = 0;
+    u32 page = 0, uptime_ms = 0;
     for (;;) {
         u32 batch = 0;
         if (!idle)
@@ -259,8 +258,10 @@ void main(const struct loader_info *info)
             count++;
             page = page + 1 == pages ? 0 : page + 1;
         }
-        if (reached(&next_report, REPORT_MS))
-            report();
+        if (reached(&next_report, report_ms)) {
+            report(uptime_ms);
+            uptime_ms += report_ms;
+        }
         if (asked_to_check() || reached(&next_sweep, sweep_ms))
             sweep();
     }

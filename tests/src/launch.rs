@@ -53,6 +53,7 @@ pub struct QemuBuilder {
     accel: Accel,
     machine: String,
     incoming: bool,
+    kernel_arguments: String,
     more: Vec<String>,
     prefix: Vec<String>,
 }
@@ -69,6 +70,7 @@ impl QemuBuilder {
             accel,
             machine: "q35".into(),
             incoming: false,
+            kernel_arguments: String::new(),
             more: Vec::new(),
             prefix: Vec::new(),
         }
@@ -122,6 +124,12 @@ impl QemuBuilder {
             Kind::Linux(w) | Kind::Multiboot(w) => *w = workload,
             Kind::Firmware => {}
         }
+        self
+    }
+
+    /// More for the guest's kernel, behind the workload's arguments.
+    pub fn append(mut self, words: &str) -> Self {
+        self.kernel_arguments = words.into();
         self
     }
 
@@ -214,7 +222,8 @@ impl QemuBuilder {
         if let Kind::Linux(workload) | Kind::Multiboot(workload) = &self.kind {
             // A panic ends QEMU, so that a test that waits learns of it at once.
             let kernel = "console=ttyS0 quiet panic=-1 mitigations=off";
-            args.extend(["-append".into(), format!("{kernel} {}", workload.arguments()), "-no-reboot".into()]);
+            let words = format!("{kernel} {} {}", workload.arguments(), self.kernel_arguments);
+            args.extend(["-append".into(), words.trim_end().to_owned(), "-no-reboot".into()]);
         }
         Ok(args)
     }

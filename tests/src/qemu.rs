@@ -10,7 +10,7 @@ use rustix::process::Signal;
 use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, MutexGuard};
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime};
 
 /// A running QEMU.
 #[derive(Debug)]
@@ -101,6 +101,19 @@ impl Qemu {
     /// None comes in time, or QEMU is gone.
     pub fn wait_event(&self, name: &str, wanted: impl Fn(&Value) -> bool) -> Result<Value> {
         self.monitor().wait_event(name, wanted)
+    }
+
+    /// When the first such event happened that is not older than `since`. QEMU's clock has microseconds.
+    ///
+    /// # Errors
+    /// None comes in time, or QEMU is gone.
+    pub fn wait_event_time(
+        &self,
+        name: &str,
+        since: SystemTime,
+        wanted: impl Fn(&Value) -> bool,
+    ) -> Result<SystemTime> {
+        self.monitor().wait_event_time(name, since, wanted)
     }
 
     fn monitor(&self) -> MutexGuard<'_, Qmp> {

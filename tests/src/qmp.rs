@@ -3,6 +3,7 @@ use crate::{LabError, PATIENCE, Result, failed};
 use serde_json::{Value, json};
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::net::UnixStream;
+use std::time::{Duration, SystemTime};
 
 /// A QMP connection after the handshake.
 #[derive(Debug)]
@@ -57,14 +58,32 @@ impl Qmp {
     /// # Errors
     /// None comes in time, or QEMU is gone.
     pub fn wait_event(&mut self, name: &str, wanted: impl Fn(&Value) -> bool) -> Result<Value> {
-        let is_it = |event: &Value| event["event"] == name && wanted(&event["data"]);
+        Ok(self.wait(name, |event| wanted(&event["data"]))?["data"].take())
+    }
+
+    /// When the first such event happened, by QEMU's own clock, that is not older than `since`.
+    ///
+    /// # Errors
+    /// As [`Qmp::wait_event`].
+    pub fn wait_event_time(
+        &mut self,
+        name: &str,
+        since: SystemTime,
+        wanted: impl Fn(&Value) -> bool,
+    ) -> Result<SystemTime> {
+        let event = self.wait(name, |event| time_of(event) >= since && wanted(&event["data"]))?;
+        Ok(time_of(&event))
+    }
+
+    fn wait(&mut self, name: &str, wanted: impl Fn(&Value) -> bool) -> Result<Value> {
+        let is_it = |event: &Value| event["event"] == name && wanted(event);
         if let Some(at) = self.events.iter().position(is_it) {
-            return Ok(self.events.remove(at)["data"].take());
+            return Ok(self.events.remove(at));
         }
         loop {
-            let mut event = self.read().map_err(failed(format!("waiting for the event {name}")))?;
+            let event = self.read().map_err(failed(format!("waiting for the event {name}")))?;
             if is_it(&event) {
-                return Ok(event["data"].take());
+                return Ok(event);
             }
             self.events.push(event);
         }
@@ -78,4 +97,9 @@ impl Qmp {
             Err(error) => Err(failed("qmp: no answer")(error)),
         }
     }
+}
+
+fn time_of(event: &Value) -> SystemTime {
+    let part = |name: &str| event["timestamp"][name].as_u64().unwrap_or(0);
+    SystemTime::UNIX_EPOCH + Duration::from_secs(part("seconds")) + Duration::from_micros(part("microseconds"))
 }
