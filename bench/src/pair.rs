@@ -26,6 +26,8 @@ pub(crate) struct Recipe<'a> {
     pub(crate) cold: bool,
     /// What the 32-bit guest does; none: there is only firmware.
     pub(crate) workload: Option<Workload>,
+    /// More arguments for that guest.
+    pub(crate) append: &'a str,
     /// What lies between the two; none: they are on one host.
     pub(crate) link: Option<&'a SlowLink>,
 }
@@ -42,25 +44,37 @@ pub(crate) struct Pair<'a> {
 impl<'a> Recipe<'a> {
     /// Starts a source on this memory, and a destination with new memory.
     pub(crate) fn start(&self, memory: &SourceMemory) -> Result<Pair<'a>, String> {
-        memory.restore_holes()?;
         let folder = Scratch::within(self.base).map_err(text)?;
-        let mib = u32::try_from(memory.bytes() >> 20).map_err(text)?;
+        let source = self.source(memory)?;
+        let destination = self.destination(folder.path(), memory.bytes())?;
+        Ok(Pair { source, destination, link: self.link, _folder: folder })
+    }
+
+    /// Starts a source on this memory, and waits until its guest is ready.
+    pub(crate) fn source(&self, memory: &SourceMemory) -> Result<Qemu, String> {
+        memory.restore_holes()?;
         let home = memory.path().parent().ok_or("guest memory without a folder")?;
-        let qemu = |prefix: &dyn Fn(&SlowLink) -> Vec<String>| {
-            self.guest().binary(self.peer).memory(mib).prefix(&self.link.map(prefix).unwrap_or_default())
-        };
         let stopped: &[&str] = if self.running { &[] } else { &["-S"] };
-        let source = qemu(&SlowLink::source).memory_folder(home).args(stopped.iter().copied());
-        let source = source.start().map_err(text)?;
-        let destination = qemu(&SlowLink::destination).memory_folder(folder.path()).incoming().start().map_err(text)?;
-        let pair = Pair { source, destination, link: self.link, _folder: folder };
+        let builder = self.qemu(memory.bytes(), SlowLink::source)?.memory_folder(home).args(stopped.iter().copied());
+        let source = builder.start().map_err(text)?;
         if self.workload.is_some() {
-            pair.source.ready().map_err(text)?;
+            source.ready().map_err(text)?;
         }
         if !self.cold {
-            pair.warm(memory)?;
+            warm(&source, memory)?;
         }
-        Ok(pair)
+        Ok(source)
+    }
+
+    /// Starts a destination with new memory in this folder.
+    pub(crate) fn destination(&self, folder: &Path, bytes: u64) -> Result<Qemu, String> {
+        self.qemu(bytes, SlowLink::destination)?.memory_folder(folder).incoming().start().map_err(text)
+    }
+
+    fn qemu(&self, bytes: u64, prefix: fn(&SlowLink) -> Vec<String>) -> Result<QemuBuilder, String> {
+        let mib = u32::try_from(bytes >> 20).map_err(text)?;
+        let prefix = self.link.map(prefix).unwrap_or_default();
+        Ok(self.guest().binary(self.peer).memory(mib).append(self.append).prefix(&prefix))
     }
 
     fn guest(&self) -> QemuBuilder {
@@ -103,16 +117,16 @@ impl Pair<'_> {
         }
         Ok(Some(true))
     }
+}
 
-    /// Has QEMU look at all memory that is not a hole: a guest that touched its memory did so through this process, so
-    /// that nothing of it has to be faulted in when it's moved.
-    fn warm(&self, memory: &SourceMemory) -> Result<(), String> {
-        for range in memory.touched()?.into_iter().flat_map(|range| guest_physical(range, memory.bytes())) {
-            let arguments = json!({ "val": range.start, "size": range.end - range.start, "filename": "/dev/null" });
-            self.source.qmp("pmemsave", arguments).map_err(text)?;
-        }
-        Ok(())
+/// Has QEMU look at all memory that is not a hole: a guest that touched its memory did so through this process, so that
+/// nothing of it has to be faulted in when it's moved.
+fn warm(source: &Qemu, memory: &SourceMemory) -> Result<(), String> {
+    for range in memory.touched()?.into_iter().flat_map(|range| guest_physical(range, memory.bytes())) {
+        let arguments = json!({ "val": range.start, "size": range.end - range.start, "filename": "/dev/null" });
+        source.qmp("pmemsave", arguments).map_err(text)?;
     }
+    Ok(())
 }
 
 /// Where the guest sees these bytes of its memory: a q35 machine has a part of it below 4 GiB, and the rest above.

@@ -108,8 +108,15 @@ fn measure(table: &ZeroPages, base: &Path, results: &mut Results) -> Result<(), 
         let bytes_per_s = machine::scan_bandwidth(usize::from(threads))?;
         results.scan.push(ScanBandwidth { threads, bytes_per_s });
     }
-    let recipe =
-        Recipe { peer: &table.peer, base, running: table.running, cold: table.cold, workload: None, link: None };
+    let recipe = Recipe {
+        peer: &table.peer,
+        base,
+        running: table.running,
+        cold: table.cold,
+        workload: None,
+        append: "",
+        link: None,
+    };
     for &content in &table.kinds {
         say(&format!("{}: filling {}", content.title(), units::bytes(table.mem)));
         let home = Scratch::within(base).map_err(text)?;

@@ -139,8 +139,15 @@ pub(crate) fn run(table: &Codecs) -> Result<(), String> {
     say(&format!("filling {} with {}", units::bytes(table.mem), corpus.title()));
     let home = Scratch::within(&base).map_err(text)?;
     let memory = SourceMemory::of_corpus(&home.join("mem0"), table.mem, &corpus)?;
-    let recipe =
-        Recipe { peer: &table.peer, base: &base, running: false, cold: false, workload: None, link: link.as_ref() };
+    let recipe = Recipe {
+        peer: &table.peer,
+        base: &base,
+        running: false,
+        cold: false,
+        workload: None,
+        append: "",
+        link: link.as_ref(),
+    };
     let measured = measure(&recipe, &memory, &mut results);
     // What was measured before a failure took its time, too.
     results.series.retain(|series| !series.runs.is_empty());
