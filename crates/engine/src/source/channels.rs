@@ -15,7 +15,6 @@ use transship_wire::{Message, Preamble, Role, Session};
 
 use super::{
     encoding::{Encoders, Gate, Ready},
-    rounds::Pending,
     sender::{PageSender, Sent, Shared, Window},
 };
 use crate::{
@@ -24,11 +23,10 @@ use crate::{
     cpu,
     pacer::Pacer,
     page_map::PageMap,
+    scan::Pending,
     transport::Connection,
 };
 
-/// Windows that travel between threads as one piece of work: 4 MiB.
-const WINDOWS_PER_BATCH: usize = 8;
 /// How long a peer that broke a data connection may take to say why on the control connection.
 const REASON_TIMEOUT: Duration = Duration::from_millis(500);
 
@@ -121,9 +119,9 @@ impl Channels {
         Ok(channels)
     }
 
-    /// The pages of a region that the destination holds content for.
-    pub(crate) fn content(&self, region: usize) -> &PageMap {
-        &self.shared.content[region]
+    /// By region, the pages that the destination holds content for.
+    pub(crate) fn content(&self) -> &[PageMap] {
+        &self.shared.content
     }
 
     /// Sends a round over all channels, each by a thread of its own, and closes it on each with its `RoundEnd`.
@@ -204,7 +202,7 @@ impl Feed<'_> {
             for range in pending.gone.ranges() {
                 hand_over(Batch::Hole { region, range }, queue, self.watch)?;
             }
-            for windows in batches_of(pending) {
+            for windows in pending.batches() {
                 let zero = self.zero_masks(region, &windows);
                 hand_over(Batch::Pages { region, windows, zero }, queue, self.watch)?;
             }
@@ -220,7 +218,7 @@ impl Feed<'_> {
                 gate.pass(Ready::Hole { region, range }, self.watch)?;
                 *handed_over += 1;
             }
-            for windows in batches_of(pending) {
+            for windows in pending.batches() {
                 let zero = self.zero_masks(region, &windows);
                 for (index, (first, wanted)) in windows.into_iter().enumerate() {
                     self.watch.check()?;
@@ -242,15 +240,6 @@ impl Feed<'_> {
         };
         self.look.then(|| windows.iter().map(look).collect())
     }
-}
-
-/// The windows of a region that have something to send, several at a time.
-fn batches_of(pending: &Pending) -> impl Iterator<Item = Vec<(u64, u128)>> + '_ {
-    let mut windows = pending.send.windows();
-    std::iter::from_fn(move || {
-        let batch: Vec<_> = windows.by_ref().take(WINDOWS_PER_BATCH).collect();
-        (!batch.is_empty()).then_some(batch)
-    })
 }
 
 fn hand_over(mut batch: Batch, queue: &Sender<Batch>, watch: &Watch<'_>) -> Result<(), Error> {

@@ -2,7 +2,6 @@
 mod auto;
 mod channels;
 mod encoding;
-mod forecast;
 mod rounds;
 mod sender;
 mod switchover;
@@ -15,11 +14,14 @@ use std::{
 use transship_wire::Message;
 
 use crate::{
-    Error, MoveOptions, Phase, Progress, Report, Status, Uri, control::Control, cpu, fail_point, guest::SourceGuest,
+    Error, MoveOptions, Phase, Progress, Report, Status, Uri,
+    control::Control,
+    cpu, fail_point,
+    forecast::{Aim, Forecast, Medium, Verdict},
+    guest::SourceGuest,
     transport::STALL_TIMEOUT,
 };
 use channels::Channels;
-use forecast::{Forecast, Verdict};
 use rounds::Rounds;
 
 /// How long what was sent may take to arrive while the guest runs: a thin link with deep buffers is slow, not dead.
@@ -132,7 +134,9 @@ impl Source<'_> {
     }
 
     fn rounds_until_the_rest_is_small(&mut self, control: &mut Control, rounds: &mut Rounds) -> Result<(), Error> {
-        let mut forecast = Forecast::new(self.options, self.guest.state_estimate());
+        let MoveOptions { downtime, bandwidth, max_rounds, .. } = *self.options;
+        let aim = Aim { medium: Medium::Link, downtime, bandwidth, max_rounds };
+        let mut forecast = Forecast::new(aim, self.guest.state_estimate());
         loop {
             rounds.send_pending(control, DONE_TIMEOUT, self.progress, self.report)?;
             fail_point::reach("source.round")?;

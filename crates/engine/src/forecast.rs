@@ -1,13 +1,13 @@
 //! Whether the rest fits the downtime, and whether it ever will.
 use std::time::Duration;
 
-use crate::{MoveOptions, Report, RoundReport};
+use crate::{Report, RoundReport};
 
 /// Rounds in a row that may pass without a smaller rest than ever before.
 const PATIENCE: u32 = 6;
-/// A round with fewer wire bytes says nothing about the link.
+/// A round with fewer bytes says nothing about the link or disk.
 const MEANINGFUL_BYTES: u64 = 1 << 20;
-/// What a link is taken for while nothing was measured: a gigabit.
+/// What it is taken for while nothing was measured: a gigabit.
 const UNMEASURED_BYTES_PER_S: f64 = 125e6;
 
 /// What to do after a round.
@@ -16,39 +16,48 @@ pub(crate) enum Verdict {
     /// The rest can be sent while the guest stands still.
     Fits,
     AnotherRound,
-    /// It writes faster than the link carries. The text has the numbers.
+    /// It writes faster than its pages can be carried. The text has the numbers.
     Hopeless(String),
+}
+
+/// Where the pages go.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Medium {
+    Link,
+    File,
+}
+
+/// What is to be reached, and by when.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Aim {
+    pub(crate) medium: Medium,
+    /// How long the guest may stand still.
+    pub(crate) downtime: Duration,
+    /// Bytes a second that it is held below.
+    pub(crate) bandwidth: Option<u64>,
+    pub(crate) max_rounds: u32,
 }
 
 /// Looks at what rounds achieve.
 #[derive(Debug)]
 pub(crate) struct Forecast {
-    downtime: Duration,
+    aim: Aim,
     state: Duration,
-    limit: Option<f64>,
-    max_rounds: u32,
     smallest_rest: u64,
     rounds_without_gain: u32,
 }
 
 impl Forecast {
     /// `state`: how long saving, sending and loading the device state is thought to take.
-    pub(crate) fn new(options: &MoveOptions, state: Duration) -> Self {
-        Self {
-            downtime: options.downtime,
-            state,
-            limit: options.bandwidth.map(|rate| rate as f64),
-            max_rounds: options.max_rounds,
-            smallest_rest: u64::MAX,
-            rounds_without_gain: 0,
-        }
+    pub(crate) fn new(aim: Aim, state: Duration) -> Self {
+        Self { aim, state, smallest_rest: u64::MAX, rounds_without_gain: 0 }
     }
 
     /// Judges after a round, with `rest` bytes written since its scan.
     pub(crate) fn judge(&mut self, report: &Report, rest: u64) -> Verdict {
         let rate = self.bytes_per_s(&report.rounds);
         let stop = self.state + Duration::from_secs_f64(rest as f64 / rate);
-        if stop <= self.downtime || rest == 0 {
+        if stop <= self.aim.downtime || rest == 0 {
             return Verdict::Fits;
         }
         if rest < self.smallest_rest / 100 * 95 {
@@ -58,37 +67,50 @@ impl Forecast {
             self.rounds_without_gain += 1;
         }
         let rounds = report.rounds.len() as u32;
-        if rounds < self.max_rounds && self.rounds_without_gain < PATIENCE {
+        if rounds < self.aim.max_rounds && self.rounds_without_gain < PATIENCE {
             return Verdict::AnotherRound;
         }
-        Verdict::Hopeless(hopeless(report, rest, rate, stop, self.downtime))
+        Verdict::Hopeless(hopeless(report, rest, rate, stop, &self.aim))
     }
 
-    /// Wire bytes a second over the rounds so far: the later half counts, the first rounds may have been another load.
+    /// Bytes a second over the rounds so far: the later half counts, the first rounds may have been another load.
     fn bytes_per_s(&self, rounds: &[RoundReport]) -> f64 {
         let meaningful: Vec<_> =
             rounds.iter().filter(|round| round.bytes >= MEANINGFUL_BYTES && round.ms > 0.0).collect();
         let recent = &meaningful[meaningful.len() / 2..];
         let (bytes, ms) = recent.iter().fold((0.0, 0.0), |(b, t), round| (b + round.bytes as f64, t + round.ms));
         let measured = if ms > 0.0 { bytes / ms * 1e3 } else { UNMEASURED_BYTES_PER_S };
-        self.limit.map_or(measured, |limit| measured.min(limit))
+        self.aim.bandwidth.map_or(measured, |limit| measured.min(limit as f64))
     }
 }
 
-fn hopeless(report: &Report, rest: u64, rate: f64, stop: Duration, downtime: Duration) -> String {
+fn hopeless(report: &Report, rest: u64, rate: f64, stop: Duration, aim: &Aim) -> String {
     const MB: f64 = 1e6;
     let dirty = report.rounds.last().map_or(0.0, |round| round.dirty_pages_per_s) * 4096.0;
+    let enough_ms = (stop.as_millis() * 5 / 4).max(1);
+    let (carries, cure) = match aim.medium {
+        Medium::Link => (
+            "link carries",
+            format!(
+                "Allow --downtime {enough_ms}ms or more, a faster link or more --bandwidth, or move it when it writes less"
+            ),
+        ),
+        Medium::File => (
+            "disk takes",
+            format!(
+                "Allow --downtime {enough_ms}ms or more, save it with --background or --paused, to a faster disk, or when it writes less"
+            ),
+        ),
+    };
     format!(
-        "the guest does not converge: after {} rounds it writes {:.1} MB/s, the link carries {:.1} MB/s, and the rest of {:.1} MB \
-         would stop it for {} ms where --downtime allows {} ms; it runs on here. Allow --downtime {}ms or more, a faster link or \
-         more --bandwidth, or move it when it writes less",
+        "the guest does not converge: after {} rounds it writes {:.1} MB/s, the {carries} {:.1} MB/s, and the rest of {:.1} MB \
+         would stop it for {} ms where --downtime allows {} ms; it runs on here. {cure}",
         report.rounds.len(),
         dirty / MB,
         rate / MB,
         rest as f64 / MB,
         stop.as_millis(),
-        downtime.as_millis(),
-        (stop.as_millis() * 5 / 4).max(1),
+        aim.downtime.as_millis(),
     )
 }
 
@@ -98,9 +120,12 @@ mod tests {
 
     const MIB: u64 = 1 << 20;
 
+    fn aim(downtime_ms: u64) -> Aim {
+        Aim { medium: Medium::Link, downtime: Duration::from_millis(downtime_ms), bandwidth: None, max_rounds: 30 }
+    }
+
     fn forecast(downtime_ms: u64) -> Forecast {
-        let options = MoveOptions { downtime: Duration::from_millis(downtime_ms), ..MoveOptions::default() };
-        Forecast::new(&options, Duration::from_millis(50))
+        Forecast::new(aim(downtime_ms), Duration::from_millis(50))
     }
 
     /// Rounds that each carried 100 MiB in a second.
@@ -118,8 +143,8 @@ mod tests {
 
     #[test]
     fn a_limit_lowers_the_forecast() {
-        let options = MoveOptions { bandwidth: Some(MIB), ..MoveOptions::default() };
-        assert_eq!(Forecast::new(&options, Duration::ZERO).judge(&report(1), MIB), Verdict::AnotherRound);
+        let aim = Aim { bandwidth: Some(MIB), ..aim(300) };
+        assert_eq!(Forecast::new(aim, Duration::ZERO).judge(&report(1), MIB), Verdict::AnotherRound);
     }
 
     #[test]
@@ -134,6 +159,17 @@ mod tests {
         assert_eq!(verdicts.iter().position(|v| *v != Verdict::AnotherRound), Some(PATIENCE as usize));
         let Verdict::Hopeless(why) = &verdicts[PATIENCE as usize] else { panic!("{verdicts:?}") };
         assert!(why.contains("104.9 MB/s") && why.contains("524.3 MB") && why.contains("5050 ms"), "{why}");
+    }
+
+    #[test]
+    fn the_verdict_knows_what_would_help() {
+        for (medium, said, unsaid) in [(Medium::Link, "link carries", "--paused"), (Medium::File, "--paused", "link")] {
+            let aim = Aim { medium, max_rounds: 1, ..aim(100) };
+            let Verdict::Hopeless(why) = Forecast::new(aim, Duration::ZERO).judge(&report(1), 500 * MIB) else {
+                panic!("it goes on after the last round")
+            };
+            assert!(why.contains(said) && !why.contains(unsaid), "{why}");
+        }
     }
 
     #[test]

@@ -1,0 +1,140 @@
+//! What has to be sent, or written to a file, next: which pages were written, and which of them hold anything.
+//!
+//! Order matters: the scan comes first, and re-arms the tracking; the look at the holes comes second; reading pages comes last. A page that
+//! changes after its scan is reported by the next one, and a page that becomes a hole after the look is seen by the next look, at the latest
+//! when the guest stands still.
+use std::{sync::atomic::Ordering::Relaxed, time::Instant};
+
+use transship_memory::{Error as MemoryError, Freeing, GuestMemory, Holes, PAGE_BYTES, PageSet, Region, Tracker};
+
+use crate::{Error, Progress, Report, RoundReport, page_map::PageMap};
+
+/// Windows that travel between threads as one piece of work: 4 MiB.
+const WINDOWS_PER_BATCH: usize = 8;
+
+/// One region's part of a round.
+pub(crate) struct Pending {
+    /// To be sent: written, and not holes.
+    pub(crate) send: PageSet,
+    /// Sent with content in an earlier round, and holes now.
+    pub(crate) gone: PageSet,
+}
+
+impl Pending {
+    /// The windows that have something to send, several at a time: first page and wanted pages.
+    pub(crate) fn batches(&self) -> impl Iterator<Item = Vec<(u64, u128)>> + '_ {
+        let mut windows = self.send.windows();
+        std::iter::from_fn(move || {
+            let batch: Vec<_> = windows.by_ref().take(WINDOWS_PER_BATCH).collect();
+            (!batch.is_empty()).then_some(batch)
+        })
+    }
+}
+
+/// Looks at a guest's memory again and again. `content`, wherever it is asked for: by region, the pages that the other end (or the file) holds
+/// content for.
+pub(crate) struct Scanner {
+    memory: GuestMemory,
+    tracker: Box<dyn Tracker>,
+    /// By region.
+    holes: Vec<Holes>,
+    pending: Vec<Pending>,
+    /// What the pending round's report will say.
+    next: RoundReport,
+    last_scan: Instant,
+}
+
+impl Scanner {
+    /// Arms the tracking; the first round has everything that is not a hole.
+    pub(crate) fn begin(memory: GuestMemory, tracker: Box<dyn Tracker>, freeing: Freeing) -> Result<Self, Error> {
+        let holes = memory.regions().iter().map(|_| Holes::new(freeing)).collect();
+        let empty: Vec<_> = memory.regions().iter().map(|region| PageMap::new(region.pages())).collect();
+        let (next, last_scan) = (RoundReport::default(), Instant::now());
+        let mut scanner = Self { memory, tracker, holes, pending: Vec::new(), next, last_scan };
+        scanner.look(None, &empty)?;
+        let all: u64 = scanner.memory.regions().iter().map(Region::pages).sum();
+        scanner.next.hole = all - scanner.next.written; // the scan reported everything
+        Ok(scanner)
+    }
+
+    /// As `begin`, for a guest that stands still: all that it holds is in the one round.
+    pub(crate) fn standing_still(memory: GuestMemory) -> Result<Self, Error> {
+        let tracker = Everything(memory.regions().iter().map(Region::pages).collect());
+        Self::begin(memory, Box::new(tracker), Freeing::Never)
+    }
+
+    /// By region: what the next round sends.
+    pub(crate) fn pending(&self) -> &[Pending] {
+        &self.pending
+    }
+
+    /// Bytes of the pages that the next round sends.
+    pub(crate) fn pending_bytes(&self) -> u64 {
+        self.pending.iter().map(|pending| pending.send.count()).sum::<u64>() * PAGE_BYTES as u64
+    }
+
+    /// The begin of the pending round's report, to be completed once it is sent.
+    pub(crate) fn take_report(&mut self) -> RoundReport {
+        std::mem::take(&mut self.next)
+    }
+
+    /// Looks which pages were written since the last scan. They are the next round.
+    pub(crate) fn scan(&mut self, content: &[PageMap], report: &mut Report, progress: &Progress) -> Result<(), Error> {
+        self.look(None, content)?;
+        let now = Instant::now();
+        let seconds = now.duration_since(self.last_scan).as_secs_f64();
+        self.last_scan = now;
+        self.next.dirty_pages_per_s = self.next.written as f64 / seconds;
+        if let Some(done) = report.rounds.last_mut() {
+            done.dirty_pages_per_s = self.next.dirty_pages_per_s;
+        }
+        progress.dirty_rate.store(self.next.dirty_pages_per_s as u64, Relaxed);
+        Ok(())
+    }
+
+    /// The last look, with the guest standing still: what the scan before it found and was not sent yet, and what came since.
+    pub(crate) fn scan_again(&mut self, content: &[PageMap]) -> Result<(), Error> {
+        let earlier = std::mem::take(&mut self.pending);
+        let dirty_rate = self.next.dirty_pages_per_s;
+        self.look(Some(earlier), content)?;
+        self.next.dirty_pages_per_s = dirty_rate;
+        Ok(())
+    }
+
+    /// Scans all regions, then looks for holes. `earlier`: what an earlier scan found and nobody has sent.
+    fn look(&mut self, earlier: Option<Vec<Pending>>, content: &[PageMap]) -> Result<(), Error> {
+        let mut earlier = earlier.into_iter().flatten();
+        let mut pending = Vec::new();
+        let regions = self.memory.regions().iter().zip(&mut self.holes).zip(content);
+        for (index, ((region, holes), content)) in regions.enumerate() {
+            let mut send = self.tracker.scan(index)?;
+            let data = holes.look(region, &send)?;
+            if let Some(before) = earlier.next() {
+                send.union_with(&before.send);
+            }
+            send.intersect_with(data);
+            let mut gone = content.to_set(region.pages());
+            gone.subtract(data);
+            pending.push(Pending { send, gone });
+        }
+        self.next = describe(&self.memory, &pending);
+        self.pending = pending;
+        Ok(())
+    }
+}
+
+fn describe(memory: &GuestMemory, pending: &[Pending]) -> RoundReport {
+    let scanned = memory.regions().iter().map(Region::pages).sum();
+    let written = pending.iter().map(|p| p.send.count()).sum();
+    let hole = pending.iter().map(|p| p.gone.count()).sum();
+    RoundReport { scanned, written, hole, ..RoundReport::default() }
+}
+
+/// Reports all pages of regions of these sizes.
+struct Everything(Vec<u64>);
+
+impl Tracker for Everything {
+    fn scan(&mut self, region: usize) -> Result<PageSet, MemoryError> {
+        Ok(PageSet::full(self.0[region]))
+    }
+}
