@@ -44,6 +44,9 @@ pub enum Error {
     /// The two guests are not alike.
     #[error("{0}")]
     Unfit(String),
+    /// A snapshot file that can't be used for what was asked.
+    #[error("{0}")]
+    File(String),
     /// The adapter failed.
     #[error(transparent)]
     Guest(#[from] GuestError),

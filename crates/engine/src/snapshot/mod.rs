@@ -2,6 +2,8 @@
 //!
 //! - `uri`, `options`: what a user says
 //! - `target`: the file while it is made: a temporary name, locks, what becomes of it
+mod descriptors;
+mod filesystem;
 mod options;
 mod uri;
 

@@ -1,0 +1,142 @@
+//! The device state of a mapped-ram file, as the stream that the waiting VMM loads.
+use std::io::{self, Read};
+
+use transship_memory::{PAGE_BYTES, PageSet, WINDOW_PAGES};
+use transship_wire::qemu::{Block, GlobalState, RunState};
+
+use super::{
+    open::Snapshot,
+    origin::wrong,
+    recompose::Recomposer,
+};
+use crate::{Error, page_map::runs};
+
+/// All memory of a guest's devices together is less than this: the largest are graphics adapters.
+const MAX_DEVICE_BYTES: u64 = 16 << 30;
+
+/// The stream, made while it is read.
+pub(super) struct DeviceStream<'a> {
+    snapshot: &'a Snapshot,
+    /// The blocks that are not guest memory, the next one last.
+    blocks: Vec<&'a Block>,
+    /// The one whose pages are on their way: which of them are in the file, and the first page that is not done.
+    current: Option<(&'a Block, PageSet, u64)>,
+    recomposer: Option<Recomposer>,
+    tail: Option<Vec<u8>>,
+    /// Made, and read up to `used`.
+    piece: Vec<u8>,
+    used: usize,
+    failed: Option<Error>,
+}
+
+impl<'a> DeviceStream<'a> {
+    /// `blocks`: those of the snapshot that are not guest memory.
+    ///
+    /// # Errors
+    /// They are larger than any device's.
+    pub(super) fn new(snapshot: &'a Snapshot, mut blocks: Vec<&'a Block>) -> Result<Self, Error> {
+        check_sizes(&snapshot.origin.name, &blocks)?;
+        let mut recomposer = Recomposer::new(&snapshot.configuration, blocks.iter().copied(), &snapshot.early);
+        if snapshot.switchover {
+            recomposer.switchover();
+        }
+        let tail = Some(paused(snapshot)?);
+        blocks.reverse();
+        let recomposer = Some(recomposer);
+        Ok(Self { snapshot, blocks, current: None, recomposer, tail, piece: Vec::new(), used: 0, failed: None })
+    }
+
+    /// What went wrong, if anything did: whoever read only has its text.
+    pub(super) fn failure(self) -> Option<Error> {
+        self.failed
+    }
+
+    /// Makes the next piece. An empty one is the end.
+    fn advance(&mut self) -> Result<Vec<u8>, Error> {
+        loop {
+            let Some(recomposer) = &mut self.recomposer else { return Ok(self.tail.take().unwrap_or_default()) };
+            match &mut self.current {
+                Some((block, stored, first)) if *first < block.pages() => {
+                    pages(self.snapshot, recomposer, block, stored, *first)?;
+                    *first += WINDOW_PAGES;
+                    return Ok(recomposer.take());
+                }
+                _ => match self.blocks.pop() {
+                    Some(block) => self.current = Some((block, self.snapshot.stored(block)?, 0)),
+                    None => {
+                        recomposer.finish();
+                        let piece = recomposer.take();
+                        self.recomposer = None;
+                        return Ok(piece);
+                    }
+                },
+            }
+        }
+    }
+}
+
+impl Read for DeviceStream<'_> {
+    fn read(&mut self, out: &mut [u8]) -> io::Result<usize> {
+        if self.used == self.piece.len() {
+            let next = self.advance();
+            self.piece = next.map_err(|error| {
+                let text = error.to_string();
+                self.failed.get_or_insert(error);
+                io::Error::other(text)
+            })?;
+            self.used = 0;
+        }
+        let length = out.len().min(self.piece.len() - self.used);
+        out[..length].copy_from_slice(&self.piece[self.used..][..length]);
+        self.used += length;
+        Ok(length)
+    }
+}
+
+/// The pages of a block from `first` on, as many as a window has.
+fn pages(snapshot: &Snapshot, to: &mut Recomposer, block: &Block, stored: &PageSet, first: u64) -> Result<(), Error> {
+    let Some(geometry) = block.geometry() else { return Ok(()) };
+    let present = stored.window(first);
+    let count = WINDOW_PAGES.min(block.pages() - first);
+    for page in (0..count).filter(|page| present >> page & 1 == 0) {
+        to.zero_page(&block.name, (first + page) * PAGE_BYTES as u64);
+    }
+    let mut bytes = Vec::new();
+    for run in runs(first, present) {
+        bytes.resize(run.bytes() as usize, 0);
+        let offset = run.first * PAGE_BYTES as u64;
+        let what = format!("pages of {:?}", &*block.name);
+        snapshot.read_exact(&what, &mut bytes, geometry.pages_offset + offset)?;
+        let (pages, _) = bytes.as_chunks::<PAGE_BYTES>();
+        for (page, at) in pages.iter().zip((offset..).step_by(PAGE_BYTES)) {
+            to.page(&block.name, at, page);
+        }
+    }
+    Ok(())
+}
+
+/// # Errors
+/// More than any device has: their bitmaps would not fit this process's memory.
+pub(super) fn check_sizes(file: &str, blocks: &[&Block]) -> Result<(), Error> {
+    let largest = blocks.iter().max_by_key(|block| block.used_bytes);
+    let total = blocks.iter().fold(0, |total: u64, block| total.saturating_add(block.used_bytes));
+    match largest {
+        Some(block) if total > MAX_DEVICE_BYTES => Err(wrong(
+            file,
+            format_args!(
+                "block {:?} of {} bytes is not among the memory of the guest that waits, and is too large to be a device's",
+                &*block.name, block.used_bytes
+            ),
+        )),
+        _ => Ok(()),
+    }
+}
+
+/// The device sections with the run state that keeps the guest from running before its time.
+fn paused(snapshot: &Snapshot) -> Result<Vec<u8>, Error> {
+    let mut tail = snapshot.tail.clone();
+    if let Some(mut state) = snapshot.global_state()? {
+        state.patch(&mut tail, RunState::Paused);
+    }
+    Ok(tail)
+}

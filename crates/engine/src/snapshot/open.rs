@@ -1,0 +1,260 @@
+//! A snapshot, read and checked up to where the device sections begin: what it holds, and where.
+use std::sync::Arc;
+
+use transship_memory::{PageRange, PageSet};
+use transship_wire::qemu::{
+    Block, Command, Configuration, Geometry, GlobalState, Mapped, Record, StreamReader, bitmap_bytes,
+};
+
+use super::{
+    DirectIo, FileUri,
+    origin::{Origin, damaged, no_direct, wrong},
+    records::{Input, Records},
+};
+use crate::{Error, page_map::runs};
+
+/// Bytes of a bitmap that are looked at at once: 2 GiB of guest memory.
+const BITMAP_CHUNK: u64 = 64 << 10;
+/// More than the early sections of all virtio-mem devices take: a bit for each 2 MiB of memory, mostly.
+const MAX_EARLY_BYTES: usize = 64 << 20;
+
+/// What a file turned out to be.
+pub(super) enum Opened {
+    /// Every page has its place.
+    Mapped(Box<Snapshot>),
+    /// One record after the other; read up to the end of the list of blocks.
+    Stream(Box<Stream>),
+}
+
+/// A plain stream whose pages come next.
+pub(super) struct Stream {
+    pub(super) origin: Origin,
+    pub(super) configuration: Configuration,
+    pub(super) blocks: Vec<Block>,
+    /// Sections that are to come before the pages, verbatim.
+    pub(super) early: Vec<u8>,
+    pub(super) records: Records,
+}
+
+/// A mapped-ram file whose structure has been checked; pages and bitmaps have not been looked at.
+pub(super) struct Snapshot {
+    pub(super) origin: Origin,
+    pub(super) configuration: Configuration,
+    pub(super) blocks: Vec<Block>,
+    /// Sections that are to come before the pages, verbatim.
+    pub(super) early: Vec<u8>,
+    /// Whether the stream says that the guest had been stopped, which machines since 10.0 do.
+    pub(super) switchover: bool,
+    /// Where the device sections begin.
+    pub(super) tail_offset: u64,
+    /// From there to the end.
+    pub(super) tail: Vec<u8>,
+}
+
+/// Opens a file and reads as much of it as fits the memory of this process whatever it says: no page, no bitmap.
+///
+/// # Errors
+/// It is none, or none that we can read; the text names the field and its offset.
+pub(super) fn open(from: &FileUri, direct_io: DirectIo) -> Result<Opened, Error> {
+    read(Origin::open(from, direct_io)?)
+}
+
+/// The same with a file that is open.
+pub(super) fn read(origin: Origin) -> Result<Opened, Error> {
+    let (input, reader) = match origin.bytes {
+        Some(bytes) => (Input::File(Arc::clone(&origin.file)), StreamReader::at(origin.offset).within(bytes)),
+        None => {
+            let pipe = origin.file.try_clone();
+            let pipe = pipe.map_err(|source| Error::Io { what: format!("opening {}", origin.name), source })?;
+            (Input::Pipe { pipe, position: 0 }, StreamReader::new())
+        }
+    };
+    let mut records = Records::new(&origin.name, input, reader);
+    let mut head = Head::default();
+    let configuration = loop {
+        if let Some(configuration) = records.step(|record, _| head.take_first(&origin.name, record))? {
+            break configuration;
+        }
+    };
+    if !configuration.mapped_ram {
+        records.expect_pages();
+    }
+    // The list of blocks, and what belongs to it.
+    while !head.listed {
+        records.step(|record, bytes| head.take_listed(&origin.name, record, bytes))?;
+    }
+    if !configuration.mapped_ram {
+        let blocks = records.reader().blocks().to_vec();
+        return Ok(Opened::Stream(Box::new(Stream { origin, configuration, blocks, early: head.early, records })));
+    }
+    while !head.ended {
+        records.step(|record, bytes| head.take_rest(&origin.name, record, bytes))?;
+    }
+    let (blocks, tail_offset) = (records.reader().blocks().to_vec(), records.reader().position());
+    let tail = records.tail()?;
+    let (early, switchover) = (head.early, head.switchover);
+    let snapshot = Snapshot { origin, configuration, blocks, early, switchover, tail_offset, tail };
+    Ok(Opened::Mapped(Box::new(snapshot)))
+}
+
+/// What has been read of the head of a stream.
+#[derive(Default)]
+struct Head {
+    listed: bool,
+    ended: bool,
+    switchover: bool,
+    /// An early section goes on.
+    in_early: bool,
+    early: Vec<u8>,
+}
+
+impl Head {
+    /// Up to the configuration.
+    fn take_first(&mut self, file: &str, record: Record<'_>) -> Result<Option<Configuration>, Error> {
+        match record {
+            Record::Header => Ok(None),
+            Record::Configuration(configuration) => Ok(Some(configuration)),
+            _ => unfit(file, "it has no configuration record, as those of machines before 2.4; it can't be told what it is"),
+        }
+    }
+
+    /// Up to the end of the section that lists the blocks.
+    fn take_listed(&mut self, file: &str, record: Record<'_>, bytes: &[u8]) -> Result<(), Error> {
+        match record {
+            Record::Footer { .. } if !self.in_early => self.listed = true,
+            Record::Tail => return unfit(file, "it lists no memory"),
+            record => self.take_rest(file, record, bytes)?,
+        }
+        Ok(())
+    }
+
+    /// What a mapped-ram file has beside.
+    fn take_rest(&mut self, file: &str, record: Record<'_>, bytes: &[u8]) -> Result<(), Error> {
+        let was_early = std::mem::take(&mut self.in_early);
+        match record {
+            Record::Tail => self.ended = true,
+            Record::Command(Command::SwitchoverStart) => self.switchover = true,
+            Record::Command(command) => check_command(file, &command)?,
+            Record::Early(_) => self.keep_early(file, bytes)?,
+            Record::Raw(_) if was_early => self.keep_early(file, bytes)?,
+            Record::Footer { .. } if was_early => {
+                self.early.extend_from_slice(bytes);
+            }
+            Record::Page(page) => {
+                let what = format!("a page record for offset {:#x} in a mapped-ram file, where none can be", page.offset);
+                return Err(wrong(file, what));
+            }
+            _ => {}
+        }
+        Ok(())
+    }
+
+    fn keep_early(&mut self, file: &str, bytes: &[u8]) -> Result<(), Error> {
+        self.in_early = true;
+        if self.early.len() + bytes.len() > MAX_EARLY_BYTES {
+            return unfit(file, "its early device sections are larger than any machine's");
+        }
+        self.early.extend_from_slice(bytes);
+        Ok(())
+    }
+}
+
+/// Commands that mean nothing once the stream lies in a file are passed over; those that change what follows are not.
+pub(super) fn check_command(file: &str, command: &Command) -> Result<(), Error> {
+    match command {
+        Command::OpenReturnPath | Command::Ping(_) | Command::SwitchoverStart => Ok(()),
+        Command::PostcopyAdvise(_) => unfit(file, "it was made for postcopy; make one without"),
+        other => unfit(file, &format!("it has the command {}, which needs a source that answers", other.name())),
+    }
+}
+
+fn unfit<T>(file: &str, what: &str) -> Result<T, Error> {
+    Err(wrong(file, what))
+}
+
+impl Snapshot {
+    /// The pages of a block that are in the file. `block` is small enough to be somebody's memory: the set takes a bit a page.
+    ///
+    /// # Errors
+    /// A bit for a page that the block does not have; the system's own.
+    pub(super) fn stored(&self, block: &Block) -> Result<PageSet, Error> {
+        let mut set = PageSet::empty(block.pages());
+        self.each_stored(block, |range| {
+            set.insert(range);
+            Ok(())
+        })?;
+        Ok(set)
+    }
+
+    /// Hands the pages of a block that are in the file to `take`, ascending, without keeping them.
+    ///
+    /// # Errors
+    /// As [`Snapshot::stored`], and those of `take`.
+    pub(super) fn each_stored(
+        &self,
+        block: &Block,
+        mut take: impl FnMut(PageRange) -> Result<(), Error>,
+    ) -> Result<(), Error> {
+        let Some(Geometry { bitmap_offset, .. }) = block.geometry() else { return Ok(()) };
+        let total = bitmap_bytes(block.used_bytes);
+        let mut chunk = Vec::new();
+        for at in (0..total).step_by(BITMAP_CHUNK as usize) {
+            let length = BITMAP_CHUNK.min(total - at);
+            chunk.resize(length as usize, 0);
+            self.read_exact(&format!("the bitmap of {:?}", &*block.name), &mut chunk, bitmap_offset + at)?;
+            // A bitmap has whole words of 64 bits, a window is two of them: the last one may be half.
+            for (window, bytes) in chunk.chunks(16).enumerate() {
+                let mut word = [0; 16];
+                word[..bytes.len()].copy_from_slice(bytes);
+                let pages = u128::from_le_bytes(word);
+                if pages == 0 {
+                    continue;
+                }
+                let first = at * 8 + window as u64 * 128;
+                let last = first + u64::from(127 - pages.leading_zeros());
+                if last >= block.pages() {
+                    let offset = bitmap_offset + at + window as u64 * 16;
+                    let (name, has) = (&*block.name, block.pages());
+                    let what = format!("bitmap of {name:?} at offset {offset:#x}: it has page {last}, the block has {has} pages");
+                    return unfit(&self.origin.name, &what);
+                }
+                runs(first, pages).try_for_each(&mut take)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Reads bytes that must be there.
+    pub(super) fn read_exact(&self, what: &str, into: &mut [u8], at: u64) -> Result<(), Error> {
+        use std::os::unix::fs::FileExt;
+        let failed = |source| Error::Io { what: format!("reading {what} from {} at offset {at:#x}", self.origin.name), source };
+        self.origin.file.read_exact_at(into, at).map_err(failed)
+    }
+
+    /// The block whose pages are not in the file, if there is one.
+    pub(super) fn left_out(&self) -> Option<&Block> {
+        self.blocks.iter().find(|block| block.mapped == Some(Mapped::Ignored))
+    }
+
+    /// Makes sure that pages can be read past the page cache if that was wished, by reading one: `at` is where it is. Where the wish was only
+    /// for what is possible, goes on without.
+    pub(super) fn settle_direct_io(&mut self, wish: DirectIo, at: Option<u64>) -> Result<(), Error> {
+        let Some(at) = at else { return Ok(()) };
+        match self.origin.can_read_directly(at) {
+            Ok(()) => Ok(()),
+            Err(_) if wish == DirectIo::Auto => {
+                self.origin.direct = None;
+                Ok(())
+            }
+            Err(why) => Err(no_direct(&self.origin.name, why)),
+        }
+    }
+
+    /// What the device sections say of the guest's running; none: they don't say.
+    ///
+    /// # Errors
+    /// They say it in a way that can't be.
+    pub(super) fn global_state(&self) -> Result<Option<GlobalState>, Error> {
+        GlobalState::find(&self.tail, self.tail_offset).map_err(|error| damaged(&self.origin.name, error))
+    }
+}

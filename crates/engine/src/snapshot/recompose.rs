@@ -1,0 +1,104 @@
+//! The stream that a QEMU loads instead of the file: everything but the guest's memory, which is in its place already.
+//!
+//! ```text
+//!   header, configuration with x-ignore-shared
+//!   START    only blocks that are not guest memory: ROMs, video memory
+//!   (early sections)
+//!   PART     their pages, as they come
+//!   (SWITCHOVER_START)
+//!   END      (or here)
+//!   tail     the device sections, with the run state changed to paused
+//! ```
+use transship_wire::{
+    PAGE_BYTES,
+    qemu::{Block, Command, Configuration, Name, StreamWriter},
+};
+
+/// The number of the RAM section: any is accepted.
+const RAM_SECTION: u32 = 1;
+
+/// Makes the stream, piece by piece.
+pub(super) struct Recomposer {
+    writer: StreamWriter,
+    stage: Stage,
+}
+
+/// What the writer is in.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Stage {
+    /// Between two sections.
+    Between,
+    Part,
+    /// The guest had been stopped: pages go into the last part.
+    Last,
+}
+
+impl Recomposer {
+    /// Begins a stream of `blocks`, which are none of the guest's memory.
+    pub(super) fn new<'a>(
+        of: &Configuration,
+        blocks: impl Iterator<Item = &'a Block> + Clone,
+        early: &[u8],
+    ) -> Self {
+        let mut writer = StreamWriter::new(0, RAM_SECTION);
+        let configuration = Configuration { ignore_shared: true, mapped_ram: false, ..of.clone() };
+        let total = blocks.clone().map(|block| block.used_bytes).sum();
+        writer.header().configuration(&configuration).ram_start(total);
+        for block in blocks {
+            // Only looked at for blocks that the destination leaves out itself, which these are not.
+            let gpa = Some(block.gpa.unwrap_or(0));
+            writer.block(&Block { gpa, mapped: None, ..block.clone() });
+        }
+        writer.eos().raw(early);
+        Self { writer, stage: Stage::Between }
+    }
+
+    /// A page of a block.
+    pub(super) fn page(&mut self, block: &Name, offset: u64, bytes: &[u8; PAGE_BYTES]) {
+        self.open();
+        self.writer.page(block, offset, bytes);
+    }
+
+    /// A page of a block that is zero.
+    pub(super) fn zero_page(&mut self, block: &Name, offset: u64) {
+        self.open();
+        self.writer.zero_page(block, offset);
+    }
+
+    /// The guest had been stopped from here on.
+    pub(super) fn switchover(&mut self) {
+        self.close();
+        self.writer.command(&Command::SwitchoverStart);
+        self.writer.end();
+        self.stage = Stage::Last;
+    }
+
+    /// All pages are there.
+    pub(super) fn finish(&mut self) {
+        if self.stage != Stage::Last {
+            self.close();
+            self.writer.end();
+        }
+        self.writer.eos();
+        self.stage = Stage::Between;
+    }
+
+    /// What has been made since the last call.
+    pub(super) fn take(&mut self) -> Vec<u8> {
+        self.writer.take_bytes()
+    }
+
+    fn open(&mut self) {
+        if self.stage == Stage::Between {
+            self.writer.part();
+            self.stage = Stage::Part;
+        }
+    }
+
+    fn close(&mut self) {
+        if self.stage == Stage::Part {
+            self.writer.eos();
+            self.stage = Stage::Between;
+        }
+    }
+}
