@@ -2,7 +2,8 @@
 # Builds the guests that the tests and the demo start, into .guest/. Does nothing when they are newer than their sources.
 #
 #   .guest/linux/vmlinuz      a distribution kernel, unpacked from its package
-#   .guest/linux/initrd.img   busybox, guest/init and guest/workload.rs
+#   .guest/linux/modules/     its drivers for virtio's balloon
+#   .guest/linux/initrd.img   busybox, these drivers, guest/init and guest/workload.rs
 #   .guest/kvm.elf            guest/kvm.c: a 32-bit program that needs no operating system
 set -Eeuo pipefail
 trap 'echo "guests: failed in line $LINENO: $BASH_COMMAND" >&2' ERR
@@ -12,9 +13,12 @@ say() { echo "guests: $*" >&2; }
 
 main() {
     mkdir -p .guest/linux
-    [ -s .guest/linux/vmlinuz ] || fetch_kernel
+    # One that was put there by hand may have no modules beside it.
+    [ -s .guest/linux/vmlinuz ] && { [ -d .guest/linux/modules ] || ! type -P apt-get >/dev/null; } || fetch_kernel
     [ -s .guest/linux/busybox ] || fetch_busybox
-    fresh .guest/linux/initrd.img guest/init guest/workload.rs scripts/guests.sh || build_initrd
+    shopt -s nullglob
+    initrd_parts=(guest/init guest/workload.rs scripts/guests.sh .guest/linux/modules/*.ko)
+    fresh .guest/linux/initrd.img "${initrd_parts[@]}" || build_initrd
     fresh .guest/kvm.elf guest/kvm.c guest/kvm.ld scripts/guests.sh || build_kvm_guest
 }
 
@@ -46,9 +50,22 @@ fetch_kernel() {
     scratch=$(mktemp -d -p .guest)
     unpack "$package" "$scratch"
     install -m 644 "$scratch"/boot/vmlinuz-* .guest/linux/vmlinuz.new
+    take_modules "$scratch"
     mv .guest/linux/vmlinuz.new .guest/linux/vmlinuz
     rm -r "$scratch"
     say "unpacked the kernel of $package"
+}
+
+# In the order in which they need each other. What a kernel has built in, or packed in a way that busybox can't read, is left out.
+take_modules() {
+    local module found number=0
+    rm -rf .guest/linux/modules.new .guest/linux/modules
+    mkdir .guest/linux/modules.new
+    for module in virtio virtio_ring virtio_pci_legacy_dev virtio_pci_modern_dev virtio_pci virtio_balloon; do
+        found=$(find "$1/lib/modules" -name "$module.ko" -print -quit 2>/dev/null || true)
+        [ -z "$found" ] || install -m 644 "$found" ".guest/linux/modules.new/$((++number))-$module.ko"
+    done
+    mv .guest/linux/modules.new .guest/linux/modules
 }
 
 # The package with the kernel itself, which Debian's and Ubuntu's packages for "the newest" depend on.
@@ -92,14 +109,16 @@ unpack() {
 build_initrd() {
     local root
     root=$(mktemp -d -p .guest)
-    mkdir -p "$root"/{bin,dev,proc,sys}
+    mkdir -p "$root"/{bin,dev,modules,proc,sys}
+    local module
+    for module in .guest/linux/modules/*.ko; do cp "$module" "$root/modules"; done
     cp .guest/linux/busybox "$root/bin/busybox"
     install -m 755 guest/init "$root/init"
     rustc --edition 2024 -O -C target-feature=+crt-static -C strip=symbols --deny warnings \
         --target x86_64-unknown-linux-gnu -o "$root/bin/workload" guest/workload.rs
     (cd "$root" && find . | sort | cpio --quiet -o -H newc -R 0:0) | gzip -1 >.guest/linux/initrd.img.new
     rm -r "$root"
-    made .guest/linux/initrd.img guest/init guest/workload.rs scripts/guests.sh
+    made .guest/linux/initrd.img "${initrd_parts[@]}"
 }
 
 build_kvm_guest() {
