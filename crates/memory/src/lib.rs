@@ -4,6 +4,7 @@
 //! so no reference to guest memory ever exists, only raw pointers inside this crate, and everything that leaves it is
 //! a copy, a mask or a count.
 
+mod area;
 mod copy;
 mod error;
 mod file_io;
@@ -11,6 +12,7 @@ mod holes;
 mod huge_holes;
 mod mapping;
 mod missing;
+mod pagemap;
 mod pages;
 mod protect;
 mod region;
@@ -18,6 +20,7 @@ mod tracker;
 mod uffd;
 mod zero;
 
+pub use area::Area;
 pub use error::Error;
 pub use file_io::{FileIo, FileQueue, PageBuffer};
 pub use holes::{Freeing, Holes};
@@ -25,4 +28,4 @@ pub use missing::Missing;
 pub use pages::{PAGE_BYTES, PageRange, PageSet, WINDOW_PAGES};
 pub use protect::{Fault, Protection};
 pub use region::{Access, GuestMemory, Region};
-pub use tracker::{Area, Tracker, UffdTracker};
+pub use tracker::{Tracker, UffdTracker};

@@ -6,8 +6,10 @@ use std::{
 };
 
 use crate::{
-    Error, PAGE_BYTES, PageRange, PageSet,
-    uffd::{self, Written},
+    Area, Error, PageSet,
+    area::{self, refused, untrackable},
+    pagemap::{self, Written},
+    uffd,
 };
 
 /// Reports written pages. The first scan of a region reports every page that may hold something and arms the tracking;
@@ -22,37 +24,6 @@ pub trait Tracker: Send {
     /// The tracked process is gone, or the kernel refuses. Nothing may then be assumed to be clean; the next scan that
     /// succeeds reports everything again.
     fn scan(&mut self, region: usize) -> Result<PageSet, Error>;
-}
-
-/// Where (a part of) a region is mapped in the tracked process.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Area {
-    /// Index into the guest's regions.
-    pub region: usize,
-    /// First page of the region that this area maps.
-    pub first_page: u64,
-    /// Address in the tracked process.
-    pub address: u64,
-    /// Size, a multiple of the page size.
-    pub bytes: u64,
-}
-
-impl Area {
-    fn range(&self) -> PageRange {
-        PageRange::new(self.first_page, self.bytes / PAGE_BYTES as u64)
-    }
-
-    fn end(&self) -> u64 {
-        self.address + self.bytes
-    }
-
-    /// The pages of the region that lie between two addresses of the area.
-    fn pages_between(&self, start: u64, end: u64) -> PageRange {
-        let page = PAGE_BYTES as u64;
-        let (start, end) = (start.clamp(self.address, self.end()), end.clamp(self.address, self.end()));
-        let (first, end) = ((start - self.address) / page, (end - self.address).div_ceil(page));
-        PageRange::new(self.first_page + first, end.saturating_sub(first))
-    }
 }
 
 /// userfaultfd write protection in asynchronous mode, read by PAGEMAP_SCAN on the tracked process's pagemap (Linux 6.7).
@@ -87,7 +58,7 @@ impl UffdTracker {
     /// Areas that the regions don't have, regions that the areas don't cover, memory that the kernel can't track, a
     /// kernel that is too old.
     pub fn new(uffd: OwnedFd, pagemap: OwnedFd, areas: Vec<Area>, region_pages: Vec<u64>) -> Result<Self, Error> {
-        check_areas(&areas, &region_pages)?;
+        area::check(&areas, &region_pages)?;
         uffd::negotiate(uffd.as_fd(), uffd::TRACK).map_err(|source| match source.raw_os_error() {
             Some(libc::EINVAL) => Error::Kernel {
                 what: "track writes to shared memory",
@@ -107,7 +78,7 @@ impl UffdTracker {
     fn scan_area(&mut self, area: &Area, written: &mut PageSet) -> Result<(), Error> {
         let mut at = area.address;
         while at < area.end() {
-            let (count, next) = uffd::scan(self.pagemap.as_fd(), at, area.end(), &mut self.found)
+            let (count, next) = pagemap::scan(self.pagemap.as_fd(), at, area.end(), &mut self.found)
                 .map_err(|source| lost(area, source))?;
             for found in &self.found[..count] {
                 written.insert(area.pages_between(found.start, found.end));
@@ -143,51 +114,6 @@ impl Tracker for UffdTracker {
         // through its mapping. Kernels call those written, at least so far; this does not depend on it.
         Ok(if armed { written } else { PageSet::full(pages) })
     }
-}
-
-/// Every page of every region is in an area, and every area in its region: else a write could be missed.
-fn check_areas(areas: &[Area], region_pages: &[u64]) -> Result<(), Error> {
-    let mut missing: Vec<PageSet> = region_pages.iter().map(|&pages| PageSet::full(pages)).collect();
-    for area in areas {
-        let Some(missing) = missing.get_mut(area.region) else {
-            return Err(untrackable(area.region, "there is no such region"));
-        };
-        let whole = |number: u64| number.is_multiple_of(PAGE_BYTES as u64);
-        if area.bytes == 0 || !whole(area.bytes) || !whole(area.address) {
-            return Err(untrackable(area.region, format!("{area:x?} does not consist of pages")));
-        }
-        if area.address.checked_add(area.bytes).is_none() || !area.range().fits(missing.pages()) {
-            return Err(untrackable(area.region, format!("{area:x?} lies outside its {} pages", missing.pages())));
-        }
-        missing.remove(area.range());
-    }
-    for (region, missing) in missing.iter().enumerate() {
-        if let Some(range) = missing.ranges().next() {
-            let why = format!("pages {}..{} are not mapped in the process", range.first, range.end());
-            return Err(untrackable(region, why));
-        }
-    }
-    Ok(())
-}
-
-fn untrackable(region: usize, why: impl Into<String>) -> Error {
-    Error::Untrackable { region, why: why.into() }
-}
-
-/// Why an area can't be registered.
-fn refused(area: &Area, source: io::Error) -> Error {
-    let why = match source.raw_os_error() {
-        Some(libc::EBUSY) => {
-            "another userfaultfd tracks it already: a migration or snapshot tool is at work; let it end".into()
-        }
-        Some(libc::EINVAL | libc::EPERM) => format!(
-            "address {:#x} of the process is no memory that the kernel can track: shared, writable, whole pages ({source})",
-            area.address
-        ),
-        Some(libc::ENOMEM | libc::ESRCH) => return Error::Gone { region: area.region, source },
-        _ => return Error::system(format!("tracking writes to region number {}", area.region), source),
-    };
-    untrackable(area.region, why)
 }
 
 /// Why an area that was tracked can't be scanned.

@@ -1,10 +1,9 @@
-//! The kernel's interface to written and present pages: userfaultfd and PAGEMAP_SCAN. Structures and numbers are those
-//! of Linux 6.7 (`linux/userfaultfd.h`, `linux/fs.h`), which promises to keep them.
+//! The kernel's interface to faults: userfaultfd. Structures and numbers are those of Linux 6.7 (`linux/userfaultfd.h`), which promises to
+//! keep them.
 
 use std::{
     io,
     os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd},
-    ptr,
 };
 
 /// What a userfaultfd is used for.
@@ -34,19 +33,11 @@ const API_VERSION: u64 = 0xaa;
 /// A userfaultfd that needs no privilege.
 const USER_MODE_ONLY: libc::c_int = 1;
 
-const PAGE_IS_WRITTEN: u64 = 1 << 1;
-/// Protect what is reported, in the same step.
-const SCAN_WP_MATCHING: u64 = 1 << 0;
-/// Fail on memory that is not tracked.
-const SCAN_CHECK_WPASYNC: u64 = 1 << 1;
-
 const UFFDIO_API: libc::Ioctl = read_write(0xaa, 0x3f, size_of::<Api>());
 const UFFDIO_REGISTER: libc::Ioctl = read_write(0xaa, 0x00, size_of::<Register>());
 const UFFDIO_CONTINUE: libc::Ioctl = read_write(0xaa, 0x07, size_of::<Continue>());
-const PAGEMAP_SCAN: libc::Ioctl = read_write(b'f', 16, size_of::<Scan>());
-
 /// The number of an ioctl that takes and gives back a structure of `size` bytes.
-const fn read_write(group: u8, number: u8, size: usize) -> libc::Ioctl {
+pub(crate) const fn read_write(group: u8, number: u8, size: usize) -> libc::Ioctl {
     const READ_WRITE: u32 = 3;
     ((READ_WRITE << 30) | ((size as u32) << 16) | ((group as u32) << 8) | number as u32) as libc::Ioctl
 }
@@ -74,41 +65,13 @@ struct Continue {
     mapped: i64,
 }
 
-#[repr(C)]
-struct Scan {
-    size: u64,
-    flags: u64,
-    start: u64,
-    end: u64,
-    walk_end: u64,
-    vec: u64,
-    vec_len: u64,
-    max_pages: u64,
-    category_inverted: u64,
-    category_mask: u64,
-    category_anyof_mask: u64,
-    return_mask: u64,
-}
-
-/// A stretch of written memory: addresses in the tracked process.
-#[repr(C)]
-#[derive(Clone, Copy, Default)]
-pub(crate) struct Written {
-    pub(crate) start: u64,
-    pub(crate) end: u64,
-    categories: u64,
-}
-
 const _: () = {
     assert!(size_of::<Api>() == 24);
     assert!(size_of::<Register>() == 32);
     assert!(size_of::<Continue>() == 32);
-    assert!(size_of::<Scan>() == 96);
-    assert!(size_of::<Written>() == 24);
     assert!(UFFDIO_API as u32 == 0xc018_aa3f);
     assert!(UFFDIO_REGISTER as u32 == 0xc020_aa00);
     assert!(UFFDIO_CONTINUE as u32 == 0xc020_aa07);
-    assert!(PAGEMAP_SCAN as u32 == 0xc060_6610);
 };
 
 /// A userfaultfd for memory of this process.
@@ -150,31 +113,6 @@ pub(crate) fn map_present(uffd: BorrowedFd<'_>, start: u64, len: u64) -> io::Res
     }
 }
 
-/// Stretches written between `start` and `end`, which are tracked anew in the same step; how many there are in `found`, and
-/// the address to go on from.
-pub(crate) fn scan(pagemap: BorrowedFd<'_>, start: u64, end: u64, found: &mut [Written]) -> io::Result<(usize, u64)> {
-    let mut scan = Scan {
-        size: size_of::<Scan>() as u64,
-        flags: SCAN_WP_MATCHING | SCAN_CHECK_WPASYNC,
-        start,
-        end,
-        walk_end: start,
-        vec: ptr::from_mut(found).cast::<Written>().addr() as u64,
-        vec_len: found.len() as u64,
-        max_pages: 0,
-        category_inverted: 0,
-        category_mask: PAGE_IS_WRITTEN,
-        category_anyof_mask: 0,
-        return_mask: PAGE_IS_WRITTEN,
-    };
-    // The kernel gets the vector's address as a number.
-    let _ = found.as_mut_ptr().expose_provenance();
-    // SAFETY: PAGEMAP_SCAN reads and writes one Scan, whose size the number holds, and writes at most vec_len entries of
-    // the vector, for whose length we hold it mutably; any bytes are valid integers.
-    let count = done(unsafe { libc::ioctl(pagemap.as_raw_fd(), PAGEMAP_SCAN, &raw mut scan) })?;
-    Ok((usize::try_from(count).unwrap_or(0).min(found.len()), scan.walk_end))
-}
-
-fn done(result: libc::c_int) -> io::Result<libc::c_int> {
+pub(crate) fn done(result: libc::c_int) -> io::Result<libc::c_int> {
     if result < 0 { Err(io::Error::last_os_error()) } else { Ok(result) }
 }

@@ -1,0 +1,81 @@
+//! Where regions are mapped in another process.
+
+use std::io;
+
+use crate::{Error, PAGE_BYTES, PageRange, PageSet};
+
+/// Where (a part of) a region is mapped in the tracked process.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Area {
+    /// Index into the guest's regions.
+    pub region: usize,
+    /// First page of the region that this area maps.
+    pub first_page: u64,
+    /// Address in the tracked process.
+    pub address: u64,
+    /// Size, a multiple of the page size.
+    pub bytes: u64,
+}
+
+impl Area {
+    pub(crate) fn range(&self) -> PageRange {
+        PageRange::new(self.first_page, self.bytes / PAGE_BYTES as u64)
+    }
+
+    pub(crate) fn end(&self) -> u64 {
+        self.address + self.bytes
+    }
+
+    /// The pages of the region that lie between two addresses of the area.
+    pub(crate) fn pages_between(&self, start: u64, end: u64) -> PageRange {
+        let page = PAGE_BYTES as u64;
+        let (start, end) = (start.clamp(self.address, self.end()), end.clamp(self.address, self.end()));
+        let (first, end) = ((start - self.address) / page, (end - self.address).div_ceil(page));
+        PageRange::new(self.first_page + first, end.saturating_sub(first))
+    }
+}
+
+/// Every page of every region is in an area, and every area in its region: else a write could be missed.
+pub(crate) fn check(areas: &[Area], region_pages: &[u64]) -> Result<(), Error> {
+    let mut missing: Vec<PageSet> = region_pages.iter().map(|&pages| PageSet::full(pages)).collect();
+    for area in areas {
+        let Some(missing) = missing.get_mut(area.region) else {
+            return Err(untrackable(area.region, "there is no such region"));
+        };
+        let whole = |number: u64| number.is_multiple_of(PAGE_BYTES as u64);
+        if area.bytes == 0 || !whole(area.bytes) || !whole(area.address) {
+            return Err(untrackable(area.region, format!("{area:x?} does not consist of pages")));
+        }
+        if area.address.checked_add(area.bytes).is_none() || !area.range().fits(missing.pages()) {
+            return Err(untrackable(area.region, format!("{area:x?} lies outside its {} pages", missing.pages())));
+        }
+        missing.remove(area.range());
+    }
+    for (region, missing) in missing.iter().enumerate() {
+        if let Some(range) = missing.ranges().next() {
+            let why = format!("pages {}..{} are not mapped in the process", range.first, range.end());
+            return Err(untrackable(region, why));
+        }
+    }
+    Ok(())
+}
+
+pub(crate) fn untrackable(region: usize, why: impl Into<String>) -> Error {
+    Error::Untrackable { region, why: why.into() }
+}
+
+/// Why an area can't be registered.
+pub(crate) fn refused(area: &Area, source: io::Error) -> Error {
+    let why = match source.raw_os_error() {
+        Some(libc::EBUSY) => {
+            "another userfaultfd tracks it already: a migration or snapshot tool is at work; let it end".into()
+        }
+        Some(libc::EINVAL | libc::EPERM) => format!(
+            "address {:#x} of the process is no memory that the kernel can track: shared, writable, whole pages ({source})",
+            area.address
+        ),
+        Some(libc::ENOMEM | libc::ESRCH) => return Error::Gone { region: area.region, source },
+        _ => return Error::system(format!("tracking writes to region number {}", area.region), source),
+    };
+    untrackable(area.region, why)
+}
