@@ -1,13 +1,25 @@
 //! What the engine knows of a guest. Adapters implement these traits; the engine never asks which VMM it is.
 use std::{io::Read, time::Duration};
 
-use transship_memory::{Freeing, GuestMemory, Tracker};
+use transship_memory::{Freeing, GuestMemory, Missing, Protection, Tracker};
 use transship_wire::GuestDescription;
 
 /// An adapter's failure: what happened, to what, and what the user can do, in one line.
 #[derive(Debug, thiserror::Error)]
 #[error("{0}")]
 pub struct GuestError(pub String);
+
+/// What a guest's device state is made of.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum StateFormat {
+    /// Bytes that only the VMM knows.
+    Opaque,
+    /// QEMU's migration stream, made with the capability `x-ignore-shared`. `blocks`: by region, the name of its RAM block in that stream.
+    Qemu {
+        /// Names of the RAM blocks of the regions, in the order of the description.
+        blocks: Vec<String>,
+    },
+}
 
 /// A guest that is to be moved away. Created attached (memory mapped, every refusal already made), but with nothing changed
 /// in the VMM. Dropping it leaves nothing of ours there.
@@ -26,8 +38,35 @@ pub trait SourceGuest: Send {
     fn is_running(&mut self) -> Result<bool, GuestError>;
     /// Stops the vCPUs and waits until all writes to guest memory have ended (block jobs flushed included).
     fn stop(&mut self) -> Result<(), GuestError>;
+    /// Tracks nothing, but can have writes wait: for a snapshot of one moment. Instead of `track`, called at most once before `stop`.
+    ///
+    /// The VMM itself writes to guest memory when it lets the guest run on, and then waits as the guest does: whoever calls `resume` has a
+    /// thread that lets writes through.
+    ///
+    /// # Errors
+    /// Not possible with this guest; the text says why and what is.
+    fn protect(&mut self) -> Result<Protection, GuestError> {
+        Err(GuestError(
+            "this VMM does not offer to let writes wait, as a background snapshot needs it; use --live".into(),
+        ))
+    }
+    /// Asked when all that was protected is saved: that nothing has taken content out of guest memory since `stop`, as memory that is given back
+    /// does, past the protection. (Holes in the memory's files are seen by the caller.)
+    ///
+    /// # Errors
+    /// Something has, or it can't be told: what was saved is not that moment's memory.
+    fn check_protected(&mut self) -> Result<(), GuestError> {
+        Ok(())
+    }
+    /// What `save_state` yields.
+    fn state_format(&self) -> StateFormat {
+        StateFormat::Opaque
+    }
     /// How long saving, sending and loading the device state is thought to take; for the forecast before the first one.
     fn state_estimate(&self) -> Duration;
+    /// The guest will neither go nor run on after `save_state`: `resume(false)` will follow, and leaves it as whole as `stop` did. Called
+    /// before `save_state`, if at all.
+    fn keep_stopped(&mut self) {}
     /// The device state of the stopped guest, as a stream to be read to its end. Afterwards `state_saved` must be asked.
     fn save_state(&mut self) -> Result<Box<dyn Read + Send>, GuestError>;
     /// Whether the VMM calls the state that was read complete.
@@ -44,6 +83,13 @@ pub trait SourceGuest: Send {
     fn resume(&mut self, run: bool) -> Result<(), GuestError>;
     /// How a person resumes this guest by hand, for messages: a command line.
     fn resume_hint(&self) -> String;
+    /// What somebody else must know to undo `stop` and `save_state` should we die. Asked before `stop`; for the adapter to read, and not secret.
+    ///
+    /// # Errors
+    /// The VMM does not say.
+    fn last_will(&mut self) -> Result<String, GuestError> {
+        Ok(String::new())
+    }
 }
 
 /// A guest that waits for its memory and state. Nothing may run in it before `start`.
@@ -52,6 +98,30 @@ pub trait DestinationGuest: Send {
     fn description(&self) -> GuestDescription;
     /// The regions, mapped for writing, in the order of the description.
     fn memory(&self) -> GuestMemory;
+    /// What `load_state` takes.
+    fn state_format(&self) -> StateFormat {
+        StateFormat::Opaque
+    }
+    /// Has everybody who touches a page that is not there wait for us. All memory must be holes. Called at most once, before `load_state`.
+    ///
+    /// Loading the state touches pages, and so do `start` and `stop`: whoever calls them has a thread that brings pages. Nobody may touch
+    /// memory through the regions any more, not even to read: a page that is there, if only with zeros, is not waited for.
+    ///
+    /// # Errors
+    /// Not possible with this guest; the text says why and what is.
+    fn missing(&mut self) -> Result<Missing, GuestError> {
+        Err(GuestError(
+            "this VMM does not offer to wait for pages, as a lazy restore needs it; leave out --lazy".into(),
+        ))
+    }
+    /// Stops a guest that was started, because its memory can't be brought any more; a VMM that hangs on a page is frozen with it. Returns what a
+    /// person finds, and how to end it: the rest of a sentence. Until this has returned, the pages that are missing must stay so.
+    ///
+    /// # Errors
+    /// It does not stop.
+    fn stop(&mut self) -> Result<String, GuestError> {
+        Err(GuestError("this VMM can't be told to stop its guest".into()))
+    }
     /// Loads the device state, to the end of `state`, and waits until the VMM says that it has loaded it all.
     fn load_state(&mut self, state: &mut dyn Read) -> Result<(), GuestError>;
     /// Lets the vCPUs run (`run`), or leaves the guest loaded and stopped.

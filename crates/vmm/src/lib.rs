@@ -4,6 +4,7 @@
 //! - `handoff:/run/guest.sock`: a VMM that hands its memory over by itself (module `handoff`), such as the synthetic guest
 use transship_engine::guest::{DestinationGuest, GuestError, SourceGuest};
 
+mod freeze;
 pub mod handoff;
 pub mod qemu;
 pub mod synthetic;
@@ -53,6 +54,22 @@ pub fn resume_abandoned(vm: &VmAddress) -> Result<(), GuestError> {
         VmAddress::Qemu(path) => qemu::abandoned::resume(path),
         VmAddress::Handoff(path) => handoff::resume_abandoned(path),
     }
+}
+
+/// For those who are to wait for pages that are not there: a page that is there would never be brought.
+fn check_all_holes(memory: &transship_memory::GuestMemory) -> Result<(), GuestError> {
+    for region in memory.regions() {
+        let data = region.data().map_err(|e| GuestError(e.to_string()))?;
+        if let Some(there) = data.ranges().next() {
+            return Err(GuestError(format!(
+                "guest memory {:?} is not empty: pages {}..{} are there; is somebody else using it?",
+                region.name(),
+                there.first,
+                there.end()
+            )));
+        }
+    }
+    Ok(())
 }
 
 /// Nobody listens at the socket any more: there is nothing left to wait for.

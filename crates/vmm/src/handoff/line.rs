@@ -30,29 +30,36 @@ const CONTROL_BYTES: usize = cmsg_space!(ScmRights(MAX_FDS));
 
 /// Why no line came, or could not be sent.
 #[derive(Debug, thiserror::Error)]
-pub(super) enum LineError {
+pub enum LineError {
+    /// The other side has hung up; half a line counts as none.
     #[error("it closed the connection")]
     Closed,
+    /// The deadline is over.
     #[error("it did not answer in time")]
     TimedOut,
+    /// More than [`MAX_LINE_BYTES`].
     #[error("it sent a line of more than {MAX_LINE_BYTES} bytes")]
     TooLong,
+    /// More than [`MAX_FDS`].
     #[error("it sent more than {MAX_FDS} file descriptors with one line")]
     TooManyFds,
+    /// The system's own.
     #[error("the connection failed: {0}")]
     System(#[from] io::Error),
 }
 
 /// A line without its end, and what came with it.
 #[derive(Debug)]
-pub(super) struct Line {
-    pub(super) text: Vec<u8>,
-    pub(super) fds: Vec<OwnedFd>,
+pub struct Line {
+    /// Without the newline.
+    pub text: Vec<u8>,
+    /// In the order in which they were sent.
+    pub fds: Vec<OwnedFd>,
 }
 
 /// One end of a connection. What it holds is bounded: less than a line and a chunk, and [`MAX_FDS`] descriptors a line.
 #[derive(Debug)]
-pub(super) struct LineSocket {
+pub struct LineSocket {
     stream: UnixStream,
     bytes: Vec<u8>,
     /// Bytes that were searched for the end of a line already.
@@ -62,16 +69,21 @@ pub(super) struct LineSocket {
 }
 
 impl LineSocket {
-    pub(super) fn new(stream: UnixStream) -> Self {
+    /// Speaks over `stream`, which may be blocking: nothing here waits but as it says.
+    pub fn new(stream: UnixStream) -> Self {
         Self { stream, bytes: Vec::new(), searched: 0, fds: Vec::new() }
     }
 
-    pub(super) fn stream(&self) -> &UnixStream {
+    /// What it speaks over.
+    pub fn stream(&self) -> &UnixStream {
         &self.stream
     }
 
     /// Waits for a line until `deadline`.
-    pub(super) fn receive(&mut self, deadline: Instant) -> Result<Line, LineError> {
+    ///
+    /// # Errors
+    /// See [`LineError`]; the same for the others.
+    pub fn receive(&mut self, deadline: Instant) -> Result<Line, LineError> {
         loop {
             if let Some(line) = self.take_line()? {
                 return Ok(line);
@@ -84,7 +96,7 @@ impl LineSocket {
     }
 
     /// Takes in what has arrived, without waiting.
-    pub(super) fn read_some(&mut self) -> Result<(), LineError> {
+    pub fn read_some(&mut self) -> Result<(), LineError> {
         let mut chunk = [0; CHUNK_BYTES];
         let mut space = [MaybeUninit::uninit(); CONTROL_BYTES];
         let mut control = RecvAncillaryBuffer::new(&mut space);
@@ -113,7 +125,7 @@ impl LineSocket {
     }
 
     /// A line that is complete already.
-    pub(super) fn take_line(&mut self) -> Result<Option<Line>, LineError> {
+    pub fn take_line(&mut self) -> Result<Option<Line>, LineError> {
         let end = self.bytes[self.searched..].iter().position(|&b| b == b'\n').map(|at| self.searched + at);
         self.searched = self.bytes.len();
         let Some(end) = end else {
@@ -132,7 +144,7 @@ impl LineSocket {
     }
 
     /// Sends a line, with `fds` on its first byte, until `deadline`.
-    pub(super) fn send(&self, text: &[u8], fds: &[BorrowedFd<'_>], deadline: Instant) -> Result<(), LineError> {
+    pub fn send(&self, text: &[u8], fds: &[BorrowedFd<'_>], deadline: Instant) -> Result<(), LineError> {
         let mut line = text.to_vec();
         line.push(b'\n');
         if line.len() > MAX_LINE_BYTES || fds.len() > MAX_FDS {

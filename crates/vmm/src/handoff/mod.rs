@@ -25,12 +25,12 @@ mod tests;
 
 pub use client::check;
 pub use destination::HandoffDestination;
-pub use line::{MAX_FDS, MAX_LINE_BYTES};
+pub use line::{Line, LineError, LineSocket, MAX_FDS, MAX_LINE_BYTES};
 pub use message::{CheckResult, VERSION};
 pub use server::{GuestRegion, GuestState, HandoffGuest, serve};
 pub use socket::{GuestSocket, SocketError};
 pub use source::HandoffSource;
-pub use wait::Shutdown;
+pub use wait::{Shutdown, wait_for_any};
 
 use std::{
     path::Path,

@@ -91,7 +91,7 @@ impl GuestSocket {
     }
 
     /// A connection that waits, if there is one, and if its user may use this guest.
-    pub(super) fn accept(&self) -> Option<UnixStream> {
+    pub fn accept(&self) -> Option<UnixStream> {
         let (stream, _) = self.listener.accept().ok()?;
         let user = socket_peercred(&stream).ok()?.uid;
         let allowed = user.is_root() || user == geteuid();
@@ -101,7 +101,8 @@ impl GuestSocket {
         allowed.then_some(stream)
     }
 
-    pub(super) fn fd(&self) -> BorrowedFd<'_> {
+    /// Readable when a connection waits.
+    pub fn fd(&self) -> BorrowedFd<'_> {
         self.listener.as_fd()
     }
 }

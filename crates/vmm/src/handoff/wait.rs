@@ -35,7 +35,8 @@ impl Shutdown {
         wait_for(self.event.as_fd(), PollFlags::IN, Instant::now()).unwrap_or(true)
     }
 
-    pub(super) fn event(&self) -> BorrowedFd<'_> {
+    /// Is readable from then on that it was asked for.
+    pub fn event(&self) -> BorrowedFd<'_> {
         self.event.as_fd()
     }
 }
@@ -46,7 +47,10 @@ pub(super) fn wait_for(fd: BorrowedFd<'_>, events: PollFlags, deadline: Instant)
 }
 
 /// Waits until one of `fds` is ready or has failed, or until `deadline`; returns how many are.
-pub(super) fn wait_for_any(fds: &mut [PollFd<'_>], deadline: Option<Instant>) -> io::Result<usize> {
+///
+/// # Errors
+/// The system's own.
+pub fn wait_for_any(fds: &mut [PollFd<'_>], deadline: Option<Instant>) -> io::Result<usize> {
     loop {
         let timeout = match deadline.map(|d| d.saturating_duration_since(Instant::now())) {
             Some(left) => Some(Timespec::try_from(left).map_err(io::Error::other)?),

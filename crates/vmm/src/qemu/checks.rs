@@ -133,7 +133,7 @@ pub(super) fn run_state(qmp: &mut Qmp) -> Result<String, QmpError> {
 
 /// Devices and processes that write guest memory behind the tracker.
 pub(super) fn untracked_writers(qmp: &mut Qmp, backends: &[Backend]) -> Result<(), GuestError> {
-    let mut found = devices(qmp, writes_behind)?;
+    let mut found: Vec<String> = devices(qmp, writes_behind)?.iter().map(Device::to_string).collect();
     found.extend(network_backends(qmp)?);
     found.extend(direct_disks(qmp)?);
     found.extend(other_writers(qmp.pid(), backends).iter().map(Process::to_string));
@@ -164,8 +164,22 @@ pub(super) fn freeing(qmp: &mut Qmp) -> Result<Freeing, GuestError> {
     Ok(if devices(qmp, gives_back)?.is_empty() { Freeing::Never } else { Freeing::Possible })
 }
 
-/// The devices of a kind, by name.
-fn devices(qmp: &mut Qmp, is_wanted: impl Fn(&str) -> bool) -> Result<Vec<String>, GuestError> {
+/// A device of the machine.
+pub(super) struct Device {
+    /// In QEMU's tree of objects.
+    pub(super) path: String,
+    name: String,
+    kind: String,
+}
+
+impl std::fmt::Display for Device {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "device {} ({})", self.name, self.kind)
+    }
+}
+
+/// The devices of a kind.
+pub(super) fn devices(qmp: &mut Qmp, is_wanted: impl Fn(&str) -> bool) -> Result<Vec<Device>, GuestError> {
     let mut found = Vec::new();
     for container in ["/machine/peripheral", "/machine/peripheral-anon", "/machine/unattached"] {
         // A machine without user-made devices may lack one of the containers.
@@ -173,7 +187,8 @@ fn devices(qmp: &mut Qmp, is_wanted: impl Fn(&str) -> bool) -> Result<Vec<String
         for device in list.as_array().into_iter().flatten() {
             let kind = device["type"].as_str().and_then(|t| t.strip_prefix("child<")?.strip_suffix('>')).unwrap_or("");
             if is_wanted(kind) {
-                found.push(format!("device {} ({kind})", device["name"].as_str().unwrap_or("?")));
+                let name = device["name"].as_str().unwrap_or("?").to_owned();
+                found.push(Device { path: format!("{container}/{name}"), name, kind: kind.to_owned() });
             }
         }
     }

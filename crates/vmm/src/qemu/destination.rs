@@ -7,25 +7,33 @@ use std::{
 };
 
 use serde_json::json;
-use transship_engine::guest::{DestinationGuest, GuestError};
-use transship_memory::{Access, GuestMemory};
+use transship_engine::guest::{DestinationGuest, GuestError, StateFormat};
+use transship_memory::{Access, GuestMemory, Missing, Region};
 use transship_wire::GuestDescription;
 
 use super::{
-    checks, cont_by_hand, describe, memory,
+    checks, cont_by_hand, describe, faults,
+    memory::{self, Backend},
     migration::{self, STATE_FD, STATE_URI, Settings},
     qmp::Qmp,
 };
+use crate::freeze::Freezer;
 
 /// How long QEMU may take to load what it has been given.
 const LOAD_WAIT: Duration = Duration::from_secs(60);
+/// How long it may take to stop a guest that lacks pages: it answers at once or hangs on one of them.
+const PAUSE_WAIT: Duration = Duration::from_secs(10);
 const PIECE_BYTES: usize = 256 << 10;
 
 /// A stock QEMU as the destination of a move. Nothing runs in it before [`DestinationGuest::start`].
 pub struct QemuDestination {
     qmp: Qmp,
     description: GuestDescription,
+    state_format: StateFormat,
+    backends: Vec<Backend>,
     memory: GuestMemory,
+    /// Once pages may be missing.
+    freezer: Option<Freezer>,
 }
 
 impl QemuDestination {
@@ -41,7 +49,8 @@ impl QemuDestination {
         checks::alone_in_memory(&qmp, &backends)?;
         let memory = memory::map(&backends, Access::ReadWrite)?;
         let description = describe(&mut qmp, &backends)?;
-        Ok(Self { qmp, description, memory })
+        let state_format = memory::state_format(&mut qmp, &backends)?;
+        Ok(Self { qmp, description, state_format, backends, memory, freezer: None })
     }
 
     /// Tells QEMU to load from the other end of the returned socket.
@@ -59,6 +68,14 @@ impl QemuDestination {
         }
         self.qmp.execute("migrate-incoming", arguments)?;
         Ok(ours)
+    }
+
+    fn pause(&mut self) -> Result<(), GuestError> {
+        self.qmp.execute_within("stop", PAUSE_WAIT)?;
+        match checks::run_state(&mut self.qmp)?.as_str() {
+            "running" => Err(GuestError("QEMU runs its guest again right after it was stopped".to_owned())),
+            _ => Ok(()),
+        }
     }
 
     /// What must hold before the source may give the guest up.
@@ -85,6 +102,31 @@ impl DestinationGuest for QemuDestination {
 
     fn memory(&self) -> GuestMemory {
         self.memory.clone()
+    }
+
+    fn state_format(&self) -> StateFormat {
+        self.state_format.clone()
+    }
+
+    fn missing(&mut self) -> Result<Missing, GuestError> {
+        checks::host()?;
+        checks::may_ptrace(self.qmp.pid())?;
+        let areas = memory::areas(self.qmp.pid(), &self.backends)?;
+        self.freezer = Some(Freezer::of(self.qmp.pid())?);
+        let uffd = faults::for_all(&mut self.qmp)?;
+        let pages: Vec<u64> = self.memory.regions().iter().map(Region::pages).collect();
+        let missing = Missing::new(uffd, areas, &pages).map_err(|e| GuestError(e.to_string()))?;
+        // Asked only now that nobody can fill a hole past us any more.
+        crate::check_all_holes(&self.memory)?;
+        Ok(missing)
+    }
+
+    fn stop(&mut self) -> Result<String, GuestError> {
+        let asked = self.pause();
+        match &self.freezer {
+            Some(freezer) => freezer.unless_stopped(asked),
+            None => Freezer::of(self.qmp.pid())?.unless_stopped(asked),
+        }
     }
 
     fn load_state(&mut self, state: &mut dyn Read) -> Result<(), GuestError> {

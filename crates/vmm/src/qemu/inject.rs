@@ -1,8 +1,8 @@
 //! Has another process make a userfaultfd and takes it from there.
 //!
 //! A userfaultfd tracks the memory of the process that made it, so QEMU must make it. One thread of QEMU is stopped
-//! (ptrace), runs `userfaultfd` and, after we have taken a copy of the descriptor, `close`; then it goes on exactly
-//! where it was, an interrupted system call included. That takes less than a millisecond.
+//! (ptrace), runs `userfaultfd` (or an `ioctl` on /dev/userfaultfd) and, after we have taken a copy of the descriptor, `close`;
+//! then it goes on exactly where it was, an interrupted system call included. That takes less than a millisecond.
 //!
 //! If the tracing process died in between, the kernel would let the thread run on with our registers. So a short-lived
 //! child process traces, in a session of its own with all signals blocked: Ctrl-C, a closed terminal or a `kill -9` of
@@ -27,7 +27,7 @@ use rustix::{
 };
 use transship_engine::guest::GuestError;
 
-use super::memory::mappings;
+use super::{faults::Faults, memory::mappings};
 
 /// How long the thread may take to stop. It stops at once, unless it waits for a broken disk or is frozen.
 const STOP_WAIT: Duration = Duration::from_secs(5);
@@ -35,13 +35,22 @@ const STOP_WAIT: Duration = Duration::from_secs(5);
 const CHILD_WAIT: Duration = Duration::from_secs(20);
 /// The `syscall` instruction.
 const SYSCALL: [u8; 2] = [0x0f, 0x05];
-/// Lets an unprivileged process make a userfaultfd. Asynchronous write tracking needs no more.
-const UFFD_USER_MODE_ONLY: u64 = 1;
+/// Why there is no userfaultfd.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum InjectError {
+    /// The process has no right to make one that sees the kernel's faults.
+    #[error("not permitted")]
+    NotPermitted,
+    /// Anything else.
+    #[error(transparent)]
+    Failed(GuestError),
+}
 
 /// A userfaultfd of process `pid`, made in its thread `thread`. In the process nothing of it remains.
-pub(super) fn userfaultfd_of(pid: i32, thread: i32) -> Result<OwnedFd, GuestError> {
-    let failed = |why: String| GuestError(format!("could not have QEMU (process {pid}) make a userfaultfd: {why}"));
-    let target = Target { pid, thread, syscall_at: syscall_instruction(pid).map_err(failed)? };
+pub(super) fn userfaultfd_of(pid: i32, thread: i32, faults: Faults) -> Result<OwnedFd, InjectError> {
+    let error = |why: String| GuestError(format!("could not have QEMU (process {pid}) make a userfaultfd: {why}"));
+    let failed = |why: String| InjectError::Failed(error(why));
+    let target = Target { pid, thread, syscall_at: syscall_instruction(pid).map_err(failed)?, faults };
     let (ours, childs) =
         rustix::net::socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)
             .map_err(|e| failed(e.to_string()))?;
@@ -51,6 +60,10 @@ pub(super) fn userfaultfd_of(pid: i32, thread: i32) -> Result<OwnedFd, GuestErro
     let result = receive(&ours);
     reap(child, matches!(result, Err(Received::Silence)));
     result.map_err(|received| match received {
+        // A program may always see its own faults: if not, something else is wrong.
+        Received::Failure(Failure { step: Step::Userfaultfd, errno: libc::EPERM }) if faults == Faults::All => {
+            InjectError::NotPermitted
+        }
         Received::Failure(failure) => failed(failure.explain(pid)),
         Received::Silence => {
             failed(format!("its thread {thread} did not go on within {} s; is QEMU frozen?", CHILD_WAIT.as_secs()))
@@ -127,6 +140,7 @@ struct Target {
     pid: libc::pid_t,
     thread: libc::pid_t,
     syscall_at: u64,
+    faults: Faults,
 }
 
 /// Which step failed, and with which errno.
@@ -274,8 +288,8 @@ fn inject(target: Target) -> Result<RawFd, Failure> {
 }
 
 fn borrow(tracee: &Tracee, saved: &libc::user_regs_struct, target: Target) -> Result<RawFd, Failure> {
-    let flags = libc::O_CLOEXEC as u64 | UFFD_USER_MODE_ONLY;
-    let theirs = tracee.call(saved, target.syscall_at, libc::SYS_userfaultfd as u64, flags)?;
+    let (number, arguments) = target.faults.call();
+    let theirs = tracee.call(saved, target.syscall_at, number, arguments)?;
     if theirs < 0 {
         return Err(Failure { step: Step::Userfaultfd, errno: -theirs as i32 });
     }
@@ -285,7 +299,7 @@ fn borrow(tracee: &Tracee, saved: &libc::user_regs_struct, target: Target) -> Re
         libc::syscall(libc::SYS_pidfd_getfd, handle, theirs as i32, 0) as i32
     };
     let taken = if ours < 0 { Err(Failure::new(Step::Take)) } else { Ok(ours) };
-    tracee.call(saved, target.syscall_at, libc::SYS_close as u64, theirs as u64)?;
+    tracee.call(saved, target.syscall_at, libc::SYS_close, [theirs as u64, 0, 0])?;
     taken
 }
 
@@ -339,18 +353,18 @@ impl Tracee {
         Ok(before)
     }
 
-    /// Runs one system call with one argument and returns its result. The thread then stands right behind the call.
+    /// Runs one system call and returns its result. The thread then stands right behind the call.
     fn call(
         &self,
         saved: &libc::user_regs_struct,
         syscall_at: u64,
-        number: u64,
-        argument: u64,
+        number: i64,
+        arguments: [u64; 3],
     ) -> Result<i64, Failure> {
         let mut registers = *saved;
         registers.rip = syscall_at;
-        registers.rax = number;
-        registers.rdi = argument;
+        registers.rax = number as u64;
+        [registers.rdi, registers.rsi, registers.rdx] = arguments;
         // Not in a system call, as far as the kernel is concerned: nothing may be restarted now.
         registers.orig_rax = u64::MAX;
         self.set_registers(&registers)?;

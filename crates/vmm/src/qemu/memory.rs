@@ -8,7 +8,7 @@ use std::{
 
 use rustix::fs::{major, minor};
 use serde_json::{Value, json};
-use transship_engine::guest::GuestError;
+use transship_engine::guest::{GuestError, StateFormat};
 use transship_memory::{Access, Area, GuestMemory, PAGE_BYTES, Region};
 use transship_wire::RegionDescription;
 
@@ -161,6 +161,22 @@ fn check_all_covered(qmp: &mut Qmp, backends: &[Backend]) -> Result<(), GuestErr
         )));
     }
     Ok(())
+}
+
+/// Names of the backends' memory in QEMU's own stream. A backend that nothing uses is not in it, and keeps its id here.
+pub(super) fn state_format(qmp: &mut Qmp, backends: &[Backend]) -> Result<StateFormat, GuestError> {
+    let text = qmp.execute("human-monitor-command", json!({ "command-line": "info ramblock" }))?;
+    Ok(StateFormat::Qemu { blocks: block_names(text.as_str().unwrap_or(""), backends) })
+}
+
+/// Machines up to version 3.1 have the path of the object in the name.
+fn block_names(list: &str, backends: &[Backend]) -> Vec<String> {
+    let known: Vec<&str> = list.lines().filter_map(|line| line.split_ascii_whitespace().next()).collect();
+    let name = |backend: &Backend| {
+        let path = format!("/objects/{}", backend.id);
+        if known.contains(&path.as_str()) { path } else { backend.id.clone() }
+    };
+    backends.iter().map(name).collect()
 }
 
 impl Backend {
@@ -339,6 +355,18 @@ mod tests {
         assert_eq!(private.area_of(0, &backend(0x100_0000, 0)), None);
         let other = Mapping::parse("10000-20000 rw-s 00004000 00:1b 3 /dev/shm/g").unwrap();
         assert_eq!(other.area_of(0, &backend(0x100_0000, 0)), None);
+    }
+
+    #[test]
+    fn a_block_is_named_after_its_backend_as_the_machine_does_it() {
+        let list = "              Block Name    PSize              Offset               Used\n\
+                    \x20                   mem0    4 KiB  0x0000000000000000 0x0000000004000000\n\
+                    \x20  0000:00:01.0/vga.vram    4 KiB  0x0000000004480000 0x0000000001000000\n\
+                    \x20                           4 KiB  0x0000000004000000 0x0000000000400000\r\n";
+        let unused = Backend { id: "spare".into(), ..backend(1 << 20, 0) };
+        let backends = [backend(64 << 20, 0), unused];
+        assert_eq!(block_names(list, &backends), ["mem0", "spare"]);
+        assert_eq!(block_names(&list.replace("         mem0", "/objects/mem0"), &backends), ["/objects/mem0", "spare"]);
     }
 
     #[test]

@@ -5,6 +5,8 @@
 //!   checks       what we refuse, and the line that cures it
 //!   memory       which files hold the guest's memory, and where QEMU maps them
 //!   inject       a userfaultfd made by QEMU, taken over by us
+//!   faults       which kind of userfaultfd, and the right to it
+//!   giving_back  memory that the guest gives back, which must not happen while others wait for pages
 //!   migration    QEMU's own migration, used for the device state only
 //!   source, destination    the two adapters made of these
 //!   abandoned    a source whose transship died
@@ -12,6 +14,8 @@
 pub(crate) mod abandoned;
 mod checks;
 mod destination;
+mod faults;
+mod giving_back;
 mod inject;
 mod memory;
 mod migration;

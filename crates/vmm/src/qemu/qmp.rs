@@ -135,6 +135,16 @@ impl Qmp {
         self.execute_with("getfd", json!({ "fdname": name }), Some(fd), COMMAND_WAIT).map(drop)
     }
 
+    /// Hands a file descriptor to QEMU for a set of its own: the number that it has in QEMU, and that of the set.
+    pub(super) fn add_fd(&mut self, fd: BorrowedFd<'_>) -> Result<(i32, u64), QmpError> {
+        let added = self.execute_with("add-fd", json!({}), Some(fd), COMMAND_WAIT)?;
+        let number = added["fd"].as_i64().and_then(|number| i32::try_from(number).ok());
+        match (number, added["fdset-id"].as_u64()) {
+            (Some(number), Some(set)) => Ok((number, set)),
+            _ => Err(self.protocol("an answer to add-fd without the descriptor's number")),
+        }
+    }
+
     fn execute_with(
         &mut self,
         command: &str,
@@ -180,6 +190,13 @@ impl Qmp {
                 None => return Ok(None),
             }
         }
+    }
+
+    /// The events of this name that have come.
+    pub(super) fn take_events(&mut self, name: &str) -> Vec<Event> {
+        let (taken, left): (Vec<_>, Vec<_>) = self.events.drain(..).partition(|event| event.name == name);
+        self.events = left.into();
+        taken
     }
 
     /// Forgets events that came before now.

@@ -9,12 +9,13 @@ use std::{
 };
 
 use serde_json::json;
-use transship_engine::guest::{GuestError, SourceGuest};
-use transship_memory::{Access, Area, Freeing, GuestMemory, Region, Tracker, UffdTracker};
+use transship_engine::guest::{GuestError, SourceGuest, StateFormat};
+use transship_memory::{Access, Area, Freeing, GuestMemory, Protection, Region, Tracker, UffdTracker};
 use transship_wire::GuestDescription;
 
 use super::{
-    checks, cont_by_hand, describe, inject,
+    checks, cont_by_hand, describe, faults,
+    giving_back::{self, Balloon},
     memory::{self, Backend},
     migration::{self, STATE_FD, STATE_URI, Settings},
     qmp::Qmp,
@@ -35,12 +36,17 @@ const STATE_ESTIMATE: Duration = Duration::from_millis(60);
 pub struct QemuSource {
     qmp: Qmp,
     description: GuestDescription,
+    state_format: StateFormat,
     backends: Vec<Backend>,
     memory: GuestMemory,
     /// Asked when attaching, and again when the guest stands still.
     freeing: Freeing,
-    /// Where QEMU had the memory when the tracking began.
+    /// Where QEMU had the memory when the tracking, or the protection, began.
     tracked: Option<Vec<Area>>,
+    /// Whether writes may come to wait for us.
+    protects: bool,
+    /// With `protects`: as it was when the guest was stopped.
+    balloon: Option<Balloon>,
     /// Settings to be put back.
     settings: Option<Settings>,
     /// Our end of the channel that the device state comes through, beside the one that is read.
@@ -65,8 +71,21 @@ impl QemuSource {
         let memory = memory::map(&backends, Access::Read)?;
         checks::trackable(&memory)?;
         let description = describe(&mut qmp, &backends)?;
+        let state_format = memory::state_format(&mut qmp, &backends)?;
         let freeing = checks::freeing(&mut qmp)?;
-        Ok(Self { qmp, description, backends, memory, freeing, tracked: None, settings: None, channel: None })
+        Ok(Self {
+            qmp,
+            description,
+            state_format,
+            backends,
+            memory,
+            freeing,
+            tracked: None,
+            protects: false,
+            balloon: None,
+            settings: None,
+            channel: None,
+        })
     }
 
     /// The tracker knows nothing of memory that was plugged, unplugged or mapped elsewhere meanwhile.
@@ -78,8 +97,7 @@ impl QemuSource {
         };
         if moved || backends != self.backends || checks::freeing(&mut self.qmp)? != self.freeing {
             return Err(GuestError(
-                "the guest's memory or balloon was plugged, unplugged or mapped anew during the move; begin the move again"
-                    .to_owned(),
+                "the guest's memory or balloon was plugged, unplugged or mapped anew meanwhile; begin again".to_owned(),
             ));
         }
         Ok(())
@@ -126,8 +144,7 @@ impl SourceGuest for QemuSource {
         let areas = memory::areas(pid, &self.backends)?;
         let path = format!("/proc/{pid}/pagemap");
         let pagemap = File::open(&path).map_err(|e| GuestError(format!("{path}: {e}")))?;
-        // The first thread runs QEMU's main loop, never a vCPU.
-        let uffd = inject::userfaultfd_of(pid, pid)?;
+        let uffd = faults::for_users(&self.qmp)?;
         let pages = self.memory.regions().iter().map(Region::pages).collect();
         let tracker =
             UffdTracker::new(uffd, pagemap.into(), areas.clone(), pages).map_err(|e| GuestError(e.to_string()))?;
@@ -146,7 +163,33 @@ impl SourceGuest for QemuSource {
                 "QEMU runs its guest again right after it was stopped; who else controls it?".to_owned(),
             ));
         }
+        if self.protects {
+            self.balloon = Some(Balloon::now(&mut self.qmp)?);
+        }
         self.check_memory_unchanged()
+    }
+
+    fn protect(&mut self) -> Result<Protection, GuestError> {
+        giving_back::refuse(&mut self.qmp)?;
+        let areas = memory::areas(self.qmp.pid(), &self.backends)?;
+        let uffd = faults::for_all(&mut self.qmp)?;
+        let pages: Vec<u64> = self.memory.regions().iter().map(Region::pages).collect();
+        let protection = Protection::new(uffd, areas.clone(), &pages).map_err(|e| GuestError(e.to_string()))?;
+        self.tracked = Some(areas);
+        self.protects = true;
+        Ok(protection)
+    }
+
+    fn check_protected(&mut self) -> Result<(), GuestError> {
+        if let Some(balloon) = self.balloon {
+            balloon.check_unchanged(&mut self.qmp)?;
+        }
+        giving_back::refuse(&mut self.qmp)?;
+        self.check_memory_unchanged()
+    }
+
+    fn state_format(&self) -> StateFormat {
+        self.state_format.clone()
     }
 
     fn state_estimate(&self) -> Duration {

@@ -12,7 +12,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use super::userfaultfd_of;
+use super::{super::faults::Faults, InjectError, userfaultfd_of};
 
 const WORK: &str = "TRANSSHIP_INJECT_CHILD";
 /// Generous: the machine may be busy.
@@ -86,7 +86,7 @@ impl Work {
     fn inject(&self, times: usize) {
         let before = self.descriptors();
         for _ in 0..times {
-            let uffd = userfaultfd_of(self.pid(), self.thread).unwrap();
+            let uffd = userfaultfd_of(self.pid(), self.thread, Faults::Users).unwrap();
             let name = fs::read_link(format!("/proc/self/fd/{}", uffd.as_raw_fd())).unwrap();
             assert_eq!(name.to_str(), Some("anon_inode:[userfaultfd]"));
         }
@@ -124,6 +124,7 @@ fn child() {
         "busy" => busy_until_input(),
         "signals" => count_signals(),
         "inject" => inject_for_ever(),
+        "nobody" => wait_without_rights(),
         other => panic!("{other}"),
     }
     println!("done");
@@ -237,8 +238,18 @@ fn inject_for_ever() {
     println!("ready");
     loop {
         // Refused while the helper of a killed one still finishes its work.
-        drop(userfaultfd_of(pid.parse().unwrap(), thread.parse().unwrap()));
+        drop(userfaultfd_of(pid.parse().unwrap(), thread.parse().unwrap(), Faults::Users));
     }
+}
+
+/// As an ordinary user, with /dev/userfaultfd opened before, until there is input.
+fn wait_without_rights() {
+    let device = fs::OpenOptions::new().read(true).write(true).open("/dev/userfaultfd").unwrap();
+    const NOBODY: libc::uid_t = 65534;
+    // SAFETY: setresuid takes numbers only.
+    assert_eq!(unsafe { libc::setresuid(NOBODY, NOBODY, NOBODY) }, 0);
+    println!("device {}", device.as_raw_fd());
+    assert_eq!(read_byte(), b'e');
 }
 
 #[test]
@@ -258,6 +269,34 @@ fn a_thread_that_sleeps_in_any_system_call_sleeps_on() {
         assert!([number, libc::SYS_restart_syscall, -1].contains(&now), "{what}: {now}");
         work.finish();
     }
+}
+
+#[test]
+fn a_process_without_rights_makes_one_for_all_faults_by_its_device() {
+    if !rustix::process::geteuid().is_root() {
+        eprintln!("needs root, to give its rights away");
+        return;
+    }
+    let allowed = fs::read_to_string("/proc/sys/vm/unprivileged_userfaultfd").unwrap();
+    let mut work = Work::start("nobody");
+    let device: i32 = work.expect("device ").parse().unwrap();
+    work.wait_in(libc::SYS_read);
+    let (pid, thread) = (work.pid(), work.thread);
+    match userfaultfd_of(pid, thread, Faults::All) {
+        Err(InjectError::NotPermitted) => assert_eq!(allowed.trim(), "0"),
+        other => assert!(other.is_ok() && allowed.trim() == "1", "{other:?}"),
+    }
+    let before = work.descriptors();
+    let uffd = userfaultfd_of(pid, thread, Faults::AllByDevice(device)).unwrap();
+    let name = fs::read_link(format!("/proc/self/fd/{}", uffd.as_raw_fd())).unwrap();
+    assert_eq!(name.to_str(), Some("anon_inode:[userfaultfd]"));
+    let flags = rustix::fs::fcntl_getfl(&uffd).unwrap();
+    assert!(flags.contains(rustix::fs::OFlags::NONBLOCK), "{flags:?}");
+    assert_eq!(work.descriptors(), before);
+    // Any other descriptor is refused by whatever it is.
+    let error = userfaultfd_of(pid, thread, Faults::AllByDevice(0)).unwrap_err().to_string();
+    assert!(error.contains("the system call failed there"), "{error}");
+    work.finish();
 }
 
 #[test]
@@ -281,7 +320,8 @@ fn signals_that_come_meanwhile_are_delivered_once() {
     let mut work = Work::start("signals");
     work.expect("ready");
     let (pid, thread) = (work.pid(), work.thread);
-    let injector = std::thread::spawn(move || (0..100).for_each(|_| drop(userfaultfd_of(pid, thread).unwrap())));
+    let injector =
+        std::thread::spawn(move || (0..100).for_each(|_| drop(userfaultfd_of(pid, thread, Faults::Users).unwrap())));
     for _ in 0..SIGNALS_SENT {
         // SAFETY: plain numbers; the child is ours and not yet waited for. Directed at the thread, where it must be seen.
         assert_eq!(unsafe { libc::syscall(libc::SYS_tgkill, pid, thread, libc::SIGRTMIN()) }, 0);
@@ -316,7 +356,8 @@ fn a_stopped_process_stays_stopped_and_goes_on_when_told() {
 fn stops_that_come_in_the_middle_are_survived() {
     let work = Work::start("busy");
     let (pid, thread) = (work.pid(), work.thread);
-    let injector = std::thread::spawn(move || (0..100).for_each(|_| drop(userfaultfd_of(pid, thread).unwrap())));
+    let injector =
+        std::thread::spawn(move || (0..100).for_each(|_| drop(userfaultfd_of(pid, thread, Faults::Users).unwrap())));
     while !injector.is_finished() {
         work.signal(libc::SIGSTOP);
         std::thread::sleep(Duration::from_millis(1));
@@ -357,7 +398,7 @@ fn a_tracer_that_is_there_already_is_reported() {
     // This thread is the debugger.
     // SAFETY: PTRACE_SEIZE takes numbers only; the child is ours.
     assert_eq!(unsafe { libc::ptrace(libc::PTRACE_SEIZE, work.thread, 0, 0) }, 0);
-    let error = userfaultfd_of(work.pid(), work.thread).unwrap_err().to_string();
+    let error = userfaultfd_of(work.pid(), work.thread, Faults::Users).unwrap_err().to_string();
     // A thread that is traced is gone only when its tracer has seen it end.
     work.process.kill().unwrap();
     // SAFETY: waitpid accepts any process id and a null status.
@@ -367,6 +408,6 @@ fn a_tracer_that_is_there_already_is_reported() {
 
 #[test]
 fn a_process_that_is_gone_is_an_error() {
-    let error = userfaultfd_of(i32::MAX, i32::MAX).unwrap_err().to_string();
+    let error = userfaultfd_of(i32::MAX, i32::MAX, Faults::Users).unwrap_err().to_string();
     assert!(error.contains("could not have QEMU"), "{error}");
 }

@@ -1,0 +1,102 @@
+//! Whose faults a userfaultfd of QEMU sees, and how QEMU comes to make it.
+//!
+//! To track writes, a userfaultfd for the program's own faults is enough: nobody waits, and the kernel takes note of its own
+//! writes by itself. Where writers and readers are to *wait* for us, also KVM must, and system calls that read a disk or a network
+//! packet into guest memory: with a userfaultfd that does not see the kernel's faults, these would fail instead. Such a one needs a
+//! right, which QEMU often lacks (under libvirt it is an ordinary user) and we often have. So where the system call is refused,
+//! QEMU gets our open /dev/userfaultfd by QMP, makes it by that, and gives the device back.
+use std::{
+    fs::{self, OpenOptions},
+    io,
+    os::{
+        fd::{AsFd, OwnedFd, RawFd},
+        unix::fs::MetadataExt,
+    },
+};
+
+use serde_json::json;
+use transship_engine::guest::GuestError;
+
+use super::{
+    inject::{InjectError, userfaultfd_of},
+    qmp::Qmp,
+};
+
+/// Lets an unprivileged process make a userfaultfd.
+const UFFD_USER_MODE_ONLY: u64 = 1;
+/// Makes a userfaultfd, as an ioctl on /dev/userfaultfd.
+const USERFAULTFD_IOC_NEW: u64 = 0xaa00;
+const DEVICE: &str = "/dev/userfaultfd";
+
+/// Whose faults a userfaultfd is to see, and so how it is made.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Faults {
+    /// Those of the program itself. Any process may make this one.
+    Users,
+    /// Those of the kernel too. Needs a right of the process.
+    All,
+    /// The same, made by the process's descriptor of /dev/userfaultfd. Needs nothing but that descriptor.
+    AllByDevice(RawFd),
+}
+
+impl Faults {
+    /// The system call: its number and arguments.
+    pub(super) fn call(self) -> (i64, [u64; 3]) {
+        let flags = libc::O_CLOEXEC as u64;
+        // Who waits for faults polls, which the kernel allows only on one that does not block.
+        let all = flags | libc::O_NONBLOCK as u64;
+        match self {
+            Self::Users => (libc::SYS_userfaultfd, [flags | UFFD_USER_MODE_ONLY, 0, 0]),
+            Self::All => (libc::SYS_userfaultfd, [all, 0, 0]),
+            Self::AllByDevice(device) => (libc::SYS_ioctl, [device as u64, USERFAULTFD_IOC_NEW, all]),
+        }
+    }
+}
+
+/// A userfaultfd for tracking.
+pub(super) fn for_users(qmp: &Qmp) -> Result<OwnedFd, GuestError> {
+    made(qmp, Faults::Users).map_err(|error| refused(qmp, error, "not even for itself"))
+}
+
+/// A userfaultfd that makes everybody wait, KVM and the kernel too.
+pub(super) fn for_all(qmp: &mut Qmp) -> Result<OwnedFd, GuestError> {
+    match made(qmp, Faults::All) {
+        Err(InjectError::NotPermitted) => by_device(qmp),
+        other => other.map_err(|error| refused(qmp, error, "")),
+    }
+}
+
+fn made(qmp: &Qmp, faults: Faults) -> Result<OwnedFd, InjectError> {
+    // The first thread runs QEMU's main loop, never a vCPU.
+    userfaultfd_of(qmp.pid(), qmp.pid(), faults)
+}
+
+fn by_device(qmp: &mut Qmp) -> Result<OwnedFd, GuestError> {
+    let unusable =
+        |e: io::Error| refused(qmp, InjectError::NotPermitted, &format!("{DEVICE} can't be opened from here: {e}"));
+    let device = OpenOptions::new().read(true).write(true).open(DEVICE).map_err(unusable)?;
+    let expected = device.metadata().map_err(unusable)?.rdev();
+    let (theirs, set) = qmp.add_fd(device.as_fd())?;
+    // An ioctl on anything else could do anything.
+    let found = fs::metadata(format!("/proc/{}/fd/{theirs}", qmp.pid())).map(|file| file.rdev());
+    let uffd = match found {
+        Ok(number) if number == expected => made(qmp, Faults::AllByDevice(theirs)),
+        _ => Err(InjectError::Failed(GuestError(format!(
+            "QEMU says that {DEVICE} is its descriptor {theirs}; it is not"
+        )))),
+    };
+    // If this fails QEMU keeps an open device that nobody uses, until we disconnect.
+    let _ = qmp.execute("remove-fd", json!({ "fdset-id": set, "fd": theirs }));
+    uffd.map_err(|error| refused(qmp, error, DEVICE))
+}
+
+fn refused(qmp: &Qmp, error: InjectError, why: &str) -> GuestError {
+    match error {
+        InjectError::Failed(error) => error,
+        InjectError::NotPermitted => GuestError(format!(
+            "QEMU (process {}) may not make a userfaultfd for which KVM and the kernel wait, as --background and --lazy need it, and \
+             {why}; run transship as root, or let everybody make one: sysctl vm.unprivileged_userfaultfd=1",
+            qmp.pid()
+        )),
+    }
+}
