@@ -1,7 +1,7 @@
 //! What can be wrong with bytes from a peer.
 
 /// Bytes that are not what the protocol allows. Offsets count from the first byte of the preamble, the packet header or
-/// the message (its frame header included).
+/// the message (its frame header included); in [`crate::qemu`] they are places in the stream or file.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
@@ -44,5 +44,31 @@ pub enum Error {
         field: &'static str,
         /// Where the first bad byte is.
         offset: usize,
+    },
+    /// A number that belongs to something with a name (a block, a section) can't be.
+    #[error("{field} of {name:?} at offset {offset} is {value:#x}: {why}")]
+    Named {
+        /// The field.
+        field: &'static str,
+        /// What it belongs to.
+        name: String,
+        /// Where it is.
+        offset: usize,
+        /// Its value.
+        value: u64,
+        /// The rule that it breaks.
+        why: &'static str,
+    },
+    /// Something has a name that can't be here.
+    #[error("{field} {name:?} at offset {offset}: {why}")]
+    Refused {
+        /// What it is.
+        field: &'static str,
+        /// Its name.
+        name: String,
+        /// Where it begins.
+        offset: usize,
+        /// Why it can't.
+        why: &'static str,
     },
 }

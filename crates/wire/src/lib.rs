@@ -4,6 +4,8 @@
 //! [`Preamble`]; then the control connection carries framed [`Message`]s both ways, and a data connection carries
 //! [`Packet`] headers, each followed by its payload, from the source to the destination.
 //!
+//! [`qemu`] has the other language that transship speaks: QEMU's migration stream and its mapped-ram files.
+//!
 //! This crate does no I/O and has no unsafe code. What it reads comes from a peer, so nothing is believed: each length,
 //! tag and reserved field is checked where it is read, and an [`Error`] names the field and its offset.
 #![forbid(unsafe_code)]
@@ -14,6 +16,7 @@ mod frame;
 mod guest;
 mod packet;
 mod preamble;
+pub mod qemu;
 mod reader;
 
 pub use control::{

@@ -59,18 +59,28 @@ impl<'a> Reader<'a> {
         if !sizes.contains(&count.into()) {
             return Err(self.invalid(field, count.into(), "a length that this text can't have"));
         }
-        let bytes = self.bytes(field, count.into())?;
-        let text = std::str::from_utf8(bytes)
-            .map_err(|error| Error::Text { field, offset: self.field_start + error.valid_up_to() })?;
-        match text.char_indices().find(|(_, c)| c.is_control()) {
-            Some((at, c)) => Err(Error::Invalid {
-                field,
-                offset: self.field_start + at,
-                value: u32::from(c).into(),
-                why: "a control character",
-            }),
-            None => Ok(text),
-        }
+        self.printable(field, count.into())
+    }
+
+    /// A text of `count` bytes, under the same rules.
+    pub(crate) fn printable(&mut self, field: &'static str, count: usize) -> Result<&'a str, Error> {
+        let bytes = self.bytes(field, count)?;
+        check_printable(field, self.field_start, bytes)
+    }
+
+    /// Where the field that was read last begins.
+    pub(crate) fn field_start(&self) -> usize {
+        self.field_start
+    }
+
+    /// Where the next field begins.
+    pub(crate) fn offset(&self) -> usize {
+        self.offset
+    }
+
+    /// What has not been read.
+    pub(crate) fn rest(&self) -> &'a [u8] {
+        self.rest
     }
 
     /// Bytes that this version gives no meaning to. They are zero, so that a later version can.
@@ -102,12 +112,27 @@ impl<'a> Reader<'a> {
 
     fn advance(&mut self, count: usize, rest: &'a [u8]) {
         self.field_start = self.offset;
-        self.offset += count;
+        self.offset = self.offset.saturating_add(count);
         self.rest = rest;
     }
 
     fn truncated(&self, field: &'static str, count: usize) -> Error {
         Error::Truncated { field, offset: self.offset, missing: count - self.rest.len() }
+    }
+}
+
+/// The text that `bytes`, the contents of `field` at `offset`, are: UTF-8 without control characters.
+pub(crate) fn check_printable<'a>(field: &'static str, offset: usize, bytes: &'a [u8]) -> Result<&'a str, Error> {
+    let text = std::str::from_utf8(bytes)
+        .map_err(|error| Error::Text { field, offset: offset.saturating_add(error.valid_up_to()) })?;
+    match text.char_indices().find(|(_, c)| c.is_control()) {
+        Some((at, c)) => Err(Error::Invalid {
+            field,
+            offset: offset.saturating_add(at),
+            value: u32::from(c).into(),
+            why: "a control character",
+        }),
+        None => Ok(text),
     }
 }
 
