@@ -24,7 +24,16 @@ impl<'a> Reader<'a> {
 
     /// A name behind its length.
     pub(super) fn name(&mut self, field: &'static str) -> Result<Name, Error> {
-        self.name_bytes(field).and_then(|(offset, bytes)| Name::from_wire(field, offset, bytes))
+        let (offset, bytes) = self.name_bytes(field)?;
+        if bytes.is_empty() {
+            return Err(Error::Invalid {
+                field,
+                offset: offset.saturating_sub(1),
+                value: 0,
+                why: "it has no characters",
+            });
+        }
+        Name::from_wire(field, offset, bytes)
     }
 
     /// A name behind its length, as it is, and where its first byte is.

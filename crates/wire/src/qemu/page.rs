@@ -143,8 +143,8 @@ fn read_encoded<'a>(
     count: usize,
     most: usize,
 ) -> Result<&'a [u8], Error> {
-    if count > most {
-        return Err(reader.invalid(field, count as u64, "longer than an encoded page can be"));
+    if !(1..=most).contains(&count) {
+        return Err(reader.invalid(field, count as u64, "not the length of an encoded page"));
     }
     reader.bytes("encoded page", count)
 }

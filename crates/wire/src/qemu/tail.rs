@@ -137,6 +137,7 @@ impl Walk<'_> {
         let reader = &mut self.reader;
         let offset = self.base.saturating_add((eof - reader.rest().len()) as u64);
         let kind = reader.u8("record type")?;
+        let place = reader.field_start();
         if kind != FULL {
             return Err(reader.invalid(
                 "record type",
@@ -150,12 +151,13 @@ impl Walk<'_> {
         let version = reader.be32("section version")?;
         // Sections that came before the memory are described too, first of all.
         let same = |device: &&Device| device.name == *name && device.instance_id as u32 == instance;
+        let refused = |why| Error::Refused { field: "section", name: name.to_string(), offset: place, why };
         let Some(device) = devices.find(same) else {
-            return Err(reader.refused("section", &name, "the trailer does not describe it, or not in this order"));
+            return Err(refused("the trailer does not describe it, or not in this order"));
         };
         let start = eof - reader.rest().len();
         let Some(count) = device.body_bytes().filter(|&count| count <= eof - start) else {
-            return Err(reader.refused("section", &name, "the trailer says that it is longer than what is there"));
+            return Err(refused("the trailer says that it is longer than what is there"));
         };
         reader.bytes("device state", count)?;
         let footer = reader.u8("footer")?;

@@ -10,35 +10,38 @@ pub fn decode(encoded: &[u8], position: u64, page: &mut [u8; PAGE_BYTES]) -> Res
     let mut reader = Reader::at(encoded, position);
     let mut at = 0;
     while !reader.rest().is_empty() {
-        let kept = run(&mut reader, "unchanged run")?;
+        let (kept, offset) = run(&mut reader, "unchanged run")?;
+        let invalid = |why| Error::Invalid { field: "unchanged run", offset, value: kept as u64, why };
         if kept == 0 && at > 0 {
-            return Err(reader.invalid("unchanged run", 0, "only the first can be empty"));
+            return Err(invalid("only the first can be empty"));
         }
         let start = at + kept;
         if start > PAGE_BYTES {
-            return Err(reader.invalid("unchanged run", kept as u64, "it ends beyond the page"));
+            return Err(invalid("it ends beyond the page"));
         }
-        let count = run(&mut reader, "changed run")?;
+        let (count, offset) = run(&mut reader, "changed run")?;
+        let invalid = |why| Error::Invalid { field: "changed run", offset, value: count as u64, why };
         if count == 0 {
-            return Err(reader.invalid("changed run", 0, "it is empty"));
+            return Err(invalid("it is empty"));
         }
-        let place = page.get_mut(start..start + count);
-        let place = place.ok_or_else(|| reader.invalid("changed run", count as u64, "it ends beyond the page"))?;
+        let place = page.get_mut(start..start + count).ok_or_else(|| invalid("it ends beyond the page"))?;
         place.copy_from_slice(reader.bytes("changed bytes", count)?);
         at = start + count;
     }
     Ok(())
 }
 
-/// A length: ULEB128 of one or two bytes.
-fn run(reader: &mut Reader<'_>, field: &'static str) -> Result<usize, Error> {
+/// A length, ULEB128 of one or two bytes, and where it begins.
+fn run(reader: &mut Reader<'_>, field: &'static str) -> Result<(usize, usize), Error> {
     let low = reader.u8(field)?;
+    let offset = reader.field_start();
     if low & 0x80 == 0 {
-        return Ok(low.into());
+        return Ok((low.into(), offset));
     }
     let high = reader.u8(field)?;
     if high & 0x80 != 0 {
-        return Err(reader.invalid(field, high.into(), "a length has two bytes at most"));
+        let why = "a length has two bytes at most";
+        return Err(Error::Invalid { field, offset, value: high.into(), why });
     }
-    Ok(usize::from(low & 0x7f) | usize::from(high) << 7)
+    Ok((usize::from(low & 0x7f) | usize::from(high) << 7, offset))
 }
