@@ -113,6 +113,14 @@ impl Sample {
             }
             Phase::Switchover => "the guest stands still: last pages, device state".into(),
             Phase::HandedOver => "handed over; the destination starts the guest".into(),
+            Phase::Completing => "completing the file".into(),
+            Phase::Reading if self.total == 0 => format!("reading: {} so far, {wire}", Bytes(self.wire)),
+            Phase::Reading | Phase::Filling => {
+                let eta = speed.eta(self.left).map(|eta| format!(", eta {}", Time(eta))).unwrap_or_default();
+                let what = if self.phase == Phase::Reading { "reading" } else { "the guest runs" };
+                format!("{what}: {} left, {wire}{eta}", Bytes(self.left))
+            }
+            Phase::Loading => "the memory is there; its devices are loaded".into(),
             Phase::Done => format!("done, {} on the wire", Bytes(self.wire)),
         }
     }

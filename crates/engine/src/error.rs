@@ -56,6 +56,9 @@ pub enum Error {
     /// The user's wish.
     #[error("cancelled; the source guest runs on")]
     Cancelled,
+    /// The user's wish, before anything ran.
+    #[error("cancelled; nothing runs, and the memory of the VMM that waits may be half filled: start a new one")]
+    RestoreCancelled,
     /// The guest writes faster than the link carries; the text has the numbers.
     #[error("{0}")]
     NotConverging(String),

@@ -50,6 +50,12 @@ impl PageMap {
         set
     }
 
+    /// Bit i % 8 of byte i / 8 for page i of `pages`, in whole words of 8 bytes: the bitmap of a mapped-ram file.
+    pub(crate) fn to_bitmap(&self, pages: u64) -> Vec<u8> {
+        let words = &self.words[..pages.div_ceil(64) as usize];
+        words.iter().flat_map(|word| word.load(Ordering::Relaxed).to_le_bytes()).collect()
+    }
+
     /// Takes the set pages of the range out of the map and returns them window by window.
     pub(crate) fn take(&self, range: PageRange) -> impl Iterator<Item = (u64, u128)> + '_ {
         let mut first = range.first / 128 * 128;
@@ -105,6 +111,17 @@ mod tests {
         assert_eq!(collect(0), []);
         assert_eq!(collect(u128::MAX), [(256, 128)]);
         assert_eq!(collect(0b1011 | 1 << 127), [(256, 2), (259, 1), (383, 1)]);
+    }
+
+    #[test]
+    fn a_bitmap_is_in_whole_words_with_the_lowest_bit_first() {
+        let map = PageMap::new(300);
+        map.insert(0, 1 | 1 << 9 | 1 << 127);
+        map.insert(256, 1 << 43);
+        let mut expected = [0; 40];
+        (expected[0], expected[1], expected[15], expected[37]) = (1, 2, 0x80, 8);
+        assert_eq!(map.to_bitmap(300), expected);
+        assert_eq!(map.to_bitmap(64).len(), 8);
     }
 
     #[test]

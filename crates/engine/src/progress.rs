@@ -16,7 +16,15 @@ pub enum Phase {
     Switchover,
     /// Given up here; past the point of no return.
     HandedOver,
-    /// It runs at the destination.
+    /// The pages of a snapshot are written; the file is being completed.
+    Completing,
+    /// A snapshot's pages are read.
+    Reading,
+    /// The memory is there; the VMM loads its devices.
+    Loading,
+    /// The guest runs, and its pages come when it touches them.
+    Filling,
+    /// It runs at the destination, or the file is complete.
     Done,
 }
 

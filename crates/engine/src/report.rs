@@ -86,6 +86,30 @@ pub struct CpuSeconds {
     pub total: f64,
 }
 
+/// A snapshot file.
+#[derive(Debug, Clone, Default, Serialize)]
+pub struct FileReport {
+    /// `mapped-ram` or `stream`.
+    pub format: String,
+    /// Its length from the snapshot's begin on.
+    pub bytes: u64,
+    /// Bytes that it takes on the disk.
+    pub allocated: u64,
+    /// Whether pages went past the page cache.
+    pub direct_io: bool,
+    /// Why they did not, where it was left to us.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub direct_io_refused: Option<String>,
+    /// Whether the kernel took requests by io_uring.
+    pub io_uring: bool,
+    /// Pages of the guest that it holds.
+    pub pages_stored: u64,
+    /// Pages that were written and became zero or holes afterwards; their disk space was given back.
+    pub pages_freed: u64,
+    /// From the last page to the file at its place, durably.
+    pub sync_ms: f64,
+}
+
 /// The whole of it. Both sides report; what only one side knows is zero on the other.
 #[derive(Debug, Clone, Default, Serialize)]
 pub struct Report {
@@ -97,6 +121,9 @@ pub struct Report {
     pub setup_ms: f64,
     /// How long the guest stood still, until the destination said that it runs.
     pub downtime_ms: f64,
+    /// Of a restore: from the call until the guest ran, or stood there whole if it is not to run.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub started_ms: Option<f64>,
     /// One entry a round.
     pub rounds: Vec<RoundReport>,
     /// Pages by kind.
@@ -109,6 +136,9 @@ pub struct Report {
     pub busy_ratio: f64,
     /// CPU seconds by role.
     pub cpu: CpuSeconds,
+    /// The snapshot file, where there is one.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub file: Option<FileReport>,
     /// None: not asked for.
     pub verified: Option<bool>,
     /// Why it ended early.

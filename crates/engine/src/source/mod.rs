@@ -23,6 +23,7 @@ use crate::{
 };
 use channels::Channels;
 use rounds::Rounds;
+pub(crate) use switchover::take_back;
 
 /// How long what was sent may take to arrive while the guest runs: a thin link with deep buffers is slow, not dead.
 const DONE_TIMEOUT: Duration = Duration::from_secs(600);
@@ -80,7 +81,7 @@ pub(crate) fn finish(
 fn status_of(result: &Result<(), Error>) -> Status {
     match result {
         Ok(()) => Status::Completed,
-        Err(Error::Cancelled) => Status::Cancelled,
+        Err(Error::Cancelled | Error::RestoreCancelled) => Status::Cancelled,
         Err(Error::NotConverging(_)) => Status::NotConverging,
         Err(Error::Unknown(_)) => Status::Unknown,
         Err(_) => Status::Failed,

@@ -10,7 +10,7 @@ use std::{
 use transship_wire::Message;
 
 use super::{Source, rounds::Rounds};
-use crate::{Error, Phase, control::Control, digest::digest, fail_point, transport::STALL_TIMEOUT};
+use crate::{Error, Phase, control::Control, digest::digest, fail_point, guest::SourceGuest, transport::STALL_TIMEOUT};
 
 /// Bytes of device state that travel as one message.
 const STATE_PIECE: usize = 256 * 1024;
@@ -30,7 +30,7 @@ pub(crate) fn run(source: &mut Source<'_>, control: &mut Control, rounds: &mut R
         .and_then(|()| bring_the_rest(source, control, rounds));
     let given_up = loaded.and_then(|()| give_up(source, control, run));
     if let Err(error) = given_up {
-        return Err(take_back(source, error, run));
+        return Err(take_back(source.guest, error, run));
     }
     let confirmed = await_confirmation(source, control);
     source.report.downtime_ms = if run { stopped.elapsed().as_secs_f64() * 1e3 } else { 0.0 };
@@ -91,14 +91,14 @@ fn send_state(source: &mut Source<'_>, control: &mut Control) -> Result<(), Erro
     control.send(&Message::StateEnd { bytes: total, digest: hasher.finalize().into() })
 }
 
-/// A failure before the hand-over: the guest goes on here.
-fn take_back(source: &mut Source<'_>, error: Error, run: bool) -> Error {
-    match source.guest.resume(run) {
+/// A failure before the guest was given up: it goes on here.
+pub(crate) fn take_back(guest: &mut dyn SourceGuest, error: Error, run: bool) -> Error {
+    match guest.resume(run) {
         Ok(()) => error,
         Err(resume) => Error::Unknown(format!(
             "{error}; and the guest could not be resumed here: {resume}. It stands still, whole, and is not running anywhere else: \
              resume it with: {}",
-            source.guest.resume_hint()
+            guest.resume_hint()
         )),
     }
 }

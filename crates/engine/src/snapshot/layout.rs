@@ -1,0 +1,125 @@
+//! Where everything is in a mapped-ram file.
+//!
+//! ```text
+//!   header, configuration, list of blocks …                 room is kept: what it will say is known last
+//!   region 0:   bitmap      pages                           ─┐ known before the guest stands still
+//!   region 1:   entry, bitmap   pages                       ─┘
+//!   device blocks: entry, bitmap, pages each                ─┐ known when it does
+//!   end of the list, device sections, their description     ─┘
+//! ```
+//!
+//! All pages begin at multiples of 1 MiB, so that direct I/O reaches them on any device.
+use transship_wire::qemu::{Block, Command, Configuration, Geometry, Mapped, Name, Piece, StreamWriter, bitmap_bytes};
+
+use super::state::DeviceState;
+use crate::{Error, guest::SourceGuest, guest::StateFormat};
+
+/// Room for everything before the first region's bitmap: the header, a configuration with the longest name, an entry of the list. They come
+/// to less than a kilobyte.
+const HEAD_ROOM: u64 = 4096;
+
+/// A region of the guest as the file names it.
+#[derive(Debug, Clone)]
+pub(crate) struct RegionBlock {
+    pub(crate) name: Name,
+    pub(crate) bytes: u64,
+}
+
+/// The regions of a guest by the names of their RAM blocks.
+///
+/// # Errors
+/// A name that no file can hold.
+pub(crate) fn region_blocks(guest: &dyn SourceGuest) -> Result<Vec<RegionBlock>, Error> {
+    let memory = guest.memory();
+    let names: Vec<String> = match guest.state_format() {
+        StateFormat::Qemu { blocks } => blocks,
+        StateFormat::Opaque => memory.regions().iter().map(|region| region.name().to_owned()).collect(),
+    };
+    let blocks = names.iter().zip(memory.regions()).map(|(name, region)| {
+        let name = Name::new(name)
+            .map_err(|error| Error::Unfit(format!("region {:?} can't be saved: {error}", region.name())))?;
+        Ok(RegionBlock { name, bytes: region.bytes() })
+    });
+    blocks.collect()
+}
+
+/// The places of the regions.
+pub(crate) struct Layout {
+    start: u64,
+    regions: Vec<Block>,
+}
+
+/// Everything that is no page, and the places of the devices' pages.
+pub(crate) struct Around {
+    /// In the order of the file; the first is its begin.
+    pub(crate) pieces: Vec<Piece>,
+    pub(crate) devices: Vec<Geometry>,
+}
+
+impl Layout {
+    /// A file whose snapshot begins at `start`.
+    pub(crate) fn new(start: u64, regions: &[RegionBlock]) -> Self {
+        let mut layout = Self { start, regions: Vec::new() };
+        for RegionBlock { name, bytes } in regions {
+            let nowhere = Mapped::At(Geometry { bitmap_offset: 0, pages_offset: 0 });
+            let mut block = Block { name: name.clone(), used_bytes: *bytes, gpa: None, mapped: Some(nowhere) };
+            let header_end = match layout.regions.is_empty() {
+                true => start + HEAD_ROOM,
+                false => layout.end() + block.entry_bytes(),
+            };
+            block.mapped = Some(Mapped::At(Geometry::stock(header_end, *bytes)));
+            layout.regions.push(block);
+        }
+        layout
+    }
+
+    fn geometries(&self) -> impl Iterator<Item = (Geometry, u64)> + '_ {
+        self.regions.iter().filter_map(|block| Some((block.geometry()?, block.used_bytes)))
+    }
+
+    /// By region: where the first page is.
+    pub(crate) fn pages(&self) -> Vec<u64> {
+        self.geometries().map(|(geometry, _)| geometry.pages_offset).collect()
+    }
+
+    /// By region: where the bitmap is.
+    pub(crate) fn bitmaps(&self) -> Vec<u64> {
+        self.geometries().map(|(geometry, _)| geometry.bitmap_offset).collect()
+    }
+
+    /// Where the last region's pages end.
+    pub(crate) fn end(&self) -> u64 {
+        self.geometries().last().map_or(self.start, |(geometry, bytes)| geometry.pages(bytes).end)
+    }
+
+    /// What the file needs at most for pages of so many bytes, without the devices.
+    pub(crate) fn bytes_for(&self, pages: u64) -> u64 {
+        HEAD_ROOM + self.regions.iter().map(|block| bitmap_bytes(block.used_bytes)).sum::<u64>() + pages
+    }
+
+    /// The stream around the pages, which is known once the device state is.
+    pub(crate) fn around(&self, state: &DeviceState) -> Result<Around, Error> {
+        let mut writer = StreamWriter::new(self.start, state.ram_section);
+        let configuration = Configuration { ignore_shared: false, mapped_ram: true, ..state.configuration.clone() };
+        let regions: u64 = self.regions.iter().map(|block| block.used_bytes).sum();
+        writer.header().configuration(&configuration);
+        writer.ram_start(regions + state.blocks.iter().map(|block| block.bytes).sum::<u64>());
+        for block in &self.regions {
+            let end = writer.position() + block.entry_bytes();
+            if block.geometry().is_none_or(|geometry| end > geometry.bitmap_offset) {
+                return Err(Error::File(format!(
+                    "the begin of the snapshot takes {end} bytes, more than the room for it"
+                )));
+            }
+            writer.block(block);
+        }
+        let placed = state.blocks.iter().map(|block| writer.mapped_block(&block.name, block.bytes, None));
+        let devices = placed.collect::<Vec<_>>().iter().filter_map(Block::geometry).collect();
+        writer.end_of_section().raw(&state.early).part().end_of_section();
+        if state.switchover_start {
+            writer.command(&Command::SwitchoverStart);
+        }
+        writer.end().end_of_section().raw(&state.tail);
+        Ok(Around { pieces: writer.take(), devices })
+    }
+}

@@ -1,0 +1,189 @@
+//! The life of a save, from the empty file to the one that is complete.
+use std::{sync::Arc, time::Instant};
+
+use super::{
+    SaveOptions, Then, Way,
+    layout::{Around, Layout, RegionBlock, region_blocks},
+    live::Rounds,
+    state::DeviceState,
+    target::Target,
+    uri::FileUri,
+    writer::Writers,
+};
+use crate::{
+    Error, FileReport, Phase, Progress, Report, fail_point,
+    guest::SourceGuest,
+    source::{finish, take_back},
+};
+use transship_memory::PAGE_BYTES;
+
+/// Saves the guest's memory and device state to a file that a stock QEMU loads.
+///
+/// On success the file is complete and on the disk, and the guest runs on, or stands still if it did before or was to. On every failure but
+/// [`Error::Unknown`] it runs on (or stands, if it stood before), what was at the file's name before is there as it was, and nothing else is
+/// left. The report is filled as far as it got, also on failure.
+///
+/// # Errors
+/// See [`Error`].
+pub fn save_guest(
+    guest: &mut dyn SourceGuest,
+    to: &FileUri,
+    options: &SaveOptions,
+    progress: &Arc<Progress>,
+    report: &mut Report,
+) -> Result<(), Error> {
+    let begin = Instant::now();
+    report.bytes.guest = guest.memory().bytes();
+    let result = Target::create(to, options.direct_io, &guest.memory()).and_then(|mut target| {
+        fail_point::reach("save.created")?;
+        Saving { guest, options, target: &mut target, progress, report, begin }.run()
+    });
+    finish(result, begin, progress, report)
+}
+
+struct Saving<'a> {
+    guest: &'a mut dyn SourceGuest,
+    options: &'a SaveOptions,
+    target: &'a mut Target,
+    progress: &'a Arc<Progress>,
+    report: &'a mut Report,
+    begin: Instant,
+}
+
+impl Saving<'_> {
+    /// The phases. Whatever fails while the guest stands still, it is resumed in the one place that handles it.
+    fn run(&mut self) -> Result<(), Error> {
+        let ran = self.guest.is_running()?;
+        let regions = region_blocks(self.guest)?;
+        let layout = Layout::new(self.target.offset(), &regions);
+        self.target.set_length(layout.end())?;
+        let SaveOptions { channels, io, .. } = *self.options;
+        let writers = Writers::start(&self.guest.memory(), layout.pages(), channels, io, self.target, self.progress)?;
+        self.report.file = Some(FileReport {
+            format: self.options.format.to_string(),
+            direct_io: self.target.is_direct(),
+            direct_io_refused: self.target.refused().map(str::to_owned),
+            io_uring: writers.is_uring(),
+            ..FileReport::default()
+        });
+        // Ending the tracking takes time that grows with the memory; nobody waits for it when the guest runs again.
+        let mut rounds = None;
+        if ran && self.options.way == Way::Live {
+            let rounds = rounds.insert(Rounds::begin(self.guest)?);
+            fail_point::reach("save.tracking")?;
+            self.begin_rounds(rounds, &layout);
+            let (guest, options) = (&*self.guest, self.options);
+            rounds.until_the_rest_is_small(guest, options, &writers, self.target, self.progress, self.report)?;
+        }
+        self.progress.set_phase(Phase::Switchover);
+        let stopped = Instant::now();
+        let taken = self.stop_and_take(&mut rounds, &layout, &writers, &regions, ran);
+        self.complete_and_resume(taken, &layout, &writers, ran, stopped)
+    }
+
+    fn begin_rounds(&mut self, rounds: &Rounds, layout: &Layout) {
+        self.target.expect(layout.bytes_for(rounds.pending_bytes()));
+        self.report.setup_ms = self.begin.elapsed().as_secs_f64() * 1e3;
+        self.progress.set_phase(Phase::Rounds);
+    }
+
+    /// Everything for which the guest has to stand still.
+    fn stop_and_take(
+        &mut self,
+        rounds: &mut Option<Rounds>,
+        layout: &Layout,
+        writers: &Writers,
+        regions: &[RegionBlock],
+        ran: bool,
+    ) -> Result<DeviceState, Error> {
+        self.guest.stop()?;
+        fail_point::reach("save.stopped")?;
+        let rounds = match rounds {
+            Some(rounds) => {
+                rounds.scan_again(writers)?;
+                rounds
+            }
+            None => {
+                let rounds = rounds.insert(Rounds::standing_still(self.guest)?);
+                self.begin_rounds(rounds, layout);
+                rounds
+            }
+        };
+        rounds.write_pending(writers, self.target, false, self.progress, self.report)?;
+        fail_point::reach("save.last-round")?;
+        let state = DeviceState::take(self.guest, regions, ran)?;
+        fail_point::reach("save.state")?;
+        Ok(state)
+    }
+
+    /// The end: a guest that was saved live runs on before its file is complete, as nothing more is read from it; any other one when it is.
+    fn complete_and_resume(
+        &mut self,
+        taken: Result<DeviceState, Error>,
+        layout: &Layout,
+        writers: &Writers,
+        ran: bool,
+        stopped: Instant,
+    ) -> Result<(), Error> {
+        let downtime = |stopped: Instant| if ran { stopped.elapsed().as_secs_f64() * 1e3 } else { 0.0 };
+        let early = self.options.way == Way::Live && self.options.then == Then::Resume;
+        let state = taken.map_err(|error| take_back(self.guest, error, ran))?;
+        if early {
+            let resumed = self.guest.resume(ran);
+            self.report.downtime_ms = downtime(stopped);
+            fail_point::reach("save.resumed")?;
+            // If it stands still now, its file is worth all the more.
+            let completed = self.complete(&state, layout, writers);
+            return match resumed {
+                Ok(()) => completed,
+                Err(error) => Err(self.stands_still(error, completed)),
+            };
+        }
+        self.complete(&state, layout, writers).map_err(|error| take_back(self.guest, error, ran))?;
+        let resumed = self.guest.resume(ran && self.options.then == Then::Resume);
+        self.report.downtime_ms = downtime(stopped);
+        resumed.map_err(|error| self.stands_still(error, Ok(())))
+    }
+
+    fn stands_still(&self, error: impl std::fmt::Display, completed: Result<(), Error>) -> Error {
+        let file = match completed {
+            Ok(()) => "its snapshot is complete".to_owned(),
+            Err(error) => format!("its snapshot failed ({error})"),
+        };
+        Error::Unknown(format!(
+            "{file}, but the guest could not be resumed: {error}. It stands still, whole: resume it with: {}",
+            self.guest.resume_hint()
+        ))
+    }
+
+    /// Writes everything that is no page of the guest, and makes the file whole.
+    fn complete(&mut self, state: &DeviceState, layout: &Layout, writers: &Writers) -> Result<(), Error> {
+        self.progress.set_phase(Phase::Completing);
+        let begin = Instant::now();
+        let target = &mut *self.target;
+        let pages = &writers.pages;
+        let Around { pieces, devices } = layout.around(state)?;
+        target.expect(layout.bytes_for(pages.stored() * PAGE_BYTES as u64) + state.bytes());
+        for ((content, memory), at) in pages.content.iter().zip(pages.memory.regions()).zip(layout.bitmaps()) {
+            target.write_at(&content.to_bitmap(memory.pages()), at)?;
+        }
+        for (block, place) in state.blocks.iter().zip(devices) {
+            block.write(place, target)?;
+        }
+        let (head, rest) = pieces.split_first().ok_or_else(|| Error::File("an empty snapshot".into()))?;
+        rest.iter().try_for_each(|piece| target.write_at(&piece.bytes, piece.position))?;
+        fail_point::reach("save.tail")?;
+        let mut file = self.report.file.take().unwrap_or_default();
+        for (region, range) in pages.stale() {
+            target.punch(pages.places[region] + range.first * PAGE_BYTES as u64, range.bytes())?;
+            file.pages_freed += range.count;
+        }
+        target.complete(&head.bytes, self.progress)?;
+        (file.bytes, file.allocated) = target.size()?;
+        file.pages_stored = pages.stored();
+        file.sync_ms = (begin.elapsed()).as_secs_f64() * 1e3;
+        self.report.bytes.wire += state.bytes();
+        self.report.file = Some(file);
+        fail_point::reach("save.done")
+    }
+}

@@ -1,0 +1,414 @@
+//! The file of a snapshot while it is made, and what becomes of it.
+//!
+//! A file that is named is made under one other name beside it, `.NAME.transship-part`, and takes its place when it is complete and on the disk.
+//! Who makes it holds a lock on it: a second save to the same name is refused meanwhile, and a file without a lock is what a save that
+//! died has left, to be removed. A file that comes as a descriptor is made in place: its first bytes, without which nobody takes
+//! it for a snapshot, are written when everything else is on the disk.
+use std::{
+    ffi::{OsStr, OsString},
+    fs::{self, File},
+    io,
+    os::{
+        fd::OwnedFd,
+        unix::{ffi::OsStrExt, fs::FileExt, fs::MetadataExt, fs::PermissionsExt},
+    },
+    path::Path,
+    sync::atomic::{AtomicU64, Ordering::Relaxed},
+    thread,
+    time::Duration,
+};
+
+use crossbeam_channel::bounded;
+use rustix::{
+    fs::{AtFlags, FallocateFlags, FlockOperation, Mode, OFlags},
+    io::Errno,
+};
+use transship_memory::{Error as MemoryError, FileIo, FileQueue, GuestMemory, PageBuffer};
+use transship_wire::qemu::PAGES_ALIGNMENT;
+
+use super::{
+    DirectIo, FilePlace, FileUri,
+    descriptors::{self, Purpose},
+    filesystem,
+};
+use crate::{Error, Progress};
+
+/// How often a wait looks whether the user has cancelled.
+const TICK: Duration = Duration::from_millis(50);
+/// Attempts to make the temporary file while others make and remove theirs.
+const ATTEMPTS: u32 = 100;
+
+/// A file that is being made. Dropped before [`Target::complete`] it leaves things as they were; what was passed as a descriptor is cut back
+/// to what comes before the snapshot.
+pub(crate) struct Target {
+    /// As the user named it.
+    uri: FileUri,
+    buffered: File,
+    direct: Option<File>,
+    /// Why pages go through the page cache although it was left to us.
+    refused: Option<String>,
+    place: Place,
+    completed: bool,
+    /// The most that is thought to be written, for messages.
+    needed: AtomicU64,
+}
+
+enum Place {
+    Named(Named),
+    Passed,
+}
+
+/// A name, and the one that the file has until then.
+struct Named {
+    folder: OwnedFd,
+    name: OsString,
+    temporary: OsString,
+}
+
+impl Target {
+    /// Makes the file, empty but for what comes before the snapshot. `memory` is that of the guest that is to be saved, so that a file of it
+    /// is not taken for the target.
+    ///
+    /// # Errors
+    /// Another save makes this file now; what can't be written, replaced or opened as it was asked for.
+    pub(crate) fn create(uri: &FileUri, direct_io: DirectIo, memory: &GuestMemory) -> Result<Self, Error> {
+        let passed = descriptors::take(&uri.place, Purpose::Save)?;
+        let mut target = match (&uri.place, passed) {
+            (FilePlace::Path(path), _) => Self::named(uri, path)?,
+            (_, Some(passed)) => Self::passed(uri, passed.buffered, passed.direct),
+            (_, None) => return Err(Error::File(format!("{uri} names no file"))),
+        };
+        target.check_not_memory(memory)?;
+        target.set_length(0)?;
+        target.open_direct(direct_io, memory)?;
+        Ok(target)
+    }
+
+    fn passed(uri: &FileUri, buffered: File, direct: Option<File>) -> Self {
+        Self::new(uri, buffered, direct, Place::Passed)
+    }
+
+    fn new(uri: &FileUri, buffered: File, direct: Option<File>, place: Place) -> Self {
+        let (uri, needed) = (uri.clone(), AtomicU64::new(0));
+        Self { uri, buffered, direct, refused: None, place, completed: false, needed }
+    }
+
+    fn named(uri: &FileUri, path: &Path) -> Result<Self, Error> {
+        let failed = |source: io::Error| Error::Io { what: format!("save to {uri}"), source };
+        // The file that a symbolic link points to is replaced, not the link.
+        let path = match fs::symlink_metadata(path) {
+            Ok(meta) if meta.is_symlink() => fs::canonicalize(path).map_err(failed)?,
+            _ => path.to_path_buf(),
+        };
+        let old = match fs::metadata(&path) {
+            Ok(meta) if !meta.is_file() => {
+                return Err(Error::File(format!("{uri} is no regular file; name one, or one that is yet to be")));
+            }
+            Ok(_) => Some(File::open(&path)),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => None,
+            Err(error) => return Err(failed(error)),
+        };
+        let name = path.file_name().ok_or_else(|| Error::File(format!("{uri} names no file")))?.to_owned();
+        let folder = path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
+        let folder = rustix::fs::open(folder, OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC, Mode::empty());
+        let folder = folder.map_err(|errno| failed(errno.into()))?;
+        let temporary = temporary_name(&name);
+        let file = make_temporary(uri, &folder, &temporary)?;
+        let target = Self::new(uri, file, None, Place::Named(Named { folder, name, temporary }));
+        if let Some(old) = old {
+            target.take_over(old).map_err(failed)?;
+        }
+        Ok(target)
+    }
+
+    /// The owner and the mode of the file that is to be replaced, and what it has before the snapshot.
+    fn take_over(&self, old: io::Result<File>) -> io::Result<()> {
+        let old = match old {
+            Ok(old) => old,
+            // It may be replaced by someone who may not read it.
+            Err(_) if self.uri.offset == 0 => return Ok(()),
+            Err(error) => return Err(error),
+        };
+        let (meta, ours) = (old.metadata()?, self.buffered.metadata()?);
+        let same_owner = (meta.uid(), meta.gid()) == (ours.uid(), ours.gid())
+            || std::os::unix::fs::fchown(&self.buffered, Some(meta.uid()), Some(meta.gid())).is_ok();
+        if same_owner {
+            self.buffered.set_permissions(fs::Permissions::from_mode(meta.mode() & 0o777))?;
+        }
+        io::copy(&mut io::Read::take(old, self.uri.offset), &mut &self.buffered).map(drop)
+    }
+
+    /// A guest whose memory file became its snapshot would be gone.
+    fn check_not_memory(&self, memory: &GuestMemory) -> Result<(), Error> {
+        let id = |stat: rustix::fs::Stat| (stat.st_dev, stat.st_ino);
+        let Ok(ours) = rustix::fs::fstat(&self.buffered).map(id) else { return Ok(()) };
+        match memory.regions().iter().find(|region| rustix::fs::fstat(region.file()).map(id) == Ok(ours)) {
+            Some(region) => {
+                let (uri, region) = (&self.uri, region.name());
+                Err(Error::File(format!(
+                    "{uri} is the memory of the guest itself (region {region}); name another file"
+                )))
+            }
+            None => Ok(()),
+        }
+    }
+
+    fn open_direct(&mut self, wish: DirectIo, memory: &GuestMemory) -> Result<(), Error> {
+        if wish == DirectIo::Off {
+            self.direct = None;
+            return Ok(());
+        }
+        let opened = match (&self.place, self.direct.take()) {
+            (Place::Passed, Some(direct)) => Ok(direct),
+            (Place::Passed, None) => {
+                Err("it came as one descriptor; pass one with O_DIRECT too, as fdset:N,M".to_owned())
+            }
+            (Place::Named(named), _) => named.open_direct(),
+        };
+        match opened.and_then(|direct| self.try_direct(direct, memory)) {
+            Ok(direct) => self.direct = Some(direct),
+            Err(why) if wish == DirectIo::Auto => self.refused = Some(why),
+            Err(why) => {
+                return Err(Error::File(format!(
+                    "{}: pages can't go past the page cache: {why}; use --direct-io=auto or off, or a disk file system such as ext4 or xfs",
+                    self.uri
+                )));
+            }
+        }
+        Ok(())
+    }
+
+    /// Some file systems let a file be opened so, and then refuse the first write, or want larger pieces than pages.
+    fn try_direct(&self, direct: File, memory: &GuestMemory) -> Result<File, String> {
+        let at = self.uri.offset.next_multiple_of(PAGES_ALIGNMENT);
+        let descriptor = direct.try_clone().map_err(|error| error.to_string())?;
+        let queue = FileQueue::new(memory.clone(), descriptor.into(), 1, FileIo::Plain);
+        queue.map_err(|error| error.to_string()).and_then(|mut queue| {
+            let written = queue.write_buffer(PageBuffer::new(1), at).and_then(|()| queue.finish());
+            written.map_err(|error| format!("the {} refuses it ({error})", filesystem::name(&self.buffered)))
+        })?;
+        self.buffered.set_len(self.uri.offset).map_err(|error| error.to_string())?;
+        Ok(direct)
+    }
+
+    /// Where the snapshot begins.
+    pub(crate) fn offset(&self) -> u64 {
+        self.uri.offset
+    }
+
+    /// Whether pages go past the page cache.
+    pub(crate) fn is_direct(&self) -> bool {
+        self.direct.is_some()
+    }
+
+    /// Why they don't although it was left to us.
+    pub(crate) fn refused(&self) -> Option<&str> {
+        self.refused.as_deref()
+    }
+
+    /// A descriptor for whole pages at places that are multiples of their size.
+    pub(crate) fn page_descriptor(&self) -> Result<OwnedFd, Error> {
+        let file = self.direct.as_ref().unwrap_or(&self.buffered);
+        file.try_clone().map(OwnedFd::from).map_err(|source| self.failed("write", source))
+    }
+
+    /// From now on the snapshot is thought to take up to so many bytes.
+    pub(crate) fn expect(&self, bytes: u64) {
+        self.needed.fetch_max(bytes, Relaxed);
+    }
+
+    /// Makes the file as long as this, with holes where nothing is written, so that writers do not have to extend it one after the other.
+    ///
+    /// # Errors
+    /// The system's own.
+    pub(crate) fn set_length(&self, bytes: u64) -> Result<(), Error> {
+        self.buffered.set_len(self.uri.offset.max(bytes)).map_err(|source| self.failed("make", source))
+    }
+
+    /// Writes bytes at a place.
+    ///
+    /// # Errors
+    /// The system's own.
+    pub(crate) fn write_at(&self, bytes: &[u8], at: u64) -> Result<(), Error> {
+        self.buffered.write_all_at(bytes, at).map_err(|source| self.failed("write", source))
+    }
+
+    /// Gives the disk space of whole pages back, where the file system can.
+    pub(crate) fn punch(&self, at: u64, bytes: u64) -> Result<(), Error> {
+        let how = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+        match rustix::fs::fallocate(&self.buffered, how, at, bytes) {
+            // What is there then is not read by anybody.
+            Ok(()) | Err(Errno::OPNOTSUPP) => Ok(()),
+            Err(errno) => Err(self.failed("free pages of", errno.into())),
+        }
+    }
+
+    /// Waits until what was written is on the disk. If the user cancels meanwhile, the file is cut short, so that there is less to wait for.
+    ///
+    /// # Errors
+    /// The system's own; cancelled.
+    pub(crate) fn sync(&self, progress: &Progress) -> Result<(), Error> {
+        let file = self.buffered.try_clone().map_err(|source| self.failed("sync", source))?;
+        let (done, waiting) = bounded(1);
+        let spawned = thread::Builder::new().name("sync".into()).spawn(move || {
+            let _ = done.send(file.sync_all());
+        });
+        spawned.map_err(|source| Error::Io { what: "can't start a thread".into(), source })?;
+        loop {
+            match waiting.recv_timeout(TICK) {
+                Ok(result) => return result.map_err(|source| self.failed("sync", source)),
+                Err(_) if progress.is_cancelled() => {
+                    let _ = self.buffered.set_len(self.uri.offset);
+                    return Err(Error::Cancelled);
+                }
+                Err(_) => {}
+            }
+        }
+    }
+
+    /// Bytes of the file from the snapshot's begin on, and bytes that it has on the disk.
+    pub(crate) fn size(&self) -> Result<(u64, u64), Error> {
+        let meta = self.buffered.metadata().map_err(|source| self.failed("look at", source))?;
+        Ok((meta.len().saturating_sub(self.uri.offset), meta.blocks() * 512))
+    }
+
+    /// Everything but `head`, which belongs at the snapshot's begin, was written: makes the file whole, and durably so.
+    ///
+    /// # Errors
+    /// Up to its new name, the system's own: nothing has changed. After that: it's there, and may be gone after a power cut.
+    pub(crate) fn complete(&mut self, head: &[u8], progress: &Progress) -> Result<(), Error> {
+        let at = self.uri.offset;
+        match &self.place {
+            Place::Named(named) => {
+                self.write_at(head, at)?;
+                self.sync(progress)?;
+                crate::fail_point::reach("save.synced")?;
+                if progress.is_cancelled() {
+                    return Err(Error::Cancelled);
+                }
+                let folder = &named.folder;
+                rustix::fs::renameat(folder, &named.temporary, folder, &named.name)
+                    .map_err(|errno| self.failed("put in place", errno.into()))?;
+                self.completed = true;
+                crate::fail_point::reach("save.renamed")?;
+                rustix::fs::fsync(folder).map_err(|errno| Error::Io {
+                    what: format!(
+                        "{} is complete, but its folder can't be synced: it may be gone after a power cut",
+                        self.uri
+                    ),
+                    source: errno.into(),
+                })
+            }
+            Place::Passed => {
+                self.sync(progress)?;
+                crate::fail_point::reach("save.synced")?;
+                self.write_at(head, at)?;
+                self.sync(progress)?;
+                self.completed = true;
+                Ok(())
+            }
+        }
+    }
+
+    /// What to say of a failure of the system.
+    pub(crate) fn failed(&self, doing: &str, source: io::Error) -> Error {
+        let full = matches!(
+            source.kind(),
+            io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded | io::ErrorKind::FileTooLarge
+        );
+        let mut what = format!("{doing} {}", self.uri);
+        if full {
+            let written = self.buffered.metadata().map_or(0, |meta| meta.blocks() * 512);
+            let room = filesystem::available_bytes(&self.buffered).unwrap_or(0).saturating_add(written);
+            what = format!(
+                "{what} (it needs up to {:.1} MB; the {} has {:.1} MB for it; nothing was replaced)",
+                self.needed.load(Relaxed) as f64 / 1e6,
+                filesystem::name(&self.buffered),
+                room as f64 / 1e6
+            );
+        }
+        Error::Io { what, source }
+    }
+
+    /// The same for what the writers of pages say.
+    pub(crate) fn failed_pages(&self, error: MemoryError) -> Error {
+        match error {
+            MemoryError::System { source, .. } => self.failed("write", source),
+            other => Error::Memory(other),
+        }
+    }
+}
+
+impl Drop for Target {
+    fn drop(&mut self) {
+        if self.completed {
+            return;
+        }
+        // Nobody need wait for pages on their way to a file that goes.
+        let _ = self.buffered.set_len(self.uri.offset);
+        if let Place::Named(named) = &self.place {
+            let _ = rustix::fs::unlinkat(&named.folder, &named.temporary, AtFlags::empty());
+        }
+    }
+}
+
+impl Named {
+    fn open_direct(&self) -> Result<File, String> {
+        let flags = OFlags::WRONLY | OFlags::DIRECT | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+        match rustix::fs::openat(&self.folder, &self.temporary, flags, Mode::empty()) {
+            Ok(file) => Ok(file.into()),
+            Err(errno) => {
+                let folder = rustix::fs::openat(&self.folder, ".", OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty());
+                let system =
+                    folder.map_or_else(|_| "file system".to_owned(), |folder| filesystem::name(&folder.into()));
+                Err(format!("the {system} refuses it ({})", io::Error::from(errno)))
+            }
+        }
+    }
+}
+
+fn temporary_name(name: &OsStr) -> OsString {
+    OsStr::from_bytes(&[b".", name.as_bytes(), b".transship-part"].concat()).to_owned()
+}
+
+/// Makes the file anew and locks it, after removing what a save that died has left.
+fn make_temporary(uri: &FileUri, folder: &OwnedFd, name: &OsStr) -> Result<File, Error> {
+    let failed = |errno: Errno| Error::Io { what: format!("make a file beside {uri}"), source: errno.into() };
+    let busy = || Error::File(format!("another save writes {uri} at this moment; wait for it, or name another file"));
+    let flags = OFlags::WRONLY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    for _ in 0..ATTEMPTS {
+        match rustix::fs::openat(folder, name, flags | OFlags::CREATE | OFlags::EXCL, Mode::from_raw_mode(0o600)) {
+            Ok(file) => match lock(&file, folder, name) {
+                Ok(true) => return Ok(file.into()),
+                Ok(false) => continue, // somebody took it for what a dead one has left
+                Err(Errno::WOULDBLOCK) => return Err(busy()),
+                Err(errno) => return Err(failed(errno)),
+            },
+            Err(Errno::EXIST) => {}
+            Err(errno) => return Err(failed(errno)),
+        }
+        let left = match rustix::fs::openat(folder, name, flags, Mode::empty()) {
+            Ok(left) => left,
+            Err(Errno::NOENT) => continue,
+            Err(errno) => return Err(failed(errno)),
+        };
+        match lock(&left, folder, name) {
+            Ok(true) => rustix::fs::unlinkat(folder, name, AtFlags::empty()).map_err(failed)?,
+            Ok(false) => {}
+            Err(Errno::WOULDBLOCK) => return Err(busy()),
+            Err(errno) => return Err(failed(errno)),
+        }
+    }
+    Err(busy())
+}
+
+/// Locks the file; false if it does not have the name any more, because whoever held the lock before has renamed or removed it.
+fn lock(file: &OwnedFd, folder: &OwnedFd, name: &OsStr) -> Result<bool, Errno> {
+    rustix::fs::flock(file, FlockOperation::NonBlockingLockExclusive)?;
+    let ours = rustix::fs::fstat(file)?;
+    match rustix::fs::statat(folder, name, AtFlags::SYMLINK_NOFOLLOW) {
+        Ok(named) => Ok((named.st_dev, named.st_ino) == (ours.st_dev, ours.st_ino)),
+        Err(Errno::NOENT) => Ok(false),
+        Err(errno) => Err(errno),
+    }
+}

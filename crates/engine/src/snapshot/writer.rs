@@ -1,0 +1,269 @@
+//! The threads that put pages into the file.
+//!
+//! A page is read by one thread only, which looks whether it is zero and hands it to the kernel straight from guest memory. Only ranges
+//! travel between threads.
+use std::{
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering::Relaxed},
+    },
+    thread,
+    time::Duration,
+};
+
+use crossbeam_channel::{Receiver, SendTimeoutError, Sender, bounded};
+use transship_memory::{FileIo, FileQueue, GuestMemory, PAGE_BYTES, PageRange};
+
+use super::target::Target;
+use crate::{
+    Error, Progress, cpu,
+    page_map::{PageMap, runs},
+    scan::Pending,
+};
+
+/// How often a wait looks whether the user has cancelled.
+const TICK: Duration = Duration::from_millis(50);
+/// Requests of one thread that the disk has at the same time, where that is possible. Each is up to 1 MiB.
+const DEPTH: u16 = 16;
+
+/// What the threads share.
+pub(crate) struct Pages {
+    pub(crate) memory: GuestMemory,
+    /// By region: where its first page is in the file.
+    pub(crate) places: Vec<u64>,
+    /// By region: pages that the file holds content for. All others are zero.
+    pub(crate) content: Vec<PageMap>,
+    /// By region: pages that were ever written to the file.
+    pub(crate) written: Vec<PageMap>,
+    progress: Arc<Progress>,
+    /// A thread has failed: the others need not go on.
+    failed: AtomicBool,
+}
+
+/// What was done in a round.
+#[derive(Debug, Clone, Copy, Default)]
+pub(crate) struct Written {
+    pub(crate) normal: u64,
+    pub(crate) zero: u64,
+    /// Of the normal pages: those that the file had some content for.
+    pub(crate) rewritten: u64,
+    pub(crate) cpu_seconds: f64,
+}
+
+/// A piece of a round.
+struct Batch {
+    region: usize,
+    /// First page and wanted pages.
+    windows: Vec<(u64, u128)>,
+}
+
+/// A round, for one thread: it takes batches until there are no more.
+type Round = Receiver<Batch>;
+type Outcome = Result<Written, transship_memory::Error>;
+
+/// Threads that wait for rounds. They end when this is dropped.
+pub(crate) struct Writers {
+    pub(crate) pages: Arc<Pages>,
+    threads: Vec<Sender<Round>>,
+    outcomes: Receiver<Outcome>,
+    is_uring: bool,
+}
+
+impl Writers {
+    /// Starts `count` threads, each with requests of its own on the file. `places`: see [`Pages`].
+    ///
+    /// # Errors
+    /// The kernel does not let us have what was asked for.
+    pub(crate) fn start(
+        memory: &GuestMemory,
+        places: Vec<u64>,
+        count: u8,
+        how: FileIo,
+        target: &Target,
+        progress: &Arc<Progress>,
+    ) -> Result<Self, Error> {
+        let maps = || memory.regions().iter().map(|region| PageMap::new(region.pages())).collect();
+        let pages = Arc::new(Pages {
+            memory: memory.clone(),
+            places,
+            content: maps(),
+            written: maps(),
+            progress: Arc::clone(progress),
+            failed: AtomicBool::new(false),
+        });
+        let (done, outcomes) = bounded(usize::from(count));
+        let (ready, started) = bounded(usize::from(count));
+        let mut threads = Vec::new();
+        for number in 0..count {
+            let (pages, done, ready) = (Arc::clone(&pages), done.clone(), ready.clone());
+            let descriptor = target.page_descriptor()?;
+            let (rounds, work) = bounded::<Round>(1);
+            let run = move || {
+                // The requests are this thread's own.
+                let mut queue = match FileQueue::new(pages.memory.clone(), descriptor, DEPTH, how) {
+                    Ok(queue) => queue,
+                    Err(error) => return drop(ready.send(Err(error))),
+                };
+                drop(ready.send(Ok(queue.is_uring())));
+                for round in work {
+                    if done.send(pages.write_round(&mut queue, &round)).is_err() {
+                        break; // nobody wants it any more
+                    }
+                }
+            };
+            let spawned = thread::Builder::new().name(format!("writer{number}")).spawn(run);
+            spawned.map_err(|source| Error::Io { what: "can't start a thread".into(), source })?;
+            threads.push(rounds);
+        }
+        let mut is_uring = false;
+        for _ in 0..count {
+            let started = started.recv().unwrap_or_else(|_| Err(std::io::Error::other("a writer ended at once")));
+            is_uring = started.map_err(|source| Error::Io { what: "prepare to write pages".into(), source })?;
+        }
+        Ok(Self { pages, threads, outcomes, is_uring })
+    }
+
+    /// Whether the kernel takes requests by io_uring.
+    pub(crate) fn is_uring(&self) -> bool {
+        self.is_uring
+    }
+
+    /// Writes what is pending, and returns when the kernel has all of it. Pages that are gone are forgotten.
+    ///
+    /// # Errors
+    /// The first one of any thread; cancelled. The threads are then of no use any more.
+    pub(crate) fn write(&self, pending: &[Pending], target: &Target) -> Result<Written, Error> {
+        let (queue, batches) = bounded(2 * self.threads.len());
+        for thread in &self.threads {
+            // One that has failed has ended its round, and says so below.
+            let _ = thread.send(batches.clone());
+        }
+        drop(batches);
+        let fed = self.feed(pending, &queue);
+        if fed.is_err() {
+            self.pages.failed.store(true, Relaxed);
+        }
+        drop(queue);
+        let collected = self.collect();
+        fed?;
+        collected.map_err(|error| target.failed_pages(error))
+    }
+
+    fn feed(&self, pending: &[Pending], queue: &Sender<Batch>) -> Result<(), Error> {
+        for (region, pending) in pending.iter().enumerate() {
+            for range in pending.gone.ranges() {
+                self.pages.content[region].take(range).for_each(drop);
+            }
+            for windows in pending.batches() {
+                let mut batch = Batch { region, windows };
+                loop {
+                    if self.pages.progress.is_cancelled() {
+                        return Err(Error::Cancelled);
+                    }
+                    match queue.send_timeout(batch, TICK) {
+                        Ok(()) => break,
+                        Err(SendTimeoutError::Timeout(back)) => batch = back,
+                        // All threads have failed; what they say is collected.
+                        Err(SendTimeoutError::Disconnected(_)) => return Ok(()),
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Waits for all threads, also after a failure: what they have given to the kernel still goes to the file.
+    fn collect(&self) -> Outcome {
+        let mut total = Written::default();
+        let mut failure = None;
+        for _ in &self.threads {
+            match self.outcomes.recv() {
+                Ok(Ok(written)) => total.add(&written),
+                Ok(Err(error)) => failure = failure.or(Some(error)),
+                Err(_) => break,
+            }
+        }
+        failure.map_or(Ok(total), Err)
+    }
+}
+
+impl Pages {
+    fn write_round(&self, queue: &mut FileQueue, batches: &Round) -> Outcome {
+        let begin = cpu::thread_seconds();
+        let mut written = Written::default();
+        let mut outcome = Ok(());
+        for batch in batches {
+            // After a failure what comes is taken and dropped, so that nobody waits for room.
+            if outcome.is_err() || self.failed.load(Relaxed) {
+                continue;
+            }
+            let mut windows = batch.windows.into_iter();
+            outcome = windows
+                .try_for_each(|(first, wanted)| self.write_window(queue, batch.region, first, wanted, &mut written));
+            if outcome.is_err() {
+                self.failed.store(true, Relaxed);
+            }
+        }
+        let finished = queue.finish();
+        outcome.and(finished).inspect_err(|_| self.failed.store(true, Relaxed))?;
+        Ok(Written { cpu_seconds: cpu::thread_seconds() - begin, ..written })
+    }
+
+    fn write_window(
+        &self,
+        queue: &mut FileQueue,
+        region: usize,
+        first: u64,
+        wanted: u128,
+        written: &mut Written,
+    ) -> Result<(), transship_memory::Error> {
+        let memory = &self.memory.regions()[region];
+        // Run by run: reading between them might make pages in holes.
+        runs(first, wanted).for_each(|run| memory.populate_read(run));
+        let zero = memory.zero_mask(first, wanted)?;
+        let present = wanted & !zero;
+        let content = &self.content[region];
+        written.normal += u64::from(present.count_ones());
+        written.zero += u64::from(zero.count_ones());
+        written.rewritten += u64::from((present & content.window(first)).count_ones());
+        content.remove(first, zero);
+        content.insert(first, present);
+        self.written[region].insert(first, present);
+        for run in runs(first, present) {
+            queue.write(region, run, self.places[region] + run.first * PAGE_BYTES as u64)?;
+        }
+        let progress = &self.progress;
+        let bytes = |pages: u128| u64::from(pages.count_ones()) * PAGE_BYTES as u64;
+        progress.normal_pages.fetch_add(present.count_ones().into(), Relaxed);
+        progress.zero_pages.fetch_add(zero.count_ones().into(), Relaxed);
+        progress.wire_bytes.fetch_add(bytes(present), Relaxed);
+        let _ = progress.round_left.fetch_update(Relaxed, Relaxed, |left| Some(left.saturating_sub(bytes(wanted))));
+        Ok(())
+    }
+
+    /// Pages of the guest that the file holds.
+    pub(crate) fn stored(&self) -> u64 {
+        let regions = self.memory.regions().iter().zip(&self.content);
+        regions.map(|(memory, content)| content.to_set(memory.pages()).count()).sum()
+    }
+
+    /// The pages that the file has and that are zero now, run by run: region, and pages.
+    pub(crate) fn stale(&self) -> Vec<(usize, PageRange)> {
+        let mut stale = Vec::new();
+        for (region, memory) in self.memory.regions().iter().enumerate() {
+            let mut pages = self.written[region].to_set(memory.pages());
+            pages.subtract(&self.content[region].to_set(memory.pages()));
+            stale.extend(pages.ranges().map(|range| (region, range)));
+        }
+        stale
+    }
+}
+
+impl Written {
+    fn add(&mut self, other: &Self) {
+        self.normal += other.normal;
+        self.zero += other.zero;
+        self.rewritten += other.rewritten;
+        self.cpu_seconds += other.cpu_seconds;
+    }
+}
