@@ -2,13 +2,9 @@
 use std::io::{self, Read};
 
 use transship_memory::{PAGE_BYTES, PageSet, WINDOW_PAGES};
-use transship_wire::qemu::{Block, GlobalState, RunState};
+use transship_wire::qemu::{Block, RunState};
 
-use super::{
-    open::Snapshot,
-    origin::wrong,
-    recompose::Recomposer,
-};
+use super::{open::Snapshot, origin::wrong, recompose::Recomposer};
 use crate::{Error, page_map::runs};
 
 /// All memory of a guest's devices together is less than this: the largest are graphics adapters.

@@ -1,11 +1,34 @@
 //! Snapshots: a guest's memory and device state as a file in QEMU's own formats.
 //!
 //! - `uri`, `options`: what a user says
-//! - `target`: the file while it is made: a temporary name, locks, what becomes of it
+//! - `target`: the file while it is made: a temporary name, locks, what becomes of it; `descriptors`, `filesystem`: what it is made of
+//! - `layout`: where everything is in a mapped-ram file; `state`: the part that is the VMM's
+//! - `writer`: the threads that write pages; `live`: rounds of a guest that runs
+//! - `save`: the life of a save, made of these
 mod descriptors;
+mod devices;
 mod filesystem;
+mod fit;
+mod info;
+mod layout;
+mod live;
+mod opaque;
+mod open;
 mod options;
+mod origin;
+mod pages;
+mod recompose;
+mod records;
+mod restore;
+mod save;
+mod sequential;
+mod state;
+mod target;
 mod uri;
+mod writer;
 
+pub use info::{BlockInfo, SectionInfo, SnapshotInfo, inspect};
 pub use options::{DirectIo, FileIo, Format, RestoreOptions, SaveOptions, Then, Way};
+pub use restore::restore_guest;
+pub use save::save_guest;
 pub use uri::{FilePlace, FileUri};

@@ -33,6 +33,8 @@ pub(super) struct Stream {
     pub(super) blocks: Vec<Block>,
     /// Sections that are to come before the pages, verbatim.
     pub(super) early: Vec<u8>,
+    /// Why nobody can load it without its source, as far as it was read.
+    pub(super) refusal: Option<String>,
     pub(super) records: Records,
 }
 
@@ -45,6 +47,8 @@ pub(super) struct Snapshot {
     pub(super) early: Vec<u8>,
     /// Whether the stream says that the guest had been stopped, which machines since 10.0 do.
     pub(super) switchover: bool,
+    /// Why nobody can load it without its source.
+    pub(super) refusal: Option<String>,
     /// Where the device sections begin.
     pub(super) tail_offset: u64,
     /// From there to the end.
@@ -85,15 +89,16 @@ pub(super) fn read(origin: Origin) -> Result<Opened, Error> {
     }
     if !configuration.mapped_ram {
         let blocks = records.reader().blocks().to_vec();
-        return Ok(Opened::Stream(Box::new(Stream { origin, configuration, blocks, early: head.early, records })));
+        let (early, refusal) = (head.early, head.refusal);
+        return Ok(Opened::Stream(Box::new(Stream { origin, configuration, blocks, early, refusal, records })));
     }
     while !head.ended {
         records.step(|record, bytes| head.take_rest(&origin.name, record, bytes))?;
     }
     let (blocks, tail_offset) = (records.reader().blocks().to_vec(), records.reader().position());
     let tail = records.tail()?;
-    let (early, switchover) = (head.early, head.switchover);
-    let snapshot = Snapshot { origin, configuration, blocks, early, switchover, tail_offset, tail };
+    let Head { early, switchover, refusal, .. } = head;
+    let snapshot = Snapshot { origin, configuration, blocks, early, switchover, refusal, tail_offset, tail };
     Ok(Opened::Mapped(Box::new(snapshot)))
 }
 
@@ -106,6 +111,7 @@ struct Head {
     /// An early section goes on.
     in_early: bool,
     early: Vec<u8>,
+    refusal: Option<String>,
 }
 
 impl Head {
@@ -114,7 +120,10 @@ impl Head {
         match record {
             Record::Header => Ok(None),
             Record::Configuration(configuration) => Ok(Some(configuration)),
-            _ => unfit(file, "it has no configuration record, as those of machines before 2.4; it can't be told what it is"),
+            _ => unfit(
+                file,
+                "it has no configuration record, as those of machines before 2.4; it can't be told what it is",
+            ),
         }
     }
 
@@ -134,14 +143,15 @@ impl Head {
         match record {
             Record::Tail => self.ended = true,
             Record::Command(Command::SwitchoverStart) => self.switchover = true,
-            Record::Command(command) => check_command(file, &command)?,
+            Record::Command(command) => self.refusal = self.refusal.take().or(needs_source(&command)),
             Record::Early(_) => self.keep_early(file, bytes)?,
             Record::Raw(_) if was_early => self.keep_early(file, bytes)?,
             Record::Footer { .. } if was_early => {
                 self.early.extend_from_slice(bytes);
             }
             Record::Page(page) => {
-                let what = format!("a page record for offset {:#x} in a mapped-ram file, where none can be", page.offset);
+                let what =
+                    format!("a page record for offset {:#x} in a mapped-ram file, where none can be", page.offset);
                 return Err(wrong(file, what));
             }
             _ => {}
@@ -159,12 +169,12 @@ impl Head {
     }
 }
 
-/// Commands that mean nothing once the stream lies in a file are passed over; those that change what follows are not.
-pub(super) fn check_command(file: &str, command: &Command) -> Result<(), Error> {
+/// Commands that mean nothing once the stream lies in a file are passed over; why others can't be.
+pub(super) fn needs_source(command: &Command) -> Option<String> {
     match command {
-        Command::OpenReturnPath | Command::Ping(_) | Command::SwitchoverStart => Ok(()),
-        Command::PostcopyAdvise(_) => unfit(file, "it was made for postcopy; make one without"),
-        other => unfit(file, &format!("it has the command {}, which needs a source that answers", other.name())),
+        Command::OpenReturnPath | Command::Ping(_) | Command::SwitchoverStart => None,
+        Command::PostcopyAdvise(_) => Some("it was made for postcopy; make one without that capability".into()),
+        other => Some(format!("it has the command {}, which needs a source that answers", other.name())),
     }
 }
 
@@ -215,7 +225,9 @@ impl Snapshot {
                 if last >= block.pages() {
                     let offset = bitmap_offset + at + window as u64 * 16;
                     let (name, has) = (&*block.name, block.pages());
-                    let what = format!("bitmap of {name:?} at offset {offset:#x}: it has page {last}, the block has {has} pages");
+                    let what = format!(
+                        "bitmap of {name:?} at offset {offset:#x}: it has page {last}, the block has {has} pages"
+                    );
                     return unfit(&self.origin.name, &what);
                 }
                 runs(first, pages).try_for_each(&mut take)?;
@@ -227,7 +239,8 @@ impl Snapshot {
     /// Reads bytes that must be there.
     pub(super) fn read_exact(&self, what: &str, into: &mut [u8], at: u64) -> Result<(), Error> {
         use std::os::unix::fs::FileExt;
-        let failed = |source| Error::Io { what: format!("reading {what} from {} at offset {at:#x}", self.origin.name), source };
+        let failed =
+            |source| Error::Io { what: format!("reading {what} from {} at offset {at:#x}", self.origin.name), source };
         self.origin.file.read_exact_at(into, at).map_err(failed)
     }
 
@@ -242,8 +255,9 @@ impl Snapshot {
         let Some(at) = at else { return Ok(()) };
         match self.origin.can_read_directly(at) {
             Ok(()) => Ok(()),
-            Err(_) if wish == DirectIo::Auto => {
+            Err(why) if wish == DirectIo::Auto => {
                 self.origin.direct = None;
+                self.origin.refused = Some(why.to_string());
                 Ok(())
             }
             Err(why) => Err(no_direct(&self.origin.name, why)),

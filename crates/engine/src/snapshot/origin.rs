@@ -12,10 +12,10 @@ use rustix::fs::OFlags;
 use transship_memory::PageBuffer;
 
 use super::{
-    DirectIo, FilePlace, FileUri,
+    DirectIo, FilePlace, FileUri, Format,
     descriptors::{self, Purpose},
 };
-use crate::Error;
+use crate::{Error, FileReport};
 
 /// An open snapshot.
 #[derive(Clone)]
@@ -26,6 +26,8 @@ pub(super) struct Origin {
     pub(super) file: Arc<File>,
     /// The same file past the page cache.
     pub(super) direct: Option<Arc<File>>,
+    /// Why pages do not go past the page cache although it was left to us.
+    pub(super) refused: Option<String>,
     /// Where the snapshot begins.
     pub(super) offset: u64,
     /// Length of the file; a pipe has none.
@@ -39,8 +41,9 @@ impl Origin {
     /// It can't be read in that way; the text says what can.
     pub(super) fn open(from: &FileUri, direct_io: DirectIo) -> Result<Self, Error> {
         let name = shown(from);
+        let mut refused = None;
         let (file, direct) = match (&from.place, descriptors::take(&from.place, Purpose::Restore)?) {
-            (FilePlace::Path(path), _) => open_path(&name, path, direct_io)?,
+            (FilePlace::Path(path), _) => open_path(&name, path, direct_io, &mut refused)?,
             (_, Some(passed)) => (passed.buffered, passed.direct.filter(|_| direct_io != DirectIo::Off)),
             (place, None) => return Err(wrong(&name, format!("{place:?} is no file"))),
         };
@@ -49,7 +52,7 @@ impl Origin {
             let what = "it was passed without a descriptor that is open with O_DIRECT; pass one of each, as fdset:N,M";
             return Err(wrong(&name, what));
         }
-        Self::of(name, file, direct, from.offset)
+        Ok(Self { refused, ..Self::of(name, file, direct, from.offset)? })
     }
 
     /// A file that is open already, to be read through the page cache.
@@ -66,11 +69,14 @@ impl Origin {
         } else if kind.is_block_device() {
             return Err(wrong(&name, "it is a block device; copy the snapshot into a file"));
         } else if offset > 0 {
-            return Err(wrong(&name, "an offset needs a file; this is a pipe or socket, which is read from where it is"));
+            return Err(wrong(
+                &name,
+                "an offset needs a file; this is a pipe or socket, which is read from where it is",
+            ));
         } else {
             None
         };
-        Ok(Self { name, file: Arc::new(file), direct: direct.map(Arc::new), offset, bytes })
+        Ok(Self { name, file: Arc::new(file), direct: direct.map(Arc::new), refused: None, offset, bytes })
     }
 
     /// Whether direct I/O really works for a page at this place, which holds one. Some file systems only say so when they are asked to read.
@@ -79,13 +85,36 @@ impl Origin {
         direct.read_exact_at(PageBuffer::new(1).bytes_mut(), at)
     }
 
+    /// What a report says of the file. `stored`: pages of the guest in it.
+    pub(super) fn report(&self, format: Format, stored: u64) -> FileReport {
+        FileReport {
+            format: format.to_string(),
+            bytes: self.bytes.map_or(0, |bytes| bytes.saturating_sub(self.offset)),
+            allocated: self.allocated(),
+            direct_io: self.direct.is_some(),
+            direct_io_refused: self.refused.clone(),
+            pages_stored: stored,
+            ..FileReport::default()
+        }
+    }
+
+    /// Bytes that the file takes on the disk.
+    pub(super) fn allocated(&self) -> u64 {
+        self.file.metadata().map_or(0, |stat| stat.blocks() * 512)
+    }
+
     /// The descriptor that pages are read from.
     pub(super) fn for_pages(&self) -> &Arc<File> {
         self.direct.as_ref().unwrap_or(&self.file)
     }
 }
 
-fn open_path(name: &str, path: &Path, direct_io: DirectIo) -> Result<(File, Option<File>), Error> {
+fn open_path(
+    name: &str,
+    path: &Path,
+    direct_io: DirectIo,
+    refused: &mut Option<String>,
+) -> Result<(File, Option<File>), Error> {
     let file = File::open(path).map_err(|source| Error::Io { what: format!("opening {name}"), source })?;
     let is_file = file.metadata().is_ok_and(|stat| stat.is_file());
     if direct_io == DirectIo::Off || !is_file {
@@ -96,7 +125,10 @@ fn open_path(name: &str, path: &Path, direct_io: DirectIo) -> Result<(File, Opti
             check_same(name, &file, &direct)?;
             Ok((file, Some(direct)))
         }
-        Err(_) if direct_io == DirectIo::Auto => Ok((file, None)),
+        Err(why) if direct_io == DirectIo::Auto => {
+            *refused = Some(why.to_string());
+            Ok((file, None))
+        }
         Err(why) => Err(no_direct(name, why)),
     }
 }
@@ -111,9 +143,7 @@ fn check_same(name: &str, one: &File, other: &File) -> Result<(), Error> {
     let identity = |file: &File| file.metadata().map(|stat| (stat.dev(), stat.ino()));
     match (identity(one), identity(other)) {
         (Ok(one), Ok(other)) if one == other => Ok(()),
-        (Ok(_), Ok(_)) => {
-            Err(wrong(name, "it was replaced while it was opened; try again"))
-        }
+        (Ok(_), Ok(_)) => Err(wrong(name, "it was replaced while it was opened; try again")),
         (Err(source), _) | (_, Err(source)) => Err(Error::Io { what: format!("looking at {name}"), source }),
     }
 }

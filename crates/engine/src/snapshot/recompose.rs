@@ -35,11 +35,7 @@ enum Stage {
 
 impl Recomposer {
     /// Begins a stream of `blocks`, which are none of the guest's memory.
-    pub(super) fn new<'a>(
-        of: &Configuration,
-        blocks: impl Iterator<Item = &'a Block> + Clone,
-        early: &[u8],
-    ) -> Self {
+    pub(super) fn new<'a>(of: &Configuration, blocks: impl Iterator<Item = &'a Block> + Clone, early: &[u8]) -> Self {
         let mut writer = StreamWriter::new(0, RAM_SECTION);
         let configuration = Configuration { ignore_shared: true, mapped_ram: false, ..of.clone() };
         let total = blocks.clone().map(|block| block.used_bytes).sum();
@@ -49,7 +45,7 @@ impl Recomposer {
             let gpa = Some(block.gpa.unwrap_or(0));
             writer.block(&Block { gpa, mapped: None, ..block.clone() });
         }
-        writer.eos().raw(early);
+        writer.end_of_section().raw(early);
         Self { writer, stage: Stage::Between }
     }
 
@@ -79,7 +75,7 @@ impl Recomposer {
             self.close();
             self.writer.end();
         }
-        self.writer.eos();
+        self.writer.end_of_section();
         self.stage = Stage::Between;
     }
 
@@ -97,7 +93,7 @@ impl Recomposer {
 
     fn close(&mut self) {
         if self.stage == Stage::Part {
-            self.writer.eos();
+            self.writer.end_of_section();
             self.stage = Stage::Between;
         }
     }

@@ -16,7 +16,7 @@ const HEADER_CHUNK: usize = 4 << 10;
 /// Read at once from a stream that holds pages.
 const STREAM_CHUNK: usize = 256 << 10;
 /// More device state than any machine has: graphics adapters keep their pictures in it, some hundred MiB at most.
-const MAX_TAIL_BYTES: usize = 1 << 30;
+const MAX_TAIL_BYTES: usize = 2 << 30;
 
 /// Where the bytes come from.
 pub(super) enum Input {

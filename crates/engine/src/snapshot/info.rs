@@ -1,0 +1,250 @@
+//! What a file holds, for people and programs.
+use std::num::NonZeroU64;
+
+use rustix::fs::Advice;
+use serde::Serialize;
+use transship_memory::PAGE_BYTES;
+use transship_wire::qemu::{Block, Configuration, GlobalState, PageContent, Record, Tail};
+
+use super::{
+    DirectIo, FileUri, Format,
+    open::{Opened, Snapshot, Stream, needs_source, open},
+    origin::{Origin, damaged, wrong},
+};
+use crate::Error;
+
+/// Bytes of pages that are read at once when everything is.
+const READ_PAGES: u64 = 256;
+
+/// A snapshot file or a stream.
+#[derive(Debug, Clone, Serialize)]
+pub struct SnapshotInfo {
+    /// As the user named it.
+    pub file: String,
+    /// `mapped-ram` or `stream`.
+    pub format: String,
+    /// Where in the file it begins.
+    pub offset: u64,
+    /// Length of the file from there on; of a pipe what came through it.
+    pub bytes: u64,
+    /// Bytes that the file takes on the disk; none for a pipe.
+    pub allocated: Option<u64>,
+    /// The machine's type.
+    pub machine: String,
+    /// What the writer says of the form.
+    pub capabilities: Vec<&'static str>,
+    /// Of the guest, if the file has it.
+    pub uuid: Option<String>,
+    /// `running`, `paused`, …: what the guest was when it was saved; none if the file does not say.
+    pub state: Option<String>,
+    /// Why it can't be restored, if that is to be seen from it.
+    pub refusal: Option<String>,
+    /// Guest memory and that of devices.
+    pub blocks: Vec<BlockInfo>,
+    /// Devices, in the order of the file.
+    pub sections: Vec<SectionInfo>,
+    /// Bytes of all device sections and their description.
+    pub device_bytes: u64,
+    /// Whether the file describes its device sections. If not they are not listed.
+    pub described: bool,
+    /// Whether everything was read.
+    pub checked: bool,
+}
+
+/// A RAM block.
+#[derive(Debug, Clone, Default, Serialize)]
+pub struct BlockInfo {
+    /// QEMU's name for it.
+    pub name: String,
+    /// Its size.
+    pub bytes: u64,
+    /// Pages of 4096 bytes that it has.
+    pub pages: u64,
+    /// Pages whose content is in the file; in a stream, how often one is.
+    pub stored: u64,
+    /// Pages that are zero without being in the file; in a stream, records that say so.
+    pub zero: u64,
+    /// Records of a stream in another form (xbzrle, compressed), which only QEMU can read.
+    pub other: u64,
+    /// Its pages are not here but in the file that the memory was made of.
+    pub left_out: bool,
+    /// Where a mapped-ram file has its bitmap, and its first page.
+    pub bitmap_offset: Option<u64>,
+    /// See `bitmap_offset`.
+    pub pages_offset: Option<u64>,
+}
+
+/// A device's state.
+#[derive(Debug, Clone, Serialize)]
+pub struct SectionInfo {
+    /// QEMU's name for it.
+    pub name: String,
+    /// Which of several with this name.
+    pub instance: u32,
+    /// Version of its layout.
+    pub version: u32,
+    /// Where it begins.
+    pub offset: u64,
+    /// Length of its contents.
+    pub bytes: u64,
+}
+
+/// Looks at a file, or at a stream to its end. With `check` the pages of a file are read too; their places and the device sections are
+/// looked at in any case.
+///
+/// # Errors
+/// What is wrong with it, by field and offset.
+pub fn inspect(from: &FileUri, check: bool) -> Result<SnapshotInfo, Error> {
+    match open(from, DirectIo::Off)? {
+        Opened::Mapped(snapshot) => mapped(&snapshot, check),
+        Opened::Stream(stream) => sequential(*stream),
+    }
+}
+
+fn mapped(snapshot: &Snapshot, check: bool) -> Result<SnapshotInfo, Error> {
+    let mut info = begin(&snapshot.origin, Format::MappedRam, &snapshot.configuration);
+    info.refusal = snapshot.refusal.clone();
+    info.checked = check;
+    if check {
+        let rest = snapshot.origin.bytes.and_then(NonZeroU64::new);
+        let _ = rustix::fs::fadvise(&snapshot.origin.file, 0, rest, Advice::Sequential);
+    }
+    for block in &snapshot.blocks {
+        info.blocks.push(mapped_block(snapshot, block, check)?);
+    }
+    tail(&mut info, &snapshot.origin.name, &snapshot.tail, snapshot.tail_offset)?;
+    Ok(info)
+}
+
+fn mapped_block(snapshot: &Snapshot, block: &Block, check: bool) -> Result<BlockInfo, Error> {
+    let mut info = of_block(block);
+    let Some(geometry) = block.geometry() else { return Ok(BlockInfo { left_out: true, ..info }) };
+    let mut bytes = vec![0; if check { READ_PAGES as usize * PAGE_BYTES } else { 0 }];
+    snapshot.each_stored(block, |run| {
+        info.stored += run.count;
+        for first in (run.first..run.end()).step_by(READ_PAGES as usize).filter(|_| check) {
+            let count = READ_PAGES.min(run.end() - first) as usize;
+            let at = geometry.pages_offset + first * PAGE_BYTES as u64;
+            let what = format!("pages of {:?}", &*block.name);
+            snapshot.read_exact(&what, &mut bytes[..count * PAGE_BYTES], at)?;
+        }
+        Ok(())
+    })?;
+    info.zero = info.pages - info.stored;
+    Ok(info)
+}
+
+fn sequential(mut stream: Stream) -> Result<SnapshotInfo, Error> {
+    let name = stream.origin.name.clone();
+    let mut info = begin(&stream.origin, Format::Stream, &stream.configuration);
+    info.refusal = stream.refusal;
+    info.checked = true;
+    info.blocks = stream.blocks.iter().map(of_block).collect();
+    loop {
+        let blocks = &mut info.blocks;
+        let refusal = &mut info.refusal;
+        let ended = stream.records.step(|record, _| {
+            match record {
+                Record::Page(page) => match page.content {
+                    PageContent::Fill(0) => blocks[page.block].zero += 1,
+                    PageContent::Fill(_) | PageContent::Normal(_) => blocks[page.block].stored += 1,
+                    PageContent::Xbzrle(_) | PageContent::Compressed(_) => blocks[page.block].other += 1,
+                },
+                Record::Command(command) => *refusal = refusal.take().or(needs_source(&command)),
+                Record::Tail => return Ok(true),
+                _ => {}
+            }
+            Ok(false)
+        })?;
+        if ended {
+            break;
+        }
+    }
+    let base = stream.records.reader().position();
+    let sections = stream.records.tail()?;
+    for block in &mut info.blocks {
+        // QEMU lists what it leaves out as if it were there.
+        block.left_out = stream.configuration.ignore_shared && block.stored + block.zero + block.other == 0;
+    }
+    info.bytes = base - info.offset + sections.len() as u64;
+    tail(&mut info, &name, &sections, base)?;
+    Ok(info)
+}
+
+fn begin(origin: &Origin, format: Format, configuration: &Configuration) -> SnapshotInfo {
+    let capabilities = [(configuration.ignore_shared, "x-ignore-shared"), (configuration.mapped_ram, "mapped-ram")];
+    SnapshotInfo {
+        file: origin.name.clone(),
+        format: format.to_string(),
+        offset: origin.offset,
+        bytes: origin.bytes.map_or(0, |bytes| bytes.saturating_sub(origin.offset)),
+        allocated: origin.bytes.map(|_| origin.allocated()),
+        machine: configuration.machine.to_string(),
+        capabilities: capabilities.iter().filter(|(on, _)| *on).map(|(_, name)| *name).collect(),
+        uuid: configuration.uuid.map(uuid_text),
+        state: None,
+        refusal: None,
+        blocks: Vec::new(),
+        sections: Vec::new(),
+        device_bytes: 0,
+        described: false,
+        checked: false,
+    }
+}
+
+fn of_block(block: &Block) -> BlockInfo {
+    let geometry = block.geometry();
+    BlockInfo {
+        name: block.name.to_string(),
+        bytes: block.used_bytes,
+        pages: block.pages(),
+        bitmap_offset: geometry.map(|geometry| geometry.bitmap_offset),
+        pages_offset: geometry.map(|geometry| geometry.pages_offset),
+        ..BlockInfo::default()
+    }
+}
+
+/// What follows the memory. Nothing may follow that.
+fn tail(info: &mut SnapshotInfo, name: &str, bytes: &[u8], base: u64) -> Result<(), Error> {
+    let parsed = check_tail(name, bytes, base)?;
+    let state = GlobalState::find(bytes, base).map_err(|error| damaged(name, error))?;
+    info.state = state.map(|state| state.state);
+    info.device_bytes = bytes.len() as u64;
+    info.described = parsed.is_walked();
+    info.sections = parsed
+        .sections
+        .iter()
+        .map(|section| SectionInfo {
+            name: section.name.to_string(),
+            instance: section.instance,
+            version: section.version,
+            offset: section.offset,
+            bytes: section.body.len() as u64,
+        })
+        .collect();
+    Ok(())
+}
+
+/// # Errors
+/// The device sections can't be walked, or something follows them.
+pub(super) fn check_tail(name: &str, bytes: &[u8], base: u64) -> Result<Tail, Error> {
+    let parsed = Tail::parse(bytes, base).map_err(|error| damaged(name, error))?;
+    let extra = bytes.len() - parsed.end;
+    if extra > 0 {
+        let end = base + parsed.end as u64;
+        return Err(wrong(name, format_args!("{extra} bytes follow its end at offset {end:#x}; use another copy")));
+    }
+    Ok(parsed)
+}
+
+/// As people write it.
+fn uuid_text(uuid: [u8; 16]) -> String {
+    let mut text = String::with_capacity(36);
+    for (at, byte) in uuid.iter().enumerate() {
+        if [4, 6, 8, 10].contains(&at) {
+            text.push('-');
+        }
+        text.push_str(&format!("{byte:02x}"));
+    }
+    text
+}

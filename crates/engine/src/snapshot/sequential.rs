@@ -1,0 +1,289 @@
+//! Restoring from a plain stream: pages go into place as they come, and what is not guest memory goes on to the VMM, in one pass.
+use std::{
+    io::{self, Read},
+    sync::atomic::Ordering,
+};
+
+use transship_memory::{GuestMemory, PAGE_BYTES, PageRange, WINDOW_PAGES};
+use transship_wire::qemu::{Command, GlobalState, Page, PageContent, Record, RunState};
+
+use super::{
+    Format,
+    devices::check_sizes,
+    fit::{Fit, fit},
+    info::check_tail,
+    opaque,
+    open::{Stream, needs_source},
+    origin::{damaged, wrong},
+    recompose::Recomposer,
+    records::Records,
+    restore::{Huge, Restore},
+};
+use crate::{Error, Phase, Progress, RoundReport, fail_point, guest::StateFormat, page_map::PageMap};
+
+/// Restores from a stream that has been read up to its pages.
+pub(super) fn restore(restore: &mut Restore<'_>, stream: Stream) -> Result<(), Error> {
+    let name = stream.origin.name.clone();
+    if restore.options.lazy {
+        let what = "it is a plain stream, whose pages have no places of their own; restore it without --lazy";
+        return Err(wrong(&name, what));
+    }
+    if let Some(why) = &stream.refusal {
+        return Err(wrong(&name, why));
+    }
+    if stream.configuration.ignore_shared {
+        let what = "it was saved with x-ignore-shared, which leaves guest memory in its own files; save with that capability off";
+        return Err(wrong(&name, what));
+    }
+    let (guest, format) = (restore.guest.description(), restore.guest.state_format());
+    let fit = fit(&name, &stream.configuration, &stream.blocks, &guest, &format)?;
+    let devices: Vec<_> = fit.devices.iter().map(|&index| &stream.blocks[index]).collect();
+    check_sizes(&name, &devices)?;
+    restore.clear(Huge::Ask)?;
+    restore.report.setup_ms = restore.elapsed_ms();
+    restore.progress.set_phase(Phase::Reading);
+    restore.report.file = Some(stream.origin.report(Format::Stream, 0));
+    let mut passing = Passing::new(stream, &fit, restore.guest.memory(), restore.progress);
+    let loaded = match format {
+        StateFormat::Qemu { .. } => restore.guest.load_state(&mut passing),
+        StateFormat::Opaque => {
+            passing.all_pages()?;
+            let (tail, base) = passing.tail.take().unwrap_or_default();
+            let state = opaque::find(&name, &tail, base)?;
+            restore.guest.load_state(&mut &tail[state.bytes])
+        }
+    };
+    let (pages, total) = (passing.pages, restore.guest.memory().bytes() / PAGE_BYTES as u64);
+    restore.report.pages.normal = pages;
+    restore.report.pages.zero = passing.zero;
+    if let Some(file) = &mut restore.report.file {
+        file.pages_stored = pages;
+    }
+    restore.report.pages.hole = total.saturating_sub(passing.content_pages());
+    restore.report.bytes.wire = pages * PAGE_BYTES as u64;
+    restore.report.rounds.push(RoundReport {
+        number: 1,
+        scanned: total,
+        zero: passing.zero,
+        bytes: restore.report.bytes.wire,
+        ms: restore.elapsed_ms() - restore.report.setup_ms,
+        ..RoundReport::default()
+    });
+    let ran = passing.finish()?;
+    loaded?;
+    fail_point::reach("restore.loaded")?;
+    restore.start(ran)
+}
+
+/// The stream as the VMM reads it. While it is read, guest memory fills.
+struct Passing<'a> {
+    name: String,
+    /// None once it has come to the device sections.
+    records: Option<Records>,
+    recomposer: Recomposer,
+    /// By block: the region that it is.
+    regions: Vec<Option<usize>>,
+    names: Vec<transship_wire::qemu::Name>,
+    memory: GuestMemory,
+    /// By region: pages that content was written to. All others read as zero.
+    content: Vec<PageMap>,
+    progress: &'a Progress,
+    pages: u64,
+    zero: u64,
+    /// The device sections and where they begin, until they are passed on.
+    tail: Option<(Vec<u8>, u64)>,
+    ran: bool,
+    piece: Vec<u8>,
+    used: usize,
+    failed: Option<Error>,
+}
+
+impl<'a> Passing<'a> {
+    fn new(stream: Stream, fit: &Fit, memory: GuestMemory, progress: &'a Progress) -> Self {
+        let mut regions = vec![None; stream.blocks.len()];
+        fit.regions.iter().enumerate().for_each(|(region, &block)| regions[block] = Some(region));
+        let devices = fit.devices.iter().map(|&index| &stream.blocks[index]);
+        let recomposer = Recomposer::new(&stream.configuration, devices, &stream.early);
+        let names = stream.blocks.iter().map(|block| block.name.clone()).collect();
+        let content = memory.regions().iter().map(|region| PageMap::new(region.pages())).collect();
+        Self {
+            name: stream.origin.name,
+            records: Some(stream.records),
+            recomposer,
+            regions,
+            names,
+            memory,
+            content,
+            progress,
+            pages: 0,
+            zero: 0,
+            tail: None,
+            ran: true,
+            piece: Vec::new(),
+            used: 0,
+            failed: None,
+        }
+    }
+
+    /// Whether the guest ran when it was saved; or what went wrong.
+    fn finish(self) -> Result<bool, Error> {
+        self.failed.map_or(Ok(self.ran), Err)
+    }
+
+    /// Pages that read as something else than zero, as far as it is known.
+    fn content_pages(&self) -> u64 {
+        let pages = |(map, region): (&PageMap, &transship_memory::Region)| map.to_set(region.pages()).count();
+        self.content.iter().zip(self.memory.regions()).map(pages).sum()
+    }
+
+    /// Reads on until the device sections are there.
+    fn all_pages(&mut self) -> Result<(), Error> {
+        while self.tail.is_none() {
+            self.advance()?;
+        }
+        Ok(())
+    }
+
+    /// Makes the next piece. An empty one is the end.
+    fn advance(&mut self) -> Result<Vec<u8>, Error> {
+        loop {
+            let Some(records) = &mut self.records else {
+                return Ok(self.tail.take().map(|(tail, _)| tail).unwrap_or_default());
+            };
+            if self.progress.is_cancelled() {
+                return Err(Error::RestoreCancelled);
+            }
+            let mut to = Placing {
+                name: &self.name,
+                recomposer: &mut self.recomposer,
+                regions: &self.regions,
+                names: &self.names,
+                memory: &self.memory,
+                content: &self.content,
+                progress: self.progress,
+                pages: &mut self.pages,
+                zero: &mut self.zero,
+            };
+            if records.step(|record, _| to.take(record))? == Ended::Yes {
+                self.take_tail()?;
+            }
+            let piece = self.recomposer.take();
+            if !piece.is_empty() {
+                return Ok(piece);
+            }
+        }
+    }
+
+    fn take_tail(&mut self) -> Result<(), Error> {
+        let Some(records) = self.records.take() else { return Ok(()) };
+        let base = records.reader().position();
+        let mut tail = records.tail()?;
+        check_tail(&self.name, &tail, base)?;
+        if let Some(mut state) = GlobalState::find(&tail, base).map_err(|error| damaged(&self.name, error))? {
+            self.ran = state.runs();
+            state.patch(&mut tail, RunState::Paused);
+        }
+        self.recomposer.finish();
+        self.tail = Some((tail, base));
+        Ok(())
+    }
+}
+
+impl Read for Passing<'_> {
+    fn read(&mut self, out: &mut [u8]) -> io::Result<usize> {
+        if self.used == self.piece.len() {
+            let next = self.advance();
+            self.piece = next.map_err(|error| {
+                let text = error.to_string();
+                self.failed.get_or_insert(error);
+                io::Error::other(text)
+            })?;
+            self.used = 0;
+        }
+        let length = out.len().min(self.piece.len() - self.used);
+        out[..length].copy_from_slice(&self.piece[self.used..][..length]);
+        self.used += length;
+        Ok(length)
+    }
+}
+
+#[derive(PartialEq, Eq)]
+enum Ended {
+    Yes,
+    No,
+}
+
+/// Where a record goes.
+struct Placing<'a> {
+    name: &'a str,
+    recomposer: &'a mut Recomposer,
+    regions: &'a [Option<usize>],
+    names: &'a [transship_wire::qemu::Name],
+    memory: &'a GuestMemory,
+    content: &'a [PageMap],
+    progress: &'a Progress,
+    pages: &'a mut u64,
+    zero: &'a mut u64,
+}
+
+impl Placing<'_> {
+    fn take(&mut self, record: Record<'_>) -> Result<Ended, Error> {
+        match record {
+            Record::Tail => return Ok(Ended::Yes),
+            Record::Page(page) => self.page(&page)?,
+            Record::Command(Command::SwitchoverStart) => self.recomposer.switchover(),
+            Record::Command(command) => needs_source(&command).map_or(Ok(()), |why| Err(wrong(self.name, why)))?,
+            Record::MultifdFlush => {
+                let what = "its pages went over multifd channels of their own and are not in it";
+                return Err(wrong(self.name, what));
+            }
+            _ => {}
+        }
+        Ok(Ended::No)
+    }
+
+    fn page(&mut self, page: &Page<'_>) -> Result<(), Error> {
+        let zeros = [0; PAGE_BYTES];
+        let bytes = match page.content {
+            PageContent::Fill(0) => None,
+            PageContent::Fill(byte) => Some(&[byte; PAGE_BYTES]),
+            PageContent::Normal(bytes) => Some(bytes).filter(|bytes| **bytes != zeros),
+            PageContent::Xbzrle(_) | PageContent::Compressed(_) => {
+                let what = "its pages are compressed (xbzrle or compress); save it without these capabilities";
+                return Err(wrong(self.name, what));
+            }
+        };
+        match (self.regions[page.block], bytes) {
+            (Some(region), Some(bytes)) => {
+                *self.pages += 1;
+                self.progress.normal_pages.fetch_add(1, Ordering::Relaxed);
+                self.progress.wire_bytes.fetch_add(PAGE_BYTES as u64, Ordering::Relaxed);
+                self.write(region, page.offset / PAGE_BYTES as u64, bytes)?;
+            }
+            (Some(region), None) => {
+                *self.zero += 1;
+                self.clear(region, page.offset / PAGE_BYTES as u64)?;
+            }
+            (None, Some(bytes)) => self.recomposer.page(&self.names[page.block], page.offset, bytes),
+            (None, None) => self.recomposer.zero_page(&self.names[page.block], page.offset),
+        }
+        Ok(())
+    }
+
+    fn write(&self, region: usize, page: u64, bytes: &[u8; PAGE_BYTES]) -> Result<(), Error> {
+        let (window, bit) = (page / WINDOW_PAGES * WINDOW_PAGES, 1 << (page % WINDOW_PAGES));
+        self.memory.regions()[region].write_pages(window, bit, bytes)?;
+        self.content[region].insert(window, bit);
+        Ok(())
+    }
+
+    /// A page that came with content before may come again as zero.
+    fn clear(&self, region: usize, page: u64) -> Result<(), Error> {
+        let (window, bit) = (page / WINDOW_PAGES * WINDOW_PAGES, 1 << (page % WINDOW_PAGES));
+        if self.content[region].window(window) & bit != 0 {
+            self.memory.regions()[region].clear(PageRange::new(page, 1))?;
+            self.content[region].remove(window, bit);
+        }
+        Ok(())
+    }
+}
