@@ -7,6 +7,7 @@
 mod area;
 mod copy;
 mod error;
+mod fault;
 mod file_io;
 mod holes;
 mod huge_holes;
@@ -22,10 +23,11 @@ mod zero;
 
 pub use area::Area;
 pub use error::Error;
+pub use fault::Fault;
 pub use file_io::{FileIo, FileQueue, PageBuffer};
 pub use holes::{Freeing, Holes};
 pub use missing::Missing;
 pub use pages::{PAGE_BYTES, PageRange, PageSet, WINDOW_PAGES};
-pub use protect::{Fault, Protection};
+pub use protect::Protection;
 pub use region::{Access, GuestMemory, Region};
 pub use tracker::{Tracker, UffdTracker};

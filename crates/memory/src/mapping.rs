@@ -48,3 +48,22 @@ impl Drop for Mapping {
         debug_assert!(unmapped.is_ok(), "unmapping what was mapped");
     }
 }
+
+/// Addresses of ours where there is nothing, and where nobody maps anything.
+pub(crate) struct Reserved {
+    mapping: Mapping,
+}
+
+impl Reserved {
+    pub(crate) fn new(len: usize) -> rustix::io::Result<Self> {
+        let flags = MapFlags::PRIVATE | MapFlags::NORESERVE;
+        // SAFETY: the kernel picks an unused place, so no memory of anybody else is affected.
+        let base = unsafe { rustix::mm::mmap_anonymous(ptr::null_mut(), len, ProtFlags::empty(), flags)? };
+        Ok(Self { mapping: Mapping { base, len } })
+    }
+
+    /// The first address, which can't be read.
+    pub(crate) fn start(&self) -> *const u8 {
+        self.mapping.base.cast()
+    }
+}

@@ -1,69 +1,193 @@
 //! Memory whose pages are brought when somebody touches them. For guests that run before their memory is there.
 
 use std::{
+    io,
     os::fd::{BorrowedFd, OwnedFd},
+    thread,
     time::Duration,
 };
 
-use crate::{Area, Error, Fault, PageRange};
+use rustix::io::Errno;
+
+use crate::{
+    Area, Error, Fault, PAGE_BYTES, PageRange,
+    fault::{Faults, Stretch},
+    uffd,
+};
 
 /// userfaultfd for missing pages of a process whose memory files are holes from end to end. All threads may use it at once.
+///
+/// Missing is what the *file* does not have. A page that came into it another way (written through our mapping) is found by whoever touches it from
+/// then on; who waits already has to be woken, by [`Missing::wake`] or a `fill`. Such a page may be seen half written; filled pages appear whole.
 ///
 /// When the last holder of the userfaultfd closes it, the kernel answers faults on holes with zeros: whoever drops this has brought all pages,
 /// or has seen to it that nobody runs, or that somebody else holds it.
 pub struct Missing {
-    _uffd: OwnedFd,
+    faults: Faults,
 }
 
 impl Missing {
-    /// `uffd` was created by the process, with kernel faults, and not yet used; or, with `negotiated`, is one that was here before. Registers all areas.
+    /// `uffd` was created by the process, with kernel faults, and not yet used. Registers all areas.
     ///
     /// # Errors
     /// As [`crate::UffdTracker::new`].
     pub fn new(uffd: OwnedFd, areas: Vec<Area>, region_pages: &[u64]) -> Result<Self, Error> {
-        let _ = (areas, region_pages);
-        Ok(Self { _uffd: uffd })
+        let need = "Linux 4.11 or newer is needed, and a userfaultfd that was not used before";
+        let what = ("wait for pages of shared memory", need);
+        let faults = Faults::new(uffd, uffd::MISSING, what, areas, region_pages)?;
+        Ok(Self { faults })
     }
 
-    /// Puts pages into place that are still missing, and wakes who waits for them. Pages that are there already are left as they are. How many were
-    /// put.
+    /// Goes on with the userfaultfd of another [`Missing`], perhaps of a process that has died: a fault that was told of there and not answered is not
+    /// told of again, so what was in work then has to be filled unasked.
     ///
     /// # Errors
-    /// The process is gone, no memory is left, bytes that are not whole pages.
-    pub fn fill(&self, region: usize, first: u64, bytes: &[u8]) -> Result<u64, Error> {
-        let _ = (region, first, bytes);
-        todo!()
+    /// Areas that don't fit the regions, or that this userfaultfd was not registered for; the process is gone.
+    pub fn taken_over(uffd: OwnedFd, areas: Vec<Area>, region_pages: &[u64]) -> Result<Self, Error> {
+        Ok(Self { faults: Faults::taken_over(uffd, areas, region_pages)? })
     }
 
-    /// As [`Missing::fill`], with zeros.
+    /// Pages of the region that come and go together: 1, or those of a huge page. Ranges consist of whole ones.
+    pub fn unit_pages(&self, region: usize) -> u64 {
+        self.faults.unit_pages(region)
+    }
+
+    /// Puts pages into place that are still missing, and wakes who waits for them. Pages that are there already are left as they are; who waits for
+    /// them is woken too. How many were put.
+    ///
+    /// # Errors
+    /// The process is gone, no memory is left, bytes that are not whole pages; pages that the region does not have; parts of huge pages.
+    pub fn fill(&self, region: usize, first: u64, bytes: &[u8]) -> Result<u64, Error> {
+        let count = bytes.len() / PAGE_BYTES;
+        if !bytes.len().is_multiple_of(PAGE_BYTES) {
+            let (pages, expected) = (u32::try_from(count).unwrap_or(u32::MAX), count * PAGE_BYTES);
+            return Err(Error::WrongLength { region: format!("number {region}"), pages, expected, given: bytes.len() });
+        }
+        self.put(region, PageRange::new(first, count as u64), |stretch, done| {
+            let before = (stretch.first_page - first) * PAGE_BYTES as u64 + done;
+            let rest = &bytes[before as usize..][..(stretch.len - done) as usize];
+            // SAFETY: a slice, which nobody writes while it is lent.
+            unsafe { uffd::copy(self.fd(), stretch.start + done, rest.as_ptr(), stretch.len - done) }
+        })
+    }
+
+    /// As [`Missing::fill`], with zeros. They take memory as any page does; to leave holes, [`Missing::release`] them.
     ///
     /// # Errors
     /// As [`Missing::fill`].
     pub fn fill_zero(&self, region: usize, pages: PageRange) -> Result<u64, Error> {
-        let _ = (region, pages);
-        todo!()
+        let mut zeros = Vec::new();
+        self.put(region, pages, |stretch, done| {
+            if stretch.unit == PAGE_BYTES as u64 {
+                return uffd::zero(self.fd(), stretch.start + done, stretch.len - done);
+            }
+            // The kernel has no zeros for huge pages. Ours are never written, so that they are all the same small piece of memory.
+            zeros.resize(stretch.unit as usize, 0_u8);
+            // SAFETY: a vector, which nobody writes while it is lent.
+            let (put, result) = unsafe { uffd::copy(self.fd(), stretch.start + done, zeros.as_ptr(), stretch.unit) };
+            (put, result)
+        })
     }
 
-    /// The next one that waits for a page; none after `wait`.
+    /// The next one that waits for a page; none after `wait`. Each is told of once, to one caller; several may wait for the same page.
     ///
     /// # Errors
-    /// The process is gone.
+    /// The process is gone (which is only noticed after `wait`).
     pub fn next_fault(&self, wait: Duration) -> Result<Option<Fault>, Error> {
-        let _ = wait;
-        todo!()
+        self.faults.next(wait)
     }
 
-    /// All pages are there or are to be zero: from now on the kernel serves these pages by itself.
+    /// Appends who waits, as many as there are and at most 64; waits up to `wait` for the first. What this caller has got no other gets.
     ///
     /// # Errors
-    /// The kernel refuses.
+    /// As [`Missing::next_fault`].
+    pub fn next_faults(&self, wait: Duration, out: &mut Vec<Fault>) -> Result<(), Error> {
+        self.faults.next_few(wait, usize::MAX, out)
+    }
+
+    /// Wakes who waits for these pages. Who finds the page still missing waits again, and is told of again.
+    ///
+    /// # Errors
+    /// Pages that the region does not have; the kernel refuses.
+    pub fn wake(&self, region: usize, pages: PageRange) -> Result<(), Error> {
+        self.faults.stretches(region, pages)?.iter().try_for_each(|stretch| self.wake_stretch(stretch))
+    }
+
+    /// All pages are there or are to be zero: from now on the kernel serves these pages by itself, and who waits goes on. Nothing may be filled there
+    /// any more. Best in few large ranges: each that is apart takes one of the mappings that the process may have.
+    ///
+    /// # Errors
+    /// The process is gone, or has too many mappings; pages that the region does not have; parts of huge pages.
     pub fn release(&self, region: usize, pages: PageRange) -> Result<(), Error> {
-        let _ = (region, pages);
-        todo!()
+        for stretch in self.faults.stretches(region, pages)? {
+            if let Err(source) = uffd::unregister(self.fd(), stretch.start, stretch.len) {
+                // One number for a process that is gone and for one that can't have more mappings.
+                self.faults.check_alive()?;
+                return Err(Error::system(format!("leaving pages of region number {region} to the kernel"), source));
+            }
+        }
+        Ok(())
     }
 
     /// For polling together with other descriptors, and for a second holder.
     pub fn fd(&self) -> BorrowedFd<'_> {
-        todo!()
+        self.faults.fd()
+    }
+
+    /// Puts pages by calls of the kernel that go on from a place in a stretch: bytes that were put, and why not more.
+    fn put(
+        &self,
+        region: usize,
+        pages: PageRange,
+        mut call: impl FnMut(&Stretch, u64) -> (u64, io::Result<()>),
+    ) -> Result<u64, Error> {
+        let mut put = 0;
+        for stretch in self.faults.stretches(region, pages)? {
+            let (mut done, mut met) = (0, false);
+            let result = loop {
+                if done >= stretch.len {
+                    break Ok(());
+                }
+                let (bytes, result) = call(&stretch, done);
+                (put, done) = (put + bytes, done + bytes);
+                match result.map_err(|error| Errno::from_io_error(&error).unwrap_or(Errno::IO)) {
+                    Ok(()) if bytes > 0 => {}
+                    // It is there: brought by another thread of ours, or by other means.
+                    Err(Errno::EXIST) => (done, met) = (done + stretch.unit, true),
+                    // A part was put, which says the why of the rest next time; or the process changes its mappings.
+                    Err(Errno::AGAIN) if bytes > 0 => {}
+                    Err(Errno::AGAIN) => thread::yield_now(),
+                    Err(Errno::INTR) => {}
+                    Ok(()) => break Err(no_page(&stretch, Errno::IO)),
+                    Err(source) => break Err(no_page(&stretch, source)),
+                }
+            };
+            if met {
+                self.wake_stretch(&stretch)?;
+            }
+            result?;
+        }
+        Ok(put / PAGE_BYTES as u64)
+    }
+
+    fn wake_stretch(&self, stretch: &Stretch) -> Result<(), Error> {
+        uffd::wake(self.fd(), stretch.start, stretch.len)
+            .map_err(|source| Error::system(format!("waking who waits in region number {}", stretch.region), source))
+    }
+}
+
+/// Why a page can't be put.
+fn no_page(stretch: &Stretch, source: Errno) -> Error {
+    let region = stretch.region;
+    match source {
+        // No process; no memory there, or none that is registered.
+        Errno::SRCH | Errno::NOENT => Error::Gone { region, source: source.into() },
+        Errno::NOMEM | Errno::NOSPC => Error::system(
+            format!(
+                "putting pages of region number {region}: no memory is left, or no room in the file system of the memory's file"
+            ),
+            source,
+        ),
+        _ => Error::system(format!("putting pages of region number {region}"), source),
     }
 }

@@ -1,25 +1,24 @@
 //! Write protection that waits for us: a write to a protected page stops the writer until the page is let go of. For snapshots of a moment.
 
 use std::{
+    io,
     os::fd::{BorrowedFd, OwnedFd},
     time::Duration,
 };
 
-use crate::{Area, Error, PageRange};
-
-/// A thread of the process waits to write this page (or, with [`crate::Missing`], to touch it).
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Fault {
-    /// Index of the region.
-    pub region: usize,
-    /// Number of the page.
-    pub page: u64,
-}
+use crate::{
+    Area, Error, Fault, PageRange,
+    fault::{Faults, Stretch},
+    uffd::{self, Writes},
+};
 
 /// userfaultfd write protection in synchronous mode. All threads may use it at once. Dropping it closes the userfaultfd, which ends all protection
-/// and lets everybody go on.
+/// and lets everybody go on, once no other holder is left.
+///
+/// Protected is the mapping of the process, not the file: writes through other mappings (ours too) pass. A hole that is punched is no write: what
+/// was there is gone, and its protection with it. A VM that gives memory back must not do so meanwhile.
 pub struct Protection {
-    _uffd: OwnedFd,
+    faults: Faults,
 }
 
 impl Protection {
@@ -29,39 +28,67 @@ impl Protection {
     /// # Errors
     /// As [`crate::UffdTracker::new`].
     pub fn new(uffd: OwnedFd, areas: Vec<Area>, region_pages: &[u64]) -> Result<Self, Error> {
-        let _ = (areas, region_pages);
-        Ok(Self { _uffd: uffd })
+        let need = "Linux 6.4 or newer is needed, and a userfaultfd that was not used before";
+        let faults = Faults::new(uffd, uffd::PROTECT, ("let writes to shared memory wait", need), areas, region_pages)?;
+        Ok(Self { faults })
     }
 
-    /// From now on a write to these pages waits, also to one that is not there yet.
+    /// Pages of the region that are protected and let go of together: 1, or those of a huge page. Ranges consist of whole ones.
+    pub fn unit_pages(&self, region: usize) -> u64 {
+        self.faults.unit_pages(region)
+    }
+
+    /// From now on a write to these pages waits, also to one that is not there yet. Who reads does not wait.
     ///
     /// # Errors
-    /// The process is gone, or the kernel refuses.
+    /// The process is gone, or the kernel refuses; pages that the region does not have; parts of huge pages.
     pub fn protect(&self, region: usize, pages: PageRange) -> Result<(), Error> {
-        let _ = (region, pages);
-        todo!()
+        self.set(region, pages, Writes::Wait)
     }
 
-    /// Lets writes to these pages through, and wakes who waits.
+    /// Lets writes to these pages through, and wakes who waits. Harmless for pages that are not protected: a writer may have been told of
+    /// before the page was let go of and its fault be read after.
     ///
     /// # Errors
     /// As [`Protection::protect`].
     pub fn allow(&self, region: usize, pages: PageRange) -> Result<(), Error> {
-        let _ = (region, pages);
-        todo!()
+        self.set(region, pages, Writes::Pass)
     }
 
-    /// The next writer that waits; none after `wait`.
+    /// The next writer that waits; none after `wait`. Each writer is told of once, to one caller; several may wait for the same page.
     ///
     /// # Errors
-    /// The process is gone.
+    /// The process is gone (which is only noticed after `wait`).
     pub fn next_fault(&self, wait: Duration) -> Result<Option<Fault>, Error> {
-        let _ = wait;
-        todo!()
+        self.faults.next(wait)
+    }
+
+    /// Appends writers that wait, as many as there are and at most 64; waits up to `wait` for the first. What this caller has got no other gets.
+    ///
+    /// # Errors
+    /// As [`Protection::next_fault`].
+    pub fn next_faults(&self, wait: Duration, out: &mut Vec<Fault>) -> Result<(), Error> {
+        self.faults.next_few(wait, usize::MAX, out)
     }
 
     /// For polling together with other descriptors, and for a second holder.
     pub fn fd(&self) -> BorrowedFd<'_> {
-        todo!()
+        self.faults.fd()
+    }
+
+    fn set(&self, region: usize, pages: PageRange, writes: Writes) -> Result<(), Error> {
+        for stretch in self.faults.stretches(region, pages)? {
+            uffd::while_changing(|| uffd::write_protect(self.fd(), stretch.start, stretch.len, writes))
+                .map_err(|source| refused(&stretch, source))?;
+        }
+        Ok(())
+    }
+}
+
+fn refused(stretch: &Stretch, source: io::Error) -> Error {
+    match source.raw_os_error() {
+        // No process; no memory there, or none that is registered.
+        Some(libc::ESRCH | libc::ENOENT) => Error::Gone { region: stretch.region, source },
+        _ => Error::system(format!("protecting pages of region number {} from writes", stretch.region), source),
     }
 }

@@ -83,6 +83,11 @@ impl Region {
         self.file.as_fd()
     }
 
+    /// Where in the backing file it begins.
+    pub fn file_offset(&self) -> u64 {
+        self.file_offset
+    }
+
     /// The pages that are not holes in the backing file (SEEK_DATA, SEEK_HOLE). Everything else reads as zero. Where the
     /// holes are not to be known these are all pages: on some file systems, and on a hugetlbfs where this process may not
     /// use userfaultfd or has the file open for reading only.

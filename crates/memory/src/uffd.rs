@@ -24,6 +24,16 @@ const WP_UNPOPULATED: u64 = 1 << 13;
 /// The kernel lets a write through by itself and takes note of it; nobody waits for us.
 const WP_ASYNC: u64 = 1 << 15;
 
+/// To have writers wait.
+pub(crate) const PROTECT: Use = Use { features: PAGEFAULT_WP | WP_HUGETLBFS_SHMEM | WP_UNPOPULATED, mode: 1 << 1 };
+/// Write protection at all.
+const PAGEFAULT_WP: u64 = 1 << 0;
+
+/// To have those wait who touch what is not there (Linux 4.11).
+pub(crate) const MISSING: Use = Use { features: MISSING_HUGETLBFS | MISSING_SHMEM, mode: 1 << 0 };
+const MISSING_HUGETLBFS: u64 = 1 << 4;
+const MISSING_SHMEM: u64 = 1 << 5;
+
 /// To map what a hugetlbfs file has (Linux 5.13).
 pub(crate) const MINOR: Use = Use { features: MINOR_HUGETLBFS, mode: 1 << 2 };
 /// Pages that are in the file and not in the mapping are ours to map.
@@ -35,11 +45,23 @@ const USER_MODE_ONLY: libc::c_int = 1;
 
 const UFFDIO_API: libc::Ioctl = read_write(0xaa, 0x3f, size_of::<Api>());
 const UFFDIO_REGISTER: libc::Ioctl = read_write(0xaa, 0x00, size_of::<Register>());
+const UFFDIO_UNREGISTER: libc::Ioctl = number(READ, 0xaa, 0x01, size_of::<Range>());
+const UFFDIO_WAKE: libc::Ioctl = number(READ, 0xaa, 0x02, size_of::<Range>());
+const UFFDIO_COPY: libc::Ioctl = read_write(0xaa, 0x03, size_of::<Copy>());
+const UFFDIO_ZEROPAGE: libc::Ioctl = read_write(0xaa, 0x04, size_of::<ZeroPage>());
+const UFFDIO_WRITEPROTECT: libc::Ioctl = read_write(0xaa, 0x06, size_of::<WriteProtect>());
 const UFFDIO_CONTINUE: libc::Ioctl = read_write(0xaa, 0x07, size_of::<Continue>());
+/// What the kernel calls reading is what it gives; userfaultfd calls some ioctls so that take only.
+const READ: u32 = 2;
+const READ_WRITE: u32 = 3;
+
 /// The number of an ioctl that takes and gives back a structure of `size` bytes.
-pub(crate) const fn read_write(group: u8, number: u8, size: usize) -> libc::Ioctl {
-    const READ_WRITE: u32 = 3;
-    ((READ_WRITE << 30) | ((size as u32) << 16) | ((group as u32) << 8) | number as u32) as libc::Ioctl
+pub(crate) const fn read_write(group: u8, ioctl: u8, size: usize) -> libc::Ioctl {
+    number(READ_WRITE, group, ioctl, size)
+}
+
+const fn number(direction: u32, group: u8, ioctl: u8, size: usize) -> libc::Ioctl {
+    ((direction << 30) | ((size as u32) << 16) | ((group as u32) << 8) | ioctl as u32) as libc::Ioctl
 }
 
 #[repr(C)]
@@ -65,12 +87,47 @@ struct Continue {
     mapped: i64,
 }
 
+#[repr(C)]
+struct Range {
+    start: u64,
+    len: u64,
+}
+
+#[repr(C)]
+struct Copy {
+    to: u64,
+    from: u64,
+    len: u64,
+    mode: u64,
+    copied: i64,
+}
+
+#[repr(C)]
+struct ZeroPage {
+    start: u64,
+    len: u64,
+    mode: u64,
+    zeroed: i64,
+}
+
+#[repr(C)]
+struct WriteProtect {
+    start: u64,
+    len: u64,
+    mode: u64,
+}
+
 const _: () = {
     assert!(size_of::<Api>() == 24);
     assert!(size_of::<Register>() == 32);
     assert!(size_of::<Continue>() == 32);
     assert!(UFFDIO_API as u32 == 0xc018_aa3f);
     assert!(UFFDIO_REGISTER as u32 == 0xc020_aa00);
+    assert!(UFFDIO_UNREGISTER as u32 == 0x8010_aa01);
+    assert!(UFFDIO_WAKE as u32 == 0x8010_aa02);
+    assert!(UFFDIO_COPY as u32 == 0xc028_aa03);
+    assert!(UFFDIO_ZEROPAGE as u32 == 0xc020_aa04);
+    assert!(UFFDIO_WRITEPROTECT as u32 == 0xc018_aa06);
     assert!(UFFDIO_CONTINUE as u32 == 0xc020_aa07);
 };
 
@@ -111,6 +168,78 @@ pub(crate) fn map_present(uffd: BorrowedFd<'_>, start: u64, len: u64) -> io::Res
         (Err(error), _) => Err(error),
         (Ok(_), Err(_)) => Err(io::ErrorKind::InvalidData.into()),
     }
+}
+
+/// Leaves the memory to the kernel again, and wakes who waits there.
+pub(crate) fn unregister(uffd: BorrowedFd<'_>, start: u64, len: u64) -> io::Result<()> {
+    let mut range = Range { start, len };
+    // SAFETY: UFFDIO_UNREGISTER reads one Range, whose size the number holds. It changes who answers faults, and no contents.
+    done(unsafe { libc::ioctl(uffd.as_raw_fd(), UFFDIO_UNREGISTER, &raw mut range) }).map(drop)
+}
+
+/// Wakes who waits there; they look again whether they may go on.
+pub(crate) fn wake(uffd: BorrowedFd<'_>, start: u64, len: u64) -> io::Result<()> {
+    let mut range = Range { start, len };
+    // SAFETY: UFFDIO_WAKE reads one Range, whose size the number holds, and no other memory.
+    done(unsafe { libc::ioctl(uffd.as_raw_fd(), UFFDIO_WAKE, &raw mut range) }).map(drop)
+}
+
+/// Whether writers wait.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Writes {
+    Wait,
+    /// And those that wait are woken.
+    Pass,
+}
+
+/// Has writers to memory registered for [`PROTECT`] wait, or lets them through.
+pub(crate) fn write_protect(uffd: BorrowedFd<'_>, start: u64, len: u64, writes: Writes) -> io::Result<()> {
+    const PROTECT: u64 = 1;
+    let mode = if writes == Writes::Wait { PROTECT } else { 0 };
+    let mut protect = WriteProtect { start, len, mode };
+    // SAFETY: UFFDIO_WRITEPROTECT reads one WriteProtect, whose size the number holds. It decides about faults, and changes no contents.
+    done(unsafe { libc::ioctl(uffd.as_raw_fd(), UFFDIO_WRITEPROTECT, &raw mut protect) }).map(drop)
+}
+
+/// Repeats what the kernel can't do at the moment, because the process is changing its mappings.
+pub(crate) fn while_changing(mut call: impl FnMut() -> io::Result<()>) -> io::Result<()> {
+    loop {
+        match call() {
+            Err(error) if matches!(error.raw_os_error(), Some(libc::EAGAIN | libc::EINTR)) => std::thread::yield_now(),
+            result => return result,
+        }
+    }
+}
+
+/// Puts pages where there are none, up to the first that is there, and wakes who waits for them. How many bytes, and why not all.
+///
+/// # Safety
+/// Nobody writes `len` bytes at `from` during the call, or they need not be anything certain. They need not be readable: then it is an error.
+pub(crate) unsafe fn copy(uffd: BorrowedFd<'_>, start: u64, from: *const u8, len: u64) -> (u64, io::Result<()>) {
+    let mut copy = Copy { to: start, from: from.expose_provenance() as u64, len, mode: 0, copied: 0 };
+    // SAFETY: UFFDIO_COPY reads and writes one Copy, whose size the number holds, and reads what it points to by the caller's word. Pages are put
+    // only into registered memory, where there were none: no bytes that anybody knew change.
+    let result = done(unsafe { libc::ioctl(uffd.as_raw_fd(), UFFDIO_COPY, &raw mut copy) });
+    (u64::try_from(copy.copied).unwrap_or(0), result.map(drop))
+}
+
+/// As [`copy`], with zeros; not for huge pages.
+pub(crate) fn zero(uffd: BorrowedFd<'_>, start: u64, len: u64) -> (u64, io::Result<()>) {
+    let mut zero = ZeroPage { start, len, mode: 0, zeroed: 0 };
+    // SAFETY: UFFDIO_ZEROPAGE reads and writes one ZeroPage, whose size the number holds. As with copying, no bytes that anybody knew change.
+    let result = done(unsafe { libc::ioctl(uffd.as_raw_fd(), UFFDIO_ZEROPAGE, &raw mut zero) });
+    (u64::try_from(zero.zeroed).unwrap_or(0), result.map(drop))
+}
+
+/// Bytes of a message.
+pub(crate) const MESSAGE_BYTES: usize = 32;
+
+/// The address of the fault that a message tells of; none if it tells of something else.
+pub(crate) fn fault_address(message: &[u8; MESSAGE_BYTES]) -> Option<u64> {
+    const PAGEFAULT: u8 = 0x12;
+    let (head, address) = message.split_first_chunk::<16>()?;
+    let (address, _) = address.split_first_chunk()?;
+    (head[0] == PAGEFAULT).then(|| u64::from_ne_bytes(*address))
 }
 
 pub(crate) fn done(result: libc::c_int) -> io::Result<libc::c_int> {

@@ -12,11 +12,10 @@ use std::{
     thread,
 };
 
-use common::{HUGE, PAGE, contents, file, huge_file, map, page_of};
+use common::{HUGE, PAGE, contents, file, huge_file, map, mounts::with_mounts_of_its_own, page_of};
 use rustix::{
     fs::{Mode, OFlags},
-    mount::{MountFlags, MountPropagationFlags},
-    thread::UnshareFlags,
+    mount::MountFlags,
 };
 use tempfile::TempDir;
 use transship_memory::{Access, Error, FileIo, FileQueue, GuestMemory, PageBuffer, PageRange, Region};
@@ -145,21 +144,6 @@ fn pages_go_to_their_places_and_come_back() {
 #[test]
 fn a_tmpfs_takes_them_too() {
     there_and_back_in(tempfile::tempdir_in("/dev/shm").unwrap().path());
-}
-
-/// A directory, for a thread that sees mounts of its own, which end with it.
-fn with_mounts_of_its_own(test: impl FnOnce(&Path) + Send) {
-    let dir = disk();
-    let run = || {
-        // SAFETY: only this thread's view of the file systems is split off; no memory and no descriptor is shared less than before.
-        let split = unsafe { rustix::thread::unshare_unsafe(UnshareFlags::NEWNS) };
-        let private = MountPropagationFlags::PRIVATE | MountPropagationFlags::REC;
-        match split.and_then(|()| rustix::mount::mount_change("/", private)) {
-            Ok(()) => test(dir.path()),
-            Err(why) => eprintln!("skipped: only root may mount ({why})"),
-        }
-    };
-    thread::scope(|scope| scope.spawn(run).join().unwrap());
 }
 
 /// Runs a program; what it printed, or none if it can't be or fails.

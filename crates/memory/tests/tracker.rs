@@ -8,73 +8,31 @@ mod common;
 
 use std::{
     fs::File,
-    io::{BufRead, BufReader, Write},
-    os::fd::{AsFd, FromRawFd, OwnedFd, RawFd},
-    process::{Child, Command, Stdio},
-    ptr,
+    os::fd::OwnedFd,
     sync::atomic::{AtomicBool, AtomicU64, Ordering},
     thread,
     time::{Duration, Instant},
 };
 
-use common::{HUGE, PAGE, contents, file, huge_file, map, page_of};
-use rustix::{
-    mm::{MapFlags, ProtFlags},
-    process::{Pid, PidfdFlags, PidfdGetfdFlags},
+use common::{
+    HUGE, PAGE, contents, file, huge_file, map, page_of,
+    process::{CHILD_PAGES, Faults, Guest, Stop, Tracked},
 };
 use transship_memory::{Access, Area, Error, PageRange, PageSet, Region, Tracker, UffdTracker};
 
-/// Memory as a VMM has it: a shared mapping, written through atomics. Never unmapped unless a test says so.
-struct Guest {
-    base: *mut u8,
-    bytes: u64,
-}
-
-// SAFETY: an address of memory that stays mapped; it is used through atomics only.
-unsafe impl Sync for Guest {}
-
-impl Guest {
-    fn map(file: impl AsFd, bytes: u64) -> Self {
-        let prot = ProtFlags::READ | ProtFlags::WRITE;
-        // SAFETY: a new mapping at a place that the kernel picks.
-        let base = unsafe { rustix::mm::mmap(ptr::null_mut(), bytes as usize, prot, MapFlags::SHARED, file, 0) };
-        Self { base: base.unwrap().cast(), bytes }
-    }
-
-    /// The word at the start of the page.
-    fn word(&self, page: u64) -> &AtomicU64 {
-        assert!(page < self.bytes / PAGE);
-        // SAFETY: in the mapping, aligned, and only ever used as an atomic.
-        unsafe { &*self.base.add((page * PAGE) as usize).cast::<AtomicU64>() }
-    }
-
-    fn write(&self, page: u64, value: u64) {
-        self.word(page).store(value, Ordering::Relaxed);
-    }
-
-    fn area(&self) -> Area {
-        Area { region: 0, first_page: 0, address: self.base.addr() as u64, bytes: self.bytes }
-    }
-
-    /// A test beside this one may be starting a child, which holds a dropped tracker's userfaultfd until it has become its program.
-    fn track(&self) -> UffdTracker {
-        let deadline = Instant::now() + Duration::from_secs(30);
-        loop {
-            match UffdTracker::new(userfaultfd(), own_pagemap(), vec![self.area()], vec![self.bytes / PAGE]) {
-                Err(Error::Untrackable { .. }) if Instant::now() < deadline => thread::sleep(Duration::from_millis(1)),
-                tracker => return tracker.unwrap(),
-            }
+/// A test beside this one may be starting a child, which holds a dropped tracker's userfaultfd until it has become its program.
+fn track(guest: &Guest) -> UffdTracker {
+    let deadline = Instant::now() + Duration::from_secs(30);
+    loop {
+        match UffdTracker::new(userfaultfd(), own_pagemap(), vec![guest.area()], vec![guest.pages()]) {
+            Err(Error::Untrackable { .. }) if Instant::now() < deadline => thread::sleep(Duration::from_millis(1)),
+            tracker => return tracker.unwrap(),
         }
     }
 }
 
 fn userfaultfd() -> OwnedFd {
-    const USER_MODE_ONLY: libc::c_int = 1;
-    // SAFETY: no memory is involved.
-    let fd = unsafe { libc::syscall(libc::SYS_userfaultfd, USER_MODE_ONLY | libc::O_CLOEXEC) };
-    assert!(fd >= 0, "userfaultfd: {}", std::io::Error::last_os_error());
-    // SAFETY: just made, and nobody else's.
-    unsafe { OwnedFd::from_raw_fd(fd as RawFd) }
+    common::process::userfaultfd(Faults::User).unwrap()
 }
 
 fn own_pagemap() -> OwnedFd {
@@ -104,7 +62,7 @@ fn the_first_scan_reports_everything_and_the_next_what_was_written() {
     let pages = 5000;
     let guest = Guest::map(file(pages * PAGE), pages * PAGE);
     (0..pages).for_each(|page| guest.write(page, 1));
-    let mut tracker = guest.track();
+    let mut tracker = track(&guest);
     assert_eq!(tracker.scan(0).unwrap(), PageSet::full(pages));
     assert!(tracker.scan(0).unwrap().is_empty());
     [0, 7, 8, 511, 512, 4999].iter().for_each(|&page| guest.write(page, 2));
@@ -118,7 +76,7 @@ fn more_stretches_than_one_call_reports_all_come() {
     let pages = 20_000;
     let guest = Guest::map(file(pages * PAGE), pages * PAGE);
     (0..pages).for_each(|page| guest.write(page, 1));
-    let mut tracker = guest.track();
+    let mut tracker = track(&guest);
     tracker.scan(0).unwrap();
     let mut every_second = PageSet::empty(pages);
     for page in (0..pages).step_by(2) {
@@ -135,7 +93,7 @@ fn writes_to_untouched_pages_are_seen() {
     let pages = 4096;
     let guest = Guest::map(file(pages * PAGE), pages * PAGE);
     guest.write(1000, 1);
-    let mut tracker = guest.track();
+    let mut tracker = track(&guest);
     tracker.scan(0).unwrap();
     for round in 1..20 {
         let written = set(pages, &[(999 + round, 1), (1100 + round, 1), (2000 + 77 * round, 2), (20, 1)]);
@@ -153,7 +111,7 @@ fn writes_to_pages_that_only_the_file_has_are_seen() {
     let region = map(&file, pages * PAGE, Access::ReadWrite);
     (0..pages).for_each(|page| region.write_pages(page, 1, &page_of(page)).unwrap());
     let guest = Guest::map(&file, pages * PAGE);
-    let mut tracker = guest.track();
+    let mut tracker = track(&guest);
     assert_eq!(tracker.scan(0).unwrap(), PageSet::full(pages), "they hold something");
     settle(&mut tracker);
     (300..340).for_each(|page| assert_ne!(guest.word(page).load(Ordering::Relaxed), 0));
@@ -169,7 +127,7 @@ fn writes_by_the_kernel_are_seen() {
     let pages = 64;
     let guest = Guest::map(file(pages * PAGE), pages * PAGE);
     guest.write(9, 1);
-    let mut tracker = guest.track();
+    let mut tracker = track(&guest);
     tracker.scan(0).unwrap();
     let zero = File::open("/dev/zero").unwrap();
     for page in [9, 33] {
@@ -185,7 +143,7 @@ fn holes_are_written_again(file: OwnedFd, pages: u64, hole: PageRange) {
     let region = map(&file, pages * PAGE, Access::ReadWrite);
     let guest = Guest::map(&file, pages * PAGE);
     (0..pages).for_each(|page| guest.write(page, 1));
-    let mut tracker = guest.track();
+    let mut tracker = track(&guest);
     tracker.scan(0).unwrap();
     for round in 2..6 {
         region.clear(hole).unwrap();
@@ -212,26 +170,11 @@ fn writes_to_huge_pages_are_seen() {
     let Some(file) = huge_file(4 * HUGE) else { return };
     holes_are_written_again(rustix::io::dup(&file).unwrap(), 2048, PageRange::new(512, 1024));
     let guest = Guest::map(&file, 4 * HUGE);
-    let mut tracker = guest.track();
+    let mut tracker = track(&guest);
     tracker.scan(0).unwrap();
     settle(&mut tracker);
     guest.write(600, 1);
     assert_eq!(tracker.scan(0).unwrap(), set(2048, &[(512, 512)]), "the whole huge page");
-}
-
-/// Tells threads to end; also when the test fails, which would wait for them otherwise.
-struct Stop(AtomicBool);
-
-impl Stop {
-    fn on_drop(&self) -> impl Drop + '_ {
-        struct Guard<'a>(&'a AtomicBool);
-        impl Drop for Guard<'_> {
-            fn drop(&mut self) {
-                self.0.store(true, Ordering::Relaxed);
-            }
-        }
-        Guard(&self.0)
-    }
 }
 
 /// The law of live migration. Threads write versions all over the memory and another punches holes, while pages are copied
@@ -243,7 +186,7 @@ fn copies_converge(file: OwnedFd, bytes: u64, unit: u64) {
     let puncher = map(&file, bytes, Access::ReadWrite);
     let guest = Guest::map(&file, bytes);
     let copy = map(common::file(bytes), bytes, Access::ReadWrite);
-    let mut tracker = guest.track();
+    let mut tracker = track(&guest);
     let (stop, writes) = (Stop(AtomicBool::new(false)), AtomicU64::new(0));
     let (guest, stop, writes) = (&guest, &stop, &writes);
     thread::scope(|scope| {
@@ -323,7 +266,7 @@ fn writes_to_transparent_huge_pages_are_seen() {
     let _ = unsafe { rustix::mm::madvise(guest.base.cast(), guest.bytes as usize, rustix::mm::Advice::LinuxHugepage) };
     guest.write(0, 1);
     guest.write(1024, 1);
-    let mut tracker = guest.track();
+    let mut tracker = track(&guest);
     tracker.scan(0).unwrap();
     for round in 1..10 {
         let written = set(2048, &[(3 * round, 1), (700, 1), (1024 + round, 2)]);
@@ -384,7 +327,7 @@ fn areas_that_do_not_fit_are_refused() {
 fn a_dropped_tracker_leaves_memory_as_it_was() {
     let guest = Guest::map(file(64 * PAGE), 64 * PAGE);
     for round in 1..4 {
-        let mut tracker = guest.track();
+        let mut tracker = track(&guest);
         assert_eq!(tracker.scan(0).unwrap(), PageSet::full(64));
         guest.write(round, 1);
         assert!(missing(&mut tracker, &set(64, &[(round, 1)])).is_empty());
@@ -398,7 +341,7 @@ fn a_dropped_tracker_leaves_memory_as_it_was() {
 #[test]
 fn memory_that_is_unmapped_is_no_clean_memory() {
     let guest = Guest::map(file(64 * PAGE), 64 * PAGE);
-    let mut tracker = guest.track();
+    let mut tracker = track(&guest);
     tracker.scan(0).unwrap();
     // SAFETY: the mapping as it was made; nothing uses it any more.
     unsafe { rustix::mm::munmap(guest.base.cast(), guest.bytes as usize) }.unwrap();
@@ -406,76 +349,17 @@ fn memory_that_is_unmapped_is_no_clean_memory() {
     assert!(matches!(error, Error::Gone { region: 0, .. }), "{error}");
 }
 
-/// The tracked process in the next test: this same program, run with this variable set.
-const CHILD: &str = "TRANSSHIP_TRACKED_CHILD";
-const CHILD_PAGES: u64 = 1024;
-
-/// Says where its memory is and its userfaultfd, then writes the page that each line of its input names.
 #[test]
 fn child() {
-    if std::env::var_os(CHILD).is_none() {
-        return;
-    }
-    let guest = Guest::map(file(CHILD_PAGES * PAGE), CHILD_PAGES * PAGE);
-    let uffd = userfaultfd();
-    println!("\nchild {} {:?}", guest.area().address, std::os::fd::AsRawFd::as_raw_fd(&uffd));
-    for line in std::io::stdin().lines().map_while(Result::ok) {
-        match line.parse() {
-            Ok(page) => guest.write(page, 1),
-            Err(_) => drop(rustix::io::write(&uffd, b"")),
-        }
-        println!("\nchild done");
-    }
-}
-
-struct Tracked {
-    child: Child,
-    answers: std::io::Lines<BufReader<std::process::ChildStdout>>,
-}
-
-impl Tracked {
-    fn start() -> Self {
-        let mut child = Command::new(std::env::current_exe().unwrap())
-            .args(["--exact", "child", "--nocapture", "--test-threads=1"])
-            .env(CHILD, "1")
-            .stdin(Stdio::piped())
-            .stdout(Stdio::piped())
-            .spawn()
-            .unwrap();
-        let answers = BufReader::new(child.stdout.take().unwrap()).lines();
-        Self { child, answers }
-    }
-
-    /// The next line that is the child's own, among those of the test program around it.
-    fn answer(&mut self) -> Vec<String> {
-        let line = self.answers.find_map(|line| line.unwrap().strip_prefix("child ").map(str::to_owned));
-        line.expect("an answer of the child").split(' ').map(str::to_owned).collect()
-    }
-
-    fn write(&mut self, page: u64) {
-        writeln!(self.child.stdin.as_mut().unwrap(), "{page}").unwrap();
-        assert_eq!(self.answer(), ["done"]);
-    }
-}
-
-impl Drop for Tracked {
-    fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
-    }
+    common::process::child();
 }
 
 /// As it is with a VMM: another process, whose userfaultfd we fetch; later it dies.
 #[test]
 fn another_process_is_tracked_until_it_dies() {
     let mut tracked = Tracked::start();
-    let answer = tracked.answer();
-    let (address, fd) = (answer[0].parse().unwrap(), answer[1].parse().unwrap());
-    let pid = Pid::from_child(&tracked.child);
-    let pidfd = rustix::process::pidfd_open(pid, PidfdFlags::empty()).unwrap();
-    let uffd = rustix::process::pidfd_getfd(pidfd, fd, PidfdGetfdFlags::empty()).unwrap();
+    let (pid, area, uffd) = tracked.attach();
     let pagemap = File::open(format!("/proc/{}/pagemap", pid.as_raw_nonzero())).unwrap();
-    let area = Area { region: 0, first_page: 0, address, bytes: CHILD_PAGES * PAGE };
     let mut tracker = UffdTracker::new(uffd, pagemap.into(), vec![area], vec![CHILD_PAGES]).unwrap();
     assert_eq!(tracker.scan(0).unwrap(), PageSet::full(CHILD_PAGES));
     for page in [0, 17, 600, 600, 1023] {
@@ -483,8 +367,7 @@ fn another_process_is_tracked_until_it_dies() {
         assert!(missing(&mut tracker, &set(CHILD_PAGES, &[(page, 1)])).is_empty(), "page {page}");
         settle(&mut tracker);
     }
-    tracked.child.kill().unwrap();
-    tracked.child.wait().unwrap();
+    tracked.kill();
     for _ in 0..2 {
         let error = tracker.scan(0).unwrap_err();
         assert!(matches!(error, Error::Gone { region: 0, .. }), "{error}");

@@ -1,6 +1,9 @@
 //! Memory files as guests have them.
 #![allow(dead_code, clippy::unwrap_used)]
 
+pub(crate) mod mounts;
+pub(crate) mod process;
+
 use std::os::fd::{AsFd, OwnedFd};
 
 use rustix::fs::MemfdFlags;
