@@ -50,9 +50,19 @@ pub fn attach_source(vm: &VmAddress, options: AttachOptions) -> Result<Box<dyn S
 /// # Errors
 /// The guest is gone, or does not answer.
 pub fn resume_abandoned(vm: &VmAddress) -> Result<(), GuestError> {
+    settle_abandoned(vm, "", true)
+}
+
+/// Puts a guest back as it was that a source stopped and then left by dying, before it had given it up. The caller knows that it is so.
+/// `will`: what [`SourceGuest::last_will`] said before that. `run`: the guest ran, and is to run again.
+///
+/// # Errors
+/// The guest is gone, or does not answer.
+pub fn settle_abandoned(vm: &VmAddress, will: &str, run: bool) -> Result<(), GuestError> {
     match vm {
-        VmAddress::Qemu(path) => qemu::abandoned::resume(path),
-        VmAddress::Handoff(path) => handoff::resume_abandoned(path),
+        VmAddress::Qemu(path) => qemu::abandoned::settle(path, will, run),
+        VmAddress::Handoff(path) if run => handoff::resume_abandoned(path),
+        VmAddress::Handoff(_) => Ok(()),
     }
 }
 

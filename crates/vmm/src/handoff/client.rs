@@ -1,6 +1,6 @@
 //! The client's end of a connection to a guest process: one call after the other.
 use std::{
-    fs,
+    fs, io,
     os::{
         fd::{AsFd, BorrowedFd, OwnedFd},
         unix::net::UnixStream,
@@ -162,26 +162,30 @@ impl Connection {
         CheckedDescription::new(description, fds).map_err(|e| self.error(e))
     }
 
-    /// The pagemap of the guest process, after a look at whether it maps the regions where it says so.
-    pub(super) fn open_pagemap(&self, guest: &CheckedDescription) -> Result<OwnedFd, GuestError> {
-        let pid = self.pid;
-        let refused = |e| self.error(format!("/proc/{pid} can't be read: {e}; run as the guest's user or as root"));
-        let open =
-            |file| rustix::fs::open(format!("/proc/{pid}/{file}"), OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty());
-        let pagemap = open("pagemap").map_err(|e| refused(e.into()))?;
-        let maps = fs::read_to_string(format!("/proc/{pid}/maps")).map_err(refused)?;
-        guest.regions.iter().try_for_each(|region| check_mapped(&maps, region)).map_err(|e| self.error(e))?;
-        Ok(pagemap)
+    /// The pagemap of the guest process.
+    pub(super) fn open_pagemap(&self) -> Result<OwnedFd, GuestError> {
+        let path = format!("/proc/{}/pagemap", self.pid);
+        rustix::fs::open(path, OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty()).map_err(|e| self.unreadable(e.into()))
     }
 
-    /// Asks for a userfaultfd of the guest process, not yet used.
-    pub(super) fn track(&mut self) -> Result<OwnedFd, GuestError> {
-        let id = self.request("track", &[])?;
-        let (_, mut fds) = self.answer_with_fds::<Value>("track", id, SHORT)?;
+    /// Whether it maps the regions where it says so.
+    pub(super) fn check_maps(&self, guest: &CheckedDescription) -> Result<(), GuestError> {
+        let maps = fs::read_to_string(format!("/proc/{}/maps", self.pid)).map_err(|e| self.unreadable(e))?;
+        guest.regions.iter().try_for_each(|region| check_mapped(&maps, region)).map_err(|e| self.error(e))
+    }
+
+    fn unreadable(&self, e: io::Error) -> GuestError {
+        self.error(format!("/proc/{} can't be read: {e}; run as the guest's user or as root", self.pid))
+    }
+
+    /// Asks, by this call, for a userfaultfd of the guest process, not yet used.
+    pub(super) fn userfaultfd(&mut self, call: &str) -> Result<OwnedFd, GuestError> {
+        let id = self.request(call, &[])?;
+        let (_, mut fds) = self.answer_with_fds::<Value>(call, id, SHORT)?;
         match (fds.pop(), fds.is_empty()) {
             (Some(uffd), true) if is_userfaultfd(&uffd) => Ok(uffd),
-            (Some(_), true) => Err(self.error("what came with the answer to track is not a userfaultfd")),
-            (None, _) => Err(self.error("no userfaultfd came with the answer to track")),
+            (Some(_), true) => Err(self.error(format!("what came with the answer to {call} is not a userfaultfd"))),
+            (None, _) => Err(self.error(format!("no userfaultfd came with the answer to {call}"))),
             (Some(_), false) => {
                 Err(self.error(format!("{} file descriptors came instead of a userfaultfd", fds.len() + 1)))
             }

@@ -3,19 +3,24 @@ use std::{
     io::{self, Read},
     os::{fd::AsFd, unix::net::UnixStream},
     path::Path,
+    time::Duration,
 };
 
 use rustix::net::{SendFlags, send};
 use serde_json::Value;
 use transship_engine::guest::{DestinationGuest, GuestError};
-use transship_memory::{Access, GuestMemory};
+use transship_memory::{Access, GuestMemory, Missing, Region};
 use transship_wire::GuestDescription;
 
 use super::{
     client::{Connection, LONG, SHORT, by_hand},
     map_regions,
-    message::StateBytes,
+    message::{MISSING, StateBytes},
 };
+use crate::freeze::Freezer;
+
+/// How long it may take to stop a guest that lacks pages: it does at once, or hangs on one of them.
+const STOP_WAIT: Duration = Duration::from_secs(10);
 
 const CHUNK_BYTES: usize = 256 << 10;
 
@@ -24,6 +29,8 @@ pub struct HandoffDestination {
     connection: Connection,
     description: GuestDescription,
     memory: GuestMemory,
+    /// Once pages may be missing.
+    freezer: Option<Freezer>,
 }
 
 impl HandoffDestination {
@@ -40,7 +47,7 @@ impl HandoffDestination {
         }
         let description = checked.guest();
         let memory = map_regions(&connection, checked, Access::ReadWrite)?;
-        Ok(Self { connection, description, memory })
+        Ok(Self { connection, description, memory, freezer: None })
     }
 
     /// Passes the state on to the guest; returns how much it was.
@@ -73,6 +80,34 @@ impl DestinationGuest for HandoffDestination {
 
     fn memory(&self) -> GuestMemory {
         self.memory.clone()
+    }
+
+    fn missing(&mut self) -> Result<Missing, GuestError> {
+        let checked = self.connection.describe()?;
+        if checked.guest() != self.description {
+            return Err(self.connection.error("it describes another guest than before"));
+        }
+        if !checked.offers.iter().any(|call| call == MISSING) {
+            return Err(self.connection.error(format!(
+                "its VMM does not offer {MISSING:?} (docs/handoff.md), which --lazy needs; leave out --lazy"
+            )));
+        }
+        self.connection.check_maps(&checked)?;
+        self.freezer = Some(Freezer::of(self.connection.pid())?);
+        let uffd = self.connection.userfaultfd(MISSING)?;
+        let pages: Vec<u64> = self.memory.regions().iter().map(Region::pages).collect();
+        let missing = Missing::new(uffd, checked.areas(), &pages).map_err(|e| self.connection.error(e))?;
+        // Asked only now that nobody can fill a hole past us any more.
+        crate::check_all_holes(&self.memory)?;
+        Ok(missing)
+    }
+
+    fn stop(&mut self) -> Result<String, GuestError> {
+        let asked = self.connection.call::<Value>("stop", STOP_WAIT).map(drop);
+        match &self.freezer {
+            Some(freezer) => freezer.unless_stopped(asked),
+            None => Freezer::of(self.connection.pid())?.unless_stopped(asked),
+        }
     }
 
     fn load_state(&mut self, state: &mut dyn Read) -> Result<(), GuestError> {

@@ -4,13 +4,18 @@ use std::os::fd::OwnedFd;
 use rustix::fs::{FileType, Stat, fstat};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
-use transship_memory::PAGE_BYTES;
+use transship_memory::{Area, PAGE_BYTES};
 use transship_wire::{GuestDescription, RegionDescription};
 
 use super::line::{Line, MAX_FDS};
 
 /// The version of the protocol that this is.
 pub const VERSION: u32 = 1;
+
+/// The optional call by which writes come to wait for transship.
+pub(super) const PROTECT: &str = "protect";
+/// The optional call by which pages that are not there come to be waited for.
+pub(super) const MISSING: &str = "missing";
 
 const MAX_NAME_BYTES: usize = 255;
 /// User addresses end below this on every 64-bit Linux.
@@ -75,6 +80,9 @@ pub(super) struct Description {
     pub(super) waiting: bool,
     pub(super) pid: u32,
     pub(super) regions: Vec<RegionEntry>,
+    /// Names of calls that are optional and answered here.
+    #[serde(default)]
+    pub(super) offers: Vec<String>,
 }
 
 /// A region as it is described; its file travels with the line.
@@ -102,11 +110,12 @@ pub(super) struct CheckedDescription {
     pub(super) running: bool,
     pub(super) waiting: bool,
     pub(super) regions: Vec<CheckedRegion>,
+    pub(super) offers: Vec<String>,
 }
 
 impl CheckedDescription {
     pub(super) fn new(description: Description, fds: Vec<OwnedFd>) -> Result<Self, String> {
-        let Description { version, machine, running, waiting, regions, pid: _ } = description;
+        let Description { version, machine, running, waiting, regions, offers, pid: _ } = description;
         if version != VERSION {
             return Err(format!(
                 "it speaks version {version} of the hand-off protocol, this transship version {VERSION}"
@@ -124,7 +133,18 @@ impl CheckedDescription {
         }
         let regions: Vec<_> = regions.into_iter().zip(fds).map(CheckedRegion::new).collect::<Result<_, _>>()?;
         check_no_two(&regions)?;
-        Ok(Self { machine, running, waiting, regions })
+        Ok(Self { machine, running, waiting, regions, offers })
+    }
+
+    /// Where the guest process maps its regions.
+    pub(super) fn areas(&self) -> Vec<Area> {
+        let area = |(region, r): (usize, &CheckedRegion)| Area {
+            region,
+            first_page: 0,
+            address: r.entry.address,
+            bytes: r.entry.bytes,
+        };
+        self.regions.iter().enumerate().map(area).collect()
     }
 
     pub(super) fn guest(&self) -> GuestDescription {
@@ -236,6 +256,7 @@ mod tests {
             waiting: false,
             pid: 1,
             regions: vec![region("a", MIB), region("b", 2 * MIB)],
+            offers: vec![],
         }
     }
 

@@ -18,6 +18,7 @@ mod server;
 mod socket;
 mod source;
 mod state_stream;
+mod userfaultfd;
 mod wait;
 
 #[cfg(test)]

@@ -5,17 +5,17 @@ use std::{
     time::{Duration, Instant},
 };
 
-use rustix::{
-    event::{PollFd, PollFlags},
-    mm::{UserfaultfdFlags, userfaultfd},
-};
+use rustix::event::{PollFd, PollFlags};
 use serde_json::{Value, json};
 
 use super::{
     line::{Line, LineError, LineSocket},
-    message::{Answer, CheckResult, Description, RegionEntry, Request, StateBytes, VERSION, one_line},
+    message::{
+        Answer, CheckResult, Description, MISSING, PROTECT, RegionEntry, Request, StateBytes, VERSION, one_line,
+    },
     socket::GuestSocket,
     state_stream::StateStream,
+    userfaultfd,
     wait::{Shutdown, wait_for_any},
 };
 
@@ -23,9 +23,6 @@ use super::{
 const ANSWER_LIMIT: Duration = Duration::from_secs(10);
 /// For a client that is turned away; the few bytes fit the socket's buffer.
 const REFUSAL_LIMIT: Duration = Duration::from_millis(100);
-/// `UFFD_USER_MODE_ONLY`: a process without privileges may create one of these. Asynchronous tracking sees the
-/// kernel's writes nevertheless.
-const USER_MODE_ONLY: UserfaultfdFlags = UserfaultfdFlags::from_bits_retain(1);
 
 /// One memory region, as the guest process has it.
 #[derive(Debug, Clone)]
@@ -87,6 +84,23 @@ pub trait HandoffGuest {
     /// # Errors
     /// It can't be started; then it is still loaded.
     fn start(&mut self) -> Result<(), String>;
+    /// Whether a write to guest memory may have to wait for transship, so that a snapshot can be saved while the guest runs. Not if some
+    /// writes go through other mappings than the described ones, or if a part of the VMM must never wait.
+    fn may_wait_for_writes(&self) -> bool {
+        true
+    }
+    /// Whether this guest may run before its memory is there, each page coming when somebody touches it. Not if some accesses go through
+    /// other mappings than the described ones, or if a part of the VMM must never wait.
+    fn may_wait_for_pages(&self) -> bool {
+        false
+    }
+    /// In `Waiting`, with [`HandoffGuest::may_wait_for_pages`]: from now on holes in the memory files are pages that have not come yet.
+    ///
+    /// # Errors
+    /// Not possible now; the guest waits as before.
+    fn wait_for_pages(&mut self) -> Result<(), String> {
+        Ok(())
+    }
     /// In every state but `Waiting`: whether the memory is what it must be.
     ///
     /// # Errors
@@ -207,7 +221,9 @@ impl Server<'_> {
             "load-state" => Some(self.load_state(one(fds)?)?),
             _ if !fds.is_empty() => return Err(format!("{call} takes no file descriptors, {} came", fds.len())),
             "describe" => return Ok(Done { value: Some(self.describe()?), regions: true, ..Done::default() }),
-            "track" => return Ok(Done { made: vec![self.track()?], ..Done::default() }),
+            "track" => return Ok(Done { made: vec![userfaultfd::for_users()?], ..Done::default() }),
+            PROTECT => return Ok(Done { made: vec![self.protect()?], ..Done::default() }),
+            MISSING => return Ok(Done { made: vec![self.missing()?], ..Done::default() }),
             "stop" => self.stop()?,
             "resume" => self.resume()?,
             "start" => self.start()?,
@@ -231,15 +247,34 @@ impl Server<'_> {
             waiting: self.state == GuestState::Waiting,
             pid: std::process::id(),
             regions: self.guest.regions().into_iter().map(region).collect(),
+            offers: self.offers(),
         };
         serde_json::to_value(description).map_err(|e| e.to_string())
     }
 
-    fn track(&self) -> Result<OwnedFd, String> {
-        // SAFETY: the descriptor is given away before it is used; what is done with it later is the client's affair, which
-        // by file permissions acts for the same user or for root.
-        unsafe { userfaultfd(UserfaultfdFlags::CLOEXEC | USER_MODE_ONLY) }
-            .map_err(|e| format!("no userfaultfd can be created: {e}"))
+    fn offers(&self) -> Vec<String> {
+        let (writes, pages) = (self.guest.may_wait_for_writes(), self.guest.may_wait_for_pages());
+        let offers = [(PROTECT, writes), (MISSING, pages)];
+        offers.into_iter().filter(|(_, offered)| *offered).map(|(call, _)| call.to_owned()).collect()
+    }
+
+    fn protect(&self) -> Result<OwnedFd, String> {
+        if !self.guest.may_wait_for_writes() {
+            return Err("this guest's writes can't wait".into());
+        }
+        userfaultfd::for_all()
+    }
+
+    fn missing(&mut self) -> Result<OwnedFd, String> {
+        if !self.guest.may_wait_for_pages() {
+            return Err("this guest can't wait for its pages".into());
+        }
+        if self.state != GuestState::Waiting {
+            return Err(self.wrong_state(MISSING));
+        }
+        let uffd = userfaultfd::for_all()?;
+        self.guest.wait_for_pages()?;
+        Ok(uffd)
     }
 
     fn stop(&mut self) -> Result<Option<Value>, String> {

@@ -16,13 +16,13 @@ use std::{
 
 use serde_json::Value;
 use transship_engine::guest::{GuestError, SourceGuest};
-use transship_memory::{Access, Area, GuestMemory, Tracker, UffdTracker};
+use transship_memory::{Access, Area, GuestMemory, Protection, Region, Tracker, UffdTracker};
 use transship_wire::GuestDescription;
 
 use super::{
     client::{Connection, LONG, by_hand},
     map_regions,
-    message::StateBytes,
+    message::{PROTECT, StateBytes},
 };
 
 /// Attached to a guest process. Dropping it closes the connection and changes nothing: a guest that was stopped stays
@@ -32,6 +32,8 @@ pub struct HandoffSource {
     description: GuestDescription,
     memory: GuestMemory,
     areas: Vec<Area>,
+    /// Whether its VMM offers to let writes wait.
+    protects: bool,
     pagemap: OwnedFd,
     saving: Option<Saving>,
 }
@@ -55,17 +57,12 @@ impl HandoffSource {
         if checked.waiting {
             return Err(connection.error("it waits for a guest and has none to give; it can only receive one"));
         }
-        let pagemap = connection.open_pagemap(&checked)?;
-        let description = checked.guest();
-        let area = |(region, r): (usize, &super::message::CheckedRegion)| Area {
-            region,
-            first_page: 0,
-            address: r.entry.address,
-            bytes: r.entry.bytes,
-        };
-        let areas = checked.regions.iter().enumerate().map(area).collect();
+        connection.check_maps(&checked)?;
+        let pagemap = connection.open_pagemap()?;
+        let (description, areas) = (checked.guest(), checked.areas());
+        let protects = checked.offers.iter().any(|call| call == PROTECT);
         let memory = map_regions(&connection, checked, Access::Read)?;
-        Ok(Self { connection, description, memory, areas, pagemap, saving: None })
+        Ok(Self { connection, description, memory, areas, protects, pagemap, saving: None })
     }
 
     /// Ends a save-state that nobody wants any more, so that the guest is free to answer again.
@@ -97,12 +94,23 @@ impl SourceGuest for HandoffSource {
     }
 
     fn track(&mut self) -> Result<Box<dyn Tracker>, GuestError> {
-        let uffd = self.connection.track()?;
+        let uffd = self.connection.userfaultfd("track")?;
         let pagemap = self.pagemap.try_clone().map_err(|e| self.connection.error(e))?;
-        let pages = self.memory.regions().iter().map(|r| r.pages()).collect();
+        let pages = self.memory.regions().iter().map(Region::pages).collect();
         let tracker =
             UffdTracker::new(uffd, pagemap, self.areas.clone(), pages).map_err(|e| self.connection.error(e))?;
         Ok(Box::new(tracker))
+    }
+
+    fn protect(&mut self) -> Result<Protection, GuestError> {
+        if !self.protects {
+            return Err(self.connection.error(format!(
+                "its VMM does not offer {PROTECT:?} (docs/handoff.md), which --background needs; use --live or --paused"
+            )));
+        }
+        let uffd = self.connection.userfaultfd(PROTECT)?;
+        let pages: Vec<u64> = self.memory.regions().iter().map(Region::pages).collect();
+        Protection::new(uffd, self.areas.clone(), &pages).map_err(|e| self.connection.error(e))
     }
 
     fn is_running(&mut self) -> Result<bool, GuestError> {

@@ -25,6 +25,8 @@ const BYTES: u64 = 1 << 20;
 struct TestGuest {
     region: Region,
     address: u64,
+    /// Whether it may wait for writes and pages.
+    waits: bool,
     state: Vec<u8>,
     calls: Vec<&'static str>,
 }
@@ -37,11 +39,15 @@ impl TestGuest {
         let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
         let line = maps.lines().find(|line| line.split_ascii_whitespace().nth(4) == Some(&inode)).unwrap();
         let address = u64::from_str_radix(line.split('-').next().unwrap(), 16).unwrap();
-        Self { region, address, state, calls: Vec::new() }
+        Self { region, address, waits: true, state, calls: Vec::new() }
     }
 
     fn at(self, address: u64) -> Self {
         Self { address, ..self }
+    }
+
+    fn never_waits(self) -> Self {
+        Self { waits: false, ..self }
     }
 }
 
@@ -73,6 +79,16 @@ impl HandoffGuest for TestGuest {
     }
     fn start(&mut self) -> Result<(), String> {
         self.calls.push("start");
+        Ok(())
+    }
+    fn may_wait_for_writes(&self) -> bool {
+        self.waits
+    }
+    fn may_wait_for_pages(&self) -> bool {
+        self.waits
+    }
+    fn wait_for_pages(&mut self) -> Result<(), String> {
+        self.calls.push("wait");
         Ok(())
     }
 }
@@ -149,6 +165,64 @@ fn what_is_no_request_ends_the_connection_and_harms_nothing() {
         assert_eq!(ask(&mut connect(path), r#"{"id":1,"call":"describe"}"#)["ok"]["running"], true);
     });
     assert_eq!((state, calls), (GuestState::Running, vec![]));
+}
+
+#[test]
+fn writes_come_to_wait_where_that_is_offered() {
+    let (_, calls) = with_guest(TestGuest::new(vec![]), GuestState::Running, |path| {
+        let protection = HandoffSource::attach(path).unwrap().protect().unwrap();
+        assert_eq!(protection.next_fault(Duration::ZERO).unwrap(), None);
+    });
+    assert_eq!(calls, Vec::<&str>::new());
+    with_guest(TestGuest::new(vec![]).never_waits(), GuestState::Running, |path| {
+        let mut guest = HandoffSource::attach(path).unwrap();
+        let error = guest.protect().err().unwrap().to_string();
+        assert!(error.contains("does not offer \"protect\"") && error.contains("use --live or --paused"), "{error}");
+        // Tracking, where nobody waits, is another matter.
+        guest.track().unwrap();
+        drop(guest);
+        let answer = ask(&mut connect(path), r#"{"id":1,"call":"protect"}"#);
+        assert_eq!(answer["error"], "this guest's writes can't wait");
+    });
+}
+
+#[test]
+fn pages_come_to_be_waited_for_where_that_is_offered_and_all_are_missing() {
+    let (_, calls) = with_guest(TestGuest::new(vec![7]), GuestState::Waiting, |path| {
+        let mut guest = HandoffDestination::attach(path).unwrap();
+        let missing = guest.missing().unwrap();
+        guest.load_state(&mut [7].as_slice()).unwrap();
+        drop(missing);
+        assert!(guest.stop().unwrap().contains("its guest is stopped"));
+        drop(guest);
+        let error = ask(&mut connect(path), r#"{"id":1,"call":"missing"}"#)["error"].as_str().unwrap().to_owned();
+        assert!(error.contains("missing is not possible: the guest is loaded"), "{error}");
+    });
+    assert_eq!(calls, ["wait", "load"]);
+    with_guest(TestGuest::new(vec![]).never_waits(), GuestState::Waiting, |path| {
+        let error = HandoffDestination::attach(path).unwrap().missing().err().unwrap().to_string();
+        assert!(error.contains("does not offer \"missing\"") && error.contains("leave out --lazy"), "{error}");
+    });
+    with_guest(TestGuest::new(vec![]).at(1 << 20), GuestState::Waiting, |path| {
+        let error = HandoffDestination::attach(path).unwrap().missing().err().unwrap().to_string();
+        assert!(error.contains("maps nothing at 0x100000"), "{error}");
+    });
+    with_guest(TestGuest::new(vec![]), GuestState::Waiting, |path| {
+        let mut guest = HandoffDestination::attach(path).unwrap();
+        guest.memory().regions()[0].write_pages(5, 1, &[1; 4096]).unwrap();
+        let error = guest.missing().err().unwrap().to_string();
+        assert!(error.contains("is not empty: pages 5..6 are there"), "{error}");
+    });
+}
+
+/// A VMM of before these calls were there.
+#[test]
+fn a_vmm_that_does_not_know_a_call_is_not_asked() {
+    let answers = [1, 2].map(|id| (json!({"id": id, "ok": description()}), vec![file(BYTES)]));
+    with_liar(answers.into(), |path| {
+        let error = HandoffDestination::attach(path).unwrap().missing().err().unwrap().to_string();
+        assert!(error.contains("does not offer \"missing\""), "{error}");
+    });
 }
 
 #[test]
@@ -340,7 +414,7 @@ fn what_comes_instead_of_a_userfaultfd_is_not_used() {
         (vec![file(1), file(1)], "2 file descriptors came instead"),
     ] {
         with_liar(vec![(json!({"id": 1, "ok": {}}), fds)], |path| {
-            let error = Connection::open(path).unwrap().track().unwrap_err().to_string();
+            let error = Connection::open(path).unwrap().userfaultfd("track").unwrap_err().to_string();
             assert!(error.contains(expected), "{error:?} should say {expected:?}");
         });
     }

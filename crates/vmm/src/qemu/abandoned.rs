@@ -1,4 +1,4 @@
-//! A source that somebody stopped and then left, by dying: it is let run again.
+//! A source that somebody stopped and then left, by dying: it is put back as it was.
 use std::{
     path::Path,
     thread,
@@ -8,14 +8,18 @@ use std::{
 use serde_json::json;
 use transship_engine::guest::GuestError;
 
-use super::{checks, migration, qmp::Qmp};
+use super::{
+    checks,
+    migration::{self, Settings},
+    qmp::Qmp,
+};
 
 /// The dead process's connection is closed by the kernel, but QEMU takes a moment to notice before it serves the next.
 const CONNECT_WAIT: Duration = Duration::from_secs(30);
 const CANCEL_WAIT: Duration = Duration::from_secs(30);
 
-/// Ends what is left of saving the device state, and lets the guest run.
-pub(crate) fn resume(socket: &Path) -> Result<(), GuestError> {
+/// Ends what is left of saving the device state, puts QEMU's settings back as `will` says, and with `run` lets the guest run.
+pub(crate) fn settle(socket: &Path, will: &str, run: bool) -> Result<(), GuestError> {
     let deadline = Instant::now() + CONNECT_WAIT;
     let mut qmp = loop {
         match Qmp::connect(socket) {
@@ -25,8 +29,11 @@ pub(crate) fn resume(socket: &Path) -> Result<(), GuestError> {
         }
     };
     migration::cancel(&mut qmp, CANCEL_WAIT)?;
-    migration::forget_settings(&mut qmp)?;
-    if checks::run_state(&mut qmp)? != "running" {
+    match Settings::from_will(will) {
+        Some(settings) => settings.restore(&mut qmp)?,
+        None => migration::forget_settings(&mut qmp)?,
+    }
+    if run && checks::run_state(&mut qmp)? != "running" {
         qmp.execute("cont", json!({}))?;
     }
     Ok(())

@@ -85,7 +85,8 @@ pub(super) fn source_state(qmp: &mut Qmp) -> Result<(), GuestError> {
         }
         "postmigrate" => {
             return refused(
-                "has already given its guest away (postmigrate); only if that guest runs nowhere else, take it back first: cont",
+                "has already saved its guest's devices, to give the guest away or to keep it stopped (postmigrate), and can't a second time; \
+                 only if that guest runs nowhere else, let it run first: cont",
             );
         }
         "suspended" => return refused("holds a sleeping guest (suspended); wake it up first: system_wakeup"),

@@ -14,7 +14,7 @@ use transship_wire::GuestDescription;
 use super::{
     checks, cont_by_hand, describe, faults,
     memory::{self, Backend},
-    migration::{self, STATE_FD, STATE_URI, Settings},
+    migration::{self, Answers, STATE_FD, STATE_URI, Settings},
     qmp::Qmp,
 };
 use crate::freeze::Freezer;
@@ -130,7 +130,7 @@ impl DestinationGuest for QemuDestination {
     }
 
     fn load_state(&mut self, state: &mut dyn Read) -> Result<(), GuestError> {
-        let settings = Settings::apply(&mut self.qmp)?;
+        let settings = Settings::apply(&mut self.qmp, Answers::No)?;
         let to = self.listen()?;
         match pump(state, to) {
             Ok(()) | Err(Pump::Write) => migration::wait_completed(&mut self.qmp, LOAD_WAIT)

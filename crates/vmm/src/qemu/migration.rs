@@ -1,6 +1,7 @@
 //! QEMU's own migration, which carries everything but the guest's memory: the device state of a stopped guest.
 use std::time::{Duration, Instant};
 
+use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 use transship_engine::guest::GuestError;
 
@@ -15,7 +16,17 @@ const IGNORE_SHARED: &str = "x-ignore-shared";
 /// How long to rely on an event before asking again.
 const EVENT_WAIT: Duration = Duration::from_secs(1);
 
+/// Whether the other end answers.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Answers {
+    /// QEMU is done, and gives its guest up, when it has written everything.
+    No,
+    /// QEMU has a return path, and is done when it is told so on it. Until then the guest is still its own.
+    Yes,
+}
+
 /// QEMU's migration settings as they were, to be put back.
+#[derive(Debug, Default, Serialize, Deserialize)]
 pub(super) struct Settings {
     capabilities: Vec<Value>,
     parameters: Map<String, Value>,
@@ -23,29 +34,51 @@ pub(super) struct Settings {
 
 impl Settings {
     /// Sets what the device state needs, and nothing that is so already.
-    pub(super) fn apply(qmp: &mut Qmp) -> Result<Self, GuestError> {
-        let mut before = Self { capabilities: Vec::new(), parameters: Map::new() };
-        let mut capabilities = Vec::new();
-        for (name, state) in capabilities_of(qmp)? {
-            let Some(wanted) = capability(&name) else { continue };
-            if state != wanted {
-                capabilities.push(json!({ "capability": name, "state": wanted }));
-                before.capabilities.push(json!({ "capability": name, "state": state }));
-            }
-        }
-        let current = qmp.execute("query-migrate-parameters", json!({}))?;
-        let mut parameters = Map::new();
-        for (name, wanted) in [("max-bandwidth", json!(0)), ("tls-creds", json!("")), ("mode", json!("normal"))] {
-            let Some(value) = current.get(name).filter(|value| **value != wanted) else { continue };
-            before.parameters.insert(name.to_owned(), value.clone());
-            parameters.insert(name.to_owned(), wanted);
-        }
-        if let Err(e) = set(qmp, capabilities, parameters) {
+    pub(super) fn apply(qmp: &mut Qmp, answers: Answers) -> Result<Self, GuestError> {
+        let (before, wanted) = Self::planned(qmp, answers)?;
+        if let Err(e) = set(qmp, wanted.capabilities, wanted.parameters) {
             // Half of it may be set.
             let _ = before.restore(qmp);
             return Err(e.into());
         }
         Ok(before)
+    }
+
+    /// The settings as they are, of all that `apply` might set.
+    pub(super) fn now(qmp: &mut Qmp) -> Result<Self, GuestError> {
+        let (mut before, _) = Self::planned(qmp, Answers::No)?;
+        let (other, _) = Self::planned(qmp, Answers::Yes)?;
+        before.capabilities.extend(other.capabilities);
+        Ok(before)
+    }
+
+    /// What is to be set and is not so already: as it is, and as it is to be.
+    fn planned(qmp: &mut Qmp, answers: Answers) -> Result<(Self, Self), QmpError> {
+        let (mut before, mut wanted) = (Self::default(), Self::default());
+        for (name, state) in capabilities_of(qmp)? {
+            let Some(to_be) = capability(&name, answers) else { continue };
+            if state != to_be {
+                wanted.capabilities.push(json!({ "capability": name, "state": to_be }));
+                before.capabilities.push(json!({ "capability": name, "state": state }));
+            }
+        }
+        let current = qmp.execute("query-migrate-parameters", json!({}))?;
+        for (name, to_be) in [("max-bandwidth", json!(0)), ("tls-creds", json!("")), ("mode", json!("normal"))] {
+            let Some(value) = current.get(name).filter(|value| **value != to_be) else { continue };
+            before.parameters.insert(name.to_owned(), value.clone());
+            wanted.parameters.insert(name.to_owned(), to_be);
+        }
+        Ok((before, wanted))
+    }
+
+    /// As a text, for [`Settings::from_will`].
+    pub(super) fn to_will(&self) -> Result<String, GuestError> {
+        serde_json::to_string(self).map_err(|e| GuestError(format!("QEMU's settings can't be written down: {e}")))
+    }
+
+    /// None: it is not ours.
+    pub(super) fn from_will(will: &str) -> Option<Self> {
+        serde_json::from_str(will).ok()
     }
 
     /// Puts back what `apply` changed.
@@ -72,9 +105,10 @@ fn set(qmp: &mut Qmp, capabilities: Vec<Value>, parameters: Map<String, Value>) 
 }
 
 /// What a capability must be for our one plain stream; none: as the user has it.
-fn capability(name: &str) -> Option<bool> {
+fn capability(name: &str, answers: Answers) -> Option<bool> {
     match name {
         IGNORE_SHARED | "events" => Some(true),
+        "return-path" => Some(answers == Answers::Yes),
         // A check of the user's own, and a matter of when disks are opened: both work with a plain stream.
         "validate-uuid" | "late-block-activate" => None,
         _ => Some(false),
@@ -96,6 +130,20 @@ pub(super) fn check_ignore_shared(qmp: &mut Qmp) -> Result<(), GuestError> {
     Err(GuestError(format!(
         "QEMU {major}.{minor} can't leave shared memory out of its device state (no {IGNORE_SHARED}); use QEMU 4.0 or newer"
     )))
+}
+
+/// Takes the guest back from a migration that QEMU has written all of and waits to be told about: it is as it was before.
+pub(super) fn take_back(qmp: &mut Qmp, limit: Duration) -> Result<(), GuestError> {
+    qmp.execute("migrate_cancel", json!({}))?;
+    let (status, reason) = wait_settled(qmp, limit)?;
+    // That it was cancelled, or that its channel is gone, whichever QEMU noticed first.
+    if status == "completed" {
+        return Err(GuestError(format!(
+            "QEMU gave its guest up when it was to keep it ({})",
+            reason.as_str().unwrap_or(&status)
+        )));
+    }
+    Ok(())
 }
 
 /// Whether QEMU sends or loads at this moment. Unknown names count as such.

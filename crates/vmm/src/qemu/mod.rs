@@ -8,6 +8,7 @@
 //!   faults       which kind of userfaultfd, and the right to it
 //!   giving_back  memory that the guest gives back, which must not happen while others wait for pages
 //!   migration    QEMU's own migration, used for the device state only
+//!   state_stream the device state as QEMU writes it
 //!   source, destination    the two adapters made of these
 //!   abandoned    a source whose transship died
 //! ```
@@ -21,6 +22,7 @@ mod memory;
 mod migration;
 mod qmp;
 mod source;
+mod state_stream;
 
 use std::path::Path;
 

@@ -5,6 +5,10 @@ use std::{
     net::Shutdown,
     os::{fd::AsFd, unix::net::UnixStream},
     path::Path,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
     time::Duration,
 };
 
@@ -17,15 +21,16 @@ use super::{
     checks, cont_by_hand, describe, faults,
     giving_back::{self, Balloon},
     memory::{self, Backend},
-    migration::{self, STATE_FD, STATE_URI, Settings},
+    migration::{self, Answers, STATE_FD, STATE_URI, Settings},
     qmp::Qmp,
+    state_stream::{ToTheEnd, ToTheTrailer},
 };
 use crate::AttachOptions;
 
 /// How long QEMU may take to stop: it waits for the disk requests in flight.
 const STOP_WAIT: Duration = Duration::from_secs(60);
 /// How long it may be silent while it saves, and take to finish.
-const SAVE_WAIT: Duration = Duration::from_secs(30);
+pub(super) const SAVE_WAIT: Duration = Duration::from_secs(30);
 /// Saving, sending and loading the state of a machine without much video memory.
 const STATE_ESTIMATE: Duration = Duration::from_millis(60);
 
@@ -49,6 +54,10 @@ pub struct QemuSource {
     balloon: Option<Balloon>,
     /// Settings to be put back.
     settings: Option<Settings>,
+    /// The guest stays after its state was saved, and stays stopped.
+    stays: bool,
+    /// A save of which QEMU waits for word: whether all of the state has come, and what QEMU's guest was in before.
+    waiting: Option<(Arc<AtomicBool>, String)>,
     /// Our end of the channel that the device state comes through, beside the one that is read.
     channel: Option<UnixStream>,
 }
@@ -84,6 +93,8 @@ impl QemuSource {
             protects: false,
             balloon: None,
             settings: None,
+            stays: false,
+            waiting: None,
             channel: None,
         })
     }
@@ -110,8 +121,37 @@ impl QemuSource {
         }
     }
 
+    /// Whether QEMU is to wait for word after it has saved. Only the trailer tells then where the state ends, and a machine can be told to leave
+    /// it out; such a guest is left as QEMU leaves it (`postmigrate`: `cont` is possible, another save is not).
+    fn answers(&mut self) -> Answers {
+        let get = json!({ "path": "/machine", "property": "suppress-vmdesc" });
+        match self.stays && self.qmp.execute("qom-get", get).ok() != Some(json!(true)) {
+            true => Answers::Yes,
+            false => Answers::No,
+        }
+    }
+
+    /// Has QEMU, which waits for word that the state has arrived, take its guest back.
+    fn take_back(&mut self, complete: &AtomicBool, before: &str) -> Result<(), GuestError> {
+        // Acquire: pairs with the reader's store; it may have been another thread.
+        if !complete.load(Ordering::Acquire) {
+            if let Some(channel) = self.channel.take() {
+                let _ = channel.shutdown(Shutdown::Both);
+            }
+            migration::wait_completed(&mut self.qmp, SAVE_WAIT)?;
+            return Err(GuestError("the device state was not read to its end".to_owned()));
+        }
+        migration::take_back(&mut self.qmp, SAVE_WAIT)?;
+        match checks::run_state(&mut self.qmp)? {
+            // Old versions (7.2) leave it there all the same; `cont` is possible, another save is not.
+            now if now == before || now == "postmigrate" => Ok(()),
+            now => Err(GuestError(format!("QEMU's guest was {before} before it was saved, and is {now} now"))),
+        }
+    }
+
     /// Ends a save that is under way and puts the settings back.
     fn undo_save(&mut self) -> Result<(), GuestError> {
+        self.waiting = None;
         if self.settings.is_none() {
             return Ok(());
         }
@@ -196,6 +236,10 @@ impl SourceGuest for QemuSource {
         STATE_ESTIMATE
     }
 
+    fn keep_stopped(&mut self) {
+        self.stays = true;
+    }
+
     fn save_state(&mut self) -> Result<Box<dyn Read + Send>, GuestError> {
         if self.is_running()? {
             return Err(GuestError("the guest runs: its device state can be saved only when it is stopped".to_owned()));
@@ -204,19 +248,29 @@ impl SourceGuest for QemuSource {
         let (ours, qemus) = UnixStream::pair().map_err(failed)?;
         ours.set_read_timeout(Some(SAVE_WAIT)).map_err(failed)?;
         self.channel = Some(ours.try_clone().map_err(failed)?);
-        self.settings = Some(Settings::apply(&mut self.qmp)?);
+        let answers = self.answers();
+        let before = checks::run_state(&mut self.qmp)?;
+        self.settings = Some(Settings::apply(&mut self.qmp, answers)?);
         self.qmp.send_fd(STATE_FD, qemus.as_fd())?;
         drop(qemus);
         self.qmp.forget_events();
         self.qmp.execute("migrate", json!({ "uri": STATE_URI }))?;
-        Ok(Box::new(StateReader(ours)))
+        if answers == Answers::No {
+            return Ok(Box::new(ToTheEnd(ours)));
+        }
+        let complete = Arc::new(AtomicBool::new(false));
+        self.waiting = Some((Arc::clone(&complete), before));
+        Ok(Box::new(ToTheTrailer::new(ours, complete)))
     }
 
     fn state_saved(&mut self) -> Result<(), GuestError> {
         if self.settings.is_none() {
             return Err(GuestError("no device state is being saved".to_owned()));
         }
-        migration::wait_completed(&mut self.qmp, SAVE_WAIT)?;
+        match self.waiting.take() {
+            Some((complete, before)) => self.take_back(&complete, &before)?,
+            None => migration::wait_completed(&mut self.qmp, SAVE_WAIT)?,
+        }
         self.channel = None;
         self.restore_settings()
     }
@@ -236,6 +290,10 @@ impl SourceGuest for QemuSource {
     fn resume_hint(&self) -> String {
         cont_by_hand(self.qmp.path())
     }
+
+    fn last_will(&mut self) -> Result<String, GuestError> {
+        Settings::now(&mut self.qmp)?.to_will()
+    }
 }
 
 impl Drop for QemuSource {
@@ -243,27 +301,5 @@ impl Drop for QemuSource {
         if let Err(e) = self.undo_save() {
             tracing::warn!("QEMU's migration settings could not be put back: {e}");
         }
-    }
-}
-
-/// The device state as QEMU writes it. Its end is the end of QEMU's stream, whether or not it is complete.
-struct StateReader(UnixStream);
-
-impl Drop for StateReader {
-    fn drop(&mut self) {
-        // Closing is not enough, since the source holds the channel too.
-        let _ = self.0.shutdown(Shutdown::Both);
-    }
-}
-
-impl Read for StateReader {
-    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
-        self.0.read(buffer).map_err(|e| match e.kind() {
-            io::ErrorKind::WouldBlock => io::Error::new(
-                io::ErrorKind::TimedOut,
-                format!("QEMU sent no device state for {} s", SAVE_WAIT.as_secs()),
-            ),
-            _ => e,
-        })
     }
 }

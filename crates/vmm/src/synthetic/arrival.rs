@@ -28,13 +28,13 @@ pub(super) struct Arrival {
 }
 
 impl Arrival {
-    pub(super) fn new(ram: &[Ram]) -> Result<Self, transship_memory::Error> {
+    pub(super) fn new(ram: &[Ram], holes: Holes) -> Result<Self, transship_memory::Error> {
         let pages: u64 = ram.iter().map(Ram::pages).sum();
         let bits = |group: u64| u64::MAX >> (GROUP - (pages - group * GROUP).min(GROUP));
         Ok(Self {
             left: (0..pages.div_ceil(GROUP)).map(|group| Mutex::new(bits(group))).collect(),
             unfinished: AtomicBool::new(true),
-            data: data(ram)?,
+            data: data(ram, holes)?,
             wrong: Mutex::new(Vec::new()),
         })
     }
@@ -81,8 +81,20 @@ impl Arrival {
     }
 }
 
-/// The pages of each region that are not holes.
-pub(super) fn data(ram: &[Ram]) -> Result<Vec<PageSet>, transship_memory::Error> {
+/// What the holes in the memory's files are.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Holes {
+    /// Pages of zeros, which need not be read.
+    AreZero,
+    /// Pages that come when they are touched.
+    MayCome,
+}
+
+/// The pages of each region that must be read to know them.
+pub(super) fn data(ram: &[Ram], holes: Holes) -> Result<Vec<PageSet>, transship_memory::Error> {
+    if holes == Holes::MayCome {
+        return Ok(ram.iter().map(|ram| PageSet::full(ram.pages())).collect());
+    }
     let data = |ram: &Ram| {
         let unusable = |e: std::io::Error| transship_memory::Error::System { what: ram.name().into(), source: e };
         let file = ram.file().try_clone_to_owned().map_err(unusable)?;

@@ -11,7 +11,7 @@ use std::{
 
 use super::{
     Event, Events,
-    arrival::{data, is_hole},
+    arrival::{Holes, data, is_hole},
     cores, lock,
     machine::{Buffers, Machine},
     mapping::Ram,
@@ -27,6 +27,8 @@ pub const MACHINE: &str = "synthetic";
 pub(super) struct SyntheticGuest {
     ram: Arc<[Ram]>,
     running: Option<Life>,
+    /// Of memory that has been brought.
+    holes: Holes,
     events: Events,
     last_check: Arc<Mutex<Option<CheckResult>>>,
 }
@@ -40,7 +42,7 @@ struct Life {
 
 impl SyntheticGuest {
     pub(super) fn waiting(ram: Arc<[Ram]>, events: Events) -> Self {
-        Self { ram, running: None, events, last_check: Arc::default() }
+        Self { ram, running: None, holes: Holes::AreZero, events, last_check: Arc::default() }
     }
 
     /// A guest whose writers go.
@@ -48,7 +50,7 @@ impl SyntheticGuest {
         let ram = machine.ram.clone();
         let life = Life::new(machine)?;
         life.writers.go();
-        Ok(Self { ram, running: Some(life), events, last_check: Arc::default() })
+        Ok(Self { ram, running: Some(life), holes: Holes::AreZero, events, last_check: Arc::default() })
     }
 
     pub(super) fn writes(&self) -> u64 {
@@ -107,9 +109,18 @@ impl HandoffGuest for SyntheticGuest {
     fn load_state(&mut self, from: &mut dyn Read) -> Result<(), String> {
         let (regions, pages) = (self.ram.len() as u64, self.ram.first().map_or(0, Ram::pages));
         let (program, versions) = state::decode(from, regions, pages)?;
-        let machine = Machine::arrived(self.ram.clone(), program, versions)?;
+        let machine = Machine::arrived(self.ram.clone(), program, versions, self.holes)?;
         self.running = Some(Life::new(machine).map_err(|e| e.to_string())?);
         (self.events)(Event::Loaded);
+        Ok(())
+    }
+
+    fn may_wait_for_pages(&self) -> bool {
+        true
+    }
+
+    fn wait_for_pages(&mut self) -> Result<(), String> {
+        self.holes = Holes::MayCome;
         Ok(())
     }
 
@@ -145,7 +156,7 @@ fn check_all(machine: &Machine) -> Result<CheckResult, transship_memory::Error> 
         arrival.check_all(machine, &AtomicBool::new(false));
         wrong.extend(arrival.wrong());
     }
-    let data = data(&machine.ram)?;
+    let data = data(&machine.ram, machine.holes)?;
     let (pages, next, found) = (machine.program.pages(), AtomicU64::new(0), Mutex::new(&mut wrong));
     let part = || {
         const BATCH: u64 = 1024;

@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 
 use super::{
     Error,
-    arrival::Arrival,
+    arrival::{Arrival, Holes},
     content::{Filler, Initial, is_zero},
     mapping::Ram,
     options::{SyntheticOptions, WriteRate},
@@ -84,6 +84,8 @@ pub(super) struct Machine {
     versions: Box<[AtomicU32]>,
     /// Pages written here.
     writes: AtomicU64,
+    /// What holes in the memory's files are.
+    pub(super) holes: Holes,
     /// For a guest that came from elsewhere.
     pub(super) arrival: Option<Arrival>,
 }
@@ -94,7 +96,8 @@ impl Machine {
         let filler = Filler::new(&options.content)?;
         let program = Program::new(options, filler.initial().clone());
         let versions = (0..program.pages()).map(|_| AtomicU32::new(0)).collect();
-        let machine = Self { ram, program, versions, writes: AtomicU64::new(0), arrival: None };
+        let holes = Holes::AreZero;
+        let machine = Self { ram, program, versions, writes: AtomicU64::new(0), holes, arrival: None };
         let threads = super::cores();
         std::thread::scope(|scope| {
             (0..threads).for_each(|t| {
@@ -123,10 +126,15 @@ impl Machine {
         }
     }
 
-    /// A guest whose memory has been brought into `ram`. `program` and `versions` fit it.
-    pub(super) fn arrived(ram: Arc<[Ram]>, program: Program, versions: Box<[AtomicU32]>) -> Result<Self, String> {
-        let arrival = Some(Arrival::new(&ram).map_err(|e| e.to_string())?);
-        Ok(Self { ram, program, versions, writes: AtomicU64::new(0), arrival })
+    /// A guest whose memory has been brought into `ram`, or will be when it is touched. `program` and `versions` fit it.
+    pub(super) fn arrived(
+        ram: Arc<[Ram]>,
+        program: Program,
+        versions: Box<[AtomicU32]>,
+        holes: Holes,
+    ) -> Result<Self, String> {
+        let arrival = Some(Arrival::new(&ram, holes).map_err(|e| e.to_string())?);
+        Ok(Self { ram, program, versions, writes: AtomicU64::new(0), holes, arrival })
     }
 
     pub(super) fn version(&self, number: u64) -> u32 {

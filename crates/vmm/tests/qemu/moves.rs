@@ -1,8 +1,13 @@
 //! Guests that move, and guests that come back.
-use std::io::{self, Read};
+use std::{
+    io::{self, BufRead, BufReader, Read},
+    process::{Command, Stdio},
+    time::Duration,
+};
 
 use serde_json::json;
 use transship_engine::guest::{DestinationGuest, SourceGuest};
+use transship_vmm::{AttachOptions, VmAddress, qemu::QemuSource, settle_abandoned};
 
 use crate::lab::{Qemu, WRITTEN, clear, copy, move_memory, pair};
 
@@ -115,6 +120,128 @@ fn a_guest_comes_back_from_every_stage_of_saving_and_can_be_moved_then() {
     source.state_saved().unwrap();
     destination.start(true).unwrap();
     to.wait_counting();
+}
+
+/// Kept stopped, it is as before: it may be saved again, moved, or let run.
+#[test]
+fn a_guest_that_was_saved_and_stays_stopped_is_as_before() {
+    let all_of = |source: &mut dyn SourceGuest| {
+        let mut state = Vec::new();
+        source.save_state().unwrap().read_to_end(&mut state).unwrap();
+        source.state_saved().unwrap();
+        state
+    };
+    let (from, to) = pair();
+    from.qmp("migrate-set-parameters", json!({"max-bandwidth": 12345678}));
+    let (settings, descriptors) = (from.settings(), from.descriptors());
+    let mut source = from.source();
+    source.keep_stopped();
+    source.stop().unwrap();
+    let (first, second) = (all_of(&mut source), all_of(&mut source));
+    assert_eq!(first.len(), second.len());
+    source.resume(false).unwrap();
+    assert_eq!(from.status(), "paused");
+
+    // A save of which nobody reads the end, and one that nobody reads at all.
+    let mut half_read = source.save_state().unwrap();
+    half_read.read_exact(&mut [0; 1000]).unwrap();
+    drop(half_read);
+    assert!(source.state_saved().is_err());
+    source.resume(false).unwrap();
+    let unread = source.save_state().unwrap();
+    let error = source.state_saved().unwrap_err().to_string();
+    assert!(!error.is_empty());
+    drop((unread, source));
+    assert_eq!(from.status(), "paused");
+    assert_eq!(from.settings(), settings);
+    assert_eq!(from.descriptors(), descriptors);
+
+    // The state is the same as that of a guest which goes; and it can go.
+    let (mut source, mut destination) = (from.source(), to.destination());
+    assert!(!source.is_running().unwrap());
+    move_memory(&mut source, &destination);
+    let third = all_of(&mut source);
+    assert_eq!(third.len(), first.len());
+    assert_eq!(from.status(), "postmigrate");
+    destination.load_state(&mut first.as_slice()).unwrap();
+    destination.start(true).unwrap();
+    to.wait_counting();
+}
+
+#[test]
+fn a_guest_that_was_saved_and_kept_can_be_let_run_with_its_disk() {
+    let qemu = Qemu::start(&[]);
+    qemu.wait_booted();
+    let mut source = qemu.source();
+    source.keep_stopped();
+    source.stop().unwrap();
+    io::copy(&mut source.save_state().unwrap(), &mut io::sink()).unwrap();
+    source.state_saved().unwrap();
+    drop(source);
+    assert_eq!(qemu.status(), "paused");
+    let nodes = qemu.qmp("query-named-block-nodes", json!({}));
+    assert!(nodes.as_array().unwrap().iter().all(|node| node["active"] != false), "{nodes}");
+    qemu.qmp("cont", json!({}));
+    qemu.wait_counting();
+}
+
+#[test]
+fn a_guest_that_never_ran_stays_so_when_it_is_saved() {
+    let qemu = Qemu::start(&["-S"]);
+    let mut source = qemu.source();
+    source.keep_stopped();
+    source.stop().unwrap();
+    io::copy(&mut source.save_state().unwrap(), &mut io::sink()).unwrap();
+    source.state_saved().unwrap();
+    source.resume(false).unwrap();
+    assert_eq!(qemu.status(), "prelaunch");
+}
+
+const DYING: &str = "TRANSSHIP_VMM_DYING";
+
+/// A saver that is killed in the middle, as a process of its own. Not a test by itself.
+#[test]
+fn child_that_saves() {
+    let Ok(what) = std::env::var(DYING) else { return };
+    let (keep, socket) = what.split_once(' ').unwrap();
+    let mut source = QemuSource::attach(socket.as_ref(), AttachOptions::default()).unwrap();
+    println!("\nwill {}", source.last_will().unwrap());
+    source.stop().unwrap();
+    if keep == "keep" {
+        source.keep_stopped();
+    }
+    source.save_state().unwrap().read_exact(&mut [0; 1000]).unwrap();
+    println!("saving");
+    std::thread::sleep(Duration::from_secs(600));
+}
+
+#[test]
+fn a_guest_whose_saver_died_is_put_back_by_its_last_will() {
+    let qemu = Qemu::start(&[]);
+    qemu.wait_booted();
+    qemu.qmp("migrate-set-capabilities", json!({"capabilities": [{"capability": "multifd", "state": true}]}));
+    qemu.qmp("migrate-set-parameters", json!({"max-bandwidth": 12345678}));
+    let settings = qemu.settings();
+    let vm = VmAddress::Qemu(qemu.socket());
+    for keep in ["keep", "go"] {
+        let mut saver = Command::new(std::env::current_exe().unwrap())
+            .args(["--exact", "moves::child_that_saves", "--nocapture"])
+            .env(DYING, format!("{keep} {}", qemu.socket().display()))
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let mut lines = BufReader::new(saver.stdout.take().unwrap()).lines().map(Result::unwrap);
+        let will = lines.find_map(|line| line.strip_prefix("will ").map(str::to_owned)).unwrap();
+        assert!(lines.any(|line| line == "saving"));
+        assert_ne!(qemu.settings(), settings);
+        saver.kill().unwrap();
+        saver.wait().unwrap();
+        settle_abandoned(&vm, &will, false).unwrap();
+        assert_eq!(qemu.settings(), settings);
+        assert_ne!(qemu.status(), "running");
+        settle_abandoned(&vm, &will, true).unwrap();
+        qemu.wait_counting();
+    }
 }
 
 #[test]

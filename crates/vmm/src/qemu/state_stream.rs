@@ -1,0 +1,160 @@
+//! The device state as QEMU writes it.
+//!
+//! QEMU that is to keep its guest waits, when it has written everything, for word from the other end ([`Answers::Yes`]): what it has saved is
+//! then still its own. So its stream has no end that could be read. It is where the trailer ends, which describes the sections
+//! before it: if they are as it says, nothing is missing.
+//!
+//! [`Answers::Yes`]: super::migration::Answers::Yes
+use std::{
+    io::{self, Read},
+    net::Shutdown,
+    os::unix::net::UnixStream,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
+};
+
+use transship_wire::qemu::{Command, Record, Step, StreamReader, Tail};
+
+use super::source::SAVE_WAIT;
+
+const PIECE_BYTES: usize = 256 << 10;
+/// More device state than any machine has.
+const TAIL_BYTES_MAX: usize = 1 << 30;
+
+/// Reads to the end of QEMU's stream, whether or not it is complete.
+pub(super) struct ToTheEnd(pub(super) UnixStream);
+
+impl Drop for ToTheEnd {
+    fn drop(&mut self) {
+        // Closing is not enough, since the source holds the channel too.
+        let _ = self.0.shutdown(Shutdown::Both);
+    }
+}
+
+impl Read for ToTheEnd {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        read_some(&mut self.0, buffer)
+    }
+}
+
+fn read_some(stream: &mut UnixStream, buffer: &mut [u8]) -> io::Result<usize> {
+    stream.read(buffer).map_err(|e| match e.kind() {
+        io::ErrorKind::WouldBlock => {
+            io::Error::new(io::ErrorKind::TimedOut, format!("QEMU sent no device state for {} s", SAVE_WAIT.as_secs()))
+        }
+        _ => e,
+    })
+}
+
+/// Reads to the end of the trailer, and leaves out that QEMU asks for answers.
+pub(super) struct ToTheTrailer {
+    stream: UnixStream,
+    reader: StreamReader,
+    /// Read, and not yet taken apart.
+    input: Vec<u8>,
+    /// To be handed out, from `handed` on.
+    output: Vec<u8>,
+    handed: usize,
+    stage: Stage,
+    /// Told (Release) when the trailer has come.
+    complete: Arc<AtomicBool>,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Stage {
+    Records,
+    Tail,
+    Ended,
+}
+
+impl ToTheTrailer {
+    /// `complete` becomes true when all has been read.
+    pub(super) fn new(stream: UnixStream, complete: Arc<AtomicBool>) -> Self {
+        let (reader, stage) = (StreamReader::new(), Stage::Records);
+        Self { stream, reader, input: Vec::new(), output: Vec::new(), handed: 0, stage, complete }
+    }
+
+    /// Takes apart what was read, as far as it goes.
+    fn take_records(&mut self) -> io::Result<()> {
+        let mut at = 0;
+        while self.stage == Stage::Records {
+            let bytes = &self.input[at..];
+            match self.reader.next(bytes).map_err(strange)? {
+                Step::More { .. } => break,
+                Step::Done { record: Record::Tail, .. } => self.stage = Stage::Tail,
+                Step::Done { record: Record::Command(Command::OpenReturnPath | Command::Ping(_)), used } => at += used,
+                Step::Done { used, .. } => {
+                    self.output.extend_from_slice(&bytes[..used]);
+                    at += used;
+                }
+            }
+        }
+        self.input.drain(..at);
+        Ok(())
+    }
+
+    /// Whether what was read is the whole tail. QEMU writes the trailer last, and waits then.
+    fn take_tail(&mut self) -> io::Result<()> {
+        if self.input.len() > TAIL_BYTES_MAX {
+            return Err(strange(format!("it has more than {TAIL_BYTES_MAX} bytes beside memory")));
+        }
+        let whole = |tail: Tail| tail.is_walked() && tail.end == self.input.len();
+        if self.input.ends_with(b"}") && Tail::parse(&self.input, 0).is_ok_and(whole) {
+            self.output = std::mem::take(&mut self.input);
+            self.stage = Stage::Ended;
+            self.complete.store(true, Ordering::Release);
+        }
+        Ok(())
+    }
+
+    fn read_more(&mut self) -> io::Result<()> {
+        let have = self.input.len();
+        self.input.resize(have + PIECE_BYTES, 0);
+        let read = read_some(&mut self.stream, &mut self.input[have..]);
+        self.input.truncate(have + *read.as_ref().unwrap_or(&0));
+        if read? == 0 {
+            // QEMU has given up, and will say why. What has come is handed out, to be found incomplete.
+            self.output = std::mem::take(&mut self.input);
+            self.stage = Stage::Ended;
+        }
+        Ok(())
+    }
+}
+
+impl Drop for ToTheTrailer {
+    fn drop(&mut self) {
+        // If all has come QEMU waits for word, and would take a hang-up for one.
+        if !self.complete.load(Ordering::Relaxed) {
+            let _ = self.stream.shutdown(Shutdown::Both);
+        }
+    }
+}
+
+impl Read for ToTheTrailer {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        while self.handed == self.output.len() {
+            self.output.clear();
+            self.handed = 0;
+            match self.stage {
+                Stage::Ended => return Ok(0),
+                Stage::Records | Stage::Tail => self.read_more()?,
+            }
+            if self.stage == Stage::Records {
+                self.take_records()?;
+            }
+            if self.stage == Stage::Tail {
+                self.take_tail()?;
+            }
+        }
+        let count = buffer.len().min(self.output.len() - self.handed);
+        buffer[..count].copy_from_slice(&self.output[self.handed..][..count]);
+        self.handed += count;
+        Ok(count)
+    }
+}
+
+fn strange(error: impl std::fmt::Display) -> io::Error {
+    io::Error::new(io::ErrorKind::InvalidData, format!("QEMU's device state can't be read: {error}"))
+}
