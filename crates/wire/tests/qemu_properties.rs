@@ -298,7 +298,11 @@ proptest! {
     }
 
     #[test]
-    fn damaged_tails_are_read_or_refused(sections in sections(), damage in vec(any::<(prop::sample::Index, u8)>(), 0..4), cut in any::<prop::sample::Index>()) {
+    fn damaged_tails_are_read_or_refused(
+        sections in sections(),
+        damage in vec(any::<(prop::sample::Index, u8)>(), 0..4),
+        cut in any::<prop::sample::Index>(),
+    ) {
         let mut bytes = write_tail(&sections);
         for (place, byte) in damage {
             let place = place.index(bytes.len());
@@ -324,7 +328,10 @@ proptest! {
     }
 
     #[test]
-    fn damaged_packets_are_read_or_refused(packet in packet(), damage in vec(any::<(prop::sample::Index, u8)>(), 1..4)) {
+    fn damaged_packets_are_read_or_refused(
+        packet in packet(),
+        damage in vec(any::<(prop::sample::Index, u8)>(), 1..4),
+    ) {
         let mut bytes = packet.encode();
         for (place, byte) in damage {
             let place = place.index(bytes.len());

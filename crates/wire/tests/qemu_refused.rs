@@ -1,4 +1,5 @@
-//! QEMU's formats with one field changed, and streams that mean harm: each is refused, and the error names field and place.
+//! QEMU's formats with one field changed, and streams that mean harm: each is refused, and the error names field and
+//! place.
 #![allow(clippy::unwrap_used)]
 mod streams;
 use streams::*;

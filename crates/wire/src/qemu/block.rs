@@ -15,7 +15,7 @@ pub const PAGES_ALIGNMENT: u64 = 1 << 20;
 
 /// Length of [`Block`]'s header in a mapped-ram file (section 4.2).
 const MAPPED_HEADER_BYTES: u64 = 4 + 8 + 8 + 8;
-const MAPPED_VERSION: u32 = 1;
+const MAPPED_VERSION: u32 = 1; // section 4.2
 const PAGE: u64 = PAGE_BYTES as u64;
 /// Bits of a bitmap are kept in words of this many bytes (section 4.3).
 const BITMAP_WORD_BYTES: u64 = 8;
@@ -26,7 +26,8 @@ const POSITIONS_END: u64 = 1 << 62;
 /// stream begins later.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Geometry {
-    /// Where the bitmap is. Bit `i % 8` of its byte `i / 8` says whether page i is in the file; if not, the page is zero.
+    /// Where the bitmap is. Bit `i % 8` of its byte `i / 8` says whether page i is in the file; if not, the page is
+    /// zero.
     pub bitmap_offset: u64,
     /// Where page 0 is; page i is `i * 4096` bytes later.
     pub pages_offset: u64,
@@ -37,7 +38,8 @@ pub struct Geometry {
 pub enum Mapped {
     /// They are there.
     At(Geometry),
-    /// They are not in the file: they are in the shared file that the block is made of (section 3). QEMU 11.1 writes this.
+    /// They are not in the file: they are in the shared file that the block is made of (section 3). QEMU 11.1 writes
+    /// this.
     Ignored,
 }
 
@@ -60,8 +62,8 @@ pub fn bitmap_bytes(used_bytes: u64) -> u64 {
 }
 
 impl Geometry {
-    /// Where stock QEMU places bitmap and pages of a block whose header ends at `header_end`: the bitmap at once, the pages
-    /// at the next multiple of [`PAGES_ALIGNMENT`].
+    /// Where stock QEMU places bitmap and pages of a block whose header ends at `header_end`: the bitmap at once, the
+    /// pages at the next multiple of [`PAGES_ALIGNMENT`].
     pub fn stock(header_end: u64, used_bytes: u64) -> Self {
         let pages_offset = (header_end + bitmap_bytes(used_bytes)).next_multiple_of(PAGES_ALIGNMENT);
         Geometry { bitmap_offset: header_end, pages_offset }

@@ -7,6 +7,7 @@ use crate::reader::Reader;
 /// Type byte of the record (section 1.2).
 pub(super) const TYPE: u8 = 0x08;
 
+// Section 1.4.
 const OPEN_RETURN_PATH: u16 = 1;
 const PING: u16 = 2;
 const POSTCOPY_ADVISE: u16 = 3;

@@ -4,8 +4,8 @@ use crate::reader::Reader;
 use crate::{Error, PAGE_BYTES};
 
 impl<'a> Reader<'a> {
-    /// A reader at a place of a stream. A place that memory can't address is said to be the last one: it only ends up in
-    /// messages.
+    /// A reader at a place of a stream. A place that memory can't address is said to be the last one: it only ends up
+    /// in messages.
     pub(super) fn at(bytes: &'a [u8], position: u64) -> Self {
         Reader::new(bytes, usize::try_from(position).unwrap_or(usize::MAX))
     }

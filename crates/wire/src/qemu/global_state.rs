@@ -6,6 +6,7 @@ use super::record::{EOF, FOOTER, FULL, VMDESC};
 use crate::Error;
 use crate::reader::Reader;
 
+// Section 5.3.
 const NAME: &str = "globalstate";
 const VERSION: u32 = 1;
 /// Length of the section's body: the state's length, its name, two flags, and what is not used.
@@ -44,7 +45,8 @@ pub struct GlobalState {
 impl GlobalState {
     /// Looks for the section in a tail that begins at position `base` of the stream. `None`: it has none.
     ///
-    /// If the trailer says where it is, it is taken from there; else it is recognised by what is around it, at the end of the sections.
+    /// If the trailer says where it is, it is taken from there; else it is recognised by what is around it, at the end
+    /// of the sections.
     ///
     /// # Errors
     /// The section is there, and its body is not what it should be.
@@ -76,7 +78,8 @@ impl GlobalState {
     fn place(tail: &[u8], base: u64) -> Option<Range<usize>> {
         match Tail::parse(tail, base) {
             Ok(parsed) if parsed.is_walked() => parsed.section(NAME).map(|section| section.body.clone()),
-            // The tail is taken apart for its looks alone; a device that we can't follow must not keep anybody from saving it.
+            // The tail is taken apart for its looks alone; a device that we can't follow must not keep anybody from
+            // saving it.
             _ => recognise(tail),
         }
     }
@@ -99,8 +102,8 @@ impl GlobalState {
     }
 }
 
-/// The last thing that looks like the section: header and footer with the same number, and behind it the end of the sections. A
-/// guest can put such bytes into the buffers of its devices, but not there.
+/// The last thing that looks like the section: header and footer with the same number, and behind it the end of the
+/// sections. A guest can put such bytes into the buffers of its devices, but not there.
 fn recognise(tail: &[u8]) -> Option<Range<usize>> {
     let mut header = vec![NAME.len() as u8];
     header.extend(NAME.as_bytes());

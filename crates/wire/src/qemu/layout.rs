@@ -36,8 +36,9 @@ impl Layout {
     /// Adds what the entry at `entry` announces, and says where the stream goes on.
     ///
     /// # Errors
-    /// Bitmap and pages are not behind the entry, are not in the file, or overlap what is there already. When this is the
-    /// last block, all that follows is the stream's, so nothing may reach into that either. After an error nothing is added.
+    /// Bitmap and pages are not behind the entry, are not in the file, or overlap what is there already. When this is
+    /// the last block, all that follows is the stream's, so nothing may reach into that either. After an error nothing
+    /// is added.
     pub(super) fn add(&mut self, block: &Block, entry: Range<u64>, last: bool) -> Result<u64, Error> {
         let part = |range, field| Part { range, field, block: block.name.to_string(), entry: entry.start };
         let mut new = Vec::new();

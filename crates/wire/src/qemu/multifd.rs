@@ -14,6 +14,7 @@ pub const PACKET_HEADER_BYTES: usize = 64 + NAME_BYTES + 8 * MAX_PACKET_PAGES;
 /// The longest payload: what the buffers of stock receivers hold (section 6.2).
 pub const MAX_PAYLOAD_BYTES: u32 = 1 << 20;
 
+// Sections 6.1 and 6.2.
 const MAGIC: u32 = 0x1122_3344;
 const VERSION: u32 = 1;
 const NAME_BYTES: usize = 256;
@@ -135,7 +136,8 @@ pub struct DeviceState {
 impl Packet {
     /// Reads a header from `bytes`, which begin at `position` of the channel.
     ///
-    /// Headers of all versions are taken: 7.2 and 8.2 leave old names, offsets and lengths in packets without pages, which are ignored.
+    /// Headers of all versions are taken: 7.2 and 8.2 leave old names, offsets and lengths in packets without pages,
+    /// which are ignored.
     ///
     /// # Errors
     /// The first field that breaks a rule of section 6.2.
@@ -183,8 +185,8 @@ fn read_flags(reader: &mut Reader<'_>) -> Result<u32, Error> {
 }
 
 impl Pages {
-    /// A packet with pages of `block`: those at the offsets `normal` are in the payload in this order, those at the offsets `zero` are
-    /// zero. [`Method::None`] needs no `payload_bytes`, they follow from the number of pages.
+    /// A packet with pages of `block`: those at the offsets `normal` are in the payload in this order, those at the
+    /// offsets `zero` are zero. [`Method::None`] needs no `payload_bytes`, they follow from the number of pages.
     ///
     /// Only QEMU 9.0 and newer takes zero pages here.
     ///
@@ -237,8 +239,8 @@ impl Pages {
         &self.offsets[..self.normal]
     }
 
-    /// Offsets in the block of pages that are zero. A stock destination doesn't write to them if it has not had the page before
-    /// (section 6.6); one that knows nothing of its memory must.
+    /// Offsets in the block of pages that are zero. A stock destination doesn't write to them if it has not had the
+    /// page before (section 6.6); one that knows nothing of its memory must.
     pub fn zero(&self) -> &[u64] {
         &self.offsets[self.normal..self.normal + self.zero]
     }

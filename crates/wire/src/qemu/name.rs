@@ -9,7 +9,7 @@ use crate::reader::check_printable;
 
 /// A name as it can stand in a stream: 1 to 255 bytes of UTF-8 without control characters.
 ///
-/// The length is one byte on the wire (section 1.2). QEMU makes names of ASCII alone; that they hold nothing which a
+/// The length is one byte on the wire (section 1). QEMU makes names of ASCII alone; that they hold nothing which a
 /// terminal would obey is our rule.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Name(Box<str>);

@@ -6,7 +6,7 @@ use super::{Block, Name};
 use crate::reader::Reader;
 use crate::{Error, PAGE_BYTES};
 
-// Each record begins with 64 bits: flags in the low 12, the place in the block above them.
+// Each record begins with 64 bits: flags in the low 12, the place in the block above them (sections 2.1, 2.2).
 pub(super) const ZERO: u64 = 0x002;
 pub(super) const MEM_SIZE: u64 = 0x004;
 pub(super) const PAGE: u64 = 0x008;
@@ -17,7 +17,7 @@ const COMPRESSED: u64 = 0x100;
 pub(super) const MULTIFD_FLUSH: u64 = 0x200;
 pub(super) const FLAGS: u64 = PAGE_BYTES as u64 - 1;
 
-const XBZRLE_ENCODING: u8 = 1;
+const XBZRLE_ENCODING: u8 = 1; // section 2.2
 /// QEMU sends the page itself when the difference would not be shorter.
 const MAX_XBZRLE_BYTES: usize = PAGE_BYTES;
 /// More than zlib ever makes of a page: what doesn't shrink grows by a few bytes.
@@ -43,7 +43,8 @@ pub enum PageContent<'a> {
     Normal(&'a [u8; PAGE_BYTES]),
     /// What has changed since the page was sent last: [`xbzrle::decode`](super::xbzrle::decode).
     Xbzrle(&'a [u8]),
-    /// A zlib stream of the page, of at most [`MAX_COMPRESSED_BYTES`] (the capability `compress` of versions before 9.1).
+    /// A zlib stream of the page, of at most [`MAX_COMPRESSED_BYTES`] (the capability `compress` of versions before
+    /// 9.1).
     Compressed(&'a [u8]),
 }
 

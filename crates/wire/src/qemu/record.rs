@@ -59,8 +59,8 @@ pub enum Record<'a> {
     Early(EarlySection),
     /// A piece of what the record before announced: as much of it as was there.
     Raw(&'a [u8]),
-    /// The memory is complete. At the reader's position begins the [`Tail`](super::Tail). No byte belongs to this record, and
-    /// the reader stays here.
+    /// The memory is complete. At the reader's position begins the [`Tail`](super::Tail). No byte belongs to this
+    /// record, and the reader stays here.
     Tail,
 }
 

@@ -4,6 +4,7 @@ use super::{Name, Step};
 use crate::Error;
 use crate::reader::Reader;
 
+// Section 7.
 const SHUT: u16 = 1;
 const PONG: u16 = 2;
 const REQUEST_NAMED: u16 = 3;

@@ -6,8 +6,10 @@ use super::{Block, Command, Configuration, MAX_BLOCKS, command, configuration};
 use crate::Error;
 use crate::reader::Reader;
 
+// Section 1.1.
 pub(super) const MAGIC: [u8; 4] = *b"QEVM";
 pub(super) const VERSION: u32 = 3;
+// Section 2.
 pub(super) const RAM: &str = "ram";
 pub(super) const RAM_VERSION: u32 = 4;
 /// The only device whose state comes before the memory (section 1.5).
@@ -24,12 +26,13 @@ const EARLY: &str = "/virtio-mem-device-early";
 ///
 /// A mapped-ram file has no pages between these, and may go without `Part` and `End`.
 ///
-/// A stream in which other sections than `ram` come in parts (VFIO devices, dirty bitmaps) is refused: the end of such a part
-/// can't be found without knowing the device. So is postcopy with memory in huge pages, where the list of blocks can't be told
-/// apart without knowing them, and a stream of a machine type older than 2.4, which has neither configuration nor footers.
+/// A stream in which other sections than `ram` come in parts (VFIO devices, dirty bitmaps) is refused: the end of such
+/// a part can't be found without knowing the device. So is postcopy with memory in huge pages, where the list of blocks
+/// can't be told apart without knowing them, and a stream of a machine type older than 2.4, which has neither
+/// configuration nor footers.
 ///
-/// What has been read is consistent in itself: names are unique, lengths add up, pages are within their blocks, and in a
-/// mapped-ram file no two parts overlap. Which blocks the guest at hand has is not this crate's business.
+/// What has been read is consistent in itself: names are unique, lengths add up, pages are within their blocks, and in
+/// a mapped-ram file no two parts overlap. Which blocks the guest at hand has is not this crate's business.
 #[derive(Debug, Clone)]
 pub struct StreamReader {
     position: u64,
@@ -97,7 +100,8 @@ impl StreamReader {
         }
     }
 
-    /// The same for a file of this length: pages that would be beyond its end are refused with the block that announces them.
+    /// The same for a file of this length: pages that would be beyond its end are refused with the block that announces
+    /// them.
     #[must_use]
     pub fn within(mut self, file_bytes: u64) -> Self {
         self.layout.file_bytes = Some(file_bytes);

@@ -14,8 +14,9 @@ const TRAILERS_TRIED: usize = 16;
 
 /// The sections behind the memory, from [`Record::Tail`](super::Record::Tail) on.
 ///
-/// Sections do not carry their lengths. The trailer says what each is made of, so with it they can be told apart; without it (a
-/// QEMU can be told to leave it out, and after postcopy there is none) nothing of a section but the first one's name is known.
+/// Sections do not carry their lengths. The trailer says what each is made of, so with it they can be told apart;
+/// without it (a QEMU can be told to leave it out, and after postcopy there is none) nothing of a section but the first
+/// one's name is known.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Tail {
     /// The device sections in their order. Empty when there is no trailer.
@@ -46,8 +47,9 @@ pub struct DeviceSection {
 impl Tail {
     /// Takes a tail apart: `bytes`, all there are from position `base` of the stream on.
     ///
-    /// The tail is QEMU's own, and made for QEMU. To move or keep it there is no need to take it apart, and what this function does not
-    /// understand may still be right: an unusual device could describe itself in a way that is not known here.
+    /// The tail is QEMU's own, and made for QEMU. To move or keep it there is no need to take it apart, and what this
+    /// function does not understand may still be right: an unusual device could describe itself in a way that is not
+    /// known here.
     ///
     /// # Errors
     /// A trailer that does not fit the sections, or none although the tail does not look like one without.
@@ -109,8 +111,8 @@ impl Tail {
     }
 }
 
-/// What looks like a trailer, and where its text is, from the end on. More than one is there when a guest has put such bytes into
-/// a device, or when old bytes are behind the tail; which is the right one shows in the walk.
+/// What looks like a trailer, and where its text is, from the end on. More than one is there when a guest has put such
+/// bytes into a device, or when old bytes are behind the tail; which is the right one shows in the walk.
 fn trailers(bytes: &[u8]) -> impl Iterator<Item = (Description, Range<usize>)> + '_ {
     let starts = (1..bytes.len()).rev().filter(|&at| bytes[at - 1..].starts_with(&[EOF, VMDESC]));
     let texts = starts.filter_map(|start| {

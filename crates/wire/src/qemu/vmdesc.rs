@@ -82,8 +82,8 @@ pub struct Described<'a> {
     pub fields: &'a [(&'a str, &'a str, u64)],
 }
 
-/// The JSON text that describes these sections, for [`StreamWriter::vmdesc`](super::StreamWriter::vmdesc). They must be in the
-/// order of the stream.
+/// The JSON text that describes these sections, for [`StreamWriter::vmdesc`](super::StreamWriter::vmdesc). They must be
+/// in the order of the stream.
 pub fn describe<'a>(sections: &[Described<'a>]) -> String {
     #[derive(Serialize)]
     struct Description<'a> {

@@ -17,8 +17,9 @@ pub struct Piece {
 
 /// Puts records one after the other, into memory: take them out with [`StreamWriter::take`] as often as you like.
 ///
-/// The caller sees to the order of the records (section 1.5), to offsets being within their blocks, and to lengths adding up. The
-/// writer knows what QEMU leaves out: the block of a page record is named only when it is another than before.
+/// The caller sees to the order of the records (section 1.5), to offsets being within their blocks, and to lengths
+/// adding up. The writer knows what QEMU leaves out: the block of a page record is named only when it is another than
+/// before.
 #[derive(Debug, Clone)]
 pub struct StreamWriter {
     pieces: Vec<Piece>,
@@ -28,8 +29,8 @@ pub struct StreamWriter {
 }
 
 impl StreamWriter {
-    /// A writer of a stream that begins at `base` of its file, and whose RAM section has this number. Any number that no
-    /// other section of the stream has will do.
+    /// A writer of a stream that begins at `base` of its file, and whose RAM section has this number. Any number that
+    /// no other section of the stream has will do.
     pub fn new(base: u64, ram_section: u32) -> Self {
         StreamWriter { pieces: Vec::new(), position: base, ram_section, named: None }
     }

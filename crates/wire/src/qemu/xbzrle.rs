@@ -2,10 +2,12 @@
 use crate::reader::Reader;
 use crate::{Error, PAGE_BYTES};
 
-/// Applies a difference to the page as it was sent before. `position` is where the difference is in the stream, for errors.
+/// Applies a difference to the page as it was sent before. `position` is where the difference is in the stream, for
+/// errors.
 ///
 /// # Errors
-/// Runs that are empty where they can't be, are longer than the page, or end before their bytes do. The page may have changed by then.
+/// Runs that are empty where they can't be, are longer than the page, or end before their bytes do. The page may have
+/// changed by then.
 pub fn decode(encoded: &[u8], position: u64, page: &mut [u8; PAGE_BYTES]) -> Result<(), Error> {
     let mut reader = Reader::at(encoded, position);
     let mut at = 0;
