@@ -9,39 +9,14 @@
 //! ```
 //!
 //! All pages begin at multiples of 1 MiB, so that direct I/O reaches them on any device.
-use transship_wire::qemu::{Block, Command, Configuration, Geometry, Mapped, Name, Piece, StreamWriter, bitmap_bytes};
+use transship_wire::qemu::{Block, Command, Configuration, Geometry, Mapped, Piece, StreamWriter, bitmap_bytes};
 
-use super::state::DeviceState;
-use crate::{Error, guest::SourceGuest, guest::StateFormat};
+use super::{output::RegionBlock, state::DeviceState};
+use crate::Error;
 
 /// Room for everything before the first region's bitmap: the header, a configuration with the longest name, an entry of the list. They come
 /// to less than a kilobyte.
 const HEAD_ROOM: u64 = 4096;
-
-/// A region of the guest as the file names it.
-#[derive(Debug, Clone)]
-pub(crate) struct RegionBlock {
-    pub(crate) name: Name,
-    pub(crate) bytes: u64,
-}
-
-/// The regions of a guest by the names of their RAM blocks.
-///
-/// # Errors
-/// A name that no file can hold.
-pub(crate) fn region_blocks(guest: &dyn SourceGuest) -> Result<Vec<RegionBlock>, Error> {
-    let memory = guest.memory();
-    let names: Vec<String> = match guest.state_format() {
-        StateFormat::Qemu { blocks } => blocks,
-        StateFormat::Opaque => memory.regions().iter().map(|region| region.name().to_owned()).collect(),
-    };
-    let blocks = names.iter().zip(memory.regions()).map(|(name, region)| {
-        let name = Name::new(name)
-            .map_err(|error| Error::Unfit(format!("region {:?} can't be saved: {error}", region.name())))?;
-        Ok(RegionBlock { name, bytes: region.bytes() })
-    });
-    blocks.collect()
-}
 
 /// The places of the regions.
 pub(crate) struct Layout {

@@ -6,7 +6,7 @@ use std::{
 
 use transship_memory::PAGE_BYTES;
 
-use super::{SaveOptions, target::Target, writer::Writers};
+use super::{SaveOptions, output::Output, target::Target};
 use crate::{
     Error, Progress, Report, fail_point,
     forecast::{Aim, Forecast, Medium, Verdict},
@@ -38,14 +38,14 @@ impl Rounds {
     }
 
     /// The last look at a guest that has been stopped after rounds.
-    pub(crate) fn scan_again(&mut self, writers: &Writers) -> Result<(), Error> {
-        self.scanner.scan_again(&writers.pages.content)
+    pub(crate) fn scan_again(&mut self, output: &dyn Output) -> Result<(), Error> {
+        self.scanner.scan_again(output.content())
     }
 
     /// Writes what is pending. With `sync` it waits until the disk has it.
     pub(crate) fn write_pending(
         &mut self,
-        writers: &Writers,
+        output: &mut dyn Output,
         target: &Target,
         sync: bool,
         progress: &Arc<Progress>,
@@ -54,9 +54,10 @@ impl Rounds {
         let begin = Instant::now();
         progress.round.store(self.number + 1, Relaxed);
         let bytes = self.pending_bytes();
+        target.expect(output.needs(bytes));
         progress.round_total.store(bytes, Relaxed);
         progress.round_left.store(bytes, Relaxed);
-        let written = writers.write(self.scanner.pending(), target)?;
+        let written = output.write(self.scanner.pending(), target)?;
         fail_point::reach("save.round-written")?;
         if sync {
             target.sync(progress)?;
@@ -86,7 +87,7 @@ impl Rounds {
         &mut self,
         guest: &dyn SourceGuest,
         options: &SaveOptions,
-        writers: &Writers,
+        output: &mut dyn Output,
         target: &Target,
         progress: &Arc<Progress>,
         report: &mut Report,
@@ -95,9 +96,9 @@ impl Rounds {
         let aim = Aim { medium: Medium::File, downtime, bandwidth: None, max_rounds };
         let mut forecast = Forecast::new(aim, guest.state_estimate());
         loop {
-            self.write_pending(writers, target, !target.is_direct(), progress, report)?;
+            self.write_pending(output, target, !target.is_direct(), progress, report)?;
             fail_point::reach("save.round")?;
-            self.scanner.scan(&writers.pages.content, report, progress)?;
+            self.scanner.scan(output.content(), report, progress)?;
             match forecast.judge(report, self.pending_bytes()) {
                 Verdict::Fits => return Ok(()),
                 Verdict::AnotherRound => {}

@@ -2,8 +2,8 @@
 //!
 //! - `uri`, `options`: what a user says
 //! - `target`: the file while it is made: a temporary name, locks, what becomes of it; `descriptors`, `filesystem`: what it is made of
-//! - `layout`: where everything is in a mapped-ram file; `state`: the part that is the VMM's
-//! - `writer`: the threads that write pages; `live`: rounds of a guest that runs
+//! - `output`: what is done with pages: `mapped`, with its `layout` and the threads that write in `writer`; `stream`
+//! - `state`: the part that is the VMM's; `live`: rounds of a guest that runs
 //! - `save`: the life of a save, made of these
 mod descriptors;
 mod devices;
@@ -12,10 +12,12 @@ mod fit;
 mod info;
 mod layout;
 mod live;
+mod mapped;
 mod opaque;
 mod open;
 mod options;
 mod origin;
+mod output;
 mod pages;
 mod recompose;
 mod records;
@@ -23,6 +25,7 @@ mod restore;
 mod save;
 mod sequential;
 mod state;
+mod stream;
 mod target;
 mod uri;
 mod writer;

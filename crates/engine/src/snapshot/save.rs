@@ -1,21 +1,23 @@
 //! The life of a save, from the empty file to the one that is complete.
 use std::{sync::Arc, time::Instant};
 
+use transship_wire::qemu::Configuration;
+
 use super::{
-    SaveOptions, Then, Way,
-    layout::{Around, Layout, RegionBlock, region_blocks},
+    Format, SaveOptions, Then, Way,
     live::Rounds,
-    state::DeviceState,
+    mapped::MappedFile,
+    output::{Output, RegionBlock, region_blocks},
+    state::{DeviceState, machine_name},
+    stream::StreamFile,
     target::Target,
     uri::FileUri,
-    writer::Writers,
 };
 use crate::{
     Error, FileReport, Phase, Progress, Report, fail_point,
     guest::SourceGuest,
     source::{finish, take_back},
 };
-use transship_memory::PAGE_BYTES;
 
 /// Saves the guest's memory and device state to a file that a stock QEMU loads.
 ///
@@ -55,15 +57,13 @@ impl Saving<'_> {
     fn run(&mut self) -> Result<(), Error> {
         let ran = self.guest.is_running()?;
         let regions = region_blocks(self.guest)?;
-        let layout = Layout::new(self.target.offset(), &regions);
-        self.target.set_length(layout.end())?;
-        let SaveOptions { channels, io, .. } = *self.options;
-        let writers = Writers::start(&self.guest.memory(), layout.pages(), channels, io, self.target, self.progress)?;
+        let mut output = self.begin_output(&regions)?;
+        let output = output.as_mut();
         self.report.file = Some(FileReport {
             format: self.options.format.to_string(),
             direct_io: self.target.is_direct(),
             direct_io_refused: self.target.refused().map(str::to_owned),
-            io_uring: writers.is_uring(),
+            io_uring: output.is_uring(),
             ..FileReport::default()
         });
         // Ending the tracking takes time that grows with the memory; nobody waits for it when the guest runs again.
@@ -71,18 +71,30 @@ impl Saving<'_> {
         if ran && self.options.way == Way::Live {
             let rounds = rounds.insert(Rounds::begin(self.guest)?);
             fail_point::reach("save.tracking")?;
-            self.begin_rounds(rounds, &layout);
+            self.begin_rounds();
             let (guest, options) = (&*self.guest, self.options);
-            rounds.until_the_rest_is_small(guest, options, &writers, self.target, self.progress, self.report)?;
+            rounds.until_the_rest_is_small(guest, options, output, self.target, self.progress, self.report)?;
         }
         self.progress.set_phase(Phase::Switchover);
         let stopped = Instant::now();
-        let taken = self.stop_and_take(&mut rounds, &layout, &writers, &regions, ran);
-        self.complete_and_resume(taken, &layout, &writers, ran, stopped)
+        let taken = self.stop_and_take(&mut rounds, output, &regions, ran);
+        self.complete_and_resume(taken, output, ran, stopped)
     }
 
-    fn begin_rounds(&mut self, rounds: &Rounds, layout: &Layout) {
-        self.target.expect(layout.bytes_for(rounds.pending_bytes()));
+    fn begin_output(&self, regions: &[RegionBlock]) -> Result<Box<dyn Output>, Error> {
+        let memory = self.guest.memory();
+        Ok(match self.options.format {
+            Format::MappedRam => {
+                Box::new(MappedFile::begin(&memory, regions, self.options, self.target, self.progress)?)
+            }
+            Format::Stream => {
+                let configuration = Configuration::new(machine_name(self.guest)?);
+                Box::new(StreamFile::begin(&memory, regions, configuration, self.target, self.progress))
+            }
+        })
+    }
+
+    fn begin_rounds(&mut self) {
         self.report.setup_ms = self.begin.elapsed().as_secs_f64() * 1e3;
         self.progress.set_phase(Phase::Rounds);
     }
@@ -91,8 +103,7 @@ impl Saving<'_> {
     fn stop_and_take(
         &mut self,
         rounds: &mut Option<Rounds>,
-        layout: &Layout,
-        writers: &Writers,
+        output: &mut dyn Output,
         regions: &[RegionBlock],
         ran: bool,
     ) -> Result<DeviceState, Error> {
@@ -100,17 +111,19 @@ impl Saving<'_> {
         fail_point::reach("save.stopped")?;
         let rounds = match rounds {
             Some(rounds) => {
-                rounds.scan_again(writers)?;
+                rounds.scan_again(output)?;
                 rounds
             }
             None => {
-                let rounds = rounds.insert(Rounds::standing_still(self.guest)?);
-                self.begin_rounds(rounds, layout);
-                rounds
+                self.begin_rounds();
+                rounds.insert(Rounds::standing_still(self.guest)?)
             }
         };
-        rounds.write_pending(writers, self.target, false, self.progress, self.report)?;
+        rounds.write_pending(output, self.target, false, self.progress, self.report)?;
         fail_point::reach("save.last-round")?;
+        if !ran || self.options.then == Then::StayStopped {
+            self.guest.keep_stopped();
+        }
         let state = DeviceState::take(self.guest, regions, ran)?;
         fail_point::reach("save.state")?;
         Ok(state)
@@ -120,26 +133,23 @@ impl Saving<'_> {
     fn complete_and_resume(
         &mut self,
         taken: Result<DeviceState, Error>,
-        layout: &Layout,
-        writers: &Writers,
+        output: &mut dyn Output,
         ran: bool,
         stopped: Instant,
     ) -> Result<(), Error> {
         let downtime = |stopped: Instant| if ran { stopped.elapsed().as_secs_f64() * 1e3 } else { 0.0 };
-        let early = self.options.way == Way::Live && self.options.then == Then::Resume;
         let state = taken.map_err(|error| take_back(self.guest, error, ran))?;
-        if early {
+        if self.options.way == Way::Live && self.options.then == Then::Resume {
             let resumed = self.guest.resume(ran);
             self.report.downtime_ms = downtime(stopped);
-            fail_point::reach("save.resumed")?;
             // If it stands still now, its file is worth all the more.
-            let completed = self.complete(&state, layout, writers);
+            let completed = fail_point::reach("save.resumed").and_then(|()| self.complete(&state, output));
             return match resumed {
                 Ok(()) => completed,
                 Err(error) => Err(self.stands_still(error, completed)),
             };
         }
-        self.complete(&state, layout, writers).map_err(|error| take_back(self.guest, error, ran))?;
+        self.complete(&state, output).map_err(|error| take_back(self.guest, error, ran))?;
         let resumed = self.guest.resume(ran && self.options.then == Then::Resume);
         self.report.downtime_ms = downtime(stopped);
         resumed.map_err(|error| self.stands_still(error, Ok(())))
@@ -157,33 +167,14 @@ impl Saving<'_> {
     }
 
     /// Writes everything that is no page of the guest, and makes the file whole.
-    fn complete(&mut self, state: &DeviceState, layout: &Layout, writers: &Writers) -> Result<(), Error> {
+    fn complete(&mut self, state: &DeviceState, output: &mut dyn Output) -> Result<(), Error> {
         self.progress.set_phase(Phase::Completing);
         let begin = Instant::now();
-        let target = &mut *self.target;
-        let pages = &writers.pages;
-        let Around { pieces, devices } = layout.around(state)?;
-        target.expect(layout.bytes_for(pages.stored() * PAGE_BYTES as u64) + state.bytes());
-        for ((content, memory), at) in pages.content.iter().zip(pages.memory.regions()).zip(layout.bitmaps()) {
-            target.write_at(&content.to_bitmap(memory.pages()), at)?;
-        }
-        for (block, place) in state.blocks.iter().zip(devices) {
-            block.write(place, target)?;
-        }
-        let (head, rest) = pieces.split_first().ok_or_else(|| Error::File("an empty snapshot".into()))?;
-        rest.iter().try_for_each(|piece| target.write_at(&piece.bytes, piece.position))?;
-        fail_point::reach("save.tail")?;
-        let mut file = self.report.file.take().unwrap_or_default();
-        for (region, range) in pages.stale() {
-            target.punch(pages.places[region] + range.first * PAGE_BYTES as u64, range.bytes())?;
-            file.pages_freed += range.count;
-        }
-        target.complete(&head.bytes, self.progress)?;
-        (file.bytes, file.allocated) = target.size()?;
-        file.pages_stored = pages.stored();
-        file.sync_ms = (begin.elapsed()).as_secs_f64() * 1e3;
+        let file = self.report.file.get_or_insert_default();
+        output.complete(state, self.target, file, self.progress)?;
+        (file.bytes, file.allocated) = self.target.size()?;
+        file.sync_ms = begin.elapsed().as_secs_f64() * 1e3;
         self.report.bytes.wire += state.bytes();
-        self.report.file = Some(file);
         fail_point::reach("save.done")
     }
 }

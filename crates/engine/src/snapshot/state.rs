@@ -8,7 +8,7 @@ use transship_wire::qemu::{
     StreamReader, StreamWriter, bitmap_bytes, describe,
 };
 
-use super::{layout::RegionBlock, target::Target};
+use super::{output::RegionBlock, target::Target};
 use crate::{
     Error,
     guest::{GuestError, SourceGuest, StateFormat},
@@ -21,7 +21,11 @@ const TAIL_MAX: usize = 2 << 30;
 
 /// The section that holds the state of a guest that is no QEMU: its length in 8 bytes, big-endian, and what its VMM has said.
 pub(crate) const OPAQUE_SECTION: &str = "transship/device-state";
-pub(crate) const OPAQUE_VERSION: u32 = 1;
+const OPAQUE_VERSION: u32 = 1;
+/// The number of the RAM section in a file that has it.
+const OPAQUE_RAM_SECTION: u32 = 1;
+/// Length of the section `globalstate`.
+const GLOBAL_STATE_BYTES: u64 = 104;
 
 /// What a snapshot holds beside the guest's own memory.
 pub(crate) struct DeviceState {
@@ -54,34 +58,33 @@ impl DeviceState {
     pub(crate) fn take(guest: &mut dyn SourceGuest, regions: &[RegionBlock], ran: bool) -> Result<Self, Error> {
         let format = guest.state_format();
         let mut stream = guest.save_state()?;
-        let state = match format {
+        let mut state = match format {
             StateFormat::Qemu { .. } => Taking::new(stream.as_mut()).all(regions)?,
-            StateFormat::Opaque => Self::opaque(&guest.description().machine, read_all(stream.as_mut(), Vec::new())?)?,
+            StateFormat::Opaque => Self::opaque(machine_name(guest)?, &read_all(stream.as_mut(), Vec::new())?, ran)?,
         };
         drop(stream);
         guest.state_saved()?;
-        let mut state = state;
         state.say_that_it_ran(ran)?;
         Ok(state)
     }
 
-    /// One section around what nobody but the VMM understands, so that the file can be walked like any other.
-    fn opaque(machine: &str, bytes: Vec<u8>) -> Result<Self, Error> {
-        let unfit = |error| Error::Unfit(format!("this guest can't be named in a snapshot: {error}"));
-        let name = Name::new(OPAQUE_SECTION).map_err(unfit)?;
+    /// Sections around what nobody but the VMM understands, so that the file can be walked like any other.
+    fn opaque(machine: Name, bytes: &[u8], ran: bool) -> Result<Self, Error> {
         let length = bytes.len() as u64;
-        let body = [&length.to_be_bytes()[..], &bytes].concat();
-        let fields = [("length", "uint64", 8), ("state", "buffer", length)];
-        let description = describe(&[Described { name: &name, instance: 0, version: OPAQUE_VERSION, fields: &fields }]);
-        let mut writer = StreamWriter::new(0, 0);
-        writer.full(1, &name, 0, OPAQUE_VERSION, &body).eof().vmdesc(&description);
+        let state = Section {
+            name: Name::new(OPAQUE_SECTION).map_err(strange)?,
+            version: OPAQUE_VERSION,
+            fields: vec![("length", "uint64", 8), ("state", "buffer", length)],
+            body: [&length.to_be_bytes()[..], bytes].concat(),
+        };
+        let sections = if ran { vec![state] } else { vec![state, stood_still()?] };
         Ok(Self {
-            configuration: Configuration::new(Name::new(machine).map_err(unfit)?),
-            ram_section: 0,
+            configuration: Configuration::new(machine),
+            ram_section: OPAQUE_RAM_SECTION,
             blocks: Vec::new(),
             early: Vec::new(),
             switchover_start: false,
-            tail: writer.take_bytes(),
+            tail: tail(&sections),
         })
     }
 
@@ -101,6 +104,55 @@ impl DeviceState {
         let pages: usize = self.blocks.iter().map(|block| block.pages.len()).sum();
         (self.tail.len() + self.early.len() + pages * PAGE_BYTES) as u64
     }
+}
+
+/// The machine as a stream names it.
+///
+/// # Errors
+/// A name that no stream can hold.
+pub(crate) fn machine_name(guest: &dyn SourceGuest) -> Result<Name, Error> {
+    let machine = guest.description().machine;
+    let name = match guest.state_format() {
+        StateFormat::Qemu { .. } => machine.strip_prefix("qemu ").unwrap_or(&machine),
+        StateFormat::Opaque => &machine,
+    };
+    Name::new(name)
+        .map_err(|error| Error::Unfit(format!("the machine {machine:?} can't be named in a snapshot: {error}")))
+}
+
+/// A device section that we make.
+struct Section {
+    name: Name,
+    version: u32,
+    /// Name, type, size.
+    fields: Vec<(&'static str, &'static str, u64)>,
+    body: Vec<u8>,
+}
+
+/// The section of QEMU's that says whether the guest ran, of one that did not.
+fn stood_still() -> Result<Section, Error> {
+    let state = RunState::Paused.name();
+    let mut body = (state.len() as u32 + 1).to_be_bytes().to_vec();
+    body.extend(state.as_bytes());
+    body.resize(GLOBAL_STATE_BYTES as usize, 0);
+    let name = Name::new("globalstate").map_err(strange)?;
+    Ok(Section { name, version: 1, fields: vec![("state", "buffer", GLOBAL_STATE_BYTES)], body })
+}
+
+fn tail(sections: &[Section]) -> Vec<u8> {
+    let mut writer = StreamWriter::new(0, OPAQUE_RAM_SECTION);
+    for (Section { name, version, body, .. }, number) in sections.iter().zip(OPAQUE_RAM_SECTION + 1..) {
+        writer.full(number, name, 0, *version, body);
+    }
+    let described = sections.iter().map(|Section { name, version, fields, .. }| Described {
+        name,
+        instance: 0,
+        version: *version,
+        fields,
+    });
+    let described: Vec<_> = described.collect();
+    writer.eof().vmdesc(&describe(&described));
+    writer.take_bytes()
 }
 
 impl DeviceBlock {

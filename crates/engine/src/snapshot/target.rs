@@ -72,20 +72,17 @@ impl Target {
     /// # Errors
     /// Another save makes this file now; what can't be written, replaced or opened as it was asked for.
     pub(crate) fn create(uri: &FileUri, direct_io: DirectIo, memory: &GuestMemory) -> Result<Self, Error> {
-        let passed = descriptors::take(&uri.place, Purpose::Save)?;
-        let mut target = match (&uri.place, passed) {
-            (FilePlace::Path(path), _) => Self::named(uri, path)?,
-            (_, Some(passed)) => Self::passed(uri, passed.buffered, passed.direct),
+        let mut target = match (&uri.place, descriptors::take(&uri.place, Purpose::Save)?) {
+            (_, Some(passed)) => {
+                check_not_memory(uri, &passed.buffered, memory)?;
+                Self::new(uri, passed.buffered, passed.direct, Place::Passed)
+            }
+            (FilePlace::Path(path), None) => Self::named(uri, path)?,
             (_, None) => return Err(Error::File(format!("{uri} names no file"))),
         };
-        target.check_not_memory(memory)?;
         target.set_length(0)?;
         target.open_direct(direct_io, memory)?;
         Ok(target)
-    }
-
-    fn passed(uri: &FileUri, buffered: File, direct: Option<File>) -> Self {
-        Self::new(uri, buffered, direct, Place::Passed)
     }
 
     fn new(uri: &FileUri, buffered: File, direct: Option<File>, place: Place) -> Self {
@@ -136,21 +133,6 @@ impl Target {
             self.buffered.set_permissions(fs::Permissions::from_mode(meta.mode() & 0o777))?;
         }
         io::copy(&mut io::Read::take(old, self.uri.offset), &mut &self.buffered).map(drop)
-    }
-
-    /// A guest whose memory file became its snapshot would be gone.
-    fn check_not_memory(&self, memory: &GuestMemory) -> Result<(), Error> {
-        let id = |stat: rustix::fs::Stat| (stat.st_dev, stat.st_ino);
-        let Ok(ours) = rustix::fs::fstat(&self.buffered).map(id) else { return Ok(()) };
-        match memory.regions().iter().find(|region| rustix::fs::fstat(region.file()).map(id) == Ok(ours)) {
-            Some(region) => {
-                let (uri, region) = (&self.uri, region.name());
-                Err(Error::File(format!(
-                    "{uri} is the memory of the guest itself (region {region}); name another file"
-                )))
-            }
-            None => Ok(()),
-        }
     }
 
     fn open_direct(&mut self, wish: DirectIo, memory: &GuestMemory) -> Result<(), Error> {
@@ -364,6 +346,19 @@ impl Named {
                 Err(format!("the {system} refuses it ({})", io::Error::from(errno)))
             }
         }
+    }
+}
+
+/// A guest whose memory file became its snapshot would be gone. Files that are named are replaced, so only what was passed can be one.
+fn check_not_memory(uri: &FileUri, file: &File, memory: &GuestMemory) -> Result<(), Error> {
+    let id = |stat: rustix::fs::Stat| (stat.st_dev, stat.st_ino);
+    let Ok(ours) = rustix::fs::fstat(file).map(id) else { return Ok(()) };
+    match memory.regions().iter().find(|region| rustix::fs::fstat(region.file()).map(id) == Ok(ours)) {
+        Some(region) => {
+            let why = format!("is the memory of the guest itself (region {}); pass another file", region.name());
+            Err(Error::File(format!("{uri} {why}")))
+        }
+        None => Ok(()),
     }
 }
 

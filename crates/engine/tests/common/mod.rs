@@ -1,5 +1,7 @@
 //! Two guests of real memory whose writes are a list, so that what must arrive is known.
 #![allow(dead_code, unreachable_pub, clippy::unwrap_used, reason = "each test binary uses a part")]
+pub mod snapshot;
+
 use std::{
     io::Read,
     path::Path,
@@ -93,6 +95,13 @@ pub struct Script {
     pub stopped: bool,
     pub resumed: Option<bool>,
     pub first_scans: usize,
+}
+
+impl Script {
+    /// What is left of it, for another guest.
+    pub fn renewed(&mut self) -> Self {
+        std::mem::take(self)
+    }
 }
 
 impl Scripted {

@@ -1,0 +1,64 @@
+//! What the two layouts of a file have in common, for the life of a save.
+use std::sync::Arc;
+
+use transship_wire::qemu::Name;
+
+use super::{state::DeviceState, target::Target, writer::Written};
+use crate::{
+    Error, FileReport, Progress,
+    guest::{SourceGuest, StateFormat},
+    page_map::PageMap,
+    scan::Pending,
+};
+
+/// Takes pages, round by round, and then all the rest.
+pub(crate) trait Output {
+    /// By region: pages that the file holds content for. All others are zero.
+    fn content(&self) -> &[PageMap];
+    /// What the file takes if it holds so many bytes of pages beside those that it has.
+    fn needs(&self, pages: u64) -> u64;
+    /// Writes what is pending, and returns when the kernel has all of it.
+    ///
+    /// # Errors
+    /// The system's own; cancelled. Nothing more can then be written.
+    fn write(&mut self, pending: &[Pending], target: &Target) -> Result<Written, Error>;
+    /// Writes everything that is no page of the guest, and makes the file whole.
+    ///
+    /// # Errors
+    /// See [`Target::complete`].
+    fn complete(
+        &mut self,
+        state: &DeviceState,
+        target: &mut Target,
+        file: &mut FileReport,
+        progress: &Arc<Progress>,
+    ) -> Result<(), Error>;
+    /// Whether the kernel takes requests by io_uring.
+    fn is_uring(&self) -> bool {
+        false
+    }
+}
+
+/// A region of the guest as the file names it.
+#[derive(Debug, Clone)]
+pub(crate) struct RegionBlock {
+    pub(crate) name: Name,
+    pub(crate) bytes: u64,
+}
+
+/// The regions of a guest by the names of their RAM blocks.
+///
+/// # Errors
+/// A name that no file can hold.
+pub(crate) fn region_blocks(guest: &dyn SourceGuest) -> Result<Vec<RegionBlock>, Error> {
+    let memory = guest.memory();
+    let names: Vec<String> = match guest.state_format() {
+        StateFormat::Qemu { blocks } => blocks,
+        StateFormat::Opaque => memory.regions().iter().map(|region| region.name().to_owned()).collect(),
+    };
+    let blocks = names.iter().zip(memory.regions()).map(|(name, region)| {
+        let unfit = |error| Error::Unfit(format!("region {:?} can't be saved: {error}", region.name()));
+        Ok(RegionBlock { name: Name::new(name).map_err(unfit)?, bytes: region.bytes() })
+    });
+    blocks.collect()
+}

@@ -1,0 +1,105 @@
+//! A snapshot file as anybody would read it who knows the format and nothing of us.
+use std::{fs::File, os::unix::fs::FileExt, path::Path};
+
+use transship_wire::qemu::{Configuration, GlobalState, PageContent, Record, Step, StreamReader, Tail};
+
+/// What is in the file.
+pub struct Snapshot {
+    pub configuration: Configuration,
+    /// By block: its name and its bytes.
+    pub names: Vec<String>,
+    pub memory: Vec<Vec<u8>>,
+    /// Pages whose bit is on, or that came with content.
+    pub stored: u64,
+    pub tail: Vec<u8>,
+}
+
+impl Snapshot {
+    /// # Panics
+    /// Whatever breaks a rule of the format.
+    pub fn read(path: &Path, offset: u64) -> Self {
+        let file = File::open(path).unwrap();
+        let bytes = file.metadata().unwrap().len();
+        let mut reader = StreamReader::at(offset).within(bytes);
+        let mut snapshot = Self {
+            configuration: Configuration::new("none".try_into().unwrap()),
+            names: Vec::new(),
+            memory: Vec::new(),
+            stored: 0,
+            tail: Vec::new(),
+        };
+        let mut window = vec![0; 1 << 17];
+        loop {
+            let at = reader.position();
+            let length = (bytes - at).min(window.len() as u64) as usize;
+            file.read_exact_at(&mut window[..length], at).unwrap();
+            match reader.next(&window[..length]).unwrap() {
+                Step::More { at_least } => panic!("{at_least} bytes are wanted at {at:#x} of {bytes:#x}"),
+                Step::Done { record, .. } => match record {
+                    Record::Configuration(configuration) => snapshot.configuration = configuration,
+                    Record::Block(block) => {
+                        let memory = match block.geometry() {
+                            Some(place) => {
+                                let mut bitmap = vec![0; (block.pages().div_ceil(64) * 8) as usize];
+                                file.read_exact_at(&mut bitmap, place.bitmap_offset).unwrap();
+                                snapshot.pages(&file, place.pages_offset, &bitmap, block.pages())
+                            }
+                            None => vec![0; block.used_bytes as usize],
+                        };
+                        snapshot.names.push(block.name.to_string());
+                        snapshot.memory.push(memory);
+                    }
+                    Record::Page(page) => {
+                        let memory = &mut snapshot.memory[page.block][page.offset as usize..][..4096];
+                        match page.content {
+                            PageContent::Fill(byte) => memory.fill(byte),
+                            PageContent::Normal(bytes) => memory.copy_from_slice(bytes),
+                            other => panic!("{other:?}"),
+                        }
+                    }
+                    Record::Tail => {
+                        if !snapshot.configuration.mapped_ram {
+                            let not_zero = |page: &&[u8]| page.iter().any(|&byte| byte != 0);
+                            let pages = snapshot.memory.iter().flat_map(|memory| memory.chunks(4096));
+                            snapshot.stored = pages.filter(not_zero).count() as u64;
+                        }
+                        break;
+                    }
+                    _ => {}
+                },
+            }
+        }
+        snapshot.tail = vec![0; (bytes - reader.position()) as usize];
+        file.read_exact_at(&mut snapshot.tail, reader.position()).unwrap();
+        snapshot
+    }
+
+    fn pages(&mut self, file: &File, at: u64, bitmap: &[u8], pages: u64) -> Vec<u8> {
+        let mut memory = vec![0; pages as usize * 4096];
+        for page in 0..pages as usize {
+            if bitmap[page / 8] >> (page % 8) & 1 == 1 {
+                self.stored += 1;
+                file.read_exact_at(&mut memory[page * 4096..][..4096], at + page as u64 * 4096).unwrap();
+            }
+        }
+        let beyond = (pages as usize..bitmap.len() * 8).filter(|page| bitmap[page / 8] >> (page % 8) & 1 == 1);
+        assert_eq!(beyond.count(), 0, "bits of pages that the block does not have");
+        memory
+    }
+
+    /// Whether the guest is to run when it is loaded.
+    pub fn runs(&self) -> bool {
+        GlobalState::find(&self.tail, 0).unwrap().is_none_or(|state| state.runs())
+    }
+
+    /// The device state of a guest that is no QEMU.
+    pub fn opaque(&self) -> &[u8] {
+        let tail = Tail::parse(&self.tail, 0).unwrap();
+        assert!(tail.is_walked());
+        let section = tail.section("transship/device-state").unwrap();
+        let body = &self.tail[section.body.clone()];
+        let (length, state) = body.split_first_chunk().unwrap();
+        assert_eq!(u64::from_be_bytes(*length), state.len() as u64);
+        state
+    }
+}
