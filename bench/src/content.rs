@@ -1,7 +1,7 @@
 //! What the source's memory holds, written into its file from outside, before a guest uses it.
 use std::{
     fs::{File, OpenOptions},
-    io::{self, Read},
+    io::{self, Read, Seek, SeekFrom},
     ops::Range,
     path::{Path, PathBuf},
 };
@@ -191,12 +191,16 @@ impl Random {
     }
 }
 
-/// The offset of the first page that differs in two memory files, if any does. Read, not mapped: that leaves holes alone.
-pub(crate) fn first_difference(one: &Path, other: &Path) -> Result<Option<u64>, String> {
-    let open = |path: &Path| File::open(path).map_err(|error| format!("can't read {}: {error}", path.display()));
+/// The offset of the first page from `from` on that differs in two memory files, if any does. Read, not mapped: that leaves
+/// holes alone.
+pub(crate) fn first_difference(one: &Path, other: &Path, from: u64) -> Result<Option<u64>, String> {
+    let open = |path: &Path| {
+        let opened = File::open(path).and_then(|mut file| file.seek(SeekFrom::Start(from)).map(|_| file));
+        opened.map_err(|error| format!("can't read {}: {error}", path.display()))
+    };
     let (mut left, mut right) = (open(one)?, open(other)?);
     let (mut a, mut b) = (Vec::with_capacity(PIECE_BYTES), Vec::with_capacity(PIECE_BYTES));
-    let mut offset = 0;
+    let mut offset = from;
     loop {
         read_piece(&mut left, &mut a)
             .and_then(|()| read_piece(&mut right, &mut b))
@@ -288,14 +292,17 @@ mod tests {
         let (folder, memory) = made(Content::Random);
         let copy = folder.path().join("copy");
         std::fs::copy(memory.path(), &copy).unwrap();
-        assert_eq!(first_difference(memory.path(), &copy), Ok(None));
+        assert_eq!(first_difference(memory.path(), &copy, 0), Ok(None));
         let file = OpenOptions::new().write(true).read(true).open(&copy).unwrap();
         let mut byte = [0];
         file.read_exact_at(&mut byte, BYTES - 1).unwrap();
         file.write_all_at(&[!byte[0]], BYTES - 1).unwrap();
-        assert_eq!(first_difference(memory.path(), &copy), Ok(Some(BYTES - PAGE_BYTES as u64)));
+        assert_eq!(first_difference(memory.path(), &copy, 0), Ok(Some(BYTES - PAGE_BYTES as u64)));
+        let last = BYTES - PAGE_BYTES as u64;
+        assert_eq!(first_difference(memory.path(), &copy, last), Ok(Some(last)));
+        assert_eq!(first_difference(memory.path(), &copy, BYTES), Ok(None));
         file.set_len(4096).unwrap();
-        assert_eq!(first_difference(memory.path(), &copy), Ok(Some(4096)));
+        assert_eq!(first_difference(memory.path(), &copy, 0), Ok(Some(4096)));
     }
 
     #[test]

@@ -1,7 +1,7 @@
 //! The tables of the README, measured here, beside stock QEMU.
 //!
 //! - [`Bench`]: the arguments of `transship bench`
-//! - `zero_pages`, `codecs`, `threads`: the tables of these names
+//! - `zero_pages`, `codecs`, `threads`, `files`: the tables of these names
 //! - `content`, `corpus`, `pair`, `stock` and `ours`: guests, and the two sides
 //! - `machine`, `processes`: what the machine can do, and what processes used of it
 //! - `results`, `aims`, `table`, `plot`: from single runs to text, JSON and a picture
@@ -13,6 +13,7 @@ mod aims;
 mod codecs;
 mod content;
 mod corpus;
+mod files;
 mod interrupt;
 mod machine;
 mod ours;
@@ -29,6 +30,7 @@ mod zero_pages;
 
 pub use codecs::{Codecs, Method};
 pub use content::Content;
+pub use files::Snapshots;
 pub use output::Files;
 pub use threads::Threads;
 pub use zero_pages::ZeroPages;
@@ -50,6 +52,8 @@ pub enum Table {
     Codecs(Codecs),
     /// Moves of guests that keep writing, by number of encoders
     Threads(Threads),
+    /// Guests saved to files and restored, by layout of the file
+    Files(Snapshots),
 }
 
 impl Bench {
@@ -62,6 +66,7 @@ impl Bench {
             Table::ZeroPages(table) => zero_pages::run(table),
             Table::Codecs(table) => codecs::run(table),
             Table::Threads(table) => threads::run(table),
+            Table::Files(table) => files::run(table),
         }
     }
 }

@@ -77,6 +77,18 @@ pub(crate) fn check_room(guest_bytes: u64, folder: &Path, huge: bool) -> Result<
     Ok(())
 }
 
+/// Does the disk of `folder` have room for so much?
+pub(crate) fn check_disk(folder: &Path, bytes: u64) -> Result<(), String> {
+    let room = room(folder, false)?;
+    if room >= bytes {
+        return Ok(());
+    }
+    let (folder, room, bytes) = (folder.display(), units::bytes(room), units::bytes(bytes));
+    Err(format!(
+        "{folder} has room for {room}, and files may need {bytes}: name another --dir, or measure less with --mem"
+    ))
+}
+
 fn room(folder: &Path, huge: bool) -> Result<u64, String> {
     let limits = rustix::fs::statvfs(folder).map_err(|error| format!("{}: {error}", folder.display()))?;
     let room = limits.f_bavail * limits.f_frsize;

@@ -94,7 +94,8 @@ fn rounds_ms(report: &Value) -> Result<f64, String> {
     rounds.iter().map(|round| number(round, "/ms")).sum()
 }
 
-fn number(report: &Value, path: &str) -> Result<f64, String> {
+/// A number of a report, by its JSON pointer.
+pub(crate) fn number(report: &Value, path: &str) -> Result<f64, String> {
     report
         .pointer(path)
         .and_then(Value::as_f64)

@@ -111,7 +111,7 @@ impl Pair<'_> {
             return Ok(None);
         }
         for (source, destination) in self.source.memory_files().iter().zip(self.destination.memory_files()) {
-            if let Some(offset) = first_difference(source, destination)? {
+            if let Some(offset) = first_difference(source, destination, 0)? {
                 return Err(format!("the guest's memory differs after the move, first in the page at {offset:#x}"));
             }
         }

@@ -24,6 +24,7 @@ pub(crate) enum Side {
     Ours,
     Qemu,
     OldModel,
+    Disk,
 }
 
 /// Times to be drawn.
@@ -66,6 +67,7 @@ impl Side {
             Self::Ours => "#1f6feb",
             Self::Qemu => "#9aa4ae",
             Self::OldModel => "#d4a72c",
+            Self::Disk => "#57ab5a",
         }
     }
 }

@@ -18,8 +18,22 @@ const PATIENCE_ALONE: Duration = Duration::from_secs(60);
 /// CPU seconds that the process has used so far, all its threads together. Also of one that has ended and was not
 /// waited for yet.
 pub(crate) fn cpu_seconds(pid: u32) -> Result<f64, String> {
-    let path = format!("/proc/{pid}/stat");
-    let stat = std::fs::read_to_string(&path).map_err(|error| format!("{path}: {error}"))?;
+    cpu_seconds_in(&format!("/proc/{pid}/stat"))
+}
+
+/// As [`cpu_seconds`], of one thread.
+pub(crate) fn thread_cpu_seconds(pid: u32, thread: u32) -> Result<f64, String> {
+    cpu_seconds_in(&format!("/proc/{pid}/task/{thread}/stat"))
+}
+
+/// CPU seconds that this thread has used so far.
+pub(crate) fn own_cpu_seconds() -> f64 {
+    let time = rustix::time::clock_gettime(rustix::time::ClockId::ThreadCPUTime);
+    time.tv_sec as f64 + time.tv_nsec as f64 / 1e9
+}
+
+fn cpu_seconds_in(path: &str) -> Result<f64, String> {
+    let stat = std::fs::read_to_string(path).map_err(|error| format!("{path}: {error}"))?;
     let ticks = ticks_of(&stat).ok_or_else(|| format!("{path} is not as documented: {stat:?}"))?;
     Ok(ticks as f64 / rustix::param::clock_ticks_per_second() as f64)
 }

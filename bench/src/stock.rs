@@ -13,7 +13,7 @@ use crate::{
 };
 
 /// Bytes a second, and so no limit.
-const BANDWIDTH: u64 = 1 << 40;
+pub(crate) const BANDWIDTH: u64 = 1 << 40;
 /// In a network namespace of its own, where every port is free.
 const PORT: u16 = 4444;
 /// How often a move that may never end is looked at.
@@ -108,11 +108,13 @@ fn completed(qemu: &Qemu, side: &str) -> Result<(), String> {
     Err(failure(qemu, side, &info))
 }
 
-fn failure(qemu: &Qemu, side: &str, info: &Value) -> String {
+/// Why it failed, as far as QEMU says.
+pub(crate) fn failure(qemu: &Qemu, side: &str, info: &Value) -> String {
     let why = info["error-desc"].as_str().unwrap_or("it does not say why");
     format!("QEMU's own migration failed at the {side}: {why}; {}", qemu.stderr().tail())
 }
 
+/// A number of the answer to `query-migrate`.
 pub(crate) fn number(info: &Value, path: &str) -> Result<f64, String> {
     info.pointer(path).and_then(Value::as_f64).ok_or_else(|| format!("QEMU's query-migrate has no {path}: {info}"))
 }

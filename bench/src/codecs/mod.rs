@@ -225,7 +225,7 @@ fn once(pair: &Pair<'_>, series: &Series, encoders: Option<u8>) -> Result<Run, S
     let Series { channels, method, .. } = *series;
     match series.side {
         Side::Qemu => stock::run(pair, qemu_parameters(channels, method)).map(Run::from),
-        Side::Ours | Side::OldModel => {
+        Side::Ours | Side::OldModel | Side::Disk => {
             let mut arguments =
                 ["--channels", &channels.to_string(), "--compress", method.name()].map(str::to_owned).to_vec();
             arguments.extend(encoders.iter().flat_map(|encoders| ["--encoders".to_owned(), encoders.to_string()]));

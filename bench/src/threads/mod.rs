@@ -293,7 +293,7 @@ fn by(pair: &Pair<'_>, channels: u8, series: &Series) -> Result<Run, String> {
 }
 
 /// What the guest says that it writes, between two of its reports.
-fn mib_per_s(guest: &Qemu) -> Result<f64, String> {
+pub(crate) fn mib_per_s(guest: &Qemu) -> Result<f64, String> {
     let first = guest.next_count().map_err(text)?;
     let begin = Instant::now();
     let mut last = first;
