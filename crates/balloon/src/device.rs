@@ -1,0 +1,449 @@
+//! The device: its configuration, its queues, and what both its users, QEMU and a client, ask of it.
+use std::{
+    io,
+    ops::Deref,
+    os::{fd::OwnedFd, unix::net::UnixStream},
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicBool, Ordering},
+    },
+};
+
+use rustix::{
+    net::{SendFlags, send},
+    rand::{GetRandomFlags, getrandom},
+};
+use vhost::vhost_user::VhostUserProtocolFeatures;
+use vhost_user_backend::{VhostUserBackend, VringRwLock, VringT};
+use virtio_queue::{DescriptorChain, QueueT};
+use vm_memory::{GuestAddressSpace, GuestMemoryAtomic, GuestMemoryMmap};
+use vmm_sys_util::{
+    epoll::EventSet,
+    event::{EventConsumer, EventFlag, EventNotifier, new_event_consumer_and_notifier},
+};
+
+use crate::{
+    buffers::{self, Hint},
+    config::{BALLOON_PAGE_BYTES, Config},
+    features::{Features, QUEUE_SIZE, QUEUES, Queue},
+    hinting::{Answer, Hinting},
+    message::{Description, Line, Statistics, VERSION},
+    outbox::Outbox,
+    table::Table,
+};
+
+/// Guest memory that QEMU may exchange for another at any time.
+type Memory = GuestMemoryAtomic<GuestMemoryMmap>;
+
+/// What a back end sends to tell that the configuration has changed: request 2, protocol version 1, no payload.
+const CONFIG_CHANGED: [[u8; 4]; 3] = [2_u32.to_le_bytes(), 1_u32.to_le_bytes(), 0_u32.to_le_bytes()];
+
+/// The device. It outlives the QEMUs and clients that come and go, of each there is one at a time.
+pub(crate) struct Device {
+    state: Mutex<State>,
+    /// QEMU is going: the queues are not to be worked on any more.
+    leaving: AtomicBool,
+}
+
+/// Held only for moments; never while a ring is locked.
+struct State {
+    memory: Option<Memory>,
+    table: Table,
+    features: Features,
+    config: Config,
+    hinting: Hinting,
+    /// By this QEMU is told of changes. Nothing while none is connected.
+    qemu: Option<UnixStream>,
+    client: Option<Outbox>,
+    /// Nothing is given back to the host.
+    keep: bool,
+    statistics: Statistics,
+    /// The buffer that the driver wants back when it is to fill it anew.
+    statistics_buffer: Option<(VringRwLock, u16)>,
+}
+
+impl Device {
+    /// A device that nobody uses yet.
+    pub(crate) fn new() -> io::Result<Self> {
+        let mut seed = [0; 4];
+        getrandom(&mut seed, GetRandomFlags::empty())?;
+        let state = State {
+            memory: None,
+            table: Table::default(),
+            features: Features::default(),
+            config: Config::default(),
+            hinting: Hinting::new(u32::from_ne_bytes(seed)),
+            qemu: None,
+            client: None,
+            keep: false,
+            statistics: Statistics::default(),
+            statistics_buffer: None,
+        };
+        Ok(Self { state: Mutex::new(state), leaving: AtomicBool::new(false) })
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        // Each change is whole at once: what a panic leaves behind can be used.
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// For the QEMU behind the door.
+impl Device {
+    /// By this it hears of changes.
+    pub(crate) fn set_qemu(&self, channel: UnixStream) {
+        self.state().qemu = Some(channel);
+    }
+
+    /// The driver may have missed what was shown while the queues stood still, such as that its pages are its own again.
+    pub(crate) fn queues_start(&self) {
+        self.state().announce();
+    }
+
+    /// It is about to go.
+    pub(crate) fn leave(&self) {
+        // The worker sees it before it takes the next buffer; nothing else depends on it.
+        self.leaving.store(true, Ordering::Relaxed);
+    }
+
+    /// It has gone.
+    pub(crate) fn left(&self) {
+        let mut state = self.state();
+        state.lose("QEMU has disconnected from the balloon");
+        state.qemu = None;
+        state.memory = None;
+        state.table = Table::default();
+        state.features = Features::default();
+        state.statistics_buffer = None;
+        self.leaving.store(false, Ordering::Relaxed);
+    }
+}
+
+/// For the client behind the door.
+impl Device {
+    /// It is here: `wake` becomes readable when there is something for it.
+    pub(crate) fn attach(&self, wake: Arc<OwnedFd>) -> Result<(), String> {
+        let mut state = self.state();
+        if state.client.is_some() {
+            return Err("another process uses this balloon now; wait for it or end it".into());
+        }
+        state.client = Some(Outbox::new(wake));
+        Ok(())
+    }
+
+    /// It has gone, and with it whatever it wanted.
+    pub(crate) fn detach(&self) {
+        let mut state = self.state();
+        state.client = None;
+        state.keep = false;
+        state.hinting.done();
+        state.announce();
+    }
+
+    pub(crate) fn take_lines(&self) -> Vec<Line> {
+        self.state().client.as_mut().map(Outbox::take).unwrap_or_default()
+    }
+
+    pub(crate) fn describe(&self) -> Description {
+        let state = self.state();
+        let bytes = |pages: u32| u64::from(pages) * BALLOON_PAGE_BYTES;
+        Description {
+            version: VERSION,
+            pid: std::process::id(),
+            hints: state.can_hint(),
+            poison: state.poison(),
+            target_bytes: bytes(state.config.target_pages),
+            given_bytes: bytes(state.config.given_pages),
+            memory: state.table.ranges(),
+        }
+    }
+
+    /// Asks the driver for hints: the command that they will answer to.
+    pub(crate) fn start(&self) -> Result<u32, String> {
+        let mut state = self.state();
+        if !state.can_hint() {
+            return Err(match (&state.qemu, state.features.0) {
+                (None, _) => "no QEMU is connected to this balloon",
+                (_, 0) => "no driver of the guest uses this balloon yet",
+                _ => "the guest's driver does not name free pages",
+            }
+            .into());
+        }
+        let command = state.hinting.ask();
+        if let Some(client) = &mut state.client {
+            client.begin(command);
+        }
+        if !state.announce() {
+            state.hinting.done();
+            return Err("QEMU does not take the news that hints are wanted".into());
+        }
+        Ok(command)
+    }
+
+    pub(crate) fn stop(&self) {
+        let mut state = self.state();
+        state.hinting.stop();
+        state.announce();
+    }
+
+    pub(crate) fn done(&self) {
+        let mut state = self.state();
+        state.hinting.done();
+        state.announce();
+    }
+
+    pub(crate) fn keep(&self) {
+        self.state().keep = true;
+    }
+
+    pub(crate) fn set_target(&self, bytes: u64) -> Result<(), String> {
+        let pages = u32::try_from(bytes / BALLOON_PAGE_BYTES).map_err(|_| format!("{bytes} bytes are too many"))?;
+        let mut state = self.state();
+        state.config.target_pages = pages;
+        state.announce();
+        Ok(())
+    }
+
+    /// What the driver said last; it is asked to say it anew.
+    pub(crate) fn statistics(&self) -> Statistics {
+        let (statistics, buffer) = {
+            let mut state = self.state();
+            (state.statistics.clone(), state.statistics_buffer.take())
+        };
+        if let Some((ring, head)) = buffer {
+            give_back(&ring, head);
+            signal(&ring);
+        }
+        statistics
+    }
+}
+
+impl State {
+    fn can_hint(&self) -> bool {
+        self.qemu.is_some() && self.features.hints()
+    }
+
+    /// What free pages hold, if the driver sees to that.
+    fn poison(&self) -> Option<u32> {
+        self.features.poison().then_some(self.config.poison)
+    }
+
+    /// Has QEMU tell the driver to look at the configuration. False if it can't be told.
+    fn announce(&self) -> bool {
+        let Some(qemu) = &self.qemu else { return false };
+        // So little is sent that it fits, unless QEMU has not read for long.
+        let sent = send(qemu, CONFIG_CHANGED.as_flattened(), SendFlags::NOSIGNAL | SendFlags::DONTWAIT);
+        let told = sent == Ok(CONFIG_CHANGED.as_flattened().len());
+        if !told {
+            tracing::warn!(?sent, "QEMU could not be told that the configuration has changed");
+        }
+        told
+    }
+
+    /// Hints can't be had any more, or would mean something else.
+    fn lose(&mut self, why: &str) {
+        self.hinting.done();
+        if let Some(client) = &mut self.client {
+            client.lost(why);
+        }
+    }
+
+    fn discard(&self, from: u64, bytes: u64) {
+        for piece in self.table.pages(from, bytes) {
+            if let Err(error) = self.table.discard(piece) {
+                tracing::warn!(%error, ?piece, "memory could not be given back to the host");
+            }
+        }
+    }
+
+    fn hint(&mut self, hint: Hint) {
+        match hint {
+            Hint::Number(number) => match self.hinting.answered(number) {
+                Answer::Begins(command) => tracing::debug!(command, "the guest begins to name free pages"),
+                Answer::NamedAll(command) => {
+                    tracing::debug!(command, "the guest has named its free pages");
+                    if let Some(client) = &mut self.client {
+                        client.named_all();
+                    }
+                }
+                Answer::Stale => {}
+            },
+            Hint::Range { from, bytes } if self.hinting.counting().is_some() => {
+                let Some(client) = &mut self.client else { return };
+                self.table.pages(from, bytes).for_each(|piece| client.hint(piece));
+            }
+            Hint::Range { .. } => {}
+        }
+    }
+}
+
+/// The queues.
+impl Device {
+    /// Works on all buffers of a queue that are there.
+    fn work(&self, index: u16, ring: &VringRwLock) {
+        let (queue, memory) = {
+            let state = self.state();
+            (state.features.queue(index), state.memory.clone())
+        };
+        let (Some(queue), Some(memory)) = (queue, memory) else { return };
+        loop {
+            let _ = ring.disable_notification();
+            let mut any = false;
+            while !self.leaving.load(Ordering::Relaxed) {
+                let Some(chain) = ring.get_mut().get_queue_mut().pop_descriptor_chain(memory.memory()) else { break };
+                any = true;
+                self.take(queue, ring, chain);
+            }
+            if any {
+                signal(ring);
+            }
+            // A driver that promises buffers which can't be had must not keep us here.
+            if !matches!((ring.enable_notification(), any), (Ok(true), true)) {
+                return;
+            }
+        }
+    }
+
+    fn take<M>(&self, queue: Queue, ring: &VringRwLock, chain: DescriptorChain<M>)
+    where
+        M: Deref<Target = GuestMemoryMmap> + Clone,
+    {
+        let head = chain.head_index();
+        match queue {
+            Queue::Inflate => {
+                let ranges = buffers::page_list(chain);
+                let state = self.state();
+                if !state.keep {
+                    ranges.into_iter().for_each(|(from, bytes)| state.discard(from, bytes));
+                }
+            }
+            // The memory is the guest's as soon as it touches it.
+            Queue::Deflate => {}
+            Queue::Statistics => return self.take_statistics(ring, head, buffers::statistics(chain)),
+            Queue::Hints => {
+                let memory = chain.memory().clone();
+                for descriptor in chain {
+                    if let Some(hint) = buffers::hint(&memory, &descriptor) {
+                        self.state().hint(hint);
+                    }
+                }
+            }
+            Queue::Reports => {
+                let state = self.state();
+                // The guest relies on what poisoned pages hold.
+                if !state.keep && state.poison().unwrap_or(0) == 0 {
+                    chain.filter_map(|part| buffers::range(&part)).for_each(|(from, bytes)| state.discard(from, bytes));
+                }
+            }
+        }
+        give_back(ring, head);
+    }
+
+    /// The driver gets the buffer back when it is to fill it anew.
+    fn take_statistics(&self, ring: &VringRwLock, head: u16, statistics: Statistics) {
+        let before = {
+            let mut state = self.state();
+            state.statistics = statistics;
+            state.statistics_buffer.replace((ring.clone(), head))
+        };
+        // A driver that gives two would wait for the first.
+        if let Some((ring, head)) = before {
+            give_back(&ring, head);
+        }
+    }
+}
+
+fn give_back(ring: &VringRwLock, head: u16) {
+    if let Err(error) = ring.add_used(head, 0) {
+        tracing::warn!(%error, "a buffer could not be given back to the driver");
+    }
+}
+
+fn signal(ring: &VringRwLock) {
+    if !matches!(ring.needs_notification(), Ok(false))
+        && let Err(error) = ring.signal_used_queue()
+    {
+        tracing::warn!(%error, "the driver could not be told of its buffers");
+    }
+}
+
+impl VhostUserBackend for Device {
+    type Bitmap = ();
+    type Vring = VringRwLock;
+
+    fn num_queues(&self) -> usize {
+        QUEUES
+    }
+
+    fn max_queue_size(&self) -> usize {
+        QUEUE_SIZE
+    }
+
+    fn features(&self) -> u64 {
+        Features::offered().0
+    }
+
+    fn acked_features(&self, features: u64) {
+        self.state().features = Features(features);
+    }
+
+    fn protocol_features(&self) -> VhostUserProtocolFeatures {
+        Features::protocol()
+    }
+
+    fn set_event_idx(&self, _enabled: bool) {}
+
+    fn get_config(&self, offset: u32, size: u32) -> Vec<u8> {
+        let state = self.state();
+        let bytes = state.config.bytes(state.hinting.shown());
+        let part = (offset as usize).checked_add(size as usize).and_then(|end| bytes.get(offset as usize..end));
+        part.unwrap_or_default().to_vec()
+    }
+
+    fn set_config(&self, offset: u32, data: &[u8]) -> io::Result<()> {
+        let mut state = self.state();
+        let shown = state.hinting.shown();
+        state.config.write(offset, data, shown);
+        Ok(())
+    }
+
+    fn update_memory(&self, memory: Memory) -> io::Result<()> {
+        let table = Table::of(&memory.memory())?;
+        let mut state = self.state();
+        if state.table.ranges() != table.ranges() {
+            state.lose("the guest's memory was arranged anew");
+        }
+        state.table = table;
+        state.memory = Some(memory);
+        Ok(())
+    }
+
+    fn stop_vring(&self, index: u32) -> io::Result<()> {
+        let (queue, buffer) = {
+            let mut state = self.state();
+            let queue = u16::try_from(index).ok().and_then(|index| state.features.queue(index));
+            if queue == Some(Queue::Hints) {
+                state.lose("the guest, or its driver, was stopped");
+            }
+            (queue, state.statistics_buffer.take_if(|_| queue == Some(Queue::Statistics)))
+        };
+        // QEMU knows of no buffers that we hold: the next time it would count as given back.
+        if let Some((ring, head)) = buffer {
+            tracing::trace!(?queue, "gives its buffer back");
+            give_back(&ring, head);
+        }
+        Ok(())
+    }
+
+    fn exit_event(&self, _thread: usize) -> Option<(EventConsumer, EventNotifier)> {
+        new_event_consumer_and_notifier(EventFlag::NONBLOCK | EventFlag::CLOEXEC).ok()
+    }
+
+    fn handle_event(&self, index: u16, _: EventSet, rings: &[VringRwLock], _thread: usize) -> io::Result<()> {
+        // An error would end the thread, and all queues with it.
+        if let Some(ring) = rings.get(usize::from(index)) {
+            self.work(index, ring);
+        }
+        Ok(())
+    }
+}

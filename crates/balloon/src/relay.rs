@@ -1,0 +1,181 @@
+//! A QEMU behind the door: between it and rust-vmm's back end, which speaks the protocol, stands this.
+//!
+//! The back end lacks one thing: it can't tell QEMU that the device's configuration has changed. So what goes through here is passed on as
+//! it is, and of one message a copy is taken: of the descriptor by which a back end may speak to QEMU.
+use std::{
+    io::{self, IoSlice, IoSliceMut, Read},
+    mem::MaybeUninit,
+    net::Shutdown as Close,
+    os::{
+        fd::{AsFd, OwnedFd},
+        unix::net::UnixStream,
+    },
+    sync::Arc,
+    thread,
+};
+
+use rustix::{
+    cmsg_space,
+    event::{PollFd, PollFlags},
+    net::{
+        RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer, SendAncillaryMessage,
+        SendFlags, recvmsg, sendmsg,
+    },
+};
+use transship_vmm::handoff::{Shutdown, wait_for_any};
+use vhost::vhost_user::Listener;
+use vhost_user_backend::VhostUserDaemon;
+use vm_memory::{GuestMemoryAtomic, GuestMemoryMmap};
+
+use crate::device::Device;
+
+/// Request, flags and size of the payload: three little-endian numbers of 32 bits.
+const HEADER_BYTES: usize = 12;
+/// The longest payload that the back end takes.
+const MAX_PAYLOAD_BYTES: usize = 4096;
+/// The most descriptors that the back end takes with a message.
+const MAX_FDS: usize = 32;
+/// Messages of the protocol.
+const SET_VRING_ENABLE: u32 = 18;
+const SET_BACKEND_REQ_FD: u32 = 21;
+
+/// Serves a QEMU until it or `shutdown` ends it.
+pub(crate) fn run(qemu: &UnixStream, device: &Arc<Device>, shutdown: &Shutdown) -> io::Result<()> {
+    let (mut back_end, inner) = start(device)?;
+    thread::scope(|scope| {
+        scope.spawn(|| {
+            answers(&inner, qemu);
+            close(qemu, &inner);
+        });
+        let result = messages(qemu, &inner, device, shutdown);
+        device.leave();
+        close(qemu, &inner);
+        result
+    })?;
+    // Whatever ended it, it has ended.
+    if let Err(error) = back_end.wait() {
+        tracing::debug!(%error, "the connection with QEMU ended");
+    }
+    Ok(())
+}
+
+/// The back end, and our end of the connection with it.
+fn start(device: &Arc<Device>) -> io::Result<(VhostUserDaemon<Arc<Device>>, UnixStream)> {
+    let memory = GuestMemoryAtomic::new(GuestMemoryMmap::new());
+    let other = |error: vhost_user_backend::Error| io::Error::other(error.to_string());
+    let mut back_end = VhostUserDaemon::new("balloon".into(), Arc::clone(device), memory).map_err(other)?;
+    // It only takes connections. Nobody else can come to this folder.
+    let folder = tempfile::tempdir()?;
+    let path = folder.path().join("s");
+    let mut listener = Listener::new(&path, false).map_err(io::Error::other)?;
+    let inner = UnixStream::connect(&path)?;
+    back_end.start(&mut listener).map_err(other)?;
+    Ok((back_end, inner))
+}
+
+fn close(qemu: &UnixStream, inner: &UnixStream) {
+    // They may be closed already.
+    let _ = qemu.shutdown(Close::Both);
+    let _ = inner.shutdown(Close::Both);
+}
+
+/// Answers carry no descriptors with what we offer.
+fn answers(mut inner: &UnixStream, mut qemu: &UnixStream) {
+    if let Err(error) = io::copy(&mut inner, &mut qemu) {
+        tracing::debug!(%error, "QEMU takes no more answers");
+    }
+}
+
+/// Passes on what QEMU sends, until it hangs up.
+fn messages(qemu: &UnixStream, inner: &UnixStream, device: &Device, shutdown: &Shutdown) -> io::Result<()> {
+    loop {
+        let mut ready = [
+            PollFd::from_borrowed_fd(shutdown.event(), PollFlags::IN),
+            PollFd::from_borrowed_fd(qemu.as_fd(), PollFlags::IN),
+        ];
+        wait_for_any(&mut ready, None)?;
+        if !ready[0].revents().is_empty() {
+            return Ok(());
+        }
+        let Some(message) = Message::receive(qemu)? else { return Ok(()) };
+        if message.request() == SET_BACKEND_REQ_FD
+            && let Some(channel) = message.fds.first()
+        {
+            device.set_qemu(UnixStream::from(channel.try_clone()?));
+        }
+        message.send(inner)?;
+        if message.request() == SET_VRING_ENABLE && message.number(HEADER_BYTES + 4) == 1 {
+            device.queues_start();
+        }
+    }
+}
+
+/// One message, as it came.
+struct Message {
+    bytes: Vec<u8>,
+    fds: Vec<OwnedFd>,
+}
+
+impl Message {
+    /// The next one; nothing if the other side has hung up.
+    fn receive(mut from: &UnixStream) -> io::Result<Option<Self>> {
+        let mut bytes = vec![0; HEADER_BYTES];
+        let mut space = [MaybeUninit::uninit(); cmsg_space!(ScmRights(MAX_FDS))];
+        let mut control = RecvAncillaryBuffer::new(&mut space);
+        let flags = RecvFlags::CMSG_CLOEXEC | RecvFlags::WAITALL;
+        let received = match recvmsg(from, &mut [IoSliceMut::new(&mut bytes)], &mut control, flags) {
+            Ok(received) => received,
+            Err(rustix::io::Errno::CONNRESET) => return Ok(None),
+            Err(error) => return Err(error.into()),
+        };
+        if received.bytes == 0 {
+            return Ok(None);
+        }
+        let mut fds = Vec::new();
+        for part in control.drain() {
+            if let RecvAncillaryMessage::ScmRights(some) = part {
+                fds.extend(some);
+            }
+        }
+        if received.flags.contains(ReturnFlags::CTRUNC) {
+            return Err(bad(format!("it sent more than {MAX_FDS} descriptors with a message")));
+        }
+        // The kernel ends a read where descriptors come.
+        from.read_exact(&mut bytes[received.bytes..])?;
+        let mut message = Self { bytes, fds };
+        let payload = message.number(8) as usize;
+        if payload > MAX_PAYLOAD_BYTES {
+            return Err(bad(format!(
+                "request {} has {payload} bytes; {MAX_PAYLOAD_BYTES} are possible",
+                message.request()
+            )));
+        }
+        message.bytes.resize(HEADER_BYTES + payload, 0);
+        from.read_exact(&mut message.bytes[HEADER_BYTES..])?;
+        Ok(Some(message))
+    }
+
+    fn send(&self, to: &UnixStream) -> io::Result<()> {
+        let fds: Vec<_> = self.fds.iter().map(AsFd::as_fd).collect();
+        let mut space = [MaybeUninit::uninit(); cmsg_space!(ScmRights(MAX_FDS))];
+        let mut control = SendAncillaryBuffer::new(&mut space);
+        if !fds.is_empty() && !control.push(SendAncillaryMessage::ScmRights(&fds)) {
+            return Err(bad("its descriptors can't be passed on".into()));
+        }
+        let sent = sendmsg(to, &[IoSlice::new(&self.bytes)], &mut control, SendFlags::NOSIGNAL)?;
+        io::Write::write_all(&mut &*to, &self.bytes[sent..])
+    }
+
+    fn request(&self) -> u32 {
+        self.number(0)
+    }
+
+    /// The 32 bits at `offset`; 0 if it is not so long.
+    fn number(&self, offset: usize) -> u32 {
+        self.bytes.get(offset..).and_then(|rest| rest.first_chunk()).map_or(0, |bytes| u32::from_le_bytes(*bytes))
+    }
+}
+
+fn bad(what: String) -> io::Error {
+    io::Error::new(io::ErrorKind::InvalidData, what)
+}
