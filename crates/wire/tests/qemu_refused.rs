@@ -228,6 +228,50 @@ fn parts_and_pages() {
     }
 }
 
+/// The devices' blocks may be listed when they are known, behind pages of the others.
+#[test]
+fn a_second_list_of_blocks() {
+    let list = |writer: &mut StreamWriter, text: &str, mapped: Option<Mapped>| {
+        let block = Block { name: name(text), used_bytes: PAGE, gpa: None, mapped };
+        writer.ram_start(PAGE).block(&block).end_of_section();
+    };
+    let mut writer = StreamWriter::new(0, 7);
+    writer.header().configuration(&Configuration::new(name("m")));
+    list(&mut writer, "pc.ram", None);
+    writer.part().zero_page(&name("pc.ram"), 0).end_of_section();
+    let at = writer.position() as usize;
+    list(&mut writer, "pc.rom", None);
+    writer.end().page(&name("pc.rom"), 0, &[1; PAGE_BYTES]).zero_page(&name("pc.ram"), 0).end_of_section().eof();
+    let bytes = writer.take_bytes();
+    let mut pages = Vec::new();
+    let reader = read_all(&bytes, StreamReader::new(), |record, _, _| match record {
+        Record::Page(page) => pages.push(page.block),
+        _ => {}
+    });
+    assert_eq!(reader.unwrap().blocks().len(), 2);
+    assert_eq!(pages, [0, 1, 0]);
+
+    // Of another section; the same block again; more than can be counted.
+    assert_refused(&changed((bytes.clone(), at), 4, &[8]), "section", at + 6);
+    assert_refused(&changed((bytes.clone(), at), 26, b"pc.ram"), "block name", at + 25);
+    let mut most = bytes.clone();
+    most[at + 17..at + 25].copy_from_slice(&(u64::MAX << 12 | 4).to_be_bytes());
+    assert_refused(&most, "RAM total", at + 17);
+
+    let mapped = Configuration { mapped_ram: true, ..Configuration::new(name("m")) };
+    let mut writer = StreamWriter::new(0, 7);
+    writer.header().configuration(&mapped);
+    writer.ram_start(PAGE).mapped_block(&name("pc.ram"), PAGE, None);
+    writer.end_of_section();
+    let at = writer.position();
+    writer.ram_start(PAGE).mapped_block(&name("pc.rom"), PAGE, None);
+    let mut file = vec![0; writer.position() as usize];
+    for piece in writer.take() {
+        file[piece.position as usize..][..piece.bytes.len()].copy_from_slice(&piece.bytes);
+    }
+    assert_refused(&file, "section", at as usize + 6);
+}
+
 #[test]
 fn sections_before_the_list_of_blocks() {
     let (bytes, place) = plain(|record| matches!(record, Record::RamStart { .. }));

@@ -24,7 +24,8 @@ const EARLY: &str = "/virtio-mem-device-early";
 /// End (Page | MultifdFlush)* EndOfBody Footer  Tail
 /// ```
 ///
-/// A mapped-ram file has no pages between these, and may go without `Part` and `End`.
+/// The list of blocks may go on in another `RamStart` behind parts, as in the streams that transship writes. A mapped-ram
+/// file has one, no pages between these, and may go without `Part` and `End`.
 ///
 /// A stream in which other sections than `ram` come in parts (VFIO devices, dirty bitmaps) is refused: the end of such
 /// a part can't be found without knowing the device. So is postcopy with memory in huge pages, where the list of blocks
@@ -195,7 +196,8 @@ impl StreamReader {
             let why = "a section that comes in parts and is not RAM: its end can't be found";
             return Err(reader.refused("section", &name, why));
         }
-        if self.ram.is_some() {
+        let mapped = self.configuration.as_ref().is_some_and(|c| c.mapped_ram);
+        if self.ram.is_some_and(|begun| mapped || begun != section) {
             return Err(reader.refused("section", &name, "it has begun before"));
         }
         reader.constant("section instance", 0, "there is one RAM section")?;
@@ -205,6 +207,9 @@ impl StreamReader {
             return Err(reader.invalid("RAM total", word, "not a number of pages with the flag 4"));
         }
         let total = word & !FLAGS;
+        if self.total.checked_add(total).is_none() {
+            return Err(reader.invalid("RAM total", word, "with the blocks before it is more than a guest has"));
+        }
         let state = if total == 0 { State::Body(Kind::Start) } else { State::Blocks };
         Ok((Record::RamStart { section, total }, state))
     }
@@ -275,7 +280,10 @@ impl StreamReader {
         match record {
             Record::Configuration(configuration) => self.configuration = Some(configuration.clone()),
             Record::Command(Command::PostcopyAdvise(Some(sizes))) => self.huge_pages = sizes.blocks != sizes.guest,
-            Record::RamStart { section, total } => (self.ram, self.total) = (Some(*section), *total),
+            Record::RamStart { section, total } => {
+                self.ram = Some(*section);
+                self.total += total;
+            }
             Record::Block(block) => {
                 let last = self.listed + block.used_bytes == self.total;
                 next = self.layout.add(block, self.position..end, last)?;
