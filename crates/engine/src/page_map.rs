@@ -28,8 +28,29 @@ impl PageMap {
         self.each_half(first, pages, |word, bits| word.fetch_or(bits, Ordering::Relaxed));
     }
 
+    pub(crate) fn insert_range(&self, range: PageRange) {
+        for window in (range.first / 128 * 128..range.end()).step_by(128) {
+            self.insert(window, window_mask(range, window));
+        }
+    }
+
+    pub(crate) fn contains(&self, page: u64) -> bool {
+        self.words[page as usize / 64].load(Ordering::Relaxed) >> (page % 64) & 1 == 1
+    }
+
     pub(crate) fn remove(&self, first: u64, pages: u128) {
         self.each_half(first, pages, |word, bits| word.fetch_and(!bits, Ordering::Relaxed));
+    }
+
+    /// Removes pages, and says which of them were there: of several threads that want one, one gets it.
+    pub(crate) fn claim(&self, first: u64, pages: u128) -> u128 {
+        let at = first as usize / 64;
+        let halves = [(at, pages as u64), (at + 1, (pages >> 64) as u64)];
+        let [low, high] = halves.map(|(word, bits)| match bits {
+            0 => 0,
+            _ => self.words[word].fetch_and(!bits, Ordering::Relaxed) & bits,
+        });
+        u128::from(low) | u128::from(high) << 64
     }
 
     fn each_half(&self, first: u64, pages: u128, apply: impl Fn(&AtomicU64, u64) -> u64) {
@@ -75,7 +96,7 @@ impl PageMap {
 }
 
 /// The part of the range that lies in the window from `window` on.
-fn window_mask(range: PageRange, window: u64) -> u128 {
+pub(crate) fn window_mask(range: PageRange, window: u64) -> u128 {
     let below = |page: u64| match page.saturating_sub(window) {
         0..128 => (1 << page.saturating_sub(window)) - 1,
         _ => u128::MAX,
@@ -122,6 +143,22 @@ mod tests {
         (expected[0], expected[1], expected[15], expected[37]) = (1, 2, 0x80, 8);
         assert_eq!(map.to_bitmap(300), expected);
         assert_eq!(map.to_bitmap(64).len(), 8);
+    }
+
+    #[test]
+    fn a_page_is_claimed_by_one_of_many() {
+        let map = PageMap::new(300);
+        (0..300).step_by(128).for_each(|first| map.insert(first, u128::MAX));
+        let claimed: Vec<u128> = std::thread::scope(|scope| {
+            let thread = |t: u32| {
+                let map = &map;
+                scope.spawn(move || (0..3).map(|w| map.claim(w * 128, u128::MAX << t)).collect::<Vec<_>>())
+            };
+            let threads: Vec<_> = [0, 3, 64, 70].map(thread).into();
+            threads.into_iter().flat_map(|thread| thread.join().unwrap_or_default()).collect()
+        });
+        assert_eq!(claimed.iter().map(|pages| pages.count_ones()).sum::<u32>(), 3 * 128);
+        assert_eq!(map.claim(0, u128::MAX) | map.claim(256, u128::MAX), 0);
     }
 
     #[test]

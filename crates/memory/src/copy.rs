@@ -58,6 +58,23 @@ impl Region {
         Ok(())
     }
 
+    /// Copies the pages into memory of our own, once, as [`Region::copy_out`] does.
+    ///
+    /// # Errors
+    /// OutOfRange.
+    ///
+    /// # Panics
+    /// `into` is not as long as the pages.
+    pub fn copy_to(&self, pages: PageRange, into: &mut [u8]) -> Result<(), Error> {
+        self.check(pages)?;
+        let (start, len) = self.raw(pages);
+        assert_eq!(into.len(), len, "room for the pages, no more and no less");
+        // SAFETY: raw() gives len readable bytes of the mapping, and `into` is as long and our own. As in `copy_out` the guest may write
+        // meanwhile, and no reference to its memory is made.
+        unsafe { ptr::copy_nonoverlapping(start, into.as_mut_ptr(), len) };
+        Ok(())
+    }
+
     /// Writes `head` and then the present pages of the window to a socket, pipe or file, straight from guest memory. Goes
     /// on after short writes and interruptions.
     ///

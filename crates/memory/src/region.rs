@@ -101,6 +101,32 @@ impl Region {
         if self.backing.hugetlb { Ok(self.huge_data()) } else { self.sought_data() }
     }
 
+    /// Whether all pages of the range are among [`Region::data`] now, asked without a look at the rest.
+    ///
+    /// # Errors
+    /// OutOfRange, the system's own.
+    pub fn is_data(&self, range: PageRange) -> Result<bool, Error> {
+        self.check(range)?;
+        let (start, end) = (self.offset_in_file(range.first), self.offset_in_file(range.end()));
+        if self.backing.hugetlb {
+            let unit = self.backing.page_bytes;
+            let (start, end) = (start / unit * unit, end.next_multiple_of(unit));
+            let Ok(present) = huge_holes::present(self.file(), start, end - start, unit) else { return Ok(true) };
+            return Ok(present.iter().map(|bytes| bytes.end - bytes.start).sum::<u64>() == end - start);
+        }
+        if range.count == 0 {
+            return Ok(true);
+        }
+        match rustix::fs::seek(&self.file, SeekFrom::Hole(start)) {
+            Ok(hole) => Ok(hole >= end),
+            // A file system that does not tell.
+            Err(Errno::INVAL | Errno::OPNOTSUPP) => Ok(true),
+            // Cut short.
+            Err(Errno::NXIO) => Ok(false),
+            Err(source) => Err(self.failed("finding the holes", source)),
+        }
+    }
+
     /// The data of a hugetlbfs file.
     fn huge_data(&self) -> PageSet {
         let unit = self.backing.page_bytes;

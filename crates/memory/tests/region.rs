@@ -80,6 +80,8 @@ fn pages_past_the_end_are_errors_everywhere() {
     assert_eq!(out, [1, 2, 3]);
     for range in [PageRange::new(199, 2), PageRange::new(201, 0), PageRange::new(u64::MAX, 2)] {
         assert!(out_of_range(region.clear(range)), "{range:?}");
+        assert!(out_of_range(region.is_data(range).map(drop)), "{range:?}");
+        assert!(out_of_range(region.copy_to(range, &mut [])), "{range:?}");
         region.populate_read(range); // Harmless.
     }
     assert!(region.data().unwrap().is_empty(), "none of this touched the memory");
@@ -118,6 +120,28 @@ fn holes_are_told_from_zeros() {
     assert_eq!(region.data().unwrap(), expected);
     assert_eq!(region.zero_mask(128, 0b101).unwrap(), 0b101);
     assert_eq!(region.zero_mask(998, 0b11).unwrap(), 0b01);
+}
+
+#[test]
+fn a_range_is_data_if_all_of_it_is() {
+    for region in [Some(map(file(1024 * PAGE), 1024 * PAGE, Access::ReadWrite)), huge_region()].into_iter().flatten() {
+        region.write_pages(512, 1 << 3 | 1 << 4, &vec![7; 2 * PAGE_BYTES]).unwrap();
+        let data = region.data().unwrap();
+        for (first, count) in [(515, 2), (515, 1), (514, 1), (514, 2), (516, 2), (0, 1024), (1023, 1), (512, 512)] {
+            let all = (first..first + count).all(|page| data.contains(page));
+            assert_eq!(region.is_data(PageRange::new(first, count)).unwrap(), all, "{first} {count}");
+        }
+        let mut copy = vec![0; 2 * PAGE_BYTES];
+        region.copy_to(PageRange::new(515, 2), &mut copy).unwrap();
+        assert!(copy == vec![7; 2 * PAGE_BYTES]);
+        region.clear(PageRange::new(512, 512)).unwrap();
+        assert!(!region.is_data(PageRange::new(515, 1)).unwrap());
+    }
+}
+
+/// Two huge pages, where there are some.
+fn huge_region() -> Option<Region> {
+    Some(map(huge_file(2 * HUGE)?, 2 * HUGE, Access::ReadWrite))
 }
 
 /// What a `Vec<u8>` does under the same operations, page for page.

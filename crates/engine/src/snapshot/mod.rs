@@ -4,7 +4,9 @@
 //! - `target`: the file while it is made: a temporary name, locks, what becomes of it; `descriptors`, `filesystem`: what it is made of
 //! - `output`: what is done with pages: `mapped`, with its `layout` and the threads that write in `writer`; `stream`
 //! - `state`: the part that is the VMM's; `live`: rounds of a guest that runs
+//! - `background`: a save while the guest runs on; `moment`: the memory that it saves
 //! - `save`: the life of a save, made of these
+mod background;
 mod descriptors;
 mod devices;
 mod filesystem;
@@ -13,6 +15,7 @@ mod info;
 mod layout;
 mod live;
 mod mapped;
+mod moment;
 mod opaque;
 mod open;
 mod options;

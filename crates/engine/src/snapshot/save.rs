@@ -43,12 +43,12 @@ pub fn save_guest(
     finish(result, begin, progress, report)
 }
 
-struct Saving<'a> {
-    guest: &'a mut dyn SourceGuest,
-    options: &'a SaveOptions,
-    target: &'a mut Target,
-    progress: &'a Arc<Progress>,
-    report: &'a mut Report,
+pub(super) struct Saving<'a> {
+    pub(super) guest: &'a mut dyn SourceGuest,
+    pub(super) options: &'a SaveOptions,
+    pub(super) target: &'a mut Target,
+    pub(super) progress: &'a Arc<Progress>,
+    pub(super) report: &'a mut Report,
     begin: Instant,
 }
 
@@ -57,15 +57,15 @@ impl Saving<'_> {
     fn run(&mut self) -> Result<(), Error> {
         let ran = self.guest.is_running()?;
         let regions = region_blocks(self.guest)?;
+        if self.options.way == Way::Background {
+            self.check_background()?;
+            if ran {
+                return self.in_background(&regions);
+            }
+        }
         let mut output = self.begin_output(&regions)?;
         let output = output.as_mut();
-        self.report.file = Some(FileReport {
-            format: self.options.format.to_string(),
-            direct_io: self.target.is_direct(),
-            direct_io_refused: self.target.refused().map(str::to_owned),
-            io_uring: output.is_uring(),
-            ..FileReport::default()
-        });
+        self.describe_file(output);
         // Ending the tracking takes time that grows with the memory; nobody waits for it when the guest runs again.
         let mut rounds = None;
         if ran && self.options.way == Way::Live {
@@ -94,7 +94,17 @@ impl Saving<'_> {
         })
     }
 
-    fn begin_rounds(&mut self) {
+    pub(super) fn describe_file(&mut self, output: &dyn Output) {
+        self.report.file = Some(FileReport {
+            format: self.options.format.to_string(),
+            direct_io: self.target.is_direct(),
+            direct_io_refused: self.target.refused().map(str::to_owned),
+            io_uring: output.is_uring(),
+            ..FileReport::default()
+        });
+    }
+
+    pub(super) fn begin_rounds(&mut self) {
         self.report.setup_ms = self.begin.elapsed().as_secs_f64() * 1e3;
         self.progress.set_phase(Phase::Rounds);
     }
@@ -155,7 +165,7 @@ impl Saving<'_> {
         resumed.map_err(|error| self.stands_still(error, Ok(())))
     }
 
-    fn stands_still(&self, error: impl std::fmt::Display, completed: Result<(), Error>) -> Error {
+    pub(super) fn stands_still(&self, error: impl std::fmt::Display, completed: Result<(), Error>) -> Error {
         let file = match completed {
             Ok(()) => "its snapshot is complete".to_owned(),
             Err(error) => format!("its snapshot failed ({error})"),
@@ -167,7 +177,7 @@ impl Saving<'_> {
     }
 
     /// Writes everything that is no page of the guest, and makes the file whole.
-    fn complete(&mut self, state: &DeviceState, output: &mut dyn Output) -> Result<(), Error> {
+    pub(super) fn complete(&mut self, state: &DeviceState, output: &mut dyn Output) -> Result<(), Error> {
         self.progress.set_phase(Phase::Completing);
         let begin = Instant::now();
         let file = self.report.file.get_or_insert_default();

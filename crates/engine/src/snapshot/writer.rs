@@ -24,7 +24,7 @@ use crate::{
 /// How often a wait looks whether the user has cancelled.
 const TICK: Duration = Duration::from_millis(50);
 /// Requests of one thread that the disk has at the same time, where that is possible. Each is up to 1 MiB.
-const DEPTH: u16 = 16;
+pub(crate) const DEPTH: u16 = 16;
 
 /// What the threads share.
 pub(crate) struct Pages {
@@ -222,23 +222,28 @@ impl Pages {
         runs(first, wanted).for_each(|run| memory.populate_read(run));
         let zero = memory.zero_mask(first, wanted)?;
         let present = wanted & !zero;
-        let content = &self.content[region];
         written.normal += u64::from(present.count_ones());
         written.zero += u64::from(zero.count_ones());
-        written.rewritten += u64::from((present & content.window(first)).count_ones());
-        content.remove(first, zero);
-        content.insert(first, present);
-        self.written[region].insert(first, present);
+        written.rewritten += u64::from((present & self.content[region].window(first)).count_ones());
+        self.note(region, first, present, zero);
         for run in runs(first, present) {
             queue.write(region, run, self.places[region] + run.first * PAGE_BYTES as u64)?;
         }
+        Ok(())
+    }
+
+    /// Takes note of pages of a window: the file is about to hold content for these, and none for those.
+    pub(crate) fn note(&self, region: usize, first: u64, present: u128, zero: u128) {
+        self.content[region].remove(first, zero);
+        self.content[region].insert(first, present);
+        self.written[region].insert(first, present);
         let progress = &self.progress;
         let bytes = |pages: u128| u64::from(pages.count_ones()) * PAGE_BYTES as u64;
         progress.normal_pages.fetch_add(present.count_ones().into(), Relaxed);
         progress.zero_pages.fetch_add(zero.count_ones().into(), Relaxed);
         progress.wire_bytes.fetch_add(bytes(present), Relaxed);
-        let _ = progress.round_left.fetch_update(Relaxed, Relaxed, |left| Some(left.saturating_sub(bytes(wanted))));
-        Ok(())
+        let done = bytes(present | zero);
+        let _ = progress.round_left.fetch_update(Relaxed, Relaxed, |left| Some(left.saturating_sub(done)));
     }
 
     /// Pages of the guest that the file holds.
@@ -260,7 +265,7 @@ impl Pages {
 }
 
 impl Written {
-    fn add(&mut self, other: &Self) {
+    pub(crate) fn add(&mut self, other: &Self) {
         self.normal += other.normal;
         self.zero += other.zero;
         self.rewritten += other.rewritten;
