@@ -1,6 +1,6 @@
 //! The command itself, on little memory: every part runs for real, and no time is looked at.
 #![allow(clippy::unwrap_used)]
-use std::path::Path;
+use std::{path::Path, time::Duration};
 
 use serde_json::Value;
 use transship_tests::Transship;
@@ -138,4 +138,68 @@ fn guests_that_write_arrive_with_any_number_of_encoders() {
     }
     let picture = std::fs::read_to_string(&svg).unwrap();
     assert!(roxmltree::Document::parse(&picture).is_ok(), "{picture}");
+}
+
+/// Every kind of guest and of file, once by each: 64 MiB at a time.
+#[test]
+fn guests_are_saved_and_restored_in_every_way() {
+    let folder = tempfile::tempdir().unwrap();
+    let (json, svg) = (folder.path().join("table.json"), folder.path().join("table.svg"));
+    let disk = folder.path().join("disk");
+    std::fs::create_dir(&disk).unwrap();
+    let arguments = ["bench", "files", "--mem", "64M", "--runs", "1", "--channels", "2"];
+    let bench = Transship::command(arguments).args(["--dir".as_ref(), disk.as_os_str()]).args([
+        "--json".as_ref(),
+        json.as_os_str(),
+        "--svg".as_ref(),
+        svg.as_os_str(),
+    ]);
+    // More than half a hundred QEMUs, one after the other.
+    let finished = bench.start().unwrap().wait_for(Duration::from_secs(900)).unwrap().expect_code(0).unwrap();
+    for line in ["paused         file  ", "live           mapped, 2 channels  ", "background     mapped  ", "Aims"] {
+        assert!(finished.stdout.contains(line), "{line:?} is not in\n{}", finished.stdout);
+    }
+    let report: Value = serde_json::from_str(&std::fs::read_to_string(&json).unwrap()).unwrap();
+    let results = &report["results"];
+    let direct_io = !results["disk"].as_array().unwrap().is_empty();
+    let series = results["series"].as_array().unwrap();
+    assert_eq!(series.len(), if direct_io { 2 + 8 + 8 + 3 } else { 6 + 6 + 2 });
+    for series in series {
+        let (guest, layout) = (series["guest"].as_str().unwrap(), series["layout"].as_str().unwrap());
+        let save = &series["saves"][0];
+        if guest == "live" && save["status"] != "completed" {
+            // On a busy machine it may write faster than the disk.
+            continue;
+        }
+        assert_eq!(save["status"], "completed", "{series}");
+        assert_eq!(series["restores"][0]["right"], true, "{series}");
+        let number = |name: &str| save[name].as_f64().unwrap();
+        let memory = f64::from(64 << 20);
+        if guest == "sparse" {
+            assert!(number("allocated_bytes") < memory / 16.0, "{series}");
+        } else {
+            assert!(number("allocated_bytes") > memory * 0.9, "{series}");
+        }
+        if layout != "plain" {
+            assert!(number("file_bytes") < memory + f64::from(16 << 20), "{series}");
+        }
+        let runs = guest == "live" || guest == "background";
+        assert_eq!(save["pause_ms"].is_number(), runs, "{series}");
+        assert_eq!(series["restores"][0]["runs_after_ms"].is_number(), runs, "{series}");
+        if (guest, layout, series["by"].as_str().unwrap()) == ("live", "direct", "transship") {
+            assert_eq!(series["restores_lazy"][0]["right"], true, "{series}");
+        }
+    }
+    assert_eq!(std::fs::read_dir(&disk).unwrap().count(), 0, "each file goes away");
+    let picture = std::fs::read_to_string(&svg).unwrap();
+    assert!(roxmltree::Document::parse(&picture).is_ok(), "{picture}");
+}
+
+#[test]
+fn a_folder_that_is_not_there_is_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let missing = folder.path().join("nothing");
+    let arguments = ["bench", "files", "--mem", "64M", "--dir", missing.to_str().unwrap()];
+    let finished = Transship::command(arguments).run().unwrap().expect_code(1).unwrap();
+    assert!(finished.stderr.contains(missing.to_str().unwrap()), "{finished}");
 }

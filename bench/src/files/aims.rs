@@ -23,7 +23,7 @@ impl Results {
     pub(super) fn aims(&self) -> Aims {
         let ours = |guest, layout| self.of(guest, layout, By::Transship);
         let background =
-            [Layout::Plain, Layout::Direct].into_iter().filter_map(|layout| ours(Guest::Background, layout));
+            [Layout::Mapped, Layout::Direct].into_iter().filter_map(|layout| ours(Guest::Background, layout));
         let all = ours(Guest::Paused, Layout::Direct).into_iter().flat_map(|series| self.of_paused(series));
         all.chain(ours(Guest::Live, Layout::Direct).into_iter().flat_map(|series| self.of_live(series)))
             .chain(background.map(|series| self.of_background(series)))

@@ -68,7 +68,7 @@ impl Guest {
     pub(crate) fn cases(self) -> impl Iterator<Item = Case> {
         let layouts: &[Layout] = match self {
             Self::Paused | Self::Live => &LAYOUTS,
-            Self::Background => &[Layout::Plain, Layout::Direct],
+            Self::Background => &[Layout::Plain, Layout::Mapped, Layout::Direct],
             Self::Sparse => &[Layout::Direct],
         };
         layouts.iter().map(move |&layout| Case { guest: self, layout })
@@ -112,11 +112,13 @@ impl By {
 }
 
 impl Case {
-    /// Who can do it. Stock QEMU refuses background snapshots with channels, and so direct I/O; those without channels where
-    /// every page has its place it seems to write, but their bitmaps are empty, and it does not load them (tried with 10.0).
+    /// Who can do it. Of the moment of the call, transship writes no stream, since its pages come in any order; and QEMU nothing
+    /// else: it refuses channels, and so direct I/O. It does not refuse mapped files, but leaves their bitmaps empty and does not
+    /// load them (tried with 10.0).
     pub(crate) fn sides(self) -> &'static [By] {
         match (self.guest, self.layout) {
-            (Guest::Background, Layout::Mapped | Layout::Channels | Layout::Direct) => &[By::Transship],
+            (Guest::Background, Layout::Plain) => &[By::Qemu],
+            (Guest::Background, _) => &[By::Transship],
             _ => &[By::Transship, By::Qemu],
         }
     }
@@ -134,11 +136,12 @@ mod tests {
     #[test]
     fn every_guest_is_saved_in_every_way_that_there_is_for_it() {
         let count = |guest: Guest| guest.cases().count();
-        assert_eq!([Guest::Sparse, Guest::Paused, Guest::Live, Guest::Background].map(count), [1, 4, 4, 2]);
+        assert_eq!([Guest::Sparse, Guest::Paused, Guest::Live, Guest::Background].map(count), [1, 4, 4, 3]);
         let case = Case { guest: Guest::Background, layout: Layout::Direct };
         assert_eq!(case.title(1), "background, mapped, 1 channel, direct I/O");
         assert_eq!(case.sides(), [By::Transship]);
-        assert_eq!(Case { layout: Layout::Plain, ..case }.sides(), [By::Transship, By::Qemu]);
+        assert_eq!(Case { layout: Layout::Plain, ..case }.sides(), [By::Qemu]);
+        assert_eq!(Case { guest: Guest::Live, ..case }.sides(), [By::Transship, By::Qemu]);
         assert_eq!((Layout::Mapped.threads(4), Layout::Channels.threads(4)), (1, 4));
     }
 }

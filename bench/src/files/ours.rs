@@ -97,7 +97,7 @@ fn io_arguments(layout: Layout, channels: u8) -> Vec<String> {
     }
     let direct_io = if layout == Layout::Direct { "on" } else { "off" };
     let channels = layout.threads(channels).to_string();
-    ["--channels", &channels, "--direct-io", direct_io].map(str::to_owned).to_vec()
+    vec!["--channels".into(), channels, format!("--direct-io={direct_io}")]
 }
 
 fn name(file: &Path) -> String {
@@ -131,11 +131,11 @@ mod tests {
                 .replace("save --vm qemu:q --to ", "")
         };
         assert_eq!(arguments(Guest::Paused, Layout::Plain), "file:/d/s --paused --format stream");
-        assert_eq!(arguments(Guest::Paused, Layout::Mapped), "file:/d/s --paused --channels 1 --direct-io off");
+        assert_eq!(arguments(Guest::Paused, Layout::Mapped), "file:/d/s --paused --channels 1 --direct-io=off");
         assert_eq!(
             arguments(Guest::Live, Layout::Channels),
-            "file:/d/s --live --downtime 300ms --channels 3 --direct-io off"
+            "file:/d/s --live --downtime 300ms --channels 3 --direct-io=off"
         );
-        assert_eq!(arguments(Guest::Background, Layout::Direct), "file:/d/s --background --channels 3 --direct-io on");
+        assert_eq!(arguments(Guest::Background, Layout::Direct), "file:/d/s --background --channels 3 --direct-io=on");
     }
 }
