@@ -452,7 +452,8 @@ mod mapped_ram {
         let mut reader = StreamReader::new();
         let error = loop {
             match reader.next(&bytes[reader.position() as usize..]) {
-                Ok(_) => {}
+                Ok(Step::Done { record, .. }) if record != Record::Tail => {}
+                Ok(step) => panic!("it should be refused: {step:?}"),
                 Err(error) => break error,
             }
         };
