@@ -244,9 +244,10 @@ fn a_second_list_of_blocks() {
     writer.end().page(&name("pc.rom"), 0, &[1; PAGE_BYTES]).zero_page(&name("pc.ram"), 0).end_of_section().eof();
     let bytes = writer.take_bytes();
     let mut pages = Vec::new();
-    let reader = read_all(&bytes, StreamReader::new(), |record, _, _| match record {
-        Record::Page(page) => pages.push(page.block),
-        _ => {}
+    let reader = read_all(&bytes, StreamReader::new(), |record, _, _| {
+        if let Record::Page(page) = record {
+            pages.push(page.block);
+        }
     });
     assert_eq!(reader.unwrap().blocks().len(), 2);
     assert_eq!(pages, [0, 1, 0]);

@@ -4,8 +4,8 @@
 //!
 //! | to read | to write | what |
 //! | --- | --- | --- |
-//! | [`StreamReader`] | [`StreamWriter`] | the main stream up to the end of guest memory, and the same in a mapped-ram file |
-//! | [`Tail`], [`GlobalState`] | [`StreamWriter`], [`describe`] | what follows: device sections, and the trailer that describes them |
+//! | [`StreamReader`] | [`StreamWriter`] | the main stream up to the end of memory, as a stream or a mapped-ram file |
+//! | [`Tail`], [`GlobalState`] | [`StreamWriter`], [`describe`] | what follows: device sections, and their description |
 //! | [`Greeting`], [`Packet`] | the same | multifd channels |
 //! | [`Reply`] | the same | what a destination answers |
 //! | [`xbzrle`] | | pages that travel as differences |

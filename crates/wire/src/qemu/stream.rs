@@ -24,8 +24,8 @@ const EARLY: &str = "/virtio-mem-device-early";
 /// End (Page | MultifdFlush)* EndOfBody Footer  Tail
 /// ```
 ///
-/// The list of blocks may go on in another `RamStart` behind parts, as in the streams that transship writes. A mapped-ram
-/// file has one, no pages between these, and may go without `Part` and `End`.
+/// The list of blocks may go on in another `RamStart` behind parts, as in the streams that transship writes. A
+/// mapped-ram file has one, no pages between these, and may go without `Part` and `End`.
 ///
 /// A stream in which other sections than `ram` come in parts (VFIO devices, dirty bitmaps) is refused: the end of such
 /// a part can't be found without knowing the device. So is postcopy with memory in huge pages, where the list of blocks
