@@ -26,6 +26,8 @@ mod door;
 mod features;
 mod hinting;
 mod message;
+#[cfg(test)]
+mod model;
 mod outbox;
 mod relay;
 mod session;

@@ -36,6 +36,8 @@ const MAX_PAYLOAD_BYTES: usize = 4096;
 /// The most descriptors that the back end takes with a message.
 const MAX_FDS: usize = 32;
 /// Messages of the protocol.
+const SET_OWNER: u32 = 3;
+const RESET_OWNER: u32 = 4;
 const SET_VRING_ENABLE: u32 = 18;
 const SET_BACKEND_REQ_FD: u32 = 21;
 
@@ -88,6 +90,7 @@ fn answers(mut inner: &UnixStream, mut qemu: &UnixStream) {
 
 /// Passes on what QEMU sends, until it hangs up.
 fn messages(qemu: &UnixStream, inner: &UnixStream, device: &Device, shutdown: &Shutdown) -> io::Result<()> {
+    let mut owned = false;
     loop {
         let mut ready = [
             PollFd::from_borrowed_fd(shutdown.event(), PollFlags::IN),
@@ -98,6 +101,10 @@ fn messages(qemu: &UnixStream, inner: &UnixStream, device: &Device, shutdown: &S
             return Ok(());
         }
         let Some(message) = Message::receive(qemu)? else { return Ok(()) };
+        // A device that was unplugged and plugged in again comes by the same connection, and QEMU does not say that the old one is gone.
+        if message.request() == SET_OWNER && std::mem::replace(&mut owned, true) {
+            Message::plain(RESET_OWNER).send(inner)?;
+        }
         if message.request() == SET_BACKEND_REQ_FD
             && let Some(channel) = message.fds.first()
         {
@@ -117,6 +124,12 @@ struct Message {
 }
 
 impl Message {
+    /// One without payload, which is not answered.
+    fn plain(request: u32) -> Self {
+        let header = [request, 1, 0].map(u32::to_le_bytes);
+        Self { bytes: header.as_flattened().to_vec(), fds: Vec::new() }
+    }
+
     /// The next one; nothing if the other side has hung up.
     fn receive(mut from: &UnixStream) -> io::Result<Option<Self>> {
         let mut bytes = vec![0; HEADER_BYTES];
