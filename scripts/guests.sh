@@ -61,7 +61,7 @@ take_modules() {
     local module found number=0
     rm -rf .guest/linux/modules.new .guest/linux/modules
     mkdir .guest/linux/modules.new
-    for module in virtio virtio_ring virtio_pci_legacy_dev virtio_pci_modern_dev virtio_pci virtio_balloon; do
+    for module in virtio_ring virtio virtio_pci_legacy_dev virtio_pci_modern_dev virtio_pci virtio_balloon; do
         found=$(find "$1/lib/modules" -name "$module.ko" -print -quit 2>/dev/null || true)
         [ -z "$found" ] || install -m 644 "$found" ".guest/linux/modules.new/$((++number))-$module.ko"
     done
