@@ -395,9 +395,9 @@ mod mapped_ram {
     fn no_pages_and_no_barriers_in_between() {
         let (bytes, _) = file([None, None]);
         let end = bytes.len() - 1;
-        for (flags, offset) in [(0x22u64, end + 5), (0x200, end + 5)] {
-            let part = [&bytes[..end], b"\x02\0\0\0\x01", &flags.to_be_bytes()].concat();
-            assert_refused(&part, "RAM record", offset);
+        for record in [&b"\0\0\0\0\0\0\0\x02\x01a\0"[..], b"\0\0\0\0\0\0\x02\0"] {
+            let part = [&bytes[..end], b"\x02\0\0\0\x01", record].concat();
+            assert_refused(&part, "RAM record", end + 5);
         }
     }
 

@@ -110,6 +110,21 @@ fn a_guest_forges_its_state() {
     }
 }
 
+/// A guest fills a buffer with more trailers than anybody would look at: the one at the end is looked at first.
+#[test]
+fn a_guest_forges_many_trailers() {
+    let forged = b"\0\x06\0\0\0\x0e{\"devices\":[]}".repeat(100);
+    let bytes = tail(&[("fdc", &forged), ("globalstate", &body("paused"))], true);
+    assert_eq!(Tail::parse(&bytes, BASE).unwrap().sections.len(), 2);
+}
+
+/// Without a trailer nothing but the end says which of two is the section; what is not there is none.
+#[test]
+fn a_forged_state_that_is_not_at_the_end() {
+    let forged = [&tail(&[("globalstate", &body("running"))], false)[..], &[1]].concat();
+    assert_eq!(state(&tail(&[("globalstate", &body("paused")), ("fdc", &forged)], false)), None);
+}
+
 /// On a block device what is behind the trailer is whatever was there before: here, the end of another tail.
 #[test]
 fn old_bytes_behind_the_tail() {
