@@ -24,7 +24,10 @@ pub use destination::receive_guest;
 pub use error::{Error, Outcome};
 pub use options::{Compress, MoveOptions, Setting, WhenBusy, ZeroPages};
 pub use progress::{Phase, Progress};
-pub use report::{ByteCounts, CpuSeconds, FileReport, PageCounts, Report, RoundReport, Status};
-pub use snapshot::{BlockInfo, SectionInfo, SnapshotInfo, inspect, DirectIo, FileIo, FilePlace, FileUri, Format, RestoreOptions, SaveOptions, Then, Way, save_guest, restore_guest};
+pub use report::{ByteCounts, CpuSeconds, FileReport, LazyReport, PageCounts, Report, RoundReport, Status};
+pub use snapshot::{
+    BlockInfo, DirectIo, Ending, FileIo, FilePlace, FileUri, Format, RestoreOptions, SaveOptions, SectionInfo,
+    SnapshotInfo, StandIn, TakeOver, Then, Way, inspect, restore_guest, save_guest,
+};
 pub use source::move_guest;
 pub use transport::{Listener, Uri};

@@ -112,6 +112,15 @@ pub struct FileReport {
     pub sync_ms: f64,
 }
 
+/// How the pages came to a guest that ran already.
+#[derive(Debug, Clone, Copy, Default, Serialize)]
+pub struct LazyReport {
+    /// How often somebody had to wait for a page.
+    pub faults: u64,
+    /// From the call until all pages were in place.
+    pub filled_ms: f64,
+}
+
 /// The whole of it. Both sides report; what only one side knows is zero on the other.
 #[derive(Debug, Clone, Default, Serialize)]
 pub struct Report {
@@ -141,6 +150,9 @@ pub struct Report {
     /// The snapshot file, where there is one.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub file: Option<FileReport>,
+    /// Of a lazy restore.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub lazy: Option<LazyReport>,
     /// None: not asked for.
     pub verified: Option<bool>,
     /// Why it ended early.

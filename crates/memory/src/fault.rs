@@ -100,6 +100,10 @@ impl Faults {
         self.uffd.as_fd()
     }
 
+    pub(crate) fn areas(&self) -> Vec<Area> {
+        self.areas.iter().map(|watched| watched.area).collect()
+    }
+
     /// Pages that the kernel handles as one: the most in any area of the region.
     pub(crate) fn unit_pages(&self, region: usize) -> u64 {
         let units = self.areas.iter().filter(|watched| watched.area.region == region).map(|watched| watched.unit);

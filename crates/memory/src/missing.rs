@@ -129,6 +129,11 @@ impl Missing {
         Ok(())
     }
 
+    /// Where everything is in the process: with [`Missing::fd`] all that somebody needs to go on with [`Missing::taken_over`].
+    pub fn areas(&self) -> Vec<Area> {
+        self.faults.areas()
+    }
+
     /// For polling together with other descriptors, and for a second holder.
     pub fn fd(&self) -> BorrowedFd<'_> {
         self.faults.fd()

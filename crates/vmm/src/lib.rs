@@ -66,6 +66,18 @@ pub fn settle_abandoned(vm: &VmAddress, will: &str, run: bool) -> Result<(), Gue
     }
 }
 
+/// Stops a guest whose lazy restore has died, because its memory can't be brought any more; a VMM that does not answer is frozen with it. Returns what
+/// a person finds, and how to end it: the rest of a sentence. Until this has returned, the pages that are missing must stay so.
+///
+/// # Errors
+/// It does not stop, or is gone.
+pub fn stop_abandoned(vm: &VmAddress) -> Result<String, GuestError> {
+    match vm {
+        VmAddress::Qemu(path) => qemu::abandoned::stop(path),
+        VmAddress::Handoff(path) => handoff::stop_abandoned(path),
+    }
+}
+
 /// For those who are to wait for pages that are not there: a page that is there would never be brought.
 fn check_all_holes(memory: &transship_memory::GuestMemory) -> Result<(), GuestError> {
     for region in memory.regions() {

@@ -46,6 +46,9 @@ pub(crate) fn take(place: &FilePlace, purpose: Purpose) -> Result<Option<Passed>
 }
 
 fn pair(one: Checked, other: Checked) -> Result<Passed, Error> {
+    if let Some(pipe) = [&one, &other].into_iter().find(|checked| checked.pipe) {
+        return Err(wrong(pipe.number, "is no regular file"));
+    }
     if one.id != other.id {
         return Err(wrong(
             other.number,
@@ -69,6 +72,8 @@ struct Checked {
     number: i32,
     file: File,
     direct: bool,
+    /// No regular file.
+    pipe: bool,
     /// Device and inode.
     id: (u64, u64),
 }
@@ -97,11 +102,14 @@ fn check(number: i32, purpose: Purpose) -> Result<Checked, Error> {
         .and_then(|us| pidfd_getfd(us, number, PidfdGetfdFlags::empty()))
         .map_err(failed)?;
     let stat = rustix::fs::fstat(&file).map_err(failed)?;
-    if FileType::from_raw_mode(stat.st_mode) != FileType::RegularFile {
-        return Err(wrong(number, "is no regular file"));
-    }
+    let pipe = match FileType::from_raw_mode(stat.st_mode) {
+        FileType::RegularFile => false,
+        // A plain stream can be read from anywhere.
+        FileType::Fifo | FileType::Socket | FileType::CharacterDevice if purpose == Purpose::Restore => true,
+        _ => return Err(wrong(number, "is no regular file")),
+    };
     let direct = flags.contains(OFlags::DIRECT);
-    Ok(Checked { number, file: file.into(), direct, id: (stat.st_dev, stat.st_ino) })
+    Ok(Checked { number, file: file.into(), direct, pipe, id: (stat.st_dev, stat.st_ino) })
 }
 
 fn wrong(number: i32, why: impl std::fmt::Display) -> Error {
@@ -147,6 +155,10 @@ mod tests {
             rustix::io::fcntl_setfd(&file, FdFlags::empty()).unwrap();
             file
         }
+    }
+
+    fn set_of(one: &impl AsRawFd, other: &impl AsRawFd) -> FilePlace {
+        FilePlace::FdSet(one.as_raw_fd(), other.as_raw_fd())
     }
 
     fn refusal(place: FilePlace, purpose: Purpose) -> String {
@@ -208,8 +220,13 @@ mod tests {
         let ours = lab.open("a", OFlags::WRONLY | OFlags::CLOEXEC);
         rustix::io::fcntl_setfd(&ours, FdFlags::CLOEXEC).unwrap();
         assert!(refusal(FilePlace::Fd(ours.as_raw_fd()), Purpose::Save).contains("this process's own"));
-        let (_, end) = std::io::pipe().unwrap();
+        let (other, end) = std::io::pipe().unwrap();
         rustix::io::fcntl_setfd(&end, FdFlags::empty()).unwrap();
+        rustix::io::fcntl_setfd(&other, FdFlags::empty()).unwrap();
         assert!(refusal(FilePlace::Fd(end.as_raw_fd()), Purpose::Save).contains("no regular file"));
+        // A stream may come through one.
+        assert!(take(&FilePlace::Fd(other.as_raw_fd()), Purpose::Restore).is_ok());
+        let file = lab.open("a", OFlags::RDONLY);
+        assert!(refusal(set_of(&other, &file), Purpose::Restore).contains("no regular file"));
     }
 }

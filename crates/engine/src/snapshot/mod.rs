@@ -6,13 +6,19 @@
 //! - `state`: the part that is the VMM's; `live`: rounds of a guest that runs
 //! - `background`: a save while the guest runs on; `moment`: the memory that it saves
 //! - `save`: the life of a save, made of these
+//! - `origin`: the file that is read; `records`, `open`: what it holds, checked; `info`: shown; `fit`: whether it is the waiting guest's
+//! - `pages`: into place, eagerly; `recompose`, `devices`, `opaque`: the rest, as the VMM takes it; `sequential`: both from a plain stream
+//! - `filling`: pages that come when they are touched; `lazy`: such a restore; `stand_in`: the process that could go on with it
+//! - `restore`: the life of a restore, made of these
 mod background;
 mod descriptors;
 mod devices;
 mod filesystem;
+mod filling;
 mod fit;
 mod info;
 mod layout;
+mod lazy;
 mod live;
 mod mapped;
 mod moment;
@@ -27,6 +33,7 @@ mod records;
 mod restore;
 mod save;
 mod sequential;
+mod stand_in;
 mod state;
 mod stream;
 mod target;
@@ -37,4 +44,5 @@ pub use info::{BlockInfo, SectionInfo, SnapshotInfo, inspect};
 pub use options::{DirectIo, FileIo, Format, RestoreOptions, SaveOptions, Then, Way};
 pub use restore::restore_guest;
 pub use save::save_guest;
+pub use stand_in::{Ending, StandIn, TakeOver};
 pub use uri::{FilePlace, FileUri};

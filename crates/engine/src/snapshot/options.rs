@@ -112,8 +112,6 @@ pub struct RestoreOptions {
     pub channels: u8,
     /// Whether pages go past the page cache.
     pub direct_io: DirectIo,
-    /// The guest runs first, and its pages come when it touches them.
-    pub lazy: bool,
     /// How the kernel is asked to read pages.
     pub io: FileIo,
     /// Whether it runs afterwards; none: if it ran when it was saved.
@@ -122,13 +120,7 @@ pub struct RestoreOptions {
 
 impl Default for RestoreOptions {
     fn default() -> Self {
-        Self {
-            channels: default_channels(),
-            direct_io: DirectIo::default(),
-            lazy: false,
-            io: FileIo::default(),
-            run: None,
-        }
+        Self { channels: default_channels(), direct_io: DirectIo::default(), io: FileIo::default(), run: None }
     }
 }
 

@@ -11,10 +11,12 @@ use super::{
     FileUri, Format, RestoreOptions,
     devices::DeviceStream,
     fit::{Fit, fit},
+    lazy,
     open::{Opened, Snapshot, open},
     origin::wrong,
     pages::{self, Source},
     sequential,
+    stand_in::StandIn,
 };
 use crate::{
     Error, FileReport, Phase, Progress, Report, RoundReport, fail_point,
@@ -22,7 +24,8 @@ use crate::{
     source::finish,
 };
 
-/// Restores the guest of a snapshot file into one that waits: its memory first, then its devices; then it runs.
+/// Restores the guest of a snapshot file into one that waits: its memory first, then its devices; then it runs. With `lazily` it runs first, and this
+/// returns when all of its memory has followed.
 ///
 /// On success the guest is there, and runs if the file or `options` say so. On failure it does not run and never will by our doing, except that
 /// [`Error::Unknown`] means what it says. Everything about the file that can be known from its structure, and whether it fits the guest, is known
@@ -34,6 +37,7 @@ pub fn restore_guest(
     guest: &mut dyn DestinationGuest,
     from: &FileUri,
     options: &RestoreOptions,
+    lazily: Option<&mut dyn StandIn>,
     progress: &Arc<Progress>,
     report: &mut Report,
 ) -> Result<(), Error> {
@@ -41,9 +45,14 @@ pub fn restore_guest(
     report.bytes.guest = guest.memory().bytes();
     let result = open(from, options.direct_io).and_then(|opened| {
         let mut restore = Restore { guest, options, progress, report, begin };
-        match opened {
-            Opened::Mapped(snapshot) => restore.mapped(*snapshot),
-            Opened::Stream(stream) => sequential::restore(&mut restore, *stream),
+        match (opened, lazily) {
+            (Opened::Mapped(snapshot), None) => restore.mapped(*snapshot),
+            (Opened::Mapped(snapshot), Some(stand_in)) => lazy::restore(&mut restore, *snapshot, stand_in),
+            (Opened::Stream(stream), None) => sequential::restore(&mut restore, *stream),
+            (Opened::Stream(stream), Some(_)) => {
+                let what = "it is a plain stream, whose pages have no places of their own; restore it without --lazy";
+                Err(wrong(&stream.origin.name, what))
+            }
         }
     });
     finish(result, begin, progress, report)

@@ -24,10 +24,6 @@ use crate::{Error, Phase, Progress, RoundReport, fail_point, guest::StateFormat,
 /// Restores from a stream that has been read up to its pages.
 pub(super) fn restore(restore: &mut Restore<'_>, stream: Stream) -> Result<(), Error> {
     let name = stream.origin.name.clone();
-    if restore.options.lazy {
-        let what = "it is a plain stream, whose pages have no places of their own; restore it without --lazy";
-        return Err(wrong(&name, what));
-    }
     if let Some(why) = &stream.refusal {
         return Err(wrong(&name, why));
     }

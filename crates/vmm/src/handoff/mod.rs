@@ -43,6 +43,7 @@ use serde_json::Value;
 use transship_engine::guest::GuestError;
 use transship_memory::{Access, GuestMemory, Region};
 
+use crate::freeze::Freezer;
 use client::Connection;
 use message::CheckedDescription;
 
@@ -57,6 +58,14 @@ pub(crate) fn resume_abandoned(path: &Path) -> Result<(), GuestError> {
             Err(_) => thread::sleep(Duration::from_millis(50)),
         }
     }
+}
+
+/// Stops a guest that lacks pages for good, or freezes its process. Returns what a person finds.
+pub(crate) fn stop_abandoned(path: &Path) -> Result<String, GuestError> {
+    let mut guest = Connection::open(path)?;
+    let freezer = Freezer::of(guest.pid())?;
+    let asked = guest.call::<Value>("stop", client::SHORT).map(drop);
+    freezer.unless_stopped(asked)
 }
 
 fn map_regions(from: &Connection, guest: CheckedDescription, access: Access) -> Result<GuestMemory, GuestError> {

@@ -1,4 +1,4 @@
-//! A source that somebody stopped and then left, by dying: it is put back as it was.
+//! Guests that somebody left by dying: a source that was stopped is put back as it was, a destination that can't get its memory is stopped.
 use std::{
     path::Path,
     thread,
@@ -10,9 +10,11 @@ use transship_engine::guest::GuestError;
 
 use super::{
     checks,
+    destination::pause,
     migration::{self, Settings},
-    qmp::Qmp,
+    qmp::{self, Qmp},
 };
+use crate::freeze::Freezer;
 
 /// The dead process's connection is closed by the kernel, but QEMU takes a moment to notice before it serves the next.
 const CONNECT_WAIT: Duration = Duration::from_secs(30);
@@ -37,4 +39,11 @@ pub(crate) fn settle(socket: &Path, will: &str, run: bool) -> Result<(), GuestEr
         qmp.execute("cont", json!({}))?;
     }
     Ok(())
+}
+
+/// Stops the guest, or freezes QEMU with it. Returns what a person finds.
+pub(crate) fn stop(socket: &Path) -> Result<String, GuestError> {
+    let freezer = Freezer::of(qmp::listener(socket)?)?;
+    let asked = Qmp::connect(socket).map_err(GuestError::from).and_then(|mut qmp| pause(&mut qmp));
+    freezer.unless_stopped(asked)
 }

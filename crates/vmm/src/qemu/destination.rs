@@ -70,14 +70,6 @@ impl QemuDestination {
         Ok(ours)
     }
 
-    fn pause(&mut self) -> Result<(), GuestError> {
-        self.qmp.execute_within("stop", PAUSE_WAIT)?;
-        match checks::run_state(&mut self.qmp)?.as_str() {
-            "running" => Err(GuestError("QEMU runs its guest again right after it was stopped".to_owned())),
-            _ => Ok(()),
-        }
-    }
-
     /// What must hold before the source may give the guest up.
     fn check_loaded_and_stopped(&mut self) -> Result<(), GuestError> {
         match checks::run_state(&mut self.qmp)?.as_str() {
@@ -122,7 +114,7 @@ impl DestinationGuest for QemuDestination {
     }
 
     fn stop(&mut self) -> Result<String, GuestError> {
-        let asked = self.pause();
+        let asked = pause(&mut self.qmp);
         match &self.freezer {
             Some(freezer) => freezer.unless_stopped(asked),
             None => Freezer::of(self.qmp.pid())?.unless_stopped(asked),
@@ -156,6 +148,15 @@ impl DestinationGuest for QemuDestination {
 
     fn start_hint(&self) -> String {
         cont_by_hand(self.qmp.path())
+    }
+}
+
+/// Has QEMU stop its guest, if it can.
+pub(super) fn pause(qmp: &mut Qmp) -> Result<(), GuestError> {
+    qmp.execute_within("stop", PAUSE_WAIT)?;
+    match checks::run_state(qmp)?.as_str() {
+        "running" => Err(GuestError("QEMU runs its guest again right after it was stopped".to_owned())),
+        _ => Ok(()),
     }
 }
 

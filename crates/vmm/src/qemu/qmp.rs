@@ -290,6 +290,11 @@ impl Qmp {
     }
 }
 
+/// The process that listens on a socket, whether it answers or not.
+pub(super) fn listener(path: &Path) -> Result<i32, QmpError> {
+    peer_of(&open(path)?).map_err(|why| QmpError::Connection(format!("{}: who listens there: {why}", path.display())))
+}
+
 /// Connects with a limit: when the socket's queue is full, a plain connect would wait for ever.
 fn open(path: &Path) -> Result<UnixStream, QmpError> {
     let failed = |e: rustix::io::Errno| {
