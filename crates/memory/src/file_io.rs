@@ -14,23 +14,43 @@
 mod buffer;
 mod plain;
 mod request;
+mod uring;
 
 use std::{
     io,
-    os::fd::{AsFd, OwnedFd},
+    os::fd::{AsFd, BorrowedFd, OwnedFd},
 };
 
+use rustix::fs::OFlags;
+
 pub use self::buffer::PageBuffer;
-use self::request::{Body, Direction, Failure, Request};
+use self::{
+    request::{Body, Direction, Failure, Request},
+    uring::Ring,
+};
 use crate::{Error, GuestMemory, PAGE_BYTES, PageRange, Region};
 
-/// Pages of one request at most: 1 MiB.
+/// Pages of one request at most: 1 MiB. With less the disk above is slower, by half at 128 KiB; with more not faster.
 const REQUEST_PAGES: u64 = (1 << 20) / PAGE_BYTES as u64;
 
 /// How the kernel is asked.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum FileIo {
-    /// io_uring where the kernel lets us and the file is open for direct I/O, else plain.
+    /// io_uring where the file is open for direct I/O and the kernel lets us, else plain.
+    ///
+    /// Measured with examples/file_io.rs on one thread, two busy cores, ext4 on a virtual disk of 2 GB/s, in MB/s and ms of CPU time for 256 MiB:
+    ///
+    /// | | plain, writing | io_uring 16, writing | plain, reading | io_uring 16, reading |
+    /// | --- | --- | --- | --- | --- |
+    /// | direct, 1 MiB requests | 770, 29 | 2120, 19 | 820, 27 | 1230, 23 |
+    /// | direct, 64 KiB requests | 475, 50 | 2380, 18 | 360, 51 | 900, 24 |
+    /// | direct, single pages | 57, 700 | 50, 470 | 54, 690 | 148, 216 |
+    /// | page cache, 1 MiB requests | 1960, 41 | 2360, 36 | 4100, 18 | 4810, 18 |
+    /// | page cache, 64 KiB requests | 1500, 27 | 880, 52 | 3500, 11 | 2810, 15 |
+    /// | page cache, single pages | 385, 113 | 162, 257 | 1450, 31 | 880, 51 |
+    ///
+    /// Past the page cache it is the disk's answer that a thread waits for, and many requests at once hide it. Into the page cache the kernel copies,
+    /// which it hands to threads of its own with io_uring, and those wait for each other. 16 in flight are enough; 64 were no faster.
     #[default]
     Auto,
     /// io_uring: many requests in flight from one thread.
@@ -44,6 +64,8 @@ pub enum FileIo {
 ///
 /// After an error nothing more is asked of the kernel, and every later call repeats that error.
 pub struct FileQueue {
+    /// None: plain. Before `file`, so that it goes first: it waits for requests on that file.
+    ring: Option<Ring>,
     memory: GuestMemory,
     file: OwnedFd,
     /// Not given to the kernel yet, as the next call may continue it. Pages, never a buffer.
@@ -62,15 +84,18 @@ impl FileQueue {
             let text = format!("a queue of {depth} requests can't be; 1 to 1024 can");
             return Err(io::Error::new(io::ErrorKind::InvalidInput, text));
         }
-        if how == FileIo::Uring {
-            return Err(io::Error::new(io::ErrorKind::Unsupported, "io_uring is not there yet"));
-        }
-        Ok(Self { memory, file, pending: None, failed: None })
+        let ring = match how {
+            FileIo::Plain => None,
+            FileIo::Uring => Some(Ring::new(memory.clone(), depth).map_err(no_uring)?),
+            FileIo::Auto if is_direct(file.as_fd()) => Ring::new(memory.clone(), depth).ok(),
+            FileIo::Auto => None,
+        };
+        Ok(Self { ring, memory, file, pending: None, failed: None })
     }
 
     /// Whether it is io_uring.
     pub fn is_uring(&self) -> bool {
-        false
+        self.ring.is_some()
     }
 
     /// Asks to write the pages of a region from byte `offset` of the file on. Waits for the oldest request when all places are taken. The
@@ -109,7 +134,11 @@ impl FileQueue {
     /// # Errors
     /// The first error of any of them.
     pub fn finish(&mut self) -> Result<(), Error> {
-        self.flush()
+        let flushed = self.flush();
+        if let Some(Err(failure)) = self.ring.as_mut().map(|ring| ring.finish(self.file.as_fd())) {
+            self.failed.get_or_insert(failure);
+        }
+        flushed.and_then(|()| self.check_failed())
     }
 
     fn region(&self, region: usize) -> Result<&Region, Error> {
@@ -145,7 +174,12 @@ impl FileQueue {
     }
 
     fn start(&mut self, request: Request) -> Result<(), Error> {
-        if let Err(failure) = plain::transfer(&self.memory, self.file.as_fd(), request) {
+        let file = self.file.as_fd();
+        let started = request.check_place(&self.memory, file).and_then(|()| match &mut self.ring {
+            Some(ring) => ring.start(file, request),
+            None => plain::transfer(&self.memory, file, request),
+        });
+        if let Err(failure) = started {
             self.failed.get_or_insert(failure);
         }
         self.check_failed()
@@ -154,4 +188,18 @@ impl FileQueue {
     fn check_failed(&self) -> Result<(), Error> {
         self.failed.as_ref().map_or(Ok(()), |failure| Err(failure.error()))
     }
+}
+
+/// Whether the file is open for direct I/O.
+fn is_direct(file: BorrowedFd<'_>) -> bool {
+    rustix::fs::fcntl_getfl(file).is_ok_and(|flags| flags.contains(OFlags::DIRECT))
+}
+
+fn no_uring(error: io::Error) -> io::Error {
+    let why = match error.raw_os_error() {
+        Some(libc::EPERM) => "; the sysctl kernel.io_uring_disabled or a seccomp filter forbids it",
+        Some(libc::ENOSYS) => "; the kernel has none, or a seccomp filter forbids it",
+        _ => "",
+    };
+    io::Error::new(error.kind(), format!("io_uring can't be used here ({error}){why}; use plain file I/O"))
 }

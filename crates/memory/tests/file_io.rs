@@ -22,7 +22,14 @@ use transship_memory::{Access, Error, FileIo, FileQueue, GuestMemory, PageBuffer
 
 /// The ways that this machine has.
 fn ways() -> Vec<FileIo> {
-    vec![FileIo::Auto, FileIo::Plain]
+    let uring = FileQueue::new(GuestMemory::new(vec![]), file(PAGE), 1, FileIo::Uring);
+    match uring {
+        Ok(_) => vec![FileIo::Auto, FileIo::Plain, FileIo::Uring],
+        Err(why) => {
+            eprintln!("skipped: {why}");
+            vec![FileIo::Auto, FileIo::Plain]
+        }
+    }
 }
 
 /// Where the project's tests may write; a disk on most machines.
@@ -416,5 +423,143 @@ fn a_buffer_of_pages_is_aligned_zero_and_as_long_as_asked() {
         let moved = buffer;
         assert!(moved.bytes().iter().all(|&byte| byte == 1));
         assert_eq!(moved.bytes().as_ptr().addr() as u64 % PAGE, 0);
+    }
+}
+
+/// On this machine with its own disk; elsewhere direct I/O may be for nobody.
+#[test]
+fn auto_asks_io_uring_for_direct_io_alone() {
+    let dir = disk();
+    let (from, _) = pair(4);
+    let buffered = open(&dir.path().join("buffered"), NEW).unwrap();
+    assert!(!queue(&from, buffered, FileIo::Auto).is_uring());
+    let Some(direct) = open_direct(&dir.path().join("direct")) else { return };
+    assert!(!queue(&from, &direct, FileIo::Plain).is_uring());
+    let has_uring = ways().contains(&FileIo::Uring);
+    assert_eq!(queue(&from, &direct, FileIo::Auto).is_uring(), has_uring);
+    if has_uring {
+        assert!(queue(&from, &direct, FileIo::Uring).is_uring());
+    }
+}
+
+/// Has the kernel refuse io_uring to this thread, as container engines do.
+fn forbid_uring() {
+    let statement = |code: u32, k: u32, jf: u8| libc::sock_filter { code: code as u16, jt: 0, jf, k };
+    let refused = libc::SECCOMP_RET_ERRNO | libc::EPERM as u32;
+    let filter = [
+        // The number of the system call is first in what a filter sees.
+        statement(libc::BPF_LD | libc::BPF_W | libc::BPF_ABS, 0, 0),
+        statement(libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K, libc::SYS_io_uring_setup as u32, 1),
+        statement(libc::BPF_RET | libc::BPF_K, refused, 0),
+        statement(libc::BPF_RET | libc::BPF_K, libc::SECCOMP_RET_ALLOW, 0),
+    ];
+    let program = libc::sock_fprog { len: filter.len() as u16, filter: filter.as_ptr().cast_mut() };
+    // SAFETY: numbers only.
+    assert_eq!(unsafe { libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) }, 0);
+    // SAFETY: the program and its filter are there during the call, and the kernel keeps a copy.
+    let set = unsafe { libc::prctl(libc::PR_SET_SECCOMP, libc::SECCOMP_MODE_FILTER, &raw const program) };
+    assert_eq!(set, 0, "{}", std::io::Error::last_os_error());
+}
+
+#[test]
+fn where_io_uring_is_forbidden_plain_is_taken_and_a_wish_refused() {
+    let run = || {
+        forbid_uring();
+        let dir = disk();
+        let path = dir.path().join("file");
+        let Some(file) = open_direct(&path) else { return };
+        let (from, to) = pair(1024);
+        assert!(!queue(&from, &file, FileIo::Auto).is_uring());
+        there_and_back(&path, &file, FileIo::Auto, (&from, &to));
+        let refused = FileQueue::new(from, file, 8, FileIo::Uring).err().unwrap();
+        assert_eq!(refused.kind(), std::io::ErrorKind::PermissionDenied);
+        let refused = refused.to_string();
+        assert!(refused.contains("kernel.io_uring_disabled or a seccomp filter forbids it"), "{refused}");
+    };
+    thread::scope(|scope| scope.spawn(run).join().unwrap());
+}
+
+/// Pages in a file of the disk, each with its number, and an empty region of as many.
+fn on_disk(dir: &TempDir, pages: u64) -> Option<(OwnedFd, GuestMemory)> {
+    let path = dir.path().join("pages");
+    std::fs::write(&path, (0..pages).flat_map(page_of).collect::<Vec<_>>()).unwrap();
+    let file = open_direct(&path)?;
+    Some((file, memory(&common::file(pages * PAGE), pages)))
+}
+
+/// The kernel uses the memory until then.
+#[test]
+fn dropping_a_queue_waits_for_what_is_in_flight() {
+    const PAGES: u64 = 8192;
+    let dir = disk();
+    let Some((file, to)) = on_disk(&dir, PAGES) else { return };
+    for how in ways() {
+        to.regions()[0].clear(PageRange::new(0, PAGES)).unwrap();
+        let mut queue = FileQueue::new(to.clone(), rustix::io::dup(&file).unwrap(), 64, how).unwrap();
+        queue.read(0, PageRange::new(0, PAGES), 0).unwrap();
+        drop(queue);
+        let is = contents(&to.regions()[0]);
+        assert!(is == (0..PAGES).flat_map(page_of).collect::<Vec<_>>(), "{how:?}");
+    }
+}
+
+/// The kernel cancels what a thread has asked for, and has not been begun when the thread ends. Writes through the page cache wait for each other.
+#[test]
+fn a_queue_survives_the_thread_that_used_it() {
+    const PAGES: u64 = 4096;
+    let dir = disk();
+    let path = dir.path().join("file");
+    for how in ways() {
+        let (from, _) = pair(PAGES);
+        let file = open(&path, NEW | OFlags::TRUNC).unwrap();
+        let begin = || {
+            let mut queue = FileQueue::new(from.clone(), rustix::io::dup(&file).unwrap(), 1024, how).unwrap();
+            // No two are neighbours, so that there is much in flight.
+            (0..2000).step_by(2).for_each(|page| queue.write(0, PageRange::new(page, 1), page * PAGE).unwrap());
+            queue
+        };
+        let mut queue = thread::scope(|scope| scope.spawn(begin).join().unwrap());
+        queue.write(0, PageRange::new(3001, 1), 3001 * PAGE).unwrap();
+        queue.finish().unwrap();
+        let is = std::fs::read(&path).unwrap();
+        for page in (0..2000).step_by(2).chain([3001]) {
+            assert!(is[(page * PAGE) as usize..][..PAGE as usize] == page_of(page), "{how:?}, page {page}");
+        }
+    }
+}
+
+#[test]
+fn one_place_is_enough() {
+    const PAGES: u64 = 200;
+    let dir = disk();
+    let Some((file, to)) = on_disk(&dir, PAGES) else { return };
+    for how in ways() {
+        to.regions()[0].clear(PageRange::new(0, PAGES)).unwrap();
+        let mut queue = FileQueue::new(to.clone(), rustix::io::dup(&file).unwrap(), 1, how).unwrap();
+        (0..PAGES).rev().for_each(|page| queue.read(0, PageRange::new(page, 1), page * PAGE).unwrap());
+        // It can be used again after it has finished.
+        queue.finish().unwrap();
+        assert!(contents(&to.regions()[0]) == (0..PAGES).flat_map(page_of).collect::<Vec<_>>(), "{how:?}");
+        to.regions()[0].clear(PageRange::new(0, PAGES)).unwrap();
+        queue.read(0, PageRange::new(7, 1), 9 * PAGE).unwrap();
+        queue.finish().unwrap();
+        assert!(contents(&to.regions()[0])[7 * PAGE as usize..][..PAGE as usize] == page_of(9));
+    }
+}
+
+/// Some are good and some are not: all end, and the first that is told is told again.
+#[test]
+fn an_error_among_many_is_found() {
+    const PAGES: u64 = 2048;
+    let dir = disk();
+    let Some((file, to)) = on_disk(&dir, PAGES) else { return };
+    rustix::fs::ftruncate(&file, 1000 * PAGE).unwrap();
+    for how in ways() {
+        let mut queue = FileQueue::new(to.clone(), rustix::io::dup(&file).unwrap(), 16, how).unwrap();
+        let asked = (0..PAGES).step_by(2).try_for_each(|page| queue.read(0, PageRange::new(page, 1), page * PAGE));
+        let failed = asked.and_then(|()| queue.finish()).unwrap_err();
+        assert!(matches!(failed, Error::FileEnds { size, .. } if size == 1000 * PAGE), "{failed}");
+        assert_eq!(queue.finish().unwrap_err().to_string(), failed.to_string());
+        assert_eq!(queue.read(0, PageRange::new(0, 1), 0).unwrap_err().to_string(), failed.to_string());
     }
 }

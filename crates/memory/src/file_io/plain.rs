@@ -22,7 +22,7 @@ pub(super) fn transfer(memory: &GuestMemory, file: BorrowedFd<'_>, mut request: 
 /// As much as the kernel does in one call.
 fn once(memory: &GuestMemory, file: BorrowedFd<'_>, request: &mut Request) -> Result<usize, Errno> {
     let direction = request.direction();
-    let offset = libc::off_t::try_from(request.offset()).map_err(|_| Errno::FBIG)?;
+    let offset = request.offset() as libc::off_t;
     let (start, len) = request.rest(memory);
     let moved = match direction {
         // SAFETY: rest() gives len bytes of a mapping, which `memory` keeps, or of the request's own buffer; both outlive the call. The kernel

@@ -53,9 +53,18 @@ impl Request {
         self.direction
     }
 
-    /// Where in the file the rest belongs; the largest number if a file has no such place.
+    /// Where in the file the rest belongs. A place that a file can have, once [`Request::check_place`] has let it pass.
     pub(super) fn offset(&self) -> u64 {
         self.offset.saturating_add(self.done as u64)
+    }
+
+    /// # Errors
+    /// No file is that large. The kernel must not see such numbers: some mean something else to it.
+    pub(super) fn check_place(&self, memory: &GuestMemory, file: BorrowedFd<'_>) -> Result<(), Failure> {
+        match self.end() {
+            Some(end) if i64::try_from(end).is_ok() => Ok(()),
+            _ => Err(self.failed(memory, file, Errno::FBIG)),
+        }
     }
 
     /// The rest of its memory. Good as long as `memory` and the request are there.
@@ -178,14 +187,32 @@ pub(super) struct Failure {
 #[derive(Clone)]
 enum Why {
     System(Errno),
-    Ended { size: u64, needed: u64 },
+    /// Not of a request: the ring itself does not work.
+    Ring(Option<i32>),
+    Ended {
+        size: u64,
+        needed: u64,
+    },
 }
 
 impl Failure {
+    /// The kernel does not take requests any more.
+    pub(super) fn of_ring(error: std::io::Error) -> Self {
+        let what = "asking io_uring for file I/O".into();
+        Self { what, why: Why::Ring(error.raw_os_error()) }
+    }
+
+    pub(super) fn is_of_ring(&self) -> bool {
+        matches!(self.why, Why::Ring(_))
+    }
+
     pub(super) fn error(&self) -> Error {
         let what = self.what.clone();
         match self.why {
             Why::System(why) => Error::system(what, why),
+            Why::Ring(number) => {
+                Error::system(what, number.map_or(std::io::ErrorKind::Other.into(), std::io::Error::from_raw_os_error))
+            }
             Why::Ended { size, needed } => Error::FileEnds { what, size, needed },
         }
     }

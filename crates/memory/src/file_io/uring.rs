@@ -1,0 +1,172 @@
+//! Many requests in flight from one thread, by io_uring.
+
+use std::{
+    io, mem,
+    os::fd::{AsRawFd, BorrowedFd},
+    thread,
+};
+
+use io_uring::{IoUring, opcode, squeue::Entry, types::Fd};
+use rustix::io::Errno;
+
+use super::{
+    plain,
+    request::{Direction, Failure, Next, Request},
+};
+use crate::GuestMemory;
+
+/// A ring of its own, and the requests that the kernel works on.
+///
+/// The kernel uses the memory of a request from the moment when it is pushed until its completion has been taken. So long it stays in its place here,
+/// untouched, and `memory` keeps the mappings. Dropping waits for all of them.
+pub(super) struct Ring {
+    ring: IoUring,
+    memory: GuestMemory,
+    /// What the kernel works on; the index is the request's number there.
+    places: Vec<Option<Request>>,
+    free: Vec<usize>,
+}
+
+impl Ring {
+    /// # Errors
+    /// The kernel has no io_uring, or does not let us.
+    pub(super) fn new(memory: GuestMemory, depth: u16) -> io::Result<Self> {
+        let ring = IoUring::new(depth.into())?;
+        let depth = usize::from(depth);
+        Ok(Self { ring, memory, places: (0..depth).map(|_| None).collect(), free: (0..depth).collect() })
+    }
+
+    /// Gives the request to the kernel; waits for a place if there is none.
+    ///
+    /// # Errors
+    /// Of a request before, which has ended meanwhile. This one is then not begun.
+    pub(super) fn start(&mut self, file: BorrowedFd<'_>, request: Request) -> Result<(), Failure> {
+        while self.free.is_empty() {
+            self.wait(file)?;
+        }
+        let place = self.free.pop().expect("seen above");
+        self.places[place] = Some(request);
+        self.push(file, place);
+        self.enter(0).map_err(Failure::of_ring)?;
+        self.take_completed(file)
+    }
+
+    /// Waits until nothing is in flight.
+    ///
+    /// # Errors
+    /// The first of those that were in flight; all have ended nevertheless.
+    pub(super) fn finish(&mut self, file: BorrowedFd<'_>) -> Result<(), Failure> {
+        let mut result = Ok(());
+        while self.free.len() < self.places.len() {
+            let step = self.wait(file);
+            let broken = matches!(&step, Err(failure) if failure.is_of_ring());
+            result = result.and(step);
+            if broken {
+                break;
+            }
+        }
+        result
+    }
+
+    /// Waits until at least one request has ended, and goes through all that have.
+    fn wait(&mut self, file: BorrowedFd<'_>) -> Result<(), Failure> {
+        self.enter(1).map_err(Failure::of_ring)?;
+        self.take_completed(file)
+    }
+
+    fn take_completed(&mut self, file: BorrowedFd<'_>) -> Result<(), Failure> {
+        let mut result = Ok(());
+        loop {
+            let next = self.ring.completion().next();
+            let Some(completed) = next else { return result };
+            let place = completed.user_data() as usize;
+            result = result.and(self.completed(file, place, answer(completed.result())));
+        }
+    }
+
+    /// The kernel has let go of the request in this place.
+    fn completed(&mut self, file: BorrowedFd<'_>, place: usize, answer: Result<usize, Errno>) -> Result<(), Failure> {
+        let mut request = self.places[place].take().expect("a request that is in flight");
+        let next = match answer {
+            // The thread that asked has ended, or the kernel had no room to wait for it: it is done here and now.
+            Err(Errno::CANCELED | Errno::AGAIN) => {
+                self.free.push(place);
+                return plain::transfer(&self.memory, file, request);
+            }
+            answer => request.answered(answer, &self.memory, file),
+        };
+        match next {
+            Next::Again => {
+                self.places[place] = Some(request);
+                self.push(file, place);
+                return self.enter(0).map_err(Failure::of_ring);
+            }
+            Next::Done => self.free.push(place),
+            Next::Failed(failure) => {
+                self.free.push(place);
+                return Err(failure);
+            }
+        }
+        Ok(())
+    }
+
+    /// Makes what is left of the request in this place known to the kernel, which looks at it when it is entered.
+    fn push(&mut self, file: BorrowedFd<'_>, place: usize) {
+        let request = self.places[place].as_mut().expect("a request to be pushed");
+        let entry = entry(file, request, &self.memory).user_data(place as u64);
+        // SAFETY: the memory of the request stays as it is until its completion is taken, see the type; the descriptor is open when the kernel is
+        // entered, which is before our caller has it back, and the kernel keeps the file from then on.
+        let pushed = unsafe { self.ring.submission().push(&entry) };
+        pushed.expect("a place in the kernel's queue for each of ours");
+    }
+
+    /// Lets the kernel look at what was pushed, and waits until `wanted` requests have ended.
+    fn enter(&mut self, wanted: usize) -> io::Result<()> {
+        loop {
+            match self.ring.submit_and_wait(wanted) {
+                Ok(_) if self.ring.submission().is_empty() => return Ok(()),
+                Ok(_) => {}
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                // The kernel lacks memory for a moment. What is in flight frees some.
+                Err(error) if matches!(error.raw_os_error(), Some(libc::EAGAIN | libc::EBUSY)) => thread::yield_now(),
+                Err(error) => return Err(error),
+            }
+        }
+    }
+}
+
+impl Drop for Ring {
+    fn drop(&mut self) {
+        while self.free.len() < self.places.len() {
+            if self.enter(1).is_err() {
+                // Nobody can say what the kernel still uses. It must stay, for ever.
+                mem::forget(self.memory.clone());
+                mem::forget(mem::take(&mut self.places));
+                return;
+            }
+            while let Some(completed) = self.ring.completion().next() {
+                let place = completed.user_data() as usize;
+                self.places[place] = None;
+                self.free.push(place);
+            }
+        }
+    }
+}
+
+/// What the kernel is to do for what is left of a request.
+fn entry(file: BorrowedFd<'_>, request: &mut Request, memory: &GuestMemory) -> Entry {
+    // Of more it would do a part, as it says; what is left is then asked for again.
+    const MOST: usize = 1 << 30;
+    let (direction, offset) = (request.direction(), request.offset());
+    let (start, len) = request.rest(memory);
+    let (file, len) = (Fd(file.as_raw_fd()), len.min(MOST) as u32);
+    match direction {
+        Direction::Write => opcode::Write::new(file, start, len).offset(offset).build(),
+        Direction::Read => opcode::Read::new(file, start, len).offset(offset).build(),
+    }
+}
+
+/// As a system call answers.
+fn answer(result: i32) -> Result<usize, Errno> {
+    usize::try_from(result).map_err(|_| Errno::from_raw_os_error(-result))
+}
