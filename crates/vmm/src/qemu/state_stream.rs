@@ -102,7 +102,8 @@ impl ToTheTrailer {
         }
         let whole = |tail: Tail| tail.is_walked() && tail.end == self.input.len();
         if self.input.ends_with(b"}") && Tail::parse(&self.input, 0).is_ok_and(whole) {
-            self.output = std::mem::take(&mut self.input);
+            // Behind the records that came with it.
+            self.output.append(&mut self.input);
             self.stage = Stage::Ended;
             self.complete.store(true, Ordering::Release);
         }
@@ -116,7 +117,7 @@ impl ToTheTrailer {
         self.input.truncate(have + *read.as_ref().unwrap_or(&0));
         if read? == 0 {
             // QEMU has given up, and will say why. What has come is handed out, to be found incomplete.
-            self.output = std::mem::take(&mut self.input);
+            self.output.append(&mut self.input);
             self.stage = Stage::Ended;
         }
         Ok(())
@@ -157,4 +158,58 @@ impl Read for ToTheTrailer {
 
 fn strange(error: impl std::fmt::Display) -> io::Error {
     io::Error::new(io::ErrorKind::InvalidData, format!("QEMU's device state can't be read: {error}"))
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use std::io::Write;
+
+    use transship_wire::qemu::{Block, Configuration, Described, Name, StreamWriter, describe};
+
+    use super::*;
+
+    const SECTION: u32 = 2;
+
+    fn stream(asks: bool) -> Vec<u8> {
+        let name = |text: &str| Name::new(text).unwrap();
+        let mut writer = StreamWriter::new(0, SECTION);
+        writer.header().configuration(&Configuration::new(name("pc-q35-10.0")));
+        if asks {
+            writer.command(&Command::OpenReturnPath).command(&Command::Ping(0));
+        }
+        let (rom, timer) = (name("rom"), name("timer"));
+        let block = Block { name: rom.clone(), used_bytes: 4096, gpa: None, mapped: None };
+        writer.ram_start(4096).block(&block).end_of_section();
+        writer.end().page(&rom, 0, &[7; 4096]).end_of_section();
+        writer.full(3, &timer, 0, 2, &[1; 24]).eof();
+        let fields = &[("ticks", "buffer", 24)];
+        writer.vmdesc(&describe(&[Described { name: &timer, instance: 0, version: 2, fields }]));
+        writer.take_bytes()
+    }
+
+    /// However it is cut: what comes out is what a QEMU without questions writes.
+    #[test]
+    fn nothing_is_lost_wherever_the_stream_is_cut() {
+        let (asked, wanted) = (stream(true), stream(false));
+        for cut in [asked.len(), 1, 40, asked.len() - 200, asked.len() - 1] {
+            let (ours, mut qemus) = UnixStream::pair().unwrap();
+            let complete = Arc::new(AtomicBool::new(false));
+            let mut reader = ToTheTrailer::new(ours, Arc::clone(&complete));
+            let (first, second) = asked.split_at(cut);
+            qemus.write_all(first).unwrap();
+            let mut read = vec![0; wanted.len() + 1];
+            // The first piece alone, if there is anything in it that can be handed out.
+            let mut count = if cut == 1 { 0 } else { reader.read(&mut read).unwrap() };
+            qemus.write_all(second).unwrap();
+            loop {
+                match reader.read(&mut read[count..]).unwrap() {
+                    0 => break,
+                    more => count += more,
+                }
+            }
+            assert!(read[..count] == wanted[..], "cut at {cut}: {count} bytes of {}", wanted.len());
+            assert!(complete.load(Ordering::Acquire), "cut at {cut}");
+        }
+    }
 }
