@@ -434,6 +434,21 @@ mod mapped_ram {
         check(second((second_entry + ENTRY) as u64, good.pages_offset), "pages offset", second_entry);
     }
 
+    /// What a file holds before its stream is none of its business.
+    #[test]
+    fn a_bitmap_before_the_stream() {
+        let mut writer = StreamWriter::new(5000, 1);
+        let configuration = Configuration { mapped_ram: true, ..Configuration::new(name("pc")) };
+        writer.header().configuration(&configuration).ram_start(SIZE);
+        let entry = writer.position() as usize;
+        let mapped = Some(Mapped::At(Geometry { bitmap_offset: 4096, pages_offset: MIB }));
+        writer.block(&Block { name: name("a"), used_bytes: SIZE, gpa: None, mapped });
+        let Piece { position, bytes } = writer.take().remove(0);
+        let bytes = [vec![0; position as usize], bytes].concat();
+        let error = read_all(&bytes, StreamReader::at(5000), |_, _, _| {}).err().unwrap();
+        assert_eq!(field_and_offset(&error), ("bitmap offset", entry), "{error}");
+    }
+
     #[test]
     fn a_file_that_was_cut_short() {
         let (bytes, [_, second_entry]) = file([None, None]);

@@ -8,6 +8,8 @@ use crate::Error;
 #[derive(Debug, Clone)]
 pub(super) struct Layout {
     parts: Vec<Part>,
+    /// Where the stream began.
+    base: u64,
     /// Where the stream began, or went on behind pages.
     run: u64,
     /// Length of the file, where it is known.
@@ -30,7 +32,7 @@ const PAGES: &str = "pages offset";
 impl Layout {
     /// The layout of a file in which the stream begins at `base`.
     pub(super) fn new(base: u64) -> Self {
-        Layout { parts: Vec::new(), run: base, file_bytes: None }
+        Layout { parts: Vec::new(), base, run: base, file_bytes: None }
     }
 
     /// Adds what the entry at `entry` announces, and says where the stream goes on.
@@ -67,6 +69,9 @@ impl Layout {
     fn check(&self, part: &Part, beside: &[Part]) -> Result<(), Error> {
         if self.file_bytes.is_some_and(|end| part.range.end > end) {
             return Err(part.wrong("it ends beyond the end of the file: the file was cut short, or it is another file"));
+        }
+        if part.range.start < self.base {
+            return Err(part.wrong("it lies before the stream: what is there belongs to somebody else"));
         }
         let range = &part.range;
         let overlap = |other: &&Part| range.start < other.range.end && other.range.start < range.end;
