@@ -15,6 +15,12 @@ use crate::Error;
 
 /// Bytes of pages that are read at once when everything is.
 const READ_PAGES: u64 = 256;
+/// Behind each device section, and behind all of them.
+const FOOTER_BYTES: usize = 5;
+const EOF_BYTES: usize = 1;
+/// Why a file without guest memory can't be restored.
+pub(super) const LEFT_OUT: &str =
+    "it was saved with x-ignore-shared, which leaves guest memory in its own files; save with that capability off";
 
 /// A snapshot file or a stream.
 #[derive(Debug, Clone, Serialize)]
@@ -109,6 +115,9 @@ fn mapped(snapshot: &Snapshot, check: bool) -> Result<SnapshotInfo, Error> {
         let rest = snapshot.origin.bytes.and_then(NonZeroU64::new);
         let _ = rustix::fs::fadvise(&snapshot.origin.file, 0, rest, Advice::Sequential);
     }
+    if snapshot.left_out().is_some() {
+        info.refusal.get_or_insert_with(|| LEFT_OUT.to_owned());
+    }
     for block in &snapshot.blocks {
         info.blocks.push(mapped_block(snapshot, block, check)?);
     }
@@ -137,7 +146,7 @@ fn mapped_block(snapshot: &Snapshot, block: &Block, check: bool) -> Result<Block
 fn sequential(mut stream: Stream) -> Result<SnapshotInfo, Error> {
     let name = stream.origin.name.clone();
     let mut info = begin(&stream.origin, Format::Stream, &stream.configuration);
-    info.refusal = stream.refusal;
+    info.refusal = stream.refusal.or(stream.configuration.ignore_shared.then(|| LEFT_OUT.to_owned()));
     info.checked = true;
     info.blocks = stream.blocks.iter().map(of_block).collect();
     loop {
@@ -226,13 +235,31 @@ fn tail(info: &mut SnapshotInfo, name: &str, bytes: &[u8], base: u64) -> Result<
 }
 
 /// # Errors
-/// The device sections can't be walked, or something follows them.
+/// The device sections can't be walked, or are not all there, or something follows them.
 pub(super) fn check_tail(name: &str, bytes: &[u8], base: u64) -> Result<Tail, Error> {
     let parsed = Tail::parse(bytes, base).map_err(|error| damaged(name, error))?;
-    let extra = bytes.len() - parsed.end;
+    let end = if parsed.is_walked() || parsed.end < bytes.len() {
+        parsed.end
+    } else if bytes.len() == EOF_BYTES {
+        return Ok(parsed);
+    } else {
+        // Nothing says where each section ends. But the last one is known, and what follows it.
+        let last = GlobalState::find(bytes, base).map_err(|error| damaged(name, error))?;
+        let Some(last) = last else {
+            let what = format!(
+                "the device sections from offset {base:#x} on are neither described nor complete; it was cut short or damaged, use another copy"
+            );
+            return Err(wrong(name, what));
+        };
+        last.body().end + FOOTER_BYTES + EOF_BYTES
+    };
+    let extra = bytes.len() - end;
     if extra > 0 {
-        let end = base + parsed.end as u64;
-        return Err(wrong(name, format_args!("{extra} bytes follow its end at offset {end:#x}; use another copy")));
+        let end = base + end as u64;
+        let what = format!(
+            "the {extra} bytes behind its end at offset {end:#x} don't belong to it, or are damaged; use another copy"
+        );
+        return Err(wrong(name, what));
     }
     Ok(parsed)
 }

@@ -90,6 +90,8 @@ pub(super) fn read(origin: Origin) -> Result<Opened, Error> {
     if !configuration.mapped_ram {
         let blocks = records.reader().blocks().to_vec();
         let (early, refusal) = (head.early, head.refusal);
+        // Its pages have no places that a disk could be asked for.
+        let origin = Origin { direct: None, ..origin };
         return Ok(Opened::Stream(Box::new(Stream { origin, configuration, blocks, early, refusal, records })));
     }
     while !head.ended {

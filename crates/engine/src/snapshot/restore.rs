@@ -9,9 +9,10 @@ use transship_wire::GuestDescription;
 
 use super::{
     FileUri, Format, RestoreOptions,
-    devices::DeviceStream,
+    devices::{DeviceStream, check_sizes},
     fit::{Fit, fit},
-    lazy,
+    info::{LEFT_OUT, check_tail},
+    lazy, opaque,
     open::{Opened, Snapshot, open},
     origin::wrong,
     pages::{self, Source},
@@ -180,23 +181,16 @@ impl Plan {
             return Err(wrong(name, why));
         }
         if let Some(block) = snapshot.left_out() {
-            return Err(wrong(
-                name,
-                format_args!(
-                    "it has no pages of {:?}: it was saved with x-ignore-shared, which leaves them in the memory's own file; save with \
-                     that capability off",
-                    &*block.name
-                ),
-            ));
+            return Err(wrong(name, format_args!("it has no pages of {:?}: {LEFT_OUT}", &*block.name)));
         }
-        super::info::check_tail(name, &snapshot.tail, snapshot.tail_offset)?;
+        check_tail(name, &snapshot.tail, snapshot.tail_offset)?;
         let fit = fit(name, &snapshot.configuration, &snapshot.blocks, guest, format)?;
         let devices: Vec<_> = fit.devices.iter().map(|&index| &snapshot.blocks[index]).collect();
-        super::devices::check_sizes(name, &devices)?;
+        check_sizes(name, &devices)?;
         let (ran, opaque) = match format {
             StateFormat::Qemu { .. } => (snapshot.global_state()?.is_none_or(|state| state.runs()), None),
             StateFormat::Opaque => {
-                let state = super::opaque::find(name, &snapshot.tail, snapshot.tail_offset)?;
+                let state = opaque::find(name, &snapshot.tail, snapshot.tail_offset)?;
                 (state.ran, Some(state.bytes))
             }
         };

@@ -11,7 +11,7 @@ use super::{
     Format,
     devices::check_sizes,
     fit::{Fit, fit},
-    info::check_tail,
+    info::{LEFT_OUT, check_tail},
     opaque,
     open::{Stream, needs_source},
     origin::{damaged, wrong},
@@ -28,8 +28,7 @@ pub(super) fn restore(restore: &mut Restore<'_>, stream: Stream) -> Result<(), E
         return Err(wrong(&name, why));
     }
     if stream.configuration.ignore_shared {
-        let what = "it was saved with x-ignore-shared, which leaves guest memory in its own files; save with that capability off";
-        return Err(wrong(&name, what));
+        return Err(wrong(&name, LEFT_OUT));
     }
     let (guest, format) = (restore.guest.description(), restore.guest.state_format());
     let fit = fit(&name, &stream.configuration, &stream.blocks, &guest, &format)?;

@@ -62,6 +62,11 @@ impl GlobalState {
         matches!(&*self.state, "running" | "suspended")
     }
 
+    /// Where the section's body is in the tail that it was found in.
+    pub fn body(&self) -> Range<usize> {
+        self.body.clone()
+    }
+
     /// Changes the state, here and in the tail that it was found in.
     ///
     /// # Panics
