@@ -2,7 +2,11 @@
 //!
 //! Values with rules of their own (units, bounds, addresses) stay text here: [`crate::checks`] reads them all, so that
 //! one attempt reports every mistake, before anything touches a VM.
+mod restore;
+
 use clap::{Args, Parser, Subcommand, ValueEnum};
+
+pub(crate) use restore::{InfoArgs, RestoreArgs};
 
 const ABOUT: &str = "Moves the memory of running virtual machines, from outside the VMM";
 
@@ -50,6 +54,23 @@ Examples:
 
 Receives one guest and ends. The guest runs here only after the source has given it up.";
 
+const SAVE_EXAMPLES: &str = "\
+Examples:
+  While the guest runs, with a stop of at most 300 ms:
+    transship save --vm qemu:/run/vm.qmp --to /srv/vm.snap
+  The fastest way, while it stands still, and leave it standing:
+    transship save --vm qemu:/run/vm.qmp --to /srv/vm.snap --paused --stay-stopped
+  Into files that a manager has opened, one descriptor with O_DIRECT and one without:
+    transship save --vm qemu:/run/vm.qmp --to fdset:3,4
+
+FILE is PATH, file:PATH[,offset=N], fd:N or fdset:N,M. A stock QEMU loads it too:
+  qemu-system-x86_64 ... -incoming defer
+  (qemu) migrate_set_capability mapped-ram on
+  (qemu) migrate_incoming file:/srv/vm.snap
+
+A file that is named is replaced when the new one is complete and on the disk, never before. Ctrl-C cancels: the guest runs
+on, and what was there before is as it was.";
+
 const WATCH_EXAMPLES: &str = "\
 Examples:
   transship watch --vm qemu:/run/vm.qmp
@@ -70,6 +91,18 @@ Examples:
 The guest writes memory that it can check: after the move the receiving one looks at every page and says how many
 are wrong.";
 
+const BALLOON_EXAMPLES: &str = "\
+Examples:
+  The device, and a QEMU (11.1 has this device type; Linux needs no driver but its own) that gives it to its guest:
+    transship balloon --socket /run/vm.balloon &
+    qemu-system-x86_64 ... -chardev socket,id=balloon,path=/run/vm.balloon,reconnect-ms=1000 \\
+      -device pcie-root-port,id=port0 -device vhost-user-test-device-pci,id=balloon,bus=port0,chardev=balloon,\\
+        virtio-id=5,num_vqs=5,config_size=16,vq_size=1024
+
+It inflates and deflates, gives back what the guest reports as free, and tells a transship that moves or saves the guest
+which memory need not be sent. Guest memory must be a shared file, as for everything here. It ends with Ctrl-C; the guest
+then has all its memory.";
+
 /// The whole command line.
 #[derive(Debug, Parser)]
 #[command(name = "transship", version, about = ABOUT, after_long_help = AFTER_LONG, max_term_width = 100)]
@@ -85,15 +118,35 @@ pub(crate) enum Command {
     Move(MoveArgs),
     /// Receive a guest that is moved here
     Receive(ReceiveArgs),
+    /// Save a guest to a file
+    Save(SaveArgs),
+    /// Restore a guest from a snapshot file
+    Restore(RestoreArgs),
+    /// Show what a snapshot file holds, and check it
+    Info(InfoArgs),
     /// Show how fast a guest writes its memory, live
     Watch(WatchArgs),
+    /// Be the device by which a guest says which of its memory is free
+    Balloon(BalloonArgs),
     /// Run a synthetic guest, for trying things without a VMM
     Guest(GuestArgs),
     /// Measure on this machine, beside stock QEMU
     Bench(transship_bench::Bench),
-    /// Let the guest run again if the `move` that started this dies while it stands still
+    /// Put the guest back as it was if the command that started this dies while it stands still
     #[command(hide = true)]
     Guard {
+        #[arg(long)]
+        vm: String,
+        /// What the guest's adapter has to know for that
+        #[arg(long, default_value = "", allow_hyphen_values = true)]
+        will: String,
+        /// It ran
+        #[arg(long)]
+        run: bool,
+    },
+    /// Bring the pages of a guest if the `restore --lazy` that started this dies
+    #[command(hide = true)]
+    StandIn {
         #[arg(long)]
         vm: String,
     },
@@ -226,6 +279,99 @@ pub(crate) struct ReceiveArgs {
 }
 
 #[derive(Debug, Args)]
+#[command(after_long_help = SAVE_EXAMPLES)]
+pub(crate) struct SaveArgs {
+    /// The guest to save: qemu:SOCKET or handoff:SOCKET
+    #[arg(long)]
+    pub(crate) vm: String,
+    /// The file: PATH, file:PATH[,offset=N], fd:N or fdset:N,M
+    #[arg(long, value_name = "FILE")]
+    pub(crate) to: String,
+    /// Stop the guest while it is saved
+    #[arg(long, group = "way")]
+    pub(crate) paused: bool,
+    /// Save in rounds while it runs, then stop it for a moment [default]
+    #[arg(long, group = "way")]
+    pub(crate) live: bool,
+    /// Save the moment of the call while it runs on
+    ///
+    /// A page is saved before the first write to it goes through, so the file holds the guest as it was when the command began. It
+    /// stands still only while its device state is saved.
+    #[arg(long, group = "way")]
+    pub(crate) background: bool,
+    /// Let the guest run on afterwards [default]
+    #[arg(long, group = "then", hide_short_help = true)]
+    pub(crate) resume: bool,
+    /// Leave the guest stopped afterwards
+    #[arg(long, group = "then", conflicts_with = "background")]
+    pub(crate) stay_stopped: bool,
+    /// Threads that write, 1 to 255 [default: by cores, at most 16]
+    #[arg(long, value_name = "N")]
+    pub(crate) channels: Option<String>,
+    /// Write past the page cache: on, off or auto
+    ///
+    /// `auto`: where the file system can, and through the page cache elsewhere. `on` (also without a value): a file system that refuses
+    /// it is an error. A stream always goes through the page cache.
+    #[arg(long, value_name = "WHETHER", default_value = "auto", default_missing_value = "on", num_args = 0..=1, require_equals = true)]
+    pub(crate) direct_io: String,
+    /// Layout of the file: mapped-ram or stream
+    ///
+    /// `mapped-ram`: every page has its place, so many threads write at once and the file never takes more than the guest's memory.
+    /// QEMU 9.0 and newer load it. `stream`: one page after the other, again for each time that it changed; QEMU of any version loads it.
+    #[arg(long, value_enum, default_value_t = FileFormat::MappedRam, value_name = "FORMAT", hide_possible_values = true)]
+    pub(crate) format: FileFormat,
+    /// How long a live guest may stand still, up to 60s
+    #[arg(long, value_name = "TIME", default_value = "300ms")]
+    pub(crate) downtime: String,
+    /// Give up on a live guest after this many rounds
+    #[arg(long, value_name = "N", default_value = "30", hide_short_help = true)]
+    pub(crate) max_rounds: String,
+    /// How to ask the kernel to write: auto, uring or plain
+    #[arg(long, value_enum, default_value_t = FileIo::Auto, value_name = "HOW", hide_possible_values = true, hide_short_help = true)]
+    pub(crate) io: FileIo,
+    /// Print the result as one JSON object
+    #[arg(long)]
+    pub(crate) json: bool,
+    /// Save although devices write past the tracker
+    ///
+    /// As in `transship move`. A guest that is saved with --paused has no need of it.
+    #[arg(long, hide_short_help = true)]
+    pub(crate) allow_untracked_writers: bool,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum FileFormat {
+    MappedRam,
+    Stream,
+}
+
+impl From<FileFormat> for transship_engine::Format {
+    fn from(format: FileFormat) -> Self {
+        match format {
+            FileFormat::MappedRam => Self::MappedRam,
+            FileFormat::Stream => Self::Stream,
+        }
+    }
+}
+
+#[derive(Debug, Clone, Copy, ValueEnum)]
+pub(crate) enum FileIo {
+    Auto,
+    Uring,
+    Plain,
+}
+
+impl From<FileIo> for transship_engine::FileIo {
+    fn from(how: FileIo) -> Self {
+        match how {
+            FileIo::Auto => Self::Auto,
+            FileIo::Uring => Self::Uring,
+            FileIo::Plain => Self::Plain,
+        }
+    }
+}
+
+#[derive(Debug, Args)]
 #[command(after_long_help = WATCH_EXAMPLES)]
 pub(crate) struct WatchArgs {
     /// The guest to watch: qemu:SOCKET or handoff:SOCKET
@@ -246,6 +392,14 @@ pub(crate) struct WatchArgs {
     /// Watch although devices write past the tracker
     #[arg(long, hide_short_help = true)]
     pub(crate) allow_untracked_writers: bool,
+}
+
+#[derive(Debug, Args)]
+#[command(after_long_help = BALLOON_EXAMPLES)]
+pub(crate) struct BalloonArgs {
+    /// Socket that QEMU connects to, and whoever moves or saves the guest
+    #[arg(long, value_name = "PATH")]
+    pub(crate) socket: std::path::PathBuf,
 }
 
 #[derive(Debug, Args)]

@@ -1,7 +1,8 @@
 //! A guest must not stand still for ever because the process that stopped it was killed.
 //!
 //! While the guest is stopped and not given up, a second process waits on a pipe for the end of this one. When the pipe ends without a word,
-//! it lets the guest run again. The word is written before the destination is told to go: from then on nobody here resumes the guest.
+//! it puts the guest back as it was, and lets it run again if it ran. The word is written before the destination is told to go: from then on
+//! nobody here resumes the guest.
 use std::{
     env,
     io::{self, Read, Write},
@@ -10,8 +11,8 @@ use std::{
     time::Duration,
 };
 
-use transship_engine::guest::{GuestError, SourceGuest};
-use transship_memory::{Freeing, GuestMemory, Tracker};
+use transship_engine::guest::{GuestError, SourceGuest, StateFormat};
+use transship_memory::{Freeing, GuestMemory, Protection, Tracker};
 use transship_wire::GuestDescription;
 
 /// The word.
@@ -32,10 +33,13 @@ impl Guarded {
         Self { guest, vm: vm.to_owned(), guard: None, ending: None }
     }
 
-    fn arm(&mut self) -> Result<(), GuestError> {
+    /// `run`: it runs, and is to run again.
+    fn arm(&mut self, run: bool) -> Result<(), GuestError> {
+        let will = self.guest.last_will()?;
         let start = || {
             Command::new(env::current_exe()?)
-                .args(["guard", "--vm", &self.vm])
+                .args(["guard", "--vm", &self.vm, "--will", &will])
+                .args(run.then_some("--run"))
                 .stdin(Stdio::piped())
                 .stdout(Stdio::null())
                 // A Ctrl-C in the terminal, and a kill of our group, are not for it.
@@ -91,15 +95,30 @@ impl SourceGuest for Guarded {
     }
 
     fn stop(&mut self) -> Result<(), GuestError> {
-        // A guest that stood before the move is not to be let run.
-        if self.guest.is_running()? {
-            self.arm()?;
-        }
+        // A guest that stood before is not to be let run.
+        let run = self.guest.is_running()?;
+        self.arm(run)?;
         self.guest.stop()
+    }
+
+    fn protect(&mut self) -> Result<Protection, GuestError> {
+        self.guest.protect()
+    }
+
+    fn check_protected(&mut self) -> Result<(), GuestError> {
+        self.guest.check_protected()
+    }
+
+    fn state_format(&self) -> StateFormat {
+        self.guest.state_format()
     }
 
     fn state_estimate(&self) -> Duration {
         self.guest.state_estimate()
+    }
+
+    fn keep_stopped(&mut self) {
+        self.guest.keep_stopped();
     }
 
     fn save_state(&mut self) -> Result<Box<dyn Read + Send>, GuestError> {
@@ -125,5 +144,9 @@ impl SourceGuest for Guarded {
 
     fn resume_hint(&self) -> String {
         self.guest.resume_hint()
+    }
+
+    fn last_will(&mut self) -> Result<String, GuestError> {
+        self.guest.last_will()
     }
 }

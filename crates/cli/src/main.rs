@@ -3,7 +3,7 @@
 //! - `args`, `checks`, `units`: from words to checked values, before anything touches a VM
 //! - `commands`: a file for each subcommand
 //! - `progress`, `summary`, `output`, `failure`: from numbers to words, and exit codes
-//! - `signals`: Ctrl-C; `guard`: what even `kill -9` must not leave behind
+//! - `signals`: Ctrl-C; `guard`, `stand_in`: what even `kill -9` must not leave behind
 #![forbid(unsafe_code)]
 
 mod args;
@@ -14,6 +14,7 @@ mod guard;
 mod output;
 mod progress;
 mod signals;
+mod stand_in;
 mod summary;
 mod units;
 
@@ -37,9 +38,15 @@ fn main() -> ExitCode {
 
 /// Runs the command. A bug that panics halfway through a move still ends with an exit code that is true.
 fn run(cli: &Cli) -> Result<(), Failure> {
-    panic::catch_unwind(|| dispatch(cli)).unwrap_or_else(|_| match cli.command {
+    panic::catch_unwind(|| dispatch(cli)).unwrap_or_else(|_| match &cli.command {
         Command::Move(_) | Command::Receive(_) => Err(Failure::NeedsPerson(
             "a bug ended this process in the middle of a move; look at both VMs, at most one of them may run".into(),
+        )),
+        Command::Save(_) => {
+            Err(Failure::NeedsPerson("a bug ended this process in the middle of a save; look whether the guest runs".into()))
+        }
+        Command::Restore(args) if args.lazy => Err(Failure::NeedsPerson(
+            "a bug ended this process in the middle of a restore; a second process brings the guest's pages if it was started already".into(),
         )),
         _ => Err(Failure::Failed("a bug ended this process".into())),
     })
@@ -49,10 +56,15 @@ fn dispatch(cli: &Cli) -> Result<(), Failure> {
     match &cli.command {
         Command::Move(args) => commands::moving::run(args),
         Command::Receive(args) => commands::receive::run(args),
+        Command::Save(args) => commands::save::run(args),
+        Command::Restore(args) => commands::restore::run(args),
+        Command::Info(args) => commands::info::run(args),
         Command::Watch(args) => commands::watch::run(args),
+        Command::Balloon(args) => commands::balloon::run(args),
         Command::Guest(args) => commands::guest::run(args),
         Command::Bench(bench) => bench.run().map_err(Failure::Failed),
-        Command::Guard { vm } => commands::guard::run(vm),
+        Command::Guard { vm, will, run } => commands::guard::run(vm, will, *run),
+        Command::StandIn { vm } => commands::stand_in::run(vm),
         Command::Completions { shell } => commands::shell::completions(*shell),
         Command::Man { subcommand } => commands::shell::manual(subcommand.as_deref()),
     }

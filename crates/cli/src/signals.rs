@@ -2,7 +2,8 @@
 use std::{io, sync::Arc, thread};
 
 use signal_hook::{
-    consts::{SIGHUP, SIGINT, SIGTERM},
+    consts::{SIGHUP, SIGINT, SIGTERM, SIGXFSZ},
+    flag,
     iterator::{Handle, Signals},
 };
 use transship_engine::{Phase, Progress};
@@ -56,23 +57,39 @@ impl Drop for Watcher {
     }
 }
 
-/// Which end of a move this process is.
+/// Which end of a move this process is, or what else.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Side {
     Source,
     Destination,
+    Save,
+    /// A guest from a file.
+    Restore,
+}
+
+/// Makes a file that is longer than this process may make one (`ulimit -f`) an error instead of our end.
+pub(crate) fn outlive_file_limits() -> Result<(), Failure> {
+    let handled = flag::register(SIGXFSZ, Arc::default());
+    handled.map(drop).map_err(|error| Failure::Failed(format!("can't handle a signal: {error}")))
 }
 
 fn answer(phase: Phase, before: usize, side: Side) -> &'static str {
     match (phase, side) {
-        (Phase::HandedOver | Phase::Done, Side::Source) => {
+        (Phase::Done, Side::Save) => "too late to cancel: the guest has been saved",
+        (Phase::HandedOver | Phase::Done, Side::Source | Side::Save) => {
             "too late to cancel: the guest has been handed over, it is the destination's now"
         }
         (Phase::HandedOver | Phase::Done, Side::Destination) => {
             "too late to cancel: the guest has been handed over to this side"
         }
+        (Phase::Filling, Side::Restore) => {
+            "too late to cancel: the guest runs and needs this process until all its pages are there; end the VMM instead"
+        }
+        (Phase::HandedOver | Phase::Done, Side::Restore) => "too late to cancel: the guest is being let run",
         _ if before > 0 => "already cancelling; wait for it, so that nothing is left behind in the VMM",
         (_, Side::Source) => "cancelling; the guest runs on here",
+        (_, Side::Save) => "cancelling; the guest runs on, and the file stays as it was",
+        (_, Side::Restore) => "cancelling; nothing will run",
         (_, Side::Destination) => "cancelling; the guest runs on at the source",
     }
 }

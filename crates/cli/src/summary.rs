@@ -1,4 +1,7 @@
 //! The result of a move: one JSON object, or a short table for people.
+mod restore;
+mod save;
+
 use std::{fmt::Write as _, io};
 
 use transship_engine::{Error, Report, Status};
@@ -8,6 +11,9 @@ use crate::{
     output,
     units::{Bytes, Count, Rate, Time},
 };
+
+pub(crate) use restore::restored;
+pub(crate) use save::saved;
 
 /// Prints the result and yields how the command ends.
 pub(crate) fn finish(outcome: Result<(), Error>, mut report: Report, json: bool) -> Result<(), Failure> {
@@ -44,7 +50,7 @@ fn table(report: &Report) -> String {
         row("downtime", Time::from_ms(report.downtime_ms).to_string());
     }
     if !report.rounds.is_empty() {
-        row("rounds", rounds(report));
+        row("rounds", rounds(report, "sent"));
     }
     let pages = report.pages;
     let kinds = [
@@ -94,12 +100,12 @@ fn cpu(report: &Report) -> String {
     format!("{:.2} s ({})", cpu.total, roles.join(", "))
 }
 
-fn rounds(report: &Report) -> String {
+fn rounds(report: &Report, done: &str) -> String {
     const SHOWN: usize = 5;
     let (first, rest) = report.rounds.split_at(report.rounds.len().min(SHOWN));
     let sent: Vec<_> = first.iter().map(|round| Bytes(round.bytes).to_string()).collect();
     let more = if rest.is_empty() { "" } else { ", …" };
-    format!("{} ({}{more} sent)", report.rounds.len(), sent.join(", "))
+    format!("{} ({}{more} {done})", report.rounds.len(), sent.join(", "))
 }
 
 fn status_name(status: Status) -> &'static str {

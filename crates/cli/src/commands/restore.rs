@@ -1,0 +1,67 @@
+//! `transship restore`: a guest from a file.
+use std::sync::Arc;
+
+use transship_engine::{DirectIo, Error, FileUri, Progress, Report, RestoreOptions, StandIn, restore_guest};
+use transship_vmm::{VmAddress, attach_destination};
+
+use crate::{
+    args::RestoreArgs,
+    checks::Checks,
+    failure::Failure,
+    progress::Display,
+    signals::{Side, Watcher},
+    stand_in, summary, units,
+};
+
+pub(crate) fn run(args: &RestoreArgs) -> Result<(), Failure> {
+    let request = Request::check(args)?;
+    let progress = Progress::new();
+    let _signals = Watcher::cancelling(&progress, Side::Restore)?;
+    let mut report = Report::default();
+    let outcome = restore(&request, &progress, &mut report);
+    summary::restored(outcome, report, args.json)
+}
+
+fn restore(request: &Request, progress: &Arc<Progress>, report: &mut Report) -> Result<(), Error> {
+    let mut guest = attach_destination(&request.vm)?;
+    let _display =
+        Display::start(progress).map_err(|source| Error::Io { what: "can't start a thread".into(), source })?;
+    let mut stand_in = request.lazy.then(|| stand_in::Process::new(&request.vm_text));
+    let lazily = stand_in.as_mut().map(|process| process as &mut dyn StandIn);
+    restore_guest(guest.as_mut(), &request.from, &request.options, lazily, progress, report)
+}
+
+/// What was asked for, checked as far as possible without touching a VM.
+struct Request {
+    vm: VmAddress,
+    /// As the user wrote it.
+    vm_text: String,
+    from: FileUri,
+    lazy: bool,
+    options: RestoreOptions,
+}
+
+impl Request {
+    fn check(args: &RestoreArgs) -> Result<Self, Failure> {
+        let mut checks = Checks::default();
+        let defaults = RestoreOptions::default();
+        let vm = checks.read("--vm", &args.vm, str::parse::<VmAddress>);
+        let from = checks.read("--from", &args.from, str::parse::<FileUri>);
+        let channels = match &args.channels {
+            Some(text) => checks.within("--channels", text, units::count, (1, 255), "1 to 255"),
+            None => Some(u64::from(defaults.channels)),
+        };
+        let direct_io = checks.read("--direct-io", &args.direct_io, str::parse::<DirectIo>);
+        let run = match (args.run, args.stopped) {
+            (true, _) => Some(true),
+            (_, true) => Some(false),
+            _ => None,
+        };
+        let request = (|| {
+            let channels = channels?.try_into().ok()?;
+            let options = RestoreOptions { channels, direct_io: direct_io?, io: args.io.into(), run };
+            Some(Self { vm: vm?, vm_text: args.vm.clone(), from: from?, lazy: args.lazy, options })
+        })();
+        checks.finish(request)
+    }
+}

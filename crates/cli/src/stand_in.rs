@@ -1,0 +1,94 @@
+//! The second process beside a lazy restore: see `transship_engine::StandIn`.
+//!
+//! The two speak over a socket, which is the standard input of the second: a line with what to take over, and the descriptors for it; then, at the end, one
+//! byte that says how the restore ended. No byte, and the restore has died. Our standard error comes as the last of the descriptors, so that the
+//! second process can close it: whoever waits for its end is to wait no longer than there is something to say.
+use std::{
+    env,
+    io::{self, Write},
+    os::{
+        fd::{AsFd, BorrowedFd, OwnedFd},
+        unix::{net::UnixStream, process::CommandExt},
+    },
+    process::{Child, Command, Stdio},
+    time::{Duration, Instant},
+};
+
+use transship_engine::{Ending, StandIn, TakeOver, guest::GuestError};
+use transship_vmm::handoff::LineSocket;
+
+/// How long the second process may take to be there and to listen: it is this same program.
+const ARM_WAIT: Duration = Duration::from_secs(30);
+
+/// The byte for each ending.
+const WORDS: [(Ending, u8); 3] = [(Ending::Complete, b'c'), (Ending::Hold, b'h'), (Ending::GoOn, b'g')];
+
+/// What a byte of the socket says.
+pub(crate) fn ending(word: u8) -> Option<Ending> {
+    WORDS.iter().find(|(_, byte)| *byte == word).map(|(ending, _)| *ending)
+}
+
+/// The process, as the restore has it.
+pub(crate) struct Process {
+    vm: String,
+    started: Option<(Child, UnixStream)>,
+}
+
+impl Process {
+    /// `vm`: the guest's address, for the second process.
+    pub(crate) fn new(vm: &str) -> Self {
+        Self { vm: vm.to_owned(), started: None }
+    }
+
+    fn start(&mut self, what: &TakeOver, files: &[BorrowedFd<'_>]) -> io::Result<()> {
+        let (ours, theirs) = UnixStream::pair()?;
+        let child = Command::new(env::current_exe()?)
+            .args(["stand-in", "--vm", &self.vm])
+            .stdin(Stdio::from(OwnedFd::from(theirs)))
+            .stdout(Stdio::null())
+            .stderr(Stdio::null())
+            // A Ctrl-C in the terminal, and a kill of our group, are not for it.
+            .process_group(0)
+            .spawn()?;
+        let text = serde_json::to_vec(what)?;
+        let line = LineSocket::new(ours.try_clone()?);
+        let stderr = io::stderr();
+        let all: Vec<_> = files.iter().copied().chain([stderr.as_fd()]).collect();
+        let sent = line.send(&text, &all, Instant::now() + ARM_WAIT);
+        self.started = Some((child, ours));
+        sent.map_err(io::Error::other)
+    }
+}
+
+impl StandIn for Process {
+    fn arm(&mut self, what: &TakeOver, files: &[BorrowedFd<'_>]) -> Result<(), GuestError> {
+        let failed =
+            |e| GuestError(format!("can't start the process that would bring the guest's pages without us: {e}"));
+        self.start(what, files).map_err(failed)
+    }
+
+    fn end(&mut self, how: Ending) {
+        let Some((mut child, mut socket)) = self.started.take() else { return };
+        let word = WORDS.iter().find(|(ending, _)| *ending == how).map(|(_, byte)| *byte);
+        // If it is gone nothing is to be said.
+        let _ = socket.write_all(word.as_slice());
+        if how == Ending::Complete {
+            // Whoever waits for us finds nothing of ours left.
+            let _ = child.wait();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_ending_has_its_word() {
+        for how in [Ending::Complete, Ending::Hold, Ending::GoOn] {
+            let word = WORDS.iter().find(|(ending, _)| *ending == how).expect("a word").1;
+            assert_eq!(ending(word), Some(how));
+        }
+        assert_eq!(ending(b'?'), None);
+    }
+}
