@@ -4,7 +4,7 @@ use std::{sync::Arc, time::Instant};
 use transship_wire::qemu::Configuration;
 
 use super::{
-    Format, SaveOptions, Then, Way,
+    DirectIo, Format, SaveOptions, Then, Way,
     live::Rounds,
     mapped::MappedFile,
     output::{Output, RegionBlock, region_blocks},
@@ -36,7 +36,9 @@ pub fn save_guest(
 ) -> Result<(), Error> {
     let begin = Instant::now();
     report.bytes.guest = guest.memory().bytes();
-    let result = Target::create(to, options.direct_io, &guest.memory()).and_then(|mut target| {
+    // A stream's pages have no places that a disk could take.
+    let direct_io = if options.format == Format::Stream { DirectIo::Off } else { options.direct_io };
+    let result = Target::create(to, direct_io, &guest.memory()).and_then(|mut target| {
         fail_point::reach("save.created")?;
         Saving { guest, options, target: &mut target, progress, report, begin }.run()
     });
