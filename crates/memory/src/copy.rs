@@ -131,6 +131,12 @@ impl Region {
     }
 
     fn write_file(&self, pages: PageRange, bytes: &[u8]) -> Result<(), Error> {
+        self.try_write_file(pages, bytes).map_err(|source| self.failed("writing pages", source))
+    }
+
+    /// Writes pages that were checked by way of the file; not on a hugetlbfs.
+    pub(crate) fn try_write_file(&self, pages: PageRange, bytes: &[u8]) -> Result<(), Errno> {
+        assert_eq!(bytes.len() as u64, pages.bytes(), "bytes for the pages, no more and no less");
         let mut offset = self.offset_in_file(pages.first);
         let mut rest = bytes;
         // Writers of one file wait for each other in the kernel, and spin there. Waiting here instead gives the same bytes a second for half
@@ -138,13 +144,13 @@ impl Region {
         let _turn = self.writing.lock().unwrap_or_else(PoisonError::into_inner);
         while !rest.is_empty() {
             match rustix::io::pwrite(self.file(), rest, offset) {
-                Ok(0) => return Err(self.failed("writing pages", Errno::NOSPC)),
+                Ok(0) => return Err(Errno::NOSPC),
                 Ok(written) => {
                     offset += written as u64;
                     rest = &rest[written..];
                 }
                 Err(Errno::INTR) => {}
-                Err(source) => return Err(self.failed("writing pages", source)),
+                Err(source) => return Err(source),
             }
         }
         Ok(())

@@ -1,5 +1,5 @@
-//! Pages between guest memory and files at fixed places, many at a time: straight from and to the mapping, without a copy of ours, so that
-//! a file opened with O_DIRECT is read and written by the disk itself.
+//! Pages between guest memory and files at fixed places, many at a time. They are written straight from the mapping, without a copy of ours, so
+//! that a file opened with O_DIRECT is written by the disk itself; read pages take the way that is fastest into the memory's own file.
 //!
 //! A caller asks for runs of pages; runs that continue each other, in memory and in the file, become one request of the kernel:
 //!
@@ -25,6 +25,7 @@ use rustix::fs::OFlags;
 
 pub use self::buffer::PageBuffer;
 use self::{
+    buffer::Spare,
     request::{Body, Direction, Failure, Request},
     uring::Ring,
 };
@@ -42,15 +43,16 @@ pub enum FileIo {
     ///
     /// | | plain, writing | io_uring 16, writing | plain, reading | io_uring 16, reading |
     /// | --- | --- | --- | --- | --- |
-    /// | direct, 1 MiB requests | 770, 29 | 2120, 19 | 820, 27 | 1230, 23 |
-    /// | direct, 64 KiB requests | 475, 50 | 2380, 18 | 360, 51 | 900, 24 |
-    /// | direct, single pages | 57, 700 | 50, 470 | 54, 690 | 148, 216 |
-    /// | page cache, 1 MiB requests | 1960, 41 | 2360, 36 | 4100, 18 | 4810, 18 |
-    /// | page cache, 64 KiB requests | 1500, 27 | 880, 52 | 3500, 11 | 2810, 15 |
-    /// | page cache, single pages | 385, 113 | 162, 257 | 1450, 31 | 880, 51 |
+    /// | direct, 1 MiB requests | 1030, 35 | 1880, 24 | 400, 133 | 510, 130 |
+    /// | direct, 64 KiB requests | 470, 66 | 1290, 23 | 205, 129 | 380, 91 |
+    /// | direct, single pages | 43, 780 | 80, 315 | 41, 770 | 107, 339 |
+    /// | page cache, 1 MiB requests | 2920, 32 | 2320, 38 | 945, 122 | 655, 134 |
+    /// | page cache, 64 KiB requests | 1850, 27 | 1540, 36 | 875, 60 | 865, 65 |
+    /// | page cache, single pages | 725, 74 | 192, 226 | 765, 105 | 343, 144 |
     ///
     /// Past the page cache it is the disk's answer that a thread waits for, and many requests at once hide it. Into the page cache the kernel copies,
-    /// which it hands to threads of its own with io_uring, and those wait for each other. 16 in flight are enough; 64 were no faster.
+    /// which it hands to threads of its own with io_uring, and those wait for each other. 16 in flight are enough; 64 were no faster, and reading
+    /// takes a buffer of 1 MiB for each.
     #[default]
     Auto,
     /// io_uring: many requests in flight from one thread.
@@ -64,10 +66,12 @@ pub enum FileIo {
 ///
 /// After an error nothing more is asked of the kernel, and every later call repeats that error.
 pub struct FileQueue {
-    /// None: plain. Before `file`, so that it goes first: it waits for requests on that file.
+    /// None: plain.
     ring: Option<Ring>,
     memory: GuestMemory,
     file: OwnedFd,
+    /// For plain requests.
+    spare: Spare,
     /// Not given to the kernel yet, as the next call may continue it. Pages, never a buffer.
     pending: Option<Request>,
     /// The first one.
@@ -90,7 +94,7 @@ impl FileQueue {
             FileIo::Auto if is_direct(file.as_fd()) => Ring::new(memory.clone(), depth).ok(),
             FileIo::Auto => None,
         };
-        Ok(Self { ring, memory, file, pending: None, failed: None })
+        Ok(Self { ring, memory, file, spare: Spare::default(), pending: None, failed: None })
     }
 
     /// Whether it is io_uring.
@@ -118,7 +122,7 @@ impl FileQueue {
         self.start(Request::new(Direction::Write, Body::Buffer(buffer), offset))
     }
 
-    /// Asks to read `pages` of a region from byte `offset` of the file on, into place.
+    /// Asks to read `pages` of a region from byte `offset` of the file on, into place. Whoever looks at them meanwhile may see parts of it.
     ///
     /// # Errors
     /// As [`FileQueue::write`]; a region mapped for reading; a file that ends too early.
@@ -153,8 +157,7 @@ impl FileQueue {
             if !self.pending.as_ref().is_some_and(|pending| pending.is_continued_by(direction, region, rest.first, at))
             {
                 self.flush()?;
-                let none = Body::Pages { region, pages: PageRange::new(rest.first, 0) };
-                self.pending = Some(Request::new(direction, none, at));
+                self.pending = Some(Request::of_pages(direction, region, PageRange::new(rest.first, 0), at));
             }
             let pending = self.pending.as_mut().expect("made above where there was none");
             let taken = pending.extend(rest.count, REQUEST_PAGES);
@@ -173,11 +176,16 @@ impl FileQueue {
         self.pending.take().map_or(Ok(()), |request| self.start(request))
     }
 
-    fn start(&mut self, request: Request) -> Result<(), Error> {
+    fn start(&mut self, mut request: Request) -> Result<(), Error> {
         let file = self.file.as_fd();
         let started = request.check_place(&self.memory, file).and_then(|()| match &mut self.ring {
             Some(ring) => ring.start(file, request),
-            None => plain::transfer(&self.memory, file, request),
+            None => {
+                request.get_ready(&self.memory, &mut self.spare);
+                let transferred = plain::transfer(&self.memory, file, &mut request);
+                self.spare.give(request.into_spare());
+                transferred
+            }
         });
         if let Err(failure) = started {
             self.failed.get_or_insert(failure);
@@ -187,6 +195,15 @@ impl FileQueue {
 
     fn check_failed(&self) -> Result<(), Error> {
         self.failed.as_ref().map_or(Ok(()), |failure| Err(failure.error()))
+    }
+}
+
+impl Drop for FileQueue {
+    fn drop(&mut self) {
+        if let Some(ring) = &mut self.ring {
+            // Who wants to know of errors asks finish() for them.
+            let _ = ring.finish(self.file.as_fd());
+        }
     }
 }
 

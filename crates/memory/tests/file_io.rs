@@ -209,7 +209,25 @@ fn a_full_file_system_is_an_error_that_stays() {
     });
 }
 
-/// As the one above, for whom can't mount.
+#[test]
+fn memory_that_has_no_room_is_an_error() {
+    with_mounts_of_its_own(|dir| {
+        rustix::mount::mount("none", dir, "tmpfs", MountFlags::empty(), Some(c"size=256k")).unwrap();
+        let disk = disk();
+        let Some((file, _)) = on_disk(&disk, 512) else { return };
+        for how in ways() {
+            let ram = open(&dir.join("ram"), NEW | OFlags::TRUNC).unwrap();
+            rustix::fs::ftruncate(&ram, 512 * PAGE).unwrap();
+            let mut queue = queue(&memory(&ram, 512), &file, how);
+            let failed =
+                queue.read(0, PageRange::new(0, 512), 0).and_then(|()| queue.finish()).unwrap_err().to_string();
+            let expected = "into the file of its memory: No space left on device";
+            assert!(failed.starts_with("putting pages ") && failed.contains(expected), "{failed}");
+        }
+    });
+}
+
+/// As the one above the last, for whom can't mount.
 #[test]
 fn a_device_that_is_always_full_is_an_error() {
     for how in ways() {

@@ -1,5 +1,6 @@
 //! Memory of our own that a disk can read and write.
 
+use super::REQUEST_PAGES;
 use crate::PAGE_BYTES;
 
 /// Whole pages of our own, aligned for direct I/O.
@@ -29,5 +30,21 @@ impl PageBuffer {
     /// The bytes, to be filled.
     pub fn bytes_mut(&mut self) -> &mut [u8] {
         &mut self.room[self.start..][..self.len]
+    }
+}
+
+/// Buffers for requests of any size that were used, and can be again. What is in them is of no use.
+#[derive(Default)]
+pub(super) struct Spare {
+    buffers: Vec<PageBuffer>,
+}
+
+impl Spare {
+    pub(super) fn take(&mut self) -> PageBuffer {
+        self.buffers.pop().unwrap_or_else(|| PageBuffer::new(REQUEST_PAGES as usize))
+    }
+
+    pub(super) fn give(&mut self, buffer: Option<PageBuffer>) {
+        self.buffers.extend(buffer);
     }
 }

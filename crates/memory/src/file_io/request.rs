@@ -7,7 +7,7 @@ use rustix::{
     io::Errno,
 };
 
-use super::PageBuffer;
+use super::{PageBuffer, buffer::Spare};
 use crate::{Error, GuestMemory, PAGE_BYTES, PageRange};
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -20,8 +20,8 @@ pub(super) enum Direction {
 
 /// The memory of a request.
 pub(super) enum Body {
-    /// Pages of a region that has them.
-    Pages { region: usize, pages: PageRange },
+    /// Pages of a region that has them. `through`: they are read into this first, and go into place when all are there.
+    Pages { region: usize, pages: PageRange, through: Option<PageBuffer> },
     /// Bytes of our own.
     Buffer(PageBuffer),
 }
@@ -49,6 +49,31 @@ impl Request {
         Self { direction, body, offset, done: 0 }
     }
 
+    /// Pages of a region that has them.
+    pub(super) fn of_pages(direction: Direction, region: usize, pages: PageRange, offset: u64) -> Self {
+        Self::new(direction, Body::Pages { region, pages, through: None }, offset)
+    }
+
+    /// To be called when it does not grow any more, before it is given to the kernel.
+    ///
+    /// Pages that are read are holes mostly. Through the mapping each is a fault, and is cleared before it is written: writing the region's
+    /// file is twice as fast (540 MB/s became 1040, 370 ms of CPU time for 512 MiB became 205). A hugetlbfs can't be written.
+    pub(super) fn get_ready(&mut self, memory: &GuestMemory, spare: &mut Spare) {
+        if let (Direction::Read, Body::Pages { region, through, .. }) = (self.direction, &mut self.body)
+            && memory.get(*region).is_some_and(|region| !region.is_hugetlb())
+        {
+            through.get_or_insert_with(|| spare.take());
+        }
+    }
+
+    /// What get_ready() took.
+    pub(super) fn into_spare(self) -> Option<PageBuffer> {
+        match self.body {
+            Body::Pages { through, .. } => through,
+            Body::Buffer(_) => None,
+        }
+    }
+
     pub(super) fn direction(&self) -> Direction {
         self.direction
     }
@@ -70,7 +95,8 @@ impl Request {
     /// The rest of its memory. Good as long as `memory` and the request are there.
     pub(super) fn rest(&mut self, memory: &GuestMemory) -> (*mut u8, usize) {
         let (start, len) = match &mut self.body {
-            Body::Pages { region, pages } => memory.get(*region).expect("a region that was checked").raw(*pages),
+            Body::Pages { pages, through: Some(buffer), .. } => (buffer.bytes_mut().as_mut_ptr(), bytes_of(pages)),
+            Body::Pages { region, pages, .. } => memory.get(*region).expect("a region that was checked").raw(*pages),
             Body::Buffer(buffer) => (buffer.bytes_mut().as_mut_ptr(), buffer.bytes().len()),
         };
         (start.wrapping_add(self.done), len - self.done)
@@ -78,7 +104,7 @@ impl Request {
 
     /// Whether page `first` of the region, at `offset` of the file, comes right behind.
     pub(super) fn is_continued_by(&self, direction: Direction, region: usize, first: u64, offset: u64) -> bool {
-        let Body::Pages { region: of, pages } = &self.body else { return false };
+        let Body::Pages { region: of, pages, .. } = &self.body else { return false };
         self.direction == direction && *of == region && pages.end() == first && self.end() == Some(offset)
     }
 
@@ -116,7 +142,7 @@ impl Request {
             Ok(moved) => {
                 self.done += moved;
                 assert!(self.done <= len, "no more is moved than was asked for");
-                if self.done == len { Next::Done } else { Next::Again }
+                if self.done == len { self.arrived(memory) } else { Next::Again }
             }
             Err(Errno::INTR) => Next::Again,
             // With direct I/O the end of a file may lie within a block, and asking for what is behind it is not answered with 0 bytes.
@@ -127,9 +153,27 @@ impl Request {
         }
     }
 
+    /// All has been moved.
+    fn arrived(&self, memory: &GuestMemory) -> Next {
+        let Body::Pages { region, pages, through: Some(buffer) } = &self.body else { return Next::Done };
+        let of = memory.get(*region).expect("a region that was checked");
+        match of.try_write_file(*pages, &buffer.bytes()[..bytes_of(pages)]) {
+            Ok(()) => Next::Done,
+            Err(why) => {
+                let what = format!(
+                    "putting pages {}..{} of region {:?} into the file of its memory",
+                    pages.first,
+                    pages.end(),
+                    of.name()
+                );
+                Next::Failed(Failure { what, why: Why::System(why) })
+            }
+        }
+    }
+
     fn len(&self) -> usize {
         match &self.body {
-            Body::Pages { pages, .. } => pages.count as usize * PAGE_BYTES,
+            Body::Pages { pages, .. } => bytes_of(pages),
             Body::Buffer(buffer) => buffer.bytes().len(),
         }
     }
@@ -167,7 +211,7 @@ impl Request {
             Direction::Read => "reading",
         };
         let body = match &self.body {
-            Body::Pages { region, pages } => {
+            Body::Pages { region, pages, .. } => {
                 let name = memory.get(*region).map_or("", |region| region.name());
                 format!("pages {}..{} of region {name:?}", pages.first, pages.end())
             }
@@ -175,6 +219,10 @@ impl Request {
         };
         format!("{doing} {body} at byte {:#x} of the file", self.offset)
     }
+}
+
+fn bytes_of(pages: &PageRange) -> usize {
+    pages.count as usize * PAGE_BYTES
 }
 
 /// Why a request failed; can be told again and again.
@@ -233,7 +281,7 @@ mod tests {
     }
 
     fn request(direction: Direction) -> Request {
-        Request::new(direction, Body::Pages { region: 0, pages: PageRange::new(2, 3) }, 4096)
+        Request::of_pages(direction, 0, PageRange::new(2, 3), 4096)
     }
 
     #[test]

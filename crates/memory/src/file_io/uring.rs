@@ -10,6 +10,7 @@ use io_uring::{IoUring, opcode, squeue::Entry, types::Fd};
 use rustix::io::Errno;
 
 use super::{
+    buffer::Spare,
     plain,
     request::{Direction, Failure, Next, Request},
 };
@@ -25,6 +26,7 @@ pub(super) struct Ring {
     /// What the kernel works on; the index is the request's number there.
     places: Vec<Option<Request>>,
     free: Vec<usize>,
+    spare: Spare,
 }
 
 impl Ring {
@@ -33,17 +35,24 @@ impl Ring {
     pub(super) fn new(memory: GuestMemory, depth: u16) -> io::Result<Self> {
         let ring = IoUring::new(depth.into())?;
         let depth = usize::from(depth);
-        Ok(Self { ring, memory, places: (0..depth).map(|_| None).collect(), free: (0..depth).collect() })
+        Ok(Self {
+            ring,
+            memory,
+            places: (0..depth).map(|_| None).collect(),
+            free: (0..depth).collect(),
+            spare: Spare::default(),
+        })
     }
 
     /// Gives the request to the kernel; waits for a place if there is none.
     ///
     /// # Errors
     /// Of a request before, which has ended meanwhile. This one is then not begun.
-    pub(super) fn start(&mut self, file: BorrowedFd<'_>, request: Request) -> Result<(), Failure> {
+    pub(super) fn start(&mut self, file: BorrowedFd<'_>, mut request: Request) -> Result<(), Failure> {
         while self.free.is_empty() {
             self.wait(file)?;
         }
+        request.get_ready(&self.memory, &mut self.spare);
         let place = self.free.pop().expect("seen above");
         self.places[place] = Some(request);
         self.push(file, place);
@@ -89,25 +98,24 @@ impl Ring {
         let mut request = self.places[place].take().expect("a request that is in flight");
         let next = match answer {
             // The thread that asked has ended, or the kernel had no room to wait for it: it is done here and now.
-            Err(Errno::CANCELED | Errno::AGAIN) => {
-                self.free.push(place);
-                return plain::transfer(&self.memory, file, request);
-            }
+            Err(Errno::CANCELED | Errno::AGAIN) => match plain::transfer(&self.memory, file, &mut request) {
+                Ok(()) => Next::Done,
+                Err(failure) => Next::Failed(failure),
+            },
             answer => request.answered(answer, &self.memory, file),
         };
-        match next {
+        let result = match next {
             Next::Again => {
                 self.places[place] = Some(request);
                 self.push(file, place);
                 return self.enter(0).map_err(Failure::of_ring);
             }
-            Next::Done => self.free.push(place),
-            Next::Failed(failure) => {
-                self.free.push(place);
-                return Err(failure);
-            }
-        }
-        Ok(())
+            Next::Done => Ok(()),
+            Next::Failed(failure) => Err(failure),
+        };
+        self.spare.give(request.into_spare());
+        self.free.push(place);
+        result
     }
 
     /// Makes what is left of the request in this place known to the kernel, which looks at it when it is entered.
