@@ -1,0 +1,364 @@
+//! Guests saved to files: stock QEMU loads them and the guests check themselves; whatever goes wrong, the guest runs on and the old file is whole.
+mod ends;
+mod stock;
+
+use std::{
+    fs,
+    path::{Path, PathBuf},
+    time::Duration,
+};
+
+use ends::number;
+use rustix::process::Signal;
+use serde_json::json;
+use stock::StockLoad;
+use transship_tests::{
+    Finished, LabError, Qemu, Result, Scratch, Synthetic, Transship, Workload, synthetic::SyntheticState,
+    transship::TransshipBuilder, versions::other_qemu, wait_until,
+};
+
+/// On a real disk: memory takes direct I/O in its own way.
+fn disk() -> Result<Scratch> {
+    Scratch::within(&std::env::temp_dir())
+}
+
+fn io<T>(result: std::io::Result<T>) -> Result<T> {
+    result.map_err(|e| LabError(e.to_string()))
+}
+
+fn saving(vm: &str, to: impl AsRef<Path>) -> TransshipBuilder {
+    let to = to.as_ref().to_string_lossy();
+    Transship::command(["save", "--vm", vm, "--to", &*to, "--json"])
+}
+
+fn names(folder: &Scratch) -> Result<Vec<String>> {
+    let entries = io(fs::read_dir(folder.path()))?;
+    let mut names: Vec<_> = entries.flatten().map(|entry| entry.file_name().to_string_lossy().into_owned()).collect();
+    names.sort();
+    Ok(names)
+}
+
+/// A guest that was loaded runs where it was saved: it goes on counting, and finds all its pages.
+fn assert_goes_on(guest: &Qemu, story: &str) -> Result<()> {
+    assert_eq!(guest.status()?, "running", "{story}");
+    let count = guest.next_count()?;
+    let sweep = guest.sweep()?;
+    assert_eq!((count.errors, sweep.errors), (0, 0), "{story}: {count:?} {sweep:?}");
+    assert!(sweep.pages > 0, "{story}: {sweep:?}");
+    Ok(())
+}
+
+fn assert_nothing_left_in(guest: &Qemu) -> Result<()> {
+    assert_eq!(guest.open_files()?.iter().filter(|file| file.contains("userfaultfd")).count(), 0);
+    assert!(!guest.is_traced()?);
+    Ok(())
+}
+
+/// What we save stock QEMU loads, however it reads; the guest here goes on meanwhile, and so does the one there.
+#[test]
+fn stock_qemu_loads_what_was_saved() -> Result<()> {
+    let folder = disk()?;
+    let source = Qemu::linux().start()?;
+    source.ready()?;
+    for (flags, loads) in [
+        (["--live", "--direct-io=on", "--channels=3"], [(false, false), (true, true)].as_slice()),
+        (["--live", "--direct-io=off", "--downtime=1s"], &[(true, false)]),
+        (["--paused", "--direct-io=auto", "--io=plain"], &[(false, false), (true, true)]),
+    ] {
+        let path = folder.join("snapshot");
+        let report = saving(&source.vm(), &path).args(flags).run()?.expect_code(0)?.report()?;
+        assert_eq!(report["status"], "completed", "{report}");
+        assert_eq!(report["file"]["direct_io"], flags[1] != "--direct-io=off", "{report}");
+        assert!(number(&report, "/downtime_ms") > 0.0 && number(&report, "/pages/hole") > 0.0, "{report}");
+        assert!(number(&report, "/file/allocated") < 0.9 * number(&report, "/bytes/guest"), "{report}");
+        assert_goes_on(&source, "the source")?;
+        assert_nothing_left_in(&source)?;
+        for &(multifd, direct_io) in loads {
+            let story = format!("{flags:?}, loaded with multifd {multifd}, direct-io {direct_io}");
+            let destination = Qemu::linux().incoming().start()?;
+            StockLoad { multifd, direct_io, ..StockLoad::default() }.load(&destination, &path)?;
+            assert_goes_on(&destination, &story)?;
+        }
+    }
+    assert_eq!(names(&folder)?, ["snapshot"]);
+    Ok(())
+}
+
+/// Pages change while they are written: the file grows no further, and the last of each page is in it.
+#[test]
+fn a_busy_guest_is_saved_in_rounds() -> Result<()> {
+    let folder = disk()?;
+    let workload = Workload { rate: 20_000, hot_mib: Some(8), ..Workload::LINUX };
+    let source = Qemu::linux().workload(workload).start()?;
+    source.ready()?;
+    let path = folder.join("snapshot");
+    io(fs::write(&path, [9; 70_000]))?;
+    let to = format!("file:{},offset=0x1234", path.display());
+    let flags = ["--live", "--downtime=60s", "--stay-stopped"];
+    let report = saving(&source.vm(), to).args(flags).run()?.expect_code(0)?.report()?;
+    assert_eq!(source.status()?, "paused");
+    assert!(number(&report, "/pages/resent") > 0.0, "nothing changed while it was written: {report}");
+    assert!(number(&report, "/file/pages_stored") <= number(&report, "/bytes/guest") / 4096.0);
+    assert!(io(fs::read(&path))?[..0x1234].iter().all(|&byte| byte == 9));
+    let destination = Qemu::linux().workload(workload).incoming().start()?;
+    StockLoad { offset: 0x1234, multifd: true, ..StockLoad::default() }.load(&destination, &path)?;
+    assert_goes_on(&destination, "the destination")?;
+    // The one that was left standing is whole, too.
+    source.qmp("cont", json!({}))?;
+    assert_goes_on(&source, "the source")
+}
+
+#[test]
+fn a_stream_is_loaded_by_qemus_of_all_ages() -> Result<()> {
+    let folder = disk()?;
+    let path = folder.join("stream");
+    let guest = Qemu::linux().machine("pc-q35-7.2").args(["-device", "VGA"]);
+    let source = guest.clone().start()?;
+    source.ready()?;
+    let report = saving(&source.vm(), &path).args(["--format", "stream"]).run()?.expect_code(0)?.report()?;
+    assert_eq!(report["file"]["format"], "stream");
+    assert_goes_on(&source, "the source")?;
+    drop(source);
+    let load = StockLoad { stream: true, ..StockLoad::default() };
+    let mut loaders = vec![guest.clone()];
+    loaders.extend(other_qemu("7.2")?.map(|binary| guest.clone().binary(binary)));
+    for loader in loaders {
+        let destination = loader.incoming().start()?;
+        load.load(&destination, &path)?;
+        assert_goes_on(&destination, "the destination")?;
+    }
+    Ok(())
+}
+
+/// Video memory and ROMs are blocks of their own, and two NUMA nodes are two regions.
+#[test]
+fn a_guest_of_many_blocks_is_saved() -> Result<()> {
+    let folder = disk()?;
+    let guest = Qemu::multiboot().backends(2).args(["-device", "VGA", "-device", "virtio-rng-pci"]);
+    let source = guest.clone().start()?;
+    source.ready()?;
+    source.qmp("stop", json!({}))?;
+    let path = folder.join("snapshot");
+    saving(&source.vm(), &path).run()?.expect_code(0)?;
+    assert_eq!(source.status()?, "paused", "it stood before");
+    // It can be saved again, and moved.
+    let report = saving(&source.vm(), &path).args(["--paused"]).run()?.expect_code(0)?.report()?;
+    assert_eq!(number(&report, "/downtime_ms"), 0.0);
+    let destination = guest.incoming().start()?;
+    StockLoad::default().load(&destination, &path)?;
+    destination.wait_status("paused")?;
+    for guest in [&source, &destination] {
+        guest.qmp("cont", json!({}))?;
+        assert_goes_on(guest, "one of the two")?;
+    }
+    Ok(())
+}
+
+/// Waits until the guest runs, whoever lets it. One that guards it may be connected to it for a moment.
+fn wait_running(source: &Synthetic) -> Result<()> {
+    wait_until("the guest to run", || Ok(source.state().is_ok_and(|state| state == SyntheticState::Running)))
+}
+
+/// Every page is as it was written last.
+fn assert_source_whole(source: &Synthetic, story: &str) -> Result<()> {
+    let mut check = source.check();
+    wait_until("the guest to be alone", || {
+        if check.as_ref().is_err_and(|why| why.0.contains("another client")) {
+            check = source.check();
+            return Ok(false);
+        }
+        Ok(true)
+    })?;
+    let check = check?;
+    assert!(check.wrong == 0 && check.pages > 0, "{story}: {check:?}");
+    Ok(())
+}
+
+/// Everything that a failed save must leave: the guest running and whole, the old file, and nothing else.
+fn assert_as_before(source: &Synthetic, folder: &Scratch, story: &str) -> Result<()> {
+    wait_running(source)?;
+    assert_source_whole(source, story)?;
+    assert_eq!(names(folder)?, ["snapshot"], "{story}");
+    assert_eq!(io(fs::read(folder.join("snapshot")))?, b"old", "{story}");
+    Ok(())
+}
+
+fn busy_synthetic() -> Result<Synthetic> {
+    Synthetic::builder().memory("64M").touched("60%").content("mixed").write_rate("20M").hot_set("4M").start()
+}
+
+/// Each step in turn fails, or is the last that a `kill -9` lets happen.
+#[test]
+fn a_save_that_fails_at_any_step_leaves_everything_as_it_was() -> Result<()> {
+    let folder = disk()?;
+    let source = busy_synthetic()?;
+    let path = folder.join("snapshot");
+    let steps = [
+        "created",
+        "tracking",
+        "round-written",
+        "round",
+        "stopped",
+        "last-round",
+        "state",
+        "resumed",
+        "tail",
+        "synced",
+    ];
+    for (step, action) in steps.iter().flat_map(|step| [(step, "error"), (step, "kill")]) {
+        for way in [["--live", "--resume"], ["--paused", "--stay-stopped"]] {
+            if way[0] == "--paused" && ["tracking", "round", "resumed"].contains(step) {
+                continue;
+            }
+            let story = format!("{action} at {step}, {way:?}");
+            io(fs::write(&path, b"old"))?;
+            let armed = saving(&source.vm(), &path).args(way).args(["--downtime", "10s"]);
+            let ended = armed.env("TRANSSHIP_FAIL_POINT", format!("save.{step}={action}")).run()?;
+            if action == "error" {
+                let report = ended.expect_code(1)?.report()?;
+                assert_eq!(report["status"], "failed", "{story}");
+            } else {
+                assert_eq!(ended.code(), None, "{story}: {ended}");
+                // It left its file, which the next one removes.
+                assert_eq!(names(&folder)?, [".snapshot.transship-part", "snapshot"], "{story}");
+                wait_running(&source)?;
+                let attempt = || saving(&source.vm(), &path).env("TRANSSHIP_FAIL_POINT", "save.created=error").run();
+                let mut ended = attempt()?;
+                wait_until("the guard to end", || {
+                    let busy = ended.stderr.contains("another client");
+                    if busy {
+                        ended = attempt()?;
+                    }
+                    Ok(!busy)
+                })?;
+                ended.expect_code(1)?;
+            }
+            assert_as_before(&source, &folder, &story)?;
+        }
+    }
+    saving(&source.vm(), &path).args(["--downtime", "10s"]).run()?.expect_code(0)?;
+    assert_restores(&path, "after all that")
+}
+
+/// Dead at any moment: the file at the name is the old one or the new one, whole, and the guest runs.
+#[test]
+fn kill_9_at_random_moments() -> Result<()> {
+    let folder = disk()?;
+    let source = busy_synthetic()?;
+    let path = folder.join("snapshot");
+    let mut whole = 0;
+    for attempt in 0..50u64 {
+        io(fs::write(&path, b"old"))?;
+        let way = if attempt % 2 == 0 { "--live" } else { "--paused" };
+        let mut save = saving(&source.vm(), &path).args([way, "--downtime", "10s"]).start()?;
+        // Different moments of a run that takes about as long as the longest of these; which ones does not matter.
+        std::thread::sleep(Duration::from_millis(attempt * 37 % 400));
+        save.kill9();
+        wait_running(&source)?;
+        let left = names(&folder)?;
+        assert!(left.iter().all(|name| name == "snapshot" || name == ".snapshot.transship-part"), "{left:?}");
+        if io(fs::metadata(&path))?.len() != 3 {
+            whole += 1;
+            assert_restores(&path, &format!("attempt {attempt}"))?;
+        }
+    }
+    assert_source_whole(&source, "after all that")?;
+    eprintln!("{whole} of 50 were complete before they were killed");
+    saving(&source.vm(), &path).args(["--downtime", "10s"]).run()?.expect_code(0)?;
+    assert_eq!(names(&folder)?, ["snapshot"]);
+    assert_restores(&path, "the last one")
+}
+
+/// A guest that is made of the file finds every page as it was written last.
+fn assert_restores(path: &Path, story: &str) -> Result<()> {
+    let destination = Synthetic::builder().memory("64M").incoming().start()?;
+    let from = path.to_string_lossy();
+    Transship::command(["restore", "--vm", &destination.vm(), "--from", &*from]).run()?.expect_code(0)?;
+    assert_eq!(destination.state()?, SyntheticState::Running, "{story}");
+    let check = destination.check()?;
+    assert!(check.wrong == 0 && check.pages > 0, "{story}: {check:?}");
+    Ok(())
+}
+
+/// Starts a save that waits at a step until the file `gate` of the folder is removed.
+fn stalled(builder: TransshipBuilder, step: &str, gate: &PathBuf) -> Result<Transship> {
+    let armed = builder.env("TRANSSHIP_FAIL_POINT", format!("{step}=stall")).env("TRANSSHIP_FAIL_FILE", gate);
+    let mut save = armed.start()?;
+    wait_until(step, || {
+        if let Some(status) = save.process().ended()? {
+            return Err(LabError(format!("it ended early, {status}: {}", save.stderr().tail())));
+        }
+        Ok(gate.exists())
+    })?;
+    Ok(save)
+}
+
+#[test]
+fn ctrl_c_cancels_at_any_time() -> Result<()> {
+    let (folder, gates) = (disk()?, Scratch::new()?);
+    let source = busy_synthetic()?;
+    let (path, gate) = (folder.join("snapshot"), gates.join("gate"));
+    for (step, way) in
+        [("save.round", "--live"), ("save.stopped", "--paused"), ("save.tail", "--live"), ("save.tail", "--paused")]
+    {
+        io(fs::write(&path, b"old"))?;
+        let save = stalled(saving(&source.vm(), &path).args([way, "--downtime=10s"]), step, &gate)?;
+        save.signal(Signal::INT)?;
+        save.stderr().wait(transship_tests::lines::Mark::START, "\"cancelling\"", |line| {
+            line.contains("cancelling").then_some(())
+        })?;
+        io(fs::remove_file(&gate))?;
+        let ended = save.wait()?.expect_code(1)?;
+        assert_eq!(ended.report()?["status"], "cancelled", "{step} {way}: {ended}");
+        assert_as_before(&source, &folder, step)?;
+    }
+    Ok(())
+}
+
+#[test]
+fn a_second_save_to_the_same_file_is_refused() -> Result<()> {
+    let (folder, gates) = (disk()?, Scratch::new()?);
+    let (one, other) = (busy_synthetic()?, busy_synthetic()?);
+    let (path, gate) = (folder.join("snapshot"), gates.join("gate"));
+    let first = stalled(saving(&one.vm(), &path).args(["--downtime=10s"]), "save.round", &gate)?;
+    let second = saving(&other.vm(), &path).run()?.expect_code(1)?;
+    assert!(second.stderr.contains("another save writes"), "{second}");
+    assert_eq!(other.state()?, SyntheticState::Running);
+    io(fs::remove_file(&gate))?;
+    first.wait()?.expect_code(0)?;
+    assert_restores(&path, "the first one")
+}
+
+/// Runs a save on file systems of its own, with `setup` done before and `look` after it; $d is a folder.
+fn within(setup: &str, look: &str, builder: TransshipBuilder) -> Result<Finished> {
+    let script = format!("d=$(mktemp -d) && {setup} || exit 99; \"$0\" \"$@\"; code=$?; {look}; exit $code");
+    builder.prefix(&["unshare", "-m", "sh", "-c", &script].map(str::to_owned)).run()
+}
+
+/// Where no file of the test is left: it ends with the namespace.
+const MOUNTED: &str = "/mnt/snapshot";
+
+#[test]
+fn a_full_disk_leaves_everything_as_it_was() -> Result<()> {
+    let source =
+        Synthetic::builder().memory("64M").touched("60%").content("random").write_rate("5M").hot_set("1M").start()?;
+    let look = "ls -A /mnt >&2; head -c 3 /mnt/snapshot >&2";
+    for (setup, words) in [
+        ("mount -t tmpfs -o size=16M none /mnt && printf old >/mnt/snapshot", "tmpfs at /mnt has 16."),
+        // Room for the pages, and not for all that follows.
+        ("mount -t tmpfs -o size=36M none /mnt && printf old >/mnt/snapshot", "tmpfs at /mnt has 37."),
+        ("mount -t tmpfs none /mnt && printf old >/mnt/snapshot && ulimit -f 20000", "File too large"),
+        // The pages fit, and what follows them does not.
+        ("mount -t tmpfs none /mnt && printf old >/mnt/snapshot && ulimit -f 133121", "File too large"),
+    ] {
+        for way in ["--live", "--paused"] {
+            let ended = within(setup, look, saving(&source.vm(), MOUNTED).args([way, "--downtime", "10s"]))?;
+            let story = format!("{way} {setup}: {ended}");
+            assert_eq!(ended.code(), Some(1), "{story}");
+            assert!(ended.stderr.contains(words) && ended.stderr.contains("needs up to"), "{story}");
+            assert!(ended.stderr.ends_with("snapshot\nold") || ended.stderr.contains("\nsnapshot\nold"), "{story}");
+            assert_eq!(source.state()?, SyntheticState::Running, "{story}");
+        }
+    }
+    assert_source_whole(&source, "after all that")
+}
