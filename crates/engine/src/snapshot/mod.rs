@@ -1,7 +1,7 @@
 //! Snapshots: a guest's memory and device state as a file in QEMU's own formats.
 //!
 //! - `uri`, `options`: what a user says
-//! - `target`: the file while it is made: a temporary name, locks, what becomes of it; `descriptors`, `filesystem`: what it is made of
+//! - `target`: the file while it is made, and what becomes of it; `temporary`: its name until then; `descriptors`, `filesystem`
 //! - `output`: what is done with pages: `mapped`, with its `layout` and the threads that write in `writer`; `stream`
 //! - `state`: the part that is the VMM's; `live`: rounds of a guest that runs
 //! - `background`: a save while the guest runs on; `moment`: the memory that it saves
@@ -37,6 +37,7 @@ mod stand_in;
 mod state;
 mod stream;
 mod target;
+mod temporary;
 mod uri;
 mod writer;
 

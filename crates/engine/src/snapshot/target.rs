@@ -5,12 +5,12 @@
 //! died has left, to be removed. A file that comes as a descriptor is made in place: its first bytes, without which nobody takes
 //! it for a snapshot, are written when everything else is on the disk.
 use std::{
-    ffi::{OsStr, OsString},
+    ffi::OsString,
     fs::{self, File},
     io,
     os::{
         fd::OwnedFd,
-        unix::{ffi::OsStrExt, fs::FileExt, fs::MetadataExt, fs::PermissionsExt},
+        unix::fs::{FileExt, MetadataExt, PermissionsExt},
     },
     path::Path,
     sync::atomic::{AtomicU64, Ordering::Relaxed},
@@ -20,7 +20,7 @@ use std::{
 
 use crossbeam_channel::bounded;
 use rustix::{
-    fs::{AtFlags, FallocateFlags, FlockOperation, Mode, OFlags},
+    fs::{AtFlags, FallocateFlags, Mode, OFlags},
     io::Errno,
 };
 use transship_memory::{Error as MemoryError, FileIo, FileQueue, GuestMemory, PageBuffer};
@@ -30,13 +30,12 @@ use super::{
     DirectIo, FilePlace, FileUri,
     descriptors::{self, Purpose},
     filesystem,
+    temporary::{make_temporary, temporary_name},
 };
 use crate::{Error, Progress};
 
 /// How often a wait looks whether the user has cancelled.
 const TICK: Duration = Duration::from_millis(50);
-/// Attempts to make the temporary file while others make and remove theirs.
-const ATTEMPTS: u32 = 100;
 
 /// A file that is being made. Dropped before [`Target::complete`] it leaves things as they were; what was passed as a descriptor is cut back
 /// to what comes before the snapshot.
@@ -359,51 +358,5 @@ fn check_not_memory(uri: &FileUri, file: &File, memory: &GuestMemory) -> Result<
             Err(Error::File(format!("{uri} {why}")))
         }
         None => Ok(()),
-    }
-}
-
-fn temporary_name(name: &OsStr) -> OsString {
-    OsStr::from_bytes(&[b".", name.as_bytes(), b".transship-part"].concat()).to_owned()
-}
-
-/// Makes the file anew and locks it, after removing what a save that died has left.
-fn make_temporary(uri: &FileUri, folder: &OwnedFd, name: &OsStr) -> Result<File, Error> {
-    let failed = |errno: Errno| Error::Io { what: format!("make a file beside {uri}"), source: errno.into() };
-    let busy = || Error::File(format!("another save writes {uri} at this moment; wait for it, or name another file"));
-    let flags = OFlags::WRONLY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
-    for _ in 0..ATTEMPTS {
-        match rustix::fs::openat(folder, name, flags | OFlags::CREATE | OFlags::EXCL, Mode::from_raw_mode(0o600)) {
-            Ok(file) => match lock(&file, folder, name) {
-                Ok(true) => return Ok(file.into()),
-                Ok(false) => continue, // somebody took it for what a dead one has left
-                Err(Errno::WOULDBLOCK) => return Err(busy()),
-                Err(errno) => return Err(failed(errno)),
-            },
-            Err(Errno::EXIST) => {}
-            Err(errno) => return Err(failed(errno)),
-        }
-        let left = match rustix::fs::openat(folder, name, flags, Mode::empty()) {
-            Ok(left) => left,
-            Err(Errno::NOENT) => continue,
-            Err(errno) => return Err(failed(errno)),
-        };
-        match lock(&left, folder, name) {
-            Ok(true) => rustix::fs::unlinkat(folder, name, AtFlags::empty()).map_err(failed)?,
-            Ok(false) => {}
-            Err(Errno::WOULDBLOCK) => return Err(busy()),
-            Err(errno) => return Err(failed(errno)),
-        }
-    }
-    Err(busy())
-}
-
-/// Locks the file; false if it does not have the name any more, because whoever held the lock before has renamed or removed it.
-fn lock(file: &OwnedFd, folder: &OwnedFd, name: &OsStr) -> Result<bool, Errno> {
-    rustix::fs::flock(file, FlockOperation::NonBlockingLockExclusive)?;
-    let ours = rustix::fs::fstat(file)?;
-    match rustix::fs::statat(folder, name, AtFlags::SYMLINK_NOFOLLOW) {
-        Ok(named) => Ok((named.st_dev, named.st_ino) == (ours.st_dev, ours.st_ino)),
-        Err(Errno::NOENT) => Ok(false),
-        Err(errno) => Err(errno),
     }
 }
