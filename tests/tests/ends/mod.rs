@@ -1,4 +1,5 @@
 //! Both ends of a move.
+#![allow(dead_code, reason = "each test binary uses a part")]
 use serde_json::Value;
 use transship_tests::{
     Finished, Result, Scratch, Synthetic, Transship,
