@@ -42,12 +42,14 @@ pub(crate) struct DeviceState {
     pub(crate) tail: Vec<u8>,
 }
 
+/// Pages that are not zero, by their numbers.
+type Pages = BTreeMap<u64, Box<[u8; PAGE_BYTES]>>;
+
 /// Memory of a device, such as a video memory or a ROM.
 pub(crate) struct DeviceBlock {
     pub(crate) name: Name,
     pub(crate) bytes: u64,
-    /// Those that are not zero, by their numbers.
-    pub(crate) pages: BTreeMap<u64, Box<[u8; PAGE_BYTES]>>,
+    pub(crate) pages: Pages,
 }
 
 impl DeviceState {
@@ -200,7 +202,7 @@ struct Taking<'a> {
     bytes: Vec<u8>,
     at: usize,
     /// By block of the stream: the pages that came; none for a region of the guest.
-    pages: Vec<Option<BTreeMap<u64, Box<[u8; PAGE_BYTES]>>>>,
+    pages: Vec<Option<Pages>>,
     ram_section: u32,
     early: Vec<u8>,
     switchover_start: bool,
@@ -232,7 +234,7 @@ impl<'a> Taking<'a> {
                         Record::RamStart { section, .. } => self.ram_section = section,
                         Record::Block(block) => {
                             let is_region = regions.iter().any(|region| region.name == block.name);
-                            self.pages.push((!is_region).then(BTreeMap::new));
+                            self.pages.push((!is_region).then(Pages::new));
                         }
                         Record::Page(page) => put(&mut self.pages, self.reader.blocks(), &page)?,
                         Record::Command(Command::SwitchoverStart) => self.switchover_start = true,
@@ -280,11 +282,7 @@ impl<'a> Taking<'a> {
     }
 }
 
-fn put(
-    pages: &mut [Option<BTreeMap<u64, Box<[u8; PAGE_BYTES]>>>],
-    blocks: &[Block],
-    page: &Page<'_>,
-) -> Result<(), Error> {
+fn put(pages: &mut [Option<Pages>], blocks: &[Block], page: &Page<'_>) -> Result<(), Error> {
     let Some(pages) = pages.get_mut(page.block).and_then(Option::as_mut) else {
         let name = blocks.get(page.block).map_or("?", |block| &block.name);
         return Err(strange(format!("it has pages of {name}, which is the guest's own memory and was to be left out")));
