@@ -1,6 +1,6 @@
 //! The tables for people.
 use super::{
-    cases::By,
+    cases::{By, Guest},
     disk::{REQUEST_BYTES, REQUESTS},
     results::{PAGE_BYTES, RestoreRun, Results, SaveRun, Series, median},
 };
@@ -80,6 +80,7 @@ impl Results {
 
     fn save_cells(&self, series: &Series) -> [String; 13] {
         let ms = series.save(|run| run.ms);
+        let written = written(series);
         let last = series.saves.last();
         let size = |of: fn(&SaveRun) -> u64| last.map_or_else(String::new, |run| units::bytes(of(run)));
         [
@@ -89,8 +90,8 @@ impl Results {
             series.status().to_owned(),
             units::short(ms.median),
             format!("({})", units::short(ms.least)),
-            units::short(self.mb_per_s(series.save_ms())),
-            units::short(series.pages_per_s()),
+            units::short(self.mb_per_s(written(series.save_ms()))),
+            units::short(written(series.pages_per_s())),
             units::short(series.cpu_seconds()),
             units::short(series.pause_ms()),
             size(|run| run.file_bytes),
@@ -101,6 +102,7 @@ impl Results {
 
     fn restore_cells(&self, series: &Series, runs: &[RestoreRun], way: &str) -> [String; 11] {
         let ms = Spread::of(runs.iter().map(|run| run.ms));
+        let read = written(series);
         let ratio = if way.is_empty() { self.ratio(series, Series::restore_ms) } else { String::new() };
         [
             format!("{}{way}", series.case.guest.title()),
@@ -108,8 +110,8 @@ impl Results {
             series.by.title().to_owned(),
             units::short(ms.median),
             format!("({})", units::short(ms.least)),
-            units::short(self.mb_per_s(ms.median)),
-            units::short(self.pages_per_s(ms.median)),
+            units::short(self.mb_per_s(read(ms.median))),
+            units::short(self.pages_per_s(read(ms.median))),
             units::short(median(runs, |run| Some(run.cpu_seconds))),
             units::short(median(runs, |run| run.runs_after_ms)),
             units::short(median(runs, |run| run.speaks_after_ms)),
@@ -174,6 +176,12 @@ impl Results {
     }
 }
 
+/// Holes are neither written nor read, so they have no speed.
+fn written(series: &Series) -> impl Fn(f64) -> f64 {
+    let sparse = series.case.guest == Guest::Sparse;
+    move |number| if sparse { f64::NAN } else { number }
+}
+
 fn disk_title() -> String {
     format!("direct I/O, {REQUESTS} x {}", units::bytes(REQUEST_BYTES as u64))
 }
@@ -213,6 +221,10 @@ mod tests {
             "live, lazy mapped, 4 channels, direct I/O transship 3000 (3000) 333 81380 0.5 100 110"
         );
         assert!(line(restores, "paused mapped, 4 channels, direct I/O transship").ends_with("- - 1.36"));
+        assert_eq!(
+            line(restores, "never touched mapped, 4 channels, direct I/O transship"),
+            "never touched mapped, 4 channels, direct I/O transship 50 (50) - - 0.5 - - 10.00"
+        );
         assert!(!restores.contains("no end"), "there was nothing to restore");
     }
 }
