@@ -52,8 +52,8 @@ impl Missing {
         self.faults.unit_pages(region)
     }
 
-    /// Puts pages into place that are still missing, and wakes who waits for them. Pages that are there already are left as they are; who waits for
-    /// them is woken too. How many were put.
+    /// Puts pages into place that are still missing, and wakes who waits for them. Pages that are there already are left as they are, and
+    /// who waits for them is woken too; released ones are left to the kernel. How many were put.
     ///
     /// # Errors
     /// The process is gone, no memory is left, bytes that are not whole pages; pages that the region does not have; parts of huge pages.
@@ -63,11 +63,11 @@ impl Missing {
             let (pages, expected) = (u32::try_from(count).unwrap_or(u32::MAX), count * PAGE_BYTES);
             return Err(Error::WrongLength { region: format!("number {region}"), pages, expected, given: bytes.len() });
         }
-        self.put(region, PageRange::new(first, count as u64), |stretch, done| {
+        self.put(region, PageRange::new(first, count as u64), |stretch, done, len| {
             let before = (stretch.first_page - first) * PAGE_BYTES as u64 + done;
-            let rest = &bytes[before as usize..][..(stretch.len - done) as usize];
+            let part = &bytes[before as usize..][..len as usize];
             // SAFETY: a slice, which nobody writes while it is lent.
-            unsafe { uffd::copy(self.fd(), stretch.start + done, rest.as_ptr(), stretch.len - done) }
+            unsafe { uffd::copy(self.fd(), stretch.start + done, part.as_ptr(), len) }
         })
     }
 
@@ -77,15 +77,14 @@ impl Missing {
     /// As [`Missing::fill`].
     pub fn fill_zero(&self, region: usize, pages: PageRange) -> Result<u64, Error> {
         let mut zeros = Vec::new();
-        self.put(region, pages, |stretch, done| {
+        self.put(region, pages, |stretch, done, len| {
             if stretch.unit == PAGE_BYTES as u64 {
-                return uffd::zero(self.fd(), stretch.start + done, stretch.len - done);
+                return uffd::zero(self.fd(), stretch.start + done, len);
             }
             // The kernel has no zeros for huge pages. Ours are never written, so that they are all the same small piece of memory.
             zeros.resize(stretch.unit as usize, 0_u8);
             // SAFETY: a vector, which nobody writes while it is lent.
-            let (put, result) = unsafe { uffd::copy(self.fd(), stretch.start + done, zeros.as_ptr(), stretch.unit) };
-            (put, result)
+            unsafe { uffd::copy(self.fd(), stretch.start + done, zeros.as_ptr(), stretch.unit) }
         })
     }
 
@@ -113,8 +112,8 @@ impl Missing {
         self.faults.stretches(region, pages)?.iter().try_for_each(|stretch| self.wake_stretch(stretch))
     }
 
-    /// All pages are there or are to be zero: from now on the kernel serves these pages by itself, and who waits goes on. Nothing may be filled there
-    /// any more. Best in few large ranges: each that is apart takes one of the mappings that the process may have.
+    /// All pages are there or are to be zero: from now on the kernel serves these pages by itself, and who waits goes on. What a
+    /// thread still fills there is left out. Best in few large ranges: each that is apart takes one of the mappings that the process may have.
     ///
     /// # Errors
     /// The process is gone, or has too many mappings; pages that the region does not have; parts of huge pages.
@@ -139,26 +138,30 @@ impl Missing {
         self.faults.fd()
     }
 
-    /// Puts pages by calls of the kernel that go on from a place in a stretch: bytes that were put, and why not more.
+    /// Puts pages by calls of the kernel for so many bytes from a place in a stretch: bytes that were put, and why not more.
     fn put(
         &self,
         region: usize,
         pages: PageRange,
-        mut call: impl FnMut(&Stretch, u64) -> (u64, io::Result<()>),
+        mut call: impl FnMut(&Stretch, u64, u64) -> (u64, io::Result<()>),
     ) -> Result<u64, Error> {
         let mut put = 0;
         for stretch in self.faults.stretches(region, pages)? {
-            let (mut done, mut met) = (0, false);
+            let (mut done, mut step, mut met) = (0, stretch.len, false);
             let result = loop {
-                if done >= stretch.len {
+                let len = step.min(stretch.len - done);
+                if len == 0 {
                     break Ok(());
                 }
-                let (bytes, result) = call(&stretch, done);
+                let (bytes, result) = call(&stretch, done, len);
                 (put, done) = (put + bytes, done + bytes);
                 match result.map_err(|error| Errno::from_io_error(&error).unwrap_or(Errno::IO)) {
-                    Ok(()) if bytes > 0 => {}
+                    Ok(()) if bytes > 0 => step = step.saturating_mul(2),
                     // It is there: brought by another thread of ours, or by other means.
                     Err(Errno::EXIST) => (done, met) = (done + stretch.unit, true),
+                    // Something in it is released, or the process has it in two mappings: which, smaller steps show.
+                    Err(Errno::NOENT) if len > stretch.unit => step = (len / stretch.unit).div_ceil(2) * stretch.unit,
+                    Err(Errno::NOENT) => done += stretch.unit,
                     // A part was put, which says the why of the rest next time; or the process changes its mappings.
                     Err(Errno::AGAIN) if bytes > 0 => {}
                     Err(Errno::AGAIN) => thread::yield_now(),
@@ -185,8 +188,7 @@ impl Missing {
 fn no_page(stretch: &Stretch, source: Errno) -> Error {
     let region = stretch.region;
     match source {
-        // No process; no memory there, or none that is registered.
-        Errno::SRCH | Errno::NOENT => Error::Gone { region, source: source.into() },
+        Errno::SRCH => Error::Gone { region, source: source.into() },
         Errno::NOMEM | Errno::NOSPC => Error::system(
             format!(
                 "putting pages of region number {region}: no memory is left, or no room in the file system of the memory's file"
