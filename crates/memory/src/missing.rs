@@ -82,7 +82,9 @@ impl Missing {
                 return uffd::zero(self.fd(), stretch.start + done, len);
             }
             // The kernel has no zeros for huge pages. Ours are never written, so that they are all the same small piece of memory.
-            zeros.resize(stretch.unit as usize, 0_u8);
+            if zeros.len() as u64 != stretch.unit {
+                zeros = vec![0_u8; stretch.unit as usize];
+            }
             // SAFETY: a vector, which nobody writes while it is lent.
             unsafe { uffd::copy(self.fd(), stretch.start + done, zeros.as_ptr(), stretch.unit) }
         })
