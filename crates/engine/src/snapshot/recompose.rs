@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!   header, configuration with x-ignore-shared
-//!   START    only blocks that are not guest memory: ROMs, video memory
+//!   START    only blocks that are not guest memory: ROMs, video memory (another one if the file's list goes on later)
 //!   (early sections)
 //!   PART     their pages, as they come
 //!   (SWITCHOVER_START)
@@ -28,6 +28,8 @@ pub(super) struct Recomposer {
 enum Stage {
     /// Between two sections.
     Between,
+    /// In a list of blocks that came later.
+    Start,
     Part,
     /// The guest had been stopped: pages go into the last part.
     Last,
@@ -40,13 +42,25 @@ impl Recomposer {
         let configuration = Configuration { ignore_shared: true, mapped_ram: false, ..of.clone() };
         let total = blocks.clone().map(|block| block.used_bytes).sum();
         writer.header().configuration(&configuration).ram_start(total);
-        for block in blocks {
-            // Only looked at for blocks that the destination leaves out itself, which these are not.
-            let gpa = Some(block.gpa.unwrap_or(0));
-            writer.block(&Block { gpa, mapped: None, ..block.clone() });
-        }
-        writer.end_of_section().raw(early);
-        Self { writer, stage: Stage::Between }
+        let mut recomposer = Self { writer, stage: Stage::Start };
+        blocks.for_each(|block| recomposer.block(block));
+        recomposer.close();
+        recomposer.writer.raw(early);
+        recomposer
+    }
+
+    /// The list of blocks goes on, with `total` bytes more.
+    pub(super) fn start_again(&mut self, total: u64) {
+        self.close();
+        self.writer.ram_start(total);
+        self.stage = Stage::Start;
+    }
+
+    /// A block of the list.
+    pub(super) fn block(&mut self, block: &Block) {
+        // Only looked at for blocks that the destination leaves out itself, which these are not.
+        let gpa = Some(block.gpa.unwrap_or(0));
+        self.writer.block(&Block { gpa, mapped: None, ..block.clone() });
     }
 
     /// A page of a block.
@@ -85,6 +99,9 @@ impl Recomposer {
     }
 
     fn open(&mut self) {
+        if self.stage == Stage::Start {
+            self.close();
+        }
         if self.stage == Stage::Between {
             self.writer.part();
             self.stage = Stage::Part;
@@ -92,7 +109,7 @@ impl Recomposer {
     }
 
     fn close(&mut self) {
-        if self.stage == Stage::Part {
+        if matches!(self.stage, Stage::Part | Stage::Start) {
             self.writer.end_of_section();
             self.stage = Stage::Between;
         }

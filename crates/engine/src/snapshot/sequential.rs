@@ -151,8 +151,8 @@ impl<'a> Passing<'a> {
             let mut to = Placing {
                 name: &self.name,
                 recomposer: &mut self.recomposer,
-                regions: &self.regions,
-                names: &self.names,
+                regions: &mut self.regions,
+                names: &mut self.names,
                 memory: &self.memory,
                 content: &self.content,
                 progress: self.progress,
@@ -212,8 +212,8 @@ enum Ended {
 struct Placing<'a> {
     name: &'a str,
     recomposer: &'a mut Recomposer,
-    regions: &'a [Option<usize>],
-    names: &'a [transship_wire::qemu::Name],
+    regions: &'a mut Vec<Option<usize>>,
+    names: &'a mut Vec<transship_wire::qemu::Name>,
     memory: &'a GuestMemory,
     content: &'a [PageMap],
     progress: &'a Progress,
@@ -226,6 +226,13 @@ impl Placing<'_> {
         match record {
             Record::Tail => return Ok(Ended::Yes),
             Record::Page(page) => self.page(&page)?,
+            // All memory of the guest was in the first list: these are the devices'.
+            Record::RamStart { total, .. } => self.recomposer.start_again(total),
+            Record::Block(block) => {
+                self.recomposer.block(&block);
+                self.regions.push(None);
+                self.names.push(block.name);
+            }
             Record::Command(Command::SwitchoverStart) => self.recomposer.switchover(),
             Record::Command(command) => needs_source(&command).map_or(Ok(()), |why| Err(wrong(self.name, why)))?,
             Record::MultifdFlush => {
