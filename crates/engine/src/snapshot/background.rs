@@ -134,7 +134,10 @@ impl Saving<'_> {
             let memory = self.guest.memory();
             // The requests are this thread's own.
             let write = move || {
-                let queue = FileQueue::new(memory, descriptor, DEPTH, io).map_err(Failure::Queue);
+                let queue = FileQueue::new(memory, descriptor, DEPTH, io)
+                    .map_err(|source| Error::Io { what: "prepare to write pages".into(), source })
+                    .and_then(|queue| fail_point::reach("save.writing").map(|()| queue))
+                    .map_err(Failure::Begin);
                 let written = queue.and_then(|mut queue| moment.write(&mut queue, &copies));
                 drop(tell.send(written));
             };

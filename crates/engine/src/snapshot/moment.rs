@@ -82,8 +82,8 @@ pub(crate) struct Copied {
 
 /// Why it could not go on.
 pub(crate) enum Failure {
-    /// The kernel does not let us ask for many writes at once.
-    Queue(std::io::Error),
+    /// Before anything was tried.
+    Begin(Error),
     /// The file takes no more.
     File(MemoryError),
     /// The guest's memory or process.
@@ -97,7 +97,7 @@ pub(crate) enum Failure {
 impl Failure {
     pub(crate) fn into_error(self, target: &Target) -> Error {
         match self {
-            Self::Queue(source) => Error::Io { what: "prepare to write pages".into(), source },
+            Self::Begin(error) => error,
             Self::File(error) => target.failed_pages(error),
             Self::Guest(error) => error.into(),
             Self::GivenBack { region, page } => Error::Guest(GuestError(format!(

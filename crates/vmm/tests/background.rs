@@ -1,0 +1,275 @@
+//! Background snapshots of a guest that writes as fast as it can: each page is saved as it was when the guest was stopped, and the guest
+//! itself is never harmed.
+//!
+//! The guest knows what every page must hold, so one page that is saved too late, too early or twice is found when it is restored.
+#![allow(clippy::unwrap_used, missing_docs)]
+use std::{
+    fs,
+    io::Read,
+    path::{Path, PathBuf},
+    sync::{
+        Arc, Mutex,
+        mpsc::{Receiver, channel},
+    },
+    thread::{self, JoinHandle},
+    time::Duration,
+};
+
+use rustix::fs::FallocateFlags;
+use transship_engine::{
+    DirectIo, Error, FileIo, FileUri, Format, Progress, Report, RestoreOptions, SaveOptions, Then, Way,
+    guest::{GuestError, SourceGuest},
+    restore_guest, save_guest,
+};
+use transship_memory::{Freeing, GuestMemory, Protection, Tracker};
+use transship_vmm::{
+    handoff::{CheckResult, HandoffDestination, HandoffSource, Shutdown, check},
+    synthetic::{Event, Events, Summary, SyntheticOptions, WriteRate, run},
+};
+use transship_wire::GuestDescription;
+
+const PATIENCE: Duration = Duration::from_secs(120);
+const MIB: u64 = 1 << 20;
+
+/// A guest on a thread.
+struct Guest {
+    path: PathBuf,
+    shutdown: Shutdown,
+    thread: Option<JoinHandle<Summary>>,
+    _folder: tempfile::TempDir,
+}
+
+impl Guest {
+    fn start(change: impl FnOnce(&mut SyntheticOptions)) -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("guest.sock");
+        let mut options = SyntheticOptions::new(&path, 64 * MIB);
+        options.regions = 2;
+        change(&mut options);
+        let shutdown = Shutdown::new().unwrap();
+        let (send, events): (_, Receiver<Event>) = channel();
+        let send = Mutex::new(send);
+        let tell: Events = Arc::new(move |event| drop(send.lock().unwrap().send(event)));
+        let asked = shutdown.clone();
+        let thread = thread::spawn(move || run(&options, &asked, &tell).unwrap());
+        while !matches!(events.recv_timeout(PATIENCE).unwrap(), Event::Listening(_)) {}
+        Self { path, shutdown, thread: Some(thread), _folder: folder }
+    }
+
+    /// Half of its memory is there, and all of that it writes without a pause.
+    fn busy(change: impl FnOnce(&mut SyntheticOptions)) -> Self {
+        Self::start(|options| {
+            (options.write_rate, options.threads, options.touched) = (WriteRate::Max, 2, 0.5);
+            change(options);
+        })
+    }
+
+    fn attach(&self) -> HandoffSource {
+        HandoffSource::attach(&self.path).unwrap()
+    }
+
+    fn check(&self) -> CheckResult {
+        check(&self.path).unwrap()
+    }
+
+    /// It still writes, and every page is what it must be.
+    fn assert_runs_on(&self) {
+        let before = self.check();
+        let begin = std::time::Instant::now();
+        while self.check().writes == before.writes {
+            assert!(begin.elapsed() < PATIENCE, "it writes no more");
+        }
+        assert!(self.attach().is_running().unwrap());
+        assert_eq!((before.wrong, self.check().wrong), (0, 0));
+    }
+}
+
+impl Drop for Guest {
+    fn drop(&mut self) {
+        self.shutdown.request();
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+    }
+}
+
+fn options() -> SaveOptions {
+    SaveOptions { way: Way::Background, channels: 2, ..SaveOptions::default() }
+}
+
+/// On a disk.
+fn folder() -> tempfile::TempDir {
+    tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap()
+}
+
+fn save(guest: &Guest, to: &Path, options: &SaveOptions) -> (Result<(), Error>, Report) {
+    let mut report = Report::default();
+    let saved = save_guest(&mut guest.attach(), &FileUri::path(to), options, &Progress::new(), &mut report);
+    (saved, report)
+}
+
+/// What the guest in the file says about its memory.
+fn restored(from: &Path) -> CheckResult {
+    let guest = Guest::start(|options| options.incoming = true);
+    let mut destination = HandoffDestination::attach(&guest.path).unwrap();
+    let options = RestoreOptions { run: Some(true), ..RestoreOptions::default() };
+    let mut report = Report::default();
+    restore_guest(&mut destination, &FileUri::path(from), &options, None, &Progress::new(), &mut report).unwrap();
+    drop(destination);
+    guest.check()
+}
+
+#[test]
+fn the_moment_is_saved_whole_while_the_guest_writes_on() {
+    let folder = folder();
+    for (channels, direct_io, io) in [(1, DirectIo::Off, FileIo::Plain), (4, DirectIo::Auto, FileIo::Auto)] {
+        let guest = Guest::busy(|_| ());
+        let path = folder.path().join("a");
+        let (saved, report) = save(&guest, &path, &SaveOptions { channels, direct_io, io, ..options() });
+        saved.unwrap();
+        guest.assert_runs_on();
+        assert_eq!(restored(&path).wrong, 0);
+        let file = report.file.unwrap();
+        assert!(file.pages_first > 0, "the guest never had to wait, so nothing was tried: {file:?}");
+        // Half of 64 MiB, some of it zeros.
+        let pages = report.pages;
+        assert_eq!((pages.normal + pages.zero, pages.hole, pages.resent), (8192, 8192, 0), "{pages:?}");
+        assert_eq!(file.pages_stored, pages.normal);
+        assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 1);
+    }
+}
+
+/// What a test makes of a guest's answers.
+#[derive(Default)]
+struct Meddling {
+    /// Gives this page of region 1 back once all is protected.
+    gives_back: Option<u64>,
+    cancels: Option<Arc<Progress>>,
+    does_not_resume: bool,
+}
+
+struct Meddled {
+    guest: HandoffSource,
+    meddling: Meddling,
+}
+
+impl SourceGuest for Meddled {
+    fn description(&self) -> GuestDescription {
+        self.guest.description()
+    }
+    fn memory(&self) -> GuestMemory {
+        self.guest.memory()
+    }
+    /// The last that is asked before anything is saved: how holes are to be seen that come later.
+    fn freeing(&self) -> Freeing {
+        if let Some(page) = self.meddling.gives_back {
+            let memory = self.memory();
+            let how = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+            rustix::fs::fallocate(memory.regions()[1].file(), how, page * 4096, 4096).unwrap();
+        }
+        Freeing::Possible
+    }
+    fn track(&mut self) -> Result<Box<dyn Tracker>, GuestError> {
+        self.guest.track()
+    }
+    fn protect(&mut self) -> Result<Protection, GuestError> {
+        self.guest.protect()
+    }
+    fn is_running(&mut self) -> Result<bool, GuestError> {
+        self.guest.is_running()
+    }
+    fn stop(&mut self) -> Result<(), GuestError> {
+        self.guest.stop()
+    }
+    fn state_estimate(&self) -> Duration {
+        self.guest.state_estimate()
+    }
+    fn save_state(&mut self) -> Result<Box<dyn Read + Send>, GuestError> {
+        self.guest.save_state()
+    }
+    fn state_saved(&mut self) -> Result<(), GuestError> {
+        self.guest.state_saved()
+    }
+    fn resume(&mut self, run: bool) -> Result<(), GuestError> {
+        if let Some(progress) = &self.meddling.cancels {
+            progress.cancel();
+        }
+        if self.meddling.does_not_resume {
+            return Err(GuestError("it does not want to".into()));
+        }
+        self.guest.resume(run)
+    }
+    fn resume_hint(&self) -> String {
+        self.guest.resume_hint()
+    }
+}
+
+/// Saves a busy guest; what comes of it, and whether there is a file.
+fn meddle(guest: &Guest, path: &Path, meddling: Meddling) -> Result<(), Error> {
+    let progress = meddling.cancels.clone().unwrap_or_default();
+    let mut guest = Meddled { guest: guest.attach(), meddling };
+    let saved = save_guest(&mut guest, &FileUri::path(path), &options(), &progress, &mut Report::default());
+    assert_eq!(path.exists(), !matches!(saved, Err(ref error) if !matches!(error, Error::Unknown(_))));
+    saved
+}
+
+#[test]
+fn a_cancelled_save_lets_the_guest_run_on_and_leaves_no_file() {
+    let (folder, guest) = (folder(), Guest::busy(|_| ()));
+    let meddling = Meddling { cancels: Some(Progress::new()), ..Meddling::default() };
+    let saved = meddle(&guest, &folder.path().join("a"), meddling);
+    assert!(matches!(saved, Err(Error::Cancelled)), "{saved:?}");
+    guest.assert_runs_on();
+    assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 0);
+    // And the next one works.
+    save(&guest, &folder.path().join("a"), &options()).0.unwrap();
+    assert_eq!(restored(&folder.path().join("a")).wrong, 0);
+}
+
+#[test]
+fn content_that_is_taken_away_before_it_is_saved_fails_the_snapshot() {
+    let (folder, guest) = (folder(), Guest::busy(|options| options.hot_set_bytes = Some(4 * MIB)));
+    let meddling = Meddling { gives_back: Some(4000), ..Meddling::default() };
+    let error = meddle(&guest, &folder.path().join("a"), meddling).unwrap_err().to_string();
+    assert!(error.contains("region \"ram1\"") && error.contains("use --live"), "{error}");
+    assert!(guest.attach().is_running().unwrap());
+    // What is gone is the guest's own affair; no other page is touched.
+    assert_eq!(guest.check().wrong, 1);
+}
+
+#[test]
+fn a_guest_that_does_not_run_again_is_saved_nevertheless() {
+    let (folder, guest) = (folder(), Guest::busy(|_| ()));
+    let path = folder.path().join("a");
+    let meddling = Meddling { does_not_resume: true, ..Meddling::default() };
+    let error = meddle(&guest, &path, meddling).unwrap_err().to_string();
+    assert!(error.contains("its snapshot is complete") && error.contains("it does not want to"), "{error}");
+    assert_eq!(restored(&path).wrong, 0);
+    assert!(!guest.attach().is_running().unwrap());
+    guest.attach().resume(true).unwrap();
+    guest.assert_runs_on();
+}
+
+#[test]
+fn what_can_not_be_is_refused_before_the_guest_is_stopped() {
+    let (folder, guest) = (folder(), Guest::busy(|_| ()));
+    let path = folder.path().join("a");
+    for (options, expected) in [
+        (SaveOptions { format: Format::Stream, ..options() }, "use --format mapped-ram"),
+        (SaveOptions { then: Then::StayStopped, ..options() }, "use --live or --paused"),
+    ] {
+        let error = save(&guest, &path, &options).0.unwrap_err().to_string();
+        assert!(error.contains(expected), "{error}");
+        assert!(guest.attach().is_running().unwrap() && !path.exists());
+    }
+}
+
+/// Nothing writes, so nothing is protected: it is saved as it stands.
+#[test]
+fn a_guest_that_stands_still_is_saved_and_stands_on() {
+    let (folder, guest) = (folder(), Guest::busy(|_| ()));
+    guest.attach().stop().unwrap();
+    save(&guest, &folder.path().join("a"), &options()).0.unwrap();
+    assert!(!guest.attach().is_running().unwrap());
+    assert_eq!(restored(&folder.path().join("a")).wrong, 0);
+}
