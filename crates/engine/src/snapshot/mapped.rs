@@ -70,6 +70,9 @@ impl Output for MappedFile {
         rest.iter().try_for_each(|piece| target.write_at(&piece.bytes, piece.position))?;
         fail_point::reach("save.tail")?;
         for (region, range) in pages.stale() {
+            if progress.is_cancelled() {
+                return Err(Error::Cancelled);
+            }
             target.punch(pages.places[region] + range.first * PAGE_BYTES as u64, range.bytes())?;
             file.pages_freed += range.count;
         }

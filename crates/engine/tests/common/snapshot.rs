@@ -44,7 +44,8 @@ impl Snapshot {
                                 file.read_exact_at(&mut bitmap, place.bitmap_offset).unwrap();
                                 snapshot.pages(&file, place.pages_offset, &bitmap, block.pages())
                             }
-                            None => vec![0; block.used_bytes as usize],
+                            // Whatever a destination held: the stream says of every page what it is.
+                            None => vec![0xee; block.used_bytes as usize],
                         };
                         snapshot.names.push(block.name.to_string());
                         snapshot.memory.push(memory);
