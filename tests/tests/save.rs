@@ -335,6 +335,61 @@ fn within(setup: &str, look: &str, builder: TransshipBuilder) -> Result<Finished
     builder.prefix(&["unshare", "-m", "sh", "-c", &script].map(str::to_owned)).run()
 }
 
+/// For direct I/O everything has to begin and end where the disk's sectors do, and they are larger than usual here; or the file system has
+/// no direct I/O at all.
+#[test]
+fn file_systems_differ_in_what_they_let_us_do() -> Result<()> {
+    let source = busy_synthetic()?;
+    let sectors = "truncate -s 200M $d/disk && loop=$(losetup -f --show --direct-io=off --sector-size 4096 $d/disk) && \
+        trap 'umount /mnt; losetup -d $loop; rm -r $d' EXIT && mkfs.ext4 -q -b 4096 $loop && mount $loop /mnt";
+    let look = "\"$0\" info --check /mnt/snapshot >&2 || code=98";
+    let save = |to: &str, direct_io: &str| {
+        let flags = [format!("--direct-io={direct_io}"), "--downtime=10s".into()];
+        saving(&source.vm(), to).args(flags)
+    };
+    let ended = within(sectors, look, save(MOUNTED, "on"))?.expect_code(0)?;
+    assert_eq!(ended.report()?["file"]["direct_io"], true, "{ended}");
+    let to = format!("file:{MOUNTED},offset=0x1235");
+    let ended = within(sectors, "true", save(&to, "on"))?.expect_code(0)?;
+    assert_eq!(ended.report()?["file"]["direct_io"], true, "{ended}");
+
+    let without = "mount -t ramfs none /mnt";
+    let ended = within(without, look, save(MOUNTED, "auto"))?.expect_code(0)?;
+    let report = ended.report()?;
+    assert_eq!(report["file"]["direct_io"], false);
+    assert!(report["file"]["direct_io_refused"].as_str().is_some_and(|why| why.contains("ramfs at /mnt")), "{report}");
+    let ended = within(without, "ls -A /mnt >&2", save(MOUNTED, "on"))?.expect_code(1)?;
+    assert!(ended.stderr.contains("ramfs at /mnt refuses it") && ended.stderr.contains("--direct-io=auto"), "{ended}");
+    assert_eq!(source.state()?, SyntheticState::Running);
+    Ok(())
+}
+
+/// What is made in place has no beginning until its end is on the disk.
+#[test]
+fn a_passed_file_that_is_not_complete_is_no_snapshot() -> Result<()> {
+    let folder = disk()?;
+    let source = busy_synthetic()?;
+    let path = folder.join("snapshot");
+    let passing = |flag: &str| {
+        let script = format!("exec \"$0\" \"$@\" 3{flag}'{}'", path.display());
+        saving(&source.vm(), "fd:3").args(["--downtime", "10s"]).prefix(&["sh", "-c", &script].map(str::to_owned))
+    };
+    for step in ["round", "tail", "synced"] {
+        let ended = passing(">").env("TRANSSHIP_FAIL_POINT", format!("save.{step}=kill")).run()?;
+        assert_eq!(ended.code(), None, "{step}: {ended}");
+        let bytes = io(fs::read(&path))?;
+        assert!(bytes.len() > 1 << 20 && bytes[..8] == [0; 8], "{step}");
+        let info = Transship::command(["info", &*path.to_string_lossy()]).run()?;
+        assert_eq!(info.code(), Some(1), "{step}: {info}");
+        wait_running(&source)?;
+        assert_source_whole(&source, step)?;
+    }
+    let ended = passing("<").run()?.expect_code(1)?;
+    assert!(ended.stderr.contains("descriptor 3 must be open for writing only (O_WRONLY); it is"), "{ended}");
+    passing(">").run()?.expect_code(0)?;
+    assert_restores(&path, "the last one")
+}
+
 /// Where no file of the test is left: it ends with the namespace.
 const MOUNTED: &str = "/mnt/snapshot";
 
