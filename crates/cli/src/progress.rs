@@ -121,7 +121,7 @@ impl Sample {
                 format!("{what}: {} left, {wire}{eta}", Bytes(self.left))
             }
             Phase::Loading => "the memory is there; its devices are loaded".into(),
-            Phase::Done => format!("done, {} on the wire", Bytes(self.wire)),
+            Phase::Done => format!("done, {} in all", Bytes(self.wire)),
         }
     }
 }
