@@ -42,7 +42,8 @@ impl Output for MappedFile {
     }
 
     fn needs(&self, pages: u64) -> u64 {
-        self.layout.bytes_for(pages)
+        let pages = pages + self.writers.pages.stored() * PAGE_BYTES as u64;
+        self.layout.bytes_for(pages.min(self.writers.pages.memory.bytes()))
     }
 
     fn write(&mut self, pending: &[Pending], target: &Target) -> Result<Written, Error> {

@@ -15,7 +15,7 @@ use crate::{
 pub(crate) trait Output {
     /// By region: pages that the file holds content for. All others are zero.
     fn content(&self) -> &[PageMap];
-    /// What the file takes if it holds so many bytes of pages beside those that it has.
+    /// What the file takes at most once so many bytes of pages are written that are not zero.
     fn needs(&self, pages: u64) -> u64;
     /// Writes what is pending, and returns when the kernel has all of it.
     ///
@@ -53,7 +53,7 @@ pub(crate) struct RegionBlock {
 pub(crate) fn region_blocks(guest: &dyn SourceGuest) -> Result<Vec<RegionBlock>, Error> {
     let memory = guest.memory();
     let names: Vec<String> = match guest.state_format() {
-        StateFormat::Qemu { blocks } => blocks,
+        StateFormat::Qemu { blocks, .. } => blocks,
         StateFormat::Opaque => memory.regions().iter().map(|region| region.name().to_owned()).collect(),
     };
     let blocks = names.iter().zip(memory.regions()).map(|(name, region)| {

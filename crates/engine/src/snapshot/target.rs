@@ -195,7 +195,7 @@ impl Target {
 
     /// From now on the snapshot is thought to take up to so many bytes.
     pub(crate) fn expect(&self, bytes: u64) {
-        self.needed.fetch_max(bytes, Relaxed);
+        self.needed.store(bytes, Relaxed);
     }
 
     /// Makes the file as long as this, with holes where nothing is written, so that writers do not have to extend it one after the other.
