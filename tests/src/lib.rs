@@ -7,12 +7,14 @@
 //! - [`Synthetic`]: transship's embedded guest
 //! - [`Transship`]: one run of the command
 //! - [`SlowLink`]: two network namespaces with a limited link between them
+//! - [`Disk`]: a file system on a disk with sectors of a chosen size
 //! - [`Scratch`]: a folder that goes away
 //!
 //! Whatever is started ends when its handle is dropped, and when the test process is killed.
 use std::path::PathBuf;
 use std::time::Duration;
 
+pub mod disk;
 pub mod launch;
 pub mod lines;
 pub mod link;
@@ -27,6 +29,7 @@ pub mod transship;
 pub mod versions;
 pub mod workload;
 
+pub use disk::Disk;
 pub use launch::{Accel, Backend, Kind, QemuBuilder};
 pub use link::SlowLink;
 pub use probe::kvm_works;

@@ -14,10 +14,12 @@ pub struct GuestError(pub String);
 pub enum StateFormat {
     /// Bytes that only the VMM knows.
     Opaque,
-    /// QEMU's migration stream, made with the capability `x-ignore-shared`. `blocks`: by region, the name of its RAM block in that stream.
+    /// QEMU's migration stream, made with the capability `x-ignore-shared`.
     Qemu {
         /// Names of the RAM blocks of the regions, in the order of the description.
         blocks: Vec<String>,
+        /// Names of all other RAM blocks (ROMs, video memory), where they are known.
+        others: Vec<String>,
     },
 }
 
@@ -40,6 +42,9 @@ pub trait SourceGuest: Send {
     fn stop(&mut self) -> Result<(), GuestError>;
     /// Tracks nothing, but can have writes wait: for a snapshot of one moment. Instead of `track`, called at most once before `stop`.
     ///
+    /// As long as the protection is there, memory that is given back may lose its protection and its content: either that does not happen, or
+    /// `check_protected` notices.
+    ///
     /// The VMM itself writes to guest memory when it lets the guest run on, and then waits as the guest does: whoever calls `resume` has a
     /// thread that lets writes through.
     ///
@@ -50,8 +55,7 @@ pub trait SourceGuest: Send {
             "this VMM does not offer to let writes wait, as a background snapshot needs it; use --live".into(),
         ))
     }
-    /// Asked when all that was protected is saved: that nothing has taken content out of guest memory since `stop`, as memory that is given back
-    /// does, past the protection. (Holes in the memory's files are seen by the caller.)
+    /// Asked when all that was protected is saved: that no memory was given back since `protect`. (The caller sees holes that are left.)
     ///
     /// # Errors
     /// Something has, or it can't be told: what was saved is not that moment's memory.

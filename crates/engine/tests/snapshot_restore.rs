@@ -312,7 +312,7 @@ impl DestinationGuest for WaitingQemu {
         self.0.memory()
     }
     fn state_format(&self) -> StateFormat {
-        StateFormat::Qemu { blocks: vec!["pc.ram".into()] }
+        StateFormat::Qemu { blocks: vec!["pc.ram".into()], others: vec![] }
     }
     fn load_state(&mut self, state: &mut dyn Read) -> Result<(), GuestError> {
         self.0.load_state(state)

@@ -49,18 +49,26 @@ pub(super) fn fit(
         devices.retain(|device| *device != index);
         regions.push(index);
     }
-    match (format, devices.first()) {
-        (StateFormat::Opaque, Some(&more)) => {
+    match devices.iter().find(|&&device| !may_have(format, &blocks[device].name)) {
+        Some(&more) => {
             unfit(file, format_args!("it has memory {:?}, which the waiting guest has not", &*blocks[more].name))
         }
-        _ => Ok(Fit { regions, devices }),
+        None => Ok(Fit { regions, devices }),
+    }
+}
+
+/// Whether the guest may have such a block beside its memory.
+fn may_have(format: &StateFormat, block: &str) -> bool {
+    match format {
+        StateFormat::Qemu { others, .. } => others.is_empty() || others.iter().any(|other| other == block),
+        StateFormat::Opaque => false,
     }
 }
 
 /// The machine's name in a file, and those of the blocks.
 fn expected<'a>(guest: &'a GuestDescription, format: &'a StateFormat) -> (&'a str, Vec<&'a str>) {
     match format {
-        StateFormat::Qemu { blocks } => {
+        StateFormat::Qemu { blocks, .. } => {
             let machine = guest.machine.strip_prefix(QEMU).unwrap_or(&guest.machine);
             (machine, blocks.iter().map(String::as_str).collect())
         }
@@ -76,7 +84,10 @@ fn check_machine(file: &str, theirs: &str, ours: &str) -> Result<(), Error> {
 }
 
 fn unfit<T>(file: &str, what: std::fmt::Arguments<'_>) -> Result<T, Error> {
-    Err(wrong(file, format_args!("{what}; start one with the same machine and memory as the guest that was saved")))
+    Err(wrong(
+        file,
+        format_args!("{what}; start one with the same machine, memory and devices as the guest that was saved"),
+    ))
 }
 
 /// A few of the names.
@@ -113,14 +124,14 @@ mod tests {
         let blocks = [block("vga.vram", 4), block("/objects/mem1", 8), block("/objects/mem0", 16), block("pc.bios", 1)];
         let configuration = Configuration::new(Name::new("pc-q35-10.0").unwrap());
         let waiting = guest("qemu pc-q35-10.0", &[("mem0", 16), ("mem1", 8)]);
-        let format = StateFormat::Qemu { blocks: vec!["/objects/mem0".into(), "/objects/mem1".into()] };
+        let format = StateFormat::Qemu { blocks: vec!["/objects/mem0".into(), "/objects/mem1".into()], others: vec![] };
         let found = fit("f", &configuration, &blocks, &waiting, &format).unwrap();
         assert_eq!(found, Fit { regions: vec![2, 1], devices: vec![0, 3] });
     }
 
     #[test]
     fn what_differs_is_named() {
-        let format = StateFormat::Qemu { blocks: vec!["mem0".into()] };
+        let format = StateFormat::Qemu { blocks: vec!["mem0".into()], others: vec!["pc.bios".into()] };
         let waiting = guest("qemu pc-q35-10.0", &[("mem0", 16)]);
         let why = refusal("pc-i440fx-10.0", &[block("mem0", 16)], &waiting, &format);
         assert!(
@@ -131,6 +142,17 @@ mod tests {
         assert!(why.contains("\"mem0\" has 69632 bytes, that of the waiting guest 65536"), "{why}");
         let why = refusal("pc-q35-10.0", &[block("pc.ram", 16), block("pc.bios", 1)], &waiting, &format);
         assert!(why.contains("no memory \"mem0\"") && why.contains("\"pc.ram\", \"pc.bios\""), "{why}");
+    }
+
+    /// A graphics adapter on one side only.
+    #[test]
+    fn devices_with_memory_are_the_same() {
+        let format = StateFormat::Qemu { blocks: vec!["mem0".into()], others: vec!["pc.bios".into()] };
+        let waiting = guest("qemu pc", &[("mem0", 16)]);
+        let why = refusal("pc", &[block("mem0", 16), block("pc.bios", 1), block("vga.vram", 4)], &waiting, &format);
+        assert!(why.contains("it has memory \"vga.vram\", which the waiting guest has not"), "{why}");
+        let configuration = Configuration::new(Name::new("pc").unwrap());
+        assert!(fit("f", &configuration, &[block("mem0", 16)], &waiting, &format).is_ok(), "it may have more itself");
     }
 
     #[test]

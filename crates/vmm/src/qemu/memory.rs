@@ -166,12 +166,21 @@ fn check_all_covered(qmp: &mut Qmp, backends: &[Backend]) -> Result<(), GuestErr
 /// Names of the backends' memory in QEMU's own stream. A backend that nothing uses is not in it, and keeps its id here.
 pub(super) fn state_format(qmp: &mut Qmp, backends: &[Backend]) -> Result<StateFormat, GuestError> {
     let text = qmp.execute("human-monitor-command", json!({ "command-line": "info ramblock" }))?;
-    Ok(StateFormat::Qemu { blocks: block_names(text.as_str().unwrap_or(""), backends) })
+    let text = text.as_str().unwrap_or("");
+    let blocks = block_names(text, backends);
+    // Behind the line of titles.
+    let others = known_blocks(text).skip(1).filter(|name| !blocks.iter().any(|block| block == name));
+    Ok(StateFormat::Qemu { others: others.map(str::to_owned).collect(), blocks })
+}
+
+/// The first column of `info ramblock`.
+fn known_blocks(list: &str) -> impl Iterator<Item = &str> {
+    list.lines().filter_map(|line| line.split_ascii_whitespace().next())
 }
 
 /// Machines up to version 3.1 have the path of the object in the name.
 fn block_names(list: &str, backends: &[Backend]) -> Vec<String> {
-    let known: Vec<&str> = list.lines().filter_map(|line| line.split_ascii_whitespace().next()).collect();
+    let known: Vec<&str> = known_blocks(list).collect();
     let name = |backend: &Backend| {
         let path = format!("/objects/{}", backend.id);
         if known.contains(&path.as_str()) { path } else { backend.id.clone() }
