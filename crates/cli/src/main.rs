@@ -148,6 +148,7 @@ mod tests {
         let mut seen = 0;
         for line in help.lines().chain(readme.lines()).map(str::trim) {
             let line = line.split_once("$ ").map_or(line, |(_, after_prompt)| after_prompt);
+            let line = line.split_once(" # ").map_or(line, |(command, _)| command);
             if line.starts_with("transship ") && line.contains(" --") {
                 let words = line.trim_end_matches(" &").split_whitespace();
                 Cli::try_parse_from(words).unwrap_or_else(|error| panic!("{line}: {error}"));

@@ -111,8 +111,35 @@ fn what_compresses_is_read_by_its_own_rules() {
 }
 
 #[test]
+fn what_a_save_is_told_is_checked_before_anything_is_touched() {
+    let wrong: [(&[&str], &[&str]); 7] = [
+        (&["--to", "fd:x"], &["--to \"fd:x\"", "descriptor"]),
+        (&["--to", "file:a,offset=4x"], &["--to ", "4096, 0x1000 or 4k"]),
+        (&["--to", "a", "--direct-io=maybe"], &["--direct-io \"maybe\"", "on, off or auto"]),
+        (&["--to", "a", "--format", "stream", "--direct-io"], &["--direct-io=on", "mapped-ram"]),
+        (&["--to", "a", "--format", "stream", "--background"], &["--background", "mapped-ram"]),
+        (&["--to", "a", "--paused", "--live"], &["--paused", "--live"]),
+        (&["--to", "a", "--background", "--stay-stopped"], &["--background", "--stay-stopped"]),
+    ];
+    for (arguments, parts) in wrong {
+        let run = run(&[&["save", "--vm", "qemu:/no/such.sock"], arguments].concat());
+        assert_eq!((run.code, run.stdout.as_str(), run.stderr.lines().count()), (2, "", 1), "{run:?}");
+        assert!(parts.iter().all(|part| run.stderr.contains(part)), "{run:?}");
+    }
+    let all = ["--to", "", "--channels", "0", "--downtime", "2m", "--max-rounds", "0", "--direct-io=1"];
+    let run_all = run(&[&["save", "--vm", "vm"][..], &all].concat());
+    assert_eq!((run_all.code, run_all.stderr.lines().count()), (2, 6), "{run_all:?}");
+    for direct_io in ["--direct-io", "--direct-io=auto", "--direct-io=off"] {
+        // Good values come as far as the VM, which is not there.
+        let run =
+            run(&["save", "--vm", "qemu:/no/such.sock", "--to", "fdset:3,4,offset=1M", "--background", direct_io]);
+        assert_eq!(run.code, 1, "{run:?}");
+    }
+}
+
+#[test]
 fn a_vm_that_is_not_there_is_exit_code_1_and_one_line_that_names_it() {
-    for arguments in [&["move", "--to", "unix:/no/such"][..], &["watch"]] {
+    for arguments in [&["move", "--to", "unix:/no/such"][..], &["watch"], &["save", "--to", "/no/such/file"]] {
         for vm in ["qemu:/no/such.sock", "handoff:/no/such.sock"] {
             let run = run(&[arguments, &["--vm", vm]].concat());
             assert_eq!((run.code, run.stdout.as_str()), (1, ""), "{run:?}");

@@ -92,10 +92,7 @@ impl Request {
                     io: args.io.into(),
                 },
                 // Who stands still writes nothing, seen or unseen.
-                attach: AttachOptions {
-                    allow_untracked_writers: args.allow_untracked_writers || way == Way::Paused,
-                    ..AttachOptions::default()
-                },
+                attach: AttachOptions { allow_untracked_writers: args.allow_untracked_writers || way == Way::Paused },
             })
         })();
         checks.finish(request)
