@@ -240,6 +240,45 @@ fn a_save_that_fails_at_any_step_leaves_everything_as_it_was() -> Result<()> {
     assert_restores(&path, "after all that")
 }
 
+/// The capabilities of QEMU's own migration that are on.
+fn capabilities(guest: &Qemu) -> Result<Vec<String>> {
+    let all = guest.qmp("query-migrate-capabilities", json!({}))?;
+    let on = all.as_array().into_iter().flatten().filter(|one| one["state"] == true);
+    Ok(on.filter_map(|one| one["capability"].as_str().map(str::to_owned)).collect())
+}
+
+/// QEMU itself is in another state at each of these steps. It is put back with the settings that it had, and can be saved.
+#[test]
+fn a_qemu_whose_save_died_is_as_it_was() -> Result<()> {
+    let folder = disk()?;
+    let source = Qemu::multiboot().start()?;
+    source.ready()?;
+    let on = json!({ "capabilities": [{ "capability": "events", "state": true }] });
+    source.qmp("migrate-set-capabilities", on)?;
+    let path = folder.join("snapshot");
+    for (status, way) in [("running", "--live"), ("running", "--paused"), ("paused", "--live")] {
+        source.qmp(if status == "running" { "cont" } else { "stop" }, json!({}))?;
+        for step in ["stopped", "last-round", "state", "tail"] {
+            let story = format!("{status} {way}, killed at {step}");
+            let armed = saving(&source.vm(), &path).args([way, "--downtime=10s"]);
+            let ended = armed.env("TRANSSHIP_FAIL_POINT", format!("save.{step}=kill")).run()?;
+            assert_eq!(ended.code(), None, "{story}: {ended}");
+            source.wait_status(status)?;
+            wait_until("its settings", || Ok(capabilities(&source)? == ["events"]))?;
+            assert_nothing_left_in(&source)?;
+            assert!(!path.exists(), "{story}");
+        }
+        saving(&source.vm(), &path).args([way, "--downtime=10s"]).run()?.expect_code(0)?;
+        assert_eq!((source.status()?, capabilities(&source)?), (status.to_owned(), vec!["events".to_owned()]));
+        let destination = Qemu::multiboot().incoming().start()?;
+        StockLoad::default().load(&destination, &path)?;
+        destination.wait_status(status)?;
+        io(fs::remove_file(&path))?;
+    }
+    source.qmp("cont", json!({}))?;
+    assert_goes_on(&source, "after all that")
+}
+
 /// Dead at any moment: the file at the name is the old one or the new one, whole, and the guest runs.
 #[test]
 fn kill_9_at_random_moments() -> Result<()> {
