@@ -7,7 +7,7 @@ use std::{
         Arc,
         atomic::{AtomicBool, Ordering::Relaxed},
     },
-    thread,
+    thread::{self, JoinHandle},
     time::Duration,
 };
 
@@ -61,10 +61,16 @@ struct Batch {
 type Round = Receiver<Batch>;
 type Outcome = Result<Written, transship_memory::Error>;
 
-/// Threads that wait for rounds. They end when this is dropped.
+/// A thread, and where it gets its rounds from; none: it is to end.
+struct WriterThread {
+    rounds: Option<Sender<Round>>,
+    handle: Option<JoinHandle<()>>,
+}
+
+/// Threads that wait for rounds. They have ended when this is dropped.
 pub(crate) struct Writers {
     pub(crate) pages: Arc<Pages>,
-    threads: Vec<Sender<Round>>,
+    threads: Vec<WriterThread>,
     outcomes: Receiver<Outcome>,
     is_uring: bool,
 }
@@ -112,8 +118,8 @@ impl Writers {
                 }
             };
             let spawned = thread::Builder::new().name(format!("writer{number}")).spawn(run);
-            spawned.map_err(|source| Error::Io { what: "can't start a thread".into(), source })?;
-            threads.push(rounds);
+            let handle = spawned.map_err(|source| Error::Io { what: "can't start a thread".into(), source })?;
+            threads.push(WriterThread { rounds: Some(rounds), handle: Some(handle) });
         }
         let mut is_uring = false;
         for _ in 0..count {
@@ -134,9 +140,9 @@ impl Writers {
     /// The first one of any thread; cancelled. The threads are then of no use any more.
     pub(crate) fn write(&self, pending: &[Pending], target: &Target) -> Result<Written, Error> {
         let (queue, batches) = bounded(2 * self.threads.len());
-        for thread in &self.threads {
-            // One that has failed has ended its round, and says so below.
-            let _ = thread.send(batches.clone());
+        for rounds in self.threads.iter().filter_map(|thread| thread.rounds.as_ref()) {
+            // One that is gone is missed below.
+            let _ = rounds.send(batches.clone());
         }
         drop(batches);
         let fed = self.feed(pending, &queue);
@@ -144,9 +150,9 @@ impl Writers {
             self.pages.failed.store(true, Relaxed);
         }
         drop(queue);
-        let collected = self.collect();
+        let collected = self.collect(target);
         fed?;
-        collected.map_err(|error| target.failed_pages(error))
+        collected
     }
 
     fn feed(&self, pending: &[Pending], queue: &Sender<Batch>) -> Result<(), Error> {
@@ -173,17 +179,46 @@ impl Writers {
     }
 
     /// Waits for all threads, also after a failure: what they have given to the kernel still goes to the file.
-    fn collect(&self) -> Outcome {
+    fn collect(&self, target: &Target) -> Result<Written, Error> {
         let mut total = Written::default();
         let mut failure = None;
         for _ in &self.threads {
-            match self.outcomes.recv() {
-                Ok(Ok(written)) => total.add(&written),
-                Ok(Err(error)) => failure = failure.or(Some(error)),
-                Err(_) => break,
+            match self.next_outcome()? {
+                Ok(written) => total.add(&written),
+                Err(error) => failure = failure.or(Some(target.failed_pages(error))),
             }
         }
         failure.map_or(Ok(total), Err)
+    }
+
+    fn next_outcome(&self) -> Result<Outcome, Error> {
+        loop {
+            match self.outcomes.recv_timeout(TICK) {
+                Ok(outcome) => return Ok(outcome),
+                // What one has to say it says before it ends, unless it panics.
+                Err(_) if self.outcomes.is_empty() && self.threads.iter().any(WriterThread::is_gone) => {
+                    let source = std::io::Error::other("a thread that writes has ended by a bug");
+                    return Err(Error::Io { what: "write pages".into(), source });
+                }
+                Err(_) => {}
+            }
+        }
+    }
+}
+
+impl WriterThread {
+    fn is_gone(&self) -> bool {
+        self.handle.as_ref().is_none_or(JoinHandle::is_finished)
+    }
+}
+
+impl Drop for Writers {
+    fn drop(&mut self) {
+        self.threads.iter_mut().for_each(|thread| thread.rounds = None);
+        for handle in self.threads.iter_mut().filter_map(|thread| thread.handle.take()) {
+            // A panic there has been printed.
+            let _ = handle.join();
+        }
     }
 }
 
