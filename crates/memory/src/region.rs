@@ -98,7 +98,18 @@ impl Region {
     /// # Errors
     /// The system's own.
     pub fn data(&self) -> Result<PageSet, Error> {
-        if self.backing.hugetlb { Ok(self.huge_data()) } else { self.sought_data() }
+        if self.backing.hugetlb { Ok(self.huge_data()) } else { self.sought_data(&PageSet::empty(self.pages())) }
+    }
+
+    /// The pages that are [`Region::data`] and not among `known`, which were data before. Only the holes between these are looked at, so it costs
+    /// little however much data there is; pages of `known` that are holes now go unnoticed.
+    ///
+    /// # Errors
+    /// The system's own.
+    pub fn new_data(&self, known: &PageSet) -> Result<PageSet, Error> {
+        let mut data = if self.backing.hugetlb { self.huge_data() } else { self.sought_data(known)? };
+        data.subtract(known);
+        Ok(data)
     }
 
     /// Whether all pages of the range are among [`Region::data`] now, asked without a look at the rest.
@@ -142,17 +153,30 @@ impl Region {
         data
     }
 
-    /// The data of a file that can seek it.
-    fn sought_data(&self) -> Result<PageSet, Error> {
-        let (start, end) = (self.file_offset, self.file_offset + self.bytes);
+    /// The data of a file that can seek it, as far as it lies between pages of `known`.
+    fn sought_data(&self, known: &PageSet) -> Result<PageSet, Error> {
         let mut data = PageSet::empty(self.pages());
+        let mut at = 0;
+        for range in known.ranges().chain([PageRange::new(self.pages(), 0)]) {
+            self.seek_data(PageRange::new(at, range.first - at), &mut data)?;
+            at = range.end();
+        }
+        Ok(data)
+    }
+
+    /// Adds the data within a range.
+    fn seek_data(&self, within: PageRange, data: &mut PageSet) -> Result<(), Error> {
+        let (start, end) = (self.offset_in_file(within.first), self.offset_in_file(within.end()));
         let mut at = start;
         while at < end {
             // Moves the file's position, which may be shared with the VMM; nobody reads or writes memory by position.
             let first = match rustix::fs::seek(&self.file, SeekFrom::Data(at)) {
                 Ok(first) => first,
                 Err(Errno::NXIO) => break,
-                Err(Errno::INVAL | Errno::OPNOTSUPP) => return Ok(PageSet::full(self.pages())),
+                Err(Errno::INVAL | Errno::OPNOTSUPP) => {
+                    data.insert(within);
+                    break;
+                }
                 Err(source) => return Err(self.failed("finding the holes", source)),
             };
             if first >= end {
@@ -164,11 +188,11 @@ impl Region {
                 Ok(_) | Err(Errno::NXIO) => first + 1,
                 Err(source) => return Err(self.failed("finding the holes", source)),
             };
-            let page = (first - start) / PAGE_BYTES as u64;
-            data.insert(PageRange::new(page, (hole - start).div_ceil(PAGE_BYTES as u64) - page));
+            let page = (first - self.file_offset) / PAGE_BYTES as u64;
+            data.insert(PageRange::new(page, (hole - self.file_offset).div_ceil(PAGE_BYTES as u64) - page));
             at = hole;
         }
-        Ok(data)
+        Ok(())
     }
 
     /// Makes the pages read as zero: holes where whole backing pages are covered, zeros written elsewhere.

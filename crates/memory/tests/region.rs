@@ -134,6 +134,14 @@ fn a_range_is_data_if_all_of_it_is() {
         let mut copy = vec![0; 2 * PAGE_BYTES];
         region.copy_to(PageRange::new(515, 2), &mut copy).unwrap();
         assert!(copy == vec![7; 2 * PAGE_BYTES]);
+        let mut known = PageSet::empty(1024);
+        assert_eq!(region.new_data(&known).unwrap(), data);
+        known.insert(PageRange::new(100, 50));
+        known.insert(PageRange::new(514, 2));
+        let mut fresh = data.clone();
+        fresh.subtract(&known);
+        assert_eq!(region.new_data(&known).unwrap(), fresh);
+        assert!(region.new_data(&PageSet::full(1024)).unwrap().is_empty());
         region.clear(PageRange::new(512, 512)).unwrap();
         assert!(!region.is_data(PageRange::new(515, 1)).unwrap());
     }

@@ -4,6 +4,7 @@
 //! The guest knows what every page must hold, so one page that is saved too late, too early or twice is found when it is restored.
 #![allow(clippy::unwrap_used, missing_docs)]
 use std::{
+    cell::RefCell,
     fs,
     io::Read,
     path::{Path, PathBuf},
@@ -12,7 +13,7 @@ use std::{
         mpsc::{Receiver, channel},
     },
     thread::{self, JoinHandle},
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use rustix::fs::FallocateFlags;
@@ -21,7 +22,7 @@ use transship_engine::{
     guest::{GuestError, SourceGuest},
     restore_guest, save_guest,
 };
-use transship_memory::{Freeing, GuestMemory, Protection, Tracker};
+use transship_memory::{Freeing, GuestMemory, PageRange, Protection, Region, Tracker};
 use transship_vmm::{
     handoff::{CheckResult, HandoffDestination, HandoffSource, Shutdown, check},
     synthetic::{Event, Events, Summary, SyntheticOptions, WriteRate, run},
@@ -75,7 +76,7 @@ impl Guest {
     /// It still writes, and every page is what it must be.
     fn assert_runs_on(&self) {
         let before = self.check();
-        let begin = std::time::Instant::now();
+        let begin = Instant::now();
         while self.check().writes == before.writes {
             assert!(begin.elapsed() < PATIENCE, "it writes no more");
         }
@@ -139,75 +140,120 @@ fn the_moment_is_saved_whole_while_the_guest_writes_on() {
     }
 }
 
+/// It writes everywhere: before and after the moment it also fills what was holes.
+#[test]
+fn holes_that_are_filled_meanwhile_are_no_matter() {
+    let folder = folder();
+    let guest = Guest::busy(|options| (options.touched, options.hot_set_bytes) = (0.9, Some(64 * MIB)));
+    let path = folder.path().join("a");
+    save(&guest, &path, &options()).0.unwrap();
+    guest.assert_runs_on();
+    assert_eq!(restored(&path).wrong, 0);
+}
+
+/// Not one of the pages was there when the memory was looked at, and all of them are written again as soon as the guest runs on.
+#[test]
+fn what_was_a_hole_shortly_before_the_moment_is_saved_as_of_the_moment() {
+    let folder = folder();
+    let guest = Guest::busy(|options| (options.touched, options.hot_set_bytes) = (0.0, Some(8 * MIB)));
+    let path = folder.path().join("a");
+    let meddling = Meddling { begins_with_holes: true, ..Meddling::default() };
+    meddle(&guest, &path, meddling).unwrap();
+    guest.assert_runs_on();
+    assert_eq!(restored(&path).wrong, 0);
+}
+
 /// What a test makes of a guest's answers.
 #[derive(Default)]
 struct Meddling {
     /// Gives this page of region 1 back once all is protected.
     gives_back: Option<u64>,
+    /// Has the guest write all that it has anew, into holes, between the first look at its memory and the moment.
+    begins_with_holes: bool,
     cancels: Option<Arc<Progress>>,
     does_not_resume: bool,
 }
 
 struct Meddled {
-    guest: HandoffSource,
+    guest: RefCell<HandoffSource>,
     meddling: Meddling,
 }
 
 impl SourceGuest for Meddled {
     fn description(&self) -> GuestDescription {
-        self.guest.description()
+        self.guest.borrow().description()
     }
     fn memory(&self) -> GuestMemory {
-        self.guest.memory()
+        self.guest.borrow().memory()
     }
-    /// The last that is asked before anything is saved: how holes are to be seen that come later.
+    /// Asked when the memory has been looked at.
     fn freeing(&self) -> Freeing {
-        if let Some(page) = self.meddling.gives_back {
-            let memory = self.memory();
-            let how = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
-            rustix::fs::fallocate(memory.regions()[1].file(), how, page * 4096, 4096).unwrap();
+        if self.meddling.begins_with_holes {
+            self.guest.borrow_mut().resume(true).unwrap();
         }
         Freeing::Possible
     }
     fn track(&mut self) -> Result<Box<dyn Tracker>, GuestError> {
-        self.guest.track()
+        self.guest.get_mut().track()
     }
+    /// Asked before the memory is looked at.
     fn protect(&mut self) -> Result<Protection, GuestError> {
-        self.guest.protect()
+        if self.meddling.begins_with_holes {
+            self.guest.get_mut().stop().unwrap();
+            let memory = self.memory();
+            memory.regions().iter().for_each(|region| punch(region, PageRange::new(0, region.pages())));
+        }
+        self.guest.get_mut().protect()
     }
     fn is_running(&mut self) -> Result<bool, GuestError> {
-        self.guest.is_running()
+        self.guest.get_mut().is_running()
     }
     fn stop(&mut self) -> Result<(), GuestError> {
-        self.guest.stop()
+        let filled = |region: &Region| region.is_data(PageRange::new(0, 4 * MIB / 4096)).unwrap();
+        let begin = Instant::now();
+        while self.meddling.begins_with_holes && !self.memory().regions().iter().all(filled) {
+            assert!(begin.elapsed() < PATIENCE, "it does not write all its pages");
+            thread::yield_now();
+        }
+        self.guest.get_mut().stop()
     }
     fn state_estimate(&self) -> Duration {
-        self.guest.state_estimate()
+        self.guest.borrow().state_estimate()
     }
     fn save_state(&mut self) -> Result<Box<dyn Read + Send>, GuestError> {
-        self.guest.save_state()
+        self.guest.get_mut().save_state()
     }
     fn state_saved(&mut self) -> Result<(), GuestError> {
-        self.guest.state_saved()
+        self.guest.get_mut().state_saved()
     }
+    /// All is protected, and nothing is saved yet.
     fn resume(&mut self, run: bool) -> Result<(), GuestError> {
+        if let Some(page) = self.meddling.gives_back {
+            punch(&self.memory().regions()[1], PageRange::new(page, 1));
+        }
         if let Some(progress) = &self.meddling.cancels {
             progress.cancel();
         }
         if self.meddling.does_not_resume {
             return Err(GuestError("it does not want to".into()));
         }
-        self.guest.resume(run)
+        self.guest.get_mut().resume(run)
     }
     fn resume_hint(&self) -> String {
-        self.guest.resume_hint()
+        self.guest.borrow().resume_hint()
     }
+}
+
+/// As a VMM does it that gives memory back.
+fn punch(region: &Region, pages: PageRange) {
+    let how = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+    rustix::fs::fallocate(region.file(), how, pages.first * 4096, pages.bytes()).unwrap();
 }
 
 /// Saves a busy guest; what comes of it, and whether there is a file.
 fn meddle(guest: &Guest, path: &Path, meddling: Meddling) -> Result<(), Error> {
     let progress = meddling.cancels.clone().unwrap_or_default();
-    let mut guest = Meddled { guest: guest.attach(), meddling };
+    let mut guest = Meddled { guest: RefCell::new(guest.attach()), meddling };
     let saved = save_guest(&mut guest, &FileUri::path(path), &options(), &progress, &mut Report::default());
     assert_eq!(path.exists(), !matches!(saved, Err(ref error) if !matches!(error, Error::Unknown(_))));
     saved

@@ -1,19 +1,19 @@
 //! The life of a background save: the guest stands still only while its device state is taken and its memory is protected from writes.
 use std::{sync::atomic::Ordering::Relaxed, thread, time::Instant};
 
-use crossbeam_channel::{RecvTimeoutError, Sender, bounded};
-use transship_memory::{FileQueue, PAGE_BYTES, Protection};
+use crossbeam_channel::{Receiver, RecvTimeoutError, Sender, bounded};
+use transship_memory::{FileQueue, PAGE_BYTES};
 
 use super::{
     Format, SaveOptions, Then,
     mapped::MappedFile,
-    moment::{Failure, Moment, TICK},
+    moment::{Copies, Failure, Moment, TICK},
     output::RegionBlock,
     save::Saving,
     state::DeviceState,
-    writer::{DEPTH, Pages, Written},
+    writer::{DEPTH, Written},
 };
-use crate::{Error, Phase, RoundReport, fail_point, source::take_back};
+use crate::{Error, Phase, RoundReport, fail_point, guest::GuestError, source::take_back};
 
 impl Saving<'_> {
     /// What a background save can't be, also of a guest that stands still.
@@ -39,16 +39,14 @@ impl Saving<'_> {
         let mut output = MappedFile::begin(&memory, regions, &without_writers, self.target, self.progress)?;
         self.describe_file(&output);
         let protection = self.guest.protect()?;
+        let pages = output.writers.pages.clone();
+        let moment = Moment::expected(self.guest, protection, &pages)?;
         fail_point::reach("save.protecting")?;
         self.begin_rounds();
-        self.progress.set_phase(Phase::Switchover);
-        let stopped = Instant::now();
-        let pages = output.writers.pages.clone();
-        let (state, moment) =
-            self.stop_and_protect(protection, &pages, regions).map_err(|error| take_back(self.guest, error, true))?;
-        let (resumed, saved) = self.run_on(&moment, stopped);
+        let ended = self.save_moment(&moment, regions);
         // Before anything else is asked of the VMM: now it waits for nobody.
         drop(moment);
+        let Ended { state, resumed, saved } = ended.map_err(|error| take_back(self.guest, error, true))?;
         let saved = saved
             .and_then(|()| Ok(self.guest.check_protected()?))
             .and_then(|()| fail_point::reach("save.background"))
@@ -60,90 +58,105 @@ impl Saving<'_> {
         }
     }
 
-    /// Everything for which the guest has to stand still. The device state comes first: saving it, a VMM may write to the guest's memory.
-    fn stop_and_protect<'a>(
-        &mut self,
-        protection: Protection,
-        pages: &'a Pages,
-        regions: &[RegionBlock],
-    ) -> Result<(DeviceState, Moment<'a>), Error> {
+    /// Stops the guest for a moment, and returns when all of it is given to the kernel, or given up. An error is from before the guest ran again.
+    fn save_moment(&mut self, moment: &Moment<'_>, regions: &[RegionBlock]) -> Result<Ended, Error> {
+        thread::scope(|scope| {
+            let (tell, outcomes) = bounded(usize::from(self.options.channels) + 1);
+            let (sender, copies) = moment.copies();
+            let serving = tell.clone();
+            let serve = move || drop(serving.send(moment.serve(&sender)));
+            spawn(scope, "faults".into(), serve)?;
+            let stopped = self.stop_in(moment, regions).inspect_err(|_| moment.give_up());
+            let (state, stopped) = stopped.map_err(|error| match outcomes.try_recv() {
+                // The one that serves the writers knows better.
+                Ok(Err(first)) => first.into_error(self.target),
+                _ => error,
+            })?;
+            // The VMM itself writes to the guest's memory when it lets it run, and is served by then.
+            let resumed = self.guest.resume(true);
+            self.report.downtime_ms = stopped.elapsed().as_secs_f64() * 1e3;
+            let begin = Instant::now();
+            self.begin_round(moment);
+            let started = (0..self.options.channels)
+                .try_for_each(|number| self.start_writer(scope, number, moment, &copies, &tell))
+                .and_then(|()| fail_point::reach("save.resumed"));
+            drop((tell, copies));
+            let saved = self.wait_for_all(moment, started, &outcomes);
+            let saved = saved.map(|written| self.note_background(&written, moment, begin));
+            Ok(Ended { state, resumed, saved })
+        })
+    }
+
+    /// Everything for which the guest has to stand still, and what can be done before. The device state comes first: saving it, a VMM may write to
+    /// the guest's memory. Returns when it was stopped.
+    fn stop_in(&mut self, moment: &Moment<'_>, regions: &[RegionBlock]) -> Result<(DeviceState, Instant), Error> {
+        moment.protect_beforehand()?;
+        self.progress.set_phase(Phase::Switchover);
+        let stopped = Instant::now();
         self.guest.stop()?;
         fail_point::reach("save.stopped")?;
         let state = DeviceState::take(self.guest, regions, true)?;
         fail_point::reach("save.state")?;
-        let moment = Moment::of(self.guest, protection, pages)?;
+        moment.come()?;
         fail_point::reach("save.protected")?;
-        Ok((state, moment))
+        Ok((state, stopped))
     }
 
-    /// Lets the guest run, and returns when all of the moment is given to the kernel, or given up: whether the guest runs, and whether all is saved.
-    fn run_on(&mut self, moment: &Moment<'_>, stopped: Instant) -> (Result<(), Error>, Result<(), Error>) {
-        let begin = Instant::now();
-        let data = moment.data_pages();
-        for bytes in [&self.progress.round_total, &self.progress.round_left] {
-            bytes.store(data * PAGE_BYTES as u64, Relaxed);
+    fn start_writer<'scope>(
+        &self,
+        scope: &'scope thread::Scope<'scope, '_>,
+        number: u8,
+        moment: &'scope Moment<'_>,
+        copies: &Receiver<Copies>,
+        tell: &Sender<Outcome>,
+    ) -> Result<(), Error> {
+        let (tell, copies, io) = (tell.clone(), copies.clone(), self.options.io);
+        let (descriptor, memory) = (self.target.page_descriptor()?, self.guest.memory());
+        let write = move || {
+            // The requests are this thread's own.
+            let written = FileQueue::new(memory, descriptor, DEPTH, io)
+                .map_err(|source| Error::Io { what: "prepare to write pages".into(), source })
+                .and_then(|queue| fail_point::reach("save.writing").map(|()| queue))
+                .map_err(Failure::Begin)
+                .and_then(|mut queue| moment.write(&mut queue, &copies));
+            drop(tell.send(written));
+        };
+        spawn(scope, format!("writer{number}"), write)
+    }
+
+    /// Waits for all threads, also when it is given up.
+    fn wait_for_all(
+        &self,
+        moment: &Moment<'_>,
+        started: Result<(), Error>,
+        outcomes: &Receiver<Outcome>,
+    ) -> Result<Written, Error> {
+        let mut failure = started.inspect_err(|_| moment.give_up()).err();
+        let mut written = Written::default();
+        loop {
+            match outcomes.recv_timeout(TICK) {
+                Ok(Ok(part)) => written.add(&part),
+                Ok(Err(error)) => {
+                    moment.give_up();
+                    failure = failure.or(Some(error.into_error(self.target)));
+                }
+                Err(RecvTimeoutError::Timeout) if failure.is_none() && self.progress.is_cancelled() => {
+                    moment.give_up();
+                    failure = Some(Error::Cancelled);
+                }
+                Err(RecvTimeoutError::Timeout) => {}
+                Err(RecvTimeoutError::Disconnected) => return failure.map_or(Ok(written), Err),
+            }
+        }
+    }
+
+    fn begin_round(&self, moment: &Moment<'_>) {
+        self.progress.set_phase(Phase::Rounds);
+        let bytes = moment.data_pages() * PAGE_BYTES as u64;
+        for total in [&self.progress.round_total, &self.progress.round_left] {
+            total.store(bytes, Relaxed);
         }
         self.progress.round.store(1, Relaxed);
-        let (resumed, saved) = thread::scope(|scope| {
-            let (outcome, outcomes) = bounded(usize::from(self.options.channels) + 1);
-            // The VMM itself writes to the guest's memory when it lets it run: somebody must serve it before.
-            let started = self.start_threads(scope, moment, &outcome);
-            drop(outcome);
-            let resumed = self.guest.resume(true).map_err(Error::from);
-            self.report.downtime_ms = stopped.elapsed().as_secs_f64() * 1e3;
-            self.progress.set_phase(Phase::Rounds);
-            let started = started.and_then(|()| fail_point::reach("save.resumed"));
-            let mut failure = started.inspect_err(|_| moment.give_up()).err();
-            let mut written = Written::default();
-            loop {
-                match outcomes.recv_timeout(TICK) {
-                    Ok(Ok(part)) => written.add(&part),
-                    Ok(Err(error)) => {
-                        moment.give_up();
-                        failure = failure.or(Some(error.into_error(self.target)));
-                    }
-                    Err(RecvTimeoutError::Timeout) if failure.is_none() && self.progress.is_cancelled() => {
-                        moment.give_up();
-                        failure = Some(Error::Cancelled);
-                    }
-                    Err(RecvTimeoutError::Timeout) => {}
-                    Err(RecvTimeoutError::Disconnected) => break,
-                }
-            }
-            (resumed, failure.map_or(Ok(written), Err))
-        });
-        let saved = saved.map(|written| self.note_background(&written, moment, begin));
-        (resumed, saved)
-    }
-
-    /// One thread for those who wait, and those that write. Each tells its outcome.
-    fn start_threads<'scope, 'env>(
-        &self,
-        scope: &'scope thread::Scope<'scope, 'env>,
-        moment: &'env Moment<'_>,
-        outcome: &Sender<Result<Written, Failure>>,
-    ) -> Result<(), Error> {
-        let failed = |source| Error::Io { what: "can't start a thread".into(), source };
-        let (sender, receiver) = moment.copies();
-        let tell = outcome.clone();
-        let serve = move || drop(tell.send(moment.serve(&sender)));
-        thread::Builder::new().name("faults".into()).spawn_scoped(scope, serve).map_err(failed)?;
-        for number in 0..self.options.channels {
-            let (tell, copies, io) = (outcome.clone(), receiver.clone(), self.options.io);
-            let descriptor = self.target.page_descriptor()?;
-            let memory = self.guest.memory();
-            // The requests are this thread's own.
-            let write = move || {
-                let queue = FileQueue::new(memory, descriptor, DEPTH, io)
-                    .map_err(|source| Error::Io { what: "prepare to write pages".into(), source })
-                    .and_then(|queue| fail_point::reach("save.writing").map(|()| queue))
-                    .map_err(Failure::Begin);
-                let written = queue.and_then(|mut queue| moment.write(&mut queue, &copies));
-                drop(tell.send(written));
-            };
-            thread::Builder::new().name(format!("writer{number}")).spawn_scoped(scope, write).map_err(failed)?;
-        }
-        Ok(())
     }
 
     fn note_background(&mut self, written: &Written, moment: &Moment<'_>, begin: Instant) {
@@ -171,4 +184,23 @@ impl Saving<'_> {
             file.io_uring = moment.is_uring();
         }
     }
+}
+
+/// What one thread has done.
+type Outcome = Result<Written, Failure>;
+
+/// How it went once the guest was told to run again.
+struct Ended {
+    state: DeviceState,
+    resumed: Result<(), GuestError>,
+    saved: Result<(), Error>,
+}
+
+fn spawn<'scope>(
+    scope: &'scope thread::Scope<'scope, '_>,
+    name: String,
+    run: impl FnOnce() + Send + 'scope,
+) -> Result<(), Error> {
+    let spawned = thread::Builder::new().name(name).spawn_scoped(scope, run);
+    spawned.map(drop).map_err(|source| Error::Io { what: "can't start a thread".into(), source })
 }

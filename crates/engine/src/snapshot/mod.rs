@@ -4,7 +4,7 @@
 //! - `target`: the file while it is made, and what becomes of it; `temporary`: its name until then; `descriptors`, `filesystem`
 //! - `output`: what is done with pages: `mapped`, with its `layout` and the threads that write in `writer`; `stream`
 //! - `state`: the part that is the VMM's; `live`: rounds of a guest that runs
-//! - `background`: a save while the guest runs on; `moment`: the memory that it saves
+//! - `background`: a save while the guest runs on; `moment`: the memory that it saves, region by region in `unsaved`
 //! - `save`: the life of a save, made of these
 //! - `origin`: the file that is read; `records`, `open`: what it holds, checked; `info`: shown; `fit`: whether it is the waiting guest's
 //! - `pages`: into place, eagerly; `recompose`, `devices`, `opaque`: the rest, as the VMM takes it; `sequential`: both from a plain stream
@@ -38,6 +38,7 @@ mod state;
 mod stream;
 mod target;
 mod temporary;
+mod unsaved;
 mod uri;
 mod writer;
 

@@ -7,11 +7,17 @@
 //!   writers          before anything else:              give to the disk ◄─────┘
 //! ```
 //!
+//! Protecting takes time that grows with the memory. So it is done while the guest still runs, and until the moment whoever writes is let pass;
+//! where somebody did, and where there was a hole before, is protected once more when the guest stands still.
+//!
 //! A page has one owner at any time: the protection, then whoever has claimed it and lets it go, then the copy. Nobody reads it from guest
 //! memory again, so it is saved once, as it was. Who waits, waits for a copy; for the disk only when the memory for copies is full.
 //! What was a hole in that moment is zero in the snapshot, whatever is written there later: it needs no protection.
 use std::{
-    sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed},
+    sync::{
+        Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicBool, AtomicU64, Ordering::Relaxed},
+    },
     time::{Duration, Instant},
 };
 
@@ -22,33 +28,30 @@ use transship_memory::{
 
 use super::{
     target::Target,
+    unsaved::{FAULT_PAGES, Unsaved},
     writer::{Pages, Written},
 };
 use crate::{
     Error, cpu,
     guest::{GuestError, SourceGuest},
-    page_map::{PageMap, runs, window_mask},
+    page_map::{runs, window_mask},
 };
 
 /// How long a wait may last before somebody looks whether all is over.
 pub(crate) const TICK: Duration = Duration::from_millis(20);
-/// Pages that a fault saves: the page itself and its neighbours, which are likely to be written next.
-const FAULT_PAGES: u64 = 16;
 /// Bytes of copies that wait for the disk on behalf of faults.
 const COPIES_BYTES_MAX: u64 = 16 << 20;
-/// The largest pages of which copies are made.
-const UNIT_PAGES_MAX: u64 = (2 << 20) / PAGE_BYTES as u64;
-/// Holes of up to so many pages are protected along with what is around them: a call of the kernel costs more, and the guest stands still.
-const GAP_PAGES: u64 = 32;
 /// How long a writer of the guest may have to wait for the disk. The guest is worth more than its snapshot.
 const STALL_MAX: Duration = Duration::from_secs(20);
 
-/// The memory of a guest in one moment, as far as it is not saved yet. While it is there, writes to it wait; once dropped, none does.
+/// The memory of a guest in one moment, from some time before it until all is saved. Once dropped, no write waits.
 pub(crate) struct Moment<'a> {
     pages: &'a Pages,
     protection: Protection,
     freeing: Freeing,
     regions: Vec<Unsaved>,
+    /// Held while a write is let through, and while the moment is made.
+    stage: Mutex<Stage>,
     /// The next chunk that no writer has taken, and those that are done with; both count through all regions.
     next: AtomicU64,
     done: AtomicU64,
@@ -61,17 +64,12 @@ pub(crate) struct Moment<'a> {
     uring: AtomicBool,
 }
 
-/// One region.
-struct Unsaved {
-    /// Pages that are let go of together: 1, or those of a huge page. All counts below are of these units.
-    unit: u64,
-    units: u64,
-    /// Units that a writer takes at once.
-    chunk: u64,
-    /// Pages that were no holes in that moment.
-    data: PageSet,
-    /// Units that nobody has claimed.
-    left: PageMap,
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Stage {
+    /// The guest runs, and whoever writes is let pass.
+    Before,
+    /// Who writes waits for a copy.
+    After,
 }
 
 /// Pages that were copied, on their way to the disk.
@@ -114,29 +112,56 @@ impl Failure {
 }
 
 impl<'a> Moment<'a> {
-    /// Of a guest that stands still. From now on its writes wait.
+    /// Looks at the memory of a guest that still runs. Nobody waits yet.
     ///
     /// # Errors
-    /// The kernel's; a region of huge pages that are too large to be copied.
-    pub(crate) fn of(guest: &dyn SourceGuest, protection: Protection, pages: &'a Pages) -> Result<Self, Error> {
-        let mut regions = Vec::new();
-        for (index, memory) in pages.memory.regions().iter().enumerate() {
-            let unsaved = Unsaved::of(memory, protection.unit_pages(index))?;
-            for range in unsaved.protected() {
-                protection.protect(index, range)?;
-            }
-            regions.push(unsaved);
-        }
+    /// The system's; a region of huge pages that are too large to be copied.
+    pub(crate) fn expected(guest: &dyn SourceGuest, protection: Protection, pages: &'a Pages) -> Result<Self, Error> {
+        let regions = pages.memory.regions().iter().enumerate();
+        let regions = regions.map(|(index, memory)| Unsaved::of(memory, protection.unit_pages(index)));
+        let regions = regions.collect::<Result<_, _>>()?;
         let number = || AtomicU64::new(0);
         let (next, done, faulted) = (number(), number(), number());
         let flag = || AtomicBool::new(false);
         let (over, given_up, uring) = (flag(), flag(), flag());
-        Ok(Self { pages, protection, freeing: guest.freeing(), regions, next, done, over, given_up, faulted, uring })
+        let (freeing, stage) = (guest.freeing(), Mutex::new(Stage::Before));
+        Ok(Self { pages, protection, freeing, regions, stage, next, done, over, given_up, faulted, uring })
+    }
+
+    /// Protects what is there. From now on somebody has to [`Moment::serve`].
+    ///
+    /// # Errors
+    /// The kernel's; then it has to be given up.
+    pub(crate) fn protect_beforehand(&self) -> Result<(), Error> {
+        for (index, region) in self.regions.iter().enumerate() {
+            region.beforehand().into_iter().try_for_each(|range| self.protection.protect(index, range))?;
+        }
+        Ok(())
+    }
+
+    /// This is the moment: the guest stands still, and the VMM has written what it had to. From now on who writes waits.
+    ///
+    /// # Errors
+    /// The system's; then it has to be given up.
+    pub(crate) fn come(&self) -> Result<(), Error> {
+        let mut stage = self.stage();
+        for (index, (region, memory)) in self.regions.iter().zip(self.pages.memory.regions()).enumerate() {
+            region.stop(memory)?.into_iter().try_for_each(|range| self.protection.protect(index, range))?;
+        }
+        *stage = Stage::After;
+        match self.is_given_up() {
+            true => Err(Error::Guest(GuestError("the thread that serves the guest's writers has failed".into()))),
+            false => Ok(()),
+        }
+    }
+
+    fn stage(&self) -> MutexGuard<'_, Stage> {
+        self.stage.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Pages that were no holes.
     pub(crate) fn data_pages(&self) -> u64 {
-        self.regions.iter().map(|region| region.data.count()).sum()
+        self.regions.iter().filter_map(Unsaved::data).map(PageSet::count).sum()
     }
 
     /// Pages that were saved because somebody waited.
@@ -156,17 +181,16 @@ impl<'a> Moment<'a> {
 
     /// Gives it up: whatever the threads are at, nobody waits from now on, and they end as soon as they can.
     pub(crate) fn give_up(&self) {
-        self.given_up.store(true, Relaxed);
         self.over.store(true, Relaxed);
-        self.let_all_go();
+        if !self.given_up.swap(true, Relaxed) {
+            self.let_all_go();
+        }
     }
 
     fn let_all_go(&self) {
-        for (index, region) in self.regions.iter().enumerate() {
-            for range in region.protected() {
-                // If this fails the process is gone, or dropping the protection does it.
-                let _ = self.protection.allow(index, range);
-            }
+        for (index, memory) in self.pages.memory.regions().iter().enumerate() {
+            // If this fails the process is gone, or dropping the protection does it.
+            let _ = self.protection.allow(index, PageRange::new(0, memory.pages()));
         }
     }
 
@@ -177,8 +201,13 @@ impl<'a> Moment<'a> {
     /// The life of the thread that serves those who wait.
     ///
     /// # Errors
-    /// See [`Failure`]; then it has to be given up.
+    /// See [`Failure`]; it is given up then.
     pub(crate) fn serve(&self, copies: &Sender<Copies>) -> Result<Written, Failure> {
+        // Whatever the others are at, they must not find somebody waiting whom nobody serves.
+        self.serve_all(copies).inspect_err(|_| self.give_up())
+    }
+
+    fn serve_all(&self, copies: &Sender<Copies>) -> Result<Written, Failure> {
         let begin = cpu::thread_seconds();
         let mut written = Written::default();
         let mut faults: Vec<Fault> = Vec::new();
@@ -186,6 +215,12 @@ impl<'a> Moment<'a> {
         while !self.over.load(Relaxed) {
             faults.clear();
             self.protection.next_faults(TICK, &mut faults).map_err(Failure::Guest)?;
+            let stage = self.stage();
+            if *stage == Stage::Before {
+                faults.iter().try_for_each(|fault| self.pass(fault))?;
+                continue;
+            }
+            drop(stage);
             for fault in &faults {
                 let copied = self.save_first(*fault, &mut written)?;
                 if !copied.is_empty() && !self.hand_over(copied, copies)? {
@@ -199,6 +234,12 @@ impl<'a> Moment<'a> {
         Ok(written)
     }
 
+    /// Lets somebody through before the moment.
+    fn pass(&self, fault: &Fault) -> Result<(), Failure> {
+        let region = &self.regions[fault.region];
+        self.let_go(fault.region, region.pass(fault.page / region.unit))
+    }
+
     /// Copies what somebody waits for, and lets him go.
     fn save_first(&self, fault: Fault, written: &mut Written) -> Result<Copies, Failure> {
         let region = &self.regions[fault.region];
@@ -209,7 +250,7 @@ impl<'a> Moment<'a> {
         if claimed & own == 0 {
             // Somebody else saves it now, and lets it go. A hole that was protected along with its surroundings has nothing to be saved.
             if !region.has_data(unit) {
-                self.let_go(fault.region, PageRange::new(unit * region.unit, region.unit))?;
+                self.let_go(fault.region, region.pages_of(PageRange::new(unit, 1)))?;
             }
         }
         let copied = self.save(fault.region, first, claimed, written)?;
@@ -234,7 +275,7 @@ impl<'a> Moment<'a> {
     /// The life of a thread that writes. Returns when the kernel has all that it took.
     ///
     /// # Errors
-    /// See [`Failure`]; then it has to be given up.
+    /// See [`Failure`]; it has to be given up then.
     pub(crate) fn write(&self, queue: &mut FileQueue, copies: &Receiver<Copies>) -> Result<Written, Failure> {
         let begin = cpu::thread_seconds();
         let mut written = Written::default();
@@ -267,7 +308,10 @@ impl<'a> Moment<'a> {
         for (index, region) in self.regions.iter().enumerate() {
             match number.checked_sub(region.chunks()) {
                 Some(rest) => number = rest,
-                None => return Some((index, region.window_of(number), region.units_of(number))),
+                None => {
+                    let (first, units) = region.chunk(number);
+                    return Some((index, first, units));
+                }
             }
         }
         None
@@ -283,10 +327,9 @@ impl<'a> Moment<'a> {
 
     /// Copies the pages of units that the caller has claimed, and lets them go.
     fn save(&self, region: usize, first: u64, claimed: u128, written: &mut Written) -> Result<Copies, Failure> {
-        let unit = self.regions[region].unit;
         let mut copied = Copies::new();
         for units in runs(first, claimed) {
-            let pages = PageRange::new(units.first * unit, units.count * unit);
+            let pages = self.regions[region].pages_of(units);
             self.copy(region, pages, written, &mut copied)?;
             self.let_go(region, pages)?;
         }
@@ -294,7 +337,9 @@ impl<'a> Moment<'a> {
     }
 
     fn copy(&self, region: usize, pages: PageRange, written: &mut Written, to: &mut Copies) -> Result<(), Failure> {
-        let (memory, data) = (&self.pages.memory.regions()[region], &self.regions[region].data);
+        let memory = &self.pages.memory.regions()[region];
+        // Units are claimed only once the moment is there.
+        let Some(data) = self.regions[region].data() else { return Ok(()) };
         for first in (pages.first / 128 * 128..pages.end()).step_by(128) {
             let wanted = data.window(first) & window_mask(pages, first);
             for run in runs(first, wanted) {
@@ -332,62 +377,4 @@ pub(crate) type Copies = Vec<Copied>;
 
 fn write_copies(queue: &mut FileQueue, copies: Copies) -> Result<(), Failure> {
     copies.into_iter().try_for_each(|copied| queue.write_buffer(copied.buffer, copied.offset)).map_err(Failure::File)
-}
-
-impl Unsaved {
-    fn of(memory: &Region, unit: u64) -> Result<Self, Error> {
-        if unit > UNIT_PAGES_MAX {
-            return Err(Error::Unfit(format!(
-                "guest memory {:?} is in huge pages of {} MiB, which are too large to be copied while a writer waits; use --live or --paused",
-                memory.name(),
-                (unit * PAGE_BYTES as u64) >> 20
-            )));
-        }
-        let data = memory.data()?;
-        let units = memory.pages().div_ceil(unit);
-        let left = PageMap::new(units);
-        let unsaved = Self { unit, units, chunk: (128 / unit).max(1), data, left };
-        for range in unsaved.data.ranges() {
-            let (first, end) = (range.first / unit, range.end().div_ceil(unit));
-            unsaved.left.insert_range(PageRange::new(first, end - first));
-        }
-        Ok(unsaved)
-    }
-
-    /// Ranges of whole units that hold all data, with small holes between them.
-    fn protected(&self) -> Vec<PageRange> {
-        let mut protected: Vec<PageRange> = Vec::new();
-        for range in self.data.ranges() {
-            let (first, end) = (range.first / self.unit * self.unit, range.end().next_multiple_of(self.unit));
-            match protected.last_mut() {
-                Some(last) if first <= last.end() + GAP_PAGES / self.unit * self.unit => last.count = end - last.first,
-                _ => protected.push(PageRange::new(first, end - first)),
-            }
-        }
-        protected
-    }
-
-    fn has_data(&self, unit: u64) -> bool {
-        let pages = PageRange::new(unit * self.unit, self.unit);
-        (pages.first..pages.end()).any(|page| self.data.contains(page))
-    }
-
-    /// The units that a fault on this one saves: begin of their window, and the units there.
-    fn around(&self, unit: u64) -> (u64, u128) {
-        let group = (FAULT_PAGES / self.unit).max(1);
-        let (window, first) = (unit / 128 * 128, unit / group * group);
-        (window, (u128::MAX >> (128 - group)) << (first - window))
-    }
-
-    fn chunks(&self) -> u64 {
-        self.units.div_ceil(self.chunk)
-    }
-
-    fn window_of(&self, chunk: u64) -> u64 {
-        chunk * self.chunk / 128 * 128
-    }
-
-    fn units_of(&self, chunk: u64) -> u128 {
-        (u128::MAX >> (128 - self.chunk)) << (chunk * self.chunk % 128)
-    }
 }

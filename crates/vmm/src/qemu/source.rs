@@ -48,9 +48,7 @@ pub struct QemuSource {
     freeing: Freeing,
     /// Where QEMU had the memory when the tracking, or the protection, began.
     tracked: Option<Vec<Area>>,
-    /// Whether writes may come to wait for us.
-    protects: bool,
-    /// With `protects`: as it was when the guest was stopped.
+    /// As it was when the protection began.
     balloon: Option<Balloon>,
     /// Settings to be put back.
     settings: Option<Settings>,
@@ -90,7 +88,6 @@ impl QemuSource {
             memory,
             freeing,
             tracked: None,
-            protects: false,
             balloon: None,
             settings: None,
             stays: false,
@@ -112,6 +109,10 @@ impl QemuSource {
             ));
         }
         Ok(())
+    }
+
+    fn check_balloon(&mut self) -> Result<(), GuestError> {
+        self.balloon.map_or(Ok(()), |balloon| balloon.check_unchanged(&mut self.qmp))
     }
 
     fn restore_settings(&mut self) -> Result<(), GuestError> {
@@ -203,9 +204,7 @@ impl SourceGuest for QemuSource {
                 "QEMU runs its guest again right after it was stopped; who else controls it?".to_owned(),
             ));
         }
-        if self.protects {
-            self.balloon = Some(Balloon::now(&mut self.qmp)?);
-        }
+        self.check_balloon()?;
         self.check_memory_unchanged()
     }
 
@@ -216,14 +215,12 @@ impl SourceGuest for QemuSource {
         let pages: Vec<u64> = self.memory.regions().iter().map(Region::pages).collect();
         let protection = Protection::new(uffd, areas.clone(), &pages).map_err(|e| GuestError(e.to_string()))?;
         self.tracked = Some(areas);
-        self.protects = true;
+        self.balloon = Some(Balloon::now(&mut self.qmp)?);
         Ok(protection)
     }
 
     fn check_protected(&mut self) -> Result<(), GuestError> {
-        if let Some(balloon) = self.balloon {
-            balloon.check_unchanged(&mut self.qmp)?;
-        }
+        self.check_balloon()?;
         giving_back::refuse(&mut self.qmp)?;
         self.check_memory_unchanged()
     }
