@@ -301,8 +301,10 @@ fn the_memory_of_the_guest_is_no_target() {
     let mut guest = Scripted::new(&[256], vec![]);
     guest.memory = transship_memory::GuestMemory::new(vec![region]);
     let descriptor = passed(&path, OFlags::WRONLY);
-    let uri = FileUri { place: FilePlace::Fd(descriptor.as_raw_fd()), offset: 0 };
-    fails(&mut guest, &uri, &patient(), "is the memory of the guest itself");
+    for uri in [FileUri { place: FilePlace::Fd(descriptor.as_raw_fd()), offset: 0 }, FileUri::path(&path)] {
+        fails(&mut guest, &uri, &patient(), "is the memory of the guest itself");
+    }
+    assert_eq!(names(folder.path()), ["memory"]);
     assert_eq!(fs::metadata(&path).unwrap().len(), 1 << 20);
     assert_eq!(fs::read(&path).unwrap()[..PAGE_BYTES], [7; PAGE_BYTES]);
 }

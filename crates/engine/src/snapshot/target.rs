@@ -23,7 +23,7 @@ use rustix::{
     fs::{AtFlags, FallocateFlags, Mode, OFlags},
     io::Errno,
 };
-use transship_memory::{Error as MemoryError, FileIo, FileQueue, GuestMemory, PageBuffer};
+use transship_memory::{Error as MemoryError, FileIo, FileQueue, GuestMemory, PAGE_BYTES, PageBuffer};
 use transship_wire::qemu::PAGES_ALIGNMENT;
 
 use super::{
@@ -76,7 +76,7 @@ impl Target {
                 check_not_memory(uri, &passed.buffered, memory)?;
                 Self::new(uri, passed.buffered, passed.direct, Place::Passed)
             }
-            (FilePlace::Path(path), None) => Self::named(uri, path)?,
+            (FilePlace::Path(path), None) => Self::named(uri, path, memory)?,
             (_, None) => return Err(Error::File(format!("{uri} names no file"))),
         };
         target.set_length(0)?;
@@ -89,7 +89,7 @@ impl Target {
         Self { uri, buffered, direct, refused: None, place, completed: false, needed }
     }
 
-    fn named(uri: &FileUri, path: &Path) -> Result<Self, Error> {
+    fn named(uri: &FileUri, path: &Path, memory: &GuestMemory) -> Result<Self, Error> {
         let failed = |source: io::Error| Error::Io { what: format!("save to {uri}"), source };
         // The file that a symbolic link points to is replaced, not the link.
         let path = match fs::symlink_metadata(path) {
@@ -104,6 +104,9 @@ impl Target {
             Err(error) if error.kind() == io::ErrorKind::NotFound => None,
             Err(error) => return Err(failed(error)),
         };
+        if let Some(Ok(old)) = &old {
+            check_not_memory(uri, old, memory)?;
+        }
         let name = path.file_name().ok_or_else(|| Error::File(format!("{uri} names no file")))?.to_owned();
         let folder = path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
         let folder = rustix::fs::open(folder, OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC, Mode::empty());
@@ -146,7 +149,11 @@ impl Target {
             }
             (Place::Named(named), _) => named.open_direct(),
         };
-        match opened.and_then(|direct| self.try_direct(direct, memory)) {
+        let tried = match opened {
+            Ok(direct) => self.try_direct(direct, memory)?,
+            Err(why) => Err(why),
+        };
+        match tried {
             Ok(direct) => self.direct = Some(direct),
             Err(why) if wish == DirectIo::Auto => self.refused = Some(why),
             Err(why) => {
@@ -159,17 +166,26 @@ impl Target {
         Ok(())
     }
 
-    /// Some file systems let a file be opened so, and then refuse the first write, or want larger pieces than pages.
-    fn try_direct(&self, direct: File, memory: &GuestMemory) -> Result<File, String> {
+    /// Some file systems let a file be opened so, and then refuse the first write, or want larger pieces than pages. Says why it is refused.
+    ///
+    /// # Errors
+    /// It fails for another reason.
+    fn try_direct(&self, direct: File, memory: &GuestMemory) -> Result<Result<File, String>, Error> {
         let at = self.uri.offset.next_multiple_of(PAGES_ALIGNMENT);
-        let descriptor = direct.try_clone().map_err(|error| error.to_string())?;
-        let queue = FileQueue::new(memory.clone(), descriptor.into(), 1, FileIo::Plain);
-        queue.map_err(|error| error.to_string()).and_then(|mut queue| {
-            let written = queue.write_buffer(PageBuffer::new(1), at).and_then(|()| queue.finish());
-            written.map_err(|error| format!("the {} refuses it ({error})", filesystem::name(&self.buffered)))
-        })?;
-        self.buffered.set_len(self.uri.offset).map_err(|error| error.to_string())?;
-        Ok(direct)
+        let descriptor = direct.try_clone().map_err(|source| self.failed("write", source))?;
+        let mut queue = FileQueue::new(memory.clone(), descriptor.into(), 1, FileIo::Plain)
+            .map_err(|source| self.failed("write", source))?;
+        self.expect(PAGE_BYTES as u64);
+        let written = queue.write_buffer(PageBuffer::new(1), at).and_then(|()| queue.finish());
+        drop(queue);
+        self.set_length(0)?;
+        match written {
+            Ok(()) => Ok(Ok(direct)),
+            Err(MemoryError::System { source, .. }) if is_refusal(&source) => {
+                Ok(Err(format!("the {} refuses it ({source})", filesystem::name(&self.buffered))))
+            }
+            Err(error) => Err(self.failed_pages(error)),
+        }
     }
 
     /// Where the snapshot begins.
@@ -320,6 +336,11 @@ impl Target {
     }
 }
 
+/// The file system can't do it, or not for pages of this size.
+fn is_refusal(error: &io::Error) -> bool {
+    matches!(error.kind(), io::ErrorKind::InvalidInput | io::ErrorKind::Unsupported)
+}
+
 impl Drop for Target {
     fn drop(&mut self) {
         if self.completed {
@@ -348,13 +369,13 @@ impl Named {
     }
 }
 
-/// A guest whose memory file became its snapshot would be gone. Files that are named are replaced, so only what was passed can be one.
+/// A guest whose memory file became its snapshot would be gone, or its memory would have no name any more.
 fn check_not_memory(uri: &FileUri, file: &File, memory: &GuestMemory) -> Result<(), Error> {
     let id = |stat: rustix::fs::Stat| (stat.st_dev, stat.st_ino);
     let Ok(ours) = rustix::fs::fstat(file).map(id) else { return Ok(()) };
     match memory.regions().iter().find(|region| rustix::fs::fstat(region.file()).map(id) == Ok(ours)) {
         Some(region) => {
-            let why = format!("is the memory of the guest itself (region {}); pass another file", region.name());
+            let why = format!("is the memory of the guest itself (region {}); name another file", region.name());
             Err(Error::File(format!("{uri} {why}")))
         }
         None => Ok(()),
