@@ -290,7 +290,7 @@ pub(crate) struct SaveArgs {
     /// Stop the guest while it is saved
     #[arg(long, group = "way")]
     pub(crate) paused: bool,
-    /// Save in rounds while it runs, then stop it for a moment [default]
+    /// Save in rounds while it runs, then stop it for a moment (default)
     #[arg(long, group = "way")]
     pub(crate) live: bool,
     /// Save the moment of the call while it runs on
@@ -299,7 +299,7 @@ pub(crate) struct SaveArgs {
     /// stands still only while its device state is saved.
     #[arg(long, group = "way")]
     pub(crate) background: bool,
-    /// Let the guest run on afterwards [default]
+    /// Let the guest run on afterwards (default)
     #[arg(long, group = "then", hide_short_help = true)]
     pub(crate) resume: bool,
     /// Leave the guest stopped afterwards
