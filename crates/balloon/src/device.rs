@@ -2,17 +2,15 @@
 use std::{
     io,
     ops::Deref,
-    os::{fd::OwnedFd, unix::net::UnixStream},
+    os::fd::OwnedFd,
     sync::{
-        Arc, Mutex, MutexGuard, PoisonError,
+        Arc, Condvar, Mutex, MutexGuard, PoisonError,
         atomic::{AtomicBool, Ordering},
     },
+    time::Duration,
 };
 
-use rustix::{
-    net::{SendFlags, send},
-    rand::{GetRandomFlags, getrandom},
-};
+use rustix::rand::{GetRandomFlags, getrandom};
 use vhost::vhost_user::VhostUserProtocolFeatures;
 use vhost_user_backend::{VhostUserBackend, VringRwLock, VringT};
 use virtio_queue::{DescriptorChain, QueueT};
@@ -26,8 +24,9 @@ use crate::{
     buffers::{self, Hint},
     config::{BALLOON_PAGE_BYTES, Config},
     features::{Features, QUEUE_SIZE, QUEUES, Queue},
-    hinting::{Answer, Hinting},
+    hinting::{Answer, DONE, Hinting},
     message::{Description, Line, Statistics, VERSION},
+    notifier::Notifier,
     outbox::Outbox,
     table::Table,
 };
@@ -35,12 +34,16 @@ use crate::{
 /// Guest memory that QEMU may exchange for another at any time.
 type Memory = GuestMemoryAtomic<GuestMemoryMmap>;
 
-/// What a back end sends to tell that the configuration has changed: request 2, protocol version 1, no payload.
-const CONFIG_CHANGED: [[u8; 4]; 3] = [2_u32.to_le_bytes(), 1_u32.to_le_bytes(), 0_u32.to_le_bytes()];
+/// How long a client waits for the one before it, which may have gone a moment ago.
+const TURN: Duration = Duration::from_secs(2);
 
 /// The device. It outlives the QEMUs and clients that come and go, of each there is one at a time.
 pub(crate) struct Device {
     state: Mutex<State>,
+    /// A client has gone.
+    client_left: Condvar,
+    /// To be told of each change of what the configuration shows, with the state not locked.
+    pub(crate) qemu: Notifier,
     /// QEMU is going: the queues are not to be worked on any more.
     leaving: AtomicBool,
 }
@@ -52,8 +55,6 @@ struct State {
     features: Features,
     config: Config,
     hinting: Hinting,
-    /// By this QEMU is told of changes. Nothing while none is connected.
-    qemu: Option<UnixStream>,
     client: Option<Outbox>,
     /// Nothing is given back to the host.
     keep: bool,
@@ -73,13 +74,17 @@ impl Device {
             features: Features::default(),
             config: Config::default(),
             hinting: Hinting::new(u32::from_ne_bytes(seed)),
-            qemu: None,
             client: None,
             keep: false,
             statistics: Statistics::default(),
             statistics_buffer: None,
         };
-        Ok(Self { state: Mutex::new(state), leaving: AtomicBool::new(false) })
+        Ok(Self {
+            state: Mutex::new(state),
+            client_left: Condvar::new(),
+            qemu: Notifier::default(),
+            leaving: AtomicBool::new(false),
+        })
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -90,18 +95,17 @@ impl Device {
 
 /// For the QEMU behind the door.
 impl Device {
-    /// By this it hears of changes.
-    pub(crate) fn set_qemu(&self, channel: UnixStream) {
-        self.state().qemu = Some(channel);
-    }
-
-    /// The driver may have missed what was shown while the queues stood still, such as that its pages are its own again.
-    pub(crate) fn queues_start(&self) {
-        self.state().announce();
+    /// A queue runs; they begin in their order.
+    pub(crate) fn queue_starts(&self, index: u32) {
+        let features = self.state().features;
+        if u16::try_from(index + 1).is_ok_and(|next| features.queue(next).is_none()) {
+            self.qemu.set_running(true);
+        }
     }
 
     /// It is about to go.
     pub(crate) fn leave(&self) {
+        self.qemu.close();
         // The worker sees it before it takes the next buffer; nothing else depends on it.
         self.leaving.store(true, Ordering::Relaxed);
     }
@@ -110,7 +114,6 @@ impl Device {
     pub(crate) fn left(&self) {
         let mut state = self.state();
         state.lose("QEMU has disconnected from the balloon");
-        state.qemu = None;
         state.memory = None;
         state.table = Table::default();
         state.features = Features::default();
@@ -123,7 +126,8 @@ impl Device {
 impl Device {
     /// It is here: `wake` becomes readable when there is something for it.
     pub(crate) fn attach(&self, wake: Arc<OwnedFd>) -> Result<(), String> {
-        let mut state = self.state();
+        let turn = self.client_left.wait_timeout_while(self.state(), TURN, |state| state.client.is_some());
+        let (mut state, _) = turn.unwrap_or_else(PoisonError::into_inner);
         if state.client.is_some() {
             return Err("another process uses this balloon now; wait for it or end it".into());
         }
@@ -133,11 +137,13 @@ impl Device {
 
     /// It has gone, and with it whatever it wanted.
     pub(crate) fn detach(&self) {
-        let mut state = self.state();
-        state.client = None;
-        state.keep = false;
-        state.hinting.done();
-        state.announce();
+        {
+            let mut state = self.state();
+            state.client = None;
+            state.keep = false;
+        }
+        self.change_hinting(Hinting::done);
+        self.client_left.notify_one();
     }
 
     pub(crate) fn take_lines(&self) -> Vec<Line> {
@@ -150,7 +156,7 @@ impl Device {
         Description {
             version: VERSION,
             pid: std::process::id(),
-            hints: state.can_hint(),
+            hints: self.can_hint(&state),
             poison: state.poison(),
             target_bytes: bytes(state.config.target_pages),
             given_bytes: bytes(state.config.given_pages),
@@ -160,36 +166,53 @@ impl Device {
 
     /// Asks the driver for hints: the command that they will answer to.
     pub(crate) fn start(&self) -> Result<u32, String> {
-        let mut state = self.state();
-        if !state.can_hint() {
-            return Err(match (&state.qemu, state.features.0) {
-                (None, _) => "no QEMU is connected to this balloon",
-                (_, 0) => "no driver of the guest uses this balloon yet",
-                _ => "the guest's driver does not name free pages",
+        let command = {
+            let mut state = self.state();
+            if !self.can_hint(&state) {
+                let why = match self.qemu.is_running() {
+                    false => "no driver of the guest uses this balloon now",
+                    true => "the guest's driver does not name free pages",
+                };
+                return Err(why.into());
             }
-            .into());
+            let command = state.hinting.ask();
+            if let Some(client) = &mut state.client {
+                client.begin(command);
+            }
+            command
+        };
+        self.qemu.change();
+        if self.qemu.wait_told() {
+            return Ok(command);
         }
-        let command = state.hinting.ask();
-        if let Some(client) = &mut state.client {
-            client.begin(command);
-        }
-        if !state.announce() {
-            state.hinting.done();
-            return Err("QEMU does not take the news that hints are wanted".into());
-        }
-        Ok(command)
+        self.change_hinting(Hinting::done);
+        Err("QEMU did not take note that hints are wanted".into())
     }
 
     pub(crate) fn stop(&self) {
-        let mut state = self.state();
-        state.hinting.stop();
-        state.announce();
+        self.change_hinting(Hinting::stop);
     }
 
     pub(crate) fn done(&self) {
-        let mut state = self.state();
-        state.hinting.done();
-        state.announce();
+        self.change_hinting(Hinting::done);
+    }
+
+    /// Returns when QEMU knows it: who then stops the guest is safe.
+    fn change_hinting(&self, change: fn(&mut Hinting)) {
+        let (before, after) = {
+            let mut state = self.state();
+            let before = state.hinting.shown();
+            change(&mut state.hinting);
+            (before, state.hinting.shown())
+        };
+        if before != after {
+            self.qemu.change();
+            self.qemu.wait_told();
+        }
+    }
+
+    fn can_hint(&self, state: &State) -> bool {
+        self.qemu.is_running() && state.features.hints()
     }
 
     pub(crate) fn keep(&self) {
@@ -198,9 +221,9 @@ impl Device {
 
     pub(crate) fn set_target(&self, bytes: u64) -> Result<(), String> {
         let pages = u32::try_from(bytes / BALLOON_PAGE_BYTES).map_err(|_| format!("{bytes} bytes are too many"))?;
-        let mut state = self.state();
-        state.config.target_pages = pages;
-        state.announce();
+        self.state().config.target_pages = pages;
+        self.qemu.change();
+        self.qemu.wait_told();
         Ok(())
     }
 
@@ -219,25 +242,9 @@ impl Device {
 }
 
 impl State {
-    fn can_hint(&self) -> bool {
-        self.qemu.is_some() && self.features.hints()
-    }
-
     /// What free pages hold, if the driver sees to that.
     fn poison(&self) -> Option<u32> {
         self.features.poison().then_some(self.config.poison)
-    }
-
-    /// Has QEMU tell the driver to look at the configuration. False if it can't be told.
-    fn announce(&self) -> bool {
-        let Some(qemu) = &self.qemu else { return false };
-        // So little is sent that it fits, unless QEMU has not read for long.
-        let sent = send(qemu, CONFIG_CHANGED.as_flattened(), SendFlags::NOSIGNAL | SendFlags::DONTWAIT);
-        let told = sent == Ok(CONFIG_CHANGED.as_flattened().len());
-        if !told {
-            tracing::warn!(?sent, "QEMU could not be told that the configuration has changed");
-        }
-        told
     }
 
     /// Hints can't be had any more, or would mean something else.
@@ -410,8 +417,11 @@ impl VhostUserBackend for Device {
     fn update_memory(&self, memory: Memory) -> io::Result<()> {
         let table = Table::of(&memory.memory())?;
         let mut state = self.state();
-        if state.table.ranges() != table.ranges() {
+        // Who has seen an old table would take the places of a new one for others.
+        let before = state.table.ranges();
+        if !before.is_empty() && before != table.ranges() {
             state.lose("the guest's memory was arranged anew");
+            self.qemu.change();
         }
         state.table = table;
         state.memory = Some(memory);
@@ -419,17 +429,19 @@ impl VhostUserBackend for Device {
     }
 
     fn stop_vring(&self, index: u32) -> io::Result<()> {
-        let (queue, buffer) = {
+        self.qemu.set_running(false);
+        let buffer = {
             let mut state = self.state();
-            let queue = u16::try_from(index).ok().and_then(|index| state.features.queue(index));
-            if queue == Some(Queue::Hints) {
+            if state.hinting.shown() != DONE {
                 state.lose("the guest, or its driver, was stopped");
+                // It will hear of it if it is only a pause.
+                self.qemu.change();
             }
-            (queue, state.statistics_buffer.take_if(|_| queue == Some(Queue::Statistics)))
+            let queue = u16::try_from(index).ok().and_then(|index| state.features.queue(index));
+            state.statistics_buffer.take_if(|_| queue == Some(Queue::Statistics))
         };
         // QEMU knows of no buffers that we hold: the next time it would count as given back.
         if let Some((ring, head)) = buffer {
-            tracing::trace!(?queue, "gives its buffer back");
             give_back(&ring, head);
         }
         Ok(())

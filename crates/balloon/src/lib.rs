@@ -10,6 +10,8 @@
 //! | `config`, `features`, `buffers` | the device's bytes to types and back |
 //! | `table` | where guest memory lies in its files, and giving parts of it back |
 //! | `device` | the queues |
+//! | `notifier` | telling QEMU, and through it the driver, that the configuration has changed |
+//! | `outbox` | what waits to be sent to a client |
 //! | `door`, `relay` | the socket, and a QEMU behind it |
 //! | `session`, `message` | a client behind it: the control protocol |
 //! | `client` | the other end of that |
@@ -28,6 +30,7 @@ mod hinting;
 mod message;
 #[cfg(test)]
 mod model;
+mod notifier;
 mod outbox;
 mod relay;
 mod session;

@@ -44,12 +44,21 @@ const SET_BACKEND_REQ_FD: u32 = 21;
 /// Serves a QEMU until it or `shutdown` ends it.
 pub(crate) fn run(qemu: &UnixStream, device: &Arc<Device>, shutdown: &Shutdown) -> io::Result<()> {
     let (mut back_end, inner) = start(device)?;
+    let gone = Shutdown::new()?;
     thread::scope(|scope| {
         scope.spawn(|| {
             answers(&inner, qemu);
             close(qemu, &inner);
         });
-        let result = messages(qemu, &inner, device, shutdown);
+        scope.spawn(|| {
+            if is_asked_to_end(shutdown, &gone) {
+                // While messages still go to and fro: the guest is to hear that it has its memory again.
+                device.done();
+                close(qemu, &inner);
+            }
+        });
+        let result = messages(scope, qemu, &inner, device);
+        gone.request();
         device.leave();
         close(qemu, &inner);
         result
@@ -75,6 +84,13 @@ fn start(device: &Arc<Device>) -> io::Result<(VhostUserDaemon<Arc<Device>>, Unix
     Ok((back_end, inner))
 }
 
+/// Waits for either.
+fn is_asked_to_end(shutdown: &Shutdown, gone: &Shutdown) -> bool {
+    let mut ready = [shutdown, gone].map(|one| PollFd::from_borrowed_fd(one.event(), PollFlags::IN));
+    // If waiting fails, nobody can be waited for.
+    wait_for_any(&mut ready, None).is_err() || !ready[0].revents().is_empty()
+}
+
 fn close(qemu: &UnixStream, inner: &UnixStream) {
     // They may be closed already.
     let _ = qemu.shutdown(Close::Both);
@@ -89,18 +105,14 @@ fn answers(mut inner: &UnixStream, mut qemu: &UnixStream) {
 }
 
 /// Passes on what QEMU sends, until it hangs up.
-fn messages(qemu: &UnixStream, inner: &UnixStream, device: &Device, shutdown: &Shutdown) -> io::Result<()> {
-    let mut owned = false;
-    loop {
-        let mut ready = [
-            PollFd::from_borrowed_fd(shutdown.event(), PollFlags::IN),
-            PollFd::from_borrowed_fd(qemu.as_fd(), PollFlags::IN),
-        ];
-        wait_for_any(&mut ready, None)?;
-        if !ready[0].revents().is_empty() {
-            return Ok(());
-        }
-        let Some(message) = Message::receive(qemu)? else { return Ok(()) };
+fn messages<'scope>(
+    scope: &'scope thread::Scope<'scope, '_>,
+    qemu: &UnixStream,
+    inner: &UnixStream,
+    device: &'scope Device,
+) -> io::Result<()> {
+    let (mut owned, mut notifies) = (false, false);
+    while let Some(message) = Message::receive(qemu)? {
         // A device that was unplugged and plugged in again comes by the same connection, and QEMU does not say that the old one is gone.
         if message.request() == SET_OWNER && std::mem::replace(&mut owned, true) {
             Message::plain(RESET_OWNER).send(inner)?;
@@ -108,13 +120,17 @@ fn messages(qemu: &UnixStream, inner: &UnixStream, device: &Device, shutdown: &S
         if message.request() == SET_BACKEND_REQ_FD
             && let Some(channel) = message.fds.first()
         {
-            device.set_qemu(UnixStream::from(channel.try_clone()?));
+            device.qemu.open(UnixStream::from(channel.try_clone()?))?;
+            if !std::mem::replace(&mut notifies, true) {
+                scope.spawn(|| device.qemu.run());
+            }
         }
         message.send(inner)?;
         if message.request() == SET_VRING_ENABLE && message.number(HEADER_BYTES + 4) == 1 {
-            device.queues_start();
+            device.queue_starts(message.number(HEADER_BYTES));
         }
     }
+    Ok(())
 }
 
 /// One message, as it came.

@@ -28,6 +28,8 @@ pub(crate) fn run(stream: UnixStream, device: &Device, shutdown: &Shutdown) -> i
     match device.attach(Arc::clone(&session.wake)) {
         Ok(()) => {}
         Err(why) => {
+            // A connection that is closed with something unread in it loses what was sent, too.
+            let _ = session.socket.receive(Instant::now() + PATIENCE);
             let _ = session.send(&Line::Error { id: 0, error: why });
             return Ok(());
         }
