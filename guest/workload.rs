@@ -15,11 +15,13 @@
 //!
 //! Arguments come by the kernel command line: `workload.mib` (64), `workload.rate` (pages a second; 0, the default: as
 //! fast as possible), `workload.hot` (MiB that are written; the default is all), `workload.idle=1` (write nothing after
-//! the first fill), `workload.sweep_ms` (1000).
+//! the first fill), `workload.sweep_ms` (1000), `workload.stale` (MiB that are written and given back before "ready", so that free
+//! memory is full of old data; 0), `workload.churn` (MiB that are taken, written, checked and given back, over and over, as fast as
+//! possible; 0).
 use std::hint::black_box;
 use std::io::{BufRead, Write};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 const WORDS: usize = 512;
@@ -40,6 +42,8 @@ struct Settings {
     rate: u64,
     idle: bool,
     sweep: Duration,
+    stale: usize,
+    churn: usize,
 }
 
 struct Workload {
@@ -49,11 +53,14 @@ struct Workload {
     checked: u64,
     errors: u64,
     sweeps: u64,
+    churn: Arc<Mutex<Churn>>,
 }
 
 fn main() {
     let settings = Settings::read();
+    drop(Block::new(0, settings.stale));
     let mut workload = Workload::fill(settings.pages);
+    Churn::start(&workload.churn, settings.churn);
     say(format_args!("ready pages={}", settings.pages));
     workload.run(&settings, &listen());
 }
@@ -78,6 +85,8 @@ impl Settings {
             rate: number("rate", 0),
             idle: number("idle", 0) != 0,
             sweep: Duration::from_millis(number("sweep_ms", 1000)),
+            stale: number("stale", 0) as usize * PAGES_PER_MIB,
+            churn: number("churn", 0) as usize * PAGES_PER_MIB,
         }
     }
 }
@@ -91,6 +100,7 @@ impl Workload {
             checked: 0,
             errors: 0,
             sweeps: 0,
+            churn: Arc::default(),
         };
         (0..pages).for_each(|page| workload.write(page, 1));
         workload
@@ -135,23 +145,9 @@ impl Workload {
 
     fn check(&mut self, page: usize) {
         let version = self.versions[page];
-        let words = pattern(page, version);
-        let held = black_box(&self.pages[page]);
-        let wrong = held
-            .0
-            .iter()
-            .enumerate()
-            .filter(|&(index, &word)| word != words(index))
-            .count();
         self.checked += 1;
-        if wrong == 0 {
+        if is_right(&self.pages[page], page, version, self.errors < 10) {
             return;
-        }
-        if self.errors < 10 {
-            say(format_args!(
-                "bad page={page} version={version} found={} words={wrong}",
-                held.0[2]
-            ));
         }
         self.errors += 1;
         // Made good, so that it counts once.
@@ -161,21 +157,109 @@ impl Workload {
     fn sweep(&mut self) {
         (0..self.pages.len()).for_each(|page| self.check(page));
         self.sweeps += 1;
+        let mut churn = self.churn.lock().expect("nobody panics with it");
+        churn.check_all();
         say(format_args!(
             "sweep={} pages={} errors={}",
             self.sweeps,
-            self.pages.len(),
-            self.errors
+            self.pages.len() + churn.pages(),
+            self.errors + churn.errors
         ));
     }
 
     fn report(&self, uptime: Duration) {
-        let (count, checked, errors) = (self.count, self.checked, self.errors);
+        let (count, checked, mut errors) = (self.count, self.checked, self.errors);
+        errors += self.churn.lock().expect("nobody panics with it").errors;
         say(format_args!(
             "count={count} checked={checked} errors={errors} uptime={}",
             uptime.as_secs()
         ));
     }
+}
+
+/// Memory that is taken, written, checked and given back.
+#[derive(Default)]
+struct Churn {
+    blocks: [Option<Block>; 16],
+    /// Steps so far, which number the blocks too.
+    steps: u64,
+    random: u64,
+    errors: u64,
+}
+
+impl Churn {
+    /// Churns on a thread of its own, with `pages` at most.
+    fn start(churn: &Arc<Mutex<Self>>, pages: usize) {
+        if pages == 0 {
+            return;
+        }
+        let churn = Arc::clone(churn);
+        std::thread::spawn(move || {
+            loop {
+                churn.lock().expect("nobody panics with it").step(pages);
+                // Whoever wants to sweep gets the lock.
+                std::thread::yield_now();
+            }
+        });
+    }
+
+    fn step(&mut self, pages: usize) {
+        self.steps += 1;
+        self.random = self.random.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+        let place = (self.random >> 60) as usize;
+        match self.blocks[place].take() {
+            Some(block) => self.errors += block.wrong(self.errors),
+            None => {
+                let most = (pages / self.blocks.len()).max(1) as u64;
+                let pages = 1 + (self.random >> 20) % most;
+                self.blocks[place] = Some(Block::new(self.steps, pages as usize));
+            }
+        }
+    }
+
+    fn check_all(&mut self) {
+        for block in self.blocks.iter().flatten() {
+            self.errors += block.wrong(self.errors);
+        }
+    }
+
+    fn pages(&self) -> usize {
+        self.blocks.iter().flatten().map(|block| block.pages.len()).sum()
+    }
+}
+
+/// Pages that come from the system and go back to it together.
+struct Block {
+    number: u64,
+    pages: Vec<Page>,
+}
+
+impl Block {
+    fn new(number: u64, pages: usize) -> Self {
+        let mut block = Self { number, pages: Vec::with_capacity(pages) };
+        for page in 0..pages {
+            let words = pattern(page, number);
+            block.pages.push(Page(std::array::from_fn(words)));
+        }
+        black_box(block)
+    }
+
+    /// How many pages do not hold what was written. The first few of all are told.
+    fn wrong(&self, errors: u64) -> u64 {
+        let pages = self.pages.iter().enumerate();
+        pages.filter(|(page, held)| !is_right(held, *page, self.number, errors < 10)).count() as u64
+    }
+}
+
+/// Whether a page holds what it must; if not, and it is to be told, says so.
+fn is_right(page: &Page, number: usize, version: u64, tell: bool) -> bool {
+    let words = pattern(number, version);
+    let held = &black_box(page).0;
+    let wrong = held.iter().enumerate().filter(|&(index, &word)| word != words(index)).count();
+    if wrong > 0 && tell {
+        say(format_args!("bad page={number} version={version} found={} words={wrong}", held[2]));
+    }
+    wrong == 0
 }
 
 /// The words of a page. The first three name the page and its version; the rest depends on both.

@@ -5,6 +5,7 @@
 //!
 //! - [`Qemu`]: a stock QEMU with a Linux guest, a 32-bit guest for KVM, or only its firmware
 //! - [`Synthetic`]: transship's embedded guest
+//! - [`Balloon`]: transship's balloon device
 //! - [`Transship`]: one run of the command
 //! - [`SlowLink`]: two network namespaces with a limited link between them
 //! - [`Disk`]: a file system on a disk with sectors of a chosen size
@@ -14,6 +15,7 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
+pub mod balloon;
 pub mod disk;
 pub mod launch;
 pub mod lines;
@@ -29,6 +31,7 @@ pub mod transship;
 pub mod versions;
 pub mod workload;
 
+pub use balloon::Balloon;
 pub use disk::Disk;
 pub use launch::{Accel, Backend, Kind, QemuBuilder};
 pub use link::SlowLink;
