@@ -3,3 +3,4 @@
 mod lab;
 mod moves;
 mod refusals;
+mod waiting;

@@ -137,7 +137,7 @@ fn memory_plugged_during_the_move() {
     qemu.qmp("object-add", object);
     qemu.qmp("device_add", json!({"driver": "pc-dimm", "id": "dimm", "memdev": "more"}));
     let error = source.stop().unwrap_err().to_string();
-    assert_names(&error, &["plugged", "begin the move again"]);
+    assert_names(&error, &["plugged", "begin again"]);
     source.resume(true).unwrap();
     drop(source);
     let regions = qemu.source().description().regions;
