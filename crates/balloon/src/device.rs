@@ -459,3 +459,6 @@ impl VhostUserBackend for Device {
         Ok(())
     }
 }
+
+#[cfg(test)]
+mod tests;
