@@ -15,3 +15,19 @@ fn seconds(clock: ClockId) -> f64 {
     let time = clock_gettime(clock);
     time.tv_sec as f64 + time.tv_nsec as f64 / 1e9
 }
+
+/// What the calling thread takes from one moment to the next.
+pub(crate) struct Laps(f64);
+
+impl Laps {
+    /// From now on.
+    pub(crate) fn begin() -> Self {
+        Self(thread_seconds())
+    }
+
+    /// CPU seconds since the last call, or the begin.
+    pub(crate) fn next(&mut self) -> f64 {
+        let now = thread_seconds();
+        now - std::mem::replace(&mut self.0, now)
+    }
+}

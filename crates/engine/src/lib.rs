@@ -23,7 +23,7 @@ mod transport;
 pub use destination::receive_guest;
 pub use error::{Error, Outcome};
 pub use options::{Compress, MoveOptions, Setting, WhenBusy, ZeroPages};
-pub use progress::{Phase, Progress};
+pub use progress::{CpuProgress, CpuTime, EncodingProgress, Phase, Progress};
 pub use report::{ByteCounts, CpuSeconds, FileReport, LazyReport, PageCounts, Report, RoundReport, Status};
 pub use snapshot::{
     BlockInfo, DirectIo, Ending, FileIo, FilePlace, FileUri, Format, RestoreOptions, SaveOptions, SectionInfo,

@@ -45,8 +45,69 @@ pub struct Progress {
     pub zero_pages: AtomicU64,
     /// Pages written a second, as of the last scan.
     pub dirty_rate: AtomicU64,
+    /// What the encoders did so far.
+    pub encoding: EncodingProgress,
+    /// CPU time so far.
+    pub cpu: CpuProgress,
     phase: Mutex<Phase>,
     cancelled: AtomicBool,
+}
+
+/// What encoders did so far.
+#[derive(Debug, Default)]
+pub struct EncodingProgress {
+    /// Packets that were to be encoded.
+    pub submitted: AtomicU64,
+    /// Those of them that found all encoders busy.
+    pub busy: AtomicU64,
+    /// Pages that were sent as they are because of that.
+    pub raw_busy_pages: AtomicU64,
+    /// Bytes that encoders were given.
+    pub bytes_in: AtomicU64,
+    /// Bytes that they made of them.
+    pub bytes_out: AtomicU64,
+}
+
+impl EncodingProgress {
+    /// Share of packets that found all encoders busy; 0 without any.
+    pub fn busy_ratio(&self) -> f64 {
+        match self.submitted.load(Ordering::Relaxed) {
+            0 => 0.0,
+            submitted => self.busy.load(Ordering::Relaxed) as f64 / submitted as f64,
+        }
+    }
+}
+
+/// CPU time of this process by role, counted while the threads work.
+#[derive(Debug, Default)]
+pub struct CpuProgress {
+    /// The thread that leads.
+    pub main: CpuTime,
+    /// All encoder threads together.
+    pub encoders: CpuTime,
+    /// All decoder threads together.
+    pub decoders: CpuTime,
+    /// All channel threads together: they write at the source, and read at the destination.
+    pub channels: CpuTime,
+}
+
+/// CPU time that threads add to.
+#[derive(Debug, Default)]
+pub struct CpuTime(AtomicU64);
+
+impl CpuTime {
+    /// In seconds.
+    pub fn seconds(&self) -> f64 {
+        self.0.load(Ordering::Relaxed) as f64 / 1e9
+    }
+
+    pub(crate) fn add(&self, seconds: f64) {
+        self.0.fetch_add((seconds * 1e9) as u64, Ordering::Relaxed);
+    }
+
+    pub(crate) fn set(&self, seconds: f64) {
+        self.0.store((seconds * 1e9) as u64, Ordering::Relaxed);
+    }
 }
 
 impl Progress {

@@ -21,6 +21,9 @@ use crate::Error;
 
 /// How long a connection may take to come about.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
+/// Bytes that a TCP socket holds beyond what the link has room for. More would be on its way before anybody could think better of it, and
+/// would take memory; less might leave a link without work while a channel wakes up.
+const UNSENT_BYTES: u32 = 256 * 1024;
 /// A peer that takes no byte for this long is taken for dead.
 pub(crate) const STALL_TIMEOUT: Duration = Duration::from_secs(30);
 
@@ -101,6 +104,7 @@ impl Connection {
                 sockopt::set_tcp_keepintvl(stream, Duration::from_secs(5))?;
                 sockopt::set_tcp_keepcnt(stream, 4)?;
                 sockopt::set_tcp_user_timeout(stream, STALL_TIMEOUT.as_millis() as u32)?;
+                socket2::SockRef::from(stream).set_tcp_notsent_lowat(UNSENT_BYTES)?;
             }
             Self::Unix(stream) => stream.set_write_timeout(Some(STALL_TIMEOUT))?,
         }

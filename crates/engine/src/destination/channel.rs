@@ -125,6 +125,7 @@ impl PageReceiver {
 
     fn receive_round(&mut self, round: u32) -> Result<Received, Error> {
         let mut received = Received::default();
+        let mut laps = cpu::Laps::begin();
         loop {
             let mut head = [0; PACKET_BYTES];
             self.fill(&mut head)?;
@@ -167,6 +168,7 @@ impl PageReceiver {
                 }
             }
             received.packets += 1;
+            self.place.progress.cpu.channels.add(laps.next());
         }
     }
 

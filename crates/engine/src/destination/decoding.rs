@@ -7,10 +7,7 @@ use std::{
     collections::HashMap,
     sync::{
         Arc,
-        atomic::{
-            AtomicBool, AtomicU64, AtomicUsize, Ordering::AcqRel, Ordering::Acquire, Ordering::Relaxed,
-            Ordering::Release,
-        },
+        atomic::{AtomicBool, AtomicUsize, Ordering::AcqRel, Ordering::Acquire, Ordering::Relaxed, Ordering::Release},
     },
     thread,
 };
@@ -146,7 +143,6 @@ struct Shared {
     stop: AtomicBool,
     /// A decoder has panicked. Stored with Release before the channels are woken, who load it with Acquire.
     broken: AtomicBool,
-    cpu_nanos: AtomicU64,
 }
 
 /// The decoders of a session; dropping it ends them. The channels are ended first, so that nobody waits for a packet for ever.
@@ -168,7 +164,6 @@ impl Decoders {
             spare: mpmc::Ring::new((origins.len() * ON_THE_WAY_MAX).next_power_of_two()),
             stop: AtomicBool::new(false),
             broken: AtomicBool::new(false),
-            cpu_nanos: AtomicU64::new(0),
         });
         let on_the_way = |origin| Arc::new(OnTheWay { origin, packets: AtomicUsize::new(0), done: Parker::new() });
         let mut lanes: Vec<_> = origins
@@ -196,11 +191,6 @@ impl Decoders {
             decoders.threads.push(started.map_err(|source| Error::Io { what: "start a decoder".into(), source })?);
         }
         Ok((decoders, lanes))
-    }
-
-    /// CPU seconds of all of them so far.
-    pub(super) fn cpu_seconds(&self) -> f64 {
-        self.shared.cpu_nanos.load(Relaxed) as f64 / 1e9
     }
 }
 
@@ -243,7 +233,7 @@ struct DecoderThread {
 impl DecoderThread {
     fn run(mut self) {
         let mut unpacker = Unpacker::default();
-        let mut cpu_before = cpu::thread_seconds();
+        let mut laps = cpu::Laps::begin();
         while let Some((job, from)) = self.next_job() {
             let unpacked = unpacker.unpack(&job, &self.place, &from.origin);
             let _ = self.shared.spare.push(job.encoded);
@@ -252,9 +242,7 @@ impl DecoderThread {
                 // as done, so that the main thread hears of it before the round's end.
                 let _ = self.events.try_send(ChannelEvent::Failed(error));
             }
-            let cpu_now = cpu::thread_seconds();
-            let nanos = (cpu_now - std::mem::replace(&mut cpu_before, cpu_now)) * 1e9;
-            self.shared.cpu_nanos.fetch_add(nanos as u64, Relaxed);
+            self.place.progress.cpu.decoders.add(laps.next());
             from.packets.fetch_sub(1, Release);
             from.done.wake_all();
         }

@@ -82,8 +82,8 @@ impl Destination<'_> {
         let first_of_state = self.rounds(control, &place, &channels, &incoming, verify)?;
         self.progress.set_phase(Phase::Switchover);
         let stopped = Instant::now();
-        self.report.cpu.decoders = decoders.cpu_seconds();
         drop((channels, decoders));
+        self.report.cpu.decoders = self.progress.cpu.decoders.seconds();
         self.load(control, first_of_state)?;
         self.await_go(control)?;
         self.report.downtime_ms = stopped.elapsed().as_secs_f64() * 1e3;

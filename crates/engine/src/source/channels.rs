@@ -181,9 +181,12 @@ impl Channels {
 
     /// What the encoders did so far, into the report.
     pub(crate) fn report(&self, report: &mut Report) {
-        if let Some(encoders) = &self.encoders {
-            encoders.tally.report(report);
-        }
+        let Progress { encoding, cpu, .. } = &*self.shared.progress;
+        report.busy_ratio = encoding.busy_ratio();
+        report.pages.raw_busy = encoding.raw_busy_pages.load(Relaxed);
+        report.bytes.encoder_in = encoding.bytes_in.load(Relaxed);
+        report.bytes.encoder_out = encoding.bytes_out.load(Relaxed);
+        report.cpu.encoders = cpu.encoders.seconds();
     }
 }
 
@@ -223,7 +226,16 @@ impl Feed<'_> {
                 for (index, (first, wanted)) in windows.into_iter().enumerate() {
                     self.watch.check()?;
                     let zero = zero.as_ref().map(|masks| masks[index]);
-                    let window = Window { round: self.work.round, region, first, wanted, zero, encoding: 0 };
+                    let window = Window {
+                        round: self.work.round,
+                        region,
+                        first,
+                        wanted,
+                        zero,
+                        encoding: 0,
+                        sample: false,
+                        raw: false,
+                    };
                     encoders.submit(window, gate, self.watch)?;
                     *handed_over += 1;
                 }
@@ -236,7 +248,16 @@ impl Feed<'_> {
     fn zero_masks(&self, region: usize, windows: &[(u64, u128)]) -> Option<Vec<u128>> {
         let round = self.work.round;
         let look = |(first, wanted): &(u64, u128)| {
-            self.shared.zero_mask(&Window { round, region, first: *first, wanted: *wanted, zero: None, encoding: 0 })
+            self.shared.zero_mask(&Window {
+                round,
+                region,
+                first: *first,
+                wanted: *wanted,
+                zero: None,
+                encoding: 0,
+                sample: false,
+                raw: false,
+            })
         };
         self.look.then(|| windows.iter().map(look).collect())
     }
@@ -287,6 +308,7 @@ impl Watch<'_> {
         if self.shared.failed.load(Relaxed) {
             return Err(Error::Protocol { peer: self.control.peer.clone(), what: "broke a data connection".into() });
         }
+        self.progress.cpu.main.set(cpu::thread_seconds());
         self.control.check_silence()?;
         if self.progress.is_cancelled() { Err(Error::Cancelled) } else { Ok(()) }
     }

@@ -13,22 +13,28 @@ use std::{
         atomic::{AtomicBool, AtomicU64, Ordering::Relaxed, Ordering::SeqCst},
     },
     thread,
-    time::Instant,
+    time::{Duration, Instant},
 };
 
 use transship_codec::{Encoder, Outcome, Setting};
 use transship_memory::{PAGE_BYTES, PageRange};
-use transship_ring::{Results, Submitter, TrySubmitError, Worker, mpmc, pool};
+use transship_ring::{Parker, Results, Submitter, TrySubmitError, Worker, mpmc, pool};
 
 use super::{
-    auto::{self, Auto},
+    auto::{self, Auto, PROBING_WINDOWS, Sample, Threads},
     channels::Watch,
+    meters::Meters,
     sender::{Encoded, Shared, Window},
 };
-use crate::{Compress, Error, MoveOptions, WhenBusy, control::TICK, cpu};
+use crate::{Compress, Error, MoveOptions, Progress, WhenBusy, control::TICK, cpu};
 
 /// Windows that wait at each encoder. More would only lengthen the way of a page.
 const RING_PLACES: usize = 4;
+
+/// How long a window that finds no room waits until its encoding is chosen anew.
+const CHOOSE_AGAIN: Duration = Duration::from_millis(5);
+/// Windows that wait for channels while pages are left as they are and the encoding may change: what waits can't be encoded any more.
+const RAW_WAITING: u64 = 2;
 
 /// What a channel gets.
 pub(crate) enum Ready {
@@ -42,31 +48,6 @@ pub(crate) enum Ready {
     RoundEnd,
 }
 
-/// What the encoders did so far.
-#[derive(Debug, Default)]
-pub(crate) struct Tally {
-    /// Windows handed to encoders, and those of them that found all busy.
-    submitted: AtomicU64,
-    busy: AtomicU64,
-    /// Pages that travelled as they are because all were busy.
-    raw_busy_pages: AtomicU64,
-    bytes_in: AtomicU64,
-    bytes_out: AtomicU64,
-    cpu_nanos: AtomicU64,
-}
-
-impl Tally {
-    /// Writes itself into a report.
-    pub(crate) fn report(&self, report: &mut crate::Report) {
-        let submitted = self.submitted.load(Relaxed);
-        report.busy_ratio = if submitted == 0 { 0.0 } else { self.busy.load(Relaxed) as f64 / submitted as f64 };
-        report.pages.raw_busy = self.raw_busy_pages.load(Relaxed);
-        report.bytes.encoder_in = self.bytes_in.load(Relaxed);
-        report.bytes.encoder_out = self.bytes_out.load(Relaxed);
-        report.cpu.encoders = self.cpu_nanos.load(Relaxed) as f64 / 1e9;
-    }
-}
-
 /// Says when all that was handed over in a round has been taken, and then ends it for every channel.
 ///
 /// The main thread stores how much it was and then loads how much was taken; a channel adds to what was taken and then loads how much it was.
@@ -77,6 +58,10 @@ pub(crate) struct Gate {
     handed_over: AtomicU64,
     taken: AtomicU64,
     ended: AtomicBool,
+    /// Windows among them that are to be left as they are, and where the main thread sleeps until enough of those were taken.
+    raw_taken: AtomicU64,
+    fewer: Parker,
+    pub(crate) meters: Arc<Meters>,
 }
 
 impl Gate {
@@ -100,6 +85,18 @@ impl Gate {
         if self.taken.fetch_add(1, SeqCst) + 1 == self.handed_over.load(SeqCst) {
             self.end();
         }
+    }
+
+    /// It was a window that is to be left as it is.
+    pub(crate) fn took_raw(&self) {
+        self.raw_taken.fetch_add(1, SeqCst);
+        self.fewer.wake_one();
+    }
+
+    /// Whether, within the time, fewer than `most` of the windows that are to be left as they are are on their way.
+    fn wait_for_fewer(&self, handed_over: u64, most: u64, time: Duration) -> bool {
+        let few = || (handed_over - self.raw_taken.load(SeqCst) < most).then_some(());
+        self.fewer.wait_timeout(time, few).is_some()
     }
 
     /// No more come than these.
@@ -126,10 +123,12 @@ pub(crate) struct Encoders {
     threads: Vec<thread::JoinHandle<()>>,
     when_busy: WhenBusy,
     channels: usize,
-    auto: Auto,
-    /// The encoding that leaves pages as they are, if it is one to choose from.
-    raw: Option<usize>,
-    pub(crate) tally: Arc<Tally>,
+    /// If there is a choice.
+    auto: Option<Auto>,
+    /// Windows of this round that are to be left as they are.
+    raw_handed_over: u64,
+    progress: Arc<Progress>,
+    meters: Arc<Meters>,
     /// Buffers of packets that were written, to be filled again.
     pub(crate) spare: Arc<mpmc::Ring<Vec<u8>>>,
 }
@@ -146,25 +145,30 @@ impl Encoders {
         let count = usize::from(options.encoders.max(1));
         let places = (channels + 2 * count).next_power_of_two().max(16);
         let (submitter, workers, results) = pool(count, RING_PLACES, places);
+        let cores = thread::available_parallelism().map_or(1, usize::from);
+        let (raw, threads) = (raw(&settings), Threads { encoders: count, channels, cores });
         let mut encoders = Self {
             submitter: Some(submitter),
             results: Some(results),
             threads: Vec::new(),
             when_busy: options.when_busy,
             channels,
-            auto: Auto::new(settings.len()),
-            raw: settings.iter().position(|setting| *setting == Setting::NONE),
-            tally: Arc::default(),
+            raw_handed_over: 0,
+            auto: raw.map(|raw| Auto::new(settings.len(), raw, threads)),
+            progress: Arc::clone(&shared.progress),
+            meters: Arc::new(Meters::new(settings.len())),
             spare: Arc::new(mpmc::Ring::new(places)),
         };
         for (number, worker) in workers.into_iter().enumerate() {
             let thread = EncoderThread {
                 worker,
                 encoders: settings.iter().map(|s| (s.method().number(), s.encoder())).collect(),
+                raw,
                 shared: Arc::clone(shared),
-                tally: Arc::clone(&encoders.tally),
+                meters: Arc::clone(&encoders.meters),
                 spare: Arc::clone(&encoders.spare),
                 pages: Vec::new(),
+                scratch: Vec::new(),
             };
             let started = thread::Builder::new().name(format!("encoder {number}")).spawn(move || thread.run());
             encoders.threads.push(started.map_err(|source| Error::Io { what: "start an encoder".into(), source })?);
@@ -174,13 +178,19 @@ impl Encoders {
 
     /// For a round: what the channels take from.
     pub(crate) fn open_gate(&mut self) -> Gate {
-        self.auto.pause();
+        self.raw_handed_over = 0;
+        if let Some(auto) = &mut self.auto {
+            auto.pause();
+        }
         Gate {
             results: self.results.clone().expect("taken only in drop"),
             channels: self.channels,
             handed_over: AtomicU64::new(u64::MAX),
             taken: AtomicU64::new(0),
             ended: AtomicBool::new(false),
+            raw_taken: AtomicU64::new(0),
+            fewer: Parker::new(),
+            meters: Arc::clone(&self.meters),
         }
     }
 
@@ -190,22 +200,59 @@ impl Encoders {
     }
 
     /// Hands a window to an encoder, or past them all.
-    pub(crate) fn submit(&mut self, mut window: Window, gate: &Gate, watch: &Watch<'_>) -> Result<(), Error> {
-        let encoding = self.auto.choose(Instant::now(), watch.progress.normal_pages.load(Relaxed));
-        if Some(encoding) == self.raw {
-            return gate.pass(Ready::Unseen(window), watch);
+    pub(crate) fn submit(&mut self, window: Window, gate: &Gate, watch: &Watch<'_>) -> Result<(), Error> {
+        let Some(mut auto) = self.auto.take() else {
+            return self.encode(window, gate, watch);
+        };
+        let submitted = self.submit_chosen(&mut auto, window, gate, watch);
+        self.auto = Some(auto);
+        submitted
+    }
+
+    fn submit_chosen(
+        &mut self,
+        auto: &mut Auto,
+        mut window: Window,
+        gate: &Gate,
+        watch: &Watch<'_>,
+    ) -> Result<(), Error> {
+        loop {
+            while let Some(sample) = self.meters.samples.pop() {
+                auto.learn(&sample);
+            }
+            let choice = auto.choose(Instant::now(), &self.meters.counts(auto.current()));
+            window.encoding = choice.encoding as u8;
+            window.sample |= choice.sample;
+            window.raw = choice.encoding == auto.raw();
+            if !window.raw {
+                return self.encode(window, gate, watch);
+            }
+            let most = if auto.is_probing() { PROBING_WINDOWS } else { RAW_WAITING + self.channels as u64 };
+            if gate.wait_for_fewer(self.raw_handed_over, most, CHOOSE_AGAIN) {
+                self.raw_handed_over += 1;
+                return if window.sample {
+                    self.encode(window, gate, watch)
+                } else {
+                    gate.pass(Ready::Unseen(window), watch)
+                };
+            }
+            watch.check()?;
         }
-        window.encoding = encoding as u8;
-        self.tally.submitted.fetch_add(1, Relaxed);
+    }
+
+    /// Hands a window to an encoder, or past them if all are busy and that is wanted.
+    fn encode(&mut self, window: Window, gate: &Gate, watch: &Watch<'_>) -> Result<(), Error> {
+        let encoding = &self.progress.encoding;
+        encoding.submitted.fetch_add(1, Relaxed);
         let submitter = self.submitter.as_mut().expect("taken only in drop");
         let mut window = match submitter.try_submit(window) {
             Ok(_) => return Ok(()),
             Err(TrySubmitError::Gone(_)) => return Err(gone()),
             Err(TrySubmitError::Busy(back)) => back,
         };
-        self.tally.busy.fetch_add(1, Relaxed);
+        encoding.busy.fetch_add(1, Relaxed);
         if self.when_busy == WhenBusy::Raw {
-            self.tally.raw_busy_pages.fetch_add(window.wanted.count_ones().into(), Relaxed);
+            encoding.raw_busy_pages.fetch_add(window.wanted.count_ones().into(), Relaxed);
             return gate.pass(Ready::Unseen(window), watch);
         }
         loop {
@@ -217,6 +264,11 @@ impl Encoders {
             watch.check()?;
         }
     }
+}
+
+/// The encoding that leaves pages as they are, if it is one to choose from.
+fn raw(settings: &[Setting]) -> Option<usize> {
+    settings.iter().position(|setting| *setting == Setting::NONE)
 }
 
 fn gone() -> Error {
@@ -238,52 +290,80 @@ struct EncoderThread {
     worker: Worker<Window, Ready>,
     /// By the number of the encoding: its method's number on the wire, and what makes it.
     encoders: Vec<(u8, Box<dyn Encoder>)>,
+    /// The encoding that leaves pages as they are.
+    raw: Option<usize>,
     shared: Arc<Shared>,
-    tally: Arc<Tally>,
+    meters: Arc<Meters>,
     spare: Arc<mpmc::Ring<Vec<u8>>>,
     /// The pages of a packet, copied.
     pages: Vec<u8>,
+    /// For what is encoded to learn from, and not sent.
+    scratch: Vec<u8>,
 }
 
 impl EncoderThread {
     fn run(mut self) {
-        let mut cpu_before = cpu::thread_seconds();
+        let shared = Arc::clone(&self.shared);
+        let mut laps = cpu::Laps::begin();
         while let Some(window) = self.worker.next_job() {
-            let ready = self.encode(window);
-            let cpu_now = cpu::thread_seconds();
-            let nanos = (cpu_now - std::mem::replace(&mut cpu_before, cpu_now)) * 1e9;
-            self.tally.cpu_nanos.fetch_add(nanos as u64, Relaxed);
+            let (begin, sample) = (Instant::now(), window.sample);
+            let ready = self.handle(window);
+            self.meters.encoded(begin.elapsed());
             if self.worker.deliver(ready).is_err() {
                 return; // nobody takes any more
             }
+            if sample {
+                self.sample();
+            }
+            shared.progress.cpu.encoders.add(laps.next());
         }
     }
 
-    fn encode(&mut self, mut window: Window) -> Ready {
+    fn handle(&mut self, mut window: Window) -> Ready {
+        self.pages.clear();
         if self.shared.failed.load(Relaxed) {
             return Ready::Window { window, encoded: None }; // nobody sends it: a cancelled move need not wait for what is slow to encode
         }
-        let memory = &self.shared.memory.regions()[window.region];
-        if window.zero.is_none() {
-            window.zero = Some(self.shared.look(&window));
-        }
+        self.meters.look(&self.shared, &mut window);
         let present = window.wanted & !window.zero.unwrap_or(0);
-        self.pages.clear();
+        let memory = &self.shared.memory.regions()[window.region];
         // A window that the region does not have can't come from a scan of it; the channel would report it.
-        if present == 0 || memory.copy_out(window.first, present, &mut self.pages).is_err() {
-            return Ready::Window { window, encoded: None };
-        }
-        debug_assert_eq!(self.pages.len(), present.count_ones() as usize * PAGE_BYTES);
+        let copied = present == 0 || memory.copy_out(window.first, present, &mut self.pages).is_ok();
+        debug_assert!(!copied || self.pages.len() == present.count_ones() as usize * PAGE_BYTES);
+        let encoding = usize::from(window.encoding);
+        let encoded = if self.pages.is_empty() || Some(encoding) == self.raw { None } else { self.encode(encoding) };
+        Ready::Window { window, encoded }
+    }
+
+    fn encode(&mut self, encoding: usize) -> Option<Encoded> {
         let mut bytes = self.spare.pop().unwrap_or_default();
-        let (method, encoder) = &mut self.encoders[usize::from(window.encoding)];
+        let (method, encoder) = &mut self.encoders[encoding];
         let outcome = encoder.encode(&self.pages, &mut bytes);
-        self.tally.bytes_in.fetch_add(self.pages.len() as u64, Relaxed);
+        let made = if outcome == Outcome::Raw { self.pages.len() } else { bytes.len() };
+        let tally = &self.shared.progress.encoding;
+        tally.bytes_in.fetch_add(self.pages.len() as u64, Relaxed);
+        tally.bytes_out.fetch_add(made as u64, Relaxed);
         if outcome == Outcome::Raw {
-            self.tally.bytes_out.fetch_add(self.pages.len() as u64, Relaxed);
             let _ = self.spare.push(bytes); // full: one buffer less to keep
-            return Ready::Window { window, encoded: None };
+            return None;
         }
-        self.tally.bytes_out.fetch_add(bytes.len() as u64, Relaxed);
-        Ready::Window { window, encoded: Some(Encoded { method: *method, bytes }) }
+        Some(Encoded { method: *method, bytes })
+    }
+
+    /// Encodes the pages at hand in all ways, after they have gone, and keeps only what there is to learn from it.
+    fn sample(&mut self) {
+        let Self { encoders, raw, pages, scratch, .. } = self;
+        let mut outcomes = Vec::with_capacity(encoders.len());
+        for (index, (_, encoder)) in encoders.iter_mut().enumerate() {
+            let (begin, mut laps) = (Instant::now(), cpu::Laps::begin());
+            let is_raw = Some(index) == *raw || pages.is_empty() || encoder.encode(pages, scratch) == Outcome::Raw;
+            let left = if is_raw { pages.len() } else { scratch.len() };
+            // Who has to share the core with others would not have it for himself later, but more of it than beside all that is done now.
+            let needs = (begin.elapsed().as_secs_f64() * laps.next()).sqrt();
+            let needs = if Some(index) == *raw { Duration::ZERO } else { Duration::from_secs_f64(needs) };
+            outcomes.push((left as u64, needs));
+        }
+        let sample = Sample { pages: (pages.len() / PAGE_BYTES) as u64, outcomes };
+        let _ = self.meters.samples.push(sample); // there is room for all that can be asked for at a time
     }
 }

@@ -2,6 +2,7 @@
 mod auto;
 mod channels;
 mod encoding;
+mod meters;
 mod rounds;
 mod sender;
 mod switchover;

@@ -22,6 +22,7 @@ use super::{
 };
 use crate::{
     Error, Progress,
+    cpu::Laps,
     pacer::Pacer,
     page_map::{PageMap, runs},
     transport::{Connection, STALL_TIMEOUT},
@@ -77,6 +78,7 @@ impl PageSender {
         let shared = Arc::clone(&self.shared);
         let mut sent = Sent::default();
         let mut packets = 0;
+        let mut laps = Laps::begin();
         for batch in batches {
             if shared.failed.load(Relaxed) {
                 break; // the main thread ends the session
@@ -86,11 +88,13 @@ impl PageSender {
                 Batch::Pages { region, windows, zero } => {
                     for (index, (first, wanted)) in windows.into_iter().enumerate() {
                         let zero = zero.as_ref().map(|masks| masks[index]);
-                        let window = Window { round, region, first, wanted, zero, encoding: 0 };
+                        let window =
+                            Window { round, region, first, wanted, zero, encoding: 0, sample: false, raw: false };
                         self.send_window(window, None, &mut sent, &mut packets)?;
                     }
                 }
             }
+            shared.progress.cpu.channels.add(laps.next());
         }
         self.write(&Packet::RoundEnd { round, packets }.encode(), &mut sent)?;
         Ok(sent)
@@ -107,16 +111,22 @@ impl PageSender {
         let mut sent = Sent::default();
         let mut packets = 0;
         let mut outcome = Ok(());
+        let mut laps = Laps::begin();
         loop {
             let ready = match gate.next() {
                 Some(Ready::RoundEnd) | None => break,
                 Some(ready) => ready,
             };
+            let is_raw = matches!(&ready, Ready::Unseen(window) | Ready::Window { window, .. } if window.raw);
             if outcome.is_ok() && !self.shared.failed.load(Relaxed) {
-                outcome = self.send_ready(ready, round, spare, &mut sent, &mut packets);
+                outcome = self.send_ready(ready, round, gate, spare, &mut sent, &mut packets);
                 if outcome.is_err() {
                     self.shared.failed.store(true, Relaxed);
                 }
+            }
+            self.shared.progress.cpu.channels.add(laps.next());
+            if is_raw {
+                gate.took_raw();
             }
             gate.took();
         }
@@ -129,22 +139,25 @@ impl PageSender {
         &mut self,
         ready: Ready,
         round: u32,
+        gate: &Gate,
         spare: &mpmc::Ring<Vec<u8>>,
         sent: &mut Sent,
         packets: &mut u64,
     ) -> Result<(), Error> {
-        match ready {
-            Ready::Hole { region, range } => self.send_hole(round, region, range, sent, packets),
-            Ready::Unseen(window) => self.send_window(window, None, sent, packets),
-            Ready::Window { window, encoded } => {
-                self.send_window(window, encoded.as_ref(), sent, packets)?;
-                if let Some(Encoded { bytes, .. }) = encoded {
-                    let _ = spare.push(bytes); // full: one buffer less to keep
-                }
-                Ok(())
-            }
-            Ready::RoundEnd => Ok(()),
+        let (mut window, encoded) = match ready {
+            Ready::Hole { region, range } => return self.send_hole(round, region, range, sent, packets),
+            Ready::RoundEnd => return Ok(()),
+            Ready::Unseen(window) => (window, None),
+            Ready::Window { window, encoded } => (window, encoded),
+        };
+        gate.meters.look(&self.shared, &mut window);
+        let (pages, bytes) = (sent.normal, sent.bytes);
+        self.send_window(window, encoded.as_ref(), sent, packets)?;
+        gate.meters.sent(window.encoding, sent.normal - pages, sent.bytes - bytes);
+        if let Some(Encoded { bytes, .. }) = encoded {
+            let _ = spare.push(bytes); // full: one buffer less to keep
         }
+        Ok(())
     }
 
     fn send_hole(
@@ -243,6 +256,10 @@ pub(crate) struct Window {
     pub(crate) zero: Option<u128>,
     /// Which of the encoders' encodings; of no meaning without encoders.
     pub(crate) encoding: u8,
+    /// The encoder is to try them all.
+    pub(crate) sample: bool,
+    /// It is to be left as it is, and few such windows are to be on their way.
+    pub(crate) raw: bool,
 }
 
 /// The pages of a window that are not zero, encoded.

@@ -1,0 +1,72 @@
+//! What encoders and channels count while they work, for the choice between encodings.
+use std::{
+    sync::atomic::{AtomicU64, Ordering::Relaxed},
+    time::{Duration, Instant},
+};
+
+use transship_ring::mpmc;
+
+use super::{
+    auto::{Counts, Sample},
+    sender::{Shared, Window},
+};
+
+/// Samples that may wait to be looked at.
+const SAMPLES: usize = 16;
+
+/// Counters of all threads together. Relaxed: they are read one by one while they change, and estimates are made of them.
+pub(crate) struct Meters {
+    /// Pages with content that were sent, and bytes, by the encoding that was chosen for them.
+    sent: Vec<(AtomicU64, AtomicU64)>,
+    encoding_nanos: AtomicU64,
+    looking_nanos: AtomicU64,
+    pub(crate) samples: mpmc::Ring<Sample>,
+}
+
+impl Meters {
+    pub(crate) fn new(encodings: usize) -> Self {
+        Self {
+            sent: (0..encodings).map(|_| Default::default()).collect(),
+            encoding_nanos: AtomicU64::new(0),
+            looking_nanos: AtomicU64::new(0),
+            samples: mpmc::Ring::new(SAMPLES),
+        }
+    }
+
+    /// Looks for the zero pages of a window, if nobody has and channels and encoders are to.
+    pub(crate) fn look(&self, shared: &Shared, window: &mut Window) {
+        if window.zero.is_none() {
+            let begin = Instant::now();
+            window.zero = Some(shared.look(window));
+            add(&self.looking_nanos, begin.elapsed());
+        }
+    }
+
+    /// An encoder had a window at hand for so long.
+    pub(crate) fn encoded(&self, took: Duration) {
+        add(&self.encoding_nanos, took);
+    }
+
+    /// A window was sent.
+    pub(crate) fn sent(&self, encoding: u8, pages: u64, wire: u64) {
+        let sent = &self.sent[usize::from(encoding)];
+        sent.0.fetch_add(pages, Relaxed);
+        sent.1.fetch_add(wire, Relaxed);
+    }
+
+    /// As they are now. `own`: the encoding in use.
+    pub(crate) fn counts(&self, own: usize) -> Counts {
+        Counts {
+            pages: self.sent.iter().map(|sent| sent.0.load(Relaxed)).sum(),
+            wire: self.sent.iter().map(|sent| sent.1.load(Relaxed)).sum(),
+            own_pages: self.sent[own].0.load(Relaxed),
+            own_wire: self.sent[own].1.load(Relaxed),
+            encoding: Duration::from_nanos(self.encoding_nanos.load(Relaxed)),
+            looking: Duration::from_nanos(self.looking_nanos.load(Relaxed)),
+        }
+    }
+}
+
+fn add(nanos: &AtomicU64, time: Duration) {
+    nanos.fetch_add(time.as_nanos() as u64, Relaxed); // centuries fit
+}
