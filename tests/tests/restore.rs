@@ -1,8 +1,10 @@
 //! Guests from files: of stock QEMU and of our own, eager and lazy; asked afterwards whether every page is theirs.
 mod stock;
 
-use std::{fs, os::unix::fs::FileExt, path::Path};
+use std::{fs, os::unix::fs::FileExt, path::Path, time::Duration};
 
+use rustix::process::{Pid, Signal, kill_process};
+use serde_json::json;
 use stock::StockSave;
 use transship_tests::{
     Count, Disk, LabError, Qemu, QemuBuilder, Result, Scratch, Synthetic, Transship, lines::Mark, process,
@@ -109,14 +111,14 @@ fn a_guest_that_stood_still_does_so_again() -> Result<()> {
     let path = folder.join("stopped");
     let source = Qemu::multiboot().start()?;
     source.ready()?;
-    source.qmp("stop", serde_json::json!({}))?;
+    source.qmp("stop", json!({}))?;
     StockSave::default().save(&source, &path)?;
     drop(source);
     for (flag, status) in [(None, "paused"), (Some("--run"), "running")] {
         let destination = Qemu::multiboot().incoming().start()?;
         restoring(&destination.vm(), &path).args(flag).run()?.expect_code(0)?;
         assert_eq!(destination.status()?, status);
-        destination.qmp("cont", serde_json::json!({}))?;
+        destination.qmp("cont", json!({}))?;
         assert_goes_on(&destination)?;
     }
     Ok(())
@@ -130,7 +132,7 @@ fn a_guest_that_ran_can_be_left_standing() -> Result<()> {
     let destination = Qemu::multiboot().incoming().start()?;
     restoring(&destination.vm(), &path).args(["--stopped"]).run()?.expect_code(0)?;
     assert_eq!(destination.status()?, "paused");
-    destination.qmp("cont", serde_json::json!({}))?;
+    destination.qmp("cont", json!({}))?;
     assert_goes_on(&destination)
 }
 
@@ -315,6 +317,67 @@ fn a_lazy_guest_survives_the_death_of_its_restore() -> Result<()> {
     Ok(())
 }
 
+/// It dies when the guest was loaded and not started: whoever starts it by hand has all of its memory.
+#[test]
+fn a_lazy_guest_that_nobody_started_is_whole() -> Result<()> {
+    let folder = disk()?;
+    let path = folder.join("snapshot");
+    saved_by_stock(Qemu::multiboot(), StockSave::default(), &path)?;
+    let destination = Qemu::multiboot().incoming().start()?;
+    make_dirty(&destination)?;
+    let kill = ("TRANSSHIP_FAIL_POINT", "restore.loaded=kill");
+    let ended = restoring(&destination.vm(), &path).args(["--lazy"]).env(kill.0, kill.1).run()?;
+    assert_eq!(ended.code(), None, "{ended}");
+    assert!(ended.stderr.contains("this process brings the rest"), "{ended}");
+    destination.qmp("cont", json!({}))?;
+    assert_goes_on(&destination)?;
+    wait_until("the second process to end", || Ok(stand_ins(&destination)?.is_empty()))
+}
+
+#[test]
+fn a_lazy_guest_survives_the_death_of_the_second_process() -> Result<()> {
+    let folder = disk()?;
+    let path = folder.join("snapshot");
+    saved_by_stock(Qemu::multiboot(), StockSave::default(), &path)?;
+    let destination = Qemu::multiboot().incoming().start()?;
+    let stalled = Stalled::start(&destination.vm(), &path)?;
+    for pid in stand_ins(&destination)? {
+        let pid = i32::try_from(pid).ok().and_then(Pid::from_raw).expect("a process id");
+        kill_process(pid, Signal::KILL).map_err(|e| LabError(e.to_string()))?;
+    }
+    stalled.go_on()?.wait()?.expect_code(0)?;
+    assert_goes_on(&destination)
+}
+
+/// At whatever moment it is killed: the guest either never ran and never will, or has all of its memory.
+#[test]
+fn a_lazy_restore_may_be_killed_at_any_moment() -> Result<()> {
+    let folder = disk()?;
+    let path = folder.join("snapshot");
+    saved_by_stock(Qemu::multiboot(), StockSave::default(), &path)?;
+    let mut started = 0;
+    for attempt in 0..12 {
+        let destination = Qemu::multiboot().incoming().start()?;
+        make_dirty(&destination)?;
+        let mut restore = restoring(&destination.vm(), &path).args(["--lazy", "--channels=1"]).start()?;
+        // Any moment is good.
+        std::thread::sleep(Duration::from_millis(attempt * attempt / 2 + 7 * attempt));
+        restore.kill9();
+        wait_until("the second process to end", || Ok(stand_ins(&destination)?.is_empty()))?;
+        match destination.status()?.as_str() {
+            "inmigrate" => continue,
+            "paused" => {
+                destination.qmp("cont", json!({}))?;
+            }
+            _ => {}
+        }
+        started += 1;
+        assert_goes_on(&destination)?;
+    }
+    eprintln!("{started} of 12 had been loaded");
+    Ok(())
+}
+
 /// The file fails under a guest that runs: it is stopped where it is, and pages that are missing stay so.
 #[test]
 fn a_lazy_guest_whose_file_fails_is_stopped() -> Result<()> {
@@ -389,6 +452,33 @@ fn what_can_not_be_restored_leaves_the_guest_as_it_was() -> Result<()> {
     }
     restoring(&destination.vm(), &path).run()?.expect_code(0)?;
     assert_goes_on(&destination)
+}
+
+/// There and back without stock QEMU's own saving: live, in both formats; and `info` finds nothing wrong with what was saved.
+#[test]
+fn a_linux_guest_that_we_saved_comes_back() -> Result<()> {
+    let folder = disk()?;
+    let source = Qemu::linux().start()?;
+    source.ready()?;
+    let ways: [(&str, &[&[&str]]); 2] = [("mapped-ram", &[&[], &["--lazy"]]), ("stream", &[&[]])];
+    for (format, restores) in ways {
+        let path = folder.join(format);
+        let to = path.to_string_lossy();
+        let save = ["save", "--vm", &source.vm(), "--to", &*to, "--format", format, "--json"];
+        Transship::command(save).run()?.expect_code(0)?;
+        let info = Transship::command(["info", &*to, "--check", "--json"]).run()?.expect_code(0)?.report()?;
+        assert_eq!(
+            (&info["format"], &info["state"], &info["checked"]),
+            (&json!(format), &json!("running"), &json!(true))
+        );
+        for flags in restores {
+            let destination = Qemu::linux().incoming().start()?;
+            make_dirty(&destination)?;
+            restoring(&destination.vm(), &path).args(flags.iter().copied()).run()?.expect_code(0)?;
+            assert_goes_on(&destination)?;
+        }
+    }
+    Ok(())
 }
 
 /// A guest that is no QEMU, by files of our own.

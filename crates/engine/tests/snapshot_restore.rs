@@ -24,7 +24,9 @@ use transship_engine::{
 use transship_memory::GuestMemory;
 use transship_wire::{
     GuestDescription,
-    qemu::{GlobalState, PageContent, Record, Step, StreamReader, Tail},
+    qemu::{
+        Block, Command, Configuration, GlobalState, Name, PageContent, Record, Step, StreamReader, StreamWriter, Tail,
+    },
 };
 
 const PAGES: [u64; 2] = [300, 1000];
@@ -391,6 +393,76 @@ fn a_qemu_gets_its_devices_and_the_rest_is_in_place() {
     };
     assert_eq!(sections(&seen[0].1), sections(&seen[1].1));
     assert!(seen[0].2 == seen[1].2, "other memory");
+}
+
+/// A section of a memory device, which has to be there before the pages: of no plugged memory.
+fn early_section() -> Vec<u8> {
+    let name = b"0000:00:03.0/virtio-mem/virtio-mem-device-early";
+    let mut section = vec![4, 0, 0, 0, 9, name.len() as u8];
+    section.extend(name);
+    section.extend([0, 0, 0, 0, 0, 0, 0, 1]);
+    for number in [1u64 << 32, 1 << 30, 2 << 20] {
+        section.extend(number.to_be_bytes());
+    }
+    section.extend([0; 4]);
+    section.extend(0u64.to_be_bytes());
+    section.extend([0x55; (1 << 30) / (2 << 20) / 8]);
+    section.extend([0x7e, 0, 0, 0, 9]);
+    section
+}
+
+/// A stream or file of one region and a ROM, with such a section, and the list of blocks in two parts in the stream.
+fn with_early_section(path: &Path, mapped: bool) {
+    let name = |name: &str| Name::new(name).unwrap();
+    let block = |name: &str, pages: u64| Block {
+        name: Name::new(name).unwrap(),
+        used_bytes: pages * 4096,
+        gpa: None,
+        mapped: None,
+    };
+    let mut writer = StreamWriter::new(0, 1);
+    writer.header().configuration(&Configuration { mapped_ram: mapped, ..Configuration::new(name("pc-i440fx-10.0")) });
+    if mapped {
+        writer.ram_start(4100 * 4096);
+        writer.mapped_block(&name("pc.ram"), 4096 * 4096, None);
+        writer.mapped_block(&name("pc.bios"), 4 * 4096, None);
+        writer.end_of_section().raw(&early_section());
+        writer.command(&Command::SwitchoverStart);
+    } else {
+        writer.ram_start(4096 * 4096).block(&block("pc.ram", 4096)).end_of_section().raw(&early_section());
+        writer.part().page(&name("pc.ram"), 8192, &[7; 4096]).end_of_section();
+        writer.command(&Command::SwitchoverStart);
+        writer.ram_start(4 * 4096).block(&block("pc.bios", 4)).end_of_section();
+        writer.end().page(&name("pc.bios"), 4096, &[8; 4096]).end_of_section();
+    }
+    let body = [&8u32.to_be_bytes()[..], b"running", &[0; 93]].concat();
+    writer.full(3, &name("globalstate"), 0, 1, &body).eof();
+    let file = File::create(path).unwrap();
+    writer.take().into_iter().for_each(|piece| file.write_all_at(&piece.bytes, piece.position).unwrap());
+}
+
+#[test]
+fn what_has_to_come_before_the_pages_does() {
+    let folder = folder();
+    let path = folder.path().join("a");
+    for mapped in [true, false] {
+        with_early_section(&path, mapped);
+        let info = inspect(&FileUri::path(&path), true).unwrap();
+        assert_eq!(info.blocks.iter().map(|block| block.name.as_str()).collect::<Vec<_>>(), ["pc.ram", "pc.bios"]);
+        let mut guest = WaitingQemu::new();
+        restore(&mut guest, &FileUri::path(&path), &options()).0.unwrap();
+        assert_eq!(guest.0.started, Some(true));
+        let (state, early) = (&guest.0.state, early_section());
+        let at = state.windows(early.len()).position(|bytes| bytes == early).expect("the section is there");
+        let page = [2, 0, 0, 0, 1];
+        let parts = (0..at).filter(|&before| state[before..].starts_with(&page)).count();
+        assert_eq!(parts, 0, "pages came before it");
+        let (blocks, _) = read_stream(state);
+        assert_eq!(blocks.len(), 1);
+        assert!(blocks[0].1[4096..8192].iter().all(|&byte| byte == if mapped { 0 } else { 8 }));
+        let memory = contents(&guest.0.memory).remove(0);
+        assert!(memory[8192..12288].iter().all(|&byte| byte == if mapped { 0 } else { 7 }));
+    }
 }
 
 #[test]

@@ -32,10 +32,12 @@ impl<'a> DeviceStream<'a> {
     /// They are larger than any device's.
     pub(super) fn new(snapshot: &'a Snapshot, mut blocks: Vec<&'a Block>) -> Result<Self, Error> {
         check_sizes(&snapshot.origin.name, &blocks)?;
-        let mut recomposer = Recomposer::new(&snapshot.configuration, blocks.iter().copied(), &snapshot.early);
+        let mut recomposer = Recomposer::new(&snapshot.configuration, blocks.iter().copied());
+        recomposer.early(&snapshot.early);
         if snapshot.switchover {
             recomposer.switchover();
         }
+        recomposer.last();
         let tail = Some(paused(snapshot)?);
         blocks.reverse();
         let recomposer = Some(recomposer);

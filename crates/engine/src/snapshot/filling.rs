@@ -27,7 +27,7 @@ use super::{
     pages::Source,
 };
 use crate::{
-    Error, Progress,
+    Error, Progress, cpu,
     page_map::{PageMap, runs, window_mask},
 };
 
@@ -73,6 +73,8 @@ pub(super) struct Filling {
     events: Sender<Event>,
     incoming: Receiver<Event>,
     faults: AtomicU64,
+    /// CPU time of threads that have ended.
+    cpu_nanos: AtomicU64,
 }
 
 struct Region {
@@ -138,6 +140,7 @@ impl Filling {
             events,
             incoming,
             faults: AtomicU64::new(0),
+            cpu_nanos: AtomicU64::new(0),
         }
     }
 
@@ -154,6 +157,15 @@ impl Filling {
     /// How often somebody had to wait.
     pub(super) fn faults(&self) -> u64 {
         self.faults.load(Ordering::Relaxed)
+    }
+
+    /// CPU seconds of all threads, once they have ended.
+    pub(super) fn cpu_seconds(&self) -> f64 {
+        self.cpu_nanos.load(Ordering::Relaxed) as f64 / 1e9
+    }
+
+    fn count_cpu(&self) {
+        self.cpu_nanos.fetch_add((cpu::thread_seconds() * 1e9) as u64, Ordering::Relaxed);
     }
 
     /// Leaves long runs that are not in the file to the kernel, which has zeros of its own.
@@ -194,6 +206,11 @@ impl Filling {
 
     /// The life of a thread that serves those who wait.
     pub(super) fn urgent(&self) {
+        self.serve_all();
+        self.count_cpu();
+    }
+
+    fn serve_all(&self) {
         let mut buffer = self.buffer(URGENT_PAGES);
         while !self.ended.load(Ordering::Relaxed) {
             let served = match self.missing.next_fault(TICK) {
@@ -212,6 +229,11 @@ impl Filling {
 
     /// The life of a thread that brings the rest.
     pub(super) fn background(&self, progress: &Progress) {
+        self.bring_all(progress);
+        self.count_cpu();
+    }
+
+    fn bring_all(&self, progress: &Progress) {
         let mut buffer = self.buffer(UNIT_PAGES);
         while let Some(&(region, first)) = self.units.get(self.next.fetch_add(1, Ordering::Relaxed)) {
             if self.ended.load(Ordering::Relaxed) {

@@ -159,6 +159,7 @@ fn sequential(mut stream: Stream) -> Result<SnapshotInfo, Error> {
                     PageContent::Fill(_) | PageContent::Normal(_) => blocks[page.block].stored += 1,
                     PageContent::Xbzrle(_) | PageContent::Compressed(_) => blocks[page.block].other += 1,
                 },
+                Record::Block(block) => blocks.push(of_block(&block)),
                 Record::Command(command) => *refusal = refusal.take().or(needs_source(&command)),
                 Record::Tail => return Ok(true),
                 _ => {}

@@ -22,7 +22,7 @@ use super::{
     restore::{Huge, Plan, Restore},
     stand_in::{EndOnDrop, Ending, StandIn, TakeOver},
 };
-use crate::{Error, FileReport, LazyReport, Phase, fail_point, guest::GuestError};
+use crate::{Error, LazyReport, Phase, fail_point, guest::GuestError};
 
 /// Threads that serve those who wait: as many of the guest's vCPUs can wait for the disk at once.
 pub(super) const URGENT_THREADS: usize = 4;
@@ -45,11 +45,8 @@ pub(super) fn restore(
     begin_report(restore, &snapshot, stored);
     let filling = Filling::new(&snapshot.origin, std::mem::take(&mut plan.sources), missing);
     let result = run(restore, &snapshot, &plan, &filling);
-    let ending = match &result {
-        Ok(()) | Err((_, Ending::Complete)) => Ending::Complete,
-        Err((_, ending)) => *ending,
-    };
-    stand_in.end(ending);
+    stand_in.end(result.as_ref().err().map_or(Ending::Complete, |(_, ending)| *ending));
+    restore.report.cpu.channels = filling.cpu_seconds();
     restore.report.lazy = Some(LazyReport { faults: filling.faults(), filled_ms: restore.elapsed_ms() });
     result.map_err(|(error, _)| error)
 }
@@ -67,7 +64,7 @@ fn begin_report(restore: &mut Restore<'_>, snapshot: &Snapshot, stored: u64) {
     restore.report.pages.normal = stored;
     restore.report.pages.hole = total - stored;
     restore.report.bytes.wire = bytes;
-    restore.report.file = Some(FileReport { ..snapshot.origin.report(Format::MappedRam, stored) });
+    restore.report.file = Some(snapshot.origin.report(Format::MappedRam, stored));
     restore.progress.round.store(1, Ordering::Relaxed);
     restore.progress.round_total.store(bytes, Ordering::Relaxed);
     restore.progress.round_left.store(bytes, Ordering::Relaxed);
@@ -90,6 +87,10 @@ fn run(restore: &mut Restore<'_>, snapshot: &Snapshot, plan: &Plan, filling: &Fi
         if let Err(error) = loaded {
             return Err(unloaded(filling, error));
         }
+        // Somebody in the VMM may wait for a page that does not come, although it has loaded everything.
+        if let Ok(Event::Failed(cause)) = filling.events().try_recv() {
+            return Err(unusable(&cause));
+        }
         let started = restore.start(plan.ran);
         let _ = fail_point::reach("restore.started");
         restore.progress.set_phase(Phase::Filling);
@@ -106,16 +107,18 @@ fn run(restore: &mut Restore<'_>, snapshot: &Snapshot, plan: &Plan, filling: &Fi
 /// The state could not be loaded: perhaps because of a page that could not be read.
 fn unloaded(filling: &Filling, error: Error) -> Failed {
     match filling.events().try_iter().next() {
-        Some(Event::Failed(cause)) => {
-            let what = format!(
-                "{cause}; nothing runs, and the VMM that waits can't be used any more: end it and start a new one"
-            );
-            (Error::File(what), Ending::Hold)
-        }
+        Some(Event::Failed(cause)) => unusable(&cause),
         Some(Event::Gone) => (error, Ending::Complete),
         // Should it be about to load, all the same, it must find its memory.
         Some(Event::Complete) | None => (error, Ending::GoOn),
     }
+}
+
+/// Nothing runs, and nothing may: the VMM waits for a page that does not come.
+fn unusable(cause: &Error) -> Failed {
+    let what =
+        format!("{cause}; nothing runs, and the VMM that waits can't be used any more: end it and start a new one");
+    (Error::File(what), Ending::Hold)
 }
 
 /// Waits until all pages are in place.

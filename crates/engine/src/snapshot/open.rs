@@ -1,5 +1,5 @@
 //! A snapshot, read and checked up to where the device sections begin: what it holds, and where.
-use std::sync::Arc;
+use std::{os::unix::fs::FileExt, sync::Arc};
 
 use transship_memory::{PageRange, PageSet};
 use transship_wire::qemu::{
@@ -31,8 +31,6 @@ pub(super) struct Stream {
     pub(super) origin: Origin,
     pub(super) configuration: Configuration,
     pub(super) blocks: Vec<Block>,
-    /// Sections that are to come before the pages, verbatim.
-    pub(super) early: Vec<u8>,
     /// Why nobody can load it without its source, as far as it was read.
     pub(super) refusal: Option<String>,
     pub(super) records: Records,
@@ -89,10 +87,10 @@ pub(super) fn read(origin: Origin) -> Result<Opened, Error> {
     }
     if !configuration.mapped_ram {
         let blocks = records.reader().blocks().to_vec();
-        let (early, refusal) = (head.early, head.refusal);
+        let refusal = head.refusal;
         // Its pages have no places that a disk could be asked for.
         let origin = Origin { direct: None, ..origin };
-        return Ok(Opened::Stream(Box::new(Stream { origin, configuration, blocks, early, refusal, records })));
+        return Ok(Opened::Stream(Box::new(Stream { origin, configuration, blocks, refusal, records })));
     }
     while !head.ended {
         records.step(|record, bytes| head.take_rest(&origin.name, record, bytes))?;
@@ -240,7 +238,6 @@ impl Snapshot {
 
     /// Reads bytes that must be there.
     pub(super) fn read_exact(&self, what: &str, into: &mut [u8], at: u64) -> Result<(), Error> {
-        use std::os::unix::fs::FileExt;
         let failed =
             |source| Error::Io { what: format!("reading {what} from {} at offset {at:#x}", self.origin.name), source };
         self.origin.file.read_exact_at(into, at).map_err(failed)

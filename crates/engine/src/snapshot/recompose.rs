@@ -6,7 +6,7 @@
 //!   (early sections)
 //!   PART     their pages, as they come
 //!   (SWITCHOVER_START)
-//!   END      (or here)
+//!   END      or here
 //!   tail     the device sections, with the run state changed to paused
 //! ```
 use transship_wire::{
@@ -31,13 +31,13 @@ enum Stage {
     /// In a list of blocks that came later.
     Start,
     Part,
-    /// The guest had been stopped: pages go into the last part.
+    /// In the last part.
     Last,
 }
 
 impl Recomposer {
     /// Begins a stream of `blocks`, which are none of the guest's memory.
-    pub(super) fn new<'a>(of: &Configuration, blocks: impl Iterator<Item = &'a Block> + Clone, early: &[u8]) -> Self {
+    pub(super) fn new<'a>(of: &Configuration, blocks: impl Iterator<Item = &'a Block> + Clone) -> Self {
         let mut writer = StreamWriter::new(0, RAM_SECTION);
         let configuration = Configuration { ignore_shared: true, mapped_ram: false, ..of.clone() };
         let total = blocks.clone().map(|block| block.used_bytes).sum();
@@ -45,7 +45,6 @@ impl Recomposer {
         let mut recomposer = Self { writer, stage: Stage::Start };
         blocks.for_each(|block| recomposer.block(block));
         recomposer.close();
-        recomposer.writer.raw(early);
         recomposer
     }
 
@@ -61,6 +60,12 @@ impl Recomposer {
         // Only looked at for blocks that the destination leaves out itself, which these are not.
         let gpa = Some(block.gpa.unwrap_or(0));
         self.writer.block(&Block { gpa, mapped: None, ..block.clone() });
+    }
+
+    /// A piece of an early section, as it is; before the first page.
+    pub(super) fn early(&mut self, bytes: &[u8]) {
+        self.close();
+        self.writer.raw(bytes);
     }
 
     /// A page of a block.
@@ -79,6 +84,11 @@ impl Recomposer {
     pub(super) fn switchover(&mut self) {
         self.close();
         self.writer.command(&Command::SwitchoverStart);
+    }
+
+    /// What comes now are the last pages.
+    pub(super) fn last(&mut self) {
+        self.close();
         self.writer.end();
         self.stage = Stage::Last;
     }
@@ -86,8 +96,7 @@ impl Recomposer {
     /// All pages are there.
     pub(super) fn finish(&mut self) {
         if self.stage != Stage::Last {
-            self.close();
-            self.writer.end();
+            self.last();
         }
         self.writer.end_of_section();
         self.stage = Stage::Between;

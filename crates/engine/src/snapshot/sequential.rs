@@ -4,8 +4,8 @@ use std::{
     sync::atomic::Ordering,
 };
 
-use transship_memory::{GuestMemory, PAGE_BYTES, PageRange, WINDOW_PAGES};
-use transship_wire::qemu::{Command, GlobalState, Page, PageContent, Record, RunState};
+use transship_memory::{GuestMemory, PAGE_BYTES, PageRange, Region, WINDOW_PAGES};
+use transship_wire::qemu::{Command, GlobalState, Name, Page, PageContent, Record, RunState};
 
 use super::{
     Format,
@@ -37,7 +37,7 @@ pub(super) fn restore(restore: &mut Restore<'_>, stream: Stream) -> Result<(), E
     restore.clear(Huge::Ask)?;
     restore.report.setup_ms = restore.elapsed_ms();
     restore.progress.set_phase(Phase::Reading);
-    restore.report.file = Some(stream.origin.report(Format::Stream, 0));
+    let origin = stream.origin.clone();
     let mut passing = Passing::new(stream, &fit, restore.guest.memory(), restore.progress);
     let loaded = match format {
         StateFormat::Qemu { .. } => restore.guest.load_state(&mut passing),
@@ -48,18 +48,16 @@ pub(super) fn restore(restore: &mut Restore<'_>, stream: Stream) -> Result<(), E
             restore.guest.load_state(&mut &tail[state.bytes])
         }
     };
-    let (pages, total) = (passing.pages, restore.guest.memory().bytes() / PAGE_BYTES as u64);
+    let (pages, total) = (passing.placing.pages, restore.guest.memory().bytes() / PAGE_BYTES as u64);
     restore.report.pages.normal = pages;
-    restore.report.pages.zero = passing.zero;
-    if let Some(file) = &mut restore.report.file {
-        file.pages_stored = pages;
-    }
-    restore.report.pages.hole = total.saturating_sub(passing.content_pages());
+    restore.report.pages.zero = passing.placing.zero;
+    restore.report.pages.hole = total.saturating_sub(passing.placing.content_pages());
+    restore.report.file = Some(origin.report(Format::Stream, pages));
     restore.report.bytes.wire = pages * PAGE_BYTES as u64;
     restore.report.rounds.push(RoundReport {
         number: 1,
         scanned: total,
-        zero: passing.zero,
+        zero: passing.placing.zero,
         bytes: restore.report.bytes.wire,
         ms: restore.elapsed_ms() - restore.report.setup_ms,
         ..RoundReport::default()
@@ -72,19 +70,9 @@ pub(super) fn restore(restore: &mut Restore<'_>, stream: Stream) -> Result<(), E
 
 /// The stream as the VMM reads it. While it is read, guest memory fills.
 struct Passing<'a> {
-    name: String,
     /// None once it has come to the device sections.
     records: Option<Records>,
-    recomposer: Recomposer,
-    /// By block: the region that it is.
-    regions: Vec<Option<usize>>,
-    names: Vec<transship_wire::qemu::Name>,
-    memory: GuestMemory,
-    /// By region: pages that content was written to. All others read as zero.
-    content: Vec<PageMap>,
-    progress: &'a Progress,
-    pages: u64,
-    zero: u64,
+    placing: Placing<'a>,
     /// The device sections and where they begin, until they are passed on.
     tail: Option<(Vec<u8>, u64)>,
     ran: bool,
@@ -95,40 +83,14 @@ struct Passing<'a> {
 
 impl<'a> Passing<'a> {
     fn new(stream: Stream, fit: &Fit, memory: GuestMemory, progress: &'a Progress) -> Self {
-        let mut regions = vec![None; stream.blocks.len()];
-        fit.regions.iter().enumerate().for_each(|(region, &block)| regions[block] = Some(region));
-        let devices = fit.devices.iter().map(|&index| &stream.blocks[index]);
-        let recomposer = Recomposer::new(&stream.configuration, devices, &stream.early);
-        let names = stream.blocks.iter().map(|block| block.name.clone()).collect();
-        let content = memory.regions().iter().map(|region| PageMap::new(region.pages())).collect();
-        Self {
-            name: stream.origin.name,
-            records: Some(stream.records),
-            recomposer,
-            regions,
-            names,
-            memory,
-            content,
-            progress,
-            pages: 0,
-            zero: 0,
-            tail: None,
-            ran: true,
-            piece: Vec::new(),
-            used: 0,
-            failed: None,
-        }
+        let placing = Placing::new(&stream, fit, memory, progress);
+        let records = Some(stream.records);
+        Self { records, placing, tail: None, ran: true, piece: Vec::new(), used: 0, failed: None }
     }
 
     /// Whether the guest ran when it was saved; or what went wrong.
     fn finish(self) -> Result<bool, Error> {
         self.failed.map_or(Ok(self.ran), Err)
-    }
-
-    /// Pages that read as something else than zero, as far as it is known.
-    fn content_pages(&self) -> u64 {
-        let pages = |(map, region): (&PageMap, &transship_memory::Region)| map.to_set(region.pages()).count();
-        self.content.iter().zip(self.memory.regions()).map(pages).sum()
     }
 
     /// Reads on until the device sections are there.
@@ -145,24 +107,13 @@ impl<'a> Passing<'a> {
             let Some(records) = &mut self.records else {
                 return Ok(self.tail.take().map(|(tail, _)| tail).unwrap_or_default());
             };
-            if self.progress.is_cancelled() {
+            if self.placing.progress.is_cancelled() {
                 return Err(Error::RestoreCancelled);
             }
-            let mut to = Placing {
-                name: &self.name,
-                recomposer: &mut self.recomposer,
-                regions: &mut self.regions,
-                names: &mut self.names,
-                memory: &self.memory,
-                content: &self.content,
-                progress: self.progress,
-                pages: &mut self.pages,
-                zero: &mut self.zero,
-            };
-            if records.step(|record, _| to.take(record))? == Ended::Yes {
+            if records.step(|record, bytes| self.placing.take(record, bytes))? == Ended::Yes {
                 self.take_tail()?;
             }
-            let piece = self.recomposer.take();
+            let piece = self.placing.recomposer.take();
             if !piece.is_empty() {
                 return Ok(piece);
             }
@@ -171,14 +122,14 @@ impl<'a> Passing<'a> {
 
     fn take_tail(&mut self) -> Result<(), Error> {
         let Some(records) = self.records.take() else { return Ok(()) };
-        let base = records.reader().position();
+        let (name, base) = (&self.placing.name, records.reader().position());
         let mut tail = records.tail()?;
-        check_tail(&self.name, &tail, base)?;
-        if let Some(mut state) = GlobalState::find(&tail, base).map_err(|error| damaged(&self.name, error))? {
+        check_tail(name, &tail, base)?;
+        if let Some(mut state) = GlobalState::find(&tail, base).map_err(|error| damaged(name, error))? {
             self.ran = state.runs();
             state.patch(&mut tail, RunState::Paused);
         }
-        self.recomposer.finish();
+        self.placing.recomposer.finish();
         self.tail = Some((tail, base));
         Ok(())
     }
@@ -208,40 +159,77 @@ enum Ended {
     No,
 }
 
-/// Where a record goes.
+/// Where records go: guest memory into place, everything else on.
 struct Placing<'a> {
-    name: &'a str,
-    recomposer: &'a mut Recomposer,
-    regions: &'a mut Vec<Option<usize>>,
-    names: &'a mut Vec<transship_wire::qemu::Name>,
-    memory: &'a GuestMemory,
-    content: &'a [PageMap],
+    name: String,
+    recomposer: Recomposer,
+    /// By block: its name, and the region that it is.
+    blocks: Vec<(Name, Option<usize>)>,
+    memory: GuestMemory,
+    /// By region: pages that content was written to. All others read as zero.
+    content: Vec<PageMap>,
     progress: &'a Progress,
-    pages: &'a mut u64,
-    zero: &'a mut u64,
+    pages: u64,
+    zero: u64,
+    /// An early section goes on.
+    in_early: bool,
 }
 
-impl Placing<'_> {
-    fn take(&mut self, record: Record<'_>) -> Result<Ended, Error> {
+impl<'a> Placing<'a> {
+    fn new(stream: &Stream, fit: &Fit, memory: GuestMemory, progress: &'a Progress) -> Self {
+        let mut blocks: Vec<_> = stream.blocks.iter().map(|block| (block.name.clone(), None)).collect();
+        fit.regions.iter().enumerate().for_each(|(region, &block)| blocks[block].1 = Some(region));
+        let devices = fit.devices.iter().map(|&index| &stream.blocks[index]);
+        let content = memory.regions().iter().map(|region| PageMap::new(region.pages())).collect();
+        Self {
+            name: stream.origin.name.clone(),
+            recomposer: Recomposer::new(&stream.configuration, devices),
+            blocks,
+            memory,
+            content,
+            progress,
+            pages: 0,
+            zero: 0,
+            in_early: false,
+        }
+    }
+
+    /// Pages that read as something else than zero, as far as it is known.
+    fn content_pages(&self) -> u64 {
+        let pages = |(map, region): (&PageMap, &Region)| map.to_set(region.pages()).count();
+        self.content.iter().zip(self.memory.regions()).map(pages).sum()
+    }
+
+    fn take(&mut self, record: Record<'_>, bytes: &[u8]) -> Result<Ended, Error> {
+        let was_early = std::mem::take(&mut self.in_early);
         match record {
             Record::Tail => return Ok(Ended::Yes),
+            Record::Early(_) => self.early(bytes),
+            Record::Raw(_) if was_early => self.early(bytes),
+            Record::Footer { .. } if was_early => self.recomposer.early(bytes),
             Record::Page(page) => self.page(&page)?,
             // All memory of the guest was in the first list: these are the devices'.
             Record::RamStart { total, .. } => self.recomposer.start_again(total),
             Record::Block(block) => {
                 self.recomposer.block(&block);
-                self.regions.push(None);
-                self.names.push(block.name);
+                self.blocks.push((block.name, None));
             }
             Record::Command(Command::SwitchoverStart) => self.recomposer.switchover(),
-            Record::Command(command) => needs_source(&command).map_or(Ok(()), |why| Err(wrong(self.name, why)))?,
+            Record::End { .. } => self.recomposer.last(),
+            Record::Command(command) => needs_source(&command).map_or(Ok(()), |why| Err(wrong(&self.name, why)))?,
             Record::MultifdFlush => {
                 let what = "its pages went over multifd channels of their own and are not in it";
-                return Err(wrong(self.name, what));
+                return Err(wrong(&self.name, what));
             }
             _ => {}
         }
         Ok(Ended::No)
+    }
+
+    /// A piece of an early section, behind which there is more.
+    fn early(&mut self, bytes: &[u8]) {
+        self.in_early = true;
+        self.recomposer.early(bytes);
     }
 
     fn page(&mut self, page: &Page<'_>) -> Result<(), Error> {
@@ -252,22 +240,23 @@ impl Placing<'_> {
             PageContent::Normal(bytes) => Some(bytes).filter(|bytes| **bytes != zeros),
             PageContent::Xbzrle(_) | PageContent::Compressed(_) => {
                 let what = "its pages are compressed (xbzrle or compress); save it without these capabilities";
-                return Err(wrong(self.name, what));
+                return Err(wrong(&self.name, what));
             }
         };
-        match (self.regions[page.block], bytes) {
+        let (name, region) = &self.blocks[page.block];
+        match (*region, bytes) {
             (Some(region), Some(bytes)) => {
-                *self.pages += 1;
+                self.pages += 1;
                 self.progress.normal_pages.fetch_add(1, Ordering::Relaxed);
                 self.progress.wire_bytes.fetch_add(PAGE_BYTES as u64, Ordering::Relaxed);
                 self.write(region, page.offset / PAGE_BYTES as u64, bytes)?;
             }
             (Some(region), None) => {
-                *self.zero += 1;
+                self.zero += 1;
                 self.clear(region, page.offset / PAGE_BYTES as u64)?;
             }
-            (None, Some(bytes)) => self.recomposer.page(&self.names[page.block], page.offset, bytes),
-            (None, None) => self.recomposer.zero_page(&self.names[page.block], page.offset),
+            (None, Some(bytes)) => self.recomposer.page(name, page.offset, bytes),
+            (None, None) => self.recomposer.zero_page(name, page.offset),
         }
         Ok(())
     }

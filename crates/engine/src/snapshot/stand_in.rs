@@ -2,7 +2,12 @@
 //!
 //! When the last holder of a userfaultfd is gone the kernel serves missing pages with zeros, and a guest that saw them would be lost. So whoever
 //! restores lazily has a stand-in from before the guest runs. It is told how the restore ended; if it hears nothing, it goes on bringing pages itself.
-use std::{fs::File, os::fd::BorrowedFd, os::fd::OwnedFd, thread, time::Duration};
+use std::{
+    fs::File,
+    os::fd::{BorrowedFd, OwnedFd},
+    thread,
+    time::Duration,
+};
 
 use serde::{Deserialize, Serialize};
 use transship_memory::{Area, Error as MemoryError, Missing};
@@ -78,7 +83,18 @@ impl TakeOver {
     /// What `failed` was called with.
     pub fn run(&self, files: Vec<OwnedFd>, failed: impl FnOnce(&Error)) -> Result<(), Error> {
         let mut files = files.into_iter();
-        let missing = self.missing(files.next())?;
+        let uffd = files.next();
+        let held = uffd.as_ref().and_then(|uffd| uffd.try_clone().ok());
+        let missing = match self.missing(uffd) {
+            Ok(missing) => missing,
+            Err(error) => {
+                failed(&error);
+                // Not before nobody runs.
+                drop(held);
+                return Err(error);
+            }
+        };
+        drop(held);
         match self.sources(files).and_then(|found| self.check(&missing, &found.1).map(|()| found)) {
             Ok((origin, sources)) => fill(&Filling::new(&origin, sources, missing), self.channels, failed),
             Err(error) => {
@@ -152,11 +168,8 @@ fn pages_of(areas: &[Area], regions: usize) -> Vec<u64> {
 /// Brings everything.
 fn fill(filling: &Filling, channels: u8, failed: impl FnOnce(&Error)) -> Result<(), Error> {
     let progress = Progress::default();
-    // What the dead process was told of, and did not serve, nobody else is told of.
-    match filling.wake_all() {
-        Err(MemoryError::Gone { .. }) => return Ok(()),
-        other => other?,
-    }
+    // What the dead process was told of, and did not serve, nobody else is told of. (Whoever is not woken now is when the page comes.)
+    let _ = filling.wake_all();
     thread::scope(|scope| {
         let _ended = EndOnDrop(filling);
         (0..URGENT_THREADS).for_each(|_| drop(scope.spawn(|| filling.urgent())));
