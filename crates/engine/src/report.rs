@@ -150,7 +150,7 @@ pub struct Report {
     /// The snapshot file, where there is one.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub file: Option<FileReport>,
-    /// Of a lazy restore.
+    /// Of a lazy restore that brought all pages.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub lazy: Option<LazyReport>,
     /// None: not asked for.

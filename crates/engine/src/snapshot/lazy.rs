@@ -47,7 +47,6 @@ pub(super) fn restore(
     let result = run(restore, &snapshot, &plan, &filling);
     stand_in.end(result.as_ref().err().map_or(Ending::Complete, |(_, ending)| *ending));
     restore.report.cpu.channels = filling.cpu_seconds();
-    restore.report.lazy = Some(LazyReport { faults: filling.faults(), filled_ms: restore.elapsed_ms() });
     result.map_err(|(error, _)| error)
 }
 
@@ -97,6 +96,7 @@ fn run(restore: &mut Restore<'_>, snapshot: &Snapshot, plan: &Plan, filling: &Fi
         let progress = restore.progress;
         (0..restore.options.channels).for_each(|_| drop(scope.spawn(|| filling.background(progress))));
         wait(restore, filling)?;
+        restore.report.lazy = Some(LazyReport { faults: filling.faults(), filled_ms: restore.elapsed_ms() });
         started.map_err(|error| (error, Ending::Complete))
     })?;
     // Without it the same happens when the last holder ends.
