@@ -1,0 +1,114 @@
+//! What reads snapshot files, as scripts see it: exit codes, what goes to stdout and what to stderr.
+#![allow(clippy::unwrap_used)]
+#[allow(dead_code, reason = "each test binary uses a part")]
+mod session;
+
+use std::{
+    io::Write,
+    path::PathBuf,
+    process::{Command, Stdio},
+};
+
+use serde_json::Value;
+use session::{Run, transship};
+use transship_wire::qemu::{Block, Configuration, Name, StreamWriter};
+
+fn run(arguments: &[&str]) -> Run {
+    Run::of(transship(arguments).output().unwrap())
+}
+
+/// A stream of one block, whose second page is full.
+fn stream() -> Vec<u8> {
+    let name = |name: &str| Name::new(name).unwrap();
+    let block = Block { name: name("pc.ram"), used_bytes: 4 * 4096, gpa: None, mapped: None };
+    let mut writer = StreamWriter::new(0, 1);
+    writer.header().configuration(&Configuration::new(name("pc-q35-10.0")));
+    writer.ram_start(block.used_bytes).block(&block).end_of_section();
+    writer.end().page(&block.name, 4096, &[7; 4096]).zero_page(&block.name, 0).end_of_section();
+    let state = [&8u32.to_be_bytes()[..], b"running", &[0; 93]].concat();
+    writer.full(3, &name("globalstate"), 0, 1, &state).eof();
+    writer.take_bytes()
+}
+
+fn saved() -> (tempfile::TempDir, PathBuf) {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("stream");
+    std::fs::write(&path, stream()).unwrap();
+    (folder, path)
+}
+
+/// With bytes on its standard input.
+fn fed(mut command: Command, bytes: &[u8]) -> Run {
+    let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    child.stdin.take().unwrap().write_all(bytes).unwrap();
+    Run::of(child.wait_with_output().unwrap())
+}
+
+#[test]
+fn info_shows_a_file_and_what_comes_by_a_pipe() {
+    let (_folder, path) = saved();
+    for run in [run(&["info", path.to_str().unwrap(), "--json"]), fed(transship(&["info", "-", "--json"]), &stream())] {
+        assert_eq!((run.code, run.stderr.as_str()), (0, ""), "{run:?}");
+        let info: Value = serde_json::from_str(&run.stdout).unwrap();
+        assert_eq!(info["format"], "stream");
+        assert_eq!((&info["machine"], &info["state"]), (&"pc-q35-10.0".into(), &"running".into()));
+        assert_eq!(info["bytes"], stream().len());
+        let block = &info["blocks"][0];
+        assert_eq!((&block["name"], &block["stored"], &block["zero"]), (&"pc.ram".into(), &1.into(), &1.into()));
+    }
+    let text = run(&["info", path.to_str().unwrap()]);
+    assert_eq!((text.code, text.stderr.as_str()), (0, ""));
+    for part in ["format       stream", "guest        running", "pc.ram"] {
+        assert!(text.stdout.contains(part), "{text:?}");
+    }
+}
+
+#[test]
+fn what_is_no_snapshot_is_one_line_that_names_it() {
+    let (folder, path) = saved();
+    let cut = folder.path().join("cut");
+    std::fs::write(&cut, &stream()[..stream().len() - 20]).unwrap();
+    let missing = folder.path().join("missing");
+    for (file, why) in [(&cut, "cut"), (&missing, "No such file"), (&folder.path().to_path_buf(), "it is a directory")]
+    {
+        let run = run(&["info", file.to_str().unwrap()]);
+        assert_eq!((run.code, run.stdout.as_str()), (1, ""), "{run:?}");
+        assert_eq!(run.stderr.lines().count(), 1, "{run:?}");
+        assert!(run.stderr.contains(file.to_str().unwrap()) && run.stderr.contains(why), "{run:?}");
+    }
+    let run = fed(transship(&["info", "-"]), b"something else");
+    assert_eq!(run.code, 1);
+    assert!(run.stderr.contains("stream magic at offset 0"), "{run:?}");
+    assert!(path.exists());
+}
+
+#[test]
+fn every_wrong_value_of_a_restore_is_named_in_one_attempt() {
+    let wrong = ["restore", "--vm", "vm1", "--from", "fd:x", "--channels", "0", "--direct-io=maybe"];
+    let run = run(&wrong);
+    assert_eq!((run.code, run.stdout.as_str()), (2, ""), "{run:?}");
+    let expected =
+        [("--vm", "qemu:/path"), ("--from", "no descriptor"), ("--channels", "1 to 255"), ("--direct-io", "auto")];
+    assert_eq!(run.stderr.lines().count(), expected.len(), "{run:?}");
+    for (line, (flag, part)) in run.stderr.lines().zip(expected) {
+        assert!(line.starts_with(&format!("transship: {flag} ")) && line.contains(part), "{line}");
+    }
+}
+
+#[test]
+fn a_restore_can_not_both_run_and_stand() {
+    let both = run(&["restore", "--vm", "qemu:/x", "--from", "/x", "--run", "--stopped"]);
+    assert_eq!(both.code, 2, "{both:?}");
+    let no_vm = run(&["restore", "--vm", "qemu:/no/such.sock", "--from", "/x", "--lazy", "--json"]);
+    assert_eq!(no_vm.code, 1, "{no_vm:?}");
+    let report: Value = serde_json::from_str(&no_vm.stdout).unwrap();
+    assert!(report["error"].as_str().unwrap().contains("/no/such.sock"), "{report}");
+    assert_eq!(report["status"], "failed");
+}
+
+/// Nobody but a restore starts it.
+#[test]
+fn a_stand_in_without_a_restore_ends_at_once() {
+    let run = fed(transship(&["stand-in", "--vm", "qemu:/x"]), b"");
+    assert_eq!(run.code, 1, "{run:?}");
+}
