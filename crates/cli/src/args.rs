@@ -177,8 +177,8 @@ pub(crate) struct MoveArgs {
     ///
     /// `none`: send pages as they are, for links that are faster than the cores. `zlib`: levels 0 to 9. `zstd`: -7 to 20; the
     /// best ratio for the time. `qatzip`: 1 to 9; on a QAT device where there is one, else in software. `lz4`: 1 to 12; the
-    /// fastest to decode. Without a level it is 1; higher is smaller and slower. `auto`: tries none, lz4 and zstd while the
-    /// guest moves, uses what gets most pages through, and keeps trying. Pages that don't shrink go as they are.
+    /// fastest to decode. Without a level it is 1; higher is smaller and slower. `auto`: none, lz4 or zstd, whichever gets most
+    /// pages through; measures link and encoders while the guest moves, and changes its mind. Pages that don't shrink go as they are.
     #[arg(long, value_name = "METHOD", default_value = "none")]
     pub(crate) compress: String,
     /// Threads that compress, 1 to 255 [default: by cores]

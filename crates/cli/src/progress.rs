@@ -13,11 +13,11 @@ use std::{
 };
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
-use transship_engine::{Phase, Progress};
+use transship_engine::{CpuProgress, CpuTime, EncodingProgress, Phase, Progress};
 
 use crate::{
     output,
-    units::{Bytes, Rate, Time},
+    units::{Bytes, Count, Rate, Time},
 };
 
 /// How often the numbers are looked at; a bar is drawn as often.
@@ -77,6 +77,78 @@ struct Sample {
     total: u64,
     wire: u64,
     dirty_pages_per_s: u64,
+    encoding: Encoding,
+    cpu: CpuSeconds,
+}
+
+/// What the encoders did so far.
+#[derive(Debug, Clone, Copy, Default)]
+struct Encoding {
+    bytes_in: u64,
+    bytes_out: u64,
+    busy_ratio: f64,
+    raw_busy_pages: u64,
+}
+
+impl Encoding {
+    fn of(progress: &EncodingProgress) -> Self {
+        Self {
+            bytes_in: progress.bytes_in.load(Ordering::Relaxed),
+            bytes_out: progress.bytes_out.load(Ordering::Relaxed),
+            busy_ratio: progress.busy_ratio(),
+            raw_busy_pages: progress.raw_busy_pages.load(Ordering::Relaxed),
+        }
+    }
+
+    /// Nothing where nothing is encoded.
+    fn describe(&self) -> String {
+        let Self { bytes_in, bytes_out, busy_ratio, raw_busy_pages } = *self;
+        if bytes_in == 0 && raw_busy_pages == 0 {
+            return String::new();
+        }
+        let raw = if raw_busy_pages == 0 { String::new() } else { format!(", {} pages raw", Count(raw_busy_pages)) };
+        let (given, made) = (Bytes(bytes_in), Bytes(bytes_out));
+        format!(", encoded {given} to {made}, busy {:.0} %{raw}", busy_ratio * 100.0)
+    }
+}
+
+/// CPU seconds so far, of roles that work all the time.
+#[derive(Debug, Clone, Copy, Default)]
+struct CpuSeconds {
+    main: f64,
+    encoders: f64,
+    decoders: f64,
+    channels: f64,
+}
+
+impl CpuSeconds {
+    fn of(progress: &CpuProgress) -> Self {
+        let CpuProgress { main, encoders, decoders, channels } = progress;
+        let [main, encoders, decoders, channels] = [main, encoders, decoders, channels].map(CpuTime::seconds);
+        Self { main, encoders, decoders, channels }
+    }
+
+    /// In percent of a core, of seconds that passed. Nothing where nothing is counted.
+    fn describe(&self) -> String {
+        let Self { main, encoders, decoders, channels } = *self;
+        let roles = [("main", main), ("encoders", encoders), ("decoders", decoders), ("channels", channels)];
+        let roles: Vec<_> = roles.iter().filter(|(_, cores)| *cores >= 0.005).collect();
+        if roles.is_empty() {
+            return String::new();
+        }
+        let roles: Vec<_> = roles.iter().map(|(role, cores)| format!("{role} {:.0} %", cores * 100.0)).collect();
+        format!(", cpu {}", roles.join(" "))
+    }
+
+    fn since(&self, before: &Self, seconds: f64) -> Self {
+        let rate = |of: fn(&Self) -> f64| (of(self) - of(before)).max(0.0) / seconds;
+        Self {
+            main: rate(|cpu| cpu.main),
+            encoders: rate(|cpu| cpu.encoders),
+            decoders: rate(|cpu| cpu.decoders),
+            channels: rate(|cpu| cpu.channels),
+        }
+    }
 }
 
 impl Sample {
@@ -88,6 +160,8 @@ impl Sample {
             total: progress.round_total.load(Ordering::Relaxed),
             wire: progress.wire_bytes.load(Ordering::Relaxed),
             dirty_pages_per_s: progress.dirty_rate.load(Ordering::Relaxed),
+            encoding: Encoding::of(&progress.encoding),
+            cpu: CpuSeconds::of(&progress.cpu),
         }
     }
 
@@ -104,12 +178,15 @@ impl Sample {
             pages => format!(", dirty {}", Rate(pages as f64 * PAGE)),
         };
         let wire = Rate(speed.wire);
+        let work = format!("{}{}", self.encoding.describe(), speed.cores.describe());
         match self.phase {
             Phase::Connecting => "connecting".into(),
-            Phase::Rounds if self.total == 0 => format!("round {}: {} received, {wire}", self.round, Bytes(self.wire)),
+            Phase::Rounds if self.total == 0 => {
+                format!("round {}: {} received, {wire}{work}", self.round, Bytes(self.wire))
+            }
             Phase::Rounds => {
                 let eta = speed.eta(self.left).map(|eta| format!(", eta {}", Time(eta))).unwrap_or_default();
-                format!("round {}: {} left, {wire}{dirty}{eta}", self.round, Bytes(self.left))
+                format!("round {}: {} left, {wire}{dirty}{eta}{work}", self.round, Bytes(self.left))
             }
             Phase::Switchover => "the guest stands still: last pages, device state".into(),
             Phase::HandedOver => "handed over; the destination starts the guest".into(),
@@ -131,6 +208,8 @@ impl Sample {
 struct Speed {
     wire: f64,
     looked_at: f64,
+    /// CPU seconds a second.
+    cores: CpuSeconds,
 }
 
 impl Speed {
@@ -149,7 +228,7 @@ struct Meter {
     /// Bytes looked at in the rounds before this one, and in this one as far as was seen.
     before: u64,
     current: u64,
-    points: VecDeque<(Instant, u64, u64)>,
+    points: VecDeque<(Instant, u64, u64, CpuSeconds)>,
 }
 
 impl Meter {
@@ -160,11 +239,11 @@ impl Meter {
             self.round = sample.round;
         }
         self.current = self.current.max(sample.looked_at());
-        self.points.push_back((now, sample.wire, self.before + self.current));
+        self.points.push_back((now, sample.wire, self.before + self.current, sample.cpu));
         while self.points.len() > 2 && now.duration_since(self.points[1].0) >= SPEED_OVER {
             self.points.pop_front();
         }
-        let (Some(&(then, wire, looked_at)), Some(&(_, wire_now, looked_at_now))) =
+        let (Some(&(then, wire, looked_at, cpu)), Some(&(_, wire_now, looked_at_now, cpu_now))) =
             (self.points.front(), self.points.back())
         else {
             return Speed::default();
@@ -176,6 +255,7 @@ impl Meter {
         Speed {
             wire: wire_now.saturating_sub(wire) as f64 / seconds,
             looked_at: looked_at_now.saturating_sub(looked_at) as f64 / seconds,
+            cores: cpu_now.since(&cpu, seconds),
         }
     }
 }
@@ -250,7 +330,7 @@ mod tests {
     use super::*;
 
     fn sample(round: u32, left: u64, total: u64, wire: u64) -> Sample {
-        Sample { phase: Phase::Rounds, round, left, total, wire, dirty_pages_per_s: 256 }
+        Sample { phase: Phase::Rounds, round, left, total, wire, dirty_pages_per_s: 256, ..Sample::default() }
     }
 
     #[test]
@@ -292,11 +372,25 @@ mod tests {
 
     #[test]
     fn a_line_has_the_numbers_with_units() {
-        let speed = Speed { wire: 3.0 * 1024.0 * 1024.0, looked_at: 1024.0 * 1024.0 };
+        let speed = Speed { wire: 3.0 * 1024.0 * 1024.0, looked_at: 1024.0 * 1024.0, ..Speed::default() };
         let line = sample(3, 64 << 20, 128 << 20, 5 << 20).describe(&speed);
         assert_eq!(line, "round 3: 64.0 MiB left, 3.0 MiB/s, dirty 1.0 MiB/s, eta 1 m 04 s");
         let line = sample(1, 0, 0, 5 << 20).describe(&speed);
         assert_eq!(line, "round 1: 5.0 MiB received, 3.0 MiB/s");
+    }
+
+    #[test]
+    fn encoders_and_roles_are_named_where_there_are_any() {
+        let begin = Instant::now();
+        let mut meter = Meter::default();
+        let mut sample = sample(1, 64 << 20, 128 << 20, 5 << 20);
+        meter.measure(begin, &sample);
+        sample.cpu = CpuSeconds { main: 0.02, encoders: 1.8, decoders: 0.0, channels: 0.25 };
+        sample.encoding = Encoding { bytes_in: 64 << 20, bytes_out: 16 << 20, busy_ratio: 0.834, raw_busy_pages: 1234 };
+        let line = sample.describe(&meter.measure(begin + Duration::from_secs(1), &sample));
+        let work =
+            ", encoded 64.0 MiB to 16.0 MiB, busy 83 %, 1,234 pages raw, cpu main 2 % encoders 180 % channels 25 %";
+        assert!(line.ends_with(work), "{line}");
     }
 
     #[test]
