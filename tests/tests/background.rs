@@ -183,6 +183,24 @@ fn a_synthetic_guest_whose_saver_dies_runs_on() -> Result<()> {
     Ok(())
 }
 
+/// The one thread that writes the file never gets to it. When there is no more room for copies the guest stands still, and then the snapshot
+/// is given up and not the guest.
+#[test]
+fn a_disk_that_takes_nothing_does_not_hold_the_guest_for_ever() -> Result<()> {
+    let folder = disk()?;
+    let (path, gate) = (folder.join("a"), folder.join("gate"));
+    let guest = started(Qemu::linux().workload(Workload { rate: 0, ..Workload::LINUX }))?;
+    let save = stalled(&guest.vm(), &path, "save.writing", &gate)?;
+    // More than there is room for, again and again.
+    let enough = guest.next_count()?.count + 4 * u64::from(Workload::LINUX.mib) * 256;
+    wait_until("the guest to write everything", || Ok(guest.next_count()?.count > enough))?;
+    remove(&gate)?;
+    let failed = save.wait()?.expect_code(1)?;
+    assert!(failed.stderr.contains("the guest runs on") && failed.stderr.contains("has waited for it"), "{failed}");
+    assert!(!path.exists());
+    assert_whole(&guest)
+}
+
 /// The guest is worth more than its snapshot. (The small disk is in a namespace of its own, and ends with it.)
 #[test]
 fn a_full_disk_lets_the_guest_run_on() -> Result<()> {

@@ -126,17 +126,26 @@ fn the_moment_is_saved_whole_while_the_guest_writes_on() {
     for (channels, direct_io, io) in [(1, DirectIo::Off, FileIo::Plain), (4, DirectIo::Auto, FileIo::Auto)] {
         let guest = Guest::busy(|_| ());
         let path = folder.path().join("a");
-        let (saved, report) = save(&guest, &path, &SaveOptions { channels, direct_io, io, ..options() });
-        saved.unwrap();
+        let options = SaveOptions { channels, direct_io, io, ..options() };
+        let mut first = 0;
+        // A machine may be so busy that all is saved before the guest gets to write anything.
+        for _ in 0..50 {
+            let (saved, report) = save(&guest, &path, &options);
+            saved.unwrap();
+            assert_eq!(restored(&path).wrong, 0);
+            let file = report.file.unwrap();
+            // Half of 64 MiB, some of it zeros.
+            let pages = report.pages;
+            assert_eq!((pages.normal + pages.zero, pages.hole, pages.resent), (8192, 8192, 0), "{pages:?}");
+            assert_eq!(file.pages_stored, pages.normal);
+            assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 1);
+            first += file.pages_first;
+            if first > 0 {
+                break;
+            }
+        }
+        assert!(first > 0, "the guest never had to wait, so nothing was tried");
         guest.assert_runs_on();
-        assert_eq!(restored(&path).wrong, 0);
-        let file = report.file.unwrap();
-        assert!(file.pages_first > 0, "the guest never had to wait, so nothing was tried: {file:?}");
-        // Half of 64 MiB, some of it zeros.
-        let pages = report.pages;
-        assert_eq!((pages.normal + pages.zero, pages.hole, pages.resent), (8192, 8192, 0), "{pages:?}");
-        assert_eq!(file.pages_stored, pages.normal);
-        assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 1);
     }
 }
 
@@ -166,7 +175,7 @@ fn what_was_a_hole_shortly_before_the_moment_is_saved_as_of_the_moment() {
 /// What a test makes of a guest's answers.
 #[derive(Default)]
 struct Meddling {
-    /// Gives this page of region 1 back once all is protected.
+    /// Gives this page of region 1 back after it was protected.
     gives_back: Option<u64>,
     /// Has the guest write all that it has anew, into holes, between the first look at its memory and the moment.
     begins_with_holes: bool,
@@ -223,14 +232,14 @@ impl SourceGuest for Meddled {
     fn save_state(&mut self) -> Result<Box<dyn Read + Send>, GuestError> {
         self.guest.get_mut().save_state()
     }
+    /// All was protected by then, and nothing is saved yet.
     fn state_saved(&mut self) -> Result<(), GuestError> {
-        self.guest.get_mut().state_saved()
-    }
-    /// All is protected, and nothing is saved yet.
-    fn resume(&mut self, run: bool) -> Result<(), GuestError> {
         if let Some(page) = self.meddling.gives_back {
             punch(&self.memory().regions()[1], PageRange::new(page, 1));
         }
+        self.guest.get_mut().state_saved()
+    }
+    fn resume(&mut self, run: bool) -> Result<(), GuestError> {
         if let Some(progress) = &self.meddling.cancels {
             progress.cancel();
         }

@@ -61,27 +61,31 @@ impl Saving<'_> {
     /// Stops the guest for a moment, and returns when all of it is given to the kernel, or given up. An error is from before the guest ran again.
     fn save_moment(&mut self, moment: &Moment<'_>, regions: &[RegionBlock]) -> Result<Ended, Error> {
         thread::scope(|scope| {
-            let (tell, outcomes) = bounded(usize::from(self.options.channels) + 1);
+            let writers = self.options.channels.max(1);
+            let (tell, outcomes) = bounded(usize::from(writers) + 1);
             let (sender, copies) = moment.copies();
             let serving = tell.clone();
             let serve = move || drop(serving.send(moment.serve(&sender)));
             spawn(scope, "faults".into(), serve)?;
-            let stopped = self.stop_in(moment, regions).inspect_err(|_| moment.give_up());
+            let begin = Instant::now();
+            // All threads are there before the guest runs: the VMM itself writes to the guest's memory when it lets it run, and may have to wait for
+            // one whose copies wait for the file.
+            let stopped = self.stop_in(moment, regions).and_then(|stopped| {
+                let mut numbers = 0..writers;
+                numbers.try_for_each(|number| self.start_writer(scope, number, moment, &copies, &tell))?;
+                Ok(stopped)
+            });
+            let stopped = stopped.inspect_err(|_| moment.give_up());
             let (state, stopped) = stopped.map_err(|error| match outcomes.try_recv() {
-                // The one that serves the writers knows better.
+                // The one that serves the guest's writers knows better.
                 Ok(Err(first)) => first.into_error(self.target),
                 _ => error,
             })?;
-            // The VMM itself writes to the guest's memory when it lets it run, and is served by then.
+            drop((tell, copies));
             let resumed = self.guest.resume(true);
             self.report.downtime_ms = stopped.elapsed().as_secs_f64() * 1e3;
-            let begin = Instant::now();
-            self.begin_round(moment);
-            let started = (0..self.options.channels)
-                .try_for_each(|number| self.start_writer(scope, number, moment, &copies, &tell))
-                .and_then(|()| fail_point::reach("save.resumed"));
-            drop((tell, copies));
-            let saved = self.wait_for_all(moment, started, &outcomes);
+            self.progress.set_phase(Phase::Rounds);
+            let saved = self.wait_for_all(moment, fail_point::reach("save.resumed"), &outcomes);
             let saved = saved.map(|written| self.note_background(&written, moment, begin));
             Ok(Ended { state, resumed, saved })
         })
@@ -99,6 +103,7 @@ impl Saving<'_> {
         fail_point::reach("save.state")?;
         moment.come()?;
         fail_point::reach("save.protected")?;
+        self.begin_round(moment);
         Ok((state, stopped))
     }
 
@@ -128,21 +133,21 @@ impl Saving<'_> {
     fn wait_for_all(
         &self,
         moment: &Moment<'_>,
-        started: Result<(), Error>,
+        resumed: Result<(), Error>,
         outcomes: &Receiver<Outcome>,
     ) -> Result<Written, Error> {
-        let mut failure = started.inspect_err(|_| moment.give_up()).err();
+        let mut failure = resumed.inspect_err(|_| moment.give_up()).err();
         let mut written = Written::default();
         loop {
+            if failure.is_none() && self.progress.is_cancelled() {
+                moment.give_up();
+                failure = Some(Error::Cancelled);
+            }
             match outcomes.recv_timeout(TICK) {
                 Ok(Ok(part)) => written.add(&part),
                 Ok(Err(error)) => {
                     moment.give_up();
                     failure = failure.or(Some(error.into_error(self.target)));
-                }
-                Err(RecvTimeoutError::Timeout) if failure.is_none() && self.progress.is_cancelled() => {
-                    moment.give_up();
-                    failure = Some(Error::Cancelled);
                 }
                 Err(RecvTimeoutError::Timeout) => {}
                 Err(RecvTimeoutError::Disconnected) => return failure.map_or(Ok(written), Err),
@@ -151,7 +156,6 @@ impl Saving<'_> {
     }
 
     fn begin_round(&self, moment: &Moment<'_>) {
-        self.progress.set_phase(Phase::Rounds);
         let bytes = moment.data_pages() * PAGE_BYTES as u64;
         for total in [&self.progress.round_total, &self.progress.round_left] {
             total.store(bytes, Relaxed);

@@ -162,7 +162,11 @@ pub(super) fn alone_in_memory(qmp: &Qmp, backends: &[Backend]) -> Result<(), Gue
 /// Whether the VM has a device by which the guest or its host gives memory back: then there may be new holes at any time.
 pub(super) fn freeing(qmp: &mut Qmp) -> Result<Freeing, GuestError> {
     let gives_back = |kind: &str| kind.contains("balloon") || kind.starts_with("virtio-mem");
-    Ok(if devices(qmp, gives_back)?.is_empty() { Freeing::Never } else { Freeing::Possible })
+    Ok(if devices(qmp, |kind| gives_back(kind) || may_be_anything(kind))?.is_empty() {
+        Freeing::Never
+    } else {
+        Freeing::Possible
+    })
 }
 
 /// A device of the machine.
@@ -194,6 +198,11 @@ pub(super) fn devices(qmp: &mut Qmp, is_wanted: impl Fn(&str) -> bool) -> Result
         }
     }
     Ok(found)
+}
+
+/// A virtio device of which only its other process knows what it is, such as transship's own balloon.
+pub(super) fn may_be_anything(device_type: &str) -> bool {
+    ["vhost-user-device", "vhost-user-test-device"].iter().any(|prefix| device_type.starts_with(prefix))
 }
 
 /// Its own processor or process writes to the guest: VFIO, vDPA, vhost-user, vhost-scsi.

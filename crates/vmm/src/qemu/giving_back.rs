@@ -44,7 +44,9 @@ impl Balloon {
 
 /// Refuses a guest that may give memory back at any time.
 pub(super) fn refuse(qmp: &mut Qmp) -> Result<(), GuestError> {
-    let mut found = checks::devices(qmp, |kind| kind.starts_with("virtio-mem"))?;
+    // Of a device that only its other process knows it can't be told; a balloon is what it most likely is.
+    let at_any_time = |kind: &str| kind.starts_with("virtio-mem") || checks::may_be_anything(kind);
+    let mut found = checks::devices(qmp, at_any_time)?;
     for balloon in checks::devices(qmp, |kind| kind.starts_with("virtio-balloon"))? {
         let get = json!({ "path": balloon.path, "property": "free-page-reporting" });
         // A QEMU that does not know the property (before 5.1) does not know the feature.
@@ -54,7 +56,7 @@ pub(super) fn refuse(qmp: &mut Qmp) -> Result<(), GuestError> {
     }
     let Some(first) = found.first() else { return Ok(()) };
     Err(GuestError(format!(
-        "{first} gives memory back to the host while the guest runs (free page reporting, or virtio-mem), which would take content away \
-         before it is saved; use --live or --paused, or start the guest without it"
+        "{first} gives memory back to the host while the guest runs (free page reporting, virtio-mem, or a balloon in another process), which \
+         would take content away before it is saved; use --live or --paused, or start the guest without it"
     )))
 }
