@@ -95,7 +95,7 @@ const BALLOON_EXAMPLES: &str = "\
 Examples:
   The device, and a QEMU (11.1 has this device type; Linux needs no driver but its own) that gives it to its guest:
     transship balloon --socket /run/vm.balloon &
-    qemu-system-x86_64 ... -chardev socket,id=balloon,path=/run/vm.balloon,reconnect-ms=1000 \\
+    qemu-system-x86_64 ... -chardev socket,id=balloon,path=/run/vm.balloon \\
       -device pcie-root-port,id=port0 -device vhost-user-test-device-pci,id=balloon,bus=port0,chardev=balloon,\\
         virtio-id=5,num_vqs=5,config_size=16,vq_size=1024
 
