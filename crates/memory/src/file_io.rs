@@ -12,6 +12,7 @@
 //! ```
 
 mod buffer;
+mod page_cache;
 mod plain;
 mod request;
 mod uring;
@@ -23,7 +24,10 @@ use std::{
 
 use rustix::fs::OFlags;
 
-pub use self::buffer::PageBuffer;
+pub use self::{
+    buffer::PageBuffer,
+    page_cache::{Turns, Writeback},
+};
 use self::{
     buffer::Spare,
     request::{Body, Direction, Failure, Request},
@@ -72,6 +76,8 @@ pub struct FileQueue {
     file: OwnedFd,
     /// For plain requests.
     spare: Spare,
+    /// Plain writing through the page cache; none: past it.
+    cached: Option<Cached>,
     /// Not given to the kernel yet, as the next call may continue it. Pages, never a buffer.
     pending: Option<Request>,
     /// The first one.
@@ -94,7 +100,17 @@ impl FileQueue {
             FileIo::Auto if is_direct(file.as_fd()) => Ring::new(memory.clone(), depth).ok(),
             FileIo::Auto => None,
         };
-        Ok(Self { ring, memory, file, spare: Spare::default(), pending: None, failed: None })
+        let cached = (!is_direct(file.as_fd())).then(Cached::default);
+        Ok(Self { ring, memory, file, spare: Spare::default(), cached, pending: None, failed: None })
+    }
+
+    /// Others write to the same file, and have the same `turns`.
+    #[must_use]
+    pub fn taking(mut self, turns: &Turns) -> Self {
+        if let Some(cached) = &mut self.cached {
+            cached.turns = turns.clone();
+        }
+        self
     }
 
     /// Whether it is io_uring.
@@ -182,7 +198,12 @@ impl FileQueue {
             Some(ring) => ring.start(file, request),
             None => {
                 request.get_ready(&self.memory, &mut self.spare);
-                let transferred = plain::transfer(&self.memory, file, &mut request);
+                let transferred = match &mut self.cached {
+                    Some(cached) if request.direction() == Direction::Write => {
+                        cached.write(&self.memory, file, &mut request)
+                    }
+                    _ => plain::transfer(&self.memory, file, &mut request),
+                };
                 self.spare.give(request.into_spare());
                 transferred
             }
@@ -204,6 +225,24 @@ impl Drop for FileQueue {
             // Who wants to know of errors asks finish() for them.
             let _ = ring.finish(self.file.as_fd());
         }
+    }
+}
+
+/// What plain writing through the page cache takes.
+#[derive(Default)]
+struct Cached {
+    turns: Turns,
+    writeback: Writeback,
+}
+
+impl Cached {
+    fn write(&mut self, memory: &GuestMemory, file: BorrowedFd<'_>, request: &mut Request) -> Result<(), Failure> {
+        let offset = request.offset();
+        let turn = self.turns.wait();
+        plain::transfer(memory, file, request)?;
+        drop(turn);
+        self.writeback.wrote(file, offset, request.offset() - offset);
+        Ok(())
     }
 }
 

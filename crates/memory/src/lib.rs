@@ -25,7 +25,7 @@ mod zero;
 pub use area::Area;
 pub use error::Error;
 pub use fault::Fault;
-pub use file_io::{FileIo, FileQueue, PageBuffer};
+pub use file_io::{FileIo, FileQueue, PageBuffer, Turns, Writeback};
 pub use holes::{Freeing, Holes};
 pub use missing::Missing;
 pub use pages::{PAGE_BYTES, PageRange, PageSet, WINDOW_PAGES};

@@ -18,7 +18,7 @@ use rustix::{
     mount::MountFlags,
 };
 use tempfile::TempDir;
-use transship_memory::{Access, Error, FileIo, FileQueue, GuestMemory, PageBuffer, PageRange, Region};
+use transship_memory::{Access, Error, FileIo, FileQueue, GuestMemory, PageBuffer, PageRange, Region, Turns};
 
 /// The ways that this machine has.
 fn ways() -> Vec<FileIo> {
@@ -390,10 +390,11 @@ fn many_threads_write_one_file_from_memory_that_changes() {
             let path = dir.path().join(format!("{how:?}-{direct}"));
             let Some(file) = (if direct { open_direct(&path) } else { open(&path, NEW).ok() }) else { continue };
             let (from, to) = pair(pages);
+            let turns = Turns::default();
             let round = |write: bool, of: &GuestMemory| {
                 thread::scope(|scope| {
                     for thread in 0..THREADS {
-                        let mut queue = queue(of, &file, how);
+                        let mut queue = queue(of, &file, how).taking(&turns);
                         scope.spawn(move || {
                             for first in (16 * thread..pages).step_by(16 * THREADS as usize) {
                                 let range = PageRange::new(first, 16);

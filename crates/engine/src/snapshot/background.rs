@@ -2,7 +2,7 @@
 use std::{sync::atomic::Ordering::Relaxed, thread, time::Instant};
 
 use crossbeam_channel::{Receiver, RecvTimeoutError, Sender, bounded};
-use transship_memory::{FileQueue, PAGE_BYTES};
+use transship_memory::{FileQueue, PAGE_BYTES, Turns};
 
 use super::{
     Format, SaveOptions, Then,
@@ -62,7 +62,7 @@ impl Saving<'_> {
     fn save_moment(&mut self, moment: &Moment<'_>, regions: &[RegionBlock]) -> Result<Ended, Error> {
         thread::scope(|scope| {
             let writers = self.options.channels.max(1);
-            let (tell, outcomes) = bounded(usize::from(writers) + 1);
+            let (turns, (tell, outcomes)) = (Turns::default(), bounded(usize::from(writers) + 1));
             let (sender, copies) = moment.copies();
             let serving = tell.clone();
             let serve = move || drop(serving.send(moment.serve(&sender)));
@@ -72,7 +72,7 @@ impl Saving<'_> {
             // one whose copies wait for the file.
             let stopped = self.stop_in(moment, regions).and_then(|stopped| {
                 let mut numbers = 0..writers;
-                numbers.try_for_each(|number| self.start_writer(scope, number, moment, &copies, &tell))?;
+                numbers.try_for_each(|number| self.start_writer(scope, number, moment, &copies, &tell, &turns))?;
                 Ok(stopped)
             });
             let stopped = stopped.inspect_err(|_| moment.give_up());
@@ -114,8 +114,9 @@ impl Saving<'_> {
         moment: &'scope Moment<'_>,
         copies: &Receiver<Copies>,
         tell: &Sender<Outcome>,
+        turns: &Turns,
     ) -> Result<(), Error> {
-        let (tell, copies, io) = (tell.clone(), copies.clone(), self.options.io);
+        let (tell, copies, io, turns) = (tell.clone(), copies.clone(), self.options.io, turns.clone());
         let (descriptor, memory) = (self.target.page_descriptor()?, self.guest.memory());
         let write = move || {
             // The requests are this thread's own.
@@ -123,7 +124,7 @@ impl Saving<'_> {
                 .map_err(|source| Error::Io { what: "prepare to write pages".into(), source })
                 .and_then(|queue| fail_point::reach("save.writing").map(|()| queue))
                 .map_err(Failure::Begin)
-                .and_then(|mut queue| moment.write(&mut queue, &copies));
+                .and_then(|queue| moment.write(&mut queue.taking(&turns), &copies));
             drop(tell.send(written));
         };
         spawn(scope, format!("writer{number}"), write)

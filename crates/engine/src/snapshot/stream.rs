@@ -12,7 +12,7 @@
 //! Pages that are zero, and holes, have a record too: whatever a destination's memory holds, it is zero there afterwards.
 use std::sync::{Arc, atomic::Ordering::Relaxed};
 
-use transship_memory::{GuestMemory, PAGE_BYTES, PageRange, PageSet};
+use transship_memory::{GuestMemory, PAGE_BYTES, PageRange, PageSet, Writeback};
 use transship_wire::qemu::{Block, Command, Configuration, Name, StreamWriter};
 
 use super::{
@@ -57,6 +57,7 @@ struct Appender {
     /// Where the next bytes go.
     at: u64,
     begin: u64,
+    writeback: Writeback,
 }
 
 impl Appender {
@@ -68,6 +69,7 @@ impl Appender {
     fn flush(&mut self, target: &Target) -> Result<(), Error> {
         let bytes = self.writer.take_bytes();
         target.write_at(&bytes, self.at)?;
+        target.begin_writeback(&mut self.writeback, self.at, bytes.len() as u64);
         self.at += bytes.len() as u64;
         Ok(())
     }
@@ -102,7 +104,7 @@ impl StreamFile {
             memory: memory.clone(),
             regions: regions.to_vec(),
             configuration,
-            out: Appender { writer, at: begin + head.len() as u64, begin },
+            out: Appender { writer, at: begin + head.len() as u64, begin, writeback: Writeback::default() },
             head,
             content: memory.regions().iter().map(|region| PageMap::new(region.pages())).collect(),
             first: true,

@@ -9,7 +9,7 @@ use std::{
     fs::{self, File},
     io,
     os::{
-        fd::OwnedFd,
+        fd::{AsFd, OwnedFd},
         unix::fs::{FileExt, MetadataExt, PermissionsExt},
     },
     path::Path,
@@ -23,7 +23,7 @@ use rustix::{
     fs::{AtFlags, FallocateFlags, Mode, OFlags},
     io::Errno,
 };
-use transship_memory::{Error as MemoryError, FileIo, FileQueue, GuestMemory, PAGE_BYTES, PageBuffer};
+use transship_memory::{Error as MemoryError, FileIo, FileQueue, GuestMemory, PAGE_BYTES, PageBuffer, Writeback};
 use transship_wire::qemu::PAGES_ALIGNMENT;
 
 use super::{
@@ -228,6 +228,11 @@ impl Target {
     /// The system's own.
     pub(crate) fn write_at(&self, bytes: &[u8], at: u64) -> Result<(), Error> {
         self.buffered.write_all_at(bytes, at).map_err(|source| self.failed("write", source))
+    }
+
+    /// So many bytes were written at a place, as part of what is written in order.
+    pub(crate) fn begin_writeback(&self, writeback: &mut Writeback, at: u64, bytes: u64) {
+        writeback.wrote(self.buffered.as_fd(), at, bytes);
     }
 
     /// Gives the disk space of whole pages back, where the file system can.

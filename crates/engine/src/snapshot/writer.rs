@@ -12,7 +12,7 @@ use std::{
 };
 
 use crossbeam_channel::{Receiver, SendTimeoutError, Sender, bounded};
-use transship_memory::{FileIo, FileQueue, GuestMemory, PAGE_BYTES, PageRange};
+use transship_memory::{FileIo, FileQueue, GuestMemory, PAGE_BYTES, PageRange, Turns};
 
 use super::target::Target;
 use crate::{
@@ -99,15 +99,15 @@ impl Writers {
         });
         let (done, outcomes) = bounded(usize::from(count));
         let (ready, started) = bounded(usize::from(count));
-        let mut threads = Vec::new();
+        let (mut threads, turns) = (Vec::new(), Turns::default());
         for number in 0..count {
-            let (pages, done, ready) = (Arc::clone(&pages), done.clone(), ready.clone());
+            let (pages, done, ready, turns) = (Arc::clone(&pages), done.clone(), ready.clone(), turns.clone());
             let descriptor = target.page_descriptor()?;
             let (rounds, work) = bounded::<Round>(1);
             let run = move || {
                 // The requests are this thread's own.
                 let mut queue = match FileQueue::new(pages.memory.clone(), descriptor, DEPTH, how) {
-                    Ok(queue) => queue,
+                    Ok(queue) => queue.taking(&turns),
                     Err(error) => return drop(ready.send(Err(error))),
                 };
                 drop(ready.send(Ok(queue.is_uring())));
