@@ -10,6 +10,7 @@
 #![forbid(unsafe_code)]
 
 mod aims;
+mod at_hand;
 mod codecs;
 mod content;
 mod corpus;

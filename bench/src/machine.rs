@@ -67,7 +67,7 @@ pub(crate) fn check_room(guest_bytes: u64, folder: &Path, huge: bool) -> Result<
         let (folder, room) = (folder.display(), units::bytes(room));
         return Err(format!("{folder} has room for {room}, too little for {what}: {cure}, or measure less with --mem"));
     }
-    let available = meminfo("MemAvailable").ok_or("/proc/meminfo does not say how much memory is available")?;
+    let available = available_memory()?;
     // Huge pages are set aside already.
     let needed = if huge { MEMORY_BESIDE } else { both + MEMORY_BESIDE };
     if available < needed {
@@ -75,6 +75,11 @@ pub(crate) fn check_room(guest_bytes: u64, folder: &Path, huge: bool) -> Result<
         return Err(format!("{available} of memory are available, but {what} need {needed}: measure less with --mem"));
     }
     Ok(())
+}
+
+/// Bytes that can be used without pushing out what is in use.
+pub(crate) fn available_memory() -> Result<u64, String> {
+    meminfo("MemAvailable").ok_or_else(|| "/proc/meminfo does not say how much memory is available".into())
 }
 
 /// Does the disk of `folder` have room for so much?

@@ -5,6 +5,7 @@ use serde_json::{Value, json};
 use transship_tests::{Accel, Qemu, QemuBuilder, Scratch, SlowLink, Workload};
 
 use crate::{
+    at_hand,
     content::{SourceMemory, first_difference},
     ours::Ends,
     processes::cpu_seconds,
@@ -47,6 +48,8 @@ impl<'a> Recipe<'a> {
         let folder = Scratch::within(self.base).map_err(text)?;
         let source = self.source(memory)?;
         let destination = self.destination(folder.path(), memory.bytes())?;
+        let sent: u64 = memory.touched()?.iter().map(|range| range.end - range.start).sum();
+        at_hand::have(sent)?;
         Ok(Pair { source, destination, link: self.link, _folder: folder })
     }
 

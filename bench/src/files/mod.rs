@@ -26,6 +26,7 @@ use self::{
     stock::Until,
 };
 use crate::{
+    at_hand,
     content::{Content, SourceMemory, first_difference},
     interrupt,
     machine::{self, Machine},
@@ -233,6 +234,9 @@ impl Place<'_> {
     }
 
     fn save(&self, source: &Source, file: &Path, case: Case, by: By) -> Result<SaveRun, String> {
+        if case.layout != Layout::Direct {
+            at_hand::have(self.table.mem)?; // for the page cache
+        }
         match by {
             By::Transship => ours::save(source, file, case, self.table.channels),
             By::Qemu => stock::save(source, file, case, self.table.channels),
@@ -254,6 +258,10 @@ impl Place<'_> {
         let destination = recipe.destination(home.path(), memory.bytes())?;
         let vcpus = guests::vcpus(&destination)?;
         guests::forget(file)?;
+        if case.guest != Guest::Sparse {
+            let page_cache = if case.layout == Layout::Direct { 0 } else { self.table.mem };
+            at_hand::have(memory.bytes() + page_cache)?;
+        }
         let cpu_before = guests::cpu_seconds(&destination, &vcpus)?;
         let since = SystemTime::now();
         let channels = self.table.channels;
