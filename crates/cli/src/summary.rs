@@ -1,80 +1,42 @@
 //! The result of a move: one JSON object, or a short table for people.
+mod common;
 mod restore;
 mod save;
 
-use std::{fmt::Write as _, io};
+use std::fmt::Write as _;
 
-use transship_engine::{Error, Report, Status};
+use transship_engine::{Error, Report};
 
+use self::common::Rows;
 use crate::{
     failure::Failure,
-    output,
-    units::{Bytes, Count, Rate, Time},
+    units::{Bytes, Count},
 };
 
 pub(crate) use restore::restored;
 pub(crate) use save::saved;
 
 /// Prints the result and yields how the command ends.
-pub(crate) fn finish(outcome: Result<(), Error>, mut report: Report, json: bool) -> Result<(), Failure> {
-    // The engine knows nothing of what failed before it had its turn.
-    report.error = outcome.as_ref().err().map(|error| output::one_line(&error.to_string()));
-    let printed = print(&report, json);
-    outcome?;
-    match printed.map_err(Failure::from) {
-        // The exit code tells what became of the guest, and it was moved.
-        Err(Failure::Failed(line)) => output::complain(&format!("the guest was moved, but {line}")),
-        Err(closed) => return Err(closed),
-        Ok(()) => {}
-    }
-    Ok(())
-}
-
-fn print(report: &Report, json: bool) -> io::Result<()> {
-    if json {
-        return output::json(report);
-    }
-    // Without a round there are no numbers to show; the reason is on stderr.
-    if report.status != Status::Completed && report.rounds.is_empty() { Ok(()) } else { output::result(&table(report)) }
+pub(crate) fn finish(outcome: Result<(), Error>, report: Report, json: bool) -> Result<(), Failure> {
+    common::end(outcome, report, json, "the guest was moved", table)
 }
 
 /// The report for people.
 fn table(report: &Report) -> String {
-    let mut text = String::new();
-    let mut row = |name: &str, value: String| {
-        // Writing to a string does not fail.
-        let _ = writeln!(text, "{name:<12}{value}");
-    };
-    row("status", format!("{} in {}", status_name(report.status), Time::from_ms(report.total_ms)));
-    if report.downtime_ms > 0.0 {
-        row("downtime", Time::from_ms(report.downtime_ms).to_string());
+    let mut rows = Rows::new(report);
+    rows.add_rounds(report, "sent", "resent");
+    rows.add_bytes(report, "on the wire");
+    if report.bytes.encoder_in > 0 || report.pages.raw_busy > 0 {
+        rows.add("encoding", encoding(report));
     }
-    if !report.rounds.is_empty() {
-        row("rounds", rounds(report, "sent"));
-    }
-    let pages = report.pages;
-    let kinds = [
-        ("normal", pages.normal),
-        ("zero", pages.zero),
-        ("hole", pages.hole),
-        ("free", pages.free),
-        ("resent", pages.resent),
-    ];
-    let kinds = kinds.map(|(kind, count)| format!("{} {kind}", Count(count)));
-    row("pages", kinds.join(", "));
-    row("bytes", format!("{} guest, {} on the wire", Bytes(report.bytes.guest), Bytes(report.bytes.wire)));
-    if report.bytes.encoder_in > 0 || pages.raw_busy > 0 {
-        row("encoding", encoding(report));
-    }
-    row("throughput", Rate(report.throughput).to_string());
-    row("cpu", cpu(report));
+    rows.add_speed(report);
     let verified = match report.verified {
         Some(true) => "yes, the memory is equal on both sides",
         Some(false) => "NO, the memory differs",
         None => "not asked for (--verify)",
     };
-    row("verified", verified.into());
-    text
+    rows.add("verified", verified);
+    rows.into_text()
 }
 
 /// What the encoders made of what they were given, and how often there was none for a packet.
@@ -91,37 +53,10 @@ fn encoding(report: &Report) -> String {
     text
 }
 
-fn cpu(report: &Report) -> String {
-    let cpu = report.cpu;
-    let roles =
-        [("main", cpu.main), ("encoders", cpu.encoders), ("decoders", cpu.decoders), ("channels", cpu.channels)];
-    let roles = roles.iter().filter(|(role, seconds)| matches!(*role, "main" | "channels") || *seconds > 0.0);
-    let roles: Vec<_> = roles.map(|(role, seconds)| format!("{role} {seconds:.2} s")).collect();
-    format!("{:.2} s ({})", cpu.total, roles.join(", "))
-}
-
-fn rounds(report: &Report, done: &str) -> String {
-    const SHOWN: usize = 5;
-    let (first, rest) = report.rounds.split_at(report.rounds.len().min(SHOWN));
-    let sent: Vec<_> = first.iter().map(|round| Bytes(round.bytes).to_string()).collect();
-    let more = if rest.is_empty() { "" } else { ", …" };
-    format!("{} ({}{more} {done})", report.rounds.len(), sent.join(", "))
-}
-
-fn status_name(status: Status) -> &'static str {
-    match status {
-        Status::Completed => "completed",
-        Status::Failed => "failed",
-        Status::Cancelled => "cancelled",
-        Status::NotConverging => "not converging",
-        Status::Unknown => "unknown",
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-    use transship_engine::{ByteCounts, CpuSeconds, PageCounts, RoundReport};
+    use transship_engine::{ByteCounts, CpuSeconds, PageCounts, RoundReport, Status};
 
     #[test]
     fn the_table_says_what_a_person_wants_to_know() {

@@ -1,77 +1,50 @@
 //! The result of a restore.
-use std::fmt::Write as _;
+use transship_engine::{Error, FileReport, Report};
 
-use transship_engine::{Error, Report, Status};
-
-use super::{cpu, status_name};
+use super::common::{self, Rows};
 use crate::{
     failure::Failure,
-    output,
-    units::{Bytes, Count, Rate, Time},
+    units::{Bytes, Count, Time},
 };
 
 /// Prints the result and yields how the command ends.
-pub(crate) fn restored(outcome: Result<(), Error>, mut report: Report, json: bool) -> Result<(), Failure> {
-    // The engine knows nothing of what failed before it had its turn.
-    report.error = outcome.as_ref().err().map(|error| output::one_line(&error.to_string()));
-    let printed = match (json, report.status) {
-        (true, _) => output::json(&report),
-        (false, Status::Completed) => output::result(&table(&report)),
-        // The reason is on stderr.
-        (false, _) => Ok(()),
-    };
-    outcome?;
-    match printed.map_err(Failure::from) {
-        // The exit code tells what became of the guest, and it is there.
-        Err(Failure::Failed(line)) => output::complain(&format!("the guest was restored, but {line}")),
-        Err(closed) => return Err(closed),
-        Ok(()) => {}
-    }
-    Ok(())
+pub(crate) fn restored(outcome: Result<(), Error>, report: Report, json: bool) -> Result<(), Failure> {
+    common::end(outcome, report, json, "the guest was restored", table)
 }
 
 fn table(report: &Report) -> String {
-    let mut text = String::new();
-    // Writing to a string does not fail.
-    let mut row = |name: &str, value: String| {
-        let _ = writeln!(text, "{name:<12}{value}");
-    };
-    row("status", format!("{} in {}", status_name(report.status), Time::from_ms(report.total_ms)));
+    let mut rows = Rows::new(report);
     if let Some(ms) = report.started_ms {
-        row("started", format!("after {}", Time::from_ms(ms)));
+        rows.add("started", format!("after {}", Time::from_ms(ms)));
     }
     if let Some(lazy) = &report.lazy {
-        row("filled", format!("after {}; {} waits for a page", Time::from_ms(lazy.filled_ms), Count(lazy.faults)));
+        rows.add("filled", format!("after {}; {} waits for a page", Time::from_ms(lazy.filled_ms), Count(lazy.faults)));
     }
     let pages = report.pages;
-    row("pages", format!("{} read, {} zero", Count(pages.normal), Count(pages.zero + pages.hole)));
-    row("bytes", format!("{} guest, {} read", Bytes(report.bytes.guest), Bytes(report.bytes.wire)));
+    rows.add("pages", format!("{} read, {} zero", Count(pages.normal), Count(pages.zero + pages.hole)));
+    rows.add_bytes(report, "read");
     if let Some(file) = &report.file {
-        let how = match (file.direct_io, file.io_uring) {
-            (true, true) => "direct I/O by io_uring",
-            (true, false) => "direct I/O",
-            (false, _) => "the page cache",
-        };
-        let why = file.direct_io_refused.as_ref().map(|why| format!(", as direct I/O is refused: {why}"));
-        row(
-            "file",
-            format!(
-                "{}, {} on the disk; read through {how}{}",
-                Bytes(file.bytes),
-                Bytes(file.allocated),
-                why.unwrap_or_default()
-            ),
-        );
+        rows.add("file", file_line(file));
     }
-    row("throughput", Rate(report.throughput).to_string());
-    row("cpu", cpu(report));
-    text
+    rows.add_speed(report);
+    rows.into_text()
+}
+
+fn file_line(file: &FileReport) -> String {
+    let how = match (file.direct_io, file.io_uring) {
+        (true, true) => "direct I/O by io_uring",
+        (true, false) => "direct I/O",
+        (false, _) => "the page cache",
+    };
+    let why = file.direct_io_refused.as_ref().map(|why| format!(", as direct I/O is refused: {why}"));
+    let (bytes, allocated) = (Bytes(file.bytes), Bytes(file.allocated));
+    format!("{bytes}, {allocated} on the disk; read through {how}{}", why.unwrap_or_default())
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use transship_engine::{ByteCounts, FileReport, PageCounts};
+    use transship_engine::{ByteCounts, PageCounts, Status};
 
     #[test]
     fn the_table_says_what_a_person_wants_to_know() {

@@ -1,65 +1,23 @@
 //! The result of a save.
-use std::fmt::Write as _;
-
 use transship_engine::{Error, FileReport, Report, Status};
 
-use super::{cpu, rounds, status_name};
-use crate::{
-    failure::Failure,
-    output,
-    units::{Bytes, Count, Rate, Time},
-};
+use super::common::{self, Rows};
+use crate::{failure::Failure, units::Bytes};
 
 /// Prints the result and yields how the command ends.
-pub(crate) fn saved(outcome: Result<(), Error>, mut report: Report, json: bool) -> Result<(), Failure> {
-    // The engine knows nothing of what failed before it had its turn.
-    report.error = outcome.as_ref().err().map(|error| output::one_line(&error.to_string()));
-    let printed = match json {
-        true => output::json(&report),
-        // Without a round there are no numbers to show; the reason is on stderr.
-        false if report.status != Status::Completed && report.rounds.is_empty() => Ok(()),
-        false => output::result(&table(&report)),
-    };
-    outcome?;
-    match printed.map_err(Failure::from) {
-        // The exit code tells what became of the snapshot, and it is there.
-        Err(Failure::Failed(line)) => output::complain(&format!("the guest was saved, but {line}")),
-        Err(closed) => return Err(closed),
-        Ok(()) => {}
-    }
-    Ok(())
+pub(crate) fn saved(outcome: Result<(), Error>, report: Report, json: bool) -> Result<(), Failure> {
+    common::end(outcome, report, json, "the guest was saved", table)
 }
 
 fn table(report: &Report) -> String {
-    let mut text = String::new();
-    // Writing to a string does not fail.
-    let mut row = |name: &str, value: String| {
-        let _ = writeln!(text, "{name:<12}{value}");
-    };
-    row("status", format!("{} in {}", status_name(report.status), Time::from_ms(report.total_ms)));
-    if report.downtime_ms > 0.0 {
-        row("downtime", Time::from_ms(report.downtime_ms).to_string());
-    }
-    if !report.rounds.is_empty() {
-        row("rounds", rounds(report, "written"));
-    }
-    let pages = report.pages;
-    let kinds = [
-        ("normal", pages.normal),
-        ("zero", pages.zero),
-        ("hole", pages.hole),
-        ("free", pages.free),
-        ("rewritten", pages.resent),
-    ];
-    let kinds = kinds.map(|(kind, count)| format!("{} {kind}", Count(count)));
-    row("pages", kinds.join(", "));
-    row("bytes", format!("{} guest, {} written", Bytes(report.bytes.guest), Bytes(report.bytes.wire)));
+    let mut rows = Rows::new(report);
+    rows.add_rounds(report, "written", "rewritten");
+    rows.add_bytes(report, "written");
     if let Some(file) = report.file.as_ref().filter(|_| report.status == Status::Completed) {
-        row("file", file_line(file));
+        rows.add("file", file_line(file));
     }
-    row("throughput", Rate(report.throughput).to_string());
-    row("cpu", cpu(report));
-    text
+    rows.add_speed(report);
+    rows.into_text()
 }
 
 fn file_line(file: &FileReport) -> String {

@@ -1,0 +1,113 @@
+//! What the results of all commands have in common.
+use std::fmt::Write as _;
+
+use transship_engine::{Error, Report, Status};
+
+use crate::{
+    failure::Failure,
+    output,
+    units::{Bytes, Count, Rate, Time},
+};
+
+/// Prints the result and yields how the command ends. `done`: what is true although the result could not be printed.
+pub(super) fn end(
+    outcome: Result<(), Error>,
+    mut report: Report,
+    json: bool,
+    done: &str,
+    table: fn(&Report) -> String,
+) -> Result<(), Failure> {
+    // The engine knows nothing of what failed before it had its turn.
+    report.error = outcome.as_ref().err().map(|error| output::one_line(&error.to_string()));
+    let printed = match json {
+        true => output::json(&report),
+        // Without a round there are no numbers to show; the reason is on stderr.
+        false if report.status != Status::Completed && report.rounds.is_empty() => Ok(()),
+        false => output::result(&table(&report)),
+    };
+    outcome?;
+    match printed.map_err(Failure::from) {
+        // The exit code tells what became of the guest or the file, not of what was to be printed.
+        Err(Failure::Failed(line)) => output::complain(&format!("{done}, but {line}")),
+        Err(closed) => return Err(closed),
+        Ok(()) => {}
+    }
+    Ok(())
+}
+
+/// Lines of a name and what there is to say.
+pub(super) struct Rows(String);
+
+impl Rows {
+    /// The first line.
+    pub(super) fn new(report: &Report) -> Self {
+        let mut rows = Self(String::new());
+        rows.add("status", format!("{} in {}", status_name(report.status), Time::from_ms(report.total_ms)));
+        rows
+    }
+
+    pub(super) fn add(&mut self, name: &str, value: impl std::fmt::Display) {
+        // Writing to a string does not fail.
+        let _ = writeln!(self.0, "{name:<12}{value}");
+    }
+
+    /// How rounds went, whose pages were `done`; a page can be so `again`.
+    pub(super) fn add_rounds(&mut self, report: &Report, done: &str, again: &str) {
+        if report.downtime_ms > 0.0 {
+            self.add("downtime", Time::from_ms(report.downtime_ms));
+        }
+        if !report.rounds.is_empty() {
+            self.add("rounds", rounds(report, done));
+        }
+        let pages = report.pages;
+        let kinds = [
+            ("normal", pages.normal),
+            ("zero", pages.zero),
+            ("hole", pages.hole),
+            ("free", pages.free),
+            (again, pages.resent),
+        ];
+        self.add("pages", kinds.map(|(kind, count)| format!("{} {kind}", Count(count))).join(", "));
+    }
+
+    pub(super) fn add_bytes(&mut self, report: &Report, moved: &str) {
+        self.add("bytes", format!("{} guest, {} {moved}", Bytes(report.bytes.guest), Bytes(report.bytes.wire)));
+    }
+
+    /// The last lines of all.
+    pub(super) fn add_speed(&mut self, report: &Report) {
+        self.add("throughput", Rate(report.throughput));
+        self.add("cpu", cpu(report));
+    }
+
+    pub(super) fn into_text(self) -> String {
+        self.0
+    }
+}
+
+fn cpu(report: &Report) -> String {
+    let cpu = report.cpu;
+    let roles =
+        [("main", cpu.main), ("encoders", cpu.encoders), ("decoders", cpu.decoders), ("channels", cpu.channels)];
+    let roles = roles.iter().filter(|(role, seconds)| matches!(*role, "main" | "channels") || *seconds > 0.0);
+    let roles: Vec<_> = roles.map(|(role, seconds)| format!("{role} {seconds:.2} s")).collect();
+    format!("{:.2} s ({})", cpu.total, roles.join(", "))
+}
+
+fn rounds(report: &Report, done: &str) -> String {
+    const SHOWN: usize = 5;
+    let (first, rest) = report.rounds.split_at(report.rounds.len().min(SHOWN));
+    let sent: Vec<_> = first.iter().map(|round| Bytes(round.bytes).to_string()).collect();
+    let more = if rest.is_empty() { "" } else { ", …" };
+    format!("{} ({}{more} {done})", report.rounds.len(), sent.join(", "))
+}
+
+fn status_name(status: Status) -> &'static str {
+    match status {
+        Status::Completed => "completed",
+        Status::Failed => "failed",
+        Status::Cancelled => "cancelled",
+        Status::NotConverging => "not converging",
+        Status::Unknown => "unknown",
+    }
+}
