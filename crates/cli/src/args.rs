@@ -2,10 +2,14 @@
 //!
 //! Values with rules of their own (units, bounds, addresses) stay text here: [`crate::checks`] reads them all, so that
 //! one attempt reports every mistake, before anything touches a VM.
+mod convert;
+mod receive;
 mod restore;
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
 
+pub(crate) use convert::ConvertArgs;
+pub(crate) use receive::{ReceiveArgs, Sender};
 pub(crate) use restore::{InfoArgs, RestoreArgs};
 
 const ABOUT: &str = "Moves the memory of running virtual machines, from outside the VMM";
@@ -44,15 +48,6 @@ Ctrl-C cancels: the guest runs on at the source. Once the guest has been handed 
 the move can no longer be cancelled.
 
 K, M, G and T are powers of 1024 (4G, 512MiB); KB, MB, GB, TB and all bits are powers of 1000 (1Gbit).";
-
-const RECEIVE_EXAMPLES: &str = "\
-Examples:
-  A QEMU that was started with `-incoming defer`:
-    transship receive --vm qemu:/run/vm2.qmp --listen tcp:0.0.0.0:4444
-  A port that the system chooses; the line `listening at tcp:127.0.0.1:PORT` on stderr names it:
-    transship receive --vm qemu:/run/vm2.qmp --listen tcp:127.0.0.1:0
-
-Receives one guest and ends. The guest runs here only after the source has given it up.";
 
 const SAVE_EXAMPLES: &str = "\
 Examples:
@@ -124,6 +119,8 @@ pub(crate) enum Command {
     Restore(RestoreArgs),
     /// Show what a snapshot file holds, and check it
     Info(InfoArgs),
+    /// Make a mapped-ram file of a migration stream, or a stream of such a file
+    Convert(ConvertArgs),
     /// Show how fast a guest writes its memory, live
     Watch(WatchArgs),
     /// Be the device by which a guest says which of its memory is free
@@ -262,20 +259,6 @@ impl From<WhenBusy> for transship_engine::WhenBusy {
             WhenBusy::Raw => Self::Raw,
         }
     }
-}
-
-#[derive(Debug, Args)]
-#[command(after_long_help = RECEIVE_EXAMPLES)]
-pub(crate) struct ReceiveArgs {
-    /// The waiting guest: qemu:SOCKET or handoff:SOCKET
-    #[arg(long)]
-    pub(crate) vm: String,
-    /// Where the source connects: tcp:HOST:PORT or unix:PATH
-    #[arg(long, value_name = "URI")]
-    pub(crate) listen: String,
-    /// Print the result as one JSON object
-    #[arg(long)]
-    pub(crate) json: bool,
 }
 
 #[derive(Debug, Args)]

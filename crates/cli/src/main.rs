@@ -59,6 +59,7 @@ fn dispatch(cli: &Cli) -> Result<(), Failure> {
         Command::Save(args) => commands::save::run(args),
         Command::Restore(args) => commands::restore::run(args),
         Command::Info(args) => commands::info::run(args),
+        Command::Convert(args) => commands::convert::run(args),
         Command::Watch(args) => commands::watch::run(args),
         Command::Balloon(args) => commands::balloon::run(args),
         Command::Guest(args) => commands::guest::run(args),

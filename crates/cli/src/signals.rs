@@ -65,6 +65,8 @@ pub(crate) enum Side {
     Save,
     /// A guest from a file.
     Restore,
+    /// A file from a file.
+    Conversion,
 }
 
 /// Makes a file that is longer than this process may make one (`ulimit -f`) an error instead of our end.
@@ -85,7 +87,9 @@ fn answer(phase: Phase, before: usize, side: Side) -> &'static str {
         (Phase::Filling, Side::Restore) => {
             "too late to cancel: the guest runs and needs this process until all its pages are there; end the VMM instead"
         }
+        (Phase::Done, Side::Conversion) => "too late to cancel: the file is complete",
         (Phase::HandedOver | Phase::Done, Side::Restore) => "too late to cancel: the guest is being let run",
+        (_, Side::Conversion) => "cancelling; nothing changes",
         _ if before > 0 => "already cancelling; wait for it, so that nothing is left behind in the VMM",
         (_, Side::Source) => "cancelling; the guest runs on here",
         (_, Side::Save) => "cancelling; the guest runs on, and the file stays as it was",

@@ -1,5 +1,6 @@
 //! The result of a move: one JSON object, or a short table for people.
 mod common;
+mod convert;
 mod restore;
 mod save;
 
@@ -13,6 +14,7 @@ use crate::{
     units::{Bytes, Count},
 };
 
+pub(crate) use convert::{converted, received};
 pub(crate) use restore::restored;
 pub(crate) use save::saved;
 

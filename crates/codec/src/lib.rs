@@ -22,7 +22,7 @@ mod zstd;
 pub use error::{DecodeError, Fault, SettingError};
 pub use qat::{Backend, backend as qatzip_backend};
 pub use setting::{Method, Setting};
-pub use zlib::STREAM_HEADER as ZLIB_STREAM_HEADER;
+pub use zlib::{STREAM_HEADER as ZLIB_STREAM_HEADER, inflate_page};
 
 /// The most bytes that one packet may hold before encoding.
 pub const PACKET_BYTES_MAX: usize = 1 << 20;

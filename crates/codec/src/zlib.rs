@@ -99,3 +99,24 @@ impl Decoder for ZlibStreamDecoder {
         result.map_err(|fault| DecodeError::new(Method::Zlib, encoded, pages, fault))
     }
 }
+
+/// Fills `page` from a zlib stream of its own, checksum and all: the form of QEMU's capability `compress`, before 9.1.
+///
+/// # Errors
+/// It is none, or none of so many bytes.
+pub fn inflate_page(encoded: &[u8], page: &mut [u8]) -> Result<(), DecodeError> {
+    let mut inflater = flate2::Decompress::new(true);
+    let result = inflater.decompress(encoded, page, flate2::FlushDecompress::Finish);
+    let made = inflater.total_out() as usize;
+    let fault = match result {
+        Ok(flate2::Status::StreamEnd) if made < page.len() => Fault::Truncated { made },
+        Ok(flate2::Status::StreamEnd) if (inflater.total_in() as usize) < encoded.len() => {
+            Fault::Trailing { extra: encoded.len() - inflater.total_in() as usize }
+        }
+        Ok(flate2::Status::StreamEnd) => return Ok(()),
+        Ok(_) if made < page.len() => Fault::Truncated { made },
+        Ok(_) => Fault::TooLong,
+        Err(_) => Fault::Corrupt { what: "a zlib stream" },
+    };
+    Err(DecodeError::new(Method::Zlib, encoded, page, fault))
+}

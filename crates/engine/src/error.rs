@@ -59,6 +59,9 @@ pub enum Error {
     /// The user's wish, before anything ran.
     #[error("cancelled; nothing runs, and the memory of the VMM that waits may be half filled: start a new one")]
     RestoreCancelled,
+    /// The user's wish, where there is no guest.
+    #[error("cancelled; nothing has changed")]
+    ConversionCancelled,
     /// The guest writes faster than the link carries; the text has the numbers.
     #[error("{0}")]
     NotConverging(String),

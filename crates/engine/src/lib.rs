@@ -14,6 +14,7 @@ mod options;
 mod pacer;
 mod page_map;
 mod progress;
+mod qemu_peer;
 mod report;
 mod scan;
 mod snapshot;
@@ -24,10 +25,11 @@ pub use destination::receive_guest;
 pub use error::{Error, Outcome};
 pub use options::{Compress, MoveOptions, Setting, WhenBusy, ZeroPages};
 pub use progress::{CpuProgress, CpuTime, EncodingProgress, Phase, Progress};
+pub use qemu_peer::{FileSink, Sink, receive_from_qemu};
 pub use report::{ByteCounts, CpuSeconds, FileReport, LazyReport, PageCounts, Report, RoundReport, Status};
 pub use snapshot::{
     BlockInfo, DirectIo, Ending, FileIo, FilePlace, FileUri, Format, RestoreOptions, SaveOptions, SectionInfo,
-    SnapshotInfo, StandIn, TakeOver, Then, Way, inspect, restore_guest, save_guest,
+    SnapshotInfo, StandIn, TakeOver, Then, Way, convert, inspect, restore_guest, save_guest,
 };
 pub use source::move_guest;
 pub use transport::{Listener, Uri};

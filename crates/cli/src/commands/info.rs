@@ -27,7 +27,7 @@ pub(crate) fn run(args: &InfoArgs) -> Result<(), Failure> {
 }
 
 /// `-` is standard input, as everywhere.
-fn place(text: &str) -> Result<FileUri, String> {
+pub(super) fn place(text: &str) -> Result<FileUri, String> {
     match text {
         "-" => Ok(FileUri { place: FilePlace::Fd(0), offset: 0 }),
         text => text.parse(),

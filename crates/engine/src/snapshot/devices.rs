@@ -11,7 +11,7 @@ use crate::{Error, page_map::runs};
 const MAX_DEVICE_BYTES: u64 = 16 << 30;
 
 /// The stream, made while it is read.
-pub(super) struct DeviceStream<'a> {
+pub(crate) struct DeviceStream<'a> {
     snapshot: &'a Snapshot,
     /// The blocks that are not guest memory, the next one last.
     blocks: Vec<&'a Block>,
@@ -30,7 +30,7 @@ impl<'a> DeviceStream<'a> {
     ///
     /// # Errors
     /// They are larger than any device's.
-    pub(super) fn new(snapshot: &'a Snapshot, mut blocks: Vec<&'a Block>) -> Result<Self, Error> {
+    pub(crate) fn new(snapshot: &'a Snapshot, mut blocks: Vec<&'a Block>) -> Result<Self, Error> {
         check_sizes(&snapshot.origin.name, &blocks)?;
         let mut recomposer = Recomposer::new(&snapshot.configuration, blocks.iter().copied());
         recomposer.early(&snapshot.early);
@@ -45,7 +45,7 @@ impl<'a> DeviceStream<'a> {
     }
 
     /// What went wrong, if anything did: whoever read only has its text.
-    pub(super) fn failure(self) -> Option<Error> {
+    pub(crate) fn failure(self) -> Option<Error> {
         self.failed
     }
 
@@ -115,7 +115,7 @@ fn pages(snapshot: &Snapshot, to: &mut Recomposer, block: &Block, stored: &PageS
 
 /// # Errors
 /// More than any device has: their bitmaps would not fit this process's memory.
-pub(super) fn check_sizes(file: &str, blocks: &[&Block]) -> Result<(), Error> {
+pub(crate) fn check_sizes(file: &str, blocks: &[&Block]) -> Result<(), Error> {
     let largest = blocks.iter().max_by_key(|block| block.used_bytes);
     let total = blocks.iter().fold(0, |total: u64, block| total.saturating_add(block.used_bytes));
     match largest {

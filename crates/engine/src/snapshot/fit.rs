@@ -12,18 +12,18 @@ const QEMU: &str = "qemu ";
 
 /// Which block of the file is what.
 #[derive(Debug, PartialEq, Eq)]
-pub(super) struct Fit {
+pub(crate) struct Fit {
     /// By region: the index of its block.
-    pub(super) regions: Vec<usize>,
+    pub(crate) regions: Vec<usize>,
     /// The blocks that are not guest memory.
-    pub(super) devices: Vec<usize>,
+    pub(crate) devices: Vec<usize>,
 }
 
 /// Finds the regions of the guest among the blocks of the file.
 ///
 /// # Errors
 /// Another machine, other memory: which differs, and how.
-pub(super) fn fit(
+pub(crate) fn fit(
     file: &str,
     configuration: &Configuration,
     blocks: &[Block],

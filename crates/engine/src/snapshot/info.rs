@@ -19,7 +19,7 @@ const READ_PAGES: u64 = 256;
 const FOOTER_BYTES: usize = 5;
 const EOF_BYTES: usize = 1;
 /// Why a file without guest memory can't be restored.
-pub(super) const LEFT_OUT: &str =
+pub(crate) const LEFT_OUT: &str =
     "it was saved with x-ignore-shared, which leaves guest memory in its own files; save with that capability off";
 
 /// A snapshot file or a stream.
@@ -237,7 +237,7 @@ fn tail(info: &mut SnapshotInfo, name: &str, bytes: &[u8], base: u64) -> Result<
 
 /// # Errors
 /// The device sections can't be walked, or are not all there, or something follows them.
-pub(super) fn check_tail(name: &str, bytes: &[u8], base: u64) -> Result<Tail, Error> {
+pub(crate) fn check_tail(name: &str, bytes: &[u8], base: u64) -> Result<Tail, Error> {
     let parsed = Tail::parse(bytes, base).map_err(|error| damaged(name, error))?;
     let end = if parsed.is_walked() || parsed.end < bytes.len() {
         parsed.end

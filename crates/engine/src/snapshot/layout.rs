@@ -9,7 +9,7 @@
 //! ```
 //!
 //! All pages begin at multiples of 1 MiB, so that direct I/O reaches them on any device.
-use transship_wire::qemu::{Block, Command, Configuration, Geometry, Mapped, Piece, StreamWriter, bitmap_bytes};
+use transship_wire::qemu::{Block, Command, Configuration, Geometry, Mapped, Name, Piece, StreamWriter, bitmap_bytes};
 
 use super::{output::RegionBlock, state::DeviceState};
 use crate::Error;
@@ -35,17 +35,24 @@ impl Layout {
     /// A file whose snapshot begins at `start`.
     pub(crate) fn new(start: u64, regions: &[RegionBlock]) -> Self {
         let mut layout = Self { start, regions: Vec::new() };
-        for RegionBlock { name, bytes } in regions {
-            let nowhere = Mapped::At(Geometry { bitmap_offset: 0, pages_offset: 0 });
-            let mut block = Block { name: name.clone(), used_bytes: *bytes, gpa: None, mapped: Some(nowhere) };
-            let header_end = match layout.regions.is_empty() {
-                true => start + HEAD_ROOM,
-                false => layout.end() + block.entry_bytes(),
-            };
-            block.mapped = Some(Mapped::At(Geometry::stock(header_end, *bytes)));
-            layout.regions.push(block);
+        for region in regions {
+            layout.push(&region.name, region.bytes);
         }
         layout
+    }
+
+    /// A place for one more, behind the others. Returns where its first page is.
+    pub(crate) fn push(&mut self, name: &Name, bytes: u64) -> u64 {
+        let nowhere = Mapped::At(Geometry { bitmap_offset: 0, pages_offset: 0 });
+        let mut block = Block { name: name.clone(), used_bytes: bytes, gpa: None, mapped: Some(nowhere) };
+        let header_end = match self.regions.is_empty() {
+            true => self.start + HEAD_ROOM,
+            false => self.end() + block.entry_bytes(),
+        };
+        let place = Geometry::stock(header_end, bytes);
+        block.mapped = Some(Mapped::At(place));
+        self.regions.push(block);
+        place.pages_offset
     }
 
     fn geometries(&self) -> impl Iterator<Item = (Geometry, u64)> + '_ {

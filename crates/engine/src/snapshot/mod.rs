@@ -10,38 +10,46 @@
 //! - `pages`: into place, eagerly; `recompose`, `devices`, `opaque`: the rest, as the VMM takes it; `sequential`: both from a plain stream
 //! - `filling`: pages that come when they are touched; `lazy`: such a restore; `stand_in`: the process that could go on with it
 //! - `restore`: the life of a restore, made of these
+//! - `feed`: records on their way into a `store`, which is a file: `mapped_store`, with its `content`, or `stream_store`; `convert`
 mod background;
+mod content;
+pub(crate) mod convert;
 mod descriptors;
-mod devices;
+pub(crate) mod devices;
+pub(crate) mod feed;
 mod filesystem;
 mod filling;
-mod fit;
-mod info;
+pub(crate) mod fit;
+pub(crate) mod info;
 mod layout;
 mod lazy;
 mod live;
 mod mapped;
+mod mapped_store;
 mod moment;
 mod opaque;
 mod open;
 mod options;
-mod origin;
+pub(crate) mod origin;
 mod output;
 mod pages;
-mod recompose;
-mod records;
+pub(crate) mod recompose;
+pub(crate) mod records;
 mod restore;
 mod save;
 mod sequential;
 mod stand_in;
 mod state;
+pub(crate) mod store;
 mod stream;
-mod target;
+mod stream_store;
+pub(crate) mod target;
 mod temporary;
 mod unsaved;
 mod uri;
 mod writer;
 
+pub use convert::convert;
 pub use info::{BlockInfo, SectionInfo, SnapshotInfo, inspect};
 pub use options::{DirectIo, FileIo, Format, RestoreOptions, SaveOptions, Then, Way};
 pub use restore::restore_guest;

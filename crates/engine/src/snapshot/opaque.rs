@@ -14,16 +14,16 @@ const LENGTH_BYTES: usize = 8;
 
 /// Where it is in the tail, and whether the guest ran.
 #[derive(Debug, PartialEq, Eq)]
-pub(super) struct Opaque {
-    pub(super) bytes: Range<usize>,
-    pub(super) ran: bool,
+pub(crate) struct Opaque {
+    pub(crate) bytes: Range<usize>,
+    pub(crate) ran: bool,
 }
 
 /// Finds it in the device sections `tail`, which begin at `base` of the file.
 ///
 /// # Errors
 /// It is not there, or not what its length says.
-pub(super) fn find(file: &str, tail: &[u8], base: u64) -> Result<Opaque, Error> {
+pub(crate) fn find(file: &str, tail: &[u8], base: u64) -> Result<Opaque, Error> {
     let sections = Tail::parse(tail, base).map_err(|error| damaged(file, error))?;
     let Some(section) = sections.section(SECTION) else {
         let what = format!(

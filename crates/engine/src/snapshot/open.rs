@@ -8,7 +8,7 @@ use transship_wire::qemu::{
 
 use super::{
     DirectIo, FileUri,
-    origin::{Origin, damaged, no_direct, wrong},
+    origin::{Origin, Whence, damaged, no_direct, wrong},
     records::{Input, Records},
 };
 use crate::{Error, page_map::runs};
@@ -16,10 +16,10 @@ use crate::{Error, page_map::runs};
 /// Bytes of a bitmap that are looked at at once: 2 GiB of guest memory.
 const BITMAP_CHUNK: u64 = 64 << 10;
 /// More than the early sections of all virtio-mem devices take: a bit for each 2 MiB of memory, mostly.
-const MAX_EARLY_BYTES: usize = 64 << 20;
+pub(crate) const MAX_EARLY_BYTES: usize = 64 << 20;
 
 /// What a file turned out to be.
-pub(super) enum Opened {
+pub(crate) enum Opened {
     /// Every page has its place.
     Mapped(Box<Snapshot>),
     /// One record after the other; read up to the end of the list of blocks.
@@ -27,51 +27,55 @@ pub(super) enum Opened {
 }
 
 /// A plain stream whose pages come next.
-pub(super) struct Stream {
-    pub(super) origin: Origin,
-    pub(super) configuration: Configuration,
-    pub(super) blocks: Vec<Block>,
+pub(crate) struct Stream {
+    pub(crate) origin: Origin,
+    pub(crate) configuration: Configuration,
+    /// The number of the RAM section.
+    pub(crate) ram_section: u32,
+    pub(crate) blocks: Vec<Block>,
     /// Why nobody can load it without its source, as far as it was read.
-    pub(super) refusal: Option<String>,
-    pub(super) records: Records,
+    pub(crate) refusal: Option<String>,
+    pub(crate) records: Records,
 }
 
 /// A mapped-ram file whose structure has been checked; pages and bitmaps have not been looked at.
-pub(super) struct Snapshot {
-    pub(super) origin: Origin,
-    pub(super) configuration: Configuration,
-    pub(super) blocks: Vec<Block>,
+pub(crate) struct Snapshot {
+    pub(crate) origin: Origin,
+    pub(crate) configuration: Configuration,
+    /// The number of the RAM section.
+    pub(crate) ram_section: u32,
+    pub(crate) blocks: Vec<Block>,
     /// Sections that are to come before the pages, verbatim.
-    pub(super) early: Vec<u8>,
+    pub(crate) early: Vec<u8>,
     /// Whether the stream says that the guest had been stopped, which machines since 10.0 do.
-    pub(super) switchover: bool,
+    pub(crate) switchover: bool,
     /// Why nobody can load it without its source.
-    pub(super) refusal: Option<String>,
+    pub(crate) refusal: Option<String>,
     /// Where the device sections begin.
-    pub(super) tail_offset: u64,
+    pub(crate) tail_offset: u64,
     /// From there to the end.
-    pub(super) tail: Vec<u8>,
+    pub(crate) tail: Vec<u8>,
 }
 
 /// Opens a file and reads as much of it as fits the memory of this process whatever it says: no page, no bitmap.
 ///
 /// # Errors
 /// It is none, or none that we can read; the text names the field and its offset.
-pub(super) fn open(from: &FileUri, direct_io: DirectIo) -> Result<Opened, Error> {
+pub(crate) fn open(from: &FileUri, direct_io: DirectIo) -> Result<Opened, Error> {
     read(Origin::open(from, direct_io)?)
 }
 
 /// The same with a file that is open.
-pub(super) fn read(origin: Origin) -> Result<Opened, Error> {
+pub(crate) fn read(origin: Origin) -> Result<Opened, Error> {
     let (input, reader) = match origin.bytes {
         Some(bytes) => (Input::File(Arc::clone(&origin.file)), StreamReader::at(origin.offset).within(bytes)),
         None => {
             let pipe = origin.file.try_clone();
             let pipe = pipe.map_err(|source| Error::Io { what: format!("opening {}", origin.name), source })?;
-            (Input::Pipe { pipe, position: 0 }, StreamReader::new())
+            (Input::Pipe { pipe: Box::new(pipe), position: 0 }, StreamReader::new())
         }
     };
-    let mut records = Records::new(&origin.name, input, reader);
+    let mut records = Records::new(Whence::File(origin.name.clone()), input, reader);
     let mut head = Head::default();
     let configuration = loop {
         if let Some(configuration) = records.step(|record, _| head.take_first(&origin.name, record))? {
@@ -87,18 +91,20 @@ pub(super) fn read(origin: Origin) -> Result<Opened, Error> {
     }
     if !configuration.mapped_ram {
         let blocks = records.reader().blocks().to_vec();
-        let refusal = head.refusal;
+        let Head { refusal, ram_section, .. } = head;
         // Its pages have no places that a disk could be asked for.
         let origin = Origin { direct: None, ..origin };
-        return Ok(Opened::Stream(Box::new(Stream { origin, configuration, blocks, refusal, records })));
+        let stream = Stream { origin, configuration, ram_section, blocks, refusal, records };
+        return Ok(Opened::Stream(Box::new(stream)));
     }
     while !head.ended {
         records.step(|record, bytes| head.take_rest(&origin.name, record, bytes))?;
     }
     let (blocks, tail_offset) = (records.reader().blocks().to_vec(), records.reader().position());
     let tail = records.tail()?;
-    let Head { early, switchover, refusal, .. } = head;
-    let snapshot = Snapshot { origin, configuration, blocks, early, switchover, refusal, tail_offset, tail };
+    let Head { early, switchover, refusal, ram_section, .. } = head;
+    let snapshot =
+        Snapshot { origin, configuration, ram_section, blocks, early, switchover, refusal, tail_offset, tail };
     Ok(Opened::Mapped(Box::new(snapshot)))
 }
 
@@ -110,6 +116,7 @@ struct Head {
     switchover: bool,
     /// An early section goes on.
     in_early: bool,
+    ram_section: u32,
     early: Vec<u8>,
     refusal: Option<String>,
 }
@@ -142,6 +149,7 @@ impl Head {
         let was_early = std::mem::take(&mut self.in_early);
         match record {
             Record::Tail => self.ended = true,
+            Record::RamStart { section, .. } => self.ram_section = section,
             Record::Command(Command::SwitchoverStart) => self.switchover = true,
             Record::Command(command) => self.refusal = self.refusal.take().or(needs_source(&command)),
             Record::Early(_) => self.keep_early(file, bytes)?,
@@ -170,7 +178,7 @@ impl Head {
 }
 
 /// Commands that mean nothing once the stream lies in a file are passed over; why others can't be.
-pub(super) fn needs_source(command: &Command) -> Option<String> {
+pub(crate) fn needs_source(command: &Command) -> Option<String> {
     match command {
         Command::OpenReturnPath | Command::Ping(_) | Command::SwitchoverStart => None,
         Command::PostcopyAdvise(_) => Some("it was made for postcopy; make one without that capability".into()),
@@ -187,7 +195,7 @@ impl Snapshot {
     ///
     /// # Errors
     /// A bit for a page that the block does not have; the system's own.
-    pub(super) fn stored(&self, block: &Block) -> Result<PageSet, Error> {
+    pub(crate) fn stored(&self, block: &Block) -> Result<PageSet, Error> {
         let mut set = PageSet::empty(block.pages());
         self.each_stored(block, |range| {
             set.insert(range);
@@ -200,7 +208,7 @@ impl Snapshot {
     ///
     /// # Errors
     /// As [`Snapshot::stored`], and those of `take`.
-    pub(super) fn each_stored(
+    pub(crate) fn each_stored(
         &self,
         block: &Block,
         mut take: impl FnMut(PageRange) -> Result<(), Error>,
@@ -237,20 +245,20 @@ impl Snapshot {
     }
 
     /// Reads bytes that must be there.
-    pub(super) fn read_exact(&self, what: &str, into: &mut [u8], at: u64) -> Result<(), Error> {
+    pub(crate) fn read_exact(&self, what: &str, into: &mut [u8], at: u64) -> Result<(), Error> {
         let failed =
             |source| Error::Io { what: format!("reading {what} from {} at offset {at:#x}", self.origin.name), source };
         self.origin.file.read_exact_at(into, at).map_err(failed)
     }
 
     /// The block whose pages are not in the file, if there is one.
-    pub(super) fn left_out(&self) -> Option<&Block> {
+    pub(crate) fn left_out(&self) -> Option<&Block> {
         self.blocks.iter().find(|block| block.mapped == Some(Mapped::Ignored))
     }
 
     /// Makes sure that pages can be read past the page cache if that was wished, by reading one: `at` is where it is. Where the wish was only
     /// for what is possible, goes on without.
-    pub(super) fn settle_direct_io(&mut self, wish: DirectIo, at: Option<u64>) -> Result<(), Error> {
+    pub(crate) fn settle_direct_io(&mut self, wish: DirectIo, at: Option<u64>) -> Result<(), Error> {
         let Some(at) = at else { return Ok(()) };
         match self.origin.can_read_directly(at) {
             Ok(()) => Ok(()),
@@ -267,7 +275,7 @@ impl Snapshot {
     ///
     /// # Errors
     /// They say it in a way that can't be.
-    pub(super) fn global_state(&self) -> Result<Option<GlobalState>, Error> {
+    pub(crate) fn global_state(&self) -> Result<Option<GlobalState>, Error> {
         GlobalState::find(&self.tail, self.tail_offset).map_err(|error| damaged(&self.origin.name, error))
     }
 }

@@ -19,19 +19,19 @@ use crate::{Error, FileReport};
 
 /// An open snapshot.
 #[derive(Clone)]
-pub(super) struct Origin {
+pub(crate) struct Origin {
     /// For messages.
-    pub(super) name: String,
+    pub(crate) name: String,
     /// Through the page cache: a file, or a pipe.
-    pub(super) file: Arc<File>,
+    pub(crate) file: Arc<File>,
     /// The same file past the page cache.
-    pub(super) direct: Option<Arc<File>>,
+    pub(crate) direct: Option<Arc<File>>,
     /// Why pages do not go past the page cache although it was left to us.
-    pub(super) refused: Option<String>,
+    pub(crate) refused: Option<String>,
     /// Where the snapshot begins.
-    pub(super) offset: u64,
+    pub(crate) offset: u64,
     /// Length of the file; a pipe has none.
-    pub(super) bytes: Option<u64>,
+    pub(crate) bytes: Option<u64>,
 }
 
 impl Origin {
@@ -39,7 +39,7 @@ impl Origin {
     ///
     /// # Errors
     /// It can't be read in that way; the text says what can.
-    pub(super) fn open(from: &FileUri, direct_io: DirectIo) -> Result<Self, Error> {
+    pub(crate) fn open(from: &FileUri, direct_io: DirectIo) -> Result<Self, Error> {
         let name = shown(from);
         let mut refused = None;
         let (file, direct) = match (&from.place, descriptors::take(&from.place, Purpose::Restore)?) {
@@ -59,7 +59,7 @@ impl Origin {
     ///
     /// # Errors
     /// It is nothing that can be read.
-    pub(super) fn of(name: String, file: File, direct: Option<File>, offset: u64) -> Result<Self, Error> {
+    pub(crate) fn of(name: String, file: File, direct: Option<File>, offset: u64) -> Result<Self, Error> {
         let stat = file.metadata().map_err(|source| Error::Io { what: format!("looking at {name}"), source })?;
         let kind = stat.file_type();
         let bytes = if kind.is_file() {
@@ -80,13 +80,13 @@ impl Origin {
     }
 
     /// Whether direct I/O really works for a page at this place, which holds one. Some file systems only say so when they are asked to read.
-    pub(super) fn can_read_directly(&self, at: u64) -> io::Result<()> {
+    pub(crate) fn can_read_directly(&self, at: u64) -> io::Result<()> {
         let Some(direct) = &self.direct else { return Ok(()) };
         direct.read_exact_at(PageBuffer::new(1).bytes_mut(), at)
     }
 
     /// What a report says of the file. `stored`: pages of the guest in it.
-    pub(super) fn report(&self, format: Format, stored: u64) -> FileReport {
+    pub(crate) fn report(&self, format: Format, stored: u64) -> FileReport {
         FileReport {
             format: format.to_string(),
             bytes: self.bytes.map_or(0, |bytes| bytes.saturating_sub(self.offset)),
@@ -99,12 +99,12 @@ impl Origin {
     }
 
     /// Bytes that the file takes on the disk.
-    pub(super) fn allocated(&self) -> u64 {
+    pub(crate) fn allocated(&self) -> u64 {
         self.file.metadata().map_or(0, |stat| stat.blocks() * 512)
     }
 
     /// The descriptor that pages are read from.
-    pub(super) fn for_pages(&self) -> &Arc<File> {
+    pub(crate) fn for_pages(&self) -> &Arc<File> {
         self.direct.as_ref().unwrap_or(&self.file)
     }
 }
@@ -134,7 +134,7 @@ fn open_path(
 }
 
 /// The error where direct I/O was asked for and can't be had.
-pub(super) fn no_direct(name: &str, why: impl Display) -> Error {
+pub(crate) fn no_direct(name: &str, why: impl Display) -> Error {
     let what = format!("its file system does not offer direct I/O ({why}); use --direct-io auto or off");
     wrong(name, what)
 }
@@ -157,11 +157,38 @@ fn shown(from: &FileUri) -> String {
 }
 
 /// An error about a file as a whole.
-pub(super) fn wrong(name: &str, what: impl Display) -> Error {
+pub(crate) fn wrong(name: &str, what: impl Display) -> Error {
     Error::File(format!("{name}: {what}"))
 }
 
 /// An error about bytes of a file.
-pub(super) fn damaged(name: &str, error: transship_wire::Error) -> Error {
+pub(crate) fn damaged(name: &str, error: transship_wire::Error) -> Error {
     wrong(name, format_args!("{error}; use another copy"))
+}
+
+/// Where bytes come from, for what is said about them.
+#[derive(Debug, Clone)]
+pub(crate) enum Whence {
+    /// A file, as the user named it.
+    File(String),
+    /// The address of somebody who sends.
+    Peer(String),
+}
+
+impl Whence {
+    /// An error about bytes that can't be.
+    pub(crate) fn bad(&self, error: transship_wire::Error) -> Error {
+        match self {
+            Self::File(name) => damaged(name, error),
+            Self::Peer(peer) => Error::Wire { peer: peer.clone(), source: error },
+        }
+    }
+
+    /// Another error about it.
+    pub(crate) fn broke(&self, what: impl Display) -> Error {
+        match self {
+            Self::File(name) => wrong(name, what),
+            Self::Peer(peer) => Error::Protocol { peer: peer.clone(), what: format!("sent what can't be: {what}") },
+        }
+    }
 }

@@ -8,7 +8,7 @@ use std::{
 
 use transship_wire::qemu::{Record, Step, StreamReader};
 
-use super::origin::{damaged, wrong};
+use super::origin::{Whence, damaged};
 use crate::Error;
 
 /// Read at once from a file while only headers are wanted: the bytes behind one may be a hole of gigabytes.
@@ -19,11 +19,11 @@ const STREAM_CHUNK: usize = 256 << 10;
 const MAX_TAIL_BYTES: usize = 2 << 30;
 
 /// Where the bytes come from.
-pub(super) enum Input {
+pub(crate) enum Input {
     /// A file, at any position.
     File(Arc<File>),
-    /// A pipe, from where it is on.
-    Pipe { pipe: File, position: u64 },
+    /// A pipe or a connection, from where it is on.
+    Pipe { pipe: Box<dyn Read + Send>, position: u64 },
 }
 
 impl Input {
@@ -46,9 +46,8 @@ impl Input {
 }
 
 /// The stream, and how far it has been read.
-pub(super) struct Records {
-    /// For messages.
-    name: String,
+pub(crate) struct Records {
+    whence: Whence,
     input: Input,
     reader: StreamReader,
     /// Bytes from `buffer_at` on; those before `used` have been taken.
@@ -61,18 +60,18 @@ pub(super) struct Records {
 
 impl Records {
     /// `reader` says where the stream begins.
-    pub(super) fn new(name: &str, input: Input, reader: StreamReader) -> Self {
+    pub(crate) fn new(whence: Whence, input: Input, reader: StreamReader) -> Self {
         let at = reader.position();
-        Self { name: name.to_owned(), input, reader, buffer: Vec::new(), used: 0, at, chunk: HEADER_CHUNK }
+        Self { whence, input, reader, buffer: Vec::new(), used: 0, at, chunk: HEADER_CHUNK }
     }
 
     /// What has been read so far.
-    pub(super) fn reader(&self) -> &StreamReader {
+    pub(crate) fn reader(&self) -> &StreamReader {
         &self.reader
     }
 
     /// From now on there is more to come than headers.
-    pub(super) fn expect_pages(&mut self) {
+    pub(crate) fn expect_pages(&mut self) {
         self.chunk = STREAM_CHUNK;
     }
 
@@ -80,10 +79,10 @@ impl Records {
     ///
     /// # Errors
     /// Bytes that can't be, an end too early, the system's own, and those of `take`.
-    pub(super) fn step<T>(&mut self, take: impl FnOnce(Record<'_>, &[u8]) -> Result<T, Error>) -> Result<T, Error> {
+    pub(crate) fn step<T>(&mut self, take: impl FnOnce(Record<'_>, &[u8]) -> Result<T, Error>) -> Result<T, Error> {
         loop {
             let bytes = &self.buffer[self.used..];
-            let step = self.reader.next(bytes).map_err(|error| damaged(&self.name, error))?;
+            let step = self.reader.next(bytes).map_err(|error| self.whence.bad(error))?;
             let at_least = match step {
                 Step::More { at_least } => at_least,
                 Step::Done { record, used } => {
@@ -116,12 +115,9 @@ impl Records {
             let read = self.input.read_at(self.at + filled as u64, &mut self.buffer[filled..]);
             self.buffer.truncate(filled + *read.as_ref().unwrap_or(&0));
             match read {
-                Ok(0) => return Err(damaged(&self.name, self.reader.cut_short(&self.buffer))),
+                Ok(0) => return Err(self.ended()),
                 Ok(_) => {}
-                Err(source) => {
-                    let what = format!("reading {} at offset {:#x}", self.name, self.at + filled as u64);
-                    return Err(Error::Io { what, source });
-                }
+                Err(source) => return Err(self.failed(self.at + filled as u64, source)),
             }
         }
         Ok(())
@@ -131,32 +127,57 @@ impl Records {
     ///
     /// # Errors
     /// More than any machine has; no memory for it; the system's own.
-    pub(super) fn tail(mut self) -> Result<Vec<u8>, Error> {
+    pub(crate) fn tail(self) -> Result<Vec<u8>, Error> {
+        self.tail_until(|_| false)
+    }
+
+    /// The same, but no further than until `is_all` of what has come.
+    ///
+    /// # Errors
+    /// As [`Records::tail`].
+    pub(crate) fn tail_until(mut self, mut is_all: impl FnMut(&[u8]) -> bool) -> Result<Vec<u8>, Error> {
         let begin = self.at;
         let mut tail = self.buffer.split_off(self.used);
+        if is_all(&tail) {
+            return Ok(tail);
+        }
         loop {
             let filled = tail.len();
             if filled > MAX_TAIL_BYTES {
                 let what = format!(
                     "more than {MAX_TAIL_BYTES} bytes follow the memory, from offset {begin:#x} on: no machine has so much"
                 );
-                return Err(wrong(&self.name, what));
+                return Err(self.whence.broke(what));
             }
             if tail.try_reserve(STREAM_CHUNK).is_err() {
                 let what = format!("there is no memory for {filled} bytes and more of device state");
-                return Err(wrong(&self.name, what));
+                return Err(self.whence.broke(what));
             }
             tail.resize(filled + STREAM_CHUNK, 0);
             let read = self.input.read_at(begin + filled as u64, &mut tail[filled..]);
             tail.truncate(filled + *read.as_ref().unwrap_or(&0));
             match read {
                 Ok(0) => return Ok(tail),
+                Ok(_) if is_all(&tail) => return Ok(tail),
                 Ok(_) => {}
-                Err(source) => {
-                    let what = format!("reading {} at offset {:#x}", self.name, begin + filled as u64);
-                    return Err(Error::Io { what, source });
-                }
+                Err(source) => return Err(self.failed(begin + filled as u64, source)),
             }
         }
+    }
+
+    /// It ended too early.
+    fn ended(&self) -> Error {
+        let cut = self.reader.cut_short(&self.buffer);
+        match &self.whence {
+            Whence::File(name) => damaged(name, cut),
+            Whence::Peer(peer) => {
+                Error::Protocol { peer: peer.clone(), what: format!("has closed the connection in mid-stream ({cut})") }
+            }
+        }
+    }
+
+    fn failed(&self, at: u64, source: io::Error) -> Error {
+        let (Whence::File(name) | Whence::Peer(name)) = &self.whence;
+        Error::Io { what: format!("reading {name} at offset {at:#x}"), source }
     }
 }

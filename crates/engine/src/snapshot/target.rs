@@ -13,7 +13,7 @@ use std::{
         unix::fs::{FileExt, MetadataExt, PermissionsExt},
     },
     path::Path,
-    sync::atomic::{AtomicU64, Ordering::Relaxed},
+    sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed},
     thread,
     time::Duration,
 };
@@ -47,7 +47,7 @@ pub(crate) struct Target {
     /// Why pages go through the page cache although it was left to us.
     refused: Option<String>,
     place: Place,
-    completed: bool,
+    completed: AtomicBool,
     /// The most that is thought to be written, for messages.
     needed: AtomicU64,
 }
@@ -86,7 +86,7 @@ impl Target {
 
     fn new(uri: &FileUri, buffered: File, direct: Option<File>, place: Place) -> Self {
         let (uri, needed) = (uri.clone(), AtomicU64::new(0));
-        Self { uri, buffered, direct, refused: None, place, completed: false, needed }
+        Self { uri, buffered, direct, refused: None, place, completed: AtomicBool::new(false), needed }
     }
 
     fn named(uri: &FileUri, path: &Path, memory: &GuestMemory) -> Result<Self, Error> {
@@ -235,6 +235,20 @@ impl Target {
         writeback.wrote(self.buffered.as_fd(), at, bytes);
     }
 
+    /// Reads what was written at a place.
+    ///
+    /// # Errors
+    /// The system's own; a descriptor that was passed for writing only.
+    pub(crate) fn read_at(&self, bytes: &mut [u8], at: u64) -> Result<(), Error> {
+        self.buffered.read_exact_at(bytes, at).map_err(|source| match rustix::io::Errno::from_io_error(&source) {
+            Some(Errno::BADF) => Error::File(format!(
+                "{} was passed for writing only, and pages that come as differences (xbzrle) are to be read again; turn xbzrle off, or name the file",
+                self.uri
+            )),
+            _ => self.failed("read", source),
+        })
+    }
+
     /// Gives the disk space of whole pages back, where the file system can.
     pub(crate) fn punch(&self, at: u64, bytes: u64) -> Result<(), Error> {
         let how = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
@@ -278,7 +292,7 @@ impl Target {
     ///
     /// # Errors
     /// Up to its new name, the system's own: nothing has changed. After that: it's there, and may be gone after a power cut.
-    pub(crate) fn complete(&mut self, head: &[u8], progress: &Progress) -> Result<(), Error> {
+    pub(crate) fn complete(&self, head: &[u8], progress: &Progress) -> Result<(), Error> {
         let at = self.uri.offset;
         match &self.place {
             Place::Named(named) => {
@@ -291,7 +305,7 @@ impl Target {
                 let folder = &named.folder;
                 rustix::fs::renameat(folder, &named.temporary, folder, &named.name)
                     .map_err(|errno| self.failed("put in place", errno.into()))?;
-                self.completed = true;
+                self.completed.store(true, Relaxed);
                 crate::fail_point::reach("save.renamed")?;
                 rustix::fs::fsync(folder).map_err(|errno| Error::Io {
                     what: format!(
@@ -306,7 +320,7 @@ impl Target {
                 crate::fail_point::reach("save.synced")?;
                 self.write_at(head, at)?;
                 self.sync(progress)?;
-                self.completed = true;
+                self.completed.store(true, Relaxed);
                 Ok(())
             }
         }
@@ -348,7 +362,7 @@ fn is_refusal(error: &io::Error) -> bool {
 
 impl Drop for Target {
     fn drop(&mut self) {
-        if self.completed {
+        if self.completed.load(Relaxed) {
             return;
         }
         // Nobody need wait for pages on their way to a file that goes.

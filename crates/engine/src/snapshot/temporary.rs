@@ -27,7 +27,7 @@ pub(super) fn temporary_name(name: &OsStr) -> OsString {
 pub(super) fn make_temporary(uri: &FileUri, folder: &OwnedFd, name: &OsStr) -> Result<File, Error> {
     let failed = |errno: Errno| Error::Io { what: format!("make a file beside {uri}"), source: errno.into() };
     let busy = || Error::File(format!("another save writes {uri} at this moment; wait for it, or name another file"));
-    let flags = OFlags::WRONLY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    let flags = OFlags::RDWR | OFlags::NOFOLLOW | OFlags::CLOEXEC;
     for _ in 0..ATTEMPTS {
         match rustix::fs::openat(folder, name, flags | OFlags::CREATE | OFlags::EXCL, Mode::from_raw_mode(0o600)) {
             Ok(file) => match lock(&file, folder, name) {

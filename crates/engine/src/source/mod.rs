@@ -82,7 +82,7 @@ pub(crate) fn finish(
 fn status_of(result: &Result<(), Error>) -> Status {
     match result {
         Ok(()) => Status::Completed,
-        Err(Error::Cancelled | Error::RestoreCancelled) => Status::Cancelled,
+        Err(Error::Cancelled | Error::RestoreCancelled | Error::ConversionCancelled) => Status::Cancelled,
         Err(Error::NotConverging(_)) => Status::NotConverging,
         Err(Error::Unknown(_)) => Status::Unknown,
         Err(_) => Status::Failed,

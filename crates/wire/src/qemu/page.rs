@@ -12,12 +12,12 @@ pub(super) const MEM_SIZE: u64 = 0x004;
 pub(super) const PAGE: u64 = 0x008;
 pub(super) const EOS: u64 = 0x010;
 pub(super) const CONTINUE: u64 = 0x020;
-const XBZRLE: u64 = 0x040;
+pub(super) const XBZRLE: u64 = 0x040;
 const COMPRESSED: u64 = 0x100;
 pub(super) const MULTIFD_FLUSH: u64 = 0x200;
 pub(super) const FLAGS: u64 = PAGE_BYTES as u64 - 1;
 
-const XBZRLE_ENCODING: u8 = 1; // section 2.2
+pub(super) const XBZRLE_ENCODING: u8 = 1; // section 2.2
 /// QEMU sends the page itself when the difference would not be shorter.
 const MAX_XBZRLE_BYTES: usize = PAGE_BYTES;
 /// More than zlib ever makes of a page: what doesn't shrink grows by a few bytes.

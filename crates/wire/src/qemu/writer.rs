@@ -1,6 +1,6 @@
 //! The writer of a stream, byte for byte as QEMU writes it. It can't fail: what it is given can be written.
 use super::fields::put_name;
-use super::page::{CONTINUE, EOS, MEM_SIZE, MULTIFD_FLUSH, PAGE, ZERO, put_page_header};
+use super::page::{CONTINUE, EOS, MEM_SIZE, MULTIFD_FLUSH, PAGE, XBZRLE, XBZRLE_ENCODING, ZERO, put_page_header};
 use super::record::{END, EOF, FOOTER, FULL, PART, START, VMDESC};
 use super::stream::{MAGIC, RAM, RAM_VERSION, VERSION};
 use super::{Block, Command, Configuration, Geometry, Mapped, Name};
@@ -136,6 +136,19 @@ impl StreamWriter {
     /// The record of a page without the page itself: its 4096 bytes must follow, by [`StreamWriter::raw`].
     pub fn page_header(&mut self, block: &Name, offset: u64) -> &mut Self {
         self.page_record(PAGE, block, offset)
+    }
+
+    /// What has changed in a page since its last record: a difference as [`xbzrle`](super::xbzrle) reads it.
+    ///
+    /// # Panics
+    /// When it is longer than the length field can say. A page's is never longer than the page.
+    pub fn xbzrle_page(&mut self, block: &Name, offset: u64, delta: &[u8]) -> &mut Self {
+        let length = u16::try_from(delta.len()).expect("a difference is not longer than its page");
+        self.page_record(XBZRLE, block, offset).put(|out| {
+            out.push(XBZRLE_ENCODING);
+            out.extend(length.to_be_bytes());
+            out.extend(delta);
+        })
     }
 
     fn page_record(&mut self, kind: u64, block: &Name, offset: u64) -> &mut Self {

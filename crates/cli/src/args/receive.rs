@@ -1,0 +1,55 @@
+//! The command line of `receive`.
+use clap::{Args, ValueEnum};
+
+use super::FileFormat;
+
+const RECEIVE_EXAMPLES: &str = "\
+Examples:
+  A QEMU that was started with `-incoming defer`:
+    transship receive --vm qemu:/run/vm2.qmp --listen tcp:0.0.0.0:4444
+  A port that the system chooses; the line `listening at tcp:127.0.0.1:PORT` on stderr names it:
+    transship receive --vm qemu:/run/vm2.qmp --listen tcp:127.0.0.1:0
+  A stock QEMU's own migration, without transship there, into a file:
+    transship receive --peer qemu --to /srv/vm.snap --listen tcp:0.0.0.0:4444
+    (qemu) migrate_set_capability return-path on
+    (qemu) migrate tcp:ship2:4444
+  The same into a waiting QEMU:
+    transship receive --peer qemu --vm qemu:/run/vm2.qmp --listen tcp:0.0.0.0:4444
+
+Receives one guest and ends. The guest runs here only after the source has given it up. A stock QEMU learns of success when its guest is
+loaded, or the file is on the disk under its name, if it has a return path; without one it takes its last write for that.";
+
+#[derive(Debug, Args)]
+#[command(after_long_help = RECEIVE_EXAMPLES)]
+pub(crate) struct ReceiveArgs {
+    /// The waiting guest: qemu:SOCKET or handoff:SOCKET
+    #[arg(long, required_unless_present = "to")]
+    pub(crate) vm: Option<String>,
+    /// With --peer qemu: a file instead, PATH, file:PATH[,offset=N] or fd:N
+    #[arg(long, value_name = "FILE", conflicts_with = "vm")]
+    pub(crate) to: Option<String>,
+    /// Where the source connects: tcp:HOST:PORT or unix:PATH
+    #[arg(long, value_name = "URI")]
+    pub(crate) listen: String,
+    /// What sends: transship, or a stock qemu by its own migration
+    #[arg(long, value_enum, default_value_t = Sender::Transship, value_name = "WHAT", hide_possible_values = true)]
+    pub(crate) peer: Sender,
+    /// Layout of the file: mapped-ram or stream [default: mapped-ram]
+    #[arg(long, value_enum, value_name = "FORMAT", hide_possible_values = true, requires = "to")]
+    pub(crate) format: Option<FileFormat>,
+    /// With --peer qemu: its multifd-channels [default: as many as come]
+    ///
+    /// 0: its capability multifd is off. Compression (zlib, zstd or none), zero pages and xbzrle are the source's choice; they need not be told.
+    #[arg(long, value_name = "N")]
+    pub(crate) channels: Option<String>,
+    /// Print the result as one JSON object
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+/// The other end.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Sender {
+    Transship,
+    Qemu,
+}

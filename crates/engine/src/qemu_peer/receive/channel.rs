@@ -1,0 +1,277 @@
+//! The multifd channels, a thread each: read a packet, check it, decode it, put its pages where they belong.
+use std::{
+    collections::HashMap,
+    io::{self, Read},
+    sync::{Arc, atomic::Ordering::Relaxed},
+    thread,
+};
+
+use transship_codec::{Decoder, Method as Codec};
+use transship_memory::{PAGE_BYTES, PageRange};
+use transship_wire::qemu::{Block, GREETING_BYTES, Method, Name, PACKET_HEADER_BYTES, Packet, Pages, Step};
+
+use super::{barrier::Barrier, lobby::Line};
+use crate::{
+    Error, Progress, cpu,
+    snapshot::store::{Store, write_pages},
+    transport::Connection,
+};
+
+const PAGE: u64 = PAGE_BYTES as u64;
+
+/// All channel threads; dropping it ends them and closes their connections.
+pub(super) struct Channels {
+    lines: Vec<Connection>,
+    threads: Vec<thread::JoinHandle<()>>,
+    pub(super) barrier: Arc<Barrier>,
+}
+
+/// What the threads share.
+pub(super) struct Shared {
+    pub(super) store: Arc<dyn Store>,
+    /// By name: number and length.
+    blocks: HashMap<Name, (usize, u64)>,
+    progress: Arc<Progress>,
+}
+
+impl Shared {
+    pub(super) fn new(store: Arc<dyn Store>, blocks: &[Block], progress: &Arc<Progress>) -> Arc<Self> {
+        let numbered = blocks.iter().enumerate();
+        let blocks = numbered.map(|(number, block)| (block.name.clone(), (number, block.used_bytes))).collect();
+        Arc::new(Self { store, blocks, progress: Arc::clone(progress) })
+    }
+}
+
+impl Channels {
+    pub(super) fn start(lines: Vec<Line>, shared: &Arc<Shared>) -> Result<Self, Error> {
+        let barrier = Arc::new(Barrier::new(lines.len()));
+        let mut channels = Self { lines: Vec::new(), threads: Vec::new(), barrier };
+        for (number, (connection, peer)) in lines.into_iter().enumerate() {
+            let failed = |source| Error::Io { what: format!("start channel {number}"), source };
+            channels.lines.push(connection.try_clone().map_err(failed)?);
+            let channel = Channel {
+                number,
+                connection,
+                peer,
+                position: GREETING_BYTES as u64,
+                shared: Arc::clone(shared),
+                barrier: Arc::clone(&channels.barrier),
+                decoder: None,
+                payload: Vec::new(),
+                pages: Vec::new(),
+            };
+            let spawned = thread::Builder::new().name(format!("channel {number}")).spawn(move || channel.run());
+            channels.threads.push(spawned.map_err(failed)?);
+        }
+        Ok(channels)
+    }
+
+    pub(super) fn count(&self) -> usize {
+        self.lines.len()
+    }
+}
+
+impl Drop for Channels {
+    fn drop(&mut self) {
+        self.barrier.close();
+        self.lines.iter().for_each(Connection::shutdown);
+        for thread in self.threads.drain(..) {
+            // A panic in there has been printed; the reception fails by what is missing.
+            let _ = thread.join();
+        }
+    }
+}
+
+struct Channel {
+    number: usize,
+    connection: Connection,
+    peer: String,
+    /// Where in the channel the next byte is.
+    position: u64,
+    shared: Arc<Shared>,
+    barrier: Arc<Barrier>,
+    /// The whole channel is one stream.
+    decoder: Option<(Method, Box<dyn Decoder>)>,
+    payload: Vec<u8>,
+    pages: Vec<u8>,
+}
+
+impl Channel {
+    fn run(mut self) {
+        match self.receive() {
+            Ok(()) => self.barrier.end(self.number),
+            Err(error) => self.barrier.fail(error),
+        }
+    }
+
+    /// Until the source closes the channel.
+    fn receive(&mut self) -> Result<(), Error> {
+        let mut laps = cpu::Laps::begin();
+        while let Some(packet) = self.read_packet()? {
+            self.shared
+                .progress
+                .wire_bytes
+                .fetch_add((PACKET_HEADER_BYTES as u64) + u64::from(packet.payload_bytes()), Relaxed);
+            if let Some(block) = packet.block() {
+                self.place(&packet, block)?;
+                self.barrier.note_pages(self.number);
+            }
+            self.shared.progress.cpu.channels.add(laps.next());
+            if packet.sync && !self.barrier.wait(self.number) {
+                return Ok(());
+            }
+        }
+        Ok(())
+    }
+
+    fn read_packet(&mut self) -> Result<Option<Pages>, Error> {
+        let mut header = [0; PACKET_HEADER_BYTES];
+        // The shortest header there is comes first: a longer one may never come.
+        let mut have = 0;
+        let mut wanted = 12;
+        loop {
+            match self.fill(&mut header[have..wanted])? {
+                Filled::All => {}
+                Filled::Ended if have == 0 => return Ok(None),
+                Filled::Ended => return Err(self.broke("has closed it within a packet")),
+            }
+            have = wanted;
+            wanted = match Packet::read(&header[..have], self.position).map_err(|source| self.wrong(source))? {
+                Step::Done { record: Packet::Pages(pages), used } => {
+                    self.position += used as u64;
+                    return Ok(Some(pages));
+                }
+                Step::Done { record: Packet::DeviceState(state), .. } => {
+                    let what = format!(
+                        "sent state of the device {:?}, which only QEMU can load; unplug it, or move without transship",
+                        &*state.name
+                    );
+                    return Err(self.broke(what));
+                }
+                Step::More { at_least }
+                    if u32::from_be_bytes([header[8], header[9], header[10], header[11]]) & 0x40 != 0 =>
+                {
+                    at_least
+                }
+                Step::More { .. } => PACKET_HEADER_BYTES,
+            };
+        }
+    }
+
+    fn place(&mut self, packet: &Pages, name: &Name) -> Result<(), Error> {
+        let Some(&(block, bytes)) = self.shared.blocks.get(name) else {
+            return Err(self.broke(format!("sent pages of block {:?}, which its main stream has not listed", &**name)));
+        };
+        if let Some(beyond) = packet.normal().iter().chain(packet.zero()).find(|&&offset| offset >= bytes) {
+            let what = format!("sent a page at {beyond:#x} of block {:?}, which has {bytes} bytes", &**name);
+            return Err(self.broke(what));
+        }
+        let mut pages = std::mem::take(&mut self.pages);
+        let normal = packet.normal();
+        if !normal.is_empty() {
+            self.read_pages(packet, &mut pages)?;
+            let counts = write_pages(self.shared.store.as_ref(), block, normal, &pages)?;
+            self.count(counts.normal, counts.zero);
+        }
+        self.pages = pages;
+        // Whether or not the page came before: what the memory held is not known to be zero.
+        for run in packet.zero().chunk_by(|one, next| one + PAGE == *next) {
+            self.shared.store.clear(block, PageRange::new(run[0] / PAGE, run.len() as u64))?;
+        }
+        self.count(0, packet.zero().len() as u64);
+        Ok(())
+    }
+
+    fn read_pages(&mut self, packet: &Pages, pages: &mut Vec<u8>) -> Result<(), Error> {
+        pages.resize(packet.normal().len() * PAGE_BYTES, 0);
+        if packet.method == Method::None {
+            return self.fill_all(pages);
+        }
+        let mut payload = std::mem::take(&mut self.payload);
+        payload.resize(packet.payload_bytes() as usize, 0); // at most 1 MiB: the header was checked
+        self.fill_all(&mut payload)?;
+        let position = self.position;
+        let decoder = self.decoder(packet.method)?;
+        let decoded = decoder.decode(&payload, pages);
+        self.payload = payload;
+        decoded.map_err(|error| {
+            self.broke(format!("sent a packet that can't be decoded, before offset {position:#x}: {error}"))
+        })
+    }
+
+    fn decoder(&mut self, method: Method) -> Result<&mut Box<dyn Decoder>, Error> {
+        if let Some((before, _)) = &self.decoder
+            && *before != method
+        {
+            let what = format!("compressed by {method:?} what it began by {before:?}");
+            return Err(self.broke(what));
+        }
+        let codec = match method {
+            Method::None => Codec::None,
+            Method::Zlib => Codec::Zlib,
+            Method::Zstd => Codec::Zstd,
+            Method::Qatzip => Codec::Qatzip,
+            Method::Qpl | Method::Uadk => {
+                let what = format!(
+                    "compresses by {method:?}, which transship does not know; set multifd-compression to zstd or none"
+                );
+                return Err(self.broke(what));
+            }
+        };
+        if self.decoder.is_none() {
+            let decoder = codec.stock_decoder().ok_or_else(|| self.broke("compresses by a method without streams"))?;
+            self.decoder = Some((method, decoder));
+        }
+        Ok(&mut self.decoder.as_mut().expect("it was made above").1)
+    }
+
+    fn count(&self, normal: u64, zero: u64) {
+        self.shared.progress.normal_pages.fetch_add(normal, Relaxed);
+        self.shared.progress.zero_pages.fetch_add(zero, Relaxed);
+    }
+
+    fn fill_all(&mut self, bytes: &mut [u8]) -> Result<(), Error> {
+        match self.fill(bytes)? {
+            Filled::All => {
+                self.position += bytes.len() as u64;
+                Ok(())
+            }
+            Filled::Ended => Err(self.broke("has closed it within a packet")),
+        }
+    }
+
+    fn fill(&mut self, bytes: &mut [u8]) -> Result<Filled, Error> {
+        let mut have = 0;
+        while have < bytes.len() {
+            match self.connection.read(&mut bytes[have..]) {
+                Ok(0) if have == 0 => return Ok(Filled::Ended),
+                Ok(0) => return Err(self.broke("has closed it within a packet")),
+                Ok(read) => have += read,
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) if error.kind() == io::ErrorKind::ConnectionReset && have == 0 => return Ok(Filled::Ended),
+                Err(source) => {
+                    return Err(Error::Io {
+                        what: format!("read from {} on channel {}", self.peer, self.number),
+                        source,
+                    });
+                }
+            }
+        }
+        Ok(Filled::All)
+    }
+
+    fn wrong(&self, source: transship_wire::Error) -> Error {
+        Error::Wire { peer: format!("{} on channel {}", self.peer, self.number), source }
+    }
+
+    fn broke(&self, what: impl std::fmt::Display) -> Error {
+        Error::Protocol { peer: self.peer.clone(), what: format!("on channel {}: {what}", self.number) }
+    }
+}
+
+/// How far it came.
+enum Filled {
+    All,
+    /// Not a byte: the source has closed the channel.
+    Ended,
+}

@@ -1,0 +1,233 @@
+//! A guest that waits: its memory takes the pages of its blocks, and its VMM the rest, when all of it is there.
+use std::{
+    collections::BTreeMap,
+    io::{self, Read},
+    sync::{Mutex, MutexGuard, RwLock},
+};
+
+use transship_memory::{GuestMemory, PAGE_BYTES, PageRange, WINDOW_PAGES};
+use transship_wire::qemu::{Block, Configuration, xbzrle};
+
+use crate::{
+    Error,
+    page_map::{PageMap, window_mask},
+    snapshot::{fit::Fit, recompose::Recomposer, store::Store},
+};
+
+const PAGE: u64 = PAGE_BYTES as u64;
+
+/// The memory of the guest, and what is kept for its VMM.
+pub(super) struct GuestStore {
+    memory: GuestMemory,
+    /// By region: pages that content was written to. All others read as zero.
+    content: Vec<PageMap>,
+    /// By block.
+    homes: RwLock<Vec<Home>>,
+    beside: Mutex<Beside>,
+}
+
+/// Where the pages of a block go.
+enum Home {
+    Region(usize),
+    /// A ROM or a video memory: small, and QEMU's to load.
+    Device(Block, Mutex<Pages>),
+}
+
+/// Pages that are not zero, by their numbers.
+type Pages = BTreeMap<u64, Box<[u8; PAGE_BYTES]>>;
+
+#[derive(Default)]
+struct Beside {
+    early: Vec<u8>,
+    switchover: bool,
+}
+
+impl GuestStore {
+    /// `fit`: which of `blocks` is what. The memory reads as zero.
+    pub(super) fn new(memory: GuestMemory, fit: &Fit, blocks: &[Block]) -> Self {
+        let homes = blocks.iter().enumerate().map(|(number, block)| {
+            match fit.regions.iter().position(|&region| region == number) {
+                Some(region) => Home::Region(region),
+                None => Home::Device(block.clone(), Mutex::default()),
+            }
+        });
+        let content = memory.regions().iter().map(|region| PageMap::new(region.pages())).collect();
+        Self { memory, content, homes: RwLock::new(homes.collect()), beside: Mutex::default() }
+    }
+
+    fn with<T>(&self, block: usize, act: impl FnOnce(&Home) -> T) -> T {
+        act(&self.homes.read().unwrap_or_else(|poisoned| poisoned.into_inner())[block])
+    }
+
+    fn beside(&self) -> MutexGuard<'_, Beside> {
+        self.beside.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+    }
+
+    /// Pages of the regions that hold content.
+    pub(super) fn stored(&self) -> u64 {
+        let regions = self.memory.regions().iter().zip(&self.content);
+        regions.map(|(region, content)| content.to_set(region.pages()).count()).sum()
+    }
+
+    /// All that is not the guest's own memory, as the VMM loads it. `tail`: what follows the memory.
+    pub(super) fn device_stream(&self, configuration: &Configuration, tail: Vec<u8>) -> DeviceStream {
+        let mut homes = self.homes.write().unwrap_or_else(|poisoned| poisoned.into_inner());
+        let devices = homes.drain(..).filter_map(|home| match home {
+            Home::Region(_) => None,
+            Home::Device(block, pages) => {
+                Some((block, pages.into_inner().unwrap_or_else(|poisoned| poisoned.into_inner())))
+            }
+        });
+        let mut blocks: Vec<(Block, Pages)> = devices.collect();
+        let mut recomposer = Recomposer::new(configuration, blocks.iter().map(|(block, _)| block));
+        let Beside { early, switchover } = std::mem::take(&mut *self.beside());
+        recomposer.early(&early);
+        if switchover {
+            recomposer.switchover();
+        }
+        recomposer.last();
+        blocks.reverse();
+        DeviceStream { blocks, next: 0, recomposer: Some(recomposer), tail, piece: Vec::new(), used: 0 }
+    }
+}
+
+/// Windows of 128 pages that a range is in, and which of their pages are in it.
+fn windows(pages: PageRange) -> impl Iterator<Item = (u64, u128)> {
+    let first = pages.first / WINDOW_PAGES * WINDOW_PAGES;
+    (first..pages.end()).step_by(WINDOW_PAGES as usize).map(move |window| (window, window_mask(pages, window)))
+}
+
+impl Store for GuestStore {
+    fn list(&self, blocks: &[Block]) -> Result<(), Error> {
+        // All memory of the guest was in the first list: these are the devices'.
+        let mut homes = self.homes.write().unwrap_or_else(|poisoned| poisoned.into_inner());
+        homes.extend(blocks.iter().map(|block| Home::Device(block.clone(), Mutex::default())));
+        Ok(())
+    }
+
+    fn write(&self, block: usize, offset: u64, pages: &[u8]) -> Result<(), Error> {
+        let first = offset / PAGE;
+        self.with(block, |home| match home {
+            Home::Region(region) => {
+                let mut rest = pages;
+                for (window, mask) in windows(PageRange::new(first, pages.len() as u64 / PAGE)) {
+                    let (these, others) = rest.split_at(mask.count_ones() as usize * PAGE_BYTES);
+                    self.memory.regions()[*region].write_pages(window, mask, these)?;
+                    self.content[*region].insert(window, mask);
+                    rest = others;
+                }
+                Ok(())
+            }
+            Home::Device(_, held) => {
+                let mut held = held.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+                held.extend((first..).zip(pages.as_chunks().0.iter().map(|page| Box::new(*page))));
+                Ok(())
+            }
+        })
+    }
+
+    fn clear(&self, block: usize, pages: PageRange) -> Result<(), Error> {
+        self.with(block, |home| match home {
+            Home::Region(region) => {
+                for (window, held) in self.content[*region].take(pages) {
+                    for run in crate::page_map::runs(window, held) {
+                        self.memory.regions()[*region].clear(run)?;
+                    }
+                }
+                Ok(())
+            }
+            Home::Device(_, held) => {
+                let mut held = held.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+                let gone: Vec<u64> = held.range(pages.first..pages.end()).map(|(&page, _)| page).collect();
+                for page in gone {
+                    held.remove(&page);
+                }
+                Ok(())
+            }
+        })
+    }
+
+    fn patch(&self, block: usize, offset: u64, delta: &[u8]) -> Result<(), Error> {
+        let (number, mut page) = (offset / PAGE, [0; PAGE_BYTES]);
+        self.with(block, |home| match home {
+            Home::Region(region) => {
+                if self.content[*region].contains(number) {
+                    self.memory.regions()[*region].copy_to(PageRange::new(number, 1), &mut page)?;
+                }
+                Ok::<_, Error>(())
+            }
+            Home::Device(_, held) => {
+                let held = held.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+                if let Some(before) = held.get(&number) {
+                    page = **before;
+                }
+                Ok(())
+            }
+        })?;
+        xbzrle::decode(delta, 0, &mut page).map_err(|error| Error::File(error.to_string()))?;
+        self.write(block, offset, &page)
+    }
+
+    fn early(&self, bytes: &[u8]) -> Result<(), Error> {
+        self.beside().early.extend_from_slice(bytes);
+        Ok(())
+    }
+
+    fn switchover(&self) {
+        self.beside().switchover = true;
+    }
+
+    fn last(&self) {}
+}
+
+/// The stream, made while it is read.
+pub(super) struct DeviceStream {
+    /// The next one last.
+    blocks: Vec<(Block, Pages)>,
+    /// The next page of it.
+    next: u64,
+    recomposer: Option<Recomposer>,
+    tail: Vec<u8>,
+    /// Made, and read up to `used`.
+    piece: Vec<u8>,
+    used: usize,
+}
+
+impl DeviceStream {
+    /// Makes the next piece. An empty one is the end.
+    fn advance(&mut self) -> Vec<u8> {
+        let Some(recomposer) = &mut self.recomposer else { return std::mem::take(&mut self.tail) };
+        if let Some((block, pages)) = self.blocks.last() {
+            let end = block.pages().min(self.next + WINDOW_PAGES);
+            for page in self.next..end {
+                match pages.get(&page) {
+                    Some(bytes) => recomposer.page(&block.name, page * PAGE, bytes),
+                    None => recomposer.zero_page(&block.name, page * PAGE),
+                }
+            }
+            self.next = end;
+            if end == block.pages() {
+                self.blocks.pop();
+                self.next = 0;
+            }
+            return recomposer.take();
+        }
+        recomposer.finish();
+        let piece = recomposer.take();
+        self.recomposer = None;
+        piece
+    }
+}
+
+impl Read for DeviceStream {
+    fn read(&mut self, out: &mut [u8]) -> io::Result<usize> {
+        if self.used == self.piece.len() {
+            self.piece = self.advance();
+            self.used = 0;
+        }
+        let length = out.len().min(self.piece.len() - self.used);
+        out[..length].copy_from_slice(&self.piece[self.used..][..length]);
+        self.used += length;
+        Ok(length)
+    }
+}

@@ -1,0 +1,169 @@
+//! Who connects: the main connection, told by its first bytes, and the multifd channels, by theirs. They come in any order, and whoever is silent
+//! keeps nobody waiting.
+use std::{
+    collections::BTreeMap,
+    io::{self, Read},
+    os::fd::AsFd,
+    time::{Duration, Instant},
+};
+
+use rustix::{
+    io::Errno,
+    net::{RecvFlags, recv},
+};
+use transship_wire::qemu::{GREETING_BYTES, Greeting};
+
+use crate::{Error, Listener, Progress, control::TICK, transport::Connection};
+
+/// The first bytes of a stream.
+const MAIN: [u8; 4] = *b"QEVM";
+/// The first bytes of a channel.
+const CHANNEL: [u8; 4] = 0x1122_3344_u32.to_be_bytes();
+/// How long somebody who connects may be silent. A source's main connection is until all of its channels are there.
+const SILENCE: Duration = Duration::from_secs(60);
+/// How long the channels may take once the main stream has begun.
+const CHANNELS_TIMEOUT: Duration = Duration::from_secs(30);
+/// How long to wait for the first bytes of connections that may be channels.
+const GREETING_TIMEOUT: Duration = Duration::from_secs(5);
+/// Silent connections at most: all that a source can have, and some strangers.
+const MOST_WAITING: usize = 300;
+
+/// A connection and the address of who made it.
+pub(super) type Line = (Connection, String);
+
+/// Everybody who has come and has no place yet.
+pub(super) struct Lobby<'a> {
+    listener: &'a Listener,
+    progress: &'a Progress,
+    waiting: Vec<Waiting>,
+    mains: Vec<Line>,
+    channels: BTreeMap<u8, Line>,
+    /// That of the first channel.
+    uuid: Option<[u8; 16]>,
+}
+
+struct Waiting {
+    line: Line,
+    since: Instant,
+}
+
+enum Knock {
+    Silent,
+    Main,
+    Channel(Greeting),
+    Stranger(String),
+}
+
+impl<'a> Lobby<'a> {
+    pub(super) fn new(listener: &'a Listener, progress: &'a Progress) -> Self {
+        let (waiting, mains, channels) = (Vec::new(), Vec::new(), BTreeMap::new());
+        Self { listener, progress, waiting, mains, channels, uuid: None }
+    }
+
+    /// Waits, for as long as it takes, for a source to begin its stream.
+    pub(super) fn main(&mut self) -> Result<Line, Error> {
+        loop {
+            if let Some(main) = self.mains.pop() {
+                return Ok(main);
+            }
+            self.look(TICK)?;
+        }
+    }
+
+    /// The channels, by their numbers. The source has said on the main connection that all of them are there. `count`: how many there have to
+    /// be; none: as many as have come.
+    pub(super) fn channels(&mut self, count: Option<u8>) -> Result<Vec<Line>, Error> {
+        let begin = Instant::now();
+        loop {
+            let before = self.channels.len() + self.waiting.len();
+            self.look(Duration::ZERO)?;
+            if self.channels.len() + self.waiting.len() > before {
+                continue; // there may be more
+            }
+            let silent = begin.elapsed() < GREETING_TIMEOUT && !self.waiting.is_empty();
+            let expected = count.map_or(self.channels.len(), usize::from);
+            let missing = (0..=u8::MAX).take(expected).find(|number| !self.channels.contains_key(number));
+            if let Some(more) = self.channels.keys().find(|&&number| count.is_some_and(|count| number >= count)) {
+                let what = format!("opened channel {more}, where --channels says that there are {expected}");
+                return Err(Error::Protocol { peer: self.listener.uri().to_string(), what });
+            }
+            match missing {
+                None if !silent || count.is_some() => break,
+                Some(missing) if begin.elapsed() > CHANNELS_TIMEOUT => {
+                    let what = format!(
+                        "has not opened channel {missing} within {} s; is multifd-channels what --channels says?",
+                        CHANNELS_TIMEOUT.as_secs()
+                    );
+                    return Err(Error::Protocol { peer: self.listener.uri().to_string(), what });
+                }
+                _ => self.look(TICK)?,
+            }
+        }
+        Ok(std::mem::take(&mut self.channels).into_values().collect())
+    }
+
+    /// Lets in who stands at the door, waiting for somebody for `timeout`, and looks who has said what.
+    fn look(&mut self, timeout: Duration) -> Result<(), Error> {
+        if self.progress.is_cancelled() {
+            return Err(Error::Cancelled);
+        }
+        // Those who are there may speak while nobody comes.
+        let timeout = if self.waiting.is_empty() { timeout } else { timeout.min(Duration::from_millis(5)) };
+        if let Some(line) = self.listener.accept(timeout)? {
+            if self.waiting.len() >= MOST_WAITING {
+                let (_, peer) = self.waiting.remove(0).line;
+                tracing::warn!("turned {peer} away: too many are silent");
+            }
+            self.waiting.push(Waiting { line, since: Instant::now() });
+        }
+        for Waiting { line: (mut connection, peer), since } in std::mem::take(&mut self.waiting) {
+            match knock(&mut connection, since) {
+                Knock::Silent => self.waiting.push(Waiting { line: (connection, peer), since }),
+                Knock::Main => self.mains.insert(0, (connection, peer)),
+                Knock::Channel(greeting) => self.add_channel(greeting, (connection, peer))?,
+                Knock::Stranger(why) => tracing::warn!("turned {peer} away: {why}"),
+            }
+        }
+        Ok(())
+    }
+
+    fn add_channel(&mut self, greeting: Greeting, line: Line) -> Result<(), Error> {
+        let Greeting { uuid, channel } = greeting;
+        if *self.uuid.get_or_insert(uuid) != uuid {
+            tracing::warn!("turned {} away: its VM has another UUID than the other channels", line.1);
+            return Ok(());
+        }
+        match self.channels.insert(channel, line) {
+            None => Ok(()),
+            Some((_, peer)) => {
+                Err(Error::Protocol { peer, what: format!("opened channel {channel} twice, or two sources came") })
+            }
+        }
+    }
+}
+
+/// Looks at the first bytes without taking any, but those of a channel's greeting.
+fn knock(connection: &mut Connection, since: Instant) -> Knock {
+    let mut bytes = [0; GREETING_BYTES];
+    let there = match recv(connection.as_fd(), &mut bytes, RecvFlags::PEEK | RecvFlags::DONTWAIT) {
+        Ok((0, _)) => return Knock::Stranger("it has closed the connection".into()),
+        Ok((there, _)) => there,
+        Err(Errno::AGAIN | Errno::INTR) => 0,
+        Err(errno) => return Knock::Stranger(errno.to_string()),
+    };
+    match bytes[..there].first_chunk() {
+        Some(&MAIN) => Knock::Main,
+        Some(&CHANNEL) if there == GREETING_BYTES => match take(connection, &mut bytes) {
+            Ok(()) => Greeting::decode(&bytes).map_or_else(|error| Knock::Stranger(error.to_string()), Knock::Channel),
+            Err(error) => Knock::Stranger(error.to_string()),
+        },
+        Some(&CHANNEL) | None if since.elapsed() < SILENCE => Knock::Silent,
+        Some(&CHANNEL) | None => Knock::Stranger(format!("it has said nothing for {} s", SILENCE.as_secs())),
+        Some([0x16, 3, ..]) => Knock::Stranger("it speaks TLS, which is not supported: turn tls-creds off".into()),
+        Some(_) => Knock::Stranger("what it says is no migration of QEMU's".into()),
+    }
+}
+
+fn take(connection: &mut Connection, bytes: &mut [u8]) -> io::Result<()> {
+    connection.read_exact(bytes)
+}

@@ -1,0 +1,179 @@
+//! The main connection: the stream comes in on it, and answers go out.
+use std::{
+    io::{self, Read, Write},
+    sync::{Arc, OnceLock},
+    time::{Duration, Instant},
+};
+
+use transship_wire::qemu::{Command, Configuration, Reply};
+
+use super::{barrier::Barrier, lobby::Line};
+use crate::{Error, Progress, control::TICK, transport::Connection};
+
+/// How long a source that was told that all is well may take to close the connection. It has nothing left to do.
+const LET_GO_TIMEOUT: Duration = Duration::from_secs(60);
+
+/// The stream. It waits for a source that is silent, for as long as that is: a source may be told to wait before its last round.
+pub(super) struct Incoming {
+    connection: Connection,
+    progress: Arc<Progress>,
+    /// Once there are channels: one that fails ends the wait.
+    barrier: BarrierLater,
+}
+
+/// That of the channels, once there are any.
+pub(super) type BarrierLater = Arc<OnceLock<Arc<Barrier>>>;
+
+impl Read for Incoming {
+    fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
+        loop {
+            if self.progress.is_cancelled() {
+                return Err(io::Error::other("cancelled"));
+            }
+            if self.barrier.get().is_some_and(|barrier| barrier.has_failed()) {
+                return Err(io::Error::other("a channel has failed"));
+            }
+            match self.connection.read(into) {
+                Err(error) if matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut) => {}
+                // Records know where in the stream it ended.
+                Err(error) if error.kind() == io::ErrorKind::ConnectionReset => return Ok(0),
+                read => return read,
+            }
+        }
+    }
+}
+
+/// What goes back to the source.
+pub(super) struct Answers {
+    connection: Connection,
+    pub(super) peer: String,
+    /// The source listens.
+    pub(super) open: bool,
+    /// It was told how it ended.
+    told: bool,
+}
+
+/// Both halves of the main connection. The cell is for the barrier.
+pub(super) fn split(
+    (connection, peer): Line,
+    progress: &Arc<Progress>,
+) -> Result<(Incoming, Answers, BarrierLater), Error> {
+    let failed = |source| Error::Io { what: format!("set up the connection with {peer}"), source };
+    connection.set_read_timeout(Some(TICK)).map_err(failed)?;
+    let barrier = Arc::new(OnceLock::new());
+    let reading = connection.try_clone().map_err(failed)?;
+    let incoming = Incoming { connection: reading, progress: Arc::clone(progress), barrier: Arc::clone(&barrier) };
+    Ok((incoming, Answers { connection, peer, open: false, told: false }, barrier))
+}
+
+impl Answers {
+    /// Obeys a command of the source.
+    ///
+    /// # Errors
+    /// One that can't be obeyed.
+    pub(super) fn obey(&mut self, command: &Command, configuration: Option<&Configuration>) -> Result<(), Error> {
+        match command {
+            Command::OpenReturnPath => {
+                self.open = true;
+                match configuration.is_some_and(|configuration| wants_ack(&configuration.machine)) {
+                    true => self.send(&Reply::SwitchoverAck),
+                    false => Ok(()),
+                }
+            }
+            Command::Ping(number) if self.open => self.send(&Reply::Pong(*number)),
+            Command::Ping(_) => Err(self.broke("asked for an answer without having opened a way back".into())),
+            Command::PostcopyAdvise(_) => Err(self.broke(
+                "wants to go on after its guest has moved (postcopy), which needs a QEMU here; turn postcopy-ram and dirty-bitmaps off there".into(),
+            )),
+            other => Err(self.broke(format!("sent the command {}, which can't be obeyed here", other.name()))),
+        }
+    }
+
+    fn send(&mut self, reply: &Reply) -> Result<(), Error> {
+        let sent = self.connection.write_all(&reply.encode());
+        sent.map_err(|source| Error::Io { what: format!("answer {}", self.peer), source })
+    }
+
+    fn broke(&self, what: String) -> Error {
+        Error::Protocol { peer: self.peer.clone(), what }
+    }
+
+    /// Tells the source that all of it has arrived and is safe: the guest is not its own any more once it has read that.
+    ///
+    /// # Errors
+    /// It can't be told: it has failed meanwhile, and goes on.
+    pub(super) fn all_is_well(&mut self) -> Result<(), Error> {
+        self.told = true;
+        if !self.open {
+            return Ok(());
+        }
+        if self.is_closed() {
+            return Err(
+                self.broke("has closed the connection before it was told of success; its guest runs on there".into())
+            );
+        }
+        self.send(&Reply::Shut(0))
+    }
+
+    /// Tells the source that it failed here, if it can be told. Its guest runs on there.
+    pub(super) fn it_failed(&mut self) {
+        if self.open && !std::mem::replace(&mut self.told, true) {
+            // It may be gone.
+            let _ = self.send(&Reply::Shut(1));
+        }
+        self.connection.shutdown();
+    }
+
+    /// Whether the source has closed the connection, as far as it is known.
+    fn is_closed(&self) -> bool {
+        use rustix::net::{RecvFlags, recv};
+        match recv(&self.connection, &mut [0; 1], RecvFlags::PEEK | RecvFlags::DONTWAIT) {
+            Ok((there, _)) => there == 0,
+            Err(rustix::io::Errno::AGAIN | rustix::io::Errno::INTR) => false,
+            Err(_) => true,
+        }
+    }
+
+    /// Waits until the source, which was told that all is well or has written all that it had, closes the connection: it is done. False: it was
+    /// torn down, or stays open.
+    pub(super) fn let_go(&mut self) -> bool {
+        let deadline = Instant::now() + LET_GO_TIMEOUT;
+        let mut rest = [0; 4096];
+        while Instant::now() < deadline {
+            match self.connection.read(&mut rest) {
+                Ok(0) => return true,
+                Ok(_) => {} // what follows the end means nothing
+                Err(error)
+                    if matches!(
+                        error.kind(),
+                        io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut | io::ErrorKind::Interrupted
+                    ) => {}
+                Err(_) => return false,
+            }
+        }
+        false
+    }
+}
+
+/// Whether a source of this machine type may wait for word that the destination is ready. Those before 8.1 would not understand it, and may be of
+/// a QEMU that is newer or not; those since 11.1 don't ask.
+fn wants_ack(machine: &str) -> bool {
+    let version = machine.rsplit('-').next().and_then(|version| version.split_once('.'));
+    let version = version.and_then(|(major, minor)| Some((major.parse().ok()?, minor.parse().ok()?)));
+    version.is_some_and(|version: (u32, u32)| ((8, 1)..(11, 1)).contains(&version))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_sources_that_know_the_word_are_told() {
+        for machine in ["pc-q35-8.1", "pc-i440fx-10.0", "pc-q35-11.0"] {
+            assert!(wants_ack(machine), "{machine}");
+        }
+        for machine in ["pc-q35-8.0", "pc-q35-7.2", "pc-q35-11.1", "pc-q35-12.0", "microvm", "none", "a-b.c"] {
+            assert!(!wants_ack(machine), "{machine}");
+        }
+    }
+}

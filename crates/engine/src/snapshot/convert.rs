@@ -1,0 +1,230 @@
+//! From one layout of a file to the other, without any guest.
+use std::{
+    sync::{Arc, atomic::Ordering::Relaxed},
+    time::Instant,
+};
+
+use transship_memory::{GuestMemory, PAGE_BYTES, PageRange};
+use transship_wire::qemu::{Block, Configuration};
+
+use super::{
+    DirectIo, FileUri, Format,
+    feed::{Feed, Flow},
+    info::{LEFT_OUT, check_tail},
+    mapped_store::MappedStore,
+    open::{Opened, Snapshot, Stream, needs_source, open},
+    origin::{Whence, wrong},
+    store::{Counts, FileStore, Store, write_pages},
+    stream_store::StreamStore,
+    target::Target,
+};
+use crate::{Error, Phase, Progress, Report, RoundReport, source::finish};
+
+const PAGE: u64 = PAGE_BYTES as u64;
+/// Pages that are read at once: 1 MiB.
+const READ_PAGES: u64 = 256;
+
+/// Makes a snapshot file of another one, or of a stream: in `format`, or else in the other of the two. Nothing but the layout changes; what a
+/// stream says of a page more than once is in a mapped-ram file as it was said last.
+///
+/// On failure what was at the name of `to` is there as it was.
+///
+/// # Errors
+/// See [`Error`].
+pub fn convert(
+    from: &FileUri,
+    to: &FileUri,
+    format: Option<Format>,
+    progress: &Arc<Progress>,
+    report: &mut Report,
+) -> Result<(), Error> {
+    let begin = Instant::now();
+    let result = open(from, DirectIo::Off).and_then(|opened| {
+        let format = format.unwrap_or(match opened {
+            Opened::Mapped(_) => Format::Stream,
+            Opened::Stream(_) => Format::MappedRam,
+        });
+        Conversion { to, format, progress, report, begin }.run(opened)
+    });
+    let result = result.map_err(|error| match error {
+        Error::Cancelled => Error::ConversionCancelled,
+        other => other,
+    });
+    finish(result, begin, progress, report)
+}
+
+struct Conversion<'a> {
+    to: &'a FileUri,
+    format: Format,
+    progress: &'a Arc<Progress>,
+    report: &'a mut Report,
+    begin: Instant,
+}
+
+/// All pages are in the store; this is to follow.
+struct Converted {
+    store: Arc<dyn FileStore>,
+    counts: Counts,
+    tail: Vec<u8>,
+}
+
+impl Conversion<'_> {
+    fn run(mut self, opened: Opened) -> Result<(), Error> {
+        let Converted { store, counts, tail } = match opened {
+            Opened::Mapped(snapshot) => self.mapped(*snapshot)?,
+            Opened::Stream(stream) => self.stream(*stream)?,
+        };
+        self.progress.set_phase(Phase::Completing);
+        let completing = Instant::now();
+        let mut file = self.report.file.take().unwrap_or_default();
+        store.complete(&tail, &mut file, self.progress)?;
+        file.format = self.format.to_string();
+        file.sync_ms = completing.elapsed().as_secs_f64() * 1e3;
+        self.report.file = Some(file);
+        let pages = &mut self.report.pages;
+        (pages.normal, pages.zero) = (counts.normal, counts.zero);
+        self.report.bytes.wire = counts.normal * PAGE + tail.len() as u64;
+        self.report.rounds.push(RoundReport {
+            number: 1,
+            scanned: self.report.bytes.guest / PAGE,
+            zero: counts.zero,
+            bytes: self.report.bytes.wire,
+            ms: self.begin.elapsed().as_secs_f64() * 1e3 - self.report.setup_ms,
+            ..RoundReport::default()
+        });
+        Ok(())
+    }
+
+    fn begin(&mut self, configuration: &Configuration, ram_section: u32) -> Result<Arc<dyn FileStore>, Error> {
+        // There is no guest whose memory the file could be.
+        let target = Target::create(self.to, DirectIo::Off, &GuestMemory::new(Vec::new()))?;
+        self.report.setup_ms = self.begin.elapsed().as_secs_f64() * 1e3;
+        self.progress.set_phase(Phase::Reading);
+        Ok(file_store(target, self.format, configuration, ram_section))
+    }
+
+    fn stream(&mut self, mut stream: Stream) -> Result<Converted, Error> {
+        let name = stream.origin.name.clone();
+        if let Some(why) = &stream.refusal {
+            return Err(wrong(&name, why));
+        }
+        if stream.configuration.ignore_shared {
+            return Err(wrong(&name, LEFT_OUT));
+        }
+        let store = self.begin(&stream.configuration, stream.ram_section)?;
+        store.list(&stream.blocks)?;
+        let whence = Whence::File(name.clone());
+        let mut feed = Feed::new(&whence, store.as_ref(), self.progress);
+        self.progress.round_total.store(stream.origin.bytes.map_or(0, |bytes| bytes - stream.origin.offset), Relaxed);
+        loop {
+            self.check_cancelled()?;
+            let position = stream.records.reader().position();
+            let flow = stream.records.step(|record, bytes| feed.take(record, bytes, position))?;
+            self.progress.wire_bytes.store(position, Relaxed);
+            match flow {
+                Flow::On | Flow::EndOfBody | Flow::Last => {}
+                Flow::Flush => {
+                    let what = "its pages went over multifd channels of their own and are not in it";
+                    return Err(wrong(&name, what));
+                }
+                Flow::Command(command) => {
+                    needs_source(&command).map_or(Ok(()), |why| Err(wrong(&name, why)))?;
+                }
+                Flow::Tail => break,
+            }
+        }
+        let counts = feed.counts;
+        self.report.bytes.guest = stream.records.reader().blocks().iter().map(|block| block.used_bytes).sum();
+        let base = stream.records.reader().position();
+        let tail = stream.records.tail()?;
+        check_tail(&name, &tail, base)?;
+        Ok(Converted { store, counts, tail })
+    }
+
+    fn mapped(&mut self, snapshot: Snapshot) -> Result<Converted, Error> {
+        let name = &snapshot.origin.name;
+        if let Some(why) = &snapshot.refusal {
+            return Err(wrong(name, why));
+        }
+        if let Some(block) = snapshot.left_out() {
+            return Err(wrong(name, format_args!("it has no pages of {:?}: {LEFT_OUT}", &*block.name)));
+        }
+        check_tail(name, &snapshot.tail, snapshot.tail_offset)?;
+        let store = self.begin(&snapshot.configuration, snapshot.ram_section)?;
+        let unplaced = snapshot.blocks.iter().map(|block| Block { mapped: None, ..block.clone() });
+        store.list(&unplaced.collect::<Vec<_>>())?;
+        if !snapshot.early.is_empty() {
+            store.early(&snapshot.early)?;
+        }
+        self.report.bytes.guest = snapshot.blocks.iter().map(|block| block.used_bytes).sum();
+        self.progress.round_total.store(self.report.bytes.guest, Relaxed);
+        self.progress.round_left.store(self.report.bytes.guest, Relaxed);
+        let mut counts = Counts::default();
+        for (number, block) in snapshot.blocks.iter().enumerate() {
+            self.block(&snapshot, number, block, store.as_ref(), &mut counts)?;
+        }
+        if snapshot.switchover {
+            store.switchover();
+        }
+        store.last();
+        Ok(Converted { store, counts, tail: snapshot.tail })
+    }
+
+    fn block(
+        &self,
+        snapshot: &Snapshot,
+        number: usize,
+        block: &Block,
+        store: &dyn Store,
+        counts: &mut Counts,
+    ) -> Result<(), Error> {
+        let Some(geometry) = block.geometry() else { return Ok(()) };
+        let (what, mut bytes, mut done) = (format!("pages of {:?}", &*block.name), Vec::new(), 0);
+        let clear = |from: u64, to: u64, counts: &mut Counts| {
+            counts.zero += to - from;
+            if to > from { store.clear(number, PageRange::new(from, to - from)) } else { Ok(()) }
+        };
+        snapshot.each_stored(block, |run| {
+            clear(done, run.first, counts)?;
+            done = run.end();
+            for first in (run.first..run.end()).step_by(READ_PAGES as usize) {
+                self.check_cancelled()?;
+                let count = READ_PAGES.min(run.end() - first);
+                bytes.resize(count as usize * PAGE_BYTES, 0);
+                snapshot.read_exact(&what, &mut bytes, geometry.pages_offset + first * PAGE)?;
+                let offsets: Vec<u64> = (first..first + count).map(|page| page * PAGE).collect();
+                let written = write_pages(store, number, &offsets, &bytes)?;
+                counts.normal += written.normal;
+                counts.zero += written.zero;
+                self.progress.normal_pages.fetch_add(written.normal, Relaxed);
+                self.progress.wire_bytes.fetch_add(count * PAGE, Relaxed);
+            }
+            let _ = self.progress.round_left.fetch_update(Relaxed, Relaxed, |left| {
+                let all = block.used_bytes.saturating_sub(done * PAGE);
+                Some(left.saturating_sub(run.bytes()).max(all.min(left)))
+            });
+            Ok(())
+        })?;
+        clear(done, block.pages(), counts)
+    }
+
+    fn check_cancelled(&self) -> Result<(), Error> {
+        match self.progress.is_cancelled() {
+            true => Err(Error::Cancelled),
+            false => Ok(()),
+        }
+    }
+}
+
+/// The store for a file of this layout.
+pub(crate) fn file_store(
+    target: Target,
+    format: Format,
+    configuration: &Configuration,
+    ram_section: u32,
+) -> Arc<dyn FileStore> {
+    match format {
+        Format::MappedRam => Arc::new(MappedStore::begin(target, configuration, ram_section)),
+        Format::Stream => Arc::new(StreamStore::begin(target, configuration, ram_section)),
+    }
+}

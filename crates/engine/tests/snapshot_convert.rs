@@ -1,0 +1,230 @@
+//! From one layout to the other and back: the guest is the same, whatever its stream was made of; what can't be converted leaves no trace.
+#![allow(clippy::unwrap_used)]
+mod common;
+
+use std::{fs, io::Read, path::Path};
+
+use common::snapshot::Snapshot;
+use proptest::{collection::vec, prelude::*};
+use transship_engine::{Error, FileUri, Format, Progress, Report, Status, convert, inspect};
+use transship_wire::qemu::{Block, Command, Configuration, Name, StreamWriter};
+
+const PAGES: [u64; 2] = [300, 70];
+
+fn name(text: &str) -> Name {
+    Name::new(text).unwrap()
+}
+
+/// What a source says of a page.
+#[derive(Debug, Clone)]
+enum Say {
+    Page {
+        block: usize,
+        page: u64,
+        byte: u8,
+    },
+    Zero {
+        block: usize,
+        page: u64,
+    },
+    /// These bytes have changed.
+    Xbzrle {
+        block: usize,
+        page: u64,
+        skip: u8,
+        bytes: Vec<u8>,
+    },
+    NextPart,
+}
+
+fn saying() -> impl Strategy<Value = Vec<Say>> {
+    let place = || (0..2usize, 0..70u64);
+    let say = prop_oneof![
+        // Runs, too.
+        4 => (place(), any::<u8>(), 1..20u64).prop_map(|((block, page), byte, count)| {
+            (page..(page + count).min(70)).map(|page| Say::Page { block, page, byte }).collect::<Vec<_>>()
+        }),
+        2 => (place(), 1..20u64).prop_map(|((block, page), count)| {
+            (page..(page + count).min(70)).map(|page| Say::Zero { block, page }).collect()
+        }),
+        2 => (place(), any::<u8>(), vec(any::<u8>(), 1..100))
+            .prop_map(|((block, page), skip, bytes)| vec![Say::Xbzrle { block, page, skip, bytes }]),
+        1 => Just(vec![Say::NextPart]),
+    ];
+    vec(say, 0..40).prop_map(|says| says.concat())
+}
+
+/// The stream, and the memory that it makes of one that is zero.
+fn stream_of(says: &[Say], switchover: bool) -> (Vec<u8>, Vec<Vec<u8>>) {
+    let blocks = [("pc.ram", PAGES[0]), ("vga.vram", PAGES[1])].map(|(block, pages)| Block {
+        name: name(block),
+        used_bytes: pages * 4096,
+        gpa: None,
+        mapped: None,
+    });
+    let mut memory: Vec<Vec<u8>> = PAGES.iter().map(|pages| vec![0; *pages as usize * 4096]).collect();
+    let mut writer = StreamWriter::new(0, 7);
+    writer.header().configuration(&Configuration::new(name("pc-q35-10.0")));
+    writer.command(&Command::Ping(1)).ram_start(PAGES.iter().sum::<u64>() * 4096);
+    blocks.iter().for_each(|block| {
+        writer.block(block);
+    });
+    writer.end_of_section().part();
+    for say in says {
+        match say {
+            Say::Page { block, page, byte } => {
+                writer.page(&blocks[*block].name, page * 4096, &[*byte; 4096]);
+                memory[*block][*page as usize * 4096..][..4096].fill(*byte);
+            }
+            Say::Zero { block, page } => {
+                writer.zero_page(&blocks[*block].name, page * 4096);
+                memory[*block][*page as usize * 4096..][..4096].fill(0);
+            }
+            Say::Xbzrle { block, page, skip, bytes } => {
+                let skip = skip % 128;
+                let delta = [&[skip, bytes.len() as u8][..], bytes].concat();
+                writer.xbzrle_page(&blocks[*block].name, page * 4096, &delta);
+                memory[*block][*page as usize * 4096 + usize::from(skip)..][..bytes.len()].copy_from_slice(bytes);
+            }
+            Say::NextPart => {
+                writer.end_of_section().part();
+            }
+        }
+    }
+    writer.end_of_section();
+    if switchover {
+        writer.command(&Command::SwitchoverStart);
+    }
+    writer.end().end_of_section().raw(&tail());
+    (writer.take_bytes(), memory)
+}
+
+fn tail() -> Vec<u8> {
+    let mut writer = StreamWriter::new(0, 7);
+    let state = [&8u32.to_be_bytes()[..], b"running", &[0; 93]].concat();
+    writer.full(9, &name("globalstate"), 0, 1, &state).eof();
+    writer.take_bytes()
+}
+
+fn run(from: &Path, to: &Path, format: Option<Format>) -> (Result<(), Error>, Report) {
+    let mut report = Report::default();
+    let result = convert(&FileUri::path(from), &FileUri::path(to), format, &Progress::new(), &mut report);
+    (result, report)
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 30, failure_persistence: None, ..ProptestConfig::default() })]
+
+    #[test]
+    fn the_guest_is_the_same_in_every_layout(says in saying(), switchover: bool, offset in prop_oneof![Just(0), 1..9999u64]) {
+        let folder = tempfile::tempdir().unwrap();
+        let [first, mapped, plain, again] = ["first", "mapped", "plain", "again"].map(|name| folder.path().join(name));
+        let (stream, memory) = stream_of(&says, switchover);
+        fs::write(&first, &stream).unwrap();
+        let (result, report) = run(&first, &mapped, None);
+        result.unwrap();
+        prop_assert_eq!((report.status, report.file.unwrap().format), (Status::Completed, "mapped-ram".to_owned()));
+        let file = Snapshot::read(&mapped, 0);
+        prop_assert_eq!(&file.names, &["pc.ram", "vga.vram"]);
+        prop_assert!(file.memory == memory);
+        prop_assert_eq!(&file.tail, &tail());
+        prop_assert!(file.configuration.mapped_ram);
+        // A file is what it was, whichever way it is rewritten.
+        let to = FileUri { offset, ..FileUri::path(&plain) };
+        convert(&FileUri::path(&mapped), &to, None, &Progress::new(), &mut Report::default()).unwrap();
+        let back = Snapshot::read(&plain, offset);
+        prop_assert!(back.memory == memory && back.tail == tail() && !back.configuration.mapped_ram);
+        let has = |bytes: &[u8]| bytes.windows(5).any(|bytes| bytes == [8, 0, 11, 0, 0]);
+        prop_assert_eq!(has(&fs::read(&plain).unwrap()), switchover, "the mark of the switchover");
+        convert(&to, &FileUri::path(&again), Some(Format::MappedRam), &Progress::new(), &mut Report::default()).unwrap();
+        prop_assert!(Snapshot::read(&again, 0).memory == memory);
+        run(&mapped, &again, Some(Format::MappedRam)).0.unwrap();
+        prop_assert!(Snapshot::read(&again, 0).memory == memory);
+        // Differences stay what they are in a stream, and are read there.
+        run(&first, &again, Some(Format::Stream)).0.unwrap();
+        run(&again, &mapped, None).0.unwrap();
+        prop_assert!(Snapshot::read(&mapped, 0).memory == memory);
+    }
+}
+
+/// What a stock QEMU has sent.
+fn sample(name: &str) -> Vec<u8> {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../wire/tests/data").join(name);
+    let mut bytes = Vec::new();
+    flate2::read::GzDecoder::new(fs::File::open(path).unwrap()).read_to_end(&mut bytes).unwrap();
+    bytes
+}
+
+#[test]
+fn a_stream_of_stock_qemu_becomes_a_file_that_is_whole() {
+    let folder = tempfile::tempdir().unwrap();
+    let [from, to, back] = ["from", "to", "back"].map(|name| folder.path().join(name));
+    fs::write(&from, sample("plain-10.0.2.bin.gz")).unwrap();
+    run(&from, &to, None).0.unwrap();
+    let info = inspect(&FileUri::path(&to), true).unwrap();
+    assert_eq!((info.format.as_str(), info.refusal.as_deref(), info.described), ("mapped-ram", None, true));
+    run(&to, &back, None).0.unwrap();
+    let (before, after) = (Snapshot::read(&from, 0), Snapshot::read(&back, 0));
+    assert!(before.memory == after.memory && before.names == after.names && before.tail == after.tail);
+    assert!(Snapshot::read(&to, 0).memory == before.memory);
+    // The file is no larger on the disk than what is in it.
+    let stored = info.blocks.iter().map(|block| block.stored).sum::<u64>() * 4096;
+    assert!(info.allocated.unwrap() <= stored + (256 << 10), "{info:?}");
+}
+
+#[test]
+fn what_can_not_be_converted_leaves_no_trace() {
+    let folder = tempfile::tempdir().unwrap();
+    let [from, to] = ["from", "to"].map(|name| folder.path().join(name));
+    fs::write(&to, "what was there").unwrap();
+    let (whole, _) = stream_of(&[Say::Page { block: 0, page: 3, byte: 9 }], false);
+    let ignoring = sample("x-ignore-shared-10.0.2.bin.gz");
+    let multifd = sample("multifd-none-10.0.2-main.bin.gz");
+    let postcopy = sample("postcopy-10.0.2-forward.bin.gz");
+    for (bytes, why) in [
+        (&whole[..whole.len() - 1], "1 more bytes needed"),
+        (&whole[..whole.len() / 2], "more bytes needed"),
+        (b"not a stream", "no QEMU migration stream begins here"),
+        (&ignoring, "x-ignore-shared"),
+        (&multifd, "multifd channels"),
+        (&postcopy, "postcopy"),
+    ] {
+        fs::write(&from, bytes).unwrap();
+        for format in [Format::MappedRam, Format::Stream] {
+            let error = run(&from, &to, Some(format)).0.unwrap_err().to_string();
+            assert!(error.contains(why) && error.contains("from"), "{why}: {error}");
+            assert_eq!(fs::read(&to).unwrap(), b"what was there");
+            assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 2, "{why}");
+        }
+    }
+}
+
+/// Sizes that no file has take neither memory nor disk.
+#[test]
+fn a_block_as_long_as_can_be_is_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let [from, to] = ["from", "to"].map(|name| folder.path().join(name));
+    let mut writer = StreamWriter::new(0, 7);
+    let huge = (1 << 56) - 4096;
+    writer.header().configuration(&Configuration::new(name("pc"))).ram_start(huge);
+    writer.block(&Block { name: name("pc.ram"), used_bytes: huge, gpa: None, mapped: None }).end_of_section();
+    writer.end().page(&name("pc.ram"), huge - 4096, &[1; 4096]).end_of_section().raw(&tail());
+    fs::write(&from, writer.take_bytes()).unwrap();
+    // On a file system that has such files it is converted.
+    if let Err(error) = run(&from, &to, None).0 {
+        assert!(error.to_string().contains("too large"), "{error}");
+        assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 1);
+    }
+}
+
+#[test]
+fn a_cancelled_conversion_says_so() {
+    let folder = tempfile::tempdir().unwrap();
+    let [from, to] = ["from", "to"].map(|name| folder.path().join(name));
+    fs::write(&from, stream_of(&[], false).0).unwrap();
+    let (progress, mut report) = (Progress::new(), Report::default());
+    progress.cancel();
+    let error = convert(&FileUri::path(&from), &FileUri::path(&to), None, &progress, &mut report).unwrap_err();
+    assert_eq!((error.to_string().as_str(), report.status), ("cancelled; nothing has changed", Status::Cancelled));
+    assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 1);
+}
