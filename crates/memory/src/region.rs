@@ -251,6 +251,15 @@ impl Region {
         }
     }
 
+    /// Makes sure that writing to these pages through the mapping makes none: for want of memory that would be a SIGBUS. False: it can't be
+    /// had, or there are so few that it is not worth it.
+    pub(crate) fn populate_write(&self, range: PageRange) -> bool {
+        const FEW: u64 = 8;
+        let (start, len) = self.raw(range);
+        // SAFETY: raw() gives len bytes of the mapping; pages are made as a write would make them, and what they hold stays.
+        range.count >= FEW && unsafe { rustix::mm::madvise(start.cast(), len, Advice::LinuxPopulateWrite) }.is_ok()
+    }
+
     /// Asks for transparent huge pages where the file system can (MADV_HUGEPAGE); harmless elsewhere.
     pub fn advise_huge(&self) {
         self.advise(PageRange::new(0, self.pages()), Advice::LinuxHugepage);

@@ -14,9 +14,9 @@ use std::{
     time::Duration,
 };
 
-use common::{HUGE, PAGE, contents, file, huge_file, map, page_of};
+use common::{HUGE, PAGE, contents, file, huge_file, map, mounts::with_mounts_of_its_own, page_of};
 use proptest::prelude::*;
-use rustix::fs::OFlags;
+use rustix::{fs::OFlags, mount::MountFlags};
 use transship_memory::{Access, Error, PAGE_BYTES, PageRange, PageSet, Region};
 
 fn why(result: Result<Region, Error>) -> String {
@@ -347,4 +347,44 @@ fn a_peer_that_is_gone_or_stuck_is_an_error() {
     drop(theirs);
     let gone = region.send_window(ours.as_fd(), b"head", 0, 1).unwrap_err();
     assert_eq!(gone.kind(), io::ErrorKind::BrokenPipe);
+}
+
+/// Threads that write all of a region at once, each a part of each window: whole pieces, and every second page.
+fn write_from_many_threads(region: &Region) -> Vec<Result<(), Error>> {
+    const PARTS: [u128; 4] = [0xffff_ffff << 96, 0x5555_5555 << 64, 0xaaaa_aaaa << 64, (1 << 64) - 1];
+    let write = |part: u128| {
+        let mut windows = (0..region.pages()).step_by(128);
+        windows.try_for_each(|first| {
+            let pages = (0..128).filter(|bit| part >> bit & 1 == 1);
+            let bytes: Vec<u8> = pages.flat_map(|bit| page_of(first + bit)).collect();
+            region.write_pages(first, part, &bytes)
+        })
+    };
+    thread::scope(|scope| {
+        let writing = PARTS.map(|part| scope.spawn(move || write(part)));
+        writing.into_iter().map(|thread| thread.join().unwrap()).collect()
+    })
+}
+
+#[test]
+fn many_threads_write_at_once() {
+    let region = map(file(8192 * PAGE), 8192 * PAGE, Access::ReadWrite);
+    assert!(write_from_many_threads(&region).iter().all(Result::is_ok));
+    let expected: Vec<u8> = (0..8192).flat_map(page_of).collect();
+    assert!(contents(&region) == expected);
+}
+
+/// Some of the threads go through the mapping, where a want of memory is a SIGBUS that nobody survives.
+#[test]
+fn a_file_system_without_room_is_an_error_for_every_thread() {
+    with_mounts_of_its_own(|dir| {
+        rustix::mount::mount("none", dir, "tmpfs", MountFlags::empty(), Some(c"size=4m")).unwrap();
+        let file = File::options().read(true).write(true).create_new(true).open(dir.join("ram")).unwrap();
+        file.set_len(8192 * PAGE).unwrap();
+        let region = map(&file, 8192 * PAGE, Access::ReadWrite);
+        for failed in write_from_many_threads(&region) {
+            let error = failed.unwrap_err().to_string();
+            assert!(error.contains("No space left on device"), "{error}");
+        }
+    });
 }
