@@ -44,6 +44,9 @@ Examples:
   Behind a slow link, smaller instead of faster, on 8 threads:
     transship move --vm qemu:/run/vm.qmp --to tcp:ship2:4444 --compress zstd:3 --encoders 8
 
+  To a stock QEMU, started with `-incoming tcp:0.0.0.0:4444` and nothing else:
+    transship move --vm qemu:/run/vm.qmp --to tcp:ship2:4444 --peer qemu
+
 Ctrl-C cancels: the guest runs on at the source. Once the guest has been handed over it is the destination's, and
 the move can no longer be cancelled.
 
@@ -161,13 +164,19 @@ pub(crate) struct MoveArgs {
     /// The guest to move: qemu:SOCKET or handoff:SOCKET
     #[arg(long)]
     pub(crate) vm: String,
-    /// Where a transship receives: tcp:HOST:PORT or unix:PATH
+    /// Where it is received: tcp:HOST:PORT or unix:PATH
     #[arg(long, value_name = "URI")]
     pub(crate) to: String,
-    /// What receives at the other end
-    #[arg(long, value_enum, default_value_t = Peer::Transship, hide_short_help = true)]
+    /// What receives at the other end: transship or qemu
+    ///
+    /// `qemu`: a stock QEMU that was started with `-incoming URI`, with nothing of ours on its host. It must be set up as for a
+    /// migration from QEMU; see docs/qemu-peer.md.
+    #[arg(long, value_enum, default_value_t = Peer::Transship, value_name = "WHAT", hide_possible_values = true)]
     pub(crate) peer: Peer,
     /// Data channels, 1 to 255 [default: by cores, at most 16]
+    ///
+    /// With --peer qemu the multifd channels, as many as the destination's `multifd-channels` says; by default 0: it has `multifd`
+    /// off, as is QEMU's own default.
     #[arg(long, value_name = "N")]
     pub(crate) channels: Option<String>,
     /// Make pages smaller: auto, none, zlib, zstd, qatzip or lz4, also as METHOD:LEVEL
@@ -176,6 +185,7 @@ pub(crate) struct MoveArgs {
     /// best ratio for the time. `qatzip`: 1 to 9; on a QAT device where there is one, else in software. `lz4`: 1 to 12; the
     /// fastest to decode. Without a level it is 1; higher is smaller and slower. `auto`: none, lz4 or zstd, whichever gets most
     /// pages through; measures link and encoders while the guest moves, and changes its mind. Pages that don't shrink go as they are.
+    /// With --peer qemu: what the destination's `multifd-compression` says, none, zlib or zstd.
     #[arg(long, value_name = "METHOD", default_value = "none")]
     pub(crate) compress: String,
     /// Threads that compress, 1 to 255 [default: by cores]
@@ -191,7 +201,8 @@ pub(crate) struct MoveArgs {
     ///
     /// `channels`: each channel, right before it sends a page. `main`: the main thread, before it hands pages to the
     /// channels; for comparison. `off`: nobody, zero pages travel as data. Memory that was never touched is skipped
-    /// unread in any case.
+    /// unread in any case. With --peer qemu and channels, `main` also clears memory of the destination that was not empty when
+    /// that QEMU started.
     #[arg(long, value_enum, default_value_t = ZeroPages::Channels, value_name = "WHO", hide_possible_values = true)]
     pub(crate) zero_pages: ZeroPages,
     /// Most that all channels together send: 100M, 1Gbit
@@ -204,7 +215,7 @@ pub(crate) struct MoveArgs {
     ///
     /// A guest that writes faster than the link carries would go on for ever. After this many rounds the move ends with
     /// the numbers that show it, and the guest runs on at the source.
-    #[arg(long, value_name = "N", default_value = "30")]
+    #[arg(long, value_name = "N", default_value = "30", hide_short_help = true)]
     pub(crate) max_rounds: String,
     /// Compare a hash of all memory on both sides
     ///
@@ -223,10 +234,11 @@ pub(crate) struct MoveArgs {
     pub(crate) allow_untracked_writers: bool,
 }
 
-/// The other end. A stock QEMU as a peer is to come.
-#[derive(Debug, Clone, Copy, ValueEnum)]
+/// The other end.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Peer {
     Transship,
+    Qemu,
 }
 
 #[derive(Debug, Clone, Copy, ValueEnum)]

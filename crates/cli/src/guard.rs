@@ -113,6 +113,10 @@ impl SourceGuest for Guarded {
         self.guest.state_format()
     }
 
+    fn uuid(&mut self) -> Result<[u8; 16], GuestError> {
+        self.guest.uuid()
+    }
+
     fn state_estimate(&self) -> Duration {
         self.guest.state_estimate()
     }

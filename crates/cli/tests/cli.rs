@@ -21,7 +21,7 @@ fn wrong_usage_is_exit_code_2_and_nothing_on_stdout() {
         &["move"],
         &["move", "--vm", "qemu:/x"],
         &["move", "--vm", "qemu:/x", "--to", "unix:/x", "--speed", "1"],
-        &["move", "--vm", "qemu:/x", "--to", "unix:/x", "--peer", "qemu"],
+        &["move", "--vm", "qemu:/x", "--to", "unix:/x", "--peer", "qemu", "--verify"],
         &["receive", "--vm", "/x", "--listen", "unix:/x"],
         &["guest", "--listen", "/x", "--content", "zero", "--corpus", "/x"],
     ];
@@ -108,6 +108,37 @@ fn what_compresses_is_read_by_its_own_rules() {
     }
     let methods = run(&["move", "--vm", "qemu:/x", "--to", "unix:/x", "--compress", "gzip"]).stderr;
     assert!(methods.contains("none, zlib, zstd, qatzip, lz4, or auto"), "{methods}");
+}
+
+/// A stock QEMU can't do all that a transship can; every option that makes no sense is named, with what would.
+#[test]
+fn what_a_stock_qemu_can_not_do_is_refused() {
+    let base = ["move", "--vm", "qemu:/nowhere/q", "--to", "unix:/x", "--peer", "qemu"];
+    for (flags, words) in [
+        (["--verify"].as_slice(), ["--verify", "no hash"]),
+        (&["--channels", "2", "--compress", "lz4"], ["--compress \"lz4\"", "multifd-compression"]),
+        (&["--channels", "2", "--compress", "qatzip"], ["--compress \"qatzip\"", "none, zlib or zstd"]),
+        (&["--channels", "2", "--compress", "auto"], ["--compress \"auto\"", "name it"]),
+        (&["--channels", "2", "--compress", "zstd:21"], ["--compress \"zstd:21\"", "-7 to 20"]),
+        (&["--compress", "zstd"], ["--compress", "add --channels N"]),
+        (&["--encoders", "3"], ["--encoders", "leave it out"]),
+        (&["--when-busy", "raw"], ["--when-busy", "leave it out"]),
+        (&["--channels", "256"], ["--channels \"256\"", "0 to 255"]),
+        (&["--bandwidth", "1"], ["--bandwidth", "1MiB/s"]),
+    ] {
+        let run = run(&[&base, flags].concat());
+        assert_eq!(run.code, 2, "{flags:?}: {run:?}");
+        assert_eq!(run.stderr.lines().count(), 1, "{flags:?}: {run:?}");
+        assert!(words.iter().all(|word| run.stderr.contains(word)), "{flags:?}: {run:?}");
+    }
+    for flags in
+        [[].as_slice(), &["--channels", "0"], &["--channels", "255", "--compress", "zlib:0", "--zero-pages", "main"]]
+    {
+        let run = run(&[&base, flags].concat());
+        assert!(run.code == 1 && run.stderr.contains("/nowhere/q"), "{flags:?}: {run:?}");
+    }
+    // Without a peer to say so, 0 channels are none.
+    assert_eq!(run(&["move", "--vm", "qemu:/nowhere/q", "--to", "unix:/x", "--channels", "0"]).code, 2);
 }
 
 #[test]

@@ -66,6 +66,13 @@ pub trait SourceGuest: Send {
     fn state_format(&self) -> StateFormat {
         StateFormat::Opaque
     }
+    /// The guest's UUID as its VMM knows it; all zero if it has none. A destination that is no transship may compare it with its own.
+    ///
+    /// # Errors
+    /// The VMM does not say.
+    fn uuid(&mut self) -> Result<[u8; 16], GuestError> {
+        Ok([0; 16])
+    }
     /// How long saving, sending and loading the device state is thought to take; for the forecast before the first one.
     fn state_estimate(&self) -> Duration;
     /// The guest will neither go nor run on after `save_state`: `resume(false)` will follow, and leaves it as whole as `stop` did. Called

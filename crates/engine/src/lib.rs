@@ -25,7 +25,7 @@ pub use destination::receive_guest;
 pub use error::{Error, Outcome};
 pub use options::{Compress, MoveOptions, Setting, WhenBusy, ZeroPages};
 pub use progress::{CpuProgress, CpuTime, EncodingProgress, Phase, Progress};
-pub use qemu_peer::{FileSink, Sink, receive_from_qemu};
+pub use qemu_peer::{FileSink, QemuSendOptions, Sink, receive_from_qemu, send_to_qemu};
 pub use report::{ByteCounts, CpuSeconds, FileReport, LazyReport, PageCounts, Report, RoundReport, Status};
 pub use snapshot::{
     BlockInfo, DirectIo, Ending, FileIo, FilePlace, FileUri, Format, RestoreOptions, SaveOptions, SectionInfo,

@@ -2,11 +2,13 @@
 use std::{sync::Arc, time::Duration};
 
 use transship_codec::{Backend, Method, SettingError, qatzip_backend};
-use transship_engine::{Compress, Error, MoveOptions, Progress, Report, Uri, move_guest};
+use transship_engine::{
+    Compress, Error, MoveOptions, Progress, QemuSendOptions, Report, Setting, Uri, move_guest, send_to_qemu,
+};
 use transship_vmm::{AttachOptions, VmAddress, attach_source};
 
 use crate::{
-    args::MoveArgs,
+    args::{MoveArgs, Peer, WhenBusy},
     checks::Checks,
     failure::Failure,
     guard::Guarded,
@@ -23,7 +25,8 @@ const DOWNTIME_MAX: Duration = Duration::from_secs(60);
 
 pub(crate) fn run(args: &MoveArgs) -> Result<(), Failure> {
     let request = Request::check(args)?;
-    if matches!(request.options.compress, Compress::Fixed(setting) if setting.method() == Method::Qatzip) {
+    if matches!(&request.way, Way::ToTransship(MoveOptions { compress: Compress::Fixed(setting), .. }) if setting.method() == Method::Qatzip)
+    {
         say_who_makes_qatzip();
     }
     let progress = Progress::new();
@@ -39,7 +42,10 @@ fn move_away(request: &Request, progress: &Arc<Progress>, report: &mut Report) -
     let mut guest = Guarded::new(guest, &request.vm_text);
     let _display =
         Display::start(progress).map_err(|source| Error::Io { what: "can't start a thread".into(), source })?;
-    move_guest(&mut guest, &request.to, &request.options, progress, report)
+    match &request.way {
+        Way::ToTransship(options) => move_guest(&mut guest, &request.to, options, progress, report),
+        Way::ToQemu(options) => send_to_qemu(&mut guest, &request.to, options, progress, report),
+    }
 }
 
 /// Finding out may take a device's start: once, and not while the guest's pages wait.
@@ -65,25 +71,121 @@ struct Request {
     /// As the user wrote it.
     vm_text: String,
     to: Uri,
-    options: MoveOptions,
+    way: Way,
     attach: AttachOptions,
+}
+
+/// Who is at the other end.
+#[derive(Debug)]
+enum Way {
+    ToTransship(MoveOptions),
+    ToQemu(QemuSendOptions),
 }
 
 impl Request {
     fn check(args: &MoveArgs) -> Result<Self, Failure> {
         let mut checks = Checks::default();
-        let defaults = MoveOptions::default();
         let vm = checks.read("--vm", &args.vm, str::parse::<VmAddress>);
         let to = checks.read("--to", &args.to, str::parse::<Uri>);
-        let channels = match &args.channels {
-            Some(text) => checks.within("--channels", text, units::count, (1, 255), "1 to 255"),
-            None => Some(u64::from(defaults.channels)),
+        let way = match args.peer {
+            Peer::Transship => to_transship(args, &mut checks).map(Way::ToTransship),
+            Peer::Qemu => to_qemu(args, &mut checks).map(Way::ToQemu),
         };
-        let compress = checks.read("--compress", &args.compress, compression);
-        let encoders = match &args.encoders {
-            Some(text) => checks.within("--encoders", text, units::count, (1, 255), "1 to 255"),
-            None => Some(u64::from(defaults.encoders)),
-        };
+        let request = (|| {
+            Some(Self {
+                vm: vm?,
+                vm_text: args.vm.clone(),
+                to: to?,
+                way: way?,
+                attach: AttachOptions { allow_untracked_writers: args.allow_untracked_writers },
+            })
+        })();
+        checks.finish(request)
+    }
+}
+
+fn to_transship(args: &MoveArgs, checks: &mut Checks) -> Option<MoveOptions> {
+    let defaults = MoveOptions::default();
+    let channels = match &args.channels {
+        Some(text) => checks.within("--channels", text, units::count, (1, 255), "1 to 255"),
+        None => Some(u64::from(defaults.channels)),
+    };
+    let compress = checks.read("--compress", &args.compress, compression);
+    let encoders = match &args.encoders {
+        Some(text) => checks.within("--encoders", text, units::count, (1, 255), "1 to 255"),
+        None => Some(u64::from(defaults.encoders)),
+    };
+    let pace = Pace::check(args, checks);
+    let Pace { bandwidth, downtime, max_rounds } = pace?;
+    Some(MoveOptions {
+        channels: channels?.try_into().ok()?,
+        compress: compress?,
+        encoders: encoders?.try_into().ok()?,
+        when_busy: args.when_busy.into(),
+        zero_pages: args.zero_pages.into(),
+        bandwidth,
+        downtime,
+        verify: args.verify,
+        max_rounds,
+    })
+}
+
+/// A stock QEMU can't do all that a transship can.
+fn to_qemu(args: &MoveArgs, checks: &mut Checks) -> Option<QemuSendOptions> {
+    let channels = match &args.channels {
+        Some(text) => checks.within("--channels", text, units::count, (0, 255), "0 to 255"),
+        None => Some(0),
+    };
+    let compress = checks.read("--compress", &args.compress, qemu_compression);
+    if channels == Some(0) && compress.is_some_and(|setting| setting != Setting::NONE) {
+        checks.mistake(format!(
+            "--compress {:?}: with --peer qemu only multifd channels compress; add --channels N, as many as the destination's multifd-channels",
+            args.compress
+        ));
+    }
+    if args.verify {
+        checks.mistake(
+            "--verify: a stock QEMU has no hash of its memory to compare; leave it out with --peer qemu".into(),
+        );
+    }
+    if args.encoders.is_some() || args.when_busy != WhenBusy::Wait {
+        let what = if args.encoders.is_some() { "--encoders" } else { "--when-busy" };
+        checks.mistake(format!("{what}: with --peer qemu each channel compresses its own pages; leave it out"));
+    }
+    let pace = Pace::check(args, checks);
+    let Pace { bandwidth, downtime, max_rounds } = pace?;
+    Some(QemuSendOptions {
+        channels: channels?.try_into().ok()?,
+        compress: compress?,
+        zero_pages: args.zero_pages.into(),
+        bandwidth,
+        downtime,
+        max_rounds,
+    })
+}
+
+/// What a stock QEMU decodes is what its `multifd-compression` says, and nothing else.
+fn qemu_compression(text: &str) -> Result<Setting, String> {
+    let choice = "a stock QEMU decodes none, zlib or zstd, whichever its multifd-compression says";
+    if text == "auto" {
+        return Err(format!("{choice}; name it"));
+    }
+    let setting: Setting = text.parse().map_err(|why: SettingError| why.to_string())?;
+    match setting.method() {
+        Method::None | Method::Zlib | Method::Zstd => Ok(setting),
+        _ => Err(choice.to_owned()),
+    }
+}
+
+/// How fast, and for how long.
+struct Pace {
+    bandwidth: Option<u64>,
+    downtime: Duration,
+    max_rounds: u32,
+}
+
+impl Pace {
+    fn check(args: &MoveArgs, checks: &mut Checks) -> Option<Self> {
         let bandwidth = match &args.bandwidth {
             Some(text) => {
                 let bounds = (BANDWIDTH_MIN, u64::MAX);
@@ -94,25 +196,6 @@ impl Request {
         let bounds = (DOWNTIME_MIN, DOWNTIME_MAX);
         let downtime = checks.within("--downtime", &args.downtime, units::time, bounds, "from 1ms to 60s");
         let max_rounds = checks.within("--max-rounds", &args.max_rounds, units::count, (1, 10_000), "1 to 10000");
-        let request = (|| {
-            Some(Self {
-                vm: vm?,
-                vm_text: args.vm.clone(),
-                to: to?,
-                options: MoveOptions {
-                    channels: channels?.try_into().ok()?,
-                    compress: compress?,
-                    encoders: encoders?.try_into().ok()?,
-                    when_busy: args.when_busy.into(),
-                    zero_pages: args.zero_pages.into(),
-                    bandwidth: bandwidth?,
-                    downtime: downtime?,
-                    verify: args.verify,
-                    max_rounds: max_rounds?.try_into().ok()?,
-                },
-                attach: AttachOptions { allow_untracked_writers: args.allow_untracked_writers },
-            })
-        })();
-        checks.finish(request)
+        Some(Self { bandwidth: bandwidth?, downtime: downtime?, max_rounds: max_rounds?.try_into().ok()? })
     }
 }

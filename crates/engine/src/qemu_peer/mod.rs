@@ -1,4 +1,6 @@
 //! A stock QEMU at the other end: it speaks its own migration protocol, and nothing of ours is there.
 mod receive;
+mod send;
 
 pub use receive::{FileSink, Sink, receive_from_qemu};
+pub use send::{QemuSendOptions, send_to_qemu};

@@ -49,6 +49,9 @@ mod unsaved;
 mod uri;
 mod writer;
 
+pub(crate) use output::{RegionBlock, region_blocks};
+pub(crate) use state::{DeviceState, machine_name};
+
 pub use convert::convert;
 pub use info::{BlockInfo, SectionInfo, SnapshotInfo, inspect};
 pub use options::{DirectIo, FileIo, Format, RestoreOptions, SaveOptions, Then, Way};

@@ -36,6 +36,22 @@ fn kernel(release: &str) -> Result<(), GuestError> {
     Ok(())
 }
 
+/// The VM's UUID; all zero if it was given none.
+pub(super) fn uuid(qmp: &mut Qmp) -> Result<[u8; 16], GuestError> {
+    let answer = qmp.execute("query-uuid", json!({}))?;
+    let text = answer["UUID"].as_str().unwrap_or_default();
+    read_uuid(text).ok_or_else(|| GuestError(format!("QEMU says that its UUID is {text:?}, which is none")))
+}
+
+/// `8-4-4-4-12` digits, in the order of the text.
+fn read_uuid(text: &str) -> Option<[u8; 16]> {
+    let digits: Vec<u8> =
+        text.chars().filter(|&c| c != '-').map(|c| Some(c.to_digit(16)? as u8)).collect::<Option<_>>()?;
+    let (pairs, rest) = digits.as_chunks();
+    let bytes: Vec<u8> = pairs.iter().map(|[high, low]| high << 4 | low).collect();
+    if rest.is_empty() { bytes.try_into().ok() } else { None }
+}
+
 /// The right to stop a thread of QEMU and take a descriptor from it. Changes nothing there.
 pub(super) fn may_ptrace(pid: i32) -> Result<(), GuestError> {
     let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
@@ -271,6 +287,15 @@ fn other_writers(qemu: i32, backends: &[Backend]) -> Vec<Process> {
 mod tests {
     #![allow(clippy::unwrap_used)]
     use super::*;
+
+    #[test]
+    fn a_uuid_is_read_in_the_order_of_its_text() {
+        let text = "00112233-4455-6677-8899-AAbbccddeeff";
+        assert_eq!(read_uuid(text).unwrap(), std::array::from_fn(|i| i as u8 * 0x11));
+        for wrong in ["", "00112233", "x0112233-4455-6677-8899-aabbccddeeff", "00112233-4455-6677-8899-aabbccddeeff0"] {
+            assert_eq!(read_uuid(wrong), None, "{wrong}");
+        }
+    }
 
     #[test]
     fn kernels_before_6_7_are_refused() {

@@ -229,6 +229,10 @@ impl SourceGuest for QemuSource {
         self.state_format.clone()
     }
 
+    fn uuid(&mut self) -> Result<[u8; 16], GuestError> {
+        checks::uuid(&mut self.qmp)
+    }
+
     fn state_estimate(&self) -> Duration {
         STATE_ESTIMATE
     }

@@ -1,0 +1,144 @@
+//! A guest moves to a stock QEMU that waits with `-incoming`: we are the source of its migration.
+//!
+//! - `plan`: what the stream must be like for this machine
+//! - `line`: the main connection; `packets`, `channels`: the multifd channels
+//! - `session`: what goes over them, up to the devices' state; `rounds`
+//! - `switchover`: the devices' state, and the point of no return
+mod channels;
+mod line;
+mod packets;
+mod plan;
+mod rounds;
+mod session;
+mod switchover;
+
+use std::{
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+use transship_codec::Setting;
+
+use crate::{
+    Error, Phase, Progress, Report, Uri, ZeroPages, fail_point,
+    forecast::{Aim, Forecast, Medium, Verdict},
+    guest::{SourceGuest, StateFormat},
+    snapshot::{RegionBlock, machine_name, region_blocks},
+    source::finish,
+};
+use plan::Plan;
+use rounds::Rounds;
+use session::Session;
+
+/// How long what was sent may take to arrive while the guest runs: a thin link with deep buffers is slow, not dead.
+const DONE_TIMEOUT: Duration = Duration::from_secs(600);
+
+/// Options of a move to a stock QEMU.
+#[derive(Debug, Clone)]
+pub struct QemuSendOptions {
+    /// Multifd channels, as many as the destination has; 0: it has multifd off, and everything goes over one connection.
+    pub channels: u8,
+    /// How pages are encoded, as the destination's `multifd-compression` says: none, zlib or zstd. None without channels.
+    pub compress: Setting,
+    /// Who looks for zero pages, and how they are told.
+    pub zero_pages: ZeroPages,
+    /// Most bytes a second on all connections together; none: as fast as it goes.
+    pub bandwidth: Option<u64>,
+    /// How long the guest may stand still, 0 < t <= 60 s.
+    pub downtime: Duration,
+    /// Rounds after which a guest that does not converge gets its verdict.
+    pub max_rounds: u32,
+}
+
+impl Default for QemuSendOptions {
+    fn default() -> Self {
+        Self {
+            channels: 0,
+            compress: Setting::NONE,
+            zero_pages: ZeroPages::default(),
+            bandwidth: None,
+            downtime: Duration::from_millis(300),
+            max_rounds: 30,
+        }
+    }
+}
+
+/// Moves the guest to the stock QEMU that waits at `to`.
+///
+/// On success the guest is the destination's, which has said so; here it is stopped for good. On every failure but [`Error::Unknown`] it runs
+/// here as if nothing had been (or stands, if it stood before). The report is filled as far as it got, also on failure.
+///
+/// # Errors
+/// See [`Error`]; [`Error::outcome`] says where the guest is.
+pub fn send_to_qemu(
+    guest: &mut dyn SourceGuest,
+    to: &Uri,
+    options: &QemuSendOptions,
+    progress: &Arc<Progress>,
+    report: &mut Report,
+) -> Result<(), Error> {
+    let begin = Instant::now();
+    report.bytes.guest = guest.memory().bytes();
+    // Ending the tracking takes time that grows with the memory; by then the guest runs again, here or there, and nobody waits for it.
+    let mut rounds = None;
+    let result = prepare(guest, options).and_then(|(plan, regions)| {
+        let uuid = guest.uuid()?;
+        let mut session = Session::open(to, plan, uuid, guest.memory(), &regions, options, progress)?;
+        fail_point::reach("peer.connected")?;
+        let result = Send { guest, regions, options, progress, report, begin }.run(&mut session, &mut rounds);
+        session.hang_up();
+        result
+    });
+    finish(result, begin, progress, report)
+}
+
+/// What can be refused before anybody is asked.
+fn prepare(guest: &dyn SourceGuest, options: &QemuSendOptions) -> Result<(Plan, Vec<RegionBlock>), Error> {
+    if guest.state_format() == StateFormat::Opaque {
+        return Err(Error::Unfit(
+            "a stock QEMU understands the device state of a QEMU alone, and this guest's VMM is another; let a transship receive it".into(),
+        ));
+    }
+    Ok((Plan::new(machine_name(guest)?, options)?, region_blocks(guest)?))
+}
+
+struct Send<'a> {
+    guest: &'a mut dyn SourceGuest,
+    regions: Vec<RegionBlock>,
+    options: &'a QemuSendOptions,
+    progress: &'a Arc<Progress>,
+    report: &'a mut Report,
+    begin: Instant,
+}
+
+impl Send<'_> {
+    /// The phases. Whatever fails before the hand-over, the guest is resumed in the one place that handles it.
+    fn run(&mut self, session: &mut Session, rounds: &mut Option<Rounds>) -> Result<(), Error> {
+        let was_running = self.guest.is_running()?;
+        let rounds = rounds.insert(Rounds::begin(self.guest)?);
+        fail_point::reach("peer.tracking")?;
+        self.report.setup_ms = self.begin.elapsed().as_secs_f64() * 1e3;
+        self.progress.set_phase(Phase::Rounds);
+        if was_running {
+            self.rounds_until_the_rest_is_small(session, rounds)?;
+        }
+        self.progress.set_phase(Phase::Switchover);
+        switchover::run(self, session, rounds, was_running)
+    }
+
+    fn rounds_until_the_rest_is_small(&mut self, session: &mut Session, rounds: &mut Rounds) -> Result<(), Error> {
+        let QemuSendOptions { downtime, bandwidth, max_rounds, .. } = *self.options;
+        let aim = Aim { medium: Medium::Link, downtime, bandwidth, max_rounds };
+        let mut forecast = Forecast::new(aim, self.guest.state_estimate());
+        loop {
+            rounds.send_pending(session, DONE_TIMEOUT, self.progress, self.report)?;
+            fail_point::reach("peer.round")?;
+            rounds.scan(session, self.report, self.progress)?;
+            match forecast.judge(self.report, rounds.pending_bytes()) {
+                Verdict::Fits => return Ok(()),
+                Verdict::AnotherRound => {}
+                Verdict::Hopeless(why) => return Err(Error::NotConverging(why)),
+            }
+        }
+    }
+}

@@ -1,0 +1,91 @@
+//! A stock QEMU that waits for a guest, with nothing of ours on its side.
+#![allow(dead_code, reason = "each test binary uses a part")]
+use serde_json::{Value, json};
+use transship_tests::{Finished, LabError, PATIENCE, Qemu, Result, Transship, transship::TransshipBuilder};
+
+/// How the waiting QEMU is set up, and what the command is told of it.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Wires {
+    /// Multifd channels; 0: multifd is off.
+    pub(crate) channels: u8,
+    pub(crate) compress: &'static str,
+}
+
+/// One connection.
+pub(crate) const PLAIN: Wires = Wires { channels: 0, compress: "none" };
+
+pub(crate) fn multifd(channels: u8, compress: &'static str) -> Wires {
+    Wires { channels, compress }
+}
+
+impl Wires {
+    /// Has it wait at a unix socket, whose address is returned.
+    pub(crate) fn wait_for_a_guest(&self, qemu: &Qemu) -> Result<String> {
+        if self.channels > 0 {
+            let on = json!([{ "capability": "multifd", "state": true }]);
+            qemu.qmp("migrate-set-capabilities", json!({ "capabilities": on }))?;
+            let parameters = json!({ "multifd-channels": self.channels, "multifd-compression": self.compress });
+            qemu.qmp("migrate-set-parameters", parameters)?;
+        }
+        let uri = format!("unix:{}", qemu.folder().join("incoming").display());
+        qemu.qmp("migrate-incoming", json!({ "uri": uri }))?;
+        Ok(uri)
+    }
+
+    /// The command that moves a guest there.
+    pub(crate) fn moving(&self, source: &Qemu, to: &str) -> TransshipBuilder {
+        let channels = self.channels.to_string();
+        Transship::moving(&source.vm(), to).args([
+            "--peer",
+            "qemu",
+            "--channels",
+            &channels,
+            "--compress",
+            self.compress,
+        ])
+    }
+
+    /// Moves it to the end, which must be a good one, and returns the report.
+    pub(crate) fn move_over(&self, source: &Qemu, destination: &Qemu) -> Result<Value> {
+        let to = self.wait_for_a_guest(destination)?;
+        let report = self.moving(source, &to).run()?.expect_code(0)?.report()?;
+        assert_eq!(report["status"], "completed", "{report}");
+        Ok(report)
+    }
+}
+
+/// It runs there and no longer here, and every page is what was written last.
+pub(crate) fn assert_moved(source: &Qemu, destination: &Qemu, left: u64) -> Result<()> {
+    assert_eq!(destination.status()?, "running");
+    assert_eq!(source.status()?, "postmigrate", "it must not run on both sides");
+    let count = destination.next_count()?;
+    assert!(count.count > left && count.errors == 0, "{left} {count:?}");
+    let sweep = destination.sweep()?;
+    assert_eq!(sweep.errors, 0, "{sweep:?}");
+    assert_nothing_of_ours(source)
+}
+
+pub(crate) fn assert_nothing_of_ours(qemu: &Qemu) -> Result<()> {
+    let files = qemu.open_files()?;
+    assert!(!files.iter().any(|file| file.contains("userfaultfd")), "{files:?}");
+    assert!(!qemu.is_traced()?);
+    Ok(())
+}
+
+/// It runs here as if nothing had been, and another move works.
+pub(crate) fn assert_runs_on(source: &Qemu, failed: &Finished, story: &str) -> Result<()> {
+    assert_eq!(failed.status.code(), Some(1), "{story}: {failed}");
+    assert_eq!(source.status()?, "running", "{story}: {failed}");
+    let count = source.next_count()?;
+    assert_eq!(count.errors, 0, "{story}");
+    assert_nothing_of_ours(source)
+}
+
+/// The process has ended, or its guest does not run and never will.
+pub(crate) fn assert_never_ran(destination: &mut Qemu, story: &str) -> Result<()> {
+    let status = destination.process().wait(PATIENCE).map_err(|error| LabError(format!("{story}: {error}")))?;
+    assert_eq!(status.code(), Some(1), "{story}: a QEMU whose load fails ends");
+    let ran = destination.serial().lines().all();
+    assert!(!ran.iter().any(|line| line.contains("workload")), "{story}: it ran: {ran:?}");
+    Ok(())
+}

@@ -1,0 +1,184 @@
+//! Guests move to a stock QEMU that waits with `-incoming`, and are asked over there whether every page is theirs.
+mod ends;
+mod peer;
+
+use std::{fs, io::Write};
+
+use ends::number;
+use peer::{PLAIN, Wires, assert_moved, assert_never_ran, assert_runs_on, multifd};
+use serde_json::{Value, json};
+use transship_tests::{Backend, LabError, Qemu, QemuBuilder, Result, Scratch, Workload, other_qemu};
+
+/// Starts a guest, moves it, and asks it.
+fn goes_over(from: QemuBuilder, to: QemuBuilder, wires: Wires) -> Result<Value> {
+    let source = from.start()?;
+    source.ready()?;
+    let destination = to.incoming().start()?;
+    let left = source.next_count()?.count;
+    let report = wires.move_over(&source, &destination)?;
+    assert_moved(&source, &destination, left)?;
+    Ok(report)
+}
+
+#[test]
+fn a_guest_goes_over_one_connection() -> Result<()> {
+    for backend in [Backend::SharedFile, Backend::Ram, Backend::Memfd] {
+        let report = goes_over(Qemu::multiboot(), Qemu::multiboot().backend(backend), PLAIN)?;
+        assert!(number(&report, "/pages/normal") > 1000.0 && number(&report, "/downtime_ms") > 0.0, "{report}");
+        assert!(number(&report, "/bytes/wire") > 4096.0 * number(&report, "/pages/normal"), "{report}");
+    }
+    Ok(())
+}
+
+#[test]
+fn a_guest_goes_over_channels() -> Result<()> {
+    for channels in [1, 2, 4] {
+        goes_over(Qemu::multiboot(), Qemu::multiboot().backend(Backend::Ram), multifd(channels, "none"))?;
+    }
+    Ok(())
+}
+
+#[test]
+fn a_guest_goes_over_channels_that_compress() -> Result<()> {
+    for compress in ["zlib", "zstd"] {
+        let report = goes_over(Qemu::multiboot(), Qemu::multiboot(), multifd(2, compress))?;
+        let (given, made) = (number(&report, "/bytes/encoder_in"), number(&report, "/bytes/encoder_out"));
+        assert!(made > 0.0 && made < given, "{report}");
+    }
+    Ok(())
+}
+
+/// Two regions, and pages that change while they travel.
+#[test]
+fn a_guest_on_two_numa_nodes_goes_over() -> Result<()> {
+    let guest = || Qemu::multiboot().backends(2);
+    goes_over(guest(), guest(), PLAIN)?;
+    goes_over(guest(), guest(), multifd(2, "zstd"))?;
+    Ok(())
+}
+
+/// Its kernel, page tables, page cache: not only the workload's own pages have to be right.
+#[test]
+fn a_linux_guest_goes_over() -> Result<()> {
+    for wires in [PLAIN, multifd(2, "none"), multifd(2, "zlib")] {
+        goes_over(Qemu::linux(), Qemu::linux().backend(Backend::Ram), wires)?;
+    }
+    Ok(())
+}
+
+/// Up to machine type 8.0 each section ends with a barrier, later each round; from 9.0 on zero pages are in packets. Whoever gets one of
+/// these wrong hangs the destination, or has it run with memory missing.
+#[test]
+fn barriers_and_zeros_are_those_of_the_machine_type() -> Result<()> {
+    for machine in ["pc-q35-7.2", "pc-q35-8.0", "pc-q35-8.1", "pc-q35-9.0", "pc-i440fx-7.2"] {
+        let guest = || Qemu::multiboot().machine(machine);
+        goes_over(guest(), guest().backend(Backend::Ram), multifd(2, "none"))
+            .map_err(|e| LabError(format!("{machine}: {e}")))?;
+    }
+    Ok(())
+}
+
+#[test]
+fn guests_go_between_versions() -> Result<()> {
+    let (Some(old), Some(new)) = (other_qemu("7.2")?, other_qemu("11.1")?) else { return Ok(()) };
+    let here = || Qemu::multiboot().machine("pc-q35-7.2");
+    let (old, new) = (|| here().binary(&old), || here().binary(&new));
+    for wires in [PLAIN, multifd(2, "none"), multifd(2, "zlib"), multifd(2, "zstd")] {
+        for (story, from, to) in [
+            ("7.2 to 7.2", old(), old()),
+            ("7.2 to 10.0", old(), here()),
+            ("7.2 to 11.1", old(), new()),
+            ("10.0 to 7.2", here(), old()),
+            ("10.0 to 11.1", here().machine("pc-q35-10.0"), new().machine("pc-q35-10.0")),
+            ("11.1 to 10.0", new().machine("pc-q35-10.0"), here().machine("pc-q35-10.0")),
+            ("11.1 to 11.1", new().machine("q35"), new().machine("q35")),
+        ] {
+            goes_over(from, to, wires).map_err(|error| LabError(format!("{story}, {wires:?}: {error}")))?;
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn a_paused_guest_arrives_paused() -> Result<()> {
+    for wires in [PLAIN, multifd(2, "none")] {
+        let source = Qemu::multiboot().start()?;
+        source.ready()?;
+        source.qmp("stop", json!({}))?;
+        let destination = Qemu::multiboot().incoming().start()?;
+        let report = wires.move_over(&source, &destination)?;
+        assert_eq!(number(&report, "/downtime_ms"), 0.0);
+        assert_eq!(destination.status()?, "paused");
+        destination.qmp("cont", json!({}))?;
+        assert_eq!(destination.sweep()?.errors, 0);
+    }
+    Ok(())
+}
+
+/// There by QEMU's protocol, and back: nothing of the first move may hinder the second.
+#[test]
+fn a_guest_goes_there_and_back() -> Result<()> {
+    let here = Qemu::multiboot().start()?;
+    here.ready()?;
+    let there = Qemu::multiboot().incoming().start()?;
+    PLAIN.move_over(&here, &there)?;
+    drop(here);
+    let here = Qemu::multiboot().incoming().start()?;
+    let left = there.next_count()?.count;
+    multifd(2, "zstd").move_over(&there, &here)?;
+    assert_moved(&there, &here, left)
+}
+
+/// A memory file that an earlier guest has left behind. ZERO records clear it; zero pages in packets do not.
+#[test]
+fn old_content_of_the_destination_is_cleared_where_that_was_promised() -> Result<()> {
+    let main = ["--zero-pages", "main"].as_slice();
+    for (wires, flags) in [(PLAIN, [].as_slice()), (multifd(2, "none"), main), (multifd(2, "zstd"), main)] {
+        let source = Qemu::multiboot().start()?;
+        source.ready()?;
+        let folder = Scratch::new()?;
+        let written = fs::File::create(folder.join("mem0")).and_then(|mut file| file.write_all(&vec![0xaa; 64 << 20]));
+        written.map_err(|error| LabError(error.to_string()))?;
+        let destination = Qemu::multiboot().memory_folder(folder.path()).incoming().start()?;
+        let to = wires.wait_for_a_guest(&destination)?;
+        let left = source.next_count()?.count;
+        wires.moving(&source, &to).args(flags.iter().copied()).run()?.expect_code(0)?;
+        assert_moved(&source, &destination, left)?;
+        let memory = fs::read(folder.join("mem0")).map_err(|error| LabError(error.to_string()))?;
+        let stale = memory.chunks(4096).filter(|page| page.iter().all(|&byte| byte == 0xaa)).count();
+        assert_eq!(stale, 0, "{wires:?}: pages that hold what was there before");
+    }
+    Ok(())
+}
+
+/// What the two do not have in common is found while the guest runs, and it runs on.
+#[test]
+fn a_destination_that_does_not_fit_refuses_and_the_guest_runs_on() -> Result<()> {
+    let workload = Workload { rate: 50, ..Workload::MULTIBOOT };
+    let source = Qemu::multiboot().workload(workload).start()?;
+    source.ready()?;
+    let uuid = ["-uuid", "00112233-4455-6677-8899-aabbccddeeff"];
+    for (story, destination, theirs, ours, why) in [
+        ("machine", Qemu::multiboot().machine("pc"), PLAIN, PLAIN, "closed the connection"),
+        ("memory", Qemu::multiboot().memory(128), PLAIN, PLAIN, "gives up"),
+        ("machine, channels", Qemu::multiboot().machine("pc"), multifd(2, "none"), multifd(2, "none"), ""),
+        ("fewer channels", Qemu::multiboot(), multifd(1, "none"), multifd(3, "none"), "channel"),
+        ("no channels", Qemu::multiboot(), PLAIN, multifd(2, "none"), "multifd"),
+        ("compression", Qemu::multiboot(), multifd(2, "zlib"), multifd(2, "zstd"), "channel"),
+        ("uuid", Qemu::multiboot().args(uuid), multifd(2, "none"), multifd(2, "none"), ""),
+    ] {
+        let mut destination = destination.incoming().start()?;
+        let to = theirs.wait_for_a_guest(&destination)?;
+        let ended = ours.moving(&source, &to).run()?;
+        println!("{story}: {}", ended.stderr.trim());
+        assert_runs_on(&source, &ended, story)?;
+        assert!(ended.stderr.contains(why), "{story}: {ended}");
+        if story != "no channels" && story != "fewer channels" {
+            assert_never_ran(&mut destination, story)?;
+        }
+    }
+    let destination = Qemu::multiboot().workload(workload).incoming().start()?;
+    let left = source.next_count()?.count;
+    PLAIN.move_over(&source, &destination)?;
+    assert_moved(&source, &destination, left)
+}
