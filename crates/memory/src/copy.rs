@@ -235,3 +235,40 @@ fn skip(mut parts: &mut [libc::iovec], mut bytes: usize) -> &mut [libc::iovec] {
     }
     parts
 }
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use std::{os::fd::AsFd, thread, time::Duration};
+
+    use rustix::fs::MemfdFlags;
+
+    use super::*;
+    use crate::Access;
+
+    const WINDOW_BYTES: u64 = WINDOW_PAGES * PAGE_BYTES as u64;
+
+    #[test]
+    fn who_finds_the_file_taken_goes_through_the_mapping_where_there_is_room() {
+        let file = rustix::fs::memfd_create("copy", MemfdFlags::CLOEXEC).unwrap();
+        rustix::fs::ftruncate(&file, 2 * WINDOW_BYTES).unwrap();
+        let region =
+            Region::map("ram", rustix::io::dup(&file).unwrap(), 0, 2 * WINDOW_BYTES, Access::ReadWrite).unwrap();
+        // Behind its end no page can be made through the mapping: it would be a SIGBUS, as where a file system is full.
+        rustix::fs::ftruncate(&file, WINDOW_BYTES).unwrap();
+        let bytes = vec![7; WINDOW_BYTES as usize];
+        thread::scope(|scope| {
+            let turn = region.writing.lock().unwrap();
+            let within = scope.spawn(|| region.write_pages(0, u128::MAX, &bytes));
+            let behind = scope.spawn(|| region.write_pages(WINDOW_PAGES, u128::MAX, &bytes));
+            within.join().unwrap().unwrap();
+            thread::sleep(Duration::from_millis(100)); // for a SIGBUS to come
+            assert!(!behind.is_finished(), "it waits for the file");
+            drop(turn);
+            behind.join().unwrap().unwrap();
+        });
+        let mut found = vec![0; 2 * bytes.len()];
+        assert_eq!(rustix::io::pread(file.as_fd(), &mut found, 0).unwrap(), found.len());
+        assert!(found.iter().all(|byte| *byte == 7));
+    }
+}
