@@ -493,6 +493,41 @@ fn a_source_that_dies_leaves_no_file() {
     }
 }
 
+/// QEMU 9.2 sends one barrier more on the channels than on its main stream.
+#[test]
+fn the_last_barrier_may_have_no_other_half() {
+    for _ in 0..5 {
+        let mut stream = Stream::multifd("zstd-10.0.2").with_return_path();
+        stream.channels.iter_mut().for_each(|channel| channel.extend(Pages::barrier().encode()));
+        let folder = tempfile::tempdir().unwrap();
+        let (ended, file) = into_file(folder.path(), &stream, Order::StaysOpen, Format::MappedRam);
+        ended.result.unwrap();
+        assert_is_the_guest(&file, "9.2");
+    }
+}
+
+/// `-machine suppress-vmdesc=on`, and a connection that stays open: nothing says where the stream ends but what is in it.
+#[test]
+fn a_stream_without_description_ends_too() {
+    let mut stream = Stream::plain().with_return_path();
+    let begin = (0..stream.main.len() - 6)
+        .rev()
+        .find(|&at| {
+            let bytes = &stream.main[at..];
+            bytes[..2] == [0, 6]
+                && bytes[6] == b'{'
+                && u32::from_be_bytes(bytes[2..6].try_into().unwrap()) as usize == bytes.len() - 6
+        })
+        .unwrap();
+    // The byte before it ends the sections.
+    stream.main.truncate(begin + 1);
+    let folder = tempfile::tempdir().unwrap();
+    let (ended, file) = into_file(folder.path(), &stream, Order::StaysOpen, Format::MappedRam);
+    ended.result.unwrap();
+    assert_is_the_guest(&file, "without description");
+    assert_eq!(ended.answers.last(), Some(&Reply::Shut(0)));
+}
+
 /// Pages behind the last barrier may have been overtaken by the end of the stream.
 #[test]
 fn pages_behind_the_last_barrier_are_missed() {

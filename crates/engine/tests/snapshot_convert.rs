@@ -4,10 +4,18 @@ mod common;
 
 use std::{fs, io::Read, path::Path};
 
-use common::snapshot::Snapshot;
+use common::{contents, snapshot::Snapshot};
 use proptest::{collection::vec, prelude::*};
-use transship_engine::{Error, FileUri, Format, Progress, Report, Status, convert, inspect};
-use transship_wire::qemu::{Block, Command, Configuration, Name, StreamWriter};
+use transship_engine::{
+    Error, FileUri, Format, Progress, Report, RestoreOptions, Status, convert,
+    guest::{DestinationGuest, GuestError, StateFormat},
+    inspect, restore_guest,
+};
+use transship_memory::GuestMemory;
+use transship_wire::{
+    GuestDescription, RegionDescription,
+    qemu::{Block, Command, Configuration, Name, PageContent, Record, Step, StreamReader, StreamWriter, xbzrle},
+};
 
 const PAGES: [u64; 2] = [300, 70];
 
@@ -112,6 +120,62 @@ fn run(from: &Path, to: &Path, format: Option<Format>) -> (Result<(), Error>, Re
     (result, report)
 }
 
+/// A QEMU that waits, with a graphics adapter.
+struct Waiting {
+    memory: GuestMemory,
+    state: Vec<u8>,
+}
+
+impl DestinationGuest for Waiting {
+    fn description(&self) -> GuestDescription {
+        let regions = vec![RegionDescription { name: "mem0".into(), bytes: PAGES[0] * 4096 }];
+        GuestDescription { machine: "qemu pc-q35-10.0".into(), regions }
+    }
+    fn memory(&self) -> GuestMemory {
+        self.memory.clone()
+    }
+    fn state_format(&self) -> StateFormat {
+        StateFormat::Qemu { blocks: vec!["pc.ram".into()], others: vec!["vga.vram".into()] }
+    }
+    fn load_state(&mut self, state: &mut dyn Read) -> Result<(), GuestError> {
+        state.read_to_end(&mut self.state).map(drop).map_err(|e| GuestError(e.to_string()))
+    }
+    fn start(&mut self, _run: bool) -> Result<(), GuestError> {
+        Ok(())
+    }
+    fn start_hint(&self) -> String {
+        "start it".into()
+    }
+}
+
+fn restore(guest: &mut Waiting, from: &Path) -> Result<(), Error> {
+    let options = RestoreOptions::default();
+    restore_guest(guest, &FileUri::path(from), &options, None, &Progress::new(), &mut Report::default())
+}
+
+/// What a VMM makes of the one block in its stream.
+fn loaded(stream: &[u8]) -> Vec<u8> {
+    let (mut reader, mut memory) = (StreamReader::new(), Vec::new());
+    loop {
+        let at = reader.position() as usize;
+        let Step::Done { record, .. } = reader.next(&stream[at..]).unwrap() else { panic!("it is cut short") };
+        match record {
+            Record::Block(block) => memory = vec![0; block.used_bytes as usize],
+            Record::Page(page) => {
+                let place: &mut [u8; 4096] = (&mut memory[page.offset as usize..][..4096]).try_into().unwrap();
+                match page.content {
+                    PageContent::Fill(byte) => place.fill(byte),
+                    PageContent::Normal(bytes) => *place = *bytes,
+                    PageContent::Xbzrle(delta) => xbzrle::decode(delta, 0, place).unwrap(),
+                    other => panic!("{other:?}"),
+                }
+            }
+            Record::Tail => return memory,
+            _ => {}
+        }
+    }
+}
+
 proptest! {
     #![proptest_config(ProptestConfig { cases: 30, failure_persistence: None, ..ProptestConfig::default() })]
 
@@ -144,6 +208,11 @@ proptest! {
         run(&first, &again, Some(Format::Stream)).0.unwrap();
         run(&again, &mapped, None).0.unwrap();
         prop_assert!(Snapshot::read(&mapped, 0).memory == memory);
+        // And a restore makes the same of it.
+        let mut guest = Waiting { memory: common::memory(&[PAGES[0]]), state: Vec::new() };
+        restore(&mut guest, &again).unwrap();
+        prop_assert!(contents(&guest.memory)[0] == memory[0]);
+        prop_assert!(loaded(&guest.state) == memory[1]);
     }
 }
 

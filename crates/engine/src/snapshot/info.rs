@@ -70,7 +70,7 @@ pub struct BlockInfo {
     pub stored: u64,
     /// Pages that are zero without being in the file; in a stream, records that say so.
     pub zero: u64,
-    /// Records of a stream in another form (xbzrle, compressed), which only QEMU can read.
+    /// Records of a stream in another form (xbzrle, compressed).
     pub other: u64,
     /// Its pages are not here but in the file that the memory was made of.
     pub left_out: bool,

@@ -4,8 +4,9 @@ use std::{
     sync::atomic::Ordering,
 };
 
+use transship_codec::inflate_page;
 use transship_memory::{GuestMemory, PAGE_BYTES, PageRange, Region, WINDOW_PAGES};
-use transship_wire::qemu::{Command, GlobalState, Name, Page, PageContent, Record, RunState};
+use transship_wire::qemu::{Command, GlobalState, Name, Page, PageContent, Record, RunState, xbzrle};
 
 use super::{
     Format,
@@ -110,7 +111,8 @@ impl<'a> Passing<'a> {
             if self.placing.progress.is_cancelled() {
                 return Err(Error::RestoreCancelled);
             }
-            if records.step(|record, bytes| self.placing.take(record, bytes))? == Ended::Yes {
+            let position = records.reader().position();
+            if records.step(|record, bytes| self.placing.take(record, bytes, position))? == Ended::Yes {
                 self.take_tail()?;
             }
             let piece = self.placing.recomposer.take();
@@ -200,14 +202,15 @@ impl<'a> Placing<'a> {
         self.content.iter().zip(self.memory.regions()).map(pages).sum()
     }
 
-    fn take(&mut self, record: Record<'_>, bytes: &[u8]) -> Result<Ended, Error> {
+    /// `position`: where the record begins.
+    fn take(&mut self, record: Record<'_>, bytes: &[u8], position: u64) -> Result<Ended, Error> {
         let was_early = std::mem::take(&mut self.in_early);
         match record {
             Record::Tail => return Ok(Ended::Yes),
             Record::Early(_) => self.early(bytes),
             Record::Raw(_) if was_early => self.early(bytes),
             Record::Footer { .. } if was_early => self.recomposer.early(bytes),
-            Record::Page(page) => self.page(&page)?,
+            Record::Page(page) => self.page(&page, position)?,
             // All memory of the guest was in the first list: these are the devices'.
             Record::RamStart { total, .. } => self.recomposer.start_again(total),
             Record::Block(block) => {
@@ -232,18 +235,36 @@ impl<'a> Placing<'a> {
         self.recomposer.early(bytes);
     }
 
-    fn page(&mut self, page: &Page<'_>) -> Result<(), Error> {
-        let zeros = [0; PAGE_BYTES];
-        let bytes = match page.content {
-            PageContent::Fill(0) => None,
-            PageContent::Fill(byte) => Some(&[byte; PAGE_BYTES]),
-            PageContent::Normal(bytes) => Some(bytes).filter(|bytes| **bytes != zeros),
-            PageContent::Xbzrle(_) | PageContent::Compressed(_) => {
-                let what = "its pages are compressed (xbzrle or compress); save it without these capabilities";
-                return Err(wrong(&self.name, what));
+    fn page(&mut self, page: &Page<'_>, position: u64) -> Result<(), Error> {
+        let mut made = [0; PAGE_BYTES];
+        let (name, region) = &self.blocks[page.block];
+        let bytes = match (page.content, *region) {
+            (PageContent::Fill(0), _) => None,
+            (PageContent::Fill(byte), _) => {
+                made.fill(byte);
+                Some(&made)
+            }
+            (PageContent::Normal(bytes), _) => Some(bytes),
+            (PageContent::Compressed(bytes), _) => {
+                let damaged = |why| wrong(&self.name, format_args!("page at offset {position:#x}: {why}"));
+                inflate_page(bytes, &mut made).map_err(damaged)?;
+                Some(&made)
+            }
+            (PageContent::Xbzrle(delta), region) => {
+                let number = page.offset / PAGE_BYTES as u64;
+                if let Some(region) = region.filter(|&region| self.content[region].contains(number)) {
+                    self.memory.regions()[region].copy_to(PageRange::new(number, 1), &mut made)?;
+                }
+                xbzrle::decode(delta, position, &mut made).map_err(|error| damaged(&self.name, error))?;
+                if region.is_none() {
+                    // The VMM has the page that this refers to.
+                    self.recomposer.xbzrle_page(name, page.offset, delta);
+                    return Ok(());
+                }
+                Some(&made)
             }
         };
-        let (name, region) = &self.blocks[page.block];
+        let bytes = bytes.filter(|bytes| **bytes != [0; PAGE_BYTES]);
         match (*region, bytes) {
             (Some(region), Some(bytes)) => {
                 self.pages += 1;

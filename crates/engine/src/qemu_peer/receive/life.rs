@@ -52,7 +52,8 @@ pub fn receive_from_qemu(
     let mut lobby = Lobby::new(listener, progress);
     let result = check_guest(&into).and_then(|()| lobby.main()).and_then(|main| {
         begin = Instant::now(); // waiting for somebody to come is not part of the work
-        let (incoming, mut answers, barrier) = split(main, progress)?;
+        let (incoming, mut answers) = split(main, progress)?;
+        let barrier = incoming.barrier();
         let reception =
             Reception { lobby, channels, progress, report, begin, answers: &mut answers, barrier, all_there: false };
         let (result, all_there) = reception.run(into, incoming);
@@ -145,6 +146,7 @@ impl Reception<'_, '_> {
 
     fn receive(&mut self, into: Sink<'_>, incoming: Incoming) -> Result<(), Error> {
         let whence = Whence::Peer(self.answers.peer.clone());
+        let may_end = incoming.may_end();
         let input = Input::Pipe { pipe: Box::new(incoming), position: 0 };
         let mut records = Records::new(whence.clone(), input, StreamReader::new());
         records.expect_pages();
@@ -197,7 +199,10 @@ impl Reception<'_, '_> {
         let base = records.reader().position();
         let guest_bytes = records.reader().blocks().iter().map(|block| block.used_bytes).sum();
         let answered = self.answers.open;
-        let tail = records.tail_until(|tail| answered && is_all(tail))?;
+        let tail = records.tail_until(|tail| {
+            may_end.store(answered && is_all_but_described(tail), Relaxed);
+            answered && is_all(tail)
+        })?;
         check_tail(&self.answers.peer, &tail, base)?;
         fail_point::reach("qemu-receive.tail")?;
         self.count(guest_bytes, tail.len() as u64);
@@ -372,4 +377,11 @@ impl Reception<'_, '_> {
 /// of the device sections, which tells where they end.
 fn is_all(tail: &[u8]) -> bool {
     tail.ends_with(b"}") && Tail::parse(tail, 0).is_ok_and(|parsed| parsed.is_walked() && parsed.end == tail.len())
+}
+
+/// The same without the description, which a source can be told to leave out: then only silence tells that this is the end.
+fn is_all_but_described(tail: &[u8]) -> bool {
+    const FOOTER_AND_EOF_BYTES: usize = 5 + 1;
+    let last = || GlobalState::find(tail, 0).ok().flatten();
+    tail.ends_with(&[0]) && last().is_some_and(|last| last.body().end + FOOTER_AND_EOF_BYTES == tail.len())
 }

@@ -1,7 +1,10 @@
 //! The main connection: the stream comes in on it, and answers go out.
 use std::{
     io::{self, Read, Write},
-    sync::{Arc, OnceLock},
+    sync::{
+        Arc, OnceLock,
+        atomic::{AtomicBool, Ordering::Relaxed},
+    },
     time::{Duration, Instant},
 };
 
@@ -12,6 +15,8 @@ use crate::{Error, Progress, control::TICK, transport::Connection};
 
 /// How long a source that was told that all is well may take to close the connection. It has nothing left to do.
 const LET_GO_TIMEOUT: Duration = Duration::from_secs(60);
+/// How long nothing comes behind what may be the end of the stream before it is taken for that.
+const QUIET: Duration = Duration::from_secs(2);
 
 /// The stream. It waits for a source that is silent, for as long as that is: a source may be told to wait before its last round.
 pub(super) struct Incoming {
@@ -19,6 +24,8 @@ pub(super) struct Incoming {
     progress: Arc<Progress>,
     /// Once there are channels: one that fails ends the wait.
     barrier: BarrierLater,
+    /// What came last may be the end.
+    may_end: Arc<AtomicBool>,
 }
 
 /// That of the channels, once there are any.
@@ -26,7 +33,11 @@ pub(super) type BarrierLater = Arc<OnceLock<Arc<Barrier>>>;
 
 impl Read for Incoming {
     fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
+        let begin = Instant::now();
         loop {
+            if self.may_end.load(Relaxed) && begin.elapsed() > QUIET {
+                return Ok(0);
+            }
             if self.progress.is_cancelled() {
                 return Err(io::Error::other("cancelled"));
             }
@@ -53,17 +64,28 @@ pub(super) struct Answers {
     told: bool,
 }
 
-/// Both halves of the main connection. The cell is for the barrier.
-pub(super) fn split(
-    (connection, peer): Line,
-    progress: &Arc<Progress>,
-) -> Result<(Incoming, Answers, BarrierLater), Error> {
+/// Both halves of the main connection.
+pub(super) fn split((connection, peer): Line, progress: &Arc<Progress>) -> Result<(Incoming, Answers), Error> {
     let failed = |source| Error::Io { what: format!("set up the connection with {peer}"), source };
     connection.set_read_timeout(Some(TICK)).map_err(failed)?;
-    let barrier = Arc::new(OnceLock::new());
     let reading = connection.try_clone().map_err(failed)?;
-    let incoming = Incoming { connection: reading, progress: Arc::clone(progress), barrier: Arc::clone(&barrier) };
-    Ok((incoming, Answers { connection, peer, open: false, told: false }, barrier))
+    let (progress, barrier, may_end) = (Arc::clone(progress), BarrierLater::default(), Arc::default());
+    Ok((
+        Incoming { connection: reading, progress, barrier, may_end },
+        Answers { connection, peer, open: false, told: false },
+    ))
+}
+
+impl Incoming {
+    /// Where the barrier of the channels is to be put.
+    pub(super) fn barrier(&self) -> BarrierLater {
+        Arc::clone(&self.barrier)
+    }
+
+    /// Where it is to be said that what came last may be the end, of a source that does not close the connection. If nothing follows, it is.
+    pub(super) fn may_end(&self) -> Arc<AtomicBool> {
+        Arc::clone(&self.may_end)
+    }
 }
 
 impl Answers {
