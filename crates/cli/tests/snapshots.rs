@@ -106,6 +106,50 @@ fn a_restore_can_not_both_run_and_stand() {
     assert_eq!(report["status"], "failed");
 }
 
+#[test]
+fn a_stream_is_converted_to_a_file_and_back() {
+    let (folder, path) = saved();
+    let [file, back] = ["file", "back"].map(|name| folder.path().join(name).to_str().unwrap().to_owned());
+    let made = run(&["convert", path.to_str().unwrap(), &file, "--json"]);
+    assert_eq!((made.code, made.stderr.contains("rror")), (0, false), "{made:?}");
+    let report: Value = serde_json::from_str(&made.stdout).unwrap();
+    assert_eq!((&report["status"], &report["file"]["format"]), (&"completed".into(), &"mapped-ram".into()));
+    assert_eq!((&report["pages"]["normal"], &report["pages"]["zero"]), (&1.into(), &1.into()));
+    assert_eq!(run(&["convert", &file, &back]).code, 0);
+    let info: Value = serde_json::from_str(&run(&["info", &back, "--json"]).stdout).unwrap();
+    assert_eq!((&info["format"], &info["blocks"][0]["stored"]), (&"stream".into(), &1.into()));
+    // From a pipe; to what can't be.
+    assert_eq!(fed(transship(&["convert", "-", &file]), &stream()).code, 0);
+    let run = run(&["convert", &file, "/no/such/folder/file"]);
+    assert_eq!((run.code, run.stdout.as_str()), (1, ""), "{run:?}");
+    assert!(run.stderr.contains("/no/such/folder/file"), "{run:?}");
+}
+
+/// What goes where must be said, and what only a stock QEMU's migration has is no option of a move.
+#[test]
+fn a_reception_has_one_place_to_go() {
+    let listen = ["--listen", "unix:/no/such/folder/socket"];
+    for (arguments, why) in [
+        (&[][..], "--vm"),
+        (&["--vm", "qemu:/x", "--to", "/x", "--peer", "qemu"], "--to"),
+        (&["--to", "/x"], "--peer qemu"),
+        (&["--vm", "qemu:/x", "--channels", "2"], "--channels"),
+        (&["--vm", "qemu:/x", "--format", "stream"], "--to"),
+        (&["--to", "/x", "--peer", "qemu", "--channels", "256"], "0 to 255"),
+        (&["--to", "fd:x", "--peer", "qemu"], "no descriptor"),
+    ] {
+        let run = run(&[&["receive"], &listen[..], arguments].concat());
+        assert_eq!((run.code, run.stdout.as_str()), (2, ""), "{arguments:?}: {run:?}");
+        assert!(run.stderr.contains(why), "{arguments:?}: {run:?}");
+    }
+    // The file can't be made: known before anybody connects.
+    let folder = tempfile::tempdir().unwrap();
+    let socket = format!("unix:{}", folder.path().join("socket").display());
+    let run = run(&["receive", "--peer", "qemu", "--to", "/no/such/folder/file", "--listen", &socket]);
+    assert_eq!(run.code, 1, "{run:?}");
+    assert!(run.stderr.contains("/no/such/folder/file") && !run.stderr.contains("listening"), "{run:?}");
+}
+
 /// Nobody but a restore starts it.
 #[test]
 fn a_stand_in_without_a_restore_ends_at_once() {

@@ -167,3 +167,27 @@ impl Drop for PlainZlib {
         unsafe { libz_sys::inflateEnd(&raw mut *self.0) };
     }
 }
+
+/// The form of QEMU's old capability `compress`: a zlib stream for each page, with its checksum.
+#[test]
+fn a_page_in_a_stream_of_its_own_is_read_and_nothing_else() {
+    let before = page(2, 7);
+    let mut encoder = flate2::write::ZlibEncoder::new(Vec::new(), flate2::Compression::new(1));
+    encoder.write_all(&before).unwrap();
+    let encoded = encoder.finish().unwrap();
+    let mut after = vec![0; PAGE];
+    transship_codec::inflate_page(&encoded, &mut after).unwrap();
+    assert_eq!(after, before);
+    for cut in 0..encoded.len() {
+        transship_codec::inflate_page(&encoded[..cut], &mut after).unwrap_err();
+    }
+    for at in 0..encoded.len() {
+        let mut changed = encoded.clone();
+        changed[at] ^= 4;
+        // The checksum sees to it.
+        assert!(transship_codec::inflate_page(&changed, &mut after).is_err() || after == before, "byte {at}");
+    }
+    transship_codec::inflate_page(&[&encoded[..], &[0]].concat(), &mut after).unwrap_err();
+    transship_codec::inflate_page(&encoded, &mut vec![0; PAGE - 1]).unwrap_err();
+    transship_codec::inflate_page(&encoded, &mut vec![0; PAGE + 1]).unwrap_err();
+}

@@ -133,6 +133,9 @@ fn write_page(
     let content = if *byte == 0 {
         writer.zero_page(name, offset);
         PageContent::Fill(0)
+    } else if byte % 16 == 0 {
+        writer.xbzrle_page(name, offset, &bytes[..usize::from(*byte)]);
+        PageContent::Xbzrle(&bytes[..usize::from(*byte)])
     } else {
         writer.page(name, offset, &bytes);
         PageContent::Normal(&bytes)
