@@ -648,3 +648,16 @@ fn change(bytes: &mut Vec<u8>, at: usize, how: u8, value: u64) {
         }
     }
 }
+
+/// State of a VFIO device has a header of its own, which is shorter than that of pages: nothing more need come for it to be refused.
+#[test]
+fn state_of_devices_on_channels_is_refused() {
+    let mut stream = Stream::multifd("none-10.0.2").with_return_path();
+    let name = Name::new("0000:00:05.0/vfio").unwrap();
+    let state = transship_wire::qemu::DeviceState { name, instance: 0, payload_bytes: 5 };
+    let at = 64 + Pages::barrier().encode().len();
+    stream.channels[1].truncate(at);
+    stream.channels[1].extend(Packet::DeviceState(state).encode());
+    let error = refusal(&stream, Order::MainFirst, None);
+    assert!(error.contains("on channel 1") && error.contains("0000:00:05.0/vfio"), "{error}");
+}

@@ -35,7 +35,7 @@ pub(crate) struct ReceiveArgs {
     #[arg(long, value_enum, default_value_t = Sender::Transship, value_name = "WHAT", hide_possible_values = true)]
     pub(crate) peer: Sender,
     /// Layout of the file: mapped-ram or stream [default: mapped-ram]
-    #[arg(long, value_enum, value_name = "FORMAT", hide_possible_values = true, requires = "to")]
+    #[arg(long, value_enum, value_name = "FORMAT", hide_possible_values = true)]
     pub(crate) format: Option<FileFormat>,
     /// With --peer qemu: its multifd-channels [default: as many as come]
     ///

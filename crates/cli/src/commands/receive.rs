@@ -88,6 +88,9 @@ impl Request {
             .as_ref()
             .map(|text| checks.within("--channels", text, units::count, (0, 255), "0 to 255"))
             .map(|count| count.and_then(|count| u8::try_from(count).ok()));
+        if args.format.is_some() && args.to.is_none() {
+            checks.mistake("--format: it is the layout of a file; name one with --to".into());
+        }
         if args.peer == Sender::Transship {
             if args.to.is_some() {
                 let way = "use `transship save` at the source, or add --peer qemu";

@@ -55,7 +55,7 @@ impl Barrier {
         !state.closed
     }
 
-    /// A channel has put pages into place.
+    /// A channel brings pages.
     pub(super) fn note_pages(&self, channel: usize) {
         self.state().channels[channel].pages = true;
     }

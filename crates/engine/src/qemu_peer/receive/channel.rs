@@ -2,6 +2,7 @@
 use std::{
     collections::HashMap,
     io::{self, Read},
+    ops::Range,
     sync::{Arc, atomic::Ordering::Relaxed},
     thread,
 };
@@ -18,6 +19,10 @@ use crate::{
 };
 
 const PAGE: u64 = PAGE_BYTES as u64;
+// Sections 6.2 and 6.3 of docs/qemu-stream.md.
+const FLAGS: Range<usize> = 8..12;
+/// In the last byte of the flags.
+const DEVICE_STATE: u8 = 0x40;
 
 /// All channel threads; dropping it ends them and closes their connections.
 pub(super) struct Channels {
@@ -108,13 +113,11 @@ impl Channel {
     fn receive(&mut self) -> Result<(), Error> {
         let mut laps = cpu::Laps::begin();
         while let Some(packet) = self.read_packet()? {
-            self.shared
-                .progress
-                .wire_bytes
-                .fetch_add((PACKET_HEADER_BYTES as u64) + u64::from(packet.payload_bytes()), Relaxed);
+            let bytes = PACKET_HEADER_BYTES as u64 + u64::from(packet.payload_bytes());
+            self.shared.progress.wire_bytes.fetch_add(bytes, Relaxed);
             if let Some(block) = packet.block() {
-                self.place(&packet, block)?;
                 self.barrier.note_pages(self.number);
+                self.place(&packet, block)?;
             }
             self.shared.progress.cpu.channels.add(laps.next());
             if packet.sync && !self.barrier.wait(self.number) {
@@ -126,9 +129,8 @@ impl Channel {
 
     fn read_packet(&mut self) -> Result<Option<Pages>, Error> {
         let mut header = [0; PACKET_HEADER_BYTES];
-        // The shortest header there is comes first: a longer one may never come.
-        let mut have = 0;
-        let mut wanted = 12;
+        // The flags come first: they say which header it is, and the shorter one may be all that comes.
+        let (mut have, mut wanted) = (0, FLAGS.end);
         loop {
             match self.fill(&mut header[have..wanted])? {
                 Filled::All => {}
@@ -148,11 +150,7 @@ impl Channel {
                     );
                     return Err(self.broke(what));
                 }
-                Step::More { at_least }
-                    if u32::from_be_bytes([header[8], header[9], header[10], header[11]]) & 0x40 != 0 =>
-                {
-                    at_least
-                }
+                Step::More { at_least } if header[FLAGS.end - 1] & DEVICE_STATE != 0 => at_least,
                 Step::More { .. } => PACKET_HEADER_BYTES,
             };
         }

@@ -243,7 +243,7 @@ impl Reception<'_, '_> {
         let configuration = configuration.ok_or_else(|| self.broke("has not said which machine it is"))?;
         if !self.answers.open {
             tracing::warn!(
-                "the source has no return path: it will take its last write for success, whatever becomes of it here"
+                "the source has no return path: it will take its last write for success, whatever becomes of it here; better turn that capability on"
             );
         }
         Ok(Head { configuration, ram_section, blocks: records.reader().blocks().to_vec(), flush })
