@@ -8,11 +8,15 @@ use std::{
 
 use serde::de::DeserializeOwned;
 use serde_json::Value;
+use transship_engine::guest::{GuestError, Hint, Hints, Place};
 use transship_memory::{GuestMemory, PAGE_BYTES, PageRange};
 use transship_vmm::handoff::LineSocket;
 
 use crate::message::{Call, Description, FileRange, Line, Request, Started, Statistics, VERSION};
 
+/// How long the guest may take to take its memory back, and how often it is asked.
+const TAKING_BACK: Duration = Duration::from_secs(3);
+const ASK_AGAIN: Duration = Duration::from_millis(20);
 /// The balloon answers from memory.
 const PATIENCE: Duration = Duration::from_secs(30);
 
@@ -22,24 +26,6 @@ const PATIENCE: Duration = Duration::from_secs(30);
 pub struct Error {
     path: String,
     what: String,
-}
-
-/// What the guest says about its memory.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Event {
-    /// It can do without what these pages held when hints were asked for.
-    Free(Place),
-    /// It has named all that it can do without.
-    NamedAll,
-}
-
-/// Pages of a region.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Place {
-    /// Number of the region in the guest's memory.
-    pub region: usize,
-    /// Its pages.
-    pub pages: PageRange,
 }
 
 /// A connection with a balloon. When it ends, whatever the reason, the guest gets its pages back.
@@ -52,7 +38,9 @@ pub struct Client {
     regions: Vec<FileRange>,
     /// The command that hints are believed for.
     command: Option<u32>,
-    heard: VecDeque<Event>,
+    heard: VecDeque<Hint>,
+    /// Bytes that the guest has named for it.
+    named: u64,
 }
 
 impl Client {
@@ -72,6 +60,7 @@ impl Client {
             target_bytes: 0,
             given_bytes: 0,
             memory: Vec::new(),
+            rings: Vec::new(),
         };
         let mut client = Self {
             path: path.display().to_string(),
@@ -81,15 +70,19 @@ impl Client {
             regions,
             command: None,
             heard: VecDeque::new(),
+            named: 0,
         };
         client.description = client.call(Call::Describe)?;
         if client.description.version != VERSION {
             let theirs = client.description.version;
             return Err(client.error(format!("it speaks version {theirs} of its protocol, this transship {VERSION}")));
         }
+        if client.description.memory.is_empty() {
+            return Err(client.error("no driver of a guest uses it now".into()));
+        }
         let known = |file: &FileRange| client.description.memory.iter().any(|range| same_file(range, file));
         if !client.regions.iter().any(known) {
-            return Err(client.error("it is another guest's, or no QEMU is connected to it yet".into()));
+            return Err(client.error("it is another guest's".into()));
         }
         Ok(client)
     }
@@ -107,6 +100,7 @@ impl Client {
     pub fn start(&mut self) -> Result<(), Error> {
         self.command = None;
         self.heard.clear();
+        self.named = 0;
         let Started { command } = self.call(Call::Start)?;
         // Hints may come right behind the answer, never before it.
         self.command = Some(command);
@@ -117,7 +111,7 @@ impl Client {
     ///
     /// # Errors
     /// There will be no more hints.
-    pub fn next(&mut self, deadline: Instant) -> Result<Option<Event>, Error> {
+    pub fn next(&mut self, deadline: Instant) -> Result<Option<Hint>, Error> {
         while self.heard.is_empty() {
             match self.socket.receive(deadline) {
                 Ok(line) => self.hear(&line.text).map(drop)?,
@@ -132,20 +126,29 @@ impl Client {
     ///
     /// # Errors
     /// There will be no more hints.
-    pub fn stop(&mut self) -> Result<Vec<Event>, Error> {
+    pub fn stop(&mut self) -> Result<Vec<Hint>, Error> {
         self.call::<Value>(Call::Stop)?;
         self.command = None;
         Ok(self.heard.drain(..).collect())
     }
 
-    /// Lets the guest use all its memory again.
+    /// Lets the guest use all its memory again, and waits until it says that it can, as far as it says anything: until then it is so short of
+    /// memory that it is not to be asked for anything else, such as letting go of the device.
     ///
     /// # Errors
     /// The balloon is gone; then the guest has its memory too.
     pub fn done(&mut self) -> Result<(), Error> {
         self.command = None;
         self.heard.clear();
-        self.call::<Value>(Call::Done).map(drop)
+        self.call::<Value>(Call::Done)?;
+        let deadline = Instant::now() + TAKING_BACK;
+        // The first answer is from before.
+        let mut free = self.statistics()?.free_bytes.map(|_| 0);
+        while free.is_some_and(|free| free < self.named / 2) && Instant::now() < deadline {
+            self.next(Instant::now() + ASK_AGAIN)?;
+            free = self.statistics()?.free_bytes;
+        }
+        Ok(())
     }
 
     /// Has the balloon give no memory back to the host while this connection lasts.
@@ -170,6 +173,22 @@ impl Client {
     /// The balloon is gone.
     pub fn statistics(&mut self) -> Result<Statistics, Error> {
         self.call(Call::Statistics)
+    }
+
+    /// The pages that the balloon itself writes to, and QEMU does not: those of the rings that are in use, or were.
+    ///
+    /// # Errors
+    /// The balloon is gone.
+    pub fn rings(&mut self) -> Result<Vec<Place>, Error> {
+        let now: Description = self.call(Call::Describe)?;
+        let mut found = Vec::new();
+        for (number, offset, bytes) in now.rings {
+            let Some(range) = now.memory.get(number) else {
+                return Err(self.error(format!("it named range {number}, which it does not have")));
+            };
+            found.extend(places(&self.regions, *range, offset, bytes));
+        }
+        Ok(found)
     }
 
     fn call<T: DeserializeOwned>(&mut self, call: Call) -> Result<T, Error> {
@@ -200,10 +219,11 @@ impl Client {
                     let Some(range) = self.description.memory.get(number) else {
                         return Err(self.error(format!("it named range {number}, which it does not have")));
                     };
-                    self.heard.extend(places(&self.regions, *range, offset, bytes).map(Event::Free));
+                    self.named = self.named.saturating_add(bytes);
+                    self.heard.extend(places(&self.regions, *range, offset, bytes).map(Hint::Free));
                 }
             }
-            Line::NamedAll { command, .. } if self.command == Some(command) => self.heard.push_back(Event::NamedAll),
+            Line::NamedAll { command, .. } if self.command == Some(command) => self.heard.push_back(Hint::NamedAll),
             // Late, or for an older command.
             Line::Ok { .. } | Line::Error { .. } | Line::Hints { .. } | Line::NamedAll { .. } => {}
         }
@@ -213,6 +233,33 @@ impl Client {
     fn error(&self, what: String) -> Error {
         Error { path: self.path.clone(), what }
     }
+}
+
+impl Hints for Client {
+    fn start(&mut self) -> Result<(), GuestError> {
+        Self::start(self).map_err(told)
+    }
+
+    fn next(&mut self, deadline: Instant) -> Result<Option<Hint>, GuestError> {
+        Self::next(self, deadline).map_err(told)
+    }
+
+    fn stop(&mut self) -> Result<(), GuestError> {
+        Self::stop(self).map(drop).map_err(told)
+    }
+
+    fn done(&mut self) -> Result<(), GuestError> {
+        Self::done(self).map_err(told)
+    }
+
+    fn writes_to(&mut self) -> Vec<Place> {
+        // One that is gone writes nothing any more; where it has written was asked before.
+        self.rings().unwrap_or_default()
+    }
+}
+
+fn told(error: Error) -> GuestError {
+    GuestError(error.to_string())
 }
 
 /// Where our regions lie. They are addressed by their files, so the guest's addresses are of no interest.

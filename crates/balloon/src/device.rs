@@ -11,6 +11,7 @@ use std::{
 };
 
 use rustix::rand::{GetRandomFlags, getrandom};
+use transship_memory::PAGE_BYTES;
 use vhost::vhost_user::VhostUserProtocolFeatures;
 use vhost_user_backend::{VhostUserBackend, VringRwLock, VringT};
 use virtio_queue::{DescriptorChain, QueueT};
@@ -28,12 +29,14 @@ use crate::{
     message::{Description, Line, Statistics, VERSION},
     notifier::Notifier,
     outbox::Outbox,
-    table::Table,
+    table::{Piece, Table},
 };
 
 /// Guest memory that QEMU may exchange for another at any time.
 type Memory = GuestMemoryAtomic<GuestMemoryMmap>;
 
+/// Rings that are remembered: those of dozens of drivers, one after the other.
+const MAX_RINGS: usize = 256;
 /// How long a client waits for the one before it, which may have gone a moment ago.
 const TURN: Duration = Duration::from_secs(2);
 
@@ -59,6 +62,8 @@ struct State {
     /// Nothing is given back to the host.
     keep: bool,
     statistics: Statistics,
+    /// Guest addresses and bytes of the used rings that were there since QEMU is: what we write to.
+    rings: Vec<(u64, u64)>,
     /// The buffer that the driver wants back when it is to fill it anew.
     statistics_buffer: Option<(VringRwLock, u16)>,
 }
@@ -77,6 +82,7 @@ impl Device {
             client: None,
             keep: false,
             statistics: Statistics::default(),
+            rings: Vec::new(),
             statistics_buffer: None,
         };
         Ok(Self {
@@ -117,6 +123,7 @@ impl Device {
         state.memory = None;
         state.table = Table::default();
         state.features = Features::default();
+        state.rings.clear();
         state.statistics_buffer = None;
         self.leaving.store(false, Ordering::Relaxed);
     }
@@ -161,6 +168,7 @@ impl Device {
             target_bytes: bytes(state.config.target_pages),
             given_bytes: bytes(state.config.given_pages),
             memory: state.table.ranges(),
+            rings: state.ring_pages().map(|piece| (piece.entry, piece.offset, piece.bytes)).collect(),
         }
     }
 
@@ -247,6 +255,15 @@ impl State {
         self.features.poison().then_some(self.config.poison)
     }
 
+    /// All pages that have a part of a ring that we write to.
+    fn ring_pages(&self) -> impl Iterator<Item = Piece> + '_ {
+        let page = PAGE_BYTES as u64;
+        self.rings.iter().flat_map(move |&(from, bytes)| {
+            let (first, end) = (from / page * page, from.saturating_add(bytes).div_ceil(page).saturating_mul(page));
+            self.table.pages(first, end - first)
+        })
+    }
+
     /// Hints can't be had any more, or would mean something else.
     fn lose(&mut self, why: &str) {
         self.hinting.done();
@@ -286,6 +303,17 @@ impl State {
 
 /// The queues.
 impl Device {
+    /// Notes where the rings lie, before anything is written to one. A driver that moves its rings again and again is no reason to grow.
+    fn note_rings(&self, rings: &[VringRwLock]) {
+        let places: Vec<_> = rings.iter().map(used_ring).collect();
+        let mut state = self.state();
+        for place in places {
+            if !state.rings.contains(&place) && place.0 != 0 && state.rings.len() < MAX_RINGS {
+                state.rings.push(place);
+            }
+        }
+    }
+
     /// Works on all buffers of a queue that are there.
     fn work(&self, index: u16, ring: &VringRwLock) {
         let (queue, memory) = {
@@ -358,6 +386,14 @@ impl Device {
             give_back(&ring, head);
         }
     }
+}
+
+/// The guest's address, and the bytes, of the part of a ring that the device writes.
+fn used_ring(ring: &VringRwLock) -> (u64, u64) {
+    let ring = ring.get_ref();
+    let queue = ring.get_queue();
+    // Flags and index, an entry of 8 bytes for each buffer, and the number of the event.
+    (queue.used_ring(), 4 + 8 * u64::from(queue.size()) + 2)
 }
 
 fn give_back(ring: &VringRwLock, head: u16) {
@@ -452,6 +488,7 @@ impl VhostUserBackend for Device {
     }
 
     fn handle_event(&self, index: u16, _: EventSet, rings: &[VringRwLock], _thread: usize) -> io::Result<()> {
+        self.note_rings(rings);
         // An error would end the thread, and all queues with it.
         if let Some(ring) = rings.get(usize::from(index)) {
             self.work(index, ring);

@@ -21,17 +21,24 @@ use crate::{device::Device, relay, session};
 /// Connections at one time, most of them of visitors who have not said yet what they want.
 const MAX_VISITORS: usize = 16;
 
-/// Is the device, until `shutdown` asks it to end. A QEMU may come, go and come again.
+/// How it is asked to end. QEMU 11.1 may not survive the end of a balloon that it is connected with.
+pub struct End<'a> {
+    /// Clients are sent away, and it ends when no QEMU is connected.
+    pub when_unused: &'a Shutdown,
+    /// It ends at once, if it was asked by the other before.
+    pub now: &'a Shutdown,
+    /// Called when one is, so that it does not end yet.
+    pub waiting: &'a (dyn Fn() + Sync),
+}
+
+/// Is the device, until `end` asks it to end. A QEMU may come, go and come again.
 ///
 /// # Errors
 /// The system's own.
-pub fn serve(socket: &GuestSocket, shutdown: &Shutdown) -> io::Result<()> {
-    let door = Door {
-        device: Arc::new(Device::new()?),
-        shutdown,
-        visitors: AtomicUsize::new(0),
-        has_qemu: AtomicBool::new(false),
-    };
+pub fn serve(socket: &GuestSocket, end: &End<'_>) -> io::Result<()> {
+    let shutdown = end.when_unused;
+    let door =
+        Door { device: Arc::new(Device::new()?), end, visitors: AtomicUsize::new(0), has_qemu: AtomicBool::new(false) };
     thread::scope(|scope| {
         loop {
             let mut ready = [
@@ -62,7 +69,7 @@ pub fn serve(socket: &GuestSocket, shutdown: &Shutdown) -> io::Result<()> {
 
 struct Door<'a> {
     device: Arc<Device>,
-    shutdown: &'a Shutdown,
+    end: &'a End<'a>,
     visitors: AtomicUsize,
     has_qemu: AtomicBool,
 }
@@ -72,7 +79,7 @@ impl Door<'_> {
         visitor.set_nonblocking(false)?;
         match self.first_byte(&visitor)? {
             None => Ok(()),
-            Some(b'{') => session::run(visitor, &self.device, self.shutdown),
+            Some(b'{') => session::run(visitor, &self.device, self.end.when_unused),
             Some(_) => self.serve_qemu(&visitor),
         }
     }
@@ -80,7 +87,7 @@ impl Door<'_> {
     /// Without taking it.
     fn first_byte(&self, visitor: &UnixStream) -> io::Result<Option<u8>> {
         let mut ready = [
-            PollFd::from_borrowed_fd(self.shutdown.event(), PollFlags::IN),
+            PollFd::from_borrowed_fd(self.end.when_unused.event(), PollFlags::IN),
             PollFd::from_borrowed_fd(visitor.as_fd(), PollFlags::IN),
         ];
         wait_for_any(&mut ready, None)?;
@@ -98,7 +105,7 @@ impl Door<'_> {
             return Err(io::Error::other("another QEMU is connected already; give each guest a balloon of its own"));
         }
         tracing::info!("QEMU is connected");
-        let result = relay::run(qemu, &self.device, self.shutdown);
+        let result = relay::run(qemu, &self.device, self.end);
         self.device.left();
         tracing::info!("QEMU has disconnected");
         self.has_qemu.store(false, Ordering::Release);

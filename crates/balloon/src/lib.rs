@@ -36,6 +36,6 @@ mod relay;
 mod session;
 mod table;
 
-pub use client::{Client, Error, Event, Place};
-pub use door::serve;
+pub use client::{Client, Error};
+pub use door::{End, serve};
 pub use message::{Description, FileRange, Statistics};

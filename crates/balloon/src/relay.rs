@@ -27,7 +27,7 @@ use vhost::vhost_user::Listener;
 use vhost_user_backend::VhostUserDaemon;
 use vm_memory::{GuestMemoryAtomic, GuestMemoryMmap};
 
-use crate::device::Device;
+use crate::{device::Device, door::End};
 
 /// Request, flags and size of the payload: three little-endian numbers of 32 bits.
 const HEADER_BYTES: usize = 12;
@@ -41,8 +41,8 @@ const RESET_OWNER: u32 = 4;
 const SET_VRING_ENABLE: u32 = 18;
 const SET_BACKEND_REQ_FD: u32 = 21;
 
-/// Serves a QEMU until it or `shutdown` ends it.
-pub(crate) fn run(qemu: &UnixStream, device: &Arc<Device>, shutdown: &Shutdown) -> io::Result<()> {
+/// Serves a QEMU until it or `end` ends it.
+pub(crate) fn run(qemu: &UnixStream, device: &Arc<Device>, end: &End<'_>) -> io::Result<()> {
     let (mut back_end, inner) = start(device)?;
     let gone = Shutdown::new()?;
     thread::scope(|scope| {
@@ -51,9 +51,10 @@ pub(crate) fn run(qemu: &UnixStream, device: &Arc<Device>, shutdown: &Shutdown) 
             close(qemu, &inner);
         });
         scope.spawn(|| {
-            if is_asked_to_end(shutdown, &gone) {
+            if is_asked_to_end(end.when_unused, &gone) {
                 // While messages still go to and fro: the guest is to hear that it has its memory again.
                 device.done();
+                wait_let_go(end, &gone);
                 close(qemu, &inner);
             }
         });
@@ -89,6 +90,15 @@ fn is_asked_to_end(shutdown: &Shutdown, gone: &Shutdown) -> bool {
     let mut ready = [shutdown, gone].map(|one| PollFd::from_borrowed_fd(one.event(), PollFlags::IN));
     // If waiting fails, nobody can be waited for.
     wait_for_any(&mut ready, None).is_err() || !ready[0].revents().is_empty()
+}
+
+/// QEMU 11.1 ends by an assertion when its guest looks at the configuration of a device whose other end is gone, and does not get over that end
+/// even when the device is unplugged. So it is QEMU that has to hang up first, unless nobody wants to wait.
+fn wait_let_go(end: &End<'_>, gone: &Shutdown) {
+    (end.waiting)();
+    let mut ready = [end.now, gone].map(|one| PollFd::from_borrowed_fd(one.event(), PollFlags::IN));
+    // If waiting fails, nobody can be waited for.
+    let _ = wait_for_any(&mut ready, None);
 }
 
 fn close(qemu: &UnixStream, inner: &UnixStream) {

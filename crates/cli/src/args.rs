@@ -98,8 +98,8 @@ Examples:
         virtio-id=5,num_vqs=5,config_size=16,vq_size=1024
 
 It inflates and deflates, gives back what the guest reports as free, and tells a transship that moves or saves the guest
-which memory need not be sent. Guest memory must be a shared file, as for everything here. It ends with Ctrl-C; the guest
-then has all its memory.";
+which memory need not be sent (--balloon). Guest memory must be a shared file, as for everything here. With Ctrl-C it ends
+as soon as QEMU has let go of it (device_del, then chardev-remove): QEMU 11.1, and the guest with it, may not survive it before.";
 
 /// The whole command line.
 #[derive(Debug, Parser)]
@@ -217,6 +217,12 @@ pub(crate) struct MoveArgs {
     /// the numbers that show it, and the guest runs on at the source.
     #[arg(long, value_name = "N", default_value = "30", hide_short_help = true)]
     pub(crate) max_rounds: String,
+    /// Ask the guest's `transship balloon` what is free
+    ///
+    /// PATH is the socket of the balloon. Memory that the guest can do without is left out of the first round. QEMU can't save this device: it is
+    /// unplugged before the guest is stopped, and plugged in again if the guest stays.
+    #[arg(long, value_name = "PATH")]
+    pub(crate) balloon: Option<std::path::PathBuf>,
     /// Compare a hash of all memory on both sides
     ///
     /// Taken while the guest stands still, so it lengthens the downtime by the time that reading all memory takes.
@@ -321,6 +327,12 @@ pub(crate) struct SaveArgs {
     /// Give up on a live guest after this many rounds
     #[arg(long, value_name = "N", default_value = "30", hide_short_help = true)]
     pub(crate) max_rounds: String,
+    /// Ask the guest's `transship balloon` what is free
+    ///
+    /// PATH is the socket of the balloon. Memory that the guest can do without is not saved while it runs (--live). QEMU can't save this device: it is
+    /// unplugged before the guest is stopped, and plugged in again afterwards.
+    #[arg(long, value_name = "PATH")]
+    pub(crate) balloon: Option<std::path::PathBuf>,
     /// How to ask the kernel to write: auto, uring or plain
     #[arg(long, value_enum, default_value_t = FileIo::Auto, value_name = "HOW", hide_possible_values = true, hide_short_help = true)]
     pub(crate) io: FileIo,

@@ -1,40 +1,58 @@
-//! A guest must not stand still for ever because the process that stopped it was killed.
+//! A guest must not stand still for ever because the process that stopped it was killed, nor lack a device that was unplugged.
 //!
-//! While the guest is stopped and not given up, a second process waits on a pipe for the end of this one. When the pipe ends without a word,
+//! While the guest is stopped or lacks something, and is not given up, a second process waits on a pipe for the end of this one. When the pipe ends without a word,
 //! it puts the guest back as it was, and lets it run again if it ran. The word is written before the destination is told to go: from then on
 //! nobody here resumes the guest.
 use std::{
     env,
     io::{self, Read, Write},
     os::unix::process::CommandExt,
+    path::Path,
     process::{Child, Command, Stdio},
-    time::Duration,
+    time::{Duration, Instant},
 };
 
-use transship_engine::guest::{GuestError, SourceGuest, StateFormat};
+use transship_balloon::Client;
+use transship_engine::guest::{GuestError, Hints, SourceGuest, StateFormat};
 use transship_memory::{Freeing, GuestMemory, Protection, Tracker};
 use transship_wire::GuestDescription;
+
+use crate::output;
 
 /// The word.
 pub(crate) const DISARM: u8 = b'd';
 
-/// A source with a guard beside it while it stands still.
+/// A source with a guard beside it while it is not as it was.
 pub(crate) struct Guarded {
     guest: Box<dyn SourceGuest>,
     vm: String,
+    /// It has a balloon, which is to be unplugged.
+    has_balloon: bool,
+    /// Which says what memory is free.
+    balloon: Option<Client>,
+    /// The balloon was unplugged, or may have been.
+    lacks: bool,
     guard: Option<Child>,
     /// A guard that was told to end.
     ending: Option<Child>,
 }
 
 impl Guarded {
-    /// `vm`: the guest's address, for the second process.
-    pub(crate) fn new(guest: Box<dyn SourceGuest>, vm: &str) -> Self {
-        Self { guest, vm: vm.to_owned(), guard: None, ending: None }
+    /// `vm`: the guest's address, for the second process. `balloon`: the socket of its balloon; one that can't be asked is no reason to fail.
+    pub(crate) fn new(guest: Box<dyn SourceGuest>, vm: &str, balloon: Option<&Path>) -> Self {
+        let connect = |socket| {
+            let connected = Client::connect(socket, &guest.memory());
+            connected.inspect_err(|error| output::say(&format!("{error}; going on without its hints"))).ok()
+        };
+        let (has_balloon, balloon) = (balloon.is_some(), balloon.and_then(connect));
+        Self { guest, vm: vm.to_owned(), has_balloon, balloon, lacks: false, guard: None, ending: None }
     }
 
     /// `run`: it runs, and is to run again.
     fn arm(&mut self, run: bool) -> Result<(), GuestError> {
+        if self.guard.is_some() {
+            return Ok(());
+        }
         let will = self.guest.last_will()?;
         let start = || {
             Command::new(env::current_exe()?)
@@ -84,6 +102,27 @@ impl SourceGuest for Guarded {
 
     fn freeing(&self) -> Freeing {
         self.guest.freeing()
+    }
+
+    fn hints(&mut self) -> Option<Box<dyn Hints>> {
+        self.balloon.take().map(|balloon| Box::new(balloon) as Box<dyn Hints>)
+    }
+
+    fn unplug(&mut self, until: Instant) -> Result<bool, GuestError> {
+        if self.has_balloon {
+            let run = self.guest.is_running()?;
+            self.arm(run)?;
+            self.lacks = true;
+        }
+        self.guest.unplug(until)
+    }
+
+    fn plug_back(&mut self) {
+        if std::mem::take(&mut self.lacks) {
+            self.guest.plug_back();
+            // If this fails the guard plugs in what is there already, which QEMU refuses.
+            let _ = self.disarm();
+        }
     }
 
     fn track(&mut self) -> Result<Box<dyn Tracker>, GuestError> {
@@ -141,8 +180,10 @@ impl SourceGuest for Guarded {
 
     fn resume(&mut self, run: bool) -> Result<(), GuestError> {
         self.guest.resume(run)?;
-        // If this fails the guard lets a guest run that runs already.
-        let _ = self.disarm();
+        if !self.lacks {
+            // If this fails the guard lets a guest run that runs already.
+            let _ = self.disarm();
+        }
         Ok(())
     }
 

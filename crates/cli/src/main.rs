@@ -95,8 +95,9 @@ fn usage(rendered: &str) -> String {
     format!("{}; see `transship --help`", line.strip_prefix("error: ").unwrap_or(&line))
 }
 
-/// Without the variable only this is shown: that a device failed and software goes on, and what a stock QEMU that sends should be told.
-const UNASKED: &str = "transship_codec=warn,transship_engine::qemu_peer=warn";
+/// Without the variable only this is shown: that a device failed and software goes on, or that a balloon did, and what a stock QEMU that sends
+/// should be told.
+const UNASKED: &str = "transship_codec=warn,transship_engine::qemu_peer=warn,transship_engine::free=warn,transship_vmm::qemu::source=warn";
 
 fn start_log() -> Result<(), Failure> {
     let Ok(filter) = std::env::var(LOG_VARIABLE) else {

@@ -16,9 +16,13 @@ const CHUNK_PAGES: u64 = 1024;
 
 type Hash = [u8; 32];
 
-/// Digest of the memory of a guest that stands still, by as many threads as there are cores.
-pub(crate) fn digest(memory: &GuestMemory) -> Result<Hash, Error> {
-    let data = memory.regions().iter().map(Region::data).collect::<Result<Vec<_>, _>>()?;
+/// Digest of the memory of a guest that stands still, by as many threads as there are cores. `dead`, by region, where there are any: pages
+/// that count as zero, whatever they hold.
+pub(crate) fn digest(memory: &GuestMemory, dead: &[PageSet]) -> Result<Hash, Error> {
+    let mut data = memory.regions().iter().map(Region::data).collect::<Result<Vec<_>, _>>()?;
+    for (data, dead) in data.iter_mut().zip(dead) {
+        data.subtract(dead);
+    }
     let chunks: Vec<Chunk<'_>> = (0..).zip(memory.regions().iter().zip(&data)).flat_map(chunks_of).collect();
     let next = AtomicUsize::new(0);
     let work = || -> Result<Vec<(usize, Hash)>, Error> {

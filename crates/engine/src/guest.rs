@@ -1,7 +1,10 @@
 //! What the engine knows of a guest. Adapters implement these traits; the engine never asks which VMM it is.
-use std::{io::Read, time::Duration};
+use std::{
+    io::Read,
+    time::{Duration, Instant},
+};
 
-use transship_memory::{Freeing, GuestMemory, Missing, Protection, Tracker};
+use transship_memory::{Freeing, GuestMemory, Missing, PageRange, Protection, Tracker};
 use transship_wire::GuestDescription;
 
 /// An adapter's failure: what happened, to what, and what the user can do, in one line.
@@ -23,6 +26,52 @@ pub enum StateFormat {
     },
 }
 
+/// Pages of one region.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Place {
+    /// Number of the region in the guest's memory.
+    pub region: usize,
+    /// Its pages.
+    pub pages: PageRange,
+}
+
+/// What a guest says about its memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Hint {
+    /// It can do without what these pages held when hints were asked for.
+    Free(Place),
+    /// It has named all that it can do without.
+    NamedAll,
+}
+
+/// Somebody who asks a running guest which of its memory it can do without. docs/free-pages.md says when a hint may be believed. When this is
+/// dropped, whatever the reason, the guest has back whatever it has set aside.
+pub trait Hints: Send {
+    /// Asks for hints. Writes to guest memory must be tracked already, **all of it**, since before this call: what a hint says is that
+    /// the page was free at some moment after it. Hints of earlier calls are void.
+    ///
+    /// # Errors
+    /// There are none to be had.
+    fn start(&mut self) -> Result<(), GuestError>;
+    /// What the guest says next; nothing if it says nothing until `deadline`. One that has passed does not wait.
+    ///
+    /// # Errors
+    /// There will be no more hints. Those that came are as good as before.
+    fn next(&mut self, deadline: Instant) -> Result<Option<Hint>, GuestError>;
+    /// No more hints: to be called before the next scan.
+    ///
+    /// # Errors
+    /// There will be none anyway.
+    fn stop(&mut self) -> Result<(), GuestError>;
+    /// Lets the guest use again what it has set aside.
+    ///
+    /// # Errors
+    /// It can do so already.
+    fn done(&mut self) -> Result<(), GuestError>;
+    /// Memory that whoever gives the hints writes to by itself, past the tracker.
+    fn writes_to(&mut self) -> Vec<Place>;
+}
+
 /// A guest that is to be moved away. Created attached (memory mapped, every refusal already made), but with nothing changed
 /// in the VMM. Dropping it leaves nothing of ours there.
 pub trait SourceGuest: Send {
@@ -34,6 +83,20 @@ pub trait SourceGuest: Send {
     fn freeing(&self) -> Freeing {
         Freeing::Possible
     }
+    /// Who can be asked which of its memory the guest can do without, if there is anybody. Asked at most once.
+    fn hints(&mut self) -> Option<Box<dyn Hints>> {
+        None
+    }
+    /// Unplugs what the guest runs with and its device state can't be saved with, while it runs. True when it is gone; false if the guest
+    /// has not let go of it by `until`: to be called again. Whether or not this succeeds, `plug_back` follows if the guest stays.
+    ///
+    /// # Errors
+    /// The guest, or the VMM, does not let go of it.
+    fn unplug(&mut self, _until: Instant) -> Result<bool, GuestError> {
+        Ok(true)
+    }
+    /// The guest stays: plugs in again what was unplugged, as far as that is possible, and warns where it is not.
+    fn plug_back(&mut self) {}
     /// Begins to track writes. Called at most once before `stop`.
     fn track(&mut self) -> Result<Box<dyn Tracker>, GuestError>;
     /// Whether the vCPUs run now.
@@ -94,7 +157,8 @@ pub trait SourceGuest: Send {
     fn resume(&mut self, run: bool) -> Result<(), GuestError>;
     /// How a person resumes this guest by hand, for messages: a command line.
     fn resume_hint(&self) -> String;
-    /// What somebody else must know to undo `stop` and `save_state` should we die. Asked before `stop`; for the adapter to read, and not secret.
+    /// What somebody else must know to undo `unplug`, `stop` and `save_state` should we die. Asked before them; for the adapter to read, and not
+    /// secret.
     ///
     /// # Errors
     /// The VMM does not say.

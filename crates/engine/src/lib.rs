@@ -9,6 +9,7 @@ mod digest;
 mod error;
 mod fail_point;
 mod forecast;
+mod free;
 pub mod guest;
 mod options;
 mod pacer;

@@ -7,7 +7,7 @@ use std::{sync::atomic::Ordering::Relaxed, time::Instant};
 
 use transship_memory::{Error as MemoryError, Freeing, GuestMemory, Holes, PAGE_BYTES, PageSet, Region, Tracker};
 
-use crate::{Error, Progress, Report, RoundReport, page_map::PageMap};
+use crate::{Error, Progress, Report, RoundReport, guest::Place, page_map::PageMap};
 
 /// Windows that travel between threads as one piece of work: 4 MiB.
 const WINDOWS_PER_BATCH: usize = 8;
@@ -39,6 +39,10 @@ pub(crate) struct Scanner {
     /// By region.
     holes: Vec<Holes>,
     pending: Vec<Pending>,
+    /// By region: pages that were left out since the guest can do without them, and that no scan has found written since.
+    dead: Vec<PageSet>,
+    /// What the tracker does not see being written; it counts as written in the last scan.
+    unseen: Vec<Place>,
     /// What the pending round's report will say.
     next: RoundReport,
     last_scan: Instant,
@@ -49,8 +53,10 @@ impl Scanner {
     pub(crate) fn begin(memory: GuestMemory, tracker: Box<dyn Tracker>, freeing: Freeing) -> Result<Self, Error> {
         let holes = memory.regions().iter().map(|_| Holes::new(freeing)).collect();
         let empty: Vec<_> = memory.regions().iter().map(|region| PageMap::new(region.pages())).collect();
+        let dead = memory.regions().iter().map(|region| PageSet::empty(region.pages())).collect();
         let (next, last_scan) = (RoundReport::default(), Instant::now());
-        let mut scanner = Self { memory, tracker, holes, pending: Vec::new(), next, last_scan };
+        let mut scanner =
+            Self { memory, tracker, holes, pending: Vec::new(), dead, unseen: Vec::new(), next, last_scan };
         scanner.look(None, &empty)?;
         let all: u64 = scanner.memory.regions().iter().map(Region::pages).sum();
         scanner.next.hole = all - scanner.next.written; // the scan reported everything
@@ -71,6 +77,32 @@ impl Scanner {
     /// Bytes of the pages that the next round sends.
     pub(crate) fn pending_bytes(&self) -> u64 {
         self.pending.iter().map(|pending| pending.send.count()).sum::<u64>() * PAGE_BYTES as u64
+    }
+
+    /// By region: what the guest can do without and nobody has sent. It may differ from what the other end holds there, which is zero.
+    pub(crate) fn dead(&self) -> &[PageSet] {
+        &self.dead
+    }
+
+    /// Leaves pages out of the first round: those of them that it has. By region: what the guest can do without, as it has said since the scan.
+    pub(crate) fn leave_out(&mut self, free: &[PageSet]) {
+        let mut out = free.to_vec();
+        for (pending, out) in self.pending.iter_mut().zip(&mut out) {
+            out.intersect_with(&pending.send);
+            pending.send.subtract(out);
+        }
+        self.left_out(&out);
+    }
+
+    /// These pages of the first round, by region, were not sent.
+    pub(crate) fn left_out(&mut self, free: &[PageSet]) {
+        self.dead.iter_mut().zip(free).for_each(|(dead, free)| dead.union_with(free));
+        self.next.free += free.iter().map(PageSet::count).sum::<u64>();
+    }
+
+    /// Pages that may be written without being seen count as written in the last scan.
+    pub(crate) fn not_seen(&mut self, places: &[Place]) {
+        self.unseen.extend(places);
     }
 
     /// The begin of the pending round's report, to be completed once it is sent.
@@ -108,10 +140,13 @@ impl Scanner {
         let regions = self.memory.regions().iter().zip(&mut self.holes).zip(content);
         for (index, ((region, holes), content)) in regions.enumerate() {
             let mut send = self.tracker.scan(index)?;
-            let data = holes.look(region, &send)?;
             if let Some(before) = earlier.next() {
                 send.union_with(&before.send);
+                let unseen = self.unseen.iter().filter(|place| place.region == index);
+                unseen.for_each(|place| send.insert(place.pages));
             }
+            self.dead[index].subtract(&send);
+            let data = holes.look(region, &send)?;
             send.intersect_with(data);
             let mut gone = content.to_set(region.pages());
             gone.subtract(data);

@@ -19,10 +19,12 @@ pub enum VmAddress {
 }
 
 /// Choices about attaching.
-#[derive(Debug, Clone, Copy, Default)]
+#[derive(Debug, Clone, Default)]
 pub struct AttachOptions {
     /// Go on although devices write behind the tracker (vhost-user, VFIO). The user says that they are quiet.
     pub allow_untracked_writers: bool,
+    /// The guest has a balloon whose other end listens at this socket: it may be there until it is unplugged.
+    pub balloon: Option<std::path::PathBuf>,
 }
 
 impl std::str::FromStr for VmAddress {
@@ -41,6 +43,9 @@ impl std::str::FromStr for VmAddress {
 pub fn attach_source(vm: &VmAddress, options: AttachOptions) -> Result<Box<dyn SourceGuest>, GuestError> {
     match vm {
         VmAddress::Qemu(path) => Ok(Box::new(qemu::QemuSource::attach(path, options)?)),
+        VmAddress::Handoff(_) if options.balloon.is_some() => {
+            Err(GuestError("a balloon is a device of a QEMU; leave out --balloon".to_owned()))
+        }
         VmAddress::Handoff(path) => Ok(Box::new(handoff::HandoffSource::attach(path)?)),
     }
 }

@@ -38,8 +38,8 @@ pub(crate) fn run(args: &MoveArgs) -> Result<(), Failure> {
 
 /// The guest is let go of when this returns, and the display with it, before results are printed.
 fn move_away(request: &Request, progress: &Arc<Progress>, report: &mut Report) -> Result<(), Error> {
-    let guest = attach_source(&request.vm, request.attach)?;
-    let mut guest = Guarded::new(guest, &request.vm_text);
+    let guest = attach_source(&request.vm, request.attach.clone())?;
+    let mut guest = Guarded::new(guest, &request.vm_text, request.attach.balloon.as_deref());
     let _display =
         Display::start(progress).map_err(|source| Error::Io { what: "can't start a thread".into(), source })?;
     match &request.way {
@@ -97,7 +97,10 @@ impl Request {
                 vm_text: args.vm.clone(),
                 to: to?,
                 way: way?,
-                attach: AttachOptions { allow_untracked_writers: args.allow_untracked_writers },
+                attach: AttachOptions {
+                    allow_untracked_writers: args.allow_untracked_writers,
+                    balloon: args.balloon.clone(),
+                },
             })
         })();
         checks.finish(request)
@@ -146,6 +149,11 @@ fn to_qemu(args: &MoveArgs, checks: &mut Checks) -> Option<QemuSendOptions> {
     if args.verify {
         checks.mistake(
             "--verify: a stock QEMU has no hash of its memory to compare; leave it out with --peer qemu".into(),
+        );
+    }
+    if args.balloon.is_some() {
+        checks.mistake(
+            "--balloon: not possible with --peer qemu so far; unplug the balloon first (device_del), and leave this out".into(),
         );
     }
     if args.encoders.is_some() || args.when_busy != WhenBusy::Wait {

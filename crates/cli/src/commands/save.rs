@@ -29,8 +29,8 @@ pub(crate) fn run(args: &SaveArgs) -> Result<(), Failure> {
 
 /// The guest is let go of when this returns, and the display with it, before results are printed.
 fn save(request: &Request, progress: &Arc<Progress>, report: &mut Report) -> Result<(), Error> {
-    let guest = attach_source(&request.vm, request.attach)?;
-    let mut guest = Guarded::new(guest, &request.vm_text);
+    let guest = attach_source(&request.vm, request.attach.clone())?;
+    let mut guest = Guarded::new(guest, &request.vm_text, request.attach.balloon.as_deref());
     let _display =
         Display::start(progress).map_err(|source| Error::Io { what: "can't start a thread".into(), source })?;
     save_guest(&mut guest, &request.to, &request.options, progress, report)
@@ -92,7 +92,10 @@ impl Request {
                     io: args.io.into(),
                 },
                 // Who stands still writes nothing, seen or unseen.
-                attach: AttachOptions { allow_untracked_writers: args.allow_untracked_writers || way == Way::Paused },
+                attach: AttachOptions {
+                    allow_untracked_writers: args.allow_untracked_writers || way == Way::Paused,
+                    balloon: args.balloon.clone(),
+                },
             })
         })();
         checks.finish(request)

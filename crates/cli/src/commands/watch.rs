@@ -80,7 +80,7 @@ impl Request {
                 args.window, args.interval
             ));
         }
-        let attach = AttachOptions { allow_untracked_writers: args.allow_untracked_writers };
+        let attach = AttachOptions { allow_untracked_writers: args.allow_untracked_writers, balloon: None };
         let request = (|| Some(Self { vm: vm?, interval: interval?, window: window?, count: count?, attach }))();
         checks.finish(request)
     }

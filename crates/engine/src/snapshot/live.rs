@@ -10,8 +10,10 @@ use super::{SaveOptions, output::Output, target::Target};
 use crate::{
     Error, Progress, Report, fail_point,
     forecast::{Aim, Forecast, Medium, Verdict},
+    free::FreePages,
     guest::SourceGuest,
     scan::Scanner,
+    source::unplug,
 };
 
 /// What is written in each round.
@@ -70,6 +72,7 @@ impl Rounds {
         report.pages.normal += written.normal;
         report.pages.zero += written.zero;
         report.pages.hole += round.hole;
+        report.pages.free += round.free;
         report.pages.resent += written.rewritten;
         report.bytes.wire += round.bytes;
         report.cpu.channels += written.cpu_seconds;
@@ -85,7 +88,7 @@ impl Rounds {
     /// then takes less time than is forecast.
     pub(crate) fn until_the_rest_is_small(
         &mut self,
-        guest: &dyn SourceGuest,
+        guest: &mut dyn SourceGuest,
         options: &SaveOptions,
         output: &mut dyn Output,
         target: &Target,
@@ -95,9 +98,16 @@ impl Rounds {
         let SaveOptions { downtime, max_rounds, .. } = *options;
         let aim = Aim { medium: Medium::File, downtime, bandwidth: None, max_rounds };
         let mut forecast = Forecast::new(aim, guest.state_estimate());
+        let mut free = FreePages::of(guest);
+        self.scanner.leave_out(free.ask(None, progress)?);
         loop {
             self.write_pending(output, target, !target.is_direct(), progress, report)?;
             fail_point::reach("save.round")?;
+            if self.number == 1 {
+                self.scanner.not_seen(free.end().1);
+                unplug(guest, progress)?;
+                fail_point::reach("save.unplugged")?;
+            }
             self.scanner.scan(output.content(), report, progress)?;
             match forecast.judge(report, self.pending_bytes()) {
                 Verdict::Fits => return Ok(()),

@@ -16,7 +16,7 @@ use super::{
 use crate::{
     Error, FileReport, Phase, Progress, Report, fail_point,
     guest::SourceGuest,
-    source::{finish, take_back},
+    source::{finish, take_back, unplug},
 };
 
 /// Saves the guest's memory and device state to a file that a stock QEMU loads.
@@ -40,8 +40,9 @@ pub fn save_guest(
     let direct_io = if options.format == Format::Stream { DirectIo::Off } else { options.direct_io };
     let result = Target::create(to, direct_io, &guest.memory()).and_then(|mut target| {
         fail_point::reach("save.created")?;
-        Saving { guest, options, target: &mut target, progress, report, begin }.run()
+        Saving { guest: &mut *guest, options, target: &mut target, progress, report, begin }.run()
     });
+    guest.plug_back();
     finish(result, begin, progress, report)
 }
 
@@ -61,9 +62,13 @@ impl Saving<'_> {
         let regions = region_blocks(self.guest)?;
         if self.options.way == Way::Background {
             self.check_background()?;
-            if ran {
-                return self.in_background(&regions);
-            }
+        }
+        if ran && self.options.way != Way::Live {
+            unplug(self.guest, self.progress)?;
+            fail_point::reach("save.unplugged")?;
+        }
+        if ran && self.options.way == Way::Background {
+            return self.in_background(&regions);
         }
         let mut output = self.begin_output(&regions)?;
         let output = output.as_mut();
@@ -74,8 +79,8 @@ impl Saving<'_> {
             let rounds = rounds.insert(Rounds::begin(self.guest)?);
             fail_point::reach("save.tracking")?;
             self.begin_rounds();
-            let (guest, options) = (&*self.guest, self.options);
-            rounds.until_the_rest_is_small(guest, options, output, self.target, self.progress, self.report)?;
+            let options = self.options;
+            rounds.until_the_rest_is_small(self.guest, options, output, self.target, self.progress, self.report)?;
         }
         self.progress.set_phase(Phase::Switchover);
         let stopped = Instant::now();

@@ -10,7 +10,7 @@ use std::{
 };
 
 use crossbeam_channel::{Receiver, SendTimeoutError, Sender, bounded};
-use transship_memory::{GuestMemory, PageRange};
+use transship_memory::{GuestMemory, PAGE_BYTES, PageRange};
 use transship_wire::{Message, Preamble, Role, Session};
 
 use super::{
@@ -21,6 +21,7 @@ use crate::{
     Error, MoveOptions, Progress, Report, Uri, ZeroPages,
     control::{Control, TICK},
     cpu,
+    free::FreePages,
     pacer::Pacer,
     page_map::PageMap,
     scan::Pending,
@@ -124,10 +125,12 @@ impl Channels {
         &self.shared.content
     }
 
-    /// Sends a round over all channels, each by a thread of its own, and closes it on each with its `RoundEnd`.
+    /// Sends a round over all channels, each by a thread of its own, and closes it on each with its `RoundEnd`. What becomes known as free
+    /// meanwhile is left out, as far as it was not handed over yet.
     pub(crate) fn run_round(
         &mut self,
         work: &RoundWork<'_>,
+        free: &mut FreePages,
         control: &Control,
         progress: &Progress,
     ) -> Result<Sent, Error> {
@@ -148,7 +151,7 @@ impl Channels {
                         });
                     }
                     drop(batches);
-                    let fed = feed.to_channels(&queue);
+                    let fed = feed.to_channels(&queue, free);
                     drop(queue);
                     fed.and_then(|()| collect(&results, count, &watch, || Ok(())))
                 }
@@ -162,7 +165,7 @@ impl Channels {
                         });
                     }
                     let mut handed_over = 0;
-                    let fed = feed.to_encoders(encoders, &gate, &mut handed_over);
+                    let fed = feed.to_encoders(encoders, &gate, free, &mut handed_over);
                     gate.close(handed_over);
                     let result = fed.and_then(|()| collect(&results, count, &watch, || encoders.check()));
                     if result.is_err() && encoders.check().is_err() {
@@ -200,12 +203,13 @@ struct Feed<'a> {
 }
 
 impl Feed<'_> {
-    fn to_channels(&self, queue: &Sender<Batch>) -> Result<(), Error> {
+    fn to_channels(&self, queue: &Sender<Batch>, free: &mut FreePages) -> Result<(), Error> {
         for (region, pending) in self.work.pending.iter().enumerate() {
             for range in pending.gone.ranges() {
                 hand_over(Batch::Hole { region, range }, queue, self.watch)?;
             }
-            for windows in pending.batches() {
+            for mut windows in pending.batches() {
+                self.trim(region, &mut windows, free);
                 let zero = self.zero_masks(region, &windows);
                 hand_over(Batch::Pages { region, windows, zero }, queue, self.watch)?;
             }
@@ -214,14 +218,21 @@ impl Feed<'_> {
     }
 
     /// Counts in `handed_over` what the channels will get, also on failure.
-    fn to_encoders(&self, encoders: &mut Encoders, gate: &Gate, handed_over: &mut u64) -> Result<(), Error> {
+    fn to_encoders(
+        &self,
+        encoders: &mut Encoders,
+        gate: &Gate,
+        free: &mut FreePages,
+        handed_over: &mut u64,
+    ) -> Result<(), Error> {
         for (region, pending) in self.work.pending.iter().enumerate() {
             for range in pending.gone.ranges() {
                 self.watch.check()?;
                 gate.pass(Ready::Hole { region, range }, self.watch)?;
                 *handed_over += 1;
             }
-            for windows in pending.batches() {
+            for mut windows in pending.batches() {
+                self.trim(region, &mut windows, free);
                 let zero = self.zero_masks(region, &windows);
                 for (index, (first, wanted)) in windows.into_iter().enumerate() {
                     self.watch.check()?;
@@ -242,6 +253,16 @@ impl Feed<'_> {
             }
         }
         Ok(())
+    }
+
+    /// Leaves out what the guest can do without.
+    fn trim(&self, region: usize, windows: &mut Vec<(u64, u128)>, free: &mut FreePages) {
+        let pages =
+            |windows: &[(u64, u128)]| windows.iter().map(|(_, wanted)| u64::from(wanted.count_ones())).sum::<u64>();
+        let before = pages(windows);
+        free.trim(region, windows);
+        let bytes = (before - pages(windows)) * PAGE_BYTES as u64;
+        self.shared.progress.round_left.fetch_sub(bytes, Relaxed);
     }
 
     /// The zero pages of each window, if the main thread is to look for them.

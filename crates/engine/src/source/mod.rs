@@ -16,7 +16,7 @@ use transship_wire::Message;
 
 use crate::{
     Error, MoveOptions, Phase, Progress, Report, Status, Uri,
-    control::Control,
+    control::{Control, TICK},
     cpu, fail_point,
     forecast::{Aim, Forecast, Medium, Verdict},
     guest::SourceGuest,
@@ -28,6 +28,9 @@ pub(crate) use switchover::take_back;
 
 /// How long what was sent may take to arrive while the guest runs: a thin link with deep buffers is slow, not dead.
 const DONE_TIMEOUT: Duration = Duration::from_secs(600);
+
+/// How long the guest may take to let go of a device: where it is asked by the button of a slot, it waits 5 s for a second thought.
+const UNPLUG_TIMEOUT: Duration = Duration::from_secs(20);
 
 /// Moves the guest to the `transship receive` that listens at `to`.
 ///
@@ -56,7 +59,27 @@ pub fn move_guest(
             }
         })
     });
+    if !matches!(result, Ok(()) | Err(Error::Unknown(_))) {
+        guest.plug_back();
+    }
     finish(result, begin, progress, report)
+}
+
+/// Unplugs what the guest can't take along. It runs, and there is a scan to come: what it writes meanwhile is in that.
+pub(crate) fn unplug(guest: &mut dyn SourceGuest, progress: &Progress) -> Result<(), Error> {
+    let deadline = Instant::now() + UNPLUG_TIMEOUT;
+    while !guest.unplug(Instant::now() + TICK)? {
+        if progress.is_cancelled() {
+            return Err(Error::Cancelled);
+        }
+        if Instant::now() > deadline {
+            let seconds = UNPLUG_TIMEOUT.as_secs();
+            let why =
+                format!("it has not let go of a device that can't go with it within {seconds} s; does its system run?");
+            return Err(Error::Unfit(format!("the guest runs on here: {why}")));
+        }
+    }
+    Ok(())
 }
 
 /// The end of either side: what follows from the result and the rest goes into the report.
@@ -129,6 +152,8 @@ impl Source<'_> {
         self.progress.set_phase(Phase::Rounds);
 
         if was_running {
+            rounds.ask_for_free_pages(self.options.bandwidth, self.progress)?;
+            fail_point::reach("source.hinted")?;
             self.rounds_until_the_rest_is_small(control, rounds)?;
         }
         self.progress.set_phase(Phase::Switchover);
@@ -142,6 +167,10 @@ impl Source<'_> {
         loop {
             rounds.send_pending(control, DONE_TIMEOUT, self.progress, self.report)?;
             fail_point::reach("source.round")?;
+            if self.report.rounds.len() == 1 {
+                unplug(self.guest, self.progress)?;
+                fail_point::reach("source.unplugged")?;
+            }
             rounds.scan(self.report, self.progress)?;
             match forecast.judge(self.report, rounds.pending_bytes()) {
                 Verdict::Fits => return Ok(()),

@@ -4,15 +4,19 @@ use std::{
     time::{Duration, Instant},
 };
 
+use transship_memory::PageSet;
 use transship_wire::Message;
 
 use super::channels::{Channels, RoundWork};
-use crate::{Error, Progress, Report, control::Control, fail_point, guest::SourceGuest, scan::Scanner};
+use crate::{
+    Error, Progress, Report, control::Control, fail_point, free::FreePages, guest::SourceGuest, scan::Scanner,
+};
 
 /// The rounds of a move.
 pub(crate) struct Rounds {
     scanner: Scanner,
     channels: Channels,
+    free: FreePages,
     number: u32,
 }
 
@@ -21,7 +25,18 @@ impl Rounds {
     pub(crate) fn begin(guest: &mut dyn SourceGuest, channels: Channels) -> Result<Self, Error> {
         let tracker = guest.track()?;
         let scanner = Scanner::begin(guest.memory(), tracker, guest.freeing())?;
-        Ok(Self { scanner, channels, number: 0 })
+        Ok(Self { scanner, channels, free: FreePages::of(guest), number: 0 })
+    }
+
+    /// Asks the guest what the first round can leave out. `speed`: bytes a second that can be sent at most.
+    pub(crate) fn ask_for_free_pages(&mut self, speed: Option<u64>, progress: &Progress) -> Result<(), Error> {
+        self.scanner.leave_out(self.free.ask(speed, progress)?);
+        Ok(())
+    }
+
+    /// By region: pages that were left out and not written since.
+    pub(crate) fn dead(&self) -> &[PageSet] {
+        self.scanner.dead()
     }
 
     /// Bytes of the pages that the next round sends.
@@ -54,10 +69,15 @@ impl Rounds {
         progress.round_left.store(bytes, Relaxed);
 
         let work = RoundWork { round: self.number, pending: self.scanner.pending() };
-        let sent = self.channels.run_round(&work, control, progress)?;
+        let sent = self.channels.run_round(&work, &mut self.free, control, progress)?;
         fail_point::reach("source.round-sent")?;
         self.await_done(control, patience, progress, sent.normal, sent.zero_sent)?;
 
+        if self.number == 0 {
+            let (left_out, unseen) = self.free.end();
+            self.scanner.left_out(left_out);
+            self.scanner.not_seen(unseen);
+        }
         let mut round = self.scanner.take_report();
         round.number = self.number + 1;
         round.zero = sent.zero;
@@ -66,6 +86,7 @@ impl Rounds {
         report.pages.normal += sent.normal;
         report.pages.zero += sent.zero;
         report.pages.hole += round.hole;
+        report.pages.free += round.free;
         report.pages.resent += sent.resent;
         report.bytes.wire += sent.bytes;
         report.cpu.channels += sent.cpu_seconds;

@@ -7,12 +7,12 @@ use std::{
     path::Path,
     sync::{Arc, Mutex},
     thread,
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use transship_engine::{
     Error, Listener, MoveOptions, Progress, Report, Uri,
-    guest::{DestinationGuest, GuestError, SourceGuest},
+    guest::{DestinationGuest, GuestError, Hints, SourceGuest},
     move_guest, receive_guest,
 };
 use transship_memory::{Access, Error as MemoryError, GuestMemory, PAGE_BYTES, PageRange, PageSet, Region, Tracker};
@@ -86,6 +86,8 @@ pub struct Scripted {
     pub script: Arc<Mutex<Script>>,
     /// Makes `save_state` fail.
     pub broken_state: bool,
+    /// Who says what it can do without.
+    pub hints: Option<Box<dyn Hints>>,
 }
 
 #[derive(Default)]
@@ -95,6 +97,9 @@ pub struct Script {
     pub stopped: bool,
     pub resumed: Option<bool>,
     pub first_scans: usize,
+    /// How often it was asked to let go of something: it does so when it is asked again.
+    pub unplugs: u32,
+    pub plugged_back: u32,
 }
 
 impl Script {
@@ -109,7 +114,7 @@ impl Scripted {
         let written = pages.iter().map(|pages| PageSet::empty(*pages)).collect();
         let script = Script { lists: lists.into(), written, ..Script::default() };
         let state = (0..700_000u32).flat_map(u32::to_le_bytes).collect();
-        Self { memory: memory(pages), state, script: Arc::new(Mutex::new(script)), broken_state: false }
+        Self { memory: memory(pages), state, script: Arc::new(Mutex::new(script)), broken_state: false, hints: None }
     }
 }
 
@@ -143,6 +148,18 @@ impl SourceGuest for Scripted {
     }
     fn memory(&self) -> GuestMemory {
         self.memory.clone()
+    }
+    fn hints(&mut self) -> Option<Box<dyn Hints>> {
+        self.hints.take()
+    }
+    fn unplug(&mut self, _until: Instant) -> Result<bool, GuestError> {
+        let mut script = self.script.lock().unwrap();
+        assert!(!script.stopped, "it needs the guest's help");
+        script.unplugs += 1;
+        Ok(script.unplugs > 1)
+    }
+    fn plug_back(&mut self) {
+        self.script.lock().unwrap().plugged_back += 1;
     }
     fn track(&mut self) -> Result<Box<dyn Tracker>, GuestError> {
         Ok(Box::new(ScriptedTracker { memory: self.memory.clone(), script: Arc::clone(&self.script) }))

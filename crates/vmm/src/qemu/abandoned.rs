@@ -5,10 +5,12 @@ use std::{
     time::{Duration, Instant},
 };
 
+use serde::{Deserialize, Serialize};
 use serde_json::json;
 use transship_engine::guest::GuestError;
 
 use super::{
+    balloon::Made,
     checks,
     destination::pause,
     migration::{self, Settings},
@@ -20,7 +22,24 @@ use crate::freeze::Freezer;
 const CONNECT_WAIT: Duration = Duration::from_secs(30);
 const CANCEL_WAIT: Duration = Duration::from_secs(30);
 
-/// Ends what is left of saving the device state, puts QEMU's settings back as `will` says, and with `run` lets the guest run.
+/// What is to be put back.
+#[derive(Debug, Serialize, Deserialize)]
+pub(super) struct Will {
+    /// All that saving the device state may change.
+    pub(super) settings: Settings,
+    /// A device that may be unplugged meanwhile.
+    pub(super) balloon: Option<Made>,
+}
+
+impl Will {
+    /// For [`settle`].
+    pub(super) fn to_text(&self) -> Result<String, GuestError> {
+        serde_json::to_string(self).map_err(|e| GuestError(format!("QEMU's settings can't be written down: {e}")))
+    }
+}
+
+/// Ends what is left of saving the device state, puts QEMU's settings back as `will` says, with `run` lets the guest run, and plugs in
+/// what was unplugged.
 pub(crate) fn settle(socket: &Path, will: &str, run: bool) -> Result<(), GuestError> {
     let deadline = Instant::now() + CONNECT_WAIT;
     let mut qmp = loop {
@@ -31,14 +50,24 @@ pub(crate) fn settle(socket: &Path, will: &str, run: bool) -> Result<(), GuestEr
         }
     };
     migration::cancel(&mut qmp, CANCEL_WAIT)?;
-    match Settings::from_will(will) {
-        Some(settings) => settings.restore(&mut qmp)?,
-        None => migration::forget_settings(&mut qmp)?,
-    }
+    let balloon = match serde_json::from_str(will) {
+        Ok(Will { settings, balloon }) => {
+            settings.restore(&mut qmp)?;
+            balloon
+        }
+        Err(_) => {
+            migration::forget_settings(&mut qmp)?;
+            None
+        }
+    };
     if run && checks::run_state(&mut qmp)? != "running" {
         qmp.execute("cont", json!({}))?;
     }
-    Ok(())
+    match balloon {
+        // It may be there, be about to go, or be gone: nobody can be asked which.
+        Some(balloon) => balloon.plug_back(&mut qmp).map(drop),
+        None => Ok(()),
+    }
 }
 
 /// Stops the guest, or freezes QEMU with it. Returns what a person finds.

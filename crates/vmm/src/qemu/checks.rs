@@ -7,6 +7,7 @@ use transship_engine::guest::GuestError;
 use transship_memory::{Freeing, GuestMemory};
 
 use super::{
+    balloon::OwnBalloon,
     memory::{Backend, FileId, mappings},
     qmp::{Qmp, QmpError},
 };
@@ -90,8 +91,8 @@ pub(super) fn trackable(memory: &GuestMemory) -> Result<(), GuestError> {
     Ok(())
 }
 
-/// The run state and migration state of a source.
-pub(super) fn source_state(qmp: &mut Qmp) -> Result<(), GuestError> {
+/// The run state and migration state of a source. What is in the way only until `balloon` is unplugged is let pass.
+pub(super) fn source_state(qmp: &mut Qmp, balloon: Option<&OwnBalloon>) -> Result<(), GuestError> {
     let refused = |why: &str| Err(GuestError(format!("this QEMU {why}")));
     let run_state = run_state(qmp)?;
     match run_state.as_str() {
@@ -115,11 +116,20 @@ pub(super) fn source_state(qmp: &mut Qmp) -> Result<(), GuestError> {
     if !["none", "completed", "failed", "cancelled"].contains(&status) {
         return refused(&format!("is already migrating by itself ({status}); wait for it, or end it: migrate_cancel"));
     }
-    if let Some(reasons) = migration["blocked-reasons"].as_array() {
-        let reasons: Vec<&str> = reasons.iter().filter_map(Value::as_str).collect();
-        return refused(&format!("can't save its devices' state: {}; remove that device", reasons.join("; ")));
+    let reasons = migration["blocked-reasons"].as_array().into_iter().flatten().filter_map(Value::as_str);
+    let reasons: Vec<&str> = reasons.filter(|reason| !balloon.is_some_and(|own| own.is_reason(reason))).collect();
+    if reasons.is_empty() {
+        return Ok(());
     }
-    Ok(())
+    refused(&format!("can't save its devices' state: {}; remove that device{}", reasons.join("; "), balloon_hint(qmp)))
+}
+
+/// For a refusal: what may be the reason has a cure.
+fn balloon_hint(qmp: &mut Qmp) -> &'static str {
+    match devices(qmp, may_be_anything) {
+        Ok(found) if !found.is_empty() => ", or name its socket with --balloon if it is a transship balloon",
+        _ => "",
+    }
 }
 
 /// The run state and migration state of a destination.
@@ -142,6 +152,16 @@ pub(super) fn destination_state(qmp: &mut Qmp) -> Result<(), GuestError> {
     }
 }
 
+/// A device that no guest can bring along: it would be there without its state.
+pub(super) fn no_balloon_yet(qmp: &mut Qmp) -> Result<(), GuestError> {
+    match devices(qmp, may_be_anything)?.first() {
+        None => Ok(()),
+        Some(device) => Err(GuestError(format!(
+            "{device} of this QEMU is one that can't come with a guest; start it without, and plug it in when the guest is there: device_add"
+        ))),
+    }
+}
+
 /// `query-status`: running, paused, inmigrate, …
 pub(super) fn run_state(qmp: &mut Qmp) -> Result<String, QmpError> {
     let status = qmp.execute("query-status", json!({}))?;
@@ -149,11 +169,19 @@ pub(super) fn run_state(qmp: &mut Qmp) -> Result<String, QmpError> {
 }
 
 /// Devices and processes that write guest memory behind the tracker.
-pub(super) fn untracked_writers(qmp: &mut Qmp, backends: &[Backend]) -> Result<(), GuestError> {
-    let mut found: Vec<String> = devices(qmp, writes_behind)?.iter().map(Device::to_string).collect();
+pub(super) fn untracked_writers(
+    qmp: &mut Qmp,
+    backends: &[Backend],
+    balloon: Option<&OwnBalloon>,
+) -> Result<(), GuestError> {
+    let is_own = |device: &Device| balloon.is_some_and(|own| own.is(device));
+    let behind = devices(qmp, writes_behind)?;
+    let mut found: Vec<String> = behind.iter().filter(|device| !is_own(device)).map(Device::to_string).collect();
     found.extend(network_backends(qmp)?);
     found.extend(direct_disks(qmp)?);
-    found.extend(other_writers(qmp.pid(), backends).iter().map(Process::to_string));
+    let others = other_writers(qmp.pid(), backends);
+    let strangers = others.iter().filter(|process| !balloon.is_some_and(|own| own.is_process(process.pid)));
+    found.extend(strangers.map(Process::to_string));
     if found.is_empty() {
         return Ok(());
     }
@@ -191,6 +219,13 @@ pub(super) struct Device {
     pub(super) path: String,
     name: String,
     kind: String,
+}
+
+impl Device {
+    /// Its id, if it has one.
+    pub(super) fn name(&self) -> &str {
+        &self.name
+    }
 }
 
 impl std::fmt::Display for Device {

@@ -44,6 +44,7 @@ impl QemuDestination {
     pub fn attach(socket: &Path) -> Result<Self, GuestError> {
         let mut qmp = Qmp::connect(socket)?;
         checks::destination_state(&mut qmp)?;
+        checks::no_balloon_yet(&mut qmp)?;
         migration::check_ignore_shared(&mut qmp)?;
         let backends = memory::backends(&mut qmp)?;
         checks::alone_in_memory(&qmp, &backends)?;

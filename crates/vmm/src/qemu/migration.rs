@@ -71,16 +71,6 @@ impl Settings {
         Ok((before, wanted))
     }
 
-    /// As a text, for [`Settings::from_will`].
-    pub(super) fn to_will(&self) -> Result<String, GuestError> {
-        serde_json::to_string(self).map_err(|e| GuestError(format!("QEMU's settings can't be written down: {e}")))
-    }
-
-    /// None: it is not ours.
-    pub(super) fn from_will(will: &str) -> Option<Self> {
-        serde_json::from_str(will).ok()
-    }
-
     /// Puts back what `apply` changed.
     pub(super) fn restore(self, qmp: &mut Qmp) -> Result<(), GuestError> {
         Ok(set(qmp, self.capabilities, self.parameters)?)

@@ -6,6 +6,7 @@
 //!   memory       which files hold the guest's memory, and where QEMU maps them
 //!   inject       a userfaultfd made by QEMU, taken over by us
 //!   faults       which kind of userfaultfd, and the right to it
+//!   balloon      the balloon that a process of ours is, which QEMU can't save: unplugged, and plugged in again
 //!   giving_back  memory that the guest gives back, which must not happen while others wait for pages
 //!   migration    QEMU's own migration, used for the device state only
 //!   state_stream the device state as QEMU writes it
@@ -13,6 +14,7 @@
 //!   abandoned    a source whose transship died
 //! ```
 pub(crate) mod abandoned;
+mod balloon;
 mod checks;
 mod destination;
 mod faults;

@@ -9,7 +9,7 @@ use std::{
         Arc,
         atomic::{AtomicBool, Ordering},
     },
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use serde_json::json;
@@ -18,6 +18,8 @@ use transship_memory::{Access, Area, Freeing, GuestMemory, Protection, Region, T
 use transship_wire::GuestDescription;
 
 use super::{
+    abandoned::Will,
+    balloon::OwnBalloon,
     checks, cont_by_hand, describe, faults,
     giving_back::{self, Balloon},
     memory::{self, Backend},
@@ -50,6 +52,8 @@ pub struct QemuSource {
     tracked: Option<Vec<Area>>,
     /// As it was when the protection began.
     balloon: Option<Balloon>,
+    /// The balloon that a process of ours is.
+    own_balloon: Option<OwnBalloon>,
     /// Settings to be put back.
     settings: Option<Settings>,
     /// The guest stays after its state was saved, and stays stopped.
@@ -68,12 +72,13 @@ impl QemuSource {
     pub fn attach(socket: &Path, options: AttachOptions) -> Result<Self, GuestError> {
         checks::host()?;
         let mut qmp = Qmp::connect(socket)?;
-        checks::source_state(&mut qmp)?;
+        let own_balloon = options.balloon.map(|socket| OwnBalloon::find(&mut qmp, &socket)).transpose()?;
+        checks::source_state(&mut qmp, own_balloon.as_ref())?;
         migration::check_ignore_shared(&mut qmp)?;
         checks::may_ptrace(qmp.pid())?;
         let backends = memory::backends(&mut qmp)?;
         if !options.allow_untracked_writers {
-            checks::untracked_writers(&mut qmp, &backends)?;
+            checks::untracked_writers(&mut qmp, &backends, own_balloon.as_ref())?;
         }
         let memory = memory::map(&backends, Access::Read)?;
         checks::trackable(&memory)?;
@@ -89,6 +94,7 @@ impl QemuSource {
             freeing,
             tracked: None,
             balloon: None,
+            own_balloon,
             settings: None,
             stays: false,
             waiting: None,
@@ -103,9 +109,12 @@ impl QemuSource {
             Some(tracked) => memory::areas(self.qmp.pid(), &backends)? != *tracked,
             None => false,
         };
-        if moved || backends != self.backends || checks::freeing(&mut self.qmp)? != self.freeing {
+        // Without what may give memory back there are no more holes than were thought possible.
+        let frees = self.freeing == Freeing::Never && checks::freeing(&mut self.qmp)? == Freeing::Possible;
+        if moved || backends != self.backends || frees {
             return Err(GuestError(
-                "the guest's memory or balloon was plugged, unplugged or mapped anew meanwhile; begin again".to_owned(),
+                "the guest's memory, or a balloon, was plugged, unplugged or mapped anew meanwhile; begin again"
+                    .to_owned(),
             ));
         }
         Ok(())
@@ -178,6 +187,24 @@ impl SourceGuest for QemuSource {
 
     fn freeing(&self) -> Freeing {
         self.freeing
+    }
+
+    fn unplug(&mut self, until: Instant) -> Result<bool, GuestError> {
+        let Some(balloon) = &mut self.own_balloon else { return Ok(true) };
+        let gone = balloon.unplug(&mut self.qmp, until)?;
+        if gone {
+            // Without it nothing is in the way any more, of which it could be thought to be the reason.
+            checks::source_state(&mut self.qmp, None)?;
+        }
+        Ok(gone)
+    }
+
+    fn plug_back(&mut self) {
+        let Some(balloon) = &mut self.own_balloon else { return };
+        if let Err(error) = balloon.plug_back(&mut self.qmp) {
+            let by_hand = balloon.made().by_hand();
+            tracing::warn!("the guest's balloon could not be plugged in again: {error}; do it by hand: {by_hand}");
+        }
     }
 
     fn track(&mut self) -> Result<Box<dyn Tracker>, GuestError> {
@@ -293,7 +320,8 @@ impl SourceGuest for QemuSource {
     }
 
     fn last_will(&mut self) -> Result<String, GuestError> {
-        Settings::now(&mut self.qmp)?.to_will()
+        let balloon = self.own_balloon.as_ref().map(|balloon| balloon.made().clone());
+        Will { settings: Settings::now(&mut self.qmp)?, balloon }.to_text()
     }
 }
 

@@ -101,7 +101,7 @@ fn a_process_that_writes_the_same_memory() {
     // For the second it would be the loss of the first one's memory.
     let pid = format!("process {} (qemu-system", first.pid());
     assert_names(&second.destination_refusal(), &[&pid, "mem-path of its own"]);
-    let options = AttachOptions { allow_untracked_writers: true };
+    let options = AttachOptions { allow_untracked_writers: true, ..AttachOptions::default() };
     assert!(QemuSource::attach(&first.socket(), options).is_ok());
 }
 

@@ -1,0 +1,139 @@
+//! What the guest says it can do without: left out of the first round, and of no other. docs/free-pages.md has the rule, and why it holds.
+//!
+//! ```text
+//!   scan ──► ask ──► first round ──► end ──► scan ──► …
+//!            wait    what comes      void from
+//!            a bit   meanwhile, too  here on
+//! ```
+use std::time::{Duration, Instant};
+
+use transship_memory::{PAGE_BYTES, PageSet};
+
+use crate::{
+    Error, Progress,
+    guest::{GuestError, Hint, Hints, Place, SourceGuest},
+    page_map::runs,
+};
+
+/// How long the guest may take to begin.
+const FIRST_HINT: Duration = Duration::from_millis(500);
+/// How long hints are waited for at most. The guest is short of memory meanwhile, and the rest may come while the round is sent.
+const ALL_HINTS: Duration = Duration::from_secs(5);
+/// So long is looked at to say whether hints come faster than pages would go.
+const SLICE: Duration = Duration::from_millis(100);
+/// Bytes a second that a link, or disk, of which nothing is known is thought to take.
+const ASSUMED_SPEED: u64 = 1 << 30;
+
+/// The hints of a guest, for one round.
+pub(crate) struct FreePages {
+    /// None: there is nobody to ask, any more.
+    hints: Option<Box<dyn Hints>>,
+    /// By region: what the guest has named.
+    named: Vec<PageSet>,
+    /// By region: what `trim` has taken away.
+    trimmed: Vec<PageSet>,
+    /// What is written past the tracker.
+    unseen: Vec<Place>,
+}
+
+impl FreePages {
+    /// Nothing is asked yet. An error of who gives hints is never one of the move: it goes on without them.
+    pub(crate) fn of(guest: &mut dyn SourceGuest) -> Self {
+        let none: Vec<_> = guest.memory().regions().iter().map(|region| PageSet::empty(region.pages())).collect();
+        let mut hints = guest.hints();
+        let unseen = hints.as_mut().map(|hints| hints.writes_to()).unwrap_or_default();
+        Self { hints, named: none.clone(), trimmed: none, unseen }
+    }
+
+    /// Asks the guest, and waits as long as hints spare more bytes than would be sent meanwhile. All memory has been scanned. `speed`: bytes
+    /// a second, where something is known. Returns what was named, by region.
+    ///
+    /// # Errors
+    /// Cancelled.
+    pub(crate) fn ask(&mut self, speed: Option<u64>, progress: &Progress) -> Result<&[PageSet], Error> {
+        let Some(hints) = &mut self.hints else { return Ok(&self.named) };
+        if let Err(error) = hints.start() {
+            self.give_up(&error);
+            return Ok(&self.named);
+        }
+        let worth = (speed.unwrap_or(ASSUMED_SPEED) as f64 * SLICE.as_secs_f64()) as u64 / PAGE_BYTES as u64;
+        let begin = Instant::now();
+        while begin.elapsed() < ALL_HINTS && self.hints.is_some() {
+            if progress.is_cancelled() {
+                return Err(Error::Cancelled);
+            }
+            let Slice { pages, named_all } = self.listen(Instant::now() + SLICE);
+            let begun = pages > 0 || begin.elapsed() > FIRST_HINT;
+            if named_all || (begun && pages < worth) {
+                break;
+            }
+        }
+        Ok(&self.named)
+    }
+
+    /// Takes pages that the guest has named meanwhile out of some windows of the round: first page and wanted pages. Does not wait.
+    pub(crate) fn trim(&mut self, region: usize, windows: &mut Vec<(u64, u128)>) {
+        if self.hints.is_none() {
+            return;
+        }
+        self.listen(Instant::now());
+        let (named, trimmed) = (&self.named[region], &mut self.trimmed[region]);
+        windows.retain_mut(|(first, wanted)| {
+            let free = *wanted & named.window(*first);
+            runs(*first, free).for_each(|run| trimmed.insert(run));
+            *wanted &= !free;
+            *wanted != 0
+        });
+    }
+
+    /// Ends it, before the next scan: the guest has its memory again. Returns what was trimmed, by region, and what is written past the tracker.
+    pub(crate) fn end(&mut self) -> (&[PageSet], &[Place]) {
+        if let Some(mut hints) = self.hints.take() {
+            let ended = hints.stop().and_then(|()| hints.done());
+            // It may have begun to write elsewhere since it was asked first.
+            self.unseen.extend(hints.writes_to());
+            if let Err(error) = ended {
+                warn(&error);
+            }
+        }
+        (&self.trimmed, &self.unseen)
+    }
+
+    /// Hears what comes until `deadline`, and what has come by then.
+    fn listen(&mut self, deadline: Instant) -> Slice {
+        let mut slice = Slice::default();
+        while let Some(hints) = &mut self.hints {
+            match hints.next(deadline) {
+                Ok(Some(Hint::Free(Place { region, pages }))) => {
+                    // What is named twice counts twice; it only makes us wait.
+                    slice.pages += pages.count;
+                    self.named[region].insert(pages);
+                }
+                Ok(Some(Hint::NamedAll)) => {
+                    slice.named_all = true;
+                    return slice;
+                }
+                Ok(None) => return slice,
+                Err(error) => self.give_up(&error),
+            }
+        }
+        slice
+    }
+
+    /// What was named stays good: it was free at a moment after the scan.
+    fn give_up(&mut self, error: &GuestError) {
+        warn(error);
+        self.hints = None;
+    }
+}
+
+/// What came in a moment.
+#[derive(Default)]
+struct Slice {
+    pages: u64,
+    named_all: bool,
+}
+
+fn warn(error: &GuestError) {
+    tracing::warn!("{error}; going on without its hints");
+}
