@@ -221,7 +221,7 @@ pub(crate) struct MoveArgs {
     ///
     /// PATH is the socket of the balloon. Memory that the guest can do without is left out of the first round. QEMU can't save this device: it is
     /// unplugged before the guest is stopped, and plugged in again if the guest stays.
-    #[arg(long, value_name = "PATH")]
+    #[arg(long, value_name = "PATH", hide_short_help = true)]
     pub(crate) balloon: Option<std::path::PathBuf>,
     /// Compare a hash of all memory on both sides
     ///
@@ -331,7 +331,7 @@ pub(crate) struct SaveArgs {
     ///
     /// PATH is the socket of the balloon. Memory that the guest can do without is not saved while it runs (--live). QEMU can't save this device: it is
     /// unplugged before the guest is stopped, and plugged in again afterwards.
-    #[arg(long, value_name = "PATH")]
+    #[arg(long, value_name = "PATH", hide_short_help = true)]
     pub(crate) balloon: Option<std::path::PathBuf>,
     /// How to ask the kernel to write: auto, uring or plain
     #[arg(long, value_enum, default_value_t = FileIo::Auto, value_name = "HOW", hide_possible_values = true, hide_short_help = true)]
