@@ -372,3 +372,34 @@ fn a_full_disk_leaves_the_guest_at_its_source() -> Result<()> {
     assert!(!path.exists());
     Ok(())
 }
+
+/// A transship that sends as if to a stock QEMU is received like one: a live guest goes into a file on another host, or into a QEMU there.
+#[test]
+fn a_transship_that_takes_us_for_a_qemu_is_received() -> Result<()> {
+    let folder = disk()?;
+    let path = folder.join("guest");
+    for (channels, compress) in [("0", "none"), ("3", "zstd")] {
+        let story = format!("{channels} channels, {compress}");
+        let source = Qemu::multiboot().start()?;
+        source.ready()?;
+        let receive = into_file(&path).start()?;
+        let flags = ["--peer", "qemu", "--channels", channels, "--compress", compress];
+        Transship::moving(&source.vm(), &receive.listening()?).args(flags).run()?.expect_code(0)?;
+        receive.wait()?.expect_code(0)?;
+        let destination = Qemu::multiboot().incoming().start()?;
+        StockLoad::default().load(&destination, &path)?;
+        assert_goes_on(&destination, &story)?;
+        drop(destination);
+
+        let source = Qemu::multiboot().start()?;
+        source.ready()?;
+        let destination = Qemu::multiboot().incoming().start()?;
+        make_dirty(&destination)?;
+        let receive = into_guest(&destination.vm()).start()?;
+        Transship::moving(&source.vm(), &receive.listening()?).args(flags).run()?.expect_code(0)?;
+        receive.wait()?.expect_code(0)?;
+        assert_goes_on(&destination, &story)?;
+        assert_eq!(source.status()?, "postmigrate");
+    }
+    Ok(())
+}

@@ -510,17 +510,8 @@ fn the_last_barrier_may_have_no_other_half() {
 #[test]
 fn a_stream_without_description_ends_too() {
     let mut stream = Stream::plain().with_return_path();
-    let begin = (0..stream.main.len() - 6)
-        .rev()
-        .find(|&at| {
-            let bytes = &stream.main[at..];
-            bytes[..2] == [0, 6]
-                && bytes[6] == b'{'
-                && u32::from_be_bytes(bytes[2..6].try_into().unwrap()) as usize == bytes.len() - 6
-        })
-        .unwrap();
-    // The byte before it ends the sections.
-    stream.main.truncate(begin + 1);
+    let end = end_of_sections(&stream.main);
+    stream.main.truncate(end + 1);
     let folder = tempfile::tempdir().unwrap();
     let (ended, file) = into_file(folder.path(), &stream, Order::StaysOpen, Format::MappedRam);
     ended.result.unwrap();
@@ -660,4 +651,59 @@ fn state_of_devices_on_channels_is_refused() {
     stream.channels[1].extend(Packet::DeviceState(state).encode());
     let error = refusal(&stream, Order::MainFirst, None);
     assert!(error.contains("on channel 1") && error.contains("0000:00:05.0/vfio"), "{error}");
+}
+
+/// A transship that sends as to a QEMU asks behind the last section whether all is loaded, and hands its guest over by the byte that ends the sections.
+#[test]
+fn a_source_that_asks_before_it_hands_over_is_answered_then() {
+    for hands_over in [true, false] {
+        let (folder, mut guest) = (tempfile::tempdir().unwrap(), Waiting::new());
+        let path = folder.path().join("socket");
+        let listener = Listener::bind(&Uri::Unix(path.clone())).unwrap();
+        let said = Arc::clone(&guest.said);
+        let source = thread::spawn(move || {
+            let mut main = UnixStream::connect(path).unwrap();
+            main.set_read_timeout(Some(PATIENCE)).unwrap();
+            let stream = Stream::plain().with_return_path().main;
+            let end = end_of_sections(&stream);
+            let mut writer = StreamWriter::new(0, 1);
+            main.write_all(&stream[..end]).unwrap();
+            main.write_all(&writer.command(&Command::Ping(8)).take_bytes()).unwrap();
+            let read = |expected: &[Reply], mut main: &UnixStream| {
+                let mut bytes = vec![0; expected.iter().map(|reply| reply.encode().len()).sum()];
+                main.read_exact(&mut bytes).unwrap();
+                assert_eq!(replies(&bytes), expected);
+            };
+            read(&[Reply::SwitchoverAck, Reply::Pong(7), Reply::Pong(8)], &main);
+            assert_eq!(*said.lock().unwrap(), ["loaded"]);
+            if hands_over {
+                main.write_all(&stream[end..]).unwrap();
+                read(&[Reply::Shut(0)], &main);
+                assert_eq!(*said.lock().unwrap(), ["loaded"]);
+            }
+        });
+        let result =
+            receive_from_qemu(Sink::Guest(&mut guest), &listener, None, &Progress::new(), &mut Report::default());
+        source.join().unwrap();
+        match hands_over {
+            true => result.unwrap(),
+            false => {
+                let error = result.unwrap_err();
+                assert!(error.to_string().contains("before it handed its guest over"), "{error}");
+                assert!(!matches!(error, Error::Unknown(_)), "its guest is its own: {error}");
+            }
+        }
+        let expected: &[&str] = if hands_over { &["loaded", "started false"] } else { &["loaded"] };
+        assert_eq!(*guest.said.lock().unwrap(), expected);
+    }
+}
+
+/// Where the byte is that ends the device sections of a stream with a description.
+fn end_of_sections(stream: &[u8]) -> usize {
+    let is_end = |&at: &usize| {
+        let bytes = &stream[at..];
+        let length = u32::from_be_bytes(bytes[2..6].try_into().unwrap()) as usize;
+        bytes[..2] == [0, 6] && bytes[6] == b'{' && length == bytes.len() - 6
+    };
+    (0..stream.len() - 6).rev().find(is_end).unwrap()
 }

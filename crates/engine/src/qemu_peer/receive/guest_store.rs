@@ -11,7 +11,7 @@ use transship_wire::qemu::{Block, Configuration, xbzrle};
 use crate::{
     Error,
     page_map::{PageMap, window_mask},
-    snapshot::{fit::Fit, recompose::Recomposer, store::Store},
+    snapshot::{devices::check_sizes, fit::Fit, recompose::Recomposer, store::Store},
 };
 
 const PAGE: u64 = PAGE_BYTES as u64;
@@ -100,6 +100,7 @@ fn windows(pages: PageRange) -> impl Iterator<Item = (u64, u128)> {
 impl Store for GuestStore {
     fn list(&self, blocks: &[Block]) -> Result<(), Error> {
         // All memory of the guest was in the first list: these are the devices'.
+        check_sizes("the guest that comes", &blocks.iter().collect::<Vec<_>>())?;
         let mut homes = self.homes.write().unwrap_or_else(|poisoned| poisoned.into_inner());
         homes.extend(blocks.iter().map(|block| Home::Device(block.clone(), Mutex::default())));
         Ok(())

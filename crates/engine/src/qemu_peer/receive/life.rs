@@ -5,11 +5,12 @@ use std::{
 };
 
 use transship_memory::{PAGE_BYTES, PageRange};
-use transship_wire::qemu::{Block, Configuration, GlobalState, Record, RunState, StreamReader, Tail};
+use transship_wire::qemu::{Block, Configuration, GlobalState, Record, RunState, StreamReader};
 
 use super::{
     FileSink, Sink,
     channel::{Channels, Shared},
+    end,
     guest_store::GuestStore,
     lobby::Lobby,
     main_line::{Answers, BarrierLater, Incoming, split},
@@ -146,7 +147,7 @@ impl Reception<'_, '_> {
 
     fn receive(&mut self, into: Sink<'_>, incoming: Incoming) -> Result<(), Error> {
         let whence = Whence::Peer(self.answers.peer.clone());
-        let may_end = incoming.may_end();
+        let silence = incoming.silence();
         let input = Input::Pipe { pipe: Box::new(incoming), position: 0 };
         let mut records = Records::new(whence.clone(), input, StreamReader::new());
         records.expect_pages();
@@ -154,6 +155,45 @@ impl Reception<'_, '_> {
         let place = self.place(into, &head)?;
         let store = place.store();
         let channels = self.open_channels(&head, &store)?;
+        self.report.setup_ms = self.begin.elapsed().as_secs_f64() * 1e3;
+        self.progress.round.store(1, Relaxed);
+        self.progress.set_phase(Phase::Rounds);
+        let stopped = self.memory(&mut records, &head, &channels, Feed::new(&whence, store.as_ref(), self.progress))?;
+        let base = records.reader().position();
+        let guest_bytes = records.reader().blocks().iter().map(|block| block.used_bytes).sum();
+        let answered = self.answers.open;
+        let mut tail = records.tail_until(|tail| {
+            silence.store(if answered { end::silence(tail) } else { 0 }, Relaxed);
+            answered && end::is_described(tail)
+        })?;
+        let question = if answered { end::take_question(&mut tail) } else { None };
+        check_tail(&self.answers.peer, &tail, base)?;
+        fail_point::reach("qemu-receive.tail")?;
+        self.count(guest_bytes, tail.len() as u64);
+        match place {
+            Place::File(store, format) => {
+                self.complete(store.as_ref(), format, &tail)?;
+                // The file is worth having whether or not the source hears of it, so it stays.
+                self.tell(question)?;
+            }
+            Place::Guest(store, guest) => {
+                let ran = self.load(&store, guest, &head.configuration, tail, base)?;
+                self.tell(question)?;
+                self.start(guest, ran)?;
+            }
+        }
+        self.report.downtime_ms = stopped.elapsed().as_secs_f64() * 1e3;
+        Ok(())
+    }
+
+    /// Everything between the list of blocks and the device sections. Returns when the guest's last pages began.
+    fn memory(
+        &mut self,
+        records: &mut Records,
+        head: &Head,
+        channels: &Channels,
+        mut feed: Feed<'_>,
+    ) -> Result<Instant, Error> {
         let barriers = match (channels.count(), head.flush) {
             (0, false) => Barriers::None,
             (0, true) => {
@@ -162,27 +202,20 @@ impl Reception<'_, '_> {
             (_, true) => Barriers::Rounds,
             (_, false) => Barriers::Sections,
         };
+        let pass = |reception: &Self| channels.barrier.pass(&reception.answers.peer, reception.progress);
         if barriers != Barriers::None {
-            channels.barrier.pass(&self.answers.peer, self.progress)?;
+            pass(self)?;
         }
-        self.report.setup_ms = self.begin.elapsed().as_secs_f64() * 1e3;
-        self.progress.round.store(1, Relaxed);
-        self.progress.set_phase(Phase::Rounds);
         let mut stopped = None;
-        let mut feed = Feed::new(&whence, store.as_ref(), self.progress);
         loop {
             let position = records.reader().position();
             let flow = records.step(|record, bytes| feed.take(record, bytes, position))?;
             self.progress.wire_bytes.fetch_add(records.reader().position() - position, Relaxed);
             match flow {
                 Flow::On => {}
-                Flow::EndOfBody if barriers == Barriers::Sections => {
-                    channels.barrier.pass(&self.answers.peer, self.progress)?;
-                }
+                Flow::EndOfBody if barriers == Barriers::Sections => pass(self)?,
                 Flow::EndOfBody => {}
-                Flow::Flush if barriers == Barriers::Rounds => {
-                    channels.barrier.pass(&self.answers.peer, self.progress)?;
-                }
+                Flow::Flush if barriers == Barriers::Rounds => pass(self)?,
                 Flow::Flush => return Err(self.broke("sent a multifd barrier where there can be none")),
                 Flow::Last => {
                     stopped = Some(Instant::now());
@@ -195,23 +228,7 @@ impl Reception<'_, '_> {
             }
         }
         channels.barrier.check_complete(&self.answers.peer)?;
-        let stopped = stopped.unwrap_or_else(Instant::now);
-        let base = records.reader().position();
-        let guest_bytes = records.reader().blocks().iter().map(|block| block.used_bytes).sum();
-        let answered = self.answers.open;
-        let tail = records.tail_until(|tail| {
-            may_end.store(answered && is_all_but_described(tail), Relaxed);
-            answered && is_all(tail)
-        })?;
-        check_tail(&self.answers.peer, &tail, base)?;
-        fail_point::reach("qemu-receive.tail")?;
-        self.count(guest_bytes, tail.len() as u64);
-        match place {
-            Place::File(store, format) => self.complete(store.as_ref(), format, &tail)?,
-            Place::Guest(store, guest) => self.load_and_start(&store, guest, &head.configuration, tail, base)?,
-        }
-        self.report.downtime_ms = stopped.elapsed().as_secs_f64() * 1e3;
-        Ok(())
+        Ok(stopped.unwrap_or_else(Instant::now))
     }
 
     /// Reads up to the end of the list of blocks.
@@ -319,19 +336,26 @@ impl Reception<'_, '_> {
         store.complete(tail, file, self.progress)?;
         file.format = format.to_string();
         file.sync_ms = completing.elapsed().as_secs_f64() * 1e3;
-        fail_point::reach("qemu-receive.complete")?;
-        // The file is worth having whether or not the source hears of it, so it stays.
+        fail_point::reach("qemu-receive.complete")
+    }
+
+    /// All of it is safe: tells the source, which may then give its guest up.
+    fn tell(&mut self, question: Option<u32>) -> Result<(), Error> {
+        if let Some(number) = question {
+            self.answers.answer_and_await_end(number, self.progress)?;
+        }
         self.answers.all_is_well()
     }
 
-    fn load_and_start(
+    /// Has the waiting VMM load what is not memory. Returns whether the guest ran.
+    fn load(
         &mut self,
         store: &GuestStore,
         guest: &mut dyn DestinationGuest,
         configuration: &Configuration,
         mut tail: Vec<u8>,
         base: u64,
-    ) -> Result<(), Error> {
+    ) -> Result<bool, Error> {
         self.progress.set_phase(Phase::Loading);
         let mut ran = true;
         let whence = Whence::Peer(self.answers.peer.clone());
@@ -342,11 +366,11 @@ impl Reception<'_, '_> {
         self.report.pages.hole = (guest.memory().bytes() / PAGE).saturating_sub(store.stored());
         guest.load_state(&mut store.device_stream(configuration, tail))?;
         fail_point::reach("qemu-receive.loaded")?;
-        if self.progress.is_cancelled() {
-            return Err(Error::Cancelled);
-        }
-        self.answers.all_is_well()?;
-        // From here on the source may have given its guest up.
+        if self.progress.is_cancelled() { Err(Error::Cancelled) } else { Ok(ran) }
+    }
+
+    /// The source was told, and may have given its guest up: lets it run here as soon as that is sure.
+    fn start(&mut self, guest: &mut dyn DestinationGuest, run: bool) -> Result<(), Error> {
         self.progress.set_phase(Phase::HandedOver);
         fail_point::reach("qemu-receive.told")?;
         if !self.answers.let_go() {
@@ -357,7 +381,7 @@ impl Reception<'_, '_> {
                 guest.start_hint()
             )));
         }
-        guest.start(ran).map_err(|error| {
+        guest.start(run).map_err(|error| {
             Error::Unknown(format!(
                 "the guest was handed over to us, but it could not be started: {error}. It is loaded and whole here; start it with: {}. \
                  Do not resume it at the source unless it is ended here first",
@@ -371,17 +395,4 @@ impl Reception<'_, '_> {
     fn broke(&self, what: impl Into<String>) -> Error {
         Error::Protocol { peer: self.answers.peer.clone(), what: what.into() }
     }
-}
-
-/// Whether these are all the bytes behind the memory. A source that waits for an answer does not close the connection; it ends with the description
-/// of the device sections, which tells where they end.
-fn is_all(tail: &[u8]) -> bool {
-    tail.ends_with(b"}") && Tail::parse(tail, 0).is_ok_and(|parsed| parsed.is_walked() && parsed.end == tail.len())
-}
-
-/// The same without the description, which a source can be told to leave out: then only silence tells that this is the end.
-fn is_all_but_described(tail: &[u8]) -> bool {
-    const FOOTER_AND_EOF_BYTES: usize = 5 + 1;
-    let last = || GlobalState::find(tail, 0).ok().flatten();
-    tail.ends_with(&[0]) && last().is_some_and(|last| last.body().end + FOOTER_AND_EOF_BYTES == tail.len())
 }

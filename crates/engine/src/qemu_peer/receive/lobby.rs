@@ -21,7 +21,7 @@ const MAIN: [u8; 4] = *b"QEVM";
 const CHANNEL: [u8; 4] = 0x1122_3344_u32.to_be_bytes();
 /// How long somebody who connects may be silent. A source's main connection is until all of its channels are there.
 const SILENCE: Duration = Duration::from_secs(60);
-/// How long the channels may take once the main stream has begun.
+/// How long the channels may take once the main stream has begun, if it is known how many there are.
 const CHANNELS_TIMEOUT: Duration = Duration::from_secs(30);
 /// How long to wait for the first bytes of connections that may be channels.
 const GREETING_TIMEOUT: Duration = Duration::from_secs(5);
@@ -74,6 +74,7 @@ impl<'a> Lobby<'a> {
     /// be; none: as many as have come.
     pub(super) fn channels(&mut self, count: Option<u8>) -> Result<Vec<Line>, Error> {
         let begin = Instant::now();
+        let limit = if count.is_some() { CHANNELS_TIMEOUT } else { GREETING_TIMEOUT };
         loop {
             let before = self.channels.len() + self.waiting.len();
             self.look(Duration::ZERO)?;
@@ -89,10 +90,10 @@ impl<'a> Lobby<'a> {
             }
             match missing {
                 None if !silent || count.is_some() => break,
-                Some(missing) if begin.elapsed() > CHANNELS_TIMEOUT => {
+                Some(missing) if begin.elapsed() > limit => {
                     let what = format!(
-                        "has not opened channel {missing} within {} s; is multifd-channels what --channels says?",
-                        CHANNELS_TIMEOUT.as_secs()
+                        "has not opened channel {missing} within {} s; say by --channels what its multifd-channels is",
+                        limit.as_secs()
                     );
                     return Err(Error::Protocol { peer: self.listener.uri().to_string(), what });
                 }

@@ -3,7 +3,7 @@ use std::{
     io::{self, Read, Write},
     sync::{
         Arc, OnceLock,
-        atomic::{AtomicBool, Ordering::Relaxed},
+        atomic::{AtomicU64, Ordering::Relaxed},
     },
     time::{Duration, Instant},
 };
@@ -15,8 +15,8 @@ use crate::{Error, Progress, control::TICK, transport::Connection};
 
 /// How long a source that was told that all is well may take to close the connection. It has nothing left to do.
 const LET_GO_TIMEOUT: Duration = Duration::from_secs(60);
-/// How long nothing comes behind what may be the end of the stream before it is taken for that.
-const QUIET: Duration = Duration::from_secs(2);
+/// How long a source that was told that everything is loaded may take to hand its guest over.
+const END_TIMEOUT: Duration = Duration::from_secs(120);
 
 /// The stream. It waits for a source that is silent, for as long as that is: a source may be told to wait before its last round.
 pub(super) struct Incoming {
@@ -24,8 +24,8 @@ pub(super) struct Incoming {
     progress: Arc<Progress>,
     /// Once there are channels: one that fails ends the wait.
     barrier: BarrierLater,
-    /// What came last may be the end.
-    may_end: Arc<AtomicBool>,
+    /// If nothing comes for so many milliseconds, what came last is the end. 0: it is not.
+    silence: Arc<AtomicU64>,
 }
 
 /// That of the channels, once there are any.
@@ -35,8 +35,10 @@ impl Read for Incoming {
     fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
         let begin = Instant::now();
         loop {
-            if self.may_end.load(Relaxed) && begin.elapsed() > QUIET {
-                return Ok(0);
+            match self.silence.load(Relaxed) {
+                0 => {}
+                limit if begin.elapsed() < Duration::from_millis(limit) => {}
+                _ => return Ok(0),
             }
             if self.progress.is_cancelled() {
                 return Err(io::Error::other("cancelled"));
@@ -69,9 +71,9 @@ pub(super) fn split((connection, peer): Line, progress: &Arc<Progress>) -> Resul
     let failed = |source| Error::Io { what: format!("set up the connection with {peer}"), source };
     connection.set_read_timeout(Some(TICK)).map_err(failed)?;
     let reading = connection.try_clone().map_err(failed)?;
-    let (progress, barrier, may_end) = (Arc::clone(progress), BarrierLater::default(), Arc::default());
+    let (progress, barrier, silence) = (Arc::clone(progress), BarrierLater::default(), Arc::default());
     Ok((
-        Incoming { connection: reading, progress, barrier, may_end },
+        Incoming { connection: reading, progress, barrier, silence },
         Answers { connection, peer, open: false, told: false },
     ))
 }
@@ -82,9 +84,10 @@ impl Incoming {
         Arc::clone(&self.barrier)
     }
 
-    /// Where it is to be said that what came last may be the end, of a source that does not close the connection. If nothing follows, it is.
-    pub(super) fn may_end(&self) -> Arc<AtomicBool> {
-        Arc::clone(&self.may_end)
+    /// Where it is to be said, of a source that does not close the connection, that what came last may be the end: if nothing follows for so
+    /// many milliseconds, it is.
+    pub(super) fn silence(&self) -> Arc<AtomicU64> {
+        Arc::clone(&self.silence)
     }
 }
 
@@ -118,6 +121,39 @@ impl Answers {
 
     fn broke(&self, what: String) -> Error {
         Error::Protocol { peer: self.peer.clone(), what }
+    }
+
+    /// Answers the question of a source behind its last section: everything is loaded. Then waits until it hands its guest over, which is the byte
+    /// that ends the sections.
+    ///
+    /// # Errors
+    /// It does not: its guest is its own. Cancelled.
+    pub(super) fn answer_and_await_end(&mut self, number: u32, progress: &Progress) -> Result<(), Error> {
+        self.send(&Reply::Pong(number))?;
+        let deadline = Instant::now() + END_TIMEOUT;
+        let mut byte = [0];
+        loop {
+            if progress.is_cancelled() {
+                return Err(Error::Cancelled);
+            }
+            match self.connection.read(&mut byte) {
+                Ok(1) if byte == [0] => return Ok(()),
+                Ok(1) => return Err(self.broke("sent something else than the end behind its last section".into())),
+                Ok(_) => return Err(self.broke("has closed the connection before it handed its guest over".into())),
+                Err(error)
+                    if matches!(
+                        error.kind(),
+                        io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut | io::ErrorKind::Interrupted
+                    ) => {}
+                Err(source) => {
+                    return Err(Error::Io { what: format!("wait for the end of what {} sends", self.peer), source });
+                }
+            }
+            if Instant::now() >= deadline {
+                let what = format!("has not handed its guest over within {} s", END_TIMEOUT.as_secs());
+                return Err(self.broke(what));
+            }
+        }
     }
 
     /// Tells the source that all of it has arrived and is safe: the guest is not its own any more once it has read that.
