@@ -6,8 +6,8 @@ use std::{fs, path::Path, time::Duration};
 use serde_json::{Value, json};
 use stock::{StockLoad, wait_completed};
 use transship_tests::{
-    Disk, LabError, Qemu, QemuBuilder, Result, Scratch, Transship, transship::TransshipBuilder, versions::other_qemu,
-    wait_until,
+    Backend, Disk, LabError, Qemu, QemuBuilder, Result, Scratch, Transship, transship::TransshipBuilder,
+    versions::other_qemu, wait_until,
 };
 
 fn disk() -> Result<Scratch> {
@@ -400,6 +400,42 @@ fn a_transship_that_takes_us_for_a_qemu_is_received() -> Result<()> {
         receive.wait()?.expect_code(0)?;
         assert_goes_on(&destination, &story)?;
         assert_eq!(source.status()?, "postmigrate");
+    }
+    Ok(())
+}
+
+/// Memory that is not shared, which we could not attach to: it comes by itself. Two memories, and devices with memory of their own.
+#[test]
+fn a_guest_that_could_not_be_attached_to_is_received() -> Result<()> {
+    let guest =
+        || Qemu::multiboot().backends(2).args(["-device", "VGA", "-uuid", "12345678-9abc-def0-1122-334455667788"]);
+    for (multifd, capabilities) in
+        [(None, &["return-path"][..]), (Some((3, "zlib")), &["return-path", "validate-uuid"])]
+    {
+        let send = StockSend { capabilities, multifd, ..StockSend::default() };
+        let (folder, story) = (disk()?, format!("{send:?}"));
+        let path = folder.join("guest");
+        let source = guest().backend(Backend::Ram).start()?;
+        source.ready()?;
+        let receive = into_file(&path).start()?;
+        send.begin(&source, &receive.listening()?)?;
+        receive.wait()?.expect_code(0)?;
+        drop(source);
+        let destination = guest().incoming().start()?;
+        make_dirty(&destination)?;
+        let from = path.to_string_lossy();
+        Transship::command(["restore", "--vm", &destination.vm(), "--from", &*from]).run()?.expect_code(0)?;
+        assert_goes_on(&destination, &format!("{story}, restored"))?;
+        drop(destination);
+
+        let source = guest().backend(Backend::Ram).start()?;
+        source.ready()?;
+        let destination = guest().incoming().start()?;
+        make_dirty(&destination)?;
+        let receive = into_guest(&destination.vm()).start()?;
+        send.begin(&source, &receive.listening()?)?;
+        receive.wait()?.expect_code(0)?;
+        assert_goes_on(&destination, &story)?;
     }
     Ok(())
 }

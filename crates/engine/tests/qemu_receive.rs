@@ -519,6 +519,21 @@ fn a_stream_without_description_ends_too() {
     assert_eq!(ended.answers.last(), Some(&Reply::Shut(0)));
 }
 
+/// A source without a return path that had nothing left to send may think that all is well, so the message has to say what to do.
+#[test]
+fn who_can_not_be_told_of_a_late_failure_is_named() {
+    let whole = Stream::plain();
+    for (cut, late) in [(whole.main.len() - 200, true), (whole.main.len() / 2, false)] {
+        let stream = Stream { main: whole.main[..cut].to_vec(), channels: vec![] };
+        let folder = tempfile::tempdir().unwrap();
+        let (ended, file) = into_file(folder.path(), &stream, Order::MainFirst, Format::MappedRam);
+        let error = ended.result.unwrap_err();
+        assert_eq!(matches!(error, Error::Unknown(_)), late, "{error}");
+        assert_eq!(error.to_string().contains("`cont` there"), late, "{error}");
+        assert!(!file.exists());
+    }
+}
+
 /// Pages behind the last barrier may have been overtaken by the end of the stream.
 #[test]
 fn pages_behind_the_last_barrier_are_missed() {
@@ -549,6 +564,23 @@ fn strangers_are_turned_away() {
     sender.join().unwrap();
     assert_is_the_guest(&folder.path().join("file"), "with strangers about");
     drop(silent);
+}
+
+/// A source that gives up before its stream begins, and tries again.
+#[test]
+fn channels_of_an_attempt_that_was_given_up_are_forgotten() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("socket");
+    let listener = Listener::bind(&Uri::Unix(path.clone())).unwrap();
+    let sink = FileSink::create(&FileUri::path(folder.path().join("file")), Format::MappedRam).unwrap();
+    let stream = Stream::multifd("none-10.0.2");
+    let [main, channel] = [(); 2].map(|()| UnixStream::connect(&path).unwrap());
+    (&channel).write_all(&stream.channels[0][..64]).unwrap();
+    drop((main, channel));
+    let sender = thread::spawn(move || send(&path, &stream, Order::MainFirst));
+    receive_from_qemu(Sink::File(sink), &listener, None, &Progress::new(), &mut Report::default()).unwrap();
+    sender.join().unwrap();
+    assert_is_the_guest(&folder.path().join("file"), "at the second attempt");
 }
 
 #[test]

@@ -136,10 +136,24 @@ impl<'a> Lobby<'a> {
         }
         match self.channels.insert(channel, line) {
             None => Ok(()),
+            // Of an attempt that was given up before it began.
+            Some((old, peer)) if is_closed(&old) => {
+                tracing::warn!("{peer} has closed channel {channel} and opened it anew");
+                Ok(())
+            }
             Some((_, peer)) => {
                 Err(Error::Protocol { peer, what: format!("opened channel {channel} twice, or two sources came") })
             }
         }
+    }
+}
+
+/// Whether the other side has closed it, and all was read that came before. One that has more to say counts as open.
+pub(super) fn is_closed(connection: &Connection) -> bool {
+    match recv(connection.as_fd(), &mut [0; 1], RecvFlags::PEEK | RecvFlags::DONTWAIT) {
+        Ok((there, _)) => there == 0,
+        Err(Errno::AGAIN | Errno::INTR) => false,
+        Err(_) => true,
     }
 }
 

@@ -10,7 +10,10 @@ use std::{
 
 use transship_wire::qemu::{Command, Configuration, Reply};
 
-use super::{barrier::Barrier, lobby::Line};
+use super::{
+    barrier::Barrier,
+    lobby::{Line, is_closed},
+};
 use crate::{Error, Progress, control::TICK, transport::Connection};
 
 /// How long a source that was told that all is well may take to close the connection. It has nothing left to do.
@@ -165,7 +168,7 @@ impl Answers {
         if !self.open {
             return Ok(());
         }
-        if self.is_closed() {
+        if is_closed(&self.connection) {
             return Err(
                 self.broke("has closed the connection before it was told of success; its guest runs on there".into())
             );
@@ -180,16 +183,6 @@ impl Answers {
             let _ = self.send(&Reply::Shut(1));
         }
         self.connection.shutdown();
-    }
-
-    /// Whether the source has closed the connection, as far as it is known.
-    fn is_closed(&self) -> bool {
-        use rustix::net::{RecvFlags, recv};
-        match recv(&self.connection, &mut [0; 1], RecvFlags::PEEK | RecvFlags::DONTWAIT) {
-            Ok((there, _)) => there == 0,
-            Err(rustix::io::Errno::AGAIN | rustix::io::Errno::INTR) => false,
-            Err(_) => true,
-        }
     }
 
     /// Waits until the source, which was told that all is well or has written all that it had, closes the connection: it is done. False: it was
