@@ -48,6 +48,68 @@ fn a_guest_goes_over_channels_that_compress() -> Result<()> {
     Ok(())
 }
 
+/// Over a link that is so slow that rounds take time, and pages change while they travel.
+#[test]
+fn a_guest_that_writes_goes_over_a_slow_link() -> Result<()> {
+    let workload = Workload { mib: 8, rate: 400, hot_mib: Some(2), ..Workload::MULTIBOOT };
+    for wires in [PLAIN, multifd(2, "none")] {
+        let source = Qemu::multiboot().workload(workload).start()?;
+        source.ready()?;
+        let destination = Qemu::multiboot().workload(workload).incoming().start()?;
+        let to = wires.wait_at_a_port(&destination)?;
+        let left = source.next_count()?.count;
+        let flags = ["--bandwidth", "4MiB", "--downtime", "1s"];
+        let report = wires.moving(&source, &to).args(flags).run()?.expect_code(0)?.report()?;
+        assert!(report["rounds"].as_array().is_some_and(|rounds| rounds.len() >= 2), "{report}");
+        assert!(number(&report, "/pages/resent") > 0.0, "nothing changed while it travelled: {report}");
+        assert_moved(&source, &destination, left)?;
+    }
+    Ok(())
+}
+
+#[test]
+fn a_guest_that_outruns_the_link_gets_a_verdict() -> Result<()> {
+    let workload = Workload { mib: 16, rate: 0, ..Workload::MULTIBOOT };
+    let source = Qemu::multiboot().workload(workload).start()?;
+    source.ready()?;
+    let mut destination = Qemu::multiboot().workload(workload).incoming().start()?;
+    let to = PLAIN.wait_for_a_guest(&destination)?;
+    let flags = ["--bandwidth", "4MiB", "--downtime", "1ms", "--max-rounds", "2"];
+    let ended = PLAIN.moving(&source, &to).args(flags).run()?;
+    assert_eq!(ended.report()?["status"], "not-converging", "{ended}");
+    assert_runs_on(&source, &ended, "it does not converge")?;
+    assert_never_ran(&mut destination, "it does not converge")
+}
+
+/// A stock destination compares the UUID on every channel.
+#[test]
+fn a_guest_with_a_uuid_goes_over() -> Result<()> {
+    let guest = || Qemu::multiboot().args(["-uuid", "00112233-4455-6677-8899-aabbccddeeff"]);
+    goes_over(guest(), guest(), multifd(2, "none")).map(drop)
+}
+
+/// The end of the device state is found without its description, and a destination that waits for one gets one.
+#[test]
+fn a_machine_that_does_not_describe_its_state_goes_over() -> Result<()> {
+    let silent = || Qemu::multiboot().machine("q35,suppress-vmdesc=on");
+    goes_over(silent(), silent(), PLAIN)?;
+    goes_over(silent(), Qemu::multiboot(), PLAIN)?;
+    goes_over(Qemu::multiboot(), silent(), PLAIN).map(drop)
+}
+
+/// It is known before anybody is asked, let alone stopped.
+#[test]
+fn a_machine_with_virtio_mem_is_refused() -> Result<()> {
+    let folder = Scratch::new()?;
+    let more = format!("memory-backend-file,id=more,size=128M,share=on,mem-path={}", folder.join("more").display());
+    let device = "virtio-mem-pci,memdev=more,requested-size=0";
+    let source = Qemu::multiboot().args(["-m", "maxmem=1G", "-object", &more, "-device", device]).start()?;
+    source.ready()?;
+    let ended = PLAIN.moving(&source, "unix:/nowhere/incoming").run()?;
+    assert!(ended.stderr.contains("virtio-mem"), "{ended}");
+    assert_runs_on(&source, &ended, "virtio-mem")
+}
+
 /// Two regions, and pages that change while they travel.
 #[test]
 fn a_guest_on_two_numa_nodes_goes_over() -> Result<()> {

@@ -156,6 +156,10 @@ impl SourceGuest for Guarded {
         self.guest.uuid()
     }
 
+    fn check_for_stock(&mut self) -> Result<(), GuestError> {
+        self.guest.check_for_stock()
+    }
+
     fn state_estimate(&self) -> Duration {
         self.guest.state_estimate()
     }

@@ -136,6 +136,13 @@ pub trait SourceGuest: Send {
     fn uuid(&mut self) -> Result<[u8; 16], GuestError> {
         Ok([0; 16])
     }
+    /// Called before anything of the guest is given to a destination that is a stock VMM of its kind.
+    ///
+    /// # Errors
+    /// Such a destination would not take it from us; the text says why, and what is possible.
+    fn check_for_stock(&mut self) -> Result<(), GuestError> {
+        Ok(())
+    }
     /// How long saving, sending and loading the device state is thought to take; for the forecast before the first one.
     fn state_estimate(&self) -> Duration;
     /// The guest will neither go nor run on after `save_state`: `resume(false)` will follow, and leaves it as whole as `stop` did. Called

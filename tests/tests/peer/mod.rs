@@ -21,15 +21,27 @@ pub(crate) fn multifd(channels: u8, compress: &'static str) -> Wires {
 impl Wires {
     /// Has it wait at a unix socket, whose address is returned.
     pub(crate) fn wait_for_a_guest(&self, qemu: &Qemu) -> Result<String> {
+        let uri = format!("unix:{}", qemu.folder().join("incoming").display());
+        self.wait_at(qemu, &uri)?;
+        Ok(uri)
+    }
+
+    /// The same at a port that the system chooses.
+    pub(crate) fn wait_at_a_port(&self, qemu: &Qemu) -> Result<String> {
+        self.wait_at(qemu, "tcp:127.0.0.1:0")?;
+        let answer = qemu.qmp("query-migrate", json!({}))?;
+        let port = answer["socket-address"][0]["port"].as_str();
+        port.map(|port| format!("tcp:127.0.0.1:{port}")).ok_or_else(|| LabError(format!("no port in {answer}")))
+    }
+
+    fn wait_at(&self, qemu: &Qemu, uri: &str) -> Result<()> {
         if self.channels > 0 {
             let on = json!([{ "capability": "multifd", "state": true }]);
             qemu.qmp("migrate-set-capabilities", json!({ "capabilities": on }))?;
             let parameters = json!({ "multifd-channels": self.channels, "multifd-compression": self.compress });
             qemu.qmp("migrate-set-parameters", parameters)?;
         }
-        let uri = format!("unix:{}", qemu.folder().join("incoming").display());
-        qemu.qmp("migrate-incoming", json!({ "uri": uri }))?;
-        Ok(uri)
+        qemu.qmp("migrate-incoming", json!({ "uri": uri })).map(drop)
     }
 
     /// The command that moves a guest there.

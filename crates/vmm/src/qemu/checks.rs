@@ -203,6 +203,17 @@ pub(super) fn alone_in_memory(qmp: &Qmp, backends: &[Backend]) -> Result<(), Gue
     }
 }
 
+/// Refuses devices that have to say something before the first page, but can say it only when the guest stands still.
+pub(super) fn state_before_pages(qmp: &mut Qmp) -> Result<(), GuestError> {
+    match devices(qmp, |kind| kind.starts_with("virtio-mem"))?.first() {
+        None => Ok(()),
+        Some(device) => Err(GuestError(format!(
+            "{device} says how much memory is plugged before the first page, and we know it only when the guest stands still; have a transship \
+             receive the guest, or save it and load the file there"
+        ))),
+    }
+}
+
 /// Whether the VM has a device by which the guest or its host gives memory back: then there may be new holes at any time.
 pub(super) fn freeing(qmp: &mut Qmp) -> Result<Freeing, GuestError> {
     let gives_back = |kind: &str| kind.contains("balloon") || kind.starts_with("virtio-mem");

@@ -260,6 +260,10 @@ impl SourceGuest for QemuSource {
         checks::uuid(&mut self.qmp)
     }
 
+    fn check_for_stock(&mut self) -> Result<(), GuestError> {
+        checks::state_before_pages(&mut self.qmp)
+    }
+
     fn state_estimate(&self) -> Duration {
         STATE_ESTIMATE
     }

@@ -93,12 +93,13 @@ pub fn send_to_qemu(
 }
 
 /// What can be refused before anybody is asked.
-fn prepare(guest: &dyn SourceGuest, options: &QemuSendOptions) -> Result<(Plan, Vec<RegionBlock>), Error> {
+fn prepare(guest: &mut dyn SourceGuest, options: &QemuSendOptions) -> Result<(Plan, Vec<RegionBlock>), Error> {
     if guest.state_format() == StateFormat::Opaque {
         return Err(Error::Unfit(
             "a stock QEMU understands the device state of a QEMU alone, and this guest's VMM is another; let a transship receive it".into(),
         ));
     }
+    guest.check_for_stock()?;
     Ok((Plan::new(machine_name(guest)?, options)?, region_blocks(guest)?))
 }
 

@@ -12,7 +12,7 @@
 use std::time::{Duration, Instant};
 
 use transship_memory::PAGE_BYTES;
-use transship_wire::qemu::{Command, Tail};
+use transship_wire::qemu::{Command, StreamWriter, Tail, describe};
 
 use super::{Send, rounds::Rounds, session::Session};
 use crate::{Error, Phase, fail_point, snapshot::DeviceState, source::take_back};
@@ -57,8 +57,7 @@ fn bring_the_rest(
     rounds.send_pending(session, DONE_TIMEOUT_STOPPED, send.progress, send.report)?;
     fail_point::reach("peer.last-round")?;
     let mut state = DeviceState::take(send.guest, &send.regions, run)?;
-    let end = end_of_sections(&state.tail)?;
-    let end = state.tail.split_off(end);
+    let end = cut_end(&mut state.tail)?;
     check(&state, session)?;
     let before = session.line.sent;
     send_state(&state, session)?;
@@ -69,19 +68,29 @@ fn bring_the_rest(
     Ok(end)
 }
 
-/// Where the device sections end: the byte that says so, and what follows, is not sent before everything else is loaded.
-fn end_of_sections(tail: &[u8]) -> Result<usize, Error> {
+/// Takes the end off the device sections: the byte that says so, and what follows. It is not sent before everything else is loaded.
+///
+/// A machine can be told to leave the description behind it out. A destination that was not told so would wait for it, and one that was does not
+/// look: so there always is one.
+fn cut_end(tail: &mut Vec<u8>) -> Result<Vec<u8>, Error> {
     let strange = |why: &dyn std::fmt::Display| {
         Error::Unfit(format!("the end of the device state that the VMM has written can't be found: {why}"))
     };
     /// The byte itself, the trailer's type and its length.
     const BEFORE_DESCRIPTION: usize = 1 + 1 + 4;
     let parsed = Tail::parse(tail, 0).map_err(|error| strange(&error))?;
-    let end = match parsed.vmdesc {
+    let end = match &parsed.vmdesc {
         Some(json) => json.start.checked_sub(BEFORE_DESCRIPTION),
         None => parsed.end.checked_sub(1),
     };
-    end.filter(|&end| tail.get(end) == Some(&0)).ok_or_else(|| strange(&"no end where it should be"))
+    let end = end.filter(|&end| tail.get(end) == Some(&0)).ok_or_else(|| strange(&"no end where it should be"))?;
+    let mut last = tail.split_off(end);
+    if parsed.vmdesc.is_none() {
+        let mut writer = StreamWriter::new(0, 0);
+        writer.vmdesc(&describe(&[]));
+        last.extend(writer.take_bytes());
+    }
+    Ok(last)
 }
 
 /// What was sent before the device state was known must fit it.
