@@ -41,6 +41,8 @@ pub(crate) struct Scanner {
     pending: Vec<Pending>,
     /// By region: pages that were left out since the guest can do without them, and that no scan has found written since.
     dead: Vec<PageSet>,
+    /// Not sent when it was their turn: they count as written in the next scan.
+    owed: Vec<Place>,
     /// What the tracker does not see being written; it counts as written in the last scan.
     unseen: Vec<Place>,
     /// What the pending round's report will say.
@@ -55,8 +57,17 @@ impl Scanner {
         let empty: Vec<_> = memory.regions().iter().map(|region| PageMap::new(region.pages())).collect();
         let dead = memory.regions().iter().map(|region| PageSet::empty(region.pages())).collect();
         let (next, last_scan) = (RoundReport::default(), Instant::now());
-        let mut scanner =
-            Self { memory, tracker, holes, pending: Vec::new(), dead, unseen: Vec::new(), next, last_scan };
+        let mut scanner = Self {
+            memory,
+            tracker,
+            holes,
+            pending: Vec::new(),
+            dead,
+            owed: Vec::new(),
+            unseen: Vec::new(),
+            next,
+            last_scan,
+        };
         scanner.look(None, &empty)?;
         let all: u64 = scanner.memory.regions().iter().map(Region::pages).sum();
         scanner.next.hole = all - scanner.next.written; // the scan reported everything
@@ -100,6 +111,11 @@ impl Scanner {
         self.next.free += free.iter().map(PageSet::count).sum::<u64>();
     }
 
+    /// Pages that were pending and were not sent. Most likely the next look finds them to be holes.
+    pub(crate) fn not_sent(&mut self, places: Vec<Place>) {
+        self.owed = places;
+    }
+
     /// Pages that may be written without being seen count as written in the last scan.
     pub(crate) fn not_seen(&mut self, places: &[Place]) {
         self.unseen.extend(places);
@@ -140,6 +156,7 @@ impl Scanner {
         let regions = self.memory.regions().iter().zip(&mut self.holes).zip(content);
         for (index, ((region, holes), content)) in regions.enumerate() {
             let mut send = self.tracker.scan(index)?;
+            self.owed.iter().filter(|place| place.region == index).for_each(|place| send.insert(place.pages));
             if let Some(before) = earlier.next() {
                 send.union_with(&before.send);
                 let unseen = self.unseen.iter().filter(|place| place.region == index);
@@ -152,6 +169,7 @@ impl Scanner {
             gone.subtract(data);
             pending.push(Pending { send, gone });
         }
+        self.owed.clear();
         self.next = describe(&self.memory, &pending);
         self.pending = pending;
         Ok(())

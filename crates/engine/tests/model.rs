@@ -76,6 +76,31 @@ fn pages_are_counted_by_what_they_are() {
     assert_eq!(ended.report.status, Status::Completed);
 }
 
+/// Looking at a hole would make it memory again.
+#[test]
+fn what_becomes_a_hole_before_its_turn_is_not_read() {
+    let folder = tempfile::tempdir().unwrap();
+    // Done when the first region was looked at already; one of these pages is used again.
+    let free = Op::Free { region: 0, first: 10, count: 50 };
+    let fill = |page| Op::Fill { region: 0, page, byte: 9 };
+    for compress in ["none", "lz4"] {
+        let mut source = Scripted::new(&PAGES, vec![vec![free.clone()], vec![fill(12), fill(80)]]);
+        for page in 0..100 {
+            common::apply(&source.memory, &fill(page), &mut source.script.lock().unwrap().written);
+        }
+        let mut destination = Waiting::new(&PAGES);
+        // Comparing would look at all of it.
+        let options = MoveOptions { compress: compress.parse().unwrap(), verify: false, ..patient() };
+        let ended = run(&mut source, &mut destination, &options, folder.path());
+        ended.source.unwrap();
+        assert_eq!(source.memory.regions()[0].data().unwrap().count(), 50 + 1, "{compress}");
+        assert!(contents(&source.memory) == contents(&destination.memory), "{compress}");
+        let report = ended.report;
+        assert_eq!((report.rounds[0].hole, report.pages.zero), (1300 - 50, 0), "{report:?}");
+        assert_eq!(report.pages.normal, 50 + 2, "{report:?}");
+    }
+}
+
 /// Pages that shrink are encoded; what the encoders were given and made is told.
 #[test]
 fn encoded_pages_take_fewer_bytes() {

@@ -1,5 +1,6 @@
 //! The data connections of a source, and how a round's work is spread over them.
 use std::{
+    cell::RefCell,
     io::Write,
     sync::{
         Arc,
@@ -10,7 +11,7 @@ use std::{
 };
 
 use crossbeam_channel::{Receiver, SendTimeoutError, Sender, bounded};
-use transship_memory::{GuestMemory, PAGE_BYTES, PageRange};
+use transship_memory::{Freeing, GuestMemory, PAGE_BYTES, PageRange};
 use transship_wire::{Message, Preamble, Role, Session};
 
 use super::{
@@ -22,8 +23,9 @@ use crate::{
     control::{Control, TICK},
     cpu,
     free::FreePages,
+    guest::Place,
     pacer::Pacer,
-    page_map::PageMap,
+    page_map::{PageMap, runs},
     scan::Pending,
     transport::Connection,
 };
@@ -35,6 +37,8 @@ const REASON_TIMEOUT: Duration = Duration::from_millis(500);
 pub(crate) struct RoundWork<'a> {
     pub(crate) round: u32,
     pub(crate) pending: &'a [Pending],
+    /// Whether the guest may give memory back while the round is sent.
+    pub(crate) freeing: Freeing,
 }
 
 /// A piece of a round: ranges only, no contents.
@@ -126,18 +130,19 @@ impl Channels {
     }
 
     /// Sends a round over all channels, each by a thread of its own, and closes it on each with its `RoundEnd`. What becomes known as free
-    /// meanwhile is left out, as far as it was not handed over yet.
+    /// meanwhile is left out, as far as it was not handed over yet; and so is what became a hole, which is returned.
     pub(crate) fn run_round(
         &mut self,
         work: &RoundWork<'_>,
         free: &mut FreePages,
         control: &Control,
         progress: &Progress,
-    ) -> Result<Sent, Error> {
+    ) -> Result<(Sent, Vec<Place>), Error> {
         let (done, results) = bounded(self.senders.len());
         let Self { senders, lines, shared, zero_pages, encoders } = self;
         let watch = Watch { control, progress, shared };
-        let feed = Feed { work, shared, look: *zero_pages == ZeroPages::Main, watch: &watch };
+        let new_holes = RefCell::default();
+        let feed = Feed { work, shared, look: *zero_pages == ZeroPages::Main, watch: &watch, new_holes: &new_holes };
         thread::scope(|scope| {
             let count = senders.len();
             let result = match encoders {
@@ -178,7 +183,7 @@ impl Channels {
                 shared.failed.store(true, Relaxed);
                 lines.iter().for_each(Connection::shutdown);
             }
-            result.map_err(|error| watch.explain(error, &results))
+            result.map(|sent| (sent, new_holes.take())).map_err(|error| watch.explain(error, &results))
         })
     }
 
@@ -200,6 +205,8 @@ struct Feed<'a> {
     /// The main thread looks for zero pages.
     look: bool,
     watch: &'a Watch<'a>,
+    /// Pages that were not handed over since they are holes by now.
+    new_holes: &'a RefCell<Vec<Place>>,
 }
 
 impl Feed<'_> {
@@ -255,14 +262,34 @@ impl Feed<'_> {
         Ok(())
     }
 
-    /// Leaves out what the guest can do without.
+    /// Leaves out what the guest can do without, or has given back since the look: reading a hole would fill it again.
     fn trim(&self, region: usize, windows: &mut Vec<(u64, u128)>, free: &mut FreePages) {
-        let pages =
-            |windows: &[(u64, u128)]| windows.iter().map(|(_, wanted)| u64::from(wanted.count_ones())).sum::<u64>();
+        let pages = |windows: &[(u64, u128)]| -> u64 { windows.iter().map(|(_, w)| u64::from(w.count_ones())).sum() };
         let before = pages(windows);
         free.trim(region, windows);
+        if self.work.freeing == Freeing::Possible {
+            windows.retain_mut(|(first, wanted)| {
+                let holes = self.holes(region, *first, *wanted);
+                self.new_holes.borrow_mut().extend(runs(*first, holes).map(|pages| Place { region, pages }));
+                *wanted &= !holes;
+                *wanted != 0
+            });
+        }
         let bytes = (before - pages(windows)) * PAGE_BYTES as u64;
         self.shared.progress.round_left.fetch_sub(bytes, Relaxed);
+    }
+
+    /// Those of the pages of a window that are holes now. What can't be told is none.
+    fn holes(&self, region: usize, first: u64, wanted: u128) -> u128 {
+        let memory = &self.shared.memory.regions()[region];
+        let is_data = |range| memory.is_data(range).unwrap_or(true);
+        let mut holes = 0;
+        for run in runs(first, wanted).filter(|run| !is_data(*run)) {
+            for page in (run.first..run.end()).filter(|page| !is_data(PageRange::new(*page, 1))) {
+                holes |= 1 << (page - first);
+            }
+        }
+        holes
     }
 
     /// The zero pages of each window, if the main thread is to look for them.

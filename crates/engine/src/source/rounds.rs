@@ -4,7 +4,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use transship_memory::PageSet;
+use transship_memory::{Freeing, PageSet};
 use transship_wire::Message;
 
 use super::channels::{Channels, RoundWork};
@@ -17,6 +17,8 @@ pub(crate) struct Rounds {
     scanner: Scanner,
     channels: Channels,
     free: FreePages,
+    /// Whether memory may be given back while it is sent.
+    freeing: Freeing,
     number: u32,
 }
 
@@ -25,7 +27,7 @@ impl Rounds {
     pub(crate) fn begin(guest: &mut dyn SourceGuest, channels: Channels) -> Result<Self, Error> {
         let tracker = guest.track()?;
         let scanner = Scanner::begin(guest.memory(), tracker, guest.freeing())?;
-        Ok(Self { scanner, channels, free: FreePages::of(guest), number: 0 })
+        Ok(Self { scanner, channels, free: FreePages::of(guest), freeing: guest.freeing(), number: 0 })
     }
 
     /// Asks the guest what the first round can leave out. `speed`: bytes a second that can be sent at most.
@@ -51,6 +53,7 @@ impl Rounds {
 
     /// The last look, with the guest standing still.
     pub(crate) fn scan_again(&mut self) -> Result<(), Error> {
+        self.freeing = Freeing::Never;
         self.scanner.scan_again(self.channels.content())
     }
 
@@ -68,8 +71,8 @@ impl Rounds {
         progress.round_total.store(bytes, Relaxed);
         progress.round_left.store(bytes, Relaxed);
 
-        let work = RoundWork { round: self.number, pending: self.scanner.pending() };
-        let sent = self.channels.run_round(&work, &mut self.free, control, progress)?;
+        let work = RoundWork { round: self.number, pending: self.scanner.pending(), freeing: self.freeing };
+        let (sent, new_holes) = self.channels.run_round(&work, &mut self.free, control, progress)?;
         fail_point::reach("source.round-sent")?;
         self.await_done(control, patience, progress, sent.normal, sent.zero_sent)?;
 
@@ -81,6 +84,8 @@ impl Rounds {
         let mut round = self.scanner.take_report();
         round.number = self.number + 1;
         round.zero = sent.zero;
+        round.hole += new_holes.iter().map(|place| place.pages.count).sum::<u64>();
+        self.scanner.not_sent(new_holes);
         round.bytes = sent.bytes;
         round.ms = begin.elapsed().as_secs_f64() * 1e3;
         report.pages.normal += sent.normal;
