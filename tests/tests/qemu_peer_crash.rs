@@ -128,7 +128,9 @@ fn wait_for_the_end(moving: Transship, kill: impl FnOnce()) -> Result<transship_
 #[test]
 fn a_destination_that_freezes_is_given_up() -> Result<()> {
     let source = source()?;
-    for (step, wires) in [("peer.connected", multifd(2, "none")), ("peer.connected", PLAIN)] {
+    for (step, wires) in
+        [("peer.connected", multifd(2, "none")), ("peer.connected", PLAIN), ("peer.last-round", multifd(2, "none"))]
+    {
         let mut destination = Qemu::multiboot().incoming().start()?;
         let to = wires.wait_for_a_guest(&destination)?;
         let stalled = Stalled::at(step, wires, &source, &to)?;

@@ -261,14 +261,14 @@ impl PacketSender {
         let mut byte = [0];
         match recv(self.connection.as_fd(), &mut byte, RecvFlags::PEEK | RecvFlags::DONTWAIT) {
             Err(rustix::io::Errno::AGAIN | rustix::io::Errno::INTR) => Ok(()),
-            Ok(_) => Err(self.closed()),
-            Err(_) => Err(self.closed()),
+            Ok(_) | Err(_) => Err(self.closed()),
         }
     }
 
     fn closed(&self) -> Error {
         let what = format!(
-            "has closed channel {}: it has multifd-channels, multifd-compression or uuid set otherwise; its own output may say more",
+            "has closed channel {}: it has ended or refuses what it was sent, and its own output says why; are its multifd-channels, \
+             multifd-compression and uuid the same?",
             self.number
         );
         Error::Protocol { peer: self.shared.peer.clone(), what }
