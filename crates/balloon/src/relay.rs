@@ -92,8 +92,8 @@ fn is_asked_to_end(shutdown: &Shutdown, gone: &Shutdown) -> bool {
     wait_for_any(&mut ready, None).is_err() || !ready[0].revents().is_empty()
 }
 
-/// QEMU 11.1 ends by an assertion when its guest looks at the configuration of a device whose other end is gone, and does not get over that end
-/// even when the device is unplugged. So it is QEMU that has to hang up first, unless nobody wants to wait.
+/// QEMU 11.1 ends by an assertion when its guest looks at the configuration of a device whose other end is gone, and may end when the other end goes
+/// while the device is being unplugged; nobody tells us when that is over. So it is QEMU that has to hang up first, unless nobody wants to wait.
 fn wait_let_go(end: &End<'_>, gone: &Shutdown) {
     (end.waiting)();
     let mut ready = [end.now, gone].map(|one| PollFd::from_borrowed_fd(one.event(), PollFlags::IN));
