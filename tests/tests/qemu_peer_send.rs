@@ -7,7 +7,7 @@ use std::{fs, io::Write};
 use ends::number;
 use peer::{PLAIN, Wires, assert_moved, assert_never_ran, assert_runs_on, multifd};
 use serde_json::{Value, json};
-use transship_tests::{Backend, LabError, Qemu, QemuBuilder, Result, Scratch, Workload, other_qemu};
+use transship_tests::{Backend, Balloon, LabError, Qemu, QemuBuilder, Result, Scratch, Workload, other_qemu};
 
 /// Starts a guest, moves it, and asks it.
 fn goes_over(from: QemuBuilder, to: QemuBuilder, wires: Wires) -> Result<Value> {
@@ -108,6 +108,36 @@ fn a_machine_with_virtio_mem_is_refused() -> Result<()> {
     let ended = PLAIN.moving(&source, "unix:/nowhere/incoming").run()?;
     assert!(ended.stderr.contains("virtio-mem"), "{ended}");
     assert_runs_on(&source, &ended, "virtio-mem")
+}
+
+/// Free memory with old data in it is left out, and the device that says so is unplugged before the guest is stopped; a stock QEMU has none.
+#[test]
+fn what_a_guest_can_do_without_is_not_sent() -> Result<()> {
+    let Some(qemu) = other_qemu("11.1")? else { return Ok(()) };
+    let (here, there) = (Balloon::start()?, Balloon::start()?);
+    let workload = Workload { mib: 32, ..Workload::LINUX };
+    let guest = |balloon: &Balloon| balloon.connected(Qemu::linux().binary(&qemu).workload(workload)).memory(512);
+    for wires in [PLAIN, multifd(2, "none")] {
+        let source = guest(&here).append("workload.stale=300").start()?;
+        source.ready()?;
+        here.plug(&source)?;
+        let destination = guest(&there).incoming().start()?;
+        let to = wires.wait_for_a_guest(&destination)?;
+        let flags = ["--bandwidth", "60MB", "--downtime", "5s", "--balloon", &here.path().display().to_string()];
+        // It fails without the device, and has it again.
+        let failing = wires.moving(&source, &to).args(flags).env("TRANSSHIP_FAIL_POINT", "peer.unplugged=error");
+        assert_runs_on(&source, &failing.run()?, "unplugged")?;
+        here.wait_driver()?;
+
+        let destination = guest(&there).incoming().start()?;
+        let to = wires.wait_for_a_guest(&destination)?;
+        let left = source.next_count()?.count;
+        let report = wires.moving(&source, &to).args(flags).run()?.expect_code(0)?.report()?;
+        assert!(number(&report, "/pages/free") > (150 << 20) as f64 / 4096.0, "{report}");
+        assert!(number(&report, "/bytes/wire") < (362 << 20) as f64, "{report}");
+        assert_moved(&source, &destination, left)?;
+    }
+    Ok(())
 }
 
 /// Two regions, and pages that change while they travel.

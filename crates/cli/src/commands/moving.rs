@@ -151,11 +151,6 @@ fn to_qemu(args: &MoveArgs, checks: &mut Checks) -> Option<QemuSendOptions> {
             "--verify: a stock QEMU has no hash of its memory to compare; leave it out with --peer qemu".into(),
         );
     }
-    if args.balloon.is_some() {
-        checks.mistake(
-            "--balloon: not possible with --peer qemu so far; unplug the balloon first (device_del), and leave this out".into(),
-        );
-    }
     if args.encoders.is_some() || args.when_busy != WhenBusy::Wait {
         let what = if args.encoders.is_some() { "--encoders" } else { "--when-busy" };
         checks.mistake(format!("{what}: with --peer qemu each channel compresses its own pages; leave it out"));

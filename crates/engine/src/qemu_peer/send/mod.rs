@@ -24,7 +24,7 @@ use crate::{
     forecast::{Aim, Forecast, Medium, Verdict},
     guest::{SourceGuest, StateFormat},
     snapshot::{RegionBlock, machine_name, region_blocks},
-    source::finish,
+    source::{finish, unplug},
 };
 use plan::Plan;
 use rounds::Rounds;
@@ -85,10 +85,14 @@ pub fn send_to_qemu(
         let uuid = guest.uuid()?;
         let mut session = Session::open(to, plan, uuid, guest.memory(), &regions, options, progress)?;
         fail_point::reach("peer.connected")?;
-        let result = Send { guest, regions, options, progress, report, begin }.run(&mut session, &mut rounds);
+        let result =
+            Send { guest: &mut *guest, regions, options, progress, report, begin }.run(&mut session, &mut rounds);
         session.hang_up();
         result
     });
+    if !matches!(result, Ok(()) | Err(Error::Unknown(_))) {
+        guest.plug_back();
+    }
     finish(result, begin, progress, report)
 }
 
@@ -121,6 +125,7 @@ impl Send<'_> {
         self.report.setup_ms = self.begin.elapsed().as_secs_f64() * 1e3;
         self.progress.set_phase(Phase::Rounds);
         if was_running {
+            rounds.ask_for_free_pages(self.options.bandwidth, self.progress)?;
             self.rounds_until_the_rest_is_small(session, rounds)?;
         }
         self.progress.set_phase(Phase::Switchover);
@@ -134,6 +139,10 @@ impl Send<'_> {
         loop {
             rounds.send_pending(session, DONE_TIMEOUT, self.progress, self.report)?;
             fail_point::reach("peer.round")?;
+            if self.report.rounds.len() == 1 {
+                unplug(self.guest, self.progress)?;
+                fail_point::reach("peer.unplugged")?;
+            }
             rounds.scan(session, self.report, self.progress)?;
             match forecast.judge(self.report, rounds.pending_bytes()) {
                 Verdict::Fits => return Ok(()),

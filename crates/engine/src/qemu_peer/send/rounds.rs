@@ -5,11 +5,12 @@ use std::{
 };
 
 use super::session::Session;
-use crate::{Error, Progress, Report, fail_point, guest::SourceGuest, scan::Scanner};
+use crate::{Error, Progress, Report, fail_point, free::FreePages, guest::SourceGuest, scan::Scanner};
 
 /// The rounds.
 pub(crate) struct Rounds {
     scanner: Scanner,
+    free: FreePages,
     number: u32,
 }
 
@@ -17,7 +18,14 @@ impl Rounds {
     /// Arms the tracking; the first round has everything that is not a hole.
     pub(crate) fn begin(guest: &mut dyn SourceGuest) -> Result<Self, Error> {
         let tracker = guest.track()?;
-        Ok(Self { scanner: Scanner::begin(guest.memory(), tracker, guest.freeing())?, number: 0 })
+        let scanner = Scanner::begin(guest.memory(), tracker, guest.freeing())?;
+        Ok(Self { scanner, free: FreePages::of(guest), number: 0 })
+    }
+
+    /// Asks the guest what the first round can leave out. `speed`: bytes a second that can be sent at most.
+    pub(crate) fn ask_for_free_pages(&mut self, speed: Option<u64>, progress: &Progress) -> Result<(), Error> {
+        self.scanner.leave_out(self.free.ask(speed, progress)?);
+        Ok(())
     }
 
     /// Bytes of the pages that the next round sends.
@@ -53,6 +61,9 @@ impl Rounds {
         fail_point::reach("peer.round-sent")?;
         session.settle("put the pages of a round into place", patience)?;
 
+        if self.number == 0 {
+            self.scanner.not_seen(self.free.end().1);
+        }
         let mut round = self.scanner.take_report();
         round.number = self.number + 1;
         round.zero = sent.zero;
@@ -61,6 +72,7 @@ impl Rounds {
         report.pages.normal += sent.normal;
         report.pages.zero += sent.zero;
         report.pages.hole += round.hole;
+        report.pages.free += round.free;
         report.pages.resent += sent.resent;
         report.bytes.wire += sent.bytes;
         report.bytes.encoder_in = progress.encoding.bytes_in.load(Relaxed);
