@@ -1,10 +1,8 @@
 //! The device state of a mapped-ram file, as the stream that the waiting VMM loads.
-use std::io::{self, Read};
-
 use transship_memory::{PAGE_BYTES, PageSet, WINDOW_PAGES};
 use transship_wire::qemu::{Block, RunState};
 
-use super::{open::Snapshot, origin::wrong, recompose::Recomposer};
+use super::{open::Snapshot, origin::wrong, pieces::Pieces, recompose::Recomposer};
 use crate::{Error, page_map::runs};
 
 /// All memory of a guest's devices together is less than this: the largest are graphics adapters.
@@ -19,10 +17,6 @@ pub(crate) struct DeviceStream<'a> {
     current: Option<(&'a Block, PageSet, u64)>,
     recomposer: Option<Recomposer>,
     tail: Option<Vec<u8>>,
-    /// Made, and read up to `used`.
-    piece: Vec<u8>,
-    used: usize,
-    failed: Option<Error>,
 }
 
 impl<'a> DeviceStream<'a> {
@@ -41,15 +35,11 @@ impl<'a> DeviceStream<'a> {
         let tail = Some(paused(snapshot)?);
         blocks.reverse();
         let recomposer = Some(recomposer);
-        Ok(Self { snapshot, blocks, current: None, recomposer, tail, piece: Vec::new(), used: 0, failed: None })
+        Ok(Self { snapshot, blocks, current: None, recomposer, tail })
     }
+}
 
-    /// What went wrong, if anything did: whoever read only has its text.
-    pub(crate) fn failure(self) -> Option<Error> {
-        self.failed
-    }
-
-    /// Makes the next piece. An empty one is the end.
+impl Pieces for DeviceStream<'_> {
     fn advance(&mut self) -> Result<Vec<u8>, Error> {
         loop {
             let Some(recomposer) = &mut self.recomposer else { return Ok(self.tail.take().unwrap_or_default()) };
@@ -70,24 +60,6 @@ impl<'a> DeviceStream<'a> {
                 },
             }
         }
-    }
-}
-
-impl Read for DeviceStream<'_> {
-    fn read(&mut self, out: &mut [u8]) -> io::Result<usize> {
-        if self.used == self.piece.len() {
-            let next = self.advance();
-            self.piece = next.map_err(|error| {
-                let text = error.to_string();
-                self.failed.get_or_insert(error);
-                io::Error::other(text)
-            })?;
-            self.used = 0;
-        }
-        let length = out.len().min(self.piece.len() - self.used);
-        out[..length].copy_from_slice(&self.piece[self.used..][..length]);
-        self.used += length;
-        Ok(length)
     }
 }
 

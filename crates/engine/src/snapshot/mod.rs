@@ -33,6 +33,7 @@ mod options;
 pub(crate) mod origin;
 mod output;
 mod pages;
+pub(crate) mod pieces;
 pub(crate) mod recompose;
 pub(crate) mod records;
 mod restore;

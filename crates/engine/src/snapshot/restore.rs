@@ -16,6 +16,7 @@ use super::{
     open::{Opened, Snapshot, open},
     origin::wrong,
     pages::{self, Source},
+    pieces::PieceReader,
     sequential,
     stand_in::StandIn,
 };
@@ -127,7 +128,7 @@ impl Restore<'_> {
             return Ok(self.guest.load_state(&mut &snapshot.tail[state.clone()])?);
         }
         let blocks = plan.fit.devices.iter().map(|&index| &snapshot.blocks[index]).collect();
-        let mut stream = DeviceStream::new(snapshot, blocks)?;
+        let mut stream = PieceReader::new(DeviceStream::new(snapshot, blocks)?);
         let loaded = self.guest.load_state(&mut stream);
         // What the file has wrong is the cause; the VMM's complaint about it is the consequence.
         stream.failure().map_or(Ok(()), Err)?;

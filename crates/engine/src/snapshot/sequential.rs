@@ -1,8 +1,5 @@
 //! Restoring from a plain stream: pages go into place as they come, and what is not guest memory goes on to the VMM, in one pass.
-use std::{
-    io::{self, Read},
-    sync::atomic::Ordering,
-};
+use std::sync::atomic::Ordering;
 
 use transship_codec::inflate_page;
 use transship_memory::{GuestMemory, PAGE_BYTES, PageRange, Region, WINDOW_PAGES};
@@ -16,6 +13,7 @@ use super::{
     opaque,
     open::{Stream, needs_source},
     origin::{damaged, wrong},
+    pieces::{PieceReader, Pieces},
     recompose::Recomposer,
     records::Records,
     restore::{Huge, Restore},
@@ -39,16 +37,17 @@ pub(super) fn restore(restore: &mut Restore<'_>, stream: Stream) -> Result<(), E
     restore.report.setup_ms = restore.elapsed_ms();
     restore.progress.set_phase(Phase::Reading);
     let origin = stream.origin.clone();
-    let mut passing = Passing::new(stream, &fit, restore.guest.memory(), restore.progress);
+    let mut reader = PieceReader::new(Passing::new(stream, &fit, restore.guest.memory(), restore.progress));
     let loaded = match format {
-        StateFormat::Qemu { .. } => restore.guest.load_state(&mut passing),
+        StateFormat::Qemu { .. } => restore.guest.load_state(&mut reader),
         StateFormat::Opaque => {
-            passing.all_pages()?;
-            let (tail, base) = passing.tail.take().unwrap_or_default();
+            reader.pieces.all_pages()?;
+            let (tail, base) = reader.pieces.tail.take().unwrap_or_default();
             let state = opaque::find(&name, &tail, base)?;
             restore.guest.load_state(&mut &tail[state.bytes])
         }
     };
+    let passing = &reader.pieces;
     let (pages, total) = (passing.placing.pages, restore.guest.memory().bytes() / PAGE_BYTES as u64);
     restore.report.pages.normal = pages;
     restore.report.pages.zero = passing.placing.zero;
@@ -63,7 +62,8 @@ pub(super) fn restore(restore: &mut Restore<'_>, stream: Stream) -> Result<(), E
         ms: restore.elapsed_ms() - restore.report.setup_ms,
         ..RoundReport::default()
     });
-    let ran = passing.finish()?;
+    let ran = passing.ran;
+    reader.failure().map_or(Ok(()), Err)?;
     loaded?;
     fail_point::reach("restore.loaded")?;
     restore.start(ran)
@@ -77,21 +77,13 @@ struct Passing<'a> {
     /// The device sections and where they begin, until they are passed on.
     tail: Option<(Vec<u8>, u64)>,
     ran: bool,
-    piece: Vec<u8>,
-    used: usize,
-    failed: Option<Error>,
 }
 
 impl<'a> Passing<'a> {
     fn new(stream: Stream, fit: &Fit, memory: GuestMemory, progress: &'a Progress) -> Self {
         let placing = Placing::new(&stream, fit, memory, progress);
         let records = Some(stream.records);
-        Self { records, placing, tail: None, ran: true, piece: Vec::new(), used: 0, failed: None }
-    }
-
-    /// Whether the guest ran when it was saved; or what went wrong.
-    fn finish(self) -> Result<bool, Error> {
-        self.failed.map_or(Ok(self.ran), Err)
+        Self { records, placing, tail: None, ran: true }
     }
 
     /// Reads on until the device sections are there.
@@ -100,26 +92,6 @@ impl<'a> Passing<'a> {
             self.advance()?;
         }
         Ok(())
-    }
-
-    /// Makes the next piece. An empty one is the end.
-    fn advance(&mut self) -> Result<Vec<u8>, Error> {
-        loop {
-            let Some(records) = &mut self.records else {
-                return Ok(self.tail.take().map(|(tail, _)| tail).unwrap_or_default());
-            };
-            if self.placing.progress.is_cancelled() {
-                return Err(Error::RestoreCancelled);
-            }
-            let position = records.reader().position();
-            if records.step(|record, bytes| self.placing.take(record, bytes, position))? == Ended::Yes {
-                self.take_tail()?;
-            }
-            let piece = self.placing.recomposer.take();
-            if !piece.is_empty() {
-                return Ok(piece);
-            }
-        }
     }
 
     fn take_tail(&mut self) -> Result<(), Error> {
@@ -137,21 +109,24 @@ impl<'a> Passing<'a> {
     }
 }
 
-impl Read for Passing<'_> {
-    fn read(&mut self, out: &mut [u8]) -> io::Result<usize> {
-        if self.used == self.piece.len() {
-            let next = self.advance();
-            self.piece = next.map_err(|error| {
-                let text = error.to_string();
-                self.failed.get_or_insert(error);
-                io::Error::other(text)
-            })?;
-            self.used = 0;
+impl Pieces for Passing<'_> {
+    fn advance(&mut self) -> Result<Vec<u8>, Error> {
+        loop {
+            let Some(records) = &mut self.records else {
+                return Ok(self.tail.take().map(|(tail, _)| tail).unwrap_or_default());
+            };
+            if self.placing.progress.is_cancelled() {
+                return Err(Error::RestoreCancelled);
+            }
+            let position = records.reader().position();
+            if records.step(|record, bytes| self.placing.take(record, bytes, position))? == Ended::Yes {
+                self.take_tail()?;
+            }
+            let piece = self.placing.recomposer.take();
+            if !piece.is_empty() {
+                return Ok(piece);
+            }
         }
-        let length = out.len().min(self.piece.len() - self.used);
-        out[..length].copy_from_slice(&self.piece[self.used..][..length]);
-        self.used += length;
-        Ok(length)
     }
 }
 

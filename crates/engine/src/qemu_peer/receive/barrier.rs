@@ -66,10 +66,13 @@ impl Barrier {
         self.changed.notify_all();
     }
 
-    /// A channel has failed.
+    /// A channel has failed. What fails because all is over tells nothing.
     pub(super) fn fail(&self, error: Error) {
-        self.state().failed.get_or_insert(error);
-        self.changed.notify_all();
+        let mut state = self.state();
+        if !state.closed {
+            state.failed.get_or_insert(error);
+            self.changed.notify_all();
+        }
     }
 
     /// Whether a channel has failed. What it says is for [`Barrier::check`].

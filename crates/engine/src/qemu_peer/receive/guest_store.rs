@@ -1,7 +1,6 @@
 //! A guest that waits: its memory takes the pages of its blocks, and its VMM the rest, when all of it is there.
 use std::{
     collections::BTreeMap,
-    io::{self, Read},
     sync::{Mutex, MutexGuard, RwLock},
 };
 
@@ -11,7 +10,13 @@ use transship_wire::qemu::{Block, Configuration, xbzrle};
 use crate::{
     Error,
     page_map::{PageMap, window_mask},
-    snapshot::{devices::check_sizes, fit::Fit, recompose::Recomposer, store::Store},
+    snapshot::{
+        devices::check_sizes,
+        fit::Fit,
+        pieces::{PieceReader, Pieces},
+        recompose::Recomposer,
+        store::Store,
+    },
 };
 
 const PAGE: u64 = PAGE_BYTES as u64;
@@ -70,7 +75,7 @@ impl GuestStore {
     }
 
     /// All that is not the guest's own memory, as the VMM loads it. `tail`: what follows the memory.
-    pub(super) fn device_stream(&self, configuration: &Configuration, tail: Vec<u8>) -> DeviceStream {
+    pub(super) fn device_stream(&self, configuration: &Configuration, tail: Vec<u8>) -> PieceReader<DeviceStream> {
         let mut homes = self.homes.write().unwrap_or_else(|poisoned| poisoned.into_inner());
         let devices = homes.drain(..).filter_map(|home| match home {
             Home::Region(_) => None,
@@ -87,7 +92,7 @@ impl GuestStore {
         }
         recomposer.last();
         blocks.reverse();
-        DeviceStream { blocks, next: 0, recomposer: Some(recomposer), tail, piece: Vec::new(), used: 0 }
+        PieceReader::new(DeviceStream { blocks, next: 0, recomposer: Some(recomposer), tail })
     }
 }
 
@@ -189,15 +194,11 @@ pub(super) struct DeviceStream {
     next: u64,
     recomposer: Option<Recomposer>,
     tail: Vec<u8>,
-    /// Made, and read up to `used`.
-    piece: Vec<u8>,
-    used: usize,
 }
 
-impl DeviceStream {
-    /// Makes the next piece. An empty one is the end.
-    fn advance(&mut self) -> Vec<u8> {
-        let Some(recomposer) = &mut self.recomposer else { return std::mem::take(&mut self.tail) };
+impl Pieces for DeviceStream {
+    fn advance(&mut self) -> Result<Vec<u8>, Error> {
+        let Some(recomposer) = &mut self.recomposer else { return Ok(std::mem::take(&mut self.tail)) };
         if let Some((block, pages)) = self.blocks.last() {
             let end = block.pages().min(self.next + WINDOW_PAGES);
             for page in self.next..end {
@@ -211,24 +212,11 @@ impl DeviceStream {
                 self.blocks.pop();
                 self.next = 0;
             }
-            return recomposer.take();
+            return Ok(recomposer.take());
         }
         recomposer.finish();
         let piece = recomposer.take();
         self.recomposer = None;
-        piece
-    }
-}
-
-impl Read for DeviceStream {
-    fn read(&mut self, out: &mut [u8]) -> io::Result<usize> {
-        if self.used == self.piece.len() {
-            self.piece = self.advance();
-            self.used = 0;
-        }
-        let length = out.len().min(self.piece.len() - self.used);
-        out[..length].copy_from_slice(&self.piece[self.used..][..length]);
-        self.used += length;
-        Ok(length)
+        Ok(piece)
     }
 }

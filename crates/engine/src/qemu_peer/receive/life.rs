@@ -228,6 +228,9 @@ impl Reception<'_, '_> {
             }
         }
         channels.barrier.check_complete(&self.answers.peer)?;
+        if channels.count() > 0 {
+            self.lobby.check_nobody_was_missed()?;
+        }
         Ok(stopped.unwrap_or_else(Instant::now))
     }
 

@@ -76,11 +76,7 @@ impl<'a> Lobby<'a> {
         let begin = Instant::now();
         let limit = if count.is_some() { CHANNELS_TIMEOUT } else { GREETING_TIMEOUT };
         loop {
-            let before = self.channels.len() + self.waiting.len();
-            self.look(Duration::ZERO)?;
-            if self.channels.len() + self.waiting.len() > before {
-                continue; // there may be more
-            }
+            while self.look(Duration::ZERO)? {} // there may be more at the door
             let silent = begin.elapsed() < GREETING_TIMEOUT && !self.waiting.is_empty();
             let expected = count.map_or(self.channels.len(), usize::from);
             let missing = (0..=u8::MAX).take(expected).find(|number| !self.channels.contains_key(number));
@@ -97,20 +93,37 @@ impl<'a> Lobby<'a> {
                     );
                     return Err(Error::Protocol { peer: self.listener.uri().to_string(), what });
                 }
-                _ => self.look(TICK)?,
+                _ => drop(self.look(TICK)?),
             }
         }
         Ok(std::mem::take(&mut self.channels).into_values().collect())
     }
 
-    /// Lets in who stands at the door, waiting for somebody for `timeout`, and looks who has said what.
-    fn look(&mut self, timeout: Duration) -> Result<(), Error> {
+    /// To be asked at the end of the memory: nobody has read the pages of a channel that came after the others.
+    ///
+    /// # Errors
+    /// There is one.
+    pub(super) fn check_nobody_was_missed(&mut self) -> Result<(), Error> {
+        while self.look(Duration::ZERO)? {}
+        match self.channels.pop_first() {
+            None => Ok(()),
+            Some((number, (_, peer))) => {
+                let what = format!("opened channel {number} too late; say by --channels what its multifd-channels is");
+                Err(Error::Protocol { peer, what })
+            }
+        }
+    }
+
+    /// Lets in who stands at the door, waiting for somebody for `timeout`, and looks who has said what. Whether somebody came.
+    fn look(&mut self, timeout: Duration) -> Result<bool, Error> {
         if self.progress.is_cancelled() {
             return Err(Error::Cancelled);
         }
         // Those who are there may speak while nobody comes.
         let timeout = if self.waiting.is_empty() { timeout } else { timeout.min(Duration::from_millis(5)) };
-        if let Some(line) = self.listener.accept(timeout)? {
+        let came = self.listener.accept(timeout)?;
+        let somebody = came.is_some();
+        if let Some(line) = came {
             if self.waiting.len() >= MOST_WAITING {
                 let (_, peer) = self.waiting.remove(0).line;
                 tracing::warn!("turned {peer} away: too many are silent");
@@ -125,7 +138,7 @@ impl<'a> Lobby<'a> {
                 Knock::Stranger(why) => tracing::warn!("turned {peer} away: {why}"),
             }
         }
-        Ok(())
+        Ok(somebody)
     }
 
     fn add_channel(&mut self, greeting: Greeting, line: Line) -> Result<(), Error> {
