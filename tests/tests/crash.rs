@@ -196,7 +196,11 @@ fn crash(from: &mut Guest, to: &mut Guest, step: &str, victim: Victim) -> Result
     })?;
     match victim {
         Victim::SourceCommand => source.kill9(),
-        Victim::DestinationCommand => destination.kill9(),
+        Victim::DestinationCommand => {
+            destination.kill9();
+            // Before that the source may do a step more, and can't know what became of it.
+            proxy.wait_until_told();
+        }
         Victim::SourceGuest => from.kill9(),
         Victim::DestinationGuest => to.kill9(),
         Victim::Link => proxy.cut(),

@@ -106,6 +106,11 @@ mod tests {
         let freezer = Freezer::of(pid).unwrap();
         assert!(freezer.unless_stopped(Ok(())).unwrap().contains(&format!("kill {pid}")));
         assert!(!state().starts_with('T'), "{}", state());
+        // While it is being loaded it may wait for the disk, where a stop waits, too.
+        let deadline = Instant::now() + STOP_WAIT;
+        while !state().starts_with('S') && Instant::now() < deadline {
+            thread::sleep(LOOK_AGAIN);
+        }
         let found = freezer.unless_stopped(Err(GuestError("no answer".into()))).unwrap();
         assert!(found.contains("no answer") && found.contains(&format!("kill -9 {pid}")), "{found}");
         assert!(state().starts_with('T'), "{}", state());

@@ -5,12 +5,13 @@ use std::{
     os::unix::net::{UnixListener, UnixStream},
     path::Path,
     sync::{Arc, Mutex},
-    thread,
+    thread::{self, JoinHandle},
 };
 
 /// Connections to one path go to another. Its threads end with their connections.
 pub(crate) struct Proxy {
     streams: Arc<Mutex<Option<Vec<UnixStream>>>>,
+    copying: Arc<Mutex<Vec<JoinHandle<()>>>>,
 }
 
 impl Proxy {
@@ -18,7 +19,9 @@ impl Proxy {
     pub(crate) fn start(here: &Path, there: &Path) -> Self {
         let listener = UnixListener::bind(here).expect("a folder of the test's own");
         let streams = Arc::new(Mutex::new(Some(Vec::new())));
+        let copying = Arc::new(Mutex::new(Vec::new()));
         let (kept, there) = (Arc::clone(&streams), there.to_owned());
+        let threads = Arc::clone(&copying);
         thread::spawn(move || {
             for incoming in listener.incoming() {
                 let Ok(near) = incoming else { return };
@@ -28,11 +31,18 @@ impl Proxy {
                 let Some(kept) = kept.as_mut() else { return };
                 for (from, to) in [(&near, &far), (&far, &near)] {
                     kept.push(clone(from));
-                    copy(clone(from), clone(to));
+                    threads.lock().expect("as above").push(copy(clone(from), clone(to)));
                 }
             }
         });
-        Self { streams }
+        Self { streams, copying }
+    }
+
+    /// One side has died: returns when the other has been told so on all connections.
+    pub(crate) fn wait_until_told(&self) {
+        for thread in self.copying.lock().expect("nobody panics with the lock held").drain(..) {
+            thread.join().expect("copying does not panic");
+        }
     }
 
     /// Ends all connections, and takes no more.
@@ -49,10 +59,10 @@ fn clone(stream: &UnixStream) -> UnixStream {
 }
 
 /// What one side sends reaches the other; the end too.
-fn copy(mut from: UnixStream, mut to: UnixStream) {
+fn copy(mut from: UnixStream, mut to: UnixStream) -> JoinHandle<()> {
     thread::spawn(move || {
         let _ = io::copy(&mut from, &mut to);
         let _ = to.shutdown(Shutdown::Both);
         let _ = from.shutdown(Shutdown::Both);
-    });
+    })
 }
