@@ -8,9 +8,11 @@ FUZZ_SECONDS = 20
 # For `make loom`: flags of the test program, such as names of models, or --skip NAME.
 LOOM =
 
-.PHONY: demo test lint fuzz loom setup
+.PHONY: demo test test-long lint fuzz loom setup
 demo: ; scripts/demo.sh $(VM) $(ARGS)
 test: ; scripts/test.sh
+# Those that `make test` leaves out, because each takes minutes.
+test-long: ; scripts/test.sh --ignored
 lint: ; scripts/lint.sh
 fuzz: ; scripts/fuzz.sh $(FUZZ_SECONDS)
 # Every interleaving of small cases of the rings and the parker: minutes.

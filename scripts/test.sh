@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Runs all tests, installing what they need. With the fail points that the crash tests arm.
+# Runs the tests, installing what they need, or with --ignored those that take minutes each. With the fail points that the crash tests arm.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -40,6 +40,11 @@ failed=
 run() {
     cargo test "${build[@]}" --no-fail-fast "$@" || failed=1
 }
+if [ "${1:-}" = --ignored ]; then
+    run --test '*' -- --ignored --test-threads 1
+    [ -z "$failed" ]
+    exit
+fi
 run --lib --bins
 # Those that start guests take all cores each: one after the other.
 run --test '*' -- --test-threads 1

@@ -96,7 +96,7 @@ fn the_device_is_unplugged_and_plugged_in_again() {
 }
 
 #[test]
-#[ignore = "minutes of an emulated guest: cargo test -p transship-tests --test balloon -- --ignored"]
+#[ignore = "minutes of an emulated guest: make test-long"]
 fn it_inflates_deflates_and_tells_how_memory_is_used() {
     let balloon = Balloon::start().unwrap();
     let Some(guest) = guest(&balloon) else { return };
@@ -168,7 +168,7 @@ fn reported_memory_becomes_holes() {
 }
 
 #[test]
-#[ignore = "minutes of an emulated guest: cargo test -p transship-tests --test balloon -- --ignored"]
+#[ignore = "minutes of an emulated guest: make test-long"]
 fn while_a_client_keeps_memory_nothing_becomes_a_hole() {
     let balloon = Balloon::start().unwrap();
     let Some(guest) = guest(&balloon) else { return };
@@ -255,19 +255,19 @@ fn chunks(bytes: u64, most: u64) -> impl Iterator<Item = u64> {
 }
 
 #[test]
-#[ignore = "minutes of an emulated guest: cargo test -p transship-tests --test balloon -- --ignored"]
+#[ignore = "minutes of an emulated guest: make test-long"]
 fn what_hints_name_may_be_overwritten_in_a_plain_guest() {
     what_hints_name_may_be_overwritten("init_on_alloc=0");
 }
 
 #[test]
-#[ignore = "minutes of an emulated guest: cargo test -p transship-tests --test balloon -- --ignored"]
+#[ignore = "minutes of an emulated guest: make test-long"]
 fn what_hints_name_may_be_overwritten_in_a_guest_that_clears_what_it_takes() {
     what_hints_name_may_be_overwritten("init_on_alloc=1");
 }
 
 #[test]
-#[ignore = "minutes of an emulated guest: cargo test -p transship-tests --test balloon -- --ignored"]
+#[ignore = "minutes of an emulated guest: make test-long"]
 fn what_hints_name_may_be_overwritten_in_a_guest_that_clears_what_it_frees() {
     what_hints_name_may_be_overwritten("init_on_alloc=0 init_on_free=1");
 }

@@ -222,20 +222,20 @@ fn it_arrives_whole(kernel: &str) {
 }
 
 #[test]
-#[ignore = "minutes of an emulated guest: cargo test -p transship-tests --test hints -- --ignored"]
+#[ignore = "minutes of an emulated guest: make test-long"]
 fn a_guest_that_frees_and_takes_memory_all_the_time_arrives_whole() {
     it_arrives_whole("init_on_alloc=0");
 }
 
 #[test]
-#[ignore = "minutes of an emulated guest: cargo test -p transship-tests --test hints -- --ignored"]
+#[ignore = "minutes of an emulated guest: make test-long"]
 fn a_guest_that_clears_what_it_frees_arrives_whole() {
     it_arrives_whole("init_on_alloc=0 init_on_free=1");
 }
 
 /// The balloon is there again after each, and the file holds what the guest needs.
 #[test]
-#[ignore = "minutes of an emulated guest: cargo test -p transship-tests --test hints -- --ignored"]
+#[ignore = "minutes of an emulated guest: make test-long"]
 fn a_guest_is_saved_without_what_it_can_do_without() {
     let balloon = Balloon::start().unwrap();
     let Some(guest) = linux(&balloon) else { return };
@@ -300,7 +300,7 @@ fn a_balloon_that_can_not_be_unplugged_or_is_not_named_is_refused() {
 
 /// Firmware knows no such thing as letting a device go. The guest is never stopped.
 #[test]
-#[ignore = "it waits for half a minute in vain: cargo test -p transship-tests --test hints -- --ignored"]
+#[ignore = "it waits for half a minute in vain: make test-long"]
 fn a_guest_that_does_not_let_go_of_its_balloon_runs_on() {
     let balloon = Balloon::start().unwrap();
     let Some(qemu) = firmware() else { return };

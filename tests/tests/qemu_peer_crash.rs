@@ -126,6 +126,7 @@ fn wait_for_the_end(moving: Transship, kill: impl FnOnce()) -> Result<transship_
 }
 
 #[test]
+#[ignore = "minutes of waiting for who does not answer: make test-long"]
 fn a_destination_that_freezes_is_given_up() -> Result<()> {
     let source = source()?;
     for (step, wires) in
