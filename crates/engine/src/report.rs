@@ -159,3 +159,16 @@ pub struct Report {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub error: Option<String>,
 }
+
+impl Report {
+    /// A round is over, in which `normal` pages went as data, `resent` of them again.
+    pub(crate) fn add_round(&mut self, round: RoundReport, normal: u64, resent: u64) {
+        self.pages.normal += normal;
+        self.pages.zero += round.zero;
+        self.pages.hole += round.hole;
+        self.pages.free += round.free;
+        self.pages.resent += resent;
+        self.bytes.wire += round.bytes;
+        self.rounds.push(round);
+    }
+}

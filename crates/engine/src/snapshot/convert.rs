@@ -10,7 +10,7 @@ use transship_wire::qemu::{Block, Configuration};
 use super::{
     DirectIo, FileUri, Format,
     feed::{Feed, Flow},
-    info::{LEFT_OUT, check_tail},
+    info::{LEFT_OUT, check_complete, check_tail},
     mapped_store::MappedStore,
     open::{Opened, Snapshot, Stream, needs_source, open},
     origin::{Whence, wrong},
@@ -142,14 +142,7 @@ impl Conversion<'_> {
     }
 
     fn mapped(&mut self, snapshot: Snapshot) -> Result<Converted, Error> {
-        let name = &snapshot.origin.name;
-        if let Some(why) = &snapshot.refusal {
-            return Err(wrong(name, why));
-        }
-        if let Some(block) = snapshot.left_out() {
-            return Err(wrong(name, format_args!("it has no pages of {:?}: {LEFT_OUT}", &*block.name)));
-        }
-        check_tail(name, &snapshot.tail, snapshot.tail_offset)?;
+        check_complete(&snapshot)?;
         let store = self.begin(&snapshot.configuration, snapshot.ram_section)?;
         let unplaced = snapshot.blocks.iter().map(|block| Block { mapped: None, ..block.clone() });
         store.list(&unplaced.collect::<Vec<_>>())?;

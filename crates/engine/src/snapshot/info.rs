@@ -235,6 +235,21 @@ fn tail(info: &mut SnapshotInfo, name: &str, bytes: &[u8], base: u64) -> Result<
     Ok(())
 }
 
+/// That all of the guest is in the file, in a form that is known.
+///
+/// # Errors
+/// What is not.
+pub(super) fn check_complete(snapshot: &Snapshot) -> Result<(), Error> {
+    let name = &snapshot.origin.name;
+    if let Some(why) = &snapshot.refusal {
+        return Err(wrong(name, why));
+    }
+    if let Some(block) = snapshot.left_out() {
+        return Err(wrong(name, format_args!("it has no pages of {:?}: {LEFT_OUT}", &*block.name)));
+    }
+    check_tail(name, &snapshot.tail, snapshot.tail_offset).map(drop)
+}
+
 /// # Errors
 /// The device sections can't be walked, or are not all there, or something follows them.
 pub(crate) fn check_tail(name: &str, bytes: &[u8], base: u64) -> Result<Tail, Error> {

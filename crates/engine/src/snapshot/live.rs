@@ -69,14 +69,8 @@ impl Rounds {
         round.zero = written.zero;
         round.bytes = written.normal * PAGE_BYTES as u64;
         round.ms = begin.elapsed().as_secs_f64() * 1e3;
-        report.pages.normal += written.normal;
-        report.pages.zero += written.zero;
-        report.pages.hole += round.hole;
-        report.pages.free += round.free;
-        report.pages.resent += written.rewritten;
-        report.bytes.wire += round.bytes;
         report.cpu.channels += written.cpu_seconds;
-        report.rounds.push(round);
+        report.add_round(round, written.normal, written.rewritten);
         self.number += 1;
         Ok(())
     }

@@ -11,7 +11,7 @@ use super::{
     FileUri, Format, RestoreOptions,
     devices::{DeviceStream, check_sizes},
     fit::{Fit, fit},
-    info::{LEFT_OUT, check_tail},
+    info::check_complete,
     lazy, opaque,
     open::{Opened, Snapshot, open},
     origin::wrong,
@@ -178,13 +178,7 @@ impl Plan {
     /// The file is of another guest, or lacks something.
     pub(super) fn make(snapshot: &Snapshot, guest: &GuestDescription, format: &StateFormat) -> Result<Self, Error> {
         let name = &snapshot.origin.name;
-        if let Some(why) = &snapshot.refusal {
-            return Err(wrong(name, why));
-        }
-        if let Some(block) = snapshot.left_out() {
-            return Err(wrong(name, format_args!("it has no pages of {:?}: {LEFT_OUT}", &*block.name)));
-        }
-        check_tail(name, &snapshot.tail, snapshot.tail_offset)?;
+        check_complete(snapshot)?;
         let fit = fit(name, &snapshot.configuration, &snapshot.blocks, guest, format)?;
         let devices: Vec<_> = fit.devices.iter().map(|&index| &snapshot.blocks[index]).collect();
         check_sizes(name, &devices)?;

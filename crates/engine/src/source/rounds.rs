@@ -88,15 +88,9 @@ impl Rounds {
         self.scanner.not_sent(new_holes);
         round.bytes = sent.bytes;
         round.ms = begin.elapsed().as_secs_f64() * 1e3;
-        report.pages.normal += sent.normal;
-        report.pages.zero += sent.zero;
-        report.pages.hole += round.hole;
-        report.pages.free += round.free;
-        report.pages.resent += sent.resent;
-        report.bytes.wire += sent.bytes;
         report.cpu.channels += sent.cpu_seconds;
         self.channels.report(report);
-        report.rounds.push(round);
+        report.add_round(round, sent.normal, sent.resent);
         self.number += 1;
         Ok(())
     }

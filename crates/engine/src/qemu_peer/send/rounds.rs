@@ -69,16 +69,10 @@ impl Rounds {
         round.zero = sent.zero;
         round.bytes = sent.bytes;
         round.ms = begin.elapsed().as_secs_f64() * 1e3;
-        report.pages.normal += sent.normal;
-        report.pages.zero += sent.zero;
-        report.pages.hole += round.hole;
-        report.pages.free += round.free;
-        report.pages.resent += sent.resent;
-        report.bytes.wire += sent.bytes;
         report.bytes.encoder_in = progress.encoding.bytes_in.load(Relaxed);
         report.bytes.encoder_out = progress.encoding.bytes_out.load(Relaxed);
         report.cpu.channels += sent.cpu_seconds;
-        report.rounds.push(round);
+        report.add_round(round, sent.normal, sent.resent);
         self.number += 1;
         Ok(())
     }
