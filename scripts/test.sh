@@ -41,12 +41,12 @@ run() {
     cargo test "${build[@]}" --no-fail-fast "$@" || failed=1
 }
 if [ "${1:-}" = --ignored ]; then
-    run --test '*' -- --ignored --test-threads 2
+    run --test '*' -- --ignored --test-threads 1
     [ -z "$failed" ]
     exit
 fi
 run --lib --bins
-# Those that start guests keep a core busy each.
-run --test '*' -- --test-threads 2
+# Those that start guests take all cores each: one after the other.
+run --test '*' -- --test-threads 1
 run --doc
 [ -z "$failed" ]
