@@ -5,9 +5,15 @@
 //! when the guest stands still.
 use std::{sync::atomic::Ordering::Relaxed, time::Instant};
 
-use transship_memory::{Error as MemoryError, Freeing, GuestMemory, Holes, PAGE_BYTES, PageSet, Region, Tracker};
+use transship_memory::{
+    Error as MemoryError, Freeing, GuestMemory, Holes, PAGE_BYTES, PageRange, PageSet, Region, Tracker,
+};
 
-use crate::{Error, Progress, Report, RoundReport, guest::Place, page_map::PageMap};
+use crate::{
+    Error, Progress, Report, RoundReport,
+    guest::Place,
+    page_map::{PageMap, runs},
+};
 
 /// Windows that travel between threads as one piece of work: 4 MiB.
 const WINDOWS_PER_BATCH: usize = 8;
@@ -181,6 +187,18 @@ fn describe(memory: &GuestMemory, pending: &[Pending]) -> RoundReport {
     let written = pending.iter().map(|p| p.send.count()).sum();
     let hole = pending.iter().map(|p| p.gone.count()).sum();
     RoundReport { scanned, written, hole, ..RoundReport::default() }
+}
+
+/// Those of the wanted pages of a window that are holes now: reading them would fill them again. What can't be told is none.
+pub(crate) fn new_holes(memory: &Region, first: u64, wanted: u128) -> u128 {
+    let is_data = |range| memory.is_data(range).unwrap_or(true);
+    let mut holes = 0;
+    for run in runs(first, wanted).filter(|run| !is_data(*run)) {
+        for page in (run.first..run.end()).filter(|page| !is_data(PageRange::new(*page, 1))) {
+            holes |= 1 << (page - first);
+        }
+    }
+    holes
 }
 
 /// Reports all pages of regions of these sizes.

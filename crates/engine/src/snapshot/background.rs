@@ -2,7 +2,7 @@
 use std::{sync::atomic::Ordering::Relaxed, thread, time::Instant};
 
 use crossbeam_channel::{Receiver, RecvTimeoutError, Sender, bounded};
-use transship_memory::{FileQueue, PAGE_BYTES, Turns};
+use transship_memory::{FileQueue, Freeing, PAGE_BYTES, Turns};
 
 use super::{
     Format, SaveOptions, Then,
@@ -36,7 +36,8 @@ impl Saving<'_> {
         // The threads are of another kind than those of the rounds.
         let without_writers = SaveOptions { channels: 0, ..self.options.clone() };
         let memory = self.guest.memory();
-        let mut output = MappedFile::begin(&memory, regions, &without_writers, self.target, self.progress)?;
+        let mut output =
+            MappedFile::begin(&memory, Freeing::Never, regions, &without_writers, self.target, self.progress)?;
         self.describe_file(&output);
         let protection = self.guest.protect()?;
         let pages = output.writers.pages.clone();

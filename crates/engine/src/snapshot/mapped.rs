@@ -1,7 +1,7 @@
 //! A mapped-ram file: every page has its place, and many threads write at once.
 use std::sync::Arc;
 
-use transship_memory::{GuestMemory, PAGE_BYTES};
+use transship_memory::{Freeing, GuestMemory, PAGE_BYTES};
 
 use super::{
     SaveOptions,
@@ -23,6 +23,7 @@ impl MappedFile {
     /// Places for all regions, in a file that is as long as that takes.
     pub(crate) fn begin(
         memory: &GuestMemory,
+        freeing: Freeing,
         regions: &[RegionBlock],
         options: &SaveOptions,
         target: &Target,
@@ -31,7 +32,7 @@ impl MappedFile {
         let layout = Layout::new(target.offset(), regions);
         target.expect(layout.end() - target.offset());
         target.set_length(layout.end())?;
-        let writers = Writers::start(memory, layout.pages(), options.channels, options.io, target, progress)?;
+        let writers = Writers::start(memory, freeing, layout.pages(), options.channels, options.io, target, progress)?;
         Ok(Self { layout, writers })
     }
 }

@@ -1,6 +1,7 @@
 //! The life of a save, from the empty file to the one that is complete.
 use std::{sync::Arc, time::Instant};
 
+use transship_memory::Freeing;
 use transship_wire::qemu::Configuration;
 
 use super::{
@@ -90,13 +91,17 @@ impl Saving<'_> {
 
     fn begin_output(&self, regions: &[RegionBlock]) -> Result<Box<dyn Output>, Error> {
         let memory = self.guest.memory();
+        let freeing = match self.options.way {
+            Way::Live => self.guest.freeing(),
+            _ => Freeing::Never, // it stands still
+        };
         Ok(match self.options.format {
             Format::MappedRam => {
-                Box::new(MappedFile::begin(&memory, regions, self.options, self.target, self.progress)?)
+                Box::new(MappedFile::begin(&memory, freeing, regions, self.options, self.target, self.progress)?)
             }
             Format::Stream => {
                 let configuration = Configuration::new(machine_name(self.guest)?);
-                Box::new(StreamFile::begin(&memory, regions, configuration, self.target, self.progress))
+                Box::new(StreamFile::begin(&memory, freeing, regions, configuration, self.target, self.progress))
             }
         })
     }

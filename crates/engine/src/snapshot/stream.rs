@@ -12,14 +12,14 @@
 //! Pages that are zero, and holes, have a record too: whatever a destination's memory holds, it is zero there afterwards.
 use std::sync::{Arc, atomic::Ordering::Relaxed};
 
-use transship_memory::{GuestMemory, PAGE_BYTES, PageRange, PageSet, Writeback};
+use transship_memory::{Freeing, GuestMemory, PAGE_BYTES, PageRange, PageSet, Writeback};
 use transship_wire::qemu::{Block, Command, Configuration, Name, StreamWriter};
 
 use super::{
     output::{Output, RegionBlock},
     state::DeviceState,
     target::Target,
-    writer::Written,
+    writer::{Written, zero_pages},
 };
 use crate::{
     Error, FileReport, Progress, fail_point,
@@ -38,6 +38,8 @@ const PAGE: u64 = PAGE_BYTES as u64;
 /// The stream as far as it is written.
 pub(crate) struct StreamFile {
     memory: GuestMemory,
+    /// Whether memory may be given back while it is written.
+    freeing: Freeing,
     regions: Vec<RegionBlock>,
     configuration: Configuration,
     out: Appender,
@@ -87,6 +89,7 @@ impl StreamFile {
     /// The begin of the stream. The device state will have to be of the machine that `configuration` names.
     pub(crate) fn begin(
         memory: &GuestMemory,
+        freeing: Freeing,
         regions: &[RegionBlock],
         configuration: Configuration,
         target: &Target,
@@ -102,6 +105,7 @@ impl StreamFile {
         writer.end_of_section();
         Self {
             memory: memory.clone(),
+            freeing,
             regions: regions.to_vec(),
             configuration,
             out: Appender { writer, at: begin + head.len() as u64, begin, writeback: Writeback::default() },
@@ -149,9 +153,7 @@ impl StreamFile {
         written: &mut Written,
     ) -> Result<(), Error> {
         let memory = &self.memory.regions()[region];
-        // Run by run: reading between them might make pages in holes.
-        runs(first, wanted).for_each(|run| memory.populate_read(run));
-        let zero = memory.zero_mask(first, wanted)?;
+        let zero = zero_pages(memory, self.freeing, first, wanted)?;
         let (present, content) = (wanted & !zero, &self.content[region]);
         let had = content.window(first);
         written.normal += u64::from(present.count_ones());

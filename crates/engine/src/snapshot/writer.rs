@@ -12,13 +12,13 @@ use std::{
 };
 
 use crossbeam_channel::{Receiver, SendTimeoutError, Sender, bounded};
-use transship_memory::{FileIo, FileQueue, GuestMemory, PAGE_BYTES, PageRange, Turns};
+use transship_memory::{FileIo, FileQueue, Freeing, GuestMemory, PAGE_BYTES, PageRange, Region, Turns};
 
 use super::target::Target;
 use crate::{
     Error, Progress, cpu,
     page_map::{PageMap, runs},
-    scan::Pending,
+    scan::{Pending, new_holes},
 };
 
 /// How often a wait looks whether the user has cancelled.
@@ -29,6 +29,8 @@ pub(crate) const DEPTH: u16 = 16;
 /// What the threads share.
 pub(crate) struct Pages {
     pub(crate) memory: GuestMemory,
+    /// Whether memory may be given back while it is written.
+    freeing: Freeing,
     /// By region: where its first page is in the file.
     pub(crate) places: Vec<u64>,
     /// By region: pages that the file holds content for. All others are zero.
@@ -82,6 +84,7 @@ impl Writers {
     /// The kernel does not let us have what was asked for.
     pub(crate) fn start(
         memory: &GuestMemory,
+        freeing: Freeing,
         places: Vec<u64>,
         count: u8,
         how: FileIo,
@@ -91,6 +94,7 @@ impl Writers {
         let maps = || memory.regions().iter().map(|region| PageMap::new(region.pages())).collect();
         let pages = Arc::new(Pages {
             memory: memory.clone(),
+            freeing,
             places,
             content: maps(),
             written: maps(),
@@ -252,10 +256,7 @@ impl Pages {
         wanted: u128,
         written: &mut Written,
     ) -> Result<(), transship_memory::Error> {
-        let memory = &self.memory.regions()[region];
-        // Run by run: reading between them might make pages in holes.
-        runs(first, wanted).for_each(|run| memory.populate_read(run));
-        let zero = memory.zero_mask(first, wanted)?;
+        let zero = zero_pages(&self.memory.regions()[region], self.freeing, first, wanted)?;
         let present = wanted & !zero;
         written.normal += u64::from(present.count_ones());
         written.zero += u64::from(zero.count_ones());
@@ -297,6 +298,23 @@ impl Pages {
         }
         stale
     }
+}
+
+/// The pages of a window that read as zero. What has become a hole since the look is one of them, and stays a hole.
+pub(crate) fn zero_pages(
+    memory: &Region,
+    freeing: Freeing,
+    first: u64,
+    wanted: u128,
+) -> Result<u128, transship_memory::Error> {
+    let holes = match freeing {
+        Freeing::Possible => new_holes(memory, first, wanted),
+        Freeing::Never => 0,
+    };
+    let data = wanted & !holes;
+    // Run by run: reading between them might make pages in holes.
+    runs(first, data).for_each(|run| memory.populate_read(run));
+    Ok(holes | memory.zero_mask(first, data)?)
 }
 
 impl Written {

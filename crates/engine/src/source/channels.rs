@@ -26,7 +26,7 @@ use crate::{
     guest::Place,
     pacer::Pacer,
     page_map::{PageMap, runs},
-    scan::Pending,
+    scan::{Pending, new_holes},
     transport::Connection,
 };
 
@@ -269,7 +269,7 @@ impl Feed<'_> {
         free.trim(region, windows);
         if self.work.freeing == Freeing::Possible {
             windows.retain_mut(|(first, wanted)| {
-                let holes = self.holes(region, *first, *wanted);
+                let holes = new_holes(&self.shared.memory.regions()[region], *first, *wanted);
                 self.new_holes.borrow_mut().extend(runs(*first, holes).map(|pages| Place { region, pages }));
                 *wanted &= !holes;
                 *wanted != 0
@@ -277,19 +277,6 @@ impl Feed<'_> {
         }
         let bytes = (before - pages(windows)) * PAGE_BYTES as u64;
         self.shared.progress.round_left.fetch_sub(bytes, Relaxed);
-    }
-
-    /// Those of the pages of a window that are holes now. What can't be told is none.
-    fn holes(&self, region: usize, first: u64, wanted: u128) -> u128 {
-        let memory = &self.shared.memory.regions()[region];
-        let is_data = |range| memory.is_data(range).unwrap_or(true);
-        let mut holes = 0;
-        for run in runs(first, wanted).filter(|run| !is_data(*run)) {
-            for page in (run.first..run.end()).filter(|page| !is_data(PageRange::new(*page, 1))) {
-                holes |= 1 << (page - first);
-            }
-        }
-        holes
     }
 
     /// The zero pages of each window, if the main thread is to look for them.
