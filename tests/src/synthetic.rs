@@ -1,7 +1,7 @@
 //! transship's embedded guest, as a process of its own.
 use crate::{LabError, PATIENCE, Process, Result, Scratch, binary, failed};
 use serde_json::{Value, json};
-use std::io::{BufRead, BufReader, Write};
+use std::io::{BufRead, BufReader, ErrorKind, Write};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -157,21 +157,43 @@ impl Synthetic {
         }
     }
 
-    /// One call of the hand-off protocol (docs/handoff.md), on a connection of its own.
+    /// One call of the hand-off protocol (docs/handoff.md), on a connection of its own. The guest has an ear for one client at a time, and
+    /// a guard may have its for a moment after a command has ended: so whoever is turned away tries again.
     ///
     /// # Errors
-    /// It refuses, is attached to by somebody else, or is gone.
+    /// It refuses, is attached to by somebody else for good, or is gone.
     pub fn call(&self, call: &str) -> Result<Value> {
+        let deadline = Instant::now() + PATIENCE;
+        loop {
+            match self.try_call(call)? {
+                Some(answer) => return Ok(answer),
+                None if Instant::now() > deadline => {
+                    return Err(LabError(format!("handoff: {call}: another client is connected all the time")));
+                }
+                None => std::thread::sleep(Duration::from_millis(5)),
+            }
+        }
+    }
+
+    /// Nothing if another client is connected: then the request was not taken.
+    fn try_call(&self, call: &str) -> Result<Option<Value>> {
         let fail = || format!("handoff: {call}");
         let mut stream = UnixStream::connect(self.socket()).map_err(failed(fail()))?;
         stream.set_read_timeout(Some(PATIENCE)).map_err(failed(fail()))?;
         let request = json!({ "id": 1, "call": call });
-        stream.write_all(format!("{request}\n").as_bytes()).map_err(failed(fail()))?;
+        match stream.write_all(format!("{request}\n").as_bytes()) {
+            Err(error) if error.kind() == ErrorKind::BrokenPipe => return Ok(None),
+            written => written.map_err(failed(fail()))?,
+        }
         let mut line = String::new();
-        BufReader::new(stream).read_line(&mut line).map_err(failed(fail()))?;
+        match BufReader::new(stream).read_line(&mut line) {
+            Err(error) if error.kind() == ErrorKind::ConnectionReset => return Ok(None),
+            read => read.map_err(failed(fail()))?,
+        };
         let answer: Value = serde_json::from_str(&line).map_err(failed(format!("{}: {line:?}", fail())))?;
         match answer.get("ok") {
-            Some(ok) => Ok(ok.clone()),
+            Some(ok) => Ok(Some(ok.clone())),
+            None if answer["id"] == 0 => Ok(None),
             None => Err(LabError(format!("{}: {}", fail(), answer["error"].as_str().unwrap_or(&line)))),
         }
     }
