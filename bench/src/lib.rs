@@ -1,7 +1,7 @@
 //! The tables of the README, measured here, beside stock QEMU.
 //!
 //! - [`Bench`]: the arguments of `transship bench`
-//! - `zero_pages`, `codecs`, `threads`, `files`: the tables of these names
+//! - `zero_pages`, `codecs`, `threads`, `files`, `qemu_wire`: the tables of these names
 //! - `content`, `corpus`, `pair`, `stock` and `ours`: guests, and the two sides
 //! - `machine`, `processes`: what the machine can do, and what processes used of it
 //! - `results`, `aims`, `table`, `plot`: from single runs to text, JSON and a picture
@@ -22,6 +22,7 @@ mod output;
 mod pair;
 mod plot;
 mod processes;
+mod qemu_wire;
 mod results;
 mod stock;
 mod table;
@@ -33,6 +34,7 @@ pub use codecs::{Codecs, Method};
 pub use content::Content;
 pub use files::Snapshots;
 pub use output::Files;
+pub use qemu_wire::QemuWire;
 pub use threads::Threads;
 pub use zero_pages::ZeroPages;
 
@@ -55,6 +57,8 @@ pub enum Table {
     Threads(Threads),
     /// Guests saved to files and restored, by layout of the file
     Files(Snapshots),
+    /// Moves between transship and stock QEMU, both ways, by QEMU's own protocol
+    QemuWire(QemuWire),
 }
 
 impl Bench {
@@ -68,6 +72,7 @@ impl Bench {
             Table::Codecs(table) => codecs::run(table),
             Table::Threads(table) => threads::run(table),
             Table::Files(table) => files::run(table),
+            Table::QemuWire(table) => qemu_wire::run(table),
         }
     }
 }

@@ -1,7 +1,7 @@
 //! A guest to move and the QEMU that it is moved to: new ones for each run.
 use std::{ops::Range, path::Path};
 
-use serde_json::{Value, json};
+use serde_json::json;
 use transship_tests::{Accel, Qemu, QemuBuilder, Scratch, SlowLink, Workload};
 
 use crate::{
@@ -89,14 +89,6 @@ impl<'a> Recipe<'a> {
 }
 
 impl Pair<'_> {
-    /// Runs a QMP command on both.
-    pub(crate) fn both(&self, command: &str, arguments: &Value) -> Result<(), String> {
-        for qemu in [&self.destination, &self.source] {
-            qemu.qmp(command, arguments.clone()).map_err(text)?;
-        }
-        Ok(())
-    }
-
     /// For transship.
     pub(crate) fn ends(&self) -> Ends<'_> {
         let (source, destination) = (self.source.vm(), self.destination.vm());

@@ -94,6 +94,28 @@ pub(crate) struct QemuRun {
     pub(crate) equal: Option<bool>,
 }
 
+/// One move by either: what both know of it.
+#[derive(Debug, Clone, Default, Serialize)]
+pub(crate) struct Run {
+    pub(crate) ms: f64,
+    pub(crate) wire_bytes: u64,
+    pub(crate) cpu: Cpu,
+    /// The memory of both sides was compared byte for byte afterwards, and is equal. None: not compared.
+    pub(crate) equal: Option<bool>,
+}
+
+impl From<OurRun> for Run {
+    fn from(OurRun { ms, wire_bytes, cpu, equal, .. }: OurRun) -> Self {
+        Self { ms, wire_bytes, cpu, equal }
+    }
+}
+
+impl From<QemuRun> for Run {
+    fn from(QemuRun { ms, wire_bytes, cpu, equal, .. }: QemuRun) -> Self {
+        Self { ms, wire_bytes, cpu, equal }
+    }
+}
+
 /// CPU seconds.
 #[derive(Debug, Clone, Copy, Default, Serialize)]
 pub(crate) struct Cpu {

@@ -65,21 +65,30 @@ pub(crate) fn version(qemu: &Qemu) -> Result<String, String> {
 }
 
 fn prepare(pair: &Pair<'_>, parameters: Value) -> Result<(), String> {
+    [&pair.destination, &pair.source].into_iter().try_for_each(|qemu| set(qemu, &parameters))
+}
+
+/// Has a QEMU send or receive by channels with these parameters, as fast as it can, and say when it is done.
+pub(crate) fn set(qemu: &Qemu, parameters: &Value) -> Result<(), String> {
     let on = |name: &str| json!({ "capability": name, "state": true });
     // Events tell when it's completed; asking again and again would take the main thread's time.
-    pair.both("migrate-set-capabilities", &json!({ "capabilities": [on("events"), on("multifd")] }))?;
-    let mut parameters = parameters;
+    let capabilities = json!({ "capabilities": [on("events"), on("multifd")] });
+    qemu.qmp("migrate-set-capabilities", capabilities).map_err(text)?;
+    let mut parameters = parameters.clone();
     parameters["max-bandwidth"] = BANDWIDTH.into();
-    pair.both("migrate-set-parameters", &parameters).map_err(|error| format!("{error} (QEMU 9 or newer is needed)"))
+    let set = qemu.qmp("migrate-set-parameters", parameters);
+    set.map(drop).map_err(|error| format!("{error} (QEMU 9 or newer is needed)"))
+}
+
+/// Where both find each other, on one host.
+pub(crate) fn socket(pair: &Pair<'_>) -> String {
+    format!("unix:{}", pair.destination.folder().join("migration").display())
 }
 
 /// From here on it takes time.
 fn start(pair: &Pair<'_>) -> Result<Instant, String> {
     let (listen, to) = match pair.link {
-        None => {
-            let uri = format!("unix:{}", pair.destination.folder().join("migration").display());
-            (uri.clone(), uri)
-        }
+        None => (socket(pair), socket(pair)),
         Some(link) => (format!("tcp:0.0.0.0:{PORT}"), link.destination_uri(PORT)),
     };
     pair.destination.qmp("migrate-incoming", json!({ "uri": listen })).map_err(text)?;
@@ -98,7 +107,8 @@ fn ran(pair: &Pair<'_>, before: Sides<f64>, ms: f64, info: &Value) -> Result<Qem
     })
 }
 
-fn completed(qemu: &Qemu, side: &str) -> Result<(), String> {
+/// Waits for its end, which is an error if it is not a good one.
+pub(crate) fn completed(qemu: &Qemu, side: &str) -> Result<(), String> {
     let is_end = |data: &Value| matches!(data["status"].as_str(), Some("completed" | "failed" | "cancelled"));
     let data = qemu.wait_event("MIGRATION", is_end).map_err(text)?;
     if data["status"] == "completed" {

@@ -203,3 +203,38 @@ fn a_folder_that_is_not_there_is_refused() {
     let finished = Transship::command(arguments).run().unwrap().expect_code(1).unwrap();
     assert!(finished.stderr.contains(missing.to_str().unwrap()), "{finished}");
 }
+
+/// Data on every route by one method, and holes: ten moves of 64 MiB.
+#[test]
+fn the_same_memory_goes_between_transship_and_qemu_in_every_direction() {
+    let folder = tempfile::tempdir().unwrap();
+    let (json, svg) = (folder.path().join("table.json"), folder.path().join("table.svg"));
+    let disk = folder.path().join("disk");
+    std::fs::create_dir(&disk).unwrap();
+    let arguments = ["bench", "qemu-wire", "--mem", "64M", "--runs", "1", "--channels", "2", "--methods", "zstd"];
+    let bench = Transship::command(arguments).args(["--kinds", "corpus,untouched"]).args([
+        "--dir".as_ref(),
+        disk.as_os_str(),
+        "--json".as_ref(),
+        json.as_os_str(),
+        "--svg".as_ref(),
+        svg.as_os_str(),
+    ]);
+    let finished = bench.run().unwrap().expect_code(0).unwrap();
+    for line in ["2 channels, zstd  ours to QEMU", "2 channels, none  QEMU to file", "Aims"] {
+        assert!(finished.stdout.contains(line), "{line:?} is not in\n{}", finished.stdout);
+    }
+    let report: Value = serde_json::from_str(&std::fs::read_to_string(&json).unwrap()).unwrap();
+    let series = report["results"]["series"].as_array().unwrap();
+    assert_eq!(series.len(), 10);
+    for series in series {
+        assert_eq!(series["runs"][0]["equal"], true, "{series}");
+        let ratio = series["ratio"].as_f64().unwrap();
+        // The method was not only asked for: it was used.
+        let least = if series["kind"] == "corpus" { 1.5 } else { 20.0 };
+        assert!(ratio > least && (least > 2.0 || ratio < 6.0), "{series}");
+    }
+    assert_eq!(std::fs::read_dir(&disk).unwrap().count(), 0, "each file goes away");
+    let picture = std::fs::read_to_string(&svg).unwrap();
+    assert!(roxmltree::Document::parse(&picture).is_ok(), "{picture}");
+}

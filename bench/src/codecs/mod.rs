@@ -8,7 +8,7 @@ use serde::Serialize;
 use serde_json::{Value, json};
 use transship_tests::{Scratch, SlowLink, Transship};
 
-use self::results::{Results, Run, Series};
+use self::results::{Results, Series};
 use crate::{
     content::SourceMemory,
     corpus::Corpus,
@@ -18,6 +18,7 @@ use crate::{
     output::{Files, say},
     pair::{Pair, Recipe, text},
     plot::Side,
+    results::Run,
     stock, units,
 };
 

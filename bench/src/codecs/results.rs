@@ -8,7 +8,7 @@ use crate::{
     aims::{Aim, Aims, Bound},
     machine::Machine,
     plot::{Bar, Chart, Group, Line, Side},
-    results::{Cpu, OurRun, QemuRun, Sides, Spread},
+    results::{Cpu, Run, Sides, Spread},
     table::aligned,
     units,
 };
@@ -56,28 +56,6 @@ pub(crate) struct Series {
     pub(crate) method: Method,
     pub(crate) guest_bytes: u64,
     pub(crate) runs: Vec<Run>,
-}
-
-/// One move.
-#[derive(Debug, Clone, Default, Serialize)]
-pub(crate) struct Run {
-    pub(crate) ms: f64,
-    pub(crate) wire_bytes: u64,
-    pub(crate) cpu: Cpu,
-    /// The memory of both sides was compared byte for byte afterwards, and is equal. None: not compared.
-    pub(crate) equal: Option<bool>,
-}
-
-impl From<OurRun> for Run {
-    fn from(OurRun { ms, wire_bytes, cpu, equal, .. }: OurRun) -> Self {
-        Self { ms, wire_bytes, cpu, equal }
-    }
-}
-
-impl From<QemuRun> for Run {
-    fn from(QemuRun { ms, wire_bytes, cpu, equal, .. }: QemuRun) -> Self {
-        Self { ms, wire_bytes, cpu, equal }
-    }
 }
 
 impl Series {

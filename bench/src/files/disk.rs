@@ -29,7 +29,7 @@ pub(crate) struct DiskRun {
 }
 
 /// Does the file system of this folder do direct I/O?
-pub(super) fn does_direct_io(folder: &Path) -> Result<bool, String> {
+pub(crate) fn does_direct_io(folder: &Path) -> Result<bool, String> {
     let path = folder.join("direct");
     let opened = open(&path, true);
     // None is there if it could not be opened.
@@ -42,7 +42,7 @@ pub(super) fn does_direct_io(folder: &Path) -> Result<bool, String> {
 }
 
 /// Writes a new file of this size and reads it.
-pub(super) fn measure(folder: &Path, bytes: u64) -> Result<DiskRun, String> {
+pub(crate) fn measure(folder: &Path, bytes: u64) -> Result<DiskRun, String> {
     let path = folder.join("disk");
     let run = write_and_read(&path, bytes).map_err(|error| format!("{}: {error}", path.display()));
     let _ = fs::remove_file(&path);

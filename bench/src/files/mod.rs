@@ -1,7 +1,7 @@
 //! `transship bench files`: guests saved to files and restored from them, by transship and by stock QEMU, in turns with the disk.
 mod aims;
 mod cases;
-mod disk;
+pub(crate) mod disk;
 mod guests;
 mod ours;
 mod picture;

@@ -1,0 +1,243 @@
+//! `transship bench qemu-wire`: the same guest between transship and stock QEMU, in every direction, in turns.
+mod results;
+mod routes;
+
+use std::path::{Path, PathBuf};
+
+use clap::ValueEnum;
+use serde::Serialize;
+use transship_tests::Scratch;
+
+use self::{
+    results::{Results, Series},
+    routes::{Route, Wire},
+};
+use crate::{
+    codecs::Method,
+    content::{Content, SourceMemory},
+    corpus::Corpus,
+    files::disk,
+    interrupt,
+    machine::{self, Machine},
+    output::{Files, say},
+    pair::{Recipe, text},
+    stock, units,
+};
+
+const LONG_ABOUT: &str = "\
+Moves a guest that stands still by QEMU's own migration protocol: from QEMU to QEMU, from transship to QEMU (`move --peer qemu`), from \
+QEMU to transship into a waiting QEMU and into a file (`receive --peer qemu`); and by transship's own protocol beside them. All with \
+multifd, the same number of channels and the same method, in turns. Its memory holds the files of --corpus, or data made here that shrinks to about a \
+third; or it is zero, or was never touched, which no method ever sees, so that these go with none alone. After the first \
+move of each the memory of both sides is compared, byte for byte; a file is restored for that.
+
+It takes twice --mem and 1.5 GiB of memory, and twice --mem on the disk of --dir. Run it on a machine that does nothing else.";
+
+/// Moves between transship and stock QEMU, in every direction.
+#[derive(Debug, Clone, clap::Args)]
+#[command(long_about = LONG_ABOUT)]
+pub struct QemuWire {
+    /// Fill memory with the files of this folder, again and again
+    #[arg(long, value_name = "DIR")]
+    pub corpus: Option<PathBuf>,
+    /// Memory of the guest
+    #[arg(long, value_name = "SIZE", default_value = "1G", value_parser = units::memory)]
+    pub mem: u64,
+    /// Numbers of channels
+    #[arg(long, value_name = "N,...", default_value = "2,4", value_delimiter = ',', value_parser = clap::value_parser!(u8).range(1..))]
+    pub channels: Vec<u8>,
+    /// Methods: none, zlib, zstd [default: all]
+    #[arg(long, value_enum, value_name = "METHOD,...", value_delimiter = ',', hide_possible_values = true, default_values_t = [StockMethod::None, StockMethod::Zlib, StockMethod::Zstd], hide_default_value = true)]
+    pub methods: Vec<StockMethod>,
+    /// What memory holds: corpus, zero, untouched [default: all]
+    #[arg(long, value_enum, value_name = "KIND,...", value_delimiter = ',', hide_possible_values = true, default_values_t = [Kind::Corpus, Kind::Zero, Kind::Untouched], hide_default_value = true)]
+    pub kinds: Vec<Kind>,
+    /// A folder on the disk, for the file that is received into
+    #[arg(long, value_name = "DIR", default_value = ".")]
+    pub dir: PathBuf,
+    /// Moves by each, of which the median is shown
+    #[arg(long, value_name = "N", default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..=1000))]
+    pub runs: u32,
+    /// The QEMU to use and to compare with
+    #[arg(long, value_name = "PROGRAM", default_value = "qemu-system-x86_64")]
+    pub peer: String,
+    /// Where results go.
+    #[command(flatten)]
+    pub files: Files,
+}
+
+/// A method that a stock QEMU has, too.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum StockMethod {
+    /// Pages as they are
+    None,
+    /// Deflate
+    Zlib,
+    /// Zstandard
+    Zstd,
+}
+
+impl From<StockMethod> for Method {
+    fn from(method: StockMethod) -> Self {
+        match method {
+            StockMethod::None => Self::None,
+            StockMethod::Zlib => Self::Zlib,
+            StockMethod::Zstd => Self::Zstd,
+        }
+    }
+}
+
+/// What memory holds.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Kind {
+    /// Data that can be compressed
+    Corpus,
+    /// Pages that were written, with zeros
+    Zero,
+    /// Holes
+    Untouched,
+}
+
+impl Kind {
+    /// As it is called in tables.
+    pub(crate) fn title(self) -> &'static str {
+        match self {
+            Self::Corpus => "corpus",
+            Self::Zero => Content::Zero.title(),
+            Self::Untouched => Content::Untouched.title(),
+        }
+    }
+
+    fn memory(self, file: &Path, bytes: u64, corpus: &Corpus) -> Result<SourceMemory, String> {
+        match self {
+            Self::Corpus => SourceMemory::of_corpus(file, bytes, corpus),
+            Self::Zero => SourceMemory::create(file, bytes, Content::Zero),
+            Self::Untouched => SourceMemory::create(file, bytes, Content::Untouched),
+        }
+    }
+}
+
+/// What all moves have in common.
+struct Place<'a> {
+    table: &'a QemuWire,
+    recipe: Recipe<'a>,
+    base: &'a Path,
+    /// On the disk.
+    folder: Scratch,
+    direct_io: bool,
+}
+
+/// Measures, prints and writes.
+pub(crate) fn run(table: &QemuWire) -> Result<(), String> {
+    table.files.check()?;
+    let base = Scratch::base();
+    machine::check_room(table.mem, &base, false)?;
+    machine::check_disk(&table.dir, 2 * table.mem)?;
+    interrupt::clean_up_in(vec![base.clone(), table.dir.clone()])?;
+    let corpus = Corpus::new(table.corpus.as_deref(), table.mem)?;
+    let folder = Scratch::within(&table.dir).map_err(text)?;
+    let direct_io = disk::does_direct_io(folder.path())?;
+    let recipe =
+        Recipe { peer: &table.peer, base: &base, running: false, cold: false, workload: None, append: "", link: None };
+    let place = Place { table, recipe, base: &base, folder, direct_io };
+    let mut results = Results {
+        machine: Machine::here(),
+        qemu: String::new(),
+        guest_bytes: table.mem,
+        corpus: corpus.title().to_owned(),
+        runs: table.runs,
+        disk: Vec::new(),
+        series: Vec::new(),
+    };
+    let measured = table.kinds.iter().try_for_each(|&kind| place.in_turns(kind, &corpus, &mut results));
+    // What was measured before a failure took its time, too.
+    results.series.retain(|series| !series.runs.is_empty());
+    if !results.series.is_empty() {
+        table.files.publish(results.table(), &results, &results.aims(), || results.svg())?;
+    }
+    measured
+}
+
+/// In the order in which they take turns.
+fn series(kind: Kind, channels: &[u8], methods: &[StockMethod]) -> Vec<Series> {
+    // Zero pages never come to an encoder.
+    let methods = if kind == Kind::Corpus { methods } else { &[StockMethod::None] };
+    let wires = channels
+        .iter()
+        .flat_map(|&channels| methods.iter().map(move |&method| Wire { channels, method: method.into() }));
+    wires
+        .flat_map(|wire| Route::ALL.map(|route| Series { kind, wire, route, guest_bytes: 0, runs: Vec::new() }))
+        .collect()
+}
+
+impl Place<'_> {
+    /// All routes with one kind of memory, again and again; of the corpus also the disk on its own, once a run.
+    fn in_turns(&self, kind: Kind, corpus: &Corpus, results: &mut Results) -> Result<(), String> {
+        let first = results.series.len();
+        results.series.extend(series(kind, &self.table.channels, &self.table.methods));
+        say(&format!("{} memory: filling {}", kind.title(), units::bytes(self.table.mem)));
+        let home = Scratch::within(self.base).map_err(text)?;
+        let memory = kind.memory(&home.join("mem0"), self.table.mem, corpus)?;
+        for run in 1..=self.table.runs {
+            for number in first..results.series.len() {
+                let title = results.series[number].title();
+                let at = |error: String| format!("{title}, run {run}: {error}");
+                let pair = self.recipe.start(&memory).map_err(at)?;
+                if results.qemu.is_empty() {
+                    results.qemu = stock::version(&pair.source)?;
+                }
+                let series = &mut results.series[number];
+                let once = routes::run(&pair, series.route, series.wire, self.folder.path(), run == 1).map_err(at)?;
+                say(&format!("{title}, run {run} of {}: {} ms", self.table.runs, units::short(once.ms)));
+                series.guest_bytes = memory.bytes();
+                series.runs.push(once);
+            }
+            if kind == Kind::Corpus && self.direct_io {
+                let disk = disk::measure(self.folder.path(), memory.bytes())?;
+                say(&format!("the disk, run {run} of {}: {} ms", self.table.runs, units::short(disk.write_ms)));
+                results.disk.push(disk.write_ms);
+            }
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use clap::Parser;
+
+    #[derive(Debug, Parser)]
+    struct Cli {
+        #[command(flatten)]
+        table: QemuWire,
+    }
+
+    #[test]
+    fn the_defaults_are_those_of_the_documentation() {
+        let table = Cli::try_parse_from(["bench"]).unwrap().table;
+        assert_eq!((table.mem, table.runs, table.channels), (1 << 30, 3, vec![2, 4]));
+        assert_eq!((table.methods.len(), table.kinds.len(), table.dir), (3, 3, PathBuf::from(".")));
+        for arguments in [["--methods", "lz4"], ["--channels", "0"], ["--kinds", "random"]] {
+            assert!(Cli::try_parse_from([&["bench"][..], &arguments].concat()).is_err(), "{arguments:?}");
+        }
+    }
+
+    #[test]
+    fn only_data_goes_by_every_method() {
+        let methods = [StockMethod::None, StockMethod::Zstd];
+        let titles: Vec<_> = series(Kind::Corpus, &[2], &methods).iter().map(Series::title).collect();
+        assert_eq!(titles.len(), 2 * Route::ALL.len());
+        assert_eq!(titles[0], "corpus, 2 channels, none, QEMU to QEMU");
+        assert_eq!(titles[Route::ALL.len() + 1], "corpus, 2 channels, zstd, ours to QEMU");
+        assert_eq!(series(Kind::Zero, &[2, 4], &methods).len(), 2 * Route::ALL.len());
+    }
+
+    #[test]
+    fn a_folder_that_is_not_there_is_refused_before_anything_starts() {
+        let table = Cli::try_parse_from(["bench", "--mem", "64M", "--dir", "/no/such/folder"]).unwrap().table;
+        assert!(run(&table).unwrap_err().contains("/no/such/folder"));
+    }
+}
