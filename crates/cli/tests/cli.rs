@@ -121,8 +121,7 @@ fn what_a_stock_qemu_can_not_do_is_refused() {
         (&["--channels", "2", "--compress", "auto"], ["--compress \"auto\"", "name it"]),
         (&["--channels", "2", "--compress", "zstd:21"], ["--compress \"zstd:21\"", "-7 to 20"]),
         (&["--compress", "zstd"], ["--compress", "add --channels N"]),
-        (&["--encoders", "3"], ["--encoders", "leave it out"]),
-        (&["--when-busy", "raw"], ["--when-busy", "leave it out"]),
+        (&["--channels", "2", "--compress", "zlib", "--encoders", "0"], ["--encoders \"0\"", "1 to 255"]),
         (&["--channels", "256"], ["--channels \"256\"", "0 to 255"]),
         (&["--bandwidth", "1"], ["--bandwidth", "1MiB/s"]),
     ] {
@@ -131,9 +130,12 @@ fn what_a_stock_qemu_can_not_do_is_refused() {
         assert_eq!(run.stderr.lines().count(), 1, "{flags:?}: {run:?}");
         assert!(words.iter().all(|word| run.stderr.contains(word)), "{flags:?}: {run:?}");
     }
-    for flags in
-        [[].as_slice(), &["--channels", "0"], &["--channels", "255", "--compress", "zlib:0", "--zero-pages", "main"]]
-    {
+    for flags in [
+        [].as_slice(),
+        &["--channels", "0"],
+        &["--channels", "255", "--compress", "zlib:0", "--zero-pages", "main"],
+        &["--channels", "2", "--compress", "zstd", "--encoders", "3", "--when-busy", "raw"],
+    ] {
         let run = run(&[&base, flags].concat());
         assert!(run.code == 1 && run.stderr.contains("/nowhere/q"), "{flags:?}: {run:?}");
     }

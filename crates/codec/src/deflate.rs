@@ -66,7 +66,7 @@ pub(crate) const fn stored_bytes(length: usize) -> usize {
 }
 
 /// Appends `input` in stored blocks.
-fn store(input: &[u8], out: &mut Vec<u8>, ending: Ending) {
+pub(crate) fn store(input: &[u8], out: &mut Vec<u8>, ending: Ending) {
     out.reserve(stored_bytes(input.len()));
     for run in input.chunks(STORED_MAX) {
         let length = u16::try_from(run.len()).expect("chunks of at most STORED_MAX");

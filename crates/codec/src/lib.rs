@@ -88,6 +88,17 @@ impl Method {
         }
     }
 
+    /// An encoder that makes nothing shorter, for pages that are to go as they are where only this method is understood: it costs hardly more than a
+    /// copy. For the methods of a stock QEMU's channels; [`Method::None`] needs none.
+    #[must_use]
+    pub fn storing_encoder(self) -> Option<Box<dyn Encoder>> {
+        match self {
+            Self::Zlib => Some(Box::new(zlib::ZlibStorer)),
+            Self::Zstd => Some(Box::new(zstd::ZstdStorer)),
+            Self::None | Self::Qatzip | Self::Lz4 => None,
+        }
+    }
+
     /// A decoder for one channel of a stock QEMU: its packets, all of them, in order. It also reads what our encoders
     /// make for such a channel. None for LZ4, which stock QEMU does not have. After an error every further packet is
     /// an error.

@@ -28,6 +28,17 @@ impl Encoder for ZlibEncoder {
     }
 }
 
+/// Stored blocks.
+pub(crate) struct ZlibStorer;
+
+impl Encoder for ZlibStorer {
+    fn encode(&mut self, pages: &[u8], out: &mut Vec<u8>) -> Outcome {
+        out.clear();
+        deflate::store(pages, out, Ending::SyncFlush);
+        Outcome::Raw
+    }
+}
+
 /// The end of every packet: an empty stored block, on a byte boundary.
 const SYNC_FLUSH: [u8; 4] = [0, 0, 0xff, 0xff];
 

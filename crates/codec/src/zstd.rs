@@ -27,6 +27,31 @@ impl Encoder for ZstdEncoder {
     }
 }
 
+/// Frames of raw blocks (RFC 8878, 3.1.1), which the library makes only of what it has tried to compress.
+pub(crate) struct ZstdStorer;
+
+impl ZstdStorer {
+    /// The magic number; then a descriptor: a single segment, its size in 4 bytes.
+    const FRAME: [u8; 5] = [0x28, 0xb5, 0x2f, 0xfd, 0b1010_0000];
+    const BLOCK_BYTES_MAX: usize = 128 << 10;
+}
+
+impl Encoder for ZstdStorer {
+    fn encode(&mut self, pages: &[u8], out: &mut Vec<u8>) -> Outcome {
+        out.clear();
+        out.extend(Self::FRAME);
+        out.extend((pages.len() as u32).to_le_bytes()); // at most PACKET_BYTES_MAX
+        let mut blocks = pages.chunks(Self::BLOCK_BYTES_MAX).peekable();
+        while let Some(block) = blocks.next() {
+            let last = u32::from(blocks.peek().is_none());
+            // Type 0: raw.
+            out.extend_from_slice(&(last | (block.len() as u32) << 3).to_le_bytes()[..3]);
+            out.extend_from_slice(block);
+        }
+        Outcome::Raw
+    }
+}
+
 /// Packets of our encoders: exactly one frame, decoded at once into place.
 pub(crate) struct ZstdDecoder {
     context: DCtx<'static>,

@@ -53,6 +53,32 @@ proptest! {
     }
 }
 
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(24))]
+
+    /// Pages that go as they are among encoded ones: one packet encoded, one stored, as a channel of a stock QEMU has them.
+    #[test]
+    fn stored_pages_fit_into_a_stock_stream(packets in proptest::collection::vec(pages(128), 2..5)) {
+        for method in [Method::Zlib, Method::Zstd] {
+            let (mut storer, mut decoder) = (method.storing_encoder().unwrap(), method.stock_decoder().unwrap());
+            for (i, pages) in packets.iter().enumerate() {
+                let header = if i == 0 && method == Method::Zlib { &transship_codec::ZLIB_STREAM_HEADER[..] } else { &[] };
+                let mut packet = encode(Setting::new(method, None).unwrap(), pages);
+                if i % 2 == 0 {
+                    prop_assert_eq!(storer.encode(pages, &mut packet), Outcome::Raw);
+                    prop_assert!(packet.len() > pages.len() && packet.len() < pages.len() + pages.len() / 128);
+                    let mut alone = vec![0; pages.len()];
+                    method.decoder().decode(&packet, &mut alone).unwrap();
+                    prop_assert!(&alone == pages, "{}", method);
+                }
+                let mut decoded = vec![0; pages.len()];
+                decoder.decode(&[header, &packet].concat(), &mut decoded).unwrap();
+                prop_assert!(&decoded == pages, "{}", method);
+            }
+        }
+    }
+}
+
 #[test]
 fn the_slowest_levels_work_too() {
     let pages = mixed(40);

@@ -2,6 +2,7 @@
 //! It knows a guest only by the traits in [`guest`].
 #![forbid(unsafe_code)]
 
+mod channels;
 mod control;
 mod cpu;
 mod destination;
@@ -17,6 +18,7 @@ mod page_map;
 mod progress;
 mod qemu_peer;
 mod report;
+mod rounds;
 mod scan;
 mod snapshot;
 mod source;

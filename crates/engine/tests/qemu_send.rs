@@ -18,7 +18,7 @@ use common::{Op, Scripted, contents};
 use proptest::{collection::vec, prelude::*};
 use transship_codec::{Method as Codec, Setting};
 use transship_engine::{
-    Error, Outcome, Progress, QemuSendOptions, Report, Uri, ZeroPages,
+    Error, Outcome, Progress, QemuSendOptions, Report, Uri, WhenBusy, ZeroPages,
     guest::{GuestError, SourceGuest, StateFormat},
     send_to_qemu,
 };
@@ -49,16 +49,21 @@ fn block(text: &str, pages: u64) -> Block {
 struct Guest {
     inner: Scripted,
     machine: &'static str,
+    pages: Vec<u64>,
     given_up: bool,
 }
 
 impl Guest {
     fn new(machine: &'static str, lists: Vec<Vec<Op>>) -> Self {
-        Self { inner: Scripted::new(&PAGES, lists), machine, given_up: false }
+        Self::with(&PAGES, machine, lists)
+    }
+
+    fn with(pages: &[u64], machine: &'static str, lists: Vec<Vec<Op>>) -> Self {
+        Self { inner: Scripted::new(pages, lists), machine, pages: pages.to_vec(), given_up: false }
     }
 
     fn names(&self) -> Vec<String> {
-        (0..PAGES.len()).map(|n| format!("mem{n}")).collect()
+        (0..self.pages.len()).map(|n| format!("mem{n}")).collect()
     }
 
     /// The sections of its devices, and what ends them.
@@ -79,7 +84,8 @@ impl Guest {
     }
 
     fn state(&self) -> Vec<u8> {
-        let mut blocks: Vec<Block> = self.names().iter().zip(PAGES).map(|(name, pages)| block(name, pages)).collect();
+        let mut blocks: Vec<Block> =
+            self.names().iter().zip(&self.pages).map(|(name, &pages)| block(name, pages)).collect();
         blocks.push(block("vga.vram", VRAM_PAGES));
         let mut writer = StreamWriter::new(0, 1);
         let configuration = Configuration { ignore_shared: true, ..Configuration::new(name(self.machine)) };
@@ -404,6 +410,8 @@ struct Wires {
     channels: u8,
     compress: Codec,
     zero_pages: ZeroPages,
+    encoders: u8,
+    when_busy: WhenBusy,
 }
 
 impl Wires {
@@ -417,6 +425,8 @@ impl Wires {
             channels: self.channels,
             compress: Setting::new(self.compress, None).unwrap(),
             zero_pages: self.zero_pages,
+            encoders: self.encoders,
+            when_busy: self.when_busy,
             downtime: Duration::from_nanos(1),
             max_rounds: 1000,
             ..QemuSendOptions::default()
@@ -453,10 +463,13 @@ fn wires() -> impl Strategy<Value = Wires> {
     let zero_pages = prop_oneof![Just(ZeroPages::Channels), Just(ZeroPages::Main), Just(ZeroPages::Off)];
     let machine = prop_oneof![Just("pc-q35-7.2"), Just("pc-q35-8.2"), Just("pc-q35-10.0")];
     let compress = prop_oneof![Just(Codec::None), Just(Codec::Zlib), Just(Codec::Zstd)];
-    (machine, 0..4u8, compress, zero_pages).prop_map(|(machine, channels, compress, zero_pages)| {
-        let compress = if channels == 0 { Codec::None } else { compress };
-        Wires { machine, channels, compress, zero_pages }
-    })
+    let when_busy = prop_oneof![Just(WhenBusy::Wait), Just(WhenBusy::Raw)];
+    (machine, 0..4u8, compress, zero_pages, 1..4u8, when_busy).prop_map(
+        |(machine, channels, compress, zero_pages, encoders, when_busy)| {
+            let compress = if channels == 0 { Codec::None } else { compress };
+            Wires { machine, channels, compress, zero_pages, encoders, when_busy }
+        },
+    )
 }
 
 proptest! {
@@ -492,9 +505,68 @@ proptest! {
     }
 }
 
-const ONE: Wires =
-    Wires { machine: "pc-q35-10.0", channels: 0, compress: Codec::None, zero_pages: ZeroPages::Channels };
+const ONE: Wires = Wires {
+    machine: "pc-q35-10.0",
+    channels: 0,
+    compress: Codec::None,
+    zero_pages: ZeroPages::Channels,
+    encoders: 2,
+    when_busy: WhenBusy::Wait,
+};
 const TWO: Wires = Wires { channels: 2, ..ONE };
+
+/// Encoders and channels are any number; what does not shrink, and what found all encoders busy, goes in the form of the method all the same.
+#[test]
+fn encoders_serve_all_channels_also_with_what_does_not_shrink() {
+    let pages = [64 * 128];
+    for (compress, channels, encoders, when_busy) in [
+        (Codec::Zlib, 2, 3, WhenBusy::Wait),
+        (Codec::Zstd, 3, 1, WhenBusy::Wait),
+        (Codec::Zlib, 2, 1, WhenBusy::Raw),
+        (Codec::Zstd, 1, 2, WhenBusy::Raw),
+    ] {
+        let wires = Wires { compress, channels, encoders, when_busy, ..ONE };
+        let mut guest = Guest::with(&pages, ONE.machine, vec![vec![Op::Fill { region: 0, page: 5, byte: 3 }]]);
+        let mut state = 1_u64;
+        for first in (0..pages[0]).step_by(128) {
+            let noise = (0..128 * PAGE_BYTES / 8).flat_map(|_| {
+                state = state.wrapping_mul(0x5851_f42d_4c95_7f2d).wrapping_add(1);
+                (state ^ state >> 29).to_le_bytes()
+            });
+            guest.inner.memory.regions()[0].write_pages(first, u128::MAX, &noise.collect::<Vec<_>>()).unwrap();
+        }
+        let (result, report, arrived) = send(&mut guest, wires, Quirk::None);
+        result.unwrap();
+        assert!(arrived.memory["mem0"] == contents(&guest.inner.memory)[0], "{wires:?}");
+        assert_eq!(report.pages.normal, pages[0] + 1, "{wires:?}");
+        // Stored pages are no encoder's.
+        let encoded = report.pages.normal - report.pages.raw_busy;
+        assert_eq!(report.bytes.encoder_in, encoded * PAGE_BYTES as u64, "{wires:?}");
+        assert!(when_busy == WhenBusy::Raw || report.pages.raw_busy == 0, "{report:?}");
+        assert!(report.cpu.encoders > 0.0, "{report:?}");
+    }
+}
+
+/// Looking at a hole would make it memory again.
+#[test]
+fn what_becomes_a_hole_before_its_turn_is_not_read() {
+    // Done when the first region was looked at already; one of these pages is used again.
+    let free = Op::Free { region: 0, first: 10, count: 50 };
+    let fill = |page| Op::Fill { region: 0, page, byte: 9 };
+    let zstd = Wires { compress: Codec::Zstd, ..TWO };
+    let main = Wires { zero_pages: ZeroPages::Main, ..TWO };
+    for wires in [ONE, TWO, zstd, main] {
+        let mut guest = Guest::new(ONE.machine, vec![vec![free.clone()], vec![fill(12), fill(80)]]);
+        let mut seen = guest.inner.script.lock().unwrap().written.clone();
+        (0..100).for_each(|page| common::apply(&guest.inner.memory, &fill(page), &mut seen));
+        let (result, report, arrived) = send(&mut guest, wires, Quirk::None);
+        result.unwrap();
+        assert_eq!(guest.inner.memory.regions()[0].data().unwrap().count(), 50 + 1, "{wires:?}");
+        assert!(arrived.memory["mem0"] == contents(&guest.inner.memory)[0], "{wires:?}");
+        assert_eq!((report.rounds[0].hole, report.pages.zero), (430 - 50, 0), "{wires:?}: {report:?}");
+        assert_eq!(report.pages.normal, 50 + 2, "{wires:?}: {report:?}");
+    }
+}
 
 /// A guest with some pages, and two rounds: pings 1 to 5 are those of the begin, the blocks, the rounds and the devices.
 fn guest() -> Guest {

@@ -8,7 +8,7 @@ use transship_engine::{
 use transship_vmm::{AttachOptions, VmAddress, attach_source};
 
 use crate::{
-    args::{MoveArgs, Peer, WhenBusy},
+    args::{MoveArgs, Peer},
     checks::Checks,
     failure::Failure,
     guard::Guarded,
@@ -114,16 +114,13 @@ fn to_transship(args: &MoveArgs, checks: &mut Checks) -> Option<MoveOptions> {
         None => Some(u64::from(defaults.channels)),
     };
     let compress = checks.read("--compress", &args.compress, compression);
-    let encoders = match &args.encoders {
-        Some(text) => checks.within("--encoders", text, units::count, (1, 255), "1 to 255"),
-        None => Some(u64::from(defaults.encoders)),
-    };
+    let encoders = encoders(args, checks);
     let pace = Pace::check(args, checks);
     let Pace { bandwidth, downtime, max_rounds } = pace?;
     Some(MoveOptions {
         channels: channels?.try_into().ok()?,
         compress: compress?,
-        encoders: encoders?.try_into().ok()?,
+        encoders: encoders?,
         when_busy: args.when_busy.into(),
         zero_pages: args.zero_pages.into(),
         bandwidth,
@@ -131,6 +128,13 @@ fn to_transship(args: &MoveArgs, checks: &mut Checks) -> Option<MoveOptions> {
         verify: args.verify,
         max_rounds,
     })
+}
+
+fn encoders(args: &MoveArgs, checks: &mut Checks) -> Option<u8> {
+    match &args.encoders {
+        Some(text) => checks.within("--encoders", text, units::count, (1, 255), "1 to 255")?.try_into().ok(),
+        None => Some(MoveOptions::default().encoders),
+    }
 }
 
 /// A stock QEMU can't do all that a transship can.
@@ -151,15 +155,14 @@ fn to_qemu(args: &MoveArgs, checks: &mut Checks) -> Option<QemuSendOptions> {
             "--verify: a stock QEMU has no hash of its memory to compare; leave it out with --peer qemu".into(),
         );
     }
-    if args.encoders.is_some() || args.when_busy != WhenBusy::Wait {
-        let what = if args.encoders.is_some() { "--encoders" } else { "--when-busy" };
-        checks.mistake(format!("{what}: with --peer qemu each channel compresses its own pages; leave it out"));
-    }
+    let encoders = encoders(args, checks);
     let pace = Pace::check(args, checks);
     let Pace { bandwidth, downtime, max_rounds } = pace?;
     Some(QemuSendOptions {
         channels: channels?.try_into().ok()?,
         compress: compress?,
+        encoders: encoders?,
+        when_busy: args.when_busy.into(),
         zero_pages: args.zero_pages.into(),
         bandwidth,
         downtime,

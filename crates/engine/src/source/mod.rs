@@ -1,10 +1,7 @@
 //! The source of a move: its life, from the connection to the hand-over.
-mod auto;
 mod channels;
-mod encoding;
-mod meters;
-mod rounds;
 mod sender;
+mod session;
 mod switchover;
 
 use std::{
@@ -12,22 +9,16 @@ use std::{
     time::{Duration, Instant},
 };
 
-use transship_wire::Message;
-
 use crate::{
     Error, MoveOptions, Phase, Progress, Report, Status, Uri,
-    control::{Control, TICK},
+    control::TICK,
     cpu, fail_point,
-    forecast::{Aim, Forecast, Medium, Verdict},
+    forecast::{Aim, Medium},
     guest::SourceGuest,
-    transport::STALL_TIMEOUT,
+    rounds::Rounds,
 };
-use channels::Channels;
-use rounds::Rounds;
+use session::Session;
 pub(crate) use switchover::take_back;
-
-/// How long what was sent may take to arrive while the guest runs: a thin link with deep buffers is slow, not dead.
-const DONE_TIMEOUT: Duration = Duration::from_secs(600);
 
 /// How long the guest may take to let go of a device: where it is asked by the button of a slot, it waits 5 s for a second thought.
 const UNPLUG_TIMEOUT: Duration = Duration::from_secs(20);
@@ -50,12 +41,12 @@ pub fn move_guest(
     report.bytes.guest = guest.memory().bytes();
     // Ending the tracking takes time that grows with the memory; by then the guest runs again, here or there, and nobody waits for it.
     let mut rounds = None;
-    let result = connect(guest, to, options, progress).and_then(|(mut control, channels)| {
+    let result = Session::open(guest, to, options, progress).and_then(|mut session| {
         let mut source = Source { guest, options, progress, report, begin };
-        source.run(&mut control, channels, &mut rounds).inspect_err(|error| {
+        source.run(&mut session, &mut rounds).inspect_err(|error| {
             // Nothing is said after `Go`.
             if progress.phase() != Phase::HandedOver {
-                control.abort(error);
+                session.control.abort(error);
             }
         })
     });
@@ -112,28 +103,6 @@ fn status_of(result: &Result<(), Error>) -> Status {
     }
 }
 
-fn connect(
-    guest: &dyn SourceGuest,
-    to: &Uri,
-    options: &MoveOptions,
-    progress: &Arc<Progress>,
-) -> Result<(Control, Channels), Error> {
-    let description = guest.description();
-    description
-        .check()
-        .map_err(|error| Error::Unfit(format!("this guest can't be described to a destination: {error}")))?;
-    let (mut control, session) = channels::connect_control(to)?;
-    control.send(&Message::Hello { channels: options.channels, verify: options.verify, guest: description })?;
-    fail_point::reach("source.hello")?;
-    match control.receive("its Welcome", STALL_TIMEOUT * 2, progress)? {
-        Message::Welcome => {}
-        other => return Err(control.unexpected(&other, "in answer to Hello")),
-    }
-    let channels = Channels::connect(to, session, guest.memory(), options, progress)?;
-    fail_point::reach("source.connected")?;
-    Ok((control, channels))
-}
-
 struct Source<'a> {
     guest: &'a mut dyn SourceGuest,
     options: &'a MoveOptions,
@@ -144,39 +113,21 @@ struct Source<'a> {
 
 impl Source<'_> {
     /// The phases. Whatever fails before the hand-over, the guest is resumed in the one place that handles it.
-    fn run(&mut self, control: &mut Control, channels: Channels, rounds: &mut Option<Rounds>) -> Result<(), Error> {
+    fn run(&mut self, session: &mut Session, rounds: &mut Option<Rounds>) -> Result<(), Error> {
         let was_running = self.guest.is_running()?;
-        let rounds = rounds.insert(Rounds::begin(self.guest, channels)?);
+        let rounds = rounds.insert(Rounds::begin(self.guest)?);
         fail_point::reach("source.tracking")?;
         self.report.setup_ms = self.begin.elapsed().as_secs_f64() * 1e3;
         self.progress.set_phase(Phase::Rounds);
 
         if was_running {
-            rounds.ask_for_free_pages(self.options.bandwidth, self.progress)?;
+            let MoveOptions { downtime, bandwidth, max_rounds, .. } = *self.options;
+            rounds.ask_for_free_pages(bandwidth, self.progress)?;
             fail_point::reach("source.hinted")?;
-            self.rounds_until_the_rest_is_small(control, rounds)?;
+            let aim = Aim { medium: Medium::Link, downtime, bandwidth, max_rounds };
+            rounds.until_the_rest_is_small(self.guest, session, aim, self.progress, self.report)?;
         }
         self.progress.set_phase(Phase::Switchover);
-        switchover::run(self, control, rounds, was_running)
-    }
-
-    fn rounds_until_the_rest_is_small(&mut self, control: &mut Control, rounds: &mut Rounds) -> Result<(), Error> {
-        let MoveOptions { downtime, bandwidth, max_rounds, .. } = *self.options;
-        let aim = Aim { medium: Medium::Link, downtime, bandwidth, max_rounds };
-        let mut forecast = Forecast::new(aim, self.guest.state_estimate());
-        loop {
-            rounds.send_pending(control, DONE_TIMEOUT, self.progress, self.report)?;
-            fail_point::reach("source.round")?;
-            if self.report.rounds.len() == 1 {
-                unplug(self.guest, self.progress)?;
-                fail_point::reach("source.unplugged")?;
-            }
-            rounds.scan(self.report, self.progress)?;
-            match forecast.judge(self.report, rounds.pending_bytes()) {
-                Verdict::Fits => return Ok(()),
-                Verdict::AnotherRound => {}
-                Verdict::Hopeless(why) => return Err(Error::NotConverging(why)),
-            }
-        }
+        switchover::run(self, session, rounds, was_running)
     }
 }

@@ -9,8 +9,11 @@ use std::{
 
 use transship_wire::Message;
 
-use super::{Source, rounds::Rounds};
-use crate::{Error, Phase, control::Control, digest::digest, fail_point, guest::SourceGuest, transport::STALL_TIMEOUT};
+use super::{Source, session::Session};
+use crate::{
+    Error, Phase, control::Control, digest::digest, fail_point, guest::SourceGuest, rounds::Rounds,
+    transport::STALL_TIMEOUT,
+};
 
 /// Bytes of device state that travel as one message.
 const STATE_PIECE: usize = 256 * 1024;
@@ -20,14 +23,15 @@ const LOAD_TIMEOUT: Duration = Duration::from_secs(120);
 const DONE_TIMEOUT_STOPPED: Duration = Duration::from_secs(60);
 
 /// Stops the guest and hands it over. `run`: it was running, so it is to run there.
-pub(crate) fn run(source: &mut Source<'_>, control: &mut Control, rounds: &mut Rounds, run: bool) -> Result<(), Error> {
+pub(crate) fn run(source: &mut Source<'_>, session: &mut Session, rounds: &mut Rounds, run: bool) -> Result<(), Error> {
     let stopped = Instant::now();
     let loaded = source
         .guest
         .stop()
         .map_err(Error::from)
         .and_then(|()| fail_point::reach("source.stopped"))
-        .and_then(|()| bring_the_rest(source, control, rounds));
+        .and_then(|()| bring_the_rest(source, session, rounds));
+    let control = &mut session.control;
     let given_up = loaded.and_then(|()| give_up(source, control, run));
     if let Err(error) = given_up {
         return Err(take_back(source.guest, error, run));
@@ -38,10 +42,9 @@ pub(crate) fn run(source: &mut Source<'_>, control: &mut Control, rounds: &mut R
 }
 
 /// Everything that the destination needs, up to its word that it has loaded it all.
-fn bring_the_rest(source: &mut Source<'_>, control: &mut Control, rounds: &mut Rounds) -> Result<(), Error> {
-    rounds.scan_again()?;
-    rounds.send_pending(control, DONE_TIMEOUT_STOPPED, source.progress, source.report)?;
-    fail_point::reach("source.last-round")?;
+fn bring_the_rest(source: &mut Source<'_>, session: &mut Session, rounds: &mut Rounds) -> Result<(), Error> {
+    rounds.send_the_rest(session, DONE_TIMEOUT_STOPPED, source.progress, source.report)?;
+    let control = &mut session.control;
     if source.options.verify {
         verify(source, control, rounds)?;
     }

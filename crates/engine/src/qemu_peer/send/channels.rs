@@ -1,108 +1,68 @@
-//! All multifd channels of a migration, and how a round's work is spread over them.
+//! The multifd channels of a migration: how they come about, and what one sends of a window.
 use std::{
-    sync::{Arc, atomic::Ordering::Relaxed},
-    thread,
+    io::{self, Write},
+    os::fd::AsFd,
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering::Relaxed},
+    },
 };
 
-use crossbeam_channel::{SendTimeoutError, Sender, bounded};
+use rustix::net::{RecvFlags, recv};
+use transship_codec::{Encoder, Setting, ZLIB_STREAM_HEADER};
+use transship_memory::{PAGE_BYTES, PageRange};
+use transship_wire::qemu::{Greeting, Method, Name, PACKET_HEADER_BYTES, Pages};
 
-use super::{
-    line::Line,
-    packets::{Batch, PacketSender, Sent, Shared},
+use super::plan::Zeros;
+use crate::{
+    Error, Uri,
+    channels::{self, Channel, Encoded, Encoders, Sent, Settled, Shared, Window},
+    page_map::runs,
+    transport::{Connection, STALL_TIMEOUT},
 };
-use crate::{Error, Uri, control::TICK, transport::Connection};
 
-/// The channels.
-pub(crate) struct Channels {
-    senders: Vec<PacketSender>,
-    /// Second handles, to end a thread that is blocked in a send.
-    lines: Vec<Connection>,
-    shared: Arc<Shared>,
+/// All multifd channels.
+pub(crate) type Channels = channels::Channels<PacketSender>;
+
+/// What all packets of a migration have in common.
+pub(crate) struct Common {
+    /// By region: the names of their blocks.
+    pub(crate) names: Vec<Name>,
+    pub(crate) zeros: Zeros,
+    pub(crate) compress: Setting,
+    /// Packets are numbered over all channels.
+    numbers: AtomicU64,
 }
 
-impl Channels {
-    /// Connects them one after the other, in the order of their numbers: a destination that has fewer has then closed its door before it sees
-    /// a number that it would not expect.
-    pub(crate) fn connect(to: &Uri, count: u8, uuid: [u8; 16], shared: &Arc<Shared>) -> Result<Self, Error> {
-        let mut channels = Self { senders: Vec::new(), lines: Vec::new(), shared: Arc::clone(shared) };
-        for number in 0..count {
-            let connection = Connection::open(to).map_err(|error| refused(error, number, count))?;
-            let line =
-                connection.try_clone().map_err(|source| Error::Io { what: format!("connect to {to}"), source })?;
-            channels.lines.push(line);
-            channels.senders.push(PacketSender::greet(connection, number, uuid, Arc::clone(shared))?);
-        }
-        Ok(channels)
+impl Common {
+    pub(crate) fn new(names: Vec<Name>, zeros: Zeros, compress: Setting) -> Self {
+        Self { names, zeros, compress, numbers: AtomicU64::new(0) }
     }
+}
 
-    /// Every channel's half of a barrier, with no pages before it.
-    pub(crate) fn barrier(&mut self) -> Result<u64, Error> {
-        self.senders.iter_mut().map(PacketSender::barrier).sum()
+/// Connects them one after the other, in the order of their numbers: a destination that has fewer has then closed its door before it sees
+/// a number that it would not expect.
+pub(crate) fn connect(
+    to: &Uri,
+    count: u8,
+    uuid: [u8; 16],
+    encoders: Option<Encoders>,
+    shared: &Arc<Shared>,
+    common: &Arc<Common>,
+) -> Result<Channels, Error> {
+    let mut channels = Channels::new(shared, encoders);
+    for number in 0..count {
+        let connection = Connection::open(to).map_err(|error| refused(error, number, count))?;
+        channels.add(connection, |connection| {
+            PacketSender::greet(connection, number, uuid, Arc::clone(shared), Arc::clone(common))
+        })?;
     }
-
-    /// See [`PacketSender::check_open`].
-    pub(crate) fn check_open(&self) -> Result<(), Error> {
-        self.senders.iter().try_for_each(PacketSender::check_open)
-    }
-
-    /// Has `feed` hand over a round's work, sends it, each channel by a thread of its own, and ends it with a barrier on every channel.
-    pub(crate) fn run_round(
-        &mut self,
-        line: &mut Line,
-        feed: impl FnOnce(&Queue, &mut Line) -> Result<(), Error>,
-    ) -> Result<Sent, Error> {
-        let Self { senders, lines, shared } = self;
-        let count = senders.len();
-        let (done, results) = bounded(count);
-        let (queue, batches) = bounded(2 * count);
-        thread::scope(|scope| {
-            for sender in senders {
-                let (batches, done) = (batches.clone(), done.clone());
-                // The receiver outlives the scope, and has room for all.
-                scope.spawn(move || {
-                    let _ = done.send(sender.run(&batches));
-                });
-            }
-            drop(batches);
-            let queue = Queue { queue, shared: Arc::clone(shared) };
-            let fed = feed(&queue, line);
-            drop(queue);
-            let collect = |line: &mut Line| {
-                let mut total = Sent::default();
-                for _ in 0..count {
-                    let sent = loop {
-                        match results.recv_timeout(TICK) {
-                            Ok(result) => break result?,
-                            Err(_) if shared.progress.is_cancelled() => return Err(Error::Cancelled),
-                            Err(_) => line.check_silence()?,
-                        }
-                    };
-                    total.add(&sent);
-                }
-                Ok(total)
-            };
-            let result = fed.and_then(|()| collect(line));
-            if result.is_err() {
-                shared.failed.store(true, Relaxed);
-                lines.iter().for_each(Connection::shutdown);
-            }
-            result.map_err(|error| match error {
-                Error::Cancelled => Error::Cancelled,
-                // What a channel has to say is closer to the cause than that the whole has ended.
-                error => results.try_iter().find_map(Result::err).unwrap_or(error),
-            })
-        })
-    }
-
-    /// Ends all connections.
-    pub(crate) fn hang_up(&self) {
-        self.lines.iter().for_each(Connection::shutdown);
-    }
+    Ok(channels)
 }
 
 fn refused(error: Error, number: u8, count: u8) -> Error {
     match error {
-        Error::Io { what, source } if number > 0 || source.kind() == std::io::ErrorKind::ConnectionRefused => {
+        Error::Io { what, source } if number > 0 || source.kind() == io::ErrorKind::ConnectionRefused => {
             let what = format!(
                 "{what} for channel {number} of {count} (the destination must have the capability multifd and multifd-channels {count})"
             );
@@ -112,35 +72,177 @@ fn refused(error: Error, number: u8, count: u8) -> Error {
     }
 }
 
-/// Where a round's work goes.
-pub(crate) struct Queue {
-    queue: Sender<Batch>,
+/// One channel.
+pub(crate) struct PacketSender {
+    connection: Connection,
+    number: u8,
     shared: Arc<Shared>,
+    common: Arc<Common>,
+    method: Method,
+    /// For pages that no encoder had at hand: a QEMU takes nothing but its method here. None: pages go as they are, straight from guest memory.
+    storing: Option<Box<dyn Encoder>>,
+    /// Put in front of the first payload.
+    stream_header: &'static [u8],
+    /// The pages of a window, copied, and stored.
+    copy: Vec<u8>,
+    stored: Vec<u8>,
 }
 
-impl Queue {
-    /// Waits for room.
-    ///
-    /// # Errors
-    /// A channel has failed; the destination has spoken; cancelled.
-    pub(crate) fn hand_over(&self, mut batch: Batch, line: &mut Line) -> Result<(), Error> {
-        loop {
-            if self.shared.failed.load(Relaxed) {
-                let what = "broke a channel".into();
-                return Err(Error::Protocol { peer: self.shared.peer.clone(), what });
+impl PacketSender {
+    /// Greets at once: until it has the first bytes of a connection, a destination does nothing else at all.
+    fn greet(
+        connection: Connection,
+        number: u8,
+        uuid: [u8; 16],
+        shared: Arc<Shared>,
+        common: Arc<Common>,
+    ) -> Result<Self, Error> {
+        let codec = common.compress.method();
+        let (method, stream_header): (_, &[u8]) = match codec {
+            transship_codec::Method::None => (Method::None, &[]),
+            transship_codec::Method::Zlib => (Method::Zlib, &ZLIB_STREAM_HEADER),
+            transship_codec::Method::Zstd => (Method::Zstd, &[]),
+            other => {
+                return Err(Error::Unfit(format!(
+                    "{other} is nothing that is sent to a QEMU; take none, zlib or zstd"
+                )));
             }
-            if self.shared.progress.is_cancelled() {
-                return Err(Error::Cancelled);
-            }
-            match self.queue.send_timeout(batch, TICK) {
-                Ok(()) => return Ok(()),
-                Err(SendTimeoutError::Timeout(back)) => {
-                    line.check_silence()?;
-                    batch = back;
-                }
-                // All threads have failed; collecting their results says how.
-                Err(SendTimeoutError::Disconnected(_)) => return Ok(()),
-            }
+        };
+        let mut sender = Self {
+            connection,
+            number,
+            shared,
+            common,
+            method,
+            storing: codec.storing_encoder(),
+            stream_header,
+            copy: Vec::new(),
+            stored: Vec::new(),
+        };
+        sender.write(&Greeting { uuid, channel: number }.encode(), &mut Sent::default())?;
+        Ok(sender)
+    }
+
+    /// Sends this channel's half of a barrier: the destination reads on here when it has come to the other halves.
+    pub(crate) fn barrier(&mut self, sent: &mut Sent) -> Result<(), Error> {
+        let number = self.common.numbers.fetch_add(1, Relaxed);
+        self.write(&Pages::barrier().numbered(number).encode(), sent)
+    }
+
+    /// The destination says nothing on a channel, and keeps it open until it has everything. One that knows nothing of this channel lets it
+    /// drop, and what was sent on it would be missing.
+    pub(crate) fn check_open(&self) -> Result<(), Error> {
+        let mut byte = [0];
+        match recv(self.connection.as_fd(), &mut byte, RecvFlags::PEEK | RecvFlags::DONTWAIT) {
+            Err(rustix::io::Errno::AGAIN | rustix::io::Errno::INTR) => Ok(()),
+            Ok(_) | Err(_) => Err(self.closed()),
         }
+    }
+
+    /// Numbers it, and sends its header.
+    fn header(&self, window: &Window, pages: Settled, length: usize) -> Vec<u8> {
+        let offsets = |pages| -> Vec<u64> {
+            let runs = runs(window.first, pages).flat_map(|run| run.first..run.end());
+            runs.map(|page| page * PAGE_BYTES as u64).collect()
+        };
+        let (normal, zeros) = (offsets(pages.present), offsets(pages.zero));
+        let name = self.common.names[window.region].clone();
+        let length = length as u32; // hardly longer than 128 pages
+        let number = self.common.numbers.fetch_add(1, Relaxed);
+        Pages::new(name, &normal, &zeros, self.method, length).numbered(number).encode().to_vec()
+    }
+
+    /// Sends a packet of encoded pages.
+    fn send_encoded(&mut self, window: &Window, pages: Settled, encoded: &[u8], sent: &mut Sent) -> Result<(), Error> {
+        let stream_header = std::mem::take(&mut self.stream_header);
+        let mut head = self.header(window, pages, stream_header.len() + encoded.len());
+        head.extend(stream_header);
+        self.write(&head, sent)?;
+        self.write(encoded, sent)
+    }
+
+    fn write(&mut self, bytes: &[u8], sent: &mut Sent) -> Result<(), Error> {
+        self.shared.book(bytes.len(), sent);
+        self.connection.write_all(bytes).map_err(|source| self.failed(source))
+    }
+
+    fn closed(&self) -> Error {
+        let what = format!(
+            "has closed channel {}: it has ended or refuses what it was sent, and its own output says why; are its multifd-channels, \
+             multifd-compression and uuid the same?",
+            self.number
+        );
+        Error::Protocol { peer: self.shared.peer.clone(), what }
+    }
+
+    fn failed(&self, source: io::Error) -> Error {
+        let Self { number, shared, .. } = self;
+        match source.kind() {
+            io::ErrorKind::WouldBlock => Error::Protocol {
+                peer: shared.peer.clone(),
+                what: format!("has taken nothing from channel {number} for {} s", STALL_TIMEOUT.as_secs()),
+            },
+            io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset => self.closed(),
+            _ => Error::Io { what: format!("send pages to {} on channel {number}", shared.peer), source },
+        }
+    }
+}
+
+impl Channel for PacketSender {
+    fn shared(&self) -> &Arc<Shared> {
+        &self.shared
+    }
+
+    fn send_window(
+        &mut self,
+        window: &Window,
+        pages: Settled,
+        encoded: Option<&Encoded>,
+        sent: &mut Sent,
+    ) -> Result<(), Error> {
+        let zero = match self.common.zeros {
+            Zeros::InPackets => pages.zero,
+            Zeros::OnMain => 0, // told there
+        };
+        let pages = Settled { zero, ..pages };
+        if pages.present | pages.zero == 0 {
+            return Ok(());
+        }
+        if pages.present == 0 {
+            let header = self.header(window, pages, 0);
+            return self.write(&header, sent);
+        }
+        if let Some(Encoded { bytes, .. }) = encoded {
+            return self.send_encoded(window, pages, bytes, sent);
+        }
+        let shared = Arc::clone(&self.shared);
+        let memory = &shared.memory.regions()[window.region];
+        let Some(storing) = &mut self.storing else {
+            let header = self.header(window, pages, 0);
+            shared.book(PACKET_HEADER_BYTES + pages.present.count_ones() as usize * PAGE_BYTES, sent);
+            return memory
+                .send_window(self.connection.as_fd(), &header, window.first, pages.present)
+                .map_err(|source| self.failed(source));
+        };
+        // A copy: the guest writes meanwhile.
+        self.copy.clear();
+        memory.copy_out(window.first, pages.present, &mut self.copy)?;
+        let mut stored = std::mem::take(&mut self.stored);
+        let _ = storing.encode(&self.copy, &mut stored); // never shorter
+        let result = self.send_encoded(window, pages, &stored, sent);
+        self.stored = stored;
+        result
+    }
+
+    fn send_hole(&mut self, round: u32, region: usize, range: PageRange, sent: &mut Sent) -> Result<(), Error> {
+        let shared = Arc::clone(&self.shared);
+        for (first, zero) in shared.content[region].take(range) {
+            self.send_window(&Window::new(round, region, first, 0), Settled { present: 0, zero }, None, sent)?;
+        }
+        Ok(())
+    }
+
+    fn end_round(&mut self, _round: u32, sent: &mut Sent) -> Result<(), Error> {
+        self.barrier(sent)
     }
 }

@@ -1,14 +1,13 @@
 //! A guest moves to a stock QEMU that waits with `-incoming`: we are the source of its migration.
 //!
 //! - `plan`: what the stream must be like for this machine
-//! - `line`: the main connection; `packets`, `channels`: the multifd channels
-//! - `session`: what goes over them, up to the devices' state; `rounds`
+//! - `line`: the main connection; `channels`: the multifd channels; `main_stream`: the main thread in a round
+//! - `session`: what goes over them, up to the devices' state
 //! - `switchover`: the devices' state, and the point of no return
 mod channels;
 mod line;
-mod packets;
+mod main_stream;
 mod plan;
-mod rounds;
 mod session;
 mod switchover;
 
@@ -20,18 +19,15 @@ use std::{
 use transship_codec::Setting;
 
 use crate::{
-    Error, Phase, Progress, Report, Uri, ZeroPages, fail_point,
-    forecast::{Aim, Forecast, Medium, Verdict},
+    Error, MoveOptions, Phase, Progress, Report, Uri, WhenBusy, ZeroPages, fail_point,
+    forecast::{Aim, Medium},
     guest::{SourceGuest, StateFormat},
+    rounds::Rounds,
     snapshot::{RegionBlock, machine_name, region_blocks},
-    source::{finish, unplug},
+    source::finish,
 };
 use plan::Plan;
-use rounds::Rounds;
 use session::Session;
-
-/// How long what was sent may take to arrive while the guest runs: a thin link with deep buffers is slow, not dead.
-const DONE_TIMEOUT: Duration = Duration::from_secs(600);
 
 /// Options of a move to a stock QEMU.
 #[derive(Debug, Clone)]
@@ -40,6 +36,10 @@ pub struct QemuSendOptions {
     pub channels: u8,
     /// How pages are encoded, as the destination's `multifd-compression` says: none, zlib or zstd. None without channels.
     pub compress: Setting,
+    /// Threads that encode, beside the channels; at least 1.
+    pub encoders: u8,
+    /// What to do when all of them are busy. What goes raw is stored in the form of the method: a QEMU takes no other.
+    pub when_busy: WhenBusy,
     /// Who looks for zero pages, and how they are told.
     pub zero_pages: ZeroPages,
     /// Most bytes a second on all connections together; none: as fast as it goes.
@@ -52,14 +52,10 @@ pub struct QemuSendOptions {
 
 impl Default for QemuSendOptions {
     fn default() -> Self {
-        Self {
-            channels: 0,
-            compress: Setting::NONE,
-            zero_pages: ZeroPages::default(),
-            bandwidth: None,
-            downtime: Duration::from_millis(300),
-            max_rounds: 30,
-        }
+        let MoveOptions { encoders, when_busy, zero_pages, bandwidth, downtime, max_rounds, .. } =
+            MoveOptions::default();
+        let (channels, compress) = (0, Setting::NONE);
+        Self { channels, compress, encoders, when_busy, zero_pages, bandwidth, downtime, max_rounds }
     }
 }
 
@@ -125,30 +121,12 @@ impl Send<'_> {
         self.report.setup_ms = self.begin.elapsed().as_secs_f64() * 1e3;
         self.progress.set_phase(Phase::Rounds);
         if was_running {
-            rounds.ask_for_free_pages(self.options.bandwidth, self.progress)?;
-            self.rounds_until_the_rest_is_small(session, rounds)?;
+            let QemuSendOptions { downtime, bandwidth, max_rounds, .. } = *self.options;
+            rounds.ask_for_free_pages(bandwidth, self.progress)?;
+            let aim = Aim { medium: Medium::Link, downtime, bandwidth, max_rounds };
+            rounds.until_the_rest_is_small(self.guest, session, aim, self.progress, self.report)?;
         }
         self.progress.set_phase(Phase::Switchover);
         switchover::run(self, session, rounds, was_running)
-    }
-
-    fn rounds_until_the_rest_is_small(&mut self, session: &mut Session, rounds: &mut Rounds) -> Result<(), Error> {
-        let QemuSendOptions { downtime, bandwidth, max_rounds, .. } = *self.options;
-        let aim = Aim { medium: Medium::Link, downtime, bandwidth, max_rounds };
-        let mut forecast = Forecast::new(aim, self.guest.state_estimate());
-        loop {
-            rounds.send_pending(session, DONE_TIMEOUT, self.progress, self.report)?;
-            fail_point::reach("peer.round")?;
-            if self.report.rounds.len() == 1 {
-                unplug(self.guest, self.progress)?;
-                fail_point::reach("peer.unplugged")?;
-            }
-            rounds.scan(session, self.report, self.progress)?;
-            match forecast.judge(self.report, rounds.pending_bytes()) {
-                Verdict::Fits => return Ok(()),
-                Verdict::AnotherRound => {}
-                Verdict::Hopeless(why) => return Err(Error::NotConverging(why)),
-            }
-        }
     }
 }

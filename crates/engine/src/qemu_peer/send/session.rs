@@ -6,33 +6,32 @@
 //!   PART: a round, its barrier, ping           ─► pong     all of the round is in place; again and again
 //! ```
 use std::{
-    sync::{
-        Arc,
-        atomic::{AtomicBool, AtomicU64},
-    },
+    cell::RefCell,
+    sync::{Arc, atomic::AtomicBool},
     time::Duration,
 };
 
-use transship_memory::{GuestMemory, PAGE_BYTES, PageRange, PageSet};
+use transship_memory::GuestMemory;
 use transship_wire::qemu::{Block, Command, Configuration, Name};
 
 use super::{
     QemuSendOptions,
-    channels::{Channels, Queue},
+    channels::{self, Channels, Common, PacketSender},
     line::Line,
-    packets::{Batch, Sent, Shared},
-    plan::{Barriers, Plan, Zeros},
+    main_stream::MainStream,
+    plan::{Barriers, Plan},
 };
 use crate::{
-    Error, Progress, Uri, ZeroPages,
+    Compress, Error, Progress, Report, Uri, ZeroPages,
+    channels::{Encoders, EncodingOptions, RoundWork, Sent, Shared},
+    free::FreePages,
+    guest::Place,
     pacer::Pacer,
-    page_map::{PageMap, runs},
-    scan::Pending,
+    page_map::PageMap,
+    rounds::Link,
     snapshot::RegionBlock,
     transport::STALL_TIMEOUT,
 };
-
-const PAGE: u64 = PAGE_BYTES as u64;
 
 /// The connections, and what the destination holds by now.
 pub(crate) struct Session {
@@ -40,6 +39,7 @@ pub(crate) struct Session {
     channels: Option<Channels>,
     pub(crate) plan: Plan,
     shared: Arc<Shared>,
+    common: Arc<Common>,
     /// No round was sent yet.
     first: bool,
     copy: Vec<u8>,
@@ -64,23 +64,28 @@ impl Session {
         line.writer.header().configuration(&Configuration::new(plan.machine.clone())).command(&Command::OpenReturnPath);
         line.ping();
         line.flush()?;
+        let names = regions.iter().map(|region| region.name.clone()).collect();
+        let common = Arc::new(Common::new(names, plan.zeros, options.compress));
         let shared = Arc::new(Shared {
-            names: regions.iter().map(|region| region.name.clone()).collect(),
             content: memory.regions().iter().map(|region| PageMap::new(region.pages())).collect(),
             memory,
             pacer,
             look_for_zeros: options.zero_pages != ZeroPages::Off,
-            compress: options.compress,
             progress: Arc::clone(progress),
             failed: AtomicBool::new(false),
-            numbers: AtomicU64::new(0),
             peer: to.to_string(),
         });
         let channels = match options.channels {
             0 => None,
-            count => Some(Channels::connect(to, count, uuid, &shared)?),
+            count => {
+                let QemuSendOptions { compress, encoders, when_busy, channels, .. } = *options;
+                let compress = Compress::Fixed(compress);
+                let encoding = EncodingOptions { compress, encoders, when_busy, channels, may_be_raw: false };
+                let encoders = Encoders::start(&encoding, &shared)?;
+                Some(channels::connect(to, count, uuid, encoders, &shared, &common)?)
+            }
         };
-        let mut session = Self { line, channels, plan, shared, first: true, copy: Vec::new() };
+        let mut session = Self { line, channels, plan, shared, common, first: true, copy: Vec::new() };
         let begin = match options.channels {
             0 => "begin (does it wait with `multifd` off?)".to_owned(),
             count => format!("begin (does it wait with `multifd` on and `multifd-channels` {count}?)"),
@@ -89,11 +94,6 @@ impl Session {
         session.start(regions.iter().map(|region| (&region.name, region.bytes)))?;
         session.settle("take the guest's memory blocks", STALL_TIMEOUT)?;
         Ok(session)
-    }
-
-    /// By region, the pages that the destination was sent content for.
-    pub(crate) fn content(&self) -> &[PageMap] {
-        &self.shared.content
     }
 
     /// A list of blocks. There may be more than one.
@@ -116,8 +116,10 @@ impl Session {
 
     /// The end of a section of memory, with a barrier on all channels.
     pub(crate) fn end_of_memory(&mut self) -> Result<(), Error> {
-        let bytes = self.channels.as_mut().map_or(Ok(0), Channels::barrier)?;
-        self.line.sent += bytes;
+        let mut sent = Sent::default();
+        let channels = self.channels.iter_mut().flat_map(|channels| channels.all_mut());
+        channels.into_iter().try_for_each(|channel| channel.barrier(&mut sent))?;
+        self.line.sent += sent.bytes;
         self.end_section();
         Ok(())
     }
@@ -126,52 +128,8 @@ impl Session {
     pub(crate) fn settle(&mut self, doing: &str, patience: Duration) -> Result<(), Error> {
         self.line.ping();
         self.line.await_pong(doing, patience)?;
-        self.channels.as_ref().map_or(Ok(()), Channels::check_open)
-    }
-
-    /// Sends a round. What is there afterwards is in place only after [`Session::settle`].
-    pub(crate) fn send_round(&mut self, pending: &[Pending]) -> Result<Sent, Error> {
-        let before = self.line.sent;
-        self.line.writer.part();
-        let mut sent = match self.channels.take() {
-            None => self.send_plain(pending)?,
-            Some(mut channels) => {
-                let feed = |queue: &Queue, line: &mut Line| {
-                    Feed { shared: &self.shared, zeros: self.plan.zeros, first: self.first }.all(pending, queue, line)
-                };
-                let sent = channels.run_round(&mut self.line, feed);
-                self.channels = Some(channels);
-                sent?
-            }
-        };
-        self.end_section();
-        self.line.flush()?;
-        self.first = false;
-        sent.bytes += self.line.sent - before;
-        Ok(sent)
-    }
-
-    /// All pages on the main stream.
-    fn send_plain(&mut self, pending: &[Pending]) -> Result<Sent, Error> {
-        let shared = Arc::clone(&self.shared);
-        let mut sent = Sent::default();
-        for (region, pending) in pending.iter().enumerate() {
-            let name = &shared.names[region];
-            tell_holes(&shared, region, pending, self.first, &mut self.line)?;
-            for (first, wanted) in pending.batches().flatten() {
-                let found = shared.look(region, first, wanted)?;
-                let (present, zero) = shared.settle(region, (first, wanted), found, &mut sent);
-                tell_zeros(name, first, if self.first { found } else { zero }, &mut self.line)?;
-                self.copy.clear();
-                shared.memory.regions()[region].copy_out(first, present, &mut self.copy)?;
-                let pages = runs(first, present).flat_map(|run| run.first..run.end());
-                for (page, bytes) in pages.zip(self.copy.as_chunks().0) {
-                    self.line.writer.page(name, page * PAGE, bytes);
-                }
-                self.line.flush_pieces()?;
-            }
-        }
-        Ok(sent)
+        let mut channels = self.channels.iter().flat_map(|channels| channels.all());
+        channels.try_for_each(PacketSender::check_open)
     }
 
     /// Ends all connections. A destination that does not have the end of the stream will never run the guest.
@@ -181,69 +139,40 @@ impl Session {
     }
 }
 
-/// Cuts a round into pieces and hands them over, in memory order.
-struct Feed<'a> {
-    shared: &'a Shared,
-    zeros: Zeros,
-    first: bool,
-}
-
-impl Feed<'_> {
-    fn all(&self, pending: &[Pending], queue: &Queue, line: &mut Line) -> Result<(), Error> {
-        for (region, pending) in pending.iter().enumerate() {
-            match self.zeros {
-                Zeros::OnMain => tell_holes(self.shared, region, pending, self.first, line)?,
-                Zeros::InPackets => {
-                    for range in pending.gone.ranges() {
-                        queue.hand_over(Batch::Hole { region, range }, line)?;
-                    }
-                }
-            }
-            for windows in pending.batches() {
-                let zero = match self.zeros {
-                    Zeros::OnMain => Some(self.tell_zeros(region, &windows, line)?),
-                    Zeros::InPackets => None,
-                };
-                queue.hand_over(Batch::Pages { region, windows, zero }, line)?;
-            }
-        }
-        Ok(())
+impl Link for Session {
+    fn content(&self) -> &[PageMap] {
+        &self.shared.content
     }
 
-    /// Looks for the zero pages of windows, and tells them. A channel gets the rest, so that each page is in one place only until the barrier.
-    fn tell_zeros(&self, region: usize, windows: &[(u64, u128)], line: &mut Line) -> Result<Vec<u128>, Error> {
-        let look = |&(first, wanted): &(u64, u128)| {
-            let found = self.shared.look(region, first, wanted)?;
-            let had = self.shared.content[region].window(first);
-            tell_zeros(&self.shared.names[region], first, if self.first { found } else { found & had }, line)?;
-            Ok(found)
+    fn send(&mut self, work: &RoundWork<'_>, free: &mut FreePages) -> Result<(Sent, Vec<Place>), Error> {
+        let before = self.line.sent;
+        self.line.writer.part();
+        let main = MainStream {
+            line: RefCell::new(&mut self.line),
+            shared: &self.shared,
+            common: &self.common,
+            first: self.first,
         };
-        windows.iter().map(look).collect()
+        let (mut sent, new_holes) = match &mut self.channels {
+            None => main.send(work, free, &mut self.copy)?,
+            Some(channels) => channels.run_round(work, free, &main)?,
+        };
+        self.end_section();
+        self.line.flush()?;
+        self.first = false;
+        sent.bytes += self.line.sent - before;
+        Ok((sent, new_holes))
     }
-}
 
-/// Tells what has become a hole, and in the first round all that is one: whatever the destination's memory holds, it is zero there afterwards.
-fn tell_holes(shared: &Shared, region: usize, pending: &Pending, first: bool, line: &mut Line) -> Result<(), Error> {
-    let mut zero = pending.gone.clone();
-    if first {
-        zero = PageSet::full(zero.pages());
-        zero.subtract(&pending.send);
+    fn confirm(&mut self, _round: u32, _sent: &Sent, patience: Duration) -> Result<(), Error> {
+        self.settle("put the pages of a round into place", patience)
     }
-    for range in zero.ranges() {
-        shared.content[region].take(range).for_each(drop);
-        tell_range(&shared.names[region], range, line)?;
-    }
-    Ok(())
-}
 
-fn tell_zeros(name: &Name, first: u64, zero: u128, line: &mut Line) -> Result<(), Error> {
-    runs(first, zero).try_for_each(|run| tell_range(name, run, line))
-}
-
-fn tell_range(name: &Name, range: PageRange, line: &mut Line) -> Result<(), Error> {
-    for page in range.first..range.end() {
-        line.writer.zero_page(name, page * PAGE);
-        line.flush_pieces()?;
+    fn report(&self, report: &mut Report) {
+        self.channels.iter().for_each(|channels| channels.report(report));
     }
-    Ok(())
+
+    fn name(&self) -> &'static str {
+        "peer"
+    }
 }

@@ -14,8 +14,8 @@ use std::time::{Duration, Instant};
 use transship_memory::PAGE_BYTES;
 use transship_wire::qemu::{Command, StreamWriter, Tail, describe};
 
-use super::{Send, rounds::Rounds, session::Session};
-use crate::{Error, Phase, fail_point, snapshot::DeviceState, source::take_back};
+use super::{Send, session::Session};
+use crate::{Error, Phase, fail_point, rounds::Rounds, snapshot::DeviceState, source::take_back};
 
 /// How long the last round may take to arrive after it was sent: the guest stands still meanwhile.
 const DONE_TIMEOUT_STOPPED: Duration = Duration::from_secs(60);
@@ -53,9 +53,7 @@ fn bring_the_rest(
     rounds: &mut Rounds,
     run: bool,
 ) -> Result<Vec<u8>, Error> {
-    rounds.scan_again(session)?;
-    rounds.send_pending(session, DONE_TIMEOUT_STOPPED, send.progress, send.report)?;
-    fail_point::reach("peer.last-round")?;
+    rounds.send_the_rest(session, DONE_TIMEOUT_STOPPED, send.progress, send.report)?;
     let mut state = DeviceState::take(send.guest, &send.regions, run)?;
     let end = cut_end(&mut state.tail)?;
     check(&state, session)?;

@@ -7,8 +7,8 @@ use std::{
 use transship_ring::mpmc;
 
 use super::{
+    Shared, Window,
     auto::{Counts, Sample},
-    sender::{Shared, Window},
 };
 
 /// Samples that may wait to be looked at.

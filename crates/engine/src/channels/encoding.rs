@@ -21,12 +21,11 @@ use transship_memory::{PAGE_BYTES, PageRange};
 use transship_ring::{Parker, Results, Submitter, TrySubmitError, Worker, mpmc, pool};
 
 use super::{
+    Encoded, Main, Shared, Window,
     auto::{self, Auto, PROBING_WINDOWS, Sample, Threads},
-    channels::Watch,
     meters::Meters,
-    sender::{Encoded, Shared, Window},
 };
-use crate::{Compress, Error, MoveOptions, Progress, WhenBusy, control::TICK, cpu};
+use crate::{Compress, Error, Progress, WhenBusy, control::TICK, cpu};
 
 /// Windows that wait at each encoder. More would only lengthen the way of a page.
 const RING_PLACES: usize = 4;
@@ -35,6 +34,17 @@ const RING_PLACES: usize = 4;
 const CHOOSE_AGAIN: Duration = Duration::from_millis(5);
 /// Windows that wait for channels while pages are left as they are and the encoding may change: what waits can't be encoded any more.
 const RAW_WAITING: u64 = 2;
+
+/// How many encode what, and for whom.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct EncodingOptions {
+    pub(crate) compress: Compress,
+    pub(crate) encoders: u8,
+    pub(crate) when_busy: WhenBusy,
+    pub(crate) channels: u8,
+    /// The destination takes pages that are left as they are. If not, they are encoded although they do not shrink.
+    pub(crate) may_be_raw: bool,
+}
 
 /// What a channel gets.
 pub(crate) enum Ready {
@@ -70,13 +80,13 @@ impl Gate {
     }
 
     /// Hands something to the channels past the encoders. A destination that hangs leaves no room: the user may cancel meanwhile.
-    pub(crate) fn pass(&self, mut ready: Ready, watch: &Watch<'_>) -> Result<(), Error> {
+    pub(crate) fn pass(&self, mut ready: Ready, main: &dyn Main) -> Result<(), Error> {
         loop {
             match self.results.inject_timeout(ready, TICK) {
                 Ok(()) => return Ok(()),
                 Err(back) => ready = back,
             }
-            watch.check()?;
+            main.check()?;
         }
     }
 
@@ -135,7 +145,7 @@ pub(crate) struct Encoders {
 
 impl Encoders {
     /// None if nothing is to be encoded.
-    pub(crate) fn start(options: &MoveOptions, shared: &Arc<Shared>) -> Result<Option<Self>, Error> {
+    pub(crate) fn start(options: &EncodingOptions, shared: &Arc<Shared>) -> Result<Option<Self>, Error> {
         let settings = match options.compress {
             Compress::Fixed(Setting::NONE) => return Ok(None),
             Compress::Fixed(setting) => vec![setting],
@@ -164,6 +174,7 @@ impl Encoders {
                 worker,
                 encoders: settings.iter().map(|s| (s.method().number(), s.encoder())).collect(),
                 raw,
+                may_be_raw: options.may_be_raw,
                 shared: Arc::clone(shared),
                 meters: Arc::clone(&encoders.meters),
                 spare: Arc::clone(&encoders.spare),
@@ -200,11 +211,11 @@ impl Encoders {
     }
 
     /// Hands a window to an encoder, or past them all.
-    pub(crate) fn submit(&mut self, window: Window, gate: &Gate, watch: &Watch<'_>) -> Result<(), Error> {
+    pub(crate) fn submit(&mut self, window: Window, gate: &Gate, main: &dyn Main) -> Result<(), Error> {
         let Some(mut auto) = self.auto.take() else {
-            return self.encode(window, gate, watch);
+            return self.encode(window, gate, main);
         };
-        let submitted = self.submit_chosen(&mut auto, window, gate, watch);
+        let submitted = self.submit_chosen(&mut auto, window, gate, main);
         self.auto = Some(auto);
         submitted
     }
@@ -214,7 +225,7 @@ impl Encoders {
         auto: &mut Auto,
         mut window: Window,
         gate: &Gate,
-        watch: &Watch<'_>,
+        main: &dyn Main,
     ) -> Result<(), Error> {
         loop {
             while let Some(sample) = self.meters.samples.pop() {
@@ -225,23 +236,23 @@ impl Encoders {
             window.sample |= choice.sample;
             window.raw = choice.encoding == auto.raw();
             if !window.raw {
-                return self.encode(window, gate, watch);
+                return self.encode(window, gate, main);
             }
             let most = if auto.is_probing() { PROBING_WINDOWS } else { RAW_WAITING + self.channels as u64 };
             if gate.wait_for_fewer(self.raw_handed_over, most, CHOOSE_AGAIN) {
                 self.raw_handed_over += 1;
                 return if window.sample {
-                    self.encode(window, gate, watch)
+                    self.encode(window, gate, main)
                 } else {
-                    gate.pass(Ready::Unseen(window), watch)
+                    gate.pass(Ready::Unseen(window), main)
                 };
             }
-            watch.check()?;
+            main.check()?;
         }
     }
 
     /// Hands a window to an encoder, or past them if all are busy and that is wanted.
-    fn encode(&mut self, window: Window, gate: &Gate, watch: &Watch<'_>) -> Result<(), Error> {
+    fn encode(&mut self, window: Window, gate: &Gate, main: &dyn Main) -> Result<(), Error> {
         let encoding = &self.progress.encoding;
         encoding.submitted.fetch_add(1, Relaxed);
         let submitter = self.submitter.as_mut().expect("taken only in drop");
@@ -253,7 +264,7 @@ impl Encoders {
         encoding.busy.fetch_add(1, Relaxed);
         if self.when_busy == WhenBusy::Raw {
             encoding.raw_busy_pages.fetch_add(window.wanted.count_ones().into(), Relaxed);
-            return gate.pass(Ready::Unseen(window), watch);
+            return gate.pass(Ready::Unseen(window), main);
         }
         loop {
             match submitter.submit_timeout(window, TICK) {
@@ -261,7 +272,7 @@ impl Encoders {
                 Err(TrySubmitError::Gone(_)) => return Err(gone()),
                 Err(TrySubmitError::Busy(back)) => window = back,
             }
-            watch.check()?;
+            main.check()?;
         }
     }
 }
@@ -292,6 +303,7 @@ struct EncoderThread {
     encoders: Vec<(u8, Box<dyn Encoder>)>,
     /// The encoding that leaves pages as they are.
     raw: Option<usize>,
+    may_be_raw: bool,
     shared: Arc<Shared>,
     meters: Arc<Meters>,
     spare: Arc<mpmc::Ring<Vec<u8>>>,
@@ -339,11 +351,12 @@ impl EncoderThread {
         let mut bytes = self.spare.pop().unwrap_or_default();
         let (method, encoder) = &mut self.encoders[encoding];
         let outcome = encoder.encode(&self.pages, &mut bytes);
-        let made = if outcome == Outcome::Raw { self.pages.len() } else { bytes.len() };
+        let stays_raw = outcome == Outcome::Raw && self.may_be_raw;
+        let made = if stays_raw { self.pages.len() } else { bytes.len() };
         let tally = &self.shared.progress.encoding;
         tally.bytes_in.fetch_add(self.pages.len() as u64, Relaxed);
         tally.bytes_out.fetch_add(made as u64, Relaxed);
-        if outcome == Outcome::Raw {
+        if stays_raw {
             let _ = self.spare.push(bytes); // full: one buffer less to keep
             return None;
         }

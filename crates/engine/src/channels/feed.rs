@@ -1,0 +1,152 @@
+//! The main thread's part of a round: cuts it into pieces and hands them over, in memory order.
+use crossbeam_channel::{SendTimeoutError, Sender};
+use transship_memory::{Freeing, PageRange};
+
+use super::{
+    Batch, RoundWork, Shared, Window,
+    encoding::{Encoders, Gate, Ready},
+};
+use crate::{
+    Error,
+    control::TICK,
+    free::FreePages,
+    guest::Place,
+    page_map::runs,
+    scan::{self, Pending},
+};
+
+/// What the main thread does in a round beside handing work over, as the protocol has it.
+pub(crate) trait Main {
+    /// An error if the session can't go on: a channel has failed, the peer has spoken, the user has cancelled.
+    fn check(&self) -> Result<(), Error>;
+
+    /// As `check`, while the channels end the round.
+    fn check_at_the_end(&self) -> Result<(), Error>;
+
+    /// What the peer says of a failure, if it says anything.
+    fn reason(&self) -> Option<Error>;
+
+    /// Tells which pages of a region are holes now; false: the channels have to.
+    fn tells_holes(&self, region: usize, pending: &Pending) -> Result<bool, Error>;
+
+    /// Looks for the zero pages of a window; none: channels and encoders do.
+    fn look(&self, window: &Window) -> Result<Option<u128>, Error>;
+
+    /// Pages of a window that are not handed over: holes by now, or of no use to the guest.
+    fn left_out(&self, region: usize, first: u64, pages: u128) -> Result<(), Error>;
+}
+
+/// Cuts a round into pieces.
+pub(super) struct Feed<'a> {
+    pub(super) work: &'a RoundWork<'a>,
+    pub(super) shared: &'a Shared,
+    pub(super) free: &'a mut FreePages,
+    pub(super) main: &'a dyn Main,
+    /// Pages that were not handed over since they are holes by now.
+    pub(super) new_holes: Vec<Place>,
+}
+
+impl Feed<'_> {
+    pub(super) fn hand_to_channels(&mut self, queue: &Sender<Batch>) -> Result<(), Error> {
+        for (region, pending) in self.work.pending.iter().enumerate() {
+            for range in self.holes_to_hand_over(region, pending)? {
+                hand_over(Batch::Hole { region, range }, queue, self.main)?;
+            }
+            for windows in pending.batches() {
+                let windows = self.windows(region, windows)?;
+                hand_over(Batch::Pages(windows), queue, self.main)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Counts in `handed_over` what the channels will get, also on failure.
+    pub(super) fn hand_to_encoders(
+        &mut self,
+        encoders: &mut Encoders,
+        gate: &Gate,
+        handed_over: &mut u64,
+    ) -> Result<(), Error> {
+        for (region, pending) in self.work.pending.iter().enumerate() {
+            for range in self.holes_to_hand_over(region, pending)? {
+                self.main.check()?;
+                gate.pass(Ready::Hole { region, range }, self.main)?;
+                *handed_over += 1;
+            }
+            for windows in pending.batches() {
+                for window in self.windows(region, windows)? {
+                    self.main.check()?;
+                    encoders.submit(window, gate, self.main)?;
+                    *handed_over += 1;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn holes_to_hand_over<'p>(
+        &self,
+        region: usize,
+        pending: &'p Pending,
+    ) -> Result<impl Iterator<Item = PageRange> + 'p, Error> {
+        let told = self.main.tells_holes(region, pending)?;
+        Ok((!told).then(|| pending.gone.ranges()).into_iter().flatten())
+    }
+
+    /// Some windows of the round, without what need not be read.
+    fn windows(&mut self, region: usize, windows: Vec<(u64, u128)>) -> Result<Vec<Window>, Error> {
+        let Self { work, shared, free, main, new_holes } = self;
+        let windows = trim(shared, work, region, windows, free, *main, new_holes)?;
+        let look = |(first, wanted)| {
+            let mut window = Window::new(work.round, region, first, wanted);
+            window.zero = main.look(&window)?;
+            Ok(window)
+        };
+        windows.into_iter().map(look).collect()
+    }
+}
+
+/// Leaves out what the guest can do without, or has given back since the look: reading a hole would fill it again.
+pub(crate) fn trim(
+    shared: &Shared,
+    work: &RoundWork<'_>,
+    region: usize,
+    windows: Vec<(u64, u128)>,
+    free: &mut FreePages,
+    main: &dyn Main,
+    new_holes: &mut Vec<Place>,
+) -> Result<Vec<(u64, u128)>, Error> {
+    let mut left = windows.clone();
+    free.trim(region, &mut left);
+    if work.freeing == Freeing::Possible {
+        left.retain_mut(|(first, wanted)| {
+            let holes = scan::new_holes(&shared.memory.regions()[region], *first, *wanted);
+            new_holes.extend(runs(*first, holes).map(|pages| Place { region, pages }));
+            *wanted &= !holes;
+            *wanted != 0
+        });
+    }
+    let mut kept = left.iter().peekable();
+    for (first, wanted) in windows {
+        let still = kept.next_if(|(window, _)| *window == first).map_or(0, |(_, wanted)| *wanted);
+        let out = wanted & !still;
+        if out != 0 {
+            shared.dealt_with(out.count_ones().into());
+            main.left_out(region, first, out)?;
+        }
+    }
+    Ok(left)
+}
+
+/// Waits for room.
+fn hand_over(mut batch: Batch, queue: &Sender<Batch>, main: &dyn Main) -> Result<(), Error> {
+    loop {
+        main.check()?;
+        match queue.send_timeout(batch, TICK) {
+            Ok(()) => return Ok(()),
+            Err(SendTimeoutError::Timeout(back)) => batch = back,
+            // All threads have failed; collecting their results says how.
+            Err(SendTimeoutError::Disconnected(_)) => return Ok(()),
+        }
+    }
+}

@@ -1,0 +1,206 @@
+//! The channels of a source and the encoders in front of them, whatever is spoken on them.
+//!
+//! - `shared`: what all threads use, and what travels between them
+//! - here: all channels of a session, and how a round's work is spread over them
+//! - `thread`: one of them; `feed`: what the main thread hands over
+//! - `encoding`, `meters`, `auto`: the encoders
+mod auto;
+mod encoding;
+mod feed;
+mod meters;
+mod shared;
+mod thread;
+
+use std::{
+    sync::{Arc, atomic::Ordering::Relaxed},
+    thread as threads,
+};
+
+use crossbeam_channel::{Receiver, bounded};
+use transship_memory::{Freeing, PageRange};
+
+pub(crate) use encoding::{Encoders, EncodingOptions};
+pub(crate) use feed::{Main, trim};
+pub(crate) use shared::{Batch, Encoded, Sent, Settled, Shared, Window};
+
+use crate::{
+    Error, Progress, Report, control::TICK, free::FreePages, guest::Place, page_map::PageMap, scan::Pending,
+    transport::Connection,
+};
+use feed::Feed;
+
+/// One connection that pages go over.
+pub(crate) trait Channel: Send {
+    /// What it shares with the others.
+    fn shared(&self) -> &Arc<Shared>;
+
+    /// Sends a window's pages, and tells those that became zero. `encoded`: the pages, by an encoder; none: they are to go as they are.
+    fn send_window(
+        &mut self,
+        window: &Window,
+        pages: Settled,
+        encoded: Option<&Encoded>,
+        sent: &mut Sent,
+    ) -> Result<(), Error>;
+
+    /// Tells that pages became a hole.
+    fn send_hole(&mut self, round: u32, region: usize, range: PageRange, sent: &mut Sent) -> Result<(), Error>;
+
+    /// Ends a round on this connection.
+    fn end_round(&mut self, round: u32, sent: &mut Sent) -> Result<(), Error>;
+}
+
+/// What a round has to send.
+pub(crate) struct RoundWork<'a> {
+    pub(crate) round: u32,
+    pub(crate) pending: &'a [Pending],
+    /// Whether the guest may give memory back while the round is sent.
+    pub(crate) freeing: Freeing,
+}
+
+/// All channels of a session.
+pub(crate) struct Channels<C> {
+    channels: Vec<C>,
+    /// Second handles, to end a thread that is blocked in a send.
+    lines: Vec<Connection>,
+    shared: Arc<Shared>,
+    encoders: Option<Encoders>,
+}
+
+impl<C: Channel> Channels<C> {
+    /// None yet.
+    pub(crate) fn new(shared: &Arc<Shared>, encoders: Option<Encoders>) -> Self {
+        Self { channels: Vec::new(), lines: Vec::new(), shared: Arc::clone(shared), encoders }
+    }
+
+    /// One more, which `make` makes of the connection.
+    pub(crate) fn add(
+        &mut self,
+        connection: Connection,
+        make: impl FnOnce(Connection) -> Result<C, Error>,
+    ) -> Result<(), Error> {
+        let what = || format!("connect to {}", self.shared.peer);
+        let line = connection.try_clone().map_err(|source| Error::Io { what: what(), source })?;
+        self.lines.push(line);
+        self.channels.push(make(connection)?);
+        Ok(())
+    }
+
+    pub(crate) fn all(&self) -> &[C] {
+        &self.channels
+    }
+
+    pub(crate) fn all_mut(&mut self) -> &mut [C] {
+        &mut self.channels
+    }
+
+    pub(crate) fn shared(&self) -> &Arc<Shared> {
+        &self.shared
+    }
+
+    /// By region, the pages that the destination holds content for.
+    pub(crate) fn content(&self) -> &[PageMap] {
+        &self.shared.content
+    }
+
+    /// Sends a round over all channels, each by a thread of its own, and ends it on each. What becomes known as free meanwhile is left out, as
+    /// far as it was not handed over yet; and so is what became a hole, which is returned.
+    pub(crate) fn run_round(
+        &mut self,
+        work: &RoundWork<'_>,
+        free: &mut FreePages,
+        main: &dyn Main,
+    ) -> Result<(Sent, Vec<Place>), Error> {
+        let (done, results) = bounded(self.channels.len());
+        let Self { channels, lines, shared, encoders } = self;
+        let mut feed = Feed { work, shared, free, main, new_holes: Vec::new() };
+        threads::scope(|scope| {
+            let count = channels.len();
+            // In all cases `results` outlives the scope, and has room for all.
+            let result = match encoders {
+                None => {
+                    let (queue, batches) = bounded(2 * count);
+                    for channel in channels {
+                        let (batches, done) = (batches.clone(), done.clone());
+                        scope.spawn(move || {
+                            let _ = done.send(thread::run(channel, work.round, &batches));
+                        });
+                    }
+                    drop(batches);
+                    let fed = feed.hand_to_channels(&queue);
+                    drop(queue);
+                    fed.and_then(|()| collect(&results, count, shared, main, || Ok(())))
+                }
+                Some(encoders) => {
+                    let gate = Arc::new(encoders.open_gate());
+                    for channel in channels {
+                        let (gate, done) = (Arc::clone(&gate), done.clone());
+                        let spare = Arc::clone(&encoders.spare);
+                        scope.spawn(move || {
+                            let _ = done.send(thread::run_encoded(channel, work.round, &gate, &spare));
+                        });
+                    }
+                    let mut handed_over = 0;
+                    let fed = feed.hand_to_encoders(encoders, &gate, &mut handed_over);
+                    gate.close(handed_over);
+                    let result = fed.and_then(|()| collect(&results, count, shared, main, || encoders.check()));
+                    if result.is_err() && encoders.check().is_err() {
+                        gate.end(); // what the dead encoder had will never come
+                    }
+                    result
+                }
+            };
+            if result.is_err() {
+                shared.failed.store(true, Relaxed);
+                lines.iter().for_each(Connection::shutdown);
+            }
+            result
+                .map(|sent| (sent, std::mem::take(&mut feed.new_holes)))
+                .map_err(|error| explain(error, main, &results))
+        })
+    }
+
+    /// What the encoders did so far, into the report.
+    pub(crate) fn report(&self, report: &mut Report) {
+        let Progress { encoding, cpu, .. } = &*self.shared.progress;
+        report.busy_ratio = encoding.busy_ratio();
+        report.pages.raw_busy = encoding.raw_busy_pages.load(Relaxed);
+        report.bytes.encoder_in = encoding.bytes_in.load(Relaxed);
+        report.bytes.encoder_out = encoding.bytes_out.load(Relaxed);
+        report.cpu.encoders = cpu.encoders.seconds();
+    }
+
+    /// Ends all connections.
+    pub(crate) fn hang_up(&self) {
+        self.lines.iter().for_each(Connection::shutdown);
+    }
+}
+
+fn collect(
+    results: &Receiver<Result<Sent, Error>>,
+    count: usize,
+    shared: &Shared,
+    main: &dyn Main,
+    helpers_live: impl Fn() -> Result<(), Error>,
+) -> Result<Sent, Error> {
+    let mut total = Sent::default();
+    for _ in 0..count {
+        let sent = loop {
+            match results.recv_timeout(TICK) {
+                Ok(result) => break result?,
+                Err(_) if shared.progress.is_cancelled() => return Err(Error::Cancelled),
+                Err(_) => main.check_at_the_end().and_then(|()| helpers_live())?,
+            }
+        };
+        total.add(&sent);
+    }
+    Ok(total)
+}
+
+/// The best that can be said about a failure: the peer's own reason, else a channel's error, else the first one.
+fn explain(error: Error, main: &dyn Main, results: &Receiver<Result<Sent, Error>>) -> Error {
+    if matches!(error, Error::Cancelled | Error::Refused(_)) {
+        return error;
+    }
+    main.reason().or_else(|| results.try_iter().find_map(Result::err)).unwrap_or(error)
+}

@@ -1,0 +1,147 @@
+//! What all threads of a session use, and what travels between them: ranges and counts, and encoded packets.
+use std::sync::{
+    Arc,
+    atomic::{AtomicBool, Ordering::Relaxed},
+};
+
+use transship_memory::{GuestMemory, PAGE_BYTES, PageRange};
+
+use crate::{
+    Progress,
+    pacer::Pacer,
+    page_map::{PageMap, runs},
+};
+
+/// What all channels and encoders of a session use.
+pub(crate) struct Shared {
+    pub(crate) memory: GuestMemory,
+    /// By region: pages that the destination was sent content for. All others read as zero there, once the first round is over.
+    pub(crate) content: Vec<PageMap>,
+    pub(crate) pacer: Option<Arc<Pacer>>,
+    /// Channels and encoders look for zero pages.
+    pub(crate) look_for_zeros: bool,
+    pub(crate) progress: Arc<Progress>,
+    /// A channel has failed: the others need not go on.
+    pub(crate) failed: AtomicBool,
+    pub(crate) peer: String,
+}
+
+/// What was done in a round.
+#[derive(Debug, Clone, Copy, Default)]
+pub(crate) struct Sent {
+    pub(crate) normal: u64,
+    /// Pages found to be zero, and those of them that had to be told: the destination held other content. Holes are told too.
+    pub(crate) zero: u64,
+    pub(crate) zero_sent: u64,
+    pub(crate) resent: u64,
+    pub(crate) bytes: u64,
+    pub(crate) cpu_seconds: f64,
+}
+
+impl Sent {
+    pub(crate) fn add(&mut self, other: &Self) {
+        self.normal += other.normal;
+        self.zero += other.zero;
+        self.zero_sent += other.zero_sent;
+        self.resent += other.resent;
+        self.bytes += other.bytes;
+        self.cpu_seconds += other.cpu_seconds;
+    }
+}
+
+/// A piece of a round.
+pub(crate) enum Batch {
+    /// Windows with something to send.
+    Pages(Vec<Window>),
+    /// Pages that the destination holds content for, and that became a hole.
+    Hole { region: usize, range: PageRange },
+}
+
+/// Pages of one window to look at and to send.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Window {
+    pub(crate) round: u32,
+    pub(crate) region: usize,
+    pub(crate) first: u64,
+    pub(crate) wanted: u128,
+    /// Those that read as zero; none: nobody has looked yet.
+    pub(crate) zero: Option<u128>,
+    /// Which of the encoders' encodings; of no meaning without encoders.
+    pub(crate) encoding: u8,
+    /// The encoder is to try them all.
+    pub(crate) sample: bool,
+    /// It is to be left as it is, and few such windows are to be on their way.
+    pub(crate) raw: bool,
+}
+
+impl Window {
+    pub(crate) fn new(round: u32, region: usize, first: u64, wanted: u128) -> Self {
+        Self { round, region, first, wanted, zero: None, encoding: 0, sample: false, raw: false }
+    }
+}
+
+/// The pages of a window that are not zero, encoded.
+pub(crate) struct Encoded {
+    pub(crate) method: u8,
+    pub(crate) bytes: Vec<u8>,
+}
+
+/// What of a window has to go.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Settled {
+    /// Pages that hold something.
+    pub(crate) present: u128,
+    /// Zero pages that the destination was sent content for.
+    pub(crate) zero: u128,
+}
+
+impl Shared {
+    /// The zero pages of a window, if channels and encoders are to look for them.
+    pub(crate) fn look(&self, window: &Window) -> u128 {
+        if self.look_for_zeros { self.zero_mask(window) } else { 0 }
+    }
+
+    /// The zero pages of a window. A window that the region does not have has none; sending it fails.
+    pub(crate) fn zero_mask(&self, window: &Window) -> u128 {
+        let memory = &self.memory.regions()[window.region];
+        // Run by run: reading between them might make pages in holes.
+        runs(window.first, window.wanted).for_each(|run| memory.populate_read(run));
+        memory.zero_mask(window.first, window.wanted).unwrap_or(0)
+    }
+
+    /// Counts the pages of a window, which somebody has looked at by now or looks at here.
+    pub(crate) fn settle(&self, window: &Window, sent: &mut Sent) -> Settled {
+        let found = window.zero.unwrap_or_else(|| self.look(window));
+        let content = &self.content[window.region];
+        let had = content.window(window.first);
+        // What the destination holds no content for reads as zero there already.
+        let (present, zero) = (window.wanted & !found, found & had);
+        sent.normal += u64::from(present.count_ones());
+        sent.zero += u64::from(found.count_ones());
+        sent.zero_sent += u64::from(zero.count_ones());
+        sent.resent += u64::from((present & had).count_ones());
+        content.insert(window.first, present);
+        content.remove(window.first, zero);
+        let progress = &self.progress;
+        progress.normal_pages.fetch_add(present.count_ones().into(), Relaxed);
+        progress.zero_pages.fetch_add(found.count_ones().into(), Relaxed);
+        self.dealt_with(window.wanted.count_ones().into());
+        Settled { present, zero }
+    }
+
+    /// So many pages of the round are off the list.
+    pub(crate) fn dealt_with(&self, pages: u64) {
+        let bytes = pages * PAGE_BYTES as u64;
+        let left = &self.progress.round_left;
+        let _ = left.fetch_update(Relaxed, Relaxed, |left| Some(left.saturating_sub(bytes)));
+    }
+
+    /// Waits until so many bytes may go, and counts them.
+    pub(crate) fn book(&self, bytes: usize, sent: &mut Sent) {
+        if let Some(pacer) = &self.pacer {
+            pacer.wait(bytes);
+        }
+        sent.bytes += bytes as u64;
+        self.progress.wire_bytes.fetch_add(bytes as u64, Relaxed);
+    }
+}

@@ -1,0 +1,127 @@
+//! What goes over the main connection while a round is sent: zero pages where it has to tell them, and without channels all others.
+use std::{cell::RefCell, sync::atomic::Ordering::Relaxed};
+
+use transship_memory::{PAGE_BYTES, PageRange, PageSet};
+use transship_wire::qemu::Name;
+
+use super::{channels::Common, line::Line, plan::Zeros};
+use crate::{
+    Error,
+    channels::{Main, RoundWork, Sent, Settled, Shared, Window, trim},
+    free::FreePages,
+    guest::Place,
+    page_map::runs,
+    scan::Pending,
+};
+
+const PAGE: u64 = PAGE_BYTES as u64;
+
+/// The main thread in a round.
+pub(crate) struct MainStream<'a> {
+    /// Only it uses the line; it is borrowed for a call at a time.
+    pub(crate) line: RefCell<&'a mut Line>,
+    pub(crate) shared: &'a Shared,
+    pub(crate) common: &'a Common,
+    /// No round was sent yet.
+    pub(crate) first: bool,
+}
+
+impl MainStream<'_> {
+    /// Sends a round without channels. `copy`: for the pages of a window.
+    pub(crate) fn send(
+        &self,
+        work: &RoundWork<'_>,
+        free: &mut FreePages,
+        copy: &mut Vec<u8>,
+    ) -> Result<(Sent, Vec<Place>), Error> {
+        let (mut sent, mut new_holes) = (Sent::default(), Vec::new());
+        for (region, pending) in work.pending.iter().enumerate() {
+            self.tells_holes(region, pending)?;
+            for windows in pending.batches() {
+                for (first, wanted) in trim(self.shared, work, region, windows, free, self, &mut new_holes)? {
+                    let mut window = Window::new(work.round, region, first, wanted);
+                    window.zero = self.look(&window)?;
+                    let Settled { present, .. } = self.shared.settle(&window, &mut sent);
+                    copy.clear();
+                    self.shared.memory.regions()[region].copy_out(first, present, copy)?;
+                    let mut line = self.line.borrow_mut();
+                    let pages = runs(first, present).flat_map(|run| run.first..run.end());
+                    for (page, bytes) in pages.zip(copy.as_chunks().0) {
+                        line.writer.page(&self.common.names[region], page * PAGE, bytes);
+                    }
+                    line.flush_pieces()?;
+                }
+            }
+        }
+        Ok((sent, new_holes))
+    }
+
+    fn tell_zeros(&self, region: usize, first: u64, zero: u128) -> Result<(), Error> {
+        runs(first, zero).try_for_each(|run| self.tell_range(region, run))
+    }
+
+    fn tell_range(&self, region: usize, range: PageRange) -> Result<(), Error> {
+        let name: &Name = &self.common.names[region];
+        let mut line = self.line.borrow_mut();
+        for page in range.first..range.end() {
+            line.writer.zero_page(name, page * PAGE);
+            line.flush_pieces()?;
+        }
+        Ok(())
+    }
+}
+
+impl Main for MainStream<'_> {
+    fn check(&self) -> Result<(), Error> {
+        if self.shared.failed.load(Relaxed) {
+            let what = "broke a channel".into();
+            return Err(Error::Protocol { peer: self.shared.peer.clone(), what });
+        }
+        self.check_at_the_end()
+    }
+
+    fn check_at_the_end(&self) -> Result<(), Error> {
+        if self.shared.progress.is_cancelled() {
+            return Err(Error::Cancelled);
+        }
+        self.line.borrow_mut().check_silence()
+    }
+
+    /// What a channel has to say is closer to the cause than that the whole has ended.
+    fn reason(&self) -> Option<Error> {
+        None
+    }
+
+    /// Where it does, it tells in the first round all that is a hole: whatever the destination's memory holds, it is zero there afterwards.
+    fn tells_holes(&self, region: usize, pending: &Pending) -> Result<bool, Error> {
+        if self.common.zeros == Zeros::InPackets {
+            return Ok(false);
+        }
+        let mut zero = pending.gone.clone();
+        if self.first {
+            zero = PageSet::full(zero.pages());
+            zero.subtract(&pending.send);
+        }
+        for range in zero.ranges() {
+            self.shared.content[region].take(range).for_each(drop);
+            self.tell_range(region, range)?;
+        }
+        Ok(true)
+    }
+
+    /// A channel gets what is not zero, so that each page is in one place only until the barrier.
+    fn look(&self, window: &Window) -> Result<Option<u128>, Error> {
+        if self.common.zeros == Zeros::InPackets {
+            return Ok(None);
+        }
+        let found = self.shared.look(window);
+        let had = self.shared.content[window.region].window(window.first);
+        self.tell_zeros(window.region, window.first, if self.first { found } else { found & had })?;
+        Ok(Some(found))
+    }
+
+    fn left_out(&self, region: usize, first: u64, pages: u128) -> Result<(), Error> {
+        // Later the destination has what it was sent before, or zeros.
+        if self.common.zeros == Zeros::OnMain && self.first { self.tell_zeros(region, first, pages) } else { Ok(()) }
+    }
+}

@@ -1,0 +1,152 @@
+//! The rounds of a move, whoever is at the other end: what is sent in each is what the scan before it found.
+use std::{
+    sync::atomic::Ordering::Relaxed,
+    time::{Duration, Instant},
+};
+
+use transship_memory::{Freeing, PageSet};
+
+use crate::{
+    Error, Progress, Report,
+    channels::{RoundWork, Sent},
+    fail_point,
+    forecast::{Aim, Forecast, Verdict},
+    free::FreePages,
+    guest::{Place, SourceGuest},
+    page_map::PageMap,
+    scan::Scanner,
+    source::unplug,
+};
+
+/// How long what was sent may take to arrive while the guest runs: a thin link with deep buffers is slow, not dead.
+const DONE_TIMEOUT: Duration = Duration::from_secs(600);
+
+/// The other end of a move, and the way there.
+pub(crate) trait Link {
+    /// By region, the pages that the destination holds content for.
+    fn content(&self) -> &[PageMap];
+
+    /// Sends a round. Returns also the pages that were left out since they are holes by now.
+    fn send(&mut self, work: &RoundWork<'_>, free: &mut FreePages) -> Result<(Sent, Vec<Place>), Error>;
+
+    /// Waits until the destination has all of the round in place.
+    fn confirm(&mut self, round: u32, sent: &Sent, patience: Duration) -> Result<(), Error>;
+
+    /// What its encoders did so far, into the report.
+    fn report(&self, report: &mut Report);
+
+    /// What its steps begin with, for tests that fail there.
+    fn name(&self) -> &'static str;
+}
+
+/// Marks a step.
+fn reach(link: &dyn Link, step: &str) -> Result<(), Error> {
+    fail_point::reach(&format!("{}.{step}", link.name()))
+}
+
+/// The rounds of a move.
+pub(crate) struct Rounds {
+    scanner: Scanner,
+    free: FreePages,
+    /// Whether memory may be given back while it is sent.
+    freeing: Freeing,
+    number: u32,
+}
+
+impl Rounds {
+    /// Arms the tracking; the first round has everything that is not a hole.
+    pub(crate) fn begin(guest: &mut dyn SourceGuest) -> Result<Self, Error> {
+        let tracker = guest.track()?;
+        let scanner = Scanner::begin(guest.memory(), tracker, guest.freeing())?;
+        Ok(Self { scanner, free: FreePages::of(guest), freeing: guest.freeing(), number: 0 })
+    }
+
+    /// Asks the guest what the first round can leave out. `speed`: bytes a second that can be sent at most.
+    pub(crate) fn ask_for_free_pages(&mut self, speed: Option<u64>, progress: &Progress) -> Result<(), Error> {
+        self.scanner.leave_out(self.free.ask(speed, progress)?);
+        Ok(())
+    }
+
+    /// By region: pages that were left out and not written since.
+    pub(crate) fn dead(&self) -> &[PageSet] {
+        self.scanner.dead()
+    }
+
+    /// Sends round after round of a guest that runs, until what is left is small enough to be sent while it stands still.
+    pub(crate) fn until_the_rest_is_small(
+        &mut self,
+        guest: &mut dyn SourceGuest,
+        link: &mut dyn Link,
+        aim: Aim,
+        progress: &Progress,
+        report: &mut Report,
+    ) -> Result<(), Error> {
+        let mut forecast = Forecast::new(aim, guest.state_estimate());
+        loop {
+            self.send_pending(link, DONE_TIMEOUT, progress, report)?;
+            reach(link, "round")?;
+            if report.rounds.len() == 1 {
+                unplug(guest, progress)?;
+                reach(link, "unplugged")?;
+            }
+            self.scanner.scan(link.content(), report, progress)?;
+            match forecast.judge(report, self.scanner.pending_bytes()) {
+                Verdict::Fits => return Ok(()),
+                Verdict::AnotherRound => {}
+                Verdict::Hopeless(why) => return Err(Error::NotConverging(why)),
+            }
+        }
+    }
+
+    /// The last look and the last round, with the guest standing still.
+    pub(crate) fn send_the_rest(
+        &mut self,
+        link: &mut dyn Link,
+        patience: Duration,
+        progress: &Progress,
+        report: &mut Report,
+    ) -> Result<(), Error> {
+        self.freeing = Freeing::Never;
+        self.scanner.scan_again(link.content())?;
+        self.send_pending(link, patience, progress, report)?;
+        reach(link, "last-round")
+    }
+
+    /// Sends what is pending and waits until the destination has it all in place, `patience` at most after the last byte was taken.
+    fn send_pending(
+        &mut self,
+        link: &mut dyn Link,
+        patience: Duration,
+        progress: &Progress,
+        report: &mut Report,
+    ) -> Result<(), Error> {
+        let begin = Instant::now();
+        progress.round.store(self.number + 1, Relaxed);
+        let bytes = self.scanner.pending_bytes();
+        progress.round_total.store(bytes, Relaxed);
+        progress.round_left.store(bytes, Relaxed);
+
+        let work = RoundWork { round: self.number, pending: self.scanner.pending(), freeing: self.freeing };
+        let (sent, new_holes) = link.send(&work, &mut self.free)?;
+        reach(link, "round-sent")?;
+        link.confirm(self.number, &sent, patience)?;
+
+        if self.number == 0 {
+            let (left_out, unseen) = self.free.end();
+            self.scanner.left_out(left_out);
+            self.scanner.not_seen(unseen);
+        }
+        let mut round = self.scanner.take_report();
+        round.number = self.number + 1;
+        round.zero = sent.zero;
+        round.hole += new_holes.iter().map(|place| place.pages.count).sum::<u64>();
+        self.scanner.not_sent(new_holes);
+        round.bytes = sent.bytes;
+        round.ms = begin.elapsed().as_secs_f64() * 1e3;
+        report.cpu.channels += sent.cpu_seconds;
+        link.report(report);
+        report.add_round(round, sent.normal, sent.resent);
+        self.number += 1;
+        Ok(())
+    }
+}

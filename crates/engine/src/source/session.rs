@@ -1,0 +1,85 @@
+//! The connections to a transship that receives, and what a round is on them.
+use std::{sync::Arc, time::Duration};
+
+use transship_wire::Message;
+
+use super::channels::{self, Channels, Watch};
+use crate::{
+    Error, MoveOptions, Progress, Report, Uri, ZeroPages,
+    channels::{RoundWork, Sent},
+    control::Control,
+    fail_point,
+    free::FreePages,
+    guest::{Place, SourceGuest},
+    page_map::PageMap,
+    rounds::Link,
+    transport::STALL_TIMEOUT,
+};
+
+/// The connections.
+pub(crate) struct Session {
+    pub(crate) control: Control,
+    channels: Channels,
+    /// The main thread looks for zero pages.
+    looks: bool,
+    progress: Arc<Progress>,
+}
+
+impl Session {
+    /// Connects, and has the destination agree to the guest.
+    pub(crate) fn open(
+        guest: &dyn SourceGuest,
+        to: &Uri,
+        options: &MoveOptions,
+        progress: &Arc<Progress>,
+    ) -> Result<Self, Error> {
+        let description = guest.description();
+        description
+            .check()
+            .map_err(|error| Error::Unfit(format!("this guest can't be described to a destination: {error}")))?;
+        let (mut control, session) = channels::connect_control(to)?;
+        control.send(&Message::Hello { channels: options.channels, verify: options.verify, guest: description })?;
+        fail_point::reach("source.hello")?;
+        match control.receive("its Welcome", STALL_TIMEOUT * 2, progress)? {
+            Message::Welcome => {}
+            other => return Err(control.unexpected(&other, "in answer to Hello")),
+        }
+        let channels = channels::connect_channels(to, session, guest.memory(), options, progress)?;
+        fail_point::reach("source.connected")?;
+        let looks = options.zero_pages == ZeroPages::Main;
+        Ok(Self { control, channels, looks, progress: Arc::clone(progress) })
+    }
+}
+
+impl Link for Session {
+    fn content(&self) -> &[PageMap] {
+        self.channels.content()
+    }
+
+    fn send(&mut self, work: &RoundWork<'_>, free: &mut FreePages) -> Result<(Sent, Vec<Place>), Error> {
+        let shared = Arc::clone(self.channels.shared());
+        let watch = Watch { control: &self.control, shared: &shared, looks: self.looks };
+        self.channels.run_round(work, free, &watch)
+    }
+
+    fn confirm(&mut self, round: u32, sent: &Sent, patience: Duration) -> Result<(), Error> {
+        let expected = Message::RoundDone { round, pages: sent.normal, zero: sent.zero_sent };
+        let control = &self.control;
+        match control.receive("its RoundDone", patience, &self.progress)? {
+            done if done == expected => Ok(()),
+            other @ Message::RoundDone { .. } => {
+                let what = format!("counts otherwise than we: {other:?} where {expected:?} was sent");
+                Err(Error::Protocol { peer: control.peer.clone(), what })
+            }
+            other => Err(control.unexpected(&other, "where RoundDone was due")),
+        }
+    }
+
+    fn report(&self, report: &mut Report) {
+        self.channels.report(report);
+    }
+
+    fn name(&self) -> &'static str {
+        "source"
+    }
+}
