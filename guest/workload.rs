@@ -11,13 +11,21 @@
 //! workload: count=N checked=M errors=E uptime=S     five times a second; count: pages written
 //! workload: sweep=K pages=P errors=E                all pages were checked, every `sweep_ms` and when "check" is read
 //! workload: bad page=N version=V found=F [words=W]    the first few errors
+//! workload: old mib=N                               free memory was filled and given back, as "old" asks for
+//! workload: at rest                                 nothing is compiled any more, as "rest" asks for
+//! workload: units=N                                 functions compiled, fifty times a second between "compile" and "rest"
 //! ```
+//!
+//! Commands are lines, too: "check", and "old" (writes nearly all free memory and gives it back, so that it is full of old data),
+//! "compile" (see compile.rs) and "rest".
 //!
 //! Arguments come by the kernel command line: `workload.mib` (64), `workload.rate` (pages a second; 0, the default: as
 //! fast as possible), `workload.hot` (MiB that are written; the default is all), `workload.idle=1` (write nothing after
 //! the first fill), `workload.sweep_ms` (1000), `workload.stale` (MiB that are written and given back before "ready", so that free
 //! memory is full of old data; 0), `workload.churn` (MiB that are taken, written, checked and given back, over and over, as fast as
 //! possible; 0).
+mod compile;
+
 use std::hint::black_box;
 use std::io::{BufRead, Write};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -30,6 +38,8 @@ const MAGIC: u64 = u64::from_le_bytes(*b"tranship");
 const PAGES_PER_MIB: usize = 256;
 const REPORT: Duration = Duration::from_millis(200);
 const BATCH: Duration = Duration::from_millis(10);
+/// What is not filled with old data, beside a part of all memory, so that the system is never short of it.
+const LEFT_FREE_MIB: usize = 48;
 
 #[derive(Clone)]
 #[repr(C, align(4096))]
@@ -57,6 +67,10 @@ struct Workload {
 }
 
 fn main() {
+    let arguments: Vec<String> = std::env::args().collect();
+    if let [_, _, source, object] = &arguments[..] {
+        return compile::compile(source, object);
+    }
     let settings = Settings::read();
     drop(Block::new(0, settings.stale));
     let mut workload = Workload::fill(settings.pages);
@@ -302,18 +316,49 @@ fn reached(next: &mut Instant, step: Duration) -> bool {
     true
 }
 
-/// Counts the lines "check" on standard input.
+/// Counts the lines "check" on standard input, and does what the others say.
 fn listen() -> Arc<AtomicU64> {
     let asked = Arc::new(AtomicU64::new(0));
     let count = Arc::clone(&asked);
+    let load = Arc::new(compile::Load::default());
     std::thread::spawn(move || {
         for line in std::io::stdin().lock().lines().map_while(Result::ok) {
-            if line.trim() == "check" {
-                count.fetch_add(1, Ordering::Relaxed);
+            match line.trim() {
+                "check" => _ = count.fetch_add(1, Ordering::Relaxed),
+                "old" => say(format_args!("old mib={}", leave_old_data())),
+                "compile" => load.start(),
+                "rest" => {
+                    load.rest();
+                    say(format_args!("at rest"));
+                }
+                _ => {}
             }
         }
     });
     asked
+}
+
+/// Writes nearly all free memory and gives it back. Returns how much, in MiB.
+fn leave_old_data() -> usize {
+    const WORDS_PER_MIB: usize = WORDS * PAGES_PER_MIB;
+    let free = memory_info("MemFree");
+    let mib = free.saturating_sub(LEFT_FREE_MIB + memory_info("MemTotal") / 64);
+    let mut words = vec![0_u64; mib * WORDS_PER_MIB];
+    let mut value = MAGIC ^ free as u64;
+    for word in &mut words {
+        value = value.wrapping_add(0x1656_67b1_9e37_79f9);
+        *word = value;
+    }
+    black_box(words);
+    mib
+}
+
+/// A line of /proc/meminfo, in MiB.
+fn memory_info(name: &str) -> usize {
+    let text = std::fs::read_to_string("/proc/meminfo").expect("/proc is mounted");
+    let value = text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':'));
+    let kib = value.and_then(|value| value.trim().strip_suffix(" kB")?.parse::<usize>().ok());
+    kib.expect("the kernel says how much memory there is") / 1024
 }
 
 /// One line in one write, so that the kernel's own lines can't split it.

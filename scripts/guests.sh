@@ -3,7 +3,7 @@
 #
 #   .guest/linux/vmlinuz      a distribution kernel, unpacked from its package
 #   .guest/linux/modules/     its drivers for virtio's balloon
-#   .guest/linux/initrd.img   busybox, these drivers, guest/init and guest/workload.rs
+#   .guest/linux/initrd.img   busybox, these drivers, guest/init and guest/workload.rs with its compile.rs
 #   .guest/kvm.elf            guest/kvm.c: a 32-bit program that needs no operating system
 set -Eeuo pipefail
 trap 'echo "guests: failed in line $LINENO: $BASH_COMMAND" >&2' ERR
@@ -17,7 +17,7 @@ main() {
     [ -s .guest/linux/vmlinuz ] && { [ -d .guest/linux/modules ] || ! type -P apt-get >/dev/null; } || fetch_kernel
     [ -s .guest/linux/busybox ] || fetch_busybox
     shopt -s nullglob
-    initrd_parts=(guest/init guest/workload.rs scripts/guests.sh .guest/linux/modules/*.ko)
+    initrd_parts=(guest/init guest/workload.rs guest/compile.rs scripts/guests.sh .guest/linux/modules/*.ko)
     fresh .guest/linux/initrd.img "${initrd_parts[@]}" || build_initrd
     fresh .guest/kvm.elf guest/kvm.c guest/kvm.ld scripts/guests.sh || build_kvm_guest
 }

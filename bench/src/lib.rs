@@ -1,7 +1,7 @@
 //! The tables of the README, measured here, beside stock QEMU.
 //!
 //! - [`Bench`]: the arguments of `transship bench`
-//! - `zero_pages`, `codecs`, `threads`, `files`, `qemu_wire`: the tables of these names
+//! - `zero_pages`, `codecs`, `threads`, `files`, `qemu_wire`, `free_pages`: the tables of these names
 //! - `content`, `corpus`, `pair`, `stock` and `ours`: guests, and the two sides
 //! - `machine`, `processes`: what the machine can do, and what processes used of it
 //! - `results`, `aims`, `table`, `plot`: from single runs to text, JSON and a picture
@@ -15,6 +15,7 @@ mod codecs;
 mod content;
 mod corpus;
 mod files;
+mod free_pages;
 mod interrupt;
 mod machine;
 mod ours;
@@ -33,6 +34,7 @@ mod zero_pages;
 pub use codecs::{Codecs, Method};
 pub use content::Content;
 pub use files::Snapshots;
+pub use free_pages::FreePages;
 pub use output::Files;
 pub use qemu_wire::QemuWire;
 pub use threads::Threads;
@@ -59,6 +61,8 @@ pub enum Table {
     Files(Snapshots),
     /// Moves between transship and stock QEMU, both ways, by QEMU's own protocol
     QemuWire(QemuWire),
+    /// Moves of a Linux guest whose free memory is full of old data, without hints, with them, and with reporting
+    FreePages(FreePages),
 }
 
 impl Bench {
@@ -73,6 +77,7 @@ impl Bench {
             Table::Threads(table) => threads::run(table),
             Table::Files(table) => files::run(table),
             Table::QemuWire(table) => qemu_wire::run(table),
+            Table::FreePages(table) => free_pages::run(table),
         }
     }
 }

@@ -238,3 +238,41 @@ fn the_same_memory_goes_between_transship_and_qemu_in_every_direction() {
     let picture = std::fs::read_to_string(&svg).unwrap();
     assert!(roxmltree::Document::parse(&picture).is_ok(), "{picture}");
 }
+
+/// A Linux guest by each way and side, idle and compiling, there and back.
+#[test]
+#[ignore = "minutes of an emulated guest: make test-long"]
+fn a_guest_with_old_data_goes_there_and_back_in_every_way() {
+    let Some(peer) = transship_tests::other_qemu("11.1").unwrap() else { return };
+    let folder = tempfile::tempdir().unwrap();
+    let (json, svg) = (folder.path().join("table.json"), folder.path().join("table.svg"));
+    let arguments = ["bench", "free-pages", "--mem", "512M", "--times", "1", "--channels", "2", "--peer", &peer];
+    let bench =
+        Transship::command(arguments).args(["--json".as_ref(), json.as_os_str(), "--svg".as_ref(), svg.as_os_str()]);
+    let finished = bench.start().unwrap().wait_for(Duration::from_secs(1800)).unwrap().expect_code(0).unwrap();
+    for line in ["512 MiB  idle   hints        transship", "512 MiB  busy   reporting    QEMU", "Aims"] {
+        assert!(finished.stdout.contains(line), "{line:?} is not in\n{}", finished.stdout);
+    }
+    let report: Value = serde_json::from_str(&std::fs::read_to_string(&json).unwrap()).unwrap();
+    let series = report["results"]["series"].as_array().unwrap();
+    assert_eq!(series.len(), 12);
+    let memory = f64::from(512 << 20);
+    for series in series {
+        let runs = series["runs"].as_array().unwrap();
+        assert_eq!(runs.len(), 2, "{series}");
+        for run in runs {
+            let (allocated, wire) = (run["allocated_bytes"].as_f64().unwrap(), run["wire_bytes"].as_f64().unwrap());
+            // Free memory was full of old data, unless the guest has given it back.
+            assert_eq!(allocated < memory / 2.0, series["way"] == "reporting", "{run}");
+            assert!(wire > memory / 2.0 || series["way"] != "without", "{run}");
+            if series["load"] == "busy" {
+                assert!(run["work_during"]["units"].as_u64().unwrap() > 0, "{run}");
+            }
+        }
+        if series["way"] == "reporting" || (series["way"] == "hints" && series["by"] == "transship") {
+            assert!(series["wire_bytes"].as_f64().unwrap() < memory / 2.0, "{series}");
+        }
+    }
+    let picture = std::fs::read_to_string(&svg).unwrap();
+    assert!(roxmltree::Document::parse(&picture).is_ok(), "{picture}");
+}

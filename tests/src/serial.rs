@@ -1,6 +1,6 @@
 //! The serial port of a guest that runs one of the programs in guest/.
 use crate::lines::{Lines, Mark};
-use crate::workload::{Count, Sweep, read_ready};
+use crate::workload::{Count, Sweep, read_old_data, read_ready, read_rest, read_units};
 use crate::{Result, failed};
 use std::io::Write;
 use std::os::unix::net::UnixStream;
@@ -62,5 +62,42 @@ impl Serial {
         let (_, mark) = self.lines.wait(mark, "a sweep", Sweep::read)?;
         self.type_line("check")?;
         Ok(self.lines.wait(mark, "a second sweep", Sweep::read)?.0)
+    }
+
+    /// Has the Linux guest write nearly all its free memory and give it back, and gives the number of MiB.
+    ///
+    /// # Errors
+    /// It does not in time: it stands still or is gone, or its image is an old one.
+    pub fn leave_old_data(&self) -> Result<u64> {
+        let mark = self.lines.mark();
+        self.type_line("old")?;
+        Ok(self.lines.wait(mark, "old data", read_old_data)?.0)
+    }
+
+    /// Has the Linux guest compile, from now on, and gives the first count that it reports.
+    ///
+    /// # Errors
+    /// It does not in time: it stands still or is gone.
+    pub fn compile(&self) -> Result<u64> {
+        self.type_line("compile")?;
+        self.next_units()
+    }
+
+    /// The next count of compiled functions that the guest reports.
+    ///
+    /// # Errors
+    /// It does not in time: it does not compile, stands still or is gone.
+    pub fn next_units(&self) -> Result<u64> {
+        Ok(self.lines.wait(self.lines.mark(), "a count of compiled functions", read_units)?.0)
+    }
+
+    /// Ends it, and waits until nothing is compiled any more.
+    ///
+    /// # Errors
+    /// It does not in time: it stands still or is gone.
+    pub fn rest(&self) -> Result<()> {
+        let mark = self.lines.mark();
+        self.type_line("rest")?;
+        self.lines.wait(mark, "rest", read_rest).map(drop)
     }
 }

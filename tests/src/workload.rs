@@ -71,6 +71,21 @@ pub fn read_ready(line: &str) -> Option<u64> {
     line.contains("workload: ready").then(|| field(line, "pages"))?
 }
 
+/// The MiB in `workload: old mib=N`: so much free memory was written and given back.
+pub fn read_old_data(line: &str) -> Option<u64> {
+    line.contains("workload: old").then(|| field(line, "mib"))?
+}
+
+/// The number in `workload: units=N`: functions compiled since the start.
+pub fn read_units(line: &str) -> Option<u64> {
+    field(line, "units")
+}
+
+/// Is it `workload: at rest`? Then nothing is compiled any more.
+pub fn read_rest(line: &str) -> Option<()> {
+    line.contains("workload: at rest").then_some(())
+}
+
 /// The number behind ` name=` in a line of the workload. The kernel's own output may stand before the line.
 fn field(line: &str, name: &str) -> Option<u64> {
     let (_, fields) = line.split_once("workload: ")?;
@@ -92,11 +107,16 @@ mod tests {
         assert_eq!(Count::read(sweep), None);
         assert_eq!(read_ready("workload: ready pages=7"), Some(7));
         assert_eq!(read_ready(sweep), None);
+        assert_eq!(read_old_data("workload: old mib=1700"), Some(1700));
+        assert_eq!(read_units("workload: units=31"), Some(31));
+        assert_eq!((read_old_data(sweep), read_units(sweep), read_rest(sweep)), (None, None, None));
+        assert_eq!(read_rest("workload: at rest"), Some(()));
     }
 
     #[test]
     fn a_line_cut_short_is_no_line() {
         assert_eq!(Count::read("workload: count=12 checked=34 err"), None);
         assert_eq!(Sweep::read("workload: sweep=3 pages=6"), None);
+        assert_eq!(read_units("ts=31"), None);
     }
 }

@@ -19,8 +19,9 @@ use std::{
 use serde_json::json;
 use transship_tests::{Count, Qemu, Scratch, Workload, image, lines::Mark};
 
+pub(crate) use self::cases::By;
 use self::{
-    cases::{By, Case, Guest, Layout},
+    cases::{Case, Guest, Layout},
     guests::Source,
     results::{RestoreRun, Results, SaveRun, Series, millis},
     stock::Until,

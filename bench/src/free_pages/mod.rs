@@ -1,0 +1,196 @@
+//! `transship bench free-pages`: a Linux guest whose free memory is full of old data, moved to and fro by transship and by stock QEMU.
+mod aims;
+mod cases;
+mod guests;
+mod ours;
+mod picture;
+mod results;
+mod stock;
+mod tables;
+
+use transship_tests::{Scratch, image};
+
+use self::{
+    cases::{Case, Load, Way},
+    guests::{Home, Recipe},
+    results::{Results, Run, Series},
+};
+use crate::{
+    at_hand,
+    files::By,
+    interrupt,
+    machine::{self, Machine},
+    output::{Files, say},
+    stock as qemus, units,
+};
+
+const LONG_ABOUT: &str = "\
+Moves a Linux guest to and fro whose free memory is full of old data: a program in it has written nearly all of it and given it back, \
+anew before each move. It is idle, or it compiles; the load is the same whatever the size of its memory. Of its free memory \
+the guest says nothing, names it when it is asked (hints), or gives it back by and by (reporting). All that is moved by transship and by \
+stock QEMU's own migration with the same feature of its own balloon.
+
+Hints want QEMU 11.1 or newer: name it with --peer (scripts/qemu-versions.sh of the project's sources makes one). The guest is the one \
+that scripts/setup.sh makes there.
+
+It takes twice the largest --mem and 1.5 GiB of memory, and hours: above all, a guest that reports takes half a minute to do so before each \
+move. Run it on a machine that does nothing else.";
+
+/// How long the guest may stand still.
+const DOWNTIME_MS: u64 = 300;
+
+/// Moves of a guest whose free memory is full of old data.
+#[derive(Debug, Clone, clap::Args)]
+#[command(long_about = LONG_ABOUT)]
+pub struct FreePages {
+    /// Sizes of the guest's memory
+    #[arg(long, value_name = "SIZE,...", default_value = "2G,4G,8G", value_delimiter = ',', value_parser = units::memory)]
+    pub mem: Vec<u64>,
+    /// What the guest does: idle, busy
+    #[arg(
+        long,
+        value_enum,
+        value_name = "LOAD,...",
+        default_value = "idle,busy",
+        value_delimiter = ',',
+        hide_possible_values = true
+    )]
+    pub loads: Vec<Load>,
+    /// What it says of its free memory: without, hints, reporting
+    #[arg(
+        long,
+        value_enum,
+        value_name = "WAY,...",
+        default_value = "without,hints,reporting",
+        value_delimiter = ',',
+        hide_possible_values = true
+    )]
+    pub ways: Vec<Way>,
+    /// How often it goes there and back in each case
+    #[arg(long, value_name = "N", default_value_t = 10, value_parser = clap::value_parser!(u32).range(1..=1000))]
+    pub times: u32,
+    /// Channels
+    #[arg(long, value_name = "N", default_value_t = 4, value_parser = clap::value_parser!(u8).range(1..))]
+    pub channels: u8,
+    /// The QEMU to use and to compare with
+    #[arg(long, value_name = "PROGRAM", default_value = "qemu-system-x86_64")]
+    pub peer: String,
+    /// Where results go.
+    #[command(flatten)]
+    pub files: Files,
+}
+
+/// Measures, prints and writes.
+pub(crate) fn run(table: &FreePages) -> Result<(), String> {
+    table.files.check()?;
+    for name in ["linux/vmlinuz", "linux/initrd.img"] {
+        image(name).map_err(|missing| format!("there is no guest to move: {missing}"))?;
+    }
+    let base = Scratch::base();
+    machine::check_room(table.mem.iter().copied().max().unwrap_or(0), &base, false)?;
+    interrupt::clean_up_in(vec![base])?;
+    let mut results = Results {
+        machine: Machine::here(),
+        qemu: String::new(),
+        channels: table.channels,
+        times: table.times,
+        series: Vec::new(),
+    };
+    let measured = measure(table, &mut results);
+    // What was measured before a failure took its time, too.
+    results.series.retain(|series| !series.runs.is_empty());
+    if !results.series.is_empty() {
+        table.files.publish(results.table(), &results, &results.aims(), || results.svg())?;
+    }
+    measured
+}
+
+fn measure(table: &FreePages, results: &mut Results) -> Result<(), String> {
+    let mut ways = table.ways.clone();
+    if ways.contains(&Way::Hints) && !guests::has_hint_device(&table.peer)? {
+        let peer = &table.peer;
+        let why = format!("{peer} has no vhost-user-test-device-pci; name QEMU 11.1 or newer with --peer");
+        ways.retain(|way| *way != Way::Hints);
+        if ways.is_empty() {
+            return Err(format!("hints can't be measured: {why}"));
+        }
+        say(&format!("hints are left out: {why}"));
+    }
+    for &guest_bytes in &table.mem {
+        for &way in &ways {
+            for sides in way.turns() {
+                chain(table, guest_bytes, way, &sides, results)?;
+            }
+        }
+    }
+    Ok(())
+}
+
+/// One guest that goes to and fro, idle and then busy, moved by each of these in turns.
+fn chain(table: &FreePages, guest_bytes: u64, way: Way, sides: &[By], results: &mut Results) -> Result<(), String> {
+    let recipe = Recipe { peer: &table.peer, guest_bytes, way, by: sides[0] };
+    let case = |load, by| Case { guest_bytes, load, way, by };
+    let mut home = recipe.start().map_err(|error| format!("{}: {error}", case(table.loads[0], sides[0]).title()))?;
+    if results.qemu.is_empty() {
+        results.qemu = qemus::version(&home.qemu)?;
+    }
+    for &load in &table.loads {
+        let first = results.series.len();
+        results.series.extend(sides.iter().map(|&by| Series::new(case(load, by))));
+        for time in 1..=table.times {
+            for series in &mut results.series[first..] {
+                for direction in ["there", "back"] {
+                    let title = format!("{}, time {time} of {}, {direction}", series.case.title(), table.times);
+                    let (next, run) = leg(&recipe, &home, series.case, table.channels)
+                        .map_err(|error| format!("{title}: {error}"))?;
+                    // Its memory is needed for the next one.
+                    home = next;
+                    let (ms, wire) = (units::short(run.ms), units::bytes(run.wire_bytes));
+                    say(&format!("{title}: {ms} ms, {wire}"));
+                    series.runs.push(run);
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
+/// One move, and where the guest is then.
+fn leg(recipe: &Recipe<'_>, home: &Home, case: Case, channels: u8) -> Result<(Home, Run), String> {
+    let next = recipe.waiting()?;
+    let work_before = home.prepare(case.load, case.way)?;
+    let allocated_bytes = home.allocated()?;
+    at_hand::have(allocated_bytes)?;
+    let begin = work_before.is_some().then(|| home.done()).transpose()?;
+    let run = match case.by {
+        By::Transship => ours::run(home, &next, channels),
+        By::Qemu => stock::run(home, &next, channels),
+    }?;
+    let work_during = begin.map(|begin| Ok::<_, String>(begin.until(next.done()?))).transpose()?;
+    next.arrived()?;
+    Ok((next, Run { allocated_bytes, work_before, work_during, ..run }))
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use clap::Parser;
+
+    #[derive(Debug, Parser)]
+    struct Cli {
+        #[command(flatten)]
+        table: FreePages,
+    }
+
+    #[test]
+    fn the_defaults_are_those_of_the_documentation() {
+        let table = Cli::try_parse_from(["bench"]).unwrap().table;
+        assert_eq!(table.mem, [2 << 30, 4 << 30, 8 << 30]);
+        assert_eq!((table.loads, table.times, table.channels), (vec![Load::Idle, Load::Busy], 10, 4));
+        assert_eq!(table.ways, [Way::Without, Way::Hints, Way::Reporting]);
+        let table = Cli::try_parse_from(["bench", "--mem", "1G", "--ways", "hints", "--loads", "busy"]).unwrap().table;
+        assert_eq!((table.mem, table.ways, table.loads), (vec![1 << 30], vec![Way::Hints], vec![Load::Busy]));
+        assert!(Cli::try_parse_from(["bench", "--times", "0"]).is_err());
+    }
+}
