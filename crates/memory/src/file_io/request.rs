@@ -157,7 +157,7 @@ impl Request {
     fn arrived(&self, memory: &GuestMemory) -> Next {
         let Body::Pages { region, pages, through: Some(buffer) } = &self.body else { return Next::Done };
         let of = memory.get(*region).expect("a region that was checked");
-        match of.try_write_file(*pages, &buffer.bytes()[..bytes_of(pages)]) {
+        match of.write_file_in_turn(*pages, &buffer.bytes()[..bytes_of(pages)]) {
             Ok(()) => Next::Done,
             Err(why) => {
                 let what = format!(
