@@ -4,12 +4,14 @@
 //! one attempt reports every mistake, before anything touches a VM.
 mod convert;
 mod receive;
+mod relay;
 mod restore;
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
 
 pub(crate) use convert::ConvertArgs;
 pub(crate) use receive::{ReceiveArgs, Sender};
+pub(crate) use relay::RelayArgs;
 pub(crate) use restore::{InfoArgs, RestoreArgs};
 
 const ABOUT: &str = "Moves the memory of running virtual machines, from outside the VMM";
@@ -116,6 +118,8 @@ pub(crate) enum Command {
     Move(MoveArgs),
     /// Receive a guest that is moved here
     Receive(ReceiveArgs),
+    /// Stand between two stock QEMUs and a thin link, one at each of its ends
+    Relay(RelayArgs),
     /// Save a guest to a file
     Save(SaveArgs),
     /// Restore a guest from a snapshot file

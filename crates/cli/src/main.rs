@@ -39,7 +39,7 @@ fn main() -> ExitCode {
 /// Runs the command. A bug that panics halfway through a move still ends with an exit code that is true.
 fn run(cli: &Cli) -> Result<(), Failure> {
     panic::catch_unwind(|| dispatch(cli)).unwrap_or_else(|_| match &cli.command {
-        Command::Move(_) | Command::Receive(_) => Err(Failure::NeedsPerson(
+        Command::Move(_) | Command::Receive(_) | Command::Relay(_) => Err(Failure::NeedsPerson(
             "a bug ended this process in the middle of a move; look at both VMs, at most one of them may run".into(),
         )),
         Command::Save(_) => {
@@ -56,6 +56,7 @@ fn dispatch(cli: &Cli) -> Result<(), Failure> {
     match &cli.command {
         Command::Move(args) => commands::moving::run(args),
         Command::Receive(args) => commands::receive::run(args),
+        Command::Relay(args) => commands::relay::run(args),
         Command::Save(args) => commands::save::run(args),
         Command::Restore(args) => commands::restore::run(args),
         Command::Info(args) => commands::info::run(args),

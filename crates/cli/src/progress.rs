@@ -76,6 +76,7 @@ struct Sample {
     left: u64,
     total: u64,
     wire: u64,
+    relayed: u64,
     dirty_pages_per_s: u64,
     encoding: Encoding,
     cpu: CpuSeconds,
@@ -159,6 +160,7 @@ impl Sample {
             left: progress.round_left.load(Ordering::Relaxed),
             total: progress.round_total.load(Ordering::Relaxed),
             wire: progress.wire_bytes.load(Ordering::Relaxed),
+            relayed: progress.relayed_bytes.load(Ordering::Relaxed),
             dirty_pages_per_s: progress.dirty_rate.load(Ordering::Relaxed),
             encoding: Encoding::of(&progress.encoding),
             cpu: CpuSeconds::of(&progress.cpu),
@@ -196,6 +198,9 @@ impl Sample {
                 let eta = speed.eta(self.left).map(|eta| format!(", eta {}", Time(eta))).unwrap_or_default();
                 let what = if self.phase == Phase::Reading { "reading" } else { "the guest runs" };
                 format!("{what}: {} left, {wire}{eta}", Bytes(self.left))
+            }
+            Phase::Relaying => {
+                format!("relayed {}, {} on the link, {wire}{work}", Bytes(self.relayed), Bytes(self.wire))
             }
             Phase::Loading => "the memory is there; its devices are loaded".into(),
             Phase::Done => format!("done, {} in all", Bytes(self.wire)),

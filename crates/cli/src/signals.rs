@@ -67,6 +67,8 @@ pub(crate) enum Side {
     Restore,
     /// A file from a file.
     Conversion,
+    /// Between two QEMUs.
+    Relay,
 }
 
 /// Makes a file that is longer than this process may make one (`ulimit -f`) an error instead of our end.
@@ -89,6 +91,10 @@ fn answer(phase: Phase, before: usize, side: Side) -> &'static str {
         }
         (Phase::Done, Side::Conversion) => "too late to cancel: the file is complete",
         (Phase::HandedOver | Phase::Done, Side::Restore) => "too late to cancel: the guest is being let run",
+        (Phase::HandedOver | Phase::Done, Side::Relay) => {
+            "too late to cancel: the guest is being handed over to the destination"
+        }
+        (_, Side::Relay) => "cancelling; the guest runs on at the source",
         (_, Side::Conversion) => "cancelling; nothing changes",
         _ if before > 0 => "already cancelling; wait for it, so that nothing is left behind in the VMM",
         (_, Side::Source) => "cancelling; the guest runs on here",

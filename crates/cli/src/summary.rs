@@ -1,6 +1,7 @@
 //! The result of a move: one JSON object, or a short table for people.
 mod common;
 mod convert;
+mod relay;
 mod restore;
 mod save;
 
@@ -15,6 +16,7 @@ use crate::{
 };
 
 pub(crate) use convert::{converted, received};
+pub(crate) use relay::relayed;
 pub(crate) use restore::restored;
 pub(crate) use save::saved;
 

@@ -28,8 +28,12 @@ pub use destination::receive_guest;
 pub use error::{Error, Outcome};
 pub use options::{Compress, MoveOptions, Setting, WhenBusy, ZeroPages};
 pub use progress::{CpuProgress, CpuTime, EncodingProgress, Phase, Progress};
-pub use qemu_peer::{FileSink, QemuSendOptions, Sink, receive_from_qemu, send_to_qemu};
-pub use report::{ByteCounts, CpuSeconds, FileReport, LazyReport, PageCounts, Report, RoundReport, Status};
+pub use qemu_peer::{
+    FileSink, QemuSendOptions, RelayOptions, Sink, receive_from_qemu, relay_from_qemu, relay_to_qemu, send_to_qemu,
+};
+pub use report::{
+    ByteCounts, CpuSeconds, FileReport, LazyReport, MethodBytes, PageCounts, RelayReport, Report, RoundReport, Status,
+};
 pub use snapshot::{
     BlockInfo, DirectIo, Ending, FileIo, FilePlace, FileUri, Format, RestoreOptions, SaveOptions, SectionInfo,
     SnapshotInfo, StandIn, TakeOver, Then, Way, convert, inspect, restore_guest, save_guest,

@@ -24,6 +24,8 @@ pub enum Phase {
     Loading,
     /// The guest runs, and its pages come when it touches them.
     Filling,
+    /// What a QEMU says is carried to another one.
+    Relaying,
     /// It runs at the destination, or the file is complete.
     Done,
 }
@@ -39,6 +41,8 @@ pub struct Progress {
     pub round_total: AtomicU64,
     /// Bytes sent or received so far.
     pub wire_bytes: AtomicU64,
+    /// Bytes of QEMU's, taken or given, that went through a relay so far.
+    pub relayed_bytes: AtomicU64,
     /// Pages sent or received with content so far.
     pub normal_pages: AtomicU64,
     /// Pages found to be zero so far.
@@ -126,6 +130,10 @@ impl Progress {
     /// Asks the engine to stop as soon as it can; the source guest runs on. Without effect past the point of no return.
     pub fn cancel(&self) {
         self.cancelled.store(true, Ordering::Relaxed);
+    }
+    /// Whether somebody called `cancel` since the last call of this.
+    pub(crate) fn take_cancel(&self) -> bool {
+        self.cancelled.swap(false, Ordering::Relaxed)
     }
     /// Whether somebody called `cancel`.
     pub fn is_cancelled(&self) -> bool {

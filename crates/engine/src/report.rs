@@ -121,6 +121,36 @@ pub struct LazyReport {
     pub filled_ms: f64,
 }
 
+/// What a relay has carried.
+#[derive(Debug, Clone, Default, Serialize)]
+pub struct RelayReport {
+    /// QEMU's connections.
+    pub connections: u64,
+    /// Bytes that came from the QEMU here, and that it was given.
+    pub from_qemu: u64,
+    /// See `from_qemu`.
+    pub to_qemu: u64,
+    /// Bytes that were put on the link, and taken from it.
+    pub link_out: u64,
+    /// See `link_out`.
+    pub link_in: u64,
+    /// Bytes of QEMU's by bytes on the link, both directions together; 0 if there were none.
+    pub ratio: f64,
+    /// What was put on the link, by method; those that were not used are left out.
+    pub methods: Vec<MethodBytes>,
+}
+
+/// What was put on a link by one method.
+#[derive(Debug, Clone, Default, Serialize)]
+pub struct MethodBytes {
+    /// Its name; `none`: as it is.
+    pub method: String,
+    /// Bytes of QEMU's.
+    pub bytes: u64,
+    /// What was made of them.
+    pub made: u64,
+}
+
 /// The whole of it. Both sides report; what only one side knows is zero on the other.
 #[derive(Debug, Clone, Default, Serialize)]
 pub struct Report {
@@ -153,6 +183,9 @@ pub struct Report {
     /// Of a lazy restore that brought all pages.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub lazy: Option<LazyReport>,
+    /// Of a relay.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub relay: Option<RelayReport>,
     /// None: not asked for.
     pub verified: Option<bool>,
     /// Why it ended early.

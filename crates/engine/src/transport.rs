@@ -118,6 +118,47 @@ impl Connection {
         }
     }
 
+    /// For a peer that may take nothing for as long as it likes. A write then returns after `look` at the latest, so that its caller can look around.
+    pub(crate) fn be_patient(&self, look: Duration) -> io::Result<()> {
+        match self {
+            Self::Tcp(stream) => {
+                sockopt::set_tcp_user_timeout(stream, 0)?;
+                stream.set_write_timeout(Some(look))
+            }
+            Self::Unix(stream) => stream.set_write_timeout(Some(look)),
+        }
+    }
+
+    /// Ends what is written; what was written before still arrives.
+    pub(crate) fn end_writing(&self) {
+        // A peer that is gone makes this fail.
+        let _ = match self {
+            Self::Tcp(stream) => stream.shutdown(Shutdown::Write),
+            Self::Unix(stream) => stream.shutdown(Shutdown::Write),
+        };
+    }
+
+    /// Wakes who reads from it; nothing more is read.
+    pub(crate) fn end_reading(&self) {
+        // A peer that is gone makes this fail.
+        let _ = match self {
+            Self::Tcp(stream) => stream.shutdown(Shutdown::Read),
+            Self::Unix(stream) => stream.shutdown(Shutdown::Read),
+        };
+    }
+
+    /// Makes it break when its last handle is dropped, whatever is on its way, and wakes who reads from it.
+    pub(crate) fn break_off(&self) {
+        // A peer that is gone makes these fail.
+        let _ = match self {
+            Self::Tcp(stream) => {
+                let _ = socket2::SockRef::from(stream).set_linger(Some(Duration::ZERO));
+                stream.shutdown(Shutdown::Read)
+            }
+            Self::Unix(stream) => stream.shutdown(Shutdown::Both),
+        };
+    }
+
     /// A second handle to the same socket.
     pub(crate) fn try_clone(&self) -> io::Result<Self> {
         Ok(match self {

@@ -224,7 +224,7 @@ fn read_flag(reader: &mut Reader<'_>, field: &'static str) -> Result<bool, Error
 }
 
 /// The text as it may travel: one line, at most [`MAX_REASON_BYTES`], cut between two characters.
-fn fitting(reason: &str) -> Cow<'_, str> {
+pub(crate) fn fitting(reason: &str) -> Cow<'_, str> {
     let mut end = reason.len().min(MAX_REASON_BYTES);
     while !reason.is_char_boundary(end) {
         end -= 1; // ends at 0 at the latest, which is a boundary

@@ -9,7 +9,15 @@ pub const MAX_CHANNELS: u16 = 255;
 /// Size of an encoded [`Preamble`] in bytes.
 pub const PREAMBLE_BYTES: usize = 32;
 
-const MAGIC: [u8; 4] = *b"TSHP";
+/// Which protocol a connection is to speak.
+pub(crate) struct Protocol {
+    pub(crate) magic: [u8; 4],
+    pub(crate) version: u16,
+    /// What is wrong with another magic.
+    pub(crate) other: &'static str,
+}
+
+const MOVE: Protocol = Protocol { magic: *b"TSHP", version: VERSION, other: "the other side is not a transship" };
 const ROLE_CONTROL: u8 = 1;
 const ROLE_DATA: u8 = 2;
 
@@ -47,25 +55,38 @@ pub struct Preamble {
 impl Preamble {
     /// The bytes to send.
     pub fn encode(&self) -> [u8; PREAMBLE_BYTES] {
-        let (role, channel) = match self.role {
-            Role::Control => (ROLE_CONTROL, 0),
-            Role::Data(channel) => (ROLE_DATA, channel),
-        };
-        let mut header = Header::new();
-        header.put(MAGIC).put(VERSION.to_le_bytes()).put([role, channel]).put(self.session.0).put([0; 8]);
-        header.done()
+        self.encode_for(&MOVE)
     }
 
     /// # Errors
     /// Wrong magic, version, role, channel, or reserved bytes that are not zero.
     pub fn decode(bytes: &[u8; PREAMBLE_BYTES]) -> Result<Self, Error> {
+        Self::decode_for(bytes, &MOVE)
+    }
+
+    pub(crate) fn encode_for(&self, protocol: &Protocol) -> [u8; PREAMBLE_BYTES] {
+        let (role, channel) = match self.role {
+            Role::Control => (ROLE_CONTROL, 0),
+            Role::Data(channel) => (ROLE_DATA, channel),
+        };
+        let mut header = Header::new();
+        header
+            .put(protocol.magic)
+            .put(protocol.version.to_le_bytes())
+            .put([role, channel])
+            .put(self.session.0)
+            .put([0; 8]);
+        header.done()
+    }
+
+    pub(crate) fn decode_for(bytes: &[u8; PREAMBLE_BYTES], protocol: &Protocol) -> Result<Self, Error> {
         let mut reader = Reader::new(bytes, 0);
         let magic = reader.u32("preamble magic")?;
-        if magic != u32::from_le_bytes(MAGIC) {
-            return Err(reader.invalid("preamble magic", magic.into(), "the other side is not a transship"));
+        if magic != u32::from_le_bytes(protocol.magic) {
+            return Err(reader.invalid("preamble magic", magic.into(), protocol.other));
         }
         let version = reader.u16("preamble version")?;
-        if version != VERSION {
+        if version != protocol.version {
             return Err(reader.invalid("preamble version", version.into(), "use the same transship on both sides"));
         }
         let role = decode_role(&mut reader)?;

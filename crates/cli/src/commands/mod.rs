@@ -6,6 +6,7 @@ pub(crate) mod guest;
 pub(crate) mod info;
 pub(crate) mod moving;
 pub(crate) mod receive;
+pub(crate) mod relay;
 pub(crate) mod restore;
 pub(crate) mod save;
 pub(crate) mod shell;

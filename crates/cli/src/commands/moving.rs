@@ -57,7 +57,7 @@ fn say_who_makes_qatzip() {
 }
 
 /// The codecs know nothing of `auto`, which is none of them.
-fn compression(text: &str) -> Result<Compress, String> {
+pub(super) fn compression(text: &str) -> Result<Compress, String> {
     text.parse().map_err(|why| match why {
         SettingError::Method { .. } => format!("{why}, or auto"),
         other => other.to_string(),

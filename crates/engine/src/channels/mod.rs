@@ -4,10 +4,10 @@
 //! - here: all channels of a session, and how a round's work is spread over them
 //! - `thread`: one of them; `feed`: what the main thread hands over
 //! - `encoding`, `meters`, `auto`: the encoders
-mod auto;
+pub(crate) mod auto;
 mod encoding;
 mod feed;
-mod meters;
+pub(crate) mod meters;
 mod shared;
 mod thread;
 

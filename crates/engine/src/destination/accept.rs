@@ -73,6 +73,13 @@ pub(super) fn channels(
 }
 
 fn greet(mut connection: Connection, peer: &str) -> Result<(Connection, Preamble), Error> {
+    let bytes = first_bytes(&mut connection, peer)?;
+    let preamble = Preamble::decode(&bytes).map_err(|source| Error::Wire { peer: peer.to_owned(), source })?;
+    Ok((connection, preamble))
+}
+
+/// The preamble of somebody who connects, who has a bounded time for it.
+pub(crate) fn first_bytes(connection: &mut Connection, peer: &str) -> Result<[u8; PREAMBLE_BYTES], Error> {
     let failed = |source| Error::Io { what: format!("read the preamble of {peer}"), source };
     let mut bytes = [0; PREAMBLE_BYTES];
     let deadline = Instant::now() + GREETING_TIMEOUT;
@@ -90,6 +97,5 @@ fn greet(mut connection: Connection, peer: &str) -> Result<(Connection, Preamble
         }
     }
     connection.set_read_timeout(None).map_err(failed)?;
-    let preamble = Preamble::decode(&bytes).map_err(|source| Error::Wire { peer: peer.to_owned(), source })?;
-    Ok((connection, preamble))
+    Ok(bytes)
 }

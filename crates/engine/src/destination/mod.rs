@@ -1,5 +1,5 @@
 //! The destination of a move: its life, from the first connection to the running guest.
-mod accept;
+pub(crate) mod accept;
 mod channel;
 mod decoding;
 mod place;

@@ -71,7 +71,7 @@ fn connect(to: &Uri, session: Session, role: Role) -> Result<Connection, Error> 
     Ok(connection)
 }
 
-fn random() -> Result<[u8; 16], Error> {
+pub(crate) fn random() -> Result<[u8; 16], Error> {
     use std::io::Read;
     let mut bytes = [0; 16];
     std::fs::File::open("/dev/urandom")

@@ -1,5 +1,5 @@
 //! The source of a move: its life, from the connection to the hand-over.
-mod channels;
+pub(crate) mod channels;
 mod sender;
 mod session;
 mod switchover;

@@ -13,6 +13,23 @@ const ASKED_MS: u64 = 50;
 /// What ends the sections.
 const EOF: u8 = 0;
 const FOOTER_BYTES: usize = 5;
+/// In front of the description: its type and its length.
+const TRAILER_HEADER_BYTES: usize = 5;
+
+/// Where the byte is that ends the sections, with which a QEMU runs the guest, if these are all the bytes behind the memory, or all but their
+/// description.
+pub(in crate::qemu_peer) fn place(tail: &[u8]) -> Option<usize> {
+    if ends(tail) {
+        return Some(tail.len() - 1);
+    }
+    let described = Tail::parse(tail, 0).ok().filter(|parsed| tail.ends_with(b"}") && parsed.end == tail.len())?;
+    described.vmdesc.map(|json| json.start - TRAILER_HEADER_BYTES - 1)
+}
+
+/// Whether a source asks behind its last section whether everything is loaded.
+pub(in crate::qemu_peer) fn asks(tail: &[u8]) -> bool {
+    question(tail).is_some()
+}
 
 /// Whether these are all the bytes behind the memory, description included.
 pub(super) fn is_described(tail: &[u8]) -> bool {
@@ -83,6 +100,14 @@ mod tests {
                 let part = &whole[..cut];
                 assert!(!is_described(part) && (silence(part) == 0 || part == ended), "{cut}");
             }
+        }
+        assert_eq!(
+            (place(&ended), place(&asked), asks(&asked), asks(&full)),
+            (Some(ended.len() - 1), None, true, false)
+        );
+        assert_eq!(place(&full), Some(ended.len() - 1), "the same byte, described or not");
+        for cut in 0..full.len() {
+            assert_eq!(place(&full[..cut]).is_some(), cut == ended.len(), "{cut}");
         }
         let mut tail = asked;
         assert_eq!((take_question(&mut tail), &tail), (Some(7), &ended));

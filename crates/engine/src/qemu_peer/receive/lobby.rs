@@ -29,10 +29,10 @@ const GREETING_TIMEOUT: Duration = Duration::from_secs(5);
 const MOST_WAITING: usize = 300;
 
 /// A connection and the address of who made it.
-pub(super) type Line = (Connection, String);
+pub(in crate::qemu_peer) type Line = (Connection, String);
 
 /// Everybody who has come and has no place yet.
-pub(super) struct Lobby<'a> {
+pub(in crate::qemu_peer) struct Lobby<'a> {
     listener: &'a Listener,
     progress: &'a Progress,
     waiting: Vec<Waiting>,
@@ -55,7 +55,7 @@ enum Knock {
 }
 
 impl<'a> Lobby<'a> {
-    pub(super) fn new(listener: &'a Listener, progress: &'a Progress) -> Self {
+    pub(in crate::qemu_peer) fn new(listener: &'a Listener, progress: &'a Progress) -> Self {
         let (waiting, mains, channels) = (Vec::new(), Vec::new(), BTreeMap::new());
         Self { listener, progress, waiting, mains, channels, uuid: None }
     }
@@ -63,11 +63,28 @@ impl<'a> Lobby<'a> {
     /// Waits, for as long as it takes, for a source to begin its stream.
     pub(super) fn main(&mut self) -> Result<Line, Error> {
         loop {
-            if let Some(main) = self.mains.pop() {
+            if let Some(main) = self.main_within(TICK)? {
                 return Ok(main);
             }
-            self.look(TICK)?;
         }
+    }
+
+    /// A main connection that has said its first bytes, if one does so within the time.
+    pub(in crate::qemu_peer) fn main_within(&mut self, time: Duration) -> Result<Option<Line>, Error> {
+        if self.mains.is_empty() {
+            self.look(time)?;
+        }
+        Ok(self.mains.pop())
+    }
+
+    /// The channels that have come so far, or do within the time, with what they have said.
+    pub(in crate::qemu_peer) fn channels_within(&mut self, time: Duration) -> Result<Vec<(Greeting, Line)>, Error> {
+        self.look(time)?;
+        let uuid = self.uuid.unwrap_or_default();
+        Ok(std::mem::take(&mut self.channels)
+            .into_iter()
+            .map(|(channel, line)| (Greeting { uuid, channel }, line))
+            .collect())
     }
 
     /// The channels, by their numbers. The source has said on the main connection that all of them are there. `count`: how many there have to
@@ -162,7 +179,7 @@ impl<'a> Lobby<'a> {
 }
 
 /// Whether the other side has closed it, and all was read that came before. One that has more to say counts as open.
-pub(super) fn is_closed(connection: &Connection) -> bool {
+pub(in crate::qemu_peer) fn is_closed(connection: &Connection) -> bool {
     match recv(connection.as_fd(), &mut [0; 1], RecvFlags::PEEK | RecvFlags::DONTWAIT) {
         Ok((there, _)) => there == 0,
         Err(Errno::AGAIN | Errno::INTR) => false,

@@ -8,10 +8,10 @@
 //! - `life`: from the first connection to the source's being told, made of these
 mod barrier;
 mod channel;
-mod end;
+pub(super) mod end;
 mod guest_store;
 mod life;
-mod lobby;
+pub(super) mod lobby;
 mod main_line;
 
 use transship_memory::GuestMemory;

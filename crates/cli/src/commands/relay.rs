@@ -1,0 +1,149 @@
+//! `transship relay`: one end of a link between two stock QEMUs.
+use std::sync::Arc;
+
+use transship_engine::{
+    Compress, Error, Listener, MoveOptions, Progress, RelayOptions, Report, Uri, relay_from_qemu, relay_to_qemu,
+};
+
+use crate::{
+    args::RelayArgs,
+    checks::Checks,
+    commands::moving::compression,
+    failure::Failure,
+    output,
+    progress::Display,
+    signals::{Side, Watcher},
+    summary, units,
+};
+
+/// What stands before the address of a link.
+const LINK: &str = "relay:";
+
+pub(crate) fn run(args: &RelayArgs) -> Result<(), Failure> {
+    let request = Request::check(args)?;
+    let progress = Progress::new();
+    let _signals = Watcher::cancelling(&progress, Side::Relay)?;
+    let mut report = Report::default();
+    let outcome = relay(&request, &progress, &mut report);
+    summary::relayed(outcome, report, args.json)
+}
+
+fn relay(request: &Request, progress: &Arc<Progress>, report: &mut Report) -> Result<(), Error> {
+    let listener = Listener::bind(&request.listen)?;
+    let link = if request.near.is_none() { LINK } else { "" };
+    // Scripts wait for this line; it has the port that the system chose.
+    output::say(&format!("listening at {link}{}", listener.uri()));
+    let _display =
+        Display::start(progress).map_err(|source| Error::Io { what: "can't start a thread".into(), source })?;
+    match &request.near {
+        Some(options) => relay_from_qemu(&listener, &request.to, options, progress, report),
+        None => relay_to_qemu(listener, &request.to, progress, report),
+    }
+}
+
+/// What was asked for, checked without touching anything.
+struct Request {
+    listen: Uri,
+    to: Uri,
+    /// Near the source; else near the destination.
+    near: Option<RelayOptions>,
+}
+
+impl Request {
+    fn check(args: &RelayArgs) -> Result<Self, Failure> {
+        let mut checks = Checks::default();
+        let (listen, to) = (args.listen.strip_prefix(LINK), args.to.strip_prefix(LINK));
+        let uri = |checks: &mut Checks, flag, text: &str| checks.read(flag, text, str::parse::<Uri>);
+        let listen_uri = uri(&mut checks, "--listen", listen.unwrap_or(&args.listen));
+        let to_uri = uri(&mut checks, "--to", to.unwrap_or(&args.to));
+        let near = match (listen, to) {
+            (None, Some(_)) => near(args, &mut checks).map(Some),
+            (Some(_), None) => {
+                only_near(args, &mut checks);
+                Some(None)
+            }
+            (both, _) => {
+                let how = if both.is_some() { "both are" } else { "neither is" };
+                let what =
+                    "near the source: --listen URI --to relay:URI; near the destination: --listen relay:URI --to URI";
+                checks
+                    .mistake(format!("--listen, --to: one of them is the link to the other relay, and {how}; {what}"));
+                None
+            }
+        };
+        let request = (|| Some(Self { listen: listen_uri?, to: to_uri?, near: near? }))();
+        checks.finish(request)
+    }
+}
+
+fn near(args: &RelayArgs, checks: &mut Checks) -> Option<RelayOptions> {
+    let defaults = MoveOptions::default();
+    let mut count = |flag, text: &Option<String>, default: u8| match text {
+        Some(text) => checks.within(flag, text, units::count, (1, 255), "1 to 255"),
+        None => Some(u64::from(default)),
+    };
+    let channels = count("--channels", &args.channels, defaults.channels);
+    let encoders = count("--encoders", &args.encoders, defaults.encoders);
+    let compress = match &args.compress {
+        Some(text) => checks.read("--compress", text, compression),
+        None => Some(Compress::Auto),
+    };
+    Some(RelayOptions {
+        channels: channels?.try_into().ok()?,
+        compress: compress?,
+        encoders: encoders?.try_into().ok()?,
+        without_return_path: args.without_return_path,
+    })
+}
+
+/// The relay near the destination does as the other one says.
+fn only_near(args: &RelayArgs, checks: &mut Checks) {
+    let given = [
+        ("--channels", args.channels.is_some()),
+        ("--compress", args.compress.is_some()),
+        ("--encoders", args.encoders.is_some()),
+        ("--without-return-path", args.without_return_path),
+    ];
+    for (flag, _) in given.into_iter().filter(|(_, given)| *given) {
+        checks.mistake(format!("{flag}: say it to the relay near the source; this one follows"));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{Cli, args::Command};
+    use clap::Parser;
+
+    fn check(words: &str) -> Result<Request, Vec<String>> {
+        let cli = Cli::try_parse_from(words.split(' ')).expect("it is a command line");
+        let Command::Relay(args) = cli.command else { panic!("{words}") };
+        match Request::check(&args) {
+            Ok(request) => Ok(request),
+            Err(Failure::Usage(mistakes)) => Err(mistakes),
+            Err(other) => panic!("{other:?}"),
+        }
+    }
+
+    #[test]
+    fn one_address_is_the_link() {
+        let near = check("transship relay --listen unix:/a --to relay:tcp:ship2:1 --channels 3").expect("it is right");
+        assert_eq!(near.to.to_string(), "tcp:ship2:1");
+        assert_eq!(near.near.map(|options| (options.channels, options.compress)), Some((3, Compress::Auto)));
+        let far = check("transship relay --listen relay:unix:/a --to unix:/b").expect("it is right");
+        assert!(far.near.is_none() && far.listen.to_string() == "unix:/a");
+    }
+
+    #[test]
+    fn a_wrong_pair_is_told_what_to_type() {
+        for (words, part) in [
+            ("--listen unix:/a --to unix:/b", "neither is; near the source: --listen URI --to relay:URI"),
+            ("--listen relay:unix:/a --to relay:unix:/b", "both are"),
+            ("--listen relay:unix:/a --to unix:/b --compress zstd", "--compress: say it to the relay near the source"),
+            ("--listen relay:udp:a --to unix:/b", "tcp:HOST:PORT"),
+        ] {
+            let mistakes = check(&format!("transship relay {words}")).err().expect("it is wrong");
+            assert!(mistakes.iter().any(|mistake| mistake.contains(part)), "{words}: {mistakes:?}");
+        }
+    }
+}

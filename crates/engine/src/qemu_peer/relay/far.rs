@@ -1,0 +1,149 @@
+//! The relay near the destination: what comes from the relay near the source is told to the QEMU that waits.
+use std::{
+    io::Write,
+    sync::{Arc, atomic::Ordering::SeqCst},
+    time::Instant,
+};
+
+use transship_wire::{
+    Refusal,
+    relay::{MAX_CONNECTIONS, Message, TheEnd},
+};
+
+use super::{
+    follow::Replies,
+    link,
+    near::{Ending, check, end, start},
+    outlet::Outlet,
+    session::{Failure, Session},
+    stream::{CLOSING, Sender, Stream, WINDOW, read_on, write_on},
+};
+use crate::{Error, Listener, Phase, Progress, Report, Uri, control::TICK, source::finish, transport::Connection};
+
+/// Relays one migration to the stock QEMU that waits at `to`, from the relay that connects to `listener`.
+///
+/// On success that QEMU has said that everything is loaded. On failure it can't run the guest, except that [`Error::Unknown`] means what it says.
+///
+/// # Errors
+/// See [`Error`].
+pub fn relay_to_qemu(listener: Listener, to: &Uri, progress: &Arc<Progress>, report: &mut Report) -> Result<(), Error> {
+    let mut begin = Instant::now();
+    let result = link::accept(&listener, progress).and_then(|link| {
+        drop(listener); // nobody else has any business here
+        begin = Instant::now(); // waiting for somebody to come is not part of the work
+        progress.set_phase(Phase::Relaying);
+        let (session, outlet, messages) = start(link, None, progress)?;
+        let served = serve(&session, &outlet, messages, to);
+        if let Err(error) = served {
+            session.fail(error, None);
+        }
+        let result = match session.is_broken() {
+            false => well(&session, to),
+            true => broken(&session, to),
+        };
+        // What the QEMU here was given with the end must arrive.
+        let ending = if session.end_given.load(SeqCst) { Ending::Closed } else { Ending::Broken };
+        end(&session, outlet, ending, report);
+        result
+    });
+    finish(result, begin, progress, report)
+}
+
+fn serve(session: &Arc<Session>, outlet: &Arc<Outlet>, messages: link::Messages, to: &Uri) -> Result<(), Error> {
+    let (opener, to) = (Arc::downgrade(outlet), to.clone());
+    session.spawn("control", move |session| {
+        messages.run(session, |message| match (message, opener.upgrade()) {
+            (Message::Open { connection, first }, Some(outlet)) => open(connection, &first, session, &outlet, &to),
+            (Message::Open { .. }, None) => Ok(()), // it is over
+            _ => Err(link::unexpected(session)),
+        })
+    })?;
+    while !(session.peer_is_done.load(SeqCst) && session.all_have_ended()) {
+        check(session)?;
+        let _ = session.news().recv_timeout(TICK);
+        if session.peer_is_done.load(SeqCst) && session.streams().is_empty() {
+            break; // it had nothing to relay
+        }
+        if session.end_given.load(SeqCst) && session.progress.phase() != Phase::HandedOver {
+            session.progress.set_phase(Phase::HandedOver);
+        }
+    }
+    // From here on it may close the link.
+    session.set_over();
+    session.control.send(&Message::Done)?;
+    session.let_it_close();
+    Ok(())
+}
+
+/// Opens a connection to the QEMU that waits. It is given the first bytes at once: a QEMU that accepts a connection does nothing else until it has heard
+/// something.
+fn open(number: u16, first: &[u8], session: &Arc<Session>, outlet: &Arc<Outlet>, to: &Uri) -> Result<(), Error> {
+    if usize::from(number) != session.streams().len() || number >= MAX_CONNECTIONS {
+        return Err(session.broke(format!("opened connection {number} out of turn")));
+    }
+    let mut connection = Connection::open(to)?;
+    connection.write_all(first).map_err(|source| Error::Io { what: format!("speak to {to}"), source })?;
+    session.count_first(first);
+    let stream = Stream::new(number, connection, to.to_string())?;
+    session.add(Arc::clone(&stream));
+    let sender = Sender::new(&stream, outlet, session);
+    let (is_main, broken_off) = (number == 0, Arc::clone(&stream));
+    session.spawn("from qemu", move |session| {
+        let mut replies = Replies::default();
+        read_on(sender, |bytes| {
+            if is_main {
+                replies.hear(bytes, session);
+            }
+        })
+    })?;
+    session.spawn("to qemu", move |session| write_on(&stream, session, |_| ()))?;
+    if session.is_broken() {
+        // Who ends the streams may have looked before this one was there.
+        broken_off.break_off();
+    }
+    session.control.send(&Message::Credit { connection: number, amount: WINDOW })
+}
+
+fn well(session: &Session, to: &Uri) -> Result<(), Error> {
+    let has_all = session.end_given.load(SeqCst);
+    // Who never answered has nobody to answer to.
+    if session.all_is_well.load(SeqCst) || has_all && !session.answered.load(SeqCst) {
+        return Ok(());
+    }
+    let what = match session.streams().is_empty() {
+        true => "was not spoken to: no source came",
+        false => "has not loaded the guest, or the source has given up; ask it why",
+    };
+    Err(Error::Protocol { peer: to.to_string(), what: what.into() })
+}
+
+/// Something broke: what that means depends on whether the QEMU here was given the end.
+fn broken(session: &Session, to: &Uri) -> Result<(), Error> {
+    session.wait_for_reason(false);
+    let Some(Failure { error, told }) = session.take_failure() else {
+        return Err(session.broke("has broken the link"));
+    };
+    let given = session.end_given.load(SeqCst);
+    let end = if given { TheEnd::Given } else { TheEnd::Withheld };
+    // The other one's own reason is no news to it.
+    let reason = if told.is_some() { String::new() } else { error.to_string() };
+    let _ = session.control.send(&Message::Abort { end, refusal: Refusal { reason } }); // the link may be gone
+    if !given {
+        return Err(error);
+    }
+    // It may be loading. Whatever it was given still arrives.
+    let streams = session.streams();
+    streams.iter().for_each(|stream| stream.end_writing());
+    if let Some(main) = streams.first() {
+        let mut replies = Replies::default();
+        main.listen(CLOSING, |bytes| replies.hear(bytes, session));
+    }
+    let here = match session.all_is_well.load(SeqCst) {
+        true => "The QEMU here has loaded all of the guest, which runs here (if it ran)",
+        false => "The QEMU here was given all of the guest: look whether it runs (`info status`)",
+    };
+    Err(Error::Unknown(format!(
+        "{error}, just when the guest was handed over to {to}. {here}. If so, end the QEMU at the source; else end this one, and let the guest run \
+         again there. What the relay near the source says helps"
+    )))
+}

@@ -1,0 +1,282 @@
+//! The connections between two relays.
+use std::{
+    io::{self, Read, Write},
+    sync::{Arc, Mutex},
+    time::{Duration, Instant},
+};
+
+use transship_wire::{
+    Preamble, Refusal, Role, Session as SessionId,
+    relay::{Greeting, MESSAGE_BYTES, Message, TheEnd},
+};
+
+use super::session::{Session, lock};
+use crate::{
+    Error, Listener, Progress, Uri, control::TICK, destination::accept::first_bytes, source::channels::random,
+    transport::Connection,
+};
+
+/// How long the other relay may take to answer a greeting, and to open its data connections.
+const GREETING_TIMEOUT: Duration = Duration::from_secs(30);
+
+/// The sending half of the control connection.
+pub(super) struct ControlLine(Mutex<Connection>, Connection);
+
+impl ControlLine {
+    pub(super) fn send(&self, message: &Message) -> Result<(), Error> {
+        let sent = lock(&self.0).write_all(&message.encode());
+        sent.map_err(|source| Error::Io { what: "tell the other relay something".into(), source })
+    }
+
+    pub(super) fn close(&self) {
+        self.1.shutdown();
+    }
+}
+
+/// A link that is ready.
+pub(super) struct Link {
+    pub(super) peer: String,
+    pub(super) control: ControlLine,
+    pub(super) messages: Messages,
+    pub(super) data: Vec<Connection>,
+}
+
+/// The receiving half of the control connection.
+pub(super) struct Messages {
+    connection: Connection,
+    peer: String,
+}
+
+impl Messages {
+    /// The next message. None: the connection has ended, or nothing came within its time.
+    fn next(&mut self) -> Result<Option<Message>, Error> {
+        let mut header = [0; MESSAGE_BYTES];
+        if !self.fill(&mut header)? {
+            return Ok(None);
+        }
+        let wire = |source| Error::Wire { peer: self.peer.clone(), source };
+        let mut text = vec![0; Message::payload_bytes(&header).map_err(wire)?]; // at most 4096
+        if !self.fill(&mut text)? {
+            return Ok(None);
+        }
+        Message::decode(&header, &text).map(Some).map_err(|source| Error::Wire { peer: self.peer.clone(), source })
+    }
+
+    fn fill(&mut self, bytes: &mut [u8]) -> Result<bool, Error> {
+        match self.connection.read_exact(bytes) {
+            Ok(()) => Ok(true),
+            Err(error) if matches!(error.kind(), io::ErrorKind::UnexpectedEof | io::ErrorKind::ConnectionReset) => {
+                Ok(false)
+            }
+            Err(source) => Err(Error::Io { what: format!("hear the relay at {}", self.peer), source }),
+        }
+    }
+
+    /// Obeys messages until the link ends.
+    pub(super) fn run(
+        mut self,
+        session: &Arc<Session>,
+        mut obey: impl FnMut(Message) -> Result<(), Error>,
+    ) -> Result<(), Error> {
+        let result = self.obey_all(session, &mut obey);
+        session.control_has_ended();
+        result
+    }
+
+    fn obey_all(
+        &mut self,
+        session: &Arc<Session>,
+        obey: &mut impl FnMut(Message) -> Result<(), Error>,
+    ) -> Result<(), Error> {
+        loop {
+            match self.next()? {
+                None if session.is_over() => return Ok(()),
+                None => return Err(session.lost_link()),
+                Some(Message::Credit { connection, amount }) => session.stream(connection)?.allow(amount, session)?,
+                Some(Message::Done) => {
+                    session.peer_is_done.store(true, std::sync::atomic::Ordering::SeqCst);
+                    session.tell();
+                }
+                Some(Message::Abort { end, refusal }) => {
+                    session.heard_abort(refusal.reason, end);
+                    return Ok(());
+                }
+                Some(other) => obey(other)?,
+            }
+        }
+    }
+}
+
+/// The error about a message that nothing here asks for.
+pub(super) fn unexpected(session: &Session) -> Error {
+    session.broke("sent a message that has no place here")
+}
+
+/// Opens a link to the relay near the destination.
+pub(super) fn connect(to: &Uri, channels: u8, progress: &Progress) -> Result<Link, Error> {
+    let id = SessionId(random()?);
+    let mut connection = greet(to, id, Role::Control)?;
+    let peer = to.to_string();
+    let failed = |source| Error::Io { what: format!("greet {to}"), source };
+    connection.write_all(&Message::Hello { channels }.encode()).map_err(failed)?;
+    let mut link = split(connection, peer)?;
+    await_welcome(&mut link.messages, to, progress)?;
+    for number in 0..channels {
+        link.data.push(greet(to, id, Role::Data(number))?);
+    }
+    Ok(link)
+}
+
+fn split(connection: Connection, peer: String) -> Result<Link, Error> {
+    let handle =
+        || connection.try_clone().map_err(|source| Error::Io { what: format!("set up the link with {peer}"), source });
+    let control = ControlLine(Mutex::new(handle()?), handle()?);
+    let messages = Messages { connection: handle()?, peer: peer.clone() };
+    Ok(Link { peer, control, messages, data: Vec::new() })
+}
+
+fn greet(to: &Uri, session: SessionId, role: Role) -> Result<Connection, Error> {
+    let mut connection = Connection::open(to)?;
+    let greeting = Greeting(Preamble { session, role }).encode();
+    connection.write_all(&greeting).map_err(|source| Error::Io { what: format!("greet {to}"), source })?;
+    Ok(connection)
+}
+
+/// Whoever is there may be no relay at all.
+fn await_welcome(messages: &mut Messages, to: &Uri, progress: &Progress) -> Result<(), Error> {
+    let deadline = Instant::now() + GREETING_TIMEOUT;
+    let timeout = |connection: &Connection, time| {
+        connection
+            .set_read_timeout(time)
+            .map_err(|source| Error::Io { what: format!("set up the link with {to}"), source })
+    };
+    let no_relay = || {
+        Error::Unfit(format!(
+            "what listens at {to} is no relay that waits for this one; start there: transship relay --listen relay:{to} --to URI, where URI is the \
+             waiting QEMU's"
+        ))
+    };
+    timeout(&messages.connection, Some(TICK))?;
+    let mut first = [0; 1];
+    loop {
+        match peek(&messages.connection, &mut first) {
+            Peek::There => break,
+            Peek::Gone => return Err(no_relay()),
+            Peek::Nothing if progress.is_cancelled() => return Err(Error::Cancelled),
+            Peek::Nothing if Instant::now() > deadline => return Err(no_relay()),
+            Peek::Nothing => {}
+        }
+    }
+    timeout(&messages.connection, Some(GREETING_TIMEOUT))?;
+    let answer = match messages.next() {
+        Ok(Some(Message::Welcome)) => Ok(()),
+        Ok(Some(Message::Abort { refusal, .. })) => Err(Error::Refused(refusal.reason)),
+        _ => Err(no_relay()),
+    };
+    timeout(&messages.connection, None)?;
+    answer
+}
+
+enum Peek {
+    There,
+    Nothing,
+    Gone,
+}
+
+/// Waits for a byte for as long as the connection's timeout says, and leaves it there.
+fn peek(connection: &Connection, byte: &mut [u8; 1]) -> Peek {
+    use rustix::{
+        io::Errno,
+        net::{RecvFlags, recv},
+    };
+    match recv(connection, byte, RecvFlags::PEEK) {
+        Ok((0, _)) => Peek::Gone,
+        Ok(_) => Peek::There,
+        Err(Errno::AGAIN | Errno::INTR) => Peek::Nothing,
+        Err(_) => Peek::Gone,
+    }
+}
+
+/// Waits, for as long as it takes, for the relay near the source.
+pub(super) fn accept(listener: &Listener, progress: &Progress) -> Result<Link, Error> {
+    let (id, mut link, channels) = loop {
+        if progress.is_cancelled() {
+            return Err(Error::Cancelled);
+        }
+        let Some((connection, peer)) = listener.accept(TICK)? else { continue };
+        match welcome(connection, &peer) {
+            Ok(welcomed) => break welcomed,
+            Err(error) => tracing::warn!("turned {peer} away: {error}"),
+        }
+    };
+    let deadline = Instant::now() + GREETING_TIMEOUT;
+    let mut found: Vec<Option<Connection>> = (0..channels).map(|_| None).collect();
+    while let Some(missing) = found.iter().position(Option::is_none) {
+        if progress.is_cancelled() {
+            return Err(Error::Cancelled);
+        }
+        if Instant::now() > deadline {
+            let what = format!("has not opened data connection {missing} within {} s", GREETING_TIMEOUT.as_secs());
+            return Err(Error::Protocol { peer: link.peer, what });
+        }
+        let Some((mut connection, peer)) = listener.accept(TICK)? else { continue };
+        match read_greeting(&mut connection, &peer) {
+            Ok(Greeting(Preamble { session, role: Role::Data(number) })) if session == id => {
+                match found.get_mut(usize::from(number)) {
+                    Some(place @ None) => *place = Some(connection),
+                    _ => {
+                        let what =
+                            format!("opened data connection {number} twice or beyond the {channels} that it announced");
+                        return Err(Error::Protocol { peer, what });
+                    }
+                }
+            }
+            Ok(_) => {
+                refuse(&mut connection, "another relay is served here; start one for each guest");
+                tracing::warn!("turned {peer} away: another relay is served");
+            }
+            Err(error) => tracing::warn!("turned {peer} away: {error}"),
+        }
+    }
+    link.data = found.into_iter().flatten().collect();
+    Ok(link)
+}
+
+fn welcome(mut connection: Connection, peer: &str) -> Result<(SessionId, Link, u8), Error> {
+    let broke = |what: &str| Error::Protocol { peer: peer.to_owned(), what: what.into() };
+    let Greeting(Preamble { session, role: Role::Control }) = read_greeting(&mut connection, peer)? else {
+        return Err(broke("opened a data connection of a link that is not open"));
+    };
+    connection
+        .set_read_timeout(Some(GREETING_TIMEOUT))
+        .map_err(|source| Error::Io { what: format!("greet {peer}"), source })?;
+    let mut link = split(connection, peer.to_owned())?;
+    let Some(Message::Hello { channels }) = link.messages.next()? else {
+        return Err(broke("has not said how many data connections it opens"));
+    };
+    link.control.send(&Message::Welcome)?;
+    let forever = link.messages.connection.set_read_timeout(None);
+    forever.map_err(|source| Error::Io { what: format!("greet {peer}"), source })?;
+    Ok((session, link, channels))
+}
+
+/// Tells what can be told to whom: a relay of another version hears why it is turned away, and the user here what somebody else may have meant.
+fn read_greeting(connection: &mut Connection, peer: &str) -> Result<Greeting, Error> {
+    let bytes = first_bytes(connection, peer)?;
+    Greeting::decode(&bytes).map_err(|source| match &bytes[..4] {
+        b"TSRL" => {
+            refuse(connection, &format!("{source}; use the same transship on both sides"));
+            Error::Wire { peer: peer.to_owned(), source }
+        }
+        b"QEVM" => Error::Unfit(
+            "it is a QEMU that migrates; it has to connect to the relay near it: transship relay --listen URI --to relay:URI".into(),
+        ),
+        b"TSHP" => Error::Unfit("it is a `transship move`; this is a relay's link, for a `transship relay --to relay:URI`".into()),
+        _ => Error::Wire { peer: peer.to_owned(), source },
+    })
+}
+
+fn refuse(connection: &mut Connection, why: &str) {
+    let abort = Message::Abort { end: TheEnd::Withheld, refusal: Refusal { reason: why.into() } };
+    let _ = connection.write_all(&abort.encode()); // it may be gone
+}

@@ -1,0 +1,386 @@
+//! The relay near the source: a QEMU migrates to it, and what it says goes to the relay near the destination.
+//!
+//! As long as the end of the stream has not been put on the link, the waiting QEMU can't run the guest, and whatever breaks ends with the guest running
+//! here: all of QEMU's connections are broken at once, as if a network had. From then on it may run over there until the source is told so;
+//! should the link break just then, the source's connections are kept, so that it waits and its guest stands still, until a person has looked.
+use std::{
+    io,
+    sync::{Arc, atomic::Ordering::SeqCst},
+    time::{Duration, Instant},
+};
+
+use transship_wire::{
+    Refusal,
+    relay::{MAX_BYTES, Message, TheEnd},
+};
+
+use super::{
+    RelayOptions,
+    follow::{Follower, Replies, Sorted},
+    inlet::Inlet,
+    link::{self, Link},
+    outlet::Outlet,
+    session::{Failure, Session},
+    stream::{CLOSING, Heard, Sender, Stream, WINDOW, broken, read_on, read_what_is_there, write_on},
+};
+use crate::{
+    Error, Listener, Phase, Progress, Report, Uri,
+    control::TICK,
+    qemu_peer::receive::lobby::{Line, Lobby},
+    source::finish,
+    transport::Connection,
+};
+
+/// How long a source may be silent behind its device sections before what it has said is taken for all of it.
+const QUIET: Duration = Duration::from_secs(1);
+/// A main stream whose blocks have not begun after so much is none.
+const HEAD_MAX: usize = 1 << 20;
+/// Of the main stream, to begin with: enough for a QEMU to know it.
+const FIRST_BYTES: usize = 8;
+
+/// Relays one migration of a stock QEMU that connects to `listener`, by the relay that waits at `to`.
+///
+/// On success the source has heard that everything is loaded at the destination. On failure its guest runs on, except that [`Error::Unknown`] means what
+/// it says; that is returned when the source has closed its connections, or the user has said that it may go on.
+///
+/// # Errors
+/// See [`Error`].
+pub fn relay_from_qemu(
+    listener: &Listener,
+    to: &Uri,
+    options: &RelayOptions,
+    progress: &Arc<Progress>,
+    report: &mut Report,
+) -> Result<(), Error> {
+    let mut begin = Instant::now();
+    let result = link::connect(to, options.channels, progress).and_then(|link| {
+        let near = Near { listener, options, progress, begin: &mut begin, return_path: false };
+        near.run(link, report)
+    });
+    finish(result, begin, progress, report)
+}
+
+struct Near<'a> {
+    listener: &'a Listener,
+    options: &'a RelayOptions,
+    progress: &'a Arc<Progress>,
+    begin: &'a mut Instant,
+    /// The source waits for word.
+    return_path: bool,
+}
+
+/// The threads of a session that carry packets, and where these go out.
+pub(super) fn start(
+    link: Link,
+    options: Option<&RelayOptions>,
+    progress: &Arc<Progress>,
+) -> Result<(Arc<Session>, Arc<Outlet>, link::Messages), Error> {
+    let Link { peer, control, messages, data } = link;
+    let handles = || -> Result<Vec<Connection>, Error> {
+        let handles: io::Result<_> = data.iter().map(Connection::try_clone).collect();
+        handles.map_err(|source| Error::Io { what: format!("set up the link with {peer}"), source })
+    };
+    let (lines, reading) = (handles()?, handles()?);
+    let session = Session::new(control, peer.clone(), lines, options.is_some(), progress);
+    let started = Outlet::start(options, data, &session).and_then(|outlet| {
+        for (number, line) in reading.into_iter().enumerate() {
+            let inlet = Inlet::new(line, number, &session);
+            session.spawn(&format!("from link {number}"), move |_| inlet.run())?;
+        }
+        Ok(outlet)
+    });
+    match started {
+        Ok(outlet) => Ok((session, outlet, messages)),
+        Err(error) => {
+            session.close_link();
+            Err(error)
+        }
+    }
+}
+
+/// How QEMU's connections end that have not ended by themselves.
+pub(super) enum Ending {
+    /// What was written to them still arrives.
+    Closed,
+    /// Nothing more does.
+    Broken,
+}
+
+/// Ends all threads of a session.
+pub(super) fn end(session: &Session, outlet: Arc<Outlet>, ending: Ending, report: &mut Report) {
+    session.close_link();
+    for stream in session.streams() {
+        match ending {
+            Ending::Closed => stream.close(),
+            Ending::Broken => stream.break_off(),
+        }
+    }
+    drop(outlet);
+    session.join();
+    session.report(report);
+}
+
+/// An error if the session is broken or the user has cancelled in time.
+pub(super) fn check(session: &Session) -> Result<(), Error> {
+    if session.is_broken() {
+        return Err(session.broke("has broken the link")); // the session knows better why
+    }
+    let is_late = session.end_given.load(SeqCst) && session.progress.phase() == Phase::HandedOver;
+    if session.progress.is_cancelled() && !is_late { Err(Error::Cancelled) } else { Ok(()) }
+}
+
+impl Near<'_> {
+    fn run(mut self, link: Link, report: &mut Report) -> Result<(), Error> {
+        let (session, outlet, messages) = start(link, Some(self.options), self.progress)?;
+        let served = session
+            .spawn("control", move |session| messages.run(session, |_| Err(link::unexpected(session))))
+            .and_then(|()| self.serve(&session, &outlet));
+        if let Err(error) = served {
+            session.fail(error, None);
+        }
+        let result = match session.is_broken() {
+            false => self.well(&session),
+            true => self.broken(&session),
+        };
+        let ending = if result.is_ok() { Ending::Closed } else { Ending::Broken };
+        end(&session, outlet, ending, report);
+        result
+    }
+
+    fn serve(&mut self, session: &Arc<Session>, outlet: &Arc<Outlet>) -> Result<(), Error> {
+        let mut lobby = Lobby::new(self.listener, self.progress);
+        let (connection, qemu) = loop {
+            check(session)?;
+            if let Some(main) = lobby.main_within(TICK)? {
+                break main;
+            }
+        };
+        *self.begin = Instant::now(); // waiting for somebody to come is not part of the work
+        self.progress.set_phase(Phase::Relaying);
+        let (head, follower) = self.head(&connection, &qemu, session)?;
+        self.return_path = follower.return_path;
+        let (first, rest) = head.split_at(FIRST_BYTES.min(head.len()));
+        let (main, sender) = open(session, outlet, (connection, qemu), first)?;
+        let rest = rest.to_vec();
+        // Those that have come are there before anything of the main stream is.
+        let mut opened = Vec::new();
+        open_channels(&mut lobby, &mut opened, Duration::ZERO, session, outlet)?;
+        session.spawn("from qemu", move |_| read_main(sender, follower, &rest))?;
+        session.spawn("to qemu", move |session| {
+            let mut replies = Replies::default();
+            write_on(&main, session, |bytes| replies.hear(bytes, session))
+        })?;
+        while !session.all_have_ended() {
+            check(session)?;
+            if session.end_given.load(SeqCst) {
+                let _ = session.news().recv_timeout(TICK);
+            } else {
+                open_channels(&mut lobby, &mut opened, TICK, session, outlet)?;
+            }
+        }
+        session.control.send(&Message::Done)?;
+        while !session.peer_is_done.load(SeqCst) {
+            check(session)?;
+            let _ = session.news().recv_timeout(TICK);
+        }
+        session.set_over();
+        Ok(())
+    }
+
+    /// What the source says before its memory, which tells whether it waits for word. Nothing has been said to the waiting QEMU yet, so that it can still
+    /// be used if this source is refused.
+    fn head(&self, connection: &Connection, qemu: &str, session: &Session) -> Result<(Vec<u8>, Follower), Error> {
+        let failed = |source| Error::Io { what: format!("read from {qemu}"), source };
+        let mut connection = connection.try_clone().map_err(failed)?;
+        connection.set_read_timeout(Some(TICK)).map_err(failed)?;
+        let (mut head, mut follower) = (Vec::new(), Follower::new());
+        let mut room = vec![0; 64 << 10];
+        let why = loop {
+            check(session)?;
+            match read_what_is_there(&mut connection, &mut room).map_err(failed)? {
+                Heard::Nothing => continue,
+                Heard::End => {
+                    return Err(Error::Protocol {
+                        peer: qemu.into(),
+                        what: "has closed the connection before its memory began".into(),
+                    });
+                }
+                Heard::Bytes(count) => {
+                    let followed = follower.sort(&room[..count]).map(drop);
+                    head.extend_from_slice(&room[..count]);
+                    match followed {
+                        _ if follower.postcopy => {
+                            let what = "wants to go on after its guest has moved (postcopy), which can't be relayed; turn postcopy-ram and dirty-bitmaps off there";
+                            return Err(Error::Protocol { peer: qemu.into(), what: what.into() });
+                        }
+                        Err(error) => break error.to_string(),
+                        Ok(()) if head.len() > HEAD_MAX => break "its memory does not begin".into(),
+                        Ok(()) if !follower.begun => {}
+                        Ok(()) if follower.return_path || self.options.without_return_path => {
+                            return Ok((head, follower));
+                        }
+                        Ok(()) => {
+                            let what = "has no return path, so it would take its last write for success, whatever becomes of it; say there: \
+                                        migrate_set_capability return-path on (or add --without-return-path here)";
+                            return Err(Error::Protocol { peer: qemu.into(), what: what.into() });
+                        }
+                    }
+                }
+            }
+        };
+        if !self.options.without_return_path {
+            let what = format!(
+                "can't be followed, so nobody knows whether it waits for word from the destination: {why} (--without-return-path relays it all the same)"
+            );
+            return Err(Error::Protocol { peer: qemu.into(), what });
+        }
+        follower.give_up();
+        Ok((head, follower))
+    }
+
+    /// All has ended, and the other relay says so, too.
+    fn well(&self, session: &Session) -> Result<(), Error> {
+        if session.all_is_well.load(SeqCst) || !self.return_path && session.end_given.load(SeqCst) {
+            return Ok(());
+        }
+        Err(Error::Refused(
+            "the QEMU that waits there has not loaded the guest, or the source has given up; ask the two QEMUs why"
+                .into(),
+        ))
+    }
+
+    /// Something broke: what that means depends on where the end of the stream is.
+    fn broken(&self, session: &Session) -> Result<(), Error> {
+        if !session.was_told() {
+            let refusal = Refusal { reason: session.failure_text() };
+            let _ = session.control.send(&Message::Abort { end: TheEnd::Withheld, refusal }); // the link may be gone
+        }
+        // To that it answers where the end is, if it can.
+        session.wait_for_reason(session.end_given.load(SeqCst));
+        let Some(Failure { error, told }) = session.take_failure() else {
+            return Err(session.broke("has broken the link"));
+        };
+        let streams = session.streams();
+        let main = streams.first();
+        if session.all_is_well.load(SeqCst) {
+            // The source was told, and closes its connections by itself.
+            let _ = main.map(|main| main.is_closed_within(CLOSING));
+            return Ok(());
+        }
+        if !session.end_given.load(SeqCst) || told == Some(TheEnd::Withheld) {
+            return Err(error);
+        }
+        let Some(main) = main.filter(|main| !main.is_silent()) else {
+            return Err(Error::Unknown(format!(
+                "{error}. The source has closed its connections, and the QEMU at the destination may have all of the guest: look there whether it runs \
+                 (`info status`). If it does not and never will, `cont` lets it run again at the source, if that still lives"
+            )));
+        };
+        if !self.return_path {
+            return Err(Error::Unknown(format!(
+                "{error}. The source has no return path, so it may call its migration completed. Look at the destination: if the guest does not run there \
+                 and never will, let it run again with `cont` at the source"
+            )));
+        }
+        self.hold(main, &error);
+        Err(Error::Unknown(format!(
+            "{error}, just when the guest was handed over. The source was kept waiting until it was told to go on, or has ended; at most one of the two \
+             may run"
+        )))
+    }
+
+    /// The guest may run over there, or not, and nobody can tell. As long as its connections stay as they are, the source waits for word, and its guest stands
+    /// still.
+    fn hold(&self, main: &Stream, error: &Error) {
+        self.progress.set_phase(Phase::Relaying); // Ctrl-C means something again
+        // One that came before could not know of this.
+        let _ = self.progress.take_cancel();
+        tracing::warn!(
+            "{error}, just when the guest was handed over: it may run at the destination, or not. It stands still here, as long as this process lives. \
+             Look at the destination (`info status`): if it runs there, end the QEMU here (`quit`). If it does not, end the QEMU there, and then press \
+             Ctrl-C here: the guest runs on at the source"
+        );
+        while !self.progress.is_cancelled() && !main.is_closed_within(TICK) {}
+    }
+}
+
+/// Opens the channels that have come, or do within the time.
+fn open_channels(
+    lobby: &mut Lobby<'_>,
+    opened: &mut Vec<u8>,
+    time: Duration,
+    session: &Arc<Session>,
+    outlet: &Arc<Outlet>,
+) -> Result<(), Error> {
+    for (greeting, line) in lobby.channels_within(time)? {
+        if opened.contains(&greeting.channel) {
+            tracing::warn!("turned {} away: channel {} is open", line.1, greeting.channel);
+            continue;
+        }
+        opened.push(greeting.channel);
+        let (stream, sender) = open(session, outlet, line, &greeting.encode())?;
+        session.spawn("from qemu", move |_| read_on(sender, |_| ()))?;
+        session.spawn("to qemu", move |session| write_on(&stream, session, |_| ()))?;
+    }
+    Ok(())
+}
+
+fn open(
+    session: &Arc<Session>,
+    outlet: &Arc<Outlet>,
+    (connection, qemu): Line,
+    first: &[u8],
+) -> Result<(Arc<Stream>, Sender), Error> {
+    let number = session.streams().len() as u16; // at most 256: channels have different numbers below 255
+    let stream = Stream::new(number, connection, qemu)?;
+    session.add(Arc::clone(&stream));
+    session.control.send(&Message::Open { connection: number, first: first.to_vec() })?;
+    session.control.send(&Message::Credit { connection: number, amount: WINDOW })?;
+    session.count_first(first);
+    let sender = Sender::new(&stream, outlet, session);
+    Ok((stream, sender))
+}
+
+/// Carries the main stream, and its end when all else is over there. `head`: what was read of it, and not sent.
+fn read_main(mut sender: Sender, mut follower: Follower, head: &[u8]) -> Result<(), Error> {
+    let mut socket = sender.stream.handle()?;
+    let mut room = vec![0; MAX_BYTES];
+    sender.send(head, follower.has_given_up())?;
+    loop {
+        let patience = follower.holds().then_some(QUIET);
+        let set = socket.set_read_timeout(patience);
+        set.map_err(|source| Error::Io { what: format!("read from {}", sender.stream.qemu), source })?;
+        match read_what_is_there(&mut socket, &mut room) {
+            Ok(Heard::Bytes(count)) => {
+                let bytes = &room[..count];
+                let sorted = follower.sort(bytes).unwrap_or_else(|error| {
+                    tracing::warn!(
+                        "the main stream can't be followed, so its end is not known: {error}. Should the link break, a person will have to look at both QEMUs"
+                    );
+                    follower.give_up();
+                    Sorted { before: Default::default(), end: bytes.into() }
+                });
+                pass(&mut sender, &sorted)?;
+            }
+            Ok(Heard::Nothing) => pass(&mut sender, &follower.let_go())?,
+            Ok(Heard::End) => {
+                pass(&mut sender, &follower.let_go())?;
+                return sender.end();
+            }
+            Err(error) => return broken(sender, error),
+        }
+        if sender.is_broken() {
+            return Ok(());
+        }
+    }
+}
+
+fn pass(sender: &mut Sender, sorted: &Sorted<'_>) -> Result<(), Error> {
+    sender.send(&sorted.before, false)?;
+    if sorted.end.is_empty() || !sender.wait_until_all_is_taken() {
+        return Ok(());
+    }
+    crate::fail_point::reach("relay.end")?;
+    sender.hands_over();
+    sender.send(&sorted.end, true)
+}

@@ -1,0 +1,384 @@
+//! Packets go out: by way of the encoders, or past them, into one ring, from which each data connection of the link takes what is next.
+//!
+//! What is small, and all of it without encoders, goes past them: there is nothing to win, and it may be an answer that somebody waits for.
+use std::{
+    io::{self, Write},
+    sync::{
+        Arc, Mutex,
+        atomic::{AtomicU64, Ordering::Relaxed, Ordering::SeqCst},
+    },
+    thread,
+    time::{Duration, Instant},
+};
+
+use transship_codec::{Encoder, Outcome, Setting};
+use transship_memory::PAGE_BYTES;
+use transship_ring::{Parker, Results, Submitter, TrySubmitError, Worker, mpmc, pool};
+use transship_wire::relay::{Content, MAX_BYTES, Packet};
+
+use super::{
+    RelayOptions,
+    session::{Session, lock},
+};
+use crate::{
+    Compress, Error,
+    channels::{
+        auto::{self, Auto, PROBING_WINDOWS, Sample, Threads},
+        meters::Meters,
+    },
+    control::TICK,
+    cpu::Laps,
+    transport::{Connection, STALL_TIMEOUT},
+};
+
+/// Chunks that wait at each encoder.
+const RING_PLACES: usize = 4;
+/// Fewer bytes are not encoded.
+const ENCODED_MIN: usize = 512;
+/// How long a chunk that is to go as it is waits until its encoding is chosen anew, and how many of them may be on their way besides one for each
+/// data connection: what is on its way can't be encoded any more.
+const CHOOSE_AGAIN: Duration = Duration::from_millis(5);
+const RAW_WAITING: u64 = 2;
+
+/// Bytes of one of QEMU's connections.
+#[derive(Debug)]
+pub(super) struct Chunk {
+    connection: u16,
+    sequence: u64,
+    bytes: Vec<u8>,
+    gives_end: bool,
+    /// Which of the encoders' encodings, and whether they are to try them all.
+    encoding: usize,
+    sample: bool,
+    /// It is to be left as it is, by choice, and few such are to be on their way.
+    raw: bool,
+}
+
+impl Chunk {
+    pub(super) fn new(connection: u16, sequence: u64, bytes: Vec<u8>, gives_end: bool) -> Self {
+        Self { connection, sequence, bytes, gives_end, encoding: 0, sample: false, raw: false }
+    }
+
+    fn raw_packet(self) -> Ready {
+        let content = Content::Raw { bytes: self.bytes.len() as u32, gives_end: self.gives_end };
+        Ready {
+            packet: self.packet(content),
+            pages: self.pages(),
+            encoding: self.encoding,
+            raw: self.raw,
+            payload: self.bytes,
+        }
+    }
+
+    fn packet(&self, content: Content) -> Packet {
+        Packet { connection: self.connection, sequence: self.sequence, content }
+    }
+
+    /// The model of what pays counts in pages.
+    fn pages(&self) -> u64 {
+        self.bytes.len().div_ceil(PAGE_BYTES) as u64
+    }
+}
+
+/// What a data connection gets.
+#[derive(Debug)]
+struct Ready {
+    packet: Packet,
+    payload: Vec<u8>,
+    pages: u64,
+    encoding: usize,
+    raw: bool,
+}
+
+/// Where packets go out. When it is dropped, its threads end with what they have.
+pub(super) struct Outlet {
+    session: Arc<Session>,
+    results: Results<Ready>,
+    shared: Arc<Shared>,
+    front: Option<Mutex<Front>>,
+    /// Without encoders this stands for them: while it lives, there may be more to take.
+    _no_encoder: Option<Mutex<Worker<Chunk, Ready>>>,
+}
+
+/// Where chunks are handed to encoders. Whoever reads from a QEMU takes it for as long as all encoders are busy: then the others would wait as well.
+struct Front {
+    submitter: Submitter<Chunk>,
+    auto: Option<Auto>,
+    raw_handed_over: u64,
+}
+
+struct Shared {
+    meters: Meters,
+    /// Buffers of packets that were sent.
+    spare: mpmc::Ring<Vec<u8>>,
+    /// Chunks that went as they are by choice and were sent, and where it is waited for these.
+    raw_sent: AtomicU64,
+    fewer: Parker,
+    channels: u64,
+}
+
+impl Outlet {
+    /// Starts the encoders and a thread for each data connection.
+    pub(super) fn start(
+        options: Option<&RelayOptions>,
+        lines: Vec<Connection>,
+        session: &Arc<Session>,
+    ) -> Result<Arc<Self>, Error> {
+        let settings = match options.map_or(Compress::Fixed(Setting::NONE), |options| options.compress) {
+            Compress::Fixed(Setting::NONE) => Vec::new(),
+            Compress::Fixed(setting) => vec![setting],
+            Compress::Auto => auto::candidates(),
+        };
+        let channels = lines.len();
+        let count =
+            if settings.is_empty() { 1 } else { usize::from(options.map_or(1, |options| options.encoders.max(1))) };
+        let places = (channels + 2 * count).next_power_of_two().max(16);
+        let (submitter, mut workers, results) = pool(count, RING_PLACES, places);
+        let shared = Arc::new(Shared {
+            meters: Meters::new(settings.len().max(1)),
+            spare: mpmc::Ring::new(places),
+            raw_sent: AtomicU64::new(0),
+            fewer: Parker::new(),
+            channels: channels as u64,
+        });
+        for (number, line) in lines.into_iter().enumerate() {
+            let (results, shared) = (results.clone(), Arc::clone(&shared));
+            session
+                .spawn(&format!("link {number}"), move |session| send_all(line, number, &results, &shared, session))?;
+        }
+        let (mut front, mut no_encoder) = (None, None);
+        if settings.is_empty() {
+            no_encoder = workers.pop().map(Mutex::new);
+        } else {
+            let raw = settings.iter().position(|setting| *setting == Setting::NONE);
+            let cores = thread::available_parallelism().map_or(1, usize::from);
+            let threads = Threads { encoders: count, channels, cores };
+            let auto = raw.map(|raw| Auto::new(settings.len(), raw, threads));
+            for (number, worker) in workers.into_iter().enumerate() {
+                let thread = EncoderThread {
+                    worker,
+                    encoders: settings.iter().map(|setting| (setting.method().number(), setting.encoder())).collect(),
+                    raw,
+                    shared: Arc::clone(&shared),
+                    session: Arc::clone(session),
+                    scratch: Vec::new(),
+                };
+                session.spawn(&format!("encoder {number}"), move |_| {
+                    thread.run();
+                    Ok(())
+                })?;
+            }
+            front = Some(Mutex::new(Front { submitter, auto, raw_handed_over: 0 }));
+        }
+        Ok(Arc::new(Self { session: Arc::clone(session), results, shared, front, _no_encoder: no_encoder }))
+    }
+
+    /// Sends a chunk. If the session is broken it may be dropped.
+    pub(super) fn send(&self, mut chunk: Chunk) -> Result<(), Error> {
+        let Some(front) = self.front.as_ref().filter(|_| chunk.bytes.len() >= ENCODED_MIN) else {
+            self.pass(chunk.raw_packet());
+            return Ok(());
+        };
+        let mut front = lock(front);
+        let tally = &self.session.progress.encoding;
+        if front.choose(&mut chunk, &self.shared, &self.session) {
+            drop(front);
+            self.pass(chunk.raw_packet());
+            return Ok(());
+        }
+        tally.submitted.fetch_add(1, Relaxed);
+        chunk = match front.submitter.try_submit(chunk) {
+            Ok(_) => return Ok(()),
+            Err(TrySubmitError::Gone(_)) => return Err(gone()),
+            Err(TrySubmitError::Busy(back)) => back,
+        };
+        tally.busy.fetch_add(1, Relaxed);
+        while !self.session.is_broken() {
+            match front.submitter.submit_timeout(chunk, TICK) {
+                Ok(_) => return Ok(()),
+                Err(TrySubmitError::Gone(_)) => return Err(gone()),
+                Err(TrySubmitError::Busy(back)) => chunk = back,
+            }
+        }
+        Ok(())
+    }
+
+    /// Says that nothing follows in this direction of a connection.
+    pub(super) fn end(&self, connection: u16, sequence: u64) -> Result<(), Error> {
+        let packet = Packet { connection, sequence, content: Content::End };
+        self.pass(Ready { packet, payload: Vec::new(), pages: 0, encoding: 0, raw: false });
+        Ok(())
+    }
+
+    fn pass(&self, mut ready: Ready) {
+        while !self.session.is_broken() {
+            match self.results.inject_timeout(ready, TICK) {
+                Ok(()) => return,
+                Err(back) => ready = back,
+            }
+        }
+    }
+}
+
+impl Front {
+    /// Chooses the encoding of a chunk, if there is a choice. True: it goes past the encoders.
+    fn choose(&mut self, chunk: &mut Chunk, shared: &Shared, session: &Session) -> bool {
+        let Self { auto: Some(auto), raw_handed_over, .. } = self else { return false };
+        loop {
+            while let Some(sample) = shared.meters.samples.pop() {
+                auto.learn(&sample);
+            }
+            let choice = auto.choose(Instant::now(), &shared.meters.counts(auto.current()));
+            chunk.encoding = choice.encoding;
+            chunk.sample |= choice.sample;
+            chunk.raw = choice.encoding == auto.raw();
+            if !chunk.raw {
+                return false;
+            }
+            let most = if auto.is_probing() { PROBING_WINDOWS } else { RAW_WAITING + shared.channels };
+            let few = || (*raw_handed_over - shared.raw_sent.load(SeqCst) < most).then_some(());
+            if session.is_broken() || shared.fewer.wait_timeout(CHOOSE_AGAIN, few).is_some() {
+                *raw_handed_over += 1;
+                return !chunk.sample;
+            }
+        }
+    }
+}
+
+fn gone() -> Error {
+    Error::Io {
+        what: "encode what is relayed".into(),
+        source: io::Error::other("an encoder ended early; this is a bug"),
+    }
+}
+
+/// A data connection's thread. After a failure it takes on, and drops what it takes, so that nobody waits for room for ever.
+fn send_all(
+    mut line: Connection,
+    number: usize,
+    results: &Results<Ready>,
+    shared: &Shared,
+    session: &Session,
+) -> Result<(), Error> {
+    let mut laps = Laps::begin();
+    while let Some(ready) = results.next_result() {
+        let raw = ready.raw;
+        if !session.is_broken()
+            && let Err(error) = send(&mut line, &ready, shared, session)
+        {
+            session.fail(failed(error, number, session), None);
+        }
+        if ready.payload.capacity() > MAX_BYTES / 2 {
+            let _ = shared.spare.push(ready.payload); // full: one buffer less to keep
+        }
+        if raw {
+            shared.raw_sent.fetch_add(1, SeqCst);
+            shared.fewer.wake_one();
+        }
+        session.progress.cpu.channels.add(laps.next());
+    }
+    Ok(())
+}
+
+fn send(line: &mut Connection, ready: &Ready, shared: &Shared, session: &Session) -> io::Result<()> {
+    let header = ready.packet.encode();
+    if ready.payload.len() <= PAGE_BYTES {
+        line.write_all(&[&header[..], &ready.payload].concat())?;
+    } else {
+        line.write_all(&header)?;
+        line.write_all(&ready.payload)?;
+    }
+    let length = (header.len() + ready.payload.len()) as u64;
+    session.counts.link_out.fetch_add(length, Relaxed);
+    session.progress.wire_bytes.fetch_add(length, Relaxed);
+    if ready.pages > 0 {
+        shared.meters.sent(ready.encoding as u8, ready.pages, length);
+    }
+    let (method, bytes) = match ready.packet.content {
+        Content::Raw { bytes, .. } => (0, bytes),
+        Content::Encoded { bytes, method, .. } => (usize::from(method), bytes),
+        Content::End => return Ok(()),
+    };
+    let (given, made) = &session.counts.methods[method];
+    given.fetch_add(bytes.into(), Relaxed);
+    made.fetch_add(ready.payload.len() as u64, Relaxed);
+    Ok(())
+}
+
+fn failed(source: io::Error, number: usize, session: &Session) -> Error {
+    match source.kind() {
+        io::ErrorKind::WouldBlock => {
+            session.broke(format!("has taken nothing from data connection {number} for {} s", STALL_TIMEOUT.as_secs()))
+        }
+        _ => Error::Io { what: format!("send to the relay at {} on data connection {number}", session.peer), source },
+    }
+}
+
+struct EncoderThread {
+    worker: Worker<Chunk, Ready>,
+    /// By the number of the encoding: its method's number on the wire, and what makes it.
+    encoders: Vec<(u8, Box<dyn Encoder>)>,
+    /// The encoding that leaves bytes as they are.
+    raw: Option<usize>,
+    shared: Arc<Shared>,
+    session: Arc<Session>,
+    /// For what is encoded to learn from, and not sent.
+    scratch: Vec<u8>,
+}
+
+impl EncoderThread {
+    fn run(mut self) {
+        let mut laps = Laps::begin();
+        while let Some(chunk) = self.worker.next_job() {
+            let begin = Instant::now();
+            let kept = chunk.sample.then(|| chunk.bytes.clone());
+            let ready = self.encode(chunk);
+            self.shared.meters.encoded(begin.elapsed());
+            if self.worker.deliver(ready).is_err() {
+                return; // nobody takes any more
+            }
+            if let Some(bytes) = kept {
+                self.sample(&bytes);
+            }
+            self.session.progress.cpu.encoders.add(laps.next());
+        }
+    }
+
+    fn encode(&mut self, chunk: Chunk) -> Ready {
+        if self.session.is_broken() || Some(chunk.encoding) == self.raw {
+            return chunk.raw_packet();
+        }
+        let mut payload = self.shared.spare.pop().unwrap_or_default();
+        let (method, encoder) = &mut self.encoders[chunk.encoding];
+        let outcome = encoder.encode(&chunk.bytes, &mut payload);
+        let made = if outcome == Outcome::Raw { chunk.bytes.len() } else { payload.len() };
+        let tally = &self.session.progress.encoding;
+        tally.bytes_in.fetch_add(chunk.bytes.len() as u64, Relaxed);
+        tally.bytes_out.fetch_add(made as u64, Relaxed);
+        if outcome == Outcome::Raw {
+            let _ = self.shared.spare.push(payload); // full: one buffer less to keep
+            return chunk.raw_packet();
+        }
+        let bytes = chunk.bytes.len() as u32; // at most MAX_BYTES
+        let content =
+            Content::Encoded { bytes, gives_end: chunk.gives_end, method: *method, payload: payload.len() as u32 };
+        Ready { packet: chunk.packet(content), pages: chunk.pages(), encoding: chunk.encoding, raw: chunk.raw, payload }
+    }
+
+    /// Encodes bytes in all ways, after they have gone, and keeps only what there is to learn from it.
+    fn sample(&mut self, bytes: &[u8]) {
+        let Self { encoders, raw, scratch, .. } = self;
+        let mut outcomes = Vec::with_capacity(encoders.len());
+        for (index, (_, encoder)) in encoders.iter_mut().enumerate() {
+            let (begin, mut laps) = (Instant::now(), Laps::begin());
+            let is_raw = Some(index) == *raw || encoder.encode(bytes, scratch) == Outcome::Raw;
+            let left = if is_raw { bytes.len() } else { scratch.len() };
+            // As in a move: who has to share the core would not have it for himself later, but more of it than beside all that is done now.
+            let needs = (begin.elapsed().as_secs_f64() * laps.next()).sqrt();
+            let needs = if Some(index) == *raw { Duration::ZERO } else { Duration::from_secs_f64(needs) };
+            outcomes.push((left as u64, needs));
+        }
+        let sample = Sample { pages: bytes.len().div_ceil(PAGE_BYTES) as u64, outcomes };
+        let _ = self.shared.meters.samples.push(sample); // there is room for all that can be asked for at a time
+    }
+}

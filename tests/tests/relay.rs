@@ -1,0 +1,186 @@
+//! Two relays between two stock QEMUs: running guests go over a link of ours, and check their memory at the other end.
+mod peer;
+mod stock;
+
+use std::path::Path;
+
+use peer::{PLAIN, Wires, assert_never_ran, multifd};
+use serde_json::{Value, json};
+use stock::wait_completed;
+use transship_tests::{LabError, Qemu, QemuBuilder, Result, SlowLink, Transship, Workload, other_qemu, wait_until};
+
+/// The two relays, and where the source is to migrate to.
+struct Relays {
+    near: Transship,
+    far: Transship,
+    uri: String,
+}
+
+impl Relays {
+    fn start(destination: &str, folder: &Path, flags: &[&str]) -> Result<Self> {
+        let far = Transship::command(["relay", "--listen", "relay:tcp:127.0.0.1:0", "--to", destination, "--json"])
+            .start()?;
+        let link = far.listening()?;
+        let uri = format!("unix:{}", folder.join("relay").display());
+        let near = Transship::command(["relay", "--listen", &*uri, "--to", &*link, "--json"])
+            .args(flags.iter().copied())
+            .start()?;
+        near.listening()?;
+        Ok(Self { near, far, uri })
+    }
+
+    /// Both have ended well. The report of the one near the source.
+    fn completed(self) -> Result<Value> {
+        let near = self.near.wait()?.expect_code(0)?.report()?;
+        let far = self.far.wait()?.expect_code(0)?.report()?;
+        assert_eq!((&near["status"], &far["status"]), (&json!("completed"), &json!("completed")));
+        assert_eq!(near["relay"]["from_qemu"], far["relay"]["to_qemu"]);
+        Ok(near)
+    }
+}
+
+fn migrate(source: &Qemu, wires: Wires, uri: &str, capabilities: &[&str]) -> Result<()> {
+    let mut on = vec!["return-path", "events"];
+    on.extend(capabilities);
+    if wires.channels > 0 {
+        on.push("multifd");
+        let parameters = json!({ "multifd-channels": wires.channels, "multifd-compression": wires.compress });
+        source.qmp("migrate-set-parameters", parameters)?;
+    }
+    source.qmp("migrate-set-parameters", json!({ "max-bandwidth": 0 }))?;
+    let on: Vec<Value> = on.iter().map(|name| json!({ "capability": name, "state": true })).collect();
+    source.qmp("migrate-set-capabilities", json!({ "capabilities": on }))?;
+    source.qmp("migrate", json!({ "uri": uri })).map(drop)
+}
+
+fn assert_goes_on(guest: &Qemu, left: u64, story: &str) -> Result<()> {
+    assert_eq!(guest.status()?, "running", "{story}");
+    let count = guest.next_count()?;
+    assert!(count.count > left && count.errors == 0, "{story}: {left} {count:?}");
+    assert_eq!(guest.sweep()?.errors, 0, "{story}");
+    Ok(())
+}
+
+fn goes_over(from: QemuBuilder, to: QemuBuilder, wires: Wires, flags: &[&str], story: &str) -> Result<Value> {
+    let source = from.start()?;
+    source.ready()?;
+    let destination = to.incoming().start()?;
+    let relays = Relays::start(&wires.wait_for_a_guest(&destination)?, destination.folder(), flags)?;
+    let left = source.next_count()?.count;
+    migrate(&source, wires, &relays.uri, &[])?;
+    let report = relays.completed()?;
+    wait_completed(&source)?;
+    assert_eq!(source.status()?, "postmigrate", "{story}");
+    destination.wait_status("running")?;
+    assert_goes_on(&destination, left, story)?;
+    Ok(report)
+}
+
+#[test]
+fn a_running_guest_goes_over_a_link_of_ours() -> Result<()> {
+    for (wires, flags) in [(PLAIN, ["--compress", "zstd"]), (multifd(2, "none"), ["--compress", "auto"])] {
+        let report = goes_over(Qemu::multiboot(), Qemu::multiboot(), wires, &flags, &format!("{wires:?}"))?;
+        let relay = &report["relay"];
+        assert_eq!(relay["connections"], 1 + wires.channels, "{report}");
+        assert!(relay["ratio"].as_f64() > Some(1.0) || wires.channels > 0, "{report}");
+    }
+    Ok(())
+}
+
+#[test]
+#[ignore = "long: other versions"]
+fn guests_of_other_versions_go_over() -> Result<()> {
+    let (Some(old), Some(new)) = (other_qemu("7.2")?, other_qemu("11.1")?) else { return Ok(()) };
+    let here = || Qemu::multiboot().machine("pc-q35-7.2");
+    for wires in [PLAIN, multifd(3, "none"), multifd(2, "zstd")] {
+        let flags = ["--compress", "lz4", "--channels", "2"];
+        goes_over(here().binary(&old), here().binary(&old), wires, &flags, &format!("7.2 {wires:?}"))?;
+        goes_over(here().binary(&old), here(), wires, &flags, &format!("7.2 to 10.0 {wires:?}"))?;
+        let q35 = || Qemu::multiboot().machine("q35").binary(&new);
+        goes_over(q35(), q35(), wires, &flags, &format!("11.1 {wires:?}"))?;
+    }
+    Ok(())
+}
+
+/// The cable is pulled out, a relay is killed: the source runs on, over there nothing does.
+#[test]
+fn whatever_breaks_on_the_way_the_source_runs_on() -> Result<()> {
+    let guest = || Qemu::multiboot().workload(Workload { mib: 16, ..Workload::MULTIBOOT });
+    let source = guest().start()?;
+    source.ready()?;
+    for (wires, near_dies) in [(PLAIN, false), (multifd(2, "none"), true)] {
+        let story = format!("{wires:?}, the relay near the source: {near_dies}");
+        let mut destination = guest().incoming().start()?;
+        let to = wires.wait_for_a_guest(&destination)?;
+        let mut relays = Relays::start(&to, destination.folder(), &[])?;
+        migrate(&source, wires, &relays.uri, &["pause-before-switchover"])?;
+        // Everything but the last pages and the devices is there.
+        wait_until("the guest to stand still", || {
+            Ok(source.qmp("query-migrate", json!({}))?["status"] == "pre-switchover")
+        })?;
+        let dying = if near_dies { &mut relays.near } else { &mut relays.far };
+        dying.kill9();
+        let other = if near_dies { relays.far } else { relays.near };
+        let ended = other.wait()?.expect_code(1)?;
+        assert!(ended.stderr.contains("closed the link"), "{story}: {ended}");
+        assert_never_ran(&mut destination, &story)?;
+        let _ = source.qmp("migrate-continue", json!({ "state": "pre-switchover" })); // it may have failed already
+        wait_until("the source to give up", || {
+            let answer = source.qmp("query-migrate", json!({}))?;
+            Ok(answer["status"] == "failed")
+        })?;
+        source.wait_status("running")?;
+        let count = source.next_count()?;
+        assert_eq!((count.errors, source.sweep()?.errors), (0, 0), "{story}");
+    }
+    Ok(())
+}
+
+/// Over a thin cable, which compression widens.
+#[test]
+#[ignore = "long: a thin cable"]
+fn a_thin_link_carries_less_than_the_guest() -> Result<()> {
+    let link = SlowLink::new(100)?;
+    let workload = Workload { mib: 24, ..Workload::MULTIBOOT };
+    let source = Qemu::multiboot().workload(workload).start()?;
+    source.ready()?;
+    let destination = Qemu::multiboot().workload(workload).incoming().start()?;
+    let to = PLAIN.wait_for_a_guest(&destination)?;
+    let far = Transship::command(["relay", "--listen", "relay:tcp:0.0.0.0:4445", "--to", &*to, "--json"]);
+    let far = far.prefix(&link.destination()).start()?;
+    far.listening()?;
+    let (uri, over) =
+        (format!("unix:{}", source.folder().join("relay").display()), format!("relay:{}", link.destination_uri(4445)));
+    let near =
+        Transship::command(["relay", "--listen", &*uri, "--to", &*over, "--json"]).prefix(&link.source()).start()?;
+    near.listening()?;
+    let left = source.next_count()?.count;
+    migrate(&source, PLAIN, &uri, &[])?;
+    let report = near.wait()?.expect_code(0)?.report()?;
+    far.wait()?.expect_code(0)?;
+    assert!(report["relay"]["link_out"].as_u64() < report["relay"]["from_qemu"].as_u64(), "{report}");
+    destination.wait_status("running")?;
+    assert_goes_on(&destination, left, "a thin cable")
+}
+
+/// The command that is said to fix it does.
+#[test]
+fn a_source_without_return_path_is_told_to_turn_it_on() -> Result<()> {
+    let source = Qemu::multiboot().start()?;
+    source.ready()?;
+    let destination = Qemu::multiboot().incoming().start()?;
+    let to = PLAIN.wait_for_a_guest(&destination)?;
+    let relays = Relays::start(&to, destination.folder(), &[])?;
+    source.qmp("migrate", json!({ "uri": relays.uri }))?;
+    let ended = relays.near.wait()?.expect_code(1)?;
+    assert!(ended.stderr.contains("migrate_set_capability return-path on"), "{ended}");
+    relays.far.wait()?.expect_code(1)?;
+    wait_until("the source to give up", || Ok(source.qmp("query-migrate", json!({}))?["status"] == "failed"))?;
+    // The waiting QEMU was not spoken to, and still waits.
+    let relays = Relays::start(&to, destination.folder(), &[])?;
+    let left = source.next_count()?.count;
+    migrate(&source, PLAIN, &relays.uri, &[])?;
+    relays.completed()?;
+    destination.wait_status("running")?;
+    assert_goes_on(&destination, left, "once it was turned on").map_err(|error| LabError(error.to_string()))
+}
