@@ -6,6 +6,7 @@
 //! a copy, a mask or a count.
 
 mod area;
+mod cached;
 mod copy;
 mod error;
 mod fault;

@@ -11,7 +11,7 @@ use rustix::{
     mm::Advice,
 };
 
-use crate::{Error, PAGE_BYTES, PageRange, PageSet, huge_holes, mapping::Mapping};
+use crate::{Error, PAGE_BYTES, PageRange, PageSet, cached, huge_holes, mapping::Mapping};
 
 /// How much Linux maps around a read fault, unless it was built or told otherwise.
 const FAULT_AROUND_BYTES: usize = 64 << 10;
@@ -126,6 +126,10 @@ impl Region {
             return Ok(present.iter().map(|bytes| bytes.end - bytes.start).sum::<u64>() == end - start);
         }
         if range.count == 0 {
+            return Ok(true);
+        }
+        // Looking for the next hole costs a look at all data before it, which may be all there is.
+        if cached::pages(self.file(), start, end) == Some((end - start) / PAGE_BYTES as u64) {
             return Ok(true);
         }
         match rustix::fs::seek(&self.file, SeekFrom::Hole(start)) {

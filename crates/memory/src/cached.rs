@@ -1,0 +1,70 @@
+//! Which pages of a file are in memory. For a tmpfs, where nothing else holds data but swap.
+
+use std::os::fd::{AsRawFd, BorrowedFd};
+
+/// cachestat(2), since Linux 6.5. The number is that of all architectures.
+const SYS_CACHESTAT: libc::c_long = 451;
+
+#[repr(C)]
+struct Range {
+    offset: u64,
+    /// 0: to the end of the file.
+    bytes: u64,
+}
+
+/// In pages.
+#[repr(C)]
+#[derive(Default)]
+struct Counts {
+    cached: u64,
+    dirty: u64,
+    writeback: u64,
+    evicted: u64,
+    recently_evicted: u64,
+}
+
+/// How many pages of the range are in memory: bytes of the file, both ends multiples of the page size. It costs a look at these pages alone, where
+/// SEEK_HOLE looks at all pages up to the next hole, wherever that is. None: the kernel does not say.
+pub(crate) fn pages(file: BorrowedFd<'_>, start: u64, end: u64) -> Option<u64> {
+    if start >= end {
+        return Some(0);
+    }
+    let range = Range { offset: start, bytes: end - start };
+    let mut counts = Counts::default();
+    // SAFETY: both are of the kernel's layout and live until the call returns; it reads the first and writes the second. The descriptor is borrowed.
+    let result = unsafe { libc::syscall(SYS_CACHESTAT, file.as_raw_fd(), &raw const range, &raw mut counts, 0_u32) };
+    (result == 0).then_some(counts.cached)
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use std::{fs::File, os::fd::AsFd, os::unix::fs::FileExt};
+
+    use super::*;
+
+    #[test]
+    fn only_pages_of_the_range_are_counted() {
+        let file = File::from(rustix::fs::memfd_create("cached", rustix::fs::MemfdFlags::CLOEXEC).unwrap());
+        file.set_len(64 * 4096).unwrap();
+        let Some(none) = pages(file.as_fd(), 0, 64 * 4096) else {
+            eprintln!("skipped: this kernel has no cachestat");
+            return;
+        };
+        assert_eq!(none, 0);
+        for page in [3, 4, 63] {
+            file.write_all_at(&[1; 4096], page * 4096).unwrap();
+        }
+        for (first, end, wanted) in [(0, 64, 3), (3, 5, 2), (4, 5, 1), (5, 63, 0), (63, 64, 1), (7, 7, 0)] {
+            assert_eq!(pages(file.as_fd(), first * 4096, end * 4096), Some(wanted), "{first} to {end}");
+        }
+        rustix::fs::fallocate(
+            &file,
+            rustix::fs::FallocateFlags::PUNCH_HOLE | rustix::fs::FallocateFlags::KEEP_SIZE,
+            3 * 4096,
+            4096,
+        )
+        .unwrap();
+        assert_eq!(pages(file.as_fd(), 3 * 4096, 5 * 4096), Some(1));
+    }
+}
