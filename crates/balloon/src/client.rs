@@ -132,15 +132,22 @@ impl Client {
         Ok(self.heard.drain(..).collect())
     }
 
-    /// Lets the guest use all its memory again, and waits until it says that it can, as far as it says anything: until then it is so short of
-    /// memory that it is not to be asked for anything else, such as letting go of the device.
+    /// Lets the guest use all its memory again. It takes a moment until it does.
     ///
     /// # Errors
     /// The balloon is gone; then the guest has its memory too.
     pub fn done(&mut self) -> Result<(), Error> {
         self.command = None;
         self.heard.clear();
-        self.call::<Value>(Call::Done)?;
+        self.call::<Value>(Call::Done).map(drop)
+    }
+
+    /// After `done`: waits until the guest says that it has its memory, as far as it says anything: until then it is so short of
+    /// memory that it is not to be asked for anything else, such as letting go of the device.
+    ///
+    /// # Errors
+    /// The balloon is gone; then the guest has its memory too.
+    pub fn taken_back(&mut self) -> Result<(), Error> {
         let deadline = Instant::now() + TAKING_BACK;
         // The first answer is from before.
         let mut free = self.statistics()?.free_bytes.map(|_| 0);
@@ -250,6 +257,10 @@ impl Hints for Client {
 
     fn done(&mut self) -> Result<(), GuestError> {
         Self::done(self).map_err(told)
+    }
+
+    fn taken_back(&mut self) -> Result<(), GuestError> {
+        Self::taken_back(self).map_err(told)
     }
 
     fn writes_to(&mut self) -> Vec<Place> {

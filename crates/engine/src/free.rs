@@ -5,6 +5,8 @@
 //!            wait    what comes      void from
 //!            a bit   meanwhile, too  here on
 //! ```
+//!
+//! A guest that has named all gets its memory back at once.
 use std::time::{Duration, Instant};
 
 use transship_memory::{PAGE_BYTES, PageSet};
@@ -28,6 +30,8 @@ const ASSUMED_SPEED: u64 = 1 << 30;
 pub(crate) struct FreePages {
     /// None: there is nobody to ask, any more.
     hints: Option<Box<dyn Hints>>,
+    /// No more will come, and the guest may use all its memory.
+    over: bool,
     /// By region: what the guest has named.
     named: Vec<PageSet>,
     /// By region: what `trim` has taken away.
@@ -42,7 +46,7 @@ impl FreePages {
         let none: Vec<_> = guest.memory().regions().iter().map(|region| PageSet::empty(region.pages())).collect();
         let mut hints = guest.hints();
         let unseen = hints.as_mut().map(|hints| hints.writes_to()).unwrap_or_default();
-        Self { hints, named: none.clone(), trimmed: none, unseen }
+        Self { hints, over: false, named: none.clone(), trimmed: none, unseen }
     }
 
     /// Asks the guest, and waits as long as hints spare more bytes than would be sent meanwhile. All memory has been scanned. `speed`: bytes
@@ -58,13 +62,13 @@ impl FreePages {
         }
         let worth = (speed.unwrap_or(ASSUMED_SPEED) as f64 * SLICE.as_secs_f64()) as u64 / PAGE_BYTES as u64;
         let begin = Instant::now();
-        while begin.elapsed() < ALL_HINTS && self.hints.is_some() {
+        while begin.elapsed() < ALL_HINTS && self.hints.is_some() && !self.over {
             if progress.is_cancelled() {
                 return Err(Error::Cancelled);
             }
-            let Slice { pages, named_all } = self.listen(Instant::now() + SLICE);
+            let pages = self.listen(Instant::now() + SLICE);
             let begun = pages > 0 || begin.elapsed() > FIRST_HINT;
-            if named_all || (begun && pages < worth) {
+            if begun && pages < worth {
                 break;
             }
         }
@@ -89,7 +93,8 @@ impl FreePages {
     /// Ends it, before the next scan: the guest has its memory again. Returns what was trimmed, by region, and what is written past the tracker.
     pub(crate) fn end(&mut self) -> (&[PageSet], &[Place]) {
         if let Some(mut hints) = self.hints.take() {
-            let ended = hints.stop().and_then(|()| hints.done());
+            let ended = if self.over { Ok(()) } else { hints.stop().and_then(|()| hints.done()) };
+            let ended = ended.and_then(|()| hints.taken_back());
             // It may have begun to write elsewhere since it was asked first.
             self.unseen.extend(hints.writes_to());
             if let Err(error) = ended {
@@ -99,25 +104,26 @@ impl FreePages {
         (&self.trimmed, &self.unseen)
     }
 
-    /// Hears what comes until `deadline`, and what has come by then.
-    fn listen(&mut self, deadline: Instant) -> Slice {
-        let mut slice = Slice::default();
-        while let Some(hints) = &mut self.hints {
+    /// Hears what comes until `deadline`, and what has come by then. Returns the number of pages.
+    fn listen(&mut self, deadline: Instant) -> u64 {
+        let mut count = 0;
+        while let Some(hints) = self.hints.as_mut().filter(|_| !self.over) {
             match hints.next(deadline) {
                 Ok(Some(Hint::Free(Place { region, pages }))) => {
                     // What is named twice counts twice; it only makes us wait.
-                    slice.pages += pages.count;
+                    count += pages.count;
                     self.named[region].insert(pages);
                 }
-                Ok(Some(Hint::NamedAll)) => {
-                    slice.named_all = true;
-                    return slice;
-                }
-                Ok(None) => return slice,
+                // Whether it still has the pages does not matter: the next scan sees what it writes there from now on.
+                Ok(Some(Hint::NamedAll)) => match hints.stop().and_then(|()| hints.done()) {
+                    Ok(()) => self.over = true,
+                    Err(error) => self.give_up(&error),
+                },
+                Ok(None) => return count,
                 Err(error) => self.give_up(&error),
             }
         }
-        slice
+        count
     }
 
     /// What was named stays good: it was free at a moment after the scan.
@@ -125,13 +131,6 @@ impl FreePages {
         warn(error);
         self.hints = None;
     }
-}
-
-/// What came in a moment.
-#[derive(Default)]
-struct Slice {
-    pages: u64,
-    named_all: bool,
 }
 
 fn warn(error: &GuestError) {

@@ -63,11 +63,16 @@ pub trait Hints: Send {
     /// # Errors
     /// There will be none anyway.
     fn stop(&mut self) -> Result<(), GuestError>;
-    /// Lets the guest use again what it has set aside.
+    /// Lets the guest use again what it has set aside. Does not wait until it does.
     ///
     /// # Errors
     /// It can do so already.
     fn done(&mut self) -> Result<(), GuestError>;
+    /// Waits, after `done`, until the guest has what it had set aside, as far as that can be told, and a few seconds at most.
+    ///
+    /// # Errors
+    /// It can't be told.
+    fn taken_back(&mut self) -> Result<(), GuestError>;
     /// Memory that whoever gives the hints writes to by itself, past the tracker.
     fn writes_to(&mut self) -> Vec<Place>;
 }

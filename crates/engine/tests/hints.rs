@@ -46,6 +46,8 @@ struct Frees {
     /// By region: free, and not written since.
     free: Arc<Mutex<Vec<PageSet>>>,
     started: bool,
+    /// It was told that it has its memory again.
+    let_go: bool,
     writes: u8,
 }
 
@@ -69,7 +71,7 @@ impl Frees {
 
 impl Hints for Frees {
     fn start(&mut self) -> Result<(), GuestError> {
-        self.started = true;
+        (self.started, self.let_go) = (true, false);
         Ok(())
     }
 
@@ -101,6 +103,15 @@ impl Hints for Frees {
     }
 
     fn done(&mut self) -> Result<(), GuestError> {
+        assert!(!self.started, "`stop` comes first");
+        self.let_go = true;
+        Ok(())
+    }
+
+    fn taken_back(&mut self) -> Result<(), GuestError> {
+        assert!(self.let_go, "it can't take back what is not given");
+        // It uses its memory, and the balloon its rings.
+        self.write_unseen();
         Ok(())
     }
 
@@ -136,6 +147,7 @@ fn guest(steps: Vec<Step>, lists: Vec<Vec<Op>>) -> (Scripted, Arc<Mutex<Vec<Page
         steps: steps.into(),
         free: Arc::clone(&free),
         started: false,
+        let_go: false,
         writes: 0,
     }));
     (source, free)

@@ -142,6 +142,9 @@ impl Hints for GivesBack {
     fn done(&mut self) -> Result<(), GuestError> {
         Ok(())
     }
+    fn taken_back(&mut self) -> Result<(), GuestError> {
+        Ok(())
+    }
     fn writes_to(&mut self) -> Vec<Place> {
         Vec::new()
     }
