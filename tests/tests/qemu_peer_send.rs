@@ -48,6 +48,24 @@ fn a_guest_goes_over_channels_that_compress() -> Result<()> {
     Ok(())
 }
 
+/// Pages that find all encoders busy are stored in the form of the method, among others that are compressed.
+#[test]
+fn a_guest_goes_past_busy_encoders() -> Result<()> {
+    for (compress, slowly) in [("zlib", "zlib:9"), ("zstd", "zstd:15")] {
+        let source = Qemu::multiboot().start()?;
+        source.ready()?;
+        let destination = Qemu::multiboot().incoming().start()?;
+        let to = multifd(2, compress).wait_for_a_guest(&destination)?;
+        let left = source.next_count()?.count;
+        let moving = multifd(2, slowly).moving(&source, &to).args(["--encoders", "1", "--when-busy", "raw"]);
+        let report = moving.run()?.expect_code(0)?.report()?;
+        assert_moved(&source, &destination, left)?;
+        let (stored, encoded) = (number(&report, "/pages/raw_busy"), number(&report, "/bytes/encoder_in"));
+        assert!(stored > 0.0 && encoded > 0.0, "{report}");
+    }
+    Ok(())
+}
+
 /// Over a link that is so slow that rounds take time, and pages change while they travel.
 #[test]
 fn a_guest_that_writes_goes_over_a_slow_link() -> Result<()> {
