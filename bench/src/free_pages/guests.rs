@@ -7,7 +7,7 @@ use std::{
 
 use serde::Serialize;
 use serde_json::json;
-use transship_tests::{Balloon, Qemu, QemuBuilder, Workload};
+use transship_tests::{Balloon, Qemu, QemuBuilder, Workload, balloon::BalloonClient};
 
 use super::cases::{Load, Way};
 use crate::{files::By, output::say, pair::text};
@@ -108,6 +108,14 @@ impl Home {
 
     fn plug(&self) -> Result<(), String> {
         self.balloon.as_ref().map_or(Ok(()), |balloon| balloon.plug(&self.qemu).map_err(text))
+    }
+
+    /// Our balloon takes reports, too, which is another case: nothing is given back until this is dropped.
+    pub(super) fn keep_memory(&self) -> Result<Option<BalloonClient>, String> {
+        let Some(balloon) = &self.balloon else { return Ok(None) };
+        let mut client = balloon.client().map_err(text)?;
+        client.call("keep", json!({})).map_err(text)?;
+        Ok(Some(client))
     }
 
     /// Fills free memory with old data, lets the guest say what it says of it, and begins the load: so every move starts alike. Returns

@@ -158,10 +158,12 @@ fn chain(table: &FreePages, guest_bytes: u64, way: Way, sides: &[By], results: &
 /// One move, and where the guest is then.
 fn leg(recipe: &Recipe<'_>, home: &Home, case: Case, channels: u8) -> Result<(Home, Run), String> {
     let next = recipe.waiting()?;
+    let kept = home.keep_memory()?;
     let work_before = home.prepare(case.load, case.way)?;
     let allocated_bytes = home.allocated()?;
     at_hand::have(allocated_bytes)?;
     let begin = work_before.is_some().then(|| home.done()).transpose()?;
+    drop(kept);
     let run = match case.by {
         By::Transship => ours::run(home, &next, channels),
         By::Qemu => stock::run(home, &next, channels),
