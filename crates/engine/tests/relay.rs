@@ -8,6 +8,7 @@ use std::{
     sync::{
         Arc, Mutex,
         atomic::{AtomicU64, Ordering::SeqCst},
+        mpsc,
     },
     thread,
     time::Duration,
@@ -360,18 +361,25 @@ fn a_connection_that_is_not_read_holds_up_no_other_and_fills_no_memory() {
     assert!(near.result.is_ok() && far.result.is_ok(), "{:?} {:?}", near.result, far.result);
 }
 
-/// Says all of a source at once, with one channel, and gives what the waiting QEMU got of the main stream until all was closed there.
+/// Says all of a source, with one channel, and gives what the waiting QEMU got of the main stream until all was closed there. As with a QEMU, the channel
+/// has said all before the memory ends on the main connection.
 fn what_arrives(relays: &Relays, main_bytes: &[u8], channel_bytes: &[u8]) -> Vec<u8> {
     let (main, line) = (relays.connect(), relays.connect());
     let mut got = Vec::new();
+    let (has_said, is_said) = mpsc::channel();
+    let (line, main) = (&line, &main);
     thread::scope(|scope| {
-        scope.spawn(|| {
-            say(&line, channel_bytes, Random(1), &AtomicU64::new(0));
-            assert!(is_closed(&line), "the channel is closed at the source");
+        scope.spawn(move || {
+            say(line, channel_bytes, Random(1), &AtomicU64::new(0));
+            has_said.send(()).unwrap();
+            assert!(is_closed(line), "the channel is closed at the source");
         });
-        scope.spawn(|| {
-            say(&main, main_bytes, Random(2), &AtomicU64::new(0));
-            assert!(is_closed(&main), "so is the main connection");
+        scope.spawn(move || {
+            let (memory, rest) = main_bytes.split_at(main_bytes.len() / 2);
+            say(main, memory, Random(2), &AtomicU64::new(0));
+            is_said.recv().unwrap();
+            say(main, rest, Random(2), &AtomicU64::new(0));
+            assert!(is_closed(main), "so is the main connection");
         });
         relays.qemu.set_nonblocking(true).unwrap();
         let mut readers = Vec::new();
