@@ -2,7 +2,7 @@
 //!
 //! Order matters: the scan comes first, and re-arms the tracking; the look at the holes comes second; reading pages comes last. A page that
 //! changes after its scan is reported by the next one, and a page that becomes a hole after the look is seen by the next look, at the latest
-//! when the guest stands still.
+//! when the guest stands still. What the guest says that it can do without is asked for between the first scan and its look: that is not looked at.
 use std::{sync::atomic::Ordering::Relaxed, time::Instant};
 
 use transship_memory::{
@@ -57,33 +57,26 @@ pub(crate) struct Scanner {
 }
 
 impl Scanner {
-    /// Arms the tracking; the first round has everything that is not a hole.
+    /// Arms the tracking. Then all memory is pending, until `plan_first_round` or `scan_again` has looked for the holes in it.
     pub(crate) fn begin(memory: GuestMemory, tracker: Box<dyn Tracker>, freeing: Freeing) -> Result<Self, Error> {
         let holes = memory.regions().iter().map(|_| Holes::new(freeing)).collect();
-        let empty: Vec<_> = memory.regions().iter().map(|region| PageMap::new(region.pages())).collect();
         let dead = memory.regions().iter().map(|region| PageSet::empty(region.pages())).collect();
         let (next, last_scan) = (RoundReport::default(), Instant::now());
-        let mut scanner = Self {
-            memory,
-            tracker,
-            holes,
-            pending: Vec::new(),
-            dead,
-            owed: Vec::new(),
-            unseen: Vec::new(),
-            next,
-            last_scan,
-        };
-        scanner.look(None, &empty)?;
-        let all: u64 = scanner.memory.regions().iter().map(Region::pages).sum();
-        scanner.next.hole = all - scanner.next.written; // the scan reported everything
+        let (pending, owed, unseen) = (Vec::new(), Vec::new(), Vec::new());
+        let mut scanner = Self { memory, tracker, holes, pending, dead, owed, unseen, next, last_scan };
+        for index in 0..scanner.memory.regions().len() {
+            let send = scanner.find_written(index, None)?;
+            scanner.pending.push(Pending { gone: PageSet::empty(send.pages()), send });
+        }
         Ok(scanner)
     }
 
     /// As `begin`, for a guest that stands still: all that it holds is in the one round.
     pub(crate) fn standing_still(memory: GuestMemory) -> Result<Self, Error> {
         let tracker = Everything(memory.regions().iter().map(Region::pages).collect());
-        Self::begin(memory, Box::new(tracker), Freeing::Never)
+        let mut scanner = Self::begin(memory, Box::new(tracker), Freeing::Never)?;
+        scanner.plan_first_round(None)?;
+        Ok(scanner)
     }
 
     /// By region: what the next round sends.
@@ -101,14 +94,22 @@ impl Scanner {
         &self.dead
     }
 
-    /// Leaves pages out of the first round: those of them that it has. By region: what the guest can do without, as it has said since the scan.
-    pub(crate) fn leave_out(&mut self, free: &[PageSet]) {
-        let mut out = free.to_vec();
-        for (pending, out) in self.pending.iter_mut().zip(&mut out) {
-            out.intersect_with(&pending.send);
-            pending.send.subtract(out);
+    /// After `begin`: what is not a hole is the first round. Without `free`, by region: what the guest can do without, as it has said since the scan.
+    pub(crate) fn plan_first_round(&mut self, free: Option<&[PageSet]>) -> Result<(), Error> {
+        for (index, mut all) in std::mem::take(&mut self.pending).into_iter().enumerate() {
+            if let Some(free) = free {
+                all.send.subtract(&free[index]);
+            }
+            let nothing = PageMap::new(all.send.pages());
+            let pending = self.look(index, all.send, &nothing)?;
+            self.pending.push(pending);
         }
-        self.left_out(&out);
+        self.next = describe(&self.memory, &self.pending);
+        self.left_out(free.unwrap_or_default());
+        // The scan reported everything.
+        self.next.written += self.next.free;
+        self.next.hole = self.next.scanned - self.next.written;
+        Ok(())
     }
 
     /// These pages of the first round, by region, were not sent.
@@ -134,7 +135,7 @@ impl Scanner {
 
     /// Looks which pages were written since the last scan. They are the next round.
     pub(crate) fn scan(&mut self, content: &[PageMap], report: &mut Report, progress: &Progress) -> Result<(), Error> {
-        self.look(None, content)?;
+        self.scan_and_look(None, content)?;
         let now = Instant::now();
         let seconds = now.duration_since(self.last_scan).as_secs_f64();
         self.last_scan = now;
@@ -150,35 +151,47 @@ impl Scanner {
     pub(crate) fn scan_again(&mut self, content: &[PageMap]) -> Result<(), Error> {
         let earlier = std::mem::take(&mut self.pending);
         let dirty_rate = self.next.dirty_pages_per_s;
-        self.look(Some(earlier), content)?;
+        self.scan_and_look(Some(earlier), content)?;
         self.next.dirty_pages_per_s = dirty_rate;
         Ok(())
     }
 
-    /// Scans all regions, then looks for holes. `earlier`: what an earlier scan found and nobody has sent.
-    fn look(&mut self, earlier: Option<Vec<Pending>>, content: &[PageMap]) -> Result<(), Error> {
-        let mut earlier = earlier.into_iter().flatten();
+    /// Scans all regions, and looks for holes in each after its scan. `earlier`: what an earlier scan found and nobody has sent.
+    fn scan_and_look(&mut self, earlier: Option<Vec<Pending>>, content: &[PageMap]) -> Result<(), Error> {
         let mut pending = Vec::new();
-        let regions = self.memory.regions().iter().zip(&mut self.holes).zip(content);
-        for (index, ((region, holes), content)) in regions.enumerate() {
-            let mut send = self.tracker.scan(index)?;
-            self.owed.iter().filter(|place| place.region == index).for_each(|place| send.insert(place.pages));
-            if let Some(before) = earlier.next() {
-                send.union_with(&before.send);
-                let unseen = self.unseen.iter().filter(|place| place.region == index);
-                unseen.for_each(|place| send.insert(place.pages));
-            }
-            self.dead[index].subtract(&send);
-            let data = holes.look(region, &send)?;
-            send.intersect_with(data);
-            let mut gone = content.to_set(region.pages());
-            gone.subtract(data);
-            pending.push(Pending { send, gone });
+        for (index, content) in content.iter().enumerate() {
+            let found = self.find_written(index, earlier.as_ref().map(|earlier| &earlier[index]))?;
+            pending.push(self.look(index, found, content)?);
         }
         self.owed.clear();
-        self.next = describe(&self.memory, &pending);
         self.pending = pending;
+        self.next = describe(&self.memory, &self.pending);
         Ok(())
+    }
+
+    /// Scans a region: its pages that were written, or count as written.
+    fn find_written(&mut self, index: usize, earlier: Option<&Pending>) -> Result<PageSet, Error> {
+        let mut written = self.tracker.scan(index)?;
+        self.owed.iter().filter(|place| place.region == index).for_each(|place| written.insert(place.pages));
+        if let Some(before) = earlier {
+            written.union_with(&before.send);
+            let unseen = self.unseen.iter().filter(|place| place.region == index);
+            unseen.for_each(|place| written.insert(place.pages));
+        }
+        self.dead[index].subtract(&written);
+        Ok(written)
+    }
+
+    /// Looks for holes where it matters: in what was found, and where the other end holds content. What is left is to be sent.
+    fn look(&mut self, index: usize, found: PageSet, content: &PageMap) -> Result<Pending, Error> {
+        let region = &self.memory.regions()[index];
+        let (mut send, mut gone) = (found, content.to_set(region.pages()));
+        let mut wanted = gone.clone();
+        wanted.union_with(&send);
+        let data = self.holes[index].look(region, &wanted)?;
+        send.intersect_with(data);
+        gone.subtract(data);
+        Ok(Pending { send, gone })
     }
 }
 

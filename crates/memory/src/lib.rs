@@ -19,6 +19,7 @@ mod pagemap;
 mod pages;
 mod protect;
 mod region;
+mod sweep;
 mod tracker;
 mod uffd;
 mod zero;

@@ -16,6 +16,9 @@ use crate::{Error, PAGE_BYTES, PageRange, PageSet, cached, huge_holes, mapping::
 /// How much Linux maps around a read fault, unless it was built or told otherwise.
 const FAULT_AROUND_BYTES: usize = 64 << 10;
 
+/// Pages that cost as much to look at as to ask about what is behind them alone.
+const SMALL_GAP: u64 = 32;
+
 /// How a region is mapped.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Access {
@@ -112,6 +115,36 @@ impl Region {
         Ok(data)
     }
 
+    /// The pages of `wanted` that are [`Region::data`]. Where the kernel can be asked so, longer stretches of others are not looked at: the fewer pages are
+    /// wanted, the less it costs.
+    ///
+    /// # Errors
+    /// The system's own.
+    pub fn data_among(&self, wanted: &PageSet) -> Result<PageSet, Error> {
+        let first = PageRange::new(0, 1);
+        if self.count_data(first).is_none() {
+            let mut data = self.data()?;
+            data.intersect_with(wanted);
+            return Ok(data);
+        }
+        let mut data = PageSet::empty(self.pages());
+        let mut ranges = wanted.ranges().peekable();
+        while let Some(mut range) = ranges.next() {
+            while let Some(next) = ranges.next_if(|next| next.first - range.end() <= SMALL_GAP) {
+                range.count = next.end() - range.first;
+            }
+            self.seek_data(range, &mut data)?;
+        }
+        data.intersect_with(wanted);
+        Ok(data)
+    }
+
+    /// How many pages of a range that the region has are data; none: the kernel does not say, or the file is on a disk.
+    fn count_data(&self, range: PageRange) -> Option<u64> {
+        let (start, end) = (self.offset_in_file(range.first), self.offset_in_file(range.end()));
+        if self.backing.tmpfs { cached::pages(self.file(), start, end) } else { None }
+    }
+
     /// Whether all pages of the range are among [`Region::data`] now, asked without a look at the rest.
     ///
     /// # Errors
@@ -129,7 +162,7 @@ impl Region {
             return Ok(true);
         }
         // Looking for the next hole costs a look at all data before it, which may be all there is.
-        if cached::pages(self.file(), start, end) == Some((end - start) / PAGE_BYTES as u64) {
+        if self.count_data(range) == Some(range.count) {
             return Ok(true);
         }
         match rustix::fs::seek(&self.file, SeekFrom::Hole(start)) {
@@ -186,17 +219,36 @@ impl Region {
             if first >= end {
                 break;
             }
-            let hole = match rustix::fs::seek(&self.file, SeekFrom::Hole(first)) {
-                Ok(hole) if hole > first => hole.min(end),
-                // It was a hole again by the time of the second question, or the file was cut short.
-                Ok(_) | Err(Errno::NXIO) => first + 1,
-                Err(source) => return Err(self.failed("finding the holes", source)),
-            };
             let page = (first - self.file_offset) / PAGE_BYTES as u64;
+            let sure = self.data_from(PageRange::new(page, within.end() - page));
+            let from = self.offset_in_file(page + sure);
+            let hole = match (from < end).then(|| rustix::fs::seek(&self.file, SeekFrom::Hole(from.max(first)))) {
+                None => end,
+                Some(Ok(hole)) if hole > first => hole.min(end),
+                // It was a hole again by the time of the second question, or the file was cut short.
+                Some(Ok(_) | Err(Errno::NXIO)) => from.max(first + 1),
+                Some(Err(source)) => return Err(self.failed("finding the holes", source)),
+            };
             data.insert(PageRange::new(page, (hole - self.file_offset).div_ceil(PAGE_BYTES as u64) - page));
             at = hole;
         }
         Ok(())
+    }
+
+    /// How many pages from the first one on are surely data, up to the end of the range. Seeking the hole behind them alone would look at all data up to the
+    /// next hole, wherever that is.
+    fn data_from(&self, range: PageRange) -> u64 {
+        const FIRST_LOOK: u64 = 64;
+        let (mut sure, mut look) = (0, FIRST_LOOK);
+        while sure < range.count {
+            let next = PageRange::new(range.first + sure, look.min(range.count - sure));
+            if self.count_data(next) != Some(next.count) {
+                break;
+            }
+            sure += next.count;
+            look *= 2;
+        }
+        sure
     }
 
     /// Makes the pages read as zero: holes where whole backing pages are covered, zeros written elsewhere.
@@ -320,16 +372,20 @@ impl Region {
 struct Backing {
     page_bytes: u64,
     hugetlb: bool,
+    /// What it has in memory is its data. On a disk a hole that somebody has read is in memory, too.
+    tmpfs: bool,
 }
 
 impl Backing {
     fn of(name: &str, file: BorrowedFd<'_>) -> Result<Self, Error> {
         const HUGETLBFS_MAGIC: u32 = 0x9584_58f6;
+        const TMPFS_MAGIC: u32 = 0x0102_1994;
         let fs = rustix::fs::fstatfs(file)
             .map_err(|source| Error::system(format!("asking for the file system of region {name:?}"), source))?;
         let hugetlb = fs.f_type as u32 == HUGETLBFS_MAGIC;
+        let tmpfs = fs.f_type as u32 == TMPFS_MAGIC;
         let page_bytes = if hugetlb { fs.f_bsize as u64 } else { PAGE_BYTES as u64 };
-        Ok(Self { page_bytes, hugetlb })
+        Ok(Self { page_bytes, hugetlb, tmpfs })
     }
 }
 

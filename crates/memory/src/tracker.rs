@@ -8,7 +8,7 @@ use std::{
 use crate::{
     Area, Error, PageSet,
     area::{self, refused, untrackable},
-    pagemap::{self, Written},
+    sweep::sweep,
     uffd,
 };
 
@@ -37,8 +37,6 @@ pub struct UffdTracker {
     areas: Vec<Area>,
     /// By region.
     regions: Vec<Tracked>,
-    /// Room for the answers of the kernel.
-    found: Vec<Written>,
 }
 
 struct Tracked {
@@ -48,9 +46,6 @@ struct Tracked {
 }
 
 impl UffdTracker {
-    /// Stretches that one call of the kernel reports.
-    const FOUND: usize = 4096;
-
     /// `uffd` was created by the tracked process and not yet used (no UFFDIO_API); `pagemap` is its /proc/PID/pagemap.
     /// `region_pages[i]` is the size of region i in pages. Negotiates the features, registers all areas.
     ///
@@ -71,26 +66,21 @@ impl UffdTracker {
                 .map_err(|source| refused(area, source))?;
         }
         let regions = region_pages.into_iter().map(|pages| Tracked { pages, armed: false }).collect();
-        Ok(Self { uffd, pagemap, areas, regions, found: vec![Written::default(); Self::FOUND] })
+        Ok(Self { uffd, pagemap, areas, regions })
     }
 
-    /// Adds the pages of the area that were written.
-    fn scan_area(&mut self, area: &Area, written: &mut PageSet) -> Result<(), Error> {
-        let mut at = area.address;
-        while at < area.end() {
-            let (count, next) = pagemap::scan(self.pagemap.as_fd(), at, area.end(), &mut self.found)
-                .map_err(|source| lost(area, source))?;
-            for found in &self.found[..count] {
-                written.insert(area.pages_between(found.start, found.end));
-            }
-            if next <= at {
-                return Err(untrackable(area.region, format!("the scan does not go on from address {at:#x}")));
-            }
-            at = next;
-        }
+    /// The pages of the region that were written, which are tracked anew.
+    fn written(&self, region: usize, pages: u64) -> Result<PageSet, Error> {
+        let areas = || self.areas.iter().filter(|area| area.region == region);
+        let mut written = PageSet::empty(pages);
+        sweep(self.pagemap.as_fd(), areas(), &mut written)?;
         // Memory that is gone has no written pages as far as the kernel can tell. Registering what is registered changes
         // nothing, and fails when the process or its mapping is no more.
-        uffd::register(self.uffd.as_fd(), uffd::TRACK, area.address, area.bytes).map_err(|source| lost(area, source))
+        for area in areas() {
+            uffd::register(self.uffd.as_fd(), uffd::TRACK, area.address, area.bytes)
+                .map_err(|source| lost(area, source))?;
+        }
+        Ok(written)
     }
 }
 
@@ -102,13 +92,7 @@ impl Tracker for UffdTracker {
         let pages = tracked.pages;
         // Not armed until all is done: what a scan has found and then lost by an error must be reported again.
         let armed = std::mem::replace(&mut tracked.armed, false);
-        let mut written = PageSet::empty(pages);
-        for at in 0..self.areas.len() {
-            let area = self.areas[at];
-            if area.region == region {
-                self.scan_area(&area, &mut written)?;
-            }
-        }
+        let written = self.written(region, pages)?;
         self.regions[region].armed = true;
         // The first time, pages count too that are in the file and that the process has not touched: no one wrote them
         // through its mapping. Kernels call those written, at least so far; this does not depend on it.
@@ -117,7 +101,7 @@ impl Tracker for UffdTracker {
 }
 
 /// Why an area that was tracked can't be scanned.
-fn lost(area: &Area, source: io::Error) -> Error {
+pub(crate) fn lost(area: &Area, source: io::Error) -> Error {
     match source.raw_os_error() {
         // Gone process or mapping; another mapping in its place, which is not tracked.
         Some(libc::ENOMEM | libc::ESRCH | libc::EINVAL | libc::EPERM | libc::EBUSY) => {

@@ -88,6 +88,25 @@ fn pages_past_the_end_are_errors_everywhere() {
     assert_eq!(region.zero_mask(128, 1 << 71).unwrap(), 1 << 71, "the last page is none of those");
 }
 
+/// A hole in a file on a disk stays one, also when somebody has read it and the kernel keeps the zeros that it made for that.
+#[test]
+fn what_was_only_read_is_no_data() {
+    const PAGES: u64 = 64;
+    let file = tempfile::tempfile_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    file.set_len(PAGES * PAGE).unwrap();
+    let region = map(file, PAGES * PAGE, Access::ReadWrite);
+    region.write_pages(0, 1, &page_of(1)).unwrap();
+    const TMPFS_MAGIC: i64 = 0x0102_1994;
+    if rustix::fs::fstatfs(region.file()).unwrap().f_type == TMPFS_MAGIC {
+        return; // there a page that was read is one that holds something
+    }
+    region.copy_out(0, u64::MAX.into(), &mut Vec::new()).unwrap();
+    let first: Vec<_> = region.data().unwrap().ranges().map(|range| (range.first, range.count)).collect();
+    assert_eq!(first, [(0, 1)]);
+    assert_eq!(region.data_among(&PageSet::full(PAGES)).unwrap(), region.data().unwrap());
+    assert!(!region.is_data(PageRange::new(0, PAGES)).unwrap());
+}
+
 #[test]
 fn a_source_is_never_written() {
     let file = file(4 * PAGE);
@@ -122,6 +141,32 @@ fn holes_are_told_from_zeros() {
     assert_eq!(region.zero_mask(998, 0b11).unwrap(), 0b01);
 }
 
+/// Runs of data of all lengths between holes, and questions that begin and end anywhere in them.
+#[test]
+fn only_wanted_pages_are_told_to_be_data() {
+    let pages = 6000;
+    let region = map(file(pages * PAGE), pages * PAGE, Access::ReadWrite);
+    let mut expected = PageSet::empty(pages);
+    let mut at = 3;
+    for length in [1, 2, 63, 64, 65, 127, 128, 129, 191, 192, 193, 447, 448, 449, 1500] {
+        let run = PageRange::new(at, length);
+        (run.first..run.end()).for_each(|page| region.write_pages(page, 1, &page_of(page)).unwrap());
+        expected.insert(run);
+        at = run.end() + 1 + length % 5;
+    }
+    assert_eq!(region.data().unwrap(), expected);
+    for (every, count) in [(6000, 6000), (1000, 999), (700, 64), (130, 65), (97, 90), (8, 3), (2, 1)] {
+        let mut wanted = PageSet::empty(pages);
+        for first in (0..pages).step_by(every) {
+            wanted.insert(PageRange::new(first, count.min(pages - first)));
+        }
+        let found = region.data_among(&wanted).unwrap();
+        wanted.intersect_with(&expected);
+        assert_eq!(found, wanted, "{count} of {every}");
+    }
+    assert!(region.data_among(&PageSet::empty(pages)).unwrap().is_empty());
+}
+
 #[test]
 fn a_range_is_data_if_all_of_it_is() {
     for region in [Some(map(file(1024 * PAGE), 1024 * PAGE, Access::ReadWrite)), huge_region()].into_iter().flatten() {
@@ -142,6 +187,9 @@ fn a_range_is_data_if_all_of_it_is() {
         fresh.subtract(&known);
         assert_eq!(region.new_data(&known).unwrap(), fresh);
         assert!(region.new_data(&PageSet::full(1024)).unwrap().is_empty());
+        assert_eq!(region.data_among(&PageSet::full(1024)).unwrap(), data);
+        known.intersect_with(&data);
+        assert_eq!(region.data_among(&known).unwrap(), known);
         region.clear(PageRange::new(512, 512)).unwrap();
         assert!(!region.is_data(PageRange::new(515, 1)).unwrap());
     }

@@ -18,6 +18,7 @@ use common::{
     HUGE, PAGE, contents, file, huge_file, map, page_of,
     process::{CHILD_PAGES, Faults, Guest, Stop, Tracked},
 };
+use rustix::mm::{MapFlags, ProtFlags};
 use transship_memory::{Access, Area, Error, PageRange, PageSet, Region, Tracker, UffdTracker};
 
 /// A test beside this one may be starting a child, which holds a dropped tracker's userfaultfd until it has become its program.
@@ -85,6 +86,37 @@ fn more_stretches_than_one_call_reports_all_come() {
     }
     assert_eq!(tracker.scan(0).unwrap(), every_second);
     assert!(tracker.scan(0).unwrap().is_empty());
+}
+
+/// Enough memory that several threads scan it, each a part.
+#[test]
+fn parts_that_several_threads_scan_make_a_whole() {
+    const PART: u64 = (64 << 20) / PAGE;
+    let pages = 5 * PART + 77;
+    let guest = Guest::map(file(pages * PAGE), pages * PAGE);
+    // Parts end at round addresses, wherever the memory begins.
+    let begins = PART - guest.area().address / PAGE % PART;
+    let ends: Vec<_> = (0..5).map(|part| begins + part * PART).collect();
+    ends.iter().for_each(|end| guest.write(*end, 1));
+    let mut tracker = track(&guest);
+    assert_eq!(tracker.scan(0).unwrap(), PageSet::full(pages));
+    settle(&mut tracker);
+    let ranges: Vec<_> = ends.iter().map(|end| (end - 1, 2)).chain([(0, 1), (pages - 1, 1)]).collect();
+    let written = set(pages, &ranges);
+    for round in 2..5 {
+        written.ranges().flat_map(|range| range.first..range.end()).for_each(|page| guest.write(page, round));
+        assert!(missing(&mut tracker, &written).is_empty(), "round {round}");
+        settle(&mut tracker);
+    }
+
+    // Other memory in the middle is an error of one thread, and of the scan.
+    let (prot, flags) = (ProtFlags::READ | ProtFlags::WRITE, MapFlags::PRIVATE | MapFlags::FIXED);
+    // SAFETY: takes the place of a page of the mapping as it was made, which nothing uses any more.
+    unsafe { rustix::mm::mmap_anonymous(guest.at(ends[2]).cast(), PAGE as usize, prot, flags) }.unwrap();
+    for _ in 0..2 {
+        let error = tracker.scan(0).unwrap_err();
+        assert!(matches!(error, Error::Gone { region: 0, .. }), "{error}");
+    }
 }
 
 /// Pages that nobody had touched when the tracking was armed: some have no page table, some have one.

@@ -1,0 +1,115 @@
+//! A scan for written pages by all cores: it looks at the entry of every page, and the first one makes them.
+use std::{
+    num::NonZero,
+    os::fd::BorrowedFd,
+    sync::{
+        Mutex, PoisonError,
+        atomic::{AtomicUsize, Ordering::Relaxed},
+    },
+    thread,
+};
+
+use crate::{
+    Area, Error, PageSet,
+    area::untrackable,
+    pagemap::{self, Written},
+    tracker::lost,
+};
+
+/// What a thread takes at once. A multiple of a huge page: the kernel protects no part of one.
+const PIECE_BYTES: u64 = 64 << 20;
+/// Stretches that one call of the kernel reports.
+const FOUND: usize = 4096;
+
+/// A part of an area, by its addresses.
+struct Piece {
+    area: Area,
+    start: u64,
+    end: u64,
+}
+
+/// The area, cut where addresses are multiples of [`PIECE_BYTES`].
+fn pieces(area: &Area) -> impl Iterator<Item = Piece> + use<> {
+    let area = *area;
+    let first = area.address / PIECE_BYTES;
+    (first..area.end().div_ceil(PIECE_BYTES)).map(move |number| {
+        let start = (number * PIECE_BYTES).max(area.address);
+        let end = number.saturating_add(1).saturating_mul(PIECE_BYTES).min(area.end());
+        Piece { area, start, end }
+    })
+}
+
+/// Adds the pages of the areas that were written, all of one region, and has them tracked anew.
+///
+/// # Errors
+/// Of any thread. Some of the areas may be tracked anew all the same, without word of what was written there.
+pub(crate) fn sweep<'a>(
+    pagemap: BorrowedFd<'_>,
+    areas: impl Iterator<Item = &'a Area>,
+    written: &mut PageSet,
+) -> Result<(), Error> {
+    let pieces: Vec<_> = areas.flat_map(pieces).collect();
+    let (next, written) = (AtomicUsize::new(0), Mutex::new(written));
+    let work = || {
+        let mut found = vec![Written::default(); FOUND];
+        // Relaxed: it only deals numbers out.
+        while let Some(piece) = pieces.get(next.fetch_add(1, Relaxed)) {
+            scan(pagemap, piece, &mut found, &written).inspect_err(|_| next.store(pieces.len(), Relaxed))?;
+        }
+        Ok(())
+    };
+    let helpers = thread::available_parallelism().map_or(1, NonZero::get).min(pieces.len()).saturating_sub(1);
+    thread::scope(|scope| {
+        // Where no thread can be had the work is done by those that are there.
+        let helpers: Vec<_> = (0..helpers)
+            .map_while(|_| thread::Builder::new().name("scan".into()).spawn_scoped(scope, work).ok())
+            .collect();
+        let ours = work();
+        let results =
+            helpers.into_iter().map(|helper| helper.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)));
+        results.fold(ours, Result::and)
+    })
+}
+
+fn scan(
+    pagemap: BorrowedFd<'_>,
+    piece: &Piece,
+    found: &mut [Written],
+    written: &Mutex<&mut PageSet>,
+) -> Result<(), Error> {
+    let Piece { area, start, end } = piece;
+    let mut at = *start;
+    while at < *end {
+        let (count, next) = pagemap::scan(pagemap, at, *end, found).map_err(|source| lost(area, source))?;
+        if count > 0 {
+            // One that panicked has reported nothing of this.
+            let mut written = written.lock().unwrap_or_else(PoisonError::into_inner);
+            found[..count].iter().for_each(|found| written.insert(area.pages_between(found.start, found.end)));
+        }
+        if next <= at {
+            return Err(untrackable(area.region, format!("the scan does not go on from address {at:#x}")));
+        }
+        at = next;
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_area_is_cut_at_round_addresses() {
+        let cut = |address, bytes| {
+            let pieces = pieces(&Area { region: 0, first_page: 0, address, bytes });
+            pieces.map(|piece| (piece.start, piece.end)).collect::<Vec<_>>()
+        };
+        let (page, whole) = (4096, PIECE_BYTES);
+        assert_eq!(cut(whole, whole), [(whole, 2 * whole)]);
+        assert_eq!(cut(page, whole), [(page, whole), (whole, whole + page)]);
+        assert_eq!(cut(whole - page, page), [(whole - page, whole)]);
+        let long = cut(3 * whole + page, 2 * whole);
+        assert_eq!(long, [(3 * whole + page, 4 * whole), (4 * whole, 5 * whole), (5 * whole, 5 * whole + page)]);
+        assert_eq!(cut(u64::MAX - 2 * page + 1, page), [(u64::MAX - 2 * page + 1, u64::MAX - page + 1)]);
+    }
+}
