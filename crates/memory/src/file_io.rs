@@ -19,7 +19,9 @@ mod uring;
 
 use std::{
     io,
+    ops::Range,
     os::fd::{AsFd, BorrowedFd, OwnedFd},
+    sync::Arc,
 };
 
 use rustix::fs::OFlags;
@@ -136,6 +138,40 @@ impl FileQueue {
     pub fn write_buffer(&mut self, buffer: PageBuffer, offset: u64) -> Result<(), Error> {
         self.flush()?;
         self.start(Request::new(Direction::Write, Body::Buffer(buffer), offset))
+    }
+
+    /// Asks to write pages of a buffer of our own from byte `offset` of the file on. The buffer is held until that is done; who asked can write to
+    /// it again when nobody else holds it ([`Arc::get_mut`]). What was asked for in this way before, for the same bytes of the file, is
+    /// done first: the last one counts.
+    ///
+    /// # Errors
+    /// As [`FileQueue::write`].
+    ///
+    /// # Panics
+    /// The buffer does not have these pages.
+    pub fn write_shared(&mut self, buffer: &Arc<PageBuffer>, pages: Range<usize>, offset: u64) -> Result<(), Error> {
+        assert!(pages.start <= pages.end && pages.end <= buffer.pages(), "pages {pages:?} of {}", buffer.pages());
+        self.flush()?;
+        let request = Request::new(Direction::Write, Body::Shared(Arc::clone(buffer), pages), offset);
+        if let Some(ring) = &mut self.ring
+            && let Err(failure) = ring.wait_for_place(self.file.as_fd(), &request)
+        {
+            self.failed.get_or_insert(failure);
+        }
+        self.check_failed()?;
+        self.start(request)
+    }
+
+    /// Waits until something that was asked for is done, if anything is not.
+    ///
+    /// # Errors
+    /// As [`FileQueue::write`].
+    pub fn wait_for_one(&mut self) -> Result<(), Error> {
+        self.flush()?;
+        if let Some(Err(failure)) = self.ring.as_mut().map(|ring| ring.wait_for_one(self.file.as_fd())) {
+            self.failed.get_or_insert(failure);
+        }
+        self.check_failed()
     }
 
     /// Asks to read `pages` of a region from byte `offset` of the file on, into place. Whoever looks at them meanwhile may see parts of it.

@@ -22,6 +22,11 @@ impl PageBuffer {
         Self { room, start, len }
     }
 
+    /// How many pages.
+    pub fn pages(&self) -> usize {
+        self.len / PAGE_BYTES
+    }
+
     /// The bytes.
     pub fn bytes(&self) -> &[u8] {
         &self.room[self.start..][..self.len]

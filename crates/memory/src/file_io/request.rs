@@ -1,6 +1,6 @@
 //! What the kernel is asked for, and what its answers mean.
 
-use std::os::fd::BorrowedFd;
+use std::{ops::Range, os::fd::BorrowedFd, sync::Arc};
 
 use rustix::{
     fs::{FileType, OFlags},
@@ -24,6 +24,8 @@ pub(super) enum Body {
     Pages { region: usize, pages: PageRange, through: Option<PageBuffer> },
     /// Bytes of our own.
     Buffer(PageBuffer),
+    /// These pages of a buffer, to be written. Others may look at it meanwhile, and while it is shared nobody can write to it.
+    Shared(Arc<PageBuffer>, Range<usize>),
 }
 
 /// A stretch of memory and where in the file it belongs. It is in the hands of one side at a time: ours, or the kernel's.
@@ -70,7 +72,7 @@ impl Request {
     pub(super) fn into_spare(self) -> Option<PageBuffer> {
         match self.body {
             Body::Pages { through, .. } => through,
-            Body::Buffer(_) => None,
+            Body::Buffer(_) | Body::Shared(..) => None,
         }
     }
 
@@ -98,6 +100,11 @@ impl Request {
             Body::Pages { pages, through: Some(buffer), .. } => (buffer.bytes_mut().as_mut_ptr(), bytes_of(pages)),
             Body::Pages { region, pages, .. } => memory.get(*region).expect("a region that was checked").raw(*pages),
             Body::Buffer(buffer) => (buffer.bytes_mut().as_mut_ptr(), buffer.bytes().len()),
+            // It is only ever read: see the body.
+            Body::Shared(buffer, pages) => {
+                let bytes = &buffer.bytes()[bytes_within(pages)];
+                (bytes.as_ptr().cast_mut(), bytes.len())
+            }
         };
         (start.wrapping_add(self.done), len - self.done)
     }
@@ -106,6 +113,12 @@ impl Request {
     pub(super) fn is_continued_by(&self, direction: Direction, region: usize, first: u64, offset: u64) -> bool {
         let Body::Pages { region: of, pages, .. } = &self.body else { return false };
         self.direction == direction && *of == region && pages.end() == first && self.end() == Some(offset)
+    }
+
+    /// Whether both are for the same bytes of the file, be it in part.
+    pub(super) fn overlaps(&self, other: &Self) -> bool {
+        let end = |request: &Self| request.end().unwrap_or(u64::MAX);
+        self.offset < end(other) && other.offset < end(self)
     }
 
     /// Takes up to `count` more pages, up to `most` in all. How many.
@@ -120,7 +133,7 @@ impl Request {
     pub(super) fn pages(&self) -> u64 {
         match &self.body {
             Body::Pages { pages, .. } => pages.count,
-            Body::Buffer(_) => 0,
+            Body::Buffer(_) | Body::Shared(..) => 0,
         }
     }
 
@@ -175,6 +188,7 @@ impl Request {
         match &self.body {
             Body::Pages { pages, .. } => bytes_of(pages),
             Body::Buffer(buffer) => buffer.bytes().len(),
+            Body::Shared(_, pages) => pages.len() * PAGE_BYTES,
         }
     }
 
@@ -215,7 +229,7 @@ impl Request {
                 let name = memory.get(*region).map_or("", |region| region.name());
                 format!("pages {}..{} of region {name:?}", pages.first, pages.end())
             }
-            Body::Buffer(buffer) => format!("{} bytes", buffer.bytes().len()),
+            Body::Buffer(_) | Body::Shared(..) => format!("{} bytes", self.len()),
         };
         format!("{doing} {body} at byte {:#x} of the file", self.offset)
     }
@@ -223,6 +237,10 @@ impl Request {
 
 fn bytes_of(pages: &PageRange) -> usize {
     pages.count as usize * PAGE_BYTES
+}
+
+fn bytes_within(pages: &Range<usize>) -> Range<usize> {
+    pages.start * PAGE_BYTES..pages.end * PAGE_BYTES
 }
 
 /// Why a request failed; can be told again and again.

@@ -60,6 +60,25 @@ impl Ring {
         self.take_completed(file)
     }
 
+    /// Waits until nothing in flight is for bytes of the file that this request is for.
+    ///
+    /// # Errors
+    /// As [`Ring::start`].
+    pub(super) fn wait_for_place(&mut self, file: BorrowedFd<'_>, request: &Request) -> Result<(), Failure> {
+        while self.places.iter().flatten().any(|other| other.overlaps(request)) {
+            self.wait(file)?;
+        }
+        Ok(())
+    }
+
+    /// Waits until one of those in flight has ended, if there are any.
+    ///
+    /// # Errors
+    /// As [`Ring::start`].
+    pub(super) fn wait_for_one(&mut self, file: BorrowedFd<'_>) -> Result<(), Failure> {
+        if self.free.len() < self.places.len() { self.wait(file) } else { Ok(()) }
+    }
+
     /// Waits until nothing is in flight.
     ///
     /// # Errors
