@@ -71,6 +71,22 @@ impl QemuDestination {
         Ok(ours)
     }
 
+    /// Has QEMU load the state, and returns when it is done with it, be it by failing.
+    fn load(&mut self, state: &mut dyn Read) -> Result<(), GuestError> {
+        let to = self.listen()?;
+        let pumped = pump(state, to);
+        let completed = migration::wait_completed(&mut self.qmp, LOAD_WAIT);
+        match pumped {
+            Ok(()) | Err(Pump::Write) => {
+                completed.map_err(|e| GuestError(format!("the destination did not load the device state: {e}")))?;
+            }
+            Err(Pump::Read(e)) => {
+                return Err(GuestError(format!("the device state broke off: {e}; start a new destination QEMU")));
+            }
+        }
+        self.check_loaded_and_stopped()
+    }
+
     /// What must hold before the source may give the guest up.
     fn check_loaded_and_stopped(&mut self) -> Result<(), GuestError> {
         match checks::run_state(&mut self.qmp)?.as_str() {
@@ -124,16 +140,16 @@ impl DestinationGuest for QemuDestination {
 
     fn load_state(&mut self, state: &mut dyn Read) -> Result<(), GuestError> {
         let settings = Settings::apply(&mut self.qmp, Answers::No)?;
-        let to = self.listen()?;
-        match pump(state, to) {
-            Ok(()) | Err(Pump::Write) => migration::wait_completed(&mut self.qmp, LOAD_WAIT)
-                .map_err(|e| GuestError(format!("the destination did not load the device state: {e}")))?,
-            Err(Pump::Read(e)) => {
-                return Err(GuestError(format!("the device state broke off: {e}; start a new destination QEMU")));
+        let loaded = self.load(state);
+        let restored = settings.restore(&mut self.qmp);
+        match (loaded, restored) {
+            (Ok(()), restored) => restored,
+            (Err(error), Err(why)) if !crate::is_gone(self.qmp.path()) => {
+                tracing::warn!("the destination QEMU's migration settings could not be put back: {why}");
+                Err(error)
             }
+            (Err(error), _) => Err(error),
         }
-        self.check_loaded_and_stopped()?;
-        settings.restore(&mut self.qmp)
     }
 
     fn start(&mut self, run: bool) -> Result<(), GuestError> {

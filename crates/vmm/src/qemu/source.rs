@@ -62,6 +62,10 @@ pub struct QemuSource {
     waiting: Option<(Arc<AtomicBool>, String)>,
     /// Our end of the channel that the device state comes through, beside the one that is read.
     channel: Option<UnixStream>,
+    /// QEMU's end of it, by its inode.
+    qemus_end: Option<u64>,
+    /// Both ends, ours first, of a channel that the will names, before there is a save.
+    promised: Option<(UnixStream, UnixStream)>,
 }
 
 impl QemuSource {
@@ -99,6 +103,8 @@ impl QemuSource {
             stays: false,
             waiting: None,
             channel: None,
+            qemus_end: None,
+            promised: None,
         })
     }
 
@@ -125,10 +131,11 @@ impl QemuSource {
     }
 
     fn restore_settings(&mut self) -> Result<(), GuestError> {
-        match self.settings.take() {
-            Some(settings) => settings.restore(&mut self.qmp),
-            None => Ok(()),
+        let Some(settings) = self.settings.take() else { return Ok(()) };
+        if let Some(inode) = self.qemus_end.take() {
+            migration::wait_cleaned_up(self.qmp.pid(), inode);
         }
+        settings.restore(&mut self.qmp)
     }
 
     /// Whether QEMU is to wait for word after it has saved. Only the trailer tells then where the state ends, and a machine can be told to leave
@@ -277,9 +284,10 @@ impl SourceGuest for QemuSource {
             return Err(GuestError("the guest runs: its device state can be saved only when it is stopped".to_owned()));
         }
         let failed = |e: io::Error| GuestError(format!("a channel for the device state: {e}"));
-        let (ours, qemus) = UnixStream::pair().map_err(failed)?;
+        let (ours, qemus) = self.promised.take().map_or_else(UnixStream::pair, Ok).map_err(failed)?;
         ours.set_read_timeout(Some(SAVE_WAIT)).map_err(failed)?;
         self.channel = Some(ours.try_clone().map_err(failed)?);
+        self.qemus_end = Some(inode_of(&qemus).map_err(failed)?);
         let answers = self.answers();
         let before = checks::run_state(&mut self.qmp)?;
         self.settings = Some(Settings::apply(&mut self.qmp, answers)?);
@@ -325,8 +333,16 @@ impl SourceGuest for QemuSource {
 
     fn last_will(&mut self) -> Result<String, GuestError> {
         let balloon = self.own_balloon.as_ref().map(|balloon| balloon.made().clone());
-        Will { settings: Settings::now(&mut self.qmp)?, balloon }.to_text()
+        let failed = |e: io::Error| GuestError(format!("a channel for the device state: {e}"));
+        let pair = UnixStream::pair().map_err(failed)?;
+        let qemus_end = inode_of(&pair.1).map_err(failed)?;
+        self.promised = Some(pair);
+        Will { settings: Settings::now(&mut self.qmp)?, qemus_end, balloon }.to_text()
     }
+}
+
+fn inode_of(socket: &UnixStream) -> io::Result<u64> {
+    Ok(rustix::fs::fstat(socket)?.st_ino)
 }
 
 impl Drop for QemuSource {

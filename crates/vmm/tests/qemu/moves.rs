@@ -315,12 +315,14 @@ fn a_state_that_is_cut_or_changed_is_refused_in_qemus_words_and_nothing_runs() {
     other_machine[20] ^= 1;
     for bad in [&state[..state.len() / 2], &other_machine, b"nonsense".as_slice(), b"".as_slice()] {
         let to = Qemu::start(&["-incoming", "defer"]);
+        let settings = to.settings();
         let mut destination = to.destination();
         clear(&destination.memory());
         let (here, there) = (source.memory(), destination.memory());
         copy(&here.regions()[0], &there.regions()[0], &here.regions()[0].data().unwrap());
         let error = destination.load_state(&mut &*bad).unwrap_err().to_string();
         assert!(error.contains("did not load the device state"), "{error}");
+        assert_eq!(to.settings(), settings);
         assert_eq!(to.status(), "inmigrate");
         assert!(destination.start(false).is_err());
         drop(destination);
@@ -339,8 +341,10 @@ fn a_state_whose_sender_breaks_off_is_an_error() {
         }
     }
     let to = Qemu::start(&["-incoming", "defer"]);
+    let settings = to.settings();
     let error = to.destination().load_state(&mut Breaks).unwrap_err().to_string();
     assert!(error.contains("the link is down"), "{error}");
+    assert_eq!(to.settings(), settings);
     assert_eq!(to.status(), "inmigrate");
 }
 
