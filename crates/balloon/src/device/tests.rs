@@ -4,6 +4,7 @@ use std::os::unix::fs::FileExt;
 
 use proptest::prelude::*;
 use rustix::event::{EventfdFlags, eventfd};
+use vhost_user_backend::VringT;
 use vm_memory::{Bytes, FileOffset, GuestAddress};
 
 use super::*;
