@@ -6,7 +6,8 @@
 //!            a bit   meanwhile, too  here on
 //! ```
 //!
-//! A guest that has named all gets its memory back at once.
+//! A guest that has named all gets its memory back at once, and whatever else is to be done with who gives the hints can be done while the round is
+//! sent.
 use std::time::{Duration, Instant};
 
 use transship_memory::{PAGE_BYTES, PageSet};
@@ -30,6 +31,8 @@ const ASSUMED_SPEED: u64 = 1 << 30;
 pub(crate) struct FreePages {
     /// None: there is nobody to ask, any more.
     hints: Option<Box<dyn Hints>>,
+    /// The guest was asked for some.
+    asked: bool,
     /// No more will come, and the guest may use all its memory.
     over: bool,
     /// By region: what the guest has named.
@@ -46,7 +49,13 @@ impl FreePages {
         let none: Vec<_> = guest.memory().regions().iter().map(|region| PageSet::empty(region.pages())).collect();
         let mut hints = guest.hints();
         let unseen = hints.as_mut().map(|hints| hints.writes_to()).unwrap_or_default();
-        Self { hints, over: false, named: none.clone(), trimmed: none, unseen }
+        Self { hints, asked: false, over: false, named: none.clone(), trimmed: none, unseen }
+    }
+
+    /// Of a guest without memory.
+    #[cfg(test)]
+    pub(crate) fn none() -> Self {
+        Self { hints: None, asked: false, over: false, named: Vec::new(), trimmed: Vec::new(), unseen: Vec::new() }
     }
 
     /// Asks the guest, and waits as long as hints spare more bytes than would be sent meanwhile. All memory has been scanned. `speed`: bytes
@@ -56,6 +65,7 @@ impl FreePages {
     /// Cancelled.
     pub(crate) fn ask(&mut self, speed: Option<u64>, progress: &Progress) -> Result<&[PageSet], Error> {
         let Some(hints) = &mut self.hints else { return Ok(&self.named) };
+        self.asked = true;
         if let Err(error) = hints.start() {
             self.give_up(&error);
             return Ok(&self.named);
@@ -92,16 +102,16 @@ impl FreePages {
 
     /// Ends it, before the next scan: the guest has its memory again. Returns what was trimmed, by region, and what is written past the tracker.
     pub(crate) fn end(&mut self) -> (&[PageSet], &[Place]) {
-        if let Some(mut hints) = self.hints.take() {
-            let ended = if self.over { Ok(()) } else { hints.stop().and_then(|()| hints.done()) };
-            let ended = ended.and_then(|()| hints.taken_back());
-            // It may have begun to write elsewhere since it was asked first.
-            self.unseen.extend(hints.writes_to());
-            if let Err(error) = ended {
-                warn(&error);
-            }
+        if let Some(hints) = self.hints.take() {
+            self.unseen.extend(Ending { hints: Some(hints), over: self.over }.settle());
         }
         (&self.trimmed, &self.unseen)
+    }
+
+    /// What is left to be done, where no more hints will come and the guest knows that it may use its memory. None while they may, and where they broke off.
+    pub(crate) fn take_ending(&mut self) -> Option<Ending> {
+        let is_known = self.over || !self.asked;
+        is_known.then(|| Ending { hints: self.hints.take(), over: true })
     }
 
     /// Hears what comes until `deadline`, and what has come by then. Returns the number of pages.
@@ -130,6 +140,28 @@ impl FreePages {
     fn give_up(&mut self, error: &GuestError) {
         warn(error);
         self.hints = None;
+    }
+}
+
+/// The end of hints, which waits for the guest.
+pub(crate) struct Ending {
+    /// None: there was nobody to ask.
+    hints: Option<Box<dyn Hints>>,
+    /// The guest was told that it may use its memory.
+    over: bool,
+}
+
+impl Ending {
+    /// The guest has its memory again; after this it can be asked for other things. Returns what is written past the tracker.
+    pub(crate) fn settle(self) -> Vec<Place> {
+        let Some(mut hints) = self.hints else { return Vec::new() };
+        let ended = if self.over { Ok(()) } else { hints.stop().and_then(|()| hints.done()) };
+        let ended = ended.and_then(|()| hints.taken_back());
+        if let Err(error) = ended {
+            warn(&error);
+        }
+        // It may have begun to write elsewhere since it was asked first.
+        hints.writes_to()
     }
 }
 

@@ -1,13 +1,15 @@
 //! The rounds of a move, whoever is at the other end: what is sent in each is what the scan before it found.
 use std::{
-    sync::atomic::Ordering::Relaxed,
+    panic::resume_unwind,
+    sync::atomic::{AtomicBool, Ordering::Relaxed},
+    thread,
     time::{Duration, Instant},
 };
 
 use transship_memory::{Freeing, PageSet};
 
 use crate::{
-    Error, Progress, Report,
+    Error, Phase, Progress, Report,
     channels::{RoundWork, Sent},
     fail_point,
     forecast::{Aim, Forecast, Verdict},
@@ -53,18 +55,51 @@ pub(crate) struct Rounds {
     number: u32,
 }
 
+/// A move on its way.
+pub(crate) struct Course<'a> {
+    pub(crate) guest: &'a mut dyn SourceGuest,
+    pub(crate) progress: &'a Progress,
+    pub(crate) report: &'a mut Report,
+    pub(crate) begin: Instant,
+}
+
+impl Course<'_> {
+    /// The phases up to the switchover: arms the tracking, and sends what a guest that runs holds until the rest is small. Returns whether it runs.
+    /// `rounds`: kept there also on failure.
+    pub(crate) fn up_to_switchover<'r>(
+        &mut self,
+        rounds: &'r mut Option<Rounds>,
+        link: &mut dyn Link,
+        aim: Aim,
+    ) -> Result<(&'r mut Rounds, bool), Error> {
+        let Self { guest, progress, report, begin } = self;
+        let is_running = guest.is_running()?;
+        let rounds = rounds.insert(Rounds::begin(*guest)?);
+        reach(link, "tracking")?;
+        report.setup_ms = begin.elapsed().as_secs_f64() * 1e3;
+        progress.set_phase(Phase::Rounds);
+        if is_running {
+            rounds.ask_for_free_pages(aim.bandwidth, progress)?;
+            reach(link, "hinted")?;
+            rounds.until_the_rest_is_small(*guest, link, aim, progress, report)?;
+        }
+        progress.set_phase(Phase::Switchover);
+        Ok((rounds, is_running))
+    }
+}
+
 impl Rounds {
-    /// Arms the tracking; the first round has everything that is not a hole.
-    pub(crate) fn begin(guest: &mut dyn SourceGuest) -> Result<Self, Error> {
+    /// Arms the tracking.
+    fn begin(guest: &mut dyn SourceGuest) -> Result<Self, Error> {
         let tracker = guest.track()?;
         let scanner = Scanner::begin(guest.memory(), tracker, guest.freeing())?;
         Ok(Self { scanner, free: FreePages::of(guest), freeing: guest.freeing(), number: 0 })
     }
 
-    /// Asks the guest what the first round can leave out. `speed`: bytes a second that can be sent at most.
-    pub(crate) fn ask_for_free_pages(&mut self, speed: Option<u64>, progress: &Progress) -> Result<(), Error> {
-        self.scanner.leave_out(self.free.ask(speed, progress)?);
-        Ok(())
+    /// Asks a guest that runs what the first round can leave out; the rest of what it holds is the first round. `speed`: bytes a second that can be
+    /// sent at most. A guest that stands still has nothing to say: `send_the_rest` looks at all its memory.
+    fn ask_for_free_pages(&mut self, speed: Option<u64>, progress: &Progress) -> Result<(), Error> {
+        self.scanner.plan_first_round(Some(self.free.ask(speed, progress)?))
     }
 
     /// By region: pages that were left out and not written since.
@@ -73,7 +108,7 @@ impl Rounds {
     }
 
     /// Sends round after round of a guest that runs, until what is left is small enough to be sent while it stands still.
-    pub(crate) fn until_the_rest_is_small(
+    fn until_the_rest_is_small(
         &mut self,
         guest: &mut dyn SourceGuest,
         link: &mut dyn Link,
@@ -82,20 +117,49 @@ impl Rounds {
         report: &mut Report,
     ) -> Result<(), Error> {
         let mut forecast = Forecast::new(aim, guest.state_estimate());
+        self.send_first_and_unplug(guest, link, progress, report)?;
         loop {
-            self.send_pending(link, DONE_TIMEOUT, progress, report)?;
-            reach(link, "round")?;
-            if report.rounds.len() == 1 {
-                unplug(guest, progress)?;
-                reach(link, "unplugged")?;
-            }
             self.scanner.scan(link.content(), report, progress)?;
             match forecast.judge(report, self.scanner.pending_bytes()) {
                 Verdict::Fits => return Ok(()),
                 Verdict::AnotherRound => {}
                 Verdict::Hopeless(why) => return Err(Error::NotConverging(why)),
             }
+            self.send_pending(link, DONE_TIMEOUT, progress, report)?;
+            reach(link, "round")?;
         }
+    }
+
+    /// The first round, and what can't go with the guest is unplugged: meanwhile, if the guest has said all that it has to say, else after it.
+    /// The device writes to guest memory past the tracker until it is gone, and what it writes to counts as written in the last scan.
+    fn send_first_and_unplug(
+        &mut self,
+        guest: &mut dyn SourceGuest,
+        link: &mut dyn Link,
+        progress: &Progress,
+        report: &mut Report,
+    ) -> Result<(), Error> {
+        let Some(ending) = self.free.take_ending() else {
+            self.send_pending(link, DONE_TIMEOUT, progress, report)?;
+            reach(link, "round")?;
+            unplug(guest, &|| progress.is_cancelled())?;
+            return reach(link, "unplugged");
+        };
+        // Relaxed: it says nothing about other memory.
+        let broken = AtomicBool::new(false);
+        let (sent, (unseen, unplugged)) = thread::scope(|scope| {
+            let unplugging = scope.spawn(|| {
+                let unseen = ending.settle();
+                (unseen, unplug(guest, &|| progress.is_cancelled() || broken.load(Relaxed)))
+            });
+            let sent = self.send_pending(link, DONE_TIMEOUT, progress, report).and_then(|()| reach(link, "round"));
+            broken.store(sent.is_err(), Relaxed);
+            (sent, unplugging.join().unwrap_or_else(|panic| resume_unwind(panic)))
+        });
+        self.scanner.not_seen(&unseen);
+        sent?;
+        unplugged?;
+        reach(link, "unplugged")
     }
 
     /// The last look and the last round, with the guest standing still.

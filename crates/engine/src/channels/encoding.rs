@@ -8,32 +8,28 @@
 //! Nobody takes a lock on this path. An encoder copies the pages before it encodes them: the guest writes to them meanwhile, and a compressor
 //! may misbehave on input that changes. A packet stands for itself, so any encoder serves any channel.
 use std::{
-    sync::{
-        Arc,
-        atomic::{AtomicBool, AtomicU64, Ordering::Relaxed, Ordering::SeqCst},
-    },
+    sync::{Arc, atomic::Ordering::Relaxed},
     thread,
     time::{Duration, Instant},
 };
 
-use transship_codec::{Encoder, Outcome, Setting};
-use transship_memory::{PAGE_BYTES, PageRange};
-use transship_ring::{Parker, Results, Submitter, TrySubmitError, Worker, mpmc, pool};
+use transship_codec::Setting;
+use transship_ring::{Results, Submitter, TrySubmitError, mpmc, pool};
 
 use super::{
-    Encoded, Main, Shared, Window,
-    auto::{self, Auto, PROBING_WINDOWS, Sample, Threads},
+    Main, Shared, Window,
+    auto::{self, Auto, Threads},
+    encoder::EncoderThread,
+    gate::{Gate, Ready},
     meters::Meters,
 };
-use crate::{Compress, Error, Progress, WhenBusy, control::TICK, cpu};
+use crate::{Compress, Error, Progress, WhenBusy, control::TICK};
 
 /// Windows that wait at each encoder. More would only lengthen the way of a page.
 const RING_PLACES: usize = 4;
 
 /// How long a window that finds no room waits until its encoding is chosen anew.
 const CHOOSE_AGAIN: Duration = Duration::from_millis(5);
-/// Windows that wait for channels while pages are left as they are and the encoding may change: what waits can't be encoded any more.
-const RAW_WAITING: u64 = 2;
 
 /// How many encode what, and for whom.
 #[derive(Debug, Clone, Copy)]
@@ -46,83 +42,17 @@ pub(crate) struct EncodingOptions {
     pub(crate) may_be_raw: bool,
 }
 
-/// What a channel gets.
-pub(crate) enum Ready {
-    /// A window that an encoder has looked at, with its pages encoded if that was worth it.
-    Window { window: Window, encoded: Option<Encoded> },
-    /// A window that nobody has looked at: all encoders were busy.
-    Unseen(Window),
-    /// Pages that became a hole.
-    Hole { region: usize, range: PageRange },
-    /// The round is over for one channel; each takes one of these.
-    RoundEnd,
-}
-
-/// Says when all that was handed over in a round has been taken, and then ends it for every channel.
-///
-/// The main thread stores how much it was and then loads how much was taken; a channel adds to what was taken and then loads how much it was.
-/// Both are SeqCst, so at least one of the two sees that the numbers are equal; `ended` lets only the first one act.
-pub(crate) struct Gate {
-    results: Results<Ready>,
-    channels: usize,
-    handed_over: AtomicU64,
-    taken: AtomicU64,
-    ended: AtomicBool,
-    /// Windows among them that are to be left as they are, and where the main thread sleeps until enough of those were taken.
-    raw_taken: AtomicU64,
-    fewer: Parker,
-    pub(crate) meters: Arc<Meters>,
-}
-
-impl Gate {
-    pub(crate) fn next(&self) -> Option<Ready> {
-        self.results.next_result()
-    }
-
-    /// Hands something to the channels past the encoders. A destination that hangs leaves no room: the user may cancel meanwhile.
-    pub(crate) fn pass(&self, mut ready: Ready, main: &dyn Main) -> Result<(), Error> {
-        loop {
-            match self.results.inject_timeout(ready, TICK) {
-                Ok(()) => return Ok(()),
-                Err(back) => ready = back,
-            }
-            main.check()?;
-        }
-    }
-
-    /// One more was taken and dealt with.
-    pub(crate) fn took(&self) {
-        if self.taken.fetch_add(1, SeqCst) + 1 == self.handed_over.load(SeqCst) {
-            self.end();
-        }
-    }
-
-    /// It was a window that is to be left as it is.
-    pub(crate) fn took_raw(&self) {
-        self.raw_taken.fetch_add(1, SeqCst);
-        self.fewer.wake_one();
-    }
-
-    /// Whether, within the time, fewer than `most` of the windows that are to be left as they are are on their way.
-    fn wait_for_fewer(&self, handed_over: u64, most: u64, time: Duration) -> bool {
-        let few = || (handed_over - self.raw_taken.load(SeqCst) < most).then_some(());
-        self.fewer.wait_timeout(time, few).is_some()
-    }
-
-    /// No more come than these.
-    pub(crate) fn close(&self, handed_over: u64) {
-        self.handed_over.store(handed_over, SeqCst);
-        if self.taken.load(SeqCst) == handed_over {
-            self.end();
-        }
-    }
-
-    /// Ends the round. The ring has room: it was made for a marker a channel, and when nothing failed it is empty.
-    pub(crate) fn end(&self) {
-        if !self.ended.swap(true, SeqCst) {
-            (0..self.channels).for_each(|_| self.results.inject(Ready::RoundEnd));
-        }
-    }
+/// What was given away in a round.
+#[derive(Debug, Default)]
+struct Given {
+    /// What channels will get, whatever happens.
+    handed_over: u64,
+    /// Windows that are to be left as they are, those that wait here included.
+    raw: u64,
+    /// Windows that are to be left as they are, until there are enough to wake a channel for.
+    batch: Vec<Window>,
+    /// There may be some that can be taken back.
+    may_take_back: bool,
 }
 
 /// The encoders of a session.
@@ -135,8 +65,7 @@ pub(crate) struct Encoders {
     channels: usize,
     /// If there is a choice.
     auto: Option<Auto>,
-    /// Windows of this round that are to be left as they are.
-    raw_handed_over: u64,
+    given: Given,
     progress: Arc<Progress>,
     meters: Arc<Meters>,
     /// Buffers of packets that were written, to be filled again.
@@ -163,7 +92,7 @@ impl Encoders {
             threads: Vec::new(),
             when_busy: options.when_busy,
             channels,
-            raw_handed_over: 0,
+            given: Given::default(),
             auto: raw.map(|raw| Auto::new(settings.len(), raw, threads)),
             progress: Arc::clone(&shared.progress),
             meters: Arc::new(Meters::new(settings.len())),
@@ -180,6 +109,7 @@ impl Encoders {
                 spare: Arc::clone(&encoders.spare),
                 pages: Vec::new(),
                 scratch: Vec::new(),
+                is_warm: false,
             };
             let started = thread::Builder::new().name(format!("encoder {number}")).spawn(move || thread.run());
             encoders.threads.push(started.map_err(|source| Error::Io { what: "start an encoder".into(), source })?);
@@ -189,20 +119,12 @@ impl Encoders {
 
     /// For a round: what the channels take from.
     pub(crate) fn open_gate(&mut self) -> Gate {
-        self.raw_handed_over = 0;
+        self.given = Given::default();
         if let Some(auto) = &mut self.auto {
             auto.pause();
         }
-        Gate {
-            results: self.results.clone().expect("taken only in drop"),
-            channels: self.channels,
-            handed_over: AtomicU64::new(u64::MAX),
-            taken: AtomicU64::new(0),
-            ended: AtomicBool::new(false),
-            raw_taken: AtomicU64::new(0),
-            fewer: Parker::new(),
-            meters: Arc::clone(&self.meters),
-        }
+        let results = self.results.clone().expect("taken only in drop");
+        Gate::new(results, self.channels, Arc::clone(&self.meters))
     }
 
     /// An encoder that ended early takes its windows with it: the session can't go on.
@@ -236,44 +158,95 @@ impl Encoders {
             window.sample |= choice.sample;
             window.raw = choice.encoding == auto.raw();
             if !window.raw {
+                for earlier in self.take_back(gate, main)? {
+                    self.encode(Window { encoding: window.encoding, raw: false, ..earlier }, gate, main)?;
+                }
                 return self.encode(window, gate, main);
             }
-            let most = if auto.is_probing() { PROBING_WINDOWS } else { RAW_WAITING + self.channels as u64 };
-            if gate.wait_for_fewer(self.raw_handed_over, most, CHOOSE_AGAIN) {
-                self.raw_handed_over += 1;
-                return if window.sample {
-                    self.encode(window, gate, main)
-                } else {
-                    gate.pass(Ready::Unseen(window), main)
-                };
+            let flow = auto.raw_flow();
+            let (given, waiting) = (self.given.raw, self.given.batch.len());
+            if !flow.lets(gate.raw_on_their_way(given), waiting) {
+                self.flush(gate, main)?; // it might be what is waited for
+                if !gate.wait_for_raw(given, flow.sleep_until(), CHOOSE_AGAIN) {
+                    main.check()?;
+                    continue;
+                }
             }
-            main.check()?;
+            self.given.raw += 1;
+            if window.sample {
+                return self.encode(window, gate, main);
+            }
+            self.given.may_take_back = true;
+            self.given.batch.push(window);
+            return if self.given.batch.len() < flow.batch { Ok(()) } else { self.flush(gate, main) };
         }
+    }
+
+    /// Takes back all that was to be left as it is and that no channel has taken: the choice has changed.
+    fn take_back(&mut self, gate: &Gate, main: &dyn Main) -> Result<Vec<Window>, Error> {
+        if !std::mem::take(&mut self.given.may_take_back) {
+            return Ok(Vec::new());
+        }
+        let (mut windows, others) = gate.take_back();
+        self.given.handed_over -= windows.len() as u64 + others.iter().map(|other| other.counts().0).sum::<u64>();
+        windows.append(&mut self.given.batch);
+        self.given.raw -= windows.len() as u64;
+        others.into_iter().try_for_each(|other| self.hand_over(other, gate, main))?;
+        Ok(windows)
+    }
+
+    /// Hands over the windows that are to be left as they are and wait for more of them.
+    pub(crate) fn flush(&mut self, gate: &Gate, main: &dyn Main) -> Result<(), Error> {
+        match std::mem::take(&mut self.given.batch) {
+            batch if batch.is_empty() => Ok(()),
+            batch => self.hand_over(Ready::Unseen(batch), gate, main),
+        }
+    }
+
+    /// Hands something to the channels past the encoders.
+    pub(crate) fn pass(&mut self, ready: Ready, gate: &Gate, main: &dyn Main) -> Result<(), Error> {
+        self.flush(gate, main)?;
+        self.hand_over(ready, gate, main)
+    }
+
+    fn hand_over(&mut self, ready: Ready, gate: &Gate, main: &dyn Main) -> Result<(), Error> {
+        let (count, _) = ready.counts();
+        gate.pass(ready, main)?;
+        self.given.handed_over += count;
+        Ok(())
+    }
+
+    /// What the channels get of this round, in all. What could not be handed over because of a failure is not among it.
+    pub(crate) fn handed_over(&self) -> u64 {
+        self.given.handed_over
     }
 
     /// Hands a window to an encoder, or past them if all are busy and that is wanted.
     fn encode(&mut self, window: Window, gate: &Gate, main: &dyn Main) -> Result<(), Error> {
+        self.flush(gate, main)?;
         let encoding = &self.progress.encoding;
         encoding.submitted.fetch_add(1, Relaxed);
         let submitter = self.submitter.as_mut().expect("taken only in drop");
-        let mut window = match submitter.try_submit(window) {
-            Ok(_) => return Ok(()),
-            Err(TrySubmitError::Gone(_)) => return Err(gone()),
-            Err(TrySubmitError::Busy(back)) => back,
-        };
-        encoding.busy.fetch_add(1, Relaxed);
-        if self.when_busy == WhenBusy::Raw {
-            encoding.raw_busy_pages.fetch_add(window.wanted.count_ones().into(), Relaxed);
-            return gate.pass(Ready::Unseen(window), main);
+        let mut submitted = submitter.try_submit(window);
+        if let Err(TrySubmitError::Busy(window)) = submitted {
+            encoding.busy.fetch_add(1, Relaxed);
+            if self.when_busy == WhenBusy::Raw {
+                encoding.raw_busy_pages.fetch_add(window.wanted.count_ones().into(), Relaxed);
+                return self.hand_over(Ready::Unseen(vec![window]), gate, main);
+            }
         }
         loop {
-            match submitter.submit_timeout(window, TICK) {
-                Ok(_) => return Ok(()),
+            match submitted {
+                Ok(_) => break,
                 Err(TrySubmitError::Gone(_)) => return Err(gone()),
-                Err(TrySubmitError::Busy(back)) => window = back,
+                Err(TrySubmitError::Busy(window)) => {
+                    main.check()?;
+                    submitted = submitter.submit_timeout(window, TICK);
+                }
             }
-            main.check()?;
         }
+        self.given.handed_over += 1;
+        Ok(())
     }
 }
 
@@ -297,86 +270,154 @@ impl Drop for Encoders {
     }
 }
 
-struct EncoderThread {
-    worker: Worker<Window, Ready>,
-    /// By the number of the encoding: its method's number on the wire, and what makes it.
-    encoders: Vec<(u8, Box<dyn Encoder>)>,
-    /// The encoding that leaves pages as they are.
-    raw: Option<usize>,
-    may_be_raw: bool,
-    shared: Arc<Shared>,
-    meters: Arc<Meters>,
-    spare: Arc<mpmc::Ring<Vec<u8>>>,
-    /// The pages of a packet, copied.
-    pages: Vec<u8>,
-    /// For what is encoded to learn from, and not sent.
-    scratch: Vec<u8>,
-}
+#[cfg(test)]
+mod tests {
+    use std::sync::{
+        atomic::{AtomicBool, Ordering::SeqCst},
+        mpsc,
+    };
 
-impl EncoderThread {
-    fn run(mut self) {
-        let shared = Arc::clone(&self.shared);
-        let mut laps = cpu::Laps::begin();
-        while let Some(window) = self.worker.next_job() {
-            let (begin, sample) = (Instant::now(), window.sample);
-            let ready = self.handle(window);
-            self.meters.encoded(begin.elapsed());
-            if self.worker.deliver(ready).is_err() {
-                return; // nobody takes any more
-            }
-            if sample {
-                self.sample();
-            }
-            shared.progress.cpu.encoders.add(laps.next());
+    use transship_memory::{Access, GuestMemory, Region};
+
+    use super::{super::Failure, *};
+    use crate::scan::Pending;
+
+    const CHANNELS: u8 = 3;
+    const WINDOWS: u64 = 100;
+
+    /// Can be told that the session has failed.
+    #[derive(Default)]
+    struct TestMain(AtomicBool);
+
+    impl Main for TestMain {
+        fn check(&self) -> Result<(), Error> {
+            if self.0.load(SeqCst) { Err(Error::Cancelled) } else { Ok(()) }
+        }
+        fn check_at_the_end(&self) -> Result<(), Error> {
+            Ok(())
+        }
+        fn reason(&self) -> Option<Error> {
+            None
+        }
+        fn tells_holes(&self, _: usize, _: &Pending) -> Result<bool, Error> {
+            Ok(false)
+        }
+        fn look(&self, _: &Window) -> Result<Option<u128>, Error> {
+            Ok(None)
+        }
+        fn left_out(&self, _: usize, _: u64, _: u128) -> Result<(), Error> {
+            Ok(())
         }
     }
 
-    fn handle(&mut self, mut window: Window) -> Ready {
-        self.pages.clear();
-        if self.shared.failed.load(Relaxed) {
-            return Ready::Window { window, encoded: None }; // nobody sends it: a cancelled move need not wait for what is slow to encode
-        }
-        self.meters.look(&self.shared, &mut window);
-        let present = window.wanted & !window.zero.unwrap_or(0);
-        let memory = &self.shared.memory.regions()[window.region];
-        // A window that the region does not have can't come from a scan of it; the channel would report it.
-        let copied = present == 0 || memory.copy_out(window.first, present, &mut self.pages).is_ok();
-        debug_assert!(!copied || self.pages.len() == present.count_ones() as usize * PAGE_BYTES);
-        let encoding = usize::from(window.encoding);
-        let encoded = if self.pages.is_empty() || Some(encoding) == self.raw { None } else { self.encode(encoding) };
-        Ready::Window { window, encoded }
+    /// Encoders over memory that is all zero, so that nothing speaks for any encoding, and over a link of 5 GB/s.
+    fn encoders() -> Encoders {
+        let file = tempfile::tempfile().unwrap();
+        file.set_len(WINDOWS * 128 * 4096).unwrap();
+        let region = Region::map("ram", file.into(), 0, WINDOWS * 128 * 4096, Access::ReadWrite).unwrap();
+        let shared = Shared {
+            memory: GuestMemory::new(vec![region]),
+            content: Vec::new(),
+            pacer: None,
+            look_for_zeros: true,
+            progress: Progress::new(),
+            failure: Failure::default(),
+            peer: "nobody".into(),
+        };
+        let options = EncodingOptions {
+            compress: Compress::Auto,
+            encoders: 2,
+            when_busy: WhenBusy::Wait,
+            channels: CHANNELS,
+            may_be_raw: true,
+        };
+        let mut encoders = Encoders::start(&options, &Arc::new(shared)).unwrap().unwrap();
+        encoders.auto = encoders.auto.take().map(|auto| auto.over_link(0.2e-9));
+        encoders
     }
 
-    fn encode(&mut self, encoding: usize) -> Option<Encoded> {
-        let mut bytes = self.spare.pop().unwrap_or_default();
-        let (method, encoder) = &mut self.encoders[encoding];
-        let outcome = encoder.encode(&self.pages, &mut bytes);
-        let stays_raw = outcome == Outcome::Raw && self.may_be_raw;
-        let made = if stays_raw { self.pages.len() } else { bytes.len() };
-        let tally = &self.shared.progress.encoding;
-        tally.bytes_in.fetch_add(self.pages.len() as u64, Relaxed);
-        tally.bytes_out.fetch_add(made as u64, Relaxed);
-        if stays_raw {
-            let _ = self.spare.push(bytes); // full: one buffer less to keep
-            return None;
+    /// Takes all of a round on threads of channels, and returns what each `Ready` counted for, when each of them has seen its end.
+    fn take_all(gate: &Arc<Gate>) -> impl FnOnce() -> Vec<u64> + use<> {
+        let (ended, all) = mpsc::channel();
+        for _ in 0..CHANNELS {
+            let (gate, ended) = (Arc::clone(gate), ended.clone());
+            thread::spawn(move || {
+                let mut taken = Vec::new();
+                while let Some(ready) = gate.next().filter(|ready| !matches!(ready, Ready::RoundEnd)) {
+                    taken.push(ready.counts().0);
+                    gate.took(ready.counts());
+                }
+                ended.send(taken).unwrap();
+            });
         }
-        Some(Encoded { method: *method, bytes })
+        move || {
+            let next = |_| all.recv_timeout(Duration::from_secs(60)).expect("the round ends for each channel");
+            (0..CHANNELS).flat_map(next).collect()
+        }
     }
 
-    /// Encodes the pages at hand in all ways, after they have gone, and keeps only what there is to learn from it.
-    fn sample(&mut self) {
-        let Self { encoders, raw, pages, scratch, .. } = self;
-        let mut outcomes = Vec::with_capacity(encoders.len());
-        for (index, (_, encoder)) in encoders.iter_mut().enumerate() {
-            let (begin, mut laps) = (Instant::now(), cpu::Laps::begin());
-            let is_raw = Some(index) == *raw || pages.is_empty() || encoder.encode(pages, scratch) == Outcome::Raw;
-            let left = if is_raw { pages.len() } else { scratch.len() };
-            // Who has to share the core with others would not have it for himself later, but more of it than beside all that is done now.
-            let needs = (begin.elapsed().as_secs_f64() * laps.next()).sqrt();
-            let needs = if Some(index) == *raw { Duration::ZERO } else { Duration::from_secs_f64(needs) };
-            outcomes.push((left as u64, needs));
+    fn window(number: u64) -> Window {
+        Window::new(0, 0, number * 128, u128::MAX)
+    }
+
+    #[test]
+    fn windows_that_stay_as_they_are_go_together() {
+        let (mut encoders, main) = (encoders(), TestMain::default());
+        for round in 0..2 {
+            let gate = Arc::new(encoders.open_gate());
+            let all = take_all(&gate);
+            (0..WINDOWS).for_each(|number| encoders.submit(window(number), &gate, &main).unwrap());
+            encoders.flush(&gate, &main).unwrap();
+            gate.close(encoders.handed_over());
+            let taken = all();
+            assert_eq!(taken.iter().sum::<u64>(), WINDOWS, "round {round}: {taken:?}");
+            assert_eq!(taken.iter().max(), Some(&8), "round {round}: {taken:?}");
         }
-        let sample = Sample { pages: (pages.len() / PAGE_BYTES) as u64, outcomes };
-        let _ = self.meters.samples.push(sample); // there is room for all that can be asked for at a time
+        let encoded = encoders.progress.encoding.submitted.load(SeqCst);
+        assert!(encoded <= 2, "{encoded}: after a sample without content none is asked for until there is some");
+    }
+
+    /// Nobody takes anything, so the main thread waits when enough is on its way, and hears that the session has failed.
+    #[test]
+    fn what_could_not_be_handed_over_is_not_waited_for() {
+        let (mut encoders, main) = (encoders(), TestMain::default());
+        let gate = Arc::new(encoders.open_gate());
+        let given = (0..WINDOWS).take_while(|number| {
+            main.0.store(*number >= 20, SeqCst);
+            encoders.submit(window(*number), &gate, &main).is_ok()
+        });
+        assert!((20..WINDOWS as usize).contains(&given.count()));
+        gate.close(encoders.handed_over());
+        let taken = take_all(&gate)();
+        assert_eq!(taken.iter().sum::<u64>(), encoders.handed_over());
+    }
+
+    /// Windows on their way as they are, when another encoding is chosen: those that no channel has taken are encoded.
+    #[test]
+    fn what_waits_is_encoded_when_the_choice_changes() {
+        let (mut encoders, main) = (encoders(), TestMain::default());
+        let gate = Arc::new(encoders.open_gate());
+        let submit = |encoders: &mut Encoders, number| encoders.submit(window(number), &gate, &main).unwrap();
+        (0..20).for_each(|number| submit(&mut encoders, number));
+        // The first two went to encoders, as samples.
+        assert_eq!((encoders.handed_over(), encoders.given.batch.len()), (18, 2));
+        encoders.auto = encoders.auto.take().map(|auto| auto.using(1));
+        submit(&mut encoders, 20);
+        assert_eq!((encoders.handed_over(), encoders.given.raw), (21, 2));
+        gate.close(encoders.handed_over());
+        assert_eq!(take_all(&gate)(), [1; 21]);
+    }
+
+    /// A round may end in the middle of a batch, and the session with windows that wait for more.
+    #[test]
+    fn windows_that_wait_for_more_count_only_when_they_go() {
+        let (mut encoders, main) = (encoders(), TestMain::default());
+        let gate = Arc::new(encoders.open_gate());
+        let all = take_all(&gate);
+        (0..WINDOWS - 1).for_each(|number| encoders.submit(window(number), &gate, &main).unwrap());
+        let waiting = encoders.given.batch.len() as u64;
+        assert_eq!(encoders.handed_over() + waiting, WINDOWS - 1);
+        gate.close(encoders.handed_over());
+        assert_eq!(all().iter().sum::<u64>(), WINDOWS - 1 - waiting);
     }
 }

@@ -4,7 +4,8 @@ use transship_memory::{Freeing, PageRange};
 
 use super::{
     Batch, RoundWork, Shared, Window,
-    encoding::{Encoders, Gate, Ready},
+    encoding::Encoders,
+    gate::{Gate, Ready},
 };
 use crate::{
     Error,
@@ -60,28 +61,20 @@ impl Feed<'_> {
         Ok(())
     }
 
-    /// Counts in `handed_over` what the channels will get, also on failure.
-    pub(super) fn hand_to_encoders(
-        &mut self,
-        encoders: &mut Encoders,
-        gate: &Gate,
-        handed_over: &mut u64,
-    ) -> Result<(), Error> {
+    pub(super) fn hand_to_encoders(&mut self, encoders: &mut Encoders, gate: &Gate) -> Result<(), Error> {
         for (region, pending) in self.work.pending.iter().enumerate() {
             for range in self.holes_to_hand_over(region, pending)? {
                 self.main.check()?;
-                gate.pass(Ready::Hole { region, range }, self.main)?;
-                *handed_over += 1;
+                encoders.pass(Ready::Hole { region, range }, gate, self.main)?;
             }
             for windows in pending.batches() {
                 for window in self.windows(region, windows)? {
                     self.main.check()?;
                     encoders.submit(window, gate, self.main)?;
-                    *handed_over += 1;
                 }
             }
         }
-        Ok(())
+        encoders.flush(gate, self.main)
     }
 
     fn holes_to_hand_over<'p>(

@@ -16,6 +16,7 @@ const SAMPLES: usize = 16;
 
 /// Counters of all threads together. Relaxed: they are read one by one while they change, and estimates are made of them.
 pub(crate) struct Meters {
+    all_pages: AtomicU64,
     /// Pages with content that were sent, and bytes, by the encoding that was chosen for them.
     sent: Vec<(AtomicU64, AtomicU64)>,
     encoding_nanos: AtomicU64,
@@ -26,6 +27,7 @@ pub(crate) struct Meters {
 impl Meters {
     pub(crate) fn new(encodings: usize) -> Self {
         Self {
+            all_pages: AtomicU64::new(0),
             sent: (0..encodings).map(|_| Default::default()).collect(),
             encoding_nanos: AtomicU64::new(0),
             looking_nanos: AtomicU64::new(0),
@@ -47,8 +49,9 @@ impl Meters {
         add(&self.encoding_nanos, took);
     }
 
-    /// A window was sent.
-    pub(crate) fn sent(&self, encoding: u8, pages: u64, wire: u64) {
+    /// A window was sent: pages, those of them with content, and bytes.
+    pub(crate) fn sent(&self, encoding: u8, all_pages: u64, pages: u64, wire: u64) {
+        self.all_pages.fetch_add(all_pages, Relaxed);
         let sent = &self.sent[usize::from(encoding)];
         sent.0.fetch_add(pages, Relaxed);
         sent.1.fetch_add(wire, Relaxed);
@@ -57,6 +60,7 @@ impl Meters {
     /// As they are now. `own`: the encoding in use.
     pub(crate) fn counts(&self, own: usize) -> Counts {
         Counts {
+            all_pages: self.all_pages.load(Relaxed),
             pages: self.sent.iter().map(|sent| sent.0.load(Relaxed)).sum(),
             wire: self.sent.iter().map(|sent| sent.1.load(Relaxed)).sum(),
             own_pages: self.sent[own].0.load(Relaxed),

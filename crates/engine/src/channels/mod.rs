@@ -3,10 +3,12 @@
 //! - `shared`: what all threads use, and what travels between them
 //! - here: all channels of a session, and how a round's work is spread over them
 //! - `thread`: one of them; `feed`: what the main thread hands over
-//! - `encoding`, `meters`, `auto`: the encoders
+//! - `encoding`, `encoder`, `meters`, `auto`: the encoders; `gate`: between them and the channels
 pub(crate) mod auto;
+mod encoder;
 mod encoding;
 mod feed;
+mod gate;
 pub(crate) mod meters;
 mod shared;
 mod thread;
@@ -21,7 +23,8 @@ use transship_memory::{Freeing, PageRange};
 
 pub(crate) use encoding::{Encoders, EncodingOptions};
 pub(crate) use feed::{Main, trim};
-pub(crate) use shared::{Batch, Encoded, Sent, Settled, Shared, Window};
+use shared::Over;
+pub(crate) use shared::{Batch, Encoded, Failure, Sent, Settled, Shared, Window};
 
 use crate::{
     Error, Progress, Report, control::TICK, free::FreePages, guest::Place, page_map::PageMap, scan::Pending,
@@ -140,9 +143,8 @@ impl<C: Channel> Channels<C> {
                             let _ = done.send(thread::run_encoded(channel, work.round, &gate, &spare));
                         });
                     }
-                    let mut handed_over = 0;
-                    let fed = feed.hand_to_encoders(encoders, &gate, &mut handed_over);
-                    gate.close(handed_over);
+                    let fed = feed.hand_to_encoders(encoders, &gate);
+                    gate.close(encoders.handed_over());
                     let result = fed.and_then(|()| collect(&results, count, shared, main, || encoders.check()));
                     if result.is_err() && encoders.check().is_err() {
                         gate.end(); // what the dead encoder had will never come
@@ -151,12 +153,10 @@ impl<C: Channel> Channels<C> {
                 }
             };
             if result.is_err() {
-                shared.failed.store(true, Relaxed);
+                shared.failure.end();
                 lines.iter().for_each(Connection::shutdown);
             }
-            result
-                .map(|sent| (sent, std::mem::take(&mut feed.new_holes)))
-                .map_err(|error| explain(error, main, &results))
+            result.map(|sent| (sent, std::mem::take(&mut feed.new_holes))).map_err(|error| explain(error, main, shared))
         })
     }
 
@@ -177,7 +177,7 @@ impl<C: Channel> Channels<C> {
 }
 
 fn collect(
-    results: &Receiver<Result<Sent, Error>>,
+    results: &Receiver<Result<Sent, Over>>,
     count: usize,
     shared: &Shared,
     main: &dyn Main,
@@ -187,7 +187,11 @@ fn collect(
     for _ in 0..count {
         let sent = loop {
             match results.recv_timeout(TICK) {
-                Ok(result) => break result?,
+                Ok(Ok(sent)) => break sent,
+                Ok(Err(Over)) => {
+                    let what = "broke a connection that pages go over".into();
+                    return Err(Error::Protocol { peer: shared.peer.clone(), what });
+                }
                 Err(_) if shared.progress.is_cancelled() => return Err(Error::Cancelled),
                 Err(_) => main.check_at_the_end().and_then(|()| helpers_live())?,
             }
@@ -197,10 +201,131 @@ fn collect(
     Ok(total)
 }
 
-/// The best that can be said about a failure: the peer's own reason, else a channel's error, else the first one.
-fn explain(error: Error, main: &dyn Main, results: &Receiver<Result<Sent, Error>>) -> Error {
+/// The best that can be said about a failure: the peer's own reason, else that of the channel that failed first, else the error itself.
+fn explain(error: Error, main: &dyn Main, shared: &Shared) -> Error {
     if matches!(error, Error::Cancelled | Error::Refused(_)) {
         return error;
     }
-    main.reason().or_else(|| results.try_iter().find_map(Result::err)).unwrap_or(error)
+    main.reason().or_else(|| shared.failure.take()).unwrap_or(error)
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use std::{
+        io::Read,
+        os::unix::net::UnixStream,
+        sync::Barrier,
+        time::{Duration, Instant},
+    };
+
+    use transship_memory::GuestMemory;
+
+    use super::*;
+
+    /// Ends its round by an error.
+    struct Failing {
+        shared: Arc<Shared>,
+        connection: Connection,
+        /// It has nothing to say before its connection is shut down.
+        is_sound: bool,
+        /// Where it meets the other one.
+        both_there: Arc<Barrier>,
+    }
+
+    fn broke(what: &str) -> Error {
+        Error::Protocol { peer: "peer".into(), what: what.into() }
+    }
+
+    impl Channel for Failing {
+        fn shared(&self) -> &Arc<Shared> {
+            &self.shared
+        }
+
+        fn send_window(&mut self, _: &Window, _: Settled, _: Option<&Encoded>, _: &mut Sent) -> Result<(), Error> {
+            Ok(())
+        }
+
+        fn send_hole(&mut self, _: u32, _: usize, _: PageRange, _: &mut Sent) -> Result<(), Error> {
+            Ok(())
+        }
+
+        fn end_round(&mut self, _: u32, _: &mut Sent) -> Result<(), Error> {
+            self.both_there.wait();
+            if !self.is_sound {
+                return Err(broke("the cause"));
+            }
+            assert_eq!(self.connection.read(&mut [0]).unwrap(), 0);
+            Err(broke("an effect"))
+        }
+    }
+
+    /// A main thread that fails or not, and asks the peer for a reason for so long that all channels have ended.
+    struct Watching {
+        shared: Arc<Shared>,
+        fails: bool,
+    }
+
+    impl Main for Watching {
+        fn check(&self) -> Result<(), Error> {
+            Ok(())
+        }
+
+        fn check_at_the_end(&self) -> Result<(), Error> {
+            if self.fails { Err(broke("the cause")) } else { Ok(()) }
+        }
+
+        fn reason(&self) -> Option<Error> {
+            // Both channels have one, and each of their threads another.
+            let deadline = Instant::now() + Duration::from_secs(10);
+            while Arc::strong_count(&self.shared) > 5 && Instant::now() < deadline {
+                threads::sleep(Duration::from_millis(10));
+            }
+            None
+        }
+
+        fn tells_holes(&self, _: usize, _: &Pending) -> Result<bool, Error> {
+            Ok(false)
+        }
+
+        fn look(&self, _: &Window) -> Result<Option<u128>, Error> {
+            Ok(None)
+        }
+
+        fn left_out(&self, _: usize, _: u64, _: u128) -> Result<(), Error> {
+            Ok(())
+        }
+    }
+
+    /// When a round breaks, all connections are shut down, and so the others fail, too: they know nothing.
+    #[test]
+    fn a_round_that_breaks_is_explained_by_what_failed_first() {
+        // One of the channels, the first or the last of them, or the main thread.
+        for culprit in [Some(0), Some(1), None] {
+            let shared = Arc::new(Shared {
+                memory: GuestMemory::new(Vec::new()),
+                content: Vec::new(),
+                pacer: None,
+                look_for_zeros: true,
+                progress: Progress::new(),
+                failure: Failure::default(),
+                peer: "peer".into(),
+            });
+            let mut channels = Channels::new(&shared, None);
+            let both_there = Arc::new(Barrier::new(2));
+            let ends = [0, 1].map(|number| {
+                let (ours, theirs) = UnixStream::pair().unwrap();
+                let (shared, both_there) = (Arc::clone(&shared), Arc::clone(&both_there));
+                let is_sound = culprit != Some(number);
+                let make = |connection| Ok(Failing { shared, connection, is_sound, both_there });
+                channels.add(Connection::Unix(ours), make).unwrap();
+                theirs
+            });
+            let work = RoundWork { round: 1, pending: &[], freeing: Freeing::Never };
+            let main = Watching { shared: Arc::clone(&shared), fails: culprit.is_none() };
+            let error = channels.run_round(&work, &mut FreePages::none(), &main).unwrap_err();
+            assert!(error.to_string().contains("the cause"), "{culprit:?}: {error}");
+            drop(ends);
+        }
+    }
 }

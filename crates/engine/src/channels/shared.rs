@@ -1,13 +1,13 @@
 //! What all threads of a session use, and what travels between them: ranges and counts, and encoded packets.
 use std::sync::{
-    Arc,
+    Arc, Mutex, MutexGuard,
     atomic::{AtomicBool, Ordering::Relaxed},
 };
 
 use transship_memory::{GuestMemory, PAGE_BYTES, PageRange};
 
 use crate::{
-    Progress,
+    Error, Progress,
     pacer::Pacer,
     page_map::{PageMap, runs},
 };
@@ -21,9 +21,52 @@ pub(crate) struct Shared {
     /// Channels and encoders look for zero pages.
     pub(crate) look_for_zeros: bool,
     pub(crate) progress: Arc<Progress>,
-    /// A channel has failed: the others need not go on.
-    pub(crate) failed: AtomicBool,
+    pub(crate) failure: Failure,
     pub(crate) peer: String,
+}
+
+/// Whether the session goes on, and why it does not. When it ends, all connections are shut down, upon which channels fail that have nothing to do
+/// with the reason: only the first one has.
+#[derive(Default)]
+pub(crate) struct Failure {
+    over: AtomicBool,
+    first: Mutex<Option<Error>>,
+}
+
+/// It is over; why, [`Failure`] knows.
+#[derive(Debug)]
+pub(crate) struct Over;
+
+impl Failure {
+    /// Whether a channel has failed, or the main thread ends the session: nobody need go on.
+    pub(crate) fn is_over(&self) -> bool {
+        self.over.load(Relaxed)
+    }
+
+    /// A channel has failed.
+    pub(crate) fn of_channel(&self, error: Error) -> Over {
+        let mut first = self.first();
+        if !self.over.swap(true, Relaxed) {
+            *first = Some(error);
+        }
+        Over
+    }
+
+    /// The main thread ends the session. To be said before connections are shut down.
+    pub(crate) fn end(&self) {
+        let _first = self.first();
+        self.over.store(true, Relaxed);
+    }
+
+    /// What the first channel said, if it was a channel that began.
+    pub(crate) fn take(&self) -> Option<Error> {
+        self.first().take()
+    }
+
+    /// Its lock orders who was first; who finds it over without the lock only stops.
+    fn first(&self) -> MutexGuard<'_, Option<Error>> {
+        self.first.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+    }
 }
 
 /// What was done in a round.

@@ -2,14 +2,14 @@
 //!
 //! A page is read by one thread only, which looks whether it is zero and writes it to the socket straight from guest memory while it
 //! is in that core's cache.
-use std::sync::{Arc, atomic::Ordering::Relaxed};
+use std::sync::Arc;
 
 use crossbeam_channel::Receiver;
 use transship_ring::mpmc;
 
 use super::{
-    Batch, Channel, Encoded, Sent,
-    encoding::{Gate, Ready},
+    Batch, Channel, Encoded, Over, Sent, Window,
+    gate::{Gate, Ready},
 };
 use crate::{
     Error,
@@ -17,12 +17,9 @@ use crate::{
 };
 
 /// Sends batches until there are no more, then ends the round.
-pub(super) fn run(channel: &mut impl Channel, round: u32, batches: &Receiver<Batch>) -> Result<Sent, Error> {
+pub(super) fn run(channel: &mut impl Channel, round: u32, batches: &Receiver<Batch>) -> Result<Sent, Over> {
     let begin = cpu::thread_seconds();
-    let result = send_all(channel, round, batches);
-    if result.is_err() {
-        channel.shared().failed.store(true, Relaxed);
-    }
+    let result = send_all(channel, round, batches).map_err(|error| channel.shared().failure.of_channel(error));
     result.map(|sent| Sent { cpu_seconds: cpu::thread_seconds() - begin, ..sent })
 }
 
@@ -31,7 +28,7 @@ fn send_all(channel: &mut impl Channel, round: u32, batches: &Receiver<Batch>) -
     let mut sent = Sent::default();
     let mut laps = Laps::begin();
     for batch in batches {
-        if shared.failed.load(Relaxed) {
+        if shared.failure.is_over() {
             break; // the main thread ends the session
         }
         match batch {
@@ -55,7 +52,7 @@ pub(super) fn run_encoded(
     round: u32,
     gate: &Gate,
     spare: &mpmc::Ring<Vec<u8>>,
-) -> Result<Sent, Error> {
+) -> Result<Sent, Over> {
     let begin = cpu::thread_seconds();
     let result = send_all_encoded(channel, round, gate, spare);
     result.map(|sent| Sent { cpu_seconds: cpu::thread_seconds() - begin, ..sent })
@@ -67,7 +64,7 @@ fn send_all_encoded(
     round: u32,
     gate: &Gate,
     spare: &mpmc::Ring<Vec<u8>>,
-) -> Result<Sent, Error> {
+) -> Result<Sent, Over> {
     let shared = Arc::clone(channel.shared());
     let mut sent = Sent::default();
     let mut outcome = Ok(());
@@ -77,21 +74,16 @@ fn send_all_encoded(
             Some(Ready::RoundEnd) | None => break,
             Some(ready) => ready,
         };
-        let is_raw = matches!(&ready, Ready::Unseen(window) | Ready::Window { window, .. } if window.raw);
-        if outcome.is_ok() && !shared.failed.load(Relaxed) {
-            outcome = send_ready(channel, ready, round, gate, spare, &mut sent);
-            if outcome.is_err() {
-                shared.failed.store(true, Relaxed);
-            }
+        let counts = ready.counts(); // of all of it, whatever becomes of it
+        if outcome.is_ok() && !shared.failure.is_over() {
+            let sending = send_ready(channel, ready, round, gate, spare, &mut sent);
+            outcome = sending.map_err(|error| shared.failure.of_channel(error));
         }
         shared.progress.cpu.channels.add(laps.next());
-        if is_raw {
-            gate.took_raw();
-        }
-        gate.took();
+        gate.took(counts);
     }
     outcome?;
-    channel.end_round(round, &mut sent)?;
+    channel.end_round(round, &mut sent).map_err(|error| shared.failure.of_channel(error))?;
     Ok(sent)
 }
 
@@ -103,18 +95,31 @@ fn send_ready(
     spare: &mpmc::Ring<Vec<u8>>,
     sent: &mut Sent,
 ) -> Result<(), Error> {
-    let (mut window, encoded) = match ready {
-        Ready::Hole { region, range } => return channel.send_hole(round, region, range, sent),
-        Ready::RoundEnd => return Ok(()),
-        Ready::Unseen(window) => (window, None),
-        Ready::Window { window, encoded } => (window, encoded),
-    };
+    match ready {
+        Ready::Hole { region, range } => channel.send_hole(round, region, range, sent),
+        Ready::RoundEnd => Ok(()),
+        Ready::Unseen(windows) => {
+            windows.into_iter().try_for_each(|window| send_window(channel, window, None, gate, spare, sent))
+        }
+        Ready::Window { window, encoded } => send_window(channel, window, encoded, gate, spare, sent),
+    }
+}
+
+fn send_window(
+    channel: &mut impl Channel,
+    mut window: Window,
+    encoded: Option<Encoded>,
+    gate: &Gate,
+    spare: &mpmc::Ring<Vec<u8>>,
+    sent: &mut Sent,
+) -> Result<(), Error> {
     let shared = Arc::clone(channel.shared());
     gate.meters.look(&shared, &mut window);
-    let (normal, bytes) = (sent.normal, sent.bytes);
+    let (normal, zero, bytes) = (sent.normal, sent.zero, sent.bytes);
     let pages = shared.settle(&window, sent);
     channel.send_window(&window, pages, encoded.as_ref(), sent)?;
-    gate.meters.sent(window.encoding, sent.normal - normal, sent.bytes - bytes);
+    let pages = sent.normal - normal;
+    gate.meters.sent(window.encoding, pages + sent.zero - zero, pages, sent.bytes - bytes);
     if let Some(Encoded { bytes, .. }) = encoded {
         let _ = spare.push(bytes); // full: one buffer less to keep
     }

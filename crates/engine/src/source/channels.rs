@@ -1,12 +1,5 @@
 //! The connections of a source: how they come about, and what the main thread looks at while pages go over them.
-use std::{
-    io::Write,
-    sync::{
-        Arc,
-        atomic::{AtomicBool, Ordering::Relaxed},
-    },
-    time::Duration,
-};
+use std::{io::Write, sync::Arc, time::Duration};
 
 use transship_memory::GuestMemory;
 use transship_wire::{Message, Preamble, Role, Session};
@@ -14,7 +7,7 @@ use transship_wire::{Message, Preamble, Role, Session};
 use super::sender::PageSender;
 use crate::{
     Error, MoveOptions, Progress, Uri, ZeroPages,
-    channels::{self, Encoders, EncodingOptions, Main, Shared, Window},
+    channels::{self, Encoders, EncodingOptions, Failure, Main, Shared, Window},
     control::Control,
     cpu,
     pacer::Pacer,
@@ -51,7 +44,7 @@ pub(crate) fn connect_channels(
         pacer: options.bandwidth.map(Pacer::new).map(Arc::new),
         look_for_zeros: options.zero_pages == ZeroPages::Channels,
         progress: Arc::clone(progress),
-        failed: AtomicBool::new(false),
+        failure: Failure::default(),
         peer: to.to_string(),
     });
     let MoveOptions { compress, encoders, when_busy, channels, .. } = *options;
@@ -91,7 +84,7 @@ pub(crate) struct Watch<'a> {
 impl Main for Watch<'_> {
     fn check(&self) -> Result<(), Error> {
         let progress = &self.shared.progress;
-        if self.shared.failed.load(Relaxed) {
+        if self.shared.failure.is_over() {
             return Err(Error::Protocol { peer: self.control.peer.clone(), what: "broke a data connection".into() });
         }
         progress.cpu.main.set(cpu::thread_seconds());

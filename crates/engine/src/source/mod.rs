@@ -12,10 +12,10 @@ use std::{
 use crate::{
     Error, MoveOptions, Phase, Progress, Report, Status, Uri,
     control::TICK,
-    cpu, fail_point,
+    cpu,
     forecast::{Aim, Medium},
     guest::SourceGuest,
-    rounds::Rounds,
+    rounds::{Course, Rounds},
 };
 use session::Session;
 pub(crate) use switchover::take_back;
@@ -56,11 +56,11 @@ pub fn move_guest(
     finish(result, begin, progress, report)
 }
 
-/// Unplugs what the guest can't take along. It runs, and there is a scan to come: what it writes meanwhile is in that.
-pub(crate) fn unplug(guest: &mut dyn SourceGuest, progress: &Progress) -> Result<(), Error> {
+/// Unplugs what the guest can't take along, unless somebody ends it. It runs, and there is a scan to come: what it writes meanwhile is in that.
+pub(crate) fn unplug(guest: &mut dyn SourceGuest, is_cancelled: &dyn Fn() -> bool) -> Result<(), Error> {
     let deadline = Instant::now() + UNPLUG_TIMEOUT;
     while !guest.unplug(Instant::now() + TICK)? {
-        if progress.is_cancelled() {
+        if is_cancelled() {
             return Err(Error::Cancelled);
         }
         if Instant::now() > deadline {
@@ -114,20 +114,11 @@ struct Source<'a> {
 impl Source<'_> {
     /// The phases. Whatever fails before the hand-over, the guest is resumed in the one place that handles it.
     fn run(&mut self, session: &mut Session, rounds: &mut Option<Rounds>) -> Result<(), Error> {
-        let was_running = self.guest.is_running()?;
-        let rounds = rounds.insert(Rounds::begin(self.guest)?);
-        fail_point::reach("source.tracking")?;
-        self.report.setup_ms = self.begin.elapsed().as_secs_f64() * 1e3;
-        self.progress.set_phase(Phase::Rounds);
-
-        if was_running {
-            let MoveOptions { downtime, bandwidth, max_rounds, .. } = *self.options;
-            rounds.ask_for_free_pages(bandwidth, self.progress)?;
-            fail_point::reach("source.hinted")?;
-            let aim = Aim { medium: Medium::Link, downtime, bandwidth, max_rounds };
-            rounds.until_the_rest_is_small(self.guest, session, aim, self.progress, self.report)?;
-        }
-        self.progress.set_phase(Phase::Switchover);
+        let MoveOptions { downtime, bandwidth, max_rounds, .. } = *self.options;
+        let aim = Aim { medium: Medium::Link, downtime, bandwidth, max_rounds };
+        let Self { guest, progress, report, begin, .. } = self;
+        let mut course = Course { guest: *guest, progress, report, begin: *begin };
+        let (rounds, was_running) = course.up_to_switchover(rounds, session, aim)?;
         switchover::run(self, session, rounds, was_running)
     }
 }

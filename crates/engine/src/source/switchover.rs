@@ -4,19 +4,25 @@
 //! which has not been told to go, never starts it. From there on the guest is the destination's, whatever happens to us.
 use std::{
     io::Read,
+    panic::resume_unwind,
+    thread,
     time::{Duration, Instant},
 };
 
+use crossbeam_channel::{Receiver, Sender, bounded};
+use transship_memory::GuestMemory;
 use transship_wire::Message;
 
 use super::{Source, session::Session};
 use crate::{
-    Error, Phase, control::Control, digest::digest, fail_point, guest::SourceGuest, rounds::Rounds,
+    Error, Phase, Progress, Report, control::Control, digest::digest, fail_point, guest::SourceGuest, rounds::Rounds,
     transport::STALL_TIMEOUT,
 };
 
 /// Bytes of device state that travel as one message.
 const STATE_PIECE: usize = 256 * 1024;
+/// Pieces that are kept until the last round has arrived; then the VMM has to wait.
+const STATE_PIECES: usize = 64;
 /// How long a destination may take to load the device state, or to digest its memory.
 const LOAD_TIMEOUT: Duration = Duration::from_secs(120);
 /// How long the last round may take to arrive after it was sent: the guest stands still meanwhile.
@@ -41,31 +47,51 @@ pub(crate) fn run(source: &mut Source<'_>, session: &mut Session, rounds: &mut R
     confirmed
 }
 
-/// Everything that the destination needs, up to its word that it has loaded it all.
+/// Everything that the destination needs, up to its word that it has loaded it all. The VMM saves the device state while the last round is sent: it
+/// writes to no guest memory any more.
 fn bring_the_rest(source: &mut Source<'_>, session: &mut Session, rounds: &mut Rounds) -> Result<(), Error> {
-    rounds.send_the_rest(session, DONE_TIMEOUT_STOPPED, source.progress, source.report)?;
+    let Source { guest, options, progress, report, .. } = source;
+    let memory = guest.memory();
+    let (pieces, state) = bounded(STATE_PIECES);
+    let (sent, saved) = thread::scope(|scope| {
+        let saving = scope.spawn(|| save_state(*guest, pieces));
+        let sent = rounds
+            .send_the_rest(session, DONE_TIMEOUT_STOPPED, progress, report)
+            .and_then(|()| {
+                if options.verify { verify(&memory, &mut session.control, rounds, progress, report) } else { Ok(()) }
+            })
+            .and_then(|()| send_state(&state, &mut session.control));
+        drop(state); // after a failure nobody takes the rest of it
+        (sent, saving.join().unwrap_or_else(|panic| resume_unwind(panic)))
+    });
+    let (bytes, digest) = sent?;
+    saved?;
+    report.bytes.wire += bytes;
     let control = &mut session.control;
-    if source.options.verify {
-        verify(source, control, rounds)?;
-    }
-    send_state(source, control)?;
+    control.send(&Message::StateEnd { bytes, digest })?;
     fail_point::reach("source.state-sent")?;
-    match control.receive("its Loaded", LOAD_TIMEOUT, source.progress)? {
+    match control.receive("its Loaded", LOAD_TIMEOUT, progress)? {
         Message::Loaded => {}
         other => return Err(control.unexpected(&other, "where Loaded was due")),
     }
     fail_point::reach("source.loaded")
 }
 
-fn verify(source: &mut Source<'_>, control: &mut Control, rounds: &Rounds) -> Result<(), Error> {
+fn verify(
+    memory: &GuestMemory,
+    control: &mut Control,
+    rounds: &Rounds,
+    progress: &Progress,
+    report: &mut Report,
+) -> Result<(), Error> {
     // What the guest can do without was not sent, and reads as zero there.
-    let ours = digest(&source.guest.memory(), rounds.dead())?;
+    let ours = digest(memory, rounds.dead())?;
     control.send(&Message::Digest { digest: ours })?;
-    let theirs = match control.receive("its digest", LOAD_TIMEOUT, source.progress)? {
+    let theirs = match control.receive("its digest", LOAD_TIMEOUT, progress)? {
         Message::DigestIs { digest } => digest,
         other => return Err(control.unexpected(&other, "where DigestIs was due")),
     };
-    source.report.verified = Some(ours == theirs);
+    report.verified = Some(ours == theirs);
     if ours == theirs {
         return Ok(());
     }
@@ -74,25 +100,35 @@ fn verify(source: &mut Source<'_>, control: &mut Control, rounds: &Rounds) -> Re
     Err(Error::Protocol { peer: control.peer.clone(), what: what.into() })
 }
 
-fn send_state(source: &mut Source<'_>, control: &mut Control) -> Result<(), Error> {
-    let mut state = source.guest.save_state()?;
-    let mut hasher = blake3::Hasher::new();
-    let mut total = 0;
-    let mut piece = vec![0; STATE_PIECE];
+/// Reads the device state to its end, and hands it over in pieces until nobody takes them any more.
+fn save_state(guest: &mut dyn SourceGuest, pieces: Sender<Vec<u8>>) -> Result<(), Error> {
+    let mut state = guest.save_state()?;
     loop {
+        let mut piece = vec![0; STATE_PIECE];
         let length =
             state.read(&mut piece).map_err(|e| Error::Io { what: "read the device state".into(), source: e })?;
         if length == 0 {
             break;
         }
-        hasher.update(&piece[..length]);
-        total += length as u64;
-        control.send(&Message::State { bytes: piece[..length].to_vec() })?;
+        piece.truncate(length);
+        if pieces.send(piece).is_err() {
+            return Ok(()); // the move has failed
+        }
+    }
+    Ok(guest.state_saved()?)
+}
+
+/// Sends the device state as it comes, up to the last piece. Returns its size in bytes, and its digest.
+fn send_state(state: &Receiver<Vec<u8>>, control: &mut Control) -> Result<(u64, [u8; 32]), Error> {
+    let mut hasher = blake3::Hasher::new();
+    let mut total = 0;
+    for bytes in state {
+        hasher.update(&bytes);
+        total += bytes.len() as u64;
+        control.send(&Message::State { bytes })?;
         control.check_silence()?;
     }
-    source.guest.state_saved()?;
-    source.report.bytes.wire += total;
-    control.send(&Message::StateEnd { bytes: total, digest: hasher.finalize().into() })
+    Ok((total, hasher.finalize().into()))
 }
 
 /// A failure before the guest was given up: it goes on here.

@@ -11,6 +11,7 @@
 //! results away. That disturbs nobody's bytes. How fast the link is shows when pages go as they are, and whenever everything else waits for it. So
 //! nothing has to be tried that can't win. What should win is used for a stretch, and stays only if it was better: the model knows nothing of slow
 //! decoders and of cores that both sides share. What it promised in vain is doubted for a while.
+mod flow;
 mod link;
 mod pace;
 mod samples;
@@ -23,10 +24,15 @@ use transship_codec::{Method, Setting};
 use transship_memory::PAGE_BYTES;
 use transship_wire::PAGES_PER_PACKET;
 
+use flow::Probe;
 use link::Link;
 use pace::{Counted, Pace};
 use samples::Samples;
-pub(crate) use {pace::Counts, samples::Sample};
+pub(crate) use {
+    flow::RawFlow,
+    pace::Counts,
+    samples::{Sample, needs, warm_up},
+};
 
 /// A stretch that is measured takes so long, since schedulers give and take cores for milliseconds at a time,
 const STRETCH: Duration = Duration::from_millis(10);
@@ -42,11 +48,11 @@ const SETTLING_WINDOWS_AN_ENCODER: u64 = 5;
 /// What the socket of a channel takes without sending it, about.
 const SOCKET_BYTES: u64 = 256 * 1024;
 /// A stretch in which something else is so much faster, even if all that is on its way had arrived, is over after its time, and so many windows:
-/// before those the threads may not even have begun.
+/// before those the threads may not even have begun. At the very beginning it gets more time: a machine that stalled for a moment is soon taken for a
+/// slow link, and a link that is slow loses no more than that.
 const PATIENCE: f64 = 1.5;
 const CUT_WINDOWS: u64 = 2;
-/// Windows that are on their way while pages are sent as they are only to see how fast the link is: it should cost a slow link little.
-pub(crate) const PROBING_WINDOWS: u64 = 2;
+const FIRST_CUT: Duration = Duration::from_millis(30);
 /// What a change has to gain.
 const GAIN: f64 = 1.05;
 /// A promise so large is always looked into: the link must have changed.
@@ -54,7 +60,7 @@ const GAIN_LARGE: f64 = 1.5;
 /// Share of all time that may be lost by looking.
 const LOSS: f64 = 0.01;
 /// Seconds for which what was found out is believed; more where another look would cost more than `LOSS`.
-const BELIEVED: f64 = 5.0;
+const BELIEVED: f64 = 1.0;
 /// A pace so much slower or faster than when it was found out is reason enough not to believe it.
 const ANOTHER_PACE: f64 = 2.0;
 
@@ -121,6 +127,8 @@ struct Stretch {
     /// Own pages at its beginning.
     begin: u64,
     settled: Option<(Instant, Counts)>,
+    /// If it is one of pages as they are, only to see how fast the link is.
+    probe: Probe,
 }
 
 /// An encoding that has to be better than another one.
@@ -164,6 +172,20 @@ impl Auto {
         }
     }
 
+    /// As after a look at a link.
+    #[cfg(test)]
+    pub(crate) fn over_link(self, seconds_a_byte: f64) -> Self {
+        let seconds_a_page = seconds_a_byte * PAGE_BYTES as f64;
+        let pace = Pace { seconds_a_page, seconds_a_byte, waits_for_link: true, harder: 1.0 };
+        Self { link: Some(Link::seen(None, pace, pace, false, 0.0)), ..self }
+    }
+
+    /// With another encoding in use.
+    #[cfg(test)]
+    pub(crate) fn using(self, current: usize) -> Self {
+        Self { current, ..self }
+    }
+
     /// The encoding in use.
     pub(crate) fn current(&self) -> usize {
         self.current
@@ -175,8 +197,16 @@ impl Auto {
     }
 
     /// Whether pages that are sent as they are are so only to see how fast the link is.
-    pub(crate) fn is_probing(&self) -> bool {
+    fn is_probing(&self) -> bool {
         self.link.is_none() || self.trial.is_some()
+    }
+
+    /// How windows go that go as they are.
+    pub(crate) fn raw_flow(&self) -> RawFlow {
+        match self.link {
+            Some(link) if !self.is_probing() => RawFlow::over(link.seconds_a_byte(), self.threads),
+            _ => self.stretch.map_or(Probe::BEGIN, |stretch| stretch.probe).flow,
+        }
     }
 
     /// Between two rounds time passes in which nothing is sent, and sockets become empty.
@@ -192,11 +222,22 @@ impl Auto {
     /// What to do with the next window.
     pub(crate) fn choose(&mut self, now: Instant, counts: &Counts) -> Choice {
         if let Some(last) = self.last.replace(now) {
-            self.active += now.saturating_duration_since(last).as_secs_f64();
+            let passed = now.saturating_duration_since(last).as_secs_f64();
+            self.active += passed;
+            self.samples.pass(passed * self.threads.parallel(), self.idle());
         }
-        let stretch = *self.stretch.get_or_insert(Stretch { begin: counts.own_pages, settled: None });
+        let begin = Stretch { begin: counts.own_pages, settled: None, probe: Probe::BEGIN };
+        let mut stretch = *self.stretch.get_or_insert(begin);
+        let are_full = self.sockets_are_full(counts.wire);
+        if self.current == self.raw && self.is_probing() {
+            let is_void = stretch.probe.pass(now, counts, are_full, self.threads);
+            stretch.settled = stretch.settled.filter(|_| !is_void);
+            self.stretch = Some(stretch);
+        }
+        // At the very beginning empty sockets must do: there is something to be seen earlier if it is slow in spite of that.
+        let may_settle = are_full || self.link.is_none();
         match stretch.settled {
-            None if counts.own_pages >= stretch.begin + self.settling_pages() && self.sockets_are_full(counts.wire) => {
+            None if counts.own_pages >= stretch.begin + self.settling_pages() && may_settle => {
                 self.stretch = Some(Stretch { settled: Some((now, *counts)), ..stretch });
             }
             Some((since, from)) if self.is_over(now - since, counts.own_pages - from.own_pages) => {
@@ -205,15 +246,22 @@ impl Auto {
             }
             _ => {}
         }
-        let sample = self.samples.ask(self.active * self.threads.parallel());
+        let sample = self.samples.ask(counts.pages);
         Choice { encoding: self.current, sample }
     }
 
-    /// Empty ones take everything at once, and make any link look fast. At the very beginning it must do: there is something to be seen earlier if it is
-    /// slow in spite of that.
+    /// Pages as they are pass the encoders by, but on two hosts in one, or where there are few cores, what carries them needs the cores.
+    fn idle(&self) -> samples::Encoders {
+        match self.pace {
+            Some(pace) if self.current != self.raw && pace.waits_for_link => samples::Encoders::Waiting,
+            _ => samples::Encoders::Needed,
+        }
+    }
+
+    /// Empty ones take everything at once, and make any link look fast.
     fn sockets_are_full(&mut self, wire: u64) -> bool {
         let begin = *self.begin_wire.get_or_insert(wire);
-        self.link.is_none() || wire - begin >= SOCKET_BYTES * self.threads.channels as u64
+        wire - begin >= SOCKET_BYTES * self.threads.channels as u64
     }
 
     fn settling_pages(&self) -> u64 {
@@ -234,7 +282,7 @@ impl Auto {
     /// Pages that channels may have at hand.
     fn on_their_way(&self) -> u64 {
         let is_probing = self.current == self.raw && self.is_probing();
-        PAGES_PER_PACKET * if is_probing { PROBING_WINDOWS } else { self.threads.channels as u64 }
+        PAGES_PER_PACKET * if is_probing { self.raw_flow().most } else { self.threads.channels as u64 }
     }
 
     fn is_over(&self, took: Duration, own_pages: u64) -> bool {
@@ -245,6 +293,7 @@ impl Auto {
     fn is_hopeless(&self, took: Duration, own_pages: u64) -> bool {
         let other = match &self.trial {
             Some(trial) => trial.pace,
+            None if self.link.is_none() && took < FIRST_CUT => return false,
             None if self.link.is_none() => {
                 let encodings = (0..self.doubts.len()).filter(|encoding| *encoding != self.raw);
                 encodings.map(|encoding| self.by_samples(encoding, 1.0, 0.0, 1.0)).fold(f64::INFINITY, f64::min)
@@ -279,7 +328,8 @@ impl Auto {
         if self.current != before {
             // While the link was only looked at, most sockets became empty.
             self.begin_wire = Some(if self.current == self.raw { 0 } else { to.wire });
-            tracing::debug!(from = before, to = self.current, ?pace, link = ?self.link, lost = self.lost, "another encoding");
+            let samples = self.samples.all();
+            tracing::debug!(from = before, to = self.current, ?pace, link = ?self.link, ?samples, lost = self.lost, "another encoding");
         }
     }
 

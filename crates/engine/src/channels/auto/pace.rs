@@ -13,7 +13,8 @@ const SATURATED: f64 = 0.9;
 /// What all threads together have done since the beginning.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct Counts {
-    /// Pages with content that were sent, and bytes.
+    /// Pages that were dealt with, those of them with content, which were sent, and bytes.
+    pub(crate) all_pages: u64,
     pub(crate) pages: u64,
     pub(crate) wire: u64,
     /// Those of them that the encoding in use was chosen for.

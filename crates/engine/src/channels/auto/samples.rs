@@ -1,11 +1,18 @@
 //! What encodings cost and leave, from windows that were encoded in all ways.
 use std::time::Duration;
 
+use transship_codec::Encoder;
 use transship_memory::PAGE_BYTES;
 
 /// Share of the encoders' time that samples may take; the first few are free.
 const SHARE: f64 = 0.005;
 const FREE: u32 = 2;
+/// And while encoders wait for the link, where they keep nobody from anything but a peer on the same host.
+const SHARE_WAITING: f64 = 0.05;
+/// The time that an encoder took is believed up to so many times its CPU time: beyond that it was held up by what has nothing to do with it.
+const HELD_UP: f64 = 3.0;
+/// A new encoder warms up with this share of the pages.
+const WARM_UP: usize = 8;
 /// What a sample still weighs after each further one.
 const DECAY: f64 = 0.7;
 
@@ -17,6 +24,28 @@ pub(crate) struct Sample {
     pub(crate) outcomes: Vec<(u64, Duration)>,
 }
 
+/// What an encoder needs that took so much wall time and CPU time, in seconds. Who has to share the core with others would not have it for himself later,
+/// but more of it than beside all that is done now.
+pub(crate) fn needs(wall: f64, cpu: f64) -> Duration {
+    Duration::from_secs_f64((wall.clamp(0.0, HELD_UP * cpu.max(0.0)) * cpu.max(0.0)).sqrt())
+}
+
+/// The first thing that a new encoder makes is slow: its tables and the buffer for what it makes are not in memory yet, nor its code in caches. So before
+/// the first sample of a thread each of its encoders gets something that nobody measures.
+pub(crate) fn warm_up<'a>(
+    encoders: impl Iterator<Item = &'a mut Box<dyn Encoder>>,
+    pages: &[u8],
+    scratch: &mut Vec<u8>,
+) {
+    scratch.resize(pages.len(), 0);
+    let some = &pages[..pages.len() / WARM_UP / PAGE_BYTES * PAGE_BYTES];
+    if !some.is_empty() {
+        encoders.for_each(|encoder| {
+            let _ = encoder.encode(some, scratch);
+        });
+    }
+}
+
 /// All samples, the newer ones weighing more.
 #[derive(Debug)]
 pub(super) struct Samples {
@@ -25,18 +54,41 @@ pub(super) struct Samples {
     sums: Vec<(f64, f64)>,
     asked: u32,
     came: u32,
-    /// Of encoders, for all of them.
+    /// Of encoders: what all of them took, and what they may take.
     seconds: f64,
+    allowed: f64,
+    /// The last one had nothing to learn from; and pages with content that had been sent when that was heard of.
+    was_empty: bool,
+    pages_seen: Option<u64>,
+}
+
+/// What samples may cost now.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Encoders {
+    /// They, or the cores, have other things to do.
+    Needed,
+    /// They wait for the link.
+    Waiting,
 }
 
 impl Samples {
     pub(super) fn new(encodings: usize) -> Self {
-        Self { pages: 0.0, sums: vec![(0.0, 0.0); encodings], asked: 0, came: 0, seconds: 0.0 }
+        Self {
+            pages: 0.0,
+            sums: vec![(0.0, 0.0); encodings],
+            asked: 0,
+            came: 0,
+            seconds: 0.0,
+            allowed: 0.0,
+            was_empty: false,
+            pages_seen: None,
+        }
     }
 
     pub(super) fn add(&mut self, sample: &Sample) {
         if sample.pages == 0 {
-            self.asked -= 1; // there was nothing to learn from
+            self.asked -= 1;
+            self.was_empty = true;
             return;
         }
         self.came += 1;
@@ -47,12 +99,30 @@ impl Samples {
         }
     }
 
-    /// Whether to ask for one, `seconds` of all encoders having passed. It counts as asked for then.
-    pub(super) fn ask(&mut self, seconds: f64) -> bool {
-        let affordable = self.seconds * f64::from(self.asked + 1) < SHARE * seconds * f64::from(self.asked);
+    /// So many more seconds of all encoders have passed.
+    pub(super) fn pass(&mut self, seconds: f64, encoders: Encoders) {
+        self.allowed += seconds * if encoders == Encoders::Waiting { SHARE_WAITING } else { SHARE };
+    }
+
+    /// Whether to ask for one, `pages` with content having been sent so far. It counts as asked for then.
+    ///
+    /// Zero pages teach nothing, and where there is one there are many: after a window of them none is asked for until others were met.
+    pub(super) fn ask(&mut self, pages: u64) -> bool {
+        if std::mem::take(&mut self.was_empty) {
+            self.pages_seen = Some(pages);
+        }
+        if self.pages_seen.is_some_and(|seen| pages <= seen) {
+            return false;
+        }
+        let affordable = self.seconds * f64::from(self.asked + 1) < self.allowed * f64::from(self.asked);
         let due = self.asked < FREE || self.came == self.asked && affordable;
         self.asked += u32::from(due);
         due
+    }
+
+    /// By encoding, as `of`.
+    pub(super) fn all(&self) -> Vec<Option<(f64, f64)>> {
+        (0..self.sums.len()).map(|encoding| self.of(encoding)).collect()
     }
 
     /// Bytes left of a page, and seconds of an encoder for one. None before the first sample.
@@ -74,7 +144,7 @@ mod tests {
     fn newer_ones_weigh_more() {
         let mut samples = Samples::new(1);
         assert_eq!(samples.of(0), None);
-        samples.ask(0.0);
+        samples.ask(0);
         samples.add(&sample(100, 100 * 4000));
         assert_eq!(samples.of(0), Some((4000.0, 0.001)));
         (0..50).for_each(|_| samples.add(&sample(100, 100 * 1000)));
@@ -85,18 +155,45 @@ mod tests {
     #[test]
     fn they_take_a_small_share_of_the_time_and_come_one_by_one() {
         let mut samples = Samples::new(1);
-        assert_eq!([0, 1, 2].map(|_| samples.ask(0.0)), [true, true, false], "two are free");
+        assert_eq!([0, 1, 2].map(|_| samples.ask(0)), [true, true, false], "two are free");
         samples.add(&sample(2, 0));
         samples.add(&sample(2, 0));
-        assert!(!samples.ask(1.0), "4 ms for two: a third is too much for 5 ms");
-        assert!(samples.ask(1.5) && !samples.ask(100.0), "the next one only when this one has come");
+        samples.pass(1.0, Encoders::Needed);
+        assert!(!samples.ask(1), "4 ms for two: a third is too much for 5 ms");
+        samples.pass(0.5, Encoders::Needed);
+        assert!(samples.ask(1));
+        samples.pass(100.0, Encoders::Needed);
+        assert!(!samples.ask(1), "the next one only when this one has come");
     }
 
     #[test]
-    fn windows_without_content_are_asked_for_anew() {
+    fn idle_encoders_are_asked_sooner() {
         let mut samples = Samples::new(1);
-        assert!(samples.ask(0.0) && samples.ask(0.0) && !samples.ask(0.0));
+        (0..2).for_each(|_| assert!(samples.ask(0)));
+        (0..2).for_each(|_| samples.add(&sample(2, 0)));
+        samples.pass(0.15, Encoders::Waiting);
+        assert!(samples.ask(1), "a third one makes 6 ms, of 7.5 ms");
+    }
+
+    #[test]
+    fn memory_without_content_is_not_asked_for_on_and_on() {
+        let mut samples = Samples::new(1);
+        assert!(samples.ask(0) && samples.ask(0) && !samples.ask(0));
         samples.add(&sample(0, 0));
-        assert!(samples.ask(0.0) && samples.of(0).is_none());
+        assert!(!samples.ask(0) && samples.of(0).is_none(), "nothing but zero pages was met");
+        assert!(samples.ask(1), "it still wants two");
+        samples.add(&sample(0, 0));
+        assert!(!samples.ask(1));
+        samples.add(&sample(3, 0));
+        assert!(samples.ask(4) && samples.of(0).is_some());
+    }
+
+    #[test]
+    fn an_encoder_that_was_held_up_is_not_taken_for_a_slow_one() {
+        let ms = |wall: f64, cpu: f64| needs(wall / 1e3, cpu / 1e3).as_secs_f64() * 1e3;
+        assert!((ms(1.0, 1.0) - 1.0).abs() < 1e-6);
+        assert!((ms(2.0, 1.0) - 2f64.sqrt()).abs() < 1e-6, "it shares the core");
+        assert!((ms(100.0, 1.0) - 3f64.sqrt()).abs() < 1e-6, "it did not run at all for most of the time");
+        assert_eq!(ms(1.0, 0.0), 0.0, "clocks are not exact");
     }
 }
