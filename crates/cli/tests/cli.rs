@@ -171,6 +171,29 @@ fn what_a_save_is_told_is_checked_before_anything_is_touched() {
 }
 
 #[test]
+fn how_a_received_file_is_written_is_checked_before_anybody_can_connect() {
+    let base = ["receive", "--peer", "qemu", "--listen", "unix:/no/such/socket"];
+    let wrong: [(&[&str], &[&str]); 4] = [
+        (&["--to", "a", "--direct-io=maybe"], &["--direct-io \"maybe\"", "on, off or auto"]),
+        (&["--to", "a", "--format", "stream", "--direct-io"], &["--direct-io=on", "mapped-ram"]),
+        (&["--vm", "qemu:/no/such.sock", "--direct-io=off"], &["--direct-io: ", "--to"]),
+        (&["--vm", "qemu:/no/such.sock", "--io", "plain"], &["--io: ", "--to"]),
+    ];
+    for (arguments, parts) in wrong {
+        let run = run(&[&base, arguments].concat());
+        assert_eq!((run.code, run.stdout.as_str(), run.stderr.lines().count()), (2, "", 1), "{run:?}");
+        assert!(parts.iter().all(|part| run.stderr.contains(part)), "{run:?}");
+    }
+    for flags in
+        [["--direct-io", "--io=uring"], ["--direct-io=auto", "--io=auto"], ["--format=stream", "--direct-io=off"]]
+    {
+        // Good values come as far as the address, which can't be.
+        let run = run(&[&base[..], &["--to", "/no/such/file"], &flags].concat());
+        assert!(run.code == 1 && run.stderr.contains("/no/such/socket"), "{run:?}");
+    }
+}
+
+#[test]
 fn a_vm_that_is_not_there_is_exit_code_1_and_one_line_that_names_it() {
     for arguments in [&["move", "--to", "unix:/no/such"][..], &["watch"], &["save", "--to", "/no/such/file"]] {
         for vm in ["qemu:/no/such.sock", "handoff:/no/such.sock"] {

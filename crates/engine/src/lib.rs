@@ -29,7 +29,8 @@ pub use error::{Error, Outcome};
 pub use options::{Compress, MoveOptions, Setting, WhenBusy, ZeroPages};
 pub use progress::{CpuProgress, CpuTime, EncodingProgress, Phase, Progress};
 pub use qemu_peer::{
-    FileSink, QemuSendOptions, RelayOptions, Sink, receive_from_qemu, relay_from_qemu, relay_to_qemu, send_to_qemu,
+    FileSink, FileSinkOptions, QemuSendOptions, RelayOptions, Sink, receive_from_qemu, relay_from_qemu, relay_to_qemu,
+    send_to_qemu,
 };
 pub use report::{
     ByteCounts, CpuSeconds, FileReport, LazyReport, MethodBytes, PageCounts, RelayReport, Report, RoundReport, Status,

@@ -1,7 +1,7 @@
 //! The command line of `receive`.
 use clap::{Args, ValueEnum};
 
-use super::FileFormat;
+use super::{FileFormat, FileIo};
 
 const RECEIVE_EXAMPLES: &str = "\
 Examples:
@@ -37,6 +37,15 @@ pub(crate) struct ReceiveArgs {
     /// Layout of the file: mapped-ram or stream [default: mapped-ram]
     #[arg(long, value_enum, value_name = "FORMAT", hide_possible_values = true)]
     pub(crate) format: Option<FileFormat>,
+    /// Write the file past the page cache: on, off or auto
+    ///
+    /// `auto` (the default): where the file system can, and through the page cache elsewhere. `on` (also without a value): a file system that
+    /// refuses it is an error. A stream always goes through the page cache, and so do pages that come as differences (xbzrle).
+    #[arg(long, value_name = "WHETHER", default_missing_value = "on", num_args = 0..=1, require_equals = true)]
+    pub(crate) direct_io: Option<String>,
+    /// How to ask the kernel to write: auto, uring or plain
+    #[arg(long, value_enum, value_name = "HOW", hide_possible_values = true, hide_short_help = true)]
+    pub(crate) io: Option<FileIo>,
     /// With --peer qemu: its multifd-channels [default: as many as come]
     ///
     /// 0: its capability multifd is off. Compression (zlib, zstd or none), zero pages and xbzrle are the source's choice; they need not be told.

@@ -2,7 +2,8 @@
 use std::sync::Arc;
 
 use transship_engine::{
-    Error, FileSink, FileUri, Format, Listener, Progress, Report, Sink, Uri, receive_from_qemu, receive_guest,
+    DirectIo, Error, FileSink, FileSinkOptions, FileUri, Format, Listener, Progress, Report, Sink, Uri,
+    receive_from_qemu, receive_guest,
 };
 use transship_vmm::{VmAddress, attach_destination};
 
@@ -43,8 +44,8 @@ fn receive(request: &Request, progress: &Arc<Progress>, report: &mut Report) -> 
                 }
             }
         }
-        Into::File(to, format) => {
-            let file = FileSink::create(to, *format)?;
+        Into::File(to, options) => {
+            let file = FileSink::create(to, *options)?;
             let _display = begin(&listener, progress)?;
             receive_from_qemu(Sink::File(file), &listener, request.channels, progress, report)
         }
@@ -67,7 +68,7 @@ struct Request {
 
 enum Into {
     Guest(VmAddress),
-    File(FileUri, Format),
+    File(FileUri, FileSinkOptions),
 }
 
 impl Request {
@@ -77,8 +78,8 @@ impl Request {
         let into = match (&args.vm, &args.to) {
             (Some(vm), _) => checks.read("--vm", vm, str::parse::<VmAddress>).map(Into::Guest),
             (None, Some(to)) => {
-                let format = args.format.map_or(Format::default(), |format| format.into());
-                checks.read("--to", to, str::parse::<FileUri>).map(|to| Into::File(to, format))
+                let to = checks.read("--to", to, str::parse::<FileUri>);
+                to.zip(file_options(args, &mut checks)).map(|(to, options)| Into::File(to, options))
             }
             // The parser of the command line has asked for one of them.
             (None, None) => None,
@@ -88,8 +89,15 @@ impl Request {
             .as_ref()
             .map(|text| checks.within("--channels", text, units::count, (0, 255), "0 to 255"))
             .map(|count| count.and_then(|count| u8::try_from(count).ok()));
-        if args.format.is_some() && args.to.is_none() {
-            checks.mistake("--format: it is the layout of a file; name one with --to".into());
+        if args.to.is_none() {
+            let given = [
+                ("--format: it is the layout", args.format.is_some()),
+                ("--direct-io: it is about the pages", args.direct_io.is_some()),
+                ("--io: it is about the pages", args.io.is_some()),
+            ];
+            for (what, _) in given.iter().filter(|(_, given)| *given) {
+                checks.mistake(format!("{what} of a file; name one with --to"));
+            }
         }
         if args.peer == Sender::Transship {
             if args.to.is_some() {
@@ -104,4 +112,16 @@ impl Request {
             listen.zip(into).map(|(listen, into)| Self { into, listen, peer: args.peer, channels: channels.flatten() });
         checks.finish(request)
     }
+}
+
+fn file_options(args: &ReceiveArgs, checks: &mut Checks) -> Option<FileSinkOptions> {
+    let format = args.format.map_or(Format::default(), |format| format.into());
+    let direct_io = match &args.direct_io {
+        Some(text) => checks.read("--direct-io", text, str::parse::<DirectIo>),
+        None => Some(DirectIo::default()),
+    };
+    if format == Format::Stream && direct_io == Some(DirectIo::On) {
+        checks.mistake("--direct-io=on: the pages of a stream have no places that a disk could take; use it with --format mapped-ram".into());
+    }
+    Some(FileSinkOptions { format, direct_io: direct_io?, io: args.io.map(|io| io.into()).unwrap_or_default() })
 }

@@ -1,7 +1,7 @@
 //! What the results of all commands have in common.
 use std::fmt::Write as _;
 
-use transship_engine::{Error, Report, Status};
+use transship_engine::{Error, FileReport, Report, Status};
 
 use crate::{
     failure::Failure,
@@ -33,6 +33,18 @@ pub(super) fn end(
         Ok(()) => {}
     }
     Ok(())
+}
+
+/// The way that pages took into a file.
+pub(super) fn written(file: &FileReport) -> String {
+    match (file.direct_io, file.io_uring) {
+        (true, true) => "by direct I/O (io_uring)".to_owned(),
+        (true, false) => "by direct I/O".to_owned(),
+        (false, _) => match &file.direct_io_refused {
+            Some(why) => format!("through the page cache: {why}"),
+            None => "through the page cache".to_owned(),
+        },
+    }
 }
 
 /// Lines of a name and what there is to say.

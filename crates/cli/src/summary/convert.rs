@@ -1,7 +1,7 @@
 //! The result where a file is made without a guest here: of a conversion, or of what a stock QEMU has sent.
 use transship_engine::{Error, FileReport, Report, Status};
 
-use super::common::{self, Rows};
+use super::common::{self, Rows, written};
 use crate::{
     failure::Failure,
     units::{Bytes, Count, Rate},
@@ -35,10 +35,9 @@ fn reception(report: &Report) -> String {
 }
 
 fn add_file(rows: &mut Rows, report: &Report) {
-    if let Some(FileReport { format, bytes, allocated, .. }) =
-        report.file.as_ref().filter(|_| report.status == Status::Completed)
-    {
-        rows.add("file", format!("{format}, {}, {} on the disk", Bytes(*bytes), Bytes(*allocated)));
+    if let Some(file) = report.file.as_ref().filter(|_| report.status == Status::Completed) {
+        let FileReport { format, bytes, allocated, .. } = file;
+        rows.add("file", format!("{format}, {}, {} on the disk, {}", Bytes(*bytes), Bytes(*allocated), written(file)));
     }
 }
 
@@ -57,7 +56,11 @@ mod tests {
             ..Report::default()
         };
         for text in [conversion(&report), reception(&report)] {
-            for part in ["completed in", "12,345 normal, 7 zero", "stream, 4.0 GiB, 1.0 MiB on the disk"] {
+            for part in [
+                "completed in",
+                "12,345 normal, 7 zero",
+                "stream, 4.0 GiB, 1.0 MiB on the disk, through the page cache",
+            ] {
                 assert!(text.contains(part), "{part:?} is not in\n{text}");
             }
         }

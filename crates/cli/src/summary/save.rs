@@ -1,7 +1,7 @@
 //! The result of a save.
 use transship_engine::{Error, FileReport, Report, Status};
 
-use super::common::{self, Rows};
+use super::common::{self, Rows, written};
 use crate::{failure::Failure, units::Bytes};
 
 /// Prints the result and yields how the command ends.
@@ -14,22 +14,11 @@ fn table(report: &Report) -> String {
     rows.add_rounds(report, "written", "rewritten");
     rows.add_bytes(report, "written");
     if let Some(file) = report.file.as_ref().filter(|_| report.status == Status::Completed) {
-        rows.add("file", file_line(file));
+        let FileReport { format, bytes, allocated, .. } = file;
+        rows.add("file", format!("{format}, {} on the disk, {}, {}", Bytes(*allocated), Bytes(*bytes), written(file)));
     }
     rows.add_speed(report);
     rows.into_text()
-}
-
-fn file_line(file: &FileReport) -> String {
-    let how = match (file.direct_io, file.io_uring) {
-        (true, true) => "by direct I/O (io_uring)".to_owned(),
-        (true, false) => "by direct I/O".to_owned(),
-        (false, _) => match &file.direct_io_refused {
-            Some(why) => format!("through the page cache: {why}"),
-            None => "through the page cache".to_owned(),
-        },
-    };
-    format!("{}, {} on the disk, {}, {how}", file.format, Bytes(file.allocated), Bytes(file.bytes))
 }
 
 #[cfg(test)]

@@ -3,6 +3,6 @@ mod receive;
 mod relay;
 mod send;
 
-pub use receive::{FileSink, Sink, receive_from_qemu};
+pub use receive::{FileSink, FileSinkOptions, Sink, receive_from_qemu};
 pub use relay::{RelayOptions, relay_from_qemu, relay_to_qemu};
 pub use send::{QemuSendOptions, send_to_qemu};

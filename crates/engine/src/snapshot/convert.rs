@@ -4,7 +4,7 @@ use std::{
     time::Instant,
 };
 
-use transship_memory::{GuestMemory, PAGE_BYTES, PageRange};
+use transship_memory::{FileIo, GuestMemory, PAGE_BYTES, PageRange};
 use transship_wire::qemu::{Block, Configuration};
 
 use super::{
@@ -14,7 +14,7 @@ use super::{
     mapped_store::MappedStore,
     open::{Opened, Snapshot, Stream, needs_source, open},
     origin::{Whence, wrong},
-    store::{Counts, FileStore, Store, write_pages},
+    store::{Counts, FileStore, PageWriter, write_pages},
     stream_store::StreamStore,
     target::Target,
 };
@@ -100,7 +100,7 @@ impl Conversion<'_> {
         let target = Target::create(self.to, DirectIo::Off, &GuestMemory::new(Vec::new()))?;
         self.report.setup_ms = self.begin.elapsed().as_secs_f64() * 1e3;
         self.progress.set_phase(Phase::Reading);
-        Ok(file_store(target, self.format, configuration, ram_section))
+        Ok(file_store(target, self.format, configuration, ram_section, FileIo::Auto))
     }
 
     fn stream(&mut self, mut stream: Stream) -> Result<Converted, Error> {
@@ -114,7 +114,7 @@ impl Conversion<'_> {
         let store = self.begin(&stream.configuration, stream.ram_section)?;
         store.list(&stream.blocks)?;
         let whence = Whence::File(name.clone());
-        let mut feed = Feed::new(&whence, store.as_ref(), self.progress);
+        let mut feed = Feed::new(&whence, store.as_ref(), Arc::clone(&store).writer()?, self.progress);
         self.progress.round_total.store(stream.origin.bytes.map_or(0, |bytes| bytes - stream.origin.offset), Relaxed);
         loop {
             self.check_cancelled()?;
@@ -152,10 +152,11 @@ impl Conversion<'_> {
         self.report.bytes.guest = snapshot.blocks.iter().map(|block| block.used_bytes).sum();
         self.progress.round_total.store(self.report.bytes.guest, Relaxed);
         self.progress.round_left.store(self.report.bytes.guest, Relaxed);
-        let mut counts = Counts::default();
+        let (mut counts, mut writer) = (Counts::default(), Arc::clone(&store).writer()?);
         for (number, block) in snapshot.blocks.iter().enumerate() {
-            self.block(&snapshot, number, block, store.as_ref(), &mut counts)?;
+            self.block(&snapshot, number, block, writer.as_mut(), &mut counts)?;
         }
+        writer.finish()?;
         if snapshot.switchover {
             store.switchover();
         }
@@ -168,25 +169,25 @@ impl Conversion<'_> {
         snapshot: &Snapshot,
         number: usize,
         block: &Block,
-        store: &dyn Store,
+        writer: &mut dyn PageWriter,
         counts: &mut Counts,
     ) -> Result<(), Error> {
         let Some(geometry) = block.geometry() else { return Ok(()) };
-        let (what, mut bytes, mut done) = (format!("pages of {:?}", &*block.name), Vec::new(), 0);
-        let clear = |from: u64, to: u64, counts: &mut Counts| {
+        let (what, mut done) = (format!("pages of {:?}", &*block.name), 0);
+        let clear = |writer: &mut dyn PageWriter, from: u64, to: u64, counts: &mut Counts| {
             counts.zero += to - from;
-            if to > from { store.clear(number, PageRange::new(from, to - from)) } else { Ok(()) }
+            if to > from { writer.clear(number, PageRange::new(from, to - from)) } else { Ok(()) }
         };
         snapshot.each_stored(block, |run| {
-            clear(done, run.first, counts)?;
+            clear(writer, done, run.first, counts)?;
             done = run.end();
             for first in (run.first..run.end()).step_by(READ_PAGES as usize) {
                 self.check_cancelled()?;
                 let count = READ_PAGES.min(run.end() - first);
-                bytes.resize(count as usize * PAGE_BYTES, 0);
-                snapshot.read_exact(&what, &mut bytes, geometry.pages_offset + first * PAGE)?;
+                let room = writer.room(count as usize)?;
+                snapshot.read_exact(&what, room, geometry.pages_offset + first * PAGE)?;
                 let offsets: Vec<u64> = (first..first + count).map(|page| page * PAGE).collect();
-                let written = write_pages(store, number, &offsets, &bytes)?;
+                let written = write_pages(writer, number, &offsets)?;
                 counts.normal += written.normal;
                 counts.zero += written.zero;
                 self.progress.normal_pages.fetch_add(written.normal, Relaxed);
@@ -198,7 +199,7 @@ impl Conversion<'_> {
             });
             Ok(())
         })?;
-        clear(done, block.pages(), counts)
+        clear(writer, done, block.pages(), counts)
     }
 
     fn check_cancelled(&self) -> Result<(), Error> {
@@ -209,15 +210,16 @@ impl Conversion<'_> {
     }
 }
 
-/// The store for a file of this layout.
+/// The store for a file of this layout. `io`: how the kernel is asked to write pages at fixed places.
 pub(crate) fn file_store(
     target: Target,
     format: Format,
     configuration: &Configuration,
     ram_section: u32,
+    io: FileIo,
 ) -> Arc<dyn FileStore> {
     match format {
-        Format::MappedRam => Arc::new(MappedStore::begin(target, configuration, ram_section)),
+        Format::MappedRam => Arc::new(MappedStore::begin(target, configuration, ram_section, io)),
         Format::Stream => Arc::new(StreamStore::begin(target, configuration, ram_section)),
     }
 }

@@ -8,20 +8,26 @@ use transship_wire::qemu::{Block, Command, Page, PageContent, Record, xbzrle};
 use super::{
     open::MAX_EARLY_BYTES,
     origin::Whence,
-    store::{Counts, Store},
+    store::{Counts, PageWriter, Store},
 };
 use crate::{Error, Progress};
 
 const PAGE: u64 = PAGE_BYTES as u64;
-/// Pages that are brought together at most: 1 MiB.
-const RUN_PAGES: u64 = 256;
+/// Pages with content that are brought together at most: 1 MiB.
+const ROOM_PAGES: usize = 256;
+/// Runs at most, for zero pages take no room.
+const MOST_RUNS: usize = 1024;
 
 /// Takes records one after the other.
 pub(crate) struct Feed<'a> {
     store: &'a dyn Store,
+    writer: Box<dyn PageWriter>,
     progress: &'a Progress,
     whence: &'a Whence,
-    run: Run,
+    /// What was not handed over yet, in the order in which it came.
+    runs: Vec<Run>,
+    /// Pages of the writer's room that are taken.
+    taken: usize,
     /// A list of blocks that is not complete.
     listing: Vec<Block>,
     /// An early section goes on.
@@ -35,8 +41,8 @@ pub(crate) struct Feed<'a> {
 struct Run {
     block: usize,
     pages: PageRange,
-    /// Of pages with content.
-    bytes: Vec<u8>,
+    /// Where in the room their content is; none: they are zero.
+    at: Option<usize>,
 }
 
 /// What the caller has to look after.
@@ -56,13 +62,20 @@ pub(crate) enum Flow {
 }
 
 impl<'a> Feed<'a> {
-    pub(crate) fn new(whence: &'a Whence, store: &'a dyn Store, progress: &'a Progress) -> Self {
-        let run = Run { block: 0, pages: PageRange::new(0, 0), bytes: Vec::new() };
+    /// `writer`: of the store.
+    pub(crate) fn new(
+        whence: &'a Whence,
+        store: &'a dyn Store,
+        writer: Box<dyn PageWriter>,
+        progress: &'a Progress,
+    ) -> Self {
         Self {
             store,
+            writer,
             progress,
             whence,
-            run,
+            runs: Vec::new(),
+            taken: 0,
             listing: Vec::new(),
             in_early: false,
             early_bytes: 0,
@@ -82,7 +95,10 @@ impl<'a> Feed<'a> {
         self.flush()?;
         let was_early = std::mem::take(&mut self.in_early);
         Ok(match record {
-            Record::Tail => Flow::Tail,
+            Record::Tail => {
+                self.finish()?;
+                Flow::Tail
+            }
             Record::Early(_) => self.early(bytes)?,
             Record::Raw(_) if was_early => self.early(bytes)?,
             Record::Footer { .. } if was_early => {
@@ -144,35 +160,43 @@ impl<'a> Feed<'a> {
                 self.flush()?;
                 xbzrle::decode(delta, position, &mut inflated).map_err(|error| self.whence.bad(error))?;
                 self.count(1, 0);
-                return self.store.patch(page.block, page.offset, delta);
+                return self.writer.patch(page.block, page.offset, delta);
             }
         };
         let number = page.offset / PAGE;
         match content.filter(|bytes| **bytes != [0; PAGE_BYTES]) {
             Some(bytes) => {
-                self.continue_run(page.block, number, true)?;
-                self.run.bytes.extend_from_slice(bytes);
+                if self.taken == ROOM_PAGES {
+                    self.flush()?;
+                }
+                let room = self.writer.room(ROOM_PAGES)?;
+                room[self.taken * PAGE_BYTES..][..PAGE_BYTES].copy_from_slice(bytes);
+                self.continue_run(page.block, number, Some(self.taken));
+                self.taken += 1;
                 self.count(1, 0);
             }
             None => {
-                self.continue_run(page.block, number, false)?;
+                if self.runs.len() == MOST_RUNS {
+                    self.flush()?;
+                }
+                self.continue_run(page.block, number, None);
                 self.count(0, 1);
             }
         }
         Ok(())
     }
 
-    /// Makes the page part of the run that is on its way, or of a new one.
-    fn continue_run(&mut self, block: usize, page: u64, content: bool) -> Result<(), Error> {
-        let Run { block: current, pages, bytes } = &self.run;
-        let same = *current == block && pages.end() == page && bytes.is_empty() != content;
-        if !same || pages.count == 0 || (content && pages.count >= RUN_PAGES) {
-            self.flush()?;
-            self.run.block = block;
-            self.run.pages = PageRange::new(page, 0);
+    /// Makes the page part of the last run, or of a new one. `at`: its place in the room, behind all others.
+    fn continue_run(&mut self, block: usize, page: u64, at: Option<usize>) {
+        if let Some(Run { block: last, pages, at: content }) = self.runs.last_mut()
+            && *last == block
+            && pages.end() == page
+            && content.is_some() == at.is_some()
+        {
+            pages.count += 1;
+        } else {
+            self.runs.push(Run { block, pages: PageRange::new(page, 1), at });
         }
-        self.run.pages.count += 1;
-        Ok(())
     }
 
     fn count(&mut self, normal: u64, zero: u64) {
@@ -182,17 +206,24 @@ impl<'a> Feed<'a> {
         self.progress.zero_pages.fetch_add(zero, Relaxed);
     }
 
-    /// Hands over the run that is on its way.
+    /// Hands over what is on its way.
     fn flush(&mut self) -> Result<(), Error> {
-        let Run { block, pages, bytes } = &mut self.run;
-        if pages.count > 0 {
-            match bytes.is_empty() {
-                true => self.store.clear(*block, *pages)?,
-                false => self.store.write(*block, pages.first * PAGE, bytes)?,
+        self.taken = 0;
+        for Run { block, pages, at } in self.runs.drain(..) {
+            match at {
+                Some(at) => self.writer.store(at, block, pages)?,
+                None => self.writer.clear(block, pages)?,
             }
         }
-        *pages = PageRange::new(0, 0);
-        bytes.clear();
         Ok(())
+    }
+
+    /// Returns when everything that came is in place, and others may bring the same pages.
+    ///
+    /// # Errors
+    /// Those of the store.
+    pub(crate) fn finish(&mut self) -> Result<(), Error> {
+        self.flush()?;
+        self.writer.finish()
     }
 }

@@ -93,13 +93,13 @@ impl Rounds {
         let aim = Aim { medium: Medium::File, downtime, bandwidth: None, max_rounds };
         let mut forecast = Forecast::new(aim, guest.state_estimate());
         let mut free = FreePages::of(guest);
-        self.scanner.leave_out(free.ask(None, progress)?);
+        self.scanner.plan_first_round(Some(free.ask(None, progress)?))?;
         loop {
             self.write_pending(output, target, !target.is_direct(), progress, report)?;
             fail_point::reach("save.round")?;
             if self.number == 1 {
                 self.scanner.not_seen(free.end().1);
-                unplug(guest, progress)?;
+                unplug(guest, &|| progress.is_cancelled())?;
                 fail_point::reach("save.unplugged")?;
             }
             self.scanner.scan(output.content(), report, progress)?;

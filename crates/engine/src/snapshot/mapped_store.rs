@@ -1,14 +1,21 @@
 //! A mapped-ram file whose pages come from a stream: each goes to its place, in any order and as often as it likes.
-use std::sync::{Mutex, MutexGuard, RwLock};
+use std::sync::{
+    Arc, Mutex, MutexGuard, RwLock,
+    atomic::{
+        AtomicBool, AtomicUsize,
+        Ordering::{AcqRel, Acquire, Relaxed},
+    },
+};
 
-use transship_memory::{PAGE_BYTES, PageRange, Writeback};
-use transship_wire::qemu::{Block, Configuration, bitmap_bytes, xbzrle};
+use transship_memory::{FileIo, PAGE_BYTES, PageRange, Turns};
+use transship_wire::qemu::{Block, Configuration, bitmap_bytes};
 
 use super::{
     content::Content,
     layout::{Around, Layout},
+    mapped_writer::MappedWriter,
     state::DeviceState,
-    store::{FileStore, Store},
+    store::{FileStore, PageWriter, Store},
     target::Target,
 };
 use crate::{Error, FileReport, Progress};
@@ -19,14 +26,20 @@ const MAX_BYTES: u64 = 1 << 60;
 
 /// The file and what it holds.
 pub(crate) struct MappedStore {
-    target: Target,
+    pub(super) target: Target,
     configuration: Configuration,
     ram_section: u32,
     /// By block. Only the main stream's reader writes, when it comes to a list.
     blocks: RwLock<Blocks>,
     around: Mutex<Beside>,
-    /// Held while pages are written: of several threads that write to a file the kernel lets one go on and has the others spin.
-    writeback: Mutex<Writeback>,
+    /// How the kernel is asked, and whether that is io_uring.
+    pub(super) io: FileIo,
+    is_uring: AtomicBool,
+    /// Of the writers through the page cache.
+    pub(super) turns: Turns,
+    /// Writers with something that is not known to be in the file. One that is given up leaves it counted: what it had may be missing. Its last
+    /// change by a writer goes before the look at it in `complete`.
+    unfinished: AtomicUsize,
 }
 
 struct Blocks {
@@ -35,7 +48,7 @@ struct Blocks {
 }
 
 /// Where a block's pages are, and which.
-struct Place {
+pub(super) struct Place {
     pages_offset: u64,
     bytes: u64,
     pages: Mutex<Pages>,
@@ -58,7 +71,8 @@ struct Beside {
 
 impl MappedStore {
     /// A file of a machine as `configuration` describes it. `ram_section`: the number that no section behind the memory has.
-    pub(crate) fn begin(target: Target, configuration: &Configuration, ram_section: u32) -> Self {
+    /// `io`: how the kernel is asked to write pages.
+    pub(crate) fn begin(target: Target, configuration: &Configuration, ram_section: u32, io: FileIo) -> Self {
         let layout = Layout::new(target.offset(), &[]);
         let blocks = RwLock::new(Blocks { layout, list: Vec::new() });
         Self {
@@ -67,19 +81,63 @@ impl MappedStore {
             ram_section,
             blocks,
             around: Mutex::default(),
-            writeback: Mutex::default(),
+            io,
+            is_uring: AtomicBool::new(false),
+            turns: Turns::default(),
+            unfinished: AtomicUsize::new(0),
         }
     }
 
-    fn with<T>(&self, block: usize, act: impl FnOnce(&Place) -> T) -> T {
+    pub(super) fn with<T>(&self, block: usize, act: impl FnOnce(&Place) -> T) -> T {
         let blocks = self.blocks.read().unwrap_or_else(|poisoned| poisoned.into_inner());
         act(&blocks.list[block])
+    }
+}
+
+impl MappedStore {
+    /// A writer asks the kernel by io_uring, or not.
+    pub(super) fn note_io(&self, is_uring: bool) {
+        self.is_uring.store(is_uring, Relaxed);
+    }
+
+    pub(super) fn begin_unfinished(&self) {
+        self.unfinished.fetch_add(1, AcqRel);
+    }
+
+    pub(super) fn end_unfinished(&self) {
+        self.unfinished.fetch_sub(1, AcqRel);
+    }
+
+    /// What a page is; everything that was stored of it is in the file, through the page cache or past it.
+    pub(super) fn read_page(&self, block: usize, page: u64, into: &mut [u8; PAGE_BYTES]) -> Result<(), Error> {
+        self.with(block, |place| {
+            if place.pages().content.contains(page) {
+                return self.target.read_at(into, place.byte_of(page));
+            }
+            into.fill(0);
+            Ok(())
+        })
     }
 }
 
 impl Place {
     fn pages(&self) -> MutexGuard<'_, Pages> {
         self.pages.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+    }
+
+    /// Where in the file a page is.
+    pub(super) fn byte_of(&self, page: u64) -> u64 {
+        self.pages_offset + page * PAGE
+    }
+
+    pub(super) fn note_content(&self, range: PageRange) {
+        let mut known = self.pages();
+        known.content.insert(range);
+        known.written.insert(range);
+    }
+
+    pub(super) fn note_zero(&self, range: PageRange) {
+        self.pages().content.remove(range);
     }
 }
 
@@ -98,37 +156,8 @@ impl Store for MappedStore {
         self.target.set_length(end)
     }
 
-    fn write(&self, block: usize, offset: u64, pages: &[u8]) -> Result<(), Error> {
-        self.with(block, |place| {
-            let at = place.pages_offset + offset;
-            {
-                let mut writeback = self.writeback.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
-                self.target.write_at(pages, at)?;
-                self.target.begin_writeback(&mut writeback, at, pages.len() as u64);
-            }
-            let range = PageRange::new(offset / PAGE, pages.len() as u64 / PAGE);
-            let mut known = place.pages();
-            known.content.insert(range);
-            known.written.insert(range);
-            Ok(())
-        })
-    }
-
-    fn clear(&self, block: usize, pages: PageRange) -> Result<(), Error> {
-        self.with(block, |place| place.pages().content.remove(pages));
-        Ok(())
-    }
-
-    fn patch(&self, block: usize, offset: u64, delta: &[u8]) -> Result<(), Error> {
-        let mut page = [0; PAGE_BYTES];
-        self.with(block, |place| {
-            if place.pages().content.contains(offset / PAGE) {
-                self.target.read_at(&mut page, place.pages_offset + offset)?;
-            }
-            Ok::<_, Error>(())
-        })?;
-        xbzrle::decode(delta, 0, &mut page).map_err(|error| Error::File(error.to_string()))?;
-        self.write(block, offset, &page)
+    fn writer(self: Arc<Self>) -> Result<Box<dyn PageWriter>, Error> {
+        Ok(Box::new(MappedWriter::new(self)?))
     }
 
     fn early(&self, bytes: &[u8]) -> Result<(), Error> {
@@ -151,6 +180,14 @@ impl MappedStore {
 
 impl FileStore for MappedStore {
     fn complete(&self, tail: &[u8], file: &mut FileReport, progress: &Progress) -> Result<(), Error> {
+        if self.unfinished.load(Acquire) != 0 {
+            return Err(Error::File(
+                "pages are on their way to a file that is to be complete: a bug of transship".into(),
+            ));
+        }
+        file.direct_io = self.target.is_direct();
+        file.direct_io_refused = self.target.refused().map(str::to_owned);
+        file.io_uring = self.is_uring.load(Relaxed);
         let Beside { early, switchover } = std::mem::take(&mut *self.beside());
         let state = DeviceState {
             configuration: self.configuration.clone(),
@@ -181,5 +218,198 @@ impl FileStore for MappedStore {
         self.target.complete(&head.bytes, progress)?;
         (file.bytes, file.allocated) = self.target.size()?;
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use std::os::unix::fs::FileExt;
+
+    use proptest::{collection::vec, prelude::*};
+    use transship_memory::{FileQueue, GuestMemory};
+    use transship_wire::qemu::Name;
+
+    use super::*;
+    use crate::snapshot::{DirectIo, FileUri};
+
+    /// More than a room has, and not a multiple of anything.
+    const PAGES: [u64; 2] = [700, 333];
+
+    #[derive(Debug, Clone)]
+    enum Op {
+        /// Pages of this, all different.
+        Store {
+            block: usize,
+            first: u64,
+            count: u64,
+            seed: u8,
+        },
+        Clear {
+            block: usize,
+            first: u64,
+            count: u64,
+        },
+        /// Of a page, one byte.
+        Patch {
+            block: usize,
+            page: u64,
+            at: u8,
+            byte: u8,
+        },
+        /// A barrier: from now on each of the two writers brings what the other has brought before.
+        Swap,
+    }
+
+    fn op() -> impl Strategy<Value = Op> {
+        let count = || prop_oneof![3 => 1..4u64, 1 => 1..300u64];
+        let place = || (0..2usize, 0..PAGES[0], count());
+        prop_oneof![
+            8 => (place(), 1..255u8).prop_map(|((block, first, count), seed)| Op::Store { block, first, count, seed }),
+            3 => place().prop_map(|(block, first, count)| Op::Clear { block, first, count }),
+            1 => (0..2usize, 0..PAGES[0], 1..128u8, any::<u8>())
+                .prop_map(|(block, page, at, byte)| Op::Patch { block, page, at, byte }),
+            2 => Just(Op::Swap),
+        ]
+    }
+
+    /// The range, cut where the block ends.
+    fn within(block: usize, first: u64, count: u64) -> PageRange {
+        let first = first % PAGES[block];
+        PageRange::new(first, count.min(PAGES[block] - first))
+    }
+
+    fn page_of(seed: u8, page: u64) -> [u8; PAGE_BYTES] {
+        let mut bytes = [seed; PAGE_BYTES];
+        bytes[8..16].copy_from_slice(&page.to_le_bytes());
+        bytes
+    }
+
+    fn name(text: &str) -> Name {
+        Name::new(text).unwrap()
+    }
+
+    fn store(target: Target, io: FileIo) -> Arc<MappedStore> {
+        let store = MappedStore::begin(target, &Configuration::new(name("pc-q35-10.0")), 7, io);
+        let block = |(number, pages): (usize, u64)| Block {
+            name: name(&format!("mem{number}")),
+            used_bytes: pages * PAGE,
+            gpa: None,
+            mapped: None,
+        };
+        store.list(&PAGES.into_iter().enumerate().map(block).collect::<Vec<_>>()).unwrap();
+        Arc::new(store)
+    }
+
+    fn apply(op: &Op, epoch: &mut usize, writers: &mut [Box<dyn PageWriter>; 2], model: &mut [Vec<u8>; 2]) {
+        match *op {
+            Op::Swap => {
+                writers.iter_mut().for_each(|writer| writer.finish().unwrap());
+                *epoch += 1;
+            }
+            Op::Store { block, first, count, seed } => {
+                let (range, writer) = (within(block, first, count), &mut writers[(block + *epoch) % 2]);
+                // One page of room is left out, as pages that turn out to be zero are.
+                let room = writer.room(range.count as usize + 1).unwrap();
+                for page in 0..range.count {
+                    let bytes = page_of(seed, range.first + page);
+                    room[(page as usize + 1) * PAGE_BYTES..][..PAGE_BYTES].copy_from_slice(&bytes);
+                    model[block][((range.first + page) * PAGE) as usize..][..PAGE_BYTES].copy_from_slice(&bytes);
+                }
+                writer.store(1, block, range).unwrap();
+            }
+            Op::Clear { block, first, count } => {
+                let range = within(block, first, count);
+                writers[(block + *epoch) % 2].clear(block, range).unwrap();
+                model[block][(range.first * PAGE) as usize..][..range.bytes() as usize].fill(0);
+            }
+            Op::Patch { block, page, at, byte } => {
+                let page = page % PAGES[block];
+                // So many bytes as they were, and one that is new.
+                writers[(block + *epoch) % 2].patch(block, page * PAGE, &[at, 1, byte]).unwrap();
+                model[block][page as usize * PAGE_BYTES + usize::from(at)] = byte;
+            }
+        }
+    }
+
+    /// What the file says that the memory is.
+    fn read_back(store: &MappedStore, file: &std::fs::File) -> Vec<Vec<u8>> {
+        let blocks = store.blocks.read().unwrap();
+        let places = blocks.list.iter().zip(blocks.layout.bitmaps());
+        places
+            .map(|(place, bitmap_offset)| {
+                let mut bitmap = vec![0; bitmap_bytes(place.bytes) as usize];
+                file.read_exact_at(&mut bitmap, bitmap_offset).unwrap();
+                let mut memory = vec![0; place.bytes as usize];
+                for (page, bytes) in memory.chunks_mut(PAGE_BYTES).enumerate() {
+                    if bitmap[page / 8] >> (page % 8) & 1 == 1 {
+                        file.read_exact_at(bytes, place.byte_of(page as u64)).unwrap();
+                    }
+                }
+                memory
+            })
+            .collect()
+    }
+
+    fn has_uring() -> bool {
+        let file = tempfile::tempfile().unwrap().into();
+        FileQueue::new(GuestMemory::new(Vec::new()), file, 1, FileIo::Uring).is_ok()
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig { cases: 64, failure_persistence: None, ..ProptestConfig::default() })]
+
+        /// Whatever came over whatever, in any way of writing: what came last is in the file.
+        #[test]
+        fn a_file_holds_what_was_brought_last(
+            ops in vec(op(), 1..120),
+            direct_io in prop_oneof![2 => Just(DirectIo::Auto), 1 => Just(DirectIo::Off)],
+            io in prop_oneof![Just(FileIo::Auto), Just(FileIo::Plain), Just(FileIo::Uring)],
+        ) {
+            let io = if io == FileIo::Uring && !has_uring() { FileIo::Auto } else { io };
+            // A disk on most machines.
+            let folder = tempfile::tempdir().unwrap();
+            let path = folder.path().join("file");
+            let target = Target::create(&FileUri::path(&path), direct_io, &GuestMemory::new(Vec::new())).unwrap();
+            let store = store(target, io);
+            let mut writers = [0, 1].map(|_| Arc::clone(&store).writer().unwrap());
+            let mut model = PAGES.map(|pages| vec![0; (pages * PAGE) as usize]);
+            let mut epoch = 0;
+            for op in &ops {
+                apply(op, &mut epoch, &mut writers, &mut model);
+            }
+            writers.iter_mut().for_each(|writer| writer.finish().unwrap());
+            let mut report = FileReport::default();
+            store.complete(b"devices", &mut report, &Progress::new()).unwrap();
+            let file = std::fs::File::open(&path).unwrap();
+            for (block, (is, expected)) in read_back(&store, &file).into_iter().zip(&model).enumerate() {
+                let page = is.chunks(PAGE_BYTES).zip(expected.chunks(PAGE_BYTES)).position(|(is, expected)| is != expected);
+                prop_assert_eq!(page, None, "of block {}", block);
+            }
+        }
+    }
+
+    /// Somebody gave up with pages on their way: whether they came to the file, and what the disk said, nobody knows.
+    #[test]
+    fn no_file_is_complete_with_pages_that_nobody_has_waited_for() {
+        for given_up in [false, true] {
+            let folder = tempfile::tempdir().unwrap();
+            let uri = FileUri::path(folder.path().join("file"));
+            let target = Target::create(&uri, DirectIo::Auto, &GuestMemory::new(Vec::new())).unwrap();
+            let store = store(target, FileIo::Auto);
+            let mut writer = Some(Arc::clone(&store).writer().unwrap());
+            let bringing = writer.as_mut().unwrap();
+            bringing.room(1).unwrap().fill(1);
+            bringing.store(0, 0, PageRange::new(3, 1)).unwrap();
+            if given_up {
+                writer = None;
+            }
+            let complete = || store.complete(b"", &mut FileReport::default(), &Progress::new());
+            assert!(complete().unwrap_err().to_string().contains("on their way"));
+            if let Some(writer) = &mut writer {
+                writer.finish().unwrap();
+                complete().unwrap();
+            }
+        }
     }
 }

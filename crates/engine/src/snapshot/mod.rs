@@ -10,7 +10,7 @@
 //! - `pages`: into place, eagerly; `recompose`, `devices`, `opaque`: the rest, as the VMM takes it; `sequential`: both from a plain stream
 //! - `filling`: pages that come when they are touched; `lazy`: such a restore; `stand_in`: the process that could go on with it
 //! - `restore`: the life of a restore, made of these
-//! - `feed`: records on their way into a `store`, which is a file: `mapped_store`, with its `content`, or `stream_store`; `convert`
+//! - `feed`: records on their way into a `store`, which is a file: `mapped_store`, with its `content` and a `mapped_writer` for each thread, or `stream_store`; `convert`
 mod background;
 mod content;
 pub(crate) mod convert;
@@ -26,6 +26,7 @@ mod lazy;
 mod live;
 mod mapped;
 mod mapped_store;
+mod mapped_writer;
 mod moment;
 mod opaque;
 mod open;

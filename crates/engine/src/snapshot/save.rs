@@ -65,7 +65,7 @@ impl Saving<'_> {
             self.check_background()?;
         }
         if ran && self.options.way != Way::Live {
-            unplug(self.guest, self.progress)?;
+            unplug(self.guest, &|| self.progress.is_cancelled())?;
             fail_point::reach("save.unplugged")?;
         }
         if ran && self.options.way == Way::Background {

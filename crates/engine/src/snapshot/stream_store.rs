@@ -1,12 +1,12 @@
 //! A plain stream made of another one's parts: pages are appended as they come, the last one counts.
-use std::sync::{Mutex, MutexGuard};
+use std::sync::{Arc, Mutex, MutexGuard};
 
 use transship_memory::{PAGE_BYTES, PageRange, Writeback};
 use transship_wire::qemu::{Block, Configuration, Name};
 
 use super::{
     recompose::Recomposer,
-    store::{FileStore, Store},
+    store::{FileStore, PageWriter, PromptStore, PromptWriter, Store},
     target::Target,
 };
 use crate::{Error, FileReport, Progress};
@@ -81,6 +81,26 @@ impl Store for StreamStore {
         out.flush_pieces(&self.target)
     }
 
+    fn writer(self: Arc<Self>) -> Result<Box<dyn PageWriter>, Error> {
+        Ok(Box::new(PromptWriter::new(self)))
+    }
+
+    fn early(&self, bytes: &[u8]) -> Result<(), Error> {
+        let mut out = self.out();
+        out.recomposer.early(bytes);
+        out.flush_pieces(&self.target)
+    }
+
+    fn switchover(&self) {
+        self.out().recomposer.switchover();
+    }
+
+    fn last(&self) {
+        self.out().recomposer.last();
+    }
+}
+
+impl PromptStore for StreamStore {
     fn write(&self, block: usize, offset: u64, pages: &[u8]) -> Result<(), Error> {
         let out = &mut *self.out();
         for (page, at) in pages.as_chunks::<PAGE_BYTES>().0.iter().zip((offset..).step_by(PAGE_BYTES)) {
@@ -105,20 +125,6 @@ impl Store for StreamStore {
         out.recomposer.xbzrle_page(&out.names[block], offset, delta);
         out.pages += 1;
         out.flush_pieces(&self.target)
-    }
-
-    fn early(&self, bytes: &[u8]) -> Result<(), Error> {
-        let mut out = self.out();
-        out.recomposer.early(bytes);
-        out.flush_pieces(&self.target)
-    }
-
-    fn switchover(&self) {
-        self.out().recomposer.switchover();
-    }
-
-    fn last(&self) {
-        self.out().recomposer.last();
     }
 }
 

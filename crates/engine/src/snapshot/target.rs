@@ -205,7 +205,15 @@ impl Target {
 
     /// A descriptor for whole pages at places that are multiples of their size.
     pub(crate) fn page_descriptor(&self) -> Result<OwnedFd, Error> {
-        let file = self.direct.as_ref().unwrap_or(&self.buffered);
+        self.direct.as_ref().map_or_else(|| self.cached_descriptor(), |file| self.descriptor_of(file))
+    }
+
+    /// A descriptor of the file through the page cache.
+    pub(crate) fn cached_descriptor(&self) -> Result<OwnedFd, Error> {
+        self.descriptor_of(&self.buffered)
+    }
+
+    fn descriptor_of(&self, file: &File) -> Result<OwnedFd, Error> {
         file.try_clone().map(OwnedFd::from).map_err(|source| self.failed("write", source))
     }
 

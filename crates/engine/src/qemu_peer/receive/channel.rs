@@ -14,7 +14,7 @@ use transship_wire::qemu::{Block, GREETING_BYTES, Method, Name, PACKET_HEADER_BY
 use super::{barrier::Barrier, lobby::Line};
 use crate::{
     Error, Progress, cpu,
-    snapshot::store::{Store, write_pages},
+    snapshot::store::{PageWriter, Store, write_pages},
     transport::Connection,
 };
 
@@ -33,37 +33,33 @@ pub(super) struct Channels {
 
 /// What the threads share.
 pub(super) struct Shared {
-    pub(super) store: Arc<dyn Store>,
     /// By name: number and length.
     blocks: HashMap<Name, (usize, u64)>,
     progress: Arc<Progress>,
 }
 
 impl Shared {
-    pub(super) fn new(store: Arc<dyn Store>, blocks: &[Block], progress: &Arc<Progress>) -> Arc<Self> {
+    pub(super) fn new(blocks: &[Block], progress: &Arc<Progress>) -> Arc<Self> {
         let numbered = blocks.iter().enumerate();
         let blocks = numbered.map(|(number, block)| (block.name.clone(), (number, block.used_bytes))).collect();
-        Arc::new(Self { store, blocks, progress: Arc::clone(progress) })
+        Arc::new(Self { blocks, progress: Arc::clone(progress) })
     }
 }
 
 impl Channels {
-    pub(super) fn start(lines: Vec<Line>, shared: &Arc<Shared>) -> Result<Self, Error> {
+    pub(super) fn start(lines: Vec<Line>, store: &Arc<dyn Store>, shared: &Arc<Shared>) -> Result<Self, Error> {
         let barrier = Arc::new(Barrier::new(lines.len()));
         let mut channels = Self { lines: Vec::new(), threads: Vec::new(), barrier };
         for (number, (connection, peer)) in lines.into_iter().enumerate() {
             let failed = |source| Error::Io { what: format!("start channel {number}"), source };
             channels.lines.push(connection.try_clone().map_err(failed)?);
             let channel = Channel {
-                number,
-                connection,
-                peer,
-                position: GREETING_BYTES as u64,
+                input: Input { number, connection, peer, position: GREETING_BYTES as u64 },
+                writer: Arc::clone(store).writer()?,
                 shared: Arc::clone(shared),
                 barrier: Arc::clone(&channels.barrier),
                 decoder: None,
                 payload: Vec::new(),
-                pages: Vec::new(),
             };
             let spawned = thread::Builder::new().name(format!("channel {number}")).spawn(move || channel.run());
             channels.threads.push(spawned.map_err(failed)?);
@@ -88,23 +84,29 @@ impl Drop for Channels {
 }
 
 struct Channel {
+    input: Input,
+    /// Where pages go, and the room that they are read into.
+    writer: Box<dyn PageWriter>,
+    shared: Arc<Shared>,
+    barrier: Arc<Barrier>,
+    /// The whole channel is one stream.
+    decoder: OnlyDecoder,
+    payload: Vec<u8>,
+}
+
+/// What comes on it.
+struct Input {
     number: usize,
     connection: Connection,
     peer: String,
     /// Where in the channel the next byte is.
     position: u64,
-    shared: Arc<Shared>,
-    barrier: Arc<Barrier>,
-    /// The whole channel is one stream.
-    decoder: Option<(Method, Box<dyn Decoder>)>,
-    payload: Vec<u8>,
-    pages: Vec<u8>,
 }
 
 impl Channel {
     fn run(mut self) {
         match self.receive() {
-            Ok(()) => self.barrier.end(self.number),
+            Ok(()) => self.barrier.end(self.input.number),
             Err(error) => self.barrier.fail(error),
         }
     }
@@ -112,21 +114,74 @@ impl Channel {
     /// Until the source closes the channel.
     fn receive(&mut self) -> Result<(), Error> {
         let mut laps = cpu::Laps::begin();
-        while let Some(packet) = self.read_packet()? {
+        while let Some(packet) = self.input.read_packet()? {
             let bytes = PACKET_HEADER_BYTES as u64 + u64::from(packet.payload_bytes());
             self.shared.progress.wire_bytes.fetch_add(bytes, Relaxed);
             if let Some(block) = packet.block() {
-                self.barrier.note_pages(self.number);
+                self.barrier.note_pages(self.input.number);
                 self.place(&packet, block)?;
             }
             self.shared.progress.cpu.channels.add(laps.next());
-            if packet.sync && !self.barrier.wait(self.number) {
-                return Ok(());
+            if packet.sync {
+                // Whatever comes behind the barrier, on any channel, comes after what is here.
+                self.writer.finish()?;
+                if !self.barrier.wait(self.input.number) {
+                    return Ok(());
+                }
             }
         }
+        self.writer.finish()
+    }
+
+    fn place(&mut self, packet: &Pages, name: &Name) -> Result<(), Error> {
+        let Some(&(block, bytes)) = self.shared.blocks.get(name) else {
+            let what = format!("sent pages of block {:?}, which its main stream has not listed", &**name);
+            return Err(self.input.broke(what));
+        };
+        if let Some(beyond) = packet.normal().iter().chain(packet.zero()).find(|&&offset| offset >= bytes) {
+            let what = format!("sent a page at {beyond:#x} of block {:?}, which has {bytes} bytes", &**name);
+            return Err(self.input.broke(what));
+        }
+        let normal = packet.normal();
+        if !normal.is_empty() {
+            self.read_pages(packet)?;
+            let counts = write_pages(self.writer.as_mut(), block, normal)?;
+            self.count(counts.normal, counts.zero);
+        }
+        // Whether or not the page came before: what the memory held is not known to be zero.
+        for run in packet.zero().chunk_by(|one, next| one + PAGE == *next) {
+            self.writer.clear(block, PageRange::new(run[0] / PAGE, run.len() as u64))?;
+        }
+        self.count(0, packet.zero().len() as u64);
         Ok(())
     }
 
+    /// Into the writer's room.
+    fn read_pages(&mut self, packet: &Pages) -> Result<(), Error> {
+        let Self { input, writer, payload, decoder, .. } = self;
+        let pages = writer.room(packet.normal().len())?;
+        if packet.method == Method::None {
+            return input.fill_all(pages);
+        }
+        payload.resize(packet.payload_bytes() as usize, 0); // at most 1 MiB: the header was checked
+        input.fill_all(payload)?;
+        let decoded = input.decoder(decoder, packet.method)?.decode(payload, pages);
+        decoded.map_err(|error| {
+            let position = input.position;
+            input.broke(format!("sent a packet that can't be decoded, before offset {position:#x}: {error}"))
+        })
+    }
+
+    fn count(&self, normal: u64, zero: u64) {
+        self.shared.progress.normal_pages.fetch_add(normal, Relaxed);
+        self.shared.progress.zero_pages.fetch_add(zero, Relaxed);
+    }
+}
+
+/// Of the method that a channel began with.
+type OnlyDecoder = Option<(Method, Box<dyn Decoder>)>;
+
+impl Input {
     fn read_packet(&mut self) -> Result<Option<Pages>, Error> {
         let mut header = [0; PACKET_HEADER_BYTES];
         // The flags come first: they say which header it is, and the shorter one may be all that comes.
@@ -156,49 +211,8 @@ impl Channel {
         }
     }
 
-    fn place(&mut self, packet: &Pages, name: &Name) -> Result<(), Error> {
-        let Some(&(block, bytes)) = self.shared.blocks.get(name) else {
-            return Err(self.broke(format!("sent pages of block {:?}, which its main stream has not listed", &**name)));
-        };
-        if let Some(beyond) = packet.normal().iter().chain(packet.zero()).find(|&&offset| offset >= bytes) {
-            let what = format!("sent a page at {beyond:#x} of block {:?}, which has {bytes} bytes", &**name);
-            return Err(self.broke(what));
-        }
-        let mut pages = std::mem::take(&mut self.pages);
-        let normal = packet.normal();
-        if !normal.is_empty() {
-            self.read_pages(packet, &mut pages)?;
-            let counts = write_pages(self.shared.store.as_ref(), block, normal, &pages)?;
-            self.count(counts.normal, counts.zero);
-        }
-        self.pages = pages;
-        // Whether or not the page came before: what the memory held is not known to be zero.
-        for run in packet.zero().chunk_by(|one, next| one + PAGE == *next) {
-            self.shared.store.clear(block, PageRange::new(run[0] / PAGE, run.len() as u64))?;
-        }
-        self.count(0, packet.zero().len() as u64);
-        Ok(())
-    }
-
-    fn read_pages(&mut self, packet: &Pages, pages: &mut Vec<u8>) -> Result<(), Error> {
-        pages.resize(packet.normal().len() * PAGE_BYTES, 0);
-        if packet.method == Method::None {
-            return self.fill_all(pages);
-        }
-        let mut payload = std::mem::take(&mut self.payload);
-        payload.resize(packet.payload_bytes() as usize, 0); // at most 1 MiB: the header was checked
-        self.fill_all(&mut payload)?;
-        let position = self.position;
-        let decoder = self.decoder(packet.method)?;
-        let decoded = decoder.decode(&payload, pages);
-        self.payload = payload;
-        decoded.map_err(|error| {
-            self.broke(format!("sent a packet that can't be decoded, before offset {position:#x}: {error}"))
-        })
-    }
-
-    fn decoder(&mut self, method: Method) -> Result<&mut Box<dyn Decoder>, Error> {
-        if let Some((before, _)) = &self.decoder
+    fn decoder<'d>(&self, decoder: &'d mut OnlyDecoder, method: Method) -> Result<&'d mut dyn Decoder, Error> {
+        if let Some((before, _)) = decoder
             && *before != method
         {
             let what = format!("compressed by {method:?} what it began by {before:?}");
@@ -216,16 +230,11 @@ impl Channel {
                 return Err(self.broke(what));
             }
         };
-        if self.decoder.is_none() {
-            let decoder = codec.stock_decoder().ok_or_else(|| self.broke("compresses by a method without streams"))?;
-            self.decoder = Some((method, decoder));
+        if decoder.is_none() {
+            let made = codec.stock_decoder().ok_or_else(|| self.broke("compresses by a method without streams"))?;
+            *decoder = Some((method, made));
         }
-        Ok(&mut self.decoder.as_mut().expect("it was made above").1)
-    }
-
-    fn count(&self, normal: u64, zero: u64) {
-        self.shared.progress.normal_pages.fetch_add(normal, Relaxed);
-        self.shared.progress.zero_pages.fetch_add(zero, Relaxed);
+        Ok(decoder.as_mut().expect("it was made above").1.as_mut())
     }
 
     fn fill_all(&mut self, bytes: &mut [u8]) -> Result<(), Error> {

@@ -1,7 +1,7 @@
 //! A guest that waits: its memory takes the pages of its blocks, and its VMM the rest, when all of it is there.
 use std::{
     collections::BTreeMap,
-    sync::{Mutex, MutexGuard, RwLock},
+    sync::{Arc, Mutex, MutexGuard, RwLock},
 };
 
 use transship_memory::{GuestMemory, PAGE_BYTES, PageRange, WINDOW_PAGES};
@@ -15,7 +15,7 @@ use crate::{
         fit::Fit,
         pieces::{PieceReader, Pieces},
         recompose::Recomposer,
-        store::Store,
+        store::{PageWriter, PromptStore, PromptWriter, Store},
     },
 };
 
@@ -111,6 +111,23 @@ impl Store for GuestStore {
         Ok(())
     }
 
+    fn writer(self: Arc<Self>) -> Result<Box<dyn PageWriter>, Error> {
+        Ok(Box::new(PromptWriter::new(self)))
+    }
+
+    fn early(&self, bytes: &[u8]) -> Result<(), Error> {
+        self.beside().early.extend_from_slice(bytes);
+        Ok(())
+    }
+
+    fn switchover(&self) {
+        self.beside().switchover = true;
+    }
+
+    fn last(&self) {}
+}
+
+impl PromptStore for GuestStore {
     fn write(&self, block: usize, offset: u64, pages: &[u8]) -> Result<(), Error> {
         let first = offset / PAGE;
         self.with(block, |home| match home {
@@ -173,17 +190,6 @@ impl Store for GuestStore {
         xbzrle::decode(delta, 0, &mut page).map_err(|error| Error::File(error.to_string()))?;
         self.write(block, offset, &page)
     }
-
-    fn early(&self, bytes: &[u8]) -> Result<(), Error> {
-        self.beside().early.extend_from_slice(bytes);
-        Ok(())
-    }
-
-    fn switchover(&self) {
-        self.beside().switchover = true;
-    }
-
-    fn last(&self) {}
 }
 
 /// The stream, made while it is read.

@@ -8,7 +8,7 @@ use transship_memory::{PAGE_BYTES, PageRange};
 use transship_wire::qemu::{Block, Configuration, GlobalState, Record, RunState, StreamReader};
 
 use super::{
-    FileSink, Sink,
+    FileSink, FileSinkOptions, Sink,
     channel::{Channels, Shared},
     end,
     guest_store::GuestStore,
@@ -158,7 +158,8 @@ impl Reception<'_, '_> {
         self.report.setup_ms = self.begin.elapsed().as_secs_f64() * 1e3;
         self.progress.round.store(1, Relaxed);
         self.progress.set_phase(Phase::Rounds);
-        let stopped = self.memory(&mut records, &head, &channels, Feed::new(&whence, store.as_ref(), self.progress))?;
+        let feed = Feed::new(&whence, store.as_ref(), Arc::clone(&store).writer()?, self.progress);
+        let stopped = self.memory(&mut records, &head, &channels, feed)?;
         let base = records.reader().position();
         let guest_bytes = records.reader().blocks().iter().map(|block| block.used_bytes).sum();
         let answered = self.answers.open;
@@ -202,9 +203,12 @@ impl Reception<'_, '_> {
             (_, true) => Barriers::Rounds,
             (_, false) => Barriers::Sections,
         };
-        let pass = |reception: &Self| channels.barrier.pass(&reception.answers.peer, reception.progress);
+        let pass = |reception: &Self, feed: &mut Feed<'_>| {
+            feed.finish()?;
+            channels.barrier.pass(&reception.answers.peer, reception.progress)
+        };
         if barriers != Barriers::None {
-            pass(self)?;
+            pass(self, &mut feed)?;
         }
         let mut stopped = None;
         loop {
@@ -213,9 +217,9 @@ impl Reception<'_, '_> {
             self.progress.wire_bytes.fetch_add(records.reader().position() - position, Relaxed);
             match flow {
                 Flow::On => {}
-                Flow::EndOfBody if barriers == Barriers::Sections => pass(self)?,
+                Flow::EndOfBody if barriers == Barriers::Sections => pass(self, &mut feed)?,
                 Flow::EndOfBody => {}
-                Flow::Flush if barriers == Barriers::Rounds => pass(self)?,
+                Flow::Flush if barriers == Barriers::Rounds => pass(self, &mut feed)?,
                 Flow::Flush => return Err(self.broke("sent a multifd barrier where there can be none")),
                 Flow::Last => {
                     stopped = Some(Instant::now());
@@ -283,8 +287,8 @@ impl Reception<'_, '_> {
     /// Where everything goes. Whether the guest fits is known before anything of the waiting one is touched.
     fn place<'g>(&mut self, into: Sink<'g>, head: &Head) -> Result<Place<'g>, Error> {
         match into {
-            Sink::File(FileSink { target, format }) => {
-                let store = file_store(target, format, &head.configuration, head.ram_section);
+            Sink::File(FileSink { target, options: FileSinkOptions { format, io, .. } }) => {
+                let store = file_store(target, format, &head.configuration, head.ram_section, io);
                 store.list(&head.blocks)?;
                 Ok(Place::File(store, format))
             }
@@ -305,8 +309,8 @@ impl Reception<'_, '_> {
 
     fn open_channels(&mut self, head: &Head, store: &Arc<dyn Store>) -> Result<Channels, Error> {
         let lines = self.lobby.channels(self.channels)?;
-        let shared = Shared::new(Arc::clone(store), &head.blocks, self.progress);
-        let channels = Channels::start(lines, &shared)?;
+        let shared = Shared::new(&head.blocks, self.progress);
+        let channels = Channels::start(lines, store, &shared)?;
         // Set once: there is one reception.
         let _ = self.barrier.set(Arc::clone(&channels.barrier));
         Ok(channels)

@@ -40,6 +40,8 @@ pub(in crate::qemu_peer) struct Lobby<'a> {
     channels: BTreeMap<u8, Line>,
     /// That of the first channel.
     uuid: Option<[u8; 16]>,
+    /// How many channels there have to be, if that is known.
+    expected: Option<u8>,
 }
 
 struct Waiting {
@@ -57,7 +59,7 @@ enum Knock {
 impl<'a> Lobby<'a> {
     pub(in crate::qemu_peer) fn new(listener: &'a Listener, progress: &'a Progress) -> Self {
         let (waiting, mains, channels) = (Vec::new(), Vec::new(), BTreeMap::new());
-        Self { listener, progress, waiting, mains, channels, uuid: None }
+        Self { listener, progress, waiting, mains, channels, uuid: None, expected: None }
     }
 
     /// Waits, for as long as it takes, for a source to begin its stream.
@@ -90,6 +92,7 @@ impl<'a> Lobby<'a> {
     /// The channels, by their numbers. The source has said on the main connection that all of them are there. `count`: how many there have to
     /// be; none: as many as have come.
     pub(super) fn channels(&mut self, count: Option<u8>) -> Result<Vec<Line>, Error> {
+        self.expected = count;
         let begin = Instant::now();
         let limit = if count.is_some() { CHANNELS_TIMEOUT } else { GREETING_TIMEOUT };
         loop {
@@ -97,8 +100,7 @@ impl<'a> Lobby<'a> {
             let silent = begin.elapsed() < GREETING_TIMEOUT && !self.waiting.is_empty();
             let expected = count.map_or(self.channels.len(), usize::from);
             let missing = (0..=u8::MAX).take(expected).find(|number| !self.channels.contains_key(number));
-            if let Some(more) = self.channels.keys().find(|&&number| count.is_some_and(|count| number >= count)) {
-                let what = format!("opened channel {more}, where --channels says that there are {expected}");
+            if let Some(what) = self.channels.keys().find_map(|&number| self.one_too_many(number)) {
                 return Err(Error::Protocol { peer: self.listener.uri().to_string(), what });
             }
             match missing {
@@ -125,10 +127,17 @@ impl<'a> Lobby<'a> {
         match self.channels.pop_first() {
             None => Ok(()),
             Some((number, (_, peer))) => {
-                let what = format!("opened channel {number} too late; say by --channels what its multifd-channels is");
-                Err(Error::Protocol { peer, what })
+                let late =
+                    || format!("opened channel {number} too late; say by --channels what its multifd-channels is");
+                Err(Error::Protocol { peer, what: self.one_too_many(number).unwrap_or_else(late) })
             }
         }
+    }
+
+    /// What is wrong with a channel that there can't be, whenever it comes.
+    fn one_too_many(&self, number: u8) -> Option<String> {
+        let expected = self.expected.filter(|expected| number >= *expected)?;
+        Some(format!("opened channel {number}, where --channels says that there are {expected}"))
     }
 
     /// Lets in who stands at the door, waiting for somebody for `timeout`, and looks who has said what. Whether somebody came.

@@ -14,7 +14,7 @@ mod life;
 pub(super) mod lobby;
 mod main_line;
 
-use transship_memory::GuestMemory;
+use transship_memory::{FileIo, GuestMemory};
 
 use crate::{
     Error, FileUri, Format,
@@ -32,20 +32,33 @@ pub enum Sink<'a> {
     File(FileSink),
 }
 
+/// How a file is to be made.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct FileSinkOptions {
+    /// The layout of the file.
+    pub format: Format,
+    /// Whether pages go past the page cache. A stream goes through it.
+    pub direct_io: DirectIo,
+    /// How the kernel is asked to write pages. Those of a stream are appended, one after the other.
+    pub io: FileIo,
+}
+
 /// A file that is to be made. Dropped before it is complete it leaves things as they were.
 pub struct FileSink {
     target: Target,
-    format: Format,
+    options: FileSinkOptions,
 }
 
 impl FileSink {
-    /// Begins a file in this layout: what keeps it from being made is told before anybody connects.
+    /// Begins a file: what keeps it from being made is told before anybody connects.
     ///
     /// # Errors
-    /// Another save makes this file now; it can't be written or replaced.
-    pub fn create(to: &FileUri, format: Format) -> Result<Self, Error> {
+    /// Another save makes this file now; it can't be written or replaced, or not in the way asked for.
+    pub fn create(to: &FileUri, options: FileSinkOptions) -> Result<Self, Error> {
+        // A stream's pages have no places that a disk could take.
+        let direct_io = if options.format == Format::Stream { DirectIo::Off } else { options.direct_io };
         // There is no guest here whose memory the file could be.
-        let target = Target::create(to, DirectIo::Off, &GuestMemory::new(Vec::new()))?;
-        Ok(Self { target, format })
+        let target = Target::create(to, direct_io, &GuestMemory::new(Vec::new()))?;
+        Ok(Self { target, options })
     }
 }

@@ -23,7 +23,7 @@ use super::{
 use crate::{
     Compress, Error,
     channels::{
-        auto::{self, Auto, PROBING_WINDOWS, Sample, Threads},
+        auto::{self, Auto, Sample, Threads},
         meters::Meters,
     },
     control::TICK,
@@ -35,10 +35,8 @@ use crate::{
 const RING_PLACES: usize = 4;
 /// Fewer bytes are not encoded.
 const ENCODED_MIN: usize = 512;
-/// How long a chunk that is to go as it is waits until its encoding is chosen anew, and how many of them may be on their way besides one for each
-/// data connection: what is on its way can't be encoded any more.
+/// How long a chunk that is to go as it is waits until its encoding is chosen anew.
 const CHOOSE_AGAIN: Duration = Duration::from_millis(5);
-const RAW_WAITING: u64 = 2;
 
 /// Bytes of one of QEMU's connections.
 #[derive(Debug)]
@@ -114,7 +112,6 @@ struct Shared {
     /// Chunks that went as they are by choice and were sent, and where it is waited for these.
     raw_sent: AtomicU64,
     fewer: Parker,
-    channels: u64,
 }
 
 impl Outlet {
@@ -139,7 +136,6 @@ impl Outlet {
             spare: mpmc::Ring::new(places),
             raw_sent: AtomicU64::new(0),
             fewer: Parker::new(),
-            channels: channels as u64,
         });
         for (number, line) in lines.into_iter().enumerate() {
             let (results, shared) = (results.clone(), Arc::clone(&shared));
@@ -162,6 +158,7 @@ impl Outlet {
                     shared: Arc::clone(&shared),
                     session: Arc::clone(session),
                     scratch: Vec::new(),
+                    is_warm: false,
                 };
                 session.spawn(&format!("encoder {number}"), move |_| {
                     thread.run();
@@ -235,7 +232,7 @@ impl Front {
             if !chunk.raw {
                 return false;
             }
-            let most = if auto.is_probing() { PROBING_WINDOWS } else { RAW_WAITING + shared.channels };
+            let most = auto.raw_flow().most_alone;
             let few = || (*raw_handed_over - shared.raw_sent.load(SeqCst) < most).then_some(());
             if session.is_broken() || shared.fewer.wait_timeout(CHOOSE_AGAIN, few).is_some() {
                 *raw_handed_over += 1;
@@ -292,7 +289,7 @@ fn send(line: &mut Connection, ready: &Ready, shared: &Shared, session: &Session
     session.counts.link_out.fetch_add(length, Relaxed);
     session.progress.wire_bytes.fetch_add(length, Relaxed);
     if ready.pages > 0 {
-        shared.meters.sent(ready.encoding as u8, ready.pages, length);
+        shared.meters.sent(ready.encoding as u8, ready.pages, ready.pages, length);
     }
     let (method, bytes) = match ready.packet.content {
         Content::Raw { bytes, .. } => (0, bytes),
@@ -324,6 +321,8 @@ struct EncoderThread {
     session: Arc<Session>,
     /// For what is encoded to learn from, and not sent.
     scratch: Vec<u8>,
+    /// Its encoders have made something.
+    is_warm: bool,
 }
 
 impl EncoderThread {
@@ -367,15 +366,19 @@ impl EncoderThread {
 
     /// Encodes bytes in all ways, after they have gone, and keeps only what there is to learn from it.
     fn sample(&mut self, bytes: &[u8]) {
-        let Self { encoders, raw, scratch, .. } = self;
+        let Self { encoders, raw, scratch, is_warm, .. } = self;
+        if !std::mem::replace(is_warm, true) {
+            auto::warm_up(encoders.iter_mut().map(|(_, encoder)| encoder), bytes, scratch);
+        }
         let mut outcomes = Vec::with_capacity(encoders.len());
         for (index, (_, encoder)) in encoders.iter_mut().enumerate() {
             let (begin, mut laps) = (Instant::now(), Laps::begin());
             let is_raw = Some(index) == *raw || encoder.encode(bytes, scratch) == Outcome::Raw;
             let left = if is_raw { bytes.len() } else { scratch.len() };
-            // As in a move: who has to share the core would not have it for himself later, but more of it than beside all that is done now.
-            let needs = (begin.elapsed().as_secs_f64() * laps.next()).sqrt();
-            let needs = if Some(index) == *raw { Duration::ZERO } else { Duration::from_secs_f64(needs) };
+            let needs = match Some(index) == *raw {
+                true => Duration::ZERO,
+                false => auto::needs(begin.elapsed().as_secs_f64(), laps.next()),
+            };
             outcomes.push((left as u64, needs));
         }
         let sample = Sample { pages: bytes.len().div_ceil(PAGE_BYTES) as u64, outcomes };

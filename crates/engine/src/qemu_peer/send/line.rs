@@ -177,11 +177,17 @@ impl Line {
         self.writer.command(&Command::Ping(self.pings));
     }
 
-    /// Sends what was written, the ping that ends it included, and waits until the destination has come to that.
+    /// Sends what was written, the ping that ends it included, and waits until the destination has come to that. `others`: of its other connections,
+    /// which is an error if one of them has ended; it is asked again and again.
     ///
     /// # Errors
     /// It gives up, breaks the rules, or takes longer than `limit`; `doing` says what it was to do. Cancelled.
-    pub(crate) fn await_pong(&mut self, doing: &str, limit: Duration) -> Result<(), Error> {
+    pub(crate) fn await_pong(
+        &mut self,
+        doing: &str,
+        limit: Duration,
+        others: impl Fn() -> Result<(), Error>,
+    ) -> Result<(), Error> {
         self.flush()?;
         let deadline = Instant::now() + limit;
         loop {
@@ -192,11 +198,11 @@ impl Line {
                 Some(Reply::Pong(number)) if number == self.pings => return Ok(()),
                 Some(Reply::SwitchoverAck) => {}
                 Some(other) => return Err(self.unexpected(&other)),
-                None if Instant::now() >= deadline => {
-                    let what = format!("was to {doing}, and has not said that it did within {} s", limit.as_secs());
-                    return Err(Error::Protocol { peer: self.peer.clone(), what });
-                }
-                None => {}
+                None => others().map_err(|error| self.reason().unwrap_or(error))?,
+            }
+            if Instant::now() >= deadline {
+                let what = format!("was to {doing}, and has not said that it did within {} s", limit.as_secs());
+                return Err(Error::Protocol { peer: self.peer.clone(), what });
             }
         }
     }

@@ -1,5 +1,5 @@
 //! What goes over the main connection while a round is sent: zero pages where it has to tell them, and without channels all others.
-use std::{cell::RefCell, sync::atomic::Ordering::Relaxed};
+use std::cell::RefCell;
 
 use transship_memory::{PAGE_BYTES, PageRange, PageSet};
 use transship_wire::qemu::Name;
@@ -73,7 +73,7 @@ impl MainStream<'_> {
 
 impl Main for MainStream<'_> {
     fn check(&self) -> Result<(), Error> {
-        if self.shared.failed.load(Relaxed) {
+        if self.shared.failure.is_over() {
             let what = "broke a channel".into();
             return Err(Error::Protocol { peer: self.shared.peer.clone(), what });
         }

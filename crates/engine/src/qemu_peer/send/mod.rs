@@ -19,10 +19,10 @@ use std::{
 use transship_codec::Setting;
 
 use crate::{
-    Error, MoveOptions, Phase, Progress, Report, Uri, WhenBusy, ZeroPages, fail_point,
+    Error, MoveOptions, Progress, Report, Uri, WhenBusy, ZeroPages, fail_point,
     forecast::{Aim, Medium},
     guest::{SourceGuest, StateFormat},
-    rounds::Rounds,
+    rounds::{Course, Rounds},
     snapshot::{RegionBlock, machine_name, region_blocks},
     source::finish,
 };
@@ -115,18 +115,11 @@ struct Send<'a> {
 impl Send<'_> {
     /// The phases. Whatever fails before the hand-over, the guest is resumed in the one place that handles it.
     fn run(&mut self, session: &mut Session, rounds: &mut Option<Rounds>) -> Result<(), Error> {
-        let was_running = self.guest.is_running()?;
-        let rounds = rounds.insert(Rounds::begin(self.guest)?);
-        fail_point::reach("peer.tracking")?;
-        self.report.setup_ms = self.begin.elapsed().as_secs_f64() * 1e3;
-        self.progress.set_phase(Phase::Rounds);
-        if was_running {
-            let QemuSendOptions { downtime, bandwidth, max_rounds, .. } = *self.options;
-            rounds.ask_for_free_pages(bandwidth, self.progress)?;
-            let aim = Aim { medium: Medium::Link, downtime, bandwidth, max_rounds };
-            rounds.until_the_rest_is_small(self.guest, session, aim, self.progress, self.report)?;
-        }
-        self.progress.set_phase(Phase::Switchover);
+        let QemuSendOptions { downtime, bandwidth, max_rounds, .. } = *self.options;
+        let aim = Aim { medium: Medium::Link, downtime, bandwidth, max_rounds };
+        let Self { guest, progress, report, begin, .. } = self;
+        let mut course = Course { guest: *guest, progress, report, begin: *begin };
+        let (rounds, was_running) = course.up_to_switchover(rounds, session, aim)?;
         switchover::run(self, session, rounds, was_running)
     }
 }

@@ -5,11 +5,7 @@
 //!   START: the guest's own blocks, ping        ─► pong     it has them
 //!   PART: a round, its barrier, ping           ─► pong     all of the round is in place; again and again
 //! ```
-use std::{
-    cell::RefCell,
-    sync::{Arc, atomic::AtomicBool},
-    time::Duration,
-};
+use std::{cell::RefCell, sync::Arc, time::Duration};
 
 use transship_memory::GuestMemory;
 use transship_wire::qemu::{Block, Command, Configuration, Name};
@@ -23,7 +19,7 @@ use super::{
 };
 use crate::{
     Compress, Error, Progress, Report, Uri, ZeroPages,
-    channels::{Encoders, EncodingOptions, RoundWork, Sent, Shared},
+    channels::{Encoders, EncodingOptions, Failure, RoundWork, Sent, Shared},
     free::FreePages,
     guest::Place,
     pacer::Pacer,
@@ -72,7 +68,7 @@ impl Session {
             pacer,
             look_for_zeros: options.zero_pages != ZeroPages::Off,
             progress: Arc::clone(progress),
-            failed: AtomicBool::new(false),
+            failure: Failure::default(),
             peer: to.to_string(),
         });
         let channels = match options.channels {
@@ -90,7 +86,7 @@ impl Session {
             0 => "begin (does it wait with `multifd` off?)".to_owned(),
             count => format!("begin (does it wait with `multifd` on and `multifd-channels` {count}?)"),
         };
-        session.line.await_pong(&begin, STALL_TIMEOUT)?;
+        session.line.await_pong(&begin, STALL_TIMEOUT, || Ok(()))?;
         session.start(regions.iter().map(|region| (&region.name, region.bytes)))?;
         session.settle("take the guest's memory blocks", STALL_TIMEOUT)?;
         Ok(session)
@@ -124,12 +120,14 @@ impl Session {
         Ok(())
     }
 
-    /// Waits until the destination has all that was written so far, and still has all channels.
+    /// Waits until the destination has all that was written so far, and still has all channels. One that lets a channel go meanwhile may never answer:
+    /// it waits for what would come there.
     pub(crate) fn settle(&mut self, doing: &str, patience: Duration) -> Result<(), Error> {
-        self.line.ping();
-        self.line.await_pong(doing, patience)?;
-        let mut channels = self.channels.iter().flat_map(|channels| channels.all());
-        channels.try_for_each(PacketSender::check_open)
+        let Self { line, channels, .. } = self;
+        let has_all = || channels.iter().flat_map(Channels::all).try_for_each(PacketSender::check_open);
+        line.ping();
+        line.await_pong(doing, patience, has_all)?;
+        has_all()
     }
 
     /// Ends all connections. A destination that does not have the end of the stream will never run the guest.
