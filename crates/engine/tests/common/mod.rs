@@ -99,7 +99,28 @@ pub struct Script {
     pub first_scans: usize,
     /// How often it was asked to let go of something: it does so when it is asked again.
     pub unplugs: u32,
+    /// It does not, however often it is asked.
+    pub keeps: bool,
     pub plugged_back: u32,
+    /// The device state is being saved, or was.
+    pub saving: bool,
+    /// What the last scan does when the device state is being saved, and not before.
+    pub last_scan: Option<LastScan>,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum LastScan {
+    GoesOn,
+    Fails,
+}
+
+/// Waits until it holds; what does not happen is a failure.
+pub fn wait_until(what: &str, holds: impl Fn() -> bool) {
+    let deadline = Instant::now() + Duration::from_secs(60);
+    while !holds() {
+        assert!(Instant::now() < deadline, "{what}: it has not happened");
+        thread::sleep(Duration::from_millis(1));
+    }
 }
 
 impl Script {
@@ -125,6 +146,16 @@ struct ScriptedTracker {
 
 impl Tracker for ScriptedTracker {
     fn scan(&mut self, region: usize) -> Result<PageSet, MemoryError> {
+        let (stopped, last_scan) = {
+            let script = self.script.lock().unwrap();
+            (script.stopped, script.last_scan)
+        };
+        if let (true, Some(last_scan)) = (stopped, last_scan) {
+            wait_until("saving the device state", || self.script.lock().unwrap().saving);
+            if last_scan == LastScan::Fails {
+                return Err(MemoryError::Untrackable { region, why: "the last scan fails".into() });
+            }
+        }
         let mut script = self.script.lock().unwrap();
         let pages = self.memory.regions()[region].pages();
         let fresh = PageSet::empty(pages);
@@ -156,7 +187,7 @@ impl SourceGuest for Scripted {
         let mut script = self.script.lock().unwrap();
         assert!(!script.stopped, "it needs the guest's help");
         script.unplugs += 1;
-        Ok(script.unplugs > 1)
+        Ok(script.unplugs > 1 && !script.keeps)
     }
     fn plug_back(&mut self) {
         self.script.lock().unwrap().plugged_back += 1;
@@ -175,6 +206,7 @@ impl SourceGuest for Scripted {
         Duration::ZERO
     }
     fn save_state(&mut self) -> Result<Box<dyn Read + Send>, GuestError> {
+        self.script.lock().unwrap().saving = true;
         if self.broken_state {
             return Err(GuestError("the device state can't be saved".into()));
         }
