@@ -21,6 +21,8 @@ mod machine;
 mod ours;
 mod output;
 mod pair;
+#[cfg(test)]
+mod parsed;
 mod plot;
 mod processes;
 mod qemu_wire;

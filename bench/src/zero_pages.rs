@@ -188,24 +188,14 @@ fn scanners(modes: &[Mode]) -> Vec<u8> {
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
-    use clap::Parser;
-
-    #[derive(Debug, Parser)]
-    struct Cli {
-        #[command(flatten)]
-        table: ZeroPages,
-    }
-
-    fn parsed(arguments: &[&str]) -> Result<ZeroPages, clap::Error> {
-        Cli::try_parse_from([&["bench"], arguments].concat()).map(|cli| cli.table)
-    }
+    use crate::parsed::parsed;
 
     #[test]
     fn the_defaults_are_those_of_the_readme() {
-        let table = parsed(&[]).unwrap();
+        let table: ZeroPages = parsed(&[]).unwrap();
         assert_eq!((table.mem, table.runs, table.channels), (4 << 30, 3, vec![1, 2, 4]));
         assert_eq!(table.kinds, [Content::Untouched, Content::Zero, Content::Random, Content::Mixed]);
-        let table = parsed(&["--channels", "3,1", "--kinds", "zero", "--mem", "64M"]).unwrap();
+        let table: ZeroPages = parsed(&["--channels", "3,1", "--kinds", "zero", "--mem", "64M"]).unwrap();
         assert_eq!((table.mem, table.channels, table.kinds), (64 << 20, vec![3, 1], vec![Content::Zero]));
     }
 
@@ -214,7 +204,7 @@ mod tests {
         for arguments in
             [["--channels", "0"], ["--channels", "256"], ["--runs", "0"], ["--mem", "1M"], ["--kinds", "odd"]]
         {
-            assert!(parsed(&arguments).is_err(), "{arguments:?}");
+            assert!(parsed::<ZeroPages>(&arguments).is_err(), "{arguments:?}");
         }
     }
 

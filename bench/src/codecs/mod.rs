@@ -239,29 +239,19 @@ fn once(pair: &Pair<'_>, series: &Series, encoders: Option<u8>) -> Result<Run, S
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
-    use clap::Parser;
-
-    #[derive(Debug, Parser)]
-    struct Cli {
-        #[command(flatten)]
-        table: Codecs,
-    }
-
-    fn parsed(arguments: &[&str]) -> Result<Codecs, clap::Error> {
-        Cli::try_parse_from([&["bench"], arguments].concat()).map(|cli| cli.table)
-    }
+    use crate::parsed::parsed;
 
     #[test]
     fn the_defaults_are_those_of_the_documentation() {
-        let table = parsed(&[]).unwrap();
+        let table: Codecs = parsed(&[]).unwrap();
         assert_eq!((table.mem, table.runs, table.channels, table.link), (1 << 30, 3, vec![4, 8, 16], None));
-        let table = parsed(&["--methods", "zstd,none", "--link", "1000", "--encoders", "3"]).unwrap();
+        let table: Codecs = parsed(&["--methods", "zstd,none", "--link", "1000", "--encoders", "3"]).unwrap();
         assert_eq!(
             (table.methods, table.link, table.encoders),
             (vec![Method::Zstd, Method::None], Some(1000), Some(3))
         );
         for arguments in [["--methods", "gzip"], ["--link", "0"], ["--encoders", "0"], ["--channels", "0"]] {
-            assert!(parsed(&arguments).is_err(), "{arguments:?}");
+            assert!(parsed::<Codecs>(&arguments).is_err(), "{arguments:?}");
         }
     }
 

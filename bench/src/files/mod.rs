@@ -341,25 +341,19 @@ fn remove(file: &Path) -> Result<(), String> {
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
-    use clap::Parser;
-
-    #[derive(Debug, Parser)]
-    struct Cli {
-        #[command(flatten)]
-        table: Snapshots,
-    }
+    use crate::parsed::parsed;
 
     #[test]
     fn the_defaults_are_those_of_the_documentation() {
-        let table = Cli::try_parse_from(["bench"]).unwrap().table;
+        let table = parsed::<Snapshots>(&[]).unwrap();
         assert_eq!((table.mem, table.runs, table.channels, table.dir), (4 << 30, 3, 4, PathBuf::from(".")));
-        assert!(Cli::try_parse_from(["bench", "--channels", "0"]).is_err());
+        assert!(parsed::<Snapshots>(&["--channels", "0"]).is_err());
     }
 
     #[test]
     fn what_can_be_seen_before_is_refused_before() {
-        let table = |arguments: &[&str]| Cli::try_parse_from([&["bench"], arguments].concat()).unwrap().table;
-        let error = run(&table(&["--mem", "64M", "--dir", "/no/such/folder"])).unwrap_err();
+        let table = parsed(&["--mem", "64M", "--dir", "/no/such/folder"]).unwrap();
+        let error = run(&table).unwrap_err();
         assert!(error.contains("/no/such/folder"), "{error}");
         let error = machine::check_disk(Path::new("/tmp"), 1 << 60).unwrap_err();
         assert!(error.contains("--dir") && error.contains("--mem"), "{error}");

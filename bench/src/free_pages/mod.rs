@@ -177,22 +177,16 @@ fn leg(recipe: &Recipe<'_>, home: &Home, case: Case, channels: u8) -> Result<(Ho
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
-    use clap::Parser;
-
-    #[derive(Debug, Parser)]
-    struct Cli {
-        #[command(flatten)]
-        table: FreePages,
-    }
+    use crate::parsed::parsed;
 
     #[test]
     fn the_defaults_are_those_of_the_documentation() {
-        let table = Cli::try_parse_from(["bench"]).unwrap().table;
+        let table = parsed::<FreePages>(&[]).unwrap();
         assert_eq!(table.mem, [2 << 30, 4 << 30, 8 << 30]);
         assert_eq!((table.loads, table.times, table.channels), (vec![Load::Idle, Load::Busy], 10, 4));
         assert_eq!(table.ways, [Way::Without, Way::Hints, Way::Reporting]);
-        let table = Cli::try_parse_from(["bench", "--mem", "1G", "--ways", "hints", "--loads", "busy"]).unwrap().table;
+        let table = parsed::<FreePages>(&["--mem", "1G", "--ways", "hints", "--loads", "busy"]).unwrap();
         assert_eq!((table.mem, table.ways, table.loads), (vec![1 << 30], vec![Way::Hints], vec![Load::Busy]));
-        assert!(Cli::try_parse_from(["bench", "--times", "0"]).is_err());
+        assert!(parsed::<FreePages>(&["--times", "0"]).is_err());
     }
 }

@@ -207,21 +207,15 @@ impl Place<'_> {
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
-    use clap::Parser;
-
-    #[derive(Debug, Parser)]
-    struct Cli {
-        #[command(flatten)]
-        table: QemuWire,
-    }
+    use crate::parsed::parsed;
 
     #[test]
     fn the_defaults_are_those_of_the_documentation() {
-        let table = Cli::try_parse_from(["bench"]).unwrap().table;
+        let table = parsed::<QemuWire>(&[]).unwrap();
         assert_eq!((table.mem, table.runs, table.channels), (1 << 30, 3, vec![2, 4]));
         assert_eq!((table.methods.len(), table.kinds.len(), table.dir), (3, 3, PathBuf::from(".")));
         for arguments in [["--methods", "lz4"], ["--channels", "0"], ["--kinds", "random"]] {
-            assert!(Cli::try_parse_from([&["bench"][..], &arguments].concat()).is_err(), "{arguments:?}");
+            assert!(parsed::<QemuWire>(&arguments).is_err(), "{arguments:?}");
         }
     }
 
@@ -237,7 +231,7 @@ mod tests {
 
     #[test]
     fn a_folder_that_is_not_there_is_refused_before_anything_starts() {
-        let table = Cli::try_parse_from(["bench", "--mem", "64M", "--dir", "/no/such/folder"]).unwrap().table;
+        let table = parsed::<QemuWire>(&["--mem", "64M", "--dir", "/no/such/folder"]).unwrap();
         assert!(run(&table).unwrap_err().contains("/no/such/folder"));
     }
 }

@@ -307,21 +307,15 @@ pub(crate) fn mib_per_s(guest: &Qemu) -> Result<f64, String> {
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
-    use clap::Parser;
-
-    #[derive(Debug, Parser)]
-    struct Cli {
-        #[command(flatten)]
-        table: Threads,
-    }
+    use crate::parsed::parsed;
 
     #[test]
     fn the_defaults_are_those_of_the_documentation() {
-        let table = Cli::try_parse_from(["bench"]).unwrap().table;
+        let table = parsed::<Threads>(&[]).unwrap();
         assert_eq!((table.mem, table.runs, table.channels, table.write_rate), (512 << 20, 3, 4, 32));
         assert_eq!(encoders(&table.encoders), [2, 4, 8, 16]);
         assert_eq!(encoders(&[2, 3, 3]), [2, 3]);
-        assert!(Cli::try_parse_from(["bench", "--encoders", "0"]).is_err());
+        assert!(parsed::<Threads>(&["--encoders", "0"]).is_err());
     }
 
     #[test]
