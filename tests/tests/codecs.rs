@@ -41,6 +41,9 @@ fn of_text(corpus: &Scratch, memory: &str) -> SyntheticBuilder {
     Synthetic::builder().memory(memory).touched("80%").set("--corpus", &folder).write_rate("20M").hot_set("4M")
 }
 
+/// A machine that has much else to do still moves a guest that writes all the time.
+const PATIENT: [&str; 2] = ["--downtime", "5s"];
+
 #[test]
 fn every_method_moves_a_writing_guest_whole() -> Result<()> {
     let corpus = corpus()?;
@@ -56,8 +59,19 @@ fn every_method_moves_a_writing_guest_whole() -> Result<()> {
     ];
     for (method, zero_pages) in methods {
         let (source, destination) = synthetic_pair(of_text(&corpus, "48M"))?;
-        let flags =
-            ["--verify", "--channels", "2", "--encoders", "3", "--zero-pages", zero_pages, "--compress", method];
+        let flags = [
+            "--verify",
+            "--channels",
+            "2",
+            "--encoders",
+            "3",
+            "--zero-pages",
+            zero_pages,
+            "--compress",
+            method,
+            PATIENT[0],
+            PATIENT[1],
+        ];
         let moved = move_between(&source.vm(), &destination.vm(), &flags)?;
         let report = moved.source.report()?;
         assert_eq!((&report["status"], &report["verified"]), (&"completed".into(), &true.into()), "{method}: {report}");
@@ -88,7 +102,8 @@ fn encoders_and_channels_come_in_any_number() -> Result<()> {
     let corpus = corpus()?;
     for (encoders, channels) in [("16", "4"), ("255", "1"), ("1", "64")] {
         let (source, destination) = synthetic_pair(of_text(&corpus, "48M"))?;
-        let flags = ["--verify", "--compress", "zstd", "--encoders", encoders, "--channels", channels];
+        let flags =
+            ["--verify", "--compress", "zstd", "--encoders", encoders, "--channels", channels, PATIENT[0], PATIENT[1]];
         move_between(&source.vm(), &destination.vm(), &flags)?;
         assert_whole(&destination)?;
     }

@@ -159,6 +159,8 @@ const STEPS: [&str; 14] = [
 const GIVEN_UP: &str = "source.go-sent";
 /// From this step on the source's guest stands still.
 const STOPPED: &str = "source.stopped";
+/// From this step on the source may have all of the guest, also of its device state.
+const SAVED: &str = "source.last-round";
 /// From this step on the destination has all of the device state.
 const STATE_SENT: &str = "source.state-sent";
 
@@ -224,7 +226,7 @@ fn cell(lab: Lab, step: &str, victim: Victim) -> Result<()> {
     if from(step, GIVEN_UP) {
         given_up(&mut source, &mut destination, runs_there, victim, &ends, &story)
     } else {
-        not_given_up(lab, &mut source, runs_here, runs_there, step, victim, &ends, &story)
+        not_given_up(lab, &mut source, &mut destination, runs_here, runs_there, step, victim, &ends, &story)
     }
 }
 
@@ -258,6 +260,7 @@ fn given_up(
 fn not_given_up(
     lab: Lab,
     source: &mut Guest,
+    destination: &mut Guest,
     runs_here: bool,
     runs_there: bool,
     step: &str,
@@ -266,9 +269,9 @@ fn not_given_up(
     story: &str,
 ) -> Result<()> {
     if victim == Victim::SourceGuest {
-        // What it had not sent yet died with it. Once the destination has all of it, it may live on there.
-        assert!(!runs_there || from(step, STATE_SENT), "{story}: half a guest runs");
-        return Ok(());
+        // What had not been saved yet died with it. Once all of it was, it may live on there.
+        assert!(!runs_there || from(step, SAVED), "{story}: half a guest runs");
+        return if runs_there { destination.assert_whole(story) } else { Ok(()) };
     }
     assert!(!runs_there, "{story}: it runs there and was never given up");
     if victim == Victim::DestinationGuest && from(step, STATE_SENT) && ends.source.code() == Some(3) {

@@ -179,7 +179,7 @@ fn a_guest_whose_balloon_has_died_runs_on() {
     source.ready().unwrap();
     here.plug(&source).unwrap();
     let destination = linux(&there).unwrap().incoming().start().unwrap();
-    let moving = Moving::start(&source, &destination, &here, &[], Some("source.round"));
+    let moving = Moving::start(&source, &destination, &here, &[], Some("source.tracking"));
     here.command().kill9();
     wait_until("QEMU to see it", || {
         let all = source.qmp("query-chardev", json!({}))?;

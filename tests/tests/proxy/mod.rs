@@ -1,17 +1,26 @@
 //! A link that can be cut: copies bytes between unix sockets until it is told to stop.
 use std::{
-    io,
+    io::{Read, Write},
     net::Shutdown,
     os::unix::net::{UnixListener, UnixStream},
     path::Path,
-    sync::{Arc, Mutex},
+    sync::{
+        Arc, Mutex,
+        atomic::{AtomicBool, Ordering::SeqCst},
+    },
     thread::{self, JoinHandle},
+    time::{Duration, Instant},
 };
+
+/// How long what a source says first may take to get through.
+const FIRST_WAIT: Duration = Duration::from_secs(20);
 
 /// Connections to one path go to another. Its threads end with their connections.
 pub(crate) struct Proxy {
     streams: Arc<Mutex<Option<Vec<UnixStream>>>>,
     copying: Arc<Mutex<Vec<JoinHandle<()>>>>,
+    /// Something has got through.
+    in_use: Arc<AtomicBool>,
 }
 
 impl Proxy {
@@ -21,7 +30,8 @@ impl Proxy {
         let streams = Arc::new(Mutex::new(Some(Vec::new())));
         let copying = Arc::new(Mutex::new(Vec::new()));
         let (kept, there) = (Arc::clone(&streams), there.to_owned());
-        let threads = Arc::clone(&copying);
+        let (threads, in_use) = (Arc::clone(&copying), Arc::new(AtomicBool::new(false)));
+        let used = Arc::clone(&in_use);
         thread::spawn(move || {
             for incoming in listener.incoming() {
                 let Ok(near) = incoming else { return };
@@ -31,11 +41,11 @@ impl Proxy {
                 let Some(kept) = kept.as_mut() else { return };
                 for (from, to) in [(&near, &far), (&far, &near)] {
                     kept.push(clone(from));
-                    threads.lock().expect("as above").push(copy(clone(from), clone(to)));
+                    threads.lock().expect("as above").push(copy(clone(from), clone(to), Arc::clone(&used)));
                 }
             }
         });
-        Self { streams, copying }
+        Self { streams, copying, in_use }
     }
 
     /// One side has died: returns when the other has been told so on all connections.
@@ -45,8 +55,13 @@ impl Proxy {
         }
     }
 
-    /// Ends all connections, and takes no more.
+    /// Ends all connections, and takes no more. A destination that was connected to and has heard nothing would wait for another source: so first
+    /// something must have got through.
     pub(crate) fn cut(&self) {
+        let deadline = Instant::now() + FIRST_WAIT;
+        while !self.in_use.load(SeqCst) && Instant::now() < deadline {
+            thread::sleep(Duration::from_millis(5));
+        }
         for stream in self.streams.lock().expect("nobody panics with the lock held").take().into_iter().flatten() {
             // It may have ended already.
             let _ = stream.shutdown(Shutdown::Both);
@@ -59,9 +74,15 @@ fn clone(stream: &UnixStream) -> UnixStream {
 }
 
 /// What one side sends reaches the other; the end too.
-fn copy(mut from: UnixStream, mut to: UnixStream) -> JoinHandle<()> {
+fn copy(mut from: UnixStream, mut to: UnixStream, used: Arc<AtomicBool>) -> JoinHandle<()> {
     thread::spawn(move || {
-        let _ = io::copy(&mut from, &mut to);
+        let mut bytes = vec![0; 256 << 10];
+        while let Ok(count @ 1..) = from.read(&mut bytes) {
+            if to.write_all(&bytes[..count]).is_err() {
+                break;
+            }
+            used.store(true, SeqCst);
+        }
         let _ = to.shutdown(Shutdown::Both);
         let _ = from.shutdown(Shutdown::Both);
     })
