@@ -4,7 +4,7 @@ mod stock;
 
 use std::path::Path;
 
-use peer::{PLAIN, Wires, assert_never_ran, multifd};
+use peer::{PLAIN, Wires, assert_never_ran, assert_never_ran_or_hangs, multifd};
 use serde_json::{Value, json};
 use stock::wait_completed;
 use transship_tests::{LabError, Qemu, QemuBuilder, Result, SlowLink, Transship, Workload, other_qemu, wait_until};
@@ -125,7 +125,11 @@ fn whatever_breaks_on_the_way_the_source_runs_on() -> Result<()> {
         let other = if near_dies { relays.far } else { relays.near };
         let ended = other.wait()?.expect_code(1)?;
         assert!(ended.stderr.contains("closed the link"), "{story}: {ended}");
-        assert_never_ran(&mut destination, &story)?;
+        match wires {
+            PLAIN => assert_never_ran(&mut destination, &story)?,
+            // Bytes of the connections that were on their way are lost, not always the same of each: a barrier may be half there.
+            _ => assert_never_ran_or_hangs(&mut destination, &story),
+        }
         wait_until("the source to give up", || {
             let answer = source.qmp("query-migrate", json!({}))?;
             Ok(answer["status"] == "failed")

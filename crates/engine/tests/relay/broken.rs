@@ -74,6 +74,7 @@ fn a_link_that_is_cut_leaves_the_guest_at_its_source() {
         for Ended { result, .. } in [near, far] {
             let error = result.unwrap_err();
             assert_eq!(error.outcome(), Outcome::SourceRunsOn, "cut after {cut}: {error}");
+            assert!(error.to_string().contains("has closed the link"), "cut after {cut}: {error}");
         }
     }
 }

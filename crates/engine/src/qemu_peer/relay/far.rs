@@ -70,7 +70,7 @@ fn serve(session: &Arc<Session>, outlet: &Arc<Outlet>, messages: link::Messages,
     }
     // From here on it may close the link.
     session.set_over();
-    session.control.send(&Message::Done)?;
+    session.say(&Message::Done)?;
     session.let_it_close();
     Ok(())
 }
@@ -101,7 +101,7 @@ fn open(number: u16, first: &[u8], session: &Arc<Session>, outlet: &Arc<Outlet>,
         // Who ends the streams may have looked before this one was there.
         broken_off.break_off();
     }
-    session.control.send(&Message::Credit { connection: number, amount: WINDOW })
+    session.say(&Message::Credit { connection: number, amount: WINDOW })
 }
 
 fn well(session: &Session, to: &Uri) -> Result<(), Error> {

@@ -96,12 +96,7 @@ impl Inlet {
     }
 
     fn lost(&self, source: io::Error) -> Error {
-        match source.kind() {
-            io::ErrorKind::UnexpectedEof | io::ErrorKind::ConnectionReset => self.session.lost_link(),
-            _ => Error::Io {
-                what: format!("read from the relay at {} on data connection {}", self.session.peer, self.number),
-                source,
-            },
-        }
+        let what = || format!("read from the relay at {} on data connection {}", self.session.peer, self.number);
+        self.session.link_failed(what, source)
     }
 }

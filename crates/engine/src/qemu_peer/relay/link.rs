@@ -23,9 +23,8 @@ const GREETING_TIMEOUT: Duration = Duration::from_secs(30);
 pub(super) struct ControlLine(Mutex<Connection>, Connection);
 
 impl ControlLine {
-    pub(super) fn send(&self, message: &Message) -> Result<(), Error> {
-        let sent = lock(&self.0).write_all(&message.encode());
-        sent.map_err(|source| Error::Io { what: "tell the other relay something".into(), source })
+    pub(super) fn send(&self, message: &Message) -> io::Result<()> {
+        lock(&self.0).write_all(&message.encode())
     }
 
     pub(super) fn close(&self) {
@@ -254,9 +253,8 @@ fn welcome(mut connection: Connection, peer: &str) -> Result<(SessionId, Link, u
     let Some(Message::Hello { channels }) = link.messages.next()? else {
         return Err(broke("has not said how many data connections it opens"));
     };
-    link.control.send(&Message::Welcome)?;
-    let forever = link.messages.connection.set_read_timeout(None);
-    forever.map_err(|source| Error::Io { what: format!("greet {peer}"), source })?;
+    let greeted = link.control.send(&Message::Welcome).and_then(|()| link.messages.connection.set_read_timeout(None));
+    greeted.map_err(|source| Error::Io { what: format!("greet {peer}"), source })?;
     Ok((session, link, channels))
 }
 

@@ -178,7 +178,7 @@ impl Near<'_> {
                 open_channels(&mut lobby, &mut opened, TICK, session, outlet)?;
             }
         }
-        session.control.send(&Message::Done)?;
+        session.say(&Message::Done)?;
         while !session.peer_is_done.load(SeqCst) {
             check(session)?;
             let _ = session.news().recv_timeout(TICK);
@@ -262,6 +262,9 @@ impl Near<'_> {
         };
         let streams = session.streams();
         let main = streams.first();
+        if let Some(main) = main {
+            main.settle();
+        }
         if session.all_is_well.load(SeqCst) {
             // The source was told, and closes its connections by itself.
             let _ = main.map(|main| main.is_closed_within(CLOSING));
@@ -334,8 +337,8 @@ fn open(
     let number = session.streams().len() as u16; // at most 256: channels have different numbers below 255
     let stream = Stream::new(number, connection, qemu)?;
     session.add(Arc::clone(&stream));
-    session.control.send(&Message::Open { connection: number, first: first.to_vec() })?;
-    session.control.send(&Message::Credit { connection: number, amount: WINDOW })?;
+    session.say(&Message::Open { connection: number, first: first.to_vec() })?;
+    session.say(&Message::Credit { connection: number, amount: WINDOW })?;
     session.count_first(first);
     let sender = Sender::new(&stream, outlet, session);
     Ok((stream, sender))

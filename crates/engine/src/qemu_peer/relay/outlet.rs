@@ -307,7 +307,9 @@ fn failed(source: io::Error, number: usize, session: &Session) -> Error {
         io::ErrorKind::WouldBlock => {
             session.broke(format!("has taken nothing from data connection {number} for {} s", STALL_TIMEOUT.as_secs()))
         }
-        _ => Error::Io { what: format!("send to the relay at {} on data connection {number}", session.peer), source },
+        _ => {
+            session.link_failed(|| format!("send to the relay at {} on data connection {number}", session.peer), source)
+        }
     }
 }
 

@@ -1,5 +1,6 @@
 //! What all threads of a relay share.
 use std::{
+    io::{self, ErrorKind},
     sync::{
         Arc, Mutex, MutexGuard, PoisonError, RwLock,
         atomic::{AtomicBool, AtomicU64, Ordering::Relaxed, Ordering::SeqCst},
@@ -10,7 +11,7 @@ use std::{
 
 use crossbeam_channel::{Receiver, Sender, bounded};
 use transship_codec::Method;
-use transship_wire::relay::TheEnd;
+use transship_wire::relay::{Message, TheEnd};
 
 use super::{link::ControlLine, stream::Stream};
 use crate::{Error, MethodBytes, Progress, RelayReport, Report, control::TICK, transport::Connection};
@@ -199,6 +200,20 @@ impl Session {
         self.broke("has closed the link, or the link is gone")
     }
 
+    /// A thread can't do this with the link. Who writes when the other relay has gone learns it later than who reads.
+    pub(super) fn link_failed(&self, what: impl FnOnce() -> String, source: io::Error) -> Error {
+        match source.kind() {
+            ErrorKind::UnexpectedEof | ErrorKind::ConnectionReset | ErrorKind::BrokenPipe => self.lost_link(),
+            _ => Error::Io { what: what(), source },
+        }
+    }
+
+    /// Tells the other relay.
+    pub(super) fn say(&self, message: &Message) -> Result<(), Error> {
+        let failed = |source| self.link_failed(|| format!("tell the relay at {} something", self.peer), source);
+        self.control.send(message).map_err(failed)
+    }
+
     /// What is seen first of a relay that ends the session may be that its connections close: waits a moment for its reason; also if `anyway`.
     pub(super) fn wait_for_reason(&self, anyway: bool) {
         let deadline = Instant::now() + REASON_TIMEOUT;
@@ -310,7 +325,7 @@ struct Panicked<'a>(&'a Session);
 
 impl Drop for Panicked<'_> {
     fn drop(&mut self) {
-        let source = std::io::Error::other("a thread ended early; this is a bug");
+        let source = io::Error::other("a thread ended early; this is a bug");
         self.0.fail(Error::Io { what: "relay".into(), source }, None);
     }
 }

@@ -44,6 +44,8 @@ pub(super) struct Stream {
     allowed: Condvar,
     inbox: Mutex<Inbox>,
     arrived: Condvar,
+    /// Taken while its QEMU is told something and that is noted.
+    telling: Mutex<()>,
     /// Its QEMU says no more, and the other relay has been told; its QEMU has been told all.
     read_ended: AtomicBool,
     write_ended: AtomicBool,
@@ -85,6 +87,7 @@ impl Stream {
             allowed: Condvar::new(),
             inbox: Mutex::default(),
             arrived: Condvar::new(),
+            telling: Mutex::default(),
             read_ended: AtomicBool::new(false),
             write_ended: AtomicBool::new(false),
         }))
@@ -112,6 +115,11 @@ impl Stream {
     /// Whether its QEMU is gone, or has said its last.
     pub(super) fn is_silent(&self) -> bool {
         self.read_ended.load(SeqCst)
+    }
+
+    /// When the session is broken: what its QEMU was told is noted after this, and it is told no more.
+    pub(super) fn settle(&self) {
+        drop(lock(&self.telling));
     }
 
     /// Ends the threads that read and write here. The connection breaks when the last handle is gone.
@@ -384,7 +392,7 @@ pub(super) fn write_on(stream: &Arc<Stream>, session: &Arc<Session>, mut look: i
     while let Some(item) = stream.next_item(session) {
         let Item::Bytes { bytes, gives_end } = item else {
             if owed > 0 {
-                session.control.send(&Message::Credit { connection: stream.number, amount: owed })?;
+                session.say(&Message::Credit { connection: stream.number, amount: owed })?;
             }
             socket.end_writing();
             stream.write_ended.store(true, SeqCst);
@@ -394,28 +402,37 @@ pub(super) fn write_on(stream: &Arc<Stream>, session: &Arc<Session>, mut look: i
         if gives_end {
             session.end_given.store(true, SeqCst);
         }
-        if let Err(error) = write_patiently(&mut socket, &bytes, session) {
+        if let Err(error) = write_patiently(stream, &mut socket, &bytes, session, &mut look) {
             return if session.is_broken() { Ok(()) } else { Err(lost(stream, error)) };
         }
-        look(&bytes);
         session.counts.to_qemu.fetch_add(bytes.len() as u64, Relaxed);
         session.progress.relayed_bytes.fetch_add(bytes.len() as u64, Relaxed);
         if let Some(amount) = stream.wrote(bytes.len(), &mut owed) {
-            session.control.send(&Message::Credit { connection: stream.number, amount })?;
+            session.say(&Message::Credit { connection: stream.number, amount })?;
         }
     }
     Ok(())
 }
 
 /// A QEMU may take nothing for as long as it likes.
-fn write_patiently(socket: &mut Connection, mut bytes: &[u8], session: &Session) -> io::Result<()> {
+fn write_patiently(
+    stream: &Stream,
+    socket: &mut Connection,
+    mut bytes: &[u8],
+    session: &Session,
+    look: &mut impl FnMut(&[u8]),
+) -> io::Result<()> {
     while !bytes.is_empty() {
+        let _telling = lock(&stream.telling);
         if session.is_broken() {
             return Err(io::ErrorKind::ConnectionAborted.into());
         }
         match socket.write(bytes) {
             Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
-            Ok(count) => bytes = &bytes[count..],
+            Ok(count) => {
+                look(&bytes[..count]);
+                bytes = &bytes[count..];
+            }
             Err(error)
                 if matches!(
                     error.kind(),
