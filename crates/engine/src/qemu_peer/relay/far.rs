@@ -11,12 +11,14 @@ use transship_wire::{
 };
 
 use super::{
+    carry::{Sender, read_on, write_on},
+    fate::Failure,
     follow::Replies,
     link,
     near::{Ending, check, end, start},
     outlet::Outlet,
-    session::{Failure, Session},
-    stream::{CLOSING, Sender, Stream, WINDOW, read_on, write_on},
+    session::Session,
+    stream::{CLOSING, Stream, WINDOW},
 };
 use crate::{Error, Listener, Phase, Progress, Report, Uri, control::TICK, source::finish, transport::Connection};
 
@@ -37,7 +39,7 @@ pub fn relay_to_qemu(listener: Listener, to: &Uri, progress: &Arc<Progress>, rep
         if let Err(error) = served {
             session.fail(error, None);
         }
-        let result = match session.is_broken() {
+        let result = match session.fate.is_broken() {
             false => well(&session, to),
             true => broken(&session, to),
         };
@@ -69,7 +71,7 @@ fn serve(session: &Arc<Session>, outlet: &Arc<Outlet>, messages: link::Messages,
         }
     }
     // From here on it may close the link.
-    session.set_over();
+    session.fate.set_over();
     session.say(&Message::Done)?;
     session.let_it_close();
     Ok(())
@@ -79,12 +81,12 @@ fn serve(session: &Arc<Session>, outlet: &Arc<Outlet>, messages: link::Messages,
 /// something.
 fn open(number: u16, first: &[u8], session: &Arc<Session>, outlet: &Arc<Outlet>, to: &Uri) -> Result<(), Error> {
     if usize::from(number) != session.streams().len() || number >= MAX_CONNECTIONS {
-        return Err(session.broke(format!("opened connection {number} out of turn")));
+        return Err(session.fate.broke(format!("opened connection {number} out of turn")));
     }
     let mut connection = Connection::open(to)?;
     connection.write_all(first).map_err(|source| Error::Io { what: format!("speak to {to}"), source })?;
     session.count_first(first);
-    let stream = Stream::new(number, connection, to.to_string())?;
+    let stream = Stream::new(number, connection, to.to_string(), &session.fate)?;
     session.add(Arc::clone(&stream));
     let sender = Sender::new(&stream, outlet, session);
     let (is_main, broken_off) = (number == 0, Arc::clone(&stream));
@@ -97,7 +99,7 @@ fn open(number: u16, first: &[u8], session: &Arc<Session>, outlet: &Arc<Outlet>,
         })
     })?;
     session.spawn("to qemu", move |session| write_on(&stream, session, |_| ()))?;
-    if session.is_broken() {
+    if session.fate.is_broken() {
         // Who ends the streams may have looked before this one was there.
         broken_off.break_off();
     }
@@ -120,8 +122,8 @@ fn well(session: &Session, to: &Uri) -> Result<(), Error> {
 /// Something broke: what that means depends on whether the QEMU here was given the end.
 fn broken(session: &Session, to: &Uri) -> Result<(), Error> {
     session.wait_for_reason(false);
-    let Some(Failure { error, told }) = session.take_failure() else {
-        return Err(session.broke("has broken the link"));
+    let Some(Failure { error, told }) = session.fate.take_failure() else {
+        return Err(session.fate.broke("has broken the link"));
     };
     let given = session.end_given.load(SeqCst);
     let end = if given { TheEnd::Given } else { TheEnd::Withheld };

@@ -31,10 +31,10 @@ impl Inlet {
         let mut laps = Laps::begin();
         let mut header = [0; PACKET_BYTES];
         while self.fill_header(&mut header)? {
-            let packet =
-                Packet::decode(&header).map_err(|source| Error::Wire { peer: self.session.peer.clone(), source })?;
+            let packet = Packet::decode(&header)
+                .map_err(|source| Error::Wire { peer: self.session.fate.peer.clone(), source })?;
             let item = self.read(&packet)?;
-            self.session.stream(packet.connection)?.arrive(&packet, item, &self.session)?;
+            self.session.stream(packet.connection)?.arrive(&packet, item)?;
             let length = (PACKET_BYTES + packet.payload_bytes()) as u64;
             self.session.counts.link_in.fetch_add(length, Relaxed);
             self.session.progress.wire_bytes.fetch_add(length, Relaxed);
@@ -65,7 +65,9 @@ impl Inlet {
     fn decode(&mut self, packet: &Packet, method: u8, encoded: &[u8], bytes: usize) -> Result<Vec<u8>, Error> {
         let Packet { connection, sequence, .. } = packet;
         let broke = |session: &Session, why: String| {
-            session.broke(format!("sent packet {sequence} of connection {connection}, which can't be decoded: {why}"))
+            session
+                .fate
+                .broke(format!("sent packet {sequence} of connection {connection}, which can't be decoded: {why}"))
         };
         let Some(method) = Method::from_number(method) else {
             return Err(broke(
@@ -86,7 +88,7 @@ impl Inlet {
     fn fill_header(&mut self, header: &mut [u8; PACKET_BYTES]) -> Result<bool, Error> {
         match self.connection.read_exact(header) {
             Ok(()) => Ok(true),
-            Err(_) if self.session.is_over() => Ok(false),
+            Err(_) if self.session.fate.is_over() => Ok(false),
             Err(error) => Err(self.lost(error)),
         }
     }
@@ -96,7 +98,7 @@ impl Inlet {
     }
 
     fn lost(&self, source: io::Error) -> Error {
-        let what = || format!("read from the relay at {} on data connection {}", self.session.peer, self.number);
+        let what = || format!("read from the relay at {} on data connection {}", self.session.fate.peer, self.number);
         self.session.link_failed(what, source)
     }
 }

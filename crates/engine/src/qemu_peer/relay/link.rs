@@ -1,7 +1,7 @@
 //! The connections between two relays.
 use std::{
     io::{self, Read, Write},
-    sync::{Arc, Mutex},
+    sync::Arc,
     time::{Duration, Instant},
 };
 
@@ -10,7 +10,7 @@ use transship_wire::{
     relay::{Greeting, MESSAGE_BYTES, Message, TheEnd},
 };
 
-use super::session::{Session, lock};
+use super::{control_line::ControlLine, session::Session};
 use crate::{
     Error, Listener, Progress, Uri, control::TICK, destination::accept::first_bytes, source::channels::random,
     transport::Connection,
@@ -18,19 +18,6 @@ use crate::{
 
 /// How long the other relay may take to answer a greeting, and to open its data connections.
 const GREETING_TIMEOUT: Duration = Duration::from_secs(30);
-
-/// The sending half of the control connection.
-pub(super) struct ControlLine(Mutex<Connection>, Connection);
-
-impl ControlLine {
-    pub(super) fn send(&self, message: &Message) -> io::Result<()> {
-        lock(&self.0).write_all(&message.encode())
-    }
-
-    pub(super) fn close(&self) {
-        self.1.shutdown();
-    }
-}
 
 /// A link that is ready.
 pub(super) struct Link {
@@ -89,9 +76,9 @@ impl Messages {
     ) -> Result<(), Error> {
         loop {
             match self.next()? {
-                None if session.is_over() => return Ok(()),
+                None if session.fate.is_over() => return Ok(()),
                 None => return Err(session.lost_link()),
-                Some(Message::Credit { connection, amount }) => session.stream(connection)?.allow(amount, session)?,
+                Some(Message::Credit { connection, amount }) => session.stream(connection)?.allow(amount)?,
                 Some(Message::Done) => {
                     session.peer_is_done.store(true, std::sync::atomic::Ordering::SeqCst);
                     session.tell();
@@ -108,7 +95,7 @@ impl Messages {
 
 /// The error about a message that nothing here asks for.
 pub(super) fn unexpected(session: &Session) -> Error {
-    session.broke("sent a message that has no place here")
+    session.fate.broke("sent a message that has no place here")
 }
 
 /// Opens a link to the relay near the destination.
@@ -129,7 +116,7 @@ pub(super) fn connect(to: &Uri, channels: u8, progress: &Progress) -> Result<Lin
 fn split(connection: Connection, peer: String) -> Result<Link, Error> {
     let handle =
         || connection.try_clone().map_err(|source| Error::Io { what: format!("set up the link with {peer}"), source });
-    let control = ControlLine(Mutex::new(handle()?), handle()?);
+    let control = ControlLine::new(handle()?, handle()?);
     let messages = Messages { connection: handle()?, peer: peer.clone() };
     Ok(Link { peer, control, messages, data: Vec::new() })
 }

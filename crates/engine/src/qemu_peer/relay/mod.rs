@@ -12,10 +12,14 @@
 //! read over there stands still alone.
 //!
 //! - `near`: the life of the relay near the source; `far`: of the one near the destination
-//! - `link`: the connections between the two; `inlet`: packets come in; `outlet`: packets go out, by way of the encoders
-//! - `stream`: one of QEMU's connections; `session`: what all threads share, and how it fails
+//! - `link`: the connections between the two, and `control_line` one of them; `inlet`: packets come in; `outlet`: packets go out, by way of the encoders
+//! - `stream`: one of QEMU's connections; `carry`: the threads that read from it and write to it
+//! - `session`: what all threads share; `fate`: whether it goes on
 //! - `follow`: what the relay near the source has to know of the main stream: whether there is a way back, and where the end is
+mod carry;
+mod control_line;
 mod far;
+mod fate;
 mod follow;
 mod inlet;
 mod link;

@@ -16,12 +16,14 @@ use transship_wire::{
 
 use super::{
     RelayOptions,
+    carry::{Sender, broken, read_on, write_on},
+    fate::Failure,
     follow::{Follower, Replies, Sorted},
     inlet::Inlet,
     link::{self, Link},
     outlet::Outlet,
-    session::{Failure, Session},
-    stream::{CLOSING, Heard, Sender, Stream, WINDOW, broken, read_on, read_what_is_there, write_on},
+    session::Session,
+    stream::{CLOSING, Heard, Stream, WINDOW, read_what_is_there},
 };
 use crate::{
     Error, Listener, Phase, Progress, Report, Uri,
@@ -122,8 +124,8 @@ pub(super) fn end(session: &Session, outlet: Arc<Outlet>, ending: Ending, report
 
 /// An error if the session is broken or the user has cancelled in time.
 pub(super) fn check(session: &Session) -> Result<(), Error> {
-    if session.is_broken() {
-        return Err(session.broke("has broken the link")); // the session knows better why
+    if session.fate.is_broken() {
+        return Err(session.fate.broke("has broken the link")); // the session knows better why
     }
     let is_late = session.end_given.load(SeqCst) && session.progress.phase() == Phase::HandedOver;
     if session.progress.is_cancelled() && !is_late { Err(Error::Cancelled) } else { Ok(()) }
@@ -138,7 +140,7 @@ impl Near<'_> {
         if let Err(error) = served {
             session.fail(error, None);
         }
-        let result = match session.is_broken() {
+        let result = match session.fate.is_broken() {
             false => self.well(&session),
             true => self.broken(&session),
         };
@@ -183,7 +185,7 @@ impl Near<'_> {
             check(session)?;
             let _ = session.news().recv_timeout(TICK);
         }
-        session.set_over();
+        session.fate.set_over();
         Ok(())
     }
 
@@ -251,14 +253,14 @@ impl Near<'_> {
 
     /// Something broke: what that means depends on where the end of the stream is.
     fn broken(&self, session: &Session) -> Result<(), Error> {
-        if !session.was_told() {
-            let refusal = Refusal { reason: session.failure_text() };
+        if !session.fate.was_told() {
+            let refusal = Refusal { reason: session.fate.failure_text() };
             let _ = session.control.send(&Message::Abort { end: TheEnd::Withheld, refusal }); // the link may be gone
         }
         // To that it answers where the end is, if it can.
         session.wait_for_reason(session.end_given.load(SeqCst));
-        let Some(Failure { error, told }) = session.take_failure() else {
-            return Err(session.broke("has broken the link"));
+        let Some(Failure { error, told }) = session.fate.take_failure() else {
+            return Err(session.fate.broke("has broken the link"));
         };
         let streams = session.streams();
         let main = streams.first();
@@ -335,7 +337,7 @@ fn open(
     first: &[u8],
 ) -> Result<(Arc<Stream>, Sender), Error> {
     let number = session.streams().len() as u16; // at most 256: channels have different numbers below 255
-    let stream = Stream::new(number, connection, qemu)?;
+    let stream = Stream::new(number, connection, qemu, &session.fate)?;
     session.add(Arc::clone(&stream));
     session.say(&Message::Open { connection: number, first: first.to_vec() })?;
     session.say(&Message::Credit { connection: number, amount: WINDOW })?;

@@ -16,10 +16,7 @@ use transship_memory::PAGE_BYTES;
 use transship_ring::{Parker, Results, Submitter, TrySubmitError, Worker, mpmc, pool};
 use transship_wire::relay::{Content, MAX_BYTES, Packet};
 
-use super::{
-    RelayOptions,
-    session::{Session, lock},
-};
+use super::{RelayOptions, fate::lock, session::Session};
 use crate::{
     Compress, Error,
     channels::{
@@ -190,7 +187,7 @@ impl Outlet {
             Err(TrySubmitError::Busy(back)) => back,
         };
         tally.busy.fetch_add(1, Relaxed);
-        while !self.session.is_broken() {
+        while !self.session.fate.is_broken() {
             match front.submitter.submit_timeout(chunk, TICK) {
                 Ok(_) => return Ok(()),
                 Err(TrySubmitError::Gone(_)) => return Err(gone()),
@@ -208,7 +205,7 @@ impl Outlet {
     }
 
     fn pass(&self, mut ready: Ready) {
-        while !self.session.is_broken() {
+        while !self.session.fate.is_broken() {
             match self.results.inject_timeout(ready, TICK) {
                 Ok(()) => return,
                 Err(back) => ready = back,
@@ -234,7 +231,7 @@ impl Front {
             }
             let most = auto.raw_flow().most_alone;
             let few = || (*raw_handed_over - shared.raw_sent.load(SeqCst) < most).then_some(());
-            if session.is_broken() || shared.fewer.wait_timeout(CHOOSE_AGAIN, few).is_some() {
+            if session.fate.is_broken() || shared.fewer.wait_timeout(CHOOSE_AGAIN, few).is_some() {
                 *raw_handed_over += 1;
                 return !chunk.sample;
             }
@@ -260,7 +257,7 @@ fn send_all(
     let mut laps = Laps::begin();
     while let Some(ready) = results.next_result() {
         let raw = ready.raw;
-        if !session.is_broken()
+        if !session.fate.is_broken()
             && let Err(error) = send(&mut line, &ready, shared, session)
         {
             session.fail(failed(error, number, session), None);
@@ -304,12 +301,11 @@ fn send(line: &mut Connection, ready: &Ready, shared: &Shared, session: &Session
 
 fn failed(source: io::Error, number: usize, session: &Session) -> Error {
     match source.kind() {
-        io::ErrorKind::WouldBlock => {
-            session.broke(format!("has taken nothing from data connection {number} for {} s", STALL_TIMEOUT.as_secs()))
-        }
-        _ => {
-            session.link_failed(|| format!("send to the relay at {} on data connection {number}", session.peer), source)
-        }
+        io::ErrorKind::WouldBlock => session
+            .fate
+            .broke(format!("has taken nothing from data connection {number} for {} s", STALL_TIMEOUT.as_secs())),
+        _ => session
+            .link_failed(|| format!("send to the relay at {} on data connection {number}", session.fate.peer), source),
     }
 }
 
@@ -346,7 +342,7 @@ impl EncoderThread {
     }
 
     fn encode(&mut self, chunk: Chunk) -> Ready {
-        if self.session.is_broken() || Some(chunk.encoding) == self.raw {
+        if self.session.fate.is_broken() || Some(chunk.encoding) == self.raw {
             return chunk.raw_packet();
         }
         let mut payload = self.shared.spare.pop().unwrap_or_default();

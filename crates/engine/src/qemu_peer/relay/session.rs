@@ -2,7 +2,7 @@
 use std::{
     io::{self, ErrorKind},
     sync::{
-        Arc, Mutex, MutexGuard, PoisonError, RwLock,
+        Arc, Mutex, PoisonError, RwLock,
         atomic::{AtomicBool, AtomicU64, Ordering::Relaxed, Ordering::SeqCst},
     },
     thread,
@@ -13,7 +13,11 @@ use crossbeam_channel::{Receiver, Sender, bounded};
 use transship_codec::Method;
 use transship_wire::relay::{Message, TheEnd};
 
-use super::{link::ControlLine, stream::Stream};
+use super::{
+    control_line::ControlLine,
+    fate::{Fate, lock},
+    stream::Stream,
+};
 use crate::{Error, MethodBytes, Progress, RelayReport, Report, control::TICK, transport::Connection};
 
 /// How long the other relay may take to say why the link breaks.
@@ -21,35 +25,17 @@ const REASON_TIMEOUT: Duration = Duration::from_millis(500);
 /// How long it may take to close the link when all is over.
 const CLOSING_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Locks what a thread that panicked may have left: all of it is replaced or counted in one step.
-pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
-/// Why a session broke.
-#[derive(Debug)]
-pub(super) struct Failure {
-    pub(super) error: Error,
-    /// What the other relay says of its QEMU, if it was that which ended the session.
-    pub(super) told: Option<TheEnd>,
-}
-
 /// A link, and all that goes over it.
 pub(super) struct Session {
     pub(super) progress: Arc<Progress>,
     pub(super) control: ControlLine,
-    /// The other relay.
-    pub(super) peer: String,
+    pub(super) fate: Arc<Fate>,
     /// This is the one near the source.
     is_near: bool,
     /// By number. Grows only.
     streams: RwLock<Vec<Arc<Stream>>>,
     /// Handles of the link's data connections, to end threads that are blocked in them.
     lines: Vec<Connection>,
-    /// Set once, with `failure`. SeqCst, as is `end_given`: whoever gives the end sets that and then looks at this, and whoever fails sets this
-    /// and then looks at that.
-    failed: AtomicBool,
-    failure: Mutex<Option<Failure>>,
     /// The waiting QEMU may have got the end of the stream: near the source from the moment on at which it is put on the link, at the destination
     /// from that at which it is written to that QEMU.
     pub(super) end_given: AtomicBool,
@@ -59,8 +45,6 @@ pub(super) struct Session {
     pub(super) answered: AtomicBool,
     link_lost: AtomicBool,
     control_ended: AtomicBool,
-    /// What the link says no more means nothing.
-    over: AtomicBool,
     /// The other relay says that all has ended.
     pub(super) peer_is_done: AtomicBool,
     news: (Sender<()>, Receiver<()>),
@@ -90,18 +74,15 @@ impl Session {
         Arc::new(Self {
             progress: Arc::clone(progress),
             control,
-            peer,
+            fate: Fate::new(peer),
             is_near,
             streams: RwLock::default(),
             lines,
-            failed: AtomicBool::new(false),
-            failure: Mutex::default(),
             end_given: AtomicBool::new(false),
             all_is_well: AtomicBool::new(false),
             answered: AtomicBool::new(false),
             link_lost: AtomicBool::new(false),
             control_ended: AtomicBool::new(false),
-            over: AtomicBool::new(false),
             peer_is_done: AtomicBool::new(false),
             news: bounded(1),
             counts: Counts::default(),
@@ -149,7 +130,7 @@ impl Session {
         streams
             .get(usize::from(number))
             .cloned()
-            .ok_or_else(|| self.broke(format!("spoke of connection {number}, which is not open")))
+            .ok_or_else(|| self.fate.broke(format!("spoke of connection {number}, which is not open")))
     }
 
     pub(super) fn streams(&self) -> Vec<Arc<Stream>> {
@@ -158,46 +139,24 @@ impl Session {
 
     /// Breaks the session, unless it is broken or over.
     pub(super) fn fail(&self, error: Error, told: Option<TheEnd>) {
-        if !self.over.load(SeqCst) {
-            lock(&self.failure).get_or_insert(Failure { error, told });
-            self.failed.store(true, SeqCst);
-            self.streams().iter().for_each(|stream| stream.wake());
-        }
+        self.fate.fail(error, told);
+        self.streams().iter().for_each(|stream| stream.wake());
         self.tell();
     }
 
-    pub(super) fn is_broken(&self) -> bool {
-        self.failed.load(SeqCst)
-    }
-
-    /// Why, if it is. The other relay's own word counts most.
-    pub(super) fn take_failure(&self) -> Option<Failure> {
-        self.is_broken().then(|| lock(&self.failure).take()).flatten()
-    }
-
-    /// What the other relay says of why it ended the session, also if it was seen by other signs before. Without a reason it is the answer to our own
-    /// word, and tells of the end only.
+    /// What the other relay says of why it ended the session, also if it was seen by other signs before.
     pub(super) fn heard_abort(&self, reason: String, end: TheEnd) {
-        let mut failure = lock(&self.failure);
-        match &mut *failure {
-            Some(failure) => {
-                failure.told = Some(end);
-                if !reason.is_empty() {
-                    failure.error = Error::Refused(reason);
-                }
-            }
-            None => {
-                drop(failure);
-                self.fail(Error::Refused(reason), Some(end));
-            }
+        if self.fate.add_word(&reason, end) {
+            self.tell();
+        } else {
+            self.fail(Error::Refused(reason), Some(end));
         }
-        self.tell();
     }
 
     /// The link is gone, as far as this thread can see.
     pub(super) fn lost_link(&self) -> Error {
         self.link_lost.store(true, SeqCst);
-        self.broke("has closed the link, or the link is gone")
+        self.fate.broke("has closed the link, or the link is gone")
     }
 
     /// A thread can't do this with the link. Who writes when the other relay has gone learns it later than who reads.
@@ -210,14 +169,14 @@ impl Session {
 
     /// Tells the other relay.
     pub(super) fn say(&self, message: &Message) -> Result<(), Error> {
-        let failed = |source| self.link_failed(|| format!("tell the relay at {} something", self.peer), source);
+        let failed = |source| self.link_failed(|| format!("tell the relay at {} something", self.fate.peer), source);
         self.control.send(message).map_err(failed)
     }
 
     /// What is seen first of a relay that ends the session may be that its connections close: waits a moment for its reason; also if `anyway`.
     pub(super) fn wait_for_reason(&self, anyway: bool) {
         let deadline = Instant::now() + REASON_TIMEOUT;
-        let may_come = || !self.was_told() && !self.control_ended.load(SeqCst) && Instant::now() < deadline;
+        let may_come = || !self.fate.was_told() && !self.control_ended.load(SeqCst) && Instant::now() < deadline;
         while (anyway || self.link_lost.load(SeqCst)) && may_come() {
             let _ = self.news.1.recv_timeout(TICK);
         }
@@ -235,24 +194,6 @@ impl Session {
         while !self.control_ended.load(SeqCst) && Instant::now() < deadline {
             let _ = self.news.1.recv_timeout(TICK);
         }
-    }
-
-    /// Why it is broken, for the other relay.
-    pub(super) fn failure_text(&self) -> String {
-        lock(&self.failure).as_ref().map_or_else(String::new, |failure| failure.error.to_string())
-    }
-
-    pub(super) fn was_told(&self) -> bool {
-        lock(&self.failure).as_ref().is_some_and(|failure| failure.told.is_some())
-    }
-
-    /// What breaks from now on is no failure.
-    pub(super) fn set_over(&self) {
-        self.over.store(true, SeqCst);
-    }
-
-    pub(super) fn is_over(&self) -> bool {
-        self.over.load(SeqCst)
     }
 
     /// Wakes the main thread.
@@ -273,7 +214,7 @@ impl Session {
 
     /// Ends the link's threads.
     pub(super) fn close_link(&self) {
-        self.set_over();
+        self.fate.set_over();
         self.lines.iter().for_each(Connection::shutdown);
         self.control.close();
     }
@@ -285,10 +226,6 @@ impl Session {
         let count = if self.is_near { from_qemu } else { to_qemu };
         count.fetch_add(bytes.len() as u64, Relaxed);
         self.progress.relayed_bytes.fetch_add(bytes.len() as u64, Relaxed);
-    }
-
-    pub(super) fn broke(&self, what: impl Into<String>) -> Error {
-        Error::Protocol { peer: self.peer.clone(), what: what.into() }
     }
 
     pub(super) fn report(&self, report: &mut Report) {

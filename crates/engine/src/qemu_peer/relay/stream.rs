@@ -1,26 +1,20 @@
-//! One of QEMU's connections: what it says goes to the other relay, and what comes from there it is told, in order.
+//! One of QEMU's connections: how much may be on its way, what has come out of order, and what it was told.
 use std::{
     collections::BTreeMap,
-    io::{self, Read, Write},
+    io::{self, ErrorKind, Read, Write},
     os::fd::AsFd,
     sync::{
         Arc, Condvar, Mutex, PoisonError,
-        atomic::{AtomicBool, Ordering::Relaxed, Ordering::SeqCst},
+        atomic::{AtomicBool, Ordering::SeqCst},
     },
     time::{Duration, Instant},
 };
 
-use rustix::{
-    io::Errno,
-    net::{RecvFlags, recv},
-};
-use transship_wire::relay::{MAX_BYTES, Message, Packet};
+use rustix::net::{RecvFlags, recv};
+use transship_wire::relay::Packet;
 
-use super::{
-    outlet::{Chunk, Outlet},
-    session::{Session, lock},
-};
-use crate::{Error, Phase, control::TICK, transport::Connection};
+use super::fate::{Fate, lock};
+use crate::{Error, control::TICK, transport::Connection};
 
 /// What may be on its way on a connection in one direction, as [`cost`] counts it. All of it may have to be kept by the other relay.
 pub(super) const WINDOW: u32 = 16 << 20;
@@ -28,6 +22,9 @@ pub(super) const WINDOW: u32 = 16 << 20;
 const PACKET_COST: u32 = 256;
 /// More is allowed when so much has been taken, or all there was.
 const RETURN_AT: u32 = WINDOW / 4;
+
+/// How long a QEMU may take to close a connection when all is over.
+pub(super) const CLOSING: Duration = Duration::from_secs(60);
 
 /// What of a window a packet of so many bytes takes.
 pub(super) fn cost(bytes: usize) -> u32 {
@@ -39,6 +36,7 @@ pub(super) struct Stream {
     pub(super) number: u16,
     /// The QEMU's address.
     pub(super) qemu: String,
+    fate: Arc<Fate>,
     socket: Connection,
     allowance: Mutex<Allowance>,
     allowed: Condvar,
@@ -46,7 +44,7 @@ pub(super) struct Stream {
     arrived: Condvar,
     /// Taken while its QEMU is told something and that is noted.
     telling: Mutex<()>,
-    /// Its QEMU says no more, and the other relay has been told; its QEMU has been told all.
+    /// See `has_said_all` and `was_told_all`.
     read_ended: AtomicBool,
     write_ended: AtomicBool,
 }
@@ -76,12 +74,13 @@ pub(super) enum Item {
 }
 
 impl Stream {
-    pub(super) fn new(number: u16, socket: Connection, qemu: String) -> Result<Arc<Self>, Error> {
+    pub(super) fn new(number: u16, socket: Connection, qemu: String, fate: &Arc<Fate>) -> Result<Arc<Self>, Error> {
         let prepared = socket.set_read_timeout(None).and_then(|()| socket.be_patient(TICK));
         prepared.map_err(|source| Error::Io { what: format!("set up the connection with {qemu}"), source })?;
         Ok(Arc::new(Self {
             number,
             qemu,
+            fate: Arc::clone(fate),
             socket,
             allowance: Mutex::default(),
             allowed: Condvar::new(),
@@ -115,6 +114,43 @@ impl Stream {
     /// Whether its QEMU is gone, or has said its last.
     pub(super) fn is_silent(&self) -> bool {
         self.read_ended.load(SeqCst)
+    }
+
+    /// Its QEMU says no more, and the other relay has been told.
+    pub(super) fn has_said_all(&self) {
+        self.read_ended.store(true, SeqCst);
+    }
+
+    /// Its QEMU has been told all.
+    pub(super) fn was_told_all(&self) {
+        self.write_ended.store(true, SeqCst);
+    }
+
+    /// Tells its QEMU something, which may take nothing for as long as it likes. `look` sees what was written.
+    pub(super) fn tell(
+        &self,
+        socket: &mut Connection,
+        mut bytes: &[u8],
+        look: &mut impl FnMut(&[u8]),
+    ) -> io::Result<()> {
+        while !bytes.is_empty() {
+            let _telling = lock(&self.telling);
+            if self.fate.is_broken() {
+                return Err(ErrorKind::ConnectionAborted.into());
+            }
+            match socket.write(bytes) {
+                Ok(0) => return Err(ErrorKind::WriteZero.into()),
+                Ok(count) => {
+                    look(&bytes[..count]);
+                    bytes = &bytes[count..];
+                }
+                Err(error)
+                    if matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut | ErrorKind::Interrupted) => {
+                }
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(())
     }
 
     /// When the session is broken: what its QEMU was told is noted after this, and it is told no more.
@@ -163,22 +199,22 @@ impl Stream {
     }
 
     /// The other relay allows more.
-    pub(super) fn allow(&self, amount: u32, session: &Session) -> Result<(), Error> {
+    pub(super) fn allow(&self, amount: u32) -> Result<(), Error> {
         let mut allowance = lock(&self.allowance);
         if allowance.window == 0 {
             allowance.window = amount;
         }
         allowance.left = match allowance.left.checked_add(amount) {
             Some(left) if left <= allowance.window => left,
-            _ => return Err(session.broke(format!("allows more on connection {} than was sent", self.number))),
+            _ => return Err(self.fate.broke(format!("allows more on connection {} than was sent", self.number))),
         };
         self.allowed.notify_all();
         Ok(())
     }
 
     /// Waits until a packet of so many bytes may be sent. False: the session is broken.
-    fn take_allowance(&self, bytes: usize, session: &Session) -> bool {
-        self.wait_for(session, |allowance| {
+    pub(super) fn take_allowance(&self, bytes: usize) -> bool {
+        self.wait_for(|allowance| {
             let left = allowance.left.checked_sub(cost(bytes));
             left.is_some_and(|left| {
                 allowance.left = left;
@@ -188,14 +224,14 @@ impl Stream {
     }
 
     /// Waits until the other relay's QEMU has taken all that was sent. False: the session is broken.
-    fn wait_until_taken(&self, session: &Session) -> bool {
-        self.wait_for(session, |allowance| allowance.left == allowance.window)
+    pub(super) fn wait_until_taken(&self) -> bool {
+        self.wait_for(|allowance| allowance.left == allowance.window)
     }
 
-    fn wait_for(&self, session: &Session, mut ready: impl FnMut(&mut Allowance) -> bool) -> bool {
+    fn wait_for(&self, mut ready: impl FnMut(&mut Allowance) -> bool) -> bool {
         let mut allowance = lock(&self.allowance);
         loop {
-            if session.is_broken() {
+            if self.fate.is_broken() {
                 return false;
             }
             if ready(&mut allowance) {
@@ -206,9 +242,9 @@ impl Stream {
     }
 
     /// Takes what has come from the other relay, whatever came before it.
-    pub(super) fn arrive(&self, packet: &Packet, item: Item, session: &Session) -> Result<(), Error> {
+    pub(super) fn arrive(&self, packet: &Packet, item: Item) -> Result<(), Error> {
         let broke = |what: &str| {
-            Err(session.broke(format!("sent packet {} of connection {} {what}", packet.sequence, self.number)))
+            Err(self.fate.broke(format!("sent packet {} of connection {} {what}", packet.sequence, self.number)))
         };
         let mut inbox = lock(&self.inbox);
         if packet.sequence < inbox.next || inbox.waiting.contains_key(&packet.sequence) {
@@ -230,10 +266,10 @@ impl Stream {
     }
 
     /// The next thing to write. None: the session is broken.
-    fn next_item(&self, session: &Session) -> Option<Item> {
+    pub(super) fn next_item(&self) -> Option<Item> {
         let mut inbox = lock(&self.inbox);
         loop {
-            if session.is_broken() {
+            if self.fate.is_broken() {
                 return None;
             }
             let next = inbox.next;
@@ -246,7 +282,7 @@ impl Stream {
     }
 
     /// So many bytes were written. Says what may be allowed anew, if it is worth saying.
-    fn wrote(&self, bytes: usize, owed: &mut u32) -> Option<u32> {
+    pub(super) fn wrote(&self, bytes: usize, owed: &mut u32) -> Option<u32> {
         *owed += cost(bytes);
         let mut inbox = lock(&self.inbox);
         if *owed < RETURN_AT && inbox.waiting.contains_key(&inbox.next) {
@@ -254,64 +290,6 @@ impl Stream {
         }
         inbox.used -= *owed; // it is part of it
         Some(std::mem::take(owed))
-    }
-}
-
-/// What is read from a QEMU goes out by this.
-pub(super) struct Sender {
-    pub(super) stream: Arc<Stream>,
-    outlet: Arc<Outlet>,
-    session: Arc<Session>,
-    sequence: u64,
-}
-
-impl Sender {
-    pub(super) fn new(stream: &Arc<Stream>, outlet: &Arc<Outlet>, session: &Arc<Session>) -> Self {
-        Self { stream: Arc::clone(stream), outlet: Arc::clone(outlet), session: Arc::clone(session), sequence: 0 }
-    }
-
-    /// Sends bytes when there is room for them over there. A session that is broken takes no more, and says so elsewhere.
-    pub(super) fn send(&mut self, bytes: &[u8], gives_end: bool) -> Result<(), Error> {
-        for bytes in bytes.chunks(MAX_BYTES) {
-            if self.session.is_broken() {
-                return Ok(());
-            }
-            if gives_end {
-                self.session.end_given.store(true, SeqCst);
-            }
-            if !self.stream.take_allowance(bytes.len(), &self.session) {
-                return Ok(());
-            }
-            let chunk = Chunk::new(self.stream.number, self.sequence, bytes.to_vec(), gives_end);
-            self.sequence += 1;
-            self.session.counts.from_qemu.fetch_add(bytes.len() as u64, Relaxed);
-            self.session.progress.relayed_bytes.fetch_add(bytes.len() as u64, Relaxed);
-            self.outlet.send(chunk)?;
-        }
-        Ok(())
-    }
-
-    /// Waits until all that was sent on any connection has been taken over there. False: the session is broken.
-    pub(super) fn wait_until_all_is_taken(&self) -> bool {
-        self.session.streams().iter().all(|stream| stream.wait_until_taken(&self.session))
-    }
-
-    pub(super) fn is_broken(&self) -> bool {
-        self.session.is_broken()
-    }
-
-    /// The end is about to be sent. Not if that might have been so from the beginning.
-    pub(super) fn hands_over(&self) {
-        if !self.session.end_given.load(SeqCst) {
-            self.session.progress.set_phase(Phase::HandedOver);
-        }
-    }
-
-    pub(super) fn end(self) -> Result<(), Error> {
-        self.outlet.end(self.stream.number, self.sequence)?;
-        self.stream.read_ended.store(true, SeqCst);
-        self.session.tell();
-        Ok(())
     }
 }
 
@@ -329,8 +307,8 @@ pub(super) fn read_what_is_there(socket: &mut Connection, into: &mut [u8]) -> io
         match socket.read(into) {
             Ok(0) => return Ok(Heard::End),
             Ok(have) => break have,
-            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-            Err(error) if matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut) => {
+            Err(error) if error.kind() == ErrorKind::Interrupted => {}
+            Err(error) if matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut) => {
                 return Ok(Heard::Nothing);
             }
             Err(error) => return Err(error),
@@ -345,104 +323,3 @@ pub(super) fn read_what_is_there(socket: &mut Connection, into: &mut [u8]) -> io
     }
     Ok(Heard::Bytes(have))
 }
-
-/// Carries what a QEMU says to the other relay, to its end. `look` sees all of it.
-pub(super) fn read_on(mut sender: Sender, mut look: impl FnMut(&[u8])) -> Result<(), Error> {
-    let mut socket = sender.stream.handle()?;
-    let mut room = vec![0; MAX_BYTES];
-    loop {
-        match read_what_is_there(&mut socket, &mut room) {
-            Ok(Heard::Bytes(count)) => {
-                look(&room[..count]);
-                sender.send(&room[..count], false)?;
-            }
-            Ok(Heard::Nothing) => {}
-            Ok(Heard::End) => return sender.end(),
-            Err(error) => return broken(sender, error),
-        }
-        if sender.session.is_broken() {
-            return Ok(());
-        }
-    }
-}
-
-/// A QEMU's connection has broken. While the end of the stream is withheld, this ends all: the other QEMU is to hear of it as it would have without
-/// relays. Afterwards the guest may be over there, and a source that is gone is an end like any other.
-pub(super) fn broken(sender: Sender, error: io::Error) -> Result<(), Error> {
-    if sender.session.end_given.load(SeqCst) {
-        return sender.end();
-    }
-    Err(lost(&sender.stream, error))
-}
-
-fn lost(stream: &Stream, source: io::Error) -> Error {
-    match Errno::from_io_error(&source) {
-        Some(Errno::CONNRESET | Errno::PIPE) => Error::Protocol {
-            peer: stream.qemu.clone(),
-            what: "has broken the connection; it is a QEMU, ask it why".into(),
-        },
-        _ => Error::Io { what: format!("relay what {} says and hears", stream.qemu), source },
-    }
-}
-
-/// Tells a QEMU what comes from the other relay, to its end. `look` sees everything that was written.
-pub(super) fn write_on(stream: &Arc<Stream>, session: &Arc<Session>, mut look: impl FnMut(&[u8])) -> Result<(), Error> {
-    let mut socket = stream.handle()?;
-    let mut owed = 0;
-    while let Some(item) = stream.next_item(session) {
-        let Item::Bytes { bytes, gives_end } = item else {
-            if owed > 0 {
-                session.say(&Message::Credit { connection: stream.number, amount: owed })?;
-            }
-            socket.end_writing();
-            stream.write_ended.store(true, SeqCst);
-            session.tell();
-            return Ok(());
-        };
-        if gives_end {
-            session.end_given.store(true, SeqCst);
-        }
-        if let Err(error) = write_patiently(stream, &mut socket, &bytes, session, &mut look) {
-            return if session.is_broken() { Ok(()) } else { Err(lost(stream, error)) };
-        }
-        session.counts.to_qemu.fetch_add(bytes.len() as u64, Relaxed);
-        session.progress.relayed_bytes.fetch_add(bytes.len() as u64, Relaxed);
-        if let Some(amount) = stream.wrote(bytes.len(), &mut owed) {
-            session.say(&Message::Credit { connection: stream.number, amount })?;
-        }
-    }
-    Ok(())
-}
-
-/// A QEMU may take nothing for as long as it likes.
-fn write_patiently(
-    stream: &Stream,
-    socket: &mut Connection,
-    mut bytes: &[u8],
-    session: &Session,
-    look: &mut impl FnMut(&[u8]),
-) -> io::Result<()> {
-    while !bytes.is_empty() {
-        let _telling = lock(&stream.telling);
-        if session.is_broken() {
-            return Err(io::ErrorKind::ConnectionAborted.into());
-        }
-        match socket.write(bytes) {
-            Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
-            Ok(count) => {
-                look(&bytes[..count]);
-                bytes = &bytes[count..];
-            }
-            Err(error)
-                if matches!(
-                    error.kind(),
-                    io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut | io::ErrorKind::Interrupted
-                ) => {}
-            Err(error) => return Err(error),
-        }
-    }
-    Ok(())
-}
-
-/// How long a QEMU may take to close a connection when all is over.
-pub(super) const CLOSING: Duration = Duration::from_secs(60);

@@ -1,0 +1,144 @@
+//! The threads at a QEMU's connection: one carries what it says to the other relay, one tells it what comes from there.
+use std::{
+    io,
+    sync::{
+        Arc,
+        atomic::Ordering::{Relaxed, SeqCst},
+    },
+};
+
+use rustix::io::Errno;
+use transship_wire::relay::{MAX_BYTES, Message};
+
+use super::{
+    outlet::{Chunk, Outlet},
+    session::Session,
+    stream::{Heard, Item, Stream, read_what_is_there},
+};
+use crate::{Error, Phase};
+
+/// What is read from a QEMU goes out by this.
+pub(super) struct Sender {
+    pub(super) stream: Arc<Stream>,
+    outlet: Arc<Outlet>,
+    session: Arc<Session>,
+    sequence: u64,
+}
+
+impl Sender {
+    pub(super) fn new(stream: &Arc<Stream>, outlet: &Arc<Outlet>, session: &Arc<Session>) -> Self {
+        Self { stream: Arc::clone(stream), outlet: Arc::clone(outlet), session: Arc::clone(session), sequence: 0 }
+    }
+
+    /// Sends bytes when there is room for them over there. A session that is broken takes no more, and says so elsewhere.
+    pub(super) fn send(&mut self, bytes: &[u8], gives_end: bool) -> Result<(), Error> {
+        for bytes in bytes.chunks(MAX_BYTES) {
+            if self.session.fate.is_broken() {
+                return Ok(());
+            }
+            if gives_end {
+                self.session.end_given.store(true, SeqCst);
+            }
+            if !self.stream.take_allowance(bytes.len()) {
+                return Ok(());
+            }
+            let chunk = Chunk::new(self.stream.number, self.sequence, bytes.to_vec(), gives_end);
+            self.sequence += 1;
+            self.session.counts.from_qemu.fetch_add(bytes.len() as u64, Relaxed);
+            self.session.progress.relayed_bytes.fetch_add(bytes.len() as u64, Relaxed);
+            self.outlet.send(chunk)?;
+        }
+        Ok(())
+    }
+
+    /// Waits until all that was sent on any connection has been taken over there. False: the session is broken.
+    pub(super) fn wait_until_all_is_taken(&self) -> bool {
+        self.session.streams().iter().all(|stream| stream.wait_until_taken())
+    }
+
+    pub(super) fn is_broken(&self) -> bool {
+        self.session.fate.is_broken()
+    }
+
+    /// The end is about to be sent. Not if that might have been so from the beginning.
+    pub(super) fn hands_over(&self) {
+        if !self.session.end_given.load(SeqCst) {
+            self.session.progress.set_phase(Phase::HandedOver);
+        }
+    }
+
+    pub(super) fn end(self) -> Result<(), Error> {
+        self.outlet.end(self.stream.number, self.sequence)?;
+        self.stream.has_said_all();
+        self.session.tell();
+        Ok(())
+    }
+}
+
+/// Carries what a QEMU says to the other relay, to its end. `look` sees all of it.
+pub(super) fn read_on(mut sender: Sender, mut look: impl FnMut(&[u8])) -> Result<(), Error> {
+    let mut socket = sender.stream.handle()?;
+    let mut room = vec![0; MAX_BYTES];
+    loop {
+        match read_what_is_there(&mut socket, &mut room) {
+            Ok(Heard::Bytes(count)) => {
+                look(&room[..count]);
+                sender.send(&room[..count], false)?;
+            }
+            Ok(Heard::Nothing) => {}
+            Ok(Heard::End) => return sender.end(),
+            Err(error) => return broken(sender, error),
+        }
+        if sender.session.fate.is_broken() {
+            return Ok(());
+        }
+    }
+}
+
+/// A QEMU's connection has broken. While the end of the stream is withheld, this ends all: the other QEMU is to hear of it as it would have without
+/// relays. Afterwards the guest may be over there, and a source that is gone is an end like any other.
+pub(super) fn broken(sender: Sender, error: io::Error) -> Result<(), Error> {
+    if sender.session.end_given.load(SeqCst) {
+        return sender.end();
+    }
+    Err(lost(&sender.stream, error))
+}
+
+fn lost(stream: &Stream, source: io::Error) -> Error {
+    match Errno::from_io_error(&source) {
+        Some(Errno::CONNRESET | Errno::PIPE) => Error::Protocol {
+            peer: stream.qemu.clone(),
+            what: "has broken the connection; it is a QEMU, ask it why".into(),
+        },
+        _ => Error::Io { what: format!("relay what {} says and hears", stream.qemu), source },
+    }
+}
+
+/// Tells a QEMU what comes from the other relay, to its end. `look` sees everything that was written.
+pub(super) fn write_on(stream: &Arc<Stream>, session: &Arc<Session>, mut look: impl FnMut(&[u8])) -> Result<(), Error> {
+    let mut socket = stream.handle()?;
+    let mut owed = 0;
+    while let Some(item) = stream.next_item() {
+        let Item::Bytes { bytes, gives_end } = item else {
+            if owed > 0 {
+                session.say(&Message::Credit { connection: stream.number, amount: owed })?;
+            }
+            socket.end_writing();
+            stream.was_told_all();
+            session.tell();
+            return Ok(());
+        };
+        if gives_end {
+            session.end_given.store(true, SeqCst);
+        }
+        if let Err(error) = stream.tell(&mut socket, &bytes, &mut look) {
+            return if session.fate.is_broken() { Ok(()) } else { Err(lost(stream, error)) };
+        }
+        session.counts.to_qemu.fetch_add(bytes.len() as u64, Relaxed);
+        session.progress.relayed_bytes.fetch_add(bytes.len() as u64, Relaxed);
+        if let Some(amount) = stream.wrote(bytes.len(), &mut owed) {
+            session.say(&Message::Credit { connection: stream.number, amount })?;
+        }
+    }
+    Ok(())
+}
