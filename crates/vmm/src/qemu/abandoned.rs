@@ -13,8 +13,9 @@ use super::{
     balloon::Made,
     checks,
     destination::pause,
-    migration::{self, STATE_FD, Settings},
+    migration::{self, Settings},
     qmp::{self, Qmp},
+    state_channel::QemusEnd,
 };
 use crate::freeze::Freezer;
 
@@ -27,8 +28,8 @@ const CANCEL_WAIT: Duration = Duration::from_secs(30);
 pub(super) struct Will {
     /// All that saving the device state may change.
     pub(super) settings: Settings,
-    /// QEMU's end of the channel that its state is to be saved to, by its inode.
-    pub(super) qemus_end: u64,
+    /// Of the channel that its state is to be saved to.
+    pub(super) qemus_end: QemusEnd,
     /// A device that may be unplugged meanwhile.
     pub(super) balloon: Option<Made>,
 }
@@ -54,9 +55,7 @@ pub(crate) fn settle(socket: &Path, will: &str, run: bool) -> Result<(), GuestEr
     migration::cancel(&mut qmp, CANCEL_WAIT)?;
     let balloon = match serde_json::from_str(will) {
         Ok(Will { settings, qemus_end, balloon }) => {
-            // Left over only if we died before QEMU was told to save; else QEMU has consumed it, and says so.
-            let _ = qmp.execute("closefd", json!({ "fdname": STATE_FD }));
-            migration::wait_cleaned_up(qmp.pid(), qemus_end);
+            qemus_end.wait_closed(qmp.pid());
             settings.restore(&mut qmp)?;
             balloon
         }

@@ -16,6 +16,7 @@ use super::{
     memory::{self, Backend},
     migration::{self, Answers, STATE_FD, STATE_URI, Settings},
     qmp::Qmp,
+    state_channel,
 };
 use crate::freeze::Freezer;
 
@@ -56,9 +57,8 @@ impl QemuDestination {
 
     /// Tells QEMU to load from the other end of the returned socket.
     fn listen(&mut self) -> Result<UnixStream, GuestError> {
-        let failed = |e: io::Error| GuestError(format!("a channel for the device state: {e}"));
-        let (ours, qemus) = UnixStream::pair().map_err(failed)?;
-        ours.set_write_timeout(Some(LOAD_WAIT)).map_err(failed)?;
+        let (ours, qemus) = UnixStream::pair().map_err(state_channel::failed)?;
+        ours.set_write_timeout(Some(LOAD_WAIT)).map_err(state_channel::failed)?;
         self.qmp.send_fd(STATE_FD, qemus.as_fd())?;
         drop(qemus);
         self.qmp.forget_events();

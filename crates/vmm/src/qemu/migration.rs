@@ -1,8 +1,5 @@
 //! QEMU's own migration, which carries everything but the guest's memory: the device state of a stopped guest.
-use std::{
-    thread,
-    time::{Duration, Instant},
-};
+use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
@@ -18,8 +15,6 @@ pub(super) const STATE_URI: &str = "fd:transship-state";
 const IGNORE_SHARED: &str = "x-ignore-shared";
 /// How long to rely on an event before asking again.
 const EVENT_WAIT: Duration = Duration::from_secs(1);
-/// How long QEMU may take to clean up behind a save that is over. Without load that is a millisecond.
-const CLEANUP_WAIT: Duration = Duration::from_secs(10);
 
 /// Whether the other end answers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -182,30 +177,13 @@ fn wait_settled(qmp: &mut Qmp, limit: Duration) -> Result<(String, Value), Guest
     }
 }
 
-/// Ends a migration that is under way, whatever it is at.
+/// Ends a save that is under way, whatever it is at.
 pub(super) fn cancel(qmp: &mut Qmp, limit: Duration) -> Result<(), GuestError> {
     if is_active(&status(qmp)?.0) {
         qmp.execute("migrate_cancel", json!({}))?;
         wait_settled(qmp, limit)?;
     }
+    // Left over only if QEMU was not told to save to it, or refused; else it has consumed it, and says so.
+    let _ = qmp.execute("closefd", json!({ "fdname": STATE_FD }));
     Ok(())
-}
-
-/// Waits until QEMU has closed its end, this socket, of a channel that it saved to.
-///
-/// It calls a migration over before it has cleaned up behind it, and what there is to clean up it sees by its capabilities: if multifd is
-/// switched on again too early, it looks for channels that never were, and dies. The end of its channel is closed after that.
-pub(super) fn wait_cleaned_up(pid: i32, inode: u64) {
-    let deadline = Instant::now() + CLEANUP_WAIT;
-    while has_socket(pid, inode) && Instant::now() < deadline {
-        thread::sleep(Duration::from_millis(1));
-    }
-}
-
-/// Whether the process has this socket open.
-fn has_socket(pid: i32, inode: u64) -> bool {
-    let name = format!("socket:[{inode}]");
-    let open = std::fs::read_dir(format!("/proc/{pid}/fd")).into_iter().flatten().flatten();
-    open.map(|entry| std::fs::read_link(entry.path()))
-        .any(|target| target.is_ok_and(|target| target.as_os_str() == name.as_str()))
 }

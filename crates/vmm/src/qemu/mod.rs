@@ -9,6 +9,7 @@
 //!   balloon      the balloon that a process of ours is, which QEMU can't save: unplugged, and plugged in again
 //!   giving_back  memory that the guest gives back, which must not happen while others wait for pages
 //!   migration    QEMU's own migration, used for the device state only
+//!   state_channel  the connection that QEMU saves the device state to
 //!   state_stream the device state as QEMU writes it
 //!   source, destination    the two adapters made of these
 //!   abandoned    a source whose transship died
@@ -24,6 +25,7 @@ mod memory;
 mod migration;
 mod qmp;
 mod source;
+mod state_channel;
 mod state_stream;
 
 use std::path::Path;

@@ -1,7 +1,7 @@
 //! A running QEMU whose guest is to be moved away.
 use std::{
     fs::File,
-    io::{self, Read},
+    io::Read,
     net::Shutdown,
     os::{fd::AsFd, unix::net::UnixStream},
     path::Path,
@@ -25,6 +25,7 @@ use super::{
     memory::{self, Backend},
     migration::{self, Answers, STATE_FD, STATE_URI, Settings},
     qmp::Qmp,
+    state_channel::{self, QemusEnd, StateChannel},
     state_stream::{ToTheEnd, ToTheTrailer},
 };
 use crate::AttachOptions;
@@ -62,10 +63,10 @@ pub struct QemuSource {
     waiting: Option<(Arc<AtomicBool>, String)>,
     /// Our end of the channel that the device state comes through, beside the one that is read.
     channel: Option<UnixStream>,
-    /// QEMU's end of it, by its inode.
-    qemus_end: Option<u64>,
-    /// Both ends, ours first, of a channel that the will names, before there is a save.
-    promised: Option<(UnixStream, UnixStream)>,
+    /// QEMU's end of it.
+    qemus_end: Option<QemusEnd>,
+    /// A channel that the will names, before there is a save.
+    promised: Option<StateChannel>,
 }
 
 impl QemuSource {
@@ -132,8 +133,8 @@ impl QemuSource {
 
     fn restore_settings(&mut self) -> Result<(), GuestError> {
         let Some(settings) = self.settings.take() else { return Ok(()) };
-        if let Some(inode) = self.qemus_end.take() {
-            migration::wait_cleaned_up(self.qmp.pid(), inode);
+        if let Some(end) = self.qemus_end.take() {
+            end.wait_closed(self.qmp.pid());
         }
         settings.restore(&mut self.qmp)
     }
@@ -177,8 +178,6 @@ impl QemuSource {
             let _ = channel.shutdown(Shutdown::Both);
         }
         migration::cancel(&mut self.qmp, SAVE_WAIT)?;
-        // Left over only if `migrate` was refused; else QEMU has consumed it, and says so.
-        let _ = self.qmp.execute("closefd", json!({ "fdname": STATE_FD }));
         self.restore_settings()
     }
 }
@@ -283,11 +282,10 @@ impl SourceGuest for QemuSource {
         if self.is_running()? {
             return Err(GuestError("the guest runs: its device state can be saved only when it is stopped".to_owned()));
         }
-        let failed = |e: io::Error| GuestError(format!("a channel for the device state: {e}"));
-        let (ours, qemus) = self.promised.take().map_or_else(UnixStream::pair, Ok).map_err(failed)?;
-        ours.set_read_timeout(Some(SAVE_WAIT)).map_err(failed)?;
-        self.channel = Some(ours.try_clone().map_err(failed)?);
-        self.qemus_end = Some(inode_of(&qemus).map_err(failed)?);
+        let StateChannel { ours, qemus, name } = self.promised.take().map_or_else(StateChannel::open, Ok)?;
+        let prepared = ours.set_read_timeout(Some(SAVE_WAIT)).and_then(|()| ours.try_clone());
+        self.channel = Some(prepared.map_err(state_channel::failed)?);
+        self.qemus_end = Some(name);
         let answers = self.answers();
         let before = checks::run_state(&mut self.qmp)?;
         self.settings = Some(Settings::apply(&mut self.qmp, answers)?);
@@ -333,16 +331,9 @@ impl SourceGuest for QemuSource {
 
     fn last_will(&mut self) -> Result<String, GuestError> {
         let balloon = self.own_balloon.as_ref().map(|balloon| balloon.made().clone());
-        let failed = |e: io::Error| GuestError(format!("a channel for the device state: {e}"));
-        let pair = UnixStream::pair().map_err(failed)?;
-        let qemus_end = inode_of(&pair.1).map_err(failed)?;
-        self.promised = Some(pair);
+        let qemus_end = self.promised.insert(StateChannel::open()?).name;
         Will { settings: Settings::now(&mut self.qmp)?, qemus_end, balloon }.to_text()
     }
-}
-
-fn inode_of(socket: &UnixStream) -> io::Result<u64> {
-    Ok(rustix::fs::fstat(socket)?.st_ino)
 }
 
 impl Drop for QemuSource {
