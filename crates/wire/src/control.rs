@@ -1,27 +1,12 @@
 //! What the two sides say to each other on the control connection.
 use std::borrow::Cow;
-use std::ops::RangeInclusive;
 
 use crate::Error;
 use crate::frame::{FRAME_BYTES, Frame};
 use crate::guest::GuestDescription;
+use crate::kind::{Kind, MAX_REASON_BYTES, MAX_STATE_BYTES};
 use crate::reader::{Reader, Writer};
 
-/// The longest piece of device state in one message. Large enough that framing costs nothing, small enough to buffer.
-pub const MAX_STATE_BYTES: usize = 256 << 10;
-/// The longest payload of any message: that of a Hello with [`MAX_REGIONS`] regions whose names are as long as can be.
-pub const MAX_MESSAGE_BYTES: usize = HELLO_FIXED_BYTES + GuestDescription::BYTES_MAX;
-/// The most regions that a guest may have (8 NUMA nodes are common, hot-plugged memory adds some).
-pub const MAX_REGIONS: usize = 1024;
-/// A region is smaller than this: what 5-level page tables map to user space.
-pub const MAX_REGION_BYTES: u64 = 1 << 56;
-/// The longest name of a machine or region, as QEMU bounds its own.
-pub const MAX_NAME_BYTES: usize = 255;
-/// The longest text of a [`Refusal`]: a few lines on a terminal.
-pub const MAX_REASON_BYTES: usize = 4096;
-
-const _: () = assert!(MAX_STATE_BYTES <= MAX_MESSAGE_BYTES);
-const HELLO_FIXED_BYTES: usize = 2;
 const FLAG: u8 = 1;
 
 /// Why a side ends the session. The text is shown to the user as the other side's words.
@@ -235,71 +220,5 @@ pub(crate) fn fitting(reason: &str) -> Cow<'_, str> {
         Cow::Owned(clipped.replace(char::is_control, " "))
     } else {
         Cow::Borrowed(clipped)
-    }
-}
-
-/// The numbers of the messages, and what their payloads may measure.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-#[repr(u16)]
-pub(crate) enum Kind {
-    Hello = 1,
-    Welcome = 2,
-    RoundDone = 3,
-    Digest = 4,
-    DigestIs = 5,
-    State = 6,
-    StateEnd = 7,
-    Loaded = 8,
-    Go = 9,
-    Running = 10,
-    Abort = 11,
-}
-
-impl Kind {
-    pub(crate) fn of_number(number: u16) -> Option<Self> {
-        Some(match number {
-            1 => Kind::Hello,
-            2 => Kind::Welcome,
-            3 => Kind::RoundDone,
-            4 => Kind::Digest,
-            5 => Kind::DigestIs,
-            6 => Kind::State,
-            7 => Kind::StateEnd,
-            8 => Kind::Loaded,
-            9 => Kind::Go,
-            10 => Kind::Running,
-            11 => Kind::Abort,
-            _ => return None,
-        })
-    }
-
-    /// Checked before a payload is received, so that nothing is allocated for a length that no honest peer sends.
-    pub(crate) fn payload_sizes(self) -> RangeInclusive<usize> {
-        match self {
-            Kind::Hello => HELLO_FIXED_BYTES + GuestDescription::BYTES_MIN..=MAX_MESSAGE_BYTES,
-            Kind::Welcome | Kind::Loaded | Kind::Running => 0..=0,
-            Kind::RoundDone => 20..=20,
-            Kind::Digest | Kind::DigestIs => 32..=32,
-            Kind::State => 1..=MAX_STATE_BYTES,
-            Kind::StateEnd => 40..=40,
-            Kind::Go => 1..=1,
-            Kind::Abort => 2..=2 + MAX_REASON_BYTES,
-        }
-    }
-
-    fn name(self) -> &'static str {
-        match self {
-            Kind::Hello => "Hello",
-            Kind::Welcome => "Welcome",
-            Kind::RoundDone => "RoundDone",
-            Kind::Digest => "Digest",
-            Kind::DigestIs => "DigestIs",
-            Kind::State => "State",
-            Kind::StateEnd => "StateEnd",
-            Kind::Loaded => "Loaded",
-            Kind::Go => "Go",
-            Kind::Running => "Running",
-            Kind::Abort => "Abort",
-        }
     }
 }

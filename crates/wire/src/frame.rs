@@ -1,6 +1,6 @@
 //! The header of a control message: what comes, how long it is, and which one it is.
 use crate::Error;
-use crate::control::{Kind, MAX_MESSAGE_BYTES};
+use crate::kind::{Kind, MAX_MESSAGE_BYTES};
 use crate::reader::{Header, Reader};
 
 /// Size of a frame header: kind u16, reserved u16, payload length u32, id u64.

@@ -3,9 +3,16 @@ use std::collections::HashSet;
 use std::ops::RangeInclusive;
 
 use crate::Error;
-use crate::control::{MAX_NAME_BYTES, MAX_REGION_BYTES, MAX_REGIONS};
-use crate::packet::PAGE_BYTES;
 use crate::reader::{Reader, Writer};
+
+/// Bytes of a page on the wire, whatever the host's page size.
+pub const PAGE_BYTES: usize = 4096;
+/// The most regions that a guest may have (8 NUMA nodes are common, hot-plugged memory adds some).
+pub const MAX_REGIONS: usize = 1024;
+/// A region is smaller than this: what 5-level page tables map to user space.
+pub const MAX_REGION_BYTES: u64 = 1 << 56;
+/// The longest name of a machine or region, as QEMU bounds its own.
+pub const MAX_NAME_BYTES: usize = 255;
 
 /// One memory region of a guest. Names and sizes must be equal on both sides.
 #[derive(Debug, Clone, PartialEq, Eq)]

@@ -14,18 +14,17 @@ mod control;
 mod error;
 mod frame;
 mod guest;
+mod kind;
 mod packet;
 mod preamble;
 pub mod qemu;
 mod reader;
 pub mod relay;
 
-pub use control::{
-    MAX_MESSAGE_BYTES, MAX_NAME_BYTES, MAX_REASON_BYTES, MAX_REGION_BYTES, MAX_REGIONS, MAX_STATE_BYTES, Message,
-    Refusal,
-};
+pub use control::{Message, Refusal};
 pub use error::Error;
 pub use frame::{FRAME_BYTES, Frame};
-pub use guest::{GuestDescription, RegionDescription};
-pub use packet::{PACKET_BYTES, PAGE_BYTES, PAGES_PER_PACKET, Packet};
+pub use guest::{GuestDescription, MAX_NAME_BYTES, MAX_REGION_BYTES, MAX_REGIONS, PAGE_BYTES, RegionDescription};
+pub use kind::{MAX_MESSAGE_BYTES, MAX_REASON_BYTES, MAX_STATE_BYTES};
+pub use packet::{PACKET_BYTES, PAGES_PER_PACKET, Packet};
 pub use preamble::{MAX_CHANNELS, PREAMBLE_BYTES, Preamble, Role, Session, VERSION};

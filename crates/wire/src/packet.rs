@@ -1,10 +1,8 @@
 //! What travels on a data channel: a fixed header, then the pages that it announces.
 use crate::Error;
-use crate::control::{MAX_REGION_BYTES, MAX_REGIONS};
+use crate::guest::{MAX_REGION_BYTES, MAX_REGIONS, PAGE_BYTES};
 use crate::reader::{Header, Reader};
 
-/// Bytes of a page on the wire, whatever the host's page size.
-pub const PAGE_BYTES: usize = 4096;
 /// Pages that one packet can speak of: a window of this many, aligned to as many.
 pub const PAGES_PER_PACKET: u64 = 128;
 /// Size of an encoded packet header in bytes.

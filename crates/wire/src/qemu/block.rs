@@ -3,7 +3,7 @@ use std::ops::Range;
 
 use super::fields::put_name;
 use super::{Configuration, Name};
-use crate::control::{MAX_REGION_BYTES, MAX_REGIONS};
+use crate::guest::{MAX_REGION_BYTES, MAX_REGIONS};
 use crate::reader::Reader;
 use crate::{Error, PAGE_BYTES};
 

@@ -1,6 +1,6 @@
 //! What travels on a multifd channel: a greeting, then packets (section 6).
 use super::{Name, Step};
-use crate::control::MAX_REGION_BYTES;
+use crate::guest::MAX_REGION_BYTES;
 use crate::preamble::MAX_CHANNELS;
 use crate::reader::{Header, Reader};
 use crate::{Error, PAGE_BYTES, PAGES_PER_PACKET};

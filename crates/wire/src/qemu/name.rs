@@ -4,7 +4,7 @@ use std::fmt;
 use std::ops::Deref;
 
 use crate::Error;
-use crate::control::MAX_NAME_BYTES;
+use crate::guest::MAX_NAME_BYTES;
 use crate::reader::check_printable;
 
 /// A name as it can stand in a stream: 1 to 255 bytes of UTF-8 without control characters.

@@ -1,7 +1,7 @@
 //! What the main stream is made of (section 1.2).
 use super::{Block, Command, Configuration, Name, Page};
 use crate::Error;
-use crate::control::MAX_REGION_BYTES;
+use crate::guest::MAX_REGION_BYTES;
 use crate::reader::Reader;
 
 /// The longest that [`Step::More`] ever asks for: a command with 65535 bytes of data.

@@ -1,6 +1,7 @@
 //! What is said on the control connection of a link.
 use super::MAX_CONNECTIONS;
-use crate::control::{MAX_REASON_BYTES, fitting};
+use crate::control::fitting;
+use crate::kind::MAX_REASON_BYTES;
 use crate::reader::{Header, Reader};
 use crate::{Error, Refusal};
 

@@ -1,0 +1,81 @@
+//! Which messages there are, and how long each may be.
+use std::ops::RangeInclusive;
+
+use crate::guest::GuestDescription;
+
+/// The longest piece of device state in one message. Large enough that framing costs nothing, small enough to buffer.
+pub const MAX_STATE_BYTES: usize = 256 << 10;
+/// The longest payload of any message: that of a Hello with [`MAX_REGIONS`](crate::MAX_REGIONS) regions whose names are as long as can be.
+pub const MAX_MESSAGE_BYTES: usize = HELLO_FIXED_BYTES + GuestDescription::BYTES_MAX;
+/// The longest text of a [`Refusal`](crate::Refusal): a few lines on a terminal.
+pub const MAX_REASON_BYTES: usize = 4096;
+
+const _: () = assert!(MAX_STATE_BYTES <= MAX_MESSAGE_BYTES);
+/// Of a Hello, what is not the description of the guest.
+const HELLO_FIXED_BYTES: usize = 2;
+
+/// The numbers of the messages, and what their payloads may measure.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[repr(u16)]
+pub(crate) enum Kind {
+    Hello = 1,
+    Welcome = 2,
+    RoundDone = 3,
+    Digest = 4,
+    DigestIs = 5,
+    State = 6,
+    StateEnd = 7,
+    Loaded = 8,
+    Go = 9,
+    Running = 10,
+    Abort = 11,
+}
+
+impl Kind {
+    pub(crate) fn of_number(number: u16) -> Option<Self> {
+        Some(match number {
+            1 => Kind::Hello,
+            2 => Kind::Welcome,
+            3 => Kind::RoundDone,
+            4 => Kind::Digest,
+            5 => Kind::DigestIs,
+            6 => Kind::State,
+            7 => Kind::StateEnd,
+            8 => Kind::Loaded,
+            9 => Kind::Go,
+            10 => Kind::Running,
+            11 => Kind::Abort,
+            _ => return None,
+        })
+    }
+
+    /// Checked before a payload is received, so that nothing is allocated for a length that no honest peer sends.
+    pub(crate) fn payload_sizes(self) -> RangeInclusive<usize> {
+        match self {
+            Kind::Hello => HELLO_FIXED_BYTES + GuestDescription::BYTES_MIN..=MAX_MESSAGE_BYTES,
+            Kind::Welcome | Kind::Loaded | Kind::Running => 0..=0,
+            Kind::RoundDone => 20..=20,
+            Kind::Digest | Kind::DigestIs => 32..=32,
+            Kind::State => 1..=MAX_STATE_BYTES,
+            Kind::StateEnd => 40..=40,
+            Kind::Go => 1..=1,
+            Kind::Abort => 2..=2 + MAX_REASON_BYTES,
+        }
+    }
+
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Kind::Hello => "Hello",
+            Kind::Welcome => "Welcome",
+            Kind::RoundDone => "RoundDone",
+            Kind::Digest => "Digest",
+            Kind::DigestIs => "DigestIs",
+            Kind::State => "State",
+            Kind::StateEnd => "StateEnd",
+            Kind::Loaded => "Loaded",
+            Kind::Go => "Go",
+            Kind::Running => "Running",
+            Kind::Abort => "Abort",
+        }
+    }
+}
