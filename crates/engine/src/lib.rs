@@ -23,6 +23,7 @@ mod scan;
 mod snapshot;
 mod source;
 mod transport;
+mod unplug;
 
 pub use destination::receive_guest;
 pub use error::{Error, Outcome};

@@ -17,7 +17,7 @@ use crate::{
     guest::{Place, SourceGuest},
     page_map::PageMap,
     scan::Scanner,
-    source::unplug,
+    unplug::unplug,
 };
 
 /// How long what was sent may take to arrive while the guest runs: a thin link with deep buffers is slow, not dead.

@@ -12,18 +12,13 @@ use transship_wire::{PACKET_BYTES, PAGE_BYTES, PAGES_PER_PACKET, Packet};
 
 use super::{
     decoding::{Job, Lane, Origin, Unpacker},
+    event::ChannelEvent,
     place::Place,
 };
 use crate::{Error, Progress, cpu, transport::Connection};
 
 /// Pages that are read from the socket before they are written into place: 256 KiB stay in a core's second-level cache.
 const PAGES_PER_READ: u32 = 64;
-
-/// What a channel's thread tells the main thread.
-pub(super) enum ChannelEvent {
-    RoundEnd { round: u32, pages: u64, zero: u64, bytes: u64, cpu_seconds: f64 },
-    Failed(Error),
-}
 
 /// All channel threads; dropping it ends them.
 pub(super) struct Channels {

@@ -20,7 +20,7 @@ use transship_ring::{
 };
 use transship_wire::PAGE_BYTES;
 
-use super::{channel::ChannelEvent, place::Place};
+use super::{event::ChannelEvent, place::Place};
 use crate::{Error, cpu};
 
 /// Packets that wait at each decoder for each channel.

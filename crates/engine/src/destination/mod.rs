@@ -2,6 +2,7 @@
 pub(crate) mod accept;
 mod channel;
 mod decoding;
+mod event;
 mod place;
 mod state;
 
@@ -22,8 +23,9 @@ use crate::{
     guest::DestinationGuest,
     source::finish,
 };
-use channel::{ChannelEvent, Channels};
+use channel::Channels;
 use decoding::{Decoders, Origin};
+use event::ChannelEvent;
 use place::Place;
 
 /// How long a source that was told `Loaded` may take to say `Go`; it has nothing left to do. A source that dies closes its

@@ -8,7 +8,7 @@ use super::{
     Format, SaveOptions, Then,
     mapped::MappedFile,
     moment::{Copies, Failure, Moment, TICK},
-    output::RegionBlock,
+    regions::RegionBlock,
     save::Saving,
     state::DeviceState,
     writer::{DEPTH, Written},

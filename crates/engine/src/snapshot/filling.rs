@@ -31,6 +31,8 @@ use crate::{
     page_map::{PageMap, runs, window_mask},
 };
 
+/// Threads that serve those who wait: as many of the guest's vCPUs can wait for the disk at once.
+pub(super) const URGENT_THREADS: usize = 4;
 /// How often an urgent thread looks whether it is over.
 const TICK: Duration = Duration::from_millis(50);
 /// Pages about one that somebody waits for that are brought with it: 128 KiB.

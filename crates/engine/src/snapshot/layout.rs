@@ -11,7 +11,7 @@
 //! All pages begin at multiples of 1 MiB, so that direct I/O reaches them on any device.
 use transship_wire::qemu::{Block, Command, Configuration, Geometry, Mapped, Name, Piece, StreamWriter, bitmap_bytes};
 
-use super::{output::RegionBlock, state::DeviceState};
+use super::{regions::RegionBlock, state::DeviceState};
 use crate::Error;
 
 /// Room for everything before the first region's bitmap: the header, a configuration with the longest name, an entry of the list. They come

@@ -17,15 +17,13 @@ use transship_memory::PAGE_BYTES;
 
 use super::{
     Format,
-    filling::{Event, Filling, check_units},
+    filling::{Event, Filling, URGENT_THREADS, check_units},
     open::Snapshot,
-    restore::{Huge, Plan, Restore},
+    plan::Plan,
+    restoring::{Huge, Restore},
     stand_in::{EndOnDrop, Ending, StandIn, TakeOver},
 };
 use crate::{Error, LazyReport, Phase, fail_point, guest::GuestError};
-
-/// Threads that serve those who wait: as many of the guest's vCPUs can wait for the disk at once.
-pub(super) const URGENT_THREADS: usize = 4;
 
 /// Restores from a file whose pages have their places.
 pub(super) fn restore(

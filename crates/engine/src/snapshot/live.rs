@@ -13,7 +13,7 @@ use crate::{
     free::FreePages,
     guest::SourceGuest,
     scan::Scanner,
-    source::unplug,
+    unplug::unplug,
 };
 
 /// What is written in each round.

@@ -6,7 +6,8 @@ use transship_memory::{Freeing, GuestMemory, PAGE_BYTES};
 use super::{
     SaveOptions,
     layout::{Around, Layout},
-    output::{Output, RegionBlock},
+    output::Output,
+    regions::RegionBlock,
     state::DeviceState,
     target::Target,
     writer::{Writers, Written},

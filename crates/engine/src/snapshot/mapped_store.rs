@@ -1,18 +1,12 @@
 //! A mapped-ram file whose pages come from a stream: each goes to its place, in any order and as often as it likes.
-use std::sync::{
-    Arc, Mutex, MutexGuard, RwLock,
-    atomic::{
-        AtomicBool, AtomicUsize,
-        Ordering::{AcqRel, Acquire, Relaxed},
-    },
-};
+use std::sync::{Arc, Mutex, MutexGuard};
 
-use transship_memory::{FileIo, PAGE_BYTES, PageRange, Turns};
+use transship_memory::FileIo;
 use transship_wire::qemu::{Block, Configuration, bitmap_bytes};
 
 use super::{
-    content::Content,
-    layout::{Around, Layout},
+    layout::Around,
+    mapped_file::MappedFile,
     mapped_writer::MappedWriter,
     state::DeviceState,
     store::{FileStore, PageWriter, Store},
@@ -20,46 +14,12 @@ use super::{
 };
 use crate::{Error, FileReport, Progress};
 
-const PAGE: u64 = PAGE_BYTES as u64;
-/// All blocks together; no file is longer.
-const MAX_BYTES: u64 = 1 << 60;
-
-/// The file and what it holds.
+/// The file, and what is in it beside pages.
 pub(crate) struct MappedStore {
-    pub(super) target: Target,
+    file: Arc<MappedFile>,
     configuration: Configuration,
     ram_section: u32,
-    /// By block. Only the main stream's reader writes, when it comes to a list.
-    blocks: RwLock<Blocks>,
     around: Mutex<Beside>,
-    /// How the kernel is asked, and whether that is io_uring.
-    pub(super) io: FileIo,
-    is_uring: AtomicBool,
-    /// Of the writers through the page cache.
-    pub(super) turns: Turns,
-    /// Writers with something that is not known to be in the file. One that is given up leaves it counted: what it had may be missing. Its last
-    /// change by a writer goes before the look at it in `complete`.
-    unfinished: AtomicUsize,
-}
-
-struct Blocks {
-    layout: Layout,
-    list: Vec<Place>,
-}
-
-/// Where a block's pages are, and which.
-pub(super) struct Place {
-    pages_offset: u64,
-    bytes: u64,
-    pages: Mutex<Pages>,
-}
-
-#[derive(Default)]
-struct Pages {
-    /// The file's bitmap.
-    content: Content,
-    /// All that were ever written.
-    written: Content,
 }
 
 /// What is no page.
@@ -73,91 +33,22 @@ impl MappedStore {
     /// A file of a machine as `configuration` describes it. `ram_section`: the number that no section behind the memory has.
     /// `io`: how the kernel is asked to write pages.
     pub(crate) fn begin(target: Target, configuration: &Configuration, ram_section: u32, io: FileIo) -> Self {
-        let layout = Layout::new(target.offset(), &[]);
-        let blocks = RwLock::new(Blocks { layout, list: Vec::new() });
-        Self {
-            target,
-            configuration: configuration.clone(),
-            ram_section,
-            blocks,
-            around: Mutex::default(),
-            io,
-            is_uring: AtomicBool::new(false),
-            turns: Turns::default(),
-            unfinished: AtomicUsize::new(0),
-        }
+        let file = Arc::new(MappedFile::new(target, io));
+        Self { file, configuration: configuration.clone(), ram_section, around: Mutex::default() }
     }
 
-    pub(super) fn with<T>(&self, block: usize, act: impl FnOnce(&Place) -> T) -> T {
-        let blocks = self.blocks.read().unwrap_or_else(|poisoned| poisoned.into_inner());
-        act(&blocks.list[block])
-    }
-}
-
-impl MappedStore {
-    /// A writer asks the kernel by io_uring, or not.
-    pub(super) fn note_io(&self, is_uring: bool) {
-        self.is_uring.store(is_uring, Relaxed);
-    }
-
-    pub(super) fn begin_unfinished(&self) {
-        self.unfinished.fetch_add(1, AcqRel);
-    }
-
-    pub(super) fn end_unfinished(&self) {
-        self.unfinished.fetch_sub(1, AcqRel);
-    }
-
-    /// What a page is; everything that was stored of it is in the file, through the page cache or past it.
-    pub(super) fn read_page(&self, block: usize, page: u64, into: &mut [u8; PAGE_BYTES]) -> Result<(), Error> {
-        self.with(block, |place| {
-            if place.pages().content.contains(page) {
-                return self.target.read_at(into, place.byte_of(page));
-            }
-            into.fill(0);
-            Ok(())
-        })
-    }
-}
-
-impl Place {
-    fn pages(&self) -> MutexGuard<'_, Pages> {
-        self.pages.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
-    }
-
-    /// Where in the file a page is.
-    pub(super) fn byte_of(&self, page: u64) -> u64 {
-        self.pages_offset + page * PAGE
-    }
-
-    pub(super) fn note_content(&self, range: PageRange) {
-        let mut known = self.pages();
-        known.content.insert(range);
-        known.written.insert(range);
-    }
-
-    pub(super) fn note_zero(&self, range: PageRange) {
-        self.pages().content.remove(range);
+    fn beside(&self) -> MutexGuard<'_, Beside> {
+        self.around.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
     }
 }
 
 impl Store for MappedStore {
     fn list(&self, blocks: &[Block]) -> Result<(), Error> {
-        let mut known = self.blocks.write().unwrap_or_else(|poisoned| poisoned.into_inner());
-        for block in blocks {
-            if known.layout.end().saturating_add(block.used_bytes) > MAX_BYTES {
-                return Err(Error::File(format!("blocks up to {:?} are longer than any file", &*block.name)));
-            }
-            let pages_offset = known.layout.push(&block.name, block.used_bytes);
-            known.list.push(Place { pages_offset, bytes: block.used_bytes, pages: Mutex::default() });
-        }
-        let end = known.layout.end();
-        self.target.expect(end - self.target.offset());
-        self.target.set_length(end)
+        self.file.add(blocks)
     }
 
     fn writer(self: Arc<Self>) -> Result<Box<dyn PageWriter>, Error> {
-        Ok(Box::new(MappedWriter::new(self)?))
+        Ok(Box::new(MappedWriter::new(Arc::clone(&self.file))?))
     }
 
     fn early(&self, bytes: &[u8]) -> Result<(), Error> {
@@ -172,22 +63,16 @@ impl Store for MappedStore {
     fn last(&self) {}
 }
 
-impl MappedStore {
-    fn beside(&self) -> MutexGuard<'_, Beside> {
-        self.around.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
-    }
-}
-
 impl FileStore for MappedStore {
-    fn complete(&self, tail: &[u8], file: &mut FileReport, progress: &Progress) -> Result<(), Error> {
-        if self.unfinished.load(Acquire) != 0 {
+    fn complete(&self, tail: &[u8], report: &mut FileReport, progress: &Progress) -> Result<(), Error> {
+        if !self.file.is_finished() {
             return Err(Error::File(
                 "pages are on their way to a file that is to be complete: a bug of transship".into(),
             ));
         }
-        file.direct_io = self.target.is_direct();
-        file.direct_io_refused = self.target.refused().map(str::to_owned);
-        file.io_uring = self.is_uring.load(Relaxed);
+        report.direct_io = self.file.target.is_direct();
+        report.direct_io_refused = self.file.target.refused().map(str::to_owned);
+        report.io_uring = self.file.is_uring();
         let Beside { early, switchover } = std::mem::take(&mut *self.beside());
         let state = DeviceState {
             configuration: self.configuration.clone(),
@@ -197,26 +82,26 @@ impl FileStore for MappedStore {
             switchover_start: switchover,
             tail: tail.to_vec(),
         };
-        let blocks = self.blocks.read().unwrap_or_else(|poisoned| poisoned.into_inner());
+        let blocks = self.file.blocks();
         let Around { pieces, .. } = blocks.layout.around(&state)?;
         for (place, at) in blocks.list.iter().zip(blocks.layout.bitmaps()) {
             let known = place.pages();
-            file.pages_stored += known.content.count();
+            report.pages_stored += known.content.count();
             for (offset, bytes) in known.content.bitmap(bitmap_bytes(place.bytes)) {
-                self.target.write_at(&bytes, at + offset)?;
+                self.file.target.write_at(&bytes, at + offset)?;
             }
             for range in known.written.without(&known.content) {
                 if progress.is_cancelled() {
                     return Err(Error::Cancelled);
                 }
-                self.target.punch(place.pages_offset + range.first * PAGE, range.bytes())?;
-                file.pages_freed += range.count;
+                self.file.target.punch(place.byte_of(range.first), range.bytes())?;
+                report.pages_freed += range.count;
             }
         }
         let (head, rest) = pieces.split_first().ok_or_else(|| Error::File("an empty snapshot".into()))?;
-        rest.iter().try_for_each(|piece| self.target.write_at(&piece.bytes, piece.position))?;
-        self.target.complete(&head.bytes, progress)?;
-        (file.bytes, file.allocated) = self.target.size()?;
+        rest.iter().try_for_each(|piece| self.file.target.write_at(&piece.bytes, piece.position))?;
+        self.file.target.complete(&head.bytes, progress)?;
+        (report.bytes, report.allocated) = self.file.target.size()?;
         Ok(())
     }
 }
@@ -227,12 +112,13 @@ mod tests {
     use std::os::unix::fs::FileExt;
 
     use proptest::{collection::vec, prelude::*};
-    use transship_memory::{FileQueue, GuestMemory};
+    use transship_memory::{FileQueue, GuestMemory, PAGE_BYTES, PageRange};
     use transship_wire::qemu::Name;
 
     use super::*;
     use crate::snapshot::{DirectIo, FileUri};
 
+    const PAGE: u64 = PAGE_BYTES as u64;
     /// More than a room has, and not a multiple of anything.
     const PAGES: [u64; 2] = [700, 333];
 
@@ -334,7 +220,7 @@ mod tests {
 
     /// What the file says that the memory is.
     fn read_back(store: &MappedStore, file: &std::fs::File) -> Vec<Vec<u8>> {
-        let blocks = store.blocks.read().unwrap();
+        let blocks = store.file.blocks();
         let places = blocks.list.iter().zip(blocks.layout.bitmaps());
         places
             .map(|(place, bitmap_offset)| {

@@ -7,12 +7,12 @@
 //! ```
 //!
 //! A buffer is filled again when the disk has all of it.
-use std::sync::Arc;
+use std::{os::fd::OwnedFd, sync::Arc};
 
 use transship_memory::{FileIo, FileQueue, GuestMemory, PAGE_BYTES, PageBuffer, PageRange};
 use transship_wire::qemu::{MAX_PACKET_PAGES, xbzrle};
 
-use super::{mapped_store::MappedStore, store::PageWriter, writer::DEPTH};
+use super::{mapped_file::MappedFile, store::PageWriter, writer::DEPTH};
 use crate::Error;
 
 /// Buffers of one thread at most, as far as it needs them. Each is as large as a packet's pages (512 KiB), so that there are 4 MiB for each channel of
@@ -21,7 +21,7 @@ const MOST_BUFFERS: usize = 8;
 
 /// A queue of its own, and the buffers that what is in it comes from.
 pub(super) struct MappedWriter {
-    store: Arc<MappedStore>,
+    file: Arc<MappedFile>,
     queue: FileQueue,
     /// The last one is the room.
     buffers: Vec<Arc<PageBuffer>>,
@@ -32,29 +32,29 @@ pub(super) struct MappedWriter {
 }
 
 impl MappedWriter {
-    pub(super) fn new(store: Arc<MappedStore>) -> Result<Self, Error> {
-        let (target, how) = (&store.target, store.io);
-        let queue = new_queue(&store, target.page_descriptor()?, DEPTH, how)?;
-        store.note_io(queue.is_uring());
+    pub(super) fn new(file: Arc<MappedFile>) -> Result<Self, Error> {
+        let (target, how) = (&file.target, file.io);
+        let queue = new_queue(&file, target.page_descriptor()?, DEPTH, how)?;
+        file.note_io(queue.is_uring());
         let cached = !target.is_direct() && !queue.is_uring();
-        Ok(Self { store, queue, buffers: Vec::new(), unfinished: false, cached })
+        Ok(Self { file, queue, buffers: Vec::new(), unfinished: false, cached })
     }
 
     /// From now on what it writes can be read soon after: it stays in the page cache.
     fn keep_in_cache(&mut self) -> Result<(), Error> {
         if !self.cached {
             self.finish()?;
-            self.queue = new_queue(&self.store, self.store.target.cached_descriptor()?, 1, FileIo::Plain)?;
+            self.queue = new_queue(&self.file, self.file.target.cached_descriptor()?, 1, FileIo::Plain)?;
             self.cached = true;
         }
         Ok(())
     }
 }
 
-fn new_queue(store: &MappedStore, file: std::os::fd::OwnedFd, depth: u16, how: FileIo) -> Result<FileQueue, Error> {
-    let queue = FileQueue::new(GuestMemory::new(Vec::new()), file, depth, how)
+fn new_queue(file: &MappedFile, descriptor: OwnedFd, depth: u16, how: FileIo) -> Result<FileQueue, Error> {
+    let queue = FileQueue::new(GuestMemory::new(Vec::new()), descriptor, depth, how)
         .map_err(|source| Error::Io { what: "prepare to write pages".into(), source })?;
-    Ok(queue.taking(&store.turns))
+    Ok(queue.taking(&file.turns))
 }
 
 impl PageWriter for MappedWriter {
@@ -67,7 +67,7 @@ impl PageWriter for MappedWriter {
             if self.buffers.len() < MOST_BUFFERS {
                 break Arc::new(PageBuffer::new(pages.max(MAX_PACKET_PAGES)));
             }
-            self.queue.wait_for_one().map_err(|error| self.store.target.failed_pages(error))?;
+            self.queue.wait_for_one().map_err(|error| self.file.target.failed_pages(error))?;
         };
         let fits = if free.pages() < pages { Arc::new(PageBuffer::new(pages)) } else { free };
         self.buffers.push(fits);
@@ -81,20 +81,20 @@ impl PageWriter for MappedWriter {
 
     fn store(&mut self, at: usize, block: usize, pages: PageRange) -> Result<(), Error> {
         if !std::mem::replace(&mut self.unfinished, true) {
-            self.store.begin_unfinished();
+            self.file.begin_unfinished();
         }
-        let (store, queue) = (&self.store, &mut self.queue);
+        let (file, queue) = (&self.file, &mut self.queue);
         let room = self.buffers.last().expect("pages are put into it before they are stored");
-        store.with(block, |place| {
+        file.with(block, |place| {
             let written = queue.write_shared(room, at..at + pages.count as usize, place.byte_of(pages.first));
-            written.map_err(|error| store.target.failed_pages(error))?;
+            written.map_err(|error| file.target.failed_pages(error))?;
             place.note_content(pages);
             Ok(())
         })
     }
 
     fn clear(&mut self, block: usize, pages: PageRange) -> Result<(), Error> {
-        self.store.with(block, |place| place.note_zero(pages));
+        self.file.with(block, |place| place.note_zero(pages));
         Ok(())
     }
 
@@ -102,16 +102,16 @@ impl PageWriter for MappedWriter {
         // Who sends differences sends many, and each needs what the page was before.
         self.keep_in_cache()?;
         let (number, mut page) = (offset / PAGE_BYTES as u64, [0; PAGE_BYTES]);
-        self.store.read_page(block, number, &mut page)?;
+        self.file.read_page(block, number, &mut page)?;
         xbzrle::decode(delta, 0, &mut page).map_err(|error| Error::File(error.to_string()))?;
         self.room(1)?.copy_from_slice(&page);
         self.store(0, block, PageRange::new(number, 1))
     }
 
     fn finish(&mut self) -> Result<(), Error> {
-        self.queue.finish().map_err(|error| self.store.target.failed_pages(error))?;
+        self.queue.finish().map_err(|error| self.file.target.failed_pages(error))?;
         if std::mem::take(&mut self.unfinished) {
-            self.store.end_unfinished();
+            self.file.end_unfinished();
         }
         Ok(())
     }

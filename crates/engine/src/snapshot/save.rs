@@ -8,7 +8,8 @@ use super::{
     DirectIo, Format, SaveOptions, Then, Way,
     live::Rounds,
     mapped::MappedFile,
-    output::{Output, RegionBlock, region_blocks},
+    output::Output,
+    regions::{RegionBlock, region_blocks},
     state::{DeviceState, machine_name},
     stream::StreamFile,
     target::Target,
@@ -17,7 +18,8 @@ use super::{
 use crate::{
     Error, FileReport, Phase, Progress, Report, fail_point,
     guest::SourceGuest,
-    source::{finish, take_back, unplug},
+    source::{finish, take_back},
+    unplug::unplug,
 };
 
 /// Saves the guest's memory and device state to a file that a stock QEMU loads.

@@ -16,7 +16,7 @@ use super::{
     pieces::{PieceReader, Pieces},
     recompose::Recomposer,
     records::Records,
-    restore::{Huge, Restore},
+    restoring::{Huge, Restore},
 };
 use crate::{Error, Phase, Progress, RoundReport, fail_point, guest::StateFormat, page_map::PageMap};
 

@@ -13,8 +13,7 @@ use serde::{Deserialize, Serialize};
 use transship_memory::{Area, Error as MemoryError, Missing};
 
 use super::{
-    filling::{Event, Filling, check_units},
-    lazy::URGENT_THREADS,
+    filling::{Event, Filling, URGENT_THREADS, check_units},
     open::{Opened, Snapshot, read},
     origin::{Origin, wrong},
     pages::Source,

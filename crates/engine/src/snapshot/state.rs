@@ -8,7 +8,7 @@ use transship_wire::qemu::{
     StreamReader, StreamWriter, bitmap_bytes, describe,
 };
 
-use super::{output::RegionBlock, target::Target};
+use super::{regions::RegionBlock, target::Target};
 use crate::{
     Error,
     guest::{GuestError, SourceGuest, StateFormat},

@@ -16,7 +16,8 @@ use transship_memory::{Freeing, GuestMemory, PAGE_BYTES, PageRange, PageSet, Wri
 use transship_wire::qemu::{Block, Command, Configuration, Name, StreamWriter};
 
 use super::{
-    output::{Output, RegionBlock},
+    output::Output,
+    regions::RegionBlock,
     state::DeviceState,
     target::Target,
     writer::{Written, zero_pages},

@@ -4,24 +4,16 @@ mod sender;
 mod session;
 mod switchover;
 
-use std::{
-    sync::Arc,
-    time::{Duration, Instant},
-};
+use std::{sync::Arc, time::Instant};
 
 use crate::{
-    Error, MoveOptions, Phase, Progress, Report, Status, Uri,
-    control::TICK,
-    cpu,
+    Error, MoveOptions, Phase, Progress, Report, Status, Uri, cpu,
     forecast::{Aim, Medium},
     guest::SourceGuest,
     rounds::{Course, Rounds},
 };
 use session::Session;
 pub(crate) use switchover::take_back;
-
-/// How long the guest may take to let go of a device: where it is asked by the button of a slot, it waits 5 s for a second thought.
-const UNPLUG_TIMEOUT: Duration = Duration::from_secs(20);
 
 /// Moves the guest to the `transship receive` that listens at `to`.
 ///
@@ -54,23 +46,6 @@ pub fn move_guest(
         guest.plug_back();
     }
     finish(result, begin, progress, report)
-}
-
-/// Unplugs what the guest can't take along, unless somebody ends it. It runs, and there is a scan to come: what it writes meanwhile is in that.
-pub(crate) fn unplug(guest: &mut dyn SourceGuest, is_cancelled: &dyn Fn() -> bool) -> Result<(), Error> {
-    let deadline = Instant::now() + UNPLUG_TIMEOUT;
-    while !guest.unplug(Instant::now() + TICK)? {
-        if is_cancelled() {
-            return Err(Error::Cancelled);
-        }
-        if Instant::now() > deadline {
-            let seconds = UNPLUG_TIMEOUT.as_secs();
-            let why =
-                format!("it has not let go of a device that can't go with it within {seconds} s; does its system run?");
-            return Err(Error::Unfit(format!("the guest runs on here: {why}")));
-        }
-    }
-    Ok(())
 }
 
 /// The end of either side: what follows from the result and the rest goes into the report.
