@@ -11,8 +11,8 @@ use transship_engine::guest::GuestError;
 
 use super::{
     balloon::Made,
-    checks,
     destination::pause,
+    machine,
     migration::{self, Settings},
     qmp::{self, Qmp},
     state_channel::QemusEnd,
@@ -64,7 +64,7 @@ pub(crate) fn settle(socket: &Path, will: &str, run: bool) -> Result<(), GuestEr
             None
         }
     };
-    if run && checks::run_state(&mut qmp)? != "running" {
+    if run && machine::run_state(&mut qmp)? != "running" {
         qmp.execute("cont", json!({}))?;
     }
     match balloon {

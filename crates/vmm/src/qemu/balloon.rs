@@ -12,7 +12,7 @@ use serde_json::{Map, Value, json};
 use transship_engine::guest::GuestError;
 
 use super::{
-    checks::{self, Device},
+    machine::{self, Device},
     qmp::{self, Qmp, QmpError},
 };
 
@@ -68,7 +68,7 @@ impl OwnBalloon {
     pub(super) fn find(qmp: &mut Qmp, socket: &Path) -> Result<Self, GuestError> {
         let refused = |why: &str| GuestError(format!("balloon {}: {why}", socket.display()));
         let mut found = None;
-        for device in checks::devices(qmp, checks::may_be_anything)? {
+        for device in machine::devices(qmp, machine::may_be_anything)? {
             if connects_to(qmp, &device, socket)? {
                 found = Some(device);
             }
@@ -93,7 +93,7 @@ impl OwnBalloon {
         }
         let made = Made::read(&device, get)?;
         made.check_connected(qmp)?;
-        if checks::run_state(qmp)? != "running" {
+        if machine::run_state(qmp)? != "running" {
             return Err(refused(
                 "QEMU can't save this device, and a guest that stands still can't let go of it; let the guest run, or unplug it: device_del",
             ));

@@ -12,7 +12,7 @@ use transship_memory::{Access, GuestMemory, Missing, Region};
 use transship_wire::GuestDescription;
 
 use super::{
-    checks, cont_by_hand, describe, faults,
+    checks, cont_by_hand, describe, faults, machine,
     memory::{self, Backend},
     migration::{self, Answers, STATE_FD, STATE_URI, Settings},
     qmp::Qmp,
@@ -89,7 +89,7 @@ impl QemuDestination {
 
     /// What must hold before the source may give the guest up.
     fn check_loaded_and_stopped(&mut self) -> Result<(), GuestError> {
-        match checks::run_state(&mut self.qmp)?.as_str() {
+        match machine::run_state(&mut self.qmp)?.as_str() {
             "inmigrate" => {
                 Err(GuestError("QEMU calls the device state loaded, but still waits for a guest".to_owned()))
             }
@@ -157,7 +157,7 @@ impl DestinationGuest for QemuDestination {
             return self.check_loaded_and_stopped();
         }
         self.qmp.execute("cont", json!({}))?;
-        match checks::run_state(&mut self.qmp)?.as_str() {
+        match machine::run_state(&mut self.qmp)?.as_str() {
             "running" => Ok(()),
             other => Err(GuestError(format!("QEMU did not start the guest, it is {other:?}"))),
         }
@@ -171,7 +171,7 @@ impl DestinationGuest for QemuDestination {
 /// Has QEMU stop its guest, if it can.
 pub(super) fn pause(qmp: &mut Qmp) -> Result<(), GuestError> {
     qmp.execute_within("stop", PAUSE_WAIT)?;
-    match checks::run_state(qmp)?.as_str() {
+    match machine::run_state(qmp)?.as_str() {
         "running" => Err(GuestError("QEMU runs its guest again right after it was stopped".to_owned())),
         _ => Ok(()),
     }

@@ -9,7 +9,7 @@ use std::{
     fs::{self, OpenOptions},
     io,
     os::{
-        fd::{AsFd, OwnedFd, RawFd},
+        fd::{AsFd, OwnedFd},
         unix::fs::MetadataExt,
     },
 };
@@ -18,40 +18,11 @@ use serde_json::json;
 use transship_engine::guest::GuestError;
 
 use super::{
-    inject::{InjectError, userfaultfd_of},
+    inject::{Faults, InjectError, userfaultfd_of},
     qmp::Qmp,
 };
 
-/// Lets an unprivileged process make a userfaultfd.
-const UFFD_USER_MODE_ONLY: u64 = 1;
-/// Makes a userfaultfd, as an ioctl on /dev/userfaultfd.
-const USERFAULTFD_IOC_NEW: u64 = 0xaa00;
 const DEVICE: &str = "/dev/userfaultfd";
-
-/// Whose faults a userfaultfd is to see, and so how it is made.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Faults {
-    /// Those of the program itself. Any process may make this one.
-    Users,
-    /// Those of the kernel too. Needs a right of the process.
-    All,
-    /// The same, made by the process's descriptor of /dev/userfaultfd. Needs nothing but that descriptor.
-    AllByDevice(RawFd),
-}
-
-impl Faults {
-    /// The system call: its number and arguments.
-    pub(super) fn call(self) -> (i64, [u64; 3]) {
-        let flags = libc::O_CLOEXEC as u64;
-        // Who waits for faults polls, which the kernel allows only on one that does not block.
-        let all = flags | libc::O_NONBLOCK as u64;
-        match self {
-            Self::Users => (libc::SYS_userfaultfd, [flags | UFFD_USER_MODE_ONLY, 0, 0]),
-            Self::All => (libc::SYS_userfaultfd, [all, 0, 0]),
-            Self::AllByDevice(device) => (libc::SYS_ioctl, [device as u64, USERFAULTFD_IOC_NEW, all]),
-        }
-    }
-}
 
 /// A userfaultfd for tracking.
 pub(super) fn for_users(qmp: &Qmp) -> Result<OwnedFd, GuestError> {

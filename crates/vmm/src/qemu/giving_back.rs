@@ -9,7 +9,7 @@ use serde_json::json;
 use transship_engine::guest::GuestError;
 
 use super::{
-    checks,
+    machine,
     qmp::{Qmp, QmpError},
 };
 
@@ -45,9 +45,9 @@ impl Balloon {
 /// Refuses a guest that may give memory back at any time.
 pub(super) fn refuse(qmp: &mut Qmp) -> Result<(), GuestError> {
     // Of a device that only its other process knows it can't be told; a balloon is what it most likely is.
-    let at_any_time = |kind: &str| kind.starts_with("virtio-mem") || checks::may_be_anything(kind);
-    let mut found = checks::devices(qmp, at_any_time)?;
-    for balloon in checks::devices(qmp, |kind| kind.starts_with("virtio-balloon"))? {
+    let at_any_time = |kind: &str| kind.starts_with("virtio-mem") || machine::may_be_anything(kind);
+    let mut found = machine::devices(qmp, at_any_time)?;
+    for balloon in machine::devices(qmp, |kind| kind.starts_with("virtio-balloon"))? {
         let get = json!({ "path": balloon.path, "property": "free-page-reporting" });
         // A QEMU that does not know the property (before 5.1) does not know the feature.
         if qmp.execute("qom-get", get).is_ok_and(|value| value == json!(true)) {

@@ -8,6 +8,8 @@
 //! child process traces, in a session of its own with all signals blocked: Ctrl-C, a closed terminal or a `kill -9` of
 //! us leave it alone, and it restores the thread and ends. What remains is a SIGKILL aimed at that child itself (or at a
 //! whole control group) within that millisecond; nothing in user space can undo that.
+mod call;
+
 use std::{
     fs::File,
     io::{self, IoSliceMut},
@@ -27,7 +29,8 @@ use rustix::{
 };
 use transship_engine::guest::GuestError;
 
-use super::{faults::Faults, memory::mappings};
+use super::memory::mappings;
+pub(super) use call::Faults;
 
 /// How long the thread may take to stop. It stops at once, unless it waits for a broken disk or is frozen.
 const STOP_WAIT: Duration = Duration::from_secs(5);

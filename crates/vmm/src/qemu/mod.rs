@@ -2,6 +2,7 @@
 //!
 //! ```text
 //!   qmp          commands and events on QEMU's control socket
+//!   machine      what QEMU says of its machine
 //!   checks       what we refuse, and the line that cures it
 //!   memory       which files hold the guest's memory, and where QEMU maps them
 //!   inject       a userfaultfd made by QEMU, taken over by us
@@ -21,6 +22,7 @@ mod destination;
 mod faults;
 mod giving_back;
 mod inject;
+mod machine;
 mod memory;
 mod migration;
 mod qmp;

@@ -22,18 +22,17 @@ use super::{
     balloon::OwnBalloon,
     checks, cont_by_hand, describe, faults,
     giving_back::{self, Balloon},
+    machine,
     memory::{self, Backend},
     migration::{self, Answers, STATE_FD, STATE_URI, Settings},
     qmp::Qmp,
-    state_channel::{self, QemusEnd, StateChannel},
+    state_channel::{self, QemusEnd, SAVE_WAIT, StateChannel},
     state_stream::{ToTheEnd, ToTheTrailer},
 };
 use crate::AttachOptions;
 
 /// How long QEMU may take to stop: it waits for the disk requests in flight.
 const STOP_WAIT: Duration = Duration::from_secs(60);
-/// How long it may be silent while it saves, and take to finish.
-pub(super) const SAVE_WAIT: Duration = Duration::from_secs(30);
 /// Saving, sending and loading the state of a machine without much video memory.
 const STATE_ESTIMATE: Duration = Duration::from_millis(60);
 
@@ -160,7 +159,7 @@ impl QemuSource {
             return Err(GuestError("the device state was not read to its end".to_owned()));
         }
         migration::take_back(&mut self.qmp, SAVE_WAIT)?;
-        match checks::run_state(&mut self.qmp)? {
+        match machine::run_state(&mut self.qmp)? {
             // Old versions (7.2) leave it there all the same; `cont` is possible, another save is not.
             now if now == before || now == "postmigrate" => Ok(()),
             now => Err(GuestError(format!("QEMU's guest was {before} before it was saved, and is {now} now"))),
@@ -227,7 +226,7 @@ impl SourceGuest for QemuSource {
     }
 
     fn is_running(&mut self) -> Result<bool, GuestError> {
-        Ok(checks::run_state(&mut self.qmp)? == "running")
+        Ok(machine::run_state(&mut self.qmp)? == "running")
     }
 
     fn stop(&mut self) -> Result<(), GuestError> {
@@ -263,7 +262,7 @@ impl SourceGuest for QemuSource {
     }
 
     fn uuid(&mut self) -> Result<[u8; 16], GuestError> {
-        checks::uuid(&mut self.qmp)
+        machine::uuid(&mut self.qmp)
     }
 
     fn check_for_stock(&mut self) -> Result<(), GuestError> {
@@ -287,7 +286,7 @@ impl SourceGuest for QemuSource {
         self.channel = Some(prepared.map_err(state_channel::failed)?);
         self.qemus_end = Some(name);
         let answers = self.answers();
-        let before = checks::run_state(&mut self.qmp)?;
+        let before = machine::run_state(&mut self.qmp)?;
         self.settings = Some(Settings::apply(&mut self.qmp, answers)?);
         self.qmp.send_fd(STATE_FD, qemus.as_fd())?;
         drop(qemus);
@@ -318,7 +317,7 @@ impl SourceGuest for QemuSource {
         if run && !self.is_running()? {
             self.qmp.execute("cont", json!({}))?;
             if !self.is_running()? {
-                let state = checks::run_state(&mut self.qmp)?;
+                let state = machine::run_state(&mut self.qmp)?;
                 return Err(GuestError(format!("QEMU did not let the guest run again, it is {state:?}")));
             }
         }

@@ -10,7 +10,9 @@ use serde::{Deserialize, Serialize};
 
 use crate::GuestError;
 
-/// How long QEMU may take to clean up behind a save that is over. Without load that is a millisecond.
+/// How long QEMU may be silent while it saves, and take to finish.
+pub(super) const SAVE_WAIT: Duration = Duration::from_secs(30);
+/// How long it may take to clean up behind a save that is over. Without load that is a millisecond.
 const CLEANUP_WAIT: Duration = Duration::from_secs(10);
 
 /// Both ends.

@@ -17,7 +17,7 @@ use std::{
 
 use transship_wire::qemu::{Command, Record, Step, StreamReader, Tail};
 
-use super::source::SAVE_WAIT;
+use super::state_channel::SAVE_WAIT;
 
 const PIECE_BYTES: usize = 256 << 10;
 /// More device state than any machine has.

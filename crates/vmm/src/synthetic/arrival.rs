@@ -7,11 +7,7 @@ use std::sync::{
 
 use transship_memory::{Access, PageSet, Region};
 
-use super::{
-    lock,
-    machine::{Buffers, Machine},
-    mapping::Ram,
-};
+use super::{lock, mapping::Ram};
 
 /// Pages that one lock is for.
 const GROUP: u64 = 64;
@@ -39,9 +35,8 @@ impl Arrival {
         })
     }
 
-    /// Checks what is left, until `quit` is set. Returns whether all is checked.
-    pub(super) fn check_all(&self, machine: &Machine, quit: &AtomicBool) -> bool {
-        let mut buffers = Buffers::new();
+    /// Checks what is left, until `quit` is set. Returns whether all is checked. `is_right`: whether this page, a hole or not, is what it must be.
+    pub(super) fn check_all(&self, quit: &AtomicBool, mut is_right: impl FnMut(u64, bool) -> bool) -> bool {
         for (group, left) in (0..).zip(&self.left) {
             if quit.load(Ordering::Relaxed) {
                 return false;
@@ -49,7 +44,7 @@ impl Arrival {
             let mut left = lock(left);
             while *left != 0 {
                 let bit = left.trailing_zeros();
-                self.check(machine, group * GROUP + u64::from(bit), &mut buffers);
+                self.check(group * GROUP + u64::from(bit), &mut is_right);
                 *left &= !(1 << bit);
             }
         }
@@ -57,20 +52,20 @@ impl Arrival {
         true
     }
 
-    pub(super) fn check_before_write(&self, machine: &Machine, number: u64, buffers: &mut Buffers) {
+    pub(super) fn check_before_write(&self, number: u64, mut is_right: impl FnMut(u64, bool) -> bool) {
         if !self.unfinished.load(Ordering::Acquire) {
             return;
         }
         let mut left = lock(&self.left[(number / GROUP) as usize]);
         let bit = 1 << (number % GROUP);
         if *left & bit != 0 {
-            self.check(machine, number, buffers);
+            self.check(number, &mut is_right);
             *left &= !bit;
         }
     }
 
-    fn check(&self, machine: &Machine, number: u64, buffers: &mut Buffers) {
-        if !machine.is_right(number, is_hole(&self.data, number), buffers) {
+    fn check(&self, number: u64, is_right: &mut impl FnMut(u64, bool) -> bool) {
+        if !is_right(number, is_hole(&self.data, number)) {
             lock(&self.wrong).push(number);
         }
     }

@@ -153,7 +153,7 @@ impl HandoffGuest for SyntheticGuest {
 fn check_all(machine: &Machine) -> Result<CheckResult, transship_memory::Error> {
     let mut wrong = BTreeSet::new();
     if let Some(arrival) = &machine.arrival {
-        arrival.check_all(machine, &AtomicBool::new(false));
+        machine.check_arrival(arrival, &AtomicBool::new(false));
         wrong.extend(arrival.wrong());
     }
     let data = data(&machine.ram, machine.holes)?;
@@ -188,7 +188,7 @@ impl ArrivalCheck {
         let stop = quit.clone();
         let check = move || {
             let Some(arrival) = &machine.arrival else { return };
-            if arrival.check_all(&machine, &stop) {
+            if machine.check_arrival(arrival, &stop) {
                 let wrong = arrival.wrong().len() as u64;
                 let result = CheckResult { pages: machine.program.pages(), wrong, writes: machine.writes() };
                 *lock(&last) = Some(result);

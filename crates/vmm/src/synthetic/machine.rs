@@ -1,7 +1,7 @@
 //! The guest itself: its memory, what it does there, and how often it has written each page.
 use std::sync::{
     Arc,
-    atomic::{AtomicU32, AtomicU64, Ordering},
+    atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering},
 };
 
 use serde::{Deserialize, Serialize};
@@ -153,7 +153,7 @@ impl Machine {
     /// Writes the next version of a page. Only the thread that the page belongs to calls this.
     pub(super) fn write(&self, number: u64, buffers: &mut Buffers) {
         if let Some(arrival) = &self.arrival {
-            arrival.check_before_write(self, number, buffers);
+            arrival.check_before_write(number, |number, hole| self.is_right(number, hole, buffers));
         }
         // After 2^32 - 1 comes 1: 0 is for pages that were never written.
         let version = self.version(number).wrapping_add(1).max(1);
@@ -161,6 +161,12 @@ impl Machine {
         let (ram, page) = self.place(number);
         ram.write_page(page, &buffers.page);
         self.versions[number as usize].store(version, Ordering::Relaxed);
+    }
+
+    /// Checks what is not yet checked of a guest that came from elsewhere, until `quit` is set. Returns whether all is checked.
+    pub(super) fn check_arrival(&self, arrival: &Arrival, quit: &AtomicBool) -> bool {
+        let mut buffers = Buffers::new();
+        arrival.check_all(quit, |number, hole| self.is_right(number, hole, &mut buffers))
     }
 
     /// Whether a page holds what it must hold. A hole isn't read: reading would fill it with a page of zeros.

@@ -12,7 +12,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use super::{super::faults::Faults, InjectError, userfaultfd_of};
+use super::{Faults, InjectError, userfaultfd_of};
 
 const WORK: &str = "TRANSSHIP_INJECT_CHILD";
 /// Generous: the machine may be busy.

@@ -1,0 +1,85 @@
+//! What QEMU says of its machine.
+use serde_json::json;
+use transship_engine::guest::GuestError;
+
+use super::qmp::{Qmp, QmpError};
+
+/// The VM's UUID; all zero if it was given none.
+pub(super) fn uuid(qmp: &mut Qmp) -> Result<[u8; 16], GuestError> {
+    let answer = qmp.execute("query-uuid", json!({}))?;
+    let text = answer["UUID"].as_str().unwrap_or_default();
+    read_uuid(text).ok_or_else(|| GuestError(format!("QEMU says that its UUID is {text:?}, which is none")))
+}
+
+/// `8-4-4-4-12` digits, in the order of the text.
+fn read_uuid(text: &str) -> Option<[u8; 16]> {
+    let digits: Vec<u8> =
+        text.chars().filter(|&c| c != '-').map(|c| Some(c.to_digit(16)? as u8)).collect::<Option<_>>()?;
+    let (pairs, rest) = digits.as_chunks();
+    let bytes: Vec<u8> = pairs.iter().map(|[high, low]| high << 4 | low).collect();
+    if rest.is_empty() { bytes.try_into().ok() } else { None }
+}
+
+/// `query-status`: running, paused, inmigrate, …
+pub(super) fn run_state(qmp: &mut Qmp) -> Result<String, QmpError> {
+    let status = qmp.execute("query-status", json!({}))?;
+    Ok(status["status"].as_str().unwrap_or("unknown").to_owned())
+}
+
+/// A device of the machine.
+pub(super) struct Device {
+    /// In QEMU's tree of objects.
+    pub(super) path: String,
+    name: String,
+    kind: String,
+}
+
+impl Device {
+    /// Its id, if it has one.
+    pub(super) fn name(&self) -> &str {
+        &self.name
+    }
+}
+
+impl std::fmt::Display for Device {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "device {} ({})", self.name, self.kind)
+    }
+}
+
+/// The devices of a kind.
+pub(super) fn devices(qmp: &mut Qmp, is_wanted: impl Fn(&str) -> bool) -> Result<Vec<Device>, GuestError> {
+    let mut found = Vec::new();
+    for container in ["/machine/peripheral", "/machine/peripheral-anon", "/machine/unattached"] {
+        // A machine without user-made devices may lack one of the containers.
+        let Ok(list) = qmp.execute("qom-list", json!({ "path": container })) else { continue };
+        for device in list.as_array().into_iter().flatten() {
+            let kind = device["type"].as_str().and_then(|t| t.strip_prefix("child<")?.strip_suffix('>')).unwrap_or("");
+            if is_wanted(kind) {
+                let name = device["name"].as_str().unwrap_or("?").to_owned();
+                found.push(Device { path: format!("{container}/{name}"), name, kind: kind.to_owned() });
+            }
+        }
+    }
+    Ok(found)
+}
+
+/// A virtio device of which only its other process knows what it is, such as transship's own balloon.
+pub(super) fn may_be_anything(device_type: &str) -> bool {
+    ["vhost-user-device", "vhost-user-test-device"].iter().any(|prefix| device_type.starts_with(prefix))
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+
+    #[test]
+    fn a_uuid_is_read_in_the_order_of_its_text() {
+        let text = "00112233-4455-6677-8899-AAbbccddeeff";
+        assert_eq!(read_uuid(text).unwrap(), std::array::from_fn(|i| i as u8 * 0x11));
+        for wrong in ["", "00112233", "x0112233-4455-6677-8899-aabbccddeeff", "00112233-4455-6677-8899-aabbccddeeff0"] {
+            assert_eq!(read_uuid(wrong), None, "{wrong}");
+        }
+    }
+}
