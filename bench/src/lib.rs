@@ -14,6 +14,7 @@ mod at_hand;
 mod codecs;
 mod content;
 mod corpus;
+mod ends;
 mod files;
 mod free_pages;
 mod interrupt;

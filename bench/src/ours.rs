@@ -1,23 +1,15 @@
 //! A move by transship: two processes beside the two guests.
-use std::{path::Path, time::Instant};
+use std::time::Instant;
 
 use serde_json::Value;
 use transship_tests::{Finished, SlowLink, Transship};
 
 use crate::{
+    ends::Ends,
     pair::{Pair, text},
     processes::{self, Used},
     results::{Cpu, OurRun, Sides},
 };
-
-/// The two guests, as the command names them, and what is between them.
-pub(crate) struct Ends<'a> {
-    pub(crate) source: String,
-    pub(crate) destination: String,
-    /// For the socket.
-    pub(crate) folder: &'a Path,
-    pub(crate) link: Option<&'a SlowLink>,
-}
 
 /// A move that has ended, one way or the other.
 pub(crate) struct Moved {

@@ -7,7 +7,7 @@ use transship_tests::{Accel, Qemu, QemuBuilder, Scratch, SlowLink, Workload};
 use crate::{
     at_hand,
     content::{SourceMemory, first_difference},
-    ours::Ends,
+    ends::Ends,
     processes::cpu_seconds,
     results::Sides,
 };

@@ -1,4 +1,5 @@
-//! Sizes, and numbers with few digits.
+//! Sizes, times, and numbers with few digits.
+use std::time::Duration;
 
 /// Memory of a guest: `4G`, `512M`, `64MiB`. Powers of 1024, as QEMU has them.
 pub(crate) fn memory(text: &str) -> Result<u64, String> {
@@ -23,6 +24,11 @@ pub(crate) fn memory(text: &str) -> Result<u64, String> {
 
 const MEMORY_MIN: u64 = 64 << 20;
 const MEMORY_MAX: u64 = 1 << 40;
+
+/// Milliseconds.
+pub(crate) fn millis(time: Duration) -> f64 {
+    time.as_secs_f64() * 1e3
+}
 
 /// `4 GiB`, `96.5 MiB`, `812 B`.
 pub(crate) fn bytes(bytes: u64) -> String {

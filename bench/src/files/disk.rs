@@ -12,7 +12,7 @@ use std::{
 use rustix::fs::OFlags;
 use serde::Serialize;
 
-use super::results::millis;
+use crate::units::millis;
 
 /// Each request, and how many are under way at once: where this is not enough for a disk, a snapshot's are not either.
 pub(super) const REQUEST_BYTES: usize = 1 << 20;

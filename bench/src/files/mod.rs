@@ -23,7 +23,7 @@ pub(crate) use self::cases::By;
 use self::{
     cases::{Case, Guest, Layout},
     guests::Source,
-    results::{RestoreRun, Results, SaveRun, Series, millis},
+    results::{RestoreRun, Results, SaveRun, Series},
     stock::Until,
 };
 use crate::{
@@ -33,7 +33,8 @@ use crate::{
     machine::{self, Machine},
     output::{Files, say},
     pair::{Recipe, text},
-    stock as qemus, threads, units,
+    stock as qemus, threads,
+    units::{self, millis},
 };
 
 const LONG_ABOUT: &str = "\

@@ -11,10 +11,10 @@ use super::{
     DOWNTIME_MS,
     cases::{Case, Guest, Layout},
     guests::Source,
-    results::{COMPLETED, Restored, SaveRun, millis},
+    results::{COMPLETED, Restored, SaveRun},
     stock::Until,
 };
-use crate::{ours::number, pair::text, processes};
+use crate::{ours::number, pair::text, processes, units::millis};
 
 /// A process that has ended well, or with a verdict.
 struct Ran {

@@ -196,10 +196,6 @@ impl Results {
     }
 }
 
-pub(super) fn millis(time: Duration) -> f64 {
-    time.as_secs_f64() * 1e3
-}
-
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 pub(super) mod tests {

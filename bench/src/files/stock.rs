@@ -13,9 +13,14 @@ use super::{
     DOWNTIME_MS,
     cases::{Case, Guest, Layout},
     guests::Source,
-    results::{COMPLETED, Restored, SaveRun, millis},
+    results::{COMPLETED, Restored, SaveRun},
 };
-use crate::{pair::text, processes::own_cpu_seconds, stock, units};
+use crate::{
+    pair::text,
+    processes::own_cpu_seconds,
+    stock,
+    units::{self, millis},
+};
 
 /// After this, or with a file so many times as large as memory, a save of a guest that writes is taken for one that never ends.
 const PATIENCE: Duration = Duration::from_secs(60);

@@ -1,6 +1,6 @@
 //! A move by transship.
 use super::{DOWNTIME_MS, guests::Home, results::Run};
-use crate::ours::{self, Ends};
+use crate::{ends::Ends, ours};
 
 /// Moves the guest.
 pub(super) fn run(source: &Home, destination: &Home, channels: u8) -> Result<Run, String> {

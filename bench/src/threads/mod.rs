@@ -1,4 +1,5 @@
 //! `transship bench threads`: guests that keep writing, moved by any number of encoders; and how encoders are fed.
+mod encoding;
 mod old_model;
 mod one_process;
 mod results;
@@ -17,9 +18,10 @@ use crate::{
     codecs,
     content::SourceMemory,
     corpus::Corpus,
+    ends::Ends,
     interrupt,
     machine::{self, Machine},
-    ours::{self, Ends, Moved},
+    ours::{self, Moved},
     output::{Files, say},
     pair::{Pair, Recipe, text},
     plot::Side,

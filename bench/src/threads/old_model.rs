@@ -8,7 +8,7 @@ use std::{
     thread::{Scope, ScopedJoinHandle},
 };
 
-use super::one_process::Encoding;
+use super::encoding::Encoding;
 
 /// The submitter's end.
 pub(super) struct OldModel<'scope> {

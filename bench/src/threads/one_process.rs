@@ -6,10 +6,10 @@ use std::{
 
 use rustix::time::{ClockId, clock_gettime};
 use serde::Serialize;
-use transship_codec::{Encoder, Setting};
+use transship_codec::Setting;
 use transship_ring::{Submitter, TrySubmitError, mpmc, pool, spsc};
 
-use super::old_model::OldModel;
+use super::{encoding::Encoding, old_model::OldModel};
 use crate::results::Spread;
 
 /// As the packets of a move.
@@ -33,27 +33,6 @@ pub(crate) struct Pass {
     /// Of the submitting thread, with its waiting, for each packet.
     pub(crate) submitter_cpu_us: f64,
     pub(crate) encoded_bytes: u64,
-}
-
-/// An encoder, and the packets that it may be asked for.
-pub(super) struct Encoding<'a> {
-    encoder: Box<dyn Encoder>,
-    packets: &'a [&'a [u8]],
-    /// Copied first, as from a guest that writes meanwhile.
-    copy: Vec<u8>,
-}
-
-impl<'a> Encoding<'a> {
-    pub(super) fn new(setting: Setting, packets: &'a [&'a [u8]]) -> Self {
-        Self { encoder: setting.encoder(), packets, copy: Vec::new() }
-    }
-
-    pub(super) fn encode(&mut self, packet: usize, out: &mut Vec<u8>) {
-        self.copy.clear();
-        self.copy.extend_from_slice(self.packets[packet % self.packets.len()]);
-        // Whether it was worth it makes no difference to how long it took.
-        let _ = self.encoder.encode(&self.copy, out);
-    }
 }
 
 /// By the rings.

@@ -14,22 +14,12 @@ use rustix::{
     event::{PollFd, PollFlags},
     net::{RecvFlags, recv},
 };
-use transship_vmm::handoff::{GuestSocket, Shutdown, wait_for_any};
+use transship_vmm::handoff::{GuestSocket, wait_for_any};
 
-use crate::{device::Device, relay, session};
+use crate::{device::Device, end::End, relay, session};
 
 /// Connections at one time, most of them of visitors who have not said yet what they want.
 const MAX_VISITORS: usize = 16;
-
-/// How it is asked to end. QEMU 11.1 may not survive the end of a balloon that it is connected with.
-pub struct End<'a> {
-    /// Clients are sent away, and it ends when no QEMU is connected.
-    pub when_unused: &'a Shutdown,
-    /// It ends at once, if it was asked by the other before.
-    pub now: &'a Shutdown,
-    /// Called when one is, so that it does not end yet.
-    pub waiting: &'a (dyn Fn() + Sync),
-}
 
 /// Is the device, until `end` asks it to end. A QEMU may come, go and come again.
 ///

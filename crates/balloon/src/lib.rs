@@ -12,7 +12,7 @@
 //! | `device` | the queues |
 //! | `notifier` | telling QEMU, and through it the driver, that the configuration has changed |
 //! | `outbox` | what waits to be sent to a client |
-//! | `door`, `relay` | the socket, and a QEMU behind it |
+//! | `door`, `relay` | the socket, and a QEMU behind it; `end`: how they end |
 //! | `session`, `message` | a client behind it: the control protocol |
 //! | `client` | the other end of that |
 //!
@@ -25,6 +25,7 @@ mod client;
 mod config;
 mod device;
 mod door;
+mod end;
 mod features;
 mod hinting;
 mod message;
@@ -37,5 +38,6 @@ mod session;
 mod table;
 
 pub use client::{Client, Error};
-pub use door::{End, serve};
+pub use door::serve;
+pub use end::End;
 pub use message::{Description, FileRange, Statistics};

@@ -27,7 +27,7 @@ use vhost::vhost_user::Listener;
 use vhost_user_backend::VhostUserDaemon;
 use vm_memory::{GuestMemoryAtomic, GuestMemoryMmap};
 
-use crate::{device::Device, door::End};
+use crate::{device::Device, end::End};
 
 /// Request, flags and size of the payload: three little-endian numbers of 32 bits.
 const HEADER_BYTES: usize = 12;

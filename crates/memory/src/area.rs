@@ -79,3 +79,14 @@ pub(crate) fn refused(area: &Area, source: io::Error) -> Error {
     };
     untrackable(area.region, why)
 }
+
+/// Why an area that was tracked can't be scanned.
+pub(crate) fn lost(area: &Area, source: io::Error) -> Error {
+    match source.raw_os_error() {
+        // Gone process or mapping; another mapping in its place, which is not tracked.
+        Some(libc::ENOMEM | libc::ESRCH | libc::EINVAL | libc::EPERM | libc::EBUSY) => {
+            Error::Gone { region: area.region, source }
+        }
+        _ => Error::system(format!("scanning region number {} for written pages", area.region), source),
+    }
+}

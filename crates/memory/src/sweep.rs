@@ -11,9 +11,8 @@ use std::{
 
 use crate::{
     Area, Error, PageSet,
-    area::untrackable,
+    area::{lost, untrackable},
     pagemap::{self, Written},
-    tracker::lost,
 };
 
 /// What a thread takes at once. A multiple of a huge page: the kernel protects no part of one.

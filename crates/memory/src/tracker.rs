@@ -1,13 +1,10 @@
 //! Which pages were written since the last look.
 
-use std::{
-    io,
-    os::fd::{AsFd, OwnedFd},
-};
+use std::os::fd::{AsFd, OwnedFd};
 
 use crate::{
     Area, Error, PageSet,
-    area::{self, refused, untrackable},
+    area::{self, lost, refused, untrackable},
     sweep::sweep,
     uffd,
 };
@@ -97,16 +94,5 @@ impl Tracker for UffdTracker {
         // The first time, pages count too that are in the file and that the process has not touched: no one wrote them
         // through its mapping. Kernels call those written, at least so far; this does not depend on it.
         Ok(if armed { written } else { PageSet::full(pages) })
-    }
-}
-
-/// Why an area that was tracked can't be scanned.
-pub(crate) fn lost(area: &Area, source: io::Error) -> Error {
-    match source.raw_os_error() {
-        // Gone process or mapping; another mapping in its place, which is not tracked.
-        Some(libc::ENOMEM | libc::ESRCH | libc::EINVAL | libc::EPERM | libc::EBUSY) => {
-            Error::Gone { region: area.region, source }
-        }
-        _ => Error::system(format!("scanning region number {} for written pages", area.region), source),
     }
 }
