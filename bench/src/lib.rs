@@ -28,6 +28,7 @@ mod plot;
 mod processes;
 mod qemu_wire;
 mod results;
+mod runs;
 mod stock;
 mod table;
 mod threads;

@@ -19,6 +19,7 @@ use crate::{
     pair::{Pair, Recipe, text},
     plot::Side,
     results::Run,
+    runs::Runs,
     stock, units,
 };
 
@@ -190,7 +191,7 @@ fn series(channels: &[u8], methods: &[Method]) -> Vec<Series> {
         for &method in methods {
             for (side, method) in [(Side::Ours, method), (Side::Qemu, method.of_qemu())] {
                 if !all.iter().any(|series| series.is(channels, side, method)) {
-                    all.push(Series { channels, side, method, guest_bytes: 0, runs: Vec::new() });
+                    all.push(Series { channels, side, method, runs: Runs::default() });
                 }
             }
         }
@@ -214,8 +215,8 @@ fn measure(recipe: &Recipe<'_>, memory: &SourceMemory, results: &mut Results) ->
                 let run = once(&pair, series, encoders).map_err(at)?;
                 let equal = pair.compared(round == 1).map_err(at)?;
                 say(&format!("{}, run {round} of {rounds}: {} ms", series.title(), units::short(run.ms)));
-                series.guest_bytes = memory.bytes();
-                series.runs.push(Run { equal, ..run });
+                series.runs.guest_bytes = memory.bytes();
+                series.runs.list.push(Run { equal, ..run });
             }
         }
     }

@@ -8,7 +8,8 @@ use crate::{
     aims::{Aim, Aims, Bound},
     machine::Machine,
     plot::{Bar, Chart, Group, Line, Side},
-    results::{Cpu, Run, Sides, Spread},
+    results::{Cpu, Sides},
+    runs::Runs,
     table::aligned,
     units,
 };
@@ -54,8 +55,7 @@ pub(crate) struct Series {
     pub(crate) channels: u8,
     pub(crate) side: Side,
     pub(crate) method: Method,
-    pub(crate) guest_bytes: u64,
-    pub(crate) runs: Vec<Run>,
+    pub(crate) runs: Runs,
 }
 
 impl Series {
@@ -72,27 +72,9 @@ impl Series {
         format!("{whose}{}", self.method.name())
     }
 
-    fn spread(&self, of: impl Fn(&Run) -> f64) -> Spread {
-        Spread::of(self.runs.iter().map(of))
-    }
-
-    pub(crate) fn ms(&self) -> Spread {
-        self.spread(|run| run.ms)
-    }
-
-    /// Guest memory moved a second, in MB.
-    pub(crate) fn mb_per_s(&self) -> f64 {
-        self.guest_bytes as f64 / 1e3 / self.ms().median
-    }
-
-    /// Bytes of the guest for each on the wire.
-    pub(crate) fn ratio(&self) -> f64 {
-        self.spread(|run| self.guest_bytes as f64 / run.wire_bytes as f64).median
-    }
-
     /// Of one core, at each side.
     pub(crate) fn cpu_percent(&self) -> Sides<f64> {
-        let percent = |seconds: fn(&Cpu) -> f64| self.spread(|run| seconds(&run.cpu) / run.ms * 1e5).median;
+        let percent = |seconds: fn(&Cpu) -> f64| self.runs.spread(|run| seconds(&run.cpu) / run.ms * 1e5).median;
         Sides {
             source: percent(|cpu| cpu.qemu.source + cpu.transship.source),
             destination: percent(|cpu| cpu.qemu.destination + cpu.transship.destination),
@@ -101,7 +83,7 @@ impl Series {
 
     /// Both sides' together.
     pub(crate) fn cpu_seconds_per_gb(&self) -> f64 {
-        self.spread(|run| run.cpu.total()).median / (self.guest_bytes as f64 / 1e9)
+        self.runs.cpu_seconds_per_gb(Cpu::total)
     }
 }
 
@@ -111,12 +93,9 @@ impl Serialize for Series {
         object.serialize_field("channels", &self.channels)?;
         object.serialize_field("side", if self.side == Side::Qemu { "qemu" } else { "transship" })?;
         object.serialize_field("method", &self.method)?;
-        object.serialize_field("ms", &self.ms())?;
-        object.serialize_field("mb_per_s", &self.mb_per_s())?;
-        object.serialize_field("ratio", &self.ratio())?;
+        self.runs.serialize_fields::<S>(&mut object)?;
         object.serialize_field("cpu_percent", &self.cpu_percent())?;
         object.serialize_field("cpu_seconds_per_gb", &self.cpu_seconds_per_gb())?;
-        object.serialize_field("runs", &self.runs)?;
         object.end()
     }
 }
@@ -154,19 +133,19 @@ impl Results {
     }
 
     fn cells(&self, series: &Series) -> [String; 11] {
-        let (ms, cpu, beside) = (series.ms(), series.cpu_percent(), self.beside(series));
+        let (ms, cpu, beside) = (series.runs.ms(), series.cpu_percent(), self.beside(series));
         [
             series.channels.to_string(),
             series.name(),
             units::short(ms.median),
             format!("({})", units::short(ms.least)),
-            units::short(series.mb_per_s()),
-            format!("{:.2}", series.ratio()),
+            units::short(series.runs.mb_per_s()),
+            format!("{:.2}", series.runs.ratio()),
             format!("{:.0}", cpu.source),
             format!("{:.0}", cpu.destination),
             units::short(series.cpu_seconds_per_gb()),
             beside.map_or("", |beside| beside.method.name()).to_owned(),
-            beside.map_or(String::new(), |beside| format!("{:.2}", times(series, beside))),
+            beside.map_or(String::new(), |beside| format!("{:.2}", series.runs.times(&beside.runs))),
         ]
     }
 
@@ -181,8 +160,9 @@ impl Results {
     /// A slow link makes all equally fast that fill it: there the times of the unix socket are no aim.
     fn against(&self, series: &Series, beside: &Series, wanted: f64) -> Vec<Aim> {
         let what = |what: &str| format!("{}: {what}", series.title());
-        let speed = Aim::new(what("as fast as QEMU's"), Bound::AtLeast, wanted, times(series, beside), "times");
-        let ratio = series.ratio() / beside.ratio();
+        let speed =
+            Aim::new(what("as fast as QEMU's"), Bound::AtLeast, wanted, series.runs.times(&beside.runs), "times");
+        let ratio = series.runs.ratio() / beside.runs.ratio();
         let cpu = series.cpu_seconds_per_gb() / beside.cpu_seconds_per_gb();
         let mut aims = vec![
             Aim::new(what("ratio, of QEMU's"), Bound::AtLeast, RATIO_SHARE, ratio, "of it"),
@@ -198,9 +178,9 @@ impl Results {
         let fixed = self.series.iter().filter(|other| {
             other.side == Side::Ours && other.channels == auto.channels && other.method != Method::Auto
         });
-        let best = fixed.max_by(|a, b| a.mb_per_s().total_cmp(&b.mb_per_s()))?;
+        let best = fixed.max_by(|a, b| a.runs.mb_per_s().total_cmp(&b.runs.mb_per_s()))?;
         let what = format!("{}: as fast as the best fixed method, {}", auto.title(), best.method.name());
-        Some(Aim::new(what, Bound::AtLeast, AUTO_SHARE, auto.mb_per_s() / best.mb_per_s(), "of it"))
+        Some(Aim::new(what, Bound::AtLeast, AUTO_SHARE, auto.runs.mb_per_s() / best.runs.mb_per_s(), "of it"))
     }
 
     pub(crate) fn svg(&self) -> String {
@@ -227,23 +207,19 @@ impl Results {
         let ours = self.series.iter().filter(|series| series.channels == channels && series.side == Side::Ours);
         let bar = |series: &Series| Bar {
             side: series.side,
-            ms: series.ms().median,
-            remark: format!(", ratio {:.2}", series.ratio()),
+            ms: series.runs.ms().median,
+            remark: format!(", ratio {:.2}", series.runs.ratio()),
         };
         let line = |series: &Series| {
             let beside = self.beside(series);
             Line {
                 title: series.method.name().to_owned(),
                 bars: std::iter::once(series).chain(beside).map(bar).collect(),
-                note: beside.map_or(String::new(), |beside| format!("{:.2} ×", times(series, beside))),
+                note: beside.map_or(String::new(), |beside| format!("{:.2} ×", series.runs.times(&beside.runs))),
             }
         };
         ours.map(line).collect()
     }
-}
-
-fn times(series: &Series, beside: &Series) -> f64 {
-    beside.ms().median / series.ms().median
 }
 
 fn wanted_times(method: Method) -> Option<f64> {
@@ -258,6 +234,7 @@ fn wanted_times(method: Method) -> Option<f64> {
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
+    use crate::results::Run;
 
     fn series(side: Side, method: Method, ms: f64, wire_bytes: u64) -> Series {
         let cpu = Cpu {
@@ -265,7 +242,7 @@ mod tests {
             transship: if side == Side::Qemu { Sides::default() } else { Sides { source: 0.2, destination: 0.1 } },
         };
         let run = Run { ms, wire_bytes, cpu, equal: Some(true) };
-        Series { channels: 4, side, method, guest_bytes: 1_000_000_000, runs: vec![run; 3] }
+        Series { channels: 4, side, method, runs: Runs { guest_bytes: 1_000_000_000, list: vec![run; 3] } }
     }
 
     fn results() -> Results {
@@ -314,7 +291,7 @@ mod tests {
 
         let mut slow = results();
         slow.link_mbit = Some(1000);
-        slow.series[0].runs.iter_mut().for_each(|run| run.wire_bytes = 310_000_000);
+        slow.series[0].runs.list.iter_mut().for_each(|run| run.wire_bytes = 310_000_000);
         let text = slow.aims().to_string();
         assert!(!text.contains("as fast as QEMU's"), "{text}");
         assert!(line(&text, "zlib: ratio").starts_with("MISSED"), "{text}");

@@ -21,6 +21,7 @@ use crate::{
     machine::{self, Machine},
     output::{Files, say},
     pair::{Recipe, text},
+    runs::Runs,
     stock, units,
 };
 
@@ -166,9 +167,7 @@ fn series(kind: Kind, channels: &[u8], methods: &[StockMethod]) -> Vec<Series> {
     let wires = channels
         .iter()
         .flat_map(|&channels| methods.iter().map(move |&method| Wire { channels, method: method.into() }));
-    wires
-        .flat_map(|wire| Route::ALL.map(|route| Series { kind, wire, route, guest_bytes: 0, runs: Vec::new() }))
-        .collect()
+    wires.flat_map(|wire| Route::ALL.map(|route| Series { kind, wire, route, runs: Runs::default() })).collect()
 }
 
 impl Place<'_> {
@@ -190,8 +189,8 @@ impl Place<'_> {
                 let series = &mut results.series[number];
                 let once = routes::run(&pair, series.route, series.wire, self.folder.path(), run == 1).map_err(at)?;
                 say(&format!("{title}, run {run} of {}: {} ms", self.table.runs, units::short(once.ms)));
-                series.guest_bytes = memory.bytes();
-                series.runs.push(once);
+                series.runs.guest_bytes = memory.bytes();
+                series.runs.list.push(once);
             }
             if kind == Kind::Corpus && self.direct_io {
                 let disk = disk::measure(self.folder.path(), memory.bytes())?;

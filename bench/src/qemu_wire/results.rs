@@ -12,7 +12,8 @@ use crate::{
     codecs::Method,
     machine::Machine,
     plot::{Bar, Chart, Group, Line, Side},
-    results::{Run, Sides, Spread},
+    results::{Sides, Spread},
+    runs::Runs,
     table::aligned,
     units,
 };
@@ -47,8 +48,7 @@ pub(crate) struct Series {
     pub(crate) kind: Kind,
     pub(crate) wire: Wire,
     pub(crate) route: Route,
-    pub(crate) guest_bytes: u64,
-    pub(crate) runs: Vec<Run>,
+    pub(crate) runs: Runs,
 }
 
 impl Series {
@@ -56,30 +56,11 @@ impl Series {
         format!("{}, {}, {}", self.kind.title(), self.wire.title(), self.route.title())
     }
 
-    fn spread(&self, of: impl Fn(&Run) -> f64) -> Spread {
-        Spread::of(self.runs.iter().map(of))
-    }
-
-    fn ms(&self) -> Spread {
-        self.spread(|run| run.ms)
-    }
-
-    /// Guest memory moved a second, in MB.
-    fn mb_per_s(&self) -> f64 {
-        self.guest_bytes as f64 / 1e3 / self.ms().median
-    }
-
-    /// Bytes of the guest for each on the wire.
-    fn ratio(&self) -> f64 {
-        self.spread(|run| self.guest_bytes as f64 / run.wire_bytes as f64).median
-    }
-
     /// Of all processes of each side.
     fn cpu_seconds_per_gb(&self) -> Sides<f64> {
-        let gb = self.guest_bytes as f64 / 1e9;
         Sides {
-            source: self.spread(|run| run.cpu.qemu.source + run.cpu.transship.source).median / gb,
-            destination: self.spread(|run| run.cpu.qemu.destination + run.cpu.transship.destination).median / gb,
+            source: self.runs.cpu_seconds_per_gb(|cpu| cpu.qemu.source + cpu.transship.source),
+            destination: self.runs.cpu_seconds_per_gb(|cpu| cpu.qemu.destination + cpu.transship.destination),
         }
     }
 
@@ -96,11 +77,8 @@ impl Serialize for Series {
         object.serialize_field("kind", &self.kind)?;
         object.serialize_field("wire", &self.wire)?;
         object.serialize_field("route", &self.route)?;
-        object.serialize_field("ms", &self.ms())?;
-        object.serialize_field("mb_per_s", &self.mb_per_s())?;
-        object.serialize_field("ratio", &self.ratio())?;
+        self.runs.serialize_fields::<S>(&mut object)?;
         object.serialize_field("cpu_seconds_per_gb", &self.cpu_seconds_per_gb())?;
-        object.serialize_field("runs", &self.runs)?;
         object.end()
     }
 }
@@ -143,16 +121,17 @@ impl Results {
     }
 
     fn cells(&self, series: &Series) -> [String; 10] {
-        let (ms, cpu) = (series.ms(), series.cpu_seconds_per_gb());
-        let times = self.beside(series).filter(|_| series.route != Route::QemuToQemu).map(|qemu| times(series, qemu));
+        let (ms, cpu) = (series.runs.ms(), series.cpu_seconds_per_gb());
+        let times =
+            self.beside(series).filter(|_| series.route != Route::QemuToQemu).map(|qemu| series.runs.times(&qemu.runs));
         [
             series.kind.title().to_owned(),
             series.wire.title(),
             series.route.title().to_owned(),
             units::short(ms.median),
             format!("({})", units::short(ms.least)),
-            units::short(series.mb_per_s()),
-            units::short(series.ratio()),
+            units::short(series.runs.mb_per_s()),
+            units::short(series.runs.ratio()),
             units::short(cpu.source),
             units::short(cpu.destination),
             times.map_or(String::new(), |times| format!("{times:.2}")),
@@ -175,16 +154,16 @@ impl Results {
                     Kind::Corpus | Kind::Zero => (1.0, ""),
                 };
                 let what = format!("{}: as fast as QEMU to QEMU{why}", series.title());
-                Some(Aim::new(what, Bound::AtLeast, wanted, times(series, qemu), "times"))
+                Some(Aim::new(what, Bound::AtLeast, wanted, series.runs.times(&qemu.runs), "times"))
             }
             Route::QemuToFile => {
-                let disk = self.disk_ms().filter(|&ms| series.kind == Kind::Corpus && ms > qemu.ms().median);
+                let disk = self.disk_ms().filter(|&ms| series.kind == Kind::Corpus && ms > qemu.runs.ms().median);
                 let (ms, whom) = match disk {
                     Some(ms) => (ms, "the disk, which is slower than QEMU"),
-                    None => (qemu.ms().median, "QEMU to QEMU"),
+                    None => (qemu.runs.ms().median, "QEMU to QEMU"),
                 };
                 let what = format!("{}: as fast as {whom}", series.title());
-                Some(Aim::new(what, Bound::AtLeast, FILE_SHARE, ms / series.ms().median, "of it"))
+                Some(Aim::new(what, Bound::AtLeast, FILE_SHARE, ms / series.runs.ms().median, "of it"))
             }
             Route::QemuToQemu | Route::QemuToOurs | Route::OursToOurs => None,
         }
@@ -223,14 +202,10 @@ impl Results {
         let beside = self.beside(series).filter(|_| series.route != Route::QemuToQemu);
         Line {
             title: series.route.title().to_owned(),
-            bars: vec![Bar { side, ms: series.ms().median, remark: String::new() }],
-            note: beside.map_or(String::new(), |qemu| format!("{:.2} ×", times(series, qemu))),
+            bars: vec![Bar { side, ms: series.runs.ms().median, remark: String::new() }],
+            note: beside.map_or(String::new(), |qemu| format!("{:.2} ×", series.runs.times(&qemu.runs))),
         }
     }
-}
-
-fn times(series: &Series, qemu: &Series) -> f64 {
-    qemu.ms().median / series.ms().median
 }
 
 #[cfg(test)]
@@ -238,11 +213,17 @@ fn times(series: &Series, qemu: &Series) -> f64 {
 mod tests {
     use super::*;
     use crate::results::Cpu;
+    use crate::results::Run;
 
     fn series(kind: Kind, method: Method, route: Route, ms: f64) -> Series {
         let cpu = Cpu { qemu: Sides { source: 2.0, destination: 0.5 }, transship: Sides::default() };
         let run = Run { ms, wire_bytes: 250_000_000, cpu, equal: Some(true) };
-        Series { kind, wire: Wire { channels: 2, method }, route, guest_bytes: 1_000_000_000, runs: vec![run; 3] }
+        Series {
+            kind,
+            wire: Wire { channels: 2, method },
+            route,
+            runs: Runs { guest_bytes: 1_000_000_000, list: vec![run; 3] },
+        }
     }
 
     fn results() -> Results {
@@ -294,7 +275,7 @@ mod tests {
 
         // The destination works more than the source: to be as fast is enough.
         for series in &mut results.series[..3] {
-            series.runs.iter_mut().for_each(|run| run.cpu.qemu.destination = 3.0);
+            series.runs.list.iter_mut().for_each(|run| run.cpu.qemu.destination = 3.0);
         }
         let text = results.aims().to_string();
         assert_eq!(verdict(&text, "zstd, ours to QEMU: as fast as QEMU to QEMU"), "met", "{text}");
