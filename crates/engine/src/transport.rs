@@ -27,6 +27,17 @@ const UNSENT_BYTES: u32 = 256 * 1024;
 /// A peer that takes no byte for this long is taken for dead.
 pub(crate) const STALL_TIMEOUT: Duration = Duration::from_secs(30);
 
+/// Why something could not be sent to a peer on one of its connections: `data channel 3`.
+pub(crate) fn sending_failed(peer: &str, on: &str, source: io::Error) -> Error {
+    match source.kind() {
+        io::ErrorKind::WouldBlock => {
+            let what = format!("has taken nothing from {on} for {} s", STALL_TIMEOUT.as_secs());
+            Error::Protocol { peer: peer.to_owned(), what }
+        }
+        _ => Error::Io { what: format!("send to {peer} on {on}"), source },
+    }
+}
+
 /// An address, as QEMU writes them.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Uri {

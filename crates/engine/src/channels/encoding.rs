@@ -280,7 +280,6 @@ mod tests {
     use transship_memory::{Access, GuestMemory, Region};
 
     use super::{super::Failure, *};
-    use crate::scan::Pending;
 
     const CHANNELS: u8 = 3;
     const WINDOWS: u64 = 100;
@@ -298,15 +297,6 @@ mod tests {
         }
         fn reason(&self) -> Option<Error> {
             None
-        }
-        fn tells_holes(&self, _: usize, _: &Pending) -> Result<bool, Error> {
-            Ok(false)
-        }
-        fn look(&self, _: &Window) -> Result<Option<u128>, Error> {
-            Ok(None)
-        }
-        fn left_out(&self, _: usize, _: u64, _: u128) -> Result<(), Error> {
-            Ok(())
         }
     }
 

@@ -28,13 +28,19 @@ pub(crate) trait Main {
     fn reason(&self) -> Option<Error>;
 
     /// Tells which pages of a region are holes now; false: the channels have to.
-    fn tells_holes(&self, region: usize, pending: &Pending) -> Result<bool, Error>;
+    fn tells_holes(&self, _region: usize, _pending: &Pending) -> Result<bool, Error> {
+        Ok(false)
+    }
 
     /// Looks for the zero pages of a window; none: channels and encoders do.
-    fn look(&self, window: &Window) -> Result<Option<u128>, Error>;
+    fn look(&self, _window: &Window) -> Result<Option<u128>, Error> {
+        Ok(None)
+    }
 
     /// Pages of a window that are not handed over: holes by now, or of no use to the guest.
-    fn left_out(&self, region: usize, first: u64, pages: u128) -> Result<(), Error>;
+    fn left_out(&self, _region: usize, _first: u64, _pages: u128) -> Result<(), Error> {
+        Ok(())
+    }
 }
 
 /// Cuts a round into pieces.

@@ -283,18 +283,6 @@ mod tests {
             }
             None
         }
-
-        fn tells_holes(&self, _: usize, _: &Pending) -> Result<bool, Error> {
-            Ok(false)
-        }
-
-        fn look(&self, _: &Window) -> Result<Option<u128>, Error> {
-            Ok(None)
-        }
-
-        fn left_out(&self, _: usize, _: u64, _: u128) -> Result<(), Error> {
-            Ok(())
-        }
     }
 
     /// When a round breaks, all connections are shut down, and so the others fail, too: they know nothing.

@@ -59,8 +59,6 @@ impl Store for MappedStore {
     fn switchover(&self) {
         self.beside().switchover = true;
     }
-
-    fn last(&self) {}
 }
 
 impl FileStore for MappedStore {

@@ -24,7 +24,7 @@ pub(crate) trait Store: Send + Sync {
     /// The source says that its guest has been stopped.
     fn switchover(&self);
     /// What comes now are the last pages.
-    fn last(&self);
+    fn last(&self) {}
 }
 
 /// A thread's way into a store. What it brings for a page is kept in order; what several bring for the same page is so if one of them has

@@ -12,7 +12,6 @@ use crate::{
     cpu,
     pacer::Pacer,
     page_map::PageMap,
-    scan::Pending,
     transport::Connection,
 };
 
@@ -104,15 +103,7 @@ impl Main for Watch<'_> {
         }
     }
 
-    fn tells_holes(&self, _: usize, _: &Pending) -> Result<bool, Error> {
-        Ok(false)
-    }
-
     fn look(&self, window: &Window) -> Result<Option<u128>, Error> {
         Ok(self.looks.then(|| self.shared.zero_mask(window)))
-    }
-
-    fn left_out(&self, _: usize, _: u64, _: u128) -> Result<(), Error> {
-        Ok(())
     }
 }

@@ -11,7 +11,7 @@ use transship_wire::{PACKET_BYTES, Packet};
 use crate::{
     Error,
     channels::{Channel, Encoded, Sent, Settled, Shared, Window},
-    transport::{Connection, STALL_TIMEOUT},
+    transport::{Connection, sending_failed},
 };
 
 /// One data connection.
@@ -34,14 +34,7 @@ impl PageSender {
     }
 
     fn failed(&self, source: io::Error) -> Error {
-        let Self { number, shared, .. } = self;
-        match source.kind() {
-            io::ErrorKind::WouldBlock => Error::Protocol {
-                peer: shared.peer.clone(),
-                what: format!("has taken nothing from data channel {number} for {} s", STALL_TIMEOUT.as_secs()),
-            },
-            _ => Error::Io { what: format!("send pages to {} on data channel {number}", shared.peer), source },
-        }
+        sending_failed(&self.shared.peer, &format!("data channel {}", self.number), source)
     }
 }
 

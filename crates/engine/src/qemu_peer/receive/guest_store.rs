@@ -123,8 +123,6 @@ impl Store for GuestStore {
     fn switchover(&self) {
         self.beside().switchover = true;
     }
-
-    fn last(&self) {}
 }
 
 impl PromptStore for GuestStore {

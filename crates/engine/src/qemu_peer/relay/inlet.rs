@@ -98,7 +98,9 @@ impl Inlet {
     }
 
     fn lost(&self, source: io::Error) -> Error {
-        let what = || format!("read from the relay at {} on data connection {}", self.session.fate.peer, self.number);
-        self.session.link_failed(what, source)
+        self.session.link_failed(source, |source| Error::Io {
+            what: format!("read from the relay at {} on data connection {}", self.session.fate.peer, self.number),
+            source,
+        })
     }
 }

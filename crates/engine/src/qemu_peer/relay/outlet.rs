@@ -25,7 +25,7 @@ use crate::{
     },
     control::TICK,
     cpu::Laps,
-    transport::{Connection, STALL_TIMEOUT},
+    transport::{Connection, sending_failed},
 };
 
 /// Chunks that wait at each encoder.
@@ -300,13 +300,8 @@ fn send(line: &mut Connection, ready: &Ready, shared: &Shared, session: &Session
 }
 
 fn failed(source: io::Error, number: usize, session: &Session) -> Error {
-    match source.kind() {
-        io::ErrorKind::WouldBlock => session
-            .fate
-            .broke(format!("has taken nothing from data connection {number} for {} s", STALL_TIMEOUT.as_secs())),
-        _ => session
-            .link_failed(|| format!("send to the relay at {} on data connection {number}", session.fate.peer), source),
-    }
+    session
+        .link_failed(source, |source| sending_failed(&session.fate.peer, &format!("data connection {number}"), source))
 }
 
 struct EncoderThread {

@@ -18,7 +18,11 @@ use super::{
     fate::{Fate, lock},
     stream::Stream,
 };
-use crate::{Error, MethodBytes, Progress, RelayReport, Report, control::TICK, transport::Connection};
+use crate::{
+    Error, MethodBytes, Progress, RelayReport, Report,
+    control::TICK,
+    transport::{Connection, sending_failed},
+};
 
 /// How long the other relay may take to say why the link breaks.
 const REASON_TIMEOUT: Duration = Duration::from_millis(500);
@@ -160,17 +164,17 @@ impl Session {
     }
 
     /// A thread can't do this with the link. Who writes when the other relay has gone learns it later than who reads.
-    pub(super) fn link_failed(&self, what: impl FnOnce() -> String, source: io::Error) -> Error {
+    pub(super) fn link_failed(&self, source: io::Error, otherwise: impl FnOnce(io::Error) -> Error) -> Error {
         match source.kind() {
             ErrorKind::UnexpectedEof | ErrorKind::ConnectionReset | ErrorKind::BrokenPipe => self.lost_link(),
-            _ => Error::Io { what: what(), source },
+            _ => otherwise(source),
         }
     }
 
     /// Tells the other relay.
     pub(super) fn say(&self, message: &Message) -> Result<(), Error> {
-        let failed = |source| self.link_failed(|| format!("tell the relay at {} something", self.fate.peer), source);
-        self.control.send(message).map_err(failed)
+        let failed = |source| sending_failed(&self.fate.peer, "the control connection", source);
+        self.control.send(message).map_err(|source| self.link_failed(source, failed))
     }
 
     /// What is seen first of a relay that ends the session may be that its connections close: waits a moment for its reason; also if `anyway`.

@@ -18,7 +18,7 @@ use crate::{
     Error, Uri,
     channels::{self, Channel, Encoded, Encoders, Sent, Settled, Shared, Window},
     page_map::runs,
-    transport::{Connection, STALL_TIMEOUT},
+    transport::{Connection, sending_failed},
 };
 
 /// All multifd channels.
@@ -176,14 +176,9 @@ impl PacketSender {
     }
 
     fn failed(&self, source: io::Error) -> Error {
-        let Self { number, shared, .. } = self;
         match source.kind() {
-            io::ErrorKind::WouldBlock => Error::Protocol {
-                peer: shared.peer.clone(),
-                what: format!("has taken nothing from channel {number} for {} s", STALL_TIMEOUT.as_secs()),
-            },
             io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset => self.closed(),
-            _ => Error::Io { what: format!("send pages to {} on channel {number}", shared.peer), source },
+            _ => sending_failed(&self.shared.peer, &format!("channel {}", self.number), source),
         }
     }
 }

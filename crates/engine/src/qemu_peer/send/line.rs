@@ -16,7 +16,7 @@ use crate::{
     Error, Progress, Uri,
     control::TICK,
     pacer::Pacer,
-    transport::{Connection, STALL_TIMEOUT},
+    transport::{Connection, STALL_TIMEOUT, sending_failed},
 };
 
 /// The number of the RAM section: another than that of any section of a device.
@@ -134,14 +134,11 @@ impl Line {
         match stopped {
             Stopped::Cancelled => Error::Cancelled,
             Stopped::Spoke(error) => error,
-            Stopped::Failed(source) if source.kind() == io::ErrorKind::WouldBlock => Error::Protocol {
-                peer: self.peer.clone(),
-                what: format!("has taken nothing of the main stream for {} s", STALL_TIMEOUT.as_secs()),
-            },
-            Stopped::Failed(source) => match self.reason() {
-                Some(reason) => reason,
-                None => Error::Io { what: format!("send the stream to {}", self.peer), source },
-            },
+            Stopped::Failed(source) => {
+                // Who takes nothing says nothing.
+                let reason = if source.kind() == io::ErrorKind::WouldBlock { None } else { self.reason() };
+                reason.unwrap_or_else(|| sending_failed(&self.peer, "the main connection", source))
+            }
         }
     }
 
