@@ -1,0 +1,55 @@
+//! Memory that is brought when it is touched, against the real kernel: who touches a page sees what was filled, and nobody waits for ever.
+//!
+//! The guest is this process, through a mapping of its own, or a child where it has to die.
+//!
+//! - `waiting`: one page; `guests`: all of them, while threads read and write; `holders`: who brings them dies
+//! - `refused`: what can't be; `processes`: regions, and another process
+#![allow(clippy::unwrap_used)]
+
+#[path = "../common/mod.rs"]
+mod common;
+mod guests;
+mod holders;
+mod processes;
+mod refused;
+mod waiting;
+
+use std::time::Duration;
+
+use common::{
+    page_of,
+    process::{Faults, Guest, userfaultfd},
+};
+use transship_memory::{Fault, Missing, Region};
+
+/// Longer than anything takes on a machine that does anything at all.
+pub(crate) const LONG: Duration = Duration::from_secs(120);
+pub(crate) const NONE: Duration = Duration::ZERO;
+
+pub(crate) fn missing(guest: &Guest) -> Missing {
+    Missing::new(userfaultfd(Faults::User).unwrap(), vec![guest.area()], &[guest.pages()]).unwrap()
+}
+
+pub(crate) fn fault(page: u64) -> Option<Fault> {
+    Some(Fault { region: 0, page })
+}
+
+/// The first word of the page of this number.
+pub(crate) fn word_of(number: u64) -> u64 {
+    u64::from_ne_bytes(page_of(number)[..8].try_into().unwrap())
+}
+
+pub(crate) fn pages_of(numbers: std::ops::Range<u64>) -> Vec<u8> {
+    numbers.flat_map(page_of).collect()
+}
+
+/// The pages that the file has.
+pub(crate) fn there(region: &Region) -> Vec<(u64, u64)> {
+    region.data().unwrap().ranges().map(|range| (range.first, range.count)).collect()
+}
+
+/// The process that [`common::process::Tracked`] starts, by this name.
+#[test]
+fn child() {
+    common::process::child();
+}

@@ -1,0 +1,222 @@
+//! Guests that run before their memory is there, whoever dies and whatever fails meanwhile.
+mod restoring;
+mod stock;
+
+use std::{fs, path::Path, time::Duration};
+
+use restoring::{assert_goes_on, disk, io, make_dirty, restoring, saved_by_stock};
+use rustix::process::{Pid, Signal, kill_process};
+use serde_json::json;
+use stock::StockSave;
+use transship_tests::{
+    Count, Disk, LabError, Qemu, QemuBuilder, Result, Scratch, Transship, lines::Mark, process, wait_until,
+};
+
+/// The guest runs first. Under KVM the processor itself waits for pages.
+#[test]
+fn a_lazy_guest_finds_all_its_memory() -> Result<()> {
+    let folder = disk()?;
+    for (name, guest) in [("kvm", Qemu::multiboot as fn() -> QemuBuilder), ("linux", Qemu::linux)] {
+        let path = folder.join(name);
+        saved_by_stock(guest(), StockSave::default(), &path)?;
+        for flags in [["--direct-io=on", "--channels=2"], ["--direct-io=off", "--channels=1"]] {
+            let destination = guest().incoming().start()?;
+            make_dirty(&destination)?;
+            let stalled = Stalled::start_with(&destination.vm(), &path, &flags)?;
+            // It runs by what it waits for alone.
+            destination.next_count()?;
+            let report = stalled.go_on()?.wait()?.expect_code(0)?.report()?;
+            assert!(report["lazy"]["faults"].as_u64() > Some(0), "nobody ever waited: {report}");
+            assert!(report["started_ms"].as_f64() < report["lazy"]["filled_ms"].as_f64(), "{report}");
+            assert_goes_on(&destination)?;
+            // Nothing of ours stays.
+            assert!(!destination.open_files()?.iter().any(|file| file.contains("userfaultfd")));
+            assert!(stand_ins(&destination)?.is_empty());
+        }
+    }
+    Ok(())
+}
+
+/// The disk fails under a guest that runs already.
+#[test]
+fn a_lazy_guest_whose_disk_fails_is_stopped() -> Result<()> {
+    let disk = Disk::new(700, 512)?;
+    let path = disk.join("snapshot");
+    saved_by_stock(Qemu::linux(), StockSave::default(), &path)?;
+    let mut destination = Qemu::linux().incoming().start()?;
+    let stalled = Stalled::start_with(&destination.vm(), &path, &["--direct-io=on"])?;
+    disk.cut(30)?;
+    let ended = stalled.go_on()?.wait()?.expect_code(3)?;
+    assert!(
+        ended.stderr.contains("Input/output error") && ended.stderr.contains("was stopped where it was"),
+        "{ended}"
+    );
+    let frozen = process::status_field(destination.pid(), "State")?.starts_with('T');
+    assert!(frozen || destination.status()? == "paused");
+    destination.kill9();
+    wait_until("the second process to end", || Ok(stand_ins(&destination)?.is_empty()))
+}
+
+/// A restore that waits right after the guest has been started: only pages that somebody waits for come.
+struct Stalled {
+    folder: Scratch,
+    restore: Transship,
+}
+
+impl Stalled {
+    fn start(vm: &str, path: &Path) -> Result<Self> {
+        Self::start_with(vm, path, &[])
+    }
+
+    fn start_with(vm: &str, path: &Path, flags: &[&str]) -> Result<Self> {
+        let folder = Scratch::new()?;
+        let gate = folder.join("gate");
+        let armed = restoring(vm, path)
+            .args(["--lazy"])
+            .args(flags.iter().copied())
+            .env("TRANSSHIP_FAIL_POINT", "restore.started=stall")
+            .env("TRANSSHIP_FAIL_FILE", &gate);
+        let mut restore = armed.start()?;
+        wait_until("the guest to be started", || {
+            if let Some(status) = restore.process().ended()? {
+                return Err(LabError(format!("the restore ended early, {status}: {}", restore.stderr().tail())));
+            }
+            Ok(gate.exists())
+        })?;
+        Ok(Self { folder, restore })
+    }
+
+    fn go_on(self) -> Result<Transship> {
+        io(fs::remove_file(self.folder.join("gate")))?;
+        Ok(self.restore)
+    }
+}
+
+/// The processes that stand by for the restore of this guest.
+fn stand_ins(guest: &Qemu) -> Result<Vec<u32>> {
+    let vm = guest.vm();
+    let is_one = |pid: &u32| {
+        let line = fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+        let line = String::from_utf8_lossy(&line).replace('\0', " ");
+        line.contains("stand-in") && line.contains(&vm)
+    };
+    let entries = io(fs::read_dir("/proc"))?;
+    Ok(entries.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok()).filter(is_one).collect())
+}
+
+/// Whoever is killed, the guest gets its memory.
+#[test]
+fn a_lazy_guest_survives_the_death_of_its_restore() -> Result<()> {
+    let folder = disk()?;
+    for (name, guest) in [("kvm", Qemu::multiboot as fn() -> QemuBuilder), ("linux", Qemu::linux)] {
+        let path = folder.join(name);
+        saved_by_stock(guest(), StockSave::default(), &path)?;
+        let destination = guest().incoming().start()?;
+        let mut stalled = Stalled::start(&destination.vm(), &path)?;
+        assert_eq!(stand_ins(&destination)?.len(), 1);
+        stalled.restore.kill9();
+        assert_goes_on(&destination)?;
+        wait_until("the second process to end", || Ok(stand_ins(&destination)?.is_empty()))?;
+        assert_goes_on(&destination)?;
+    }
+    Ok(())
+}
+
+/// It dies when the guest was loaded and not started: whoever starts it by hand has all of its memory.
+#[test]
+fn a_lazy_guest_that_nobody_started_is_whole() -> Result<()> {
+    let folder = disk()?;
+    let path = folder.join("snapshot");
+    saved_by_stock(Qemu::multiboot(), StockSave::default(), &path)?;
+    let destination = Qemu::multiboot().incoming().start()?;
+    make_dirty(&destination)?;
+    let kill = ("TRANSSHIP_FAIL_POINT", "restore.loaded=kill");
+    let ended = restoring(&destination.vm(), &path).args(["--lazy"]).env(kill.0, kill.1).run()?;
+    assert_eq!(ended.code(), None, "{ended}");
+    assert!(ended.stderr.contains("this process brings the rest"), "{ended}");
+    destination.qmp("cont", json!({}))?;
+    assert_goes_on(&destination)?;
+    wait_until("the second process to end", || Ok(stand_ins(&destination)?.is_empty()))
+}
+
+#[test]
+fn a_lazy_guest_survives_the_death_of_the_second_process() -> Result<()> {
+    let folder = disk()?;
+    let path = folder.join("snapshot");
+    saved_by_stock(Qemu::multiboot(), StockSave::default(), &path)?;
+    let destination = Qemu::multiboot().incoming().start()?;
+    let stalled = Stalled::start(&destination.vm(), &path)?;
+    for pid in stand_ins(&destination)? {
+        let pid = i32::try_from(pid).ok().and_then(Pid::from_raw).expect("a process id");
+        kill_process(pid, Signal::KILL).map_err(|e| LabError(e.to_string()))?;
+    }
+    stalled.go_on()?.wait()?.expect_code(0)?;
+    assert_goes_on(&destination)
+}
+
+/// At whatever moment it is killed: the guest either never ran and never will, or has all of its memory.
+#[test]
+fn a_lazy_restore_may_be_killed_at_any_moment() -> Result<()> {
+    let folder = disk()?;
+    let path = folder.join("snapshot");
+    saved_by_stock(Qemu::multiboot(), StockSave::default(), &path)?;
+    let mut started = 0;
+    for attempt in 0..12 {
+        let destination = Qemu::multiboot().incoming().start()?;
+        make_dirty(&destination)?;
+        let mut restore = restoring(&destination.vm(), &path).args(["--lazy", "--channels=1"]).start()?;
+        // Any moment is good.
+        std::thread::sleep(Duration::from_millis(attempt * attempt / 2 + 7 * attempt));
+        restore.kill9();
+        wait_until("the second process to end", || Ok(stand_ins(&destination)?.is_empty()))?;
+        match destination.status()?.as_str() {
+            "inmigrate" => continue,
+            "paused" => {
+                destination.qmp("cont", json!({}))?;
+            }
+            _ => {}
+        }
+        started += 1;
+        assert_goes_on(&destination)?;
+    }
+    eprintln!("{started} of 12 had been loaded");
+    Ok(())
+}
+
+/// The file fails under a guest that runs: it is stopped where it is, and pages that are missing stay so.
+#[test]
+fn a_lazy_guest_whose_file_fails_is_stopped() -> Result<()> {
+    let folder = disk()?;
+    let path = folder.join("cut");
+    saved_by_stock(Qemu::linux(), StockSave::default(), &path)?;
+    for killed in [false, true] {
+        let copy = folder.join("copy");
+        io(fs::copy(&path, &copy))?;
+        let mut destination = Qemu::linux().incoming().start()?;
+        let mut stalled = Stalled::start(&destination.vm(), &copy)?;
+        let file = io(fs::OpenOptions::new().write(true).open(&copy))?;
+        io(file.set_len(8 << 20))?;
+        let said = stalled.restore.stderr().clone();
+        if killed {
+            stalled.restore.kill9();
+        } else {
+            let ended = stalled.go_on()?.wait()?.expect_code(3)?;
+            assert!(ended.stderr.contains("cut short") && ended.stderr.contains("kill "), "{ended}");
+            assert_eq!(ended.report()?["status"], "unknown");
+        }
+        said.wait(Mark::START, "the word that it was stopped", |line| {
+            line.contains("was stopped where it was").then_some(())
+        })?;
+        // A QEMU that hangs on a page does not answer: it was frozen.
+        let frozen = process::status_field(destination.pid(), "State")?.starts_with('T');
+        assert!(frozen || destination.status()? == "paused");
+        assert_eq!(stand_ins(&destination)?.len(), 1, "somebody holds the missing pages");
+        // No count that the guest has ever told has an error in it.
+        let lines = destination.serial().lines().all();
+        let wrong = lines.iter().filter_map(|line| Count::read(line)).find(|count| count.errors > 0);
+        assert_eq!(wrong, None);
+        destination.kill9();
+        wait_until("the second process to end", || Ok(stand_ins(&destination)?.is_empty()))?;
+    }
+    Ok(())
+}

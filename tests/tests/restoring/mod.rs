@@ -1,0 +1,49 @@
+//! Restores, and guests that went through one.
+#![allow(dead_code, reason = "each test binary uses a part")]
+use std::{fs, os::unix::fs::FileExt, path::Path};
+
+use transship_tests::{LabError, Qemu, QemuBuilder, Result, Scratch, Transship, transship::TransshipBuilder};
+
+use crate::stock::StockSave;
+
+/// On a real disk: memory takes direct I/O in its own way.
+pub(crate) fn disk() -> Result<Scratch> {
+    Scratch::within(&std::env::temp_dir())
+}
+
+pub(crate) fn io<T>(result: std::io::Result<T>) -> Result<T> {
+    result.map_err(|e| LabError(e.to_string()))
+}
+
+pub(crate) fn restoring(vm: &str, from: impl AsRef<Path>) -> TransshipBuilder {
+    let from = from.as_ref().to_string_lossy();
+    Transship::command(["restore", "--vm", vm, "--from", &*from, "--json"])
+}
+
+/// A guest that runs where it was saved: it goes on counting, and finds all its pages.
+pub(crate) fn assert_goes_on(guest: &Qemu) -> Result<()> {
+    assert_eq!(guest.status()?, "running");
+    let count = guest.next_count()?;
+    let sweep = guest.sweep()?;
+    assert_eq!((count.errors, sweep.errors), (0, 0), "{count:?} {sweep:?}");
+    assert!(sweep.pages > 0, "{sweep:?}");
+    Ok(())
+}
+
+/// Fills the memory files of a waiting guest with what must not be seen afterwards.
+pub(crate) fn make_dirty(guest: &Qemu) -> Result<()> {
+    let junk = vec![0xa5; 1 << 20];
+    for file in guest.memory_files() {
+        let length = io(fs::metadata(file))?.len();
+        let file = io(fs::OpenOptions::new().write(true).open(file))?;
+        (0..length).step_by(junk.len()).try_for_each(|at| io(file.write_all_at(&junk, at)))?;
+    }
+    Ok(())
+}
+
+/// Has stock QEMU save such a guest, which then is gone.
+pub(crate) fn saved_by_stock(guest: QemuBuilder, way: StockSave<'_>, path: &Path) -> Result<()> {
+    let source = guest.start()?;
+    source.ready()?;
+    way.save(&source, path)
+}
