@@ -1,19 +1,14 @@
 //! The thread of one encoder.
 use std::{
     sync::{Arc, atomic::Ordering::Relaxed},
-    time::{Duration, Instant},
+    time::Instant,
 };
 
 use transship_codec::{Encoder, Outcome};
 use transship_memory::PAGE_BYTES;
 use transship_ring::{Worker, mpmc};
 
-use super::{
-    Encoded, Shared, Window,
-    auto::{self, Sample},
-    gate::Ready,
-    meters::Meters,
-};
+use super::{Encoded, Shared, Window, auto::Sampler, gate::Ready, meters::Meters};
 use crate::cpu;
 
 /// Encodes what comes, until there is no more.
@@ -29,10 +24,7 @@ pub(super) struct EncoderThread {
     pub(super) spare: Arc<mpmc::Ring<Vec<u8>>>,
     /// The pages of a packet, copied.
     pub(super) pages: Vec<u8>,
-    /// For what is encoded to learn from, and not sent.
-    pub(super) scratch: Vec<u8>,
-    /// Its encoders have made something.
-    pub(super) is_warm: bool,
+    pub(super) sampler: Sampler,
 }
 
 impl EncoderThread {
@@ -47,7 +39,9 @@ impl EncoderThread {
                 return; // nobody takes any more
             }
             if sample {
-                self.sample();
+                // The pages at hand, after they have gone.
+                let sample = self.sampler.take(&mut self.encoders, self.raw, &self.pages);
+                let _ = self.meters.samples.push(sample); // there is room for all that can be asked for at a time
             }
             shared.progress.cpu.encoders.add(laps.next());
         }
@@ -83,26 +77,5 @@ impl EncoderThread {
             return None;
         }
         Some(Encoded { method: *method, bytes })
-    }
-
-    /// Encodes the pages at hand in all ways, after they have gone, and keeps only what there is to learn from it.
-    fn sample(&mut self) {
-        let Self { encoders, raw, pages, scratch, is_warm, .. } = self;
-        if !std::mem::replace(is_warm, *is_warm || !pages.is_empty()) {
-            auto::warm_up(encoders.iter_mut().map(|(_, encoder)| encoder), pages, scratch);
-        }
-        let mut outcomes = Vec::with_capacity(encoders.len());
-        for (index, (_, encoder)) in encoders.iter_mut().enumerate() {
-            let (begin, mut laps) = (Instant::now(), cpu::Laps::begin());
-            let is_raw = Some(index) == *raw || pages.is_empty() || encoder.encode(pages, scratch) == Outcome::Raw;
-            let left = if is_raw { pages.len() } else { scratch.len() };
-            let needs = match Some(index) == *raw {
-                true => Duration::ZERO,
-                false => auto::needs(begin.elapsed().as_secs_f64(), laps.next()),
-            };
-            outcomes.push((left as u64, needs));
-        }
-        let sample = Sample { pages: (pages.len() / PAGE_BYTES) as u64, outcomes };
-        let _ = self.meters.samples.push(sample); // there is room for all that can be asked for at a time
     }
 }

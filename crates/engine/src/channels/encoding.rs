@@ -18,7 +18,7 @@ use transship_ring::{Results, Submitter, TrySubmitError, mpmc, pool};
 
 use super::{
     Main, Shared, Window,
-    auto::{self, Auto, Threads},
+    auto::{self, Auto, Sampler, Threads},
     encoder::EncoderThread,
     gate::{Gate, Ready},
     meters::Meters,
@@ -108,8 +108,7 @@ impl Encoders {
                 meters: Arc::clone(&encoders.meters),
                 spare: Arc::clone(&encoders.spare),
                 pages: Vec::new(),
-                scratch: Vec::new(),
-                is_warm: false,
+                sampler: Sampler::default(),
             };
             let started = thread::Builder::new().name(format!("encoder {number}")).spawn(move || thread.run());
             encoders.threads.push(started.map_err(|source| Error::Io { what: "start an encoder".into(), source })?);

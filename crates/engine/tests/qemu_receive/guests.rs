@@ -2,6 +2,7 @@
 use std::{
     io::{Read, Write},
     os::unix::net::UnixStream,
+    path::{Path, PathBuf},
     sync::{Arc, Mutex, mpsc},
     thread,
     time::Duration,
@@ -126,12 +127,18 @@ fn devices(stream: &[u8]) -> (Vec<(String, u32)>, String) {
     (names.into_iter().zip(memory.iter().map(|memory| crc32(memory))).collect(), state)
 }
 
+/// Where a source connects to, and who listens there.
+fn listening(folder: &Path) -> (PathBuf, Listener) {
+    let path = folder.join("socket");
+    let listener = Listener::bind(&Uri::Unix(path.clone())).unwrap();
+    (path, listener)
+}
+
 /// The guest runs here when the source, which was told, has let go, and not before.
 #[test]
 fn the_guest_starts_when_the_source_has_let_go() {
     let (folder, mut guest) = (tempfile::tempdir().unwrap(), Waiting::new());
-    let path = folder.path().join("socket");
-    let listener = Listener::bind(&Uri::Unix(path.clone())).unwrap();
+    let (path, listener) = listening(folder.path());
     let said = Arc::clone(&guest.said);
     let source = thread::spawn(move || {
         let mut main = UnixStream::connect(path).unwrap();
@@ -156,8 +163,7 @@ fn a_source_that_left_keeps_its_guest() {
     let (folder, mut guest) = (tempfile::tempdir().unwrap(), Waiting::new());
     let (gone, wait) = mpsc::channel();
     guest.wait = Some(wait);
-    let path = folder.path().join("socket");
-    let listener = Listener::bind(&Uri::Unix(path.clone())).unwrap();
+    let (path, listener) = listening(folder.path());
     let source = thread::spawn(move || {
         let mut main = UnixStream::connect(path).unwrap();
         main.write_all(&Stream::plain().with_return_path().main).unwrap();
@@ -211,8 +217,7 @@ fn a_guest_that_does_not_fit_is_refused_untouched() {
 fn a_source_that_asks_before_it_hands_over_is_answered_then() {
     for hands_over in [true, false] {
         let (folder, mut guest) = (tempfile::tempdir().unwrap(), Waiting::new());
-        let path = folder.path().join("socket");
-        let listener = Listener::bind(&Uri::Unix(path.clone())).unwrap();
+        let (path, listener) = listening(folder.path());
         let said = Arc::clone(&guest.said);
         let source = thread::spawn(move || {
             let mut main = UnixStream::connect(path).unwrap();

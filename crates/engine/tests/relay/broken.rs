@@ -59,6 +59,14 @@ fn what_arrives(relays: &Relays, main_bytes: &[u8], channel_bytes: &[u8]) -> Vec
     got
 }
 
+/// Both relays say so.
+fn assert_source_runs_on(relays: Relays) {
+    let (near, far) = relays.end();
+    for Ended { result, .. } in [near, far] {
+        assert_eq!(result.unwrap_err().outcome(), Outcome::SourceRunsOn);
+    }
+}
+
 /// Wherever the link breaks before the guest is handed over: both QEMUs lose their connections, and the one that waits can't run the guest.
 #[test]
 fn a_link_that_is_cut_leaves_the_guest_at_its_source() {
@@ -149,10 +157,7 @@ fn a_waiting_qemu_that_fails_ends_it_for_the_source() {
             assert!(answer.is_empty() || says && answer == shut(1), "{answer:?}");
         });
         drop(main);
-        let (near, far) = relays.end();
-        for Ended { result, .. } in [near, far] {
-            assert_eq!(result.unwrap_err().outcome(), Outcome::SourceRunsOn);
-        }
+        assert_source_runs_on(relays);
     }
 }
 
@@ -169,10 +174,7 @@ fn a_source_that_gives_up_ends_it_over_there() {
     (&there).read_to_end(&mut got).unwrap();
     assert_eq!(got, main_bytes[4..end / 2]);
     drop(there);
-    let (near, far) = relays.end();
-    for Ended { result, .. } in [near, far] {
-        assert_eq!(result.unwrap_err().outcome(), Outcome::SourceRunsOn);
-    }
+    assert_source_runs_on(relays);
 }
 
 /// The user cancels: everything is closed, and nothing runs over there.

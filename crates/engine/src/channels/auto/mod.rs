@@ -14,6 +14,7 @@
 mod flow;
 mod link;
 mod pace;
+mod sampler;
 mod samples;
 #[cfg(test)]
 mod simulation;
@@ -28,11 +29,7 @@ use flow::Probe;
 use link::Link;
 use pace::{Counted, Pace};
 use samples::Samples;
-pub(crate) use {
-    flow::RawFlow,
-    pace::Counts,
-    samples::{Sample, needs, warm_up},
-};
+pub(crate) use {flow::RawFlow, pace::Counts, sampler::Sampler, samples::Sample};
 
 /// A stretch that is measured takes so long, since schedulers give and take cores for milliseconds at a time,
 const STRETCH: Duration = Duration::from_millis(10);

@@ -1,7 +1,6 @@
 //! What encodings cost and leave, from windows that were encoded in all ways.
 use std::time::Duration;
 
-use transship_codec::Encoder;
 use transship_memory::PAGE_BYTES;
 
 /// Share of the encoders' time that samples may take; the first few are free.
@@ -9,10 +8,6 @@ const SHARE: f64 = 0.005;
 const FREE: u32 = 2;
 /// And while encoders wait for the link, where they keep nobody from anything but a peer on the same host.
 const SHARE_WAITING: f64 = 0.05;
-/// The time that an encoder took is believed up to so many times its CPU time: beyond that it was held up by what has nothing to do with it.
-const HELD_UP: f64 = 3.0;
-/// A new encoder warms up with this share of the pages.
-const WARM_UP: usize = 8;
 /// What a sample still weighs after each further one.
 const DECAY: f64 = 0.7;
 
@@ -22,28 +17,6 @@ pub(crate) struct Sample {
     pub(crate) pages: u64,
     /// By encoding: bytes that are left, and the time that an encoder needs.
     pub(crate) outcomes: Vec<(u64, Duration)>,
-}
-
-/// What an encoder needs that took so much wall time and CPU time, in seconds. Who has to share the core with others would not have it for himself later,
-/// but more of it than beside all that is done now.
-pub(crate) fn needs(wall: f64, cpu: f64) -> Duration {
-    Duration::from_secs_f64((wall.clamp(0.0, HELD_UP * cpu.max(0.0)) * cpu.max(0.0)).sqrt())
-}
-
-/// The first thing that a new encoder makes is slow: its tables and the buffer for what it makes are not in memory yet, nor its code in caches. So before
-/// the first sample of a thread each of its encoders gets something that nobody measures.
-pub(crate) fn warm_up<'a>(
-    encoders: impl Iterator<Item = &'a mut Box<dyn Encoder>>,
-    pages: &[u8],
-    scratch: &mut Vec<u8>,
-) {
-    scratch.resize(pages.len(), 0);
-    let some = &pages[..pages.len() / WARM_UP / PAGE_BYTES * PAGE_BYTES];
-    if !some.is_empty() {
-        encoders.for_each(|encoder| {
-            let _ = encoder.encode(some, scratch);
-        });
-    }
 }
 
 /// All samples, the newer ones weighing more.
@@ -186,14 +159,5 @@ mod tests {
         assert!(!samples.ask(1));
         samples.add(&sample(3, 0));
         assert!(samples.ask(4) && samples.of(0).is_some());
-    }
-
-    #[test]
-    fn an_encoder_that_was_held_up_is_not_taken_for_a_slow_one() {
-        let ms = |wall: f64, cpu: f64| needs(wall / 1e3, cpu / 1e3).as_secs_f64() * 1e3;
-        assert!((ms(1.0, 1.0) - 1.0).abs() < 1e-6);
-        assert!((ms(2.0, 1.0) - 2f64.sqrt()).abs() < 1e-6, "it shares the core");
-        assert!((ms(100.0, 1.0) - 3f64.sqrt()).abs() < 1e-6, "it did not run at all for most of the time");
-        assert_eq!(ms(1.0, 0.0), 0.0, "clocks are not exact");
     }
 }

@@ -20,7 +20,7 @@ use super::{RelayOptions, fate::lock, session::Session};
 use crate::{
     Compress, Error,
     channels::{
-        auto::{self, Auto, Sample, Threads},
+        auto::{self, Auto, Sampler, Threads},
         meters::Meters,
     },
     control::TICK,
@@ -154,8 +154,7 @@ impl Outlet {
                     raw,
                     shared: Arc::clone(&shared),
                     session: Arc::clone(session),
-                    scratch: Vec::new(),
-                    is_warm: false,
+                    sampler: Sampler::default(),
                 };
                 session.spawn(&format!("encoder {number}"), move |_| {
                     thread.run();
@@ -312,10 +311,7 @@ struct EncoderThread {
     raw: Option<usize>,
     shared: Arc<Shared>,
     session: Arc<Session>,
-    /// For what is encoded to learn from, and not sent.
-    scratch: Vec<u8>,
-    /// Its encoders have made something.
-    is_warm: bool,
+    sampler: Sampler,
 }
 
 impl EncoderThread {
@@ -330,7 +326,8 @@ impl EncoderThread {
                 return; // nobody takes any more
             }
             if let Some(bytes) = kept {
-                self.sample(&bytes);
+                let sample = self.sampler.take(&mut self.encoders, self.raw, &bytes);
+                let _ = self.shared.meters.samples.push(sample); // there is room for all that can be asked for at a time
             }
             self.session.progress.cpu.encoders.add(laps.next());
         }
@@ -355,26 +352,5 @@ impl EncoderThread {
         let content =
             Content::Encoded { bytes, gives_end: chunk.gives_end, method: *method, payload: payload.len() as u32 };
         Ready { packet: chunk.packet(content), pages: chunk.pages(), encoding: chunk.encoding, raw: chunk.raw, payload }
-    }
-
-    /// Encodes bytes in all ways, after they have gone, and keeps only what there is to learn from it.
-    fn sample(&mut self, bytes: &[u8]) {
-        let Self { encoders, raw, scratch, is_warm, .. } = self;
-        if !std::mem::replace(is_warm, true) {
-            auto::warm_up(encoders.iter_mut().map(|(_, encoder)| encoder), bytes, scratch);
-        }
-        let mut outcomes = Vec::with_capacity(encoders.len());
-        for (index, (_, encoder)) in encoders.iter_mut().enumerate() {
-            let (begin, mut laps) = (Instant::now(), Laps::begin());
-            let is_raw = Some(index) == *raw || encoder.encode(bytes, scratch) == Outcome::Raw;
-            let left = if is_raw { bytes.len() } else { scratch.len() };
-            let needs = match Some(index) == *raw {
-                true => Duration::ZERO,
-                false => auto::needs(begin.elapsed().as_secs_f64(), laps.next()),
-            };
-            outcomes.push((left as u64, needs));
-        }
-        let sample = Sample { pages: bytes.len().div_ceil(PAGE_BYTES) as u64, outcomes };
-        let _ = self.shared.meters.samples.push(sample); // there is room for all that can be asked for at a time
     }
 }
