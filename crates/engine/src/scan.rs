@@ -175,6 +175,8 @@ impl Scanner {
         self.owed.iter().filter(|place| place.region == index).for_each(|place| written.insert(place.pages));
         if let Some(before) = earlier {
             written.union_with(&before.send);
+            // Holes by then, which nobody was told of. One that was looked at since is memory of zeros, and not written.
+            written.union_with(&before.gone);
             let unseen = self.unseen.iter().filter(|place| place.region == index);
             unseen.for_each(|place| written.insert(place.pages));
         }

@@ -9,7 +9,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use common::{Ended, Op, Script, Scripted, Waiting, apply, run};
+use common::{Ended, History, Op, Script, Scripted, Waiting, apply, run};
 use proptest::{collection::vec, prelude::*};
 use transship_engine::{
     MoveOptions,
@@ -54,7 +54,7 @@ struct Frees {
 impl Frees {
     fn write(&self, op: &Op) {
         let mut script = self.script.lock().unwrap();
-        apply(&self.memory, op, &mut script.written);
+        apply(&self.memory, op, &mut script.history);
         if let Op::Fill { region, page, .. } = *op {
             self.free.lock().unwrap()[region].remove(PageRange::new(page % PAGES[region], 1));
         }
@@ -64,7 +64,7 @@ impl Frees {
         self.writes = self.writes.wrapping_add(1);
         for page in [RING.pages.first, RING.pages.first + 1] {
             let op = Op::Fill { region: RING.region, page, byte: self.writes };
-            apply(&self.memory, &op, &mut PAGES.map(PageSet::empty));
+            apply(&self.memory, &op, &mut History::new(&PAGES));
         }
     }
 }
@@ -137,7 +137,7 @@ fn guest(steps: Vec<Step>, lists: Vec<Vec<Op>>) -> (Scripted, Arc<Mutex<Vec<Page
     for (region, pages) in PAGES.into_iter().enumerate() {
         for page in (0..pages).filter(|page| page % 11 != 0) {
             let op = Op::Fill { region, page, byte: 1 + (page % 250) as u8 };
-            apply(&source.memory, &op, &mut source.script.lock().unwrap().written);
+            apply(&source.memory, &op, &mut source.script.lock().unwrap().history);
         }
     }
     let free = Arc::new(Mutex::new(PAGES.map(PageSet::empty).to_vec()));

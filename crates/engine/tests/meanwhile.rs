@@ -26,7 +26,7 @@ fn guest() -> Scripted {
     for (region, pages) in PAGES.into_iter().enumerate() {
         for page in 0..pages {
             let op = Op::Fill { region, page, byte: 1 + (page % 250) as u8 };
-            common::apply(&source.memory, &op, &mut source.script.lock().unwrap().written);
+            common::apply(&source.memory, &op, &mut source.script.lock().unwrap().history);
         }
     }
     source

@@ -52,7 +52,7 @@ fn saved(path: &Path, pages: &[(usize, u64, u8)], way: SaveOptions, offset: u64)
     // Its own is so long that thousands of files would take their time.
     guest.state.truncate(5000);
     for &(region, page, byte) in pages {
-        common::apply(&guest.memory, &Op::Fill { region, page, byte }, &mut guest.script.lock().unwrap().written);
+        common::apply(&guest.memory, &Op::Fill { region, page, byte }, &mut guest.script.lock().unwrap().history);
     }
     let to = FileUri { offset, ..FileUri::path(path) };
     save_guest(&mut guest, &to, &way, &Progress::new(), &mut Report::default()).unwrap();

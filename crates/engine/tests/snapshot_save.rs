@@ -12,7 +12,11 @@ use std::{
     time::Duration,
 };
 
-use common::{Op, Scripted, contents, snapshot::Snapshot};
+use common::{
+    Op, Scripted, contents,
+    ops::{life, op},
+    snapshot::Snapshot,
+};
 use proptest::{collection::vec, prelude::*};
 use rustix::fs::{Mode, OFlags};
 use transship_engine::{
@@ -22,16 +26,6 @@ use transship_memory::{PAGE_BYTES, PageRange};
 
 /// Small enough to be quick, with a last window that is not whole.
 const PAGES: [u64; 2] = [300, 1000];
-
-fn op() -> impl Strategy<Value = Op> {
-    let fill = (0..2usize, 0..1000u64, prop_oneof![Just(0u8), any::<u8>()]).prop_map(|(region, page, byte)| Op::Fill {
-        region,
-        page,
-        byte,
-    });
-    let free = (0..2usize, 0..1000u64, 1..400u64).prop_map(|(region, first, count)| Op::Free { region, first, count });
-    prop_oneof![8 => fill, 1 => free]
-}
 
 /// On a disk: what is in memory anyway can't refuse direct I/O.
 fn folder() -> tempfile::TempDir {
@@ -62,7 +56,7 @@ proptest! {
     #[test]
     fn the_file_holds_what_the_guest_held(
         before in vec(op(), 0..300),
-        lists in vec(vec(op(), 0..60), 0..6),
+        life in life(40),
         channels in 1..5u8,
         way in prop_oneof![3 => Just(Way::Live), 1 => Just(Way::Paused)],
         then in prop_oneof![Just(Then::Resume), Just(Then::StayStopped)],
@@ -71,9 +65,9 @@ proptest! {
         offset in prop_oneof![Just(0), 1..100_000u64],
     ) {
         let folder = folder();
-        let mut guest = Scripted::new(&PAGES, lists);
+        let mut guest = Scripted::living(&PAGES, life);
         for op in &before {
-            common::apply(&guest.memory, op, &mut guest.script.lock().unwrap().written);
+            common::apply(&guest.memory, op, &mut guest.script.lock().unwrap().history);
         }
         let path = folder.path().join("a");
         let uri = FileUri { offset, ..FileUri::path(&path) };
@@ -81,7 +75,7 @@ proptest! {
         let (result, report) = save(&mut guest, &uri, &options);
         result.unwrap();
         let snapshot = Snapshot::read(&path, offset);
-        prop_assert!(snapshot.memory == contents(&guest.memory));
+        prop_assert_eq!(guest.script.lock().unwrap().history.wrong(&guest.memory, &snapshot.memory), vec![]);
         prop_assert!(snapshot.opaque() == guest.state);
         prop_assert_eq!(guest.script.lock().unwrap().resumed, Some(then == Then::Resume));
         let file = report.file.unwrap();
@@ -98,7 +92,7 @@ fn fill(region: usize, page: u64, byte: u8) -> Op {
 fn guest(before: &[Op], lists: Vec<Vec<Op>>) -> Scripted {
     let guest = Scripted::new(&PAGES, lists);
     for op in before {
-        common::apply(&guest.memory, op, &mut guest.script.lock().unwrap().written);
+        common::apply(&guest.memory, op, &mut guest.script.lock().unwrap().history);
     }
     guest
 }

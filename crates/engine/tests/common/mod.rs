@@ -1,8 +1,10 @@
 //! Two guests of real memory whose writes are a list, so that what must arrive is known.
 #![allow(dead_code, unreachable_pub, clippy::unwrap_used, reason = "each test binary uses a part")]
+pub mod ops;
 pub mod snapshot;
 
 use std::{
+    collections::VecDeque,
     io::Read,
     path::Path,
     sync::{Arc, Mutex},
@@ -15,17 +17,11 @@ use transship_engine::{
     guest::{DestinationGuest, GuestError, Hints, SourceGuest},
     move_guest, receive_guest,
 };
-use transship_memory::{Access, Error as MemoryError, GuestMemory, PAGE_BYTES, PageRange, PageSet, Region, Tracker};
+use transship_memory::{Access, Error as MemoryError, GuestMemory, PAGE_BYTES, PageSet, Region, Tracker};
+
 use transship_wire::{GuestDescription, RegionDescription};
 
-/// What a guest does to its memory.
-#[derive(Debug, Clone)]
-pub enum Op {
-    /// Fills a page with a byte; 0 makes it a zero page.
-    Fill { region: usize, page: u64, byte: u8 },
-    /// Frees pages: they become holes, and nobody reports them as written.
-    Free { region: usize, first: u64, count: u64 },
-}
+pub use ops::{History, Op, apply};
 
 /// Memory of regions with these numbers of pages.
 pub fn memory(pages: &[u64]) -> GuestMemory {
@@ -56,30 +52,8 @@ pub fn contents(memory: &GuestMemory) -> Vec<Vec<u8>> {
     memory.regions().iter().map(read).collect()
 }
 
-fn bounded(region: &Region, first: u64, count: u64) -> PageRange {
-    let first = first % region.pages();
-    PageRange::new(first, count.clamp(1, region.pages() - first))
-}
-
-/// Does it, and notes what a tracker would see of it.
-pub fn apply(memory: &GuestMemory, op: &Op, written: &mut [PageSet]) {
-    match *op {
-        Op::Fill { region, page, byte } => {
-            let at = bounded(&memory.regions()[region], page, 1);
-            let window = at.first / 128 * 128;
-            let bit = 1 << (at.first - window);
-            memory.regions()[region].write_pages(window, bit, &[byte; PAGE_BYTES]).unwrap();
-            written[region].insert(at);
-        }
-        Op::Free { region, first, count } => {
-            let range = bounded(&memory.regions()[region], first, count);
-            memory.regions()[region].clear(range).unwrap();
-            written[region].remove(range);
-        }
-    }
-}
-
-/// A guest that does the next list of operations after each scan of its first region, until it is stopped.
+/// A guest that does the next list of operations after each scan of its last region, until it is stopped; and the next of the other lists
+/// before each scan of its first region, and right before it is stopped.
 pub struct Scripted {
     pub memory: GuestMemory,
     pub state: Vec<u8>,
@@ -92,8 +66,10 @@ pub struct Scripted {
 
 #[derive(Default)]
 pub struct Script {
-    pub lists: std::collections::VecDeque<Vec<Op>>,
-    pub written: Vec<PageSet>,
+    pub lists: VecDeque<Vec<Op>>,
+    /// What it does while a round is sent, or has just been.
+    pub meanwhile: VecDeque<Vec<Op>>,
+    pub history: History,
     pub stopped: bool,
     pub resumed: Option<bool>,
     pub first_scans: usize,
@@ -124,6 +100,13 @@ pub fn wait_until(what: &str, holds: impl Fn() -> bool) {
 }
 
 impl Script {
+    /// Does all that is on the list.
+    fn run(&mut self, memory: &GuestMemory, list: Option<Vec<Op>>) {
+        for op in list.iter().flatten() {
+            apply(memory, op, &mut self.history);
+        }
+    }
+
     /// What is left of it, for another guest.
     pub fn renewed(&mut self) -> Self {
         std::mem::take(self)
@@ -132,10 +115,16 @@ impl Script {
 
 impl Scripted {
     pub fn new(pages: &[u64], lists: Vec<Vec<Op>>) -> Self {
-        let written = pages.iter().map(|pages| PageSet::empty(*pages)).collect();
-        let script = Script { lists: lists.into(), written, ..Script::default() };
+        let script = Script { lists: lists.into(), history: History::new(pages), ..Script::default() };
         let state = (0..700_000u32).flat_map(u32::to_le_bytes).collect();
         Self { memory: memory(pages), state, script: Arc::new(Mutex::new(script)), broken_state: false, hints: None }
+    }
+
+    /// A guest that does this.
+    pub fn living(pages: &[u64], life: ops::Life) -> Self {
+        let guest = Self::new(pages, life.after);
+        guest.script.lock().unwrap().meanwhile = life.before.into();
+        guest
     }
 }
 
@@ -157,17 +146,17 @@ impl Tracker for ScriptedTracker {
             }
         }
         let mut script = self.script.lock().unwrap();
-        let pages = self.memory.regions()[region].pages();
-        let fresh = PageSet::empty(pages);
-        let seen = std::mem::replace(&mut script.written[region], fresh);
-        let last = region + 1 == self.memory.regions().len();
-        let seen = if script.first_scans <= region { PageSet::full(pages) } else { seen };
+        let is_first = script.first_scans <= region;
+        if region == 0 && !is_first && !script.stopped {
+            let list = script.meanwhile.pop_front();
+            script.run(&self.memory, list);
+        }
+        let seen = script.history.scan(region);
+        let seen = if is_first { PageSet::full(seen.pages()) } else { seen };
         script.first_scans = script.first_scans.max(region + 1);
-        if last && !script.stopped {
-            let list = script.lists.pop_front().unwrap_or_default();
-            for op in &list {
-                apply(&self.memory, op, &mut script.written);
-            }
+        if region + 1 == self.memory.regions().len() && !script.stopped {
+            let list = script.lists.pop_front();
+            script.run(&self.memory, list);
         }
         Ok(seen)
     }
@@ -199,7 +188,10 @@ impl SourceGuest for Scripted {
         Ok(!self.script.lock().unwrap().stopped)
     }
     fn stop(&mut self) -> Result<(), GuestError> {
-        self.script.lock().unwrap().stopped = true;
+        let mut script = self.script.lock().unwrap();
+        let list = script.meanwhile.pop_front();
+        script.run(&self.memory, list);
+        script.stopped = true;
         Ok(())
     }
     fn state_estimate(&self) -> Duration {

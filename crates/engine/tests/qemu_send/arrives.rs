@@ -7,9 +7,12 @@ use transship_memory::PAGE_BYTES;
 use super::{
     guest::{Guest, VRAM_PAGES},
     model::{Quirk, send},
-    wires::{ONE, TWO, Wires, op, wires},
+    wires::{ONE, TWO, Wires, wires},
 };
-use crate::common::{self, Op, contents};
+use crate::common::{
+    self, History, Op, contents,
+    ops::{life, op},
+};
 
 proptest! {
     #![proptest_config(ProptestConfig { cases: 60, failure_persistence: None, ..ProptestConfig::default() })]
@@ -18,23 +21,19 @@ proptest! {
     /// is to be cleared.
     #[test]
     fn what_arrives_is_what_the_guest_held(
-        wires in wires(), before in vec(op(), 0..40), lists in vec(vec(op(), 0..20), 0..5),
+        wires in wires(), before in vec(op(), 0..40), life in life(15),
     ) {
-        let mut guest = Guest::new(wires.machine, lists);
+        let mut guest = Guest::new(wires.machine, life.after);
         {
-            let script = guest.inner.script.lock().unwrap();
-            let mut seen = script.written.clone();
-            drop(script);
-            before.iter().for_each(|op| common::apply(&guest.inner.memory, op, &mut seen));
+            let mut script = guest.inner.script.lock().unwrap();
+            before.iter().for_each(|op| common::apply(&guest.inner.memory, op, &mut script.history));
+            script.meanwhile = life.before.into();
         }
         let (result, report, arrived) = send(&mut guest, wires, Quirk::None);
         prop_assert!(result.is_ok(), "{:?}", result);
         prop_assert!(arrived.ran && guest.given_up && guest.resumed().is_none());
-        for (name, held) in guest.names().iter().zip(contents(&guest.inner.memory)) {
-            let same = arrived.memory[name] == held;
-            let page = arrived.memory[name].chunks(4096).zip(held.chunks(4096)).position(|(a, b)| a != b);
-            prop_assert!(same, "{name}, page {page:?}");
-        }
+        let blocks: Vec<_> = guest.names().iter().map(|name| arrived.memory[name].clone()).collect();
+        prop_assert_eq!(guest.inner.script.lock().unwrap().history.wrong(&guest.inner.memory, &blocks), vec![]);
         let mut vram = vec![0; VRAM_PAGES as usize * PAGE_BYTES];
         vram[2 * PAGE_BYTES..3 * PAGE_BYTES].fill(7);
         prop_assert!(arrived.memory["vga.vram"] == vram);
@@ -87,7 +86,7 @@ fn what_becomes_a_hole_before_its_turn_is_not_read() {
     for wires in [ONE, TWO, zstd, main] {
         let mut guest =
             Guest::new(ONE.machine, vec![(0..100).map(fill).collect(), vec![free.clone()], vec![fill(12), fill(80)]]);
-        let mut seen = guest.inner.script.lock().unwrap().written.clone();
+        let mut seen = History::new(&[300, 130]);
         (0..100).for_each(|page| common::apply(&guest.inner.memory, &fill(page), &mut seen));
         let (result, report, arrived) = send(&mut guest, wires, Quirk::None);
         result.unwrap();

@@ -8,7 +8,7 @@ use transship_wire::{
     qemu::{Block, Command, Configuration, Described, Name, StreamWriter, describe},
 };
 
-use crate::common::{self, Op, Scripted};
+use crate::common::{self, History, Op, Scripted};
 
 pub(super) const UUID: [u8; 16] = *b"0123456789abcdef";
 pub(super) const VRAM_PAGES: u64 = 5;
@@ -130,7 +130,7 @@ impl SourceGuest for Guest {
 /// A guest with some pages, and two rounds: pings 1 to 5 are those of the begin, the blocks, the rounds and the devices.
 pub(super) fn guest() -> Guest {
     let guest = Guest::new("pc-q35-10.0", vec![vec![Op::Fill { region: 0, page: 1, byte: 1 }]]);
-    let mut seen = guest.inner.script.lock().unwrap().written.clone();
+    let mut seen = History::new(&PAGES);
     for page in 0..200 {
         common::apply(&guest.inner.memory, &Op::Fill { region: 0, page, byte: 9 }, &mut seen);
     }

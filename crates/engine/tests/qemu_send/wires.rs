@@ -5,8 +5,6 @@ use proptest::prelude::*;
 use transship_codec::{Method as Codec, Setting};
 use transship_engine::{QemuSendOptions, WhenBusy, ZeroPages};
 
-use crate::common::Op;
-
 /// What both are told.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Wires {
@@ -36,15 +34,6 @@ impl Wires {
             ..QemuSendOptions::default()
         }
     }
-}
-
-pub(super) fn op() -> impl Strategy<Value = Op> {
-    let fill = (0..2usize, 0..300u64, prop_oneof![Just(0u8), 1..5u8]);
-    let free = (0..2usize, 0..300u64, 1..150u64);
-    prop_oneof![
-        5 => fill.prop_map(|(region, page, byte)| Op::Fill { region, page, byte }),
-        1 => free.prop_map(|(region, first, count)| Op::Free { region, first, count }),
-    ]
 }
 
 pub(super) fn wires() -> impl Strategy<Value = Wires> {
