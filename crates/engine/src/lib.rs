@@ -7,6 +7,7 @@ mod control;
 mod cpu;
 mod destination;
 mod digest;
+mod door;
 mod error;
 mod fail_point;
 mod forecast;

@@ -1,5 +1,5 @@
 //! The destination of a move: its life, from the first connection to the running guest.
-pub(crate) mod accept;
+mod accept;
 mod channel;
 mod decoding;
 mod event;
@@ -23,6 +23,7 @@ use crate::{
     guest::DestinationGuest,
     source::finish,
 };
+use accept::Arrivals;
 use channel::Channels;
 use decoding::{Decoders, Origin};
 use event::ChannelEvent;
@@ -48,9 +49,10 @@ pub fn receive_guest(
 ) -> Result<(), Error> {
     let mut begin = Instant::now();
     report.bytes.guest = guest.memory().bytes();
-    let result = accept::source(&listener, progress).and_then(|(mut control, session)| {
+    let mut arrivals = Arrivals::new(&listener, progress);
+    let result = arrivals.source().and_then(|(mut control, session)| {
         begin = Instant::now(); // waiting for somebody to come is not part of the work
-        let mut destination = Destination { guest, listener: &listener, progress, report, begin };
+        let mut destination = Destination { guest, arrivals, progress, report, begin };
         destination.run(&mut control, session).inspect_err(|error| control.abort(error))
     });
     finish(result, begin, progress, report)
@@ -58,7 +60,7 @@ pub fn receive_guest(
 
 struct Destination<'a> {
     guest: &'a mut dyn DestinationGuest,
-    listener: &'a Listener,
+    arrivals: Arrivals<'a>,
     progress: &'a Arc<Progress>,
     report: &'a mut Report,
     begin: Instant,
@@ -67,7 +69,7 @@ struct Destination<'a> {
 impl Destination<'_> {
     fn run(&mut self, control: &mut Control, session: transship_wire::Session) -> Result<(), Error> {
         let (count, verify) = self.welcome(control)?;
-        let connections = accept::channels(self.listener, session, count, control, self.progress)?;
+        let connections = self.arrivals.channels(session, count, control)?;
         let place = Arc::new(Place::new(self.guest.memory(), Arc::clone(self.progress)));
         // At most one `RoundEnd` of each channel waits here, and as much room is left: the first failure always gets in.
         let (events, incoming) = bounded(usize::from(count) * 2);

@@ -15,7 +15,10 @@ use std::{
 use tempfile::TempDir;
 use transship_engine::{Error, Listener, Progress, RelayOptions, Report, Uri, relay_from_qemu, relay_to_qemu};
 
-use super::qemus::PATIENCE;
+use super::{
+    crowd::{Passage, Words},
+    qemus::PATIENCE,
+};
 
 /// A link that can be cut, and counts.
 pub(super) struct Cable {
@@ -92,11 +95,20 @@ pub(super) fn options(compress: &str) -> RelayOptions {
 
 impl Relays {
     pub(super) fn start(options: RelayOptions, cut_after: u64) -> Self {
+        Self::start_with(options, |link| Cable::new(link, cut_after))
+    }
+
+    /// In front of each connection of the link a crowd of strangers comes.
+    pub(super) fn start_among(options: RelayOptions, first_words: Vec<Words>) -> Self {
+        Self::start_with(options, |link| Cable::new(&Passage::new(link, first_words).uri, u64::MAX))
+    }
+
+    fn start_with(options: RelayOptions, connected: impl FnOnce(&Uri) -> Cable) -> Self {
         let folder = tempfile::tempdir().unwrap();
         let (near_uri, qemu_uri) = (folder.path().join("near"), folder.path().join("qemu"));
         let qemu = UnixListener::bind(&qemu_uri).unwrap();
         let link = Listener::bind(&"tcp:127.0.0.1:0".parse().unwrap()).unwrap();
-        let cable = Cable::new(link.uri(), cut_after);
+        let cable = connected(link.uri());
         let far = thread::spawn(move || {
             let mut report = Report::default();
             let result = relay_to_qemu(link, &Uri::Unix(qemu_uri), &Progress::new(), &mut report);

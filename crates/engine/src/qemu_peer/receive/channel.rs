@@ -11,9 +11,10 @@ use transship_codec::{Decoder, Method as Codec};
 use transship_memory::{PAGE_BYTES, PageRange};
 use transship_wire::qemu::{Block, GREETING_BYTES, Method, Name, PACKET_HEADER_BYTES, Packet, Pages, Step};
 
-use super::{barrier::Barrier, lobby::Line};
+use super::barrier::Barrier;
 use crate::{
     Error, Progress, cpu,
+    door::Line,
     snapshot::store::{PageWriter, Store, write_pages},
     transport::Connection,
 };

@@ -2,7 +2,6 @@
 //! keeps nobody waiting.
 use std::{
     collections::BTreeMap,
-    io::{self, Read},
     os::fd::AsFd,
     time::{Duration, Instant},
 };
@@ -13,7 +12,12 @@ use rustix::{
 };
 use transship_wire::qemu::{GREETING_BYTES, Greeting};
 
-use crate::{Error, Listener, Progress, control::TICK, transport::Connection};
+use crate::{
+    Error, Listener, Progress,
+    control::TICK,
+    door::{Door, Line, Words, take, turn_away},
+    transport::Connection,
+};
 
 /// The first bytes of a stream.
 const MAIN: [u8; 4] = *b"QEVM";
@@ -25,17 +29,11 @@ const SILENCE: Duration = Duration::from_secs(60);
 const CHANNELS_TIMEOUT: Duration = Duration::from_secs(30);
 /// How long to wait for the first bytes of connections that may be channels.
 const GREETING_TIMEOUT: Duration = Duration::from_secs(5);
-/// Silent connections at most: all that a source can have, and some strangers.
-const MOST_WAITING: usize = 300;
-
-/// A connection and the address of who made it.
-pub(in crate::qemu_peer) type Line = (Connection, String);
 
 /// Everybody who has come and has no place yet.
 pub(in crate::qemu_peer) struct Lobby<'a> {
     listener: &'a Listener,
-    progress: &'a Progress,
-    waiting: Vec<Waiting>,
+    door: Door<'a, Caller>,
     mains: Vec<Line>,
     channels: BTreeMap<u8, Line>,
     /// That of the first channel.
@@ -44,22 +42,15 @@ pub(in crate::qemu_peer) struct Lobby<'a> {
     expected: Option<u8>,
 }
 
-struct Waiting {
-    line: Line,
-    since: Instant,
-}
-
-enum Knock {
-    Silent,
+enum Caller {
     Main,
     Channel(Greeting),
-    Stranger(String),
 }
 
 impl<'a> Lobby<'a> {
     pub(in crate::qemu_peer) fn new(listener: &'a Listener, progress: &'a Progress) -> Self {
-        let (waiting, mains, channels) = (Vec::new(), Vec::new(), BTreeMap::new());
-        Self { listener, progress, waiting, mains, channels, uuid: None, expected: None }
+        let (door, mains, channels) = (Door::new(listener, progress, SILENCE, understand), Vec::new(), BTreeMap::new());
+        Self { listener, door, mains, channels, uuid: None, expected: None }
     }
 
     /// Waits, for as long as it takes, for a source to begin its stream.
@@ -97,7 +88,7 @@ impl<'a> Lobby<'a> {
         let limit = if count.is_some() { CHANNELS_TIMEOUT } else { GREETING_TIMEOUT };
         loop {
             while self.look(Duration::ZERO)? {} // there may be more at the door
-            let silent = begin.elapsed() < GREETING_TIMEOUT && !self.waiting.is_empty();
+            let silent = begin.elapsed() < GREETING_TIMEOUT && !self.door.is_empty();
             let expected = count.map_or(self.channels.len(), usize::from);
             let missing = (0..=u8::MAX).take(expected).find(|number| !self.channels.contains_key(number));
             if let Some(what) = self.channels.keys().find_map(|&number| self.one_too_many(number)) {
@@ -142,42 +133,27 @@ impl<'a> Lobby<'a> {
 
     /// Lets in who stands at the door, waiting for somebody for `timeout`, and looks who has said what. Whether somebody came.
     fn look(&mut self, timeout: Duration) -> Result<bool, Error> {
-        if self.progress.is_cancelled() {
-            return Err(Error::Cancelled);
-        }
-        // Those who are there may speak while nobody comes.
-        let timeout = if self.waiting.is_empty() { timeout } else { timeout.min(Duration::from_millis(5)) };
-        let came = self.listener.accept(timeout)?;
-        let somebody = came.is_some();
-        if let Some(line) = came {
-            if self.waiting.len() >= MOST_WAITING {
-                let (_, peer) = self.waiting.remove(0).line;
-                tracing::warn!("turned {peer} away: too many are silent");
-            }
-            self.waiting.push(Waiting { line, since: Instant::now() });
-        }
-        for Waiting { line: (mut connection, peer), since } in std::mem::take(&mut self.waiting) {
-            match knock(&mut connection, since) {
-                Knock::Silent => self.waiting.push(Waiting { line: (connection, peer), since }),
-                Knock::Main => self.mains.insert(0, (connection, peer)),
-                Knock::Channel(greeting) => self.add_channel(greeting, (connection, peer))?,
-                Knock::Stranger(why) => tracing::warn!("turned {peer} away: {why}"),
+        let came = self.door.look(timeout)?;
+        while let Some((caller, line)) = self.door.known() {
+            match caller {
+                Caller::Main => self.mains.insert(0, line),
+                Caller::Channel(greeting) => self.add_channel(greeting, line)?,
             }
         }
-        Ok(somebody)
+        Ok(came)
     }
 
     fn add_channel(&mut self, greeting: Greeting, line: Line) -> Result<(), Error> {
         let Greeting { uuid, channel } = greeting;
         if *self.uuid.get_or_insert(uuid) != uuid {
-            tracing::warn!("turned {} away: its VM has another UUID than the other channels", line.1);
+            turn_away(&line.1, "its VM has another UUID than the other channels");
             return Ok(());
         }
         match self.channels.insert(channel, line) {
             None => Ok(()),
             // Of an attempt that was given up before it began.
             Some((old, peer)) if is_closed(&old) => {
-                tracing::warn!("{peer} has closed channel {channel} and opened it anew");
+                tracing::info!("{peer} has closed channel {channel} and opened it anew");
                 Ok(())
             }
             Some((_, peer)) => {
@@ -196,28 +172,21 @@ pub(in crate::qemu_peer) fn is_closed(connection: &Connection) -> bool {
     }
 }
 
-/// Looks at the first bytes without taking any, but those of a channel's greeting.
-fn knock(connection: &mut Connection, since: Instant) -> Knock {
-    let mut bytes = [0; GREETING_BYTES];
-    let there = match recv(connection.as_fd(), &mut bytes, RecvFlags::PEEK | RecvFlags::DONTWAIT) {
-        Ok((0, _)) => return Knock::Stranger("it has closed the connection".into()),
-        Ok((there, _)) => there,
-        Err(Errno::AGAIN | Errno::INTR) => 0,
-        Err(errno) => return Knock::Stranger(errno.to_string()),
-    };
-    match bytes[..there].first_chunk() {
-        Some(&MAIN) => Knock::Main,
-        Some(&CHANNEL) if there == GREETING_BYTES => match take(connection, &mut bytes) {
-            Ok(()) => Greeting::decode(&bytes).map_or_else(|error| Knock::Stranger(error.to_string()), Knock::Channel),
-            Err(error) => Knock::Stranger(error.to_string()),
-        },
-        Some(&CHANNEL) | None if since.elapsed() < SILENCE => Knock::Silent,
-        Some(&CHANNEL) | None => Knock::Stranger(format!("it has said nothing for {} s", SILENCE.as_secs())),
-        Some([0x16, 3, ..]) => Knock::Stranger("it speaks TLS, which is not supported: turn tls-creds off".into()),
-        Some(_) => Knock::Stranger("what it says is no migration of QEMU's".into()),
+/// Takes none of the words, but a channel's greeting.
+fn understand((connection, _): &mut Line, words: &[u8]) -> Words<Caller> {
+    let strange = |why: &str| Words::Strange(why.into());
+    match words.first_chunk() {
+        Some(&MAIN) => Words::Known(Caller::Main),
+        Some(&CHANNEL) if words.len() >= GREETING_BYTES => {
+            let mut bytes = [0; GREETING_BYTES];
+            match take(connection, &mut bytes).map(|()| Greeting::decode(&bytes)) {
+                Ok(Ok(greeting)) => Words::Known(Caller::Channel(greeting)),
+                Ok(Err(error)) => strange(&error.to_string()),
+                Err(error) => strange(&error.to_string()),
+            }
+        }
+        Some(&CHANNEL) | None => Words::Unfinished,
+        Some([0x16, 3, ..]) => strange("it speaks TLS, which is not supported: turn tls-creds off"),
+        Some(_) => strange("what it says is no migration of QEMU's"),
     }
-}
-
-fn take(connection: &mut Connection, bytes: &mut [u8]) -> io::Result<()> {
-    connection.read_exact(bytes)
 }

@@ -6,13 +6,16 @@ use std::{
 };
 
 use transship_wire::{
-    Preamble, Refusal, Role, Session as SessionId,
+    PREAMBLE_BYTES, Preamble, Refusal, Role, Session as SessionId,
     relay::{Greeting, MESSAGE_BYTES, Message, TheEnd},
 };
 
 use super::{control_line::ControlLine, session::Session};
 use crate::{
-    Error, Listener, Progress, Uri, control::TICK, destination::accept::first_bytes, source::channels::random,
+    Error, Listener, Progress, Uri,
+    control::TICK,
+    door::{Door, Line, Words, take, take_place, turn_away},
+    source::channels::random,
     transport::Connection,
 };
 
@@ -185,80 +188,93 @@ fn peek(connection: &Connection, byte: &mut [u8; 1]) -> Peek {
 
 /// Waits, for as long as it takes, for the relay near the source.
 pub(super) fn accept(listener: &Listener, progress: &Progress) -> Result<Link, Error> {
-    let (id, mut link, channels) = loop {
-        if progress.is_cancelled() {
-            return Err(Error::Cancelled);
-        }
-        let Some((connection, peer)) = listener.accept(TICK)? else { continue };
-        match welcome(connection, &peer) {
-            Ok(welcomed) => break welcomed,
-            Err(error) => tracing::warn!("turned {peer} away: {error}"),
-        }
-    };
+    let mut door = Door::new(listener, progress, GREETING_TIMEOUT, understand);
+    let (id, mut link, channels) = welcome_one(&mut door)?;
     let deadline = Instant::now() + GREETING_TIMEOUT;
-    let mut found: Vec<Option<Connection>> = (0..channels).map(|_| None).collect();
+    let mut found: Vec<Option<Line>> = (0..channels).map(|_| None).collect();
     while let Some(missing) = found.iter().position(Option::is_none) {
-        if progress.is_cancelled() {
-            return Err(Error::Cancelled);
-        }
         if Instant::now() > deadline {
             let what = format!("has not opened data connection {missing} within {} s", GREETING_TIMEOUT.as_secs());
             return Err(Error::Protocol { peer: link.peer, what });
         }
-        let Some((mut connection, peer)) = listener.accept(TICK)? else { continue };
-        match read_greeting(&mut connection, &peer) {
-            Ok(Greeting(Preamble { session, role: Role::Data(number) })) if session == id => {
-                match found.get_mut(usize::from(number)) {
-                    Some(place @ None) => *place = Some(connection),
-                    _ => {
-                        let what =
-                            format!("opened data connection {number} twice or beyond the {channels} that it announced");
-                        return Err(Error::Protocol { peer, what });
-                    }
-                }
+        match door.next(TICK)? {
+            None => {}
+            Some((Caller::Data(session, number), line)) if session == id => {
+                take_place(&mut found, number, line, "connection")?;
             }
-            Ok(_) => {
+            Some((_, (mut connection, peer))) => {
                 refuse(&mut connection, "another relay is served here; start one for each guest");
-                tracing::warn!("turned {peer} away: another relay is served");
+                turn_away(&peer, "another relay is served");
             }
-            Err(error) => tracing::warn!("turned {peer} away: {error}"),
         }
     }
-    link.data = found.into_iter().flatten().collect();
+    link.data = found.into_iter().flatten().map(|(connection, _)| connection).collect();
     Ok(link)
 }
 
-fn welcome(mut connection: Connection, peer: &str) -> Result<(SessionId, Link, u8), Error> {
-    let broke = |what: &str| Error::Protocol { peer: peer.to_owned(), what: what.into() };
-    let Greeting(Preamble { session, role: Role::Control }) = read_greeting(&mut connection, peer)? else {
-        return Err(broke("opened a data connection of a link that is not open"));
-    };
-    connection
-        .set_read_timeout(Some(GREETING_TIMEOUT))
-        .map_err(|source| Error::Io { what: format!("greet {peer}"), source })?;
-    let mut link = split(connection, peer.to_owned())?;
-    let Some(Message::Hello { channels }) = link.messages.next()? else {
-        return Err(broke("has not said how many data connections it opens"));
-    };
-    let greeted = link.control.send(&Message::Welcome).and_then(|()| link.messages.connection.set_read_timeout(None));
-    greeted.map_err(|source| Error::Io { what: format!("greet {peer}"), source })?;
-    Ok((session, link, channels))
+fn welcome_one(door: &mut Door<'_, Caller>) -> Result<(SessionId, Link, u8), Error> {
+    loop {
+        match door.next(TICK)? {
+            None => {}
+            Some((Caller::Control(session, channels), (connection, peer))) => match welcome(connection, &peer) {
+                Ok(link) => return Ok((session, link, channels)),
+                Err(error) => turn_away(&peer, &error.to_string()),
+            },
+            Some((Caller::Data(..), (_, peer))) => turn_away(&peer, "a data connection of a link that is not open"),
+        }
+    }
 }
 
-/// Tells what can be told to whom: a relay of another version hears why it is turned away, and the user here what somebody else may have meant.
-fn read_greeting(connection: &mut Connection, peer: &str) -> Result<Greeting, Error> {
-    let bytes = first_bytes(connection, peer)?;
-    Greeting::decode(&bytes).map_err(|source| match &bytes[..4] {
-        b"TSRL" => {
-            refuse(connection, &format!("{source}; use the same transship on both sides"));
-            Error::Wire { peer: peer.to_owned(), source }
+fn welcome(connection: Connection, peer: &str) -> Result<Link, Error> {
+    let link = split(connection, peer.to_owned())?;
+    let greeted = link.control.send(&Message::Welcome);
+    greeted.map_err(|source| Error::Io { what: format!("greet {peer}"), source })?;
+    Ok(link)
+}
+
+/// A connection of a relay's.
+enum Caller {
+    /// Its control connection, and how many data connections it opens.
+    Control(SessionId, u8),
+    Data(SessionId, u8),
+}
+
+/// Takes a greeting, and behind that of a control connection a `Hello`. Tells what can be told to whom: a relay of another version hears why it is
+/// turned away, and the user here what somebody else may have meant.
+fn understand((connection, _): &mut Line, words: &[u8]) -> Words<Caller> {
+    let strange = |why: &str| Words::Strange(why.into());
+    let Some((greeting, hello)) = words.split_first_chunk() else { return Words::Unfinished };
+    let Greeting(Preamble { session, role }) = match Greeting::decode(greeting) {
+        Ok(greeting) => greeting,
+        Err(error) => {
+            return match &greeting[..4] {
+                b"TSRL" => {
+                    let why = format!("{error}; use the same transship on both sides");
+                    refuse(connection, &why);
+                    Words::Strange(why)
+                }
+                b"QEVM" => strange(
+                    "it is a QEMU that migrates; it has to connect to the relay near it: transship relay --listen URI --to relay:URI",
+                ),
+                b"TSHP" => {
+                    strange("it is a `transship move`; this is a relay's link, for a `transship relay --to relay:URI`")
+                }
+                _ => Words::Strange(error.to_string()),
+            };
         }
-        b"QEVM" => Error::Unfit(
-            "it is a QEMU that migrates; it has to connect to the relay near it: transship relay --listen URI --to relay:URI".into(),
-        ),
-        b"TSHP" => Error::Unfit("it is a `transship move`; this is a relay's link, for a `transship relay --to relay:URI`".into()),
-        _ => Error::Wire { peer: peer.to_owned(), source },
-    })
+    };
+    let (caller, used) = match (role, hello.first_chunk()) {
+        (Role::Data(number), _) => (Caller::Data(session, number), PREAMBLE_BYTES),
+        (Role::Control, None) => return Words::Unfinished,
+        (Role::Control, Some(hello)) => match Message::decode(hello, &[]) {
+            Ok(Message::Hello { channels }) => (Caller::Control(session, channels), PREAMBLE_BYTES + MESSAGE_BYTES),
+            _ => return strange("it has not said how many data connections it opens"),
+        },
+    };
+    match take(connection, &mut [0; PREAMBLE_BYTES + MESSAGE_BYTES][..used]) {
+        Ok(()) => Words::Known(caller),
+        Err(error) => Words::Strange(error.to_string()),
+    }
 }
 
 fn refuse(connection: &mut Connection, why: &str) {

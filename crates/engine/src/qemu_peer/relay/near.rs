@@ -28,7 +28,8 @@ use super::{
 use crate::{
     Error, Listener, Phase, Progress, Report, Uri,
     control::TICK,
-    qemu_peer::receive::lobby::{Line, Lobby},
+    door::{Line, turn_away},
+    qemu_peer::receive::lobby::Lobby,
     source::finish,
     transport::Connection,
 };
@@ -319,7 +320,7 @@ fn open_channels(
 ) -> Result<(), Error> {
     for (greeting, line) in lobby.channels_within(time)? {
         if opened.contains(&greeting.channel) {
-            tracing::warn!("turned {} away: channel {} is open", line.1, greeting.channel);
+            turn_away(&line.1, &format!("channel {} is open", greeting.channel));
             continue;
         }
         opened.push(greeting.channel);
