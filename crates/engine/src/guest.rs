@@ -21,9 +21,18 @@ pub enum StateFormat {
     Qemu {
         /// Names of the RAM blocks of the regions, in the order of the description.
         blocks: Vec<String>,
-        /// Names of all other RAM blocks (ROMs, video memory), where they are known.
-        others: Vec<String>,
+        /// All other RAM blocks (ROMs, video memory), where they are known.
+        others: Vec<DeviceBlock>,
     },
+}
+
+/// Memory of a guest's that is part of a device.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct DeviceBlock {
+    /// Its name in QEMU's stream.
+    pub name: String,
+    /// Its length at most: some can grow.
+    pub max_bytes: u64,
 }
 
 /// Pages of one region.

@@ -8,7 +8,7 @@ use common::{contents, snapshot::Snapshot};
 use proptest::{collection::vec, prelude::*};
 use transship_engine::{
     Error, FileUri, Format, Progress, Report, RestoreOptions, Status, convert,
-    guest::{DestinationGuest, GuestError, StateFormat},
+    guest::{DestinationGuest, DeviceBlock, GuestError, StateFormat},
     inspect, restore_guest,
 };
 use transship_memory::GuestMemory;
@@ -135,7 +135,10 @@ impl DestinationGuest for Waiting {
         self.memory.clone()
     }
     fn state_format(&self) -> StateFormat {
-        StateFormat::Qemu { blocks: vec!["pc.ram".into()], others: vec!["vga.vram".into()] }
+        StateFormat::Qemu {
+            blocks: vec!["pc.ram".into()],
+            others: vec![DeviceBlock { name: "vga.vram".into(), max_bytes: 16 << 20 }],
+        }
     }
     fn load_state(&mut self, state: &mut dyn Read) -> Result<(), GuestError> {
         state.read_to_end(&mut self.state).map(drop).map_err(|e| GuestError(e.to_string()))

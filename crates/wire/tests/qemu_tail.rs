@@ -205,3 +205,33 @@ fn sections_that_do_not_fit_their_description() {
     let error = Tail::parse(&said("300", "-99"), BASE).unwrap_err();
     assert!(matches!(error, Error::Truncated { field: "end of the device sections", .. }), "{error}");
 }
+
+/// However it is cut, and whatever else looks like a trailer: the end is where the trailer's text ends.
+#[test]
+fn a_tail_that_comes_in_pieces_is_whole_at_its_end_alone() {
+    let fake: &[u8] = &[0, 6, 0, 0, 0, 2, b'{', b'}', b'}'];
+    for whole in [real_tail(), tail(&[("timer", &[1, 2, 3]), ("vga", fake), ("globalstate", &body("running"))], true)] {
+        for piece in [1, 2, 3, 7, 100, 4096, whole.len()] {
+            let mut watch = TailWatch::new();
+            for end in (0..whole.len()).step_by(piece).skip(1) {
+                assert_eq!(watch.whole(&whole[..end]), None, "{end}");
+            }
+            let parsed = watch.whole(&whole).unwrap();
+            assert_eq!(Some(parsed), Tail::parse(&whole, 0).ok(), "in pieces of {piece}");
+        }
+    }
+    let without = tail(&[("globalstate", &body("running"))], false);
+    assert_eq!(TailWatch::new().whole(&without), None);
+}
+
+/// To take all of it apart at each piece would take days.
+#[test]
+fn a_tail_that_seems_to_end_everywhere_is_looked_at_once() {
+    for piece in [&[0, 6, 0, 0, 0, 2, b'{', b'}'], b"}}}}}}}}"] {
+        let (mut watch, mut bytes) = (TailWatch::new(), vec![4]);
+        for _ in 0..1 << 20 {
+            bytes.extend_from_slice(piece);
+            assert_eq!(watch.whole(&bytes), None);
+        }
+    }
+}

@@ -94,7 +94,8 @@ pub(crate) fn check_sizes(file: &str, blocks: &[&Block]) -> Result<(), Error> {
         Some(block) if total > MAX_DEVICE_BYTES => Err(wrong(
             file,
             format_args!(
-                "block {:?} of {} bytes is not among the memory of the guest that waits, and is too large to be a device's",
+                "block {:?} of {} bytes is not among the memory of the guest that waits, and all of its devices together have less than \
+                 {MAX_DEVICE_BYTES}",
                 &*block.name, block.used_bytes
             ),
         )),

@@ -5,7 +5,10 @@ use transship_wire::{
 };
 
 use super::origin::wrong;
-use crate::{Error, guest::StateFormat};
+use crate::{
+    Error,
+    guest::{DeviceBlock, StateFormat},
+};
 
 /// How a description names the machines of QEMU.
 const QEMU: &str = "qemu ";
@@ -49,20 +52,35 @@ pub(crate) fn fit(
         devices.retain(|device| *device != index);
         regions.push(index);
     }
-    match devices.iter().find(|&&device| !may_have(format, &blocks[device].name)) {
-        Some(&more) => {
-            unfit(file, format_args!("it has memory {:?}, which the waiting guest has not", &*blocks[more].name))
-        }
-        None => Ok(Fit { regions, devices }),
-    }
+    check_devices(file, devices.iter().map(|&device| &blocks[device]), format)?;
+    Ok(Fit { regions, devices })
 }
 
-/// Whether the guest may have such a block beside its memory.
-fn may_have(format: &StateFormat, block: &str) -> bool {
-    match format {
-        StateFormat::Qemu { others, .. } => others.is_empty() || others.iter().any(|other| other == block),
-        StateFormat::Opaque => false,
-    }
+/// Whether the guest may have such blocks beside its memory.
+///
+/// # Errors
+/// It has none of this name, or a smaller one.
+pub(crate) fn check_devices<'b>(
+    file: &str,
+    mut blocks: impl Iterator<Item = &'b Block>,
+    format: &StateFormat,
+) -> Result<(), Error> {
+    let others: &[DeviceBlock] = match format {
+        StateFormat::Qemu { others, .. } if others.is_empty() => return Ok(()), // they are not known
+        StateFormat::Qemu { others, .. } => others,
+        StateFormat::Opaque => &[],
+    };
+    blocks.try_for_each(|block| match others.iter().find(|other| *other.name == *block.name) {
+        None => unfit(file, format_args!("it has memory {:?}, which the waiting guest has not", &*block.name)),
+        Some(other) if block.used_bytes > other.max_bytes => unfit(
+            file,
+            format_args!(
+                "its memory {:?} has {} bytes, that of the waiting guest at most {}",
+                &*block.name, block.used_bytes, other.max_bytes
+            ),
+        ),
+        Some(_) => Ok(()),
+    })
 }
 
 /// The machine's name in a file, and those of the blocks.
@@ -114,6 +132,10 @@ mod tests {
         GuestDescription { machine: machine.into(), regions: regions.iter().map(region).collect() }
     }
 
+    fn other(name: &str, pages: u64) -> DeviceBlock {
+        DeviceBlock { name: name.into(), max_bytes: pages * 4096 }
+    }
+
     fn refusal(machine: &str, blocks: &[Block], waiting: &GuestDescription, format: &StateFormat) -> String {
         let configuration = Configuration::new(Name::new(machine).unwrap());
         fit("a.snap", &configuration, blocks, waiting, format).unwrap_err().to_string()
@@ -131,7 +153,7 @@ mod tests {
 
     #[test]
     fn what_differs_is_named() {
-        let format = StateFormat::Qemu { blocks: vec!["mem0".into()], others: vec!["pc.bios".into()] };
+        let format = StateFormat::Qemu { blocks: vec!["mem0".into()], others: vec![other("pc.bios", 1)] };
         let waiting = guest("qemu pc-q35-10.0", &[("mem0", 16)]);
         let why = refusal("pc-i440fx-10.0", &[block("mem0", 16)], &waiting, &format);
         assert!(
@@ -147,10 +169,12 @@ mod tests {
     /// A graphics adapter on one side only.
     #[test]
     fn devices_with_memory_are_the_same() {
-        let format = StateFormat::Qemu { blocks: vec!["mem0".into()], others: vec!["pc.bios".into()] };
+        let format = StateFormat::Qemu { blocks: vec!["mem0".into()], others: vec![other("pc.bios", 1)] };
         let waiting = guest("qemu pc", &[("mem0", 16)]);
         let why = refusal("pc", &[block("mem0", 16), block("pc.bios", 1), block("vga.vram", 4)], &waiting, &format);
         assert!(why.contains("it has memory \"vga.vram\", which the waiting guest has not"), "{why}");
+        let why = refusal("pc", &[block("mem0", 16), block("pc.bios", 2)], &waiting, &format);
+        assert!(why.contains("its memory \"pc.bios\" has 8192 bytes, that of the waiting guest at most 4096"), "{why}");
         let configuration = Configuration::new(Name::new("pc").unwrap());
         assert!(fit("f", &configuration, &[block("mem0", 16)], &waiting, &format).is_ok(), "it may have more itself");
     }

@@ -138,31 +138,39 @@ impl Records {
     pub(crate) fn tail_until(mut self, mut is_all: impl FnMut(&[u8]) -> bool) -> Result<Vec<u8>, Error> {
         let begin = self.at;
         let mut tail = self.buffer.split_off(self.used);
-        if is_all(&tail) {
-            return Ok(tail);
-        }
-        loop {
-            let filled = tail.len();
+        let mut filled = tail.len();
+        // Room behind what has come is used up before there is more: pieces may be small.
+        let mut ended = is_all(&tail);
+        while !ended {
             if filled > MAX_TAIL_BYTES {
                 let what = format!(
                     "more than {MAX_TAIL_BYTES} bytes follow the memory, from offset {begin:#x} on: no machine has so much"
                 );
                 return Err(self.whence.broke(what));
             }
-            if tail.try_reserve(STREAM_CHUNK).is_err() {
-                let what = format!("there is no memory for {filled} bytes and more of device state");
-                return Err(self.whence.broke(what));
+            if filled == tail.len() {
+                self.grow(&mut tail)?;
             }
-            tail.resize(filled + STREAM_CHUNK, 0);
-            let read = self.input.read_at(begin + filled as u64, &mut tail[filled..]);
-            tail.truncate(filled + *read.as_ref().unwrap_or(&0));
-            match read {
-                Ok(0) => return Ok(tail),
-                Ok(_) if is_all(&tail) => return Ok(tail),
-                Ok(_) => {}
+            match self.input.read_at(begin + filled as u64, &mut tail[filled..]) {
+                Ok(0) => break,
+                Ok(read) => filled += read,
                 Err(source) => return Err(self.failed(begin + filled as u64, source)),
             }
+            ended = is_all(&tail[..filled]);
         }
+        tail.truncate(filled);
+        Ok(tail)
+    }
+
+    /// By an eighth: a tail of gigabytes must not take twice as much.
+    fn grow(&self, tail: &mut Vec<u8>) -> Result<(), Error> {
+        let more = STREAM_CHUNK.max(tail.len() / 8);
+        if tail.try_reserve_exact(more).is_err() {
+            let what = format!("there is no memory for {} bytes and more of device state", tail.len());
+            return Err(self.whence.broke(what));
+        }
+        tail.resize(tail.len() + more, 0);
+        Ok(())
     }
 
     /// It ended too early.

@@ -10,7 +10,7 @@ use std::{
 
 use transship_engine::{
     Error, Listener, Progress, Report, Sink, Uri,
-    guest::{DestinationGuest, GuestError, StateFormat},
+    guest::{DestinationGuest, DeviceBlock, GuestError, StateFormat},
     receive_from_qemu,
 };
 use transship_memory::GuestMemory;
@@ -23,8 +23,10 @@ use super::captured::{BLOCKS, Order, PATIENCE, Stream, crc32, receive, replies};
 use crate::common;
 
 /// A guest of QEMU that waits, and tells what happens to it.
-struct Waiting {
+pub(super) struct Waiting {
     pub(super) memory: GuestMemory,
+    /// It says which memory its devices have.
+    pub(super) knows_devices: bool,
     machine: &'static str,
     loaded: Vec<u8>,
     said: Arc<Mutex<Vec<String>>>,
@@ -38,7 +40,7 @@ impl Waiting {
         let memory = common::memory(&[4096]);
         memory.regions()[0].write_pages(0, 0b11, &[0xee; 8192]).unwrap();
         let (loaded, said) = (Vec::new(), Arc::default());
-        Self { memory, machine: "qemu pc-i440fx-10.0", loaded, said, refuses: false, wait: None }
+        Self { memory, knows_devices: true, machine: "qemu pc-i440fx-10.0", loaded, said, refuses: false, wait: None }
     }
 
     fn say(&self, what: impl Into<String>) {
@@ -55,7 +57,8 @@ impl DestinationGuest for Waiting {
         self.memory.clone()
     }
     fn state_format(&self) -> StateFormat {
-        let others = BLOCKS[1..].iter().map(|(name, ..)| (*name).to_owned()).collect();
+        let block = |&(name, max_bytes, _): &(&str, u64, u32)| DeviceBlock { name: name.into(), max_bytes };
+        let others = BLOCKS[1..].iter().filter(|_| self.knows_devices).map(block).collect();
         StateFormat::Qemu { blocks: vec!["pc.ram".into()], others }
     }
     fn load_state(&mut self, state: &mut dyn Read) -> Result<(), GuestError> {

@@ -2,7 +2,7 @@
 //!
 //! - `captured`: what they sent, and how it is sent again
 //! - `files`: into files; `guests`: into a guest that waits
-//! - `refused`: what can't be received, and who gives up; `changed`: anything
+//! - `refused`: what can't be received, and who gives up; `changed`: anything; `hostile`: who wants to fill our memory
 #![allow(clippy::unwrap_used)]
 mod captured;
 mod changed;
@@ -10,4 +10,5 @@ mod changed;
 mod common;
 mod files;
 mod guests;
+mod hostile;
 mod refused;

@@ -1,7 +1,7 @@
 //! A scripted guest whose VMM is a QEMU.
 use std::{io::Read, time::Duration};
 
-use transship_engine::guest::{GuestError, SourceGuest, StateFormat};
+use transship_engine::guest::{DeviceBlock, GuestError, SourceGuest, StateFormat};
 use transship_memory::{GuestMemory, PAGE_BYTES, Tracker};
 use transship_wire::{
     GuestDescription,
@@ -101,7 +101,10 @@ impl SourceGuest for Guest {
         self.inner.stop()
     }
     fn state_format(&self) -> StateFormat {
-        StateFormat::Qemu { blocks: self.names(), others: vec!["vga.vram".into()] }
+        StateFormat::Qemu {
+            blocks: self.names(),
+            others: vec![DeviceBlock { name: "vga.vram".into(), max_bytes: 16 << 20 }],
+        }
     }
     fn uuid(&mut self) -> Result<[u8; 16], GuestError> {
         Ok(UUID)

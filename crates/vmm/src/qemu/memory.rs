@@ -8,7 +8,7 @@ use std::{
 
 use rustix::fs::{major, minor};
 use serde_json::{Value, json};
-use transship_engine::guest::{GuestError, StateFormat};
+use transship_engine::guest::{DeviceBlock, GuestError, StateFormat};
 use transship_memory::{Access, Area, GuestMemory, PAGE_BYTES, Region};
 use transship_wire::RegionDescription;
 
@@ -169,13 +169,24 @@ pub(super) fn state_format(qmp: &mut Qmp, backends: &[Backend]) -> Result<StateF
     let text = text.as_str().unwrap_or("");
     let blocks = block_names(text, backends);
     // Behind the line of titles.
-    let others = known_blocks(text).skip(1).filter(|name| !blocks.iter().any(|block| block == name));
-    Ok(StateFormat::Qemu { others: others.map(str::to_owned).collect(), blocks })
+    let others = text.lines().skip(1).filter_map(device_block);
+    let others = others.filter(|other| !blocks.contains(&other.name)).collect();
+    Ok(StateFormat::Qemu { others, blocks })
 }
 
 /// The first column of `info ramblock`.
 fn known_blocks(list: &str) -> impl Iterator<Item = &str> {
     list.lines().filter_map(|line| line.split_ascii_whitespace().next())
+}
+
+/// A line of `info ramblock`: name, size of the pages, and as `0x…` offset, length and length at most.
+fn device_block(line: &str) -> Option<DeviceBlock> {
+    let name = line.split_ascii_whitespace().next()?.to_owned();
+    let mut numbers =
+        line.split_ascii_whitespace().filter_map(|word| u64::from_str_radix(word.strip_prefix("0x")?, 16).ok());
+    // All devices together have a bound of their own.
+    let max_bytes = numbers.nth(2).unwrap_or(u64::MAX);
+    Some(DeviceBlock { name, max_bytes })
 }
 
 /// Machines up to version 3.1 have the path of the object in the name.

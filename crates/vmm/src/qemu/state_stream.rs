@@ -15,7 +15,7 @@ use std::{
     },
 };
 
-use transship_wire::qemu::{Command, Record, Step, StreamReader, Tail};
+use transship_wire::qemu::{Command, Record, Step, StreamReader, TailWatch};
 
 use super::state_channel::SAVE_WAIT;
 
@@ -58,6 +58,7 @@ pub(super) struct ToTheTrailer {
     output: Vec<u8>,
     handed: usize,
     stage: Stage,
+    watch: TailWatch,
     /// Told (Release) when the trailer has come.
     complete: Arc<AtomicBool>,
 }
@@ -73,7 +74,16 @@ impl ToTheTrailer {
     /// `complete` becomes true when all has been read.
     pub(super) fn new(stream: UnixStream, complete: Arc<AtomicBool>) -> Self {
         let (reader, stage) = (StreamReader::new(), Stage::Records);
-        Self { stream, reader, input: Vec::new(), output: Vec::new(), handed: 0, stage, complete }
+        Self {
+            stream,
+            reader,
+            input: Vec::new(),
+            output: Vec::new(),
+            handed: 0,
+            stage,
+            watch: TailWatch::new(),
+            complete,
+        }
     }
 
     /// Takes apart what was read, as far as it goes.
@@ -100,8 +110,7 @@ impl ToTheTrailer {
         if self.input.len() > TAIL_BYTES_MAX {
             return Err(strange(format!("it has more than {TAIL_BYTES_MAX} bytes beside memory")));
         }
-        let whole = |tail: Tail| tail.is_walked() && tail.end == self.input.len();
-        if self.input.ends_with(b"}") && Tail::parse(&self.input, 0).is_ok_and(whole) {
+        if self.watch.whole(&self.input).is_some() {
             // Behind the records that came with it.
             self.output.append(&mut self.input);
             self.stage = Stage::Ended;
@@ -211,5 +220,19 @@ mod tests {
             assert!(read[..count] == wanted[..], "cut at {cut}: {count} bytes of {}", wanted.len());
             assert!(complete.load(Ordering::Acquire), "cut at {cut}");
         }
+    }
+
+    /// State in small pieces, each of which looks like the end. To take all of it apart at each piece would take days.
+    #[test]
+    fn state_that_seems_to_end_everywhere_is_looked_at_once() {
+        let (ours, _qemus) = UnixStream::pair().unwrap();
+        let mut reader = ToTheTrailer::new(ours, Arc::default());
+        reader.stage = Stage::Tail;
+        reader.input.push(4);
+        for _ in 0..1 << 20 {
+            reader.input.extend_from_slice(b"}}}}}}}}");
+            reader.take_tail().unwrap();
+        }
+        assert!(reader.stage == Stage::Tail && reader.output.is_empty());
     }
 }

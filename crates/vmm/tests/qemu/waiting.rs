@@ -130,6 +130,19 @@ fn protecting_leaves_nothing_in_qemu_and_is_over_when_dropped() {
     qemu.wait_counting();
 }
 
+/// So that what a source sends for a device is not more than QEMU has for it here.
+#[test]
+fn the_memory_of_devices_is_known_by_name_and_length() {
+    let qemu = Qemu::start(&["-S"]);
+    let source = qemu.source();
+    let StateFormat::Qemu { others, .. } = source.state_format() else { panic!("not QEMU's") };
+    let most = |name: &str| others.iter().find(|other| other.name == name).map(|other| other.max_bytes);
+    assert!(most("pc.bios").is_some_and(|bytes| (0x1_0000..=0x100_0000).contains(&bytes)), "{others:?}");
+    // It begins with 128 KiB, and can grow.
+    assert_eq!(most("/rom@etc/acpi/tables"), Some(0x20_0000), "{others:?}");
+    assert_eq!(most("mem0"), None);
+}
+
 #[test]
 fn memory_that_can_be_given_back_at_any_time_is_not_protected() {
     let reporting = Qemu::start(&["-S", "-device", "virtio-balloon-pci,id=b0,free-page-reporting=on"]);

@@ -43,6 +43,9 @@ pub struct GlobalState {
 }
 
 impl GlobalState {
+    /// Length of the whole section, from its type byte to the end of its footer: the same in all versions.
+    pub const SECTION_BYTES: usize = 1 + 4 + (1 + NAME.len()) + 4 + 4 + BODY_BYTES + 5;
+
     /// Looks for the section in a tail that begins at position `base` of the stream. `None`: it has none.
     ///
     /// If the trailer says where it is, it is taken from there; else it is recognised by what is around it, at the end

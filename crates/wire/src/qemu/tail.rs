@@ -8,7 +8,7 @@ use crate::Error;
 use crate::reader::Reader;
 
 /// How a trailer begins: type byte, length.
-const TRAILER_HEADER_BYTES: usize = 1 + 4;
+pub(super) const TRAILER_HEADER_BYTES: usize = 1 + 4;
 /// How many places that look like a trailer are looked at closer: each may cost a look at all that follows it.
 const TRAILERS_TRIED: usize = 16;
 
@@ -64,6 +64,13 @@ impl Tail {
         first_error.map_or_else(|| Self::parse_opaque(bytes, base), Err)
     }
 
+    /// The same for a tail whose trailer begins at `start` and is the last thing there is, if it describes the sections.
+    pub(super) fn up_to_trailer(bytes: &[u8], start: usize) -> Option<Self> {
+        let (text, json) = trailer(bytes, start).filter(|(_, json)| json.end == bytes.len())?;
+        let sections = Self::walk(bytes, 0, &described(text)?, &json).ok()?;
+        Some(Tail { sections, end: json.end, vmdesc: Some(json) })
+    }
+
     fn walk(
         bytes: &[u8],
         base: u64,
@@ -115,16 +122,20 @@ impl Tail {
 /// bytes into a device, or when old bytes are behind the tail; which is the right one shows in the walk.
 fn trailers(bytes: &[u8]) -> impl Iterator<Item = (Description, Range<usize>)> + '_ {
     let starts = (1..bytes.len()).rev().filter(|&at| bytes[at - 1..].starts_with(&[EOF, VMDESC]));
-    let texts = starts.filter_map(|start| {
-        let length = bytes.get(start + 1..)?.first_chunk()?;
-        let json = start + TRAILER_HEADER_BYTES;
-        let text = bytes.get(json..)?.get(..u32::from_be_bytes(*length) as usize)?;
-        (text.starts_with(b"{") && text.ends_with(b"}")).then_some((text, json..json + text.len()))
-    });
-    texts.take(TRAILERS_TRIED).filter_map(|(text, place)| {
-        let text = std::str::from_utf8(text).ok()?;
-        Some((Description::parse(text).ok()?, place))
-    })
+    let texts = starts.filter_map(|start| trailer(bytes, start));
+    texts.take(TRAILERS_TRIED).filter_map(|(text, place)| Some((described(text)?, place)))
+}
+
+/// The text of what looks like a trailer and begins at `start`, and its place.
+fn trailer(bytes: &[u8], start: usize) -> Option<(&[u8], Range<usize>)> {
+    let length = bytes.get(start + 1..)?.first_chunk()?;
+    let json = start + TRAILER_HEADER_BYTES;
+    let text = bytes.get(json..)?.get(..u32::from_be_bytes(*length) as usize)?;
+    (text.starts_with(b"{") && text.ends_with(b"}")).then_some((text, json..json + text.len()))
+}
+
+fn described(text: &[u8]) -> Option<Description> {
+    Description::parse(std::str::from_utf8(text).ok()?).ok()
 }
 
 /// A walk over the sections, side by side with their descriptions.

@@ -4,7 +4,9 @@
 //! - Without it, if the source was told to leave it out: behind the last section, which is known, comes the byte that ends them, and then nothing.
 //! - Behind the last section, if the source asks there whether everything is loaded, before it hands its guest over by that byte: a transship does that
 //!   (`move --peer qemu`), and no QEMU.
-use transship_wire::qemu::{Command, GlobalState, StreamWriter, Tail};
+//!
+//! A peer chooses how long the tail is and in which pieces it comes, so what is looked at after each of them does not grow with the tail.
+use transship_wire::qemu::{Command, GlobalState, StreamWriter, TailWatch};
 
 /// How long nothing must follow what looks like the end without description.
 const QUIET_MS: u64 = 2000;
@@ -17,23 +19,17 @@ const FOOTER_BYTES: usize = 5;
 const TRAILER_HEADER_BYTES: usize = 5;
 
 /// Where the byte is that ends the sections, with which a QEMU runs the guest, if these are all the bytes behind the memory, or all but their
-/// description.
-pub(in crate::qemu_peer) fn place(tail: &[u8]) -> Option<usize> {
+/// description. `watch`: of this tail.
+pub(in crate::qemu_peer) fn place(watch: &mut TailWatch, tail: &[u8]) -> Option<usize> {
     if ends(tail) {
         return Some(tail.len() - 1);
     }
-    let described = Tail::parse(tail, 0).ok().filter(|parsed| tail.ends_with(b"}") && parsed.end == tail.len())?;
-    described.vmdesc.map(|json| json.start - TRAILER_HEADER_BYTES - 1)
+    watch.whole(tail)?.vmdesc.map(|json| json.start - TRAILER_HEADER_BYTES - 1)
 }
 
 /// Whether a source asks behind its last section whether everything is loaded.
 pub(in crate::qemu_peer) fn asks(tail: &[u8]) -> bool {
     question(tail).is_some()
-}
-
-/// Whether these are all the bytes behind the memory, description included.
-pub(super) fn is_described(tail: &[u8]) -> bool {
-    tail.ends_with(b"}") && Tail::parse(tail, 0).is_ok_and(|parsed| parsed.is_walked() && parsed.end == tail.len())
 }
 
 /// For how many milliseconds nothing more must come for this to be all; 0: it is not.
@@ -55,14 +51,21 @@ pub(super) fn take_question(tail: &mut Vec<u8>) -> Option<u32> {
 
 /// Whether the last section there is comes last, with the byte that ends all.
 fn ends(tail: &[u8]) -> bool {
-    let last = || GlobalState::find(tail, 0).ok().flatten();
-    tail.ends_with(&[EOF]) && last().is_some_and(|last| last.body().end + FOOTER_BYTES + 1 == tail.len())
+    tail.strip_suffix(&[EOF]).is_some_and(is_last)
+}
+
+/// Whether these sections end with the last one that there is.
+fn is_last(sections: &[u8]) -> bool {
+    let Some(at) = sections.len().checked_sub(GlobalState::SECTION_BYTES) else { return false };
+    let section = [&sections[at..], &[EOF]].concat();
+    let body_end = |last: GlobalState| last.body().end;
+    GlobalState::find(&section, 0).ok().flatten().map(body_end) == Some(GlobalState::SECTION_BYTES - FOOTER_BYTES)
 }
 
 fn question(tail: &[u8]) -> Option<u32> {
     let number = u32::from_be_bytes(*tail.last_chunk()?);
     let sections = tail.strip_suffix(&ping(number)[..])?;
-    ends(&[sections, &[EOF]].concat()).then_some(number)
+    is_last(sections).then_some(number)
 }
 
 fn ping(number: u32) -> Vec<u8> {
@@ -93,6 +96,8 @@ mod tests {
         let json =
             describe(&[described(&timer, &[("data", "buffer", 3)]), described(&state, &[("state", "buffer", 104)])]);
         let full = sections().eof().vmdesc(&json).take_bytes();
+        let is_described = |tail: &[u8]| TailWatch::new().whole(tail).is_some();
+        let place = |tail: &[u8]| place(&mut TailWatch::new(), tail);
         assert!(is_described(&full) && !is_described(&ended) && !is_described(&asked));
         assert_eq!((silence(&ended), silence(&asked)), (QUIET_MS, ASKED_MS));
         for whole in [&full, &asked] {

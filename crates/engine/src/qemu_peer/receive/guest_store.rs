@@ -9,10 +9,11 @@ use transship_wire::qemu::{Block, Configuration, xbzrle};
 
 use crate::{
     Error,
+    guest::StateFormat,
     page_map::{PageMap, window_mask},
     snapshot::{
         devices::check_sizes,
-        fit::Fit,
+        fit::{Fit, check_devices},
         pieces::{PieceReader, Pieces},
         recompose::Recomposer,
         store::{PageWriter, PromptStore, PromptWriter, Store},
@@ -21,11 +22,16 @@ use crate::{
 
 const PAGE: u64 = PAGE_BYTES as u64;
 
+/// Whom an error is about.
+const COMING: &str = "the guest that comes";
+
 /// The memory of the guest, and what is kept for its VMM.
 pub(super) struct GuestStore {
     memory: GuestMemory,
     /// By region: pages that content was written to. All others read as zero.
     content: Vec<PageMap>,
+    /// What the VMM may have beside that memory.
+    format: StateFormat,
     /// By block.
     homes: RwLock<Vec<Home>>,
     beside: Mutex<Beside>,
@@ -48,8 +54,8 @@ struct Beside {
 }
 
 impl GuestStore {
-    /// `fit`: which of `blocks` is what. The memory reads as zero.
-    pub(super) fn new(memory: GuestMemory, fit: &Fit, blocks: &[Block]) -> Self {
+    /// `fit`: which of `blocks` is what; `format`: of the VMM that waits. The memory reads as zero.
+    pub(super) fn new(memory: GuestMemory, fit: &Fit, blocks: &[Block], format: StateFormat) -> Self {
         let homes = blocks.iter().enumerate().map(|(number, block)| {
             match fit.regions.iter().position(|&region| region == number) {
                 Some(region) => Home::Region(region),
@@ -57,7 +63,7 @@ impl GuestStore {
             }
         });
         let content = memory.regions().iter().map(|region| PageMap::new(region.pages())).collect();
-        Self { memory, content, homes: RwLock::new(homes.collect()), beside: Mutex::default() }
+        Self { memory, content, format, homes: RwLock::new(homes.collect()), beside: Mutex::default() }
     }
 
     fn with<T>(&self, block: usize, act: impl FnOnce(&Home) -> T) -> T {
@@ -105,8 +111,14 @@ fn windows(pages: PageRange) -> impl Iterator<Item = (u64, u128)> {
 impl Store for GuestStore {
     fn list(&self, blocks: &[Block]) -> Result<(), Error> {
         // All memory of the guest was in the first list: these are the devices'.
-        check_sizes("the guest that comes", &blocks.iter().collect::<Vec<_>>())?;
+        check_devices(COMING, blocks.iter(), &self.format)?;
         let mut homes = self.homes.write().unwrap_or_else(|poisoned| poisoned.into_inner());
+        // What is kept for them here is bounded by all lists together.
+        let before = homes.iter().filter_map(|home| match home {
+            Home::Region(_) => None,
+            Home::Device(block, _) => Some(block),
+        });
+        check_sizes(COMING, &before.chain(blocks).collect::<Vec<_>>())?;
         homes.extend(blocks.iter().map(|block| Home::Device(block.clone(), Mutex::default())));
         Ok(())
     }

@@ -5,7 +5,7 @@ use std::{
 };
 
 use transship_memory::{PAGE_BYTES, PageRange};
-use transship_wire::qemu::{Block, Configuration, GlobalState, Record, RunState, StreamReader};
+use transship_wire::qemu::{Block, Configuration, GlobalState, Record, RunState, StreamReader, TailWatch};
 
 use super::{
     FileSink, FileSinkOptions, Sink,
@@ -163,9 +163,10 @@ impl Reception<'_, '_> {
         let base = records.reader().position();
         let guest_bytes = records.reader().blocks().iter().map(|block| block.used_bytes).sum();
         let answered = self.answers.open;
+        let mut watch = TailWatch::new();
         let mut tail = records.tail_until(|tail| {
             silence.store(if answered { end::silence(tail) } else { 0 }, Relaxed);
-            answered && end::is_described(tail)
+            answered && watch.whole(tail).is_some()
         })?;
         let question = if answered { end::take_question(&mut tail) } else { None };
         check_tail(&self.answers.peer, &tail, base)?;
@@ -302,7 +303,7 @@ impl Reception<'_, '_> {
                     region.clear(PageRange::new(0, region.pages()))?;
                     region.advise_huge();
                 }
-                Ok(Place::Guest(Arc::new(GuestStore::new(guest.memory(), &fit, &head.blocks)), guest))
+                Ok(Place::Guest(Arc::new(GuestStore::new(guest.memory(), &fit, &head.blocks, state)), guest))
             }
         }
     }

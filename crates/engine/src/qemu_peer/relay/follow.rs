@@ -2,7 +2,7 @@
 //! which a QEMU runs the guest. What comes before that byte is sent on at once; itself, and what follows, when all before has been taken.
 use std::{borrow::Cow, sync::atomic::Ordering::SeqCst};
 
-use transship_wire::qemu::{Command, Record, Reply, Step, StreamReader};
+use transship_wire::qemu::{Command, Record, Reply, Step, StreamReader, TailWatch};
 
 use super::session::Session;
 use crate::qemu_peer::receive::end;
@@ -25,7 +25,7 @@ pub(super) struct Follower {
 enum Place {
     Memory,
     /// Behind the memory, as far as it was not sent on.
-    Tail(Vec<u8>),
+    Tail(Vec<u8>, TailWatch),
     /// Behind a question, which is answered before the source goes on with the end; or in the end.
     End,
 }
@@ -54,7 +54,7 @@ impl Follower {
 
     /// Bytes are kept that will go on when more come, or none.
     pub(super) fn holds(&self) -> bool {
-        matches!(&self.place, Place::Tail(tail) if !tail.is_empty())
+        matches!(&self.place, Place::Tail(tail, _) if !tail.is_empty())
     }
 
     /// Takes the next bytes of the stream.
@@ -65,7 +65,7 @@ impl Follower {
         if let Place::Memory = self.place {
             let Some(at) = self.step(bytes)? else { return Ok(Sorted { before: bytes.into(), end: Cow::default() }) };
             let (before, tail) = bytes.split_at(at);
-            self.place = Place::Tail(Vec::new());
+            self.place = Place::Tail(Vec::new(), TailWatch::new());
             let Sorted { before: more, end } = self.sort_tail(tail);
             return Ok(Sorted { before: [before, &more].concat().into(), end: end.into_owned().into() });
         }
@@ -73,14 +73,16 @@ impl Follower {
     }
 
     fn sort_tail<'a>(&mut self, bytes: &'a [u8]) -> Sorted<'a> {
-        let Place::Tail(tail) = &mut self.place else { return Sorted { before: Cow::default(), end: bytes.into() } };
+        let Place::Tail(tail, watch) = &mut self.place else {
+            return Sorted { before: Cow::default(), end: bytes.into() };
+        };
         tail.extend_from_slice(bytes);
         if end::asks(tail) {
             let before = std::mem::take(tail);
             self.place = Place::End;
             return Sorted { before: before.into(), end: Cow::default() };
         }
-        match end::place(tail) {
+        match end::place(watch, tail) {
             Some(at) => {
                 let end = tail.split_off(at);
                 let before = std::mem::take(tail);
@@ -94,7 +96,7 @@ impl Follower {
 
     /// Gives what is kept: nothing more comes for a while, and what is there must be the end.
     pub(super) fn let_go(&mut self) -> Sorted<'static> {
-        let Place::Tail(tail) = &mut self.place else { return Sorted::default() };
+        let Place::Tail(tail, _) = &mut self.place else { return Sorted::default() };
         let end = std::mem::take(tail);
         self.place = Place::End;
         Sorted { before: Cow::default(), end: end.into() }
@@ -181,7 +183,7 @@ impl Replies {
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used)]
-    use transship_wire::qemu::{Block, Configuration, Described, Name, StreamWriter, describe};
+    use transship_wire::qemu::{Block, Configuration, Described, GlobalState, Name, StreamWriter, describe};
 
     use super::*;
 
@@ -251,6 +253,24 @@ mod tests {
             assert_eq!(sent + kept.end.len(), cut);
         }
         assert_eq!(&*follower.sort(b"more").unwrap().end, if follower.has_given_up() { &b"more"[..] } else { b"" });
+    }
+
+    /// A tail in small pieces, each of which looks like an end. To take all of it apart at each piece would take days.
+    #[test]
+    fn a_tail_that_seems_to_end_everywhere_is_looked_at_once() {
+        let mut follower = Follower::new();
+        let (bytes, end) = stream(true, false);
+        let begin = end - GlobalState::SECTION_BYTES;
+        let sorted = follower.sort(&bytes[..begin + 30]).unwrap();
+        assert!(sorted.end.is_empty() && sorted.before.len() == begin, "{} {begin}", sorted.before.len());
+        drop(sorted);
+        for _ in 0..1 << 20 {
+            for piece in [&b"}}}}}}}}"[..], &[0]] {
+                let sorted = follower.sort(piece).unwrap();
+                assert!(sorted.before.is_empty() && sorted.end.is_empty());
+            }
+        }
+        assert!(follower.holds());
     }
 
     #[test]
