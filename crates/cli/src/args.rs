@@ -31,7 +31,7 @@ Exit codes
   2  wrong usage; nothing was touched
   3  the outcome needs a person; the message says what to do
 
-TRANSSHIP_LOG=debug writes a log to stderr (off by default; filters like transship_engine=trace work).";
+TRANSSHIP_LOG=debug writes a log to stderr (without it, warnings alone; filters like transship_engine=trace work).";
 
 const MOVE_EXAMPLES: &str = "\
 Examples:
@@ -411,6 +411,9 @@ pub(crate) struct BalloonArgs {
     /// Socket that QEMU connects to, and whoever moves or saves the guest
     #[arg(long, value_name = "PATH")]
     pub(crate) socket: std::path::PathBuf,
+    /// User that QEMU runs as: the socket is his, and he may connect beside root [default: who runs this]
+    #[arg(long, value_name = "NAME")]
+    pub(crate) user: Option<String>,
 }
 
 #[derive(Debug, Args)]

@@ -1,16 +1,22 @@
 //! `transship balloon`: the device by which a guest says which of its memory is free.
+use nix::unistd::User;
 use transship_balloon::End;
-use transship_vmm::handoff::{GuestSocket, Shutdown};
+use transship_vmm::handoff::{GuestSocket, Shutdown, Uid};
 
 use crate::{args::BalloonArgs, failure::Failure, output, signals::Watcher};
 
 pub(crate) fn run(args: &BalloonArgs) -> Result<(), Failure> {
+    let user = args.user.as_deref().map(user_id).transpose()?;
     let failed = |what: &dyn std::fmt::Display| Failure::Failed(what.to_string());
     let new = || Shutdown::new().map_err(|error| failed(&format!("can't make an eventfd: {error}")));
     let (when_unused, now) = (new()?, new()?);
     let asks = [when_unused.clone(), now.clone()];
     let _signals = Watcher::start(move |before| asks[before.min(1)].request())?;
-    let socket = GuestSocket::listen(&args.socket).map_err(|error| failed(&error))?;
+    let socket = match user {
+        Some(user) => GuestSocket::listen_for(&args.socket, user),
+        None => GuestSocket::listen(&args.socket),
+    };
+    let socket = socket.map_err(|error| failed(&error))?;
     output::say(&format!("listening at {}", args.socket.display()));
     let waiting = || {
         output::say(
@@ -19,4 +25,17 @@ pub(crate) fn run(args: &BalloonArgs) -> Result<(), Failure> {
     };
     let end = End { when_unused: &when_unused, now: &now, waiting: &waiting };
     transship_balloon::serve(&socket, &end).map_err(|error| failed(&format!("the balloon failed: {error}")))
+}
+
+/// Of a name that the system knows, or a number.
+fn user_id(name: &str) -> Result<Uid, Failure> {
+    let number = match User::from_name(name) {
+        Ok(Some(user)) => Some(user.uid.as_raw()),
+        Ok(None) => name.parse().ok().filter(|&number| number != u32::MAX), // which is none
+        Err(error) => {
+            return Err(Failure::Failed(format!("--user {name:?}: the system can't be asked for it: {error}")));
+        }
+    };
+    let unknown = || Failure::Usage(vec![format!("--user {name:?}: there is no such user; write a name or a number")]);
+    number.map(Uid::from_raw).ok_or_else(unknown)
 }

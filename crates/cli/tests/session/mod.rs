@@ -52,12 +52,12 @@ impl Session {
         Self { folder: TempDir::new().unwrap() }
     }
 
-    fn path(&self, name: &str) -> String {
+    pub(crate) fn path(&self, name: &str) -> String {
         self.folder.path().join(name).to_str().unwrap().to_owned()
     }
 
     /// Where a source and a destination meet.
-    fn uri(&self) -> String {
+    pub(crate) fn uri(&self) -> String {
         format!("unix:{}", self.path("move"))
     }
 
@@ -75,9 +75,14 @@ impl Session {
 
     /// Starts a receiver, and waits until a source may come.
     pub(crate) fn receive(&self, guest: &Guest) -> Process {
-        let mut process = self.start(transship(&["receive", "--vm", &guest.vm, "--listen", &self.uri()]));
+        let mut process = self.start(self.receiving(guest, &[]));
         process.wait_for_line("listening at");
         process
+    }
+
+    /// A receiver.
+    pub(crate) fn receiving(&self, guest: &Guest, flags: &[&str]) -> Command {
+        transship(&[&["receive", "--vm", &guest.vm, "--listen", &self.uri()], flags].concat())
     }
 
     /// A move to the receiver.

@@ -28,6 +28,8 @@ pub use client::check;
 pub use destination::HandoffDestination;
 pub use line::{Line, LineError, LineSocket, MAX_FDS, MAX_LINE_BYTES};
 pub use message::{CheckResult, VERSION};
+/// A user of the system, by number.
+pub use rustix::process::Uid;
 pub use server::{GuestRegion, GuestState, HandoffGuest, serve};
 pub use socket::{GuestSocket, SocketError};
 pub use source::HandoffSource;

@@ -15,7 +15,7 @@ use std::{
 use rustix::{
     fs::{CWD, RenameFlags, renameat_with},
     net::sockopt::socket_peercred,
-    process::geteuid,
+    process::{Uid, geteuid},
 };
 
 /// Why a guest process can't listen.
@@ -38,11 +38,13 @@ pub enum SocketError {
     },
 }
 
-/// A listening socket for this user and root. Its file goes when this is dropped.
+/// A listening socket for one user and root. Its file goes when this is dropped.
 #[derive(Debug)]
 pub struct GuestSocket {
     listener: UnixListener,
     path: PathBuf,
+    /// May connect, beside root.
+    user: Uid,
 }
 
 impl GuestSocket {
@@ -51,22 +53,33 @@ impl GuestSocket {
     /// # Errors
     /// The path is taken, or the system refuses.
     pub fn listen(path: &Path) -> Result<Self, SocketError> {
+        Self::listen_for(path, geteuid())
+    }
+
+    /// The same for `user` in place of the one that this process runs as: the socket is his.
+    ///
+    /// # Errors
+    /// As [`GuestSocket::listen`]; this process may not give files away.
+    pub fn listen_for(path: &Path, user: Uid) -> Result<Self, SocketError> {
         Self::make_way(path)?;
         let system = |source| SocketError::System { path: path.into(), source };
         // Made beside its name: whoever sees it there may connect, and nobody else.
         let made = beside(path);
         let listener = UnixListener::bind(&made).map_err(system)?;
-        let placed = Self::place(&listener, &made, path);
+        let placed = Self::place(&listener, &made, path, user);
         if placed.is_err() {
             // The first error is the one to tell.
             let _ = fs::remove_file(&made);
         }
         placed.map_err(system)?;
-        Ok(Self { listener, path: path.into() })
+        Ok(Self { listener, path: path.into(), user })
     }
 
-    fn place(listener: &UnixListener, made: &Path, path: &Path) -> io::Result<()> {
+    fn place(listener: &UnixListener, made: &Path, path: &Path, user: Uid) -> io::Result<()> {
         fs::set_permissions(made, fs::Permissions::from_mode(0o600))?;
+        if user != geteuid() {
+            std::os::unix::fs::lchown(made, Some(user.as_raw()), None)?;
+        }
         listener.set_nonblocking(true)?;
         Ok(renameat_with(CWD, made, CWD, path, RenameFlags::NOREPLACE)?)
     }
@@ -94,9 +107,10 @@ impl GuestSocket {
     pub fn accept(&self) -> Option<UnixStream> {
         let (stream, _) = self.listener.accept().ok()?;
         let user = socket_peercred(&stream).ok()?.uid;
-        let allowed = user.is_root() || user == geteuid();
+        let allowed = user.is_root() || user == self.user || user == geteuid();
         if !allowed {
-            tracing::warn!(user = user.as_raw(), "refused a connection of another user");
+            let (theirs, ours) = (user.as_raw(), self.user.as_raw());
+            tracing::warn!("turned a connection of user {theirs} away: only root and user {ours} may use this socket");
         }
         allowed.then_some(stream)
     }
