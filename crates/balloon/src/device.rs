@@ -5,7 +5,7 @@ use std::{
     io,
     os::fd::OwnedFd,
     sync::{
-        Arc, Condvar, Mutex, MutexGuard, PoisonError,
+        Arc, Condvar, Mutex, MutexGuard, Once, PoisonError,
         atomic::{AtomicBool, Ordering},
     },
     time::Duration,
@@ -274,7 +274,12 @@ impl State {
     fn discard(&self, from: u64, bytes: u64) {
         for piece in self.table.pages(from, bytes) {
             if let Err(error) = self.table.discard(piece) {
-                tracing::warn!(%error, ?piece, "memory could not be given back to the host");
+                // The guest says how often.
+                static SAID: Once = Once::new();
+                SAID.call_once(|| {
+                    tracing::warn!("memory could not be given back to the host: {error}; the guest keeps it")
+                });
+                tracing::info!(%error, ?piece, "memory could not be given back to the host");
             }
         }
     }

@@ -43,13 +43,13 @@ pub fn serve(socket: &GuestSocket, end: &End<'_>) -> io::Result<()> {
             // The numbers are only counted here; no memory depends on them.
             if door.visitors.fetch_add(1, Ordering::Relaxed) >= MAX_VISITORS {
                 door.visitors.fetch_sub(1, Ordering::Relaxed);
-                tracing::warn!("too many connections at once; one was closed");
+                tracing::warn!("too many connections at once: one was closed");
                 continue;
             }
             let door = &door;
             thread::Builder::new().name("visitor".into()).spawn_scoped(scope, move || {
                 if let Err(error) = door.visit(visitor) {
-                    tracing::warn!(%error, "a connection ended");
+                    tracing::warn!("a connection was closed: {error}");
                 }
                 door.visitors.fetch_sub(1, Ordering::Relaxed);
             })?;

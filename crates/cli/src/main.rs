@@ -21,7 +21,8 @@ mod units;
 use std::{panic, process::ExitCode};
 
 use clap::{Parser, error::ErrorKind};
-use tracing_subscriber::EnvFilter;
+use tracing::Dispatch;
+use tracing_subscriber::{EnvFilter, fmt::MakeWriter, util::SubscriberInitExt};
 
 use args::{Cli, Command};
 use failure::Failure;
@@ -96,14 +97,12 @@ fn usage(rendered: &str) -> String {
     format!("{}; see `transship --help`", line.strip_prefix("error: ").unwrap_or(&line))
 }
 
-/// Without the variable only this is shown: that a device failed and software goes on, or that a balloon did, and what a stock QEMU that sends
-/// should be told.
-const UNASKED: &str = "transship_codec=warn,transship_engine::qemu_peer=warn,transship_engine::free=warn,transship_vmm::qemu::source=warn";
+/// What is shown without the variable: the warnings of all of transship's own crates. The user can do something about each of these.
+const UNASKED: &str = "transship=warn";
 
 fn start_log() -> Result<(), Failure> {
     let Ok(filter) = std::env::var(LOG_VARIABLE) else {
-        let talk = tracing_subscriber::fmt().without_time().with_level(false).with_target(false).with_ansi(false);
-        talk.with_env_filter(UNASKED).with_writer(|| output::Talk).log_internal_errors(false).init();
+        talk(|| output::Talk).init();
         return Ok(());
     };
     let filter = EnvFilter::try_new(&filter).map_err(|why| {
@@ -114,9 +113,34 @@ fn start_log() -> Result<(), Failure> {
     Ok(())
 }
 
+/// Warnings, each on a line of its own.
+fn talk<W: for<'w> MakeWriter<'w> + Send + Sync + 'static>(to: W) -> Dispatch {
+    let lines = tracing_subscriber::fmt().without_time().with_level(false).with_target(false).with_ansi(false);
+    lines.with_env_filter(UNASKED).with_writer(to).log_internal_errors(false).finish().into()
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// All warnings of all crates of this workspace, and nothing else.
+    #[test]
+    fn warnings_reach_the_user() {
+        let (mut reader, writer) = std::io::pipe().expect("a pipe");
+        tracing::dispatcher::with_default(&talk(std::sync::Mutex::new(writer)), || {
+            tracing::warn!(target: "transship", "1");
+            tracing::warn!(target: "transship_engine::destination::accept", "2");
+            tracing::warn!(target: "transship_vmm::qemu::destination", "3");
+            tracing::warn!(target: "transship_vmm::handoff::socket", "4");
+            tracing::warn!(target: "transship_balloon::door", "5");
+            tracing::warn!(target: "transship_memory", "6");
+            tracing::info!(target: "transship_engine", "not this");
+            tracing::warn!(target: "vhost_user_backend", "nor that");
+        });
+        let mut said = String::new();
+        std::io::Read::read_to_string(&mut reader, &mut said).expect("what was said");
+        assert_eq!(said.split_whitespace().collect::<Vec<_>>(), ["1", "2", "3", "4", "5", "6"]);
+    }
     use clap::CommandFactory;
 
     #[test]

@@ -356,7 +356,7 @@ fn one(mut fds: Vec<OwnedFd>) -> Result<OwnedFd, String> {
 /// Drops a client that broke the rules, and tells it; one that just went needs no words.
 fn dismiss(client: &LineSocket, error: &LineError) -> Gone {
     if !matches!(error, LineError::Closed) {
-        tracing::warn!(%error, "a client was dropped");
+        tracing::warn!("a client was turned away: {error}");
         refuse(client, &error.to_string());
     }
     Gone
