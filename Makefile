@@ -7,8 +7,10 @@ ARGS =
 FUZZ_SECONDS = 20
 # For `make loom`: flags of the test program, such as names of models, or --skip NAME.
 LOOM =
+# For `make install`: where to.
+PREFIX = /usr/local
 
-.PHONY: demo test test-long lint fuzz loom setup
+.PHONY: demo test test-long lint fuzz loom setup install deb
 demo: ; scripts/demo.sh $(VM) $(ARGS)
 test: ; scripts/test.sh
 # Those that `make test` leaves out, because each takes minutes.
@@ -18,3 +20,6 @@ fuzz: ; scripts/fuzz.sh $(FUZZ_SECONDS)
 # Every interleaving of small cases of the rings and the parker: minutes.
 loom: ; RUSTFLAGS="--cfg loom" cargo test -p transship-ring --release --lib --locked --target-dir target/loom -- $(LOOM)
 setup: ; scripts/setup.sh
+install: ; scripts/install.sh $(PREFIX)
+# A Debian package, in target/debian.
+deb: ; scripts/package.sh
