@@ -1,0 +1,61 @@
+//! Why the visit failed, in eight bytes on the way from the child and in words for people.
+use std::io;
+
+/// Which step failed, and with which errno.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Failure {
+    pub(super) step: Step,
+    pub(super) errno: i32,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[repr(i32)]
+pub(super) enum Step {
+    Seize = 1,
+    Stop = 2,
+    Registers = 3,
+    Mode = 4,
+    Userfaultfd = 5,
+    Take = 6,
+    Gone = 7,
+}
+
+impl Failure {
+    pub(super) fn new(step: Step) -> Self {
+        // SAFETY: errno is a thread-local integer that is always there.
+        Self { step, errno: unsafe { *libc::__errno_location() } }
+    }
+
+    pub(super) fn to_bytes(self) -> [u8; 8] {
+        let mut bytes = [0; 8];
+        bytes[..4].copy_from_slice(&(self.step as i32).to_ne_bytes());
+        bytes[4..].copy_from_slice(&self.errno.to_ne_bytes());
+        bytes
+    }
+
+    pub(super) fn from_bytes(bytes: [u8; 8]) -> Self {
+        let [a, b, c, d, e, f, g, h] = bytes;
+        let step = i32::from_ne_bytes([a, b, c, d]);
+        let steps = [Step::Seize, Step::Stop, Step::Registers, Step::Mode, Step::Userfaultfd, Step::Take];
+        let step = steps.into_iter().find(|known| *known as i32 == step).unwrap_or(Step::Gone);
+        Self { step, errno: i32::from_ne_bytes([e, f, g, h]) }
+    }
+
+    pub(super) fn explain(self, pid: i32) -> String {
+        let system = io::Error::from_raw_os_error(self.errno);
+        match self.step {
+            Step::Seize => {
+                format!("it can't be traced: {system}; run as root or as QEMU's user, with no debugger attached to it")
+            }
+            Step::Stop => "its thread does not stop; it waits for a disk, or is frozen".to_owned(),
+            Step::Registers => format!("its registers can't be read: {system}"),
+            Step::Mode => "it is not a 64-bit x86 program".to_owned(),
+            Step::Userfaultfd => format!(
+                "the system call failed there: {system}; is userfaultfd forbidden by a seccomp filter, or missing in the kernel \
+                 (CONFIG_USERFAULTFD)?"
+            ),
+            Step::Take => format!("its descriptor can't be taken: {system}"),
+            Step::Gone => format!("process {pid} ended meanwhile"),
+        }
+    }
+}
