@@ -4,6 +4,9 @@
 //! (ptrace), runs `userfaultfd` (or an `ioctl` on /dev/userfaultfd) and, after we have taken a copy of the descriptor, `close`;
 //! then it goes on exactly where it was, an interrupted system call included. That takes less than a millisecond.
 //!
+//! A seccomp filter that would answer the call, perhaps by killing QEMU, is suspended meanwhile. Who lacks the right to that
+//! is refused, unless the filter is known to let the call pass.
+//!
 //! If the tracing process died in between, the kernel would let the thread run on with our registers. So a short-lived
 //! child process traces, in a session of its own with all signals blocked: Ctrl-C, a closed terminal or a `kill -9` of
 //! us leave it alone, and it restores the thread and ends. What remains is a SIGKILL aimed at that child itself (or at a
@@ -11,6 +14,7 @@
 mod call;
 mod child;
 mod failure;
+mod filter;
 mod tracee;
 
 use std::{
@@ -55,13 +59,19 @@ pub(super) enum InjectError {
 
 /// A userfaultfd of process `pid`, made in its thread `thread`. In the process nothing of it remains.
 pub(super) fn userfaultfd_of(pid: i32, thread: i32, faults: Faults) -> Result<OwnedFd, InjectError> {
-    let error = |why: String| GuestError(format!("could not have QEMU (process {pid}) make a userfaultfd: {why}"));
-    let failed = |why: String| InjectError::Failed(error(why));
-    let target = Target { pid, thread, syscall_at: syscall_instruction(pid).map_err(failed)?, faults };
+    let failed = |why: String| InjectError::Failed(error(pid, &why));
+    let syscall_at = syscall_instruction(pid).map_err(failed)?;
+    visit(Target { pid, thread, syscall_at, faults, filter_lets_pass: filter::lets_pass(pid, thread) }, CHILD_WAIT)
+}
+
+/// Has a child of ours make the call there, and waits for what it brings.
+fn visit(target: Target, wait: Duration) -> Result<OwnedFd, InjectError> {
+    let Target { pid, thread, faults, .. } = target;
+    let failed = |why: String| InjectError::Failed(error(pid, &why));
     let (ours, childs) =
         rustix::net::socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)
             .map_err(|e| failed(e.to_string()))?;
-    sockopt::set_socket_timeout(&ours, sockopt::Timeout::Recv, Some(CHILD_WAIT)).map_err(|e| failed(e.to_string()))?;
+    sockopt::set_socket_timeout(&ours, sockopt::Timeout::Recv, Some(wait)).map_err(|e| failed(e.to_string()))?;
     let child = start_child(target, &childs).map_err(|e| failed(e.to_string()))?;
     drop(childs);
     let result = receive(&ours);
@@ -73,10 +83,14 @@ pub(super) fn userfaultfd_of(pid: i32, thread: i32, faults: Faults) -> Result<Ow
         }
         Received::Failure(failure) => failed(failure.explain(pid)),
         Received::Silence => {
-            failed(format!("its thread {thread} did not go on within {} s; is QEMU frozen?", CHILD_WAIT.as_secs()))
+            failed(format!("its thread {thread} did not go on within {} s; is QEMU frozen?", wait.as_secs()))
         }
         Received::Nothing => failed("the process that was to trace it was killed".to_owned()),
     })
+}
+
+fn error(pid: i32, why: &str) -> GuestError {
+    GuestError(format!("could not have QEMU (process {pid}) make a userfaultfd: {why}"))
 }
 
 /// An address of a `syscall` instruction in the process: in the vDSO, or in some library.

@@ -1,5 +1,5 @@
 //! What the child process does: it traces, and reports. No allocation, no lock, no panic, no destructor that matters.
-use std::os::fd::RawFd;
+use std::{io::Write, os::fd::RawFd};
 
 use super::{
     call::Faults,
@@ -14,6 +14,8 @@ pub(super) struct Target {
     pub(super) thread: libc::pid_t,
     pub(super) syscall_at: u64,
     pub(super) faults: Faults,
+    /// The thread's seccomp filter, if it has one, need not be suspended.
+    pub(super) filter_lets_pass: bool,
 }
 
 pub(super) fn main(target: Target, result: RawFd) -> ! {
@@ -71,6 +73,11 @@ fn inject(target: Target) -> Result<RawFd, Failure> {
     if saved.cs != 0x33 {
         return Err(Failure::new(Step::Mode));
     }
+    // Only now: from here on it runs none of its own code until it is let go, and then the filter is in force again.
+    match tracee.suspend_filter() {
+        Err(failure) if !target.filter_lets_pass => return Err(failure),
+        _ => {}
+    }
     let mask = tracee.block_signals()?;
     // From here on the thread is not its own until `restore`.
     let fd = borrow(&tracee, &saved, target);
@@ -84,6 +91,10 @@ fn borrow(tracee: &Tracee, saved: &libc::user_regs_struct, target: Target) -> Re
     if theirs < 0 {
         return Err(Failure { step: Step::Userfaultfd, errno: -theirs as i32 });
     }
+    // Whatever has answered, nothing but a userfaultfd is taken or closed.
+    if !is_userfaultfd(target.pid, theirs) {
+        return Err(Failure { step: Step::Foreign, errno: theirs as i32 });
+    }
     // SAFETY: system calls on integers; a failure is -1, which is reported after the target has closed its copy.
     let ours = unsafe {
         let handle = libc::syscall(libc::SYS_pidfd_open, target.pid, 0) as i32;
@@ -92,4 +103,16 @@ fn borrow(tracee: &Tracee, saved: &libc::user_regs_struct, target: Target) -> Re
     let taken = if ours < 0 { Err(Failure::new(Step::Take)) } else { Ok(ours) };
     tracee.call(saved, target.syscall_at, libc::SYS_close, [theirs as u64, 0, 0])?;
     taken
+}
+
+/// Is descriptor `fd` of process `pid` a userfaultfd?
+fn is_userfaultfd(pid: libc::pid_t, fd: i64) -> bool {
+    const NAME: &[u8] = b"anon_inode:[userfaultfd]";
+    let (mut path, mut name) = ([0u8; 64], [0u8; 64]);
+    if write!(&mut path[..], "/proc/{pid}/fd/{fd}\0").is_err() {
+        return false;
+    }
+    // SAFETY: the path ends with a 0, and `name` is writable for its length.
+    let length = unsafe { libc::readlink(path.as_ptr().cast(), name.as_mut_ptr().cast(), name.len()) };
+    usize::try_from(length).is_ok_and(|length| name[..length] == *NAME)
 }

@@ -18,6 +18,10 @@ pub(super) enum Step {
     Userfaultfd = 5,
     Take = 6,
     Gone = 7,
+    Filter = 8,
+    Trapped = 9,
+    /// With the descriptor in place of an errno.
+    Foreign = 10,
 }
 
 impl Failure {
@@ -36,7 +40,17 @@ impl Failure {
     pub(super) fn from_bytes(bytes: [u8; 8]) -> Self {
         let [a, b, c, d, e, f, g, h] = bytes;
         let step = i32::from_ne_bytes([a, b, c, d]);
-        let steps = [Step::Seize, Step::Stop, Step::Registers, Step::Mode, Step::Userfaultfd, Step::Take];
+        let steps = [
+            Step::Seize,
+            Step::Stop,
+            Step::Registers,
+            Step::Mode,
+            Step::Userfaultfd,
+            Step::Take,
+            Step::Filter,
+            Step::Trapped,
+            Step::Foreign,
+        ];
         let step = steps.into_iter().find(|known| *known as i32 == step).unwrap_or(Step::Gone);
         Self { step, errno: i32::from_ne_bytes([e, f, g, h]) }
     }
@@ -51,9 +65,24 @@ impl Failure {
             Step::Registers => format!("its registers can't be read: {system}"),
             Step::Mode => "it is not a 64-bit x86 program".to_owned(),
             Step::Userfaultfd => format!(
-                "the system call failed there: {system}; is userfaultfd forbidden by a seccomp filter, or missing in the kernel \
-                 (CONFIG_USERFAULTFD)?"
+                "the system call failed there: {system}; is it missing in the kernel (CONFIG_USERFAULTFD), or forbidden by a \
+                 security module?"
             ),
+            Step::Filter if self.errno == libc::EINVAL => {
+                "a seccomp filter that may kill it for that can't be suspended: the \
+                 kernel lacks CONFIG_CHECKPOINT_RESTORE; start QEMU with no filter but its own -sandbox on"
+                    .to_owned()
+            }
+            Step::Filter => format!(
+                "a seccomp filter that may kill it for that can't be suspended: {system}; run transship as root (CAP_SYS_ADMIN), \
+                 itself under no such filter, or start QEMU with no filter but its own -sandbox on"
+            ),
+            Step::Trapped => {
+                "the system call was trapped there (SIGSYS), and nothing changed; a seccomp filter forbids it: run \
+                 transship as root (CAP_SYS_ADMIN)"
+                    .to_owned()
+            }
+            Step::Foreign => format!("the system call gave descriptor {}, which is no userfaultfd", self.errno),
             Step::Take => format!("its descriptor can't be taken: {system}"),
             Step::Gone => format!("process {pid} ended meanwhile"),
         }

@@ -2,6 +2,9 @@
 //!
 //! The processes are this test program itself, started again for [`child`] alone with what to do in the environment.
 #![allow(clippy::unwrap_used)]
+mod filters;
+mod signals;
+
 use std::{
     collections::BTreeSet,
     env, fs,
@@ -122,10 +125,11 @@ fn child() {
         "futex" => futex_until_input(),
         "nanosleep" => nanosleep_until_input(),
         "busy" => busy_until_input(),
-        "signals" => count_signals(),
+        "signals" => signals::count_signals(),
+        "sigsys" => signals::answer_sigsys(),
         "inject" => inject_for_ever(),
         "nobody" => wait_without_rights(),
-        other => panic!("{other}"),
+        other => filters::wait_filtered(other.parse().expect("work")),
     }
     println!("done");
 }
@@ -212,24 +216,6 @@ fn busy_until_input() {
     }
 }
 
-static SIGNALS: AtomicU32 = AtomicU32::new(0);
-const SIGNALS_SENT: u32 = 500;
-
-/// Counts queued signals; none may get lost.
-fn count_signals() {
-    extern "C" fn count(_: libc::c_int) {
-        SIGNALS.fetch_add(1, Ordering::SeqCst);
-    }
-    // SAFETY: the handler only adds to an atomic.
-    unsafe { libc::signal(libc::SIGRTMIN(), count as extern "C" fn(libc::c_int) as libc::sighandler_t) };
-    println!("ready");
-    let begin = Instant::now();
-    while SIGNALS.load(Ordering::SeqCst) < SIGNALS_SENT {
-        assert!(begin.elapsed() < PATIENCE, "only {} signals", SIGNALS.load(Ordering::SeqCst));
-        std::hint::spin_loop();
-    }
-}
-
 /// A process that injects into the one that it reads about, until it is killed.
 fn inject_for_ever() {
     let mut line = String::new();
@@ -312,60 +298,6 @@ fn another_thread_may_be_meant() {
     let mut work = Work::start("busy");
     work.thread = work.pid();
     work.inject(10);
-    work.finish();
-}
-
-#[test]
-fn signals_that_come_meanwhile_are_delivered_once() {
-    let mut work = Work::start("signals");
-    work.expect("ready");
-    let (pid, thread) = (work.pid(), work.thread);
-    let injector =
-        std::thread::spawn(move || (0..100).for_each(|_| drop(userfaultfd_of(pid, thread, Faults::Users).unwrap())));
-    for _ in 0..SIGNALS_SENT {
-        // SAFETY: plain numbers; the child is ours and not yet waited for. Directed at the thread, where it must be seen.
-        assert_eq!(unsafe { libc::syscall(libc::SYS_tgkill, pid, thread, libc::SIGRTMIN()) }, 0);
-        std::thread::sleep(Duration::from_micros(200));
-    }
-    work.expect("done");
-    // The process may have ended while the injector was still at it.
-    let _ = injector.join();
-}
-
-#[test]
-fn a_stopped_process_stays_stopped_and_goes_on_when_told() {
-    let work = Work::start("poll");
-    work.wait_in(libc::SYS_poll);
-    work.signal(libc::SIGSTOP);
-    let begin = Instant::now();
-    while !work.proc("status").contains("State:\tT") {
-        assert!(begin.elapsed() < PATIENCE);
-        std::thread::sleep(Duration::from_millis(5));
-    }
-    work.inject(3);
-    let begin = Instant::now();
-    while !work.proc("status").contains("State:\tT (stopped)") {
-        assert!(begin.elapsed() < PATIENCE, "{}", work.proc("status"));
-        std::thread::sleep(Duration::from_millis(5));
-    }
-    work.signal(libc::SIGCONT);
-    work.finish();
-}
-
-#[test]
-fn stops_that_come_in_the_middle_are_survived() {
-    let work = Work::start("busy");
-    let (pid, thread) = (work.pid(), work.thread);
-    let injector =
-        std::thread::spawn(move || (0..100).for_each(|_| drop(userfaultfd_of(pid, thread, Faults::Users).unwrap())));
-    while !injector.is_finished() {
-        work.signal(libc::SIGSTOP);
-        std::thread::sleep(Duration::from_millis(1));
-        work.signal(libc::SIGCONT);
-        std::thread::sleep(Duration::from_millis(1));
-    }
-    injector.join().unwrap();
-    work.inject(1);
     work.finish();
 }
 

@@ -5,8 +5,21 @@ use super::failure::{Failure, Step};
 
 /// How long the thread may take to stop. It stops at once, unless it waits for a broken disk or is frozen.
 const STOP_WAIT: Duration = Duration::from_secs(5);
+const PTRACE_PEEKSIGINFO: libc::c_uint = 0x4209;
 const PTRACE_GETSIGMASK: libc::c_uint = 0x420a;
 const PTRACE_SETSIGMASK: libc::c_uint = 0x420b;
+const PTRACE_O_SUSPEND_SECCOMP: libc::c_int = 1 << 21;
+
+const ALL_SIGNALS: u64 = u64::MAX;
+const SIGSYS: u64 = 1 << (libc::SIGSYS - 1);
+
+/// Which of a thread's pending signals to look at.
+#[repr(C)]
+struct Peek {
+    from: u64,
+    flags: u32,
+    count: i32,
+}
 
 /// Why a traced thread stopped.
 enum Stop {
@@ -48,14 +61,24 @@ impl Tracee {
         self.ptrace(libc::PTRACE_SETREGS, 0, std::ptr::from_ref(registers) as usize, Step::Gone)
     }
 
-    /// Blocks all signals, so that no handler runs on our registers; they stay pending. Returns the mask before: not the
-    /// one that a call like ppoll has set for its duration, but the thread's own, and such a call, when it is restarted,
-    /// sets its own again.
+    /// Suspends the thread's seccomp filter, if it has one, until the thread is let go.
+    pub(super) fn suspend_filter(&self) -> Result<(), Failure> {
+        let options = libc::PTRACE_O_TRACESYSGOOD | PTRACE_O_SUSPEND_SECCOMP;
+        self.ptrace(libc::PTRACE_SETOPTIONS, 0, options as usize, Step::Filter)
+    }
+
+    /// Blocks all signals but SIGSYS, so that no handler runs on our registers; they stay pending. SIGSYS is what a filter forces on
+    /// the thread: if that is blocked the kernel takes its handler away. Returns the mask before: not the one that a call
+    /// like ppoll has set for its duration, but the thread's own, and such a call, when it is restarted, sets its own again.
     pub(super) fn block_signals(&self) -> Result<u64, Failure> {
-        let (mut before, all) = (0u64, u64::MAX);
+        let mut before = 0u64;
         self.ptrace(PTRACE_GETSIGMASK, 8, &raw mut before as usize, Step::Registers)?;
-        self.ptrace(PTRACE_SETSIGMASK, 8, &raw const all as usize, Step::Registers)?;
+        self.set_mask(ALL_SIGNALS & !SIGSYS, Step::Registers)?;
         Ok(before)
+    }
+
+    fn set_mask(&self, mask: u64, step: Step) -> Result<(), Failure> {
+        self.ptrace(PTRACE_SETSIGMASK, 8, &raw const mask as usize, step)
     }
 
     /// Runs one system call and returns its result. The thread then stands right behind the call.
@@ -75,6 +98,11 @@ impl Tracee {
         self.set_registers(&registers)?;
         self.run_to_syscall_stop()?; // before
         self.run_to_syscall_stop()?; // after
+        if self.is_trapped()? {
+            // What looks like a result is the call's own number. This leads to the signal, not to another system call.
+            self.run_to_syscall_stop()?;
+            return Err(Failure { step: Step::Trapped, errno: libc::EPERM });
+        }
         Ok(self.registers()?.rax as i64)
     }
 
@@ -86,9 +114,38 @@ impl Tracee {
             signal = match self.wait(None)? {
                 Stop::Syscall => return Ok(()),
                 Stop::Event => 0,
-                // Only SIGSTOP gets through the mask. Passed on, it stops the others; this thread stops with them later.
-                Stop::Signal(signal) => signal as usize,
+                Stop::Signal(signal) => self.in_the_middle(signal)?,
             };
+        }
+    }
+
+    /// What to pass on of a signal that comes while the thread is not its own. SIGSTOP gets through the mask; passed on, it stops the
+    /// others, and this thread stops with them later. So does SIGSYS, which is ours if the kernel forced it for our call:
+    /// then nobody else may ever see it. One that somebody has sent waits with the others, since it is blocked when it is passed on.
+    fn in_the_middle(&self, signal: libc::c_int) -> Result<usize, Failure> {
+        if signal == libc::SIGSYS {
+            let mut info = no_signal();
+            self.ptrace(libc::PTRACE_GETSIGINFO, 0, &raw mut info as usize, Step::Gone)?;
+            if is_forced(&info) {
+                return Err(Failure { step: Step::Trapped, errno: libc::EPERM });
+            }
+            self.set_mask(ALL_SIGNALS, Step::Gone)?;
+        }
+        Ok(signal as usize)
+    }
+
+    /// Has the last call brought a SIGSYS on the thread, which is not yet delivered?
+    fn is_trapped(&self) -> Result<bool, Failure> {
+        let mut peek = Peek { from: 0, flags: 0, count: 1 };
+        loop {
+            let mut info = no_signal();
+            // SAFETY: the request reads a Peek and writes as many signals as that asks for: one.
+            match unsafe { libc::ptrace(PTRACE_PEEKSIGINFO, self.0, &raw const peek, &raw mut info) } {
+                1 if info.si_signo == libc::SIGSYS && is_forced(&info) => return Ok(true),
+                1 => peek.from += 1,
+                0 => return Ok(false),
+                _ => return Err(Failure::new(Step::Gone)),
+            }
         }
     }
 
@@ -102,12 +159,12 @@ impl Tracee {
             self.ptrace(libc::PTRACE_CONT, 0, signal, Step::Gone)?;
             signal = match self.wait(None)? {
                 Stop::Event => break,
-                Stop::Signal(signal) => signal as usize,
+                Stop::Signal(signal) => self.in_the_middle(signal).unwrap_or(0),
                 Stop::Syscall => 0,
             };
         }
         self.set_registers(saved)?;
-        self.ptrace(PTRACE_SETSIGMASK, 8, &raw const mask as usize, Step::Gone)?;
+        self.set_mask(mask, Step::Gone)?;
         self.ptrace(libc::PTRACE_DETACH, 0, 0, Step::Gone)
     }
 
@@ -155,4 +212,14 @@ fn child_signal_within(limit: Duration) -> bool {
         libc::sigaddset(set.as_mut_ptr(), libc::SIGCHLD);
         libc::sigtimedwait(set.as_ptr(), std::ptr::null_mut(), &time) == libc::SIGCHLD
     }
+}
+
+fn no_signal() -> libc::siginfo_t {
+    // SAFETY: all-zero is a valid siginfo_t, of no signal.
+    unsafe { std::mem::zeroed() }
+}
+
+/// By the kernel, for something that the thread itself did; not sent by anybody.
+fn is_forced(signal: &libc::siginfo_t) -> bool {
+    signal.si_code > 0
 }
