@@ -15,6 +15,7 @@ mod call;
 mod child;
 mod failure;
 mod filter;
+mod rseq;
 mod tracee;
 
 use std::{

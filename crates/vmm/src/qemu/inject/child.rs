@@ -4,6 +4,7 @@ use std::{io::Write, os::fd::RawFd};
 use super::{
     call::Faults,
     failure::{Failure, Step},
+    rseq,
     tracee::Tracee,
 };
 
@@ -69,7 +70,7 @@ fn report(result: RawFd, outcome: Result<RawFd, Failure>) {
 /// The whole visit: seize, stop, borrow, restore, let go.
 fn inject(target: Target) -> Result<RawFd, Failure> {
     let tracee = Tracee::stop(target.thread)?;
-    let saved = tracee.registers()?;
+    let mut saved = tracee.registers()?;
     if saved.cs != 0x33 {
         return Err(Failure::new(Step::Mode));
     }
@@ -79,6 +80,9 @@ fn inject(target: Target) -> Result<RawFd, Failure> {
         _ => {}
     }
     let mask = tracee.block_signals()?;
+    if let Some(anew) = rseq::begins_anew_at(target.thread, &saved) {
+        saved.rip = anew;
+    }
     // From here on the thread is not its own until `restore`.
     let fd = borrow(&tracee, &saved, target);
     tracee.restore(&saved, mask)?;

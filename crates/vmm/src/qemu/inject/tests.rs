@@ -3,6 +3,7 @@
 //! The processes are this test program itself, started again for [`child`] alone with what to do in the environment.
 #![allow(clippy::unwrap_used)]
 mod filters;
+mod rseq;
 mod signals;
 
 use std::{
@@ -129,6 +130,7 @@ fn child() {
         "sigsys" => signals::answer_sigsys(),
         "inject" => inject_for_ever(),
         "nobody" => wait_without_rights(),
+        "rseq" => rseq::wait_in_a_sequence(),
         other => filters::wait_filtered(other.parse().expect("work")),
     }
     println!("done");
