@@ -26,6 +26,7 @@ use std::{
         fd::{AsRawFd, OwnedFd},
         unix::fs::FileExt,
     },
+    thread,
     time::Duration,
 };
 
@@ -147,13 +148,20 @@ fn receive(from: &OwnedFd) -> Result<OwnedFd, Received> {
     }
 }
 
-/// Waits for the child's end, so that it leaves no zombie. One that still repairs is left to it.
+/// Waits for the child's end, so that it leaves no zombie. One that still repairs is left to it, and to a thread that waits.
 fn reap(child: libc::pid_t, still_at_work: bool) {
-    let flags = if still_at_work { libc::WNOHANG } else { 0 };
-    // SAFETY: waitpid accepts any process id and a null status.
-    while unsafe { libc::waitpid(child, std::ptr::null_mut(), flags) } == -1
-        && io::Error::last_os_error().kind() == io::ErrorKind::Interrupted
-    {}
+    let wait = move || {
+        // SAFETY: waitpid accepts any process id and a null status.
+        while unsafe { libc::waitpid(child, std::ptr::null_mut(), 0) } == -1
+            && io::Error::last_os_error().kind() == io::ErrorKind::Interrupted
+        {}
+    };
+    if still_at_work {
+        // Without a thread to be had, a zombie until we end.
+        let _ = thread::Builder::new().name("reap".to_owned()).spawn(wait);
+    } else {
+        wait();
+    }
 }
 
 /// Forks the child that traces. Returns its process id.

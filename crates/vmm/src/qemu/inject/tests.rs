@@ -5,6 +5,7 @@
 mod filters;
 mod rseq;
 mod signals;
+mod silence;
 
 use std::{
     collections::BTreeSet,
@@ -130,6 +131,8 @@ fn child() {
         "sigsys" => signals::answer_sigsys(),
         "inject" => inject_for_ever(),
         "nobody" => wait_without_rights(),
+        "vfork" => silence::wait_for_a_copy(),
+        "silence" => silence::meet_silence(),
         "rseq" => rseq::wait_in_a_sequence(),
         other => filters::wait_filtered(other.parse().expect("work")),
     }
