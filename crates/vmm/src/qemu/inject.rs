@@ -1,16 +1,17 @@
 //! Has another process make a userfaultfd and takes it from there.
 //!
 //! A userfaultfd tracks the memory of the process that made it, so QEMU must make it. One thread of QEMU is stopped
-//! (ptrace), runs `userfaultfd` (or an `ioctl` on /dev/userfaultfd) and, after we have taken a copy of the descriptor, `close`;
-//! then it goes on exactly where it was, an interrupted system call included. That takes less than a millisecond.
+//! (ptrace), runs `userfaultfd` (or an `ioctl` on /dev/userfaultfd) and, after we have taken a copy of the descriptor,
+//! `close`; then it goes on exactly where it was, an interrupted system call included. That takes less than a
+//! millisecond.
 //!
-//! A seccomp filter that would answer the call, perhaps by killing QEMU, is suspended meanwhile. Who lacks the right to that
-//! is refused, unless the filter is known to let the call pass.
+//! A seccomp filter that would answer the call, perhaps by killing QEMU, is suspended meanwhile. Who lacks the right to
+//! that is refused, unless the filter is known to let the call pass.
 //!
 //! If the tracing process died in between, the kernel would let the thread run on with our registers. So a short-lived
 //! child process traces, in a session of its own with all signals blocked: Ctrl-C, a closed terminal or a `kill -9` of
-//! us leave it alone, and it restores the thread and ends. What remains is a SIGKILL aimed at that child itself (or at a
-//! whole control group) within that millisecond; nothing in user space can undo that.
+//! us leave it alone, and it restores the thread and ends. What remains is a SIGKILL aimed at that child itself (or at
+//! a whole control group) within that millisecond; nothing in user space can undo that.
 mod call;
 mod child;
 mod failure;
@@ -148,7 +149,8 @@ fn receive(from: &OwnedFd) -> Result<OwnedFd, Received> {
     }
 }
 
-/// Waits for the child's end, so that it leaves no zombie. One that still repairs is left to it, and to a thread that waits.
+/// Waits for the child's end, so that it leaves no zombie. One that still repairs is left to it, and to a thread that
+/// waits.
 fn reap(child: libc::pid_t, still_at_work: bool) {
     let wait = move || {
         // SAFETY: waitpid accepts any process id and a null status.

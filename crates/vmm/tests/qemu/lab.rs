@@ -51,15 +51,21 @@ pub(crate) struct Qemu {
 impl Qemu {
     /// A machine with 64 MiB in a shared file; `more` follows on the command line.
     pub(crate) fn start(more: &[&str]) -> Self {
-        Self::start_with(
-            &["-object", "memory-backend-file,id=mem0,size=64M,mem-path=DIR/ram,share=on"],
-            more,
-            &["-machine", "memory-backend=mem0"],
-        )
+        Self::start_prepared(|_| (), more)
+    }
+
+    /// The same; `prepare` is given the command before it is started.
+    pub(crate) fn start_prepared(prepare: impl FnOnce(&mut Command), more: &[&str]) -> Self {
+        let memory = ["-object", "memory-backend-file,id=mem0,size=64M,mem-path=DIR/ram,share=on"];
+        Self::start_any(prepare, &memory, more, &["-machine", "memory-backend=mem0"])
     }
 
     /// A machine with memory as told. `DIR` becomes the QEMU's own folder.
     pub(crate) fn start_with(memory: &[&str], more: &[&str], machine: &[&str]) -> Self {
+        Self::start_any(|_| (), memory, more, machine)
+    }
+
+    fn start_any(prepare: impl FnOnce(&mut Command), memory: &[&str], more: &[&str], machine: &[&str]) -> Self {
         let dir = tempfile::tempdir_in("/dev/shm").expect("tests need a tmpfs at /dev/shm");
         let mut disk = GUEST.to_vec();
         disk.resize(1 << 20, 0);
@@ -83,9 +89,12 @@ impl Qemu {
             "unix:DIR/qmp2,server=on,wait=off",
         ];
         let arguments = fixed.iter().chain(machine).chain(memory).chain(more);
-        let process = Command::new("qemu-system-x86_64")
+        let mut command = Command::new("qemu-system-x86_64");
+        command
             .args(arguments.map(|argument| argument.replace("DIR", dir.path().to_str().unwrap())))
-            .stdin(Stdio::null())
+            .stdin(Stdio::null());
+        prepare(&mut command);
+        let process = command
             .spawn()
             .expect("qemu-system-x86_64 must be in the PATH: install the package qemu-system-x86 (version 9 or newer)");
         let mut qemu = Self { process, dir };

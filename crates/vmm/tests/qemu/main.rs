@@ -3,4 +3,5 @@
 mod lab;
 mod moves;
 mod refusals;
+mod sandboxed;
 mod waiting;

@@ -51,8 +51,8 @@ fn report(result: RawFd, outcome: Result<RawFd, Failure>) {
     message.msg_iovlen = 1;
     if let Some(fd) = fd {
         message.msg_control = control.as_mut_ptr().cast();
-        // SAFETY: `control` is aligned for cmsghdr and has room for one with an int (24 of 32 bytes), so the first header
-        // and its data lie inside it.
+        // SAFETY: `control` is aligned for cmsghdr and has room for one with an int (24 of 32 bytes), so the first
+        // header and its data lie inside it.
         unsafe {
             message.msg_controllen = libc::CMSG_SPACE(size_of::<RawFd>() as u32) as usize;
             let header = libc::CMSG_FIRSTHDR(&message);

@@ -65,8 +65,8 @@ impl Failure {
             Step::Registers => format!("its registers can't be read: {system}"),
             Step::Mode => "it is not a 64-bit x86 program".to_owned(),
             Step::Userfaultfd => format!(
-                "the system call failed there: {system}; is it missing in the kernel (CONFIG_USERFAULTFD), or forbidden by a \
-                 security module?"
+                "the system call failed there: {system}; is it missing in the kernel (CONFIG_USERFAULTFD), or forbidden \
+                 by a security module?"
             ),
             Step::Filter if self.errno == libc::EINVAL => {
                 "a seccomp filter that may kill it for that can't be suspended: the \
@@ -74,8 +74,8 @@ impl Failure {
                     .to_owned()
             }
             Step::Filter => format!(
-                "a seccomp filter that may kill it for that can't be suspended: {system}; run transship as root (CAP_SYS_ADMIN), \
-                 itself under no such filter, or start QEMU with no filter but its own -sandbox on"
+                "a seccomp filter that may kill it for that can't be suspended: {system}; run transship as root \
+                 (CAP_SYS_ADMIN), itself under no such filter, or start QEMU with no filter but its own -sandbox on"
             ),
             Step::Trapped => {
                 "the system call was trapped there (SIGSYS), and nothing changed; a seccomp filter forbids it: run \

@@ -1,7 +1,8 @@
 //! Whether a thread's seccomp filter is known to let our calls pass.
 //!
-//! A filter may kill for a call that it does not know, and only who may suspend it may read it. One is known all the same: QEMU's
-//! own (`-sandbox on`) answers what is in its list, and userfaultfd, which QEMU needs for its own migration, is not.
+//! A filter may kill for a call that it does not know, and only who may suspend it may read it. One is known all the
+//! same: QEMU's own (`-sandbox on`) answers what is in its list, and userfaultfd, which QEMU needs for its own
+//! migration, is not.
 use std::fs;
 
 /// The thread is under no filter, or under QEMU's own alone.

@@ -1,7 +1,7 @@
 //! A restartable sequence (rseq) that the visit interrupts. Runs in the child: what is said there holds here.
 //!
-//! A thread that is interrupted in one must begin it anew. The kernel sees to that when the thread goes on, but there it would find
-//! our call, far from the sequence, and call it over. So we do what the kernel would have done.
+//! A thread that is interrupted in one must begin it anew. The kernel sees to that when the thread goes on, but there
+//! it would find our call, far from the sequence, and call it over. So we do what the kernel would have done.
 
 /// As PTRACE_GET_RSEQ_CONFIGURATION fills it.
 #[repr(C)]

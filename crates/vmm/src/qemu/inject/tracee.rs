@@ -67,9 +67,10 @@ impl Tracee {
         self.ptrace(libc::PTRACE_SETOPTIONS, 0, options as usize, Step::Filter)
     }
 
-    /// Blocks all signals but SIGSYS, so that no handler runs on our registers; they stay pending. SIGSYS is what a filter forces on
-    /// the thread: if that is blocked the kernel takes its handler away. Returns the mask before: not the one that a call
-    /// like ppoll has set for its duration, but the thread's own, and such a call, when it is restarted, sets its own again.
+    /// Blocks all signals but SIGSYS, so that no handler runs on our registers; they stay pending. SIGSYS is what a
+    /// filter forces on the thread: if that is blocked the kernel takes its handler away. Returns the mask before: not
+    /// the one that a call like ppoll has set for its duration, but the thread's own, and such a call, when it is
+    /// restarted, sets its own again.
     pub(super) fn block_signals(&self) -> Result<u64, Failure> {
         let mut before = 0u64;
         self.ptrace(PTRACE_GETSIGMASK, 8, &raw mut before as usize, Step::Registers)?;
@@ -119,9 +120,10 @@ impl Tracee {
         }
     }
 
-    /// What to pass on of a signal that comes while the thread is not its own. SIGSTOP gets through the mask; passed on, it stops the
-    /// others, and this thread stops with them later. So does SIGSYS, which is ours if the kernel forced it for our call:
-    /// then nobody else may ever see it. One that somebody has sent waits with the others, since it is blocked when it is passed on.
+    /// What to pass on of a signal that comes while the thread is not its own. SIGSTOP gets through the mask; passed
+    /// on, it stops the others, and this thread stops with them later. So does SIGSYS, which is ours if the kernel
+    /// forced it for our call: then nobody else may ever see it. One that somebody has sent waits with the others,
+    /// since it is blocked when it is passed on.
     fn in_the_middle(&self, signal: libc::c_int) -> Result<usize, Failure> {
         if signal == libc::SIGSYS {
             let mut info = no_signal();
@@ -193,8 +195,8 @@ impl Tracee {
     }
 
     fn ptrace(&self, request: libc::c_uint, address: usize, data: usize, step: Step) -> Result<(), Failure> {
-        // SAFETY: for the requests used here `data` is a number, or points to a live value of the type and size that the
-        // request reads or writes; the callers above pass no other.
+        // SAFETY: for the requests used here `data` is a number, or points to a live value of the type and size that
+        // the request reads or writes; the callers above pass no other.
         match unsafe { libc::ptrace(request, self.0, address, data) } {
             -1 => Err(Failure::new(step)),
             _ => Ok(()),

@@ -16,8 +16,8 @@ struct Sequence {
     abort: u64,
 }
 
-/// Until there is input, in a sequence that sees whether it was gone on with where it should have begun anew: the kernel takes
-/// it out of the thread's `rseq_cs` in both cases, but only one of them leads to its abort.
+/// Until there is input, in a sequence that sees whether it was gone on with where it should have begun anew: the
+/// kernel takes it out of the thread's `rseq_cs` in both cases, but only one of them leads to its abort.
 pub(super) fn wait_in_a_sequence() {
     static END: AtomicU32 = AtomicU32::new(0);
     let Some(rseq) = registered() else {
@@ -31,9 +31,9 @@ pub(super) fn wait_in_a_sequence() {
     println!("ready");
     let mut sequence = Sequence { version: 0, flags: 0, start: 0, length: 0, abort: 0 };
     let (mut aborts, mut interrupted) = (0u64, 0u64);
-    // SAFETY: `rseq` is this thread's, and the C library leaves its field `rseq_cs` (at 8) to the program. The sequence is valid as
-    // long as it is named there, and writes its own registers only. The word before `abort` is the signature that
-    // the C library has registered.
+    // SAFETY: `rseq` is this thread's, and the C library leaves its field `rseq_cs` (at 8) to the program. The sequence
+    // is valid as long as it is named there, and writes its own registers only. The word before `abort` is the
+    // signature that the C library has registered.
     unsafe {
         asm!(
             "lea {tmp}, [rip + 2f]",

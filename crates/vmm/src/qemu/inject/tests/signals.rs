@@ -48,7 +48,8 @@ fn signals_that_come_meanwhile_are_delivered_once() {
     let injector =
         std::thread::spawn(move || (0..100).for_each(|_| drop(userfaultfd_of(pid, thread, Faults::Users).unwrap())));
     for _ in 0..SIGNALS_SENT {
-        // SAFETY: plain numbers; the child is ours and not yet waited for. Directed at the thread, where it must be seen.
+        // SAFETY: plain numbers; the child is ours and not yet waited for. Directed at the thread, where it must be
+        // seen.
         assert_eq!(unsafe { libc::syscall(libc::SYS_tgkill, pid, thread, libc::SIGRTMIN()) }, 0);
         std::thread::sleep(Duration::from_micros(200));
     }
