@@ -13,18 +13,24 @@
 //! workload: bad page=N version=V found=F [words=W]    the first few errors
 //! workload: old mib=N                               free memory was filled and given back, as "old" asks for
 //! workload: at rest                                 nothing is compiled any more, as "rest" asks for
+//! workload: disk blocks=B writes=N errors=E         all blocks of the disk were checked, before each sweep's line, which has their errors too
+//! workload: bad block=B ...                         the first few of these
+//! workload: disk at rest                            nothing is written to the disk any more, as "disk rest" asks for, until "disk go"
 //! workload: units=N                                 functions compiled, fifty times a second between "compile" and "rest"
 //! ```
 //!
 //! Commands are lines, too: "check", and "old" (writes nearly all free memory and gives it back, so that it is full of old data),
-//! "compile" (see compile.rs) and "rest".
+//! "compile" (see compile.rs), "rest", "disk rest" and "disk go" (see disk.rs).
 //!
 //! Arguments come by the kernel command line: `workload.mib` (64), `workload.rate` (pages a second; 0, the default: as
 //! fast as possible), `workload.hot` (MiB that are written; the default is all), `workload.idle=1` (write nothing after
 //! the first fill), `workload.sweep_ms` (1000), `workload.stale` (MiB that are written and given back before "ready", so that free
 //! memory is full of old data; 0), `workload.churn` (MiB that are taken, written, checked and given back, over and over, as fast as
-//! possible; 0).
+//! possible; 0), `workload.disk` (MiB of the first disk that are written and checked; 0).
 mod compile;
+mod disk;
+
+use disk::Disk;
 
 use std::hint::black_box;
 use std::io::{BufRead, Write};
@@ -54,6 +60,7 @@ struct Settings {
     sweep: Duration,
     stale: usize,
     churn: usize,
+    disk: usize,
 }
 
 struct Workload {
@@ -64,6 +71,7 @@ struct Workload {
     errors: u64,
     sweeps: u64,
     churn: Arc<Mutex<Churn>>,
+    disk: Arc<Mutex<Disk>>,
 }
 
 fn main() {
@@ -75,8 +83,10 @@ fn main() {
     drop(Block::new(0, settings.stale));
     let mut workload = Workload::fill(settings.pages);
     Churn::start(&workload.churn, settings.churn);
+    Disk::start(&workload.disk, settings.disk);
     say(format_args!("ready pages={}", settings.pages));
-    workload.run(&settings, &listen());
+    let asked = listen(&workload.disk);
+    workload.run(&settings, &asked);
 }
 
 impl Settings {
@@ -101,6 +111,7 @@ impl Settings {
             sweep: Duration::from_millis(number("sweep_ms", 1000)),
             stale: number("stale", 0) as usize * PAGES_PER_MIB,
             churn: number("churn", 0) as usize * PAGES_PER_MIB,
+            disk: number("disk", 0) as usize * PAGES_PER_MIB,
         }
     }
 }
@@ -115,6 +126,7 @@ impl Workload {
             errors: 0,
             sweeps: 0,
             churn: Arc::default(),
+            disk: Arc::default(),
         };
         (0..pages).for_each(|page| workload.write(page, 1));
         workload
@@ -173,17 +185,20 @@ impl Workload {
         self.sweeps += 1;
         let mut churn = self.churn.lock().expect("nobody panics with it");
         churn.check_all();
+        let disk = Arc::clone(&self.disk);
+        let mut disk = disk::lock(&disk);
+        disk.check_all();
         say(format_args!(
             "sweep={} pages={} errors={}",
             self.sweeps,
             self.pages.len() + churn.pages(),
-            self.errors + churn.errors
+            self.errors + churn.errors + disk.errors()
         ));
     }
 
     fn report(&self, uptime: Duration) {
         let (count, checked, mut errors) = (self.count, self.checked, self.errors);
-        errors += self.churn.lock().expect("nobody panics with it").errors;
+        errors += self.churn.lock().expect("nobody panics with it").errors + disk::lock(&self.disk).errors();
         say(format_args!(
             "count={count} checked={checked} errors={errors} uptime={}",
             uptime.as_secs()
@@ -317,10 +332,11 @@ fn reached(next: &mut Instant, step: Duration) -> bool {
 }
 
 /// Counts the lines "check" on standard input, and does what the others say.
-fn listen() -> Arc<AtomicU64> {
+fn listen(disk: &Arc<Mutex<Disk>>) -> Arc<AtomicU64> {
     let asked = Arc::new(AtomicU64::new(0));
     let count = Arc::clone(&asked);
     let load = Arc::new(compile::Load::default());
+    let disk = Arc::clone(disk);
     std::thread::spawn(move || {
         for line in std::io::stdin().lock().lines().map_while(Result::ok) {
             match line.trim() {
@@ -331,6 +347,11 @@ fn listen() -> Arc<AtomicU64> {
                     load.rest();
                     say(format_args!("at rest"));
                 }
+                "disk rest" => {
+                    disk::lock(&disk).rest(true);
+                    say(format_args!("disk at rest"));
+                }
+                "disk go" => disk::lock(&disk).rest(false),
                 _ => {}
             }
         }

@@ -2,24 +2,32 @@
 # Builds the guests that the tests and the demo start, into .guest/. Does nothing when they are newer than their sources.
 #
 #   .guest/linux/vmlinuz      a distribution kernel, unpacked from its package
-#   .guest/linux/modules/     its drivers for virtio's balloon
-#   .guest/linux/initrd.img   busybox, these drivers, guest/init and guest/workload.rs with its compile.rs
+#   .guest/linux/modules/     its drivers for virtio's balloon and disk
+#   .guest/linux/initrd.img   busybox, these drivers, guest/init and guest/workload.rs with its other files
 #   .guest/kvm.elf            guest/kvm.c: a 32-bit program that needs no operating system
 set -Eeuo pipefail
 trap 'echo "guests: failed in line $LINENO: $BASH_COMMAND" >&2' ERR
 cd "$(dirname "$0")/.."
+
+# Drivers, in the order in which they need each other.
+drivers=(virtio_ring virtio virtio_pci_legacy_dev virtio_pci_modern_dev virtio_pci virtio_balloon virtio_blk)
 
 say() { echo "guests: $*" >&2; }
 
 main() {
     mkdir -p .guest/linux
     # One that was put there by hand may have no modules beside it.
-    [ -s .guest/linux/vmlinuz ] && { [ -d .guest/linux/modules ] || ! type -P apt-get >/dev/null; } || fetch_kernel
+    [ -s .guest/linux/vmlinuz ] && { has_modules || ! type -P apt-get >/dev/null; } || fetch_kernel
     [ -s .guest/linux/busybox ] || fetch_busybox
     shopt -s nullglob
-    initrd_parts=(guest/init guest/workload.rs guest/compile.rs scripts/guests.sh .guest/linux/modules/*.ko)
+    initrd_parts=(guest/init guest/workload.rs guest/compile.rs guest/disk.rs scripts/guests.sh .guest/linux/modules/*.ko)
     fresh .guest/linux/initrd.img "${initrd_parts[@]}" || build_initrd
     fresh .guest/kvm.elf guest/kvm.c guest/kvm.ld scripts/guests.sh || build_kvm_guest
+}
+
+# Were the modules taken that are wanted now? An older checkout wanted fewer.
+has_modules() {
+    [ "$(cat .guest/linux/modules/wanted 2>/dev/null)" = "${drivers[*]}" ]
 }
 
 # Is the target made from exactly these sources? By content: a checkout gives files new dates.
@@ -56,15 +64,16 @@ fetch_kernel() {
     say "unpacked the kernel of $package"
 }
 
-# In the order in which they need each other. What a kernel has built in, or packed in a way that busybox can't read, is left out.
+# What a kernel has built in, or packed in a way that busybox can't read, is left out.
 take_modules() {
     local module found number=0
     rm -rf .guest/linux/modules.new .guest/linux/modules
     mkdir .guest/linux/modules.new
-    for module in virtio_ring virtio virtio_pci_legacy_dev virtio_pci_modern_dev virtio_pci virtio_balloon; do
+    for module in "${drivers[@]}"; do
         found=$(find "$1/lib/modules" -name "$module.ko" -print -quit 2>/dev/null || true)
         [ -z "$found" ] || install -m 644 "$found" ".guest/linux/modules.new/$((++number))-$module.ko"
     done
+    echo "${drivers[*]}" >.guest/linux/modules.new/wanted
     mv .guest/linux/modules.new .guest/linux/modules
 }
 
