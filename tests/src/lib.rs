@@ -7,6 +7,7 @@
 //! - [`Synthetic`]: transship's embedded guest
 //! - [`Balloon`]: transship's balloon device
 //! - [`Transship`]: one run of the command
+//! - [`Proxy`]: a link that can be cut or held
 //! - [`SlowLink`]: two network namespaces with a limited link between them
 //! - [`Disk`]: a file system on a disk with sectors of a chosen size
 //! - [`Scratch`]: a folder that goes away
@@ -22,6 +23,7 @@ pub mod lines;
 pub mod link;
 pub mod probe;
 pub mod process;
+pub mod proxy;
 pub mod qemu;
 pub mod qmp;
 pub mod scratch;
@@ -37,6 +39,7 @@ pub use launch::{Accel, Backend, Kind, QemuBuilder};
 pub use link::SlowLink;
 pub use probe::kvm_works;
 pub use process::Process;
+pub use proxy::Proxy;
 pub use qemu::Qemu;
 pub use scratch::Scratch;
 pub use synthetic::{Synthetic, SyntheticBuilder};

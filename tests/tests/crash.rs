@@ -1,11 +1,9 @@
 //! Whoever dies at whatever step: at most one side runs, nothing is lost that was not in the party that died, and the next attempt
 //! on the same source succeeds. Checked on the guests themselves, not on our own words.
-mod proxy;
-
-use proxy::Proxy;
 use serde_json::json;
 use transship_tests::{
-    Accel, Finished, LabError, Qemu, Result, Scratch, Synthetic, Transship, synthetic::SyntheticState, wait_until,
+    Accel, Finished, LabError, Proxy, Qemu, Result, Scratch, Synthetic, Transship, synthetic::SyntheticState,
+    wait_until,
 };
 
 /// A guest of either kind, alive or dead.
@@ -186,7 +184,7 @@ fn crash(from: &mut Guest, to: &mut Guest, step: &str, victim: Victim) -> Result
     let uri = format!("unix:{}", folder.join("there").display());
     let mut destination = arm(Transship::receiving(&to.vm(), &uri), "destination").start()?;
     destination.listening()?;
-    let proxy = Proxy::start(&folder.join("here"), &folder.join("there"));
+    let proxy = Proxy::start(&folder.join("here"), &folder.join("there"))?;
     let uri = format!("unix:{}", folder.join("here").display());
     let moving = Transship::moving(&from.vm(), &uri).args(["--channels", "2", "--downtime", "5s"]);
     let mut source = arm(moving, "source").start()?;
@@ -205,7 +203,10 @@ fn crash(from: &mut Guest, to: &mut Guest, step: &str, victim: Victim) -> Result
         }
         Victim::SourceGuest => from.kill9(),
         Victim::DestinationGuest => to.kill9(),
-        Victim::Link => proxy.cut(),
+        Victim::Link => {
+            proxy.wait_in_use();
+            proxy.cut();
+        }
     }
     // It may be gone with the process that waits for its removal.
     let _ = std::fs::remove_file(&gate);
