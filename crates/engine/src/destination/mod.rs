@@ -221,8 +221,8 @@ impl Destination<'_> {
         fail_point::reach("destination.go")?;
         self.guest.start(run).map_err(|error| {
             Error::Unknown(format!(
-                "the guest was handed over to us, but it could not be started: {error}. It is loaded and whole here; start it with: {}. \
-                 Do not resume it at the source unless it is ended here first",
+                "the guest was handed over to us, but it could not be started: {error}. If the VMM still runs, the guest is loaded and \
+                 whole here; start it with: {}. Do not resume it at the source unless it is ended here first",
                 self.guest.start_hint()
             ))
         })?;
