@@ -9,12 +9,17 @@ FUZZ_SECONDS = 20
 LOOM =
 # For `make install`: where to.
 PREFIX = /usr/local
+# For `make soak`: how many moves, and the seed of all choices.
+MOVES = 100
+SEED = 1
 
-.PHONY: demo test test-long lint fuzz loom setup install deb
+.PHONY: demo test test-long soak lint fuzz loom setup install deb
 demo: ; scripts/demo.sh $(VM) $(ARGS)
 test: ; scripts/test.sh
 # Those that `make test` leaves out, because each takes minutes.
 test-long: ; scripts/test.sh --ignored
+# One guest, moved again and again while somebody is killed or held.
+soak: ; scripts/soak.sh --moves $(MOVES) --seed $(SEED)
 lint: ; scripts/lint.sh
 fuzz: ; scripts/fuzz.sh $(FUZZ_SECONDS)
 # Every interleaving of small cases of the rings and the parker: minutes.
