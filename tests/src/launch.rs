@@ -50,6 +50,7 @@ pub struct QemuBuilder {
     backends: u32,
     backend: Backend,
     memory_folder: Option<PathBuf>,
+    memory_options: String,
     accel: Accel,
     machine: String,
     incoming: bool,
@@ -67,6 +68,7 @@ impl QemuBuilder {
             backends: 1,
             backend: Backend::SharedFile,
             memory_folder: None,
+            memory_options: String::new(),
             accel,
             machine: "q35".into(),
             incoming: false,
@@ -103,6 +105,12 @@ impl QemuBuilder {
     /// The folder of the memory files `mem0`, `mem1`, ...; one of the lab's own otherwise. Files in it are used as they are.
     pub fn memory_folder(mut self, folder: impl Into<PathBuf>) -> Self {
         self.memory_folder = Some(folder.into());
+        self
+    }
+
+    /// More options of the memory backends, such as `prealloc=on`.
+    pub fn memory_options(mut self, options: impl Into<String>) -> Self {
+        self.memory_options = options.into();
         self
     }
 
@@ -202,7 +210,11 @@ impl QemuBuilder {
                 Backend::Memfd => "memory-backend-memfd,share=on".into(),
                 Backend::Ram => "memory-backend-ram".into(),
             };
-            args.extend(["-object".into(), format!("{kind},id=mem{n},size={size}M")]);
+            let more = match self.memory_options.as_str() {
+                "" => String::new(),
+                options => format!(",{options}"),
+            };
+            args.extend(["-object".into(), format!("{kind},id=mem{n},size={size}M{more}")]);
             if files.len() > 1 {
                 args.extend(["-numa".into(), format!("node,nodeid={n},memdev=mem{n}")]);
             }

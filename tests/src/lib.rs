@@ -10,6 +10,7 @@
 //! - [`Proxy`]: a link that can be cut or held
 //! - [`SlowLink`]: two network namespaces with a limited link between them
 //! - [`Disk`]: a file system on a disk with sectors of a chosen size
+//! - [`HugePool`], [`MemoryMount`]: huge pages and file systems for guest memory, as many and as large as a test says
 //! - [`Scratch`]: a folder that goes away
 //!
 //! Whatever is started ends when its handle is dropped, and when the test process is killed.
@@ -21,6 +22,7 @@ pub mod disk;
 pub mod launch;
 pub mod lines;
 pub mod link;
+pub mod pool;
 pub mod probe;
 pub mod process;
 pub mod proxy;
@@ -37,6 +39,7 @@ pub use balloon::Balloon;
 pub use disk::Disk;
 pub use launch::{Accel, Backend, Kind, QemuBuilder};
 pub use link::SlowLink;
+pub use pool::{HugePool, MemoryMount};
 pub use probe::kvm_works;
 pub use process::Process;
 pub use proxy::Proxy;

@@ -97,7 +97,7 @@ impl Region {
     /// backing file where that can be written, which is faster than faulting in a page at a time; a hugetlbfs can't.
     ///
     /// # Errors
-    /// OutOfRange, WrongLength, a region mapped for reading, the system's own.
+    /// OutOfRange, WrongLength, a region mapped for reading, no memory left for them, the system's own.
     pub fn write_pages(&self, first: u64, present: u128, bytes: &[u8]) -> Result<(), Error> {
         self.check_writable()?;
         self.check_window(first, present)?;
@@ -106,6 +106,11 @@ impl Region {
         if bytes.len() != expected {
             let region = self.name().to_owned();
             return Err(Error::WrongLength { region, pages, expected, given: bytes.len() });
+        }
+        if self.is_hugetlb() && present != 0 {
+            // At once for all: what lies between them is in the same huge pages.
+            let (before, last) = (present.trailing_zeros(), WINDOW_PAGES as u32 - present.leading_zeros());
+            self.make(run_of(first, before, last - before))?;
         }
         let mut rest = bytes;
         for (bit, count) in runs(present) {
@@ -121,7 +126,7 @@ impl Region {
         Ok(())
     }
 
-    /// Copies into the mapping. The range and that the mapping is writable were checked.
+    /// Copies into the mapping. The range and that the mapping is writable were checked, and the pages are there.
     fn copy_in(&self, pages: PageRange, bytes: &[u8]) {
         let (start, len) = self.raw(pages);
         assert_eq!(bytes.len(), len, "bytes for the pages, no more and no less");
@@ -133,7 +138,7 @@ impl Region {
     /// Whoever finds the file taken goes through the mapping: that takes more CPU time, but nobody else's.
     fn write_file(&self, pages: PageRange, bytes: &[u8]) -> Result<(), Error> {
         let written = match self.writing.try_lock() {
-            Err(TryLockError::WouldBlock) if self.populate_write(pages) => {
+            Err(TryLockError::WouldBlock) if self.is_made(pages) => {
                 self.copy_in(pages, bytes);
                 return Ok(());
             }

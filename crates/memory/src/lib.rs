@@ -7,12 +7,14 @@
 
 mod area;
 mod cached;
+mod clear;
 mod copy;
 mod error;
 mod fault;
 mod file_io;
 mod holes;
 mod huge_holes;
+mod make;
 mod mapping;
 mod missing;
 mod pagemap;
@@ -25,6 +27,7 @@ mod uffd;
 mod zero;
 
 pub use area::Area;
+pub use clear::Keep;
 pub use error::Error;
 pub use fault::Fault;
 pub use file_io::{FileIo, FileQueue, PageBuffer, Turns, Writeback};

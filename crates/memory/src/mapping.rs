@@ -26,11 +26,26 @@ unsafe impl Send for Mapping {}
 unsafe impl Sync for Mapping {}
 
 impl Mapping {
-    /// Maps `len` bytes of `file` from `offset`, both multiples of its page size.
+    /// Maps `len` bytes of `file` from `offset`, both multiples of its page size. Takes no huge page from a pool, and has none set aside.
     pub(crate) fn new(file: BorrowedFd<'_>, offset: u64, len: usize, writable: bool) -> rustix::io::Result<Self> {
         let prot = if writable { ProtFlags::READ | ProtFlags::WRITE } else { ProtFlags::READ };
+        Self::with(file, offset, len, prot, MapFlags::NORESERVE)
+    }
+
+    /// Has the pool of a hugetlbfs set aside pages for all holes there, for whoever touches them. They stay so when this is gone.
+    pub(crate) fn reserve(file: BorrowedFd<'_>, offset: u64, len: usize) -> rustix::io::Result<()> {
+        Self::with(file, offset, len, ProtFlags::READ | ProtFlags::WRITE, MapFlags::empty()).map(drop)
+    }
+
+    fn with(
+        file: BorrowedFd<'_>,
+        offset: u64,
+        len: usize,
+        prot: ProtFlags,
+        more: MapFlags,
+    ) -> rustix::io::Result<Self> {
         // SAFETY: the kernel picks an unused place, so no memory of anybody else is affected.
-        let base = unsafe { rustix::mm::mmap(ptr::null_mut(), len, prot, MapFlags::SHARED, file, offset)? };
+        let base = unsafe { rustix::mm::mmap(ptr::null_mut(), len, prot, MapFlags::SHARED | more, file, offset)? };
         Ok(Self { base, len })
     }
 

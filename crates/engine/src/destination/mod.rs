@@ -12,7 +12,6 @@ use std::{
 };
 
 use crossbeam_channel::{Receiver, bounded, select};
-use transship_memory::PageRange;
 use transship_wire::{GuestDescription, Message};
 
 use crate::{
@@ -103,10 +102,7 @@ impl Destination<'_> {
             }
             other => return Err(control.unexpected(&other, "where Hello was due")),
         };
-        for region in self.guest.memory().regions() {
-            region.clear(PageRange::new(0, region.pages()))?;
-            region.advise_huge();
-        }
+        self.guest.memory().clear_all()?;
         fail_point::reach("destination.hello")?;
         control.send(&Message::Welcome)?;
         Ok((channels, verify))

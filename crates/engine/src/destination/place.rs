@@ -71,9 +71,13 @@ impl Place {
 
     /// Makes a range read as zero.
     pub(super) fn clear_range(&self, region: u16, range: PageRange) -> Result<(), Error> {
-        if self.content[usize::from(region)].take(range).count() > 0 {
-            self.memory.regions()[usize::from(region)].clear(range)?;
+        let memory = &self.memory.regions()[usize::from(region)];
+        let mut held = self.content[usize::from(region)].take(range);
+        if memory.gives_back() {
+            return if held.count() > 0 { Ok(memory.clear(range)?) } else { Ok(()) };
         }
+        // Zeros in holes would take memory.
+        held.try_for_each(|(first, pages)| runs(first, pages).try_for_each(|run| memory.clear(run)))?;
         Ok(())
     }
 }

@@ -3,20 +3,14 @@ use std::{sync::atomic::Ordering, time::Instant};
 
 use transship_memory::PAGE_BYTES;
 
-use super::{
-    Format,
-    open::Snapshot,
-    pages,
-    plan::Plan,
-    restoring::{Huge, Restore},
-};
+use super::{Format, open::Snapshot, pages, plan::Plan, restoring::Restore};
 use crate::{Error, FileReport, Phase, RoundReport, fail_point};
 
 /// Restores from a file whose pages have their places.
 pub(super) fn restore(restore: &mut Restore<'_>, mut snapshot: Snapshot) -> Result<(), Error> {
     let plan = Plan::make(&snapshot, &restore.guest.description(), &restore.guest.state_format())?;
     snapshot.settle_direct_io(restore.options.direct_io, plan.any_page())?;
-    restore.clear(Huge::Ask)?;
+    restore.guest.memory().clear_all()?;
     restore.report.setup_ms = restore.elapsed_ms();
     read_pages(restore, &snapshot, &plan)?;
     fail_point::reach("restore.pages")?;

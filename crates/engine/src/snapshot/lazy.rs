@@ -20,7 +20,7 @@ use super::{
     filling::{Event, Filling, URGENT_THREADS, check_units},
     open::Snapshot,
     plan::Plan,
-    restoring::{Huge, Restore},
+    restoring::Restore,
     stand_in::{EndOnDrop, Ending, StandIn, TakeOver},
 };
 use crate::{Error, LazyReport, Phase, fail_point, guest::GuestError};
@@ -33,7 +33,8 @@ pub(super) fn restore(
 ) -> Result<(), Error> {
     let mut plan = Plan::make(&snapshot, &restore.guest.description(), &restore.guest.state_format())?;
     snapshot.settle_direct_io(restore.options.direct_io, plan.any_page())?;
-    restore.clear(Huge::Leave)?;
+    // No huge pages of a tmpfs: pages come one by one.
+    restore.guest.memory().empty()?;
     let missing = restore.guest.missing()?;
     check_units(&missing, plan.sources.len())?;
     let take_over = TakeOver::of(&snapshot, &plan.fit.regions, &missing, restore.options.channels);

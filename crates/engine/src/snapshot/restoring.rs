@@ -1,8 +1,6 @@
 //! The steps of a restore, whatever the file and the way.
 use std::{sync::Arc, time::Instant};
 
-use transship_memory::PageRange;
-
 use super::{RestoreOptions, devices::DeviceStream, open::Snapshot, pieces::PieceReader, plan::Plan};
 use crate::{Error, Phase, Progress, Report, guest::DestinationGuest};
 
@@ -16,17 +14,6 @@ pub(super) struct Restore<'a> {
 }
 
 impl Restore<'_> {
-    /// Makes all memory read as zero, whatever it held.
-    pub(super) fn clear(&self, huge: Huge) -> Result<(), Error> {
-        for region in self.guest.memory().regions() {
-            region.clear(PageRange::new(0, region.pages()))?;
-            if huge == Huge::Ask {
-                region.advise_huge();
-            }
-        }
-        Ok(())
-    }
-
     /// Has the VMM load what is not memory.
     pub(super) fn load(&mut self, snapshot: &Snapshot, plan: &Plan) -> Result<(), Error> {
         self.progress.set_phase(Phase::Loading);
@@ -58,12 +45,4 @@ impl Restore<'_> {
     pub(super) fn elapsed_ms(&self) -> f64 {
         self.begin.elapsed().as_secs_f64() * 1e3
     }
-}
-
-/// Whether memory is better made of huge pages.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Huge {
-    Ask,
-    /// Pages come one by one.
-    Leave,
 }

@@ -16,7 +16,7 @@ use super::{
     pieces::{PieceReader, Pieces},
     recompose::Recomposer,
     records::Records,
-    restoring::{Huge, Restore},
+    restoring::Restore,
 };
 use crate::{Error, Phase, Progress, RoundReport, fail_point, guest::StateFormat, page_map::PageMap};
 
@@ -33,7 +33,7 @@ pub(super) fn restore(restore: &mut Restore<'_>, stream: Stream) -> Result<(), E
     let fit = fit(&name, &stream.configuration, &stream.blocks, &guest, &format)?;
     let devices: Vec<_> = fit.devices.iter().map(|&index| &stream.blocks[index]).collect();
     check_sizes(&name, &devices)?;
-    restore.clear(Huge::Ask)?;
+    restore.guest.memory().clear_all()?;
     restore.report.setup_ms = restore.elapsed_ms();
     restore.progress.set_phase(Phase::Reading);
     let origin = stream.origin.clone();

@@ -174,10 +174,11 @@ impl Request {
             Ok(()) => Next::Done,
             Err(why) => {
                 let what = format!(
-                    "putting pages {}..{} of region {:?} into the file of its memory",
+                    "putting pages {}..{} of region {:?} into the file of its memory{}",
                     pages.first,
                     pages.end(),
-                    of.name()
+                    of.name(),
+                    of.cure(why)
                 );
                 Next::Failed(Failure { what, why: Why::System(why) })
             }
@@ -207,6 +208,13 @@ impl Request {
     }
 
     fn failed(&self, memory: &GuestMemory, file: BorrowedFd<'_>, why: Errno) -> Failure {
+        // Only huge pages are read into straight, and all addresses are good: there is no page for one of them.
+        if let (Body::Pages { region, .. }, Direction::Read, Errno::FAULT) = (&self.body, self.direction, why)
+            && let Some(region) = memory.get(*region)
+        {
+            let what = format!("{}{}", self.what(memory), region.cure(Errno::NOMEM));
+            return Failure { what, why: Why::System(Errno::NOMEM) };
+        }
         let hint = match (why, self.direction) {
             (Errno::BADF, Direction::Read) => " (it has to be open for reading)",
             (Errno::BADF, Direction::Write) => " (it has to be open for writing)",

@@ -114,7 +114,7 @@ fn a_guest_of_huge_pages_runs_before_its_memory_is_there() {
     let Some(first) = huge_file(8 * HUGE) else { return };
     let again = || {
         // The same file, made holes again: there may not be enough huge pages for three.
-        map(&first, 8 * HUGE, Access::ReadWrite).clear(PageRange::new(0, 8 * HUGE / PAGE)).unwrap();
+        map(&first, 8 * HUGE, Access::ReadWrite).empty().unwrap();
         rustix::io::dup(&first).unwrap()
     };
     a_guest_runs_before_its_memory_is_there(again, 8 * HUGE);

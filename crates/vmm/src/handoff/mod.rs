@@ -43,11 +43,11 @@ use std::{
 
 use serde_json::Value;
 use transship_engine::guest::GuestError;
-use transship_memory::{Access, GuestMemory, Region};
+use transship_memory::{Access, GuestMemory, Keep, PageRange, Region};
 
 use crate::freeze::Freezer;
 use client::Connection;
-use message::CheckedDescription;
+use message::{CheckedDescription, CheckedRegion};
 
 /// Lets a guest run again whose client stopped it and died. The guest takes a moment to notice that death, and turns others away until then.
 pub(crate) fn resume_abandoned(path: &Path) -> Result<(), GuestError> {
@@ -71,8 +71,13 @@ pub(crate) fn stop_abandoned(path: &Path) -> Result<String, GuestError> {
 }
 
 fn map_regions(from: &Connection, guest: CheckedDescription, access: Access) -> Result<GuestMemory, GuestError> {
-    let map = |r: message::CheckedRegion| {
-        Region::map(&r.entry.name, r.file, r.entry.file_offset, r.entry.bytes, access).map_err(|e| from.error(e))
-    };
+    let map = |r| map_region(r, access).map_err(|e| from.error(e));
     Ok(GuestMemory::new(guest.regions.into_iter().map(map).collect::<Result<_, _>>()?))
+}
+
+/// Memory of a waiting guest that has no hole was allocated beforehand, and is to stay so: nothing else says it.
+fn map_region(r: CheckedRegion, access: Access) -> Result<Region, transship_memory::Error> {
+    let region = Region::map(&r.entry.name, r.file, r.entry.file_offset, r.entry.bytes, access)?;
+    let whole = access == Access::ReadWrite && region.is_data(PageRange::new(0, region.pages()))?;
+    Ok(if whole { region.keeping(Keep::All) } else { region })
 }

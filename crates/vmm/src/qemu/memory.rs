@@ -9,7 +9,7 @@ use std::{
 use rustix::fs::{major, minor};
 use serde_json::{Value, json};
 use transship_engine::guest::{DeviceBlock, GuestError, StateFormat};
-use transship_memory::{Access, Area, GuestMemory, PAGE_BYTES, Region};
+use transship_memory::{Access, Area, GuestMemory, Keep, PAGE_BYTES, Region};
 use transship_wire::RegionDescription;
 
 use super::qmp::Qmp;
@@ -21,6 +21,8 @@ pub(super) struct Backend {
     pub(super) bytes: u64,
     pub(super) file_offset: u64,
     pub(super) file: FileId,
+    /// What QEMU was told about having all of it from the start (`prealloc`, and to which NUMA nodes it is bound).
+    keep: Keep,
     /// How we reach the file.
     path: PathBuf,
 }
@@ -105,11 +107,16 @@ fn backend(qmp: &mut Qmp, id: &str, bytes: u64) -> Result<Backend, GuestError> {
         )));
     }
     let file_offset = property("offset").and_then(|offset| offset.as_u64()).unwrap_or(0);
+    let keep = match (property("prealloc"), property("policy")) {
+        (Some(Value::Bool(true)), Some(Value::String(policy))) if policy == "bind" => Keep::AllOnTheirNodes,
+        (Some(Value::Bool(true)), _) => Keep::All,
+        _ => Keep::Nothing,
+    };
     let Some(Value::String(mem_path)) = property("mem-path") else {
         return Err(GuestError(format!("QEMU does not say which file backs guest memory {id:?}: {}", cure(bytes))));
     };
     let (path, file) = locate(qmp.pid(), id, Path::new(&mem_path))?;
-    Ok(Backend { id: id.to_owned(), bytes, file_offset, file, path })
+    Ok(Backend { id: id.to_owned(), bytes, file_offset, file, keep, path })
 }
 
 /// Finds the file that QEMU maps, by the name that QEMU knows it by, which may be in another root than ours, and
@@ -224,6 +231,7 @@ pub(super) fn map(backends: &[Backend], access: Access) -> Result<GuestMemory, G
     let regions = backends.iter().map(|backend| {
         let file = backend.open(access)?;
         Region::map(&backend.id, file, backend.file_offset, backend.bytes, access)
+            .map(|region| region.keeping(backend.keep))
             .map_err(|e| GuestError(e.to_string()))
     });
     Ok(GuestMemory::new(regions.collect::<Result<_, _>>()?))
@@ -347,7 +355,7 @@ mod tests {
     const FILE: FileId = FileId { device: (0, 0x1b), inode: 2 };
 
     fn backend(bytes: u64, file_offset: u64) -> Backend {
-        Backend { id: "mem0".into(), bytes, file_offset, file: FILE, path: PathBuf::new() }
+        Backend { id: "mem0".into(), bytes, file_offset, file: FILE, keep: Keep::Nothing, path: PathBuf::new() }
     }
 
     fn area(first_page: u64, address: u64, bytes: u64) -> Area {

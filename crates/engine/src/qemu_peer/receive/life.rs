@@ -4,7 +4,7 @@ use std::{
     time::Instant,
 };
 
-use transship_memory::{PAGE_BYTES, PageRange};
+use transship_memory::PAGE_BYTES;
 use transship_wire::qemu::{Block, Configuration, GlobalState, Record, RunState, StreamReader, TailWatch};
 
 use super::{
@@ -299,10 +299,7 @@ impl Reception<'_, '_> {
                 let fit = fit(&name, &head.configuration, &head.blocks, &description, &state)?;
                 let devices: Vec<_> = fit.devices.iter().map(|&index| &head.blocks[index]).collect();
                 check_sizes(&name, &devices)?;
-                for region in guest.memory().regions() {
-                    region.clear(PageRange::new(0, region.pages()))?;
-                    region.advise_huge();
-                }
+                guest.memory().clear_all()?;
                 Ok(Place::Guest(Arc::new(GuestStore::new(guest.memory(), &fit, &head.blocks, state)), guest))
             }
         }

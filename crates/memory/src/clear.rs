@@ -1,0 +1,171 @@
+//! Making memory read as zero: by giving it back to the system, or in place where it must stay.
+//!
+//! A page that is punched out of a hugetlbfs goes back to the pool and its reservation with it, so that the pool gives it to somebody else, and
+//! whoever touches that memory later dies of SIGBUS. So nothing is punched out of a hugetlbfs, be it preallocated or only reserved: a page of
+//! zeros costs nobody anything there, as no other could have it. (Where memory is neither, it is not given back to the pool either.)
+
+use std::thread;
+
+use rustix::{fs::FallocateFlags, io::Errno};
+
+use crate::{Error, PageRange, PageSet, Region, pages::runs};
+
+/// What is to become of memory that holds only zeros.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+pub enum Keep {
+    /// It may go back to the system, except that a hugetlbfs keeps its pages.
+    #[default]
+    Nothing,
+    /// All memory was allocated beforehand, and stays so.
+    All,
+    /// As `All`, and pages may only come from certain NUMA nodes.
+    AllOnTheirNodes,
+}
+
+/// As many pages as are looked at by one thread.
+const PART_PAGES: u64 = 4096;
+/// Looking for what is not zero is bound by memory: more threads gain little.
+const MOST_THREADS: usize = 8;
+
+impl Region {
+    /// Says what is to become of memory that holds only zeros.
+    #[must_use]
+    pub fn keeping(mut self, keep: Keep) -> Self {
+        self.keep = keep;
+        self
+    }
+
+    /// Whether zeros can be holes: memory is given back by [`Region::clear`], and a range of holes can be cleared for nothing.
+    pub fn gives_back(&self) -> bool {
+        self.keep == Keep::Nothing && !self.is_hugetlb()
+    }
+
+    /// Makes the pages read as zero: they become holes where [`Region::gives_back`] says so, and else zeros are written to them, for which holes
+    /// become pages.
+    ///
+    /// # Errors
+    /// OutOfRange, a region mapped for reading, no memory left for pages that are holes and must be none, the system's own.
+    pub fn clear(&self, range: PageRange) -> Result<(), Error> {
+        self.check_writable()?;
+        self.check(range)?;
+        match range.count {
+            0 => Ok(()),
+            _ if self.gives_back() => self.punch(range),
+            _ => self.write_zeros(range),
+        }
+    }
+
+    /// Makes all pages read as zero, whatever they held. Memory that is there stays there where it must, and is not made where it need not be.
+    ///
+    /// # Errors
+    /// As [`Region::clear`]; memory that is to be there is not, and can't be had.
+    pub fn clear_all(&self) -> Result<(), Error> {
+        let all = PageRange::new(0, self.pages());
+        if self.gives_back() {
+            return self.clear(all);
+        }
+        self.check_writable()?;
+        // Asked first: pages that are made now are zero.
+        let held = self.data()?;
+        if self.keep != Keep::Nothing {
+            self.allocate(all)?;
+        }
+        self.clear_held(&held)
+    }
+
+    /// Gives all memory back: all pages are holes. A hugetlbfs keeps as many pages for this region as it had.
+    ///
+    /// # Errors
+    /// A region mapped for reading; memory that was allocated beforehand and would be lost; the system's own.
+    pub fn empty(&self) -> Result<(), Error> {
+        self.check_writable()?;
+        self.check_can_be_empty()?;
+        let all = PageRange::new(0, self.pages());
+        if !self.is_hugetlb() {
+            return self.punch(all);
+        }
+        let mut held = self.data()?;
+        if self.keep != Keep::Nothing {
+            // Also what somebody has punched before.
+            held.insert(all);
+        }
+        // One by one: nobody can have more than one of them meanwhile.
+        for range in held.ranges() {
+            for first in (range.first..range.end()).step_by(self.unit_pages() as usize) {
+                let page = PageRange::new(first, self.unit_pages().min(self.pages() - first));
+                self.punch(page)?;
+                self.reserve(page)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// # Errors
+    /// What was promised to the region would be lost.
+    pub(crate) fn check_can_be_empty(&self) -> Result<(), Error> {
+        let why = match self.keep {
+            Keep::Nothing => return Ok(()),
+            Keep::All if self.is_hugetlb() => return Ok(()),
+            Keep::All => "its file system does not keep memory for it",
+            Keep::AllOnTheirNodes => "it is bound to NUMA nodes, which do not keep memory for it",
+        };
+        Err(Error::unusable(
+            self.name(),
+            format!(
+                "it was allocated beforehand, and to bring its pages when they are touched it would have to be given back, while {why}; \
+                 leave out --lazy, or start the VM without preallocation (prealloc=off)"
+            ),
+        ))
+    }
+
+    /// Writes zeros to these pages where there are none.
+    fn clear_held(&self, held: &PageSet) -> Result<(), Error> {
+        let parts = held.count().div_ceil(PART_PAGES) as usize;
+        let most = thread::available_parallelism().map_or(1, usize::from).min(MOST_THREADS);
+        let threads = parts.min(most).max(1);
+        thread::scope(|scope| {
+            let workers: Vec<_> =
+                (0..threads).map(|n| scope.spawn(move || self.clear_some(held, n, threads))).collect();
+            workers
+                .into_iter()
+                .try_for_each(|worker| worker.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
+        })
+    }
+
+    /// Every `of`-th part, from the `n`-th on.
+    fn clear_some(&self, held: &PageSet, n: usize, of: usize) -> Result<(), Error> {
+        for (first, present) in held.windows() {
+            if (first / PART_PAGES) as usize % of != n {
+                continue;
+            }
+            let run = |(bit, count)| PageRange::new(first + u64::from(bit), u64::from(count));
+            runs(present).map(run).for_each(|run| self.populate_read(run));
+            let dirty = present & !self.zero_mask(first, present)?;
+            runs(dirty).map(run).try_for_each(|run| self.write_zeros(run))?;
+        }
+        Ok(())
+    }
+
+    /// Makes holes of all of the file's pages that have a part in the range, which was checked.
+    fn punch(&self, range: PageRange) -> Result<(), Error> {
+        let (offset, bytes) = self.whole(range);
+        let how = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+        loop {
+            match rustix::fs::fallocate(self.file(), how, offset, bytes) {
+                Ok(()) => return Ok(()),
+                Err(Errno::INTR) => {}
+                Err(Errno::OPNOTSUPP) => return self.write_zeros(range),
+                Err(source) => return Err(self.failed("punching a hole", source)),
+            }
+        }
+    }
+
+    /// Zeros through the mapping. The range was checked, and that the mapping is writable.
+    fn write_zeros(&self, range: PageRange) -> Result<(), Error> {
+        self.make(range)?;
+        let (start, len) = self.raw(range);
+        // SAFETY: raw() gives len bytes of the mapping, which is writable, and its pages are there; raw access, no reference.
+        unsafe { start.write_bytes(0, len) }
+        Ok(())
+    }
+}
