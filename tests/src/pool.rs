@@ -22,6 +22,14 @@ impl MemoryMount {
         Self::mount("tmpfs", &format!("size={mib}M"))
     }
 
+    /// A hugetlbfs of pages of a size that the processor has, such as `2M`. Its pages come from the pool of that size.
+    ///
+    /// # Errors
+    /// As [`MemoryMount::tmpfs`].
+    pub fn hugetlbfs(page: &str) -> Result<Self> {
+        Self::mount("hugetlbfs", &format!("pagesize={page}"))
+    }
+
     fn mount(kind: &str, options: &str) -> Result<Self> {
         let folder = Scratch::new()?;
         let mut command = Command::new("mount");
@@ -90,7 +98,7 @@ impl HugePool {
         rustix::fs::flock(&turn, rustix::fs::FlockOperation::LockExclusive)
             .map_err(failed("waiting for the huge pages"))?;
         let before = field("HugePages_Total")?;
-        let mut pool = Self { mount: MemoryMount::mount("hugetlbfs", "pagesize=2M")?, before, _turn: turn };
+        let mut pool = Self { mount: MemoryMount::hugetlbfs("2M")?, before, _turn: turn };
         pool.resize(mib)?;
         Ok(pool)
     }

@@ -1,12 +1,11 @@
 //! Guests of every kind, moved while they run, and asked on the other side whether every page is theirs.
 mod ends;
 
-use ends::{assert_whole, move_between, number, synthetic_pair};
+use ends::{assert_whole, in_the_middle, move_between, number, synthetic_pair};
 use rustix::process::Signal;
 use serde_json::Value;
 use transship_tests::{
     LabError, Qemu, Result, Scratch, SlowLink, Synthetic, Transship, Workload, synthetic::SyntheticState,
-    transship::TransshipBuilder, wait_until,
 };
 
 #[test]
@@ -158,20 +157,6 @@ fn ctrl_c_cancels_cleanly() -> Result<()> {
     move_between(&source.vm(), &destination.vm(), &["--verify"])?;
     assert_eq!(destination.sweep()?.errors, 0);
     Ok(())
-}
-
-/// Starts a move that waits after its first round, until the file `gate` is removed.
-fn in_the_middle(builder: TransshipBuilder, folder: &Scratch) -> Result<Transship> {
-    let gate = folder.join("gate");
-    let armed = builder.env("TRANSSHIP_FAIL_POINT", "source.round=stall").env("TRANSSHIP_FAIL_FILE", &gate);
-    let mut moving = armed.start()?;
-    wait_until("the first round", || {
-        if let Some(status) = moving.process().ended()? {
-            return Err(LabError(format!("the move ended early, {status}: {}", moving.stderr().tail())));
-        }
-        Ok(gate.exists())
-    })?;
-    Ok(moving)
 }
 
 /// The guest rewrites more than the link carries: a verdict with numbers, and it runs on.

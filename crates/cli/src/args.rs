@@ -238,8 +238,8 @@ pub(crate) struct MoveArgs {
     /// Move although devices write past the tracker
     ///
     /// vhost-user back ends, VFIO devices and disks that are read past the page cache write guest memory without being
-    /// seen by the tracker, so such a guest is refused. With this flag you say that they are quiet for the whole move;
-    /// pages that they do write are lost.
+    /// seen by the tracker, so such a guest is refused, at the latest when it is stopped. With this flag you say that
+    /// they are quiet for the whole move, also those that come meanwhile; pages that they do write are lost.
     #[arg(long, hide_short_help = true)]
     pub(crate) allow_untracked_writers: bool,
 }

@@ -2,8 +2,10 @@
 #![allow(dead_code, reason = "each test binary uses a part")]
 use serde_json::Value;
 use transship_tests::{
-    Finished, Result, Scratch, Synthetic, Transship,
+    Finished, LabError, Result, Scratch, Synthetic, Transship,
     synthetic::{SyntheticBuilder, SyntheticState},
+    transship::TransshipBuilder,
+    wait_until,
 };
 
 /// Both ends of a move that have ended as they should.
@@ -19,6 +21,20 @@ pub(crate) fn move_between(source: &str, destination: &str, flags: &[&str]) -> R
     let to = receive.listening()?;
     let source = Transship::moving(source, &to).args(flags.iter().copied()).run()?.expect_code(0)?;
     Ok(Moved { source, destination: receive.wait()?.expect_code(0)? })
+}
+
+/// Starts a move that waits after its first round, until the file `gate` is removed.
+pub(crate) fn in_the_middle(builder: TransshipBuilder, folder: &Scratch) -> Result<Transship> {
+    let gate = folder.join("gate");
+    let armed = builder.env("TRANSSHIP_FAIL_POINT", "source.round=stall").env("TRANSSHIP_FAIL_FILE", &gate);
+    let mut moving = armed.start()?;
+    wait_until("the first round", || {
+        if let Some(status) = moving.process().ended()? {
+            return Err(LabError(format!("the move ended early, {status}: {}", moving.stderr().tail())));
+        }
+        Ok(gate.exists())
+    })?;
+    Ok(moving)
 }
 
 pub(crate) fn number(report: &Value, pointer: &str) -> f64 {

@@ -12,11 +12,11 @@ use transship_memory::{Access, GuestMemory, Missing, Region};
 use transship_wire::GuestDescription;
 
 use super::{
-    checks, cont_by_hand, describe, faults, machine,
+    blocks, checks, cont_by_hand, describe, faults, machine,
     memory::{self, Backend},
     migration::{self, Answers, STATE_FD, STATE_URI, Settings},
     qmp::Qmp,
-    state_channel,
+    state_channel, writers,
 };
 use crate::freeze::Freezer;
 
@@ -48,10 +48,10 @@ impl QemuDestination {
         checks::no_balloon_yet(&mut qmp)?;
         migration::check_ignore_shared(&mut qmp)?;
         let backends = memory::backends(&mut qmp)?;
-        checks::alone_in_memory(&qmp, &backends)?;
+        writers::alone_in_memory(&qmp, &backends)?;
         let memory = memory::map(&backends, Access::ReadWrite)?;
         let description = describe(&mut qmp, &backends)?;
-        let state_format = memory::state_format(&mut qmp, &backends)?;
+        let state_format = blocks::state_format(&mut qmp, &backends)?;
         Ok(Self { qmp, description, state_format, backends, memory, freezer: None })
     }
 

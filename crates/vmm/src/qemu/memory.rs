@@ -2,17 +2,18 @@
 //! mapped in its process (`/proc/PID/maps`).
 use std::{
     fs::{self, File, OpenOptions},
+    io,
     os::{fd::OwnedFd, unix::fs::MetadataExt},
     path::{Path, PathBuf},
 };
 
 use rustix::fs::{major, minor};
 use serde_json::{Value, json};
-use transship_engine::guest::{DeviceBlock, GuestError, StateFormat};
+use transship_engine::guest::GuestError;
 use transship_memory::{Access, Area, GuestMemory, Keep, PAGE_BYTES, Region};
 use transship_wire::RegionDescription;
 
-use super::qmp::Qmp;
+use super::{blocks, checks, qmp::Qmp};
 
 /// One memory backend of the guest: a part of a file that QEMU maps shared.
 #[derive(Debug, PartialEq, Eq)]
@@ -55,7 +56,7 @@ pub(super) fn backends(qmp: &mut Qmp) -> Result<Vec<Backend>, GuestError> {
         check_shared(id, kind, device["share"].as_bool() == Some(true), bytes)?;
         backends.push(backend(qmp, id, bytes)?);
     }
-    check_all_covered(qmp, &backends)?;
+    blocks::check_all_covered(qmp, &backends)?;
     backends.sort_by(|a, b| a.id.cmp(&b.id));
     Ok(backends)
 }
@@ -82,7 +83,7 @@ fn check_shared(id: &str, kind: &str, share: bool, bytes: u64) -> Result<(), Gue
 }
 
 /// The options that make guest memory shareable.
-fn cure(bytes: u64) -> String {
+pub(super) fn cure(bytes: u64) -> String {
     format!(
         "-object memory-backend-file,id=mem0,size={},mem-path=/dev/shm/guest,share=on -machine memory-backend=mem0",
         qemu_size(bytes)
@@ -154,58 +155,6 @@ fn unnamed_file(pid: i32, directory: &Path, id: &str, mappings: &[Mapping]) -> O
         .find(|path| fs::metadata(path).is_ok_and(|metadata| FileId::of(&metadata) == wanted))
 }
 
-/// All of the guest's memory must be in backends, or a part of it would stay behind.
-fn check_all_covered(qmp: &mut Qmp, backends: &[Backend]) -> Result<(), GuestError> {
-    let summary = qmp.execute("query-memory-size-summary", json!({}))?;
-    let size = |name: &str| summary[name].as_u64().unwrap_or(0);
-    let guest = size("base-memory") + size("plugged-memory");
-    let known: u64 = backends.iter().map(|backend| backend.bytes).sum();
-    if backends.is_empty() || known < guest {
-        return Err(GuestError(format!(
-            "the guest has {guest} bytes of memory, but only {known} in memory backends; all of it must be shared named \
-             files: {}",
-            cure(guest)
-        )));
-    }
-    Ok(())
-}
-
-/// Names of the backends' memory in QEMU's own stream. A backend that nothing uses is not in it, and keeps its id here.
-pub(super) fn state_format(qmp: &mut Qmp, backends: &[Backend]) -> Result<StateFormat, GuestError> {
-    let text = qmp.execute("human-monitor-command", json!({ "command-line": "info ramblock" }))?;
-    let text = text.as_str().unwrap_or("");
-    let blocks = block_names(text, backends);
-    // Behind the line of titles.
-    let others = text.lines().skip(1).filter_map(device_block);
-    let others = others.filter(|other| !blocks.contains(&other.name)).collect();
-    Ok(StateFormat::Qemu { others, blocks })
-}
-
-/// The first column of `info ramblock`.
-fn known_blocks(list: &str) -> impl Iterator<Item = &str> {
-    list.lines().filter_map(|line| line.split_ascii_whitespace().next())
-}
-
-/// A line of `info ramblock`: name, size of the pages, and as `0x…` offset, length and length at most.
-fn device_block(line: &str) -> Option<DeviceBlock> {
-    let name = line.split_ascii_whitespace().next()?.to_owned();
-    let mut numbers =
-        line.split_ascii_whitespace().filter_map(|word| u64::from_str_radix(word.strip_prefix("0x")?, 16).ok());
-    // All devices together have a bound of their own.
-    let max_bytes = numbers.nth(2).unwrap_or(u64::MAX);
-    Some(DeviceBlock { name, max_bytes })
-}
-
-/// Machines up to version 3.1 have the path of the object in the name.
-fn block_names(list: &str, backends: &[Backend]) -> Vec<String> {
-    let known: Vec<&str> = known_blocks(list).collect();
-    let name = |backend: &Backend| {
-        let path = format!("/objects/{}", backend.id);
-        if known.contains(&path.as_str()) { path } else { backend.id.clone() }
-    };
-    backends.iter().map(name).collect()
-}
-
 impl Backend {
     pub(super) fn description(&self) -> RegionDescription {
         RegionDescription { name: self.id.clone(), bytes: self.bytes }
@@ -213,11 +162,12 @@ impl Backend {
 
     fn open(&self, access: Access) -> Result<OwnedFd, GuestError> {
         let failed = |why: String| GuestError(format!("guest memory {:?} in {}: {why}", self.id, self.path.display()));
-        let file = OpenOptions::new()
-            .read(true)
-            .write(access == Access::ReadWrite)
-            .open(&self.path)
-            .map_err(|e| failed(format!("{e}; run as root or as QEMU's user")))?;
+        let open = |access| OpenOptions::new().read(true).write(access == Access::ReadWrite).open(&self.path);
+        let mut file = open(access).map_err(|e| failed(format!("{e}; run as root or as QEMU's user")))?;
+        if checks::is_hugetlbfs(&file) {
+            // Only by a descriptor for writing the kernel says where such a file has holes. Without the right to it all pages count as data.
+            file = open(Access::ReadWrite).unwrap_or(file);
+        }
         let opened = file.metadata().map_err(|e| failed(e.to_string()))?;
         if FileId::of(&opened) != self.file {
             return Err(failed("the file was replaced while it was opened".to_owned()));
@@ -337,14 +287,30 @@ impl Mapping {
     }
 }
 
-/// All mappings of a process, ascending.
+/// All mappings of QEMU, ascending.
 pub(super) fn mappings(pid: i32) -> Result<Vec<Mapping>, GuestError> {
-    let path = format!("/proc/{pid}/maps");
-    let text = fs::read(&path).map_err(|e| {
-        GuestError(format!("{path}: {e}; run as root or as QEMU's user to see where guest memory is mapped"))
-    })?;
+    mappings_of(pid).map_err(|e| {
+        GuestError(format!("/proc/{pid}/maps: {e}; run as root or as QEMU's user to see where guest memory is mapped"))
+    })
+}
+
+/// All mappings of a process, ascending.
+pub(super) fn mappings_of(pid: i32) -> io::Result<Vec<Mapping>> {
+    let text = fs::read(format!("/proc/{pid}/maps"))?;
     // File names need not be UTF-8; those that aren't are not looked for by name.
     Ok(String::from_utf8_lossy(&text).lines().filter_map(Mapping::parse).collect())
+}
+
+#[cfg(test)]
+impl FileId {
+    const TEST: Self = Self { device: (0, 0x1b), inode: 2 };
+}
+
+#[cfg(test)]
+impl Backend {
+    pub(super) fn test(id: &str, bytes: u64) -> Self {
+        Self { id: id.into(), bytes, file_offset: 0, file: FileId::TEST, keep: Keep::Nothing, path: PathBuf::new() }
+    }
 }
 
 #[cfg(test)]
@@ -352,10 +318,10 @@ mod tests {
     #![allow(clippy::unwrap_used)]
     use super::*;
 
-    const FILE: FileId = FileId { device: (0, 0x1b), inode: 2 };
+    const FILE: FileId = FileId::TEST;
 
     fn backend(bytes: u64, file_offset: u64) -> Backend {
-        Backend { id: "mem0".into(), bytes, file_offset, file: FILE, keep: Keep::Nothing, path: PathBuf::new() }
+        Backend { file_offset, ..Backend::test("mem0", bytes) }
     }
 
     fn area(first_page: u64, address: u64, bytes: u64) -> Area {
@@ -383,18 +349,6 @@ mod tests {
         assert_eq!(private.area_of(0, &backend(0x100_0000, 0)), None);
         let other = Mapping::parse("10000-20000 rw-s 00004000 00:1b 3 /dev/shm/g").unwrap();
         assert_eq!(other.area_of(0, &backend(0x100_0000, 0)), None);
-    }
-
-    #[test]
-    fn a_block_is_named_after_its_backend_as_the_machine_does_it() {
-        let list = "              Block Name    PSize              Offset               Used\n\
-                    \x20                   mem0    4 KiB  0x0000000000000000 0x0000000004000000\n\
-                    \x20  0000:00:01.0/vga.vram    4 KiB  0x0000000004480000 0x0000000001000000\n\
-                    \x20                           4 KiB  0x0000000004000000 0x0000000000400000\r\n";
-        let unused = Backend { id: "spare".into(), ..backend(1 << 20, 0) };
-        let backends = [backend(64 << 20, 0), unused];
-        assert_eq!(block_names(list, &backends), ["mem0", "spare"]);
-        assert_eq!(block_names(&list.replace("         mem0", "/objects/mem0"), &backends), ["/objects/mem0", "spare"]);
     }
 
     #[test]

@@ -4,6 +4,8 @@
 //!   qmp          commands and events on QEMU's control socket
 //!   machine      what QEMU says of its machine
 //!   checks       what we refuse, and the line that cures it
+//!   writers      who writes guest memory behind the tracker
+//!   blocks       QEMU's own list of its memory, and whether all of it is in these files
 //!   memory       which files hold the guest's memory, and where QEMU maps them
 //!   inject       a userfaultfd made by QEMU, taken over by us
 //!   faults       which kind of userfaultfd, and the right to it
@@ -17,6 +19,7 @@
 //! ```
 pub(crate) mod abandoned;
 mod balloon;
+mod blocks;
 mod checks;
 mod destination;
 mod faults;
@@ -29,6 +32,7 @@ mod qmp;
 mod source;
 mod state_channel;
 mod state_stream;
+mod writers;
 
 use std::path::Path;
 

@@ -20,7 +20,7 @@ use transship_wire::GuestDescription;
 use super::{
     abandoned::Will,
     balloon::OwnBalloon,
-    checks, cont_by_hand, describe, faults,
+    blocks, checks, cont_by_hand, describe, faults,
     giving_back::{self, Balloon},
     machine,
     memory::{self, Backend},
@@ -28,6 +28,7 @@ use super::{
     qmp::Qmp,
     state_channel::{self, QemusEnd, SAVE_WAIT, StateChannel},
     state_stream::{ToTheEnd, ToTheTrailer},
+    writers::{self, When},
 };
 use crate::AttachOptions;
 
@@ -48,6 +49,8 @@ pub struct QemuSource {
     memory: GuestMemory,
     /// Asked when attaching, and again when the guest stands still.
     freeing: Freeing,
+    /// The user knows of those that are there and of those that come.
+    allow_untracked_writers: bool,
     /// Where QEMU had the memory when the tracking, or the protection, began.
     tracked: Option<Vec<Area>>,
     /// As it was when the protection began.
@@ -82,12 +85,12 @@ impl QemuSource {
         checks::may_ptrace(qmp.pid())?;
         let backends = memory::backends(&mut qmp)?;
         if !options.allow_untracked_writers {
-            checks::untracked_writers(&mut qmp, &backends, own_balloon.as_ref())?;
+            writers::refuse(&mut qmp, &backends, own_balloon.as_ref(), When::First)?;
         }
         let memory = memory::map(&backends, Access::Read)?;
         checks::trackable(&memory)?;
         let description = describe(&mut qmp, &backends)?;
-        let state_format = memory::state_format(&mut qmp, &backends)?;
+        let state_format = blocks::state_format(&mut qmp, &backends)?;
         let freeing = checks::freeing(&mut qmp)?;
         Ok(Self {
             qmp,
@@ -96,6 +99,7 @@ impl QemuSource {
             backends,
             memory,
             freeing,
+            allow_untracked_writers: options.allow_untracked_writers,
             tracked: None,
             balloon: None,
             own_balloon,
@@ -124,6 +128,22 @@ impl QemuSource {
             ));
         }
         Ok(())
+    }
+
+    /// Looks at all processes: not while the guest stands still.
+    fn check_no_writers_came(&mut self) -> Result<(), GuestError> {
+        if self.allow_untracked_writers {
+            return Ok(());
+        }
+        writers::refuse(&mut self.qmp, &self.backends, self.own_balloon.as_ref(), When::Later)
+    }
+
+    /// The part of it that is quick.
+    fn check_no_devices_came(&mut self) -> Result<(), GuestError> {
+        if self.allow_untracked_writers {
+            return Ok(());
+        }
+        writers::refuse_devices(&mut self.qmp, self.own_balloon.as_ref(), When::Later)
     }
 
     fn check_balloon(&mut self) -> Result<(), GuestError> {
@@ -230,6 +250,7 @@ impl SourceGuest for QemuSource {
     }
 
     fn stop(&mut self) -> Result<(), GuestError> {
+        self.check_no_writers_came()?;
         self.qmp.execute_within("stop", STOP_WAIT)?;
         if self.is_running()? {
             return Err(GuestError(
@@ -237,6 +258,7 @@ impl SourceGuest for QemuSource {
             ));
         }
         self.check_balloon()?;
+        self.check_no_devices_came()?;
         self.check_memory_unchanged()
     }
 
@@ -254,6 +276,7 @@ impl SourceGuest for QemuSource {
     fn check_protected(&mut self) -> Result<(), GuestError> {
         self.check_balloon()?;
         giving_back::refuse(&mut self.qmp)?;
+        self.check_no_writers_came()?;
         self.check_memory_unchanged()
     }
 

@@ -1,0 +1,270 @@
+//! Who writes guest memory where the tracker does not see it.
+//!
+//! A write is seen that goes through QEMU's own page table. A device or a process with a mapping of its own, and a disk that
+//! writes into memory by itself, go past it.
+use std::{
+    collections::HashSet,
+    fs,
+    io::{self, ErrorKind},
+};
+
+use serde_json::{Value, json};
+use transship_engine::guest::GuestError;
+
+use super::{
+    balloon::OwnBalloon,
+    machine::{Device, devices},
+    memory::{Backend, FileId, Mapping, mappings_of},
+    qmp::Qmp,
+};
+
+/// How many processes a message names.
+const NAMED: usize = 3;
+
+/// When they are looked for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum When {
+    /// When attaching.
+    First,
+    /// Later: those that are found came meanwhile, since there were none.
+    Later,
+}
+
+/// Refuses a guest that has any.
+///
+/// It looks at every process of the machine: not while the guest stands still.
+pub(super) fn refuse(
+    qmp: &mut Qmp,
+    backends: &[Backend],
+    balloon: Option<&OwnBalloon>,
+    when: When,
+) -> Result<(), GuestError> {
+    let mut found = known_to_qemu(qmp, balloon)?;
+    found.extend(others(qmp, backends, balloon));
+    refuse_all(&found, when)
+}
+
+/// As [`refuse`], of those that QEMU knows: quick.
+pub(super) fn refuse_devices(qmp: &mut Qmp, balloon: Option<&OwnBalloon>, when: When) -> Result<(), GuestError> {
+    refuse_all(&known_to_qemu(qmp, balloon)?, when)
+}
+
+fn refuse_all(found: &[String], when: When) -> Result<(), GuestError> {
+    if found.is_empty() {
+        return Ok(());
+    }
+    let (which, cure) = match when {
+        When::First => ("", "remove it"),
+        When::Later => (" came meanwhile", "remove it and begin again"),
+    };
+    Err(GuestError(format!(
+        "writes to guest memory that can't be tracked{which}: {}; {cure}, or give --allow-untracked-writers if it is quiet for the whole \
+         move",
+        found.join(", ")
+    )))
+}
+
+/// Devices, network back ends and disks.
+fn known_to_qemu(qmp: &mut Qmp, balloon: Option<&OwnBalloon>) -> Result<Vec<String>, GuestError> {
+    let is_own = |device: &Device| balloon.is_some_and(|own| own.is(device));
+    let behind = devices(qmp, writes_behind)?;
+    let mut found: Vec<String> = behind.iter().filter(|device| !is_own(device)).map(Device::to_string).collect();
+    found.extend(passed_through(qmp)?);
+    found.extend(network_backends(qmp)?);
+    found.extend(direct_disks(qmp)?);
+    Ok(found)
+}
+
+/// Processes that write, and such of which it can't be known.
+fn others(qmp: &Qmp, backends: &[Backend], balloon: Option<&OwnBalloon>) -> Vec<String> {
+    let is_own = |process: &&Process| balloon.is_some_and(|own| own.is_process(process.pid));
+    let others = Others::of(qmp.pid(), backends);
+    let mut found: Vec<String> =
+        others.writers.iter().filter(|process| !is_own(process)).map(Process::to_string).collect();
+    if may_look_everywhere() {
+        found.extend(others.unreadable());
+    } else if let Some(unreadable) = others.unreadable() {
+        tracing::info!("whether they write to guest memory is not known: {unreadable}");
+    }
+    found
+}
+
+/// A destination's memory that another process has open for writing is most likely another guest's.
+pub(super) fn alone_in_memory(qmp: &Qmp, backends: &[Backend]) -> Result<(), GuestError> {
+    match Others::of(qmp.pid(), backends).writers.first() {
+        None => Ok(()),
+        Some(process) => Err(GuestError(format!(
+            "the destination's memory file is also in use by {process}; loading would destroy what is in it: give each QEMU a \
+             mem-path of its own"
+        ))),
+    }
+}
+
+/// Its own processor or process writes to the guest: VFIO, vDPA, vhost-user, vhost-scsi.
+fn writes_behind(device_type: &str) -> bool {
+    ["vfio-", "vhost-user-", "vhost-vdpa-", "vhost-scsi", "x-vfio-user"]
+        .iter()
+        .any(|prefix| device_type.starts_with(prefix))
+}
+
+/// Devices that have the disk itself read into guest memory, whatever `cache=` says. (`scsi-generic` reads into memory of QEMU, and copies
+/// from there.)
+fn passed_through(qmp: &mut Qmp) -> Result<Vec<String>, GuestError> {
+    let named = |device: &Device, qmp: &mut Qmp| {
+        let drive = qmp.execute("qom-get", json!({ "path": device.path, "property": "drive" })).ok();
+        let drive = drive.as_ref().and_then(Value::as_str).unwrap_or("?").to_owned();
+        format!("{device} with disk {drive} (use scsi-hd)")
+    };
+    Ok(devices(qmp, |kind| kind == "scsi-block")?.iter().map(|device| named(device, qmp)).collect())
+}
+
+/// Network back ends are no objects: the only list of them is the monitor's text.
+fn network_backends(qmp: &mut Qmp) -> Result<Vec<String>, GuestError> {
+    let text = qmp.execute("human-monitor-command", json!({ "command-line": "info network" }))?;
+    let text = text.as_str().unwrap_or("");
+    let name = |line: &str| format!("network {}", line.trim().trim_start_matches("\\ "));
+    Ok(text.lines().filter(|line| is_shared_network(line)).map(name).collect())
+}
+
+/// `n0: index=0,type=vhost-user,…`; passt's says it in the next field: `n0: index=0,type=passt,vhost-user,…`.
+fn is_shared_network(line: &str) -> bool {
+    let (_, about) = line.split_once(": ").unwrap_or_default();
+    about.split(',').any(|field| matches!(field.trim_start_matches("type="), "vhost-user" | "vhost-vdpa"))
+}
+
+/// What is read past the page cache (O_DIRECT, or a driver outside the kernel) is written into guest memory by the disk.
+/// The kernel looks at the page when the read begins; if a scan comes between, the data itself goes unseen.
+fn direct_disks(qmp: &mut Qmp) -> Result<Vec<String>, GuestError> {
+    // Without what is behind each of them, which has an entry of its own.
+    let nodes = qmp.execute("query-named-block-nodes", json!({ "flat": true }))?;
+    Ok(nodes.as_array().into_iter().flatten().filter_map(direct_disk).collect())
+}
+
+fn direct_disk(node: &Value) -> Option<String> {
+    let name = node["node-name"].as_str().unwrap_or("?");
+    let driver = node["drv"].as_str().unwrap_or("?");
+    if driver.starts_with("nvme") || driver.starts_with("virtio-blk-v") {
+        return Some(format!("disk {name} (driver {driver})"));
+    }
+    let direct = node["cache"]["direct"].as_bool() == Some(true);
+    direct.then(|| format!("disk {name} with cache.direct=on (use cache=writeback)"))
+}
+
+/// A process, for messages.
+struct Process {
+    pid: i32,
+    name: String,
+}
+
+impl Process {
+    fn named(pid: i32) -> Self {
+        Self { pid, name: fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default().trim().to_owned() }
+    }
+}
+
+impl std::fmt::Display for Process {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "process {} ({})", self.pid, self.name)
+    }
+}
+
+/// Processes other than QEMU and ourselves.
+#[derive(Default)]
+struct Others {
+    /// They map the memory's files shared and writable.
+    writers: Vec<Process>,
+    /// What they map we may not know.
+    unreadable: Vec<i32>,
+}
+
+impl Others {
+    /// Processes that end meanwhile don't matter.
+    fn of(qemu: i32, backends: &[Backend]) -> Self {
+        let files: HashSet<FileId> = backends.iter().map(|backend| backend.file).collect();
+        let ourselves = rustix::process::getpid().as_raw_nonzero().get();
+        let mut others = Self::default();
+        for pid in processes().filter(|pid| ![qemu, ourselves].contains(pid)) {
+            match maps_for_writing(pid, &files) {
+                Ok(true) => others.writers.push(Process::named(pid)),
+                Err(error) if error.kind() == ErrorKind::PermissionDenied => others.unreadable.push(pid),
+                Ok(false) | Err(_) => {}
+            }
+        }
+        others
+    }
+
+    fn unreadable(&self) -> Option<String> {
+        let names: Vec<String> =
+            self.unreadable.iter().take(NAMED).map(|pid| Process::named(*pid).to_string()).collect();
+        let more = match self.unreadable.len().saturating_sub(NAMED) {
+            0 => String::new(),
+            more => format!(" and {more} more"),
+        };
+        let why = "what it maps may not be looked at from here";
+        (!names.is_empty()).then(|| format!("{}{more}: {why}", names.join(", ")))
+    }
+}
+
+/// Who has all capabilities may look at every process, but for those of an outer user namespace. Who has not, such as root in a container, may
+/// have some around that it may not look at, and that most likely have nothing to do with the guest.
+fn may_look_everywhere() -> bool {
+    let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let effective = status.lines().find_map(|line| line.strip_prefix("CapEff:"));
+    let effective = effective.and_then(|set| u64::from_str_radix(set.trim(), 16).ok());
+    let last = fs::read_to_string("/proc/sys/kernel/cap_last_cap").ok().and_then(|last| last.trim().parse().ok());
+    effective.zip(last).is_some_and(|(effective, last): (u64, u32)| effective.count_ones() > last)
+}
+
+fn processes() -> impl Iterator<Item = i32> {
+    fs::read_dir("/proc").into_iter().flatten().filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok())
+}
+
+fn maps_for_writing(pid: i32, files: &HashSet<FileId>) -> io::Result<bool> {
+    let wanted = |m: &Mapping| m.is_shared && m.is_writable && files.contains(&m.file);
+    Ok(mappings_of(pid)?.iter().any(wanted))
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+
+    #[test]
+    fn device_types_that_write_by_themselves_are_known() {
+        for kind in ["vfio-pci", "vhost-user-fs-pci", "vhost-user-blk-pci-non-transitional", "vhost-vdpa-device-pci"] {
+            assert!(writes_behind(kind), "{kind}");
+        }
+        for kind in ["virtio-net-pci", "virtio-blk-pci", "vhost-vsock-pci", "VGA"] {
+            assert!(!writes_behind(kind), "{kind}");
+        }
+    }
+
+    /// Lines of QEMU 11.1.
+    #[test]
+    fn network_back_ends_that_share_memory_are_known() {
+        for line in [
+            "n1: index=0,type=vhost-user,vhost-user0 to c1\r",
+            " \\ n0: index=0,type=passt,vhost-user,connected to pid 3879\r",
+            " \\ n0: index=0,type=vhost-vdpa,fd=5",
+        ] {
+            assert!(is_shared_network(line), "{line}");
+        }
+        for line in [
+            "n3: index=0,type=passt,stream,connected to pid 3883\r",
+            "vhost-user: index=0,type=user,net=10.0.2.0,restrict=off\r",
+            "virtio-net-pci.0: index=0,type=nic,model=virtio-net-pci,macaddr=52:54:00:12:34:56\r",
+            "",
+        ] {
+            assert!(!is_shared_network(line), "{line}");
+        }
+    }
+
+    #[test]
+    fn processes_that_may_not_be_looked_at_are_counted() {
+        let others =
+            |count: i32| Others { writers: Vec::new(), unreadable: (0..count).map(|n| i32::MAX - n).collect() };
+        assert_eq!(others(0).unreadable(), None);
+        assert!(others(1).unreadable().unwrap().starts_with("process 2147483647 (): what"));
+        assert!(others(5).unreadable().unwrap().contains(" and 2 more: what"));
+    }
+}
