@@ -271,22 +271,56 @@ fn what_can_not_be_converted_leaves_no_trace() {
     }
 }
 
-/// Sizes that no file has take neither memory nor disk.
+/// A mapped-ram file of one block without pages.
+fn of_one_block(bytes: u64) -> Vec<u8> {
+    let mut writer = StreamWriter::new(0, 7);
+    writer.header().configuration(&Configuration { mapped_ram: true, ..Configuration::new(name("pc")) });
+    writer.ram_start(bytes).mapped_block(&name("pc.ram"), bytes, None);
+    writer.end_of_section().end().end_of_section().raw(&tail());
+    let mut file = vec![0; writer.position() as usize];
+    for piece in writer.take() {
+        file[piece.position as usize..][..piece.bytes.len()].copy_from_slice(&piece.bytes);
+    }
+    file
+}
+
+/// Sizes that no machine has take neither memory nor disk, nor time.
 #[test]
-fn a_block_as_long_as_can_be_is_refused() {
+fn more_memory_than_any_machine_has_is_refused_at_once() {
     let folder = tempfile::tempdir().unwrap();
     let [from, to] = ["from", "to"].map(|name| folder.path().join(name));
-    let mut writer = StreamWriter::new(0, 7);
     let huge = (1 << 56) - 4096;
-    writer.header().configuration(&Configuration::new(name("pc"))).ram_start(huge);
-    writer.block(&Block { name: name("pc.ram"), used_bytes: huge, gpa: None, mapped: None }).end_of_section();
-    writer.end().page(&name("pc.ram"), huge - 4096, &[1; 4096]).end_of_section().raw(&tail());
-    fs::write(&from, writer.take_bytes()).unwrap();
-    // On a file system that has such files it is converted.
-    if let Err(error) = run(&from, &to, None).0 {
-        assert!(error.to_string().contains("too large"), "{error}");
+    for mapped_ram in [false, true] {
+        // With its bitmap the file would be too long to be made: its begin says enough.
+        let mut writer = StreamWriter::new(0, 7);
+        writer.header().configuration(&Configuration { mapped_ram, ..Configuration::new(name("pc")) });
+        let at = writer.position();
+        writer.ram_start(huge);
+        let mut bytes = writer.take_bytes();
+        bytes.resize(bytes.len() + 4096, 0);
+        fs::write(&from, &bytes).unwrap();
+        let field = format!("offset {}", at + 17);
+        for error in [run(&from, &to, None).0.unwrap_err(), inspect(&FileUri::path(&from), false).unwrap_err()] {
+            let error = error.to_string();
+            assert!(error.contains("RAM total") && error.contains(&field), "{field}: {error}");
+        }
         assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 1);
     }
+}
+
+/// Pages that are not there cost a record each in a stream.
+#[test]
+fn a_conversion_of_zero_pages_can_be_cancelled() {
+    let folder = tempfile::tempdir().unwrap();
+    let [from, to] = ["from", "to"].map(|name| folder.path().join(name));
+    fs::write(&from, of_one_block(64 << 20)).unwrap();
+    run(&from, &to, None).0.unwrap();
+    fs::remove_file(&to).unwrap();
+    let (progress, mut report) = (Progress::new(), Report::default());
+    progress.cancel();
+    let error = convert(&FileUri::path(&from), &FileUri::path(&to), None, &progress, &mut report).unwrap_err();
+    assert_eq!((error.to_string().as_str(), report.status), ("cancelled; nothing has changed", Status::Cancelled));
+    assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 1);
 }
 
 #[test]

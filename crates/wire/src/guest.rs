@@ -11,6 +11,8 @@ pub const PAGE_BYTES: usize = 4096;
 pub const MAX_REGIONS: usize = 1024;
 /// A region is smaller than this: what 5-level page tables map to user space.
 pub const MAX_REGION_BYTES: u64 = 1 << 56;
+/// All memory of a guest has at most so many bytes (256 TiB): more than any machine has.
+pub(crate) const MAX_GUEST_BYTES: u64 = 1 << 48;
 /// The longest name of a machine or region, as QEMU bounds its own.
 pub const MAX_NAME_BYTES: usize = 255;
 

@@ -23,6 +23,8 @@ use crate::{Error, Phase, Progress, Report, RoundReport, source::finish};
 const PAGE: u64 = PAGE_BYTES as u64;
 /// Pages that are read at once: 1 MiB.
 const READ_PAGES: u64 = 256;
+/// Zero pages that are told of at once: a stream has a record for each.
+const CLEAR_PAGES: u64 = 1 << 16;
 
 /// Makes a snapshot file of another one, or of a stream: in `format`, or else in the other of the two. Nothing but the layout changes; what a
 /// stream says of a page more than once is in a mapped-ram file as it was said last.
@@ -176,7 +178,10 @@ impl Conversion<'_> {
         let (what, mut done) = (format!("pages of {:?}", &*block.name), 0);
         let clear = |writer: &mut dyn PageWriter, from: u64, to: u64, counts: &mut Counts| {
             counts.zero += to - from;
-            if to > from { writer.clear(number, PageRange::new(from, to - from)) } else { Ok(()) }
+            (from..to).step_by(CLEAR_PAGES as usize).try_for_each(|first| {
+                self.check_cancelled()?;
+                writer.clear(number, PageRange::new(first, CLEAR_PAGES.min(to - first)))
+            })
         };
         snapshot.each_stored(block, |run| {
             clear(writer, done, run.first, counts)?;

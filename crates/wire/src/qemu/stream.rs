@@ -4,6 +4,7 @@ use super::page::{Blocks, BodyRecord, FLAGS, MEM_SIZE};
 use super::record::{END, EOF, EarlySection, FOOTER, FULL, PART, Record, START, Step};
 use super::{Block, Command, Configuration, MAX_BLOCKS, command, configuration};
 use crate::Error;
+use crate::guest::MAX_GUEST_BYTES;
 use crate::reader::Reader;
 
 // Section 1.1.
@@ -207,8 +208,12 @@ impl StreamReader {
             return Err(reader.invalid("RAM total", word, "not a number of pages with the flag 4"));
         }
         let total = word & !FLAGS;
-        if self.total.checked_add(total).is_none() {
-            return Err(reader.invalid("RAM total", word, "with the blocks before it is more than a guest has"));
+        if self.total.saturating_add(total) > MAX_GUEST_BYTES {
+            return Err(reader.invalid(
+                "RAM total",
+                word,
+                "with the blocks before it more than 256 TiB, which no guest has",
+            ));
         }
         let state = if total == 0 { State::Body(Kind::Start) } else { State::Blocks };
         Ok((Record::RamStart { section, total }, state))

@@ -153,6 +153,8 @@ fn the_list_of_blocks() {
     assert_refused(&changed(start(), 12, &[1]), "section instance", place + 9);
     assert_refused(&changed(start(), 16, &[3]), "section version", place + 13);
     assert_refused(&changed(start(), 24, &[5]), "RAM total", place + 17);
+    // A page more than 256 TiB.
+    assert_refused(&changed(start(), 17, &((1_u64 << 48) + PAGE + 4).to_be_bytes()), "RAM total", place + 17);
     let blocks = place + 25;
     // Another total: the first block is too long for it, or enough, or something else is taken for a third.
     assert_refused(&changed(start(), 23, &[0x10]), "block length", blocks);
