@@ -12,6 +12,9 @@
 //! workload: sweep=K pages=P errors=E                all pages were checked, every `sweep_ms` and when "check" is read
 //! workload: bad page=N version=V found=F [words=W]    the first few errors
 //! workload: old mib=N                               free memory was filled and given back, as "old" asks for
+//! workload: dropped mib=N                           what was held was given back, as "drop" asks for
+//! workload: fresh mib=N wrong=W                     free memory was taken, as "fresh" asks for; in so many of its
+//! pages something was not zero
 //! workload: at rest                                 nothing is compiled any more, as "rest" asks for
 //! workload: disk blocks=B writes=N errors=E         all blocks of the disk were checked, before each sweep's line, which has their errors too
 //! workload: bad block=B ...                         the first few of these
@@ -20,13 +23,14 @@
 //! ```
 //!
 //! Commands are lines, too: "check", and "old" (writes nearly all free memory and gives it back, so that it is full of old data),
-//! "compile" (see compile.rs), "rest", "disk rest" and "disk go" (see disk.rs).
+//! "compile" (see compile.rs), "rest", "drop", "fresh", and "disk rest" and "disk go" (see disk.rs).
 //!
 //! Arguments come by the kernel command line: `workload.mib` (64), `workload.rate` (pages a second; 0, the default: as
 //! fast as possible), `workload.hot` (MiB that are written; the default is all), `workload.idle=1` (write nothing after
 //! the first fill), `workload.sweep_ms` (1000), `workload.stale` (MiB that are written and given back before "ready", so that free
 //! memory is full of old data; 0), `workload.churn` (MiB that are taken, written, checked and given back, over and over, as fast as
-//! possible; 0), `workload.disk` (MiB of the first disk that are written and checked; 0).
+//! possible; 0), `workload.hold` (MiB that are written before "ready" and kept until "drop"; 0), `workload.disk` (MiB of the first
+//! disk that are written and checked; 0).
 mod compile;
 mod disk;
 
@@ -61,6 +65,7 @@ struct Settings {
     stale: usize,
     churn: usize,
     disk: usize,
+    hold: usize,
 }
 
 struct Workload {
@@ -82,11 +87,12 @@ fn main() {
     let settings = Settings::read();
     drop(Block::new(0, settings.stale));
     let mut workload = Workload::fill(settings.pages);
+    let held = Block::new(0, settings.hold);
     Churn::start(&workload.churn, settings.churn);
     Disk::start(&workload.disk, settings.disk);
     say(format_args!("ready pages={}", settings.pages));
-    let asked = listen(&workload.disk);
-    workload.run(&settings, &asked);
+//! possible; 0), `workload.hold` (MiB that are written before "ready" and kept until "drop"; 0), `workload.disk` (MiB of the first
+//! disk that are written and checked; 0).
 }
 
 impl Settings {
@@ -112,6 +118,7 @@ impl Settings {
             stale: number("stale", 0) as usize * PAGES_PER_MIB,
             churn: number("churn", 0) as usize * PAGES_PER_MIB,
             disk: number("disk", 0) as usize * PAGES_PER_MIB,
+            hold: number("hold", 0) as usize * PAGES_PER_MIB,
         }
     }
 }
@@ -332,7 +339,7 @@ fn reached(next: &mut Instant, step: Duration) -> bool {
 }
 
 /// Counts the lines "check" on standard input, and does what the others say.
-fn listen(disk: &Arc<Mutex<Disk>>) -> Arc<AtomicU64> {
+fn listen(disk: &Arc<Mutex<Disk>>, mut held: Block) -> Arc<AtomicU64> {
     let asked = Arc::new(AtomicU64::new(0));
     let count = Arc::clone(&asked);
     let load = Arc::new(compile::Load::default());
@@ -342,6 +349,16 @@ fn listen(disk: &Arc<Mutex<Disk>>) -> Arc<AtomicU64> {
             match line.trim() {
                 "check" => _ = count.fetch_add(1, Ordering::Relaxed),
                 "old" => say(format_args!("old mib={}", leave_old_data())),
+                "drop" => {
+                    let pages = std::mem::take(&mut held.pages);
+                    let mib = pages.len() / PAGES_PER_MIB;
+                    drop(pages);
+                    say(format_args!("dropped mib={mib}"));
+                }
+                "fresh" => {
+                    let (mib, wrong) = take_fresh_memory();
+                    say(format_args!("fresh mib={mib} wrong={wrong}"));
+                }
                 "compile" => load.start(),
                 "rest" => {
                     load.rest();
@@ -372,6 +389,17 @@ fn leave_old_data() -> usize {
     }
     black_box(words);
     mib
+}
+
+/// Takes nearly all free memory, and gives it back. How much, in MiB, and in how many of its pages something was not
+/// zero.
+fn take_fresh_memory() -> (usize, usize) {
+    let mib = memory_info("MemFree").saturating_sub(LEFT_FREE_MIB + memory_info("MemTotal") / 64);
+    let mut words = vec![0_u64; mib * PAGES_PER_MIB * WORDS];
+    // Only who writes to a page gets one.
+    black_box(&mut words).chunks_mut(WORDS).for_each(|page| page[0] = MAGIC);
+    let wrong = black_box(&words).chunks(WORDS).filter(|page| page[1..].iter().any(|&word| word != 0));
+    (mib, wrong.count())
 }
 
 /// A line of /proc/meminfo, in MiB.

@@ -1,6 +1,6 @@
 //! The serial port of a guest that runs one of the programs in guest/.
 use crate::lines::{Lines, Mark};
-use crate::workload::{Count, Sweep, read_old_data, read_ready, read_rest, read_units};
+use crate::workload::{Count, Sweep, read_dropped, read_fresh, read_old_data, read_ready, read_rest, read_units};
 use crate::{Result, failed};
 use std::io::Write;
 use std::os::unix::net::UnixStream;
@@ -72,6 +72,27 @@ impl Serial {
         let mark = self.lines.mark();
         self.type_line("old")?;
         Ok(self.lines.wait(mark, "old data", read_old_data)?.0)
+    }
+
+    /// Has the Linux guest give back what it has held since its start (`workload.hold`), and gives the number of MiB.
+    ///
+    /// # Errors
+    /// It does not in time: it stands still or is gone, or its image is an old one.
+    pub fn drop_held(&self) -> Result<u64> {
+        let mark = self.lines.mark();
+        self.type_line("drop")?;
+        Ok(self.lines.wait(mark, "word that memory was given back", read_dropped)?.0)
+    }
+
+    /// Has the Linux guest take nearly all its free memory: how many MiB it got, and in how many pages of it something
+    /// was not zero.
+    ///
+    /// # Errors
+    /// It does not in time: it stands still or is gone, or its image is an old one.
+    pub fn take_fresh(&self) -> Result<(u64, u64)> {
+        let mark = self.lines.mark();
+        self.type_line("fresh")?;
+        Ok(self.lines.wait(mark, "fresh memory", read_fresh)?.0)
     }
 
     /// Has the Linux guest compile, from now on, and gives the first count that it reports.

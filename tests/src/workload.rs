@@ -71,6 +71,17 @@ pub fn read_ready(line: &str) -> Option<u64> {
     line.contains("workload: ready").then(|| field(line, "pages"))?
 }
 
+/// The MiB in `workload: dropped mib=N`: so much memory was held and given back.
+pub(crate) fn read_dropped(line: &str) -> Option<u64> {
+    line.strip_prefix("workload: dropped mib=")?.parse().ok()
+}
+
+/// Both numbers in `workload: fresh mib=N wrong=W`: so much memory was taken, and so many pages of it were not zero.
+pub(crate) fn read_fresh(line: &str) -> Option<(u64, u64)> {
+    let (mib, wrong) = line.strip_prefix("workload: fresh mib=")?.split_once(" wrong=")?;
+    Some((mib.parse().ok()?, wrong.parse().ok()?))
+}
+
 /// The MiB in `workload: old mib=N`: so much free memory was written and given back.
 pub fn read_old_data(line: &str) -> Option<u64> {
     line.contains("workload: old").then(|| field(line, "mib"))?

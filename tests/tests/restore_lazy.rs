@@ -2,15 +2,17 @@
 mod restoring;
 mod stock;
 
-use std::{fs, path::Path, time::Duration};
+use std::{fs, time::Duration};
 
-use restoring::{assert_goes_on, disk, io, make_dirty, restoring, saved_by_stock};
+use restoring::{
+    assert_goes_on, disk, io,
+    lazy::{Stalled, stand_ins},
+    make_dirty, restoring, saved_by_stock,
+};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::json;
 use stock::StockSave;
-use transship_tests::{
-    Count, Disk, LabError, Qemu, QemuBuilder, Result, Scratch, Transship, lines::Mark, process, wait_until,
-};
+use transship_tests::{Count, Disk, LabError, Qemu, QemuBuilder, Result, lines::Mark, process, wait_until};
 
 /// The guest runs first. Under KVM the processor itself waits for pages.
 #[test]
@@ -55,53 +57,6 @@ fn a_lazy_guest_whose_disk_fails_is_stopped() -> Result<()> {
     assert!(frozen || destination.status()? == "paused");
     destination.kill9();
     wait_until("the second process to end", || Ok(stand_ins(&destination)?.is_empty()))
-}
-
-/// A restore that waits right after the guest has been started: only pages that somebody waits for come.
-struct Stalled {
-    folder: Scratch,
-    restore: Transship,
-}
-
-impl Stalled {
-    fn start(vm: &str, path: &Path) -> Result<Self> {
-        Self::start_with(vm, path, &[])
-    }
-
-    fn start_with(vm: &str, path: &Path, flags: &[&str]) -> Result<Self> {
-        let folder = Scratch::new()?;
-        let gate = folder.join("gate");
-        let armed = restoring(vm, path)
-            .args(["--lazy"])
-            .args(flags.iter().copied())
-            .env("TRANSSHIP_FAIL_POINT", "restore.started=stall")
-            .env("TRANSSHIP_FAIL_FILE", &gate);
-        let mut restore = armed.start()?;
-        wait_until("the guest to be started", || {
-            if let Some(status) = restore.process().ended()? {
-                return Err(LabError(format!("the restore ended early, {status}: {}", restore.stderr().tail())));
-            }
-            Ok(gate.exists())
-        })?;
-        Ok(Self { folder, restore })
-    }
-
-    fn go_on(self) -> Result<Transship> {
-        io(fs::remove_file(self.folder.join("gate")))?;
-        Ok(self.restore)
-    }
-}
-
-/// The processes that stand by for the restore of this guest.
-fn stand_ins(guest: &Qemu) -> Result<Vec<u32>> {
-    let vm = guest.vm();
-    let is_one = |pid: &u32| {
-        let line = fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
-        let line = String::from_utf8_lossy(&line).replace('\0', " ");
-        line.contains("stand-in") && line.contains(&vm)
-    };
-    let entries = io(fs::read_dir("/proc"))?;
-    Ok(entries.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok()).filter(is_one).collect())
 }
 
 /// Whoever is killed, the guest gets its memory.

@@ -7,6 +7,7 @@
 
 mod area;
 mod cached;
+mod claims;
 mod clear;
 mod copy;
 mod error;
@@ -27,6 +28,7 @@ mod uffd;
 mod zero;
 
 pub use area::Area;
+pub use claims::Claims;
 pub use clear::Keep;
 pub use error::Error;
 pub use fault::Fault;

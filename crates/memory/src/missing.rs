@@ -10,7 +10,7 @@ use std::{
 use rustix::io::Errno;
 
 use crate::{
-    Area, Error, Fault, PAGE_BYTES, PageRange,
+    Area, Claims, Error, Fault, PAGE_BYTES, PageRange,
     fault::{Faults, Stretch},
     uffd,
 };
@@ -58,17 +58,58 @@ impl Missing {
     /// # Errors
     /// The process is gone, no memory is left, bytes that are not whole pages; pages that the region does not have; parts of huge pages.
     pub fn fill(&self, region: usize, first: u64, bytes: &[u8]) -> Result<u64, Error> {
-        let count = bytes.len() / PAGE_BYTES;
-        if !bytes.len().is_multiple_of(PAGE_BYTES) {
-            let (pages, expected) = (u32::try_from(count).unwrap_or(u32::MAX), count * PAGE_BYTES);
-            return Err(Error::WrongLength { region: format!("number {region}"), pages, expected, given: bytes.len() });
-        }
-        self.put(region, PageRange::new(first, count as u64), |stretch, done, len| {
+        let pages = whole_pages(region, first, bytes)?;
+        self.put(region, pages, |stretch, done, len| {
             let before = (stretch.first_page - first) * PAGE_BYTES as u64 + done;
             let part = &bytes[before as usize..][..len as usize];
             // SAFETY: a slice, which nobody writes while it is lent.
             unsafe { uffd::copy(self.fd(), stretch.start + done, part.as_ptr(), len) }
         })
+    }
+
+    /// As [`Missing::fill`], but each page once in the life of the guest, by all who share the claims: what was put
+    /// before and is missing was given
+    /// back, and stays missing. Pages that another thread is putting are left to it; it wakes who waits for them.
+    ///
+    /// # Errors
+    /// As [`Missing::fill`]. Pages that were not put then may be tried again.
+    pub fn fill_once(&self, claims: &Claims, region: usize, first: u64, bytes: &[u8]) -> Result<u64, Error> {
+        let pages = whole_pages(region, first, bytes)?;
+        // What can't be put is not to be claimed.
+        self.faults.stretches(region, pages)?;
+        let runs = claims.take(region, pages);
+        let put = runs.iter().try_fold(0, |put, run| {
+            let part = &bytes[(run.first - first) as usize * PAGE_BYTES..][..run.bytes() as usize];
+            Ok(put + self.put_noted(claims, region, *run, part)?)
+        });
+        if put.is_err() {
+            runs.iter().for_each(|run| claims.give_up(region, *run));
+        }
+        put
+    }
+
+    /// Puts pages that the caller has claimed. Nobody is woken before they are known to be there: whoever is told of
+    /// somebody who waits for a page
+    /// that is claimed, and not done, leaves him to us; and he may have freed it again by then.
+    fn put_noted(&self, claims: &Claims, region: usize, run: PageRange, bytes: &[u8]) -> Result<u64, Error> {
+        let put = self.put(region, run, |stretch, done, len| {
+            let page = stretch.first_page + done / PAGE_BYTES as u64;
+            let part = &bytes[(page - run.first) as usize * PAGE_BYTES..][..len as usize];
+            let (put, result) = claims.noted(region, page, |call| {
+                // SAFETY: a slice, which nobody writes while it is lent; and a structure that is ours for this call.
+                unsafe { uffd::copy_noted(self.fd(), call, stretch.start + done, part.as_ptr(), len) }
+            });
+            if put == 0 {
+                return (0, result);
+            }
+            (put, uffd::wake(self.fd(), stretch.start + done, put).and(result))
+        })?;
+        if put < run.count {
+            // What came by other means, or was left to the kernel, is not to be put any more either.
+            claims.finish(region, run);
+            self.wake(region, run)?;
+        }
+        Ok(put)
     }
 
     /// As [`Missing::fill`], with zeros. They take memory as any page does; to leave holes, [`Missing::release`] them.
@@ -184,6 +225,16 @@ impl Missing {
         uffd::wake(self.fd(), stretch.start, stretch.len)
             .map_err(|source| Error::system(format!("waking who waits in region number {}", stretch.region), source))
     }
+}
+
+/// The pages that the bytes are.
+fn whole_pages(region: usize, first: u64, bytes: &[u8]) -> Result<PageRange, Error> {
+    let count = bytes.len() / PAGE_BYTES;
+    if !bytes.len().is_multiple_of(PAGE_BYTES) {
+        let (pages, expected) = (u32::try_from(count).unwrap_or(u32::MAX), count * PAGE_BYTES);
+        return Err(Error::WrongLength { region: format!("number {region}"), pages, expected, given: bytes.len() });
+    }
+    Ok(PageRange::new(first, count as u64))
 }
 
 /// Why a page can't be put.

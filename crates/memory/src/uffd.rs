@@ -4,6 +4,7 @@
 use std::{
     io,
     os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd},
+    sync::atomic::{AtomicI64, AtomicU64, Ordering},
 };
 
 /// What a userfaultfd is used for.
@@ -47,7 +48,7 @@ const UFFDIO_API: libc::Ioctl = read_write(0xaa, 0x3f, size_of::<Api>());
 const UFFDIO_REGISTER: libc::Ioctl = read_write(0xaa, 0x00, size_of::<Register>());
 const UFFDIO_UNREGISTER: libc::Ioctl = number(READ, 0xaa, 0x01, size_of::<Range>());
 const UFFDIO_WAKE: libc::Ioctl = number(READ, 0xaa, 0x02, size_of::<Range>());
-const UFFDIO_COPY: libc::Ioctl = read_write(0xaa, 0x03, size_of::<Copy>());
+const UFFDIO_COPY: libc::Ioctl = read_write(0xaa, 0x03, size_of::<CopyCall>());
 const UFFDIO_ZEROPAGE: libc::Ioctl = read_write(0xaa, 0x04, size_of::<ZeroPage>());
 const UFFDIO_WRITEPROTECT: libc::Ioctl = read_write(0xaa, 0x06, size_of::<WriteProtect>());
 const UFFDIO_CONTINUE: libc::Ioctl = read_write(0xaa, 0x07, size_of::<Continue>());
@@ -93,13 +94,15 @@ struct Range {
     len: u64,
 }
 
+/// What UFFDIO_COPY takes, and where it says how much it has put: in bytes, or below 0 the error.
 #[repr(C)]
-struct Copy {
-    to: u64,
-    from: u64,
-    len: u64,
-    mode: u64,
-    copied: i64,
+#[derive(Default)]
+pub(crate) struct CopyCall {
+    to: AtomicU64,
+    from: AtomicU64,
+    len: AtomicU64,
+    mode: AtomicU64,
+    pub(crate) copied: AtomicI64,
 }
 
 #[repr(C)]
@@ -216,11 +219,51 @@ pub(crate) fn while_changing(mut call: impl FnMut() -> io::Result<()>) -> io::Re
 /// # Safety
 /// Nobody writes `len` bytes at `from` during the call, or they need not be anything certain. They need not be readable: then it is an error.
 pub(crate) unsafe fn copy(uffd: BorrowedFd<'_>, start: u64, from: *const u8, len: u64) -> (u64, io::Result<()>) {
-    let mut copy = Copy { to: start, from: from.expose_provenance() as u64, len, mode: 0, copied: 0 };
-    // SAFETY: UFFDIO_COPY reads and writes one Copy, whose size the number holds, and reads what it points to by the caller's word. Pages are put
+    let mut call = CopyCall::default();
+    // SAFETY: a structure of our own; the rest by the caller's word.
+    let result = unsafe { copy_by(uffd, &raw mut call, start, from, len, 0) };
+    (u64::try_from(call.copied.into_inner()).unwrap_or(0), result)
+}
+
+/// As [`copy`], but wakes nobody, and leaves in `call` how many bytes were put; also if the thread is killed meanwhile.
+///
+/// # Safety
+/// As [`copy`]; and `call` is a structure that nobody else uses during the call but to look at its atomics.
+pub(crate) unsafe fn copy_noted(
+    uffd: BorrowedFd<'_>,
+    call: *mut CopyCall,
+    start: u64,
+    from: *const u8,
+    len: u64,
+) -> io::Result<()> {
+    const DONT_WAKE: u64 = 1;
+    // SAFETY: by the caller's word.
+    unsafe { copy_by(uffd, call, start, from, len, DONT_WAKE) }
+}
+
+/// # Safety
+/// As [`copy_noted`].
+unsafe fn copy_by(
+    uffd: BorrowedFd<'_>,
+    call: *mut CopyCall,
+    start: u64,
+    from: *const u8,
+    len: u64,
+    mode: u64,
+) -> io::Result<()> {
+    {
+        // SAFETY: the caller's structure; all fields are atomics.
+        let call = unsafe { &*call };
+        call.to.store(start, Ordering::Relaxed);
+        call.from.store(from.expose_provenance() as u64, Ordering::Relaxed);
+        call.len.store(len, Ordering::Relaxed);
+        call.mode.store(mode, Ordering::Relaxed);
+        call.copied.store(0, Ordering::Relaxed);
+    }
+    // SAFETY: UFFDIO_COPY reads and writes one CopyCall, whose size the number holds, and reads what it points to by
+    // the caller's word. Pages are put
     // only into registered memory, where there were none: no bytes that anybody knew change.
-    let result = done(unsafe { libc::ioctl(uffd.as_raw_fd(), UFFDIO_COPY, &raw mut copy) });
-    (u64::try_from(copy.copied).unwrap_or(0), result.map(drop))
+    done(unsafe { libc::ioctl(uffd.as_raw_fd(), UFFDIO_COPY, call) }).map(drop)
 }
 
 /// As [`copy`], with zeros; not for huge pages.

@@ -6,30 +6,29 @@
 //!                             background threads ───────────┘ 1 MiB after the other             └──►
 //! ```
 //!
-//! A page that can't be read is left missing, and who waits for it goes on waiting: nobody ever sees zeros in its place.
+//! Each page is brought once in the life of the guest (`transship_memory::Claims`): one that has been there and is
+//! missing was given back, and is
+//! zero, also where the process that had brought it is dead. A page that can't be read is left missing, and who waits
+//! for it goes on waiting: nobody ever sees zeros in its place.
 use std::{
     fs::File,
     os::unix::fs::FileExt,
     sync::{
         Arc,
-        atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering, fence},
+        atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering},
     },
     time::Duration,
 };
 
 use crossbeam_channel::{Receiver, Sender, bounded};
-use transship_memory::{
-    Error as MemoryError, Fault, Missing, PAGE_BYTES, PageBuffer, PageRange, PageSet, WINDOW_PAGES,
-};
+use transship_memory::{Claims, Error as MemoryError, Fault, Missing, PAGE_BYTES, PageBuffer, PageRange};
 
 use super::{
     origin::{Origin, wrong},
     pages::Source,
+    stored::{Region, UNIT_PAGES, spans},
 };
-use crate::{
-    Error, Progress, cpu,
-    page_map::{PageMap, runs, window_mask},
-};
+use crate::{Error, Progress, cpu, fail_point};
 
 /// Threads that serve those who wait: as many of the guest's vCPUs can wait for the disk at once.
 pub(super) const URGENT_THREADS: usize = 4;
@@ -37,13 +36,7 @@ pub(super) const URGENT_THREADS: usize = 4;
 const TICK: Duration = Duration::from_millis(50);
 /// Pages about one that somebody waits for that are brought with it: 128 KiB.
 const URGENT_PAGES: u64 = 32;
-/// Pages that a background thread takes at once: 1 MiB.
-const UNIT_PAGES: u64 = 256;
-/// Pages in between that are read and thrown away rather than reading twice.
-const GAP_PAGES: u64 = 32;
-/// Runs of pages that are not in the file and at least this long are left to the kernel at once: 2 MiB.
-const RELEASE_PAGES: u64 = 512;
-/// Each of them takes a mapping of the process, which may have 65530.
+/// Long runs that are left to the kernel at once: each of them takes a mapping of the process, which may have 65530.
 const RELEASES: usize = 1024;
 /// Memory in larger pages can't be brought while somebody waits.
 const LARGEST_PAGES: u64 = 1024;
@@ -63,6 +56,7 @@ pub(super) struct Filling {
     name: String,
     file: Arc<File>,
     missing: Missing,
+    claims: Claims,
     regions: Vec<Region>,
     /// Region and first page, in the order of the file.
     units: Vec<(usize, u64)>,
@@ -79,51 +73,17 @@ pub(super) struct Filling {
     cpu_nanos: AtomicU64,
 }
 
-struct Region {
-    stored: PageSet,
-    pages_offset: u64,
-    placed: Placed,
-    pages: u64,
-    /// Pages that come and go together.
-    unit: u64,
-}
-
-/// Pages that have been brought. That one is missing here means nothing: it may just be brought. That one is here means that it was in place.
-struct Placed(PageMap);
-
-impl Placed {
-    fn new(pages: u64) -> Self {
-        Self(PageMap::new(pages))
-    }
-
-    /// They are in place.
-    fn insert(&self, range: PageRange) {
-        // Whoever sees the bits sees the pages: they came by a system call, which is no promise about what is stored after it.
-        fence(Ordering::Release);
-        self.0.insert_range(range);
-    }
-
-    fn contains(&self, page: u64) -> bool {
-        let found = self.0.contains(page);
-        fence(Ordering::Acquire);
-        found
-    }
-
-    fn window(&self, first: u64) -> u128 {
-        self.0.window(first)
-    }
-}
-
 impl Filling {
-    /// `sources`: by region of `missing`, which [`check_units`] has let pass. Pages that are there already are left as they are.
-    pub(super) fn new(origin: &Origin, sources: Vec<Source>, missing: Missing) -> Self {
+    /// `sources`: by region of `missing`, which [`check_units`] has let pass; `claims`: of these regions. Pages that
+    /// are there already are left as they are.
+    pub(super) fn new(origin: &Origin, sources: Vec<Source>, missing: Missing, claims: Claims) -> Self {
         let region = |(index, source): (usize, Source)| {
             let Source { stored, pages_offset } = source;
             let (pages, unit) = (stored.pages(), missing.unit_pages(index));
-            Region { placed: Placed::new(pages), stored, pages_offset, pages, unit }
+            Region { index, stored, pages_offset, pages, unit }
         };
         let regions: Vec<_> = sources.into_iter().enumerate().map(region).collect();
-        let mut units: Vec<_> = regions.iter().enumerate().flat_map(|(index, region)| region.units(index)).collect();
+        let mut units: Vec<_> = regions.iter().flat_map(Region::units).collect();
         units.sort_unstable_by_key(|&(region, first)| regions[region].position(first));
         // A failure of each thread, and one word that it is complete.
         let (events, incoming) = bounded(1024);
@@ -134,6 +94,7 @@ impl Filling {
             name: origin.name.clone(),
             file: Arc::clone(origin.for_pages()),
             missing,
+            claims,
             left: AtomicUsize::new(units.len()),
             regions,
             units,
@@ -242,7 +203,7 @@ impl Filling {
                 return;
             }
             let unit = self.regions[region].clip(first, UNIT_PAGES);
-            if let Err(error) = self.bring(region, unit, &mut buffer) {
+            if let Err(error) = self.bring(region, unit, &mut buffer, "restore.unit-read") {
                 return self.tell(error);
             }
             count(progress, self.regions[region].stored_in(unit));
@@ -264,49 +225,45 @@ impl Filling {
         let region = &self.regions[fault.region];
         let page = region.clip(fault.page, region.unit);
         // It was there and is not any more: the guest has given it back since. Or the file does not have it.
-        if region.placed.contains(fault.page) || region.stored_in(page) == 0 {
+        if self.claims.is_done(fault.region, fault.page) || region.stored_in(page) == 0 {
             self.missing.fill_zero(fault.region, page)?;
             return Ok(());
         }
-        self.bring(fault.region, region.clip(fault.page, URGENT_PAGES), buffer)
+        self.bring(fault.region, region.clip(fault.page, URGENT_PAGES), buffer, "restore.urgent-read")
     }
 
-    /// Brings those pages of a range that are in the file and not in place. `buffer` has room for the range.
-    fn bring(&self, index: usize, range: PageRange, buffer: &mut PageBuffer) -> Result<(), Error> {
+    /// Brings those pages of a range that are in the file, and that nobody else has brought. `buffer` has room for the
+    /// range. Whoever is putting one of them at
+    /// this moment wakes who waits for it. `step`: where a test may hold us, with what we have read.
+    fn bring(&self, index: usize, range: PageRange, buffer: &mut PageBuffer, step: &str) -> Result<(), Error> {
         let region = &self.regions[index];
-        let wanted = region.wanted(range);
         if region.unit > 1 {
-            return if wanted.is_empty() { Ok(()) } else { self.bring_whole(index, range, &wanted, buffer) };
+            let missing = |unit: &PageRange| !self.claims.is_claimed(index, unit.first) && region.stored_in(*unit) > 0;
+            return region.in_units(range).filter(missing).try_for_each(|unit| self.bring_whole(index, unit, buffer));
         }
+        let wanted = region.wanted(range, |first| self.claims.window(index, first));
         for span in spans(&wanted) {
             let bytes = &mut buffer.bytes_mut()[..span.bytes() as usize];
             self.read(region, span, bytes)?;
+            fail_point::reach(step)?;
             for run in wanted.iter().filter(|run| span.first <= run.first && run.end() <= span.end()) {
                 let from = ((run.first - span.first) as usize) * PAGE_BYTES;
-                self.missing.fill(index, run.first, &bytes[from..][..run.bytes() as usize])?;
-                region.placed.insert(*run);
+                self.missing.fill_once(&self.claims, index, run.first, &bytes[from..][..run.bytes() as usize])?;
             }
         }
         Ok(())
     }
 
-    /// Huge pages come as a whole, with zeros where the file has nothing.
-    fn bring_whole(
-        &self,
-        index: usize,
-        range: PageRange,
-        wanted: &[PageRange],
-        buffer: &mut PageBuffer,
-    ) -> Result<(), Error> {
+    /// A huge page comes as a whole, with zeros where the file has nothing.
+    fn bring_whole(&self, index: usize, unit: PageRange, buffer: &mut PageBuffer) -> Result<(), Error> {
         let region = &self.regions[index];
-        let bytes = &mut buffer.bytes_mut()[..range.bytes() as usize];
+        let bytes = &mut buffer.bytes_mut()[..unit.bytes() as usize];
         bytes.fill(0);
-        for run in wanted {
-            let at = ((run.first - range.first) as usize) * PAGE_BYTES;
-            self.read(region, *run, &mut bytes[at..][..run.bytes() as usize])?;
+        for run in region.wanted(unit, |_| 0) {
+            let at = ((run.first - unit.first) as usize) * PAGE_BYTES;
+            self.read(region, run, &mut bytes[at..][..run.bytes() as usize])?;
         }
-        self.missing.fill(index, range.first, bytes)?;
-        region.placed.insert(range);
+        self.missing.fill_once(&self.claims, index, unit.first, bytes)?;
         Ok(())
     }
 
@@ -330,66 +287,6 @@ impl Filling {
     }
 }
 
-impl Region {
-    /// Where a page is in the file.
-    fn position(&self, page: u64) -> u64 {
-        self.pages_offset + page * PAGE_BYTES as u64
-    }
-
-    /// The aligned range about `page` that has `pages` pages, or as many as a huge one.
-    fn clip(&self, page: u64, pages: u64) -> PageRange {
-        let pages = pages.max(self.unit);
-        let first = page / pages * pages;
-        // Huge pages are whole also at the end.
-        PageRange::new(first, pages.min(self.pages - first))
-    }
-
-    fn units(&self, index: usize) -> impl Iterator<Item = (usize, u64)> {
-        let pages = UNIT_PAGES.max(self.unit);
-        let mut firsts: Vec<u64> = self.stored.windows().map(|(first, _)| first / pages * pages).collect();
-        firsts.dedup();
-        firsts.into_iter().map(move |first| (index, first))
-    }
-
-    /// Runs of a range that are in the file and not in place; of huge pages all that are in the file.
-    fn wanted(&self, range: PageRange) -> Vec<PageRange> {
-        let mut wanted: Vec<PageRange> = Vec::new();
-        for window in (range.first / WINDOW_PAGES * WINDOW_PAGES..range.end()).step_by(WINDOW_PAGES as usize) {
-            let placed = self.placed.window(window);
-            let pages = self.stored.window(window) & window_mask(range, window) & !placed;
-            for run in runs(window, pages) {
-                match wanted.last_mut() {
-                    Some(last) if last.end() == run.first => last.count += run.count,
-                    _ => wanted.push(run),
-                }
-            }
-        }
-        wanted
-    }
-
-    /// How many pages of a range are in the file.
-    fn stored_in(&self, range: PageRange) -> u64 {
-        let windows = (range.first / WINDOW_PAGES * WINDOW_PAGES..range.end()).step_by(WINDOW_PAGES as usize);
-        let pages = |window| self.stored.window(window) & window_mask(range, window);
-        windows.map(|window| u64::from(pages(window).count_ones())).sum()
-    }
-
-    /// Long runs of pages that are not in the file, of whole huge pages.
-    fn holes(&self) -> impl Iterator<Item = PageRange> + '_ {
-        let end = std::iter::once(PageRange::new(self.pages, 0));
-        let mut from = 0;
-        let gaps = self.stored.ranges().chain(end).map(move |stored| {
-            let gap = from..stored.first;
-            from = stored.end();
-            gap
-        });
-        gaps.filter_map(|gap| {
-            let (first, end) = (gap.start.next_multiple_of(self.unit), gap.end / self.unit * self.unit);
-            (end.saturating_sub(first) >= RELEASE_PAGES).then(|| PageRange::new(first, end - first))
-        })
-    }
-}
-
 /// # Errors
 /// Memory in pages so large that nobody should wait for one.
 pub(super) fn check_units(missing: &Missing, regions: usize) -> Result<(), Error> {
@@ -402,71 +299,9 @@ pub(super) fn check_units(missing: &Missing, regions: usize) -> Result<(), Error
     }
 }
 
-/// Joins runs that are close to each other.
-fn spans(runs: &[PageRange]) -> Vec<PageRange> {
-    let mut spans: Vec<PageRange> = Vec::new();
-    for run in runs {
-        match spans.last_mut() {
-            Some(span) if run.first - span.end() <= GAP_PAGES => span.count = run.end() - span.first,
-            _ => spans.push(*run),
-        }
-    }
-    spans
-}
-
 fn count(progress: &Progress, pages: u64) {
     let bytes = pages * PAGE_BYTES as u64;
     progress.normal_pages.fetch_add(pages, Ordering::Relaxed);
     progress.wire_bytes.fetch_add(bytes, Ordering::Relaxed);
     progress.round_left.fetch_sub(bytes, Ordering::Relaxed);
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn region(pages: u64, unit: u64, stored: &[(u64, u64)]) -> Region {
-        let mut set = PageSet::empty(pages);
-        stored.iter().for_each(|&(first, count)| set.insert(PageRange::new(first, count)));
-        Region { stored: set, pages_offset: 1 << 20, placed: Placed::new(pages), pages, unit }
-    }
-
-    fn pairs(ranges: impl IntoIterator<Item = PageRange>) -> Vec<(u64, u64)> {
-        ranges.into_iter().map(|range| (range.first, range.count)).collect()
-    }
-
-    #[test]
-    fn what_is_wanted_is_stored_and_not_in_place() {
-        let region = region(1000, 1, &[(10, 5), (120, 20), (300, 700)]);
-        assert_eq!(pairs(region.wanted(PageRange::new(0, 256))), [(10, 5), (120, 20)], "joined across windows");
-        assert_eq!(pairs(region.wanted(PageRange::new(12, 116))), [(12, 3), (120, 8)]);
-        region.placed.insert(PageRange::new(125, 10));
-        assert_eq!(pairs(region.wanted(PageRange::new(96, 64))), [(120, 5), (135, 5)]);
-        assert_eq!(pairs(region.wanted(PageRange::new(992, 8))), [(992, 8)]);
-        assert_eq!(region.stored_in(PageRange::new(0, 1000)), 725);
-        assert_eq!(pairs([region.clip(999, 32), region.clip(5, 32)]), [(992, 8), (0, 32)]);
-    }
-
-    #[test]
-    fn runs_that_are_close_are_read_at_once() {
-        let runs = [PageRange::new(0, 1), PageRange::new(33, 2), PageRange::new(68, 1), PageRange::new(69, 1)];
-        assert_eq!(pairs(spans(&runs)), [(0, 35), (68, 2)]);
-        assert!(spans(&[]).is_empty());
-    }
-
-    #[test]
-    fn only_long_runs_of_whole_units_are_released() {
-        let small = region(4096, 1, &[(100, 1), (700, 1), (1300, 2000)]);
-        assert_eq!(pairs(small.holes()), [(101, 599), (701, 599), (3300, 796)]);
-        let huge = region(4096, 512, &[(100, 1), (700, 1), (1300, 2000)]);
-        assert_eq!(pairs(huge.holes()), [(3584, 512)]);
-        assert_eq!(pairs(region(4096, 1, &[]).holes()), [(0, 4096)]);
-        assert_eq!(pairs(region(4096, 1, &[(0, 4096)]).holes()), []);
-    }
-
-    #[test]
-    fn units_cover_what_is_stored() {
-        assert_eq!(region(1000, 1, &[(10, 5), (120, 20), (300, 1)]).units(3).collect::<Vec<_>>(), [(3, 0), (3, 256)]);
-        assert_eq!(region(1024, 512, &[(10, 5), (300, 1), (600, 1)]).units(0).collect::<Vec<_>>(), [(0, 0), (0, 512)]);
-    }
 }

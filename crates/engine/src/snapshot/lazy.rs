@@ -13,7 +13,7 @@ use std::{
     time::Instant,
 };
 
-use transship_memory::PAGE_BYTES;
+use transship_memory::{Claims, PAGE_BYTES};
 
 use super::{
     Format,
@@ -37,22 +37,23 @@ pub(super) fn restore(
     restore.guest.memory().empty()?;
     let missing = restore.guest.missing()?;
     check_units(&missing, plan.sources.len())?;
+    let claims = Claims::new(&plan.sources.iter().map(|source| source.stored.pages()).collect::<Vec<_>>())?;
     let take_over = TakeOver::of(&snapshot, &plan.fit.regions, &missing, restore.options.channels);
-    stand_in.arm(&take_over, &files(&snapshot, missing.fd()))?;
+    stand_in.arm(&take_over, &files(&snapshot, missing.fd(), claims.fd()))?;
 
     let stored = plan.stored_pages();
     begin_report(restore, &snapshot, stored);
-    let filling = Filling::new(&snapshot.origin, std::mem::take(&mut plan.sources), missing);
+    let filling = Filling::new(&snapshot.origin, std::mem::take(&mut plan.sources), missing, claims);
     let result = run(restore, &snapshot, &plan, &filling);
     stand_in.end(result.as_ref().err().map_or(Ending::Complete, |(_, ending)| *ending));
     restore.report.cpu.channels = filling.cpu_seconds();
     result.map_err(|(error, _)| error)
 }
 
-/// The userfaultfd, and the file in all ways that it was opened in.
-fn files<'a>(snapshot: &'a Snapshot, uffd: BorrowedFd<'a>) -> Vec<BorrowedFd<'a>> {
+/// What [`TakeOver`] names: the file in all ways that it was opened in comes last.
+fn files<'a>(snapshot: &'a Snapshot, uffd: BorrowedFd<'a>, claims: BorrowedFd<'a>) -> Vec<BorrowedFd<'a>> {
     let direct = snapshot.origin.direct.iter().map(|file| file.as_fd());
-    [uffd, snapshot.origin.file.as_fd()].into_iter().chain(direct).collect()
+    [uffd, claims, snapshot.origin.file.as_fd()].into_iter().chain(direct).collect()
 }
 
 fn begin_report(restore: &mut Restore<'_>, snapshot: &Snapshot, stored: u64) {

@@ -49,6 +49,7 @@ mod sequential;
 mod stand_in;
 mod state;
 pub(crate) mod store;
+mod stored;
 mod stream;
 mod stream_store;
 pub(crate) mod target;

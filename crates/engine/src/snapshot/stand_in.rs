@@ -10,7 +10,7 @@ use std::{
 };
 
 use serde::{Deserialize, Serialize};
-use transship_memory::{Area, Error as MemoryError, Missing};
+use transship_memory::{Area, Claims, Error as MemoryError, Missing};
 
 use super::{
     filling::{Event, Filling, URGENT_THREADS, check_units},
@@ -45,7 +45,9 @@ pub trait StandIn {
     fn end(&mut self, how: Ending);
 }
 
-/// What a stand-in is told, beside the files: the userfaultfd first, then the snapshot file, then perhaps the same past the page cache.
+/// What a stand-in is told, beside the files: the userfaultfd first, then which pages were brought, then the snapshot
+/// file,
+/// then perhaps the same past the page cache.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct TakeOver {
     /// The snapshot's name, for messages.
@@ -73,7 +75,8 @@ impl TakeOver {
         }
     }
 
-    /// Takes over a restore whose process has ended: brings all pages of the file, those that somebody waits for first.
+    /// Takes over a restore whose process has ended, with all its threads: brings all pages of the file, those that
+    /// somebody waits for first.
     ///
     /// On success all are in place, or the VMM has ended. On failure some are missing for good; `failed` is then called with the reason, and is to see
     /// to it that nobody runs. After that this returns only when the VMM has ended.
@@ -94,8 +97,10 @@ impl TakeOver {
             }
         };
         drop(held);
-        match self.sources(files).and_then(|found| self.check(&missing, &found.1).map(|()| found)) {
-            Ok((origin, sources)) => fill(&Filling::new(&origin, sources, missing), self.channels, failed),
+        match self.rest(&missing, files) {
+            Ok(Rest { origin, sources, claims }) => {
+                fill(&Filling::new(&origin, sources, missing, claims), self.channels, failed)
+            }
             Err(error) => {
                 failed(&error);
                 hold(&missing);
@@ -126,8 +131,16 @@ impl TakeOver {
         Ok(Missing::taken_over(uffd, areas, &pages)?)
     }
 
-    fn check(&self, missing: &Missing, sources: &[Source]) -> Result<(), Error> {
+    /// What the dead process had, and what it has brought.
+    fn rest(&self, missing: &Missing, mut files: impl Iterator<Item = OwnedFd>) -> Result<Rest, Error> {
+        let claims = files.next().ok_or_else(|| wrong(&self.name, "the stand-in was not told what was brought"))?;
+        let (origin, sources) = self.sources(files)?;
         let pages = pages_of(&missing.areas(), self.blocks.len());
+        self.check(missing, &pages, &sources)?;
+        Ok(Rest { origin, sources, claims: Claims::taken_over(claims, &pages)? })
+    }
+
+    fn check(&self, missing: &Missing, pages: &[u64], sources: &[Source]) -> Result<(), Error> {
         let found: Vec<u64> = sources.iter().map(|source| source.stored.pages()).collect();
         if pages != found {
             return Err(wrong(&self.name, "it is not the file any more that it was"));
@@ -151,6 +164,13 @@ impl TakeOver {
         let sources = self.blocks.iter().map(source).collect::<Result<_, Error>>()?;
         Ok((snapshot.origin.clone(), sources))
     }
+}
+
+/// What there is to go on with.
+struct Rest {
+    origin: Origin,
+    sources: Vec<Source>,
+    claims: Claims,
 }
 
 /// As many pages as the areas have.

@@ -3,6 +3,7 @@
 //! The guest is this process, through a mapping of its own, or a child where it has to die.
 //!
 //! - `waiting`: one page; `guests`: all of them, while threads read and write; `holders`: who brings them dies
+//! - `once`: what was brought and given back is not brought again, whoever dies
 //! - `refused`: what can't be; `processes`: regions, and another process
 #![allow(clippy::unwrap_used)]
 
@@ -10,6 +11,7 @@
 mod common;
 mod guests;
 mod holders;
+mod once;
 mod processes;
 mod refused;
 mod waiting;

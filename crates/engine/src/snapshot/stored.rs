@@ -1,0 +1,149 @@
+//! What of a region's pages is in the file, and in which pieces it is brought.
+use transship_memory::{PAGE_BYTES, PageRange, PageSet, WINDOW_PAGES};
+
+use crate::page_map::{runs, window_mask};
+
+/// Pages that a background thread takes at once: 1 MiB.
+pub(super) const UNIT_PAGES: u64 = 256;
+/// Pages in between that are read and thrown away rather than reading twice.
+const GAP_PAGES: u64 = 32;
+/// Runs of pages that are not in the file and at least this long are left to the kernel at once: 2 MiB.
+const RELEASE_PAGES: u64 = 512;
+
+pub(super) struct Region {
+    /// Its number.
+    pub(super) index: usize,
+    pub(super) stored: PageSet,
+    pub(super) pages_offset: u64,
+    pub(super) pages: u64,
+    /// Pages that come and go together.
+    pub(super) unit: u64,
+}
+
+impl Region {
+    /// Where a page is in the file.
+    pub(super) fn position(&self, page: u64) -> u64 {
+        self.pages_offset + page * PAGE_BYTES as u64
+    }
+
+    /// The aligned range about `page` that has `pages` pages, or as many as a huge one.
+    pub(super) fn clip(&self, page: u64, pages: u64) -> PageRange {
+        let pages = pages.max(self.unit);
+        let first = page / pages * pages;
+        // Huge pages are whole also at the end.
+        PageRange::new(first, pages.min(self.pages - first))
+    }
+
+    pub(super) fn units(&self) -> impl Iterator<Item = (usize, u64)> + '_ {
+        let pages = UNIT_PAGES.max(self.unit);
+        let mut firsts: Vec<u64> = self.stored.windows().map(|(first, _)| first / pages * pages).collect();
+        firsts.dedup();
+        firsts.into_iter().map(|first| (self.index, first))
+    }
+
+    /// Runs of a range that are in the file but not among the claimed, of which it is told by windows of 128 pages.
+    pub(super) fn wanted(&self, range: PageRange, claimed: impl Fn(u64) -> u128) -> Vec<PageRange> {
+        let mut wanted: Vec<PageRange> = Vec::new();
+        for window in (range.first / WINDOW_PAGES * WINDOW_PAGES..range.end()).step_by(WINDOW_PAGES as usize) {
+            let pages = self.stored.window(window) & window_mask(range, window) & !claimed(window);
+            for run in runs(window, pages) {
+                match wanted.last_mut() {
+                    Some(last) if last.end() == run.first => last.count += run.count,
+                    _ => wanted.push(run),
+                }
+            }
+        }
+        wanted
+    }
+
+    /// The huge pages of a range.
+    pub(super) fn in_units(&self, range: PageRange) -> impl Iterator<Item = PageRange> {
+        let unit = self.unit;
+        (range.first..range.end()).step_by(unit as usize).map(move |first| PageRange::new(first, unit))
+    }
+
+    /// How many pages of a range are in the file.
+    pub(super) fn stored_in(&self, range: PageRange) -> u64 {
+        let windows = (range.first / WINDOW_PAGES * WINDOW_PAGES..range.end()).step_by(WINDOW_PAGES as usize);
+        let pages = |window| self.stored.window(window) & window_mask(range, window);
+        windows.map(|window| u64::from(pages(window).count_ones())).sum()
+    }
+
+    /// Long runs of pages that are not in the file, of whole huge pages.
+    pub(super) fn holes(&self) -> impl Iterator<Item = PageRange> + '_ {
+        let end = std::iter::once(PageRange::new(self.pages, 0));
+        let mut from = 0;
+        let gaps = self.stored.ranges().chain(end).map(move |stored| {
+            let gap = from..stored.first;
+            from = stored.end();
+            gap
+        });
+        gaps.filter_map(|gap| {
+            let (first, end) = (gap.start.next_multiple_of(self.unit), gap.end / self.unit * self.unit);
+            (end.saturating_sub(first) >= RELEASE_PAGES).then(|| PageRange::new(first, end - first))
+        })
+    }
+}
+
+/// Joins runs that are close to each other.
+pub(super) fn spans(runs: &[PageRange]) -> Vec<PageRange> {
+    let mut spans: Vec<PageRange> = Vec::new();
+    for run in runs {
+        match spans.last_mut() {
+            Some(span) if run.first - span.end() <= GAP_PAGES => span.count = run.end() - span.first,
+            _ => spans.push(*run),
+        }
+    }
+    spans
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn region(pages: u64, unit: u64, stored: &[(u64, u64)]) -> Region {
+        let mut set = PageSet::empty(pages);
+        stored.iter().for_each(|&(first, count)| set.insert(PageRange::new(first, count)));
+        Region { index: 0, stored: set, pages_offset: 1 << 20, pages, unit }
+    }
+
+    fn pairs(ranges: impl IntoIterator<Item = PageRange>) -> Vec<(u64, u64)> {
+        ranges.into_iter().map(|range| (range.first, range.count)).collect()
+    }
+
+    #[test]
+    fn what_is_wanted_is_stored_and_not_claimed() {
+        let region = region(1000, 1, &[(10, 5), (120, 20), (300, 700)]);
+        let wanted = |first, count| pairs(region.wanted(PageRange::new(first, count), |_| 0));
+        assert_eq!(wanted(0, 256), [(10, 5), (120, 20)], "joined across windows");
+        assert_eq!(wanted(12, 116), [(12, 3), (120, 8)]);
+        let claimed = |first| window_mask(PageRange::new(125, 10), first);
+        assert_eq!(pairs(region.wanted(PageRange::new(96, 64), claimed)), [(120, 5), (135, 5)]);
+        assert_eq!(wanted(992, 8), [(992, 8)]);
+        assert_eq!(region.stored_in(PageRange::new(0, 1000)), 725);
+        assert_eq!(pairs([region.clip(999, 32), region.clip(5, 32)]), [(992, 8), (0, 32)]);
+    }
+
+    #[test]
+    fn runs_that_are_close_are_read_at_once() {
+        let runs = [PageRange::new(0, 1), PageRange::new(33, 2), PageRange::new(68, 1), PageRange::new(69, 1)];
+        assert_eq!(pairs(spans(&runs)), [(0, 35), (68, 2)]);
+        assert!(spans(&[]).is_empty());
+    }
+
+    #[test]
+    fn only_long_runs_of_whole_units_are_released() {
+        let small = region(4096, 1, &[(100, 1), (700, 1), (1300, 2000)]);
+        assert_eq!(pairs(small.holes()), [(101, 599), (701, 599), (3300, 796)]);
+        let huge = region(4096, 512, &[(100, 1), (700, 1), (1300, 2000)]);
+        assert_eq!(pairs(huge.holes()), [(3584, 512)]);
+        assert_eq!(pairs(region(4096, 1, &[]).holes()), [(0, 4096)]);
+        assert_eq!(pairs(region(4096, 1, &[(0, 4096)]).holes()), []);
+    }
+
+    #[test]
+    fn units_cover_what_is_stored() {
+        assert_eq!(region(1000, 1, &[(10, 5), (120, 20), (300, 1)]).units().collect::<Vec<_>>(), [(0, 0), (0, 256)]);
+        assert_eq!(region(1024, 512, &[(10, 5), (300, 1), (600, 1)]).units().collect::<Vec<_>>(), [(0, 0), (0, 512)]);
+    }
+}
