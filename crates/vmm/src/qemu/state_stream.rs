@@ -4,6 +4,11 @@
 //! then still its own. So its stream has no end that could be read. It is where the trailer ends, which describes the sections
 //! before it: if they are as it says, nothing is missing.
 //!
+//! The guest decides about bytes of its devices (video memory, say), and could have some that look like the end of
+//! all. But QEMU waits only behind the
+//! true end, and what follows another one is on its way already: so an end counts when the channel is silent for
+//! [`SILENCE`].
+//!
 //! [`Answers::Yes`]: super::migration::Answers::Yes
 use std::{
     io::{self, Read},
@@ -13,12 +18,22 @@ use std::{
         Arc,
         atomic::{AtomicBool, Ordering},
     },
+    time::{Duration, Instant},
 };
 
+use rustix::{
+    event::{PollFd, PollFlags, Timespec},
+    io::Errno,
+};
 use transship_wire::qemu::{Command, Record, Step, StreamReader, TailWatch};
 
 use super::state_channel::SAVE_WAIT;
 
+/// How long QEMU writes nothing, behind a trailer, when it waits. It adds to the time that the guest stands still. A
+/// QEMU that pauses that long in the middle, just
+/// where its guest has forged an end, is cut short there: then the snapshot of that guest is not whole, and nothing
+/// else is harmed.
+const SILENCE: Duration = Duration::from_millis(20);
 const PIECE_BYTES: usize = 256 << 10;
 /// More device state than any machine has.
 const TAIL_BYTES_MAX: usize = 1 << 30;
@@ -110,13 +125,27 @@ impl ToTheTrailer {
         if self.input.len() > TAIL_BYTES_MAX {
             return Err(strange(format!("it has more than {TAIL_BYTES_MAX} bytes beside memory")));
         }
-        if self.watch.whole(&self.input).is_some() {
+        if self.watch.whole(&self.input).is_some() && self.is_silent()? {
             // Behind the records that came with it.
             self.output.append(&mut self.input);
             self.stage = Stage::Ended;
             self.complete.store(true, Ordering::Release);
         }
         Ok(())
+    }
+
+    /// Whether QEMU has no more to say. Its hanging up is not silence.
+    fn is_silent(&self) -> io::Result<bool> {
+        let deadline = Instant::now() + SILENCE;
+        loop {
+            let left = deadline.saturating_duration_since(Instant::now());
+            let wait = Timespec::try_from(left).map_err(io::Error::other)?;
+            match rustix::event::poll(&mut [PollFd::new(&self.stream, PollFlags::IN)], Some(&wait)) {
+                Ok(ready) => return Ok(ready == 0),
+                Err(Errno::INTR) => {}
+                Err(error) => return Err(error.into()),
+            }
+        }
     }
 
     fn read_more(&mut self) -> io::Result<()> {
@@ -174,6 +203,7 @@ mod tests {
     #![allow(clippy::unwrap_used)]
     use std::io::Write;
 
+    use rustix::net::{AddressFamily, SocketFlags, SocketType};
     use transship_wire::qemu::{Block, Configuration, Described, Name, StreamWriter, describe};
 
     use super::*;
@@ -181,6 +211,11 @@ mod tests {
     const SECTION: u32 = 2;
 
     fn stream(asks: bool) -> Vec<u8> {
+        stream_with(asks, &[1; 24])
+    }
+
+    /// `bytes`: what the device has.
+    fn stream_with(asks: bool, bytes: &[u8]) -> Vec<u8> {
         let name = |text: &str| Name::new(text).unwrap();
         let mut writer = StreamWriter::new(0, SECTION);
         writer.header().configuration(&Configuration::new(name("pc-q35-10.0")));
@@ -191,8 +226,8 @@ mod tests {
         let block = Block { name: rom.clone(), used_bytes: 4096, gpa: None, mapped: None };
         writer.ram_start(4096).block(&block).end_of_section();
         writer.end().page(&rom, 0, &[7; 4096]).end_of_section();
-        writer.full(3, &timer, 0, 2, &[1; 24]).eof();
-        let fields = &[("ticks", "buffer", 24)];
+        writer.full(3, &timer, 0, 2, bytes).eof();
+        let fields = &[("ticks", "buffer", bytes.len() as u64)];
         writer.vmdesc(&describe(&[Described { name: &timer, instance: 0, version: 2, fields }]));
         writer.take_bytes()
     }
@@ -234,5 +269,28 @@ mod tests {
             reader.take_tail().unwrap();
         }
         assert!(reader.stage == Stage::Tail && reader.output.is_empty());
+    }
+
+    /// A device's bytes may be such that up to some place in them all looks whole.
+    #[test]
+    fn an_end_that_a_guest_has_forged_is_none() {
+        let wanted = stream_with(true, &[1; 24]);
+        // What a guest would write into its device: the rest of a stream that has no more than 24 bytes of it.
+        let at = wanted.windows(24).position(|bytes| bytes == [1; 24]).unwrap();
+        let (asked, plain) = (stream_with(true, &wanted[at..]), stream_with(false, &wanted[at..]));
+        let forged_end = wanted.len();
+        assert!(asked[..at] == wanted[..at] && asked[at..forged_end] == wanted[at..] && asked.len() > forged_end);
+        // One piece is read at a time, whatever else is there already.
+        let kinds = (AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC);
+        let (ours, qemus) = rustix::net::socketpair(kinds.0, kinds.1, kinds.2, None).unwrap();
+        for piece in [&asked[..forged_end], &asked[forged_end..]] {
+            assert_eq!(rustix::io::write(&qemus, piece).unwrap(), piece.len());
+        }
+        let complete = Arc::new(AtomicBool::new(false));
+        let mut reader = ToTheTrailer::new(UnixStream::from(ours), Arc::clone(&complete));
+        let mut read = Vec::new();
+        reader.read_to_end(&mut read).unwrap();
+        assert!(read == plain, "{} bytes of {}", read.len(), plain.len());
+        assert!(complete.load(Ordering::Acquire));
     }
 }
