@@ -13,8 +13,8 @@
 //! workload: bad page=N version=V found=F [words=W]    the first few errors
 //! workload: old mib=N                               free memory was filled and given back, as "old" asks for
 //! workload: dropped mib=N                           what was held was given back, as "drop" asks for
-//! workload: fresh mib=N wrong=W                     free memory was taken, as "fresh" asks for; in so many of its
-//! pages something was not zero
+//! workload: fresh mib=N wrong=W                     free memory was taken, as "fresh" asks for; in so many of its pages
+//!                                                   something was not zero
 //! workload: at rest                                 nothing is compiled any more, as "rest" asks for
 //! workload: disk blocks=B writes=N errors=E         all blocks of the disk were checked, before each sweep's line, which has their errors too
 //! workload: bad block=B ...                         the first few of these
@@ -91,8 +91,8 @@ fn main() {
     Churn::start(&workload.churn, settings.churn);
     Disk::start(&workload.disk, settings.disk);
     say(format_args!("ready pages={}", settings.pages));
-//! possible; 0), `workload.hold` (MiB that are written before "ready" and kept until "drop"; 0), `workload.disk` (MiB of the first
-//! disk that are written and checked; 0).
+    let asked = listen(&workload.disk, held);
+    workload.run(&settings, &asked);
 }
 
 impl Settings {

@@ -52,7 +52,7 @@ impl MemoryMount {
     /// The system's own.
     pub fn free_mib(&self) -> Result<u64> {
         let room = rustix::fs::statvfs(self.path()).map_err(failed("asking a file system for its room"))?;
-        Ok(room.f_bavail * room.f_frsize >> 20)
+        Ok((room.f_bavail * room.f_frsize) >> 20)
     }
 }
 

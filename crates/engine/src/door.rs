@@ -235,8 +235,8 @@ mod tests {
             dial(port).write_all(b"quick").unwrap();
             assert_eq!(next(&mut door), b"quick");
         }
-        for number in 0..slow.len() {
-            slow[number].write_all(b"w").unwrap();
+        for slow in &mut slow {
+            slow.write_all(b"w").unwrap();
             assert_eq!(next(&mut door), b"slow");
         }
         assert_eq!(door.waiting.len(), silent.len());

@@ -165,7 +165,9 @@ impl Filler {
         let uffd = userfaultfd(Faults::User).unwrap();
         let missing = Missing::new(rustix::io::dup(&uffd).unwrap(), vec![guest.area()], &[PAGES]).unwrap();
         let claims = rustix::io::dup(Claims::new(&[PAGES]).unwrap().fd()).unwrap();
-        [uffd.as_fd(), claims.as_fd()].map(|fd| rustix::io::fcntl_setfd(fd, FdFlags::empty()).unwrap());
+        for fd in [uffd.as_fd(), claims.as_fd()] {
+            rustix::io::fcntl_setfd(fd, FdFlags::empty()).unwrap();
+        }
         let child = Command::new(std::env::current_exe().unwrap())
             .args(["--exact", "once::filler", "--nocapture", "--test-threads=1"])
             .env(GIVEN, format!("{} {} {}", uffd.as_raw_fd(), claims.as_raw_fd(), guest.area().address))

@@ -29,11 +29,10 @@ use transship_wire::qemu::{Command, Record, Step, StreamReader, TailWatch};
 
 use super::state_channel::SAVE_WAIT;
 
-/// How long QEMU writes nothing, behind a trailer, when it waits. It adds to the time that the guest stands still. A
-/// QEMU that pauses that long in the middle, just
-/// where its guest has forged an end, is cut short there: then the snapshot of that guest is not whole, and nothing
-/// else is harmed.
-const SILENCE: Duration = Duration::from_millis(20);
+/// How long QEMU writes nothing, behind a trailer, when it waits. It adds to the time that the guest stands still, so
+/// it is short. A QEMU that pauses that long in the middle, just where its guest has forged an end, is cut short there:
+/// then the snapshot of that guest is not whole, and nothing else is harmed.
+const SILENCE: Duration = Duration::from_millis(2);
 const PIECE_BYTES: usize = 256 << 10;
 /// More device state than any machine has.
 const TAIL_BYTES_MAX: usize = 1 << 30;
