@@ -13,6 +13,7 @@ mod fail_point;
 mod forecast;
 mod free;
 pub mod guest;
+mod hand_over;
 mod options;
 mod pacer;
 mod page_map;

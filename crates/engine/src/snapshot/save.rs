@@ -16,9 +16,7 @@ use super::{
     uri::FileUri,
 };
 use crate::{
-    Error, FileReport, Phase, Progress, Report, fail_point,
-    guest::SourceGuest,
-    source::{finish, take_back},
+    Error, FileReport, Phase, Progress, Report, fail_point, guest::SourceGuest, hand_over::take_back, source::finish,
     unplug::unplug,
 };
 

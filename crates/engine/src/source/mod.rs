@@ -13,7 +13,7 @@ use crate::{
     rounds::{Course, Rounds},
 };
 use session::Session;
-pub(crate) use switchover::take_back;
+use switchover::Transship;
 
 /// Moves the guest to the `transship receive` that listens at `to`.
 ///
@@ -34,8 +34,8 @@ pub fn move_guest(
     // Ending the tracking takes time that grows with the memory; by then the guest runs again, here or there, and nobody waits for it.
     let mut rounds = None;
     let result = Session::open(guest, to, options, progress).and_then(|mut session| {
-        let mut source = Source { guest, options, progress, report, begin };
-        source.run(&mut session, &mut rounds).inspect_err(|error| {
+        let mut course = Course { guest, progress, report, begin };
+        run(&mut course, &mut session, options, &mut rounds).inspect_err(|error| {
             // Nothing is said after `Go`.
             if progress.phase() != Phase::HandedOver {
                 session.control.abort(error);
@@ -46,6 +46,18 @@ pub fn move_guest(
         guest.plug_back();
     }
     finish(result, begin, progress, report)
+}
+
+fn run(
+    course: &mut Course<'_>,
+    session: &mut Session,
+    options: &MoveOptions,
+    rounds: &mut Option<Rounds>,
+) -> Result<(), Error> {
+    let MoveOptions { downtime, bandwidth, max_rounds, verify, .. } = *options;
+    let aim = Aim { medium: Medium::Link, downtime, bandwidth, max_rounds };
+    let (rounds, was_running) = course.up_to_switchover(rounds, session, aim)?;
+    course.hand_over(&mut Transship { session, verify }, rounds, was_running)
 }
 
 /// The end of either side: what follows from the result and the rest goes into the report.
@@ -75,25 +87,5 @@ fn status_of(result: &Result<(), Error>) -> Status {
         Err(Error::NotConverging(_)) => Status::NotConverging,
         Err(Error::Unknown(_)) => Status::Unknown,
         Err(_) => Status::Failed,
-    }
-}
-
-struct Source<'a> {
-    guest: &'a mut dyn SourceGuest,
-    options: &'a MoveOptions,
-    progress: &'a Arc<Progress>,
-    report: &'a mut Report,
-    begin: Instant,
-}
-
-impl Source<'_> {
-    /// The phases. Whatever fails before the hand-over, the guest is resumed in the one place that handles it.
-    fn run(&mut self, session: &mut Session, rounds: &mut Option<Rounds>) -> Result<(), Error> {
-        let MoveOptions { downtime, bandwidth, max_rounds, .. } = *self.options;
-        let aim = Aim { medium: Medium::Link, downtime, bandwidth, max_rounds };
-        let Self { guest, progress, report, begin, .. } = self;
-        let mut course = Course { guest: *guest, progress, report, begin: *begin };
-        let (rounds, was_running) = course.up_to_switchover(rounds, session, aim)?;
-        switchover::run(self, session, rounds, was_running)
     }
 }

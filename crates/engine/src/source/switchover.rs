@@ -1,21 +1,19 @@
-//! The end of a move: stop, last round, device state, hand over.
-//!
-//! Up to the point of no return, which is in [`give_up`], every failure leads back: the guest is resumed here, and the destination,
-//! which has not been told to go, never starts it. From there on the guest is the destination's, whatever happens to us.
-use std::{
-    io::Read,
-    panic::resume_unwind,
-    thread,
-    time::{Duration, Instant},
-};
+//! The end of a move to a transship: last round, device state, `Go`.
+use std::{io::Read, panic::resume_unwind, thread, time::Duration};
 
 use crossbeam_channel::{Receiver, Sender, bounded};
 use transship_memory::GuestMemory;
 use transship_wire::Message;
 
-use super::{Source, session::Session};
+use super::session::Session;
 use crate::{
-    Error, Phase, Progress, Report, control::Control, digest::digest, fail_point, guest::SourceGuest, rounds::Rounds,
+    Error, Progress, Report,
+    control::Control,
+    digest::digest,
+    fail_point,
+    guest::SourceGuest,
+    hand_over::Peer,
+    rounds::{Course, Rounds},
     transport::STALL_TIMEOUT,
 };
 
@@ -28,56 +26,76 @@ const LOAD_TIMEOUT: Duration = Duration::from_secs(120);
 /// How long the last round may take to arrive after it was sent: the guest stands still meanwhile.
 const DONE_TIMEOUT_STOPPED: Duration = Duration::from_secs(60);
 
-/// Stops the guest and hands it over. `run`: it was running, so it is to run there.
-pub(crate) fn run(source: &mut Source<'_>, session: &mut Session, rounds: &mut Rounds, run: bool) -> Result<(), Error> {
-    let stopped = Instant::now();
-    let loaded = source
-        .guest
-        .stop()
-        .map_err(Error::from)
-        .and_then(|()| fail_point::reach("source.stopped"))
-        .and_then(|()| bring_the_rest(source, session, rounds));
-    let control = &mut session.control;
-    let given_up = loaded.and_then(|()| give_up(source, control, run));
-    if let Err(error) = given_up {
-        return Err(take_back(source.guest, error, run));
-    }
-    let confirmed = await_confirmation(source, control);
-    source.report.downtime_ms = if run { stopped.elapsed().as_secs_f64() * 1e3 } else { 0.0 };
-    confirmed
+/// The transship that receives. It never starts a guest before `Go`, so hanging up can wait until the guest runs here again.
+pub(super) struct Transship<'a> {
+    pub(super) session: &'a mut Session,
+    pub(super) verify: bool,
 }
 
-/// Everything that the destination needs, up to its word that it has loaded it all. The VMM saves the device state while the last round is sent: it
-/// writes to no guest memory any more.
-fn bring_the_rest(source: &mut Source<'_>, session: &mut Session, rounds: &mut Rounds) -> Result<(), Error> {
-    let Source { guest, options, progress, report, .. } = source;
-    let memory = guest.memory();
-    let (pieces, state) = bounded(STATE_PIECES);
-    let (sent, saved) = thread::scope(|scope| {
-        let saving = scope.spawn(|| save_state(*guest, pieces));
-        let sent = rounds
-            .send_the_rest(session, DONE_TIMEOUT_STOPPED, progress, report)
-            .and_then(|()| {
-                if options.verify { verify(&memory, &mut session.control, rounds, progress, report) } else { Ok(()) }
-            })
-            .and_then(|()| send_state(&state, &mut session.control));
-        drop(state); // after a failure nobody takes the rest of it
-        (sent, saving.join().unwrap_or_else(|panic| resume_unwind(panic)))
-    });
-    let (bytes, digest) = sent?;
-    saved?;
-    report.bytes.wire += bytes;
-    let control = &mut session.control;
-    control.send(&Message::StateEnd { bytes, digest })?;
-    fail_point::reach("source.state-sent")?;
-    match control.receive("its Loaded", LOAD_TIMEOUT, progress)? {
-        Message::Loaded => {}
-        other => return Err(control.unexpected(&other, "where Loaded was due")),
+impl Peer for Transship<'_> {
+    fn name(&self) -> &'static str {
+        "source"
     }
-    fail_point::reach("source.loaded")
+
+    /// The VMM saves the device state while the last round is sent: it writes to no guest memory any more.
+    fn bring_the_rest(&mut self, course: &mut Course<'_>, rounds: &mut Rounds, _run: bool) -> Result<(), Error> {
+        let Self { session, verify } = self;
+        let Course { guest, progress, report, .. } = course;
+        let memory = guest.memory();
+        let (pieces, state) = bounded(STATE_PIECES);
+        let (sent, saved) = thread::scope(|scope| {
+            let saving = scope.spawn(|| save_state(*guest, pieces));
+            let sent = rounds
+                .send_the_rest(*session, DONE_TIMEOUT_STOPPED, progress, report)
+                .and_then(|()| {
+                    if *verify { compare(&memory, &mut session.control, rounds, progress, report) } else { Ok(()) }
+                })
+                .and_then(|()| send_state(&state, &mut session.control));
+            drop(state); // after a failure nobody takes the rest of it
+            (sent, saving.join().unwrap_or_else(|panic| resume_unwind(panic)))
+        });
+        let (bytes, digest) = sent?;
+        saved?;
+        report.bytes.wire += bytes;
+        let control = &mut session.control;
+        control.send(&Message::StateEnd { bytes, digest })?;
+        fail_point::reach("source.state-sent")?;
+        match control.receive("its Loaded", LOAD_TIMEOUT, progress)? {
+            Message::Loaded => {}
+            other => return Err(control.unexpected(&other, "where Loaded was due")),
+        }
+        fail_point::reach("source.loaded")
+    }
+
+    fn check_silence(&mut self) -> Result<(), Error> {
+        self.session.control.check_silence()
+    }
+
+    fn commit(&mut self, run: bool) -> Result<(), Error> {
+        self.session.control.send_whole(&Message::Go { run })
+    }
+
+    fn await_word(&mut self) -> Result<(), Error> {
+        let control = &mut self.session.control;
+        let deaf = Progress::default(); // cancelling has no effect any more
+        fail_point::reach("source.go-sent")?;
+        match control.receive("word that the guest runs", STALL_TIMEOUT * 2, &deaf)? {
+            Message::Running => Ok(()),
+            other => Err(control.unexpected(&other, "where Running was due")),
+        }
+    }
+
+    fn hang_up(&mut self) {}
+
+    fn without_word(&self, error: &Error, by_hand: &str) -> String {
+        format!(
+            "the guest was handed over, but the destination did not confirm that it runs: {error}. Look there first. If it runs there, \
+             all is well and this one can be ended. Only if it does not run there and will not be started there, resume it here with: {by_hand}"
+        )
+    }
 }
 
-fn verify(
+fn compare(
     memory: &GuestMemory,
     control: &mut Control,
     rounds: &Rounds,
@@ -129,48 +147,4 @@ fn send_state(state: &Receiver<Vec<u8>>, control: &mut Control) -> Result<(u64, 
         control.check_silence()?;
     }
     Ok((total, hasher.finalize().into()))
-}
-
-/// A failure before the guest was given up: it goes on here.
-pub(crate) fn take_back(guest: &mut dyn SourceGuest, error: Error, run: bool) -> Error {
-    match guest.resume(run) {
-        Ok(()) => error,
-        Err(resume) => Error::Unknown(format!(
-            "{error}; and the guest could not be resumed here: {resume}. It stands still, whole, and is not running anywhere else: \
-             resume it with: {}",
-            guest.resume_hint()
-        )),
-    }
-}
-
-/// The point of no return. An error means that not one byte of `Go` left this side: the guest is still ours. Otherwise we must assume
-/// from here on that the destination runs it, whatever we hear or don't hear afterwards.
-fn give_up(source: &mut Source<'_>, control: &mut Control, run: bool) -> Result<(), Error> {
-    control.check_silence()?;
-    if source.progress.is_cancelled() {
-        return Err(Error::Cancelled);
-    }
-    source.guest.give_up()?;
-    source.progress.set_phase(Phase::HandedOver);
-    control.send_whole(&Message::Go { run }).inspect_err(|_| source.progress.set_phase(Phase::Switchover))
-}
-
-/// Waits for the word that the guest runs there.
-fn await_confirmation(source: &Source<'_>, control: &mut Control) -> Result<(), Error> {
-    let deaf = crate::Progress::default(); // cancelling has no effect any more
-    let answer = fail_point::reach("source.go-sent")
-        .and_then(|()| control.receive("word that the guest runs", STALL_TIMEOUT * 2, &deaf));
-    match answer {
-        Ok(Message::Running) => Ok(()),
-        Ok(other) => Err(unknown(source, &control.unexpected(&other, "where Running was due"))),
-        Err(error) => Err(unknown(source, &error)),
-    }
-}
-
-fn unknown(source: &Source<'_>, error: &Error) -> Error {
-    Error::Unknown(format!(
-        "the guest was handed over, but the destination did not confirm that it runs: {error}. Look there first. If it runs there, \
-         all is well and this one can be ended. Only if it does not run there and will not be started there, resume it here with: {}",
-        source.guest.resume_hint()
-    ))
 }

@@ -28,6 +28,7 @@ use crate::{
 };
 use plan::Plan;
 use session::Session;
+use switchover::StockQemu;
 
 /// Options of a move to a stock QEMU.
 #[derive(Debug, Clone)]
@@ -81,8 +82,8 @@ pub fn send_to_qemu(
         let uuid = guest.uuid()?;
         let mut session = Session::open(to, plan, uuid, guest.memory(), &regions, options, progress)?;
         fail_point::reach("peer.connected")?;
-        let result =
-            Send { guest: &mut *guest, regions, options, progress, report, begin }.run(&mut session, &mut rounds);
+        let mut course = Course { guest: &mut *guest, progress, report, begin };
+        let result = run(&mut course, &mut session, options, &regions, &mut rounds);
         session.hang_up();
         result
     });
@@ -103,23 +104,15 @@ fn prepare(guest: &mut dyn SourceGuest, options: &QemuSendOptions) -> Result<(Pl
     Ok((Plan::new(machine_name(guest)?, options)?, region_blocks(guest)?))
 }
 
-struct Send<'a> {
-    guest: &'a mut dyn SourceGuest,
-    regions: Vec<RegionBlock>,
-    options: &'a QemuSendOptions,
-    progress: &'a Arc<Progress>,
-    report: &'a mut Report,
-    begin: Instant,
-}
-
-impl Send<'_> {
-    /// The phases. Whatever fails before the hand-over, the guest is resumed in the one place that handles it.
-    fn run(&mut self, session: &mut Session, rounds: &mut Option<Rounds>) -> Result<(), Error> {
-        let QemuSendOptions { downtime, bandwidth, max_rounds, .. } = *self.options;
-        let aim = Aim { medium: Medium::Link, downtime, bandwidth, max_rounds };
-        let Self { guest, progress, report, begin, .. } = self;
-        let mut course = Course { guest: *guest, progress, report, begin: *begin };
-        let (rounds, was_running) = course.up_to_switchover(rounds, session, aim)?;
-        switchover::run(self, session, rounds, was_running)
-    }
+fn run(
+    course: &mut Course<'_>,
+    session: &mut Session,
+    options: &QemuSendOptions,
+    regions: &[RegionBlock],
+    rounds: &mut Option<Rounds>,
+) -> Result<(), Error> {
+    let QemuSendOptions { downtime, bandwidth, max_rounds, .. } = *options;
+    let aim = Aim { medium: Medium::Link, downtime, bandwidth, max_rounds };
+    let (rounds, was_running) = course.up_to_switchover(rounds, session, aim)?;
+    course.hand_over(&mut StockQemu::new(session, regions), rounds, was_running)
 }

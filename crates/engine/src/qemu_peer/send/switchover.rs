@@ -1,4 +1,4 @@
-//! The end: stop, last round, the state of the devices, hand over.
+//! The end of a move to a stock QEMU: last round, the state of the devices, the byte that ends the stream.
 //!
 //! ```text
 //!   START: blocks of devices   SWITCHOVER_START   END: their pages   device sections   ping ─► pong     everything is loaded
@@ -9,13 +9,18 @@
 //! A stock QEMU runs the guest by itself as soon as it has the end of the stream, one byte, and not before: a stream that breaks off without
 //! it is a failed one. So that byte is the point of no return. It is sent only after the destination has answered a ping that stands behind
 //! the last section, since from there on nothing can fail any more that has to do with what we have sent.
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use transship_memory::PAGE_BYTES;
 use transship_wire::qemu::{Command, StreamWriter, Tail, describe};
 
-use super::{Send, session::Session};
-use crate::{Error, Phase, fail_point, rounds::Rounds, snapshot::DeviceState, source::take_back};
+use super::session::Session;
+use crate::{
+    Error, fail_point,
+    hand_over::Peer,
+    rounds::{Course, Rounds},
+    snapshot::{DeviceState, RegionBlock},
+};
 
 /// How long the last round may take to arrive after it was sent: the guest stands still meanwhile.
 const DONE_TIMEOUT_STOPPED: Duration = Duration::from_secs(60);
@@ -24,46 +29,67 @@ const LOAD_TIMEOUT: Duration = Duration::from_secs(120);
 /// How long it may take from the last byte to its word that the guest runs.
 const RUN_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// Stops the guest and hands it over. `run`: it was running, so it is to run there.
-pub(crate) fn run(send: &mut Send<'_>, session: &mut Session, rounds: &mut Rounds, run: bool) -> Result<(), Error> {
-    let stopped = Instant::now();
-    let loaded = send
-        .guest
-        .stop()
-        .map_err(Error::from)
-        .and_then(|()| fail_point::reach("peer.stopped"))
-        .and_then(|()| bring_the_rest(send, session, rounds, run));
-    let given_up = loaded.and_then(|end| give_up(send, session, &end));
-    if let Err(error) = given_up {
-        // First of all: nothing that is still on its way may become a whole stream.
-        session.hang_up();
-        return Err(take_back(send.guest, error, run));
-    }
-    let confirmed = fail_point::reach("peer.end-sent")
-        .and_then(|()| session.line.await_loaded(RUN_TIMEOUT))
-        .map_err(|error| unknown(send, &error));
-    send.report.downtime_ms = if run { stopped.elapsed().as_secs_f64() * 1e3 } else { 0.0 };
-    confirmed
+/// The QEMU that waits.
+pub(super) struct StockQemu<'a> {
+    session: &'a mut Session,
+    regions: &'a [RegionBlock],
+    /// The end of the stream, which is kept back.
+    end: Vec<u8>,
 }
 
-/// Everything but the end of the stream, which is returned, up to the destination's word that it has loaded all of it.
-fn bring_the_rest(
-    send: &mut Send<'_>,
-    session: &mut Session,
-    rounds: &mut Rounds,
-    run: bool,
-) -> Result<Vec<u8>, Error> {
-    rounds.send_the_rest(session, DONE_TIMEOUT_STOPPED, send.progress, send.report)?;
-    let mut state = DeviceState::take(send.guest, &send.regions, run)?;
-    let end = cut_end(&mut state.tail)?;
-    check(&state, session)?;
-    let before = session.line.sent;
-    send_state(&state, session)?;
-    fail_point::reach("peer.state-sent")?;
-    session.settle("load the devices", LOAD_TIMEOUT)?;
-    send.report.bytes.wire += session.line.sent - before + end.len() as u64;
-    fail_point::reach("peer.loaded")?;
-    Ok(end)
+impl<'a> StockQemu<'a> {
+    pub(super) fn new(session: &'a mut Session, regions: &'a [RegionBlock]) -> Self {
+        Self { session, regions, end: Vec::new() }
+    }
+}
+
+impl Peer for StockQemu<'_> {
+    fn name(&self) -> &'static str {
+        "peer"
+    }
+
+    /// Everything but the end of the stream.
+    fn bring_the_rest(&mut self, course: &mut Course<'_>, rounds: &mut Rounds, run: bool) -> Result<(), Error> {
+        let Self { session, regions, end } = self;
+        let Course { guest, progress, report, .. } = course;
+        rounds.send_the_rest(*session, DONE_TIMEOUT_STOPPED, progress, report)?;
+        let mut state = DeviceState::take(*guest, regions, run)?;
+        *end = cut_end(&mut state.tail)?;
+        check(&state, session)?;
+        let before = session.line.sent;
+        send_state(&state, session)?;
+        fail_point::reach("peer.state-sent")?;
+        session.settle("load the devices", LOAD_TIMEOUT)?;
+        report.bytes.wire += session.line.sent - before + end.len() as u64;
+        fail_point::reach("peer.loaded")
+    }
+
+    fn check_silence(&mut self) -> Result<(), Error> {
+        self.session.line.check_silence()
+    }
+
+    /// The destination runs the guest as soon as it has this, or stands it there as the device state says.
+    fn commit(&mut self, _run: bool) -> Result<(), Error> {
+        self.session.line.send_end(&self.end)
+    }
+
+    fn await_word(&mut self) -> Result<(), Error> {
+        fail_point::reach("peer.end-sent")?;
+        self.session.line.await_loaded(RUN_TIMEOUT)
+    }
+
+    fn hang_up(&mut self) {
+        self.session.hang_up();
+    }
+
+    /// Not even a clear "failed" makes it sure: the destination says it also when only the description behind the end has not come.
+    fn without_word(&self, error: &Error, by_hand: &str) -> String {
+        format!(
+            "the guest was handed over, but the destination did not confirm that it has it: {error}. Look at that QEMU first (info status). If it \
+             runs there, or is paused there with its state loaded, all is well and this one can be ended. Only if that QEMU has ended, or says \
+             inmigrate and is ended now, resume it here with: {by_hand}"
+        )
+    }
 }
 
 /// Takes the end off the device sections: the byte that says so, and what follows. It is not sent before everything else is loaded.
@@ -127,26 +153,4 @@ fn send_state(state: &DeviceState, session: &mut Session) -> Result<(), Error> {
     session.end_of_memory()?;
     session.line.writer.raw(&state.tail);
     Ok(())
-}
-
-/// The point of no return. An error means that not one byte of the end left this side: the guest is still ours. Otherwise we must assume from
-/// here on that the destination runs it, whatever we hear or don't hear afterwards.
-fn give_up(send: &mut Send<'_>, session: &mut Session, end: &[u8]) -> Result<(), Error> {
-    session.line.check_silence()?;
-    if send.progress.is_cancelled() {
-        return Err(Error::Cancelled);
-    }
-    send.guest.give_up()?;
-    send.progress.set_phase(Phase::HandedOver);
-    session.line.send_end(end).inspect_err(|_| send.progress.set_phase(Phase::Switchover))
-}
-
-/// Not even a clear "failed" makes it sure: the destination says it also when only the description behind the end has not come.
-fn unknown(send: &Send<'_>, error: &Error) -> Error {
-    Error::Unknown(format!(
-        "the guest was handed over, but the destination did not confirm that it has it: {error}. Look at that QEMU first (info status). If it \
-         runs there, or is paused there with its state loaded, all is well and this one can be ended. Only if that QEMU has ended, or says \
-         inmigrate and is ended now, resume it here with: {}",
-        send.guest.resume_hint()
-    ))
 }

@@ -1,0 +1,89 @@
+//! The end of a move, whoever is at the other end: the guest is stopped, what is left of it is brought, and it is given up.
+//!
+//! ```text
+//!   stop              the guest stands still                              ┐
+//!   bring the rest    the last round, the device state; "it could run"    ├ what fails here leads back: hang up, take back
+//!   give up           the point of no return                              ┘
+//!   await the word    "it runs"                                             what fails here is for a person: nobody can tell
+//! ```
+use std::time::Instant;
+
+use crate::{
+    Error, Phase, Progress, fail_point,
+    guest::SourceGuest,
+    rounds::{Course, Rounds},
+};
+
+/// The other end, once the guest is to be stopped.
+pub(crate) trait Peer {
+    /// What its steps begin with, for tests that fail there.
+    fn name(&self) -> &'static str;
+
+    /// Brings everything that is needed to run the guest, up to the peer's word that it could. `run`: it is to run there.
+    fn bring_the_rest(&mut self, course: &mut Course<'_>, rounds: &mut Rounds, run: bool) -> Result<(), Error>;
+
+    /// An error if the peer has said anything, or has gone: nothing is expected from it now.
+    fn check_silence(&mut self) -> Result<(), Error>;
+
+    /// Sends what makes the guest the peer's.
+    ///
+    /// # Errors
+    /// Not one byte of it left this side.
+    fn commit(&mut self, run: bool) -> Result<(), Error>;
+
+    /// Waits for the word that it has the guest. Nothing can be cancelled any more.
+    fn await_word(&mut self) -> Result<(), Error>;
+
+    /// The guest stays here: nothing that is on its way may become a whole guest there.
+    fn hang_up(&mut self);
+
+    /// What a person is told when the word did not come. `by_hand`: resumes the guest here.
+    fn without_word(&self, error: &Error, by_hand: &str) -> String;
+}
+
+impl Course<'_> {
+    /// Stops the guest and hands it over. `run`: it was running, so it is to run there.
+    pub(crate) fn hand_over(&mut self, peer: &mut dyn Peer, rounds: &mut Rounds, run: bool) -> Result<(), Error> {
+        let stopped = Instant::now();
+        let given_up = self
+            .stop(peer)
+            .and_then(|()| peer.bring_the_rest(self, rounds, run))
+            .and_then(|()| give_up(self.guest, peer, self.progress, run));
+        if let Err(error) = given_up {
+            peer.hang_up();
+            return Err(take_back(self.guest, error, run));
+        }
+        let word = peer.await_word();
+        self.report.downtime_ms = if run { stopped.elapsed().as_secs_f64() * 1e3 } else { 0.0 };
+        word.map_err(|error| Error::Unknown(peer.without_word(&error, &self.guest.resume_hint())))
+    }
+
+    fn stop(&mut self, peer: &dyn Peer) -> Result<(), Error> {
+        self.guest.stop()?;
+        fail_point::reach(&format!("{}.stopped", peer.name()))
+    }
+}
+
+/// The point of no return. An error means that the guest is still ours. Otherwise we must assume from here on that the peer runs it,
+/// whatever we hear or don't hear afterwards.
+fn give_up(guest: &mut dyn SourceGuest, peer: &mut dyn Peer, progress: &Progress, run: bool) -> Result<(), Error> {
+    peer.check_silence()?;
+    if progress.is_cancelled() {
+        return Err(Error::Cancelled);
+    }
+    guest.give_up()?;
+    progress.set_phase(Phase::HandedOver);
+    peer.commit(run).inspect_err(|_| progress.set_phase(Phase::Switchover))
+}
+
+/// A failure before the guest was given up: it goes on here.
+pub(crate) fn take_back(guest: &mut dyn SourceGuest, error: Error, run: bool) -> Error {
+    match guest.resume(run) {
+        Ok(()) => error,
+        Err(resume) => Error::Unknown(format!(
+            "{error}; and the guest could not be resumed here: {resume}. It stands still, whole, and is not running anywhere else: \
+             resume it with: {}",
+            guest.resume_hint()
+        )),
+    }
+}
