@@ -144,9 +144,6 @@ pub(crate) enum Command {
         /// What the guest's adapter has to know for that
         #[arg(long, default_value = "", allow_hyphen_values = true)]
         will: String,
-        /// It ran
-        #[arg(long)]
-        run: bool,
     },
     /// Bring the pages of a guest if the `restore --lazy` that started this dies
     #[command(hide = true)]

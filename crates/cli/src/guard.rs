@@ -1,8 +1,8 @@
 //! A guest must not stand still for ever because the process that stopped it was killed, nor lack a device that was unplugged.
 //!
-//! While the guest is stopped or lacks something, and is not given up, a second process waits on a pipe for the end of this one. When the pipe ends without a word,
-//! it puts the guest back as it was, and lets it run again if it ran. The word is written before the destination is told to go: from then on
-//! nobody here resumes the guest.
+//! While the guest is stopped or lacks something, and is not given up, a second process waits on a pipe for the end of this one. When the pipe ends, it does
+//! what the last word on it says: the guest is put back as it was, and let run again if it ran when it was stopped; or, if it was given up, nothing.
+//! That word is written before the destination is told to go: from then on nobody here resumes the guest.
 use std::{
     env,
     io::{self, Read, Write},
@@ -13,14 +13,29 @@ use std::{
 };
 
 use transship_balloon::Client;
-use transship_engine::guest::{GuestError, Hints, SourceGuest, StateFormat};
+use transship_engine::guest::{Found, GuestError, Hints, SourceGuest, StateFormat};
 use transship_memory::{Freeing, GuestMemory, Protection, Tracker};
 use transship_wire::GuestDescription;
 
 use crate::output;
 
-/// The word.
-pub(crate) const DISARM: u8 = b'd';
+/// A word to the second process. Before the first one the guest was not stopped.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[repr(u8)]
+pub(crate) enum Word {
+    /// The guest is stopped, or about to be, and is to run again.
+    RunAgain = b'r',
+    /// The guest stands, or runs, and is to be left so.
+    LeaveIt = b'l',
+    /// The guest is as it was, or given up: nothing is to be done.
+    End = b'd',
+}
+
+impl Word {
+    pub(crate) fn read(byte: u8) -> Option<Self> {
+        [Self::RunAgain, Self::LeaveIt, Self::End].into_iter().find(|word| *word as u8 == byte)
+    }
+}
 
 /// A source with a guard beside it while it is not as it was.
 pub(crate) struct Guarded {
@@ -48,8 +63,8 @@ impl Guarded {
         Self { guest, vm: vm.to_owned(), has_balloon, balloon, lacks: false, guard: None, ending: None }
     }
 
-    /// `run`: it runs, and is to run again.
-    fn arm(&mut self, run: bool) -> Result<(), GuestError> {
+    /// Starts the second process, unless it is there.
+    fn arm(&mut self) -> Result<(), GuestError> {
         if self.guard.is_some() {
             return Ok(());
         }
@@ -57,7 +72,6 @@ impl Guarded {
         let start = || {
             Command::new(env::current_exe()?)
                 .args(["guard", "--vm", &self.vm, "--will", &will])
-                .args(run.then_some("--run"))
                 .stdin(Stdio::piped())
                 .stdout(Stdio::null())
                 // A Ctrl-C in the terminal, and a kill of our group, are not for it.
@@ -69,16 +83,31 @@ impl Guarded {
         Ok(())
     }
 
+    /// Tells it what is to become of the guest. One that is not there need not know.
+    fn tell(&mut self, word: Word) -> Result<(), GuestError> {
+        let Some(pipe) = self.guard.as_mut().and_then(|guard| guard.stdin.as_mut()) else { return Ok(()) };
+        let told = pipe.write_all(&[word as u8]);
+        told.map_err(|e| GuestError(format!("the process that guards the guest does not listen: {e}")))
+    }
+
     /// Once the word is written the guard can't act, whenever it gets to read it.
     fn disarm(&mut self) -> io::Result<()> {
         let Some(mut guard) = self.guard.take() else { return Ok(()) };
-        let told = guard.stdin.take().map_or(Ok(()), |mut pipe| pipe.write_all(&[DISARM]));
+        let told = guard.stdin.take().map_or(Ok(()), |mut pipe| pipe.write_all(&[Word::End as u8]));
         if told.is_err() {
             // It does not listen: it must not act either.
             guard.kill()?;
         }
         self.ending = Some(guard);
         Ok(())
+    }
+}
+
+/// What is to become of a guest that we have stopped, should we die.
+fn on(found: Found) -> Word {
+    match found {
+        Found::Running => Word::RunAgain,
+        Found::Standing => Word::LeaveIt,
     }
 }
 
@@ -110,8 +139,7 @@ impl SourceGuest for Guarded {
 
     fn unplug(&mut self, until: Instant) -> Result<bool, GuestError> {
         if self.has_balloon {
-            let run = self.guest.is_running()?;
-            self.arm(run)?;
+            self.arm()?;
             self.lacks = true;
         }
         self.guest.unplug(until)
@@ -133,11 +161,14 @@ impl SourceGuest for Guarded {
         self.guest.is_running()
     }
 
-    fn stop(&mut self) -> Result<(), GuestError> {
-        // A guest that stood before is not to be let run.
-        let run = self.guest.is_running()?;
-        self.arm(run)?;
-        self.guest.stop()
+    fn stop(&mut self) -> Result<Found, GuestError> {
+        self.arm()?;
+        // A guest that stands is not to be let run. Somebody may pause it, or let it run, right after we have asked: the second word is right.
+        let runs = self.guest.is_running()?;
+        self.tell(on(Found::by(runs)))?;
+        let found = self.guest.stop()?;
+        self.tell(on(found))?;
+        Ok(found)
     }
 
     fn protect(&mut self) -> Result<Protection, GuestError> {
@@ -184,10 +215,8 @@ impl SourceGuest for Guarded {
 
     fn resume(&mut self, run: bool) -> Result<(), GuestError> {
         self.guest.resume(run)?;
-        if !self.lacks {
-            // If this fails the guard lets a guest run that runs already.
-            let _ = self.disarm();
-        }
+        // If this fails the guard lets a guest run that runs already.
+        let _ = if self.lacks { self.tell(Word::LeaveIt).map_err(io::Error::other) } else { self.disarm() };
         Ok(())
     }
 

@@ -66,7 +66,7 @@ fn dispatch(cli: &Cli) -> Result<(), Failure> {
         Command::Balloon(args) => commands::balloon::run(args),
         Command::Guest(args) => commands::guest::run(args),
         Command::Bench(bench) => bench.run().map_err(Failure::Failed),
-        Command::Guard { vm, will, run } => commands::guard::run(vm, will, *run),
+        Command::Guard { vm, will } => commands::guard::run(vm, will),
         Command::StandIn { vm } => commands::stand_in::run(vm),
         Command::Completions { shell } => commands::shell::completions(*shell),
         Command::Man { subcommand } => commands::shell::manual(subcommand.as_deref()),

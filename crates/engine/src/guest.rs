@@ -44,6 +44,27 @@ pub struct Place {
     pub pages: PageRange,
 }
 
+/// What a guest did in the moment in which it was stopped.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Found {
+    /// It ran.
+    Running,
+    /// It stood still already, and is to be left so wherever it comes to.
+    Standing,
+}
+
+impl Found {
+    /// Of a guest that runs, or does not.
+    pub fn by(runs: bool) -> Self {
+        if runs { Self::Running } else { Self::Standing }
+    }
+
+    /// It is to run again.
+    pub fn ran(self) -> bool {
+        self == Self::Running
+    }
+}
+
 /// What a guest says about its memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Hint {
@@ -115,8 +136,12 @@ pub trait SourceGuest: Send {
     fn track(&mut self) -> Result<Box<dyn Tracker>, GuestError>;
     /// Whether the vCPUs run now.
     fn is_running(&mut self) -> Result<bool, GuestError>;
-    /// Stops the vCPUs and waits until all writes to guest memory have ended (block jobs flushed included).
-    fn stop(&mut self) -> Result<(), GuestError>;
+    /// Stops the vCPUs and waits until all writes to guest memory have ended (block jobs flushed included). Returns what the guest did right
+    /// before: somebody else may have paused it, or let it run, since it was asked last.
+    ///
+    /// # Errors
+    /// It does not stop, or can't be given away as it is. `resume` then leaves it as it was.
+    fn stop(&mut self) -> Result<Found, GuestError>;
     /// Tracks nothing, but can have writes wait: for a snapshot of one moment. Instead of `track`, called at most once before `stop`.
     ///
     /// As long as the protection is there, memory that is given back may lose its protection and its content: either that does not happen, or
@@ -173,8 +198,8 @@ pub trait SourceGuest: Send {
     fn give_up(&mut self) -> Result<(), GuestError> {
         Ok(())
     }
-    /// Takes back whatever `stop` and `save_state` did: the guest runs here again, as if nothing had been. If `run` is
-    /// false the guest is left stopped but whole.
+    /// Takes back whatever `stop` and `save_state` did. With `run` the guest is as `stop` found it, as if nothing had been: it runs here again if
+    /// it ran. Otherwise it is left stopped, but whole.
     fn resume(&mut self, run: bool) -> Result<(), GuestError>;
     /// How a person resumes this guest by hand, for messages: a command line.
     fn resume_hint(&self) -> String;

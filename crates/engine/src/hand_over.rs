@@ -10,7 +10,7 @@ use std::time::Instant;
 
 use crate::{
     Error, Phase, Progress, fail_point,
-    guest::SourceGuest,
+    guest::{Found, SourceGuest},
     rounds::{Course, Rounds},
 };
 
@@ -19,8 +19,8 @@ pub(crate) trait Peer {
     /// What its steps begin with, for tests that fail there.
     fn name(&self) -> &'static str;
 
-    /// Brings everything that is needed to run the guest, up to the peer's word that it could. `run`: it is to run there.
-    fn bring_the_rest(&mut self, course: &mut Course<'_>, rounds: &mut Rounds, run: bool) -> Result<(), Error>;
+    /// Brings everything that is needed to run the guest, up to the peer's word that it could.
+    fn bring_the_rest(&mut self, course: &mut Course<'_>, rounds: &mut Rounds, found: Found) -> Result<(), Error>;
 
     /// An error if the peer has said anything, or has gone: nothing is expected from it now.
     fn check_silence(&mut self) -> Result<(), Error>;
@@ -29,7 +29,7 @@ pub(crate) trait Peer {
     ///
     /// # Errors
     /// Not one byte of it left this side.
-    fn commit(&mut self, run: bool) -> Result<(), Error>;
+    fn commit(&mut self, found: Found) -> Result<(), Error>;
 
     /// Waits for the word that it has the guest. Nothing can be cancelled any more.
     fn await_word(&mut self) -> Result<(), Error>;
@@ -42,43 +42,45 @@ pub(crate) trait Peer {
 }
 
 impl Course<'_> {
-    /// Stops the guest and hands it over. `run`: it was running, so it is to run there.
-    pub(crate) fn hand_over(&mut self, peer: &mut dyn Peer, rounds: &mut Rounds, run: bool) -> Result<(), Error> {
+    /// Stops the guest and hands it over: it runs there if it ran until it was stopped.
+    pub(crate) fn hand_over(&mut self, peer: &mut dyn Peer, rounds: &mut Rounds) -> Result<(), Error> {
         let stopped = Instant::now();
-        let given_up = self
-            .stop(peer)
-            .and_then(|()| peer.bring_the_rest(self, rounds, run))
-            .and_then(|()| give_up(self.guest, peer, self.progress, run));
-        if let Err(error) = given_up {
-            peer.hang_up();
-            return Err(take_back(self.guest, error, run));
-        }
+        let found = match self.up_to_no_return(peer, rounds) {
+            Ok(found) => found,
+            Err(error) => {
+                peer.hang_up();
+                return Err(take_back(self.guest, error));
+            }
+        };
         let word = peer.await_word();
-        self.report.downtime_ms = if run { stopped.elapsed().as_secs_f64() * 1e3 } else { 0.0 };
+        self.report.downtime_ms = if found.ran() { stopped.elapsed().as_secs_f64() * 1e3 } else { 0.0 };
         word.map_err(|error| Error::Unknown(peer.without_word(&error, &self.guest.resume_hint())))
     }
 
-    fn stop(&mut self, peer: &dyn Peer) -> Result<(), Error> {
-        self.guest.stop()?;
-        fail_point::reach(&format!("{}.stopped", peer.name()))
+    fn up_to_no_return(&mut self, peer: &mut dyn Peer, rounds: &mut Rounds) -> Result<Found, Error> {
+        let found = self.guest.stop()?;
+        fail_point::reach(&format!("{}.stopped", peer.name()))?;
+        peer.bring_the_rest(self, rounds, found)?;
+        give_up(self.guest, peer, self.progress, found)?;
+        Ok(found)
     }
 }
 
 /// The point of no return. An error means that the guest is still ours. Otherwise we must assume from here on that the peer runs it,
 /// whatever we hear or don't hear afterwards.
-fn give_up(guest: &mut dyn SourceGuest, peer: &mut dyn Peer, progress: &Progress, run: bool) -> Result<(), Error> {
+fn give_up(guest: &mut dyn SourceGuest, peer: &mut dyn Peer, progress: &Progress, found: Found) -> Result<(), Error> {
     peer.check_silence()?;
     if progress.is_cancelled() {
         return Err(Error::Cancelled);
     }
     guest.give_up()?;
     progress.set_phase(Phase::HandedOver);
-    peer.commit(run).inspect_err(|_| progress.set_phase(Phase::Switchover))
+    peer.commit(found).inspect_err(|_| progress.set_phase(Phase::Switchover))
 }
 
 /// A failure before the guest was given up: it goes on here.
-pub(crate) fn take_back(guest: &mut dyn SourceGuest, error: Error, run: bool) -> Error {
-    match guest.resume(run) {
+pub(crate) fn take_back(guest: &mut dyn SourceGuest, error: Error) -> Error {
+    match guest.resume(true) {
         Ok(()) => error,
         Err(resume) => Error::Unknown(format!(
             "{error}; and the guest could not be resumed here: {resume}. It stands still, whole, and is not running anywhere else: \

@@ -169,6 +169,8 @@ pub struct Report {
     pub rounds: Vec<RoundReport>,
     /// Pages by kind.
     pub pages: PageCounts,
+    /// Pages that somebody wrote after the last round, when the guest stood still. They were sent all the same; there should be none.
+    pub late_pages: u64,
     /// Bytes by kind.
     pub bytes: ByteCounts,
     /// Wire bytes a second.

@@ -64,14 +64,14 @@ pub(crate) struct Course<'a> {
 }
 
 impl Course<'_> {
-    /// The phases up to the switchover: arms the tracking, and sends what a guest that runs holds until the rest is small. Returns whether it runs.
+    /// The phases up to the switchover: arms the tracking, and sends what a guest that runs holds until the rest is small.
     /// `rounds`: kept there also on failure.
     pub(crate) fn up_to_switchover<'r>(
         &mut self,
         rounds: &'r mut Option<Rounds>,
         link: &mut dyn Link,
         aim: Aim,
-    ) -> Result<(&'r mut Rounds, bool), Error> {
+    ) -> Result<&'r mut Rounds, Error> {
         let Self { guest, progress, report, begin } = self;
         let is_running = guest.is_running()?;
         let rounds = rounds.insert(Rounds::begin(*guest)?);
@@ -84,7 +84,7 @@ impl Course<'_> {
             rounds.until_the_rest_is_small(*guest, link, aim, progress, report)?;
         }
         progress.set_phase(Phase::Switchover);
-        Ok((rounds, is_running))
+        Ok(rounds)
     }
 }
 
@@ -174,6 +174,24 @@ impl Rounds {
         self.scanner.scan_again(link.content())?;
         self.send_pending(link, patience, progress, report)?;
         reach(link, "last-round")
+    }
+
+    /// One more look, when the guest stands still and its device state is saved: from now on nobody has a reason to write. What somebody has written since
+    /// the last round is sent as well, and counted.
+    pub(crate) fn send_the_late(
+        &mut self,
+        link: &mut dyn Link,
+        patience: Duration,
+        progress: &Progress,
+        report: &mut Report,
+    ) -> Result<(), Error> {
+        let late = self.scanner.scan_once_more(link.content())?;
+        if late == 0 {
+            return Ok(());
+        }
+        tracing::warn!(late, "pages were written after the last round, while the guest stood still");
+        report.late_pages += late;
+        self.send_pending(link, patience, progress, report)
     }
 
     /// Sends what is pending and waits until the destination has it all in place, `patience` at most after the last byte was taken.

@@ -156,6 +156,12 @@ impl Scanner {
         Ok(())
     }
 
+    /// A look after the last one, when all of that has been sent. Returns how many pages have changed since.
+    pub(crate) fn scan_once_more(&mut self, content: &[PageMap]) -> Result<u64, Error> {
+        self.scan_and_look(None, content)?;
+        Ok(self.pending.iter().map(|pending| pending.send.count() + pending.gone.count()).sum())
+    }
+
     /// Scans all regions, and looks for holes in each after its scan. `earlier`: what an earlier scan found and nobody has sent.
     fn scan_and_look(&mut self, earlier: Option<Vec<Pending>>, content: &[PageMap]) -> Result<(), Error> {
         let mut pending = Vec::new();

@@ -19,12 +19,14 @@ use std::{
 use rustix::fs::FallocateFlags;
 use transship_engine::{
     DirectIo, Error, FileIo, FileUri, Format, Progress, Report, RestoreOptions, SaveOptions, Then, Way,
-    guest::{GuestError, SourceGuest},
+    guest::{Found, GuestError, SourceGuest},
     restore_guest, save_guest,
 };
 use transship_memory::{Freeing, GuestMemory, PageRange, Protection, Region, Tracker};
 use transship_vmm::{
+    VmAddress,
     handoff::{CheckResult, HandoffDestination, HandoffSource, Shutdown, check},
+    settle_abandoned,
     synthetic::{Event, Events, Summary, SyntheticOptions, WriteRate, run},
 };
 use transship_wire::GuestDescription;
@@ -217,7 +219,7 @@ impl SourceGuest for Meddled {
     fn is_running(&mut self) -> Result<bool, GuestError> {
         self.guest.get_mut().is_running()
     }
-    fn stop(&mut self) -> Result<(), GuestError> {
+    fn stop(&mut self) -> Result<Found, GuestError> {
         let filled = |region: &Region| region.is_data(PageRange::new(0, 4 * MIB / 4096)).unwrap();
         let begin = Instant::now();
         while self.meddling.begins_with_holes && !self.memory().regions().iter().all(filled) {
@@ -301,7 +303,7 @@ fn a_guest_that_does_not_run_again_is_saved_nevertheless() {
     assert!(error.contains("its snapshot is complete") && error.contains("it does not want to"), "{error}");
     assert_eq!(restored(&path).wrong, 0);
     assert!(!guest.attach().is_running().unwrap());
-    guest.attach().resume(true).unwrap();
+    settle_abandoned(&VmAddress::Handoff(guest.path.clone()), "", true).unwrap();
     guest.assert_runs_on();
 }
 

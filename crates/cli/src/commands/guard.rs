@@ -3,22 +3,35 @@ use std::io::{self, Read};
 
 use transship_vmm::{VmAddress, settle_abandoned};
 
-use crate::{failure::Failure, guard::DISARM, output};
+use crate::{failure::Failure, guard::Word, output};
 
-/// Returns when the other process says that the guest is not ours to resume; puts it back as it was when that ends without a word.
-pub(crate) fn run(vm: &str, will: &str, run: bool) -> Result<(), Failure> {
+/// Returns when the other process says that the guest is not ours to resume; puts it back as it was when that ends without such a word.
+pub(crate) fn run(vm: &str, will: &str) -> Result<(), Failure> {
     let vm: VmAddress = vm.parse().map_err(|why| Failure::Usage(vec![why]))?;
-    let mut word = [0];
-    match io::stdin().read(&mut word) {
-        Ok(1) if word[0] == DISARM => Ok(()),
-        _ => {
-            let stands = |error| Failure::NeedsPerson(format!("the guest stands still: {error}"));
-            settle_abandoned(&vm, will, run).map_err(stands)?;
-            output::say(match run {
-                true => "the command died while the guest stood still; the guest runs on here",
-                false => "the command died; the guest stands as it stood before",
-            });
-            Ok(())
+    let last = last_word();
+    if last == Word::End {
+        return Ok(());
+    }
+    let run = last == Word::RunAgain;
+    let stands = |error| Failure::NeedsPerson(format!("the guest stands still: {error}"));
+    settle_abandoned(&vm, will, run).map_err(stands)?;
+    output::say(match run {
+        true => "the command died while the guest stood still; the guest runs on here",
+        false => "the command died; the guest is left as it was",
+    });
+    Ok(())
+}
+
+/// What was said last before the pipe has ended.
+fn last_word() -> Word {
+    let mut last = Word::LeaveIt;
+    let mut byte = [0];
+    while let Ok(1) = io::stdin().read(&mut byte) {
+        match Word::read(byte[0]) {
+            Some(Word::End) => return Word::End,
+            Some(word) => last = word,
+            None => break,
         }
     }
+    last
 }

@@ -47,7 +47,7 @@ impl Saving<'_> {
         let ended = self.save_moment(&moment, regions);
         // Before anything else is asked of the VMM: now it waits for nobody.
         drop(moment);
-        let Ended { state, resumed, saved } = ended.map_err(|error| take_back(self.guest, error, true))?;
+        let Ended { state, resumed, saved } = ended.map_err(|error| take_back(self.guest, error))?;
         let saved = saved
             .and_then(|()| Ok(self.guest.check_protected()?))
             .and_then(|()| fail_point::reach("save.background"))
@@ -98,9 +98,9 @@ impl Saving<'_> {
         moment.protect_beforehand()?;
         self.progress.set_phase(Phase::Switchover);
         let stopped = Instant::now();
-        self.guest.stop()?;
+        let found = self.guest.stop()?;
         fail_point::reach("save.stopped")?;
-        let state = DeviceState::take(self.guest, regions, true)?;
+        let state = DeviceState::take(self.guest, regions, found)?;
         fail_point::reach("save.state")?;
         moment.come()?;
         fail_point::reach("save.protected")?;

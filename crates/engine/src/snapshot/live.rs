@@ -44,6 +44,11 @@ impl Rounds {
         self.scanner.scan_again(output.content())
     }
 
+    /// One more look, when the device state is saved. Returns how many pages were written since the last one; they are pending.
+    pub(crate) fn scan_once_more(&mut self, output: &dyn Output) -> Result<u64, Error> {
+        self.scanner.scan_once_more(output.content())
+    }
+
     /// Writes what is pending. With `sync` it waits until the disk has it.
     pub(crate) fn write_pending(
         &mut self,

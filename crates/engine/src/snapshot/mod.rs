@@ -47,6 +47,7 @@ mod restoring;
 mod save;
 mod sequential;
 mod stand_in;
+mod standing;
 mod state;
 pub(crate) mod store;
 mod stored;
@@ -59,6 +60,7 @@ mod uri;
 mod writer;
 
 pub(crate) use regions::{RegionBlock, region_blocks};
+pub(crate) use standing::keep_from_running;
 pub(crate) use state::{DeviceState, machine_name};
 
 pub use convert::convert;

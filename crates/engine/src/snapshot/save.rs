@@ -16,7 +16,10 @@ use super::{
     uri::FileUri,
 };
 use crate::{
-    Error, FileReport, Phase, Progress, Report, fail_point, guest::SourceGuest, hand_over::take_back, source::finish,
+    Error, FileReport, Phase, Progress, Report, fail_point,
+    guest::{Found, SourceGuest},
+    hand_over::take_back,
+    source::finish,
     unplug::unplug,
 };
 
@@ -85,8 +88,8 @@ impl Saving<'_> {
         }
         self.progress.set_phase(Phase::Switchover);
         let stopped = Instant::now();
-        let taken = self.stop_and_take(&mut rounds, output, &regions, ran);
-        self.complete_and_resume(taken, output, ran, stopped)
+        let taken = self.stop_and_take(&mut rounds, output, &regions);
+        self.complete_and_resume(taken, output, stopped)
     }
 
     fn begin_output(&self, regions: &[RegionBlock]) -> Result<Box<dyn Output>, Error> {
@@ -127,10 +130,10 @@ impl Saving<'_> {
         rounds: &mut Option<Rounds>,
         output: &mut dyn Output,
         regions: &[RegionBlock],
-        ran: bool,
-    ) -> Result<DeviceState, Error> {
-        self.guest.stop()?;
+    ) -> Result<(DeviceState, Found), Error> {
+        let found = self.guest.stop()?;
         fail_point::reach("save.stopped")?;
+        let tracks = rounds.is_some();
         let rounds = match rounds {
             Some(rounds) => {
                 rounds.scan_again(output)?;
@@ -143,26 +146,39 @@ impl Saving<'_> {
         };
         rounds.write_pending(output, self.target, false, self.progress, self.report)?;
         fail_point::reach("save.last-round")?;
-        if !ran || self.options.then == Then::StayStopped {
+        if !found.ran() || self.options.then == Then::StayStopped {
             self.guest.keep_stopped();
         }
-        let state = DeviceState::take(self.guest, regions, ran)?;
+        let state = DeviceState::take(self.guest, regions, found)?;
         fail_point::reach("save.state")?;
-        Ok(state)
+        if tracks {
+            self.write_the_late(rounds, output)?;
+        }
+        Ok((state, found))
+    }
+
+    /// Nobody should have written since the last round; what somebody has written goes into the file as well, and is counted.
+    fn write_the_late(&mut self, rounds: &mut Rounds, output: &mut dyn Output) -> Result<(), Error> {
+        let late = rounds.scan_once_more(output)?;
+        if late > 0 {
+            tracing::warn!(late, "pages were written after the last round, while the guest stood still");
+            self.report.late_pages += late;
+            rounds.write_pending(output, self.target, false, self.progress, self.report)?;
+        }
+        Ok(())
     }
 
     /// The end: a guest that was saved live runs on before its file is complete, as nothing more is read from it; any other one when it is.
     fn complete_and_resume(
         &mut self,
-        taken: Result<DeviceState, Error>,
+        taken: Result<(DeviceState, Found), Error>,
         output: &mut dyn Output,
-        ran: bool,
         stopped: Instant,
     ) -> Result<(), Error> {
-        let downtime = |stopped: Instant| if ran { stopped.elapsed().as_secs_f64() * 1e3 } else { 0.0 };
-        let state = taken.map_err(|error| take_back(self.guest, error, ran))?;
+        let (state, found) = taken.map_err(|error| take_back(self.guest, error))?;
+        let downtime = |stopped: Instant| if found.ran() { stopped.elapsed().as_secs_f64() * 1e3 } else { 0.0 };
         if self.options.way == Way::Live && self.options.then == Then::Resume {
-            let resumed = self.guest.resume(ran);
+            let resumed = self.guest.resume(true);
             self.report.downtime_ms = downtime(stopped);
             // If it stands still now, its file is worth all the more.
             let completed = fail_point::reach("save.resumed").and_then(|()| self.complete(&state, output));
@@ -171,8 +187,8 @@ impl Saving<'_> {
                 Err(error) => Err(self.stands_still(error, completed)),
             };
         }
-        self.complete(&state, output).map_err(|error| take_back(self.guest, error, ran))?;
-        let resumed = self.guest.resume(ran && self.options.then == Then::Resume);
+        self.complete(&state, output).map_err(|error| take_back(self.guest, error))?;
+        let resumed = self.guest.resume(self.options.then == Then::Resume);
         self.report.downtime_ms = downtime(stopped);
         resumed.map_err(|error| self.stands_still(error, Ok(())))
     }

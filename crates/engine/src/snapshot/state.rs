@@ -11,7 +11,7 @@ use transship_wire::qemu::{
 use super::{regions::RegionBlock, target::Target};
 use crate::{
     Error,
-    guest::{GuestError, SourceGuest, StateFormat},
+    guest::{Found, GuestError, SourceGuest, StateFormat},
 };
 
 /// Bytes that are read at once.
@@ -53,11 +53,12 @@ pub(crate) struct DeviceBlock {
 }
 
 impl DeviceState {
-    /// Has the guest, which stands still, say its state, and reads it to the end. `ran`: what the snapshot is to say of it.
+    /// Has the guest, which stands still, say its state, and reads it to the end. `found`: what it is to say of it.
     ///
     /// # Errors
     /// The adapter's; a stream that has something else in it than expected.
-    pub(crate) fn take(guest: &mut dyn SourceGuest, regions: &[RegionBlock], ran: bool) -> Result<Self, Error> {
+    pub(crate) fn take(guest: &mut dyn SourceGuest, regions: &[RegionBlock], found: Found) -> Result<Self, Error> {
+        let ran = found.ran();
         let format = guest.state_format();
         let mut stream = guest.save_state()?;
         let mut state = match format {

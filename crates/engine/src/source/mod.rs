@@ -56,8 +56,8 @@ fn run(
 ) -> Result<(), Error> {
     let MoveOptions { downtime, bandwidth, max_rounds, verify, .. } = *options;
     let aim = Aim { medium: Medium::Link, downtime, bandwidth, max_rounds };
-    let (rounds, was_running) = course.up_to_switchover(rounds, session, aim)?;
-    course.hand_over(&mut Transship { session, verify }, rounds, was_running)
+    let rounds = course.up_to_switchover(rounds, session, aim)?;
+    course.hand_over(&mut Transship { session, verify }, rounds)
 }
 
 /// The end of either side: what follows from the result and the rest goes into the report.

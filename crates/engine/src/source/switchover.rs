@@ -1,7 +1,12 @@
 //! The end of a move to a transship: last round, device state, `Go`.
-use std::{io::Read, panic::resume_unwind, thread, time::Duration};
+use std::{
+    io::Read,
+    panic::resume_unwind,
+    sync::atomic::{AtomicBool, Ordering::Relaxed},
+    thread,
+    time::Duration,
+};
 
-use crossbeam_channel::{Receiver, Sender, bounded};
 use transship_memory::GuestMemory;
 use transship_wire::Message;
 
@@ -11,16 +16,15 @@ use crate::{
     control::Control,
     digest::digest,
     fail_point,
-    guest::SourceGuest,
+    guest::{Found, SourceGuest, StateFormat},
     hand_over::Peer,
     rounds::{Course, Rounds},
+    snapshot::keep_from_running,
     transport::STALL_TIMEOUT,
 };
 
 /// Bytes of device state that travel as one message.
 const STATE_PIECE: usize = 256 * 1024;
-/// Pieces that are kept until the last round has arrived; then the VMM has to wait.
-const STATE_PIECES: usize = 64;
 /// How long a destination may take to load the device state, or to digest its memory.
 const LOAD_TIMEOUT: Duration = Duration::from_secs(120);
 /// How long the last round may take to arrive after it was sent: the guest stands still meanwhile.
@@ -37,28 +41,26 @@ impl Peer for Transship<'_> {
         "source"
     }
 
-    /// The VMM saves the device state while the last round is sent: it writes to no guest memory any more.
-    fn bring_the_rest(&mut self, course: &mut Course<'_>, rounds: &mut Rounds, _run: bool) -> Result<(), Error> {
+    /// The VMM saves the device state while the last round is sent: it should write to no guest memory any more. The last look sees whether it did.
+    fn bring_the_rest(&mut self, course: &mut Course<'_>, rounds: &mut Rounds, _found: Found) -> Result<(), Error> {
         let Self { session, verify } = self;
         let Course { guest, progress, report, .. } = course;
-        let memory = guest.memory();
-        let (pieces, state) = bounded(STATE_PIECES);
-        let (sent, saved) = thread::scope(|scope| {
-            let saving = scope.spawn(|| save_state(*guest, pieces));
-            let sent = rounds
-                .send_the_rest(*session, DONE_TIMEOUT_STOPPED, progress, report)
-                .and_then(|()| {
-                    if *verify { compare(&memory, &mut session.control, rounds, progress, report) } else { Ok(()) }
-                })
-                .and_then(|()| send_state(&state, &mut session.control));
-            drop(state); // after a failure nobody takes the rest of it
+        let failed = AtomicBool::new(false); // Relaxed: it says nothing about other memory
+        let (sent, state) = thread::scope(|scope| {
+            let saving = scope.spawn(|| save_state(*guest, &failed));
+            let sent = rounds.send_the_rest(*session, DONE_TIMEOUT_STOPPED, progress, report);
+            failed.store(sent.is_err(), Relaxed);
             (sent, saving.join().unwrap_or_else(|panic| resume_unwind(panic)))
         });
-        let (bytes, digest) = sent?;
-        saved?;
-        report.bytes.wire += bytes;
+        sent?;
+        let state = state?;
+        rounds.send_the_late(*session, DONE_TIMEOUT_STOPPED, progress, report)?;
         let control = &mut session.control;
-        control.send(&Message::StateEnd { bytes, digest })?;
+        if *verify {
+            compare(&guest.memory(), control, rounds, progress, report)?;
+        }
+        send_state(&state, control)?;
+        report.bytes.wire += state.len() as u64;
         fail_point::reach("source.state-sent")?;
         match control.receive("its Loaded", LOAD_TIMEOUT, progress)? {
             Message::Loaded => {}
@@ -71,8 +73,8 @@ impl Peer for Transship<'_> {
         self.session.control.check_silence()
     }
 
-    fn commit(&mut self, run: bool) -> Result<(), Error> {
-        self.session.control.send_whole(&Message::Go { run })
+    fn commit(&mut self, found: Found) -> Result<(), Error> {
+        self.session.control.send_whole(&Message::Go { run: found.ran() })
     }
 
     fn await_word(&mut self) -> Result<(), Error> {
@@ -118,33 +120,33 @@ fn compare(
     Err(Error::Protocol { peer: control.peer.clone(), what: what.into() })
 }
 
-/// Reads the device state to its end, and hands it over in pieces until nobody takes them any more.
-fn save_state(guest: &mut dyn SourceGuest, pieces: Sender<Vec<u8>>) -> Result<(), Error> {
-    let mut state = guest.save_state()?;
-    loop {
-        let mut piece = vec![0; STATE_PIECE];
-        let length =
-            state.read(&mut piece).map_err(|e| Error::Io { what: "read the device state".into(), source: e })?;
-        if length == 0 {
+/// Reads the device state to its end, or until the move has failed. It says that the guest stands still, whoever loads it.
+fn save_state(guest: &mut dyn SourceGuest, failed: &AtomicBool) -> Result<Vec<u8>, Error> {
+    let format = guest.state_format();
+    let mut stream = guest.save_state()?;
+    let mut state = Vec::new();
+    while !failed.load(Relaxed) {
+        let piece = stream.by_ref().take(STATE_PIECE as u64).read_to_end(&mut state);
+        if piece.map_err(|e| Error::Io { what: "read the device state".into(), source: e })? == 0 {
             break;
         }
-        piece.truncate(length);
-        if pieces.send(piece).is_err() {
-            return Ok(()); // the move has failed
-        }
     }
-    Ok(guest.state_saved()?)
+    if failed.load(Relaxed) {
+        return Err(Error::Cancelled); // the failure is told elsewhere
+    }
+    drop(stream);
+    guest.state_saved()?;
+    if let StateFormat::Qemu { .. } = format {
+        keep_from_running(&mut state)?;
+    }
+    Ok(state)
 }
 
-/// Sends the device state as it comes, up to the last piece. Returns its size in bytes, and its digest.
-fn send_state(state: &Receiver<Vec<u8>>, control: &mut Control) -> Result<(u64, [u8; 32]), Error> {
-    let mut hasher = blake3::Hasher::new();
-    let mut total = 0;
-    for bytes in state {
-        hasher.update(&bytes);
-        total += bytes.len() as u64;
-        control.send(&Message::State { bytes })?;
+/// Sends the device state, up to its end.
+fn send_state(state: &[u8], control: &mut Control) -> Result<(), Error> {
+    for piece in state.chunks(STATE_PIECE) {
+        control.send(&Message::State { bytes: piece.to_vec() })?;
         control.check_silence()?;
     }
-    Ok((total, hasher.finalize().into()))
+    control.send(&Message::StateEnd { bytes: state.len() as u64, digest: blake3::hash(state).into() })
 }

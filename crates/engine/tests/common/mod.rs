@@ -14,7 +14,7 @@ use std::{
 
 use transship_engine::{
     Error, Listener, MoveOptions, Progress, Report, Uri,
-    guest::{DestinationGuest, GuestError, Hints, SourceGuest},
+    guest::{DestinationGuest, Found, GuestError, Hints, SourceGuest},
     move_guest, receive_guest,
 };
 use transship_memory::{Access, Error as MemoryError, GuestMemory, PAGE_BYTES, PageSet, Region, Tracker};
@@ -71,6 +71,8 @@ pub struct Script {
     pub meanwhile: VecDeque<Vec<Op>>,
     pub history: History,
     pub stopped: bool,
+    /// It did when it was stopped.
+    pub ran: bool,
     pub resumed: Option<bool>,
     pub first_scans: usize,
     /// How often it was asked to let go of something: it does so when it is asked again.
@@ -187,12 +189,12 @@ impl SourceGuest for Scripted {
     fn is_running(&mut self) -> Result<bool, GuestError> {
         Ok(!self.script.lock().unwrap().stopped)
     }
-    fn stop(&mut self) -> Result<(), GuestError> {
+    fn stop(&mut self) -> Result<Found, GuestError> {
         let mut script = self.script.lock().unwrap();
         let list = script.meanwhile.pop_front();
         script.run(&self.memory, list);
-        script.stopped = true;
-        Ok(())
+        script.ran = !std::mem::replace(&mut script.stopped, true);
+        Ok(Found::by(script.ran))
     }
     fn state_estimate(&self) -> Duration {
         Duration::ZERO
@@ -208,7 +210,8 @@ impl SourceGuest for Scripted {
         Ok(())
     }
     fn resume(&mut self, run: bool) -> Result<(), GuestError> {
-        self.script.lock().unwrap().resumed = Some(run);
+        let mut script = self.script.lock().unwrap();
+        script.resumed = Some(run && script.ran);
         Ok(())
     }
     fn resume_hint(&self) -> String {

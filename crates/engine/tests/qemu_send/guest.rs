@@ -1,7 +1,7 @@
 //! A scripted guest whose VMM is a QEMU.
 use std::{io::Read, time::Duration};
 
-use transship_engine::guest::{DeviceBlock, GuestError, SourceGuest, StateFormat};
+use transship_engine::guest::{DeviceBlock, Found, GuestError, SourceGuest, StateFormat};
 use transship_memory::{GuestMemory, PAGE_BYTES, Tracker};
 use transship_wire::{
     GuestDescription,
@@ -97,7 +97,7 @@ impl SourceGuest for Guest {
     fn is_running(&mut self) -> Result<bool, GuestError> {
         self.inner.is_running()
     }
-    fn stop(&mut self) -> Result<(), GuestError> {
+    fn stop(&mut self) -> Result<Found, GuestError> {
         self.inner.stop()
     }
     fn state_format(&self) -> StateFormat {

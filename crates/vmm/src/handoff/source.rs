@@ -15,7 +15,7 @@ use std::{
 };
 
 use serde_json::Value;
-use transship_engine::guest::{GuestError, SourceGuest};
+use transship_engine::guest::{Found, GuestError, SourceGuest};
 use transship_memory::{Access, Area, GuestMemory, Protection, Region, Tracker, UffdTracker};
 use transship_wire::GuestDescription;
 
@@ -36,6 +36,8 @@ pub struct HandoffSource {
     protects: bool,
     pagemap: OwnedFd,
     saving: Option<Saving>,
+    /// What the guest did when it was stopped last.
+    found: Found,
 }
 
 /// A save-state whose answer was not read yet.
@@ -62,7 +64,7 @@ impl HandoffSource {
         let (description, areas) = (checked.guest(), checked.areas());
         let protects = checked.offers.iter().any(|call| call == PROTECT);
         let memory = map_regions(&connection, checked, Access::Read)?;
-        Ok(Self { connection, description, memory, areas, protects, pagemap, saving: None })
+        Ok(Self { connection, description, memory, areas, protects, pagemap, saving: None, found: Found::Standing })
     }
 
     /// Ends a save-state that nobody wants any more, so that the guest is free to answer again.
@@ -117,8 +119,10 @@ impl SourceGuest for HandoffSource {
         Ok(self.connection.describe()?.running)
     }
 
-    fn stop(&mut self) -> Result<(), GuestError> {
-        self.connection.call::<Value>("stop", LONG).map(drop)
+    fn stop(&mut self) -> Result<Found, GuestError> {
+        self.found = Found::by(self.is_running()?);
+        self.connection.call::<Value>("stop", LONG)?;
+        Ok(self.found)
     }
 
     fn state_estimate(&self) -> Duration {
@@ -154,7 +158,7 @@ impl SourceGuest for HandoffSource {
 
     fn resume(&mut self, run: bool) -> Result<(), GuestError> {
         self.forget_saving();
-        if !run {
+        if !run || !self.found.ran() {
             return Ok(());
         }
         match self.connection.call::<Value>("resume", LONG) {

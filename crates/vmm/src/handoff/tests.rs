@@ -359,7 +359,7 @@ fn a_guest_is_resumed_although_the_connection_broke() {
         state = thread::scope(|scope| {
             let server = scope.spawn(|| serve(&socket, &mut guest, state, &shutdown, None));
             match attempt {
-                0 => source.insert(HandoffSource::attach(&path).unwrap()).stop().unwrap(),
+                0 => source.insert(HandoffSource::attach(&path).unwrap()).stop().map(drop).unwrap(),
                 _ => source.as_mut().unwrap().resume(true).unwrap(),
             }
             shutdown.request();

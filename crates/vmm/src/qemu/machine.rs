@@ -1,4 +1,9 @@
 //! What QEMU says of its machine.
+use std::{
+    thread,
+    time::{Duration, Instant},
+};
+
 use serde_json::json;
 use transship_engine::guest::GuestError;
 
@@ -24,6 +29,64 @@ fn read_uuid(text: &str) -> Option<[u8; 16]> {
 pub(super) fn run_state(qmp: &mut Qmp) -> Result<String, QmpError> {
     let status = qmp.execute("query-status", json!({}))?;
     Ok(status["status"].as_str().unwrap_or("unknown").to_owned())
+}
+
+/// How long QEMU may take, after it has called a migration completed, to be ready for `cont`. Without load that is a millisecond.
+const FINAL_WAIT: Duration = Duration::from_secs(10);
+
+/// Lets the guest run. `rival`: the QEMU that may have its disks instead, in words.
+///
+/// # Errors
+/// QEMU refuses; the text says what to do if somebody else has a disk.
+pub(super) fn let_run(qmp: &mut Qmp, rival: &str) -> Result<(), GuestError> {
+    let deadline = Instant::now() + FINAL_WAIT;
+    loop {
+        match qmp.execute("cont", json!({})) {
+            Ok(_) => break,
+            // It has no event for that.
+            Err(_) if Instant::now() < deadline && run_state(qmp)? == "finish-migrate" => {
+                thread::sleep(Duration::from_millis(2));
+            }
+            Err(QmpError::Refused { reason, .. }) if is_of_a_lock(&reason) => {
+                return Err(GuestError(format!(
+                    "QEMU refused cont: {reason}: another process has a disk of the guest; end {rival} first, then let this guest run"
+                )));
+            }
+            Err(error) => return Err(error.into()),
+        }
+    }
+    match run_state(qmp)? {
+        state if was_let_run(&state) => Ok(()),
+        state => Err(GuestError(format!("QEMU did not let the guest run, it is {state:?}"))),
+    }
+}
+
+/// Whether QEMU refuses because somebody else has locked a disk.
+fn is_of_a_lock(reason: &str) -> bool {
+    ["Failed to get", "Failed to lock"].iter().any(|words| reason.contains(words)) && reason.contains("lock")
+}
+
+/// Whether a guest that was in the state `before` can be given away when `stop` has left it in the state `after`.
+///
+/// # Errors
+/// It runs or may run, or is in a state in which nobody would take it over.
+pub(super) fn check_stopped(before: &str, after: &str) -> Result<(), GuestError> {
+    Err(GuestError(match (before, after) {
+        // QEMU 9 and newer stop it, and older ones do not; an alarm would wake it.
+        ("suspended", _) | (_, "suspended") => {
+            "the guest has gone to sleep meanwhile (suspended), and can't be moved or saved asleep; wake it up first: system_wakeup".to_owned()
+        }
+        (_, "paused" | "prelaunch" | "io-error" | "postmigrate") => return Ok(()),
+        (_, "running") => "QEMU runs its guest again right after it was stopped; who else controls it?".to_owned(),
+        (_, other) => {
+            format!("the guest is in state {other:?} by now, in which it can't be moved or saved; bring it to run first")
+        }
+    }))
+}
+
+/// The states that a guest comes to by itself once it runs.
+fn was_let_run(state: &str) -> bool {
+    ["running", "suspended", "shutdown", "guest-panicked", "io-error", "watchdog", "internal-error"].contains(&state)
 }
 
 /// A device of the machine.

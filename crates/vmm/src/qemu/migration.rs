@@ -72,8 +72,22 @@ impl Settings {
     }
 
     /// Puts back what `apply` changed.
-    pub(super) fn restore(self, qmp: &mut Qmp) -> Result<(), GuestError> {
-        Ok(set(qmp, self.capabilities, self.parameters)?)
+    ///
+    /// # Errors
+    /// Some of it was refused; all the rest is as it was.
+    pub(super) fn restore(&self, qmp: &mut Qmp) -> Result<(), GuestError> {
+        // Together, as some need others; then one by one, so that one that is refused does not keep the others.
+        let capabilities = set(qmp, self.capabilities.clone(), Map::new()).or_else(|_| {
+            let one = |capability: &Value| set(qmp, vec![capability.clone()], Map::new());
+            self.capabilities.iter().map(one).fold(Ok(()), Result::and)
+        });
+        let parameters = set(qmp, Vec::new(), self.parameters.clone()).or_else(|_| {
+            let one = |(name, value): (&String, &Value)| {
+                set(qmp, Vec::new(), Map::from_iter([(name.clone(), value.clone())]))
+            };
+            self.parameters.iter().map(one).fold(Ok(()), Result::and)
+        });
+        Ok(capabilities.and(parameters)?)
     }
 }
 

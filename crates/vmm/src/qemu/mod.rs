@@ -46,6 +46,9 @@ pub use source::QemuSource;
 use memory::Backend;
 use qmp::Qmp;
 
+/// Who may have the disks of a source's guest, in words.
+const DESTINATION: &str = "the destination's QEMU";
+
 /// What the other side must match: the canonical machine type, and all backends by name and size.
 fn describe(qmp: &mut Qmp, backends: &[Backend]) -> Result<GuestDescription, GuestError> {
     let kind = qmp.execute("qom-get", json!({ "path": "/machine", "property": "type" }))?;

@@ -13,11 +13,12 @@ use std::{
 };
 
 use serde_json::json;
-use transship_engine::guest::{GuestError, SourceGuest, StateFormat};
+use transship_engine::guest::{Found, GuestError, SourceGuest, StateFormat};
 use transship_memory::{Access, Area, Freeing, GuestMemory, Protection, Region, Tracker, UffdTracker};
 use transship_wire::GuestDescription;
 
 use super::{
+    DESTINATION,
     abandoned::Will,
     balloon::OwnBalloon,
     blocks, checks, cont_by_hand, describe, faults,
@@ -59,6 +60,8 @@ pub struct QemuSource {
     own_balloon: Option<OwnBalloon>,
     /// Settings to be put back.
     settings: Option<Settings>,
+    /// What the guest did when it was stopped last; standing before that, as it is not ours to let run then.
+    found: Found,
     /// The guest stays after its state was saved, and stays stopped.
     stays: bool,
     /// A save of which QEMU waits for word: whether all of the state has come, and what QEMU's guest was in before.
@@ -104,6 +107,7 @@ impl QemuSource {
             balloon: None,
             own_balloon,
             settings: None,
+            found: Found::Standing,
             stays: false,
             waiting: None,
             channel: None,
@@ -150,12 +154,16 @@ impl QemuSource {
         self.balloon.map_or(Ok(()), |balloon| balloon.check_unchanged(&mut self.qmp))
     }
 
+    /// Puts the settings back. What QEMU refuses is tried again at the next occasion, the last of which is our end: it is no reason for the guest
+    /// to stand still.
     fn restore_settings(&mut self) -> Result<(), GuestError> {
-        let Some(settings) = self.settings.take() else { return Ok(()) };
+        let Some(settings) = &self.settings else { return Ok(()) };
         if let Some(end) = self.qemus_end.take() {
             end.wait_closed(self.qmp.pid());
         }
-        settings.restore(&mut self.qmp)
+        settings.restore(&mut self.qmp)?;
+        self.settings = None;
+        Ok(())
     }
 
     /// Whether QEMU is to wait for word after it has saved. Only the trailer tells then where the state ends, and a machine can be told to leave
@@ -187,6 +195,9 @@ impl QemuSource {
     }
 
     /// Ends a save that is under way and puts the settings back.
+    ///
+    /// # Errors
+    /// Something of it could not be done; the rest was.
     fn undo_save(&mut self) -> Result<(), GuestError> {
         self.waiting = None;
         if self.settings.is_none() {
@@ -196,8 +207,8 @@ impl QemuSource {
         if let Some(channel) = self.channel.take() {
             let _ = channel.shutdown(Shutdown::Both);
         }
-        migration::cancel(&mut self.qmp, SAVE_WAIT)?;
-        self.restore_settings()
+        let cancelled = migration::cancel(&mut self.qmp, SAVE_WAIT);
+        self.restore_settings().and(cancelled)
     }
 }
 
@@ -249,17 +260,22 @@ impl SourceGuest for QemuSource {
         Ok(machine::run_state(&mut self.qmp)? == "running")
     }
 
-    fn stop(&mut self) -> Result<(), GuestError> {
+    fn stop(&mut self) -> Result<Found, GuestError> {
         self.check_no_writers_came()?;
+        let before = machine::run_state(&mut self.qmp)?;
+        // A sleeping guest that QEMU stops is to sleep on.
+        self.found = Found::by(["running", "suspended"].contains(&before.as_str()));
         self.qmp.execute_within("stop", STOP_WAIT)?;
-        if self.is_running()? {
-            return Err(GuestError(
-                "QEMU runs its guest again right after it was stopped; who else controls it?".to_owned(),
-            ));
+        let after = machine::run_state(&mut self.qmp)?;
+        if after != "paused" {
+            // It has not been stopped by us.
+            self.found = Found::by(after == "suspended");
         }
+        machine::check_stopped(&before, &after)?;
         self.check_balloon()?;
         self.check_no_devices_came()?;
-        self.check_memory_unchanged()
+        self.check_memory_unchanged()?;
+        Ok(self.found)
     }
 
     fn protect(&mut self) -> Result<Protection, GuestError> {
@@ -332,19 +348,21 @@ impl SourceGuest for QemuSource {
             None => migration::wait_completed(&mut self.qmp, SAVE_WAIT)?,
         }
         self.channel = None;
-        self.restore_settings()
+        // What is refused is tried again, and told, when we are done with QEMU.
+        let _ = self.restore_settings();
+        Ok(())
     }
 
     fn resume(&mut self, run: bool) -> Result<(), GuestError> {
-        self.undo_save()?;
-        if run && !self.is_running()? {
-            self.qmp.execute("cont", json!({}))?;
-            if !self.is_running()? {
-                let state = machine::run_state(&mut self.qmp)?;
-                return Err(GuestError(format!("QEMU did not let the guest run again, it is {state:?}")));
-            }
+        // Likewise. The guest is to run whatever becomes of the settings.
+        let _ = self.undo_save();
+        if !run || !self.found.ran() {
+            return Ok(());
         }
-        Ok(())
+        match machine::run_state(&mut self.qmp)?.as_str() {
+            "running" | "suspended" => Ok(()),
+            _ => machine::let_run(&mut self.qmp, DESTINATION),
+        }
     }
 
     fn resume_hint(&self) -> String {

@@ -235,9 +235,13 @@ fn a_guest_whose_client_dies_stays_stopped_until_the_next_one_resumes_it() {
     source.stop().unwrap();
     drop((source, tracker));
 
+    let is_running = || HandoffSource::attach(&a.path).unwrap().is_running().unwrap();
+    assert!(!is_running());
+    // It was not the next one that stopped it.
+    HandoffSource::attach(&a.path).unwrap().resume(true).unwrap();
+    assert!(!is_running());
+    crate::settle_abandoned(&crate::VmAddress::Handoff(a.path.clone()), "", true).unwrap();
     let mut source = HandoffSource::attach(&a.path).unwrap();
-    assert!(!source.is_running().unwrap());
-    source.resume(true).unwrap();
     assert!(source.is_running().unwrap());
     // A second attempt, with a tracker of its own, succeeds.
     let mut destination = HandoffDestination::attach(&b.path).unwrap();

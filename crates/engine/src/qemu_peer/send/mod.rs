@@ -113,6 +113,6 @@ fn run(
 ) -> Result<(), Error> {
     let QemuSendOptions { downtime, bandwidth, max_rounds, .. } = *options;
     let aim = Aim { medium: Medium::Link, downtime, bandwidth, max_rounds };
-    let (rounds, was_running) = course.up_to_switchover(rounds, session, aim)?;
-    course.hand_over(&mut StockQemu::new(session, regions), rounds, was_running)
+    let rounds = course.up_to_switchover(rounds, session, aim)?;
+    course.hand_over(&mut StockQemu::new(session, regions), rounds)
 }

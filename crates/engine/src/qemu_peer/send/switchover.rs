@@ -17,6 +17,7 @@ use transship_wire::qemu::{Command, StreamWriter, Tail, describe};
 use super::session::Session;
 use crate::{
     Error, fail_point,
+    guest::Found,
     hand_over::Peer,
     rounds::{Course, Rounds},
     snapshot::{DeviceState, RegionBlock},
@@ -49,11 +50,12 @@ impl Peer for StockQemu<'_> {
     }
 
     /// Everything but the end of the stream.
-    fn bring_the_rest(&mut self, course: &mut Course<'_>, rounds: &mut Rounds, run: bool) -> Result<(), Error> {
+    fn bring_the_rest(&mut self, course: &mut Course<'_>, rounds: &mut Rounds, found: Found) -> Result<(), Error> {
         let Self { session, regions, end } = self;
         let Course { guest, progress, report, .. } = course;
         rounds.send_the_rest(*session, DONE_TIMEOUT_STOPPED, progress, report)?;
-        let mut state = DeviceState::take(*guest, regions, run)?;
+        let mut state = DeviceState::take(*guest, regions, found)?;
+        rounds.send_the_late(*session, DONE_TIMEOUT_STOPPED, progress, report)?;
         *end = cut_end(&mut state.tail)?;
         check(&state, session)?;
         let before = session.line.sent;
@@ -69,7 +71,7 @@ impl Peer for StockQemu<'_> {
     }
 
     /// The destination runs the guest as soon as it has this, or stands it there as the device state says.
-    fn commit(&mut self, _run: bool) -> Result<(), Error> {
+    fn commit(&mut self, _found: Found) -> Result<(), Error> {
         self.session.line.send_end(&self.end)
     }
 

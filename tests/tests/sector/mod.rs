@@ -1,0 +1,191 @@
+//! A guest that fits into the boot sector of its disk: it counts in its memory, and goes to sleep when it is told to.
+#![allow(dead_code, reason = "each test binary uses a part")]
+use std::{
+    fs::{self, File, OpenOptions},
+    io,
+    os::unix::fs::FileExt,
+    path::{Path, PathBuf},
+};
+
+use serde_json::json;
+use transship_tests::{
+    Finished, LabError, Qemu, QemuBuilder, Result, Scratch, Transship, transship::TransshipBuilder, wait_until,
+};
+
+/// Whether the guest is to go to sleep: 1 says so.
+const SLEEP: u64 = 0x8000;
+/// How far it has counted.
+const COUNT: u64 = 0x8004;
+/// Sectors of the disk that are written by `write_to_disk`.
+const DISK_BYTES: u64 = 1 << 20;
+
+/// In 16-bit mode. (Its listing is in the comments; there is no assembler to rely on.)
+const CODE: [u8; 36] = [
+    0xfa, //                              cli
+    0x31, 0xc0, //                        xor ax, ax
+    0x8e, 0xd8, //                        mov ds, ax
+    0xc6, 0x06, 0x00, 0x80, 0x00, //      mov byte [0x8000], 0
+    0x66, 0xff, 0x06, 0x04, 0x80, // next: inc dword [0x8004]
+    0x80, 0x3e, 0x00, 0x80, 0x01, //      cmp byte [0x8000], 1
+    0x75, 0xf4, //                        jne next
+    0xc6, 0x06, 0x00, 0x80, 0x00, //      mov byte [0x8000], 0
+    0xba, 0x04,
+    0x06, //                  mov dx, 0x604   ; the power management's control register, as the firmware places it
+    0xb8, 0x00, 0x24, //                  mov ax, 0x2400  ; S3, now
+    0xef, //                              out dx, ax
+    0xeb, 0xe6, //                        jmp next
+];
+
+fn failed(error: io::Error) -> LabError {
+    LabError(error.to_string())
+}
+
+/// A disk that several QEMUs may be given, as on shared storage.
+pub(crate) struct SharedDisk(Scratch);
+
+impl SharedDisk {
+    pub(crate) fn new() -> Result<Self> {
+        let folder = Scratch::within(&std::env::temp_dir())?;
+        let mut sector = CODE.to_vec();
+        sector.resize(512, 0);
+        sector[510..].copy_from_slice(&[0x55, 0xaa]);
+        let disk = File::create(folder.join("disk")).map_err(failed)?;
+        disk.set_len(DISK_BYTES).and_then(|()| disk.write_all_at(&sector, 0)).map_err(failed)?;
+        Ok(Self(folder))
+    }
+
+    fn path(&self) -> PathBuf {
+        self.0.join("disk")
+    }
+
+    /// A QEMU with this disk, which locks it.
+    pub(crate) fn guest(&self) -> QemuBuilder {
+        let drive = format!("if=none,id=disk,format=raw,file.locking=on,file={}", self.path().display());
+        Qemu::firmware().memory(32).args(["-drive", &drive, "-device", "ide-hd,drive=disk"])
+    }
+
+    /// One whose guest runs.
+    pub(crate) fn booted(&self, builder: QemuBuilder) -> Result<Qemu> {
+        let guest = builder.start()?;
+        wait_counting(&guest)?;
+        Ok(guest)
+    }
+
+    /// Has this QEMU write to the disk, as its guest would, and looks whether it has arrived.
+    pub(crate) fn assert_writes(&self, qemu: &Qemu, byte: u8, story: &str) -> Result<()> {
+        let line = format!("qemu-io disk \"write -P {byte} 4096 512\"");
+        let said = qemu.qmp("human-monitor-command", json!({ "command-line": line }))?;
+        let mut sector = [0; 512];
+        fs::File::open(self.path()).and_then(|disk| disk.read_exact_at(&mut sector, 4096)).map_err(failed)?;
+        assert_eq!(sector, [byte; 512], "{story}: {said}");
+        Ok(())
+    }
+}
+
+fn memory(guest: &Qemu) -> &Path {
+    &guest.memory_files()[0]
+}
+
+pub(crate) fn count(guest: &Qemu) -> Result<u32> {
+    let mut bytes = [0; 4];
+    File::open(memory(guest)).and_then(|memory| memory.read_exact_at(&mut bytes, COUNT)).map_err(failed)?;
+    Ok(u32::from_le_bytes(bytes))
+}
+
+/// Waits until it has counted on: it runs, past its firmware.
+pub(crate) fn wait_counting(guest: &Qemu) -> Result<()> {
+    let mut sector = [0; CODE.len()];
+    wait_until("the guest to boot", || {
+        File::open(memory(guest)).and_then(|memory| memory.read_exact_at(&mut sector, 0x7c00)).map_err(failed)?;
+        Ok(sector == CODE)
+    })?;
+    let from = count(guest)?;
+    wait_until("the guest to count", || Ok(count(guest)?.wrapping_sub(from) > 1000))
+}
+
+/// Has the guest, which counts, go to sleep, and waits until it does.
+pub(crate) fn go_to_sleep(guest: &Qemu) -> Result<()> {
+    let memory = OpenOptions::new().write(true).open(memory(guest)).map_err(failed)?;
+    memory.write_all_at(&[1], SLEEP).map_err(failed)?;
+    guest.wait_status("suspended")
+}
+
+/// A step at which a command stands until it is told to go on.
+pub(crate) struct Gate {
+    step: &'static str,
+    folder: Scratch,
+}
+
+impl Gate {
+    pub(crate) fn new(step: &'static str) -> Result<Self> {
+        Ok(Self { step, folder: Scratch::new()? })
+    }
+
+    fn path(&self) -> PathBuf {
+        self.folder.join("gate")
+    }
+
+    /// Has the command stand there, if the step is one of its `side`.
+    pub(crate) fn arm(&self, side: &str, command: TransshipBuilder) -> TransshipBuilder {
+        if !self.step.starts_with(side) {
+            return command;
+        }
+        command.env("TRANSSHIP_FAIL_POINT", format!("{}=stall", self.step)).env("TRANSSHIP_FAIL_FILE", self.path())
+    }
+
+    /// Waits until it stands there. `command`: that or its other end.
+    pub(crate) fn wait(&self, command: &mut Transship) -> Result<()> {
+        wait_until(self.step, || {
+            if let Some(status) = command.process().ended()? {
+                return Err(LabError(format!("ended before {}, {status}: {}", self.step, command.stderr().tail())));
+            }
+            Ok(self.path().exists())
+        })
+    }
+
+    /// It goes on, unless it is gone.
+    pub(crate) fn open(&self) {
+        let _ = fs::remove_file(self.path());
+    }
+}
+
+/// Both ends of a move, and a socket between them.
+pub(crate) struct Move {
+    pub(crate) source: Transship,
+    pub(crate) destination: Transship,
+    pub(crate) gate: Gate,
+    _folder: Scratch,
+}
+
+impl Move {
+    /// Returns when it stands at the step.
+    pub(crate) fn at(step: &'static str, source: &Qemu, destination: &Qemu, flags: &[&str]) -> Result<Self> {
+        let folder = Scratch::new()?;
+        let uri = format!("unix:{}", folder.join("s").display());
+        Self::over(step, source, destination, flags, folder, [&uri, &uri])
+    }
+
+    /// `uris`: where the source connects to, and where the destination listens.
+    pub(crate) fn over(
+        step: &'static str,
+        source: &Qemu,
+        destination: &Qemu,
+        flags: &[&str],
+        folder: Scratch,
+        [to, listen]: [&str; 2],
+    ) -> Result<Self> {
+        let gate = Gate::new(step)?;
+        let destination = gate.arm("destination", Transship::receiving(&destination.vm(), listen)).start()?;
+        destination.listening()?;
+        let moving = Transship::moving(&source.vm(), to).args(["--downtime", "5s"]).args(flags.iter().copied());
+        let mut source = gate.arm("source", moving).start()?;
+        gate.wait(&mut source)?;
+        Ok(Self { source, destination, gate, _folder: folder })
+    }
+
+    /// Lets it go on, and waits for both ends.
+    pub(crate) fn finish(self) -> Result<(Finished, Finished)> {
+        self.gate.open();
+        Ok((self.source.wait()?, self.destination.wait()?))
+    }
+}
