@@ -6,10 +6,10 @@ use std::{
 };
 
 use serde::{Deserialize, Serialize};
-use serde_json::json;
 use transship_engine::guest::GuestError;
 
 use super::{
+    DESTINATION,
     balloon::Made,
     destination::pause,
     machine,
@@ -52,25 +52,34 @@ pub(crate) fn settle(socket: &Path, will: &str, run: bool) -> Result<(), GuestEr
             Err(_) => thread::sleep(Duration::from_millis(50)),
         }
     };
-    migration::cancel(&mut qmp, CANCEL_WAIT)?;
-    let balloon = match serde_json::from_str(will) {
+    // Whatever fails, the next step is tried: above all the guest is to run.
+    let cancelled = migration::cancel(&mut qmp, CANCEL_WAIT);
+    let (settled, balloon) = match serde_json::from_str(will) {
         Ok(Will { settings, qemus_end, balloon }) => {
             qemus_end.wait_closed(qmp.pid());
-            settings.restore(&mut qmp)?;
-            balloon
+            (settings.restore(&mut qmp), balloon)
         }
-        Err(_) => {
-            migration::forget_settings(&mut qmp)?;
-            None
-        }
+        Err(_) => (migration::forget_settings(&mut qmp).map_err(GuestError::from), None),
     };
-    if run && machine::run_state(&mut qmp)? != "running" {
-        qmp.execute("cont", json!({}))?;
+    let runs = if run { let_run_again(&mut qmp) } else { Ok(()) };
+    // It may be there, be about to go, or be gone: nobody can be asked which.
+    let plugged = balloon.map_or(Ok(()), |balloon| balloon.plug_back(&mut qmp).map(drop));
+    for (what, result) in [
+        ("the save of its device state could not be ended", cancelled),
+        ("QEMU's migration settings could not be put back", settled),
+        ("the guest's balloon could not be plugged in again", plugged),
+    ] {
+        if let Err(error) = result {
+            tracing::warn!("{what}: {error}");
+        }
     }
-    match balloon {
-        // It may be there, be about to go, or be gone: nobody can be asked which.
-        Some(balloon) => balloon.plug_back(&mut qmp).map(drop),
-        None => Ok(()),
+    runs
+}
+
+fn let_run_again(qmp: &mut Qmp) -> Result<(), GuestError> {
+    match machine::run_state(qmp)?.as_str() {
+        "running" | "suspended" => Ok(()),
+        _ => machine::let_run(qmp, DESTINATION),
     }
 }
 

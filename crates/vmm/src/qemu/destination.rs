@@ -25,6 +25,10 @@ const LOAD_WAIT: Duration = Duration::from_secs(60);
 /// How long it may take to stop a guest that lacks pages: it answers at once or hangs on one of them.
 const PAUSE_WAIT: Duration = Duration::from_secs(10);
 const PIECE_BYTES: usize = 256 << 10;
+/// The name of an export that is there for a moment.
+const EXPORT: &str = "transship-open";
+/// Who else may have the guest's disks, in words.
+const SOURCE: &str = "the source's QEMU, unless its guest runs,";
 
 /// A stock QEMU as the destination of a move. Nothing runs in it before [`DestinationGuest::start`].
 pub struct QemuDestination {
@@ -87,6 +91,23 @@ impl QemuDestination {
         self.check_loaded_and_stopped()
     }
 
+    /// Has QEMU open the disks of a guest that stays as it is. QEMU 10 can move and save a guest whose disks nobody has opened since it came; older ones
+    /// end by an assertion then.
+    fn open_disks(&mut self) -> Result<(), GuestError> {
+        if self.qmp.version() >= (10, 0) {
+            return Ok(());
+        }
+        let nodes = self.qmp.execute("query-named-block-nodes", json!({ "flat": true }))?;
+        for node in nodes.as_array().into_iter().flatten() {
+            // An export opens the disk that it is of, also if it is refused then because nothing is there to export it.
+            let export = json!({ "type": "nbd", "id": EXPORT, "node-name": node["node-name"], "writable": false });
+            if self.qmp.execute("block-export-add", export).is_ok() {
+                self.qmp.execute("block-export-del", json!({ "id": EXPORT }))?;
+            }
+        }
+        Ok(())
+    }
+
     /// What must hold before the source may give the guest up.
     fn check_loaded_and_stopped(&mut self) -> Result<(), GuestError> {
         match machine::run_state(&mut self.qmp)?.as_str() {
@@ -139,6 +160,8 @@ impl DestinationGuest for QemuDestination {
     }
 
     fn load_state(&mut self, state: &mut dyn Read) -> Result<(), GuestError> {
+        // Whatever the state says, the guest does not run when it is loaded, and the disks are left to whoever has them.
+        self.qmp.execute("stop", json!({}))?;
         let settings = Settings::apply(&mut self.qmp, Answers::No)?;
         let loaded = self.load(state);
         let restored = settings.restore(&mut self.qmp);
@@ -154,13 +177,10 @@ impl DestinationGuest for QemuDestination {
 
     fn start(&mut self, run: bool) -> Result<(), GuestError> {
         if !run {
-            return self.check_loaded_and_stopped();
+            self.check_loaded_and_stopped()?;
+            return self.open_disks();
         }
-        self.qmp.execute("cont", json!({}))?;
-        match machine::run_state(&mut self.qmp)?.as_str() {
-            "running" => Ok(()),
-            other => Err(GuestError(format!("QEMU did not start the guest, it is {other:?}"))),
-        }
+        machine::let_run(&mut self.qmp, SOURCE)
     }
 
     fn start_hint(&self) -> String {

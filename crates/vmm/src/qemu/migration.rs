@@ -113,8 +113,10 @@ fn capability(name: &str, answers: Answers) -> Option<bool> {
     match name {
         IGNORE_SHARED | "events" => Some(true),
         "return-path" => Some(answers == Answers::Yes),
-        // A check of the user's own, and a matter of when disks are opened: both work with a plain stream.
-        "validate-uuid" | "late-block-activate" => None,
+        // A destination that locked the disks when it has loaded would keep the source from taking its guest back. At a source it means nothing.
+        "late-block-activate" => Some(true),
+        // A check of the user's own, which works with a plain stream.
+        "validate-uuid" => None,
         _ => Some(false),
     }
 }

@@ -3,5 +3,6 @@
 mod lab;
 mod moves;
 mod refusals;
+mod run_again;
 mod sandboxed;
 mod waiting;
