@@ -172,7 +172,8 @@ fn a_connection_that_ends_in_the_middle_is_an_error() {
 fn messages_out_of_turn_are_named() {
     let state = || Message::State { bytes: vec![1] };
     let end = || Message::StateEnd { bytes: 0, digest: [0; 32] };
-    let early: [(&str, Message); 5] = [
+    let early: [(&str, Message); 6] = [
+        ("DigestWanted", Message::DigestWanted),
         ("Go", Message::Go { run: true }),
         ("Welcome", Message::Welcome),
         ("State", state()),

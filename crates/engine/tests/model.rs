@@ -71,6 +71,23 @@ fn pages_are_counted_by_what_they_are() {
     assert_eq!(ended.report.status, Status::Completed);
 }
 
+/// Nobody reports that, and nobody needs what was there. Comparing finds it all the same, and says what it may be.
+#[test]
+fn what_a_balloon_gave_back_is_named_where_the_digests_differ() {
+    let folder = tempfile::tempdir().unwrap();
+    let free = Op::Free { region: 1, first: 5, count: 3 };
+    let look = Op::Look { region: 1, first: 5, count: 3 };
+    let mut source = Scripted::new(&PAGES, vec![vec![], vec![free, look]]);
+    let fill = Op::FillRun { region: 1, first: 0, count: 20, byte: 7 };
+    common::apply(&source.memory, &fill, &mut source.script.lock().unwrap().history);
+    source.script.lock().unwrap().meanwhile.push_back(vec![Op::Fill { region: 0, page: 1, byte: 1 }]);
+    let ended = run(&mut source, &mut Waiting::new(&PAGES), &patient(), folder.path());
+    let error = ended.source.unwrap_err().to_string();
+    assert!(error.contains("the digests differ") && error.contains("balloon"), "{error}");
+    assert_eq!(ended.report.verified, Some(false));
+    assert_eq!(source.script.lock().unwrap().resumed, Some(true));
+}
+
 /// Looking at a hole would make it memory again.
 #[test]
 fn what_becomes_a_hole_before_its_turn_is_not_read() {

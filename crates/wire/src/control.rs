@@ -73,6 +73,8 @@ pub enum Message {
     Running,
     /// 11, both: I end the session, because. Valid at any time before `Go`, and after it from D only (it could not start the guest).
     Abort(Refusal),
+    /// 12, S to D: the guest stands still and all rounds are done: digest its memory. The source does the same meanwhile.
+    DigestWanted,
 }
 
 impl Message {
@@ -127,6 +129,7 @@ impl Message {
             Message::Go { .. } => Kind::Go,
             Message::Running => Kind::Running,
             Message::Abort(_) => Kind::Abort,
+            Message::DigestWanted => Kind::DigestWanted,
         }
     }
 
@@ -152,7 +155,7 @@ impl Message {
             Message::Abort(refusal) => {
                 writer.text(&fitting(&refusal.reason));
             }
-            Message::Welcome | Message::Loaded | Message::Running => {}
+            Message::Welcome | Message::Loaded | Message::Running | Message::DigestWanted => {}
         }
     }
 }
@@ -173,6 +176,7 @@ fn read_payload(kind: Kind, payload: &[u8], reader: &mut Reader<'_>) -> Result<M
             Message::StateEnd { bytes: reader.u64("StateEnd bytes")?, digest: reader.array("StateEnd digest")? }
         }
         Kind::Loaded => Message::Loaded,
+        Kind::DigestWanted => Message::DigestWanted,
         Kind::Go => Message::Go { run: read_flag(reader, "Go run")? },
         Kind::Running => Message::Running,
         Kind::Abort => {

@@ -29,6 +29,7 @@ pub(crate) enum Kind {
     Go = 9,
     Running = 10,
     Abort = 11,
+    DigestWanted = 12,
 }
 
 impl Kind {
@@ -45,6 +46,7 @@ impl Kind {
             9 => Kind::Go,
             10 => Kind::Running,
             11 => Kind::Abort,
+            12 => Kind::DigestWanted,
             _ => return None,
         })
     }
@@ -53,7 +55,7 @@ impl Kind {
     pub(crate) fn payload_sizes(self) -> RangeInclusive<usize> {
         match self {
             Kind::Hello => HELLO_FIXED_BYTES + GuestDescription::BYTES_MIN..=MAX_MESSAGE_BYTES,
-            Kind::Welcome | Kind::Loaded | Kind::Running => 0..=0,
+            Kind::Welcome | Kind::Loaded | Kind::Running | Kind::DigestWanted => 0..=0,
             Kind::RoundDone => 20..=20,
             Kind::Digest | Kind::DigestIs => 32..=32,
             Kind::State => 1..=MAX_STATE_BYTES,
@@ -76,6 +78,7 @@ impl Kind {
             Kind::Go => "Go",
             Kind::Running => "Running",
             Kind::Abort => "Abort",
+            Kind::DigestWanted => "DigestWanted",
         }
     }
 }

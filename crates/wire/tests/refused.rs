@@ -58,7 +58,7 @@ fn bytes_after_a_message_are_refused() {
 #[test]
 fn frames_with_a_bad_field_are_refused() {
     let (_, _, go) = messages().swap_remove(8);
-    for kind in [0u16, 12, 0x0109, u16::MAX] {
+    for kind in [0u16, 13, 0x0109, u16::MAX] {
         assert_invalid(decode(&patched(&go, 0, &kind.to_le_bytes())), "frame kind", 0);
     }
     assert_invalid(decode(&patched(&go, 2, &[1])), "frame reserved", 2);

@@ -118,7 +118,7 @@ impl Destination<'_> {
         verify: bool,
     ) -> Result<Message, Error> {
         let mut round = OpenRound::new(0, channels.count());
-        let mut verified = false;
+        let (mut ours, mut verified) = (None, false);
         loop {
             select! {
                 recv(events) -> event => match event {
@@ -133,21 +133,17 @@ impl Destination<'_> {
                 },
                 recv(control.incoming) -> message => {
                     let message = message.map_err(|_| control.gone())??;
-                    match control.unless_abort(message)? {
-                        Message::Digest { digest: theirs } if verify && round.is_closed() => {
-                            let ours = digest(&self.guest.memory(), &[])?;
-                            control.send(&Message::DigestIs { digest: ours })?;
-                            self.report.verified = Some(ours == theirs);
-                            verified = true;
-                            fail_point::reach("destination.digest")?;
-                            if ours != theirs {
-                                let what = "holds other memory than this side: the digests differ".into();
-                                return Err(Error::Protocol { peer: control.peer.clone(), what });
-                            }
+                    match (control.unless_abort(message)?, ours) {
+                        (Message::DigestWanted, _) if verify && round.is_closed() => {
+                            ours = Some(digest(&self.guest.memory(), &[])?);
                         }
-                        first @ (Message::State { .. } | Message::StateEnd { .. })
+                        (Message::Digest { digest: theirs }, Some(ours)) if round.is_closed() => {
+                            self.compare(control, ours, theirs)?;
+                            verified = true;
+                        }
+                        (first @ (Message::State { .. } | Message::StateEnd { .. }), _)
                             if round.is_closed() && round.number > 0 && verified == verify => return Ok(first),
-                        other => return Err(control.unexpected(&other, "while pages were due")),
+                        (other, _) => return Err(control.unexpected(&other, "while pages were due")),
                     }
                 },
                 default(TICK) => {}
@@ -156,6 +152,18 @@ impl Destination<'_> {
                 return Err(Error::Cancelled);
             }
         }
+    }
+
+    /// Tells the source our digest of this guest's memory, and compares.
+    fn compare(&mut self, control: &mut Control, ours: [u8; 32], theirs: [u8; 32]) -> Result<(), Error> {
+        control.send(&Message::DigestIs { digest: ours })?;
+        self.report.verified = Some(ours == theirs);
+        fail_point::reach("destination.digest")?;
+        if ours == theirs {
+            return Ok(());
+        }
+        let what = "holds other memory than this side: the digests differ".into();
+        Err(Error::Protocol { peer: control.peer.clone(), what })
     }
 
     fn round_done(

@@ -7,7 +7,7 @@ use std::{
     time::Duration,
 };
 
-use transship_memory::GuestMemory;
+use transship_memory::{Freeing, GuestMemory};
 use transship_wire::Message;
 
 use super::session::Session;
@@ -25,7 +25,7 @@ use crate::{
 
 /// Bytes of device state that travel as one message.
 const STATE_PIECE: usize = 256 * 1024;
-/// How long a destination may take to load the device state, or to digest its memory.
+/// How long a destination may take to load the device state.
 const LOAD_TIMEOUT: Duration = Duration::from_secs(120);
 /// How long the last round may take to arrive after it was sent: the guest stands still meanwhile.
 const DONE_TIMEOUT_STOPPED: Duration = Duration::from_secs(60);
@@ -57,7 +57,7 @@ impl Peer for Transship<'_> {
         rounds.send_the_late(*session, DONE_TIMEOUT_STOPPED, progress, report)?;
         let control = &mut session.control;
         if *verify {
-            compare(&guest.memory(), control, rounds, progress, report)?;
+            compare(&**guest, control, rounds, progress, report)?;
         }
         send_state(&state, control)?;
         report.bytes.wire += state.len() as u64;
@@ -97,17 +97,25 @@ impl Peer for Transship<'_> {
     }
 }
 
+/// How long a destination may take to digest its memory, beside a source that has done so: a slow one, or one with slower memory.
+fn digest_timeout(memory: &GuestMemory) -> Duration {
+    LOAD_TIMEOUT + Duration::from_secs(memory.bytes() >> 30)
+}
+
 fn compare(
-    memory: &GuestMemory,
+    guest: &dyn SourceGuest,
     control: &mut Control,
     rounds: &Rounds,
     progress: &Progress,
     report: &mut Report,
 ) -> Result<(), Error> {
+    let (memory, freeing) = (&guest.memory(), guest.freeing());
+    // It computes while we do.
+    control.send(&Message::DigestWanted)?;
     // What the guest can do without was not sent, and reads as zero there.
     let ours = digest(memory, rounds.dead())?;
     control.send(&Message::Digest { digest: ours })?;
-    let theirs = match control.receive("its digest", LOAD_TIMEOUT, progress)? {
+    let theirs = match control.receive("its digest", digest_timeout(memory), progress)? {
         Message::DigestIs { digest } => digest,
         other => return Err(control.unexpected(&other, "where DigestIs was due")),
     };
@@ -115,9 +123,16 @@ fn compare(
     if ours == theirs {
         return Ok(());
     }
-    let what =
-        "holds other memory than the source: the digests differ. This is a bug of transship; the source guest runs on";
-    Err(Error::Protocol { peer: control.peer.clone(), what: what.into() })
+    let why = match freeing {
+        // A page that was given back, and only looked at since, is written nowhere. It holds zeros here, and there what it held before.
+        Freeing::Possible => {
+            "That may be memory which the guest's balloon gave back and the guest has looked at since, whose content is nobody's; \
+             if the guest has no balloon, it is a bug of transship"
+        }
+        Freeing::Never => "This is a bug of transship",
+    };
+    let what = format!("holds other memory than the source: the digests differ. {why}; the source guest runs on");
+    Err(Error::Protocol { peer: control.peer.clone(), what })
 }
 
 /// Reads the device state to its end, or until the move has failed. It says that the guest stands still, whoever loads it.

@@ -59,6 +59,7 @@ pub(crate) fn messages() -> Vec<(Message, &'static str, Vec<u8>)> {
         (Message::Go { run: true }, "Go", hex(&format!("0900 0000 01000000 {id} 01"))),
         (Message::Running, "Running", hex(&format!("0a00 0000 00000000 {id}"))),
         (Message::Abort(Refusal { reason: "no".into() }), "Abort", hex(&format!("0b00 0000 04000000 {id} 0200 6e6f"))),
+        (Message::DigestWanted, "DigestWanted", hex(&format!("0c00 0000 00000000 {id}"))),
     ]
 }
 
