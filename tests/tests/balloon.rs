@@ -7,7 +7,7 @@ use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::Path;
 use std::time::{Duration, Instant};
 use transship_balloon::Client;
-use transship_engine::guest::Hint;
+use transship_guest::Hint;
 use transship_memory::{PAGE_BYTES, PageRange, PageSet};
 use transship_tests::balloon::BalloonClient;
 use transship_tests::lines::Mark;

@@ -8,9 +8,9 @@ use std::{
 
 use serde::de::DeserializeOwned;
 use serde_json::Value;
-use transship_engine::guest::{GuestError, Hint, Hints, Place};
+use transship_guest::{GuestError, Hint, Hints, Place};
+use transship_lines::LineSocket;
 use transship_memory::{GuestMemory, PAGE_BYTES, PageRange};
-use transship_vmm::handoff::LineSocket;
 
 use crate::message::{Call, Description, FileRange, Line, Request, Started, Statistics, VERSION};
 
@@ -115,7 +115,7 @@ impl Client {
         while self.heard.is_empty() {
             match self.socket.receive(deadline) {
                 Ok(line) => self.hear(&line.text).map(drop)?,
-                Err(transship_vmm::handoff::LineError::TimedOut) => return Ok(None),
+                Err(transship_lines::LineError::TimedOut) => return Ok(None),
                 Err(error) => return Err(self.error(error.to_string())),
             }
         }

@@ -14,7 +14,7 @@ use rustix::{
     event::{PollFd, PollFlags},
     net::{RecvFlags, recv},
 };
-use transship_vmm::handoff::{GuestSocket, wait_for_any};
+use transship_lines::{GuestSocket, wait_for_any};
 
 use crate::{device::Device, end::End, relay, session};
 

@@ -1,5 +1,5 @@
 //! How the balloon ends.
-use transship_vmm::handoff::Shutdown;
+use transship_lines::Shutdown;
 
 /// How it is asked to end. QEMU 11.1 may not survive the end of a balloon that it is connected with.
 pub struct End<'a> {

@@ -22,7 +22,7 @@ use rustix::{
         SendFlags, recvmsg, sendmsg,
     },
 };
-use transship_vmm::handoff::{Shutdown, wait_for_any};
+use transship_lines::{Shutdown, wait_for_any};
 use vhost::vhost_user::Listener;
 use vhost_user_backend::VhostUserDaemon;
 use vm_memory::{GuestMemoryAtomic, GuestMemoryMmap};

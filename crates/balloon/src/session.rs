@@ -11,7 +11,7 @@ use std::{
 
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd};
 use serde_json::{Value, json};
-use transship_vmm::handoff::{LineError, LineSocket, Shutdown, wait_for_any};
+use transship_lines::{LineError, LineSocket, Shutdown, wait_for_any};
 
 use crate::{
     device::Device,

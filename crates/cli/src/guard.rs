@@ -13,7 +13,7 @@ use std::{
 };
 
 use transship_balloon::Client;
-use transship_engine::guest::{Found, GuestError, Hints, SourceGuest, StateFormat};
+use transship_guest::{Found, GuestError, Hints, SourceGuest, StateFormat};
 use transship_memory::{Freeing, GuestMemory, Protection, Tracker};
 use transship_wire::GuestDescription;
 

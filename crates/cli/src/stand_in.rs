@@ -15,7 +15,7 @@ use std::{
 };
 
 use transship_engine::{Ending, StandIn, TakeOver, guest::GuestError};
-use transship_vmm::handoff::LineSocket;
+use transship_lines::LineSocket;
 
 /// How long the second process may take to be there and to listen: it is this same program.
 const ARM_WAIT: Duration = Duration::from_secs(30);

@@ -1,5 +1,5 @@
 //! Moves a guest: the source's rounds, channels, convergence and switchover, and the destination's counterpart.
-//! It knows a guest only by the traits in [`guest`].
+//! It knows a guest only by the traits of `transship-guest`, which are [`guest`] here.
 #![forbid(unsafe_code)]
 
 mod channels;
@@ -12,7 +12,6 @@ mod error;
 mod fail_point;
 mod forecast;
 mod free;
-pub mod guest;
 mod hand_over;
 mod options;
 mod pacer;
@@ -44,3 +43,4 @@ pub use snapshot::{
 };
 pub use source::move_guest;
 pub use transport::{Listener, Uri};
+pub use transship_guest as guest;

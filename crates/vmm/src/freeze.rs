@@ -14,7 +14,7 @@ use rustix::{
     io::Errno,
     process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal},
 };
-use transship_engine::guest::GuestError;
+use transship_guest::GuestError;
 
 /// How long the kernel may take to stop all threads. They stop when they are back from the kernel, or sleep there for good.
 const STOP_WAIT: Duration = Duration::from_secs(60);

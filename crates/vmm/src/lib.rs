@@ -2,7 +2,7 @@
 //!
 //! - `qemu:/run/vm.qmp`: a stock QEMU, by its QMP socket (module `qemu`)
 //! - `handoff:/run/guest.sock`: a VMM that hands its memory over by itself (module `handoff`), such as the synthetic guest
-use transship_engine::guest::{DestinationGuest, GuestError, SourceGuest};
+use transship_guest::{DestinationGuest, GuestError, SourceGuest};
 
 mod freeze;
 pub mod handoff;

@@ -22,10 +22,11 @@ use transship_engine::{
     guest::{Found, GuestError, SourceGuest},
     restore_guest, save_guest,
 };
+use transship_lines::Shutdown;
 use transship_memory::{Freeing, GuestMemory, PageRange, Protection, Region, Tracker};
 use transship_vmm::{
     VmAddress,
-    handoff::{CheckResult, HandoffDestination, HandoffSource, Shutdown, check},
+    handoff::{CheckResult, HandoffDestination, HandoffSource, check},
     settle_abandoned,
     synthetic::{Event, Events, Summary, SyntheticOptions, WriteRate, run},
 };

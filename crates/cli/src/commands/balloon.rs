@@ -1,7 +1,7 @@
 //! `transship balloon`: the device by which a guest says which of its memory is free.
 use nix::unistd::User;
 use transship_balloon::End;
-use transship_vmm::handoff::{GuestSocket, Shutdown, Uid};
+use transship_lines::{GuestSocket, Shutdown, Uid};
 
 use crate::{args::BalloonArgs, failure::Failure, output, signals::Watcher};
 

@@ -1,8 +1,6 @@
 //! `transship guest`: the synthetic guest, as a process of its own.
-use transship_vmm::{
-    handoff::Shutdown,
-    synthetic::{self, SyntheticOptions, WriteRate},
-};
+use transship_lines::Shutdown;
+use transship_vmm::synthetic::{self, SyntheticOptions, WriteRate};
 
 use crate::{
     args::{Content, GuestArgs},

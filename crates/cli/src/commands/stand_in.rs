@@ -7,11 +7,8 @@ use std::{
 };
 
 use transship_engine::{Ending, Error, TakeOver};
-use transship_vmm::{
-    VmAddress,
-    handoff::{Line, LineSocket},
-    stop_abandoned,
-};
+use transship_lines::{Line, LineSocket};
+use transship_vmm::{VmAddress, stop_abandoned};
 
 use crate::{failure::Failure, output, stand_in::ending};
 

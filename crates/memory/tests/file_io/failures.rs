@@ -44,8 +44,9 @@ fn memory_that_has_no_room_is_an_error() {
             let mut queue = queue(&memory(&ram, 512), &file, how);
             let failed =
                 queue.read(0, PageRange::new(0, 512), 0).and_then(|()| queue.finish()).unwrap_err().to_string();
-            let expected = "into the file of its memory: No space left on device";
-            assert!(failed.starts_with("putting pages ") && failed.contains(expected), "{failed}");
+            let cure = "into the file of its memory (the file system of its memory is full: make it larger";
+            let (begin, end) = ("putting pages ", "): No space left on device (os error 28)");
+            assert!(failed.starts_with(begin) && failed.contains(cure) && failed.ends_with(end), "{failed}");
         }
     });
 }

@@ -15,10 +15,11 @@ use rustix::{
 };
 use serde::de::DeserializeOwned;
 use serde_json::Value;
-use transship_engine::guest::GuestError;
+use transship_guest::GuestError;
+
+use transship_lines::{Line, LineError, LineSocket};
 
 use super::{
-    line::{Line, LineError, LineSocket},
     maps::check_mapped,
     message::{Answer, CheckResult, CheckedDescription, Description, Request, one_line},
 };

@@ -8,7 +8,7 @@ use std::{
 
 use rustix::net::{SendFlags, send};
 use serde_json::Value;
-use transship_engine::guest::{DestinationGuest, GuestError};
+use transship_guest::{DestinationGuest, GuestError};
 use transship_memory::{Access, GuestMemory, Missing, Region};
 use transship_wire::GuestDescription;
 

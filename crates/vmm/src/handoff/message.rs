@@ -4,10 +4,9 @@ use std::os::fd::OwnedFd;
 use rustix::fs::{FileType, Stat, fstat};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
+use transship_lines::{Line, MAX_FDS};
 use transship_memory::{Area, PAGE_BYTES};
 use transship_wire::{GuestDescription, RegionDescription};
-
-use super::line::{Line, MAX_FDS};
 
 /// The version of the protocol that this is.
 pub const VERSION: u32 = 1;

@@ -11,29 +11,21 @@
 
 mod client;
 mod destination;
-mod line;
 mod maps;
 mod message;
 mod server;
-mod socket;
 mod source;
 mod state_stream;
 mod userfaultfd;
-mod wait;
 
 #[cfg(test)]
 mod tests;
 
 pub use client::check;
 pub use destination::HandoffDestination;
-pub use line::{Line, LineError, LineSocket, MAX_FDS, MAX_LINE_BYTES};
 pub use message::{CheckResult, VERSION};
-/// A user of the system, by number.
-pub use rustix::process::Uid;
 pub use server::{GuestRegion, GuestState, HandoffGuest, serve};
-pub use socket::{GuestSocket, SocketError};
 pub use source::HandoffSource;
-pub use wait::{Shutdown, wait_for_any};
 
 use std::{
     path::Path,
@@ -42,7 +34,7 @@ use std::{
 };
 
 use serde_json::Value;
-use transship_engine::guest::GuestError;
+use transship_guest::GuestError;
 use transship_memory::{Access, GuestMemory, Keep, PageRange, Region};
 
 use crate::freeze::Freezer;

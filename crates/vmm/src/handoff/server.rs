@@ -8,15 +8,14 @@ use std::{
 use rustix::event::{PollFd, PollFlags};
 use serde_json::{Value, json};
 
+use transship_lines::{GuestSocket, Line, LineError, LineSocket, Shutdown, wait_for_any};
+
 use super::{
-    line::{Line, LineError, LineSocket},
     message::{
         Answer, CheckResult, Description, MISSING, PROTECT, RegionEntry, Request, StateBytes, VERSION, one_line,
     },
-    socket::GuestSocket,
     state_stream::StateStream,
     userfaultfd,
-    wait::{Shutdown, wait_for_any},
 };
 
 /// A client that does not take its answer for so long is dropped.

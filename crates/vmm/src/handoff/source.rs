@@ -15,7 +15,7 @@ use std::{
 };
 
 use serde_json::Value;
-use transship_engine::guest::{Found, GuestError, SourceGuest};
+use transship_guest::{Found, GuestError, SourceGuest};
 use transship_memory::{Access, Area, GuestMemory, Protection, Region, Tracker, UffdTracker};
 use transship_wire::GuestDescription;
 

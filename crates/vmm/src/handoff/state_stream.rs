@@ -12,7 +12,9 @@ use rustix::{
     net::SendFlags,
 };
 
-use super::{client::LONG, wait::wait_for};
+use transship_lines::wait_for;
+
+use super::client::LONG;
 
 /// Counts what goes through. A client that does not read or write for [`LONG`] ends it.
 pub(super) struct StateStream {

@@ -14,10 +14,12 @@ use std::{
 
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 use serde_json::{Value, json};
-use transship_engine::guest::{DestinationGuest, SourceGuest};
+use transship_guest::{DestinationGuest, SourceGuest};
 use transship_memory::{Access, Region};
 
-use super::{client::Connection, line::LineSocket, *};
+use transship_lines::{GuestSocket, LineSocket, MAX_LINE_BYTES, Shutdown};
+
+use super::{client::Connection, *};
 
 const BYTES: u64 = 1 << 20;
 

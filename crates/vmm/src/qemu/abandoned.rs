@@ -6,7 +6,7 @@ use std::{
 };
 
 use serde::{Deserialize, Serialize};
-use transship_engine::guest::GuestError;
+use transship_guest::GuestError;
 
 use super::{
     DESTINATION,

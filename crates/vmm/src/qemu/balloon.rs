@@ -9,7 +9,7 @@ use std::{
 
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
-use transship_engine::guest::GuestError;
+use transship_guest::GuestError;
 
 use super::{
     machine::{self, Device},

@@ -1,6 +1,6 @@
 //! QEMU's own list of its memory: what its blocks are called, and whether all that is the guest's memory is in backends.
 use serde_json::{Value, json};
-use transship_engine::guest::{DeviceBlock, GuestError, StateFormat};
+use transship_guest::{DeviceBlock, GuestError, StateFormat};
 
 use super::{
     memory::{Backend, cure},

@@ -3,7 +3,7 @@ use std::fs;
 
 use rustix::process::{Pid, PidfdFlags, PidfdGetfdFlags, pidfd_getfd, pidfd_open};
 use serde_json::{Value, json};
-use transship_engine::guest::GuestError;
+use transship_guest::GuestError;
 use transship_memory::{Freeing, GuestMemory};
 
 use super::{

@@ -7,7 +7,7 @@ use std::{
 };
 
 use serde_json::json;
-use transship_engine::guest::{DestinationGuest, GuestError, StateFormat};
+use transship_guest::{DestinationGuest, GuestError, StateFormat};
 use transship_memory::{Access, GuestMemory, Missing, Region};
 use transship_wire::GuestDescription;
 

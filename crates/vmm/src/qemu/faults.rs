@@ -15,7 +15,7 @@ use std::{
 };
 
 use serde_json::json;
-use transship_engine::guest::GuestError;
+use transship_guest::GuestError;
 
 use super::{
     inject::{Faults, InjectError, userfaultfd_of},

@@ -6,7 +6,7 @@
 //! nearly every guest has and hardly any host uses, so it may stay, if it holds as much at the end as at the beginning: while it inflates
 //! the guest says so, and QEMU tells us, also what came and went in between. (The engine sees the holes themselves too.)
 use serde_json::json;
-use transship_engine::guest::GuestError;
+use transship_guest::GuestError;
 
 use super::{
     machine,

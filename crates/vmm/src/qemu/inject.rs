@@ -37,7 +37,7 @@ use rustix::{
         AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SocketFlags, SocketType, recvmsg, sockopt,
     },
 };
-use transship_engine::guest::GuestError;
+use transship_guest::GuestError;
 
 use super::memory::mappings;
 pub(super) use call::Faults;

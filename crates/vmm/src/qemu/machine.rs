@@ -5,7 +5,7 @@ use std::{
 };
 
 use serde_json::json;
-use transship_engine::guest::GuestError;
+use transship_guest::GuestError;
 
 use super::qmp::{Qmp, QmpError};
 

@@ -9,7 +9,7 @@ use std::{
 
 use rustix::fs::{major, minor};
 use serde_json::{Value, json};
-use transship_engine::guest::GuestError;
+use transship_guest::GuestError;
 use transship_memory::{Access, Area, GuestMemory, Keep, PAGE_BYTES, Region};
 use transship_wire::RegionDescription;
 

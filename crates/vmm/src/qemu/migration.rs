@@ -3,7 +3,7 @@ use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
-use transship_engine::guest::GuestError;
+use transship_guest::GuestError;
 
 use super::qmp::{Qmp, QmpError};
 

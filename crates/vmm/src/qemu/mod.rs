@@ -37,7 +37,7 @@ mod writers;
 use std::path::Path;
 
 use serde_json::json;
-use transship_engine::guest::GuestError;
+use transship_guest::GuestError;
 use transship_wire::GuestDescription;
 
 pub use destination::QemuDestination;

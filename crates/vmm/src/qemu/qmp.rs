@@ -16,7 +16,7 @@ use std::{
 
 use rustix::net::{self, AddressFamily, SendAncillaryBuffer, SendAncillaryMessage, SendFlags};
 use serde_json::{Value, json};
-use transship_engine::guest::GuestError;
+use transship_guest::GuestError;
 
 /// How long the greeting may take. QEMU sends it at once, unless another client holds the socket.
 const GREETING_WAIT: Duration = Duration::from_secs(5);

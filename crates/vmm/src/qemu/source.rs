@@ -13,7 +13,7 @@ use std::{
 };
 
 use serde_json::json;
-use transship_engine::guest::{Found, GuestError, SourceGuest, StateFormat};
+use transship_guest::{Found, GuestError, SourceGuest, StateFormat};
 use transship_memory::{Access, Area, Freeing, GuestMemory, Protection, Region, Tracker, UffdTracker};
 use transship_wire::GuestDescription;
 

@@ -9,7 +9,7 @@ use std::{
 };
 
 use serde_json::{Value, json};
-use transship_engine::guest::GuestError;
+use transship_guest::GuestError;
 
 use super::{
     balloon::OwnBalloon,

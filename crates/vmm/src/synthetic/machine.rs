@@ -14,7 +14,7 @@ use super::{
     options::{SyntheticOptions, WriteRate},
     pattern::{PAGE_WORDS, PageWords, fill_written},
 };
-use crate::handoff::Shutdown;
+use transship_lines::Shutdown;
 
 /// Pages between two looks at whether to go on.
 const FILL_BATCH: u64 = 256;

@@ -27,7 +27,9 @@ use std::{
     time::Instant,
 };
 
-use crate::handoff::{CheckResult, GuestSocket, GuestState, Shutdown, SocketError, serve};
+use transship_lines::{GuestSocket, Shutdown, SocketError};
+
+use crate::handoff::{CheckResult, GuestState, serve};
 use guest::SyntheticGuest;
 use machine::Machine;
 use mapping::Ram;

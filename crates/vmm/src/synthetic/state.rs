@@ -143,11 +143,10 @@ mod tests {
     #![allow(clippy::unwrap_used)]
     use std::sync::{Arc, atomic::Ordering};
 
+    use transship_lines::Shutdown;
+
     use super::*;
-    use crate::{
-        handoff::Shutdown,
-        synthetic::{SyntheticOptions, machine::Buffers, mapping::Ram},
-    };
+    use crate::synthetic::{SyntheticOptions, machine::Buffers, mapping::Ram};
 
     const PAGES: u64 = 64;
 

@@ -8,7 +8,7 @@ use std::{
     time::Duration,
 };
 
-use transship_engine::guest::{DestinationGuest, SourceGuest};
+use transship_guest::{DestinationGuest, SourceGuest};
 use transship_memory::{GuestMemory, PAGE_BYTES, PageRange, PageSet};
 
 use super::*;

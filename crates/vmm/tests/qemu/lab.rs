@@ -11,7 +11,7 @@ use std::{
 
 use serde_json::{Value, json};
 use tempfile::TempDir;
-use transship_engine::guest::{DestinationGuest, SourceGuest};
+use transship_guest::{DestinationGuest, SourceGuest};
 use transship_memory::{GuestMemory, PageRange, PageSet, Region, Tracker};
 use transship_vmm::{
     AttachOptions,

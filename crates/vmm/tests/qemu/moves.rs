@@ -6,7 +6,7 @@ use std::{
 };
 
 use serde_json::json;
-use transship_engine::guest::{DestinationGuest, SourceGuest};
+use transship_guest::{DestinationGuest, SourceGuest};
 use transship_vmm::{AttachOptions, VmAddress, qemu::QemuSource, settle_abandoned};
 
 use crate::lab::{Qemu, WRITTEN, clear, copy, move_memory, pair};

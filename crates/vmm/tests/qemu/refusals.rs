@@ -1,6 +1,6 @@
 //! What is refused, and that the refusal names the cause and the cure.
 use serde_json::json;
-use transship_engine::guest::SourceGuest;
+use transship_guest::SourceGuest;
 use transship_vmm::{AttachOptions, qemu::QemuSource};
 
 use crate::lab::{Qemu, RAM_BYTES};

@@ -2,7 +2,7 @@
 use std::{io, time::Instant};
 
 use serde_json::json;
-use transship_engine::guest::{Found, SourceGuest};
+use transship_guest::{Found, SourceGuest};
 use transship_vmm::{VmAddress, settle_abandoned};
 
 use crate::lab::{PATIENCE, Qemu};

@@ -3,7 +3,7 @@ use std::{fs, os::unix::process::CommandExt, process::Command, thread};
 
 use rustix::thread::{CapabilitySet, capabilities, set_capabilities};
 use seccompiler::{BpfProgram, SeccompAction, SeccompFilter, TargetArch};
-use transship_engine::guest::SourceGuest;
+use transship_guest::SourceGuest;
 
 use crate::lab::{Qemu, WRITTEN};
 

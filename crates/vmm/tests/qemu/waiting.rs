@@ -8,7 +8,7 @@ use std::{
 };
 
 use serde_json::json;
-use transship_engine::guest::{DestinationGuest, SourceGuest, StateFormat};
+use transship_guest::{DestinationGuest, SourceGuest, StateFormat};
 use transship_memory::{Missing, PageRange, Region};
 
 use crate::lab::{Qemu, clear, pair};

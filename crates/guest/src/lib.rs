@@ -1,4 +1,5 @@
 //! What the engine knows of a guest. Adapters implement these traits; the engine never asks which VMM it is.
+#![forbid(unsafe_code)]
 use std::{
     io::Read,
     time::{Duration, Instant},

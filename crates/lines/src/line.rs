@@ -18,7 +18,7 @@ use rustix::{
     },
 };
 
-use super::wait::wait_for;
+use crate::wait::wait_for;
 
 /// The longest line, its end included. A description of the most regions that a line can carry fits.
 pub const MAX_LINE_BYTES: usize = 64 << 10;

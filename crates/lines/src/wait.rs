@@ -42,7 +42,7 @@ impl Shutdown {
 }
 
 /// Waits until `fd` is ready or has failed: true; or until `deadline`: false.
-pub(super) fn wait_for(fd: BorrowedFd<'_>, events: PollFlags, deadline: Instant) -> io::Result<bool> {
+pub fn wait_for(fd: BorrowedFd<'_>, events: PollFlags, deadline: Instant) -> io::Result<bool> {
     Ok(wait_for_any(&mut [PollFd::from_borrowed_fd(fd, events)], Some(deadline))? > 0)
 }
 

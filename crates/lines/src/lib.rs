@@ -1,0 +1,16 @@
+//! Unix sockets by which processes on one host speak to each other in lines of text, with file descriptors beside them.
+//!
+//! - [`GuestSocket`]: a socket that one user may connect to
+//! - [`LineSocket`]: a connection; lines have a limit, and so have the descriptors that come with one
+//! - [`wait_for_any`], [`Shutdown`]: waiting for several of them, and being told to end
+#![forbid(unsafe_code)]
+
+mod line;
+mod socket;
+mod wait;
+
+pub use line::{Line, LineError, LineSocket, MAX_FDS, MAX_LINE_BYTES};
+/// A user of the system, by number.
+pub use rustix::process::Uid;
+pub use socket::{GuestSocket, SocketError};
+pub use wait::{Shutdown, wait_for, wait_for_any};
