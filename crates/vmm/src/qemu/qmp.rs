@@ -14,6 +14,7 @@ use std::{
     time::{Duration, Instant},
 };
 
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::net::{self, AddressFamily, SendAncillaryBuffer, SendAncillaryMessage, SendFlags};
 use serde_json::{Value, json};
 use transship_guest::GuestError;
@@ -145,6 +146,40 @@ impl Qmp {
         }
     }
 
+    /// Gives a command that has QEMU write to the other end of `output`. Returns when it is answered, or when there is
+    /// something to read: QEMU may hold its main lock while it writes what nobody reads, and then answers to nothing.
+    pub(super) fn execute_until_written(
+        &mut self,
+        command: &str,
+        arguments: Value,
+        output: BorrowedFd<'_>,
+    ) -> Result<(), QmpError> {
+        let id = self.give(command, arguments, None)?;
+        let deadline = Instant::now() + COMMAND_WAIT;
+        while Instant::now() < deadline {
+            if self.is_written(output, deadline)? {
+                return Ok(());
+            }
+            while let Some(message) = self.message(Instant::now())? {
+                if self.answer(id, command, message)?.is_some() {
+                    return Ok(());
+                }
+            }
+        }
+        Err(self.timeout(command, COMMAND_WAIT))
+    }
+
+    /// Waits until QEMU says something or has written there. One that has closed it again has something to say.
+    fn is_written(&self, output: BorrowedFd<'_>, deadline: Instant) -> Result<bool, QmpError> {
+        let left = deadline.saturating_duration_since(Instant::now());
+        let left = Timespec { tv_sec: left.as_secs() as i64, tv_nsec: left.subsec_nanos().into() };
+        let mut ready = [PollFd::new(&self.stream, PollFlags::IN), PollFd::from_borrowed_fd(output, PollFlags::IN)];
+        match poll(&mut ready, Some(&left)) {
+            Ok(_) | Err(rustix::io::Errno::INTR) => Ok(ready[1].revents() == PollFlags::IN),
+            Err(why) => Err(QmpError::Connection(format!("{}: can't wait for QEMU: {why}", self.path.display()))),
+        }
+    }
+
     fn execute_with(
         &mut self,
         command: &str,
@@ -152,30 +187,44 @@ impl Qmp {
         fd: Option<BorrowedFd<'_>>,
         limit: Duration,
     ) -> Result<Value, QmpError> {
+        let id = self.give(command, arguments, fd)?;
+        let deadline = Instant::now() + limit;
+        loop {
+            let Some(message) = self.message(deadline)? else {
+                return Err(self.timeout(command, limit));
+            };
+            if let Some(result) = self.answer(id, command, message)? {
+                return Ok(result);
+            }
+        }
+    }
+
+    /// Sends a command; its number.
+    fn give(&mut self, command: &str, arguments: Value, fd: Option<BorrowedFd<'_>>) -> Result<u64, QmpError> {
         let id = self.next_id;
         self.next_id += 1;
         let mut line = json!({ "execute": command, "arguments": arguments, "id": id }).to_string();
         line.push('\n');
         tracing::debug!(pid = self.pid, command, "qmp");
         self.write(line.as_bytes(), fd, command)?;
-        let deadline = Instant::now() + limit;
-        loop {
-            let Some(mut message) = self.message(deadline)? else {
-                return Err(self.timeout(command, limit));
-            };
-            if message.get("event").is_some() {
-                self.keep(message);
-            } else if message["id"] == json!(id) {
-                if let Some(error) = message.get("error") {
-                    let reason = error["desc"].as_str().unwrap_or("no reason given").to_owned();
-                    return Err(QmpError::Refused { command: command.to_owned(), reason });
-                }
-                return Ok(message["return"].take());
-            } else if message.get("id").is_none() {
-                return Err(self.protocol("an answer to no command"));
+        Ok(id)
+    }
+
+    /// The result of a command, if the message is its answer. Events are kept.
+    fn answer(&mut self, id: u64, command: &str, mut message: Value) -> Result<Option<Value>, QmpError> {
+        if message.get("event").is_some() {
+            self.keep(message);
+        } else if message["id"] == json!(id) {
+            if let Some(error) = message.get("error") {
+                let reason = error["desc"].as_str().unwrap_or("no reason given").to_owned();
+                return Err(QmpError::Refused { command: command.to_owned(), reason });
             }
-            // Else it answers an earlier command that timed out: nobody waits for it any more.
+            return Ok(Some(message["return"].take()));
+        } else if message.get("id").is_none() {
+            return Err(self.protocol("an answer to no command"));
         }
+        // Else it answers an earlier command, for which nobody waits any more.
+        Ok(None)
     }
 
     /// The next event of this name, or none at the deadline. Earlier ones that wait in the queue come first.
@@ -341,97 +390,4 @@ fn busy(path: &Path) -> QmpError {
 }
 
 #[cfg(test)]
-mod tests {
-    #![allow(clippy::unwrap_used)]
-    use super::*;
-    use std::{
-        io::{BufRead, BufReader, Write},
-        os::unix::net::UnixListener,
-    };
-
-    const GREETING: &str =
-        r#"{"QMP": {"version": {"qemu": {"micro": 2, "minor": 0, "major": 10}}, "capabilities": []}}"#;
-
-    /// A peer that answers the n-th command with the n-th list of lines; `ID` in them becomes the command's id.
-    fn peer(answers: &'static [&'static str]) -> (tempfile::TempDir, PathBuf) {
-        let dir = tempfile::tempdir().unwrap();
-        let path = dir.path().join("qmp");
-        let listener = UnixListener::bind(&path).unwrap();
-        std::thread::spawn(move || {
-            let (stream, _) = listener.accept().unwrap();
-            let mut writer = stream.try_clone().unwrap();
-            writeln!(writer, "{GREETING}\r").unwrap();
-            let commands = BufReader::new(stream).lines();
-            for (command, answer) in commands.zip(std::iter::once(&r#"{"return": {}, "id": ID}"#).chain(answers)) {
-                let command: Value = serde_json::from_str(&command.unwrap()).unwrap();
-                let answer = answer.replace("ID", &command["id"].to_string());
-                writeln!(writer, "{answer}").unwrap();
-            }
-        });
-        (dir, path)
-    }
-
-    #[test]
-    fn events_between_a_command_and_its_answer_are_kept() {
-        let (_dir, path) = peer(&[concat!(
-            r#"{"event": "STOP", "timestamp": {}}"#,
-            "\r\n",
-            r#"{"event": "MIGRATION", "data": {"status": "setup"}}"#,
-            "\n",
-            r#"{"return": {"a": 1}, "id": ID}"#
-        )]);
-        let mut qmp = Qmp::connect(&path).unwrap();
-        assert_eq!(qmp.version(), (10, 0));
-        assert_eq!(qmp.execute("x", json!({})).unwrap(), json!({"a": 1}));
-        let event = qmp.wait_event("MIGRATION", Instant::now()).unwrap().unwrap();
-        assert_eq!(event.data, json!({"status": "setup"}));
-    }
-
-    #[test]
-    fn an_answer_to_an_earlier_command_is_not_taken_for_this_ones() {
-        let (_dir, path) =
-            peer(&[concat!(r#"{"return": {"late": 1}, "id": 999999}"#, "\n", r#"{"return": {"right": 1}, "id": ID}"#)]);
-        let mut qmp = Qmp::connect(&path).unwrap();
-        assert_eq!(qmp.execute("x", json!({})).unwrap(), json!({"right": 1}));
-    }
-
-    #[test]
-    fn a_refusal_keeps_qemus_words() {
-        let (_dir, path) = peer(&[r#"{"error": {"class": "GenericError", "desc": "no such thing"}, "id": ID}"#]);
-        let error = Qmp::connect(&path).unwrap().execute("x", json!({})).unwrap_err();
-        assert_eq!(error.to_string(), "QEMU refused x: no such thing");
-    }
-
-    #[test]
-    fn lines_that_are_not_qmp_are_refused() {
-        for line in ["garbage", "[1]", r#"{"return": {}}"#] {
-            let answers: &'static [&'static str] = Box::leak(Box::new([line]));
-            let (_dir, path) = peer(answers);
-            let error = Qmp::connect(&path).unwrap().execute("x", json!({})).unwrap_err();
-            assert!(matches!(error, QmpError::Protocol { .. }), "{line}: {error}");
-        }
-    }
-
-    #[test]
-    fn an_endless_line_does_not_take_all_memory() {
-        let (_dir, path) = peer(Box::leak(Box::new([&*"x".repeat(LINE_BYTES_MAX + (1 << 20)).leak()])));
-        let error = Qmp::connect(&path).unwrap().execute("x", json!({})).unwrap_err();
-        assert!(error.to_string().contains("more than 8 MiB"), "{error}");
-    }
-
-    #[test]
-    fn a_peer_that_ends_is_reported_as_gone() {
-        let (_dir, path) = peer(&[]);
-        let error = Qmp::connect(&path).unwrap().execute("x", json!({})).unwrap_err();
-        assert!(matches!(error, QmpError::Closed { .. }), "{error}");
-    }
-
-    #[test]
-    fn a_socket_that_another_client_holds_is_named() {
-        let dir = tempfile::tempdir().unwrap();
-        let path = dir.path().join("qmp");
-        let _never_accepts = UnixListener::bind(&path).unwrap();
-        let error = Qmp::connect(&path).err().unwrap().to_string();
-        assert!(error.contains("another client holds this QMP socket"), "{error}");
-    }
-}
+mod tests;

@@ -330,7 +330,7 @@ impl SourceGuest for QemuSource {
         self.qmp.send_fd(STATE_FD, qemus.as_fd())?;
         drop(qemus);
         self.qmp.forget_events();
-        self.qmp.execute("migrate", json!({ "uri": STATE_URI }))?;
+        self.qmp.execute_until_written("migrate", json!({ "uri": STATE_URI }), ours.as_fd())?;
         if answers == Answers::No {
             return Ok(Box::new(ToTheEnd(ours)));
         }

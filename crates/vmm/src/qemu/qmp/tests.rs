@@ -1,0 +1,113 @@
+//! A QEMU made of lines.
+#![allow(clippy::unwrap_used)]
+use super::*;
+use std::{
+    io::{BufRead, BufReader, Write},
+    os::{fd::AsFd, unix::net::UnixListener},
+};
+
+const GREETING: &str = r#"{"QMP": {"version": {"qemu": {"micro": 2, "minor": 0, "major": 10}}, "capabilities": []}}"#;
+
+/// A peer that answers the n-th command with the n-th list of lines; `ID` in them becomes the command's id.
+fn peer(answers: &'static [&'static str]) -> (tempfile::TempDir, PathBuf) {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("qmp");
+    let listener = UnixListener::bind(&path).unwrap();
+    std::thread::spawn(move || {
+        let (stream, _) = listener.accept().unwrap();
+        let mut writer = stream.try_clone().unwrap();
+        writeln!(writer, "{GREETING}\r").unwrap();
+        let commands = BufReader::new(stream).lines();
+        for (command, answer) in commands.zip(std::iter::once(&r#"{"return": {}, "id": ID}"#).chain(answers)) {
+            let command: Value = serde_json::from_str(&command.unwrap()).unwrap();
+            let answer = answer.replace("ID", &command["id"].to_string());
+            writeln!(writer, "{answer}").unwrap();
+        }
+    });
+    (dir, path)
+}
+
+#[test]
+fn events_between_a_command_and_its_answer_are_kept() {
+    let (_dir, path) = peer(&[concat!(
+        r#"{"event": "STOP", "timestamp": {}}"#,
+        "\r\n",
+        r#"{"event": "MIGRATION", "data": {"status": "setup"}}"#,
+        "\n",
+        r#"{"return": {"a": 1}, "id": ID}"#
+    )]);
+    let mut qmp = Qmp::connect(&path).unwrap();
+    assert_eq!(qmp.version(), (10, 0));
+    assert_eq!(qmp.execute("x", json!({})).unwrap(), json!({"a": 1}));
+    let event = qmp.wait_event("MIGRATION", Instant::now()).unwrap().unwrap();
+    assert_eq!(event.data, json!({"status": "setup"}));
+}
+
+#[test]
+fn an_answer_to_an_earlier_command_is_not_taken_for_this_ones() {
+    let (_dir, path) =
+        peer(&[concat!(r#"{"return": {"late": 1}, "id": 999999}"#, "\n", r#"{"return": {"right": 1}, "id": ID}"#)]);
+    let mut qmp = Qmp::connect(&path).unwrap();
+    assert_eq!(qmp.execute("x", json!({})).unwrap(), json!({"right": 1}));
+}
+
+/// It answers only when what it has written is read. Its answer is then not the next command's.
+#[test]
+fn a_command_that_writes_need_not_be_answered_before_somebody_reads() {
+    let (_dir, path) = peer(&["", concat!(r#"{"return": {"late": 1}, "id": 2}"#, "\n", r#"{"return": 5, "id": ID}"#)]);
+    let mut qmp = Qmp::connect(&path).unwrap();
+    let (ours, mut theirs) = UnixStream::pair().unwrap();
+    theirs.write_all(b"state").unwrap();
+    qmp.execute_until_written("migrate", json!({}), ours.as_fd()).unwrap();
+    assert_eq!(qmp.execute("x", json!({})).unwrap(), json!(5));
+}
+
+#[test]
+fn a_command_that_is_refused_says_so_although_its_output_is_closed() {
+    let (_dir, path) = peer(&[r#"{"error": {"desc": "blocked"}, "id": ID}"#]);
+    let mut qmp = Qmp::connect(&path).unwrap();
+    let (ours, theirs) = UnixStream::pair().unwrap();
+    drop(theirs);
+    let error = qmp.execute_until_written("migrate", json!({}), ours.as_fd()).unwrap_err();
+    assert_eq!(error.to_string(), "QEMU refused migrate: blocked");
+}
+
+#[test]
+fn a_refusal_keeps_qemus_words() {
+    let (_dir, path) = peer(&[r#"{"error": {"class": "GenericError", "desc": "no such thing"}, "id": ID}"#]);
+    let error = Qmp::connect(&path).unwrap().execute("x", json!({})).unwrap_err();
+    assert_eq!(error.to_string(), "QEMU refused x: no such thing");
+}
+
+#[test]
+fn lines_that_are_not_qmp_are_refused() {
+    for line in ["garbage", "[1]", r#"{"return": {}}"#] {
+        let answers: &'static [&'static str] = Box::leak(Box::new([line]));
+        let (_dir, path) = peer(answers);
+        let error = Qmp::connect(&path).unwrap().execute("x", json!({})).unwrap_err();
+        assert!(matches!(error, QmpError::Protocol { .. }), "{line}: {error}");
+    }
+}
+
+#[test]
+fn an_endless_line_does_not_take_all_memory() {
+    let (_dir, path) = peer(Box::leak(Box::new([&*"x".repeat(LINE_BYTES_MAX + (1 << 20)).leak()])));
+    let error = Qmp::connect(&path).unwrap().execute("x", json!({})).unwrap_err();
+    assert!(error.to_string().contains("more than 8 MiB"), "{error}");
+}
+
+#[test]
+fn a_peer_that_ends_is_reported_as_gone() {
+    let (_dir, path) = peer(&[]);
+    let error = Qmp::connect(&path).unwrap().execute("x", json!({})).unwrap_err();
+    assert!(matches!(error, QmpError::Closed { .. }), "{error}");
+}
+
+#[test]
+fn a_socket_that_another_client_holds_is_named() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("qmp");
+    let _never_accepts = UnixListener::bind(&path).unwrap();
+    let error = Qmp::connect(&path).err().unwrap().to_string();
+    assert!(error.contains("another client holds this QMP socket"), "{error}");
+}
