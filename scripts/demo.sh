@@ -9,7 +9,7 @@ vm=${1:-qemu}
 if [ "$vm" != synthetic ]; then
     scripts/setup.sh
 fi
-cargo build --release --quiet -p transship -p transship-tests
+cargo build --release --quiet -p transship -p transship-tests --bin transship --bin demo
 
 # Guest memory: gone whatever ends the demo.
 memory=/dev/shm

@@ -1,7 +1,7 @@
 //! The two ends of a move.
 use std::path::Path;
 
-use transship_tests::SlowLink;
+use transship_lab::SlowLink;
 
 /// The two guests, as the command names them, and what is between them.
 pub(crate) struct Ends<'a> {

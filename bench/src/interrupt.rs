@@ -5,7 +5,7 @@ use signal_hook::{
     consts::{SIGHUP, SIGINT, SIGTERM},
     iterator::Signals,
 };
-use transship_tests::{Scratch, SlowLink};
+use transship_lab::{Scratch, SlowLink};
 
 /// From now on a signal removes everything that this process has made in these folders, and its slow links, and ends it. The guests end
 /// with it.

@@ -1,4 +1,4 @@
-//! The tables of the README, measured here, beside stock QEMU.
+//! The tables of docs/benchmarks.md, measured here, beside stock QEMU.
 //!
 //! - [`Bench`]: the arguments of `transship bench`
 //! - `zero_pages`, `codecs`, `threads`, `files`, `qemu_wire`, `free_pages`: the tables of these names

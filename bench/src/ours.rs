@@ -2,7 +2,7 @@
 use std::time::Instant;
 
 use serde_json::Value;
-use transship_tests::{Finished, SlowLink, Transship};
+use transship_lab::{Finished, SlowLink, Transship};
 
 use crate::{
     ends::Ends,

@@ -2,7 +2,7 @@
 use std::{ops::Range, path::Path};
 
 use serde_json::json;
-use transship_tests::{Accel, Qemu, QemuBuilder, Scratch, SlowLink, Workload};
+use transship_lab::{Accel, Qemu, QemuBuilder, Scratch, SlowLink, Workload};
 
 use crate::{
     at_hand,

@@ -6,7 +6,7 @@ use std::{
 };
 
 use rustix::process::{Pid, Signal, WaitId, WaitIdOptions};
-use transship_tests::{Process, process::status_field};
+use transship_lab::{Process, process::status_field};
 
 /// How often memory is looked at. Each look costs some 50 microseconds of a core that the measured ones may want.
 const LOOK_EVERY: Duration = Duration::from_millis(10);

@@ -1,7 +1,7 @@
 //! `transship bench zero-pages`: the same memory moved by transship and by stock QEMU, in turns.
 use std::path::{Path, PathBuf};
 
-use transship_tests::Scratch;
+use transship_lab::Scratch;
 
 use crate::{
     aims::Aims,

@@ -3,7 +3,7 @@
 use std::{path::Path, time::Duration};
 
 use serde_json::Value;
-use transship_tests::Transship;
+use transship_lab::Transship;
 
 /// Two kinds of memory in two modes: eight moves of 64 MiB.
 #[test]
@@ -243,7 +243,7 @@ fn the_same_memory_goes_between_transship_and_qemu_in_every_direction() {
 #[test]
 #[ignore = "minutes of an emulated guest: make test-long"]
 fn a_guest_with_old_data_goes_there_and_back_in_every_way() {
-    let Some(peer) = transship_tests::other_qemu("11.1").unwrap() else { return };
+    let Some(peer) = transship_lab::other_qemu("11.1").unwrap() else { return };
     let folder = tempfile::tempdir().unwrap();
     let (json, svg) = (folder.path().join("table.json"), folder.path().join("table.svg"));
     let arguments = ["bench", "free-pages", "--mem", "512M", "--times", "1", "--channels", "2", "--peer", &peer];

@@ -2,7 +2,7 @@
 //! was saved runs on and is whole.
 use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
-use transship_tests::{
+use transship_lab::{
     LabError, Qemu, QemuBuilder, Result, Scratch, Synthetic, Transship, Workload, synthetic::SyntheticState,
     transship::TransshipBuilder, wait_until,
 };
@@ -93,7 +93,7 @@ fn a_qemu_without_rights_is_no_obstacle() -> Result<()> {
     let setpriv = ["setpriv", "--bounding-set", "-all", "--inh-caps", "-all"].map(str::to_owned);
     let guest = Qemu::multiboot().workload(BUSY).prefix(&setpriv);
     let running = started(guest.clone())?;
-    let rights = transship_tests::process::status_field(running.pid(), "CapEff")?;
+    let rights = transship_lab::process::status_field(running.pid(), "CapEff")?;
     assert!(rights.chars().all(|digit| digit == '0'), "it has rights: {rights}");
     drop(running);
     goes_on_here_and_there(guest)

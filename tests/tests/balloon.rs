@@ -8,10 +8,10 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 use transship_balloon::Client;
 use transship_guest::Hint;
+use transship_lab::balloon::BalloonClient;
+use transship_lab::lines::Mark;
+use transship_lab::{Balloon, PATIENCE, Qemu, QemuBuilder, Workload, other_qemu, wait_until};
 use transship_memory::{PAGE_BYTES, PageRange, PageSet};
-use transship_tests::balloon::BalloonClient;
-use transship_tests::lines::Mark;
-use transship_tests::{Balloon, PATIENCE, Qemu, QemuBuilder, Workload, other_qemu, wait_until};
 use transship_vmm::{AttachOptions, attach_source};
 
 const MIB: u64 = 1 << 20;

@@ -3,7 +3,7 @@ mod ends;
 
 use ends::{assert_whole, move_between, number, synthetic_pair};
 use rustix::process::Signal;
-use transship_tests::{
+use transship_lab::{
     LabError, Qemu, Result, Scratch, SlowLink, Synthetic, Transship, Workload,
     lines::Mark,
     synthetic::{SyntheticBuilder, SyntheticState},

@@ -2,7 +2,7 @@
 mod stock;
 
 use stock::{StockLoad, StockSave};
-use transship_tests::{Qemu, Result, Scratch, Transship};
+use transship_lab::{Qemu, Result, Scratch, Transship};
 
 fn assert_goes_on(guest: &Qemu, story: &str) -> Result<()> {
     assert_eq!(guest.status()?, "running", "{story}");

@@ -1,7 +1,7 @@
 //! Whoever dies at whatever step: at most one side runs, nothing is lost that was not in the party that died, and the next attempt
 //! on the same source succeeds. Checked on the guests themselves, not on our own words.
 use serde_json::json;
-use transship_tests::{
+use transship_lab::{
     Accel, Finished, LabError, Proxy, Qemu, Result, Scratch, Synthetic, Transship, synthetic::SyntheticState,
     wait_until,
 };
@@ -87,7 +87,7 @@ impl Guest {
             Self::Synthetic(guest) => guest.pid(),
             Self::Qemu(guest) => guest.pid(),
         };
-        let ours = transship_tests::process::open_files(pid)?;
+        let ours = transship_lab::process::open_files(pid)?;
         assert!(!ours.iter().any(|file| file.contains("userfaultfd")), "{story}: {ours:?}");
         Ok(())
     }
@@ -177,7 +177,7 @@ struct Ends {
 fn crash(from: &mut Guest, to: &mut Guest, step: &str, victim: Victim) -> Result<Ends> {
     let folder = Scratch::new()?;
     let gate = folder.join("gate");
-    let arm = |builder: transship_tests::transship::TransshipBuilder, side: &str| match step.starts_with(side) {
+    let arm = |builder: transship_lab::transship::TransshipBuilder, side: &str| match step.starts_with(side) {
         true => builder.env("TRANSSHIP_FAIL_POINT", format!("{step}=stall")).env("TRANSSHIP_FAIL_FILE", &gate),
         false => builder,
     };

@@ -5,7 +5,7 @@ mod sector;
 use rustix::process::Signal;
 use sector::{Gate, Move, SharedDisk, wait_counting};
 use serde_json::json;
-use transship_tests::{
+use transship_lab::{
     Finished, Proxy, Qemu, QemuBuilder, Result, Scratch, Transship, lines::Mark, other_qemu, wait_until,
 };
 

@@ -4,7 +4,7 @@ mod ends;
 
 use ends::{move_between, number};
 use std::path::Path;
-use transship_tests::{Qemu, QemuBuilder, Workload, wait_until};
+use transship_lab::{Qemu, QemuBuilder, Workload, wait_until};
 
 const MIB: u64 = 1 << 20;
 const MEMORY: u64 = 512 * MIB;

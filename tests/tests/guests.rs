@@ -4,7 +4,7 @@
 use std::fs::{File, OpenOptions};
 use std::io::{Read, Seek, SeekFrom, Write};
 use std::path::Path;
-use transship_tests::{Accel, Qemu, Workload, other_qemu};
+use transship_lab::{Accel, Qemu, Workload, other_qemu};
 
 const PAGE: usize = 4096;
 

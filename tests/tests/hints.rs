@@ -7,7 +7,7 @@ use ends::number;
 use rustix::process::Signal;
 use serde_json::{Value, json};
 use stock::StockLoad;
-use transship_tests::{
+use transship_lab::{
     Balloon, Finished, LabError, Qemu, QemuBuilder, Scratch, Transship, Workload, other_qemu, synthetic::Synthetic,
     transship::TransshipBuilder, wait_until,
 };

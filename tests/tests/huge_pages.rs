@@ -1,6 +1,6 @@
 //! Guests on huge pages.
 use std::os::unix::fs::MetadataExt;
-use transship_tests::{HugePool, LabError, MemoryMount, Qemu, Result, Scratch, Transship};
+use transship_lab::{HugePool, LabError, MemoryMount, Qemu, Result, Scratch, Transship};
 
 /// Of the guest's 128 pages its firmware touches a few; there are not enough for all.
 #[test]

@@ -1,7 +1,7 @@
 //! A slow link carries what it is told to, and nothing when it is cut.
 #![allow(clippy::unwrap_used)]
 use std::process::Command;
-use transship_tests::{PATIENCE, Process, SlowLink};
+use transship_lab::{PATIENCE, Process, SlowLink};
 
 #[test]
 fn the_two_ends_of_a_link_reach_each_other_and_only_each_other() {

@@ -4,7 +4,7 @@ mod ends;
 use ends::{assert_whole, in_the_middle, move_between, number, synthetic_pair};
 use rustix::process::Signal;
 use serde_json::Value;
-use transship_tests::{
+use transship_lab::{
     LabError, Qemu, Result, Scratch, SlowLink, Synthetic, Transship, Workload, synthetic::SyntheticState,
 };
 

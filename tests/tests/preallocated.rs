@@ -8,7 +8,7 @@ use std::path::Path;
 use restoring::{assert_goes_on, disk, io, restoring};
 use serde_json::json;
 use stock::StockSave;
-use transship_tests::{
+use transship_lab::{
     Accel, Finished, HugePool, MemoryMount, Qemu, QemuBuilder, Result, Scratch, Transship, Workload, wait_until,
 };
 

@@ -7,7 +7,7 @@ use std::fs;
 use peer::{PLAIN, Wires, assert_never_ran, assert_nothing_of_ours, assert_runs_on, multifd};
 use rustix::process::Signal;
 use serde_json::json;
-use transship_tests::{LabError, Qemu, Result, Scratch, Transship, wait_until};
+use transship_lab::{LabError, Qemu, Result, Scratch, Transship, wait_until};
 
 fn source() -> Result<Qemu> {
     let source = Qemu::multiboot().start()?;
@@ -118,9 +118,9 @@ fn a_destination_that_dies_after_the_end_needs_a_person() -> Result<()> {
 }
 
 /// Kills the destination once the end must be on its way: the command has told its guard so.
-fn wait_for_the_end(moving: Transship, kill: impl FnOnce()) -> Result<transship_tests::Finished> {
+fn wait_for_the_end(moving: Transship, kill: impl FnOnce()) -> Result<transship_lab::Finished> {
     let handed_over = |line: &str| line.contains("handed over").then_some(());
-    moving.stderr().wait(transship_tests::lines::Mark::START, "\"handed over\"", handed_over)?;
+    moving.stderr().wait(transship_lab::lines::Mark::START, "\"handed over\"", handed_over)?;
     kill();
     moving.wait()
 }

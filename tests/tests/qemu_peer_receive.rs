@@ -5,7 +5,7 @@ use std::{fs, path::Path, time::Duration};
 
 use serde_json::{Value, json};
 use stock::{StockLoad, wait_completed};
-use transship_tests::{
+use transship_lab::{
     Backend, Disk, LabError, Qemu, QemuBuilder, Result, Scratch, Transship, transship::TransshipBuilder,
     versions::other_qemu, wait_until,
 };

@@ -7,7 +7,7 @@ use std::{fs, io::Write};
 use ends::number;
 use peer::{PLAIN, Wires, assert_moved, assert_never_ran, assert_never_ran_or_hangs, assert_runs_on, multifd};
 use serde_json::{Value, json};
-use transship_tests::{Backend, Balloon, LabError, Qemu, QemuBuilder, Result, Scratch, Workload, other_qemu};
+use transship_lab::{Backend, Balloon, LabError, Qemu, QemuBuilder, Result, Scratch, Workload, other_qemu};
 
 /// Starts a guest, moves it, and asks it.
 fn goes_over(from: QemuBuilder, to: QemuBuilder, wires: Wires) -> Result<Value> {

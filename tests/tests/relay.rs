@@ -7,7 +7,7 @@ use std::path::Path;
 use peer::{PLAIN, Wires, assert_never_ran, assert_never_ran_or_hangs, multifd};
 use serde_json::{Value, json};
 use stock::wait_completed;
-use transship_tests::{LabError, Qemu, QemuBuilder, Result, SlowLink, Transship, Workload, other_qemu, wait_until};
+use transship_lab::{LabError, Qemu, QemuBuilder, Result, SlowLink, Transship, Workload, other_qemu, wait_until};
 
 /// The two relays, and where the source is to migrate to.
 struct Relays {

@@ -7,7 +7,7 @@ use std::fs;
 use restoring::{assert_goes_on, disk, io, make_dirty, restoring, saved_by_stock};
 use serde_json::json;
 use stock::StockSave;
-use transship_tests::{Disk, Qemu, Result, Synthetic, Transship, synthetic::SyntheticState, versions::other_qemu};
+use transship_lab::{Disk, Qemu, Result, Synthetic, Transship, synthetic::SyntheticState, versions::other_qemu};
 
 /// What stock QEMU saves we restore into a stock QEMU, whatever way it was written and is read, and whatever the memory held before.
 #[test]

@@ -14,7 +14,7 @@ use restoring::{
 use rustix::fs::FallocateFlags;
 use serde_json::json;
 use stock::StockSave;
-use transship_tests::{LabError, Qemu, QemuBuilder, Result, Workload, wait_until};
+use transship_lab::{LabError, Qemu, QemuBuilder, Result, Workload, wait_until};
 
 const PAGE: u64 = 4096;
 /// The memory below what a PC has for its devices, of which there is little more in the first piece of the file than

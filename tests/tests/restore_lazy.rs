@@ -12,7 +12,7 @@ use restoring::{
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::json;
 use stock::StockSave;
-use transship_tests::{Count, Disk, LabError, Qemu, QemuBuilder, Result, lines::Mark, process, wait_until};
+use transship_lab::{Count, Disk, LabError, Qemu, QemuBuilder, Result, lines::Mark, process, wait_until};
 
 /// The guest runs first. Under KVM the processor itself waits for pages.
 #[test]

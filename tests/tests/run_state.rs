@@ -10,7 +10,7 @@ use std::{
 
 use sector::{Gate, Move, SharedDisk, go_to_sleep, wait_counting};
 use serde_json::json;
-use transship_tests::{LabError, Qemu, Result, Scratch, Transship, binary, other_qemu, wait_until};
+use transship_lab::{LabError, Qemu, Result, Scratch, Transship, binary, other_qemu, wait_until};
 
 fn pair(disk: &SharedDisk) -> Result<(Qemu, Qemu)> {
     Ok((disk.booted(disk.guest())?, disk.guest().incoming().start()?))

@@ -12,7 +12,7 @@ use ends::number;
 use rustix::process::Signal;
 use serde_json::json;
 use stock::StockLoad;
-use transship_tests::{
+use transship_lab::{
     Finished, LabError, Qemu, Result, Scratch, Synthetic, Transship, Workload, synthetic::SyntheticState,
     transship::TransshipBuilder, versions::other_qemu, wait_until,
 };
@@ -335,7 +335,7 @@ fn ctrl_c_cancels_at_any_time() -> Result<()> {
         io(fs::write(&path, b"old"))?;
         let save = stalled(saving(&source.vm(), &path).args([way, "--downtime=10s"]), step, &gate)?;
         save.signal(Signal::INT)?;
-        save.stderr().wait(transship_tests::lines::Mark::START, "\"cancelling\"", |line| {
+        save.stderr().wait(transship_lab::lines::Mark::START, "\"cancelling\"", |line| {
             line.contains("cancelling").then_some(())
         })?;
         io(fs::remove_file(&gate))?;

@@ -12,7 +12,7 @@ use std::{
     path::{Path, PathBuf},
     thread,
 };
-use transship_tests::{
+use transship_lab::{
     Balloon, LabError, Process, Qemu, QemuBuilder, Result, Scratch, Transship, lines::Mark, other_qemu,
 };
 

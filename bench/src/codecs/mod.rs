@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use clap::ValueEnum;
 use serde::Serialize;
 use serde_json::{Value, json};
-use transship_tests::{Scratch, SlowLink, Transship};
+use transship_lab::{Scratch, SlowLink, Transship};
 
 use self::results::{Results, Series};
 use crate::{

@@ -3,7 +3,7 @@ use std::{fs::File, path::Path, time::SystemTime};
 
 use rustix::fs::Advice;
 use serde_json::json;
-use transship_tests::Qemu;
+use transship_lab::Qemu;
 
 use crate::{pair::text, processes};
 

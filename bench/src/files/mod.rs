@@ -17,7 +17,7 @@ use std::{
 };
 
 use serde_json::json;
-use transship_tests::{Count, Qemu, Scratch, Workload, image, lines::Mark};
+use transship_lab::{Count, Qemu, Scratch, Workload, image, lines::Mark};
 
 pub(crate) use self::cases::By;
 use self::{

@@ -5,7 +5,7 @@ use std::{
 };
 
 use serde_json::Value;
-use transship_tests::{Qemu, Transship};
+use transship_lab::{Qemu, Transship};
 
 use super::{
     DOWNTIME_MS,

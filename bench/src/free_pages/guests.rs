@@ -7,7 +7,7 @@ use std::{
 
 use serde::Serialize;
 use serde_json::json;
-use transship_tests::{Balloon, Qemu, QemuBuilder, Workload, balloon::BalloonClient};
+use transship_lab::{Balloon, Qemu, QemuBuilder, Workload, balloon::BalloonClient};
 
 use super::cases::{Load, Way};
 use crate::{files::By, output::say, pair::text};

@@ -8,7 +8,7 @@ mod results;
 mod stock;
 mod tables;
 
-use transship_tests::{Scratch, image};
+use transship_lab::{Scratch, image};
 
 use self::{
     cases::{Case, Load, Way},

@@ -5,7 +5,7 @@ use std::{
 };
 
 use serde_json::{Value, json};
-use transship_tests::Qemu;
+use transship_lab::Qemu;
 
 use super::{DOWNTIME_MS, guests::Home, results::Run};
 use crate::{

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 use clap::ValueEnum;
 use serde::Serialize;
-use transship_tests::Scratch;
+use transship_lab::Scratch;
 
 use self::{
     results::{Results, Series},

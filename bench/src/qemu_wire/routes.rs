@@ -7,7 +7,7 @@ use std::{
 
 use serde::Serialize;
 use serde_json::json;
-use transship_tests::Transship;
+use transship_lab::Transship;
 
 use crate::{
     codecs::{Method, qemu_parameters},

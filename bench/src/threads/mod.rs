@@ -11,7 +11,7 @@ use std::{
 
 use serde::Serialize;
 use transship_codec::{Method, Setting};
-use transship_tests::{Qemu, Scratch, SlowLink, Synthetic, Workload, image};
+use transship_lab::{Qemu, Scratch, SlowLink, Synthetic, Workload, image};
 
 use self::results::{Comparison, Load, Results, Run, Series};
 use crate::{

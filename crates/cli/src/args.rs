@@ -135,7 +135,12 @@ pub(crate) enum Command {
     /// Run a synthetic guest, for trying things without a VMM
     Guest(GuestArgs),
     /// Measure on this machine, beside stock QEMU
-    Bench(transship_bench::Bench),
+    #[command(disable_help_flag = true)]
+    Bench {
+        /// The table, and its options: see `transship bench --help`
+        #[arg(trailing_var_arg = true, allow_hyphen_values = true, value_name = "TABLE")]
+        arguments: Vec<std::ffi::OsString>,
+    },
     /// Put the guest back as it was if the command that started this dies while it stands still
     #[command(hide = true)]
     Guard {

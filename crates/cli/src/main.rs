@@ -65,7 +65,7 @@ fn dispatch(cli: &Cli) -> Result<(), Failure> {
         Command::Watch(args) => commands::watch::run(args),
         Command::Balloon(args) => commands::balloon::run(args),
         Command::Guest(args) => commands::guest::run(args),
-        Command::Bench(bench) => bench.run().map_err(Failure::Failed),
+        Command::Bench { arguments } => commands::bench::run(arguments),
         Command::Guard { vm, will } => commands::guard::run(vm, will),
         Command::StandIn { vm } => commands::stand_in::run(vm),
         Command::Completions { shell } => commands::shell::completions(*shell),

@@ -2,7 +2,7 @@
 use serde_json::{Value, json};
 use std::process::{Command, ExitCode, Stdio};
 use std::time::{Duration, Instant};
-use transship_tests::{LabError, PATIENCE, Qemu, Result, Synthetic, Transship, Workload, binary};
+use transship_lab::{LabError, PATIENCE, Qemu, Result, Synthetic, Transship, Workload, binary};
 
 /// A guest that has something to lose: it writes a quarter of its memory, and knows what it wrote.
 const MEMORY_MIB: u32 = 1024;

@@ -3,7 +3,7 @@
 use std::{process::ExitStatus, time::Duration};
 
 use serde_json::{Value, json};
-use transship_tests::{Finished, LabError, PATIENCE, Qemu, Result, Transship, transship::TransshipBuilder};
+use transship_lab::{Finished, LabError, PATIENCE, Qemu, Result, Transship, transship::TransshipBuilder};
 
 /// How the waiting QEMU is set up, and what the command is told of it.
 #[derive(Debug, Clone, Copy, PartialEq)]

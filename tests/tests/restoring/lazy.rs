@@ -1,7 +1,7 @@
 //! Lazy restores that are held where a test wants them.
 use std::{fs, path::Path};
 
-use transship_tests::{LabError, Qemu, Result, Scratch, Transship, wait_until};
+use transship_lab::{LabError, Qemu, Result, Scratch, Transship, wait_until};
 
 use super::{io, restoring};
 

@@ -4,7 +4,7 @@ pub(crate) mod lazy;
 
 use std::{fs, os::unix::fs::FileExt, path::Path};
 
-use transship_tests::{LabError, Qemu, QemuBuilder, Result, Scratch, Transship, transship::TransshipBuilder};
+use transship_lab::{LabError, Qemu, QemuBuilder, Result, Scratch, Transship, transship::TransshipBuilder};
 
 use crate::stock::StockSave;
 

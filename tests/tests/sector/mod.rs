@@ -8,7 +8,7 @@ use std::{
 };
 
 use serde_json::json;
-use transship_tests::{
+use transship_lab::{
     Finished, LabError, Qemu, QemuBuilder, Result, Scratch, Transship, transship::TransshipBuilder, wait_until,
 };
 

@@ -6,7 +6,7 @@ use std::{
 };
 
 use serde_json::{Value, json};
-use transship_tests::{LabError, PATIENCE, Qemu, Result};
+use transship_lab::{LabError, PATIENCE, Qemu, Result};
 
 /// How QEMU is to write the file.
 #[derive(Debug, Clone, Copy, Default)]

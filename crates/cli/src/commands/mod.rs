@@ -1,5 +1,6 @@
 //! What each subcommand does.
 pub(crate) mod balloon;
+pub(crate) mod bench;
 pub(crate) mod convert;
 pub(crate) mod guard;
 pub(crate) mod guest;

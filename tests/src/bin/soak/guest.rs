@@ -1,5 +1,5 @@
 //! What the guest says of its memory and its disk, by its serial port.
-use transship_tests::{LabError, Qemu, Result, Sweep};
+use transship_lab::{LabError, Qemu, Result, Sweep};
 
 /// All of its memory and its disk is what it wrote last.
 pub(crate) fn assert_whole(qemu: &Qemu) -> Result<()> {

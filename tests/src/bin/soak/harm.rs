@@ -3,9 +3,9 @@ use crate::plan::{Blow, Harm, Moment};
 use rustix::process::{Pid, Signal, kill_process};
 use std::path::Path;
 use std::time::Duration;
-use transship_tests::process::status_field;
-use transship_tests::transship::TransshipBuilder;
-use transship_tests::{LabError, Proxy, Result, Transship, wait_until};
+use transship_lab::process::status_field;
+use transship_lab::transship::TransshipBuilder;
+use transship_lab::{LabError, Proxy, Result, Transship, wait_until};
 
 /// How long who is held stands still.
 const HELD: Duration = Duration::from_secs(1);

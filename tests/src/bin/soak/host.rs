@@ -4,8 +4,8 @@ use crate::traces::Traces;
 use serde_json::json;
 use std::path::{Path, PathBuf};
 use std::thread::JoinHandle;
-use transship_tests::process::status_field;
-use transship_tests::{Balloon, LabError, PATIENCE, Qemu, QemuBuilder, Result, Workload, other_qemu};
+use transship_lab::process::status_field;
+use transship_lab::{Balloon, LabError, PATIENCE, Qemu, QemuBuilder, Result, Workload, other_qemu};
 
 const MEMORY_MIB: u32 = 128;
 /// Checked in a fraction of a second, also under emulation. It is checked when somebody asks, and not in between.

@@ -27,7 +27,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 use story::Story;
 use tally::Tally;
-use transship_tests::{LabError, Result};
+use transship_lab::{LabError, Result};
 use verdict::{Done, Outcome};
 
 /// Moves one guest between stock QEMUs again and again, while somebody is killed or held

@@ -8,7 +8,7 @@ use crate::verdict::{Done, Ends};
 use rustix::process::Signal;
 use std::path::Path;
 use std::time::Duration;
-use transship_tests::{Finished, LabError, Proxy, Result, Scratch, Transship, wait_until};
+use transship_lab::{Finished, LabError, Proxy, Result, Scratch, Transship, wait_until};
 
 /// How long a destination may take to end after its source.
 const ENDING: Duration = Duration::from_secs(10);

@@ -3,7 +3,7 @@ use crate::host::make_disk;
 use std::fs::{File, OpenOptions};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
-use transship_tests::{LabError, Result, Scratch};
+use transship_lab::{LabError, Result, Scratch};
 
 const SNAPSHOT: &str = "guest.snap";
 const DISK: &str = "disk";

@@ -3,8 +3,8 @@ use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::fs;
 use std::time::{Duration, Instant};
-use transship_tests::process::open_files;
-use transship_tests::{LabError, Qemu, Result};
+use transship_lab::process::open_files;
+use transship_lab::{LabError, Qemu, Result};
 
 /// How long a QEMU may take to close what belonged to a connection that has ended.
 const SETTLING: Duration = Duration::from_secs(20);

@@ -4,7 +4,7 @@ use crate::plan::{Blow, Harm, Victim};
 use crate::story::Story;
 use serde_json::json;
 use std::process::Command;
-use transship_tests::{Finished, LabError, Process, Result, wait_until};
+use transship_lab::{Finished, LabError, Process, Result, wait_until};
 
 /// How a step ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]

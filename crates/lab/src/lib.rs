@@ -90,8 +90,8 @@ pub(crate) fn failed<E: std::fmt::Display>(doing: impl std::fmt::Display) -> imp
 
 /// The project's root folder.
 pub fn root() -> PathBuf {
-    let tests = PathBuf::from(env!("CARGO_MANIFEST_DIR"));
-    tests.parent().expect("tests/ lies in the project's root").to_path_buf()
+    let lab = PathBuf::from(env!("CARGO_MANIFEST_DIR"));
+    lab.ancestors().nth(2).expect("crates/lab lies in the project's root").to_path_buf()
 }
 
 /// A guest image that `scripts/setup.sh` has made, such as `linux/vmlinuz` or `kvm.elf`.
