@@ -7,7 +7,7 @@ use std::fs;
 use peer::{PLAIN, Wires, assert_never_ran, assert_nothing_of_ours, assert_runs_on, multifd};
 use rustix::process::Signal;
 use serde_json::json;
-use transship_lab::{LabError, Qemu, Result, Scratch, Transship, wait_until};
+use transship_lab::{LabError, Qemu, Result, Scratch, Transship, lines::Mark, wait_until};
 
 fn source() -> Result<Qemu> {
     let source = Qemu::multiboot().start()?;
@@ -153,6 +153,9 @@ fn ctrl_c_leaves_the_guest_here() -> Result<()> {
         let to = wires.wait_for_a_guest(&destination)?;
         let stalled = Stalled::at(step, wires, &source, &to)?;
         stalled.moving.signal(Signal::INT)?;
+        // The move goes on at once when it may, and would be over before it has heard.
+        let heard = |line: &str| line.contains("cancel").then_some(());
+        stalled.moving.stderr().wait(Mark::START, "word of Ctrl-C", heard)?;
         let ended = stalled.go_on()?.wait()?;
         assert_eq!(ended.report()?["status"], "cancelled", "{ended}");
         assert_runs_on(&source, &ended, step)?;
