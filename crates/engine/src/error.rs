@@ -22,6 +22,16 @@ pub enum Error {
         /// The system's word.
         source: std::io::Error,
     },
+    /// There is no connection to the other side.
+    #[error("can't connect to {to}: {source}; {cure}")]
+    Connect {
+        /// Its address.
+        to: String,
+        /// The system's word.
+        source: std::io::Error,
+        /// What the user can do.
+        cure: &'static str,
+    },
     /// Bytes that no version of the protocol has.
     #[error("the peer at {peer} sent bytes that are not the protocol's: {source}")]
     Wire {

@@ -84,6 +84,20 @@ impl fmt::Display for Uri {
     }
 }
 
+/// What to do about a connection that can't be made.
+fn cure(error: &io::Error) -> &'static str {
+    match error.kind() {
+        io::ErrorKind::ConnectionRefused | io::ErrorKind::NotFound => {
+            "nobody listens there: start the side that receives first, such as `transship receive`, and use the address that it names"
+        }
+        io::ErrorKind::TimedOut | io::ErrorKind::HostUnreachable | io::ErrorKind::NetworkUnreachable => {
+            "look at the address, the route to it and firewalls on the way"
+        }
+        io::ErrorKind::PermissionDenied => "this user may not use that socket: run as its owner or as root",
+        _ => "look at the address, and whether the side that receives runs",
+    }
+}
+
 /// One connected socket.
 #[derive(Debug)]
 pub(crate) enum Connection {
@@ -94,7 +108,7 @@ pub(crate) enum Connection {
 impl Connection {
     /// Connects to a listening peer.
     pub(crate) fn open(uri: &Uri) -> Result<Self, Error> {
-        let failed = |source| Error::Io { what: format!("connect to {uri}"), source };
+        let failed = |source| Error::Connect { to: uri.to_string(), cure: cure(&source), source };
         let connection = match uri {
             Uri::Tcp { host, port } => Self::Tcp(connect_tcp(host, *port).map_err(failed)?),
             Uri::Unix(path) => Self::Unix(connect_unix(path).map_err(failed)?),
