@@ -189,7 +189,7 @@ impl Rounds {
         if late == 0 {
             return Ok(());
         }
-        tracing::warn!(late, "pages were written after the last round, while the guest stood still");
+        tracing::info!(late, "pages were written after the last round, while the guest stood still");
         report.late_pages += late;
         self.send_pending(link, patience, progress, report)
     }

@@ -10,13 +10,11 @@
 //!   slot:   region, first page, the call's structure ───┴─► the kernel writes how much it has put
 //! ```
 //!
-//! The process may be killed at any moment, also between the copy and the word that it is done; until somebody goes
-//! on, the guest may write the
-//! page, free it and have it taken away. That it is missing then says nothing. So the structure of each call lies in
-//! the shared memory, too. A
-//! thread that is killed does not leave the kernel before the call is over: the copy ends early, and what was put is
-//! noted in any case. Whoever takes
-//! over finds in the slots what was put, and no other claimed page was.
+//! The process may be killed at any moment, also between the copy and the word that it is done. Until somebody goes on,
+//! the guest may write the page, free it and have it taken away. That it is missing then says nothing. So the structure
+//! of each call lies in the shared memory, too. A thread that is killed does not leave the kernel before the call is
+//! over: the copy ends early, and what was put is noted in any case. Whoever takes over finds in the slots what was
+//! put, and no other claimed page was.
 use std::{
     mem::offset_of,
     os::fd::{AsFd, BorrowedFd, OwnedFd},
@@ -180,8 +178,7 @@ impl Claims {
     }
 
     /// Calls the kernel to put pages from `first` on, by the structure that it gets and fills in. Pages that were put
-    /// are done afterwards. How many bytes,
-    /// and what the call has said.
+    /// are done afterwards. How many bytes, and what the call has said.
     pub(crate) fn noted<T>(&self, region: usize, first: u64, call: impl FnOnce(*mut CopyCall) -> T) -> (u64, T) {
         let (index, slot) = self.slot();
         slot.region.store(region as u64, Ordering::Relaxed);
