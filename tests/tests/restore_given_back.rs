@@ -1,6 +1,5 @@
 //! What a guest has given back after a lazy restore had brought it is zero, and stays so: a guest that clears what it
-//! frees (Linux with
-//! `init_on_free=1`) uses it again without another look.
+//! frees (Linux with `init_on_free=1`) uses it again without another look.
 #![allow(clippy::unwrap_used)]
 mod restoring;
 mod stock;

@@ -68,8 +68,8 @@ impl Missing {
     }
 
     /// As [`Missing::fill`], but each page once in the life of the guest, by all who share the claims: what was put
-    /// before and is missing was given
-    /// back, and stays missing. Pages that another thread is putting are left to it; it wakes who waits for them.
+    /// before and is missing was given back, and stays missing. Pages that another thread is putting are left to it;
+    /// it wakes who waits for them.
     ///
     /// # Errors
     /// As [`Missing::fill`]. Pages that were not put then may be tried again.
@@ -89,8 +89,8 @@ impl Missing {
     }
 
     /// Puts pages that the caller has claimed. Nobody is woken before they are known to be there: whoever is told of
-    /// somebody who waits for a page
-    /// that is claimed, and not done, leaves him to us; and he may have freed it again by then.
+    /// somebody who waits for a page that is claimed, and not done, leaves him to us; and he may have freed it again
+    /// by then.
     fn put_noted(&self, claims: &Claims, region: usize, run: PageRange, bytes: &[u8]) -> Result<u64, Error> {
         let put = self.put(region, run, |stretch, done, len| {
             let page = stretch.first_page + done / PAGE_BYTES as u64;

@@ -261,8 +261,8 @@ unsafe fn copy_by(
         call.copied.store(0, Ordering::Relaxed);
     }
     // SAFETY: UFFDIO_COPY reads and writes one CopyCall, whose size the number holds, and reads what it points to by
-    // the caller's word. Pages are put
-    // only into registered memory, where there were none: no bytes that anybody knew change.
+    // the caller's word. Pages are put only into registered memory, where there were none: no bytes that anybody knew
+    // change.
     done(unsafe { libc::ioctl(uffd.as_raw_fd(), UFFDIO_COPY, call) }).map(drop)
 }
 

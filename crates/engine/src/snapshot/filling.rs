@@ -7,9 +7,8 @@
 //! ```
 //!
 //! Each page is brought once in the life of the guest (`transship_memory::Claims`): one that has been there and is
-//! missing was given back, and is
-//! zero, also where the process that had brought it is dead. A page that can't be read is left missing, and who waits
-//! for it goes on waiting: nobody ever sees zeros in its place.
+//! missing was given back, and is zero, also where the process that had brought it is dead. A page that can't be read
+//! is left missing, and who waits for it goes on waiting: nobody ever sees zeros in its place.
 use std::{
     fs::File,
     os::unix::fs::FileExt,
@@ -232,9 +231,9 @@ impl Filling {
         self.bring(fault.region, region.clip(fault.page, URGENT_PAGES), buffer, "restore.urgent-read")
     }
 
-    /// Brings those pages of a range that are in the file, and that nobody else has brought. `buffer` has room for the
-    /// range. Whoever is putting one of them at
-    /// this moment wakes who waits for it. `step`: where a test may hold us, with what we have read.
+    /// Brings those pages of a range that are in the file, and that nobody else has brought. `buffer` has room for
+    /// the range. Whoever is putting one of them at this moment wakes who waits for it. `step`: where a test may hold
+    /// us, with what we have read.
     fn bring(&self, index: usize, range: PageRange, buffer: &mut PageBuffer, step: &str) -> Result<(), Error> {
         let region = &self.regions[index];
         if region.unit > 1 {

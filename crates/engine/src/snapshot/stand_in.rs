@@ -46,8 +46,7 @@ pub trait StandIn {
 }
 
 /// What a stand-in is told, beside the files: the userfaultfd first, then which pages were brought, then the snapshot
-/// file,
-/// then perhaps the same past the page cache.
+/// file, then perhaps the same past the page cache.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct TakeOver {
     /// The snapshot's name, for messages.

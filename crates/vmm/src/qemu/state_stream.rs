@@ -5,9 +5,8 @@
 //! before it: if they are as it says, nothing is missing.
 //!
 //! The guest decides about bytes of its devices (video memory, say), and could have some that look like the end of
-//! all. But QEMU waits only behind the
-//! true end, and what follows another one is on its way already: so an end counts when the channel is silent for
-//! [`SILENCE`].
+//! all. But QEMU waits only behind the true end, and what follows another one is on its way already: so an end counts
+//! when the channel is silent for [`SILENCE`].
 //!
 //! [`Answers::Yes`]: super::migration::Answers::Yes
 use std::{
