@@ -1,9 +1,10 @@
 //! A load like that of compiling: `make -j2` over generated sources, again and again, until it is told to rest.
 //!
-//! Every file is compiled by a process of its own. It reads the source, takes it apart into tokens and names, makes a tree of each function
-//! in memory that it allocates, works over that tree in passes which each allocate the next one and free the one before, keeps what
-//! comes out until the end of the file, writes an object file and ends. A unit of work is one function. The unit's byte in the
-//! compiler's output pipe is written when the function is compiled, so that work is counted while a file is still being compiled.
+//! Every file is compiled by a process of its own. It reads the source, takes it apart into tokens and names, makes a
+//! tree of each function in memory that it allocates, works over that tree in passes which each allocate the next one
+//! and free the one before, keeps what comes out until the end of the file, writes an object file and ends. A unit of
+//! work is one function. The unit's byte in the compiler's output pipe is written when the function is compiled, so
+//! that work is counted while a file is still being compiled.
 use std::collections::HashMap;
 use std::fmt::Write as _;
 use std::fs;

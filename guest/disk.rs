@@ -1,5 +1,5 @@
-//! A disk that the guest writes and checks as it does its memory: each block holds its number and version, and the versions are
-//! kept in memory. So a write that was lost, or came from a guest that had been given up, is an error.
+//! A disk that the guest writes and checks as it does its memory: each block holds its number and version, and the
+//! versions are kept in memory. So a write that was lost, or came from a guest that had been given up, is an error.
 use crate::{WORDS, pattern, say};
 use std::fs::{File, OpenOptions};
 use std::os::unix::fs::{FileExt, OpenOptionsExt};

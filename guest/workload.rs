@@ -22,15 +22,15 @@
 //! workload: units=N                                 functions compiled, fifty times a second between "compile" and "rest"
 //! ```
 //!
-//! Commands are lines, too: "check", and "old" (writes nearly all free memory and gives it back, so that it is full of old data),
-//! "compile" (see compile.rs), "rest", "drop", "fresh", and "disk rest" and "disk go" (see disk.rs).
+//! Commands are lines, too: "check", and "old" (writes nearly all free memory and gives it back, so that it is full of
+//! old data), "compile" (see compile.rs), "rest", "drop", "fresh", and "disk rest" and "disk go" (see disk.rs).
 //!
 //! Arguments come by the kernel command line: `workload.mib` (64), `workload.rate` (pages a second; 0, the default: as
 //! fast as possible), `workload.hot` (MiB that are written; the default is all), `workload.idle=1` (write nothing after
-//! the first fill), `workload.sweep_ms` (1000), `workload.stale` (MiB that are written and given back before "ready", so that free
-//! memory is full of old data; 0), `workload.churn` (MiB that are taken, written, checked and given back, over and over, as fast as
-//! possible; 0), `workload.hold` (MiB that are written before "ready" and kept until "drop"; 0), `workload.disk` (MiB of the first
-//! disk that are written and checked; 0).
+//! the first fill), `workload.sweep_ms` (1000), `workload.stale` (MiB that are written and given back before "ready",
+//! so that free memory is full of old data; 0), `workload.churn` (MiB that are taken, written, checked and given back,
+//! over and over, as fast as possible; 0), `workload.hold` (MiB that are written before "ready" and kept until "drop";
+//! 0), `workload.disk` (MiB of the first disk that are written and checked; 0).
 mod compile;
 mod disk;
 

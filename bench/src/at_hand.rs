@@ -11,8 +11,8 @@ const PIECE: usize = 1 << 20;
 
 /// Uses so much memory for a moment, so that whoever needs it next finds it there.
 ///
-/// A machine that is virtual itself often gives free memory back to its host within seconds, and getting it again can take three times
-/// as long as filling it. Whoever is measured first after a pause would pay for that.
+/// A machine that is virtual itself often gives free memory back to its host within seconds, and getting it again can
+/// take three times as long as filling it. Whoever is measured first after a pause would pay for that.
 pub(crate) fn have(bytes: u64) -> Result<(), String> {
     let available = machine::available_memory()?.saturating_sub(LEFT);
     let taken = rustix::fs::memfd_create("at-hand", MemfdFlags::CLOEXEC).map(File::from);

@@ -109,8 +109,8 @@ impl SourceMemory {
         self.bytes
     }
 
-    /// Makes the holes that there are to be. Whoever reads a hole through a mapping, as QEMU's own migration does, fills
-    /// it with a zero page: after that it's no longer memory that was never touched.
+    /// Makes the holes that there are to be. Whoever reads a hole through a mapping, as QEMU's own migration does,
+    /// fills it with a zero page: after that it's no longer memory that was never touched.
     pub(crate) fn restore_holes(&self) -> Result<(), String> {
         let region = self.map()?;
         let mut holes = self.chunks(&region).filter(|&(fill, _)| fill == Fill::Hole);
@@ -191,8 +191,8 @@ impl Random {
     }
 }
 
-/// The offset of the first page from `from` on that differs in two memory files, if any does. Read, not mapped: that leaves
-/// holes alone.
+/// The offset of the first page from `from` on that differs in two memory files, if any does. Read, not mapped: that
+/// leaves holes alone.
 pub(crate) fn first_difference(one: &Path, other: &Path, from: u64) -> Result<Option<u64>, String> {
     let open = |path: &Path| {
         let opened = File::open(path).and_then(|mut file| file.seek(SeekFrom::Start(from)).map(|_| file));

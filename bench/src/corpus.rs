@@ -23,7 +23,8 @@ impl Corpus {
         folder.map_or_else(|| Ok(Self::made(limit)), |folder| Self::of_files(folder, limit))
     }
 
-    /// All files of a folder, by name, each padded with zeros to whole pages. Folders in it and packed files stay as they are.
+    /// All files of a folder, by name, each padded with zeros to whole pages. Folders in it and packed files stay as
+    /// they are.
     fn of_files(folder: &Path, limit: u64) -> Result<Self, String> {
         let failed = |error: std::io::Error| format!("--corpus {}: {error}", folder.display());
         let entries = fs::read_dir(folder).map_err(failed)?.collect::<Result<Vec<_>, _>>().map_err(failed)?;

@@ -7,8 +7,8 @@ use signal_hook::{
 };
 use transship_lab::{Scratch, SlowLink};
 
-/// From now on a signal removes everything that this process has made in these folders, and its slow links, and ends it. The guests end
-/// with it.
+/// From now on a signal removes everything that this process has made in these folders, and its slow links, and ends
+/// it. The guests end with it.
 pub(crate) fn clean_up_in(folders: Vec<PathBuf>) -> Result<(), String> {
     let mut signals =
         Signals::new([SIGINT, SIGTERM, SIGHUP]).map_err(|error| format!("can't wait for signals: {error}"))?;

@@ -61,8 +61,8 @@ pub struct ZeroPages {
     /// Leave memory out of the source QEMU's page tables
     ///
     /// A guest that has touched its memory did so through QEMU, which therefore has it in its page tables. Memory that
-    /// was only written from outside is not there, and QEMU's own migration has to fault it in first. By default QEMU is
-    /// made to read all of it once, before the time is taken.
+    /// was only written from outside is not there, and QEMU's own migration has to fault it in first. By default QEMU
+    /// is made to read all of it once, before the time is taken.
     #[arg(long)]
     pub cold: bool,
 }

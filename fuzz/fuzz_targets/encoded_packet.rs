@@ -1,5 +1,5 @@
-//! An encoded packet from anybody, then another on the same channel: each fills the pages or is refused. The first byte says
-//! which decoder and how many pages.
+//! An encoded packet from anybody, then another on the same channel: each fills the pages or is refused. The first byte
+//! says which decoder and how many pages.
 #![no_main]
 use libfuzzer_sys::fuzz_target;
 use transship_codec::Method;

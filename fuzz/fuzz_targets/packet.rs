@@ -10,7 +10,8 @@ fuzz_target!(|bytes: &[u8]| {
         let Ok(packet) = Packet::decode(header) else { return };
         assert_eq!(packet.encode(), *header);
         check_bounds(&packet);
-        // The contents are not looked at. A fuzzer would never find 4096 bytes a page worth its while, so they are left out.
+        // The contents are not looked at. A fuzzer would never find 4096 bytes a page worth its while, so they are left
+        // out.
         rest = after;
     }
 });

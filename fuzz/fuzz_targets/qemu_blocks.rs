@@ -1,5 +1,6 @@
-//! The list of blocks of a mapped-ram file: what is accepted has a place of its own in the file for everything. The first byte
-//! says whether x-ignore-shared is on, the next eight how long all blocks are together; then come the entries, without gaps.
+//! The list of blocks of a mapped-ram file: what is accepted has a place of its own in the file for everything. The
+//! first byte says whether x-ignore-shared is on, the next eight how long all blocks are together; then come the
+//! entries, without gaps.
 #![no_main]
 use libfuzzer_sys::fuzz_target;
 use std::ops::Range;

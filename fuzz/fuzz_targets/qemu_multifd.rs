@@ -1,5 +1,5 @@
-//! A multifd channel from anybody: a greeting, then packets without their payload. What is accepted keeps its bounds, and written
-//! again means the same.
+//! A multifd channel from anybody: a greeting, then packets without their payload. What is accepted keeps its bounds,
+//! and written again means the same.
 #![no_main]
 use libfuzzer_sys::fuzz_target;
 use transship_wire::qemu::{Greeting, MAX_PACKET_PAGES, MAX_PAYLOAD_BYTES, Method, Packet, Pages, Step};

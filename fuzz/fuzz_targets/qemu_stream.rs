@@ -6,7 +6,8 @@ use transship_wire::qemu::{MAX_BLOCKS, MAX_RECORD_BYTES, Record, Step, StreamRea
 
 fuzz_target!(|bytes: &[u8]| {
     let (mut whole, mut drops) = (StreamReader::new(), StreamReader::new());
-    // A mapped-ram file jumps; its bytes are taken one after the other all the same, or no input would get beyond a block.
+    // A mapped-ram file jumps; its bytes are taken one after the other all the same, or no input would get beyond a
+    // block.
     let mut at = 0;
     loop {
         let rest = &bytes[at..];

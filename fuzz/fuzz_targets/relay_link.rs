@@ -1,5 +1,5 @@
-//! A link from anybody: greeting, messages, packet headers. Each is refused, or written back as the same bytes, and keeps the bounds that a relay
-//! relies on.
+//! A link from anybody: greeting, messages, packet headers. Each is refused, or written back as the same bytes, and
+//! keeps the bounds that a relay relies on.
 #![no_main]
 use libfuzzer_sys::fuzz_target;
 use transship_wire::relay::{Greeting, MAX_BYTES, MAX_CONNECTIONS, MESSAGE_BYTES, Message, Packet};

@@ -1,5 +1,5 @@
-//! Background snapshots of real guests: restored, each finds its memory as it was in the moment of the call; and whatever happens, the guest that
-//! was saved runs on and is whole.
+//! Background snapshots of real guests: restored, each finds its memory as it was in the moment of the call; and
+//! whatever happens, the guest that was saved runs on and is whole.
 use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
 use transship_lab::{
@@ -50,8 +50,8 @@ fn started(guest: QemuBuilder) -> Result<Qemu> {
     Ok(guest)
 }
 
-/// Saves a guest while the one thread that writes the file stands still, so that it runs into pages that are not saved. Then it and the one in
-/// the file are found whole.
+/// Saves a guest while the one thread that writes the file stands still, so that it runs into pages that are not saved.
+/// Then it and the one in the file are found whole.
 fn goes_on_here_and_there(guest: QemuBuilder) -> Result<()> {
     let folder = disk()?;
     let (path, gate) = (folder.join("snapshot"), folder.join("gate"));
@@ -183,8 +183,8 @@ fn a_synthetic_guest_whose_saver_dies_runs_on() -> Result<()> {
     Ok(())
 }
 
-/// The one thread that writes the file never gets to it. When there is no more room for copies the guest stands still, and then the snapshot
-/// is given up and not the guest.
+/// The one thread that writes the file never gets to it. When there is no more room for copies the guest stands still,
+/// and then the snapshot is given up and not the guest.
 #[test]
 fn a_disk_that_takes_nothing_does_not_hold_the_guest_for_ever() -> Result<()> {
     let folder = disk()?;

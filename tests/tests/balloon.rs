@@ -193,8 +193,9 @@ fn while_a_client_keeps_memory_nothing_becomes_a_hole() {
     assert!(allocated(memory) >= before, "{} of {before}", allocated(memory));
 }
 
-/// What a hint says, taken at its word: the page was free at some moment after the hints were asked for, so unless it was written since, nobody
-/// will miss what it holds. So all of that is overwritten, in a guest that takes, writes, checks and frees memory as fast as it can.
+/// What a hint says, taken at its word: the page was free at some moment after the hints were asked for, so unless it
+/// was written since, nobody will miss what it holds. So all of that is overwritten, in a guest that takes, writes,
+/// checks and frees memory as fast as it can.
 fn what_hints_name_may_be_overwritten(kernel: &str) {
     let balloon = Balloon::start().unwrap();
     let Some(guest) = guest(&balloon) else { return };
@@ -225,7 +226,8 @@ fn what_hints_name_may_be_overwritten(kernel: &str) {
         if round < 2 {
             client.done().unwrap();
         }
-        // It uses again what it has named, meanwhile; and where it was not given back, it is short of memory and takes it.
+        // It uses again what it has named, meanwhile; and where it was not given back, it is short of memory and takes
+        // it.
         guest.next_count().unwrap();
         guest.next_count().unwrap();
         guest.qmp("stop", json!({})).unwrap();

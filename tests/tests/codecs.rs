@@ -1,4 +1,5 @@
-//! Every method moves a guest whole, with as many encoders as there may be; and nothing of them hangs when a move ends early.
+//! Every method moves a guest whole, with as many encoders as there may be; and nothing of them hangs when a move ends
+//! early.
 mod ends;
 
 use ends::{assert_whole, move_between, number, synthetic_pair};
@@ -86,7 +87,8 @@ fn every_method_moves_a_writing_guest_whole() -> Result<()> {
             assert_eq!((given, made), (0.0, 0.0), "{report}");
             assert!(text > pages / 2.0, "the first round has most pages: {report}");
         } else {
-            // Every page was encoded, since nobody goes past busy encoders unasked. What the guest writes does not shrink.
+            // Every page was encoded, since nobody goes past busy encoders unasked. What the guest writes does not
+            // shrink.
             assert_eq!(given, pages, "{method}: {report}");
             assert!(text < 0.6 * f64::from(48 << 20), "{method} did not make text smaller: {report}");
             assert!(number(&report, "/cpu/encoders") > 0.0, "{method}: {report}");
@@ -110,8 +112,8 @@ fn encoders_and_channels_come_in_any_number() -> Result<()> {
     Ok(())
 }
 
-/// A limit on bytes is a slow link: text has to be encoded, after a first look at the link with pages as they are. So packets of
-/// several methods and raw ones mix on each channel.
+/// A limit on bytes is a slow link: text has to be encoded, after a first look at the link with pages as they are. So
+/// packets of several methods and raw ones mix on each channel.
 #[test]
 fn auto_encodes_for_a_slow_link_and_the_guest_arrives_whole() -> Result<()> {
     let corpus = corpus()?;
@@ -176,7 +178,8 @@ fn random_pages_go_raw_by_themselves() -> Result<()> {
     Ok(())
 }
 
-/// Over a link that is slower than the encoders, or as fast: encoded and raw packets mix, and pages change while they travel.
+/// Over a link that is slower than the encoders, or as fast: encoded and raw packets mix, and pages change while they
+/// travel.
 #[test]
 fn a_linux_guest_moves_compressed_over_a_slow_link() -> Result<()> {
     let link = SlowLink::new(400)?;
@@ -214,8 +217,8 @@ fn a_linux_guest_moves_compressed_over_a_slow_link() -> Result<()> {
     Ok(())
 }
 
-/// A destination that hangs takes nothing, so all rings are full and main waits for room. The user is heard all the same, and not only when
-/// the link is taken for dead: then the move would have failed instead.
+/// A destination that hangs takes nothing, so all rings are full and main waits for room. The user is heard all the
+/// same, and not only when the link is taken for dead: then the move would have failed instead.
 #[test]
 fn a_move_to_a_destination_that_hangs_can_be_cancelled() -> Result<()> {
     let corpus = corpus()?;
@@ -252,8 +255,8 @@ enum End {
     KillDestination,
 }
 
-/// Whatever stands between the threads at that moment (full rings before encoders that are slow, or behind them before channels
-/// that may not send), both commands end, the guest runs on, and the next attempt works.
+/// Whatever stands between the threads at that moment (full rings before encoders that are slow, or behind them before
+/// channels that may not send), both commands end, the guest runs on, and the next attempt works.
 #[test]
 fn nothing_hangs_when_a_move_ends_early() -> Result<()> {
     let corpus = corpus()?;

@@ -1,5 +1,5 @@
-//! Whoever dies at whatever step: at most one side runs, nothing is lost that was not in the party that died, and the next attempt
-//! on the same source succeeds. Checked on the guests themselves, not on our own words.
+//! Whoever dies at whatever step: at most one side runs, nothing is lost that was not in the party that died, and the
+//! next attempt on the same source succeeds. Checked on the guests themselves, not on our own words.
 use serde_json::json;
 use transship_lab::{
     Accel, Finished, LabError, Proxy, Qemu, Result, Scratch, Synthetic, Transship, synthetic::SyntheticState,

@@ -1,5 +1,5 @@
-//! One disk on shared storage, and a QEMU on each side that locks it: whoever dies before the guest is handed over, it runs on at the source and can write
-//! to its disk.
+//! One disk on shared storage, and a QEMU on each side that locks it: whoever dies before the guest is handed over, it
+//! runs on at the source and can write to its disk.
 mod sector;
 
 use rustix::process::Signal;

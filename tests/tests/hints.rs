@@ -1,4 +1,5 @@
-//! Moves and saves of a guest that says which of its memory is free, by transship's balloon. With a stock QEMU 11.1 and Linux's own driver.
+//! Moves and saves of a guest that says which of its memory is free, by transship's balloon. With a stock QEMU 11.1 and
+//! Linux's own driver.
 #![allow(clippy::unwrap_used)]
 mod ends;
 mod stock;

@@ -1,5 +1,5 @@
-//! Memory that a waiting QEMU was promised: what was allocated or reserved for it before its guest comes is still there afterwards, and where memory
-//! is short transship says so and does not die of it.
+//! Memory that a waiting QEMU was promised: what was allocated or reserved for it before its guest comes is still there
+//! afterwards, and where memory is short transship says so and does not die of it.
 mod restoring;
 mod stock;
 
@@ -191,7 +191,8 @@ fn preallocated_memory_of_a_small_file_system_stays_with_its_guest() -> Result<(
     Ok(())
 }
 
-/// Memory that nobody promised may be short: then the region and the cure are named, and the guest runs on where it was.
+/// Memory that nobody promised may be short: then the region and the cure are named, and the guest runs on where it
+/// was.
 fn assert_shortage_is_told(origin: &Origin, folder: &Path, options: &str, cure: &str) -> Result<()> {
     for way in ALL_WAYS.into_iter().filter(|way| *way != Way::RestoreLazily) {
         let waits = waiting(folder, &format!("{way:?}"), options)?.start()?;

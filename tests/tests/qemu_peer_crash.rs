@@ -1,5 +1,5 @@
-//! Whoever dies, stalls or says no while a guest goes to a stock QEMU: at most one side runs, and the guest is lost on neither. Checked on the
-//! guests themselves.
+//! Whoever dies, stalls or says no while a guest goes to a stock QEMU: at most one side runs, and the guest is lost on
+//! neither. Checked on the guests themselves.
 mod peer;
 
 use std::fs;
@@ -42,7 +42,8 @@ impl Stalled {
     }
 }
 
-/// Up to the byte that ends the stream the destination must not run, whatever it has loaded; the guard lets the source's guest run again.
+/// Up to the byte that ends the stream the destination must not run, whatever it has loaded; the guard lets the
+/// source's guest run again.
 #[test]
 fn a_move_that_is_killed_before_the_end_leaves_the_guest_here() -> Result<()> {
     for wires in [PLAIN, multifd(2, "zstd")] {

@@ -227,7 +227,8 @@ fn a_guest_that_stood_still_is_not_started() -> Result<()> {
     assert_goes_on(&destination, "once it was told to")
 }
 
-/// The user cancels, the file can't be completed, transship is killed: the source runs on, and no file is there that was not before.
+/// The user cancels, the file can't be completed, transship is killed: the source runs on, and no file is there that
+/// was not before.
 #[test]
 fn whatever_fails_here_the_source_runs_on() -> Result<()> {
     let folder = disk()?;
@@ -377,7 +378,8 @@ fn old_to_both(guest: &dyn Fn() -> QemuBuilder, send: StockSend<'_>) -> Result<(
     assert_goes_on(&destination, &story)
 }
 
-/// Barriers come by sections (machine types up to 8.0, and whoever is told so) or by rounds: pages are neither overtaken nor waited for in vain.
+/// Barriers come by sections (machine types up to 8.0, and whoever is told so) or by rounds: pages are neither
+/// overtaken nor waited for in vain.
 #[test]
 fn barriers_come_by_sections_and_by_rounds() -> Result<()> {
     let send = StockSend { capabilities: &["return-path"], multifd: Some((2, "none")), ..StockSend::default() };
@@ -414,7 +416,8 @@ fn a_full_disk_leaves_the_guest_at_its_source() -> Result<()> {
     Ok(())
 }
 
-/// A transship that sends as if to a stock QEMU is received like one: a live guest goes into a file on another host, or into a QEMU there.
+/// A transship that sends as if to a stock QEMU is received like one: a live guest goes into a file on another host, or
+/// into a QEMU there.
 #[test]
 fn a_transship_that_takes_us_for_a_qemu_is_received() -> Result<()> {
     let folder = disk()?;
@@ -445,7 +448,8 @@ fn a_transship_that_takes_us_for_a_qemu_is_received() -> Result<()> {
     Ok(())
 }
 
-/// Memory that is not shared, which we could not attach to: it comes by itself. Two memories, and devices with memory of their own.
+/// Memory that is not shared, which we could not attach to: it comes by itself. Two memories, and devices with memory
+/// of their own.
 #[test]
 fn a_guest_that_could_not_be_attached_to_is_received() -> Result<()> {
     let guest =

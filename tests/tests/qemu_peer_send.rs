@@ -128,7 +128,8 @@ fn a_machine_with_virtio_mem_is_refused() -> Result<()> {
     assert_runs_on(&source, &ended, "virtio-mem")
 }
 
-/// Free memory with old data in it is left out, and the device that says so is unplugged before the guest is stopped; a stock QEMU has none.
+/// Free memory with old data in it is left out, and the device that says so is unplugged before the guest is stopped; a
+/// stock QEMU has none.
 #[test]
 fn what_a_guest_can_do_without_is_not_sent() -> Result<()> {
     let Some(qemu) = other_qemu("11.1")? else { return Ok(()) };
@@ -176,8 +177,8 @@ fn a_linux_guest_goes_over() -> Result<()> {
     Ok(())
 }
 
-/// Up to machine type 8.0 each section ends with a barrier, later each round; from 9.0 on zero pages are in packets. Whoever gets one of
-/// these wrong hangs the destination, or has it run with memory missing.
+/// Up to machine type 8.0 each section ends with a barrier, later each round; from 9.0 on zero pages are in packets.
+/// Whoever gets one of these wrong hangs the destination, or has it run with memory missing.
 #[test]
 fn barriers_and_zeros_are_those_of_the_machine_type() -> Result<()> {
     for machine in ["pc-q35-7.2", "pc-q35-8.0", "pc-q35-8.1", "pc-q35-9.0", "pc-i440fx-7.2"] {

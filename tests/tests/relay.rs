@@ -127,7 +127,8 @@ fn whatever_breaks_on_the_way_the_source_runs_on() -> Result<()> {
         assert!(ended.stderr.contains("closed the link"), "{story}: {ended}");
         match wires {
             PLAIN => assert_never_ran(&mut destination, &story)?,
-            // Bytes of the connections that were on their way are lost, not always the same of each: a barrier may be half there.
+            // Bytes of the connections that were on their way are lost, not always the same of each: a barrier may be
+            // half there.
             _ => assert_never_ran_or_hangs(&mut destination, &story),
         }
         wait_until("the source to give up", || {

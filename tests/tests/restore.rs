@@ -1,4 +1,5 @@
-//! Guests from files: of stock QEMU and of our own, mostly before they run; asked afterwards whether every page is theirs.
+//! Guests from files: of stock QEMU and of our own, mostly before they run; asked afterwards whether every page is
+//! theirs.
 mod restoring;
 mod stock;
 
@@ -9,7 +10,8 @@ use serde_json::json;
 use stock::StockSave;
 use transship_lab::{Disk, Qemu, Result, Synthetic, Transship, synthetic::SyntheticState, versions::other_qemu};
 
-/// What stock QEMU saves we restore into a stock QEMU, whatever way it was written and is read, and whatever the memory held before.
+/// What stock QEMU saves we restore into a stock QEMU, whatever way it was written and is read, and whatever the memory
+/// held before.
 #[test]
 fn a_linux_guest_that_stock_qemu_saved_goes_on() -> Result<()> {
     let folder = disk()?;
@@ -165,7 +167,8 @@ fn a_disk_that_fails_starts_nothing() -> Result<()> {
     Ok(())
 }
 
-/// A file that does not fit, or is broken, is refused before anything is touched; and the guest that waits can still be used.
+/// A file that does not fit, or is broken, is refused before anything is touched; and the guest that waits can still be
+/// used.
 #[test]
 fn what_can_not_be_restored_leaves_the_guest_as_it_was() -> Result<()> {
     let folder = disk()?;
@@ -203,7 +206,8 @@ fn what_can_not_be_restored_leaves_the_guest_as_it_was() -> Result<()> {
     assert_goes_on(&destination)
 }
 
-/// There and back without stock QEMU's own saving: live, in both formats; and `info` finds nothing wrong with what was saved.
+/// There and back without stock QEMU's own saving: live, in both formats; and `info` finds nothing wrong with what was
+/// saved.
 #[test]
 fn a_linux_guest_that_we_saved_comes_back() -> Result<()> {
     let folder = disk()?;

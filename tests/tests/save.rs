@@ -1,4 +1,5 @@
-//! Guests saved to files: stock QEMU loads them and the guests check themselves; whatever goes wrong, the guest runs on and the old file is whole.
+//! Guests saved to files: stock QEMU loads them and the guests check themselves; whatever goes wrong, the guest runs on
+//! and the old file is whole.
 mod ends;
 mod stock;
 
@@ -239,7 +240,8 @@ fn capabilities(guest: &Qemu) -> Result<Vec<String>> {
     Ok(on.filter_map(|one| one["capability"].as_str().map(str::to_owned)).collect())
 }
 
-/// QEMU itself is in another state at each of these steps. It is put back with the settings that it had, and can be saved.
+/// QEMU itself is in another state at each of these steps. It is put back with the settings that it had, and can be
+/// saved.
 #[test]
 fn a_qemu_whose_save_died_is_as_it_was() -> Result<()> {
     let folder = disk()?;
@@ -388,8 +390,8 @@ fn a_disk_that_fails_leaves_everything_as_it_was() -> Result<()> {
     assert_source_whole(&source, "after all that")
 }
 
-/// For direct I/O everything has to begin and end where the disk's sectors do, and they are larger than usual here; or the file system has
-/// no direct I/O at all.
+/// For direct I/O everything has to begin and end where the disk's sectors do, and they are larger than usual here; or
+/// the file system has no direct I/O at all.
 #[test]
 fn file_systems_differ_in_what_they_let_us_do() -> Result<()> {
     let source = busy_synthetic()?;

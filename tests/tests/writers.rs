@@ -16,7 +16,8 @@ use transship_lab::{
     Balloon, LabError, Process, Qemu, QemuBuilder, Result, Scratch, Transship, lines::Mark, other_qemu,
 };
 
-/// A move in whose rounds `plug` happens. It is refused, the guest runs on, and nothing of ours is left in it. Returns the refusal.
+/// A move in whose rounds `plug` happens. It is refused, the guest runs on, and nothing of ours is left in it. Returns
+/// the refusal.
 fn refused_after(guest: QemuBuilder, plug: impl FnOnce(&Qemu) -> Result<()>) -> Result<String> {
     let destination = guest.clone().incoming();
     let (source, destination) = (guest.start()?, destination.start()?);
@@ -118,7 +119,8 @@ fn a_network_of_another_process_that_comes_meanwhile_is_named() -> Result<()> {
     Ok(())
 }
 
-/// QEMU starts passt by itself and waits until it has gone into the background. Here a script does, and has `network_back_end` do the rest.
+/// QEMU starts passt by itself and waits until it has gone into the background. Here a script does, and has
+/// `network_back_end` do the rest.
 fn passt(folder: &Scratch) -> Result<PathBuf> {
     const SCRIPT: &str = r#"#!/bin/sh
 while [ $# -gt 0 ]; do

@@ -22,7 +22,8 @@ use crate::{
     units::{self, millis},
 };
 
-/// After this, or with a file so many times as large as memory, a save of a guest that writes is taken for one that never ends.
+/// After this, or with a file so many times as large as memory, a save of a guest that writes is taken for one that
+/// never ends.
 const PATIENCE: Duration = Duration::from_secs(60);
 pub(super) const FILE_TIMES_MAX: u64 = 4;
 /// How often a save that may never end is looked at. When it ended is what QEMU itself says.

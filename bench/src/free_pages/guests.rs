@@ -12,7 +12,8 @@ use transship_lab::{Balloon, Qemu, QemuBuilder, Workload, balloon::BalloonClient
 use super::cases::{Load, Way};
 use crate::{files::By, output::say, pair::text};
 
-/// The workload that checks its memory stands still, so that an idle guest is one. It still says whether all its pages are right.
+/// The workload that checks its memory stands still, so that an idle guest is one. It still says whether all its pages
+/// are right.
 const WORKLOAD: Workload = Workload { mib: 32, rate: 0, hot_mib: None, idle: true, sweep_ms: 3_600_000 };
 /// A driver that has what it takes cleared for it would write to all memory that it names; see docs/free-pages.md.
 const KERNEL: &str = "init_on_alloc=0";
@@ -118,8 +119,8 @@ impl Home {
         Ok(Some(client))
     }
 
-    /// Fills free memory with old data, lets the guest say what it says of it, and begins the load: so every move starts alike. Returns
-    /// what the guest does while nobody moves it, if it does something.
+    /// Fills free memory with old data, lets the guest say what it says of it, and begins the load: so every move
+    /// starts alike. Returns what the guest does while nobody moves it, if it does something.
     pub(super) fn prepare(&self, load: Load, way: Way) -> Result<Option<Work>, String> {
         let serial = self.qemu.serial();
         serial.rest().map_err(text)?;

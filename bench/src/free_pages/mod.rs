@@ -1,4 +1,5 @@
-//! `transship bench free-pages`: a Linux guest whose free memory is full of old data, moved to and fro by transship and by stock QEMU.
+//! `transship bench free-pages`: a Linux guest whose free memory is full of old data, moved to and fro by transship and
+//! by stock QEMU.
 mod aims;
 mod cases;
 mod guests;

@@ -37,7 +37,8 @@ pub(crate) struct Results {
     pub(crate) guest_bytes: u64,
     pub(crate) corpus: String,
     pub(crate) runs: u32,
-    /// Milliseconds that the disk takes on its own to write as much as the guest's memory; none where it does no direct I/O.
+    /// Milliseconds that the disk takes on its own to write as much as the guest's memory; none where it does no direct
+    /// I/O.
     pub(crate) disk: Vec<f64>,
     pub(crate) series: Vec<Series>,
 }

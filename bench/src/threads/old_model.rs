@@ -1,8 +1,8 @@
 //! How compression threads are fed where every thread has a lock: kept to be measured against.
 //!
-//! A thread has room for one request, a mutex and a condition variable of its own. The submitter looks for a thread that
-//! is idle, under one more lock, collects what it made last, hands it the next request and wakes it; when none is idle it
-//! waits for one.
+//! A thread has room for one request, a mutex and a condition variable of its own. The submitter looks for a thread
+//! that is idle, under one more lock, collects what it made last, hands it the next request and wakes it; when none is
+//! idle it waits for one.
 use std::{
     sync::{Arc, Condvar, Mutex, MutexGuard},
     thread::{Scope, ScopedJoinHandle},

@@ -174,7 +174,8 @@ mod tests {
             let (rings, old) =
                 (by_rings(setting, &packets, 40, encoders), by_old_model(setting, &packets, 40, encoders));
             assert_eq!((rings.encoded_bytes, old.encoded_bytes), (wanted, wanted), "{encoders} encoders");
-            // The first always finds one of a ring's places. The old model has one, which may still be taken by the packet before.
+            // The first always finds one of a ring's places. The old model has one, which may still be taken by the
+            // packet before.
             assert!(rings.at_once > 0 && rings.hand_over_ns > 0.0);
             assert!(rings.wake_ns > 0.0 && old.wake_ns > 0.0);
         }

@@ -291,8 +291,8 @@ impl Results {
         moves.into_iter().chain(self.many_in_one_process()).chain(passes).collect()
     }
 
-    /// For each guest: the most encoders, which wait. Those that send raw do so less often when they are more, and so have
-    /// more to do.
+    /// For each guest: the most encoders, which wait. Those that send raw do so less often when they are more, and so
+    /// have more to do.
     fn many_against_few(&self) -> Vec<Aim> {
         let most = |series: &&Series| series.encoders == self.most() && series.when_busy == Some(WhenBusy::Wait);
         let aim = |many: &Series| {

@@ -92,8 +92,8 @@ impl Client {
         &self.description
     }
 
-    /// Asks the guest for hints. Writes to its memory must be tracked already, **all of it**, since before this call: what a hint says is
-    /// that the page was free at some moment after it. Hints of earlier calls are void.
+    /// Asks the guest for hints. Writes to its memory must be tracked already, **all of it**, since before this call:
+    /// what a hint says is that the page was free at some moment after it. Hints of earlier calls are void.
     ///
     /// # Errors
     /// The guest has no driver that gives hints; or the balloon is gone.
@@ -122,7 +122,8 @@ impl Client {
         Ok(self.heard.pop_front())
     }
 
-    /// Ends the naming: to be called before the next scan. Returns what was heard and not asked for yet; from now on there is nothing.
+    /// Ends the naming: to be called before the next scan. Returns what was heard and not asked for yet; from now on
+    /// there is nothing.
     ///
     /// # Errors
     /// There will be no more hints.
@@ -142,8 +143,8 @@ impl Client {
         self.call::<Value>(Call::Done).map(drop)
     }
 
-    /// After `done`: waits until the guest says that it has its memory, as far as it says anything: until then it is so short of
-    /// memory that it is not to be asked for anything else, such as letting go of the device.
+    /// After `done`: waits until the guest says that it has its memory, as far as it says anything: until then it is so
+    /// short of memory that it is not to be asked for anything else, such as letting go of the device.
     ///
     /// # Errors
     /// The balloon is gone; then the guest has its memory too.

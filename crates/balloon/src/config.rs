@@ -27,7 +27,8 @@ impl Config {
         bytes
     }
 
-    /// The driver wrote `data` at `offset`: its fields are taken, ours are not. QEMU writes all of them whatever the driver wrote.
+    /// The driver wrote `data` at `offset`: its fields are taken, ours are not. QEMU writes all of them whatever the
+    /// driver wrote.
     pub(crate) fn write(&mut self, offset: u32, data: &[u8], command: u32) {
         let mut bytes = self.bytes(command);
         let place = usize::try_from(offset).ok().and_then(|from| bytes.get_mut(from..from.checked_add(data.len())?));

@@ -1,5 +1,5 @@
-//! The socket. QEMU and a client come to the same one, and are told apart by the first byte that they send: the lines of a client begin
-//! with `{`, which begins no message of a QEMU.
+//! The socket. QEMU and a client come to the same one, and are told apart by the first byte that they send: the lines
+//! of a client begin with `{`, which begins no message of a QEMU.
 use std::{
     io,
     os::{fd::AsFd, unix::net::UnixStream},
@@ -90,7 +90,8 @@ impl Door<'_> {
     }
 
     fn serve_qemu(&self, qemu: &UnixStream) -> io::Result<()> {
-        // Taking it comes after the device was left by the QEMU before, giving it back before the device is taken by the next.
+        // Taking it comes after the device was left by the QEMU before, giving it back before the device is taken by
+        // the next.
         if self.has_qemu.swap(true, Ordering::Acquire) {
             return Err(io::Error::other("another QEMU is connected already; give each guest a balloon of its own"));
         }

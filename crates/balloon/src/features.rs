@@ -51,7 +51,8 @@ impl Features {
         Self(bits.iter().fold(VhostUserVirtioFeatures::PROTOCOL_FEATURES.bits(), |all, bit| all | 1 << bit))
     }
 
-    /// What we need of the protocol with QEMU: it reads the configuration from us, and we tell it when that has changed.
+    /// What we need of the protocol with QEMU: it reads the configuration from us, and we tell it when that has
+    /// changed.
     pub(crate) fn protocol() -> VhostUserProtocolFeatures {
         VhostUserProtocolFeatures::MQ
             | VhostUserProtocolFeatures::REPLY_ACK
@@ -71,8 +72,8 @@ impl Features {
         self.0 >> bit & 1 == 1
     }
 
-    /// Queues are numbered without gaps: those of features that the driver has not taken do not exist. Where a driver takes statistics
-    /// and hints, as Linux does, that is also the numbering of the specification, which has gaps.
+    /// Queues are numbered without gaps: those of features that the driver has not taken do not exist. Where a driver
+    /// takes statistics and hints, as Linux does, that is also the numbering of the specification, which has gaps.
     pub(crate) fn queue(self, index: u16) -> Option<Queue> {
         let all = [
             (true, Queue::Inflate),

@@ -1,7 +1,9 @@
-//! The command ids by which free pages are asked for. They are what makes a hint safe to believe: see docs/free-pages.md.
+//! The command ids by which free pages are asked for. They are what makes a hint safe to believe: see
+//! docs/free-pages.md.
 //!
-//! The device shows an id in its configuration. A driver that sees a new one sends that id through the hint queue, then the ranges that
-//! it has set aside, then [`STOP`]. The queue keeps their order, so a hint that comes behind the id was made after the id was shown.
+//! The device shows an id in its configuration. A driver that sees a new one sends that id through the hint queue, then
+//! the ranges that it has set aside, then [`STOP`]. The queue keeps their order, so a hint that comes behind the id was
+//! made after the id was shown.
 //!
 //! ```text
 //!                 ask                 id                STOP
@@ -15,7 +17,8 @@
 pub(crate) const STOP: u32 = 0;
 /// In the configuration: what is set aside may be used again.
 pub(crate) const DONE: u32 = 1;
-/// Ids go round from here to the largest number. 2 would do; QEMU does it this way, and so it is what drivers have seen.
+/// Ids go round from here to the largest number. 2 would do; QEMU does it this way, and so it is what drivers have
+/// seen.
 const FIRST_ID: u32 = 1 << 31;
 
 /// What an answer of the driver in the hint queue means.
@@ -47,8 +50,8 @@ pub(crate) struct Hinting {
 }
 
 impl Hinting {
-    /// Nothing is asked for. `seed`: any number, a different one in each process: the queue may still hold the ids of a process before
-    /// this one, whose hints must not be taken for answers to ours.
+    /// Nothing is asked for. `seed`: any number, a different one in each process: the queue may still hold the ids of a
+    /// process before this one, whose hints must not be taken for answers to ours.
     pub(crate) fn new(seed: u32) -> Self {
         Self { id: seed | FIRST_ID, state: State::Done }
     }

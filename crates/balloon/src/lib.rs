@@ -1,8 +1,8 @@
 //! virtio-balloon as a vhost-user back end: a device that the guest tells which of its memory is free.
 //!
-//! A stock QEMU (11.1 has a generic vhost-user device) gives the device to the guest and connects to this process; the guest's own,
-//! unmodified driver does the rest. Who moves or saves the guest connects to the same socket and asks for *hints*: which memory the
-//! guest can do without. docs/free-pages.md says when a hint may be believed.
+//! A stock QEMU (11.1 has a generic vhost-user device) gives the device to the guest and connects to this process; the
+//! guest's own, unmodified driver does the rest. Who moves or saves the guest connects to the same socket and asks for
+//! *hints*: which memory the guest can do without. docs/free-pages.md says when a hint may be believed.
 //!
 //! | module | holds |
 //! | --- | --- |
@@ -16,8 +16,8 @@
 //! | `session`, `message` | a client behind it: the control protocol |
 //! | `client` | the other end of that |
 //!
-//! Nothing that the guest writes is believed: a bad address or length only costs the guest its own memory, and hints that make no
-//! sense are dropped, which is always safe.
+//! Nothing that the guest writes is believed: a bad address or length only costs the guest its own memory, and hints
+//! that make no sense are dropped, which is always safe.
 #![forbid(unsafe_code)]
 
 mod buffers;

@@ -71,7 +71,8 @@ pub struct Description {
     pub given_bytes: u64,
     /// Guest memory. Hints name its ranges by their place in this list.
     pub memory: Vec<FileRange>,
-    /// What the balloon writes to by itself: the pages of the rings that it has used since QEMU is there. Named as hints are.
+    /// What the balloon writes to by itself: the pages of the rings that it has used since QEMU is there. Named as
+    /// hints are.
     #[serde(default)]
     pub rings: Vec<(usize, u64, u64)>,
 }

@@ -1,8 +1,9 @@
 //! A model of everything that races when hints are used, run through all its orders.
 //!
-//! One page, its guest, the guest's balloon driver, the hint queue, the device (the real [`Hinting`]), the tracker, and a mover that keeps the
-//! rule of docs/free-pages.md. Whatever happens in whatever order, the destination must end with what the guest relies on. Each part of the
-//! rule is then left out in turn, and the model must find an order that loses the page: if it did not, it would prove nothing.
+//! One page, its guest, the guest's balloon driver, the hint queue, the device (the real [`Hinting`]), the tracker, and
+//! a mover that keeps the rule of docs/free-pages.md. Whatever happens in whatever order, the destination must end with
+//! what the guest relies on. Each part of the rule is then left out in turn, and the model must find an order that
+//! loses the page: if it did not, it would prove nothing.
 use std::collections::HashSet;
 
 use crate::hinting::{DONE, Hinting, STOP};

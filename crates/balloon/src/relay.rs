@@ -1,7 +1,8 @@
 //! A QEMU behind the door: between it and rust-vmm's back end, which speaks the protocol, stands this.
 //!
-//! The back end lacks one thing: it can't tell QEMU that the device's configuration has changed. So what goes through here is passed on as
-//! it is, and of one message a copy is taken: of the descriptor by which a back end may speak to QEMU.
+//! The back end lacks one thing: it can't tell QEMU that the device's configuration has changed. So what goes through
+//! here is passed on as it is, and of one message a copy is taken: of the descriptor by which a back end may speak to
+//! QEMU.
 use std::{
     io::{self, IoSlice, IoSliceMut, Read},
     mem::MaybeUninit,
@@ -92,8 +93,9 @@ fn is_asked_to_end(shutdown: &Shutdown, gone: &Shutdown) -> bool {
     wait_for_any(&mut ready, None).is_err() || !ready[0].revents().is_empty()
 }
 
-/// QEMU 11.1 ends by an assertion when its guest looks at the configuration of a device whose other end is gone, and may end when the other end goes
-/// while the device is being unplugged; nobody tells us when that is over. So it is QEMU that has to hang up first, unless nobody wants to wait.
+/// QEMU 11.1 ends by an assertion when its guest looks at the configuration of a device whose other end is gone, and
+/// may end when the other end goes while the device is being unplugged; nobody tells us when that is over. So it is
+/// QEMU that has to hang up first, unless nobody wants to wait.
 fn wait_let_go(end: &End<'_>, gone: &Shutdown) {
     (end.waiting)();
     let mut ready = [end.now, gone].map(|one| PollFd::from_borrowed_fd(one.event(), PollFlags::IN));
@@ -123,7 +125,8 @@ fn messages<'scope>(
 ) -> io::Result<()> {
     let (mut owned, mut notifies) = (false, false);
     while let Some(message) = Message::receive(qemu)? {
-        // A device that was unplugged and plugged in again comes by the same connection, and QEMU does not say that the old one is gone.
+        // A device that was unplugged and plugged in again comes by the same connection, and QEMU does not say that the
+        // old one is gone.
         if message.request() == SET_OWNER && std::mem::replace(&mut owned, true) {
             Message::plain(RESET_OWNER).send(inner)?;
         }

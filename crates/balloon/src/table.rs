@@ -71,8 +71,8 @@ impl Table {
         })
     }
 
-    /// Gives the memory of a piece back to the host: it reads as zero until it is written again. On huge pages only whole ones are.
-    /// Returns the bytes.
+    /// Gives the memory of a piece back to the host: it reads as zero until it is written again. On huge pages only
+    /// whole ones are. Returns the bytes.
     pub(crate) fn discard(&self, piece: Piece) -> io::Result<u64> {
         let Some(entry) = self.0.get(piece.entry) else { return Ok(0) };
         let from = entry.range.file_offset + piece.offset;

@@ -175,23 +175,24 @@ pub(crate) struct MoveArgs {
     pub(crate) to: String,
     /// What receives at the other end: transship or qemu
     ///
-    /// `qemu`: a stock QEMU that was started with `-incoming URI`, with nothing of ours on its host. It must be set up as for a
-    /// migration from QEMU; see docs/qemu-peer.md.
+    /// `qemu`: a stock QEMU that was started with `-incoming URI`, with nothing of ours on its host. It must be set up
+    /// as for a migration from QEMU; see docs/qemu-peer.md.
     #[arg(long, value_enum, default_value_t = Peer::Transship, value_name = "WHAT", hide_possible_values = true)]
     pub(crate) peer: Peer,
     /// Data channels, 1 to 255 [default: by cores, at most 16]
     ///
-    /// With --peer qemu the multifd channels, as many as the destination's `multifd-channels` says; by default 0: it has `multifd`
-    /// off, as is QEMU's own default.
+    /// With --peer qemu the multifd channels, as many as the destination's `multifd-channels` says; by default 0: it
+    /// has `multifd` off, as is QEMU's own default.
     #[arg(long, value_name = "N")]
     pub(crate) channels: Option<String>,
     /// Make pages smaller: auto, none, zlib, zstd, qatzip or lz4, also as METHOD:LEVEL
     ///
-    /// `none`: send pages as they are, for links that are faster than the cores. `zlib`: levels 0 to 9. `zstd`: -7 to 20; the
-    /// best ratio for the time. `qatzip`: 1 to 9; on a QAT device where there is one, else in software. `lz4`: 1 to 12; the
-    /// fastest to decode. Without a level it is 1; higher is smaller and slower. `auto`: none, lz4 or zstd, whichever gets most
-    /// pages through; measures link and encoders while the guest moves, and changes its mind. Pages that don't shrink go as they are.
-    /// With --peer qemu: what the destination's `multifd-compression` says, none, zlib or zstd.
+    /// `none`: send pages as they are, for links that are faster than the cores. `zlib`: levels 0 to 9. `zstd`: -7 to
+    /// 20; the best ratio for the time. `qatzip`: 1 to 9; on a QAT device where there is one, else in software. `lz4`:
+    /// 1 to 12; the fastest to decode. Without a level it is 1; higher is smaller and slower. `auto`: none, lz4 or
+    /// zstd, whichever gets most pages through; measures link and encoders while the guest moves, and changes its mind.
+    /// Pages that don't shrink go as they are. With --peer qemu: what the destination's `multifd-compression` says,
+    /// none, zlib or zstd.
     #[arg(long, value_name = "METHOD", default_value = "none")]
     pub(crate) compress: String,
     /// Threads that compress, 1 to 255 [default: by cores]
@@ -199,16 +200,16 @@ pub(crate) struct MoveArgs {
     pub(crate) encoders: Option<String>,
     /// When all encoders are busy: wait, or send raw
     ///
-    /// `wait`: until one is free; fewer bytes. `raw`: send the pages as they are; for links that are about as fast as the
-    /// encoders.
+    /// `wait`: until one is free; fewer bytes. `raw`: send the pages as they are; for links that are about as fast as
+    /// the encoders.
     #[arg(long, value_enum, default_value_t = WhenBusy::Wait, value_name = "WHAT", hide_possible_values = true)]
     pub(crate) when_busy: WhenBusy,
     /// Who looks for zero pages: channels, main or off
     ///
     /// `channels`: each channel, right before it sends a page. `main`: the main thread, before it hands pages to the
     /// channels; for comparison. `off`: nobody, zero pages travel as data. Memory that was never touched is skipped
-    /// unread in any case. With --peer qemu and channels, `main` also clears memory of the destination that was not empty when
-    /// that QEMU started.
+    /// unread in any case. With --peer qemu and channels, `main` also clears memory of the destination that was not
+    /// empty when that QEMU started.
     #[arg(long, value_enum, default_value_t = ZeroPages::Channels, value_name = "WHO", hide_possible_values = true)]
     pub(crate) zero_pages: ZeroPages,
     /// Most that all channels together send: 100M, 1Gbit
@@ -225,8 +226,8 @@ pub(crate) struct MoveArgs {
     pub(crate) max_rounds: String,
     /// Ask the guest's `transship balloon` what is free
     ///
-    /// PATH is the socket of the balloon. Memory that the guest can do without is left out of the first round. QEMU can't save this device: it is
-    /// unplugged before the guest is stopped, and plugged in again if the guest stays.
+    /// PATH is the socket of the balloon. Memory that the guest can do without is left out of the first round. QEMU
+    /// can't save this device: it is unplugged before the guest is stopped, and plugged in again if the guest stays.
     #[arg(long, value_name = "PATH", hide_short_help = true)]
     pub(crate) balloon: Option<std::path::PathBuf>,
     /// Compare a hash of all memory on both sides
@@ -302,8 +303,8 @@ pub(crate) struct SaveArgs {
     pub(crate) live: bool,
     /// Save the moment of the call while it runs on
     ///
-    /// A page is saved before the first write to it goes through, so the file holds the guest as it was when the command began. It
-    /// stands still only while its device state is saved.
+    /// A page is saved before the first write to it goes through, so the file holds the guest as it was when the
+    /// command began. It stands still only while its device state is saved.
     #[arg(long, group = "way")]
     pub(crate) background: bool,
     /// Let the guest run on afterwards (default)
@@ -317,14 +318,15 @@ pub(crate) struct SaveArgs {
     pub(crate) channels: Option<String>,
     /// Write past the page cache: on, off or auto
     ///
-    /// `auto`: where the file system can, and through the page cache elsewhere. `on` (also without a value): a file system that refuses
-    /// it is an error. A stream always goes through the page cache.
+    /// `auto`: where the file system can, and through the page cache elsewhere. `on` (also without a value): a file
+    /// system that refuses it is an error. A stream always goes through the page cache.
     #[arg(long, value_name = "WHETHER", default_value = "auto", default_missing_value = "on", num_args = 0..=1, require_equals = true)]
     pub(crate) direct_io: String,
     /// Layout of the file: mapped-ram or stream
     ///
-    /// `mapped-ram`: every page has its place, so many threads write at once and the file never takes more than the guest's memory.
-    /// QEMU 9.0 and newer load it. `stream`: one page after the other, again for each time that it changed; QEMU of any version loads it.
+    /// `mapped-ram`: every page has its place, so many threads write at once and the file never takes more than the
+    /// guest's memory. QEMU 9.0 and newer load it. `stream`: one page after the other, again for each time that it
+    /// changed; QEMU of any version loads it.
     #[arg(long, value_enum, default_value_t = FileFormat::MappedRam, value_name = "FORMAT", hide_possible_values = true)]
     pub(crate) format: FileFormat,
     /// How long a live guest may stand still, up to 60s
@@ -335,8 +337,8 @@ pub(crate) struct SaveArgs {
     pub(crate) max_rounds: String,
     /// Ask the guest's `transship balloon` what is free
     ///
-    /// PATH is the socket of the balloon. Memory that the guest can do without is not saved while it runs (--live). QEMU can't save this device: it is
-    /// unplugged before the guest is stopped, and plugged in again afterwards.
+    /// PATH is the socket of the balloon. Memory that the guest can do without is not saved while it runs (--live).
+    /// QEMU can't save this device: it is unplugged before the guest is stopped, and plugged in again afterwards.
     #[arg(long, value_name = "PATH", hide_short_help = true)]
     pub(crate) balloon: Option<std::path::PathBuf>,
     /// How to ask the kernel to write: auto, uring or plain

@@ -1,8 +1,10 @@
-//! A guest must not stand still for ever because the process that stopped it was killed, nor lack a device that was unplugged.
+//! A guest must not stand still for ever because the process that stopped it was killed, nor lack a device that was
+//! unplugged.
 //!
-//! While the guest is stopped or lacks something, and is not given up, a second process waits on a pipe for the end of this one. When the pipe ends, it does
-//! what the last word on it says: the guest is put back as it was, and let run again if it ran when it was stopped; or, if it was given up, nothing.
-//! That word is written before the destination is told to go: from then on nobody here resumes the guest.
+//! While the guest is stopped or lacks something, and is not given up, a second process waits on a pipe for the end of
+//! this one. When the pipe ends, it does what the last word on it says: the guest is put back as it was, and let run
+//! again if it ran when it was stopped; or, if it was given up, nothing. That word is written before the destination is
+//! told to go: from then on nobody here resumes the guest.
 use std::{
     env,
     io::{self, Read, Write},
@@ -53,7 +55,8 @@ pub(crate) struct Guarded {
 }
 
 impl Guarded {
-    /// `vm`: the guest's address, for the second process. `balloon`: the socket of its balloon; one that can't be asked is no reason to fail.
+    /// `vm`: the guest's address, for the second process. `balloon`: the socket of its balloon; one that can't be asked
+    /// is no reason to fail.
     pub(crate) fn new(guest: Box<dyn SourceGuest>, vm: &str, balloon: Option<&Path>) -> Self {
         let connect = |socket| {
             let connected = Client::connect(socket, &guest.memory());
@@ -163,7 +166,8 @@ impl SourceGuest for Guarded {
 
     fn stop(&mut self) -> Result<Found, GuestError> {
         self.arm()?;
-        // A guest that stands is not to be let run. Somebody may pause it, or let it run, right after we have asked: the second word is right.
+        // A guest that stands is not to be let run. Somebody may pause it, or let it run, right after we have asked:
+        // the second word is right.
         let runs = self.guest.is_running()?;
         self.tell(on(Found::by(runs)))?;
         let found = self.guest.stop()?;

@@ -97,7 +97,8 @@ fn usage(rendered: &str) -> String {
     format!("{}; see `transship --help`", line.strip_prefix("error: ").unwrap_or(&line))
 }
 
-/// What is shown without the variable: the warnings of all of transship's own crates. The user can do something about each of these.
+/// What is shown without the variable: the warnings of all of transship's own crates. The user can do something about
+/// each of these.
 const UNASKED: &str = "transship=warn";
 
 fn start_log() -> Result<(), Failure> {

@@ -1,5 +1,5 @@
-//! Shows how a move goes, on stderr: a bar on a terminal, lines elsewhere. Reads [`Progress`] on a thread of its own, so
-//! that a slow terminal slows nothing else.
+//! Shows how a move goes, on stderr: a bar on a terminal, lines elsewhere. Reads [`Progress`] on a thread of its own,
+//! so that a slow terminal slows nothing else.
 use std::{
     collections::VecDeque,
     io::{self, IsTerminal},

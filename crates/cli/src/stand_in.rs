@@ -1,8 +1,9 @@
 //! The second process beside a lazy restore: see `transship_engine::StandIn`.
 //!
-//! The two speak over a socket, which is the standard input of the second: a line with what to take over, and the descriptors for it; then, at the end, one
-//! byte that says how the restore ended. No byte, and the restore has died. Our standard error comes as the last of the descriptors, so that the
-//! second process can close it: whoever waits for its end is to wait no longer than there is something to say.
+//! The two speak over a socket, which is the standard input of the second: a line with what to take over, and the
+//! descriptors for it; then, at the end, one byte that says how the restore ended. No byte, and the restore has died.
+//! Our standard error comes as the last of the descriptors, so that the second process can close it: whoever waits for
+//! its end is to wait no longer than there is something to say.
 use std::{
     env,
     io::{self, Write},

@@ -36,7 +36,8 @@ fn a_stranger_who_is_turned_away_shows_at_the_receiver() {
     assert!(!moved.stderr.contains("turned"), "{moved:?}");
 }
 
-/// Where all goes well nobody warns of anything. With a log of warnings each of them would have a mark; without, they are shown as they are.
+/// Where all goes well nobody warns of anything. With a log of warnings each of them would have a mark; without, they
+/// are shown as they are.
 #[test]
 fn runs_without_trouble_have_no_warnings() {
     let session = Session::new();

@@ -88,8 +88,9 @@ impl Method {
         }
     }
 
-    /// An encoder that makes nothing shorter, for pages that are to go as they are where only this method is understood: it costs hardly more than a
-    /// copy. For the methods of a stock QEMU's channels; [`Method::None`] needs none.
+    /// An encoder that makes nothing shorter, for pages that are to go as they are where only this method is
+    /// understood: it costs hardly more than a copy. For the methods of a stock QEMU's channels; [`Method::None`] needs
+    /// none.
     #[must_use]
     pub fn storing_encoder(self) -> Option<Box<dyn Encoder>> {
         match self {

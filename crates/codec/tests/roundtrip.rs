@@ -56,7 +56,8 @@ proptest! {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(24))]
 
-    /// Pages that go as they are among encoded ones: one packet encoded, one stored, as a channel of a stock QEMU has them.
+    /// Pages that go as they are among encoded ones: one packet encoded, one stored, as a channel of a stock QEMU has
+    /// them.
     #[test]
     fn stored_pages_fit_into_a_stock_stream(packets in proptest::collection::vec(pages(128), 2..5)) {
         for method in [Method::Zlib, Method::Zstd] {

@@ -43,8 +43,8 @@ impl Control {
             .map_err(|source| Error::Io { what: format!("send {} to {}", message.name(), self.peer), source })
     }
 
-    /// Sends a message that is either taken by the system whole, or not at all: an error means that the peer can't have got a byte of it.
-    /// What was taken may still be lost on its way, and later writes then fail.
+    /// Sends a message that is either taken by the system whole, or not at all: an error means that the peer can't have
+    /// got a byte of it. What was taken may still be lost on its way, and later writes then fail.
     pub(crate) fn send_whole(&mut self, message: &Message) -> Result<(), Error> {
         let bytes = message.encode(self.next_id);
         self.next_id += 1;

@@ -1,7 +1,7 @@
 //! A digest of all guest memory, to compare both sides while the guest stands still.
 //!
-//! The same memory gives the same digest, whether a zero page is a hole on one side and allocated on the other: pages that
-//! read as zero are left out, the others are hashed with their place.
+//! The same memory gives the same digest, whether a zero page is a hole on one side and allocated on the other: pages
+//! that read as zero are left out, the others are hashed with their place.
 use std::{
     sync::atomic::{AtomicUsize, Ordering},
     thread,
@@ -16,8 +16,8 @@ const CHUNK_PAGES: u64 = 1024;
 
 type Hash = [u8; 32];
 
-/// Digest of the memory of a guest that stands still, by as many threads as there are cores. `dead`, by region, where there are any: pages
-/// that count as zero, whatever they hold.
+/// Digest of the memory of a guest that stands still, by as many threads as there are cores. `dead`, by region, where
+/// there are any: pages that count as zero, whatever they hold.
 pub(crate) fn digest(memory: &GuestMemory, dead: &[PageSet]) -> Result<Hash, Error> {
     let mut data = memory.regions().iter().map(Region::data).collect::<Result<Vec<_>, _>>()?;
     for (data, dead) in data.iter_mut().zip(dead) {

@@ -1,5 +1,5 @@
-//! Who stands at the door: everybody who has come to a listener and has not said yet who he is. They are heard side by side, so whoever is silent
-//! keeps nobody waiting.
+//! Who stands at the door: everybody who has come to a listener and has not said yet who he is. They are heard side by
+//! side, so whoever is silent keeps nobody waiting.
 use std::{
     collections::VecDeque,
     io,
@@ -35,7 +35,8 @@ pub(crate) enum Words<T> {
     Strange(String),
 }
 
-/// Takes a connection and its first words, up to [`FIRST_WORDS`]; it may take those that are there off the connection, by [`take`].
+/// Takes a connection and its first words, up to [`FIRST_WORDS`]; it may take those that are there off the connection,
+/// by [`take`].
 type Understand<T> = fn(&mut Line, &[u8]) -> Words<T>;
 
 /// The listener, and those who have come to it.
@@ -87,7 +88,8 @@ impl<'a, T> Door<'a, T> {
         Ok(self.known())
     }
 
-    /// Lets in who comes, waiting for somebody for `timeout` at most, and hears everybody. Whether somebody came: there may be more.
+    /// Lets in who comes, waiting for somebody for `timeout` at most, and hears everybody. Whether somebody came: there
+    /// may be more.
     ///
     /// # Errors
     /// [`Error::Cancelled`]; those of the listener.

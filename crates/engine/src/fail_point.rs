@@ -1,8 +1,8 @@
 //! Named steps at which a test makes this process die or stall, to see what the other parties then do.
 //!
 //! Compiled to nothing without the feature `fail-points`. With it, `TRANSSHIP_FAIL_POINT=NAME=ACTION` arms one step:
-//! `kill` ends the process as `kill -9` would; `stall` makes the file that `TRANSSHIP_FAIL_FILE` names and goes on when somebody has
-//! removed it; `error` makes the step fail. A step acts once: what comes in rounds goes on with the next.
+//! `kill` ends the process as `kill -9` would; `stall` makes the file that `TRANSSHIP_FAIL_FILE` names and goes on when
+//! somebody has removed it; `error` makes the step fail. A step acts once: what comes in rounds goes on with the next.
 
 /// Marks a step.
 #[cfg(not(feature = "fail-points"))]

@@ -1,4 +1,5 @@
-//! What the guest says it can do without: left out of the first round, and of no other. docs/free-pages.md has the rule, and why it holds.
+//! What the guest says it can do without: left out of the first round, and of no other. docs/free-pages.md has the
+//! rule, and why it holds.
 //!
 //! ```text
 //!   scan ──► ask ──► first round ──► end ──► scan ──► …
@@ -6,8 +7,8 @@
 //!            a bit   meanwhile, too  here on
 //! ```
 //!
-//! A guest that has named all gets its memory back at once, and whatever else is to be done with who gives the hints can be done while the round is
-//! sent.
+//! A guest that has named all gets its memory back at once, and whatever else is to be done with who gives the hints
+//! can be done while the round is sent.
 use std::time::{Duration, Instant};
 
 use transship_memory::{PAGE_BYTES, PageSet};
@@ -20,7 +21,8 @@ use crate::{
 
 /// How long the guest may take to begin.
 const FIRST_HINT: Duration = Duration::from_millis(500);
-/// How long hints are waited for at most. The guest is short of memory meanwhile, and the rest may come while the round is sent.
+/// How long hints are waited for at most. The guest is short of memory meanwhile, and the rest may come while the round
+/// is sent.
 const ALL_HINTS: Duration = Duration::from_secs(5);
 /// So long is looked at to say whether hints come faster than pages would go.
 const SLICE: Duration = Duration::from_millis(100);
@@ -58,8 +60,8 @@ impl FreePages {
         Self { hints: None, asked: false, over: false, named: Vec::new(), trimmed: Vec::new(), unseen: Vec::new() }
     }
 
-    /// Asks the guest, and waits as long as hints spare more bytes than would be sent meanwhile. All memory has been scanned. `speed`: bytes
-    /// a second, where something is known. Returns what was named, by region.
+    /// Asks the guest, and waits as long as hints spare more bytes than would be sent meanwhile. All memory has been
+    /// scanned. `speed`: bytes a second, where something is known. Returns what was named, by region.
     ///
     /// # Errors
     /// Cancelled.
@@ -85,7 +87,8 @@ impl FreePages {
         Ok(&self.named)
     }
 
-    /// Takes pages that the guest has named meanwhile out of some windows of the round: first page and wanted pages. Does not wait.
+    /// Takes pages that the guest has named meanwhile out of some windows of the round: first page and wanted pages.
+    /// Does not wait.
     pub(crate) fn trim(&mut self, region: usize, windows: &mut Vec<(u64, u128)>) {
         if self.hints.is_none() {
             return;
@@ -100,7 +103,8 @@ impl FreePages {
         });
     }
 
-    /// Ends it, before the next scan: the guest has its memory again. Returns what was trimmed, by region, and what is written past the tracker.
+    /// Ends it, before the next scan: the guest has its memory again. Returns what was trimmed, by region, and what is
+    /// written past the tracker.
     pub(crate) fn end(&mut self) -> (&[PageSet], &[Place]) {
         if let Some(hints) = self.hints.take() {
             self.unseen.extend(Ending { hints: Some(hints), over: self.over }.settle());
@@ -108,7 +112,8 @@ impl FreePages {
         (&self.trimmed, &self.unseen)
     }
 
-    /// What is left to be done, where no more hints will come and the guest knows that it may use its memory. None while they may, and where they broke off.
+    /// What is left to be done, where no more hints will come and the guest knows that it may use its memory. None
+    /// while they may, and where they broke off.
     pub(crate) fn take_ending(&mut self) -> Option<Ending> {
         let is_known = self.over || !self.asked;
         is_known.then(|| Ending { hints: self.hints.take(), over: true })
@@ -152,7 +157,8 @@ pub(crate) struct Ending {
 }
 
 impl Ending {
-    /// The guest has its memory again; after this it can be asked for other things. Returns what is written past the tracker.
+    /// The guest has its memory again; after this it can be asked for other things. Returns what is written past the
+    /// tracker.
     pub(crate) fn settle(self) -> Vec<Place> {
         let Some(mut hints) = self.hints else { return Vec::new() };
         let ended = if self.over { Ok(()) } else { hints.stop().and_then(|()| hints.done()) };

@@ -1,4 +1,5 @@
-//! The end of a move, whoever is at the other end: the guest is stopped, what is left of it is brought, and it is given up.
+//! The end of a move, whoever is at the other end: the guest is stopped, what is left of it is brought, and it is given
+//! up.
 //!
 //! ```text
 //!   stop              the guest stands still                              ┐
@@ -66,8 +67,8 @@ impl Course<'_> {
     }
 }
 
-/// The point of no return. An error means that the guest is still ours. Otherwise we must assume from here on that the peer runs it,
-/// whatever we hear or don't hear afterwards.
+/// The point of no return. An error means that the guest is still ours. Otherwise we must assume from here on that the
+/// peer runs it, whatever we hear or don't hear afterwards.
 fn give_up(guest: &mut dyn SourceGuest, peer: &mut dyn Peer, progress: &Progress, found: Found) -> Result<(), Error> {
     peer.check_silence()?;
     if progress.is_cancelled() {

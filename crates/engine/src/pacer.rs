@@ -5,8 +5,8 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// How much lost time may be caught up. A scheduler that lets us sleep too long must not lower the rate, nor may a long pause
-/// between two rounds become a burst.
+/// How much lost time may be caught up. A scheduler that lets us sleep too long must not lower the rate, nor may a long
+/// pause between two rounds become a burst.
 const SLACK: Duration = Duration::from_secs(1);
 
 /// A bound on bytes a second, shared by threads.

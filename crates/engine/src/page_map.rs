@@ -3,8 +3,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use transship_memory::{PageRange, PageSet};
 
-/// Bits for the pages of one region. Within a round each page belongs to one thread, and rounds are separated by joins or
-/// channels, which order them: so every access is relaxed.
+/// Bits for the pages of one region. Within a round each page belongs to one thread, and rounds are separated by joins
+/// or channels, which order them: so every access is relaxed.
 #[derive(Debug)]
 pub(crate) struct PageMap {
     words: Vec<AtomicU64>,

@@ -106,7 +106,8 @@ pub struct FileReport {
     pub pages_stored: u64,
     /// Pages that were written and became zero or holes afterwards; their disk space was given back.
     pub pages_freed: u64,
-    /// Of a background snapshot: pages that were saved before their turn, because the guest was about to write them or a neighbour.
+    /// Of a background snapshot: pages that were saved before their turn, because the guest was about to write them or
+    /// a neighbour.
     pub pages_first: u64,
     /// From the last page to the file at its place, durably.
     pub sync_ms: f64,
@@ -169,7 +170,8 @@ pub struct Report {
     pub rounds: Vec<RoundReport>,
     /// Pages by kind.
     pub pages: PageCounts,
-    /// Pages that somebody wrote after the last round, when the guest stood still. They were sent all the same; there should be none.
+    /// Pages that somebody wrote after the last round, when the guest stood still. They were sent all the same; there
+    /// should be none.
     pub late_pages: u64,
     /// Bytes by kind.
     pub bytes: ByteCounts,

@@ -64,8 +64,8 @@ pub(crate) struct Course<'a> {
 }
 
 impl Course<'_> {
-    /// The phases up to the switchover: arms the tracking, and sends what a guest that runs holds until the rest is small.
-    /// `rounds`: kept there also on failure.
+    /// The phases up to the switchover: arms the tracking, and sends what a guest that runs holds until the rest is
+    /// small. `rounds`: kept there also on failure.
     pub(crate) fn up_to_switchover<'r>(
         &mut self,
         rounds: &'r mut Option<Rounds>,
@@ -96,8 +96,9 @@ impl Rounds {
         Ok(Self { scanner, free: FreePages::of(guest), freeing: guest.freeing(), number: 0 })
     }
 
-    /// Asks a guest that runs what the first round can leave out; the rest of what it holds is the first round. `speed`: bytes a second that can be
-    /// sent at most. A guest that stands still has nothing to say: `send_the_rest` looks at all its memory.
+    /// Asks a guest that runs what the first round can leave out; the rest of what it holds is the first round.
+    /// `speed`: bytes a second that can be sent at most. A guest that stands still has nothing to say: `send_the_rest`
+    /// looks at all its memory.
     fn ask_for_free_pages(&mut self, speed: Option<u64>, progress: &Progress) -> Result<(), Error> {
         self.scanner.plan_first_round(Some(self.free.ask(speed, progress)?))
     }
@@ -107,7 +108,8 @@ impl Rounds {
         self.scanner.dead()
     }
 
-    /// Sends round after round of a guest that runs, until what is left is small enough to be sent while it stands still.
+    /// Sends round after round of a guest that runs, until what is left is small enough to be sent while it stands
+    /// still.
     fn until_the_rest_is_small(
         &mut self,
         guest: &mut dyn SourceGuest,
@@ -130,8 +132,9 @@ impl Rounds {
         }
     }
 
-    /// The first round, and what can't go with the guest is unplugged: meanwhile, if the guest has said all that it has to say, else after it.
-    /// The device writes to guest memory past the tracker until it is gone, and what it writes to counts as written in the last scan.
+    /// The first round, and what can't go with the guest is unplugged: meanwhile, if the guest has said all that it has
+    /// to say, else after it. The device writes to guest memory past the tracker until it is gone, and what it writes
+    /// to counts as written in the last scan.
     fn send_first_and_unplug(
         &mut self,
         guest: &mut dyn SourceGuest,
@@ -176,8 +179,8 @@ impl Rounds {
         reach(link, "last-round")
     }
 
-    /// One more look, when the guest stands still and its device state is saved: from now on nobody has a reason to write. What somebody has written since
-    /// the last round is sent as well, and counted.
+    /// One more look, when the guest stands still and its device state is saved: from now on nobody has a reason to
+    /// write. What somebody has written since the last round is sent as well, and counted.
     pub(crate) fn send_the_late(
         &mut self,
         link: &mut dyn Link,
@@ -194,7 +197,8 @@ impl Rounds {
         self.send_pending(link, patience, progress, report)
     }
 
-    /// Sends what is pending and waits until the destination has it all in place, `patience` at most after the last byte was taken.
+    /// Sends what is pending and waits until the destination has it all in place, `patience` at most after the last
+    /// byte was taken.
     fn send_pending(
         &mut self,
         link: &mut dyn Link,

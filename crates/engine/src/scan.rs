@@ -1,8 +1,9 @@
 //! What has to be sent, or written to a file, next: which pages were written, and which of them hold anything.
 //!
-//! Order matters: the scan comes first, and re-arms the tracking; the look at the holes comes second; reading pages comes last. A page that
-//! changes after its scan is reported by the next one, and a page that becomes a hole after the look is seen by the next look, at the latest
-//! when the guest stands still. What the guest says that it can do without is asked for between the first scan and its look: that is not looked at.
+//! Order matters: the scan comes first, and re-arms the tracking; the look at the holes comes second; reading pages
+//! comes last. A page that changes after its scan is reported by the next one, and a page that becomes a hole after the
+//! look is seen by the next look, at the latest when the guest stands still. What the guest says that it can do without
+//! is asked for between the first scan and its look: that is not looked at.
 use std::{sync::atomic::Ordering::Relaxed, time::Instant};
 
 use transship_memory::{
@@ -37,15 +38,16 @@ impl Pending {
     }
 }
 
-/// Looks at a guest's memory again and again. `content`, wherever it is asked for: by region, the pages that the other end (or the file) holds
-/// content for.
+/// Looks at a guest's memory again and again. `content`, wherever it is asked for: by region, the pages that the other
+/// end (or the file) holds content for.
 pub(crate) struct Scanner {
     memory: GuestMemory,
     tracker: Box<dyn Tracker>,
     /// By region.
     holes: Vec<Holes>,
     pending: Vec<Pending>,
-    /// By region: pages that were left out since the guest can do without them, and that no scan has found written since.
+    /// By region: pages that were left out since the guest can do without them, and that no scan has found written
+    /// since.
     dead: Vec<PageSet>,
     /// Not sent when it was their turn: they count as written in the next scan.
     owed: Vec<Place>,
@@ -57,7 +59,8 @@ pub(crate) struct Scanner {
 }
 
 impl Scanner {
-    /// Arms the tracking. Then all memory is pending, until `plan_first_round` or `scan_again` has looked for the holes in it.
+    /// Arms the tracking. Then all memory is pending, until `plan_first_round` or `scan_again` has looked for the holes
+    /// in it.
     pub(crate) fn begin(memory: GuestMemory, tracker: Box<dyn Tracker>, freeing: Freeing) -> Result<Self, Error> {
         let holes = memory.regions().iter().map(|_| Holes::new(freeing)).collect();
         let dead = memory.regions().iter().map(|region| PageSet::empty(region.pages())).collect();
@@ -89,12 +92,14 @@ impl Scanner {
         self.pending.iter().map(|pending| pending.send.count()).sum::<u64>() * PAGE_BYTES as u64
     }
 
-    /// By region: what the guest can do without and nobody has sent. It may differ from what the other end holds there, which is zero.
+    /// By region: what the guest can do without and nobody has sent. It may differ from what the other end holds there,
+    /// which is zero.
     pub(crate) fn dead(&self) -> &[PageSet] {
         &self.dead
     }
 
-    /// After `begin`: what is not a hole is the first round. Without `free`, by region: what the guest can do without, as it has said since the scan.
+    /// After `begin`: what is not a hole is the first round. Without `free`, by region: what the guest can do without,
+    /// as it has said since the scan.
     pub(crate) fn plan_first_round(&mut self, free: Option<&[PageSet]>) -> Result<(), Error> {
         for (index, mut all) in std::mem::take(&mut self.pending).into_iter().enumerate() {
             if let Some(free) = free {
@@ -147,7 +152,8 @@ impl Scanner {
         Ok(())
     }
 
-    /// The last look, with the guest standing still: what the scan before it found and was not sent yet, and what came since.
+    /// The last look, with the guest standing still: what the scan before it found and was not sent yet, and what came
+    /// since.
     pub(crate) fn scan_again(&mut self, content: &[PageMap]) -> Result<(), Error> {
         let earlier = std::mem::take(&mut self.pending);
         let dirty_rate = self.next.dirty_pages_per_s;
@@ -162,7 +168,8 @@ impl Scanner {
         Ok(self.pending.iter().map(|pending| pending.send.count() + pending.gone.count()).sum())
     }
 
-    /// Scans all regions, and looks for holes in each after its scan. `earlier`: what an earlier scan found and nobody has sent.
+    /// Scans all regions, and looks for holes in each after its scan. `earlier`: what an earlier scan found and nobody
+    /// has sent.
     fn scan_and_look(&mut self, earlier: Option<Vec<Pending>>, content: &[PageMap]) -> Result<(), Error> {
         let mut pending = Vec::new();
         for (index, content) in content.iter().enumerate() {
@@ -181,7 +188,8 @@ impl Scanner {
         self.owed.iter().filter(|place| place.region == index).for_each(|place| written.insert(place.pages));
         if let Some(before) = earlier {
             written.union_with(&before.send);
-            // Holes by then, which nobody was told of. One that was looked at since is memory of zeros, and not written.
+            // Holes by then, which nobody was told of. One that was looked at since is memory of zeros, and not
+            // written.
             written.union_with(&before.gone);
             let unseen = self.unseen.iter().filter(|place| place.region == index);
             unseen.for_each(|place| written.insert(place.pages));
@@ -190,7 +198,8 @@ impl Scanner {
         Ok(written)
     }
 
-    /// Looks for holes where it matters: in what was found, and where the other end holds content. What is left is to be sent.
+    /// Looks for holes where it matters: in what was found, and where the other end holds content. What is left is to
+    /// be sent.
     fn look(&mut self, index: usize, found: PageSet, content: &PageMap) -> Result<Pending, Error> {
         let region = &self.memory.regions()[index];
         let (mut send, mut gone) = (found, content.to_set(region.pages()));
@@ -210,7 +219,8 @@ fn describe(memory: &GuestMemory, pending: &[Pending]) -> RoundReport {
     RoundReport { scanned, written, hole, ..RoundReport::default() }
 }
 
-/// Those of the wanted pages of a window that are holes now: reading them would fill them again. What can't be told is none.
+/// Those of the wanted pages of a window that are holes now: reading them would fill them again. What can't be told is
+/// none.
 pub(crate) fn new_holes(memory: &Region, first: u64, wanted: u128) -> u128 {
     let is_data = |range| memory.is_data(range).unwrap_or(true);
     let mut holes = 0;

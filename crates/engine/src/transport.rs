@@ -21,8 +21,8 @@ use crate::Error;
 
 /// How long a connection may take to come about.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
-/// Bytes that a TCP socket holds beyond what the link has room for. More would be on its way before anybody could think better of it, and
-/// would take memory; less might leave a link without work while a channel wakes up.
+/// Bytes that a TCP socket holds beyond what the link has room for. More would be on its way before anybody could think
+/// better of it, and would take memory; less might leave a link without work while a channel wakes up.
 const UNSENT_BYTES: u32 = 256 * 1024;
 /// A peer that takes no byte for this long is taken for dead.
 pub(crate) const STALL_TIMEOUT: Duration = Duration::from_secs(30);
@@ -143,7 +143,8 @@ impl Connection {
         }
     }
 
-    /// For a peer that may take nothing for as long as it likes. A write then returns after `look` at the latest, so that its caller can look around.
+    /// For a peer that may take nothing for as long as it likes. A write then returns after `look` at the latest, so
+    /// that its caller can look around.
     pub(crate) fn be_patient(&self, look: Duration) -> io::Result<()> {
         match self {
             Self::Tcp(stream) => {

@@ -3,10 +3,12 @@ use std::time::{Duration, Instant};
 
 use crate::{Error, control::TICK, guest::SourceGuest};
 
-/// How long the guest may take to let go of a device: where it is asked by the button of a slot, it waits 5 s for a second thought.
+/// How long the guest may take to let go of a device: where it is asked by the button of a slot, it waits 5 s for a
+/// second thought.
 const UNPLUG_TIMEOUT: Duration = Duration::from_secs(20);
 
-/// Unplugs what the guest can't take along, unless somebody ends it. It runs, and there is a scan to come: what it writes meanwhile is in that.
+/// Unplugs what the guest can't take along, unless somebody ends it. It runs, and there is a scan to come: what it
+/// writes meanwhile is in that.
 pub(crate) fn unplug(guest: &mut dyn SourceGuest, is_cancelled: &dyn Fn() -> bool) -> Result<(), Error> {
     let deadline = Instant::now() + UNPLUG_TIMEOUT;
     while !guest.unplug(Instant::now() + TICK)? {

@@ -64,7 +64,8 @@ fn pages_are_counted_by_what_they_are() {
     let ended = run(&mut source, &mut Waiting::new(&PAGES), &patient(), folder.path());
     ended.source.unwrap();
     let pages = ended.report.pages;
-    // The first list is done before round one reads: page 10 is sent as 8 and again in round two, as are 500 and the zero of 11.
+    // The first list is done before round one reads: page 10 is sent as 8 and again in round two, as are 500 and the
+    // zero of 11.
     assert_eq!((pages.normal, pages.resent), (2 + 2 + 1, 3), "{:?}", ended.report);
     assert_eq!(pages.zero, 2 + 1);
     assert_eq!(pages.hole, 1300 - 4);

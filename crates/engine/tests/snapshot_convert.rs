@@ -1,4 +1,5 @@
-//! From one layout to the other and back: the guest is the same, whatever its stream was made of; what can't be converted leaves no trace.
+//! From one layout to the other and back: the guest is the same, whatever its stream was made of; what can't be
+//! converted leaves no trace.
 #![allow(clippy::unwrap_used)]
 mod common;
 

@@ -75,11 +75,11 @@ pub enum Hint {
     NamedAll,
 }
 
-/// Somebody who asks a running guest which of its memory it can do without. docs/free-pages.md says when a hint may be believed. When this is
-/// dropped, whatever the reason, the guest has back whatever it has set aside.
+/// Somebody who asks a running guest which of its memory it can do without. docs/free-pages.md says when a hint may be
+/// believed. When this is dropped, whatever the reason, the guest has back whatever it has set aside.
 pub trait Hints: Send {
-    /// Asks for hints. Writes to guest memory must be tracked already, **all of it**, since before this call: what a hint says is that
-    /// the page was free at some moment after it. Hints of earlier calls are void.
+    /// Asks for hints. Writes to guest memory must be tracked already, **all of it**, since before this call: what a
+    /// hint says is that the page was free at some moment after it. Hints of earlier calls are void.
     ///
     /// # Errors
     /// There are none to be had.
@@ -99,7 +99,8 @@ pub trait Hints: Send {
     /// # Errors
     /// It can do so already.
     fn done(&mut self) -> Result<(), GuestError>;
-    /// Waits, after `done`, until the guest has what it had set aside, as far as that can be told, and a few seconds at most.
+    /// Waits, after `done`, until the guest has what it had set aside, as far as that can be told, and a few seconds at
+    /// most.
     ///
     /// # Errors
     /// It can't be told.
@@ -108,8 +109,8 @@ pub trait Hints: Send {
     fn writes_to(&mut self) -> Vec<Place>;
 }
 
-/// A guest that is to be moved away. Created attached (memory mapped, every refusal already made), but with nothing changed
-/// in the VMM. Dropping it leaves nothing of ours there.
+/// A guest that is to be moved away. Created attached (memory mapped, every refusal already made), but with nothing
+/// changed in the VMM. Dropping it leaves nothing of ours there.
 pub trait SourceGuest: Send {
     /// What the destination must match.
     fn description(&self) -> GuestDescription;
@@ -123,8 +124,9 @@ pub trait SourceGuest: Send {
     fn hints(&mut self) -> Option<Box<dyn Hints>> {
         None
     }
-    /// Unplugs what the guest runs with and its device state can't be saved with, while it runs. True when it is gone; false if the guest
-    /// has not let go of it by `until`: to be called again. Whether or not this succeeds, `plug_back` follows if the guest stays.
+    /// Unplugs what the guest runs with and its device state can't be saved with, while it runs. True when it is gone;
+    /// false if the guest has not let go of it by `until`: to be called again. Whether or not this succeeds,
+    /// `plug_back` follows if the guest stays.
     ///
     /// # Errors
     /// The guest, or the VMM, does not let go of it.
@@ -137,19 +139,20 @@ pub trait SourceGuest: Send {
     fn track(&mut self) -> Result<Box<dyn Tracker>, GuestError>;
     /// Whether the vCPUs run now.
     fn is_running(&mut self) -> Result<bool, GuestError>;
-    /// Stops the vCPUs and waits until all writes to guest memory have ended (block jobs flushed included). Returns what the guest did right
-    /// before: somebody else may have paused it, or let it run, since it was asked last.
+    /// Stops the vCPUs and waits until all writes to guest memory have ended (block jobs flushed included). Returns
+    /// what the guest did right before: somebody else may have paused it, or let it run, since it was asked last.
     ///
     /// # Errors
     /// It does not stop, or can't be given away as it is. `resume` then leaves it as it was.
     fn stop(&mut self) -> Result<Found, GuestError>;
-    /// Tracks nothing, but can have writes wait: for a snapshot of one moment. Instead of `track`, called at most once before `stop`.
+    /// Tracks nothing, but can have writes wait: for a snapshot of one moment. Instead of `track`, called at most once
+    /// before `stop`.
     ///
-    /// As long as the protection is there, memory that is given back may lose its protection and its content: either that does not happen, or
-    /// `check_protected` notices.
+    /// As long as the protection is there, memory that is given back may lose its protection and its content: either
+    /// that does not happen, or `check_protected` notices.
     ///
-    /// The VMM itself writes to guest memory when it lets the guest run on, and then waits as the guest does: whoever calls `resume` has a
-    /// thread that lets writes through.
+    /// The VMM itself writes to guest memory when it lets the guest run on, and then waits as the guest does: whoever
+    /// calls `resume` has a thread that lets writes through.
     ///
     /// # Errors
     /// Not possible with this guest; the text says why and what is.
@@ -158,7 +161,8 @@ pub trait SourceGuest: Send {
             "this VMM does not offer to let writes wait, as a background snapshot needs it; use --live".into(),
         ))
     }
-    /// Asked when all that was protected is saved: that no memory was given back since `protect`. (The caller sees holes that are left.)
+    /// Asked when all that was protected is saved: that no memory was given back since `protect`. (The caller sees
+    /// holes that are left.)
     ///
     /// # Errors
     /// Something has, or it can't be told: what was saved is not that moment's memory.
@@ -169,7 +173,8 @@ pub trait SourceGuest: Send {
     fn state_format(&self) -> StateFormat {
         StateFormat::Opaque
     }
-    /// The guest's UUID as its VMM knows it; all zero if it has none. A destination that is no transship may compare it with its own.
+    /// The guest's UUID as its VMM knows it; all zero if it has none. A destination that is no transship may compare it
+    /// with its own.
     ///
     /// # Errors
     /// The VMM does not say.
@@ -185,27 +190,29 @@ pub trait SourceGuest: Send {
     }
     /// How long saving, sending and loading the device state is thought to take; for the forecast before the first one.
     fn state_estimate(&self) -> Duration;
-    /// The guest will neither go nor run on after `save_state`: `resume(false)` will follow, and leaves it as whole as `stop` did. Called
-    /// before `save_state`, if at all.
+    /// The guest will neither go nor run on after `save_state`: `resume(false)` will follow, and leaves it as whole as
+    /// `stop` did. Called before `save_state`, if at all.
     fn keep_stopped(&mut self) {}
-    /// The device state of the stopped guest, as a stream to be read to its end. Afterwards `state_saved` must be asked.
+    /// The device state of the stopped guest, as a stream to be read to its end. Afterwards `state_saved` must be
+    /// asked.
     fn save_state(&mut self) -> Result<Box<dyn Read + Send>, GuestError>;
     /// Whether the VMM calls the state that was read complete.
     fn state_saved(&mut self) -> Result<(), GuestError>;
-    /// Called right before the destination is told to go: whatever happens now, nothing of this side may let the guest run.
+    /// Called right before the destination is told to go: whatever happens now, nothing of this side may let the guest
+    /// run.
     ///
     /// # Errors
     /// It can't be made sure; the guest is then not given up.
     fn give_up(&mut self) -> Result<(), GuestError> {
         Ok(())
     }
-    /// Takes back whatever `stop` and `save_state` did. With `run` the guest is as `stop` found it, as if nothing had been: it runs here again if
-    /// it ran. Otherwise it is left stopped, but whole.
+    /// Takes back whatever `stop` and `save_state` did. With `run` the guest is as `stop` found it, as if nothing had
+    /// been: it runs here again if it ran. Otherwise it is left stopped, but whole.
     fn resume(&mut self, run: bool) -> Result<(), GuestError>;
     /// How a person resumes this guest by hand, for messages: a command line.
     fn resume_hint(&self) -> String;
-    /// What somebody else must know to undo `unplug`, `stop` and `save_state` should we die. Asked before them; for the adapter to read, and not
-    /// secret.
+    /// What somebody else must know to undo `unplug`, `stop` and `save_state` should we die. Asked before them; for the
+    /// adapter to read, and not secret.
     ///
     /// # Errors
     /// The VMM does not say.
@@ -224,10 +231,12 @@ pub trait DestinationGuest: Send {
     fn state_format(&self) -> StateFormat {
         StateFormat::Opaque
     }
-    /// Has everybody who touches a page that is not there wait for us. All memory must be holes. Called at most once, before `load_state`.
+    /// Has everybody who touches a page that is not there wait for us. All memory must be holes. Called at most once,
+    /// before `load_state`.
     ///
-    /// Loading the state touches pages, and so do `start` and `stop`: whoever calls them has a thread that brings pages. Nobody may touch
-    /// memory through the regions any more, not even to read: a page that is there, if only with zeros, is not waited for.
+    /// Loading the state touches pages, and so do `start` and `stop`: whoever calls them has a thread that brings
+    /// pages. Nobody may touch memory through the regions any more, not even to read: a page that is there, if only
+    /// with zeros, is not waited for.
     ///
     /// # Errors
     /// Not possible with this guest; the text says why and what is.
@@ -236,8 +245,9 @@ pub trait DestinationGuest: Send {
             "this VMM does not offer to wait for pages, as a lazy restore needs it; leave out --lazy".into(),
         ))
     }
-    /// Stops a guest that was started, because its memory can't be brought any more; a VMM that hangs on a page is frozen with it. Returns what a
-    /// person finds, and how to end it: the rest of a sentence. Until this has returned, the pages that are missing must stay so.
+    /// Stops a guest that was started, because its memory can't be brought any more; a VMM that hangs on a page is
+    /// frozen with it. Returns what a person finds, and how to end it: the rest of a sentence. Until this has returned,
+    /// the pages that are missing must stay so.
     ///
     /// # Errors
     /// It does not stop.

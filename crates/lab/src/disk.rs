@@ -49,7 +49,8 @@ impl Disk {
         PathBuf::from(format!("/proc/{}/root", self.keeper.pid())).join(below)
     }
 
-    /// The disk loses what lies behind its first `mib` MiB: reading there is an I/O error from now on, unless it is in memory already.
+    /// The disk loses what lies behind its first `mib` MiB: reading there is an I/O error from now on, unless it is in
+    /// memory already.
     ///
     /// # Errors
     /// It can't be cut.

@@ -102,7 +102,8 @@ impl QemuBuilder {
         self
     }
 
-    /// The folder of the memory files `mem0`, `mem1`, ...; one of the lab's own otherwise. Files in it are used as they are.
+    /// The folder of the memory files `mem0`, `mem1`, ...; one of the lab's own otherwise. Files in it are used as they
+    /// are.
     pub fn memory_folder(mut self, folder: impl Into<PathBuf>) -> Self {
         self.memory_folder = Some(folder.into());
         self

@@ -63,8 +63,8 @@ impl Drop for MemoryMount {
     }
 }
 
-/// The pool of huge pages of 2 MiB, and a hugetlbfs on it. It is the host's only one: who has it keeps all others out, and the pool is as it was when
-/// this is dropped.
+/// The pool of huge pages of 2 MiB, and a hugetlbfs on it. It is the host's only one: who has it keeps all others out,
+/// and the pool is as it was when this is dropped.
 #[derive(Debug)]
 pub struct HugePool {
     mount: MemoryMount,
@@ -92,7 +92,8 @@ impl HugePool {
     /// Makes the pool so large that there are `mib` MiB to be had.
     ///
     /// # Errors
-    /// No root, or no memory in pieces that are large enough. A test that needs the pool fails then: it can't be told whether guests are safe.
+    /// No root, or no memory in pieces that are large enough. A test that needs the pool fails then: it can't be told
+    /// whether guests are safe.
     pub fn with_mib(mib: u64) -> Result<Self> {
         let turn = File::create(std::env::temp_dir().join("hugepages.lock")).map_err(failed("a lock file"))?;
         rustix::fs::flock(&turn, rustix::fs::FlockOperation::LockExclusive)

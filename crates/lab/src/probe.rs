@@ -2,7 +2,8 @@
 use crate::{Accel, Qemu};
 use std::sync::OnceLock;
 
-/// Does KVM run a guest here? Found out once, by running guest/kvm.c until it reports: `/dev/kvm` alone promises little.
+/// Does KVM run a guest here? Found out once, by running guest/kvm.c until it reports: `/dev/kvm` alone promises
+/// little.
 pub fn kvm_works() -> bool {
     static WORKS: OnceLock<bool> = OnceLock::new();
     *WORKS.get_or_init(|| std::fs::File::open("/dev/kvm").is_ok() && runs_a_guest())

@@ -69,7 +69,8 @@ impl Proxy {
         }
     }
 
-    /// Waits until something got through: a destination that was connected to and has heard nothing would wait for another source.
+    /// Waits until something got through: a destination that was connected to and has heard nothing would wait for
+    /// another source.
     pub fn wait_in_use(&self) {
         let deadline = Instant::now() + FIRST_WAIT;
         while !self.in_use() && Instant::now() < deadline {

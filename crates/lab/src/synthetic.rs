@@ -157,8 +157,9 @@ impl Synthetic {
         }
     }
 
-    /// One call of the hand-off protocol (docs/handoff.md), on a connection of its own. The guest has an ear for one client at a time, and
-    /// a guard may have its for a moment after a command has ended: so whoever is turned away tries again.
+    /// One call of the hand-off protocol (docs/handoff.md), on a connection of its own. The guest has an ear for one
+    /// client at a time, and a guard may have its for a moment after a command has ended: so whoever is turned away
+    /// tries again.
     ///
     /// # Errors
     /// It refuses, is attached to by somebody else for good, or is gone.

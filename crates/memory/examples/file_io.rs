@@ -4,9 +4,10 @@
 //! cargo run --release -p transship-memory --example file_io -- DIRECTORY [MIB]
 //! ```
 //!
-//! Each row writes and reads one file of MIB (1024) MiB of a tmpfs region, on one thread, three times, and shows the median. "64 KiB of 128" is every
-//! second 16 pages, "single pages" is every second page: then a request can't be more than that. Reading goes into holes, as in a restore. Where
-//! it is not direct I/O, writing ends when all is in the page cache, and reading comes from there.
+//! Each row writes and reads one file of MIB (1024) MiB of a tmpfs region, on one thread, three times, and shows the
+//! median. "64 KiB of 128" is every second 16 pages, "single pages" is every second page: then a request can't be more
+//! than that. Reading goes into holes, as in a restore. Where it is not direct I/O, writing ends when all is in the
+//! page cache, and reading comes from there.
 
 use std::{
     error::Error,

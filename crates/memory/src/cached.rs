@@ -23,15 +23,17 @@ struct Counts {
     recently_evicted: u64,
 }
 
-/// How many pages of the range are in memory or were swapped out: bytes of the file, both ends multiples of the page size. It costs a look at these pages alone, where
-/// SEEK_HOLE looks at all pages up to the next hole, wherever that is. None: the kernel does not say.
+/// How many pages of the range are in memory or were swapped out: bytes of the file, both ends multiples of the page
+/// size. It costs a look at these pages alone, where SEEK_HOLE looks at all pages up to the next hole, wherever that
+/// is. None: the kernel does not say.
 pub(crate) fn pages(file: BorrowedFd<'_>, start: u64, end: u64) -> Option<u64> {
     if start >= end {
         return Some(0);
     }
     let range = Range { offset: start, bytes: end - start };
     let mut counts = Counts::default();
-    // SAFETY: both are of the kernel's layout and live until the call returns; it reads the first and writes the second. The descriptor is borrowed.
+    // SAFETY: both are of the kernel's layout and live until the call returns; it reads the first and writes the
+    // second. The descriptor is borrowed.
     let result = unsafe { libc::syscall(SYS_CACHESTAT, file.as_raw_fd(), &raw const range, &raw mut counts, 0_u32) };
     (result == 0).then_some(counts.cached + counts.evicted)
 }

@@ -1,8 +1,9 @@
 //! Making memory read as zero: by giving it back to the system, or in place where it must stay.
 //!
-//! A page that is punched out of a hugetlbfs goes back to the pool and its reservation with it, so that the pool gives it to somebody else, and
-//! whoever touches that memory later dies of SIGBUS. So nothing is punched out of a hugetlbfs, be it preallocated or only reserved: a page of
-//! zeros costs nobody anything there, as no other could have it. (Where memory is neither, it is not given back to the pool either.)
+//! A page that is punched out of a hugetlbfs goes back to the pool and its reservation with it, so that the pool gives
+//! it to somebody else, and whoever touches that memory later dies of SIGBUS. So nothing is punched out of a hugetlbfs,
+//! be it preallocated or only reserved: a page of zeros costs nobody anything there, as no other could have it. (Where
+//! memory is neither, it is not given back to the pool either.)
 
 use std::thread;
 
@@ -35,16 +36,18 @@ impl Region {
         self
     }
 
-    /// Whether zeros can be holes: memory is given back by [`Region::clear`], and a range of holes can be cleared for nothing.
+    /// Whether zeros can be holes: memory is given back by [`Region::clear`], and a range of holes can be cleared for
+    /// nothing.
     pub fn gives_back(&self) -> bool {
         self.keep == Keep::Nothing && !self.is_hugetlb()
     }
 
-    /// Makes the pages read as zero: they become holes where [`Region::gives_back`] says so, and else zeros are written to them, for which holes
-    /// become pages.
+    /// Makes the pages read as zero: they become holes where [`Region::gives_back`] says so, and else zeros are written
+    /// to them, for which holes become pages.
     ///
     /// # Errors
-    /// OutOfRange, a region mapped for reading, no memory left for pages that are holes and must be none, the system's own.
+    /// OutOfRange, a region mapped for reading, no memory left for pages that are holes and must be none, the system's
+    /// own.
     pub fn clear(&self, range: PageRange) -> Result<(), Error> {
         self.check_writable()?;
         self.check(range)?;
@@ -55,7 +58,8 @@ impl Region {
         }
     }
 
-    /// Makes all pages read as zero, whatever they held. Memory that is there stays there where it must, and is not made where it need not be.
+    /// Makes all pages read as zero, whatever they held. Memory that is there stays there where it must, and is not
+    /// made where it need not be.
     ///
     /// # Errors
     /// As [`Region::clear`]; memory that is to be there is not, and can't be had.
@@ -164,7 +168,8 @@ impl Region {
     fn write_zeros(&self, range: PageRange) -> Result<(), Error> {
         self.make(range)?;
         let (start, len) = self.raw(range);
-        // SAFETY: raw() gives len bytes of the mapping, which is writable, and its pages are there; raw access, no reference.
+        // SAFETY: raw() gives len bytes of the mapping, which is writable, and its pages are there; raw access, no
+        // reference.
         unsafe { start.write_bytes(0, len) }
         Ok(())
     }

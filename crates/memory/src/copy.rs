@@ -18,8 +18,8 @@ use crate::{
 };
 
 impl Region {
-    /// Of the pages of a window that `wanted` names: the ones that are all zero. SIMD at the machine's width. A page that
-    /// is written meanwhile may be called either way; the tracker reports it.
+    /// Of the pages of a window that `wanted` names: the ones that are all zero. SIMD at the machine's width. A page
+    /// that is written meanwhile may be called either way; the tracker reports it.
     ///
     /// # Errors
     /// OutOfRange.
@@ -29,7 +29,8 @@ impl Region {
         for (bit, count) in runs(wanted) {
             let (start, _) = self.raw(run_of(first, bit, count));
             for page in 0..count {
-                // SAFETY: raw() gives count pages of the mapping, page is below count, and a mapping is always readable.
+                // SAFETY: raw() gives count pages of the mapping, page is below count, and a mapping is always
+                // readable.
                 let is_zero = unsafe { zero::is_zero(start.add(page as usize * PAGE_BYTES), PAGE_BYTES) };
                 zero |= u128::from(is_zero) << (bit + page);
             }
@@ -47,9 +48,9 @@ impl Region {
         out.reserve(present.count_ones() as usize * PAGE_BYTES);
         for (bit, count) in runs(present) {
             let (start, len) = self.raw(run_of(first, bit, count));
-            // SAFETY: raw() gives len readable bytes of the mapping, reserve() made room for as many, and nobody else knows
-            // that room. The guest may write the source meanwhile: it is read by one raw copy into memory of our own, no
-            // reference or value is made of it before, and any mix of bytes is a valid u8 array.
+            // SAFETY: raw() gives len readable bytes of the mapping, reserve() made room for as many, and nobody else
+            // knows that room. The guest may write the source meanwhile: it is read by one raw copy into memory of our
+            // own, no reference or value is made of it before, and any mix of bytes is a valid u8 array.
             unsafe {
                 ptr::copy_nonoverlapping(start, out.as_mut_ptr().add(out.len()), len);
                 out.set_len(out.len() + len);
@@ -69,18 +70,19 @@ impl Region {
         self.check(pages)?;
         let (start, len) = self.raw(pages);
         assert_eq!(into.len(), len, "room for the pages, no more and no less");
-        // SAFETY: raw() gives len readable bytes of the mapping, and `into` is as long and our own. As in `copy_out` the guest may write
-        // meanwhile, and no reference to its memory is made.
+        // SAFETY: raw() gives len readable bytes of the mapping, and `into` is as long and our own. As in `copy_out`
+        // the guest may write meanwhile, and no reference to its memory is made.
         unsafe { ptr::copy_nonoverlapping(start, into.as_mut_ptr(), len) };
         Ok(())
     }
 
-    /// Writes `head` and then the present pages of the window to a socket, pipe or file, straight from guest memory. Goes
-    /// on after short writes and interruptions.
+    /// Writes `head` and then the present pages of the window to a socket, pipe or file, straight from guest memory.
+    /// Goes on after short writes and interruptions.
     ///
     /// # Errors
-    /// InvalidInput for pages that the region does not have, before anything is written. The system's own, WouldBlock of a
-    /// socket with a send timeout included: an unknown part was written by then, so the stream is of no use any more.
+    /// InvalidInput for pages that the region does not have, before anything is written. The system's own, WouldBlock
+    /// of a socket with a send timeout included: an unknown part was written by then, so the stream is of no use any
+    /// more.
     pub fn send_window(&self, to: BorrowedFd<'_>, head: &[u8], first: u64, present: u128) -> io::Result<()> {
         self.check_window(first, present).map_err(|error| io::Error::new(io::ErrorKind::InvalidInput, error))?;
         let pages = runs(present).map(|(bit, count)| self.raw(run_of(first, bit, count)));
@@ -130,8 +132,8 @@ impl Region {
     fn copy_in(&self, pages: PageRange, bytes: &[u8]) {
         let (start, len) = self.raw(pages);
         assert_eq!(bytes.len(), len, "bytes for the pages, no more and no less");
-        // SAFETY: raw() gives len bytes of the mapping, which check_writable() let pass; bytes has as many. Nothing of the
-        // mapping is lent as a reference, so bytes is not in it.
+        // SAFETY: raw() gives len bytes of the mapping, which check_writable() let pass; bytes has as many. Nothing of
+        // the mapping is lent as a reference, so bytes is not in it.
         unsafe { ptr::copy_nonoverlapping(bytes.as_ptr(), start, len) }
     }
 
@@ -149,14 +151,15 @@ impl Region {
         written.map_err(|source| self.failed("writing pages", source))
     }
 
-    /// Writes pages that were checked by way of the file, when nobody else does: for those who have time, as they wait for a disk. Not on a
-    /// hugetlbfs.
+    /// Writes pages that were checked by way of the file, when nobody else does: for those who have time, as they wait
+    /// for a disk. Not on a hugetlbfs.
     pub(crate) fn write_file_in_turn(&self, pages: PageRange, bytes: &[u8]) -> Result<(), Errno> {
         self.pwrite(pages, bytes, &self.writing.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
-    /// Writers of one file wait for each other in the kernel, and spin there. Waiting for a turn of ours instead gives the same bytes a second for
-    /// half the CPU time (0.38 s a GiB, not 0.8). The lock guards no data: a panic with it held breaks nothing.
+    /// Writers of one file wait for each other in the kernel, and spin there. Waiting for a turn of ours instead gives
+    /// the same bytes a second for half the CPU time (0.38 s a GiB, not 0.8). The lock guards no data: a panic with it
+    /// held breaks nothing.
     fn pwrite(&self, pages: PageRange, bytes: &[u8], _turn: &MutexGuard<'_, ()>) -> Result<(), Errno> {
         assert_eq!(bytes.len() as u64, pages.bytes(), "bytes for the pages, no more and no less");
         let mut offset = self.offset_in_file(pages.first);
@@ -194,7 +197,8 @@ enum Way {
     Writev,
 }
 
-/// Writes all parts, in order. At most 65 come here (a head and every second page of a window), below the 1024 of IOV_MAX.
+/// Writes all parts, in order. At most 65 come here (a head and every second page of a window), below the 1024 of
+/// IOV_MAX.
 ///
 /// # Safety
 /// Each part is readable during the call. It may be written meanwhile.

@@ -242,8 +242,8 @@ impl Probe {
         result.err().and_then(|error| error.raw_os_error())
     }
 
-    /// Bytes that the kernel handles as one in this area. What is too short for that, or not at a multiple of it, it finds invalid; and it does so
-    /// before anything else, once it has found the memory in use.
+    /// Bytes that the kernel handles as one in this area. What is too short for that, or not at a multiple of it, it
+    /// finds invalid; and it does so before anything else, once it has found the memory in use.
     fn unit_of(&self, uffd: BorrowedFd<'_>, area: &Area) -> io::Result<u64> {
         // Parts may have been released, and are not in use any more. A huge page begins somewhere.
         const STEP: usize = 2 << 20;

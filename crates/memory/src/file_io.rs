@@ -1,7 +1,9 @@
-//! Pages between guest memory and files at fixed places, many at a time. They are written straight from the mapping, without a copy of ours, so
-//! that a file opened with O_DIRECT is written by the disk itself; read pages take the way that is fastest into the memory's own file.
+//! Pages between guest memory and files at fixed places, many at a time. They are written straight from the mapping,
+//! without a copy of ours, so that a file opened with O_DIRECT is written by the disk itself; read pages take the way
+//! that is fastest into the memory's own file.
 //!
-//! A caller asks for runs of pages; runs that continue each other, in memory and in the file, become one request of the kernel:
+//! A caller asks for runs of pages; runs that continue each other, in memory and in the file, become one request of the
+//! kernel:
 //!
 //! ```text
 //!   write(0, 8..12, at 32 KiB)  ┐                       ┌────────────────────────┐
@@ -45,7 +47,8 @@ const REQUEST_PAGES: u64 = (1 << 20) / PAGE_BYTES as u64;
 pub enum FileIo {
     /// io_uring where the file is open for direct I/O and the kernel lets us, else plain.
     ///
-    /// Measured with examples/file_io.rs on one thread, two busy cores, ext4 on a virtual disk of 2 GB/s, in MB/s and ms of CPU time for 256 MiB:
+    /// Measured with examples/file_io.rs on one thread, two busy cores, ext4 on a virtual disk of 2 GB/s, in MB/s and
+    /// ms of CPU time for 256 MiB:
     ///
     /// | | plain, writing | io_uring 16, writing | plain, reading | io_uring 16, reading |
     /// | --- | --- | --- | --- | --- |
@@ -56,9 +59,9 @@ pub enum FileIo {
     /// | page cache, 64 KiB requests | 1850, 27 | 1540, 36 | 875, 60 | 865, 65 |
     /// | page cache, single pages | 725, 74 | 192, 226 | 765, 105 | 343, 144 |
     ///
-    /// Past the page cache it is the disk's answer that a thread waits for, and many requests at once hide it. Into the page cache the kernel copies,
-    /// which it hands to threads of its own with io_uring, and those wait for each other. 16 in flight are enough; 64 were no faster, and reading
-    /// takes a buffer of 1 MiB for each.
+    /// Past the page cache it is the disk's answer that a thread waits for, and many requests at once hide it. Into the
+    /// page cache the kernel copies, which it hands to threads of its own with io_uring, and those wait for each other.
+    /// 16 in flight are enough; 64 were no faster, and reading takes a buffer of 1 MiB for each.
     #[default]
     Auto,
     /// io_uring: many requests in flight from one thread.
@@ -67,8 +70,8 @@ pub enum FileIo {
     Plain,
 }
 
-/// Requests of one thread on one file. Not shared: each thread makes its own. Dropping it waits for what is in flight: the kernel
-/// uses the memory until then. What was asked for and not finished may then be in the file or not.
+/// Requests of one thread on one file. Not shared: each thread makes its own. Dropping it waits for what is in flight:
+/// the kernel uses the memory until then. What was asked for and not finished may then be in the file or not.
 ///
 /// After an error nothing more is asked of the kernel, and every later call repeats that error.
 pub struct FileQueue {
@@ -87,7 +90,8 @@ pub struct FileQueue {
 }
 
 impl FileQueue {
-    /// A queue of `depth` requests in flight (1 to 1024) on a descriptor of the file; `memory` is kept until the last has ended.
+    /// A queue of `depth` requests in flight (1 to 1024) on a descriptor of the file; `memory` is kept until the last
+    /// has ended.
     ///
     /// # Errors
     /// io_uring was asked for by name and the kernel does not allow it.
@@ -120,12 +124,13 @@ impl FileQueue {
         self.ring.is_some()
     }
 
-    /// Asks to write the pages of a region from byte `offset` of the file on. Waits for the oldest request when all places are taken. The
-    /// guest may write the pages meanwhile: what ends up in the file is then any mix of bytes, and a later round's business. Pages that are
-    /// holes are made by this, as by any read.
+    /// Asks to write the pages of a region from byte `offset` of the file on. Waits for the oldest request when all
+    /// places are taken. The guest may write the pages meanwhile: what ends up in the file is then any mix of bytes,
+    /// and a later round's business. Pages that are holes are made by this, as by any read.
     ///
     /// # Errors
-    /// OutOfRange; or the error of this or an earlier request (short ones are gone on with, and interrupted ones repeated).
+    /// OutOfRange; or the error of this or an earlier request (short ones are gone on with, and interrupted ones
+    /// repeated).
     pub fn write(&mut self, region: usize, pages: PageRange, offset: u64) -> Result<(), Error> {
         self.region(region)?.check(pages)?;
         self.ask(Direction::Write, region, pages, offset)
@@ -140,9 +145,9 @@ impl FileQueue {
         self.start(Request::new(Direction::Write, Body::Buffer(buffer), offset))
     }
 
-    /// Asks to write pages of a buffer of our own from byte `offset` of the file on. The buffer is held until that is done; who asked can write to
-    /// it again when nobody else holds it ([`Arc::get_mut`]). What was asked for in this way before, for the same bytes of the file, is
-    /// done first: the last one counts.
+    /// Asks to write pages of a buffer of our own from byte `offset` of the file on. The buffer is held until that is
+    /// done; who asked can write to it again when nobody else holds it ([`Arc::get_mut`]). What was asked for in this
+    /// way before, for the same bytes of the file, is done first: the last one counts.
     ///
     /// # Errors
     /// As [`FileQueue::write`].
@@ -174,7 +179,8 @@ impl FileQueue {
         self.check_failed()
     }
 
-    /// Asks to read `pages` of a region from byte `offset` of the file on, into place. Whoever looks at them meanwhile may see parts of it.
+    /// Asks to read `pages` of a region from byte `offset` of the file on, into place. Whoever looks at them meanwhile
+    /// may see parts of it.
     ///
     /// # Errors
     /// As [`FileQueue::write`]; a region mapped for reading; a file that ends too early.
@@ -201,7 +207,8 @@ impl FileQueue {
         self.memory.get(region).ok_or_else(|| Error::unusable(&format!("number {region}"), "there is no such region"))
     }
 
-    /// Adds to the pending request what continues it, and cuts the rest into requests; the last one stays pending unless it is full.
+    /// Adds to the pending request what continues it, and cuts the rest into requests; the last one stays pending
+    /// unless it is full.
     fn ask(&mut self, direction: Direction, region: usize, pages: PageRange, offset: u64) -> Result<(), Error> {
         self.check_failed()?;
         let (mut rest, mut at) = (pages, offset);

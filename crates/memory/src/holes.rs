@@ -1,8 +1,8 @@
 //! Which pages of a region are holes, asked again and again.
 //!
-//! Asking the file system costs a look at every page: 16 ms a GiB, in a moment when the guest stands still. So only pages are looked at of which it
-//! matters. In a VM that never gives memory back, all looks but the first can be saved: what was data still is, and new data can only be pages
-//! that somebody wrote.
+//! Asking the file system costs a look at every page: 16 ms a GiB, in a moment when the guest stands still. So only
+//! pages are looked at of which it matters. In a VM that never gives memory back, all looks but the first can be saved:
+//! what was data still is, and new data can only be pages that somebody wrote.
 use crate::{Error, PageSet, Region};
 
 /// Whether pages that hold something may become holes while the VM runs (ballooning, free page reporting).
@@ -26,8 +26,8 @@ impl Holes {
         Self { freeing, data: None }
     }
 
-    /// The pages of `wanted` that are not holes, and maybe others that are none. In a VM that never gives memory back: what was wanted before and is
-    /// not among them must not have been written since it was.
+    /// The pages of `wanted` that are not holes, and maybe others that are none. In a VM that never gives memory back:
+    /// what was wanted before and is not among them must not have been written since it was.
     ///
     /// # Errors
     /// The system's own.

@@ -1,5 +1,5 @@
-//! Guest memory as a migration sees it: regions, the pages in them, which hold something, which were written; writes and touches that wait for us;
-//! pages to files and back.
+//! Guest memory as a migration sees it: regions, the pages in them, which hold something, which were written; writes
+//! and touches that wait for us; pages to files and back.
 //!
 //! All unsafe code about guest memory is here. A running guest, or the VMM, writes to these pages while we read them:
 //! so no reference to guest memory ever exists, only raw pointers inside this crate, and everything that leaves it is

@@ -1,11 +1,13 @@
-//! Making pages before they are used. Whoever writes to a page through a mapping and there is no memory for it, dies of SIGBUS.
+//! Making pages before they are used. Whoever writes to a page through a mapping and there is no memory for it, dies of
+//! SIGBUS.
 
 use rustix::{fs::FallocateFlags, io::Errno, mm::Advice};
 
 use crate::{Error, PAGE_BYTES, PageRange, Region, mapping::Mapping};
 
 impl Region {
-    /// Makes the pages that are not there, as writing to them through the mapping would; what they hold stays. The range was checked.
+    /// Makes the pages that are not there, as writing to them through the mapping would; what they hold stays. The
+    /// range was checked.
     ///
     /// # Errors
     /// There is no memory for them; the system's own.
@@ -25,8 +27,8 @@ impl Region {
         }
     }
 
-    /// Makes sure that writing to these pages through the mapping makes none. False: it can't be had, or there are so few that it is not
-    /// worth it.
+    /// Makes sure that writing to these pages through the mapping makes none. False: it can't be had, or there are so
+    /// few that it is not worth it.
     pub(crate) fn is_made(&self, range: PageRange) -> bool {
         const FEW: u64 = 8;
         range.count >= FEW && self.populate(range, Advice::LinuxPopulateWrite).is_ok()
@@ -35,7 +37,8 @@ impl Region {
     fn populate(&self, range: PageRange, how: Advice) -> Result<(), Errno> {
         let (start, len) = self.raw(range);
         loop {
-            // SAFETY: raw() gives len bytes of the mapping; pages are made as an access would make them, and what they hold stays.
+            // SAFETY: raw() gives len bytes of the mapping; pages are made as an access would make them, and what they
+            // hold stays.
             match unsafe { rustix::mm::madvise(start.cast(), len, how) } {
                 Err(Errno::INTR | Errno::AGAIN) => {}
                 // An access would be a SIGBUS.
@@ -60,7 +63,8 @@ impl Region {
         }
     }
 
-    /// Has the pool set aside pages for the holes of the range. The region is one of huge pages, and the range was checked.
+    /// Has the pool set aside pages for the holes of the range. The region is one of huge pages, and the range was
+    /// checked.
     ///
     /// # Errors
     /// As [`Region::make`].
@@ -71,7 +75,8 @@ impl Region {
             .map_err(|source| self.failed("keeping huge pages for memory that was preallocated", source))
     }
 
-    /// Where the pages are in the file, rounded to its own pages: the last of a region's may be there in part only, and is nobody else's.
+    /// Where the pages are in the file, rounded to its own pages: the last of a region's may be there in part only, and
+    /// is nobody else's.
     pub(crate) fn whole(&self, range: PageRange) -> (u64, u64) {
         let unit = self.unit_pages();
         let (first, end) = (range.first / unit * unit, range.end().next_multiple_of(unit));

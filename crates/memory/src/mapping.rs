@@ -8,7 +8,8 @@ use rustix::mm::{MapFlags, ProtFlags};
 ///
 /// No reference into it may ever exist: the guest, the VMM, or another thread of ours may write any byte at any moment.
 /// So it hands out raw pointers only, and only to whole stretches that it has:
-/// - `base .. base + len` is mapped from `new` until `drop`, readable, and writable if it was made so; nobody else unmaps it;
+/// - `base .. base + len` is mapped from `new` until `drop`, readable, and writable if it was made so; nobody else
+///   unmaps it;
 /// - the pointer of `at(offset, len)` is good for `len` bytes as long as the mapping lives;
 /// - whoever uses it copies bytes with raw or volatile accesses and takes none of them for stable.
 ///
@@ -21,18 +22,20 @@ pub(crate) struct Mapping {
 
 // SAFETY: the address is as good in another thread, and unmapping is allowed from any.
 unsafe impl Send for Mapping {}
-// SAFETY: through a shared reference only raw pointers are to be had. Their users make no references and take no byte for
-// stable, so that threads of ours that meet at one page are to each other what the guest is to them all.
+// SAFETY: through a shared reference only raw pointers are to be had. Their users make no references and take no byte
+// for stable, so that threads of ours that meet at one page are to each other what the guest is to them all.
 unsafe impl Sync for Mapping {}
 
 impl Mapping {
-    /// Maps `len` bytes of `file` from `offset`, both multiples of its page size. Takes no huge page from a pool, and has none set aside.
+    /// Maps `len` bytes of `file` from `offset`, both multiples of its page size. Takes no huge page from a pool, and
+    /// has none set aside.
     pub(crate) fn new(file: BorrowedFd<'_>, offset: u64, len: usize, writable: bool) -> rustix::io::Result<Self> {
         let prot = if writable { ProtFlags::READ | ProtFlags::WRITE } else { ProtFlags::READ };
         Self::with(file, offset, len, prot, MapFlags::NORESERVE)
     }
 
-    /// Has the pool of a hugetlbfs set aside pages for all holes there, for whoever touches them. They stay so when this is gone.
+    /// Has the pool of a hugetlbfs set aside pages for all holes there, for whoever touches them. They stay so when
+    /// this is gone.
     pub(crate) fn reserve(file: BorrowedFd<'_>, offset: u64, len: usize) -> rustix::io::Result<()> {
         Self::with(file, offset, len, ProtFlags::READ | ProtFlags::WRITE, MapFlags::empty()).map(drop)
     }

@@ -15,13 +15,15 @@ use crate::{
     uffd,
 };
 
-/// userfaultfd for missing pages of a process whose memory files are holes from end to end. All threads may use it at once.
+/// userfaultfd for missing pages of a process whose memory files are holes from end to end. All threads may use it at
+/// once.
 ///
-/// Missing is what the *file* does not have. A page that came into it another way (written through our mapping) is found by whoever touches it from
-/// then on; who waits already has to be woken, by [`Missing::wake`] or a `fill`. Such a page may be seen half written; filled pages appear whole.
+/// Missing is what the *file* does not have. A page that came into it another way (written through our mapping) is
+/// found by whoever touches it from then on; who waits already has to be woken, by [`Missing::wake`] or a `fill`. Such
+/// a page may be seen half written; filled pages appear whole.
 ///
-/// When the last holder of the userfaultfd closes it, the kernel answers faults on holes with zeros: whoever drops this has brought all pages,
-/// or has seen to it that nobody runs, or that somebody else holds it.
+/// When the last holder of the userfaultfd closes it, the kernel answers faults on holes with zeros: whoever drops this
+/// has brought all pages, or has seen to it that nobody runs, or that somebody else holds it.
 pub struct Missing {
     faults: Faults,
 }
@@ -38,8 +40,8 @@ impl Missing {
         Ok(Self { faults })
     }
 
-    /// Goes on with the userfaultfd of another [`Missing`], perhaps of a process that has died: a fault that was told of there and not answered is not
-    /// told of again, so what was in work then has to be filled unasked.
+    /// Goes on with the userfaultfd of another [`Missing`], perhaps of a process that has died: a fault that was told
+    /// of there and not answered is not told of again, so what was in work then has to be filled unasked.
     ///
     /// # Errors
     /// Areas that don't fit the regions, or that this userfaultfd was not registered for; the process is gone.
@@ -52,11 +54,12 @@ impl Missing {
         self.faults.unit_pages(region)
     }
 
-    /// Puts pages into place that are still missing, and wakes who waits for them. Pages that are there already are left as they are, and
-    /// who waits for them is woken too; released ones are left to the kernel. How many were put.
+    /// Puts pages into place that are still missing, and wakes who waits for them. Pages that are there already are
+    /// left as they are, and who waits for them is woken too; released ones are left to the kernel. How many were put.
     ///
     /// # Errors
-    /// The process is gone, no memory is left, bytes that are not whole pages; pages that the region does not have; parts of huge pages.
+    /// The process is gone, no memory is left, bytes that are not whole pages; pages that the region does not have;
+    /// parts of huge pages.
     pub fn fill(&self, region: usize, first: u64, bytes: &[u8]) -> Result<u64, Error> {
         let pages = whole_pages(region, first, bytes)?;
         self.put(region, pages, |stretch, done, len| {
@@ -122,7 +125,8 @@ impl Missing {
             if stretch.unit == PAGE_BYTES as u64 {
                 return uffd::zero(self.fd(), stretch.start + done, len);
             }
-            // The kernel has no zeros for huge pages. Ours are never written, so that they are all the same small piece of memory.
+            // The kernel has no zeros for huge pages. Ours are never written, so that they are all the same small piece
+            // of memory.
             if zeros.len() as u64 != stretch.unit {
                 zeros = vec![0_u8; stretch.unit as usize];
             }
@@ -131,7 +135,8 @@ impl Missing {
         })
     }
 
-    /// The next one that waits for a page; none after `wait`. Each is told of once, to one caller; several may wait for the same page.
+    /// The next one that waits for a page; none after `wait`. Each is told of once, to one caller; several may wait for
+    /// the same page.
     ///
     /// # Errors
     /// The process is gone (which is only noticed after `wait`).
@@ -139,7 +144,8 @@ impl Missing {
         self.faults.next(wait)
     }
 
-    /// Appends who waits, as many as there are and at most 64; waits up to `wait` for the first. What this caller has got no other gets.
+    /// Appends who waits, as many as there are and at most 64; waits up to `wait` for the first. What this caller has
+    /// got no other gets.
     ///
     /// # Errors
     /// As [`Missing::next_fault`].
@@ -155,8 +161,9 @@ impl Missing {
         self.faults.stretches(region, pages)?.iter().try_for_each(|stretch| self.wake_stretch(stretch))
     }
 
-    /// All pages are there or are to be zero: from now on the kernel serves these pages by itself, and who waits goes on. What a
-    /// thread still fills there is left out. Best in few large ranges: each that is apart takes one of the mappings that the process may have.
+    /// All pages are there or are to be zero: from now on the kernel serves these pages by itself, and who waits goes
+    /// on. What a thread still fills there is left out. Best in few large ranges: each that is apart takes one of the
+    /// mappings that the process may have.
     ///
     /// # Errors
     /// The process is gone, or has too many mappings; pages that the region does not have; parts of huge pages.
@@ -171,7 +178,8 @@ impl Missing {
         Ok(())
     }
 
-    /// Where everything is in the process: with [`Missing::fd`] all that somebody needs to go on with [`Missing::taken_over`].
+    /// Where everything is in the process: with [`Missing::fd`] all that somebody needs to go on with
+    /// [`Missing::taken_over`].
     pub fn areas(&self) -> Vec<Area> {
         self.faults.areas()
     }
@@ -181,7 +189,8 @@ impl Missing {
         self.faults.fd()
     }
 
-    /// Puts pages by calls of the kernel for so many bytes from a place in a stretch: bytes that were put, and why not more.
+    /// Puts pages by calls of the kernel for so many bytes from a place in a stretch: bytes that were put, and why not
+    /// more.
     fn put(
         &self,
         region: usize,

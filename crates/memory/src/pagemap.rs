@@ -1,5 +1,5 @@
-//! The kernel's interface to written pages: PAGEMAP_SCAN. Structures and numbers are those of Linux 6.7 (`linux/fs.h`), which promises to
-//! keep them.
+//! The kernel's interface to written pages: PAGEMAP_SCAN. Structures and numbers are those of Linux 6.7 (`linux/fs.h`),
+//! which promises to keep them.
 
 use std::{
     io,
@@ -48,8 +48,8 @@ const _: () = {
     assert!(PAGEMAP_SCAN as u32 == 0xc060_6610);
 };
 
-/// Stretches written between `start` and `end`, which are tracked anew in the same step; how many there are in `found`, and
-/// the address to go on from.
+/// Stretches written between `start` and `end`, which are tracked anew in the same step; how many there are in `found`,
+/// and the address to go on from.
 pub(crate) fn scan(pagemap: BorrowedFd<'_>, start: u64, end: u64, found: &mut [Written]) -> io::Result<(usize, u64)> {
     let mut scan = Scan {
         size: size_of::<Scan>() as u64,
@@ -67,8 +67,8 @@ pub(crate) fn scan(pagemap: BorrowedFd<'_>, start: u64, end: u64, found: &mut [W
     };
     // The kernel gets the vector's address as a number.
     let _ = found.as_mut_ptr().expose_provenance();
-    // SAFETY: PAGEMAP_SCAN reads and writes one Scan, whose size the number holds, and writes at most vec_len entries of
-    // the vector, for whose length we hold it mutably; any bytes are valid integers.
+    // SAFETY: PAGEMAP_SCAN reads and writes one Scan, whose size the number holds, and writes at most vec_len entries
+    // of the vector, for whose length we hold it mutably; any bytes are valid integers.
     let count = done(unsafe { libc::ioctl(pagemap.as_raw_fd(), PAGEMAP_SCAN, &raw mut scan) })?;
     Ok((usize::try_from(count).unwrap_or(0).min(found.len()), scan.walk_end))
 }

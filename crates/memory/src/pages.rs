@@ -146,8 +146,8 @@ impl PageSet {
         (0..).step_by(WINDOW_PAGES as usize).zip(self.words.iter().copied()).filter(|&(_, word)| word != 0)
     }
 
-    /// First page from `from` on whose bit differs from those of `flip`, which is all zeros or all ones. With ones, it may
-    /// be past the last page.
+    /// First page from `from` on whose bit differs from those of `flip`, which is all zeros or all ones. With ones, it
+    /// may be past the last page.
     fn next(&self, from: u64, flip: u128) -> Option<u64> {
         let mut at = (from / WINDOW_PAGES) as usize;
         let mut word = (self.words.get(at)? ^ flip) & !low_bits(from % WINDOW_PAGES);

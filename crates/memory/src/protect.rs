@@ -1,4 +1,5 @@
-//! Write protection that waits for us: a write to a protected page stops the writer until the page is let go of. For snapshots of a moment.
+//! Write protection that waits for us: a write to a protected page stops the writer until the page is let go of. For
+//! snapshots of a moment.
 
 use std::{
     io,
@@ -12,18 +13,19 @@ use crate::{
     uffd::{self, Writes},
 };
 
-/// userfaultfd write protection in synchronous mode. All threads may use it at once. Dropping it closes the userfaultfd, which ends all protection
-/// and lets everybody go on, once no other holder is left.
+/// userfaultfd write protection in synchronous mode. All threads may use it at once. Dropping it closes the
+/// userfaultfd, which ends all protection and lets everybody go on, once no other holder is left.
 ///
-/// Protected is the mapping of the process, not the file: writes through other mappings (ours too) pass. A hole that is punched is no write: what
-/// was there is gone, and its protection with it. A VM that gives memory back must not do so meanwhile.
+/// Protected is the mapping of the process, not the file: writes through other mappings (ours too) pass. A hole that is
+/// punched is no write: what was there is gone, and its protection with it. A VM that gives memory back must not do so
+/// meanwhile.
 pub struct Protection {
     faults: Faults,
 }
 
 impl Protection {
-    /// `uffd` was created by the process (with kernel faults, else a write by KVM or a system call of the process fails) and not yet used.
-    /// Registers all areas; nothing is protected yet.
+    /// `uffd` was created by the process (with kernel faults, else a write by KVM or a system call of the process
+    /// fails) and not yet used. Registers all areas; nothing is protected yet.
     ///
     /// # Errors
     /// As [`crate::UffdTracker::new`].
@@ -33,7 +35,8 @@ impl Protection {
         Ok(Self { faults })
     }
 
-    /// Pages of the region that are protected and let go of together: 1, or those of a huge page. Ranges consist of whole ones.
+    /// Pages of the region that are protected and let go of together: 1, or those of a huge page. Ranges consist of
+    /// whole ones.
     pub fn unit_pages(&self, region: usize) -> u64 {
         self.faults.unit_pages(region)
     }
@@ -46,8 +49,8 @@ impl Protection {
         self.set(region, pages, Writes::Wait)
     }
 
-    /// Lets writes to these pages through, and wakes who waits. Harmless for pages that are not protected: a writer may have been told of
-    /// before the page was let go of and its fault be read after.
+    /// Lets writes to these pages through, and wakes who waits. Harmless for pages that are not protected: a writer may
+    /// have been told of before the page was let go of and its fault be read after.
     ///
     /// # Errors
     /// As [`Protection::protect`].
@@ -55,7 +58,8 @@ impl Protection {
         self.set(region, pages, Writes::Pass)
     }
 
-    /// The next writer that waits; none after `wait`. Each writer is told of once, to one caller; several may wait for the same page.
+    /// The next writer that waits; none after `wait`. Each writer is told of once, to one caller; several may wait for
+    /// the same page.
     ///
     /// # Errors
     /// The process is gone (which is only noticed after `wait`).
@@ -63,7 +67,8 @@ impl Protection {
         self.faults.next(wait)
     }
 
-    /// Appends writers that wait, as many as there are and at most 64; waits up to `wait` for the first. What this caller has got no other gets.
+    /// Appends writers that wait, as many as there are and at most 64; waits up to `wait` for the first. What this
+    /// caller has got no other gets.
     ///
     /// # Errors
     /// As [`Protection::next_fault`].

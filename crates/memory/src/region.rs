@@ -93,12 +93,13 @@ impl Region {
         self.file_offset
     }
 
-    /// The pages that are not holes in the backing file (SEEK_DATA, SEEK_HOLE). Everything else reads as zero. Where the
-    /// holes are not to be known these are all pages: on some file systems, and on a hugetlbfs where this process may not
-    /// use userfaultfd or has the file open for reading only.
+    /// The pages that are not holes in the backing file (SEEK_DATA, SEEK_HOLE). Everything else reads as zero. Where
+    /// the holes are not to be known these are all pages: on some file systems, and on a hugetlbfs where this process
+    /// may not use userfaultfd or has the file open for reading only.
     ///
-    /// While the guest runs, scan the tracker first and ask then: what is written after the answer, the next scan reports.
-    /// Holes come back too (free page reporting), and the tracker does not report those: ask again in each round.
+    /// While the guest runs, scan the tracker first and ask then: what is written after the answer, the next scan
+    /// reports. Holes come back too (free page reporting), and the tracker does not report those: ask again in each
+    /// round.
     ///
     /// # Errors
     /// The system's own.
@@ -106,8 +107,8 @@ impl Region {
         if self.backing.hugetlb { self.huge_data() } else { self.sought_data(&PageSet::empty(self.pages())) }
     }
 
-    /// The pages that are [`Region::data`] and not among `known`, which were data before. Only the holes between these are looked at, so it costs
-    /// little however much data there is; pages of `known` that are holes now go unnoticed.
+    /// The pages that are [`Region::data`] and not among `known`, which were data before. Only the holes between these
+    /// are looked at, so it costs little however much data there is; pages of `known` that are holes now go unnoticed.
     ///
     /// # Errors
     /// The system's own.
@@ -117,8 +118,8 @@ impl Region {
         Ok(data)
     }
 
-    /// The pages of `wanted` that are [`Region::data`]. Where the kernel can be asked so, longer stretches of others are not looked at: the fewer pages are
-    /// wanted, the less it costs.
+    /// The pages of `wanted` that are [`Region::data`]. Where the kernel can be asked so, longer stretches of others
+    /// are not looked at: the fewer pages are wanted, the less it costs.
     ///
     /// # Errors
     /// The system's own.
@@ -177,8 +178,8 @@ impl Region {
         }
     }
 
-    /// The data of a hugetlbfs file. Where holes are not to be known they are made pages here: whoever reads what is called data must not
-    /// die of a pool that has no page for it.
+    /// The data of a hugetlbfs file. Where holes are not to be known they are made pages here: whoever reads what is
+    /// called data must not die of a pool that has no page for it.
     fn huge_data(&self) -> Result<PageSet, Error> {
         let unit = self.backing.page_bytes;
         let Ok(present) = huge_holes::present(self.file(), self.file_offset, self.bytes.next_multiple_of(unit), unit)
@@ -239,8 +240,8 @@ impl Region {
         Ok(())
     }
 
-    /// How many pages from the first one on are surely data, up to the end of the range. Seeking the hole behind them alone would look at all data up to the
-    /// next hole, wherever that is.
+    /// How many pages from the first one on are surely data, up to the end of the range. Seeking the hole behind them
+    /// alone would look at all data up to the next hole, wherever that is.
     fn data_from(&self, range: PageRange) -> u64 {
         const FIRST_LOOK: u64 = 64;
         let (mut sure, mut look) = (0, FIRST_LOOK);
@@ -255,17 +256,18 @@ impl Region {
         sure
     }
 
-    /// Maps the present pages of the range before they are read, with one fault for many: the kernel maps the pages around a read one too.
-    /// Measured on 4 KiB pages, two threads: 21 GB/s with a scan after it, 18 without this, and 6 with MADV_POPULATE_READ, whose callers
-    /// wait for each other. In a hole it makes a page as any other read does: name ranges of [`Region::data`]. Pages that the region does not
-    /// have are ignored.
+    /// Maps the present pages of the range before they are read, with one fault for many: the kernel maps the pages
+    /// around a read one too. Measured on 4 KiB pages, two threads: 21 GB/s with a scan after it, 18 without this, and
+    /// 6 with MADV_POPULATE_READ, whose callers wait for each other. In a hole it makes a page as any other read does:
+    /// name ranges of [`Region::data`]. Pages that the region does not have are ignored.
     pub fn populate_read(&self, range: PageRange) {
         if self.check(range).is_err() {
             return;
         }
         let (start, len) = self.raw(range);
         for at in (0..len).step_by(FAULT_AROUND_BYTES) {
-            // SAFETY: at < len, and raw() gives len bytes of the mapping; volatile, so that the guest may write and the read stays.
+            // SAFETY: at < len, and raw() gives len bytes of the mapping; volatile, so that the guest may write and the
+            // read stays.
             unsafe { start.add(at).read_volatile() };
         }
     }
@@ -415,7 +417,8 @@ impl GuestMemory {
         &self.regions
     }
 
-    /// Makes all of it read as zero, whatever it held, before pages come: [`Region::clear_all`], and huge pages where they can be had.
+    /// Makes all of it read as zero, whatever it held, before pages come: [`Region::clear_all`], and huge pages where
+    /// they can be had.
     ///
     /// # Errors
     /// As [`Region::clear_all`].

@@ -10,10 +10,12 @@ use crate::{
 };
 
 /// Reports written pages. The first scan of a region reports every page that may hold something and arms the tracking;
-/// each later scan reports the pages written since the scan before, and re-arms them in the same step, so no write is lost.
-/// A scan may report too much (pages that were only read, neighbours of a page that was written first), never too little.
+/// each later scan reports the pages written since the scan before, and re-arms them in the same step, so no write is
+/// lost. A scan may report too much (pages that were only read, neighbours of a page that was written first), never too
+/// little.
 ///
-/// A hole that is punched is no write. Who must notice holes that come back asks [`crate::Region::data`] after the scan.
+/// A hole that is punched is no write. Who must notice holes that come back asks [`crate::Region::data`] after the
+/// scan.
 pub trait Tracker: Send {
     /// Pages of the region written since its last scan.
     ///
@@ -23,11 +25,11 @@ pub trait Tracker: Send {
     fn scan(&mut self, region: usize) -> Result<PageSet, Error>;
 }
 
-/// userfaultfd write protection in asynchronous mode, read by PAGEMAP_SCAN on the tracked process's pagemap (Linux 6.7).
-/// Dropping it closes the userfaultfd, which ends the tracking; the process runs on as before.
+/// userfaultfd write protection in asynchronous mode, read by PAGEMAP_SCAN on the tracked process's pagemap (Linux
+/// 6.7). Dropping it closes the userfaultfd, which ends the tracking; the process runs on as before.
 ///
-/// It sees what the tracked process writes through the areas (its kernel and KVM on its behalf included), and nothing that
-/// others write through mappings of their own.
+/// It sees what the tracked process writes through the areas (its kernel and KVM on its behalf included), and nothing
+/// that others write through mappings of their own.
 pub struct UffdTracker {
     uffd: OwnedFd,
     pagemap: OwnedFd,
@@ -71,8 +73,8 @@ impl UffdTracker {
         let areas = || self.areas.iter().filter(|area| area.region == region);
         let mut written = PageSet::empty(pages);
         sweep(self.pagemap.as_fd(), areas(), &mut written)?;
-        // Memory that is gone has no written pages as far as the kernel can tell. Registering what is registered changes
-        // nothing, and fails when the process or its mapping is no more.
+        // Memory that is gone has no written pages as far as the kernel can tell. Registering what is registered
+        // changes nothing, and fails when the process or its mapping is no more.
         for area in areas() {
             uffd::register(self.uffd.as_fd(), uffd::TRACK, area.address, area.bytes)
                 .map_err(|source| lost(area, source))?;

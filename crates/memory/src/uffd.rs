@@ -1,5 +1,5 @@
-//! The kernel's interface to faults: userfaultfd. Structures and numbers are those of Linux 6.7 (`linux/userfaultfd.h`), which promises to
-//! keep them.
+//! The kernel's interface to faults: userfaultfd. Structures and numbers are those of Linux 6.7
+//! (`linux/userfaultfd.h`), which promises to keep them.
 
 use std::{
     io,
@@ -176,7 +176,8 @@ pub(crate) fn map_present(uffd: BorrowedFd<'_>, start: u64, len: u64) -> io::Res
 /// Leaves the memory to the kernel again, and wakes who waits there.
 pub(crate) fn unregister(uffd: BorrowedFd<'_>, start: u64, len: u64) -> io::Result<()> {
     let mut range = Range { start, len };
-    // SAFETY: UFFDIO_UNREGISTER reads one Range, whose size the number holds. It changes who answers faults, and no contents.
+    // SAFETY: UFFDIO_UNREGISTER reads one Range, whose size the number holds. It changes who answers faults, and no
+    // contents.
     done(unsafe { libc::ioctl(uffd.as_raw_fd(), UFFDIO_UNREGISTER, &raw mut range) }).map(drop)
 }
 
@@ -200,7 +201,8 @@ pub(crate) fn write_protect(uffd: BorrowedFd<'_>, start: u64, len: u64, writes: 
     const PROTECT: u64 = 1;
     let mode = if writes == Writes::Wait { PROTECT } else { 0 };
     let mut protect = WriteProtect { start, len, mode };
-    // SAFETY: UFFDIO_WRITEPROTECT reads one WriteProtect, whose size the number holds. It decides about faults, and changes no contents.
+    // SAFETY: UFFDIO_WRITEPROTECT reads one WriteProtect, whose size the number holds. It decides about faults, and
+    // changes no contents.
     done(unsafe { libc::ioctl(uffd.as_raw_fd(), UFFDIO_WRITEPROTECT, &raw mut protect) }).map(drop)
 }
 
@@ -214,10 +216,12 @@ pub(crate) fn while_changing(mut call: impl FnMut() -> io::Result<()>) -> io::Re
     }
 }
 
-/// Puts pages where there are none, up to the first that is there, and wakes who waits for them. How many bytes, and why not all.
+/// Puts pages where there are none, up to the first that is there, and wakes who waits for them. How many bytes, and
+/// why not all.
 ///
 /// # Safety
-/// Nobody writes `len` bytes at `from` during the call, or they need not be anything certain. They need not be readable: then it is an error.
+/// Nobody writes `len` bytes at `from` during the call, or they need not be anything certain. They need not be
+/// readable: then it is an error.
 pub(crate) unsafe fn copy(uffd: BorrowedFd<'_>, start: u64, from: *const u8, len: u64) -> (u64, io::Result<()>) {
     let mut call = CopyCall::default();
     // SAFETY: a structure of our own; the rest by the caller's word.
@@ -269,7 +273,8 @@ unsafe fn copy_by(
 /// As [`copy`], with zeros; not for huge pages.
 pub(crate) fn zero(uffd: BorrowedFd<'_>, start: u64, len: u64) -> (u64, io::Result<()>) {
     let mut zero = ZeroPage { start, len, mode: 0, zeroed: 0 };
-    // SAFETY: UFFDIO_ZEROPAGE reads and writes one ZeroPage, whose size the number holds. As with copying, no bytes that anybody knew change.
+    // SAFETY: UFFDIO_ZEROPAGE reads and writes one ZeroPage, whose size the number holds. As with copying, no bytes
+    // that anybody knew change.
     let result = done(unsafe { libc::ioctl(uffd.as_raw_fd(), UFFDIO_ZEROPAGE, &raw mut zero) });
     (u64::try_from(zero.zeroed).unwrap_or(0), result.map(drop))
 }

@@ -9,8 +9,8 @@ use std::sync::OnceLock;
 /// A way of scanning.
 ///
 /// # Safety
-/// `len` bytes from `start` are readable for the time of the call (they may be written meanwhile), and the processor has
-/// the instructions that the way is made of.
+/// `len` bytes from `start` are readable for the time of the call (they may be written meanwhile), and the processor
+/// has the instructions that the way is made of.
 type Scan = unsafe fn(start: *const u8, len: usize) -> bool;
 
 /// Whether all `len` bytes from `start` are zero. Returns at the first block that is not.
@@ -60,7 +60,8 @@ unsafe fn shows_data(start: *const u8, len: usize) -> bool {
     word(0) | word(last / 2) | word(last) != 0
 }
 
-/// Bytes at both ends that are not whole blocks, by single loads; `blocks` gets the blocks between, aligned to their size.
+/// Bytes at both ends that are not whole blocks, by single loads; `blocks` gets the blocks between, aligned to their
+/// size.
 ///
 /// # Safety
 /// As [`is_zero`]. `blocks` may believe that its pointer is aligned to `block` and its length is a multiple of it.

@@ -1,7 +1,8 @@
-//! Write protection against the real kernel: a protected page is what it was until it is let go of, whoever writes, and nobody waits for ever.
+//! Write protection against the real kernel: a protected page is what it was until it is let go of, whoever writes, and
+//! nobody waits for ever.
 //!
-//! The guest is this process, through a mapping of its own, or a child where it has to die. What is protected is told apart from what the file holds
-//! by looking at it through another mapping.
+//! The guest is this process, through a mapping of its own, or a child where it has to die. What is protected is told
+//! apart from what the file holds by looking at it through another mapping.
 #![allow(clippy::unwrap_used)]
 
 mod common;
@@ -45,7 +46,8 @@ fn fault(page: u64) -> Option<Fault> {
 fn a_writer_waits_until_its_page_is_let_go_of() {
     let file = file(16 * PAGE);
     let region = map(&file, 16 * PAGE, Access::ReadWrite);
-    // Page 3 is in the mapping, page 5 only in the file, page 7 nowhere; page 9 was read, and is a hole mapped as zeros or a page.
+    // Page 3 is in the mapping, page 5 only in the file, page 7 nowhere; page 9 was read, and is a hole mapped as zeros
+    // or a page.
     let guest = Guest::map(&file, 16 * PAGE);
     guest.write(3, 33);
     region.write_pages(5, 1, &page_of(5)).unwrap();
@@ -119,7 +121,8 @@ fn the_kernel_waits_too() {
         let guest = &guest;
         let writer = scope.spawn(move || {
             let zero = File::open("/dev/zero").unwrap();
-            // SAFETY: pages of the mapping, which are looked at through atomics only meanwhile, and by this thread as bytes.
+            // SAFETY: pages of the mapping, which are looked at through atomics only meanwhile, and by this thread as
+            // bytes.
             let buffer = unsafe { std::slice::from_raw_parts_mut(guest.at(3), 2 * PAGE as usize) };
             assert_eq!(rustix::io::read(&zero, buffer).unwrap(), 2 * PAGE as usize);
         });
@@ -207,7 +210,8 @@ struct Snapshot<'a> {
 }
 
 impl Snapshot<'_> {
-    /// Saves the unit of this page and lets go of it, unless another thread has taken it; then the unit is let go of when that is saved.
+    /// Saves the unit of this page and lets go of it, unless another thread has taken it; then the unit is let go of
+    /// when that is saved.
     fn save(&self, page: u64) {
         let unit = self.protection.unit_pages(0);
         let range = PageRange::new(page / unit * unit, unit);
@@ -232,7 +236,8 @@ impl Snapshot<'_> {
     }
 }
 
-/// The law of background snapshots: threads write all over, and what is saved is the memory of the one moment when it was protected.
+/// The law of background snapshots: threads write all over, and what is saved is the memory of the one moment when it
+/// was protected.
 fn a_snapshot_is_of_one_moment(file: OwnedFd, bytes: u64, prepare: impl Fn(&Guest)) {
     let pages = bytes / PAGE;
     let (source, guest) = (map(&file, bytes, Access::Read), Guest::map(&file, bytes));
@@ -314,7 +319,8 @@ fn a_snapshot_of_huge_pages_is_of_one_moment() {
 #[test]
 fn a_snapshot_of_transparent_huge_pages_is_of_one_moment() {
     a_snapshot_is_of_one_moment(file(4 * HUGE), 4 * HUGE, |guest| {
-        // SAFETY: advice for the mapping as it was made; it changes no contents. A kernel without huge pages on tmpfs refuses.
+        // SAFETY: advice for the mapping as it was made; it changes no contents. A kernel without huge pages on tmpfs
+        // refuses.
         let _ =
             unsafe { rustix::mm::madvise(guest.base.cast(), guest.bytes as usize, rustix::mm::Advice::LinuxHugepage) };
     });

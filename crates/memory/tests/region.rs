@@ -88,7 +88,8 @@ fn pages_past_the_end_are_errors_everywhere() {
     assert_eq!(region.zero_mask(128, 1 << 71).unwrap(), 1 << 71, "the last page is none of those");
 }
 
-/// A hole in a file on a disk stays one, also when somebody has read it and the kernel keeps the zeros that it made for that.
+/// A hole in a file on a disk stays one, also when somebody has read it and the kernel keeps the zeros that it made for
+/// that.
 #[test]
 fn what_was_only_read_is_no_data() {
     const PAGES: u64 = 64;
@@ -323,8 +324,8 @@ fn send_all(region: &Region, to: &impl AsFd) -> io::Result<()> {
 /// Makes SIGUSR1 interrupt what the thread does, and nothing else.
 fn let_signals_interrupt() {
     extern "C" fn nothing(_: libc::c_int) {}
-    // SAFETY: a sigaction is plain integers and pointers, for which zero means no flags (no SA_RESTART) and no mask; the
-    // handler does nothing, so it may run at any moment.
+    // SAFETY: a sigaction is plain integers and pointers, for which zero means no flags (no SA_RESTART) and no mask;
+    // the handler does nothing, so it may run at any moment.
     let result = unsafe {
         let mut action: libc::sigaction = std::mem::zeroed();
         action.sa_sigaction = nothing as *const () as usize;
@@ -333,8 +334,9 @@ fn let_signals_interrupt() {
     assert_eq!(result, 0);
 }
 
-/// A socket whose buffer is far smaller than a window, and a signal after each little read: it mostly meets a writer that
-/// waits with a part of the window written, and gets a short write; or one that has written nothing, and gets EINTR.
+/// A socket whose buffer is far smaller than a window, and a signal after each little read: it mostly meets a writer
+/// that waits with a part of the window written, and gets a short write; or one that has written nothing, and gets
+/// EINTR.
 #[test]
 fn windows_go_through_a_socket_in_short_writes() {
     let_signals_interrupt();

@@ -21,7 +21,8 @@ use common::{
 use rustix::mm::{MapFlags, ProtFlags};
 use transship_memory::{Access, Area, Error, PageRange, PageSet, Region, Tracker, UffdTracker};
 
-/// A test beside this one may be starting a child, which holds a dropped tracker's userfaultfd until it has become its program.
+/// A test beside this one may be starting a child, which holds a dropped tracker's userfaultfd until it has become its
+/// program.
 fn track(guest: &Guest) -> UffdTracker {
     let deadline = Instant::now() + Duration::from_secs(30);
     loop {
@@ -135,7 +136,8 @@ fn writes_to_untouched_pages_are_seen() {
     }
 }
 
-/// Pages that are in the file, and that the process has not mapped when the tracking is armed; it reads some of them before.
+/// Pages that are in the file, and that the process has not mapped when the tracking is armed; it reads some of them
+/// before.
 #[test]
 fn writes_to_pages_that_only_the_file_has_are_seen() {
     let pages = 2048;
@@ -209,8 +211,8 @@ fn writes_to_huge_pages_are_seen() {
     assert_eq!(tracker.scan(0).unwrap(), set(2048, &[(512, 512)]), "the whole huge page");
 }
 
-/// The law of live migration. Threads write versions all over the memory and another punches holes, while pages are copied
-/// as the scans report them. After the last scan the copy is the memory, byte for byte.
+/// The law of live migration. Threads write versions all over the memory and another punches holes, while pages are
+/// copied as the scans report them. After the last scan the copy is the memory, byte for byte.
 fn copies_converge(file: OwnedFd, bytes: u64, unit: u64) {
     let pages = bytes / PAGE;
     let source = map(&file, bytes, Access::Read);
@@ -294,7 +296,8 @@ fn writes_to_transparent_huge_pages_are_seen() {
     let region = map(&file, 4 * HUGE, Access::ReadWrite);
     let guest = Guest::map(&file, 4 * HUGE);
     region.advise_huge();
-    // SAFETY: advice for the mapping as it was made; it changes no contents. A kernel without huge pages on tmpfs refuses.
+    // SAFETY: advice for the mapping as it was made; it changes no contents. A kernel without huge pages on tmpfs
+    // refuses.
     let _ = unsafe { rustix::mm::madvise(guest.base.cast(), guest.bytes as usize, rustix::mm::Advice::LinuxHugepage) };
     guest.write(0, 1);
     guest.write(1024, 1);

@@ -14,7 +14,8 @@ use std::time::{Duration, Instant};
 /// - The waker's comes first: the waiter's counting reads from it (or from a later one in its release sequence), so
 ///   the change is visible when the waiter looks.
 /// - The waiter's comes first: the waker sees a count above zero, moves `epoch` and calls the futex. Either the waiter
-///   had read the old epoch: it is woken, or does not fall asleep; or it reads the new one: then it also sees the change.
+///   had read the old epoch: it is woken, or does not fall asleep; or it reads the new one: then it also sees the
+///   change.
 #[derive(Debug)]
 pub struct Parker {
     /// Threads between "counted" and "gone on". AcqRel on both sides: see the type's argument.

@@ -241,7 +241,8 @@ impl<R> Results<R> {
         self.took(result).ok_or(NextError::Gone)
     }
 
-    /// Leaves a result that no worker made; sleeps while the ring is full. Whoever calls this must not be the only taker.
+    /// Leaves a result that no worker made; sleeps while the ring is full. Whoever calls this must not be the only
+    /// taker.
     pub fn inject(&self, result: R) {
         let mut result = Some(result);
         self.outbox.space.wait(|| match self.outbox.results.push(result.take().expect("each refusal gives it back")) {

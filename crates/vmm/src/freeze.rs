@@ -1,8 +1,8 @@
 //! The last resort for a guest whose memory can't be brought any more: its process is stopped by the kernel.
 //!
-//! A VMM is asked first. But it may itself wait for a page that does not come (its main loop reads guest memory too), or for a vCPU
-//! that does, and then it answers nobody. Its process must stand still before the userfaultfd is closed: from then on the kernel
-//! serves missing pages with zeros.
+//! A VMM is asked first. But it may itself wait for a page that does not come (its main loop reads guest memory too),
+//! or for a vCPU that does, and then it answers nobody. Its process must stand still before the userfaultfd is closed:
+//! from then on the kernel serves missing pages with zeros.
 use std::{
     fs,
     os::fd::OwnedFd,
@@ -16,7 +16,8 @@ use rustix::{
 };
 use transship_guest::GuestError;
 
-/// How long the kernel may take to stop all threads. They stop when they are back from the kernel, or sleep there for good.
+/// How long the kernel may take to stop all threads. They stop when they are back from the kernel, or sleep there for
+/// good.
 const STOP_WAIT: Duration = Duration::from_secs(60);
 const LOOK_AGAIN: Duration = Duration::from_millis(5);
 
@@ -35,8 +36,8 @@ impl Freezer {
         Ok(Self { pid, process: process.map_err(gone)? })
     }
 
-    /// `asked`: what came of asking the VMM to stop its guest. Where that failed, all of the process is stopped. Returns what a person
-    /// finds then.
+    /// `asked`: what came of asking the VMM to stop its guest. Where that failed, all of the process is stopped.
+    /// Returns what a person finds then.
     pub(crate) fn unless_stopped(&self, asked: Result<(), GuestError>) -> Result<String, GuestError> {
         let pid = self.pid;
         let Err(why) = asked else {
@@ -70,7 +71,8 @@ impl Freezer {
     }
 }
 
-/// A thread that may still run the program: neither stopped (T), nor in a sleep that no SIGSTOP ends (D; behind it the stop waits), nor dead.
+/// A thread that may still run the program: neither stopped (T), nor in a sleep that no SIGSTOP ends (D; behind it the
+/// stop waits), nor dead.
 fn awake_thread(pid: i32) -> Option<String> {
     let threads = fs::read_dir(format!("/proc/{pid}/task")).into_iter().flatten().filter_map(Result::ok);
     threads.map(|thread| thread.path()).find_map(|thread| {

@@ -1,7 +1,8 @@
 //! Adapters: how to attach to a virtual machine from outside.
 //!
 //! - `qemu:/run/vm.qmp`: a stock QEMU, by its QMP socket (module `qemu`)
-//! - `handoff:/run/guest.sock`: a VMM that hands its memory over by itself (module `handoff`), such as the synthetic guest
+//! - `handoff:/run/guest.sock`: a VMM that hands its memory over by itself (module `handoff`), such as the synthetic
+//!   guest
 use transship_guest::{DestinationGuest, GuestError, SourceGuest};
 
 mod freeze;
@@ -50,7 +51,8 @@ pub fn attach_source(vm: &VmAddress, options: AttachOptions) -> Result<Box<dyn S
     }
 }
 
-/// Lets a guest run again that a source stopped and then left by dying, before it had given it up. The caller knows that it is so.
+/// Lets a guest run again that a source stopped and then left by dying, before it had given it up. The caller knows
+/// that it is so.
 ///
 /// # Errors
 /// The guest is gone, or does not answer.
@@ -58,8 +60,9 @@ pub fn resume_abandoned(vm: &VmAddress) -> Result<(), GuestError> {
     settle_abandoned(vm, "", true)
 }
 
-/// Puts a guest back as it was that a source stopped and then left by dying, before it had given it up. The caller knows that it is so.
-/// `will`: what [`SourceGuest::last_will`] said before that. `run`: the guest ran, and is to run again.
+/// Puts a guest back as it was that a source stopped and then left by dying, before it had given it up. The caller
+/// knows that it is so. `will`: what [`SourceGuest::last_will`] said before that. `run`: the guest ran, and is to run
+/// again.
 ///
 /// # Errors
 /// The guest is gone, or does not answer.
@@ -71,8 +74,9 @@ pub fn settle_abandoned(vm: &VmAddress, will: &str, run: bool) -> Result<(), Gue
     }
 }
 
-/// Stops a guest whose lazy restore has died, because its memory can't be brought any more; a VMM that does not answer is frozen with it. Returns what
-/// a person finds, and how to end it: the rest of a sentence. Until this has returned, the pages that are missing must stay so.
+/// Stops a guest whose lazy restore has died, because its memory can't be brought any more; a VMM that does not answer
+/// is frozen with it. Returns what a person finds, and how to end it: the rest of a sentence. Until this has returned,
+/// the pages that are missing must stay so.
 ///
 /// # Errors
 /// It does not stop, or is gone.

@@ -1,7 +1,8 @@
-//! Background snapshots of a guest that writes as fast as it can: each page is saved as it was when the guest was stopped, and the guest
-//! itself is never harmed.
+//! Background snapshots of a guest that writes as fast as it can: each page is saved as it was when the guest was
+//! stopped, and the guest itself is never harmed.
 //!
-//! The guest knows what every page must hold, so one page that is saved too late, too early or twice is found when it is restored.
+//! The guest knows what every page must hold, so one page that is saved too late, too early or twice is found when it
+//! is restored.
 #![allow(clippy::unwrap_used, missing_docs)]
 use std::{
     cell::RefCell,
@@ -163,7 +164,8 @@ fn holes_that_are_filled_meanwhile_are_no_matter() {
     assert_eq!(restored(&path).wrong, 0);
 }
 
-/// Not one of the pages was there when the memory was looked at, and all of them are written again as soon as the guest runs on.
+/// Not one of the pages was there when the memory was looked at, and all of them are written again as soon as the guest
+/// runs on.
 #[test]
 fn what_was_a_hole_shortly_before_the_moment_is_saved_as_of_the_moment() {
     let folder = folder();

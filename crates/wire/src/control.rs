@@ -71,9 +71,11 @@ pub enum Message {
     },
     /// 10, D to S: the guest runs here (or stands here, if it stood).
     Running,
-    /// 11, both: I end the session, because. Valid at any time before `Go`, and after it from D only (it could not start the guest).
+    /// 11, both: I end the session, because. Valid at any time before `Go`, and after it from D only (it could not
+    /// start the guest).
     Abort(Refusal),
-    /// 12, S to D: the guest stands still and all rounds are done: digest its memory. The source does the same meanwhile.
+    /// 12, S to D: the guest stands still and all rounds are done: digest its memory. The source does the same
+    /// meanwhile.
     DigestWanted,
 }
 
@@ -83,8 +85,8 @@ impl Message {
         self.kind().name()
     }
 
-    /// Frame and payload, ready to be written. A field that is out of its bounds is never bent into another meaning: the
-    /// other side refuses it. Only the text of a refusal is made to fit.
+    /// Frame and payload, ready to be written. A field that is out of its bounds is never bent into another meaning:
+    /// the other side refuses it. Only the text of a refusal is made to fit.
     pub fn encode(&self, id: u64) -> Vec<u8> {
         // The payload's length is known only after it is written, so the frame is put over the room left for it.
         let mut writer = Writer(vec![0; FRAME_BYTES]);

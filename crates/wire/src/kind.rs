@@ -5,7 +5,8 @@ use crate::guest::GuestDescription;
 
 /// The longest piece of device state in one message. Large enough that framing costs nothing, small enough to buffer.
 pub const MAX_STATE_BYTES: usize = 256 << 10;
-/// The longest payload of any message: that of a Hello with [`MAX_REGIONS`](crate::MAX_REGIONS) regions whose names are as long as can be.
+/// The longest payload of any message: that of a Hello with [`MAX_REGIONS`](crate::MAX_REGIONS) regions whose names are
+/// as long as can be.
 pub const MAX_MESSAGE_BYTES: usize = HELLO_FIXED_BYTES + GuestDescription::BYTES_MAX;
 /// The longest text of a [`Refusal`](crate::Refusal): a few lines on a terminal.
 pub const MAX_REASON_BYTES: usize = 4096;

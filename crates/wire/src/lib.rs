@@ -4,7 +4,8 @@
 //! [`Preamble`]; then the control connection carries framed [`Message`]s both ways, and a data connection carries
 //! [`Packet`] headers, each followed by its payload, from the source to the destination.
 //!
-//! [`relay`] has what two relays say to each other that stand between two QEMUs. [`qemu`] has the other language that transship speaks: QEMU's migration stream and its mapped-ram files.
+//! [`relay`] has what two relays say to each other that stand between two QEMUs. [`qemu`] has the other language that
+//! transship speaks: QEMU's migration stream and its mapped-ram files.
 //!
 //! This crate does no I/O and has no unsafe code. What it reads comes from a peer, so nothing is believed: each length,
 //! tag and reserved field is checked where it is read, and an [`Error`] names the field and its offset.

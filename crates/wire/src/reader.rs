@@ -52,8 +52,8 @@ impl<'a> Reader<'a> {
         self.array(field).map(u128::from_le_bytes)
     }
 
-    /// A text behind its u16 length, which must be one of `sizes`. Control characters are refused: the text ends up on a
-    /// terminal, which would obey them.
+    /// A text behind its u16 length, which must be one of `sizes`. Control characters are refused: the text ends up on
+    /// a terminal, which would obey them.
     pub(crate) fn text(&mut self, field: &'static str, sizes: RangeInclusive<usize>) -> Result<&'a str, Error> {
         let count = self.u16(field)?;
         if !sizes.contains(&count.into()) {

@@ -116,7 +116,8 @@ fn a_mapped_ram_file() {
     assert!(error.starts_with("pages offset of \"/rom@etc/acpi/rsdp\" at offset"), "{error}");
 }
 
-/// A file that begins with something else, of a guest whose own memory is in a shared file: its block has no place here.
+/// A file that begins with something else, of a guest whose own memory is in a shared file: its block has no place
+/// here.
 #[test]
 fn a_mapped_ram_file_without_the_shared_block() {
     let bytes = sample("mapped-ram-shared-11.1.3");

@@ -105,8 +105,8 @@ pub(crate) fn assert_never_ran(destination: &mut Qemu, story: &str) -> Result<()
     Ok(())
 }
 
-/// As `assert_never_ran`, of one with channels: QEMU waits for ever for a channel that has ended before a barrier that the main stream speaks of, and then
-/// answers nobody.
+/// As `assert_never_ran`, of one with channels: QEMU waits for ever for a channel that has ended before a barrier that
+/// the main stream speaks of, and then answers nobody.
 pub(crate) fn assert_never_ran_or_hangs(destination: &mut Qemu, story: &str) {
     match destination.process().wait(END_WAIT) {
         Ok(status) => assert_failed_load(destination, status, story),

@@ -12,7 +12,8 @@ use crate::{buffers, features::Queue, message::Statistics};
 const MAX_RINGS: usize = 256;
 
 impl Device {
-    /// Notes where the rings lie, before anything is written to one. A driver that moves its rings again and again is no reason to grow.
+    /// Notes where the rings lie, before anything is written to one. A driver that moves its rings again and again is
+    /// no reason to grow.
     pub(super) fn note_rings(&self, rings: &[VringRwLock]) {
         let places: Vec<_> = rings.iter().map(used_ring).collect();
         let mut state = self.state();

@@ -39,8 +39,9 @@ pub(crate) struct ReceiveArgs {
     pub(crate) format: Option<FileFormat>,
     /// Write the file past the page cache: on, off or auto
     ///
-    /// `auto` (the default): where the file system can, and through the page cache elsewhere. `on` (also without a value): a file system that
-    /// refuses it is an error. A stream always goes through the page cache, and so do pages that come as differences (xbzrle).
+    /// `auto` (the default): where the file system can, and through the page cache elsewhere. `on` (also without a
+    /// value): a file system that refuses it is an error. A stream always goes through the page cache, and so do pages
+    /// that come as differences (xbzrle).
     #[arg(long, value_name = "WHETHER", default_missing_value = "on", num_args = 0..=1, require_equals = true)]
     pub(crate) direct_io: Option<String>,
     /// How to ask the kernel to write: auto, uring or plain
@@ -48,7 +49,8 @@ pub(crate) struct ReceiveArgs {
     pub(crate) io: Option<FileIo>,
     /// With --peer qemu: its multifd-channels [default: as many as come]
     ///
-    /// 0: its capability multifd is off. Compression (zlib, zstd or none), zero pages and xbzrle are the source's choice; they need not be told.
+    /// 0: its capability multifd is off. Compression (zlib, zstd or none), zero pages and xbzrle are the source's
+    /// choice; they need not be told.
     #[arg(long, value_name = "N")]
     pub(crate) channels: Option<String>,
     /// Print the result as one JSON object

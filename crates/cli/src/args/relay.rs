@@ -28,8 +28,9 @@ pub(crate) struct RelayArgs {
     pub(crate) channels: Option<String>,
     /// Near the source: auto, none, zlib, zstd, qatzip or lz4, also as METHOD:LEVEL [default: auto]
     ///
-    /// As of `move`: `auto` uses none, lz4 or zstd, whichever gets most through. What does not shrink goes as it is. QEMU's own
-    /// compression (multifd-compression, xbzrle) had better be off: what it has made does not shrink any more.
+    /// As of `move`: `auto` uses none, lz4 or zstd, whichever gets most through. What does not shrink goes as it is.
+    /// QEMU's own compression (multifd-compression, xbzrle) had better be off: what it has made does not shrink any
+    /// more.
     #[arg(long, value_name = "METHOD")]
     pub(crate) compress: Option<String>,
     /// Near the source: threads that compress, 1 to 255 [default: by cores]
@@ -37,8 +38,8 @@ pub(crate) struct RelayArgs {
     pub(crate) encoders: Option<String>,
     /// Near the source: also relay for a QEMU without return path
     ///
-    /// Such a QEMU takes its last write for success. If anything breaks afterwards, its guest stands still, and `cont` there lets it run
-    /// again; nothing does so by itself.
+    /// Such a QEMU takes its last write for success. If anything breaks afterwards, its guest stands still, and `cont`
+    /// there lets it run again; nothing does so by itself.
     #[arg(long)]
     pub(crate) without_return_path: bool,
     /// Print the result as one JSON object

@@ -49,8 +49,8 @@ pub(crate) struct RestoreArgs {
     pub(crate) channels: Option<String>,
     /// Read past the page cache: on, off or auto
     ///
-    /// `auto`: where the file system can, and through the page cache elsewhere. `on` (also without a value): a file system that refuses
-    /// it is an error. A stream is always read through the page cache.
+    /// `auto`: where the file system can, and through the page cache elsewhere. `on` (also without a value): a file
+    /// system that refuses it is an error. A stream is always read through the page cache.
     #[arg(long, value_name = "WHETHER", default_value = "auto", default_missing_value = "on", num_args = 0..=1, require_equals = true)]
     pub(crate) direct_io: String,
     /// How to ask the kernel to read: auto, uring or plain

@@ -1,4 +1,5 @@
-//! `transship bench`: a program of its own, which brings guests and stock QEMUs along. The command that people install does without.
+//! `transship bench`: a program of its own, which brings guests and stock QEMUs along. The command that people install
+//! does without.
 use std::{
     env,
     ffi::OsString,

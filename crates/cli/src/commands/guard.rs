@@ -5,7 +5,8 @@ use transship_vmm::{VmAddress, settle_abandoned};
 
 use crate::{failure::Failure, guard::Word, output};
 
-/// Returns when the other process says that the guest is not ours to resume; puts it back as it was when that ends without such a word.
+/// Returns when the other process says that the guest is not ours to resume; puts it back as it was when that ends
+/// without such a word.
 pub(crate) fn run(vm: &str, will: &str) -> Result<(), Failure> {
     let vm: VmAddress = vm.parse().map_err(|why| Failure::Usage(vec![why]))?;
     let last = last_word();

@@ -5,8 +5,9 @@
 //!     └── all rings full, and told not to wait ──────────────────────────► as it is ──┘
 //! ```
 //!
-//! Nobody takes a lock on this path. An encoder copies the pages before it encodes them: the guest writes to them meanwhile, and a compressor
-//! may misbehave on input that changes. A packet stands for itself, so any encoder serves any channel.
+//! Nobody takes a lock on this path. An encoder copies the pages before it encodes them: the guest writes to them
+//! meanwhile, and a compressor may misbehave on input that changes. A packet stands for itself, so any encoder serves
+//! any channel.
 use std::{
     sync::{Arc, atomic::Ordering::Relaxed},
     thread,
@@ -325,7 +326,8 @@ mod tests {
         encoders
     }
 
-    /// Takes all of a round on threads of channels, and returns what each `Ready` counted for, when each of them has seen its end.
+    /// Takes all of a round on threads of channels, and returns what each `Ready` counted for, when each of them has
+    /// seen its end.
     fn take_all(gate: &Arc<Gate>) -> impl FnOnce() -> Vec<u64> + use<> {
         let (ended, all) = mpsc::channel();
         for _ in 0..CHANNELS {
@@ -366,7 +368,8 @@ mod tests {
         assert!(encoded <= 2, "{encoded}: after a sample without content none is asked for until there is some");
     }
 
-    /// Nobody takes anything, so the main thread waits when enough is on its way, and hears that the session has failed.
+    /// Nobody takes anything, so the main thread waits when enough is on its way, and hears that the session has
+    /// failed.
     #[test]
     fn what_could_not_be_handed_over_is_not_waited_for() {
         let (mut encoders, main) = (encoders(), TestMain::default());

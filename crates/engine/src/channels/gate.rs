@@ -39,17 +39,20 @@ impl Ready {
 
 /// Says when all that was handed over in a round has been taken, and then ends it for every channel.
 ///
-/// The main thread stores how much it was and then loads how much was taken; a channel adds to what was taken and then loads how much it was.
-/// Both are SeqCst, so at least one of the two sees that the numbers are equal; `ended` lets only the first one act.
+/// The main thread stores how much it was and then loads how much was taken; a channel adds to what was taken and then
+/// loads how much it was. Both are SeqCst, so at least one of the two sees that the numbers are equal; `ended` lets
+/// only the first one act.
 pub(crate) struct Gate {
     results: Results<Ready>,
     channels: usize,
     handed_over: AtomicU64,
     taken: AtomicU64,
     ended: AtomicBool,
-    /// Windows among them that are to be left as they are, and where the main thread sleeps until enough of those were taken.
+    /// Windows among them that are to be left as they are, and where the main thread sleeps until enough of those were
+    /// taken.
     raw_taken: AtomicU64,
-    /// It is woken when so many were: it stores this and then loads `raw_taken`, a channel adds to that and then loads this.
+    /// It is woken when so many were: it stores this and then loads `raw_taken`, a channel adds to that and then loads
+    /// this.
     wake_at: AtomicU64,
     fewer: Parker,
     pub(crate) meters: Arc<Meters>,
@@ -86,7 +89,8 @@ impl Gate {
         (windows, others)
     }
 
-    /// Hands something to the channels past the encoders. A destination that hangs leaves no room: the user may cancel meanwhile.
+    /// Hands something to the channels past the encoders. A destination that hangs leaves no room: the user may cancel
+    /// meanwhile.
     pub(crate) fn pass(&self, mut ready: Ready, main: &dyn Main) -> Result<(), Error> {
         loop {
             match self.results.inject_timeout(ready, TICK) {
@@ -97,7 +101,8 @@ impl Gate {
         }
     }
 
-    /// So many were taken and dealt with, and among them so many windows that are to be left as they are: what `Ready::counts` says.
+    /// So many were taken and dealt with, and among them so many windows that are to be left as they are: what
+    /// `Ready::counts` says.
     pub(crate) fn took(&self, (count, raw): (u64, u64)) {
         if raw > 0 {
             let taken = self.raw_taken.fetch_add(raw, SeqCst) + raw;

@@ -14,7 +14,8 @@ use super::{
 /// Samples that may wait to be looked at.
 const SAMPLES: usize = 16;
 
-/// Counters of all threads together. Relaxed: they are read one by one while they change, and estimates are made of them.
+/// Counters of all threads together. Relaxed: they are read one by one while they change, and estimates are made of
+/// them.
 pub(crate) struct Meters {
     all_pages: AtomicU64,
     /// Pages with content that were sent, and bytes, by the encoding that was chosen for them.

@@ -37,7 +37,8 @@ pub(crate) trait Channel: Send {
     /// What it shares with the others.
     fn shared(&self) -> &Arc<Shared>;
 
-    /// Sends a window's pages, and tells those that became zero. `encoded`: the pages, by an encoder; none: they are to go as they are.
+    /// Sends a window's pages, and tells those that became zero. `encoded`: the pages, by an encoder; none: they are to
+    /// go as they are.
     fn send_window(
         &mut self,
         window: &Window,
@@ -106,8 +107,8 @@ impl<C: Channel> Channels<C> {
         &self.shared.content
     }
 
-    /// Sends a round over all channels, each by a thread of its own, and ends it on each. What becomes known as free meanwhile is left out, as
-    /// far as it was not handed over yet; and so is what became a hole, which is returned.
+    /// Sends a round over all channels, each by a thread of its own, and ends it on each. What becomes known as free
+    /// meanwhile is left out, as far as it was not handed over yet; and so is what became a hole, which is returned.
     pub(crate) fn run_round(
         &mut self,
         work: &RoundWork<'_>,
@@ -201,7 +202,8 @@ fn collect(
     Ok(total)
 }
 
-/// The best that can be said about a failure: the peer's own reason, else that of the channel that failed first, else the error itself.
+/// The best that can be said about a failure: the peer's own reason, else that of the channel that failed first, else
+/// the error itself.
 fn explain(error: Error, main: &dyn Main, shared: &Shared) -> Error {
     if matches!(error, Error::Cancelled | Error::Refused(_)) {
         return error;

@@ -15,7 +15,8 @@ use crate::{
 /// What all channels and encoders of a session use.
 pub(crate) struct Shared {
     pub(crate) memory: GuestMemory,
-    /// By region: pages that the destination was sent content for. All others read as zero there, once the first round is over.
+    /// By region: pages that the destination was sent content for. All others read as zero there, once the first round
+    /// is over.
     pub(crate) content: Vec<PageMap>,
     pub(crate) pacer: Option<Arc<Pacer>>,
     /// Channels and encoders look for zero pages.
@@ -25,8 +26,8 @@ pub(crate) struct Shared {
     pub(crate) peer: String,
 }
 
-/// Whether the session goes on, and why it does not. When it ends, all connections are shut down, upon which channels fail that have nothing to do
-/// with the reason: only the first one has.
+/// Whether the session goes on, and why it does not. When it ends, all connections are shut down, upon which channels
+/// fail that have nothing to do with the reason: only the first one has.
 #[derive(Default)]
 pub(crate) struct Failure {
     over: AtomicBool,
@@ -73,7 +74,8 @@ impl Failure {
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct Sent {
     pub(crate) normal: u64,
-    /// Pages found to be zero, and those of them that had to be told: the destination held other content. Holes are told too.
+    /// Pages found to be zero, and those of them that had to be told: the destination held other content. Holes are
+    /// told too.
     pub(crate) zero: u64,
     pub(crate) zero_sent: u64,
     pub(crate) resent: u64,

@@ -1,4 +1,5 @@
-//! Who connects: one source with a control connection, then its data connections. Strangers are turned away and do no harm.
+//! Who connects: one source with a control connection, then its data connections. Strangers are turned away and do no
+//! harm.
 use std::time::{Duration, Instant};
 
 use transship_wire::{PREAMBLE_BYTES, Preamble, Role, Session};

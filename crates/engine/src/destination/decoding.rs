@@ -1,8 +1,8 @@
 //! Decoders beside the channels of a destination.
 //!
-//! The source's model turned round: a channel hands encoded packets to decoders through a bounded ring to each, looks at all of them for a free place,
-//! and when there is none decodes by itself, so it never waits for one. A decoder puts the pages into place; nothing comes back but the count of
-//! what is done. Nobody takes a lock on the way of a page.
+//! The source's model turned round: a channel hands encoded packets to decoders through a bounded ring to each, looks
+//! at all of them for a free place, and when there is none decodes by itself, so it never waits for one. A decoder puts
+//! the pages into place; nothing comes back but the count of what is done. Nobody takes a lock on the way of a page.
 use std::{
     collections::HashMap,
     sync::{
@@ -76,8 +76,8 @@ impl Origin {
 /// What a channel and the decoders share about its packets.
 struct OnTheWay {
     origin: Origin,
-    /// Added to by the channel before it hands a packet over. A decoder subtracts with Release when the pages are in place; the channel's Acquire load
-    /// of 0 at the end of a round pairs with that.
+    /// Added to by the channel before it hands a packet over. A decoder subtracts with Release when the pages are in
+    /// place; the channel's Acquire load of 0 at the end of a round pairs with that.
     packets: AtomicUsize,
     done: Parker,
 }
@@ -145,7 +145,8 @@ struct Shared {
     broken: AtomicBool,
 }
 
-/// The decoders of a session; dropping it ends them. The channels are ended first, so that nobody waits for a packet for ever.
+/// The decoders of a session; dropping it ends them. The channels are ended first, so that nobody waits for a packet
+/// for ever.
 pub(super) struct Decoders {
     shared: Arc<Shared>,
     threads: Vec<thread::JoinHandle<()>>,
@@ -238,8 +239,8 @@ impl DecoderThread {
             let unpacked = unpacker.unpack(&job, &self.place, &from.origin);
             let _ = self.shared.spare.push(job.encoded);
             if let Err(error) = unpacked {
-                // The first failure always finds room; where there is none the session has failed already. It is told before the packet counts
-                // as done, so that the main thread hears of it before the round's end.
+                // The first failure always finds room; where there is none the session has failed already. It is told
+                // before the packet counts as done, so that the main thread hears of it before the round's end.
                 let _ = self.events.try_send(ChannelEvent::Failed(error));
             }
             self.place.progress.cpu.decoders.add(laps.next());

@@ -28,15 +28,15 @@ use decoding::{Decoders, Origin};
 use event::ChannelEvent;
 use place::Place;
 
-/// How long a source that was told `Loaded` may take to say `Go`; it has nothing left to do. A source that dies closes its
-/// connection, so this only ends a wait for a host that hangs.
+/// How long a source that was told `Loaded` may take to say `Go`; it has nothing left to do. A source that dies closes
+/// its connection, so this only ends a wait for a host that hangs.
 const GO_TIMEOUT: Duration = Duration::from_secs(120);
 
-/// Receives one guest over `listener`. Strangers that connect and don't speak the protocol are turned away; the first source that
-/// does is the one.
+/// Receives one guest over `listener`. Strangers that connect and don't speak the protocol are turned away; the first
+/// source that does is the one.
 ///
-/// On success the guest is here, and runs if it ran there. On failure it does not run here and never will by our doing, except that
-/// [`Error::Unknown`] means what it says. The memory of the waiting guest may have been overwritten.
+/// On success the guest is here, and runs if it ran there. On failure it does not run here and never will by our doing,
+/// except that [`Error::Unknown`] means what it says. The memory of the waiting guest may have been overwritten.
 ///
 /// # Errors
 /// See [`Error`].
@@ -70,7 +70,8 @@ impl Destination<'_> {
         let (count, verify) = self.welcome(control)?;
         let connections = self.arrivals.channels(session, count, control)?;
         let place = Arc::new(Place::new(self.guest.memory(), Arc::clone(self.progress)));
-        // At most one `RoundEnd` of each channel waits here, and as much room is left: the first failure always gets in.
+        // At most one `RoundEnd` of each channel waits here, and as much room is left: the first failure always gets
+        // in.
         let (events, incoming) = bounded(usize::from(count) * 2);
         let origin = |(channel, (_, peer)): (usize, &(_, String))| Origin { peer: peer.clone(), channel };
         let origins = connections.iter().enumerate().map(origin).collect();
@@ -93,7 +94,8 @@ impl Destination<'_> {
         Ok(())
     }
 
-    /// Checks that the guest fits, and makes all memory read as zero. Returns the number of channels and whether to verify.
+    /// Checks that the guest fits, and makes all memory read as zero. Returns the number of channels and whether to
+    /// verify.
     fn welcome(&mut self, control: &mut Control) -> Result<(u8, bool), Error> {
         let (channels, verify) = match control.receive("its Hello", accept::GREETING_TIMEOUT, self.progress)? {
             Message::Hello { channels, verify, guest } => {
@@ -253,7 +255,8 @@ impl OpenRound {
         Self { number, begin: Instant::now(), channels_left: channels, channels, pages: 0, zero: 0, bytes: 0 }
     }
 
-    /// Counts a channel's `RoundEnd`; true when it was the last one. A channel can't end a round that is not open: it checks that itself.
+    /// Counts a channel's `RoundEnd`; true when it was the last one. A channel can't end a round that is not open: it
+    /// checks that itself.
     fn add(&mut self, round: u32, pages: u64, zero: u64, bytes: u64) -> bool {
         debug_assert_eq!(round, self.number);
         self.pages += pages;

@@ -16,8 +16,8 @@ pub(super) struct Place {
     memory: GuestMemory,
     /// By region: pages that content was written to. All others read as zero.
     content: Vec<PageMap>,
-    /// The newest round that channels may bring pages of. Stored by the main thread before it tells the source, which a channel's
-    /// packets of that round can only follow: Release and Acquire pair over that.
+    /// The newest round that channels may bring pages of. Stored by the main thread before it tells the source, which a
+    /// channel's packets of that round can only follow: Release and Acquire pair over that.
     released: AtomicU32,
     pub(super) progress: Arc<Progress>,
 }

@@ -5,8 +5,8 @@ use transship_wire::Message;
 
 use crate::{Error, Progress, control::Control, transport::STALL_TIMEOUT};
 
-/// Reads the state to its end. The end is only reported once length and hash are right: whoever loads it must not take a cut stream
-/// for a whole one.
+/// Reads the state to its end. The end is only reported once length and hash are right: whoever loads it must not take
+/// a cut stream for a whole one.
 pub(super) struct StateReader<'a> {
     control: &'a Control,
     progress: &'a Progress,
@@ -35,8 +35,8 @@ impl<'a> StateReader<'a> {
         }
     }
 
-    /// The length of the state, once it came to its proper end: what the guest left unread is read here, so that the length and the
-    /// hash are always checked.
+    /// The length of the state, once it came to its proper end: what the guest left unread is read here, so that the
+    /// length and the hash are always checked.
     pub(super) fn finish(mut self) -> Result<u64, Error> {
         while self.failed.is_none() && !self.ended {
             self.advance()?;

@@ -1,4 +1,5 @@
-//! The life of a background save: the guest stands still only while its device state is taken and its memory is protected from writes.
+//! The life of a background save: the guest stands still only while its device state is taken and its memory is
+//! protected from writes.
 use std::{sync::atomic::Ordering::Relaxed, thread, time::Instant};
 
 use crossbeam_channel::{Receiver, RecvTimeoutError, Sender, bounded};
@@ -31,7 +32,8 @@ impl Saving<'_> {
 
     /// Saves a guest that runs, as it is when it is stopped here.
     ///
-    /// If anything fails, the protection is dropped first of all, and the guest runs on. The kernel does the same if this process dies.
+    /// If anything fails, the protection is dropped first of all, and the guest runs on. The kernel does the same if
+    /// this process dies.
     pub(super) fn in_background(&mut self, regions: &[RegionBlock]) -> Result<(), Error> {
         // The threads are of another kind than those of the rounds.
         let without_writers = SaveOptions { channels: 0, ..self.options.clone() };
@@ -59,7 +61,8 @@ impl Saving<'_> {
         }
     }
 
-    /// Stops the guest for a moment, and returns when all of it is given to the kernel, or given up. An error is from before the guest ran again.
+    /// Stops the guest for a moment, and returns when all of it is given to the kernel, or given up. An error is from
+    /// before the guest ran again.
     fn save_moment(&mut self, moment: &Moment<'_>, regions: &[RegionBlock]) -> Result<Ended, Error> {
         thread::scope(|scope| {
             let writers = self.options.channels.max(1);
@@ -69,8 +72,8 @@ impl Saving<'_> {
             let serve = move || drop(serving.send(moment.serve(&sender)));
             spawn(scope, "faults".into(), serve)?;
             let begin = Instant::now();
-            // All threads are there before the guest runs: the VMM itself writes to the guest's memory when it lets it run, and may have to wait for
-            // one whose copies wait for the file.
+            // All threads are there before the guest runs: the VMM itself writes to the guest's memory when it lets it
+            // run, and may have to wait for one whose copies wait for the file.
             let stopped = self.stop_in(moment, regions).and_then(|stopped| {
                 let mut numbers = 0..writers;
                 numbers.try_for_each(|number| self.start_writer(scope, number, moment, &copies, &tell, &turns))?;
@@ -92,8 +95,8 @@ impl Saving<'_> {
         })
     }
 
-    /// Everything for which the guest has to stand still, and what can be done before. The device state comes first: saving it, a VMM may write to
-    /// the guest's memory. Returns when it was stopped.
+    /// Everything for which the guest has to stand still, and what can be done before. The device state comes first:
+    /// saving it, a VMM may write to the guest's memory. Returns when it was stopped.
     fn stop_in(&mut self, moment: &Moment<'_>, regions: &[RegionBlock]) -> Result<(DeviceState, Instant), Error> {
         moment.protect_beforehand()?;
         self.progress.set_phase(Phase::Switchover);

@@ -1,5 +1,5 @@
-//! Which pages of a block a file holds content for. The block's length is the word of somebody else, so this takes memory for what has come,
-//! not for what was announced.
+//! Which pages of a block a file holds content for. The block's length is the word of somebody else, so this takes
+//! memory for what has come, not for what was announced.
 use std::collections::BTreeMap;
 
 use transship_memory::PageRange;
@@ -48,7 +48,8 @@ impl Content {
         self.pieces.values().flatten().map(|word| u64::from(word.count_ones())).sum()
     }
 
-    /// Pieces of the bitmap of a mapped-ram file: where in it each belongs, and its bytes. All that is not among them is zero.
+    /// Pieces of the bitmap of a mapped-ram file: where in it each belongs, and its bytes. All that is not among them
+    /// is zero.
     pub(crate) fn bitmap(&self, bitmap_bytes: u64) -> impl Iterator<Item = (u64, Vec<u8>)> + '_ {
         self.pieces.iter().filter_map(move |(piece, words)| {
             let at = piece * PIECE_PAGES / 8;

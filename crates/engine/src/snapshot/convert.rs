@@ -26,8 +26,8 @@ const READ_PAGES: u64 = 256;
 /// Zero pages that are told of at once: a stream has a record for each.
 const CLEAR_PAGES: u64 = 1 << 16;
 
-/// Makes a snapshot file of another one, or of a stream: in `format`, or else in the other of the two. Nothing but the layout changes; what a
-/// stream says of a page more than once is in a mapped-ram file as it was said last.
+/// Makes a snapshot file of another one, or of a stream: in `format`, or else in the other of the two. Nothing but the
+/// layout changes; what a stream says of a page more than once is in a mapped-ram file as it was said last.
 ///
 /// On failure what was at the name of `to` is there as it was.
 ///

@@ -1,8 +1,8 @@
 //! Descriptors that a manager has opened for us and passed by their numbers.
 //!
-//! The rules are those by which a stock QEMU picks descriptors of an fdset, so that a manager need not tell the two apart: the access mode is
-//! exactly the one that is needed, and there is one descriptor with O_DIRECT for the pages, if they go past the page cache, and one without
-//! for everything else.
+//! The rules are those by which a stock QEMU picks descriptors of an fdset, so that a manager need not tell the two
+//! apart: the access mode is exactly the one that is needed, and there is one descriptor with O_DIRECT for the pages,
+//! if they go past the page cache, and one without for everything else.
 use std::{fs, fs::File, os::fd::OwnedFd};
 
 use rustix::{

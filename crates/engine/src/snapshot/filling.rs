@@ -1,4 +1,5 @@
-//! Brings the pages of a guest that runs already: those that somebody waits for first, the rest in the order of the file.
+//! Brings the pages of a guest that runs already: those that somebody waits for first, the rest in the order of the
+//! file.
 //!
 //! ```text
 //!   VMM touches a page ──► userfaultfd ──► urgent threads ──┐ read the page and its neighbours  ┌──► into place,

@@ -95,8 +95,8 @@ pub struct SectionInfo {
     pub bytes: u64,
 }
 
-/// Looks at a file, or at a stream to its end. With `check` the pages of a file are read too; their places and the device sections are
-/// looked at in any case.
+/// Looks at a file, or at a stream to its end. With `check` the pages of a file are read too; their places and the
+/// device sections are looked at in any case.
 ///
 /// # Errors
 /// What is wrong with it, by field and offset.

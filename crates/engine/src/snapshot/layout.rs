@@ -14,8 +14,8 @@ use transship_wire::qemu::{Block, Command, Configuration, Geometry, Mapped, Name
 use super::{regions::RegionBlock, state::DeviceState};
 use crate::Error;
 
-/// Room for everything before the first region's bitmap: the header, a configuration with the longest name, an entry of the list. They come
-/// to less than a kilobyte.
+/// Room for everything before the first region's bitmap: the header, a configuration with the longest name, an entry of
+/// the list. They come to less than a kilobyte.
 const HEAD_ROOM: u64 = 4096;
 
 /// The places of the regions.

@@ -44,7 +44,8 @@ impl Rounds {
         self.scanner.scan_again(output.content())
     }
 
-    /// One more look, when the device state is saved. Returns how many pages were written since the last one; they are pending.
+    /// One more look, when the device state is saved. Returns how many pages were written since the last one; they are
+    /// pending.
     pub(crate) fn scan_once_more(&mut self, output: &dyn Output) -> Result<u64, Error> {
         self.scanner.scan_once_more(output.content())
     }
@@ -80,11 +81,12 @@ impl Rounds {
         Ok(())
     }
 
-    /// Rounds until the rest can be written while the guest stands still for no longer than it may. It was scanned then, and not written.
+    /// Rounds until the rest can be written while the guest stands still for no longer than it may. It was scanned
+    /// then, and not written.
     ///
-    /// The forecast needs the speed of the disk. What goes through the page cache is written at that of memory until the cache is full, and
-    /// the disk follows later: so such a round ends when the disk has all of it. This also leaves the cache empty for the last round, which
-    /// then takes less time than is forecast.
+    /// The forecast needs the speed of the disk. What goes through the page cache is written at that of memory until
+    /// the cache is full, and the disk follows later: so such a round ends when the disk has all of it. This also
+    /// leaves the cache empty for the last round, which then takes less time than is forecast.
     pub(crate) fn until_the_rest_is_small(
         &mut self,
         guest: &mut dyn SourceGuest,

@@ -27,8 +27,8 @@ pub(super) struct MappedFile {
     is_uring: AtomicBool,
     /// Of the writers through the page cache.
     pub(super) turns: Turns,
-    /// Writers with something that is not known to be in the file. One that is given up leaves it counted: what it had may be missing. Its last
-    /// change by a writer goes before the look at it in `is_finished`.
+    /// Writers with something that is not known to be in the file. One that is given up leaves it counted: what it had
+    /// may be missing. Its last change by a writer goes before the look at it in `is_finished`.
     unfinished: AtomicUsize,
 }
 

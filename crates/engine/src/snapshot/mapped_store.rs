@@ -30,8 +30,8 @@ struct Beside {
 }
 
 impl MappedStore {
-    /// A file of a machine as `configuration` describes it. `ram_section`: the number that no section behind the memory has.
-    /// `io`: how the kernel is asked to write pages.
+    /// A file of a machine as `configuration` describes it. `ram_section`: the number that no section behind the memory
+    /// has. `io`: how the kernel is asked to write pages.
     pub(crate) fn begin(target: Target, configuration: &Configuration, ram_section: u32, io: FileIo) -> Self {
         let file = Arc::new(MappedFile::new(target, io));
         Self { file, configuration: configuration.clone(), ram_section, around: Mutex::default() }

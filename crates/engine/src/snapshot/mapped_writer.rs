@@ -15,8 +15,8 @@ use transship_wire::qemu::{MAX_PACKET_PAGES, xbzrle};
 use super::{mapped_file::MappedFile, store::PageWriter, writer::DEPTH};
 use crate::Error;
 
-/// Buffers of one thread at most, as far as it needs them. Each is as large as a packet's pages (512 KiB), so that there are 4 MiB for each channel of
-/// those that a source opens.
+/// Buffers of one thread at most, as far as it needs them. Each is as large as a packet's pages (512 KiB), so that
+/// there are 4 MiB for each channel of those that a source opens.
 const MOST_BUFFERS: usize = 8;
 
 /// A queue of its own, and the buffers that what is in it comes from.

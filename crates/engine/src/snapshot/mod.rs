@@ -1,17 +1,23 @@
 //! Snapshots: a guest's memory and device state as a file in QEMU's own formats.
 //!
 //! - `uri`, `options`: what a user says
-//! - `target`: the file while it is made, and what becomes of it; `temporary`: its name until then; `descriptors`, `filesystem`
-//! - `regions`: what is saved; `output`: what is done with its pages: `mapped`, with its `layout` and the threads that write in `writer`; `stream`
+//! - `target`: the file while it is made, and what becomes of it; `temporary`: its name until then; `descriptors`,
+//!   `filesystem`
+//! - `regions`: what is saved; `output`: what is done with its pages: `mapped`, with its `layout` and the threads that
+//!   write in `writer`; `stream`
 //! - `state`: the part that is the VMM's; `live`: rounds of a guest that runs
 //! - `background`: a save while the guest runs on; `moment`: the memory that it saves, region by region in `unsaved`
 //! - `save`: the life of a save, made of these
-//! - `origin`: the file that is read; `records`, `open`: what it holds, checked; `info`: shown; `fit`: whether it is the waiting guest's
+//! - `origin`: the file that is read; `records`, `open`: what it holds, checked; `info`: shown; `fit`: whether it is
+//!   the waiting guest's
 //! - `plan`: where in it everything is that the guest needs; `restoring`: the steps of every way
-//! - `eager`, with `pages`: into place; `recompose`, `devices`, `opaque`: the rest, as the VMM takes it; `sequential`: both from a plain stream
-//! - `filling`: pages that come when they are touched; `lazy`: such a restore; `stand_in`: the process that could go on with it
+//! - `eager`, with `pages`: into place; `recompose`, `devices`, `opaque`: the rest, as the VMM takes it; `sequential`:
+//!   both from a plain stream
+//! - `filling`: pages that come when they are touched; `lazy`: such a restore; `stand_in`: the process that could go on
+//!   with it
 //! - `restore`: the life of a restore, made of these
-//! - `feed`: records on their way into a `store`, which is a file: `mapped_store`, with its `mapped_file`, whose `content` is known, and a `mapped_writer` for each thread, or `stream_store`; `convert`
+//! - `feed`: records on their way into a `store`, which is a file: `mapped_store`, with its `mapped_file`, whose
+//!   `content` is known, and a `mapped_writer` for each thread, or `stream_store`; `convert`
 mod background;
 mod content;
 pub(crate) mod convert;

@@ -1,4 +1,5 @@
-//! The memory of one moment, saved while the guest runs on: whoever writes to a page that is not saved yet waits until the page is copied.
+//! The memory of one moment, saved while the guest runs on: whoever writes to a page that is not saved yet waits until
+//! the page is copied.
 //!
 //! ```text
 //!   writers          in the order of memory:  claim 128 pages · copy · let go · give to the disk
@@ -7,12 +8,14 @@
 //!   writers          before anything else:              give to the disk ◄─────┘
 //! ```
 //!
-//! Protecting takes time that grows with the memory. So it is done while the guest still runs, and until the moment whoever writes is let pass;
-//! where somebody did, and where there was a hole before, is protected once more when the guest stands still.
+//! Protecting takes time that grows with the memory. So it is done while the guest still runs, and until the moment
+//! whoever writes is let pass; where somebody did, and where there was a hole before, is protected once more when the
+//! guest stands still.
 //!
-//! A page has one owner at any time: the protection, then whoever has claimed it and lets it go, then the copy. Nobody reads it from guest
-//! memory again, so it is saved once, as it was. Who waits, waits for a copy; for the disk only when the memory for copies is full.
-//! What was a hole in that moment is zero in the snapshot, whatever is written there later: it needs no protection.
+//! A page has one owner at any time: the protection, then whoever has claimed it and lets it go, then the copy. Nobody
+//! reads it from guest memory again, so it is saved once, as it was. Who waits, waits for a copy; for the disk only
+//! when the memory for copies is full. What was a hole in that moment is zero in the snapshot, whatever is written
+//! there later: it needs no protection.
 use std::{
     sync::{
         Mutex, MutexGuard, PoisonError,
@@ -139,7 +142,8 @@ impl<'a> Moment<'a> {
         Ok(())
     }
 
-    /// This is the moment: the guest stands still, and the VMM has written what it had to. From now on who writes waits.
+    /// This is the moment: the guest stands still, and the VMM has written what it had to. From now on who writes
+    /// waits.
     ///
     /// # Errors
     /// The system's; then it has to be given up.
@@ -248,7 +252,8 @@ impl<'a> Moment<'a> {
         let claimed = region.left.claim(first, units);
         let own = 1 << (unit - first);
         if claimed & own == 0 {
-            // Somebody else saves it now, and lets it go. A hole that was protected along with its surroundings has nothing to be saved.
+            // Somebody else saves it now, and lets it go. A hole that was protected along with its surroundings has
+            // nothing to be saved.
             if !region.has_data(unit) {
                 self.let_go(fault.region, region.pages_of(PageRange::new(unit, 1)))?;
             }

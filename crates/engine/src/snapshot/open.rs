@@ -191,7 +191,8 @@ fn unfit<T>(file: &str, what: &str) -> Result<T, Error> {
 }
 
 impl Snapshot {
-    /// The pages of a block that are in the file. `block` is small enough to be somebody's memory: the set takes a bit a page.
+    /// The pages of a block that are in the file. `block` is small enough to be somebody's memory: the set takes a bit
+    /// a page.
     ///
     /// # Errors
     /// A bit for a page that the block does not have; the system's own.
@@ -256,8 +257,8 @@ impl Snapshot {
         self.blocks.iter().find(|block| block.mapped == Some(Mapped::Ignored))
     }
 
-    /// Makes sure that pages can be read past the page cache if that was wished, by reading one: `at` is where it is. Where the wish was only
-    /// for what is possible, goes on without.
+    /// Makes sure that pages can be read past the page cache if that was wished, by reading one: `at` is where it is.
+    /// Where the wish was only for what is possible, goes on without.
     pub(crate) fn settle_direct_io(&mut self, wish: DirectIo, at: Option<u64>) -> Result<(), Error> {
         let Some(at) = at else { return Ok(()) };
         match self.origin.can_read_directly(at) {

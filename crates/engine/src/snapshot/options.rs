@@ -8,7 +8,8 @@ pub use transship_memory::FileIo;
 pub enum Way {
     /// It stands still from the begin to the end.
     Paused,
-    /// It runs. Pages that it writes are saved again, in rounds, until the rest can be saved while it stands still for a moment.
+    /// It runs. Pages that it writes are saved again, in rounds, until the rest can be saved while it stands still for
+    /// a moment.
     #[default]
     Live,
     /// It runs, and what is saved is the moment of the call: a page is saved before the first write to it goes through.
@@ -43,7 +44,8 @@ pub enum Format {
     /// Every page has its place (QEMU's `mapped-ram`): many writers at once, no page twice.
     #[default]
     MappedRam,
-    /// One record after the other, as it would go through a socket; what is written again is appended. For QEMU before 9.0.
+    /// One record after the other, as it would go through a socket; what is written again is appended. For QEMU before
+    /// 9.0.
     Stream,
 }
 

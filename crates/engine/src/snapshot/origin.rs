@@ -79,7 +79,8 @@ impl Origin {
         Ok(Self { name, file: Arc::new(file), direct: direct.map(Arc::new), refused: None, offset, bytes })
     }
 
-    /// Whether direct I/O really works for a page at this place, which holds one. Some file systems only say so when they are asked to read.
+    /// Whether direct I/O really works for a page at this place, which holds one. Some file systems only say so when
+    /// they are asked to read.
     pub(crate) fn can_read_directly(&self, at: u64) -> io::Result<()> {
         let Some(direct) = &self.direct else { return Ok(()) };
         direct.read_exact_at(PageBuffer::new(1).bytes_mut(), at)

@@ -13,8 +13,9 @@ use crate::{Error, Progress, cpu, page_map::runs};
 
 /// Pages that a thread takes at once: 4 MiB.
 const UNIT_PAGES: u64 = 1024;
-/// Requests of a thread in flight. Each has a buffer of 1 MiB, through which its pages go: with 32 of them a restore took a quarter more CPU
-/// time than with 4 (2 GiB, four threads: 1.4 s, 1.2 s), and no less time, since few buffers stay in the processor's cache.
+/// Requests of a thread in flight. Each has a buffer of 1 MiB, through which its pages go: with 32 of them a restore
+/// took a quarter more CPU time than with 4 (2 GiB, four threads: 1.4 s, 1.2 s), and no less time, since few buffers
+/// stay in the processor's cache.
 const DEPTH: u16 = 8;
 
 /// The pages of one region in the file.

@@ -1,5 +1,5 @@
-//! The stream that a QEMU loads instead of the file: everything but the guest's memory, which is in its place already. Or all of it, if it is to
-//! be a file itself.
+//! The stream that a QEMU loads instead of the file: everything but the guest's memory, which is in its place already.
+//! Or all of it, if it is to be a file itself.
 //!
 //! ```text
 //!   header, configuration with x-ignore-shared

@@ -1,4 +1,5 @@
-//! The records of a stream, one after the other: from a file, where the reader jumps over the pages of a mapped-ram file, or from a pipe.
+//! The records of a stream, one after the other: from a file, where the reader jumps over the pages of a mapped-ram
+//! file, or from a pipe.
 use std::{
     fs::File,
     io::{self, Read},

@@ -11,12 +11,13 @@ use super::{
 };
 use crate::{Error, Progress, Report, guest::DestinationGuest, source::finish};
 
-/// Restores the guest of a snapshot file into one that waits: its memory first, then its devices; then it runs. With `lazily` it runs first, and this
-/// returns when all of its memory has followed.
+/// Restores the guest of a snapshot file into one that waits: its memory first, then its devices; then it runs. With
+/// `lazily` it runs first, and this returns when all of its memory has followed.
 ///
-/// On success the guest is there, and runs if the file or `options` say so. On failure it does not run and never will by our doing, except that
-/// [`Error::Unknown`] means what it says. Everything about the file that can be known from its structure, and whether it fits the guest, is known
-/// before anything of the guest is touched; after that the memory of the waiting guest may have been overwritten.
+/// On success the guest is there, and runs if the file or `options` say so. On failure it does not run and never will
+/// by our doing, except that [`Error::Unknown`] means what it says. Everything about the file that can be known from
+/// its structure, and whether it fits the guest, is known before anything of the guest is touched; after that the
+/// memory of the waiting guest may have been overwritten.
 ///
 /// # Errors
 /// See [`Error`].

@@ -25,9 +25,9 @@ use crate::{
 
 /// Saves the guest's memory and device state to a file that a stock QEMU loads.
 ///
-/// On success the file is complete and on the disk, and the guest runs on, or stands still if it did before or was to. On every failure but
-/// [`Error::Unknown`] it runs on (or stands, if it stood before), what was at the file's name before is there as it was, and nothing else is
-/// left. The report is filled as far as it got, also on failure.
+/// On success the file is complete and on the disk, and the guest runs on, or stands still if it did before or was to.
+/// On every failure but [`Error::Unknown`] it runs on (or stands, if it stood before), what was at the file's name
+/// before is there as it was, and nothing else is left. The report is filled as far as it got, also on failure.
 ///
 /// # Errors
 /// See [`Error`].
@@ -157,7 +157,8 @@ impl Saving<'_> {
         Ok((state, found))
     }
 
-    /// Nobody should have written since the last round; what somebody has written goes into the file as well, and is counted.
+    /// Nobody should have written since the last round; what somebody has written goes into the file as well, and is
+    /// counted.
     fn write_the_late(&mut self, rounds: &mut Rounds, output: &mut dyn Output) -> Result<(), Error> {
         let late = rounds.scan_once_more(output)?;
         if late > 0 {
@@ -168,7 +169,8 @@ impl Saving<'_> {
         Ok(())
     }
 
-    /// The end: a guest that was saved live runs on before its file is complete, as nothing more is read from it; any other one when it is.
+    /// The end: a guest that was saved live runs on before its file is complete, as nothing more is read from it; any
+    /// other one when it is.
     fn complete_and_resume(
         &mut self,
         taken: Result<(DeviceState, Found), Error>,

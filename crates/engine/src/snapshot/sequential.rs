@@ -1,4 +1,5 @@
-//! Restoring from a plain stream: pages go into place as they come, and what is not guest memory goes on to the VMM, in one pass.
+//! Restoring from a plain stream: pages go into place as they come, and what is not guest memory goes on to the VMM, in
+//! one pass.
 use std::sync::atomic::Ordering;
 
 use transship_codec::inflate_page;

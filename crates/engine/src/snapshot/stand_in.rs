@@ -1,7 +1,8 @@
 //! A second process beside a lazy restore, which holds what the guest can't be without: the userfaultfd and the file.
 //!
-//! When the last holder of a userfaultfd is gone the kernel serves missing pages with zeros, and a guest that saw them would be lost. So whoever
-//! restores lazily has a stand-in from before the guest runs. It is told how the restore ended; if it hears nothing, it goes on bringing pages itself.
+//! When the last holder of a userfaultfd is gone the kernel serves missing pages with zeros, and a guest that saw them
+//! would be lost. So whoever restores lazily has a stand-in from before the guest runs. It is told how the restore
+//! ended; if it hears nothing, it goes on bringing pages itself.
 use std::{
     fs::File,
     os::fd::{BorrowedFd, OwnedFd},
@@ -36,7 +37,8 @@ pub enum Ending {
 
 /// The second process, as the restore sees it.
 pub trait StandIn {
-    /// Gives it what it needs. Called once, before the VMM loads anything. `files`: those of [`TakeOver`], which are to be kept open for it.
+    /// Gives it what it needs. Called once, before the VMM loads anything. `files`: those of [`TakeOver`], which are to
+    /// be kept open for it.
     ///
     /// # Errors
     /// It can't be had.
@@ -77,8 +79,8 @@ impl TakeOver {
     /// Takes over a restore whose process has ended, with all its threads: brings all pages of the file, those that
     /// somebody waits for first.
     ///
-    /// On success all are in place, or the VMM has ended. On failure some are missing for good; `failed` is then called with the reason, and is to see
-    /// to it that nobody runs. After that this returns only when the VMM has ended.
+    /// On success all are in place, or the VMM has ended. On failure some are missing for good; `failed` is then called
+    /// with the reason, and is to see to it that nobody runs. After that this returns only when the VMM has ended.
     ///
     /// # Errors
     /// What `failed` was called with.
@@ -186,7 +188,8 @@ fn pages_of(areas: &[Area], regions: usize) -> Vec<u64> {
 /// Brings everything.
 fn fill(filling: &Filling, channels: u8, failed: impl FnOnce(&Error)) -> Result<(), Error> {
     let progress = Progress::default();
-    // What the dead process was told of, and did not serve, nobody else is told of. (Whoever is not woken now is when the page comes.)
+    // What the dead process was told of, and did not serve, nobody else is told of. (Whoever is not woken now is when
+    // the page comes.)
     let _ = filling.wake_all();
     thread::scope(|scope| {
         let _ended = EndOnDrop(filling);

@@ -3,8 +3,8 @@ use transship_wire::qemu::{GlobalState, Record, RunState, Step, StreamReader};
 
 use crate::{Error, guest::GuestError};
 
-/// Changes the whole device state of a QEMU so that no QEMU runs the guest by itself when it has loaded it. A guest that would not run anyway
-/// arrives as what it was: paused, stopped by an I/O error, ….
+/// Changes the whole device state of a QEMU so that no QEMU runs the guest by itself when it has loaded it. A guest
+/// that would not run anyway arrives as what it was: paused, stopped by an I/O error, ….
 ///
 /// # Errors
 /// It is no such stream.

@@ -1,5 +1,5 @@
-//! The device state of a guest that stands still, taken apart: blocks of memory that are the devices' own, and the rest, which nobody but the
-//! VMM understands.
+//! The device state of a guest that stands still, taken apart: blocks of memory that are the devices' own, and the
+//! rest, which nobody but the VMM understands.
 use std::{collections::BTreeMap, io::Read};
 
 use transship_memory::PAGE_BYTES;
@@ -16,10 +16,12 @@ use crate::{
 
 /// Bytes that are read at once.
 const PIECE: usize = 256 * 1024;
-/// The most that is taken for device state beside the devices' memory. Graphics cards with resources of the guest's come to hundreds of MB.
+/// The most that is taken for device state beside the devices' memory. Graphics cards with resources of the guest's
+/// come to hundreds of MB.
 const TAIL_MAX: usize = 2 << 30;
 
-/// The section that holds the state of a guest that is no QEMU: its length in 8 bytes, big-endian, and what its VMM has said.
+/// The section that holds the state of a guest that is no QEMU: its length in 8 bytes, big-endian, and what its VMM has
+/// said.
 pub(crate) const OPAQUE_SECTION: &str = "transship/device-state";
 const OPAQUE_VERSION: u32 = 1;
 /// The number of the RAM section in a file that has it.

@@ -6,8 +6,8 @@ use transship_wire::qemu::Block;
 
 use crate::{Error, FileReport, Progress};
 
-/// Takes what a stream holds. Blocks are known by their numbers: their places in the lists, from 0 on. Everything but pages comes from the one
-/// that reads the main stream, between pages.
+/// Takes what a stream holds. Blocks are known by their numbers: their places in the lists, from 0 on. Everything but
+/// pages comes from the one that reads the main stream, between pages.
 pub(crate) trait Store: Send + Sync {
     /// The list of blocks goes on with these.
     ///
@@ -27,8 +27,8 @@ pub(crate) trait Store: Send + Sync {
     fn last(&self) {}
 }
 
-/// A thread's way into a store. What it brings for a page is kept in order; what several bring for the same page is so if one of them has
-/// finished before the other begins.
+/// A thread's way into a store. What it brings for a page is kept in order; what several bring for the same page is so
+/// if one of them has finished before the other begins.
 ///
 /// Callers have checked that a block has the pages that they bring.
 pub(crate) trait PageWriter: Send {
@@ -43,7 +43,8 @@ pub(crate) trait PageWriter: Send {
     fn store(&mut self, at: usize, block: usize, pages: PageRange) -> Result<(), Error>;
     /// These pages read as zero from now on, whatever there was.
     fn clear(&mut self, block: usize, pages: PageRange) -> Result<(), Error>;
-    /// What has changed in a page since it came last, as xbzrle writes it; it can be applied to any page. The room is lost.
+    /// What has changed in a page since it came last, as xbzrle writes it; it can be applied to any page. The room is
+    /// lost.
     fn patch(&mut self, block: usize, offset: u64, delta: &[u8]) -> Result<(), Error>;
     /// Returns when all of it is in place.
     ///
@@ -52,7 +53,8 @@ pub(crate) trait PageWriter: Send {
     fn finish(&mut self) -> Result<(), Error>;
 }
 
-/// A store that has pages in place as soon as it was given them. Those of different blocks or places may come from several threads at once.
+/// A store that has pages in place as soon as it was given them. Those of different blocks or places may come from
+/// several threads at once.
 pub(crate) trait PromptStore: Send + Sync {
     /// Whole pages that follow each other, the first of them at `offset` of the block.
     fn write(&self, block: usize, offset: u64, pages: &[u8]) -> Result<(), Error>;

@@ -1,4 +1,5 @@
-//! A plain stream: one record after the other, as a socket would get them. What is written again is appended; the last one counts.
+//! A plain stream: one record after the other, as a socket would get them. What is written again is appended; the last
+//! one counts.
 //!
 //! ```text
 //!   header, configuration
@@ -9,7 +10,8 @@
 //!   device sections, their description
 //! ```
 //!
-//! Pages that are zero, and holes, have a record too: whatever a destination's memory holds, it is zero there afterwards.
+//! Pages that are zero, and holes, have a record too: whatever a destination's memory holds, it is zero there
+//! afterwards.
 use std::sync::{Arc, atomic::Ordering::Relaxed};
 
 use transship_memory::{Freeing, GuestMemory, PAGE_BYTES, PageRange, PageSet, Writeback};

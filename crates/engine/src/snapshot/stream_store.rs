@@ -35,7 +35,8 @@ struct Out {
 }
 
 impl StreamStore {
-    /// A stream of a machine as `configuration` describes it. `ram_section`: the number that no section behind the memory has.
+    /// A stream of a machine as `configuration` describes it. `ram_section`: the number that no section behind the
+    /// memory has.
     pub(crate) fn begin(target: Target, configuration: &Configuration, ram_section: u32) -> Self {
         let at = target.offset();
         let recomposer = Recomposer::of_all(at, ram_section, configuration);

@@ -1,9 +1,10 @@
 //! The file of a snapshot while it is made, and what becomes of it.
 //!
-//! A file that is named is made under one other name beside it, `.NAME.transship-part`, and takes its place when it is complete and on the disk.
-//! Who makes it holds a lock on it: a second save to the same name is refused meanwhile, and a file without a lock is what a save that
-//! died has left, to be removed. A file that comes as a descriptor is made in place: its first bytes, without which nobody takes
-//! it for a snapshot, are written when everything else is on the disk.
+//! A file that is named is made under one other name beside it, `.NAME.transship-part`, and takes its place when it is
+//! complete and on the disk. Who makes it holds a lock on it: a second save to the same name is refused meanwhile, and
+//! a file without a lock is what a save that died has left, to be removed. A file that comes as a descriptor is made in
+//! place: its first bytes, without which nobody takes it for a snapshot, are written when everything else is on the
+//! disk.
 use std::{
     ffi::OsString,
     fs::{self, File},
@@ -37,8 +38,8 @@ use crate::{Error, Progress};
 /// How often a wait looks whether the user has cancelled.
 const TICK: Duration = Duration::from_millis(50);
 
-/// A file that is being made. Dropped before [`Target::complete`] it leaves things as they were; what was passed as a descriptor is cut back
-/// to what comes before the snapshot.
+/// A file that is being made. Dropped before [`Target::complete`] it leaves things as they were; what was passed as a
+/// descriptor is cut back to what comes before the snapshot.
 pub(crate) struct Target {
     /// As the user named it.
     uri: FileUri,
@@ -65,8 +66,8 @@ struct Named {
 }
 
 impl Target {
-    /// Makes the file, empty but for what comes before the snapshot. `memory` is that of the guest that is to be saved, so that a file of it
-    /// is not taken for the target.
+    /// Makes the file, empty but for what comes before the snapshot. `memory` is that of the guest that is to be saved,
+    /// so that a file of it is not taken for the target.
     ///
     /// # Errors
     /// Another save makes this file now; what can't be written, replaced or opened as it was asked for.
@@ -166,7 +167,8 @@ impl Target {
         Ok(())
     }
 
-    /// Some file systems let a file be opened so, and then refuse the first write, or want larger pieces than pages. Says why it is refused.
+    /// Some file systems let a file be opened so, and then refuse the first write, or want larger pieces than pages.
+    /// Says why it is refused.
     ///
     /// # Errors
     /// It fails for another reason.
@@ -222,7 +224,8 @@ impl Target {
         self.needed.store(bytes, Relaxed);
     }
 
-    /// Makes the file as long as this, with holes where nothing is written, so that writers do not have to extend it one after the other.
+    /// Makes the file as long as this, with holes where nothing is written, so that writers do not have to extend it
+    /// one after the other.
     ///
     /// # Errors
     /// The system's own.
@@ -267,7 +270,8 @@ impl Target {
         }
     }
 
-    /// Waits until what was written is on the disk. If the user cancels meanwhile, the file is cut short, so that there is less to wait for.
+    /// Waits until what was written is on the disk. If the user cancels meanwhile, the file is cut short, so that there
+    /// is less to wait for.
     ///
     /// # Errors
     /// The system's own; cancelled.
@@ -299,7 +303,8 @@ impl Target {
     /// Everything but `head`, which belongs at the snapshot's begin, was written: makes the file whole, and durably so.
     ///
     /// # Errors
-    /// Up to its new name, the system's own: nothing has changed. After that: it's there, and may be gone after a power cut.
+    /// Up to its new name, the system's own: nothing has changed. After that: it's there, and may be gone after a power
+    /// cut.
     pub(crate) fn complete(&self, head: &[u8], progress: &Progress) -> Result<(), Error> {
         let at = self.uri.offset;
         match &self.place {

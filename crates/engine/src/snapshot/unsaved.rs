@@ -9,7 +9,8 @@ use crate::{Error, page_map::PageMap};
 pub(super) const FAULT_PAGES: u64 = 16;
 /// The largest pages of which copies are made.
 const UNIT_PAGES_MAX: u64 = (2 << 20) / PAGE_BYTES as u64;
-/// Holes of up to so many pages are protected along with what is around them: it saves calls of the kernel, while the guest stands still.
+/// Holes of up to so many pages are protected along with what is around them: it saves calls of the kernel, while the
+/// guest stands still.
 const GAP_PAGES: u64 = 32;
 
 /// Counts in units: pages that are protected and let go of together, 1 or those of a huge page.
@@ -53,7 +54,8 @@ impl Unsaved {
         self.around_data(&self.before)
     }
 
-    /// The units around this one are let go of before the moment, because somebody writes there; they are protected again later.
+    /// The units around this one are let go of before the moment, because somebody writes there; they are protected
+    /// again later.
     pub(super) fn pass(&self, unit: u64) -> PageRange {
         let (window, units) = self.around(unit);
         self.passed.insert(window, units);

@@ -12,7 +12,8 @@ pub enum FilePlace {
     FdSet(i32, i32),
 }
 
-/// A snapshot file, and where in it the snapshot begins: `PATH`, `file:PATH[,offset=N]`, `fd:N[,offset=N]`, `fdset:N,M[,offset=N]`.
+/// A snapshot file, and where in it the snapshot begins: `PATH`, `file:PATH[,offset=N]`, `fd:N[,offset=N]`,
+/// `fdset:N,M[,offset=N]`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct FileUri {
     /// What names the file.

@@ -1,7 +1,7 @@
 //! The threads that put pages into the file.
 //!
-//! A page is read by one thread only, which looks whether it is zero and hands it to the kernel straight from guest memory. Only ranges
-//! travel between threads.
+//! A page is read by one thread only, which looks whether it is zero and hands it to the kernel straight from guest
+//! memory. Only ranges travel between threads.
 use std::{
     sync::{
         Arc,

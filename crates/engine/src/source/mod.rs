@@ -17,8 +17,9 @@ use switchover::Transship;
 
 /// Moves the guest to the `transship receive` that listens at `to`.
 ///
-/// On success the guest is the destination's; here it is stopped for good. On every failure but [`Error::Unknown`] it runs here as if
-/// nothing had been (or stands, if it stood before). The report is filled as far as it got, also on failure.
+/// On success the guest is the destination's; here it is stopped for good. On every failure but [`Error::Unknown`] it
+/// runs here as if nothing had been (or stands, if it stood before). The report is filled as far as it got, also on
+/// failure.
 ///
 /// # Errors
 /// See [`Error`]; [`Error::outcome`] says where the guest is.
@@ -31,7 +32,8 @@ pub fn move_guest(
 ) -> Result<(), Error> {
     let begin = Instant::now();
     report.bytes.guest = guest.memory().bytes();
-    // Ending the tracking takes time that grows with the memory; by then the guest runs again, here or there, and nobody waits for it.
+    // Ending the tracking takes time that grows with the memory; by then the guest runs again, here or there, and
+    // nobody waits for it.
     let mut rounds = None;
     let result = Session::open(guest, to, options, progress).and_then(|mut session| {
         let mut course = Course { guest, progress, report, begin };

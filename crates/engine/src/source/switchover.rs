@@ -30,7 +30,8 @@ const LOAD_TIMEOUT: Duration = Duration::from_secs(120);
 /// How long the last round may take to arrive after it was sent: the guest stands still meanwhile.
 const DONE_TIMEOUT_STOPPED: Duration = Duration::from_secs(60);
 
-/// The transship that receives. It never starts a guest before `Go`, so hanging up can wait until the guest runs here again.
+/// The transship that receives. It never starts a guest before `Go`, so hanging up can wait until the guest runs here
+/// again.
 pub(super) struct Transship<'a> {
     pub(super) session: &'a mut Session,
     pub(super) verify: bool,
@@ -41,7 +42,8 @@ impl Peer for Transship<'_> {
         "source"
     }
 
-    /// The VMM saves the device state while the last round is sent: it should write to no guest memory any more. The last look sees whether it did.
+    /// The VMM saves the device state while the last round is sent: it should write to no guest memory any more. The
+    /// last look sees whether it did.
     fn bring_the_rest(&mut self, course: &mut Course<'_>, rounds: &mut Rounds, _found: Found) -> Result<(), Error> {
         let Self { session, verify } = self;
         let Course { guest, progress, report, .. } = course;
@@ -97,7 +99,8 @@ impl Peer for Transship<'_> {
     }
 }
 
-/// How long a destination may take to digest its memory, beside a source that has done so: a slow one, or one with slower memory.
+/// How long a destination may take to digest its memory, beside a source that has done so: a slow one, or one with
+/// slower memory.
 fn digest_timeout(memory: &GuestMemory) -> Duration {
     LOAD_TIMEOUT + Duration::from_secs(memory.bytes() >> 30)
 }
@@ -124,7 +127,8 @@ fn compare(
         return Ok(());
     }
     let why = match freeing {
-        // A page that was given back, and only looked at since, is written nowhere. It holds zeros here, and there what it held before.
+        // A page that was given back, and only looked at since, is written nowhere. It holds zeros here, and there what
+        // it held before.
         Freeing::Possible => {
             "That may be memory which the guest's balloon gave back and the guest has looked at since, whose content is nobody's; \
              if the guest has no balloon, it is a bug of transship"
@@ -135,7 +139,8 @@ fn compare(
     Err(Error::Protocol { peer: control.peer.clone(), what })
 }
 
-/// Reads the device state to its end, or until the move has failed. It says that the guest stands still, whoever loads it.
+/// Reads the device state to its end, or until the move has failed. It says that the guest stands still, whoever loads
+/// it.
 fn save_state(guest: &mut dyn SourceGuest, failed: &AtomicBool) -> Result<Vec<u8>, Error> {
     let format = guest.state_format();
     let mut stream = guest.save_state()?;

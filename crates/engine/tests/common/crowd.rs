@@ -10,10 +10,12 @@ use std::{
 
 use transship_engine::Uri;
 
-/// More than have their time one after the other while somebody waits for a connection that is due: 30 s, and 5 s for each.
+/// More than have their time one after the other while somebody waits for a connection that is due: 30 s, and 5 s for
+/// each.
 const AT_ONCE: usize = 8;
 
-/// An address that leads to another one. Before each connection that is made through it a crowd of strangers comes there, who stay.
+/// An address that leads to another one. Before each connection that is made through it a crowd of strangers comes
+/// there, who stay.
 pub struct Passage {
     pub uri: Uri,
     strangers: Arc<Mutex<Vec<TcpStream>>>,

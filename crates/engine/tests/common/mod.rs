@@ -52,8 +52,8 @@ pub fn contents(memory: &GuestMemory) -> Vec<Vec<u8>> {
     memory.regions().iter().map(read).collect()
 }
 
-/// A guest that does the next list of operations after each scan of its last region, until it is stopped; and the next of the other lists
-/// before each scan of its first region, and right before it is stopped.
+/// A guest that does the next list of operations after each scan of its last region, until it is stopped; and the next
+/// of the other lists before each scan of its first region, and right before it is stopped.
 pub struct Scripted {
     pub memory: GuestMemory,
     pub state: Vec<u8>,

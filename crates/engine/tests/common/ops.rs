@@ -36,8 +36,9 @@ pub struct Life {
     pub before: Vec<Vec<Op>>,
 }
 
-/// A life at random, of `ops` operations between two scans at most. Some pages have a story: they are filled and sent, filled again and found
-/// so by a scan, freed before their turn comes, and looked at before the next scan; or some of that.
+/// A life at random, of `ops` operations between two scans at most. Some pages have a story: they are filled and sent,
+/// filled again and found so by a scan, freed before their turn comes, and looked at before the next scan; or some of
+/// that.
 pub fn life(ops: usize) -> impl Strategy<Value = Life> {
     let random = || vec(vec(op(), 0..ops), 0..6);
     (random(), random(), vec(story(), 0..4)).prop_map(|(after, before, stories)| {
@@ -85,10 +86,11 @@ fn run() -> impl Strategy<Value = (u64, u64)> {
 pub struct History {
     /// By region: what the tracker's next scan reports.
     pub written: Vec<PageSet>,
-    /// By region: pages that were written and became holes before a scan, which then does not report them. The one does that comes
-    /// after they are memory again, since nobody has protected that.
+    /// By region: pages that were written and became holes before a scan, which then does not report them. The one does
+    /// that comes after they are memory again, since nobody has protected that.
     erased: Vec<PageSet>,
-    /// What pages held when they were freed, until somebody fills them: the guest can do without it, and may find that or zeros.
+    /// What pages held when they were freed, until somebody fills them: the guest can do without it, and may find that
+    /// or zeros.
     freed: BTreeMap<(usize, u64), u8>,
 }
 
@@ -105,8 +107,8 @@ impl History {
         std::mem::replace(&mut self.written[region], fresh)
     }
 
-    /// The pages where the other end holds what no guest may find there: neither what is there now, nor, of pages that were freed and
-    /// not filled since, what was there then.
+    /// The pages where the other end holds what no guest may find there: neither what is there now, nor, of pages that
+    /// were freed and not filled since, what was there then.
     pub fn wrong(&self, memory: &GuestMemory, arrived: &[Vec<u8>]) -> Vec<(usize, u64)> {
         let held = super::contents(memory);
         let mut wrong = Vec::new();

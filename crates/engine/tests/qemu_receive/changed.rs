@@ -63,7 +63,8 @@ fn change(bytes: &mut Vec<u8>, at: usize, how: u8, value: u64) {
     }
 }
 
-/// State of a VFIO device has a header of its own, which is shorter than that of pages: nothing more need come for it to be refused.
+/// State of a VFIO device has a header of its own, which is shorter than that of pages: nothing more need come for it
+/// to be refused.
 #[test]
 fn state_of_devices_on_channels_is_refused() {
     let mut stream = Stream::multifd("none-10.0.2").with_return_path();

@@ -68,12 +68,14 @@ fn a_file_is_the_same_however_it_is_written() {
     FileSink::create(&FileUri::path(tempfile::tempdir().unwrap().path().join("file")), options).unwrap();
 }
 
-/// A zero page is zero, whatever was there: by ZERO records, and by packets' entries, which a stock destination may not clear.
+/// A zero page is zero, whatever was there: by ZERO records, and by packets' entries, which a stock destination may not
+/// clear.
 #[test]
 fn zero_pages_clear_what_came_before() {
     let ram = Name::new("pc.ram").unwrap();
     let mut stream = Stream::multifd("none-10.0.2");
-    // Behind the channel's first barrier, that of the list of blocks, comes a round in which all pages are full of something else; then a barrier.
+    // Behind the channel's first barrier, that of the list of blocks, comes a round in which all pages are full of
+    // something else; then a barrier.
     let barrier = Pages::barrier().encode();
     let mut junk = Vec::new();
     for first in (0..4096u64).step_by(128) {
@@ -126,7 +128,8 @@ fn the_last_barrier_may_have_no_other_half() {
     }
 }
 
-/// `-machine suppress-vmdesc=on`, and a connection that stays open: nothing says where the stream ends but what is in it.
+/// `-machine suppress-vmdesc=on`, and a connection that stays open: nothing says where the stream ends but what is in
+/// it.
 #[test]
 fn a_stream_without_description_ends_too() {
     let mut stream = Stream::plain().with_return_path();

@@ -215,7 +215,8 @@ fn a_guest_that_does_not_fit_is_refused_untouched() {
     assert!(guest.said.lock().unwrap().is_empty());
 }
 
-/// A transship that sends as to a QEMU asks behind the last section whether all is loaded, and hands its guest over by the byte that ends the sections.
+/// A transship that sends as to a QEMU asks behind the last section whether all is loaded, and hands its guest over by
+/// the byte that ends the sections.
 #[test]
 fn a_source_that_asks_before_it_hands_over_is_answered_then() {
     for hands_over in [true, false] {

@@ -69,7 +69,8 @@ fn a_source_that_dies_leaves_no_file() {
     }
 }
 
-/// A source without a return path that had nothing left to send may think that all is well, so the message has to say what to do.
+/// A source without a return path that had nothing left to send may think that all is well, so the message has to say
+/// what to do.
 #[test]
 fn who_can_not_be_told_of_a_late_failure_is_named() {
     let whole = Stream::plain();

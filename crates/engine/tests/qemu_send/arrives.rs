@@ -17,8 +17,8 @@ use crate::common::{
 proptest! {
     #![proptest_config(ProptestConfig { cases: 60, failure_persistence: None, ..ProptestConfig::default() })]
 
-    /// Whatever the guest wrote and freed while it travelled, in whichever form, and whatever the destination's memory held before where that
-    /// is to be cleared.
+    /// Whatever the guest wrote and freed while it travelled, in whichever form, and whatever the destination's memory
+    /// held before where that is to be cleared.
     #[test]
     fn what_arrives_is_what_the_guest_held(
         wires in wires(), before in vec(op(), 0..40), life in life(15),
@@ -43,7 +43,8 @@ proptest! {
     }
 }
 
-/// Encoders and channels are any number; what does not shrink, and what found all encoders busy, goes in the form of the method all the same.
+/// Encoders and channels are any number; what does not shrink, and what found all encoders busy, goes in the form of
+/// the method all the same.
 #[test]
 fn encoders_serve_all_channels_also_with_what_does_not_shrink() {
     let pages = [64 * 128];

@@ -130,7 +130,8 @@ impl SourceGuest for Guest {
     }
 }
 
-/// A guest with some pages, and two rounds: pings 1 to 5 are those of the begin, the blocks, the rounds and the devices.
+/// A guest with some pages, and two rounds: pings 1 to 5 are those of the begin, the blocks, the rounds and the
+/// devices.
 pub(super) fn guest() -> Guest {
     let guest = Guest::new("pc-q35-10.0", vec![vec![Op::Fill { region: 0, page: 1, byte: 1 }]]);
     let mut seen = History::new(&PAGES);

@@ -82,7 +82,8 @@ impl Model {
             memory: BTreeMap::new(),
             received: HashSet::new(),
             since_barrier: HashSet::new(),
-            // A machine type of 9.0 or newer has zero pages in packets, which do not clear; all others must clear what was there.
+            // A machine type of 9.0 or newer has zero pages in packets, which do not clear; all others must clear what
+            // was there.
             fresh: if wires.clears() { STALE } else { 0 },
             quirk,
             barriers: 0,

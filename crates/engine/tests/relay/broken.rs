@@ -14,8 +14,8 @@ use super::{
     relays::{Ended, Relays, options},
 };
 
-/// Says all of a source, with one channel, and gives what the waiting QEMU got of the main stream until all was closed there. As with a QEMU, the channel
-/// has said all before the memory ends on the main connection.
+/// Says all of a source, with one channel, and gives what the waiting QEMU got of the main stream until all was closed
+/// there. As with a QEMU, the channel has said all before the memory ends on the main connection.
 fn what_arrives(relays: &Relays, main_bytes: &[u8], channel_bytes: &[u8]) -> Vec<u8> {
     let (main, line) = (relays.connect(), relays.connect());
     let mut got = Vec::new();
@@ -67,7 +67,8 @@ fn assert_source_runs_on(relays: Relays) {
     }
 }
 
-/// Wherever the link breaks before the guest is handed over: both QEMUs lose their connections, and the one that waits can't run the guest.
+/// Wherever the link breaks before the guest is handed over: both QEMUs lose their connections, and the one that waits
+/// can't run the guest.
 #[test]
 fn a_link_that_is_cut_leaves_the_guest_at_its_source() {
     let mut random = Random(31);

@@ -106,7 +106,8 @@ fn hear(from: &mut TcpStream) -> Option<Message> {
     Some(Message::decode(&header, &payload).unwrap())
 }
 
-/// What a peer on the link says is not believed. Each of these ends the session with a reason, and breaks what it had opened.
+/// What a peer on the link says is not believed. Each of these ends the session with a reason, and breaks what it had
+/// opened.
 #[test]
 fn a_hostile_relay_is_refused() {
     type Attack = fn(&mut Intruder);

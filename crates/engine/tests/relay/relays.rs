@@ -131,7 +131,8 @@ impl Relays {
         stream
     }
 
-    /// A connection that comes to the waiting QEMU, with its first bytes: it is silent for no longer than it takes to hear of it.
+    /// A connection that comes to the waiting QEMU, with its first bytes: it is silent for no longer than it takes to
+    /// hear of it.
     pub(super) fn accept(&self) -> (UnixStream, Vec<u8>) {
         let (mut stream, _) = self.qemu.accept().unwrap();
         stream.set_read_timeout(Some(Duration::from_secs(20))).unwrap();

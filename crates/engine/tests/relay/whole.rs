@@ -134,8 +134,9 @@ fn a_connection_that_is_not_read_holds_up_no_other_and_fills_no_memory() {
     assert!(near.result.is_ok() && far.result.is_ok(), "{:?} {:?}", near.result, far.result);
 }
 
-/// A QEMU of 7.2 takes the first connection for the main one, and a newer one that accepts a connection does nothing else until it hears
-/// something. So whoever says nothing is not let through, and who speaks first waits for the main connection.
+/// A QEMU of 7.2 takes the first connection for the main one, and a newer one that accepts a connection does nothing
+/// else until it hears something. So whoever says nothing is not let through, and who speaks first waits for the main
+/// connection.
 #[test]
 fn the_main_connection_comes_first_and_nobody_who_is_silent() {
     let relays = Relays::start(options("none"), u64::MAX);

@@ -10,8 +10,9 @@ const STEP: u64 = 8 << 20;
 
 /// Has the disk begin with what was written into the page cache, while more is written.
 ///
-/// Left to itself Linux begins when a tenth of all memory is dirty, and a sync at the end waits for all that. For 2 GiB on ext4 that took 1.5 s,
-/// and 1.25 s this way. Nothing is promised: what is to be on the disk must be synced as ever, which also tells of errors.
+/// Left to itself Linux begins when a tenth of all memory is dirty, and a sync at the end waits for all that. For 2 GiB
+/// on ext4 that took 1.5 s, and 1.25 s this way. Nothing is promised: what is to be on the disk must be synced as ever,
+/// which also tells of errors.
 #[derive(Debug, Default)]
 pub struct Writeback {
     /// What was written since the disk was told last lies between these.
@@ -49,8 +50,8 @@ fn begin_writeback(file: BorrowedFd<'_>, offset: u64, bytes: u64) {
     unsafe { libc::sync_file_range(file.as_raw_fd(), offset, bytes, libc::SYNC_FILE_RANGE_WRITE) };
 }
 
-/// Has the threads that write to one file do so one after the other, where its file system would have them do so anyway: it lets one at a time into
-/// the page cache of a file, and those that wait for it there spin.
+/// Has the threads that write to one file do so one after the other, where its file system would have them do so
+/// anyway: it lets one at a time into the page cache of a file, and those that wait for it there spin.
 #[derive(Debug, Clone, Default)]
 pub struct Turns(Arc<Mutex<()>>);
 

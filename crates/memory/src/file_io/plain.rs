@@ -25,11 +25,12 @@ fn once(memory: &GuestMemory, file: BorrowedFd<'_>, request: &mut Request) -> Re
     let offset = request.offset() as libc::off_t;
     let (start, len) = request.rest(memory);
     let moved = match direction {
-        // SAFETY: rest() gives len bytes of a mapping, which `memory` keeps, or of a buffer that the request has or holds; all outlive the call. The kernel
-        // copies from there; if the guest writes meanwhile, any mix of bytes is good.
+        // SAFETY: rest() gives len bytes of a mapping, which `memory` keeps, or of a buffer that the request has or
+        // holds; all outlive the call. The kernel copies from there; if the guest writes meanwhile, any mix of bytes is
+        // good.
         Direction::Write => unsafe { libc::pwrite(file.as_raw_fd(), start.cast(), len, offset) },
-        // SAFETY: as above; the bytes may be written: read() saw that the region is mapped for writing, and of a mapping there are only raw pointers,
-        // so nobody takes its bytes for stable.
+        // SAFETY: as above; the bytes may be written: read() saw that the region is mapped for writing, and of a
+        // mapping there are only raw pointers, so nobody takes its bytes for stable.
         Direction::Read => unsafe { libc::pread(file.as_raw_fd(), start.cast(), len, offset) },
     };
     usize::try_from(moved).map_err(|_| Errno::from_io_error(&std::io::Error::last_os_error()).unwrap_or(Errno::IO))

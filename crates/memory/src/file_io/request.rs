@@ -24,11 +24,13 @@ pub(super) enum Body {
     Pages { region: usize, pages: PageRange, through: Option<PageBuffer> },
     /// Bytes of our own.
     Buffer(PageBuffer),
-    /// These pages of a buffer, to be written. Others may look at it meanwhile, and while it is shared nobody can write to it.
+    /// These pages of a buffer, to be written. Others may look at it meanwhile, and while it is shared nobody can write
+    /// to it.
     Shared(Arc<PageBuffer>, Range<usize>),
 }
 
-/// A stretch of memory and where in the file it belongs. It is in the hands of one side at a time: ours, or the kernel's.
+/// A stretch of memory and where in the file it belongs. It is in the hands of one side at a time: ours, or the
+/// kernel's.
 pub(super) struct Request {
     direction: Direction,
     body: Body,
@@ -58,8 +60,9 @@ impl Request {
 
     /// To be called when it does not grow any more, before it is given to the kernel.
     ///
-    /// Pages that are read are holes mostly. Through the mapping each is a fault, and is cleared before it is written: writing the region's
-    /// file is twice as fast (540 MB/s became 1040, 370 ms of CPU time for 512 MiB became 205). A hugetlbfs can't be written.
+    /// Pages that are read are holes mostly. Through the mapping each is a fault, and is cleared before it is written:
+    /// writing the region's file is twice as fast (540 MB/s became 1040, 370 ms of CPU time for 512 MiB became 205). A
+    /// hugetlbfs can't be written.
     pub(super) fn get_ready(&mut self, memory: &GuestMemory, spare: &mut Spare) {
         if let (Direction::Read, Body::Pages { region, through, .. }) = (self.direction, &mut self.body)
             && memory.get(*region).is_some_and(|region| !region.is_hugetlb())
@@ -158,7 +161,8 @@ impl Request {
                 if self.done == len { self.arrived(memory) } else { Next::Again }
             }
             Err(Errno::INTR) => Next::Again,
-            // With direct I/O the end of a file may lie within a block, and asking for what is behind it is not answered with 0 bytes.
+            // With direct I/O the end of a file may lie within a block, and asking for what is behind it is not
+            // answered with 0 bytes.
             Err(why) if self.direction == Direction::Read && why == Errno::INVAL => {
                 Next::Failed(self.ended(memory, file).unwrap_or_else(|| self.failed(memory, file, why)))
             }

@@ -18,8 +18,8 @@ use crate::GuestMemory;
 
 /// A ring of its own, and the requests that the kernel works on.
 ///
-/// The kernel uses the memory of a request from the moment when it is pushed until its completion has been taken. So long it stays in its place here,
-/// untouched, and `memory` keeps the mappings. Dropping waits for all of them.
+/// The kernel uses the memory of a request from the moment when it is pushed until its completion has been taken. So
+/// long it stays in its place here, untouched, and `memory` keeps the mappings. Dropping waits for all of them.
 pub(super) struct Ring {
     ring: IoUring,
     memory: GuestMemory,
@@ -141,8 +141,9 @@ impl Ring {
     fn push(&mut self, file: BorrowedFd<'_>, place: usize) {
         let request = self.places[place].as_mut().expect("a request to be pushed");
         let entry = entry(file, request, &self.memory).user_data(place as u64);
-        // SAFETY: the memory of the request stays as it is until its completion is taken, see the type; the descriptor is open when the kernel is
-        // entered, which is before our caller has it back, and the kernel keeps the file from then on.
+        // SAFETY: the memory of the request stays as it is until its completion is taken, see the type; the descriptor
+        // is open when the kernel is entered, which is before our caller has it back, and the kernel keeps the file
+        // from then on.
         let pushed = unsafe { self.ring.submission().push(&entry) };
         pushed.expect("a place in the kernel's queue for each of ours");
     }

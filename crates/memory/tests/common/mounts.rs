@@ -9,7 +9,8 @@ use rustix::{mount::MountPropagationFlags, thread::UnshareFlags};
 pub(crate) fn with_mounts_of_its_own(test: impl FnOnce(&Path) + Send) {
     let dir = tempfile::tempdir().unwrap();
     let run = || {
-        // SAFETY: only this thread's view of the file systems is split off; no memory and no descriptor is shared less than before.
+        // SAFETY: only this thread's view of the file systems is split off; no memory and no descriptor is shared less
+        // than before.
         let split = unsafe { rustix::thread::unshare_unsafe(UnshareFlags::NEWNS) };
         let private = MountPropagationFlags::PRIVATE | MountPropagationFlags::REC;
         match split.and_then(|()| rustix::mount::mount_change("/", private)) {

@@ -100,7 +100,8 @@ impl Stop {
     }
 }
 
-/// Set in a process that is a test's VMM: the same program, told to run nothing but a test named `child`, which calls [`child`].
+/// Set in a process that is a test's VMM: the same program, told to run nothing but a test named `child`, which calls
+/// [`child`].
 pub(crate) const CHILD: &str = "TRANSSHIP_TRACKED_CHILD";
 pub(crate) const CHILD_PAGES: u64 = 1024;
 

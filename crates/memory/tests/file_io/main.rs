@@ -1,7 +1,9 @@
-//! Pages to and from real files: on the disk, by its own hand (O_DIRECT) and through the page cache, on tmpfs, and on a disk of 4 KiB sectors.
+//! Pages to and from real files: on the disk, by its own hand (O_DIRECT) and through the page cache, on tmpfs, and on a
+//! disk of 4 KiB sectors.
 //!
 //! - `files`: ways, files and pages; `places`: pages go to their places and come back
-//! - `failures`: what can't be read or written; `queues`: what is in flight; `uring`: where the kernel lets io_uring be used
+//! - `failures`: what can't be read or written; `queues`: what is in flight; `uring`: where the kernel lets io_uring be
+//!   used
 #![allow(clippy::unwrap_used)]
 #[path = "../common/mod.rs"]
 mod common;

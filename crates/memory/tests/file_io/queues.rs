@@ -32,7 +32,8 @@ fn dropping_a_queue_waits_for_what_is_in_flight() {
     }
 }
 
-/// The kernel cancels what a thread has asked for, and has not been begun when the thread ends. Writes through the page cache wait for each other.
+/// The kernel cancels what a thread has asked for, and has not been begun when the thread ends. Writes through the page
+/// cache wait for each other.
 #[test]
 fn a_queue_survives_the_thread_that_used_it() {
     const PAGES: u64 = 4096;

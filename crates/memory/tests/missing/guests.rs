@@ -36,8 +36,8 @@ impl Restore<'_> {
     }
 }
 
-/// The law of lazy restores: threads read and add all over, pages are brought to who waits and unasked, and each page is what was saved, and
-/// what was added to it.
+/// The law of lazy restores: threads read and add all over, pages are brought to who waits and unasked, and each page
+/// is what was saved, and what was added to it.
 fn a_guest_runs_before_its_memory_is_there(file: impl Fn() -> OwnedFd, bytes: u64) {
     const THREADS: u64 = 3;
     let pages = bytes / PAGE;

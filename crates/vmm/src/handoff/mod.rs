@@ -41,7 +41,8 @@ use crate::freeze::Freezer;
 use client::Connection;
 use message::{CheckedDescription, CheckedRegion};
 
-/// Lets a guest run again whose client stopped it and died. The guest takes a moment to notice that death, and turns others away until then.
+/// Lets a guest run again whose client stopped it and died. The guest takes a moment to notice that death, and turns
+/// others away until then.
 pub(crate) fn resume_abandoned(path: &Path) -> Result<(), GuestError> {
     let deadline = Instant::now() + client::SHORT;
     loop {

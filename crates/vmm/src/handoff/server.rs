@@ -83,17 +83,19 @@ pub trait HandoffGuest {
     /// # Errors
     /// It can't be started; then it is still loaded.
     fn start(&mut self) -> Result<(), String>;
-    /// Whether a write to guest memory may have to wait for transship, so that a snapshot can be saved while the guest runs. Not if some
-    /// writes go through other mappings than the described ones, or if a part of the VMM must never wait.
+    /// Whether a write to guest memory may have to wait for transship, so that a snapshot can be saved while the guest
+    /// runs. Not if some writes go through other mappings than the described ones, or if a part of the VMM must never
+    /// wait.
     fn may_wait_for_writes(&self) -> bool {
         true
     }
-    /// Whether this guest may run before its memory is there, each page coming when somebody touches it. Not if some accesses go through
-    /// other mappings than the described ones, or if a part of the VMM must never wait.
+    /// Whether this guest may run before its memory is there, each page coming when somebody touches it. Not if some
+    /// accesses go through other mappings than the described ones, or if a part of the VMM must never wait.
     fn may_wait_for_pages(&self) -> bool {
         false
     }
-    /// In `Waiting`, with [`HandoffGuest::may_wait_for_pages`]: from now on holes in the memory files are pages that have not come yet.
+    /// In `Waiting`, with [`HandoffGuest::may_wait_for_pages`]: from now on holes in the memory files are pages that
+    /// have not come yet.
     ///
     /// # Errors
     /// Not possible now; the guest waits as before.
@@ -111,8 +113,8 @@ pub trait HandoffGuest {
 
 /// Serves `guest`, which is in `state`, until `shutdown` is requested or `deadline` is reached. Returns its last state.
 ///
-/// When a client goes, whatever it was doing, the guest stays in the state that it is in: a stopped guest stays stopped,
-/// and the next client may resume it.
+/// When a client goes, whatever it was doing, the guest stays in the state that it is in: a stopped guest stays
+/// stopped, and the next client may resume it.
 ///
 /// # Errors
 /// The system's own, when waiting fails.

@@ -1,4 +1,5 @@
-//! A device state stream as the guest process sees it: an end of a pipe or socket that the client passed, with time limits.
+//! A device state stream as the guest process sees it: an end of a pipe or socket that the client passed, with time
+//! limits.
 use std::{
     io::{self, Read, Write},
     os::fd::{AsFd, OwnedFd},

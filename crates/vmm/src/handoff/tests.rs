@@ -122,8 +122,8 @@ fn ask(lines: &mut LineSocket, text: &str) -> Value {
     serde_json::from_slice(&lines.receive(later()).unwrap().text).unwrap()
 }
 
-/// Asks on a connection of its own. The one before it may seem to be there a little longer: while another test starts a process, that has a copy of
-/// its descriptor.
+/// Asks on a connection of its own. The one before it may seem to be there a little longer: while another test starts a
+/// process, that has a copy of its descriptor.
 fn ask_anew(path: &Path, text: &str) -> Value {
     let deadline = later();
     loop {

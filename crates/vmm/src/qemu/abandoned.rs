@@ -1,4 +1,5 @@
-//! Guests that somebody left by dying: a source that was stopped is put back as it was, a destination that can't get its memory is stopped.
+//! Guests that somebody left by dying: a source that was stopped is put back as it was, a destination that can't get
+//! its memory is stopped.
 use std::{
     path::Path,
     thread,
@@ -41,8 +42,8 @@ impl Will {
     }
 }
 
-/// Ends what is left of saving the device state, puts QEMU's settings back as `will` says, with `run` lets the guest run, and plugs in
-/// what was unplugged.
+/// Ends what is left of saving the device state, puts QEMU's settings back as `will` says, with `run` lets the guest
+/// run, and plugs in what was unplugged.
 pub(crate) fn settle(socket: &Path, will: &str, run: bool) -> Result<(), GuestError> {
     let deadline = Instant::now() + CONNECT_WAIT;
     let mut qmp = loop {

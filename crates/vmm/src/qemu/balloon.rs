@@ -1,5 +1,6 @@
-//! The guest's balloon, where a process of ours is that device. QEMU can't save its state: so it is unplugged while the guest runs, and plugged in
-//! again if the guest stays. Until then it writes to guest memory past the tracker, but only to the rings of its driver.
+//! The guest's balloon, where a process of ours is that device. QEMU can't save its state: so it is unplugged while the
+//! guest runs, and plugged in again if the guest stays. Until then it writes to guest memory past the tracker, but only
+//! to the rings of its driver.
 use std::{
     fs,
     os::unix::fs::MetadataExt,
@@ -185,7 +186,8 @@ impl Made {
         format!("{NAMED}/{}", self.text("id"))
     }
 
-    /// QEMU 11.1 ends by an assertion when the guest lets go of a device whose other end is gone, or only looks at its configuration.
+    /// QEMU 11.1 ends by an assertion when the guest lets go of a device whose other end is gone, or only looks at its
+    /// configuration.
     fn check_connected(&self, qmp: &mut Qmp) -> Result<(), GuestError> {
         let all = qmp.execute("query-chardev", json!({}))?;
         let ours = all.as_array().into_iter().flatten().find(|one| one["label"] == self.text("chardev"));

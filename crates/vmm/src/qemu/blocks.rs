@@ -1,4 +1,5 @@
-//! QEMU's own list of its memory: what its blocks are called, and whether all that is the guest's memory is in backends.
+//! QEMU's own list of its memory: what its blocks are called, and whether all that is the guest's memory is in
+//! backends.
 use serde_json::{Value, json};
 use transship_guest::{DeviceBlock, GuestError, StateFormat};
 
@@ -25,8 +26,8 @@ pub(super) fn check_all_covered(qmp: &mut Qmp, backends: &[Backend]) -> Result<(
     Ok(())
 }
 
-/// Those that are the guest's memory. A backend that a device shows (ivshmem) has the device's name before its own, and one that nothing uses is
-/// not in the list. What is plugged in need not be in the list, but says what it is made of.
+/// Those that are the guest's memory. A backend that a device shows (ivshmem) has the device's name before its own, and
+/// one that nothing uses is not in the list. What is plugged in need not be in the list, but says what it is made of.
 fn guest_memory<'a>(backends: &'a [Backend], list: &str, plugged: &Value) -> impl Iterator<Item = &'a Backend> {
     let mut names: Vec<String> = known_blocks(list).map(|name| bare(name).to_owned()).collect();
     let memdev = |device: &Value| Some(bare(device["data"]["memdev"].as_str()?).to_owned());

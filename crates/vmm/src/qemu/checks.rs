@@ -172,7 +172,8 @@ pub(super) fn state_before_pages(qmp: &mut Qmp) -> Result<(), GuestError> {
     }
 }
 
-/// Whether the VM has a device by which the guest or its host gives memory back: then there may be new holes at any time.
+/// Whether the VM has a device by which the guest or its host gives memory back: then there may be new holes at any
+/// time.
 pub(super) fn freeing(qmp: &mut Qmp) -> Result<Freeing, GuestError> {
     let gives_back = |kind: &str| kind.contains("balloon") || kind.starts_with("virtio-mem");
     Ok(if devices(qmp, |kind| gives_back(kind) || may_be_anything(kind))?.is_empty() {

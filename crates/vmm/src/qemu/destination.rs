@@ -91,8 +91,8 @@ impl QemuDestination {
         self.check_loaded_and_stopped()
     }
 
-    /// Has QEMU open the disks of a guest that stays as it is. QEMU 10 can move and save a guest whose disks nobody has opened since it came; older ones
-    /// end by an assertion then.
+    /// Has QEMU open the disks of a guest that stays as it is. QEMU 10 can move and save a guest whose disks nobody has
+    /// opened since it came; older ones end by an assertion then.
     fn open_disks(&mut self) -> Result<(), GuestError> {
         if self.qmp.version() >= (10, 0) {
             return Ok(());
@@ -160,7 +160,8 @@ impl DestinationGuest for QemuDestination {
     }
 
     fn load_state(&mut self, state: &mut dyn Read) -> Result<(), GuestError> {
-        // Whatever the state says, the guest does not run when it is loaded, and the disks are left to whoever has them.
+        // Whatever the state says, the guest does not run when it is loaded, and the disks are left to whoever has
+        // them.
         self.qmp.execute("stop", json!({}))?;
         let settings = Settings::apply(&mut self.qmp, Answers::No)?;
         let loaded = self.load(state);

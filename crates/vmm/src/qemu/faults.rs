@@ -1,10 +1,11 @@
 //! Whose faults a userfaultfd of QEMU sees, and how QEMU comes to make it.
 //!
-//! To track writes, a userfaultfd for the program's own faults is enough: nobody waits, and the kernel takes note of its own
-//! writes by itself. Where writers and readers are to *wait* for us, also KVM must, and system calls that read a disk or a network
-//! packet into guest memory: with a userfaultfd that does not see the kernel's faults, these would fail instead. Such a one needs a
-//! right, which QEMU often lacks (under libvirt it is an ordinary user) and we often have. So where the system call is refused,
-//! QEMU gets our open /dev/userfaultfd by QMP, makes it by that, and gives the device back.
+//! To track writes, a userfaultfd for the program's own faults is enough: nobody waits, and the kernel takes note of
+//! its own writes by itself. Where writers and readers are to *wait* for us, also KVM must, and system calls that read
+//! a disk or a network packet into guest memory: with a userfaultfd that does not see the kernel's faults, these would
+//! fail instead. Such a one needs a right, which QEMU often lacks (under libvirt it is an ordinary user) and we often
+//! have. So where the system call is refused, QEMU gets our open /dev/userfaultfd by QMP, makes it by that, and gives
+//! the device back.
 use std::{
     fs::{self, OpenOptions},
     io,

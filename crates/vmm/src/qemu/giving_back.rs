@@ -1,10 +1,11 @@
 //! Memory that the guest gives back to the host while a snapshot of an earlier moment is being saved.
 //!
-//! What the guest gives back, QEMU punches out of the memory's file at once. Write protection does not stop that: the content
-//! of the moment is gone before it was saved. QEMU itself forbids it during its own background snapshots; from outside
-//! nobody can. So what gives memory back all the time is refused beforehand (free page reporting, virtio-mem). A balloon is what
-//! nearly every guest has and hardly any host uses, so it may stay, if it holds as much at the end as at the beginning: while it inflates
-//! the guest says so, and QEMU tells us, also what came and went in between. (The engine sees the holes themselves too.)
+//! What the guest gives back, QEMU punches out of the memory's file at once. Write protection does not stop that: the
+//! content of the moment is gone before it was saved. QEMU itself forbids it during its own background snapshots; from
+//! outside nobody can. So what gives memory back all the time is refused beforehand (free page reporting, virtio-mem).
+//! A balloon is what nearly every guest has and hardly any host uses, so it may stay, if it holds as much at the end as
+//! at the beginning: while it inflates the guest says so, and QEMU tells us, also what came and went in between. (The
+//! engine sees the holes themselves too.)
 use serde_json::json;
 use transship_guest::GuestError;
 

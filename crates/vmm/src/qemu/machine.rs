@@ -31,7 +31,8 @@ pub(super) fn run_state(qmp: &mut Qmp) -> Result<String, QmpError> {
     Ok(status["status"].as_str().unwrap_or("unknown").to_owned())
 }
 
-/// How long QEMU may take, after it has called a migration completed, to be ready for `cont`. Without load that is a millisecond.
+/// How long QEMU may take, after it has called a migration completed, to be ready for `cont`. Without load that is a
+/// millisecond.
 const FINAL_WAIT: Duration = Duration::from_secs(10);
 
 /// Lets the guest run. `rival`: the QEMU that may have its disks instead, in words.

@@ -165,7 +165,8 @@ impl Backend {
         let open = |access| OpenOptions::new().read(true).write(access == Access::ReadWrite).open(&self.path);
         let mut file = open(access).map_err(|e| failed(format!("{e}; run as root or as QEMU's user")))?;
         if checks::is_hugetlbfs(&file) {
-            // Only by a descriptor for writing the kernel says where such a file has holes. Without the right to it all pages count as data.
+            // Only by a descriptor for writing the kernel says where such a file has holes. Without the right to it all
+            // pages count as data.
             file = open(Access::ReadWrite).unwrap_or(file);
         }
         let opened = file.metadata().map_err(|e| failed(e.to_string()))?;

@@ -91,8 +91,8 @@ impl Settings {
     }
 }
 
-/// Puts QEMU's own defaults back where what we set would harm a later migration: the memory would be left out of it. What was set before us
-/// is not known any more.
+/// Puts QEMU's own defaults back where what we set would harm a later migration: the memory would be left out of it.
+/// What was set before us is not known any more.
 pub(super) fn forget_settings(qmp: &mut Qmp) -> Result<(), QmpError> {
     let off = |name| json!({ "capability": name, "state": false });
     set(qmp, vec![off(IGNORE_SHARED), off("events")], Map::new())
@@ -113,7 +113,8 @@ fn capability(name: &str, answers: Answers) -> Option<bool> {
     match name {
         IGNORE_SHARED | "events" => Some(true),
         "return-path" => Some(answers == Answers::Yes),
-        // A destination that locked the disks when it has loaded would keep the source from taking its guest back. At a source it means nothing.
+        // A destination that locked the disks when it has loaded would keep the source from taking its guest back. At a
+        // source it means nothing.
         "late-block-activate" => Some(true),
         // A check of the user's own, which works with a plain stream.
         "validate-uuid" => None,
@@ -138,7 +139,8 @@ pub(super) fn check_ignore_shared(qmp: &mut Qmp) -> Result<(), GuestError> {
     )))
 }
 
-/// Takes the guest back from a migration that QEMU has written all of and waits to be told about: it is as it was before.
+/// Takes the guest back from a migration that QEMU has written all of and waits to be told about: it is as it was
+/// before.
 pub(super) fn take_back(qmp: &mut Qmp, limit: Duration) -> Result<(), GuestError> {
     qmp.execute("migrate_cancel", json!({}))?;
     let (status, reason) = wait_settled(qmp, limit)?;

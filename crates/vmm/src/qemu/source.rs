@@ -40,8 +40,8 @@ const STATE_ESTIMATE: Duration = Duration::from_millis(60);
 
 /// A stock QEMU as the source of a move.
 ///
-/// After a move it stays as QEMU leaves it (`postmigrate`): stopped, its disks given up. Dropped before that, whatever was
-/// changed in it is put back; whether the guest then runs is what [`SourceGuest::resume`] was told.
+/// After a move it stays as QEMU leaves it (`postmigrate`): stopped, its disks given up. Dropped before that, whatever
+/// was changed in it is put back; whether the guest then runs is what [`SourceGuest::resume`] was told.
 pub struct QemuSource {
     qmp: Qmp,
     description: GuestDescription,
@@ -154,8 +154,8 @@ impl QemuSource {
         self.balloon.map_or(Ok(()), |balloon| balloon.check_unchanged(&mut self.qmp))
     }
 
-    /// Puts the settings back. What QEMU refuses is tried again at the next occasion, the last of which is our end: it is no reason for the guest
-    /// to stand still.
+    /// Puts the settings back. What QEMU refuses is tried again at the next occasion, the last of which is our end: it
+    /// is no reason for the guest to stand still.
     fn restore_settings(&mut self) -> Result<(), GuestError> {
         let Some(settings) = &self.settings else { return Ok(()) };
         if let Some(end) = self.qemus_end.take() {
@@ -166,8 +166,9 @@ impl QemuSource {
         Ok(())
     }
 
-    /// Whether QEMU is to wait for word after it has saved. Only the trailer tells then where the state ends, and a machine can be told to leave
-    /// it out; such a guest is left as QEMU leaves it (`postmigrate`: `cont` is possible, another save is not).
+    /// Whether QEMU is to wait for word after it has saved. Only the trailer tells then where the state ends, and a
+    /// machine can be told to leave it out; such a guest is left as QEMU leaves it (`postmigrate`: `cont` is possible,
+    /// another save is not).
     fn answers(&mut self) -> Answers {
         let get = json!({ "path": "/machine", "property": "suppress-vmdesc" });
         match self.stays && self.qmp.execute("qom-get", get).ok() != Some(json!(true)) {

@@ -44,8 +44,9 @@ pub(super) struct QemusEnd(u64);
 impl QemusEnd {
     /// Waits until QEMU, this process, has closed it.
     ///
-    /// QEMU calls a migration over before it has cleaned up behind it, and what there is to clean up it sees by its capabilities: if multifd is
-    /// switched on again too early, it looks for channels that never were, and dies. The end of its channel is closed after that.
+    /// QEMU calls a migration over before it has cleaned up behind it, and what there is to clean up it sees by its
+    /// capabilities: if multifd is switched on again too early, it looks for channels that never were, and dies. The
+    /// end of its channel is closed after that.
     pub(super) fn wait_closed(self, pid: i32) {
         let deadline = Instant::now() + CLEANUP_WAIT;
         while self.is_open(pid) && Instant::now() < deadline {

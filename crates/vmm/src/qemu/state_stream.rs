@@ -1,8 +1,8 @@
 //! The device state as QEMU writes it.
 //!
-//! QEMU that is to keep its guest waits, when it has written everything, for word from the other end ([`Answers::Yes`]): what it has saved is
-//! then still its own. So its stream has no end that could be read. It is where the trailer ends, which describes the sections
-//! before it: if they are as it says, nothing is missing.
+//! QEMU that is to keep its guest waits, when it has written everything, for word from the other end
+//! ([`Answers::Yes`]): what it has saved is then still its own. So its stream has no end that could be read. It is
+//! where the trailer ends, which describes the sections before it: if they are as it says, nothing is missing.
 //!
 //! The guest decides about bytes of its devices (video memory, say), and could have some that look like the end of
 //! all. But QEMU waits only behind the true end, and what follows another one is on its way already: so an end counts

@@ -1,7 +1,7 @@
 //! Who writes guest memory where the tracker does not see it.
 //!
-//! A write is seen that goes through QEMU's own page table. A device or a process with a mapping of its own, and a disk that
-//! writes into memory by itself, go past it.
+//! A write is seen that goes through QEMU's own page table. A device or a process with a mapping of its own, and a disk
+//! that writes into memory by itself, go past it.
 use std::{
     collections::HashSet,
     fs,
@@ -107,8 +107,8 @@ fn writes_behind(device_type: &str) -> bool {
         .any(|prefix| device_type.starts_with(prefix))
 }
 
-/// Devices that have the disk itself read into guest memory, whatever `cache=` says. (`scsi-generic` reads into memory of QEMU, and copies
-/// from there.)
+/// Devices that have the disk itself read into guest memory, whatever `cache=` says. (`scsi-generic` reads into memory
+/// of QEMU, and copies from there.)
 fn passed_through(qmp: &mut Qmp) -> Result<Vec<String>, GuestError> {
     let named = |device: &Device, qmp: &mut Qmp| {
         let drive = qmp.execute("qom-get", json!({ "path": device.path, "property": "drive" })).ok();
@@ -132,8 +132,8 @@ fn is_shared_network(line: &str) -> bool {
     about.split(',').any(|field| matches!(field.trim_start_matches("type="), "vhost-user" | "vhost-vdpa"))
 }
 
-/// What is read past the page cache (O_DIRECT, or a driver outside the kernel) is written into guest memory by the disk.
-/// The kernel looks at the page when the read begins; if a scan comes between, the data itself goes unseen.
+/// What is read past the page cache (O_DIRECT, or a driver outside the kernel) is written into guest memory by the
+/// disk. The kernel looks at the page when the read begins; if a scan comes between, the data itself goes unseen.
 fn direct_disks(qmp: &mut Qmp) -> Result<Vec<String>, GuestError> {
     // Without what is behind each of them, which has an entry of its own.
     let nodes = qmp.execute("query-named-block-nodes", json!({ "flat": true }))?;
@@ -205,8 +205,9 @@ impl Others {
     }
 }
 
-/// Who has all capabilities may look at every process, but for those of an outer user namespace. Who has not, such as root in a container, may
-/// have some around that it may not look at, and that most likely have nothing to do with the guest.
+/// Who has all capabilities may look at every process, but for those of an outer user namespace. Who has not, such as
+/// root in a container, may have some around that it may not look at, and that most likely have nothing to do with the
+/// guest.
 fn may_look_everywhere() -> bool {
     let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
     let effective = status.lines().find_map(|line| line.strip_prefix("CapEff:"));

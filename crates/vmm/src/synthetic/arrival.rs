@@ -1,5 +1,5 @@
-//! The check of every page after a move. It goes on while the guest runs already: who wants to write a page that was not
-//! yet checked checks it first.
+//! The check of every page after a move. It goes on while the guest runs already: who wants to write a page that was
+//! not yet checked checks it first.
 use std::sync::{
     Mutex,
     atomic::{AtomicBool, Ordering},
@@ -16,7 +16,8 @@ const GROUP: u64 = 64;
 pub(super) struct Arrival {
     /// A bit for each page of a group that is not yet checked. The lock is held while one of them is.
     left: Box<[Mutex<u64>]>,
-    /// Not all are checked. Set to false (Release) after the last check; a writer that sees it (Acquire) writes after all reads.
+    /// Not all are checked. Set to false (Release) after the last check; a writer that sees it (Acquire) writes after
+    /// all reads.
     unfinished: AtomicBool,
     /// By region, as they were on arrival.
     data: Vec<PageSet>,
@@ -35,7 +36,8 @@ impl Arrival {
         })
     }
 
-    /// Checks what is left, until `quit` is set. Returns whether all is checked. `is_right`: whether this page, a hole or not, is what it must be.
+    /// Checks what is left, until `quit` is set. Returns whether all is checked. `is_right`: whether this page, a hole
+    /// or not, is what it must be.
     pub(super) fn check_all(&self, quit: &AtomicBool, mut is_right: impl FnMut(u64, bool) -> bool) -> bool {
         for (group, left) in (0..).zip(&self.left) {
             if quit.load(Ordering::Relaxed) {

@@ -79,8 +79,8 @@ impl Buffers {
 pub(super) struct Machine {
     pub(super) ram: Arc<[Ram]>,
     pub(super) program: Program,
-    /// How often each page was written. Relaxed: the gate at which writers stop, or the lock of the arrival check, orders
-    /// what others read here.
+    /// How often each page was written. Relaxed: the gate at which writers stop, or the lock of the arrival check,
+    /// orders what others read here.
     versions: Box<[AtomicU32]>,
     /// Pages written here.
     writes: AtomicU64,
@@ -126,7 +126,8 @@ impl Machine {
         }
     }
 
-    /// A guest whose memory has been brought into `ram`, or will be when it is touched. `program` and `versions` fit it.
+    /// A guest whose memory has been brought into `ram`, or will be when it is touched. `program` and `versions` fit
+    /// it.
     pub(super) fn arrived(
         ram: Arc<[Ram]>,
         program: Program,
@@ -163,7 +164,8 @@ impl Machine {
         self.versions[number as usize].store(version, Ordering::Relaxed);
     }
 
-    /// Checks what is not yet checked of a guest that came from elsewhere, until `quit` is set. Returns whether all is checked.
+    /// Checks what is not yet checked of a guest that came from elsewhere, until `quit` is set. Returns whether all is
+    /// checked.
     pub(super) fn check_arrival(&self, arrival: &Arrival, quit: &AtomicBool) -> bool {
         let mut buffers = Buffers::new();
         arrival.check_all(quit, |number, hole| self.is_right(number, hole, &mut buffers))

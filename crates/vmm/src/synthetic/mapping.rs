@@ -1,7 +1,7 @@
 //! The guest's own memory: a shared file and the mapping through which the guest lives in it.
 //!
-//! Other processes read and write the same pages at any time, so no reference to them exists: pages are written and read
-//! word by word through volatile accesses, into and out of memory of our own.
+//! Other processes read and write the same pages at any time, so no reference to them exists: pages are written and
+//! read word by word through volatile accesses, into and out of memory of our own.
 use std::{
     ffi::c_void,
     io,

@@ -1,8 +1,8 @@
 //! A guest without a VMM, for trying things and for tests: memory, threads that write it, and a check of every page.
 //!
-//! Each written page holds its number, its version and a pattern that both determine; how often each page was written is
-//! the guest's device state. After a move the guest therefore knows what every page must hold: one that is old, torn or
-//! somebody else's is found. It hands itself over by the protocol of [`crate::handoff`].
+//! Each written page holds its number, its version and a pattern that both determine; how often each page was written
+//! is the guest's device state. After a move the guest therefore knows what every page must hold: one that is old, torn
+//! or somebody else's is found. It hands itself over by the protocol of [`crate::handoff`].
 
 mod arrival;
 mod content;

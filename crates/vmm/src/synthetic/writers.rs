@@ -125,7 +125,8 @@ impl Pace {
 struct Gate {
     state: Mutex<GateState>,
     changed: Condvar,
-    /// The same as in `state`, to be looked at without the lock (Relaxed): `close` waits under the lock for all to be out.
+    /// The same as in `state`, to be looked at without the lock (Relaxed): `close` waits under the lock for all to be
+    /// out.
     open: AtomicBool,
 }
 

@@ -64,7 +64,8 @@ impl Tail {
         first_error.map_or_else(|| Self::parse_opaque(bytes, base), Err)
     }
 
-    /// The same for a tail whose trailer begins at `start` and is the last thing there is, if it describes the sections.
+    /// The same for a tail whose trailer begins at `start` and is the last thing there is, if it describes the
+    /// sections.
     pub(super) fn up_to_trailer(bytes: &[u8], start: usize) -> Option<Self> {
         let (text, json) = trailer(bytes, start).filter(|(_, json)| json.end == bytes.len())?;
         let sections = Self::walk(bytes, 0, &described(text)?, &json).ok()?;

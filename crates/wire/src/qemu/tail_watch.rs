@@ -3,13 +3,14 @@ use super::Tail;
 use super::record::{EOF, VMDESC};
 use super::tail::TRAILER_HEADER_BYTES;
 
-/// Tells when a tail is whole whose trailer says so. However many pieces it comes in, and whatever they are, each byte is looked at once: a peer
-/// chooses both.
+/// Tells when a tail is whole whose trailer says so. However many pieces it comes in, and whatever they are, each byte
+/// is looked at once: a peer chooses both.
 #[derive(Debug, Clone, Default)]
 pub struct TailWatch {
     /// Before this place no beginning of a trailer need be looked for.
     seen: usize,
-    /// The last beginning there. The text of a trailer has no zero byte, so none but the last one can be that of the trailer at the end.
+    /// The last beginning there. The text of a trailer has no zero byte, so none but the last one can be that of the
+    /// trailer at the end.
     trailer: Option<usize>,
 }
 
@@ -19,8 +20,8 @@ impl TailWatch {
         Self::default()
     }
 
-    /// The tail's parts, if `tail` is all of it: if it ends with a trailer that describes all sections before. It begins with the bytes of the call
-    /// before this one.
+    /// The tail's parts, if `tail` is all of it: if it ends with a trailer that describes all sections before. It
+    /// begins with the bytes of the call before this one.
     pub fn whole(&mut self, tail: &[u8]) -> Option<Tail> {
         if !tail.ends_with(b"}") {
             return None;

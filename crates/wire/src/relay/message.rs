@@ -46,16 +46,17 @@ pub enum Message {
     },
     /// 2, D to S: they may come.
     Welcome,
-    /// 3, S to D: QEMU has opened a connection; open one of this number to the QEMU that waits, and say at once what it says first: a QEMU that accepts
-    /// a connection does nothing else until it has heard something. Numbers begin at 0, the main connection, and have no gaps.
+    /// 3, S to D: QEMU has opened a connection; open one of this number to the QEMU that waits, and say at once what it
+    /// says first: a QEMU that accepts a connection does nothing else until it has heard something. Numbers begin at 0,
+    /// the main connection, and have no gaps.
     Open {
         /// Its number, below [`MAX_CONNECTIONS`].
         connection: u16,
         /// 1 to [`MAX_FIRST_BYTES`], which no packet has.
         first: Vec<u8>,
     },
-    /// 4, both: so much more may be sent to me on this connection. The first one is the size of the window; each later one says that so much of it was
-    /// written to my QEMU.
+    /// 4, both: so much more may be sent to me on this connection. The first one is the size of the window; each later
+    /// one says that so much of it was written to my QEMU.
     Credit {
         /// Which one.
         connection: u16,

@@ -1,8 +1,9 @@
 //! What two relays say to each other that stand between two QEMUs.
 //!
-//! The relay near the source opens all connections of the link: one for *control*, which carries [`Message`]s both ways, and 1 to 255 for *data*,
-//! which carry [`Packet`]s both ways. Each begins with a [`Greeting`]. A packet has bytes of one of QEMU's connections; bytes of one connection may
-//! travel on any data connection, and are put in order by their sequence numbers. `docs/protocol.md` has the order of things.
+//! The relay near the source opens all connections of the link: one for *control*, which carries [`Message`]s both
+//! ways, and 1 to 255 for *data*, which carry [`Packet`]s both ways. Each begins with a [`Greeting`]. A packet has
+//! bytes of one of QEMU's connections; bytes of one connection may travel on any data connection, and are put in order
+//! by their sequence numbers. `docs/protocol.md` has the order of things.
 mod message;
 mod packet;
 
@@ -19,7 +20,8 @@ pub const MAX_CONNECTIONS: u16 = 256;
 
 const LINK: Protocol = Protocol { magic: *b"TSRL", version: VERSION, other: "no relay begins a link so" };
 
-/// Sent once by the relay near the source on each connection of the link, before anything else: a [`Preamble`] with the magic `TSRL`.
+/// Sent once by the relay near the source on each connection of the link, before anything else: a [`Preamble`] with the
+/// magic `TSRL`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Greeting(pub Preamble);
 

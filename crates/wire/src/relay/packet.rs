@@ -78,7 +78,8 @@ impl Packet {
     }
 
     /// # Errors
-    /// Any field that breaks a rule of the layout. Whether there is such a connection, and room for the bytes, is the engine's to check.
+    /// Any field that breaks a rule of the layout. Whether there is such a connection, and room for the bytes, is the
+    /// engine's to check.
     pub fn decode(header: &[u8; PACKET_BYTES]) -> Result<Self, Error> {
         let mut reader = Reader::new(header, 0);
         let magic = reader.u32("packet magic")?;

@@ -86,8 +86,8 @@ impl Host {
         }
     }
 
-    /// Plugs the balloon in, if it has one and it is `wanted` or has been before: the process keeps hold of the guest's memory once it had it,
-    /// and is to be named from then on. Gives its socket.
+    /// Plugs the balloon in, if it has one and it is `wanted` or has been before: the process keeps hold of the guest's
+    /// memory once it had it, and is to be named from then on. Gives its socket.
     pub(crate) fn plug(&mut self, wanted: bool) -> Result<Option<String>> {
         self.had_balloon |= wanted;
         let Some(balloon) = self.balloon.as_ref().filter(|_| self.had_balloon) else { return Ok(None) };

@@ -1,4 +1,5 @@
-//! `make soak`: moves, saves and restores one guest between stock QEMUs again and again, hurts somebody meanwhile, and looks at what came of it.
+//! `make soak`: moves, saves and restores one guest between stock QEMUs again and again, hurts somebody meanwhile, and
+//! looks at what came of it.
 //!
 //! - [`plan`]: what is to happen, from a seed
 //! - [`host`], [`shelf`], [`guest`]: a QEMU, the shared disk with the last snapshot, and what the guest says of itself

@@ -1,5 +1,5 @@
-//! What is to happen: made from a seed and the number of a step, and from nothing else. So a failure comes again with the same seed, as far
-//! as the machine's own timing lets it.
+//! What is to happen: made from a seed and the number of a step, and from nothing else. So a failure comes again with
+//! the same seed, as far as the machine's own timing lets it.
 use std::time::Duration;
 
 /// A QEMU. All of them have the machine type [`MACHINE`].

@@ -1,4 +1,5 @@
-//! What of ours could be left in a QEMU: threads, descriptors, memory that a userfaultfd watches, settings of its migration, a debugger.
+//! What of ours could be left in a QEMU: threads, descriptors, memory that a userfaultfd watches, settings of its
+//! migration, a debugger.
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::fs;

@@ -1,4 +1,5 @@
-//! Who runs the guest after a move, and whether that is as it was promised. What a message tells a person to do is done, word for word.
+//! Who runs the guest after a move, and whether that is as it was promised. What a message tells a person to do is
+//! done, word for word.
 use crate::host::Host;
 use crate::plan::{Blow, Harm, Victim};
 use crate::story::Story;

@@ -1,7 +1,8 @@
 //! How many windows that are to go as they are go to the channels at a time, and how many may be on their way.
 //!
-//! Each that is handed over alone wakes a thread, which is dear beside a fast link, and channels that find nothing ready lose time. But what a channel has
-//! taken can't be encoded any more when the choice changes, and a slow link carries few windows in the time that a look at it takes.
+//! Each that is handed over alone wakes a thread, which is dear beside a fast link, and channels that find nothing
+//! ready lose time. But what a channel has taken can't be encoded any more when the choice changes, and a slow link
+//! carries few windows in the time that a look at it takes.
 use std::time::{Duration, Instant};
 
 use transship_memory::PAGE_BYTES;
@@ -9,14 +10,17 @@ use transship_wire::PAGES_PER_PACKET;
 
 use super::{Counts, Threads};
 
-/// Windows that are on their way at first while pages are sent as they are only to see how fast the link is: it should cost a slow link little. To a fast
-/// one so few would make it look slow, so as many as it takes in this time are on their way as soon as that is seen,
+/// Windows that are on their way at first while pages are sent as they are only to see how fast the link is: it should
+/// cost a slow link little. To a fast one so few would make it look slow, so as many as it takes in this time are on
+/// their way as soon as that is seen,
 const PROBING_WINDOWS: u64 = 2;
 const PROBING: Duration = Duration::from_millis(8);
-/// step by step, since sockets may hold more than is thought. What is seen with fewer of them is void if there can be so many more.
+/// step by step, since sockets may hold more than is thought. What is seen with fewer of them is void if there can be
+/// so many more.
 const PROBING_STEP: f64 = 1.5;
 const PROBING_STEP_MOST: u64 = 2;
-/// Otherwise a batch is what the link takes in this time, up to so many windows, and in the hands of all channels together up to so many.
+/// Otherwise a batch is what the link takes in this time, up to so many windows, and in the hands of all channels
+/// together up to so many.
 const BATCH: Duration = Duration::from_millis(2);
 const BATCH_WINDOWS: u64 = 8;
 const WINDOWS_IN_HANDS: u64 = 32;
@@ -51,15 +55,16 @@ impl RawFlow {
         Self { batch: batch as usize, most, most_alone }
     }
 
-    /// Whether another one may go when so many are on their way, of which so many wait for their batch to be full. A batch is begun only if all of it may go:
-    /// else the first small one would have all others be small.
+    /// Whether another one may go when so many are on their way, of which so many wait for their batch to be full. A
+    /// batch is begun only if all of it may go: else the first small one would have all others be small.
     pub(crate) fn lets(self, on_their_way: u64, batch: usize) -> bool {
         let others = if batch == 0 { self.batch as u64 - 1 } else { 0 };
         on_their_way + others < self.most
     }
 
-    /// Whoever hands them over, and may not, should sleep until no more are on their way. With batches these are half of what may be, and he wakes seldom:
-    /// each time he takes a core from a channel, which costs more than it seems to where there are few.
+    /// Whoever hands them over, and may not, should sleep until no more are on their way. With batches these are half
+    /// of what may be, and he wakes seldom: each time he takes a core from a channel, which costs more than it seems to
+    /// where there are few.
     pub(crate) fn sleep_until(self) -> u64 {
         if self.batch == 1 { self.most - 1 } else { (self.most / 2).min(self.most - self.batch as u64) }
     }
@@ -76,7 +81,8 @@ pub(super) struct Probe {
 impl Probe {
     pub(super) const BEGIN: Self = Self { flow: RawFlow::PROBING, since: None };
 
-    /// Returns whether so many more may be on their way now that what was seen before is void. `are_full`: the sockets, which else take a few windows at once.
+    /// Returns whether so many more may be on their way now that what was seen before is void. `are_full`: the sockets,
+    /// which else take a few windows at once.
     pub(super) fn pass(&mut self, now: Instant, counts: &Counts, are_full: bool, threads: Threads) -> bool {
         let (since, before) = *self.since.get_or_insert((now, *counts));
         let RawFlow { most, .. } = self.flow;

@@ -45,8 +45,8 @@ impl Link {
         self.looks = (self.looks + 1).min(LOOKS_MAX);
     }
 
-    /// How many times its time each encoded byte takes, if that is well known and the encoders are not waited for. Nothing else has changed since it was
-    /// looked at but the encoding.
+    /// How many times its time each encoded byte takes, if that is well known and the encoders are not waited for.
+    /// Nothing else has changed since it was looked at but the encoding.
     pub(super) fn compared_with(&self, pace: &Pace) -> f64 {
         if self.is_exact && pace.waits_for_link { (pace.seconds_a_byte / self.newest).max(1.0) } else { 1.0 }
     }
@@ -57,15 +57,16 @@ impl Link {
         let age = (now - self.looked) / f64::from((1 + self.looks).pow(2));
         let look = (LOOK_WINDOWS * PAGES_PER_PACKET * PAGE_BYTES as u64) as f64 * here / LOSS;
         if !pace.waits_for_link {
-            // So much goes through now: it is not what it was. Or nobody has seen for long whether it would let more through.
+            // So much goes through now: it is not what it was. Or nobody has seen for long whether it would let more
+            // through.
             let is_faster = self.seconds_a_byte > here * ANOTHER;
             self.looks = if is_faster { 0 } else { self.looks };
             self.seconds_a_byte = if is_faster || age > look.max(BELIEVED) { 0.0 } else { self.seconds_a_byte };
         } else if !self.is_exact && age > look {
             self.seconds_a_byte = 0.0;
         } else if !self.is_exact || self.seconds_a_byte * PAGE_BYTES as f64 > pace.seconds_a_page {
-            // What encoded pages need for a byte is what others would need, too; unless it is what lies behind the link that is slow, and then pages
-            // as they are would be faster.
+            // What encoded pages need for a byte is what others would need, too; unless it is what lies behind the link
+            // that is slow, and then pages as they are would be faster.
             self.is_exact &= (self.seconds_a_byte / here).max(here / self.seconds_a_byte) < ANOTHER;
             self.seconds_a_byte = here;
         }

@@ -7,10 +7,11 @@
 //!                                    bytes that are left of it × seconds that the link takes for a byte
 //! ```
 //!
-//! What an encoding costs and leaves is known from samples: now and then an encoder encodes a window in all ways after it has gone, and throws the
-//! results away. That disturbs nobody's bytes. How fast the link is shows when pages go as they are, and whenever everything else waits for it. So
-//! nothing has to be tried that can't win. What should win is used for a stretch, and stays only if it was better: the model knows nothing of slow
-//! decoders and of cores that both sides share. What it promised in vain is doubted for a while.
+//! What an encoding costs and leaves is known from samples: now and then an encoder encodes a window in all ways after
+//! it has gone, and throws the results away. That disturbs nobody's bytes. How fast the link is shows when pages go as
+//! they are, and whenever everything else waits for it. So nothing has to be tried that can't win. What should win is
+//! used for a stretch, and stays only if it was better: the model knows nothing of slow decoders and of cores that both
+//! sides share. What it promised in vain is doubted for a while.
 mod flow;
 mod link;
 mod pace;
@@ -37,16 +38,17 @@ const STRETCH: Duration = Duration::from_millis(10);
 const STRETCH_WINDOWS: u64 = 8;
 const STRETCH_WINDOWS_A_CHANNEL: u64 = 4;
 const STRETCH_WINDOWS_AN_ENCODER: u64 = 2;
-/// Windows under a new encoding before it is measured: what is in rings and sockets still is the earlier one's. Pages as they are overtake what each
-/// encoder has, which is only waited for when there is time.
+/// Windows under a new encoding before it is measured: what is in rings and sockets still is the earlier one's. Pages
+/// as they are overtake what each encoder has, which is only waited for when there is time.
 const SETTLING_WINDOWS: u64 = 4;
 const SETTLING_WINDOWS_PROBING: u64 = 1;
 const SETTLING_WINDOWS_AN_ENCODER: u64 = 5;
 /// What the socket of a channel takes without sending it, about.
 const SOCKET_BYTES: u64 = 256 * 1024;
-/// A stretch in which something else is so much faster, even if all that is on its way had arrived, is over after its time, and so many windows:
-/// before those the threads may not even have begun. At the very beginning it gets more time: a machine that stalled for a moment is soon taken for a
-/// slow link, and a link that is slow loses no more than that.
+/// A stretch in which something else is so much faster, even if all that is on its way had arrived, is over after its
+/// time, and so many windows: before those the threads may not even have begun. At the very beginning it gets more
+/// time: a machine that stalled for a moment is soon taken for a slow link, and a link that is slow loses no more than
+/// that.
 const PATIENCE: f64 = 1.5;
 const CUT_WINDOWS: u64 = 2;
 const FIRST_CUT: Duration = Duration::from_millis(30);
@@ -94,8 +96,8 @@ impl Threads {
 #[derive(Debug)]
 pub(crate) struct Auto {
     threads: Threads,
-    /// The encoding that leaves pages as they are. It is used first: it shows how fast the link is, and where it is the best there is least time for
-    /// anything else.
+    /// The encoding that leaves pages as they are. It is used first: it shows how fast the link is, and where it is the
+    /// best there is least time for anything else.
     raw: usize,
     current: usize,
     /// What was used before, while the current one is on trial.
@@ -231,7 +233,8 @@ impl Auto {
             stretch.settled = stretch.settled.filter(|_| !is_void);
             self.stretch = Some(stretch);
         }
-        // At the very beginning empty sockets must do: there is something to be seen earlier if it is slow in spite of that.
+        // At the very beginning empty sockets must do: there is something to be seen earlier if it is slow in spite of
+        // that.
         let may_settle = are_full || self.link.is_none();
         match stretch.settled {
             None if counts.own_pages >= stretch.begin + self.settling_pages() && may_settle => {
@@ -247,7 +250,8 @@ impl Auto {
         Choice { encoding: self.current, sample }
     }
 
-    /// Pages as they are pass the encoders by, but on two hosts in one, or where there are few cores, what carries them needs the cores.
+    /// Pages as they are pass the encoders by, but on two hosts in one, or where there are few cores, what carries them
+    /// needs the cores.
     fn idle(&self) -> samples::Encoders {
         match self.pace {
             Some(pace) if self.current != self.raw && pace.waits_for_link => samples::Encoders::Waiting,
@@ -382,7 +386,8 @@ impl Auto {
         self.model(encoding, pace) * self.doubted(encoding, pace)
     }
 
-    /// By what factor. One encoding that was slow because others need the cores makes us doubt those that nobody has tried.
+    /// By what factor. One encoding that was slow because others need the cores makes us doubt those that nobody has
+    /// tried.
     fn doubted(&self, encoding: usize, pace: Pace) -> f64 {
         let valid = |doubt: &Option<Doubt>| {
             let Doubt { factor, pace: then, until } = (*doubt)?;
@@ -396,7 +401,8 @@ impl Auto {
         }
     }
 
-    /// Seconds that a page takes by the model. Beside an encoding in use the others are seen in its light: what makes it slow makes them slow.
+    /// Seconds that a page takes by the model. Beside an encoding in use the others are seen in its light: what makes
+    /// it slow makes them slow.
     fn model(&self, encoding: usize, pace: Pace) -> f64 {
         let link = self.link.map_or(0.0, |link| link.seconds_a_byte());
         if encoding == self.raw {
@@ -412,7 +418,8 @@ impl Auto {
         self.by_samples(encoding, slower, link, pace.harder)
     }
 
-    /// With encoders that are `slower` than in the samples, and pages that are `harder`. Nothing is promised by what was never sampled.
+    /// With encoders that are `slower` than in the samples, and pages that are `harder`. Nothing is promised by what
+    /// was never sampled.
     fn by_samples(&self, encoding: usize, slower: f64, link: f64, harder: f64) -> f64 {
         let Some((left, seconds)) = self.samples.of(encoding) else { return f64::INFINITY };
         let left = (left * harder).min(PAGE_BYTES as f64);

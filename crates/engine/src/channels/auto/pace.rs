@@ -20,7 +20,8 @@ pub(crate) struct Counts {
     /// Those of them that the encoding in use was chosen for.
     pub(crate) own_pages: u64,
     pub(crate) own_wire: u64,
-    /// Time in which an encoder had a window at hand, and in which encoders and channels looked for zero pages; all threads together.
+    /// Time in which an encoder had a window at hand, and in which encoders and channels looked for zero pages; all
+    /// threads together.
     pub(crate) encoding: Duration,
     pub(crate) looking: Duration,
 }

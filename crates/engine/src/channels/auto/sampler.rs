@@ -7,7 +7,8 @@ use transship_memory::PAGE_BYTES;
 use super::Sample;
 use crate::cpu;
 
-/// The time that an encoder took is believed up to so many times its CPU time: beyond that it was held up by what has nothing to do with it.
+/// The time that an encoder took is believed up to so many times its CPU time: beyond that it was held up by what has
+/// nothing to do with it.
 const HELD_UP: f64 = 3.0;
 /// A new encoder warms up with this share of the bytes.
 const WARM_UP: usize = 8;
@@ -22,8 +23,8 @@ pub(crate) struct Sampler {
 }
 
 impl Sampler {
-    /// Encodes `bytes`, of whole pages but maybe the last, in all ways, and keeps only what there is to learn from it. `raw`: the encoding that leaves
-    /// them as they are.
+    /// Encodes `bytes`, of whole pages but maybe the last, in all ways, and keeps only what there is to learn from it.
+    /// `raw`: the encoding that leaves them as they are.
     pub(crate) fn take(&mut self, encoders: &mut [(u8, Box<dyn Encoder>)], raw: Option<usize>, bytes: &[u8]) -> Sample {
         let Self { scratch, is_warm } = self;
         if !std::mem::replace(is_warm, *is_warm || !bytes.is_empty()) {
@@ -44,14 +45,15 @@ impl Sampler {
     }
 }
 
-/// What an encoder needs that took so much wall time and CPU time, in seconds. Who has to share the core with others would not have it for himself later,
-/// but more of it than beside all that is done now.
+/// What an encoder needs that took so much wall time and CPU time, in seconds. Who has to share the core with others
+/// would not have it for himself later, but more of it than beside all that is done now.
 fn needs(wall: f64, cpu: f64) -> Duration {
     Duration::from_secs_f64((wall.clamp(0.0, HELD_UP * cpu.max(0.0)) * cpu.max(0.0)).sqrt())
 }
 
-/// The first thing that a new encoder makes is slow: its tables and the buffer for what it makes are not in memory yet, nor its code in caches. So before
-/// the first sample of a thread each of its encoders gets something that nobody measures.
+/// The first thing that a new encoder makes is slow: its tables and the buffer for what it makes are not in memory yet,
+/// nor its code in caches. So before the first sample of a thread each of its encoders gets something that nobody
+/// measures.
 fn warm_up(encoders: &mut [(u8, Box<dyn Encoder>)], bytes: &[u8], scratch: &mut Vec<u8>) {
     scratch.resize(bytes.len(), 0);
     let some = &bytes[..bytes.len() / WARM_UP / PAGE_BYTES * PAGE_BYTES];

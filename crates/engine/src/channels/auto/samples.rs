@@ -79,7 +79,8 @@ impl Samples {
 
     /// Whether to ask for one, `pages` with content having been sent so far. It counts as asked for then.
     ///
-    /// Zero pages teach nothing, and where there is one there are many: after a window of them none is asked for until others were met.
+    /// Zero pages teach nothing, and where there is one there are many: after a window of them none is asked for until
+    /// others were met.
     pub(super) fn ask(&mut self, pages: u64) -> bool {
         if std::mem::take(&mut self.was_empty) {
             self.pages_seen = Some(pages);

@@ -1,5 +1,5 @@
-//! A move in virtual time, for the choice between encodings: feeder, rings, encoders, channels, sockets that take more than they send, a link, decoders,
-//! and cores that all of them share. Nothing in here knows what the choice believes.
+//! A move in virtual time, for the choice between encodings: feeder, rings, encoders, channels, sockets that take more
+//! than they send, a link, decoders, and cores that all of them share. Nothing in here knows what the choice believes.
 #![allow(clippy::unwrap_used)]
 use std::{
     collections::VecDeque,
@@ -260,8 +260,8 @@ fn auto(hosts: &Hosts, pages: u64, parts: &[Part]) -> f64 {
 const GIB: u64 = 262_144;
 const GIGABIT: f64 = 125e6;
 
-/// Within `more` times the best, and 1.05 times what it takes without encoding, apart from two looks at how fast the link is, at the begin and later, and
-/// what is seen only after two or three stretches of 10 ms.
+/// Within `more` times the best, and 1.05 times what it takes without encoding, apart from two looks at how fast the
+/// link is, at the begin and later, and what is seen only after two or three stretches of 10 ms.
 fn assert_near_best(hosts: &Hosts, pages: u64, parts: &[Part], more: f64) {
     let fixed = fixed(hosts, pages, parts);
     let (ours, best) = (auto(hosts, pages, parts), fixed.iter().copied().fold(f64::INFINITY, f64::min));
@@ -297,7 +297,8 @@ fn it_notices_that_the_link_has_become_slow_and_fast_again() {
     assert!(ours < fixed * 0.99, "{ours} s, {fixed} s by the best that does not change its mind");
 }
 
-/// Over a link that waits for nobody's encoders, zstd is better than lz4. It was held up in the only sample of it so far.
+/// Over a link that waits for nobody's encoders, zstd is better than lz4. It was held up in the only sample of it so
+/// far.
 #[test]
 fn a_sample_that_came_out_slow_is_soon_made_up_for() {
     let far = Hosts { one_host: false, socket: 1e6, ..TWO_CORES };
@@ -364,7 +365,8 @@ fn hosts() -> impl Strategy<Value = Hosts> {
 }
 
 proptest! {
-    // The same cases each time: how near it comes is a matter of degree, and a test that fails now and then teaches to ignore it.
+    // The same cases each time: how near it comes is a matter of degree, and a test that fails now and then teaches to
+    // ignore it.
     #![proptest_config(ProptestConfig {
         cases: 16,
         rng_seed: RngSeed::Fixed(7),

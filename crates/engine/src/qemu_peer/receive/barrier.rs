@@ -1,4 +1,5 @@
-//! Barriers between the main stream and the channels: what came before one on any channel is in place before anything behind it is.
+//! Barriers between the main stream and the channels: what came before one on any channel is in place before anything
+//! behind it is.
 use std::sync::{Condvar, Mutex, MutexGuard};
 
 use crate::{Error, Progress, control::TICK};

@@ -1,11 +1,13 @@
 //! Where the stream ends of a source that does not close the connection, as it waits for an answer.
 //!
 //! - With the description of the device sections, which says where these end and is the last thing of all.
-//! - Without it, if the source was told to leave it out: behind the last section, which is known, comes the byte that ends them, and then nothing.
-//! - Behind the last section, if the source asks there whether everything is loaded, before it hands its guest over by that byte: a transship does that
-//!   (`move --peer qemu`), and no QEMU.
+//! - Without it, if the source was told to leave it out: behind the last section, which is known, comes the byte that
+//!   ends them, and then nothing.
+//! - Behind the last section, if the source asks there whether everything is loaded, before it hands its guest over by
+//!   that byte: a transship does that (`move --peer qemu`), and no QEMU.
 //!
-//! A peer chooses how long the tail is and in which pieces it comes, so what is looked at after each of them does not grow with the tail.
+//! A peer chooses how long the tail is and in which pieces it comes, so what is looked at after each of them does not
+//! grow with the tail.
 use transship_wire::qemu::{Command, GlobalState, StreamWriter, TailWatch};
 
 /// How long nothing must follow what looks like the end without description.
@@ -18,8 +20,8 @@ const FOOTER_BYTES: usize = 5;
 /// In front of the description: its type and its length.
 const TRAILER_HEADER_BYTES: usize = 5;
 
-/// Where the byte is that ends the sections, with which a QEMU runs the guest, if these are all the bytes behind the memory, or all but their
-/// description. `watch`: of this tail.
+/// Where the byte is that ends the sections, with which a QEMU runs the guest, if these are all the bytes behind the
+/// memory, or all but their description. `watch`: of this tail.
 pub(in crate::qemu_peer) fn place(watch: &mut TailWatch, tail: &[u8]) -> Option<usize> {
     if ends(tail) {
         return Some(tail.len() - 1);

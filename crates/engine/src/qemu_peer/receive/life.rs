@@ -34,11 +34,12 @@ use crate::{
 
 const PAGE: u64 = PAGE_BYTES as u64;
 
-/// Receives one guest that a stock QEMU migrates to `listener`. `channels`: the source's multifd-channels, 0 without multifd; none: as many as
-/// come.
+/// Receives one guest that a stock QEMU migrates to `listener`. `channels`: the source's multifd-channels, 0 without
+/// multifd; none: as many as come.
 ///
-/// On success the guest is in the file, which is on the disk under its name, or runs here if it ran there. The source learns of success not before
-/// that is so (of a guest: not before it is loaded); on failure its guest runs on, except that [`Error::Unknown`] means what it says.
+/// On success the guest is in the file, which is on the disk under its name, or runs here if it ran there. The source
+/// learns of success not before that is so (of a guest: not before it is loaded); on failure its guest runs on, except
+/// that [`Error::Unknown`] means what it says.
 ///
 /// # Errors
 /// See [`Error`].

@@ -1,5 +1,5 @@
-//! Who connects: the main connection, told by its first bytes, and the multifd channels, by theirs. They come in any order, and whoever is silent
-//! keeps nobody waiting.
+//! Who connects: the main connection, told by its first bytes, and the multifd channels, by theirs. They come in any
+//! order, and whoever is silent keeps nobody waiting.
 use std::{
     collections::BTreeMap,
     os::fd::AsFd,
@@ -80,8 +80,8 @@ impl<'a> Lobby<'a> {
             .collect())
     }
 
-    /// The channels, by their numbers. The source has said on the main connection that all of them are there. `count`: how many there have to
-    /// be; none: as many as have come.
+    /// The channels, by their numbers. The source has said on the main connection that all of them are there. `count`:
+    /// how many there have to be; none: as many as have come.
     pub(super) fn channels(&mut self, count: Option<u8>) -> Result<Vec<Line>, Error> {
         self.expected = count;
         let begin = Instant::now();
@@ -131,7 +131,8 @@ impl<'a> Lobby<'a> {
         Some(format!("opened channel {number}, where --channels says that there are {expected}"))
     }
 
-    /// Lets in who stands at the door, waiting for somebody for `timeout`, and looks who has said what. Whether somebody came.
+    /// Lets in who stands at the door, waiting for somebody for `timeout`, and looks who has said what. Whether
+    /// somebody came.
     fn look(&mut self, timeout: Duration) -> Result<bool, Error> {
         let came = self.door.look(timeout)?;
         while let Some((caller, line)) = self.door.known() {

@@ -18,7 +18,8 @@ const LET_GO_TIMEOUT: Duration = Duration::from_secs(60);
 /// How long a source that was told that everything is loaded may take to hand its guest over.
 const END_TIMEOUT: Duration = Duration::from_secs(120);
 
-/// The stream. It waits for a source that is silent, for as long as that is: a source may be told to wait before its last round.
+/// The stream. It waits for a source that is silent, for as long as that is: a source may be told to wait before its
+/// last round.
 pub(super) struct Incoming {
     connection: Connection,
     progress: Arc<Progress>,
@@ -84,8 +85,8 @@ impl Incoming {
         Arc::clone(&self.barrier)
     }
 
-    /// Where it is to be said, of a source that does not close the connection, that what came last may be the end: if nothing follows for so
-    /// many milliseconds, it is.
+    /// Where it is to be said, of a source that does not close the connection, that what came last may be the end: if
+    /// nothing follows for so many milliseconds, it is.
     pub(super) fn silence(&self) -> Arc<AtomicU64> {
         Arc::clone(&self.silence)
     }
@@ -123,8 +124,8 @@ impl Answers {
         Error::Protocol { peer: self.peer.clone(), what }
     }
 
-    /// Answers the question of a source behind its last section: everything is loaded. Then waits until it hands its guest over, which is the byte
-    /// that ends the sections.
+    /// Answers the question of a source behind its last section: everything is loaded. Then waits until it hands its
+    /// guest over, which is the byte that ends the sections.
     ///
     /// # Errors
     /// It does not: its guest is its own. Cancelled.
@@ -156,7 +157,8 @@ impl Answers {
         }
     }
 
-    /// Tells the source that all of it has arrived and is safe: the guest is not its own any more once it has read that.
+    /// Tells the source that all of it has arrived and is safe: the guest is not its own any more once it has read
+    /// that.
     ///
     /// # Errors
     /// It can't be told: it has failed meanwhile, and goes on.
@@ -182,8 +184,8 @@ impl Answers {
         self.connection.shutdown();
     }
 
-    /// Waits until the source, which was told that all is well or has written all that it had, closes the connection: it is done. False: it was
-    /// torn down, or stays open.
+    /// Waits until the source, which was told that all is well or has written all that it had, closes the connection:
+    /// it is done. False: it was torn down, or stays open.
     pub(super) fn let_go(&mut self) -> bool {
         let deadline = Instant::now() + LET_GO_TIMEOUT;
         let mut rest = [0; 4096];
@@ -203,8 +205,8 @@ impl Answers {
     }
 }
 
-/// Whether a source of this machine type may wait for word that the destination is ready. Those before 8.1 would not understand it, and may be of
-/// a QEMU that is newer or not; those since 11.1 don't ask.
+/// Whether a source of this machine type may wait for word that the destination is ready. Those before 8.1 would not
+/// understand it, and may be of a QEMU that is newer or not; those since 11.1 don't ask.
 fn wants_ack(machine: &str) -> bool {
     let version = machine.rsplit('-').next().and_then(|version| version.split_once('.'));
     let version = version.and_then(|(major, minor)| Some((major.parse().ok()?, minor.parse().ok()?)));

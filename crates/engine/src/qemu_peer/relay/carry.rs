@@ -30,7 +30,8 @@ impl Sender {
         Self { stream: Arc::clone(stream), outlet: Arc::clone(outlet), session: Arc::clone(session), sequence: 0 }
     }
 
-    /// Sends bytes when there is room for them over there. A session that is broken takes no more, and says so elsewhere.
+    /// Sends bytes when there is room for them over there. A session that is broken takes no more, and says so
+    /// elsewhere.
     pub(super) fn send(&mut self, bytes: &[u8], gives_end: bool) -> Result<(), Error> {
         for bytes in bytes.chunks(MAX_BYTES) {
             if self.session.fate.is_broken() {
@@ -95,8 +96,9 @@ pub(super) fn read_on(mut sender: Sender, mut look: impl FnMut(&[u8])) -> Result
     }
 }
 
-/// A QEMU's connection has broken. While the end of the stream is withheld, this ends all: the other QEMU is to hear of it as it would have without
-/// relays. Afterwards the guest may be over there, and a source that is gone is an end like any other.
+/// A QEMU's connection has broken. While the end of the stream is withheld, this ends all: the other QEMU is to hear of
+/// it as it would have without relays. Afterwards the guest may be over there, and a source that is gone is an end like
+/// any other.
 pub(super) fn broken(sender: Sender, error: io::Error) -> Result<(), Error> {
     if sender.session.end_given.load(SeqCst) {
         return sender.end();

@@ -24,7 +24,8 @@ use crate::{Error, Listener, Phase, Progress, Report, Uri, control::TICK, source
 
 /// Relays one migration to the stock QEMU that waits at `to`, from the relay that connects to `listener`.
 ///
-/// On success that QEMU has said that everything is loaded. On failure it can't run the guest, except that [`Error::Unknown`] means what it says.
+/// On success that QEMU has said that everything is loaded. On failure it can't run the guest, except that
+/// [`Error::Unknown`] means what it says.
 ///
 /// # Errors
 /// See [`Error`].
@@ -77,8 +78,8 @@ fn serve(session: &Arc<Session>, outlet: &Arc<Outlet>, messages: link::Messages,
     Ok(())
 }
 
-/// Opens a connection to the QEMU that waits. It is given the first bytes at once: a QEMU that accepts a connection does nothing else until it has heard
-/// something.
+/// Opens a connection to the QEMU that waits. It is given the first bytes at once: a QEMU that accepts a connection
+/// does nothing else until it has heard something.
 fn open(number: u16, first: &[u8], session: &Arc<Session>, outlet: &Arc<Outlet>, to: &Uri) -> Result<(), Error> {
     if usize::from(number) != session.streams().len() || number >= MAX_CONNECTIONS {
         return Err(session.fate.broke(format!("opened connection {number} out of turn")));

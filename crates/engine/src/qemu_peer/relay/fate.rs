@@ -25,8 +25,8 @@ pub(super) struct Failure {
 pub(super) struct Fate {
     /// The other relay.
     pub(super) peer: String,
-    /// Set once, with `failure`. SeqCst, as is that the waiting QEMU may have the end: whoever gives the end sets that and then looks at this, and
-    /// whoever fails sets this and then looks at that.
+    /// Set once, with `failure`. SeqCst, as is that the waiting QEMU may have the end: whoever gives the end sets that
+    /// and then looks at this, and whoever fails sets this and then looks at that.
     failed: AtomicBool,
     failure: Mutex<Option<Failure>>,
     /// What the link says no more means nothing.
@@ -56,8 +56,8 @@ impl Fate {
         self.is_broken().then(|| lock(&self.failure).take()).flatten()
     }
 
-    /// Adds the other relay's word to a failure that was seen by other signs. Without a reason it is the answer to our own word, and tells of the end
-    /// only. False: nothing has failed so far.
+    /// Adds the other relay's word to a failure that was seen by other signs. Without a reason it is the answer to our
+    /// own word, and tells of the end only. False: nothing has failed so far.
     pub(super) fn add_word(&self, reason: &str, end: TheEnd) -> bool {
         let mut failure = lock(&self.failure);
         let Some(failure) = &mut *failure else { return false };

@@ -1,5 +1,6 @@
-//! What the relay near the source has to know of the main stream: whether the source waits for word from the destination, and where the byte is with
-//! which a QEMU runs the guest. What comes before that byte is sent on at once; itself, and what follows, when all before has been taken.
+//! What the relay near the source has to know of the main stream: whether the source waits for word from the
+//! destination, and where the byte is with which a QEMU runs the guest. What comes before that byte is sent on at once;
+//! itself, and what follows, when all before has been taken.
 use std::{borrow::Cow, sync::atomic::Ordering::SeqCst};
 
 use transship_wire::qemu::{Command, Record, Reply, Step, StreamReader, TailWatch};
@@ -16,7 +17,8 @@ pub(super) struct Follower {
     /// A record that is not complete.
     carry: Vec<u8>,
     place: Place,
-    /// The source has opened a return path; it wants postcopy; the list of its blocks has begun, and before that all of this is known.
+    /// The source has opened a return path; it wants postcopy; the list of its blocks has begun, and before that all of
+    /// this is known.
     pub(super) return_path: bool,
     pub(super) postcopy: bool,
     pub(super) begun: bool,

@@ -1,4 +1,5 @@
-//! Packets come in: one thread for each data connection of the link. It never waits for a QEMU, so no connection holds up another.
+//! Packets come in: one thread for each data connection of the link. It never waits for a QEMU, so no connection holds
+//! up another.
 use std::{
     collections::{HashMap, hash_map::Entry},
     io::{self, Read},

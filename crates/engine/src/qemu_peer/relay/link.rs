@@ -239,8 +239,8 @@ enum Caller {
     Data(SessionId, u8),
 }
 
-/// Takes a greeting, and behind that of a control connection a `Hello`. Tells what can be told to whom: a relay of another version hears why it is
-/// turned away, and the user here what somebody else may have meant.
+/// Takes a greeting, and behind that of a control connection a `Hello`. Tells what can be told to whom: a relay of
+/// another version hears why it is turned away, and the user here what somebody else may have meant.
 fn understand((connection, _): &mut Line, words: &[u8]) -> Words<Caller> {
     let strange = |why: &str| Words::Strange(why.into());
     let Some((greeting, hello)) = words.split_first_chunk() else { return Words::Unfinished };

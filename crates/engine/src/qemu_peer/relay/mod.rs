@@ -6,16 +6,19 @@
 //!                        ┘   and back, as it is: answers                                        └
 //! ```
 //!
-//! A relay carries the bytes of each of QEMU's connections, both ways, and changes none. A *stream* is one such connection at one relay: a thread
-//! reads from it and one writes to it. What is read is cut into packets, which may overtake each other on the link; the other relay puts them in order.
-//! Each stream has a window: so much may be on its way, and the other relay allows more when its QEMU has taken it. So a connection that is not
-//! read over there stands still alone.
+//! A relay carries the bytes of each of QEMU's connections, both ways, and changes none. A *stream* is one such
+//! connection at one relay: a thread reads from it and one writes to it. What is read is cut into packets, which may
+//! overtake each other on the link; the other relay puts them in order. Each stream has a window: so much may be on its
+//! way, and the other relay allows more when its QEMU has taken it. So a connection that is not read over there stands
+//! still alone.
 //!
 //! - `near`: the life of the relay near the source; `far`: of the one near the destination
-//! - `link`: the connections between the two, and `control_line` one of them; `inlet`: packets come in; `outlet`: packets go out, by way of the encoders
+//! - `link`: the connections between the two, and `control_line` one of them; `inlet`: packets come in; `outlet`:
+//!   packets go out, by way of the encoders
 //! - `stream`: one of QEMU's connections; `carry`: the threads that read from it and write to it
 //! - `session`: what all threads share; `fate`: whether it goes on
-//! - `follow`: what the relay near the source has to know of the main stream: whether there is a way back, and where the end is
+//! - `follow`: what the relay near the source has to know of the main stream: whether there is a way back, and where
+//!   the end is
 mod carry;
 mod control_line;
 mod far;

@@ -1,8 +1,9 @@
 //! The relay near the source: a QEMU migrates to it, and what it says goes to the relay near the destination.
 //!
-//! As long as the end of the stream has not been put on the link, the waiting QEMU can't run the guest, and whatever breaks ends with the guest running
-//! here: all of QEMU's connections are broken at once, as if a network had. From then on it may run over there until the source is told so;
-//! should the link break just then, the source's connections are kept, so that it waits and its guest stands still, until a person has looked.
+//! As long as the end of the stream has not been put on the link, the waiting QEMU can't run the guest, and whatever
+//! breaks ends with the guest running here: all of QEMU's connections are broken at once, as if a network had. From
+//! then on it may run over there until the source is told so; should the link break just then, the source's connections
+//! are kept, so that it waits and its guest stands still, until a person has looked.
 use std::{
     io,
     sync::{Arc, atomic::Ordering::SeqCst},
@@ -43,8 +44,9 @@ const FIRST_BYTES: usize = 8;
 
 /// Relays one migration of a stock QEMU that connects to `listener`, by the relay that waits at `to`.
 ///
-/// On success the source has heard that everything is loaded at the destination. On failure its guest runs on, except that [`Error::Unknown`] means what
-/// it says; that is returned when the source has closed its connections, or the user has said that it may go on.
+/// On success the source has heard that everything is loaded at the destination. On failure its guest runs on, except
+/// that [`Error::Unknown`] means what it says; that is returned when the source has closed its connections, or the user
+/// has said that it may go on.
 ///
 /// # Errors
 /// See [`Error`].
@@ -190,8 +192,8 @@ impl Near<'_> {
         Ok(())
     }
 
-    /// What the source says before its memory, which tells whether it waits for word. Nothing has been said to the waiting QEMU yet, so that it can still
-    /// be used if this source is refused.
+    /// What the source says before its memory, which tells whether it waits for word. Nothing has been said to the
+    /// waiting QEMU yet, so that it can still be used if this source is refused.
     fn head(&self, connection: &Connection, qemu: &str, session: &Session) -> Result<(Vec<u8>, Follower), Error> {
         let failed = |source| Error::Io { what: format!("read from {qemu}"), source };
         let mut connection = connection.try_clone().map_err(failed)?;
@@ -295,8 +297,8 @@ impl Near<'_> {
         )))
     }
 
-    /// The guest may run over there, or not, and nobody can tell. As long as its connections stay as they are, the source waits for word, and its guest stands
-    /// still.
+    /// The guest may run over there, or not, and nobody can tell. As long as its connections stay as they are, the
+    /// source waits for word, and its guest stands still.
     fn hold(&self, main: &Stream, error: &Error) {
         self.progress.set_phase(Phase::Relaying); // Ctrl-C means something again
         // One that came before could not know of this.

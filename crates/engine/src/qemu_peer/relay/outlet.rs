@@ -1,6 +1,8 @@
-//! Packets go out: by way of the encoders, or past them, into one ring, from which each data connection of the link takes what is next.
+//! Packets go out: by way of the encoders, or past them, into one ring, from which each data connection of the link
+//! takes what is next.
 //!
-//! What is small, and all of it without encoders, goes past them: there is nothing to win, and it may be an answer that somebody waits for.
+//! What is small, and all of it without encoders, goes past them: there is nothing to win, and it may be an answer that
+//! somebody waits for.
 use std::{
     io::{self, Write},
     sync::{
@@ -95,7 +97,8 @@ pub(super) struct Outlet {
     _no_encoder: Option<Mutex<Worker<Chunk, Ready>>>,
 }
 
-/// Where chunks are handed to encoders. Whoever reads from a QEMU takes it for as long as all encoders are busy: then the others would wait as well.
+/// Where chunks are handed to encoders. Whoever reads from a QEMU takes it for as long as all encoders are busy: then
+/// the others would wait as well.
 struct Front {
     submitter: Submitter<Chunk>,
     auto: Option<Auto>,
@@ -245,7 +248,8 @@ fn gone() -> Error {
     }
 }
 
-/// A data connection's thread. After a failure it takes on, and drops what it takes, so that nobody waits for room for ever.
+/// A data connection's thread. After a failure it takes on, and drops what it takes, so that nobody waits for room for
+/// ever.
 fn send_all(
     mut line: Connection,
     number: usize,

@@ -40,8 +40,8 @@ pub(super) struct Session {
     streams: RwLock<Vec<Arc<Stream>>>,
     /// Handles of the link's data connections, to end threads that are blocked in them.
     lines: Vec<Connection>,
-    /// The waiting QEMU may have got the end of the stream: near the source from the moment on at which it is put on the link, at the destination
-    /// from that at which it is written to that QEMU.
+    /// The waiting QEMU may have got the end of the stream: near the source from the moment on at which it is put on
+    /// the link, at the destination from that at which it is written to that QEMU.
     pub(super) end_given: AtomicBool,
     /// The waiting QEMU has said that everything is loaded, and at the source that was written to its QEMU.
     pub(super) all_is_well: AtomicBool,
@@ -177,7 +177,8 @@ impl Session {
         self.control.send(message).map_err(|source| self.link_failed(source, failed))
     }
 
-    /// What is seen first of a relay that ends the session may be that its connections close: waits a moment for its reason; also if `anyway`.
+    /// What is seen first of a relay that ends the session may be that its connections close: waits a moment for its
+    /// reason; also if `anyway`.
     pub(super) fn wait_for_reason(&self, anyway: bool) {
         let deadline = Instant::now() + REASON_TIMEOUT;
         let may_come = || !self.fate.was_told() && !self.control_ended.load(SeqCst) && Instant::now() < deadline;
@@ -192,7 +193,8 @@ impl Session {
         self.tell();
     }
 
-    /// Lets the other relay, which has been told that all is over, close the link first: it is to hear that before it sees connections end.
+    /// Lets the other relay, which has been told that all is over, close the link first: it is to hear that before it
+    /// sees connections end.
     pub(super) fn let_it_close(&self) {
         let deadline = Instant::now() + CLOSING_TIMEOUT;
         while !self.control_ended.load(SeqCst) && Instant::now() < deadline {

@@ -16,7 +16,8 @@ use transship_wire::relay::Packet;
 use super::fate::{Fate, lock};
 use crate::{Error, control::TICK, transport::Connection};
 
-/// What may be on its way on a connection in one direction, as [`cost`] counts it. All of it may have to be kept by the other relay.
+/// What may be on its way on a connection in one direction, as [`cost`] counts it. All of it may have to be kept by the
+/// other relay.
 pub(super) const WINDOW: u32 = 16 << 20;
 /// What a packet takes beside its bytes, so that many small ones are bounded too.
 const PACKET_COST: u32 = 256;

@@ -40,8 +40,8 @@ impl Common {
     }
 }
 
-/// Connects them one after the other, in the order of their numbers: a destination that has fewer has then closed its door before it sees
-/// a number that it would not expect.
+/// Connects them one after the other, in the order of their numbers: a destination that has fewer has then closed its
+/// door before it sees a number that it would not expect.
 pub(crate) fn connect(
     to: &Uri,
     count: u8,
@@ -79,7 +79,8 @@ pub(crate) struct PacketSender {
     shared: Arc<Shared>,
     common: Arc<Common>,
     method: Method,
-    /// For pages that no encoder had at hand: a QEMU takes nothing but its method here. None: pages go as they are, straight from guest memory.
+    /// For pages that no encoder had at hand: a QEMU takes nothing but its method here. None: pages go as they are,
+    /// straight from guest memory.
     storing: Option<Box<dyn Encoder>>,
     /// Put in front of the first payload.
     stream_header: &'static [u8],
@@ -129,8 +130,8 @@ impl PacketSender {
         self.write(&Pages::barrier().numbered(number).encode(), sent)
     }
 
-    /// The destination says nothing on a channel, and keeps it open until it has everything. One that knows nothing of this channel lets it
-    /// drop, and what was sent on it would be missing.
+    /// The destination says nothing on a channel, and keeps it open until it has everything. One that knows nothing of
+    /// this channel lets it drop, and what was sent on it would be missing.
     pub(crate) fn check_open(&self) -> Result<(), Error> {
         let mut byte = [0];
         match recv(self.connection.as_fd(), &mut byte, RecvFlags::PEEK | RecvFlags::DONTWAIT) {

@@ -91,7 +91,8 @@ impl Line {
         Ok(())
     }
 
-    /// Sends from `at` on, and leaves there how far it got. `last`: nothing can be cancelled any more, and answers are left for later.
+    /// Sends from `at` on, and leaves there how far it got. `last`: nothing can be cancelled any more, and answers are
+    /// left for later.
     fn push(&mut self, bytes: &[u8], at: &mut usize, last: bool) -> Result<(), Stopped> {
         let mut deadline = Instant::now() + STALL_TIMEOUT;
         while *at < bytes.len() {
@@ -174,8 +175,8 @@ impl Line {
         self.writer.command(&Command::Ping(self.pings));
     }
 
-    /// Sends what was written, the ping that ends it included, and waits until the destination has come to that. `others`: of its other connections,
-    /// which is an error if one of them has ended; it is asked again and again.
+    /// Sends what was written, the ping that ends it included, and waits until the destination has come to that.
+    /// `others`: of its other connections, which is an error if one of them has ended; it is asked again and again.
     ///
     /// # Errors
     /// It gives up, breaks the rules, or takes longer than `limit`; `doing` says what it was to do. Cancelled.

@@ -1,4 +1,5 @@
-//! What goes over the main connection while a round is sent: zero pages where it has to tell them, and without channels all others.
+//! What goes over the main connection while a round is sent: zero pages where it has to tell them, and without channels
+//! all others.
 use std::cell::RefCell;
 
 use transship_memory::{PAGE_BYTES, PageRange, PageSet};
@@ -92,7 +93,8 @@ impl Main for MainStream<'_> {
         None
     }
 
-    /// Where it does, it tells in the first round all that is a hole: whatever the destination's memory holds, it is zero there afterwards.
+    /// Where it does, it tells in the first round all that is a hole: whatever the destination's memory holds, it is
+    /// zero there afterwards.
     fn tells_holes(&self, region: usize, pending: &Pending) -> Result<bool, Error> {
         if self.common.zeros == Zeros::InPackets {
             return Ok(false);

@@ -33,9 +33,11 @@ use switchover::StockQemu;
 /// Options of a move to a stock QEMU.
 #[derive(Debug, Clone)]
 pub struct QemuSendOptions {
-    /// Multifd channels, as many as the destination has; 0: it has multifd off, and everything goes over one connection.
+    /// Multifd channels, as many as the destination has; 0: it has multifd off, and everything goes over one
+    /// connection.
     pub channels: u8,
-    /// How pages are encoded, as the destination's `multifd-compression` says: none, zlib or zstd. None without channels.
+    /// How pages are encoded, as the destination's `multifd-compression` says: none, zlib or zstd. None without
+    /// channels.
     pub compress: Setting,
     /// Threads that encode, beside the channels; at least 1.
     pub encoders: u8,
@@ -62,8 +64,9 @@ impl Default for QemuSendOptions {
 
 /// Moves the guest to the stock QEMU that waits at `to`.
 ///
-/// On success the guest is the destination's, which has said so; here it is stopped for good. On every failure but [`Error::Unknown`] it runs
-/// here as if nothing had been (or stands, if it stood before). The report is filled as far as it got, also on failure.
+/// On success the guest is the destination's, which has said so; here it is stopped for good. On every failure but
+/// [`Error::Unknown`] it runs here as if nothing had been (or stands, if it stood before). The report is filled as far
+/// as it got, also on failure.
 ///
 /// # Errors
 /// See [`Error`]; [`Error::outcome`] says where the guest is.
@@ -76,7 +79,8 @@ pub fn send_to_qemu(
 ) -> Result<(), Error> {
     let begin = Instant::now();
     report.bytes.guest = guest.memory().bytes();
-    // Ending the tracking takes time that grows with the memory; by then the guest runs again, here or there, and nobody waits for it.
+    // Ending the tracking takes time that grows with the memory; by then the guest runs again, here or there, and
+    // nobody waits for it.
     let mut rounds = None;
     let result = prepare(guest, options).and_then(|(plan, regions)| {
         let uuid = guest.uuid()?;

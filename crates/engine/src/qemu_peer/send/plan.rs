@@ -1,5 +1,5 @@
-//! What follows from the machine and the options: how the two streams of a multifd migration are kept in step, and how pages that are
-//! zero are told. The destination says nothing of this; both sides take it from the machine type.
+//! What follows from the machine and the options: how the two streams of a multifd migration are kept in step, and how
+//! pages that are zero are told. The destination says nothing of this; both sides take it from the machine type.
 use transship_wire::qemu::Name;
 
 use super::QemuSendOptions;
@@ -26,7 +26,8 @@ pub(crate) enum Barriers {
 /// How a page that is zero is told.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Zeros {
-    /// In packets, which does not clear memory that the destination has not received before; so that is not told at all.
+    /// In packets, which does not clear memory that the destination has not received before; so that is not told at
+    /// all.
     InPackets,
     /// By a record on the main stream, which clears whatever was there; so every page is told once.
     OnMain,

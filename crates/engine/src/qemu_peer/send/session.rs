@@ -42,8 +42,8 @@ pub(crate) struct Session {
 }
 
 impl Session {
-    /// Connects, and has the destination agree to the machine and to the guest's blocks. It refuses here whatever it can refuse without having
-    /// seen a page.
+    /// Connects, and has the destination agree to the machine and to the guest's blocks. It refuses here whatever it
+    /// can refuse without having seen a page.
     pub(crate) fn open(
         to: &Uri,
         plan: Plan,
@@ -55,8 +55,8 @@ impl Session {
     ) -> Result<Self, Error> {
         let pacer = options.bandwidth.map(Pacer::new).map(Arc::new);
         let mut line = Line::open(to, pacer.clone(), progress)?;
-        // Until it has the first bytes of a connection a destination does nothing else at all; and an old one takes the first connection for
-        // the main one.
+        // Until it has the first bytes of a connection a destination does nothing else at all; and an old one takes the
+        // first connection for the main one.
         line.writer.header().configuration(&Configuration::new(plan.machine.clone())).command(&Command::OpenReturnPath);
         line.ping();
         line.flush()?;
@@ -120,8 +120,8 @@ impl Session {
         Ok(())
     }
 
-    /// Waits until the destination has all that was written so far, and still has all channels. One that lets a channel go meanwhile may never answer:
-    /// it waits for what would come there.
+    /// Waits until the destination has all that was written so far, and still has all channels. One that lets a channel
+    /// go meanwhile may never answer: it waits for what would come there.
     pub(crate) fn settle(&mut self, doing: &str, patience: Duration) -> Result<(), Error> {
         let Self { line, channels, .. } = self;
         let has_all = || channels.iter().flat_map(Channels::all).try_for_each(PacketSender::check_open);

@@ -6,9 +6,10 @@
 //!   EOF, description of the sections                                                 ─► SHUT 0   it runs there
 //! ```
 //!
-//! A stock QEMU runs the guest by itself as soon as it has the end of the stream, one byte, and not before: a stream that breaks off without
-//! it is a failed one. So that byte is the point of no return. It is sent only after the destination has answered a ping that stands behind
-//! the last section, since from there on nothing can fail any more that has to do with what we have sent.
+//! A stock QEMU runs the guest by itself as soon as it has the end of the stream, one byte, and not before: a stream
+//! that breaks off without it is a failed one. So that byte is the point of no return. It is sent only after the
+//! destination has answered a ping that stands behind the last section, since from there on nothing can fail any more
+//! that has to do with what we have sent.
 use std::time::Duration;
 
 use transship_memory::PAGE_BYTES;
@@ -84,7 +85,8 @@ impl Peer for StockQemu<'_> {
         self.session.hang_up();
     }
 
-    /// Not even a clear "failed" makes it sure: the destination says it also when only the description behind the end has not come.
+    /// Not even a clear "failed" makes it sure: the destination says it also when only the description behind the end
+    /// has not come.
     fn without_word(&self, error: &Error, by_hand: &str) -> String {
         format!(
             "the guest was handed over, but the destination did not confirm that it has it: {error}. Look at that QEMU first (info status). If it \
@@ -94,10 +96,11 @@ impl Peer for StockQemu<'_> {
     }
 }
 
-/// Takes the end off the device sections: the byte that says so, and what follows. It is not sent before everything else is loaded.
+/// Takes the end off the device sections: the byte that says so, and what follows. It is not sent before everything
+/// else is loaded.
 ///
-/// A machine can be told to leave the description behind it out. A destination that was not told so would wait for it, and one that was does not
-/// look: so there always is one.
+/// A machine can be told to leave the description behind it out. A destination that was not told so would wait for it,
+/// and one that was does not look: so there always is one.
 fn cut_end(tail: &mut Vec<u8>) -> Result<Vec<u8>, Error> {
     let strange = |why: &dyn std::fmt::Display| {
         Error::Unfit(format!("the end of the device state that the VMM has written can't be found: {why}"))
