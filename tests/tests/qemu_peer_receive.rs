@@ -354,7 +354,8 @@ fn other_versions(wanted: fn(usize) -> bool) -> Result<()> {
     Ok(())
 }
 
-/// 7.2 knows nothing of mapped-ram files: what it has sent is loaded by restore, into it and into a newer one; and goes straight into it.
+/// 7.2 knows nothing of mapped-ram files: what it has sent is loaded by restore, into it and into a newer one; and goes
+/// straight into it.
 fn old_to_both(guest: &dyn Fn() -> QemuBuilder, send: StockSend<'_>) -> Result<()> {
     let (folder, story) = (disk()?, format!("7.2 {send:?}"));
     let path = folder.join("guest");

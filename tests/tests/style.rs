@@ -1,0 +1,204 @@
+//! The rules of CONTRIBUTING.md that a program can look at. Each finding says where it is and how to mend it.
+#![allow(clippy::unwrap_used)]
+use std::fs;
+use std::path::{Path, PathBuf};
+
+const WIDTH: usize = 120;
+const LONGEST_FUNCTION: usize = 70;
+
+/// Where `unsafe` may stand, and what for. Whoever adds a line here says so in docs/architecture.md, too.
+const UNSAFE: [(&str, &str); 10] = [
+    ("crates/memory/src/", "guest memory is mapped, and read while others write to it"),
+    ("crates/memory/tests/", "the same, from outside"),
+    ("crates/ring/src/", "places of rings that threads hand over"),
+    ("crates/isal/", "foreign functions"),
+    ("crates/codec/src/", "foreign functions"),
+    ("crates/codec/tests/", "the stock zlib's own, to compare with"),
+    ("crates/vmm/tests/qemu/sandboxed.rs", "a filter that is set between fork and exec"),
+    ("crates/vmm/src/qemu/", "attaching: ptrace, and a socket's peer"),
+    ("crates/vmm/src/handoff/userfaultfd.rs", "a system call that has no safe wrapper"),
+    ("crates/vmm/src/synthetic/mapping.rs", "it is the guest"),
+];
+
+/// Where something sleeps in the product, and why nothing wakes it.
+const SLEEP: [(&str, &str); 8] = [
+    ("crates/engine/src/fail_point.rs", "tests hold a process there"),
+    ("crates/engine/src/pacer.rs", "a bandwidth is kept by waiting"),
+    ("crates/engine/src/snapshot/stand_in.rs", "an error that stays, looked at again until the VMM has ended"),
+    ("crates/vmm/src/freeze.rs", "the kernel does not say when a stopped process stands"),
+    ("crates/vmm/src/handoff/mod.rs", "a socket that takes one client, and does not say when it is free"),
+    ("crates/vmm/src/qemu/abandoned.rs", "the same"),
+    ("crates/vmm/src/qemu/machine.rs", "QEMU has no event for the end of finish-migrate"),
+    ("crates/vmm/src/qemu/state_channel.rs", "QEMU has no event for the end of its cleaning up"),
+];
+
+/// Functions that may be longer, and why.
+const LONG: [(&str, &str); 1] = [("simulate", "a model of a link, read from top to bottom")];
+
+/// Crates that stand side by side: none uses another.
+const SIBLINGS: [&str; 3] = ["engine", "vmm", "balloon"];
+
+/// What the prose avoids, and what to write.
+const WORDS: [(&str, &str); 3] = [
+    ("at the begin,", "at the beginning,"),
+    ("from the begin,", "from the beginning,"),
+    ("the begin of", "the start of"),
+];
+
+fn root() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap().to_path_buf()
+}
+
+/// All files below these folders that end so: path from the root, and text.
+fn files(folders: &[&str], end: &str) -> Vec<(String, String)> {
+    let mut found = Vec::new();
+    let mut left: Vec<PathBuf> = folders.iter().map(|folder| root().join(folder)).collect();
+    while let Some(path) = left.pop() {
+        if path.is_dir() {
+            left.extend(fs::read_dir(&path).unwrap().map(|entry| entry.unwrap().path()));
+        } else if path.to_str().is_some_and(|path| path.ends_with(end))
+            && !path.components().any(|c| c.as_os_str() == "target")
+        {
+            let name = path.strip_prefix(root()).unwrap().display().to_string();
+            found.push((name, fs::read_to_string(&path).unwrap()));
+        }
+    }
+    assert!(!found.is_empty(), "nothing below {folders:?} ends with {end}");
+    found
+}
+
+fn sources() -> Vec<(String, String)> {
+    files(&["crates", "bench", "tests", "guest", "fuzz/fuzz_targets"], ".rs")
+}
+
+fn is_listed(list: &[(&str, &str)], path: &str) -> bool {
+    list.iter().any(|(listed, _)| path.starts_with(listed))
+}
+
+/// A line without its comment and without what is in its strings, near enough for words to be looked for.
+fn code(line: &str) -> String {
+    let mut kept = String::new();
+    let (mut in_string, mut before) = (false, ' ');
+    for (at, c) in line.char_indices() {
+        match c {
+            '"' if before != '\\' && before != '\'' => in_string = !in_string,
+            '/' if !in_string && line[at..].starts_with("//") => break,
+            c if !in_string => kept.push(c),
+            _ => {}
+        }
+        before = c;
+    }
+    kept
+}
+
+/// Whether the file is a test's, or from this line on its tests are.
+fn product_lines(path: &str, text: &str) -> Vec<(usize, String)> {
+    let is_test = ["/tests/", "/tests.rs", "/examples/"].iter().any(|part| path.contains(part));
+    let lines = text.lines().take_while(|line| !is_test && line.trim() != "mod tests {");
+    lines.enumerate().map(|(number, line)| (number + 1, code(line))).collect()
+}
+
+fn none(findings: &[String]) {
+    assert!(findings.is_empty(), "\n{}", findings.join("\n"));
+}
+
+#[test]
+fn comments_are_not_wider_than_code() {
+    let mut findings = Vec::new();
+    for (path, text) in sources() {
+        let mut in_drawing = false;
+        for (number, line) in text.lines().enumerate() {
+            let Some(comment) = line.trim_start().strip_prefix("//") else { continue };
+            let comment = comment.trim_start_matches(['/', '!', ' ']);
+            in_drawing ^= comment.starts_with("```");
+            let can_be_broken = !in_drawing && !comment.starts_with('|');
+            if can_be_broken && line.chars().count() > WIDTH {
+                findings.push(format!("{path}:{}: a comment of more than {WIDTH} columns: break the line", number + 1));
+            }
+        }
+    }
+    none(&findings);
+}
+
+#[test]
+fn unsafe_stays_where_it_is_expected() {
+    let mut findings = Vec::new();
+    for (path, text) in sources() {
+        let has = |line: &str| line.split(|c: char| !c.is_alphanumeric() && c != '_').any(|word| word == "unsafe");
+        if let Some(at) = text.lines().position(|line| has(&code(line))) {
+            if !is_listed(&UNSAFE, &path) {
+                let cure = "find a safe way, or a crate that has it";
+                findings.push(format!("{path}:{}: unsafe outside of the places that UNSAFE lists: {cure}", at + 1));
+            }
+        }
+    }
+    none(&findings);
+}
+
+#[test]
+fn nothing_in_the_product_sleeps_without_a_reason() {
+    let mut findings = Vec::new();
+    for (path, text) in files(&["crates"], ".rs") {
+        if path.starts_with("crates/lab/") {
+            continue;
+        }
+        for (number, line) in product_lines(&path, &text) {
+            if line.contains("sleep(") && !is_listed(&SLEEP, &path) {
+                findings
+                    .push(format!("{path}:{number}: it sleeps: wait for an event, or say in SLEEP why there is none"));
+            }
+        }
+    }
+    none(&findings);
+}
+
+#[test]
+fn functions_fit_on_a_screen() {
+    let mut findings = Vec::new();
+    for (path, text) in sources() {
+        let lines: Vec<String> = text.lines().map(code).collect();
+        for (start, line) in lines.iter().enumerate() {
+            let Some((_, rest)) = line.split_once("fn ") else { continue };
+            let name = rest.split(|c: char| !c.is_alphanumeric() && c != '_').next().unwrap_or_default();
+            let indent = line.len() - line.trim_start().len();
+            // rustfmt puts the closing brace below the first character of the function.
+            let close = format!("{}}}", " ".repeat(indent));
+            let length = lines[start..].iter().position(|line| *line == close).map_or(0, |end| end + 1);
+            let one_line = line.trim_end().ends_with(['}', ';']);
+            if !one_line && length > LONGEST_FUNCTION && !LONG.iter().any(|(long, _)| *long == name) {
+                findings
+                    .push(format!("{path}:{}: {name} has {length} lines: find its parts, and name them", start + 1));
+            }
+        }
+    }
+    none(&findings);
+}
+
+/// Crates of tests may use whatever they need.
+#[test]
+fn siblings_do_not_use_one_another() {
+    let mut findings = Vec::new();
+    for name in SIBLINGS {
+        let text = fs::read_to_string(root().join(format!("crates/{name}/Cargo.toml"))).unwrap();
+        let own = text.split("[dev-dependencies]").next().unwrap_or_default();
+        for other in SIBLINGS.iter().filter(|other| **other != name) {
+            if own.contains(&format!("transship-{other}.")) {
+                findings.push(format!("crates/{name} uses {other}: what both need belongs into a crate below them"));
+            }
+        }
+    }
+    none(&findings);
+}
+
+#[test]
+fn prose_uses_words_that_readers_know() {
+    let mut findings = Vec::new();
+    for (path, text) in files(&["docs", "README.md", "CONTRIBUTING.md", "CHANGELOG.md"], ".md") {
+        for (number, line) in text.lines().enumerate() {
+            for (word, better) in WORDS.iter().filter(|(word, _)| line.to_lowercase().contains(word)) {
+                findings.push(format!("{path}:{}: {word:?}: write {better:?}", number + 1));
+            }
+        }
+    }
+    none(&findings);
+}
