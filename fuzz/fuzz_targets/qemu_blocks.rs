@@ -17,7 +17,8 @@ fuzz_target!(|bytes: &[u8]| {
 
     let mut reader = StreamReader::new();
     while reader.position() < start.len() as u64 {
-        let Ok(Step::Done { .. }) = reader.next(&start[reader.position() as usize..]) else { unreachable!() };
+        // Only their length may be wrong: more than any guest has.
+        let Ok(Step::Done { .. }) = reader.next(&start[reader.position() as usize..]) else { return };
     }
     let mut taken = vec![0..start.len() as u64];
     let mut at = 0;
