@@ -94,6 +94,25 @@ fn a_lazy_guest_that_nobody_started_is_whole() -> Result<()> {
     wait_until("the second process to end", || Ok(stand_ins(&destination)?.is_empty()))
 }
 
+/// It dies while QEMU loads, with what that needs set: left on, a later migration of QEMU's own would leave out the
+/// guest's memory.
+#[test]
+fn a_lazy_restore_that_dies_leaves_no_settings_behind() -> Result<()> {
+    let folder = disk()?;
+    let path = folder.join("snapshot");
+    saved_by_stock(Qemu::multiboot(), StockSave::default(), &path)?;
+    let destination = Qemu::multiboot().incoming().start()?;
+    let settings = || destination.qmp("query-migrate-capabilities", json!({}));
+    let before = settings()?;
+    let kill = ("TRANSSHIP_FAIL_POINT", "restore.loading=kill");
+    let ended = restoring(&destination.vm(), &path).args(["--lazy"]).env(kill.0, kill.1).run()?;
+    assert_eq!(ended.code(), None, "{ended}");
+    wait_until("the second process to end", || Ok(stand_ins(&destination)?.is_empty()))?;
+    assert_eq!(settings()?, before, "{ended}");
+    assert_eq!(destination.status()?, "inmigrate");
+    Ok(())
+}
+
 #[test]
 fn a_lazy_guest_survives_the_death_of_the_second_process() -> Result<()> {
     let folder = disk()?;
@@ -119,11 +138,14 @@ fn a_lazy_restore_may_be_killed_at_any_moment() -> Result<()> {
     for attempt in 0..12 {
         let destination = Qemu::multiboot().incoming().start()?;
         make_dirty(&destination)?;
+        let settings = || destination.qmp("query-migrate-capabilities", json!({}));
+        let before = settings()?;
         let mut restore = restoring(&destination.vm(), &path).args(["--lazy", "--channels=1"]).start()?;
         // Any moment is good.
         std::thread::sleep(Duration::from_millis(attempt * attempt / 2 + 7 * attempt));
         restore.kill9();
         wait_until("the second process to end", || Ok(stand_ins(&destination)?.is_empty()))?;
+        assert_eq!(settings()?, before, "attempt {attempt}");
         match destination.status()?.as_str() {
             "inmigrate" => continue,
             "paused" => {

@@ -254,6 +254,14 @@ pub trait DestinationGuest: Send {
     fn stop(&mut self) -> Result<String, GuestError> {
         Err(GuestError("this VMM can't be told to stop its guest".into()))
     }
+    /// What somebody else must know to undo, should we die, what `load_state` changes beside the guest. Asked before it;
+    /// for the adapter to read, and not secret.
+    ///
+    /// # Errors
+    /// The VMM does not say.
+    fn last_will(&mut self) -> Result<String, GuestError> {
+        Ok(String::new())
+    }
     /// Loads the device state, to the end of `state`, and waits until the VMM says that it has loaded it all.
     fn load_state(&mut self, state: &mut dyn Read) -> Result<(), GuestError>;
     /// Lets the vCPUs run (`run`), or leaves the guest loaded and stopped.

@@ -74,6 +74,18 @@ pub fn settle_abandoned(vm: &VmAddress, will: &str, run: bool) -> Result<(), Gue
     }
 }
 
+/// Puts back what a restore that has died had changed in a VMM beside its guest. `will`: what
+/// [`DestinationGuest::last_will`] said before.
+///
+/// # Errors
+/// The VMM is gone, does not answer, or takes the old settings no more.
+pub fn settle_restored(vm: &VmAddress, will: &str) -> Result<(), GuestError> {
+    match vm {
+        VmAddress::Qemu(path) => qemu::abandoned::loaded(path, will),
+        VmAddress::Handoff(_) => Ok(()),
+    }
+}
+
 /// Stops a guest whose lazy restore has died, because its memory can't be brought any more; a VMM that does not answer
 /// is frozen with it. Returns what a person finds, and how to end it: the rest of a sentence. Until this has returned,
 /// the pages that are missing must stay so.

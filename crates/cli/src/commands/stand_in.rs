@@ -8,7 +8,7 @@ use std::{
 
 use transship_engine::{Ending, Error, TakeOver};
 use transship_lines::{Line, LineSocket};
-use transship_vmm::{VmAddress, stop_abandoned};
+use transship_vmm::{VmAddress, settle_restored, stop_abandoned};
 
 use crate::{failure::Failure, output, stand_in::ending};
 
@@ -42,6 +42,10 @@ pub(crate) fn run(vm: &str) -> Result<(), Failure> {
             talk.say("the restore has died; this process brings the rest of the guest's memory");
             what.run(fds, |error| talk.stopped(&vm, error))?;
             talk.say("all of the guest's memory is in place, or its VMM has ended");
+            // Not before: a VMM that waits for a page answers nothing.
+            if let Err(why) = settle_restored(&vm, &what.will) {
+                talk.say(&format!("the VMM's settings could not be put back: {why}"));
+            }
             Ok(())
         }
     }

@@ -38,7 +38,8 @@ pub(super) fn restore(
     let missing = restore.guest.missing()?;
     check_units(&missing, plan.sources.len())?;
     let claims = Claims::new(&plan.sources.iter().map(|source| source.stored.pages()).collect::<Vec<_>>())?;
-    let take_over = TakeOver::of(&snapshot, &plan.fit.regions, &missing, restore.options.channels);
+    let will = restore.guest.last_will()?;
+    let take_over = TakeOver::of(&snapshot, &plan.fit.regions, &missing, restore.options.channels, will);
     stand_in.arm(&take_over, &files(&snapshot, missing.fd(), claims.fd()))?;
 
     let stored = plan.stored_pages();

@@ -1,8 +1,12 @@
 //! The steps of a restore, whatever the file and the way.
-use std::{sync::Arc, time::Instant};
+use std::{
+    io::{self, Read},
+    sync::Arc,
+    time::Instant,
+};
 
 use super::{RestoreOptions, devices::DeviceStream, open::Snapshot, pieces::PieceReader, plan::Plan};
-use crate::{Error, Phase, Progress, Report, guest::DestinationGuest};
+use crate::{Error, Phase, Progress, Report, fail_point, guest::DestinationGuest};
 
 /// What every way of restoring needs.
 pub(super) struct Restore<'a> {
@@ -22,7 +26,7 @@ impl Restore<'_> {
         }
         let blocks = plan.fit.devices.iter().map(|&index| &snapshot.blocks[index]).collect();
         let mut stream = PieceReader::new(DeviceStream::new(snapshot, blocks)?);
-        let loaded = self.guest.load_state(&mut stream);
+        let loaded = self.guest.load_state(&mut Marked(&mut stream));
         // What the file has wrong is the cause; the VMM's complaint about it is the consequence.
         stream.failure().map_or(Ok(()), Err)?;
         Ok(loaded?)
@@ -44,5 +48,15 @@ impl Restore<'_> {
 
     pub(super) fn elapsed_ms(&self) -> f64 {
         self.begin.elapsed().as_secs_f64() * 1e3
+    }
+}
+
+/// Marks that the VMM loads.
+struct Marked<'a, R>(&'a mut R);
+
+impl<R: Read> Read for Marked<'_, R> {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        fail_point::reach("restore.loading").map_err(io::Error::other)?;
+        self.0.read(buffer)
     }
 }

@@ -61,10 +61,12 @@ pub struct TakeOver {
     pub blocks: Vec<String>,
     /// Where the VMM has the regions: number of the region, its first page there, address and length.
     pub areas: Vec<(usize, u64, u64, u64)>,
+    /// What `DestinationGuest::last_will` said.
+    pub will: String,
 }
 
 impl TakeOver {
-    pub(super) fn of(snapshot: &Snapshot, regions: &[usize], missing: &Missing, channels: u8) -> Self {
+    pub(super) fn of(snapshot: &Snapshot, regions: &[usize], missing: &Missing, channels: u8, will: String) -> Self {
         let block = |&index: &usize| snapshot.blocks[index].name.to_string();
         let area = |area: Area| (area.region, area.first_page, area.address, area.bytes);
         Self {
@@ -73,6 +75,7 @@ impl TakeOver {
             channels,
             blocks: regions.iter().map(block).collect(),
             areas: missing.areas().into_iter().map(area).collect(),
+            will,
         }
     }
 

@@ -23,6 +23,8 @@ use crate::freeze::Freezer;
 /// The dead process's connection is closed by the kernel, but QEMU takes a moment to notice before it serves the next.
 const CONNECT_WAIT: Duration = Duration::from_secs(30);
 const CANCEL_WAIT: Duration = Duration::from_secs(30);
+/// What was being loaded when its sender died is loaded, or has failed, soon after.
+const LOAD_WAIT: Duration = Duration::from_secs(30);
 
 /// What is to be put back.
 #[derive(Debug, Serialize, Deserialize)]
@@ -45,14 +47,7 @@ impl Will {
 /// Ends what is left of saving the device state, puts QEMU's settings back as `will` says, with `run` lets the guest
 /// run, and plugs in what was unplugged.
 pub(crate) fn settle(socket: &Path, will: &str, run: bool) -> Result<(), GuestError> {
-    let deadline = Instant::now() + CONNECT_WAIT;
-    let mut qmp = loop {
-        match Qmp::connect(socket) {
-            Ok(qmp) => break qmp,
-            Err(error) if Instant::now() > deadline || crate::is_gone(socket) => return Err(error.into()),
-            Err(_) => thread::sleep(Duration::from_millis(50)),
-        }
-    };
+    let mut qmp = connect(socket)?;
     // Whatever fails, the next step is tried: above all the guest is to run.
     let cancelled = migration::cancel(&mut qmp, CANCEL_WAIT);
     let (settled, balloon) = match serde_json::from_str(will) {
@@ -75,6 +70,33 @@ pub(crate) fn settle(socket: &Path, will: &str, run: bool) -> Result<(), GuestEr
         }
     }
     runs
+}
+
+/// The will of a destination, for [`loaded`].
+pub(super) fn loading(settings: &Settings) -> Result<String, GuestError> {
+    serde_json::to_string(settings).map_err(|e| GuestError(format!("QEMU's settings can't be written down: {e}")))
+}
+
+/// Puts back what loading a guest had changed in QEMU: with `x-ignore-shared` left on, a later migration of QEMU's own
+/// would leave out the guest's memory.
+pub(crate) fn loaded(socket: &Path, will: &str) -> Result<(), GuestError> {
+    let settings: Settings =
+        serde_json::from_str(will).map_err(|e| GuestError(format!("QEMU's settings can't be read: {e}")))?;
+    let mut qmp = connect(socket)?;
+    migration::wait_loaded(&mut qmp, LOAD_WAIT)?;
+    settings.restore(&mut qmp)
+}
+
+/// Tries again while QEMU has not noticed that the one before is gone.
+fn connect(socket: &Path) -> Result<Qmp, GuestError> {
+    let deadline = Instant::now() + CONNECT_WAIT;
+    loop {
+        match Qmp::connect(socket) {
+            Ok(qmp) => return Ok(qmp),
+            Err(error) if Instant::now() > deadline || crate::is_gone(socket) => return Err(error.into()),
+            Err(_) => thread::sleep(Duration::from_millis(50)),
+        }
+    }
 }
 
 fn let_run_again(qmp: &mut Qmp) -> Result<(), GuestError> {

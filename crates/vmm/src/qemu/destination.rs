@@ -12,7 +12,7 @@ use transship_memory::{Access, GuestMemory, Missing, Region};
 use transship_wire::GuestDescription;
 
 use super::{
-    blocks, checks, cont_by_hand, describe, faults, machine,
+    abandoned, blocks, checks, cont_by_hand, describe, faults, machine,
     memory::{self, Backend},
     migration::{self, Answers, STATE_FD, STATE_URI, Settings},
     qmp::Qmp,
@@ -157,6 +157,10 @@ impl DestinationGuest for QemuDestination {
             Some(freezer) => freezer.unless_stopped(asked),
             None => Freezer::of(self.qmp.pid())?.unless_stopped(asked),
         }
+    }
+
+    fn last_will(&mut self) -> Result<String, GuestError> {
+        abandoned::loading(&Settings::now(&mut self.qmp)?)
     }
 
     fn load_state(&mut self, state: &mut dyn Read) -> Result<(), GuestError> {

@@ -177,6 +177,14 @@ pub(super) fn wait_completed(qmp: &mut Qmp, limit: Duration) -> Result<(), Guest
     }
 }
 
+/// Waits until QEMU loads nothing any more, whether or not it had begun.
+pub(super) fn wait_loaded(qmp: &mut Qmp, limit: Duration) -> Result<(), GuestError> {
+    match is_active(&status(qmp)?.0) {
+        true => wait_settled(qmp, limit).map(drop),
+        false => Ok(()),
+    }
+}
+
 fn wait_settled(qmp: &mut Qmp, limit: Duration) -> Result<(String, Value), GuestError> {
     let deadline = Instant::now() + limit;
     loop {
