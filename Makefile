@@ -13,13 +13,15 @@ PREFIX = /usr/local
 MOVES = 100
 SEED = 1
 
-.PHONY: demo test test-long soak lint fuzz loom setup install deb
+.PHONY: demo test test-long soak mutants lint fuzz loom setup install deb
 demo: ; scripts/demo.sh $(VM) $(ARGS)
 test: ; scripts/test.sh
 # Those that `make test` leaves out, because each takes minutes.
 test-long: ; scripts/test.sh --ignored
 # One guest, moved again and again while somebody is killed or held.
 soak: ; scripts/soak.sh --moves $(MOVES) --seed $(SEED)
+# For `make mutants`: which parts (memory, wire, engine, guard); all of them take hours.
+mutants: ; scripts/mutants.sh $(PARTS)
 lint: ; scripts/lint.sh
 fuzz: ; scripts/fuzz.sh $(FUZZ_SECONDS)
 # Every interleaving of small cases of the rings and the parker: minutes.
