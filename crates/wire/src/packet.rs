@@ -172,6 +172,7 @@ fn decode_pages(reader: &mut Reader<'_>, encoding: u8) -> Result<Packet, Error> 
     if present & zero != 0 {
         return Err(reader.invalid("packet zero mask", zero as u64, "a page is both present and zero"));
     }
+    // No page is both, so `^` would say the same.
     if present | zero == 0 {
         return Err(reader.invalid("packet zero mask", 0, "the packet speaks of no page"));
     }

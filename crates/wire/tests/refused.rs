@@ -247,6 +247,19 @@ fn pages_that_contradict_themselves_are_refused() {
 }
 
 #[test]
+fn a_payload_of_a_wrong_length_is_told_its_own_rule() {
+    for (packet, bytes) in packets() {
+        let rule = match packet {
+            Packet::Pages { .. } => "not 4096 bytes for each present page",
+            Packet::Encoded { .. } => "not between 0 and 4096 bytes for each present page",
+            _ => continue,
+        };
+        let error = decode_packet(&patched(&bytes, 12, &u32::MAX.to_le_bytes())).unwrap_err().to_string();
+        assert!(error.contains(rule), "{error}");
+    }
+}
+
+#[test]
 fn encoded_pages_that_contradict_themselves_are_refused() {
     let encoded = |present, zero, method, bytes| {
         Packet::decode(&Packet::Encoded { round: 3, region: 1, first: 256, present, zero, method, bytes }.encode())
