@@ -254,8 +254,8 @@ pub trait DestinationGuest: Send {
     fn stop(&mut self) -> Result<String, GuestError> {
         Err(GuestError("this VMM can't be told to stop its guest".into()))
     }
-    /// What somebody else must know to undo, should we die, what `load_state` changes beside the guest. Asked before it;
-    /// for the adapter to read, and not secret.
+    /// What somebody else must know to undo, should we die, what `load_state` changes beside the guest. Asked before
+    /// it; for the adapter to read, and not secret.
     ///
     /// # Errors
     /// The VMM does not say.
