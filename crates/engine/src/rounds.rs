@@ -192,7 +192,6 @@ impl Rounds {
         if late == 0 {
             return Ok(());
         }
-        tracing::info!(late, "pages were written after the last round, while the guest stood still");
         report.late_pages += late;
         self.send_pending(link, patience, progress, report)
     }

@@ -165,7 +165,11 @@ impl Scanner {
     /// A look after the last one, when all of that has been sent. Returns how many pages have changed since.
     pub(crate) fn scan_once_more(&mut self, content: &[PageMap]) -> Result<u64, Error> {
         self.scan_and_look(None, content)?;
-        Ok(self.pending.iter().map(|pending| pending.send.count() + pending.gone.count()).sum())
+        let late = self.pending.iter().map(|pending| pending.send.count() + pending.gone.count()).sum();
+        if late > 0 {
+            tracing::info!(late, "pages were written after the last round, while the guest stood still");
+        }
+        Ok(late)
     }
 
     /// Scans all regions, and looks for holes in each after its scan. `earlier`: what an earlier scan found and nobody

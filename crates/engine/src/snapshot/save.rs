@@ -162,7 +162,6 @@ impl Saving<'_> {
     fn write_the_late(&mut self, rounds: &mut Rounds, output: &mut dyn Output) -> Result<(), Error> {
         let late = rounds.scan_once_more(output)?;
         if late > 0 {
-            tracing::warn!(late, "pages were written after the last round, while the guest stood still");
             self.report.late_pages += late;
             rounds.write_pending(output, self.target, false, self.progress, self.report)?;
         }

@@ -40,8 +40,12 @@ pub(super) struct Will {
 impl Will {
     /// For [`settle`].
     pub(super) fn to_text(&self) -> Result<String, GuestError> {
-        serde_json::to_string(self).map_err(|e| GuestError(format!("QEMU's settings can't be written down: {e}")))
+        written(self)
     }
+}
+
+fn written(will: &impl Serialize) -> Result<String, GuestError> {
+    serde_json::to_string(will).map_err(|e| GuestError(format!("QEMU's settings can't be written down: {e}")))
 }
 
 /// Ends what is left of saving the device state, puts QEMU's settings back as `will` says, with `run` lets the guest
@@ -74,7 +78,7 @@ pub(crate) fn settle(socket: &Path, will: &str, run: bool) -> Result<(), GuestEr
 
 /// The will of a destination, for [`loaded`].
 pub(super) fn loading(settings: &Settings) -> Result<String, GuestError> {
-    serde_json::to_string(settings).map_err(|e| GuestError(format!("QEMU's settings can't be written down: {e}")))
+    written(settings)
 }
 
 /// Puts back what loading a guest had changed in QEMU: with `x-ignore-shared` left on, a later migration of QEMU's own

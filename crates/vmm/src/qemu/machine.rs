@@ -103,6 +103,11 @@ impl Device {
     pub(super) fn name(&self) -> &str {
         &self.name
     }
+
+    /// Its type.
+    pub(super) fn kind(&self) -> &str {
+        &self.kind
+    }
 }
 
 impl std::fmt::Display for Device {

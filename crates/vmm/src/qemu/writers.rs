@@ -67,9 +67,10 @@ fn refuse_all(found: &[String], when: When) -> Result<(), GuestError> {
 /// Devices, network back ends and disks.
 fn known_to_qemu(qmp: &mut Qmp, balloon: Option<&OwnBalloon>) -> Result<Vec<String>, GuestError> {
     let is_own = |device: &Device| balloon.is_some_and(|own| own.is(device));
-    let behind = devices(qmp, writes_behind)?;
-    let mut found: Vec<String> = behind.iter().filter(|device| !is_own(device)).map(Device::to_string).collect();
-    found.extend(passed_through(qmp)?);
+    // One walk: it is repeated while the guest stands still.
+    let writers = devices(qmp, |kind| writes_behind(kind) || is_passed_through(kind))?;
+    let writers = writers.iter().filter(|device| !is_own(device));
+    let mut found: Vec<String> = writers.map(|device| describe(device, qmp)).collect();
     found.extend(network_backends(qmp)?);
     found.extend(direct_disks(qmp)?);
     Ok(found)
@@ -107,15 +108,19 @@ fn writes_behind(device_type: &str) -> bool {
         .any(|prefix| device_type.starts_with(prefix))
 }
 
-/// Devices that have the disk itself read into guest memory, whatever `cache=` says. (`scsi-generic` reads into memory
-/// of QEMU, and copies from there.)
-fn passed_through(qmp: &mut Qmp) -> Result<Vec<String>, GuestError> {
-    let named = |device: &Device, qmp: &mut Qmp| {
-        let drive = qmp.execute("qom-get", json!({ "path": device.path, "property": "drive" })).ok();
-        let drive = drive.as_ref().and_then(Value::as_str).unwrap_or("?").to_owned();
-        format!("{device} with disk {drive} (use scsi-hd)")
-    };
-    Ok(devices(qmp, |kind| kind == "scsi-block")?.iter().map(|device| named(device, qmp)).collect())
+/// It has the disk itself read into guest memory, whatever `cache=` says. (`scsi-generic` reads into memory of QEMU,
+/// and copies from there.)
+fn is_passed_through(device_type: &str) -> bool {
+    device_type == "scsi-block"
+}
+
+fn describe(device: &Device, qmp: &mut Qmp) -> String {
+    if !is_passed_through(device.kind()) {
+        return device.to_string();
+    }
+    let drive = qmp.execute("qom-get", json!({ "path": device.path, "property": "drive" })).ok();
+    let drive = drive.as_ref().and_then(Value::as_str).unwrap_or("?");
+    format!("{device} with disk {drive} (use scsi-hd)")
 }
 
 /// Network back ends are no objects: the only list of them is the monitor's text.
