@@ -10,7 +10,9 @@
 use std::time::Instant;
 
 use crate::{
-    Error, Phase, Progress, fail_point,
+    Error, Phase, Progress,
+    ending::take_back,
+    fail_point,
     guest::{Found, SourceGuest},
     rounds::{Course, Rounds},
 };
@@ -77,16 +79,4 @@ fn give_up(guest: &mut dyn SourceGuest, peer: &mut dyn Peer, progress: &Progress
     guest.give_up()?;
     progress.set_phase(Phase::HandedOver);
     peer.commit(found).inspect_err(|_| progress.set_phase(Phase::Switchover))
-}
-
-/// A failure before the guest was given up: it goes on here.
-pub(crate) fn take_back(guest: &mut dyn SourceGuest, error: Error) -> Error {
-    match guest.resume(true) {
-        Ok(()) => error,
-        Err(resume) => Error::Unknown(format!(
-            "{error}; and the guest could not be resumed here: {resume}. It stands still, whole, and is not running anywhere else: \
-             resume it with: {}",
-            guest.resume_hint()
-        )),
-    }
 }

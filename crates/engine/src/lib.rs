@@ -8,6 +8,7 @@ mod cpu;
 mod destination;
 mod digest;
 mod door;
+mod ending;
 mod error;
 mod fail_point;
 mod forecast;

@@ -353,6 +353,15 @@ fn remove_stale(path: &Path) -> io::Result<()> {
     }
 }
 
+/// What nobody can guess.
+pub(crate) fn random() -> Result<[u8; 16], Error> {
+    let mut bytes = [0; 16];
+    std::fs::File::open("/dev/urandom")
+        .and_then(|mut file| file.read_exact(&mut bytes))
+        .map_err(|source| Error::Io { what: "read /dev/urandom".into(), source })?;
+    Ok(bytes)
+}
+
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used)]

@@ -18,9 +18,9 @@ use crate::{
     Error, Listener, Phase, Progress, Report, RoundReport,
     control::{Control, TICK},
     digest::digest,
+    ending::finish,
     fail_point,
     guest::DestinationGuest,
-    source::finish,
 };
 use accept::Arrivals;
 use channel::Channels;

@@ -14,7 +14,7 @@ use super::{
     state::DeviceState,
     writer::{DEPTH, Written},
 };
-use crate::{Error, Phase, RoundReport, fail_point, guest::GuestError, hand_over::take_back};
+use crate::{Error, Phase, RoundReport, ending::take_back, fail_point, guest::GuestError};
 
 impl Saving<'_> {
     /// What a background save can't be, also of a guest that stands still.

@@ -18,7 +18,7 @@ use super::{
     stream_store::StreamStore,
     target::Target,
 };
-use crate::{Error, Phase, Progress, Report, RoundReport, source::finish};
+use crate::{Error, Phase, Progress, Report, RoundReport, ending::finish};
 
 const PAGE: u64 = PAGE_BYTES as u64;
 /// Pages that are read at once: 1 MiB.

@@ -9,7 +9,7 @@ use super::{
     sequential,
     stand_in::StandIn,
 };
-use crate::{Error, Progress, Report, guest::DestinationGuest, source::finish};
+use crate::{Error, Progress, Report, ending::finish, guest::DestinationGuest};
 
 /// Restores the guest of a snapshot file into one that waits: its memory first, then its devices; then it runs. With
 /// `lazily` it runs first, and this returns when all of its memory has followed.

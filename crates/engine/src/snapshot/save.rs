@@ -16,10 +16,10 @@ use super::{
     uri::FileUri,
 };
 use crate::{
-    Error, FileReport, Phase, Progress, Report, fail_point,
+    Error, FileReport, Phase, Progress, Report,
+    ending::{finish, take_back},
+    fail_point,
     guest::{Found, SourceGuest},
-    hand_over::take_back,
-    source::finish,
     unplug::unplug,
 };
 

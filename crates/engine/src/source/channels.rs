@@ -12,7 +12,7 @@ use crate::{
     cpu,
     pacer::Pacer,
     page_map::PageMap,
-    transport::Connection,
+    transport::{Connection, random},
 };
 
 /// How long a peer that broke a data connection may take to say why on the control connection.
@@ -61,15 +61,6 @@ fn connect(to: &Uri, session: Session, role: Role) -> Result<Connection, Error> 
     let preamble = Preamble { session, role }.encode();
     connection.write_all(&preamble).map_err(|source| Error::Io { what: format!("greet {to}"), source })?;
     Ok(connection)
-}
-
-pub(crate) fn random() -> Result<[u8; 16], Error> {
-    use std::io::Read;
-    let mut bytes = [0; 16];
-    std::fs::File::open("/dev/urandom")
-        .and_then(|mut file| file.read_exact(&mut bytes))
-        .map_err(|source| Error::Io { what: "read /dev/urandom".into(), source })?;
-    Ok(bytes)
 }
 
 /// The main thread while the channels work.

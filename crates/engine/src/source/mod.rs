@@ -7,7 +7,8 @@ mod switchover;
 use std::{sync::Arc, time::Instant};
 
 use crate::{
-    Error, MoveOptions, Phase, Progress, Report, Status, Uri, cpu,
+    Error, MoveOptions, Phase, Progress, Report, Uri,
+    ending::finish,
     forecast::{Aim, Medium},
     guest::SourceGuest,
     rounds::{Course, Rounds},
@@ -60,34 +61,4 @@ fn run(
     let aim = Aim { medium: Medium::Link, downtime, bandwidth, max_rounds };
     let rounds = course.up_to_switchover(rounds, session, aim)?;
     course.hand_over(&mut Transship { session, verify }, rounds)
-}
-
-/// The end of either side: what follows from the result and the rest goes into the report.
-pub(crate) fn finish(
-    result: Result<(), Error>,
-    begin: Instant,
-    progress: &Progress,
-    report: &mut Report,
-) -> Result<(), Error> {
-    report.status = status_of(&result);
-    report.error = result.as_ref().err().map(ToString::to_string);
-    let seconds = begin.elapsed().as_secs_f64();
-    report.total_ms = seconds * 1e3;
-    report.throughput = report.bytes.wire as f64 / seconds;
-    report.cpu.total = cpu::process_seconds();
-    report.cpu.main = cpu::thread_seconds();
-    if result.is_ok() {
-        progress.set_phase(Phase::Done);
-    }
-    result
-}
-
-fn status_of(result: &Result<(), Error>) -> Status {
-    match result {
-        Ok(()) => Status::Completed,
-        Err(Error::Cancelled | Error::RestoreCancelled | Error::ConversionCancelled) => Status::Cancelled,
-        Err(Error::NotConverging(_)) => Status::NotConverging,
-        Err(Error::Unknown(_)) => Status::Unknown,
-        Err(_) => Status::Failed,
-    }
 }

@@ -10,14 +10,15 @@ use transship_wire::qemu::{Block, Configuration, GlobalState, Record, RunState, 
 use super::{
     FileSink, FileSinkOptions, Sink,
     channel::{Channels, Shared},
-    end,
     guest_store::GuestStore,
-    lobby::Lobby,
     main_line::{Answers, BarrierLater, Incoming, split},
 };
 use crate::{
-    Error, Listener, Phase, Progress, Report, RoundReport, fail_point,
+    Error, Listener, Phase, Progress, Report, RoundReport,
+    ending::finish,
+    fail_point,
     guest::{DestinationGuest, StateFormat},
+    qemu_peer::{end, lobby::Lobby},
     snapshot::{
         Format,
         convert::file_store,
@@ -29,7 +30,6 @@ use crate::{
         records::{Input, Records},
         store::{FileStore, Store},
     },
-    source::finish,
 };
 
 const PAGE: u64 = PAGE_BYTES as u64;

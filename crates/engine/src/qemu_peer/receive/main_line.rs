@@ -10,8 +10,8 @@ use std::{
 
 use transship_wire::qemu::{Command, Configuration, Reply};
 
-use super::{barrier::Barrier, lobby::is_closed};
-use crate::{Error, Progress, control::TICK, door::Line, transport::Connection};
+use super::barrier::Barrier;
+use crate::{Error, Progress, control::TICK, door::Line, qemu_peer::lobby::is_closed, transport::Connection};
 
 /// How long a source that was told that all is well may take to close the connection. It has nothing left to do.
 const LET_GO_TIMEOUT: Duration = Duration::from_secs(60);

@@ -1,17 +1,13 @@
 //! A stock QEMU migrates to us: into a waiting QEMU, or straight into a file.
 //!
-//! - `lobby`: who connects
 //! - `main_line`: the main connection, and what is answered on it
-//! - `end`: where its stream ends
 //! - `channel`: the multifd channels; `barrier`: what keeps them and the main stream in order
 //! - `guest_store`: a guest that waits; files are the stores of [`crate::snapshot`]
 //! - `life`: from the first connection to the source's being told, made of these
 mod barrier;
 mod channel;
-pub(super) mod end;
 mod guest_store;
 mod life;
-pub(super) mod lobby;
 mod main_line;
 
 use transship_memory::{FileIo, GuestMemory};

@@ -20,7 +20,7 @@ use super::{
     session::Session,
     stream::{CLOSING, Stream, WINDOW},
 };
-use crate::{Error, Listener, Phase, Progress, Report, Uri, control::TICK, source::finish, transport::Connection};
+use crate::{Error, Listener, Phase, Progress, Report, Uri, control::TICK, ending::finish, transport::Connection};
 
 /// Relays one migration to the stock QEMU that waits at `to`, from the relay that connects to `listener`.
 ///

@@ -6,7 +6,7 @@ use std::{borrow::Cow, sync::atomic::Ordering::SeqCst};
 use transship_wire::qemu::{Command, Record, Reply, Step, StreamReader, TailWatch};
 
 use super::session::Session;
-use crate::qemu_peer::receive::end;
+use crate::qemu_peer::end;
 
 /// More behind the memory is not kept until its end comes.
 const TAIL_MAX: usize = 64 << 20;

@@ -15,8 +15,7 @@ use crate::{
     Error, Listener, Progress, Uri,
     control::TICK,
     door::{Door, Line, Words, take, take_place, turn_away},
-    source::channels::random,
-    transport::Connection,
+    transport::{Connection, random},
 };
 
 /// How long the other relay may take to answer a greeting, and to open its data connections.

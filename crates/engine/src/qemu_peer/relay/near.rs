@@ -30,8 +30,8 @@ use crate::{
     Error, Listener, Phase, Progress, Report, Uri,
     control::TICK,
     door::{Line, turn_away},
-    qemu_peer::receive::lobby::Lobby,
-    source::finish,
+    ending::finish,
+    qemu_peer::lobby::Lobby,
     transport::Connection,
 };
 

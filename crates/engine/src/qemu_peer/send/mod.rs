@@ -19,12 +19,13 @@ use std::{
 use transship_codec::Setting;
 
 use crate::{
-    Error, MoveOptions, Progress, Report, Uri, WhenBusy, ZeroPages, fail_point,
+    Error, MoveOptions, Progress, Report, Uri, WhenBusy, ZeroPages,
+    ending::finish,
+    fail_point,
     forecast::{Aim, Medium},
     guest::{SourceGuest, StateFormat},
     rounds::{Course, Rounds},
     snapshot::{RegionBlock, machine_name, region_blocks},
-    source::finish,
 };
 use plan::Plan;
 use session::Session;

@@ -1,0 +1,47 @@
+//! The end of whatever was asked for, a move, a save, a restore, a relay: what the report says of it, and a guest that
+//! goes on here.
+use std::time::Instant;
+
+use crate::{Error, Phase, Progress, Report, Status, cpu, guest::SourceGuest};
+
+/// The end of either side: what follows from the result and the rest goes into the report.
+pub(crate) fn finish(
+    result: Result<(), Error>,
+    begin: Instant,
+    progress: &Progress,
+    report: &mut Report,
+) -> Result<(), Error> {
+    report.status = status_of(&result);
+    report.error = result.as_ref().err().map(ToString::to_string);
+    let seconds = begin.elapsed().as_secs_f64();
+    report.total_ms = seconds * 1e3;
+    report.throughput = report.bytes.wire as f64 / seconds;
+    report.cpu.total = cpu::process_seconds();
+    report.cpu.main = cpu::thread_seconds();
+    if result.is_ok() {
+        progress.set_phase(Phase::Done);
+    }
+    result
+}
+
+fn status_of(result: &Result<(), Error>) -> Status {
+    match result {
+        Ok(()) => Status::Completed,
+        Err(Error::Cancelled | Error::RestoreCancelled | Error::ConversionCancelled) => Status::Cancelled,
+        Err(Error::NotConverging(_)) => Status::NotConverging,
+        Err(Error::Unknown(_)) => Status::Unknown,
+        Err(_) => Status::Failed,
+    }
+}
+
+/// A failure before the guest was given up: it goes on here.
+pub(crate) fn take_back(guest: &mut dyn SourceGuest, error: Error) -> Error {
+    match guest.resume(true) {
+        Ok(()) => error,
+        Err(resume) => Error::Unknown(format!(
+            "{error}; and the guest could not be resumed here: {resume}. It stands still, whole, and is not running anywhere else: \
+             resume it with: {}",
+            guest.resume_hint()
+        )),
+    }
+}
