@@ -24,7 +24,7 @@ const UNSAFE: [(&str, &str); 10] = [
 const SLEEP: [(&str, &str); 8] = [
     ("crates/engine/src/fail_point.rs", "tests hold a process there"),
     ("crates/engine/src/pacer.rs", "a bandwidth is kept by waiting"),
-    ("crates/engine/src/snapshot/stand_in.rs", "an error that stays, looked at again until the VMM has ended"),
+    ("crates/engine/src/snapshot/restore/stand_in.rs", "an error that stays, looked at again until the VMM has ended"),
     ("crates/vmm/src/freeze.rs", "the kernel does not say when a stopped process stands"),
     ("crates/vmm/src/handoff/mod.rs", "a socket that takes one client, and does not say when it is free"),
     ("crates/vmm/src/qemu/abandoned.rs", "the same"),

@@ -24,6 +24,7 @@ mod rounds;
 mod scan;
 mod snapshot;
 mod source;
+mod stream;
 mod transport;
 mod unplug;
 

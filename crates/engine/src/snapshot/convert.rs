@@ -9,16 +9,21 @@ use transship_wire::qemu::{Block, Configuration};
 
 use super::{
     DirectIo, FileUri, Format,
-    feed::{Feed, Flow},
-    info::{LEFT_OUT, check_complete, check_tail},
-    mapped_store::MappedStore,
-    open::{Opened, Snapshot, Stream, needs_source, open},
-    origin::{Whence, wrong},
-    store::{Counts, FileStore, PageWriter, write_pages},
+    file::target::Target,
+    mapped::store::MappedStore,
+    open::{LEFT_OUT, Opened, Snapshot, Stream, check_complete, needs_source, open},
     stream_store::StreamStore,
-    target::Target,
 };
-use crate::{Error, Phase, Progress, Report, RoundReport, ending::finish};
+use crate::{
+    Error, Phase, Progress, Report, RoundReport,
+    ending::finish,
+    stream::{
+        feed::{Feed, Flow},
+        store::{Counts, FileStore, PageWriter, write_pages},
+        tail::check_tail,
+        whence::{Whence, wrong},
+    },
+};
 
 const PAGE: u64 = PAGE_BYTES as u64;
 /// Pages that are read at once: 1 MiB.

@@ -4,24 +4,20 @@ use std::num::NonZeroU64;
 use rustix::fs::Advice;
 use serde::Serialize;
 use transship_memory::PAGE_BYTES;
-use transship_wire::qemu::{Block, Configuration, GlobalState, PageContent, Record, Tail};
+use transship_wire::qemu::{Block, Configuration, GlobalState, PageContent, Record};
 
 use super::{
     DirectIo, FileUri, Format,
-    open::{Opened, Snapshot, Stream, needs_source, open},
-    origin::{Origin, damaged, wrong},
+    file::origin::Origin,
+    open::{LEFT_OUT, Opened, Snapshot, Stream, needs_source, open},
 };
-use crate::Error;
+use crate::{
+    Error,
+    stream::{tail::check_tail, whence::damaged},
+};
 
 /// Bytes of pages that are read at once when everything is.
 const READ_PAGES: u64 = 256;
-/// Behind each device section, and behind all of them.
-const FOOTER_BYTES: usize = 5;
-const EOF_BYTES: usize = 1;
-/// Why a file without guest memory can't be restored.
-pub(crate) const LEFT_OUT: &str =
-    "it was saved with x-ignore-shared, which leaves guest memory in its own files; save with that capability off";
-
 /// A snapshot file or a stream.
 #[derive(Debug, Clone, Serialize)]
 pub struct SnapshotInfo {
@@ -233,51 +229,6 @@ fn tail(info: &mut SnapshotInfo, name: &str, bytes: &[u8], base: u64) -> Result<
         })
         .collect();
     Ok(())
-}
-
-/// That all of the guest is in the file, in a form that is known.
-///
-/// # Errors
-/// What is not.
-pub(super) fn check_complete(snapshot: &Snapshot) -> Result<(), Error> {
-    let name = &snapshot.origin.name;
-    if let Some(why) = &snapshot.refusal {
-        return Err(wrong(name, why));
-    }
-    if let Some(block) = snapshot.left_out() {
-        return Err(wrong(name, format_args!("it has no pages of {:?}: {LEFT_OUT}", &*block.name)));
-    }
-    check_tail(name, &snapshot.tail, snapshot.tail_offset).map(drop)
-}
-
-/// # Errors
-/// The device sections can't be walked, or are not all there, or something follows them.
-pub(crate) fn check_tail(name: &str, bytes: &[u8], base: u64) -> Result<Tail, Error> {
-    let parsed = Tail::parse(bytes, base).map_err(|error| damaged(name, error))?;
-    let end = if parsed.is_walked() || parsed.end < bytes.len() {
-        parsed.end
-    } else if bytes.len() == EOF_BYTES {
-        return Ok(parsed);
-    } else {
-        // Nothing says where each section ends. But the last one is known, and what follows it.
-        let last = GlobalState::find(bytes, base).map_err(|error| damaged(name, error))?;
-        let Some(last) = last else {
-            let what = format!(
-                "the device sections from offset {base:#x} on are neither described nor complete; it was cut short or damaged, use another copy"
-            );
-            return Err(wrong(name, what));
-        };
-        last.body().end + FOOTER_BYTES + EOF_BYTES
-    };
-    let extra = bytes.len() - end;
-    if extra > 0 {
-        let end = base + end as u64;
-        let what = format!(
-            "the {extra} bytes behind its end at offset {end:#x} don't belong to it, or are damaged; use another copy"
-        );
-        return Err(wrong(name, what));
-    }
-    Ok(parsed)
 }
 
 /// As people write it.

@@ -8,15 +8,24 @@ use transship_wire::qemu::{
 
 use super::{
     DirectIo, FileUri,
-    origin::{Origin, Whence, damaged, no_direct, wrong},
-    records::{Input, Records},
+    file::origin::{Origin, no_direct},
 };
-use crate::{Error, page_map::runs};
+use crate::{
+    Error,
+    page_map::runs,
+    stream::{
+        feed::MAX_EARLY_BYTES,
+        records::{Input, Records},
+        tail::check_tail,
+        whence::{Whence, damaged, wrong},
+    },
+};
 
 /// Bytes of a bitmap that are looked at at once: 2 GiB of guest memory.
 const BITMAP_CHUNK: u64 = 64 << 10;
-/// More than the early sections of all virtio-mem devices take: a bit for each 2 MiB of memory, mostly.
-pub(crate) const MAX_EARLY_BYTES: usize = 64 << 20;
+/// Why a file without guest memory can't be restored.
+pub(crate) const LEFT_OUT: &str =
+    "it was saved with x-ignore-shared, which leaves guest memory in its own files; save with that capability off";
 
 /// What a file turned out to be.
 pub(crate) enum Opened {
@@ -184,6 +193,21 @@ pub(crate) fn needs_source(command: &Command) -> Option<String> {
         Command::PostcopyAdvise(_) => Some("it was made for postcopy; make one without that capability".into()),
         other => Some(format!("it has the command {}, which needs a source that answers", other.name())),
     }
+}
+
+/// That all of the guest is in the file, in a form that is known.
+///
+/// # Errors
+/// What is not.
+pub(crate) fn check_complete(snapshot: &Snapshot) -> Result<(), Error> {
+    let name = &snapshot.origin.name;
+    if let Some(why) = &snapshot.refusal {
+        return Err(wrong(name, why));
+    }
+    if let Some(block) = snapshot.left_out() {
+        return Err(wrong(name, format_args!("it has no pages of {:?}: {LEFT_OUT}", &*block.name)));
+    }
+    check_tail(name, &snapshot.tail, snapshot.tail_offset).map(drop)
 }
 
 fn unfit<T>(file: &str, what: &str) -> Result<T, Error> {

@@ -4,12 +4,14 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use transship_memory::{PAGE_BYTES, PageRange, Writeback};
 use transship_wire::qemu::{Block, Configuration, Name};
 
-use super::{
-    recompose::Recomposer,
-    store::{FileStore, PageWriter, PromptStore, PromptWriter, Store},
-    target::Target,
+use super::file::target::Target;
+use crate::{
+    Error, FileReport, Progress,
+    stream::{
+        recompose::Recomposer,
+        store::{FileStore, PageWriter, PromptStore, PromptWriter, Store},
+    },
 };
-use crate::{Error, FileReport, Progress};
 
 const PAGE: u64 = PAGE_BYTES as u64;
 /// Bytes that are written at once.

@@ -19,7 +19,7 @@ use crate::{
     guest::{Found, SourceGuest, StateFormat},
     hand_over::Peer,
     rounds::{Course, Rounds},
-    snapshot::keep_from_running,
+    stream::standing::keep_from_running,
     transport::STALL_TIMEOUT,
 };
 

@@ -15,7 +15,7 @@ use super::barrier::Barrier;
 use crate::{
     Error, Progress, cpu,
     door::Line,
-    snapshot::store::{PageWriter, Store, write_pages},
+    stream::store::{PageWriter, Store, write_pages},
     transport::Connection,
 };
 

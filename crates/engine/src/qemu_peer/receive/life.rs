@@ -10,7 +10,6 @@ use transship_wire::qemu::{Block, Configuration, GlobalState, Record, RunState, 
 use super::{
     FileSink, FileSinkOptions, Sink,
     channel::{Channels, Shared},
-    guest_store::GuestStore,
     main_line::{Answers, BarrierLater, Incoming, split},
 };
 use crate::{
@@ -19,16 +18,15 @@ use crate::{
     fail_point,
     guest::{DestinationGuest, StateFormat},
     qemu_peer::{end, lobby::Lobby},
-    snapshot::{
-        Format,
-        convert::file_store,
-        devices::check_sizes,
+    snapshot::{Format, convert::file_store},
+    stream::{
         feed::{Feed, Flow},
-        fit::fit,
-        info::check_tail,
-        origin::Whence,
+        fit::{check_sizes, fit},
+        guest_store::GuestStore,
         records::{Input, Records},
         store::{FileStore, Store},
+        tail::check_tail,
+        whence::Whence,
     },
 };
 

@@ -2,11 +2,10 @@
 //!
 //! - `main_line`: the main connection, and what is answered on it
 //! - `channel`: the multifd channels; `barrier`: what keeps them and the main stream in order
-//! - `guest_store`: a guest that waits; files are the stores of [`crate::snapshot`]
-//! - `life`: from the first connection to the source's being told, made of these
+//! - `life`: from the first connection to the source's being told, made of these; what comes goes into a store of
+//!   [`crate::stream`], which is a guest that waits, or of [`crate::snapshot`], which is a file
 mod barrier;
 mod channel;
-mod guest_store;
 mod life;
 mod main_line;
 
@@ -15,7 +14,7 @@ use transship_memory::{FileIo, GuestMemory};
 use crate::{
     Error, FileUri, Format,
     guest::DestinationGuest,
-    snapshot::{DirectIo, target::Target},
+    snapshot::{DirectIo, file::target::Target},
 };
 
 pub use life::receive_from_qemu;

@@ -25,7 +25,10 @@ use crate::{
     forecast::{Aim, Medium},
     guest::{SourceGuest, StateFormat},
     rounds::{Course, Rounds},
-    snapshot::{RegionBlock, machine_name, region_blocks},
+    stream::{
+        regions::{RegionBlock, region_blocks},
+        state::machine_name,
+    },
 };
 use plan::Plan;
 use session::Session;

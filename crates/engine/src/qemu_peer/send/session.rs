@@ -25,7 +25,7 @@ use crate::{
     pacer::Pacer,
     page_map::PageMap,
     rounds::Link,
-    snapshot::RegionBlock,
+    stream::regions::RegionBlock,
     transport::STALL_TIMEOUT,
 };
 

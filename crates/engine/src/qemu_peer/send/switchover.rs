@@ -21,7 +21,7 @@ use crate::{
     guest::Found,
     hand_over::Peer,
     rounds::{Course, Rounds},
-    snapshot::{DeviceState, RegionBlock},
+    stream::{regions::RegionBlock, state::DeviceState},
 };
 
 /// How long the last round may take to arrive after it was sent: the guest stands still meanwhile.

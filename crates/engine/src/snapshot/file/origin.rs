@@ -1,0 +1,159 @@
+//! A snapshot that is read: the file that the user named, opened as it has to be.
+use std::{
+    fmt::Display,
+    fs::{File, OpenOptions},
+    io,
+    os::unix::fs::{FileExt, FileTypeExt, MetadataExt, OpenOptionsExt},
+    path::Path,
+    sync::Arc,
+};
+
+use rustix::fs::OFlags;
+use transship_memory::PageBuffer;
+
+use super::descriptors::{self, Purpose};
+use crate::{
+    Error, FileReport,
+    snapshot::{DirectIo, FilePlace, FileUri, Format},
+    stream::whence::wrong,
+};
+
+/// An open snapshot.
+#[derive(Clone)]
+pub(crate) struct Origin {
+    /// For messages.
+    pub(crate) name: String,
+    /// Through the page cache: a file, or a pipe.
+    pub(crate) file: Arc<File>,
+    /// The same file past the page cache.
+    pub(crate) direct: Option<Arc<File>>,
+    /// Why pages do not go past the page cache although it was left to us.
+    pub(crate) refused: Option<String>,
+    /// Where the snapshot begins.
+    pub(crate) offset: u64,
+    /// Length of the file; a pipe has none.
+    pub(crate) bytes: Option<u64>,
+}
+
+impl Origin {
+    /// Opens what `from` names for reading.
+    ///
+    /// # Errors
+    /// It can't be read in that way; the text says what can.
+    pub(crate) fn open(from: &FileUri, direct_io: DirectIo) -> Result<Self, Error> {
+        let name = shown(from);
+        let mut refused = None;
+        let (file, direct) = match (&from.place, descriptors::take(&from.place, Purpose::Restore)?) {
+            (FilePlace::Path(path), _) => open_path(&name, path, direct_io, &mut refused)?,
+            (_, Some(passed)) => (passed.buffered, passed.direct.filter(|_| direct_io != DirectIo::Off)),
+            (place, None) => return Err(wrong(&name, format!("{place:?} is no file"))),
+        };
+        let passed = !matches!(from.place, FilePlace::Path(_));
+        if direct_io == DirectIo::On && direct.is_none() && passed {
+            let what = "it was passed without a descriptor that is open with O_DIRECT; pass one of each, as fdset:N,M";
+            return Err(wrong(&name, what));
+        }
+        Ok(Self { refused, ..Self::of(name, file, direct, from.offset)? })
+    }
+
+    /// A file that is open already, to be read through the page cache.
+    ///
+    /// # Errors
+    /// It is nothing that can be read.
+    pub(crate) fn of(name: String, file: File, direct: Option<File>, offset: u64) -> Result<Self, Error> {
+        let stat = file.metadata().map_err(|source| Error::Io { what: format!("looking at {name}"), source })?;
+        let kind = stat.file_type();
+        let bytes = if kind.is_file() {
+            Some(stat.len())
+        } else if kind.is_dir() {
+            return Err(wrong(&name, "it is a directory"));
+        } else if kind.is_block_device() {
+            return Err(wrong(&name, "it is a block device; copy the snapshot into a file"));
+        } else if offset > 0 {
+            return Err(wrong(
+                &name,
+                "an offset needs a file; this is a pipe or socket, which is read from where it is",
+            ));
+        } else {
+            None
+        };
+        Ok(Self { name, file: Arc::new(file), direct: direct.map(Arc::new), refused: None, offset, bytes })
+    }
+
+    /// Whether direct I/O really works for a page at this place, which holds one. Some file systems only say so when
+    /// they are asked to read.
+    pub(crate) fn can_read_directly(&self, at: u64) -> io::Result<()> {
+        let Some(direct) = &self.direct else { return Ok(()) };
+        direct.read_exact_at(PageBuffer::new(1).bytes_mut(), at)
+    }
+
+    /// What a report says of the file. `stored`: pages of the guest in it.
+    pub(crate) fn report(&self, format: Format, stored: u64) -> FileReport {
+        FileReport {
+            format: format.to_string(),
+            bytes: self.bytes.map_or(0, |bytes| bytes.saturating_sub(self.offset)),
+            allocated: self.allocated(),
+            direct_io: self.direct.is_some(),
+            direct_io_refused: self.refused.clone(),
+            pages_stored: stored,
+            ..FileReport::default()
+        }
+    }
+
+    /// Bytes that the file takes on the disk.
+    pub(crate) fn allocated(&self) -> u64 {
+        self.file.metadata().map_or(0, |stat| stat.blocks() * 512)
+    }
+
+    /// The descriptor that pages are read from.
+    pub(crate) fn for_pages(&self) -> &Arc<File> {
+        self.direct.as_ref().unwrap_or(&self.file)
+    }
+}
+
+fn open_path(
+    name: &str,
+    path: &Path,
+    direct_io: DirectIo,
+    refused: &mut Option<String>,
+) -> Result<(File, Option<File>), Error> {
+    let file = File::open(path).map_err(|source| Error::Io { what: format!("opening {name}"), source })?;
+    let is_file = file.metadata().is_ok_and(|stat| stat.is_file());
+    if direct_io == DirectIo::Off || !is_file {
+        return Ok((file, None));
+    }
+    match OpenOptions::new().read(true).custom_flags(OFlags::DIRECT.bits() as i32).open(path) {
+        Ok(direct) => {
+            check_same(name, &file, &direct)?;
+            Ok((file, Some(direct)))
+        }
+        Err(why) if direct_io == DirectIo::Auto => {
+            *refused = Some(why.to_string());
+            Ok((file, None))
+        }
+        Err(why) => Err(no_direct(name, why)),
+    }
+}
+
+/// The error where direct I/O was asked for and can't be had.
+pub(crate) fn no_direct(name: &str, why: impl Display) -> Error {
+    let what = format!("its file system does not offer direct I/O ({why}); use --direct-io auto or off");
+    wrong(name, what)
+}
+
+fn check_same(name: &str, one: &File, other: &File) -> Result<(), Error> {
+    let identity = |file: &File| file.metadata().map(|stat| (stat.dev(), stat.ino()));
+    match (identity(one), identity(other)) {
+        (Ok(one), Ok(other)) if one == other => Ok(()),
+        (Ok(_), Ok(_)) => Err(wrong(name, "it was replaced while it was opened; try again")),
+        (Err(source), _) | (_, Err(source)) => Err(Error::Io { what: format!("looking at {name}"), source }),
+    }
+}
+
+/// How messages name it: a file as the user did.
+fn shown(from: &FileUri) -> String {
+    match (&from.place, from.offset) {
+        (FilePlace::Path(path), 0) => path.display().to_string(),
+        _ => from.to_string(),
+    }
+}

@@ -1,0 +1,419 @@
+//! The file of a snapshot while it is made, and what becomes of it.
+//!
+//! A file that is named is made under one other name beside it, `.NAME.transship-part`, and takes its place when it is
+//! complete and on the disk. Who makes it holds a lock on it: a second save to the same name is refused meanwhile, and
+//! a file without a lock is what a save that died has left, to be removed. A file that comes as a descriptor is made in
+//! place: its first bytes, without which nobody takes it for a snapshot, are written when everything else is on the
+//! disk.
+use std::{
+    ffi::OsString,
+    fs::{self, File},
+    io,
+    os::{
+        fd::{AsFd, OwnedFd},
+        unix::fs::{FileExt, MetadataExt, PermissionsExt},
+    },
+    path::Path,
+    sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed},
+    thread,
+    time::Duration,
+};
+
+use crossbeam_channel::bounded;
+use rustix::{
+    fs::{AtFlags, FallocateFlags, Mode, OFlags},
+    io::Errno,
+};
+use transship_memory::{Error as MemoryError, FileIo, FileQueue, GuestMemory, PAGE_BYTES, PageBuffer, Writeback};
+use transship_wire::qemu::PAGES_ALIGNMENT;
+
+use super::{
+    descriptors::{self, Purpose},
+    filesystem,
+    temporary::{make_temporary, temporary_name},
+};
+use crate::{
+    Error, Progress,
+    snapshot::{DirectIo, FilePlace, FileUri},
+};
+
+/// Requests of one thread that the disk has at the same time, where that is possible. Each is up to 1 MiB.
+pub(crate) const DEPTH: u16 = 16;
+/// How often a wait looks whether the user has cancelled.
+const TICK: Duration = Duration::from_millis(50);
+
+/// A file that is being made. Dropped before [`Target::complete`] it leaves things as they were; what was passed as a
+/// descriptor is cut back to what comes before the snapshot.
+pub(crate) struct Target {
+    /// As the user named it.
+    uri: FileUri,
+    buffered: File,
+    direct: Option<File>,
+    /// Why pages go through the page cache although it was left to us.
+    refused: Option<String>,
+    place: Place,
+    completed: AtomicBool,
+    /// The most that is thought to be written, for messages.
+    needed: AtomicU64,
+}
+
+enum Place {
+    Named(Named),
+    Passed,
+}
+
+/// A name, and the one that the file has until then.
+struct Named {
+    folder: OwnedFd,
+    name: OsString,
+    temporary: OsString,
+}
+
+impl Target {
+    /// Makes the file, empty but for what comes before the snapshot. `memory` is that of the guest that is to be saved,
+    /// so that a file of it is not taken for the target.
+    ///
+    /// # Errors
+    /// Another save makes this file now; what can't be written, replaced or opened as it was asked for.
+    pub(crate) fn create(uri: &FileUri, direct_io: DirectIo, memory: &GuestMemory) -> Result<Self, Error> {
+        let mut target = match (&uri.place, descriptors::take(&uri.place, Purpose::Save)?) {
+            (_, Some(passed)) => {
+                check_not_memory(uri, &passed.buffered, memory)?;
+                Self::new(uri, passed.buffered, passed.direct, Place::Passed)
+            }
+            (FilePlace::Path(path), None) => Self::named(uri, path, memory)?,
+            (_, None) => return Err(Error::File(format!("{uri} names no file"))),
+        };
+        target.set_length(0)?;
+        target.open_direct(direct_io, memory)?;
+        Ok(target)
+    }
+
+    fn new(uri: &FileUri, buffered: File, direct: Option<File>, place: Place) -> Self {
+        let (uri, needed) = (uri.clone(), AtomicU64::new(0));
+        Self { uri, buffered, direct, refused: None, place, completed: AtomicBool::new(false), needed }
+    }
+
+    fn named(uri: &FileUri, path: &Path, memory: &GuestMemory) -> Result<Self, Error> {
+        let failed = |source: io::Error| Error::Io { what: format!("save to {uri}"), source };
+        // The file that a symbolic link points to is replaced, not the link.
+        let path = match fs::symlink_metadata(path) {
+            Ok(meta) if meta.is_symlink() => fs::canonicalize(path).map_err(failed)?,
+            _ => path.to_path_buf(),
+        };
+        let old = match fs::metadata(&path) {
+            Ok(meta) if !meta.is_file() => {
+                return Err(Error::File(format!("{uri} is no regular file; name one, or one that is yet to be")));
+            }
+            Ok(_) => Some(File::open(&path)),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => None,
+            Err(error) => return Err(failed(error)),
+        };
+        if let Some(Ok(old)) = &old {
+            check_not_memory(uri, old, memory)?;
+        }
+        let name = path.file_name().ok_or_else(|| Error::File(format!("{uri} names no file")))?.to_owned();
+        let folder = path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
+        let folder = rustix::fs::open(folder, OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC, Mode::empty());
+        let folder = folder.map_err(|errno| failed(errno.into()))?;
+        let temporary = temporary_name(&name);
+        let file = make_temporary(uri, &folder, &temporary)?;
+        let target = Self::new(uri, file, None, Place::Named(Named { folder, name, temporary }));
+        if let Some(old) = old {
+            target.take_over(old).map_err(failed)?;
+        }
+        Ok(target)
+    }
+
+    /// The owner and the mode of the file that is to be replaced, and what it has before the snapshot.
+    fn take_over(&self, old: io::Result<File>) -> io::Result<()> {
+        let old = match old {
+            Ok(old) => old,
+            // It may be replaced by someone who may not read it.
+            Err(_) if self.uri.offset == 0 => return Ok(()),
+            Err(error) => return Err(error),
+        };
+        let (meta, ours) = (old.metadata()?, self.buffered.metadata()?);
+        let same_owner = (meta.uid(), meta.gid()) == (ours.uid(), ours.gid())
+            || std::os::unix::fs::fchown(&self.buffered, Some(meta.uid()), Some(meta.gid())).is_ok();
+        if same_owner {
+            self.buffered.set_permissions(fs::Permissions::from_mode(meta.mode() & 0o777))?;
+        }
+        io::copy(&mut io::Read::take(old, self.uri.offset), &mut &self.buffered).map(drop)
+    }
+
+    fn open_direct(&mut self, wish: DirectIo, memory: &GuestMemory) -> Result<(), Error> {
+        if wish == DirectIo::Off {
+            self.direct = None;
+            return Ok(());
+        }
+        let opened = match (&self.place, self.direct.take()) {
+            (Place::Passed, Some(direct)) => Ok(direct),
+            (Place::Passed, None) => {
+                Err("it came as one descriptor; pass one with O_DIRECT too, as fdset:N,M".to_owned())
+            }
+            (Place::Named(named), _) => named.open_direct(),
+        };
+        let tried = match opened {
+            Ok(direct) => self.try_direct(direct, memory)?,
+            Err(why) => Err(why),
+        };
+        match tried {
+            Ok(direct) => self.direct = Some(direct),
+            Err(why) if wish == DirectIo::Auto => self.refused = Some(why),
+            Err(why) => {
+                return Err(Error::File(format!(
+                    "{}: pages can't go past the page cache: {why}; use --direct-io=auto or off, or a disk file system such as ext4 or xfs",
+                    self.uri
+                )));
+            }
+        }
+        Ok(())
+    }
+
+    /// Some file systems let a file be opened so, and then refuse the first write, or want larger pieces than pages.
+    /// Says why it is refused.
+    ///
+    /// # Errors
+    /// It fails for another reason.
+    fn try_direct(&self, direct: File, memory: &GuestMemory) -> Result<Result<File, String>, Error> {
+        let at = self.uri.offset.next_multiple_of(PAGES_ALIGNMENT);
+        let descriptor = direct.try_clone().map_err(|source| self.failed("write", source))?;
+        let mut queue = FileQueue::new(memory.clone(), descriptor.into(), 1, FileIo::Plain)
+            .map_err(|source| self.failed("write", source))?;
+        self.expect(PAGE_BYTES as u64);
+        let written = queue.write_buffer(PageBuffer::new(1), at).and_then(|()| queue.finish());
+        drop(queue);
+        self.set_length(0)?;
+        match written {
+            Ok(()) => Ok(Ok(direct)),
+            Err(MemoryError::System { source, .. }) if is_refusal(&source) => {
+                Ok(Err(format!("the {} refuses it ({source})", filesystem::name(&self.buffered))))
+            }
+            Err(error) => Err(self.failed_pages(error)),
+        }
+    }
+
+    /// Where the snapshot begins.
+    pub(crate) fn offset(&self) -> u64 {
+        self.uri.offset
+    }
+
+    /// Whether pages go past the page cache.
+    pub(crate) fn is_direct(&self) -> bool {
+        self.direct.is_some()
+    }
+
+    /// Why they don't although it was left to us.
+    pub(crate) fn refused(&self) -> Option<&str> {
+        self.refused.as_deref()
+    }
+
+    /// A descriptor for whole pages at places that are multiples of their size.
+    pub(crate) fn page_descriptor(&self) -> Result<OwnedFd, Error> {
+        self.direct.as_ref().map_or_else(|| self.cached_descriptor(), |file| self.descriptor_of(file))
+    }
+
+    /// A descriptor of the file through the page cache.
+    pub(crate) fn cached_descriptor(&self) -> Result<OwnedFd, Error> {
+        self.descriptor_of(&self.buffered)
+    }
+
+    fn descriptor_of(&self, file: &File) -> Result<OwnedFd, Error> {
+        file.try_clone().map(OwnedFd::from).map_err(|source| self.failed("write", source))
+    }
+
+    /// From now on the snapshot is thought to take up to so many bytes.
+    pub(crate) fn expect(&self, bytes: u64) {
+        self.needed.store(bytes, Relaxed);
+    }
+
+    /// Makes the file as long as this, with holes where nothing is written, so that writers do not have to extend it
+    /// one after the other.
+    ///
+    /// # Errors
+    /// The system's own.
+    pub(crate) fn set_length(&self, bytes: u64) -> Result<(), Error> {
+        self.buffered.set_len(self.uri.offset.max(bytes)).map_err(|source| self.failed("make", source))
+    }
+
+    /// Writes bytes at a place.
+    ///
+    /// # Errors
+    /// The system's own.
+    pub(crate) fn write_at(&self, bytes: &[u8], at: u64) -> Result<(), Error> {
+        self.buffered.write_all_at(bytes, at).map_err(|source| self.failed("write", source))
+    }
+
+    /// So many bytes were written at a place, as part of what is written in order.
+    pub(crate) fn begin_writeback(&self, writeback: &mut Writeback, at: u64, bytes: u64) {
+        writeback.wrote(self.buffered.as_fd(), at, bytes);
+    }
+
+    /// Reads what was written at a place.
+    ///
+    /// # Errors
+    /// The system's own; a descriptor that was passed for writing only.
+    pub(crate) fn read_at(&self, bytes: &mut [u8], at: u64) -> Result<(), Error> {
+        self.buffered.read_exact_at(bytes, at).map_err(|source| match rustix::io::Errno::from_io_error(&source) {
+            Some(Errno::BADF) => Error::File(format!(
+                "{} was passed for writing only, and pages that come as differences (xbzrle) are to be read again; turn xbzrle off, or name the file",
+                self.uri
+            )),
+            _ => self.failed("read", source),
+        })
+    }
+
+    /// Gives the disk space of whole pages back, where the file system can.
+    pub(crate) fn punch(&self, at: u64, bytes: u64) -> Result<(), Error> {
+        let how = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+        match rustix::fs::fallocate(&self.buffered, how, at, bytes) {
+            // What is there then is not read by anybody.
+            Ok(()) | Err(Errno::OPNOTSUPP) => Ok(()),
+            Err(errno) => Err(self.failed("free pages of", errno.into())),
+        }
+    }
+
+    /// Waits until what was written is on the disk. If the user cancels meanwhile, the file is cut short, so that there
+    /// is less to wait for.
+    ///
+    /// # Errors
+    /// The system's own; cancelled.
+    pub(crate) fn sync(&self, progress: &Progress) -> Result<(), Error> {
+        let file = self.buffered.try_clone().map_err(|source| self.failed("sync", source))?;
+        let (done, waiting) = bounded(1);
+        let spawned = thread::Builder::new().name("sync".into()).spawn(move || {
+            let _ = done.send(file.sync_all());
+        });
+        spawned.map_err(|source| Error::Io { what: "can't start a thread".into(), source })?;
+        loop {
+            match waiting.recv_timeout(TICK) {
+                Ok(result) => return result.map_err(|source| self.failed("sync", source)),
+                Err(_) if progress.is_cancelled() => {
+                    let _ = self.buffered.set_len(self.uri.offset);
+                    return Err(Error::Cancelled);
+                }
+                Err(_) => {}
+            }
+        }
+    }
+
+    /// Bytes of the file from the snapshot's begin on, and bytes that it has on the disk.
+    pub(crate) fn size(&self) -> Result<(u64, u64), Error> {
+        let meta = self.buffered.metadata().map_err(|source| self.failed("look at", source))?;
+        Ok((meta.len().saturating_sub(self.uri.offset), meta.blocks() * 512))
+    }
+
+    /// Everything but `head`, which belongs at the snapshot's begin, was written: makes the file whole, and durably so.
+    ///
+    /// # Errors
+    /// Up to its new name, the system's own: nothing has changed. After that: it's there, and may be gone after a power
+    /// cut.
+    pub(crate) fn complete(&self, head: &[u8], progress: &Progress) -> Result<(), Error> {
+        let at = self.uri.offset;
+        match &self.place {
+            Place::Named(named) => {
+                self.write_at(head, at)?;
+                self.sync(progress)?;
+                crate::fail_point::reach("save.synced")?;
+                if progress.is_cancelled() {
+                    return Err(Error::Cancelled);
+                }
+                let folder = &named.folder;
+                rustix::fs::renameat(folder, &named.temporary, folder, &named.name)
+                    .map_err(|errno| self.failed("put in place", errno.into()))?;
+                self.completed.store(true, Relaxed);
+                crate::fail_point::reach("save.renamed")?;
+                rustix::fs::fsync(folder).map_err(|errno| Error::Io {
+                    what: format!(
+                        "{} is complete, but its folder can't be synced: it may be gone after a power cut",
+                        self.uri
+                    ),
+                    source: errno.into(),
+                })
+            }
+            Place::Passed => {
+                self.sync(progress)?;
+                crate::fail_point::reach("save.synced")?;
+                self.write_at(head, at)?;
+                self.sync(progress)?;
+                self.completed.store(true, Relaxed);
+                Ok(())
+            }
+        }
+    }
+
+    /// What to say of a failure of the system.
+    pub(crate) fn failed(&self, doing: &str, source: io::Error) -> Error {
+        let full = matches!(
+            source.kind(),
+            io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded | io::ErrorKind::FileTooLarge
+        );
+        let mut what = format!("{doing} {}", self.uri);
+        if full {
+            let written = self.buffered.metadata().map_or(0, |meta| meta.blocks() * 512);
+            let room = filesystem::available_bytes(&self.buffered).unwrap_or(0).saturating_add(written);
+            what = format!(
+                "{what} (it needs up to {:.1} MB; the {} has {:.1} MB for it; nothing was replaced)",
+                self.needed.load(Relaxed) as f64 / 1e6,
+                filesystem::name(&self.buffered),
+                room as f64 / 1e6
+            );
+        }
+        Error::Io { what, source }
+    }
+
+    /// The same for what the writers of pages say.
+    pub(crate) fn failed_pages(&self, error: MemoryError) -> Error {
+        match error {
+            MemoryError::System { source, .. } => self.failed("write", source),
+            other => Error::Memory(other),
+        }
+    }
+}
+
+/// The file system can't do it, or not for pages of this size.
+fn is_refusal(error: &io::Error) -> bool {
+    matches!(error.kind(), io::ErrorKind::InvalidInput | io::ErrorKind::Unsupported)
+}
+
+impl Drop for Target {
+    fn drop(&mut self) {
+        if self.completed.load(Relaxed) {
+            return;
+        }
+        // Nobody need wait for pages on their way to a file that goes.
+        let _ = self.buffered.set_len(self.uri.offset);
+        if let Place::Named(named) = &self.place {
+            let _ = rustix::fs::unlinkat(&named.folder, &named.temporary, AtFlags::empty());
+        }
+    }
+}
+
+impl Named {
+    fn open_direct(&self) -> Result<File, String> {
+        let flags = OFlags::WRONLY | OFlags::DIRECT | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+        match rustix::fs::openat(&self.folder, &self.temporary, flags, Mode::empty()) {
+            Ok(file) => Ok(file.into()),
+            Err(errno) => {
+                let folder = rustix::fs::openat(&self.folder, ".", OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty());
+                let system =
+                    folder.map_or_else(|_| "file system".to_owned(), |folder| filesystem::name(&folder.into()));
+                Err(format!("the {system} refuses it ({})", io::Error::from(errno)))
+            }
+        }
+    }
+}
+
+/// A guest whose memory file became its snapshot would be gone, or its memory would have no name any more.
+fn check_not_memory(uri: &FileUri, file: &File, memory: &GuestMemory) -> Result<(), Error> {
+    let id = |stat: rustix::fs::Stat| (stat.st_dev, stat.st_ino);
+    let Ok(ours) = rustix::fs::fstat(file).map(id) else { return Ok(()) };
+    match memory.regions().iter().find(|region| rustix::fs::fstat(region.file()).map(id) == Ok(ours)) {
+        Some(region) => {
+            let why = format!("is the memory of the guest itself (region {}); name another file", region.name());
+            Err(Error::File(format!("{uri} {why}")))
+        }
+        None => Ok(()),
+    }
+}

@@ -1,0 +1,144 @@
+//! A mapped-ram file while pages come to it: where each has its place, and which are there.
+use std::sync::{
+    Mutex, MutexGuard, RwLock, RwLockReadGuard,
+    atomic::{
+        AtomicBool, AtomicUsize,
+        Ordering::{AcqRel, Acquire, Relaxed},
+    },
+};
+
+use transship_memory::{FileIo, PAGE_BYTES, PageRange, Turns};
+use transship_wire::qemu::Block;
+
+use super::{content::Content, layout::Layout};
+use crate::{Error, snapshot::file::target::Target};
+
+const PAGE: u64 = PAGE_BYTES as u64;
+/// All blocks together; no file is longer.
+const MAX_BYTES: u64 = 1 << 60;
+
+/// What all writers of a file share.
+pub(super) struct MappedFile {
+    pub(super) target: Target,
+    /// By block. Only the main stream's reader writes, when it comes to a list.
+    blocks: RwLock<Blocks>,
+    /// How the kernel is asked, and whether that is io_uring.
+    pub(super) io: FileIo,
+    is_uring: AtomicBool,
+    /// Of the writers through the page cache.
+    pub(super) turns: Turns,
+    /// Writers with something that is not known to be in the file. One that is given up leaves it counted: what it had
+    /// may be missing. Its last change by a writer goes before the look at it in `is_finished`.
+    unfinished: AtomicUsize,
+}
+
+pub(super) struct Blocks {
+    pub(super) layout: Layout,
+    pub(super) list: Vec<Place>,
+}
+
+/// Where a block's pages are, and which.
+pub(super) struct Place {
+    pages_offset: u64,
+    pub(super) bytes: u64,
+    pages: Mutex<Pages>,
+}
+
+#[derive(Default)]
+pub(super) struct Pages {
+    /// The file's bitmap.
+    pub(super) content: Content,
+    /// All that were ever written.
+    pub(super) written: Content,
+}
+
+impl MappedFile {
+    pub(super) fn new(target: Target, io: FileIo) -> Self {
+        let layout = Layout::new(target.offset(), &[]);
+        Self {
+            target,
+            blocks: RwLock::new(Blocks { layout, list: Vec::new() }),
+            io,
+            is_uring: AtomicBool::new(false),
+            turns: Turns::default(),
+            unfinished: AtomicUsize::new(0),
+        }
+    }
+
+    pub(super) fn blocks(&self) -> RwLockReadGuard<'_, Blocks> {
+        self.blocks.read().unwrap_or_else(|poisoned| poisoned.into_inner())
+    }
+
+    pub(super) fn with<T>(&self, block: usize, act: impl FnOnce(&Place) -> T) -> T {
+        act(&self.blocks().list[block])
+    }
+
+    /// Gives more blocks their places.
+    pub(super) fn add(&self, blocks: &[Block]) -> Result<(), Error> {
+        let mut known = self.blocks.write().unwrap_or_else(|poisoned| poisoned.into_inner());
+        for block in blocks {
+            if known.layout.end().saturating_add(block.used_bytes) > MAX_BYTES {
+                return Err(Error::File(format!("blocks up to {:?} are longer than any file", &*block.name)));
+            }
+            let pages_offset = known.layout.push(&block.name, block.used_bytes);
+            known.list.push(Place { pages_offset, bytes: block.used_bytes, pages: Mutex::default() });
+        }
+        let end = known.layout.end();
+        self.target.expect(end - self.target.offset());
+        self.target.set_length(end)
+    }
+
+    /// A writer asks the kernel by io_uring, or not.
+    pub(super) fn note_io(&self, is_uring: bool) {
+        self.is_uring.store(is_uring, Relaxed);
+    }
+
+    pub(super) fn is_uring(&self) -> bool {
+        self.is_uring.load(Relaxed)
+    }
+
+    pub(super) fn begin_unfinished(&self) {
+        self.unfinished.fetch_add(1, AcqRel);
+    }
+
+    pub(super) fn end_unfinished(&self) {
+        self.unfinished.fetch_sub(1, AcqRel);
+    }
+
+    /// Whether all that writers brought is in the file.
+    pub(super) fn is_finished(&self) -> bool {
+        self.unfinished.load(Acquire) == 0
+    }
+
+    /// What a page is; everything that was stored of it is in the file, through the page cache or past it.
+    pub(super) fn read_page(&self, block: usize, page: u64, into: &mut [u8; PAGE_BYTES]) -> Result<(), Error> {
+        self.with(block, |place| {
+            if place.pages().content.contains(page) {
+                return self.target.read_at(into, place.byte_of(page));
+            }
+            into.fill(0);
+            Ok(())
+        })
+    }
+}
+
+impl Place {
+    pub(super) fn pages(&self) -> MutexGuard<'_, Pages> {
+        self.pages.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+    }
+
+    /// Where in the file a page is.
+    pub(super) fn byte_of(&self, page: u64) -> u64 {
+        self.pages_offset + page * PAGE
+    }
+
+    pub(super) fn note_content(&self, range: PageRange) {
+        let mut known = self.pages();
+        known.content.insert(range);
+        known.written.insert(range);
+    }
+
+    pub(super) fn note_zero(&self, range: PageRange) {
+        self.pages().content.remove(range);
+    }
+}

@@ -1,0 +1,109 @@
+//! Where everything is in a mapped-ram file.
+//!
+//! ```text
+//!   header, configuration, list of blocks …                 room is kept: what it will say is known last
+//!   region 0:   bitmap      pages                           ─┐ known before the guest stands still
+//!   region 1:   entry, bitmap   pages                       ─┘
+//!   device blocks: entry, bitmap, pages each                ─┐ known when it does
+//!   end of the list, device sections, their description     ─┘
+//! ```
+//!
+//! All pages begin at multiples of 1 MiB, so that direct I/O reaches them on any device.
+use transship_wire::qemu::{Block, Command, Configuration, Geometry, Mapped, Name, Piece, StreamWriter, bitmap_bytes};
+
+use crate::{
+    Error,
+    stream::{regions::RegionBlock, state::DeviceState},
+};
+
+/// Room for everything before the first region's bitmap: the header, a configuration with the longest name, an entry of
+/// the list. They come to less than a kilobyte.
+const HEAD_ROOM: u64 = 4096;
+
+/// The places of the regions.
+pub(crate) struct Layout {
+    start: u64,
+    regions: Vec<Block>,
+}
+
+/// Everything that is no page, and the places of the devices' pages.
+pub(crate) struct Around {
+    /// In the order of the file; the first is its begin.
+    pub(crate) pieces: Vec<Piece>,
+    pub(crate) devices: Vec<Geometry>,
+}
+
+impl Layout {
+    /// A file whose snapshot begins at `start`.
+    pub(crate) fn new(start: u64, regions: &[RegionBlock]) -> Self {
+        let mut layout = Self { start, regions: Vec::new() };
+        for region in regions {
+            layout.push(&region.name, region.bytes);
+        }
+        layout
+    }
+
+    /// A place for one more, behind the others. Returns where its first page is.
+    pub(crate) fn push(&mut self, name: &Name, bytes: u64) -> u64 {
+        let nowhere = Mapped::At(Geometry { bitmap_offset: 0, pages_offset: 0 });
+        let mut block = Block { name: name.clone(), used_bytes: bytes, gpa: None, mapped: Some(nowhere) };
+        let header_end = match self.regions.is_empty() {
+            true => self.start + HEAD_ROOM,
+            false => self.end() + block.entry_bytes(),
+        };
+        let place = Geometry::stock(header_end, bytes);
+        block.mapped = Some(Mapped::At(place));
+        self.regions.push(block);
+        place.pages_offset
+    }
+
+    fn geometries(&self) -> impl Iterator<Item = (Geometry, u64)> + '_ {
+        self.regions.iter().filter_map(|block| Some((block.geometry()?, block.used_bytes)))
+    }
+
+    /// By region: where the first page is.
+    pub(crate) fn pages(&self) -> Vec<u64> {
+        self.geometries().map(|(geometry, _)| geometry.pages_offset).collect()
+    }
+
+    /// By region: where the bitmap is.
+    pub(crate) fn bitmaps(&self) -> Vec<u64> {
+        self.geometries().map(|(geometry, _)| geometry.bitmap_offset).collect()
+    }
+
+    /// Where the last region's pages end.
+    pub(crate) fn end(&self) -> u64 {
+        self.geometries().last().map_or(self.start, |(geometry, bytes)| geometry.pages(bytes).end)
+    }
+
+    /// What the file needs at most for pages of so many bytes, without the devices.
+    pub(crate) fn bytes_for(&self, pages: u64) -> u64 {
+        HEAD_ROOM + self.regions.iter().map(|block| bitmap_bytes(block.used_bytes)).sum::<u64>() + pages
+    }
+
+    /// The stream around the pages, which is known once the device state is.
+    pub(crate) fn around(&self, state: &DeviceState) -> Result<Around, Error> {
+        let mut writer = StreamWriter::new(self.start, state.ram_section);
+        let configuration = Configuration { ignore_shared: false, mapped_ram: true, ..state.configuration.clone() };
+        let regions: u64 = self.regions.iter().map(|block| block.used_bytes).sum();
+        writer.header().configuration(&configuration);
+        writer.ram_start(regions + state.blocks.iter().map(|block| block.bytes).sum::<u64>());
+        for block in &self.regions {
+            let end = writer.position() + block.entry_bytes();
+            if block.geometry().is_none_or(|geometry| end > geometry.bitmap_offset) {
+                return Err(Error::File(format!(
+                    "the begin of the snapshot takes {end} bytes, more than the room for it"
+                )));
+            }
+            writer.block(block);
+        }
+        let placed = state.blocks.iter().map(|block| writer.mapped_block(&block.name, block.bytes, None));
+        let devices = placed.collect::<Vec<_>>().iter().filter_map(Block::geometry).collect();
+        writer.end_of_section().raw(&state.early).part().end_of_section();
+        if state.switchover_start {
+            writer.command(&Command::SwitchoverStart);
+        }
+        writer.end().end_of_section().raw(&state.tail);
+        Ok(Around { pieces: writer.take(), devices })
+    }
+}

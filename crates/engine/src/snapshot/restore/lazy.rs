@@ -1,0 +1,151 @@
+//! A lazy restore: the guest runs first, and its pages come when they are touched.
+//!
+//! | before | may fail by | then |
+//! | --- | --- | --- |
+//! | the guest is started | anything | nothing runs; the VMM is to be ended |
+//! | all pages are in place | the file | the guest is stopped where it is; the stand-in holds the userfaultfd until the VMM has ended |
+//! | | the death of this process | the stand-in goes on |
+//! | | the end of the VMM | nothing is left to do |
+use std::{
+    os::fd::{AsFd, BorrowedFd},
+    sync::atomic::Ordering,
+    thread,
+    time::Instant,
+};
+
+use transship_memory::{Claims, PAGE_BYTES};
+
+use super::{
+    filling::{Event, Filling, URGENT_THREADS, check_units},
+    restoring::Restore,
+    stand_in::{EndOnDrop, Ending, StandIn, TakeOver},
+};
+use crate::{
+    Error, LazyReport, Phase, fail_point,
+    guest::GuestError,
+    snapshot::{Format, mapped::plan::Plan, open::Snapshot},
+};
+
+/// Restores from a file whose pages have their places.
+pub(super) fn restore(
+    restore: &mut Restore<'_>,
+    mut snapshot: Snapshot,
+    stand_in: &mut dyn StandIn,
+) -> Result<(), Error> {
+    let mut plan = Plan::make(&snapshot, &restore.guest.description(), &restore.guest.state_format())?;
+    snapshot.settle_direct_io(restore.options.direct_io, plan.any_page())?;
+    // No huge pages of a tmpfs: pages come one by one.
+    restore.guest.memory().empty()?;
+    let missing = restore.guest.missing()?;
+    check_units(&missing, plan.sources.len())?;
+    let claims = Claims::new(&plan.sources.iter().map(|source| source.stored.pages()).collect::<Vec<_>>())?;
+    let will = restore.guest.last_will()?;
+    let take_over = TakeOver::of(&snapshot, &plan.fit.regions, &missing, restore.options.channels, will);
+    stand_in.arm(&take_over, &files(&snapshot, missing.fd(), claims.fd()))?;
+
+    let stored = plan.stored_pages();
+    begin_report(restore, &snapshot, stored);
+    let filling = Filling::new(&snapshot.origin, std::mem::take(&mut plan.sources), missing, claims);
+    let result = run(restore, &snapshot, &plan, &filling);
+    stand_in.end(result.as_ref().err().map_or(Ending::Complete, |(_, ending)| *ending));
+    restore.report.cpu.channels = filling.cpu_seconds();
+    result.map_err(|(error, _)| error)
+}
+
+/// What [`TakeOver`] names: the file in all ways that it was opened in comes last.
+fn files<'a>(snapshot: &'a Snapshot, uffd: BorrowedFd<'a>, claims: BorrowedFd<'a>) -> Vec<BorrowedFd<'a>> {
+    let direct = snapshot.origin.direct.iter().map(|file| file.as_fd());
+    [uffd, claims, snapshot.origin.file.as_fd()].into_iter().chain(direct).collect()
+}
+
+fn begin_report(restore: &mut Restore<'_>, snapshot: &Snapshot, stored: u64) {
+    let total = restore.guest.memory().bytes() / PAGE_BYTES as u64;
+    let bytes = stored * PAGE_BYTES as u64;
+    restore.report.setup_ms = restore.elapsed_ms();
+    restore.report.pages.normal = stored;
+    restore.report.pages.hole = total - stored;
+    restore.report.bytes.wire = bytes;
+    restore.report.file = Some(snapshot.origin.report(Format::MappedRam, stored));
+    restore.progress.round.store(1, Ordering::Relaxed);
+    restore.progress.round_total.store(bytes, Ordering::Relaxed);
+    restore.progress.round_left.store(bytes, Ordering::Relaxed);
+}
+
+/// What went wrong, and what the stand-in is to do about it.
+type Failed = (Error, Ending);
+
+/// With threads that bring pages: loads, starts, and waits until all is in place.
+fn run(restore: &mut Restore<'_>, snapshot: &Snapshot, plan: &Plan, filling: &Filling) -> Result<(), Failed> {
+    // Only to have fewer waits.
+    let _ = filling.release_holes();
+    thread::scope(|scope| {
+        let _ended = EndOnDrop(filling);
+        (0..URGENT_THREADS).for_each(|_| drop(scope.spawn(|| filling.urgent())));
+        if restore.progress.is_cancelled() {
+            return Err((Error::RestoreCancelled, Ending::Complete));
+        }
+        let loaded = restore.load(snapshot, plan).and_then(|()| fail_point::reach("restore.loaded"));
+        if let Err(error) = loaded {
+            return Err(unloaded(filling, error));
+        }
+        // Somebody in the VMM may wait for a page that does not come, although it has loaded everything.
+        if let Ok(Event::Failed(cause)) = filling.events().try_recv() {
+            return Err(unusable(&cause));
+        }
+        let started = restore.start(plan.ran);
+        let _ = fail_point::reach("restore.started");
+        restore.progress.set_phase(Phase::Filling);
+        let progress = restore.progress;
+        (0..restore.options.channels).for_each(|_| drop(scope.spawn(|| filling.background(progress))));
+        wait(restore, filling)?;
+        restore.report.lazy = Some(LazyReport { faults: filling.faults(), filled_ms: restore.elapsed_ms() });
+        started.map_err(|error| (error, Ending::Complete))
+    })?;
+    // Without it the same happens when the last holder ends.
+    let _ = filling.release_all();
+    Ok(())
+}
+
+/// The state could not be loaded: perhaps because of a page that could not be read.
+fn unloaded(filling: &Filling, error: Error) -> Failed {
+    match filling.events().try_iter().next() {
+        Some(Event::Failed(cause)) => unusable(&cause),
+        Some(Event::Gone) => (error, Ending::Complete),
+        // Should it be about to load, all the same, it must find its memory.
+        Some(Event::Complete) | None => (error, Ending::GoOn),
+    }
+}
+
+/// Nothing runs, and nothing may: the VMM waits for a page that does not come.
+fn unusable(cause: &Error) -> Failed {
+    let what =
+        format!("{cause}; nothing runs, and the VMM that waits can't be used any more: end it and start a new one");
+    (Error::File(what), Ending::Hold)
+}
+
+/// Waits until all pages are in place.
+fn wait(restore: &mut Restore<'_>, filling: &Filling) -> Result<(), Failed> {
+    let begin = Instant::now();
+    match filling.events().recv() {
+        Ok(Event::Complete) | Err(_) => Ok(()),
+        Ok(Event::Gone) => {
+            let what = format!(
+                "the VMM has ended, {:.1} s after its guest was started and before all of its memory was brought",
+                begin.elapsed().as_secs_f64()
+            );
+            Err((Error::Guest(GuestError(what)), Ending::Complete))
+        }
+        Ok(Event::Failed(error)) => {
+            // Pages that can be read are still brought meanwhile: the VMM may need them to stop its guest.
+            let found = match restore.guest.stop() {
+                Ok(found) => found,
+                Err(why) => format!("it could not be stopped: {why}"),
+            };
+            let what = format!(
+                "{error}. The guest had been started, and was stopped where it was, without having seen anything wrong: {found}. Until that has ended \
+                 a second process sees to it that missing pages are not taken for zeros. Restore it into a new VMM from another copy of the file"
+            );
+            Err((Error::Unknown(what), Ending::Hold))
+        }
+    }
+}

@@ -1,0 +1,58 @@
+//! The life of a restore: from the file that the user named to the running guest.
+//!
+//! - `restoring`: the steps of every way
+//! - `eager`: all of it first; `sequential`: the same from a plain stream
+//! - `filling`: pages that come when they are touched, of those that are `stored`; `lazy`: such a restore; `stand_in`:
+//!   the process that could go on with it
+mod eager;
+mod filling;
+mod lazy;
+mod restoring;
+mod sequential;
+pub(crate) mod stand_in;
+mod stored;
+
+use std::{sync::Arc, time::Instant};
+
+use super::{
+    FileUri, RestoreOptions,
+    open::{Opened, open},
+};
+use crate::{Error, Progress, Report, ending::finish, guest::DestinationGuest, stream::whence::wrong};
+use restoring::Restore;
+use stand_in::StandIn;
+
+/// Restores the guest of a snapshot file into one that waits: its memory first, then its devices; then it runs. With
+/// `lazily` it runs first, and this returns when all of its memory has followed.
+///
+/// On success the guest is there, and runs if the file or `options` say so. On failure it does not run and never will
+/// by our doing, except that [`Error::Unknown`] means what it says. Everything about the file that can be known from
+/// its structure, and whether it fits the guest, is known before anything of the guest is touched; after that the
+/// memory of the waiting guest may have been overwritten.
+///
+/// # Errors
+/// See [`Error`].
+pub fn restore_guest(
+    guest: &mut dyn DestinationGuest,
+    from: &FileUri,
+    options: &RestoreOptions,
+    lazily: Option<&mut dyn StandIn>,
+    progress: &Arc<Progress>,
+    report: &mut Report,
+) -> Result<(), Error> {
+    let begin = Instant::now();
+    report.bytes.guest = guest.memory().bytes();
+    let result = open(from, options.direct_io).and_then(|opened| {
+        let mut restore = Restore { guest, options, progress, report, begin };
+        match (opened, lazily) {
+            (Opened::Mapped(snapshot), None) => eager::restore(&mut restore, *snapshot),
+            (Opened::Mapped(snapshot), Some(stand_in)) => lazy::restore(&mut restore, *snapshot, stand_in),
+            (Opened::Stream(stream), None) => sequential::restore(&mut restore, *stream),
+            (Opened::Stream(stream), Some(_)) => {
+                let what = "it is a plain stream, whose pages have no places of their own; restore it without --lazy";
+                Err(wrong(&stream.origin.name, what))
+            }
+        }
+    });
+    finish(result, begin, progress, report)
+}

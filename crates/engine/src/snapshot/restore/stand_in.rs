@@ -1,0 +1,239 @@
+//! A second process beside a lazy restore, which holds what the guest can't be without: the userfaultfd and the file.
+//!
+//! When the last holder of a userfaultfd is gone the kernel serves missing pages with zeros, and a guest that saw them
+//! would be lost. So whoever restores lazily has a stand-in from before the guest runs. It is told how the restore
+//! ended; if it hears nothing, it goes on bringing pages itself.
+use std::{
+    fs::File,
+    os::fd::{BorrowedFd, OwnedFd},
+    thread,
+    time::Duration,
+};
+
+use serde::{Deserialize, Serialize};
+use transship_memory::{Area, Claims, Error as MemoryError, Missing};
+
+use super::filling::{Event, Filling, URGENT_THREADS, check_units};
+use crate::{
+    Error, Progress,
+    guest::GuestError,
+    snapshot::{
+        file::origin::Origin,
+        mapped::pages::Source,
+        open::{Opened, Snapshot, read},
+    },
+    stream::whence::wrong,
+};
+
+/// How long the end of a VMM may go unnoticed by who only holds its userfaultfd.
+const LOOK_EVERY: Duration = Duration::from_secs(1);
+
+/// How a lazy restore ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Ending {
+    /// All pages are in place, or there is no VMM any more.
+    Complete,
+    /// Pages can't be brought, and the guest stands still: the userfaultfd is to be held until the VMM has ended.
+    Hold,
+    /// It is to go on without us.
+    GoOn,
+}
+
+/// The second process, as the restore sees it.
+pub trait StandIn {
+    /// Gives it what it needs. Called once, before the VMM loads anything. `files`: those of [`TakeOver`], which are to
+    /// be kept open for it.
+    ///
+    /// # Errors
+    /// It can't be had.
+    fn arm(&mut self, what: &TakeOver, files: &[BorrowedFd<'_>]) -> Result<(), GuestError>;
+    /// Tells it how the restore ended. Not told, it takes over when this process ends.
+    fn end(&mut self, how: Ending);
+}
+
+/// What a stand-in is told, beside the files: the userfaultfd first, then which pages were brought, then the snapshot
+/// file, then perhaps the same past the page cache.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct TakeOver {
+    /// The snapshot's name, for messages.
+    pub name: String,
+    /// Where in its file it begins.
+    pub offset: u64,
+    /// Threads that read.
+    pub channels: u8,
+    /// By region: the name of its block in the snapshot.
+    pub blocks: Vec<String>,
+    /// Where the VMM has the regions: number of the region, its first page there, address and length.
+    pub areas: Vec<(usize, u64, u64, u64)>,
+    /// What `DestinationGuest::last_will` said.
+    pub will: String,
+}
+
+impl TakeOver {
+    pub(super) fn of(snapshot: &Snapshot, regions: &[usize], missing: &Missing, channels: u8, will: String) -> Self {
+        let block = |&index: &usize| snapshot.blocks[index].name.to_string();
+        let area = |area: Area| (area.region, area.first_page, area.address, area.bytes);
+        Self {
+            name: snapshot.origin.name.clone(),
+            offset: snapshot.origin.offset,
+            channels,
+            blocks: regions.iter().map(block).collect(),
+            areas: missing.areas().into_iter().map(area).collect(),
+            will,
+        }
+    }
+
+    /// Takes over a restore whose process has ended, with all its threads: brings all pages of the file, those that
+    /// somebody waits for first.
+    ///
+    /// On success all are in place, or the VMM has ended. On failure some are missing for good; `failed` is then called
+    /// with the reason, and is to see to it that nobody runs. After that this returns only when the VMM has ended.
+    ///
+    /// # Errors
+    /// What `failed` was called with.
+    pub fn run(&self, files: Vec<OwnedFd>, failed: impl FnOnce(&Error)) -> Result<(), Error> {
+        let mut files = files.into_iter();
+        let uffd = files.next();
+        let held = uffd.as_ref().and_then(|uffd| uffd.try_clone().ok());
+        let missing = match self.missing(uffd) {
+            Ok(missing) => missing,
+            Err(error) => {
+                failed(&error);
+                // Not before nobody runs.
+                drop(held);
+                return Err(error);
+            }
+        };
+        drop(held);
+        match self.rest(&missing, files) {
+            Ok(Rest { origin, sources, claims }) => {
+                fill(&Filling::new(&origin, sources, missing, claims), self.channels, failed)
+            }
+            Err(error) => {
+                failed(&error);
+                hold(&missing);
+                Err(error)
+            }
+        }
+    }
+
+    /// Holds a userfaultfd until its VMM has ended.
+    ///
+    /// # Errors
+    /// It is none, or is not in use where it should be.
+    pub fn hold(&self, files: Vec<OwnedFd>) -> Result<(), Error> {
+        hold(&self.missing(files.into_iter().next())?);
+        Ok(())
+    }
+
+    fn missing(&self, uffd: Option<OwnedFd>) -> Result<Missing, Error> {
+        let uffd = uffd.ok_or_else(|| wrong(&self.name, "the stand-in got no userfaultfd"))?;
+        let area = |&(region, first_page, address, bytes): &(usize, u64, u64, u64)| Area {
+            region,
+            first_page,
+            address,
+            bytes,
+        };
+        let areas: Vec<_> = self.areas.iter().map(area).collect();
+        let pages = pages_of(&areas, self.blocks.len());
+        Ok(Missing::taken_over(uffd, areas, &pages)?)
+    }
+
+    /// What the dead process had, and what it has brought.
+    fn rest(&self, missing: &Missing, mut files: impl Iterator<Item = OwnedFd>) -> Result<Rest, Error> {
+        let claims = files.next().ok_or_else(|| wrong(&self.name, "the stand-in was not told what was brought"))?;
+        let (origin, sources) = self.sources(files)?;
+        let pages = pages_of(&missing.areas(), self.blocks.len());
+        self.check(missing, &pages, &sources)?;
+        Ok(Rest { origin, sources, claims: Claims::taken_over(claims, &pages)? })
+    }
+
+    fn check(&self, missing: &Missing, pages: &[u64], sources: &[Source]) -> Result<(), Error> {
+        let found: Vec<u64> = sources.iter().map(|source| source.stored.pages()).collect();
+        if pages != found {
+            return Err(wrong(&self.name, "it is not the file any more that it was"));
+        }
+        check_units(missing, sources.len())
+    }
+
+    fn sources(&self, mut files: impl Iterator<Item = OwnedFd>) -> Result<(Origin, Vec<Source>), Error> {
+        let file = files.next().ok_or_else(|| wrong(&self.name, "the stand-in did not get the file"))?;
+        let direct = files.next().map(File::from);
+        let origin = Origin::of(self.name.clone(), file.into(), direct, self.offset)?;
+        let Opened::Mapped(snapshot) = read(origin)? else {
+            return Err(wrong(&self.name, "it is no mapped-ram file"));
+        };
+        let source = |name: &String| {
+            let block = snapshot.blocks.iter().find(|block| *block.name == **name);
+            let block = block.ok_or_else(|| wrong(&self.name, format_args!("it has no memory {name:?}")))?;
+            let pages_offset = block.geometry().map_or(0, |geometry| geometry.pages_offset);
+            Ok(Source { stored: snapshot.stored(block)?, pages_offset })
+        };
+        let sources = self.blocks.iter().map(source).collect::<Result<_, Error>>()?;
+        Ok((snapshot.origin.clone(), sources))
+    }
+}
+
+/// What there is to go on with.
+struct Rest {
+    origin: Origin,
+    sources: Vec<Source>,
+    claims: Claims,
+}
+
+/// As many pages as the areas have.
+fn pages_of(areas: &[Area], regions: usize) -> Vec<u64> {
+    let mut pages = vec![0; regions];
+    for area in areas {
+        if let Some(pages) = pages.get_mut(area.region) {
+            *pages = (area.first_page + area.bytes / transship_memory::PAGE_BYTES as u64).max(*pages);
+        }
+    }
+    pages
+}
+
+/// Brings everything.
+fn fill(filling: &Filling, channels: u8, failed: impl FnOnce(&Error)) -> Result<(), Error> {
+    let progress = Progress::default();
+    // What the dead process was told of, and did not serve, nobody else is told of. (Whoever is not woken now is when
+    // the page comes.)
+    let _ = filling.wake_all();
+    thread::scope(|scope| {
+        let _ended = EndOnDrop(filling);
+        (0..URGENT_THREADS).for_each(|_| drop(scope.spawn(|| filling.urgent())));
+        (0..channels).for_each(|_| drop(scope.spawn(|| filling.background(&progress))));
+        match filling.events().recv() {
+            Ok(Event::Failed(error)) => {
+                // The pages that can be read are still brought: the VMM may need them to stop its guest.
+                failed(&error);
+                Err(error)
+            }
+            Ok(Event::Complete | Event::Gone) | Err(_) => Ok(()),
+        }
+    })
+    .inspect_err(|_| hold(filling.missing()))?;
+    // Without it the same happens when the last holder ends.
+    let _ = filling.release_all();
+    Ok(())
+}
+
+/// Returns when there is no VMM any more. Who waits for a page goes on waiting.
+fn hold(missing: &Missing) {
+    loop {
+        match missing.next_fault(LOOK_EVERY) {
+            Ok(_) => {}
+            Err(MemoryError::Gone { .. }) => return,
+            // It is held all the same.
+            Err(_) => thread::sleep(LOOK_EVERY),
+        }
+    }
+}
+
+/// However a block ends, the threads do too.
+pub(super) struct EndOnDrop<'a>(pub(super) &'a Filling);
+
+impl Drop for EndOnDrop<'_> {
+    fn drop(&mut self) {
+        self.0.end();
+    }
+}

@@ -1,0 +1,219 @@
+//! The life of a background save: the guest stands still only while its device state is taken and its memory is
+//! protected from writes.
+use std::{sync::atomic::Ordering::Relaxed, thread, time::Instant};
+
+use crossbeam_channel::{Receiver, RecvTimeoutError, Sender, bounded};
+use transship_memory::{FileQueue, Freeing, PAGE_BYTES, Turns};
+
+use super::{
+    Saving,
+    mapped::MappedFile,
+    moment::{Copies, Failure, Moment, TICK},
+    writer::Written,
+};
+use crate::{
+    Error, Phase, RoundReport,
+    ending::take_back,
+    fail_point,
+    guest::GuestError,
+    snapshot::{Format, SaveOptions, Then, file::target::DEPTH},
+    stream::{regions::RegionBlock, state::DeviceState},
+};
+
+impl Saving<'_> {
+    /// What a background save can't be, also of a guest that stands still.
+    pub(super) fn check_background(&self) -> Result<(), Error> {
+        if self.options.format == Format::Stream {
+            let why = "a background snapshot saves its pages in any order, which a plain stream can't hold; use --format mapped-ram";
+            return Err(Error::Unfit(why.into()));
+        }
+        if self.options.then == Then::StayStopped {
+            let why = "a background snapshot is of a guest that runs on, it can't be left as it was saved; use --live or --paused";
+            return Err(Error::Unfit(why.into()));
+        }
+        Ok(())
+    }
+
+    /// Saves a guest that runs, as it is when it is stopped here.
+    ///
+    /// If anything fails, the protection is dropped first of all, and the guest runs on. The kernel does the same if
+    /// this process dies.
+    pub(super) fn in_background(&mut self, regions: &[RegionBlock]) -> Result<(), Error> {
+        // The threads are of another kind than those of the rounds.
+        let without_writers = SaveOptions { channels: 0, ..self.options.clone() };
+        let memory = self.guest.memory();
+        let mut output =
+            MappedFile::begin(&memory, Freeing::Never, regions, &without_writers, self.target, self.progress)?;
+        self.describe_file(&output);
+        let protection = self.guest.protect()?;
+        let pages = output.writers.pages.clone();
+        let moment = Moment::expected(self.guest, protection, &pages)?;
+        fail_point::reach("save.protecting")?;
+        self.begin_rounds();
+        let ended = self.save_moment(&moment, regions);
+        // Before anything else is asked of the VMM: now it waits for nobody.
+        drop(moment);
+        let Ended { state, resumed, saved } = ended.map_err(|error| take_back(self.guest, error))?;
+        let saved = saved
+            .and_then(|()| Ok(self.guest.check_protected()?))
+            .and_then(|()| fail_point::reach("save.background"))
+            .and_then(|()| self.complete(&state, &mut output));
+        match resumed {
+            Ok(()) => saved,
+            // If it stands still now, its file is worth all the more.
+            Err(error) => Err(self.stands_still(error, saved)),
+        }
+    }
+
+    /// Stops the guest for a moment, and returns when all of it is given to the kernel, or given up. An error is from
+    /// before the guest ran again.
+    fn save_moment(&mut self, moment: &Moment<'_>, regions: &[RegionBlock]) -> Result<Ended, Error> {
+        thread::scope(|scope| {
+            let writers = self.options.channels.max(1);
+            let (turns, (tell, outcomes)) = (Turns::default(), bounded(usize::from(writers) + 1));
+            let (sender, copies) = moment.copies();
+            let serving = tell.clone();
+            let serve = move || drop(serving.send(moment.serve(&sender)));
+            spawn(scope, "faults".into(), serve)?;
+            let begin = Instant::now();
+            // All threads are there before the guest runs: the VMM itself writes to the guest's memory when it lets it
+            // run, and may have to wait for one whose copies wait for the file.
+            let stopped = self.stop_in(moment, regions).and_then(|stopped| {
+                let mut numbers = 0..writers;
+                numbers.try_for_each(|number| self.start_writer(scope, number, moment, &copies, &tell, &turns))?;
+                Ok(stopped)
+            });
+            let stopped = stopped.inspect_err(|_| moment.give_up());
+            let (state, stopped) = stopped.map_err(|error| match outcomes.try_recv() {
+                // The one that serves the guest's writers knows better.
+                Ok(Err(first)) => first.into_error(self.target),
+                _ => error,
+            })?;
+            drop((tell, copies));
+            let resumed = self.guest.resume(true);
+            self.report.downtime_ms = stopped.elapsed().as_secs_f64() * 1e3;
+            self.progress.set_phase(Phase::Rounds);
+            let saved = self.wait_for_all(moment, fail_point::reach("save.resumed"), &outcomes);
+            let saved = saved.map(|written| self.note_background(&written, moment, begin));
+            Ok(Ended { state, resumed, saved })
+        })
+    }
+
+    /// Everything for which the guest has to stand still, and what can be done before. The device state comes first:
+    /// saving it, a VMM may write to the guest's memory. Returns when it was stopped.
+    fn stop_in(&mut self, moment: &Moment<'_>, regions: &[RegionBlock]) -> Result<(DeviceState, Instant), Error> {
+        moment.protect_beforehand()?;
+        self.progress.set_phase(Phase::Switchover);
+        let stopped = Instant::now();
+        let found = self.guest.stop()?;
+        fail_point::reach("save.stopped")?;
+        let state = DeviceState::take(self.guest, regions, found)?;
+        fail_point::reach("save.state")?;
+        moment.come()?;
+        fail_point::reach("save.protected")?;
+        self.begin_round(moment);
+        Ok((state, stopped))
+    }
+
+    fn start_writer<'scope>(
+        &self,
+        scope: &'scope thread::Scope<'scope, '_>,
+        number: u8,
+        moment: &'scope Moment<'_>,
+        copies: &Receiver<Copies>,
+        tell: &Sender<Outcome>,
+        turns: &Turns,
+    ) -> Result<(), Error> {
+        let (tell, copies, io, turns) = (tell.clone(), copies.clone(), self.options.io, turns.clone());
+        let (descriptor, memory) = (self.target.page_descriptor()?, self.guest.memory());
+        let write = move || {
+            // The requests are this thread's own.
+            let written = FileQueue::new(memory, descriptor, DEPTH, io)
+                .map_err(|source| Error::Io { what: "prepare to write pages".into(), source })
+                .and_then(|queue| fail_point::reach("save.writing").map(|()| queue))
+                .map_err(Failure::Begin)
+                .and_then(|queue| moment.write(&mut queue.taking(&turns), &copies));
+            drop(tell.send(written));
+        };
+        spawn(scope, format!("writer{number}"), write)
+    }
+
+    /// Waits for all threads, also when it is given up.
+    fn wait_for_all(
+        &self,
+        moment: &Moment<'_>,
+        resumed: Result<(), Error>,
+        outcomes: &Receiver<Outcome>,
+    ) -> Result<Written, Error> {
+        let mut failure = resumed.inspect_err(|_| moment.give_up()).err();
+        let mut written = Written::default();
+        loop {
+            if failure.is_none() && self.progress.is_cancelled() {
+                moment.give_up();
+                failure = Some(Error::Cancelled);
+            }
+            match outcomes.recv_timeout(TICK) {
+                Ok(Ok(part)) => written.add(&part),
+                Ok(Err(error)) => {
+                    moment.give_up();
+                    failure = failure.or(Some(error.into_error(self.target)));
+                }
+                Err(RecvTimeoutError::Timeout) => {}
+                Err(RecvTimeoutError::Disconnected) => return failure.map_or(Ok(written), Err),
+            }
+        }
+    }
+
+    fn begin_round(&self, moment: &Moment<'_>) {
+        let bytes = moment.data_pages() * PAGE_BYTES as u64;
+        for total in [&self.progress.round_total, &self.progress.round_left] {
+            total.store(bytes, Relaxed);
+        }
+        self.progress.round.store(1, Relaxed);
+    }
+
+    fn note_background(&mut self, written: &Written, moment: &Moment<'_>, begin: Instant) {
+        let report = &mut *self.report;
+        let data = moment.data_pages();
+        let all = report.bytes.guest / PAGE_BYTES as u64;
+        let bytes = written.normal * PAGE_BYTES as u64;
+        report.rounds.push(RoundReport {
+            number: 1,
+            scanned: all,
+            written: data,
+            zero: written.zero,
+            hole: all - data,
+            bytes,
+            ms: begin.elapsed().as_secs_f64() * 1e3,
+            ..RoundReport::default()
+        });
+        report.pages.normal += written.normal;
+        report.pages.zero += written.zero;
+        report.pages.hole += all - data;
+        report.bytes.wire += bytes;
+        report.cpu.channels += written.cpu_seconds;
+        if let Some(file) = &mut report.file {
+            file.pages_first = moment.faulted_pages();
+            file.io_uring = moment.is_uring();
+        }
+    }
+}
+
+/// What one thread has done.
+type Outcome = Result<Written, Failure>;
+
+/// How it went once the guest was told to run again.
+struct Ended {
+    state: DeviceState,
+    resumed: Result<(), GuestError>,
+    saved: Result<(), Error>,
+}
+
+fn spawn<'scope>(
+    scope: &'scope thread::Scope<'scope, '_>,
+    name: String,
+    run: impl FnOnce() + Send + 'scope,
+) -> Result<(), Error> {
+    let spawned = thread::Builder::new().name(name).spawn_scoped(scope, run);
+    spawned.map(drop).map_err(|source| Error::Io { what: "can't start a thread".into(), source })
+}

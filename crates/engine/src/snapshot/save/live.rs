@@ -1,0 +1,121 @@
+//! The rounds of a snapshot: the same scan as in a move, with a file at the other end.
+use std::{
+    sync::{Arc, atomic::Ordering::Relaxed},
+    time::Instant,
+};
+
+use transship_memory::PAGE_BYTES;
+
+use super::output::Output;
+use crate::{
+    Error, Progress, Report, fail_point,
+    forecast::{Aim, Forecast, Medium, Verdict},
+    free::FreePages,
+    guest::SourceGuest,
+    scan::Scanner,
+    snapshot::{SaveOptions, file::target::Target},
+    unplug::unplug,
+};
+
+/// What is written in each round.
+pub(crate) struct Rounds {
+    scanner: Scanner,
+    number: u32,
+}
+
+impl Rounds {
+    /// Arms the tracking of a guest that runs.
+    pub(crate) fn begin(guest: &mut dyn SourceGuest) -> Result<Self, Error> {
+        let tracker = guest.track()?;
+        Ok(Self { scanner: Scanner::begin(guest.memory(), tracker, guest.freeing())?, number: 0 })
+    }
+
+    /// The one round of a guest that stands still.
+    pub(crate) fn standing_still(guest: &dyn SourceGuest) -> Result<Self, Error> {
+        Ok(Self { scanner: Scanner::standing_still(guest.memory())?, number: 0 })
+    }
+
+    /// Bytes that the next round looks at.
+    pub(crate) fn pending_bytes(&self) -> u64 {
+        self.scanner.pending_bytes()
+    }
+
+    /// The last look at a guest that has been stopped after rounds.
+    pub(crate) fn scan_again(&mut self, output: &dyn Output) -> Result<(), Error> {
+        self.scanner.scan_again(output.content())
+    }
+
+    /// One more look, when the device state is saved. Returns how many pages were written since the last one; they are
+    /// pending.
+    pub(crate) fn scan_once_more(&mut self, output: &dyn Output) -> Result<u64, Error> {
+        self.scanner.scan_once_more(output.content())
+    }
+
+    /// Writes what is pending. With `sync` it waits until the disk has it.
+    pub(crate) fn write_pending(
+        &mut self,
+        output: &mut dyn Output,
+        target: &Target,
+        sync: bool,
+        progress: &Arc<Progress>,
+        report: &mut Report,
+    ) -> Result<(), Error> {
+        let begin = Instant::now();
+        progress.round.store(self.number + 1, Relaxed);
+        let bytes = self.pending_bytes();
+        target.expect(output.needs(bytes));
+        progress.round_total.store(bytes, Relaxed);
+        progress.round_left.store(bytes, Relaxed);
+        let written = output.write(self.scanner.pending(), target)?;
+        fail_point::reach("save.round-written")?;
+        if sync {
+            target.sync(progress)?;
+        }
+        let mut round = self.scanner.take_report();
+        round.number = self.number + 1;
+        round.zero = written.zero;
+        round.bytes = written.normal * PAGE_BYTES as u64;
+        round.ms = begin.elapsed().as_secs_f64() * 1e3;
+        report.cpu.channels += written.cpu_seconds;
+        report.add_round(round, written.normal, written.rewritten);
+        self.number += 1;
+        Ok(())
+    }
+
+    /// Rounds until the rest can be written while the guest stands still for no longer than it may. It was scanned
+    /// then, and not written.
+    ///
+    /// The forecast needs the speed of the disk. What goes through the page cache is written at that of memory until
+    /// the cache is full, and the disk follows later: so such a round ends when the disk has all of it. This also
+    /// leaves the cache empty for the last round, which then takes less time than is forecast.
+    pub(crate) fn until_the_rest_is_small(
+        &mut self,
+        guest: &mut dyn SourceGuest,
+        options: &SaveOptions,
+        output: &mut dyn Output,
+        target: &Target,
+        progress: &Arc<Progress>,
+        report: &mut Report,
+    ) -> Result<(), Error> {
+        let SaveOptions { downtime, max_rounds, .. } = *options;
+        let aim = Aim { medium: Medium::File, downtime, bandwidth: None, max_rounds };
+        let mut forecast = Forecast::new(aim, guest.state_estimate());
+        let mut free = FreePages::of(guest);
+        self.scanner.plan_first_round(Some(free.ask(None, progress)?))?;
+        loop {
+            self.write_pending(output, target, !target.is_direct(), progress, report)?;
+            fail_point::reach("save.round")?;
+            if self.number == 1 {
+                self.scanner.not_seen(free.end().1);
+                unplug(guest, &|| progress.is_cancelled())?;
+                fail_point::reach("save.unplugged")?;
+            }
+            self.scanner.scan(output.content(), report, progress)?;
+            match forecast.judge(report, self.pending_bytes()) {
+                Verdict::Fits => return Ok(()),
+                Verdict::AnotherRound => {}
+                Verdict::Hopeless(why) => return Err(Error::NotConverging(why)),
+            }
+        }
+    }
+}

@@ -1,0 +1,118 @@
+//! A mapped-ram file: every page has its place, and many threads write at once.
+use std::sync::Arc;
+
+use transship_memory::{Freeing, GuestMemory, PAGE_BYTES};
+use transship_wire::qemu::{Geometry, bitmap_bytes};
+
+use super::{
+    output::Output,
+    writer::{Writers, Written},
+};
+use crate::{
+    Error, FileReport, Progress, fail_point,
+    page_map::PageMap,
+    scan::Pending,
+    snapshot::{
+        SaveOptions,
+        file::target::Target,
+        mapped::layout::{Around, Layout},
+    },
+    stream::{
+        regions::RegionBlock,
+        state::{DeviceBlock, DeviceState},
+    },
+};
+
+/// Bytes of a device that are written at once.
+const PIECE: usize = 256 * 1024;
+
+/// The file and the threads that write its pages.
+pub(crate) struct MappedFile {
+    pub(crate) layout: Layout,
+    pub(crate) writers: Writers,
+}
+
+impl MappedFile {
+    /// Places for all regions, in a file that is as long as that takes.
+    pub(crate) fn begin(
+        memory: &GuestMemory,
+        freeing: Freeing,
+        regions: &[RegionBlock],
+        options: &SaveOptions,
+        target: &Target,
+        progress: &Arc<Progress>,
+    ) -> Result<Self, Error> {
+        let layout = Layout::new(target.offset(), regions);
+        target.expect(layout.end() - target.offset());
+        target.set_length(layout.end())?;
+        let writers = Writers::start(memory, freeing, layout.pages(), options.channels, options.io, target, progress)?;
+        Ok(Self { layout, writers })
+    }
+}
+
+impl Output for MappedFile {
+    fn content(&self) -> &[PageMap] {
+        &self.writers.pages.content
+    }
+
+    fn needs(&self, pages: u64) -> u64 {
+        let pages = pages + self.writers.pages.stored() * PAGE_BYTES as u64;
+        self.layout.bytes_for(pages.min(self.writers.pages.memory.bytes()))
+    }
+
+    fn write(&mut self, pending: &[Pending], target: &Target) -> Result<Written, Error> {
+        self.writers.write(pending, target)
+    }
+
+    fn complete(
+        &mut self,
+        state: &DeviceState,
+        target: &mut Target,
+        file: &mut FileReport,
+        progress: &Arc<Progress>,
+    ) -> Result<(), Error> {
+        let pages = &self.writers.pages;
+        let Around { pieces, devices } = self.layout.around(state)?;
+        file.pages_stored = pages.stored();
+        target.expect(self.layout.bytes_for(file.pages_stored * PAGE_BYTES as u64) + state.bytes());
+        for ((content, memory), at) in pages.content.iter().zip(pages.memory.regions()).zip(self.layout.bitmaps()) {
+            target.write_at(&content.to_bitmap(memory.pages()), at)?;
+        }
+        for (block, place) in state.blocks.iter().zip(devices) {
+            write_device(block, place, target)?;
+        }
+        let (head, rest) = pieces.split_first().ok_or_else(|| Error::File("an empty snapshot".into()))?;
+        rest.iter().try_for_each(|piece| target.write_at(&piece.bytes, piece.position))?;
+        fail_point::reach("save.tail")?;
+        for (region, range) in pages.stale() {
+            if progress.is_cancelled() {
+                return Err(Error::Cancelled);
+            }
+            target.punch(pages.places[region] + range.first * PAGE_BYTES as u64, range.bytes())?;
+            file.pages_freed += range.count;
+        }
+        target.complete(&head.bytes, progress)
+    }
+
+    fn is_uring(&self) -> bool {
+        self.writers.is_uring()
+    }
+}
+
+/// Writes its pages and its bitmap to their places.
+fn write_device(block: &DeviceBlock, place: Geometry, target: &Target) -> Result<(), Error> {
+    let mut bitmap = vec![0; bitmap_bytes(block.bytes) as usize];
+    // Pages that follow each other are one write.
+    let mut run: (u64, Vec<u8>) = (0, Vec::new());
+    for (&number, page) in &block.pages {
+        bitmap[(number / 8) as usize] |= 1 << (number % 8);
+        let at = place.pages_offset + number * PAGE_BYTES as u64;
+        if run.0 + run.1.len() as u64 != at || run.1.len() >= PIECE {
+            target.write_at(&run.1, run.0)?;
+            run = (at, Vec::new());
+        }
+        run.1.extend(page.iter());
+    }
+    target.write_at(&run.1, run.0)?;
+    target.write_at(&bitmap, place.bitmap_offset)
+}

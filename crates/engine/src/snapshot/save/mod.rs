@@ -1,0 +1,233 @@
+//! The life of a save, from the empty file to the one that is complete.
+//!
+//! - `output`: what is done with its pages: `mapped`, with the threads that write in `writer`; `stream`
+//! - `live`: rounds of a guest that runs
+//! - `background`: a save while the guest runs on; `moment`: the memory that it saves, region by region in `unsaved`
+mod background;
+mod live;
+mod mapped;
+mod moment;
+mod output;
+mod stream;
+mod unsaved;
+mod writer;
+
+use std::{sync::Arc, time::Instant};
+
+use transship_memory::Freeing;
+use transship_wire::qemu::Configuration;
+
+use super::{
+    DirectIo, Format, SaveOptions, Then, Way,
+    file::{target::Target, uri::FileUri},
+};
+use crate::{
+    Error, FileReport, Phase, Progress, Report,
+    ending::{finish, take_back},
+    fail_point,
+    guest::{Found, SourceGuest},
+    stream::{
+        regions::{RegionBlock, region_blocks},
+        state::{DeviceState, machine_name},
+    },
+    unplug::unplug,
+};
+use live::Rounds;
+use mapped::MappedFile;
+use output::Output;
+use stream::StreamFile;
+
+/// Saves the guest's memory and device state to a file that a stock QEMU loads.
+///
+/// On success the file is complete and on the disk, and the guest runs on, or stands still if it did before or was to.
+/// On every failure but [`Error::Unknown`] it runs on (or stands, if it stood before), what was at the file's name
+/// before is there as it was, and nothing else is left. The report is filled as far as it got, also on failure.
+///
+/// # Errors
+/// See [`Error`].
+pub fn save_guest(
+    guest: &mut dyn SourceGuest,
+    to: &FileUri,
+    options: &SaveOptions,
+    progress: &Arc<Progress>,
+    report: &mut Report,
+) -> Result<(), Error> {
+    let begin = Instant::now();
+    report.bytes.guest = guest.memory().bytes();
+    // A stream's pages have no places that a disk could take.
+    let direct_io = if options.format == Format::Stream { DirectIo::Off } else { options.direct_io };
+    let result = Target::create(to, direct_io, &guest.memory()).and_then(|mut target| {
+        fail_point::reach("save.created")?;
+        Saving { guest: &mut *guest, options, target: &mut target, progress, report, begin }.run()
+    });
+    guest.plug_back();
+    finish(result, begin, progress, report)
+}
+
+pub(super) struct Saving<'a> {
+    pub(super) guest: &'a mut dyn SourceGuest,
+    pub(super) options: &'a SaveOptions,
+    pub(super) target: &'a mut Target,
+    pub(super) progress: &'a Arc<Progress>,
+    pub(super) report: &'a mut Report,
+    begin: Instant,
+}
+
+impl Saving<'_> {
+    /// The phases. Whatever fails while the guest stands still, it is resumed in the one place that handles it.
+    fn run(&mut self) -> Result<(), Error> {
+        let ran = self.guest.is_running()?;
+        let regions = region_blocks(self.guest)?;
+        if self.options.way == Way::Background {
+            self.check_background()?;
+        }
+        if ran && self.options.way != Way::Live {
+            unplug(self.guest, &|| self.progress.is_cancelled())?;
+            fail_point::reach("save.unplugged")?;
+        }
+        if ran && self.options.way == Way::Background {
+            return self.in_background(&regions);
+        }
+        let mut output = self.begin_output(&regions)?;
+        let output = output.as_mut();
+        self.describe_file(output);
+        // Ending the tracking takes time that grows with the memory; nobody waits for it when the guest runs again.
+        let mut rounds = None;
+        if ran && self.options.way == Way::Live {
+            let rounds = rounds.insert(Rounds::begin(self.guest)?);
+            fail_point::reach("save.tracking")?;
+            self.begin_rounds();
+            let options = self.options;
+            rounds.until_the_rest_is_small(self.guest, options, output, self.target, self.progress, self.report)?;
+        }
+        self.progress.set_phase(Phase::Switchover);
+        let stopped = Instant::now();
+        let taken = self.stop_and_take(&mut rounds, output, &regions);
+        self.complete_and_resume(taken, output, stopped)
+    }
+
+    fn begin_output(&self, regions: &[RegionBlock]) -> Result<Box<dyn Output>, Error> {
+        let memory = self.guest.memory();
+        let freeing = match self.options.way {
+            Way::Live => self.guest.freeing(),
+            _ => Freeing::Never, // it stands still
+        };
+        Ok(match self.options.format {
+            Format::MappedRam => {
+                Box::new(MappedFile::begin(&memory, freeing, regions, self.options, self.target, self.progress)?)
+            }
+            Format::Stream => {
+                let configuration = Configuration::new(machine_name(self.guest)?);
+                Box::new(StreamFile::begin(&memory, freeing, regions, configuration, self.target, self.progress))
+            }
+        })
+    }
+
+    pub(super) fn describe_file(&mut self, output: &dyn Output) {
+        self.report.file = Some(FileReport {
+            format: self.options.format.to_string(),
+            direct_io: self.target.is_direct(),
+            direct_io_refused: self.target.refused().map(str::to_owned),
+            io_uring: output.is_uring(),
+            ..FileReport::default()
+        });
+    }
+
+    pub(super) fn begin_rounds(&mut self) {
+        self.report.setup_ms = self.begin.elapsed().as_secs_f64() * 1e3;
+        self.progress.set_phase(Phase::Rounds);
+    }
+
+    /// Everything for which the guest has to stand still.
+    fn stop_and_take(
+        &mut self,
+        rounds: &mut Option<Rounds>,
+        output: &mut dyn Output,
+        regions: &[RegionBlock],
+    ) -> Result<(DeviceState, Found), Error> {
+        let found = self.guest.stop()?;
+        fail_point::reach("save.stopped")?;
+        let tracks = rounds.is_some();
+        let rounds = match rounds {
+            Some(rounds) => {
+                rounds.scan_again(output)?;
+                rounds
+            }
+            None => {
+                self.begin_rounds();
+                rounds.insert(Rounds::standing_still(self.guest)?)
+            }
+        };
+        rounds.write_pending(output, self.target, false, self.progress, self.report)?;
+        fail_point::reach("save.last-round")?;
+        if !found.ran() || self.options.then == Then::StayStopped {
+            self.guest.keep_stopped();
+        }
+        let state = DeviceState::take(self.guest, regions, found)?;
+        fail_point::reach("save.state")?;
+        if tracks {
+            self.write_the_late(rounds, output)?;
+        }
+        Ok((state, found))
+    }
+
+    /// Nobody should have written since the last round; what somebody has written goes into the file as well, and is
+    /// counted.
+    fn write_the_late(&mut self, rounds: &mut Rounds, output: &mut dyn Output) -> Result<(), Error> {
+        let late = rounds.scan_once_more(output)?;
+        if late > 0 {
+            self.report.late_pages += late;
+            rounds.write_pending(output, self.target, false, self.progress, self.report)?;
+        }
+        Ok(())
+    }
+
+    /// The end: a guest that was saved live runs on before its file is complete, as nothing more is read from it; any
+    /// other one when it is.
+    fn complete_and_resume(
+        &mut self,
+        taken: Result<(DeviceState, Found), Error>,
+        output: &mut dyn Output,
+        stopped: Instant,
+    ) -> Result<(), Error> {
+        let (state, found) = taken.map_err(|error| take_back(self.guest, error))?;
+        let downtime = |stopped: Instant| if found.ran() { stopped.elapsed().as_secs_f64() * 1e3 } else { 0.0 };
+        if self.options.way == Way::Live && self.options.then == Then::Resume {
+            let resumed = self.guest.resume(true);
+            self.report.downtime_ms = downtime(stopped);
+            // If it stands still now, its file is worth all the more.
+            let completed = fail_point::reach("save.resumed").and_then(|()| self.complete(&state, output));
+            return match resumed {
+                Ok(()) => completed,
+                Err(error) => Err(self.stands_still(error, completed)),
+            };
+        }
+        self.complete(&state, output).map_err(|error| take_back(self.guest, error))?;
+        let resumed = self.guest.resume(self.options.then == Then::Resume);
+        self.report.downtime_ms = downtime(stopped);
+        resumed.map_err(|error| self.stands_still(error, Ok(())))
+    }
+
+    pub(super) fn stands_still(&self, error: impl std::fmt::Display, completed: Result<(), Error>) -> Error {
+        let file = match completed {
+            Ok(()) => "its snapshot is complete".to_owned(),
+            Err(error) => format!("its snapshot failed ({error})"),
+        };
+        Error::Unknown(format!(
+            "{file}, but the guest could not be resumed: {error}. It stands still, whole: resume it with: {}",
+            self.guest.resume_hint()
+        ))
+    }
+
+    /// Writes everything that is no page of the guest, and makes the file whole.
+    pub(super) fn complete(&mut self, state: &DeviceState, output: &mut dyn Output) -> Result<(), Error> {
+        self.progress.set_phase(Phase::Completing);
+        let begin = Instant::now();
+        let file = self.report.file.get_or_insert_default();
+        output.complete(state, self.target, file, self.progress)?;
+        (file.bytes, file.allocated) = self.target.size()?;
+        file.sync_ms = begin.elapsed().as_secs_f64() * 1e3;
+        self.report.bytes.wire += state.bytes();
+        fail_point::reach("save.done")
+    }
+}

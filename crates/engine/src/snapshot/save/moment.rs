@@ -1,0 +1,385 @@
+//! The memory of one moment, saved while the guest runs on: whoever writes to a page that is not saved yet waits until
+//! the page is copied.
+//!
+//! ```text
+//!   writers          in the order of memory:  claim 128 pages · copy · let go · give to the disk
+//!   faults           where somebody waits:    claim  16 pages · copy · let go ─┐
+//!                                                                              │ bounded
+//!   writers          before anything else:              give to the disk ◄─────┘
+//! ```
+//!
+//! Protecting takes time that grows with the memory. So it is done while the guest still runs, and until the moment
+//! whoever writes is let pass; where somebody did, and where there was a hole before, is protected once more when the
+//! guest stands still.
+//!
+//! A page has one owner at any time: the protection, then whoever has claimed it and lets it go, then the copy. Nobody
+//! reads it from guest memory again, so it is saved once, as it was. Who waits, waits for a copy; for the disk only
+//! when the memory for copies is full. What was a hole in that moment is zero in the snapshot, whatever is written
+//! there later: it needs no protection.
+use std::{
+    sync::{
+        Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicBool, AtomicU64, Ordering::Relaxed},
+    },
+    time::{Duration, Instant},
+};
+
+use crossbeam_channel::{Receiver, SendTimeoutError, Sender, bounded};
+use transship_memory::{
+    Error as MemoryError, Fault, FileQueue, Freeing, PAGE_BYTES, PageBuffer, PageRange, PageSet, Protection, Region,
+};
+
+use super::{
+    unsaved::{FAULT_PAGES, Unsaved},
+    writer::{Pages, Written},
+};
+use crate::{
+    Error, cpu,
+    guest::{GuestError, SourceGuest},
+    page_map::{runs, window_mask},
+    snapshot::file::target::Target,
+};
+
+/// How long a wait may last before somebody looks whether all is over.
+pub(crate) const TICK: Duration = Duration::from_millis(20);
+/// Bytes of copies that wait for the disk on behalf of faults.
+const COPIES_BYTES_MAX: u64 = 16 << 20;
+/// How long a writer of the guest may have to wait for the disk. The guest is worth more than its snapshot.
+const STALL_MAX: Duration = Duration::from_secs(20);
+
+/// The memory of a guest in one moment, from some time before it until all is saved. Once dropped, no write waits.
+pub(crate) struct Moment<'a> {
+    pages: &'a Pages,
+    protection: Protection,
+    freeing: Freeing,
+    regions: Vec<Unsaved>,
+    /// Held while a write is let through, and while the moment is made.
+    stage: Mutex<Stage>,
+    /// The next chunk that no writer has taken, and those that are done with; both count through all regions.
+    next: AtomicU64,
+    done: AtomicU64,
+    /// Nothing is left to be claimed; or all was given up.
+    over: AtomicBool,
+    given_up: AtomicBool,
+    /// Pages that were saved because somebody waited.
+    faulted: AtomicU64,
+    /// Whether the kernel took requests by io_uring.
+    uring: AtomicBool,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Stage {
+    /// The guest runs, and whoever writes is let pass.
+    Before,
+    /// Who writes waits for a copy.
+    After,
+}
+
+/// Pages that were copied, on their way to the disk.
+pub(crate) struct Copied {
+    offset: u64,
+    buffer: PageBuffer,
+}
+
+/// Why it could not go on.
+pub(crate) enum Failure {
+    /// Before anything was tried.
+    Begin(Error),
+    /// The file takes no more.
+    File(MemoryError),
+    /// The guest's memory or process.
+    Guest(MemoryError),
+    /// Content was gone before it was saved.
+    GivenBack { region: String, page: u64 },
+    /// The disk did nothing while the guest waited.
+    Stalled,
+}
+
+impl Failure {
+    pub(crate) fn into_error(self, target: &Target) -> Error {
+        match self {
+            Self::Begin(error) => error,
+            Self::File(error) => target.failed_pages(error),
+            Self::Guest(error) => error.into(),
+            Self::GivenBack { region, page } => Error::Guest(GuestError(format!(
+                "the guest gave page {page} of region {region:?} back before it was saved, which takes content out of the snapshot; stop what \
+                 makes it give memory back (a balloon, free page reporting), or use --live"
+            ))),
+            Self::Stalled => Error::File(format!(
+                "the file takes nothing any more: a writer of the guest has waited for it for {} s. The snapshot was given up, and the guest \
+                 runs on",
+                STALL_MAX.as_secs()
+            )),
+        }
+    }
+}
+
+impl<'a> Moment<'a> {
+    /// Looks at the memory of a guest that still runs. Nobody waits yet.
+    ///
+    /// # Errors
+    /// The system's; a region of huge pages that are too large to be copied.
+    pub(crate) fn expected(guest: &dyn SourceGuest, protection: Protection, pages: &'a Pages) -> Result<Self, Error> {
+        let regions = pages.memory.regions().iter().enumerate();
+        let regions = regions.map(|(index, memory)| Unsaved::of(memory, protection.unit_pages(index)));
+        let regions = regions.collect::<Result<_, _>>()?;
+        let number = || AtomicU64::new(0);
+        let (next, done, faulted) = (number(), number(), number());
+        let flag = || AtomicBool::new(false);
+        let (over, given_up, uring) = (flag(), flag(), flag());
+        let (freeing, stage) = (guest.freeing(), Mutex::new(Stage::Before));
+        Ok(Self { pages, protection, freeing, regions, stage, next, done, over, given_up, faulted, uring })
+    }
+
+    /// Protects what is there. From now on somebody has to [`Moment::serve`].
+    ///
+    /// # Errors
+    /// The kernel's; then it has to be given up.
+    pub(crate) fn protect_beforehand(&self) -> Result<(), Error> {
+        for (index, region) in self.regions.iter().enumerate() {
+            region.beforehand().into_iter().try_for_each(|range| self.protection.protect(index, range))?;
+        }
+        Ok(())
+    }
+
+    /// This is the moment: the guest stands still, and the VMM has written what it had to. From now on who writes
+    /// waits.
+    ///
+    /// # Errors
+    /// The system's; then it has to be given up.
+    pub(crate) fn come(&self) -> Result<(), Error> {
+        let mut stage = self.stage();
+        for (index, (region, memory)) in self.regions.iter().zip(self.pages.memory.regions()).enumerate() {
+            region.stop(memory)?.into_iter().try_for_each(|range| self.protection.protect(index, range))?;
+        }
+        *stage = Stage::After;
+        match self.is_given_up() {
+            true => Err(Error::Guest(GuestError("the thread that serves the guest's writers has failed".into()))),
+            false => Ok(()),
+        }
+    }
+
+    fn stage(&self) -> MutexGuard<'_, Stage> {
+        self.stage.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Pages that were no holes.
+    pub(crate) fn data_pages(&self) -> u64 {
+        self.regions.iter().filter_map(Unsaved::data).map(PageSet::count).sum()
+    }
+
+    /// Pages that were saved because somebody waited.
+    pub(crate) fn faulted_pages(&self) -> u64 {
+        self.faulted.load(Relaxed)
+    }
+
+    pub(crate) fn is_uring(&self) -> bool {
+        self.uring.load(Relaxed)
+    }
+
+    /// Room for copies between the one thread and the others.
+    pub(crate) fn copies(&self) -> (Sender<Copies>, Receiver<Copies>) {
+        let largest = self.regions.iter().map(|region| region.unit).max().unwrap_or(1).max(FAULT_PAGES);
+        bounded((COPIES_BYTES_MAX / (largest * PAGE_BYTES as u64)).max(2) as usize)
+    }
+
+    /// Gives it up: whatever the threads are at, nobody waits from now on, and they end as soon as they can.
+    pub(crate) fn give_up(&self) {
+        self.over.store(true, Relaxed);
+        if !self.given_up.swap(true, Relaxed) {
+            self.let_all_go();
+        }
+    }
+
+    fn let_all_go(&self) {
+        for (index, memory) in self.pages.memory.regions().iter().enumerate() {
+            // If this fails the process is gone, or dropping the protection does it.
+            let _ = self.protection.allow(index, PageRange::new(0, memory.pages()));
+        }
+    }
+
+    fn is_given_up(&self) -> bool {
+        self.given_up.load(Relaxed)
+    }
+
+    /// The life of the thread that serves those who wait.
+    ///
+    /// # Errors
+    /// See [`Failure`]; it is given up then.
+    pub(crate) fn serve(&self, copies: &Sender<Copies>) -> Result<Written, Failure> {
+        // Whatever the others are at, they must not find somebody waiting whom nobody serves.
+        self.serve_all(copies).inspect_err(|_| self.give_up())
+    }
+
+    fn serve_all(&self, copies: &Sender<Copies>) -> Result<Written, Failure> {
+        let begin = cpu::thread_seconds();
+        let mut written = Written::default();
+        let mut faults: Vec<Fault> = Vec::new();
+        // Relaxed: who waits was told of by the kernel, and what is over is told by threads that are joined.
+        while !self.over.load(Relaxed) {
+            faults.clear();
+            self.protection.next_faults(TICK, &mut faults).map_err(Failure::Guest)?;
+            let stage = self.stage();
+            if *stage == Stage::Before {
+                faults.iter().try_for_each(|fault| self.pass(fault))?;
+                continue;
+            }
+            drop(stage);
+            for fault in &faults {
+                let copied = self.save_first(*fault, &mut written)?;
+                if !copied.is_empty() && !self.hand_over(copied, copies)? {
+                    break;
+                }
+            }
+        }
+        // What is left protected are holes between data.
+        self.let_all_go();
+        written.cpu_seconds = cpu::thread_seconds() - begin;
+        Ok(written)
+    }
+
+    /// Lets somebody through before the moment.
+    fn pass(&self, fault: &Fault) -> Result<(), Failure> {
+        let region = &self.regions[fault.region];
+        self.let_go(fault.region, region.pass(fault.page / region.unit))
+    }
+
+    /// Copies what somebody waits for, and lets him go.
+    fn save_first(&self, fault: Fault, written: &mut Written) -> Result<Copies, Failure> {
+        let region = &self.regions[fault.region];
+        let unit = fault.page / region.unit;
+        let (first, units) = region.around(unit);
+        let claimed = region.left.claim(first, units);
+        let own = 1 << (unit - first);
+        if claimed & own == 0 {
+            // Somebody else saves it now, and lets it go. A hole that was protected along with its surroundings has
+            // nothing to be saved.
+            if !region.has_data(unit) {
+                self.let_go(fault.region, region.pages_of(PageRange::new(unit, 1)))?;
+            }
+        }
+        let copied = self.save(fault.region, first, claimed, written)?;
+        self.faulted.fetch_add(u64::from(claimed.count_ones()) * region.unit, Relaxed);
+        Ok(copied)
+    }
+
+    /// False: it is over, nobody wants it.
+    fn hand_over(&self, mut copied: Copies, copies: &Sender<Copies>) -> Result<bool, Failure> {
+        let begin = Instant::now();
+        loop {
+            match copies.send_timeout(copied, TICK) {
+                Ok(()) => return Ok(true),
+                Err(SendTimeoutError::Disconnected(_)) => return Ok(false),
+                Err(SendTimeoutError::Timeout(_)) if self.is_given_up() => return Ok(false),
+                Err(SendTimeoutError::Timeout(_)) if begin.elapsed() > STALL_MAX => return Err(Failure::Stalled),
+                Err(SendTimeoutError::Timeout(back)) => copied = back,
+            }
+        }
+    }
+
+    /// The life of a thread that writes. Returns when the kernel has all that it took.
+    ///
+    /// # Errors
+    /// See [`Failure`]; it has to be given up then.
+    pub(crate) fn write(&self, queue: &mut FileQueue, copies: &Receiver<Copies>) -> Result<Written, Failure> {
+        let begin = cpu::thread_seconds();
+        let mut written = Written::default();
+        self.uring.store(queue.is_uring(), Relaxed);
+        while !self.is_given_up() {
+            // Copies first: while they wait for the disk, there may be no room for the next.
+            while let Ok(copied) = copies.try_recv() {
+                write_copies(queue, copied)?;
+            }
+            let Some((region, first, units)) = self.next_chunk() else { break };
+            let claimed = self.regions[region].left.claim(first, units);
+            let copied = self.save(region, first, claimed, &mut written)?;
+            self.chunk_done();
+            write_copies(queue, copied)?;
+        }
+        // Until the thread that serves faults has ended; it does when all chunks are done with.
+        for copied in copies {
+            if !self.is_given_up() {
+                write_copies(queue, copied)?;
+            }
+        }
+        queue.finish().map_err(Failure::File)?;
+        written.cpu_seconds = cpu::thread_seconds() - begin;
+        Ok(written)
+    }
+
+    /// Region, first unit, units.
+    fn next_chunk(&self) -> Option<(usize, u64, u128)> {
+        let mut number = self.next.fetch_add(1, Relaxed);
+        for (index, region) in self.regions.iter().enumerate() {
+            match number.checked_sub(region.chunks()) {
+                Some(rest) => number = rest,
+                None => {
+                    let (first, units) = region.chunk(number);
+                    return Some((index, first, units));
+                }
+            }
+        }
+        None
+    }
+
+    /// When nothing is left to be claimed, nobody can come to wait any more.
+    fn chunk_done(&self) {
+        let all: u64 = self.regions.iter().map(Unsaved::chunks).sum();
+        if self.done.fetch_add(1, Relaxed) + 1 == all {
+            self.over.store(true, Relaxed);
+        }
+    }
+
+    /// Copies the pages of units that the caller has claimed, and lets them go.
+    fn save(&self, region: usize, first: u64, claimed: u128, written: &mut Written) -> Result<Copies, Failure> {
+        let mut copied = Copies::new();
+        for units in runs(first, claimed) {
+            let pages = self.regions[region].pages_of(units);
+            self.copy(region, pages, written, &mut copied)?;
+            self.let_go(region, pages)?;
+        }
+        Ok(copied)
+    }
+
+    fn copy(&self, region: usize, pages: PageRange, written: &mut Written, to: &mut Copies) -> Result<(), Failure> {
+        let memory = &self.pages.memory.regions()[region];
+        // Units are claimed only once the moment is there.
+        let Some(data) = self.regions[region].data() else { return Ok(()) };
+        for first in (pages.first / 128 * 128..pages.end()).step_by(128) {
+            let wanted = data.window(first) & window_mask(pages, first);
+            for run in runs(first, wanted) {
+                self.check_there(memory, run)?;
+                memory.populate_read(run);
+            }
+            let zero = memory.zero_mask(first, wanted).map_err(Failure::Guest)?;
+            let present = wanted & !zero;
+            self.pages.note(region, first, present, zero);
+            written.normal += u64::from(present.count_ones());
+            written.zero += u64::from(zero.count_ones());
+            for run in runs(first, present) {
+                let mut buffer = PageBuffer::new(run.count as usize);
+                memory.copy_to(run, buffer.bytes_mut()).map_err(Failure::Guest)?;
+                to.push(Copied { offset: self.pages.places[region] + run.first * PAGE_BYTES as u64, buffer });
+            }
+        }
+        Ok(())
+    }
+
+    /// A hole that is punched gets past the protection. Reading it would make a page of zeros, so it is asked before.
+    fn check_there(&self, memory: &Region, pages: PageRange) -> Result<(), Failure> {
+        if self.freeing == Freeing::Never || memory.is_data(pages).map_err(Failure::Guest)? {
+            return Ok(());
+        }
+        Err(Failure::GivenBack { region: memory.name().to_owned(), page: pages.first })
+    }
+
+    fn let_go(&self, region: usize, pages: PageRange) -> Result<(), Failure> {
+        self.protection.allow(region, pages).map_err(Failure::Guest)
+    }
+}
+
+pub(crate) type Copies = Vec<Copied>;
+
+fn write_copies(queue: &mut FileQueue, copies: Copies) -> Result<(), Failure> {
+    copies.into_iter().try_for_each(|copied| queue.write_buffer(copied.buffer, copied.offset)).map_err(Failure::File)
+}

@@ -1,0 +1,267 @@
+//! A plain stream: one record after the other, as a socket would get them. What is written again is appended; the last
+//! one counts.
+//!
+//! ```text
+//!   header, configuration
+//!   START: the guest's own blocks                       known at once
+//!   PART: pages of a round …
+//!   START: blocks of devices                            known when the guest stands still
+//!   END: pages of the devices
+//!   device sections, their description
+//! ```
+//!
+//! Pages that are zero, and holes, have a record too: whatever a destination's memory holds, it is zero there
+//! afterwards.
+use std::sync::{Arc, atomic::Ordering::Relaxed};
+
+use transship_memory::{Freeing, GuestMemory, PAGE_BYTES, PageRange, PageSet, Writeback};
+use transship_wire::qemu::{Block, Command, Configuration, Name, StreamWriter};
+
+use super::{
+    output::Output,
+    writer::{Written, zero_pages},
+};
+use crate::{
+    Error, FileReport, Progress, fail_point,
+    page_map::{PageMap, runs},
+    scan::Pending,
+    snapshot::file::target::Target,
+    stream::{regions::RegionBlock, state::DeviceState},
+};
+
+/// The number of the RAM section: another than that of any section that comes before the last page.
+const RAM_SECTION: u32 = u32::from_be_bytes(*b"\0ram");
+/// Bytes that are written at once.
+const PIECE: usize = 1 << 20;
+/// Bytes of a record without its page, with the block's name left out.
+const RECORD_BYTES: u64 = 9;
+const PAGE: u64 = PAGE_BYTES as u64;
+
+/// The stream as far as it is written.
+pub(crate) struct StreamFile {
+    memory: GuestMemory,
+    /// Whether memory may be given back while it is written.
+    freeing: Freeing,
+    regions: Vec<RegionBlock>,
+    configuration: Configuration,
+    out: Appender,
+    /// Magic and version, which come last: without them it is no stream.
+    head: Vec<u8>,
+    /// By region: pages whose last record has content.
+    content: Vec<PageMap>,
+    /// No round was written yet: nobody was told of the holes.
+    first: bool,
+    copy: Vec<u8>,
+    progress: Arc<Progress>,
+}
+
+/// Records on their way to the file.
+struct Appender {
+    writer: StreamWriter,
+    /// Where the next bytes go.
+    at: u64,
+    begin: u64,
+    writeback: Writeback,
+}
+
+impl Appender {
+    /// Writes if there is enough for a piece.
+    fn flush_pieces(&mut self, target: &Target) -> Result<(), Error> {
+        if self.writer.buffered() < PIECE { Ok(()) } else { self.flush(target) }
+    }
+
+    fn flush(&mut self, target: &Target) -> Result<(), Error> {
+        let bytes = self.writer.take_bytes();
+        target.write_at(&bytes, self.at)?;
+        target.begin_writeback(&mut self.writeback, self.at, bytes.len() as u64);
+        self.at += bytes.len() as u64;
+        Ok(())
+    }
+
+    fn zeros(&mut self, block: &Name, range: PageRange, target: &Target) -> Result<(), Error> {
+        for page in range.first..range.end() {
+            self.writer.zero_page(block, page * PAGE);
+            self.flush_pieces(target)?;
+        }
+        Ok(())
+    }
+}
+
+impl StreamFile {
+    /// The begin of the stream. The device state will have to be of the machine that `configuration` names.
+    pub(crate) fn begin(
+        memory: &GuestMemory,
+        freeing: Freeing,
+        regions: &[RegionBlock],
+        configuration: Configuration,
+        target: &Target,
+        progress: &Arc<Progress>,
+    ) -> Self {
+        let begin = target.offset();
+        let mut writer = StreamWriter::new(begin, RAM_SECTION);
+        let head = writer.header().take_bytes();
+        writer.configuration(&configuration).ram_start(regions.iter().map(|region| region.bytes).sum());
+        for region in regions {
+            writer.block(&unmapped(&region.name, region.bytes));
+        }
+        writer.end_of_section();
+        Self {
+            memory: memory.clone(),
+            freeing,
+            regions: regions.to_vec(),
+            configuration,
+            out: Appender { writer, at: begin + head.len() as u64, begin, writeback: Writeback::default() },
+            head,
+            content: memory.regions().iter().map(|region| PageMap::new(region.pages())).collect(),
+            first: true,
+            copy: Vec::new(),
+            progress: Arc::clone(progress),
+        }
+    }
+
+    /// One region's part of a round.
+    fn write_region(
+        &mut self,
+        region: usize,
+        pending: &Pending,
+        target: &Target,
+        written: &mut Written,
+    ) -> Result<(), Error> {
+        let name = self.regions[region].name.clone();
+        let mut zero = pending.gone.clone();
+        if self.first {
+            zero = PageSet::full(zero.pages());
+            zero.subtract(&pending.send);
+        }
+        for range in zero.ranges() {
+            self.check_cancelled()?;
+            self.content[region].take(range).for_each(drop);
+            self.out.zeros(&name, range, target)?;
+        }
+        for (first, wanted) in pending.batches().flatten() {
+            self.check_cancelled()?;
+            self.write_window(region, &name, first, wanted, written)?;
+            self.out.flush_pieces(target)?;
+        }
+        Ok(())
+    }
+
+    fn write_window(
+        &mut self,
+        region: usize,
+        name: &Name,
+        first: u64,
+        wanted: u128,
+        written: &mut Written,
+    ) -> Result<(), Error> {
+        let memory = &self.memory.regions()[region];
+        let zero = zero_pages(memory, self.freeing, first, wanted)?;
+        let (present, content) = (wanted & !zero, &self.content[region]);
+        let had = content.window(first);
+        written.normal += u64::from(present.count_ones());
+        written.zero += u64::from(zero.count_ones());
+        written.rewritten += u64::from((present & had).count_ones());
+        content.remove(first, zero);
+        content.insert(first, present);
+        // What had no content was told to be zero in the first round.
+        for page in runs(first, if self.first { zero } else { zero & had }).flat_map(|run| run.first..run.end()) {
+            self.out.writer.zero_page(name, page * PAGE);
+        }
+        self.copy.clear();
+        memory.copy_out(first, present, &mut self.copy)?;
+        let pages = runs(first, present).flat_map(|run| run.first..run.end());
+        for (page, bytes) in pages.zip(self.copy.as_chunks().0) {
+            self.out.writer.page(name, page * PAGE, bytes);
+        }
+        let progress = &self.progress;
+        progress.normal_pages.fetch_add(present.count_ones().into(), Relaxed);
+        progress.zero_pages.fetch_add(zero.count_ones().into(), Relaxed);
+        progress.wire_bytes.fetch_add(u64::from(present.count_ones()) * PAGE, Relaxed);
+        let looked_at = u64::from(wanted.count_ones()) * PAGE;
+        let _ = progress.round_left.fetch_update(Relaxed, Relaxed, |left| Some(left.saturating_sub(looked_at)));
+        Ok(())
+    }
+
+    fn check_cancelled(&self) -> Result<(), Error> {
+        if self.progress.is_cancelled() { Err(Error::Cancelled) } else { Ok(()) }
+    }
+
+    /// What was written before the device state was known must fit it.
+    fn check(&self, state: &DeviceState) -> Result<(), Error> {
+        let (said, is) = (&self.configuration.machine, &state.configuration.machine);
+        if said != is {
+            return Err(Error::Unfit(format!(
+                "the VMM calls its machine {said} when it is asked, and {is} in its device state"
+            )));
+        }
+        if !state.early.is_empty() {
+            let why = "a machine with virtio-mem says how much memory is plugged before the first page, which a stream begins with";
+            return Err(Error::Unfit(format!("{why}; save it with --format mapped-ram")));
+        }
+        Ok(())
+    }
+}
+
+impl Output for StreamFile {
+    fn content(&self) -> &[PageMap] {
+        &self.content
+    }
+
+    fn needs(&self, pages: u64) -> u64 {
+        let records: u64 = self.regions.iter().map(|region| region.bytes / PAGE * RECORD_BYTES).sum();
+        self.out.at - self.out.begin + pages + records
+    }
+
+    fn write(&mut self, pending: &[Pending], target: &Target) -> Result<Written, Error> {
+        let mut written = Written::default();
+        self.out.writer.part();
+        for (region, pending) in pending.iter().enumerate() {
+            self.write_region(region, pending, target, &mut written)?;
+        }
+        self.out.writer.end_of_section();
+        self.out.flush(target)?;
+        self.first = false;
+        Ok(written)
+    }
+
+    fn complete(
+        &mut self,
+        state: &DeviceState,
+        target: &mut Target,
+        file: &mut FileReport,
+        progress: &Arc<Progress>,
+    ) -> Result<(), Error> {
+        self.check(state)?;
+        let out = &mut self.out;
+        if !state.blocks.is_empty() {
+            out.writer.ram_start(state.blocks.iter().map(|block| block.bytes).sum());
+            for block in &state.blocks {
+                out.writer.block(&unmapped(&block.name, block.bytes));
+            }
+            out.writer.end_of_section();
+        }
+        if state.switchover_start {
+            out.writer.command(&Command::SwitchoverStart);
+        }
+        out.writer.end();
+        for block in &state.blocks {
+            for page in 0..block.bytes / PAGE {
+                match block.pages.get(&page) {
+                    Some(bytes) => out.writer.page(&block.name, page * PAGE, bytes),
+                    None => out.writer.zero_page(&block.name, page * PAGE),
+                };
+                out.flush_pieces(target)?;
+            }
+        }
+        out.writer.end_of_section().raw(&state.tail);
+        out.flush(target)?;
+        let pages = self.regions.iter().zip(&self.content);
+        file.pages_stored = pages.map(|(region, content)| content.to_set(region.bytes / PAGE).count()).sum();
+        fail_point::reach("save.tail")?;
+        target.complete(&self.head, progress)
+    }
+}
+
+fn unmapped(name: &Name, bytes: u64) -> Block {
+    Block { name: name.clone(), used_bytes: bytes, gpa: None, mapped: None }
+}

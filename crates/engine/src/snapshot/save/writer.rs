@@ -1,0 +1,324 @@
+//! The threads that put pages into the file.
+//!
+//! A page is read by one thread only, which looks whether it is zero and hands it to the kernel straight from guest
+//! memory. Only ranges travel between threads.
+use std::{
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering::Relaxed},
+    },
+    thread::{self, JoinHandle},
+    time::Duration,
+};
+
+use crossbeam_channel::{Receiver, SendTimeoutError, Sender, bounded};
+use transship_memory::{FileIo, FileQueue, Freeing, GuestMemory, PAGE_BYTES, PageRange, Region, Turns};
+
+use crate::{
+    Error, Progress, cpu,
+    page_map::{PageMap, runs},
+    scan::{Pending, new_holes},
+    snapshot::file::target::{DEPTH, Target},
+};
+
+/// How often a wait looks whether the user has cancelled.
+const TICK: Duration = Duration::from_millis(50);
+/// What the threads share.
+pub(crate) struct Pages {
+    pub(crate) memory: GuestMemory,
+    /// Whether memory may be given back while it is written.
+    freeing: Freeing,
+    /// By region: where its first page is in the file.
+    pub(crate) places: Vec<u64>,
+    /// By region: pages that the file holds content for. All others are zero.
+    pub(crate) content: Vec<PageMap>,
+    /// By region: pages that were ever written to the file.
+    pub(crate) written: Vec<PageMap>,
+    progress: Arc<Progress>,
+    /// A thread has failed: the others need not go on.
+    failed: AtomicBool,
+}
+
+/// What was done in a round.
+#[derive(Debug, Clone, Copy, Default)]
+pub(crate) struct Written {
+    pub(crate) normal: u64,
+    pub(crate) zero: u64,
+    /// Of the normal pages: those that the file had some content for.
+    pub(crate) rewritten: u64,
+    pub(crate) cpu_seconds: f64,
+}
+
+/// A piece of a round.
+struct Batch {
+    region: usize,
+    /// First page and wanted pages.
+    windows: Vec<(u64, u128)>,
+}
+
+/// A round, for one thread: it takes batches until there are no more.
+type Round = Receiver<Batch>;
+type Outcome = Result<Written, transship_memory::Error>;
+
+/// A thread, and where it gets its rounds from; none: it is to end.
+struct WriterThread {
+    rounds: Option<Sender<Round>>,
+    handle: Option<JoinHandle<()>>,
+}
+
+/// Threads that wait for rounds. They have ended when this is dropped.
+pub(crate) struct Writers {
+    pub(crate) pages: Arc<Pages>,
+    threads: Vec<WriterThread>,
+    outcomes: Receiver<Outcome>,
+    is_uring: bool,
+}
+
+impl Writers {
+    /// Starts `count` threads, each with requests of its own on the file. `places`: see [`Pages`].
+    ///
+    /// # Errors
+    /// The kernel does not let us have what was asked for.
+    pub(crate) fn start(
+        memory: &GuestMemory,
+        freeing: Freeing,
+        places: Vec<u64>,
+        count: u8,
+        how: FileIo,
+        target: &Target,
+        progress: &Arc<Progress>,
+    ) -> Result<Self, Error> {
+        let maps = || memory.regions().iter().map(|region| PageMap::new(region.pages())).collect();
+        let pages = Arc::new(Pages {
+            memory: memory.clone(),
+            freeing,
+            places,
+            content: maps(),
+            written: maps(),
+            progress: Arc::clone(progress),
+            failed: AtomicBool::new(false),
+        });
+        let (done, outcomes) = bounded(usize::from(count));
+        let (ready, started) = bounded(usize::from(count));
+        let (mut threads, turns) = (Vec::new(), Turns::default());
+        for number in 0..count {
+            let (pages, done, ready, turns) = (Arc::clone(&pages), done.clone(), ready.clone(), turns.clone());
+            let descriptor = target.page_descriptor()?;
+            let (rounds, work) = bounded::<Round>(1);
+            let run = move || {
+                // The requests are this thread's own.
+                let mut queue = match FileQueue::new(pages.memory.clone(), descriptor, DEPTH, how) {
+                    Ok(queue) => queue.taking(&turns),
+                    Err(error) => return drop(ready.send(Err(error))),
+                };
+                drop(ready.send(Ok(queue.is_uring())));
+                for round in work {
+                    if done.send(pages.write_round(&mut queue, &round)).is_err() {
+                        break; // nobody wants it any more
+                    }
+                }
+            };
+            let spawned = thread::Builder::new().name(format!("writer{number}")).spawn(run);
+            let handle = spawned.map_err(|source| Error::Io { what: "can't start a thread".into(), source })?;
+            threads.push(WriterThread { rounds: Some(rounds), handle: Some(handle) });
+        }
+        let mut is_uring = false;
+        for _ in 0..count {
+            let started = started.recv().unwrap_or_else(|_| Err(std::io::Error::other("a writer ended at once")));
+            is_uring = started.map_err(|source| Error::Io { what: "prepare to write pages".into(), source })?;
+        }
+        Ok(Self { pages, threads, outcomes, is_uring })
+    }
+
+    /// Whether the kernel takes requests by io_uring.
+    pub(crate) fn is_uring(&self) -> bool {
+        self.is_uring
+    }
+
+    /// Writes what is pending, and returns when the kernel has all of it. Pages that are gone are forgotten.
+    ///
+    /// # Errors
+    /// The first one of any thread; cancelled. The threads are then of no use any more.
+    pub(crate) fn write(&self, pending: &[Pending], target: &Target) -> Result<Written, Error> {
+        let (queue, batches) = bounded(2 * self.threads.len());
+        for rounds in self.threads.iter().filter_map(|thread| thread.rounds.as_ref()) {
+            // One that is gone is missed below.
+            let _ = rounds.send(batches.clone());
+        }
+        drop(batches);
+        let fed = self.feed(pending, &queue);
+        if fed.is_err() {
+            self.pages.failed.store(true, Relaxed);
+        }
+        drop(queue);
+        let collected = self.collect(target);
+        fed?;
+        collected
+    }
+
+    fn feed(&self, pending: &[Pending], queue: &Sender<Batch>) -> Result<(), Error> {
+        for (region, pending) in pending.iter().enumerate() {
+            for range in pending.gone.ranges() {
+                self.pages.content[region].take(range).for_each(drop);
+            }
+            for windows in pending.batches() {
+                let mut batch = Batch { region, windows };
+                loop {
+                    if self.pages.progress.is_cancelled() {
+                        return Err(Error::Cancelled);
+                    }
+                    match queue.send_timeout(batch, TICK) {
+                        Ok(()) => break,
+                        Err(SendTimeoutError::Timeout(back)) => batch = back,
+                        // All threads have failed; what they say is collected.
+                        Err(SendTimeoutError::Disconnected(_)) => return Ok(()),
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Waits for all threads, also after a failure: what they have given to the kernel still goes to the file.
+    fn collect(&self, target: &Target) -> Result<Written, Error> {
+        let mut total = Written::default();
+        let mut failure = None;
+        for _ in &self.threads {
+            match self.next_outcome()? {
+                Ok(written) => total.add(&written),
+                Err(error) => failure = failure.or(Some(target.failed_pages(error))),
+            }
+        }
+        failure.map_or(Ok(total), Err)
+    }
+
+    fn next_outcome(&self) -> Result<Outcome, Error> {
+        loop {
+            match self.outcomes.recv_timeout(TICK) {
+                Ok(outcome) => return Ok(outcome),
+                // What one has to say it says before it ends, unless it panics.
+                Err(_) if self.outcomes.is_empty() && self.threads.iter().any(WriterThread::is_gone) => {
+                    let source = std::io::Error::other("a thread that writes has ended by a bug");
+                    return Err(Error::Io { what: "write pages".into(), source });
+                }
+                Err(_) => {}
+            }
+        }
+    }
+}
+
+impl WriterThread {
+    fn is_gone(&self) -> bool {
+        self.handle.as_ref().is_none_or(JoinHandle::is_finished)
+    }
+}
+
+impl Drop for Writers {
+    fn drop(&mut self) {
+        self.threads.iter_mut().for_each(|thread| thread.rounds = None);
+        for handle in self.threads.iter_mut().filter_map(|thread| thread.handle.take()) {
+            // A panic there has been printed.
+            let _ = handle.join();
+        }
+    }
+}
+
+impl Pages {
+    fn write_round(&self, queue: &mut FileQueue, batches: &Round) -> Outcome {
+        let begin = cpu::thread_seconds();
+        let mut written = Written::default();
+        let mut outcome = Ok(());
+        for batch in batches {
+            // After a failure what comes is taken and dropped, so that nobody waits for room.
+            if outcome.is_err() || self.failed.load(Relaxed) {
+                continue;
+            }
+            let mut windows = batch.windows.into_iter();
+            outcome = windows
+                .try_for_each(|(first, wanted)| self.write_window(queue, batch.region, first, wanted, &mut written));
+            if outcome.is_err() {
+                self.failed.store(true, Relaxed);
+            }
+        }
+        let finished = queue.finish();
+        outcome.and(finished).inspect_err(|_| self.failed.store(true, Relaxed))?;
+        Ok(Written { cpu_seconds: cpu::thread_seconds() - begin, ..written })
+    }
+
+    fn write_window(
+        &self,
+        queue: &mut FileQueue,
+        region: usize,
+        first: u64,
+        wanted: u128,
+        written: &mut Written,
+    ) -> Result<(), transship_memory::Error> {
+        let zero = zero_pages(&self.memory.regions()[region], self.freeing, first, wanted)?;
+        let present = wanted & !zero;
+        written.normal += u64::from(present.count_ones());
+        written.zero += u64::from(zero.count_ones());
+        written.rewritten += u64::from((present & self.content[region].window(first)).count_ones());
+        self.note(region, first, present, zero);
+        for run in runs(first, present) {
+            queue.write(region, run, self.places[region] + run.first * PAGE_BYTES as u64)?;
+        }
+        Ok(())
+    }
+
+    /// Takes note of pages of a window: the file is about to hold content for these, and none for those.
+    pub(crate) fn note(&self, region: usize, first: u64, present: u128, zero: u128) {
+        self.content[region].remove(first, zero);
+        self.content[region].insert(first, present);
+        self.written[region].insert(first, present);
+        let progress = &self.progress;
+        let bytes = |pages: u128| u64::from(pages.count_ones()) * PAGE_BYTES as u64;
+        progress.normal_pages.fetch_add(present.count_ones().into(), Relaxed);
+        progress.zero_pages.fetch_add(zero.count_ones().into(), Relaxed);
+        progress.wire_bytes.fetch_add(bytes(present), Relaxed);
+        let done = bytes(present | zero);
+        let _ = progress.round_left.fetch_update(Relaxed, Relaxed, |left| Some(left.saturating_sub(done)));
+    }
+
+    /// Pages of the guest that the file holds.
+    pub(crate) fn stored(&self) -> u64 {
+        let regions = self.memory.regions().iter().zip(&self.content);
+        regions.map(|(memory, content)| content.to_set(memory.pages()).count()).sum()
+    }
+
+    /// The pages that the file has and that are zero now, run by run: region, and pages.
+    pub(crate) fn stale(&self) -> Vec<(usize, PageRange)> {
+        let mut stale = Vec::new();
+        for (region, memory) in self.memory.regions().iter().enumerate() {
+            let mut pages = self.written[region].to_set(memory.pages());
+            pages.subtract(&self.content[region].to_set(memory.pages()));
+            stale.extend(pages.ranges().map(|range| (region, range)));
+        }
+        stale
+    }
+}
+
+/// The pages of a window that read as zero. What has become a hole since the look is one of them, and stays a hole.
+pub(crate) fn zero_pages(
+    memory: &Region,
+    freeing: Freeing,
+    first: u64,
+    wanted: u128,
+) -> Result<u128, transship_memory::Error> {
+    let holes = match freeing {
+        Freeing::Possible => new_holes(memory, first, wanted),
+        Freeing::Never => 0,
+    };
+    let data = wanted & !holes;
+    // Run by run: reading between them might make pages in holes.
+    runs(first, data).for_each(|run| memory.populate_read(run));
+    Ok(holes | memory.zero_mask(first, data)?)
+}
+
+impl Written {
+    pub(crate) fn add(&mut self, other: &Self) {
+        self.normal += other.normal;
+        self.zero += other.zero;
+        self.rewritten += other.rewritten;
+        self.cpu_seconds += other.cpu_seconds;
+    }
+}

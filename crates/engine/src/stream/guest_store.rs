@@ -1,0 +1,237 @@
+//! A guest that waits: its memory takes the pages of its blocks, and its VMM the rest, when all of it is there.
+use std::{
+    collections::BTreeMap,
+    sync::{Arc, Mutex, MutexGuard, RwLock},
+};
+
+use transship_memory::{GuestMemory, PAGE_BYTES, PageRange, WINDOW_PAGES};
+use transship_wire::qemu::{Block, Configuration, xbzrle};
+
+use super::{
+    fit::{Fit, check_devices, check_sizes},
+    pieces::{PieceReader, Pieces},
+    recompose::Recomposer,
+    store::{PageWriter, PromptStore, PromptWriter, Store},
+};
+use crate::{
+    Error,
+    guest::StateFormat,
+    page_map::{PageMap, window_mask},
+};
+
+const PAGE: u64 = PAGE_BYTES as u64;
+
+/// Whom an error is about.
+const COMING: &str = "the guest that comes";
+
+/// The memory of the guest, and what is kept for its VMM.
+pub(crate) struct GuestStore {
+    memory: GuestMemory,
+    /// By region: pages that content was written to. All others read as zero.
+    content: Vec<PageMap>,
+    /// What the VMM may have beside that memory.
+    format: StateFormat,
+    /// By block.
+    homes: RwLock<Vec<Home>>,
+    beside: Mutex<Beside>,
+}
+
+/// Where the pages of a block go.
+enum Home {
+    Region(usize),
+    /// A ROM or a video memory: small, and QEMU's to load.
+    Device(Block, Mutex<Pages>),
+}
+
+/// Pages that are not zero, by their numbers.
+type Pages = BTreeMap<u64, Box<[u8; PAGE_BYTES]>>;
+
+#[derive(Default)]
+struct Beside {
+    early: Vec<u8>,
+    switchover: bool,
+}
+
+impl GuestStore {
+    /// `fit`: which of `blocks` is what; `format`: of the VMM that waits. The memory reads as zero.
+    pub(crate) fn new(memory: GuestMemory, fit: &Fit, blocks: &[Block], format: StateFormat) -> Self {
+        let homes = blocks.iter().enumerate().map(|(number, block)| {
+            match fit.regions.iter().position(|&region| region == number) {
+                Some(region) => Home::Region(region),
+                None => Home::Device(block.clone(), Mutex::default()),
+            }
+        });
+        let content = memory.regions().iter().map(|region| PageMap::new(region.pages())).collect();
+        Self { memory, content, format, homes: RwLock::new(homes.collect()), beside: Mutex::default() }
+    }
+
+    fn with<T>(&self, block: usize, act: impl FnOnce(&Home) -> T) -> T {
+        act(&self.homes.read().unwrap_or_else(|poisoned| poisoned.into_inner())[block])
+    }
+
+    fn beside(&self) -> MutexGuard<'_, Beside> {
+        self.beside.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+    }
+
+    /// Pages of the regions that hold content.
+    pub(crate) fn stored(&self) -> u64 {
+        let regions = self.memory.regions().iter().zip(&self.content);
+        regions.map(|(region, content)| content.to_set(region.pages()).count()).sum()
+    }
+
+    /// All that is not the guest's own memory, as the VMM loads it. `tail`: what follows the memory.
+    pub(crate) fn device_stream(&self, configuration: &Configuration, tail: Vec<u8>) -> PieceReader<DeviceStream> {
+        let mut homes = self.homes.write().unwrap_or_else(|poisoned| poisoned.into_inner());
+        let devices = homes.drain(..).filter_map(|home| match home {
+            Home::Region(_) => None,
+            Home::Device(block, pages) => {
+                Some((block, pages.into_inner().unwrap_or_else(|poisoned| poisoned.into_inner())))
+            }
+        });
+        let mut blocks: Vec<(Block, Pages)> = devices.collect();
+        let mut recomposer = Recomposer::new(configuration, blocks.iter().map(|(block, _)| block));
+        let Beside { early, switchover } = std::mem::take(&mut *self.beside());
+        recomposer.early(&early);
+        if switchover {
+            recomposer.switchover();
+        }
+        recomposer.last();
+        blocks.reverse();
+        PieceReader::new(DeviceStream { blocks, next: 0, recomposer: Some(recomposer), tail })
+    }
+}
+
+/// Windows of 128 pages that a range is in, and which of their pages are in it.
+fn windows(pages: PageRange) -> impl Iterator<Item = (u64, u128)> {
+    let first = pages.first / WINDOW_PAGES * WINDOW_PAGES;
+    (first..pages.end()).step_by(WINDOW_PAGES as usize).map(move |window| (window, window_mask(pages, window)))
+}
+
+impl Store for GuestStore {
+    fn list(&self, blocks: &[Block]) -> Result<(), Error> {
+        // All memory of the guest was in the first list: these are the devices'.
+        check_devices(COMING, blocks.iter(), &self.format)?;
+        let mut homes = self.homes.write().unwrap_or_else(|poisoned| poisoned.into_inner());
+        // What is kept for them here is bounded by all lists together.
+        let before = homes.iter().filter_map(|home| match home {
+            Home::Region(_) => None,
+            Home::Device(block, _) => Some(block),
+        });
+        check_sizes(COMING, &before.chain(blocks).collect::<Vec<_>>())?;
+        homes.extend(blocks.iter().map(|block| Home::Device(block.clone(), Mutex::default())));
+        Ok(())
+    }
+
+    fn writer(self: Arc<Self>) -> Result<Box<dyn PageWriter>, Error> {
+        Ok(Box::new(PromptWriter::new(self)))
+    }
+
+    fn early(&self, bytes: &[u8]) -> Result<(), Error> {
+        self.beside().early.extend_from_slice(bytes);
+        Ok(())
+    }
+
+    fn switchover(&self) {
+        self.beside().switchover = true;
+    }
+}
+
+impl PromptStore for GuestStore {
+    fn write(&self, block: usize, offset: u64, pages: &[u8]) -> Result<(), Error> {
+        let first = offset / PAGE;
+        self.with(block, |home| match home {
+            Home::Region(region) => {
+                let mut rest = pages;
+                for (window, mask) in windows(PageRange::new(first, pages.len() as u64 / PAGE)) {
+                    let (these, others) = rest.split_at(mask.count_ones() as usize * PAGE_BYTES);
+                    self.memory.regions()[*region].write_pages(window, mask, these)?;
+                    self.content[*region].insert(window, mask);
+                    rest = others;
+                }
+                Ok(())
+            }
+            Home::Device(_, held) => {
+                let mut held = held.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+                held.extend((first..).zip(pages.as_chunks().0.iter().map(|page| Box::new(*page))));
+                Ok(())
+            }
+        })
+    }
+
+    fn clear(&self, block: usize, pages: PageRange) -> Result<(), Error> {
+        self.with(block, |home| match home {
+            Home::Region(region) => {
+                for (window, held) in self.content[*region].take(pages) {
+                    for run in crate::page_map::runs(window, held) {
+                        self.memory.regions()[*region].clear(run)?;
+                    }
+                }
+                Ok(())
+            }
+            Home::Device(_, held) => {
+                let mut held = held.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+                let gone: Vec<u64> = held.range(pages.first..pages.end()).map(|(&page, _)| page).collect();
+                for page in gone {
+                    held.remove(&page);
+                }
+                Ok(())
+            }
+        })
+    }
+
+    fn patch(&self, block: usize, offset: u64, delta: &[u8]) -> Result<(), Error> {
+        let (number, mut page) = (offset / PAGE, [0; PAGE_BYTES]);
+        self.with(block, |home| match home {
+            Home::Region(region) => {
+                if self.content[*region].contains(number) {
+                    self.memory.regions()[*region].copy_to(PageRange::new(number, 1), &mut page)?;
+                }
+                Ok::<_, Error>(())
+            }
+            Home::Device(_, held) => {
+                let held = held.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+                if let Some(before) = held.get(&number) {
+                    page = **before;
+                }
+                Ok(())
+            }
+        })?;
+        xbzrle::decode(delta, 0, &mut page).map_err(|error| Error::File(error.to_string()))?;
+        self.write(block, offset, &page)
+    }
+}
+
+/// The stream, made while it is read.
+pub(crate) struct DeviceStream {
+    /// The next one last.
+    blocks: Vec<(Block, Pages)>,
+    /// The next page of it.
+    next: u64,
+    recomposer: Option<Recomposer>,
+    tail: Vec<u8>,
+}
+
+impl Pieces for DeviceStream {
+    fn advance(&mut self) -> Result<Vec<u8>, Error> {
+        let Some(recomposer) = &mut self.recomposer else { return Ok(std::mem::take(&mut self.tail)) };
+        if let Some((block, pages)) = self.blocks.last() {
+            let end = block.pages().min(self.next + WINDOW_PAGES);
+            for page in self.next..end {
+                match pages.get(&page) {
+                    Some(bytes) => recomposer.page(&block.name, page * PAGE, bytes),
+                    None => recomposer.zero_page(&block.name, page * PAGE),
+                }
+            }
+            self.next = end;
+            if end == block.pages() {
+                self.blocks.pop();
+                self.next = 0;
+            }
+            return Ok(recomposer.take());
+        }
+        recomposer.finish();
+        let piece = recomposer.take();
+        self.recomposer = None;
+        Ok(piece)
+    }
+}

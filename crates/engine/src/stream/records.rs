@@ -1,0 +1,192 @@
+//! The records of a stream, one after the other: from a file, where the reader jumps over the pages of a mapped-ram
+//! file, or from a pipe.
+use std::{
+    fs::File,
+    io::{self, Read},
+    os::unix::fs::FileExt,
+    sync::Arc,
+};
+
+use transship_wire::qemu::{Record, Step, StreamReader};
+
+use super::whence::{Whence, damaged};
+use crate::Error;
+
+/// Read at once from a file while only headers are wanted: the bytes behind one may be a hole of gigabytes.
+const HEADER_CHUNK: usize = 4 << 10;
+/// Read at once from a stream that holds pages.
+const STREAM_CHUNK: usize = 256 << 10;
+/// More device state than any machine has: graphics adapters keep their pictures in it, some hundred MiB at most.
+const MAX_TAIL_BYTES: usize = 2 << 30;
+
+/// Where the bytes come from.
+pub(crate) enum Input {
+    /// A file, at any position.
+    File(Arc<File>),
+    /// A pipe or a connection, from where it is on.
+    Pipe { pipe: Box<dyn Read + Send>, position: u64 },
+}
+
+impl Input {
+    fn read_at(&mut self, at: u64, into: &mut [u8]) -> io::Result<usize> {
+        loop {
+            let read = match self {
+                Self::File(file) => file.read_at(into, at),
+                Self::Pipe { position, .. } if *position != at => {
+                    let why = "it is a mapped-ram file, whose pages are in places of their own: name the file itself";
+                    return Err(io::Error::new(io::ErrorKind::NotSeekable, why));
+                }
+                Self::Pipe { pipe, position } => pipe.read(into).inspect(|count| *position += *count as u64),
+            };
+            match read {
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                read => return read,
+            }
+        }
+    }
+}
+
+/// The stream, and how far it has been read.
+pub(crate) struct Records {
+    whence: Whence,
+    input: Input,
+    reader: StreamReader,
+    /// Bytes from `buffer_at` on; those before `used` have been taken.
+    buffer: Vec<u8>,
+    used: usize,
+    /// Position of `buffer[used]`.
+    at: u64,
+    chunk: usize,
+}
+
+impl Records {
+    /// `reader` says where the stream begins.
+    pub(crate) fn new(whence: Whence, input: Input, reader: StreamReader) -> Self {
+        let at = reader.position();
+        Self { whence, input, reader, buffer: Vec::new(), used: 0, at, chunk: HEADER_CHUNK }
+    }
+
+    /// What has been read so far.
+    pub(crate) fn reader(&self) -> &StreamReader {
+        &self.reader
+    }
+
+    /// From now on there is more to come than headers.
+    pub(crate) fn expect_pages(&mut self) {
+        self.chunk = STREAM_CHUNK;
+    }
+
+    /// Hands the next record to `take`, and its bytes.
+    ///
+    /// # Errors
+    /// Bytes that can't be, an end too early, the system's own, and those of `take`.
+    pub(crate) fn step<T>(&mut self, take: impl FnOnce(Record<'_>, &[u8]) -> Result<T, Error>) -> Result<T, Error> {
+        loop {
+            let bytes = &self.buffer[self.used..];
+            let step = self.reader.next(bytes).map_err(|error| self.whence.bad(error))?;
+            let at_least = match step {
+                Step::More { at_least } => at_least,
+                Step::Done { record, used } => {
+                    let result = take(record, &bytes[..used]);
+                    self.take(used);
+                    return result;
+                }
+            };
+            self.fill(at_least)?;
+        }
+    }
+
+    /// `count` bytes were taken; the reader may want to go on further behind.
+    fn take(&mut self, count: usize) {
+        self.used += count;
+        self.at += count as u64;
+        let position = self.reader.position();
+        if position != self.at {
+            (self.at, self.used) = (position, self.buffer.len());
+        }
+    }
+
+    /// Reads until `wanted` bytes are there.
+    fn fill(&mut self, wanted: usize) -> Result<(), Error> {
+        self.buffer.drain(..self.used);
+        self.used = 0;
+        while self.buffer.len() < wanted {
+            let filled = self.buffer.len();
+            self.buffer.resize(filled + self.chunk.max(wanted - filled), 0);
+            let read = self.input.read_at(self.at + filled as u64, &mut self.buffer[filled..]);
+            self.buffer.truncate(filled + *read.as_ref().unwrap_or(&0));
+            match read {
+                Ok(0) => return Err(self.ended()),
+                Ok(_) => {}
+                Err(source) => return Err(self.failed(self.at + filled as u64, source)),
+            }
+        }
+        Ok(())
+    }
+
+    /// All that follows, once the reader has come to the device sections.
+    ///
+    /// # Errors
+    /// More than any machine has; no memory for it; the system's own.
+    pub(crate) fn tail(self) -> Result<Vec<u8>, Error> {
+        self.tail_until(|_| false)
+    }
+
+    /// The same, but no further than until `is_all` of what has come.
+    ///
+    /// # Errors
+    /// As [`Records::tail`].
+    pub(crate) fn tail_until(mut self, mut is_all: impl FnMut(&[u8]) -> bool) -> Result<Vec<u8>, Error> {
+        let begin = self.at;
+        let mut tail = self.buffer.split_off(self.used);
+        let mut filled = tail.len();
+        // Room behind what has come is used up before there is more: pieces may be small.
+        let mut ended = is_all(&tail);
+        while !ended {
+            if filled > MAX_TAIL_BYTES {
+                let what = format!(
+                    "more than {MAX_TAIL_BYTES} bytes follow the memory, from offset {begin:#x} on: no machine has so much"
+                );
+                return Err(self.whence.broke(what));
+            }
+            if filled == tail.len() {
+                self.grow(&mut tail)?;
+            }
+            match self.input.read_at(begin + filled as u64, &mut tail[filled..]) {
+                Ok(0) => break,
+                Ok(read) => filled += read,
+                Err(source) => return Err(self.failed(begin + filled as u64, source)),
+            }
+            ended = is_all(&tail[..filled]);
+        }
+        tail.truncate(filled);
+        Ok(tail)
+    }
+
+    /// By an eighth: a tail of gigabytes must not take twice as much.
+    fn grow(&self, tail: &mut Vec<u8>) -> Result<(), Error> {
+        let more = STREAM_CHUNK.max(tail.len() / 8);
+        if tail.try_reserve_exact(more).is_err() {
+            let what = format!("there is no memory for {} bytes and more of device state", tail.len());
+            return Err(self.whence.broke(what));
+        }
+        tail.resize(tail.len() + more, 0);
+        Ok(())
+    }
+
+    /// It ended too early.
+    fn ended(&self) -> Error {
+        let cut = self.reader.cut_short(&self.buffer);
+        match &self.whence {
+            Whence::File(name) => damaged(name, cut),
+            Whence::Peer(peer) => {
+                Error::Protocol { peer: peer.clone(), what: format!("has closed the connection in mid-stream ({cut})") }
+            }
+        }
+    }
+
+    fn failed(&self, at: u64, source: io::Error) -> Error {
+        let (Whence::File(name) | Whence::Peer(name)) = &self.whence;
+        Error::Io { what: format!("reading {name} at offset {at:#x}"), source }
+    }
+}

@@ -1,0 +1,41 @@
+//! Where bytes come from, for what is said about them.
+use std::fmt::Display;
+
+use crate::Error;
+
+/// An error about a file as a whole.
+pub(crate) fn wrong(name: &str, what: impl Display) -> Error {
+    Error::File(format!("{name}: {what}"))
+}
+
+/// An error about bytes of a file.
+pub(crate) fn damaged(name: &str, error: transship_wire::Error) -> Error {
+    wrong(name, format_args!("{error}; use another copy"))
+}
+
+/// Whoever has sent or written them.
+#[derive(Debug, Clone)]
+pub(crate) enum Whence {
+    /// A file, as the user named it.
+    File(String),
+    /// The address of somebody who sends.
+    Peer(String),
+}
+
+impl Whence {
+    /// An error about bytes that can't be.
+    pub(crate) fn bad(&self, error: transship_wire::Error) -> Error {
+        match self {
+            Self::File(name) => damaged(name, error),
+            Self::Peer(peer) => Error::Wire { peer: peer.clone(), source: error },
+        }
+    }
+
+    /// Another error about it.
+    pub(crate) fn broke(&self, what: impl Display) -> Error {
+        match self {
+            Self::File(name) => wrong(name, what),
+            Self::Peer(peer) => Error::Protocol { peer: peer.clone(), what: format!("sent what can't be: {what}") },
+        }
+    }
+}
