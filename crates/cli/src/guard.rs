@@ -4,22 +4,16 @@
 //! While the guest is stopped or lacks something, and is not given up, a second process waits on a pipe for the end of
 //! this one. When the pipe ends, it does what the last word on it says: the guest is put back as it was, and let run
 //! again if it ran when it was stopped; or, if it was given up, nothing. That word is written before the destination is
-//! told to go: from then on nobody here resumes the guest.
+//! told to go: from then on nobody here resumes the guest. The engine says when
+//! ([`Guard`](transship_guest::Guard)).
 use std::{
     env,
-    io::{self, Read, Write},
+    io::{self, Write},
     os::unix::process::CommandExt,
-    path::Path,
     process::{Child, Command, Stdio},
-    time::{Duration, Instant},
 };
 
-use transship_balloon::Client;
-use transship_guest::{Found, GuestError, Hints, SourceGuest, StateFormat};
-use transship_memory::{Freeing, GuestMemory, Protection, Tracker};
-use transship_wire::GuestDescription;
-
-use crate::output;
+use transship_guest::{Duty, Guard, GuestError};
 
 /// A word to the second process. Before the first one the guest was not stopped.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -39,196 +33,69 @@ impl Word {
     }
 }
 
-/// A source with a guard beside it while it is not as it was.
-pub(crate) struct Guarded {
-    guest: Box<dyn SourceGuest>,
+/// The second process, while there is one.
+pub(crate) struct GuardProcess {
+    /// The guest's address, for the second process.
     vm: String,
-    /// It has a balloon, which is to be unplugged.
-    has_balloon: bool,
-    /// Which says what memory is free.
-    balloon: Option<Client>,
-    /// The balloon was unplugged, or may have been.
-    lacks: bool,
-    guard: Option<Child>,
-    /// A guard that was told to end.
+    process: Option<Child>,
+    /// One that was told to end.
     ending: Option<Child>,
 }
 
-impl Guarded {
-    /// `vm`: the guest's address, for the second process. `balloon`: the socket of its balloon; one that can't be asked
-    /// is no reason to fail.
-    pub(crate) fn new(guest: Box<dyn SourceGuest>, vm: &str, balloon: Option<&Path>) -> Self {
-        let connect = |socket| {
-            let connected = Client::connect(socket, &guest.memory());
-            connected.inspect_err(|error| output::say(&format!("{error}; going on without its hints"))).ok()
-        };
-        let (has_balloon, balloon) = (balloon.is_some(), balloon.and_then(connect));
-        Self { guest, vm: vm.to_owned(), has_balloon, balloon, lacks: false, guard: None, ending: None }
+impl GuardProcess {
+    /// `vm`: the guest's address. Nothing is started before something of the guest is to be changed.
+    pub(crate) fn of(vm: &str) -> Self {
+        Self { vm: vm.to_owned(), process: None, ending: None }
     }
+}
 
-    /// Starts the second process, unless it is there.
-    fn arm(&mut self) -> Result<(), GuestError> {
-        if self.guard.is_some() {
-            return Ok(());
-        }
-        let will = self.guest.last_will()?;
+impl Guard for GuardProcess {
+    fn begin(&mut self, will: &str) -> Result<(), GuestError> {
         let start = || {
             Command::new(env::current_exe()?)
-                .args(["guard", "--vm", &self.vm, "--will", &will])
+                .args(["guard", "--vm", &self.vm, "--will", will])
                 .stdin(Stdio::piped())
                 .stdout(Stdio::null())
                 // A Ctrl-C in the terminal, and a kill of our group, are not for it.
                 .process_group(0)
                 .spawn()
         };
-        let guard = start().map_err(|e| GuestError(format!("can't start the process that guards the guest: {e}")))?;
-        self.guard = Some(guard);
+        let process = start().map_err(|e| GuestError(format!("can't start the process that guards the guest: {e}")))?;
+        self.process = Some(process);
         Ok(())
     }
 
-    /// Tells it what is to become of the guest. One that is not there need not know.
-    fn tell(&mut self, word: Word) -> Result<(), GuestError> {
-        let Some(pipe) = self.guard.as_mut().and_then(|guard| guard.stdin.as_mut()) else { return Ok(()) };
-        let told = pipe.write_all(&[word as u8]);
+    fn instruct(&mut self, duty: Duty) -> Result<(), GuestError> {
+        let word = match duty {
+            Duty::RunAgain => Word::RunAgain,
+            Duty::LeaveIt => Word::LeaveIt,
+        };
+        let told = match self.process.as_mut().and_then(|process| process.stdin.as_mut()) {
+            Some(pipe) => pipe.write_all(&[word as u8]),
+            None => Err(io::ErrorKind::BrokenPipe.into()),
+        };
         told.map_err(|e| GuestError(format!("the process that guards the guest does not listen: {e}")))
     }
 
-    /// Once the word is written the guard can't act, whenever it gets to read it.
-    fn disarm(&mut self) -> io::Result<()> {
-        let Some(mut guard) = self.guard.take() else { return Ok(()) };
-        let told = guard.stdin.take().map_or(Ok(()), |mut pipe| pipe.write_all(&[Word::End as u8]));
+    /// Once the word is written the second process can't act, whenever it gets to read it.
+    fn end(&mut self) -> Result<(), GuestError> {
+        let Some(mut process) = self.process.take() else { return Ok(()) };
+        let told = process.stdin.take().map_or(Ok(()), |mut pipe| pipe.write_all(&[Word::End as u8]));
         if told.is_err() {
             // It does not listen: it must not act either.
-            guard.kill()?;
+            let killed = process.kill();
+            killed.map_err(|e| GuestError(format!("the process that guards the guest can't be told to end: {e}")))?;
         }
-        self.ending = Some(guard);
+        self.ending = Some(process);
         Ok(())
     }
 }
 
-/// What is to become of a guest that we have stopped, should we die.
-fn on(found: Found) -> Word {
-    match found {
-        Found::Running => Word::RunAgain,
-        Found::Standing => Word::LeaveIt,
-    }
-}
-
-impl Drop for Guarded {
+impl Drop for GuardProcess {
     fn drop(&mut self) {
-        if let Some(mut guard) = self.ending.take() {
+        if let Some(mut process) = self.ending.take() {
             // Not earlier: the guest's downtime need not wait for it.
-            let _ = guard.wait();
+            let _ = process.wait();
         }
-    }
-}
-
-impl SourceGuest for Guarded {
-    fn description(&self) -> GuestDescription {
-        self.guest.description()
-    }
-
-    fn memory(&self) -> GuestMemory {
-        self.guest.memory()
-    }
-
-    fn freeing(&self) -> Freeing {
-        self.guest.freeing()
-    }
-
-    fn hints(&mut self) -> Option<Box<dyn Hints>> {
-        self.balloon.take().map(|balloon| Box::new(balloon) as Box<dyn Hints>)
-    }
-
-    fn unplug(&mut self, until: Instant) -> Result<bool, GuestError> {
-        if self.has_balloon {
-            self.arm()?;
-            self.lacks = true;
-        }
-        self.guest.unplug(until)
-    }
-
-    fn plug_back(&mut self) {
-        if std::mem::take(&mut self.lacks) {
-            self.guest.plug_back();
-            // If this fails the guard plugs in what is there already, which QEMU refuses.
-            let _ = self.disarm();
-        }
-    }
-
-    fn track(&mut self) -> Result<Box<dyn Tracker>, GuestError> {
-        self.guest.track()
-    }
-
-    fn is_running(&mut self) -> Result<bool, GuestError> {
-        self.guest.is_running()
-    }
-
-    fn stop(&mut self) -> Result<Found, GuestError> {
-        self.arm()?;
-        // A guest that stands is not to be let run. Somebody may pause it, or let it run, right after we have asked:
-        // the second word is right.
-        let runs = self.guest.is_running()?;
-        self.tell(on(Found::by(runs)))?;
-        let found = self.guest.stop()?;
-        self.tell(on(found))?;
-        Ok(found)
-    }
-
-    fn protect(&mut self) -> Result<Protection, GuestError> {
-        self.guest.protect()
-    }
-
-    fn check_protected(&mut self) -> Result<(), GuestError> {
-        self.guest.check_protected()
-    }
-
-    fn state_format(&self) -> StateFormat {
-        self.guest.state_format()
-    }
-
-    fn uuid(&mut self) -> Result<[u8; 16], GuestError> {
-        self.guest.uuid()
-    }
-
-    fn check_for_stock(&mut self) -> Result<(), GuestError> {
-        self.guest.check_for_stock()
-    }
-
-    fn state_estimate(&self) -> Duration {
-        self.guest.state_estimate()
-    }
-
-    fn keep_stopped(&mut self) {
-        self.guest.keep_stopped();
-    }
-
-    fn save_state(&mut self) -> Result<Box<dyn Read + Send>, GuestError> {
-        self.guest.save_state()
-    }
-
-    fn state_saved(&mut self) -> Result<(), GuestError> {
-        self.guest.state_saved()
-    }
-
-    fn give_up(&mut self) -> Result<(), GuestError> {
-        self.disarm()
-            .map_err(|e| GuestError(format!("the process that guards the guest can't be told to end: {e}")))?;
-        self.guest.give_up()
-    }
-
-    fn resume(&mut self, run: bool) -> Result<(), GuestError> {
-        self.guest.resume(run)?;
-        // If this fails the guard lets a guest run that runs already.
-        let _ = if self.lacks { self.tell(Word::LeaveIt).map_err(io::Error::other) } else { self.disarm() };
-        Ok(())
-    }
-
-    fn resume_hint(&self) -> String {
-        self.guest.resume_hint()
-    }
-
-    fn last_will(&mut self) -> Result<String, GuestError> {
-        self.guest.last_will()
     }
 }

@@ -11,6 +11,7 @@ mod checks;
 mod commands;
 mod failure;
 mod guard;
+mod hints;
 mod output;
 mod progress;
 mod signals;

@@ -2,7 +2,7 @@
 //! goes on here.
 use std::time::Instant;
 
-use crate::{Error, Phase, Progress, Report, Status, cpu, guest::SourceGuest};
+use crate::{Error, Phase, Progress, Report, Status, cpu, guarded::Guarded};
 
 /// The end of either side: what follows from the result and the rest goes into the report.
 pub(crate) fn finish(
@@ -35,7 +35,7 @@ fn status_of(result: &Result<(), Error>) -> Status {
 }
 
 /// A failure before the guest was given up: it goes on here.
-pub(crate) fn take_back(guest: &mut dyn SourceGuest, error: Error) -> Error {
+pub(crate) fn take_back(guest: &mut Guarded<'_>, error: Error) -> Error {
     match guest.resume(true) {
         Ok(()) => error,
         Err(resume) => Error::Unknown(format!(

@@ -13,7 +13,8 @@ use crate::{
     Error, Phase, Progress,
     ending::take_back,
     fail_point,
-    guest::{Found, SourceGuest},
+    guarded::Guarded,
+    guest::Found,
     rounds::{Course, Rounds},
 };
 
@@ -23,7 +24,7 @@ pub(crate) trait Peer {
     fn name(&self) -> &'static str;
 
     /// Brings everything that is needed to run the guest, up to the peer's word that it could.
-    fn bring_the_rest(&mut self, course: &mut Course<'_>, rounds: &mut Rounds, found: Found) -> Result<(), Error>;
+    fn bring_the_rest(&mut self, course: &mut Course<'_, '_>, rounds: &mut Rounds, found: Found) -> Result<(), Error>;
 
     /// An error if the peer has said anything, or has gone: nothing is expected from it now.
     fn check_silence(&mut self) -> Result<(), Error>;
@@ -44,7 +45,7 @@ pub(crate) trait Peer {
     fn without_word(&self, error: &Error, by_hand: &str) -> String;
 }
 
-impl Course<'_> {
+impl Course<'_, '_> {
     /// Stops the guest and hands it over: it runs there if it ran until it was stopped.
     pub(crate) fn hand_over(&mut self, peer: &mut dyn Peer, rounds: &mut Rounds) -> Result<(), Error> {
         let stopped = Instant::now();
@@ -71,7 +72,7 @@ impl Course<'_> {
 
 /// The point of no return. An error means that the guest is still ours. Otherwise we must assume from here on that the
 /// peer runs it, whatever we hear or don't hear afterwards.
-fn give_up(guest: &mut dyn SourceGuest, peer: &mut dyn Peer, progress: &Progress, found: Found) -> Result<(), Error> {
+fn give_up(guest: &mut Guarded<'_>, peer: &mut dyn Peer, progress: &Progress, found: Found) -> Result<(), Error> {
     peer.check_silence()?;
     if progress.is_cancelled() {
         return Err(Error::Cancelled);

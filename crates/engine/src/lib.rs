@@ -13,6 +13,7 @@ mod error;
 mod fail_point;
 mod forecast;
 mod free;
+mod guarded;
 mod hand_over;
 mod options;
 mod pacer;

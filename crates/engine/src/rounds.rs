@@ -14,6 +14,7 @@ use crate::{
     fail_point,
     forecast::{Aim, Forecast, Verdict},
     free::FreePages,
+    guarded::Guarded,
     guest::{Place, SourceGuest},
     page_map::PageMap,
     scan::Scanner,
@@ -56,14 +57,14 @@ pub(crate) struct Rounds {
 }
 
 /// A move on its way.
-pub(crate) struct Course<'a> {
-    pub(crate) guest: &'a mut dyn SourceGuest,
+pub(crate) struct Course<'a, 'g> {
+    pub(crate) guest: &'a mut Guarded<'g>,
     pub(crate) progress: &'a Progress,
     pub(crate) report: &'a mut Report,
     pub(crate) begin: Instant,
 }
 
-impl Course<'_> {
+impl Course<'_, '_> {
     /// The phases up to the switchover: arms the tracking, and sends what a guest that runs holds until the rest is
     /// small. `rounds`: kept there also on failure.
     pub(crate) fn up_to_switchover<'r>(
@@ -73,15 +74,15 @@ impl Course<'_> {
         aim: Aim,
     ) -> Result<&'r mut Rounds, Error> {
         let Self { guest, progress, report, begin } = self;
-        let is_running = guest.is_running()?;
-        let rounds = rounds.insert(Rounds::begin(*guest)?);
+        let is_running = guest.unguarded().is_running()?;
+        let rounds = rounds.insert(Rounds::begin(guest.unguarded())?);
         reach(link, "tracking")?;
         report.setup_ms = begin.elapsed().as_secs_f64() * 1e3;
         progress.set_phase(Phase::Rounds);
         if is_running {
             rounds.ask_for_free_pages(aim.bandwidth, progress)?;
             reach(link, "hinted")?;
-            rounds.until_the_rest_is_small(*guest, link, aim, progress, report)?;
+            rounds.until_the_rest_is_small(guest, link, aim, progress, report)?;
         }
         progress.set_phase(Phase::Switchover);
         Ok(rounds)
@@ -112,7 +113,7 @@ impl Rounds {
     /// still.
     fn until_the_rest_is_small(
         &mut self,
-        guest: &mut dyn SourceGuest,
+        guest: &mut Guarded<'_>,
         link: &mut dyn Link,
         aim: Aim,
         progress: &Progress,
@@ -137,7 +138,7 @@ impl Rounds {
     /// to counts as written in the last scan.
     fn send_first_and_unplug(
         &mut self,
-        guest: &mut dyn SourceGuest,
+        guest: &mut Guarded<'_>,
         link: &mut dyn Link,
         progress: &Progress,
         report: &mut Report,

@@ -237,7 +237,7 @@ fn strangers_are_turned_away_and_the_source_still_gets_in() {
         }
         drop(connect(&path, Session([9; 16]), Role::Data(0)));
         let to = Uri::Unix(path.clone());
-        move_guest(&mut source, &to, &MoveOptions::default(), &Progress::new(), &mut Report::default()).unwrap();
+        move_guest(&mut source, None, &to, &MoveOptions::default(), &Progress::new(), &mut Report::default()).unwrap();
         destination.join().unwrap().unwrap();
     });
     assert_eq!(waiting.started, Some(true));
@@ -256,7 +256,7 @@ fn source_against(peer: impl FnOnce(UnixStream, &UnixListener) + Send) -> (Error
             peer(control, &listener);
         });
         let options = MoveOptions { channels: 1, ..MoveOptions::default() };
-        move_guest(&mut source, &Uri::Unix(path.clone()), &options, &Progress::new(), &mut Report::default())
+        move_guest(&mut source, None, &Uri::Unix(path.clone()), &options, &Progress::new(), &mut Report::default())
             .unwrap_err()
     });
     (error, source)

@@ -88,7 +88,7 @@ fn run(source: &mut Scripted, destination: &mut Waiting, data: Data) -> Ended {
                 scope.spawn(|| pass(forth, held));
             }
         });
-        let source = move_guest(source, &Uri::Unix(hall.clone()), &options, &Progress::new(), &mut report);
+        let source = move_guest(source, None, &Uri::Unix(hall.clone()), &options, &Progress::new(), &mut report);
         Ended { source, destination: received.join().unwrap(), report }
     })
 }

@@ -55,7 +55,7 @@ fn saved(path: &Path, pages: &[(usize, u64, u8)], way: SaveOptions, offset: u64)
         common::apply(&guest.memory, &Op::Fill { region, page, byte }, &mut guest.script.lock().unwrap().history);
     }
     let to = FileUri { offset, ..FileUri::path(path) };
-    save_guest(&mut guest, &to, &way, &Progress::new(), &mut Report::default()).unwrap();
+    save_guest(&mut guest, None, &to, &way, &Progress::new(), &mut Report::default()).unwrap();
     guest
 }
 

@@ -39,7 +39,7 @@ fn patient() -> SaveOptions {
 
 fn save(guest: &mut Scripted, to: &FileUri, options: &SaveOptions) -> (Result<(), Error>, Report) {
     let mut report = Report::default();
-    let result = save_guest(guest, to, options, &Progress::new(), &mut report);
+    let result = save_guest(guest, None, to, options, &Progress::new(), &mut report);
     (result, report)
 }
 
@@ -193,7 +193,7 @@ fn a_cancelled_save_leaves_nothing() {
         progress.cancel();
         let options = SaveOptions { format, ..patient() };
         let mut report = Report::default();
-        let error = save_guest(&mut guest, &FileUri::path(&path), &options, &progress, &mut report).unwrap_err();
+        let error = save_guest(&mut guest, None, &FileUri::path(&path), &options, &progress, &mut report).unwrap_err();
         assert!(matches!(error, Error::Cancelled), "{error}");
         assert_eq!(report.status, Status::Cancelled);
         assert_eq!((names(folder.path()), fs::read(&path).unwrap()), (vec!["a".to_owned()], b"old".to_vec()));

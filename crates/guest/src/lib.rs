@@ -124,6 +124,10 @@ pub trait SourceGuest: Send {
     fn hints(&mut self) -> Option<Box<dyn Hints>> {
         None
     }
+    /// Whether the guest runs with something that its device state can't be saved with, and which `unplug` is for.
+    fn must_unplug(&self) -> bool {
+        false
+    }
     /// Unplugs what the guest runs with and its device state can't be saved with, while it runs. True when it is gone;
     /// false if the guest has not let go of it by `until`: to be called again. Whether or not this succeeds,
     /// `plug_back` follows if the guest stays.
@@ -219,6 +223,36 @@ pub trait SourceGuest: Send {
     fn last_will(&mut self) -> Result<String, GuestError> {
         Ok(String::new())
     }
+}
+
+/// What is to become of a guest should whoever holds it die now.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Duty {
+    /// It is stopped, or about to be: it is to run again, with all its devices.
+    RunAgain,
+    /// It stands, or runs, and is to be left so; it is to have all its devices.
+    LeaveIt,
+}
+
+/// Somebody who outlives this process, and puts a guest back as it was should the process die while it is not. Whoever
+/// stops a guest, or unplugs something, says so here first.
+pub trait Guard: Send {
+    /// Something of the guest is about to be changed; it is to be left as it runs or stands. `will`: what
+    /// [`SourceGuest::last_will`] has said.
+    ///
+    /// # Errors
+    /// There is nobody: nothing may be changed.
+    fn begin(&mut self, will: &str) -> Result<(), GuestError>;
+    /// What is to be done from now on.
+    ///
+    /// # Errors
+    /// It is not heard: what was said before holds.
+    fn instruct(&mut self, duty: Duty) -> Result<(), GuestError>;
+    /// The guest is as it was, or is about to be given up: once this has returned nobody acts.
+    ///
+    /// # Errors
+    /// It can't be made sure.
+    fn end(&mut self) -> Result<(), GuestError>;
 }
 
 /// A guest that waits for its memory and state. Nothing may run in it before `start`.

@@ -3,7 +3,10 @@
 //! - `qemu:/run/vm.qmp`: a stock QEMU, by its QMP socket (module `qemu`)
 //! - `handoff:/run/guest.sock`: a VMM that hands its memory over by itself (module `handoff`), such as the synthetic
 //!   guest
-use transship_guest::{DestinationGuest, GuestError, SourceGuest};
+use std::path::{Path, PathBuf};
+
+use transship_guest::{DestinationGuest, GuestError, Hints, SourceGuest};
+use transship_memory::GuestMemory;
 
 mod freeze;
 pub mod handoff;
@@ -14,9 +17,9 @@ pub mod synthetic;
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum VmAddress {
     /// A stock QEMU, by its QMP socket.
-    Qemu(std::path::PathBuf),
+    Qemu(PathBuf),
     /// A VMM that hands its guest over, by the socket that it listens on.
-    Handoff(std::path::PathBuf),
+    Handoff(PathBuf),
 }
 
 /// Choices about attaching.
@@ -24,8 +27,18 @@ pub enum VmAddress {
 pub struct AttachOptions {
     /// Go on although devices write behind the tracker (vhost-user, VFIO). The user says that they are quiet.
     pub allow_untracked_writers: bool,
-    /// The guest has a balloon whose other end listens at this socket: it may be there until it is unplugged.
-    pub balloon: Option<std::path::PathBuf>,
+    /// The guest has this balloon: it may be there until it is unplugged.
+    pub balloon: Option<Balloon>,
+}
+
+/// A balloon that is a process beside the VMM.
+#[derive(Debug, Clone)]
+pub struct Balloon {
+    /// Where its other end listens.
+    pub socket: PathBuf,
+    /// How it is asked for hints about the guest's memory. None: it can't be asked, which is no reason to fail, and the
+    /// user was told so.
+    pub connect: fn(&Path, &GuestMemory) -> Option<Box<dyn Hints>>,
 }
 
 impl std::str::FromStr for VmAddress {
@@ -100,7 +113,7 @@ pub fn stop_abandoned(vm: &VmAddress) -> Result<String, GuestError> {
 }
 
 /// For those who are to wait for pages that are not there: a page that is there would never be brought.
-fn check_all_holes(memory: &transship_memory::GuestMemory) -> Result<(), GuestError> {
+fn check_all_holes(memory: &GuestMemory) -> Result<(), GuestError> {
     for region in memory.regions() {
         let data = region.data().map_err(|e| GuestError(e.to_string()))?;
         if let Some(there) = data.ranges().next() {
@@ -116,7 +129,7 @@ fn check_all_holes(memory: &transship_memory::GuestMemory) -> Result<(), GuestEr
 }
 
 /// Nobody listens at the socket any more: there is nothing left to wait for.
-fn is_gone(socket: &std::path::Path) -> bool {
+fn is_gone(socket: &Path) -> bool {
     use std::io::ErrorKind::{ConnectionRefused, NotFound};
     std::os::unix::net::UnixStream::connect(socket).is_err_and(|e| matches!(e.kind(), ConnectionRefused | NotFound))
 }

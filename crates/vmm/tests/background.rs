@@ -109,7 +109,7 @@ fn folder() -> tempfile::TempDir {
 
 fn save(guest: &Guest, to: &Path, options: &SaveOptions) -> (Result<(), Error>, Report) {
     let mut report = Report::default();
-    let saved = save_guest(&mut guest.attach(), &FileUri::path(to), options, &Progress::new(), &mut report);
+    let saved = save_guest(&mut guest.attach(), None, &FileUri::path(to), options, &Progress::new(), &mut report);
     (saved, report)
 }
 
@@ -268,7 +268,7 @@ fn punch(region: &Region, pages: PageRange) {
 fn meddle(guest: &Guest, path: &Path, meddling: Meddling) -> Result<(), Error> {
     let progress = meddling.cancels.clone().unwrap_or_default();
     let mut guest = Meddled { guest: RefCell::new(guest.attach()), meddling };
-    let saved = save_guest(&mut guest, &FileUri::path(path), &options(), &progress, &mut Report::default());
+    let saved = save_guest(&mut guest, None, &FileUri::path(path), &options(), &progress, &mut Report::default());
     assert_eq!(path.exists(), !matches!(saved, Err(ref error) if !matches!(error, Error::Unknown(_))));
     saved
 }

@@ -5,14 +5,15 @@ use transship_codec::{Backend, Method, SettingError, qatzip_backend};
 use transship_engine::{
     Compress, Error, MoveOptions, Progress, QemuSendOptions, Report, Setting, Uri, move_guest, send_to_qemu,
 };
+use transship_guest::Guard;
 use transship_vmm::{AttachOptions, VmAddress, attach_source};
 
 use crate::{
     args::{MoveArgs, Peer},
     checks::Checks,
     failure::Failure,
-    guard::Guarded,
-    output,
+    guard::GuardProcess,
+    hints, output,
     progress::Display,
     signals::{Side, Watcher},
     summary, units,
@@ -38,13 +39,15 @@ pub(crate) fn run(args: &MoveArgs) -> Result<(), Failure> {
 
 /// The guest is let go of when this returns, and the display with it, before results are printed.
 fn move_away(request: &Request, progress: &Arc<Progress>, report: &mut Report) -> Result<(), Error> {
-    let guest = attach_source(&request.vm, request.attach.clone())?;
-    let mut guest = Guarded::new(guest, &request.vm_text, request.attach.balloon.as_deref());
+    // It outlives the guest here: who was told to act does so when the guest is let go of.
+    let mut guard = GuardProcess::of(&request.vm_text);
+    let mut guest = attach_source(&request.vm, request.attach.clone())?;
     let _display =
         Display::start(progress).map_err(|source| Error::Io { what: "can't start a thread".into(), source })?;
+    let guard: Option<&mut dyn Guard> = Some(&mut guard);
     match &request.way {
-        Way::ToTransship(options) => move_guest(&mut guest, &request.to, options, progress, report),
-        Way::ToQemu(options) => send_to_qemu(&mut guest, &request.to, options, progress, report),
+        Way::ToTransship(options) => move_guest(guest.as_mut(), guard, &request.to, options, progress, report),
+        Way::ToQemu(options) => send_to_qemu(guest.as_mut(), guard, &request.to, options, progress, report),
     }
 }
 
@@ -99,7 +102,7 @@ impl Request {
                 way: way?,
                 attach: AttachOptions {
                     allow_untracked_writers: args.allow_untracked_writers,
-                    balloon: args.balloon.clone(),
+                    balloon: args.balloon.clone().map(hints::balloon),
                 },
             })
         })();

@@ -8,7 +8,8 @@ use crate::{
     args::SaveArgs,
     checks::Checks,
     failure::Failure,
-    guard::Guarded,
+    guard::GuardProcess,
+    hints,
     progress::Display,
     signals::{self, Side, Watcher},
     summary, units,
@@ -29,11 +30,12 @@ pub(crate) fn run(args: &SaveArgs) -> Result<(), Failure> {
 
 /// The guest is let go of when this returns, and the display with it, before results are printed.
 fn save(request: &Request, progress: &Arc<Progress>, report: &mut Report) -> Result<(), Error> {
-    let guest = attach_source(&request.vm, request.attach.clone())?;
-    let mut guest = Guarded::new(guest, &request.vm_text, request.attach.balloon.as_deref());
+    // It outlives the guest here: who was told to act does so when the guest is let go of.
+    let mut guard = GuardProcess::of(&request.vm_text);
+    let mut guest = attach_source(&request.vm, request.attach.clone())?;
     let _display =
         Display::start(progress).map_err(|source| Error::Io { what: "can't start a thread".into(), source })?;
-    save_guest(&mut guest, &request.to, &request.options, progress, report)
+    save_guest(guest.as_mut(), Some(&mut guard), &request.to, &request.options, progress, report)
 }
 
 /// What was asked for, checked as far as possible without touching a VM.
@@ -94,7 +96,7 @@ impl Request {
                 // Who stands still writes nothing, seen or unseen.
                 attach: AttachOptions {
                     allow_untracked_writers: args.allow_untracked_writers || way == Way::Paused,
-                    balloon: args.balloon.clone(),
+                    balloon: args.balloon.clone().map(hints::balloon),
                 },
             })
         })();

@@ -10,13 +10,15 @@ use crate::{
     Error, MoveOptions, Phase, Progress, Report, Uri,
     ending::finish,
     forecast::{Aim, Medium},
-    guest::SourceGuest,
+    guarded::Guarded,
+    guest::{Guard, SourceGuest},
     rounds::{Course, Rounds},
 };
 use session::Session;
 use switchover::Transship;
 
-/// Moves the guest to the `transship receive` that listens at `to`.
+/// Moves the guest to the `transship receive` that listens at `to`. `guard`: who puts the guest back as it was should
+/// this process die before it is given up; none: nobody.
 ///
 /// On success the guest is the destination's; here it is stopped for good. On every failure but [`Error::Unknown`] it
 /// runs here as if nothing had been (or stands, if it stood before). The report is filled as far as it got, also on
@@ -26,6 +28,7 @@ use switchover::Transship;
 /// See [`Error`]; [`Error::outcome`] says where the guest is.
 pub fn move_guest(
     guest: &mut dyn SourceGuest,
+    guard: Option<&mut dyn Guard>,
     to: &Uri,
     options: &MoveOptions,
     progress: &Arc<Progress>,
@@ -36,7 +39,8 @@ pub fn move_guest(
     // Ending the tracking takes time that grows with the memory; by then the guest runs again, here or there, and
     // nobody waits for it.
     let mut rounds = None;
-    let result = Session::open(guest, to, options, progress).and_then(|mut session| {
+    let guest = &mut Guarded::new(guest, guard);
+    let result = Session::open(&**guest, to, options, progress).and_then(|mut session| {
         let mut course = Course { guest, progress, report, begin };
         run(&mut course, &mut session, options, &mut rounds).inspect_err(|error| {
             // Nothing is said after `Go`.
@@ -52,7 +56,7 @@ pub fn move_guest(
 }
 
 fn run(
-    course: &mut Course<'_>,
+    course: &mut Course<'_, '_>,
     session: &mut Session,
     options: &MoveOptions,
     rounds: &mut Option<Rounds>,

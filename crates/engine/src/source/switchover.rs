@@ -44,12 +44,12 @@ impl Peer for Transship<'_> {
 
     /// The VMM saves the device state while the last round is sent: it should write to no guest memory any more. The
     /// last look sees whether it did.
-    fn bring_the_rest(&mut self, course: &mut Course<'_>, rounds: &mut Rounds, _found: Found) -> Result<(), Error> {
+    fn bring_the_rest(&mut self, course: &mut Course<'_, '_>, rounds: &mut Rounds, _found: Found) -> Result<(), Error> {
         let Self { session, verify } = self;
         let Course { guest, progress, report, .. } = course;
         let failed = AtomicBool::new(false); // Relaxed: it says nothing about other memory
         let (sent, state) = thread::scope(|scope| {
-            let saving = scope.spawn(|| save_state(*guest, &failed));
+            let saving = scope.spawn(|| save_state(guest.unguarded(), &failed));
             let sent = rounds.send_the_rest(*session, DONE_TIMEOUT_STOPPED, progress, report);
             failed.store(sent.is_err(), Relaxed);
             (sent, saving.join().unwrap_or_else(|panic| resume_unwind(panic)))
@@ -59,7 +59,7 @@ impl Peer for Transship<'_> {
         rounds.send_the_late(*session, DONE_TIMEOUT_STOPPED, progress, report)?;
         let control = &mut session.control;
         if *verify {
-            compare(&**guest, control, rounds, progress, report)?;
+            compare(&***guest, control, rounds, progress, report)?;
         }
         send_state(&state, control)?;
         report.bytes.wire += state.len() as u64;

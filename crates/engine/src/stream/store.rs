@@ -112,7 +112,7 @@ pub(crate) trait FileStore: Store {
     /// All pages are there, and `tail` is what follows them: makes the file whole, durably and at its name.
     ///
     /// # Errors
-    /// See [`Target::complete`](crate::snapshot::file::target::Target::complete).
+    /// The system does not take it; what was at the name before is there as it was.
     fn complete(&self, tail: &[u8], file: &mut FileReport, progress: &Progress) -> Result<(), Error>;
 }
 

@@ -174,6 +174,9 @@ impl SourceGuest for Scripted {
     fn hints(&mut self) -> Option<Box<dyn Hints>> {
         self.hints.take()
     }
+    fn must_unplug(&self) -> bool {
+        true
+    }
     fn unplug(&mut self, _until: Instant) -> Result<bool, GuestError> {
         let mut script = self.script.lock().unwrap();
         assert!(!script.stopped, "it needs the guest's help");
@@ -274,7 +277,7 @@ pub fn run(source: &mut Scripted, destination: &mut Waiting, options: &MoveOptio
     let mut report = Report::default();
     thread::scope(|scope| {
         let there = scope.spawn(|| receive_guest(destination, listener, &Progress::new(), &mut Report::default()));
-        let source = move_guest(source, &uri, options, &Progress::new(), &mut report);
+        let source = move_guest(source, None, &uri, options, &Progress::new(), &mut report);
         Ended { source, destination: there.join().unwrap(), report }
     })
 }

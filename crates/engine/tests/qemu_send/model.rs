@@ -292,7 +292,7 @@ pub(super) fn send(guest: &mut Guest, wires: Wires, quirk: Quirk) -> (Result<(),
     let mut report = Report::default();
     thread::scope(|scope| {
         let model = scope.spawn(|| Model::accept(&listener, wires, quirk).run());
-        let result = send_to_qemu(guest, &uri(&path), &wires.options(), &Progress::new(), &mut report);
+        let result = send_to_qemu(guest, None, &uri(&path), &wires.options(), &Progress::new(), &mut report);
         (result, report, model.join().unwrap())
     })
 }

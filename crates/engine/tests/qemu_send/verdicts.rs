@@ -68,7 +68,7 @@ fn whatever_it_says_after_the_end_but_that_it_has_it_needs_a_person() {
 fn what_can_not_be_sent_is_refused_before_anybody_is_asked() {
     let nobody = uri(Path::new("/nowhere/incoming"));
     let send = |guest: &mut dyn SourceGuest, wires: Wires| {
-        send_to_qemu(guest, &nobody, &wires.options(), &Progress::new(), &mut Report::default())
+        send_to_qemu(guest, None, &nobody, &wires.options(), &Progress::new(), &mut Report::default())
             .unwrap_err()
             .to_string()
     };

@@ -13,7 +13,7 @@ use std::{
 };
 
 use serde_json::json;
-use transship_guest::{Found, GuestError, SourceGuest, StateFormat};
+use transship_guest::{Found, GuestError, Hints, SourceGuest, StateFormat};
 use transship_memory::{Access, Area, Freeing, GuestMemory, Protection, Region, Tracker, UffdTracker};
 use transship_wire::GuestDescription;
 
@@ -58,6 +58,8 @@ pub struct QemuSource {
     balloon: Option<Balloon>,
     /// The balloon that a process of ours is.
     own_balloon: Option<OwnBalloon>,
+    /// What that balloon says of the guest's memory, until somebody asks.
+    hints: Option<Box<dyn Hints>>,
     /// Settings to be put back.
     settings: Option<Settings>,
     /// What the guest did when it was stopped last; standing before that, as it is not ours to let run then.
@@ -82,7 +84,8 @@ impl QemuSource {
     pub fn attach(socket: &Path, options: AttachOptions) -> Result<Self, GuestError> {
         checks::host()?;
         let mut qmp = Qmp::connect(socket)?;
-        let own_balloon = options.balloon.map(|socket| OwnBalloon::find(&mut qmp, &socket)).transpose()?;
+        let own_balloon =
+            options.balloon.as_ref().map(|balloon| OwnBalloon::find(&mut qmp, &balloon.socket)).transpose()?;
         checks::source_state(&mut qmp, own_balloon.as_ref())?;
         migration::check_ignore_shared(&mut qmp)?;
         checks::may_ptrace(qmp.pid())?;
@@ -95,6 +98,7 @@ impl QemuSource {
         let description = describe(&mut qmp, &backends)?;
         let state_format = blocks::state_format(&mut qmp, &backends)?;
         let freeing = checks::freeing(&mut qmp)?;
+        let hints = options.balloon.and_then(|balloon| (balloon.connect)(&balloon.socket, &memory));
         Ok(Self {
             qmp,
             description,
@@ -106,6 +110,7 @@ impl QemuSource {
             tracked: None,
             balloon: None,
             own_balloon,
+            hints,
             settings: None,
             found: Found::Standing,
             stays: false,
@@ -224,6 +229,14 @@ impl SourceGuest for QemuSource {
 
     fn freeing(&self) -> Freeing {
         self.freeing
+    }
+
+    fn hints(&mut self) -> Option<Box<dyn Hints>> {
+        self.hints.take()
+    }
+
+    fn must_unplug(&self) -> bool {
+        self.own_balloon.is_some()
     }
 
     fn unplug(&mut self, until: Instant) -> Result<bool, GuestError> {

@@ -23,7 +23,8 @@ use crate::{
     ending::finish,
     fail_point,
     forecast::{Aim, Medium},
-    guest::{SourceGuest, StateFormat},
+    guarded::Guarded,
+    guest::{Guard, SourceGuest, StateFormat},
     rounds::{Course, Rounds},
     stream::{
         regions::{RegionBlock, region_blocks},
@@ -66,7 +67,8 @@ impl Default for QemuSendOptions {
     }
 }
 
-/// Moves the guest to the stock QEMU that waits at `to`.
+/// Moves the guest to the stock QEMU that waits at `to`. `guard`: who puts the guest back as it was should this process
+/// die before it is given up; none: nobody.
 ///
 /// On success the guest is the destination's, which has said so; here it is stopped for good. On every failure but
 /// [`Error::Unknown`] it runs here as if nothing had been (or stands, if it stood before). The report is filled as far
@@ -76,6 +78,7 @@ impl Default for QemuSendOptions {
 /// See [`Error`]; [`Error::outcome`] says where the guest is.
 pub fn send_to_qemu(
     guest: &mut dyn SourceGuest,
+    guard: Option<&mut dyn Guard>,
     to: &Uri,
     options: &QemuSendOptions,
     progress: &Arc<Progress>,
@@ -86,8 +89,9 @@ pub fn send_to_qemu(
     // Ending the tracking takes time that grows with the memory; by then the guest runs again, here or there, and
     // nobody waits for it.
     let mut rounds = None;
-    let result = prepare(guest, options).and_then(|(plan, regions)| {
-        let uuid = guest.uuid()?;
+    let guest = &mut Guarded::new(guest, guard);
+    let result = prepare(guest.unguarded(), options).and_then(|(plan, regions)| {
+        let uuid = guest.unguarded().uuid()?;
         let mut session = Session::open(to, plan, uuid, guest.memory(), &regions, options, progress)?;
         fail_point::reach("peer.connected")?;
         let mut course = Course { guest: &mut *guest, progress, report, begin };
@@ -113,7 +117,7 @@ fn prepare(guest: &mut dyn SourceGuest, options: &QemuSendOptions) -> Result<(Pl
 }
 
 fn run(
-    course: &mut Course<'_>,
+    course: &mut Course<'_, '_>,
     session: &mut Session,
     options: &QemuSendOptions,
     regions: &[RegionBlock],

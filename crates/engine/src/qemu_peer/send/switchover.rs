@@ -51,11 +51,11 @@ impl Peer for StockQemu<'_> {
     }
 
     /// Everything but the end of the stream.
-    fn bring_the_rest(&mut self, course: &mut Course<'_>, rounds: &mut Rounds, found: Found) -> Result<(), Error> {
+    fn bring_the_rest(&mut self, course: &mut Course<'_, '_>, rounds: &mut Rounds, found: Found) -> Result<(), Error> {
         let Self { session, regions, end } = self;
         let Course { guest, progress, report, .. } = course;
         rounds.send_the_rest(*session, DONE_TIMEOUT_STOPPED, progress, report)?;
-        let mut state = DeviceState::take(*guest, regions, found)?;
+        let mut state = DeviceState::take(guest.unguarded(), regions, found)?;
         rounds.send_the_late(*session, DONE_TIMEOUT_STOPPED, progress, report)?;
         *end = cut_end(&mut state.tail)?;
         check(&state, session)?;

@@ -20,7 +20,7 @@ use crate::{
     stream::{regions::RegionBlock, state::DeviceState},
 };
 
-impl Saving<'_> {
+impl Saving<'_, '_> {
     /// What a background save can't be, also of a guest that stands still.
     pub(super) fn check_background(&self) -> Result<(), Error> {
         if self.options.format == Format::Stream {
@@ -45,9 +45,9 @@ impl Saving<'_> {
         let mut output =
             MappedFile::begin(&memory, Freeing::Never, regions, &without_writers, self.target, self.progress)?;
         self.describe_file(&output);
-        let protection = self.guest.protect()?;
+        let protection = self.guest.unguarded().protect()?;
         let pages = output.writers.pages.clone();
-        let moment = Moment::expected(self.guest, protection, &pages)?;
+        let moment = Moment::expected(&**self.guest, protection, &pages)?;
         fail_point::reach("save.protecting")?;
         self.begin_rounds();
         let ended = self.save_moment(&moment, regions);
@@ -55,7 +55,7 @@ impl Saving<'_> {
         drop(moment);
         let Ended { state, resumed, saved } = ended.map_err(|error| take_back(self.guest, error))?;
         let saved = saved
-            .and_then(|()| Ok(self.guest.check_protected()?))
+            .and_then(|()| Ok(self.guest.unguarded().check_protected()?))
             .and_then(|()| fail_point::reach("save.background"))
             .and_then(|()| self.complete(&state, &mut output));
         match resumed {
@@ -107,7 +107,7 @@ impl Saving<'_> {
         let stopped = Instant::now();
         let found = self.guest.stop()?;
         fail_point::reach("save.stopped")?;
-        let state = DeviceState::take(self.guest, regions, found)?;
+        let state = DeviceState::take(self.guest.unguarded(), regions, found)?;
         fail_point::reach("save.state")?;
         moment.come()?;
         fail_point::reach("save.protected")?;

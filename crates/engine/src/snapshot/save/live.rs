@@ -11,6 +11,7 @@ use crate::{
     Error, Progress, Report, fail_point,
     forecast::{Aim, Forecast, Medium, Verdict},
     free::FreePages,
+    guarded::Guarded,
     guest::SourceGuest,
     scan::Scanner,
     snapshot::{SaveOptions, file::target::Target},
@@ -90,7 +91,7 @@ impl Rounds {
     /// leaves the cache empty for the last round, which then takes less time than is forecast.
     pub(crate) fn until_the_rest_is_small(
         &mut self,
-        guest: &mut dyn SourceGuest,
+        guest: &mut Guarded<'_>,
         options: &SaveOptions,
         output: &mut dyn Output,
         target: &Target,
@@ -100,7 +101,7 @@ impl Rounds {
         let SaveOptions { downtime, max_rounds, .. } = *options;
         let aim = Aim { medium: Medium::File, downtime, bandwidth: None, max_rounds };
         let mut forecast = Forecast::new(aim, guest.state_estimate());
-        let mut free = FreePages::of(guest);
+        let mut free = FreePages::of(guest.unguarded());
         self.scanner.plan_first_round(Some(free.ask(None, progress)?))?;
         loop {
             self.write_pending(output, target, !target.is_direct(), progress, report)?;

@@ -25,7 +25,8 @@ use crate::{
     Error, FileReport, Phase, Progress, Report,
     ending::{finish, take_back},
     fail_point,
-    guest::{Found, SourceGuest},
+    guarded::Guarded,
+    guest::{Found, Guard, SourceGuest},
     stream::{
         regions::{RegionBlock, region_blocks},
         state::{DeviceState, machine_name},
@@ -37,7 +38,8 @@ use mapped::MappedFile;
 use output::Output;
 use stream::StreamFile;
 
-/// Saves the guest's memory and device state to a file that a stock QEMU loads.
+/// Saves the guest's memory and device state to a file that a stock QEMU loads. `guard`: who puts the guest back as it
+/// was should this process die while it is not; none: nobody.
 ///
 /// On success the file is complete and on the disk, and the guest runs on, or stands still if it did before or was to.
 /// On every failure but [`Error::Unknown`] it runs on (or stands, if it stood before), what was at the file's name
@@ -47,6 +49,7 @@ use stream::StreamFile;
 /// See [`Error`].
 pub fn save_guest(
     guest: &mut dyn SourceGuest,
+    guard: Option<&mut dyn Guard>,
     to: &FileUri,
     options: &SaveOptions,
     progress: &Arc<Progress>,
@@ -56,6 +59,7 @@ pub fn save_guest(
     report.bytes.guest = guest.memory().bytes();
     // A stream's pages have no places that a disk could take.
     let direct_io = if options.format == Format::Stream { DirectIo::Off } else { options.direct_io };
+    let guest = &mut Guarded::new(guest, guard);
     let result = Target::create(to, direct_io, &guest.memory()).and_then(|mut target| {
         fail_point::reach("save.created")?;
         Saving { guest: &mut *guest, options, target: &mut target, progress, report, begin }.run()
@@ -64,8 +68,8 @@ pub fn save_guest(
     finish(result, begin, progress, report)
 }
 
-pub(super) struct Saving<'a> {
-    pub(super) guest: &'a mut dyn SourceGuest,
+pub(super) struct Saving<'a, 'g> {
+    pub(super) guest: &'a mut Guarded<'g>,
     pub(super) options: &'a SaveOptions,
     pub(super) target: &'a mut Target,
     pub(super) progress: &'a Arc<Progress>,
@@ -73,11 +77,11 @@ pub(super) struct Saving<'a> {
     begin: Instant,
 }
 
-impl Saving<'_> {
+impl Saving<'_, '_> {
     /// The phases. Whatever fails while the guest stands still, it is resumed in the one place that handles it.
     fn run(&mut self) -> Result<(), Error> {
-        let ran = self.guest.is_running()?;
-        let regions = region_blocks(self.guest)?;
+        let ran = self.guest.unguarded().is_running()?;
+        let regions = region_blocks(&**self.guest)?;
         if self.options.way == Way::Background {
             self.check_background()?;
         }
@@ -94,7 +98,7 @@ impl Saving<'_> {
         // Ending the tracking takes time that grows with the memory; nobody waits for it when the guest runs again.
         let mut rounds = None;
         if ran && self.options.way == Way::Live {
-            let rounds = rounds.insert(Rounds::begin(self.guest)?);
+            let rounds = rounds.insert(Rounds::begin(self.guest.unguarded())?);
             fail_point::reach("save.tracking")?;
             self.begin_rounds();
             let options = self.options;
@@ -117,7 +121,7 @@ impl Saving<'_> {
                 Box::new(MappedFile::begin(&memory, freeing, regions, self.options, self.target, self.progress)?)
             }
             Format::Stream => {
-                let configuration = Configuration::new(machine_name(self.guest)?);
+                let configuration = Configuration::new(machine_name(&**self.guest)?);
                 Box::new(StreamFile::begin(&memory, freeing, regions, configuration, self.target, self.progress))
             }
         })
@@ -155,15 +159,15 @@ impl Saving<'_> {
             }
             None => {
                 self.begin_rounds();
-                rounds.insert(Rounds::standing_still(self.guest)?)
+                rounds.insert(Rounds::standing_still(&**self.guest)?)
             }
         };
         rounds.write_pending(output, self.target, false, self.progress, self.report)?;
         fail_point::reach("save.last-round")?;
         if !found.ran() || self.options.then == Then::StayStopped {
-            self.guest.keep_stopped();
+            self.guest.unguarded().keep_stopped();
         }
-        let state = DeviceState::take(self.guest, regions, found)?;
+        let state = DeviceState::take(self.guest.unguarded(), regions, found)?;
         fail_point::reach("save.state")?;
         if tracks {
             self.write_the_late(rounds, output)?;
