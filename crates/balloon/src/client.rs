@@ -277,9 +277,13 @@ fn told(error: Error) -> GuestError {
 /// Where our regions lie. They are addressed by their files, so the guest's addresses are of no interest.
 fn regions(memory: &GuestMemory) -> std::io::Result<Vec<FileRange>> {
     let of = |region: &transship_memory::Region| {
-        let about = std::fs::File::from(region.file().try_clone_to_owned()?).metadata()?;
+        let Some((file, file_offset)) = region.shared_file() else {
+            let why = format!("guest memory {:?} is private to its VM, so no balloon can have it", region.name());
+            return Err(std::io::Error::other(why));
+        };
+        let about = std::fs::File::from(file.try_clone_to_owned()?).metadata()?;
         let (device, inode) = (about.dev(), about.ino());
-        Ok(FileRange { device, inode, file_offset: region.file_offset(), bytes: region.bytes(), address: 0 })
+        Ok(FileRange { device, inode, file_offset, bytes: region.bytes(), address: 0 })
     };
     memory.regions().iter().map(of).collect()
 }

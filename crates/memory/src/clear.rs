@@ -9,7 +9,7 @@ use std::thread;
 
 use rustix::{fs::FallocateFlags, io::Errno};
 
-use crate::{Error, PageRange, PageSet, Region, pages::runs};
+use crate::{Error, PageRange, PageSet, Region, pages::runs, region::Held, shared::Shared};
 
 /// What is to become of memory that holds only zeros.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
@@ -29,21 +29,8 @@ const PART_PAGES: u64 = 4096;
 const MOST_THREADS: usize = 8;
 
 impl Region {
-    /// Says what is to become of memory that holds only zeros.
-    #[must_use]
-    pub fn keeping(mut self, keep: Keep) -> Self {
-        self.keep = keep;
-        self
-    }
-
-    /// Whether zeros can be holes: memory is given back by [`Region::clear`], and a range of holes can be cleared for
-    /// nothing.
-    pub fn gives_back(&self) -> bool {
-        self.keep == Keep::Nothing && !self.is_hugetlb()
-    }
-
     /// Makes the pages read as zero: they become holes where [`Region::gives_back`] says so, and else zeros are written
-    /// to them, for which holes become pages.
+    /// to them, for which holes of a file become pages.
     ///
     /// # Errors
     /// OutOfRange, a region mapped for reading, no memory left for pages that are holes and must be none, the system's
@@ -51,10 +38,15 @@ impl Region {
     pub fn clear(&self, range: PageRange) -> Result<(), Error> {
         self.check_writable()?;
         self.check(range)?;
-        match range.count {
-            0 => Ok(()),
-            _ if self.gives_back() => self.punch(range),
-            _ => self.write_zeros(range),
+        match &self.held {
+            _ if range.count == 0 => Ok(()),
+            Held::Shared(shared) if shared.gives_back() => shared.punch(range),
+            Held::Shared(shared) => shared.write_zeros(range),
+            Held::Private(_) => {
+                let mut wanted = PageSet::empty(self.pages());
+                wanted.insert(range);
+                self.data_among(&wanted)?.ranges().try_for_each(|run| self.write_zeros(run))
+            }
         }
     }
 
@@ -65,14 +57,18 @@ impl Region {
     /// As [`Region::clear`]; memory that is to be there is not, and can't be had.
     pub fn clear_all(&self) -> Result<(), Error> {
         let all = PageRange::new(0, self.pages());
-        if self.gives_back() {
-            return self.clear(all);
-        }
         self.check_writable()?;
+        if let Held::Shared(shared) = &self.held
+            && shared.gives_back()
+        {
+            return shared.punch(all);
+        }
         // Asked first: pages that are made now are zero.
         let held = self.data()?;
-        if self.keep != Keep::Nothing {
-            self.allocate(all)?;
+        if let Held::Shared(shared) = &self.held
+            && shared.keep != Keep::Nothing
+        {
+            shared.allocate(all)?;
         }
         self.clear_held(&held)
     }
@@ -84,34 +80,28 @@ impl Region {
     pub fn empty(&self) -> Result<(), Error> {
         self.check_writable()?;
         self.check_can_be_empty()?;
-        let all = PageRange::new(0, self.pages());
-        if !self.is_hugetlb() {
-            return self.punch(all);
+        match &self.held {
+            Held::Shared(shared) => shared.empty(),
+            Held::Private(_) => Ok(()),
         }
-        let mut held = self.data()?;
-        if self.keep != Keep::Nothing {
-            // Also what somebody has punched before.
-            held.insert(all);
-        }
-        // One by one: nobody can have more than one of them meanwhile.
-        for range in held.ranges() {
-            for first in (range.first..range.end()).step_by(self.unit_pages() as usize) {
-                let page = PageRange::new(first, self.unit_pages().min(self.pages() - first));
-                self.punch(page)?;
-                self.reserve(page)?;
-            }
-        }
-        Ok(())
     }
 
     /// # Errors
     /// What was promised to the region would be lost.
     pub(crate) fn check_can_be_empty(&self) -> Result<(), Error> {
-        let why = match self.keep {
-            Keep::Nothing => return Ok(()),
-            Keep::All if self.is_hugetlb() => return Ok(()),
-            Keep::All => "its file system does not keep memory for it",
-            Keep::AllOnTheirNodes => "it is bound to NUMA nodes, which do not keep memory for it",
+        let why = match &self.held {
+            Held::Private(_) => {
+                return Err(Error::unusable(
+                    self.name(),
+                    "it is private memory of the VM's process, whose pages can't be given back from here; leave out --lazy",
+                ));
+            }
+            Held::Shared(shared) => match shared.keep {
+                Keep::Nothing => return Ok(()),
+                Keep::All if shared.is_hugetlb() => return Ok(()),
+                Keep::All => "its file system does not keep memory for it",
+                Keep::AllOnTheirNodes => "it is bound to NUMA nodes, which do not keep memory for it",
+            },
         };
         Err(Error::unusable(
             self.name(),
@@ -146,6 +136,42 @@ impl Region {
             runs(present).map(run).for_each(|run| self.populate_read(run));
             let dirty = present & !self.zero_mask(first, present)?;
             runs(dirty).map(run).try_for_each(|run| self.write_zeros(run))?;
+        }
+        Ok(())
+    }
+
+    /// The range was checked, and that the region can be written.
+    fn write_zeros(&self, range: PageRange) -> Result<(), Error> {
+        match &self.held {
+            Held::Shared(shared) => shared.write_zeros(range),
+            Held::Private(private) => private.write_zeros(range).map_err(|source| self.failed("writing zeros", source)),
+        }
+    }
+}
+
+impl Shared {
+    pub(crate) fn gives_back(&self) -> bool {
+        self.keep == Keep::Nothing && !self.is_hugetlb()
+    }
+
+    /// Gives all memory back. That it can be was checked.
+    fn empty(&self) -> Result<(), Error> {
+        let all = PageRange::new(0, self.pages());
+        if !self.is_hugetlb() {
+            return self.punch(all);
+        }
+        let mut held = self.data()?;
+        if self.keep != Keep::Nothing {
+            // Also what somebody has punched before.
+            held.insert(all);
+        }
+        // One by one: nobody can have more than one of them meanwhile.
+        for range in held.ranges() {
+            for first in (range.first..range.end()).step_by(self.unit_pages() as usize) {
+                let page = PageRange::new(first, self.unit_pages().min(self.pages() - first));
+                self.punch(page)?;
+                self.reserve(page)?;
+            }
         }
         Ok(())
     }

@@ -14,6 +14,8 @@ use rustix::io::Errno;
 use crate::{
     Error, PAGE_BYTES, PageRange, Region,
     pages::{WINDOW_PAGES, runs},
+    region::Held,
+    shared::Shared,
     zero,
 };
 
@@ -22,39 +24,25 @@ impl Region {
     /// that is written meanwhile may be called either way; the tracker reports it.
     ///
     /// # Errors
-    /// OutOfRange.
+    /// OutOfRange; of private memory the system's own.
     pub fn zero_mask(&self, first: u64, wanted: u128) -> Result<u128, Error> {
         self.check_window(first, wanted)?;
-        let mut zero = 0;
-        for (bit, count) in runs(wanted) {
-            let (start, _) = self.raw(run_of(first, bit, count));
-            for page in 0..count {
-                // SAFETY: raw() gives count pages of the mapping, page is below count, and a mapping is always
-                // readable.
-                let is_zero = unsafe { zero::is_zero(start.add(page as usize * PAGE_BYTES), PAGE_BYTES) };
-                zero |= u128::from(is_zero) << (bit + page);
-            }
+        match &self.held {
+            Held::Shared(shared) => Ok(shared.zero_mask(first, wanted)),
+            Held::Private(private) => private.zero_mask(first, wanted).map_err(|e| self.unread(e)),
         }
-        Ok(zero)
     }
 
     /// Appends the pages that `present` names to `out`, which are copied once. What comes out may mix bytes from before
     /// and after a write of the guest, but does not change any more.
     ///
     /// # Errors
-    /// OutOfRange; `out` is then as it was.
+    /// OutOfRange; of private memory the system's own. `out` is then as it was.
     pub fn copy_out(&self, first: u64, present: u128, out: &mut Vec<u8>) -> Result<(), Error> {
         self.check_window(first, present)?;
-        out.reserve(present.count_ones() as usize * PAGE_BYTES);
-        for (bit, count) in runs(present) {
-            let (start, len) = self.raw(run_of(first, bit, count));
-            // SAFETY: raw() gives len readable bytes of the mapping, reserve() made room for as many, and nobody else
-            // knows that room. The guest may write the source meanwhile: it is read by one raw copy into memory of our
-            // own, no reference or value is made of it before, and any mix of bytes is a valid u8 array.
-            unsafe {
-                ptr::copy_nonoverlapping(start, out.as_mut_ptr().add(out.len()), len);
-                out.set_len(out.len() + len);
-            }
+        match &self.held {
+            Held::Shared(shared) => shared.copy_out(first, present, out),
+            Held::Private(private) => return private.append(first, present, out).map_err(|e| self.unread(e)),
         }
         Ok(())
     }
@@ -62,22 +50,22 @@ impl Region {
     /// Copies the pages into memory of our own, once, as [`Region::copy_out`] does.
     ///
     /// # Errors
-    /// OutOfRange.
+    /// OutOfRange; of private memory the system's own.
     ///
     /// # Panics
     /// `into` is not as long as the pages.
     pub fn copy_to(&self, pages: PageRange, into: &mut [u8]) -> Result<(), Error> {
         self.check(pages)?;
-        let (start, len) = self.raw(pages);
-        assert_eq!(into.len(), len, "room for the pages, no more and no less");
-        // SAFETY: raw() gives len readable bytes of the mapping, and `into` is as long and our own. As in `copy_out`
-        // the guest may write meanwhile, and no reference to its memory is made.
-        unsafe { ptr::copy_nonoverlapping(start, into.as_mut_ptr(), len) };
+        assert_eq!(into.len() as u64, pages.bytes(), "room for the pages, no more and no less");
+        match &self.held {
+            Held::Shared(shared) => shared.copy_to(pages, into),
+            Held::Private(private) => return private.read(pages, into).map_err(|e| self.unread(e)),
+        }
         Ok(())
     }
 
-    /// Writes `head` and then the present pages of the window to a socket, pipe or file, straight from guest memory.
-    /// Goes on after short writes and interruptions.
+    /// Writes `head` and then the present pages of the window to a socket, pipe or file, straight from guest memory if
+    /// that is mapped. Goes on after short writes and interruptions.
     ///
     /// # Errors
     /// InvalidInput for pages that the region does not have, before anything is written. The system's own, WouldBlock
@@ -85,14 +73,13 @@ impl Region {
     /// more.
     pub fn send_window(&self, to: BorrowedFd<'_>, head: &[u8], first: u64, present: u128) -> io::Result<()> {
         self.check_window(first, present).map_err(|error| io::Error::new(io::ErrorKind::InvalidInput, error))?;
-        let pages = runs(present).map(|(bit, count)| self.raw(run_of(first, bit, count)));
-        let head = (head.as_ptr().cast_mut(), head.len());
-        let mut parts: Vec<libc::iovec> = std::iter::once(head)
-            .chain(pages)
-            .map(|(start, len)| libc::iovec { iov_base: start.cast(), iov_len: len })
-            .collect();
-        // SAFETY: the parts are the slice `head` and pages of the mapping, both of which live beyond this call.
-        unsafe { write_all(to, &mut parts) }
+        match &self.held {
+            Held::Shared(shared) => shared.send_window(to, head, first, present),
+            Held::Private(private) => private
+                .with_pages(first, present, |pages| send(to, head, pages))
+                .map_err(|source| io::Error::other(self.unread(source)))
+                .flatten(),
+        }
     }
 
     /// Writes the pages (a multiple of 4096 bytes, in the order of `present`'s bits) into place. They go through the
@@ -109,23 +96,111 @@ impl Region {
             let region = self.name().to_owned();
             return Err(Error::WrongLength { region, pages, expected, given: bytes.len() });
         }
-        if self.is_hugetlb() && present != 0 {
-            // At once for all: what lies between them is in the same huge pages.
-            let (before, last) = (present.trailing_zeros(), WINDOW_PAGES as u32 - present.leading_zeros());
-            self.make(run_of(first, before, last - before))?;
+        if let Held::Shared(shared) = &self.held {
+            shared.prepare(first, present)?;
         }
         let mut rest = bytes;
         for (bit, count) in runs(present) {
             let (run, after) = rest.split_at(count as usize * PAGE_BYTES);
             let pages = run_of(first, bit, count);
-            if self.is_hugetlb() {
-                self.copy_in(pages, run)
-            } else {
-                self.write_file(pages, run)?
+            match &self.held {
+                Held::Shared(shared) => shared.write(pages, run)?,
+                Held::Private(private) => {
+                    private.write(pages, run).map_err(|source| self.failed("writing pages", source))?;
+                }
             }
             rest = after;
         }
         Ok(())
+    }
+
+    /// As [`Region::write_pages`], of pages that were checked: for those who have time, as they wait for a disk. Not on
+    /// a hugetlbfs.
+    pub(crate) fn write_in_turn(&self, pages: PageRange, bytes: &[u8]) -> Result<(), Errno> {
+        match &self.held {
+            Held::Shared(shared) => shared.write_file_in_turn(pages, bytes),
+            Held::Private(private) => {
+                private.write(pages, bytes).map_err(|source| Errno::from_io_error(&source).unwrap_or(Errno::IO))
+            }
+        }
+    }
+
+    fn unread(&self, source: io::Error) -> Error {
+        self.failed("reading pages", source)
+    }
+
+    /// # Errors
+    /// The region does not have all pages that the bits name.
+    fn check_window(&self, first: u64, bits: u128) -> Result<(), Error> {
+        self.check(PageRange::new(first, WINDOW_PAGES - u64::from(bits.leading_zeros())))
+    }
+}
+
+/// What was checked: the ranges, and that the mapping is writable where it is written to.
+impl Shared {
+    fn zero_mask(&self, first: u64, wanted: u128) -> u128 {
+        let mut zero = 0;
+        for (bit, count) in runs(wanted) {
+            let (start, _) = self.raw(run_of(first, bit, count));
+            for page in 0..count {
+                // SAFETY: raw() gives count pages of the mapping, page is below count, and a mapping is always
+                // readable.
+                let is_zero = unsafe { zero::is_zero(start.add(page as usize * PAGE_BYTES), PAGE_BYTES) };
+                zero |= u128::from(is_zero) << (bit + page);
+            }
+        }
+        zero
+    }
+
+    fn copy_out(&self, first: u64, present: u128, out: &mut Vec<u8>) {
+        out.reserve(present.count_ones() as usize * PAGE_BYTES);
+        for (bit, count) in runs(present) {
+            let (start, len) = self.raw(run_of(first, bit, count));
+            // SAFETY: raw() gives len readable bytes of the mapping, reserve() made room for as many, and nobody else
+            // knows that room. The guest may write the source meanwhile: it is read by one raw copy into memory of our
+            // own, no reference or value is made of it before, and any mix of bytes is a valid u8 array.
+            unsafe {
+                ptr::copy_nonoverlapping(start, out.as_mut_ptr().add(out.len()), len);
+                out.set_len(out.len() + len);
+            }
+        }
+    }
+
+    fn copy_to(&self, pages: PageRange, into: &mut [u8]) {
+        let (start, len) = self.raw(pages);
+        assert_eq!(into.len(), len, "room for the pages, no more and no less");
+        // SAFETY: raw() gives len readable bytes of the mapping, and `into` is as long and our own. As in `copy_out`
+        // the guest may write meanwhile, and no reference to its memory is made.
+        unsafe { ptr::copy_nonoverlapping(start, into.as_mut_ptr(), len) };
+    }
+
+    fn send_window(&self, to: BorrowedFd<'_>, head: &[u8], first: u64, present: u128) -> io::Result<()> {
+        let pages = runs(present).map(|(bit, count)| self.raw(run_of(first, bit, count)));
+        let head = (head.as_ptr().cast_mut(), head.len());
+        let mut parts: Vec<libc::iovec> = std::iter::once(head)
+            .chain(pages)
+            .map(|(start, len)| libc::iovec { iov_base: start.cast(), iov_len: len })
+            .collect();
+        // SAFETY: the parts are the slice `head` and pages of the mapping, both of which live beyond this call.
+        unsafe { write_all(to, &mut parts) }
+    }
+
+    /// Makes the pages of a window that have to be there before they are written.
+    fn prepare(&self, first: u64, present: u128) -> Result<(), Error> {
+        if !self.is_hugetlb() || present == 0 {
+            return Ok(());
+        }
+        // At once for all: what lies between them is in the same huge pages.
+        let (before, last) = (present.trailing_zeros(), WINDOW_PAGES as u32 - present.leading_zeros());
+        self.make(run_of(first, before, last - before))
+    }
+
+    fn write(&self, pages: PageRange, bytes: &[u8]) -> Result<(), Error> {
+        if self.is_hugetlb() {
+            self.copy_in(pages, bytes);
+            return Ok(());
+        }
+        self.write_file(pages, bytes)
     }
 
     /// Copies into the mapping. The range and that the mapping is writable were checked, and the pages are there.
@@ -177,16 +252,18 @@ impl Region {
         }
         Ok(())
     }
-
-    /// # Errors
-    /// The region does not have all pages that the bits name.
-    fn check_window(&self, first: u64, bits: u128) -> Result<(), Error> {
-        self.check(PageRange::new(first, WINDOW_PAGES - u64::from(bits.leading_zeros())))
-    }
 }
 
 fn run_of(first: u64, bit: u32, count: u32) -> PageRange {
     PageRange::new(first + u64::from(bit), u64::from(count))
+}
+
+/// Writes both, one behind the other.
+fn send(to: BorrowedFd<'_>, head: &[u8], pages: &[u8]) -> io::Result<()> {
+    let mut parts =
+        [head, pages].map(|part| libc::iovec { iov_base: part.as_ptr().cast_mut().cast(), iov_len: part.len() });
+    // SAFETY: the parts are slices, which live beyond this call.
+    unsafe { write_all(to, &mut parts) }
 }
 
 /// How a file descriptor is written to.
@@ -272,7 +349,8 @@ mod tests {
         rustix::fs::ftruncate(&file, WINDOW_BYTES).unwrap();
         let bytes = vec![7; WINDOW_BYTES as usize];
         thread::scope(|scope| {
-            let turn = region.writing.lock().unwrap();
+            let Held::Shared(shared) = &region.held else { panic!("it was mapped") };
+            let turn = shared.writing.lock().unwrap();
             let within = scope.spawn(|| region.write_pages(0, u128::MAX, &bytes));
             let behind = scope.spawn(|| region.write_pages(WINDOW_PAGES, u128::MAX, &bytes));
             within.join().unwrap().unwrap();

@@ -240,7 +240,7 @@ impl FileQueue {
         let started = request.check_place(&self.memory, file).and_then(|()| match &mut self.ring {
             Some(ring) => ring.start(file, request),
             None => {
-                request.get_ready(&self.memory, &mut self.spare);
+                request.get_ready(&self.memory, file, &mut self.spare)?;
                 let transferred = match &mut self.cached {
                     Some(cached) if request.direction() == Direction::Write => {
                         cached.write(&self.memory, file, &mut request)

@@ -3,9 +3,9 @@
 
 use rustix::{fs::FallocateFlags, io::Errno, mm::Advice};
 
-use crate::{Error, PAGE_BYTES, PageRange, Region, mapping::Mapping};
+use crate::{Error, PAGE_BYTES, PageRange, mapping::Mapping, shared::Shared};
 
-impl Region {
+impl Shared {
     /// Makes the pages that are not there, as writing to them through the mapping would; what they hold stays. The
     /// range was checked.
     ///
@@ -19,7 +19,7 @@ impl Region {
         }
     }
 
-    /// As [`Region::make`], for pages that are read only.
+    /// As [`Shared::make`], for pages that are read only.
     pub(crate) fn make_to_read(&self, range: PageRange) -> Result<(), Error> {
         match self.populate(range, Advice::LinuxPopulateRead) {
             Ok(()) | Err(Errno::INVAL) => Ok(()),
@@ -51,7 +51,7 @@ impl Region {
     /// Has the file allocate these pages, all of its own that have a part in them. The range was checked.
     ///
     /// # Errors
-    /// As [`Region::make`].
+    /// As [`Shared::make`].
     pub(crate) fn allocate(&self, range: PageRange) -> Result<(), Error> {
         let (offset, bytes) = self.whole(range);
         loop {
@@ -67,7 +67,7 @@ impl Region {
     /// checked.
     ///
     /// # Errors
-    /// As [`Region::make`].
+    /// As [`Shared::make`].
     pub(crate) fn reserve(&self, range: PageRange) -> Result<(), Error> {
         let (offset, bytes) = self.whole(range);
         let len = usize::try_from(bytes).expect("64-bit addresses");

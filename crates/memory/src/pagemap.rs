@@ -1,5 +1,5 @@
-//! The kernel's interface to written pages: PAGEMAP_SCAN. Structures and numbers are those of Linux 6.7 (`linux/fs.h`),
-//! which promises to keep them.
+//! The kernel's interface to the pages of a process, written ones and those that are there: PAGEMAP_SCAN. Structures and
+//! numbers are those of Linux 6.7 (`linux/fs.h`), which promises to keep them.
 
 use std::{
     io,
@@ -10,6 +10,10 @@ use std::{
 use crate::uffd::{done, read_write};
 
 const PAGE_IS_WRITTEN: u64 = 1 << 1;
+const PAGE_IS_PRESENT: u64 = 1 << 3;
+const PAGE_IS_SWAPPED: u64 = 1 << 4;
+/// The one page of zeros that the kernel shows to those who have only read.
+const PAGE_IS_PFNZERO: u64 = 1 << 5;
 /// Protect what is reported, in the same step.
 const SCAN_WP_MATCHING: u64 = 1 << 0;
 /// Fail on memory that is not tracked.
@@ -33,37 +37,76 @@ struct Scan {
     return_mask: u64,
 }
 
-/// A stretch of written memory: addresses in the tracked process.
+/// What is looked for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Look {
+    /// Pages that were written, which are tracked anew in the same step. Pages that are not in the process's page table
+    /// count as written, until they are tracked anew.
+    Written,
+    /// As `Written`, but of pages that the process has, in memory or in swap. The kernel takes no note of others, and
+    /// makes no page tables for them; once such a page is there it is reported.
+    WrittenAndThere,
+    /// Pages that the process has, in memory or in swap; nothing is tracked anew.
+    There,
+}
+
+impl Look {
+    /// The flags, what a page must be, what of it is told.
+    fn request(self) -> (u64, u64, u64, u64) {
+        let there = PAGE_IS_PRESENT | PAGE_IS_SWAPPED;
+        let rearm = SCAN_WP_MATCHING | SCAN_CHECK_WPASYNC;
+        match self {
+            Self::Written => (rearm, PAGE_IS_WRITTEN, 0, PAGE_IS_WRITTEN),
+            Self::WrittenAndThere => (rearm, PAGE_IS_WRITTEN, there, PAGE_IS_WRITTEN),
+            Self::There => (0, 0, there, PAGE_IS_PFNZERO),
+        }
+    }
+}
+
+/// A stretch of memory that was found: addresses in the process.
 #[repr(C)]
 #[derive(Clone, Copy, Default)]
-pub(crate) struct Written {
+pub(crate) struct Found {
     pub(crate) start: u64,
     pub(crate) end: u64,
     categories: u64,
 }
 
+impl Found {
+    /// It was only read, and reads as zero.
+    pub(crate) fn is_zero_page(&self) -> bool {
+        self.categories & PAGE_IS_PFNZERO != 0
+    }
+}
+
 const _: () = {
     assert!(size_of::<Scan>() == 96);
-    assert!(size_of::<Written>() == 24);
+    assert!(size_of::<Found>() == 24);
     assert!(PAGEMAP_SCAN as u32 == 0xc060_6610);
 };
 
-/// Stretches written between `start` and `end`, which are tracked anew in the same step; how many there are in `found`,
-/// and the address to go on from.
-pub(crate) fn scan(pagemap: BorrowedFd<'_>, start: u64, end: u64, found: &mut [Written]) -> io::Result<(usize, u64)> {
+/// Looks between `start` and `end`: how many stretches there are in `found`, and the address to go on from.
+pub(crate) fn scan(
+    pagemap: BorrowedFd<'_>,
+    look: Look,
+    start: u64,
+    end: u64,
+    found: &mut [Found],
+) -> io::Result<(usize, u64)> {
+    let (flags, category_mask, category_anyof_mask, return_mask) = look.request();
     let mut scan = Scan {
         size: size_of::<Scan>() as u64,
-        flags: SCAN_WP_MATCHING | SCAN_CHECK_WPASYNC,
+        flags,
         start,
         end,
         walk_end: start,
-        vec: ptr::from_mut(found).cast::<Written>().addr() as u64,
+        vec: ptr::from_mut(found).cast::<Found>().addr() as u64,
         vec_len: found.len() as u64,
         max_pages: 0,
         category_inverted: 0,
-        category_mask: PAGE_IS_WRITTEN,
-        category_anyof_mask: 0,
-        return_mask: PAGE_IS_WRITTEN,
+        category_mask,
+        category_anyof_mask,
+        return_mask,
     };
     // The kernel gets the vector's address as a number.
     let _ = found.as_mut_ptr().expose_provenance();

@@ -1,25 +1,14 @@
-//! One region of guest memory (QEMU: a RAM block), mapped into this process from its backing file.
+//! One region of guest memory (QEMU: a RAM block), however its VMM holds it.
 
 use std::{
-    os::fd::{AsFd, BorrowedFd, OwnedFd},
-    sync::{Arc, Mutex},
+    io,
+    os::fd::{BorrowedFd, OwnedFd},
+    sync::Arc,
 };
 
-use rustix::{
-    fs::{FileType, OFlags, SeekFrom},
-    io::Errno,
-    mm::Advice,
-};
+use crate::{Error, Keep, PAGE_BYTES, PageRange, PageSet, Process, private::Private, shared::Shared};
 
-use crate::{Error, Keep, PAGE_BYTES, PageRange, PageSet, cached, huge_holes, mapping::Mapping};
-
-/// How much Linux maps around a read fault, unless it was built or told otherwise.
-const FAULT_AROUND_BYTES: usize = 64 << 10;
-
-/// Pages that cost as much to look at as to ask about what is behind them alone.
-const SMALL_GAP: u64 = 32;
-
-/// How a region is mapped.
+/// How a region is used.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Access {
     /// The source: we never write.
@@ -28,22 +17,36 @@ pub enum Access {
     ReadWrite,
 }
 
-/// Memory of a guest, mapped shared from its backing file. See the crate's documentation for why nothing here returns a
-/// slice. All threads may use it at once.
+/// Memory of a guest: a shared file that is mapped here, or private memory of a process. See the crate's documentation
+/// for why nothing here returns a slice. All threads may use it at once.
 ///
-/// Reading a hole makes the file system put a page there: look at [`Region::data`] first, and read only what it names.
+/// Reading a hole makes a page there, in a file at least: look at [`Region::data`] first, and read only what it names.
 /// A file that is cut short while it is mapped kills this process with SIGBUS, as it does the VMM whose memory it is.
 pub struct Region {
     name: String,
-    file: OwnedFd,
-    file_offset: u64,
     bytes: u64,
     access: Access,
-    backing: Backing,
-    mapping: Mapping,
-    pub(crate) keep: Keep,
-    /// Held while the file is written to.
-    pub(crate) writing: Mutex<()>,
+    pub(crate) held: Held,
+}
+
+/// Where the memory is.
+pub(crate) enum Held {
+    Shared(Shared),
+    Private(Private),
+}
+
+/// Private memory of a process, as its VMM describes it.
+pub struct InProcess {
+    /// The process.
+    pub process: Arc<Process>,
+    /// Address of the first page there.
+    pub address: u64,
+    /// Size of the memory in bytes.
+    pub bytes: u64,
+    /// Bytes of a page of it: 4096, or those of a huge page.
+    pub page_bytes: u64,
+    /// The file whose content shows where the process has not written, and where in it the memory begins.
+    pub file: Option<(OwnedFd, u64)>,
 }
 
 impl Region {
@@ -52,15 +55,33 @@ impl Region {
     /// # Errors
     /// Not a multiple of the page size, file too short, a file that can't be mapped shared, the system's own.
     pub fn map(name: &str, file: OwnedFd, file_offset: u64, bytes: u64, access: Access) -> Result<Self, Error> {
-        let backing = Backing::of(name, file.as_fd())?;
-        check_shape(name, file_offset, bytes, backing)?;
-        check_file(name, file.as_fd(), file_offset, bytes, access)?;
-        // Whole backing pages: a hugetlbfs maps nothing else, and unmaps nothing else.
-        let len = usize::try_from(bytes.next_multiple_of(backing.page_bytes)).expect("64-bit addresses");
-        let mapping = Mapping::new(file.as_fd(), file_offset, len, access == Access::ReadWrite)
-            .map_err(|source| Error::system(format!("mapping {bytes} bytes of region {name:?}"), source))?;
-        let (name, keep, writing) = (name.to_owned(), Keep::default(), Mutex::new(()));
-        Ok(Self { name, file, file_offset, bytes, access, backing, mapping, keep, writing })
+        let held = Held::Shared(Shared::map(name, file, file_offset, bytes, access)?);
+        Ok(Self { name: name.to_owned(), bytes, access, held })
+    }
+
+    /// Memory that a process has for itself, by its right to be traced. It is copied by the kernel, and never mapped
+    /// here.
+    ///
+    /// # Errors
+    /// Not a multiple of the page size; a file that is no memory.
+    pub fn in_process(name: &str, memory: InProcess, access: Access) -> Result<Self, Error> {
+        let InProcess { process, address, bytes, page_bytes, file } = memory;
+        let page = PAGE_BYTES as u64;
+        let whole = |number: u64| number.is_multiple_of(page);
+        let fits = address.checked_add(bytes).is_some_and(|end| i64::try_from(end).is_ok());
+        if bytes == 0
+            || !whole(bytes)
+            || !whole(address)
+            || !page_bytes.is_power_of_two()
+            || !whole(page_bytes)
+            || !fits
+        {
+            let why = format!("{bytes} bytes at address {address:#x} of a process are no pages of {page_bytes}");
+            return Err(Error::unusable(name, why));
+        }
+        let below = file.map(|(file, offset)| Shared::map(name, file, offset, bytes, Access::Read)).transpose()?;
+        let held = Held::Private(Private { process, address, page_bytes, below });
+        Ok(Self { name: name.to_owned(), bytes, access, held })
     }
 
     /// Name of the region.
@@ -78,24 +99,58 @@ impl Region {
         self.bytes / PAGE_BYTES as u64
     }
 
-    /// Size of the pages that back it, from the file system (4096, or the page size of a hugetlbfs).
+    /// Size of the pages that back it (4096, or the size of huge pages).
     pub fn backing_page_bytes(&self) -> u64 {
-        self.backing.page_bytes
+        match &self.held {
+            Held::Shared(shared) => shared.page_bytes(),
+            Held::Private(private) => private.page_bytes,
+        }
     }
 
-    /// The backing file.
-    pub fn file(&self) -> BorrowedFd<'_> {
-        self.file.as_fd()
+    /// The file that its content is in, or of private memory the one that shows where nothing was written, if there is
+    /// any.
+    pub fn file(&self) -> Option<BorrowedFd<'_>> {
+        match &self.held {
+            Held::Shared(shared) => Some(shared.file()),
+            Held::Private(private) => private.file(),
+        }
     }
 
-    /// Where in the backing file it begins.
-    pub fn file_offset(&self) -> u64 {
-        self.file_offset
+    /// The file that others can map to have this memory, and where in it the memory begins. Private memory has none.
+    pub fn shared_file(&self) -> Option<(BorrowedFd<'_>, u64)> {
+        match &self.held {
+            Held::Shared(shared) => Some((shared.file(), shared.file_offset())),
+            Held::Private(_) => None,
+        }
     }
 
-    /// The pages that are not holes in the backing file (SEEK_DATA, SEEK_HOLE). Everything else reads as zero. Where
-    /// the holes are not to be known these are all pages: on some file systems, and on a hugetlbfs where this process
-    /// may not use userfaultfd or has the file open for reading only.
+    /// Whether a process has it for itself.
+    pub fn is_private(&self) -> bool {
+        matches!(self.held, Held::Private(_))
+    }
+
+    /// Says what is to become of memory that holds only zeros.
+    #[must_use]
+    pub fn keeping(mut self, keep: Keep) -> Self {
+        if let Held::Shared(shared) = &mut self.held {
+            shared.keep = keep;
+        }
+        self
+    }
+
+    /// Whether zeros can be holes: memory is given back by [`Region::clear`], and a range of holes can be cleared for
+    /// nothing.
+    pub fn gives_back(&self) -> bool {
+        match &self.held {
+            Held::Shared(shared) => shared.gives_back(),
+            Held::Private(_) => false,
+        }
+    }
+
+    /// The pages that are not holes: in the backing file (SEEK_DATA, SEEK_HOLE), or of private memory in the page table
+    /// of its process. Everything else reads as zero. Where the holes are not to be known these are all pages: on some
+    /// file systems, and on a hugetlbfs where this process may not use userfaultfd or has the file open for reading
+    /// only.
     ///
     /// While the guest runs, scan the tracker first and ask then: what is written after the answer, the next scan
     /// reports. Holes come back too (free page reporting), and the tracker does not report those: ask again in each
@@ -104,7 +159,14 @@ impl Region {
     /// # Errors
     /// The system's own.
     pub fn data(&self) -> Result<PageSet, Error> {
-        if self.backing.hugetlb { self.huge_data() } else { self.sought_data(&PageSet::empty(self.pages())) }
+        match &self.held {
+            Held::Shared(shared) => shared.data(),
+            Held::Private(private) => {
+                let mut data = self.data_below(private)?;
+                private.add_data(PageRange::new(0, self.pages()), &mut data).map_err(|e| self.unknown(e))?;
+                Ok(data)
+            }
+        }
     }
 
     /// The pages that are [`Region::data`] and not among `known`, which were data before. Only the holes between these
@@ -113,9 +175,14 @@ impl Region {
     /// # Errors
     /// The system's own.
     pub fn new_data(&self, known: &PageSet) -> Result<PageSet, Error> {
-        let mut data = if self.backing.hugetlb { self.huge_data()? } else { self.sought_data(known)? };
-        data.subtract(known);
-        Ok(data)
+        match &self.held {
+            Held::Shared(shared) => shared.new_data(known),
+            Held::Private(_) => {
+                let mut data = self.data()?;
+                data.subtract(known);
+                Ok(data)
+            }
+        }
     }
 
     /// The pages of `wanted` that are [`Region::data`]. Where the kernel can be asked so, longer stretches of others
@@ -124,28 +191,15 @@ impl Region {
     /// # Errors
     /// The system's own.
     pub fn data_among(&self, wanted: &PageSet) -> Result<PageSet, Error> {
-        let first = PageRange::new(0, 1);
-        if self.count_data(first).is_none() {
-            let mut data = self.data()?;
-            data.intersect_with(wanted);
-            return Ok(data);
-        }
-        let mut data = PageSet::empty(self.pages());
-        let mut ranges = wanted.ranges().peekable();
-        while let Some(mut range) = ranges.next() {
-            while let Some(next) = ranges.next_if(|next| next.first - range.end() <= SMALL_GAP) {
-                range.count = next.end() - range.first;
+        match &self.held {
+            Held::Shared(shared) => shared.data_among(wanted),
+            Held::Private(private) => {
+                let mut data = self.data_below(private)?;
+                private.add_data_near(wanted, &mut data).map_err(|e| self.unknown(e))?;
+                data.intersect_with(wanted);
+                Ok(data)
             }
-            self.seek_data(range, &mut data)?;
         }
-        data.intersect_with(wanted);
-        Ok(data)
-    }
-
-    /// How many pages of a range that the region has are data; none: the kernel does not say, or the file is on a disk.
-    fn count_data(&self, range: PageRange) -> Option<u64> {
-        let (start, end) = (self.offset_in_file(range.first), self.offset_in_file(range.end()));
-        if self.backing.tmpfs { cached::pages(self.file(), start, end) } else { None }
     }
 
     /// Whether all pages of the range are among [`Region::data`] now, asked without a look at the rest.
@@ -154,133 +208,37 @@ impl Region {
     /// OutOfRange, the system's own.
     pub fn is_data(&self, range: PageRange) -> Result<bool, Error> {
         self.check(range)?;
-        let (start, end) = (self.offset_in_file(range.first), self.offset_in_file(range.end()));
-        if self.backing.hugetlb {
-            let unit = self.backing.page_bytes;
-            let (start, end) = (start / unit * unit, end.next_multiple_of(unit));
-            let Ok(present) = huge_holes::present(self.file(), start, end - start, unit) else { return Ok(true) };
-            return Ok(present.iter().map(|bytes| bytes.end - bytes.start).sum::<u64>() == end - start);
-        }
-        if range.count == 0 {
-            return Ok(true);
-        }
-        // Looking for the next hole costs a look at all data before it, which may be all there is.
-        if self.count_data(range) == Some(range.count) {
-            return Ok(true);
-        }
-        match rustix::fs::seek(&self.file, SeekFrom::Hole(start)) {
-            Ok(hole) => Ok(hole >= end),
-            // A file system that does not tell.
-            Err(Errno::INVAL | Errno::OPNOTSUPP) => Ok(true),
-            // Cut short.
-            Err(Errno::NXIO) => Ok(false),
-            Err(source) => Err(self.failed("finding the holes", source)),
+        match &self.held {
+            Held::Shared(shared) => shared.is_data(range),
+            // What shows there is not looked at.
+            Held::Private(Private { below: Some(_), .. }) => Ok(true),
+            Held::Private(private) => private.are_there(range).map_err(|e| self.unknown(e)),
         }
     }
 
-    /// The data of a hugetlbfs file. Where holes are not to be known they are made pages here: whoever reads what is
-    /// called data must not die of a pool that has no page for it.
-    fn huge_data(&self) -> Result<PageSet, Error> {
-        let unit = self.backing.page_bytes;
-        let Ok(present) = huge_holes::present(self.file(), self.file_offset, self.bytes.next_multiple_of(unit), unit)
-        else {
-            self.make_to_read(PageRange::new(0, self.pages()))?;
-            return Ok(PageSet::full(self.pages()));
-        };
-        let mut data = PageSet::empty(self.pages());
-        for bytes in present {
-            let page = bytes.start / PAGE_BYTES as u64;
-            data.insert(PageRange::new(page, bytes.end.min(self.bytes) / PAGE_BYTES as u64 - page));
-        }
-        Ok(data)
+    /// What shows where the process has not written.
+    fn data_below(&self, private: &Private) -> Result<PageSet, Error> {
+        private.below.as_ref().map_or_else(|| Ok(PageSet::empty(self.pages())), Shared::data)
     }
 
-    /// The data of a file that can seek it, as far as it lies between pages of `known`.
-    fn sought_data(&self, known: &PageSet) -> Result<PageSet, Error> {
-        let mut data = PageSet::empty(self.pages());
-        let mut at = 0;
-        for range in known.ranges().chain([PageRange::new(self.pages(), 0)]) {
-            self.seek_data(PageRange::new(at, range.first - at), &mut data)?;
-            at = range.end();
-        }
-        Ok(data)
+    fn unknown(&self, source: io::Error) -> Error {
+        self.failed("finding the pages that are there", source)
     }
 
-    /// Adds the data within a range.
-    fn seek_data(&self, within: PageRange, data: &mut PageSet) -> Result<(), Error> {
-        let (start, end) = (self.offset_in_file(within.first), self.offset_in_file(within.end()));
-        let mut at = start;
-        while at < end {
-            // Moves the file's position, which may be shared with the VMM; nobody reads or writes memory by position.
-            let first = match rustix::fs::seek(&self.file, SeekFrom::Data(at)) {
-                Ok(first) => first,
-                Err(Errno::NXIO) => break,
-                Err(Errno::INVAL | Errno::OPNOTSUPP) => {
-                    data.insert(within);
-                    break;
-                }
-                Err(source) => return Err(self.failed("finding the holes", source)),
-            };
-            if first >= end {
-                break;
-            }
-            let page = (first - self.file_offset) / PAGE_BYTES as u64;
-            let sure = self.data_from(PageRange::new(page, within.end() - page));
-            let from = self.offset_in_file(page + sure);
-            let hole = match (from < end).then(|| rustix::fs::seek(&self.file, SeekFrom::Hole(from.max(first)))) {
-                None => end,
-                Some(Ok(hole)) if hole > first => hole.min(end),
-                // It was a hole again by the time of the second question, or the file was cut short.
-                Some(Ok(_) | Err(Errno::NXIO)) => from.max(first + 1),
-                Some(Err(source)) => return Err(self.failed("finding the holes", source)),
-            };
-            data.insert(PageRange::new(page, (hole - self.file_offset).div_ceil(PAGE_BYTES as u64) - page));
-            at = hole;
-        }
-        Ok(())
-    }
-
-    /// How many pages from the first one on are surely data, up to the end of the range. Seeking the hole behind them
-    /// alone would look at all data up to the next hole, wherever that is.
-    fn data_from(&self, range: PageRange) -> u64 {
-        const FIRST_LOOK: u64 = 64;
-        let (mut sure, mut look) = (0, FIRST_LOOK);
-        while sure < range.count {
-            let next = PageRange::new(range.first + sure, look.min(range.count - sure));
-            if self.count_data(next) != Some(next.count) {
-                break;
-            }
-            sure += next.count;
-            look *= 2;
-        }
-        sure
-    }
-
-    /// Maps the present pages of the range before they are read, with one fault for many: the kernel maps the pages
-    /// around a read one too. Measured on 4 KiB pages, two threads: 21 GB/s with a scan after it, 18 without this, and
-    /// 6 with MADV_POPULATE_READ, whose callers wait for each other. In a hole it makes a page as any other read does:
-    /// name ranges of [`Region::data`]. Pages that the region does not have are ignored.
+    /// Maps the present pages of the range before they are read, with one fault for many. In a hole it makes a page as
+    /// any other read does: name ranges of [`Region::data`]. Pages that the region does not have are ignored, and so is
+    /// private memory.
     pub fn populate_read(&self, range: PageRange) {
-        if self.check(range).is_err() {
-            return;
-        }
-        let (start, len) = self.raw(range);
-        for at in (0..len).step_by(FAULT_AROUND_BYTES) {
-            // SAFETY: at < len, and raw() gives len bytes of the mapping; volatile, so that the guest may write and the
-            // read stays.
-            unsafe { start.add(at).read_volatile() };
+        if let (Held::Shared(shared), Ok(())) = (&self.held, self.check(range)) {
+            shared.populate_read(range);
         }
     }
 
     /// Asks for transparent huge pages where the file system can (MADV_HUGEPAGE); harmless elsewhere.
     pub fn advise_huge(&self) {
-        self.advise(PageRange::new(0, self.pages()), Advice::LinuxHugepage);
-    }
-
-    fn advise(&self, range: PageRange, advice: Advice) {
-        let (start, len) = self.raw(range);
-        // SAFETY: raw() gives len bytes of the mapping; the advice does not change what they hold.
-        let _ = unsafe { rustix::mm::madvise(start.cast(), len, advice) };
+        if let Held::Shared(shared) = &self.held {
+            shared.advise_huge();
+        }
     }
 
     /// # Errors
@@ -302,102 +260,42 @@ impl Region {
         }
     }
 
-    /// Address and length of pages that check() has let pass; good as long as the region.
-    pub(crate) fn raw(&self, range: PageRange) -> (*mut u8, usize) {
-        let (offset, len) = (range.first as usize * PAGE_BYTES, range.bytes() as usize);
-        (self.mapping.at(offset, len).expect("a range that was checked"), len)
+    /// Whether write(2) does nothing on its file, as on a hugetlbfs.
+    pub(crate) fn is_huge_file(&self) -> bool {
+        matches!(&self.held, Held::Shared(shared) if shared.is_hugetlb())
     }
 
-    /// Where the page is in the backing file.
-    pub(crate) fn offset_in_file(&self, page: u64) -> u64 {
-        self.file_offset + page * PAGE_BYTES as u64
-    }
-
-    /// Whether write(2) does nothing on the file, as on a hugetlbfs.
-    pub(crate) fn is_hugetlb(&self) -> bool {
-        self.backing.hugetlb
-    }
-
-    pub(crate) fn failed(&self, doing: &str, source: Errno) -> Error {
-        Error::system(format!("{doing} in region {:?}{}", self.name, self.cure(source)), source)
-    }
-
-    /// What helps, if it is memory that is missing; goes into a message behind the region's name.
-    pub(crate) fn cure(&self, why: Errno) -> String {
-        match (why, self.backing.hugetlb) {
-            (Errno::NOSPC | Errno::NOMEM, true) => format!(
-                " (the pool has no huge page of {} KiB left for it: give it more, as by /proc/sys/vm/nr_hugepages, or end who uses them, \
-                 and try again with a new VM that waits)",
-                self.backing.page_bytes >> 10
-            ),
-            (Errno::NOSPC, false) => {
-                " (the file system of its memory is full: make it larger, as by mount -o remount,size=, and try again with a new VM that waits)"
-                    .to_owned()
-            }
-            _ => String::new(),
+    /// Address and length of pages of a mapping that check() has let pass; good as long as the region.
+    pub(crate) fn mapped(&self, range: PageRange) -> (*mut u8, usize) {
+        match &self.held {
+            Held::Shared(shared) => shared.raw(range),
+            Held::Private(_) => unreachable!("private memory goes through a buffer"),
         }
     }
 
-    /// The size of the file's own pages, in pages of [`PAGE_BYTES`].
-    pub(crate) fn unit_pages(&self) -> u64 {
-        self.backing.page_bytes / PAGE_BYTES as u64
+    /// What helps, if it is memory that is missing; goes into a message behind the region's name.
+    pub(crate) fn cure(&self, why: rustix::io::Errno) -> String {
+        match &self.held {
+            Held::Shared(shared) => shared.cure(why),
+            Held::Private(_) => String::new(),
+        }
     }
-}
 
-/// What the file system backs memory with.
-#[derive(Clone, Copy)]
-struct Backing {
-    page_bytes: u64,
-    hugetlb: bool,
-    /// What it has in memory is its data. On a disk a hole that somebody has read is in memory, too.
-    tmpfs: bool,
-}
-
-impl Backing {
-    fn of(name: &str, file: BorrowedFd<'_>) -> Result<Self, Error> {
-        const HUGETLBFS_MAGIC: u32 = 0x9584_58f6;
-        const TMPFS_MAGIC: u32 = 0x0102_1994;
-        let fs = rustix::fs::fstatfs(file)
-            .map_err(|source| Error::system(format!("asking for the file system of region {name:?}"), source))?;
-        let hugetlb = fs.f_type as u32 == HUGETLBFS_MAGIC;
-        let tmpfs = fs.f_type as u32 == TMPFS_MAGIC;
-        let page_bytes = if hugetlb { fs.f_bsize as u64 } else { PAGE_BYTES as u64 };
-        Ok(Self { page_bytes, hugetlb, tmpfs })
+    pub(crate) fn failed(&self, doing: &str, source: io::Error) -> Error {
+        match &self.held {
+            Held::Shared(shared) => {
+                shared.failed(doing, rustix::io::Errno::from_io_error(&source).unwrap_or(rustix::io::Errno::IO))
+            }
+            Held::Private(private) => Error::system(
+                format!(
+                    "{doing} in region {:?} of process {} (it has ended, or there is no memory left for it)",
+                    self.name,
+                    private.process.pid()
+                ),
+                source,
+            ),
+        }
     }
-}
-
-fn check_shape(name: &str, file_offset: u64, bytes: u64, backing: Backing) -> Result<(), Error> {
-    let page = PAGE_BYTES as u64;
-    if bytes == 0 || !bytes.is_multiple_of(page) {
-        return Err(Error::unusable(name, format!("its size of {bytes} bytes is no multiple of {page}, or is 0")));
-    }
-    let unit = backing.page_bytes;
-    if !file_offset.is_multiple_of(unit) {
-        return Err(Error::unusable(name, format!("its offset {file_offset:#x} in the file is no multiple of {unit}")));
-    }
-    let most = u64::try_from(isize::MAX).expect("64-bit addresses");
-    match file_offset.checked_add(bytes) {
-        Some(end) if end <= most - unit => Ok(()),
-        _ => Err(Error::unusable(name, format!("{bytes} bytes from offset {file_offset:#x} are more than a file has"))),
-    }
-}
-
-fn check_file(name: &str, file: BorrowedFd<'_>, offset: u64, bytes: u64, access: Access) -> Result<(), Error> {
-    let stat = rustix::fs::fstat(file)
-        .map_err(|source| Error::system(format!("asking for the size of the file of region {name:?}"), source))?;
-    if FileType::from_raw_mode(stat.st_mode) != FileType::RegularFile {
-        return Err(Error::unusable(name, "its backing is no regular file; use a file on tmpfs or hugetlbfs"));
-    }
-    let (end, size) = (offset + bytes, u64::try_from(stat.st_size).unwrap_or(0));
-    if end > size {
-        return Err(Error::unusable(name, format!("it ends at byte {end} of its file, which has only {size}")));
-    }
-    let flags = rustix::fs::fcntl_getfl(file)
-        .map_err(|source| Error::system(format!("asking how the file of region {name:?} was opened"), source))?;
-    if access == Access::ReadWrite && flags.contains(OFlags::APPEND) {
-        return Err(Error::unusable(name, "its file is open for appending, so pages can't be written into place"));
-    }
-    Ok(())
 }
 
 /// All regions of a guest, in the adapter's order; the index is the region's number on the wire.

@@ -12,7 +12,7 @@ use std::{
 use crate::{
     Area, Error, PageSet,
     area::{lost, untrackable},
-    pagemap::{self, Written},
+    pagemap::{self, Found, Look},
 };
 
 /// What a thread takes at once. A multiple of a huge page: the kernel protects no part of one.
@@ -44,16 +44,17 @@ fn pieces(area: &Area) -> impl Iterator<Item = Piece> + use<> {
 /// Of any thread. Some of the areas may be tracked anew all the same, without word of what was written there.
 pub(crate) fn sweep<'a>(
     pagemap: BorrowedFd<'_>,
+    look: Look,
     areas: impl Iterator<Item = &'a Area>,
     written: &mut PageSet,
 ) -> Result<(), Error> {
     let pieces: Vec<_> = areas.flat_map(pieces).collect();
     let (next, written) = (AtomicUsize::new(0), Mutex::new(written));
     let work = || {
-        let mut found = vec![Written::default(); FOUND];
+        let mut found = vec![Found::default(); FOUND];
         // Relaxed: it only deals numbers out.
         while let Some(piece) = pieces.get(next.fetch_add(1, Relaxed)) {
-            scan(pagemap, piece, &mut found, &written).inspect_err(|_| next.store(pieces.len(), Relaxed))?;
+            scan(pagemap, look, piece, &mut found, &written).inspect_err(|_| next.store(pieces.len(), Relaxed))?;
         }
         Ok(())
     };
@@ -72,14 +73,15 @@ pub(crate) fn sweep<'a>(
 
 fn scan(
     pagemap: BorrowedFd<'_>,
+    look: Look,
     piece: &Piece,
-    found: &mut [Written],
+    found: &mut [Found],
     written: &Mutex<&mut PageSet>,
 ) -> Result<(), Error> {
     let Piece { area, start, end } = piece;
     let mut at = *start;
     while at < *end {
-        let (count, next) = pagemap::scan(pagemap, at, *end, found).map_err(|source| lost(area, source))?;
+        let (count, next) = pagemap::scan(pagemap, look, at, *end, found).map_err(|source| lost(area, source))?;
         if count > 0 {
             // One that panicked has reported nothing of this.
             let mut written = written.lock().unwrap_or_else(PoisonError::into_inner);

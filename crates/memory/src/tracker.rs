@@ -5,6 +5,7 @@ use std::os::fd::{AsFd, OwnedFd};
 use crate::{
     Area, Error, PageSet,
     area::{self, lost, refused, untrackable},
+    pagemap::Look,
     sweep::sweep,
     uffd,
 };
@@ -40,6 +41,7 @@ pub struct UffdTracker {
 
 struct Tracked {
     pages: u64,
+    look: Look,
     /// Whether all that was written since the last report would be found.
     armed: bool,
 }
@@ -64,15 +66,25 @@ impl UffdTracker {
             uffd::register(uffd.as_fd(), uffd::TRACK, area.address, area.bytes)
                 .map_err(|source| refused(area, source))?;
         }
-        let regions = region_pages.into_iter().map(|pages| Tracked { pages, armed: false }).collect();
-        Ok(Self { uffd, pagemap, areas, regions })
+        let regions = region_pages.into_iter().map(|pages| Tracked { pages, look: Look::Written, armed: false });
+        Ok(Self { uffd, pagemap, areas, regions: regions.collect() })
+    }
+
+    /// This region is private memory of the process: a page that is not in its page table is a hole, which nobody has
+    /// to be told of. That saves the page tables that the kernel would make to take note of holes.
+    #[must_use]
+    pub fn with_private(mut self, region: usize) -> Self {
+        if let Some(tracked) = self.regions.get_mut(region) {
+            tracked.look = Look::WrittenAndThere;
+        }
+        self
     }
 
     /// The pages of the region that were written, which are tracked anew.
-    fn written(&self, region: usize, pages: u64) -> Result<PageSet, Error> {
+    fn written(&self, region: usize, look: Look, pages: u64) -> Result<PageSet, Error> {
         let areas = || self.areas.iter().filter(|area| area.region == region);
         let mut written = PageSet::empty(pages);
-        sweep(self.pagemap.as_fd(), areas(), &mut written)?;
+        sweep(self.pagemap.as_fd(), look, areas(), &mut written)?;
         // Memory that is gone has no written pages as far as the kernel can tell. Registering what is registered
         // changes nothing, and fails when the process or its mapping is no more.
         for area in areas() {
@@ -88,10 +100,10 @@ impl Tracker for UffdTracker {
         let Some(tracked) = self.regions.get_mut(region) else {
             return Err(untrackable(region, "the tracker does not know it"));
         };
-        let pages = tracked.pages;
+        let (pages, look) = (tracked.pages, tracked.look);
         // Not armed until all is done: what a scan has found and then lost by an error must be reported again.
         let armed = std::mem::replace(&mut tracked.armed, false);
-        let written = self.written(region, pages)?;
+        let written = self.written(region, look, pages)?;
         self.regions[region].armed = true;
         // The first time, pages count too that are in the file and that the process has not touched: no one wrote them
         // through its mapping. Kernels call those written, at least so far; this does not depend on it.

@@ -27,6 +27,12 @@ pub(crate) unsafe fn is_zero(start: *const u8, len: usize) -> bool {
     unsafe { best()(start, len) }
 }
 
+/// Whether all of it is zero.
+pub(crate) fn all(bytes: &[u8]) -> bool {
+    // SAFETY: a slice can be read.
+    unsafe { is_zero(bytes.as_ptr(), bytes.len()) }
+}
+
 /// The widest way that this processor has. Found out once.
 fn best() -> Scan {
     static BEST: OnceLock<Scan> = OnceLock::new();

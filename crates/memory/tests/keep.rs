@@ -12,11 +12,11 @@ use transship_memory::{Access, GuestMemory, Keep, PAGE_BYTES, PageRange, Region}
 const PAGES: u64 = 20_000;
 
 fn allocated(region: &Region) -> u64 {
-    rustix::fs::fstat(region.file()).unwrap().st_blocks as u64 * 512
+    rustix::fs::fstat(region.file().unwrap()).unwrap().st_blocks as u64 * 512
 }
 
 fn preallocated(region: Region) -> GuestMemory {
-    rustix::fs::fallocate(region.file(), rustix::fs::FallocateFlags::empty(), 0, region.bytes()).unwrap();
+    rustix::fs::fallocate(region.file().unwrap(), rustix::fs::FallocateFlags::empty(), 0, region.bytes()).unwrap();
     GuestMemory::new(vec![region.keeping(Keep::All)])
 }
 
@@ -30,7 +30,7 @@ fn what_was_allocated_stays_and_is_zero() {
     }
     region.write_pages(8000, u128::MAX, &vec![9; 128 * PAGE_BYTES]).unwrap();
     // Somebody has given a part of it back before.
-    map(region.file(), region.bytes(), Access::ReadWrite).clear(PageRange::new(100, 300)).unwrap();
+    map(region.file().unwrap(), region.bytes(), Access::ReadWrite).clear(PageRange::new(100, 300)).unwrap();
     assert!(allocated(region) < region.bytes());
     memory.clear_all().unwrap();
     assert_eq!(allocated(region), region.bytes());
@@ -55,8 +55,10 @@ fn memory_of_a_tmpfs_that_was_promised_is_not_emptied() {
     let lost = preallocated(map(file(8 * PAGE), 8 * PAGE, Access::ReadWrite));
     let other = map(file(8 * PAGE), 8 * PAGE, Access::ReadWrite);
     other.write_pages(0, 1, &page_of(1)).unwrap();
-    let memory =
-        GuestMemory::new(vec![other, map(lost.regions()[0].file(), 8 * PAGE, Access::ReadWrite).keeping(Keep::All)]);
+    let memory = GuestMemory::new(vec![
+        other,
+        map(lost.regions()[0].file().unwrap(), 8 * PAGE, Access::ReadWrite).keeping(Keep::All),
+    ]);
     let refusal = memory.empty().unwrap_err().to_string();
     assert!(refusal.contains("\"ram\"") && refusal.contains("leave out --lazy"), "{refusal}");
     assert_eq!(allocated(&memory.regions()[0]), PAGE);

@@ -62,13 +62,31 @@ impl Request {
     ///
     /// Pages that are read are holes mostly. Through the mapping each is a fault, and is cleared before it is written:
     /// writing the region's file is twice as fast (540 MB/s became 1040, 370 ms of CPU time for 512 MiB became 205). A
-    /// hugetlbfs can't be written.
-    pub(super) fn get_ready(&mut self, memory: &GuestMemory, spare: &mut Spare) {
-        if let (Direction::Read, Body::Pages { region, through, .. }) = (self.direction, &mut self.body)
-            && memory.get(*region).is_some_and(|region| !region.is_hugetlb())
-        {
-            through.get_or_insert_with(|| spare.take());
+    /// hugetlbfs can't be written. Private memory goes through a buffer in both directions: only the kernel can reach it.
+    ///
+    /// # Errors
+    /// The process whose memory it is has ended.
+    pub(super) fn get_ready(
+        &mut self,
+        memory: &GuestMemory,
+        file: BorrowedFd<'_>,
+        spare: &mut Spare,
+    ) -> Result<(), Failure> {
+        let Body::Pages { region, pages, through } = &mut self.body else { return Ok(()) };
+        let Some(of) = memory.get(*region) else { return Ok(()) };
+        let wanted = match self.direction {
+            Direction::Read => !of.is_huge_file(),
+            Direction::Write => of.is_private(),
+        };
+        if !wanted {
+            return Ok(());
         }
+        let buffer = through.get_or_insert_with(|| spare.take());
+        if self.direction == Direction::Write && of.copy_to(*pages, &mut buffer.bytes_mut()[..bytes_of(pages)]).is_err()
+        {
+            return Err(self.failed(memory, file, Errno::SRCH));
+        }
+        Ok(())
     }
 
     /// What get_ready() took.
@@ -101,7 +119,7 @@ impl Request {
     pub(super) fn rest(&mut self, memory: &GuestMemory) -> (*mut u8, usize) {
         let (start, len) = match &mut self.body {
             Body::Pages { pages, through: Some(buffer), .. } => (buffer.bytes_mut().as_mut_ptr(), bytes_of(pages)),
-            Body::Pages { region, pages, .. } => memory.get(*region).expect("a region that was checked").raw(*pages),
+            Body::Pages { region, pages, .. } => memory.get(*region).expect("a region that was checked").mapped(*pages),
             Body::Buffer(buffer) => (buffer.bytes_mut().as_mut_ptr(), buffer.bytes().len()),
             // It is only ever read: see the body.
             Body::Shared(buffer, pages) => {
@@ -172,9 +190,12 @@ impl Request {
 
     /// All has been moved.
     fn arrived(&self, memory: &GuestMemory) -> Next {
-        let Body::Pages { region, pages, through: Some(buffer) } = &self.body else { return Next::Done };
+        let (Direction::Read, Body::Pages { region, pages, through: Some(buffer) }) = (self.direction, &self.body)
+        else {
+            return Next::Done;
+        };
         let of = memory.get(*region).expect("a region that was checked");
-        match of.write_file_in_turn(*pages, &buffer.bytes()[..bytes_of(pages)]) {
+        match of.write_in_turn(*pages, &buffer.bytes()[..bytes_of(pages)]) {
             Ok(()) => Next::Done,
             Err(why) => {
                 let what = format!(
@@ -317,7 +338,7 @@ mod tests {
     #[test]
     fn a_short_answer_leaves_the_rest_to_be_asked_for() {
         let memory = memory();
-        let file = memory.regions()[0].file();
+        let file = memory.regions()[0].file().unwrap();
         let mut request = request(Direction::Write);
         let (start, len) = request.rest(&memory);
         assert_eq!((len, request.offset()), (3 * 4096, 4096));
@@ -331,7 +352,7 @@ mod tests {
     #[test]
     fn nothing_moved_is_an_error_and_no_endless_loop() {
         let memory = memory();
-        let file = memory.regions()[0].file();
+        let file = memory.regions()[0].file().unwrap();
         let why = |direction| match request(direction).answered(Ok(0), &memory, file.as_fd()) {
             Next::Failed(failure) => failure.error().to_string(),
             _ => panic!("no failure"),

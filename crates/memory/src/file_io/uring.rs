@@ -52,7 +52,7 @@ impl Ring {
         while self.free.is_empty() {
             self.wait(file)?;
         }
-        request.get_ready(&self.memory, &mut self.spare);
+        request.get_ready(&self.memory, file, &mut self.spare)?;
         let place = self.free.pop().expect("seen above");
         self.places[place] = Some(request);
         self.push(file, place);

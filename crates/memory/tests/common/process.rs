@@ -10,7 +10,7 @@ use std::{
 };
 
 use rustix::{
-    mm::{MapFlags, ProtFlags},
+    mm::{Advice, MapFlags, ProtFlags},
     process::{Pid, PidfdFlags, PidfdGetfdFlags},
 };
 use transship_memory::Area;
@@ -32,6 +32,38 @@ impl Guest {
         // SAFETY: a new mapping at a place that the kernel picks.
         let base = unsafe { rustix::mm::mmap(ptr::null_mut(), bytes as usize, prot, MapFlags::SHARED, file, 0) };
         Self { base: base.unwrap().cast(), bytes }
+    }
+
+    /// Memory that no other process has, with transparent huge pages where `huge` says so; as a VMM has it that was told
+    /// nothing about memory.
+    pub(crate) fn private(bytes: u64, huge: bool) -> Self {
+        let prot = ProtFlags::READ | ProtFlags::WRITE;
+        let room = bytes as usize + (2 << 20);
+        // SAFETY: a new mapping at a place that the kernel picks.
+        let base = unsafe { rustix::mm::mmap_anonymous(ptr::null_mut(), room, prot, MapFlags::PRIVATE) }.unwrap();
+        let base = base.cast::<u8>();
+        let base = base.wrapping_add(base.align_offset(2 << 20));
+        let advice = if huge { Advice::LinuxHugepage } else { Advice::LinuxNoHugepage };
+        // SAFETY: within the new mapping; no advice of these changes what it holds.
+        unsafe { rustix::mm::madvise(base.cast(), bytes as usize, advice) }.unwrap();
+        Self { base, bytes }
+    }
+
+    /// The same over a file, whose content shows where nothing was written.
+    pub(crate) fn private_over(file: impl AsFd, bytes: u64) -> Self {
+        let prot = ProtFlags::READ | ProtFlags::WRITE;
+        // SAFETY: a new mapping at a place that the kernel picks.
+        let base = unsafe { rustix::mm::mmap(ptr::null_mut(), bytes as usize, prot, MapFlags::PRIVATE, file, 0) };
+        Self { base: base.unwrap().cast(), bytes }
+    }
+
+    /// Gives the pages back, as a balloon does.
+    pub(crate) fn give_back(&self, first: u64, count: u64) {
+        assert!(first + count <= self.pages());
+        let at = self.base.wrapping_add((first * PAGE) as usize);
+        // SAFETY: pages of the mapping, of which there are no references but those to atomics, for which any bytes are
+        // good.
+        unsafe { rustix::mm::madvise(at.cast(), (count * PAGE) as usize, Advice::LinuxDontNeed) }.unwrap();
     }
 
     /// The word at the start of the page.

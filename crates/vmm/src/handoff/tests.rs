@@ -58,7 +58,7 @@ impl HandoffGuest for TestGuest {
         "test".into()
     }
     fn regions(&self) -> Vec<GuestRegion<'_>> {
-        let (file, name, address) = (self.region.file(), "ram".into(), self.address);
+        let (file, name, address) = (self.region.file().expect("a mapped one"), "ram".into(), self.address);
         vec![GuestRegion { name, bytes: BYTES, file, file_offset: 0, address }]
     }
     fn stop(&mut self) -> Result<(), String> {

@@ -64,8 +64,6 @@ pub(super) fn may_ptrace(pid: i32) -> Result<(), GuestError> {
 /// Memory whose writes the kernel can track.
 pub(super) fn trackable(memory: &GuestMemory) -> Result<(), GuestError> {
     for region in memory.regions() {
-        let system = rustix::fs::fstatfs(region.file())
-            .map_err(|e| GuestError(format!("guest memory {:?}: {e}", region.name())))?;
         // Seen on Linux 6.12: of larger ones the scan protects none, and goes no further.
         if region.backing_page_bytes() > LARGEST_TRACKED {
             return Err(GuestError(format!(
@@ -75,6 +73,9 @@ pub(super) fn trackable(memory: &GuestMemory) -> Result<(), GuestError> {
                 region.backing_page_bytes() >> 20
             )));
         }
+        let Some((file, _)) = region.shared_file() else { continue };
+        let system =
+            rustix::fs::fstatfs(file).map_err(|e| GuestError(format!("guest memory {:?}: {e}", region.name())))?;
         if ![TMPFS_MAGIC, HUGETLBFS_MAGIC].contains(&(system.f_type as u64)) {
             return Err(GuestError(format!(
                 "guest memory {:?} is a file on a disk file system, whose writes the kernel can't track; put it on a tmpfs or \
@@ -168,6 +169,17 @@ pub(super) fn state_before_pages(qmp: &mut Qmp) -> Result<(), GuestError> {
         Some(device) => Err(GuestError(format!(
             "{device} says how much memory is plugged before the first page, and we know it only when the guest stands still; have a transship \
              receive the guest, or save it and load the file there"
+        ))),
+    }
+}
+
+/// Refuses devices whose memory is not in the state that QEMU saves by itself ([`super::device_state`]).
+pub(super) fn state_without_memory(qmp: &mut Qmp) -> Result<(), GuestError> {
+    match devices(qmp, |kind| kind.starts_with("virtio-mem") || kind.starts_with("vfio-"))?.first() {
+        None => Ok(()),
+        Some(device) => Err(GuestError(format!(
+            "{device} can't go along with a guest whose memory is no shared named file; remove it, or start the guest with all memory in \
+             such files"
         ))),
     }
 }

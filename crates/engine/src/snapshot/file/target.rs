@@ -24,7 +24,9 @@ use rustix::{
     fs::{AtFlags, FallocateFlags, Mode, OFlags},
     io::Errno,
 };
-use transship_memory::{Error as MemoryError, FileIo, FileQueue, GuestMemory, PAGE_BYTES, PageBuffer, Writeback};
+use transship_memory::{
+    Error as MemoryError, FileIo, FileQueue, GuestMemory, PAGE_BYTES, PageBuffer, Region, Writeback,
+};
 use transship_wire::qemu::PAGES_ALIGNMENT;
 
 use super::{
@@ -409,7 +411,8 @@ impl Named {
 fn check_not_memory(uri: &FileUri, file: &File, memory: &GuestMemory) -> Result<(), Error> {
     let id = |stat: rustix::fs::Stat| (stat.st_dev, stat.st_ino);
     let Ok(ours) = rustix::fs::fstat(file).map(id) else { return Ok(()) };
-    match memory.regions().iter().find(|region| rustix::fs::fstat(region.file()).map(id) == Ok(ours)) {
+    let is_it = |region: &&Region| region.file().is_some_and(|of| rustix::fs::fstat(of).map(id) == Ok(ours));
+    match memory.regions().iter().find(is_it) {
         Some(region) => {
             let why = format!("is the memory of the guest itself (region {}); name another file", region.name());
             Err(Error::File(format!("{uri} {why}")))

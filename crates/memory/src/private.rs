@@ -1,0 +1,129 @@
+//! Guest memory that its process shares with nobody, and that can't be mapped here: every byte is copied by the kernel.
+
+use std::{cell::RefCell, io, os::fd::BorrowedFd, sync::Arc};
+
+use crate::{
+    PAGE_BYTES, PageRange, PageSet, Process,
+    pages::{WINDOW_PAGES, runs},
+    process::Span,
+    shared::Shared,
+    zero,
+};
+
+/// Pages that cost as much to look at as to ask about what is behind them alone.
+const SMALL_GAP: u64 = 512;
+
+thread_local! {
+    /// Pages of a window, for a moment. It stays in the core's cache.
+    static WINDOW: RefCell<Vec<u8>> = const { RefCell::new(Vec::new()) };
+}
+
+/// Where a region is in its process.
+pub(crate) struct Private {
+    pub(crate) process: Arc<Process>,
+    /// Of its first page.
+    pub(crate) address: u64,
+    pub(crate) page_bytes: u64,
+    /// The file whose content shows where the process has not written.
+    pub(crate) below: Option<Shared>,
+}
+
+impl Private {
+    fn span(&self, pages: PageRange) -> Span {
+        Span { address: self.address_of(pages.first), len: pages.bytes() as usize }
+    }
+
+    fn address_of(&self, page: u64) -> u64 {
+        self.address + page * PAGE_BYTES as u64
+    }
+
+    fn spans(&self, first: u64, pages: u128) -> Vec<Span> {
+        let run = |(bit, count)| self.span(PageRange::new(first + u64::from(bit), u64::from(count)));
+        runs(pages).map(run).collect()
+    }
+
+    /// Adds the pages of the range that are not known to read as zero.
+    pub(crate) fn add_data(&self, range: PageRange, data: &mut PageSet) -> io::Result<()> {
+        let (start, end) = (self.address_of(range.first), self.address_of(range.end()));
+        self.process.pages_there(start, end, |start, found_end| {
+            let end = found_end.min(end);
+            let (first, end) = ((start - self.address) / PAGE_BYTES as u64, (end - self.address) / PAGE_BYTES as u64);
+            data.insert(PageRange::new(first, end - first));
+        })
+    }
+
+    /// Whether all pages of the range are there.
+    pub(crate) fn are_there(&self, range: PageRange) -> io::Result<bool> {
+        let (start, end) = (self.address_of(range.first), self.address_of(range.end()));
+        let mut there = 0;
+        self.process.pages_there(start, end, |start, end| there += end - start)?;
+        Ok(there == range.bytes())
+    }
+
+    /// As [`Private::add_data`], in the wanted pages and between those that are near each other.
+    pub(crate) fn add_data_near(&self, wanted: &PageSet, data: &mut PageSet) -> io::Result<()> {
+        let mut ranges = wanted.ranges().peekable();
+        while let Some(mut range) = ranges.next() {
+            while let Some(next) = ranges.next_if(|next| next.first - range.end() <= SMALL_GAP) {
+                range.count = next.end() - range.first;
+            }
+            self.add_data(range, data)?;
+        }
+        Ok(())
+    }
+
+    /// Reads the pages of a window, and gives `then` their bytes, in order.
+    pub(crate) fn with_pages<T>(&self, first: u64, pages: u128, then: impl FnOnce(&[u8]) -> T) -> io::Result<T> {
+        WINDOW.with_borrow_mut(|window| {
+            window.resize(WINDOW_PAGES as usize * PAGE_BYTES, 0);
+            let bytes = &mut window[..pages.count_ones() as usize * PAGE_BYTES];
+            self.process.read(&self.spans(first, pages), bytes)?;
+            Ok(then(bytes))
+        })
+    }
+
+    /// Reads the pages to the end of `out`.
+    pub(crate) fn append(&self, first: u64, pages: u128, out: &mut Vec<u8>) -> io::Result<()> {
+        let before = out.len();
+        out.resize(before + pages.count_ones() as usize * PAGE_BYTES, 0);
+        let read = self.process.read(&self.spans(first, pages), &mut out[before..]);
+        if read.is_err() {
+            out.truncate(before);
+        }
+        read
+    }
+
+    pub(crate) fn read(&self, pages: PageRange, into: &mut [u8]) -> io::Result<()> {
+        self.process.read(&[self.span(pages)], into)
+    }
+
+    pub(crate) fn zero_mask(&self, first: u64, wanted: u128) -> io::Result<u128> {
+        self.with_pages(first, wanted, |bytes| {
+            let mut zero = 0;
+            let (pages, _) = bytes.as_chunks::<PAGE_BYTES>();
+            for (page, bit) in pages.iter().zip(runs(wanted).flat_map(|(bit, count)| bit..bit + count)) {
+                zero |= u128::from(zero::all(page)) << bit;
+            }
+            zero
+        })
+    }
+
+    pub(crate) fn write(&self, pages: PageRange, bytes: &[u8]) -> io::Result<()> {
+        self.process.write(self.address_of(pages.first), bytes)
+    }
+
+    /// Writes zeros to pages, also where there are none.
+    pub(crate) fn write_zeros(&self, pages: PageRange) -> io::Result<()> {
+        const ZEROS: &[u8] = &[0; 64 * PAGE_BYTES];
+        let most = (ZEROS.len() / PAGE_BYTES) as u64;
+        for first in (pages.first..pages.end()).step_by(most as usize) {
+            let part = PageRange::new(first, most.min(pages.end() - first));
+            self.write(part, &ZEROS[..part.bytes() as usize])?;
+        }
+        Ok(())
+    }
+
+    pub(crate) fn file(&self) -> Option<BorrowedFd<'_>> {
+        self.below.as_ref().map(Shared::file)
+    }
+}
