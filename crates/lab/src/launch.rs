@@ -31,14 +31,20 @@ pub enum Kind {
 /// Where guest memory lies.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Backend {
-    /// A shared named file: what transship needs.
+    /// A shared named file.
     SharedFile,
     /// A named file that is not shared.
     PrivateFile,
     /// A memfd: shared, and without a name.
     Memfd,
-    /// QEMU's own memory.
+    /// A memfd that is not shared.
+    PrivateMemfd,
+    /// QEMU's own memory, in a backend.
     Ram,
+    /// The same, shared.
+    SharedRam,
+    /// QEMU's own memory as it comes by default, with `-m` alone.
+    Default,
 }
 
 /// How to start a QEMU.
@@ -51,6 +57,7 @@ pub struct QemuBuilder {
     backend: Backend,
     memory_folder: Option<PathBuf>,
     memory_options: String,
+    as_by_default: bool,
     accel: Accel,
     machine: String,
     incoming: bool,
@@ -69,6 +76,7 @@ impl QemuBuilder {
             backend: Backend::SharedFile,
             memory_folder: None,
             memory_options: String::new(),
+            as_by_default: false,
             accel,
             machine: "q35".into(),
             incoming: false,
@@ -106,6 +114,13 @@ impl QemuBuilder {
     /// are.
     pub fn memory_folder(mut self, folder: impl Into<PathBuf>) -> Self {
         self.memory_folder = Some(folder.into());
+        self
+    }
+
+    /// The one backend is called as QEMU calls its own memory, so that guests of all kinds can come from and go to each
+    /// other.
+    pub fn named_as_by_default(mut self) -> Self {
+        self.as_by_default = true;
         self
     }
 
@@ -183,7 +198,8 @@ impl QemuBuilder {
     }
 
     fn common_args(&self, folder: &Path) -> Vec<String> {
-        let memory = if self.backends == 1 { ",memory-backend=mem0" } else { "" };
+        let named = self.backends == 1 && self.backend != Backend::Default;
+        let memory = if named { format!(",memory-backend={}", self.block_name(0)) } else { String::new() };
         let folder = folder.display();
         let accel = match self.accel {
             Accel::Tcg => "tcg",
@@ -201,7 +217,15 @@ impl QemuBuilder {
         text.split_whitespace().chain(incoming.iter().copied()).map(str::to_owned).collect()
     }
 
+    /// The id of a backend.
+    fn block_name(&self, n: usize) -> String {
+        if self.as_by_default { "pc.ram".into() } else { format!("mem{n}") }
+    }
+
     fn memory_args(&self, files: &[PathBuf]) -> Vec<String> {
+        if self.backend == Backend::Default {
+            return Vec::new();
+        }
         let size = self.memory_mib / self.backends;
         let mut args = Vec::new();
         for (n, file) in files.iter().enumerate() {
@@ -209,15 +233,19 @@ impl QemuBuilder {
                 Backend::SharedFile => format!("memory-backend-file,share=on,mem-path={}", file.display()),
                 Backend::PrivateFile => format!("memory-backend-file,share=off,mem-path={}", file.display()),
                 Backend::Memfd => "memory-backend-memfd,share=on".into(),
+                Backend::PrivateMemfd => "memory-backend-memfd,share=off".into(),
                 Backend::Ram => "memory-backend-ram".into(),
+                Backend::SharedRam => "memory-backend-ram,share=on".into(),
+                Backend::Default => continue,
             };
+            let id = self.block_name(n);
             let more = match self.memory_options.as_str() {
                 "" => String::new(),
                 options => format!(",{options}"),
             };
-            args.extend(["-object".into(), format!("{kind},id=mem{n},size={size}M{more}")]);
+            args.extend(["-object".into(), format!("{kind},id={id},size={size}M{more}")]);
             if files.len() > 1 {
-                args.extend(["-numa".into(), format!("node,nodeid={n},memdev=mem{n}")]);
+                args.extend(["-numa".into(), format!("node,nodeid={n},memdev={id}")]);
             }
         }
         args

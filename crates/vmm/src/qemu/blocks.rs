@@ -1,5 +1,5 @@
-//! QEMU's own list of its memory: what its blocks are called, and whether all that is the guest's memory is in
-//! backends.
+//! QEMU's own list of its memory: what its blocks are called, where they are, and whether all that is the guest's memory
+//! is in backends.
 use serde_json::{Value, json};
 use transship_guest::{DeviceBlock, GuestError, StateFormat};
 
@@ -7,6 +7,19 @@ use super::{
     memory::{Backend, cure},
     qmp::{Qmp, QmpError},
 };
+
+/// A block with a name, of those that QEMU's own stream lists.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct RamBlock {
+    pub(super) name: String,
+    /// Size of its pages.
+    pub(super) page_bytes: u64,
+    pub(super) used_bytes: u64,
+    /// What it can grow to.
+    pub(super) max_bytes: u64,
+    /// Where QEMU has it. Versions before 8.2 do not say.
+    pub(super) address: Option<u64>,
+}
 
 /// All of the guest's memory must be in backends, or a part of it would stay behind.
 pub(super) fn check_all_covered(qmp: &mut Qmp, backends: &[Backend]) -> Result<(), GuestError> {
@@ -18,8 +31,7 @@ pub(super) fn check_all_covered(qmp: &mut Qmp, backends: &[Backend]) -> Result<(
     let known: u64 = guest_memory(backends, &list, &plugged).map(|backend| backend.bytes).sum();
     if backends.is_empty() || known < guest {
         return Err(GuestError(format!(
-            "the guest has {guest} bytes of memory, but only {known} in memory backends; all of it must be shared named \
-             files: {}",
+            "the guest has {guest} bytes of memory, but only {known} in memory backends that are known; give all of it in one, such as {}",
             cure(guest)
         )));
     }
@@ -28,8 +40,8 @@ pub(super) fn check_all_covered(qmp: &mut Qmp, backends: &[Backend]) -> Result<(
 
 /// Those that are the guest's memory. A backend that a device shows (ivshmem) has the device's name before its own, and
 /// one that nothing uses is not in the list. What is plugged in need not be in the list, but says what it is made of.
-fn guest_memory<'a>(backends: &'a [Backend], list: &str, plugged: &Value) -> impl Iterator<Item = &'a Backend> {
-    let mut names: Vec<String> = known_blocks(list).map(|name| bare(name).to_owned()).collect();
+fn guest_memory<'a>(backends: &'a [Backend], list: &[RamBlock], plugged: &Value) -> impl Iterator<Item = &'a Backend> {
+    let mut names: Vec<String> = list.iter().map(|block| bare(&block.name).to_owned()).collect();
     let memdev = |device: &Value| Some(bare(device["data"]["memdev"].as_str()?).to_owned());
     names.extend(plugged.as_array().into_iter().flatten().filter_map(memdev));
     backends.iter().filter(move |backend| names.contains(&backend.id))
@@ -40,42 +52,54 @@ fn bare(name: &str) -> &str {
     name.strip_prefix("/objects/").unwrap_or(name)
 }
 
+/// The block that a backend is.
+pub(super) fn find<'a>(list: &'a [RamBlock], backend: &str) -> Option<&'a RamBlock> {
+    list.iter().find(|block| bare(&block.name) == backend)
+}
+
 /// Names of the backends' memory in QEMU's own stream. A backend that nothing uses is not in it, and keeps its id here.
 pub(super) fn state_format(qmp: &mut Qmp, backends: &[Backend]) -> Result<StateFormat, GuestError> {
-    let text = list(qmp)?;
-    let blocks = block_names(&text, backends);
-    // Behind the line of titles.
-    let others = text.lines().skip(1).filter_map(device_block);
-    let others = others.filter(|other| !blocks.contains(&other.name)).collect();
+    let list = list(qmp)?;
+    let blocks = block_names(&list, backends);
+    let others = list.into_iter().filter(|block| !blocks.contains(&block.name));
+    let others = others.map(|block| DeviceBlock { name: block.name, max_bytes: block.max_bytes }).collect();
     Ok(StateFormat::Qemu { others, blocks })
 }
 
-fn list(qmp: &mut Qmp) -> Result<String, QmpError> {
-    let text = qmp.execute("human-monitor-command", json!({ "command-line": "info ramblock" }))?;
-    Ok(text.as_str().unwrap_or_default().to_owned())
-}
-
-/// The first column of `info ramblock`.
-fn known_blocks(list: &str) -> impl Iterator<Item = &str> {
-    list.lines().filter_map(|line| line.split_ascii_whitespace().next())
-}
-
-/// A line of `info ramblock`: name, size of the pages, and as `0x…` offset, length and length at most.
-fn device_block(line: &str) -> Option<DeviceBlock> {
-    let name = line.split_ascii_whitespace().next()?.to_owned();
-    let mut numbers =
-        line.split_ascii_whitespace().filter_map(|word| u64::from_str_radix(word.strip_prefix("0x")?, 16).ok());
-    // All devices together have a bound of their own.
-    let max_bytes = numbers.nth(2).unwrap_or(u64::MAX);
-    Some(DeviceBlock { name, max_bytes })
-}
-
-fn block_names(list: &str, backends: &[Backend]) -> Vec<String> {
-    let name = |backend: &Backend| {
-        let named = known_blocks(list).find(|name| bare(name) == backend.id);
-        named.unwrap_or(&backend.id).to_owned()
-    };
+fn block_names(list: &[RamBlock], backends: &[Backend]) -> Vec<String> {
+    let name = |backend: &Backend| find(list, &backend.id).map_or(&backend.id, |block| &block.name).clone();
     backends.iter().map(name).collect()
+}
+
+/// All blocks that have a name: others are not in QEMU's stream.
+pub(super) fn list(qmp: &mut Qmp) -> Result<Vec<RamBlock>, QmpError> {
+    let text = qmp.execute("human-monitor-command", json!({ "command-line": "info ramblock" }))?;
+    Ok(parse(text.as_str().unwrap_or_default()))
+}
+
+fn parse(list: &str) -> Vec<RamBlock> {
+    // Behind the line of titles.
+    list.lines().skip(1).filter_map(ram_block).collect()
+}
+
+/// A line of `info ramblock`: name, size of the pages and its unit, and as `0x…` offset, length, length at most and
+/// address.
+fn ram_block(line: &str) -> Option<RamBlock> {
+    let words: Vec<&str> = line.split_ascii_whitespace().collect();
+    let first = words.iter().position(|word| word.starts_with("0x"))?;
+    let [name, .., size, unit] = &words[..first] else { return None };
+    let unit = match *unit {
+        "KiB" => 1 << 10,
+        "MiB" => 1 << 20,
+        "GiB" => 1 << 30,
+        _ => 1,
+    };
+    let number = |at: usize| u64::from_str_radix(words.get(first + at)?.strip_prefix("0x")?, 16).ok();
+    let used_bytes = number(1)?;
+    // All devices together have a bound of their own.
+    let (max_bytes, address) = (number(2).unwrap_or(u64::MAX), number(3));
+    let page_bytes = size.parse::<u64>().ok()?.checked_mul(unit)?;
+    Some(RamBlock { name: (*name).to_owned(), page_bytes, used_bytes, max_bytes, address })
 }
 
 #[cfg(test)]
@@ -90,8 +114,33 @@ mod tests {
                     \x20  0000:00:01.0/vga.vram    4 KiB  0x0000000004480000 0x0000000001000000\n\
                     \x20                           4 KiB  0x0000000004000000 0x0000000000400000\r\n";
         let backends = [Backend::test("mem0", 64 << 20), Backend::test("spare", 1 << 20)];
-        assert_eq!(block_names(list, &backends), ["mem0", "spare"]);
-        assert_eq!(block_names(&list.replace("         mem0", "/objects/mem0"), &backends), ["/objects/mem0", "spare"]);
+        assert_eq!(block_names(&parse(list), &backends), ["mem0", "spare"]);
+        let old = parse(&list.replace("         mem0", "/objects/mem0"));
+        assert_eq!(block_names(&old, &backends), ["/objects/mem0", "spare"]);
+    }
+
+    /// Lines of QEMU 10.0.2, of huge pages, and of 7.2.
+    #[test]
+    fn a_block_is_where_its_line_says() {
+        let title = "              Block Name    PSize              Offset               Used              Total                HVA  RO\n";
+        let acpi = "    /rom@etc/acpi/tables    4 KiB  0x0000000011100000 0x0000000000020000 0x0000000000200000 0x00007efe4d200000  ro\r\n";
+        let huge = "                      m0    2 MiB  0x0000000000000000 0x0000000010000000 0x0000000010000000 0x00007f30affff000  rw\n";
+        let old = "                  pc.ram    4 KiB  0x0000000000000000 0x0000000010000000 0x0000000010000000\n";
+        let block = |name: &str, page_bytes, used_bytes, max_bytes, address| RamBlock {
+            name: name.into(),
+            page_bytes,
+            used_bytes,
+            max_bytes,
+            address,
+        };
+        assert_eq!(
+            parse(&[title, acpi, huge, old].concat()),
+            [
+                block("/rom@etc/acpi/tables", 4096, 0x20000, 0x20_0000, Some(0x7efe_4d20_0000)),
+                block("m0", 2 << 20, 0x1000_0000, 0x1000_0000, Some(0x7f30_afff_f000)),
+                block("pc.ram", 4096, 0x1000_0000, 0x1000_0000, None),
+            ]
+        );
     }
 
     /// Lists of QEMU 7.2 and 10.0.2.
@@ -108,7 +157,7 @@ mod tests {
         ]);
         let backends = ["nv", "pm", "shm", "spare"].map(|id| Backend::test(id, 64 << 20));
         let ids = |list: &str| -> Vec<String> {
-            guest_memory(&backends, list, &plugged).map(|backend| backend.id.clone()).collect()
+            guest_memory(&backends, &parse(list), &plugged).map(|backend| backend.id.clone()).collect()
         };
         assert_eq!(ids(list), ["nv", "pm"]);
         assert_eq!(ids(&list.replace("/objects/", "")), ["nv", "pm"]);

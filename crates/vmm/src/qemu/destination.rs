@@ -9,12 +9,15 @@ use std::{
 use serde_json::json;
 use transship_guest::{DestinationGuest, GuestError, StateFormat};
 use transship_memory::{Access, GuestMemory, Missing, Region};
-use transship_wire::GuestDescription;
+use transship_wire::{
+    GuestDescription,
+    qemu::{Step, StreamReader},
+};
 
 use super::{
     abandoned, blocks, checks, cont_by_hand, describe, faults, machine,
     memory::{self, Backend},
-    migration::{self, Answers, STATE_FD, STATE_URI, Settings},
+    migration::{self, Answers, Form, STATE_FD, STATE_URI, Settings},
     qmp::Qmp,
     state_channel, writers,
 };
@@ -25,6 +28,8 @@ const LOAD_WAIT: Duration = Duration::from_secs(60);
 /// How long it may take to stop a guest that lacks pages: it answers at once or hangs on one of them.
 const PAUSE_WAIT: Duration = Duration::from_secs(10);
 const PIECE_BYTES: usize = 256 << 10;
+/// What is read at once to see of which form a stream is.
+const FORM_BYTES: usize = 4096;
 /// The name of an export that is there for a moment.
 const EXPORT: &str = "transship-open";
 /// Who else may have the guest's disks, in words.
@@ -50,10 +55,9 @@ impl QemuDestination {
         let mut qmp = Qmp::connect(socket)?;
         checks::destination_state(&mut qmp)?;
         checks::no_balloon_yet(&mut qmp)?;
-        migration::check_ignore_shared(&mut qmp)?;
         let backends = memory::backends(&mut qmp)?;
         writers::alone_in_memory(&qmp, &backends)?;
-        let memory = memory::map(&backends, Access::ReadWrite)?;
+        let memory = memory::map(qmp.pid(), &backends, Access::ReadWrite)?;
         let description = describe(&mut qmp, &backends)?;
         let state_format = blocks::state_format(&mut qmp, &backends)?;
         Ok(Self { qmp, description, state_format, backends, memory, freezer: None })
@@ -167,8 +171,9 @@ impl DestinationGuest for QemuDestination {
         // Whatever the state says, the guest does not run when it is loaded, and the disks are left to whoever has
         // them.
         self.qmp.execute("stop", json!({}))?;
-        let settings = Settings::apply(&mut self.qmp, Answers::No)?;
-        let loaded = self.load(state);
+        let (form, begin) = form_of(state)?;
+        let settings = Settings::apply(&mut self.qmp, Answers::No, form)?;
+        let loaded = self.load(&mut begin.as_slice().chain(state));
         let restored = settings.restore(&mut self.qmp);
         match (loaded, restored) {
             (Ok(()), restored) => restored,
@@ -190,6 +195,35 @@ impl DestinationGuest for QemuDestination {
 
     fn start_hint(&self) -> String {
         cont_by_hand(self.qmp.path())
+    }
+}
+
+/// Reads the stream up to where it says of which form it is. The bytes that were read.
+fn form_of(state: &mut dyn Read) -> Result<(Form, Vec<u8>), GuestError> {
+    let broken = |e: &dyn std::fmt::Display| GuestError(format!("the device state can't be read: {e}"));
+    let (mut reader, mut bytes, mut used) = (StreamReader::new(), Vec::new(), 0);
+    loop {
+        match reader.next(&bytes[used..]).map_err(|e| broken(&e))? {
+            Step::Done { used: more, .. } => used += more,
+            Step::More { .. } => {
+                let have = bytes.len();
+                bytes.resize(have + FORM_BYTES, 0);
+                let read = loop {
+                    match state.read(&mut bytes[have..]) {
+                        Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
+                        read => break read.map_err(|e| broken(&e))?,
+                    }
+                };
+                bytes.truncate(have + read);
+                if read == 0 {
+                    return Err(broken(&reader.cut_short(&bytes[used..])));
+                }
+            }
+        }
+        if let Some(configuration) = reader.configuration() {
+            let form = if configuration.ignore_shared { Form::SharedLeftOut } else { Form::Plain };
+            return Ok((form, bytes));
+        }
     }
 }
 

@@ -39,7 +39,7 @@ use rustix::{
 };
 use transship_guest::GuestError;
 
-use super::memory::mappings;
+use super::maps::mappings;
 pub(super) use call::Faults;
 use child::Target;
 use failure::{Failure, Step};

@@ -1,50 +1,53 @@
-//! Where QEMU keeps the guest's memory: which backends there are (QMP), which files back them, and where they are
-//! mapped in its process (`/proc/PID/maps`).
+//! Where QEMU keeps the guest's memory: which backends there are (QMP), which files back them, and where they are in
+//! its process (`info ramblock`, `/proc/PID/maps`).
 use std::{
     fs::{self, File, OpenOptions},
-    io,
-    os::{fd::OwnedFd, unix::fs::MetadataExt},
+    os::fd::OwnedFd,
     path::{Path, PathBuf},
+    sync::Arc,
 };
 
-use rustix::fs::{major, minor};
 use serde_json::{Value, json};
 use transship_guest::GuestError;
-use transship_memory::{Access, Area, GuestMemory, Keep, PAGE_BYTES, Region};
+use transship_memory::{Access, Area, GuestMemory, InProcess, Keep, PAGE_BYTES, Process, Region};
 use transship_wire::RegionDescription;
 
-use super::{blocks, checks, qmp::Qmp};
+use super::{
+    blocks::{self, RamBlock},
+    checks,
+    maps::{FileId, Mapping, mappings, path_to},
+    qmp::Qmp,
+};
 
-/// One memory backend of the guest: a part of a file that QEMU maps shared.
+/// One memory backend of the guest.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct Backend {
     pub(super) id: String,
     pub(super) bytes: u64,
-    pub(super) file_offset: u64,
-    pub(super) file: FileId,
-    /// What QEMU was told about having all of it from the start (`prealloc`, and to which NUMA nodes it is bound).
-    keep: Keep,
-    /// How we reach the file.
-    path: PathBuf,
+    held: Held,
 }
 
-/// The identity of a file, whatever it is called: device (major, minor) and inode.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(super) struct FileId {
-    device: (u32, u32),
-    inode: u64,
+/// How QEMU has it.
+#[derive(Debug, PartialEq, Eq)]
+enum Held {
+    /// A part of a file that it maps shared.
+    Shared {
+        file: FileId,
+        offset: u64,
+        /// How we reach the file; none: only through QEMU's process, as it has no name.
+        path: Option<PathBuf>,
+        /// What QEMU was told about having all of it from the start (`prealloc`, and to which NUMA nodes it is bound).
+        keep: Keep,
+    },
+    /// Its own. Where it has not written the file shows, if there is one.
+    Private { address: u64, page_bytes: u64, below: Option<(FileId, u64)> },
 }
 
-impl FileId {
-    fn of(file: &fs::Metadata) -> Self {
-        Self { device: (major(file.dev()), minor(file.dev())), inode: file.ino() }
-    }
-}
-
-/// All backends, sorted by id, each checked to be memory that we can share.
+/// All backends, sorted by id.
 pub(super) fn backends(qmp: &mut Qmp) -> Result<Vec<Backend>, GuestError> {
     let devices = qmp.execute("query-memdev", json!({}))?;
     let types = object_types(qmp)?;
+    let known = blocks::list(qmp)?;
     let mut backends = Vec::new();
     for device in devices.as_array().into_iter().flatten() {
         let (Some(id), Some(bytes)) = (device["id"].as_str(), device["size"].as_u64()) else {
@@ -53,12 +56,26 @@ pub(super) fn backends(qmp: &mut Qmp) -> Result<Vec<Backend>, GuestError> {
             )));
         };
         let kind = types.iter().find(|(name, _)| name == id).map_or("a backend of unknown type", |(_, kind)| kind);
-        check_shared(id, kind, device["share"].as_bool() == Some(true), bytes)?;
-        backends.push(backend(qmp, id, bytes)?);
+        if property(qmp, id, "readonly") == Some(json!(true)) {
+            return Err(GuestError(format!(
+                "guest memory {id:?} is opened read-only, which can't be tracked; remove readonly=on"
+            )));
+        }
+        check_kind(id, kind, bytes)?;
+        let held = match (kind, device["share"].as_bool() == Some(true)) {
+            ("memory-backend-file", true) => Some(named_file(qmp, id, bytes)?),
+            _ => blocks::find(&known, id).map(|block| in_process(qmp, id, bytes, block)).transpose()?,
+        };
+        // Memory of QEMU's that nothing uses is not the guest's.
+        backends.extend(held.map(|held| Backend { id: id.to_owned(), bytes, held }));
     }
     blocks::check_all_covered(qmp, &backends)?;
     backends.sort_by(|a, b| a.id.cmp(&b.id));
     Ok(backends)
+}
+
+fn property(qmp: &mut Qmp, id: &str, name: &str) -> Option<Value> {
+    qmp.execute("qom-get", json!({ "path": format!("/objects/{id}"), "property": name })).ok()
 }
 
 /// Names and types of the objects under /objects.
@@ -71,18 +88,18 @@ fn object_types(qmp: &mut Qmp) -> Result<Vec<(String, String)>, GuestError> {
     Ok(objects.as_array().into_iter().flatten().filter_map(named).collect())
 }
 
-fn check_shared(id: &str, kind: &str, share: bool, bytes: u64) -> Result<(), GuestError> {
-    let what = match (kind, share) {
-        ("memory-backend-file", true) => return Ok(()),
-        ("memory-backend-file", false) => "is private to QEMU (share=off)".to_owned(),
-        ("memory-backend-memfd", _) => "is a memfd, which QEMU would not leave out of its own stream".to_owned(),
-        ("memory-backend-ram", _) => "is anonymous memory of QEMU".to_owned(),
-        _ => format!("is {kind}"),
-    };
-    Err(GuestError(format!("guest memory {id:?} {what}; it must be a shared named file: {}", cure(bytes))))
+/// Memory that no process may look at, or that nobody has told us how to.
+fn check_kind(id: &str, kind: &str, bytes: u64) -> Result<(), GuestError> {
+    if ["memory-backend-file", "memory-backend-memfd", "memory-backend-ram"].contains(&kind) {
+        return Ok(());
+    }
+    Err(GuestError(format!(
+        "guest memory {id:?} is {kind}, which can't be read from outside; use another, such as {}",
+        cure(bytes)
+    )))
 }
 
-/// The options that make guest memory shareable.
+/// The options that make guest memory a shared file.
 pub(super) fn cure(bytes: u64) -> String {
     format!(
         "-object memory-backend-file,id=mem0,size={},mem-path=/dev/shm/guest,share=on -machine memory-backend=mem0",
@@ -99,25 +116,51 @@ fn qemu_size(bytes: u64) -> String {
     }
 }
 
-fn backend(qmp: &mut Qmp, id: &str, bytes: u64) -> Result<Backend, GuestError> {
-    let mut property =
-        |name: &str| qmp.execute("qom-get", json!({ "path": format!("/objects/{id}"), "property": name })).ok();
-    if property("readonly") == Some(json!(true)) {
-        return Err(GuestError(format!(
-            "guest memory {id:?} is opened read-only, which can't be tracked; remove readonly=on"
-        )));
-    }
-    let file_offset = property("offset").and_then(|offset| offset.as_u64()).unwrap_or(0);
-    let keep = match (property("prealloc"), property("policy")) {
+fn keep(qmp: &mut Qmp, id: &str) -> Keep {
+    match (property(qmp, id, "prealloc"), property(qmp, id, "policy")) {
         (Some(Value::Bool(true)), Some(Value::String(policy))) if policy == "bind" => Keep::AllOnTheirNodes,
         (Some(Value::Bool(true)), _) => Keep::All,
         _ => Keep::Nothing,
-    };
-    let Some(Value::String(mem_path)) = property("mem-path") else {
+    }
+}
+
+/// A shared file with a name.
+fn named_file(qmp: &mut Qmp, id: &str, bytes: u64) -> Result<Held, GuestError> {
+    let offset = property(qmp, id, "offset").and_then(|offset| offset.as_u64()).unwrap_or(0);
+    let keep = keep(qmp, id);
+    let Some(Value::String(mem_path)) = property(qmp, id, "mem-path") else {
         return Err(GuestError(format!("QEMU does not say which file backs guest memory {id:?}: {}", cure(bytes))));
     };
     let (path, file) = locate(qmp.pid(), id, Path::new(&mem_path))?;
-    Ok(Backend { id: id.to_owned(), bytes, file_offset, file, keep, path })
+    Ok(Held::Shared { file, offset, path: Some(path), keep })
+}
+
+/// Memory that QEMU has under no name: the mapping that its block is at says what it is.
+fn in_process(qmp: &mut Qmp, id: &str, bytes: u64, block: &RamBlock) -> Result<Held, GuestError> {
+    let Some(address) = block.address else {
+        let (major, minor) = qmp.version();
+        return Err(GuestError(format!(
+            "QEMU {major}.{minor} does not say where in its process guest memory {id:?} is, as QEMU 8.2 and newer do; use one of these, or \
+             give the guest memory in a shared named file: {}",
+            cure(bytes)
+        )));
+    };
+    let pid = qmp.pid();
+    let mappings = mappings(pid)?;
+    let Some(mapping) = mappings.iter().find(|mapping| (mapping.start..mapping.end).contains(&address)) else {
+        return Err(GuestError(format!(
+            "guest memory {id:?}: process {pid}, which listens on the QMP socket, has nothing at address {address:#x}, where QEMU says it is; is \
+             the socket not QEMU's own?"
+        )));
+    };
+    let offset = mapping.file_offset + (address - mapping.start);
+    Ok(match mapping.is_shared {
+        true => Held::Shared { file: mapping.file, offset, path: None, keep: keep(qmp, id) },
+        false => {
+            let below = mapping.has_file().then_some((mapping.file, offset));
+            Held::Private { address, page_bytes: block.page_bytes, below }
+        }
+    })
 }
 
 /// Finds the file that QEMU maps, by the name that QEMU knows it by, which may be in another root than ours, and
@@ -160,44 +203,111 @@ impl Backend {
         RegionDescription { name: self.id.clone(), bytes: self.bytes }
     }
 
-    fn open(&self, access: Access) -> Result<OwnedFd, GuestError> {
-        let failed = |why: String| GuestError(format!("guest memory {:?} in {}: {why}", self.id, self.path.display()));
-        let open = |access| OpenOptions::new().read(true).write(access == Access::ReadWrite).open(&self.path);
-        let mut file = open(access).map_err(|e| failed(format!("{e}; run as root or as QEMU's user")))?;
-        if checks::is_hugetlbfs(&file) {
+    /// The file that others can map to have this memory.
+    pub(super) fn shared_file(&self) -> Option<FileId> {
+        match &self.held {
+            Held::Shared { file, .. } => Some(*file),
+            Held::Private { .. } => None,
+        }
+    }
+
+    /// Whether QEMU can be told to leave it out of its own stream (`x-ignore-shared`).
+    fn can_be_left_out(&self) -> bool {
+        matches!(&self.held, Held::Shared { path: Some(_), .. })
+    }
+
+    fn is_private(&self) -> bool {
+        matches!(&self.held, Held::Private { .. })
+    }
+
+    /// The part of it that a mapping shows.
+    fn area_of(&self, region: usize, mapping: &Mapping) -> Option<Area> {
+        let (first, start) = match &self.held {
+            // From the beginning of the memory on, and of the mapping.
+            Held::Shared { file, offset, .. } if mapping.is_shared && mapping.file == *file => {
+                (mapping.file_offset.saturating_sub(*offset), offset.saturating_sub(mapping.file_offset))
+            }
+            Held::Private { address, .. } if !mapping.is_shared && mapping.is_writable => {
+                (mapping.start.saturating_sub(*address), address.saturating_sub(mapping.start))
+            }
+            _ => return None,
+        };
+        let here = mapping.start.checked_add(start).filter(|here| *here < mapping.end && first < self.bytes)?;
+        let bytes = (mapping.end - here).min(self.bytes - first);
+        Some(Area { region, first_page: first / PAGE_BYTES as u64, address: here, bytes })
+    }
+
+    fn open_file(&self, file: FileId, path: &Path, access: Access) -> Result<OwnedFd, GuestError> {
+        let failed = |why: String| GuestError(format!("guest memory {:?} in {}: {why}", self.id, path.display()));
+        let open = |access| OpenOptions::new().read(true).write(access == Access::ReadWrite).open(path);
+        let mut opened = open(access).map_err(|e| failed(format!("{e}; run as root or as QEMU's user")))?;
+        if checks::is_hugetlbfs(&opened) {
             // Only by a descriptor for writing the kernel says where such a file has holes. Without the right to it all
             // pages count as data.
-            file = open(Access::ReadWrite).unwrap_or(file);
+            opened = open(Access::ReadWrite).unwrap_or(opened);
         }
-        let opened = file.metadata().map_err(|e| failed(e.to_string()))?;
-        if FileId::of(&opened) != self.file {
+        let about = opened.metadata().map_err(|e| failed(e.to_string()))?;
+        if FileId::of(&about) != file {
             return Err(failed("the file was replaced while it was opened".to_owned()));
         }
-        Ok(File::into(file))
+        Ok(File::into(opened))
+    }
+
+    fn open_unnamed(&self, pid: i32, file: FileId, access: Access) -> Result<OwnedFd, GuestError> {
+        let path = path_to(pid, file).map_err(|e| {
+            GuestError(format!("guest memory {:?} of process {pid} can't be reached: {e}; run as root", self.id))
+        })?;
+        self.open_file(file, &path, access)
+    }
+
+    fn region(&self, pid: i32, process: Option<&Arc<Process>>, access: Access) -> Result<Region, GuestError> {
+        let region = match (&self.held, process) {
+            (Held::Shared { file, offset, path, keep }, _) => {
+                let opened = match path {
+                    Some(path) => self.open_file(*file, path, access)?,
+                    None => self.open_unnamed(pid, *file, access)?,
+                };
+                Region::map(&self.id, opened, *offset, self.bytes, access).map(|region| region.keeping(*keep))
+            }
+            (Held::Private { address, page_bytes, below }, Some(process)) => {
+                let below = below.map(|(file, offset)| Ok((self.open_unnamed(pid, file, Access::Read)?, offset)));
+                let file = below.transpose().map_err(|e: GuestError| e)?;
+                let (process, address, page_bytes) = (Arc::clone(process), *address, *page_bytes);
+                let memory = InProcess { process, address, bytes: self.bytes, page_bytes, file };
+                Region::in_process(&self.id, memory, access)
+            }
+            (Held::Private { .. }, None) => return Err(GuestError(format!("process {pid} was not opened"))),
+        };
+        region.map_err(|e| GuestError(e.to_string()))
     }
 }
 
-/// Maps all backends into our process.
-pub(super) fn map(backends: &[Backend], access: Access) -> Result<GuestMemory, GuestError> {
-    let regions = backends.iter().map(|backend| {
-        let file = backend.open(access)?;
-        Region::map(&backend.id, file, backend.file_offset, backend.bytes, access)
-            .map(|region| region.keeping(backend.keep))
-            .map_err(|e| GuestError(e.to_string()))
-    });
+/// Whether QEMU can be told to leave all of it out of its own stream.
+pub(super) fn can_be_left_out(backends: &[Backend]) -> bool {
+    backends.iter().all(Backend::can_be_left_out)
+}
+
+/// QEMU's process, for its private memory.
+pub(super) fn open_process(pid: i32, access: Access) -> Result<Arc<Process>, GuestError> {
+    Process::open(pid, access).map(Arc::new).map_err(|e| GuestError(format!("{e}; run as root or as QEMU's user")))
+}
+
+/// Makes all backends readable, or writable, from here.
+pub(super) fn map(pid: i32, backends: &[Backend], access: Access) -> Result<GuestMemory, GuestError> {
+    let process = backends.iter().any(Backend::is_private).then(|| open_process(pid, access)).transpose()?;
+    let regions = backends.iter().map(|backend| backend.region(pid, process.as_ref(), access));
     Ok(GuestMemory::new(regions.collect::<Result<_, _>>()?))
 }
 
-/// Where QEMU maps the backends, ascending, with neighbours joined. Every page of every backend is in some area.
+/// Where QEMU has the backends, ascending, with neighbours joined. Every page of every backend is in some area.
 pub(super) fn areas(pid: i32, backends: &[Backend]) -> Result<Vec<Area>, GuestError> {
     let mappings = mappings(pid)?;
     let mut areas = Vec::new();
     for (region, backend) in backends.iter().enumerate() {
-        let of_region: Vec<Area> = mappings.iter().filter_map(|mapping| mapping.area_of(region, backend)).collect();
+        let of_region: Vec<Area> = mappings.iter().filter_map(|mapping| backend.area_of(region, mapping)).collect();
         if !covers_all(&of_region, backend.bytes) {
             return Err(GuestError(format!(
-                "guest memory {:?}: process {pid} maps only a part of its file; is it QEMU itself that listens on the QMP \
-                 socket?",
+                "guest memory {:?}: process {pid} maps only a part of it; is it QEMU itself that listens on the QMP socket?",
                 backend.id
             )));
         }
@@ -236,81 +346,15 @@ fn joined(areas: Vec<Area>) -> Vec<Area> {
     joined
 }
 
-/// A line of `/proc/PID/maps`.
-#[derive(Debug, PartialEq, Eq)]
-pub(super) struct Mapping {
-    pub(super) start: u64,
-    pub(super) end: u64,
-    pub(super) is_executable: bool,
-    pub(super) is_writable: bool,
-    pub(super) is_shared: bool,
-    pub(super) file_offset: u64,
-    pub(super) file: FileId,
-    pub(super) path: String,
-}
-
-impl Mapping {
-    /// `7f76fffff000-7f7703fff000 rw-s 00000000 00:1b 2      /dev/shm/guest`
-    fn parse(line: &str) -> Option<Self> {
-        let mut fields = line.splitn(6, ' ');
-        let (start, end) = fields.next()?.split_once('-')?;
-        let permissions = fields.next()?;
-        let file_offset = fields.next()?;
-        let (major, minor) = fields.next()?.split_once(':')?;
-        let inode = fields.next()?.parse().ok()?;
-        let hex = |text: &str| u64::from_str_radix(text, 16).ok();
-        let device = |text: &str| u32::from_str_radix(text, 16).ok();
-        Some(Self {
-            start: hex(start)?,
-            end: hex(end)?,
-            is_executable: permissions.contains('x'),
-            is_writable: permissions.contains('w'),
-            is_shared: permissions.contains('s'),
-            file_offset: hex(file_offset)?,
-            file: FileId { device: (device(major)?, device(minor)?), inode },
-            path: fields.next().unwrap_or("").trim_start().to_owned(),
-        })
-    }
-
-    /// The part of the backend that this mapping shows.
-    fn area_of(&self, region: usize, backend: &Backend) -> Option<Area> {
-        if !self.is_shared || self.file != backend.file {
-            return None;
-        }
-        let start = self.file_offset.max(backend.file_offset);
-        let end = (self.file_offset + (self.end - self.start)).min(backend.file_offset + backend.bytes);
-        (start < end).then(|| Area {
-            region,
-            first_page: (start - backend.file_offset) / PAGE_BYTES as u64,
-            address: self.start + (start - self.file_offset),
-            bytes: end - start,
-        })
-    }
-}
-
-/// All mappings of QEMU, ascending.
-pub(super) fn mappings(pid: i32) -> Result<Vec<Mapping>, GuestError> {
-    mappings_of(pid).map_err(|e| {
-        GuestError(format!("/proc/{pid}/maps: {e}; run as root or as QEMU's user to see where guest memory is mapped"))
-    })
-}
-
-/// All mappings of a process, ascending.
-pub(super) fn mappings_of(pid: i32) -> io::Result<Vec<Mapping>> {
-    let text = fs::read(format!("/proc/{pid}/maps"))?;
-    // File names need not be UTF-8; those that aren't are not looked for by name.
-    Ok(String::from_utf8_lossy(&text).lines().filter_map(Mapping::parse).collect())
-}
-
-#[cfg(test)]
-impl FileId {
-    const TEST: Self = Self { device: (0, 0x1b), inode: 2 };
-}
-
 #[cfg(test)]
 impl Backend {
     pub(super) fn test(id: &str, bytes: u64) -> Self {
-        Self { id: id.into(), bytes, file_offset: 0, file: FileId::TEST, keep: Keep::Nothing, path: PathBuf::new() }
+        Self::shared(id, bytes, 0)
+    }
+
+    fn shared(id: &str, bytes: u64, offset: u64) -> Self {
+        let held = Held::Shared { file: FileId::TEST, offset, path: Some(PathBuf::new()), keep: Keep::Nothing };
+        Self { id: id.into(), bytes, held }
     }
 }
 
@@ -322,7 +366,7 @@ mod tests {
     const FILE: FileId = FileId::TEST;
 
     fn backend(bytes: u64, file_offset: u64) -> Backend {
-        Backend { file_offset, ..Backend::test("mem0", bytes) }
+        Backend::shared("mem0", bytes, file_offset)
     }
 
     fn area(first_page: u64, address: u64, bytes: u64) -> Area {
@@ -330,26 +374,33 @@ mod tests {
     }
 
     #[test]
-    fn a_line_of_maps_is_taken_apart() {
-        let line = "7f76fffff000-7f7703fff000 rw-s 00001000 00:1b 2                          /dev/shm/a b (deleted)";
-        let mapping = Mapping::parse(line).unwrap();
-        assert_eq!((mapping.start, mapping.end, mapping.file_offset), (0x7f76_ffff_f000, 0x7f77_03ff_f000, 0x1000));
-        assert_eq!((mapping.is_shared, mapping.is_writable, mapping.is_executable), (true, true, false));
-        assert_eq!((mapping.file, &*mapping.path), (FILE, "/dev/shm/a b (deleted)"));
-        assert_eq!(Mapping::parse("00400000-00401000 r-xp 00000000 00:00 0 ").unwrap().path, "");
-        assert_eq!(Mapping::parse("nothing"), None);
+    fn an_area_is_the_part_of_a_mapping_that_shows_the_backend() {
+        let mapping = Mapping::test("10000-20000 rw-s 00004000 00:1b 2 /dev/shm/g");
+        assert_eq!(backend(0x100_0000, 0).area_of(0, &mapping), Some(area(4, 0x10000, 0x10000)));
+        assert_eq!(backend(0x2000, 0x8000).area_of(0, &mapping), Some(area(0, 0x14000, 0x2000)));
+        assert_eq!(backend(0x4000, 0).area_of(0, &mapping), None);
+        assert_eq!(backend(0x4000, 0x14000).area_of(0, &mapping), None);
+        let private = Mapping::test("10000-20000 rw-p 00004000 00:1b 2 /dev/shm/g");
+        assert_eq!(backend(0x100_0000, 0).area_of(0, &private), None);
+        let other = Mapping::test("10000-20000 rw-s 00004000 00:1b 3 /dev/shm/g");
+        assert_eq!(backend(0x100_0000, 0).area_of(0, &other), None);
     }
 
     #[test]
-    fn an_area_is_the_part_of_a_mapping_that_shows_the_backend() {
-        let mapping = Mapping::parse("10000-20000 rw-s 00004000 00:1b 2 /dev/shm/g").unwrap();
-        assert_eq!(mapping.area_of(0, &backend(0x100_0000, 0)), Some(area(4, 0x10000, 0x10000)));
-        assert_eq!(mapping.area_of(0, &backend(0x2000, 0x8000)), Some(area(0, 0x14000, 0x2000)));
-        assert_eq!(mapping.area_of(0, &backend(0x4000, 0)), None);
-        let private = Mapping::parse("10000-20000 rw-p 00004000 00:1b 2 /dev/shm/g").unwrap();
-        assert_eq!(private.area_of(0, &backend(0x100_0000, 0)), None);
-        let other = Mapping::parse("10000-20000 rw-s 00004000 00:1b 3 /dev/shm/g").unwrap();
-        assert_eq!(other.area_of(0, &backend(0x100_0000, 0)), None);
+    fn an_area_of_private_memory_is_the_part_of_a_mapping_at_its_addresses() {
+        let backend = |address, bytes| Backend {
+            held: Held::Private { address, page_bytes: 4096, below: None },
+            ..Backend::test("pc.ram", bytes)
+        };
+        let mapping = Mapping::test("10000-20000 rw-p 00000000 00:00 0 ");
+        assert_eq!(backend(0x10000, 0x10000).area_of(0, &mapping), Some(area(0, 0x10000, 0x10000)));
+        assert_eq!(backend(0x12000, 0x2000).area_of(0, &mapping), Some(area(0, 0x12000, 0x2000)));
+        // Two mappings show it, which the kernel has split.
+        assert_eq!(backend(0xf000, 0x20000).area_of(0, &mapping), Some(area(1, 0x10000, 0x10000)));
+        assert_eq!(backend(0x20000, 0x1000).area_of(0, &mapping), None);
+        assert_eq!(backend(0x8000, 0x8000).area_of(0, &mapping), None);
+        let guard = Mapping::test("10000-20000 ---p 00000000 00:00 0 ");
+        assert_eq!(backend(0x10000, 0x10000).area_of(0, &guard), None);
     }
 
     #[test]
@@ -370,16 +421,11 @@ mod tests {
     }
 
     #[test]
-    fn every_kind_of_memory_that_is_not_shareable_is_refused_with_its_cure() {
-        assert!(check_shared("m", "memory-backend-file", true, 1 << 30).is_ok());
-        for (kind, share) in [
-            ("memory-backend-file", false),
-            ("memory-backend-memfd", true),
-            ("memory-backend-ram", true),
-            ("memory-backend-epc", true),
-        ] {
-            let error = check_shared("m", kind, share, 3 << 30).unwrap_err().to_string();
-            assert!(error.contains("size=3G,mem-path=/dev/shm/guest,share=on -machine memory-backend=mem0"), "{error}");
+    fn memory_of_unknown_kind_is_refused_with_its_cure() {
+        for kind in ["memory-backend-file", "memory-backend-memfd", "memory-backend-ram"] {
+            assert!(check_kind("m", kind, 1 << 30).is_ok(), "{kind}");
         }
+        let error = check_kind("m", "memory-backend-epc", 3 << 30).unwrap_err().to_string();
+        assert!(error.contains("size=3G,mem-path=/dev/shm/guest,share=on -machine memory-backend=mem0"), "{error}");
     }
 }

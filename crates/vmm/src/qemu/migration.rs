@@ -25,6 +25,15 @@ pub(super) enum Answers {
     Yes,
 }
 
+/// What a stream says of memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Form {
+    /// Shared files with a name are left out (`x-ignore-shared`).
+    SharedLeftOut,
+    /// It may have pages of all memory.
+    Plain,
+}
+
 /// QEMU's migration settings as they were, to be put back.
 #[derive(Debug, Default, Serialize, Deserialize)]
 pub(super) struct Settings {
@@ -34,8 +43,8 @@ pub(super) struct Settings {
 
 impl Settings {
     /// Sets what the device state needs, and nothing that is so already.
-    pub(super) fn apply(qmp: &mut Qmp, answers: Answers) -> Result<Self, GuestError> {
-        let (before, wanted) = Self::planned(qmp, answers)?;
+    pub(super) fn apply(qmp: &mut Qmp, answers: Answers, form: Form) -> Result<Self, GuestError> {
+        let (before, wanted) = Self::planned(qmp, answers, form)?;
         if let Err(e) = set(qmp, wanted.capabilities, wanted.parameters) {
             // Half of it may be set.
             let _ = before.restore(qmp);
@@ -46,17 +55,20 @@ impl Settings {
 
     /// The settings as they are, of all that `apply` might set.
     pub(super) fn now(qmp: &mut Qmp) -> Result<Self, GuestError> {
-        let (mut before, _) = Self::planned(qmp, Answers::No)?;
-        let (other, _) = Self::planned(qmp, Answers::Yes)?;
-        before.capabilities.extend(other.capabilities);
+        let (mut before, _) = Self::planned(qmp, Answers::No, Form::SharedLeftOut)?;
+        for (answers, form) in [(Answers::Yes, Form::SharedLeftOut), (Answers::No, Form::Plain)] {
+            let (other, _) = Self::planned(qmp, answers, form)?;
+            let new = other.capabilities.into_iter().filter(|one| !before.capabilities.contains(one));
+            before.capabilities.extend(new.collect::<Vec<_>>());
+        }
         Ok(before)
     }
 
     /// What is to be set and is not so already: as it is, and as it is to be.
-    fn planned(qmp: &mut Qmp, answers: Answers) -> Result<(Self, Self), QmpError> {
+    fn planned(qmp: &mut Qmp, answers: Answers, form: Form) -> Result<(Self, Self), QmpError> {
         let (mut before, mut wanted) = (Self::default(), Self::default());
         for (name, state) in capabilities_of(qmp)? {
-            let Some(to_be) = capability(&name, answers) else { continue };
+            let Some(to_be) = capability(&name, answers, form) else { continue };
             if state != to_be {
                 wanted.capabilities.push(json!({ "capability": name, "state": to_be }));
                 before.capabilities.push(json!({ "capability": name, "state": state }));
@@ -109,9 +121,10 @@ fn set(qmp: &mut Qmp, capabilities: Vec<Value>, parameters: Map<String, Value>) 
 }
 
 /// What a capability must be for our one plain stream; none: as the user has it.
-fn capability(name: &str, answers: Answers) -> Option<bool> {
+fn capability(name: &str, answers: Answers, form: Form) -> Option<bool> {
     match name {
-        IGNORE_SHARED | "events" => Some(true),
+        IGNORE_SHARED => Some(form == Form::SharedLeftOut),
+        "events" => Some(true),
         "return-path" => Some(answers == Answers::Yes),
         // A destination that locked the disks when it has loaded would keep the source from taking its guest back. At a
         // source it means nothing.

@@ -6,12 +6,14 @@
 //!   checks       what we refuse, and the line that cures it
 //!   writers      who writes guest memory behind the tracker
 //!   blocks       QEMU's own list of its memory, and whether all of it is in these files
-//!   memory       which files hold the guest's memory, and where QEMU maps them
+//!   memory       what holds the guest's memory, and where QEMU has it
+//!   maps         what a process has mapped
 //!   inject       a userfaultfd made by QEMU, taken over by us
 //!   faults       which kind of userfaultfd, and the right to it
 //!   balloon      the balloon that a process of ours is, which QEMU can't save: unplugged, and plugged in again
 //!   giving_back  memory that the guest gives back, which must not happen while others wait for pages
 //!   migration    QEMU's own migration, used for the device state only
+//!   device_state the device state without it, where QEMU's migration would take the memory along
 //!   state_channel  the connection that QEMU saves the device state to
 //!   state_stream the device state as QEMU writes it
 //!   source, destination    the two adapters made of these
@@ -22,10 +24,12 @@ mod balloon;
 mod blocks;
 mod checks;
 mod destination;
+mod device_state;
 mod faults;
 mod giving_back;
 mod inject;
 mod machine;
+mod maps;
 mod memory;
 mod migration;
 mod qmp;
@@ -57,6 +61,11 @@ fn describe(qmp: &mut Qmp, backends: &[Backend]) -> Result<GuestDescription, Gue
         machine: format!("qemu {}", kind.strip_suffix("-machine").unwrap_or(kind)),
         regions: backends.iter().map(Backend::description).collect(),
     })
+}
+
+/// The machine's type as QEMU's own stream names it.
+fn bare_machine(guest: &GuestDescription) -> &str {
+    guest.machine.strip_prefix("qemu ").unwrap_or(&guest.machine)
 }
 
 /// The command line by which a person lets a guest run.

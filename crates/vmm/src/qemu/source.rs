@@ -1,7 +1,7 @@
 //! A running QEMU whose guest is to be moved away.
 use std::{
     fs::File,
-    io::Read,
+    io::{self, Read},
     net::Shutdown,
     os::{fd::AsFd, unix::net::UnixStream},
     path::Path,
@@ -21,11 +21,13 @@ use super::{
     DESTINATION,
     abandoned::Will,
     balloon::OwnBalloon,
-    blocks, checks, cont_by_hand, describe, faults,
+    blocks, checks, cont_by_hand, describe,
+    device_state::{DeviceState, Disks},
+    faults,
     giving_back::{self, Balloon},
     machine,
     memory::{self, Backend},
-    migration::{self, Answers, STATE_FD, STATE_URI, Settings},
+    migration::{self, Answers, Form, STATE_FD, STATE_URI, Settings},
     qmp::Qmp,
     state_channel::{self, QemusEnd, SAVE_WAIT, StateChannel},
     state_stream::{ToTheEnd, ToTheTrailer},
@@ -60,6 +62,10 @@ pub struct QemuSource {
     own_balloon: Option<OwnBalloon>,
     /// What that balloon says of the guest's memory, until somebody asks.
     hints: Option<Box<dyn Hints>>,
+    /// For memory that QEMU's own migration would take along.
+    device_state: Option<DeviceState>,
+    /// Its device state was saved by that.
+    is_saved: bool,
     /// Settings to be put back.
     settings: Option<Settings>,
     /// What the guest did when it was stopped last; standing before that, as it is not ours to let run then.
@@ -87,16 +93,25 @@ impl QemuSource {
         let own_balloon =
             options.balloon.as_ref().map(|balloon| OwnBalloon::find(&mut qmp, &balloon.socket)).transpose()?;
         checks::source_state(&mut qmp, own_balloon.as_ref())?;
-        migration::check_ignore_shared(&mut qmp)?;
         checks::may_ptrace(qmp.pid())?;
         let backends = memory::backends(&mut qmp)?;
         if !options.allow_untracked_writers {
             writers::refuse(&mut qmp, &backends, own_balloon.as_ref(), When::First)?;
         }
-        let memory = memory::map(&backends, Access::Read)?;
+        let memory = memory::map(qmp.pid(), &backends, Access::Read)?;
         checks::trackable(&memory)?;
         let description = describe(&mut qmp, &backends)?;
         let state_format = blocks::state_format(&mut qmp, &backends)?;
+        let device_state = match memory::can_be_left_out(&backends) {
+            true => {
+                migration::check_ignore_shared(&mut qmp)?;
+                None
+            }
+            false => {
+                checks::state_without_memory(&mut qmp)?;
+                Some(DeviceState::of(&qmp, &description, &state_format)?)
+            }
+        };
         let freeing = checks::freeing(&mut qmp)?;
         let hints = options.balloon.and_then(|balloon| (balloon.connect)(&balloon.socket, &memory));
         Ok(Self {
@@ -111,6 +126,8 @@ impl QemuSource {
             balloon: None,
             own_balloon,
             hints,
+            device_state,
+            is_saved: false,
             settings: None,
             found: Found::Standing,
             stays: false,
@@ -266,6 +283,8 @@ impl SourceGuest for QemuSource {
         let pages = self.memory.regions().iter().map(Region::pages).collect();
         let tracker =
             UffdTracker::new(uffd, pagemap.into(), areas.clone(), pages).map_err(|e| GuestError(e.to_string()))?;
+        let private = self.memory.regions().iter().enumerate().filter(|(_, region)| region.is_private());
+        let tracker = private.fold(tracker, |tracker, (region, _)| tracker.with_private(region));
         self.tracked = Some(areas);
         Ok(Box::new(tracker))
     }
@@ -334,13 +353,19 @@ impl SourceGuest for QemuSource {
         if self.is_running()? {
             return Err(GuestError("the guest runs: its device state can be saved only when it is stopped".to_owned()));
         }
+        if let Some(device_state) = &self.device_state {
+            let disks = if self.stays { Disks::Kept } else { Disks::Released };
+            let state = device_state.save(&mut self.qmp, disks)?;
+            self.is_saved = true;
+            return Ok(Box::new(io::Cursor::new(state)));
+        }
         let StateChannel { ours, qemus, name } = self.promised.take().map_or_else(StateChannel::open, Ok)?;
         let prepared = ours.set_read_timeout(Some(SAVE_WAIT)).and_then(|()| ours.try_clone());
         self.channel = Some(prepared.map_err(state_channel::failed)?);
         self.qemus_end = Some(name);
         let answers = self.answers();
         let before = machine::run_state(&mut self.qmp)?;
-        self.settings = Some(Settings::apply(&mut self.qmp, answers)?);
+        self.settings = Some(Settings::apply(&mut self.qmp, answers, Form::SharedLeftOut)?);
         self.qmp.send_fd(STATE_FD, qemus.as_fd())?;
         drop(qemus);
         self.qmp.forget_events();
@@ -354,6 +379,9 @@ impl SourceGuest for QemuSource {
     }
 
     fn state_saved(&mut self) -> Result<(), GuestError> {
+        if std::mem::take(&mut self.is_saved) {
+            return Ok(());
+        }
         if self.settings.is_none() {
             return Err(GuestError("no device state is being saved".to_owned()));
         }

@@ -14,7 +14,8 @@ use transship_guest::GuestError;
 use super::{
     balloon::OwnBalloon,
     machine::{Device, devices},
-    memory::{Backend, FileId, Mapping, mappings_of},
+    maps::{FileId, Mapping, mappings_of},
+    memory::Backend,
     qmp::Qmp,
 };
 
@@ -185,7 +186,7 @@ struct Others {
 impl Others {
     /// Processes that end meanwhile don't matter.
     fn of(qemu: i32, backends: &[Backend]) -> Self {
-        let files: HashSet<FileId> = backends.iter().map(|backend| backend.file).collect();
+        let files: HashSet<FileId> = backends.iter().filter_map(Backend::shared_file).collect();
         let ourselves = rustix::process::getpid().as_raw_nonzero().get();
         let mut others = Self::default();
         for pid in processes().filter(|pid| ![qemu, ourselves].contains(pid)) {

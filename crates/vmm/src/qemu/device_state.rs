@@ -1,0 +1,167 @@
+//! The device state of a guest whose memory QEMU would not leave out of its own migration stream.
+//!
+//! `x-ignore-shared` leaves out shared files that have a name, and nothing else. For any other memory there is
+//! `xen-save-devices-state`: it saves the sections of all devices and no memory, be it the guest's or a device's (video
+//! memory, ROMs). So this makes a stream as QEMU would write it: the header, a configuration of our own, a RAM section
+//! that lists all blocks and has the pages of the devices' ones, which are read from QEMU's process, and then the
+//! sections as they were saved.
+//!
+//! What the command leaves out without a word is refused before ([`checks::state_without_memory`]); that something in
+//! the machine can't be saved QEMU says in `blocked-reasons`.
+//!
+//! [`checks::state_without_memory`]: super::checks::state_without_memory
+use std::{
+    io::{Read, Seek},
+    os::fd::{AsFd, OwnedFd},
+    sync::Arc,
+};
+
+use rustix::fs::{MemfdFlags, Mode, OFlags};
+use serde_json::json;
+use transship_guest::{GuestError, StateFormat};
+use transship_memory::{Access, InProcess, PAGE_BYTES, Process, Region};
+use transship_wire::GuestDescription;
+use transship_wire::qemu::{Block, Configuration, GlobalState, Name, RunState, StreamWriter};
+
+use super::{
+    blocks::{self, RamBlock},
+    maps::{Mapping, mappings},
+    memory::open_process,
+    qmp::Qmp,
+};
+
+/// Magic number and version of a stream.
+const HEADER: [u8; 8] = *b"QEVM\0\0\0\x03";
+/// The number of the RAM section, which QEMU takes from its header.
+const RAM_SECTION: u32 = 2;
+/// Pages of a device that are read at once.
+const PIECE_PAGES: u64 = 128;
+/// More than any device has.
+const DEVICE_BYTES_MAX: u64 = 1 << 30;
+
+/// What becomes of the guest's disks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Disks {
+    /// QEMU lets go of them, until `cont`: somebody else will have them.
+    Released,
+    /// It keeps them.
+    Kept,
+}
+
+/// Saves the device state of one QEMU.
+pub(super) struct DeviceState {
+    process: Arc<Process>,
+    machine: Name,
+    /// Names of the blocks that are the guest's own memory.
+    guest: Vec<String>,
+}
+
+impl DeviceState {
+    /// Of the QEMU whose guest memory is in these blocks.
+    pub(super) fn of(qmp: &Qmp, guest: &GuestDescription, format: &StateFormat) -> Result<Self, GuestError> {
+        let StateFormat::Qemu { blocks, .. } = format else {
+            return Err(GuestError("a QEMU's device state is in QEMU's format".to_owned()));
+        };
+        let (machine, guest) = (super::bare_machine(guest), blocks.clone());
+        let machine =
+            Name::new(machine).map_err(|e| GuestError(format!("the machine {machine:?} can't be named: {e}")))?;
+        Ok(Self { process: open_process(qmp.pid(), Access::Read)?, machine, guest })
+    }
+
+    /// The state of the guest, which stands still, as a stream of QEMU's. In it the guest does.
+    ///
+    /// # Errors
+    /// QEMU refuses; memory of its devices can't be read.
+    pub(super) fn save(&self, qmp: &mut Qmp, disks: Disks) -> Result<Vec<u8>, GuestError> {
+        let mut tail = sections(qmp, disks)?;
+        let blocks = blocks::list(qmp)?;
+        if let Some(mut state) = GlobalState::find(&tail, 0).map_err(strange)? {
+            // The command calls every guest a running one.
+            state.patch(&mut tail, RunState::Paused);
+        }
+        let mut writer = StreamWriter::new(0, RAM_SECTION);
+        writer.header().configuration(&Configuration::new(self.machine.clone()));
+        writer.ram_start(blocks.iter().map(|block| block.used_bytes).sum());
+        for block in &blocks {
+            let name = Name::new(&block.name).map_err(strange)?;
+            writer.block(&Block { name, used_bytes: block.used_bytes, gpa: None, mapped: None });
+        }
+        writer.end_of_section().end();
+        let mappings = mappings(qmp.pid())?;
+        for block in blocks.iter().filter(|block| !self.guest.contains(&block.name)) {
+            self.device(block, &mappings, &mut writer)?;
+        }
+        writer.end_of_section().raw(&tail);
+        Ok(writer.take_bytes())
+    }
+
+    /// All pages of a device's memory. Those of zeros are written too: there may be others at the destination.
+    fn device(&self, block: &RamBlock, mappings: &[Mapping], writer: &mut StreamWriter) -> Result<(), GuestError> {
+        let name = Name::new(&block.name).map_err(strange)?;
+        let Some(address) = block.address.filter(|_| block.used_bytes <= DEVICE_BYTES_MAX) else {
+            return Err(GuestError(format!("QEMU does not say where its memory {name} is, or it is too large")));
+        };
+        let bytes = block.used_bytes;
+        let memory =
+            InProcess { process: Arc::clone(&self.process), address, bytes, page_bytes: PAGE_BYTES as u64, file: None };
+        let region = Region::in_process(&block.name, memory, Access::Read).map_err(unread)?;
+        // Of memory that it shares the page table does not say what it holds.
+        let own = mappings.iter().any(|mapping| {
+            (mapping.start..mapping.end).contains(&address)
+                && address + bytes <= mapping.end
+                && !mapping.is_shared
+                && !mapping.has_file()
+        });
+        let data = if own { Some(region.data().map_err(unread)?) } else { None };
+        let mut piece = Vec::new();
+        for first in (0..region.pages()).step_by(PIECE_PAGES as usize) {
+            let count = PIECE_PAGES.min(region.pages() - first);
+            let all = u128::MAX >> (u128::BITS as u64 - count);
+            let wanted = data.as_ref().map_or(all, |data| data.window(first));
+            piece.clear();
+            region.copy_out(first, wanted, &mut piece).map_err(unread)?;
+            let (pages, _) = piece.as_chunks::<PAGE_BYTES>();
+            let mut pages = pages.iter();
+            for page in first..first + count {
+                let offset = page * PAGE_BYTES as u64;
+                let there = wanted >> (page - first) & 1 == 1;
+                match if there { pages.next() } else { None } {
+                    Some(bytes) if bytes.iter().any(|byte| *byte != 0) => writer.page(&name, offset, bytes),
+                    _ => writer.zero_page(&name, offset),
+                };
+            }
+        }
+        Ok(())
+    }
+}
+
+/// The sections of all devices, as QEMU saves them, and the end of the stream.
+fn sections(qmp: &mut Qmp, disks: Disks) -> Result<Vec<u8>, GuestError> {
+    let failed = |e: rustix::io::Errno| GuestError(format!("memory for the device state: {e}"));
+    let ours = rustix::fs::memfd_create("transship-state", MemfdFlags::CLOEXEC).map_err(failed)?;
+    // QEMU finds the descriptor of a set by how it is open.
+    let path = format!("/proc/self/fd/{}", std::os::fd::AsRawFd::as_raw_fd(&ours));
+    let qemus: OwnedFd = rustix::fs::open(path, OFlags::WRONLY | OFlags::CLOEXEC, Mode::empty()).map_err(failed)?;
+    let (number, set) = qmp.add_fd(qemus.as_fd())?;
+    drop(qemus);
+    let arguments = json!({ "filename": format!("/dev/fdset/{set}"), "live": disks == Disks::Released });
+    let saved = qmp.execute("xen-save-devices-state", arguments);
+    // If this fails QEMU keeps an open file that nobody uses, until we disconnect.
+    let _ = qmp.execute("remove-fd", json!({ "fdset-id": set, "fd": number }));
+    saved?;
+    let mut bytes = Vec::new();
+    let mut file = std::fs::File::from(ours);
+    file.rewind().and_then(|()| file.read_to_end(&mut bytes)).map_err(strange)?;
+    match bytes.strip_prefix(&HEADER) {
+        Some(sections) if !sections.is_empty() => Ok(sections.to_vec()),
+        _ => Err(strange("it does not begin as a stream does")),
+    }
+}
+
+fn strange(error: impl std::fmt::Display) -> GuestError {
+    GuestError(format!("QEMU's device state can't be read: {error}"))
+}
+
+fn unread(error: transship_memory::Error) -> GuestError {
+    GuestError(format!("memory of QEMU's devices can't be read: {error}"))
+}
