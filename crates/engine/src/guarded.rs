@@ -12,6 +12,7 @@
 //! plugs in what is there, which is refused.
 use std::{ops::Deref, time::Instant};
 
+use crate::Report;
 use crate::guest::{Duty, Found, Guard, GuestError, SourceGuest};
 
 /// A guest, and who puts it back as it was if we die.
@@ -43,6 +44,16 @@ impl<'g> Guarded<'g> {
     /// The guest itself, for what needs no guard: everything but what this type does.
     pub(crate) fn unguarded(&mut self) -> &mut dyn SourceGuest {
         self.guest
+    }
+
+    /// Waits until what the scan that was just made has found is there to be read: [`SourceGuest::drain`].
+    pub(crate) fn drain(&mut self, report: &mut Report) -> Result<(), GuestError> {
+        let begin = Instant::now();
+        if self.guest.drain()? {
+            report.drains.count += 1;
+            report.drains.longest_ms = report.drains.longest_ms.max(begin.elapsed().as_secs_f64() * 1e3);
+        }
+        Ok(())
     }
 
     fn arm(&mut self) -> Result<(), GuestError> {

@@ -152,6 +152,16 @@ pub struct MethodBytes {
     pub made: u64,
 }
 
+/// Waits for what others were writing to guest memory when it was scanned. The guest runs meanwhile, and its disk
+/// requests wait.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Serialize)]
+pub struct Drains {
+    /// How often: once before each round, where it is needed at all.
+    pub count: u64,
+    /// The longest of them, in milliseconds.
+    pub longest_ms: f64,
+}
+
 /// The whole of it. Both sides report; what only one side knows is zero on the other.
 #[derive(Debug, Clone, Default, Serialize)]
 pub struct Report {
@@ -173,6 +183,8 @@ pub struct Report {
     /// Pages that somebody wrote after the last round, when the guest stood still. They were sent all the same; there
     /// should be none.
     pub late_pages: u64,
+    /// Waits for disks that read into guest memory by themselves.
+    pub drains: Drains,
     /// Bytes by kind.
     pub bytes: ByteCounts,
     /// Wire bytes a second.

@@ -120,6 +120,7 @@ impl Rounds {
         report: &mut Report,
     ) -> Result<(), Error> {
         let mut forecast = Forecast::new(aim, guest.state_estimate());
+        guest.drain(report)?;
         self.send_first_and_unplug(guest, link, progress, report)?;
         loop {
             self.scanner.scan(link.content(), report, progress)?;
@@ -128,6 +129,7 @@ impl Rounds {
                 Verdict::AnotherRound => {}
                 Verdict::Hopeless(why) => return Err(Error::NotConverging(why)),
             }
+            guest.drain(report)?;
             self.send_pending(link, DONE_TIMEOUT, progress, report)?;
             reach(link, "round")?;
         }

@@ -141,6 +141,16 @@ pub trait SourceGuest: Send {
     fn plug_back(&mut self) {}
     /// Begins to track writes. Called at most once before `stop`.
     fn track(&mut self) -> Result<Box<dyn Tracker>, GuestError>;
+    /// Waits until all is in guest memory that somebody was writing there past the tracker when this was called, such
+    /// as a disk that reads into it by itself: the page was noted as written when its transfer began, and what comes
+    /// later is not. To be called after each scan of a guest that runs, before the pages that it found are read. True:
+    /// there is somebody who may do so.
+    ///
+    /// # Errors
+    /// It can't be known.
+    fn drain(&mut self) -> Result<bool, GuestError> {
+        Ok(false)
+    }
     /// Whether the vCPUs run now.
     fn is_running(&mut self) -> Result<bool, GuestError>;
     /// Stops the vCPUs and waits until all writes to guest memory have ended (block jobs flushed included). Returns

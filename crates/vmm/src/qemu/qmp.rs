@@ -131,6 +131,12 @@ impl Qmp {
         self.execute_with(command, json!({}), None, limit)
     }
 
+    /// Waits until no request of the guest's to a disk is under way: a transaction of nothing does that before it begins.
+    /// The guest runs meanwhile, and its new requests wait.
+    pub(super) fn drain_disks(&mut self, limit: Duration) -> Result<(), QmpError> {
+        self.execute_with("transaction", json!({ "actions": [] }), None, limit).map(drop)
+    }
+
     /// Hands a file descriptor to QEMU, to be named `name` in a later command. Replaces one of the same name.
     pub(super) fn send_fd(&mut self, name: &str, fd: BorrowedFd<'_>) -> Result<(), QmpError> {
         self.execute_with("getfd", json!({ "fdname": name }), Some(fd), COMMAND_WAIT).map(drop)

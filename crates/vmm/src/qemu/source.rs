@@ -54,6 +54,8 @@ pub struct QemuSource {
     freeing: Freeing,
     /// The user knows of those that are there and of those that come.
     allow_untracked_writers: bool,
+    /// Disks read into guest memory by themselves, so each scan is followed by a wait for them.
+    has_direct_disks: bool,
     /// Where QEMU had the memory when the tracking, or the protection, began.
     tracked: Option<Vec<Area>>,
     /// As it was when the protection began.
@@ -95,8 +97,9 @@ impl QemuSource {
         checks::source_state(&mut qmp, own_balloon.as_ref())?;
         checks::may_ptrace(qmp.pid())?;
         let backends = memory::backends(&mut qmp)?;
+        let has_direct_disks = writers::has_direct_disks(&mut qmp)?;
         if !options.allow_untracked_writers {
-            writers::refuse(&mut qmp, &backends, own_balloon.as_ref(), When::First)?;
+            writers::refuse(&mut qmp, &backends, own_balloon.as_ref(), When::First, has_direct_disks)?;
         }
         let memory = memory::map(qmp.pid(), &backends, Access::Read)?;
         checks::trackable(&memory)?;
@@ -122,6 +125,7 @@ impl QemuSource {
             memory,
             freeing,
             allow_untracked_writers: options.allow_untracked_writers,
+            has_direct_disks,
             tracked: None,
             balloon: None,
             own_balloon,
@@ -161,7 +165,8 @@ impl QemuSource {
         if self.allow_untracked_writers {
             return Ok(());
         }
-        writers::refuse(&mut self.qmp, &self.backends, self.own_balloon.as_ref(), When::Later)
+        let (balloon, drained) = (self.own_balloon.as_ref(), self.has_direct_disks);
+        writers::refuse(&mut self.qmp, &self.backends, balloon, When::Later, drained)
     }
 
     /// The part of it that is quick.
@@ -169,7 +174,7 @@ impl QemuSource {
         if self.allow_untracked_writers {
             return Ok(());
         }
-        writers::refuse_devices(&mut self.qmp, self.own_balloon.as_ref(), When::Later)
+        writers::refuse_devices(&mut self.qmp, self.own_balloon.as_ref(), When::Later, self.has_direct_disks)
     }
 
     fn check_balloon(&mut self) -> Result<(), GuestError> {
@@ -287,6 +292,13 @@ impl SourceGuest for QemuSource {
         let tracker = private.fold(tracker, |tracker, (region, _)| tracker.with_private(region));
         self.tracked = Some(areas);
         Ok(Box::new(tracker))
+    }
+
+    fn drain(&mut self) -> Result<bool, GuestError> {
+        if self.has_direct_disks {
+            self.qmp.drain_disks(STOP_WAIT)?;
+        }
+        Ok(self.has_direct_disks)
     }
 
     fn is_running(&mut self) -> Result<bool, GuestError> {

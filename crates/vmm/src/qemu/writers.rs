@@ -31,7 +31,7 @@ pub(super) enum When {
     Later,
 }
 
-/// Refuses a guest that has any.
+/// Refuses a guest that has any. `drained`: who reads pages waits for the disks after each scan.
 ///
 /// It looks at every process of the machine: not while the guest stands still.
 pub(super) fn refuse(
@@ -39,15 +39,21 @@ pub(super) fn refuse(
     backends: &[Backend],
     balloon: Option<&OwnBalloon>,
     when: When,
+    drained: bool,
 ) -> Result<(), GuestError> {
-    let mut found = known_to_qemu(qmp, balloon)?;
+    let mut found = known_to_qemu(qmp, balloon, drained)?;
     found.extend(others(qmp, backends, balloon));
     refuse_all(&found, when)
 }
 
 /// As [`refuse`], of those that QEMU knows: quick.
-pub(super) fn refuse_devices(qmp: &mut Qmp, balloon: Option<&OwnBalloon>, when: When) -> Result<(), GuestError> {
-    refuse_all(&known_to_qemu(qmp, balloon)?, when)
+pub(super) fn refuse_devices(
+    qmp: &mut Qmp,
+    balloon: Option<&OwnBalloon>,
+    when: When,
+    drained: bool,
+) -> Result<(), GuestError> {
+    refuse_all(&known_to_qemu(qmp, balloon, drained)?, when)
 }
 
 fn refuse_all(found: &[String], when: When) -> Result<(), GuestError> {
@@ -66,14 +72,14 @@ fn refuse_all(found: &[String], when: When) -> Result<(), GuestError> {
 }
 
 /// Devices, network back ends and disks.
-fn known_to_qemu(qmp: &mut Qmp, balloon: Option<&OwnBalloon>) -> Result<Vec<String>, GuestError> {
+fn known_to_qemu(qmp: &mut Qmp, balloon: Option<&OwnBalloon>, drained: bool) -> Result<Vec<String>, GuestError> {
     let is_own = |device: &Device| balloon.is_some_and(|own| own.is(device));
     // One walk: it is repeated while the guest stands still.
-    let writers = devices(qmp, |kind| writes_behind(kind) || is_passed_through(kind))?;
+    let writers = devices(qmp, |kind| writes_behind(kind) || (!drained && is_passed_through(kind)))?;
     let writers = writers.iter().filter(|device| !is_own(device));
     let mut found: Vec<String> = writers.map(|device| describe(device, qmp)).collect();
     found.extend(network_backends(qmp)?);
-    found.extend(direct_disks(qmp)?);
+    found.extend(disks(qmp, drained)?);
     Ok(found)
 }
 
@@ -138,22 +144,38 @@ fn is_shared_network(line: &str) -> bool {
     about.split(',').any(|field| matches!(field.trim_start_matches("type="), "vhost-user" | "vhost-vdpa"))
 }
 
-/// What is read past the page cache (O_DIRECT, or a driver outside the kernel) is written into guest memory by the
-/// disk. The kernel looks at the page when the read begins; if a scan comes between, the data itself goes unseen.
-fn direct_disks(qmp: &mut Qmp) -> Result<Vec<String>, GuestError> {
-    // Without what is behind each of them, which has an entry of its own.
-    let nodes = qmp.execute("query-named-block-nodes", json!({ "flat": true }))?;
-    Ok(nodes.as_array().into_iter().flatten().filter_map(direct_disk).collect())
+/// Whether the guest has disks that are read past the page cache (O_DIRECT): their data goes into guest memory by
+/// itself. The kernel notes the page as written when the read begins; if a scan comes between, the data itself goes
+/// unseen, unless who reads the page waits for the disks first.
+pub(super) fn has_direct_disks(qmp: &mut Qmp) -> Result<bool, GuestError> {
+    Ok(nodes(qmp)?.iter().any(is_direct) || !devices(qmp, is_passed_through)?.is_empty())
 }
 
-fn direct_disk(node: &Value) -> Option<String> {
-    let name = node["node-name"].as_str().unwrap_or("?");
-    let driver = node["drv"].as_str().unwrap_or("?");
-    if driver.starts_with("nvme") || driver.starts_with("virtio-blk-v") {
-        return Some(format!("disk {name} (driver {driver})"));
-    }
-    let direct = node["cache"]["direct"].as_bool() == Some(true);
-    direct.then(|| format!("disk {name} with cache.direct=on (use cache=writeback)"))
+/// Disks that write to guest memory past the tracker. `drained`: but for those that can be waited for.
+fn disks(qmp: &mut Qmp, drained: bool) -> Result<Vec<String>, GuestError> {
+    let name = |node: &Value| node["node-name"].as_str().unwrap_or("?").to_owned();
+    let disk = |node: &Value| match own_driver(node) {
+        Some(driver) => Some(format!("disk {} (driver {driver})", name(node))),
+        None if is_direct(node) && !drained => Some(format!("disk {} with cache.direct=on", name(node))),
+        None => None,
+    };
+    Ok(nodes(qmp)?.iter().filter_map(disk).collect())
+}
+
+fn nodes(qmp: &mut Qmp) -> Result<Vec<Value>, GuestError> {
+    // Without what is behind each of them, which has an entry of its own.
+    let nodes = qmp.execute("query-named-block-nodes", json!({ "flat": true }))?;
+    Ok(nodes.as_array().cloned().unwrap_or_default())
+}
+
+fn is_direct(node: &Value) -> bool {
+    node["cache"]["direct"].as_bool() == Some(true) && own_driver(node).is_none()
+}
+
+/// A driver outside the kernel, which has all guest memory pinned for as long as it is there.
+fn own_driver(node: &Value) -> Option<&str> {
+    let driver = node["drv"].as_str()?;
+    (driver.starts_with("nvme") || driver.starts_with("virtio-blk-v")).then_some(driver)
 }
 
 /// A process, for messages.

@@ -104,6 +104,7 @@ impl Rounds {
         let mut free = FreePages::of(guest.unguarded());
         self.scanner.plan_first_round(Some(free.ask(None, progress)?))?;
         loop {
+            guest.drain(report)?;
             self.write_pending(output, target, !target.is_direct(), progress, report)?;
             fail_point::reach("save.round")?;
             if self.number == 1 {
