@@ -257,7 +257,10 @@ impl QemuBuilder {
             Kind::Linux(_) => {
                 vec!["-kernel".into(), path("linux/vmlinuz")?, "-initrd".into(), path("linux/initrd.img")?]
             }
-            Kind::Multiboot(_) => vec!["-kernel".into(), path("kvm.elf")?],
+            // The usual firmware takes seconds to get there where KVM has to emulate what it does.
+            Kind::Multiboot(_) => {
+                vec!["-bios".into(), "qboot.rom".into(), "-kernel".into(), path("kvm.elf")?]
+            }
             Kind::Firmware => vec![],
         };
         if let Kind::Linux(workload) | Kind::Multiboot(workload) = &self.kind {
