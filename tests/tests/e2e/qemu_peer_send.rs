@@ -1,11 +1,8 @@
 //! Guests move to a stock QEMU that waits with `-incoming`, and are asked over there whether every page is theirs.
-mod ends;
-mod peer;
-
 use std::{fs, io::Write};
 
-use ends::number;
-use peer::{PLAIN, Wires, assert_moved, assert_never_ran, assert_never_ran_or_hangs, assert_runs_on, multifd};
+use crate::ends::number;
+use crate::peer::{PLAIN, Wires, assert_moved, assert_never_ran, assert_never_ran_or_hangs, assert_runs_on, multifd};
 use serde_json::{Value, json};
 use transship_lab::{Backend, Balloon, LabError, Qemu, QemuBuilder, Result, Scratch, Workload, other_qemu};
 

@@ -1,5 +1,4 @@
 //! A stock QEMU that waits for a guest, with nothing of ours on its side.
-#![allow(dead_code, reason = "each test binary uses a part")]
 use std::{process::ExitStatus, time::Duration};
 
 use serde_json::{Value, json};

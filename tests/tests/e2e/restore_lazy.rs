@@ -1,17 +1,14 @@
 //! Guests that run before their memory is there, whoever dies and whatever fails meanwhile.
-mod restoring;
-mod stock;
-
 use std::{fs, time::Duration};
 
-use restoring::{
+use crate::restoring::{
     assert_goes_on, disk, io,
     lazy::{Stalled, stand_ins},
     make_dirty, restoring, saved_by_stock,
 };
+use crate::stock::StockSave;
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::json;
-use stock::StockSave;
 use transship_lab::{Count, Disk, LabError, Qemu, QemuBuilder, Result, lines::Mark, process, wait_until};
 
 /// The guest runs first. Under KVM the processor itself waits for pages.

@@ -1,12 +1,9 @@
 //! Two relays between two stock QEMUs: running guests go over a link of ours, and check their memory at the other end.
-mod peer;
-mod stock;
-
 use std::path::Path;
 
-use peer::{PLAIN, Wires, assert_never_ran, assert_never_ran_or_hangs, multifd};
+use crate::peer::{PLAIN, Wires, assert_never_ran, assert_never_ran_or_hangs, multifd};
+use crate::stock::wait_completed;
 use serde_json::{Value, json};
-use stock::wait_completed;
 use transship_lab::{LabError, Qemu, QemuBuilder, Result, SlowLink, Transship, Workload, other_qemu, wait_until};
 
 /// The two relays, and where the source is to migrate to.

@@ -1,18 +1,15 @@
 //! What a guest has given back after a lazy restore had brought it is zero, and stays so: a guest that clears what it
 //! frees (Linux with `init_on_free=1`) uses it again without another look.
 #![allow(clippy::unwrap_used)]
-mod restoring;
-mod stock;
-
 use std::{fs, ops::Range, path::Path};
 
-use restoring::{
+use crate::restoring::{
     disk, io,
     lazy::{Stalled, stand_ins},
 };
+use crate::stock::StockSave;
 use rustix::fs::FallocateFlags;
 use serde_json::json;
-use stock::StockSave;
 use transship_lab::{LabError, Qemu, QemuBuilder, Result, Workload, wait_until};
 
 const PAGE: u64 = 4096;
@@ -141,7 +138,7 @@ fn clearing() -> QemuBuilder {
 fn a_guest_that_clears_what_it_frees_finds_zeros_after_a_kill() -> Result<()> {
     let folder = disk()?;
     let path = folder.join("snapshot");
-    restoring::saved_by_stock(clearing(), StockSave::default(), &path)?;
+    crate::restoring::saved_by_stock(clearing(), StockSave::default(), &path)?;
     let guest = clearing().incoming().start()?;
     let mut stalled = Stalled::start(&guest.vm(), &path)?;
     // Each page is touched to be cleared, and so brought.
@@ -154,5 +151,5 @@ fn a_guest_that_clears_what_it_frees_finds_zeros_after_a_kill() -> Result<()> {
     let (mib, wrong) = guest.serial().take_fresh()?;
     assert!(mib > 200, "{mib}");
     assert_eq!(wrong, 0, "pages of {mib} MiB");
-    restoring::assert_goes_on(&guest)
+    crate::restoring::assert_goes_on(&guest)
 }

@@ -1,7 +1,5 @@
 //! Guests of every kind, moved while they run, and asked on the other side whether every page is theirs.
-mod ends;
-
-use ends::{assert_whole, in_the_middle, move_between, number, synthetic_pair};
+use crate::ends::{assert_whole, in_the_middle, move_between, number, synthetic_pair};
 use rustix::process::Signal;
 use serde_json::Value;
 use transship_lab::{

@@ -1,5 +1,4 @@
 //! Both ends of a move.
-#![allow(dead_code, reason = "each test binary uses a part")]
 use serde_json::Value;
 use transship_lab::{
     Finished, LabError, Result, Scratch, Synthetic, Transship,

@@ -1,18 +1,15 @@
 //! Guests saved to files: stock QEMU loads them and the guests check themselves; whatever goes wrong, the guest runs on
 //! and the old file is whole.
-mod ends;
-mod stock;
-
 use std::{
     fs,
     path::{Path, PathBuf},
     time::Duration,
 };
 
-use ends::number;
+use crate::ends::number;
+use crate::stock::StockLoad;
 use rustix::process::Signal;
 use serde_json::json;
-use stock::StockLoad;
 use transship_lab::{
     Finished, LabError, Qemu, Result, Scratch, Synthetic, Transship, Workload, synthetic::SyntheticState,
     transship::TransshipBuilder, versions::other_qemu, wait_until,

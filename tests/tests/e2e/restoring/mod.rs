@@ -1,5 +1,4 @@
 //! Restores, and guests that went through one.
-#![allow(dead_code, reason = "each test binary uses a part")]
 pub(crate) mod lazy;
 
 use std::{fs, os::unix::fs::FileExt, path::Path};

@@ -1,9 +1,7 @@
 //! One disk on shared storage, and a QEMU on each side that locks it: whoever dies before the guest is handed over, it
 //! runs on at the source and can write to its disk.
-mod sector;
-
+use crate::sector::{Gate, Move, SharedDisk, wait_counting};
 use rustix::process::Signal;
-use sector::{Gate, Move, SharedDisk, wait_counting};
 use serde_json::json;
 use transship_lab::{
     Finished, Proxy, Qemu, QemuBuilder, Result, Scratch, Transship, lines::Mark, other_qemu, wait_until,

@@ -1,5 +1,4 @@
 //! A stock QEMU saves its guest by itself.
-#![allow(dead_code, reason = "each test binary uses a part")]
 use std::{
     path::Path,
     time::{Duration, Instant},

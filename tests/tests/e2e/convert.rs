@@ -1,7 +1,5 @@
 //! Files that were converted are files like others: stock QEMU loads them, and the guest checks its memory.
-mod stock;
-
-use stock::{StockLoad, StockSave};
+use crate::stock::{StockLoad, StockSave};
 use transship_lab::{Qemu, Result, Scratch, Transship};
 
 fn assert_goes_on(guest: &Qemu, story: &str) -> Result<()> {

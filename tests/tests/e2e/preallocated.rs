@@ -1,13 +1,10 @@
 //! Memory that a waiting QEMU was promised: what was allocated or reserved for it before its guest comes is still there
 //! afterwards, and where memory is short transship says so and does not die of it.
-mod restoring;
-mod stock;
-
 use std::path::Path;
 
-use restoring::{assert_goes_on, disk, io, restoring};
+use crate::restoring::{assert_goes_on, disk, io, restoring};
+use crate::stock::StockSave;
 use serde_json::json;
-use stock::StockSave;
 use transship_lab::{
     Accel, Finished, HugePool, MemoryMount, Qemu, QemuBuilder, Result, Scratch, Transship, Workload, wait_until,
 };

@@ -1,10 +1,8 @@
 //! Whoever dies, stalls or says no while a guest goes to a stock QEMU: at most one side runs, and the guest is lost on
 //! neither. Checked on the guests themselves.
-mod peer;
-
 use std::fs;
 
-use peer::{PLAIN, Wires, assert_never_ran, assert_nothing_of_ours, assert_runs_on, multifd};
+use crate::peer::{PLAIN, Wires, assert_never_ran, assert_nothing_of_ours, assert_runs_on, multifd};
 use rustix::process::Signal;
 use serde_json::json;
 use transship_lab::{LabError, Qemu, Result, Scratch, Transship, lines::Mark, wait_until};
@@ -94,7 +92,7 @@ fn a_destination_that_dies_before_the_end_leaves_the_guest_here() -> Result<()> 
     let destination = Qemu::multiboot().incoming().start()?;
     let left = source.next_count()?.count;
     PLAIN.move_over(&source, &destination)?;
-    peer::assert_moved(&source, &destination, left)
+    crate::peer::assert_moved(&source, &destination, left)
 }
 
 /// Nobody can tell from here: exit code 3, the guest stands still, and the line that the message shows resumes it.

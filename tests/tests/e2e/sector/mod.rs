@@ -1,5 +1,4 @@
 //! A guest that fits into the boot sector of its disk: it counts in its memory, and goes to sleep when it is told to.
-#![allow(dead_code, reason = "each test binary uses a part")]
 use std::{
     fs::{self, File, OpenOptions},
     io,

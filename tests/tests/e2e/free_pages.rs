@@ -1,8 +1,6 @@
 //! Guests that give memory back: what they have freed is not sent, and what they use again is.
 #![allow(clippy::unwrap_used)]
-mod ends;
-
-use ends::{move_between, number};
+use crate::ends::{move_between, number};
 use std::path::Path;
 use transship_lab::{Qemu, QemuBuilder, Workload, wait_until};
 

@@ -1,13 +1,10 @@
 //! Moves and saves of a guest that says which of its memory is free, by transship's balloon. With a stock QEMU 11.1 and
 //! Linux's own driver.
 #![allow(clippy::unwrap_used)]
-mod ends;
-mod stock;
-
-use ends::number;
+use crate::ends::number;
+use crate::stock::StockLoad;
 use rustix::process::Signal;
 use serde_json::{Value, json};
-use stock::StockLoad;
 use transship_lab::{
     Balloon, Finished, LabError, Qemu, QemuBuilder, Scratch, Transship, Workload, other_qemu, synthetic::Synthetic,
     transship::TransshipBuilder, wait_until,

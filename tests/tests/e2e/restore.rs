@@ -1,13 +1,10 @@
 //! Guests from files: of stock QEMU and of our own, mostly before they run; asked afterwards whether every page is
 //! theirs.
-mod restoring;
-mod stock;
-
 use std::fs;
 
-use restoring::{assert_goes_on, disk, io, make_dirty, restoring, saved_by_stock};
+use crate::restoring::{assert_goes_on, disk, io, make_dirty, restoring, saved_by_stock};
+use crate::stock::StockSave;
 use serde_json::json;
-use stock::StockSave;
 use transship_lab::{Disk, Qemu, Result, Synthetic, Transship, synthetic::SyntheticState, versions::other_qemu};
 
 /// What stock QEMU saves we restore into a stock QEMU, whatever way it was written and is read, and whatever the memory

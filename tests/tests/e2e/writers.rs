@@ -1,7 +1,5 @@
 //! What writes to guest memory past the tracker: found when a move begins, and found when it came meanwhile.
-mod ends;
-
-use ends::in_the_middle;
+use crate::ends::in_the_middle;
 use serde_json::{Value, json};
 use std::{
     io::{Read, Write},

@@ -1,8 +1,6 @@
 //! Every method moves a guest whole, with as many encoders as there may be; and nothing of them hangs when a move ends
 //! early.
-mod ends;
-
-use ends::{assert_whole, move_between, number, synthetic_pair};
+use crate::ends::{assert_whole, move_between, number, synthetic_pair};
 use rustix::process::Signal;
 use transship_lab::{
     LabError, Qemu, Result, Scratch, SlowLink, Synthetic, Transship, Workload,

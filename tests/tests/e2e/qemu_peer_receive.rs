@@ -1,10 +1,8 @@
 //! A stock QEMU migrates to us by itself: into files and into a waiting QEMU. The guests check their memory afterwards.
-mod stock;
-
 use std::{fs, path::Path, time::Duration};
 
+use crate::stock::{StockLoad, wait_completed};
 use serde_json::{Value, json};
-use stock::{StockLoad, wait_completed};
 use transship_lab::{
     Backend, Disk, LabError, Qemu, QemuBuilder, Result, Scratch, Transship, transship::TransshipBuilder,
     versions::other_qemu, wait_until,

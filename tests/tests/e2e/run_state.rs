@@ -1,6 +1,4 @@
 //! Whether a guest is to run is what it did when it was stopped, not what it did when somebody began to move it.
-mod sector;
-
 use std::{
     fs::{self, File, OpenOptions},
     io::Write,
@@ -8,7 +6,7 @@ use std::{
     process::{Command, Stdio},
 };
 
-use sector::{Gate, Move, SharedDisk, go_to_sleep, wait_counting};
+use crate::sector::{Gate, Move, SharedDisk, go_to_sleep, wait_counting};
 use serde_json::json;
 use transship_lab::{LabError, Qemu, Result, Scratch, Transship, binary, other_qemu, wait_until};
 

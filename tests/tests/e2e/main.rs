@@ -1,0 +1,37 @@
+//! The end-to-end tests: the built command, and real guests that know what every page of their memory must hold. They
+//! are one program, since each would be linked by itself, and while one test waits for its guest another can go on.
+//!
+//! - The lab: `guests` and `link`, without which no other test would notice a thing
+//! - Moves: `moves`, `codecs`, `run_state`, `disks`; who dies in one: `crash`
+//! - To and from a stock QEMU: `qemu_peer_send`, `qemu_peer_receive`, `relay`; who dies in one: `qemu_peer_crash`
+//! - Snapshots: `save`, `background`, `restore`, `restore_lazy`, `restore_given_back`, `convert`
+//! - Memory: `huge_pages`, `preallocated`, `free_pages`, `writers`; who says which of it is free: `balloon`, `hints`
+//! - What several of them need: `ends`, `peer`, `restoring`, `sector`, `stock`
+mod background;
+mod balloon;
+mod codecs;
+mod convert;
+mod crash;
+mod disks;
+mod ends;
+mod free_pages;
+mod guests;
+mod hints;
+mod huge_pages;
+mod link;
+mod moves;
+mod peer;
+mod preallocated;
+mod qemu_peer_crash;
+mod qemu_peer_receive;
+mod qemu_peer_send;
+mod relay;
+mod restore;
+mod restore_given_back;
+mod restore_lazy;
+mod restoring;
+mod run_state;
+mod save;
+mod sector;
+mod stock;
+mod writers;
