@@ -465,6 +465,35 @@ fn what_has_to_come_before_the_pages_does() {
     }
 }
 
+/// A page of the guest's and one of a device's come again as what has changed in them.
+#[test]
+fn a_page_that_comes_as_a_change_is_put_together() {
+    let folder = folder();
+    let path = folder.path().join("a");
+    let name = |name: &str| Name::new(name).unwrap();
+    let mut writer = StreamWriter::new(0, 1);
+    writer.header().configuration(&Configuration::new(name("pc-i440fx-10.0"))).ram_start(4100 * 4096);
+    for (block, pages) in [("pc.ram", 4096), ("pc.bios", 4)] {
+        writer.block(&Block { name: name(block), used_bytes: pages * 4096, gpa: None, mapped: None });
+    }
+    writer.end_of_section().end();
+    for block in ["pc.ram", "pc.bios"] {
+        // Two bytes stay, one is another.
+        writer.page(&name(block), 8192, &[7; 4096]).xbzrle_page(&name(block), 8192, &[2, 1, 9]);
+    }
+    let body = [&8u32.to_be_bytes()[..], b"running", &[0; 93]].concat();
+    writer.end_of_section().full(3, &name("globalstate"), 0, 1, &body).eof();
+    fs::write(&path, writer.take_bytes()).unwrap();
+    let mut guest = WaitingQemu::new();
+    let (result, report) = restore(&mut guest, &FileUri::path(&path), &options());
+    result.unwrap();
+    let (blocks, _) = read_stream(&guest.0.state);
+    for memory in [&contents(&guest.0.memory)[0], &blocks[0].1] {
+        assert_eq!(memory[8192..8196], [7, 7, 9, 7]);
+    }
+    assert_eq!(report.pages.hole, 4095, "{:?}", report.pages);
+}
+
 #[test]
 fn a_file_without_the_memory_says_so() {
     let folder = folder();

@@ -11,18 +11,14 @@ use super::{
     DirectIo, FileUri, Format,
     file::target::Target,
     mapped::store::MappedStore,
-    open::{LEFT_OUT, Opened, Snapshot, Stream, check_complete, needs_source, open},
+    open::{Opened, Snapshot, Stream, check_complete, open},
+    read_stream::ReadStream,
     stream_store::StreamStore,
 };
 use crate::{
     Error, Phase, Progress, Report, RoundReport,
     ending::finish,
-    stream::{
-        feed::{Feed, Flow},
-        store::{Counts, FileStore, PageWriter, write_pages},
-        tail::check_tail,
-        whence::{Whence, wrong},
-    },
+    stream::store::{Counts, FileStore, PageWriter, Store, write_pages},
 };
 
 const PAGE: u64 = PAGE_BYTES as u64;
@@ -110,41 +106,14 @@ impl Conversion<'_> {
         Ok(file_store(target, self.format, configuration, ram_section, FileIo::Auto))
     }
 
-    fn stream(&mut self, mut stream: Stream) -> Result<Converted, Error> {
-        let name = stream.origin.name.clone();
-        if let Some(why) = &stream.refusal {
-            return Err(wrong(&name, why));
-        }
-        if stream.configuration.ignore_shared {
-            return Err(wrong(&name, LEFT_OUT));
-        }
+    fn stream(&mut self, stream: Stream) -> Result<Converted, Error> {
+        stream.check_whole()?;
         let store = self.begin(&stream.configuration, stream.ram_section)?;
         store.list(&stream.blocks)?;
-        let whence = Whence::File(name.clone());
-        let mut feed = Feed::new(&whence, store.as_ref(), Arc::clone(&store).writer()?, self.progress);
         self.progress.round_total.store(stream.origin.bytes.map_or(0, |bytes| bytes - stream.origin.offset), Relaxed);
-        loop {
-            self.check_cancelled()?;
-            let position = stream.records.reader().position();
-            let flow = stream.records.step(|record, bytes| feed.take(record, bytes, position))?;
-            self.progress.wire_bytes.store(position, Relaxed);
-            match flow {
-                Flow::On | Flow::EndOfBody | Flow::Last => {}
-                Flow::Flush => {
-                    let what = "its pages went over multifd channels of their own and are not in it";
-                    return Err(wrong(&name, what));
-                }
-                Flow::Command(command) => {
-                    needs_source(&command).map_or(Ok(()), |why| Err(wrong(&name, why)))?;
-                }
-                Flow::Tail => break,
-            }
-        }
-        let counts = feed.counts;
-        self.report.bytes.guest = stream.records.reader().blocks().iter().map(|block| block.used_bytes).sum();
-        let base = stream.records.reader().position();
-        let tail = stream.records.tail()?;
-        check_tail(&name, &tail, base)?;
+        let ReadStream { counts, guest_bytes, tail, .. } =
+            stream.read_into(Arc::clone(&store) as Arc<dyn Store>, self.progress, Error::Cancelled)?;
+        self.report.bytes.guest = guest_bytes;
         Ok(Converted { store, counts, tail })
     }
 

@@ -4,7 +4,7 @@
 //! - `file`: the file itself, while it is made or read, whatever is in it
 //! - `mapped`: one in which each page has its place; `stream_store`: one record after the other, in the form that
 //!   [`crate::stream`] knows
-//! - `open`: what a file holds, checked; `info`: shown
+//! - `open`: what a file holds, checked; `info`: shown; `read_stream`: into a store
 //! - `save`, `restore`, `convert`: what is done with it
 pub(crate) mod convert;
 pub(crate) mod file;
@@ -12,6 +12,7 @@ mod info;
 mod mapped;
 mod open;
 mod options;
+mod read_stream;
 mod restore;
 mod save;
 mod stream_store;

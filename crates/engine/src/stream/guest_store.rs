@@ -1,7 +1,10 @@
 //! A guest that waits: its memory takes the pages of its blocks, and its VMM the rest, when all of it is there.
 use std::{
     collections::BTreeMap,
-    sync::{Arc, Mutex, MutexGuard, RwLock},
+    sync::{
+        Arc, Mutex, MutexGuard, RwLock,
+        atomic::{AtomicU64, Ordering::Relaxed},
+    },
 };
 
 use transship_memory::{GuestMemory, PAGE_BYTES, PageRange, WINDOW_PAGES};
@@ -11,7 +14,7 @@ use super::{
     fit::{Fit, check_devices, check_sizes},
     pieces::{PieceReader, Pieces},
     recompose::Recomposer,
-    store::{PageWriter, PromptStore, PromptWriter, Store},
+    store::{Counts, PageWriter, PromptStore, PromptWriter, Store},
 };
 use crate::{
     Error,
@@ -21,11 +24,10 @@ use crate::{
 
 const PAGE: u64 = PAGE_BYTES as u64;
 
-/// Whom an error is about.
-const COMING: &str = "the guest that comes";
-
 /// The memory of the guest, and what is kept for its VMM.
 pub(crate) struct GuestStore {
+    /// What comes, for errors: a file, or a guest.
+    name: String,
     memory: GuestMemory,
     /// By region: pages that content was written to. All others read as zero.
     content: Vec<PageMap>,
@@ -34,6 +36,9 @@ pub(crate) struct GuestStore {
     /// By block.
     homes: RwLock<Vec<Home>>,
     beside: Mutex<Beside>,
+    /// Pages of the regions that came, with content and without.
+    normal: AtomicU64,
+    zero: AtomicU64,
 }
 
 /// Where the pages of a block go.
@@ -53,8 +58,9 @@ struct Beside {
 }
 
 impl GuestStore {
-    /// `fit`: which of `blocks` is what; `format`: of the VMM that waits. The memory reads as zero.
-    pub(crate) fn new(memory: GuestMemory, fit: &Fit, blocks: &[Block], format: StateFormat) -> Self {
+    /// `name`: what comes, for errors; `fit`: which of `blocks` is what; `format`: of the VMM that waits. The memory
+    /// reads as zero.
+    pub(crate) fn new(name: String, memory: GuestMemory, fit: &Fit, blocks: &[Block], format: StateFormat) -> Self {
         let homes = blocks.iter().enumerate().map(|(number, block)| {
             match fit.regions.iter().position(|&region| region == number) {
                 Some(region) => Home::Region(region),
@@ -62,7 +68,16 @@ impl GuestStore {
             }
         });
         let content = memory.regions().iter().map(|region| PageMap::new(region.pages())).collect();
-        Self { memory, content, format, homes: RwLock::new(homes.collect()), beside: Mutex::default() }
+        Self {
+            name,
+            memory,
+            content,
+            format,
+            homes: RwLock::new(homes.collect()),
+            beside: Mutex::default(),
+            normal: AtomicU64::new(0),
+            zero: AtomicU64::new(0),
+        }
     }
 
     fn with<T>(&self, block: usize, act: impl FnOnce(&Home) -> T) -> T {
@@ -77,6 +92,11 @@ impl GuestStore {
     pub(crate) fn stored(&self) -> u64 {
         let regions = self.memory.regions().iter().zip(&self.content);
         regions.map(|(region, content)| content.to_set(region.pages()).count()).sum()
+    }
+
+    /// Pages of the regions that came so far, each as often as it came.
+    pub(crate) fn counts(&self) -> Counts {
+        Counts { normal: self.normal.load(Relaxed), zero: self.zero.load(Relaxed) }
     }
 
     /// All that is not the guest's own memory, as the VMM loads it. `tail`: what follows the memory.
@@ -110,14 +130,14 @@ fn windows(pages: PageRange) -> impl Iterator<Item = (u64, u128)> {
 impl Store for GuestStore {
     fn list(&self, blocks: &[Block]) -> Result<(), Error> {
         // All memory of the guest was in the first list: these are the devices'.
-        check_devices(COMING, blocks.iter(), &self.format)?;
+        check_devices(&self.name, blocks.iter(), &self.format)?;
         let mut homes = self.homes.write().unwrap_or_else(|poisoned| poisoned.into_inner());
         // What is kept for them here is bounded by all lists together.
         let before = homes.iter().filter_map(|home| match home {
             Home::Region(_) => None,
             Home::Device(block, _) => Some(block),
         });
-        check_sizes(COMING, &before.chain(blocks).collect::<Vec<_>>())?;
+        check_sizes(&self.name, &before.chain(blocks).collect::<Vec<_>>())?;
         homes.extend(blocks.iter().map(|block| Home::Device(block.clone(), Mutex::default())));
         Ok(())
     }
@@ -148,6 +168,7 @@ impl PromptStore for GuestStore {
                     self.content[*region].insert(window, mask);
                     rest = others;
                 }
+                self.normal.fetch_add(pages.len() as u64 / PAGE, Relaxed);
                 Ok(())
             }
             Home::Device(_, held) => {
@@ -166,6 +187,7 @@ impl PromptStore for GuestStore {
                         self.memory.regions()[*region].clear(run)?;
                     }
                 }
+                self.zero.fetch_add(pages.count, Relaxed);
                 Ok(())
             }
             Home::Device(_, held) => {

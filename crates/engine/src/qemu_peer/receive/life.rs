@@ -31,6 +31,8 @@ use crate::{
 };
 
 const PAGE: u64 = PAGE_BYTES as u64;
+/// Whom errors are about that come up between pages.
+const COMING: &str = "the guest that comes";
 
 /// Receives one guest that a stock QEMU migrates to `listener`. `channels`: the source's multifd-channels, 0 without
 /// multifd; none: as many as come.
@@ -299,7 +301,10 @@ impl Reception<'_, '_> {
                 let devices: Vec<_> = fit.devices.iter().map(|&index| &head.blocks[index]).collect();
                 check_sizes(&name, &devices)?;
                 guest.memory().clear_all()?;
-                Ok(Place::Guest(Arc::new(GuestStore::new(guest.memory(), &fit, &head.blocks, state)), guest))
+                Ok(Place::Guest(
+                    Arc::new(GuestStore::new(COMING.to_owned(), guest.memory(), &fit, &head.blocks, state)),
+                    guest,
+                ))
             }
         }
     }

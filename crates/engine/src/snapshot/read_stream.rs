@@ -1,0 +1,79 @@
+//! A plain stream, read into a store: from its first page to its end.
+use std::sync::{Arc, atomic::Ordering::Relaxed};
+
+use super::open::{LEFT_OUT, Stream, needs_source};
+use crate::{
+    Error, Progress,
+    stream::{
+        feed::{Feed, Flow},
+        store::{Counts, Store},
+        tail::check_tail,
+        whence::{Whence, wrong},
+    },
+};
+
+/// What is known of a stream when all of it was read.
+pub(super) struct ReadStream {
+    pub(super) counts: Counts,
+    /// Bytes of all blocks.
+    pub(super) guest_bytes: u64,
+    /// What follows the memory, checked, and where it begins.
+    pub(super) tail: Vec<u8>,
+    pub(super) base: u64,
+}
+
+impl Stream {
+    /// That all of the guest is in it, as far as its head says.
+    ///
+    /// # Errors
+    /// What is not.
+    pub(super) fn check_whole(&self) -> Result<(), Error> {
+        if let Some(why) = &self.refusal {
+            return Err(wrong(&self.origin.name, why));
+        }
+        if self.configuration.ignore_shared {
+            return Err(wrong(&self.origin.name, LEFT_OUT));
+        }
+        Ok(())
+    }
+
+    /// Reads on to the end. `store` knows the blocks that were listed so far. `cancelled`: the error for it.
+    ///
+    /// # Errors
+    /// Those of the file and of the store; cancelled.
+    pub(super) fn read_into(
+        mut self,
+        store: Arc<dyn Store>,
+        progress: &Progress,
+        cancelled: Error,
+    ) -> Result<ReadStream, Error> {
+        let name = &self.origin.name;
+        let whence = Whence::File(name.clone());
+        let mut feed = Feed::new(&whence, store.as_ref(), Arc::clone(&store).writer()?, progress);
+        loop {
+            if progress.is_cancelled() {
+                return Err(cancelled);
+            }
+            let position = self.records.reader().position();
+            let flow = self.records.step(|record, bytes| feed.take(record, bytes, position))?;
+            progress.wire_bytes.store(position, Relaxed);
+            match flow {
+                Flow::On | Flow::EndOfBody | Flow::Last => {}
+                Flow::Flush => {
+                    let what = "its pages went over multifd channels of their own and are not in it";
+                    return Err(wrong(name, what));
+                }
+                Flow::Command(command) => {
+                    needs_source(&command).map_or(Ok(()), |why| Err(wrong(name, why)))?;
+                }
+                Flow::Tail => break,
+            }
+        }
+        let counts = feed.counts;
+        let guest_bytes = self.records.reader().blocks().iter().map(|block| block.used_bytes).sum();
+        let base = self.records.reader().position();
+        let tail = self.records.tail()?;
+        check_tail(name, &tail, base)?;
+        Ok(ReadStream { counts, guest_bytes, tail, base })
+    }
+}
