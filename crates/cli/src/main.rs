@@ -10,6 +10,7 @@ mod args;
 mod checks;
 mod commands;
 mod failure;
+mod flags;
 mod guard;
 mod hints;
 mod output;

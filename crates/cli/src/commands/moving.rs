@@ -1,5 +1,5 @@
 //! `transship move`: the source.
-use std::{sync::Arc, time::Duration};
+use std::sync::Arc;
 
 use transship_codec::{Backend, Method, SettingError, qatzip_backend};
 use transship_engine::{
@@ -12,8 +12,9 @@ use crate::{
     args::{MoveArgs, Peer},
     checks::Checks,
     failure::Failure,
+    flags::{self, Patience},
     guard::GuardProcess,
-    hints, output,
+    output,
     progress::Display,
     signals::{Side, Watcher},
     summary, units,
@@ -21,8 +22,6 @@ use crate::{
 
 /// Below this a packet of 128 pages would take so long that a pause could not be told from a dead link.
 const BANDWIDTH_MIN: u64 = 1 << 20;
-const DOWNTIME_MIN: Duration = Duration::from_millis(1);
-const DOWNTIME_MAX: Duration = Duration::from_secs(60);
 
 pub(crate) fn run(args: &MoveArgs) -> Result<(), Failure> {
     let request = Request::check(args)?;
@@ -100,10 +99,7 @@ impl Request {
                 vm_text: args.vm.clone(),
                 to: to?,
                 way: way?,
-                attach: AttachOptions {
-                    allow_untracked_writers: args.allow_untracked_writers,
-                    balloon: args.balloon.clone().map(hints::balloon),
-                },
+                attach: flags::attach(args.allow_untracked_writers, args.balloon.as_ref()),
             })
         })();
         checks.finish(request)
@@ -112,16 +108,13 @@ impl Request {
 
 fn to_transship(args: &MoveArgs, checks: &mut Checks) -> Option<MoveOptions> {
     let defaults = MoveOptions::default();
-    let channels = match &args.channels {
-        Some(text) => checks.within("--channels", text, units::count, (1, 255), "1 to 255"),
-        None => Some(u64::from(defaults.channels)),
-    };
+    let channels = flags::count(checks, "--channels", args.channels.as_deref(), defaults.channels);
     let compress = checks.read("--compress", &args.compress, compression);
     let encoders = encoders(args, checks);
     let pace = Pace::check(args, checks);
-    let Pace { bandwidth, downtime, max_rounds } = pace?;
+    let Pace { bandwidth, patience: Patience { downtime, max_rounds } } = pace?;
     Some(MoveOptions {
-        channels: channels?.try_into().ok()?,
+        channels: channels?,
         compress: compress?,
         encoders: encoders?,
         when_busy: args.when_busy.into(),
@@ -134,18 +127,12 @@ fn to_transship(args: &MoveArgs, checks: &mut Checks) -> Option<MoveOptions> {
 }
 
 fn encoders(args: &MoveArgs, checks: &mut Checks) -> Option<u8> {
-    match &args.encoders {
-        Some(text) => checks.within("--encoders", text, units::count, (1, 255), "1 to 255")?.try_into().ok(),
-        None => Some(MoveOptions::default().encoders),
-    }
+    flags::count(checks, "--encoders", args.encoders.as_deref(), MoveOptions::default().encoders)
 }
 
 /// A stock QEMU can't do all that a transship can.
 fn to_qemu(args: &MoveArgs, checks: &mut Checks) -> Option<QemuSendOptions> {
-    let channels = match &args.channels {
-        Some(text) => checks.within("--channels", text, units::count, (0, 255), "0 to 255"),
-        None => Some(0),
-    };
+    let channels = flags::multifd_channels(checks, args.channels.as_deref(), 0);
     let compress = checks.read("--compress", &args.compress, qemu_compression);
     if channels == Some(0) && compress.is_some_and(|setting| setting != Setting::NONE) {
         checks.mistake(format!(
@@ -160,9 +147,9 @@ fn to_qemu(args: &MoveArgs, checks: &mut Checks) -> Option<QemuSendOptions> {
     }
     let encoders = encoders(args, checks);
     let pace = Pace::check(args, checks);
-    let Pace { bandwidth, downtime, max_rounds } = pace?;
+    let Pace { bandwidth, patience: Patience { downtime, max_rounds } } = pace?;
     Some(QemuSendOptions {
-        channels: channels?.try_into().ok()?,
+        channels: channels?,
         compress: compress?,
         encoders: encoders?,
         when_busy: args.when_busy.into(),
@@ -189,8 +176,7 @@ fn qemu_compression(text: &str) -> Result<Setting, String> {
 /// How fast, and for how long.
 struct Pace {
     bandwidth: Option<u64>,
-    downtime: Duration,
-    max_rounds: u32,
+    patience: Patience,
 }
 
 impl Pace {
@@ -202,9 +188,7 @@ impl Pace {
             }
             None => Some(None),
         };
-        let bounds = (DOWNTIME_MIN, DOWNTIME_MAX);
-        let downtime = checks.within("--downtime", &args.downtime, units::time, bounds, "from 1ms to 60s");
-        let max_rounds = checks.within("--max-rounds", &args.max_rounds, units::count, (1, 10_000), "1 to 10000");
-        Some(Self { bandwidth: bandwidth?, downtime: downtime?, max_rounds: max_rounds?.try_into().ok()? })
+        let patience = Patience::check(checks, &args.downtime, &args.max_rounds);
+        Some(Self { bandwidth: bandwidth?, patience: patience? })
     }
 }

@@ -2,8 +2,8 @@
 use std::sync::Arc;
 
 use transship_engine::{
-    DirectIo, Error, FileSink, FileSinkOptions, FileUri, Format, Listener, Progress, Report, Sink, Uri,
-    receive_from_qemu, receive_guest,
+    Error, FileSink, FileSinkOptions, FileUri, Format, Listener, Progress, Report, Sink, Uri, receive_from_qemu,
+    receive_guest,
 };
 use transship_vmm::{VmAddress, attach_destination};
 
@@ -11,10 +11,10 @@ use crate::{
     args::{ReceiveArgs, Sender},
     checks::Checks,
     failure::Failure,
-    output,
+    flags, output,
     progress::Display,
     signals::{self, Side, Watcher},
-    summary, units,
+    summary,
 };
 
 pub(crate) fn run(args: &ReceiveArgs) -> Result<(), Failure> {
@@ -84,11 +84,7 @@ impl Request {
             // The parser of the command line has asked for one of them.
             (None, None) => None,
         };
-        let channels = args
-            .channels
-            .as_ref()
-            .map(|text| checks.within("--channels", text, units::count, (0, 255), "0 to 255"))
-            .map(|count| count.and_then(|count| u8::try_from(count).ok()));
+        let channels = args.channels.as_deref().and_then(|text| flags::multifd_channels(&mut checks, Some(text), 0));
         if args.to.is_none() {
             let given = [
                 ("--format: it is the layout", args.format.is_some()),
@@ -108,20 +104,13 @@ impl Request {
                 checks.mistake("--channels: a transship that sends says by itself how many it uses".into());
             }
         }
-        let request =
-            listen.zip(into).map(|(listen, into)| Self { into, listen, peer: args.peer, channels: channels.flatten() });
+        let request = listen.zip(into).map(|(listen, into)| Self { into, listen, peer: args.peer, channels });
         checks.finish(request)
     }
 }
 
 fn file_options(args: &ReceiveArgs, checks: &mut Checks) -> Option<FileSinkOptions> {
     let format = args.format.map_or(Format::default(), |format| format.into());
-    let direct_io = match &args.direct_io {
-        Some(text) => checks.read("--direct-io", text, str::parse::<DirectIo>),
-        None => Some(DirectIo::default()),
-    };
-    if format == Format::Stream && direct_io == Some(DirectIo::On) {
-        checks.mistake("--direct-io=on: the pages of a stream have no places that a disk could take; use it with --format mapped-ram".into());
-    }
+    let direct_io = flags::direct_io(checks, args.direct_io.as_deref(), format);
     Some(FileSinkOptions { format, direct_io: direct_io?, io: args.io.map(|io| io.into()).unwrap_or_default() })
 }

@@ -10,10 +10,10 @@ use crate::{
     checks::Checks,
     commands::moving::compression,
     failure::Failure,
-    output,
+    flags, output,
     progress::Display,
     signals::{Side, Watcher},
-    summary, units,
+    summary,
 };
 
 /// What stands before the address of a link.
@@ -78,20 +78,16 @@ impl Request {
 
 fn near(args: &RelayArgs, checks: &mut Checks) -> Option<RelayOptions> {
     let defaults = MoveOptions::default();
-    let mut count = |flag, text: &Option<String>, default: u8| match text {
-        Some(text) => checks.within(flag, text, units::count, (1, 255), "1 to 255"),
-        None => Some(u64::from(default)),
-    };
-    let channels = count("--channels", &args.channels, defaults.channels);
-    let encoders = count("--encoders", &args.encoders, defaults.encoders);
+    let channels = flags::count(checks, "--channels", args.channels.as_deref(), defaults.channels);
+    let encoders = flags::count(checks, "--encoders", args.encoders.as_deref(), defaults.encoders);
     let compress = match &args.compress {
         Some(text) => checks.read("--compress", text, compression),
         None => Some(Compress::Auto),
     };
     Some(RelayOptions {
-        channels: channels?.try_into().ok()?,
+        channels: channels?,
         compress: compress?,
-        encoders: encoders?.try_into().ok()?,
+        encoders: encoders?,
         without_return_path: args.without_return_path,
     })
 }

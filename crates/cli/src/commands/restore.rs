@@ -8,9 +8,10 @@ use crate::{
     args::RestoreArgs,
     checks::Checks,
     failure::Failure,
+    flags,
     progress::Display,
     signals::{Side, Watcher},
-    stand_in, summary, units,
+    stand_in, summary,
 };
 
 pub(crate) fn run(args: &RestoreArgs) -> Result<(), Failure> {
@@ -47,10 +48,7 @@ impl Request {
         let defaults = RestoreOptions::default();
         let vm = checks.read("--vm", &args.vm, str::parse::<VmAddress>);
         let from = checks.read("--from", &args.from, str::parse::<FileUri>);
-        let channels = match &args.channels {
-            Some(text) => checks.within("--channels", text, units::count, (1, 255), "1 to 255"),
-            None => Some(u64::from(defaults.channels)),
-        };
+        let channels = flags::count(&mut checks, "--channels", args.channels.as_deref(), defaults.channels);
         let direct_io = checks.read("--direct-io", &args.direct_io, str::parse::<DirectIo>);
         let run = match (args.run, args.stopped) {
             (true, _) => Some(true),
@@ -58,8 +56,7 @@ impl Request {
             _ => None,
         };
         let request = (|| {
-            let channels = channels?.try_into().ok()?;
-            let options = RestoreOptions { channels, direct_io: direct_io?, io: args.io.into(), run };
+            let options = RestoreOptions { channels: channels?, direct_io: direct_io?, io: args.io.into(), run };
             Some(Self { vm: vm?, vm_text: args.vm.clone(), from: from?, lazy: args.lazy, options })
         })();
         checks.finish(request)

@@ -1,22 +1,19 @@
 //! `transship save`: a guest into a file.
-use std::{sync::Arc, time::Duration};
+use std::sync::Arc;
 
-use transship_engine::{DirectIo, Error, FileUri, Format, Progress, Report, SaveOptions, Then, Way, save_guest};
+use transship_engine::{Error, FileUri, Format, Progress, Report, SaveOptions, Then, Way, save_guest};
 use transship_vmm::{AttachOptions, VmAddress, attach_source};
 
 use crate::{
     args::SaveArgs,
     checks::Checks,
     failure::Failure,
+    flags::{self, Patience},
     guard::GuardProcess,
-    hints,
     progress::Display,
     signals::{self, Side, Watcher},
-    summary, units,
+    summary,
 };
-
-const DOWNTIME_MIN: Duration = Duration::from_millis(1);
-const DOWNTIME_MAX: Duration = Duration::from_secs(60);
 
 pub(crate) fn run(args: &SaveArgs) -> Result<(), Failure> {
     let request = Request::check(args)?;
@@ -55,30 +52,23 @@ impl Request {
         let defaults = SaveOptions::default();
         let vm = checks.read("--vm", &args.vm, str::parse::<VmAddress>);
         let to = checks.read("--to", &args.to, str::parse::<FileUri>);
-        let channels = match &args.channels {
-            Some(text) => checks.within("--channels", text, units::count, (1, 255), "1 to 255"),
-            None => Some(u64::from(defaults.channels)),
-        };
-        let direct_io = checks.read("--direct-io", &args.direct_io, str::parse::<DirectIo>);
+        let channels = flags::count(&mut checks, "--channels", args.channels.as_deref(), defaults.channels);
         let format: Format = args.format.into();
+        let direct_io = flags::direct_io(&mut checks, Some(&args.direct_io), format);
         let way = match (args.paused, args.background) {
             (true, _) => Way::Paused,
             (_, true) => Way::Background,
             _ => Way::Live,
         };
-        if format == Format::Stream && direct_io == Some(DirectIo::On) {
-            checks.mistake("--direct-io=on: the pages of a stream have no places that a disk could take; use it with --format mapped-ram".into());
-        }
         if format == Format::Stream && way == Way::Background {
             checks.mistake(
                 "--background: its pages come in any order, which a stream can't; use it with --format mapped-ram"
                     .into(),
             );
         }
-        let bounds = (DOWNTIME_MIN, DOWNTIME_MAX);
-        let downtime = checks.within("--downtime", &args.downtime, units::time, bounds, "from 1ms to 60s");
-        let max_rounds = checks.within("--max-rounds", &args.max_rounds, units::count, (1, 10_000), "1 to 10000");
+        let patience = Patience::check(&mut checks, &args.downtime, &args.max_rounds);
         let request = (|| {
+            let Patience { downtime, max_rounds } = patience?;
             Some(Self {
                 vm: vm?,
                 vm_text: args.vm.clone(),
@@ -86,18 +76,15 @@ impl Request {
                 options: SaveOptions {
                     way,
                     then: if args.stay_stopped { Then::StayStopped } else { Then::Resume },
-                    channels: channels?.try_into().ok()?,
+                    channels: channels?,
                     direct_io: direct_io?,
                     format,
-                    downtime: downtime?,
-                    max_rounds: max_rounds?.try_into().ok()?,
+                    downtime,
+                    max_rounds,
                     io: args.io.into(),
                 },
                 // Who stands still writes nothing, seen or unseen.
-                attach: AttachOptions {
-                    allow_untracked_writers: args.allow_untracked_writers || way == Way::Paused,
-                    balloon: args.balloon.clone().map(hints::balloon),
-                },
+                attach: flags::attach(args.allow_untracked_writers || way == Way::Paused, args.balloon.as_ref()),
             })
         })();
         checks.finish(request)

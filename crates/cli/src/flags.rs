@@ -1,0 +1,67 @@
+//! Flags that several subcommands have: their bounds, and what is said where they are wrong.
+use std::{path::PathBuf, time::Duration};
+
+use transship_engine::{DirectIo, Format};
+use transship_vmm::AttachOptions;
+
+use crate::{checks::Checks, hints, units};
+
+const DOWNTIME_MIN: Duration = Duration::from_millis(1);
+const DOWNTIME_MAX: Duration = Duration::from_secs(60);
+
+/// How many threads or connections: at least one. `default`: without the flag.
+pub(crate) fn count(checks: &mut Checks, flag: &str, text: Option<&str>, default: u8) -> Option<u8> {
+    bounded(checks, flag, text, default, (1, "1 to 255"))
+}
+
+/// How many multifd channels; a stock QEMU may have none. `default`: without the flag.
+pub(crate) fn multifd_channels(checks: &mut Checks, text: Option<&str>, default: u8) -> Option<u8> {
+    bounded(checks, "--channels", text, default, (0, "0 to 255"))
+}
+
+fn bounded(
+    checks: &mut Checks,
+    flag: &str,
+    text: Option<&str>,
+    default: u8,
+    (least, bounds): (u64, &str),
+) -> Option<u8> {
+    match text {
+        Some(text) => checks.within(flag, text, units::count, (least, 255), bounds)?.try_into().ok(),
+        None => Some(default),
+    }
+}
+
+/// How long a guest that runs may be followed.
+pub(crate) struct Patience {
+    pub(crate) downtime: Duration,
+    pub(crate) max_rounds: u32,
+}
+
+impl Patience {
+    /// Of `--downtime` and `--max-rounds`.
+    pub(crate) fn check(checks: &mut Checks, downtime: &str, max_rounds: &str) -> Option<Self> {
+        let bounds = (DOWNTIME_MIN, DOWNTIME_MAX);
+        let downtime = checks.within("--downtime", downtime, units::time, bounds, "from 1ms to 60s");
+        let max_rounds = checks.within("--max-rounds", max_rounds, units::count, (1, 10_000), "1 to 10000");
+        Some(Self { downtime: downtime?, max_rounds: max_rounds?.try_into().ok()? })
+    }
+}
+
+/// `--direct-io` of a file of this format. Without the flag it is left to us.
+pub(crate) fn direct_io(checks: &mut Checks, text: Option<&str>, format: Format) -> Option<DirectIo> {
+    let direct_io = match text {
+        Some(text) => checks.read("--direct-io", text, str::parse::<DirectIo>)?,
+        None => DirectIo::default(),
+    };
+    if format == Format::Stream && direct_io == DirectIo::On {
+        let cure = "use it with --format mapped-ram";
+        checks.mistake(format!("--direct-io=on: the pages of a stream have no places that a disk could take; {cure}"));
+    }
+    Some(direct_io)
+}
+
+/// How a source is attached to. `may_write`: what writes past the tracker is let pass.
+pub(crate) fn attach(may_write: bool, balloon: Option<&PathBuf>) -> AttachOptions {
+    AttachOptions { allow_untracked_writers: may_write, balloon: balloon.cloned().map(hints::balloon) }
+}
