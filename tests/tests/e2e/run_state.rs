@@ -1,12 +1,10 @@
 //! Whether a guest is to run is what it did when it was stopped, not what it did when somebody began to move it.
 use std::{
-    fs::{self, File, OpenOptions},
     io::Write,
-    os::unix::fs::FileExt,
     process::{Command, Stdio},
 };
 
-use crate::sector::{Gate, Move, SharedDisk, go_to_sleep, wait_counting};
+use crate::sector::{Gate, Move, SharedDisk, go_to_sleep, peek, poke, wait_counting};
 use serde_json::json;
 use transship_lab::{LabError, Qemu, Result, Scratch, Transship, binary, other_qemu, wait_until};
 
@@ -158,28 +156,17 @@ fn the_guard_does_what_it_was_told_last() -> Result<()> {
     Ok(())
 }
 
-/// Where QEMU has the first byte of this file's memory.
-fn address(guest: &Qemu) -> Result<u64> {
-    let path = guest.memory_files()[0].display().to_string();
-    let maps = fs::read_to_string(format!("/proc/{}/maps", guest.pid())).map_err(|e| LabError(e.to_string()))?;
-    let line = maps.lines().find(|line| line.ends_with(&path)).expect("it is mapped");
-    Ok(u64::from_str_radix(line.split_once('-').expect("a range").0, 16).expect("a number"))
-}
-
 /// A page that nobody else writes to.
 const LATE: u64 = 24 << 20;
 
 /// A device that is not at rest when QEMU has stopped its guest.
 fn write_late(guest: &Qemu) -> Result<()> {
-    let memory = OpenOptions::new().write(true).open(format!("/proc/{}/mem", guest.pid()));
-    let at = address(guest)? + LATE;
-    memory.and_then(|memory| memory.write_all_at(&[0xab; 64], at)).map_err(|e| LabError(e.to_string()))
+    poke(guest, LATE, &[0xab; 64])
 }
 
 fn read_late(guest: &Qemu) -> Result<[u8; 64]> {
     let mut bytes = [0; 64];
-    let memory = File::open(&guest.memory_files()[0]);
-    memory.and_then(|memory| memory.read_exact_at(&mut bytes, LATE)).map_err(|e| LabError(e.to_string()))?;
+    peek(guest, LATE, &mut bytes)?;
     Ok(bytes)
 }
 

@@ -109,6 +109,25 @@ pub(crate) fn go_to_sleep(guest: &Qemu) -> Result<()> {
     guest.wait_status("suspended")
 }
 
+/// Where QEMU has the first byte of this file's memory.
+fn address(guest: &Qemu) -> Result<u64> {
+    let path = memory(guest).display().to_string();
+    let maps = fs::read_to_string(format!("/proc/{}/maps", guest.pid())).map_err(failed)?;
+    let line = maps.lines().find(|line| line.ends_with(&path)).expect("it is mapped");
+    Ok(u64::from_str_radix(line.split_once('-').expect("a range").0, 16).expect("a number"))
+}
+
+/// Writes to the guest's memory as QEMU and its guest do.
+pub(crate) fn poke(guest: &Qemu, at: u64, bytes: &[u8]) -> Result<()> {
+    let memory = OpenOptions::new().write(true).open(format!("/proc/{}/mem", guest.pid()));
+    let at = address(guest)? + at;
+    memory.and_then(|memory| memory.write_all_at(bytes, at)).map_err(failed)
+}
+
+pub(crate) fn peek(guest: &Qemu, at: u64, bytes: &mut [u8]) -> Result<()> {
+    File::open(memory(guest)).and_then(|memory| memory.read_exact_at(bytes, at)).map_err(failed)
+}
+
 /// A step at which a command stands until it is told to go on.
 pub(crate) struct Gate {
     step: &'static str,
