@@ -4,7 +4,7 @@ use std::{
     process::{Command, Stdio},
 };
 
-use crate::sector::{Gate, Move, SharedDisk, go_to_sleep, peek, poke, wait_counting};
+use crate::sector::{Gate, Move, SharedDisk, fill_the_disk, go_to_sleep, panic, peek, poke, wait_counting};
 use serde_json::json;
 use transship_lab::{LabError, Qemu, Result, Scratch, Transship, binary, other_qemu, wait_until};
 
@@ -136,6 +136,54 @@ fn a_guest_that_was_shut_down_meanwhile_is_refused_in_that_word() -> Result<()> 
     here.expect_code(1)?;
     there.expect_code(1)?;
     assert_eq!(source.status()?, "shutdown");
+    Ok(())
+}
+
+/// Its disk is full at the source: there it stands until somebody makes room. Let run at the destination, it writes
+/// what it could not.
+#[test]
+fn a_guest_that_is_stopped_by_its_disk_meanwhile_arrives_as_that() -> Result<()> {
+    let disk = SharedDisk::new()?;
+    let (source, destination) = (disk.booted(disk.full())?, disk.guest().incoming().start()?);
+    let moving = Move::at("source.round", &source, &destination, &["--verify"])?;
+    fill_the_disk(&source)?;
+    let (here, there) = moving.finish()?;
+    here.expect_code(0)?;
+    there.expect_code(0)?;
+    assert_eq!(destination.status()?, "io-error");
+    assert!(!disk.is_written()?);
+    destination.qmp("cont", json!({}))?;
+    wait_until("the guest to write to its disk", || disk.is_written())?;
+    wait_counting(&destination)
+}
+
+#[test]
+fn a_guest_that_is_stopped_by_its_disk_meanwhile_is_not_let_run_by_a_failure() -> Result<()> {
+    let disk = SharedDisk::new()?;
+    let (source, destination) = (disk.booted(disk.full())?, disk.guest().incoming().start()?);
+    let Move { source: command, destination: mut other, gate, .. } =
+        Move::at("source.round", &source, &destination, &[])?;
+    fill_the_disk(&source)?;
+    other.kill9();
+    gate.open();
+    command.wait()?.expect_code(1)?;
+    assert_eq!(source.status()?, "io-error");
+    Ok(())
+}
+
+#[test]
+fn a_guest_that_panicked_meanwhile_is_refused_in_that_word() -> Result<()> {
+    let disk = SharedDisk::new()?;
+    let guest = || disk.guest().args(["-device", "pvpanic", "-action", "panic=pause"]);
+    let (source, destination) = (disk.booted(guest())?, guest().incoming().start()?);
+    let moving = Move::at("source.round", &source, &destination, &[])?;
+    panic(&source)?;
+    let (here, there) = moving.finish()?;
+    assert!(here.stderr.contains("guest-panicked"), "{here}");
+    here.expect_code(1)?;
+    there.expect_code(1)?;
+    assert_eq!(source.status()?, "guest-panicked");
+    assert_ne!(destination.status()?, "running");
     Ok(())
 }
 

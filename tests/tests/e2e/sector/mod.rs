@@ -11,28 +11,49 @@ use transship_lab::{
     Finished, LabError, Qemu, QemuBuilder, Result, Scratch, Transship, transship::TransshipBuilder, wait_until,
 };
 
-/// Whether the guest is to go to sleep: 1 says so.
-const SLEEP: u64 = 0x8000;
+/// What the guest is to do next: 0 is to count on.
+const COMMAND: u64 = 0x8000;
+const SLEEP: u8 = 1;
+const WRITE: u8 = 2;
+const PANIC: u8 = 3;
 /// How far it has counted.
 const COUNT: u64 = 0x8004;
 /// Sectors of the disk that are written by `write_to_disk`.
 const DISK_BYTES: u64 = 1 << 20;
 
 /// In 16-bit mode. (Its listing is in the comments; there is no assembler to rely on.)
-const CODE: [u8; 36] = [
-    0xfa, //                              cli
-    0x31, 0xc0, //                        xor ax, ax
-    0x8e, 0xd8, //                        mov ds, ax
-    0xc6, 0x06, 0x00, 0x80, 0x00, //      mov byte [0x8000], 0
-    0x66, 0xff, 0x06, 0x04, 0x80, // next: inc dword [0x8004]
-    0x80, 0x3e, 0x00, 0x80, 0x01, //      cmp byte [0x8000], 1
-    0x75, 0xf4, //                        jne next
-    0xc6, 0x06, 0x00, 0x80, 0x00, //      mov byte [0x8000], 0
-    0xba, 0x04,
-    0x06, //                  mov dx, 0x604   ; the power management's control register, as the firmware places it
-    0xb8, 0x00, 0x24, //                  mov ax, 0x2400  ; S3, now
-    0xef, //                              out dx, ax
-    0xeb, 0xe6, //                        jmp next
+#[rustfmt::skip]
+const CODE: [u8; 75] = [
+    0xfa, //                                cli
+    0x31, 0xc0, //                          xor ax, ax
+    0x8e, 0xd8, //                          mov ds, ax
+    0x8e, 0xc0, //                          mov es, ax
+    0x8e, 0xd0, //                          mov ss, ax
+    0xbc, 0x00, 0x7c, //                    mov sp, 0x7c00
+    0xc6, 0x06, 0x00, 0x80, 0x00, // done:  mov byte [0x8000], 0
+    0x66, 0xff, 0x06, 0x04, 0x80, // next:  inc dword [0x8004]
+    0xa0, 0x00, 0x80, //                    mov al, [0x8000]
+    0x3c, 0x01, //                          cmp al, 1
+    0x74, 0x10, //                          je sleep
+    0x3c, 0x02, //                          cmp al, 2
+    0x74, 0x1a, //                          je write
+    0x3c, 0x03, //                          cmp al, 3
+    0x75, 0xec, //                          jne next
+    0xba, 0x05, 0x05, //                    mov dx, 0x505   ; the device that tells of a panic
+    0xb0, 0x01, //                          mov al, 1
+    0xee, //                                out dx, al
+    0xeb, 0xdf, //                          jmp done
+    0xc6, 0x06, 0x00, 0x80, 0x00, // sleep: mov byte [0x8000], 0
+    0xba, 0x04, 0x06, //                    mov dx, 0x604   ; the power management, as the firmware places it
+    0xb8, 0x00, 0x24, //                    mov ax, 0x2400  ; S3, now
+    0xef, //                                out dx, ax
+    0xeb, 0xd6, //                          jmp next
+    0xb8, 0x01, 0x03, //             write: mov ax, 0x0301  ; one sector
+    0xb9, 0x02, 0x00, //                    mov cx, 2       ; to the second of the disk
+    0xba, 0x80, 0x00, //                    mov dx, 0x80    ; that is the first one
+    0xbb, 0x00, 0x7c, //                    mov bx, 0x7c00  ; from where this code is
+    0xcd, 0x13, //                          int 0x13        ; by the firmware
+    0xeb, 0xc1, //                          jmp done
 ];
 
 fn failed(error: io::Error) -> LabError {
@@ -61,6 +82,22 @@ impl SharedDisk {
     pub(crate) fn guest(&self) -> QemuBuilder {
         let drive = format!("if=none,id=disk,format=raw,file.locking=on,file={}", self.path().display());
         Qemu::firmware().memory(32).args(["-drive", &drive, "-device", "ide-hd,drive=disk"])
+    }
+
+    /// As `guest`, but that the disk has no room for what the guest writes, so that QEMU stops it.
+    pub(crate) fn full(&self) -> QemuBuilder {
+        let failing = "file.driver=blkdebug,file.inject-error.0.event=none,file.inject-error.0.iotype=write,file.inject-error.0.errno=28,file.inject-error.0.once=on";
+        let image =
+            format!("file.image.driver=file,file.image.locking=on,file.image.filename={}", self.path().display());
+        let drive = format!("if=none,id=disk,format=raw,{failing},{image}");
+        Qemu::firmware().memory(32).args(["-drive", &drive, "-device", "ide-hd,drive=disk"])
+    }
+
+    /// Whether the guest has written to it.
+    pub(crate) fn is_written(&self) -> Result<bool> {
+        let mut sector = [0; CODE.len()];
+        File::open(self.path()).and_then(|disk| disk.read_exact_at(&mut sector, 512)).map_err(failed)?;
+        Ok(sector == CODE)
     }
 
     /// One whose guest runs.
@@ -102,11 +139,26 @@ pub(crate) fn wait_counting(guest: &Qemu) -> Result<()> {
     wait_until("the guest to count", || Ok(count(guest)?.wrapping_sub(from) > 1000))
 }
 
-/// Has the guest, which counts, go to sleep, and waits until it does.
-pub(crate) fn go_to_sleep(guest: &Qemu) -> Result<()> {
+/// Tells the guest, which counts, to do something, and waits for the state that QEMU is in then.
+fn tell(guest: &Qemu, command: u8, state: &str) -> Result<()> {
     let memory = OpenOptions::new().write(true).open(memory(guest)).map_err(failed)?;
-    memory.write_all_at(&[1], SLEEP).map_err(failed)?;
-    guest.wait_status("suspended")
+    memory.write_all_at(&[command], COMMAND).map_err(failed)?;
+    guest.wait_status(state)
+}
+
+/// Has the guest go to sleep, and waits until it does.
+pub(crate) fn go_to_sleep(guest: &Qemu) -> Result<()> {
+    tell(guest, SLEEP, "suspended")
+}
+
+/// Has the guest, whose disk is [`SharedDisk::full`], write to it, and waits until QEMU stops it for that.
+pub(crate) fn fill_the_disk(guest: &Qemu) -> Result<()> {
+    tell(guest, WRITE, "io-error")
+}
+
+/// Has the guest panic, and waits until QEMU stops it for that.
+pub(crate) fn panic(guest: &Qemu) -> Result<()> {
+    tell(guest, PANIC, "guest-panicked")
 }
 
 /// Where QEMU has the first byte of this file's memory.
