@@ -1,5 +1,9 @@
 //! Guests on huge pages.
-use std::os::unix::fs::MetadataExt;
+mod sector;
+
+use rustix::fs::FallocateFlags;
+use sector::{Move, SharedDisk, peek, poke, wait_counting};
+use std::{fs::File, ops::Range, os::unix::fs::MetadataExt};
 use transship_lab::{HugePool, LabError, MemoryMount, Qemu, Result, Scratch, Transship};
 
 /// Of the guest's 128 pages its firmware touches a few; there are not enough for all.
@@ -36,4 +40,51 @@ fn pages_whose_writes_the_kernel_cannot_track_are_refused_with_their_cure() -> R
         assert!(refused.stderr.contains(part), "{refused}");
     }
     Ok(())
+}
+
+/// Of the guest's memory, which nobody else writes to: four huge pages of the destination's.
+const FILLED: Range<u64> = 8 << 20..16 << 20;
+
+/// Pages that have gone over with content, and are zeros at the source when the next round begins, or are given back
+/// there. The destination's pool has them reserved, so they are not given back here; they must be zeros all the same.
+#[test]
+fn pages_that_become_zero_meanwhile_are_zero_in_reserved_huge_pages() -> Result<()> {
+    const PAGE: u64 = 4096;
+    let at = |mib: u64, page: u64| (mib << 20) + page * PAGE;
+    // A page, up to the end of a window, over such an end, and all of a huge page.
+    let zeroed = [at(8, 3)..at(8, 4), at(8, 120)..at(8, 128), at(9, 100)..at(9, 200), at(10, 0)..at(12, 0)];
+    let freed = [at(12, 5)..at(12, 6), at(12, 127)..at(12, 129), at(13, 0)..at(16, 0)];
+
+    let (disk, pool) = (SharedDisk::new()?, HugePool::with_mib(32)?);
+    // With a balloon the guest may give memory back at any time.
+    let guest = || disk.guest().args(["-device", "virtio-balloon-pci"]);
+    let source = disk.booted(guest())?;
+    let reserved = guest().memory_folder(pool.path()).memory_options("prealloc=off");
+    let destination = reserved.incoming().start()?;
+    let before = pool.state()?;
+    let mut expected = vec![0xab; (FILLED.end - FILLED.start) as usize];
+    poke(&source, FILLED.start, &expected)?;
+
+    let moving = Move::at("source.round", &source, &destination, &["--verify"])?;
+    let memory = File::options().write(true).open(&source.memory_files()[0]).map_err(|e| LabError(e.to_string()))?;
+    for range in &zeroed {
+        poke(&source, range.start, &vec![0; (range.end - range.start) as usize])?;
+    }
+    for range in &freed {
+        let punch = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+        rustix::fs::fallocate(&memory, punch, range.start, range.end - range.start)
+            .map_err(|e| LabError(e.to_string()))?;
+    }
+    for range in zeroed.iter().chain(&freed) {
+        expected[(range.start - FILLED.start) as usize..(range.end - FILLED.start) as usize].fill(0);
+    }
+    let (here, there) = moving.finish()?;
+    here.expect_code(0)?;
+    there.expect_code(0)?;
+    let mut found = vec![0; expected.len()];
+    peek(&destination, FILLED.start, &mut found)?;
+    let wrong = found.iter().zip(&expected).position(|(found, expected)| found != expected);
+    assert_eq!(wrong.map(|byte| byte as u64 / PAGE), None, "the first wrong page");
+    assert_eq!(pool.state()?.to_be_had(), before.to_be_had());
+    wait_counting(&destination)
 }
