@@ -310,6 +310,63 @@ mod tests {
         claims.give_up(0, PageRange::new(55, 20));
         assert_eq!((claims.is_done(0, 69), claims.is_done(0, 70)), (true, false));
         assert_eq!(pairs(claims.take(0, PageRange::new(0, 1000))), [(55, 5), (70, 5)]);
+        // What is done beside the pages that are given up stays claimed.
+        claims.give_up(0, PageRange::new(80, 5));
+        assert_eq!(pairs(claims.take(0, PageRange::new(0, 1000))), [(80, 5)]);
+    }
+
+    #[test]
+    fn a_page_is_told_to_be_claimed_and_none_beside_it() {
+        let claims = Claims::new(&[1000, 300]).unwrap();
+        for page in [0, 63, 64, 127, 128, 130, 299] {
+            claims.take(1, PageRange::new(page, 1));
+        }
+        let claimed = |region, pages| (0..pages).filter(|page| claims.is_claimed(region, *page)).collect::<Vec<u64>>();
+        assert_eq!((claimed(1, 300), claimed(0, 1000)), (vec![0, 63, 64, 127, 128, 130, 299], vec![]));
+    }
+
+    #[test]
+    fn each_region_has_bits_of_its_own_behind_the_slots() {
+        let places = |bits: Vec<Bits>| bits.iter().map(|bits| (bits.offset, bits.words)).collect::<Vec<_>>();
+        let (bits, bytes) = layout(&[300, 64, 129]);
+        let next = |words: usize| SLOTS_BYTES + words * WORD_BYTES;
+        assert_eq!((places(bits), bytes), (vec![(next(0), 6), (next(12), 2), (next(16), 4)], next(512)));
+
+        // Changed in one of them, nothing changes elsewhere.
+        let (pages, untouched) = ([300, 64, 129], |claims: &Claims, region: usize| {
+            claims.window(region, 0) == 0 && !(0..64).any(|page| claims.is_done(region, page))
+        });
+        for region in 0..3 {
+            let claims = Claims::new(&pages).unwrap();
+            let all = PageRange::new(0, pages[region]);
+            claims.finish(region, all);
+            assert_eq!(pairs(claims.take(region, all)), [(0, pages[region])]);
+            assert!((0..3).filter(|other| *other != region).all(|other| untouched(&claims, other)), "{region}");
+            assert!(claims.slots().iter().all(|slot| slot.taken.load(Ordering::Relaxed) == 0 && slot.pages() == 0));
+        }
+    }
+
+    /// By calls in the kernel's place, two of them at a time.
+    #[test]
+    fn what_a_call_says_that_it_has_put_is_done() {
+        let claims = Claims::new(&[300, 300]).unwrap();
+        let put = |call: *mut CopyCall, pages: i64| {
+            // SAFETY: a part of a slot, which is mapped, and ours for the time of this call; all of it is atomics.
+            unsafe { &*call }.copied.store(pages * PAGE_BYTES as i64, Ordering::Relaxed);
+        };
+        let outer = claims.noted(1, 10, |outer| {
+            let inner = claims.noted(0, 200, |inner| {
+                put(inner, 3);
+                put(outer, 2);
+                "inner"
+            });
+            assert_eq!(inner, (3 * PAGE_BYTES as u64, "inner"));
+            "outer"
+        });
+        assert_eq!(outer, (2 * PAGE_BYTES as u64, "outer"));
+        let done = |region| (0..300).filter(|page| claims.is_done(region, *page)).collect::<Vec<u64>>();
+        assert_eq!((done(0), done(1)), (vec![200, 201, 202], vec![10, 11]));
+        assert!(claims.slots().iter().all(|slot| slot.taken.load(Ordering::Relaxed) == 0 && slot.pages() == 0));
     }
 
     #[test]
