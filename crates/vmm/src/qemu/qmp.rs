@@ -396,4 +396,4 @@ fn busy(path: &Path) -> QmpError {
 }
 
 #[cfg(test)]
-mod tests;
+pub(super) mod tests;

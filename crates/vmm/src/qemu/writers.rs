@@ -257,6 +257,46 @@ fn maps_for_writing(pid: i32, files: &HashSet<FileId>) -> io::Result<bool> {
 mod tests {
     #![allow(clippy::unwrap_used)]
     use super::*;
+    use crate::qemu::qmp::tests::peer;
+
+    /// Neither can be had without its hardware. So QEMU is made of lines here, with two such devices and none else; in
+    /// the answers' order: the devices, what the second one is of, the networks, the disks.
+    const PASSED_THROUGH: &[&str] = &[
+        concat!(
+            r#"{"return": [{"name": "type", "type": "string"}, {"name": "host0", "type": "child<vfio-pci>"}, "#,
+            r#"{"name": "tape", "type": "child<scsi-generic>"}, {"name": "sda", "type": "child<scsi-block>"}], "id": ID}"#
+        ),
+        r#"{"return": [{"name": "device[0]", "type": "child<scsi-hd>"}], "id": ID}"#,
+        r#"{"error": {"class": "GenericError", "desc": "Property 'unattached' not found"}, "id": ID}"#,
+        r#"{"return": "drive0", "id": ID}"#,
+        r#"{"return": "", "id": ID}"#,
+        r#"{"return": [{"node-name": "drive0", "drv": "host_device", "cache": {"direct": false}}], "id": ID}"#,
+    ];
+
+    #[test]
+    fn hardware_that_is_passed_through_is_named_also_if_it_came_meanwhile() {
+        for (when, words) in [(When::First, "can't be tracked: "), (When::Later, "can't be tracked came meanwhile: ")] {
+            let (_dir, path) = peer(PASSED_THROUGH);
+            let mut qmp = Qmp::connect(&path).unwrap();
+            let error = refuse_devices(&mut qmp, None, when).unwrap_err().to_string();
+            let named = "device host0 (vfio-pci), device sda (scsi-block) with disk drive0 (use scsi-hd); ";
+            assert!(error.contains(&format!("{words}{named}")), "{error}");
+        }
+    }
+
+    #[test]
+    fn disks_that_the_page_cache_is_not_asked_about_are_known() {
+        let disk = |driver: &str, direct: bool| {
+            direct_disk(&json!({ "node-name": "n0", "drv": driver, "cache": { "direct": direct } }))
+        };
+        for driver in ["nvme", "nvme-io_uring", "virtio-blk-vfio-pci", "virtio-blk-vhost-vdpa"] {
+            assert_eq!(disk(driver, false), Some(format!("disk n0 (driver {driver})")));
+        }
+        for driver in ["file", "host_device", "qcow2"] {
+            assert_eq!(disk(driver, false), None, "{driver}");
+            assert!(disk(driver, true).is_some_and(|disk| disk.contains("cache=writeback")), "{driver}");
+        }
+    }
 
     #[test]
     fn device_types_that_write_by_themselves_are_known() {
@@ -265,6 +305,9 @@ mod tests {
         }
         for kind in ["virtio-net-pci", "virtio-blk-pci", "vhost-vsock-pci", "VGA"] {
             assert!(!writes_behind(kind), "{kind}");
+        }
+        for kind in ["scsi-hd", "scsi-cd", "scsi-generic"] {
+            assert!(!is_passed_through(kind), "{kind}");
         }
     }
 

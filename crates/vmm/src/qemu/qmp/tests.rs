@@ -9,7 +9,7 @@ use std::{
 const GREETING: &str = r#"{"QMP": {"version": {"qemu": {"micro": 2, "minor": 0, "major": 10}}, "capabilities": []}}"#;
 
 /// A peer that answers the n-th command with the n-th list of lines; `ID` in them becomes the command's id.
-fn peer(answers: &'static [&'static str]) -> (tempfile::TempDir, PathBuf) {
+pub(in crate::qemu) fn peer(answers: &'static [&'static str]) -> (tempfile::TempDir, PathBuf) {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("qmp");
     let listener = UnixListener::bind(&path).unwrap();
