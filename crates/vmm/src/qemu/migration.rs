@@ -5,7 +5,10 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 use transship_guest::GuestError;
 
-use super::qmp::{Qmp, QmpError};
+use super::{
+    by_hand,
+    qmp::{Qmp, QmpError},
+};
 
 /// The name of the descriptor that QEMU writes to or reads from. Always the same, so that a leftover is replaced.
 pub(super) const STATE_FD: &str = "transship-state";
@@ -106,8 +109,13 @@ impl Settings {
 /// Puts QEMU's own defaults back where what we set would harm a later migration: the memory would be left out of it.
 /// What was set before us is not known any more.
 pub(super) fn forget_settings(qmp: &mut Qmp) -> Result<(), QmpError> {
-    let off = |name| json!({ "capability": name, "state": false });
-    set(qmp, vec![off(IGNORE_SHARED), off("events")], Map::new())
+    qmp.execute("migrate-set-capabilities", off(&[IGNORE_SHARED, "events"])).map(drop)
+}
+
+/// Arguments that switch capabilities off.
+fn off(names: &[&str]) -> Value {
+    let off = |name: &&str| json!({ "capability": name, "state": false });
+    json!({ "capabilities": names.iter().map(off).collect::<Vec<_>>() })
 }
 
 fn set(qmp: &mut Qmp, capabilities: Vec<Value>, parameters: Map<String, Value>) -> Result<(), QmpError> {
@@ -141,10 +149,24 @@ fn capabilities_of(qmp: &mut Qmp) -> Result<Vec<(String, bool)>, QmpError> {
     Ok(list.as_array().into_iter().flatten().filter_map(named).collect())
 }
 
-/// Refuses a QEMU that would send all memory again.
+/// Refuses a QEMU that would send all memory again, and tells of one that would leave it out also where it must not.
+/// Whoever is killed while a QEMU loads a guest leaves that setting behind; as it may be the user's own, it is left as
+/// it is.
 pub(super) fn check_ignore_shared(qmp: &mut Qmp) -> Result<(), GuestError> {
-    if capabilities_of(qmp)?.iter().any(|(name, _)| name == IGNORE_SHARED) {
-        return Ok(());
+    match capabilities_of(qmp)?.iter().find(|(name, _)| name == IGNORE_SHARED) {
+        Some((_, false)) => return Ok(()),
+        Some((_, true)) => {
+            tracing::warn!(
+                "QEMU's migration capability {IGNORE_SHARED} is on, which a transship that was killed may have left behind; with it a \
+                 migration of QEMU's own leaves out the guest's memory: if it is not wanted, switch it off: {}",
+                by_hand(
+                    qmp.path(),
+                    &json!({ "execute": "migrate-set-capabilities", "arguments": off(&[IGNORE_SHARED]) }).to_string()
+                )
+            );
+            return Ok(());
+        }
+        None => {}
     }
     let (major, minor) = qmp.version();
     Err(GuestError(format!(

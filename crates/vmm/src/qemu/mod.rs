@@ -70,6 +70,11 @@ fn bare_machine(guest: &GuestDescription) -> &str {
 
 /// The command line by which a person lets a guest run.
 fn cont_by_hand(socket: &Path) -> String {
+    by_hand(socket, r#"{"execute":"cont"}"#)
+}
+
+/// The command line by which a person has QEMU execute something.
+fn by_hand(socket: &Path, command: &str) -> String {
     let address = format!("UNIX-CONNECT:{}", socket.display()).replace('\'', r"'\''");
-    format!(r#"echo '{{"execute":"qmp_capabilities"}}{{"execute":"cont"}}' | socat -t 5 - '{address}'"#)
+    format!(r#"echo '{{"execute":"qmp_capabilities"}}{command}' | socat -t 5 - '{address}'"#)
 }
