@@ -1,8 +1,7 @@
 //! Guests on huge pages.
-mod sector;
 
+use crate::sector::{Move, SharedDisk, peek, poke, wait_counting};
 use rustix::fs::FallocateFlags;
-use sector::{Move, SharedDisk, peek, poke, wait_counting};
 use std::{fs::File, ops::Range, os::unix::fs::MetadataExt};
 use transship_lab::{HugePool, LabError, MemoryMount, Qemu, Result, Scratch, Transship};
 

@@ -2,11 +2,12 @@
 //! are one program, since each would be linked by itself, and while one test waits for its guest another can go on.
 //!
 //! - The lab: `guests` and `link`, without which no other test would notice a thing
-//! - Moves: `moves`, `codecs`, `run_state`, `disks`; who dies in one: `crash`
+//! - Moves: `moves`, `codecs`, `run_state`, `disks`, `strangers`, `settings`; who dies in one: `crash`
 //! - To and from a stock QEMU: `qemu_peer_send`, `qemu_peer_receive`, `relay`; who dies in one: `qemu_peer_crash`
 //! - Snapshots: `save`, `background`, `restore`, `restore_lazy`, `restore_given_back`, `convert`
-//! - Memory: `huge_pages`, `preallocated`, `free_pages`, `writers`; who says which of it is free: `balloon`, `hints`
+//! - Memory: `any_memory`, `huge_pages`, `preallocated`, `free_pages`, `writers`; who says which of it is free: `balloon`, `hints`
 //! - What several of them need: `ends`, `peer`, `restoring`, `sector`, `stock`
+mod any_memory;
 mod background;
 mod balloon;
 mod codecs;
@@ -33,5 +34,7 @@ mod restoring;
 mod run_state;
 mod save;
 mod sector;
+mod settings;
 mod stock;
+mod strangers;
 mod writers;

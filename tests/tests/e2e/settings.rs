@@ -1,9 +1,7 @@
 //! Migration settings that somebody has left in a QEMU.
-mod ends;
-
 use std::process::Command;
 
-use ends::move_between;
+use crate::ends::move_between;
 use serde_json::json;
 use transship_lab::{LabError, Qemu, Result};
 

@@ -1,9 +1,7 @@
 //! Whoever comes to the destination's port in the middle of the rounds neither delays nor ends a move.
-mod ends;
-
 use std::{fs, io::Write, net::TcpStream};
 
-use ends::in_the_middle;
+use crate::ends::in_the_middle;
 use serde_json::{Value, json};
 use transship_lab::{
     Accel, LabError, Qemu, Result, Scratch, Transship, Workload, transship::TransshipBuilder, wait_until,

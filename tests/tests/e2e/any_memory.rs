@@ -1,9 +1,6 @@
 //! Guests whose memory is what their QEMU was started with, at either end: private memory, memfds, files, each with
 //! each. Their own checks say whether all of it came.
-mod restoring;
-mod stock;
-
-use restoring::assert_goes_on;
+use crate::restoring::assert_goes_on;
 use transship_lab::{Accel, Backend, LabError, Qemu, QemuBuilder, Result, Transship, Workload, kvm_works};
 
 const ALL: [Backend; 7] = [
