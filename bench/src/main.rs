@@ -5,7 +5,7 @@ use std::process::ExitCode;
 use clap::Parser;
 use transship_bench::Bench;
 
-/// Measure on this machine, beside stock QEMU
+/// Measure on this machine, compared with stock QEMU
 #[derive(Debug, Parser)]
 #[command(name = "transship-bench", bin_name = "transship bench", version)]
 struct Program {

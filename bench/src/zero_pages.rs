@@ -17,12 +17,12 @@ use crate::{
 };
 
 const LONG_ABOUT: &str = "\
-Starts two stock QEMUs on each turn, whose guests only have firmware and, by default, stand still. The source's memory is \
-filled from outside. Then the guest is moved: by transship, by QEMU's own migration (multifd, the same channels, the same \
-place of the zero check, no bandwidth limit), by transship again, and so on. After the first move of each kind the \
-memory of both sides is compared, byte for byte.
+Starts two stock QEMUs for each move. Their guests have only firmware and, by default, stand still. The source's \
+memory is filled from outside. Then the guest is moved, alternately by transship and by QEMU's own migration \
+(multifd, the same channels, the same place of the zero check, no bandwidth limit). After the first move of each \
+kind, the memory of both sides is compared byte for byte.
 
-It takes twice --mem and 1.5 GiB of memory. Run it on a machine that does nothing else.";
+The benchmark needs twice --mem plus 1.5 GiB of memory. Keep the machine otherwise idle.";
 
 /// Moves of memory that was never touched, or is zero, random or mixed.
 #[derive(Debug, Clone, clap::Args)]
@@ -37,7 +37,7 @@ pub struct ZeroPages {
     /// Numbers of channels; the main-thread check is measured with the most
     #[arg(long, value_name = "N,...", default_value = "1,2,4", value_delimiter = ',', value_parser = clap::value_parser!(u8).range(1..))]
     pub channels: Vec<u8>,
-    /// Moves by each, of which the median and the least are shown
+    /// Moves by each program; the table shows median and minimum
     #[arg(long, value_name = "N", default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..=1000))]
     pub runs: u32,
     /// What the memory holds

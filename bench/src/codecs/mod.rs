@@ -24,21 +24,21 @@ use crate::{
 };
 
 const LONG_ABOUT: &str = "\
-Fills the memory of a guest that stands still with the files of --corpus, or with data made here that shrinks to about a \
-third, and moves it: with each method by transship, and by QEMU's own migration where it has the method (none, zlib, \
-zstd; level 1), with the same number of channels, all in turns. After the first move of each the memory of both \
-sides is compared, byte for byte.
+Fills the memory of a stopped guest with the files of --corpus, or with generated data that shrinks to about a third, \
+and moves it with each method: by transship, and by QEMU's own migration where it has the method (none, zlib, zstd; \
+level 1), with the same number of channels. The two alternate. After the first move with each method, the memory of \
+both sides is compared byte for byte.
 
-With --link both sides are put in network namespaces with a limited cable between them, and the bytes travel by TCP; \
+With --link, both sides run in network namespaces with a limited cable between them, and the bytes travel by TCP; \
 that needs root and iproute2. Otherwise they go through a unix socket.
 
-It takes twice --mem and 1.5 GiB of memory. Run it on a machine that does nothing else.";
+The benchmark needs twice --mem plus 1.5 GiB of memory. Keep the machine otherwise idle.";
 
 /// Moves of data that can be compressed, by method.
 #[derive(Debug, Clone, clap::Args)]
 #[command(long_about = LONG_ABOUT)]
 pub struct Codecs {
-    /// Fill memory with the files of this folder, again and again
+    /// Fill memory with the files of this folder, repeatedly
     #[arg(long, value_name = "DIR")]
     pub corpus: Option<PathBuf>,
     /// Memory of the guest
@@ -50,13 +50,13 @@ pub struct Codecs {
     /// Methods [default: none,zlib,zstd,qatzip,lz4,auto]
     #[arg(long, value_enum, value_name = "METHOD,...", value_delimiter = ',', hide_possible_values = true)]
     pub methods: Vec<Method>,
-    /// Our encoders [default: as the command has it]
+    /// Our encoders [default: the command's choice]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u8).range(1..))]
     pub encoders: Option<u8>,
-    /// Put a link of so many Mbit/s between the two sides
+    /// Put a link of this speed, in Mbit/s, between the two sides
     #[arg(long, value_name = "MBIT", value_parser = clap::value_parser!(u32).range(1..=100_000))]
     pub link: Option<u32>,
-    /// Moves by each, of which the median is shown
+    /// Moves by each program; the table shows the median
     #[arg(long, value_name = "N", default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..=1000))]
     pub runs: u32,
     /// The QEMU to use and to compare with

@@ -39,17 +39,17 @@ use crate::{
 };
 
 const LONG_ABOUT: &str = "\
-Saves guests to files in --dir and restores them, by transship and by stock QEMU's own migration to files: as one stream, \
-with every page at its place, by more channels, and with direct I/O. The guests stand still, write while they are saved, or \
-are saved as they were at the first moment (background). A guest that has never touched its memory is saved, too, and a guest that \
-writes is restored lazily by transship.
+Saves guests to files in --dir and restores them, by transship and by stock QEMU's own migration to files: as one \
+stream, with every page at its place, with several channels, and with direct I/O. The guests are stopped, or write \
+while they are saved, or are saved as they were at the first moment (background). One more guest has never touched \
+its memory. A guest that writes is also restored lazily by transship.
 
-Each file is made durable, dropped from the page cache, restored and removed, one after the other: ours, QEMU's, ours, and so on. In \
-between the disk writes and reads as many bytes on its own, with direct I/O.
+Each file is made durable, dropped from the page cache, restored and removed, alternating between transship and QEMU. \
+In between, the disk alone writes and reads as many bytes, with direct I/O.
 
-It takes twice --mem and 1.5 GiB of memory, and 6 times --mem on the disk, because QEMU's file of a guest that writes grows until \
-it is given up. Guests that run need the image that scripts/setup.sh makes in the project's sources; without it they are left out. \
-Run it on a machine that does nothing else.";
+The benchmark needs twice --mem plus 1.5 GiB of memory, and 6 times --mem on the disk, because QEMU's file of a guest \
+that writes grows until the save is abandoned. Running guests need the image that scripts/setup.sh makes in the \
+project's sources; without it they are left out. Keep the machine otherwise idle.";
 
 /// What a guest that runs writes again and again, of its memory.
 const HOT_SHARE: u64 = 8;
@@ -70,10 +70,10 @@ pub struct Snapshots {
     /// A folder on the disk to measure
     #[arg(long, value_name = "DIR", default_value = ".")]
     pub dir: PathBuf,
-    /// Channels, where there are more than one
+    /// Number of channels where several are used
     #[arg(long, value_name = "N", default_value_t = 4, value_parser = clap::value_parser!(u8).range(1..))]
     pub channels: u8,
-    /// Saves and restores by each, of which the median and the least are shown
+    /// Saves and restores by each program; the table shows median and minimum
     #[arg(long, value_name = "N", default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..=1000))]
     pub runs: u32,
     /// The QEMU to use and to compare with

@@ -26,16 +26,16 @@ use crate::{
 };
 
 const LONG_ABOUT: &str = "\
-Moves a Linux guest to and fro whose free memory is full of old data: a program in it has written nearly all of it and given it back, \
-anew before each move. It is idle, or it compiles; the load is the same whatever the size of its memory. Of its free memory \
-the guest says nothing, names it when it is asked (hints), or gives it back by and by (reporting). All that is moved by transship and by \
-stock QEMU's own migration with the same feature of its own balloon.
+Moves a Linux guest, whose free memory is full of old data, back and forth. Before each move, a program in the guest \
+writes nearly all free memory and gives it back. The guest is idle, or it compiles; the load is the same whatever the \
+size of its memory. The guest says nothing about its free memory, names it on request (hints), or gives it back over \
+time (reporting). transship is compared with stock QEMU's own migration and the same feature of QEMU's own balloon.
 
-Hints want QEMU 11.1 or newer: name it with --peer (scripts/qemu-versions.sh of the project's sources makes one). The guest is the one \
-that scripts/setup.sh makes there.
+Hints need QEMU 11.1 or newer; name it with --peer (scripts/qemu-versions.sh of the project's sources builds one). \
+The guest is the one that scripts/setup.sh makes there.
 
-It takes twice the largest --mem and 1.5 GiB of memory, and hours: above all, a guest that reports takes half a minute to do so before each \
-move. Run it on a machine that does nothing else.";
+The benchmark needs twice the largest --mem plus 1.5 GiB of memory, and several hours, mainly because a guest that \
+reports needs half a minute for that before each move. Keep the machine otherwise idle.";
 
 /// How long the guest may stand still.
 const DOWNTIME_MS: u64 = 300;
@@ -57,7 +57,7 @@ pub struct FreePages {
         hide_possible_values = true
     )]
     pub loads: Vec<Load>,
-    /// What it says of its free memory: without, hints, reporting
+    /// How it tells which memory is free: without, hints, reporting
     #[arg(
         long,
         value_enum,
@@ -67,7 +67,7 @@ pub struct FreePages {
         hide_possible_values = true
     )]
     pub ways: Vec<Way>,
-    /// How often it goes there and back in each case
+    /// How often it moves there and back in each case
     #[arg(long, value_name = "N", default_value_t = 10, value_parser = clap::value_parser!(u32).range(1..=1000))]
     pub times: u32,
     /// Channels

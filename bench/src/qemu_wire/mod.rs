@@ -26,19 +26,23 @@ use crate::{
 };
 
 const LONG_ABOUT: &str = "\
-Moves a guest that stands still by QEMU's own migration protocol: from QEMU to QEMU, from transship to QEMU (`move --peer qemu`), from \
-QEMU to transship into a waiting QEMU and into a file (`receive --peer qemu`); and by transship's own protocol beside them. All with \
-multifd, the same number of channels and the same method, in turns. Its memory holds the files of --corpus, or data made here that shrinks to about a \
-third; or it is zero, or was never touched, which no method ever sees, so that these go with none alone. After the first \
-move of each the memory of both sides is compared, byte for byte; a file is restored for that.
+Moves a stopped guest by QEMU's own migration protocol: from QEMU to QEMU, from transship to QEMU (`move --peer \
+qemu`), and from QEMU to transship, into a waiting QEMU and into a file (`receive --peer qemu`). For comparison it \
+also moves the guest by transship's own protocol. All routes use multifd, the same number of channels and the same \
+method, and alternate.
 
-It takes twice --mem and 1.5 GiB of memory, and twice --mem on the disk of --dir. Run it on a machine that does nothing else.";
+The guest's memory holds the files of --corpus, or generated data that shrinks to about a third; or it is zero; or it \
+was never touched. Zero pages never reach a method, so the last two are measured only with none. After the first move \
+on each route, the memory of both sides is compared byte for byte; a file is restored for that.
+
+The benchmark needs twice --mem plus 1.5 GiB of memory, and twice --mem on the disk of --dir. Keep the machine \
+otherwise idle.";
 
 /// Moves between transship and stock QEMU, in every direction.
 #[derive(Debug, Clone, clap::Args)]
 #[command(long_about = LONG_ABOUT)]
 pub struct QemuWire {
-    /// Fill memory with the files of this folder, again and again
+    /// Fill memory with the files of this folder, repeatedly
     #[arg(long, value_name = "DIR")]
     pub corpus: Option<PathBuf>,
     /// Memory of the guest
@@ -53,10 +57,10 @@ pub struct QemuWire {
     /// What memory holds: corpus, zero, untouched [default: all]
     #[arg(long, value_enum, value_name = "KIND,...", value_delimiter = ',', hide_possible_values = true, default_values_t = [Kind::Corpus, Kind::Zero, Kind::Untouched], hide_default_value = true)]
     pub kinds: Vec<Kind>,
-    /// A folder on the disk, for the file that is received into
+    /// A folder on the disk for the received file
     #[arg(long, value_name = "DIR", default_value = ".")]
     pub dir: PathBuf,
-    /// Moves by each, of which the median is shown
+    /// Moves by each program; the table shows the median
     #[arg(long, value_name = "N", default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..=1000))]
     pub runs: u32,
     /// The QEMU to use and to compare with

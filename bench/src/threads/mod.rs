@@ -29,20 +29,20 @@ use crate::{
 };
 
 const LONG_ABOUT: &str = "\
-Moves guests that keep writing, compressed with zstd, by 2 encoders and by each number of --encoders, which wait or send \
-raw when all are busy. Two kinds of guest:
+Moves guests that keep writing, compressed with zstd, by 2 encoders and by each number of --encoders. When all \
+encoders are busy, packets wait or are sent raw; both are measured. There are two kinds of guest:
 
-- transship's own, whose threads (--writers) write a quarter of the memory again and again with data that does not shrink; \
-all its memory is checked after each move
-- stock QEMU with a 32-bit guest that writes a quarter of the memory with data that shrinks to nothing. It is also moved by \
-QEMU's own migration (multifd, zstd, as many channels as there are encoders). It needs the guest image of the project's \
-sources (scripts/setup.sh) and is left out without it.
+- transship's own, whose threads (--writers) write a quarter of the memory again and again with data that does not \
+shrink; all its memory is checked after each move
+- stock QEMU with a 32-bit guest that writes a quarter of the memory with data that shrinks to nothing. It is also \
+moved by QEMU's own migration (multifd, zstd, as many channels as there are encoders). It needs the guest image of \
+the project's sources (scripts/setup.sh) and is left out without it.
 
-Both write --write-rate MiB a second, and the rest of their memory holds the corpus. A move that does not converge ends with \
-its verdict, and is shown as such.
+Both write --write-rate MiB a second, and the rest of their memory holds the corpus. A move that does not converge \
+ends with a verdict, which the table shows.
 
-Then the same corpus goes through as many encoders in one process: fed by the lock-free rings that moves use, and by the \
-old model, where each thread has room for one request, a mutex and a condition variable.";
+Then the same corpus goes through the same number of encoders in one process. They are fed by the lock-free rings \
+that moves use, and by the old model, where each thread has room for one request, a mutex and a condition variable.";
 
 /// Encoders of the run that all others are compared with.
 const FEW: u8 = 2;
@@ -55,7 +55,7 @@ const GUEST_BEGIN: u64 = 16 << 20;
 #[derive(Debug, Clone, clap::Args)]
 #[command(long_about = LONG_ABOUT)]
 pub struct Threads {
-    /// Numbers of encoders; 2 are measured in any case
+    /// Numbers of encoders; 2 are always measured
     #[arg(long, value_name = "N,...", default_value = "4,8,16", value_delimiter = ',', value_parser = clap::value_parser!(u8).range(1..))]
     pub encoders: Vec<u8>,
     /// Our channels
@@ -64,7 +64,7 @@ pub struct Threads {
     /// Memory of the guest
     #[arg(long, value_name = "SIZE", default_value = "512M", value_parser = units::memory)]
     pub mem: u64,
-    /// Fill memory with the files of this folder, again and again
+    /// Fill memory with the files of this folder, repeatedly
     #[arg(long, value_name = "DIR")]
     pub corpus: Option<PathBuf>,
     /// MiB that the guest writes in a second
@@ -73,10 +73,10 @@ pub struct Threads {
     /// Threads that write in transship's own guest
     #[arg(long, value_name = "N", default_value_t = 4, value_parser = clap::value_parser!(u8).range(1..))]
     pub writers: u8,
-    /// Put a link of so many Mbit/s between the two sides
+    /// Put a link of this speed, in Mbit/s, between the two sides
     #[arg(long, value_name = "MBIT", value_parser = clap::value_parser!(u32).range(1..=100_000))]
     pub link: Option<u32>,
-    /// Moves by each, of which the median is shown
+    /// Moves by each program; the table shows the median
     #[arg(long, value_name = "N", default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..=1000))]
     pub runs: u32,
     /// The QEMU to use and to compare with

@@ -19,7 +19,7 @@ const ABOUT: &str = "Moves the memory of running virtual machines, from outside 
 const AFTER_LONG: &str = "\
 VM is one of
   qemu:/run/vm.qmp         a QEMU, by its QMP unix socket
-  handoff:/run/guest.sock  a VMM that hands its guest over by itself, such as `transship guest`
+  handoff:/run/guest.sock  a VMM that speaks the hand-off protocol, such as `transship guest`
 
 URI is one of
   tcp:HOST:PORT            all channels connect to this port
@@ -27,30 +27,31 @@ URI is one of
 
 Exit codes
   0  done
-  1  failed; the source guest runs on
+  1  failed; the guest keeps running at the source
   2  wrong usage; nothing was touched
-  3  the outcome needs a person; the message says what to do
+  3  a person must decide; the message says what to do
 
-TRANSSHIP_LOG=debug writes a log to stderr (without it, warnings alone; filters like transship_engine=trace work).";
+TRANSSHIP_LOG=debug writes a log to stderr (by default, only warnings appear). It also takes filters such as \
+transship_engine=trace.";
 
 const MOVE_EXAMPLES: &str = "\
 Examples:
-  On the destination, where a QEMU of the same configuration waits with `-incoming defer`:
+  On the destination, where a QEMU with the same configuration waits with `-incoming defer`:
     transship receive --vm qemu:/run/vm.qmp --listen tcp:0.0.0.0:4444
   On the source:
     transship move --vm qemu:/run/vm.qmp --to tcp:ship2:4444
 
-  At most 4 Gbit/s, the guest may stand still for 100 ms, compare all memory at the end:
+  At most 4 Gbit/s and 100 ms of downtime, with all memory compared at the end:
     transship move --vm qemu:/run/vm.qmp --to tcp:ship2:4444 --bandwidth 4Gbit --downtime 100ms --verify
 
-  Behind a slow link, smaller instead of faster, on 8 threads:
+  Over a slow link, with stronger compression on 8 threads:
     transship move --vm qemu:/run/vm.qmp --to tcp:ship2:4444 --compress zstd:3 --encoders 8
 
-  To a stock QEMU, started with `-incoming tcp:0.0.0.0:4444` and nothing else:
+  To a stock QEMU that was started with `-incoming tcp:0.0.0.0:4444`:
     transship move --vm qemu:/run/vm.qmp --to tcp:ship2:4444 --peer qemu
 
-Ctrl-C cancels: the guest runs on at the source. Once the guest has been handed over it is the destination's, and
-the move can no longer be cancelled.
+Ctrl-C cancels the move, and the guest keeps running at the source. Once the guest has been handed over to the \
+destination, the move can no longer be cancelled.
 
 K, M, G and T are powers of 1024 (4G, 512MiB); KB, MB, GB, TB and all bits are powers of 1000 (1Gbit).";
 
@@ -58,27 +59,27 @@ const SAVE_EXAMPLES: &str = "\
 Examples:
   While the guest runs, with a stop of at most 300 ms:
     transship save --vm qemu:/run/vm.qmp --to /srv/vm.snap
-  The fastest way, while it stands still, and leave it standing:
+  The fastest way: stop the guest first, and leave it stopped:
     transship save --vm qemu:/run/vm.qmp --to /srv/vm.snap --paused --stay-stopped
-  Into files that a manager has opened, one descriptor with O_DIRECT and one without:
+  Into a file that a manager has opened twice, with and without O_DIRECT:
     transship save --vm qemu:/run/vm.qmp --to fdset:3,4
 
-FILE is PATH, file:PATH[,offset=N], fd:N or fdset:N,M. A stock QEMU loads it too:
+FILE is PATH, file:PATH[,offset=N], fd:N or fdset:N,M. A stock QEMU can load it, too:
   qemu-system-x86_64 ... -incoming defer
   (qemu) migrate_set_capability mapped-ram on
   (qemu) migrate_incoming file:/srv/vm.snap
 
-A file that is named is replaced when the new one is complete and on the disk, never before. Ctrl-C cancels: the guest runs
-on, and what was there before is as it was.";
+A file given by name is replaced only when the new one is complete and on the disk. Ctrl-C cancels the save: the \
+guest runs on, and an older file stays as it was.";
 
 const WATCH_EXAMPLES: &str = "\
 Examples:
   transship watch --vm qemu:/run/vm.qmp
   transship watch --vm qemu:/run/vm.qmp --interval 200ms --window 30s --count 100 --json
 
-Each line says how many pages were written in the last interval, how many different ones in the last window and
-since the start (the working set), and how much of the guest's memory holds data and how much was never touched.
-Watching disturbs the guest as little as a migration's tracking does. Ctrl-C ends it; nothing stays in the VMM.";
+Each line shows how many pages were written in the last interval, how many different pages in the last window and \
+since the start (the working set), and how much of the guest's memory holds data and how much was never touched. \
+Watching disturbs the guest as little as the tracking of a migration. Ctrl-C ends it; nothing stays in the VMM.";
 
 const GUEST_EXAMPLES: &str = "\
 Examples:
@@ -88,20 +89,22 @@ Examples:
     transship receive --vm handoff:/tmp/b.sock --listen unix:/tmp/move.sock &
     transship move --vm handoff:/tmp/a.sock --to unix:/tmp/move.sock
 
-The guest writes memory that it can check: after the move the receiving one looks at every page and says how many
-are wrong.";
+The guest writes memory that it can check. After the move, the receiving guest checks every page and reports how \
+many are wrong.";
 
 const BALLOON_EXAMPLES: &str = "\
 Examples:
-  The device, and a QEMU (11.1 has this device type; Linux needs no driver but its own) that gives it to its guest:
+  The device, and a QEMU that gives it to its guest (11.1 or newer; Linux has the driver):
     transship balloon --socket /run/vm.balloon &
     qemu-system-x86_64 ... -chardev socket,id=balloon,path=/run/vm.balloon \\
       -device pcie-root-port,id=port0 -device vhost-user-test-device-pci,id=balloon,bus=port0,chardev=balloon,\\
         virtio-id=5,num_vqs=5,config_size=16,vq_size=1024
 
-It inflates and deflates, gives back what the guest reports as free, and tells a transship that moves or saves the guest
-which memory need not be sent (--balloon). Guest memory must be a shared file, as for everything here. With Ctrl-C it ends
-as soon as QEMU has let go of it (device_del, then chardev-remove): QEMU 11.1, and the guest with it, may not survive it before.";
+The balloon inflates and deflates, and gives back memory that the guest reports as free. With --balloon, `move` and \
+`save` ask it which memory they can leave out. Guest memory must be a shared file, as always with transship.
+
+After Ctrl-C the balloon ends as soon as QEMU has disconnected (device_del, then chardev-remove). If it ended earlier, \
+QEMU 11.1 could crash, and the guest with it.";
 
 /// The whole command line.
 #[derive(Debug, Parser)]
@@ -118,7 +121,7 @@ pub(crate) enum Command {
     Move(MoveArgs),
     /// Receive a guest that is moved here
     Receive(ReceiveArgs),
-    /// Stand between two stock QEMUs and a thin link, one at each of its ends
+    /// Carry the migration of two stock QEMUs over a slow link
     Relay(RelayArgs),
     /// Save a guest to a file
     Save(SaveArgs),
@@ -126,27 +129,27 @@ pub(crate) enum Command {
     Restore(RestoreArgs),
     /// Show what a snapshot file holds, and check it
     Info(InfoArgs),
-    /// Make a mapped-ram file of a migration stream, or a stream of such a file
+    /// Convert a migration stream to a mapped-ram file, or the reverse
     Convert(ConvertArgs),
     /// Show how fast a guest writes its memory, live
     Watch(WatchArgs),
-    /// Be the device by which a guest says which of its memory is free
+    /// Run a balloon device, through which a guest reports free memory
     Balloon(BalloonArgs),
     /// Run a synthetic guest, for trying things without a VMM
     Guest(GuestArgs),
-    /// Measure on this machine, beside stock QEMU
+    /// Measure on this machine, compared with stock QEMU
     #[command(disable_help_flag = true)]
     Bench {
-        /// The table, and its options: see `transship bench --help`
+        /// The table and its options: see `transship bench --help`
         #[arg(trailing_var_arg = true, allow_hyphen_values = true, value_name = "TABLE")]
         arguments: Vec<std::ffi::OsString>,
     },
-    /// Put the guest back as it was if the command that started this dies while it stands still
+    /// Let the guest run again if the command that started this dies while the guest is stopped
     #[command(hide = true)]
     Guard {
         #[arg(long)]
         vm: String,
-        /// What the guest's adapter has to know for that
+        /// What the guest's adapter needs to know for that
         #[arg(long, default_value = "", allow_hyphen_values = true)]
         will: String,
     },
@@ -170,29 +173,31 @@ pub(crate) struct MoveArgs {
     /// The guest to move: qemu:SOCKET or handoff:SOCKET
     #[arg(long)]
     pub(crate) vm: String,
-    /// Where it is received: tcp:HOST:PORT or unix:PATH
+    /// The receiver: tcp:HOST:PORT or unix:PATH
     #[arg(long, value_name = "URI")]
     pub(crate) to: String,
     /// What receives at the other end: transship or qemu
     ///
-    /// `qemu`: a stock QEMU that was started with `-incoming URI`, with nothing of ours on its host. It must be set up
-    /// as for a migration from QEMU; see docs/qemu-peer.md.
+    /// `qemu`: a stock QEMU that was started with `-incoming URI`; its host needs no transship. Set it up as for a
+    /// migration from QEMU; see docs/qemu-peer.md.
     #[arg(long, value_enum, default_value_t = Peer::Transship, value_name = "WHAT", hide_possible_values = true)]
     pub(crate) peer: Peer,
     /// Data channels, 1 to 255 [default: by cores, at most 16]
     ///
-    /// With --peer qemu the multifd channels, as many as the destination's `multifd-channels` says; by default 0: it
-    /// has `multifd` off, as is QEMU's own default.
+    /// With --peer qemu, the value of the destination's `multifd-channels`. The default is then 0, which means that
+    /// `multifd` is off there, as is QEMU's own default.
     #[arg(long, value_name = "N")]
     pub(crate) channels: Option<String>,
-    /// Make pages smaller: auto, none, zlib, zstd, qatzip or lz4, also as METHOD:LEVEL
+    /// Compress pages: auto, none, zlib, zstd, qatzip or lz4, also as METHOD:LEVEL
     ///
     /// `none`: send pages as they are, for links that are faster than the cores. `zlib`: levels 0 to 9. `zstd`: -7 to
-    /// 20; the best ratio for the time. `qatzip`: 1 to 9; on a QAT device where there is one, else in software. `lz4`:
-    /// 1 to 12; the fastest to decode. Without a level it is 1; higher is smaller and slower. `auto`: none, lz4 or
-    /// zstd, whichever gets most pages through; measures link and encoders while the guest moves, and changes its mind.
-    /// Pages that don't shrink go as they are. With --peer qemu: what the destination's `multifd-compression` says,
-    /// none, zlib or zstd.
+    /// 20; the best ratio for the time. `qatzip`: 1 to 9; on a QAT device if there is one, otherwise in software.
+    /// `lz4`: 1 to 12; the fastest to decode. The default level is 1; higher levels compress better and take longer.
+    /// `auto`: none, lz4 or zstd, whichever gets the most pages through; it measures link and encoders during the move
+    /// and switches when they change.
+    ///
+    /// Pages that don't shrink are sent as they are. With --peer qemu, give the value of the destination's
+    /// `multifd-compression`: none, zlib or zstd.
     #[arg(long, value_name = "METHOD", default_value = "none")]
     pub(crate) compress: String,
     /// Threads that compress, 1 to 255 [default: by cores]
@@ -200,39 +205,40 @@ pub(crate) struct MoveArgs {
     pub(crate) encoders: Option<String>,
     /// When all encoders are busy: wait, or send raw
     ///
-    /// `wait`: until one is free; fewer bytes. `raw`: send the pages as they are; for links that are about as fast as
-    /// the encoders.
+    /// `wait`: wait until one is free; sends fewer bytes. `raw`: send the pages as they are; for links that are about
+    /// as fast as the encoders.
     #[arg(long, value_enum, default_value_t = WhenBusy::Wait, value_name = "WHAT", hide_possible_values = true)]
     pub(crate) when_busy: WhenBusy,
-    /// Who looks for zero pages: channels, main or off
+    /// Where zero pages are detected: channels, main or off
     ///
-    /// `channels`: each channel, right before it sends a page. `main`: the main thread, before it hands pages to the
-    /// channels; for comparison. `off`: nobody, zero pages travel as data. Memory that was never touched is skipped
-    /// unread in any case. With --peer qemu and channels, `main` also clears memory of the destination that was not
+    /// `channels`: in each channel, right before it sends a page. `main`: in the main thread, before it hands pages to
+    /// the channels; for comparison. `off`: nowhere; zero pages are sent as data. Memory that was never touched is
+    /// always skipped unread. With --peer qemu and channels, `main` also clears memory of the destination that was not
     /// empty when that QEMU started.
-    #[arg(long, value_enum, default_value_t = ZeroPages::Channels, value_name = "WHO", hide_possible_values = true)]
+    #[arg(long, value_enum, default_value_t = ZeroPages::Channels, value_name = "HOW", hide_possible_values = true)]
     pub(crate) zero_pages: ZeroPages,
-    /// Most that all channels together send: 100M, 1Gbit
+    /// Limit for all channels together: 100M, 1Gbit
     #[arg(long, value_name = "RATE")]
     pub(crate) bandwidth: Option<String>,
-    /// How long the guest may stand still, up to 60s
+    /// How long the guest may be stopped, up to 60s
     #[arg(long, value_name = "TIME", default_value = "300ms")]
     pub(crate) downtime: String,
     /// Give up after this many rounds
     ///
-    /// A guest that writes faster than the link carries would go on for ever. After this many rounds the move ends with
-    /// the numbers that show it, and the guest runs on at the source.
+    /// If the guest writes faster than the link can carry, the rounds would never end. After this many rounds the move
+    /// ends and reports the numbers, and the guest keeps running at the source.
     #[arg(long, value_name = "N", default_value = "30", hide_short_help = true)]
     pub(crate) max_rounds: String,
-    /// Ask the guest's `transship balloon` what is free
+    /// Ask the guest's `transship balloon` which memory is free
     ///
-    /// PATH is the socket of the balloon. Memory that the guest can do without is left out of the first round. QEMU
-    /// can't save this device: it is unplugged before the guest is stopped, and plugged in again if the guest stays.
+    /// PATH is the socket of the balloon. Memory that the guest does not need is left out of the first round. QEMU
+    /// can't save this device: transship unplugs it before the guest is stopped, and plugs it in again if the guest
+    /// stays.
     #[arg(long, value_name = "PATH", hide_short_help = true)]
     pub(crate) balloon: Option<std::path::PathBuf>,
     /// Compare a hash of all memory on both sides
     ///
-    /// Taken while the guest stands still, so it lengthens the downtime by the time that reading all memory takes.
+    /// The hash is computed while the guest is stopped, so the downtime grows by the time needed to read all memory.
     #[arg(long)]
     pub(crate) verify: bool,
     /// Print the result as one JSON object
@@ -240,9 +246,10 @@ pub(crate) struct MoveArgs {
     pub(crate) json: bool,
     /// Move although devices write past the tracker
     ///
-    /// vhost-user back ends, VFIO devices and disks that are read past the page cache write guest memory without being
-    /// seen by the tracker, so such a guest is refused, at the latest when it is stopped. With this flag you say that
-    /// they are quiet for the whole move, also those that come meanwhile; pages that they do write are lost.
+    /// The tracker does not see writes by vhost-user back ends, VFIO devices and disks that are read past the page
+    /// cache. A guest with such devices is refused, at the latest when it is stopped. With this flag you promise that
+    /// they write nothing during the whole move, including devices that are added meanwhile. Pages that they do write
+    /// are lost.
     #[arg(long, hide_short_help = true)]
     pub(crate) allow_untracked_writers: bool,
 }
@@ -295,16 +302,16 @@ pub(crate) struct SaveArgs {
     /// The file: PATH, file:PATH[,offset=N], fd:N or fdset:N,M
     #[arg(long, value_name = "FILE")]
     pub(crate) to: String,
-    /// Stop the guest while it is saved
+    /// Stop the guest for the whole save
     #[arg(long, group = "way")]
     pub(crate) paused: bool,
-    /// Save in rounds while it runs, then stop it for a moment (default)
+    /// Save in rounds while the guest runs, then stop it briefly (default)
     #[arg(long, group = "way")]
     pub(crate) live: bool,
-    /// Save the moment of the call while it runs on
+    /// Save the state at the moment of the call while the guest runs on
     ///
     /// A page is saved before the first write to it goes through, so the file holds the guest as it was when the
-    /// command began. It stands still only while its device state is saved.
+    /// command began. The guest is stopped only while its device state is saved.
     #[arg(long, group = "way")]
     pub(crate) background: bool,
     /// Let the guest run on afterwards (default)
@@ -318,27 +325,27 @@ pub(crate) struct SaveArgs {
     pub(crate) channels: Option<String>,
     /// Write past the page cache: on, off or auto
     ///
-    /// `auto`: where the file system can, and through the page cache elsewhere. `on` (also without a value): a file
-    /// system that refuses it is an error. A stream always goes through the page cache.
+    /// `auto`: where the file system allows it; elsewhere through the page cache. `on` (also without a value): it is an
+    /// error if the file system refuses. A stream is always written through the page cache.
     #[arg(long, value_name = "WHETHER", default_value = "auto", default_missing_value = "on", num_args = 0..=1, require_equals = true)]
     pub(crate) direct_io: String,
     /// Layout of the file: mapped-ram or stream
     ///
-    /// `mapped-ram`: every page has its place, so many threads write at once and the file never takes more than the
-    /// guest's memory. QEMU 9.0 and newer load it. `stream`: one page after the other, again for each time that it
-    /// changed; QEMU of any version loads it.
+    /// `mapped-ram`: every page has its place, so many threads write at once, and the file never takes more than the
+    /// guest's memory. QEMU 9.0 and newer load it. `stream`: one page after the other; a page that changes is written
+    /// again. QEMU of any version loads it.
     #[arg(long, value_enum, default_value_t = FileFormat::MappedRam, value_name = "FORMAT", hide_possible_values = true)]
     pub(crate) format: FileFormat,
-    /// How long a live guest may stand still, up to 60s
+    /// How long a live guest may be stopped, up to 60s
     #[arg(long, value_name = "TIME", default_value = "300ms")]
     pub(crate) downtime: String,
     /// Give up on a live guest after this many rounds
     #[arg(long, value_name = "N", default_value = "30", hide_short_help = true)]
     pub(crate) max_rounds: String,
-    /// Ask the guest's `transship balloon` what is free
+    /// Ask the guest's `transship balloon` which memory is free
     ///
-    /// PATH is the socket of the balloon. Memory that the guest can do without is not saved while it runs (--live).
-    /// QEMU can't save this device: it is unplugged before the guest is stopped, and plugged in again afterwards.
+    /// PATH is the socket of the balloon. With --live, memory that the guest does not need is left out. QEMU can't save
+    /// this device: transship unplugs it before the guest is stopped, and plugs it in again afterwards.
     #[arg(long, value_name = "PATH", hide_short_help = true)]
     pub(crate) balloon: Option<std::path::PathBuf>,
     /// How to ask the kernel to write: auto, uring or plain
@@ -349,7 +356,7 @@ pub(crate) struct SaveArgs {
     pub(crate) json: bool,
     /// Save although devices write past the tracker
     ///
-    /// As in `transship move`. A guest that is saved with --paused has no need of it.
+    /// As in `transship move`. With --paused it is not needed.
     #[arg(long, hide_short_help = true)]
     pub(crate) allow_untracked_writers: bool,
 }
@@ -412,10 +419,10 @@ pub(crate) struct WatchArgs {
 #[derive(Debug, Args)]
 #[command(after_long_help = BALLOON_EXAMPLES)]
 pub(crate) struct BalloonArgs {
-    /// Socket that QEMU connects to, and whoever moves or saves the guest
+    /// Socket for QEMU, and for `move` and `save`
     #[arg(long, value_name = "PATH")]
     pub(crate) socket: std::path::PathBuf,
-    /// User that QEMU runs as: the socket is his, and he may connect beside root [default: who runs this]
+    /// User that QEMU runs as: owns the socket, and may connect as well as root [default: yourself]
     #[arg(long, value_name = "NAME")]
     pub(crate) user: Option<String>,
 }
@@ -423,37 +430,37 @@ pub(crate) struct BalloonArgs {
 #[derive(Debug, Args)]
 #[command(after_long_help = GUEST_EXAMPLES)]
 pub(crate) struct GuestArgs {
-    /// Socket at which the guest can be attached to
+    /// Socket of the guest
     #[arg(long, value_name = "PATH")]
     pub(crate) listen: std::path::PathBuf,
     /// Size of its memory
     #[arg(long, value_name = "SIZE", default_value = "1G")]
     pub(crate) mem: String,
-    /// Regions that the memory is split into
+    /// Number of regions of the memory
     #[arg(long, value_name = "N", default_value = "1")]
     pub(crate) regions: String,
     /// Share of the memory that is written at the start
     #[arg(long, value_name = "SHARE", default_value = "50%")]
     pub(crate) touched: String,
-    /// What the touched pages hold: zero, random or mixed
+    /// Contents of the touched pages: zero, random or mixed
     #[arg(long, value_enum, default_value_t = Content::Mixed, hide_possible_values = true)]
     pub(crate) content: Content,
     /// Fill the touched pages from the files of this folder
     #[arg(long, value_name = "DIR", conflicts_with = "content")]
     pub(crate) corpus: Option<std::path::PathBuf>,
-    /// How fast it writes: 100M, or max [default: not at all]
+    /// How fast the guest writes: 100M, or max [default: not at all]
     #[arg(long, value_name = "RATE")]
     pub(crate) write_rate: Option<String>,
     /// Threads that write
     #[arg(long, value_name = "N", default_value = "1")]
     pub(crate) threads: String,
-    /// Memory that is written again and again [default: 64M]
+    /// Size of the memory that is written again and again [default: 64M]
     #[arg(long, value_name = "SIZE")]
     pub(crate) hot_set: Option<String>,
-    /// Keep the memory in files here: a hugetlbfs or tmpfs
+    /// Keep the memory in files in this hugetlbfs or tmpfs
     #[arg(long, value_name = "DIR")]
     pub(crate) huge: Option<std::path::PathBuf>,
-    /// Wait for a guest to be moved here
+    /// Wait for a guest that is moved here
     #[arg(long)]
     pub(crate) incoming: bool,
     /// End after this time [default: run on]

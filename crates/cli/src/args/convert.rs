@@ -5,15 +5,15 @@ use super::FileFormat;
 
 const CONVERT_EXAMPLES: &str = "\
 Examples:
-  A migration stream that somebody has kept, as a file that QEMU 9.0 or newer and `transship restore --lazy` load:
+  A saved migration stream, to a file for QEMU 9.0 and newer and for `transship restore --lazy`:
     transship convert vm.stream vm.snap
-  A snapshot for a QEMU before 9.0:
+  A snapshot, to a stream for a QEMU before 9.0:
     transship convert vm.snap vm.stream
-  A stream that comes by a pipe:
+  A stream that comes through a pipe:
     ssh ship2 cat vm.stream | transship convert - /srv/vm.snap
 
-Only the layout changes: memory, device state and machine type stay what they are. Needs neither a VM nor QEMU. TO is made
-under another name and renamed when it is complete and on the disk.";
+Only the layout changes: memory, device state and machine type stay the same. `convert` needs neither a VM nor QEMU. \
+TO is written under another name, and renamed when it is complete and on the disk.";
 
 #[derive(Debug, Args)]
 #[command(after_long_help = CONVERT_EXAMPLES)]
@@ -21,10 +21,10 @@ pub(crate) struct ConvertArgs {
     /// What to read: PATH, file:PATH,offset=N, fd:N, or - for standard input
     #[arg(value_name = "FROM")]
     pub(crate) from: String,
-    /// The file to make: PATH, file:PATH,offset=N or fd:N
+    /// The file to write: PATH, file:PATH,offset=N or fd:N
     #[arg(value_name = "TO")]
     pub(crate) to: String,
-    /// Layout of TO: mapped-ram or stream [default: the one that FROM has not]
+    /// Layout of TO: mapped-ram or stream [default: the one that FROM does not have]
     #[arg(long, value_enum, value_name = "FORMAT", hide_possible_values = true)]
     pub(crate) format: Option<FileFormat>,
     /// Print the result as one JSON object

@@ -5,19 +5,21 @@ use super::{FileFormat, FileIo};
 
 const RECEIVE_EXAMPLES: &str = "\
 Examples:
-  A QEMU that was started with `-incoming defer`:
+  Into a QEMU that was started with `-incoming defer`:
     transship receive --vm qemu:/run/vm2.qmp --listen tcp:0.0.0.0:4444
-  A port that the system chooses; the line `listening at tcp:127.0.0.1:PORT` on stderr names it:
+  On a port that the system chooses; the line `listening at tcp:127.0.0.1:PORT` on stderr names it:
     transship receive --vm qemu:/run/vm2.qmp --listen tcp:127.0.0.1:0
-  A stock QEMU's own migration, without transship there, into a file:
+  From a stock QEMU without a transship there, into a file:
     transship receive --peer qemu --to /srv/vm.snap --listen tcp:0.0.0.0:4444
     (qemu) migrate_set_capability return-path on
     (qemu) migrate tcp:ship2:4444
-  The same into a waiting QEMU:
+  From a stock QEMU into a waiting QEMU:
     transship receive --peer qemu --vm qemu:/run/vm2.qmp --listen tcp:0.0.0.0:4444
 
-Receives one guest and ends. The guest runs here only after the source has given it up. A stock QEMU learns of success when its guest is
-loaded, or the file is on the disk under its name, if it has a return path; without one it takes its last write for that.";
+The command receives one guest and ends. The guest runs here only after the source has given it up.
+
+With a return path, a stock QEMU learns of success when its guest is loaded, or when the file is on the disk under its \
+name. Without one, it takes its last write for success.";
 
 #[derive(Debug, Args)]
 #[command(after_long_help = RECEIVE_EXAMPLES)]
@@ -25,13 +27,13 @@ pub(crate) struct ReceiveArgs {
     /// The waiting guest: qemu:SOCKET or handoff:SOCKET
     #[arg(long, required_unless_present = "to")]
     pub(crate) vm: Option<String>,
-    /// With --peer qemu: a file instead, PATH, file:PATH[,offset=N] or fd:N
+    /// With --peer qemu, instead of --vm: a file, PATH, file:PATH[,offset=N] or fd:N
     #[arg(long, value_name = "FILE", conflicts_with = "vm")]
     pub(crate) to: Option<String>,
     /// Where the source connects: tcp:HOST:PORT or unix:PATH
     #[arg(long, value_name = "URI")]
     pub(crate) listen: String,
-    /// What sends: transship, or a stock qemu by its own migration
+    /// What sends: transship, or qemu (the migration of a stock QEMU)
     #[arg(long, value_enum, default_value_t = Sender::Transship, value_name = "WHAT", hide_possible_values = true)]
     pub(crate) peer: Sender,
     /// Layout of the file: mapped-ram or stream [default: mapped-ram]
@@ -39,9 +41,9 @@ pub(crate) struct ReceiveArgs {
     pub(crate) format: Option<FileFormat>,
     /// Write the file past the page cache: on, off or auto
     ///
-    /// `auto` (the default): where the file system can, and through the page cache elsewhere. `on` (also without a
-    /// value): a file system that refuses it is an error. A stream always goes through the page cache, and so do pages
-    /// that come as differences (xbzrle).
+    /// `auto` (the default): where the file system allows it; elsewhere through the page cache. `on` (also without a
+    /// value): it is an error if the file system refuses. A stream is always written through the page cache, and so are
+    /// pages that arrive as differences (xbzrle).
     #[arg(long, value_name = "WHETHER", default_missing_value = "on", num_args = 0..=1, require_equals = true)]
     pub(crate) direct_io: Option<String>,
     /// How to ask the kernel to write: auto, uring or plain
@@ -49,8 +51,8 @@ pub(crate) struct ReceiveArgs {
     pub(crate) io: Option<FileIo>,
     /// With --peer qemu: its multifd-channels [default: as many as come]
     ///
-    /// 0: its capability multifd is off. Compression (zlib, zstd or none), zero pages and xbzrle are the source's
-    /// choice; they need not be told.
+    /// 0: its capability multifd is off. The source chooses compression (zlib, zstd or none), zero pages and xbzrle;
+    /// `receive` recognizes them.
     #[arg(long, value_name = "N")]
     pub(crate) channels: Option<String>,
     /// Print the result as one JSON object

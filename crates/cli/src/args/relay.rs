@@ -3,16 +3,19 @@ use clap::Args;
 
 const RELAY_EXAMPLES: &str = "\
 Examples:
-  Near the destination, where a QEMU waits with `-incoming tcp:127.0.0.1:4444`; then near the source:
+  Near the destination, where a QEMU waits with `-incoming tcp:127.0.0.1:4444`:
     transship relay --listen relay:tcp:0.0.0.0:4445 --to tcp:127.0.0.1:4444
-    transship relay --listen tcp:127.0.0.1:4444 --to relay:tcp:ship2:4445 --compress zstd
-  At last, in the monitor of the QEMU at the source:
+  Near the source:
+    transship relay --listen tcp:127.0.0.1:4444 --to relay:tcp:ship2:4445
+  Finally, in the monitor of the source QEMU:
     (qemu) migrate_set_capability return-path on
     (qemu) migrate tcp:127.0.0.1:4444
 
-`relay:` stands before the address of the link between the two relays. They carry what the QEMUs say to each other, with multifd or
-without, and change nothing of it. Each relays one migration and ends. The source's guest runs on if anything breaks before
-it has been handed over; if the link breaks just then, the guest stands still, and the relay near the source says what to do.";
+`relay:` marks the address of the link between the two relays. They carry the QEMUs' bytes unchanged, with or without \
+multifd. Each relay carries one migration and ends.
+
+If anything breaks before the guest has been handed over, it keeps running at the source. If the link breaks just at \
+the hand-over, the guest stands still, and the relay near the source says what to do.";
 
 #[derive(Debug, Args)]
 #[command(after_long_help = RELAY_EXAMPLES)]
@@ -28,18 +31,17 @@ pub(crate) struct RelayArgs {
     pub(crate) channels: Option<String>,
     /// Near the source: auto, none, zlib, zstd, qatzip or lz4, also as METHOD:LEVEL [default: auto]
     ///
-    /// As of `move`: `auto` uses none, lz4 or zstd, whichever gets most through. What does not shrink goes as it is.
-    /// QEMU's own compression (multifd-compression, xbzrle) had better be off: what it has made does not shrink any
-    /// more.
+    /// As for `move`: `auto` uses none, lz4 or zstd, whichever gets the most through. Data that does not shrink is sent
+    /// as it is. Turn QEMU's own compression (multifd-compression, xbzrle) off: its output does not shrink any further.
     #[arg(long, value_name = "METHOD")]
     pub(crate) compress: Option<String>,
     /// Near the source: threads that compress, 1 to 255 [default: by cores]
     #[arg(long, value_name = "N")]
     pub(crate) encoders: Option<String>,
-    /// Near the source: also relay for a QEMU without return path
+    /// Near the source: accept a QEMU without a return path
     ///
-    /// Such a QEMU takes its last write for success. If anything breaks afterwards, its guest stands still, and `cont`
-    /// there lets it run again; nothing does so by itself.
+    /// Such a QEMU takes its last write for success. If anything breaks afterwards, its guest stands still until you
+    /// let it run with `cont` there.
     #[arg(long)]
     pub(crate) without_return_path: bool,
     /// Print the result as one JSON object
