@@ -38,11 +38,52 @@ const LONG: [(&str, &str); 1] = [("simulate", "a model of a link, read from top 
 /// Crates that stand side by side: none uses another.
 const SIBLINGS: [&str; 3] = ["engine", "vmm", "balloon"];
 
-/// What the prose avoids, and what to write.
-const WORDS: [(&str, &str); 3] = [
+/// What the prose avoids, in documents and comments, and what to write.
+const WORDS: [(&str, &str); 19] = [
     ("at the begin,", "at the beginning,"),
     ("from the begin,", "from the beginning,"),
     ("the begin of", "the start of"),
+    ("those of the begin", "those of the start"),
+    ("or the begin.", "or the start."),
+    ("from begin to end", "from start to end"),
+    ("over there", "at the destination, on the other side"),
+    ("told of again", "reported again"),
+    ("are told of", "are reported"),
+    ("is told of", "is notified of, is reported to"),
+    ("was told of", "was notified of, was reported to"),
+    ("wakes who ", "wakes the threads that"),
+    ("look whether", "check whether"),
+    ("looks whether", "checks whether"),
+    ("looked whether", "checked whether"),
+    (" in turns", " alternately"),
+    ("had better be", "should be"),
+    ("could not be put back", "can't restore"),
+    ("which nobody has asked for", "without being asked"),
+];
+
+/// The same, in documents alone.
+const DOCUMENT_WORDS: [(&str, &str); 12] = [
+    ("hears of ", "learns of"),
+    ("hear of ", "learn of"),
+    ("is let run", "runs again"),
+    ("is let pass", "goes through"),
+    ("the look at", "the search for, the check of"),
+    ("is to be ", "must be"),
+    ("are to be ", "must be"),
+    ("somebody", "name the process or the person"),
+    ("lets us", "allows it"),
+    ("in whichever", "in any"),
+    ("takes nothing for", "accepts nothing for"),
+    ("by and by", "over time"),
+];
+
+/// How no sentence begins, and what to write.
+const OPENINGS: [(&str, &str); 5] = [
+    ("Who ", "name the thread, the process or the person: \"A thread that …\""),
+    ("Would the ", "If the … did"),
+    ("Should the ", "If the …"),
+    ("Should it ", "If it …"),
+    ("Should anything ", "If anything …"),
 ];
 
 fn root() -> PathBuf {
@@ -189,14 +230,43 @@ fn siblings_do_not_use_one_another() {
     none(&findings);
 }
 
+/// Lines of prose: of a document what is not code, of a program its comments.
+fn prose(path: &str, text: &str) -> Vec<(usize, String)> {
+    let mut found = Vec::new();
+    let mut in_code = false;
+    for (number, line) in text.lines().enumerate() {
+        let line = match line.trim_start().strip_prefix("//") {
+            Some(comment) if path.ends_with(".rs") => comment.trim_start_matches(['/', '!', ' ']),
+            _ if path.ends_with(".rs") => continue,
+            _ => line.trim_start_matches(['-', '|', ' ']),
+        };
+        in_code ^= line.starts_with("```");
+        if !in_code {
+            found.push((number + 1, line.to_owned()));
+        }
+    }
+    found
+}
+
+/// Whether a sentence of the line begins so, and does not ask.
+fn opens(line: &str, opening: &str) -> bool {
+    let first = line.starts_with(opening) || line.contains(&format!(". {opening}"));
+    (first || line.contains(&format!("; {}", opening.to_lowercase()))) && !line.contains('?')
+}
+
 #[test]
 fn prose_uses_words_that_readers_know() {
     let mut findings = Vec::new();
-    for (path, text) in files(&["docs", "README.md", "CONTRIBUTING.md", "CHANGELOG.md"], ".md") {
-        for (number, line) in text.lines().enumerate() {
-            for (word, better) in WORDS.iter().filter(|(word, _)| line.to_lowercase().contains(word)) {
-                findings.push(format!("{path}:{}: {word:?}: write {better:?}", number + 1));
-            }
+    let documents = files(&["docs", "README.md", "CONTRIBUTING.md", "CHANGELOG.md"], ".md");
+    for (path, text) in documents.into_iter().chain(sources()).filter(|(path, _)| path != "tests/tests/style.rs") {
+        for (number, line) in prose(&path, &text) {
+            let of_documents = DOCUMENT_WORDS.iter().filter(|_| path.ends_with(".md"));
+            let words = WORDS.iter().chain(of_documents).filter(|(word, _)| line.to_lowercase().contains(word));
+            let is_test = path.contains("tests/") || path.starts_with("crates/lab/");
+            let openings = OPENINGS.iter().filter(|(opening, _)| !is_test && opens(&line, opening));
+            findings.extend(
+                words.chain(openings).map(|(word, better)| format!("{path}:{number}: {word:?}: write {better}")),
+            );
         }
     }
     none(&findings);
