@@ -1,7 +1,7 @@
 //! Guests whose memory is what their QEMU was started with, at either end: private memory, memfds, files, each with
 //! each. Their own checks say whether all of it came.
 use crate::restoring::assert_goes_on;
-use transship_lab::{Accel, Backend, LabError, Qemu, QemuBuilder, Result, Transship, Workload, kvm_works};
+use transship_lab::{Accel, Backend, LabError, Qemu, QemuBuilder, Result, Transship, Workload, kvm_works, other_qemu};
 
 const ALL: [Backend; 7] = [
     Backend::Default,
@@ -54,6 +54,21 @@ fn a_linux_guest_of_qemus_default_goes_there_and_back() -> Result<()> {
         let there = linux().incoming().start()?;
         moved(&here, &there, flags)?;
         here = there;
+    }
+    Ok(())
+}
+
+/// A QEMU that says where its memory is can have any; one that does not needs shared named files.
+#[test]
+fn memory_of_a_qemu_that_does_not_say_where_it_is_is_refused_with_the_cure() -> Result<()> {
+    let Some(old) = other_qemu("7.2")? else { return Ok(()) };
+    let here = Qemu::firmware().memory(64).binary(old).backend(Backend::Default).start()?;
+    let refused = Transship::moving(&here.vm(), "tcp:127.0.0.1:1").run()?.expect_code(1)?.to_string();
+    for part in [
+        "QEMU 7.2 does not say where in its process guest memory \"pc.ram\" is",
+        "-object memory-backend-file,id=mem0,size=64M,mem-path=/dev/shm/guest,share=on -machine memory-backend=mem0",
+    ] {
+        assert!(refused.contains(part), "{part:?} is not in {refused}");
     }
     Ok(())
 }
