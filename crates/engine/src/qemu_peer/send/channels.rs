@@ -60,13 +60,15 @@ pub(crate) fn connect(
     Ok(channels)
 }
 
+/// A QEMU with multifd off stops listening after its main connection.
 fn refused(error: Error, number: u8, count: u8) -> Error {
     match error {
-        Error::Io { what, source } if number > 0 || source.kind() == io::ErrorKind::ConnectionRefused => {
-            let what = format!(
-                "{what} for channel {number} of {count} (the destination must have the capability multifd and multifd-channels {count})"
-            );
-            Error::Io { what, source }
+        Error::Connect { to, source, .. } if number > 0 || source.kind() == io::ErrorKind::ConnectionRefused => {
+            Error::Connect {
+                to: format!("{to} for channel {number} of {count}"),
+                source,
+                cure: "the destination must have the capability multifd, and as many multifd-channels",
+            }
         }
         error => error,
     }
@@ -240,5 +242,18 @@ impl Channel for PacketSender {
 
     fn end_round(&mut self, _round: u32, sent: &mut Sent) -> Result<(), Error> {
         self.barrier(sent)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_refused_channel_names_what_the_destination_must_have() {
+        let absent = Uri::Unix("/no/such.sock".into());
+        let error = refused(Connection::open(&absent).expect_err("nothing listens there"), 1, 4).to_string();
+        assert!(error.starts_with("can't connect to unix:/no/such.sock for channel 1 of 4: "), "{error}");
+        assert!(error.contains("multifd-channels") && !error.contains("transship receive"), "{error}");
     }
 }
