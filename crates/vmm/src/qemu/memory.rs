@@ -363,8 +363,6 @@ mod tests {
     #![allow(clippy::unwrap_used)]
     use super::*;
 
-    const FILE: FileId = FileId::TEST;
-
     fn backend(bytes: u64, file_offset: u64) -> Backend {
         Backend::shared("mem0", bytes, file_offset)
     }

@@ -286,9 +286,8 @@ mod tests {
 
     #[test]
     fn disks_that_can_be_waited_for_are_told_from_those_that_pin_memory() {
-        let disk = |driver: &str, direct: bool| {
-            json!({ "node-name": "n0", "drv": driver, "cache": { "direct": direct } })
-        };
+        let disk =
+            |driver: &str, direct: bool| json!({ "node-name": "n0", "drv": driver, "cache": { "direct": direct } });
         for driver in ["nvme", "nvme-io_uring", "virtio-blk-vfio-pci", "virtio-blk-vhost-vdpa"] {
             assert!(own_driver(&disk(driver, false)).is_some() && !is_direct(&disk(driver, true)), "{driver}");
         }
