@@ -1,6 +1,9 @@
 //! Guests whose memory is what their QEMU was started with, at either end: private memory, memfds, files, each with
 //! each. Their own checks say whether all of it came.
-use crate::restoring::assert_goes_on;
+use serde_json::json;
+
+use crate::peer::{PLAIN, assert_moved, assert_nothing_of_ours, multifd};
+use crate::restoring::{assert_goes_on, disk, io, restoring};
 use transship_lab::{Accel, Backend, LabError, Qemu, QemuBuilder, Result, Transship, Workload, kvm_works, other_qemu};
 
 const ALL: [Backend; 7] = [
@@ -69,6 +72,91 @@ fn memory_of_a_qemu_that_does_not_say_where_it_is_is_refused_with_the_cure() -> 
         "-object memory-backend-file,id=mem0,size=64M,mem-path=/dev/shm/guest,share=on -machine memory-backend=mem0",
     ] {
         assert!(refused.contains(part), "{part:?} is not in {refused}");
+    }
+    Ok(())
+}
+
+/// Saved in each way and restored by transship, or loaded by QEMU itself. The guest that was saved goes on, too.
+#[test]
+fn private_memory_is_saved_and_restored() -> Result<()> {
+    let folder = disk()?;
+    for (way, direct) in [("--paused", "off"), ("--live", "on"), ("--background", "auto")] {
+        let path = folder.join(way);
+        let to = path.to_string_lossy();
+        let source = guest(Backend::Default).start()?;
+        source.ready()?;
+        let save = ["save", way, "--vm", &source.vm(), "--to", &*to, "--direct-io", direct, "--json"];
+        Transship::command(save).run()?.expect_code(0)?;
+        assert_goes_on(&source)?;
+        for flags in [&[][..], &["--direct-io", direct]] {
+            let destination = guest(Backend::Default).incoming().start()?;
+            restoring(&destination.vm(), &path).args(flags.iter().copied()).run()?.expect_code(0)?;
+            assert_goes_on(&destination)?;
+        }
+        let stock = guest(Backend::Default).incoming().start()?;
+        let mapped = json!({ "capabilities": [{ "capability": "mapped-ram", "state": true }] });
+        stock.qmp("migrate-set-capabilities", mapped)?;
+        stock.qmp("migrate-incoming", json!({ "uri": format!("file:{to}") }))?;
+        stock.wait_status("running")?;
+        assert_goes_on(&stock)?;
+        io(std::fs::remove_file(&path))?;
+    }
+    Ok(())
+}
+
+/// A stock QEMU stands at the other end.
+#[test]
+fn private_memory_goes_to_and_comes_from_a_stock_qemu() -> Result<()> {
+    for wires in [PLAIN, multifd(2, "zstd")] {
+        let source = guest(Backend::Default).start()?;
+        let destination = guest(Backend::Default).incoming().start()?;
+        source.ready()?;
+        let left = source.next_count()?.count;
+        wires.move_over(&source, &destination)?;
+        assert_moved(&source, &destination, left)?;
+    }
+    let (source, destination) = (guest(Backend::Default).start()?, guest(Backend::Default).incoming().start()?);
+    source.ready()?;
+    let listen = ["receive", "--peer", "qemu", "--vm", &destination.vm(), "--listen", "tcp:127.0.0.1:0", "--json"];
+    let receive = Transship::command(listen).start()?;
+    let uri = receive.listening()?;
+    source.qmp("migrate-set-parameters", json!({ "max-bandwidth": 0 }))?;
+    source.qmp("migrate", json!({ "uri": uri }))?;
+    receive.wait()?.expect_code(0)?;
+    assert_goes_on(&destination)
+}
+
+/// Pages can't be brought later to memory whose pages can't be given back first.
+#[test]
+fn a_lazy_restore_into_private_memory_is_refused() -> Result<()> {
+    let folder = disk()?;
+    let (path, source) = (folder.join("guest"), guest(Backend::SharedFile).start()?);
+    source.ready()?;
+    let to = path.to_string_lossy();
+    Transship::command(["save", "--paused", "--vm", &source.vm(), "--to", &*to]).run()?.expect_code(0)?;
+    let destination = guest(Backend::Default).incoming().start()?;
+    let refused = restoring(&destination.vm(), &path).args(["--lazy"]).run()?.expect_code(1)?.to_string();
+    assert!(refused.contains("private memory") && refused.contains("leave out --lazy"), "{refused}");
+    restoring(&destination.vm(), &path).run()?.expect_code(0)?;
+    assert_goes_on(&destination)
+}
+
+/// Whoever dies, the guest runs where it was, and nothing of ours is left in its QEMU.
+#[test]
+fn a_guest_of_private_memory_outlives_those_who_move_it() -> Result<()> {
+    for point in ["source.stopped=kill", "source.state-sent=kill", "destination.loaded=kill"] {
+        let source = guest(Backend::Default).start()?;
+        source.ready()?;
+        let destination = guest(Backend::Default).incoming().start()?;
+        let receive = Transship::receiving(&destination.vm(), "tcp:127.0.0.1:0");
+        let receive = receive.env("TRANSSHIP_FAIL_POINT", point).start()?;
+        let moving = Transship::moving(&source.vm(), &receive.listening()?).env("TRANSSHIP_FAIL_POINT", point);
+        let ended = moving.run()?;
+        assert_ne!(ended.code(), Some(0), "{point}: {ended}");
+        source.wait_status("running")?;
+        assert_goes_on(&source)?;
+        assert_nothing_of_ours(&source)?;
+        assert_ne!(destination.status()?, "running", "{point}");
     }
     Ok(())
 }
