@@ -80,15 +80,17 @@ fn memory_of_a_qemu_that_does_not_say_where_it_is_is_refused_with_the_cure() -> 
 #[test]
 fn private_memory_is_saved_and_restored() -> Result<()> {
     let folder = disk()?;
-    for (way, direct) in [("--paused", "off"), ("--live", "on"), ("--background", "auto")] {
+    for (way, direct) in
+        [("--paused", "--direct-io=off"), ("--live", "--direct-io=on"), ("--background", "--direct-io=auto")]
+    {
         let path = folder.join(way);
         let to = path.to_string_lossy();
         let source = guest(Backend::Default).start()?;
         source.ready()?;
-        let save = ["save", way, "--vm", &source.vm(), "--to", &*to, "--direct-io", direct, "--json"];
+        let save = ["save", way, "--vm", &source.vm(), "--to", &*to, direct, "--json"];
         Transship::command(save).run()?.expect_code(0)?;
         assert_goes_on(&source)?;
-        for flags in [&[][..], &["--direct-io", direct]] {
+        for flags in [&[][..], &[direct]] {
             let destination = guest(Backend::Default).incoming().start()?;
             restoring(&destination.vm(), &path).args(flags.iter().copied()).run()?.expect_code(0)?;
             assert_goes_on(&destination)?;
