@@ -10,9 +10,12 @@
 //! allocate nothing that the bytes ask for, except zstd's window in stock streams, which has a bound.
 //!
 //! `unsafe` here is for foreign functions only: LZ4, and the QATzip library where there is one.
+#![deny(unsafe_code)]
 mod deflate;
 mod error;
+#[allow(unsafe_code)]
 mod lz4;
+#[allow(unsafe_code)]
 mod qat;
 mod qatzip;
 mod setting;

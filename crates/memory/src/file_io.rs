@@ -14,9 +14,12 @@
 //! ```
 
 mod buffer;
+#[allow(unsafe_code)]
 mod page_cache;
+#[allow(unsafe_code)]
 mod plain;
 mod request;
+#[allow(unsafe_code)]
 mod uring;
 
 use std::{

@@ -4,30 +4,43 @@
 //! All unsafe code about guest memory is here. A running guest, or the VMM, writes to these pages while we read them:
 //! so no reference to guest memory ever exists, only raw pointers inside this crate, and everything that leaves it is
 //! a copy, a mask or a count.
+#![deny(unsafe_code)]
 
 mod area;
+#[allow(unsafe_code)]
 mod cached;
+#[allow(unsafe_code)]
 mod claims;
+#[allow(unsafe_code)]
 mod clear;
+#[allow(unsafe_code)]
 mod copy;
 mod error;
+#[allow(unsafe_code)]
 mod fault;
 mod file_io;
 mod holes;
 mod huge_holes;
+#[allow(unsafe_code)]
 mod make;
+#[allow(unsafe_code)]
 mod mapping;
+#[allow(unsafe_code)]
 mod missing;
+#[allow(unsafe_code)]
 mod pagemap;
 mod pages;
 mod private;
 mod process;
 mod protect;
+#[allow(unsafe_code)]
 mod region;
 mod shared;
 mod sweep;
 mod tracker;
+#[allow(unsafe_code)]
 mod uffd;
+#[allow(unsafe_code)]
 mod zero;
 
 pub use area::Area;

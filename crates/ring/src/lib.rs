@@ -17,11 +17,14 @@
 //!
 //! The interleavings are checked with loom:
 //! `RUSTFLAGS="--cfg loom" cargo test -p transship-ring --release`
+#![deny(unsafe_code)]
 mod parker;
 mod pool;
 mod sync;
 
+#[allow(unsafe_code)]
 pub mod mpmc;
+#[allow(unsafe_code)]
 pub mod spsc;
 
 pub use parker::Parker;

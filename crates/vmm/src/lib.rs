@@ -3,6 +3,7 @@
 //! - `qemu:/run/vm.qmp`: a stock QEMU, by its QMP socket (module `qemu`)
 //! - `handoff:/run/guest.sock`: a VMM that hands its memory over by itself (module `handoff`), such as the synthetic
 //!   guest
+#![deny(unsafe_code)]
 use std::path::{Path, PathBuf};
 
 use transship_guest::{DestinationGuest, GuestError, Hints, SourceGuest};

@@ -16,6 +16,7 @@ mod message;
 mod server;
 mod source;
 mod state_stream;
+#[allow(unsafe_code)]
 mod userfaultfd;
 
 #[cfg(test)]

@@ -27,11 +27,13 @@ mod destination;
 mod device_state;
 mod faults;
 mod giving_back;
+#[allow(unsafe_code)]
 mod inject;
 mod machine;
 mod maps;
 mod memory;
 mod migration;
+#[allow(unsafe_code)]
 mod qmp;
 mod source;
 mod state_channel;

@@ -8,6 +8,7 @@ mod arrival;
 mod content;
 mod guest;
 mod machine;
+#[allow(unsafe_code)]
 mod mapping;
 mod options;
 mod pattern;
