@@ -1,5 +1,6 @@
 //! The rules of CONTRIBUTING.md that a program can look at. Each finding says where it is and how to mend it.
 #![allow(clippy::unwrap_used)]
+use std::collections::HashSet;
 use std::fs;
 use std::path::{Path, PathBuf};
 
@@ -37,6 +38,86 @@ const LONG: [(&str, &str); 1] = [("simulate", "a model of a link, read from top 
 
 /// Crates that stand side by side: none uses another.
 const SIBLINGS: [&str; 3] = ["engine", "vmm", "balloon"];
+
+/// The parts of the engine, those that stand on fewer others first, and which of the others each uses. What is not here
+/// is everybody's (errors, options, progress, sets of pages), and uses none of these.
+const ENGINE: [(&str, &[&str]); 26] = [
+    ("digest", &[]),
+    ("forecast", &[]),
+    ("free", &[]),
+    ("guarded", &[]),
+    ("pacer", &[]),
+    ("scan", &[]),
+    ("stream", &[]),
+    ("transport", &[]),
+    ("control", &["transport"]),
+    ("door", &["transport"]),
+    ("ending", &["guarded"]),
+    ("unplug", &["control", "guarded"]),
+    ("channels", &["control", "free", "pacer", "scan", "transport"]),
+    ("rounds", &["channels", "forecast", "free", "guarded", "scan", "unplug"]),
+    ("hand_over", &["ending", "guarded", "rounds"]),
+    ("destination", &["control", "digest", "door", "ending", "transport"]),
+    (
+        "source",
+        &[
+            "channels",
+            "control",
+            "digest",
+            "ending",
+            "forecast",
+            "free",
+            "guarded",
+            "hand_over",
+            "pacer",
+            "rounds",
+            "stream",
+            "transport",
+        ],
+    ),
+    ("snapshot/file", &["snapshot", "stream"]),
+    ("snapshot/mapped", &["snapshot", "snapshot/file", "stream"]),
+    ("snapshot", &["ending", "snapshot/file", "snapshot/mapped", "stream"]),
+    ("snapshot/restore", &["ending", "snapshot", "snapshot/file", "snapshot/mapped", "stream"]),
+    (
+        "snapshot/save",
+        &[
+            "ending",
+            "forecast",
+            "free",
+            "guarded",
+            "scan",
+            "snapshot",
+            "snapshot/file",
+            "snapshot/mapped",
+            "stream",
+            "unplug",
+        ],
+    ),
+    ("qemu_peer", &["control", "door", "transport"]),
+    (
+        "qemu_peer/receive",
+        &["control", "door", "ending", "qemu_peer", "snapshot", "snapshot/file", "stream", "transport"],
+    ),
+    ("qemu_peer/relay", &["channels", "control", "door", "ending", "qemu_peer", "transport"]),
+    (
+        "qemu_peer/send",
+        &[
+            "channels",
+            "control",
+            "ending",
+            "forecast",
+            "free",
+            "guarded",
+            "hand_over",
+            "pacer",
+            "rounds",
+            "scan",
+            "stream",
+            "transport",
+        ],
+    ),
+];
 
 /// What the prose avoids, in documents and comments, and what to write.
 const WORDS: [(&str, &str); 19] = [
@@ -252,6 +333,86 @@ fn prose(path: &str, text: &str) -> Vec<(usize, String)> {
 fn opens(line: &str, opening: &str) -> bool {
     let first = line.starts_with(opening) || line.contains(&format!(". {opening}"));
     (first || line.contains(&format!("; {}", opening.to_lowercase()))) && !line.contains('?')
+}
+
+/// What a tree of `use` names, each path in full.
+fn leaves(tree: &str) -> Vec<String> {
+    let Some((head, rest)) = tree.split_once('{') else { return vec![tree.trim().to_owned()] };
+    let inner = rest.rsplit_once('}').map_or(rest, |(inner, _)| inner);
+    let (mut depth, mut start, mut parts) = (0, 0, Vec::new());
+    for (at, c) in inner.char_indices() {
+        match c {
+            '{' => depth += 1,
+            '}' => depth -= 1,
+            ',' if depth == 0 => {
+                parts.push(&inner[start..at]);
+                start = at + 1;
+            }
+            _ => {}
+        }
+    }
+    parts.push(&inner[start..]);
+    let named = parts.into_iter().filter(|part| !part.trim().is_empty());
+    named.flat_map(leaves).map(|leaf| format!("{}{leaf}", head.trim())).collect()
+}
+
+/// Paths that a file of the engine uses, from the crate's root; `module`: its own.
+fn used(code: &str, module: &[&str]) -> Vec<String> {
+    let trees = code.split(';').filter_map(|statement| Some(statement.rsplit_once("use ")?.1));
+    let mut paths: Vec<String> =
+        trees.filter(|tree| tree.trim_start().starts_with(['c', 's'])).flat_map(leaves).collect();
+    let is_path = |c: char| c.is_alphanumeric() || c == '_' || c == ':';
+    let inline = code.match_indices("crate::").map(|(at, _)| code[at..].split(|c| !is_path(c)).next().unwrap_or(""));
+    paths.extend(inline.map(str::to_owned));
+    let from_root = |path: String| {
+        let mut base = module;
+        let mut rest = path.as_str();
+        while let Some(above) = rest.strip_prefix("super::") {
+            (base, rest) = (base.split_last()?.1, above);
+        }
+        match rest.strip_prefix("crate::") {
+            Some(rest) => Some(rest.replace("::", "/")),
+            None if rest.len() == path.len() => None, // another crate's
+            None => Some(base.iter().copied().chain(rest.split("::")).collect::<Vec<_>>().join("/")),
+        }
+    };
+    paths.into_iter().filter_map(from_root).collect()
+}
+
+/// The part of the engine that this is in: the one whose name is the longest.
+fn part(path: &str) -> Option<usize> {
+    let is_in = |name: &str| path.strip_prefix(name).is_some_and(|rest| rest.is_empty() || rest.starts_with('/'));
+    let fits = ENGINE.iter().enumerate().filter(|(_, (name, _))| is_in(name));
+    fits.max_by_key(|(_, (name, _))| name.len()).map(|(number, _)| number)
+}
+
+#[test]
+fn parts_of_the_engine_use_no_others_than_they_say() {
+    const ROOT: &str = "crates/engine/src/";
+    let (mut findings, mut seen) = (Vec::new(), HashSet::new());
+    for (path, text) in files(&[ROOT], ".rs") {
+        let module = path.trim_start_matches(ROOT).trim_end_matches(".rs").trim_end_matches("/mod");
+        let own = part(module);
+        if module == "lib" {
+            continue; // it names everything that is public
+        }
+        let code: Vec<String> = product_lines(&path, &text).into_iter().map(|(_, line)| line).collect();
+        for used in used(&code.join(" "), &module.split('/').collect::<Vec<_>>()) {
+            let Some(other) = part(&used).filter(|other| Some(*other) != own) else { continue };
+            let (name, may) = own.map_or((module, &[][..]), |own| ENGINE[own]);
+            seen.insert((name.to_owned(), ENGINE[other].0));
+            if !may.contains(&ENGINE[other].0) {
+                let cure = "move what both need below them, or say in ENGINE that it may";
+                findings.push(format!("{path}: {name} uses {}: {cure}", ENGINE[other].0));
+            }
+        }
+    }
+    for (name, may) in ENGINE {
+        for other in may.iter().filter(|other| !seen.contains(&(name.to_owned(), **other))) {
+            findings.push(format!("ENGINE: {name} does not use {other} any more: take it out of the list"));
+        }
+    }
+    none(&findings);
 }
 
 #[test]
