@@ -6,8 +6,6 @@
 //!   most
 #![allow(clippy::unwrap_used)]
 mod arrives;
-#[path = "../common/mod.rs"]
-mod common;
 mod guest;
 mod model;
 mod verdicts;

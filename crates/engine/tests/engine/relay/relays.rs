@@ -15,10 +15,8 @@ use std::{
 use tempfile::TempDir;
 use transship_engine::{Error, Listener, Progress, RelayOptions, Report, Uri, relay_from_qemu, relay_to_qemu};
 
-use super::{
-    crowd::{Passage, Words},
-    qemus::PATIENCE,
-};
+use super::qemus::PATIENCE;
+use crate::crowd::{Passage, Words};
 
 /// A link that can be cut, and counts.
 pub(super) struct Cable {

@@ -1,11 +1,9 @@
 //! Whatever a guest writes, zeroes and frees while it moves, the destination holds the same bytes in the end.
 #![allow(clippy::unwrap_used)]
-mod common;
-
 use std::time::Duration;
 
-use common::{
-    Op, Scripted, Waiting, contents,
+use crate::common::{
+    self, Op, Scripted, Waiting, contents,
     ops::{life, op},
     run,
 };

@@ -13,10 +13,10 @@ use transship_wire::{
 };
 
 use super::{
-    crowd::Words,
     qemus::{Random, main_stream, read_exactly, say, shut},
     relays::{Ended, Relays, options},
 };
+use crate::crowd::Words;
 
 /// All that a relay says first, but the last byte of it.
 fn almost_all() -> Vec<u8> {

@@ -1,5 +1,5 @@
 //! Strangers beside those who are waited for.
-#![allow(dead_code, unreachable_pub, clippy::unwrap_used, reason = "each test binary uses a part")]
+#![allow(unreachable_pub, clippy::unwrap_used)]
 use std::{
     io::{self, Write},
     net::{Shutdown, TcpListener, TcpStream},

@@ -6,8 +6,6 @@
 #![allow(clippy::unwrap_used)]
 mod captured;
 mod changed;
-#[path = "../common/mod.rs"]
-mod common;
 mod files;
 mod guests;
 mod hostile;

@@ -1,13 +1,9 @@
 //! Whoever comes beside the source and says nothing, or too little, neither delays nor ends a move.
 #![allow(clippy::unwrap_used)]
-mod common;
-#[path = "common/crowd.rs"]
-mod crowd;
-
 use std::thread;
 
-use common::{Scripted, Waiting};
-use crowd::{Passage, Words};
+use crate::common::{Scripted, Waiting};
+use crate::crowd::{Passage, Words};
 use transship_engine::{Listener, MoveOptions, Progress, Report, move_guest, receive_guest};
 use transship_wire::{Preamble, Role, Session};
 

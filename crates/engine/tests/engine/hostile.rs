@@ -1,7 +1,5 @@
 //! Peers that break the protocol get an error that says how, and nothing of what they want.
 #![allow(clippy::unwrap_used)]
-mod common;
-
 use std::{
     io::{Read, Write},
     os::unix::net::{UnixListener, UnixStream},
@@ -10,7 +8,7 @@ use std::{
     time::Duration,
 };
 
-use common::{Scripted, Waiting, describe};
+use crate::common::{Scripted, Waiting, describe};
 use transship_engine::{Error, Listener, MoveOptions, Progress, Report, Setting, Uri, move_guest, receive_guest};
 use transship_wire::{FRAME_BYTES, Frame, Message, Packet, Preamble, Refusal, Role, Session};
 

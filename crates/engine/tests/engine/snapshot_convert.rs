@@ -1,11 +1,9 @@
 //! From one layout to the other and back: the guest is the same, whatever its stream was made of; what can't be
 //! converted leaves no trace.
 #![allow(clippy::unwrap_used)]
-mod common;
-
 use std::{fs, io::Read, path::Path};
 
-use common::{contents, snapshot::Snapshot};
+use crate::common::{self, contents, snapshot::Snapshot};
 use proptest::{collection::vec, prelude::*};
 use transship_engine::{
     Error, FileUri, Format, Progress, Report, RestoreOptions, Status, convert,

@@ -1,7 +1,5 @@
 //! Whatever a guest writes, zeroes and frees while it is saved, the file holds what it held when it was stopped.
 #![allow(clippy::unwrap_used)]
-mod common;
-
 use std::{
     fs::{self, File},
     os::{
@@ -12,8 +10,8 @@ use std::{
     time::Duration,
 };
 
-use common::{
-    Op, Scripted, contents,
+use crate::common::{
+    self, Op, Scripted, contents,
     ops::{life, op},
     snapshot::Snapshot,
 };

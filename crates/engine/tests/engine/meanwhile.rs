@@ -1,7 +1,5 @@
 //! What is done while pages are on their way: what can't go with the guest is unplugged, and the device state is saved.
 #![allow(clippy::unwrap_used)]
-mod common;
-
 use std::{
     collections::VecDeque,
     io::{self, Read, Write},
@@ -11,7 +9,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use common::{Ended, LastScan, Op, Script, Scripted, Waiting, contents, wait_until};
+use crate::common::{self, Ended, LastScan, Op, Script, Scripted, Waiting, contents, wait_until};
 use transship_engine::{
     Listener, MoveOptions, Progress, Report, Uri,
     guest::{GuestError, Hint, Hints, Place},

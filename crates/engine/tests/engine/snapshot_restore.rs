@@ -1,7 +1,5 @@
 //! What a file holds is what the guest gets; and what is wrong with a file is told before the guest is touched.
 #![allow(clippy::unwrap_used)]
-mod common;
-
 use std::{
     fs::{self, File},
     io::Read,
@@ -12,7 +10,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use common::{Op, Scripted, Waiting, contents};
+use crate::common::{self, Op, Scripted, Waiting, contents};
 use proptest::{collection::vec, prelude::*};
 use rustix::fs::{Mode, OFlags};
 use transship_engine::{

@@ -1,5 +1,5 @@
 //! Two guests of real memory whose writes are a list, so that what must arrive is known.
-#![allow(dead_code, unreachable_pub, clippy::unwrap_used, reason = "each test binary uses a part")]
+#![allow(unreachable_pub, clippy::unwrap_used)]
 pub mod ops;
 pub mod snapshot;
 

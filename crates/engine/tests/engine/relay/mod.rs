@@ -6,8 +6,6 @@
 //!   rules have it; `strangers`: who says too little (`crowd`)
 #![allow(clippy::unwrap_used)]
 mod broken;
-#[path = "../common/crowd.rs"]
-mod crowd;
 mod hostile;
 mod qemus;
 mod relays;

@@ -1,7 +1,5 @@
 //! Whatever a guest writes while it says what it can do without, the destination has all that it needs.
 #![allow(clippy::unwrap_used)]
-mod common;
-
 use std::{
     collections::VecDeque,
     sync::{Arc, Mutex},
@@ -9,7 +7,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use common::{Ended, History, Op, Script, Scripted, Waiting, apply, run};
+use crate::common::{self, Ended, History, Op, Script, Scripted, Waiting, apply, run};
 use proptest::{collection::vec, prelude::*};
 use transship_engine::{
     MoveOptions,

@@ -1,0 +1,21 @@
+//! Moves, snapshots and relays, with guests that are a list of what they do, and peers that say what a test wants. One
+//! program: each would be linked by itself.
+//!
+//! - Moves: `model`, `meanwhile`, `hints`; who speaks otherwise than the rules have it, or too little: `hostile`,
+//!   `strangers`
+//! - Snapshots: `snapshot_save`, `snapshot_restore`, `snapshot_convert`
+//! - Stock QEMUs at the other end: `qemu_send`, `qemu_receive`; between two of them: `relay`
+//! - What several of them need: `common`, `crowd`
+mod common;
+mod crowd;
+mod hints;
+mod hostile;
+mod meanwhile;
+mod model;
+mod qemu_receive;
+mod qemu_send;
+mod relay;
+mod snapshot_convert;
+mod snapshot_restore;
+mod snapshot_save;
+mod strangers;
