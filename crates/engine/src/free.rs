@@ -26,8 +26,32 @@ const FIRST_HINT: Duration = Duration::from_millis(500);
 const ALL_HINTS: Duration = Duration::from_secs(5);
 /// So long is looked at to say whether hints come faster than pages would go.
 const SLICE: Duration = Duration::from_millis(100);
-/// Bytes a second that a link, or disk, of which nothing is known is thought to take.
+/// Bytes a second that a link of which nothing is known is thought to carry.
 const ASSUMED_SPEED: u64 = 1 << 30;
+/// So many slices in a row without a word are the end of hints that a file waits for.
+const SILENT_SLICES: u32 = 5;
+
+/// How long the hints of a guest are worth to be waited for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Patience {
+    /// As long as they spare more bytes than would be sent meanwhile. Bytes a second, where something is known.
+    Sending(Option<u64>),
+    /// As long as some come: what is written to a file takes room there, and is read at each restore.
+    Writing,
+}
+
+impl Patience {
+    /// Whether to wait on, after a slice in which so many pages were named. `silent`: slices without any, up to now.
+    fn lasts(self, pages: u64, silent: u32) -> bool {
+        match self {
+            Self::Sending(speed) => {
+                let worth = (speed.unwrap_or(ASSUMED_SPEED) as f64 * SLICE.as_secs_f64()) as u64 / PAGE_BYTES as u64;
+                pages >= worth
+            }
+            Self::Writing => silent < SILENT_SLICES,
+        }
+    }
+}
 
 /// The hints of a guest, for one round.
 pub(crate) struct FreePages {
@@ -60,27 +84,26 @@ impl FreePages {
         Self { hints: None, asked: false, over: false, named: Vec::new(), trimmed: Vec::new(), unseen: Vec::new() }
     }
 
-    /// Asks the guest, and waits as long as hints spare more bytes than would be sent meanwhile. All memory has been
-    /// scanned. `speed`: bytes a second, where something is known. Returns what was named, by region.
+    /// Asks the guest, and waits for what it says. All memory has been scanned. Returns what was named, by region.
     ///
     /// # Errors
     /// Cancelled.
-    pub(crate) fn ask(&mut self, speed: Option<u64>, progress: &Progress) -> Result<&[PageSet], Error> {
+    pub(crate) fn ask(&mut self, patience: Patience, progress: &Progress) -> Result<&[PageSet], Error> {
         let Some(hints) = &mut self.hints else { return Ok(&self.named) };
         self.asked = true;
         if let Err(error) = hints.start() {
             self.give_up(&error);
             return Ok(&self.named);
         }
-        let worth = (speed.unwrap_or(ASSUMED_SPEED) as f64 * SLICE.as_secs_f64()) as u64 / PAGE_BYTES as u64;
-        let begin = Instant::now();
+        let (begin, mut silent) = (Instant::now(), 0);
         while begin.elapsed() < ALL_HINTS && self.hints.is_some() && !self.over {
             if progress.is_cancelled() {
                 return Err(Error::Cancelled);
             }
             let pages = self.listen(Instant::now() + SLICE);
+            silent = if pages > 0 { 0 } else { silent + 1 };
             let begun = pages > 0 || begin.elapsed() > FIRST_HINT;
-            if begun && pages < worth {
+            if begun && !patience.lasts(pages, silent) {
                 break;
             }
         }

@@ -13,7 +13,7 @@ use crate::{
     channels::{RoundWork, Sent},
     fail_point,
     forecast::{Aim, Forecast, Verdict},
-    free::FreePages,
+    free::{FreePages, Patience},
     guarded::Guarded,
     guest::{Place, SourceGuest},
     page_map::PageMap,
@@ -101,7 +101,7 @@ impl Rounds {
     /// `speed`: bytes a second that can be sent at most. A guest that stands still has nothing to say: `send_the_rest`
     /// looks at all its memory.
     fn ask_for_free_pages(&mut self, speed: Option<u64>, progress: &Progress) -> Result<(), Error> {
-        self.scanner.plan_first_round(Some(self.free.ask(speed, progress)?))
+        self.scanner.plan_first_round(Some(self.free.ask(Patience::Sending(speed), progress)?))
     }
 
     /// By region: pages that were left out and not written since.

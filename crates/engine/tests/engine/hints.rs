@@ -10,8 +10,9 @@ use std::{
 use crate::common::{self, Ended, History, Op, Script, Scripted, Waiting, apply, run};
 use proptest::{collection::vec, prelude::*};
 use transship_engine::{
-    MoveOptions,
+    FileUri, MoveOptions, Progress, Report, SaveOptions,
     guest::{GuestError, Hint, Hints, Place},
+    save_guest,
 };
 use transship_memory::{GuestMemory, PAGE_BYTES, PageRange, PageSet};
 
@@ -218,6 +219,19 @@ fn what_is_free_is_not_sent_before_the_round_and_while_it_is_sent() {
     // And two that nobody saw being written.
     assert_eq!(report.pages.normal, all + 10 + 1 - left_out + 2, "{report:?}");
     assert_eq!(report.verified, Some(true));
+}
+
+/// A file keeps what was not waited for.
+#[test]
+fn a_save_waits_for_a_guest_that_names_its_free_memory_slowly() {
+    let free = |first| Step::Free { before: vec![], region: 1, first, count: 100, after: vec![] };
+    let steps = vec![free(0), Step::Silence, free(200), Step::Silence, Step::Silence, free(400), Step::NamedAll];
+    let (mut source, _) = guest(steps, vec![]);
+    let folder = tempfile::tempdir().unwrap();
+    let mut report = Report::default();
+    let uri = FileUri::path(folder.path().join("snapshot"));
+    save_guest(&mut source, &uri, &SaveOptions::default(), &Progress::new(), &mut report).unwrap();
+    assert_eq!(report.rounds[0].free, 300, "{report:?}");
 }
 
 #[test]

@@ -10,7 +10,7 @@ use super::output::Output;
 use crate::{
     Error, Progress, Report, fail_point,
     forecast::{Aim, Forecast, Medium, Verdict},
-    free::FreePages,
+    free::{FreePages, Patience},
     guarded::Guarded,
     guest::SourceGuest,
     scan::Scanner,
@@ -102,7 +102,7 @@ impl Rounds {
         let aim = Aim { medium: Medium::File, downtime, bandwidth: None, max_rounds };
         let mut forecast = Forecast::new(aim, guest.state_estimate());
         let mut free = FreePages::of(guest.unguarded());
-        self.scanner.plan_first_round(Some(free.ask(None, progress)?))?;
+        self.scanner.plan_first_round(Some(free.ask(Patience::Writing, progress)?))?;
         loop {
             guest.drain(report)?;
             self.write_pending(output, target, !target.is_direct(), progress, report)?;
