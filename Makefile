@@ -13,7 +13,7 @@ PREFIX = /usr/local
 MOVES = 100
 SEED = 1
 
-.PHONY: demo test test-long soak mutants lint fuzz loom setup install deb
+.PHONY: demo test test-long soak mutants lint msrv fuzz loom setup install deb
 demo: ; scripts/demo.sh $(VM) $(ARGS)
 test: ; scripts/test.sh
 # Those that `make test` leaves out, because each takes minutes.
@@ -23,6 +23,8 @@ soak: ; scripts/soak.sh --moves $(MOVES) --seed $(SEED)
 # For `make mutants`: which parts (memory, wire, engine, guard); all of them take hours.
 mutants: ; scripts/mutants.sh $(PARTS)
 lint: ; scripts/lint.sh
+# With the oldest Rust that the README promises.
+msrv: ; scripts/msrv.sh
 fuzz: ; scripts/fuzz.sh $(FUZZ_SECONDS)
 # Every interleaving of small cases of the rings and the parker: minutes.
 loom: ; RUSTFLAGS="--cfg loom" cargo test -p transship-ring --release --lib --locked --target-dir target/loom -- $(LOOM)
