@@ -12,6 +12,7 @@
 //! - [`Disk`]: a file system on a disk with sectors of a chosen size
 //! - [`HugePool`], [`MemoryMount`]: huge pages and file systems for guest memory, as many and as large as a test says
 //! - [`Scratch`]: a folder that goes away
+//! - [`lacks`]: what a test says that has not got what it needs
 //!
 //! Whatever is started ends when its handle is dropped, and when the test process is killed.
 use std::path::PathBuf;
@@ -19,6 +20,7 @@ use std::time::Duration;
 
 pub mod balloon;
 pub mod disk;
+pub mod lacks;
 pub mod launch;
 pub mod lines;
 pub mod link;
@@ -37,6 +39,7 @@ pub mod workload;
 
 pub use balloon::Balloon;
 pub use disk::Disk;
+pub use lacks::lacks;
 pub use launch::{Accel, Backend, Kind, QemuBuilder};
 pub use link::SlowLink;
 pub use pool::{HugePool, MemoryMount};

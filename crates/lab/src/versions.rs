@@ -1,5 +1,5 @@
 //! Other versions of QEMU than the one that is installed, as `scripts/qemu-versions.sh` unpacks them.
-use crate::{LabError, Result};
+use crate::{LabError, Result, lacks};
 use std::path::PathBuf;
 
 /// The command of a QEMU of this version, such as `11.1`: for [`crate::QemuBuilder::binary`]. They are in
@@ -9,7 +9,7 @@ use std::path::PathBuf;
 /// The variable is set, but has no such version.
 pub fn other_qemu(version: &str) -> Result<Option<String>> {
     let Some(folder) = std::env::var_os("TRANSSHIP_QEMUS").map(PathBuf::from) else {
-        eprintln!("skipped: TRANSSHIP_QEMUS names no folder with QEMU {version} (scripts/qemu-versions.sh makes one)");
+        lacks(format_args!("TRANSSHIP_QEMUS names no folder with QEMU {version} (scripts/qemu-versions.sh makes one)"));
         return Ok(None);
     };
     let command = folder.join(version).join("qemu-system-x86_64");

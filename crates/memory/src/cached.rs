@@ -50,7 +50,7 @@ mod tests {
         let file = File::from(rustix::fs::memfd_create("cached", rustix::fs::MemfdFlags::CLOEXEC).unwrap());
         file.set_len(64 * 4096).unwrap();
         let Some(none) = pages(file.as_fd(), 0, 64 * 4096) else {
-            eprintln!("skipped: this kernel has no cachestat");
+            transship_lab::lacks("a kernel that has cachestat");
             return;
         };
         assert_eq!(none, 0);

@@ -24,6 +24,7 @@ use common::{
     process::{CHILD_PAGES, Faults, Guest, Stop, Tracked, userfaultfd},
 };
 use rustix::fs::OFlags;
+use transship_lab::lacks;
 use transship_memory::{Access, Area, Error, Fault, PageRange, PageSet, Protection, Region};
 
 /// Longer than anything takes on a machine that does anything at all.
@@ -111,7 +112,7 @@ fn letting_go_twice_and_of_what_is_free_is_harmless() {
 #[test]
 fn the_kernel_waits_too() {
     let Ok(uffd) = userfaultfd(Faults::Kernel) else {
-        return eprintln!("skipped: only root may see the faults of the kernel, or set vm.unprivileged_userfaultfd=1");
+        return lacks("root, or vm.unprivileged_userfaultfd=1, to see the faults of the kernel");
     };
     let guest = Guest::map(file(8 * PAGE), 8 * PAGE);
     guest.write(3, 9);

@@ -3,7 +3,7 @@
 use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
 use transship_lab::{
-    LabError, Qemu, QemuBuilder, Result, Scratch, Synthetic, Transship, Workload, synthetic::SyntheticState,
+    LabError, Qemu, QemuBuilder, Result, Scratch, Synthetic, Transship, Workload, lacks, synthetic::SyntheticState,
     transship::TransshipBuilder, wait_until,
 };
 
@@ -87,7 +87,7 @@ fn a_linux_guest_is_saved_as_it_was() -> Result<()> {
 #[test]
 fn a_qemu_without_rights_is_no_obstacle() -> Result<()> {
     if !rustix::process::geteuid().is_root() {
-        eprintln!("skipped: needs root, to take rights away");
+        lacks("root, to take rights away");
         return Ok(());
     }
     let setpriv = ["setpriv", "--bounding-set", "-all", "--inh-caps", "-all"].map(str::to_owned);

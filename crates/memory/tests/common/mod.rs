@@ -7,6 +7,7 @@ pub(crate) mod process;
 use std::os::fd::{AsFd, OwnedFd};
 
 use rustix::fs::MemfdFlags;
+use transship_lab::lacks;
 use transship_memory::{Access, PAGE_BYTES, Region};
 
 pub(crate) const PAGE: u64 = PAGE_BYTES as u64;
@@ -28,7 +29,7 @@ pub(crate) fn huge_file(bytes: u64) -> Option<OwnedFd> {
     };
     let free = number("HugePages_Free:").unwrap_or(0) - number("HugePages_Rsvd:").unwrap_or(0);
     if number("Hugepagesize:") != Some(HUGE / 1024) || free < 2 * bytes / HUGE {
-        eprintln!("skipped: no free huge pages of 2 MiB; `sysctl vm.nr_hugepages=64` makes some");
+        lacks("free huge pages of 2 MiB; `sysctl vm.nr_hugepages=128` makes some");
         return None;
     }
     let file =

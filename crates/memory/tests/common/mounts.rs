@@ -4,6 +4,7 @@
 use std::{path::Path, thread};
 
 use rustix::{mount::MountPropagationFlags, thread::UnshareFlags};
+use transship_lab::lacks;
 
 /// A directory, for a thread that sees mounts of its own, which end with it.
 pub(crate) fn with_mounts_of_its_own(test: impl FnOnce(&Path) + Send) {
@@ -15,7 +16,7 @@ pub(crate) fn with_mounts_of_its_own(test: impl FnOnce(&Path) + Send) {
         let private = MountPropagationFlags::PRIVATE | MountPropagationFlags::REC;
         match split.and_then(|()| rustix::mount::mount_change("/", private)) {
             Ok(()) => test(dir.path()),
-            Err(why) => eprintln!("skipped: only root may mount ({why})"),
+            Err(why) => lacks(format_args!("root, who may mount ({why})")),
         }
     };
     thread::scope(|scope| scope.spawn(run).join().unwrap());

@@ -6,6 +6,7 @@ use std::{
 
 use rustix::fs::{Mode, OFlags};
 use tempfile::TempDir;
+use transship_lab::lacks;
 use transship_memory::{Access, FileIo, FileQueue, GuestMemory};
 
 use crate::common::{HUGE, PAGE, file, map, page_of};
@@ -16,7 +17,7 @@ pub(super) fn ways() -> Vec<FileIo> {
     match uring {
         Ok(_) => vec![FileIo::Auto, FileIo::Plain, FileIo::Uring],
         Err(why) => {
-            eprintln!("skipped: {why}");
+            lacks(why);
             vec![FileIo::Auto, FileIo::Plain]
         }
     }
@@ -36,7 +37,7 @@ pub(super) const NEW: OFlags = OFlags::RDWR.union(OFlags::CREATE);
 /// Opens for direct I/O; none, with a word about it, where the file system has no such thing.
 pub(super) fn open_direct(path: &Path) -> Option<OwnedFd> {
     open(path, NEW | OFlags::DIRECT)
-        .inspect_err(|why| eprintln!("skipped: {} for direct I/O: {why}", path.display()))
+        .inspect_err(|why| lacks(format_args!("{} for direct I/O: {why}", path.display())))
         .ok()
 }
 

@@ -9,6 +9,7 @@ use std::{
 };
 
 use rustix::{fs::OFlags, mount::MountFlags};
+use transship_lab::lacks;
 use transship_memory::{Access, FileIo, GuestMemory, PageBuffer, PageRange, Region, Turns};
 
 use super::files::{NEW, RUNS, disk, huge_filled, is_in_runs, memory, open, open_direct, pair, put, queue, ways};
@@ -95,7 +96,7 @@ fn a_disk_of_4_kib_sectors_takes_them_too() {
         File::create(&image).unwrap().set_len(96 << 20).unwrap();
         let args = ["--find", "--show", "--sector-size", "4096", image.to_str().unwrap()];
         let Some(device) = printed("losetup", &args) else {
-            return eprintln!("skipped: no loop device of 4 KiB sectors is to be had");
+            return lacks("a loop device of 4 KiB sectors");
         };
         let mounted = dir.join("mounted");
         std::fs::create_dir(&mounted).unwrap();
@@ -104,7 +105,7 @@ fn a_disk_of_4_kib_sectors_takes_them_too() {
         // Goes when it is unmounted, which is when this thread ends, or at once if it is not mounted.
         printed("losetup", &["--detach", &device]).unwrap();
         if !made {
-            return eprintln!("skipped: mkfs.ext4 or its file system is not there");
+            return lacks("mkfs.ext4 and its file system");
         }
         let path = mounted.join("file");
         let direct = open_direct(&path).unwrap();
@@ -126,7 +127,7 @@ fn runs_that_continue_each_other_are_one_request() {
     let dir = disk();
     let (from, _) = pair(2048);
     let mut queue = queue(&from, open(&dir.path().join("file"), NEW).unwrap(), FileIo::Plain);
-    let Some(before) = writes() else { return eprintln!("skipped: the kernel does not count system calls") };
+    let Some(before) = writes() else { return lacks("a kernel that counts system calls") };
     // 1 MiB in runs of two pages, and a page more; then one page elsewhere.
     (0..128).for_each(|run| queue.write(0, PageRange::new(2 * run, 2), 2 * run * PAGE).unwrap());
     queue.write(0, PageRange::new(256, 1), 256 * PAGE).unwrap();

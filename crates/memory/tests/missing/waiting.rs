@@ -1,6 +1,7 @@
 //! Who touches a page waits until it is filled, and for nothing else.
 use std::{sync::atomic::Ordering, thread, time::Duration};
 
+use transship_lab::lacks;
 use transship_memory::{Access, Missing, PageRange};
 
 use crate::{
@@ -156,7 +157,7 @@ fn what_lies_between_released_pages_is_filled() {
 #[test]
 fn the_kernel_waits_too() {
     let Ok(uffd) = userfaultfd(Faults::Kernel) else {
-        return eprintln!("skipped: only root may see the faults of the kernel, or set vm.unprivileged_userfaultfd=1");
+        return lacks("root, or vm.unprivileged_userfaultfd=1, to see the faults of the kernel");
     };
     let guest = Guest::map(file(8 * PAGE), 8 * PAGE);
     thread::scope(|scope| {

@@ -265,7 +265,7 @@ fn a_thread_that_sleeps_in_any_system_call_sleeps_on() {
 #[test]
 fn a_process_without_rights_makes_one_for_all_faults_by_its_device() {
     if !rustix::process::geteuid().is_root() {
-        eprintln!("needs root, to give its rights away");
+        transship_lab::lacks("root, to give its rights away");
         return;
     }
     let allowed = fs::read_to_string("/proc/sys/vm/unprivileged_userfaultfd").unwrap();

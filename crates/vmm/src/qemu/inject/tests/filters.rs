@@ -161,7 +161,7 @@ fn take(work: &Work) -> Result<OwnedFd, InjectError> {
 #[test]
 fn a_filter_is_suspended_for_the_call_alone() {
     if !rustix::process::geteuid().is_root() {
-        eprintln!("needs root, to suspend a filter");
+        transship_lab::lacks("root, to suspend a filter");
         return;
     }
     for answer in ANSWERS {

@@ -93,7 +93,7 @@ fn a_restartable_sequence_begins_anew() {
     const TIMES: usize = 20;
     let mut work = Work::start("rseq");
     if work.expect("") == "no rseq" {
-        eprintln!("needs a C library that registers rseq");
+        transship_lab::lacks("a C library that registers rseq");
         return;
     }
     work.inject(TIMES);
