@@ -124,7 +124,94 @@ pub(crate) fn runs(first: u64, mut pages: u128) -> impl Iterator<Item = PageRang
 
 #[cfg(test)]
 mod tests {
+    use std::collections::BTreeSet;
+
+    use proptest::prelude::*;
+
     use super::*;
+
+    /// Something that is done to a map.
+    #[derive(Debug, Clone)]
+    enum Step {
+        Insert(u64, u128),
+        InsertRange(PageRange),
+        Remove(u64, u128),
+        Claim(u64, u128),
+        Take(PageRange),
+    }
+
+    /// The pages of a window.
+    fn pages_of(first: u64, bits: u128) -> Vec<u64> {
+        (0..128).filter(|bit| bits >> bit & 1 == 1).map(|bit| first + bit).collect()
+    }
+
+    fn steps() -> impl Strategy<Value = (u64, Vec<Step>)> {
+        // A last window that is whole, and ones that are not.
+        prop_oneof![Just(1_u64), Just(128), Just(256), Just(300)].prop_flat_map(|pages| {
+            let bits =
+                prop_oneof![any::<u128>(), Just(u128::MAX), Just(1), Just(1 << 63), Just(1 << 64), Just(1 << 127)];
+            let window = (0..pages.div_ceil(128), bits).prop_map(move |(number, bits)| {
+                let there = |bit: &u32| number * 128 + u64::from(*bit) < pages;
+                (number * 128, (0..128).filter(there).fold(0, |kept, bit| kept | bits & 1 << bit))
+            });
+            let range = (0..=pages).prop_flat_map(move |first| (Just(first), 0..=pages - first));
+            let range = range.prop_map(|(first, count)| PageRange::new(first, count));
+            let step = prop_oneof![
+                3 => window.clone().prop_map(|(first, bits)| Step::Insert(first, bits)),
+                2 => range.clone().prop_map(Step::InsertRange),
+                1 => window.clone().prop_map(|(first, bits)| Step::Remove(first, bits)),
+                1 => window.prop_map(|(first, bits)| Step::Claim(first, bits)),
+                1 => range.prop_map(Step::Take),
+            ];
+            (Just(pages), proptest::collection::vec(step, 0..12))
+        })
+    }
+
+    /// Does it to both, and compares what is said.
+    fn apply(step: &Step, map: &PageMap, model: &mut BTreeSet<u64>) {
+        match *step {
+            Step::Insert(first, bits) => {
+                map.insert(first, bits);
+                model.extend(pages_of(first, bits));
+            }
+            Step::InsertRange(range) => {
+                map.insert_range(range);
+                model.extend(range.first..range.end());
+            }
+            Step::Remove(first, bits) => {
+                map.remove(first, bits);
+                model.retain(|page| !pages_of(first, bits).contains(page));
+            }
+            Step::Claim(first, bits) => {
+                let had: Vec<_> = pages_of(first, bits).into_iter().filter(|page| model.remove(page)).collect();
+                assert_eq!(pages_of(first, map.claim(first, bits)), had);
+            }
+            Step::Take(range) => {
+                let taken: Vec<_> = map.take(range).collect();
+                assert!(taken.iter().all(|&(first, bits)| first % 128 == 0 && bits != 0));
+                let had: Vec<_> = (range.first..range.end()).filter(|page| model.remove(page)).collect();
+                assert_eq!(taken.iter().flat_map(|&(first, bits)| pages_of(first, bits)).collect::<Vec<_>>(), had);
+            }
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn a_map_is_what_its_model_is((pages, steps) in steps()) {
+            let (map, mut model) = (PageMap::new(pages), BTreeSet::new());
+            steps.iter().for_each(|step| apply(step, &map, &mut model));
+            let listed: Vec<u64> = model.iter().copied().collect();
+            prop_assert_eq!((0..pages).filter(|page| map.contains(*page)).collect::<Vec<_>>(), listed.clone());
+            let windows = (0..pages).step_by(128).flat_map(|first| pages_of(first, map.window(first)));
+            prop_assert_eq!(windows.collect::<Vec<_>>(), listed.clone());
+            let set = map.to_set(pages);
+            prop_assert_eq!((0..pages).filter(|page| set.contains(*page)).collect::<Vec<_>>(), listed.clone());
+            let bitmap = map.to_bitmap(pages);
+            prop_assert_eq!(bitmap.len() as u64, pages.div_ceil(64) * 8);
+            let bits = (0..pages).filter(|page| bitmap[*page as usize / 8] >> (page % 8) & 1 == 1);
+            prop_assert_eq!(bits.collect::<Vec<_>>(), listed);
+        }
+    }
 
     #[test]
     fn runs_cover_the_bits_and_nothing_else() {

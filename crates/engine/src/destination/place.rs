@@ -81,3 +81,96 @@ impl Place {
         Ok(())
     }
 }
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use transship_memory::{Access, Keep, PAGE_BYTES};
+
+    use super::*;
+
+    const PAGES: u64 = 300;
+
+    /// Two regions; zeros can be holes in the first one only.
+    fn place() -> Place {
+        let region = |name| {
+            let file = rustix::fs::memfd_create(name, rustix::fs::MemfdFlags::CLOEXEC).unwrap();
+            rustix::fs::ftruncate(&file, PAGES * PAGE_BYTES as u64).unwrap();
+            Region::map(name, file, 0, PAGES * PAGE_BYTES as u64, Access::ReadWrite).unwrap()
+        };
+        Place::new(GuestMemory::new(vec![region("a"), region("b").keeping(Keep::All)]), Progress::new())
+    }
+
+    fn fill(place: &Place, region: u16, first: u64, pages: u128) {
+        place.write(region, first, pages, &vec![7; pages.count_ones() as usize * PAGE_BYTES]).unwrap();
+    }
+
+    /// The pages of a window that hold something.
+    fn held(place: &Place, region: u16, first: u64) -> u128 {
+        let all = u128::MAX >> (128 - (PAGES - first).min(128));
+        all & !place.memory.regions()[usize::from(region)].zero_mask(first, all).unwrap()
+    }
+
+    #[test]
+    fn pages_of_a_round_are_taken_once_it_is_released() {
+        let place = place();
+        let released = || (0..4).filter(|round| place.is_released(*round)).collect::<Vec<_>>();
+        assert_eq!(released(), [0]);
+        place.release_round(2);
+        assert_eq!(released(), [0, 1, 2]);
+    }
+
+    #[test]
+    fn pages_that_a_region_does_not_have_are_refused() {
+        let place = place();
+        assert_eq!(place.region(1, 256, PAGES).unwrap().name(), "b");
+        assert!(place.region(0, 0, 1).is_ok());
+        let refused = |region, end| place.region(region, 256, end).err().unwrap();
+        assert_eq!(refused(1, PAGES + 1), "sent a packet for pages 256..301 of region \"b\", which has 300");
+        assert_eq!(refused(2, PAGES), "sent a packet for region 2; there are 2");
+    }
+
+    #[test]
+    fn of_a_window_those_pages_are_cleared_that_are_named() {
+        const ENDS: u128 = 1 | 1 << 127;
+        for region in 0..2 {
+            let place = place();
+            fill(&place, region, 0, u128::MAX);
+            fill(&place, region, 128, ENDS | 0xff0);
+            place.clear_window(region, 128, ENDS | 0x3c).unwrap();
+            assert_eq!((held(&place, region, 0), held(&place, region, 128)), (u128::MAX, 0xfc0), "{region}");
+            place.clear_window(region, 0, u128::MAX).unwrap();
+            assert_eq!((held(&place, region, 0), held(&place, region, 128)), (0, 0xfc0), "{region}");
+            assert_eq!(place.content[usize::from(region)].window(128), 0xfc0);
+            assert_eq!(held(&place, 1 - region, 0), 0);
+        }
+    }
+
+    #[test]
+    fn a_range_is_cleared_over_windows_and_no_further() {
+        for region in 0..2 {
+            let place = place();
+            for first in [0, 128] {
+                fill(&place, region, first, u128::MAX);
+            }
+            fill(&place, region, 256, (1 << 44) - 1);
+            place.clear_range(region, PageRange::new(127, 130)).unwrap();
+            let left = [0, 128, 256].map(|first| held(&place, region, first));
+            assert_eq!(left, [u128::MAX >> 1, 0, (1 << 44) - 2], "{region}");
+            assert_eq!([0, 128, 256].map(|first| place.content[usize::from(region)].window(first)), left, "{region}");
+        }
+    }
+
+    /// Most of a guest may be holes, of which the source says so in each round.
+    #[test]
+    fn where_no_content_is_nothing_is_cleared() {
+        for region in 0..2 {
+            let place = place();
+            let memory = &place.memory.regions()[usize::from(region)];
+            memory.write_pages(0, 0b11, &vec![7; 2 * PAGE_BYTES]).unwrap();
+            place.clear_range(region, PageRange::new(0, PAGES)).unwrap();
+            place.clear_window(region, 0, u128::MAX).unwrap();
+            assert_eq!(held(&place, region, 0), 0b11, "what nobody has sent was looked at");
+        }
+    }
+}
