@@ -31,10 +31,11 @@ mod missing;
 mod pagemap;
 mod pages;
 mod private;
+#[allow(unsafe_code)]
 mod process;
 mod protect;
-#[allow(unsafe_code)]
 mod region;
+#[allow(unsafe_code)]
 mod shared;
 mod sweep;
 mod tracker;

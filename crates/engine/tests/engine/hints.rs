@@ -230,7 +230,7 @@ fn a_save_waits_for_a_guest_that_names_its_free_memory_slowly() {
     let folder = tempfile::tempdir().unwrap();
     let mut report = Report::default();
     let uri = FileUri::path(folder.path().join("snapshot"));
-    save_guest(&mut source, &uri, &SaveOptions::default(), &Progress::new(), &mut report).unwrap();
+    save_guest(&mut source, None, &uri, &SaveOptions::default(), &Progress::new(), &mut report).unwrap();
     assert_eq!(report.rounds[0].free, 300, "{report:?}");
 }
 
