@@ -2,7 +2,7 @@
 use serde_json::{Value, json};
 use std::process::{Command, ExitCode, Stdio};
 use std::time::{Duration, Instant};
-use transship_lab::{LabError, PATIENCE, Qemu, Result, Synthetic, Transship, Workload, binary};
+use transship_lab::{Backend, LabError, PATIENCE, Qemu, Result, Scratch, Synthetic, Transship, Workload, binary};
 
 /// A guest that has something to lose: it writes a quarter of its memory, and knows what it wrote.
 const MEMORY_MIB: u32 = 1024;
@@ -35,7 +35,7 @@ struct Cost {
 
 fn qemu(flags: &[String]) -> Result<()> {
     say("Two stock QEMUs; in the first boots a Linux guest that writes and checks its memory.");
-    let (source, destination) = two_qemus()?;
+    let (source, destination, disk) = two_qemus()?;
     let before = show_guest("source", &source)?;
 
     say("transship moves it while it runs.");
@@ -46,13 +46,14 @@ fn qemu(flags: &[String]) -> Result<()> {
         return Err(LabError(format!("the guest had written {before} pages, and {after} after the move")));
     }
     println!("  the source is {}, the guest went on: {} pages written since", source.status()?, after - before);
-    drop((source, destination));
+    drop((source, destination, disk));
 
     say("QEMU's own migration moves an identical guest.");
-    let (source, destination) = two_qemus()?;
+    let (source, destination, disk) = two_qemus()?;
     show_guest("source", &source)?;
     let theirs = move_with_qemu(&source, &destination)?;
     show_guest("destination", &destination)?;
+    drop((source, destination, disk));
 
     println!("\n{:24}{:>14}{:>14}", "", "transship", "QEMU's own");
     let row = |what: &str, ours: f64, theirs: f64, unit: &str| {
@@ -64,11 +65,19 @@ fn qemu(flags: &[String]) -> Result<()> {
     Ok(())
 }
 
-fn two_qemus() -> Result<(Qemu, Qemu)> {
-    let builder = Qemu::linux().memory(MEMORY_MIB).workload(WORKLOAD);
+/// Two of the same, and the folder that holds their disk.
+fn two_qemus() -> Result<(Qemu, Qemu, Scratch)> {
+    // As most managers start it: memory of its own, and a disk past the page cache.
+    let disk = Scratch::within(&std::env::temp_dir())?;
+    let image = disk.join("disk");
+    let made = std::fs::File::create(&image).and_then(|file| file.set_len(16 << 20));
+    made.map_err(|e| LabError(format!("{}: {e}", image.display())))?;
+    let drive = format!("file={},format=raw,if=none,id=disk,cache=none", image.display());
+    let builder = Qemu::linux().memory(MEMORY_MIB).workload(WORKLOAD).backend(Backend::Default);
+    let builder = builder.args(["-drive", &drive, "-device", "virtio-blk-pci,drive=disk"]);
     let source = builder.clone().start()?;
     source.ready()?;
-    Ok((source, builder.incoming().start()?))
+    Ok((source, builder.incoming().start()?, disk))
 }
 
 /// Prints how the guest is, by its own words, and gives its counter.

@@ -1,11 +1,11 @@
 //! A stock QEMU with the guest in it, or one that waits for it, with the disk that all of them share.
-use crate::plan::{MACHINE, Version};
+use crate::plan::{MACHINE, Memory, Version};
 use crate::traces::Traces;
 use serde_json::json;
 use std::path::{Path, PathBuf};
 use std::thread::JoinHandle;
 use transship_lab::process::status_field;
-use transship_lab::{Balloon, LabError, PATIENCE, Qemu, QemuBuilder, Result, Workload, other_qemu};
+use transship_lab::{Backend, Balloon, LabError, PATIENCE, Qemu, QemuBuilder, Result, Workload, other_qemu};
 
 const MEMORY_MIB: u32 = 128;
 /// Checked in a fraction of a second, also under emulation. It is checked when somebody asks, and not in between.
@@ -25,19 +25,29 @@ pub(crate) struct Host {
 impl Host {
     /// One with a guest that boots.
     pub(crate) fn boot(version: Version, disk: &Path) -> Result<Self> {
-        let host = Self::start(version, disk, |qemu| qemu)?;
+        let host = Self::start(version, Memory::of(version), disk, |qemu| qemu)?;
         host.qemu.ready()?;
         Ok(host)
     }
 
     /// One that waits, while the caller does something else.
-    pub(crate) fn waiting(version: Version, disk: &Path) -> JoinHandle<Result<Self>> {
+    pub(crate) fn waiting(version: Version, memory: Memory, disk: &Path) -> JoinHandle<Result<Self>> {
         let disk = disk.to_owned();
-        std::thread::spawn(move || Self::start(version, &disk, QemuBuilder::incoming))
+        std::thread::spawn(move || Self::start(version, memory, &disk, QemuBuilder::incoming))
     }
 
-    fn start(version: Version, disk: &Path, how: impl FnOnce(QemuBuilder) -> QemuBuilder) -> Result<Self> {
-        let builder = Qemu::linux().memory(MEMORY_MIB).machine(MACHINE).workload(WORKLOAD);
+    fn start(
+        version: Version,
+        memory: Memory,
+        disk: &Path,
+        how: impl FnOnce(QemuBuilder) -> QemuBuilder,
+    ) -> Result<Self> {
+        let builder = Qemu::linux().memory(MEMORY_MIB).machine(MACHINE).workload(WORKLOAD).named_as_by_default();
+        let (backend, cache) = match memory {
+            Memory::SharedFile => (Backend::SharedFile, "writeback"),
+            Memory::Own => (Backend::Default, "none"),
+        };
+        let builder = builder.backend(backend);
         let builder = match other(version) {
             None => builder,
             Some(number) => {
@@ -45,7 +55,7 @@ impl Host {
                 builder.binary(found.ok_or_else(|| LabError(format!("no QEMU {number}: scripts/soak.sh fetches it")))?)
             }
         };
-        let drive = format!("file={},format=raw,if=none,id=disk", disk.display());
+        let drive = format!("file={},format=raw,if=none,id=disk,cache={cache}", disk.display());
         // Threads have names then, by which ours could be told from QEMU's.
         let builder = builder.append(&format!("workload.disk={DISK_MIB}")).args([
             "-name",

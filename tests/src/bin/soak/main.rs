@@ -20,7 +20,7 @@ mod verdict;
 
 use clap::Parser;
 use host::Host;
-use plan::{Step, Version, Victim, Way};
+use plan::{Memory, Step, Version, Victim, Way};
 use shelf::Shelf;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -73,13 +73,13 @@ fn soak(args: &Args) -> Result<u64> {
     let steps = (args.first..args.first + args.moves).map(|number| Step::of(args.seed, number, wanted));
     let mut steps = steps.peekable();
     let shelf = Shelf::new()?;
-    let first = steps.peek().map_or(Version::Installed, |step| step.to);
+    let (first, memory) = steps.peek().map_or((Version::Installed, Memory::Own), |step| (step.to, step.memory()));
     let mut guest = Some(begin_with(first, &shelf)?);
-    let mut next = Some(Host::waiting(first, &shelf.disk()));
+    let mut next = Some(Host::waiting(first, memory, &shelf.disk()));
     while let (Some(step), Some(source), Some(waiting)) = (steps.next(), guest.take(), next.take()) {
         let destination = started(waiting)?;
         // The QEMU of the next step starts while this one is under way.
-        next = steps.peek().map(|next| Host::waiting(next.to, &shelf.disk()));
+        next = steps.peek().map(|next| Host::waiting(next.to, next.memory(), &shelf.disk()));
         guest = one(&step, Pair { source: Some(source), destination: Some(destination) }, &shelf, args, &mut tally)?;
     }
     tell(&tally, args, begin.elapsed())?;
@@ -211,7 +211,7 @@ fn begin_with(version: Version, shelf: &Shelf) -> Result<Host> {
 /// The guest as it was saved last, in a new QEMU.
 fn anew(version: Version, shelf: &Shelf, story: &mut Story) -> Result<Host> {
     story.say("anew from the last snapshot");
-    let mut host = started(Host::waiting(version, &shelf.disk()))?;
+    let mut host = started(Host::waiting(version, Memory::of(version), &shelf.disk()))?;
     snapshots::restore(None, false, &mut host, shelf, story)?;
     Ok(host)
 }

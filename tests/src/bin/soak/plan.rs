@@ -13,6 +13,22 @@ pub(crate) enum Version {
     V11_1,
 }
 
+/// What the guest's memory is, and with it how its disk is opened.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Memory {
+    /// A shared named file, and a disk by way of the page cache.
+    SharedFile,
+    /// Private memory of QEMU, and a disk past the page cache: as most managers start it.
+    Own,
+}
+
+impl Memory {
+    /// In a QEMU of this version. The oldest does not say where its memory is, and the newest shares it with a balloon.
+    pub(crate) fn of(version: Version) -> Self {
+        if version == Version::Installed { Self::Own } else { Self::SharedFile }
+    }
+}
+
 /// The oldest QEMU's, so that a guest can go from each to each.
 pub(crate) const MACHINE: &str = "pc-q35-7.2";
 
@@ -126,6 +142,14 @@ const NOBODY_ONE_IN: u8 = 5;
 const LONGEST_MS: u64 = 400;
 
 impl Step {
+    /// What the QEMU that takes the guest has for it. A lazy restore needs memory that can be emptied.
+    pub(crate) fn memory(&self) -> Memory {
+        match self.way {
+            Way::Snapshot { lazy: true, .. } => Memory::SharedFile,
+            _ => Memory::of(self.to),
+        }
+    }
+
     /// The step of this number. `wanted`: who may be hurt; in the place of others nobody is.
     pub(crate) fn of(seed: u64, number: u64, wanted: &[Victim]) -> Self {
         let mut random = fastrand::Rng::with_seed(seed ^ number.wrapping_mul(0x9e37_79b9_7f4a_7c15));
