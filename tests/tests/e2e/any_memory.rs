@@ -162,3 +162,32 @@ fn a_guest_of_private_memory_outlives_those_who_move_it() -> Result<()> {
     }
     Ok(())
 }
+
+/// A disk past the page cache is waited for, goes along, and stays with a guest that is not taken.
+#[test]
+fn a_guest_with_a_direct_disk_goes_on_and_back_whole() -> Result<()> {
+    let folder = disk()?;
+    let image = folder.join("disk");
+    io(std::fs::File::create(&image).and_then(|file| file.set_len(1 << 20)))?;
+    let drive = format!("file={},format=raw,if=none,id=disk,cache=none", image.display());
+    let with_disk = || guest(Backend::Default).args(["-drive", &drive, "-device", "virtio-blk-pci,drive=disk"]);
+    let (source, first) = (with_disk().start()?, with_disk().incoming().start()?);
+    source.ready()?;
+    // One that stands still and is not taken has them again.
+    source.qmp("stop", json!({}))?;
+    let receive = Transship::receiving(&first.vm(), "tcp:127.0.0.1:0").start()?;
+    let failing =
+        Transship::moving(&source.vm(), &receive.listening()?).env("TRANSSHIP_FAIL_POINT", "source.state-sent=error");
+    assert_ne!(failing.run()?.code(), Some(0));
+    drop(receive);
+    let nodes = source.qmp("query-named-block-nodes", json!({ "flat": true }))?;
+    assert!(nodes.as_array().is_some_and(|nodes| nodes.iter().all(|node| node["active"] == true)), "{nodes}");
+    source.qmp("cont", json!({}))?;
+    drop(first);
+    let first = with_disk().incoming().start()?;
+    let report = moved(&source, &first, &[])?;
+    assert!(report["drains"]["count"].as_u64() > Some(0), "{report}");
+    // Where its guest came to it is like any other.
+    let second = with_disk().incoming().start()?;
+    moved(&first, &second, &[]).map(drop)
+}

@@ -68,6 +68,8 @@ pub struct QemuSource {
     device_state: Option<DeviceState>,
     /// Its device state was saved by that.
     is_saved: bool,
+    /// And its disks were let go for that.
+    has_released_disks: bool,
     /// Settings to be put back.
     settings: Option<Settings>,
     /// What the guest did when it was stopped last; standing before that, as it is not ours to let run then.
@@ -132,6 +134,7 @@ impl QemuSource {
             hints,
             device_state,
             is_saved: false,
+            has_released_disks: false,
             settings: None,
             found: Found::Standing,
             stays: false,
@@ -190,6 +193,15 @@ impl QemuSource {
         }
         settings.restore(&mut self.qmp)?;
         self.settings = None;
+        Ok(())
+    }
+
+    /// A guest that stays as it is has its disks again, as far as QEMU can do that without letting it run (since 10.0);
+    /// else they come with `cont`.
+    fn take_disks_back(&mut self) -> Result<(), GuestError> {
+        if std::mem::take(&mut self.has_released_disks) && self.qmp.version() >= (10, 0) {
+            self.qmp.execute("blockdev-set-active", json!({ "active": true }))?;
+        }
         Ok(())
     }
 
@@ -367,6 +379,8 @@ impl SourceGuest for QemuSource {
         }
         if let Some(device_state) = &self.device_state {
             let disks = if self.stays { Disks::Kept } else { Disks::Released };
+            // Also if it fails.
+            self.has_released_disks = disks == Disks::Released;
             let state = device_state.save(&mut self.qmp, disks)?;
             self.is_saved = true;
             return Ok(Box::new(io::Cursor::new(state)));
@@ -411,7 +425,7 @@ impl SourceGuest for QemuSource {
         // Likewise. The guest is to run whatever becomes of the settings.
         let _ = self.undo_save();
         if !run || !self.found.ran() {
-            return Ok(());
+            return self.take_disks_back();
         }
         match machine::run_state(&mut self.qmp)?.as_str() {
             "running" | "suspended" => Ok(()),
