@@ -2,6 +2,7 @@
 //!
 //! - [`Bench`]: the arguments of `transship bench`
 //! - `zero_pages`, `codecs`, `threads`, `files`, `qemu_wire`, `free_pages`: the tables of these names
+//! - `arguments`: those that tables have in common
 //! - `content`, `corpus`, `pair`, `stock` and `ours`: guests, and the two sides
 //! - `machine`, `processes`: what the machine can do, and what processes used of it
 //! - `results`, `aims`, `table`, `plot`: from single runs to text, JSON and a picture
@@ -10,6 +11,7 @@
 #![forbid(unsafe_code)]
 
 mod aims;
+mod arguments;
 mod at_hand;
 mod codecs;
 mod content;
@@ -35,6 +37,7 @@ mod threads;
 mod units;
 mod zero_pages;
 
+pub use arguments::{Common, Moves};
 pub use codecs::{Codecs, Method};
 pub use content::Content;
 pub use files::Snapshots;

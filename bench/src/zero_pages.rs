@@ -5,11 +5,12 @@ use transship_lab::Scratch;
 
 use crate::{
     aims::Aims,
+    arguments::Common,
     content::{Content, SourceMemory},
     interrupt, machine,
     machine::Machine,
     ours,
-    output::{Files, say},
+    output::say,
     pair::{Recipe, text},
     plot,
     results::{Check, Mode, Results, Row, ScanBandwidth},
@@ -31,9 +32,6 @@ pub struct ZeroPages {
     /// Memory of the guest
     #[arg(long, value_name = "SIZE", default_value = "4G", value_parser = units::memory)]
     pub mem: u64,
-    /// The QEMU to use and to compare with
-    #[arg(long, value_name = "PROGRAM", default_value = "qemu-system-x86_64")]
-    pub peer: String,
     /// Numbers of channels; the main-thread check is measured with the most
     #[arg(long, value_name = "N,...", default_value = "1,2,4", value_delimiter = ',', value_parser = clap::value_parser!(u8).range(1..))]
     pub channels: Vec<u8>,
@@ -49,9 +47,9 @@ pub struct ZeroPages {
         value_delimiter = ','
     )]
     pub kinds: Vec<Content>,
-    /// Where results go.
+    /// What every table is told.
     #[command(flatten)]
-    pub files: Files,
+    pub common: Common,
     /// Take guest memory from this hugetlbfs
     #[arg(long, value_name = "DIR")]
     pub huge: Option<PathBuf>,
@@ -85,14 +83,14 @@ pub(crate) fn run(table: &ZeroPages) -> Result<(), String> {
     let measured = measure(table, &base, &mut results);
     // What was measured before a failure took its time, too.
     if !results.rows.is_empty() {
-        table.files.publish(table::of(&results), &results, &Aims::of(&results), || plot::svg(&results))?;
+        table.common.files.publish(table::of(&results), &results, &Aims::of(&results), || plot::svg(&results))?;
     }
     measured
 }
 
 /// The file system of guest memory, if all is well that can be seen before.
 fn check(table: &ZeroPages) -> Result<PathBuf, String> {
-    table.files.check()?;
+    table.common.files.check()?;
     if let Some(huge) = &table.huge {
         machine::check_huge(huge, table.mem)?;
     }
@@ -109,7 +107,7 @@ fn measure(table: &ZeroPages, base: &Path, results: &mut Results) -> Result<(), 
         results.scan.push(ScanBandwidth { threads, bytes_per_s });
     }
     let recipe = Recipe {
-        peer: &table.peer,
+        peer: &table.common.peer,
         base,
         running: table.running,
         cold: table.cold,

@@ -1,8 +1,6 @@
 //! `transship bench codecs`: the same data moved with each method, by transship and by stock QEMU, in turns.
 mod results;
 
-use std::path::PathBuf;
-
 use clap::ValueEnum;
 use serde::Serialize;
 use serde_json::{Value, json};
@@ -10,12 +8,13 @@ use transship_lab::{Scratch, SlowLink, Transship};
 
 use self::results::{Results, Series};
 use crate::{
+    arguments::Moves,
     content::SourceMemory,
     corpus::Corpus,
     interrupt,
     machine::{self, Machine},
     ours,
-    output::{Files, say},
+    output::say,
     pair::{Pair, Recipe, text},
     plot::Side,
     results::Run,
@@ -38,9 +37,6 @@ The benchmark needs twice --mem plus 1.5 GiB of memory. Keep the machine otherwi
 #[derive(Debug, Clone, clap::Args)]
 #[command(long_about = LONG_ABOUT)]
 pub struct Codecs {
-    /// Fill memory with the files of this folder, repeatedly
-    #[arg(long, value_name = "DIR")]
-    pub corpus: Option<PathBuf>,
     /// Memory of the guest
     #[arg(long, value_name = "SIZE", default_value = "1G", value_parser = units::memory)]
     pub mem: u64,
@@ -56,15 +52,9 @@ pub struct Codecs {
     /// Put a link of this speed, in Mbit/s, between the two sides
     #[arg(long, value_name = "MBIT", value_parser = clap::value_parser!(u32).range(1..=100_000))]
     pub link: Option<u32>,
-    /// Moves by each program; the table shows the median
-    #[arg(long, value_name = "N", default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..=1000))]
-    pub runs: u32,
-    /// The QEMU to use and to compare with
-    #[arg(long, value_name = "PROGRAM", default_value = "qemu-system-x86_64")]
-    pub peer: String,
-    /// Where results go.
+    /// What such a table is told.
     #[command(flatten)]
-    pub files: Files,
+    pub moves: Moves,
 }
 
 /// A method, as `transship move --compress` and QEMU's `multifd-compression` call it.
@@ -121,12 +111,12 @@ pub(crate) fn qemu_parameters(channels: u8, method: Method) -> Value {
 
 /// Measures, prints and writes.
 pub(crate) fn run(table: &Codecs) -> Result<(), String> {
-    table.files.check()?;
+    table.moves.common.files.check()?;
     let base = Scratch::base();
     machine::check_room(table.mem, &base, false)?;
     let methods = methods(&table.methods)?;
     interrupt::clean_up_in(vec![base.clone()])?;
-    let corpus = Corpus::new(table.corpus.as_deref(), table.mem)?;
+    let corpus = Corpus::new(table.moves.corpus.as_deref(), table.mem)?;
     let link = table.link.map(SlowLink::new).transpose().map_err(text)?;
     let mut results = Results {
         machine: Machine::here(),
@@ -135,14 +125,14 @@ pub(crate) fn run(table: &Codecs) -> Result<(), String> {
         corpus: corpus.title().to_owned(),
         encoders: table.encoders,
         link_mbit: table.link,
-        runs: table.runs,
+        runs: table.moves.runs,
         series: series(&table.channels, &methods),
     };
     say(&format!("filling {} with {}", units::bytes(table.mem), corpus.title()));
     let home = Scratch::within(&base).map_err(text)?;
     let memory = SourceMemory::of_corpus(&home.join("mem0"), table.mem, &corpus)?;
     let recipe = Recipe {
-        peer: &table.peer,
+        peer: &table.moves.common.peer,
         base: &base,
         running: false,
         cold: false,
@@ -154,7 +144,7 @@ pub(crate) fn run(table: &Codecs) -> Result<(), String> {
     // What was measured before a failure took its time, too.
     results.series.retain(|series| !series.runs.is_empty());
     if !results.series.is_empty() {
-        table.files.publish(results.table(), &results, &results.aims(), || results.svg())?;
+        table.moves.common.files.publish(results.table(), &results, &results.aims(), || results.svg())?;
     }
     measured
 }
@@ -245,7 +235,7 @@ mod tests {
     #[test]
     fn the_defaults_are_those_of_the_documentation() {
         let table: Codecs = parsed(&[]).unwrap();
-        assert_eq!((table.mem, table.runs, table.channels, table.link), (1 << 30, 3, vec![4, 8, 16], None));
+        assert_eq!((table.mem, table.moves.runs, table.channels, table.link), (1 << 30, 3, vec![4, 8, 16], None));
         let table: Codecs = parsed(&["--methods", "zstd,none", "--link", "1000", "--encoders", "3"]).unwrap();
         assert_eq!(
             (table.methods, table.link, table.encoders),

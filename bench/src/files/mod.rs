@@ -28,11 +28,12 @@ use self::{
     stock::Until,
 };
 use crate::{
+    arguments::Common,
     at_hand,
     content::{Content, SourceMemory, first_difference},
     interrupt,
     machine::{self, Machine},
-    output::{Files, say},
+    output::say,
     pair::{Recipe, text},
     stock as qemus, threads,
     units::{self, millis},
@@ -76,12 +77,9 @@ pub struct Snapshots {
     /// Saves and restores by each program; the table shows median and minimum
     #[arg(long, value_name = "N", default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..=1000))]
     pub runs: u32,
-    /// The QEMU to use and to compare with
-    #[arg(long, value_name = "PROGRAM", default_value = "qemu-system-x86_64")]
-    pub peer: String,
-    /// Where results go.
+    /// What every table is told.
     #[command(flatten)]
-    pub files: Files,
+    pub common: Common,
 }
 
 /// What all runs have in common.
@@ -96,7 +94,7 @@ struct Place<'a> {
 
 /// Measures, prints and writes.
 pub(crate) fn run(table: &Snapshots) -> Result<(), String> {
-    table.files.check()?;
+    table.common.files.check()?;
     let base = Scratch::base();
     machine::check_room(table.mem, &base, false)?;
     machine::check_disk(&table.dir, (stock::FILE_TIMES_MAX + 2) * table.mem)?;
@@ -125,7 +123,7 @@ pub(crate) fn run(table: &Snapshots) -> Result<(), String> {
     // What was measured before a failure took its time, too.
     results.series.retain(|series| !series.saves.is_empty());
     if !results.series.is_empty() {
-        table.files.publish(results.table(), &results, &results.aims(), || results.svg())?;
+        table.common.files.publish(results.table(), &results, &results.aims(), || results.svg())?;
     }
     measured
 }
@@ -171,7 +169,7 @@ impl Place<'_> {
         let memory = SourceMemory::create(&home.join("mem0"), self.table.mem, content)?;
         let append = format!("workload.report_ms={REPORT_MS}");
         let recipe = Recipe {
-            peer: &self.table.peer,
+            peer: &self.table.common.peer,
             base: &self.base,
             running: workload.is_some(),
             cold: false,

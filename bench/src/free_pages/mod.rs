@@ -17,11 +17,12 @@ use self::{
     results::{Results, Run, Series},
 };
 use crate::{
+    arguments::Common,
     at_hand,
     files::By,
     interrupt,
     machine::{self, Machine},
-    output::{Files, say},
+    output::say,
     stock as qemus, units,
 };
 
@@ -73,17 +74,14 @@ pub struct FreePages {
     /// Channels
     #[arg(long, value_name = "N", default_value_t = 4, value_parser = clap::value_parser!(u8).range(1..))]
     pub channels: u8,
-    /// The QEMU to use and to compare with
-    #[arg(long, value_name = "PROGRAM", default_value = "qemu-system-x86_64")]
-    pub peer: String,
-    /// Where results go.
+    /// What every table is told.
     #[command(flatten)]
-    pub files: Files,
+    pub common: Common,
 }
 
 /// Measures, prints and writes.
 pub(crate) fn run(table: &FreePages) -> Result<(), String> {
-    table.files.check()?;
+    table.common.files.check()?;
     for name in ["linux/vmlinuz", "linux/initrd.img"] {
         image(name).map_err(|missing| format!("there is no guest to move: {missing}"))?;
     }
@@ -101,15 +99,15 @@ pub(crate) fn run(table: &FreePages) -> Result<(), String> {
     // What was measured before a failure took its time, too.
     results.series.retain(|series| !series.runs.is_empty());
     if !results.series.is_empty() {
-        table.files.publish(results.table(), &results, &results.aims(), || results.svg())?;
+        table.common.files.publish(results.table(), &results, &results.aims(), || results.svg())?;
     }
     measured
 }
 
 fn measure(table: &FreePages, results: &mut Results) -> Result<(), String> {
     let mut ways = table.ways.clone();
-    if ways.contains(&Way::Hints) && !guests::has_hint_device(&table.peer)? {
-        let peer = &table.peer;
+    if ways.contains(&Way::Hints) && !guests::has_hint_device(&table.common.peer)? {
+        let peer = &table.common.peer;
         let why = format!("{peer} has no vhost-user-test-device-pci; name QEMU 11.1 or newer with --peer");
         ways.retain(|way| *way != Way::Hints);
         if ways.is_empty() {
@@ -129,7 +127,7 @@ fn measure(table: &FreePages, results: &mut Results) -> Result<(), String> {
 
 /// One guest that goes to and fro, idle and then busy, moved by each of these in turns.
 fn chain(table: &FreePages, guest_bytes: u64, way: Way, sides: &[By], results: &mut Results) -> Result<(), String> {
-    let recipe = Recipe { peer: &table.peer, guest_bytes, way, by: sides[0] };
+    let recipe = Recipe { peer: &table.common.peer, guest_bytes, way, by: sides[0] };
     let case = |load, by| Case { guest_bytes, load, way, by };
     let mut home = recipe.start().map_err(|error| format!("{}: {error}", case(table.loads[0], sides[0]).title()))?;
     if results.qemu.is_empty() {

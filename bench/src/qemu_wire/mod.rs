@@ -13,13 +13,14 @@ use self::{
     routes::{Route, Wire},
 };
 use crate::{
+    arguments::Moves,
     codecs::Method,
     content::{Content, SourceMemory},
     corpus::Corpus,
     files::disk,
     interrupt,
     machine::{self, Machine},
-    output::{Files, say},
+    output::say,
     pair::{Recipe, text},
     runs::Runs,
     stock, units,
@@ -42,9 +43,6 @@ otherwise idle.";
 #[derive(Debug, Clone, clap::Args)]
 #[command(long_about = LONG_ABOUT)]
 pub struct QemuWire {
-    /// Fill memory with the files of this folder, repeatedly
-    #[arg(long, value_name = "DIR")]
-    pub corpus: Option<PathBuf>,
     /// Memory of the guest
     #[arg(long, value_name = "SIZE", default_value = "1G", value_parser = units::memory)]
     pub mem: u64,
@@ -60,15 +58,9 @@ pub struct QemuWire {
     /// A folder on the disk for the received file
     #[arg(long, value_name = "DIR", default_value = ".")]
     pub dir: PathBuf,
-    /// Moves by each program; the table shows the median
-    #[arg(long, value_name = "N", default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..=1000))]
-    pub runs: u32,
-    /// The QEMU to use and to compare with
-    #[arg(long, value_name = "PROGRAM", default_value = "qemu-system-x86_64")]
-    pub peer: String,
-    /// Where results go.
+    /// What such a table is told.
     #[command(flatten)]
-    pub files: Files,
+    pub moves: Moves,
 }
 
 /// A method that a stock QEMU has, too.
@@ -135,23 +127,30 @@ struct Place<'a> {
 
 /// Measures, prints and writes.
 pub(crate) fn run(table: &QemuWire) -> Result<(), String> {
-    table.files.check()?;
+    table.moves.common.files.check()?;
     let base = Scratch::base();
     machine::check_room(table.mem, &base, false)?;
     machine::check_disk(&table.dir, 2 * table.mem)?;
     interrupt::clean_up_in(vec![base.clone(), table.dir.clone()])?;
-    let corpus = Corpus::new(table.corpus.as_deref(), table.mem)?;
+    let corpus = Corpus::new(table.moves.corpus.as_deref(), table.mem)?;
     let folder = Scratch::within(&table.dir).map_err(text)?;
     let direct_io = disk::does_direct_io(folder.path())?;
-    let recipe =
-        Recipe { peer: &table.peer, base: &base, running: false, cold: false, workload: None, append: "", link: None };
+    let recipe = Recipe {
+        peer: &table.moves.common.peer,
+        base: &base,
+        running: false,
+        cold: false,
+        workload: None,
+        append: "",
+        link: None,
+    };
     let place = Place { table, recipe, base: &base, folder, direct_io };
     let mut results = Results {
         machine: Machine::here(),
         qemu: String::new(),
         guest_bytes: table.mem,
         corpus: corpus.title().to_owned(),
-        runs: table.runs,
+        runs: table.moves.runs,
         disk: Vec::new(),
         series: Vec::new(),
     };
@@ -159,7 +158,7 @@ pub(crate) fn run(table: &QemuWire) -> Result<(), String> {
     // What was measured before a failure took its time, too.
     results.series.retain(|series| !series.runs.is_empty());
     if !results.series.is_empty() {
-        table.files.publish(results.table(), &results, &results.aims(), || results.svg())?;
+        table.moves.common.files.publish(results.table(), &results, &results.aims(), || results.svg())?;
     }
     measured
 }
@@ -182,7 +181,7 @@ impl Place<'_> {
         say(&format!("{} memory: filling {}", kind.title(), units::bytes(self.table.mem)));
         let home = Scratch::within(self.base).map_err(text)?;
         let memory = kind.memory(&home.join("mem0"), self.table.mem, corpus)?;
-        for run in 1..=self.table.runs {
+        for run in 1..=self.table.moves.runs {
             for number in first..results.series.len() {
                 let title = results.series[number].title();
                 let at = |error: String| format!("{title}, run {run}: {error}");
@@ -192,13 +191,13 @@ impl Place<'_> {
                 }
                 let series = &mut results.series[number];
                 let once = routes::run(&pair, series.route, series.wire, self.folder.path(), run == 1).map_err(at)?;
-                say(&format!("{title}, run {run} of {}: {} ms", self.table.runs, units::short(once.ms)));
+                say(&format!("{title}, run {run} of {}: {} ms", self.table.moves.runs, units::short(once.ms)));
                 series.runs.guest_bytes = memory.bytes();
                 series.runs.list.push(once);
             }
             if kind == Kind::Corpus && self.direct_io {
                 let disk = disk::measure(self.folder.path(), memory.bytes())?;
-                say(&format!("the disk, run {run} of {}: {} ms", self.table.runs, units::short(disk.write_ms)));
+                say(&format!("the disk, run {run} of {}: {} ms", self.table.moves.runs, units::short(disk.write_ms)));
                 results.disk.push(disk.write_ms);
             }
         }
@@ -215,7 +214,7 @@ mod tests {
     #[test]
     fn the_defaults_are_those_of_the_documentation() {
         let table = parsed::<QemuWire>(&[]).unwrap();
-        assert_eq!((table.mem, table.runs, table.channels), (1 << 30, 3, vec![2, 4]));
+        assert_eq!((table.mem, table.moves.runs, table.channels), (1 << 30, 3, vec![2, 4]));
         assert_eq!((table.methods.len(), table.kinds.len(), table.dir), (3, 3, PathBuf::from(".")));
         for arguments in [["--methods", "lz4"], ["--channels", "0"], ["--kinds", "random"]] {
             assert!(parsed::<QemuWire>(&arguments).is_err(), "{arguments:?}");

@@ -5,7 +5,7 @@ mod one_process;
 mod results;
 
 use std::{
-    path::{Path, PathBuf},
+    path::Path,
     time::{Duration, Instant},
 };
 
@@ -15,6 +15,7 @@ use transship_lab::{Qemu, Scratch, SlowLink, Synthetic, Workload, image};
 
 use self::results::{Comparison, Load, Results, Run, Series};
 use crate::{
+    arguments::Moves,
     codecs,
     content::SourceMemory,
     corpus::Corpus,
@@ -22,7 +23,7 @@ use crate::{
     interrupt,
     machine::{self, Machine},
     ours::{self, Moved},
-    output::{Files, say},
+    output::say,
     pair::{Pair, Recipe, text},
     plot::Side,
     stock, units,
@@ -64,9 +65,6 @@ pub struct Threads {
     /// Memory of the guest
     #[arg(long, value_name = "SIZE", default_value = "512M", value_parser = units::memory)]
     pub mem: u64,
-    /// Fill memory with the files of this folder, repeatedly
-    #[arg(long, value_name = "DIR")]
-    pub corpus: Option<PathBuf>,
     /// MiB that the guest writes in a second
     #[arg(long, value_name = "MIB", default_value_t = 32, value_parser = clap::value_parser!(u32).range(1..=100_000))]
     pub write_rate: u32,
@@ -76,15 +74,9 @@ pub struct Threads {
     /// Put a link of this speed, in Mbit/s, between the two sides
     #[arg(long, value_name = "MBIT", value_parser = clap::value_parser!(u32).range(1..=100_000))]
     pub link: Option<u32>,
-    /// Moves by each program; the table shows the median
-    #[arg(long, value_name = "N", default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..=1000))]
-    pub runs: u32,
-    /// The QEMU to use and to compare with
-    #[arg(long, value_name = "PROGRAM", default_value = "qemu-system-x86_64")]
-    pub peer: String,
-    /// Where results go.
+    /// What such a table is told.
     #[command(flatten)]
-    pub files: Files,
+    pub moves: Moves,
 }
 
 /// What is moved.
@@ -105,11 +97,11 @@ pub(crate) enum WhenBusy {
 
 /// Measures, prints and writes.
 pub(crate) fn run(table: &Threads) -> Result<(), String> {
-    table.files.check()?;
+    table.moves.common.files.check()?;
     let base = Scratch::base();
     machine::check_room(table.mem, &base, false)?;
     interrupt::clean_up_in(vec![base.clone()])?;
-    let corpus = Corpus::new(table.corpus.as_deref(), table.mem)?;
+    let corpus = Corpus::new(table.moves.corpus.as_deref(), table.mem)?;
     let link = table.link.map(SlowLink::new).transpose().map_err(text)?;
     let mut results = Results {
         machine: Machine::here(),
@@ -124,7 +116,7 @@ pub(crate) fn run(table: &Threads) -> Result<(), String> {
         },
         channels: table.channels,
         link_mbit: table.link,
-        runs: table.runs,
+        runs: table.moves.runs,
         moves: Vec::new(),
         one_process: Vec::new(),
     };
@@ -132,7 +124,7 @@ pub(crate) fn run(table: &Threads) -> Result<(), String> {
     // What was measured before a failure took its time, too.
     results.moves.retain(|series| !series.runs.is_empty());
     if !results.moves.is_empty() {
-        table.files.publish(results.table(), &results, &results.aims(), || results.svg())?;
+        table.moves.common.files.publish(results.table(), &results, &results.aims(), || results.svg())?;
     }
     measured
 }
@@ -164,7 +156,7 @@ fn measure(
     let setting = Setting::new(Method::Zstd, None).map_err(text)?;
     for encoders in encoders {
         let mut comparison = Comparison { encoders, rings: Vec::new(), old_model: Vec::new() };
-        for _ in 0..table.runs {
+        for _ in 0..table.moves.runs {
             comparison.rings.push(one_process::by_rings(setting, &packets, count, encoders.into()));
             comparison.old_model.push(one_process::by_old_model(setting, &packets, count, encoders.into()));
         }
@@ -269,8 +261,15 @@ fn qemu(
     let workload = Workload { mib: hot_mib, rate, hot_mib: None, idle: false, sweep_ms: 3_600_000 };
     let home = Scratch::within(base).map_err(text)?;
     let memory = SourceMemory::of_corpus(&home.join("mem0"), table.mem, corpus)?;
-    let recipe =
-        Recipe { peer: &table.peer, base, running: true, cold: false, workload: Some(workload), append: "", link };
+    let recipe = Recipe {
+        peer: &table.moves.common.peer,
+        base,
+        running: true,
+        cold: false,
+        workload: Some(workload),
+        append: "",
+        link,
+    };
     let (mut version, mut written) = (None, None);
     let moved = in_turns(results, Guest::Qemu, |series, _| {
         let pair = recipe.start(&memory)?;
@@ -314,7 +313,7 @@ mod tests {
     #[test]
     fn the_defaults_are_those_of_the_documentation() {
         let table = parsed::<Threads>(&[]).unwrap();
-        assert_eq!((table.mem, table.runs, table.channels, table.write_rate), (512 << 20, 3, 4, 32));
+        assert_eq!((table.mem, table.moves.runs, table.channels, table.write_rate), (512 << 20, 3, 4, 32));
         assert_eq!(encoders(&table.encoders), [2, 4, 8, 16]);
         assert_eq!(encoders(&[2, 3, 3]), [2, 3]);
         assert!(parsed::<Threads>(&["--encoders", "0"]).is_err());
