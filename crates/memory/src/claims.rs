@@ -270,10 +270,10 @@ fn layout(region_pages: &[u64]) -> (Vec<Bits>, usize) {
     (regions, offset.next_multiple_of(PAGE_BYTES))
 }
 
-/// The words that have bits of these pages, and which.
+/// The words that have bits of these pages, and which. For no pages there may be a word, and none of its bits.
 fn words(pages: PageRange) -> impl Iterator<Item = (usize, u64)> {
     let last = pages.end().div_ceil(WORD_PAGES);
-    (pages.first / WORD_PAGES..last).filter(move |_| pages.count > 0).map(move |word| {
+    (pages.first / WORD_PAGES..last).map(move |word| {
         let base = word * WORD_PAGES;
         let below = |page: u64| low_bits(page.saturating_sub(base).min(WORD_PAGES) as u32);
         (word as usize, below(pages.end()) & !below(pages.first))
