@@ -1,5 +1,5 @@
-//! The kernel's interface to the pages of a process, written ones and those that are there: PAGEMAP_SCAN. Structures and
-//! numbers are those of Linux 6.7 (`linux/fs.h`), which promises to keep them.
+//! The kernel's interface to the pages of a process, written ones and those that are there: PAGEMAP_SCAN. Structures
+//! and numbers are those of Linux 6.7 (`linux/fs.h`), which promises to keep them.
 
 use std::{
     io,

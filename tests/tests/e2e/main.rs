@@ -5,7 +5,8 @@
 //! - Moves: `moves`, `codecs`, `run_state`, `disks`, `strangers`, `settings`; who dies in one: `crash`
 //! - To and from a stock QEMU: `qemu_peer_send`, `qemu_peer_receive`, `relay`; who dies in one: `qemu_peer_crash`
 //! - Snapshots: `save`, `background`, `restore`, `restore_lazy`, `restore_given_back`, `convert`
-//! - Memory: `any_memory`, `huge_pages`, `preallocated`, `free_pages`, `writers`; who says which of it is free: `balloon`, `hints`
+//! - Memory: `any_memory`, `huge_pages`, `preallocated`, `free_pages`, `writers`; who says which of it is
+//!   free: `balloon`, `hints`
 //! - What several of them need: `ends`, `peer`, `restoring`, `sector`, `stock`
 mod any_memory;
 mod background;

@@ -34,8 +34,8 @@ impl Guest {
         Self { base: base.unwrap().cast(), bytes }
     }
 
-    /// Memory that no other process has, with transparent huge pages where `huge` says so; as a VMM has it that was told
-    /// nothing about memory.
+    /// Memory that no other process has, with transparent huge pages where `huge` says so; as a VMM has it that was
+    /// told nothing about memory.
     pub(crate) fn private(bytes: u64, huge: bool) -> Self {
         let prot = ProtFlags::READ | ProtFlags::WRITE;
         let room = bytes as usize + (2 << 20);

@@ -1,5 +1,5 @@
-//! QEMU's own list of its memory: what its blocks are called, where they are, and whether all that is the guest's memory
-//! is in backends.
+//! QEMU's own list of its memory: what its blocks are called, where they are, and whether all that is the guest's
+//! memory is in backends.
 use serde_json::{Value, json};
 use transship_guest::{DeviceBlock, GuestError, StateFormat};
 

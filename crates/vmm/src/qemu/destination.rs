@@ -198,25 +198,27 @@ impl DestinationGuest for QemuDestination {
     }
 }
 
-/// Reads the stream up to where it says of which form it is. The bytes that were read.
+/// Reads the stream up to where it says of which form it is. The bytes that were read. What is none is for QEMU to
+/// judge.
 fn form_of(state: &mut dyn Read) -> Result<(Form, Vec<u8>), GuestError> {
-    let broken = |e: &dyn std::fmt::Display| GuestError(format!("the device state can't be read: {e}"));
+    let broken = |e: io::Error| GuestError(format!("the device state broke off: {e}; start a new destination QEMU"));
     let (mut reader, mut bytes, mut used) = (StreamReader::new(), Vec::new(), 0);
     loop {
-        match reader.next(&bytes[used..]).map_err(|e| broken(&e))? {
-            Step::Done { used: more, .. } => used += more,
-            Step::More { .. } => {
+        match reader.next(&bytes[used..]) {
+            Err(_) => return Ok((Form::SharedLeftOut, bytes)),
+            Ok(Step::Done { used: more, .. }) => used += more,
+            Ok(Step::More { .. }) => {
                 let have = bytes.len();
                 bytes.resize(have + FORM_BYTES, 0);
                 let read = loop {
                     match state.read(&mut bytes[have..]) {
                         Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
-                        read => break read.map_err(|e| broken(&e))?,
+                        read => break read.map_err(broken)?,
                     }
                 };
                 bytes.truncate(have + read);
                 if read == 0 {
-                    return Err(broken(&reader.cut_short(&bytes[used..])));
+                    return Ok((Form::SharedLeftOut, bytes));
                 }
             }
         }

@@ -131,8 +131,8 @@ impl Qmp {
         self.execute_with(command, json!({}), None, limit)
     }
 
-    /// Waits until no request of the guest's to a disk is under way: a transaction of nothing does that before it begins.
-    /// The guest runs meanwhile, and its new requests wait.
+    /// Waits until no request of the guest's to a disk is under way: a transaction of nothing does that before it
+    /// begins. The guest runs meanwhile, and its new requests wait.
     pub(super) fn drain_disks(&mut self, limit: Duration) -> Result<(), QmpError> {
         self.execute_with("transaction", json!({ "actions": [] }), None, limit).map(drop)
     }
