@@ -16,7 +16,7 @@ const PIECE: usize = 1 << 20;
 pub(crate) fn have(bytes: u64) -> Result<(), String> {
     let available = machine::available_memory()?.saturating_sub(LEFT);
     let taken = rustix::fs::memfd_create("at-hand", MemfdFlags::CLOEXEC).map(File::from);
-    let failed = |error: &dyn std::fmt::Display| format!("using {bytes} bytes of memory for a moment: {error}");
+    let failed = |error: &dyn std::fmt::Display| format!("can't use {bytes} bytes of memory for a moment: {error}");
     let mut taken = taken.map_err(|error| failed(&error))?;
     let piece = vec![1; PIECE];
     for _ in 0..bytes.min(available) / PIECE as u64 {

@@ -40,7 +40,7 @@ impl Corpus {
             bytes.resize(bytes.len().next_multiple_of(PAGE_BYTES), 0);
         }
         if bytes.is_empty() {
-            return Err(format!("--corpus {}: no file with content is in it", folder.display()));
+            return Err(format!("--corpus {}: it has no file with content", folder.display()));
         }
         let part = if all > limit { format!("the first {} of ", units::bytes(limit)) } else { String::new() };
         let plural = if count == 1 { "file" } else { "files" };

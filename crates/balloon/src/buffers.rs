@@ -84,7 +84,7 @@ where
     let mut bytes = Vec::new();
     let read = chain.reader(&memory).map(|reader| reader.take(most).read_to_end(&mut bytes));
     if !matches!(read, Ok(Ok(_))) {
-        tracing::debug!("a buffer of the driver can't be read");
+        tracing::debug!("can't read a buffer of the driver");
         bytes.clear();
     }
     bytes

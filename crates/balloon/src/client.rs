@@ -51,7 +51,7 @@ impl Client {
     pub fn connect(path: &Path, memory: &GuestMemory) -> Result<Self, Error> {
         let error = |what: String| Error { path: path.display().to_string(), what };
         let stream = UnixStream::connect(path).map_err(|e| error(format!("can't connect: {e}")))?;
-        let regions = regions(memory).map_err(|e| error(format!("guest memory can't be looked at: {e}")))?;
+        let regions = regions(memory).map_err(|e| error(format!("can't inspect guest memory: {e}")))?;
         let empty = Description {
             version: VERSION,
             pid: 0,
@@ -75,14 +75,15 @@ impl Client {
         client.description = client.call(Call::Describe)?;
         if client.description.version != VERSION {
             let theirs = client.description.version;
-            return Err(client.error(format!("it speaks version {theirs} of its protocol, this transship {VERSION}")));
+            return Err(client
+                .error(format!("it speaks version {theirs} of its protocol, but this transship speaks {VERSION}")));
         }
         if client.description.memory.is_empty() {
-            return Err(client.error("no driver of a guest uses it now".into()));
+            return Err(client.error("no guest's driver uses it now".into()));
         }
         let known = |file: &FileRange| client.description.memory.iter().any(|range| same_file(range, file));
         if !client.regions.iter().any(known) {
-            return Err(client.error("it is another guest's".into()));
+            return Err(client.error("it belongs to another guest".into()));
         }
         Ok(client)
     }

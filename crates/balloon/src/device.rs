@@ -193,7 +193,7 @@ impl Device {
             return Ok(command);
         }
         self.change_hinting(Hinting::done);
-        Err("QEMU did not take note that hints are wanted".into())
+        Err("QEMU did not accept the request for hints".into())
     }
 
     pub(crate) fn stop(&self) {
@@ -276,10 +276,8 @@ impl State {
             if let Err(error) = self.table.discard(piece) {
                 // The guest says how often.
                 static SAID: Once = Once::new();
-                SAID.call_once(|| {
-                    tracing::warn!("memory could not be given back to the host: {error}; the guest keeps it")
-                });
-                tracing::info!(%error, ?piece, "memory could not be given back to the host");
+                SAID.call_once(|| tracing::warn!("can't give memory back to the host: {error}; the guest keeps it"));
+                tracing::info!(%error, ?piece, "can't give memory back to the host");
             }
         }
     }
@@ -351,7 +349,7 @@ impl VhostUserBackend for Device {
         // Who has seen an old table would take the places of a new one for others.
         let before = state.table.ranges();
         if !before.is_empty() && before != table.ranges() {
-            state.lose("the guest's memory was arranged anew");
+            state.lose("the guest's memory layout changed");
             self.qemu.change();
         }
         state.table = table;

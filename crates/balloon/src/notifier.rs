@@ -101,7 +101,7 @@ impl Notifier {
                 Ok(()) => state.told = wanted,
                 // It was unplugged, or QEMU is about to go. Another try would find it so again.
                 Err(error) if state.channel.as_ref().is_some_and(|now| Arc::ptr_eq(now, &channel)) => {
-                    tracing::debug!(%error, "QEMU takes no more note of changes");
+                    tracing::debug!(%error, "QEMU does not accept notices of changes any more");
                     state.running = false;
                 }
                 // It is another device's turn already.

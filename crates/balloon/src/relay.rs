@@ -112,7 +112,7 @@ fn close(qemu: &UnixStream, inner: &UnixStream) {
 /// Answers carry no descriptors with what we offer.
 fn answers(mut inner: &UnixStream, mut qemu: &UnixStream) {
     if let Err(error) = io::copy(&mut inner, &mut qemu) {
-        tracing::debug!(%error, "QEMU takes no more answers");
+        tracing::debug!(%error, "QEMU does not accept answers any more");
     }
 }
 
@@ -202,7 +202,7 @@ impl Message {
         let mut space = [MaybeUninit::uninit(); cmsg_space!(ScmRights(MAX_FDS))];
         let mut control = SendAncillaryBuffer::new(&mut space);
         if !fds.is_empty() && !control.push(SendAncillaryMessage::ScmRights(&fds)) {
-            return Err(bad("its descriptors can't be passed on".into()));
+            return Err(bad("can't pass on its descriptors".into()));
         }
         let sent = sendmsg(to, &[IoSlice::new(&self.bytes)], &mut control, SendFlags::NOSIGNAL)?;
         io::Write::write_all(&mut &*to, &self.bytes[sent..])

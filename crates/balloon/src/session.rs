@@ -99,7 +99,7 @@ impl Session<'_> {
         let request: Request = match serde_json::from_slice(text) {
             Ok(request) => request,
             Err(error) => {
-                self.send(&Line::Error { id: 0, error: format!("that is no request: {error}") })?;
+                self.send(&Line::Error { id: 0, error: format!("that is not a request: {error}") })?;
                 return Err(LineError::Closed);
             }
         };

@@ -56,7 +56,9 @@ pub(crate) fn direct_io(checks: &mut Checks, text: Option<&str>, format: Format)
     };
     if format == Format::Stream && direct_io == DirectIo::On {
         let cure = "use it with --format mapped-ram";
-        checks.mistake(format!("--direct-io=on: the pages of a stream have no places that a disk could take; {cure}"));
+        checks.mistake(format!(
+            "--direct-io=on: the pages of a stream have no fixed places, which direct I/O needs; {cure}"
+        ));
     }
     Some(direct_io)
 }

@@ -74,7 +74,7 @@ impl Guard for GuardProcess {
             Some(pipe) => pipe.write_all(&[word as u8]),
             None => Err(io::ErrorKind::BrokenPipe.into()),
         };
-        told.map_err(|e| GuestError(format!("the process that guards the guest does not listen: {e}")))
+        told.map_err(|e| GuestError(format!("the process that guards the guest does not answer: {e}")))
     }
 
     /// Once the word is written the second process can't act, whenever it gets to read it.
@@ -84,7 +84,7 @@ impl Guard for GuardProcess {
         if told.is_err() {
             // It does not listen: it must not act either.
             let killed = process.kill();
-            killed.map_err(|e| GuestError(format!("the process that guards the guest can't be told to end: {e}")))?;
+            killed.map_err(|e| GuestError(format!("can't tell the process that guards the guest to end: {e}")))?;
         }
         self.ending = Some(process);
         Ok(())

@@ -43,13 +43,15 @@ fn main() -> ExitCode {
 fn run(cli: &Cli) -> Result<(), Failure> {
     panic::catch_unwind(|| dispatch(cli)).unwrap_or_else(|_| match &cli.command {
         Command::Move(_) | Command::Receive(_) | Command::Relay(_) => Err(Failure::NeedsPerson(
-            "a bug ended this process in the middle of a move; look at both VMs, at most one of them may run".into(),
+            "a bug ended this process in the middle of a move; check both VMs: at most one of them may run".into(),
         )),
-        Command::Save(_) => {
-            Err(Failure::NeedsPerson("a bug ended this process in the middle of a save; look whether the guest runs".into()))
-        }
+        Command::Save(_) => Err(Failure::NeedsPerson(
+            "a bug ended this process in the middle of a save; check whether the guest runs".into(),
+        )),
         Command::Restore(args) if args.lazy => Err(Failure::NeedsPerson(
-            "a bug ended this process in the middle of a restore; a second process brings the guest's pages if it was started already".into(),
+            "a bug ended this process in the middle of a restore; if the guest was already started, a second process \
+             brings its pages"
+                .into(),
         )),
         _ => Err(Failure::Failed("a bug ended this process".into())),
     })

@@ -190,7 +190,7 @@ impl Sample {
                 let eta = speed.eta(self.left).map(|eta| format!(", eta {}", Time(eta))).unwrap_or_default();
                 format!("round {}: {} left, {wire}{dirty}{eta}{work}", self.round, Bytes(self.left))
             }
-            Phase::Switchover => "the guest stands still: last pages, device state".into(),
+            Phase::Switchover => "the guest is stopped: last pages, device state".into(),
             Phase::HandedOver => "handed over; the destination starts the guest".into(),
             Phase::Completing => "completing the file".into(),
             Phase::Reading if self.total == 0 => format!("reading: {} so far, {wire}", Bytes(self.wire)),

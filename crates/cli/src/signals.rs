@@ -81,7 +81,7 @@ fn answer(phase: Phase, before: usize, side: Side) -> &'static str {
     match (phase, side) {
         (Phase::Done, Side::Save) => "too late to cancel: the guest has been saved",
         (Phase::HandedOver | Phase::Done, Side::Source | Side::Save) => {
-            "too late to cancel: the guest has been handed over, it is the destination's now"
+            "too late to cancel: the guest has been handed over and belongs to the destination now"
         }
         (Phase::HandedOver | Phase::Done, Side::Destination) => {
             "too late to cancel: the guest has been handed over to this side"
@@ -90,13 +90,13 @@ fn answer(phase: Phase, before: usize, side: Side) -> &'static str {
             "too late to cancel: the guest runs and needs this process until all its pages are there; end the VMM instead"
         }
         (Phase::Done, Side::Conversion) => "too late to cancel: the file is complete",
-        (Phase::HandedOver | Phase::Done, Side::Restore) => "too late to cancel: the guest is being let run",
+        (Phase::HandedOver | Phase::Done, Side::Restore) => "too late to cancel: the guest is being started",
         (Phase::HandedOver | Phase::Done, Side::Relay) => {
             "too late to cancel: the guest is being handed over to the destination"
         }
         (_, Side::Relay) => "cancelling; the guest runs on at the source",
         (_, Side::Conversion) => "cancelling; nothing changes",
-        _ if before > 0 => "already cancelling; wait for it, so that nothing is left behind in the VMM",
+        _ if before > 0 => "already cancelling; wait, so that nothing is left behind in the VMM",
         (_, Side::Source) => "cancelling; the guest runs on here",
         (_, Side::Save) => "cancelling; the guest runs on, and the file stays as it was",
         (_, Side::Restore) => "cancelling; nothing will run",

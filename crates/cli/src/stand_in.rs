@@ -63,8 +63,11 @@ impl Process {
 
 impl StandIn for Process {
     fn arm(&mut self, what: &TakeOver, files: &[BorrowedFd<'_>]) -> Result<(), GuestError> {
-        let failed =
-            |e| GuestError(format!("can't start the process that would bring the guest's pages without us: {e}"));
+        let failed = |e| {
+            GuestError(format!(
+                "can't start the stand-in, which would bring the guest's pages if this process died: {e}"
+            ))
+        };
         self.start(what, files).map_err(failed)
     }
 

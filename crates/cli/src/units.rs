@@ -11,7 +11,7 @@ const TIMES: &str = "write a time such as 300ms, 2s or 1m";
 /// Bytes: `4G`, `512M`, `64KiB`, `1.5G`, `4096`.
 pub(crate) fn size(text: &str) -> Result<u64, String> {
     let (number, unit) = Number::split(text).ok_or(SIZES)?;
-    let factor = bytes_factor(unit).ok_or_else(|| format!("{unit:?} is no unit of size; {SIZES}"))?;
+    let factor = bytes_factor(unit).ok_or_else(|| format!("{unit:?} is not a unit of size; {SIZES}"))?;
     number.times(factor)
 }
 
@@ -20,10 +20,10 @@ pub(crate) fn rate(text: &str) -> Result<u64, String> {
     let (number, unit) = Number::split(text).ok_or(RATES)?;
     let unit = unit.strip_suffix("/s").unwrap_or(unit);
     if let Some(prefix) = unit.strip_suffix("bit").or_else(|| unit.strip_suffix("bps")) {
-        let factor = power(prefix, 1000).ok_or_else(|| format!("{unit:?} is no unit of bits; {RATES}"))?;
+        let factor = power(prefix, 1000).ok_or_else(|| format!("{unit:?} is not a unit of bits; {RATES}"))?;
         return Ok(number.times(factor)? / 8);
     }
-    let factor = bytes_factor(unit).ok_or_else(|| format!("{unit:?} is no unit of rate; {RATES}"))?;
+    let factor = bytes_factor(unit).ok_or_else(|| format!("{unit:?} is not a unit of rate; {RATES}"))?;
     number.times(factor)
 }
 
@@ -37,7 +37,7 @@ pub(crate) fn time(text: &str) -> Result<Duration, String> {
         "m" | "min" => 60_000_000_000,
         "h" => 3_600_000_000_000,
         "" => return Err(format!("it has no unit; {TIMES}")),
-        _ => return Err(format!("{unit:?} is no unit of time; {TIMES}")),
+        _ => return Err(format!("{unit:?} is not a unit of time; {TIMES}")),
     };
     number.times(nanos).map(Duration::from_nanos)
 }

@@ -58,7 +58,7 @@ fn a_balloon_of_root_serves_the_user_that_was_named_and_no_other() {
     assert!(answer(&socket, ANOTHER, CLIENTS_WORDS).is_err(), "the file lets nobody else in");
     fs::set_permissions(&socket, fs::Permissions::from_mode(0o666)).unwrap();
     assert!(answer(&socket, ANOTHER, CLIENTS_WORDS).is_err(), "nor does the balloon");
-    balloon.wait_for_line(&format!("turned a connection of user {ANOTHER} away"));
+    balloon.wait_for_line(&format!("turned away a connection of user {ANOTHER}"));
     balloon.terminate();
     assert_eq!(balloon.wait().code, 0);
 }

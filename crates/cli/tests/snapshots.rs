@@ -87,8 +87,12 @@ fn every_wrong_value_of_a_restore_is_named_in_one_attempt() {
     let wrong = ["restore", "--vm", "vm1", "--from", "fd:x", "--channels", "0", "--direct-io=maybe"];
     let run = run(&wrong);
     assert_eq!((run.code, run.stdout.as_str()), (2, ""), "{run:?}");
-    let expected =
-        [("--vm", "qemu:/path"), ("--from", "no descriptor"), ("--channels", "1 to 255"), ("--direct-io", "auto")];
+    let expected = [
+        ("--vm", "qemu:/path"),
+        ("--from", "the number of a descriptor"),
+        ("--channels", "1 to 255"),
+        ("--direct-io", "auto"),
+    ];
     assert_eq!(run.stderr.lines().count(), expected.len(), "{run:?}");
     for (line, (flag, part)) in run.stderr.lines().zip(expected) {
         assert!(line.starts_with(&format!("transship: {flag} ")) && line.contains(part), "{line}");
@@ -136,7 +140,7 @@ fn a_reception_has_one_place_to_go() {
         (&["--vm", "qemu:/x", "--channels", "2"], "--channels"),
         (&["--vm", "qemu:/x", "--format", "stream"], "--to"),
         (&["--to", "/x", "--peer", "qemu", "--channels", "256"], "0 to 255"),
-        (&["--to", "fd:x", "--peer", "qemu"], "no descriptor"),
+        (&["--to", "fd:x", "--peer", "qemu"], "the number of a descriptor"),
     ] {
         let run = run(&[&["receive"], &listen[..], arguments].concat());
         assert_eq!((run.code, run.stdout.as_str()), (2, ""), "{arguments:?}: {run:?}");

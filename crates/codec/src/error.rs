@@ -6,7 +6,7 @@ use crate::Method;
 #[non_exhaustive]
 pub enum SettingError {
     /// No such method.
-    #[error("unknown method {given:?}: it is one of none, zlib, zstd, qatzip, lz4")]
+    #[error("unknown method {given:?}; use one of none, zlib, zstd, qatzip, lz4")]
     Method {
         /// What was written.
         given: String,
@@ -35,7 +35,7 @@ pub enum SettingError {
 
 /// An encoded packet that could not be decoded. Which channel and packet it was, the caller knows.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("{method} packet of {encoded} bytes, for {expected} bytes of pages: {fault}")]
+#[error("{method} packet of {encoded} bytes for {expected} bytes of pages: {fault}")]
 pub struct DecodeError {
     /// The method it should have.
     pub method: Method,
@@ -64,7 +64,7 @@ pub enum Fault {
         made: usize,
     },
     /// The bytes make more than was announced.
-    #[error("it makes more bytes than that")]
+    #[error("it decodes to more bytes than that")]
     TooLong,
     /// Bytes are left over.
     #[error("{extra} bytes are left over after the pages")]
@@ -89,7 +89,7 @@ pub enum Fault {
         why: &'static str,
     },
     /// The pages do not have the checksum that came with them.
-    #[error("checksum {found:#010x}, but {expected:#010x} came with it")]
+    #[error("checksum {found:#010x}, but the packet states {expected:#010x}")]
     Checksum {
         /// Of the pages.
         found: u32,
@@ -100,6 +100,6 @@ pub enum Fault {
     #[error("the channel's stream ends in it")]
     StreamEnd,
     /// An earlier packet of this channel was bad.
-    #[error("an earlier packet of this channel was bad, its stream can't go on")]
+    #[error("an earlier packet of this channel was bad, so its stream can't go on")]
     Broken,
 }

@@ -52,14 +52,14 @@ pub(crate) fn session(level: i32) -> Option<Session> {
 /// One line for all encoders.
 pub(crate) fn say_once_that_it_failed(code: c_int) {
     static SAID: Once = Once::new();
-    SAID.call_once(|| tracing::warn!("the QAT device failed (QATzip's code {code}): qatzip goes on in software"));
+    SAID.call_once(|| tracing::warn!("the QAT device failed (QATzip's code {code}); going on in software"));
 }
 
 fn library() -> &'static Result<Library, String> {
     static FOUND: OnceLock<Result<Library, String>> = OnceLock::new();
     FOUND.get_or_init(|| {
         if !DEVICES.iter().any(|device| Path::new(device).exists()) {
-            return Err(format!("no QAT device (neither {} nor {} is there)", DEVICES[0], DEVICES[1]));
+            return Err(format!("no QAT device (neither {} nor {} exists)", DEVICES[0], DEVICES[1]));
         }
         let library = Library::load(Path::new(LIBRARY))?;
         // Tried once with no software behind it, so that a device that can't be used is known before the first packet.
@@ -119,7 +119,7 @@ impl Library {
         // SAFETY: loading runs the library's initialisers; it is the system's own library, found as every program
         // finds its.
         let library = unsafe { libloading::Library::new(path) }
-            .map_err(|error| format!("{} can't be loaded: {error}", path.display()))?;
+            .map_err(|error| format!("can't load {}: {error}", path.display()))?;
         // Its own threads may outlive any session.
         let library: &'static libloading::Library = Box::leak(Box::new(library));
         macro_rules! function {

@@ -168,7 +168,7 @@ mod tests {
         assert_eq!(refusal("lz4:"), r#"lz4 level "" is not a number from 1 to 12"#);
         assert_eq!(refusal("qatzip:0"), r#"qatzip level "0" is not a number from 1 to 9"#);
         assert_eq!(refusal("none:1"), r#"method none has no level, but "1" was given"#);
-        assert_eq!(refusal("gzip"), r#"unknown method "gzip": it is one of none, zlib, zstd, qatzip, lz4"#);
-        assert_eq!(refusal("ZLIB"), r#"unknown method "ZLIB": it is one of none, zlib, zstd, qatzip, lz4"#);
+        assert_eq!(refusal("gzip"), r#"unknown method "gzip"; use one of none, zlib, zstd, qatzip, lz4"#);
+        assert_eq!(refusal("ZLIB"), r#"unknown method "ZLIB"; use one of none, zlib, zstd, qatzip, lz4"#);
     }
 }

@@ -153,13 +153,13 @@ fn the_message_says_what_is_wrong() {
     assert!(
         error
             .to_string()
-            .starts_with("lz4 packet of 5 bytes, for 4096 bytes of pages: it is corrupt or of another method"),
+            .starts_with("lz4 packet of 5 bytes for 4096 bytes of pages: it is corrupt or of another method"),
         "{error}"
     );
     let error = Method::None.decoder().decode(&[0; 5], &mut [0; PAGE]).unwrap_err();
     assert_eq!(
         error.to_string(),
-        "none packet of 5 bytes, for 4096 bytes of pages: it ends early, after 5 bytes of pages"
+        "none packet of 5 bytes for 4096 bytes of pages: it ends early, after 5 bytes of pages"
     );
 }
 

@@ -104,7 +104,7 @@ impl<'a, T> Door<'a, T> {
         if let Some(line) = line {
             if self.waiting.len() >= MOST {
                 let (_, peer) = self.waiting.remove(0).line;
-                turn_away(&peer, "too many are silent");
+                turn_away(&peer, "too many connections are silent");
             }
             self.waiting.push(Waiting { line, since: Instant::now() });
         }
@@ -136,7 +136,7 @@ impl Waiting {
             Words::Unfinished if has_ended => Words::Strange("it has closed the connection".into()),
             Words::Unfinished if self.since.elapsed() >= time => {
                 let heard = if there == 0 { "nothing" } else { "too little" };
-                Words::Strange(format!("it has said {heard} for {} s", time.as_secs()))
+                Words::Strange(format!("it has sent {heard} for {} s", time.as_secs()))
             }
             words => words,
         }

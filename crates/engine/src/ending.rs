@@ -39,7 +39,7 @@ pub(crate) fn take_back(guest: &mut Guarded<'_>, error: Error) -> Error {
     match guest.resume(true) {
         Ok(()) => error,
         Err(resume) => Error::Unknown(format!(
-            "{error}; and the guest could not be resumed here: {resume}. It stands still, whole, and is not running anywhere else: \
+            "{error}; and the guest can't be resumed here: {resume}. It is stopped and whole, and runs nowhere else: \
              resume it with: {}",
             guest.resume_hint()
         )),

@@ -15,7 +15,7 @@ pub enum Outcome {
 #[non_exhaustive]
 pub enum Error {
     /// The system refused something.
-    #[error("{what}: {source}")]
+    #[error("can't {what}: {source}")]
     Io {
         /// What was being done, to what.
         what: String,
@@ -64,10 +64,10 @@ pub enum Error {
     #[error(transparent)]
     Memory(#[from] transship_memory::Error),
     /// The user's wish.
-    #[error("cancelled; the source guest runs on")]
+    #[error("cancelled; the guest runs on at the source")]
     Cancelled,
     /// The user's wish, before anything ran.
-    #[error("cancelled; nothing runs, and the memory of the VMM that waits may be half filled: start a new one")]
+    #[error("cancelled; nothing runs, and the memory of the waiting VMM may be half filled: start a new one")]
     RestoreCancelled,
     /// The user's wish, where there is no guest.
     #[error("cancelled; nothing has changed")]

@@ -35,15 +35,16 @@ pub(crate) fn reach(name: &str) -> Result<(), crate::Error> {
         }
         "stall" => {
             let gate = PathBuf::from(env::var_os("TRANSSHIP_FAIL_FILE").unwrap_or_default());
-            let failed = |source| crate::Error::Io { what: format!("fail point {name}"), source };
+            let failed = |source| crate::Error::Io { what: format!("pass fail point {name}"), source };
             fs::write(&gate, name).map_err(failed)?;
             while gate.exists() {
                 thread::sleep(Duration::from_millis(5));
             }
             Ok(())
         }
-        _ => {
-            Err(crate::Error::Io { what: format!("fail point {name}"), source: std::io::Error::other("armed to fail") })
-        }
+        _ => Err(crate::Error::Io {
+            what: format!("pass fail point {name}"),
+            source: std::io::Error::other("armed to fail"),
+        }),
     }
 }

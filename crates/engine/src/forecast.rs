@@ -98,13 +98,14 @@ fn hopeless(report: &Report, rest: u64, rate: f64, stop: Duration, aim: &Aim) ->
         Medium::File => (
             "disk takes",
             format!(
-                "Allow --downtime {enough_ms}ms or more, save it with --background or --paused, to a faster disk, or when it writes less"
+                "Allow --downtime {enough_ms}ms or more, use --background or --paused, or save it to a faster disk or \
+                 when it writes less"
             ),
         ),
     };
     format!(
-        "the guest does not converge: after {} rounds it writes {:.1} MB/s, the {carries} {:.1} MB/s, and the rest of {:.1} MB \
-         would stop it for {} ms where --downtime allows {} ms; it runs on here. {cure}",
+        "the guest does not converge: after {} rounds it writes {:.1} MB/s, the {carries} {:.1} MB/s, and the rest of \
+         {:.1} MB would stop it for {} ms, but --downtime allows {} ms; it runs on here. {cure}",
         report.rounds.len(),
         dirty / MB,
         rate / MB,

@@ -31,7 +31,7 @@ pub(crate) const STALL_TIMEOUT: Duration = Duration::from_secs(30);
 pub(crate) fn sending_failed(peer: &str, on: &str, source: io::Error) -> Error {
     match source.kind() {
         io::ErrorKind::WouldBlock => {
-            let what = format!("has taken nothing from {on} for {} s", STALL_TIMEOUT.as_secs());
+            let what = format!("has accepted nothing from {on} for {} s", STALL_TIMEOUT.as_secs());
             Error::Protocol { peer: peer.to_owned(), what }
         }
         _ => Error::Io { what: format!("send to {peer} on {on}"), source },
@@ -88,13 +88,14 @@ impl fmt::Display for Uri {
 fn cure(error: &io::Error) -> &'static str {
     match error.kind() {
         io::ErrorKind::ConnectionRefused | io::ErrorKind::NotFound => {
-            "nobody listens there: start the side that receives first, such as `transship receive`, and use the address that it names"
+            "nothing listens there: start the receiving side first, such as `transship receive`, and use the address \
+             that it prints"
         }
         io::ErrorKind::TimedOut | io::ErrorKind::HostUnreachable | io::ErrorKind::NetworkUnreachable => {
-            "look at the address, the route to it and firewalls on the way"
+            "check the address, the route to it and firewalls on the way"
         }
         io::ErrorKind::PermissionDenied => "this user may not use that socket: run as its owner or as root",
-        _ => "look at the address, and whether the side that receives runs",
+        _ => "check the address, and whether the receiving side runs",
     }
 }
 

@@ -17,8 +17,10 @@ pub(crate) fn unplug(guest: &mut Guarded<'_>, is_cancelled: &dyn Fn() -> bool) -
         }
         if Instant::now() > deadline {
             let seconds = UNPLUG_TIMEOUT.as_secs();
-            let why =
-                format!("it has not let go of a device that can't go with it within {seconds} s; does its system run?");
+            let why = format!(
+                "it has not released a device that can't go with it within {seconds} s; is its system \
+                         running?"
+            );
             return Err(Error::Unfit(format!("the guest runs on here: {why}")));
         }
     }

@@ -171,9 +171,7 @@ pub trait SourceGuest: Send {
     /// # Errors
     /// Not possible with this guest; the text says why and what is.
     fn protect(&mut self) -> Result<Protection, GuestError> {
-        Err(GuestError(
-            "this VMM does not offer to let writes wait, as a background snapshot needs it; use --live".into(),
-        ))
+        Err(GuestError("this VMM can't make writes wait, which a background snapshot needs; use --live".into()))
     }
     /// Asked when all that was protected is saved: that no memory was given back since `protect`. (The caller sees
     /// holes that are left.)
@@ -285,9 +283,7 @@ pub trait DestinationGuest: Send {
     /// # Errors
     /// Not possible with this guest; the text says why and what is.
     fn missing(&mut self) -> Result<Missing, GuestError> {
-        Err(GuestError(
-            "this VMM does not offer to wait for pages, as a lazy restore needs it; leave out --lazy".into(),
-        ))
+        Err(GuestError("this VMM can't wait for pages, which a lazy restore needs; leave out --lazy".into()))
     }
     /// Stops a guest that was started, because its memory can't be brought any more; a VMM that hangs on a page is
     /// frozen with it. Returns what a person finds, and how to end it: the rest of a sentence. Until this has returned,

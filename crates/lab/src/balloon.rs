@@ -147,7 +147,7 @@ impl BalloonClient {
 
     fn line(&mut self) -> Result<Value> {
         let mut line = String::new();
-        self.lines.read_line(&mut line).map_err(failed("waiting for a line of the balloon"))?;
+        self.lines.read_line(&mut line).map_err(failed("can't read a line of the balloon"))?;
         serde_json::from_str(&line).map_err(failed(format!("the balloon sent {line:?}")))
     }
 }

@@ -56,6 +56,6 @@ impl Disk {
     /// It can't be cut.
     pub fn cut(&self, mib: u64) -> Result<()> {
         let image = std::fs::OpenOptions::new().write(true).open(self.folder.join("image"));
-        image.and_then(|image| image.set_len(mib << 20)).map_err(failed("cutting a disk image"))
+        image.and_then(|image| image.set_len(mib << 20)).map_err(failed("can't size a disk image"))
     }
 }

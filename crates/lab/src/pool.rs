@@ -51,7 +51,7 @@ impl MemoryMount {
     /// # Errors
     /// The system's own.
     pub fn free_mib(&self) -> Result<u64> {
-        let room = rustix::fs::statvfs(self.path()).map_err(failed("asking a file system for its room"))?;
+        let room = rustix::fs::statvfs(self.path()).map_err(failed("can't get the free room of a file system"))?;
         Ok((room.f_bavail * room.f_frsize) >> 20)
     }
 }
@@ -97,7 +97,7 @@ impl HugePool {
     pub fn with_mib(mib: u64) -> Result<Self> {
         let turn = File::create(std::env::temp_dir().join("hugepages.lock")).map_err(failed("a lock file"))?;
         rustix::fs::flock(&turn, rustix::fs::FlockOperation::LockExclusive)
-            .map_err(failed("waiting for the huge pages"))?;
+            .map_err(failed("can't wait for the huge pages"))?;
         let before = field("HugePages_Total")?;
         let mut pool = Self { mount: MemoryMount::hugetlbfs("2M")?, before, _turn: turn };
         pool.resize(mib)?;

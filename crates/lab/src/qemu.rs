@@ -141,7 +141,7 @@ impl Qemu {
                 return Ok(());
             }
             if Instant::now() > deadline {
-                return Err(LabError(format!("waiting for the state {wanted}: it is {status}")));
+                return Err(LabError(format!("the VM did not come to the state {wanted}: it is {status}")));
             }
             std::thread::sleep(Duration::from_millis(10));
         }

@@ -81,7 +81,7 @@ impl Qmp {
             return Ok(self.events.remove(at));
         }
         loop {
-            let event = self.read().map_err(failed(format!("waiting for the event {name}")))?;
+            let event = self.read().map_err(failed(format!("can't wait for the event {name}")))?;
             if is_it(&event) {
                 return Ok(event);
             }

@@ -148,7 +148,7 @@ impl LineSocket {
         let mut line = text.to_vec();
         line.push(b'\n');
         if line.len() > MAX_LINE_BYTES || fds.len() > MAX_FDS {
-            let what = format!("a line of {} bytes with {} file descriptors can't be sent", line.len(), fds.len());
+            let what = format!("can't send a line of {} bytes with {} file descriptors", line.len(), fds.len());
             return Err(LineError::System(io::Error::new(io::ErrorKind::InvalidInput, what)));
         }
         let mut sent = 0;

@@ -29,7 +29,7 @@ pub enum SocketError {
     #[error("{}: exists and is not a socket; choose another path", .0.display())]
     NotASocket(PathBuf),
     /// The system refused.
-    #[error("{}: can't listen there: {source}", path.display())]
+    #[error("can't listen at {}: {source}", path.display())]
     System {
         /// Where.
         path: PathBuf,
@@ -110,7 +110,7 @@ impl GuestSocket {
         let allowed = user.is_root() || user == self.user || user == geteuid();
         if !allowed {
             let (theirs, ours) = (user.as_raw(), self.user.as_raw());
-            tracing::warn!("turned a connection of user {theirs} away: only root and user {ours} may use this socket");
+            tracing::warn!("turned away a connection of user {theirs}: only root and user {ours} may use this socket");
         }
         allowed.then_some(stream)
     }

@@ -75,7 +75,7 @@ pub(crate) fn refused(area: &Area, source: io::Error) -> Error {
             area.address
         ),
         Some(libc::ENOMEM | libc::ESRCH) => return Error::Gone { region: area.region, source },
-        _ => return Error::system(format!("tracking writes to region number {}", area.region), source),
+        _ => return Error::system(format!("track writes to region number {}", area.region), source),
     };
     untrackable(area.region, why)
 }
@@ -87,6 +87,6 @@ pub(crate) fn lost(area: &Area, source: io::Error) -> Error {
         Some(libc::ENOMEM | libc::ESRCH | libc::EINVAL | libc::EPERM | libc::EBUSY) => {
             Error::Gone { region: area.region, source }
         }
-        _ => Error::system(format!("scanning region number {} for written pages", area.region), source),
+        _ => Error::system(format!("scan region number {} for written pages", area.region), source),
     }
 }

@@ -63,7 +63,7 @@ impl Claims {
     /// # Errors
     /// No memory is left for two bits a page.
     pub fn new(region_pages: &[u64]) -> Result<Self, Error> {
-        let failed = |source| Error::system("keeping account of the pages that are brought", source);
+        let failed = |source| Error::system("record the pages that are brought", source);
         let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
         let file = rustix::fs::memfd_create("transship-claims", flags).map_err(failed)?;
         let (regions, bytes) = layout(region_pages);
@@ -82,10 +82,18 @@ impl Claims {
     /// They are not of such regions.
     pub fn taken_over(file: OwnedFd, region_pages: &[u64]) -> Result<Self, Error> {
         let (regions, bytes) = layout(region_pages);
-        let found = rustix::fs::fstat(&file).map_err(|e| Error::system("looking at what was brought", e))?.st_size;
+        let found = rustix::fs::fstat(&file)
+            .map_err(|e| {
+                Error::system(
+                    "read the record of the pages that were \
+                                                                        brought",
+                    e,
+                )
+            })?
+            .st_size;
         let sealed = rustix::fs::fcntl_get_seals(&file).is_ok_and(|seals| seals.contains(SealFlags::SHRINK));
         if u64::try_from(found).ok() != Some(bytes as u64) || !sealed {
-            let why = format!("the account of its pages has {found} bytes, not {bytes}; it is of another guest");
+            let why = format!("the record of its pages has {found} bytes, not {bytes}; it belongs to another guest");
             return Err(Error::unusable("all", why));
         }
         let claims = Self::map(file, regions, bytes)?;
@@ -95,7 +103,7 @@ impl Claims {
 
     fn map(file: OwnedFd, regions: Vec<Bits>, bytes: usize) -> Result<Self, Error> {
         let mapping = Mapping::new(file.as_fd(), 0, bytes, true)
-            .map_err(|source| Error::system("mapping the account of the pages that are brought", source))?;
+            .map_err(|source| Error::system("map the record of the pages that are brought", source))?;
         let claims = Self { file, mapping, regions };
         // What the kernel notes for a thread that is being killed must not have to come from swap first. Where so
         // little may not be locked it hardly ever would.
@@ -392,7 +400,7 @@ mod tests {
     fn those_of_another_guest_are_refused() {
         let claims = Claims::new(&[1 << 20]).unwrap();
         let over = |pages: &[u64]| Claims::taken_over(rustix::io::dup(claims.fd()).unwrap(), pages).err().unwrap();
-        assert!(over(&[1 << 21]).to_string().contains("of another guest"));
+        assert!(over(&[1 << 21]).to_string().contains("to another guest"));
         let unsealed = rustix::fs::memfd_create("unsealed", MemfdFlags::CLOEXEC).unwrap();
         rustix::fs::ftruncate(&unsealed, layout(&[64]).1 as u64).unwrap();
         assert!(Claims::taken_over(unsealed, &[64]).is_err());

@@ -99,15 +99,15 @@ impl Region {
             Held::Shared(shared) => match shared.keep {
                 Keep::Nothing => return Ok(()),
                 Keep::All if shared.is_hugetlb() => return Ok(()),
-                Keep::All => "its file system does not keep memory for it",
-                Keep::AllOnTheirNodes => "it is bound to NUMA nodes, which do not keep memory for it",
+                Keep::All => "its file system would not reserve memory for it",
+                Keep::AllOnTheirNodes => "it is bound to NUMA nodes, which would not reserve memory for it",
             },
         };
         Err(Error::unusable(
             self.name(),
             format!(
-                "it was allocated beforehand, and to bring its pages when they are touched it would have to be given back, while {why}; \
-                 leave out --lazy, or start the VM without preallocation (prealloc=off)"
+                "it was allocated beforehand, and would have to be given back so that its pages can be brought when \
+                 they are touched; but {why}; leave out --lazy, or start the VM without preallocation (prealloc=off)"
             ),
         ))
     }
@@ -144,7 +144,7 @@ impl Region {
     fn write_zeros(&self, range: PageRange) -> Result<(), Error> {
         match &self.held {
             Held::Shared(shared) => shared.write_zeros(range),
-            Held::Private(private) => private.write_zeros(range).map_err(|source| self.failed("writing zeros", source)),
+            Held::Private(private) => private.write_zeros(range).map_err(|source| self.failed("write zeros", source)),
         }
     }
 }
@@ -185,7 +185,7 @@ impl Shared {
                 Ok(()) => return Ok(()),
                 Err(Errno::INTR) => {}
                 Err(Errno::OPNOTSUPP) => return self.write_zeros(range),
-                Err(source) => return Err(self.failed("punching a hole", source)),
+                Err(source) => return Err(self.failed("punch a hole", source)),
             }
         }
     }

@@ -106,7 +106,7 @@ impl Region {
             match &self.held {
                 Held::Shared(shared) => shared.write(pages, run)?,
                 Held::Private(private) => {
-                    private.write(pages, run).map_err(|source| self.failed("writing pages", source))?;
+                    private.write(pages, run).map_err(|source| self.failed("write pages", source))?;
                 }
             }
             rest = after;
@@ -126,7 +126,7 @@ impl Region {
     }
 
     fn unread(&self, source: io::Error) -> Error {
-        self.failed("reading pages", source)
+        self.failed("read pages", source)
     }
 
     /// # Errors
@@ -223,7 +223,7 @@ impl Shared {
             Err(TryLockError::Poisoned(poisoned)) => self.pwrite(pages, bytes, &poisoned.into_inner()),
             Ok(turn) => self.pwrite(pages, bytes, &turn),
         };
-        written.map_err(|source| self.failed("writing pages", source))
+        written.map_err(|source| self.failed("write pages", source))
     }
 
     /// Writes pages that were checked by way of the file, when nobody else does: for those who have time, as they wait

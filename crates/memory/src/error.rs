@@ -7,7 +7,7 @@ use std::io;
 #[non_exhaustive]
 pub enum Error {
     /// The system refused.
-    #[error("{what}: {source}")]
+    #[error("can't {what}: {source}")]
     System {
         /// What was tried, and on what.
         what: String,
@@ -15,7 +15,7 @@ pub enum Error {
         source: io::Error,
     },
     /// Pages that the region does not have.
-    #[error("region {region:?}: pages {first}..{end} asked for, it has {pages}")]
+    #[error("region {region:?}: pages {first}..{end} were requested, but it has only {pages}")]
     OutOfRange {
         /// Name of the region.
         region: String,
@@ -35,7 +35,7 @@ pub enum Error {
         why: String,
     },
     /// The page contents handed over are not as long as the pages they are for.
-    #[error("region {region:?}: {pages} pages to write need {expected} bytes, not {given}")]
+    #[error("region {region:?}: writing {pages} pages needs {expected} bytes, but {given} were given")]
     WrongLength {
         /// Name of the region.
         region: String,
@@ -47,7 +47,7 @@ pub enum Error {
         given: usize,
     },
     /// A file that is read ends before what it should hold.
-    #[error("{what}: the file has {size} bytes, {needed} are needed; it was cut short, use another copy")]
+    #[error("can't {what}: the file has {size} bytes, but {needed} are needed; it was cut short, use another copy")]
     FileEnds {
         /// What was tried, and on what.
         what: String,
@@ -57,7 +57,7 @@ pub enum Error {
         needed: u64,
     },
     /// Areas of the tracked process that can't be tracked as they were described.
-    #[error("region number {region} can't be tracked: {why}")]
+    #[error("can't track region number {region}: {why}")]
     Untrackable {
         /// Index of the region.
         region: usize,

@@ -67,7 +67,7 @@ impl Faults {
         area::check(&areas, region_pages)?;
         uffd::negotiate(uffd.as_fd(), wanted).map_err(|source| match source.raw_os_error() {
             Some(libc::EINVAL) => Error::Kernel { what, need },
-            _ => Error::system("negotiating with userfaultfd", source),
+            _ => Error::system("negotiate with userfaultfd", source),
         })?;
         for area in &areas {
             uffd::register(uffd.as_fd(), wanted, area.address, area.bytes).map_err(|source| refused(area, source))?;
@@ -83,10 +83,10 @@ impl Faults {
 
     fn known(uffd: OwnedFd, areas: Vec<Area>, region_pages: &[u64]) -> Result<Self, Error> {
         // Several threads may find the same fault, and all but one must not block in reading it. Polling needs it too.
-        let flags =
-            rustix::fs::fcntl_getfl(&uffd).map_err(|source| Error::system("asking a userfaultfd how it is", source))?;
+        let flags = rustix::fs::fcntl_getfl(&uffd)
+            .map_err(|source| Error::system("read the flags of a userfaultfd", source))?;
         rustix::fs::fcntl_setfl(&uffd, flags | OFlags::NONBLOCK)
-            .map_err(|source| Error::system("having a userfaultfd not block", source))?;
+            .map_err(|source| Error::system("make a userfaultfd non-blocking", source))?;
         let probe = Probe::new()?;
         let watched = |area: Area| {
             let unit = probe.unit_of(uffd.as_fd(), &area).map_err(|source| not_ours(&area, source))?;
@@ -153,7 +153,7 @@ impl Faults {
         let room = &mut room[..most.clamp(1, MESSAGES)];
         loop {
             match rustix::io::read(&self.uffd, room.as_flattened_mut()) {
-                Ok(0) => return Err(Error::system("reading faults", io::Error::from(io::ErrorKind::UnexpectedEof))),
+                Ok(0) => return Err(Error::system("read faults", io::Error::from(io::ErrorKind::UnexpectedEof))),
                 Ok(bytes) => {
                     let before = out.len();
                     for address in room[..bytes / MESSAGE_BYTES].iter().filter_map(uffd::fault_address) {
@@ -171,7 +171,7 @@ impl Faults {
                     }
                     self.poll(left.unwrap_or(Duration::MAX))?;
                 }
-                Err(source) => return Err(Error::system("reading faults", source)),
+                Err(source) => return Err(Error::system("read faults", source)),
             }
         }
     }
@@ -185,17 +185,16 @@ impl Faults {
             Ok(0) | Err(Errno::INTR) => Ok(()),
             Ok(_) if fds[0].revents().contains(PollFlags::IN) => Ok(()),
             // Somebody else who holds it has made it block.
-            Ok(_) => Err(Error::system("waiting for faults", Errno::BADF)),
-            Err(source) => Err(Error::system("waiting for faults", source)),
+            Ok(_) => Err(Error::system("wait for faults", Errno::BADF)),
+            Err(source) => Err(Error::system("wait for faults", source)),
         }
     }
 
     fn fault_at(&self, address: u64) -> Result<Fault, Error> {
         let inside = |watched: &&Watched| (watched.area.address..watched.area.end()).contains(&address);
         let Some(Watched { area, unit }) = self.areas.iter().find(inside) else {
-            let why =
-                format!("somebody waits at address {address:#x} of the process, which is in no area that was named");
-            return Err(Error::system("reading faults", io::Error::new(io::ErrorKind::InvalidData, why)));
+            let why = format!("a thread waits at address {address:#x} of the process, which is in no registered area");
+            return Err(Error::system("read faults", io::Error::new(io::ErrorKind::InvalidData, why)));
         };
         Ok(Fault { region: area.region, page: area.pages_between(address / unit * unit, area.end()).first })
     }
@@ -230,7 +229,7 @@ impl Probe {
 
     fn new() -> Result<Self, Error> {
         let nothing =
-            Reserved::new(Self::LARGEST as usize).map_err(|source| Error::system("reserving addresses", source))?;
+            Reserved::new(Self::LARGEST as usize).map_err(|source| Error::system("reserve addresses", source))?;
         Ok(Self { nothing })
     }
 

@@ -100,7 +100,7 @@ impl FileQueue {
     /// io_uring was asked for by name and the kernel does not allow it.
     pub fn new(memory: GuestMemory, file: OwnedFd, depth: u16, how: FileIo) -> io::Result<Self> {
         if !(1..=1024).contains(&depth) {
-            let text = format!("a queue of {depth} requests can't be; 1 to 1024 can");
+            let text = format!("a queue of {depth} requests is not possible; 1 to 1024 are");
             return Err(io::Error::new(io::ErrorKind::InvalidInput, text));
         }
         let ring = match how {

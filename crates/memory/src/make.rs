@@ -15,7 +15,7 @@ impl Shared {
         match self.populate(range, Advice::LinuxPopulateWrite) {
             // Before Linux 5.14.
             Err(Errno::INVAL) => self.allocate(range),
-            made => made.map_err(|source| self.failed("making pages", source)),
+            made => made.map_err(|source| self.failed("allocate pages", source)),
         }
     }
 
@@ -23,7 +23,7 @@ impl Shared {
     pub(crate) fn make_to_read(&self, range: PageRange) -> Result<(), Error> {
         match self.populate(range, Advice::LinuxPopulateRead) {
             Ok(()) | Err(Errno::INVAL) => Ok(()),
-            Err(source) => Err(self.failed("making pages", source)),
+            Err(source) => Err(self.failed("allocate pages", source)),
         }
     }
 
@@ -58,7 +58,7 @@ impl Shared {
             match rustix::fs::fallocate(self.file(), FallocateFlags::KEEP_SIZE, offset, bytes) {
                 Ok(()) => return Ok(()),
                 Err(Errno::INTR) => {}
-                Err(source) => return Err(self.failed("allocating memory", source)),
+                Err(source) => return Err(self.failed("allocate memory", source)),
             }
         }
     }
@@ -72,7 +72,7 @@ impl Shared {
         let (offset, bytes) = self.whole(range);
         let len = usize::try_from(bytes).expect("64-bit addresses");
         Mapping::reserve(self.file(), offset, len)
-            .map_err(|source| self.failed("keeping huge pages for memory that was preallocated", source))
+            .map_err(|source| self.failed("reserve huge pages for preallocated memory", source))
     }
 
     /// Where the pages are in the file, rounded to its own pages: the last of a region's may be there in part only, and

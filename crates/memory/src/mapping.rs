@@ -63,7 +63,7 @@ impl Drop for Mapping {
     fn drop(&mut self) {
         // SAFETY: exactly what new() mapped; pointers from at() are not used after the mapping's life.
         let unmapped = unsafe { rustix::mm::munmap(self.base, self.len) };
-        debug_assert!(unmapped.is_ok(), "unmapping what was mapped");
+        debug_assert!(unmapped.is_ok(), "unmap memory");
     }
 }
 

@@ -172,7 +172,7 @@ impl Missing {
             if let Err(source) = uffd::unregister(self.fd(), stretch.start, stretch.len) {
                 // One number for a process that is gone and for one that can't have more mappings.
                 self.faults.check_alive()?;
-                return Err(Error::system(format!("leaving pages of region number {region} to the kernel"), source));
+                return Err(Error::system(format!("leave pages of region number {region} to the kernel"), source));
             }
         }
         Ok(())
@@ -231,8 +231,9 @@ impl Missing {
     }
 
     fn wake_stretch(&self, stretch: &Stretch) -> Result<(), Error> {
-        uffd::wake(self.fd(), stretch.start, stretch.len)
-            .map_err(|source| Error::system(format!("waking who waits in region number {}", stretch.region), source))
+        uffd::wake(self.fd(), stretch.start, stretch.len).map_err(|source| {
+            Error::system(format!("wake the threads that wait in region number {}", stretch.region), source)
+        })
     }
 }
 
@@ -253,10 +254,11 @@ fn no_page(stretch: &Stretch, source: Errno) -> Error {
         Errno::SRCH => Error::Gone { region, source: source.into() },
         Errno::NOMEM | Errno::NOSPC => Error::system(
             format!(
-                "putting pages of region number {region}: no memory is left, or no room in the file system of the memory's file"
+                "place pages of region number {region} (no memory is left, or no room in the file system of the \
+                 memory's file)"
             ),
             source,
         ),
-        _ => Error::system(format!("putting pages of region number {region}"), source),
+        _ => Error::system(format!("place pages of region number {region}"), source),
     }
 }

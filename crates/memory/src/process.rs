@@ -46,7 +46,7 @@ impl Process {
     /// # Errors
     /// There is none, or no right to trace it.
     pub fn open(pid: i32, access: Access) -> Result<Self, Error> {
-        let failed = |what: &str, source: io::Error| Error::system(format!("opening {what} of process {pid}"), source);
+        let failed = |what: &str, source: io::Error| Error::system(format!("open {what} of process {pid}"), source);
         let number = Pid::from_raw(pid).ok_or_else(|| failed("a handle", Errno::SRCH.into()))?;
         let handle = rustix::process::pidfd_open(number, PidfdFlags::empty())
             .map_err(|source| failed("a handle", source.into()))?;
@@ -160,7 +160,7 @@ impl Process {
                 .filter(|stretch| !stretch.is_zero_page())
                 .for_each(|stretch| found(stretch.start, stretch.end));
             if next <= at {
-                return Err(io::Error::other(format!("the look at its pages does not go on from address {at:#x}")));
+                return Err(io::Error::other(format!("the kernel's look at its pages stopped at address {at:#x}")));
             }
             at = next;
         }

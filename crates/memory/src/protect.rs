@@ -31,7 +31,8 @@ impl Protection {
     /// As [`crate::UffdTracker::new`].
     pub fn new(uffd: OwnedFd, areas: Vec<Area>, region_pages: &[u64]) -> Result<Self, Error> {
         let need = "Linux 6.4 or newer is needed, and a userfaultfd that was not used before";
-        let faults = Faults::new(uffd, uffd::PROTECT, ("let writes to shared memory wait", need), areas, region_pages)?;
+        let faults =
+            Faults::new(uffd, uffd::PROTECT, ("make writes to shared memory wait", need), areas, region_pages)?;
         Ok(Self { faults })
     }
 
@@ -94,6 +95,6 @@ fn refused(stretch: &Stretch, source: io::Error) -> Error {
     match source.raw_os_error() {
         // No process; no memory there, or none that is registered.
         Some(libc::ESRCH | libc::ENOENT) => Error::Gone { region: stretch.region, source },
-        _ => Error::system(format!("protecting pages of region number {} from writes", stretch.region), source),
+        _ => Error::system(format!("protect pages of region number {} from writes", stretch.region), source),
     }
 }

@@ -76,7 +76,7 @@ impl Region {
             || !whole(page_bytes)
             || !fits
         {
-            let why = format!("{bytes} bytes at address {address:#x} of a process are no pages of {page_bytes}");
+            let why = format!("{bytes} bytes at address {address:#x} of a process are not pages of {page_bytes}");
             return Err(Error::unusable(name, why));
         }
         let below = file.map(|(file, offset)| Shared::map(name, file, offset, bytes, Access::Read)).transpose()?;
@@ -222,7 +222,7 @@ impl Region {
     }
 
     fn unknown(&self, source: io::Error) -> Error {
-        self.failed("finding the pages that are there", source)
+        self.failed("find the pages that are there", source)
     }
 
     /// Maps the present pages of the range before they are read, with one fault for many. In a hole it makes a page as
@@ -256,7 +256,7 @@ impl Region {
     pub(crate) fn check_writable(&self) -> Result<(), Error> {
         match self.access {
             Access::ReadWrite => Ok(()),
-            Access::Read => Err(Error::unusable(&self.name, "it is mapped for reading only, and was to be written")),
+            Access::Read => Err(Error::unusable(&self.name, "it is mapped for reading only and can't be written")),
         }
     }
 

@@ -47,7 +47,7 @@ impl Shared {
         // Whole backing pages: a hugetlbfs maps nothing else, and unmaps nothing else.
         let len = usize::try_from(bytes.next_multiple_of(backing.page_bytes)).expect("64-bit addresses");
         let mapping = Mapping::new(file.as_fd(), file_offset, len, access == Access::ReadWrite)
-            .map_err(|source| Error::system(format!("mapping {bytes} bytes of region {name:?}"), source))?;
+            .map_err(|source| Error::system(format!("map {bytes} bytes of region {name:?}"), source))?;
         let (name, keep, writing) = (name.to_owned(), Keep::default(), Mutex::new(()));
         Ok(Self { name, file, file_offset, bytes, backing, mapping, keep, writing })
     }
@@ -150,7 +150,7 @@ impl Shared {
             Err(Errno::INVAL | Errno::OPNOTSUPP) => Ok(true),
             // Cut short.
             Err(Errno::NXIO) => Ok(false),
-            Err(source) => Err(self.failed("finding the holes", source)),
+            Err(source) => Err(self.failed("find the holes", source)),
         }
     }
 
@@ -195,7 +195,7 @@ impl Shared {
                     data.insert(within);
                     break;
                 }
-                Err(source) => return Err(self.failed("finding the holes", source)),
+                Err(source) => return Err(self.failed("find the holes", source)),
             };
             if first >= end {
                 break;
@@ -208,7 +208,7 @@ impl Shared {
                 Some(Ok(hole)) if hole > first => hole.min(end),
                 // It was a hole again by the time of the second question, or the file was cut short.
                 Some(Ok(_) | Err(Errno::NXIO)) => from.max(first + 1),
-                Some(Err(source)) => return Err(self.failed("finding the holes", source)),
+                Some(Err(source)) => return Err(self.failed("find the holes", source)),
             };
             data.insert(PageRange::new(page, (hole - self.file_offset).div_ceil(PAGE_BYTES as u64) - page));
             at = hole;
@@ -280,12 +280,13 @@ impl Shared {
     pub(crate) fn cure(&self, why: Errno) -> String {
         match (why, self.backing.hugetlb) {
             (Errno::NOSPC | Errno::NOMEM, true) => format!(
-                " (the pool has no huge page of {} KiB left for it: give it more, as by /proc/sys/vm/nr_hugepages, or end who uses them, \
-                 and try again with a new VM that waits)",
+                " (the pool has no huge page of {} KiB left: enlarge it, as by /proc/sys/vm/nr_hugepages, or end the \
+                 processes that use it, and try again with a new waiting VM)",
                 self.backing.page_bytes >> 10
             ),
             (Errno::NOSPC, false) => {
-                " (the file system of its memory is full: make it larger, as by mount -o remount,size=, and try again with a new VM that waits)"
+                " (the file system of its memory is full: make it larger, as by mount -o remount,size=, and try again \
+                 with a new waiting VM)"
                     .to_owned()
             }
             _ => String::new(),
@@ -312,7 +313,7 @@ impl Backing {
         const HUGETLBFS_MAGIC: u32 = 0x9584_58f6;
         const TMPFS_MAGIC: u32 = 0x0102_1994;
         let fs = rustix::fs::fstatfs(file)
-            .map_err(|source| Error::system(format!("asking for the file system of region {name:?}"), source))?;
+            .map_err(|source| Error::system(format!("get the file system of region {name:?}"), source))?;
         let hugetlb = fs.f_type as u32 == HUGETLBFS_MAGIC;
         let tmpfs = fs.f_type as u32 == TMPFS_MAGIC;
         let page_bytes = if hugetlb { fs.f_bsize as u64 } else { PAGE_BYTES as u64 };
@@ -323,33 +324,36 @@ impl Backing {
 fn check_shape(name: &str, file_offset: u64, bytes: u64, backing: Backing) -> Result<(), Error> {
     let page = PAGE_BYTES as u64;
     if bytes == 0 || !bytes.is_multiple_of(page) {
-        return Err(Error::unusable(name, format!("its size of {bytes} bytes is no multiple of {page}, or is 0")));
+        return Err(Error::unusable(name, format!("its size of {bytes} bytes is 0 or not a multiple of {page}")));
     }
     let unit = backing.page_bytes;
     if !file_offset.is_multiple_of(unit) {
-        return Err(Error::unusable(name, format!("its offset {file_offset:#x} in the file is no multiple of {unit}")));
+        return Err(Error::unusable(
+            name,
+            format!("its offset {file_offset:#x} in the file is not a multiple of {unit}"),
+        ));
     }
     let most = u64::try_from(isize::MAX).expect("64-bit addresses");
     match file_offset.checked_add(bytes) {
         Some(end) if end <= most - unit => Ok(()),
-        _ => Err(Error::unusable(name, format!("{bytes} bytes from offset {file_offset:#x} are more than a file has"))),
+        _ => Err(Error::unusable(name, format!("{bytes} bytes from offset {file_offset:#x} exceed any file's size"))),
     }
 }
 
 fn check_file(name: &str, file: BorrowedFd<'_>, offset: u64, bytes: u64, access: Access) -> Result<(), Error> {
     let stat = rustix::fs::fstat(file)
-        .map_err(|source| Error::system(format!("asking for the size of the file of region {name:?}"), source))?;
+        .map_err(|source| Error::system(format!("get the size of the file of region {name:?}"), source))?;
     if FileType::from_raw_mode(stat.st_mode) != FileType::RegularFile {
-        return Err(Error::unusable(name, "its backing is no regular file; use a file on tmpfs or hugetlbfs"));
+        return Err(Error::unusable(name, "its backing is not a regular file; use a file on tmpfs or hugetlbfs"));
     }
     let (end, size) = (offset + bytes, u64::try_from(stat.st_size).unwrap_or(0));
     if end > size {
         return Err(Error::unusable(name, format!("it ends at byte {end} of its file, which has only {size}")));
     }
     let flags = rustix::fs::fcntl_getfl(file)
-        .map_err(|source| Error::system(format!("asking how the file of region {name:?} was opened"), source))?;
+        .map_err(|source| Error::system(format!("get the flags of the file of region {name:?}"), source))?;
     if access == Access::ReadWrite && flags.contains(OFlags::APPEND) {
-        return Err(Error::unusable(name, "its file is open for appending, so pages can't be written into place"));
+        return Err(Error::unusable(name, "its file is open for appending, so pages can't be written to their places"));
     }
     Ok(())
 }

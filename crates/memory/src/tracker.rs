@@ -60,7 +60,7 @@ impl UffdTracker {
                 what: "track writes to shared memory",
                 need: "Linux 6.7 or newer is needed, and a userfaultfd that was not used before",
             },
-            _ => Error::system("negotiating with userfaultfd", source),
+            _ => Error::system("negotiate with userfaultfd", source),
         })?;
         for area in &areas {
             uffd::register(uffd.as_fd(), uffd::TRACK, area.address, area.bytes)

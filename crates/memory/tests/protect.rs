@@ -393,7 +393,7 @@ fn what_can_not_be_protected_is_refused() {
     let _one = protection(&guest);
     assert!(new(&[guest.area()], &[16]).contains("another userfaultfd tracks it already"));
     let no_uffd = Protection::new(file(PAGE), vec![guest.area()], &[16]).err().unwrap();
-    assert!(no_uffd.to_string().contains("negotiating with userfaultfd"), "{no_uffd}");
+    assert!(no_uffd.to_string().contains("negotiate with userfaultfd"), "{no_uffd}");
 }
 
 /// A userfaultfd that was made by somebody else may block: reading it must not.

@@ -42,15 +42,16 @@ impl Freezer {
         let pid = self.pid;
         let Err(why) = asked else {
             return Ok(format!(
-                "its guest is stopped and lacks a part of its memory for good; end the process: kill {pid}"
+                "its guest is stopped and will never get the rest of its memory; end the process: kill {pid}"
             ));
         };
         match self.freeze() {
             Ok(true) => Ok(format!(
-                "it did not stop its guest ({why}), so the whole process was frozen (SIGSTOP); end it: kill -9 {pid}"
+                "it did not stop its guest ({why}), so the whole process was frozen (SIGSTOP); end the process: kill \
+                 -9 {pid}"
             )),
             Ok(false) => Ok("its process has ended".to_owned()),
-            Err(e) => Err(GuestError(format!("{why}; and process {pid} can't be frozen: {e}; end it: kill -9 {pid}"))),
+            Err(e) => Err(GuestError(format!("{why}; and can't freeze process {pid}: {e}; end it: kill -9 {pid}"))),
         }
     }
 

@@ -49,7 +49,7 @@ impl std::str::FromStr for VmAddress {
         match text.split_once(':') {
             Some(("qemu", p)) => Ok(Self::Qemu(path(p)?)),
             Some(("handoff", p)) => Ok(Self::Handoff(path(p)?)),
-            _ => Err(format!("{text:?} is not a VM: write qemu:/path/to/qmp.sock or handoff:/path/to/guest.sock")),
+            _ => Err(format!("{text:?} is not a VM; write qemu:/path/to/qmp.sock or handoff:/path/to/guest.sock")),
         }
     }
 }
@@ -119,7 +119,7 @@ fn check_all_holes(memory: &GuestMemory) -> Result<(), GuestError> {
         let data = region.data().map_err(|e| GuestError(e.to_string()))?;
         if let Some(there) = data.ranges().next() {
             return Err(GuestError(format!(
-                "guest memory {:?} is not empty: pages {}..{} are there; is somebody else using it?",
+                "guest memory {:?} is not empty: pages {}..{} are there; does another process use it?",
                 region.name(),
                 there.first,
                 there.end()

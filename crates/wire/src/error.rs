@@ -6,7 +6,7 @@
 #[non_exhaustive]
 pub enum Error {
     /// The bytes end before the field does.
-    #[error("{field} at offset {offset}: {missing} more bytes needed")]
+    #[error("{field} at offset {offset}: {missing} more bytes are needed")]
     Truncated {
         /// The field that was being read.
         field: &'static str,

@@ -174,7 +174,7 @@ fn decode_pages(reader: &mut Reader<'_>, encoding: u8) -> Result<Packet, Error> 
     }
     // No page is both, so `^` would say the same.
     if present | zero == 0 {
-        return Err(reader.invalid("packet zero mask", 0, "the packet speaks of no page"));
+        return Err(reader.invalid("packet zero mask", 0, "the packet names no page"));
     }
     Ok(match encoding {
         ENCODING_RAW => Packet::Pages { round, region, first, present, zero },

@@ -141,7 +141,7 @@ fn a_balloon_that_is_asked_to_end_tells_its_client_and_ends_when_qemu_lets_go() 
     let lost = client.event().unwrap();
     assert!(lost["lost"].is_string(), "{lost}");
     // The guest, which has its memory again, uses the device as before: QEMU would not survive its end.
-    balloon.command().stderr().wait(Mark::START, "what it waits for", |line| line.find("let go")).unwrap();
+    balloon.command().stderr().wait(Mark::START, "what it waits for", |line| line.find("ending when QEMU")).unwrap();
     assert_eq!(guest.sweep().unwrap().errors, 0);
     assert!(balloon.command().process().ended().unwrap().is_none());
     balloon.unplug(&guest).unwrap();

@@ -186,7 +186,7 @@ fn a_guest_whose_balloon_has_died_runs_on() {
     .unwrap();
     moving.go_on();
     let ended = moving.ended(1);
-    assert!(ended.stderr.contains("the process that was the guest's balloon is gone"), "{ended}");
+    assert!(ended.stderr.contains("the process of the guest's balloon is gone"), "{ended}");
     assert_eq!(source.sweep().unwrap().errors, 0);
     refused(&source, &["--balloon", &here.path().display().to_string()], "is gone");
     source.next_count().unwrap();
@@ -276,14 +276,14 @@ fn a_balloon_that_can_not_be_unplugged_or_is_not_named_is_refused() {
     refused(&fixed, &["--balloon", &path], "give it a port of its own");
     drop(fixed);
     let guest = balloon.connected(qemu.clone()).args(["-device", &device("port0")]).start().unwrap();
-    refused(&guest, &["--balloon", &others], "no device of this QEMU is connected with it");
+    refused(&guest, &["--balloon", &others], "no device of this QEMU is connected to it");
     refused(&guest, &[], "--balloon");
     refused(&guest, &["--allow-untracked-writers"], "name its socket with --balloon");
     guest.qmp("stop", json!({})).unwrap();
     let folder = Scratch::new().unwrap();
     let saving = ["save", "--vm", &guest.vm(), "--to", &folder.join("s").display().to_string(), "--balloon", &path];
     let ended = Transship::command(saving).run().unwrap().expect_code(1).unwrap();
-    assert!(ended.stderr.contains("stands still can't let go of it"), "{ended}");
+    assert!(ended.stderr.contains("a stopped guest can't release it"), "{ended}");
     drop(guest);
 
     let waiting = balloon.connected(qemu).incoming().args(["-device", &device("port0")]).start().unwrap();
@@ -306,8 +306,8 @@ fn a_guest_that_does_not_let_go_of_its_balloon_runs_on() {
     let source = balloon.connected(qemu.clone()).args(["-device", &device("port0")]).start().unwrap();
     let destination = there.connected(qemu).incoming().start().unwrap();
     let ended = Moving::start(&source, &destination, &balloon, &[], None).ended(1);
-    assert!(ended.stderr.contains("has not let go of a device"), "{ended}");
-    assert!(ended.stderr.contains("no driver of a guest uses it now; going on without its hints"), "{ended}");
+    assert!(ended.stderr.contains("has not released a device"), "{ended}");
+    assert!(ended.stderr.contains("no guest's driver uses it now; going on without its hints"), "{ended}");
     assert_eq!(source.status().unwrap(), "running");
     assert!(has_balloon(&source));
     // Nobody has stopped it meanwhile.

@@ -285,7 +285,7 @@ fn a_destination_that_does_not_fit_refuses_and_the_guest_runs_on() -> Result<()>
     let uuid = ["-uuid", "00112233-4455-6677-8899-aabbccddeeff"];
     for (story, destination, theirs, ours, why) in [
         ("machine", Qemu::multiboot().machine("pc"), PLAIN, PLAIN, "closed the connection"),
-        ("memory", Qemu::multiboot().memory(128), PLAIN, PLAIN, "gives up"),
+        ("memory", Qemu::multiboot().memory(128), PLAIN, PLAIN, "gave up"),
         ("machine, channels", Qemu::multiboot().machine("pc"), multifd(2, "none"), multifd(2, "none"), ""),
         ("fewer channels", Qemu::multiboot(), multifd(1, "none"), multifd(3, "none"), "channel"),
         ("no channels", Qemu::multiboot(), PLAIN, multifd(2, "none"), "multifd"),

@@ -188,7 +188,7 @@ fn what_can_not_be_restored_leaves_the_guest_as_it_was() -> Result<()> {
         (&destination, &folder.join("none"), "No such file"),
         (&other_memory, &path, "has 67108864 bytes, that of the waiting guest 134217728"),
         (&other_machine, &path, "its machine is \"pc-q35"),
-        (&destination, &with_vga, "vga.vram\", which the waiting guest has not"),
+        (&destination, &with_vga, "vga.vram\", which the waiting guest lacks"),
     ] {
         for lazy in [&["--lazy"][..], &[]] {
             let ended = restoring(&guest.vm(), file).args(lazy.iter().copied()).run()?.expect_code(1)?;

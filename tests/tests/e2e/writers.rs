@@ -209,7 +209,7 @@ fn processes_that_root_may_not_look_at_are_an_obstacle() -> Result<()> {
     let prefix = ["nsenter".to_owned(), format!("--user=/proc/{}/ns/user", root.pid())];
     let guest = Qemu::firmware().prefix(&prefix).start()?;
     let refusal = refusal_of(&guest, &prefix)?;
-    assert!(refusal.contains("may not be looked at") && refusal.contains("can't be tracked"), "{refusal}");
+    assert!(refusal.contains("can't be inspected") && refusal.contains("can't be tracked"), "{refusal}");
     let moving = Transship::moving(&guest.vm(), "unix:/nobody/listens/here").args(["--allow-untracked-writers"]);
     let refusal = moving.prefix(&prefix).run()?.expect_code(1)?.stderr;
     assert!(refusal.contains("nobody"), "the user vouches: {refusal}");

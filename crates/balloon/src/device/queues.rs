@@ -108,7 +108,7 @@ fn used_ring(ring: &VringRwLock) -> (u64, u64) {
 
 pub(super) fn give_back(ring: &VringRwLock, head: u16) {
     if let Err(error) = ring.add_used(head, 0) {
-        tracing::info!(%error, "a buffer could not be given back to the driver");
+        tracing::info!(%error, "can't give a buffer back to the driver");
     }
 }
 
@@ -116,6 +116,6 @@ pub(super) fn signal(ring: &VringRwLock) {
     if !matches!(ring.needs_notification(), Ok(false))
         && let Err(error) = ring.signal_used_queue()
     {
-        tracing::info!(%error, "the driver could not be told of its buffers");
+        tracing::info!(%error, "can't notify the driver of its buffers");
     }
 }

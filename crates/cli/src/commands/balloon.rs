@@ -20,7 +20,8 @@ pub(crate) fn run(args: &BalloonArgs) -> Result<(), Failure> {
     output::say(&format!("listening at {}", args.socket.display()));
     let waiting = || {
         output::say(
-            "ending when QEMU has let go of it (device_del, then chardev-remove), which may not survive it otherwise; again: end at once",
+            "ending when QEMU has disconnected (device_del, then chardev-remove); QEMU may crash if the balloon ends \
+             earlier. Press Ctrl-C again to end at once",
         );
     };
     let end = End { when_unused: &when_unused, now: &now, waiting: &waiting };
@@ -33,9 +34,9 @@ fn user_id(name: &str) -> Result<Uid, Failure> {
         Ok(Some(user)) => Some(user.uid.as_raw()),
         Ok(None) => name.parse().ok().filter(|&number| number != u32::MAX), // which is none
         Err(error) => {
-            return Err(Failure::Failed(format!("--user {name:?}: the system can't be asked for it: {error}")));
+            return Err(Failure::Failed(format!("--user {name:?}: can't look it up: {error}")));
         }
     };
-    let unknown = || Failure::Usage(vec![format!("--user {name:?}: there is no such user; write a name or a number")]);
+    let unknown = || Failure::Usage(vec![format!("--user {name:?}: there is no such user; give a name or a number")]);
     number.map(Uid::from_raw).ok_or_else(unknown)
 }

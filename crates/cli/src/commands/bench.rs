@@ -20,7 +20,8 @@ pub(crate) fn run(arguments: &[OsString]) -> Result<(), Failure> {
     let failed = Command::new(&program).args(arguments).exec();
     Err(Failure::Failed(match failed.kind() {
         ErrorKind::NotFound => format!(
-            "there is no {PROGRAM} beside {} or in the path; build it in transship's source: cargo build --release -p {PROGRAM}",
+            "there is no {PROGRAM} beside {} or in the PATH; build it in transship's source: cargo build --release -p \
+             {PROGRAM}",
             here.display()
         ),
         _ => format!("can't start {}: {failed}", program.display()),

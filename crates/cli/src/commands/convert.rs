@@ -21,7 +21,7 @@ pub(crate) fn run(args: &ConvertArgs) -> Result<(), Failure> {
     let _signals = Watcher::cancelling(&progress, Side::Conversion)?;
     let mut report = Report::default();
     let outcome = Display::start(&progress)
-        .map_err(|source| Error::Io { what: "can't start a thread".into(), source })
+        .map_err(|source| Error::Io { what: "start a thread".into(), source })
         .and_then(|_display| convert(&from, &to, args.format.map(Into::into), &progress, &mut report));
     summary::converted(outcome, report, args.json)
 }

@@ -14,7 +14,7 @@ pub(crate) fn run(vm: &str, will: &str) -> Result<(), Failure> {
         return Ok(());
     }
     let run = last == Word::RunAgain;
-    let stands = |error| Failure::NeedsPerson(format!("the guest stands still: {error}"));
+    let stands = |error| Failure::NeedsPerson(format!("the guest is stopped: {error}"));
     settle_abandoned(&vm, will, run).map_err(stands)?;
     output::say(match run {
         true => "the command died while the guest stood still; the guest runs on here",

@@ -24,7 +24,7 @@ pub(crate) fn run(args: &GuestArgs) -> Result<(), Failure> {
     })?;
     match summary.check {
         Some(check) if check.wrong > 0 => Err(Failure::Failed(format!(
-            "{} of {} pages did not hold what the guest had written: the move lost data, please report it",
+            "{} of {} pages do not hold what the guest has written: the move lost data, please report it",
             check.wrong, check.pages
         ))),
         _ => Ok(()),

@@ -41,8 +41,7 @@ fn move_away(request: &Request, progress: &Arc<Progress>, report: &mut Report) -
     // It outlives the guest here: who was told to act does so when the guest is let go of.
     let mut guard = GuardProcess::of(&request.vm_text);
     let mut guest = attach_source(&request.vm, request.attach.clone())?;
-    let _display =
-        Display::start(progress).map_err(|source| Error::Io { what: "can't start a thread".into(), source })?;
+    let _display = Display::start(progress).map_err(|source| Error::Io { what: "start a thread".into(), source })?;
     let guard: Option<&mut dyn Guard> = Some(&mut guard);
     match &request.way {
         Way::ToTransship(options) => move_guest(guest.as_mut(), guard, &request.to, options, progress, report),
@@ -136,13 +135,14 @@ fn to_qemu(args: &MoveArgs, checks: &mut Checks) -> Option<QemuSendOptions> {
     let compress = checks.read("--compress", &args.compress, qemu_compression);
     if channels == Some(0) && compress.is_some_and(|setting| setting != Setting::NONE) {
         checks.mistake(format!(
-            "--compress {:?}: with --peer qemu only multifd channels compress; add --channels N, as many as the destination's multifd-channels",
+            "--compress {:?}: with --peer qemu only multifd channels compress; add --channels N with the value of the \
+             destination's multifd-channels",
             args.compress
         ));
     }
     if args.verify {
         checks.mistake(
-            "--verify: a stock QEMU has no hash of its memory to compare; leave it out with --peer qemu".into(),
+            "--verify: a stock QEMU has no hash of its memory to compare; leave --verify out with --peer qemu".into(),
         );
     }
     let encoders = encoders(args, checks);
@@ -162,7 +162,7 @@ fn to_qemu(args: &MoveArgs, checks: &mut Checks) -> Option<QemuSendOptions> {
 
 /// What a stock QEMU decodes is what its `multifd-compression` says, and nothing else.
 fn qemu_compression(text: &str) -> Result<Setting, String> {
-    let choice = "a stock QEMU decodes none, zlib or zstd, whichever its multifd-compression says";
+    let choice = "a stock QEMU decodes none, zlib or zstd, whichever its multifd-compression names";
     if text == "auto" {
         return Err(format!("{choice}; name it"));
     }

@@ -55,7 +55,7 @@ fn receive(request: &Request, progress: &Arc<Progress>, report: &mut Report) -> 
 fn begin(listener: &Listener, progress: &Arc<Progress>) -> Result<Display, Error> {
     // Scripts wait for this line; it has the port that the system chose.
     output::say(&format!("listening at {}", listener.uri()));
-    Display::start(progress).map_err(|source| Error::Io { what: "can't start a thread".into(), source })
+    Display::start(progress).map_err(|source| Error::Io { what: "start a thread".into(), source })
 }
 
 /// What was asked for, checked as far as possible without touching a VM.
@@ -98,10 +98,11 @@ impl Request {
         if args.peer == Sender::Transship {
             if args.to.is_some() {
                 let way = "use `transship save` at the source, or add --peer qemu";
-                checks.mistake(format!("--to: what a transship sends goes into a VM only; {way}"));
+                checks.mistake(format!("--to: a transship can send into a VM only; {way}"));
             }
             if args.channels.is_some() {
-                checks.mistake("--channels: a transship that sends says by itself how many it uses".into());
+                checks
+                    .mistake("--channels: a transship that sends announces its number by itself; leave it out".into());
             }
         }
         let request = listen.zip(into).map(|(listen, into)| Self { into, listen, peer: args.peer, channels });

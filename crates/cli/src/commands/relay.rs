@@ -33,8 +33,7 @@ fn relay(request: &Request, progress: &Arc<Progress>, report: &mut Report) -> Re
     let link = if request.near.is_none() { LINK } else { "" };
     // Scripts wait for this line; it has the port that the system chose.
     output::say(&format!("listening at {link}{}", listener.uri()));
-    let _display =
-        Display::start(progress).map_err(|source| Error::Io { what: "can't start a thread".into(), source })?;
+    let _display = Display::start(progress).map_err(|source| Error::Io { what: "start a thread".into(), source })?;
     match &request.near {
         Some(options) => relay_from_qemu(&listener, &request.to, options, progress, report),
         None => relay_to_qemu(listener, &request.to, progress, report),
@@ -101,7 +100,7 @@ fn only_near(args: &RelayArgs, checks: &mut Checks) {
         ("--without-return-path", args.without_return_path),
     ];
     for (flag, _) in given.into_iter().filter(|(_, given)| *given) {
-        checks.mistake(format!("{flag}: say it to the relay near the source; this one follows"));
+        checks.mistake(format!("{flag}: give it to the relay near the source; this one follows"));
     }
 }
 
@@ -135,7 +134,7 @@ mod tests {
         for (words, part) in [
             ("--listen unix:/a --to unix:/b", "neither is; near the source: --listen URI --to relay:URI"),
             ("--listen relay:unix:/a --to relay:unix:/b", "both are"),
-            ("--listen relay:unix:/a --to unix:/b --compress zstd", "--compress: say it to the relay near the source"),
+            ("--listen relay:unix:/a --to unix:/b --compress zstd", "--compress: give it to the relay near the source"),
             ("--listen relay:udp:a --to unix:/b", "tcp:HOST:PORT"),
         ] {
             let mistakes = check(&format!("transship relay {words}")).err().expect("it is wrong");

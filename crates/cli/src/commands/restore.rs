@@ -25,8 +25,7 @@ pub(crate) fn run(args: &RestoreArgs) -> Result<(), Failure> {
 
 fn restore(request: &Request, progress: &Arc<Progress>, report: &mut Report) -> Result<(), Error> {
     let mut guest = attach_destination(&request.vm)?;
-    let _display =
-        Display::start(progress).map_err(|source| Error::Io { what: "can't start a thread".into(), source })?;
+    let _display = Display::start(progress).map_err(|source| Error::Io { what: "start a thread".into(), source })?;
     let mut stand_in = request.lazy.then(|| stand_in::Process::new(&request.vm_text));
     let lazily = stand_in.as_mut().map(|process| process as &mut dyn StandIn);
     restore_guest(guest.as_mut(), &request.from, &request.options, lazily, progress, report)

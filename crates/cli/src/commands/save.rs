@@ -30,8 +30,7 @@ fn save(request: &Request, progress: &Arc<Progress>, report: &mut Report) -> Res
     // It outlives the guest here: who was told to act does so when the guest is let go of.
     let mut guard = GuardProcess::of(&request.vm_text);
     let mut guest = attach_source(&request.vm, request.attach.clone())?;
-    let _display =
-        Display::start(progress).map_err(|source| Error::Io { what: "can't start a thread".into(), source })?;
+    let _display = Display::start(progress).map_err(|source| Error::Io { what: "start a thread".into(), source })?;
     save_guest(guest.as_mut(), Some(&mut guard), &request.to, &request.options, progress, report)
 }
 
@@ -62,7 +61,7 @@ impl Request {
         };
         if format == Format::Stream && way == Way::Background {
             checks.mistake(
-                "--background: its pages come in any order, which a stream can't; use it with --format mapped-ram"
+                "--background: it saves pages in any order, which a stream can't hold; use it with --format mapped-ram"
                     .into(),
             );
         }

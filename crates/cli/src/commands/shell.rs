@@ -19,7 +19,7 @@ pub(crate) fn manual(subcommand: Option<&str>) -> Result<(), Failure> {
         Some(name) => command
             .find_subcommand(name)
             .cloned()
-            .ok_or_else(|| Failure::Usage(vec![format!("{name:?} is no subcommand; see `transship -h`")]))?,
+            .ok_or_else(|| Failure::Usage(vec![format!("{name:?} is not a subcommand; see `transship -h`")]))?,
     };
     let mut text = Vec::new();
     clap_mangen::Man::new(page).render(&mut text)?;

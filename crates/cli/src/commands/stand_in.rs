@@ -44,7 +44,7 @@ pub(crate) fn run(vm: &str) -> Result<(), Failure> {
             talk.say("all of the guest's memory is in place, or its VMM has ended");
             // Not before: a VMM that waits for a page answers nothing.
             if let Err(why) = settle_restored(&vm, &what.will) {
-                talk.say(&format!("the VMM's settings could not be put back: {why}"));
+                talk.say(&format!("can't restore the VMM's settings: {why}"));
             }
             Ok(())
         }
@@ -69,10 +69,11 @@ impl Talk {
 
     /// A page can't be brought: the guest must not go on to where it would need it.
     fn stopped(&mut self, vm: &VmAddress, error: &Error) {
-        let found = stop_abandoned(vm).unwrap_or_else(|why| format!("it could not be stopped: {why}"));
+        let found = stop_abandoned(vm).unwrap_or_else(|why| format!("can't stop it: {why}"));
         self.say(&format!(
-            "{error}. The guest was stopped where it was, without having seen anything wrong: {found}. Until that has ended this process sees to it \
-             that missing pages are not taken for zeros. Restore it into a new VMM from another copy of the file"
+            "{error}. The guest was stopped where it was, before it read any wrong data: {found}. Until it has ended, \
+             this process makes sure that missing pages are not read as zeros. Restore it into a new VMM from another \
+             copy of the file"
         ));
         self.end();
     }

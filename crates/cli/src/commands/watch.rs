@@ -76,7 +76,7 @@ impl Request {
             && window < interval
         {
             checks.mistake(format!(
-                "--window {:?}: it must not be shorter than --interval {:?}",
+                "--window {:?}: it can't be shorter than --interval {:?}",
                 args.window, args.interval
             ));
         }

@@ -13,7 +13,7 @@ fn table(report: &Report) -> String {
     let mut rows = Rows::new(report);
     if let Some(RelayReport { connections, from_qemu, to_qemu, link_out, link_in, ratio, methods }) = &report.relay {
         rows.add("connections", connections);
-        rows.add("QEMU", format!("{} said, {} told", Bytes(*from_qemu), Bytes(*to_qemu)));
+        rows.add("QEMU", format!("{} received, {} sent", Bytes(*from_qemu), Bytes(*to_qemu)));
         rows.add("link", format!("{} out, {} in (ratio {ratio:.2})", Bytes(*link_out), Bytes(*link_in)));
         let methods: Vec<_> = methods.iter().map(describe).collect();
         if !methods.is_empty() {
@@ -61,7 +61,7 @@ mod tests {
         let text = table(&report);
         for part in [
             "completed in",
-            "4.0 GiB said, 1.0 KiB told",
+            "4.0 GiB received, 1.0 KiB sent",
             "1.0 GiB out, 1.0 KiB in (ratio 4.00)",
             "1.0 MiB as they were, 3.0 GiB by zstd as 512 MiB",
             "all busy for 50 %",

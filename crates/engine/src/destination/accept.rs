@@ -34,7 +34,7 @@ impl<'a> Arrivals<'a> {
                 Some((Preamble { session, role: Role::Control }, (connection, peer))) => {
                     return Ok((Control::new(connection, peer)?, session));
                 }
-                Some((_, (_, peer))) => turn_away(&peer, "a data connection of a session that is not open"),
+                Some((_, (_, peer))) => turn_away(&peer, "a data connection of a session that does not exist"),
             }
         }
     }
@@ -54,7 +54,7 @@ impl<'a> Arrivals<'a> {
                 Some((Preamble { session: theirs, role: Role::Data(number) }, line)) if theirs == session => {
                     take_place(&mut found, number, line, "channel")?;
                 }
-                Some((_, (_, peer))) => turn_away(&peer, "it is not of the session that is open"),
+                Some((_, (_, peer))) => turn_away(&peer, "it belongs to another session"),
             }
         }
         Ok(found.into_iter().flatten().collect())

@@ -158,7 +158,10 @@ impl PageReceiver {
                     return Ok(received);
                 }
                 Packet::RoundEnd { packets, .. } => {
-                    let what = format!("ended round {round} with {packets} packets where {} came", received.packets);
+                    let what = format!(
+                        "announced {packets} packets at the end of round {round}, but {} came",
+                        received.packets
+                    );
                     return Err(self.broke(what));
                 }
             }
@@ -176,7 +179,7 @@ impl PageReceiver {
             return Err(self.broke(format!("sent a packet of round {round} in round {expected}")));
         }
         if !self.place.is_released(round) {
-            return Err(self.broke(format!("began round {round} before the one before it was done")));
+            return Err(self.broke(format!("began round {round} before the previous round was done")));
         }
         Ok(())
     }
@@ -184,7 +187,7 @@ impl PageReceiver {
     fn method(&self, number: u8, packet: u64) -> Result<Method, Error> {
         Method::from_number(number)
             .filter(|method| *method != Method::None)
-            .ok_or_else(|| self.broke(format!("sent packet {packet} in an encoding that is not known, {number}")))
+            .ok_or_else(|| self.broke(format!("sent packet {packet} in unknown encoding {number}")))
     }
 
     /// By a decoder, or right here if all are busy.

@@ -164,7 +164,7 @@ impl Destination<'_> {
         if ours == theirs {
             return Ok(());
         }
-        let what = "holds other memory than this side: the digests differ".into();
+        let what = "holds different memory than this side: the digests differ".into();
         Err(Error::Protocol { peer: control.peer.clone(), what })
     }
 
@@ -227,8 +227,9 @@ impl Destination<'_> {
         fail_point::reach("destination.go")?;
         self.guest.start(run).map_err(|error| {
             Error::Unknown(format!(
-                "the guest was handed over to us, but it could not be started: {error}. If the VMM still runs, the guest is loaded and \
-                 whole here; start it with: {}. Do not resume it at the source unless it is ended here first",
+                "the guest was handed over to this side, but can't be started: {error}. If the VMM still runs, the \
+                 guest is loaded and whole here; start it with: {}. Do not resume it at the source unless it is ended \
+                 here first",
                 self.guest.start_hint()
             ))
         })?;
@@ -304,7 +305,7 @@ fn check_fits(theirs: &GuestDescription, ours: &GuestDescription) -> Result<(), 
         ));
     }
     if theirs.regions != ours.regions {
-        return unfit("the memory regions come in another order".into());
+        return unfit("the memory regions have another order".into());
     }
     Ok(())
 }

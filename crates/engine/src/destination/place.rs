@@ -39,11 +39,11 @@ impl Place {
     /// The region, and a check that it has the pages up to `end`.
     pub(super) fn region(&self, region: u16, first: u64, end: u64) -> Result<&Region, String> {
         let Some(found) = self.memory.get(region.into()) else {
-            return Err(format!("sent a packet for region {region}; there are {}", self.memory.regions().len()));
+            return Err(format!("sent a packet for region {region}, but there are {}", self.memory.regions().len()));
         };
         if end > found.pages() {
             return Err(format!(
-                "sent a packet for pages {first}..{end} of region {:?}, which has {}",
+                "sent a packet for pages {first}..{end} of region {:?}, which has only {}",
                 found.name(),
                 found.pages()
             ));
@@ -127,7 +127,7 @@ mod tests {
         assert!(place.region(0, 0, 1).is_ok());
         let refused = |region, end| place.region(region, 256, end).err().unwrap();
         assert_eq!(refused(1, PAGES + 1), "sent a packet for pages 256..301 of region \"b\", which has 300");
-        assert_eq!(refused(2, PAGES), "sent a packet for region 2; there are 2");
+        assert_eq!(refused(2, PAGES), "sent a packet for region 2, but there are 2");
     }
 
     #[test]

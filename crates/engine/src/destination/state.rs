@@ -60,7 +60,7 @@ impl<'a> StateReader<'a> {
             Message::StateEnd { bytes, digest } => {
                 if (bytes, digest) != (self.total, self.hasher.finalize().into()) {
                     let what = format!(
-                        "sent {} bytes of device state that do not match the length {bytes} or the hash that it announced",
+                        "sent {} bytes of device state, which do not match the announced length {bytes} or hash",
                         self.total
                     );
                     return Err(Error::Protocol { peer: self.control.peer.clone(), what });

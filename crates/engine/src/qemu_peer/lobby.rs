@@ -98,7 +98,7 @@ impl<'a> Lobby<'a> {
                 None if !silent || count.is_some() => break,
                 Some(missing) if begin.elapsed() > limit => {
                     let what = format!(
-                        "has not opened channel {missing} within {} s; say by --channels what its multifd-channels is",
+                        "has not opened channel {missing} within {} s; give its multifd-channels with --channels",
                         limit.as_secs()
                     );
                     return Err(Error::Protocol { peer: self.listener.uri().to_string(), what });
@@ -118,8 +118,7 @@ impl<'a> Lobby<'a> {
         match self.channels.pop_first() {
             None => Ok(()),
             Some((number, (_, peer))) => {
-                let late =
-                    || format!("opened channel {number} too late; say by --channels what its multifd-channels is");
+                let late = || format!("opened channel {number} too late; give its multifd-channels with --channels");
                 Err(Error::Protocol { peer, what: self.one_too_many(number).unwrap_or_else(late) })
             }
         }
@@ -128,7 +127,7 @@ impl<'a> Lobby<'a> {
     /// What is wrong with a channel that there can't be, whenever it comes.
     fn one_too_many(&self, number: u8) -> Option<String> {
         let expected = self.expected.filter(|expected| number >= *expected)?;
-        Some(format!("opened channel {number}, where --channels says that there are {expected}"))
+        Some(format!("opened channel {number}, but --channels says that there are {expected}"))
     }
 
     /// Lets in who stands at the door, waiting for somebody for `timeout`, and looks who has said what. Whether
@@ -154,7 +153,7 @@ impl<'a> Lobby<'a> {
             None => Ok(()),
             // Of an attempt that was given up before it began.
             Some((old, peer)) if is_closed(&old) => {
-                tracing::info!("{peer} has closed channel {channel} and opened it anew");
+                tracing::info!("{peer} has closed channel {channel} and opened it again");
                 Ok(())
             }
             Some((_, peer)) => {
@@ -188,6 +187,6 @@ fn understand((connection, _): &mut Line, words: &[u8]) -> Words<Caller> {
         }
         Some(&CHANNEL) | None => Words::Unfinished,
         Some([0x16, 3, ..]) => strange("it speaks TLS, which is not supported: turn tls-creds off"),
-        Some(_) => strange("what it says is no migration of QEMU's"),
+        Some(_) => strange("it did not send a migration of QEMU"),
     }
 }

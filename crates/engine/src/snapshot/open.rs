@@ -80,7 +80,7 @@ pub(crate) fn read(origin: Origin) -> Result<Opened, Error> {
         Some(bytes) => (Input::File(Arc::clone(&origin.file)), StreamReader::at(origin.offset).within(bytes)),
         None => {
             let pipe = origin.file.try_clone();
-            let pipe = pipe.map_err(|source| Error::Io { what: format!("opening {}", origin.name), source })?;
+            let pipe = pipe.map_err(|source| Error::Io { what: format!("open {}", origin.name), source })?;
             (Input::Pipe { pipe: Box::new(pipe), position: 0 }, StreamReader::new())
         }
     };
@@ -138,7 +138,8 @@ impl Head {
             Record::Configuration(configuration) => Ok(Some(configuration)),
             _ => unfit(
                 file,
-                "it has no configuration record, as those of machines before 2.4; it can't be told what it is",
+                "it has no configuration record, like the streams of machine types before 2.4; so its machine is \
+                 unknown",
             ),
         }
     }
@@ -190,7 +191,7 @@ impl Head {
 pub(crate) fn needs_source(command: &Command) -> Option<String> {
     match command {
         Command::OpenReturnPath | Command::Ping(_) | Command::SwitchoverStart => None,
-        Command::PostcopyAdvise(_) => Some("it was made for postcopy; make one without that capability".into()),
+        Command::PostcopyAdvise(_) => Some("it was made for postcopy; save one without that capability".into()),
         other => Some(format!("it has the command {}, which needs a source that answers", other.name())),
     }
 }
@@ -259,7 +260,7 @@ impl Snapshot {
                     let offset = bitmap_offset + at + window as u64 * 16;
                     let (name, has) = (&*block.name, block.pages());
                     let what = format!(
-                        "bitmap of {name:?} at offset {offset:#x}: it has page {last}, the block has {has} pages"
+                        "bitmap of {name:?} at offset {offset:#x}: it has page {last}, but the block has {has} pages"
                     );
                     return unfit(&self.origin.name, &what);
                 }
@@ -272,7 +273,7 @@ impl Snapshot {
     /// Reads bytes that must be there.
     pub(crate) fn read_exact(&self, what: &str, into: &mut [u8], at: u64) -> Result<(), Error> {
         let failed =
-            |source| Error::Io { what: format!("reading {what} from {} at offset {at:#x}", self.origin.name), source };
+            |source| Error::Io { what: format!("read {what} from {} at offset {at:#x}", self.origin.name), source };
         self.origin.file.read_exact_at(into, at).map_err(failed)
     }
 

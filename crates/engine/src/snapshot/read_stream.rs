@@ -60,7 +60,7 @@ impl Stream {
             match flow {
                 Flow::On | Flow::EndOfBody | Flow::Last => {}
                 Flow::Flush => {
-                    let what = "its pages went over multifd channels of their own and are not in it";
+                    let what = "its pages went over separate multifd channels and are not in it";
                     return Err(wrong(name, what));
                 }
                 Flow::Command(command) => {

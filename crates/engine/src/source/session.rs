@@ -36,7 +36,7 @@ impl Session {
         let description = guest.description();
         description
             .check()
-            .map_err(|error| Error::Unfit(format!("this guest can't be described to a destination: {error}")))?;
+            .map_err(|error| Error::Unfit(format!("can't describe this guest to a destination: {error}")))?;
         let (mut control, session) = channels::connect_control(to)?;
         control.send(&Message::Hello { channels: options.channels, verify: options.verify, guest: description })?;
         fail_point::reach("source.hello")?;
@@ -68,7 +68,7 @@ impl Link for Session {
         match control.receive("its RoundDone", patience, &self.progress)? {
             done if done == expected => Ok(()),
             other @ Message::RoundDone { .. } => {
-                let what = format!("counts otherwise than we: {other:?} where {expected:?} was sent");
+                let what = format!("confirmed {other:?}, but {expected:?} was sent");
                 Err(Error::Protocol { peer: control.peer.clone(), what })
             }
             other => Err(control.unexpected(&other, "where RoundDone was due")),

@@ -83,7 +83,7 @@ impl Peer for Transship<'_> {
         let control = &mut self.session.control;
         let deaf = Progress::default(); // cancelling has no effect any more
         fail_point::reach("source.go-sent")?;
-        match control.receive("word that the guest runs", STALL_TIMEOUT * 2, &deaf)? {
+        match control.receive("the confirmation that the guest runs", STALL_TIMEOUT * 2, &deaf)? {
             Message::Running => Ok(()),
             other => Err(control.unexpected(&other, "where Running was due")),
         }
@@ -93,8 +93,9 @@ impl Peer for Transship<'_> {
 
     fn without_word(&self, error: &Error, by_hand: &str) -> String {
         format!(
-            "the guest was handed over, but the destination did not confirm that it runs: {error}. Look there first. If it runs there, \
-             all is well and this one can be ended. Only if it does not run there and will not be started there, resume it here with: {by_hand}"
+            "the guest was handed over, but the destination did not confirm that it runs: {error}. Check there first. \
+             If it runs there, all is well and this one can be ended. Only if it does not run there and will not be \
+             started there, resume it here with: {by_hand}"
         )
     }
 }
@@ -130,12 +131,15 @@ fn compare(
         // A page that was given back, and only looked at since, is written nowhere. It holds zeros here, and there what
         // it held before.
         Freeing::Possible => {
-            "That may be memory which the guest's balloon gave back and the guest has looked at since, whose content is nobody's; \
-             if the guest has no balloon, it is a bug of transship"
+            "The difference may be memory that the guest's balloon gave back and the guest has read since, whose \
+             content does not matter; if the guest has no balloon, it is a bug of transship"
         }
         Freeing::Never => "This is a bug of transship",
     };
-    let what = format!("holds other memory than the source: the digests differ. {why}; the source guest runs on");
+    let what = format!(
+        "holds different memory than the source: the digests differ. {why}; the guest runs on at the \
+                        source"
+    );
     Err(Error::Protocol { peer: control.peer.clone(), what })
 }
 

@@ -42,7 +42,10 @@ pub(crate) fn fit(
     for (name, region) in names.iter().zip(&guest.regions) {
         let Some(index) = blocks.iter().position(|block| *block.name == **name) else {
             let there = list(blocks);
-            return unfit(file, format_args!("it has no memory {name:?}, which the waiting guest has; it has {there}"));
+            return unfit(
+                file,
+                format_args!("it has no memory {name:?}, which the waiting guest needs; it has {there}"),
+            );
         };
         let (theirs, ours) = (blocks[index].used_bytes, region.bytes);
         if theirs != ours {
@@ -73,7 +76,7 @@ pub(crate) fn check_devices<'b>(
         StateFormat::Opaque => &[],
     };
     blocks.try_for_each(|block| match others.iter().find(|other| *other.name == *block.name) {
-        None => unfit(file, format_args!("it has memory {:?}, which the waiting guest has not", &*block.name)),
+        None => unfit(file, format_args!("it has memory {:?}, which the waiting guest lacks", &*block.name)),
         Some(other) if block.used_bytes > other.max_bytes => unfit(
             file,
             format_args!(
@@ -127,8 +130,8 @@ pub(crate) fn check_sizes(file: &str, blocks: &[&Block]) -> Result<(), Error> {
         Some(block) if total > MAX_DEVICE_BYTES => Err(wrong(
             file,
             format_args!(
-                "block {:?} of {} bytes is not among the memory of the guest that waits, and all of its devices together have less than \
-                 {MAX_DEVICE_BYTES}",
+                "block {:?} of {} bytes is not among the memory of the waiting guest, whose devices together have \
+                 less than {MAX_DEVICE_BYTES}",
                 &*block.name, block.used_bytes
             ),
         )),
@@ -192,7 +195,7 @@ mod tests {
         let format = StateFormat::Qemu { blocks: vec!["mem0".into()], others: vec![other("pc.bios", 1)] };
         let waiting = guest("qemu pc", &[("mem0", 16)]);
         let why = refusal("pc", &[block("mem0", 16), block("pc.bios", 1), block("vga.vram", 4)], &waiting, &format);
-        assert!(why.contains("it has memory \"vga.vram\", which the waiting guest has not"), "{why}");
+        assert!(why.contains("it has memory \"vga.vram\", which the waiting guest lacks"), "{why}");
         let why = refusal("pc", &[block("mem0", 16), block("pc.bios", 2)], &waiting, &format);
         assert!(why.contains("its memory \"pc.bios\" has 8192 bytes, that of the waiting guest at most 4096"), "{why}");
         let configuration = Configuration::new(Name::new("pc").unwrap());
@@ -203,6 +206,6 @@ mod tests {
     fn a_guest_that_is_no_qemu_has_no_other_blocks() {
         let waiting = guest("synthetic", &[("ram0", 16)]);
         let why = refusal("synthetic", &[block("ram0", 16), block("ram1", 16)], &waiting, &StateFormat::Opaque);
-        assert!(why.contains("it has memory \"ram1\", which the waiting guest has not"), "{why}");
+        assert!(why.contains("it has memory \"ram1\", which the waiting guest lacks"), "{why}");
     }
 }

@@ -27,7 +27,7 @@ pub(crate) fn find(file: &str, tail: &[u8], base: u64) -> Result<Opaque, Error> 
     let sections = Tail::parse(tail, base).map_err(|error| damaged(file, error))?;
     let Some(section) = sections.section(SECTION) else {
         let what = format!(
-            "it has no section {SECTION:?}: the guest that waits takes only what transship has saved of one like it"
+            "it has no section {SECTION:?}: the waiting guest accepts only what transship has saved from one like it"
         );
         return Err(wrong(file, what));
     };

@@ -33,7 +33,7 @@ impl Input {
             let read = match self {
                 Self::File(file) => file.read_at(into, at),
                 Self::Pipe { position, .. } if *position != at => {
-                    let why = "it is a mapped-ram file, whose pages are in places of their own: name the file itself";
+                    let why = "it is a mapped-ram file, whose pages have fixed places: name the file itself";
                     return Err(io::Error::new(io::ErrorKind::NotSeekable, why));
                 }
                 Self::Pipe { pipe, position } => pipe.read(into).inspect(|count| *position += *count as u64),
@@ -167,7 +167,7 @@ impl Records {
     fn grow(&self, tail: &mut Vec<u8>) -> Result<(), Error> {
         let more = STREAM_CHUNK.max(tail.len() / 8);
         if tail.try_reserve_exact(more).is_err() {
-            let what = format!("there is no memory for {} bytes and more of device state", tail.len());
+            let what = format!("there is not enough memory for {} or more bytes of device state", tail.len());
             return Err(self.whence.broke(what));
         }
         tail.resize(tail.len() + more, 0);
@@ -187,6 +187,6 @@ impl Records {
 
     fn failed(&self, at: u64, source: io::Error) -> Error {
         let (Whence::File(name) | Whence::Peer(name)) = &self.whence;
-        Error::Io { what: format!("reading {name} at offset {at:#x}"), source }
+        Error::Io { what: format!("read {name} at offset {at:#x}"), source }
     }
 }

@@ -121,8 +121,7 @@ pub(crate) fn machine_name(guest: &dyn SourceGuest) -> Result<Name, Error> {
         StateFormat::Qemu { .. } => machine.strip_prefix("qemu ").unwrap_or(&machine),
         StateFormat::Opaque => &machine,
     };
-    Name::new(name)
-        .map_err(|error| Error::Unfit(format!("the machine {machine:?} can't be named in a snapshot: {error}")))
+    Name::new(name).map_err(|error| Error::Unfit(format!("can't name the machine {machine:?} in a snapshot: {error}")))
 }
 
 /// A device section that we make.
@@ -161,7 +160,7 @@ fn tail(sections: &[Section]) -> Vec<u8> {
 }
 
 fn strange(error: impl std::fmt::Display) -> Error {
-    Error::Guest(GuestError(format!("the device state that the VMM has written can't be read: {error}")))
+    Error::Guest(GuestError(format!("can't read the device state that the VMM has written: {error}")))
 }
 
 /// Reads on to the end.
@@ -172,7 +171,7 @@ fn read_all(stream: &mut (dyn Read + Send), mut bytes: Vec<u8>) -> Result<Vec<u8
         .read_to_end(&mut bytes)
         .map_err(|source| Error::Io { what: "read the device state".into(), source })?;
     if bytes.len() as u64 > most {
-        return Err(strange(format!("it has more than {most} bytes beside memory")));
+        return Err(strange(format!("it has more than {most} bytes in addition to memory")));
     }
     Ok(bytes)
 }
@@ -268,7 +267,9 @@ impl<'a> Taking<'a> {
 fn put(pages: &mut [Option<Pages>], blocks: &[Block], page: &Page<'_>) -> Result<(), Error> {
     let Some(pages) = pages.get_mut(page.block).and_then(Option::as_mut) else {
         let name = blocks.get(page.block).map_or("?", |block| &block.name);
-        return Err(strange(format!("it has pages of {name}, which is the guest's own memory and was to be left out")));
+        return Err(strange(format!(
+            "it has pages of {name}, which is the guest's own memory and should have been left out"
+        )));
     };
     let number = page.offset / PAGE_BYTES as u64;
     match page.content {
@@ -276,7 +277,7 @@ fn put(pages: &mut [Option<Pages>], blocks: &[Block], page: &Page<'_>) -> Result
         PageContent::Fill(byte) => drop(pages.insert(number, Box::new([byte; PAGE_BYTES]))),
         PageContent::Normal(bytes) => drop(pages.insert(number, Box::new(*bytes))),
         PageContent::Xbzrle(_) | PageContent::Compressed(_) => {
-            return Err(strange("it has compressed pages, which nobody has asked for"));
+            return Err(strange("it has compressed pages, which were not requested"));
         }
     }
     Ok(())
@@ -290,7 +291,7 @@ fn check_regions(blocks: &[Block], regions: &[RegionBlock]) -> Result<(), Error>
             Some(block) => {
                 let (name, theirs, ours) = (&region.name, block.used_bytes, region.bytes);
                 return Err(strange(format!(
-                    "its RAM block {name} has {theirs} bytes, the memory that is shared has {ours}"
+                    "its RAM block {name} has {theirs} bytes, but the shared memory has {ours}"
                 )));
             }
             None => return Err(strange(format!("it has no RAM block {}", region.name))),

@@ -31,7 +31,7 @@ pub(crate) fn check_tail(name: &str, bytes: &[u8], base: u64) -> Result<Tail, Er
     if extra > 0 {
         let end = base + end as u64;
         let what = format!(
-            "the {extra} bytes behind its end at offset {end:#x} don't belong to it, or are damaged; use another copy"
+            "the {extra} bytes after its end at offset {end:#x} don't belong to it, or are damaged; use another copy"
         );
         return Err(wrong(name, what));
     }

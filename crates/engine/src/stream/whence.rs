@@ -35,7 +35,7 @@ impl Whence {
     pub(crate) fn broke(&self, what: impl Display) -> Error {
         match self {
             Self::File(name) => wrong(name, what),
-            Self::Peer(peer) => Error::Protocol { peer: peer.clone(), what: format!("sent what can't be: {what}") },
+            Self::Peer(peer) => Error::Protocol { peer: peer.clone(), what: format!("sent something invalid: {what}") },
         }
     }
 }

@@ -130,7 +130,7 @@ fn a_round_that_breaks_off_ends_the_unplugging() {
     let begin = Instant::now();
     let ended = run(&mut source, &mut Waiting::new(&PAGES), Data::Breaks);
     let error = ended.source.unwrap_err().to_string();
-    assert!(!error.contains("let go of a device"), "{error}");
+    assert!(!error.contains("released a device"), "{error}");
     ended.destination.unwrap_err();
     let script = source.script.lock().unwrap();
     assert_eq!((script.plugged_back, script.stopped), (1, false));

@@ -253,8 +253,8 @@ fn what_can_not_be_converted_leaves_no_trace() {
     let multifd = sample("multifd-none-10.0.2-main.bin.gz");
     let postcopy = sample("postcopy-10.0.2-forward.bin.gz");
     for (bytes, why) in [
-        (&whole[..whole.len() - 1], "1 more bytes needed"),
-        (&whole[..whole.len() / 2], "more bytes needed"),
+        (&whole[..whole.len() - 1], "1 more bytes are needed"),
+        (&whole[..whole.len() / 2], "more bytes are needed"),
         (b"not a stream", "no QEMU migration stream begins here"),
         (&ignoring, "x-ignore-shared"),
         (&multifd, "multifd channels"),

@@ -201,7 +201,7 @@ fn what_is_wrong_is_told_by_field_and_offset() {
     };
     let end = |info: &SnapshotInfo| info.offset + info.bytes;
     let error = refusal(|file, info| file.write_all_at(b"x", end(info)).unwrap());
-    assert!(error.contains("the 1 bytes behind its end at offset"), "{error}");
+    assert!(error.contains("the 1 bytes after its end at offset"), "{error}");
     let error = refusal(|file, info| {
         let overlapping = info.blocks[0].bitmap_offset.unwrap();
         file.write_all_at(&overlapping.to_be_bytes(), header(info, 1) + 12).unwrap();

@@ -257,7 +257,8 @@ fn what_is_no_file_is_refused() {
     let folder = folder();
     let mut guest = guest(&[fill(0, 3, 7)], vec![]);
     std::os::unix::fs::symlink("nowhere", folder.path().join("dangling")).unwrap();
-    for (name, words) in [(".", "no regular file"), ("no/such/folder", "No such file"), ("dangling", "No such file")] {
+    for (name, words) in [(".", "not a regular file"), ("no/such/folder", "No such file"), ("dangling", "No such file")]
+    {
         fails(&mut guest, &FileUri::path(folder.path().join(name)), &patient(), words);
     }
     assert_eq!(names(folder.path()), ["dangling"]);
@@ -296,7 +297,7 @@ fn passed_descriptors_are_written_in_place() {
     }
     let uri = FileUri { place: FilePlace::Fd(plain.as_raw_fd()), offset: 0 };
     let options = SaveOptions { direct_io: DirectIo::On, ..patient() };
-    fails(&mut guest(&[], vec![]), &uri, &options, "pass one with O_DIRECT too");
+    fails(&mut guest(&[], vec![]), &uri, &options, "also pass one with O_DIRECT");
 }
 
 #[test]

@@ -200,7 +200,7 @@ impl Request {
             Ok(()) => Next::Done,
             Err(why) => {
                 let what = format!(
-                    "putting pages {}..{} of region {:?} into the file of its memory{}",
+                    "put pages {}..{} of region {:?} into the file of its memory{}",
                     pages.first,
                     pages.end(),
                     of.name(),
@@ -242,10 +242,11 @@ impl Request {
             return Failure { what, why: Why::System(Errno::NOMEM) };
         }
         let hint = match (why, self.direction) {
-            (Errno::BADF, Direction::Read) => " (it has to be open for reading)",
-            (Errno::BADF, Direction::Write) => " (it has to be open for writing)",
+            (Errno::BADF, Direction::Read) => " (it must be open for reading)",
+            (Errno::BADF, Direction::Write) => " (it must be open for writing)",
             (Errno::INVAL, _) if rustix::fs::fcntl_getfl(file).is_ok_and(|flags| flags.contains(OFlags::DIRECT)) => {
-                " (with direct I/O only whole blocks of the disk can be; do without it, or choose another place in the file)"
+                " (direct I/O works only with whole blocks of the disk; turn it off, or choose another place in the \
+                 file)"
             }
             _ => "",
         };
@@ -255,8 +256,8 @@ impl Request {
     /// What is tried, and on what.
     fn what(&self, memory: &GuestMemory) -> String {
         let doing = match self.direction {
-            Direction::Write => "writing",
-            Direction::Read => "reading",
+            Direction::Write => "write",
+            Direction::Read => "read",
         };
         let body = match &self.body {
             Body::Pages { region, pages, .. } => {
@@ -298,7 +299,7 @@ enum Why {
 impl Failure {
     /// The kernel does not take requests any more.
     pub(super) fn of_ring(error: std::io::Error) -> Self {
-        let what = "asking io_uring for file I/O".into();
+        let what = "use io_uring for file I/O".into();
         Self { what, why: Why::Ring(error.raw_os_error()) }
     }
 
@@ -360,7 +361,7 @@ mod tests {
         };
         assert!(
             why(Direction::Write)
-                .starts_with("writing pages 2..5 of region \"ram\" at byte 0x1000 of the file: No space")
+                .starts_with("can't write pages 2..5 of region \"ram\" at byte 0x1000 of the file: No space")
         );
         assert!(why(Direction::Read).contains("Input/output error"), "the file does not end there");
     }

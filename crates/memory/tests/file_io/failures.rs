@@ -45,7 +45,7 @@ fn memory_that_has_no_room_is_an_error() {
             let failed =
                 queue.read(0, PageRange::new(0, 512), 0).and_then(|()| queue.finish()).unwrap_err().to_string();
             let cure = "into the file of its memory (the file system of its memory is full: make it larger";
-            let (begin, end) = ("putting pages ", "): No space left on device (os error 28)");
+            let (begin, end) = ("can't put pages ", "): No space left on device (os error 28)");
             assert!(failed.starts_with(begin) && failed.contains(cure) && failed.ends_with(end), "{failed}");
         }
     });
@@ -59,8 +59,7 @@ fn a_device_that_is_always_full_is_an_error() {
         let mut queue = queue(&from, File::options().write(true).open("/dev/full").unwrap(), how);
         let failed =
             queue.write(0, PageRange::new(1, 2), 8 * PAGE).and_then(|()| queue.finish()).unwrap_err().to_string();
-        let expected =
-            "writing pages 1..3 of region \"ram\" at byte 0x8000 of the file: No space left on device (os error 28)";
+        let expected = "can't write pages 1..3 of region \"ram\" at byte 0x8000 of the file: No space left on device (os error 28)";
         assert_eq!(failed, expected);
     }
 }
@@ -84,7 +83,9 @@ fn a_file_that_is_too_short_is_an_error() {
                     "{text}"
                 );
                 assert!(
-                    text.starts_with("reading pages 2..6 of region \"ram\" at byte 0x1000 of the file: the file has"),
+                    text.starts_with(
+                        "can't read pages 2..6 of region \"ram\" at byte 0x1000 of the file: the file has"
+                    ),
                     "{text}"
                 );
             }
@@ -101,10 +102,10 @@ fn a_descriptor_that_is_not_open_for_it_is_an_error() {
     for how in ways() {
         let mut reader = queue(&from, open(&path, OFlags::RDONLY).unwrap(), how);
         let failed = reader.write(0, PageRange::new(0, 1), 0).and_then(|()| reader.finish()).unwrap_err();
-        assert!(failed.to_string().contains("it has to be open for writing"), "{failed}");
+        assert!(failed.to_string().contains("it must be open for writing"), "{failed}");
         let mut writer = queue(&to, open(&path, OFlags::WRONLY).unwrap(), how);
         let failed = writer.read(0, PageRange::new(0, 1), 0).and_then(|()| writer.finish()).unwrap_err();
-        assert!(failed.to_string().contains("it has to be open for reading"), "{failed}");
+        assert!(failed.to_string().contains("it must be open for reading"), "{failed}");
     }
 }
 

@@ -45,7 +45,7 @@ impl Connection {
     pub(super) fn open(path: &Path) -> Result<Self, GuestError> {
         let fail = |what: String| GuestError(format!("handoff:{}: {what}", path.display()));
         let stream = UnixStream::connect(path).map_err(|e| fail(format!("no guest listens there: {e}")))?;
-        let peer = socket_peercred(&stream).map_err(|e| fail(format!("its process is not known: {e}")))?;
+        let peer = socket_peercred(&stream).map_err(|e| fail(format!("can't identify its process: {e}")))?;
         let pid = peer.pid.as_raw_nonzero().get();
         Ok(Self { lines: LineSocket::new(stream), path: path.into(), pid, last_id: 0, broken: false })
     }
@@ -90,7 +90,7 @@ impl Connection {
             Err(e) => {
                 self.broken = true;
                 // It may have said why before it closed.
-                Err(self.refusal().unwrap_or_else(|| self.error(format!("{call} could not be sent: {e}"))))
+                Err(self.refusal().unwrap_or_else(|| self.error(format!("can't send {call}: {e}"))))
             }
         }
     }
@@ -117,7 +117,7 @@ impl Connection {
     ) -> Result<(T, Vec<OwnedFd>), GuestError> {
         let (value, fds) = self.value(call, id, limit)?;
         let value = serde_json::from_value(value)
-            .map_err(|e| self.error(format!("its answer to {call} is not understood: {e}")))?;
+            .map_err(|e| self.error(format!("can't understand its answer to {call}: {e}")))?;
         Ok((value, fds))
     }
 
@@ -140,7 +140,7 @@ impl Connection {
                 Answer { id: late, .. } if late != 0 && late < id => {}
                 Answer { id: other, .. } if other != id => {
                     self.broken = true;
-                    return Err(self.error(format!("it answered request {other} while {call} was request {id}")));
+                    return Err(self.error(format!("it answered request {other}, but {call} was request {id}")));
                 }
                 Answer { error: Some(error), .. } => {
                     return Err(self.error(format!("{call} failed there: {}", one_line(&error))));
@@ -176,7 +176,7 @@ impl Connection {
     }
 
     fn unreadable(&self, e: io::Error) -> GuestError {
-        self.error(format!("/proc/{} can't be read: {e}; run as the guest's user or as root", self.pid))
+        self.error(format!("can't read /proc/{}: {e}; run as the guest's user or as root", self.pid))
     }
 
     /// Asks, by this call, for a userfaultfd of the guest process, not yet used.

@@ -85,7 +85,7 @@ impl DestinationGuest for HandoffDestination {
     fn missing(&mut self) -> Result<Missing, GuestError> {
         let checked = self.connection.describe()?;
         if checked.guest() != self.description {
-            return Err(self.connection.error("it describes another guest than before"));
+            return Err(self.connection.error("it describes a different guest than before"));
         }
         if !checked.offers.iter().any(|call| call == MISSING) {
             return Err(self.connection.error(format!(
@@ -145,7 +145,7 @@ impl DestinationGuest for HandoffDestination {
 
 impl HandoffDestination {
     fn partly(&self, loaded: u64, bytes: u64) -> GuestError {
-        self.connection.error(format!("it loaded {loaded} bytes of device state, {bytes} were sent"))
+        self.connection.error(format!("it loaded {loaded} bytes of device state, but {bytes} were sent"))
     }
 }
 

@@ -39,9 +39,10 @@ pub(super) struct Answer {
 
 impl Answer {
     pub(super) fn parse(line: &Line) -> Result<Self, String> {
-        let answer: Self = serde_json::from_slice(&line.text).map_err(|e| format!("it sent no answer but {e}"))?;
+        let answer: Self =
+            serde_json::from_slice(&line.text).map_err(|e| format!("it sent something other than an answer: {e}"))?;
         if answer.ok.is_some() == answer.error.is_some() {
-            return Err(format!("its answer {} has not one of \"ok\" and \"error\"", answer.id));
+            return Err(format!("its answer {} does not have exactly one of \"ok\" and \"error\"", answer.id));
         }
         Ok(answer)
     }
@@ -117,12 +118,12 @@ impl CheckedDescription {
         let Description { version, machine, running, waiting, regions, offers, pid: _ } = description;
         if version != VERSION {
             return Err(format!(
-                "it speaks version {version} of the hand-off protocol, this transship version {VERSION}"
+                "it speaks version {version} of the hand-off protocol, but this transship speaks version {VERSION}"
             ));
         }
         check_text("machine", &machine)?;
         if running && waiting {
-            return Err("it says that it runs and that it waits for a guest".into());
+            return Err("it reports that it runs and that it waits for a guest".into());
         }
         if regions.is_empty() || regions.len() > MAX_FDS {
             return Err(format!("it has {} regions; 1 to {MAX_FDS} are possible", regions.len()));
@@ -167,9 +168,9 @@ impl CheckedRegion {
         }
         if entry.address.checked_add(entry.bytes).is_none_or(|end| end > MAX_ADDRESS) {
             let RegionEntry { address, bytes, .. } = entry;
-            return Err(format!("region {name:?}: {bytes} bytes at address {address:#x} are no user memory"));
+            return Err(format!("region {name:?}: {bytes} bytes at address {address:#x} are not user memory"));
         }
-        let stat = fstat(&file).map_err(|e| format!("region {name:?}: its file can't be looked at: {e}"))?;
+        let stat = fstat(&file).map_err(|e| format!("region {name:?}: can't inspect its file: {e}"))?;
         check_file(&entry, &stat)?;
         Ok(Self { entry, file, device: stat.st_dev, inode: stat.st_ino })
     }
@@ -192,7 +193,7 @@ fn check_file(entry: &RegionEntry, stat: &Stat) -> Result<(), String> {
     if entry.file_offset.checked_add(entry.bytes).is_none_or(|end| end > size) {
         let RegionEntry { bytes, file_offset, .. } = entry;
         return Err(format!(
-            "region {name:?}: {bytes} bytes from offset {file_offset} are asked for, its file has {size}"
+            "region {name:?}: it needs {bytes} bytes from offset {file_offset}, but its file has {size}"
         ));
     }
     Ok(())
@@ -282,7 +283,7 @@ mod tests {
             ("bytes is 4097", |d| d.regions[0].bytes = 4097),
             ("file_offset is 1", |d| d.regions[0].file_offset = 1),
             ("its file has 1048576", |d| d.regions[0].file_offset = u64::MAX - 4095),
-            ("no user memory", |d| d.regions[0].address = u64::MAX - 4095),
+            ("not user memory", |d| d.regions[0].address = u64::MAX - 4095),
             ("overlap in its address", |d| d.regions[1].address = MIB + 4096),
         ];
         for (expected, spoil) in cases {

@@ -196,7 +196,7 @@ impl Server<'_> {
         let request: Request = match serde_json::from_slice(&line.text) {
             Ok(request) => request,
             Err(e) => {
-                refuse(client, &format!("that was no request: {e}"));
+                refuse(client, &format!("that was not a request: {e}"));
                 return Err(Gone);
             }
         };
@@ -220,7 +220,7 @@ impl Server<'_> {
         let value = match call {
             "save-state" => Some(self.save_state(one(fds)?)?),
             "load-state" => Some(self.load_state(one(fds)?)?),
-            _ if !fds.is_empty() => return Err(format!("{call} takes no file descriptors, {} came", fds.len())),
+            _ if !fds.is_empty() => return Err(format!("{call} takes no file descriptors, but {} came", fds.len())),
             "describe" => return Ok(Done { value: Some(self.describe()?), regions: true, ..Done::default() }),
             "track" => return Ok(Done { made: vec![userfaultfd::for_users()?], ..Done::default() }),
             PROTECT => return Ok(Done { made: vec![self.protect()?], ..Done::default() }),
@@ -349,15 +349,15 @@ impl Server<'_> {
 fn one(mut fds: Vec<OwnedFd>) -> Result<OwnedFd, String> {
     match (fds.pop(), fds.is_empty()) {
         (Some(fd), true) => Ok(fd),
-        (Some(_), false) => Err(format!("one file descriptor is needed, {} came", fds.len() + 1)),
-        (None, _) => Err("a file descriptor for the device state is needed, none came".into()),
+        (Some(_), false) => Err(format!("one file descriptor is needed, but {} came", fds.len() + 1)),
+        (None, _) => Err("a file descriptor for the device state is needed, but none came".into()),
     }
 }
 
 /// Drops a client that broke the rules, and tells it; one that just went needs no words.
 fn dismiss(client: &LineSocket, error: &LineError) -> Gone {
     if !matches!(error, LineError::Closed) {
-        tracing::warn!("a client was turned away: {error}");
+        tracing::warn!("turned away a client: {error}");
         refuse(client, &error.to_string());
     }
     Gone

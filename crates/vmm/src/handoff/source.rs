@@ -150,7 +150,7 @@ impl SourceGuest for HandoffSource {
         // Pairs with nothing: the reader's thread was joined or is this one before the engine asks.
         let read = saving.read.load(Ordering::Relaxed);
         if told.bytes != read {
-            let what = format!("it says that its device state has {} bytes, {read} came", told.bytes);
+            let what = format!("it announced {} bytes of device state, but {read} came", told.bytes);
             return Err(self.connection.error(what));
         }
         Ok(())

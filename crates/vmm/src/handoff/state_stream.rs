@@ -34,7 +34,7 @@ impl StateStream {
         };
         fcntl_getfl(&fd)
             .and_then(|flags| fcntl_setfl(&fd, flags | OFlags::NONBLOCK))
-            .map_err(|e| format!("the device state stream can't be used: {e}"))?;
+            .map_err(|e| format!("can't use the device state stream: {e}"))?;
         Ok(Self { fd, socket, bytes: 0 })
     }
 

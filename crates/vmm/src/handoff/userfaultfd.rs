@@ -16,18 +16,20 @@ const USERFAULTFD_IOC_NEW: libc::Ioctl = 0xaa00;
 
 /// One that makes nobody wait.
 pub(super) fn for_users() -> Result<OwnedFd, String> {
-    made(UserfaultfdFlags::CLOEXEC | USER_MODE_ONLY).map_err(|e| format!("no userfaultfd can be created: {e}"))
+    made(UserfaultfdFlags::CLOEXEC | USER_MODE_ONLY).map_err(|e| format!("can't create a userfaultfd: {e}"))
 }
 
 /// One for which KVM and the kernel wait too. It does not block: who reads it polls.
 pub(super) fn for_all() -> Result<OwnedFd, String> {
     let flags = UserfaultfdFlags::CLOEXEC | UserfaultfdFlags::NONBLOCK;
-    made(flags).or_else(|refused| by_device(flags).map_err(|e| {
-        format!(
-            "no userfaultfd can be created for which the kernel waits: {refused}, nor by {DEVICE}: {e}; let this process open that device, or \
-             let everybody make one: sysctl vm.unprivileged_userfaultfd=1"
-        )
-    }))
+    made(flags).or_else(|refused| {
+        by_device(flags).map_err(|e| {
+            format!(
+                "can't create a userfaultfd for which the kernel waits: {refused}, nor through {DEVICE}: {e}; let this \
+             process open that device, or let every process create one: sysctl vm.unprivileged_userfaultfd=1"
+            )
+        })
+    })
 }
 
 fn made(flags: UserfaultfdFlags) -> io::Result<OwnedFd> {

@@ -45,7 +45,7 @@ impl Will {
 }
 
 fn written(will: &impl Serialize) -> Result<String, GuestError> {
-    serde_json::to_string(will).map_err(|e| GuestError(format!("QEMU's settings can't be written down: {e}")))
+    serde_json::to_string(will).map_err(|e| GuestError(format!("can't record QEMU's settings: {e}")))
 }
 
 /// Ends what is left of saving the device state, puts QEMU's settings back as `will` says, with `run` lets the guest
@@ -65,9 +65,9 @@ pub(crate) fn settle(socket: &Path, will: &str, run: bool) -> Result<(), GuestEr
     // It may be there, be about to go, or be gone: nobody can be asked which.
     let plugged = balloon.map_or(Ok(()), |balloon| balloon.plug_back(&mut qmp).map(drop));
     for (what, result) in [
-        ("the save of its device state could not be ended", cancelled),
-        ("QEMU's migration settings could not be put back", settled),
-        ("the guest's balloon could not be plugged in again", plugged),
+        ("can't end the save of its device state", cancelled),
+        ("can't restore QEMU's migration settings", settled),
+        ("can't plug the guest's balloon in again", plugged),
     ] {
         if let Err(error) = result {
             tracing::warn!("{what}: {error}");
@@ -85,7 +85,7 @@ pub(super) fn loading(settings: &Settings) -> Result<String, GuestError> {
 /// would leave out the guest's memory.
 pub(crate) fn loaded(socket: &Path, will: &str) -> Result<(), GuestError> {
     let settings: Settings =
-        serde_json::from_str(will).map_err(|e| GuestError(format!("QEMU's settings can't be read: {e}")))?;
+        serde_json::from_str(will).map_err(|e| GuestError(format!("can't read QEMU's settings: {e}")))?;
     let mut qmp = connect(socket)?;
     migration::wait_loaded(&mut qmp, LOAD_WAIT)?;
     settings.restore(&mut qmp)

@@ -76,12 +76,13 @@ impl OwnBalloon {
         }
         let device = found.ok_or_else(|| {
             refused(
-                "no device of this QEMU is connected with it; name the socket as in -chardev socket,…,path=, or leave out --balloon",
+                "no device of this QEMU is connected to it; name the socket as in -chardev socket,…,path=, or leave \
+                 out --balloon",
             )
         })?;
         let mut get = |property: &str| property_of(qmp, &device.path, property);
         if get("virtio-id")?.as_u64() != Some(VIRTIO_BALLOON) {
-            return Err(refused(&format!("{device} is no balloon: its virtio-id is not {VIRTIO_BALLOON}")));
+            return Err(refused(&format!("{device} is not a balloon: its virtio-id is not {VIRTIO_BALLOON}")));
         }
         if !device.path.starts_with(NAMED) {
             return Err(refused("QEMU can't save this device and only a named one can be unplugged; give it an id="));
@@ -96,7 +97,8 @@ impl OwnBalloon {
         made.check_connected(qmp)?;
         if machine::run_state(qmp)? != "running" {
             return Err(refused(
-                "QEMU can't save this device, and a guest that stands still can't let go of it; let the guest run, or unplug it: device_del",
+                "QEMU can't save this device, and a stopped guest can't release it; let the guest run, or unplug the \
+                 device: device_del",
             ));
         }
         Ok(Self { made, pid: qmp::listener(socket).ok(), state: State::Plugged })
@@ -142,7 +144,7 @@ impl OwnBalloon {
         let id = json!(self.made.text("id"));
         if qmp.take_events("DEVICE_UNPLUG_GUEST_ERROR").iter().any(|event| event.data["device"] == id) {
             self.state = State::Plugged;
-            let why = "the guest refuses to let go of its balloon, which can't go with it; the guest runs on here";
+            let why = "the guest refuses to release its balloon, which can't go with it; the guest runs on here";
             return Err(GuestError(why.to_owned()));
         }
         Ok(false)
@@ -155,7 +157,7 @@ impl OwnBalloon {
         }
         match self.made.plug_back(qmp)? {
             true => Ok(()),
-            false => Err(GuestError("the guest was asked to let go of it, and has not done so yet".to_owned())),
+            false => Err(GuestError("the guest was asked to release it, but has not done so yet".to_owned())),
         }
     }
 }
@@ -197,7 +199,8 @@ impl Made {
             return Ok(());
         }
         Err(GuestError(
-            "the process that was the guest's balloon is gone; QEMU may end, and the guest with it, if the device is unplugged now. The guest runs on              here; shut it down when you can"
+            "the process of the guest's balloon is gone; if the device is unplugged now, QEMU may end, and the guest \
+             with it. The guest runs on here; shut it down when you can"
                 .to_owned(),
         ))
     }

@@ -22,7 +22,7 @@ const LARGEST_TRACKED: u64 = 2 << 20;
 /// The machine: x86-64, and a kernel that can track writes of another process.
 pub(super) fn host() -> Result<(), GuestError> {
     if cfg!(not(target_arch = "x86_64")) {
-        return Err(GuestError("attaching to QEMU from outside works on x86-64 only, so far".to_owned()));
+        return Err(GuestError("attaching to QEMU from outside works only on x86-64 so far".to_owned()));
     }
     let release = fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default();
     kernel(release.trim())
@@ -48,8 +48,8 @@ pub(super) fn may_ptrace(pid: i32) -> Result<(), GuestError> {
     }
     let refused = |e: rustix::io::Errno| {
         GuestError(format!(
-            "no right to trace QEMU (process {pid}): {e}; run as root or as QEMU's user, the latter with \
-             sysctl kernel.yama.ptrace_scope=0"
+            "can't trace QEMU (process {pid}): {e}; run as root, or as QEMU's user with sysctl \
+             kernel.yama.ptrace_scope=0"
         ))
     };
     let process = Pid::from_raw(pid).ok_or_else(|| refused(rustix::io::Errno::SRCH))?;
@@ -74,8 +74,8 @@ pub(super) fn trackable(memory: &GuestMemory) -> Result<(), GuestError> {
             )));
         }
         let Some((file, _)) = region.shared_file() else { continue };
-        let system =
-            rustix::fs::fstatfs(file).map_err(|e| GuestError(format!("guest memory {:?}: {e}", region.name())))?;
+        let system = rustix::fs::fstatfs(file)
+            .map_err(|e| GuestError(format!("can't inspect guest memory {:?}: {e}", region.name())))?;
         if ![TMPFS_MAGIC, HUGETLBFS_MAGIC].contains(&(system.f_type as u64)) {
             return Err(GuestError(format!(
                 "guest memory {:?} is a file on a disk file system, whose writes the kernel can't track; put it on a tmpfs or \
@@ -98,17 +98,17 @@ pub(super) fn source_state(qmp: &mut Qmp, balloon: Option<&OwnBalloon>) -> Resul
     match run_state.as_str() {
         "running" | "paused" | "prelaunch" | "io-error" => {}
         "inmigrate" => {
-            return refused("waits for an incoming guest: it is a destination; name the source, or use receive");
+            return refused("waits for an incoming guest, so it is a destination; name the source, or use receive");
         }
         "postmigrate" => {
             return refused(
-                "has already saved its guest's devices, to give the guest away or to keep it stopped (postmigrate), and can't a second time; \
-                 only if that guest runs nowhere else, let it run first: cont",
+                "has already saved its guest's devices, to give the guest away or to keep it stopped (postmigrate), \
+                 and can't do so again; only if that guest runs nowhere else, let it run first: cont",
             );
         }
         "suspended" => return refused("holds a sleeping guest (suspended); wake it up first: system_wakeup"),
         other => {
-            return refused(&format!("is in state {other:?}, in which a guest can't be moved; bring it to run first"));
+            return refused(&format!("is in state {other:?}, in which a guest can't be moved; let it run first"));
         }
     }
     let migration = qmp.execute("query-migrate", json!({}))?;
@@ -121,7 +121,11 @@ pub(super) fn source_state(qmp: &mut Qmp, balloon: Option<&OwnBalloon>) -> Resul
     if reasons.is_empty() {
         return Ok(());
     }
-    refused(&format!("can't save its devices' state: {}; remove that device{}", reasons.join("; "), balloon_hint(qmp)))
+    refused(&format!(
+        "can't save the state of its devices: {}; remove that device{}",
+        reasons.join("; "),
+        balloon_hint(qmp)
+    ))
 }
 
 /// For a refusal: what may be the reason has a cure.
@@ -144,7 +148,7 @@ pub(super) fn destination_state(qmp: &mut Qmp) -> Result<(), GuestError> {
     match migration["status"].as_str().unwrap_or("none") {
         "none" => Ok(()),
         "failed" => {
-            Err(GuestError("an earlier load failed in this QEMU, which it can't repeat; start a new one".to_owned()))
+            Err(GuestError("an earlier load failed in this QEMU, and it can't load again; start a new one".to_owned()))
         }
         status => Err(GuestError(format!(
             "this QEMU already listens for a guest by itself ({status}); start it with -incoming defer"
@@ -157,7 +161,8 @@ pub(super) fn no_balloon_yet(qmp: &mut Qmp) -> Result<(), GuestError> {
     match devices(qmp, may_be_anything)?.first() {
         None => Ok(()),
         Some(device) => Err(GuestError(format!(
-            "{device} of this QEMU is one that can't come with a guest; start it without, and plug it in when the guest is there: device_add"
+            "{device} of this QEMU can't come with a guest; start QEMU without it, and plug it in when the guest is \
+             there: device_add"
         ))),
     }
 }
@@ -167,8 +172,8 @@ pub(super) fn state_before_pages(qmp: &mut Qmp) -> Result<(), GuestError> {
     match devices(qmp, |kind| kind.starts_with("virtio-mem"))?.first() {
         None => Ok(()),
         Some(device) => Err(GuestError(format!(
-            "{device} says how much memory is plugged before the first page, and we know it only when the guest stands still; have a transship \
-             receive the guest, or save it and load the file there"
+            "{device} sends the amount of plugged memory before the first page, but transship knows it only when the \
+             guest is stopped; have a transship receive the guest, or save the guest and load the file there"
         ))),
     }
 }
@@ -178,8 +183,8 @@ pub(super) fn state_without_memory(qmp: &mut Qmp) -> Result<(), GuestError> {
     match devices(qmp, |kind| kind.starts_with("virtio-mem") || kind.starts_with("vfio-"))?.first() {
         None => Ok(()),
         Some(device) => Err(GuestError(format!(
-            "{device} can't go along with a guest whose memory is no shared named file; remove it, or start the guest with all memory in \
-             such files"
+            "{device} can't come with a guest whose memory is not in shared named files; remove it, or start the guest \
+             with all memory in such files"
         ))),
     }
 }
@@ -212,6 +217,6 @@ mod tests {
 
     #[test]
     fn a_process_that_is_gone_can_not_be_traced() {
-        assert!(may_ptrace(i32::MAX).unwrap_err().to_string().contains("run as root or as QEMU's user"));
+        assert!(may_ptrace(i32::MAX).unwrap_err().to_string().contains("run as root, or as QEMU's user"));
     }
 }

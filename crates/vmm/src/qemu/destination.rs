@@ -116,13 +116,11 @@ impl QemuDestination {
     fn check_loaded_and_stopped(&mut self) -> Result<(), GuestError> {
         match machine::run_state(&mut self.qmp)?.as_str() {
             "inmigrate" => {
-                Err(GuestError("QEMU calls the device state loaded, but still waits for a guest".to_owned()))
+                Err(GuestError("QEMU reports the device state as loaded, but still waits for a guest".to_owned()))
             }
             "running" => {
                 self.qmp.execute("stop", json!({}))?;
-                Err(GuestError(
-                    "QEMU let the guest run before its time; it was stopped again, start a new QEMU".to_owned(),
-                ))
+                Err(GuestError("QEMU started the guest too early; it was stopped again; start a new QEMU".to_owned()))
             }
             _ => Ok(()),
         }
@@ -178,7 +176,7 @@ impl DestinationGuest for QemuDestination {
         match (loaded, restored) {
             (Ok(()), restored) => restored,
             (Err(error), Err(why)) if !crate::is_gone(self.qmp.path()) => {
-                tracing::warn!("the destination QEMU's migration settings could not be put back: {why}");
+                tracing::warn!("can't restore the destination QEMU's migration settings: {why}");
                 Err(error)
             }
             (Err(error), _) => Err(error),
@@ -201,7 +199,8 @@ impl DestinationGuest for QemuDestination {
 /// Reads the stream up to where it says of which form it is. The bytes that were read. What is none is for QEMU to
 /// judge.
 fn form_of(state: &mut dyn Read) -> Result<(Form, Vec<u8>), GuestError> {
-    let broken = |e: io::Error| GuestError(format!("the device state broke off: {e}; start a new destination QEMU"));
+    let broken =
+        |e: io::Error| GuestError(format!("can't read the device state to its end: {e}; start a new destination QEMU"));
     let (mut reader, mut bytes, mut used) = (StreamReader::new(), Vec::new(), 0);
     loop {
         match reader.next(&bytes[used..]) {

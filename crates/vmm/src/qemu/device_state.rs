@@ -63,8 +63,7 @@ impl DeviceState {
             return Err(GuestError("a QEMU's device state is in QEMU's format".to_owned()));
         };
         let (machine, guest) = (super::bare_machine(guest), blocks.clone());
-        let machine =
-            Name::new(machine).map_err(|e| GuestError(format!("the machine {machine:?} can't be named: {e}")))?;
+        let machine = Name::new(machine).map_err(|e| GuestError(format!("can't name the machine {machine:?}: {e}")))?;
         Ok(Self { process: open_process(qmp.pid(), Access::Read)?, machine, guest })
     }
 
@@ -137,7 +136,7 @@ impl DeviceState {
 
 /// The sections of all devices, as QEMU saves them, and the end of the stream.
 fn sections(qmp: &mut Qmp, disks: Disks) -> Result<Vec<u8>, GuestError> {
-    let failed = |e: rustix::io::Errno| GuestError(format!("memory for the device state: {e}"));
+    let failed = |e: rustix::io::Errno| GuestError(format!("can't get memory for the device state: {e}"));
     let ours = rustix::fs::memfd_create("transship-state", MemfdFlags::CLOEXEC).map_err(failed)?;
     // QEMU finds the descriptor of a set by how it is open.
     let path = format!("/proc/self/fd/{}", std::os::fd::AsRawFd::as_raw_fd(&ours));
@@ -159,9 +158,9 @@ fn sections(qmp: &mut Qmp, disks: Disks) -> Result<Vec<u8>, GuestError> {
 }
 
 fn strange(error: impl std::fmt::Display) -> GuestError {
-    GuestError(format!("QEMU's device state can't be read: {error}"))
+    GuestError(format!("can't read QEMU's device state: {error}"))
 }
 
 fn unread(error: transship_memory::Error) -> GuestError {
-    GuestError(format!("memory of QEMU's devices can't be read: {error}"))
+    GuestError(format!("can't read the memory of QEMU's devices: {error}"))
 }

@@ -45,7 +45,7 @@ fn made(qmp: &Qmp, faults: Faults) -> Result<OwnedFd, InjectError> {
 
 fn by_device(qmp: &mut Qmp) -> Result<OwnedFd, GuestError> {
     let unusable =
-        |e: io::Error| refused(qmp, InjectError::NotPermitted, &format!("{DEVICE} can't be opened from here: {e}"));
+        |e: io::Error| refused(qmp, InjectError::NotPermitted, &format!("can't open {DEVICE} from here: {e}"));
     let device = OpenOptions::new().read(true).write(true).open(DEVICE).map_err(unusable)?;
     let expected = device.metadata().map_err(unusable)?.rdev();
     let (theirs, set) = qmp.add_fd(device.as_fd())?;
@@ -54,7 +54,7 @@ fn by_device(qmp: &mut Qmp) -> Result<OwnedFd, GuestError> {
     let uffd = match found {
         Ok(number) if number == expected => made(qmp, Faults::AllByDevice(theirs)),
         _ => Err(InjectError::Failed(GuestError(format!(
-            "QEMU says that {DEVICE} is its descriptor {theirs}; it is not"
+            "QEMU reports {DEVICE} as its descriptor {theirs}, but it is not"
         )))),
     };
     // If this fails QEMU keeps an open device that nobody uses, until we disconnect.
@@ -66,8 +66,9 @@ fn refused(qmp: &Qmp, error: InjectError, why: &str) -> GuestError {
     match error {
         InjectError::Failed(error) => error,
         InjectError::NotPermitted => GuestError(format!(
-            "QEMU (process {}) may not make a userfaultfd for which KVM and the kernel wait, as --background and --lazy need it, and \
-             {why}; run transship as root, or let everybody make one: sysctl vm.unprivileged_userfaultfd=1",
+            "QEMU (process {}) may not create a userfaultfd for which KVM and the kernel wait, which --background and \
+             --lazy need, and {why}; run transship as root, or let every process create one: sysctl \
+             vm.unprivileged_userfaultfd=1",
             qmp.pid()
         )),
     }

@@ -35,8 +35,8 @@ impl Balloon {
         match changed.chain([now]).find(|then| *then != self) {
             None => Ok(()),
             Some(_) => Err(GuestError(
-                "the guest's balloon changed while its memory was saved, which takes content away that belongs to the snapshot; \
-                 leave the balloon alone meanwhile, or use --live"
+                "the guest's balloon changed while its memory was saved, which removes content that belongs to the \
+                 snapshot; leave the balloon alone meanwhile, or use --live"
                     .to_owned(),
             )),
         }
@@ -57,7 +57,8 @@ pub(super) fn refuse(qmp: &mut Qmp) -> Result<(), GuestError> {
     }
     let Some(first) = found.first() else { return Ok(()) };
     Err(GuestError(format!(
-        "{first} gives memory back to the host while the guest runs (free page reporting, virtio-mem, or a balloon in another process), which \
-         would take content away before it is saved; use --live or --paused, or start the guest without it"
+        "{first} gives memory back to the host while the guest runs (free page reporting, virtio-mem, or a balloon in \
+         another process), which would remove content before it is saved; use --live or --paused, or start the guest \
+         without it"
     )))
 }

@@ -86,19 +86,19 @@ fn visit(target: Target, wait: Duration) -> Result<OwnedFd, InjectError> {
         }
         Received::Failure(failure) => failed(failure.explain(pid)),
         Received::Silence => {
-            failed(format!("its thread {thread} did not go on within {} s; is QEMU frozen?", wait.as_secs()))
+            failed(format!("its thread {thread} did not continue within {} s; is QEMU frozen?", wait.as_secs()))
         }
-        Received::Nothing => failed("the process that was to trace it was killed".to_owned()),
+        Received::Nothing => failed("the process that should have traced it was killed".to_owned()),
     })
 }
 
 fn error(pid: i32, why: &str) -> GuestError {
-    GuestError(format!("could not have QEMU (process {pid}) make a userfaultfd: {why}"))
+    GuestError(format!("can't make QEMU (process {pid}) create a userfaultfd: {why}"))
 }
 
 /// An address of a `syscall` instruction in the process: in the vDSO, or in some library.
 fn syscall_instruction(pid: i32) -> Result<u64, String> {
-    let memory = File::open(format!("/proc/{pid}/mem")).map_err(|e| format!("its memory can't be read: {e}"))?;
+    let memory = File::open(format!("/proc/{pid}/mem")).map_err(|e| format!("can't read its memory: {e}"))?;
     let mut executable = mappings(pid).map_err(|e| e.to_string())?;
     executable.retain(|mapping| mapping.is_executable && mapping.path != "[vsyscall]");
     executable.sort_by_key(|mapping| mapping.path != "[vdso]");

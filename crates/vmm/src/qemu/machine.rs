@@ -13,7 +13,7 @@ use super::qmp::{Qmp, QmpError};
 pub(super) fn uuid(qmp: &mut Qmp) -> Result<[u8; 16], GuestError> {
     let answer = qmp.execute("query-uuid", json!({}))?;
     let text = answer["UUID"].as_str().unwrap_or_default();
-    read_uuid(text).ok_or_else(|| GuestError(format!("QEMU says that its UUID is {text:?}, which is none")))
+    read_uuid(text).ok_or_else(|| GuestError(format!("QEMU reports its UUID as {text:?}, which is not a UUID")))
 }
 
 /// `8-4-4-4-12` digits, in the order of the text.
@@ -58,7 +58,7 @@ pub(super) fn let_run(qmp: &mut Qmp, rival: &str) -> Result<(), GuestError> {
     }
     match run_state(qmp)? {
         state if was_let_run(&state) => Ok(()),
-        state => Err(GuestError(format!("QEMU did not let the guest run, it is {state:?}"))),
+        state => Err(GuestError(format!("QEMU did not let the guest run; its state is {state:?}"))),
     }
 }
 
@@ -78,9 +78,9 @@ pub(super) fn check_stopped(before: &str, after: &str) -> Result<(), GuestError>
             "the guest has gone to sleep meanwhile (suspended), and can't be moved or saved asleep; wake it up first: system_wakeup".to_owned()
         }
         (_, "paused" | "prelaunch" | "io-error" | "postmigrate") => return Ok(()),
-        (_, "running") => "QEMU runs its guest again right after it was stopped; who else controls it?".to_owned(),
+        (_, "running") => "QEMU runs its guest again right after it was stopped; does another program control it?".to_owned(),
         (_, other) => {
-            format!("the guest is in state {other:?} by now, in which it can't be moved or saved; bring it to run first")
+            format!("the guest is in state {other:?} by now, in which it can't be moved or saved; let it run first")
         }
     }))
 }

@@ -184,7 +184,7 @@ fn locate(pid: i32, id: &str, mem_path: &Path) -> Result<(PathBuf, FileId), Gues
     }
     Err(GuestError(format!(
         "guest memory {id:?}: process {pid}, which listens on the QMP socket, maps no file {} that can be opened from \
-         here; was it deleted or replaced, or is the socket not QEMU's own?",
+         here; was the file deleted or replaced, or is the socket not QEMU's own?",
         mem_path.display()
     )))
 }
@@ -238,7 +238,8 @@ impl Backend {
     }
 
     fn open_file(&self, file: FileId, path: &Path, access: Access) -> Result<OwnedFd, GuestError> {
-        let failed = |why: String| GuestError(format!("guest memory {:?} in {}: {why}", self.id, path.display()));
+        let failed =
+            |why: String| GuestError(format!("can't open guest memory {:?} in {}: {why}", self.id, path.display()));
         let open = |access| OpenOptions::new().read(true).write(access == Access::ReadWrite).open(path);
         let mut opened = open(access).map_err(|e| failed(format!("{e}; run as root or as QEMU's user")))?;
         if checks::is_hugetlbfs(&opened) {
@@ -255,7 +256,7 @@ impl Backend {
 
     fn open_unnamed(&self, pid: i32, file: FileId, access: Access) -> Result<OwnedFd, GuestError> {
         let path = path_to(pid, file).map_err(|e| {
-            GuestError(format!("guest memory {:?} of process {pid} can't be reached: {e}; run as root", self.id))
+            GuestError(format!("can't open guest memory {:?} of process {pid}: {e}; run as root", self.id))
         })?;
         self.open_file(file, &path, access)
     }

@@ -182,7 +182,7 @@ pub(super) fn take_back(qmp: &mut Qmp, limit: Duration) -> Result<(), GuestError
     // That it was cancelled, or that its channel is gone, whichever QEMU noticed first.
     if status == "completed" {
         return Err(GuestError(format!(
-            "QEMU gave its guest up when it was to keep it ({})",
+            "QEMU gave its guest up although it should have kept it ({})",
             reason.as_str().unwrap_or(&status)
         )));
     }
@@ -207,7 +207,7 @@ pub(super) fn wait_completed(qmp: &mut Qmp, limit: Duration) -> Result<(), Guest
         "completed" => Ok(()),
         other => Err(GuestError(format!(
             "QEMU's migration of the device state {other}: {}",
-            reason.as_str().unwrap_or("it gives no reason, its own output may")
+            reason.as_str().unwrap_or("it gives no reason; its own output may")
         ))),
     }
 }

@@ -38,7 +38,7 @@ pub(super) enum QmpError {
     #[error("QEMU at {path} did not answer {command} within {seconds} s; is it stopped or overloaded?")]
     Timeout { path: PathBuf, command: String, seconds: u64 },
     /// The other end is gone.
-    #[error("QEMU (process {pid}) at {path} closed its QMP socket: it has ended, its own output says why")]
+    #[error("QEMU (process {pid}) at {path} closed its QMP socket: it has ended; its own output says why")]
     Closed { path: PathBuf, pid: i32 },
     /// No connection, or no QMP on it.
     #[error("{0}")]
@@ -77,8 +77,9 @@ impl Qmp {
     /// Connects, waits for the greeting and leaves the negotiation mode.
     pub(super) fn connect(path: &Path) -> Result<Self, QmpError> {
         let stream = open(path)?;
-        let pid = peer_of(&stream)
-            .map_err(|why| QmpError::Connection(format!("{}: who listens there: {why}", path.display())))?;
+        let pid = peer_of(&stream).map_err(|why| {
+            QmpError::Connection(format!("can't identify the process that listens at {}: {why}", path.display()))
+        })?;
         let mut qmp = Self {
             stream,
             path: path.to_owned(),
@@ -182,7 +183,7 @@ impl Qmp {
         let mut ready = [PollFd::new(&self.stream, PollFlags::IN), PollFd::from_borrowed_fd(output, PollFlags::IN)];
         match poll(&mut ready, Some(&left)) {
             Ok(_) | Err(rustix::io::Errno::INTR) => Ok(ready[1].revents() == PollFlags::IN),
-            Err(why) => Err(QmpError::Connection(format!("{}: can't wait for QEMU: {why}", self.path.display()))),
+            Err(why) => Err(QmpError::Connection(format!("can't wait for QEMU at {}: {why}", self.path.display()))),
         }
     }
 
@@ -279,7 +280,7 @@ impl Qmp {
                 }
                 return match serde_json::from_slice(&line) {
                     Ok(value @ Value::Object(_)) => Ok(Some(value)),
-                    _ => Err(self.protocol("a line that is no JSON object")),
+                    _ => Err(self.protocol("a line that is not a JSON object")),
                 };
             }
             searched = self.pending.len();
@@ -347,7 +348,9 @@ impl Qmp {
 
 /// The process that listens on a socket, whether it answers or not.
 pub(super) fn listener(path: &Path) -> Result<i32, QmpError> {
-    peer_of(&open(path)?).map_err(|why| QmpError::Connection(format!("{}: who listens there: {why}", path.display())))
+    peer_of(&open(path)?).map_err(|why| {
+        QmpError::Connection(format!("can't identify the process that listens at {}: {why}", path.display()))
+    })
 }
 
 /// Connects with a limit: when the socket's queue is full, a plain connect would wait for ever.

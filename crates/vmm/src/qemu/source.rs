@@ -156,7 +156,7 @@ impl QemuSource {
         let frees = self.freeing == Freeing::Never && checks::freeing(&mut self.qmp)? == Freeing::Possible;
         if moved || backends != self.backends || frees {
             return Err(GuestError(
-                "the guest's memory, or a balloon, was plugged, unplugged or mapped anew meanwhile; begin again"
+                "the guest's memory, or a balloon, was plugged, unplugged or remapped meanwhile; start again"
                     .to_owned(),
             ));
         }
@@ -287,7 +287,7 @@ impl SourceGuest for QemuSource {
         let Some(balloon) = &mut self.own_balloon else { return };
         if let Err(error) = balloon.plug_back(&mut self.qmp) {
             let by_hand = balloon.made().by_hand();
-            tracing::warn!("the guest's balloon could not be plugged in again: {error}; do it by hand: {by_hand}");
+            tracing::warn!("can't plug the guest's balloon in again: {error}; do it by hand: {by_hand}");
         }
     }
 
@@ -447,7 +447,7 @@ impl SourceGuest for QemuSource {
 impl Drop for QemuSource {
     fn drop(&mut self) {
         if let Err(e) = self.undo_save() {
-            tracing::warn!("QEMU's migration settings could not be put back: {e}");
+            tracing::warn!("can't restore QEMU's migration settings: {e}");
         }
     }
 }

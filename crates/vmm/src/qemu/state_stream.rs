@@ -121,7 +121,7 @@ impl ToTheTrailer {
     /// Whether what was read is the whole tail. QEMU writes the trailer last, and waits then.
     fn take_tail(&mut self) -> io::Result<()> {
         if self.input.len() > TAIL_BYTES_MAX {
-            return Err(strange(format!("it has more than {TAIL_BYTES_MAX} bytes beside memory")));
+            return Err(strange(format!("it has more than {TAIL_BYTES_MAX} bytes in addition to memory")));
         }
         if self.watch.whole(&self.input).is_some() && self.is_silent()? {
             // Behind the records that came with it.
@@ -193,7 +193,7 @@ impl Read for ToTheTrailer {
 }
 
 fn strange(error: impl std::fmt::Display) -> io::Error {
-    io::Error::new(io::ErrorKind::InvalidData, format!("QEMU's device state can't be read: {error}"))
+    io::Error::new(io::ErrorKind::InvalidData, format!("can't read QEMU's device state: {error}"))
 }
 
 #[cfg(test)]

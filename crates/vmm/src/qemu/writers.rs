@@ -62,7 +62,7 @@ fn refuse_all(found: &[String], when: When) -> Result<(), GuestError> {
     }
     let (which, cure) = match when {
         When::First => ("", "remove it"),
-        When::Later => (" came meanwhile", "remove it and begin again"),
+        When::Later => (" came meanwhile", "remove it and start again"),
     };
     Err(GuestError(format!(
         "writes to guest memory that can't be tracked{which}: {}; {cure}, or give --allow-untracked-writers if it is quiet for the whole \
@@ -92,7 +92,7 @@ fn others(qmp: &Qmp, backends: &[Backend], balloon: Option<&OwnBalloon>) -> Vec<
     if may_look_everywhere() {
         found.extend(others.unreadable());
     } else if let Some(unreadable) = others.unreadable() {
-        tracing::info!("whether they write to guest memory is not known: {unreadable}");
+        tracing::info!("it is unknown whether these write to guest memory: {unreadable}");
     }
     found
 }
@@ -102,8 +102,8 @@ pub(super) fn alone_in_memory(qmp: &Qmp, backends: &[Backend]) -> Result<(), Gue
     match Others::of(qmp.pid(), backends).writers.first() {
         None => Ok(()),
         Some(process) => Err(GuestError(format!(
-            "the destination's memory file is also in use by {process}; loading would destroy what is in it: give each QEMU a \
-             mem-path of its own"
+            "the destination's memory file is also in use by {process}, and loading would overwrite its contents; \
+             give each QEMU a mem-path of its own"
         ))),
     }
 }
@@ -228,7 +228,7 @@ impl Others {
             0 => String::new(),
             more => format!(" and {more} more"),
         };
-        let why = "what it maps may not be looked at from here";
+        let why = "its mappings can't be inspected from here";
         (!names.is_empty()).then(|| format!("{}{more}: {why}", names.join(", ")))
     }
 }

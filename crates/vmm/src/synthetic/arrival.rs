@@ -93,7 +93,8 @@ pub(super) fn data(ram: &[Ram], holes: Holes) -> Result<Vec<PageSet>, transship_
         return Ok(ram.iter().map(|ram| PageSet::full(ram.pages())).collect());
     }
     let data = |ram: &Ram| {
-        let unusable = |e: std::io::Error| transship_memory::Error::System { what: ram.name().into(), source: e };
+        let unusable =
+            |e: std::io::Error| transship_memory::Error::System { what: format!("read {}", ram.name()), source: e };
         let file = ram.file().try_clone_to_owned().map_err(unusable)?;
         Region::map(ram.name(), file, 0, ram.bytes(), Access::Read)?.data()
     };

@@ -134,7 +134,7 @@ impl Filler {
 
 /// The files of a folder, by name, each padded with zeros to whole pages.
 fn read_corpus(folder: &Path) -> Result<Vec<PageWords>, Error> {
-    let system = |source| Error::System { what: format!("corpus {}", folder.display()), source };
+    let system = |source| Error::System { what: format!("read corpus {}", folder.display()), source };
     let mut files: Vec<_> = fs::read_dir(folder).map_err(system)?.collect::<Result<_, _>>().map_err(system)?;
     files.sort_by_key(fs::DirEntry::file_name);
     let mut pages = Vec::new();
@@ -147,7 +147,7 @@ fn read_corpus(folder: &Path) -> Result<Vec<PageWords>, Error> {
         }
     }
     if pages.is_empty() {
-        return Err(Error::Options(format!("corpus {}: no file with content is in it", folder.display())));
+        return Err(Error::Options(format!("corpus {}: it has no file with content", folder.display())));
     }
     Ok(pages)
 }

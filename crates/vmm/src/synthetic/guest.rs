@@ -103,7 +103,7 @@ impl HandoffGuest for SyntheticGuest {
 
     fn save_state(&mut self, to: &mut dyn Write) -> Result<(), String> {
         let state = state::encode(&self.life()?.machine)?;
-        to.write_all(&state).map_err(|e| format!("its device state can't be written: {e}"))
+        to.write_all(&state).map_err(|e| format!("can't write its device state: {e}"))
     }
 
     fn load_state(&mut self, from: &mut dyn Read) -> Result<(), String> {

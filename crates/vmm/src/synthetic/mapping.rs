@@ -45,8 +45,10 @@ impl Ram {
     pub(super) fn new(name: String, pages: u64, directory: Option<&Path>) -> Result<Self, Error> {
         let bytes = pages * PAGE_BYTES as u64;
         let place = directory.map_or("a memfd".into(), |d| d.display().to_string());
-        let system =
-            |source: io::Error| Error::System { what: format!("region {name}, {bytes} bytes in {place}"), source };
+        let system = |source: io::Error| Error::System {
+            what: format!("make region {name} of {bytes} bytes in {place}"),
+            source,
+        };
         let file = match directory {
             None => memfd(&name, bytes),
             Some(directory) => unnamed_file(directory, bytes),

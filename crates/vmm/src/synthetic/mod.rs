@@ -46,7 +46,7 @@ pub enum Error {
     #[error(transparent)]
     Socket(#[from] SocketError),
     /// The system refused.
-    #[error("{what}: {source}")]
+    #[error("can't {what}: {source}")]
     System {
         /// To do what, to what.
         what: String,
@@ -97,14 +97,14 @@ pub fn run(options: &SyntheticOptions, shutdown: &Shutdown, events: &Events) -> 
         (SyntheticGuest::waiting(ram, events.clone()), GuestState::Waiting)
     } else {
         let machine = Machine::fill(ram, options, shutdown)?;
-        let threads = |source| Error::System { what: "the writers can't be started".into(), source };
+        let threads = |source| Error::System { what: "start the writers".into(), source };
         (SyntheticGuest::going(machine, events.clone()).map_err(threads)?, GuestState::Running)
     };
     let socket = GuestSocket::listen(&options.listen)?;
     events(Event::Listening(options.listen.clone()));
     let deadline = options.duration.and_then(|duration| Instant::now().checked_add(duration));
     let state = serve(&socket, &mut guest, state, shutdown, deadline)
-        .map_err(|source| Error::System { what: options.listen.display().to_string(), source })?;
+        .map_err(|source| Error::System { what: format!("listen at {}", options.listen.display()), source })?;
     Ok(Summary { state, writes: guest.writes(), check: guest.last_check() })
 }
 

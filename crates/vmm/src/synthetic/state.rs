@@ -61,7 +61,7 @@ pub(super) fn decode(
     // A run of its own for every page is the most that the versions can take.
     let most = u64::from(MAX_PROGRAM_BYTES) + pages * (RUN_HEAD_BYTES + 4) + 64;
     let mut bytes = Vec::new();
-    from.take(most + 1).read_to_end(&mut bytes).map_err(|e| format!("its device state can't be read: {e}"))?;
+    from.take(most + 1).read_to_end(&mut bytes).map_err(|e| format!("can't read its device state: {e}"))?;
     if bytes.len() as u64 > most {
         return Err(format!("its device state has more than {most} bytes"));
     }
@@ -79,7 +79,7 @@ pub(super) fn decode(
     check_program(&program, regions, region_pages)?;
     let versions = decode_versions(&mut fields, pages)?;
     if !fields.0.is_empty() {
-        return Err(format!("{} bytes are left behind its device state", fields.0.len()));
+        return Err(format!("{} bytes are left after its device state", fields.0.len()));
     }
     Ok((program, versions))
 }
@@ -87,10 +87,12 @@ pub(super) fn decode(
 fn check_program(program: &Program, regions: u64, region_pages: u64) -> Result<(), String> {
     let Program { regions: r, region_pages: p, touched_pages, hot_pages, threads, .. } = *program;
     if (r, p) != (regions, region_pages) {
-        return Err(format!("its memory is {r} regions of {p} pages, here are {regions} of {region_pages}"));
+        return Err(format!("its memory has {r} regions of {p} pages, but here are {regions} of {region_pages}"));
     }
     if touched_pages > p || hot_pages > p || threads == 0 || threads > 256 {
-        return Err(format!("its program can't be: {touched_pages} pages touched, {hot_pages} hot, {threads} threads"));
+        return Err(format!(
+            "its program is impossible: {touched_pages} pages touched, {hot_pages} hot, {threads} threads"
+        ));
     }
     Ok(())
 }

@@ -102,7 +102,7 @@ fn a_device_that_cannot_be_saved() {
     let folder = tempfile::tempdir().unwrap();
     let drive = format!("if=none,id=fat,format=raw,file=fat:rw:{}", folder.path().display());
     let qemu = Qemu::start(&["-S", "-drive", &drive, "-device", "virtio-blk-pci,drive=fat"]);
-    assert_names(&qemu.source_refusal(), &["can't save its devices' state", "vvfat"]);
+    assert_names(&qemu.source_refusal(), &["can't save the state of its devices", "vvfat"]);
 }
 
 #[test]
@@ -120,7 +120,7 @@ fn memory_plugged_during_the_move() {
     qemu.qmp("object-add", object);
     qemu.qmp("device_add", json!({"driver": "pc-dimm", "id": "dimm", "memdev": "more"}));
     let error = source.stop().unwrap_err().to_string();
-    assert_names(&error, &["plugged", "begin again"]);
+    assert_names(&error, &["plugged", "start again"]);
     source.resume(true).unwrap();
     drop(source);
     let regions = qemu.source().description().regions;

@@ -71,7 +71,7 @@ impl Layout {
             return Err(part.wrong("it ends beyond the end of the file: the file was cut short, or it is another file"));
         }
         if part.range.start < self.base {
-            return Err(part.wrong("it lies before the stream: what is there belongs to somebody else"));
+            return Err(part.wrong("it lies before the stream, in bytes that do not belong to it"));
         }
         let range = &part.range;
         let overlap = |other: &&Part| range.start < other.range.end && other.range.start < range.end;

@@ -94,7 +94,7 @@ impl Blocks {
         let block = if word & CONTINUE == 0 {
             self.read_name(reader)?
         } else {
-            let why = "it goes on in the block that was named before, and none was";
+            let why = "it continues in the block that was named before, but none was";
             self.named.ok_or_else(|| reader.invalid("RAM record", word, why))?
         };
         let offset = word & !FLAGS;

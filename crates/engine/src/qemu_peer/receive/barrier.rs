@@ -117,7 +117,7 @@ impl Barrier {
         match self.state().channels.iter().position(|channel| channel.pages) {
             None => Ok(()),
             Some(channel) => {
-                let what = format!("brought pages on channel {channel} behind the last barrier of its main stream");
+                let what = format!("sent pages on channel {channel} after the last barrier of its main stream");
                 Err(Error::Protocol { peer: peer.to_owned(), what })
             }
         }

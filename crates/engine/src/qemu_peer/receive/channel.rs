@@ -201,7 +201,8 @@ impl Input {
                 }
                 Step::Done { record: Packet::DeviceState(state), .. } => {
                     let what = format!(
-                        "sent state of the device {:?}, which only QEMU can load; unplug it, or move without transship",
+                        "sent state of the device {:?}, which only QEMU can load; unplug that device, or move without \
+                         transship",
                         &*state.name
                     );
                     return Err(self.broke(what));
@@ -216,7 +217,7 @@ impl Input {
         if let Some((before, _)) = decoder
             && *before != method
         {
-            let what = format!("compressed by {method:?} what it began by {before:?}");
+            let what = format!("changed its compression from {before:?} to {method:?}");
             return Err(self.broke(what));
         }
         let codec = match method {
@@ -226,13 +227,14 @@ impl Input {
             Method::Qatzip => Codec::Qatzip,
             Method::Qpl | Method::Uadk => {
                 let what = format!(
-                    "compresses by {method:?}, which transship does not know; set multifd-compression to zstd or none"
+                    "compresses with {method:?}, which transship does not know; set multifd-compression to zstd or none"
                 );
                 return Err(self.broke(what));
             }
         };
         if decoder.is_none() {
-            let made = codec.stock_decoder().ok_or_else(|| self.broke("compresses by a method without streams"))?;
+            let made =
+                codec.stock_decoder().ok_or_else(|| self.broke("compresses with a method that has no streams"))?;
             *decoder = Some((method, made));
         }
         Ok(decoder.as_mut().expect("it was made above").1.as_mut())

@@ -72,8 +72,8 @@ fn told(error: Error, answers: &Answers, all_there: bool) -> Error {
     match error {
         Error::Unknown(_) => error,
         error if all_there && !answers.open => Error::Unknown(format!(
-            "{error}. The source has no return path (its capability of that name), so it can't be told and may call its migration completed. Nothing \
-             runs here; let its guest run again with `cont` there"
+            "{error}. The source has no return path (its capability return-path is off), so it can't be told and may \
+             report its migration as completed. Nothing runs here; resume its guest with `cont` there"
         )),
         error => error,
     }
@@ -82,7 +82,7 @@ fn told(error: Error, answers: &Answers, all_there: bool) -> Error {
 fn check_guest(into: &Sink<'_>) -> Result<(), Error> {
     match into {
         Sink::Guest(guest) if guest.state_format() == StateFormat::Opaque => Err(Error::Unfit(
-            "what a stock QEMU sends can be loaded by a QEMU only: name one as --vm qemu:SOCKET, or a file".into(),
+            "only a QEMU can load what a stock QEMU sends: name one with --vm qemu:SOCKET, or a file with --to".into(),
         )),
         _ => Ok(()),
     }
@@ -200,7 +200,9 @@ impl Reception<'_, '_> {
         let barriers = match (channels.count(), head.flush) {
             (0, false) => Barriers::None,
             (0, true) => {
-                return Err(self.broke("uses multifd, and none of its channels has come; is its address this one?"));
+                return Err(
+                    self.broke("uses multifd, but none of its channels has connected; do they use this address?")
+                );
             }
             (_, true) => Barriers::Rounds,
             (_, false) => Barriers::Sections,
@@ -266,10 +268,11 @@ impl Reception<'_, '_> {
                 break;
             }
         }
-        let configuration = configuration.ok_or_else(|| self.broke("has not said which machine it is"))?;
+        let configuration = configuration.ok_or_else(|| self.broke("has not named its machine"))?;
         if !self.answers.open {
             tracing::warn!(
-                "the source has no return path: it will take its last write for success, whatever becomes of it here; better turn that capability on"
+                "the source has no return path: it will take its last write for success, whatever happens here; turn \
+                 on its capability return-path"
             );
         }
         Ok(Head { configuration, ram_section, blocks: records.reader().blocks().to_vec(), flush })
@@ -282,7 +285,8 @@ impl Reception<'_, '_> {
             _ => return Ok(()),
         };
         Err(self.broke(format!(
-            "has its capability {capability} on, with which its memory does not come by a connection; turn it off there"
+            "has its capability {capability} on, with which its memory does not come over the connection; turn it off \
+             there"
         )))
     }
 
@@ -384,16 +388,18 @@ impl Reception<'_, '_> {
         fail_point::reach("qemu-receive.told")?;
         if !self.answers.let_go() {
             return Err(Error::Unknown(format!(
-                "the guest is loaded here and the source at {} was told so, but it can't be seen whether it has given its guest up. Look at the source: if \
-                 `info migrate` there says completed, start the guest here with: {}. If its guest runs, end this one",
+                "the guest is loaded here, and the source at {} was told so, but it is unknown whether it has given \
+                 its guest up. Check the source: if `info migrate` there says completed, start the guest here with: \
+                 {}. If its guest runs, end this one",
                 self.answers.peer,
                 guest.start_hint()
             )));
         }
         guest.start(run).map_err(|error| {
             Error::Unknown(format!(
-                "the guest was handed over to us, but it could not be started: {error}. If the VMM still runs, the guest is loaded and \
-                 whole here; start it with: {}. Do not resume it at the source unless it is ended here first",
+                "the guest was handed over to this side, but can't be started: {error}. If the VMM still runs, the \
+                 guest is loaded and whole here; start it with: {}. Do not resume it at the source unless it is ended \
+                 here first",
                 guest.start_hint()
             ))
         })?;

@@ -107,11 +107,13 @@ impl Answers {
                 }
             }
             Command::Ping(number) if self.open => self.send(&Reply::Pong(*number)),
-            Command::Ping(_) => Err(self.broke("asked for an answer without having opened a way back".into())),
+            Command::Ping(_) => Err(self.broke("asked for an answer without having opened a return path".into())),
             Command::PostcopyAdvise(_) => Err(self.broke(
-                "wants to go on after its guest has moved (postcopy), which needs a QEMU here; turn postcopy-ram and dirty-bitmaps off there".into(),
+                "wants to send more after its guest has moved (postcopy), which needs a QEMU here; turn postcopy-ram \
+                 and dirty-bitmaps off there"
+                    .into(),
             )),
-            other => Err(self.broke(format!("sent the command {}, which can't be obeyed here", other.name()))),
+            other => Err(self.broke(format!("sent the command {}, which is not supported here", other.name()))),
         }
     }
 
@@ -139,7 +141,7 @@ impl Answers {
             }
             match self.connection.read(&mut byte) {
                 Ok(1) if byte == [0] => return Ok(()),
-                Ok(1) => return Err(self.broke("sent something else than the end behind its last section".into())),
+                Ok(1) => return Err(self.broke("sent something other than the end after its last section".into())),
                 Ok(_) => return Err(self.broke("has closed the connection before it handed its guest over".into())),
                 Err(error)
                     if matches!(
@@ -147,7 +149,7 @@ impl Answers {
                         io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut | io::ErrorKind::Interrupted
                     ) => {}
                 Err(source) => {
-                    return Err(Error::Io { what: format!("wait for the end of what {} sends", self.peer), source });
+                    return Err(Error::Io { what: format!("wait for the end of the data from {}", self.peer), source });
                 }
             }
             if Instant::now() >= deadline {

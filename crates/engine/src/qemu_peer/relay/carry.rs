@@ -110,9 +110,9 @@ fn lost(stream: &Stream, source: io::Error) -> Error {
     match Errno::from_io_error(&source) {
         Some(Errno::CONNRESET | Errno::PIPE) => Error::Protocol {
             peer: stream.qemu.clone(),
-            what: "has broken the connection; it is a QEMU, ask it why".into(),
+            what: "has broken the connection; its own output says why".into(),
         },
-        _ => Error::Io { what: format!("relay what {} says and hears", stream.qemu), source },
+        _ => Error::Io { what: format!("relay the data of {}", stream.qemu), source },
     }
 }
 

@@ -85,7 +85,7 @@ fn open(number: u16, first: &[u8], session: &Arc<Session>, outlet: &Arc<Outlet>,
         return Err(session.fate.broke(format!("opened connection {number} out of turn")));
     }
     let mut connection = Connection::open(to)?;
-    connection.write_all(first).map_err(|source| Error::Io { what: format!("speak to {to}"), source })?;
+    connection.write_all(first).map_err(|source| Error::Io { what: format!("send to {to}"), source })?;
     session.count_first(first);
     let stream = Stream::new(number, connection, to.to_string(), &session.fate)?;
     session.add(Arc::clone(&stream));
@@ -114,8 +114,8 @@ fn well(session: &Session, to: &Uri) -> Result<(), Error> {
         return Ok(());
     }
     let what = match session.streams().is_empty() {
-        true => "was not spoken to: no source came",
-        false => "has not loaded the guest, or the source has given up; ask it why",
+        true => "got no data: no source connected",
+        false => "has not loaded the guest, or the source has given up; its own output says why",
     };
     Err(Error::Protocol { peer: to.to_string(), what: what.into() })
 }
@@ -143,10 +143,10 @@ fn broken(session: &Session, to: &Uri) -> Result<(), Error> {
     }
     let here = match session.all_is_well.load(SeqCst) {
         true => "The QEMU here has loaded all of the guest, which runs here (if it ran)",
-        false => "The QEMU here was given all of the guest: look whether it runs (`info status`)",
+        false => "The QEMU here was given all of the guest: check whether it runs (`info status`)",
     };
     Err(Error::Unknown(format!(
-        "{error}, just when the guest was handed over to {to}. {here}. If so, end the QEMU at the source; else end this one, and let the guest run \
-         again there. What the relay near the source says helps"
+        "{error}, just when the guest was handed over to {to}. {here}. If so, end the QEMU at the source; otherwise \
+         end this one, and let the guest run again there. See also the message of the relay near the source"
     )))
 }

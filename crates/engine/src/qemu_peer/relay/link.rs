@@ -56,7 +56,7 @@ impl Messages {
             Err(error) if matches!(error.kind(), io::ErrorKind::UnexpectedEof | io::ErrorKind::ConnectionReset) => {
                 Ok(false)
             }
-            Err(source) => Err(Error::Io { what: format!("hear the relay at {}", self.peer), source }),
+            Err(source) => Err(Error::Io { what: format!("read from the relay at {}", self.peer), source }),
         }
     }
 
@@ -97,7 +97,7 @@ impl Messages {
 
 /// The error about a message that nothing here asks for.
 pub(super) fn unexpected(session: &Session) -> Error {
-    session.fate.broke("sent a message that has no place here")
+    session.fate.broke("sent a message that is not allowed here")
 }
 
 /// Opens a link to the relay near the destination.
@@ -140,8 +140,8 @@ fn await_welcome(messages: &mut Messages, to: &Uri, progress: &Progress) -> Resu
     };
     let no_relay = || {
         Error::Unfit(format!(
-            "what listens at {to} is no relay that waits for this one; start there: transship relay --listen relay:{to} --to URI, where URI is the \
-             waiting QEMU's"
+            "the program that listens at {to} is not a relay that waits for this one; start one there: transship \
+             relay --listen relay:{to} --to URI, where URI is the waiting QEMU's"
         ))
     };
     timeout(&messages.connection, Some(TICK))?;
@@ -219,7 +219,7 @@ fn welcome_one(door: &mut Door<'_, Caller>) -> Result<(SessionId, Link, u8), Err
                 Ok(link) => return Ok((session, link, channels)),
                 Err(error) => turn_away(&peer, &error.to_string()),
             },
-            Some((Caller::Data(..), (_, peer))) => turn_away(&peer, "a data connection of a link that is not open"),
+            Some((Caller::Data(..), (_, peer))) => turn_away(&peer, "a data connection of a link that does not exist"),
         }
     }
 }
@@ -253,7 +253,8 @@ fn understand((connection, _): &mut Line, words: &[u8]) -> Words<Caller> {
                     Words::Strange(why)
                 }
                 b"QEVM" => strange(
-                    "it is a QEMU that migrates; it has to connect to the relay near it: transship relay --listen URI --to relay:URI",
+                    "it is a QEMU that migrates; it must connect to the relay near it: transship relay --listen URI \
+                     --to relay:URI",
                 ),
                 b"TSHP" => {
                     strange("it is a `transship move`; this is a relay's link, for a `transship relay --to relay:URI`")
@@ -267,7 +268,7 @@ fn understand((connection, _): &mut Line, words: &[u8]) -> Words<Caller> {
         (Role::Control, None) => return Words::Unfinished,
         (Role::Control, Some(hello)) => match Message::decode(hello, &[]) {
             Ok(Message::Hello { channels }) => (Caller::Control(session, channels), PREAMBLE_BYTES + MESSAGE_BYTES),
-            _ => return strange("it has not said how many data connections it opens"),
+            _ => return strange("it has not announced its number of data connections"),
         },
     };
     match take(connection, &mut [0; PREAMBLE_BYTES + MESSAGE_BYTES][..used]) {

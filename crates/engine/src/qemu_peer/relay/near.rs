@@ -215,7 +215,8 @@ impl Near<'_> {
                     head.extend_from_slice(&room[..count]);
                     match followed {
                         _ if follower.postcopy => {
-                            let what = "wants to go on after its guest has moved (postcopy), which can't be relayed; turn postcopy-ram and dirty-bitmaps off there";
+                            let what = "wants to send more after its guest has moved (postcopy), which can't be \
+                                        relayed; turn postcopy-ram and dirty-bitmaps off there";
                             return Err(Error::Protocol { peer: qemu.into(), what: what.into() });
                         }
                         Err(error) => break error.to_string(),
@@ -225,8 +226,9 @@ impl Near<'_> {
                             return Ok((head, follower));
                         }
                         Ok(()) => {
-                            let what = "has no return path, so it would take its last write for success, whatever becomes of it; say there: \
-                                        migrate_set_capability return-path on (or add --without-return-path here)";
+                            let what = "has no return path, so it would take its last write for success, whatever \
+                                        happens to it; run there: migrate_set_capability return-path on (or add \
+                                        --without-return-path here)";
                             return Err(Error::Protocol { peer: qemu.into(), what: what.into() });
                         }
                     }
@@ -235,7 +237,8 @@ impl Near<'_> {
         };
         if !self.options.without_return_path {
             let what = format!(
-                "can't be followed, so nobody knows whether it waits for word from the destination: {why} (--without-return-path relays it all the same)"
+                "can't be followed, so it is unknown whether it waits for the destination's confirmation: {why} \
+                 (--without-return-path relays it anyway)"
             );
             return Err(Error::Protocol { peer: qemu.into(), what });
         }
@@ -249,7 +252,8 @@ impl Near<'_> {
             return Ok(());
         }
         Err(Error::Refused(
-            "the QEMU that waits there has not loaded the guest, or the source has given up; ask the two QEMUs why"
+            "the waiting QEMU there has not loaded the guest, or the source has given up; the output of the two QEMUs \
+             says why"
                 .into(),
         ))
     }
@@ -280,14 +284,16 @@ impl Near<'_> {
         }
         let Some(main) = main.filter(|main| !main.is_silent()) else {
             return Err(Error::Unknown(format!(
-                "{error}. The source has closed its connections, and the QEMU at the destination may have all of the guest: look there whether it runs \
-                 (`info status`). If it does not and never will, `cont` lets it run again at the source, if that still lives"
+                "{error}. The source has closed its connections, and the QEMU at the destination may have all of the \
+                 guest: check there whether it runs (`info status`). If it does not and never will, `cont` lets it \
+                 run again at the source, if that QEMU still exists"
             )));
         };
         if !self.return_path {
             return Err(Error::Unknown(format!(
-                "{error}. The source has no return path, so it may call its migration completed. Look at the destination: if the guest does not run there \
-                 and never will, let it run again with `cont` at the source"
+                "{error}. The source has no return path, so it may report its migration as completed. Check the \
+                 destination: if the guest does not run there and never will, let it run again with `cont` at the \
+                 source"
             )));
         }
         self.hold(main, &error);
@@ -304,9 +310,10 @@ impl Near<'_> {
         // One that came before could not know of this.
         let _ = self.progress.take_cancel();
         tracing::warn!(
-            "{error}, just when the guest was handed over: it may run at the destination, or not. It stands still here, as long as this process lives. \
-             Look at the destination (`info status`): if it runs there, end the QEMU here (`quit`). If it does not, end the QEMU there, and then press \
-             Ctrl-C here: the guest runs on at the source"
+            "{error}, just when the guest was handed over: it may run at the destination, or not. It stands still \
+             here, as long as this process exists. Check the destination (`info status`): if it runs there, end the \
+             QEMU here (`quit`). If it does not, end the QEMU there, and then press Ctrl-C here: the guest runs on at \
+             the source"
         );
         while !self.progress.is_cancelled() && !main.is_closed_within(TICK) {}
     }
@@ -363,7 +370,8 @@ fn read_main(mut sender: Sender, mut follower: Follower, head: &[u8]) -> Result<
                 let bytes = &room[..count];
                 let sorted = follower.sort(bytes).unwrap_or_else(|error| {
                     tracing::warn!(
-                        "the main stream can't be followed, so its end is not known: {error}. Should the link break, a person will have to look at both QEMUs"
+                        "the main stream can't be followed, so its end is unknown: {error}. If the link breaks, a \
+                         person will have to check both QEMUs"
                     );
                     follower.give_up();
                     Sorted { before: Default::default(), end: bytes.into() }

@@ -243,7 +243,7 @@ impl Front {
 
 fn gone() -> Error {
     Error::Io {
-        what: "encode what is relayed".into(),
+        what: "encode the relayed data".into(),
         source: io::Error::other("an encoder ended early; this is a bug"),
     }
 }

@@ -134,7 +134,7 @@ impl Session {
         streams
             .get(usize::from(number))
             .cloned()
-            .ok_or_else(|| self.fate.broke(format!("spoke of connection {number}, which is not open")))
+            .ok_or_else(|| self.fate.broke(format!("named connection {number}, which is not open")))
     }
 
     pub(super) fn streams(&self) -> Vec<Arc<Stream>> {

@@ -207,7 +207,11 @@ impl Stream {
         }
         allowance.left = match allowance.left.checked_add(amount) {
             Some(left) if left <= allowance.window => left,
-            _ => return Err(self.fate.broke(format!("allows more on connection {} than was sent", self.number))),
+            _ => {
+                return Err(self
+                    .fate
+                    .broke(format!("returned more credit on connection {} than was used", self.number)));
+            }
         };
         self.allowed.notify_all();
         Ok(())
@@ -254,10 +258,10 @@ impl Stream {
         if let Item::Bytes { bytes, .. } = &item {
             inbox.used = match inbox.used.checked_add(cost(bytes.len())) {
                 Some(used) if used <= WINDOW => used,
-                _ => return broke("although it was not allowed so much"),
+                _ => return broke("beyond its window"),
             };
         } else if inbox.waiting.values().any(|item| matches!(item, Item::End)) {
-            return broke("behind its end");
+            return broke("after its end");
         }
         inbox.waiting.insert(packet.sequence, item);
         if packet.sequence == inbox.next {

@@ -106,9 +106,7 @@ impl PacketSender {
             transship_codec::Method::Zlib => (Method::Zlib, &ZLIB_STREAM_HEADER),
             transship_codec::Method::Zstd => (Method::Zstd, &[]),
             other => {
-                return Err(Error::Unfit(format!(
-                    "{other} is nothing that is sent to a QEMU; take none, zlib or zstd"
-                )));
+                return Err(Error::Unfit(format!("{other} can't be sent to a QEMU; use none, zlib or zstd")));
             }
         };
         let mut sender = Self {
@@ -171,8 +169,8 @@ impl PacketSender {
 
     fn closed(&self) -> Error {
         let what = format!(
-            "has closed channel {}: it has ended or refuses what it was sent, and its own output says why; are its multifd-channels, \
-             multifd-compression and uuid the same?",
+            "has closed channel {}: it has ended or refuses the data, and its own output says why; are its \
+             multifd-channels, multifd-compression and uuid the same?",
             self.number
         );
         Error::Protocol { peer: self.shared.peer.clone(), what }

@@ -199,7 +199,7 @@ impl Line {
                 None => others().map_err(|error| self.reason().unwrap_or(error))?,
             }
             if Instant::now() >= deadline {
-                let what = format!("was to {doing}, and has not said that it did within {} s", limit.as_secs());
+                let what = format!("was to {doing}, but has not confirmed it within {} s", limit.as_secs());
                 return Err(Error::Protocol { peer: self.peer.clone(), what });
             }
         }
@@ -238,11 +238,11 @@ impl Line {
 
     fn unexpected(&self, reply: &Reply) -> Error {
         let what = match reply {
-            Reply::Shut(0) => "says that it has loaded everything, before it was sent everything".to_owned(),
+            Reply::Shut(0) => "reported that it has loaded everything before everything was sent".to_owned(),
             Reply::Shut(status) => {
-                format!("gives up (status {status}): it refuses what it was sent, and its own output says why")
+                format!("gave up (status {status}): it refuses the data, and its own output says why")
             }
-            other => format!("answers {other:?}, which nobody has asked for"),
+            other => format!("sent the answer {other:?} without being asked"),
         };
         Error::Protocol { peer: self.peer.clone(), what }
     }
@@ -275,7 +275,7 @@ impl Line {
                 Some(Reply::SwitchoverAck) => {}
                 Some(other) => return Err(self.unexpected(&other)),
                 None if Instant::now() >= deadline => {
-                    let what = format!("has not said within {} s that it has loaded everything", limit.as_secs());
+                    let what = format!("has not confirmed within {} s that it has loaded everything", limit.as_secs());
                     return Err(Error::Protocol { peer: self.peer.clone(), what });
                 }
                 None => {}

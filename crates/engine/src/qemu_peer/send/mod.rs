@@ -109,7 +109,9 @@ pub fn send_to_qemu(
 fn prepare(guest: &mut dyn SourceGuest, options: &QemuSendOptions) -> Result<(Plan, Vec<RegionBlock>), Error> {
     if guest.state_format() == StateFormat::Opaque {
         return Err(Error::Unfit(
-            "a stock QEMU understands the device state of a QEMU alone, and this guest's VMM is another; let a transship receive it".into(),
+            "a stock QEMU understands only the device state of a QEMU, but this guest has another VMM; let a \
+             transship receive it"
+                .into(),
         ));
     }
     guest.check_for_stock()?;

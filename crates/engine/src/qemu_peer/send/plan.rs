@@ -49,7 +49,8 @@ impl Plan {
         if version.is_some_and(|version| version < OLDEST) {
             let (major, minor) = OLDEST;
             return Err(Error::Unfit(format!(
-                "the machine {machine} is too old to be sent to a QEMU: its streams do not say what they are; from {major}.{minor} on they do"
+                "the machine {machine} is too old to be sent to a QEMU: streams of machine types before \
+                 {major}.{minor} do not say what they are"
             )));
         }
         if options.channels == 0 {
@@ -57,8 +58,8 @@ impl Plan {
         }
         let Some(version) = version else {
             return Err(Error::Unfit(format!(
-                "the machine {machine} has no version in its name, and what a QEMU expects of multifd channels follows from that; leave out \
-                 --channels on both sides (multifd off), which works with every machine"
+                "the machine {machine} has no version in its name, and multifd channels depend on that version; leave \
+                 out --channels on both sides (multifd off), which works with every machine"
             )));
         };
         let barriers = if version >= BARRIERS_BY_ROUNDS { Barriers::ByRounds } else { Barriers::BySections };

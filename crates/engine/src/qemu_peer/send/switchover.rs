@@ -89,9 +89,10 @@ impl Peer for StockQemu<'_> {
     /// has not come.
     fn without_word(&self, error: &Error, by_hand: &str) -> String {
         format!(
-            "the guest was handed over, but the destination did not confirm that it has it: {error}. Look at that QEMU first (info status). If it \
-             runs there, or is paused there with its state loaded, all is well and this one can be ended. Only if that QEMU has ended, or says \
-             inmigrate and is ended now, resume it here with: {by_hand}"
+            "the guest was handed over, but the destination did not confirm that it has it: {error}. Check that QEMU \
+             first (info status). If the guest runs there, or is paused there with its state loaded, all is well and \
+             this one can be ended. Only if that QEMU has ended, or says inmigrate and you end it now, resume it here \
+             with: {by_hand}"
         )
     }
 }
@@ -103,7 +104,7 @@ impl Peer for StockQemu<'_> {
 /// and one that was does not look: so there always is one.
 fn cut_end(tail: &mut Vec<u8>) -> Result<Vec<u8>, Error> {
     let strange = |why: &dyn std::fmt::Display| {
-        Error::Unfit(format!("the end of the device state that the VMM has written can't be found: {why}"))
+        Error::Unfit(format!("can't find the end of the device state that the VMM has written: {why}"))
     };
     /// The byte itself, the trailer's type and its length.
     const BEFORE_DESCRIPTION: usize = 1 + 1 + 4;
@@ -126,12 +127,11 @@ fn cut_end(tail: &mut Vec<u8>) -> Result<Vec<u8>, Error> {
 fn check(state: &DeviceState, session: &Session) -> Result<(), Error> {
     let (said, is) = (&session.plan.machine, &state.configuration.machine);
     if said != is {
-        return Err(Error::Unfit(format!(
-            "the VMM calls its machine {said} when it is asked, and {is} in its device state"
-        )));
+        return Err(Error::Unfit(format!("the VMM reports its machine as {said}, but its device state names {is}")));
     }
     if !state.early.is_empty() {
-        let why = "a machine with virtio-mem says before the first page how much memory is plugged, and that is known only when it stands still";
+        let why = "a machine with virtio-mem sends the amount of plugged memory before the first page, and that \
+                   amount is known only when the guest is stopped";
         return Err(Error::Unfit(format!("{why}; move it to a transship on the other side (--peer transship)")));
     }
     Ok(())

@@ -35,7 +35,8 @@ pub(crate) fn take(place: &FilePlace, purpose: Purpose) -> Result<Option<Passed>
         FilePlace::Fd(number) => {
             let Checked { file, direct, .. } = check(number, purpose)?;
             if direct {
-                let why = "is open with O_DIRECT, which the parts between the pages can't use; pass one without it too, as fdset:N,M";
+                let why = "is open with O_DIRECT, which the parts between the pages can't use; also pass one without \
+                           it, as fdset:N,M";
                 return Err(wrong(number, why));
             }
             Ok(Some(Passed { buffered: file, direct: None }))
@@ -46,7 +47,7 @@ pub(crate) fn take(place: &FilePlace, purpose: Purpose) -> Result<Option<Passed>
 
 fn pair(one: Checked, other: Checked) -> Result<Passed, Error> {
     if let Some(pipe) = [&one, &other].into_iter().find(|checked| checked.pipe) {
-        return Err(wrong(pipe.number, "is no regular file"));
+        return Err(wrong(pipe.number, "is not a regular file"));
     }
     if one.id != other.id {
         return Err(wrong(
@@ -81,7 +82,7 @@ fn check(number: i32, purpose: Purpose) -> Result<Checked, Error> {
     let flags = flags_of(number).ok_or_else(|| wrong(number, "was not passed to this process"))?;
     // What was passed came through an exec, which closes all that has this flag; what we have opened ourselves has it.
     if flags.contains(OFlags::CLOEXEC) {
-        return Err(wrong(number, "is this process's own, none that was passed to it"));
+        return Err(wrong(number, "belongs to transship itself, and was not passed to it"));
     }
     let (mode, name) = match purpose {
         Purpose::Save => (OFlags::WRONLY, "for writing only (O_WRONLY)"),
@@ -93,10 +94,11 @@ fn check(number: i32, purpose: Purpose) -> Result<Checked, Error> {
     if flags.contains(OFlags::APPEND) {
         return Err(wrong(
             number,
-            "is open for appending (O_APPEND), so nothing can be put at its place; open it without",
+            "is open for appending (O_APPEND), so pages can't be written to their places; open it without",
         ));
     }
-    let failed = |source: rustix::io::Errno| Error::Io { what: format!("descriptor {number}"), source: source.into() };
+    let failed =
+        |source: rustix::io::Errno| Error::Io { what: format!("use descriptor {number}"), source: source.into() };
     let file: OwnedFd = pidfd_open(getpid(), PidfdFlags::empty())
         .and_then(|us| pidfd_getfd(us, number, PidfdGetfdFlags::empty()))
         .map_err(failed)?;
@@ -105,7 +107,7 @@ fn check(number: i32, purpose: Purpose) -> Result<Checked, Error> {
         FileType::RegularFile => false,
         // A plain stream can be read from anywhere.
         FileType::Fifo | FileType::Socket | FileType::CharacterDevice if purpose == Purpose::Restore => true,
-        _ => return Err(wrong(number, "is no regular file")),
+        _ => return Err(wrong(number, "is not a regular file")),
     };
     let direct = flags.contains(OFlags::DIRECT);
     Ok(Checked { number, file: file.into(), direct, pipe, id: (stat.st_dev, stat.st_ino) })
@@ -218,14 +220,14 @@ mod tests {
         assert!(refusal(FilePlace::Fd(9_999_999), Purpose::Save).contains("was not passed"));
         let ours = lab.open("a", OFlags::WRONLY | OFlags::CLOEXEC);
         rustix::io::fcntl_setfd(&ours, FdFlags::CLOEXEC).unwrap();
-        assert!(refusal(FilePlace::Fd(ours.as_raw_fd()), Purpose::Save).contains("this process's own"));
+        assert!(refusal(FilePlace::Fd(ours.as_raw_fd()), Purpose::Save).contains("belongs to transship itself"));
         let (other, end) = std::io::pipe().unwrap();
         rustix::io::fcntl_setfd(&end, FdFlags::empty()).unwrap();
         rustix::io::fcntl_setfd(&other, FdFlags::empty()).unwrap();
-        assert!(refusal(FilePlace::Fd(end.as_raw_fd()), Purpose::Save).contains("no regular file"));
+        assert!(refusal(FilePlace::Fd(end.as_raw_fd()), Purpose::Save).contains("not a regular file"));
         // A stream may come through one.
         assert!(take(&FilePlace::Fd(other.as_raw_fd()), Purpose::Restore).is_ok());
         let file = lab.open("a", OFlags::RDONLY);
-        assert!(refusal(set_of(&other, &file), Purpose::Restore).contains("no regular file"));
+        assert!(refusal(set_of(&other, &file), Purpose::Restore).contains("not a regular file"));
     }
 }

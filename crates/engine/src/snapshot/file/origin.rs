@@ -46,11 +46,12 @@ impl Origin {
         let (file, direct) = match (&from.place, descriptors::take(&from.place, Purpose::Restore)?) {
             (FilePlace::Path(path), _) => open_path(&name, path, direct_io, &mut refused)?,
             (_, Some(passed)) => (passed.buffered, passed.direct.filter(|_| direct_io != DirectIo::Off)),
-            (place, None) => return Err(wrong(&name, format!("{place:?} is no file"))),
+            (place, None) => return Err(wrong(&name, format!("{place:?} is not a file"))),
         };
         let passed = !matches!(from.place, FilePlace::Path(_));
         if direct_io == DirectIo::On && direct.is_none() && passed {
-            let what = "it was passed without a descriptor that is open with O_DIRECT; pass one of each, as fdset:N,M";
+            let what = "it was passed without a descriptor that is open with O_DIRECT; pass one of each kind, as \
+                        fdset:N,M";
             return Err(wrong(&name, what));
         }
         Ok(Self { refused, ..Self::of(name, file, direct, from.offset)? })
@@ -61,7 +62,7 @@ impl Origin {
     /// # Errors
     /// It is nothing that can be read.
     pub(crate) fn of(name: String, file: File, direct: Option<File>, offset: u64) -> Result<Self, Error> {
-        let stat = file.metadata().map_err(|source| Error::Io { what: format!("looking at {name}"), source })?;
+        let stat = file.metadata().map_err(|source| Error::Io { what: format!("inspect {name}"), source })?;
         let kind = stat.file_type();
         let bytes = if kind.is_file() {
             Some(stat.len())
@@ -70,10 +71,7 @@ impl Origin {
         } else if kind.is_block_device() {
             return Err(wrong(&name, "it is a block device; copy the snapshot into a file"));
         } else if offset > 0 {
-            return Err(wrong(
-                &name,
-                "an offset needs a file; this is a pipe or socket, which is read from where it is",
-            ));
+            return Err(wrong(&name, "an offset needs a file; this is a pipe or socket, which has no offsets"));
         } else {
             None
         };
@@ -117,7 +115,7 @@ fn open_path(
     direct_io: DirectIo,
     refused: &mut Option<String>,
 ) -> Result<(File, Option<File>), Error> {
-    let file = File::open(path).map_err(|source| Error::Io { what: format!("opening {name}"), source })?;
+    let file = File::open(path).map_err(|source| Error::Io { what: format!("open {name}"), source })?;
     let is_file = file.metadata().is_ok_and(|stat| stat.is_file());
     if direct_io == DirectIo::Off || !is_file {
         return Ok((file, None));
@@ -146,7 +144,7 @@ fn check_same(name: &str, one: &File, other: &File) -> Result<(), Error> {
     match (identity(one), identity(other)) {
         (Ok(one), Ok(other)) if one == other => Ok(()),
         (Ok(_), Ok(_)) => Err(wrong(name, "it was replaced while it was opened; try again")),
-        (Err(source), _) | (_, Err(source)) => Err(Error::Io { what: format!("looking at {name}"), source }),
+        (Err(source), _) | (_, Err(source)) => Err(Error::Io { what: format!("inspect {name}"), source }),
     }
 }
 

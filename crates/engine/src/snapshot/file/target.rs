@@ -105,7 +105,7 @@ impl Target {
         };
         let old = match fs::metadata(&path) {
             Ok(meta) if !meta.is_file() => {
-                return Err(Error::File(format!("{uri} is no regular file; name one, or one that is yet to be")));
+                return Err(Error::File(format!("{uri} is not a regular file; name a regular file, or a new one")));
             }
             Ok(_) => Some(File::open(&path)),
             Err(error) if error.kind() == io::ErrorKind::NotFound => None,
@@ -152,7 +152,7 @@ impl Target {
         let opened = match (&self.place, self.direct.take()) {
             (Place::Passed, Some(direct)) => Ok(direct),
             (Place::Passed, None) => {
-                Err("it came as one descriptor; pass one with O_DIRECT too, as fdset:N,M".to_owned())
+                Err("it was passed as one descriptor; also pass one with O_DIRECT, as fdset:N,M".to_owned())
             }
             (Place::Named(named), _) => named.open_direct(),
         };
@@ -165,7 +165,8 @@ impl Target {
             Err(why) if wish == DirectIo::Auto => self.refused = Some(why),
             Err(why) => {
                 return Err(Error::File(format!(
-                    "{}: pages can't go past the page cache: {why}; use --direct-io=auto or off, or a disk file system such as ext4 or xfs",
+                    "{}: can't write pages past the page cache: {why}; use --direct-io=auto or off, or a disk file \
+                     system such as ext4 or xfs",
                     self.uri
                 )));
             }
@@ -259,7 +260,8 @@ impl Target {
     pub(crate) fn read_at(&self, bytes: &mut [u8], at: u64) -> Result<(), Error> {
         self.buffered.read_exact_at(bytes, at).map_err(|source| match rustix::io::Errno::from_io_error(&source) {
             Some(Errno::BADF) => Error::File(format!(
-                "{} was passed for writing only, and pages that come as differences (xbzrle) are to be read again; turn xbzrle off, or name the file",
+                "{} was passed for writing only, but pages that arrive as differences (xbzrle) must be read again; \
+                 turn xbzrle off, or name the file",
                 self.uri
             )),
             _ => self.failed("read", source),
@@ -287,7 +289,7 @@ impl Target {
         let spawned = thread::Builder::new().name("sync".into()).spawn(move || {
             let _ = done.send(file.sync_all());
         });
-        spawned.map_err(|source| Error::Io { what: "can't start a thread".into(), source })?;
+        spawned.map_err(|source| Error::Io { what: "start a thread".into(), source })?;
         loop {
             match waiting.recv_timeout(TICK) {
                 Ok(result) => return result.map_err(|source| self.failed("sync", source)),
@@ -302,7 +304,7 @@ impl Target {
 
     /// Bytes of the file from the snapshot's begin on, and bytes that it has on the disk.
     pub(crate) fn size(&self) -> Result<(u64, u64), Error> {
-        let meta = self.buffered.metadata().map_err(|source| self.failed("look at", source))?;
+        let meta = self.buffered.metadata().map_err(|source| self.failed("inspect", source))?;
         Ok((meta.len().saturating_sub(self.uri.offset), meta.blocks() * 512))
     }
 
@@ -323,14 +325,11 @@ impl Target {
                 }
                 let folder = &named.folder;
                 rustix::fs::renameat(folder, &named.temporary, folder, &named.name)
-                    .map_err(|errno| self.failed("put in place", errno.into()))?;
+                    .map_err(|errno| self.failed("rename the new file to", errno.into()))?;
                 self.completed.store(true, Relaxed);
                 crate::fail_point::reach("save.renamed")?;
                 rustix::fs::fsync(folder).map_err(|errno| Error::Io {
-                    what: format!(
-                        "{} is complete, but its folder can't be synced: it may be gone after a power cut",
-                        self.uri
-                    ),
+                    what: format!("sync the folder of {} (complete, but it may be gone after a power cut)", self.uri),
                     source: errno.into(),
                 })
             }

@@ -36,7 +36,7 @@ impl FromStr for FileUri {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        let wrong = |why: &str| format!("{text:?} is no snapshot file: {why}");
+        let wrong = |why: &str| format!("{text:?} is not a snapshot file: {why}");
         let (scheme, rest) = match text.split_once(':') {
             Some((scheme @ ("file" | "fd" | "fdset"), rest)) => (scheme, rest),
             // `PATH` alone, with whatever colons and commas it has.
@@ -48,11 +48,11 @@ impl FromStr for FileUri {
             None => (rest, 0),
         };
         if offset > OFFSET_MAX {
-            return Err(wrong(&format!("offset={offset} is more than a file has")));
+            return Err(wrong(&format!("offset={offset} is beyond the size of any file")));
         }
         let number = |text: &str| {
             let number = text.parse::<i32>().ok().filter(|number| *number >= 0);
-            number.ok_or_else(|| wrong(&format!("{text:?} is no descriptor's number")))
+            number.ok_or_else(|| wrong(&format!("{text:?} is not the number of a descriptor")))
         };
         let place = match scheme {
             "file" if name.is_empty() => return Err(wrong("it has no name")),
@@ -134,8 +134,8 @@ mod tests {
             ("", "no name"),
             ("file:", "no name"),
             ("file:,offset=3", "no name"),
-            ("fd:x", "\"x\" is no descriptor"),
-            ("fd:-1", "\"-1\" is no descriptor"),
+            ("fd:x", "\"x\" is not the number"),
+            ("fd:-1", "\"-1\" is not the number"),
             ("fdset:3", "fdset:3,4"),
             ("fdset:3,3", "fdset:3,4"),
             ("file:a,offset=", "4096, 0x1000 or 4k"),
@@ -143,7 +143,7 @@ mod tests {
             ("file:a,offset=-4", "4096, 0x1000 or 4k"),
             ("file:a,offset=0x+4", "4096, 0x1000 or 4k"),
             ("file:a,offset=99999999T", "4096, 0x1000 or 4k"),
-            ("file:a,offset=8000000000000000000", "more than a file has"),
+            ("file:a,offset=8000000000000000000", "beyond the size of any file"),
         ] {
             let why = text.parse::<FileUri>().unwrap_err();
             assert!(why.contains(part), "{text}: {why}");

@@ -92,7 +92,7 @@ impl Layout {
             let end = writer.position() + block.entry_bytes();
             if block.geometry().is_none_or(|geometry| end > geometry.bitmap_offset) {
                 return Err(Error::File(format!(
-                    "the begin of the snapshot takes {end} bytes, more than the room for it"
+                    "the start of the snapshot takes {end} bytes, more than the room for it"
                 )));
             }
             writer.block(block);

@@ -112,9 +112,9 @@ impl<'a> Work<'a> {
     fn read_units(&self) -> Result<bool, Error> {
         let name = &self.origin.name;
         let file = self.origin.for_pages().try_clone();
-        let file = file.map_err(|source| Error::Io { what: format!("opening {name}"), source })?;
+        let file = file.map_err(|source| Error::Io { what: format!("open {name}"), source })?;
         let mut queue = FileQueue::new(self.memory.clone(), file.into(), DEPTH, self.io)
-            .map_err(|source| Error::Io { what: format!("reading {name}"), source })?;
+            .map_err(|source| Error::Io { what: format!("read {name}"), source })?;
         while let Some(&(region, first)) = self.units.get(self.next.fetch_add(1, Ordering::Relaxed)) {
             if self.progress.is_cancelled() {
                 return Err(Error::RestoreCancelled);

@@ -65,7 +65,7 @@ impl FileStore for MappedStore {
     fn complete(&self, tail: &[u8], report: &mut FileReport, progress: &Progress) -> Result<(), Error> {
         if !self.file.is_finished() {
             return Err(Error::File(
-                "pages are on their way to a file that is to be complete: a bug of transship".into(),
+                "pages are still on their way to a file that is being completed: a bug of transship".into(),
             ));
         }
         report.direct_io = self.file.target.is_direct();

@@ -273,7 +273,7 @@ impl Filling {
             std::io::ErrorKind::UnexpectedEof => {
                 wrong(&self.name, format_args!("it ends before offset {:#x}; it was cut short", at + pages.bytes()))
             }
-            _ => wrong(&self.name, format_args!("reading {} bytes at offset {at:#x}: {error}", pages.bytes())),
+            _ => wrong(&self.name, format_args!("can't read {} bytes at offset {at:#x}: {error}", pages.bytes())),
         })
     }
 
@@ -292,7 +292,8 @@ impl Filling {
 pub(super) fn check_units(missing: &Missing, regions: usize) -> Result<(), Error> {
     match (0..regions).map(|region| missing.unit_pages(region)).max() {
         Some(pages) if pages > LARGEST_PAGES => Err(Error::Unfit(format!(
-            "guest memory in pages of {} MiB can't be brought one by one while the guest waits; leave out --lazy",
+            "pages of {} MiB of guest memory are too large to be brought one by one while the guest waits; leave out \
+             --lazy",
             (pages * PAGE_BYTES as u64) >> 20
         ))),
         _ => Ok(()),

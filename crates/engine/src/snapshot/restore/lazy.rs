@@ -118,8 +118,7 @@ fn unloaded(filling: &Filling, error: Error) -> Failed {
 
 /// Nothing runs, and nothing may: the VMM waits for a page that does not come.
 fn unusable(cause: &Error) -> Failed {
-    let what =
-        format!("{cause}; nothing runs, and the VMM that waits can't be used any more: end it and start a new one");
+    let what = format!("{cause}; nothing runs, and the waiting VMM can't be used any more: end it and start a new one");
     (Error::File(what), Ending::Hold)
 }
 
@@ -139,11 +138,12 @@ fn wait(restore: &mut Restore<'_>, filling: &Filling) -> Result<(), Failed> {
             // Pages that can be read are still brought meanwhile: the VMM may need them to stop its guest.
             let found = match restore.guest.stop() {
                 Ok(found) => found,
-                Err(why) => format!("it could not be stopped: {why}"),
+                Err(why) => format!("can't stop it: {why}"),
             };
             let what = format!(
-                "{error}. The guest had been started, and was stopped where it was, without having seen anything wrong: {found}. Until that has ended \
-                 a second process sees to it that missing pages are not taken for zeros. Restore it into a new VMM from another copy of the file"
+                "{error}. The guest had been started, and was stopped where it was, before it read any wrong data: \
+                 {found}. Until it has ended, a second process makes sure that missing pages are not read as zeros. \
+                 Restore it into a new VMM from another copy of the file"
             );
             Err((Error::Unknown(what), Ending::Hold))
         }

@@ -49,7 +49,7 @@ pub fn restore_guest(
             (Opened::Mapped(snapshot), Some(stand_in)) => lazy::restore(&mut restore, *snapshot, stand_in),
             (Opened::Stream(stream), None) => sequential::restore(&mut restore, *stream),
             (Opened::Stream(stream), Some(_)) => {
-                let what = "it is a plain stream, whose pages have no places of their own; restore it without --lazy";
+                let what = "it is a plain stream, whose pages have no fixed places; restore it without --lazy";
                 Err(wrong(&stream.origin.name, what))
             }
         }

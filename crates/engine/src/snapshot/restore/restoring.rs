@@ -46,7 +46,7 @@ impl Restore<'_> {
         self.progress.set_phase(Phase::HandedOver);
         self.guest.start(run).map_err(|error| {
             Error::Unknown(format!(
-                "the guest was loaded, but it could not be started: {error}. It is whole; start it with: {}",
+                "the guest was loaded, but can't be started: {error}. It is whole; start it with: {}",
                 self.guest.start_hint()
             ))
         })?;

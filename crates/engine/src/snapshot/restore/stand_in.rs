@@ -141,7 +141,8 @@ impl TakeOver {
 
     /// What the dead process had, and what it has brought.
     fn rest(&self, missing: &Missing, mut files: impl Iterator<Item = OwnedFd>) -> Result<Rest, Error> {
-        let claims = files.next().ok_or_else(|| wrong(&self.name, "the stand-in was not told what was brought"))?;
+        let claims =
+            files.next().ok_or_else(|| wrong(&self.name, "the stand-in was not told which pages were brought"))?;
         let (origin, sources) = self.sources(files)?;
         let pages = pages_of(&missing.areas(), self.blocks.len());
         self.check(missing, &pages, &sources)?;
@@ -151,7 +152,7 @@ impl TakeOver {
     fn check(&self, missing: &Missing, pages: &[u64], sources: &[Source]) -> Result<(), Error> {
         let found: Vec<u64> = sources.iter().map(|source| source.stored.pages()).collect();
         if pages != found {
-            return Err(wrong(&self.name, "it is not the file any more that it was"));
+            return Err(wrong(&self.name, "it was replaced by another file"));
         }
         check_units(missing, sources.len())
     }
@@ -161,7 +162,7 @@ impl TakeOver {
         let direct = files.next().map(File::from);
         let origin = Origin::of(self.name.clone(), file.into(), direct, self.offset)?;
         let Opened::Mapped(snapshot) = read(origin)? else {
-            return Err(wrong(&self.name, "it is no mapped-ram file"));
+            return Err(wrong(&self.name, "it is not a mapped-ram file"));
         };
         let source = |name: &String| {
             let block = snapshot.blocks.iter().find(|block| *block.name == **name);

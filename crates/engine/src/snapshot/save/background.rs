@@ -28,7 +28,8 @@ impl Saving<'_, '_> {
             return Err(Error::Unfit(why.into()));
         }
         if self.options.then == Then::StayStopped {
-            let why = "a background snapshot is of a guest that runs on, it can't be left as it was saved; use --live or --paused";
+            let why = "after a background snapshot the guest runs on, so it can't be left as it was saved; use --live \
+                       or --paused";
             return Err(Error::Unfit(why.into()));
         }
         Ok(())
@@ -215,5 +216,5 @@ fn spawn<'scope>(
     run: impl FnOnce() + Send + 'scope,
 ) -> Result<(), Error> {
     let spawned = thread::Builder::new().name(name).spawn_scoped(scope, run);
-    spawned.map(drop).map_err(|source| Error::Io { what: "can't start a thread".into(), source })
+    spawned.map(drop).map_err(|source| Error::Io { what: "start a thread".into(), source })
 }

@@ -218,7 +218,7 @@ impl Saving<'_, '_> {
             Err(error) => format!("its snapshot failed ({error})"),
         };
         Error::Unknown(format!(
-            "{file}, but the guest could not be resumed: {error}. It stands still, whole: resume it with: {}",
+            "{file}, but the guest can't be resumed: {error}. It is stopped and whole: resume it with: {}",
             self.guest.resume_hint()
         ))
     }

@@ -102,12 +102,13 @@ impl Failure {
             Self::File(error) => target.failed_pages(error),
             Self::Guest(error) => error.into(),
             Self::GivenBack { region, page } => Error::Guest(GuestError(format!(
-                "the guest gave page {page} of region {region:?} back before it was saved, which takes content out of the snapshot; stop what \
-                 makes it give memory back (a balloon, free page reporting), or use --live"
+                "the guest gave page {page} of region {region:?} back before it was saved, which removes content from \
+                 the snapshot; turn off what makes it give memory back (a balloon, free page reporting), or use \
+                 --live"
             ))),
             Self::Stalled => Error::File(format!(
-                "the file takes nothing any more: a writer of the guest has waited for it for {} s. The snapshot was given up, and the guest \
-                 runs on",
+                "the file accepts no more data: a write of the guest has waited for it for {} s. The snapshot was \
+                 given up, and the guest runs on",
                 STALL_MAX.as_secs()
             )),
         }
@@ -154,7 +155,7 @@ impl<'a> Moment<'a> {
         }
         *stage = Stage::After;
         match self.is_given_up() {
-            true => Err(Error::Guest(GuestError("the thread that serves the guest's writers has failed".into()))),
+            true => Err(Error::Guest(GuestError("the thread that serves the guest's writes has failed".into()))),
             false => Ok(()),
         }
     }

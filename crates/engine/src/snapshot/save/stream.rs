@@ -191,11 +191,12 @@ impl StreamFile {
         let (said, is) = (&self.configuration.machine, &state.configuration.machine);
         if said != is {
             return Err(Error::Unfit(format!(
-                "the VMM calls its machine {said} when it is asked, and {is} in its device state"
+                "the VMM reports its machine as {said}, but its device state names {is}"
             )));
         }
         if !state.early.is_empty() {
-            let why = "a machine with virtio-mem says how much memory is plugged before the first page, which a stream begins with";
+            let why = "a machine with virtio-mem sends the amount of plugged memory before the first page, with which \
+                       a stream begins";
             return Err(Error::Unfit(format!("{why}; save it with --format mapped-ram")));
         }
         Ok(())

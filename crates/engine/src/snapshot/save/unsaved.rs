@@ -38,7 +38,8 @@ impl Unsaved {
     pub(super) fn of(memory: &Region, unit: u64) -> Result<Self, Error> {
         if unit > UNIT_PAGES_MAX {
             return Err(Error::Unfit(format!(
-                "guest memory {:?} is in huge pages of {} MiB, which are too large to be copied while a writer waits; use --live or --paused",
+                "guest memory {:?} is in huge pages of {} MiB, which are too large to be copied while a write waits; \
+                 use --live or --paused",
                 memory.name(),
                 (unit * PAGE_BYTES as u64) >> 20
             )));

@@ -119,7 +119,7 @@ impl Writers {
                 }
             };
             let spawned = thread::Builder::new().name(format!("writer{number}")).spawn(run);
-            let handle = spawned.map_err(|source| Error::Io { what: "can't start a thread".into(), source })?;
+            let handle = spawned.map_err(|source| Error::Io { what: "start a thread".into(), source })?;
             threads.push(WriterThread { rounds: Some(rounds), handle: Some(handle) });
         }
         let mut is_uring = false;
@@ -198,7 +198,7 @@ impl Writers {
                 Ok(outcome) => return Ok(outcome),
                 // What one has to say it says before it ends, unless it panics.
                 Err(_) if self.outcomes.is_empty() && self.threads.iter().any(WriterThread::is_gone) => {
-                    let source = std::io::Error::other("a thread that writes has ended by a bug");
+                    let source = std::io::Error::other("a writer thread has ended because of a bug");
                     return Err(Error::Io { what: "write pages".into(), source });
                 }
                 Err(_) => {}

@@ -31,7 +31,7 @@ fn refusal(knows_devices: bool, later: &[(&str, u64)]) -> String {
 #[test]
 fn blocks_of_later_lists_are_those_of_the_guest_that_waits() {
     let error = refusal(true, &[("pc.bios", 65_536), ("vga.vram", 4096)]);
-    assert!(error.contains("it has memory \"vga.vram\", which the waiting guest has not"), "{error}");
+    assert!(error.contains("it has memory \"vga.vram\", which the waiting guest lacks"), "{error}");
     let error = refusal(true, &[("pc.rom", 131_072), ("pc.bios", 1 << 30)]);
     assert!(error.contains("\"pc.bios\" has 1073741824 bytes, that of the waiting guest at most 65536"), "{error}");
 }

@@ -38,8 +38,8 @@ fn what_can_not_be_received_is_refused_with_its_reason() {
         (&x_ignore_shared, None, "x-ignore-shared"),
         (&mapped_ram, None, "mapped-ram"),
         (&postcopy, None, "postcopy"),
-        (&without_channels, None, "none of its channels has come"),
-        (&Stream::multifd("none-10.0.2"), Some(1), "opened channel 1, where --channels says that there are 1"),
+        (&without_channels, None, "none of its channels has connected"),
+        (&Stream::multifd("none-10.0.2"), Some(1), "opened channel 1, but --channels says that there are 1"),
         (&twice, None, "opened channel 0 twice"),
     ] {
         let error = refusal(stream, Order::MainFirst, channels);

@@ -16,12 +16,12 @@ fn whatever_it_says_before_the_end_the_guest_stays_here() {
     for wires in [ONE, TWO] {
         for ping in 1..=5 {
             for (instead, words) in [
-                (Instead::Shut(1), "gives up (status 1)"),
-                (Instead::Shut(0), "before it was sent everything"),
+                (Instead::Shut(1), "gave up (status 1)"),
+                (Instead::Shut(0), "before everything was sent"),
                 (Instead::HangUp, "has closed the connection"),
-                (Instead::Pong(77), "which nobody has asked for"),
+                (Instead::Pong(77), "without being asked"),
                 (Instead::Noise, "not the protocol's"),
-                (Instead::Request, "which nobody has asked for"),
+                (Instead::Request, "without being asked"),
                 (Instead::DropChannel, "has closed channel 0"),
                 // Of its silence alone the guest would stand still for a minute before anything was said.
                 (Instead::Freeze, "has closed channel 0"),

@@ -117,11 +117,11 @@ fn a_hostile_relay_is_refused() {
             link.raw(0, 0, b"bytes");
             link.raw(0, 0, b"bytes");
         }),
-        ("although it was not allowed so much", |link| {
+        ("beyond its window", |link| {
             // Nothing is at 0, so nothing can be written.
             (1..40).for_each(|sequence| link.raw(0, sequence, &vec![0; MAX_BYTES]));
         }),
-        ("although it was not allowed so much", |link| (1..70_000).for_each(|sequence| link.raw(0, sequence, b"b"))),
+        ("beyond its window", |link| (1..70_000).for_each(|sequence| link.raw(0, sequence, b"b"))),
         ("can't be decoded", |link| {
             let content = Content::Encoded { bytes: 4096, gives_end: false, method: 2, payload: 9 };
             link.packet(&Packet { connection: 0, sequence: 0, content }, b"no frame!");
@@ -135,12 +135,12 @@ fn a_hostile_relay_is_refused() {
             let open = Message::Open { connection: 2, first: b"QEVM".to_vec() };
             link.control.write_all(&open.encode()).unwrap();
         }),
-        ("allows more on connection 0 than was sent", |link| {
+        ("returned more credit on connection 0 than was used", |link| {
             for amount in [1000, 1] {
                 link.control.write_all(&Message::Credit { connection: 0, amount }.encode()).unwrap();
             }
         }),
-        ("no place here", |link| link.control.write_all(&Message::Welcome.encode()).unwrap()),
+        ("not allowed here", |link| link.control.write_all(&Message::Welcome.encode()).unwrap()),
     ];
     for (part, attack) in attacks {
         let folder = tempfile::tempdir().unwrap();

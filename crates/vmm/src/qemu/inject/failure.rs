@@ -59,31 +59,32 @@ impl Failure {
         let system = io::Error::from_raw_os_error(self.errno);
         match self.step {
             Step::Seize => {
-                format!("it can't be traced: {system}; run as root or as QEMU's user, with no debugger attached to it")
+                format!("can't trace it: {system}; run as root or as QEMU's user, with no debugger attached to it")
             }
             Step::Stop => "its thread does not stop; it waits for a disk, or is frozen".to_owned(),
-            Step::Registers => format!("its registers can't be read: {system}"),
+            Step::Registers => format!("can't read its registers: {system}"),
             Step::Mode => "it is not a 64-bit x86 program".to_owned(),
             Step::Userfaultfd => format!(
                 "the system call failed there: {system}; is it missing in the kernel (CONFIG_USERFAULTFD), or forbidden \
                  by a security module?"
             ),
             Step::Filter if self.errno == libc::EINVAL => {
-                "a seccomp filter that may kill it for that can't be suspended: the \
-                 kernel lacks CONFIG_CHECKPOINT_RESTORE; start QEMU with no filter but its own -sandbox on"
+                "can't suspend a seccomp filter that may kill it for this call: the kernel lacks \
+                 CONFIG_CHECKPOINT_RESTORE; start QEMU with no filter except its own -sandbox on"
                     .to_owned()
             }
             Step::Filter => format!(
-                "a seccomp filter that may kill it for that can't be suspended: {system}; run transship as root \
-                 (CAP_SYS_ADMIN), itself under no such filter, or start QEMU with no filter but its own -sandbox on"
+                "can't suspend a seccomp filter that may kill it for this call: {system}; run transship as root \
+                 (CAP_SYS_ADMIN), itself under no such filter, or start QEMU with no filter except its own -sandbox \
+                 on"
             ),
             Step::Trapped => {
                 "the system call was trapped there (SIGSYS), and nothing changed; a seccomp filter forbids it: run \
                  transship as root (CAP_SYS_ADMIN)"
                     .to_owned()
             }
-            Step::Foreign => format!("the system call gave descriptor {}, which is no userfaultfd", self.errno),
-            Step::Take => format!("its descriptor can't be taken: {system}"),
+            Step::Foreign => format!("the system call gave descriptor {}, which is not a userfaultfd", self.errno),
+            Step::Take => format!("can't take its descriptor: {system}"),
             Step::Gone => format!("process {pid} ended meanwhile"),
         }
     }

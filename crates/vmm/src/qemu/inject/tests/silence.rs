@@ -34,7 +34,7 @@ pub(super) fn meet_silence() {
     let syscall_at = syscall_instruction(pid).unwrap();
     let target = Target { pid, thread, syscall_at, faults: Faults::Users, filter_lets_pass: true };
     let error = visit(target, Duration::from_millis(1)).unwrap_err().to_string();
-    assert!(error.contains("did not go on within"), "{error}");
+    assert!(error.contains("did not continue within"), "{error}");
     println!("silence");
     assert_eq!(read_byte(), b'g');
     let begin = Instant::now();
