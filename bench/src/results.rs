@@ -6,7 +6,7 @@ use crate::{content::Content, machine::Machine};
 
 const PAGE_BYTES: u64 = 4096;
 
-/// Who looks for zero pages.
+/// Where zero pages are detected.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub(crate) enum Check {

@@ -1,4 +1,4 @@
-//! `transship bench zero-pages`: the same memory moved by transship and by stock QEMU, in turns.
+//! `transship bench zero-pages`: the same memory moved alternately by transship and by stock QEMU.
 use std::path::{Path, PathBuf};
 
 use transship_lab::Scratch;

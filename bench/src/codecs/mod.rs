@@ -1,4 +1,4 @@
-//! `transship bench codecs`: the same data moved with each method, by transship and by stock QEMU, in turns.
+//! `transship bench codecs`: the same data moved with each method, alternately by transship and by stock QEMU.
 mod results;
 
 use clap::ValueEnum;

@@ -112,9 +112,9 @@ impl By {
 }
 
 impl Case {
-    /// Who can do it. Of the moment of the call, transship writes no stream, since its pages come in any order; and
-    /// QEMU nothing else: it refuses channels, and so direct I/O. It does not refuse mapped files, but leaves their
-    /// bitmaps empty and does not load them (tried with 10.0).
+    /// The programs that can do it. Of the moment of the call, transship writes no stream, since its pages come in any
+    /// order; and QEMU nothing else: it refuses channels, and so direct I/O. It does not refuse mapped files, but
+    /// leaves their bitmaps empty and does not load them (tried with 10.0).
     pub(crate) fn sides(self) -> &'static [By] {
         match (self.guest, self.layout) {
             (Guest::Background, Layout::Plain) => &[By::Qemu],

@@ -1,5 +1,5 @@
-//! `transship bench files`: guests saved to files and restored from them, by transship and by stock QEMU, in turns with
-//! the disk.
+//! `transship bench files`: guests saved to files and restored from them, by transship, by stock QEMU and by the disk
+//! alone, alternately.
 mod aims;
 mod cases;
 pub(crate) mod disk;

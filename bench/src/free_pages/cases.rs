@@ -47,8 +47,8 @@ impl Way {
         }
     }
 
-    /// Who takes turns in moving the same guest. Hints come from another device for each, so that each has a guest of
-    /// its own.
+    /// The programs that alternately move the same guest. Hints come from another device for each, so that each has a
+    /// guest of its own.
     pub(crate) fn turns(self) -> Vec<Vec<By>> {
         match self {
             Self::Without | Self::Reporting => vec![SIDES.to_vec()],

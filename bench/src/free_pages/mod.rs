@@ -125,7 +125,7 @@ fn measure(table: &FreePages, results: &mut Results) -> Result<(), String> {
     Ok(())
 }
 
-/// One guest that goes to and fro, idle and then busy, moved by each of these in turns.
+/// One guest that moves back and forth, idle and then busy, alternately by each of these.
 fn chain(table: &FreePages, guest_bytes: u64, way: Way, sides: &[By], results: &mut Results) -> Result<(), String> {
     let recipe = Recipe { peer: &table.common.peer, guest_bytes, way, by: sides[0] };
     let case = |load, by| Case { guest_bytes, load, way, by };

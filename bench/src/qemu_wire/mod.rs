@@ -1,4 +1,4 @@
-//! `transship bench qemu-wire`: the same guest between transship and stock QEMU, in every direction, in turns.
+//! `transship bench qemu-wire`: the same guest between transship and stock QEMU, alternately in every direction.
 mod results;
 mod routes;
 

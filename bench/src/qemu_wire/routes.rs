@@ -18,7 +18,7 @@ use crate::{
     stock,
 };
 
-/// Who sends, and who takes it.
+/// The sender and the receiver.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub(crate) enum Route {

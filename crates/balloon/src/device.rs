@@ -44,7 +44,7 @@ pub(crate) struct Device {
     state: Mutex<State>,
     /// A client has gone.
     client_left: Condvar,
-    /// To be told of each change of what the configuration shows, with the state not locked.
+    /// Must be notified of each change of the configuration, with the state not locked.
     pub(crate) qemu: Notifier,
     /// QEMU is going: the queues are not to be worked on any more.
     leaving: AtomicBool,
@@ -204,7 +204,7 @@ impl Device {
         self.change_hinting(Hinting::done);
     }
 
-    /// Returns when QEMU knows it: who then stops the guest is safe.
+    /// Returns when QEMU knows it; after that it is safe to stop the guest.
     fn change_hinting(&self, change: fn(&mut Hinting)) {
         let (before, after) = {
             let mut state = self.state();
@@ -346,7 +346,7 @@ impl VhostUserBackend for Device {
     fn update_memory(&self, memory: Memory) -> io::Result<()> {
         let table = Table::of(&memory.memory())?;
         let mut state = self.state();
-        // Who has seen an old table would take the places of a new one for others.
+        // A client with an old table would take the places of a new one for others.
         let before = state.table.ranges();
         if !before.is_empty() && before != table.ranges() {
             state.lose("the guest's memory layout changed");

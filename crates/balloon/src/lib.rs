@@ -1,8 +1,8 @@
 //! virtio-balloon as a vhost-user back end: a device that the guest tells which of its memory is free.
 //!
 //! A stock QEMU (11.1 has a generic vhost-user device) gives the device to the guest and connects to this process; the
-//! guest's own, unmodified driver does the rest. Who moves or saves the guest connects to the same socket and asks for
-//! *hints*: which memory the guest can do without. docs/free-pages.md says when a hint may be believed.
+//! guest's own, unmodified driver does the rest. A program that moves or saves the guest connects to the same socket
+//! and requests *hints*: which memory the guest does not need. docs/free-pages.md says when a hint may be believed.
 //!
 //! | module | holds |
 //! | --- | --- |

@@ -2,8 +2,8 @@
 //!
 //! QEMU 11.1 crashes if it comes to read such a message while no driver uses the device: between the end of one use and
 //! the beginning of the next, as when the guest is stopped, reset, or the device unplugged. So a message is sent only
-//! while the queues run, and whoever has changed something can wait until QEMU has taken note of it. Who stops the
-//! guest after that is safe.
+//! while the queues run, and whoever has changed something can wait until QEMU has taken note of it. After that it is
+//! safe to stop the guest.
 use std::{
     io::{self, Read, Write},
     net::Shutdown as Close,

@@ -16,7 +16,7 @@ const QZ_OK: c_int = 0;
 const QZ_DUPLICATE: c_int = 1;
 const QZ_DIR_COMPRESS: c_uint = 0;
 
-/// Who makes QATzip's format on this machine.
+/// What makes QATzip's format on this machine.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Backend {
     /// A QAT device, by Intel's library.

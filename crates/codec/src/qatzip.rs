@@ -26,7 +26,7 @@ pub(crate) struct QatzipEncoder {
     deflater: PacketDeflater,
 }
 
-/// Who makes the members.
+/// What makes the members.
 enum Route {
     /// Decided at the first packet, on the thread that encodes.
     Undecided,

@@ -10,9 +10,9 @@ use transship_wire::{FRAME_BYTES, Frame, Message, Refusal};
 
 use crate::{Error, Progress, transport::Connection};
 
-/// Messages that wait to be looked at; then the peer has to wait.
+/// The number of messages that may wait to be read; after that the peer has to wait.
 const QUEUE: usize = 8;
-/// How often somebody who waits looks whether the user has cancelled.
+/// How often a waiting thread checks whether the user has cancelled.
 pub(crate) const TICK: Duration = Duration::from_millis(50);
 
 /// One side's end of the control connection. A thread reads, so that an `Abort` is heard whatever this side is doing.
@@ -60,7 +60,7 @@ impl Control {
         Ok(())
     }
 
-    /// Tells the peer why this side ends the session. The peer may be gone already.
+    /// Sends the peer the reason why this side ends the session. The peer may be gone already.
     pub(crate) fn abort(&mut self, reason: &Error) {
         if let Error::Refused(_) = reason {
             return; // it was the peer's own word

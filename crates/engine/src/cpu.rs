@@ -25,7 +25,7 @@ impl Laps {
         Self(thread_seconds())
     }
 
-    /// CPU seconds since the last call, or the begin.
+    /// CPU seconds since the last call, or since the start.
     pub(crate) fn next(&mut self) -> f64 {
         let now = thread_seconds();
         now - std::mem::replace(&mut self.0, now)

@@ -1,5 +1,5 @@
-//! Who stands at the door: everybody who has come to a listener and has not said yet who he is. They are heard side by
-//! side, so whoever is silent keeps nobody waiting.
+//! The door: all connections to a listener that have not identified themselves yet. They are heard side by side, so
+//! whoever is silent keeps nobody waiting.
 use std::{
     collections::VecDeque,
     io,
@@ -47,7 +47,7 @@ pub(crate) struct Door<'a, T> {
     time: Duration,
     understand: Understand<T>,
     waiting: Vec<Waiting>,
-    /// Who is known now, and was not asked for yet.
+    /// Connections that are identified, and were not asked for yet.
     known: VecDeque<(T, Line)>,
 }
 
@@ -57,7 +57,7 @@ struct Waiting {
 }
 
 impl<'a, T> Door<'a, T> {
-    /// `time`: for all of somebody's first words; who needs more is turned away.
+    /// `time`: for all of a connection's first bytes; one that needs longer is turned away.
     pub(crate) fn new(
         listener: &'a Listener,
         progress: &'a Progress,

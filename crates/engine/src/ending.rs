@@ -1,10 +1,9 @@
-//! The end of whatever was asked for, a move, a save, a restore, a relay: what the report says of it, and a guest that
-//! goes on here.
+//! The end of every operation (move, save, restore, relay): its result in the report, and a guest that goes on here.
 use std::time::Instant;
 
 use crate::{Error, Phase, Progress, Report, Status, cpu, guarded::Guarded};
 
-/// The end of either side: what follows from the result and the rest goes into the report.
+/// The end of either side: fills the report from the result.
 pub(crate) fn finish(
     result: Result<(), Error>,
     begin: Instant,

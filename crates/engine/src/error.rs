@@ -4,13 +4,13 @@ use crate::guest::GuestError;
 /// Where the guest is after a failure; decides the exit code.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Outcome {
-    /// Exit code 1: it runs on at the source (or stands there as it stood before).
+    /// Exit code 1: it runs on at the source (or is stopped there, as it was before).
     SourceRunsOn,
     /// Exit code 3: the message says what to do.
     NeedsPerson,
 }
 
-/// One line: what happened, to what, and what now.
+/// One line: what happened, to what, and what to do.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
@@ -75,7 +75,7 @@ pub enum Error {
     /// The guest writes faster than the link carries; the text has the numbers.
     #[error("{0}")]
     NotConverging(String),
-    /// Nobody can tell from here whether the guest runs over there.
+    /// This side can't know whether the guest runs on the other side.
     #[error("{0}")]
     Unknown(String),
 }

@@ -1,4 +1,4 @@
-//! What the guest says it can do without: left out of the first round, and of no other. docs/free-pages.md has the
+//! Pages that the guest does not need are left out of the first round, and of no other. docs/free-pages.md has the
 //! rule, and why it holds.
 //!
 //! ```text
@@ -7,8 +7,8 @@
 //!            a bit   meanwhile, too  here on
 //! ```
 //!
-//! A guest that has named all gets its memory back at once, and whatever else is to be done with who gives the hints
-//! can be done while the round is sent.
+//! A guest that has named all its free pages gets its memory back at once; the work that remains with the source of
+//! hints can then be done while the round is sent.
 use std::time::{Duration, Instant};
 
 use transship_memory::{PAGE_BYTES, PageSet};
@@ -19,16 +19,15 @@ use crate::{
     page_map::runs,
 };
 
-/// How long the guest may take to begin.
+/// How long the guest may take to send its first hint.
 const FIRST_HINT: Duration = Duration::from_millis(500);
-/// How long hints are waited for at most. The guest is short of memory meanwhile, and the rest may come while the round
-/// is sent.
+/// The longest wait for hints. The guest is short of memory meanwhile, and the rest may come while the round is sent.
 const ALL_HINTS: Duration = Duration::from_secs(5);
-/// So long is looked at to say whether hints come faster than pages would go.
+/// The period over which hints are compared with the pages that could have been sent.
 const SLICE: Duration = Duration::from_millis(100);
-/// Bytes a second that a link of which nothing is known is thought to carry.
+/// The assumed rate, in bytes a second, of a link of unknown speed.
 const ASSUMED_SPEED: u64 = 1 << 30;
-/// So many slices in a row without a word are the end of hints that a file waits for.
+/// After so many slices in a row without a hint, a save does not wait for more.
 const SILENT_SLICES: u32 = 5;
 
 /// How long the hints of a guest are worth to be waited for.
@@ -55,22 +54,23 @@ impl Patience {
 
 /// The hints of a guest, for one round.
 pub(crate) struct FreePages {
-    /// None: there is nobody to ask, any more.
+    /// None: there is no source of hints, or none any more.
     hints: Option<Box<dyn Hints>>,
-    /// The guest was asked for some.
+    /// Hints were requested from the guest.
     asked: bool,
     /// No more will come, and the guest may use all its memory.
     over: bool,
-    /// By region: what the guest has named.
+    /// By region: the pages that the guest has named.
     named: Vec<PageSet>,
-    /// By region: what `trim` has taken away.
+    /// By region: the pages that `trim` has removed.
     trimmed: Vec<PageSet>,
-    /// What is written past the tracker.
+    /// Pages that are written past the tracker.
     unseen: Vec<Place>,
 }
 
 impl FreePages {
-    /// Nothing is asked yet. An error of who gives hints is never one of the move: it goes on without them.
+    /// Nothing is requested yet. An error of the source of hints is never an error of the move, which goes on without
+    /// hints.
     pub(crate) fn of(guest: &mut dyn SourceGuest) -> Self {
         let none: Vec<_> = guest.memory().regions().iter().map(|region| PageSet::empty(region.pages())).collect();
         let mut hints = guest.hints();
@@ -78,13 +78,14 @@ impl FreePages {
         Self { hints, asked: false, over: false, named: none.clone(), trimmed: none, unseen }
     }
 
-    /// Of a guest without memory.
+    /// For a guest without memory.
     #[cfg(test)]
     pub(crate) fn none() -> Self {
         Self { hints: None, asked: false, over: false, named: Vec::new(), trimmed: Vec::new(), unseen: Vec::new() }
     }
 
-    /// Asks the guest, and waits for what it says. All memory has been scanned. Returns what was named, by region.
+    /// Requests hints, and waits for them as `patience` says. All memory must have been scanned. Returns the named pages,
+    /// by region.
     ///
     /// # Errors
     /// Cancelled.
@@ -110,7 +111,7 @@ impl FreePages {
         Ok(&self.named)
     }
 
-    /// Takes pages that the guest has named meanwhile out of some windows of the round: first page and wanted pages.
+    /// Removes pages that the guest has named meanwhile from some windows of the round (first page and wanted pages).
     /// Does not wait.
     pub(crate) fn trim(&mut self, region: usize, windows: &mut Vec<(u64, u128)>) {
         if self.hints.is_none() {
@@ -126,8 +127,8 @@ impl FreePages {
         });
     }
 
-    /// Ends it, before the next scan: the guest has its memory again. Returns what was trimmed, by region, and what is
-    /// written past the tracker.
+    /// Ends the hints, before the next scan, and gives the guest its memory back. Returns, by region, the trimmed pages
+    /// and the pages that are written past the tracker.
     pub(crate) fn end(&mut self) -> (&[PageSet], &[Place]) {
         if let Some(hints) = self.hints.take() {
             self.unseen.extend(Ending { hints: Some(hints), over: self.over }.settle());
@@ -135,20 +136,20 @@ impl FreePages {
         (&self.trimmed, &self.unseen)
     }
 
-    /// What is left to be done, where no more hints will come and the guest knows that it may use its memory. None
-    /// while they may, and where they broke off.
+    /// The work that remains once no more hints will come and the guest knows that it may use its memory. None while
+    /// hints may still come, and after they broke off.
     pub(crate) fn take_ending(&mut self) -> Option<Ending> {
         let is_known = self.over || !self.asked;
         is_known.then(|| Ending { hints: self.hints.take(), over: true })
     }
 
-    /// Hears what comes until `deadline`, and what has come by then. Returns the number of pages.
+    /// Reads hints until `deadline`, including those that have arrived by then. Returns the number of pages.
     fn listen(&mut self, deadline: Instant) -> u64 {
         let mut count = 0;
         while let Some(hints) = self.hints.as_mut().filter(|_| !self.over) {
             match hints.next(deadline) {
                 Ok(Some(Hint::Free(Place { region, pages }))) => {
-                    // What is named twice counts twice; it only makes us wait.
+                    // Pages named twice count twice; that only makes us wait longer.
                     count += pages.count;
                     self.named[region].insert(pages);
                 }
@@ -164,24 +165,24 @@ impl FreePages {
         count
     }
 
-    /// What was named stays good: it was free at a moment after the scan.
+    /// The named pages stay valid: they were free at a moment after the scan.
     fn give_up(&mut self, error: &GuestError) {
         warn(error);
         self.hints = None;
     }
 }
 
-/// The end of hints, which waits for the guest.
+/// The end of hints, which may have to wait for the guest.
 pub(crate) struct Ending {
-    /// None: there was nobody to ask.
+    /// None: there was no source of hints.
     hints: Option<Box<dyn Hints>>,
     /// The guest was told that it may use its memory.
     over: bool,
 }
 
 impl Ending {
-    /// The guest has its memory again; after this it can be asked for other things. Returns what is written past the
-    /// tracker.
+    /// Waits until the guest has its memory back; after this it can be asked for other things. Returns the pages that
+    /// are written past the tracker.
     pub(crate) fn settle(self) -> Vec<Place> {
         let Some(mut hints) = self.hints else { return Vec::new() };
         let ended = if self.over { Ok(()) } else { hints.stop().and_then(|()| hints.done()) };
@@ -189,7 +190,7 @@ impl Ending {
         if let Err(error) = ended {
             warn(&error);
         }
-        // It may have begun to write elsewhere since it was asked first.
+        // It may have started to write elsewhere since the first request.
         hints.writes_to()
     }
 }

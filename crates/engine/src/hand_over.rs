@@ -1,5 +1,4 @@
-//! The end of a move, whoever is at the other end: the guest is stopped, what is left of it is brought, and it is given
-//! up.
+//! The end of a move, for every kind of peer: the guest is stopped, the rest of it is sent, and it is given up.
 //!
 //! ```text
 //!   stop              the guest stands still                              ┐
@@ -18,30 +17,31 @@ use crate::{
     rounds::{Course, Rounds},
 };
 
-/// The other end, once the guest is to be stopped.
+/// The other end during the hand-over.
 pub(crate) trait Peer {
-    /// What its steps begin with, for tests that fail there.
+    /// The prefix of its fail points.
     fn name(&self) -> &'static str;
 
-    /// Brings everything that is needed to run the guest, up to the peer's word that it could.
+    /// Sends everything that is needed to run the guest, and waits until the peer confirms that it could run it.
     fn bring_the_rest(&mut self, course: &mut Course<'_, '_>, rounds: &mut Rounds, found: Found) -> Result<(), Error>;
 
-    /// An error if the peer has said anything, or has gone: nothing is expected from it now.
+    /// An error if the peer has sent anything, or has disconnected: nothing is expected from it now.
     fn check_silence(&mut self) -> Result<(), Error>;
 
-    /// Sends what makes the guest the peer's.
+    /// Sends the message that gives the guest to the peer.
     ///
     /// # Errors
-    /// Not one byte of it left this side.
+    /// Not a single byte of it has left this side.
     fn commit(&mut self, found: Found) -> Result<(), Error>;
 
-    /// Waits for the word that it has the guest. Nothing can be cancelled any more.
+    /// Waits for the confirmation that the peer has the guest. The move can no longer be cancelled.
     fn await_word(&mut self) -> Result<(), Error>;
 
-    /// The guest stays here: nothing that is on its way may become a whole guest there.
+    /// The guest stays here: data in transit must not become a whole guest there.
     fn hang_up(&mut self);
 
-    /// What a person is told when the word did not come. `by_hand`: resumes the guest here.
+    /// The message to the user when the confirmation did not come. `by_hand` is the command that resumes the guest
+    /// here.
     fn without_word(&self, error: &Error, by_hand: &str) -> String;
 }
 
@@ -71,7 +71,7 @@ impl Course<'_, '_> {
 }
 
 /// The point of no return. An error means that the guest is still ours. Otherwise we must assume from here on that the
-/// peer runs it, whatever we hear or don't hear afterwards.
+/// peer runs it, whatever it sends or does not send afterwards.
 fn give_up(guest: &mut Guarded<'_>, peer: &mut dyn Peer, progress: &Progress, found: Found) -> Result<(), Error> {
     peer.check_silence()?;
     if progress.is_cancelled() {

@@ -1,10 +1,10 @@
-//! What a user can choose.
+//! The options that a user can choose.
 use std::{str::FromStr, time::Duration};
 
 pub use transship_codec::Setting;
 use transship_codec::SettingError;
 
-/// Who looks for zero pages.
+/// Where zero pages are detected.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum ZeroPages {
     /// Each channel thread, right before it sends.
@@ -12,7 +12,7 @@ pub enum ZeroPages {
     Channels,
     /// The main thread, before it hands pages to the channels; for comparison.
     Main,
-    /// Nobody: zero pages travel as data. Holes are still skipped.
+    /// Nowhere: zero pages travel as data. Holes are still skipped.
     Off,
 }
 
@@ -55,7 +55,7 @@ pub enum WhenBusy {
 pub struct MoveOptions {
     /// 1 to 255 data channels.
     pub channels: u8,
-    /// Who looks for zero pages.
+    /// Where zero pages are detected.
     pub zero_pages: ZeroPages,
     /// How pages are encoded.
     pub compress: Compress,

@@ -1,4 +1,4 @@
-//! The rounds of a move, whoever is at the other end: what is sent in each is what the scan before it found.
+//! The rounds of a move, for every kind of peer: each round sends the pages that the scan before it found.
 use std::{
     panic::resume_unwind,
     sync::atomic::{AtomicBool, Ordering::Relaxed},
@@ -21,24 +21,24 @@ use crate::{
     unplug::unplug,
 };
 
-/// How long what was sent may take to arrive while the guest runs: a thin link with deep buffers is slow, not dead.
+/// How long sent data may take to arrive while the guest runs: a slow link with deep buffers is slow, not dead.
 const DONE_TIMEOUT: Duration = Duration::from_secs(600);
 
 /// The other end of a move, and the way there.
 pub(crate) trait Link {
-    /// By region, the pages that the destination holds content for.
+    /// By region: the pages for which the destination holds content.
     fn content(&self) -> &[PageMap];
 
-    /// Sends a round. Returns also the pages that were left out since they are holes by now.
+    /// Sends a round. Returns the pages that were left out because they have become holes.
     fn send(&mut self, work: &RoundWork<'_>, free: &mut FreePages) -> Result<(Sent, Vec<Place>), Error>;
 
     /// Waits until the destination has all of the round in place.
     fn confirm(&mut self, round: u32, sent: &Sent, patience: Duration) -> Result<(), Error>;
 
-    /// What its encoders did so far, into the report.
+    /// Adds the work of its encoders so far to the report.
     fn report(&self, report: &mut Report);
 
-    /// What its steps begin with, for tests that fail there.
+    /// The prefix of its fail points.
     fn name(&self) -> &'static str;
 }
 
@@ -56,7 +56,7 @@ pub(crate) struct Rounds {
     number: u32,
 }
 
-/// A move on its way.
+/// A move in progress.
 pub(crate) struct Course<'a, 'g> {
     pub(crate) guest: &'a mut Guarded<'g>,
     pub(crate) progress: &'a Progress,
@@ -65,8 +65,8 @@ pub(crate) struct Course<'a, 'g> {
 }
 
 impl Course<'_, '_> {
-    /// The phases up to the switchover: arms the tracking, and sends what a guest that runs holds until the rest is
-    /// small. `rounds`: kept there also on failure.
+    /// The phases up to the switchover: arms the tracking, then sends rounds while the guest runs, until the rest is
+    /// small. The rounds are recorded in `rounds`, even on failure.
     pub(crate) fn up_to_switchover<'r>(
         &mut self,
         rounds: &'r mut Option<Rounds>,
@@ -97,20 +97,20 @@ impl Rounds {
         Ok(Self { scanner, free: FreePages::of(guest), freeing: guest.freeing(), number: 0 })
     }
 
-    /// Asks a guest that runs what the first round can leave out; the rest of what it holds is the first round.
-    /// `speed`: bytes a second that can be sent at most. A guest that stands still has nothing to say: `send_the_rest`
-    /// looks at all its memory.
+    /// Asks a running guest which pages the first round can leave out; the rest of its data is the first round. `speed`
+    /// is the maximum sending rate in bytes a second. A stopped guest is not asked: `send_the_rest` sends all its
+    /// memory.
     fn ask_for_free_pages(&mut self, speed: Option<u64>, progress: &Progress) -> Result<(), Error> {
         self.scanner.plan_first_round(Some(self.free.ask(Patience::Sending(speed), progress)?))
     }
 
-    /// By region: pages that were left out and not written since.
+    /// By region: pages that were left out and have not been written since.
     pub(crate) fn dead(&self) -> &[PageSet] {
         self.scanner.dead()
     }
 
-    /// Sends round after round of a guest that runs, until what is left is small enough to be sent while it stands
-    /// still.
+    /// Sends round after round while the guest runs, until the rest is small enough to be sent while the guest is
+    /// stopped.
     fn until_the_rest_is_small(
         &mut self,
         guest: &mut Guarded<'_>,
@@ -135,9 +135,9 @@ impl Rounds {
         }
     }
 
-    /// The first round, and what can't go with the guest is unplugged: meanwhile, if the guest has said all that it has
-    /// to say, else after it. The device writes to guest memory past the tracker until it is gone, and what it writes
-    /// to counts as written in the last scan.
+    /// Sends the first round and unplugs the device that can't go with the guest: during the round if the guest has
+    /// named all its free pages, otherwise after it. Until the device is gone, it writes to guest memory past the
+    /// tracker; the pages of its rings count as written in the last scan.
     fn send_first_and_unplug(
         &mut self,
         guest: &mut Guarded<'_>,
@@ -168,7 +168,7 @@ impl Rounds {
         reach(link, "unplugged")
     }
 
-    /// The last look and the last round, with the guest standing still.
+    /// The last scan and the last round, while the guest is stopped.
     pub(crate) fn send_the_rest(
         &mut self,
         link: &mut dyn Link,
@@ -182,8 +182,8 @@ impl Rounds {
         reach(link, "last-round")
     }
 
-    /// One more look, when the guest stands still and its device state is saved: from now on nobody has a reason to
-    /// write. What somebody has written since the last round is sent as well, and counted.
+    /// One more scan, when the guest is stopped and its device state is saved: from now on nothing has a reason to
+    /// write. Pages written since the last round are sent as well, and counted.
     pub(crate) fn send_the_late(
         &mut self,
         link: &mut dyn Link,
@@ -199,8 +199,8 @@ impl Rounds {
         self.send_pending(link, patience, progress, report)
     }
 
-    /// Sends what is pending and waits until the destination has it all in place, `patience` at most after the last
-    /// byte was taken.
+    /// Sends the pending pages and waits until the destination has them all in place, at most `patience` after it has
+    /// accepted the last byte.
     fn send_pending(
         &mut self,
         link: &mut dyn Link,

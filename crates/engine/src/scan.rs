@@ -1,9 +1,9 @@
-//! What has to be sent, or written to a file, next: which pages were written, and which of them hold anything.
+//! Finds the pages to send, or to write to a file, next: those that were written and are not holes.
 //!
-//! Order matters: the scan comes first, and re-arms the tracking; the look at the holes comes second; reading pages
-//! comes last. A page that changes after its scan is reported by the next one, and a page that becomes a hole after the
-//! look is seen by the next look, at the latest when the guest stands still. What the guest says that it can do without
-//! is asked for between the first scan and its look: that is not looked at.
+//! Order matters: first the scan, which re-arms the tracking; then the search for holes; then the reading of pages. If
+//! a page changes after its scan, the next scan reports it. If a page becomes a hole after the search, the next search
+//! finds it, at the latest when the guest is stopped. Hints about free pages are requested between the first scan and
+//! its search for holes, which skips the named pages.
 use std::{sync::atomic::Ordering::Relaxed, time::Instant};
 
 use transship_memory::{
@@ -16,7 +16,7 @@ use crate::{
     page_map::{PageMap, runs},
 };
 
-/// Windows that travel between threads as one piece of work: 4 MiB.
+/// The windows that are passed between threads as one piece of work: 4 MiB.
 const WINDOWS_PER_BATCH: usize = 8;
 
 /// One region's part of a round.
@@ -38,29 +38,29 @@ impl Pending {
     }
 }
 
-/// Looks at a guest's memory again and again. `content`, wherever it is asked for: by region, the pages that the other
-/// end (or the file) holds content for.
+/// Scans a guest's memory again and again. The parameter `content` always has, by region, the pages for which the other
+/// end (or the file) holds content.
 pub(crate) struct Scanner {
     memory: GuestMemory,
     tracker: Box<dyn Tracker>,
     /// By region.
     holes: Vec<Holes>,
     pending: Vec<Pending>,
-    /// By region: pages that were left out since the guest can do without them, and that no scan has found written
+    /// By region: pages that were left out because the guest does not need them, and that no scan has found written
     /// since.
     dead: Vec<PageSet>,
-    /// Not sent when it was their turn: they count as written in the next scan.
+    /// Pages that were not sent when it was their turn: they count as written in the next scan.
     owed: Vec<Place>,
-    /// What the tracker does not see being written; it counts as written in the last scan.
+    /// Pages whose writes the tracker does not see; they count as written in the last scan.
     unseen: Vec<Place>,
-    /// What the pending round's report will say.
+    /// The report of the pending round, so far.
     next: RoundReport,
     last_scan: Instant,
 }
 
 impl Scanner {
-    /// Arms the tracking. Then all memory is pending, until `plan_first_round` or `scan_again` has looked for the holes
-    /// in it.
+    /// Arms the tracking. All memory is then pending, until `plan_first_round` or `scan_again` has searched it for
+    /// holes.
     pub(crate) fn begin(memory: GuestMemory, tracker: Box<dyn Tracker>, freeing: Freeing) -> Result<Self, Error> {
         let holes = memory.regions().iter().map(|_| Holes::new(freeing)).collect();
         let dead = memory.regions().iter().map(|region| PageSet::empty(region.pages())).collect();
@@ -74,7 +74,7 @@ impl Scanner {
         Ok(scanner)
     }
 
-    /// As `begin`, for a guest that stands still: all that it holds is in the one round.
+    /// As `begin`, for a stopped guest: all its data is in a single round.
     pub(crate) fn standing_still(memory: GuestMemory) -> Result<Self, Error> {
         let tracker = Everything(memory.regions().iter().map(Region::pages).collect());
         let mut scanner = Self::begin(memory, Box::new(tracker), Freeing::Never)?;
@@ -82,7 +82,7 @@ impl Scanner {
         Ok(scanner)
     }
 
-    /// By region: what the next round sends.
+    /// By region: the pages that the next round sends.
     pub(crate) fn pending(&self) -> &[Pending] {
         &self.pending
     }
@@ -92,14 +92,14 @@ impl Scanner {
         self.pending.iter().map(|pending| pending.send.count()).sum::<u64>() * PAGE_BYTES as u64
     }
 
-    /// By region: what the guest can do without and nobody has sent. It may differ from what the other end holds there,
-    /// which is zero.
+    /// By region: pages that the guest does not need and that were never sent. Their contents may differ from the other
+    /// end, where they are zero.
     pub(crate) fn dead(&self) -> &[PageSet] {
         &self.dead
     }
 
-    /// After `begin`: what is not a hole is the first round. Without `free`, by region: what the guest can do without,
-    /// as it has said since the scan.
+    /// After `begin`: plans the first round, with all pages that are neither holes nor in `free`. `free` has, by
+    /// region, the pages that the guest has named since the scan.
     pub(crate) fn plan_first_round(&mut self, free: Option<&[PageSet]>) -> Result<(), Error> {
         for (index, mut all) in std::mem::take(&mut self.pending).into_iter().enumerate() {
             if let Some(free) = free {
@@ -117,28 +117,28 @@ impl Scanner {
         Ok(())
     }
 
-    /// These pages of the first round, by region, were not sent.
+    /// Notes pages of the first round, by region, that were not sent because the guest does not need them.
     pub(crate) fn left_out(&mut self, free: &[PageSet]) {
         self.dead.iter_mut().zip(free).for_each(|(dead, free)| dead.union_with(free));
         self.next.free += free.iter().map(PageSet::count).sum::<u64>();
     }
 
-    /// Pages that were pending and were not sent. Most likely the next look finds them to be holes.
+    /// Notes pages that were pending and were not sent. Most likely the next search finds them to be holes.
     pub(crate) fn not_sent(&mut self, places: Vec<Place>) {
         self.owed = places;
     }
 
-    /// Pages that may be written without being seen count as written in the last scan.
+    /// Notes pages that may be written without being tracked: they count as written in the last scan.
     pub(crate) fn not_seen(&mut self, places: &[Place]) {
         self.unseen.extend(places);
     }
 
-    /// The begin of the pending round's report, to be completed once it is sent.
+    /// The pending round's report, to be completed once the round is sent.
     pub(crate) fn take_report(&mut self) -> RoundReport {
         std::mem::take(&mut self.next)
     }
 
-    /// Looks which pages were written since the last scan. They are the next round.
+    /// Finds the pages that were written since the last scan. They are the next round.
     pub(crate) fn scan(&mut self, content: &[PageMap], report: &mut Report, progress: &Progress) -> Result<(), Error> {
         self.scan_and_look(None, content)?;
         let now = Instant::now();
@@ -152,7 +152,7 @@ impl Scanner {
         Ok(())
     }
 
-    /// The last look, with the guest standing still: what the scan before it found and was not sent yet, and what came
+    /// The last scan, while the guest is stopped: pages of the previous scan that were not sent yet, and pages written
     /// since.
     pub(crate) fn scan_again(&mut self, content: &[PageMap]) -> Result<(), Error> {
         let earlier = std::mem::take(&mut self.pending);
@@ -162,7 +162,7 @@ impl Scanner {
         Ok(())
     }
 
-    /// A look after the last one, when all of that has been sent. Returns how many pages have changed since.
+    /// One more scan after the last round has been sent. Returns how many pages have changed since.
     pub(crate) fn scan_once_more(&mut self, content: &[PageMap]) -> Result<u64, Error> {
         self.scan_and_look(None, content)?;
         let late = self.pending.iter().map(|pending| pending.send.count() + pending.gone.count()).sum();
@@ -172,8 +172,8 @@ impl Scanner {
         Ok(late)
     }
 
-    /// Scans all regions, and looks for holes in each after its scan. `earlier`: what an earlier scan found and nobody
-    /// has sent.
+    /// Scans all regions, and searches each for holes after its scan. `earlier` has pages that an earlier scan found
+    /// and that were not sent.
     fn scan_and_look(&mut self, earlier: Option<Vec<Pending>>, content: &[PageMap]) -> Result<(), Error> {
         let mut pending = Vec::new();
         for (index, content) in content.iter().enumerate() {
@@ -192,8 +192,8 @@ impl Scanner {
         self.owed.iter().filter(|place| place.region == index).for_each(|place| written.insert(place.pages));
         if let Some(before) = earlier {
             written.union_with(&before.send);
-            // Holes by then, which nobody was told of. One that was looked at since is memory of zeros, and not
-            // written.
+            // Pages that had become holes, which were not announced to the other end. If one was read since, it is
+            // memory of zeros, and does not count as written.
             written.union_with(&before.gone);
             let unseen = self.unseen.iter().filter(|place| place.region == index);
             unseen.for_each(|place| written.insert(place.pages));
@@ -202,7 +202,7 @@ impl Scanner {
         Ok(written)
     }
 
-    /// Looks for holes where it matters: in what was found, and where the other end holds content. What is left is to
+    /// Searches for holes where it matters: in the pages found, and where the other end holds content. The rest is to
     /// be sent.
     fn look(&mut self, index: usize, found: PageSet, content: &PageMap) -> Result<Pending, Error> {
         let region = &self.memory.regions()[index];
@@ -223,7 +223,7 @@ fn describe(memory: &GuestMemory, pending: &[Pending]) -> RoundReport {
     RoundReport { scanned, written, hole, ..RoundReport::default() }
 }
 
-/// Those of the wanted pages of a window that are holes now: reading them would fill them again. What can't be told is
+/// The wanted pages of a window that are holes now, because reading them would fill them again. If that is unknown,
 /// none.
 pub(crate) fn new_holes(memory: &Region, first: u64, wanted: u128) -> u128 {
     let is_data = |range| memory.is_data(range).unwrap_or(true);

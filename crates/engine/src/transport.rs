@@ -24,7 +24,7 @@ const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
 /// Bytes that a TCP socket holds beyond what the link has room for. More would be on its way before anybody could think
 /// better of it, and would take memory; less might leave a link without work while a channel wakes up.
 const UNSENT_BYTES: u32 = 256 * 1024;
-/// A peer that takes no byte for this long is taken for dead.
+/// A peer that accepts no byte for this long is considered dead.
 pub(crate) const STALL_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Why something could not be sent to a peer on one of its connections: `data channel 3`.
@@ -118,7 +118,7 @@ impl Connection {
         Ok(connection)
     }
 
-    /// Sets what every connection of ours has: a bound on stalls, and no delay for small messages.
+    /// Sets the options of all our connections: a limit on stalls, and no delay for small messages.
     fn prepare(&self) -> io::Result<()> {
         match self {
             Self::Tcp(stream) => {
@@ -165,7 +165,7 @@ impl Connection {
         };
     }
 
-    /// Wakes who reads from it; nothing more is read.
+    /// Wakes the thread that reads from it; nothing more is read.
     pub(crate) fn end_reading(&self) {
         // A peer that is gone makes this fail.
         let _ = match self {
@@ -174,7 +174,8 @@ impl Connection {
         };
     }
 
-    /// Makes it break when its last handle is dropped, whatever is on its way, and wakes who reads from it.
+    /// Makes it break when its last handle is dropped, even with data in transit, and wakes the thread that reads from
+    /// it.
     pub(crate) fn break_off(&self) {
         // A peer that is gone makes these fail.
         let _ = match self {
@@ -194,7 +195,7 @@ impl Connection {
         })
     }
 
-    /// Ends both directions; whoever is blocked on the socket wakes with an error.
+    /// Ends both directions; a thread that is blocked on the socket wakes with an error.
     pub(crate) fn shutdown(&self) {
         // A peer that closed first makes this fail; it is shut then.
         let _ = match self {
@@ -270,7 +271,7 @@ pub struct Listener {
 }
 
 impl Listener {
-    /// Listens at `uri`. A unix socket that nobody listens at any more is replaced.
+    /// Listens at `uri`. A unix socket without a listener is replaced.
     ///
     /// # Errors
     /// The address is in use, or the system refuses it.
@@ -297,7 +298,7 @@ impl Listener {
         &self.uri
     }
 
-    /// Waits at most `timeout` for a connection; none if nobody came.
+    /// Waits at most `timeout` for a connection; none if there was none.
     pub(crate) fn accept(&self, timeout: Duration) -> Result<Option<(Connection, String)>, Error> {
         let failed = |source| Error::Io { what: format!("accept a connection at {}", self.uri), source };
         if !self.wait(timeout).map_err(failed)? {
@@ -338,7 +339,7 @@ impl Listener {
 impl Drop for Listener {
     fn drop(&mut self) {
         if let Uri::Unix(path) = &self.uri {
-            // Somebody may have removed it already.
+            // Another process may have removed it already.
             let _ = fs::remove_file(path);
         }
     }
@@ -354,7 +355,7 @@ fn remove_stale(path: &Path) -> io::Result<()> {
     }
 }
 
-/// What nobody can guess.
+/// A number that can't be guessed.
 pub(crate) fn random() -> Result<[u8; 16], Error> {
     let mut bytes = [0; 16];
     std::fs::File::open("/dev/urandom")

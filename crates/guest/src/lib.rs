@@ -1,4 +1,4 @@
-//! What the engine knows of a guest. Adapters implement these traits; the engine never asks which VMM it is.
+//! The engine's view of a guest. Adapters implement these traits; the engine never asks which VMM it is.
 #![forbid(unsafe_code)]
 use std::{
     io::Read,
@@ -27,12 +27,12 @@ pub enum StateFormat {
     },
 }
 
-/// Memory of a guest's that is part of a device.
+/// Memory of a guest that is part of a device.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct DeviceBlock {
     /// Its name in QEMU's stream.
     pub name: String,
-    /// Its length at most: some can grow.
+    /// Its maximum length, because some can grow.
     pub max_bytes: u64,
 }
 
@@ -45,74 +45,74 @@ pub struct Place {
     pub pages: PageRange,
 }
 
-/// What a guest did in the moment in which it was stopped.
+/// The state of a guest at the moment when it was stopped.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Found {
     /// It ran.
     Running,
-    /// It stood still already, and is to be left so wherever it comes to.
+    /// It was stopped already, and must stay stopped wherever it ends up.
     Standing,
 }
 
 impl Found {
-    /// Of a guest that runs, or does not.
+    /// The state of a guest that runs, or does not.
     pub fn by(runs: bool) -> Self {
         if runs { Self::Running } else { Self::Standing }
     }
 
-    /// It is to run again.
+    /// It must run again.
     pub fn ran(self) -> bool {
         self == Self::Running
     }
 }
 
-/// What a guest says about its memory.
+/// A guest's statement about its memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Hint {
-    /// It can do without what these pages held when hints were asked for.
+    /// It does not need the contents that these pages had when hints were requested.
     Free(Place),
-    /// It has named all that it can do without.
+    /// It has named all pages that it does not need.
     NamedAll,
 }
 
-/// Somebody who asks a running guest which of its memory it can do without. docs/free-pages.md says when a hint may be
-/// believed. When this is dropped, whatever the reason, the guest has back whatever it has set aside.
+/// Asks a running guest which of its memory it does not need. docs/free-pages.md says when a hint may be relied on.
+/// When this is dropped, for whatever reason, the guest gets back all memory that it has set aside.
 pub trait Hints: Send {
-    /// Asks for hints. Writes to guest memory must be tracked already, **all of it**, since before this call: what a
-    /// hint says is that the page was free at some moment after it. Hints of earlier calls are void.
+    /// Requests hints. Writes to **all** guest memory must have been tracked since before this call: a hint means that
+    /// the page was free at some moment after it. Hints of earlier calls are void.
     ///
     /// # Errors
-    /// There are none to be had.
+    /// No hints are available.
     fn start(&mut self) -> Result<(), GuestError>;
-    /// What the guest says next; nothing if it says nothing until `deadline`. One that has passed does not wait.
+    /// The next hint of the guest; none if none comes until `deadline`. With a deadline in the past it does not wait.
     ///
     /// # Errors
-    /// There will be no more hints. Those that came are as good as before.
+    /// There will be no more hints. Those that came stay valid.
     fn next(&mut self, deadline: Instant) -> Result<Option<Hint>, GuestError>;
-    /// No more hints: to be called before the next scan.
+    /// Ends the hints; to be called before the next scan.
     ///
     /// # Errors
-    /// There will be none anyway.
+    /// There will be no more hints anyway.
     fn stop(&mut self) -> Result<(), GuestError>;
-    /// Lets the guest use again what it has set aside. Does not wait until it does.
+    /// Gives the guest back the memory that it has set aside. Does not wait until the guest has it.
     ///
     /// # Errors
-    /// It can do so already.
+    /// The guest has it already.
     fn done(&mut self) -> Result<(), GuestError>;
-    /// Waits, after `done`, until the guest has what it had set aside, as far as that can be told, and a few seconds at
-    /// most.
+    /// Waits, after `done`, until the guest has back what it had set aside, as far as that is known, for a few seconds
+    /// at most.
     ///
     /// # Errors
-    /// It can't be told.
+    /// It is unknown.
     fn taken_back(&mut self) -> Result<(), GuestError>;
-    /// Memory that whoever gives the hints writes to by itself, past the tracker.
+    /// Memory to which the source of the hints itself writes, past the tracker.
     fn writes_to(&mut self) -> Vec<Place>;
 }
 
-/// A guest that is to be moved away. Created attached (memory mapped, every refusal already made), but with nothing
-/// changed in the VMM. Dropping it leaves nothing of ours there.
+/// A guest that is to be moved away. When it is created, it is attached (memory mapped, all checks passed), but nothing
+/// has changed in the VMM. Dropping it leaves nothing of ours there.
 pub trait SourceGuest: Send {
-    /// What the destination must match.
+    /// The description that the destination must match.
     fn description(&self) -> GuestDescription;
     /// The regions, mapped for reading, in the order of the description.
     fn memory(&self) -> GuestMemory;
@@ -120,7 +120,7 @@ pub trait SourceGuest: Send {
     fn freeing(&self) -> Freeing {
         Freeing::Possible
     }
-    /// Who can be asked which of its memory the guest can do without, if there is anybody. Asked at most once.
+    /// The source of hints about memory that the guest does not need, if there is one. Called at most once.
     fn hints(&mut self) -> Option<Box<dyn Hints>> {
         None
     }
@@ -128,16 +128,16 @@ pub trait SourceGuest: Send {
     fn must_unplug(&self) -> bool {
         false
     }
-    /// Unplugs what the guest runs with and its device state can't be saved with, while it runs. True when it is gone;
-    /// false if the guest has not let go of it by `until`: to be called again. Whether or not this succeeds,
-    /// `plug_back` follows if the guest stays.
+    /// Unplugs, while the guest runs, the devices with which its device state can't be saved. Returns true when they
+    /// are gone; false if the guest has not released them by `until`, and then this must be called again. Whether or
+    /// not this succeeds, `plug_back` follows if the guest stays.
     ///
     /// # Errors
-    /// The guest, or the VMM, does not let go of it.
+    /// The guest, or the VMM, does not release them.
     fn unplug(&mut self, _until: Instant) -> Result<bool, GuestError> {
         Ok(true)
     }
-    /// The guest stays: plugs in again what was unplugged, as far as that is possible, and warns where it is not.
+    /// The guest stays: plugs the unplugged devices in again as far as possible, and warns where it is not.
     fn plug_back(&mut self) {}
     /// Begins to track writes. Called at most once before `stop`.
     fn track(&mut self) -> Result<Box<dyn Tracker>, GuestError>;
@@ -153,39 +153,40 @@ pub trait SourceGuest: Send {
     }
     /// Whether the vCPUs run now.
     fn is_running(&mut self) -> Result<bool, GuestError>;
-    /// Stops the vCPUs and waits until all writes to guest memory have ended (block jobs flushed included). Returns
-    /// what the guest did right before: somebody else may have paused it, or let it run, since it was asked last.
+    /// Stops the vCPUs and waits until all writes to guest memory have ended (including flushed block jobs). Returns
+    /// the guest's state right before: another program may have paused or resumed it since the last call of
+    /// `is_running`.
     ///
     /// # Errors
-    /// It does not stop, or can't be given away as it is. `resume` then leaves it as it was.
+    /// It does not stop, or can't be given away in its state. `resume` then leaves it as it was.
     fn stop(&mut self) -> Result<Found, GuestError>;
-    /// Tracks nothing, but can have writes wait: for a snapshot of one moment. Instead of `track`, called at most once
+    /// Tracks nothing, but can make writes wait: for a snapshot of one moment. Called instead of `track`, at most once,
     /// before `stop`.
     ///
-    /// As long as the protection is there, memory that is given back may lose its protection and its content: either
-    /// that does not happen, or `check_protected` notices.
+    /// While the protection exists, memory that is given back may lose its protection and its content. Either that does
+    /// not happen, or `check_protected` reports it.
     ///
-    /// The VMM itself writes to guest memory when it lets the guest run on, and then waits as the guest does: whoever
-    /// calls `resume` has a thread that lets writes through.
+    /// The VMM itself writes to guest memory when it resumes the guest, and then waits as the guest does. So a caller
+    /// of `resume` must have a thread that lets writes through.
     ///
     /// # Errors
     /// Not possible with this guest; the text says why and what is.
     fn protect(&mut self) -> Result<Protection, GuestError> {
         Err(GuestError("this VMM can't make writes wait, which a background snapshot needs; use --live".into()))
     }
-    /// Asked when all that was protected is saved: that no memory was given back since `protect`. (The caller sees
-    /// holes that are left.)
+    /// Called when all protected pages are saved: checks that no memory was given back since `protect`. (The caller
+    /// sees the remaining holes.)
     ///
     /// # Errors
-    /// Something has, or it can't be told: what was saved is not that moment's memory.
+    /// Some was, or it is unknown: the saved pages are not the memory of that moment.
     fn check_protected(&mut self) -> Result<(), GuestError> {
         Ok(())
     }
-    /// What `save_state` yields.
+    /// The kind of state that `save_state` yields.
     fn state_format(&self) -> StateFormat {
         StateFormat::Opaque
     }
-    /// The guest's UUID as its VMM knows it; all zero if it has none. A destination that is no transship may compare it
+    /// The guest's UUID as its VMM knows it; all zero if it has none. A destination other than transship may compare it
     /// with its own.
     ///
     /// # Errors
@@ -193,14 +194,14 @@ pub trait SourceGuest: Send {
     fn uuid(&mut self) -> Result<[u8; 16], GuestError> {
         Ok([0; 16])
     }
-    /// Called before anything of the guest is given to a destination that is a stock VMM of its kind.
+    /// Called before anything of the guest is sent to a destination that is a stock VMM of the same kind.
     ///
     /// # Errors
-    /// Such a destination would not take it from us; the text says why, and what is possible.
+    /// Such a destination would not accept it from us; the text says why, and what is possible.
     fn check_for_stock(&mut self) -> Result<(), GuestError> {
         Ok(())
     }
-    /// How long saving, sending and loading the device state is thought to take; for the forecast before the first one.
+    /// The estimated time to save, send and load the device state; for the forecast before the first measurement.
     fn state_estimate(&self) -> Duration;
     /// The guest will neither go nor run on after `save_state`: `resume(false)` will follow, and leaves it as whole as
     /// `stop` did. Called before `save_state`, if at all.
@@ -208,23 +209,23 @@ pub trait SourceGuest: Send {
     /// The device state of the stopped guest, as a stream to be read to its end. Afterwards `state_saved` must be
     /// asked.
     fn save_state(&mut self) -> Result<Box<dyn Read + Send>, GuestError>;
-    /// Whether the VMM calls the state that was read complete.
+    /// Whether the VMM reports the state that was read as complete.
     fn state_saved(&mut self) -> Result<(), GuestError>;
-    /// Called right before the destination is told to go: whatever happens now, nothing of this side may let the guest
-    /// run.
+    /// Called right before the destination is told to go: whatever happens from now on, nothing on this side may let
+    /// the guest run.
     ///
     /// # Errors
-    /// It can't be made sure; the guest is then not given up.
+    /// That can't be guaranteed; the guest is then not given up.
     fn give_up(&mut self) -> Result<(), GuestError> {
         Ok(())
     }
-    /// Takes back whatever `stop` and `save_state` did. With `run` the guest is as `stop` found it, as if nothing had
-    /// been: it runs here again if it ran. Otherwise it is left stopped, but whole.
+    /// Undoes whatever `stop` and `save_state` did. With `run` the guest is as `stop` found it, as if nothing had
+    /// happened: it runs here again if it ran. Otherwise it is left stopped, but whole.
     fn resume(&mut self, run: bool) -> Result<(), GuestError>;
     /// How a person resumes this guest by hand, for messages: a command line.
     fn resume_hint(&self) -> String;
-    /// What somebody else must know to undo `unplug`, `stop` and `save_state` should we die. Asked before them; for the
-    /// adapter to read, and not secret.
+    /// The information that another process needs to undo `unplug`, `stop` and `save_state` if this one dies. Called
+    /// before them; the adapter itself will read it, and it is not secret.
     ///
     /// # Errors
     /// The VMM does not say.
@@ -265,44 +266,44 @@ pub trait Guard: Send {
 
 /// A guest that waits for its memory and state. Nothing may run in it before `start`.
 pub trait DestinationGuest: Send {
-    /// What it waits for.
+    /// The description of the guest that it waits for.
     fn description(&self) -> GuestDescription;
     /// The regions, mapped for writing, in the order of the description.
     fn memory(&self) -> GuestMemory;
-    /// What `load_state` takes.
+    /// The kind of state that `load_state` accepts.
     fn state_format(&self) -> StateFormat {
         StateFormat::Opaque
     }
-    /// Has everybody who touches a page that is not there wait for us. All memory must be holes. Called at most once,
+    /// Makes every thread that touches a missing page wait for us. All memory must be holes. Called at most once,
     /// before `load_state`.
     ///
-    /// Loading the state touches pages, and so do `start` and `stop`: whoever calls them has a thread that brings
-    /// pages. Nobody may touch memory through the regions any more, not even to read: a page that is there, if only
-    /// with zeros, is not waited for.
+    /// Loading the state touches pages, and so do `start` and `stop`: their caller must have a thread that brings
+    /// pages. Memory must no longer be touched through the regions, not even to read: nothing waits for a page that is
+    /// there, even if it has only zeros.
     ///
     /// # Errors
     /// Not possible with this guest; the text says why and what is.
     fn missing(&mut self) -> Result<Missing, GuestError> {
         Err(GuestError("this VMM can't wait for pages, which a lazy restore needs; leave out --lazy".into()))
     }
-    /// Stops a guest that was started, because its memory can't be brought any more; a VMM that hangs on a page is
-    /// frozen with it. Returns what a person finds, and how to end it: the rest of a sentence. Until this has returned,
-    /// the pages that are missing must stay so.
+    /// Stops a started guest because its memory can't be brought any more; if the VMM hangs on a page, the whole
+    /// process is frozen. Returns the rest of a sentence for the user: the state of the guest, and how to end it. Until
+    /// this has returned, missing pages must stay missing.
     ///
     /// # Errors
     /// It does not stop.
     fn stop(&mut self) -> Result<String, GuestError> {
         Err(GuestError("this VMM can't be told to stop its guest".into()))
     }
-    /// What somebody else must know to undo, should we die, what `load_state` changes beside the guest. Asked before
-    /// it; for the adapter to read, and not secret.
+    /// The information that another process needs if this one dies, to undo what `load_state` changes beside the guest.
+    /// Called before it; the adapter itself will read it, and it is not secret.
     ///
     /// # Errors
     /// The VMM does not say.
     fn last_will(&mut self) -> Result<String, GuestError> {
         Ok(String::new())
     }
-    /// Loads the device state, to the end of `state`, and waits until the VMM says that it has loaded it all.
+    /// Loads the device state, to the end of `state`, and waits until the VMM reports that it has loaded all of it.
     fn load_state(&mut self, state: &mut dyn Read) -> Result<(), GuestError>;
     /// Lets the vCPUs run (`run`), or leaves the guest loaded and stopped.
     fn start(&mut self, run: bool) -> Result<(), GuestError>;

@@ -63,8 +63,8 @@ impl Drop for MemoryMount {
     }
 }
 
-/// The pool of huge pages of 2 MiB, and a hugetlbfs on it. It is the host's only one: who has it keeps all others out,
-/// and the pool is as it was when this is dropped.
+/// The pool of huge pages of 2 MiB, and a hugetlbfs on it. The host has only one: its holder keeps all others out, and
+/// the pool is restored when this is dropped.
 #[derive(Debug)]
 pub struct HugePool {
     mount: MemoryMount,

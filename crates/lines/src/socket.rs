@@ -129,7 +129,7 @@ fn beside(path: &Path) -> PathBuf {
 
 impl Drop for GuestSocket {
     fn drop(&mut self) {
-        // Somebody may have removed it already.
+        // Another process may have removed it already.
         let _ = fs::remove_file(&self.path);
     }
 }

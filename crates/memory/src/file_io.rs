@@ -149,7 +149,7 @@ impl FileQueue {
     }
 
     /// Asks to write pages of a buffer of our own from byte `offset` of the file on. The buffer is held until that is
-    /// done; who asked can write to it again when nobody else holds it ([`Arc::get_mut`]). What was asked for in this
+    /// done; the caller can write to it again when nothing else holds it ([`Arc::get_mut`]). What was asked for in this
     /// way before, for the same bytes of the file, is done first: the last one counts.
     ///
     /// # Errors
@@ -268,7 +268,7 @@ impl FileQueue {
 impl Drop for FileQueue {
     fn drop(&mut self) {
         if let Some(ring) = &mut self.ring {
-            // Who wants to know of errors asks finish() for them.
+            // Callers that want to know of errors call finish().
             let _ = ring.finish(self.file.as_fd());
         }
     }

@@ -1,4 +1,4 @@
-//! Memory whose pages are brought when somebody touches them. For guests that run before their memory is there.
+//! Memory whose pages are brought when they are touched. For guests that run before their memory is there.
 
 use std::{
     io,
@@ -18,12 +18,12 @@ use crate::{
 /// userfaultfd for missing pages of a process whose memory files are holes from end to end. All threads may use it at
 /// once.
 ///
-/// Missing is what the *file* does not have. A page that came into it another way (written through our mapping) is
-/// found by whoever touches it from then on; who waits already has to be woken, by [`Missing::wake`] or a `fill`. Such
+/// Missing is what the *file* does not have. If a page came into it another way (written through our mapping), threads
+/// that touch it from then on find it; threads that already wait must be woken, by [`Missing::wake`] or a `fill`. Such
 /// a page may be seen half written; filled pages appear whole.
 ///
-/// When the last holder of the userfaultfd closes it, the kernel answers faults on holes with zeros: whoever drops this
-/// has brought all pages, or has seen to it that nobody runs, or that somebody else holds it.
+/// When the last holder of the userfaultfd closes it, the kernel answers faults on holes with zeros. So this may be
+/// dropped only when all pages have been brought, or nothing runs, or another process holds the userfaultfd.
 pub struct Missing {
     faults: Faults,
 }
@@ -40,8 +40,9 @@ impl Missing {
         Ok(Self { faults })
     }
 
-    /// Goes on with the userfaultfd of another [`Missing`], perhaps of a process that has died: a fault that was told
-    /// of there and not answered is not told of again, so what was in work then has to be filled unasked.
+    /// Goes on with the userfaultfd of another [`Missing`], perhaps of a process that has died. A fault that was
+    /// reported there and not answered is not reported again, so pages that were in work then must be filled without a
+    /// fault.
     ///
     /// # Errors
     /// Areas that don't fit the regions, or that this userfaultfd was not registered for; the process is gone.
@@ -54,8 +55,9 @@ impl Missing {
         self.faults.unit_pages(region)
     }
 
-    /// Puts pages into place that are still missing, and wakes who waits for them. Pages that are there already are
-    /// left as they are, and who waits for them is woken too; released ones are left to the kernel. How many were put.
+    /// Places pages that are still missing, and wakes the threads that wait for them. Pages that are there already are
+    /// left as they are, and threads that wait for them are woken, too; released ones are left to the kernel. Returns
+    /// the number of placed pages.
     ///
     /// # Errors
     /// The process is gone, no memory is left, bytes that are not whole pages; pages that the region does not have;
@@ -71,14 +73,14 @@ impl Missing {
     }
 
     /// As [`Missing::fill`], but each page once in the life of the guest, by all who share the claims: what was put
-    /// before and is missing was given back, and stays missing. Pages that another thread is putting are left to it;
-    /// it wakes who waits for them.
+    /// before and is missing was given back, and stays missing. Pages that another thread is placing are left to it; it
+    /// wakes the threads that wait for them.
     ///
     /// # Errors
     /// As [`Missing::fill`]. Pages that were not put then may be tried again.
     pub fn fill_once(&self, claims: &Claims, region: usize, first: u64, bytes: &[u8]) -> Result<u64, Error> {
         let pages = whole_pages(region, first, bytes)?;
-        // What can't be put is not to be claimed.
+        // Pages that can't be placed must not be claimed.
         self.faults.stretches(region, pages)?;
         let runs = claims.take(region, pages);
         let put = runs.iter().try_fold(0, |put, run| {
@@ -91,9 +93,9 @@ impl Missing {
         put
     }
 
-    /// Puts pages that the caller has claimed. Nobody is woken before they are known to be there: whoever is told of
-    /// somebody who waits for a page that is claimed, and not done, leaves him to us; and he may have freed it again
-    /// by then.
+    /// Puts pages that the caller has claimed. No thread is woken before they are known to be there: if a fault is
+    /// reported for a page that is claimed and not done, it is left to us; and by then the guest may have freed the
+    /// page again.
     fn put_noted(&self, claims: &Claims, region: usize, run: PageRange, bytes: &[u8]) -> Result<u64, Error> {
         let put = self.put(region, run, |stretch, done, len| {
             let page = stretch.first_page + done / PAGE_BYTES as u64;
@@ -135,8 +137,8 @@ impl Missing {
         })
     }
 
-    /// The next one that waits for a page; none after `wait`. Each is told of once, to one caller; several may wait for
-    /// the same page.
+    /// The next fault that waits for a page; none after `wait`. Each is reported once, to one caller; several may wait
+    /// for the same page.
     ///
     /// # Errors
     /// The process is gone (which is only noticed after `wait`).
@@ -144,8 +146,8 @@ impl Missing {
         self.faults.next(wait)
     }
 
-    /// Appends who waits, as many as there are and at most 64; waits up to `wait` for the first. What this caller has
-    /// got no other gets.
+    /// Appends the faults that wait, at most 64; waits up to `wait` for the first. No other caller gets the same
+    /// faults.
     ///
     /// # Errors
     /// As [`Missing::next_fault`].
@@ -153,7 +155,8 @@ impl Missing {
         self.faults.next_few(wait, usize::MAX, out)
     }
 
-    /// Wakes who waits for these pages. Who finds the page still missing waits again, and is told of again.
+    /// Wakes the threads that wait for these pages. A thread that finds the page still missing waits again, and is
+    /// reported again.
     ///
     /// # Errors
     /// Pages that the region does not have; the kernel refuses.
@@ -161,9 +164,9 @@ impl Missing {
         self.faults.stretches(region, pages)?.iter().try_for_each(|stretch| self.wake_stretch(stretch))
     }
 
-    /// All pages are there or are to be zero: from now on the kernel serves these pages by itself, and who waits goes
-    /// on. What a thread still fills there is left out. Best in few large ranges: each that is apart takes one of the
-    /// mappings that the process may have.
+    /// All pages are there or are to be zero: from now on the kernel serves these pages by itself, and waiting threads
+    /// go on. What a thread still fills there is left out. Best in few large ranges: each that is apart takes one of
+    /// the mappings that the process may have.
     ///
     /// # Errors
     /// The process is gone, or has too many mappings; pages that the region does not have; parts of huge pages.

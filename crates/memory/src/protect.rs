@@ -1,5 +1,5 @@
-//! Write protection that waits for us: a write to a protected page stops the writer until the page is let go of. For
-//! snapshots of a moment.
+//! Write protection that waits for us: a write to a protected page stops the writing thread until the page is released.
+//! For snapshots of a moment.
 
 use std::{
     io,
@@ -36,13 +36,13 @@ impl Protection {
         Ok(Self { faults })
     }
 
-    /// Pages of the region that are protected and let go of together: 1, or those of a huge page. Ranges consist of
+    /// Pages of the region that are protected and released together: 1, or those of a huge page. Ranges consist of
     /// whole ones.
     pub fn unit_pages(&self, region: usize) -> u64 {
         self.faults.unit_pages(region)
     }
 
-    /// From now on a write to these pages waits, also to one that is not there yet. Who reads does not wait.
+    /// From now on a write to these pages waits, even to a page that is not there yet. Reads do not wait.
     ///
     /// # Errors
     /// The process is gone, or the kernel refuses; pages that the region does not have; parts of huge pages.
@@ -50,8 +50,8 @@ impl Protection {
         self.set(region, pages, Writes::Wait)
     }
 
-    /// Lets writes to these pages through, and wakes who waits. Harmless for pages that are not protected: a writer may
-    /// have been told of before the page was let go of and its fault be read after.
+    /// Lets writes to these pages through, and wakes the threads that wait. Harmless for pages that are not protected:
+    /// a fault may be reported before its page is released and read after that.
     ///
     /// # Errors
     /// As [`Protection::protect`].
@@ -59,8 +59,8 @@ impl Protection {
         self.set(region, pages, Writes::Pass)
     }
 
-    /// The next writer that waits; none after `wait`. Each writer is told of once, to one caller; several may wait for
-    /// the same page.
+    /// The next write that waits; none after `wait`. Each is reported once, to one caller; several may wait for the
+    /// same page.
     ///
     /// # Errors
     /// The process is gone (which is only noticed after `wait`).

@@ -20,7 +20,8 @@ pub enum Access {
 /// Memory of a guest: a shared file that is mapped here, or private memory of a process. See the crate's documentation
 /// for why nothing here returns a slice. All threads may use it at once.
 ///
-/// Reading a hole makes a page there, in a file at least: look at [`Region::data`] first, and read only what it names.
+/// Reading a hole makes a page there, in a file at least: call [`Region::data`] first, and read only the pages that it
+/// names.
 /// A file that is cut short while it is mapped kills this process with SIGBUS, as it does the VMM whose memory it is.
 pub struct Region {
     name: String,

@@ -13,7 +13,7 @@ use rustix::{
 
 use crate::{Access, Error, Keep, PAGE_BYTES, PageRange, PageSet, cached, huge_holes, mapping::Mapping};
 
-/// How much Linux maps around a read fault, unless it was built or told otherwise.
+/// How much Linux maps around a read fault, unless it was built or configured otherwise.
 const FAULT_AROUND_BYTES: usize = 64 << 10;
 
 /// Pages that cost as much to look at as to ask about what is behind them alone.
@@ -21,8 +21,9 @@ const SMALL_GAP: u64 = 32;
 
 /// A part of a file, mapped shared.
 ///
-/// Reading a hole makes the file system put a page there: look at [`Shared::data`] first, and read only what it names.
-/// A file that is cut short while it is mapped kills this process with SIGBUS, as it does the VMM whose memory it is.
+/// Reading a hole makes the file system put a page there: call [`Shared::data`] first, and read only the pages that it
+/// names. A file that is cut short while it is mapped kills this process with SIGBUS, as it does the VMM whose memory
+/// it is.
 pub(crate) struct Shared {
     name: String,
     file: OwnedFd,
@@ -140,13 +141,13 @@ impl Shared {
         if range.count == 0 {
             return Ok(true);
         }
-        // Looking for the next hole costs a look at all data before it, which may be all there is.
+        // Searching for the next hole examines all data before it, which may be all there is.
         if self.count_data(range) == Some(range.count) {
             return Ok(true);
         }
         match rustix::fs::seek(&self.file, SeekFrom::Hole(start)) {
             Ok(hole) => Ok(hole >= end),
-            // A file system that does not tell.
+            // A file system that does not report holes.
             Err(Errno::INVAL | Errno::OPNOTSUPP) => Ok(true),
             // Cut short.
             Err(Errno::NXIO) => Ok(false),

@@ -1,4 +1,4 @@
-//! Which pages were written since the last look.
+//! Finds the pages that were written since the last scan.
 
 use std::os::fd::{AsFd, OwnedFd};
 
@@ -15,8 +15,7 @@ use crate::{
 /// lost. A scan may report too much (pages that were only read, neighbours of a page that was written first), never too
 /// little.
 ///
-/// A hole that is punched is no write. Who must notice holes that come back asks [`crate::Region::data`] after the
-/// scan.
+/// Punching a hole is not a write. Callers that must notice new holes call [`crate::Region::data`] after the scan.
 pub trait Tracker: Send {
     /// Pages of the region written since its last scan.
     ///
@@ -29,8 +28,8 @@ pub trait Tracker: Send {
 /// userfaultfd write protection in asynchronous mode, read by PAGEMAP_SCAN on the tracked process's pagemap (Linux
 /// 6.7). Dropping it closes the userfaultfd, which ends the tracking; the process runs on as before.
 ///
-/// It sees what the tracked process writes through the areas (its kernel and KVM on its behalf included), and nothing
-/// that others write through mappings of their own.
+/// It sees all writes of the tracked process through the areas (including those of the kernel and KVM on its behalf),
+/// but no writes of other processes through their own mappings.
 pub struct UffdTracker {
     uffd: OwnedFd,
     pagemap: OwnedFd,
@@ -42,7 +41,7 @@ pub struct UffdTracker {
 struct Tracked {
     pages: u64,
     look: Look,
-    /// Whether all that was written since the last report would be found.
+    /// Whether a scan would find everything that was written since the last report.
     armed: bool,
 }
 
@@ -70,8 +69,8 @@ impl UffdTracker {
         Ok(Self { uffd, pagemap, areas, regions: regions.collect() })
     }
 
-    /// This region is private memory of the process: a page that is not in its page table is a hole, which nobody has
-    /// to be told of. That saves the page tables that the kernel would make to take note of holes.
+    /// This region is private memory of the process: a page that is not in its page table is a hole, which need not be
+    /// reported. That saves the page tables that the kernel would make to record holes.
     #[must_use]
     pub fn with_private(mut self, region: usize) -> Self {
         if let Some(tracked) = self.regions.get_mut(region) {
@@ -80,13 +79,13 @@ impl UffdTracker {
         self
     }
 
-    /// The pages of the region that were written, which are tracked anew.
+    /// The pages of the region that were written; they are tracked again.
     fn written(&self, region: usize, look: Look, pages: u64) -> Result<PageSet, Error> {
         let areas = || self.areas.iter().filter(|area| area.region == region);
         let mut written = PageSet::empty(pages);
         sweep(self.pagemap.as_fd(), look, areas(), &mut written)?;
-        // Memory that is gone has no written pages as far as the kernel can tell. Registering what is registered
-        // changes nothing, and fails when the process or its mapping is no more.
+        // Memory that is gone has no written pages as far as the kernel can tell. Registering an area again changes
+        // nothing, and fails when the process or its mapping is gone.
         for area in areas() {
             uffd::register(self.uffd.as_fd(), uffd::TRACK, area.address, area.bytes)
                 .map_err(|source| lost(area, source))?;
@@ -101,12 +100,14 @@ impl Tracker for UffdTracker {
             return Err(untrackable(region, "the tracker does not know it"));
         };
         let (pages, look) = (tracked.pages, tracked.look);
-        // Not armed until all is done: what a scan has found and then lost by an error must be reported again.
+        // Not armed until everything is done: pages that a scan has found and then lost to an error must be reported
+        // again.
         let armed = std::mem::replace(&mut tracked.armed, false);
         let written = self.written(region, look, pages)?;
         self.regions[region].armed = true;
-        // The first time, pages count too that are in the file and that the process has not touched: no one wrote them
-        // through its mapping. Kernels call those written, at least so far; this does not depend on it.
+        // The first time, pages that are in the file but that the process has not touched count, too, although nothing
+        // wrote them through its mapping. Kernels have reported those as written so far, but this code does not depend
+        // on that.
         Ok(if armed { written } else { PageSet::full(pages) })
     }
 }

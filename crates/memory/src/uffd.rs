@@ -173,7 +173,7 @@ pub(crate) fn map_present(uffd: BorrowedFd<'_>, start: u64, len: u64) -> io::Res
     }
 }
 
-/// Leaves the memory to the kernel again, and wakes who waits there.
+/// Leaves the memory to the kernel again, and wakes the threads that wait there.
 pub(crate) fn unregister(uffd: BorrowedFd<'_>, start: u64, len: u64) -> io::Result<()> {
     let mut range = Range { start, len };
     // SAFETY: UFFDIO_UNREGISTER reads one Range, whose size the number holds. It changes who answers faults, and no
@@ -181,7 +181,7 @@ pub(crate) fn unregister(uffd: BorrowedFd<'_>, start: u64, len: u64) -> io::Resu
     done(unsafe { libc::ioctl(uffd.as_raw_fd(), UFFDIO_UNREGISTER, &raw mut range) }).map(drop)
 }
 
-/// Wakes who waits there; they look again whether they may go on.
+/// Wakes the threads that wait there; they check again whether they may go on.
 pub(crate) fn wake(uffd: BorrowedFd<'_>, start: u64, len: u64) -> io::Result<()> {
     let mut range = Range { start, len };
     // SAFETY: UFFDIO_WAKE reads one Range, whose size the number holds, and no other memory.
@@ -216,8 +216,8 @@ pub(crate) fn while_changing(mut call: impl FnMut() -> io::Result<()>) -> io::Re
     }
 }
 
-/// Puts pages where there are none, up to the first that is there, and wakes who waits for them. How many bytes, and
-/// why not all.
+/// Places pages where there are none, up to the first that is there, and wakes the threads that wait for them. How many
+/// bytes, and why not all.
 ///
 /// # Safety
 /// Nobody writes `len` bytes at `from` during the call, or they need not be anything certain. They need not be

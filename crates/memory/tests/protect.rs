@@ -156,7 +156,7 @@ fn with_no_protection_left_everybody_goes_on() {
     (0..64).for_each(|page| guest.write(page, 3));
 }
 
-/// Each writer is told of to one caller, however many wait for faults.
+/// Each write is reported to one caller, however many wait for faults.
 #[test]
 fn callers_share_the_faults() {
     let pages = 400;

@@ -255,7 +255,7 @@ fn copies_converge(file: OwnedFd, bytes: u64, unit: u64) {
     assert!(writes.load(Ordering::Relaxed) > 10_000);
 }
 
-/// One round: what was written, less the holes, is copied; what are holes now is zero over there.
+/// One round: written pages that are not holes are copied; new holes are zero on the other side.
 fn migrate(tracker: &mut UffdTracker, source: &Region, copy: &Region) {
     let mut send = tracker.scan(0).unwrap();
     let data = source.data().unwrap();

@@ -5,8 +5,8 @@ use std::mem::MaybeUninit;
 /// A ring that threads share by reference.
 ///
 /// Each place carries a turn. With position `p` of a `capacity`-sized ring: turn `p` means "free for the push at
-/// position p", turn `p + 1` "holds the value of position p", turn `p + capacity` "free again, for the next lap".
-/// Who moves `tail` (or `head`) past a position owns the place until it sets the next turn.
+/// position p", turn `p + 1` "holds the value of position p", turn `p + capacity` "free again, for the next lap". The
+/// thread that moves `tail` (or `head`) past a position owns the place until it sets the next turn.
 ///
 /// A pop may find nothing although a later push is done: an earlier one has taken its position and not yet filled it.
 /// That push's own wake-up comes after it has filled the place, so nobody who waits behind it sleeps for ever; but a

@@ -35,7 +35,7 @@ pub fn pool<J, R>(workers: usize, capacity: usize, results: usize) -> (Submitter
     (Submitter { inbox, lanes, next: 0 }, workers, Results { outbox })
 }
 
-/// Who sleeps for jobs and for room; the jobs themselves are in the rings.
+/// The threads that sleep for jobs and for room; the jobs themselves are in the rings.
 struct Inbox {
     /// A worker sleeps at its own.
     work: Box<[Parker]>,

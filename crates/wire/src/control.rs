@@ -45,7 +45,7 @@ pub enum Message {
         /// See docs/protocol.md for what is hashed.
         digest: [u8; 32],
     },
-    /// 5, D to S: the same over there. Equal or the session ends.
+    /// 5, D to S: the same at the destination. Equal or the session ends.
     DigestIs {
         /// The destination's own, never a copy of the source's.
         digest: [u8; 32],

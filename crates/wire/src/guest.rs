@@ -57,7 +57,7 @@ impl GuestDescription {
     }
 
     pub(crate) fn write(&self, writer: &mut Writer) {
-        // A count that does not fit becomes the largest, which is refused over there and not misread.
+        // A count that does not fit becomes the largest, which the other side refuses and does not misread.
         writer.put(u16::try_from(self.regions.len()).unwrap_or(u16::MAX).to_le_bytes());
         writer.text(&self.machine);
         for region in &self.regions {

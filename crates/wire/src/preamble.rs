@@ -1,4 +1,4 @@
-//! The first bytes of every connection: who speaks, in which version, for which session.
+//! The first bytes of every connection: the role, the version and the session.
 use crate::Error;
 use crate::reader::{Header, Reader};
 

@@ -147,7 +147,7 @@ impl Writer {
     }
 
     /// A text behind its length. A text whose length does not fit gets the largest length instead: far more than any
-    /// reader allows, so it is refused over there and not misread.
+    /// reader allows, so the other side refuses it and does not misread it.
     pub(crate) fn text(&mut self, text: &str) -> &mut Self {
         self.put(u16::try_from(text.len()).unwrap_or(u16::MAX).to_le_bytes());
         self.0.extend_from_slice(text.as_bytes());

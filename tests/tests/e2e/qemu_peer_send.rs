@@ -1,4 +1,4 @@
-//! Guests move to a stock QEMU that waits with `-incoming`, and are asked over there whether every page is theirs.
+//! Guests move to a stock QEMU that waits with `-incoming`, and are asked there whether every page is theirs.
 use std::{fs, io::Write};
 
 use crate::ends::number;

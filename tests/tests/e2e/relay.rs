@@ -98,7 +98,7 @@ fn guests_of_other_versions_go_over() -> Result<()> {
     Ok(())
 }
 
-/// The cable is pulled out, a relay is killed: the source runs on, over there nothing does.
+/// The cable is pulled out, a relay is killed: the source runs on, and nothing runs at the destination.
 #[test]
 fn whatever_breaks_on_the_way_the_source_runs_on() -> Result<()> {
     let guest = || Qemu::multiboot().workload(Workload { mib: 16, ..Workload::MULTIBOOT });

@@ -76,7 +76,7 @@ struct Request {
     attach: AttachOptions,
 }
 
-/// Who is at the other end.
+/// The kind of peer at the other end.
 #[derive(Debug)]
 enum Way {
     ToTransship(MoveOptions),

@@ -82,7 +82,7 @@ impl Request {
                     max_rounds,
                     io: args.io.into(),
                 },
-                // Who stands still writes nothing, seen or unseen.
+                // A stopped guest writes nothing, tracked or not.
                 attach: flags::attach(args.allow_untracked_writers || way == Way::Paused, args.balloon.as_ref()),
             })
         })();

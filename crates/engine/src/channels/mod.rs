@@ -37,8 +37,8 @@ pub(crate) trait Channel: Send {
     /// What it shares with the others.
     fn shared(&self) -> &Arc<Shared>;
 
-    /// Sends a window's pages, and tells those that became zero. `encoded`: the pages, by an encoder; none: they are to
-    /// go as they are.
+    /// Sends a window's pages, and announces those that became zero. `encoded`: the pages, by an encoder; none: they
+    /// are to go as they are.
     fn send_window(
         &mut self,
         window: &Window,
@@ -47,14 +47,14 @@ pub(crate) trait Channel: Send {
         sent: &mut Sent,
     ) -> Result<(), Error>;
 
-    /// Tells that pages became a hole.
+    /// Announces that pages became a hole.
     fn send_hole(&mut self, round: u32, region: usize, range: PageRange, sent: &mut Sent) -> Result<(), Error>;
 
     /// Ends a round on this connection.
     fn end_round(&mut self, round: u32, sent: &mut Sent) -> Result<(), Error>;
 }
 
-/// What a round has to send.
+/// The pages that a round has to send.
 pub(crate) struct RoundWork<'a> {
     pub(crate) round: u32,
     pub(crate) pending: &'a [Pending],
@@ -102,13 +102,14 @@ impl<C: Channel> Channels<C> {
         &self.shared
     }
 
-    /// By region, the pages that the destination holds content for.
+    /// By region: the pages for which the destination holds content.
     pub(crate) fn content(&self) -> &[PageMap] {
         &self.shared.content
     }
 
-    /// Sends a round over all channels, each by a thread of its own, and ends it on each. What becomes known as free
-    /// meanwhile is left out, as far as it was not handed over yet; and so is what became a hole, which is returned.
+    /// Sends a round over all channels, each in a thread of its own, and ends it on each. Pages that become known as
+    /// free meanwhile are left out if they were not handed over yet. Pages that became holes are left out, too, and
+    /// returned.
     pub(crate) fn run_round(
         &mut self,
         work: &RoundWork<'_>,
@@ -161,7 +162,7 @@ impl<C: Channel> Channels<C> {
         })
     }
 
-    /// What the encoders did so far, into the report.
+    /// Adds the work of the encoders so far to the report.
     pub(crate) fn report(&self, report: &mut Report) {
         let Progress { encoding, cpu, .. } = &*self.shared.progress;
         report.busy_ratio = encoding.busy_ratio();
@@ -229,7 +230,7 @@ mod tests {
     struct Failing {
         shared: Arc<Shared>,
         connection: Connection,
-        /// It has nothing to say before its connection is shut down.
+        /// It has no error to report before its connection is shut down.
         is_sound: bool,
         /// Where it meets the other one.
         both_there: Arc<Barrier>,

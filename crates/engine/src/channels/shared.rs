@@ -19,7 +19,7 @@ pub(crate) struct Shared {
     /// is over.
     pub(crate) content: Vec<PageMap>,
     pub(crate) pacer: Option<Arc<Pacer>>,
-    /// Channels and encoders look for zero pages.
+    /// Channels and encoders detect zero pages.
     pub(crate) look_for_zeros: bool,
     pub(crate) progress: Arc<Progress>,
     pub(crate) failure: Failure,
@@ -39,7 +39,7 @@ pub(crate) struct Failure {
 pub(crate) struct Over;
 
 impl Failure {
-    /// Whether a channel has failed, or the main thread ends the session: nobody need go on.
+    /// Whether a channel has failed, or the main thread ends the session: no thread need go on.
     pub(crate) fn is_over(&self) -> bool {
         self.over.load(Relaxed)
     }
@@ -53,18 +53,18 @@ impl Failure {
         Over
     }
 
-    /// The main thread ends the session. To be said before connections are shut down.
+    /// The main thread ends the session. To be called before connections are shut down.
     pub(crate) fn end(&self) {
         let _first = self.first();
         self.over.store(true, Relaxed);
     }
 
-    /// What the first channel said, if it was a channel that began.
+    /// The error of the first channel that failed, if a channel failed first.
     pub(crate) fn take(&self) -> Option<Error> {
         self.first().take()
     }
 
-    /// Its lock orders who was first; who finds it over without the lock only stops.
+    /// Its lock decides which thread was first; a thread that finds the session over without the lock only stops.
     fn first(&self) -> MutexGuard<'_, Option<Error>> {
         self.first.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
     }
@@ -74,8 +74,8 @@ impl Failure {
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct Sent {
     pub(crate) normal: u64,
-    /// Pages found to be zero, and those of them that had to be told: the destination held other content. Holes are
-    /// told too.
+    /// Pages found to be zero, and those of them that had to be announced because the destination held other content.
+    /// Holes are announced, too.
     pub(crate) zero: u64,
     pub(crate) zero_sent: u64,
     pub(crate) resent: u64,
@@ -102,20 +102,20 @@ pub(crate) enum Batch {
     Hole { region: usize, range: PageRange },
 }
 
-/// Pages of one window to look at and to send.
+/// Pages of one window to examine and to send.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Window {
     pub(crate) round: u32,
     pub(crate) region: usize,
     pub(crate) first: u64,
     pub(crate) wanted: u128,
-    /// Those that read as zero; none: nobody has looked yet.
+    /// Those that read as zero; none if this was not checked yet.
     pub(crate) zero: Option<u128>,
     /// Which of the encoders' encodings; of no meaning without encoders.
     pub(crate) encoding: u8,
     /// The encoder is to try them all.
     pub(crate) sample: bool,
-    /// It is to be left as it is, and few such windows are to be on their way.
+    /// It is sent without encoding, and few such windows may be in transit.
     pub(crate) raw: bool,
 }
 
@@ -131,7 +131,7 @@ pub(crate) struct Encoded {
     pub(crate) bytes: Vec<u8>,
 }
 
-/// What of a window has to go.
+/// The pages of a window that must be sent.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Settled {
     /// Pages that hold something.
@@ -141,7 +141,7 @@ pub(crate) struct Settled {
 }
 
 impl Shared {
-    /// The zero pages of a window, if channels and encoders are to look for them.
+    /// The zero pages of a window, if channels and encoders detect them.
     pub(crate) fn look(&self, window: &Window) -> u128 {
         if self.look_for_zeros { self.zero_mask(window) } else { 0 }
     }
@@ -154,12 +154,12 @@ impl Shared {
         memory.zero_mask(window.first, window.wanted).unwrap_or(0)
     }
 
-    /// Counts the pages of a window, which somebody has looked at by now or looks at here.
+    /// Counts the pages of a window, whose zero pages are known by now or are detected here.
     pub(crate) fn settle(&self, window: &Window, sent: &mut Sent) -> Settled {
         let found = window.zero.unwrap_or_else(|| self.look(window));
         let content = &self.content[window.region];
         let had = content.window(window.first);
-        // What the destination holds no content for reads as zero there already.
+        // Pages for which the destination holds no content read as zero there already.
         let (present, zero) = (window.wanted & !found, found & had);
         sent.normal += u64::from(present.count_ones());
         sent.zero += u64::from(found.count_ones());
@@ -174,14 +174,14 @@ impl Shared {
         Settled { present, zero }
     }
 
-    /// So many pages of the round are off the list.
+    /// Removes this number of pages from the rest of the round.
     pub(crate) fn dealt_with(&self, pages: u64) {
         let bytes = pages * PAGE_BYTES as u64;
         let left = &self.progress.round_left;
         let _ = left.fetch_update(Relaxed, Relaxed, |left| Some(left.saturating_sub(bytes)));
     }
 
-    /// Waits until so many bytes may go, and counts them.
+    /// Waits until this number of bytes may be sent, and counts them.
     pub(crate) fn book(&self, bytes: usize, sent: &mut Sent) {
         if let Some(pacer) = &self.pacer {
             pacer.wait(bytes);

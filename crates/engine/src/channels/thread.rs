@@ -1,6 +1,6 @@
 //! The thread of one channel, for a round.
 //!
-//! A page is read by one thread only, which looks whether it is zero and writes it to the socket straight from guest
+//! Only one thread reads a page. It checks whether the page is zero and writes it to the socket straight from guest
 //! memory while it is in that core's cache.
 use std::sync::Arc;
 

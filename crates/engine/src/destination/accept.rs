@@ -1,5 +1,5 @@
-//! Who connects: one source with a control connection, then its data connections. Strangers are turned away and do no
-//! harm.
+//! Accepts connections: one source with a control connection, then its data connections. Strangers are turned away and
+//! do no harm.
 use std::time::{Duration, Instant};
 
 use transship_wire::{PREAMBLE_BYTES, Preamble, Role, Session};

@@ -1,4 +1,4 @@
-//! The destination of a move: its life, from the first connection to the running guest.
+//! The destination of a move: its phases, from the first connection to the running guest.
 mod accept;
 mod channel;
 mod decoding;
@@ -28,15 +28,16 @@ use decoding::{Decoders, Origin};
 use event::ChannelEvent;
 use place::Place;
 
-/// How long a source that was told `Loaded` may take to say `Go`; it has nothing left to do. A source that dies closes
-/// its connection, so this only ends a wait for a host that hangs.
+/// How long a source that has received `Loaded` may take to send `Go`; it has nothing left to do. A source that dies
+/// closes its connection, so this limit matters only for a host that hangs.
 const GO_TIMEOUT: Duration = Duration::from_secs(120);
 
 /// Receives one guest over `listener`. Strangers that connect and don't speak the protocol are turned away; the first
 /// source that does is the one.
 ///
-/// On success the guest is here, and runs if it ran there. On failure it does not run here and never will by our doing,
-/// except that [`Error::Unknown`] means what it says. The memory of the waiting guest may have been overwritten.
+/// On success the guest is here, and runs if it ran there. On failure it does not run here, and transship will never
+/// start it; only after [`Error::Unknown`] is that uncertain. The memory of the waiting guest may have been
+/// overwritten.
 ///
 /// # Errors
 /// See [`Error`].
@@ -70,8 +71,8 @@ impl Destination<'_> {
         let (count, verify) = self.welcome(control)?;
         let connections = self.arrivals.channels(session, count, control)?;
         let place = Arc::new(Place::new(self.guest.memory(), Arc::clone(self.progress)));
-        // At most one `RoundEnd` of each channel waits here, and as much room is left: the first failure always gets
-        // in.
+        // At most one `RoundEnd` of each channel waits here, and there is room for as many more, so the first failure
+        // always gets in.
         let (events, incoming) = bounded(usize::from(count) * 2);
         let origin = |(channel, (_, peer)): (usize, &(_, String))| Origin { peer: peer.clone(), channel };
         let origins = connections.iter().enumerate().map(origin).collect();
@@ -156,7 +157,7 @@ impl Destination<'_> {
         }
     }
 
-    /// Tells the source our digest of this guest's memory, and compares.
+    /// Sends the source our digest of this guest's memory, and compares.
     fn compare(&mut self, control: &mut Control, ours: [u8; 32], theirs: [u8; 32]) -> Result<(), Error> {
         control.send(&Message::DigestIs { digest: ours })?;
         self.report.verified = Some(ours == theirs);
@@ -189,12 +190,12 @@ impl Destination<'_> {
         });
         self.progress.round.store(round.number + 1, Ordering::Relaxed);
         fail_point::reach("destination.round")?;
-        // Released before it is told, so that no channel sees the next round too early.
+        // Released before the source is told, so that no channel sees the next round too early.
         place.release_round(round.number);
         control.send(&Message::RoundDone { round: closed.number, pages: closed.pages, zero: closed.zero })
     }
 
-    /// A channel failed; the source may have said why on the control connection.
+    /// A channel failed; the source may have sent the reason on the control connection.
     fn explain(&self, control: &Control, error: Error) -> Error {
         match control.incoming.recv_timeout(Duration::from_millis(500)) {
             Ok(Ok(Message::Abort(refusal))) => Error::Refused(refusal.reason),
@@ -202,11 +203,11 @@ impl Destination<'_> {
         }
     }
 
-    /// Loads the device state, and says so.
+    /// Loads the device state, and reports it.
     fn load(&mut self, control: &mut Control, first: Message) -> Result<(), Error> {
         let mut state = state::StateReader::new(control, first, self.progress);
         let loaded = self.guest.load_state(&mut state);
-        // What the stream says went wrong is the cause; the guest's complaint about it is the consequence.
+        // The error of the stream is the cause; the guest's complaint about it is the consequence.
         let bytes = state.finish()?;
         loaded?;
         self.report.bytes.wire += bytes;
@@ -223,7 +224,7 @@ impl Destination<'_> {
             other => return Err(control.unexpected(&other, "where Go was due")),
         };
         self.progress.set_phase(Phase::HandedOver);
-        // From here on the guest is ours: it is started even if nobody hears of it.
+        // From here on the guest is ours: it is started even if the source never learns of it.
         fail_point::reach("destination.go")?;
         self.guest.start(run).map_err(|error| {
             Error::Unknown(format!(
@@ -234,7 +235,7 @@ impl Destination<'_> {
             ))
         })?;
         fail_point::reach("destination.started")?;
-        // The source may have gone; the guest runs all the same.
+        // The source may have disconnected; the guest runs anyway.
         let _ = control.send(&Message::Running);
         Ok(())
     }
@@ -267,7 +268,7 @@ impl OpenRound {
         self.channels_left == 0
     }
 
-    /// No channel has ended it, so nothing of it is known to be under way.
+    /// No channel has ended it, so nothing of it is known to be in transit.
     fn is_closed(&self) -> bool {
         self.channels_left == self.channels
     }

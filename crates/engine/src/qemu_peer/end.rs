@@ -12,7 +12,7 @@ use transship_wire::qemu::{Command, GlobalState, StreamWriter, TailWatch};
 
 /// How long nothing must follow what looks like the end without description.
 const QUIET_MS: u64 = 2000;
-/// The same for a question. Who asks says nothing more.
+/// The same for a question. A source that asks sends nothing more.
 const ASKED_MS: u64 = 50;
 /// What ends the sections.
 const EOF: u8 = 0;

@@ -1,5 +1,5 @@
-//! Who connects: the main connection, told by its first bytes, and the multifd channels, by theirs. They come in any
-//! order, and whoever is silent keeps nobody waiting.
+//! Accepts connections: the main connection and the multifd channels, which differ in their first bytes. They come in
+//! any order, and whoever is silent keeps nobody waiting.
 use std::{
     collections::BTreeMap,
     os::fd::AsFd,

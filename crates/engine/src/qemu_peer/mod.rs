@@ -1,6 +1,6 @@
 //! A stock QEMU at the other end: it speaks its own migration protocol, and nothing of ours is there.
 //!
-//! - `lobby`: who connects; `end`: where a stream ends; both for everybody to whom a QEMU migrates
+//! - `lobby`: accepts connections; `end`: where a stream ends; both for everything to which a QEMU migrates
 //! - `receive`: it migrates to us; `send`: we migrate to it; `relay`: two of them, with a link of ours between
 mod end;
 mod lobby;

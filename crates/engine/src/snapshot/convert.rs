@@ -24,7 +24,7 @@ use crate::{
 const PAGE: u64 = PAGE_BYTES as u64;
 /// Pages that are read at once: 1 MiB.
 const READ_PAGES: u64 = 256;
-/// Zero pages that are told of at once: a stream has a record for each.
+/// Zero pages that are passed on at once: a stream has a record for each.
 const CLEAR_PAGES: u64 = 1 << 16;
 
 /// Makes a snapshot file of another one, or of a stream: in `format`, or else in the other of the two. Nothing but the

@@ -6,7 +6,7 @@ pub use transship_memory::FileIo;
 /// What the guest does while it is saved.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Way {
-    /// It stands still from the begin to the end.
+    /// It stands still from the start to the end.
     Paused,
     /// It runs. Pages that it writes are saved again, in rounds, until the rest can be saved while it stands still for
     /// a moment.

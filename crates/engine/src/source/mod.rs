@@ -1,4 +1,4 @@
-//! The source of a move: its life, from the connection to the hand-over.
+//! The source of a move: its phases, from the connection to the hand-over.
 pub(crate) mod channels;
 mod sender;
 mod session;
@@ -20,9 +20,9 @@ use switchover::Transship;
 /// Moves the guest to the `transship receive` that listens at `to`. `guard`: who puts the guest back as it was should
 /// this process die before it is given up; none: nobody.
 ///
-/// On success the guest is the destination's; here it is stopped for good. On every failure but [`Error::Unknown`] it
-/// runs here as if nothing had been (or stands, if it stood before). The report is filled as far as it got, also on
-/// failure.
+/// On success the guest belongs to the destination and is stopped here for good. On every failure except
+/// [`Error::Unknown`] it runs here as if nothing had happened (or stays stopped, if it was stopped before). The report
+/// is filled as far as the move got, even on failure.
 ///
 /// # Errors
 /// See [`Error`]; [`Error::outcome`] says where the guest is.
@@ -36,14 +36,14 @@ pub fn move_guest(
 ) -> Result<(), Error> {
     let begin = Instant::now();
     report.bytes.guest = guest.memory().bytes();
-    // Ending the tracking takes time that grows with the memory; by then the guest runs again, here or there, and
-    // nobody waits for it.
+    // Ending the tracking takes time that grows with the memory. By then the guest runs again, here or there, and
+    // nothing waits for this.
     let mut rounds = None;
     let guest = &mut Guarded::new(guest, guard);
     let result = Session::open(&**guest, to, options, progress).and_then(|mut session| {
         let mut course = Course { guest, progress, report, begin };
         run(&mut course, &mut session, options, &mut rounds).inspect_err(|error| {
-            // Nothing is said after `Go`.
+            // Nothing is sent after `Go`.
             if progress.phase() != Phase::HandedOver {
                 session.control.abort(error);
             }

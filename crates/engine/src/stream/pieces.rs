@@ -3,7 +3,7 @@ use std::io::{self, Read};
 
 use crate::Error;
 
-/// Who makes the pieces.
+/// The side that makes the pieces.
 pub(crate) trait Pieces {
     /// The next piece. An empty one is the end.
     ///

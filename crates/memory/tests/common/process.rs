@@ -96,7 +96,7 @@ impl Guest {
     }
 }
 
-/// Whose faults are told of.
+/// Whose faults are reported.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Faults {
     /// Those of programs; anybody may.

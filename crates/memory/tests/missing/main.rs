@@ -1,5 +1,5 @@
-//! Memory that is brought when it is touched, against the real kernel: who touches a page sees what was filled, and
-//! nobody waits for ever.
+//! Memory that is brought when it is touched, against the real kernel: a thread that touches a page sees what was
+//! filled, and none waits for ever.
 //!
 //! The guest is this process, through a mapping of its own, or a child where it has to die.
 //!

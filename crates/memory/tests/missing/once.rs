@@ -38,7 +38,7 @@ fn what_was_given_back_stays_missing() {
     give_back(&region, 50, 1);
     assert_eq!(missing.fill_once(&heir, 0, 0, &pages_of(0..300)).unwrap(), 200);
     assert_eq!(there(&region), [(0, 12), (15, 35), (51, 249)]);
-    // Who touches one is told of, and gets what the guest relies on.
+    // A thread that touches one is reported, and gets what the guest relies on.
     thread::scope(|scope| {
         let missing = missing;
         let reader = scope.spawn(|| guest.read(13));

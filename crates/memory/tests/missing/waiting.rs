@@ -1,4 +1,4 @@
-//! Who touches a page waits until it is filled, and for nothing else.
+//! A thread that touches a page waits until it is filled, and for nothing else.
 use std::{sync::atomic::Ordering, thread, time::Duration};
 
 use transship_lab::lacks;
@@ -74,7 +74,7 @@ fn pages_that_are_there_stay_as_they_are() {
     assert_eq!(guest.read(12), 7);
 }
 
-/// Who waited before it came by another way does not see it by himself.
+/// A thread that waited before it came by another way does not see it by itself.
 #[test]
 fn who_waits_for_a_page_that_came_another_way_is_woken() {
     let file = file(64 * PAGE);
@@ -92,7 +92,7 @@ fn who_waits_for_a_page_that_came_another_way_is_woken() {
             let guest = &guest;
             let reader = scope.spawn(|| guest.read(5));
             assert_eq!(missing.next_fault(LONG).unwrap(), fault(5));
-            // Woken too early, it waits again, and is told of again.
+            // Woken too early, it waits again, and is reported again.
             missing.wake(0, PageRange::new(0, 64)).unwrap();
             assert_eq!(missing.next_fault(LONG).unwrap(), fault(5));
             region.write_pages(5, 1, &page_of(55)).unwrap();

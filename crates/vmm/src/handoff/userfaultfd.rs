@@ -19,7 +19,7 @@ pub(super) fn for_users() -> Result<OwnedFd, String> {
     made(UserfaultfdFlags::CLOEXEC | USER_MODE_ONLY).map_err(|e| format!("can't create a userfaultfd: {e}"))
 }
 
-/// One for which KVM and the kernel wait too. It does not block: who reads it polls.
+/// One for which KVM and the kernel wait too. It does not block, so its reader polls.
 pub(super) fn for_all() -> Result<OwnedFd, String> {
     let flags = UserfaultfdFlags::CLOEXEC | UserfaultfdFlags::NONBLOCK;
     made(flags).or_else(|refused| {

@@ -5,8 +5,8 @@
 //! `close`; then it goes on exactly where it was, an interrupted system call included. That takes less than a
 //! millisecond.
 //!
-//! A seccomp filter that would answer the call, perhaps by killing QEMU, is suspended meanwhile. Who lacks the right to
-//! that is refused, unless the filter is known to let the call pass.
+//! A seccomp filter that would answer the call, perhaps by killing QEMU, is suspended meanwhile. Without permission for
+//! that, attaching is refused, unless the filter is known to let the call pass.
 //!
 //! If the tracing process died in between, the kernel would let the thread run on with our registers. So a short-lived
 //! child process traces, in a session of its own with all signals blocked: Ctrl-C, a closed terminal or a `kill -9` of

@@ -52,7 +52,7 @@ pub use source::QemuSource;
 use memory::Backend;
 use qmp::Qmp;
 
-/// Who may have the disks of a source's guest, in words.
+/// The process that may have the disks of a source's guest, in words.
 const DESTINATION: &str = "the destination's QEMU";
 
 /// What the other side must match: the canonical machine type, and all backends by name and size.

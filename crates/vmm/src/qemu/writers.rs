@@ -1,4 +1,4 @@
-//! Who writes guest memory where the tracker does not see it.
+//! Finds writers of guest memory that the tracker does not see.
 //!
 //! A write is seen that goes through QEMU's own page table. A device or a process with a mapping of its own, and a disk
 //! that writes into memory by itself, go past it.
@@ -233,9 +233,9 @@ impl Others {
     }
 }
 
-/// Who has all capabilities may look at every process, but for those of an outer user namespace. Who has not, such as
-/// root in a container, may have some around that it may not look at, and that most likely have nothing to do with the
-/// guest.
+/// With all capabilities, transship may inspect every process except those of an outer user namespace. Without them
+/// (such as root in a container), there may be processes that it may not inspect, and that most likely have nothing to
+/// do with the guest.
 fn may_look_everywhere() -> bool {
     let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
     let effective = status.lines().find_map(|line| line.strip_prefix("CapEff:"));

@@ -1,4 +1,4 @@
-//! The check of every page after a move. It goes on while the guest runs already: who wants to write a page that was
+//! The check of every page after a move. It goes on while the guest runs already: a thread that writes a page that was
 //! not yet checked checks it first.
 use std::sync::{
     Mutex,

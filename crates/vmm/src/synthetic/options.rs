@@ -15,7 +15,7 @@ pub enum Content {
     /// Half zeros, a quarter random, a quarter that shrinks well, in runs of 16 pages.
     #[default]
     Mixed,
-    /// The files of a folder, one after the other, each from the begin of a page, again and again.
+    /// The files of a folder, one after the other, each from the start of a page, again and again.
     Corpus(PathBuf),
 }
 
@@ -45,7 +45,7 @@ pub struct SyntheticOptions {
     /// The directory of a file system that holds the memory files, such as a mounted hugetlbfs or a tmpfs with huge
     /// pages. None: memfds of small pages.
     pub huge: Option<PathBuf>,
-    /// Share of the memory that is touched at first, 0 to 1, from the begin of each region. The rest is holes.
+    /// Share of the memory that is touched at first, 0 to 1, from the start of each region. The rest is holes.
     pub touched: f64,
     /// What the touched pages hold.
     pub content: Content,
@@ -53,7 +53,7 @@ pub struct SyntheticOptions {
     pub write_rate: WriteRate,
     /// Threads that write, 1 to 256. Each writes pages of its own.
     pub threads: usize,
-    /// The writers go round and round in so many bytes, from the begin of each region. None: in what is touched.
+    /// The writers write this number of bytes again and again, from the start of each region. None: in what is touched.
     pub hot_set_bytes: Option<u64>,
     /// Makes the random content another one.
     pub seed: u64,

@@ -21,7 +21,7 @@ use transship_vmm::{
 /// Generous: the machine may be busy, and everything is emulated.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(120);
 pub(crate) const RAM_BYTES: u64 = 64 << 20;
-/// Where the guest counts, and the pages that it writes the count to in turns.
+/// Where the guest counts, and the pages to which it writes the count in turn.
 const COUNTER: u64 = 0x8000;
 pub(crate) const WRITTEN: PageRange = PageRange { first: 0x20, count: 64 };
 

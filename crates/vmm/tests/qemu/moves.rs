@@ -34,7 +34,7 @@ fn a_guest_moves_whole_and_counts_on() {
     drop(source);
     assert_eq!(from.settings(), settings);
     assert_eq!(from.descriptors(), descriptors);
-    // The state came through a channel of ours, the settings were ours: nothing of it is left over there either.
+    // The state came through a channel of ours, the settings were ours: nothing of it is left there either.
     drop(destination);
     assert!(
         !to.settings().0.as_array().unwrap().iter().any(|c| c["capability"] == "x-ignore-shared" && c["state"] == true)

@@ -82,7 +82,7 @@ impl Message {
             Message::Open { first, .. } => first.clone(),
             _ => Vec::new(),
         };
-        // The text fits: it has at most 4096 bytes. First bytes that don't are refused over there.
+        // The text fits: it has at most 4096 bytes. The other side refuses first bytes that don't.
         let length = u32::try_from(behind.len()).unwrap_or(u32::MAX);
         let (kind, small, connection, amount) = match *self {
             Message::Hello { channels } => (HELLO, channels, 0, 0),

@@ -5,7 +5,7 @@
 //! - [`host`], [`shelf`], [`guest`]: a QEMU, the shared disk with the last snapshot, and what the guest says of itself
 //! - [`moves`], [`snapshots`]: the commands that run; [`harm`]: what is done to whom
 //! - [`verdict`], [`traces`]: whether all is as promised, and nothing of ours is left
-//! - [`tally`], [`story`]: what is told of it
+//! - [`tally`], [`story`]: what is reported of it
 mod guest;
 mod harm;
 mod host;

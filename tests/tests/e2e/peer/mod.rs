@@ -4,7 +4,7 @@ use std::{process::ExitStatus, time::Duration};
 use serde_json::{Value, json};
 use transship_lab::{Finished, LabError, PATIENCE, Qemu, Result, Transship, transship::TransshipBuilder};
 
-/// How the waiting QEMU is set up, and what the command is told of it.
+/// How the waiting QEMU is set up, and what the command is told about it.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) struct Wires {
     /// Multifd channels; 0: multifd is off.

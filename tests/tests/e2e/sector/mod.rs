@@ -107,7 +107,7 @@ impl SharedDisk {
         Ok(guest)
     }
 
-    /// Has this QEMU write to the disk, as its guest would, and looks whether it has arrived.
+    /// Makes this QEMU write to the disk, as its guest would, and checks whether the data has arrived.
     pub(crate) fn assert_writes(&self, qemu: &Qemu, byte: u8, story: &str) -> Result<()> {
         let line = format!("qemu-io disk \"write -P {byte} 4096 512\"");
         let said = qemu.qmp("human-monitor-command", json!({ "command-line": line }))?;

@@ -41,7 +41,7 @@ pub(crate) struct RawFlow {
 }
 
 impl RawFlow {
-    /// At the begin of a look at the link.
+    /// At the start of a measurement of the link.
     const PROBING: Self = Self { batch: 1, most: PROBING_WINDOWS, most_alone: PROBING_WINDOWS };
 
     /// Over a link that is known.

@@ -45,8 +45,8 @@ impl Sampler {
     }
 }
 
-/// What an encoder needs that took so much wall time and CPU time, in seconds. Who has to share the core with others
-/// would not have it for himself later, but more of it than beside all that is done now.
+/// What an encoder needs that took so much wall time and CPU time, in seconds. A thread that shares its core with
+/// others now would not have the core for itself later either, but it would have more of it than now.
 fn needs(wall: f64, cpu: f64) -> Duration {
     Duration::from_secs_f64((wall.clamp(0.0, HELD_UP * cpu.max(0.0)) * cpu.max(0.0)).sqrt())
 }

@@ -260,8 +260,8 @@ fn auto(hosts: &Hosts, pages: u64, parts: &[Part]) -> f64 {
 const GIB: u64 = 262_144;
 const GIGABIT: f64 = 125e6;
 
-/// Within `more` times the best, and 1.05 times what it takes without encoding, apart from two looks at how fast the
-/// link is, at the begin and later, and what is seen only after two or three stretches of 10 ms.
+/// Within `more` times the best, and 1.05 times what it takes without encoding, apart from two measurements of the
+/// link's speed, at the start and later, and what is seen only after two or three stretches of 10 ms.
 fn assert_near_best(hosts: &Hosts, pages: u64, parts: &[Part], more: f64) {
     let fixed = fixed(hosts, pages, parts);
     let (ours, best) = (auto(hosts, pages, parts), fixed.iter().copied().fold(f64::INFINITY, f64::min));

@@ -30,7 +30,7 @@ impl Sender {
         Self { stream: Arc::clone(stream), outlet: Arc::clone(outlet), session: Arc::clone(session), sequence: 0 }
     }
 
-    /// Sends bytes when there is room for them over there. A session that is broken takes no more, and says so
+    /// Sends bytes when the other side has room for them. A session that is broken takes no more, and says so
     /// elsewhere.
     pub(super) fn send(&mut self, bytes: &[u8], gives_end: bool) -> Result<(), Error> {
         for bytes in bytes.chunks(MAX_BYTES) {
@@ -52,7 +52,7 @@ impl Sender {
         Ok(())
     }
 
-    /// Waits until all that was sent on any connection has been taken over there. False: the session is broken.
+    /// Waits until the other side has taken everything that was sent on any connection. False: the session is broken.
     pub(super) fn wait_until_all_is_taken(&self) -> bool {
         self.session.streams().iter().all(|stream| stream.wait_until_taken())
     }
@@ -97,8 +97,8 @@ pub(super) fn read_on(mut sender: Sender, mut look: impl FnMut(&[u8])) -> Result
 }
 
 /// A QEMU's connection has broken. While the end of the stream is withheld, this ends all: the other QEMU is to hear of
-/// it as it would have without relays. Afterwards the guest may be over there, and a source that is gone is an end like
-/// any other.
+/// it as it would have without relays. Afterwards the guest may be on the other side, and a source that is gone is an
+/// end like any other.
 pub(super) fn broken(sender: Sender, error: io::Error) -> Result<(), Error> {
     if sender.session.end_given.load(SeqCst) {
         return sender.end();

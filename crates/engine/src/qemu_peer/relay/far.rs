@@ -101,7 +101,7 @@ fn open(number: u16, first: &[u8], session: &Arc<Session>, outlet: &Arc<Outlet>,
     })?;
     session.spawn("to qemu", move |session| write_on(&stream, session, |_| ()))?;
     if session.fate.is_broken() {
-        // Who ends the streams may have looked before this one was there.
+        // The thread that ends the streams may have run before this one existed.
         broken_off.break_off();
     }
     session.say(&Message::Credit { connection: number, amount: WINDOW })
@@ -109,7 +109,7 @@ fn open(number: u16, first: &[u8], session: &Arc<Session>, outlet: &Arc<Outlet>,
 
 fn well(session: &Session, to: &Uri) -> Result<(), Error> {
     let has_all = session.end_given.load(SeqCst);
-    // Who never answered has nobody to answer to.
+    // A QEMU that never answered needs no answer.
     if session.all_is_well.load(SeqCst) || has_all && !session.answered.load(SeqCst) {
         return Ok(());
     }

@@ -9,8 +9,8 @@
 //! A relay carries the bytes of each of QEMU's connections, both ways, and changes none. A *stream* is one such
 //! connection at one relay: a thread reads from it and one writes to it. What is read is cut into packets, which may
 //! overtake each other on the link; the other relay puts them in order. Each stream has a window: so much may be on its
-//! way, and the other relay allows more when its QEMU has taken it. So a connection that is not read over there stands
-//! still alone.
+//! way, and the other relay allows more when its QEMU has taken it. So a connection that is not read on the other side
+//! blocks no other.
 //!
 //! - `near`: the life of the relay near the source; `far`: of the one near the destination
 //! - `link`: the connections between the two, and `control_line` one of them; `inlet`: packets come in; `outlet`:

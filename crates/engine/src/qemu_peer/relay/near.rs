@@ -2,8 +2,8 @@
 //!
 //! As long as the end of the stream has not been put on the link, the waiting QEMU can't run the guest, and whatever
 //! breaks ends with the guest running here: all of QEMU's connections are broken at once, as if a network had. From
-//! then on it may run over there until the source is told so; should the link break just then, the source's connections
-//! are kept, so that it waits and its guest stands still, until a person has looked.
+//! then on the guest may run at the destination before the source learns of it. If the link breaks just then, the
+//! source's connections are kept, so that it waits and its guest stands still until a person has checked.
 use std::{
     io,
     sync::{Arc, atomic::Ordering::SeqCst},
@@ -303,7 +303,7 @@ impl Near<'_> {
         )))
     }
 
-    /// The guest may run over there, or not, and nobody can tell. As long as its connections stay as they are, the
+    /// The guest may run at the destination or not; that is unknown. As long as its connections stay as they are, the
     /// source waits for word, and its guest stands still.
     fn hold(&self, main: &Stream, error: &Error) {
         self.progress.set_phase(Phase::Relaying); // Ctrl-C means something again
@@ -356,7 +356,8 @@ fn open(
     Ok((stream, sender))
 }
 
-/// Carries the main stream, and its end when all else is over there. `head`: what was read of it, and not sent.
+/// Carries the main stream, and its end when everything else has arrived on the other side. `head`: what was read of
+/// it, and not sent.
 fn read_main(mut sender: Sender, mut follower: Follower, head: &[u8]) -> Result<(), Error> {
     let mut socket = sender.stream.handle()?;
     let mut room = vec![0; MAX_BYTES];

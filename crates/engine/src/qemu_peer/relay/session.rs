@@ -163,7 +163,8 @@ impl Session {
         self.fate.broke("has closed the link, or the link is gone")
     }
 
-    /// A thread can't do this with the link. Who writes when the other relay has gone learns it later than who reads.
+    /// A thread can't do this with the link. When the other relay has gone, a thread that writes learns it later than
+    /// one that reads.
     pub(super) fn link_failed(&self, source: io::Error, otherwise: impl FnOnce(io::Error) -> Error) -> Error {
         match source.kind() {
             ErrorKind::UnexpectedEof | ErrorKind::ConnectionReset | ErrorKind::BrokenPipe => self.lost_link(),

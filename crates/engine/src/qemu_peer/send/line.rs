@@ -136,7 +136,7 @@ impl Line {
             Stopped::Cancelled => Error::Cancelled,
             Stopped::Spoke(error) => error,
             Stopped::Failed(source) => {
-                // Who takes nothing says nothing.
+                // A peer that accepts nothing sends nothing.
                 let reason = if source.kind() == io::ErrorKind::WouldBlock { None } else { self.reason() };
                 reason.unwrap_or_else(|| sending_failed(&self.peer, "the main connection", source))
             }

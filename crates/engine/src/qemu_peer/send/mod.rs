@@ -48,7 +48,7 @@ pub struct QemuSendOptions {
     pub encoders: u8,
     /// What to do when all of them are busy. What goes raw is stored in the form of the method: a QEMU takes no other.
     pub when_busy: WhenBusy,
-    /// Who looks for zero pages, and how they are told.
+    /// Where zero pages are detected, and how they are sent.
     pub zero_pages: ZeroPages,
     /// Most bytes a second on all connections together; none: as fast as it goes.
     pub bandwidth: Option<u64>,
@@ -86,8 +86,8 @@ pub fn send_to_qemu(
 ) -> Result<(), Error> {
     let begin = Instant::now();
     report.bytes.guest = guest.memory().bytes();
-    // Ending the tracking takes time that grows with the memory; by then the guest runs again, here or there, and
-    // nobody waits for it.
+    // Ending the tracking takes time that grows with the memory. By then the guest runs again, here or there, and
+    // nothing waits for this.
     let mut rounds = None;
     let guest = &mut Guarded::new(guest, guard);
     let result = prepare(guest.unguarded(), options).and_then(|(plan, regions)| {

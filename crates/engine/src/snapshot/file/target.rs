@@ -1,10 +1,10 @@
 //! The file of a snapshot while it is made, and what becomes of it.
 //!
 //! A file that is named is made under one other name beside it, `.NAME.transship-part`, and takes its place when it is
-//! complete and on the disk. Who makes it holds a lock on it: a second save to the same name is refused meanwhile, and
-//! a file without a lock is what a save that died has left, to be removed. A file that comes as a descriptor is made in
-//! place: its first bytes, without which nobody takes it for a snapshot, are written when everything else is on the
-//! disk.
+//! complete and on the disk. The save that makes it holds a lock on it: a second save to the same name is refused
+//! meanwhile, and a file without a lock was left by a save that died, and is removed. A file that comes as a descriptor
+//! is made in place: its first bytes, without which nobody takes it for a snapshot, are written when everything else is
+//! on the disk.
 use std::{
     ffi::OsString,
     fs::{self, File},
@@ -41,7 +41,7 @@ use crate::{
 
 /// Requests of one thread that the disk has at the same time, where that is possible. Each is up to 1 MiB.
 pub(crate) const DEPTH: u16 = 16;
-/// How often a wait looks whether the user has cancelled.
+/// How often a wait checks whether the user has cancelled.
 const TICK: Duration = Duration::from_millis(50);
 
 /// A file that is being made. Dropped before [`Target::complete`] it leaves things as they were; what was passed as a

@@ -1,6 +1,6 @@
 //! The one other name that a file has until it is complete.
 //!
-//! Who makes it holds a lock on it. A file without a lock is what a save that died has left.
+//! The save that makes it holds a lock on it. A file without a lock is what a save that died has left.
 use std::{
     ffi::{OsStr, OsString},
     fs::File,

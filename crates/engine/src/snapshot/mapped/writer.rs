@@ -99,7 +99,7 @@ impl PageWriter for MappedWriter {
     }
 
     fn patch(&mut self, block: usize, offset: u64, delta: &[u8]) -> Result<(), Error> {
-        // Who sends differences sends many, and each needs what the page was before.
+        // A source that sends differences sends many, and each needs the page's previous contents.
         self.keep_in_cache()?;
         let (number, mut page) = (offset / PAGE_BYTES as u64, [0; PAGE_BYTES]);
         self.file.read_page(block, number, &mut page)?;

@@ -32,7 +32,7 @@ use crate::{
 
 /// Threads that serve those who wait: as many of the guest's vCPUs can wait for the disk at once.
 pub(super) const URGENT_THREADS: usize = 4;
-/// How often an urgent thread looks whether it is over.
+/// How often an urgent thread checks whether everything is over.
 const TICK: Duration = Duration::from_millis(50);
 /// Pages about one that somebody waits for that are brought with it: 128 KiB.
 const URGENT_PAGES: u64 = 32;
@@ -153,7 +153,7 @@ impl Filling {
         regions.try_for_each(|(index, region)| self.missing.release(index, PageRange::new(0, region.pages)))
     }
 
-    /// For whoever takes over: those who wait are told of again.
+    /// For a process that takes over: waiting faults are reported again.
     ///
     /// # Errors
     /// The kernel refuses.
@@ -232,9 +232,9 @@ impl Filling {
         self.bring(fault.region, region.clip(fault.page, URGENT_PAGES), buffer, "restore.urgent-read")
     }
 
-    /// Brings those pages of a range that are in the file, and that nobody else has brought. `buffer` has room for
-    /// the range. Whoever is putting one of them at this moment wakes who waits for it. `step`: where a test may hold
-    /// us, with what we have read.
+    /// Brings those pages of a range that are in the file, and that nobody else has brought. `buffer` has room for the
+    /// range. A thread that is placing one of them at this moment wakes the threads that wait for it. `step`: where a
+    /// test may hold us, with what we have read.
     fn bring(&self, index: usize, range: PageRange, buffer: &mut PageBuffer, step: &str) -> Result<(), Error> {
         let region = &self.regions[index];
         if region.unit > 1 {
@@ -277,7 +277,7 @@ impl Filling {
         })
     }
 
-    /// Tells the thread that leads. Should it have heard too much already, one more makes no difference.
+    /// Tells the thread that leads. If its queue is already full, one more makes no difference.
     fn tell(&self, error: Error) {
         let event = match error {
             Error::Memory(MemoryError::Gone { .. }) => Event::Gone,

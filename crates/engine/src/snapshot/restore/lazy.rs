@@ -111,7 +111,7 @@ fn unloaded(filling: &Filling, error: Error) -> Failed {
     match filling.events().try_iter().next() {
         Some(Event::Failed(cause)) => unusable(&cause),
         Some(Event::Gone) => (error, Ending::Complete),
-        // Should it be about to load, all the same, it must find its memory.
+        // If it is about to load after all, it must find its memory.
         Some(Event::Complete) | None => (error, Ending::GoOn),
     }
 }

@@ -196,8 +196,8 @@ fn pages_of(areas: &[Area], regions: usize) -> Vec<u64> {
 /// Brings everything.
 fn fill(filling: &Filling, channels: u8, failed: impl FnOnce(&Error)) -> Result<(), Error> {
     let progress = Progress::default();
-    // What the dead process was told of, and did not serve, nobody else is told of. (Whoever is not woken now is when
-    // the page comes.)
+    // Faults that were reported to the dead process, and that it did not serve, are not reported again. (Whoever is not
+    // woken now is when the page comes.)
     let _ = filling.wake_all();
     thread::scope(|scope| {
         let _ended = EndOnDrop(filling);
@@ -218,7 +218,7 @@ fn fill(filling: &Filling, channels: u8, failed: impl FnOnce(&Error)) -> Result<
     Ok(())
 }
 
-/// Returns when there is no VMM any more. Who waits for a page goes on waiting.
+/// Returns when there is no VMM any more. A thread that waits for a page goes on waiting.
 fn hold(missing: &Missing) {
     loop {
         match missing.next_fault(LOOK_EVERY) {

@@ -13,7 +13,7 @@
 //! guest stands still.
 //!
 //! A page has one owner at any time: the protection, then whoever has claimed it and lets it go, then the copy. Nobody
-//! reads it from guest memory again, so it is saved once, as it was. Who waits, waits for a copy; for the disk only
+//! reads it from guest memory again, so it is saved once, as it was. A write waits for a copy, and for the disk only
 //! when the memory for copies is full. What was a hole in that moment is zero in the snapshot, whatever is written
 //! there later: it needs no protection.
 use std::{
@@ -40,7 +40,7 @@ use crate::{
     snapshot::file::target::Target,
 };
 
-/// How long a wait may last before somebody looks whether all is over.
+/// How long a wait may last before the thread checks whether everything is over.
 pub(crate) const TICK: Duration = Duration::from_millis(20);
 /// Bytes of copies that wait for the disk on behalf of faults.
 const COPIES_BYTES_MAX: u64 = 16 << 20;
@@ -71,7 +71,7 @@ pub(crate) struct Moment<'a> {
 enum Stage {
     /// The guest runs, and whoever writes is let pass.
     Before,
-    /// Who writes waits for a copy.
+    /// A write waits for a copy.
     After,
 }
 
@@ -216,7 +216,7 @@ impl<'a> Moment<'a> {
         let begin = cpu::thread_seconds();
         let mut written = Written::default();
         let mut faults: Vec<Fault> = Vec::new();
-        // Relaxed: who waits was told of by the kernel, and what is over is told by threads that are joined.
+        // Relaxed: the kernel reports the writes that wait, and the end is signalled by threads that are joined.
         while !self.over.load(Relaxed) {
             faults.clear();
             self.protection.next_faults(TICK, &mut faults).map_err(Failure::Guest)?;

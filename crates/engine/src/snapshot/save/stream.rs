@@ -49,7 +49,7 @@ pub(crate) struct StreamFile {
     head: Vec<u8>,
     /// By region: pages whose last record has content.
     content: Vec<PageMap>,
-    /// No round was written yet: nobody was told of the holes.
+    /// No round was written yet, so the holes were not recorded.
     first: bool,
     copy: Vec<u8>,
     progress: Arc<Progress>,
@@ -88,7 +88,7 @@ impl Appender {
 }
 
 impl StreamFile {
-    /// The begin of the stream. The device state will have to be of the machine that `configuration` names.
+    /// The start of the stream. The device state must be of the machine that `configuration` names.
     pub(crate) fn begin(
         memory: &GuestMemory,
         freeing: Freeing,

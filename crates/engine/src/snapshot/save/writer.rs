@@ -1,6 +1,6 @@
 //! The threads that put pages into the file.
 //!
-//! A page is read by one thread only, which looks whether it is zero and hands it to the kernel straight from guest
+//! Only one thread reads a page. It checks whether the page is zero and hands it to the kernel straight from guest
 //! memory. Only ranges travel between threads.
 use std::{
     sync::{
@@ -21,7 +21,7 @@ use crate::{
     snapshot::file::target::{DEPTH, Target},
 };
 
-/// How often a wait looks whether the user has cancelled.
+/// How often a wait checks whether the user has cancelled.
 const TICK: Duration = Duration::from_millis(50);
 /// What the threads share.
 pub(crate) struct Pages {

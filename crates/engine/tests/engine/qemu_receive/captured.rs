@@ -101,7 +101,7 @@ pub(super) fn send(path: &Path, stream: &Stream, order: Order) -> Vec<u8> {
         let _ = channel.write_all(&bytes[..greeting]);
         thread::spawn(move || {
             let _ = channel.write_all(&bytes[greeting..]);
-            // Until it is closed over there.
+            // Until it is closed on the other side.
             let _ = channel.shutdown(Shutdown::Write);
             let _ = channel.read(&mut [0]);
         })

@@ -130,7 +130,7 @@ impl SourceGuest for Guest {
     }
 }
 
-/// A guest with some pages, and two rounds: pings 1 to 5 are those of the begin, the blocks, the rounds and the
+/// A guest with some pages, and two rounds: pings 1 to 5 are those of the start, the blocks, the rounds and the
 /// devices.
 pub(super) fn guest() -> Guest {
     let guest = Guest::new("pc-q35-10.0", vec![vec![Op::Fill { region: 0, page: 1, byte: 1 }]]);

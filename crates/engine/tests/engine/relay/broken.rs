@@ -88,7 +88,7 @@ fn a_link_that_is_cut_leaves_the_guest_at_its_source() {
     }
 }
 
-/// It may run over there or not: the source is kept waiting until somebody has looked.
+/// It may run at the destination or not: the source is kept waiting until a person has checked.
 #[test]
 fn a_link_that_is_cut_at_the_hand_over_keeps_the_source_waiting() {
     for source_ends in [false, true] {
@@ -101,7 +101,7 @@ fn a_link_that_is_cut_at_the_hand_over_keeps_the_source_waiting() {
         relays.cable.cut_now();
         main.set_read_timeout(Some(Duration::from_millis(1500))).unwrap();
         assert!(!is_closed(&main), "a source that loses its connection lets the guest run again");
-        // Over there it may say what became of it.
+        // The destination may report what became of it.
         (&there).write_all(&shut(0)).unwrap();
         there.shutdown(Shutdown::Both).unwrap();
         match source_ends {
@@ -162,7 +162,7 @@ fn a_waiting_qemu_that_fails_ends_it_for_the_source() {
     }
 }
 
-/// A source that gives up is heard over there as it would be without relays.
+/// The destination notices a source that gives up as it would without relays.
 #[test]
 fn a_source_that_gives_up_ends_it_over_there() {
     let relays = Relays::start(options("zstd"), u64::MAX);
@@ -178,7 +178,7 @@ fn a_source_that_gives_up_ends_it_over_there() {
     assert_source_runs_on(relays);
 }
 
-/// The user cancels: everything is closed, and nothing runs over there.
+/// The user cancels: everything is closed, and nothing runs at the destination.
 #[test]
 fn a_cancelled_relay_leaves_the_guest_at_its_source() {
     let relays = Relays::start(options("none"), u64::MAX);

@@ -21,7 +21,7 @@ impl Faults {
     /// The system call: its number and arguments.
     pub(super) fn call(self) -> (i64, [u64; 3]) {
         let flags = libc::O_CLOEXEC as u64;
-        // Who waits for faults polls, which the kernel allows only on one that does not block.
+        // The reader of faults polls, which the kernel allows only on a userfaultfd that does not block.
         let all = flags | libc::O_NONBLOCK as u64;
         match self {
             Self::Users => (libc::SYS_userfaultfd, [flags | UFFD_USER_MODE_ONLY, 0, 0]),

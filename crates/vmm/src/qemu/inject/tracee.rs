@@ -151,8 +151,8 @@ impl Tracee {
         }
     }
 
-    /// Puts everything back and lets the thread go. Only where signals are about to be handled does the kernel look
-    /// whether an interrupted system call must be restarted, so the thread is brought there first; it runs no
+    /// Puts everything back and lets the thread go. The kernel checks whether an interrupted system call must be
+    /// restarted only where signals are about to be handled, so the thread is brought there first; it runs no
     /// instruction on the way.
     pub(super) fn restore(&self, saved: &libc::user_regs_struct, mask: u64) -> Result<(), Failure> {
         self.ptrace(libc::PTRACE_INTERRUPT, 0, 0, Step::Gone)?;
