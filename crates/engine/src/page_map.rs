@@ -248,6 +248,17 @@ mod tests {
         assert_eq!(map.claim(0, u128::MAX) | map.claim(256, u128::MAX), 0);
     }
 
+    /// Of a guest of more than 64 MiB.
+    #[test]
+    fn ranges_far_from_the_first_page_are_the_same() {
+        let map = PageMap::new(40_000);
+        let range = PageRange::new(20_001, 500);
+        map.insert_range(range);
+        assert_eq!(map.to_set(40_000).ranges().collect::<Vec<_>>(), [range]);
+        let taken: Vec<_> = map.take(range).flat_map(|(first, bits)| pages_of(first, bits)).collect();
+        assert_eq!(taken, (range.first..range.end()).collect::<Vec<_>>());
+    }
+
     #[test]
     fn taking_a_range_leaves_the_rest() {
         let map = PageMap::new(300);
