@@ -55,6 +55,7 @@ impl QemuDestination {
         let mut qmp = Qmp::connect(socket)?;
         checks::destination_state(&mut qmp)?;
         checks::no_balloon_yet(&mut qmp)?;
+        migration::check_ignore_shared(&mut qmp)?;
         let backends = memory::backends(&mut qmp)?;
         writers::alone_in_memory(&qmp, &backends)?;
         let memory = memory::map(qmp.pid(), &backends, Access::ReadWrite)?;

@@ -97,6 +97,7 @@ impl QemuSource {
         let own_balloon =
             options.balloon.as_ref().map(|balloon| OwnBalloon::find(&mut qmp, &balloon.socket)).transpose()?;
         checks::source_state(&mut qmp, own_balloon.as_ref())?;
+        migration::check_ignore_shared(&mut qmp)?;
         checks::may_ptrace(qmp.pid())?;
         let backends = memory::backends(&mut qmp)?;
         let has_direct_disks = writers::has_direct_disks(&mut qmp)?;
@@ -108,10 +109,7 @@ impl QemuSource {
         let description = describe(&mut qmp, &backends)?;
         let state_format = blocks::state_format(&mut qmp, &backends)?;
         let device_state = match memory::can_be_left_out(&backends) {
-            true => {
-                migration::check_ignore_shared(&mut qmp)?;
-                None
-            }
+            true => None,
             false => {
                 checks::state_without_memory(&mut qmp)?;
                 Some(DeviceState::of(&qmp, &description, &state_format)?)
