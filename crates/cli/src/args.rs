@@ -246,10 +246,10 @@ pub(crate) struct MoveArgs {
     pub(crate) json: bool,
     /// Move although devices write past the tracker
     ///
-    /// The tracker does not see writes by vhost-user back ends, VFIO devices and disks that are read past the page
-    /// cache. A guest with such devices is refused, at the latest when it is stopped. With this flag you promise that
-    /// they write nothing during the whole move, including devices that are added meanwhile. Pages that they do write
-    /// are lost.
+    /// The tracker does not see writes by vhost-user back ends, by VFIO devices, by disks whose driver is outside the
+    /// kernel (nvme://), and by disks with cache=none that are added meanwhile. A guest with such devices is refused, at
+    /// the latest when it is stopped. With this flag you promise that they write nothing during the whole move. Pages
+    /// that they do write are lost.
     #[arg(long, hide_short_help = true)]
     pub(crate) allow_untracked_writers: bool,
 }
