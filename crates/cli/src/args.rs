@@ -247,9 +247,9 @@ pub(crate) struct MoveArgs {
     /// Move although devices write past the tracker
     ///
     /// The tracker does not see writes by vhost-user back ends, by VFIO devices, by disks whose driver is outside the
-    /// kernel (nvme://), and by disks with cache=none that are added meanwhile. A guest with such devices is refused, at
-    /// the latest when it is stopped. With this flag you promise that they write nothing during the whole move. Pages
-    /// that they do write are lost.
+    /// kernel (nvme://), and by disks with cache=none that are added meanwhile. A guest with such devices is refused,
+    /// at the latest when it is stopped. With this flag you promise that they write nothing during the whole move.
+    /// Pages that they do write are lost.
     #[arg(long, hide_short_help = true)]
     pub(crate) allow_untracked_writers: bool,
 }

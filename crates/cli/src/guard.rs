@@ -5,7 +5,7 @@
 //! this one. When the pipe ends, it does what the last word on it says: the guest is put back as it was, and let run
 //! again if it ran when it was stopped; or, if it was given up, nothing. That word is written before the destination is
 //! told to go: from then on nobody here resumes the guest. The engine says when
-//! ([`Guard`](transship_guest::Guard)).
+//! ([`transship_guest::Guard`]).
 use std::{
     env,
     io::{self, Write},

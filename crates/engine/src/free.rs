@@ -84,8 +84,8 @@ impl FreePages {
         Self { hints: None, asked: false, over: false, named: Vec::new(), trimmed: Vec::new(), unseen: Vec::new() }
     }
 
-    /// Requests hints, and waits for them as `patience` says. All memory must have been scanned. Returns the named pages,
-    /// by region.
+    /// Requests hints, and waits for them as `patience` says. All memory must have been scanned. Returns the named
+    /// pages, by region.
     ///
     /// # Errors
     /// Cancelled.
