@@ -39,7 +39,7 @@ impl Scratch {
 
     /// Removes all that this process has made in `base`, for a program that a signal is about to end.
     pub fn remove_all(base: &Path) {
-        remove_those_of(base, |owner| owner == std::process::id());
+        remove_all_of(those_of(base, |owner| owner == std::process::id()));
     }
 
     /// Where it is.
@@ -63,17 +63,27 @@ fn base() -> PathBuf {
 
 /// A test run that was killed leaves its folders, and they hold memory.
 fn remove_what_the_dead_left(base: &Path) {
-    remove_those_of(base, |owner| !Path::new(&format!("/proc/{owner}")).exists());
+    remove_all_of(left_by_the_dead(base));
 }
 
-fn remove_those_of(base: &Path, is_to_go: impl Fn(u32) -> bool) {
-    let Ok(entries) = std::fs::read_dir(base) else { return };
-    for entry in entries.flatten() {
+/// What processes that have ended left in `base`.
+pub(crate) fn left_by_the_dead(base: &Path) -> Vec<PathBuf> {
+    those_of(base, |owner| !Path::new(&format!("/proc/{owner}")).exists())
+}
+
+fn those_of(base: &Path, is_wanted: impl Fn(u32) -> bool) -> Vec<PathBuf> {
+    let entries = std::fs::read_dir(base).into_iter().flatten().flatten();
+    let wanted = entries.filter(|entry| {
         let name = entry.file_name();
         let owner = name.to_str().and_then(|n| n.strip_prefix(PREFIX)?.split('-').next()?.parse::<u32>().ok());
-        if owner.is_some_and(&is_to_go) {
-            // Another test process may be removing it too.
-            let _ = std::fs::remove_dir_all(entry.path());
-        }
+        owner.is_some_and(&is_wanted)
+    });
+    wanted.map(|entry| entry.path()).collect()
+}
+
+fn remove_all_of(folders: Vec<PathBuf>) {
+    for folder in folders {
+        // Another test process may be removing it too.
+        let _ = std::fs::remove_dir_all(folder);
     }
 }
