@@ -18,6 +18,8 @@
 //! workload: at rest                                 nothing is compiled any more, as "rest" asks for
 //! workload: disk blocks=B writes=N errors=E         all blocks of the disk were checked, before each sweep's line, which has their errors too
 //! workload: bad block=B ...                         the first few of these
+//! workload: slots=S reads=N errors=E                all slots were checked (see slots.rs), before each sweep's line, which has their errors too
+//! workload: bad slot: ...                           the first few of these
 //! workload: disk at rest                            nothing is written to the disk any more, as "disk rest" asks for, until "disk go"
 //! workload: units=N                                 functions compiled, fifty times a second between "compile" and "rest"
 //! ```
@@ -30,11 +32,14 @@
 //! the first fill), `workload.sweep_ms` (1000), `workload.stale` (MiB that are written and given back before "ready",
 //! so that free memory is full of old data; 0), `workload.churn` (MiB that are taken, written, checked and given back,
 //! over and over, as fast as possible; 0), `workload.hold` (MiB that are written before "ready" and kept until "drop";
-//! 0), `workload.disk` (MiB of the first disk that are written and checked; 0).
+//! 0), `workload.disk` (MiB of the first disk that are written and checked; 0), `workload.slots` (MiB that the first
+//! disk is read into, over and over; 0).
 mod compile;
 mod disk;
+mod slots;
 
 use disk::Disk;
+use slots::Slots;
 
 use std::hint::black_box;
 use std::io::{BufRead, Write};
@@ -65,6 +70,7 @@ struct Settings {
     stale: usize,
     churn: usize,
     disk: usize,
+    slots: usize,
     hold: usize,
 }
 
@@ -77,6 +83,7 @@ struct Workload {
     sweeps: u64,
     churn: Arc<Mutex<Churn>>,
     disk: Arc<Mutex<Disk>>,
+    slots: Arc<Slots>,
 }
 
 fn main() {
@@ -90,6 +97,7 @@ fn main() {
     let held = Block::new(0, settings.hold);
     Churn::start(&workload.churn, settings.churn);
     Disk::start(&workload.disk, settings.disk);
+    workload.slots = Slots::start(settings.slots);
     say(format_args!("ready pages={}", settings.pages));
     let asked = listen(&workload.disk, held);
     workload.run(&settings, &asked);
@@ -118,6 +126,7 @@ impl Settings {
             stale: number("stale", 0) as usize * PAGES_PER_MIB,
             churn: number("churn", 0) as usize * PAGES_PER_MIB,
             disk: number("disk", 0) as usize * PAGES_PER_MIB,
+            slots: number("slots", 0) as usize * PAGES_PER_MIB,
             hold: number("hold", 0) as usize * PAGES_PER_MIB,
         }
     }
@@ -134,6 +143,7 @@ impl Workload {
             sweeps: 0,
             churn: Arc::default(),
             disk: Arc::default(),
+            slots: Arc::default(),
         };
         (0..pages).for_each(|page| workload.write(page, 1));
         workload
@@ -195,17 +205,19 @@ impl Workload {
         let disk = Arc::clone(&self.disk);
         let mut disk = disk::lock(&disk);
         disk.check_all();
+        self.slots.check_all();
         say(format_args!(
             "sweep={} pages={} errors={}",
             self.sweeps,
             self.pages.len() + churn.pages(),
-            self.errors + churn.errors + disk.errors()
+            self.errors + churn.errors + disk.errors() + self.slots.errors()
         ));
     }
 
     fn report(&self, uptime: Duration) {
         let (count, checked, mut errors) = (self.count, self.checked, self.errors);
         errors += self.churn.lock().expect("nobody panics with it").errors + disk::lock(&self.disk).errors();
+        errors += self.slots.errors();
         say(format_args!(
             "count={count} checked={checked} errors={errors} uptime={}",
             uptime.as_secs()

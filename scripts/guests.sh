@@ -20,7 +20,7 @@ main() {
     [ -s .guest/linux/vmlinuz ] && { has_modules || ! type -P apt-get >/dev/null; } || fetch_kernel
     [ -s .guest/linux/busybox ] || fetch_busybox
     shopt -s nullglob
-    initrd_parts=(guest/init guest/workload.rs guest/compile.rs guest/disk.rs scripts/guests.sh .guest/linux/modules/*.ko)
+    initrd_parts=(guest/init guest/workload.rs guest/compile.rs guest/disk.rs guest/slots.rs scripts/guests.sh .guest/linux/modules/*.ko)
     fresh .guest/linux/initrd.img "${initrd_parts[@]}" || build_initrd
     fresh .guest/kvm.elf guest/kvm.c guest/kvm.ld scripts/guests.sh || build_kvm_guest
 }

@@ -1,6 +1,8 @@
 //! The serial port of a guest that runs one of the programs in guest/.
 use crate::lines::{Lines, Mark};
-use crate::workload::{Count, Sweep, read_dropped, read_fresh, read_old_data, read_ready, read_rest, read_units};
+use crate::workload::{
+    Count, Sweep, read_dropped, read_fresh, read_old_data, read_reads, read_ready, read_rest, read_units,
+};
 use crate::{Result, failed};
 use std::io::Write;
 use std::os::unix::net::UnixStream;
@@ -93,6 +95,16 @@ impl Serial {
         let mark = self.lines.mark();
         self.type_line("fresh")?;
         Ok(self.lines.wait(mark, "fresh memory", read_fresh)?.0)
+    }
+
+    /// Waits until the Linux guest has read its disk into memory `more` times (`workload.slots`), counted from now on.
+    ///
+    /// # Errors
+    /// It has not in time: it reads none, stands still or is gone.
+    pub fn read_on(&self, more: u64) -> Result<()> {
+        let (first, mark) = self.lines.wait(self.lines.mark(), "a count of reads", read_reads)?;
+        let enough = |line: &str| (read_reads(line)? >= first + more).then_some(());
+        self.lines.wait(mark, "more reads", enough).map(drop)
     }
 
     /// Has the Linux guest compile, from now on, and gives the first count that it reports.

@@ -92,6 +92,11 @@ pub fn read_units(line: &str) -> Option<u64> {
     field(line, "units")
 }
 
+/// The reads in `workload: slots=S reads=N errors=E`: so often was a disk read into memory since the start.
+pub(crate) fn read_reads(line: &str) -> Option<u64> {
+    field(line, "slots").and(field(line, "reads"))
+}
+
 /// Is it `workload: at rest`? Then nothing is compiled any more.
 pub fn read_rest(line: &str) -> Option<()> {
     line.contains("workload: at rest").then_some(())
@@ -122,6 +127,9 @@ mod tests {
         assert_eq!(read_units("workload: units=31"), Some(31));
         assert_eq!((read_old_data(sweep), read_units(sweep), read_rest(sweep)), (None, None, None));
         assert_eq!(read_rest("workload: at rest"), Some(()));
+        let slots = "workload: slots=8192 reads=31 errors=0";
+        assert_eq!((read_reads(slots), Sweep::read(slots), Count::read(slots)), (Some(31), None, None));
+        assert_eq!(read_reads(sweep), None);
     }
 
     #[test]
