@@ -10,6 +10,7 @@
 //! - [`Proxy`]: a link that can be cut or held
 //! - [`SlowLink`]: two network namespaces with a limited link between them
 //! - [`Disk`]: a file system on a disk with sectors of a chosen size
+//! - [`SlowDisk`]: a guest's disk that is read straight into guest memory, and slowly
 //! - [`HugePool`], [`MemoryMount`]: huge pages and file systems for guest memory, as many and as large as a test says
 //! - [`Scratch`]: a folder that goes away
 //! - [`lacks`]: what a test says that has not got what it needs
@@ -32,6 +33,7 @@ pub mod qemu;
 pub mod qmp;
 pub mod scratch;
 pub mod serial;
+pub mod slow_disk;
 pub mod synthetic;
 pub mod transship;
 pub mod versions;
@@ -48,6 +50,7 @@ pub use process::Process;
 pub use proxy::Proxy;
 pub use qemu::Qemu;
 pub use scratch::Scratch;
+pub use slow_disk::SlowDisk;
 pub use synthetic::{Synthetic, SyntheticBuilder};
 pub use transship::{Finished, Transship, binary};
 pub use versions::other_qemu;
