@@ -2,7 +2,7 @@
 //! are one program, since each would be linked by itself, and while one test waits for its guest another can go on.
 //!
 //! - The lab: `guests` and `link`, without which no other test would notice a thing
-//! - Moves: `moves`, `codecs`, `run_state`, `disks`, `strangers`, `settings`; who dies in one: `crash`
+//! - Moves: `moves`, `codecs`, `run_state`, `disks`, `direct_disks`, `strangers`, `settings`; who dies in one: `crash`
 //! - To and from a stock QEMU: `qemu_peer_send`, `qemu_peer_receive`, `relay`; who dies in one: `qemu_peer_crash`
 //! - Snapshots: `save`, `background`, `restore`, `restore_lazy`, `restore_given_back`, `convert`
 //! - Memory: `any_memory`, `huge_pages`, `preallocated`, `free_pages`, `writers`; who says which of it is
@@ -14,6 +14,7 @@ mod balloon;
 mod codecs;
 mod convert;
 mod crash;
+mod direct_disks;
 mod disks;
 mod ends;
 mod free_pages;
