@@ -13,7 +13,7 @@
 //! - [`SlowDisk`]: a guest's disk that is read straight into guest memory, and slowly
 //! - [`HugePool`], [`MemoryMount`]: huge pages and file systems for guest memory, as many and as large as a test says
 //! - [`Scratch`]: a folder that goes away
-//! - [`lacks`]: what a test says that has not got what it needs
+//! - [`lacks()`]: what a test says that has not got what it needs
 //!
 //! Whatever is started ends when its handle is dropped, and when the test process is killed.
 use std::path::PathBuf;

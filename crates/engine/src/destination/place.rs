@@ -126,7 +126,7 @@ mod tests {
         assert_eq!(place.region(1, 256, PAGES).unwrap().name(), "b");
         assert!(place.region(0, 0, 1).is_ok());
         let refused = |region, end| place.region(region, 256, end).err().unwrap();
-        assert_eq!(refused(1, PAGES + 1), "sent a packet for pages 256..301 of region \"b\", which has 300");
+        assert_eq!(refused(1, PAGES + 1), "sent a packet for pages 256..301 of region \"b\", which has only 300");
         assert_eq!(refused(2, PAGES), "sent a packet for region 2, but there are 2");
     }
 
