@@ -296,7 +296,7 @@ fn more_state_than_the_guest_takes_is_an_error() {
     with_guest(TestGuest::new(vec![7; 1000]), GuestState::Waiting, |path| {
         let mut guest = HandoffDestination::attach(path).unwrap();
         let error = guest.load_state(&mut [7; 1001].as_slice()).unwrap_err().to_string();
-        assert!(error.contains("1000 bytes of device state, 1001 were sent"), "{error}");
+        assert!(error.contains("1000 bytes of device state, but 1001 were sent"), "{error}");
     });
 }
 
@@ -344,7 +344,7 @@ fn a_state_that_was_not_read_to_its_end_is_not_called_saved() {
         assert!(guest.state_saved().unwrap_err().to_string().contains("not asked for"));
         guest.save_state().unwrap().read_exact(&mut [0; 999]).unwrap();
         let error = guest.state_saved().unwrap_err().to_string();
-        assert!(error.contains("has 1000 bytes, 999 came"), "{error}");
+        assert!(error.contains("announced 1000 bytes of device state, but 999 came"), "{error}");
     });
 }
 

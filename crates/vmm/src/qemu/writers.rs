@@ -335,7 +335,7 @@ mod tests {
         let others =
             |count: i32| Others { writers: Vec::new(), unreadable: (0..count).map(|n| i32::MAX - n).collect() };
         assert_eq!(others(0).unreadable(), None);
-        assert!(others(1).unreadable().unwrap().starts_with("process 2147483647 (): what"));
-        assert!(others(5).unreadable().unwrap().contains(" and 2 more: what"));
+        assert!(others(1).unreadable().unwrap().starts_with("process 2147483647 (): its mappings"));
+        assert!(others(5).unreadable().unwrap().contains(" and 2 more: its mappings"));
     }
 }
