@@ -38,7 +38,8 @@ pub use qemu_peer::{
     send_to_qemu,
 };
 pub use report::{
-    ByteCounts, CpuSeconds, FileReport, LazyReport, MethodBytes, PageCounts, RelayReport, Report, RoundReport, Status,
+    ByteCounts, CpuSeconds, Drains, FileReport, LazyReport, MethodBytes, PageCounts, RelayReport, Report, RoundReport,
+    Status,
 };
 pub use snapshot::{
     BlockInfo, DirectIo, Ending, FileIo, FilePlace, FileUri, Format, RestoreOptions, SaveOptions, SectionInfo,

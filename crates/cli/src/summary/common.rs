@@ -71,6 +71,10 @@ impl Rows {
         if !report.rounds.is_empty() {
             self.add("rounds", rounds(report, done));
         }
+        if report.drains.count > 0 {
+            let (count, longest) = (Count(report.drains.count), Time::from_ms(report.drains.longest_ms));
+            self.add("disks", format!("waited for {count} times before pages were read, {longest} at most"));
+        }
         let pages = report.pages;
         let kinds = [
             ("normal", pages.normal),

@@ -24,7 +24,7 @@ fn table(report: &Report) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use transship_engine::{ByteCounts, PageCounts, RoundReport};
+    use transship_engine::{ByteCounts, Drains, PageCounts, RoundReport};
 
     #[test]
     fn the_table_says_what_a_person_wants_to_know() {
@@ -40,6 +40,7 @@ mod tests {
             total_ms: 3210.0,
             downtime_ms: 41.0,
             rounds: vec![RoundReport { bytes: 1 << 20, ..Default::default() }; 2],
+            drains: Drains { count: 3, longest_ms: 12.0 },
             pages: PageCounts { normal: 12_345, zero: 7, resent: 5, ..Default::default() },
             bytes: ByteCounts { guest: 4 << 30, wire: 812 << 20, ..Default::default() },
             file: Some(file),
@@ -50,6 +51,7 @@ mod tests {
             "completed in 3.21 s",
             "downtime    41 ms",
             "2 (1.0 MiB, 1.0 MiB written)",
+            "disks       waited for 3 times before pages were read, 12 ms at most",
             "12,345 normal, 7 zero, 0 hole, 0 free, 5 rewritten",
             "4.0 GiB guest, 812 MiB written",
             "mapped-ram, 812 MiB on the disk, 4.0 GiB, through the page cache: the ramfs at /mnt refuses it",
