@@ -2,6 +2,7 @@
 use std::{
     arch::asm,
     sync::atomic::{AtomicU32, Ordering},
+    time::Duration,
 };
 
 use super::{Work, read_byte};
@@ -88,6 +89,12 @@ fn registered() -> Option<*mut u8> {
     }
 }
 
+/// Of the thread, in nanoseconds.
+fn time_on_a_core(work: &Work) -> u64 {
+    let text = work.proc("schedstat");
+    text.split(' ').next().and_then(|number| number.parse().ok()).expect("a number first")
+}
+
 #[test]
 fn a_restartable_sequence_begins_anew() {
     const TIMES: usize = 20;
@@ -96,7 +103,14 @@ fn a_restartable_sequence_begins_anew() {
         transship_lab::lacks("a C library that registers rseq");
         return;
     }
-    work.inject(TIMES);
+    for _ in 0..TIMES {
+        work.inject(1);
+        // Interrupted again before it was in the sequence again, it would not begin that anew.
+        let ran = time_on_a_core(&work);
+        while time_on_a_core(&work) < ran + 1_000_000 {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
     use std::io::Write;
     work.input.write_all(b"end\n").unwrap();
     let anew: usize = work.expect("begun anew ").trim_end_matches(" times").parse().unwrap();
