@@ -9,7 +9,12 @@ use std::thread;
 
 use rustix::{fs::FallocateFlags, io::Errno};
 
-use crate::{Error, PageRange, PageSet, Region, pages::runs, region::Held, shared::Shared};
+use crate::{
+    Error, PageRange, PageSet, Region,
+    pages::{run_of, runs},
+    region::Held,
+    shared::Shared,
+};
 
 /// What is to become of memory that holds only zeros.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
@@ -42,6 +47,12 @@ impl Region {
             _ if range.count == 0 => Ok(()),
             Held::Shared(shared) if shared.gives_back() => shared.punch(range),
             Held::Shared(shared) => shared.write_zeros(range),
+            // The usual case, for each window that changes: nothing of the size of the region is made for it.
+            Held::Private(private) if private.below.is_none() => {
+                let mut there = Vec::new();
+                private.each_there(range, |run| there.push(run)).map_err(|source| self.unknown(source))?;
+                there.into_iter().try_for_each(|run| self.write_zeros(run))
+            }
             Held::Private(_) => {
                 let mut wanted = PageSet::empty(self.pages());
                 wanted.insert(range);
@@ -132,7 +143,7 @@ impl Region {
             if (first / PART_PAGES) as usize % of != n {
                 continue;
             }
-            let run = |(bit, count)| PageRange::new(first + u64::from(bit), u64::from(count));
+            let run = |(bit, count)| run_of(first, bit, count);
             runs(present).map(run).for_each(|run| self.populate_read(run));
             let dirty = present & !self.zero_mask(first, present)?;
             runs(dirty).map(run).try_for_each(|run| self.write_zeros(run))?;

@@ -13,7 +13,7 @@ use rustix::io::Errno;
 
 use crate::{
     Error, PAGE_BYTES, PageRange, Region,
-    pages::{WINDOW_PAGES, runs},
+    pages::{WINDOW_PAGES, run_of, runs},
     region::Held,
     shared::Shared,
     zero,
@@ -252,10 +252,6 @@ impl Shared {
         }
         Ok(())
     }
-}
-
-fn run_of(first: u64, bit: u32, count: u32) -> PageRange {
-    PageRange::new(first + u64::from(bit), u64::from(count))
 }
 
 /// Writes both, one behind the other.

@@ -132,6 +132,18 @@ impl PageSet {
         })
     }
 
+    /// As [`PageSet::ranges`], with those as one that have at most `gap` other pages between them.
+    pub(crate) fn ranges_near(&self, gap: u64) -> impl Iterator<Item = PageRange> + '_ {
+        let mut ranges = self.ranges().peekable();
+        std::iter::from_fn(move || {
+            let mut range = ranges.next()?;
+            while let Some(next) = ranges.next_if(|next| next.first - range.end() <= gap) {
+                range.count = next.end() - range.first;
+            }
+            Some(range)
+        })
+    }
+
     /// The 128 pages from `first` as bits; pages past the end are 0.
     ///
     /// # Panics
@@ -187,6 +199,11 @@ impl fmt::Debug for PageSet {
         write!(f, "{} of {} pages ", self.count(), self.pages)?;
         f.debug_list().entries(self.ranges().map(|range| range.first..range.end())).finish()
     }
+}
+
+/// Pages of a window that begins at `first`: `count` of them, from bit `bit` on.
+pub(crate) fn run_of(first: u64, bit: u32, count: u32) -> PageRange {
+    PageRange::new(first + u64::from(bit), u64::from(count))
 }
 
 /// The runs of ones in `window`, ascending: first bit and length.

@@ -4,7 +4,7 @@ use std::{cell::RefCell, io, os::fd::BorrowedFd, sync::Arc};
 
 use crate::{
     PAGE_BYTES, PageRange, PageSet, Process,
-    pages::{WINDOW_PAGES, runs},
+    pages::{WINDOW_PAGES, run_of, runs},
     process::Span,
     shared::Shared,
     zero,
@@ -38,38 +38,33 @@ impl Private {
     }
 
     fn spans(&self, first: u64, pages: u128) -> Vec<Span> {
-        let run = |(bit, count)| self.span(PageRange::new(first + u64::from(bit), u64::from(count)));
-        runs(pages).map(run).collect()
+        runs(pages).map(|(bit, count)| self.span(run_of(first, bit, count))).collect()
+    }
+
+    /// Calls `found` with the pages of the range that the process has, in their order.
+    pub(crate) fn each_there(&self, range: PageRange, mut found: impl FnMut(PageRange)) -> io::Result<()> {
+        let (start, end) = (self.address_of(range.first), self.address_of(range.end()));
+        let page = |address| (address - self.address) / PAGE_BYTES as u64;
+        self.process.pages_there(start, end, |start, found_end| {
+            found(PageRange::new(page(start), page(found_end.min(end)) - page(start)));
+        })
     }
 
     /// Adds the pages of the range that are not known to read as zero.
     pub(crate) fn add_data(&self, range: PageRange, data: &mut PageSet) -> io::Result<()> {
-        let (start, end) = (self.address_of(range.first), self.address_of(range.end()));
-        self.process.pages_there(start, end, |start, found_end| {
-            let end = found_end.min(end);
-            let (first, end) = ((start - self.address) / PAGE_BYTES as u64, (end - self.address) / PAGE_BYTES as u64);
-            data.insert(PageRange::new(first, end - first));
-        })
+        self.each_there(range, |there| data.insert(there))
     }
 
     /// Whether all pages of the range are there.
     pub(crate) fn are_there(&self, range: PageRange) -> io::Result<bool> {
-        let (start, end) = (self.address_of(range.first), self.address_of(range.end()));
-        let mut there = 0;
-        self.process.pages_there(start, end, |start, end| there += end - start)?;
-        Ok(there == range.bytes())
+        let mut count = 0;
+        self.each_there(range, |there| count += there.count)?;
+        Ok(count == range.count)
     }
 
     /// As [`Private::add_data`], in the wanted pages and between those that are near each other.
     pub(crate) fn add_data_near(&self, wanted: &PageSet, data: &mut PageSet) -> io::Result<()> {
-        let mut ranges = wanted.ranges().peekable();
-        while let Some(mut range) = ranges.next() {
-            while let Some(next) = ranges.next_if(|next| next.first - range.end() <= SMALL_GAP) {
-                range.count = next.end() - range.first;
-            }
-            self.add_data(range, data)?;
-        }
-        Ok(())
+        wanted.ranges_near(SMALL_GAP).try_for_each(|range| self.add_data(range, data))
     }
 
     /// Reads the pages of a window, and gives `then` their bytes, in order.

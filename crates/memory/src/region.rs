@@ -222,7 +222,7 @@ impl Region {
         private.below.as_ref().map_or_else(|| Ok(PageSet::empty(self.pages())), Shared::data)
     }
 
-    fn unknown(&self, source: io::Error) -> Error {
+    pub(crate) fn unknown(&self, source: io::Error) -> Error {
         self.failed("find the pages that are there", source)
     }
 

@@ -109,13 +109,7 @@ impl Shared {
             return Ok(data);
         }
         let mut data = PageSet::empty(self.pages());
-        let mut ranges = wanted.ranges().peekable();
-        while let Some(mut range) = ranges.next() {
-            while let Some(next) = ranges.next_if(|next| next.first - range.end() <= SMALL_GAP) {
-                range.count = next.end() - range.first;
-            }
-            self.seek_data(range, &mut data)?;
-        }
+        wanted.ranges_near(SMALL_GAP).try_for_each(|range| self.seek_data(range, &mut data))?;
         data.intersect_with(wanted);
         Ok(data)
     }
