@@ -22,13 +22,12 @@ pub(super) struct RamBlock {
 }
 
 /// All of the guest's memory must be in backends, or a part of it would stay behind.
-pub(super) fn check_all_covered(qmp: &mut Qmp, backends: &[Backend]) -> Result<(), GuestError> {
+pub(super) fn check_all_covered(qmp: &mut Qmp, backends: &[Backend], list: &[RamBlock]) -> Result<(), GuestError> {
     let summary = qmp.execute("query-memory-size-summary", json!({}))?;
     let size = |name: &str| summary[name].as_u64().unwrap_or(0);
     let guest = size("base-memory") + size("plugged-memory");
-    let list = list(qmp)?;
     let plugged = qmp.execute("query-memory-devices", json!({}))?;
-    let known: u64 = guest_memory(backends, &list, &plugged).map(|backend| backend.bytes).sum();
+    let known: u64 = guest_memory(backends, list, &plugged).map(|backend| backend.bytes).sum();
     if backends.is_empty() || known < guest {
         return Err(GuestError(format!(
             "the guest has {guest} bytes of memory, but only {known} in memory backends that are known; give all of it in one, such as {}",

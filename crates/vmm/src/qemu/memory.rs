@@ -69,7 +69,7 @@ pub(super) fn backends(qmp: &mut Qmp) -> Result<Vec<Backend>, GuestError> {
         // Memory of QEMU's that nothing uses is not the guest's.
         backends.extend(held.map(|held| Backend { id: id.to_owned(), bytes, held }));
     }
-    blocks::check_all_covered(qmp, &backends)?;
+    blocks::check_all_covered(qmp, &backends, &known)?;
     backends.sort_by(|a, b| a.id.cmp(&b.id));
     Ok(backends)
 }
