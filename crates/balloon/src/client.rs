@@ -272,7 +272,7 @@ impl Hints for Client {
 }
 
 fn told(error: Error) -> GuestError {
-    GuestError(error.to_string())
+    GuestError::vmm(error)
 }
 
 /// Where our regions lie. They are addressed by their files, so the guest's addresses are of no interest.

@@ -42,7 +42,7 @@ impl Failure {
 impl From<&transship_engine::Error> for Failure {
     fn from(error: &transship_engine::Error) -> Self {
         match error.outcome() {
-            Outcome::SourceRunsOn => Failure::Failed(error.to_string()),
+            Outcome::NothingLost => Failure::Failed(error.to_string()),
             Outcome::NeedsPerson => Failure::NeedsPerson(error.to_string()),
         }
     }

@@ -60,7 +60,7 @@ impl Guard for GuardProcess {
                 .process_group(0)
                 .spawn()
         };
-        let process = start().map_err(|e| GuestError(format!("can't start the process that guards the guest: {e}")))?;
+        let process = start().map_err(GuestError::system("start the process that guards the guest"))?;
         self.process = Some(process);
         Ok(())
     }
@@ -74,7 +74,7 @@ impl Guard for GuardProcess {
             Some(pipe) => pipe.write_all(&[word as u8]),
             None => Err(io::ErrorKind::BrokenPipe.into()),
         };
-        told.map_err(|e| GuestError(format!("the process that guards the guest does not answer: {e}")))
+        told.map_err(GuestError::system("instruct the process that guards the guest"))
     }
 
     /// Once the word is written the second process can't act, whenever it gets to read it.
@@ -84,7 +84,7 @@ impl Guard for GuardProcess {
         if told.is_err() {
             // It does not listen: it must not act either.
             let killed = process.kill();
-            killed.map_err(|e| GuestError(format!("can't tell the process that guards the guest to end: {e}")))?;
+            killed.map_err(GuestError::system("end the process that guards the guest"))?;
         }
         self.ending = Some(process);
         Ok(())

@@ -63,12 +63,8 @@ impl Process {
 
 impl StandIn for Process {
     fn arm(&mut self, what: &TakeOver, files: &[BorrowedFd<'_>]) -> Result<(), GuestError> {
-        let failed = |e| {
-            GuestError(format!(
-                "can't start the stand-in, which would bring the guest's pages if this process died: {e}"
-            ))
-        };
-        self.start(what, files).map_err(failed)
+        let failed = "start the stand-in, which would bring the guest's pages if this process died";
+        self.start(what, files).map_err(GuestError::system(failed))
     }
 
     fn end(&mut self, how: Ending) {

@@ -107,7 +107,7 @@ fn a_restore_can_not_both_run_and_stand() {
     assert_eq!(no_vm.code, 1, "{no_vm:?}");
     let report: Value = serde_json::from_str(&no_vm.stdout).unwrap();
     assert!(report["error"].as_str().unwrap().contains("/no/such.sock"), "{report}");
-    assert_eq!(report["status"], "failed");
+    assert_eq!((&report["status"], &report["error_by"]), (&"failed".into(), &"user".into()));
 }
 
 #[test]

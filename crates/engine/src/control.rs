@@ -73,7 +73,7 @@ impl Control {
         let deadline = Instant::now() + limit;
         loop {
             if progress.is_cancelled() {
-                return Err(Error::Cancelled);
+                return Err(Error::CANCELLED);
             }
             match self.incoming.recv_timeout(TICK) {
                 Ok(message) => return self.unless_abort(message?),

@@ -95,7 +95,7 @@ impl<'a, T> Door<'a, T> {
     /// [`Error::Cancelled`]; those of the listener.
     pub(crate) fn look(&mut self, timeout: Duration) -> Result<bool, Error> {
         if self.progress.is_cancelled() {
-            return Err(Error::Cancelled);
+            return Err(Error::CANCELLED);
         }
         // Those who are there may speak while nobody comes.
         let timeout = if self.is_empty() { timeout } else { timeout.min(GLANCE) };
@@ -301,6 +301,6 @@ mod tests {
         let ((listener, _), progress) = (listener(), Progress::new());
         let mut door = Door::new(&listener, &progress, Duration::from_secs(3600), understand);
         progress.cancel();
-        assert!(matches!(door.look(Duration::ZERO), Err(Error::Cancelled)));
+        assert!(matches!(door.look(Duration::ZERO), Err(Error::Cancelled(_))));
     }
 }

@@ -12,6 +12,7 @@ pub(crate) fn finish(
 ) -> Result<(), Error> {
     report.status = status_of(&result);
     report.error = result.as_ref().err().map(ToString::to_string);
+    report.error_by = result.as_ref().err().map(Error::actor);
     let seconds = begin.elapsed().as_secs_f64();
     report.total_ms = seconds * 1e3;
     report.throughput = report.bytes.wire as f64 / seconds;
@@ -26,7 +27,7 @@ pub(crate) fn finish(
 fn status_of(result: &Result<(), Error>) -> Status {
     match result {
         Ok(()) => Status::Completed,
-        Err(Error::Cancelled | Error::RestoreCancelled | Error::ConversionCancelled) => Status::Cancelled,
+        Err(Error::Cancelled(_)) => Status::Cancelled,
         Err(Error::NotConverging(_)) => Status::NotConverging,
         Err(Error::Unknown(_)) => Status::Unknown,
         Err(_) => Status::Failed,

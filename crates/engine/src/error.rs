@@ -1,13 +1,53 @@
 //! Why a move ended early, and what that means for the guest.
 use crate::guest::GuestError;
 
-/// Where the guest is after a failure; decides the exit code.
+/// What a failure leaves behind; decides the exit code.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Outcome {
-    /// Exit code 1: it runs on at the source (or is stopped there, as it was before).
-    SourceRunsOn,
+    /// Exit code 1: a guest that ran runs on where it was, one that stood still stands there, and files are whole.
+    NothingLost,
     /// Exit code 3: the message says what to do.
     NeedsPerson,
+}
+
+/// Who can act on a failure, in the report as `error_by`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "snake_case")]
+#[non_exhaustive]
+pub enum Actor {
+    /// The user: a guest, a setting or a wish is not as it must be for this.
+    User,
+    /// Whoever is at the other end of the connection.
+    Peer,
+    /// A file that is not what it should be.
+    File,
+    /// The VMM, or its guest.
+    Vmm,
+    /// The system on which this runs.
+    System,
+    /// We: it is a bug.
+    Transship,
+}
+
+/// What a user has cancelled.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Cancelled {
+    /// A move or a save, before the guest was given up.
+    Move,
+    /// A restore, before anything ran.
+    Restore,
+    /// A conversion, where there is no guest.
+    Conversion,
+}
+
+impl std::fmt::Display for Cancelled {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            Self::Move => "the guest runs on at the source",
+            Self::Restore => "nothing runs, and the memory of the waiting VMM may be half filled: start a new one",
+            Self::Conversion => "nothing has changed",
+        })
+    }
 }
 
 /// One line: what happened, to what, and what to do.
@@ -57,6 +97,14 @@ pub enum Error {
     /// A snapshot file that can't be used for what was asked.
     #[error("{0}")]
     File(String),
+    /// Bytes of a file that no version of its format has.
+    #[error("{file}: {source}; use another copy")]
+    Damaged {
+        /// Its name.
+        file: String,
+        /// The field and its offset.
+        source: transship_wire::Error,
+    },
     /// The adapter failed.
     #[error(transparent)]
     Guest(#[from] GuestError),
@@ -64,28 +112,52 @@ pub enum Error {
     #[error(transparent)]
     Memory(#[from] transship_memory::Error),
     /// The user's wish.
-    #[error("cancelled; the guest runs on at the source")]
-    Cancelled,
-    /// The user's wish, before anything ran.
-    #[error("cancelled; nothing runs, and the memory of the waiting VMM may be half filled: start a new one")]
-    RestoreCancelled,
-    /// The user's wish, where there is no guest.
-    #[error("cancelled; nothing has changed")]
-    ConversionCancelled,
+    #[error("cancelled; {0}")]
+    Cancelled(Cancelled),
     /// The guest writes faster than the link carries; the text has the numbers.
     #[error("{0}")]
     NotConverging(String),
     /// This side can't know whether the guest runs on the other side.
     #[error("{0}")]
     Unknown(String),
+    /// Something is not as our own code promises.
+    #[error("{0}; this is a bug")]
+    Bug(&'static str),
 }
 
 impl Error {
-    /// Where the guest is now.
+    /// The user's wish, while a guest is moved or saved.
+    pub(crate) const CANCELLED: Self = Self::Cancelled(Cancelled::Move);
+
+    /// The user's wish, before a restored guest runs.
+    pub(crate) const RESTORE_CANCELLED: Self = Self::Cancelled(Cancelled::Restore);
+
+    /// What is left behind.
     pub fn outcome(&self) -> Outcome {
         match self {
             Error::Unknown(_) => Outcome::NeedsPerson,
-            _ => Outcome::SourceRunsOn,
+            _ => Outcome::NothingLost,
+        }
+    }
+
+    /// Who can act on it.
+    pub fn actor(&self) -> Actor {
+        match self {
+            Error::Connect { .. }
+            | Error::Unfit(_)
+            | Error::Cancelled(_)
+            | Error::NotConverging(_)
+            | Error::Unknown(_) => Actor::User,
+            Error::Wire { .. } | Error::Protocol { .. } | Error::Refused(_) => Actor::Peer,
+            Error::File(_) | Error::Damaged { .. } => Actor::File,
+            Error::Io { .. } | Error::Memory(_) => Actor::System,
+            Error::Guest(error) => match error {
+                GuestError::Unfit(_) => Actor::User,
+                GuestError::Vmm(_) => Actor::Vmm,
+                GuestError::Bug(_) => Actor::Transship,
+                _ => Actor::System,
+            },
+            Error::Bug(_) => Actor::Transship,
         }
     }
 }

@@ -99,7 +99,7 @@ impl FreePages {
         let (begin, mut silent) = (Instant::now(), 0);
         while begin.elapsed() < ALL_HINTS && self.hints.is_some() && !self.over {
             if progress.is_cancelled() {
-                return Err(Error::Cancelled);
+                return Err(Error::CANCELLED);
             }
             let pages = self.listen(Instant::now() + SLICE);
             silent = if pages > 0 { 0 } else { silent + 1 };

@@ -235,11 +235,11 @@ mod tests {
         }
         fn instruct(&mut self, duty: Duty) -> Result<(), GuestError> {
             note(&self.log, if duty == Duty::RunAgain { "guard: run again" } else { "guard: leave it" });
-            if self.is_deaf { Err(GuestError("it is deaf".into())) } else { Ok(()) }
+            if self.is_deaf { Err(GuestError::vmm("it is deaf")) } else { Ok(()) }
         }
         fn end(&mut self) -> Result<(), GuestError> {
             note(&self.log, "guard: end");
-            if self.is_deaf { Err(GuestError("it is deaf".into())) } else { Ok(()) }
+            if self.is_deaf { Err(GuestError::vmm("it is deaf")) } else { Ok(()) }
         }
     }
 

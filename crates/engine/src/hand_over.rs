@@ -75,7 +75,7 @@ impl Course<'_, '_> {
 fn give_up(guest: &mut Guarded<'_>, peer: &mut dyn Peer, progress: &Progress, found: Found) -> Result<(), Error> {
     peer.check_silence()?;
     if progress.is_cancelled() {
-        return Err(Error::Cancelled);
+        return Err(Error::CANCELLED);
     }
     guest.give_up()?;
     progress.set_phase(Phase::HandedOver);

@@ -30,7 +30,7 @@ mod transport;
 mod unplug;
 
 pub use destination::receive_guest;
-pub use error::{Error, Outcome};
+pub use error::{Actor, Cancelled, Error, Outcome};
 pub use options::{Compress, MoveOptions, Setting, WhenBusy, ZeroPages};
 pub use progress::{CpuProgress, CpuTime, EncodingProgress, Phase, Progress};
 pub use qemu_peer::{

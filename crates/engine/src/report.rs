@@ -1,6 +1,8 @@
 //! What happened, in numbers: the JSON object of the command.
 use serde::Serialize;
 
+use crate::Actor;
+
 /// How it ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Default)]
 #[serde(rename_all = "kebab-case")]
@@ -207,6 +209,9 @@ pub struct Report {
     /// Why it ended early.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub error: Option<String>,
+    /// Who can act on that.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub error_by: Option<Actor>,
 }
 
 impl Report {

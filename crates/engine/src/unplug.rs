@@ -13,7 +13,7 @@ pub(crate) fn unplug(guest: &mut Guarded<'_>, is_cancelled: &dyn Fn() -> bool) -
     let deadline = Instant::now() + UNPLUG_TIMEOUT;
     while !guest.unplug(Instant::now() + TICK)? {
         if is_cancelled() {
-            return Err(Error::Cancelled);
+            return Err(Error::CANCELLED);
         }
         if Instant::now() > deadline {
             let seconds = UNPLUG_TIMEOUT.as_secs();

@@ -8,10 +8,46 @@ use std::{
 use transship_memory::{Freeing, GuestMemory, Missing, PageRange, Protection, Tracker};
 use transship_wire::GuestDescription;
 
-/// An adapter's failure: what happened, to what, and what the user can do, in one line.
+/// An adapter's failure, by who can act on it. Each is one line: what happened, to what, and what the user can do.
 #[derive(Debug, thiserror::Error)]
-#[error("{0}")]
-pub struct GuestError(pub String);
+#[non_exhaustive]
+pub enum GuestError {
+    /// The user: the guest, its VMM or the call is not as it must be. The text names the cure.
+    #[error("{0}")]
+    Unfit(String),
+    /// The VMM or the guest: it refused, answered something else than it should, or did not answer.
+    #[error("{0}")]
+    Vmm(#[source] Box<dyn std::error::Error + Send + Sync>),
+    /// The system refused something.
+    #[error("can't {what}: {source}{}{cure}", if cure.is_empty() { "" } else { "; " })]
+    System {
+        /// What was tried, to what.
+        what: String,
+        /// The system's reason.
+        source: std::io::Error,
+        /// What the user can do; empty if the reason says enough.
+        cure: &'static str,
+    },
+    /// Guest memory could not be read, written, tracked or guarded.
+    #[error(transparent)]
+    Memory(#[from] transship_memory::Error),
+    /// We: something is not as our own code promises.
+    #[error("{0}; this is a bug")]
+    Bug(String),
+}
+
+impl GuestError {
+    /// The VMM, or its guest, did not do what it was asked for.
+    pub fn vmm(what: impl Into<Box<dyn std::error::Error + Send + Sync>>) -> Self {
+        Self::Vmm(what.into())
+    }
+
+    /// For `map_err`: the system refused `what`.
+    pub fn system<E: Into<std::io::Error>>(what: impl Into<String>) -> impl FnOnce(E) -> Self {
+        let what = what.into();
+        move |source| Self::System { what, source: source.into(), cure: "" }
+    }
+}
 
 /// What a guest's device state is made of.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -172,7 +208,7 @@ pub trait SourceGuest: Send {
     /// # Errors
     /// Not possible with this guest; the text says why and what is.
     fn protect(&mut self) -> Result<Protection, GuestError> {
-        Err(GuestError("this VMM can't make writes wait, which a background snapshot needs; use --live".into()))
+        Err(GuestError::Unfit("this VMM can't make writes wait, which a background snapshot needs; use --live".into()))
     }
     /// Called when all protected pages are saved: checks that no memory was given back since `protect`. (The caller
     /// sees the remaining holes.)
@@ -284,7 +320,7 @@ pub trait DestinationGuest: Send {
     /// # Errors
     /// Not possible with this guest; the text says why and what is.
     fn missing(&mut self) -> Result<Missing, GuestError> {
-        Err(GuestError("this VMM can't wait for pages, which a lazy restore needs; leave out --lazy".into()))
+        Err(GuestError::Unfit("this VMM can't wait for pages, which a lazy restore needs; leave out --lazy".into()))
     }
     /// Stops a started guest because its memory can't be brought any more; if the VMM hangs on a page, the whole
     /// process is frozen. Returns the rest of a sentence for the user: the state of the guest, and how to end it. Until
@@ -293,7 +329,7 @@ pub trait DestinationGuest: Send {
     /// # Errors
     /// It does not stop.
     fn stop(&mut self) -> Result<String, GuestError> {
-        Err(GuestError("this VMM can't be told to stop its guest".into()))
+        Err(GuestError::Unfit("this VMM can't be told to stop its guest".into()))
     }
     /// The information that another process needs if this one dies, to undo what `load_state` changes beside the guest.
     /// Called before it; the adapter itself will read it, and it is not secret.

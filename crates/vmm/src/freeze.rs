@@ -31,7 +31,7 @@ pub(crate) struct Freezer {
 impl Freezer {
     /// The process must be known to live, by a connection to it that is open.
     pub(crate) fn of(pid: i32) -> Result<Self, GuestError> {
-        let gone = |e| GuestError(format!("process {pid}: {e}"));
+        let gone = GuestError::system(format!("watch process {pid}"));
         let process = Pid::from_raw(pid).ok_or(Errno::SRCH).and_then(|pid| pidfd_open(pid, PidfdFlags::empty()));
         Ok(Self { pid, process: process.map_err(gone)? })
     }
@@ -51,7 +51,9 @@ impl Freezer {
                  -9 {pid}"
             )),
             Ok(false) => Ok("its process has ended".to_owned()),
-            Err(e) => Err(GuestError(format!("{why}; and can't freeze process {pid}: {e}; end it: kill -9 {pid}"))),
+            Err(e) => {
+                Err(GuestError::vmm(format!("{why}; and can't freeze process {pid}: {e}; end it: kill -9 {pid}")))
+            }
         }
     }
 
@@ -114,11 +116,11 @@ mod tests {
         while !state().starts_with('S') && Instant::now() < deadline {
             thread::sleep(LOOK_AGAIN);
         }
-        let found = freezer.unless_stopped(Err(GuestError("no answer".into()))).unwrap();
+        let found = freezer.unless_stopped(Err(GuestError::vmm("no answer"))).unwrap();
         assert!(found.contains("no answer") && found.contains(&format!("kill -9 {pid}")), "{found}");
         assert!(state().starts_with('T'), "{}", state());
         drop(sleeper);
-        let found = freezer.unless_stopped(Err(GuestError("no answer".into()))).unwrap();
+        let found = freezer.unless_stopped(Err(GuestError::vmm("no answer"))).unwrap();
         assert!(found.contains("has ended"), "{found}");
     }
 }

@@ -59,7 +59,7 @@ pub fn attach_source(vm: &VmAddress, options: AttachOptions) -> Result<Box<dyn S
     match vm {
         VmAddress::Qemu(path) => Ok(Box::new(qemu::QemuSource::attach(path, options)?)),
         VmAddress::Handoff(_) if options.balloon.is_some() => {
-            Err(GuestError("a balloon is a device of a QEMU; leave out --balloon".to_owned()))
+            Err(GuestError::Unfit("a balloon is a device of a QEMU; leave out --balloon".to_owned()))
         }
         VmAddress::Handoff(path) => Ok(Box::new(handoff::HandoffSource::attach(path)?)),
     }
@@ -116,9 +116,9 @@ pub fn stop_abandoned(vm: &VmAddress) -> Result<String, GuestError> {
 /// For those who are to wait for pages that are not there: a page that is there would never be brought.
 fn check_all_holes(memory: &GuestMemory) -> Result<(), GuestError> {
     for region in memory.regions() {
-        let data = region.data().map_err(|e| GuestError(e.to_string()))?;
+        let data = region.data()?;
         if let Some(there) = data.ranges().next() {
-            return Err(GuestError(format!(
+            return Err(GuestError::Unfit(format!(
                 "guest memory {:?} is not empty: pages {}..{} are there; does another process use it?",
                 region.name(),
                 there.first,

@@ -249,7 +249,7 @@ impl SourceGuest for Meddled {
             progress.cancel();
         }
         if self.meddling.does_not_resume {
-            return Err(GuestError("it does not want to".into()));
+            return Err(GuestError::Unfit("it does not want to".into()));
         }
         self.guest.get_mut().resume(run)
     }
@@ -278,7 +278,7 @@ fn a_cancelled_save_lets_the_guest_run_on_and_leaves_no_file() {
     let (folder, guest) = (folder(), Guest::busy(|_| ()));
     let meddling = Meddling { cancels: Some(Progress::new()), ..Meddling::default() };
     let saved = meddle(&guest, &folder.path().join("a"), meddling);
-    assert!(matches!(saved, Err(Error::Cancelled)), "{saved:?}");
+    assert!(matches!(saved, Err(Error::Cancelled(_))), "{saved:?}");
     guest.assert_runs_on();
     assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 0);
     // And the next one works.

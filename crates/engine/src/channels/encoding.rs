@@ -256,7 +256,7 @@ fn raw(settings: &[Setting]) -> Option<usize> {
 }
 
 fn gone() -> Error {
-    Error::Io { what: "encode pages".into(), source: std::io::Error::other("an encoder ended early; this is a bug") }
+    Error::Bug("can't encode pages: an encoder ended early")
 }
 
 impl Drop for Encoders {
@@ -290,7 +290,7 @@ mod tests {
 
     impl Main for TestMain {
         fn check(&self) -> Result<(), Error> {
-            if self.0.load(SeqCst) { Err(Error::Cancelled) } else { Ok(()) }
+            if self.0.load(SeqCst) { Err(Error::CANCELLED) } else { Ok(()) }
         }
         fn check_at_the_end(&self) -> Result<(), Error> {
             Ok(())

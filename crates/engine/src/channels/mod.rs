@@ -194,7 +194,7 @@ fn collect(
                     let what = "broke a connection that pages go over".into();
                     return Err(Error::Protocol { peer: shared.peer.clone(), what });
                 }
-                Err(_) if shared.progress.is_cancelled() => return Err(Error::Cancelled),
+                Err(_) if shared.progress.is_cancelled() => return Err(Error::CANCELLED),
                 Err(_) => main.check_at_the_end().and_then(|()| helpers_live())?,
             }
         };
@@ -206,7 +206,7 @@ fn collect(
 /// The best that can be said about a failure: the peer's own reason, else that of the channel that failed first, else
 /// the error itself.
 fn explain(error: Error, main: &dyn Main, shared: &Shared) -> Error {
-    if matches!(error, Error::Cancelled | Error::Refused(_)) {
+    if matches!(error, Error::Cancelled(_) | Error::Refused(_)) {
         return error;
     }
     main.reason().or_else(|| shared.failure.take()).unwrap_or(error)

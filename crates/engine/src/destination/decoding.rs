@@ -208,7 +208,7 @@ impl Drop for Decoders {
 }
 
 fn gone() -> Error {
-    Error::Io { what: "decode pages".into(), source: std::io::Error::other("a decoder ended early; this is a bug") }
+    Error::Bug("can't decode pages: a decoder ended early")
 }
 
 impl Drop for DecoderThread {

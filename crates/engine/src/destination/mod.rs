@@ -152,7 +152,7 @@ impl Destination<'_> {
                 default(TICK) => {}
             }
             if self.progress.is_cancelled() {
-                return Err(Error::Cancelled);
+                return Err(Error::CANCELLED);
             }
         }
     }

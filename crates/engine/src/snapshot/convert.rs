@@ -50,7 +50,7 @@ pub fn convert(
         Conversion { to, format, progress, report, begin }.run(opened)
     });
     let result = result.map_err(|error| match error {
-        Error::Cancelled => Error::ConversionCancelled,
+        Error::Cancelled(_) => Error::Cancelled(crate::Cancelled::Conversion),
         other => other,
     });
     finish(result, begin, progress, report)
@@ -112,7 +112,7 @@ impl Conversion<'_> {
         store.list(&stream.blocks)?;
         self.progress.round_total.store(stream.origin.bytes.map_or(0, |bytes| bytes - stream.origin.offset), Relaxed);
         let ReadStream { counts, guest_bytes, tail, .. } =
-            stream.read_into(Arc::clone(&store) as Arc<dyn Store>, self.progress, Error::Cancelled)?;
+            stream.read_into(Arc::clone(&store) as Arc<dyn Store>, self.progress, Error::CANCELLED)?;
         self.report.bytes.guest = guest_bytes;
         Ok(Converted { store, counts, tail })
     }
@@ -183,7 +183,7 @@ impl Conversion<'_> {
 
     fn check_cancelled(&self) -> Result<(), Error> {
         match self.progress.is_cancelled() {
-            true => Err(Error::Cancelled),
+            true => Err(Error::CANCELLED),
             false => Ok(()),
         }
     }

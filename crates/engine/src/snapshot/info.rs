@@ -13,7 +13,10 @@ use super::{
 };
 use crate::{
     Error,
-    stream::{tail::check_tail, whence::damaged},
+    stream::{
+        tail::check_tail,
+        whence::{Whence, damaged},
+    },
 };
 
 /// Bytes of pages that are read at once when everything is.
@@ -212,7 +215,7 @@ fn of_block(block: &Block) -> BlockInfo {
 
 /// What follows the memory. Nothing may follow that.
 fn tail(info: &mut SnapshotInfo, name: &str, bytes: &[u8], base: u64) -> Result<(), Error> {
-    let parsed = check_tail(name, bytes, base)?;
+    let parsed = check_tail(&Whence::File(name.to_owned()), bytes, base)?;
     let state = GlobalState::find(bytes, base).map_err(|error| damaged(name, error))?;
     info.state = state.map(|state| state.state);
     info.device_bytes = bytes.len() as u64;

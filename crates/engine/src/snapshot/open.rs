@@ -208,7 +208,7 @@ pub(crate) fn check_complete(snapshot: &Snapshot) -> Result<(), Error> {
     if let Some(block) = snapshot.left_out() {
         return Err(wrong(name, format_args!("it has no pages of {:?}: {LEFT_OUT}", &*block.name)));
     }
-    check_tail(name, &snapshot.tail, snapshot.tail_offset).map(drop)
+    check_tail(&Whence::File(name.to_owned()), &snapshot.tail, snapshot.tail_offset).map(drop)
 }
 
 fn unfit<T>(file: &str, what: &str) -> Result<T, Error> {

@@ -73,7 +73,7 @@ impl Stream {
         let guest_bytes = self.records.reader().blocks().iter().map(|block| block.used_bytes).sum();
         let base = self.records.reader().position();
         let tail = self.records.tail()?;
-        check_tail(name, &tail, base)?;
+        check_tail(&whence, &tail, base)?;
         Ok(ReadStream { counts, guest_bytes, tail, base })
     }
 }

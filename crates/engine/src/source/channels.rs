@@ -79,7 +79,7 @@ impl Main for Watch<'_> {
         }
         progress.cpu.main.set(cpu::thread_seconds());
         self.control.check_silence()?;
-        if progress.is_cancelled() { Err(Error::Cancelled) } else { Ok(()) }
+        if progress.is_cancelled() { Err(Error::CANCELLED) } else { Ok(()) }
     }
 
     /// No look at the control connection: `RoundDone` may be there before our last thread has reported.

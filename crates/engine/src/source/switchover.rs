@@ -156,7 +156,7 @@ fn save_state(guest: &mut dyn SourceGuest, failed: &AtomicBool) -> Result<Vec<u8
         }
     }
     if failed.load(Relaxed) {
-        return Err(Error::Cancelled); // the failure is told elsewhere
+        return Err(Error::CANCELLED); // the failure is told elsewhere
     }
     drop(stream);
     guest.state_saved()?;

@@ -10,7 +10,7 @@ use crate::{Error, guest::GuestError};
 /// It is no such stream.
 pub(crate) fn keep_from_running(state: &mut [u8]) -> Result<(), Error> {
     let strange = |error: &dyn std::fmt::Display| {
-        Error::Guest(GuestError(format!("can't read the device state that the VMM has written: {error}")))
+        Error::Guest(GuestError::vmm(format!("can't read the device state that the VMM has written: {error}")))
     };
     let mut reader = StreamReader::new();
     let mut at = 0;

@@ -160,7 +160,7 @@ fn tail(sections: &[Section]) -> Vec<u8> {
 }
 
 fn strange(error: impl std::fmt::Display) -> Error {
-    Error::Guest(GuestError(format!("can't read the device state that the VMM has written: {error}")))
+    Error::Guest(GuestError::vmm(format!("can't read the device state that the VMM has written: {error}")))
 }
 
 /// Reads on to the end.

@@ -10,7 +10,7 @@ pub(crate) fn wrong(name: &str, what: impl Display) -> Error {
 
 /// An error about bytes of a file.
 pub(crate) fn damaged(name: &str, error: transship_wire::Error) -> Error {
-    wrong(name, format_args!("{error}; use another copy"))
+    Error::Damaged { file: name.to_owned(), source: error }
 }
 
 /// Whoever has sent or written them.
@@ -28,6 +28,14 @@ impl Whence {
         match self {
             Self::File(name) => damaged(name, error),
             Self::Peer(peer) => Error::Wire { peer: peer.clone(), source: error },
+        }
+    }
+
+    /// What a user can do about something of which only a part came.
+    pub(crate) fn cure(&self) -> &'static str {
+        match self {
+            Self::File(_) => "; use another copy",
+            Self::Peer(_) => "",
         }
     }
 

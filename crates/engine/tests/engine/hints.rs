@@ -88,7 +88,7 @@ impl Hints for Frees {
                 Ok(Some(Hint::Free(Place { region, pages })))
             }
             Some(Step::NamedAll) => Ok(Some(Hint::NamedAll)),
-            Some(Step::Broken) => Err(GuestError("the balloon is gone".into())),
+            Some(Step::Broken) => Err(GuestError::Unfit("the balloon is gone".into())),
             Some(Step::Silence) | None => {
                 thread::sleep(deadline.saturating_duration_since(Instant::now()));
                 Ok(None)

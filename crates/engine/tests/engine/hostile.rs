@@ -9,7 +9,9 @@ use std::{
 };
 
 use crate::common::{Scripted, Waiting, describe};
-use transship_engine::{Error, Listener, MoveOptions, Progress, Report, Setting, Uri, move_guest, receive_guest};
+use transship_engine::{
+    Actor, Error, Listener, MoveOptions, Progress, Report, Setting, Uri, move_guest, receive_guest,
+};
 use transship_wire::{FRAME_BYTES, Frame, Message, Packet, Preamble, Refusal, Role, Session};
 
 const PAGES: [u64; 1] = [300];
@@ -82,7 +84,9 @@ fn against(channels: u8, peer: impl FnOnce(&mut Peer)) -> (String, Waiting) {
         result
     });
     assert_eq!(waiting.started, None, "it must not run");
-    (result.unwrap_err().to_string(), waiting)
+    let error = result.unwrap_err();
+    assert_eq!(error.actor(), Actor::Peer, "{error}");
+    (error.to_string(), waiting)
 }
 
 fn pages(round: u32, region: u16, first: u64, present: u128) -> Packet {
@@ -293,6 +297,6 @@ fn a_destination_that_vanishes_is_noticed() {
         control.write_all(&Message::Welcome.encode(1)).unwrap();
         drop(listener.accept().unwrap());
     });
-    assert!(!matches!(error, Error::Cancelled | Error::Unknown(_)), "{error}");
+    assert!(!matches!(error, Error::Cancelled(_) | Error::Unknown(_)), "{error}");
     assert!(!source.script.lock().unwrap().stopped);
 }

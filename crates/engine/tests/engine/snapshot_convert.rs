@@ -6,7 +6,7 @@ use std::{fs, io::Read, path::Path};
 use crate::common::{self, contents, snapshot::Snapshot};
 use proptest::{collection::vec, prelude::*};
 use transship_engine::{
-    Error, FileUri, Format, Progress, Report, RestoreOptions, Status, convert,
+    Actor, Error, FileUri, Format, Progress, Report, RestoreOptions, Status, convert,
     guest::{DestinationGuest, DeviceBlock, GuestError, StateFormat},
     inspect, restore_guest,
 };
@@ -140,7 +140,7 @@ impl DestinationGuest for Waiting {
         }
     }
     fn load_state(&mut self, state: &mut dyn Read) -> Result<(), GuestError> {
-        state.read_to_end(&mut self.state).map(drop).map_err(|e| GuestError(e.to_string()))
+        state.read_to_end(&mut self.state).map(drop).map_err(|e| GuestError::Unfit(e.to_string()))
     }
     fn start(&mut self, _run: bool) -> Result<(), GuestError> {
         Ok(())
@@ -262,7 +262,9 @@ fn what_can_not_be_converted_leaves_no_trace() {
     ] {
         fs::write(&from, bytes).unwrap();
         for format in [Format::MappedRam, Format::Stream] {
-            let error = run(&from, &to, Some(format)).0.unwrap_err().to_string();
+            let error = run(&from, &to, Some(format)).0.unwrap_err();
+            assert_eq!(error.actor(), Actor::File, "{why}: {error}");
+            let error = error.to_string();
             assert!(error.contains(why) && error.contains("from"), "{why}: {error}");
             assert_eq!(fs::read(&to).unwrap(), b"what was there");
             assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 2, "{why}");
@@ -300,6 +302,7 @@ fn more_memory_than_any_machine_has_is_refused_at_once() {
         fs::write(&from, &bytes).unwrap();
         let field = format!("offset {}", at + 17);
         for error in [run(&from, &to, None).0.unwrap_err(), inspect(&FileUri::path(&from), false).unwrap_err()] {
+            assert_eq!(error.actor(), Actor::File, "{error}");
             let error = error.to_string();
             assert!(error.contains("RAM total") && error.contains(&field), "{field}: {error}");
         }

@@ -14,8 +14,8 @@ use crate::common::{self, Op, Scripted, Waiting, contents};
 use proptest::{collection::vec, prelude::*};
 use rustix::fs::{Mode, OFlags};
 use transship_engine::{
-    DirectIo, Error, FileIo, FilePlace, FileUri, Format, Progress, Report, RestoreOptions, SaveOptions, SnapshotInfo,
-    Status, Way,
+    Actor, DirectIo, Error, FileIo, FilePlace, FileUri, Format, Progress, Report, RestoreOptions, SaveOptions,
+    SnapshotInfo, Status, Way,
     guest::{DestinationGuest, GuestError, StateFormat},
     inspect, restore_guest, save_guest,
 };
@@ -185,7 +185,9 @@ fn refusal(change: impl FnOnce(&File, &SnapshotInfo)) -> String {
     change(&fs::OpenOptions::new().write(true).open(&path).unwrap(), &info);
     let mut guest = Waiting::new(&PAGES);
     let before = contents(&guest.memory);
-    let error = restore(&mut guest, &from, &options()).0.expect_err("it is broken").to_string();
+    let error = restore(&mut guest, &from, &options()).0.expect_err("it is broken");
+    assert_eq!(error.actor(), Actor::File, "{error}");
+    let error = error.to_string();
     assert!(contents(&guest.memory) == before && guest.started.is_none(), "{error}");
     assert!(error.starts_with(&format!("{}: ", path.display())), "{error}");
     error

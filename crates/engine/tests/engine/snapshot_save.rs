@@ -192,7 +192,7 @@ fn a_cancelled_save_leaves_nothing() {
         let options = SaveOptions { format, ..patient() };
         let mut report = Report::default();
         let error = save_guest(&mut guest, None, &FileUri::path(&path), &options, &progress, &mut report).unwrap_err();
-        assert!(matches!(error, Error::Cancelled), "{error}");
+        assert!(matches!(error, Error::Cancelled(_)), "{error}");
         assert_eq!(report.status, Status::Cancelled);
         assert_eq!((names(folder.path()), fs::read(&path).unwrap()), (vec!["a".to_owned()], b"old".to_vec()));
         assert!(!guest.script.lock().unwrap().stopped, "it need not stand still to be left alone");

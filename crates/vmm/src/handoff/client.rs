@@ -43,7 +43,7 @@ pub(super) struct Connection {
 
 impl Connection {
     pub(super) fn open(path: &Path) -> Result<Self, GuestError> {
-        let fail = |what: String| GuestError(format!("handoff:{}: {what}", path.display()));
+        let fail = |what: String| GuestError::Unfit(format!("handoff:{}: {what}", path.display()));
         let stream = UnixStream::connect(path).map_err(|e| fail(format!("no guest listens there: {e}")))?;
         let peer = socket_peercred(&stream).map_err(|e| fail(format!("can't identify its process: {e}")))?;
         let pid = peer.pid.as_raw_nonzero().get();
@@ -71,7 +71,7 @@ impl Connection {
 
     /// An error that names the guest.
     pub(super) fn error(&self, what: impl std::fmt::Display) -> GuestError {
-        GuestError(format!("handoff:{} (pid {}): {what}", self.path.display(), self.pid))
+        GuestError::vmm(format!("handoff:{} (pid {}): {what}", self.path.display(), self.pid))
     }
 
     /// One call that is answered without file descriptors.

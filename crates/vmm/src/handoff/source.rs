@@ -165,7 +165,7 @@ impl SourceGuest for HandoffSource {
             Ok(_) => Ok(()),
             // Of all calls this one must not fail for a connection that broke.
             Err(e) if self.connection.is_broken() => {
-                self.connection = self.reconnect().map_err(|again| GuestError(format!("{e}; {again}")))?;
+                self.connection = self.reconnect().map_err(|again| GuestError::vmm(format!("{e}; {again}")))?;
                 self.connection.call::<Value>("resume", LONG).map(drop)
             }
             Err(e) => Err(e),

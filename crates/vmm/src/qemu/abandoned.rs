@@ -45,7 +45,7 @@ impl Will {
 }
 
 fn written(will: &impl Serialize) -> Result<String, GuestError> {
-    serde_json::to_string(will).map_err(|e| GuestError(format!("can't record QEMU's settings: {e}")))
+    serde_json::to_string(will).map_err(|e| GuestError::Bug(format!("can't record QEMU's settings: {e}")))
 }
 
 /// Ends what is left of saving the device state, puts QEMU's settings back as `will` says, with `run` lets the guest
@@ -85,7 +85,7 @@ pub(super) fn loading(settings: &Settings) -> Result<String, GuestError> {
 /// would leave out the guest's memory.
 pub(crate) fn loaded(socket: &Path, will: &str) -> Result<(), GuestError> {
     let settings: Settings =
-        serde_json::from_str(will).map_err(|e| GuestError(format!("can't read QEMU's settings: {e}")))?;
+        serde_json::from_str(will).map_err(|e| GuestError::Bug(format!("can't read QEMU's settings: {e}")))?;
     let mut qmp = connect(socket)?;
     migration::wait_loaded(&mut qmp, LOAD_WAIT)?;
     settings.restore(&mut qmp)

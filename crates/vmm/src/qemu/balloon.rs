@@ -67,7 +67,7 @@ impl OwnBalloon {
     /// # Errors
     /// There is none; or none that can be unplugged.
     pub(super) fn find(qmp: &mut Qmp, socket: &Path) -> Result<Self, GuestError> {
-        let refused = |why: &str| GuestError(format!("balloon {}: {why}", socket.display()));
+        let refused = |why: &str| GuestError::Unfit(format!("balloon {}: {why}", socket.display()));
         let mut found = None;
         for device in machine::devices(qmp, machine::may_be_anything)? {
             if connects_to(qmp, &device, socket)? {
@@ -145,7 +145,7 @@ impl OwnBalloon {
         if qmp.take_events("DEVICE_UNPLUG_GUEST_ERROR").iter().any(|event| event.data["device"] == id) {
             self.state = State::Plugged;
             let why = "the guest refuses to release its balloon, which can't go with it; the guest runs on here";
-            return Err(GuestError(why.to_owned()));
+            return Err(GuestError::Unfit(why.to_owned()));
         }
         Ok(false)
     }
@@ -157,7 +157,7 @@ impl OwnBalloon {
         }
         match self.made.plug_back(qmp)? {
             true => Ok(()),
-            false => Err(GuestError("the guest was asked to release it, but has not done so yet".to_owned())),
+            false => Err(GuestError::vmm("the guest was asked to release it, but has not done so yet".to_owned())),
         }
     }
 }
@@ -198,7 +198,7 @@ impl Made {
         if !is_gone {
             return Ok(());
         }
-        Err(GuestError(
+        Err(GuestError::Unfit(
             "the process of the guest's balloon is gone; if the device is unplugged now, QEMU may end, and the guest \
              with it. The guest runs on here; shut it down when you can"
                 .to_owned(),

@@ -29,7 +29,7 @@ pub(super) fn check_all_covered(qmp: &mut Qmp, backends: &[Backend], list: &[Ram
     let plugged = qmp.execute("query-memory-devices", json!({}))?;
     let known: u64 = guest_memory(backends, list, &plugged).map(|backend| backend.bytes).sum();
     if backends.is_empty() || known < guest {
-        return Err(GuestError(format!(
+        return Err(GuestError::Unfit(format!(
             "the guest has {guest} bytes of memory, but only {known} in memory backends that are known; give all of it in one, such as {}",
             cure(guest)
         )));

@@ -22,7 +22,7 @@ const LARGEST_TRACKED: u64 = 2 << 20;
 /// The machine: x86-64, and a kernel that can track writes of another process.
 pub(super) fn host() -> Result<(), GuestError> {
     if cfg!(not(target_arch = "x86_64")) {
-        return Err(GuestError("attaching to QEMU from outside works only on x86-64 so far".to_owned()));
+        return Err(GuestError::Unfit("attaching to QEMU from outside works only on x86-64 so far".to_owned()));
     }
     let release = fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default();
     kernel(release.trim())
@@ -32,7 +32,7 @@ fn kernel(release: &str) -> Result<(), GuestError> {
     let mut numbers = release.split(|c: char| !c.is_ascii_digit()).map_while(|number| number.parse::<u32>().ok());
     let version = (numbers.next().unwrap_or(0), numbers.next().unwrap_or(0));
     if version < KERNEL_MIN {
-        return Err(GuestError(format!(
+        return Err(GuestError::Unfit(format!(
             "Linux {release} can't track a running guest's writes from outside; boot Linux 6.7 or newer"
         )));
     }
@@ -44,10 +44,12 @@ pub(super) fn may_ptrace(pid: i32) -> Result<(), GuestError> {
     let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
     let tracer = status.lines().find_map(|line| line.strip_prefix("TracerPid:")).map_or("0", str::trim);
     if tracer != "0" {
-        return Err(GuestError(format!("process {tracer} (a debugger?) traces QEMU (process {pid}); detach it first")));
+        return Err(GuestError::Unfit(format!(
+            "process {tracer} (a debugger?) traces QEMU (process {pid}); detach it first"
+        )));
     }
     let refused = |e: rustix::io::Errno| {
-        GuestError(format!(
+        GuestError::Unfit(format!(
             "can't trace QEMU (process {pid}): {e}; run as root, or as QEMU's user with sysctl \
              kernel.yama.ptrace_scope=0"
         ))
@@ -66,7 +68,7 @@ pub(super) fn trackable(memory: &GuestMemory) -> Result<(), GuestError> {
     for region in memory.regions() {
         // Seen on Linux 6.12: of larger ones the scan protects none, and goes no further.
         if region.backing_page_bytes() > LARGEST_TRACKED {
-            return Err(GuestError(format!(
+            return Err(GuestError::Unfit(format!(
                 "guest memory {:?} is on huge pages of {} MiB, whose writes the kernel can't track; put it on pages of 2 MiB, as in mount -t \
                  hugetlbfs -o pagesize=2M",
                 region.name(),
@@ -75,9 +77,9 @@ pub(super) fn trackable(memory: &GuestMemory) -> Result<(), GuestError> {
         }
         let Some((file, _)) = region.shared_file() else { continue };
         let system = rustix::fs::fstatfs(file)
-            .map_err(|e| GuestError(format!("can't inspect guest memory {:?}: {e}", region.name())))?;
+            .map_err(|e| GuestError::Unfit(format!("can't inspect guest memory {:?}: {e}", region.name())))?;
         if ![TMPFS_MAGIC, HUGETLBFS_MAGIC].contains(&(system.f_type as u64)) {
-            return Err(GuestError(format!(
+            return Err(GuestError::Unfit(format!(
                 "guest memory {:?} is a file on a disk file system, whose writes the kernel can't track; put it on a tmpfs or \
                  hugetlbfs, as in mem-path=/dev/shm/guest",
                 region.name()
@@ -93,7 +95,7 @@ pub(super) fn is_hugetlbfs(file: &fs::File) -> bool {
 
 /// The run state and migration state of a source. What is in the way only until `balloon` is unplugged is let pass.
 pub(super) fn source_state(qmp: &mut Qmp, balloon: Option<&OwnBalloon>) -> Result<(), GuestError> {
-    let refused = |why: &str| Err(GuestError(format!("this QEMU {why}")));
+    let refused = |why: &str| Err(GuestError::Unfit(format!("this QEMU {why}")));
     let run_state = run_state(qmp)?;
     match run_state.as_str() {
         "running" | "paused" | "prelaunch" | "io-error" => {}
@@ -140,17 +142,17 @@ fn balloon_hint(qmp: &mut Qmp) -> &'static str {
 pub(super) fn destination_state(qmp: &mut Qmp) -> Result<(), GuestError> {
     let run_state = run_state(qmp)?;
     if run_state != "inmigrate" {
-        return Err(GuestError(format!(
+        return Err(GuestError::Unfit(format!(
             "this QEMU does not wait for a guest, it is {run_state:?}; start it with -incoming defer"
         )));
     }
     let migration = qmp.execute("query-migrate", json!({}))?;
     match migration["status"].as_str().unwrap_or("none") {
         "none" => Ok(()),
-        "failed" => {
-            Err(GuestError("an earlier load failed in this QEMU, and it can't load again; start a new one".to_owned()))
-        }
-        status => Err(GuestError(format!(
+        "failed" => Err(GuestError::Unfit(
+            "an earlier load failed in this QEMU, and it can't load again; start a new one".to_owned(),
+        )),
+        status => Err(GuestError::Unfit(format!(
             "this QEMU already listens for a guest by itself ({status}); start it with -incoming defer"
         ))),
     }
@@ -160,7 +162,7 @@ pub(super) fn destination_state(qmp: &mut Qmp) -> Result<(), GuestError> {
 pub(super) fn no_balloon_yet(qmp: &mut Qmp) -> Result<(), GuestError> {
     match devices(qmp, may_be_anything)?.first() {
         None => Ok(()),
-        Some(device) => Err(GuestError(format!(
+        Some(device) => Err(GuestError::Unfit(format!(
             "{device} of this QEMU can't come with a guest; start QEMU without it, and plug it in when the guest is \
              there: device_add"
         ))),
@@ -171,7 +173,7 @@ pub(super) fn no_balloon_yet(qmp: &mut Qmp) -> Result<(), GuestError> {
 pub(super) fn state_before_pages(qmp: &mut Qmp) -> Result<(), GuestError> {
     match devices(qmp, |kind| kind.starts_with("virtio-mem"))?.first() {
         None => Ok(()),
-        Some(device) => Err(GuestError(format!(
+        Some(device) => Err(GuestError::Unfit(format!(
             "{device} sends the amount of plugged memory before the first page, but transship knows it only when the \
              guest is stopped; have a transship receive the guest, or save the guest and load the file there"
         ))),
@@ -182,7 +184,7 @@ pub(super) fn state_before_pages(qmp: &mut Qmp) -> Result<(), GuestError> {
 pub(super) fn state_without_memory(qmp: &mut Qmp) -> Result<(), GuestError> {
     match devices(qmp, |kind| kind.starts_with("virtio-mem") || kind.starts_with("vfio-"))?.first() {
         None => Ok(()),
-        Some(device) => Err(GuestError(format!(
+        Some(device) => Err(GuestError::Unfit(format!(
             "{device} can't come with a guest whose memory is not in shared named files; remove it, or start the guest \
              with all memory in such files"
         ))),

@@ -87,10 +87,11 @@ impl QemuDestination {
         let completed = migration::wait_completed(&mut self.qmp, LOAD_WAIT);
         match pumped {
             Ok(()) | Err(Pump::Write) => {
-                completed.map_err(|e| GuestError(format!("the destination did not load the device state: {e}")))?;
+                completed
+                    .map_err(|e| GuestError::vmm(format!("the destination did not load the device state: {e}")))?;
             }
             Err(Pump::Read(e)) => {
-                return Err(GuestError(format!("the device state broke off: {e}; start a new destination QEMU")));
+                return Err(broken_off(e));
             }
         }
         self.check_loaded_and_stopped()
@@ -117,11 +118,13 @@ impl QemuDestination {
     fn check_loaded_and_stopped(&mut self) -> Result<(), GuestError> {
         match machine::run_state(&mut self.qmp)?.as_str() {
             "inmigrate" => {
-                Err(GuestError("QEMU reports the device state as loaded, but still waits for a guest".to_owned()))
+                Err(GuestError::vmm("QEMU reports the device state as loaded, but still waits for a guest".to_owned()))
             }
             "running" => {
                 self.qmp.execute("stop", json!({}))?;
-                Err(GuestError("QEMU started the guest too early; it was stopped again; start a new QEMU".to_owned()))
+                Err(GuestError::vmm(
+                    "QEMU started the guest too early; it was stopped again; start a new QEMU".to_owned(),
+                ))
             }
             _ => Ok(()),
         }
@@ -148,7 +151,7 @@ impl DestinationGuest for QemuDestination {
         self.freezer = Some(Freezer::of(self.qmp.pid())?);
         let uffd = faults::for_all(&mut self.qmp)?;
         let pages: Vec<u64> = self.memory.regions().iter().map(Region::pages).collect();
-        let missing = Missing::new(uffd, areas, &pages).map_err(|e| GuestError(e.to_string()))?;
+        let missing = Missing::new(uffd, areas, &pages)?;
         // Asked only now that nobody can fill a hole past us any more.
         crate::check_all_holes(&self.memory)?;
         Ok(missing)
@@ -200,8 +203,6 @@ impl DestinationGuest for QemuDestination {
 /// Reads the stream up to where it says of which form it is. The bytes that were read. What is none is for QEMU to
 /// judge.
 fn form_of(state: &mut dyn Read) -> Result<(Form, Vec<u8>), GuestError> {
-    let broken =
-        |e: io::Error| GuestError(format!("can't read the device state to its end: {e}; start a new destination QEMU"));
     let (mut reader, mut bytes, mut used) = (StreamReader::new(), Vec::new(), 0);
     loop {
         match reader.next(&bytes[used..]) {
@@ -213,7 +214,7 @@ fn form_of(state: &mut dyn Read) -> Result<(Form, Vec<u8>), GuestError> {
                 let read = loop {
                     match state.read(&mut bytes[have..]) {
                         Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
-                        read => break read.map_err(broken)?,
+                        read => break read.map_err(broken_off)?,
                     }
                 };
                 bytes.truncate(have + read);
@@ -229,11 +230,16 @@ fn form_of(state: &mut dyn Read) -> Result<(Form, Vec<u8>), GuestError> {
     }
 }
 
+fn broken_off(source: io::Error) -> GuestError {
+    let cure = "start a new destination QEMU";
+    GuestError::System { what: "read the device state to its end".to_owned(), source, cure }
+}
+
 /// Has QEMU stop its guest, if it can.
 pub(super) fn pause(qmp: &mut Qmp) -> Result<(), GuestError> {
     qmp.execute_within("stop", PAUSE_WAIT)?;
     match machine::run_state(qmp)?.as_str() {
-        "running" => Err(GuestError("QEMU runs its guest again right after it was stopped".to_owned())),
+        "running" => Err(GuestError::vmm("QEMU runs its guest again right after it was stopped".to_owned())),
         _ => Ok(()),
     }
 }

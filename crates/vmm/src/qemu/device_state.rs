@@ -60,10 +60,11 @@ impl DeviceState {
     /// Of the QEMU whose guest memory is in these blocks.
     pub(super) fn of(qmp: &Qmp, guest: &GuestDescription, format: &StateFormat) -> Result<Self, GuestError> {
         let StateFormat::Qemu { blocks, .. } = format else {
-            return Err(GuestError("a QEMU's device state is in QEMU's format".to_owned()));
+            return Err(GuestError::Bug("a QEMU's device state is not in QEMU's format".to_owned()));
         };
         let (machine, guest) = (super::bare_machine(guest), blocks.clone());
-        let machine = Name::new(machine).map_err(|e| GuestError(format!("can't name the machine {machine:?}: {e}")))?;
+        let machine =
+            Name::new(machine).map_err(|e| GuestError::Unfit(format!("can't name the machine {machine:?}: {e}")))?;
         Ok(Self { process: open_process(qmp.pid(), Access::Read)?, machine, guest })
     }
 
@@ -98,7 +99,7 @@ impl DeviceState {
     fn device(&self, block: &RamBlock, mappings: &[Mapping], writer: &mut StreamWriter) -> Result<(), GuestError> {
         let name = Name::new(&block.name).map_err(strange)?;
         let Some(address) = block.address.filter(|_| block.used_bytes <= DEVICE_BYTES_MAX) else {
-            return Err(GuestError(format!("QEMU does not say where its memory {name} is, or it is too large")));
+            return Err(GuestError::vmm(format!("QEMU does not say where its memory {name} is, or it is too large")));
         };
         let bytes = block.used_bytes;
         let memory =
@@ -136,11 +137,11 @@ impl DeviceState {
 
 /// The sections of all devices, as QEMU saves them, and the end of the stream.
 fn sections(qmp: &mut Qmp, disks: Disks) -> Result<Vec<u8>, GuestError> {
-    let failed = |e: rustix::io::Errno| GuestError(format!("can't get memory for the device state: {e}"));
-    let ours = rustix::fs::memfd_create("transship-state", MemfdFlags::CLOEXEC).map_err(failed)?;
+    let failed = || GuestError::system("get memory for the device state");
+    let ours = rustix::fs::memfd_create("transship-state", MemfdFlags::CLOEXEC).map_err(failed())?;
     // QEMU finds the descriptor of a set by how it is open.
     let path = format!("/proc/self/fd/{}", std::os::fd::AsRawFd::as_raw_fd(&ours));
-    let qemus: OwnedFd = rustix::fs::open(path, OFlags::WRONLY | OFlags::CLOEXEC, Mode::empty()).map_err(failed)?;
+    let qemus: OwnedFd = rustix::fs::open(path, OFlags::WRONLY | OFlags::CLOEXEC, Mode::empty()).map_err(failed())?;
     let (number, set) = qmp.add_fd(qemus.as_fd())?;
     drop(qemus);
     let arguments = json!({ "filename": format!("/dev/fdset/{set}"), "live": disks == Disks::Released });
@@ -158,9 +159,9 @@ fn sections(qmp: &mut Qmp, disks: Disks) -> Result<Vec<u8>, GuestError> {
 }
 
 fn strange(error: impl std::fmt::Display) -> GuestError {
-    GuestError(format!("can't read QEMU's device state: {error}"))
+    GuestError::vmm(format!("can't read QEMU's device state: {error}"))
 }
 
 fn unread(error: transship_memory::Error) -> GuestError {
-    GuestError(format!("can't read the memory of QEMU's devices: {error}"))
+    GuestError::vmm(format!("can't read the memory of QEMU's devices: {error}"))
 }

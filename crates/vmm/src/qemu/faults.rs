@@ -53,7 +53,7 @@ fn by_device(qmp: &mut Qmp) -> Result<OwnedFd, GuestError> {
     let found = fs::metadata(format!("/proc/{}/fd/{theirs}", qmp.pid())).map(|file| file.rdev());
     let uffd = match found {
         Ok(number) if number == expected => made(qmp, Faults::AllByDevice(theirs)),
-        _ => Err(InjectError::Failed(GuestError(format!(
+        _ => Err(InjectError::Failed(GuestError::vmm(format!(
             "QEMU reports {DEVICE} as its descriptor {theirs}, but it is not"
         )))),
     };
@@ -65,7 +65,7 @@ fn by_device(qmp: &mut Qmp) -> Result<OwnedFd, GuestError> {
 fn refused(qmp: &Qmp, error: InjectError, why: &str) -> GuestError {
     match error {
         InjectError::Failed(error) => error,
-        InjectError::NotPermitted => GuestError(format!(
+        InjectError::NotPermitted => GuestError::Unfit(format!(
             "QEMU (process {}) may not create a userfaultfd for which KVM and the kernel wait, which --background and \
              --lazy need, and {why}; run transship as root, or let every process create one: sysctl \
              vm.unprivileged_userfaultfd=1",

@@ -34,7 +34,7 @@ impl Balloon {
         let changed = qmp.take_events("BALLOON_CHANGE").into_iter().map(|event| Self(event.data["actual"].as_u64()));
         match changed.chain([now]).find(|then| *then != self) {
             None => Ok(()),
-            Some(_) => Err(GuestError(
+            Some(_) => Err(GuestError::Unfit(
                 "the guest's balloon changed while its memory was saved, which removes content that belongs to the \
                  snapshot; leave the balloon alone meanwhile, or use --live"
                     .to_owned(),
@@ -56,7 +56,7 @@ pub(super) fn refuse(qmp: &mut Qmp) -> Result<(), GuestError> {
         }
     }
     let Some(first) = found.first() else { return Ok(()) };
-    Err(GuestError(format!(
+    Err(GuestError::Unfit(format!(
         "{first} gives memory back to the host while the guest runs (free page reporting, virtio-mem, or a balloon in \
          another process), which would remove content before it is saved; use --live or --paused, or start the guest \
          without it"

@@ -93,7 +93,7 @@ fn visit(target: Target, wait: Duration) -> Result<OwnedFd, InjectError> {
 }
 
 fn error(pid: i32, why: &str) -> GuestError {
-    GuestError(format!("can't make QEMU (process {pid}) create a userfaultfd: {why}"))
+    GuestError::Unfit(format!("can't make QEMU (process {pid}) create a userfaultfd: {why}"))
 }
 
 /// An address of a `syscall` instruction in the process: in the vDSO, or in some library.

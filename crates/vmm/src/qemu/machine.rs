@@ -13,7 +13,7 @@ use super::qmp::{Qmp, QmpError};
 pub(super) fn uuid(qmp: &mut Qmp) -> Result<[u8; 16], GuestError> {
     let answer = qmp.execute("query-uuid", json!({}))?;
     let text = answer["UUID"].as_str().unwrap_or_default();
-    read_uuid(text).ok_or_else(|| GuestError(format!("QEMU reports its UUID as {text:?}, which is not a UUID")))
+    read_uuid(text).ok_or_else(|| GuestError::vmm(format!("QEMU reports its UUID as {text:?}, which is not a UUID")))
 }
 
 /// `8-4-4-4-12` digits, in the order of the text.
@@ -49,7 +49,7 @@ pub(super) fn let_run(qmp: &mut Qmp, rival: &str) -> Result<(), GuestError> {
                 thread::sleep(Duration::from_millis(2));
             }
             Err(QmpError::Refused { reason, .. }) if is_of_a_lock(&reason) => {
-                return Err(GuestError(format!(
+                return Err(GuestError::Unfit(format!(
                     "QEMU refused cont: {reason}: another process has a disk of the guest; end {rival} first, then let this guest run"
                 )));
             }
@@ -58,7 +58,7 @@ pub(super) fn let_run(qmp: &mut Qmp, rival: &str) -> Result<(), GuestError> {
     }
     match run_state(qmp)? {
         state if was_let_run(&state) => Ok(()),
-        state => Err(GuestError(format!("QEMU did not let the guest run; its state is {state:?}"))),
+        state => Err(GuestError::vmm(format!("QEMU did not let the guest run; its state is {state:?}"))),
     }
 }
 
@@ -72,7 +72,7 @@ fn is_of_a_lock(reason: &str) -> bool {
 /// # Errors
 /// It runs or may run, or is in a state in which nobody would take it over.
 pub(super) fn check_stopped(before: &str, after: &str) -> Result<(), GuestError> {
-    Err(GuestError(match (before, after) {
+    Err(GuestError::Unfit(match (before, after) {
         // QEMU 9 and newer stop it, and older ones do not; an alarm would wake it.
         ("suspended", _) | (_, "suspended") => {
             "the guest has gone to sleep meanwhile (suspended), and can't be moved or saved asleep; wake it up first: system_wakeup".to_owned()

@@ -65,11 +65,10 @@ impl Mapping {
 
 /// All mappings of QEMU, ascending.
 pub(super) fn mappings(pid: i32) -> Result<Vec<Mapping>, GuestError> {
-    mappings_of(pid).map_err(|e| {
-        GuestError(format!(
-            "can't read /proc/{pid}/maps: {e}; run as root or as QEMU's user to see where guest memory \
-                            is mapped"
-        ))
+    mappings_of(pid).map_err(|source| GuestError::System {
+        what: format!("read /proc/{pid}/maps"),
+        source,
+        cure: "run as root or as QEMU's user to see where guest memory is mapped",
     })
 }
 

@@ -51,13 +51,13 @@ pub(super) fn backends(qmp: &mut Qmp) -> Result<Vec<Backend>, GuestError> {
     let mut backends = Vec::new();
     for device in devices.as_array().into_iter().flatten() {
         let (Some(id), Some(bytes)) = (device["id"].as_str(), device["size"].as_u64()) else {
-            return Err(GuestError(format!(
+            return Err(GuestError::Unfit(format!(
                 "QEMU has a memory backend without id or size ({device}): give it one, id=mem0"
             )));
         };
         let kind = types.iter().find(|(name, _)| name == id).map_or("a backend of unknown type", |(_, kind)| kind);
         if property(qmp, id, "readonly") == Some(json!(true)) {
-            return Err(GuestError(format!(
+            return Err(GuestError::Unfit(format!(
                 "guest memory {id:?} is opened read-only, which can't be tracked; remove readonly=on"
             )));
         }
@@ -93,7 +93,7 @@ fn check_kind(id: &str, kind: &str, bytes: u64) -> Result<(), GuestError> {
     if ["memory-backend-file", "memory-backend-memfd", "memory-backend-ram"].contains(&kind) {
         return Ok(());
     }
-    Err(GuestError(format!(
+    Err(GuestError::Unfit(format!(
         "guest memory {id:?} is {kind}, which can't be read from outside; use another, such as {}",
         cure(bytes)
     )))
@@ -129,7 +129,10 @@ fn named_file(qmp: &mut Qmp, id: &str, bytes: u64) -> Result<Held, GuestError> {
     let offset = property(qmp, id, "offset").and_then(|offset| offset.as_u64()).unwrap_or(0);
     let keep = keep(qmp, id);
     let Some(Value::String(mem_path)) = property(qmp, id, "mem-path") else {
-        return Err(GuestError(format!("QEMU does not say which file backs guest memory {id:?}: {}", cure(bytes))));
+        return Err(GuestError::Unfit(format!(
+            "QEMU does not say which file backs guest memory {id:?}: {}",
+            cure(bytes)
+        )));
     };
     let (path, file) = locate(qmp.pid(), id, Path::new(&mem_path))?;
     Ok(Held::Shared { file, offset, path: Some(path), keep })
@@ -139,7 +142,7 @@ fn named_file(qmp: &mut Qmp, id: &str, bytes: u64) -> Result<Held, GuestError> {
 fn in_process(qmp: &mut Qmp, id: &str, bytes: u64, block: &RamBlock) -> Result<Held, GuestError> {
     let Some(address) = block.address else {
         let (major, minor) = qmp.version();
-        return Err(GuestError(format!(
+        return Err(GuestError::Unfit(format!(
             "QEMU {major}.{minor} does not say where in its process guest memory {id:?} is, as QEMU 8.2 and newer do; use one of these, or \
              give the guest memory in a shared named file: {}",
             cure(bytes)
@@ -148,7 +151,7 @@ fn in_process(qmp: &mut Qmp, id: &str, bytes: u64, block: &RamBlock) -> Result<H
     let pid = qmp.pid();
     let mappings = mappings(pid)?;
     let Some(mapping) = mappings.iter().find(|mapping| (mapping.start..mapping.end).contains(&address)) else {
-        return Err(GuestError(format!(
+        return Err(GuestError::Unfit(format!(
             "guest memory {id:?}: process {pid}, which listens on the QMP socket, has nothing at address {address:#x}, where QEMU says it is; is \
              the socket not QEMU's own?"
         )));
@@ -182,7 +185,7 @@ fn locate(pid: i32, id: &str, mem_path: &Path) -> Result<(PathBuf, FileId), Gues
             return Ok((path, file));
         }
     }
-    Err(GuestError(format!(
+    Err(GuestError::Unfit(format!(
         "guest memory {id:?}: process {pid}, which listens on the QMP socket, maps no file {} that can be opened from \
          here; was the file deleted or replaced, or is the socket not QEMU's own?",
         mem_path.display()
@@ -238,8 +241,9 @@ impl Backend {
     }
 
     fn open_file(&self, file: FileId, path: &Path, access: Access) -> Result<OwnedFd, GuestError> {
-        let failed =
-            |why: String| GuestError(format!("can't open guest memory {:?} in {}: {why}", self.id, path.display()));
+        let failed = |why: String| {
+            GuestError::Unfit(format!("can't open guest memory {:?} in {}: {why}", self.id, path.display()))
+        };
         let open = |access| OpenOptions::new().read(true).write(access == Access::ReadWrite).open(path);
         let mut opened = open(access).map_err(|e| failed(format!("{e}; run as root or as QEMU's user")))?;
         if checks::is_hugetlbfs(&opened) {
@@ -256,7 +260,7 @@ impl Backend {
 
     fn open_unnamed(&self, pid: i32, file: FileId, access: Access) -> Result<OwnedFd, GuestError> {
         let path = path_to(pid, file).map_err(|e| {
-            GuestError(format!("can't open guest memory {:?} of process {pid}: {e}; run as root", self.id))
+            GuestError::Unfit(format!("can't open guest memory {:?} of process {pid}: {e}; run as root", self.id))
         })?;
         self.open_file(file, &path, access)
     }
@@ -277,9 +281,9 @@ impl Backend {
                 let memory = InProcess { process, address, bytes: self.bytes, page_bytes, file };
                 Region::in_process(&self.id, memory, access)
             }
-            (Held::Private { .. }, None) => return Err(GuestError(format!("process {pid} was not opened"))),
+            (Held::Private { .. }, None) => return Err(GuestError::Bug(format!("process {pid} was not opened"))),
         };
-        region.map_err(|e| GuestError(e.to_string()))
+        Ok(region?)
     }
 }
 
@@ -290,7 +294,9 @@ pub(super) fn can_be_left_out(backends: &[Backend]) -> bool {
 
 /// QEMU's process, for its private memory.
 pub(super) fn open_process(pid: i32, access: Access) -> Result<Arc<Process>, GuestError> {
-    Process::open(pid, access).map(Arc::new).map_err(|e| GuestError(format!("{e}; run as root or as QEMU's user")))
+    Process::open(pid, access)
+        .map(Arc::new)
+        .map_err(|e| GuestError::Unfit(format!("{e}; run as root or as QEMU's user")))
 }
 
 /// Makes all backends readable, or writable, from here.
@@ -307,7 +313,7 @@ pub(super) fn areas(pid: i32, backends: &[Backend]) -> Result<Vec<Area>, GuestEr
     for (region, backend) in backends.iter().enumerate() {
         let of_region: Vec<Area> = mappings.iter().filter_map(|mapping| backend.area_of(region, mapping)).collect();
         if !covers_all(&of_region, backend.bytes) {
-            return Err(GuestError(format!(
+            return Err(GuestError::Unfit(format!(
                 "guest memory {:?}: process {pid} maps only a part of it; is it QEMU itself that listens on the QMP socket?",
                 backend.id
             )));

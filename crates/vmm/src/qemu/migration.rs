@@ -169,7 +169,7 @@ pub(super) fn check_ignore_shared(qmp: &mut Qmp) -> Result<(), GuestError> {
         None => {}
     }
     let (major, minor) = qmp.version();
-    Err(GuestError(format!(
+    Err(GuestError::Unfit(format!(
         "QEMU {major}.{minor} can't leave shared memory out of its device state (no {IGNORE_SHARED}); use QEMU 4.0 or newer"
     )))
 }
@@ -181,7 +181,7 @@ pub(super) fn take_back(qmp: &mut Qmp, limit: Duration) -> Result<(), GuestError
     let (status, reason) = wait_settled(qmp, limit)?;
     // That it was cancelled, or that its channel is gone, whichever QEMU noticed first.
     if status == "completed" {
-        return Err(GuestError(format!(
+        return Err(GuestError::vmm(format!(
             "QEMU gave its guest up although it should have kept it ({})",
             reason.as_str().unwrap_or(&status)
         )));
@@ -205,7 +205,7 @@ pub(super) fn wait_completed(qmp: &mut Qmp, limit: Duration) -> Result<(), Guest
     let (status, reason) = wait_settled(qmp, limit)?;
     match status.as_str() {
         "completed" => Ok(()),
-        other => Err(GuestError(format!(
+        other => Err(GuestError::vmm(format!(
             "QEMU's migration of the device state {other}: {}",
             reason.as_str().unwrap_or("it gives no reason; its own output may")
         ))),
@@ -229,7 +229,7 @@ fn wait_settled(qmp: &mut Qmp, limit: Duration) -> Result<(String, Value), Guest
         }
         let now = Instant::now();
         if now >= deadline {
-            return Err(GuestError(format!(
+            return Err(GuestError::vmm(format!(
                 "QEMU's migration of the device state is still {status:?} after {} s",
                 limit.as_secs()
             )));

@@ -50,7 +50,11 @@ pub(super) enum QmpError {
 
 impl From<QmpError> for GuestError {
     fn from(error: QmpError) -> Self {
-        Self(error.to_string())
+        match error {
+            // Nobody listens, or somebody else is heard: the user has named the wrong socket, or must free it.
+            QmpError::Connection(what) => Self::Unfit(what),
+            other => Self::vmm(other),
+        }
     }
 }
 

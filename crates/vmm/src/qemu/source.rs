@@ -153,7 +153,7 @@ impl QemuSource {
         // Without what may give memory back there are no more holes than were thought possible.
         let frees = self.freeing == Freeing::Never && checks::freeing(&mut self.qmp)? == Freeing::Possible;
         if moved || backends != self.backends || frees {
-            return Err(GuestError(
+            return Err(GuestError::Unfit(
                 "the guest's memory, or a balloon, was plugged, unplugged or remapped meanwhile; start again"
                     .to_owned(),
             ));
@@ -222,13 +222,13 @@ impl QemuSource {
                 let _ = channel.shutdown(Shutdown::Both);
             }
             migration::wait_completed(&mut self.qmp, SAVE_WAIT)?;
-            return Err(GuestError("the device state was not read to its end".to_owned()));
+            return Err(GuestError::Bug("the device state was not read to its end".to_owned()));
         }
         migration::take_back(&mut self.qmp, SAVE_WAIT)?;
         match machine::run_state(&mut self.qmp)? {
             // Old versions (7.2) leave it there all the same; `cont` is possible, another save is not.
             now if now == before || now == "postmigrate" => Ok(()),
-            now => Err(GuestError(format!("QEMU's guest was {before} before it was saved, and is {now} now"))),
+            now => Err(GuestError::vmm(format!("QEMU's guest was {before} before it was saved, and is {now} now"))),
         }
     }
 
@@ -293,11 +293,10 @@ impl SourceGuest for QemuSource {
         let pid = self.qmp.pid();
         let areas = memory::areas(pid, &self.backends)?;
         let path = format!("/proc/{pid}/pagemap");
-        let pagemap = File::open(&path).map_err(|e| GuestError(format!("{path}: {e}")))?;
+        let pagemap = File::open(&path).map_err(GuestError::system(format!("open {path}")))?;
         let uffd = faults::for_users(&self.qmp)?;
         let pages = self.memory.regions().iter().map(Region::pages).collect();
-        let tracker =
-            UffdTracker::new(uffd, pagemap.into(), areas.clone(), pages).map_err(|e| GuestError(e.to_string()))?;
+        let tracker = UffdTracker::new(uffd, pagemap.into(), areas.clone(), pages)?;
         let private = self.memory.regions().iter().enumerate().filter(|(_, region)| region.is_private());
         let tracker = private.fold(tracker, |tracker, (region, _)| tracker.with_private(region));
         self.tracked = Some(areas);
@@ -338,7 +337,7 @@ impl SourceGuest for QemuSource {
         let areas = memory::areas(self.qmp.pid(), &self.backends)?;
         let uffd = faults::for_all(&mut self.qmp)?;
         let pages: Vec<u64> = self.memory.regions().iter().map(Region::pages).collect();
-        let protection = Protection::new(uffd, areas.clone(), &pages).map_err(|e| GuestError(e.to_string()))?;
+        let protection = Protection::new(uffd, areas.clone(), &pages)?;
         self.tracked = Some(areas);
         self.balloon = Some(Balloon::now(&mut self.qmp)?);
         Ok(protection)
@@ -373,7 +372,9 @@ impl SourceGuest for QemuSource {
 
     fn save_state(&mut self) -> Result<Box<dyn Read + Send>, GuestError> {
         if self.is_running()? {
-            return Err(GuestError("the guest runs: its device state can be saved only when it is stopped".to_owned()));
+            return Err(GuestError::Bug(
+                "the guest runs: its device state can be saved only when it is stopped".to_owned(),
+            ));
         }
         if let Some(device_state) = &self.device_state {
             let disks = if self.stays { Disks::Kept } else { Disks::Released };
@@ -407,7 +408,7 @@ impl SourceGuest for QemuSource {
             return Ok(());
         }
         if self.settings.is_none() {
-            return Err(GuestError("no device state is being saved".to_owned()));
+            return Err(GuestError::Bug("no device state is being saved".to_owned()));
         }
         match self.waiting.take() {
             Some((complete, before)) => self.take_back(&complete, &before)?,

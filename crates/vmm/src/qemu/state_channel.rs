@@ -34,7 +34,7 @@ impl StateChannel {
 
 /// Why there is no channel.
 pub(super) fn failed(error: io::Error) -> GuestError {
-    GuestError(format!("can't make a channel for the device state: {error}"))
+    GuestError::system("make a channel for the device state")(error)
 }
 
 /// QEMU's end, whoever has it, by its inode.

@@ -64,7 +64,7 @@ fn refuse_all(found: &[String], when: When) -> Result<(), GuestError> {
         When::First => ("", "remove it"),
         When::Later => (" came meanwhile", "remove it and start again"),
     };
-    Err(GuestError(format!(
+    Err(GuestError::Unfit(format!(
         "writes to guest memory that can't be tracked{which}: {}; {cure}, or give --allow-untracked-writers if it is quiet for the whole \
          move",
         found.join(", ")
@@ -101,7 +101,7 @@ fn others(qmp: &Qmp, backends: &[Backend], balloon: Option<&OwnBalloon>) -> Vec<
 pub(super) fn alone_in_memory(qmp: &Qmp, backends: &[Backend]) -> Result<(), GuestError> {
     match Others::of(qmp.pid(), backends).writers.first() {
         None => Ok(()),
-        Some(process) => Err(GuestError(format!(
+        Some(process) => Err(GuestError::Unfit(format!(
             "the destination's memory file is also in use by {process}, and loading would overwrite its contents; \
              give each QEMU a mem-path of its own"
         ))),

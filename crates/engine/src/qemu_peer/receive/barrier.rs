@@ -94,7 +94,7 @@ impl Barrier {
                 return Err(error);
             }
             if progress.is_cancelled() {
-                return Err(Error::Cancelled);
+                return Err(Error::CANCELLED);
             }
             if let Some(ended) = state.channels.iter().position(|channel| channel.at == At::Ended) {
                 let what = format!("has closed channel {ended} before the end of its memory");

@@ -139,7 +139,7 @@ impl Reception<'_, '_> {
         // What a user or a channel did shows as a failure to read on.
         let result = match (result, self.barrier.get().map_or(Ok(()), |barrier| barrier.check())) {
             (Err(error @ Error::Unknown(_)), _) => Err(error),
-            (Err(_), _) if self.progress.is_cancelled() => Err(Error::Cancelled),
+            (Err(_), _) if self.progress.is_cancelled() => Err(Error::CANCELLED),
             (Err(_), Err(channel)) => Err(channel),
             (result, _) => result,
         };
@@ -170,7 +170,7 @@ impl Reception<'_, '_> {
             answered && watch.whole(tail).is_some()
         })?;
         let question = if answered { end::take_question(&mut tail) } else { None };
-        check_tail(&self.answers.peer, &tail, base)?;
+        check_tail(&whence, &tail, base)?;
         fail_point::reach("qemu-receive.tail")?;
         self.count(guest_bytes, tail.len() as u64);
         match place {
@@ -379,7 +379,7 @@ impl Reception<'_, '_> {
         self.report.pages.hole = (guest.memory().bytes() / PAGE).saturating_sub(store.stored());
         guest.load_state(&mut store.device_stream(configuration, tail))?;
         fail_point::reach("qemu-receive.loaded")?;
-        if self.progress.is_cancelled() { Err(Error::Cancelled) } else { Ok(ran) }
+        if self.progress.is_cancelled() { Err(Error::CANCELLED) } else { Ok(ran) }
     }
 
     /// The source was told, and may have given its guest up: lets it run here as soon as that is sure.

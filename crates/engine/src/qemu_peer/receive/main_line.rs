@@ -137,7 +137,7 @@ impl Answers {
         let mut byte = [0];
         loop {
             if progress.is_cancelled() {
-                return Err(Error::Cancelled);
+                return Err(Error::CANCELLED);
             }
             match self.connection.read(&mut byte) {
                 Ok(1) if byte == [0] => return Ok(()),

@@ -150,7 +150,7 @@ fn await_welcome(messages: &mut Messages, to: &Uri, progress: &Progress) -> Resu
         match peek(&messages.connection, &mut first) {
             Peek::There => break,
             Peek::Gone => return Err(no_relay()),
-            Peek::Nothing if progress.is_cancelled() => return Err(Error::Cancelled),
+            Peek::Nothing if progress.is_cancelled() => return Err(Error::CANCELLED),
             Peek::Nothing if Instant::now() > deadline => return Err(no_relay()),
             Peek::Nothing => {}
         }

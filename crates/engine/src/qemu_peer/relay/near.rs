@@ -131,7 +131,7 @@ pub(super) fn check(session: &Session) -> Result<(), Error> {
         return Err(session.fate.broke("has broken the link")); // the session knows better why
     }
     let is_late = session.end_given.load(SeqCst) && session.progress.phase() == Phase::HandedOver;
-    if session.progress.is_cancelled() && !is_late { Err(Error::Cancelled) } else { Ok(()) }
+    if session.progress.is_cancelled() && !is_late { Err(Error::CANCELLED) } else { Ok(()) }
 }
 
 impl Near<'_> {

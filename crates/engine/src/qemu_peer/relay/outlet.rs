@@ -242,10 +242,7 @@ impl Front {
 }
 
 fn gone() -> Error {
-    Error::Io {
-        what: "encode the relayed data".into(),
-        source: io::Error::other("an encoder ended early; this is a bug"),
-    }
+    Error::Bug("can't encode the relayed data: an encoder ended early")
 }
 
 /// A data connection's thread. After a failure it takes on, and drops what it takes, so that nobody waits for room for

@@ -269,7 +269,6 @@ struct Panicked<'a>(&'a Session);
 
 impl Drop for Panicked<'_> {
     fn drop(&mut self) {
-        let source = io::Error::other("a thread ended early; this is a bug");
-        self.0.fail(Error::Io { what: "relay".into(), source }, None);
+        self.0.fail(Error::Bug("can't relay: a thread ended early"), None);
     }
 }

@@ -133,7 +133,7 @@ impl Line {
     /// The best that can be said of a write that failed: the destination's own word, if it has one.
     fn explain(&mut self, stopped: Stopped) -> Error {
         match stopped {
-            Stopped::Cancelled => Error::Cancelled,
+            Stopped::Cancelled => Error::CANCELLED,
             Stopped::Spoke(error) => error,
             Stopped::Failed(source) => {
                 // A peer that accepts nothing sends nothing.
@@ -190,7 +190,7 @@ impl Line {
         let deadline = Instant::now() + limit;
         loop {
             if self.progress.is_cancelled() {
-                return Err(Error::Cancelled);
+                return Err(Error::CANCELLED);
             }
             match self.answer(TICK)? {
                 Some(Reply::Pong(number)) if number == self.pings => return Ok(()),

@@ -83,7 +83,7 @@ impl Main for MainStream<'_> {
 
     fn check_at_the_end(&self) -> Result<(), Error> {
         if self.shared.progress.is_cancelled() {
-            return Err(Error::Cancelled);
+            return Err(Error::CANCELLED);
         }
         self.line.borrow_mut().check_silence()
     }

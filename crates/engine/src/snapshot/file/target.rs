@@ -295,7 +295,7 @@ impl Target {
                 Ok(result) => return result.map_err(|source| self.failed("sync", source)),
                 Err(_) if progress.is_cancelled() => {
                     let _ = self.buffered.set_len(self.uri.offset);
-                    return Err(Error::Cancelled);
+                    return Err(Error::CANCELLED);
                 }
                 Err(_) => {}
             }
@@ -321,7 +321,7 @@ impl Target {
                 self.sync(progress)?;
                 crate::fail_point::reach("save.synced")?;
                 if progress.is_cancelled() {
-                    return Err(Error::Cancelled);
+                    return Err(Error::CANCELLED);
                 }
                 let folder = &named.folder;
                 rustix::fs::renameat(folder, &named.temporary, folder, &named.name)

@@ -117,7 +117,7 @@ impl<'a> Work<'a> {
             .map_err(|source| Error::Io { what: format!("read {name}"), source })?;
         while let Some(&(region, first)) = self.units.get(self.next.fetch_add(1, Ordering::Relaxed)) {
             if self.progress.is_cancelled() {
-                return Err(Error::RestoreCancelled);
+                return Err(Error::RESTORE_CANCELLED);
             }
             if self.ended.load(Ordering::Relaxed) {
                 break;

@@ -90,7 +90,7 @@ impl FileStore for MappedStore {
             }
             for range in known.written.without(&known.content) {
                 if progress.is_cancelled() {
-                    return Err(Error::Cancelled);
+                    return Err(Error::CANCELLED);
                 }
                 self.file.target.punch(place.byte_of(range.first), range.bytes())?;
                 report.pages_freed += range.count;

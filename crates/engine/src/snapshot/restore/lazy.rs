@@ -82,7 +82,7 @@ fn run(restore: &mut Restore<'_>, snapshot: &Snapshot, plan: &Plan, filling: &Fi
         let _ended = EndOnDrop(filling);
         (0..URGENT_THREADS).for_each(|_| drop(scope.spawn(|| filling.urgent())));
         if restore.progress.is_cancelled() {
-            return Err((Error::RestoreCancelled, Ending::Complete));
+            return Err((Error::RESTORE_CANCELLED, Ending::Complete));
         }
         let loaded = restore.load(snapshot, plan).and_then(|()| fail_point::reach("restore.loaded"));
         if let Err(error) = loaded {
@@ -132,7 +132,7 @@ fn wait(restore: &mut Restore<'_>, filling: &Filling) -> Result<(), Failed> {
                 "the VMM has ended, {:.1} s after its guest was started and before all of its memory was brought",
                 begin.elapsed().as_secs_f64()
             );
-            Err((Error::Guest(GuestError(what)), Ending::Complete))
+            Err((Error::Guest(GuestError::vmm(what)), Ending::Complete))
         }
         Ok(Event::Failed(error)) => {
             // Pages that can be read are still brought meanwhile: the VMM may need them to stop its guest.

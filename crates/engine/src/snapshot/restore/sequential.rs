@@ -34,7 +34,7 @@ pub(super) fn restore(restore: &mut Restore<'_>, stream: Stream) -> Result<(), E
     restore.report.setup_ms = restore.elapsed_ms();
     restore.progress.set_phase(Phase::Reading);
     let store = Arc::new(GuestStore::new(name.clone(), memory, &fit, blocks, format));
-    let read = stream.read_into(Arc::clone(&store) as Arc<dyn Store>, restore.progress, Error::RestoreCancelled);
+    let read = stream.read_into(Arc::clone(&store) as Arc<dyn Store>, restore.progress, Error::RESTORE_CANCELLED);
     note(restore, &store, &origin);
     let ran = load(restore, &store, &configuration, read?, name)?;
     fail_point::reach("restore.loaded")?;

@@ -151,7 +151,7 @@ impl Saving<'_, '_> {
         loop {
             if failure.is_none() && self.progress.is_cancelled() {
                 moment.give_up();
-                failure = Some(Error::Cancelled);
+                failure = Some(Error::CANCELLED);
             }
             match outcomes.recv_timeout(TICK) {
                 Ok(Ok(part)) => written.add(&part),

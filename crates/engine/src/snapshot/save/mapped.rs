@@ -86,7 +86,7 @@ impl Output for MappedFile {
         fail_point::reach("save.tail")?;
         for (region, range) in pages.stale() {
             if progress.is_cancelled() {
-                return Err(Error::Cancelled);
+                return Err(Error::CANCELLED);
             }
             target.punch(pages.places[region] + range.first * PAGE_BYTES as u64, range.bytes())?;
             file.pages_freed += range.count;

@@ -101,7 +101,7 @@ impl Failure {
             Self::Begin(error) => error,
             Self::File(error) => target.failed_pages(error),
             Self::Guest(error) => error.into(),
-            Self::GivenBack { region, page } => Error::Guest(GuestError(format!(
+            Self::GivenBack { region, page } => Error::Guest(GuestError::vmm(format!(
                 "the guest gave page {page} of region {region:?} back before it was saved, which removes content from \
                  the snapshot; turn off what makes it give memory back (a balloon, free page reporting), or use \
                  --live"
@@ -155,7 +155,7 @@ impl<'a> Moment<'a> {
         }
         *stage = Stage::After;
         match self.is_given_up() {
-            true => Err(Error::Guest(GuestError("the thread that serves the guest's writes has failed".into()))),
+            true => Err(Error::Guest(GuestError::Bug("the thread that serves the guest's writes has failed".into()))),
             false => Ok(()),
         }
     }

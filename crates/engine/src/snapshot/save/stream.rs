@@ -183,7 +183,7 @@ impl StreamFile {
     }
 
     fn check_cancelled(&self) -> Result<(), Error> {
-        if self.progress.is_cancelled() { Err(Error::Cancelled) } else { Ok(()) }
+        if self.progress.is_cancelled() { Err(Error::CANCELLED) } else { Ok(()) }
     }
 
     /// What was written before the device state was known must fit it.

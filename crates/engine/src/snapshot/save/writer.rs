@@ -165,7 +165,7 @@ impl Writers {
                 let mut batch = Batch { region, windows };
                 loop {
                     if self.pages.progress.is_cancelled() {
-                        return Err(Error::Cancelled);
+                        return Err(Error::CANCELLED);
                     }
                     match queue.send_timeout(batch, TICK) {
                         Ok(()) => break,

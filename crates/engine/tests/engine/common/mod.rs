@@ -205,7 +205,7 @@ impl SourceGuest for Scripted {
     fn save_state(&mut self) -> Result<Box<dyn Read + Send>, GuestError> {
         self.script.lock().unwrap().saving = true;
         if self.broken_state {
-            return Err(GuestError("the device state can't be saved".into()));
+            return Err(GuestError::Unfit("the device state can't be saved".into()));
         }
         Ok(Box::new(std::io::Cursor::new(self.state.clone())))
     }
@@ -252,8 +252,8 @@ impl DestinationGuest for Waiting {
         self.memory.clone()
     }
     fn load_state(&mut self, state: &mut dyn Read) -> Result<(), GuestError> {
-        state.read_to_end(&mut self.state).map_err(|e| GuestError(e.to_string()))?;
-        if self.refuses_state { Err(GuestError("no such device here".into())) } else { Ok(()) }
+        state.read_to_end(&mut self.state).map_err(|e| GuestError::Unfit(e.to_string()))?;
+        if self.refuses_state { Err(GuestError::Unfit("no such device here".into())) } else { Ok(()) }
     }
     fn start(&mut self, run: bool) -> Result<(), GuestError> {
         self.started = Some(run);

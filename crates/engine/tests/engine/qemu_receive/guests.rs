@@ -62,12 +62,12 @@ impl DestinationGuest for Waiting {
         StateFormat::Qemu { blocks: vec!["pc.ram".into()], others }
     }
     fn load_state(&mut self, state: &mut dyn Read) -> Result<(), GuestError> {
-        state.read_to_end(&mut self.loaded).map_err(|e| GuestError(e.to_string()))?;
+        state.read_to_end(&mut self.loaded).map_err(|e| GuestError::Unfit(e.to_string()))?;
         if let Some(wait) = &self.wait {
             wait.recv_timeout(PATIENCE).unwrap();
         }
         self.say("loaded");
-        if self.refuses { Err(GuestError("no such device here".into())) } else { Ok(()) }
+        if self.refuses { Err(GuestError::Unfit("no such device here".into())) } else { Ok(()) }
     }
     fn start(&mut self, run: bool) -> Result<(), GuestError> {
         self.say(format!("started {run}"));

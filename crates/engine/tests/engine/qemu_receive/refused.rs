@@ -9,7 +9,8 @@ use std::{
 };
 
 use transship_engine::{
-    Error, FileSink, FileSinkOptions, FileUri, Format, Listener, Progress, Report, Sink, Status, Uri, receive_from_qemu,
+    Actor, Error, FileSink, FileSinkOptions, FileUri, Format, Listener, Progress, Report, Sink, Status, Uri,
+    receive_from_qemu,
 };
 use transship_wire::qemu::{Name, Pages, Reply};
 
@@ -23,7 +24,9 @@ pub(super) fn refusal(stream: &Stream, order: Order, channels: Option<u8>) -> St
     let left: Vec<_> = fs::read_dir(folder.path()).unwrap().map(|entry| entry.unwrap().file_name()).collect();
     assert!(left.is_empty(), "{left:?}");
     assert!(!ended.answers.contains(&Reply::Shut(0)));
-    ended.result.expect_err("it can't be received").to_string()
+    let error = ended.result.expect_err("it can't be received");
+    assert_eq!(error.actor(), Actor::Peer, "{error}");
+    error.to_string()
 }
 
 #[test]
@@ -156,7 +159,7 @@ fn a_reception_can_be_cancelled_at_any_time() {
         let mut report = Report::default();
         let error = receive_from_qemu(Sink::File(sink), &listener, None, &progress, &mut report).unwrap_err();
         cancel.join().unwrap();
-        assert!(matches!(error, Error::Cancelled), "{sent:?}: {error}");
+        assert!(matches!(error, Error::Cancelled(_)), "{sent:?}: {error}");
         assert_eq!(report.status, Status::Cancelled);
         if let Some(source) = &mut source {
             let mut answers = Vec::new();
