@@ -3,9 +3,6 @@ use serde::{Serialize, Serializer, ser::SerializeStruct};
 use serde_json::{Value, json};
 
 use crate::{content::Content, machine::Machine};
-
-const PAGE_BYTES: u64 = 4096;
-
 /// Where zero pages are detected.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
@@ -192,7 +189,7 @@ impl Row {
 
     /// Bytes a second that all our scanning threads together read, while they did.
     pub(crate) fn scanned_per_s(&self) -> f64 {
-        let rate = |run: &OurRun| (run.pages_read * PAGE_BYTES) as f64 / (run.rounds_ms / 1e3);
+        let rate = |run: &OurRun| (run.pages_read * transship_memory::PAGE) as f64 / (run.rounds_ms / 1e3);
         Spread::of(self.ours.iter().map(rate)).median
     }
 

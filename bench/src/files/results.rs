@@ -10,7 +10,6 @@ use super::{
 use crate::{machine::Machine, results::Spread};
 
 pub(crate) const COMPLETED: &str = "completed";
-pub(crate) const PAGE_BYTES: u64 = 4096;
 
 /// One save, or an attempt. What a side does not tell is none.
 #[derive(Debug, Clone, Default, Serialize)]

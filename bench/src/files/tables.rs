@@ -2,7 +2,7 @@
 use super::{
     cases::{By, Guest},
     disk::{REQUEST_BYTES, REQUESTS},
-    results::{PAGE_BYTES, RestoreRun, Results, SaveRun, Series, median},
+    results::{RestoreRun, Results, SaveRun, Series, median},
 };
 use crate::{results::Spread, table::aligned, units};
 
@@ -172,7 +172,7 @@ impl Results {
 
     /// Of all memory in this time.
     fn pages_per_s(&self, ms: f64) -> f64 {
-        (self.guest_bytes / PAGE_BYTES) as f64 / (ms / 1e3)
+        (self.guest_bytes / transship_memory::PAGE) as f64 / (ms / 1e3)
     }
 }
 

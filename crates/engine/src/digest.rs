@@ -7,9 +7,9 @@ use std::{
     thread,
 };
 
-use transship_memory::{GuestMemory, PageRange, PageSet, Region, WINDOW_PAGES};
+use transship_memory::{GuestMemory, PAGE_BYTES, PageRange, PageSet, Region, WINDOW_PAGES, WindowPages};
 
-use crate::{Error, page_map::runs};
+use crate::Error;
 
 /// Pages that are hashed as one unit of work: 4 MiB.
 const CHUNK_PAGES: u64 = 1024;
@@ -27,7 +27,7 @@ pub(crate) fn digest(memory: &GuestMemory, dead: &[PageSet]) -> Result<Hash, Err
     let next = AtomicUsize::new(0);
     let work = || -> Result<Vec<(usize, Hash)>, Error> {
         let mut done = Vec::new();
-        let mut bytes = Vec::with_capacity((WINDOW_PAGES as usize) * 4096);
+        let mut bytes = Vec::with_capacity(WINDOW_PAGES as usize * PAGE_BYTES);
         loop {
             let index = next.fetch_add(1, Ordering::Relaxed);
             let Some(chunk) = chunks.get(index) else { return Ok(done) };
@@ -77,7 +77,7 @@ impl Chunk<'_> {
             if data == 0 {
                 continue;
             }
-            for run in runs(first, data) {
+            for run in WindowPages::new(first, data).runs() {
                 self.region.populate_read(run);
             }
             let pages = data & !self.region.zero_mask(first, data)?;

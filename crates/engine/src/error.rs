@@ -10,7 +10,7 @@ pub enum Outcome {
     NeedsPerson,
 }
 
-/// Who can act on a failure, in the report as `error_by`.
+/// The party that can act on a failure, in the report as `error_by`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
@@ -140,7 +140,7 @@ impl Error {
         }
     }
 
-    /// Who can act on it.
+    /// The party that can act on it.
     pub fn actor(&self) -> Actor {
         match self {
             Error::Connect { .. }

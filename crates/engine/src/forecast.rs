@@ -1,6 +1,8 @@
 //! Whether the rest fits the downtime, and whether it ever will.
 use std::time::Duration;
 
+use transship_memory::PAGE;
+
 use crate::{Report, RoundReport};
 
 /// Rounds in a row that may pass without a smaller rest than ever before.
@@ -86,7 +88,7 @@ impl Forecast {
 
 fn hopeless(report: &Report, rest: u64, rate: f64, stop: Duration, aim: &Aim) -> String {
     const MB: f64 = 1e6;
-    let dirty = report.rounds.last().map_or(0.0, |round| round.dirty_pages_per_s) * 4096.0;
+    let dirty = report.rounds.last().map_or(0.0, |round| round.dirty_pages_per_s) * PAGE as f64;
     let enough_ms = (stop.as_millis() * 5 / 4).max(1);
     let (carries, cure) = match aim.medium {
         Medium::Link => (

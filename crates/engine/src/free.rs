@@ -11,12 +11,11 @@
 //! hints can then be done while the round is sent.
 use std::time::{Duration, Instant};
 
-use transship_memory::{PAGE_BYTES, PageSet};
+use transship_memory::{PAGE_BYTES, PageSet, WindowPages};
 
 use crate::{
     Error, Progress,
     guest::{GuestError, Hint, Hints, Place, SourceGuest},
-    page_map::runs,
 };
 
 /// How long the guest may take to send its first hint.
@@ -111,17 +110,16 @@ impl FreePages {
         Ok(&self.named)
     }
 
-    /// Removes pages that the guest has named meanwhile from some windows of the round (first page and wanted pages).
-    /// Does not wait.
-    pub(crate) fn trim(&mut self, region: usize, windows: &mut Vec<(u64, u128)>) {
+    /// Removes pages that the guest has named meanwhile from some windows of the round. Does not wait.
+    pub(crate) fn trim(&mut self, region: usize, windows: &mut Vec<WindowPages>) {
         if self.hints.is_none() {
             return;
         }
         self.listen(Instant::now());
         let (named, trimmed) = (&self.named[region], &mut self.trimmed[region]);
-        windows.retain_mut(|(first, wanted)| {
+        windows.retain_mut(|WindowPages { first, mask: wanted }| {
             let free = *wanted & named.window(*first);
-            runs(*first, free).for_each(|run| trimmed.insert(run));
+            WindowPages::new(*first, free).runs().for_each(|run| trimmed.insert(run));
             *wanted &= !free;
             *wanted != 0
         });

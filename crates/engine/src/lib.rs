@@ -29,6 +29,9 @@ mod stream;
 mod transport;
 mod unplug;
 
+/// What a page is on the wire is what it is in memory; neither crate knows of the other.
+const _: () = assert!(transship_wire::PAGE_BYTES == transship_memory::PAGE_BYTES);
+
 pub use destination::receive_guest;
 pub use error::{Actor, Cancelled, Error, Outcome};
 pub use options::{Compress, MoveOptions, Setting, WhenBusy, ZeroPages};

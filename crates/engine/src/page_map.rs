@@ -1,7 +1,7 @@
 //! A page set that threads share: which pages the destination holds content for.
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use transship_memory::{PageRange, PageSet};
+use transship_memory::{PageRange, PageSet, WindowPages};
 
 /// Bits for the pages of one region. Within a round each page belongs to one thread, and rounds are separated by joins
 /// or channels, which order them: so every access is relaxed.
@@ -30,7 +30,7 @@ impl PageMap {
 
     pub(crate) fn insert_range(&self, range: PageRange) {
         for window in (range.first / 128 * 128..range.end()).step_by(128) {
-            self.insert(window, window_mask(range, window));
+            self.insert(window, WindowPages::within(range, window).mask);
         }
     }
 
@@ -66,7 +66,7 @@ impl PageMap {
     pub(crate) fn to_set(&self, pages: u64) -> PageSet {
         let mut set = PageSet::empty(pages);
         for first in (0..pages).step_by(128) {
-            runs(first, self.window(first)).for_each(|run| set.insert(run));
+            WindowPages::new(first, self.window(first)).runs().for_each(|run| set.insert(run));
         }
         set
     }
@@ -78,48 +78,15 @@ impl PageMap {
     }
 
     /// Takes the set pages of the range out of the map and returns them window by window.
-    pub(crate) fn take(&self, range: PageRange) -> impl Iterator<Item = (u64, u128)> + '_ {
-        let mut first = range.first / 128 * 128;
-        std::iter::from_fn(move || {
-            while first < range.end() {
-                let window = first;
-                first += 128;
-                let pages = self.window(window) & window_mask(range, window);
-                if pages != 0 {
-                    self.remove(window, pages);
-                    return Some((window, pages));
-                }
-            }
-            None
+    pub(crate) fn take(&self, range: PageRange) -> impl Iterator<Item = WindowPages> + '_ {
+        range.windows().filter_map(|WindowPages { first, mask }| {
+            let taken = WindowPages::new(first, self.window(first) & mask);
+            (!taken.is_empty()).then(|| {
+                self.remove(first, taken.mask);
+                taken
+            })
         })
     }
-}
-
-/// The part of the range that lies in the window from `window` on.
-pub(crate) fn window_mask(range: PageRange, window: u64) -> u128 {
-    let below = |page: u64| match page.saturating_sub(window) {
-        0..128 => (1 << page.saturating_sub(window)) - 1,
-        _ => u128::MAX,
-    };
-    below(range.end()) & !below(range.first)
-}
-
-/// The runs of set bits as page ranges, ascending.
-pub(crate) fn runs(first: u64, mut pages: u128) -> impl Iterator<Item = PageRange> {
-    let mut at = first;
-    std::iter::from_fn(move || {
-        if pages == 0 {
-            return None;
-        }
-        let skip = pages.trailing_zeros();
-        pages >>= skip;
-        at += u64::from(skip);
-        let count = pages.trailing_ones();
-        let run = PageRange::new(at, count.into());
-        pages = pages.checked_shr(count).unwrap_or(0);
-        at += u64::from(count);
-        Some(run)
-    })
 }
 
 #[cfg(test)]
@@ -188,9 +155,12 @@ mod tests {
             }
             Step::Take(range) => {
                 let taken: Vec<_> = map.take(range).collect();
-                assert!(taken.iter().all(|&(first, bits)| first % 128 == 0 && bits != 0));
+                assert!(taken.iter().all(|window| window.first % 128 == 0 && !window.is_empty()));
                 let had: Vec<_> = (range.first..range.end()).filter(|page| model.remove(page)).collect();
-                assert_eq!(taken.iter().flat_map(|&(first, bits)| pages_of(first, bits)).collect::<Vec<_>>(), had);
+                assert_eq!(
+                    taken.iter().flat_map(|window| pages_of(window.first, window.mask)).collect::<Vec<_>>(),
+                    had
+                );
             }
         }
     }
@@ -211,14 +181,6 @@ mod tests {
             let bits = (0..pages).filter(|page| bitmap[*page as usize / 8] >> (page % 8) & 1 == 1);
             prop_assert_eq!(bits.collect::<Vec<_>>(), listed);
         }
-    }
-
-    #[test]
-    fn runs_cover_the_bits_and_nothing_else() {
-        let collect = |bits| runs(256, bits).map(|r| (r.first, r.count)).collect::<Vec<_>>();
-        assert_eq!(collect(0), []);
-        assert_eq!(collect(u128::MAX), [(256, 128)]);
-        assert_eq!(collect(0b1011 | 1 << 127), [(256, 2), (259, 1), (383, 1)]);
     }
 
     #[test]
@@ -255,7 +217,7 @@ mod tests {
         let range = PageRange::new(20_001, 500);
         map.insert_range(range);
         assert_eq!(map.to_set(40_000).ranges().collect::<Vec<_>>(), [range]);
-        let taken: Vec<_> = map.take(range).flat_map(|(first, bits)| pages_of(first, bits)).collect();
+        let taken: Vec<_> = map.take(range).flat_map(WindowPages::iter).collect();
         assert_eq!(taken, (range.first..range.end()).collect::<Vec<_>>());
     }
 
@@ -266,7 +228,7 @@ mod tests {
         map.insert(128, 1 << 3);
         map.insert(256, 1 << 40);
         let taken: Vec<_> = map.take(PageRange::new(6, 290)).collect();
-        assert_eq!(taken, [(0, 1 << 100), (128, 1 << 3)]);
+        assert_eq!(taken, [WindowPages::new(0, 1 << 100), WindowPages::new(128, 1 << 3)]);
         assert_eq!(map.window(0), 1 << 5);
         assert_eq!(map.window(256), 1 << 40);
         assert_eq!(map.take(PageRange::new(0, 300)).count(), 2);

@@ -209,7 +209,7 @@ pub struct Report {
     /// Why it ended early.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub error: Option<String>,
-    /// Who can act on that.
+    /// The party that can act on that.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub error_by: Option<Actor>,
 }

@@ -7,14 +7,10 @@
 use std::{sync::atomic::Ordering::Relaxed, time::Instant};
 
 use transship_memory::{
-    Error as MemoryError, Freeing, GuestMemory, Holes, PAGE_BYTES, PageRange, PageSet, Region, Tracker,
+    Error as MemoryError, Freeing, GuestMemory, Holes, PAGE_BYTES, PageRange, PageSet, Region, Tracker, WindowPages,
 };
 
-use crate::{
-    Error, Progress, Report, RoundReport,
-    guest::Place,
-    page_map::{PageMap, runs},
-};
+use crate::{Error, Progress, Report, RoundReport, guest::Place, page_map::PageMap};
 
 /// The windows that are passed between threads as one piece of work: 4 MiB.
 const WINDOWS_PER_BATCH: usize = 8;
@@ -28,8 +24,8 @@ pub(crate) struct Pending {
 }
 
 impl Pending {
-    /// The windows that have something to send, several at a time: first page and wanted pages.
-    pub(crate) fn batches(&self) -> impl Iterator<Item = Vec<(u64, u128)>> + '_ {
+    /// The windows that have something to send, several at a time.
+    pub(crate) fn batches(&self) -> impl Iterator<Item = Vec<WindowPages>> + '_ {
         let mut windows = self.send.windows();
         std::iter::from_fn(move || {
             let batch: Vec<_> = windows.by_ref().take(WINDOWS_PER_BATCH).collect();
@@ -228,7 +224,7 @@ fn describe(memory: &GuestMemory, pending: &[Pending]) -> RoundReport {
 pub(crate) fn new_holes(memory: &Region, first: u64, wanted: u128) -> u128 {
     let is_data = |range| memory.is_data(range).unwrap_or(true);
     let mut holes = 0;
-    for run in runs(first, wanted).filter(|run| !is_data(*run)) {
+    for run in WindowPages::new(first, wanted).runs().filter(|run| !is_data(*run)) {
         for page in (run.first..run.end()).filter(|page| !is_data(PageRange::new(*page, 1))) {
             holes |= 1 << (page - first);
         }

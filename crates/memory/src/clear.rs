@@ -9,12 +9,7 @@ use std::thread;
 
 use rustix::{fs::FallocateFlags, io::Errno};
 
-use crate::{
-    Error, PageRange, PageSet, Region,
-    pages::{run_of, runs},
-    region::Held,
-    shared::Shared,
-};
+use crate::{Error, PageRange, PageSet, Region, region::Held, shared::Shared, window::WindowPages};
 
 /// What is to become of memory that holds only zeros.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
@@ -139,14 +134,14 @@ impl Region {
 
     /// Every `of`-th part, from the `n`-th on.
     fn clear_some(&self, held: &PageSet, n: usize, of: usize) -> Result<(), Error> {
-        for (first, present) in held.windows() {
+        for window in held.windows() {
+            let WindowPages { first, mask: present } = window;
             if (first / PART_PAGES) as usize % of != n {
                 continue;
             }
-            let run = |(bit, count)| run_of(first, bit, count);
-            runs(present).map(run).for_each(|run| self.populate_read(run));
+            window.runs().for_each(|run| self.populate_read(run));
             let dirty = present & !self.zero_mask(first, present)?;
-            runs(dirty).map(run).try_for_each(|run| self.write_zeros(run))?;
+            WindowPages::new(first, dirty).runs().try_for_each(|run| self.write_zeros(run))?;
         }
         Ok(())
     }

@@ -12,11 +12,7 @@ use std::{
 use rustix::io::Errno;
 
 use crate::{
-    Error, PAGE_BYTES, PageRange, Region,
-    pages::{WINDOW_PAGES, run_of, runs},
-    region::Held,
-    shared::Shared,
-    zero,
+    Error, PAGE_BYTES, PageRange, Region, pages::WINDOW_PAGES, region::Held, shared::Shared, window::WindowPages, zero,
 };
 
 impl Region {
@@ -100,9 +96,8 @@ impl Region {
             shared.prepare(first, present)?;
         }
         let mut rest = bytes;
-        for (bit, count) in runs(present) {
-            let (run, after) = rest.split_at(count as usize * PAGE_BYTES);
-            let pages = run_of(first, bit, count);
+        for pages in WindowPages::new(first, present).runs() {
+            let (run, after) = rest.split_at(pages.bytes() as usize);
             match &self.held {
                 Held::Shared(shared) => shared.write(pages, run)?,
                 Held::Private(private) => {
@@ -140,13 +135,13 @@ impl Region {
 impl Shared {
     fn zero_mask(&self, first: u64, wanted: u128) -> u128 {
         let mut zero = 0;
-        for (bit, count) in runs(wanted) {
-            let (start, _) = self.raw(run_of(first, bit, count));
-            for page in 0..count {
-                // SAFETY: raw() gives count pages of the mapping, page is below count, and a mapping is always
-                // readable.
+        for run in WindowPages::new(first, wanted).runs() {
+            let (start, _) = self.raw(run);
+            for page in 0..run.count {
+                // SAFETY: raw() gives the run's pages of the mapping, page is below their count, and a mapping is
+                // always readable.
                 let is_zero = unsafe { zero::is_zero(start.add(page as usize * PAGE_BYTES), PAGE_BYTES) };
-                zero |= u128::from(is_zero) << (bit + page);
+                zero |= u128::from(is_zero) << (run.first - first + page);
             }
         }
         zero
@@ -154,8 +149,8 @@ impl Shared {
 
     fn copy_out(&self, first: u64, present: u128, out: &mut Vec<u8>) {
         out.reserve(present.count_ones() as usize * PAGE_BYTES);
-        for (bit, count) in runs(present) {
-            let (start, len) = self.raw(run_of(first, bit, count));
+        for run in WindowPages::new(first, present).runs() {
+            let (start, len) = self.raw(run);
             // SAFETY: raw() gives len readable bytes of the mapping, reserve() made room for as many, and nobody else
             // knows that room. The guest may write the source meanwhile: it is read by one raw copy into memory of our
             // own, no reference or value is made of it before, and any mix of bytes is a valid u8 array.
@@ -175,7 +170,7 @@ impl Shared {
     }
 
     fn send_window(&self, to: BorrowedFd<'_>, head: &[u8], first: u64, present: u128) -> io::Result<()> {
-        let pages = runs(present).map(|(bit, count)| self.raw(run_of(first, bit, count)));
+        let pages = WindowPages::new(first, present).runs().map(|run| self.raw(run));
         let head = (head.as_ptr().cast_mut(), head.len());
         let mut parts: Vec<libc::iovec> = std::iter::once(head)
             .chain(pages)
@@ -191,8 +186,8 @@ impl Shared {
             return Ok(());
         }
         // At once for all: what lies between them is in the same huge pages.
-        let (before, last) = (present.trailing_zeros(), WINDOW_PAGES as u32 - present.leading_zeros());
-        self.make(run_of(first, before, last - before))
+        let (before, last) = (u64::from(present.trailing_zeros()), WINDOW_PAGES - u64::from(present.leading_zeros()));
+        self.make(PageRange::new(first + before, last - before))
     }
 
     fn write(&self, pages: PageRange, bytes: &[u8]) -> Result<(), Error> {

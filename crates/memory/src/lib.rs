@@ -41,6 +41,7 @@ mod sweep;
 mod tracker;
 #[allow(unsafe_code)]
 mod uffd;
+mod window;
 #[allow(unsafe_code)]
 mod zero;
 
@@ -52,8 +53,9 @@ pub use fault::Fault;
 pub use file_io::{FileIo, FileQueue, PageBuffer, Turns, Writeback};
 pub use holes::{Freeing, Holes};
 pub use missing::Missing;
-pub use pages::{PAGE_BYTES, PageRange, PageSet, WINDOW_PAGES};
+pub use pages::{PAGE, PAGE_BYTES, PageRange, PageSet, WINDOW_PAGES};
 pub use process::Process;
 pub use protect::Protection;
 pub use region::{Access, GuestMemory, InProcess, Region};
 pub use tracker::{Tracker, UffdTracker};
+pub use window::WindowPages;

@@ -2,8 +2,13 @@
 
 use std::fmt;
 
+use crate::window::{WindowPages, low_bits};
+
 /// Bytes of a page. Everything counts pages of this size, also in memory that is backed by huge pages.
 pub const PAGE_BYTES: usize = 4096;
+
+/// The same as a number of bytes in files and streams: where page `p` begins is `p * PAGE`.
+pub const PAGE: u64 = PAGE_BYTES as u64;
 
 /// Pages that one window speaks of: the bits of a `u128`. The windows of a [`PageSet`] begin at multiples of it.
 pub const WINDOW_PAGES: u64 = u128::BITS as u64;
@@ -153,9 +158,10 @@ impl PageSet {
         usize::try_from(first / WINDOW_PAGES).ok().and_then(|word| self.words.get(word)).copied().unwrap_or(0)
     }
 
-    /// The windows that are not empty, ascending: first page (a multiple of 128) and bits. Skips empty words fast.
-    pub fn windows(&self) -> impl Iterator<Item = (u64, u128)> + '_ {
-        (0..).step_by(WINDOW_PAGES as usize).zip(self.words.iter().copied()).filter(|&(_, word)| word != 0)
+    /// The windows that are not empty, ascending; they begin at multiples of 128. Skips empty words fast.
+    pub fn windows(&self) -> impl Iterator<Item = WindowPages> + '_ {
+        let words = (0..).step_by(WINDOW_PAGES as usize).zip(self.words.iter().copied());
+        words.filter(|&(_, word)| word != 0).map(|(first, word)| WindowPages::new(first, word))
     }
 
     /// First page from `from` on whose bit differs from those of `flip`, which is all zeros or all ones. With ones, it
@@ -199,30 +205,6 @@ impl fmt::Debug for PageSet {
         write!(f, "{} of {} pages ", self.count(), self.pages)?;
         f.debug_list().entries(self.ranges().map(|range| range.first..range.end())).finish()
     }
-}
-
-/// Pages of a window that begins at `first`: `count` of them, from bit `bit` on.
-pub(crate) fn run_of(first: u64, bit: u32, count: u32) -> PageRange {
-    PageRange::new(first + u64::from(bit), u64::from(count))
-}
-
-/// The runs of ones in `window`, ascending: first bit and length.
-pub(crate) fn runs(window: u128) -> impl Iterator<Item = (u32, u32)> {
-    let mut rest = window;
-    std::iter::from_fn(move || {
-        if rest == 0 {
-            return None;
-        }
-        let first = rest.trailing_zeros();
-        let count = (rest >> first).trailing_ones();
-        rest &= !low_bits(u64::from(first + count));
-        Some((first, count))
-    })
-}
-
-/// The lowest `count` bits, `count` up to 128.
-fn low_bits(count: u64) -> u128 {
-    if count == 0 { 0 } else { u128::MAX >> (WINDOW_PAGES - count) }
 }
 
 #[cfg(test)]
@@ -319,22 +301,14 @@ mod tests {
             prop_assert!(ranges.windows(2).all(|two| two[0].end() < two[1].first), "runs are maximal");
 
             let windows: Vec<_> = set.windows().collect();
-            prop_assert!(windows.iter().all(|&(first, bits)| first % 128 == 0 && bits != 0));
+            prop_assert!(windows.iter().all(|window| window.first % 128 == 0 && !window.is_empty()));
             let bits = |first: u64, bits: u128| (0..128).filter(move |b| bits >> b & 1 == 1).map(move |b| first + b);
-            prop_assert_eq!(windows.iter().flat_map(|&(f, b)| bits(f, b)).collect::<Vec<_>>(), listed.clone());
+            prop_assert_eq!(windows.into_iter().flat_map(WindowPages::iter).collect::<Vec<_>>(), listed.clone());
             let all = (0..pages + 256).step_by(128).flat_map(|first| bits(first, set.window(first)));
             prop_assert_eq!(all.collect::<Vec<_>>(), listed);
 
             // Equality is that of the pages, whatever way led there.
             prop_assert_eq!(set, set_of(pages, &model.into_iter().collect::<Vec<_>>()));
-        }
-
-        #[test]
-        fn runs_are_the_ranges_of_a_window(window in prop_oneof![any::<u128>(), Just(0), Just(u128::MAX), Just(1 << 127)]) {
-            let mut set = PageSet::empty(128);
-            (0..128).filter(|b| window >> b & 1 == 1).for_each(|b| set.insert(PageRange::new(b, 1)));
-            let ranges: Vec<_> = set.ranges().map(|r| (r.first as u32, r.count as u32)).collect();
-            prop_assert_eq!(runs(window).collect::<Vec<_>>(), ranges);
         }
     }
 

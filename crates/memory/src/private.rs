@@ -3,10 +3,7 @@
 use std::{cell::RefCell, io, os::fd::BorrowedFd, sync::Arc};
 
 use crate::{
-    PAGE_BYTES, PageRange, PageSet, Process,
-    pages::{WINDOW_PAGES, run_of, runs},
-    process::Span,
-    shared::Shared,
+    PAGE_BYTES, PageRange, PageSet, Process, pages::WINDOW_PAGES, process::Span, shared::Shared, window::WindowPages,
     zero,
 };
 
@@ -38,7 +35,7 @@ impl Private {
     }
 
     fn spans(&self, first: u64, pages: u128) -> Vec<Span> {
-        runs(pages).map(|(bit, count)| self.span(run_of(first, bit, count))).collect()
+        WindowPages::new(first, pages).runs().map(|run| self.span(run)).collect()
     }
 
     /// Calls `found` with the pages of the range that the process has, in their order.
@@ -96,8 +93,8 @@ impl Private {
         self.with_pages(first, wanted, |bytes| {
             let mut zero = 0;
             let (pages, _) = bytes.as_chunks::<PAGE_BYTES>();
-            for (page, bit) in pages.iter().zip(runs(wanted).flat_map(|(bit, count)| bit..bit + count)) {
-                zero |= u128::from(zero::all(page)) << bit;
+            for (page, number) in pages.iter().zip(WindowPages::new(first, wanted).iter()) {
+                zero |= u128::from(zero::all(page)) << (number - first);
             }
             zero
         })

@@ -23,7 +23,7 @@ use common::{
 use proptest::prelude::*;
 use transship_memory::{
     Access, Area, FileIo, FileQueue, Freeing, GuestMemory, Holes, InProcess, PageRange, PageSet, Process, Region,
-    Tracker, UffdTracker,
+    Tracker, UffdTracker, WindowPages,
 };
 
 fn ourselves(access: Access) -> Arc<Process> {
@@ -123,7 +123,7 @@ impl Copy {
         }
         self.content.subtract(&gone);
         let mut bytes = Vec::new();
-        for (first, present) in send.windows() {
+        for WindowPages { first, mask: present } in send.windows() {
             bytes.clear();
             self.region.copy_out(first, present, &mut bytes).unwrap();
             for (page, bit) in bytes.as_chunks::<4096>().0.iter().zip((0..128).filter(|bit| present >> bit & 1 == 1)) {

@@ -19,7 +19,7 @@ use common::{
     process::{CHILD_PAGES, Faults, Guest, Stop, Tracked},
 };
 use rustix::mm::{MapFlags, ProtFlags};
-use transship_memory::{Access, Area, Error, PageRange, PageSet, Region, Tracker, UffdTracker};
+use transship_memory::{Access, Area, Error, PageRange, PageSet, Region, Tracker, UffdTracker, WindowPages};
 
 /// A test beside this one may be starting a child, which holds a dropped tracker's userfaultfd until it has become its
 /// program.
@@ -263,7 +263,7 @@ fn migrate(tracker: &mut UffdTracker, source: &Region, copy: &Region) {
     let mut holes = PageSet::full(data.pages());
     holes.subtract(&data);
     holes.ranges().for_each(|range| copy.clear(range).unwrap());
-    for (first, bits) in send.windows() {
+    for WindowPages { first, mask: bits } in send.windows() {
         let mut bytes = Vec::new();
         source.copy_out(first, bits, &mut bytes).unwrap();
         copy.write_pages(first, bits, &bytes).unwrap();

@@ -2,6 +2,7 @@
 use std::fmt::Write as _;
 
 use transship_engine::{BlockInfo, FilePlace, FileUri, SnapshotInfo, inspect};
+use transship_memory::PAGE;
 
 use crate::{
     args::InfoArgs,
@@ -10,8 +11,6 @@ use crate::{
     output,
     units::{Bytes, Count},
 };
-
-const PAGE_BYTES: u64 = transship_memory::PAGE_BYTES as u64;
 
 pub(crate) fn run(args: &InfoArgs) -> Result<(), Failure> {
     let mut checks = Checks::default();
@@ -51,7 +50,7 @@ fn text(info: &SnapshotInfo) -> String {
     row("size", size(info));
     let memory: u64 = info.blocks.iter().map(|block| block.bytes).sum();
     let stored: u64 = info.blocks.iter().map(|block| block.stored).sum();
-    row("memory", format!("{} in {} blocks, {} stored", Bytes(memory), info.blocks.len(), Bytes(stored * PAGE_BYTES)));
+    row("memory", format!("{} in {} blocks, {} stored", Bytes(memory), info.blocks.len(), Bytes(stored * PAGE)));
     row("devices", devices(info));
     row(
         "checked",

@@ -1,6 +1,6 @@
 //! The main thread's part of a round: cuts it into pieces and hands them over, in memory order.
 use crossbeam_channel::{SendTimeoutError, Sender};
-use transship_memory::{Freeing, PageRange};
+use transship_memory::{Freeing, PageRange, WindowPages};
 
 use super::{
     Batch, RoundWork, Shared, Window,
@@ -12,7 +12,6 @@ use crate::{
     control::TICK,
     free::FreePages,
     guest::Place,
-    page_map::runs,
     scan::{self, Pending},
 };
 
@@ -93,11 +92,11 @@ impl Feed<'_> {
     }
 
     /// Some windows of the round, without what need not be read.
-    fn windows(&mut self, region: usize, windows: Vec<(u64, u128)>) -> Result<Vec<Window>, Error> {
+    fn windows(&mut self, region: usize, windows: Vec<WindowPages>) -> Result<Vec<Window>, Error> {
         let Self { work, shared, free, main, new_holes } = self;
         let windows = trim(shared, work, region, windows, free, *main, new_holes)?;
-        let look = |(first, wanted)| {
-            let mut window = Window::new(work.round, region, first, wanted);
+        let look = |pages: WindowPages| {
+            let mut window = Window::new(work.round, region, pages.first, pages.mask);
             window.zero = main.look(&window)?;
             Ok(window)
         };
@@ -110,25 +109,25 @@ pub(crate) fn trim(
     shared: &Shared,
     work: &RoundWork<'_>,
     region: usize,
-    windows: Vec<(u64, u128)>,
+    windows: Vec<WindowPages>,
     free: &mut FreePages,
     main: &dyn Main,
     new_holes: &mut Vec<Place>,
-) -> Result<Vec<(u64, u128)>, Error> {
+) -> Result<Vec<WindowPages>, Error> {
     let mut left = windows.clone();
     free.trim(region, &mut left);
     if work.freeing == Freeing::Possible {
-        left.retain_mut(|(first, wanted)| {
+        left.retain_mut(|WindowPages { first, mask: wanted }| {
             let holes = scan::new_holes(&shared.memory.regions()[region], *first, *wanted);
-            new_holes.extend(runs(*first, holes).map(|pages| Place { region, pages }));
+            new_holes.extend(WindowPages::new(*first, holes).runs().map(|pages| Place { region, pages }));
             *wanted &= !holes;
             *wanted != 0
         });
     }
     let mut kept = left.iter().peekable();
-    for (first, wanted) in windows {
-        let still = kept.next_if(|(window, _)| *window == first).map_or(0, |(_, wanted)| *wanted);
-        let out = wanted & !still;
+    for WindowPages { first, mask } in windows {
+        let still = kept.next_if(|window| window.first == first).map_or(0, |window| window.mask);
+        let out = mask & !still;
         if out != 0 {
             shared.dealt_with(out.count_ones().into());
             main.left_out(region, first, out)?;

@@ -4,13 +4,9 @@ use std::sync::{
     atomic::{AtomicBool, Ordering::Relaxed},
 };
 
-use transship_memory::{GuestMemory, PAGE_BYTES, PageRange};
+use transship_memory::{GuestMemory, PAGE_BYTES, PageRange, WindowPages};
 
-use crate::{
-    Error, Progress,
-    pacer::Pacer,
-    page_map::{PageMap, runs},
-};
+use crate::{Error, Progress, pacer::Pacer, page_map::PageMap};
 
 /// What all channels and encoders of a session use.
 pub(crate) struct Shared {
@@ -150,7 +146,7 @@ impl Shared {
     pub(crate) fn zero_mask(&self, window: &Window) -> u128 {
         let memory = &self.memory.regions()[window.region];
         // Run by run: reading between them might make pages in holes.
-        runs(window.first, window.wanted).for_each(|run| memory.populate_read(run));
+        WindowPages::new(window.first, window.wanted).runs().for_each(|run| memory.populate_read(run));
         memory.zero_mask(window.first, window.wanted).unwrap_or(0)
     }
 

@@ -4,12 +4,9 @@ use std::sync::{
     atomic::{AtomicU32, Ordering},
 };
 
-use transship_memory::{GuestMemory, PageRange, Region};
+use transship_memory::{GuestMemory, PageRange, Region, WindowPages};
 
-use crate::{
-    Error, Progress,
-    page_map::{PageMap, runs},
-};
+use crate::{Error, Progress, page_map::PageMap};
 
 /// The destination's memory, and what is known about it. Shared by all channel threads.
 pub(super) struct Place {
@@ -62,7 +59,7 @@ impl Place {
     pub(super) fn clear_window(&self, region: u16, first: u64, zero: u128) -> Result<(), Error> {
         let content = &self.content[usize::from(region)];
         let held = zero & content.window(first);
-        for run in runs(first, held) {
+        for run in WindowPages::new(first, held).runs() {
             self.memory.regions()[usize::from(region)].clear(run)?;
         }
         content.remove(first, held);
@@ -77,7 +74,7 @@ impl Place {
             return if held.count() > 0 { Ok(memory.clear(range)?) } else { Ok(()) };
         }
         // Zeros in holes would take memory.
-        held.try_for_each(|(first, pages)| runs(first, pages).try_for_each(|run| memory.clear(run)))?;
+        held.try_for_each(|window| window.runs().try_for_each(|run| memory.clear(run)))?;
         Ok(())
     }
 }

@@ -4,7 +4,7 @@ use std::{
     time::Instant,
 };
 
-use transship_memory::{FileIo, GuestMemory, PAGE_BYTES, PageRange};
+use transship_memory::{FileIo, GuestMemory, PAGE, PageRange};
 use transship_wire::qemu::{Block, Configuration};
 
 use super::{
@@ -21,7 +21,6 @@ use crate::{
     stream::store::{Counts, FileStore, PageWriter, Store, write_pages},
 };
 
-const PAGE: u64 = PAGE_BYTES as u64;
 /// Pages that are read at once: 1 MiB.
 const READ_PAGES: u64 = 256;
 /// Zero pages that are passed on at once: a stream has a record for each.

@@ -1,7 +1,7 @@
 //! A snapshot, read and checked up to where the device sections begin: what it holds, and where.
 use std::{os::unix::fs::FileExt, sync::Arc};
 
-use transship_memory::{PageRange, PageSet};
+use transship_memory::{PageRange, PageSet, WindowPages};
 use transship_wire::qemu::{
     Block, Command, Configuration, Geometry, GlobalState, Mapped, Record, StreamReader, bitmap_bytes,
 };
@@ -12,7 +12,6 @@ use super::{
 };
 use crate::{
     Error,
-    page_map::runs,
     stream::{
         feed::MAX_EARLY_BYTES,
         records::{Input, Records},
@@ -264,7 +263,7 @@ impl Snapshot {
                     );
                     return unfit(&self.origin.name, &what);
                 }
-                runs(first, pages).try_for_each(&mut take)?;
+                WindowPages::new(first, pages).runs().try_for_each(&mut take)?;
             }
         }
         Ok(())

@@ -1,7 +1,7 @@
 //! A plain stream made of another one's parts: pages are appended as they come, the last one counts.
 use std::sync::{Arc, Mutex, MutexGuard};
 
-use transship_memory::{PAGE_BYTES, PageRange, Writeback};
+use transship_memory::{PAGE, PAGE_BYTES, PageRange, Writeback};
 use transship_wire::qemu::{Block, Configuration, Name};
 
 use super::file::target::Target;
@@ -13,7 +13,6 @@ use crate::{
     },
 };
 
-const PAGE: u64 = PAGE_BYTES as u64;
 /// Bytes that are written at once.
 const PIECE: usize = 1 << 20;
 /// Magic and version, which come last: without them it is no stream.

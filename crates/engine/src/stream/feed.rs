@@ -2,7 +2,7 @@
 use std::sync::atomic::Ordering::Relaxed;
 
 use transship_codec::inflate_page;
-use transship_memory::{PAGE_BYTES, PageRange};
+use transship_memory::{PAGE, PAGE_BYTES, PageRange};
 use transship_wire::qemu::{Block, Command, Page, PageContent, Record, xbzrle};
 
 use super::{
@@ -11,7 +11,6 @@ use super::{
 };
 use crate::{Error, Progress};
 
-const PAGE: u64 = PAGE_BYTES as u64;
 /// Pages with content that are brought together at most: 1 MiB.
 const ROOM_PAGES: usize = 256;
 /// More than the early sections of all virtio-mem devices take: a bit for each 2 MiB of memory, mostly.

@@ -7,7 +7,7 @@ use std::{
     },
 };
 
-use transship_memory::{GuestMemory, PAGE_BYTES, PageRange, WINDOW_PAGES};
+use transship_memory::{GuestMemory, PAGE, PAGE_BYTES, PageRange, WINDOW_PAGES};
 use transship_wire::qemu::{Block, Configuration, xbzrle};
 
 use super::{
@@ -16,13 +16,7 @@ use super::{
     recompose::Recomposer,
     store::{Counts, PageWriter, PromptStore, PromptWriter, Store},
 };
-use crate::{
-    Error,
-    guest::StateFormat,
-    page_map::{PageMap, window_mask},
-};
-
-const PAGE: u64 = PAGE_BYTES as u64;
+use crate::{Error, guest::StateFormat, page_map::PageMap};
 
 /// The memory of the guest, and what is kept for its VMM.
 pub(crate) struct GuestStore {
@@ -121,12 +115,6 @@ impl GuestStore {
     }
 }
 
-/// Windows of 128 pages that a range is in, and which of their pages are in it.
-fn windows(pages: PageRange) -> impl Iterator<Item = (u64, u128)> {
-    let first = pages.first / WINDOW_PAGES * WINDOW_PAGES;
-    (first..pages.end()).step_by(WINDOW_PAGES as usize).map(move |window| (window, window_mask(pages, window)))
-}
-
 impl Store for GuestStore {
     fn list(&self, blocks: &[Block]) -> Result<(), Error> {
         // All memory of the guest was in the first list: these are the devices'.
@@ -162,10 +150,10 @@ impl PromptStore for GuestStore {
         self.with(block, |home| match home {
             Home::Region(region) => {
                 let mut rest = pages;
-                for (window, mask) in windows(PageRange::new(first, pages.len() as u64 / PAGE)) {
-                    let (these, others) = rest.split_at(mask.count_ones() as usize * PAGE_BYTES);
-                    self.memory.regions()[*region].write_pages(window, mask, these)?;
-                    self.content[*region].insert(window, mask);
+                for window in PageRange::new(first, pages.len() as u64 / PAGE).windows() {
+                    let (these, others) = rest.split_at(window.count() as usize * PAGE_BYTES);
+                    self.memory.regions()[*region].write_pages(window.first, window.mask, these)?;
+                    self.content[*region].insert(window.first, window.mask);
                     rest = others;
                 }
                 self.normal.fetch_add(pages.len() as u64 / PAGE, Relaxed);
@@ -182,8 +170,8 @@ impl PromptStore for GuestStore {
     fn clear(&self, block: usize, pages: PageRange) -> Result<(), Error> {
         self.with(block, |home| match home {
             Home::Region(region) => {
-                for (window, held) in self.content[*region].take(pages) {
-                    for run in crate::page_map::runs(window, held) {
+                for held in self.content[*region].take(pages) {
+                    for run in held.runs() {
                         self.memory.regions()[*region].clear(run)?;
                     }
                 }

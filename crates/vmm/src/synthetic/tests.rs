@@ -9,7 +9,7 @@ use std::{
 };
 
 use transship_guest::{DestinationGuest, SourceGuest};
-use transship_memory::{GuestMemory, PAGE_BYTES, PageRange, PageSet};
+use transship_memory::{GuestMemory, PAGE_BYTES, PageRange, PageSet, WindowPages};
 
 use super::*;
 use crate::handoff::{CheckResult, HandoffDestination, HandoffSource, check};
@@ -69,7 +69,7 @@ fn waiting(options: &mut SyntheticOptions) {
 
 /// Copies pages, bypassing everything that the engine does.
 fn copy(from: &GuestMemory, to: &GuestMemory, region: usize, pages: &PageSet) {
-    for (first, bits) in pages.windows() {
+    for WindowPages { first, mask: bits } in pages.windows() {
         let mut bytes = Vec::new();
         from.regions()[region].copy_out(first, bits, &mut bytes).unwrap();
         to.regions()[region].write_pages(first, bits, &bytes).unwrap();

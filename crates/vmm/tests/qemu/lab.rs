@@ -12,7 +12,7 @@ use std::{
 use serde_json::{Value, json};
 use tempfile::TempDir;
 use transship_guest::{DestinationGuest, SourceGuest};
-use transship_memory::{GuestMemory, PageRange, PageSet, Region, Tracker};
+use transship_memory::{GuestMemory, PageRange, PageSet, Region, Tracker, WindowPages};
 use transship_vmm::{
     AttachOptions,
     qemu::{QemuDestination, QemuSource},
@@ -221,7 +221,7 @@ pub(crate) fn pair() -> (Qemu, Qemu) {
 
 /// Copies pages from one guest to the other.
 pub(crate) fn copy(from: &Region, to: &Region, pages: &PageSet) {
-    for (first, present) in pages.windows() {
+    for WindowPages { first, mask: present } in pages.windows() {
         let mut bytes = Vec::new();
         from.copy_out(first, present, &mut bytes).unwrap();
         to.write_pages(first, present, &bytes).unwrap();

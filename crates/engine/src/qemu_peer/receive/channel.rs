@@ -8,7 +8,7 @@ use std::{
 };
 
 use transship_codec::{Decoder, Method as Codec};
-use transship_memory::{PAGE_BYTES, PageRange};
+use transship_memory::{PAGE, PageRange};
 use transship_wire::qemu::{Block, GREETING_BYTES, Method, Name, PACKET_HEADER_BYTES, Packet, Pages, Step};
 
 use super::barrier::Barrier;
@@ -19,7 +19,6 @@ use crate::{
     transport::Connection,
 };
 
-const PAGE: u64 = PAGE_BYTES as u64;
 // Sections 6.2 and 6.3 of docs/qemu-stream.md.
 const FLAGS: Range<usize> = 8..12;
 /// In the last byte of the flags.

@@ -4,7 +4,7 @@ use std::{
     time::Instant,
 };
 
-use transship_memory::PAGE_BYTES;
+use transship_memory::PAGE;
 use transship_wire::qemu::{Block, Configuration, GlobalState, Record, RunState, StreamReader, TailWatch};
 
 use super::{
@@ -30,7 +30,6 @@ use crate::{
     },
 };
 
-const PAGE: u64 = PAGE_BYTES as u64;
 /// Whom errors are about that come up between pages.
 const COMING: &str = "the guest that comes";
 

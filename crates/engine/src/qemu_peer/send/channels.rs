@@ -10,14 +10,13 @@ use std::{
 
 use rustix::net::{RecvFlags, recv};
 use transship_codec::{Encoder, Setting, ZLIB_STREAM_HEADER};
-use transship_memory::{PAGE_BYTES, PageRange};
+use transship_memory::{PAGE_BYTES, PageRange, WindowPages};
 use transship_wire::qemu::{Greeting, Method, Name, PACKET_HEADER_BYTES, Pages};
 
 use super::plan::Zeros;
 use crate::{
     Error, Uri,
     channels::{self, Channel, Encoded, Encoders, Sent, Settled, Shared, Window},
-    page_map::runs,
     transport::{Connection, sending_failed},
 };
 
@@ -143,7 +142,7 @@ impl PacketSender {
     /// Numbers it, and sends its header.
     fn header(&self, window: &Window, pages: Settled, length: usize) -> Vec<u8> {
         let offsets = |pages| -> Vec<u64> {
-            let runs = runs(window.first, pages).flat_map(|run| run.first..run.end());
+            let runs = WindowPages::new(window.first, pages).iter();
             runs.map(|page| page * PAGE_BYTES as u64).collect()
         };
         let (normal, zeros) = (offsets(pages.present), offsets(pages.zero));
@@ -232,7 +231,7 @@ impl Channel for PacketSender {
 
     fn send_hole(&mut self, round: u32, region: usize, range: PageRange, sent: &mut Sent) -> Result<(), Error> {
         let shared = Arc::clone(&self.shared);
-        for (first, zero) in shared.content[region].take(range) {
+        for WindowPages { first, mask: zero } in shared.content[region].take(range) {
             self.send_window(&Window::new(round, region, first, 0), Settled { present: 0, zero }, None, sent)?;
         }
         Ok(())

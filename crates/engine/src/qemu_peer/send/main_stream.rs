@@ -2,7 +2,7 @@
 //! all others.
 use std::cell::RefCell;
 
-use transship_memory::{PAGE_BYTES, PageRange, PageSet};
+use transship_memory::{PAGE, PageRange, PageSet, WindowPages};
 use transship_wire::qemu::Name;
 
 use super::{channels::Common, line::Line, plan::Zeros};
@@ -11,11 +11,8 @@ use crate::{
     channels::{Main, RoundWork, Sent, Settled, Shared, Window, trim},
     free::FreePages,
     guest::Place,
-    page_map::runs,
     scan::Pending,
 };
-
-const PAGE: u64 = PAGE_BYTES as u64;
 
 /// The main thread in a round.
 pub(crate) struct MainStream<'a> {
@@ -39,14 +36,15 @@ impl MainStream<'_> {
         for (region, pending) in work.pending.iter().enumerate() {
             self.tells_holes(region, pending)?;
             for windows in pending.batches() {
-                for (first, wanted) in trim(self.shared, work, region, windows, free, self, &mut new_holes)? {
-                    let mut window = Window::new(work.round, region, first, wanted);
+                for WindowPages { first, mask } in trim(self.shared, work, region, windows, free, self, &mut new_holes)?
+                {
+                    let mut window = Window::new(work.round, region, first, mask);
                     window.zero = self.look(&window)?;
                     let Settled { present, .. } = self.shared.settle(&window, &mut sent);
                     copy.clear();
                     self.shared.memory.regions()[region].copy_out(first, present, copy)?;
                     let mut line = self.line.borrow_mut();
-                    let pages = runs(first, present).flat_map(|run| run.first..run.end());
+                    let pages = WindowPages::new(first, present).iter();
                     for (page, bytes) in pages.zip(copy.as_chunks().0) {
                         line.writer.page(&self.common.names[region], page * PAGE, bytes);
                     }
@@ -58,7 +56,7 @@ impl MainStream<'_> {
     }
 
     fn tell_zeros(&self, region: usize, first: u64, zero: u128) -> Result<(), Error> {
-        runs(first, zero).try_for_each(|run| self.tell_range(region, run))
+        WindowPages::new(first, zero).runs().try_for_each(|run| self.tell_range(region, run))
     }
 
     fn tell_range(&self, region: usize, range: PageRange) -> Result<(), Error> {

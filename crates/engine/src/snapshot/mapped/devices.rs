@@ -1,10 +1,9 @@
 //! The device state of a mapped-ram file, as the stream that the waiting VMM loads.
-use transship_memory::{PAGE_BYTES, PageSet, WINDOW_PAGES};
+use transship_memory::{PAGE_BYTES, PageSet, WINDOW_PAGES, WindowPages};
 use transship_wire::qemu::{Block, RunState};
 
 use crate::{
     Error,
-    page_map::runs,
     snapshot::open::Snapshot,
     stream::{fit::check_sizes, pieces::Pieces, recompose::Recomposer},
 };
@@ -73,7 +72,7 @@ fn pages(snapshot: &Snapshot, to: &mut Recomposer, block: &Block, stored: &PageS
         to.zero_page(&block.name, (first + page) * PAGE_BYTES as u64);
     }
     let mut bytes = Vec::new();
-    for run in runs(first, present) {
+    for run in WindowPages::new(first, present).runs() {
         bytes.resize(run.bytes() as usize, 0);
         let offset = run.first * PAGE_BYTES as u64;
         let what = format!("pages of {:?}", &*block.name);

@@ -7,13 +7,12 @@ use std::sync::{
     },
 };
 
-use transship_memory::{FileIo, PAGE_BYTES, PageRange, Turns};
+use transship_memory::{FileIo, PAGE, PAGE_BYTES, PageRange, Turns};
 use transship_wire::qemu::Block;
 
 use super::{content::Content, layout::Layout};
 use crate::{Error, snapshot::file::target::Target};
 
-const PAGE: u64 = PAGE_BYTES as u64;
 /// All blocks together; no file is longer.
 const MAX_BYTES: u64 = 1 << 60;
 

@@ -6,9 +6,9 @@ use std::{
 };
 
 use rustix::fs::Advice;
-use transship_memory::{FileIo, FileQueue, GuestMemory, PAGE_BYTES, PageRange, PageSet, WINDOW_PAGES};
+use transship_memory::{FileIo, FileQueue, GuestMemory, PAGE_BYTES, PageRange, PageSet, WINDOW_PAGES, WindowPages};
 
-use crate::{Error, Progress, cpu, page_map::runs, snapshot::file::origin::Origin, stream::whence::wrong};
+use crate::{Error, Progress, cpu, snapshot::file::origin::Origin, stream::whence::wrong};
 
 /// Pages that a thread takes at once: 4 MiB.
 const UNIT_PAGES: u64 = 1024;
@@ -143,7 +143,7 @@ impl<'a> Work<'a> {
 }
 
 fn units(region: usize, source: &Source) -> impl Iterator<Item = (usize, u64)> {
-    let mut firsts: Vec<u64> = source.stored.windows().map(|(first, _)| first / UNIT_PAGES * UNIT_PAGES).collect();
+    let mut firsts: Vec<u64> = source.stored.windows().map(|window| window.first / UNIT_PAGES * UNIT_PAGES).collect();
     firsts.dedup();
     firsts.into_iter().map(move |first| (region, first))
 }
@@ -151,5 +151,5 @@ fn units(region: usize, source: &Source) -> impl Iterator<Item = (usize, u64)> {
 /// The runs of pages in the unit from `first` on.
 pub(crate) fn unit_runs(stored: &PageSet, first: u64) -> impl Iterator<Item = PageRange> + '_ {
     let windows = (first..first + UNIT_PAGES).step_by(WINDOW_PAGES as usize);
-    windows.flat_map(|window| runs(window, stored.window(window)))
+    windows.flat_map(|window| WindowPages::new(window, stored.window(window)).runs())
 }

@@ -110,13 +110,12 @@ mod tests {
     use std::os::unix::fs::FileExt;
 
     use proptest::{collection::vec, prelude::*};
-    use transship_memory::{FileQueue, GuestMemory, PAGE_BYTES, PageRange};
+    use transship_memory::{FileQueue, GuestMemory, PAGE, PAGE_BYTES, PageRange};
     use transship_wire::qemu::Name;
 
     use super::*;
     use crate::snapshot::{DirectIo, FileUri};
 
-    const PAGE: u64 = PAGE_BYTES as u64;
     /// More than a room has, and not a multiple of anything.
     const PAGES: [u64; 2] = [700, 333];
 

@@ -1,7 +1,7 @@
 //! Restoring from a plain stream: pages go into place as they come, and the VMM has the rest when all of it is there.
 use std::sync::Arc;
 
-use transship_memory::PAGE_BYTES;
+use transship_memory::PAGE;
 use transship_wire::qemu::{Configuration, GlobalState, RunState};
 
 use super::restoring::Restore;
@@ -17,8 +17,6 @@ use crate::{
         whence::damaged,
     },
 };
-
-const PAGE: u64 = PAGE_BYTES as u64;
 
 /// Restores from a stream that has been read up to its pages.
 pub(super) fn restore(restore: &mut Restore<'_>, stream: Stream) -> Result<(), Error> {

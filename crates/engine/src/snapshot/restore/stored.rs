@@ -1,7 +1,5 @@
 //! What of a region's pages is in the file, and in which pieces it is brought.
-use transship_memory::{PAGE_BYTES, PageRange, PageSet, WINDOW_PAGES};
-
-use crate::page_map::{runs, window_mask};
+use transship_memory::{PAGE_BYTES, PageRange, PageSet, WINDOW_PAGES, WindowPages};
 
 /// Pages that a background thread takes at once: 1 MiB.
 pub(super) const UNIT_PAGES: u64 = 256;
@@ -36,7 +34,7 @@ impl Region {
 
     pub(super) fn units(&self) -> impl Iterator<Item = (usize, u64)> + '_ {
         let pages = UNIT_PAGES.max(self.unit);
-        let mut firsts: Vec<u64> = self.stored.windows().map(|(first, _)| first / pages * pages).collect();
+        let mut firsts: Vec<u64> = self.stored.windows().map(|window| window.first / pages * pages).collect();
         firsts.dedup();
         firsts.into_iter().map(|first| (self.index, first))
     }
@@ -45,8 +43,8 @@ impl Region {
     pub(super) fn wanted(&self, range: PageRange, claimed: impl Fn(u64) -> u128) -> Vec<PageRange> {
         let mut wanted: Vec<PageRange> = Vec::new();
         for window in (range.first / WINDOW_PAGES * WINDOW_PAGES..range.end()).step_by(WINDOW_PAGES as usize) {
-            let pages = self.stored.window(window) & window_mask(range, window) & !claimed(window);
-            for run in runs(window, pages) {
+            let pages = self.stored.window(window) & WindowPages::within(range, window).mask & !claimed(window);
+            for run in WindowPages::new(window, pages).runs() {
                 match wanted.last_mut() {
                     Some(last) if last.end() == run.first => last.count += run.count,
                     _ => wanted.push(run),
@@ -65,7 +63,7 @@ impl Region {
     /// How many pages of a range are in the file.
     pub(super) fn stored_in(&self, range: PageRange) -> u64 {
         let windows = (range.first / WINDOW_PAGES * WINDOW_PAGES..range.end()).step_by(WINDOW_PAGES as usize);
-        let pages = |window| self.stored.window(window) & window_mask(range, window);
+        let pages = |window| self.stored.window(window) & WindowPages::within(range, window).mask;
         windows.map(|window| u64::from(pages(window).count_ones())).sum()
     }
 
@@ -117,7 +115,7 @@ mod tests {
         let wanted = |first, count| pairs(region.wanted(PageRange::new(first, count), |_| 0));
         assert_eq!(wanted(0, 256), [(10, 5), (120, 20)], "joined across windows");
         assert_eq!(wanted(12, 116), [(12, 3), (120, 8)]);
-        let claimed = |first| window_mask(PageRange::new(125, 10), first);
+        let claimed = |first| WindowPages::within(PageRange::new(125, 10), first).mask;
         assert_eq!(pairs(region.wanted(PageRange::new(96, 64), claimed)), [(120, 5), (135, 5)]);
         assert_eq!(wanted(992, 8), [(992, 8)]);
         assert_eq!(region.stored_in(PageRange::new(0, 1000)), 725);

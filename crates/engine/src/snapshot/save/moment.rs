@@ -27,6 +27,7 @@ use std::{
 use crossbeam_channel::{Receiver, SendTimeoutError, Sender, bounded};
 use transship_memory::{
     Error as MemoryError, Fault, FileQueue, Freeing, PAGE_BYTES, PageBuffer, PageRange, PageSet, Protection, Region,
+    WindowPages,
 };
 
 use super::{
@@ -36,7 +37,6 @@ use super::{
 use crate::{
     Error, cpu,
     guest::{GuestError, SourceGuest},
-    page_map::{runs, window_mask},
     snapshot::file::target::Target,
 };
 
@@ -249,7 +249,7 @@ impl<'a> Moment<'a> {
     fn save_first(&self, fault: Fault, written: &mut Written) -> Result<Copies, Failure> {
         let region = &self.regions[fault.region];
         let unit = fault.page / region.unit;
-        let (first, units) = region.around(unit);
+        let WindowPages { first, mask: units } = region.around(unit);
         let claimed = region.left.claim(first, units);
         let own = 1 << (unit - first);
         if claimed & own == 0 {
@@ -291,7 +291,7 @@ impl<'a> Moment<'a> {
             while let Ok(copied) = copies.try_recv() {
                 write_copies(queue, copied)?;
             }
-            let Some((region, first, units)) = self.next_chunk() else { break };
+            let Some((region, WindowPages { first, mask: units })) = self.next_chunk() else { break };
             let claimed = self.regions[region].left.claim(first, units);
             let copied = self.save(region, first, claimed, &mut written)?;
             self.chunk_done();
@@ -309,14 +309,13 @@ impl<'a> Moment<'a> {
     }
 
     /// Region, first unit, units.
-    fn next_chunk(&self) -> Option<(usize, u64, u128)> {
+    fn next_chunk(&self) -> Option<(usize, WindowPages)> {
         let mut number = self.next.fetch_add(1, Relaxed);
         for (index, region) in self.regions.iter().enumerate() {
             match number.checked_sub(region.chunks()) {
                 Some(rest) => number = rest,
                 None => {
-                    let (first, units) = region.chunk(number);
-                    return Some((index, first, units));
+                    return Some((index, region.chunk(number)));
                 }
             }
         }
@@ -334,7 +333,7 @@ impl<'a> Moment<'a> {
     /// Copies the pages of units that the caller has claimed, and lets them go.
     fn save(&self, region: usize, first: u64, claimed: u128, written: &mut Written) -> Result<Copies, Failure> {
         let mut copied = Copies::new();
-        for units in runs(first, claimed) {
+        for units in WindowPages::new(first, claimed).runs() {
             let pages = self.regions[region].pages_of(units);
             self.copy(region, pages, written, &mut copied)?;
             self.let_go(region, pages)?;
@@ -347,8 +346,8 @@ impl<'a> Moment<'a> {
         // Units are claimed only once the moment is there.
         let Some(data) = self.regions[region].data() else { return Ok(()) };
         for first in (pages.first / 128 * 128..pages.end()).step_by(128) {
-            let wanted = data.window(first) & window_mask(pages, first);
-            for run in runs(first, wanted) {
+            let wanted = data.window(first) & WindowPages::within(pages, first).mask;
+            for run in WindowPages::new(first, wanted).runs() {
                 self.check_there(memory, run)?;
                 memory.populate_read(run);
             }
@@ -357,7 +356,7 @@ impl<'a> Moment<'a> {
             self.pages.note(region, first, present, zero);
             written.normal += u64::from(present.count_ones());
             written.zero += u64::from(zero.count_ones());
-            for run in runs(first, present) {
+            for run in WindowPages::new(first, present).runs() {
                 let mut buffer = PageBuffer::new(run.count as usize);
                 memory.copy_to(run, buffer.bytes_mut()).map_err(Failure::Guest)?;
                 to.push(Copied { offset: self.pages.places[region] + run.first * PAGE_BYTES as u64, buffer });

@@ -14,7 +14,7 @@
 //! afterwards.
 use std::sync::{Arc, atomic::Ordering::Relaxed};
 
-use transship_memory::{Freeing, GuestMemory, PAGE_BYTES, PageRange, PageSet, Writeback};
+use transship_memory::{Freeing, GuestMemory, PAGE, PageRange, PageSet, WindowPages, Writeback};
 use transship_wire::qemu::{Block, Command, Configuration, Name, StreamWriter};
 
 use super::{
@@ -23,7 +23,7 @@ use super::{
 };
 use crate::{
     Error, FileReport, Progress, fail_point,
-    page_map::{PageMap, runs},
+    page_map::PageMap,
     scan::Pending,
     snapshot::file::target::Target,
     stream::{regions::RegionBlock, state::DeviceState},
@@ -35,7 +35,6 @@ const RAM_SECTION: u32 = u32::from_be_bytes(*b"\0ram");
 const PIECE: usize = 1 << 20;
 /// Bytes of a record without its page, with the block's name left out.
 const RECORD_BYTES: u64 = 9;
-const PAGE: u64 = PAGE_BYTES as u64;
 
 /// The stream as far as it is written.
 pub(crate) struct StreamFile {
@@ -138,9 +137,9 @@ impl StreamFile {
             self.content[region].take(range).for_each(drop);
             self.out.zeros(&name, range, target)?;
         }
-        for (first, wanted) in pending.batches().flatten() {
+        for window in pending.batches().flatten() {
             self.check_cancelled()?;
-            self.write_window(region, &name, first, wanted, written)?;
+            self.write_window(region, &name, window, written)?;
             self.out.flush_pieces(target)?;
         }
         Ok(())
@@ -150,8 +149,7 @@ impl StreamFile {
         &mut self,
         region: usize,
         name: &Name,
-        first: u64,
-        wanted: u128,
+        WindowPages { first, mask: wanted }: WindowPages,
         written: &mut Written,
     ) -> Result<(), Error> {
         let memory = &self.memory.regions()[region];
@@ -164,12 +162,12 @@ impl StreamFile {
         content.remove(first, zero);
         content.insert(first, present);
         // What had no content was told to be zero in the first round.
-        for page in runs(first, if self.first { zero } else { zero & had }).flat_map(|run| run.first..run.end()) {
+        for page in WindowPages::new(first, if self.first { zero } else { zero & had }).iter() {
             self.out.writer.zero_page(name, page * PAGE);
         }
         self.copy.clear();
         memory.copy_out(first, present, &mut self.copy)?;
-        let pages = runs(first, present).flat_map(|run| run.first..run.end());
+        let pages = WindowPages::new(first, present).iter();
         for (page, bytes) in pages.zip(self.copy.as_chunks().0) {
             self.out.writer.page(name, page * PAGE, bytes);
         }

@@ -1,7 +1,7 @@
 //! A region of the memory of one moment: which pages it had, and which of them nobody has saved yet.
 use std::sync::OnceLock;
 
-use transship_memory::{PAGE_BYTES, PageRange, PageSet, Region};
+use transship_memory::{PAGE_BYTES, PageRange, PageSet, Region, WindowPages};
 
 use crate::{Error, page_map::PageMap};
 
@@ -58,7 +58,7 @@ impl Unsaved {
     /// The units around this one are let go of before the moment, because somebody writes there; they are protected
     /// again later.
     pub(super) fn pass(&self, unit: u64) -> PageRange {
-        let (window, units) = self.around(unit);
+        let WindowPages { first: window, mask: units } = self.around(unit);
         self.passed.insert(window, units);
         let first = window + u64::from(units.trailing_zeros());
         self.pages_of(PageRange::new(first, u64::from(units.count_ones()).min(self.units - first)))
@@ -118,20 +118,20 @@ impl Unsaved {
         around
     }
 
-    /// The units that a fault on this one is about: begin of their window, and the units there.
-    pub(super) fn around(&self, unit: u64) -> (u64, u128) {
+    /// The units that a fault on this one is about.
+    pub(super) fn around(&self, unit: u64) -> WindowPages {
         let group = (FAULT_PAGES / self.unit).max(1);
         let (window, first) = (unit / 128 * 128, unit / group * group);
-        (window, (u128::MAX >> (128 - group)) << (first - window))
+        WindowPages::new(window, (u128::MAX >> (128 - group)) << (first - window))
     }
 
     pub(super) fn chunks(&self) -> u64 {
         self.units.div_ceil(self.chunk)
     }
 
-    /// The units of a chunk: begin of their window, and the units there.
-    pub(super) fn chunk(&self, number: u64) -> (u64, u128) {
+    /// The units of a chunk.
+    pub(super) fn chunk(&self, number: u64) -> WindowPages {
         let first = number * self.chunk;
-        (first / 128 * 128, (u128::MAX >> (128 - self.chunk)) << (first % 128))
+        WindowPages::new(first / 128 * 128, (u128::MAX >> (128 - self.chunk)) << (first % 128))
     }
 }

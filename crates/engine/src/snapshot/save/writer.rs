@@ -12,11 +12,11 @@ use std::{
 };
 
 use crossbeam_channel::{Receiver, SendTimeoutError, Sender, bounded};
-use transship_memory::{FileIo, FileQueue, Freeing, GuestMemory, PAGE_BYTES, PageRange, Region, Turns};
+use transship_memory::{FileIo, FileQueue, Freeing, GuestMemory, PAGE_BYTES, PageRange, Region, Turns, WindowPages};
 
 use crate::{
     Error, Progress, cpu,
-    page_map::{PageMap, runs},
+    page_map::PageMap,
     scan::{Pending, new_holes},
     snapshot::file::target::{DEPTH, Target},
 };
@@ -52,8 +52,7 @@ pub(crate) struct Written {
 /// A piece of a round.
 struct Batch {
     region: usize,
-    /// First page and wanted pages.
-    windows: Vec<(u64, u128)>,
+    windows: Vec<WindowPages>,
 }
 
 /// A round, for one thread: it takes batches until there are no more.
@@ -234,8 +233,7 @@ impl Pages {
                 continue;
             }
             let mut windows = batch.windows.into_iter();
-            outcome = windows
-                .try_for_each(|(first, wanted)| self.write_window(queue, batch.region, first, wanted, &mut written));
+            outcome = windows.try_for_each(|window| self.write_window(queue, batch.region, window, &mut written));
             if outcome.is_err() {
                 self.failed.store(true, Relaxed);
             }
@@ -249,8 +247,7 @@ impl Pages {
         &self,
         queue: &mut FileQueue,
         region: usize,
-        first: u64,
-        wanted: u128,
+        WindowPages { first, mask: wanted }: WindowPages,
         written: &mut Written,
     ) -> Result<(), transship_memory::Error> {
         let zero = zero_pages(&self.memory.regions()[region], self.freeing, first, wanted)?;
@@ -259,7 +256,7 @@ impl Pages {
         written.zero += u64::from(zero.count_ones());
         written.rewritten += u64::from((present & self.content[region].window(first)).count_ones());
         self.note(region, first, present, zero);
-        for run in runs(first, present) {
+        for run in WindowPages::new(first, present).runs() {
             queue.write(region, run, self.places[region] + run.first * PAGE_BYTES as u64)?;
         }
         Ok(())
@@ -310,7 +307,7 @@ pub(crate) fn zero_pages(
     };
     let data = wanted & !holes;
     // Run by run: reading between them might make pages in holes.
-    runs(first, data).for_each(|run| memory.populate_read(run));
+    WindowPages::new(first, data).runs().for_each(|run| memory.populate_read(run));
     Ok(holes | memory.zero_mask(first, data)?)
 }
 

@@ -1,0 +1,108 @@
+//! Some pages of one window of 128: how sets of pages travel between threads, and what a packet carries.
+use crate::{PageRange, WINDOW_PAGES};
+
+/// Some of the 128 pages from `first` on, as a mask.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct WindowPages {
+    /// The first page of the window, which need not be among them.
+    pub first: u64,
+    /// Bit `i` is page `first + i`.
+    pub mask: u128,
+}
+
+impl WindowPages {
+    /// The pages of `mask` in the window from page `first` on.
+    pub fn new(first: u64, mask: u128) -> Self {
+        Self { first, mask }
+    }
+
+    /// Those pages of `range` that are in the window from page `first` on.
+    pub fn within(range: PageRange, first: u64) -> Self {
+        let below = |page: u64| low_bits(page.saturating_sub(first).min(WINDOW_PAGES));
+        Self { first, mask: below(range.end()) & !below(range.first) }
+    }
+
+    /// How many they are.
+    pub fn count(self) -> u64 {
+        self.mask.count_ones().into()
+    }
+
+    /// None at all.
+    pub fn is_empty(self) -> bool {
+        self.mask == 0
+    }
+
+    /// Their maximal runs, ascending.
+    pub fn runs(self) -> impl Iterator<Item = PageRange> {
+        let mut rest = self.mask;
+        std::iter::from_fn(move || {
+            if rest == 0 {
+                return None;
+            }
+            let skipped = rest.trailing_zeros();
+            let count = (rest >> skipped).trailing_ones();
+            rest &= !low_bits(u64::from(skipped + count));
+            Some(PageRange::new(self.first + u64::from(skipped), count.into()))
+        })
+    }
+
+    /// Their numbers, ascending.
+    pub fn iter(self) -> impl Iterator<Item = u64> {
+        self.runs().flat_map(|run| run.first..run.end())
+    }
+}
+
+impl PageRange {
+    /// The windows that the range has pages of, which begin at multiples of 128, and these pages.
+    pub fn windows(self) -> impl Iterator<Item = WindowPages> {
+        let first = self.first / WINDOW_PAGES * WINDOW_PAGES;
+        let windows = (first..self.end()).step_by(WINDOW_PAGES as usize);
+        // A range of no pages may begin in the middle of one.
+        windows.map(move |first| WindowPages::within(self, first)).filter(|window| !window.is_empty())
+    }
+}
+
+/// The lowest `count` bits, `count` up to 128.
+pub(crate) fn low_bits(count: u64) -> u128 {
+    if count == 0 { 0 } else { u128::MAX >> (WINDOW_PAGES - count) }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    proptest! {
+        #[test]
+        fn runs_are_maximal_and_are_the_pages_of_the_mask(first in 0..1u64 << 40, mask: u128, other: u128) {
+            // Long runs as well as short ones.
+            for mask in [mask, mask & other, mask | other, 0, u128::MAX, 1, 1 << 127] {
+                let window = WindowPages::new(first, mask);
+                let pages: Vec<u64> = (0..128).filter(|bit| mask >> bit & 1 == 1).map(|bit| first + bit).collect();
+                let runs: Vec<_> = window.runs().collect();
+                prop_assert!(runs.windows(2).all(|two| two[0].end() < two[1].first));
+                prop_assert_eq!(window.count(), pages.len() as u64);
+                prop_assert_eq!(window.is_empty(), pages.is_empty());
+                prop_assert_eq!(window.iter().collect::<Vec<_>>(), pages);
+            }
+        }
+
+        #[test]
+        fn the_windows_of_a_range_hold_its_pages_and_no_other(first in 0..500u64, count in 0..500u64) {
+            let windows: Vec<_> = PageRange::new(first, count).windows().collect();
+            prop_assert!(windows.iter().all(|window| window.first.is_multiple_of(128) && !window.is_empty()));
+            let pages: Vec<u64> = windows.into_iter().flat_map(WindowPages::iter).collect();
+            prop_assert_eq!(pages, (first..first + count).collect::<Vec<_>>());
+        }
+    }
+
+    #[test]
+    fn a_range_may_lie_about_before_and_behind_a_window() {
+        let within = |first, count, window| WindowPages::within(PageRange::new(first, count), window).mask;
+        assert_eq!(within(0, 1000, 128), u128::MAX);
+        assert_eq!((within(0, 128, 128), within(256, 1, 128), within(200, 0, 128)), (0, 0, 0));
+        assert_eq!((within(0, 129, 128), within(255, 9, 128)), (1, 1 << 127));
+        assert_eq!(within(u64::MAX - 1, u64::MAX, 128), 0);
+    }
+}
