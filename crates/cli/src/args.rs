@@ -2,6 +2,7 @@
 //!
 //! Values with rules of their own (units, bounds, addresses) stay text here: [`crate::checks`] reads them all, so that
 //! one attempt reports every mistake, before anything touches a VM.
+mod clones;
 mod convert;
 mod receive;
 mod relay;
@@ -9,6 +10,7 @@ mod restore;
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
 
+pub(crate) use clones::{CloneArgs, ForkArgs};
 pub(crate) use convert::ConvertArgs;
 pub(crate) use receive::{ReceiveArgs, Sender};
 pub(crate) use relay::RelayArgs;
@@ -127,9 +129,13 @@ pub(crate) enum Command {
     Save(SaveArgs),
     /// Restore a guest from a snapshot file
     Restore(RestoreArgs),
+    /// Make a guest that shares the memory of an image with others
+    Clone(CloneArgs),
+    /// Make an image of a running guest, and clones of it
+    Fork(ForkArgs),
     /// Show what a snapshot file holds, and check it
     Info(InfoArgs),
-    /// Convert a migration stream to a mapped-ram file, or the reverse
+    /// Convert a snapshot to another layout
     Convert(ConvertArgs),
     /// Show how fast a guest writes its memory, live
     Watch(WatchArgs),
@@ -329,11 +335,12 @@ pub(crate) struct SaveArgs {
     /// error if the file system refuses. A stream is always written through the page cache.
     #[arg(long, value_name = "WHETHER", default_value = "auto", default_missing_value = "on", num_args = 0..=1, require_equals = true)]
     pub(crate) direct_io: String,
-    /// Layout of the file: mapped-ram or stream
+    /// Layout of the file: mapped-ram, stream or raw
     ///
     /// `mapped-ram`: every page has its place, so many threads write at once, and the file never takes more than the
     /// guest's memory. QEMU 9.0 and newer load it. `stream`: one page after the other; a page that changes is written
-    /// again. QEMU of any version loads it.
+    /// again. QEMU of any version loads it. `raw`: a folder with the guest's memory as it is, from which `transship
+    /// clone` makes guests that share it.
     #[arg(long, value_enum, default_value_t = FileFormat::MappedRam, value_name = "FORMAT", hide_possible_values = true)]
     pub(crate) format: FileFormat,
     /// How long a live guest may be stopped, up to 60s
@@ -365,6 +372,7 @@ pub(crate) struct SaveArgs {
 pub(crate) enum FileFormat {
     MappedRam,
     Stream,
+    Raw,
 }
 
 impl From<FileFormat> for transship_engine::Format {
@@ -372,6 +380,7 @@ impl From<FileFormat> for transship_engine::Format {
         match format {
             FileFormat::MappedRam => Self::MappedRam,
             FileFormat::Stream => Self::Stream,
+            FileFormat::Raw => Self::Raw,
         }
     }
 }

@@ -45,7 +45,7 @@ fn run(cli: &Cli) -> Result<(), Failure> {
         Command::Move(_) | Command::Receive(_) | Command::Relay(_) => Err(Failure::NeedsPerson(
             "a bug ended this process in the middle of a move; check both VMs: at most one of them may run".into(),
         )),
-        Command::Save(_) => Err(Failure::NeedsPerson(
+        Command::Save(_) | Command::Fork(_) => Err(Failure::NeedsPerson(
             "a bug ended this process in the middle of a save; check whether the guest runs".into(),
         )),
         Command::Restore(args) if args.lazy => Err(Failure::NeedsPerson(
@@ -64,6 +64,8 @@ fn dispatch(cli: &Cli) -> Result<(), Failure> {
         Command::Relay(args) => commands::relay::run(args),
         Command::Save(args) => commands::save::run(args),
         Command::Restore(args) => commands::restore::run(args),
+        Command::Clone(args) => commands::clones::run(args),
+        Command::Fork(args) => commands::fork::run(args),
         Command::Info(args) => commands::info::run(args),
         Command::Convert(args) => commands::convert::run(args),
         Command::Watch(args) => commands::watch::run(args),

@@ -63,6 +63,8 @@ pub(crate) enum Side {
     Source,
     Destination,
     Save,
+    /// An image, and then clones.
+    Fork,
     /// A guest from a file.
     Restore,
     /// A file from a file.
@@ -94,6 +96,7 @@ fn answer(phase: Phase, before: usize, side: Side) -> &'static str {
         (Phase::HandedOver | Phase::Done, Side::Relay) => {
             "too late to cancel: the guest is being handed over to the destination"
         }
+        (_, Side::Fork) => "cancelling; the guest runs on, and so do the clones that run already",
         (_, Side::Relay) => "cancelling; the guest runs on at the source",
         (_, Side::Conversion) => "cancelling; nothing changes",
         _ if before > 0 => "already cancelling; wait, so that nothing is left behind in the VMM",

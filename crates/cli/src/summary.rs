@@ -1,4 +1,5 @@
 //! The result of a move: one JSON object, or a short table for people.
+mod clones;
 mod common;
 mod convert;
 mod relay;
@@ -15,6 +16,7 @@ use crate::{
     units::{Bytes, Count},
 };
 
+pub(crate) use clones::{cloned, forked};
 pub(crate) use convert::{converted, received};
 pub(crate) use relay::relayed;
 pub(crate) use restore::restored;

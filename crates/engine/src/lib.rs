@@ -41,12 +41,12 @@ pub use qemu_peer::{
     send_to_qemu,
 };
 pub use report::{
-    ByteCounts, CpuSeconds, Drains, FileReport, LazyReport, MethodBytes, PageCounts, RelayReport, Report, RoundReport,
-    Status,
+    ByteCounts, CloneMemory, CloneReport, CpuSeconds, Drains, FileReport, LazyReport, MethodBytes, PageCounts,
+    RelayReport, Report, RoundReport, Status,
 };
 pub use snapshot::{
     BlockInfo, DirectIo, Ending, FileIo, FilePlace, FileUri, Format, RestoreOptions, SaveOptions, SectionInfo,
-    SnapshotInfo, StandIn, TakeOver, Then, Way, convert, inspect, restore_guest, save_guest,
+    SnapshotInfo, StandIn, TakeOver, Then, Way, arguments, clone_guest, convert, inspect, restore_guest, save_guest,
 };
 pub use source::move_guest;
 pub use transport::{Listener, Uri};

@@ -124,6 +124,34 @@ pub struct LazyReport {
     pub filled_ms: f64,
 }
 
+/// How a clone has its memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum CloneMemory {
+    /// It maps the image: nothing was copied.
+    #[default]
+    Mapped,
+    /// Memory of its own, to which pages came when they were touched.
+    Lazy,
+    /// Memory of its own, to which all pages were copied first.
+    Copied,
+}
+
+/// How a guest became a clone.
+#[derive(Debug, Clone, Default, Serialize)]
+pub struct CloneReport {
+    /// How it has its memory.
+    pub memory: CloneMemory,
+    /// Pages that the waiting VMM had written by itself, and that were put back.
+    pub pages_written: u64,
+    /// From the call until all was known and checked.
+    pub prepare_ms: f64,
+    /// Of it all: until the VMM had loaded its devices.
+    pub load_ms: f64,
+    /// From the call until the guest ran.
+    pub runs_ms: f64,
+}
+
 /// What a relay has carried.
 #[derive(Debug, Clone, Default, Serialize)]
 pub struct RelayReport {
@@ -201,6 +229,9 @@ pub struct Report {
     /// Of a lazy restore that brought all pages.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub lazy: Option<LazyReport>,
+    /// Of a clone.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub clone: Option<CloneReport>,
     /// Of a relay.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub relay: Option<RelayReport>,

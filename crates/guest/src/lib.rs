@@ -72,6 +72,24 @@ pub struct DeviceBlock {
     pub max_bytes: u64,
 }
 
+/// A file that is a disk of a guest, or a part of one.
+#[derive(Debug, Clone, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+pub struct DiskFile {
+    /// Its name, as the VMM knows it.
+    pub name: String,
+    /// The device that it is on, and its number there; of a block device its own number, and 0.
+    pub device: u64,
+    /// See `device`.
+    pub inode: u64,
+}
+
+impl DiskFile {
+    /// Whether both are the same file, whatever they are called.
+    pub fn is(&self, other: &Self) -> bool {
+        (self.device, self.inode) == (other.device, other.inode)
+    }
+}
+
 /// Pages of one region.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Place {
@@ -186,6 +204,13 @@ pub trait SourceGuest: Send {
     /// It can't be known.
     fn drain(&mut self) -> Result<bool, GuestError> {
         Ok(false)
+    }
+    /// The files of all disks of the guest, as far as they are known.
+    ///
+    /// # Errors
+    /// The VMM does not say.
+    fn disks(&mut self) -> Result<Vec<DiskFile>, GuestError> {
+        Ok(Vec::new())
     }
     /// Whether the vCPUs run now.
     fn is_running(&mut self) -> Result<bool, GuestError>;
@@ -338,6 +363,13 @@ pub trait DestinationGuest: Send {
     /// The VMM does not say.
     fn last_will(&mut self) -> Result<String, GuestError> {
         Ok(String::new())
+    }
+    /// The files of disks that the guest may write to.
+    ///
+    /// # Errors
+    /// The VMM does not say.
+    fn writable_disks(&mut self) -> Result<Vec<DiskFile>, GuestError> {
+        Ok(Vec::new())
     }
     /// Loads the device state, to the end of `state`, and waits until the VMM reports that it has loaded all of it.
     fn load_state(&mut self, state: &mut dyn Read) -> Result<(), GuestError>;

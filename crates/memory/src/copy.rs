@@ -147,7 +147,7 @@ impl Shared {
         zero
     }
 
-    fn copy_out(&self, first: u64, present: u128, out: &mut Vec<u8>) {
+    pub(crate) fn copy_out(&self, first: u64, present: u128, out: &mut Vec<u8>) {
         out.reserve(present.count_ones() as usize * PAGE_BYTES);
         for run in WindowPages::new(first, present).runs() {
             let (start, len) = self.raw(run);

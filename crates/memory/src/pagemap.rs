@@ -10,6 +10,8 @@ use std::{
 use crate::uffd::{done, read_write};
 
 const PAGE_IS_WRITTEN: u64 = 1 << 1;
+/// A page of a file, or of memory that is shared.
+const PAGE_IS_FILE: u64 = 1 << 2;
 const PAGE_IS_PRESENT: u64 = 1 << 3;
 const PAGE_IS_SWAPPED: u64 = 1 << 4;
 /// The one page of zeros that the kernel shows to those who have only read.
@@ -48,9 +50,16 @@ pub(crate) enum Look {
     WrittenAndThere,
     /// Pages that the process has, in memory or in swap; nothing is tracked anew.
     There,
+    /// As `There`, but without those that show a file: what the process has written to its own mapping of one.
+    Own,
 }
 
 impl Look {
+    /// What a page must not be.
+    fn inverted(self) -> u64 {
+        if self == Self::Own { PAGE_IS_FILE } else { 0 }
+    }
+
     /// The flags, what a page must be, what of it is told.
     fn request(self) -> (u64, u64, u64, u64) {
         let there = PAGE_IS_PRESENT | PAGE_IS_SWAPPED;
@@ -59,6 +68,7 @@ impl Look {
             Self::Written => (rearm, PAGE_IS_WRITTEN, 0, PAGE_IS_WRITTEN),
             Self::WrittenAndThere => (rearm, PAGE_IS_WRITTEN, there, PAGE_IS_WRITTEN),
             Self::There => (0, 0, there, PAGE_IS_PFNZERO),
+            Self::Own => (0, PAGE_IS_FILE, there, PAGE_IS_PFNZERO),
         }
     }
 }
@@ -103,7 +113,7 @@ pub(crate) fn scan(
         vec: ptr::from_mut(found).cast::<Found>().addr() as u64,
         vec_len: found.len() as u64,
         max_pages: 0,
-        category_inverted: 0,
+        category_inverted: look.inverted(),
         category_mask,
         category_anyof_mask,
         return_mask,

@@ -47,6 +47,17 @@ impl Private {
         })
     }
 
+    /// The pages that the process has written, where everything else shows a file.
+    pub(crate) fn own(&self, pages: u64) -> io::Result<PageSet> {
+        let mut own = PageSet::empty(pages);
+        let page = |address| (address - self.address) / PAGE_BYTES as u64;
+        let end = self.address_of(pages);
+        self.process.own_pages(self.address, end, |start, found_end| {
+            own.insert(PageRange::new(page(start), page(found_end.min(end)) - page(start)));
+        })?;
+        Ok(own)
+    }
+
     /// Adds the pages of the range that are not known to read as zero.
     pub(crate) fn add_data(&self, range: PageRange, data: &mut PageSet) -> io::Result<()> {
         self.each_there(range, |there| data.insert(there))
@@ -113,6 +124,11 @@ impl Private {
             self.write(part, &ZEROS[..part.bytes() as usize])?;
         }
         Ok(())
+    }
+
+    /// That file, and where in it the memory begins.
+    pub(crate) fn file_below(&self) -> Option<(BorrowedFd<'_>, u64)> {
+        self.below.as_ref().map(|below| (below.file(), below.file_offset()))
     }
 
     pub(crate) fn file(&self) -> Option<BorrowedFd<'_>> {

@@ -150,11 +150,20 @@ impl Process {
     ///
     /// # Errors
     /// The process has ended; a kernel before 6.7.
-    pub(crate) fn pages_there(&self, start: u64, end: u64, mut found: impl FnMut(u64, u64)) -> io::Result<()> {
+    pub(crate) fn pages_there(&self, start: u64, end: u64, found: impl FnMut(u64, u64)) -> io::Result<()> {
+        self.pages(Look::There, start, end, found)
+    }
+
+    /// The same of those that show no file.
+    pub(crate) fn own_pages(&self, start: u64, end: u64, found: impl FnMut(u64, u64)) -> io::Result<()> {
+        self.pages(Look::Own, start, end, found)
+    }
+
+    fn pages(&self, look: Look, start: u64, end: u64, mut found: impl FnMut(u64, u64)) -> io::Result<()> {
         let mut stretches = [Found::default(); FOUND];
         let mut at = start;
         while at < end {
-            let (count, next) = pagemap::scan(self.pagemap(), Look::There, at, end, &mut stretches)?;
+            let (count, next) = pagemap::scan(self.pagemap(), look, at, end, &mut stretches)?;
             stretches[..count]
                 .iter()
                 .filter(|stretch| !stretch.is_zero_page())

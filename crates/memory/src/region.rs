@@ -6,7 +6,9 @@ use std::{
     sync::Arc,
 };
 
-use crate::{Error, Keep, PAGE_BYTES, PageRange, PageSet, Process, private::Private, shared::Shared};
+use crate::{
+    Error, Keep, PAGE_BYTES, PageRange, PageSet, Process, private::Private, shared::Shared, window::WindowPages,
+};
 
 /// How a region is used.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -123,6 +125,49 @@ impl Region {
             Held::Shared(shared) => Some((shared.file(), shared.file_offset())),
             Held::Private(_) => None,
         }
+    }
+
+    /// The file that private memory shows where its process has not written, and where in it the memory begins.
+    pub fn file_below(&self) -> Option<(BorrowedFd<'_>, u64)> {
+        match &self.held {
+            Held::Shared(_) => None,
+            Held::Private(private) => private.file_below(),
+        }
+    }
+
+    /// Gives private memory back what the file below it holds, wherever its process has written: how many pages those
+    /// were. Nothing may write to it meanwhile.
+    ///
+    /// # Errors
+    /// A region without such a file, or mapped for reading; the system's own.
+    pub fn revert(&self) -> Result<u64, Error> {
+        self.check_writable()?;
+        let Held::Private(private) = &self.held else {
+            return Err(Error::unusable(&self.name, "it is not private memory, and shows no file"));
+        };
+        let Some(below) = &private.below else {
+            return Err(Error::unusable(&self.name, "its process maps no file"));
+        };
+        let own = private.own(self.pages()).map_err(|source| self.unknown(source))?;
+        if own.count() == 0 {
+            return Ok(0);
+        }
+        // A hole of the file must not be read: that would make a page of it.
+        let data = below.data_among(&own)?;
+        let failed = |source| self.failed("write pages", source);
+        for WindowPages { first, mask } in own.windows() {
+            let (there, holes) = (mask & data.window(first), mask & !data.window(first));
+            let mut bytes = Vec::new();
+            below.copy_out(first, there, &mut bytes);
+            let mut rest = bytes.as_slice();
+            for run in WindowPages::new(first, there).runs() {
+                let (pages, after) = rest.split_at(run.bytes() as usize);
+                private.write(run, pages).map_err(failed)?;
+                rest = after;
+            }
+            WindowPages::new(first, holes).runs().try_for_each(|run| private.write_zeros(run).map_err(failed))?;
+        }
+        Ok(own.count())
     }
 
     /// Whether a process has it for itself.

@@ -9,6 +9,8 @@ Examples:
     transship convert vm.stream vm.snap
   A snapshot, to a stream for a QEMU before 9.0:
     transship convert vm.snap vm.stream
+  An image from which clones run:
+    transship convert vm.snap /srv/warm --format raw
   A stream that comes through a pipe:
     ssh ship2 cat vm.stream | transship convert - /srv/vm.snap
 
@@ -18,13 +20,13 @@ TO is written under another name, and renamed when it is complete and on the dis
 #[derive(Debug, Args)]
 #[command(after_long_help = CONVERT_EXAMPLES)]
 pub(crate) struct ConvertArgs {
-    /// What to read: PATH, file:PATH,offset=N, fd:N, or - for standard input
+    /// What to read: PATH, file:PATH,offset=N, fd:N, - for standard input, or the folder of an image
     #[arg(value_name = "FROM")]
     pub(crate) from: String,
-    /// The file to write: PATH, file:PATH,offset=N or fd:N
+    /// The file to write, or the folder of an image: PATH, file:PATH,offset=N or fd:N
     #[arg(value_name = "TO")]
     pub(crate) to: String,
-    /// Layout of TO: mapped-ram or stream [default: the one that FROM does not have]
+    /// Layout of TO: mapped-ram, stream or raw [default: stream for mapped-ram, else mapped-ram]
     #[arg(long, value_enum, value_name = "FORMAT", hide_possible_values = true)]
     pub(crate) format: Option<FileFormat>,
     /// Print the result as one JSON object

@@ -60,6 +60,9 @@ fn text(info: &SnapshotInfo) -> String {
     if let Some(why) = &info.refusal {
         row("restore", format!("not possible: {why}"));
     }
+    if let Some(why) = &info.not_for_clones {
+        row("clones", format!("not possible: {why}"));
+    }
     blocks(&mut text, &info.blocks);
     sections(&mut text, info);
     text

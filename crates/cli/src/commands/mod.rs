@@ -1,7 +1,9 @@
 //! What each subcommand does.
 pub(crate) mod balloon;
 pub(crate) mod bench;
+pub(crate) mod clones;
 pub(crate) mod convert;
+pub(crate) mod fork;
 pub(crate) mod guard;
 pub(crate) mod guest;
 pub(crate) mod info;

@@ -112,6 +112,10 @@ impl Request {
 
 fn file_options(args: &ReceiveArgs, checks: &mut Checks) -> Option<FileSinkOptions> {
     let format = args.format.map_or(Format::default(), |format| format.into());
+    if format == Format::Raw {
+        checks
+            .mistake("--format raw: receive into a mapped-ram file, and convert it: transship convert FILE DIR".into());
+    }
     let direct_io = flags::direct_io(checks, args.direct_io.as_deref(), format);
     Some(FileSinkOptions { format, direct_io: direct_io?, io: args.io.map(|io| io.into()).unwrap_or_default() })
 }

@@ -1,15 +1,16 @@
-//! From one layout of a file to the other, without any guest.
+//! From one layout of a snapshot to another, without any guest.
 use std::{
     sync::{Arc, atomic::Ordering::Relaxed},
     time::Instant,
 };
 
-use transship_memory::{FileIo, GuestMemory, PAGE, PageRange};
+use transship_memory::{FileIo, GuestMemory, PAGE, PageRange, PageSet};
 use transship_wire::qemu::{Block, Configuration};
 
 use super::{
     DirectIo, FileUri, Format,
-    file::target::Target,
+    file::{origin::Origin, target::Target},
+    image::{STATE, opened::Image},
     mapped::store::MappedStore,
     open::{Opened, Snapshot, Stream, check_complete, open},
     read_stream::ReadStream,
@@ -26,8 +27,8 @@ const READ_PAGES: u64 = 256;
 /// Zero pages that are passed on at once: a stream has a record for each.
 const CLEAR_PAGES: u64 = 1 << 16;
 
-/// Makes a snapshot file of another one, or of a stream: in `format`, or else in the other of the two. Nothing but the
-/// layout changes; what a stream says of a page more than once is in a mapped-ram file as it was said last.
+/// Makes a snapshot of another one, or of a stream: in `format`, or else a stream of a mapped-ram file, and a mapped-ram
+/// file of anything else. Nothing but the layout changes; what a stream says of a page more than once is in a mapped-ram file as it was said last.
 ///
 /// On failure what was at the name of `to` is there as it was.
 ///
@@ -44,7 +45,7 @@ pub fn convert(
     let result = open(from, DirectIo::Off).and_then(|opened| {
         let format = format.unwrap_or(match opened {
             Opened::Mapped(_) => Format::Stream,
-            Opened::Stream(_) => Format::MappedRam,
+            Opened::Stream(_) | Opened::Image(_) => Format::MappedRam,
         });
         Conversion { to, format, progress, report, begin }.run(opened)
     });
@@ -75,6 +76,7 @@ impl Conversion<'_> {
         let Converted { store, counts, tail } = match opened {
             Opened::Mapped(snapshot) => self.mapped(*snapshot)?,
             Opened::Stream(stream) => self.stream(*stream)?,
+            Opened::Image(image) => self.image(*image)?,
         };
         self.progress.set_phase(Phase::Completing);
         let completing = Instant::now();
@@ -99,7 +101,10 @@ impl Conversion<'_> {
 
     fn begin(&mut self, configuration: &Configuration, ram_section: u32) -> Result<Arc<dyn FileStore>, Error> {
         // There is no guest whose memory the file could be.
-        let target = Target::create(self.to, DirectIo::Off, &GuestMemory::new(Vec::new()))?;
+        let target = match self.format {
+            Format::Raw => Target::create_folder(self.to, DirectIo::Off, STATE)?,
+            _ => Target::create(self.to, DirectIo::Off, &GuestMemory::new(Vec::new()))?,
+        };
         self.report.setup_ms = self.begin.elapsed().as_secs_f64() * 1e3;
         self.progress.set_phase(Phase::Reading);
         Ok(file_store(target, self.format, configuration, ram_section, FileIo::Auto))
@@ -116,8 +121,20 @@ impl Conversion<'_> {
         Ok(Converted { store, counts, tail })
     }
 
+    /// Its pages are read once to see that they are those that it was made of: what is made of it has no checksums.
+    fn image(&mut self, image: Image) -> Result<Converted, Error> {
+        image.check_bytes(self.progress)?;
+        let sources = image.sources()?;
+        self.blocks(image.snapshot, &|block| sources.get(&block).map(|(set, origin)| (set, origin)))
+    }
+
     fn mapped(&mut self, snapshot: Snapshot) -> Result<Converted, Error> {
         check_complete(&snapshot)?;
+        self.blocks(snapshot, &|_| None)
+    }
+
+    /// All blocks of a snapshot. `elsewhere`: those whose pages are not in it, by their numbers.
+    fn blocks(&mut self, snapshot: Snapshot, elsewhere: &Elsewhere<'_>) -> Result<Converted, Error> {
         let store = self.begin(&snapshot.configuration, snapshot.ram_section)?;
         let unplaced = snapshot.blocks.iter().map(|block| Block { mapped: None, ..block.clone() });
         store.list(&unplaced.collect::<Vec<_>>())?;
@@ -129,7 +146,19 @@ impl Conversion<'_> {
         self.progress.round_left.store(self.report.bytes.guest, Relaxed);
         let (mut counts, mut writer) = (Counts::default(), Arc::clone(&store).writer()?);
         for (number, block) in snapshot.blocks.iter().enumerate() {
-            self.block(&snapshot, number, block, writer.as_mut(), &mut counts)?;
+            match elsewhere(number) {
+                Some((stored, origin)) => {
+                    let runs = |take: &mut Take<'_>| stored.ranges().try_for_each(take);
+                    let from = From { origin, pages_offset: 0, runs: &runs };
+                    self.block(&from, number, block, writer.as_mut(), &mut counts)?;
+                }
+                None => {
+                    let Some(geometry) = block.geometry() else { continue };
+                    let runs = |take: &mut Take<'_>| snapshot.each_stored(block, take);
+                    let from = From { origin: &snapshot.origin, pages_offset: geometry.pages_offset, runs: &runs };
+                    self.block(&from, number, block, writer.as_mut(), &mut counts)?;
+                }
+            }
         }
         writer.finish()?;
         if snapshot.switchover {
@@ -141,13 +170,12 @@ impl Conversion<'_> {
 
     fn block(
         &self,
-        snapshot: &Snapshot,
+        from: &From<'_>,
         number: usize,
         block: &Block,
         writer: &mut dyn PageWriter,
         counts: &mut Counts,
     ) -> Result<(), Error> {
-        let Some(geometry) = block.geometry() else { return Ok(()) };
         let (what, mut done) = (format!("pages of {:?}", &*block.name), 0);
         let clear = |writer: &mut dyn PageWriter, from: u64, to: u64, counts: &mut Counts| {
             counts.zero += to - from;
@@ -156,14 +184,14 @@ impl Conversion<'_> {
                 writer.clear(number, PageRange::new(first, CLEAR_PAGES.min(to - first)))
             })
         };
-        snapshot.each_stored(block, |run| {
+        (from.runs)(&mut |run| {
             clear(writer, done, run.first, counts)?;
             done = run.end();
             for first in (run.first..run.end()).step_by(READ_PAGES as usize) {
                 self.check_cancelled()?;
                 let count = READ_PAGES.min(run.end() - first);
                 let room = writer.room(count as usize)?;
-                snapshot.read_exact(&what, room, geometry.pages_offset + first * PAGE)?;
+                from.origin.read_exact(&what, room, from.pages_offset + first * PAGE)?;
                 let offsets: Vec<u64> = (first..first + count).map(|page| page * PAGE).collect();
                 let written = write_pages(writer, number, &offsets)?;
                 counts.normal += written.normal;
@@ -188,7 +216,20 @@ impl Conversion<'_> {
     }
 }
 
-/// The store for a file of this layout. `io`: how the kernel is asked to write pages at fixed places.
+/// Hands a run of pages on.
+type Take<'a> = dyn FnMut(PageRange) -> Result<(), Error> + 'a;
+/// The pages of a block that are in another file, and that file.
+type Elsewhere<'a> = dyn Fn(usize) -> Option<(&'a PageSet, &'a Origin)> + 'a;
+
+/// Where the pages of a block are.
+struct From<'a> {
+    origin: &'a Origin,
+    pages_offset: u64,
+    /// Hands on those that are there, ascending.
+    runs: &'a dyn Fn(&mut Take<'_>) -> Result<(), Error>,
+}
+
+/// The store for a snapshot of this layout. `io`: how the kernel is asked to write pages at fixed places.
 pub(crate) fn file_store(
     target: Target,
     format: Format,
@@ -198,6 +239,7 @@ pub(crate) fn file_store(
 ) -> Arc<dyn FileStore> {
     match format {
         Format::MappedRam => Arc::new(MappedStore::begin(target, configuration, ram_section, io)),
+        Format::Raw => Arc::new(MappedStore::begin_image(target, configuration, ram_section, io)),
         Format::Stream => Arc::new(StreamStore::begin(target, configuration, ram_section)),
     }
 }

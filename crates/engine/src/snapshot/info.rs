@@ -9,10 +9,11 @@ use transship_wire::qemu::{Block, Configuration, GlobalState, PageContent, Recor
 use super::{
     DirectIo, FileUri, Format,
     file::origin::Origin,
+    image::opened::Image,
     open::{LEFT_OUT, Opened, Snapshot, Stream, needs_source, open},
 };
 use crate::{
-    Error,
+    Error, Progress,
     stream::{
         tail::check_tail,
         whence::{Whence, damaged},
@@ -26,7 +27,7 @@ const READ_PAGES: u64 = 256;
 pub struct SnapshotInfo {
     /// As the user named it.
     pub file: String,
-    /// `mapped-ram` or `stream`.
+    /// `mapped-ram`, `stream` or `raw`.
     pub format: String,
     /// Where in the file it begins.
     pub offset: u64,
@@ -44,6 +45,9 @@ pub struct SnapshotInfo {
     pub state: Option<String>,
     /// Why it can't be restored, if that is to be seen from it.
     pub refusal: Option<String>,
+    /// Why clones can't run from an image, though it can be restored.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub not_for_clones: Option<String>,
     /// Guest memory and that of devices.
     pub blocks: Vec<BlockInfo>,
     /// Devices, in the order of the file.
@@ -77,6 +81,9 @@ pub struct BlockInfo {
     pub bitmap_offset: Option<u64>,
     /// See `bitmap_offset`.
     pub pages_offset: Option<u64>,
+    /// The file of an image that it is.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub file: Option<String>,
 }
 
 /// A device's state.
@@ -103,7 +110,29 @@ pub fn inspect(from: &FileUri, check: bool) -> Result<SnapshotInfo, Error> {
     match open(from, DirectIo::Off)? {
         Opened::Mapped(snapshot) => mapped(&snapshot, check),
         Opened::Stream(stream) => sequential(*stream),
+        Opened::Image(image) => of_image(&image, check),
     }
+}
+
+/// Its first file says all but which pages the others hold.
+fn of_image(image: &Image, check: bool) -> Result<SnapshotInfo, Error> {
+    if check {
+        image.check_bytes(&Progress::new())?;
+    }
+    let mut info = mapped(&image.snapshot, check)?;
+    (info.file, info.format) = (image.name.clone(), Format::Raw.to_string());
+    info.refusal = image.snapshot.refusal.clone();
+    info.not_for_clones = image.check_pinned().err().map(|error| error.to_string());
+    for (region, (block, origin)) in image.memory.iter().enumerate() {
+        let known = &mut info.blocks[*block];
+        known.left_out = false;
+        known.stored = image.stored(region)?.count();
+        known.zero = known.pages - known.stored;
+        known.file = Some(origin.name.clone());
+        info.bytes += origin.bytes.unwrap_or(0);
+        info.allocated = info.allocated.map(|allocated| allocated + origin.allocated());
+    }
+    Ok(info)
 }
 
 fn mapped(snapshot: &Snapshot, check: bool) -> Result<SnapshotInfo, Error> {
@@ -193,6 +222,7 @@ fn begin(origin: &Origin, format: Format, configuration: &Configuration) -> Snap
         uuid: configuration.uuid.map(uuid_text),
         state: None,
         refusal: None,
+        not_for_clones: None,
         blocks: Vec::new(),
         sections: Vec::new(),
         device_bytes: 0,

@@ -4,10 +4,12 @@
 //! - `file`: the file itself, while it is made or read, whatever is in it
 //! - `mapped`: one in which each page has its place; `stream_store`: one record after the other, in the form that
 //!   [`crate::stream`] knows
+//! - `image`: a folder of files, of which guests are clones
 //! - `open`: what a file holds, checked; `info`: shown; `read_stream`: into a store
 //! - `save`, `restore`, `convert`: what is done with it
 pub(crate) mod convert;
 pub(crate) mod file;
+mod image;
 mod info;
 mod mapped;
 mod open;
@@ -19,10 +21,11 @@ mod stream_store;
 
 pub use convert::convert;
 pub use file::uri::{FilePlace, FileUri};
+pub use image::arguments::arguments;
 pub use info::{BlockInfo, SectionInfo, SnapshotInfo, inspect};
 pub use options::{DirectIo, FileIo, Format, RestoreOptions, SaveOptions, Then, Way};
 pub use restore::{
-    restore_guest,
+    clone_guest, restore_guest,
     stand_in::{Ending, StandIn, TakeOver},
 };
 pub use save::save_guest;

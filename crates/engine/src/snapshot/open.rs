@@ -1,5 +1,5 @@
 //! A snapshot, read and checked up to where the device sections begin: what it holds, and where.
-use std::{os::unix::fs::FileExt, sync::Arc};
+use std::sync::Arc;
 
 use transship_memory::{PageRange, PageSet, WindowPages};
 use transship_wire::qemu::{
@@ -7,8 +7,9 @@ use transship_wire::qemu::{
 };
 
 use super::{
-    DirectIo, FileUri,
+    DirectIo, FilePlace, FileUri,
     file::origin::{Origin, no_direct},
+    image::opened::Image,
 };
 use crate::{
     Error,
@@ -32,6 +33,8 @@ pub(crate) enum Opened {
     Mapped(Box<Snapshot>),
     /// One record after the other; read up to the end of the list of blocks.
     Stream(Box<Stream>),
+    /// A folder with guest memory in files of its own.
+    Image(Box<Image>),
 }
 
 /// A plain stream whose pages come next.
@@ -70,6 +73,11 @@ pub(crate) struct Snapshot {
 /// # Errors
 /// It is none, or none that we can read; the text names the field and its offset.
 pub(crate) fn open(from: &FileUri, direct_io: DirectIo) -> Result<Opened, Error> {
+    if let FilePlace::Path(path) = &from.place
+        && path.is_dir()
+    {
+        return Image::open(&path.display().to_string(), path).map(|image| Opened::Image(Box::new(image)));
+    }
     read(Origin::open(from, direct_io)?)
 }
 
@@ -271,9 +279,7 @@ impl Snapshot {
 
     /// Reads bytes that must be there.
     pub(crate) fn read_exact(&self, what: &str, into: &mut [u8], at: u64) -> Result<(), Error> {
-        let failed =
-            |source| Error::Io { what: format!("read {what} from {} at offset {at:#x}", self.origin.name), source };
-        self.origin.file.read_exact_at(into, at).map_err(failed)
+        self.origin.read_exact(what, into, at)
     }
 
     /// The block whose pages are not in the file, if there is one.

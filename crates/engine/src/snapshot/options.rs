@@ -47,6 +47,8 @@ pub enum Format {
     /// One record after the other, as it would go through a socket; what is written again is appended. For QEMU before
     /// 9.0.
     Stream,
+    /// A folder with guest memory as it is, a file a region, from which clones run.
+    Raw,
 }
 
 impl FromStr for DirectIo {
@@ -67,6 +69,7 @@ impl fmt::Display for Format {
         f.write_str(match self {
             Self::MappedRam => "mapped-ram",
             Self::Stream => "stream",
+            Self::Raw => "raw",
         })
     }
 }
@@ -80,7 +83,7 @@ pub struct SaveOptions {
     pub then: Then,
     /// 1 to 255 threads that write. A stream has one.
     pub channels: u8,
-    /// Whether pages go past the page cache. A stream goes through it.
+    /// Whether pages go past the page cache. A stream goes through it, and so does an image unless it is asked for.
     pub direct_io: DirectIo,
     /// The layout of the file.
     pub format: Format,

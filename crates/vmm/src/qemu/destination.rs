@@ -7,7 +7,7 @@ use std::{
 };
 
 use serde_json::json;
-use transship_guest::{DestinationGuest, GuestError, StateFormat};
+use transship_guest::{DestinationGuest, DiskFile, GuestError, StateFormat};
 use transship_memory::{Access, GuestMemory, Missing, Region};
 use transship_wire::{
     GuestDescription,
@@ -15,7 +15,7 @@ use transship_wire::{
 };
 
 use super::{
-    abandoned, blocks, checks, cont_by_hand, describe, faults, machine,
+    abandoned, blocks, checks, cont_by_hand, describe, disk_files, faults, machine,
     memory::{self, Backend},
     migration::{self, Answers, Form, STATE_FD, STATE_URI, Settings},
     qmp::Qmp,
@@ -167,6 +167,10 @@ impl DestinationGuest for QemuDestination {
 
     fn last_will(&mut self) -> Result<String, GuestError> {
         abandoned::loading(&Settings::now(&mut self.qmp)?)
+    }
+
+    fn writable_disks(&mut self) -> Result<Vec<DiskFile>, GuestError> {
+        disk_files::list(&mut self.qmp, disk_files::Which::Writable)
     }
 
     fn load_state(&mut self, state: &mut dyn Read) -> Result<(), GuestError> {

@@ -56,9 +56,11 @@ pub(super) fn backends(qmp: &mut Qmp) -> Result<Vec<Backend>, GuestError> {
             )));
         };
         let kind = types.iter().find(|(name, _)| name == id).map_or("a backend of unknown type", |(_, kind)| kind);
-        if property(qmp, id, "readonly") == Some(json!(true)) {
+        // With rom=off only the file is so: what the guest writes is its own, as with any private mapping.
+        let is_rom = |qmp: &mut Qmp| property(qmp, id, "rom") != Some(json!("off"));
+        if property(qmp, id, "readonly") == Some(json!(true)) && is_rom(qmp) {
             return Err(GuestError::Unfit(format!(
-                "guest memory {id:?} is opened read-only, which can't be tracked; remove readonly=on"
+                "guest memory {id:?} is opened read-only, which can't be tracked; remove readonly=on, or add rom=off"
             )));
         }
         check_kind(id, kind, bytes)?;

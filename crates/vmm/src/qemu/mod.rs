@@ -14,6 +14,7 @@
 //!   giving_back  memory that the guest gives back, which must not happen while others wait for pages
 //!   migration    QEMU's own migration, used for the device state only
 //!   device_state the device state without it, where QEMU's migration would take the memory along
+//!   disk_files   the files that the disks are in
 //!   state_channel  the connection that QEMU saves the device state to
 //!   state_stream the device state as QEMU writes it
 //!   source, destination    the two adapters made of these
@@ -25,6 +26,7 @@ mod blocks;
 mod checks;
 mod destination;
 mod device_state;
+mod disk_files;
 mod faults;
 mod giving_back;
 #[allow(unsafe_code)]

@@ -13,7 +13,7 @@ use std::{
 };
 
 use serde_json::json;
-use transship_guest::{Found, GuestError, Hints, SourceGuest, StateFormat};
+use transship_guest::{DiskFile, Found, GuestError, Hints, SourceGuest, StateFormat};
 use transship_memory::{Access, Area, Freeing, GuestMemory, Protection, Region, Tracker, UffdTracker};
 use transship_wire::GuestDescription;
 
@@ -23,7 +23,7 @@ use super::{
     balloon::OwnBalloon,
     blocks, checks, cont_by_hand, describe,
     device_state::{DeviceState, Disks},
-    faults,
+    disk_files, faults,
     giving_back::{self, Balloon},
     machine,
     memory::{self, Backend},
@@ -352,6 +352,10 @@ impl SourceGuest for QemuSource {
 
     fn state_format(&self) -> StateFormat {
         self.state_format.clone()
+    }
+
+    fn disks(&mut self) -> Result<Vec<DiskFile>, GuestError> {
+        disk_files::list(&mut self.qmp, disk_files::Which::All)
     }
 
     fn uuid(&mut self) -> Result<[u8; 16], GuestError> {

@@ -1,11 +1,14 @@
 //! The file of a snapshot, whatever is in it.
 //!
 //! - `uri`: what a user calls it; `descriptors`: a file that was passed to us open
-//! - `target`: while it is made, and what becomes of it; `temporary`: its name until then; `filesystem`: where it lies
+//! - `target`: while it is made, and what becomes of it; `queues`: pages on their way to it
+//! - `temporary`: its name until then; `folder`: the same of a folder; `filesystem`: where it lies
 //! - `origin`: while it is read
 mod descriptors;
-mod filesystem;
+pub(crate) mod filesystem;
+mod folder;
 pub(crate) mod origin;
+pub(crate) mod queues;
 pub(crate) mod target;
 mod temporary;
 pub(crate) mod uri;

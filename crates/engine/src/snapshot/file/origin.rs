@@ -78,6 +78,12 @@ impl Origin {
         Ok(Self { name, file: Arc::new(file), direct: direct.map(Arc::new), refused: None, offset, bytes })
     }
 
+    /// Reads bytes that must be there.
+    pub(crate) fn read_exact(&self, what: &str, into: &mut [u8], at: u64) -> Result<(), Error> {
+        let failed = |source| Error::Io { what: format!("read {what} from {} at offset {at:#x}", self.name), source };
+        self.file.read_exact_at(into, at).map_err(failed)
+    }
+
     /// Whether direct I/O really works for a page at this place, which holds one. Some file systems only say so when
     /// they are asked to read.
     pub(crate) fn can_read_directly(&self, at: u64) -> io::Result<()> {

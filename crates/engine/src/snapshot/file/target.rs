@@ -5,6 +5,9 @@
 //! meanwhile, and a file without a lock was left by a save that died, and is removed. A file that comes as a descriptor
 //! is made in place: its first bytes, without which nobody takes it for a snapshot, are written when everything else is
 //! on the disk.
+//!
+//! An image is a folder of several files, which are numbered: 0 is the one that says what the others are. The folder is
+//! made under such a name, too.
 use std::{
     ffi::OsString,
     fs::{self, File},
@@ -14,7 +17,10 @@ use std::{
         unix::fs::{FileExt, MetadataExt, PermissionsExt},
     },
     path::Path,
-    sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed},
+    sync::{
+        PoisonError, RwLock,
+        atomic::{AtomicBool, AtomicU64, Ordering::Relaxed},
+    },
     thread,
     time::Duration,
 };
@@ -32,6 +38,7 @@ use transship_wire::qemu::PAGES_ALIGNMENT;
 use super::{
     descriptors::{self, Purpose},
     filesystem,
+    folder::Folder,
     temporary::{make_temporary, temporary_name},
 };
 use crate::{
@@ -48,24 +55,33 @@ const TICK: Duration = Duration::from_millis(50);
 /// descriptor is cut back to what comes before the snapshot.
 pub(crate) struct Target {
     /// As the user named it.
-    uri: FileUri,
-    buffered: File,
+    pub(crate) uri: FileUri,
+    pub(super) buffered: File,
     direct: Option<File>,
+    /// The files of a folder from number 1 on.
+    more: RwLock<Vec<Part>>,
     /// Why pages go through the page cache although it was left to us.
     refused: Option<String>,
-    place: Place,
-    completed: AtomicBool,
+    pub(crate) place: Place,
+    pub(crate) completed: AtomicBool,
     /// The most that is thought to be written, for messages.
     needed: AtomicU64,
 }
 
-enum Place {
+pub(crate) enum Place {
     Named(Named),
     Passed,
+    Folder(Folder),
+}
+
+/// One of several files.
+struct Part {
+    buffered: File,
+    direct: Option<File>,
 }
 
 /// A name, and the one that the file has until then.
-struct Named {
+pub(crate) struct Named {
     folder: OwnedFd,
     name: OsString,
     temporary: OsString,
@@ -93,7 +109,55 @@ impl Target {
 
     fn new(uri: &FileUri, buffered: File, direct: Option<File>, place: Place) -> Self {
         let (uri, needed) = (uri.clone(), AtomicU64::new(0));
-        Self { uri, buffered, direct, refused: None, place, completed: AtomicBool::new(false), needed }
+        let (more, completed) = (RwLock::default(), AtomicBool::new(false));
+        Self { uri, buffered, direct, more, refused: None, place, completed, needed }
+    }
+
+    /// Makes the folder of an image, with the first of its files. Pages go past the page cache only if that is asked
+    /// for by name: whoever uses the image reads it through the page cache.
+    ///
+    /// # Errors
+    /// Another save makes it now, the name is taken, or what the system says.
+    pub(crate) fn create_folder(uri: &FileUri, direct_io: DirectIo, first: &str) -> Result<Self, Error> {
+        let folder = Folder::make(uri)?;
+        let file = folder.make_file(uri, first)?;
+        let mut target = Self::new(uri, file, None, Place::Folder(folder));
+        if direct_io == DirectIo::On {
+            target.open_direct(direct_io, &GuestMemory::new(Vec::new()))?;
+        }
+        Ok(target)
+    }
+
+    /// One more file of the folder, of so many bytes, all holes; its number.
+    ///
+    /// # Errors
+    /// The system's own.
+    pub(crate) fn add_file(&self, name: &str, bytes: u64) -> Result<usize, Error> {
+        let Place::Folder(folder) = &self.place else {
+            return Err(Error::File(format!("{} is one file", self.uri)));
+        };
+        let buffered = folder.make_file(&self.uri, name)?;
+        buffered.set_len(bytes).map_err(|source| self.failed("make", source))?;
+        let opened = self.is_direct().then(|| folder.open_direct(name)).transpose();
+        let direct = opened.map_err(|why| Error::File(format!("{}: {why}", self.uri)))?;
+        let mut more = self.more.write().unwrap_or_else(PoisonError::into_inner);
+        more.push(Part { buffered, direct });
+        Ok(more.len())
+    }
+
+    /// What `act` makes of a file through the page cache, and of the same past it.
+    fn with<T>(&self, number: usize, act: impl FnOnce(&File, Option<&File>) -> T) -> T {
+        if number == 0 {
+            return act(&self.buffered, self.direct.as_ref());
+        }
+        let more = self.more.read().unwrap_or_else(PoisonError::into_inner);
+        let part = &more[number - 1];
+        act(&part.buffered, part.direct.as_ref())
+    }
+
+    /// How many files there are.
+    pub(crate) fn files(&self) -> usize {
+        self.more.read().unwrap_or_else(PoisonError::into_inner).len() + 1
     }
 
     fn named(uri: &FileUri, path: &Path, memory: &GuestMemory) -> Result<Self, Error> {
@@ -155,6 +219,7 @@ impl Target {
                 Err("it was passed as one descriptor; also pass one with O_DIRECT, as fdset:N,M".to_owned())
             }
             (Place::Named(named), _) => named.open_direct(),
+            (Place::Folder(folder), _) => folder.open_direct_first(),
         };
         let tried = match opened {
             Ok(direct) => self.try_direct(direct, memory)?,
@@ -212,14 +277,14 @@ impl Target {
         self.refused.as_deref()
     }
 
-    /// A descriptor for whole pages at places that are multiples of their size.
-    pub(crate) fn page_descriptor(&self) -> Result<OwnedFd, Error> {
-        self.direct.as_ref().map_or_else(|| self.cached_descriptor(), |file| self.descriptor_of(file))
+    /// A descriptor of a file for whole pages at places that are multiples of their size.
+    pub(crate) fn page_descriptor(&self, file: usize) -> Result<OwnedFd, Error> {
+        self.with(file, |buffered, direct| self.descriptor_of(direct.unwrap_or(buffered)))
     }
 
-    /// A descriptor of the file through the page cache.
-    pub(crate) fn cached_descriptor(&self) -> Result<OwnedFd, Error> {
-        self.descriptor_of(&self.buffered)
+    /// A descriptor of a file through the page cache.
+    pub(crate) fn cached_descriptor(&self, file: usize) -> Result<OwnedFd, Error> {
+        self.with(file, |buffered, _| self.descriptor_of(buffered))
     }
 
     fn descriptor_of(&self, file: &File) -> Result<OwnedFd, Error> {
@@ -253,29 +318,43 @@ impl Target {
         writeback.wrote(self.buffered.as_fd(), at, bytes);
     }
 
-    /// Reads what was written at a place.
+    /// Reads what was written at a place of a file.
     ///
     /// # Errors
     /// The system's own; a descriptor that was passed for writing only.
-    pub(crate) fn read_at(&self, bytes: &mut [u8], at: u64) -> Result<(), Error> {
-        self.buffered.read_exact_at(bytes, at).map_err(|source| match rustix::io::Errno::from_io_error(&source) {
-            Some(Errno::BADF) => Error::File(format!(
-                "{} was passed for writing only, but pages that arrive as differences (xbzrle) must be read again; \
+    pub(crate) fn read_at(&self, file: usize, bytes: &mut [u8], at: u64) -> Result<(), Error> {
+        self.with(file, |buffered, _| buffered.read_exact_at(bytes, at)).map_err(|source| {
+            match rustix::io::Errno::from_io_error(&source) {
+                Some(Errno::BADF) => Error::File(format!(
+                    "{} was passed for writing only, but pages that arrive as differences (xbzrle) must be read again; \
                  turn xbzrle off, or name the file",
-                self.uri
-            )),
-            _ => self.failed("read", source),
+                    self.uri
+                )),
+                _ => self.failed("read", source),
+            }
         })
     }
 
     /// Gives the disk space of whole pages back, where the file system can.
-    pub(crate) fn punch(&self, at: u64, bytes: u64) -> Result<(), Error> {
+    ///
+    /// # Errors
+    /// The system's own.
+    pub(crate) fn punch(&self, file: usize, at: u64, bytes: u64) -> Result<(), Error> {
         let how = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
-        match rustix::fs::fallocate(&self.buffered, how, at, bytes) {
-            // What is there then is not read by anybody.
-            Ok(()) | Err(Errno::OPNOTSUPP) => Ok(()),
+        match self.with(file, |buffered, _| rustix::fs::fallocate(buffered, how, at, bytes)) {
+            Ok(()) => Ok(()),
+            // What is there then is not read by anybody, unless all of the file is memory.
+            Err(Errno::OPNOTSUPP) if file == 0 => Ok(()),
+            Err(Errno::OPNOTSUPP) => self.write_zeros(file, at, bytes),
             Err(errno) => Err(self.failed("free pages of", errno.into())),
         }
+    }
+
+    fn write_zeros(&self, file: usize, at: u64, bytes: u64) -> Result<(), Error> {
+        (at..at + bytes).step_by(PAGE_BYTES).try_for_each(|at| {
+            self.with(file, |buffered, _| buffered.write_all_at(&[0; PAGE_BYTES], at))
+                .map_err(|source| self.failed("write", source))
+        })
     }
 
     /// Waits until what was written is on the disk. If the user cancels meanwhile, the file is cut short, so that there
@@ -284,7 +363,11 @@ impl Target {
     /// # Errors
     /// The system's own; cancelled.
     pub(crate) fn sync(&self, progress: &Progress) -> Result<(), Error> {
-        let file = self.buffered.try_clone().map_err(|source| self.failed("sync", source))?;
+        (0..self.files()).try_for_each(|file| self.sync_file(file, progress))
+    }
+
+    fn sync_file(&self, file: usize, progress: &Progress) -> Result<(), Error> {
+        let file = File::from(self.cached_descriptor(file)?);
         let (done, waiting) = bounded(1);
         let spawned = thread::Builder::new().name("sync".into()).spawn(move || {
             let _ = done.send(file.sync_all());
@@ -304,8 +387,14 @@ impl Target {
 
     /// Bytes of the file from the snapshot's begin on, and bytes that it has on the disk.
     pub(crate) fn size(&self) -> Result<(u64, u64), Error> {
-        let meta = self.buffered.metadata().map_err(|source| self.failed("inspect", source))?;
-        Ok((meta.len().saturating_sub(self.uri.offset), meta.blocks() * 512))
+        let (mut bytes, mut allocated) = (0, 0);
+        for file in 0..self.files() {
+            let meta = self.with(file, |buffered, _| buffered.metadata());
+            let meta = meta.map_err(|source| self.failed("inspect", source))?;
+            bytes += meta.len().saturating_sub(self.uri.offset);
+            allocated += meta.blocks() * 512;
+        }
+        Ok((bytes, allocated))
     }
 
     /// Everything but `head`, which belongs at the snapshot's begin, was written: makes the file whole, and durably so.
@@ -333,6 +422,7 @@ impl Target {
                     source: errno.into(),
                 })
             }
+            Place::Folder(_) => Err(Error::File(format!("{} is an image, and is completed otherwise", self.uri))),
             Place::Passed => {
                 self.sync(progress)?;
                 crate::fail_point::reach("save.synced")?;
@@ -352,7 +442,7 @@ impl Target {
         );
         let mut what = format!("{doing} {}", self.uri);
         if full {
-            let written = self.buffered.metadata().map_or(0, |meta| meta.blocks() * 512);
+            let written = self.size().map_or(0, |(_, allocated)| allocated);
             let room = filesystem::available_bytes(&self.buffered).unwrap_or(0).saturating_add(written);
             what = format!(
                 "{what} (it needs up to {:.1} MB; the {} has {:.1} MB for it; nothing was replaced)",
@@ -385,8 +475,10 @@ impl Drop for Target {
         }
         // Nobody need wait for pages on their way to a file that goes.
         let _ = self.buffered.set_len(self.uri.offset);
-        if let Place::Named(named) = &self.place {
-            let _ = rustix::fs::unlinkat(&named.folder, &named.temporary, AtFlags::empty());
+        match &self.place {
+            Place::Named(named) => drop(rustix::fs::unlinkat(&named.folder, &named.temporary, AtFlags::empty())),
+            Place::Folder(folder) => folder.remove(),
+            Place::Passed => {}
         }
     }
 }

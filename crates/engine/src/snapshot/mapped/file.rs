@@ -10,8 +10,17 @@ use std::sync::{
 use transship_memory::{FileIo, PAGE, PAGE_BYTES, PageRange, Turns};
 use transship_wire::qemu::Block;
 
-use super::{content::Content, layout::Layout};
-use crate::{Error, snapshot::file::target::Target};
+use super::{
+    content::Content,
+    layout::{Layout, Spot},
+};
+use crate::{
+    Error,
+    snapshot::{
+        file::target::Target,
+        image::{add_memory_file, is_guest_memory},
+    },
+};
 
 /// All blocks together; no file is longer.
 const MAX_BYTES: u64 = 1 << 60;
@@ -38,7 +47,7 @@ pub(super) struct Blocks {
 
 /// Where a block's pages are, and which.
 pub(super) struct Place {
-    pages_offset: u64,
+    pub(super) at: Spot,
     pub(super) bytes: u64,
     pages: Mutex<Pages>,
 }
@@ -52,8 +61,7 @@ pub(super) struct Pages {
 }
 
 impl MappedFile {
-    pub(super) fn new(target: Target, io: FileIo) -> Self {
-        let layout = Layout::new(target.offset(), &[]);
+    pub(super) fn new(target: Target, layout: Layout, io: FileIo) -> Self {
         Self {
             target,
             blocks: RwLock::new(Blocks { layout, list: Vec::new() }),
@@ -79,8 +87,15 @@ impl MappedFile {
             if known.layout.end().saturating_add(block.used_bytes) > MAX_BYTES {
                 return Err(Error::File(format!("blocks up to {:?} are longer than any file", &*block.name)));
             }
-            let pages_offset = known.layout.push(&block.name, block.used_bytes);
-            known.list.push(Place { pages_offset, bytes: block.used_bytes, pages: Mutex::default() });
+            let bytes = block.used_bytes;
+            let at = if known.layout.is_image() && is_guest_memory(&block.name) {
+                let file = add_memory_file(&self.target, bytes)?;
+                known.layout.push_left_out(&block.name, bytes, file);
+                Spot { file, offset: 0 }
+            } else {
+                Spot { file: 0, offset: known.layout.push(&block.name, bytes) }
+            };
+            known.list.push(Place { at, bytes, pages: Mutex::default() });
         }
         let end = known.layout.end();
         self.target.expect(end - self.target.offset());
@@ -113,7 +128,7 @@ impl MappedFile {
     pub(super) fn read_page(&self, block: usize, page: u64, into: &mut [u8; PAGE_BYTES]) -> Result<(), Error> {
         self.with(block, |place| {
             if place.pages().content.contains(page) {
-                return self.target.read_at(into, place.byte_of(page));
+                return self.target.read_at(place.at.file, into, place.byte_of(page));
             }
             into.fill(0);
             Ok(())
@@ -126,9 +141,9 @@ impl Place {
         self.pages.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
     }
 
-    /// Where in the file a page is.
+    /// Where in its file a page is.
     pub(super) fn byte_of(&self, page: u64) -> u64 {
-        self.pages_offset + page * PAGE
+        self.at.offset + page * PAGE
     }
 
     pub(super) fn note_content(&self, range: PageRange) {

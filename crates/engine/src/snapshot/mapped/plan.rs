@@ -6,10 +6,15 @@ use super::pages::Source;
 use crate::{
     Error,
     guest::StateFormat,
-    snapshot::open::{Snapshot, check_complete},
+    snapshot::{
+        file::origin::Origin,
+        image::opened::Image,
+        open::{Snapshot, check_complete},
+    },
     stream::{
         fit::{Fit, check_sizes, fit},
         opaque,
+        whence::wrong,
     },
 };
 
@@ -33,13 +38,7 @@ impl Plan {
         let fit = fit(name, &snapshot.configuration, &snapshot.blocks, guest, format)?;
         let devices: Vec<_> = fit.devices.iter().map(|&index| &snapshot.blocks[index]).collect();
         check_sizes(name, &devices)?;
-        let (ran, opaque) = match format {
-            StateFormat::Qemu { .. } => (snapshot.global_state()?.is_none_or(|state| state.runs()), None),
-            StateFormat::Opaque => {
-                let state = opaque::find(name, &snapshot.tail, snapshot.tail_offset)?;
-                (state.ran, Some(state.bytes))
-            }
-        };
+        let (ran, opaque) = state(snapshot, name, format)?;
         let source = |&index: &usize| {
             let block = &snapshot.blocks[index];
             let pages_offset = block.geometry().map_or(0, |geometry| geometry.pages_offset);
@@ -47,6 +46,39 @@ impl Plan {
         };
         let sources = fit.regions.iter().map(source).collect::<Result<_, Error>>()?;
         Ok(Self { fit, sources, ran, opaque })
+    }
+
+    /// The same of an image; by region, the file that its pages are in.
+    ///
+    /// # Errors
+    /// As [`Plan::make`].
+    pub(crate) fn of_image(
+        image: &Image,
+        guest: &GuestDescription,
+        format: &StateFormat,
+    ) -> Result<(Self, Vec<Origin>), Error> {
+        let (name, snapshot) = (&image.name, &image.snapshot);
+        let fit = fit(name, &snapshot.configuration, &snapshot.blocks, guest, format)?;
+        let devices: Vec<_> = fit.devices.iter().map(|&index| &snapshot.blocks[index]).collect();
+        check_sizes(name, &devices)?;
+        let mut files = image.sources()?;
+        let mut sources = Vec::new();
+        let mut origins = Vec::new();
+        for index in &fit.regions {
+            let Some((stored, origin)) = files.remove(index) else {
+                let what =
+                    format!("it has {:?} as memory of a device, not of the guest", &*snapshot.blocks[*index].name);
+                return Err(wrong(name, what));
+            };
+            sources.push(Source { stored, pages_offset: 0 });
+            origins.push(origin);
+        }
+        if let Some(index) = files.keys().next() {
+            let what = format!("the waiting guest lacks its memory {:?}", &*snapshot.blocks[*index].name);
+            return Err(wrong(name, what));
+        }
+        let (ran, opaque) = state(snapshot, name, format)?;
+        Ok((Self { fit, sources, ran, opaque }, origins))
     }
 
     /// Pages of the regions that are in the file.
@@ -61,4 +93,19 @@ impl Plan {
             Some(source.pages_offset + first * PAGE_BYTES as u64)
         })
     }
+}
+
+/// Whether the guest ran, and where in the tail the state of one is that is no QEMU.
+fn state(
+    snapshot: &Snapshot,
+    name: &str,
+    format: &StateFormat,
+) -> Result<(bool, Option<std::ops::Range<usize>>), Error> {
+    Ok(match format {
+        StateFormat::Qemu { .. } => (snapshot.global_state()?.is_none_or(|state| state.runs()), None),
+        StateFormat::Opaque => {
+            let state = opaque::find(name, &snapshot.tail, snapshot.tail_offset)?;
+            (state.ran, Some(state.bytes))
+        }
+    })
 }

@@ -1,10 +1,14 @@
-//! A mapped-ram file whose pages come from a stream: each goes to its place, in any order and as often as it likes.
+//! A mapped-ram file, or an image, whose pages come from a stream: each goes to its place, in any order and as often as it likes.
 use std::sync::{Arc, Mutex, MutexGuard};
 
 use transship_memory::FileIo;
 use transship_wire::qemu::{Block, Configuration, bitmap_bytes};
 
-use super::{file::MappedFile, layout::Around, writer::MappedWriter};
+use super::{
+    file::MappedFile,
+    layout::{Around, Layout},
+    writer::MappedWriter,
+};
 use crate::{
     Error, FileReport, Progress,
     snapshot::file::target::Target,
@@ -33,7 +37,17 @@ impl MappedStore {
     /// A file of a machine as `configuration` describes it. `ram_section`: the number that no section behind the memory
     /// has. `io`: how the kernel is asked to write pages.
     pub(crate) fn begin(target: Target, configuration: &Configuration, ram_section: u32, io: FileIo) -> Self {
-        let file = Arc::new(MappedFile::new(target, io));
+        let layout = Layout::new(target.offset(), &[]);
+        Self::with(target, layout, configuration, ram_section, io)
+    }
+
+    /// The same of an image, in the folder that is the target.
+    pub(crate) fn begin_image(target: Target, configuration: &Configuration, ram_section: u32, io: FileIo) -> Self {
+        Self::with(target, Layout::of_image(), configuration, ram_section, io)
+    }
+
+    fn with(target: Target, layout: Layout, configuration: &Configuration, ram_section: u32, io: FileIo) -> Self {
+        let file = Arc::new(MappedFile::new(target, layout, io));
         Self { file, configuration: configuration.clone(), ram_section, around: Mutex::default() }
     }
 
@@ -86,19 +100,32 @@ impl FileStore for MappedStore {
             let known = place.pages();
             report.pages_stored += known.content.count();
             for (offset, bytes) in known.content.bitmap(bitmap_bytes(place.bytes)) {
-                self.file.target.write_at(&bytes, at + offset)?;
+                at.map_or(Ok(()), |at| self.file.target.write_at(&bytes, at + offset))?;
             }
             for range in known.written.without(&known.content) {
                 if progress.is_cancelled() {
                     return Err(Error::CANCELLED);
                 }
-                self.file.target.punch(place.byte_of(range.first), range.bytes())?;
+                self.file.target.punch(place.at.file, place.byte_of(range.first), range.bytes())?;
                 report.pages_freed += range.count;
             }
         }
         let (head, rest) = pieces.split_first().ok_or_else(|| Error::File("an empty snapshot".into()))?;
         rest.iter().try_for_each(|piece| self.file.target.write_at(&piece.bytes, piece.position))?;
-        self.file.target.complete(&head.bytes, progress)?;
+        let target = &self.file.target;
+        match blocks.layout.is_image() {
+            true if target.files() == 1 => {
+                return Err(Error::File(
+                    "none of its blocks is called as a guest's memory is; save the guest itself with --format raw"
+                        .into(),
+                ));
+            }
+            // The guest that had the disks is not here.
+            true => {
+                target.complete_image(&head.bytes, &blocks.layout.left_out(), &self.configuration, &[], progress)?
+            }
+            false => target.complete(&head.bytes, progress)?,
+        }
         (report.bytes, report.allocated) = self.file.target.size()?;
         Ok(())
     }

@@ -22,7 +22,8 @@ const MOST_BUFFERS: usize = 8;
 /// A queue of its own, and the buffers that what is in it comes from.
 pub(super) struct MappedWriter {
     file: Arc<MappedFile>,
-    queue: FileQueue,
+    /// By the number of the file, once something goes there.
+    queues: Vec<Option<FileQueue>>,
     /// The last one is the room.
     buffers: Vec<Arc<PageBuffer>>,
     /// What was stored is not known to be in the file.
@@ -33,21 +34,41 @@ pub(super) struct MappedWriter {
 
 impl MappedWriter {
     pub(super) fn new(file: Arc<MappedFile>) -> Result<Self, Error> {
-        let (target, how) = (&file.target, file.io);
-        let queue = new_queue(&file, target.page_descriptor()?, DEPTH, how)?;
+        let queue = new_queue(&file, file.target.page_descriptor(0)?, DEPTH, file.io)?;
         file.note_io(queue.is_uring());
-        let cached = !target.is_direct() && !queue.is_uring();
-        Ok(Self { file, queue, buffers: Vec::new(), unfinished: false, cached })
+        let cached = !file.target.is_direct() && !queue.is_uring();
+        Ok(Self { file, queues: vec![Some(queue)], buffers: Vec::new(), unfinished: false, cached })
     }
 
     /// From now on what it writes can be read soon after: it stays in the page cache.
     fn keep_in_cache(&mut self) -> Result<(), Error> {
         if !self.cached {
             self.finish()?;
-            self.queue = new_queue(&self.file, self.file.target.cached_descriptor()?, 1, FileIo::Plain)?;
+            self.queues.clear();
             self.cached = true;
         }
         Ok(())
+    }
+
+    /// The queue of a file.
+    fn queue(&mut self, number: usize) -> Result<&mut FileQueue, Error> {
+        if self.queues.len() <= number {
+            self.queues.resize_with(number + 1, || None);
+        }
+        let (file, cached) = (&self.file, self.cached);
+        let place = &mut self.queues[number];
+        if place.is_none() {
+            *place = Some(match cached {
+                true => new_queue(file, file.target.cached_descriptor(number)?, 1, FileIo::Plain)?,
+                false => new_queue(file, file.target.page_descriptor(number)?, DEPTH, file.io)?,
+            });
+        }
+        Ok(place.as_mut().expect("made above where there was none"))
+    }
+
+    fn wait_for_one(&mut self) -> Result<(), Error> {
+        let mut queues = self.queues.iter_mut().flatten();
+        queues.try_for_each(FileQueue::wait_for_one).map_err(|error| self.file.target.failed_pages(error))
     }
 }
 
@@ -67,7 +88,7 @@ impl PageWriter for MappedWriter {
             if self.buffers.len() < MOST_BUFFERS {
                 break Arc::new(PageBuffer::new(pages.max(MAX_PACKET_PAGES)));
             }
-            self.queue.wait_for_one().map_err(|error| self.file.target.failed_pages(error))?;
+            self.wait_for_one()?;
         };
         let fits = if free.pages() < pages { Arc::new(PageBuffer::new(pages)) } else { free };
         self.buffers.push(fits);
@@ -83,10 +104,11 @@ impl PageWriter for MappedWriter {
         if !std::mem::replace(&mut self.unfinished, true) {
             self.file.begin_unfinished();
         }
-        let (file, queue) = (&self.file, &mut self.queue);
-        let room = self.buffers.last().expect("pages are put into it before they are stored");
+        let file = Arc::clone(&self.file);
+        let room = Arc::clone(self.buffers.last().expect("pages are put into it before they are stored"));
         file.with(block, |place| {
-            let written = queue.write_shared(room, at..at + pages.count as usize, place.byte_of(pages.first));
+            let queue = self.queue(place.at.file)?;
+            let written = queue.write_shared(&room, at..at + pages.count as usize, place.byte_of(pages.first));
             written.map_err(|error| file.target.failed_pages(error))?;
             place.note_content(pages);
             Ok(())
@@ -109,7 +131,8 @@ impl PageWriter for MappedWriter {
     }
 
     fn finish(&mut self) -> Result<(), Error> {
-        self.queue.finish().map_err(|error| self.file.target.failed_pages(error))?;
+        let mut queues = self.queues.iter_mut().flatten();
+        queues.try_for_each(FileQueue::finish).map_err(|error| self.file.target.failed_pages(error))?;
         if std::mem::take(&mut self.unfinished) {
             self.file.end_unfinished();
         }

@@ -1,14 +1,19 @@
 //! An eager restore: all memory is in place before the devices are loaded and the guest runs.
 use std::{sync::atomic::Ordering, time::Instant};
 
-use transship_memory::PAGE_BYTES;
+use transship_memory::{PAGE_BYTES, PageSet};
 
 use super::restoring::Restore;
 use crate::{
     Error, FileReport, Phase, RoundReport, fail_point,
     snapshot::{
         Format,
-        mapped::{pages, plan::Plan},
+        file::origin::Origin,
+        image::opened::Image,
+        mapped::{
+            pages::{self, Source},
+            plan::Plan,
+        },
         open::Snapshot,
     },
 };
@@ -19,27 +24,65 @@ pub(super) fn restore(restore: &mut Restore<'_>, mut snapshot: Snapshot) -> Resu
     snapshot.settle_direct_io(restore.options.direct_io, plan.any_page())?;
     restore.guest.memory().clear_all()?;
     restore.report.setup_ms = restore.elapsed_ms();
-    read_pages(restore, &snapshot, &plan)?;
+    let report = snapshot.origin.report(Format::MappedRam, plan.stored_pages());
+    read_pages(restore, &[(&snapshot.origin, plan.sources.as_slice())], report)?;
     fail_point::reach("restore.pages")?;
     restore.load(&snapshot, &plan)?;
     fail_point::reach("restore.loaded")?;
     restore.start(plan.ran)
 }
 
-/// Reads the pages of all regions into place.
-fn read_pages(restore: &mut Restore<'_>, snapshot: &Snapshot, plan: &Plan) -> Result<(), Error> {
+/// Restores from an image: copies what clones would map.
+pub(super) fn restore_image(restore: &mut Restore<'_>, image: Image) -> Result<(), Error> {
+    let (plan, origins) = Plan::of_image(&image, &restore.guest.description(), &restore.guest.state_format())?;
+    restore_whole(restore, &image.snapshot, &plan, &origins)
+}
+
+/// The same once it is known what is where.
+pub(super) fn restore_whole(
+    restore: &mut Restore<'_>,
+    snapshot: &Snapshot,
+    plan: &Plan,
+    origins: &[Origin],
+) -> Result<(), Error> {
+    restore.guest.memory().clear_all()?;
+    restore.report.setup_ms = restore.elapsed_ms();
+    let nothing = || Source { stored: PageSet::empty(0), pages_offset: 0 };
+    // A file at a time: each has the pages of one region.
+    let mut files = Vec::new();
+    for (region, source) in plan.sources.iter().enumerate() {
+        let mut sources: Vec<Source> = plan.sources.iter().map(|_| nothing()).collect();
+        sources[region] = Source { stored: source.stored.clone(), pages_offset: 0 };
+        files.push(sources);
+    }
+    let files: Vec<_> = origins.iter().zip(files.iter().map(Vec::as_slice)).collect();
+    let mut report = snapshot.origin.report(Format::Raw, plan.stored_pages());
+    report.bytes += origins.iter().filter_map(|origin| origin.bytes).sum::<u64>();
+    report.allocated += origins.iter().map(Origin::allocated).sum::<u64>();
+    read_pages(restore, &files, report)?;
+    fail_point::reach("restore.pages")?;
+    restore.load(snapshot, plan)?;
+    fail_point::reach("restore.loaded")?;
+    restore.start(plan.ran)
+}
+
+/// Reads the pages of all regions into place: from each file those that it has.
+fn read_pages(restore: &mut Restore<'_>, files: &[(&Origin, &[Source])], report: FileReport) -> Result<(), Error> {
     let begin = Instant::now();
-    let (total, stored) = (restore.guest.memory().bytes(), plan.stored_pages());
+    let (total, stored) = (restore.guest.memory().bytes(), report.pages_stored);
     restore.progress.round.store(1, Ordering::Relaxed);
     restore.progress.round_total.store(stored * PAGE_BYTES as u64, Ordering::Relaxed);
     restore.progress.round_left.store(stored * PAGE_BYTES as u64, Ordering::Relaxed);
     restore.progress.set_phase(Phase::Reading);
     let options = restore.options;
     let memory = restore.guest.memory();
-    let done = pages::read(&snapshot.origin, &plan.sources, &memory, options.channels, options.io, restore.progress)?;
-    restore.report.cpu.channels = done.cpu_seconds;
-    restore.report.file =
-        Some(FileReport { io_uring: done.uring, ..snapshot.origin.report(Format::MappedRam, stored) });
+    let mut uring = false;
+    for (origin, sources) in files {
+        let done = pages::read(origin, sources, &memory, options.channels, options.io, restore.progress)?;
+        restore.report.cpu.channels += done.cpu_seconds;
+        uring |= done.uring;
+    }
+    restore.report.file = Some(FileReport { io_uring: uring, ..report });
     restore.report.pages.normal = stored;
     restore.report.pages.hole = total / PAGE_BYTES as u64 - stored;
     restore.report.bytes.wire = stored * PAGE_BYTES as u64;

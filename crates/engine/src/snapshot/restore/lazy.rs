@@ -23,7 +23,8 @@ use super::{
 use crate::{
     Error, LazyReport, Phase, fail_point,
     guest::GuestError,
-    snapshot::{Format, mapped::plan::Plan, open::Snapshot},
+    snapshot::{Format, file::origin::Origin, image::opened::Image, mapped::plan::Plan, open::Snapshot},
+    stream::whence::wrong,
 };
 
 /// Restores from a file whose pages have their places.
@@ -32,40 +33,61 @@ pub(super) fn restore(
     mut snapshot: Snapshot,
     stand_in: &mut dyn StandIn,
 ) -> Result<(), Error> {
-    let mut plan = Plan::make(&snapshot, &restore.guest.description(), &restore.guest.state_format())?;
+    let plan = Plan::make(&snapshot, &restore.guest.description(), &restore.guest.state_format())?;
     snapshot.settle_direct_io(restore.options.direct_io, plan.any_page())?;
+    let origin = snapshot.origin.clone();
+    restore_from(restore, &snapshot, plan, &origin, stand_in)
+}
+
+/// Restores from an image whose memory is one file.
+pub(super) fn restore_image(restore: &mut Restore<'_>, image: Image, stand_in: &mut dyn StandIn) -> Result<(), Error> {
+    let (plan, origins) = Plan::of_image(&image, &restore.guest.description(), &restore.guest.state_format())?;
+    match origins.as_slice() {
+        [origin] => restore_from(restore, &image.snapshot, plan, origin, stand_in),
+        _ => Err(wrong(&image.name, "its memory is in several files, which can't be brought later; leave out --lazy")),
+    }
+}
+
+/// The same, with all pages in one file.
+pub(super) fn restore_from(
+    restore: &mut Restore<'_>,
+    snapshot: &Snapshot,
+    mut plan: Plan,
+    origin: &Origin,
+    stand_in: &mut dyn StandIn,
+) -> Result<(), Error> {
     // No huge pages of a tmpfs: pages come one by one.
     restore.guest.memory().empty()?;
     let missing = restore.guest.missing()?;
     check_units(&missing, plan.sources.len())?;
     let claims = Claims::new(&plan.sources.iter().map(|source| source.stored.pages()).collect::<Vec<_>>())?;
     let will = restore.guest.last_will()?;
-    let take_over = TakeOver::of(&snapshot, &plan.fit.regions, &missing, restore.options.channels, will);
-    stand_in.arm(&take_over, &files(&snapshot, missing.fd(), claims.fd()))?;
+    let take_over = TakeOver::of(snapshot, origin, &plan.fit.regions, &missing, restore.options.channels, will);
+    stand_in.arm(&take_over, &files(origin, missing.fd(), claims.fd()))?;
 
     let stored = plan.stored_pages();
-    begin_report(restore, &snapshot, stored);
-    let filling = Filling::new(&snapshot.origin, std::mem::take(&mut plan.sources), missing, claims);
-    let result = run(restore, &snapshot, &plan, &filling);
+    begin_report(restore, origin, take_over.format(), stored);
+    let filling = Filling::new(origin, std::mem::take(&mut plan.sources), missing, claims);
+    let result = run(restore, snapshot, &plan, &filling);
     stand_in.end(result.as_ref().err().map_or(Ending::Complete, |(_, ending)| *ending));
     restore.report.cpu.channels = filling.cpu_seconds();
     result.map_err(|(error, _)| error)
 }
 
 /// What [`TakeOver`] names: the file in all ways that it was opened in comes last.
-fn files<'a>(snapshot: &'a Snapshot, uffd: BorrowedFd<'a>, claims: BorrowedFd<'a>) -> Vec<BorrowedFd<'a>> {
-    let direct = snapshot.origin.direct.iter().map(|file| file.as_fd());
-    [uffd, claims, snapshot.origin.file.as_fd()].into_iter().chain(direct).collect()
+fn files<'a>(origin: &'a Origin, uffd: BorrowedFd<'a>, claims: BorrowedFd<'a>) -> Vec<BorrowedFd<'a>> {
+    let direct = origin.direct.iter().map(|file| file.as_fd());
+    [uffd, claims, origin.file.as_fd()].into_iter().chain(direct).collect()
 }
 
-fn begin_report(restore: &mut Restore<'_>, snapshot: &Snapshot, stored: u64) {
+fn begin_report(restore: &mut Restore<'_>, origin: &Origin, format: Format, stored: u64) {
     let total = restore.guest.memory().bytes() / PAGE_BYTES as u64;
     let bytes = stored * PAGE_BYTES as u64;
     restore.report.setup_ms = restore.elapsed_ms();
     restore.report.pages.normal = stored;
     restore.report.pages.hole = total - stored;
     restore.report.bytes.wire = bytes;
-    restore.report.file = Some(snapshot.origin.report(Format::MappedRam, stored));
+    restore.report.file = Some(origin.report(format, stored));
     restore.progress.round.store(1, Ordering::Relaxed);
     restore.progress.round_total.store(bytes, Ordering::Relaxed);
     restore.progress.round_left.store(bytes, Ordering::Relaxed);

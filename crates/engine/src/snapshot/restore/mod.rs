@@ -1,9 +1,11 @@
 //! The life of a restore: from the file that the user named to the running guest.
 //!
 //! - `restoring`: the steps of every way
+//! - `clones`: nothing of its memory is brought, as it is the image's
 //! - `eager`: all of it first; `sequential`: the same from a plain stream
 //! - `filling`: pages that come when they are touched, of those that are `stored`; `lazy`: such a restore; `stand_in`:
 //!   the process that could go on with it
+mod clones;
 mod eager;
 mod filling;
 mod lazy;
@@ -12,10 +14,11 @@ mod sequential;
 pub(crate) mod stand_in;
 mod stored;
 
-use std::{sync::Arc, time::Instant};
+use std::{path::Path, sync::Arc, time::Instant};
 
 use super::{
     FileUri, RestoreOptions,
+    image::opened::Image,
     open::{Opened, open},
 };
 use crate::{Error, Progress, Report, ending::finish, guest::DestinationGuest, stream::whence::wrong};
@@ -47,12 +50,41 @@ pub fn restore_guest(
         match (opened, lazily) {
             (Opened::Mapped(snapshot), None) => eager::restore(&mut restore, *snapshot),
             (Opened::Mapped(snapshot), Some(stand_in)) => lazy::restore(&mut restore, *snapshot, stand_in),
+            (Opened::Image(image), None) => eager::restore_image(&mut restore, *image),
+            (Opened::Image(image), Some(stand_in)) => lazy::restore_image(&mut restore, *image, stand_in),
             (Opened::Stream(stream), None) => sequential::restore(&mut restore, *stream),
             (Opened::Stream(stream), Some(_)) => {
                 let what = "it is a plain stream, whose pages have no fixed places; restore it without --lazy";
                 Err(wrong(&stream.origin.name, what))
             }
         }
+    });
+    finish(result, begin, progress, report)
+}
+
+/// Makes a clone of the guest in an image, of one that waits and has mapped the image's memory for itself: nothing of it
+/// is copied. One with memory of its own is restored: lazily if there is a stand-in and that memory allows it. `since`:
+/// when it began, for the report.
+///
+/// On success the guest is there, and runs if the image or `options` say so. On failure it does not run and never will
+/// by our doing, except that [`Error::Unknown`] means what it says. All checks come before anything of it is touched.
+///
+/// # Errors
+/// See [`Error`].
+pub fn clone_guest(
+    guest: &mut dyn DestinationGuest,
+    from: &Path,
+    options: &RestoreOptions,
+    stand_in: Option<&mut dyn StandIn>,
+    since: Instant,
+    progress: &Arc<Progress>,
+    report: &mut Report,
+) -> Result<(), Error> {
+    let begin = Instant::now();
+    report.bytes.guest = guest.memory().bytes();
+    let result = Image::open(&from.display().to_string(), from).and_then(|image| {
+        let mut restore = Restore { guest, options, progress, report, begin };
+        clones::clone(&mut restore, &image, stand_in, since)
     });
     finish(result, begin, progress, report)
 }

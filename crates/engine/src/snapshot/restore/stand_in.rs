@@ -6,6 +6,7 @@
 use std::{
     fs::File,
     os::fd::{BorrowedFd, OwnedFd},
+    sync::Arc,
     thread,
     time::Duration,
 };
@@ -18,7 +19,9 @@ use crate::{
     Error, Progress,
     guest::GuestError,
     snapshot::{
+        Format,
         file::origin::Origin,
+        image::opened::data,
         mapped::pages::Source,
         open::{Opened, Snapshot, read},
     },
@@ -67,20 +70,35 @@ pub struct TakeOver {
     pub areas: Vec<(usize, u64, u64, u64)>,
     /// What `DestinationGuest::last_will` said.
     pub will: String,
+    /// The file is the memory of the one region itself.
+    pub raw: bool,
 }
 
 impl TakeOver {
-    pub(super) fn of(snapshot: &Snapshot, regions: &[usize], missing: &Missing, channels: u8, will: String) -> Self {
+    /// `origin`: the file that has the pages; another one than the snapshot's is the memory itself.
+    pub(super) fn of(
+        snapshot: &Snapshot,
+        origin: &Origin,
+        regions: &[usize],
+        missing: &Missing,
+        channels: u8,
+        will: String,
+    ) -> Self {
         let block = |&index: &usize| snapshot.blocks[index].name.to_string();
         let area = |area: Area| (area.region, area.first_page, area.address, area.bytes);
         Self {
-            name: snapshot.origin.name.clone(),
-            offset: snapshot.origin.offset,
+            name: origin.name.clone(),
+            offset: origin.offset,
+            raw: !Arc::ptr_eq(&origin.file, &snapshot.origin.file),
             channels,
             blocks: regions.iter().map(block).collect(),
             areas: missing.areas().into_iter().map(area).collect(),
             will,
         }
+    }
+
+    pub(super) fn format(&self) -> Format {
+        if self.raw { Format::Raw } else { Format::MappedRam }
     }
 
     /// Takes over a restore whose process has ended, with all its threads: brings all pages of the file, those that
@@ -143,8 +161,8 @@ impl TakeOver {
     fn rest(&self, missing: &Missing, mut files: impl Iterator<Item = OwnedFd>) -> Result<Rest, Error> {
         let claims =
             files.next().ok_or_else(|| wrong(&self.name, "the stand-in was not told which pages were brought"))?;
-        let (origin, sources) = self.sources(files)?;
         let pages = pages_of(&missing.areas(), self.blocks.len());
+        let (origin, sources) = self.sources(files, &pages)?;
         self.check(missing, &pages, &sources)?;
         Ok(Rest { origin, sources, claims: Claims::taken_over(claims, &pages)? })
     }
@@ -157,10 +175,15 @@ impl TakeOver {
         check_units(missing, sources.len())
     }
 
-    fn sources(&self, mut files: impl Iterator<Item = OwnedFd>) -> Result<(Origin, Vec<Source>), Error> {
+    fn sources(&self, mut files: impl Iterator<Item = OwnedFd>, pages: &[u64]) -> Result<(Origin, Vec<Source>), Error> {
         let file = files.next().ok_or_else(|| wrong(&self.name, "the stand-in did not get the file"))?;
         let direct = files.next().map(File::from);
         let origin = Origin::of(self.name.clone(), file.into(), direct, self.offset)?;
+        if let (true, [pages]) = (self.raw, pages) {
+            let failed = |source| Error::Io { what: format!("inspect {}", self.name), source };
+            let stored = data(&origin.file, *pages).map_err(failed)?;
+            return Ok((origin, vec![Source { stored, pages_offset: 0 }]));
+        }
         let Opened::Mapped(snapshot) = read(origin)? else {
             return Err(wrong(&self.name, "it is not a mapped-ram file"));
         };

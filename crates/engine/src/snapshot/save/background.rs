@@ -3,7 +3,7 @@
 use std::{sync::atomic::Ordering::Relaxed, thread, time::Instant};
 
 use crossbeam_channel::{Receiver, RecvTimeoutError, Sender, bounded};
-use transship_memory::{FileQueue, Freeing, PAGE_BYTES, Turns};
+use transship_memory::{Freeing, PAGE_BYTES, Turns};
 
 use super::{
     Saving,
@@ -16,7 +16,7 @@ use crate::{
     ending::take_back,
     fail_point,
     guest::GuestError,
-    snapshot::{Format, SaveOptions, Then, file::target::DEPTH},
+    snapshot::{Format, SaveOptions, Then, file::queues::Queues},
     stream::{regions::RegionBlock, state::DeviceState},
 };
 
@@ -24,7 +24,7 @@ impl Saving<'_, '_> {
     /// What a background save can't be, also of a guest that stands still.
     pub(super) fn check_background(&self) -> Result<(), Error> {
         if self.options.format == Format::Stream {
-            let why = "a background snapshot saves its pages in any order, which a plain stream can't hold; use --format mapped-ram";
+            let why = "a background snapshot saves its pages in any order, which a plain stream can't hold; use --format mapped-ram or raw";
             return Err(Error::Unfit(why.into()));
         }
         if self.options.then == Then::StayStopped {
@@ -45,6 +45,7 @@ impl Saving<'_, '_> {
         let memory = self.guest.memory();
         let mut output =
             MappedFile::begin(&memory, Freeing::Never, regions, &without_writers, self.target, self.progress)?;
+        output.disks = self.disks()?;
         self.describe_file(&output);
         let protection = self.guest.unguarded().protect()?;
         let pages = output.writers.pages.clone();
@@ -126,14 +127,14 @@ impl Saving<'_, '_> {
         turns: &Turns,
     ) -> Result<(), Error> {
         let (tell, copies, io, turns) = (tell.clone(), copies.clone(), self.options.io, turns.clone());
-        let (descriptor, memory) = (self.target.page_descriptor()?, self.guest.memory());
+        let (files, memory) = (self.target.page_descriptors()?, self.guest.memory());
         let write = move || {
             // The requests are this thread's own.
-            let written = FileQueue::new(memory, descriptor, DEPTH, io)
+            let written = Queues::new(&memory, files, io, &turns)
                 .map_err(|source| Error::Io { what: "prepare to write pages".into(), source })
-                .and_then(|queue| fail_point::reach("save.writing").map(|()| queue))
+                .and_then(|queues| fail_point::reach("save.writing").map(|()| queues))
                 .map_err(Failure::Begin)
-                .and_then(|queue| moment.write(&mut queue.taking(&turns), &copies));
+                .and_then(|mut queues| moment.write(&mut queues, &copies));
             drop(tell.send(written));
         };
         spawn(scope, format!("writer{number}"), write)

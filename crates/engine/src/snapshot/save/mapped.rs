@@ -1,4 +1,4 @@
-//! A mapped-ram file: every page has its place, and many threads write at once.
+//! A mapped-ram file, or an image: every page has its place, and many threads write at once.
 use std::sync::Arc;
 
 use transship_memory::{Freeing, GuestMemory, PAGE_BYTES};
@@ -10,12 +10,14 @@ use super::{
 };
 use crate::{
     Error, FileReport, Progress, fail_point,
+    guest::DiskFile,
     page_map::PageMap,
     scan::Pending,
     snapshot::{
-        SaveOptions,
+        Format, SaveOptions,
         file::target::Target,
-        mapped::layout::{Around, Layout},
+        image::add_memory_file,
+        mapped::layout::{Around, Layout, Spot},
     },
     stream::{
         regions::RegionBlock,
@@ -30,6 +32,8 @@ const PIECE: usize = 256 * 1024;
 pub(crate) struct MappedFile {
     pub(crate) layout: Layout,
     pub(crate) writers: Writers,
+    /// Of an image: those of the guest.
+    pub(crate) disks: Vec<DiskFile>,
 }
 
 impl MappedFile {
@@ -42,12 +46,24 @@ impl MappedFile {
         target: &Target,
         progress: &Arc<Progress>,
     ) -> Result<Self, Error> {
-        let layout = Layout::new(target.offset(), regions);
-        target.expect(layout.end() - target.offset());
+        let layout = match options.format {
+            Format::Raw => image(regions, target)?,
+            _ => Layout::new(target.offset(), regions),
+        };
+        target.expect(layout.bytes_for(memory.bytes()));
         target.set_length(layout.end())?;
         let writers = Writers::start(memory, freeing, layout.pages(), options.channels, options.io, target, progress)?;
-        Ok(Self { layout, writers })
+        Ok(Self { layout, writers, disks: Vec::new() })
     }
+}
+
+/// A file for each region.
+fn image(regions: &[RegionBlock], target: &Target) -> Result<Layout, Error> {
+    let mut layout = Layout::of_image();
+    for region in regions {
+        layout.push_left_out(&region.name, region.bytes, add_memory_file(target, region.bytes)?);
+    }
+    Ok(layout)
 }
 
 impl Output for MappedFile {
@@ -76,6 +92,7 @@ impl Output for MappedFile {
         file.pages_stored = pages.stored();
         target.expect(self.layout.bytes_for(file.pages_stored * PAGE_BYTES as u64) + state.bytes());
         for ((content, memory), at) in pages.content.iter().zip(pages.memory.regions()).zip(self.layout.bitmaps()) {
+            let Some(at) = at else { continue };
             target.write_at(&content.to_bitmap(memory.pages()), at)?;
         }
         for (block, place) in state.blocks.iter().zip(devices) {
@@ -88,8 +105,18 @@ impl Output for MappedFile {
             if progress.is_cancelled() {
                 return Err(Error::CANCELLED);
             }
-            target.punch(pages.places[region] + range.first * PAGE_BYTES as u64, range.bytes())?;
+            let Spot { file: number, offset } = pages.places[region];
+            target.punch(number, offset + range.first * PAGE_BYTES as u64, range.bytes())?;
             file.pages_freed += range.count;
+        }
+        if self.layout.is_image() {
+            return target.complete_image(
+                &head.bytes,
+                &self.layout.left_out(),
+                &state.configuration,
+                &self.disks,
+                progress,
+            );
         }
         target.complete(&head.bytes, progress)
     }

@@ -20,13 +20,14 @@ use transship_wire::qemu::Configuration;
 use super::{
     DirectIo, Format, SaveOptions, Then, Way,
     file::{target::Target, uri::FileUri},
+    image::STATE,
 };
 use crate::{
     Error, FileReport, Phase, Progress, Report,
     ending::{finish, take_back},
     fail_point,
     guarded::Guarded,
-    guest::{Found, Guard, SourceGuest},
+    guest::{DiskFile, Found, Guard, SourceGuest},
     stream::{
         regions::{RegionBlock, region_blocks},
         state::{DeviceState, machine_name},
@@ -57,10 +58,14 @@ pub fn save_guest(
 ) -> Result<(), Error> {
     let begin = Instant::now();
     report.bytes.guest = guest.memory().bytes();
-    // A stream's pages have no places that a disk could take.
-    let direct_io = if options.format == Format::Stream { DirectIo::Off } else { options.direct_io };
     let guest = &mut Guarded::new(guest, guard);
-    let result = Target::create(to, direct_io, &guest.memory()).and_then(|mut target| {
+    let target = match options.format {
+        Format::Raw => Target::create_folder(to, options.direct_io, STATE),
+        Format::MappedRam => Target::create(to, options.direct_io, &guest.memory()),
+        // A stream's pages have no places that a disk could take.
+        Format::Stream => Target::create(to, DirectIo::Off, &guest.memory()),
+    };
+    let result = target.and_then(|mut target| {
         fail_point::reach("save.created")?;
         Saving { guest: &mut *guest, options, target: &mut target, progress, report, begin }.run()
     });
@@ -110,21 +115,31 @@ impl Saving<'_, '_> {
         self.complete_and_resume(taken, output, stopped)
     }
 
-    fn begin_output(&self, regions: &[RegionBlock]) -> Result<Box<dyn Output>, Error> {
+    fn begin_output(&mut self, regions: &[RegionBlock]) -> Result<Box<dyn Output>, Error> {
         let memory = self.guest.memory();
         let freeing = match self.options.way {
             Way::Live => self.guest.freeing(),
             _ => Freeing::Never, // it stands still
         };
         Ok(match self.options.format {
-            Format::MappedRam => {
-                Box::new(MappedFile::begin(&memory, freeing, regions, self.options, self.target, self.progress)?)
+            Format::MappedRam | Format::Raw => {
+                let mut file = MappedFile::begin(&memory, freeing, regions, self.options, self.target, self.progress)?;
+                file.disks = self.disks()?;
+                Box::new(file)
             }
             Format::Stream => {
                 let configuration = Configuration::new(machine_name(&**self.guest)?);
                 Box::new(StreamFile::begin(&memory, freeing, regions, configuration, self.target, self.progress))
             }
         })
+    }
+
+    /// What an image says of the guest's disks.
+    pub(super) fn disks(&mut self) -> Result<Vec<DiskFile>, Error> {
+        match self.options.format {
+            Format::Raw => Ok(self.guest.unguarded().disks()?),
+            _ => Ok(Vec::new()),
+        }
     }
 
     pub(super) fn describe_file(&mut self, output: &dyn Output) {

@@ -26,8 +26,7 @@ use std::{
 
 use crossbeam_channel::{Receiver, SendTimeoutError, Sender, bounded};
 use transship_memory::{
-    Error as MemoryError, Fault, FileQueue, Freeing, PAGE_BYTES, PageBuffer, PageRange, PageSet, Protection, Region,
-    WindowPages,
+    Error as MemoryError, Fault, Freeing, PAGE_BYTES, PageBuffer, PageRange, PageSet, Protection, Region, WindowPages,
 };
 
 use super::{
@@ -37,7 +36,10 @@ use super::{
 use crate::{
     Error, cpu,
     guest::{GuestError, SourceGuest},
-    snapshot::file::target::Target,
+    snapshot::{
+        file::{queues::Queues, target::Target},
+        mapped::layout::Spot,
+    },
 };
 
 /// How long a wait may last before the thread checks whether everything is over.
@@ -77,7 +79,7 @@ enum Stage {
 
 /// Pages that were copied, on their way to the disk.
 pub(crate) struct Copied {
-    offset: u64,
+    at: Spot,
     buffer: PageBuffer,
 }
 
@@ -282,28 +284,28 @@ impl<'a> Moment<'a> {
     ///
     /// # Errors
     /// See [`Failure`]; it has to be given up then.
-    pub(crate) fn write(&self, queue: &mut FileQueue, copies: &Receiver<Copies>) -> Result<Written, Failure> {
+    pub(crate) fn write(&self, queues: &mut Queues, copies: &Receiver<Copies>) -> Result<Written, Failure> {
         let begin = cpu::thread_seconds();
         let mut written = Written::default();
-        self.uring.store(queue.is_uring(), Relaxed);
+        self.uring.store(queues.is_uring(), Relaxed);
         while !self.is_given_up() {
             // Copies first: while they wait for the disk, there may be no room for the next.
             while let Ok(copied) = copies.try_recv() {
-                write_copies(queue, copied)?;
+                write_copies(queues, copied)?;
             }
             let Some((region, WindowPages { first, mask: units })) = self.next_chunk() else { break };
             let claimed = self.regions[region].left.claim(first, units);
             let copied = self.save(region, first, claimed, &mut written)?;
             self.chunk_done();
-            write_copies(queue, copied)?;
+            write_copies(queues, copied)?;
         }
         // Until the thread that serves faults has ended; it does when all chunks are done with.
         for copied in copies {
             if !self.is_given_up() {
-                write_copies(queue, copied)?;
+                write_copies(queues, copied)?;
             }
         }
-        queue.finish().map_err(Failure::File)?;
+        queues.finish().map_err(Failure::File)?;
         written.cpu_seconds = cpu::thread_seconds() - begin;
         Ok(written)
     }
@@ -359,7 +361,8 @@ impl<'a> Moment<'a> {
             for run in WindowPages::new(first, present).runs() {
                 let mut buffer = PageBuffer::new(run.count as usize);
                 memory.copy_to(run, buffer.bytes_mut()).map_err(Failure::Guest)?;
-                to.push(Copied { offset: self.pages.places[region] + run.first * PAGE_BYTES as u64, buffer });
+                let Spot { file, offset } = self.pages.places[region];
+                to.push(Copied { at: Spot { file, offset: offset + run.first * PAGE_BYTES as u64 }, buffer });
             }
         }
         Ok(())
@@ -380,6 +383,9 @@ impl<'a> Moment<'a> {
 
 pub(crate) type Copies = Vec<Copied>;
 
-fn write_copies(queue: &mut FileQueue, copies: Copies) -> Result<(), Failure> {
-    copies.into_iter().try_for_each(|copied| queue.write_buffer(copied.buffer, copied.offset)).map_err(Failure::File)
+fn write_copies(queues: &mut Queues, copies: Copies) -> Result<(), Failure> {
+    let mut copies = copies.into_iter();
+    copies
+        .try_for_each(|Copied { at, buffer }| queues.of(at.file).write_buffer(buffer, at.offset))
+        .map_err(Failure::File)
 }

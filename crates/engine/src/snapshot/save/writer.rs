@@ -12,13 +12,16 @@ use std::{
 };
 
 use crossbeam_channel::{Receiver, SendTimeoutError, Sender, bounded};
-use transship_memory::{FileIo, FileQueue, Freeing, GuestMemory, PAGE_BYTES, PageRange, Region, Turns, WindowPages};
+use transship_memory::{FileIo, Freeing, GuestMemory, PAGE_BYTES, PageRange, Region, Turns, WindowPages};
 
 use crate::{
     Error, Progress, cpu,
     page_map::PageMap,
     scan::{Pending, new_holes},
-    snapshot::file::target::{DEPTH, Target},
+    snapshot::{
+        file::{queues::Queues, target::Target},
+        mapped::layout::Spot,
+    },
 };
 
 /// How often a wait checks whether the user has cancelled.
@@ -28,8 +31,8 @@ pub(crate) struct Pages {
     pub(crate) memory: GuestMemory,
     /// Whether memory may be given back while it is written.
     freeing: Freeing,
-    /// By region: where its first page is in the file.
-    pub(crate) places: Vec<u64>,
+    /// By region: where its first page is.
+    pub(crate) places: Vec<Spot>,
     /// By region: pages that the file holds content for. All others are zero.
     pub(crate) content: Vec<PageMap>,
     /// By region: pages that were ever written to the file.
@@ -81,7 +84,7 @@ impl Writers {
     pub(crate) fn start(
         memory: &GuestMemory,
         freeing: Freeing,
-        places: Vec<u64>,
+        places: Vec<Spot>,
         count: u8,
         how: FileIo,
         target: &Target,
@@ -102,17 +105,17 @@ impl Writers {
         let (mut threads, turns) = (Vec::new(), Turns::default());
         for number in 0..count {
             let (pages, done, ready, turns) = (Arc::clone(&pages), done.clone(), ready.clone(), turns.clone());
-            let descriptor = target.page_descriptor()?;
+            let files = target.page_descriptors()?;
             let (rounds, work) = bounded::<Round>(1);
             let run = move || {
                 // The requests are this thread's own.
-                let mut queue = match FileQueue::new(pages.memory.clone(), descriptor, DEPTH, how) {
-                    Ok(queue) => queue.taking(&turns),
+                let mut queues = match Queues::new(&pages.memory, files, how, &turns) {
+                    Ok(queues) => queues,
                     Err(error) => return drop(ready.send(Err(error))),
                 };
-                drop(ready.send(Ok(queue.is_uring())));
+                drop(ready.send(Ok(queues.is_uring())));
                 for round in work {
-                    if done.send(pages.write_round(&mut queue, &round)).is_err() {
+                    if done.send(pages.write_round(&mut queues, &round)).is_err() {
                         break; // nobody wants it any more
                     }
                 }
@@ -223,7 +226,7 @@ impl Drop for Writers {
 }
 
 impl Pages {
-    fn write_round(&self, queue: &mut FileQueue, batches: &Round) -> Outcome {
+    fn write_round(&self, queues: &mut Queues, batches: &Round) -> Outcome {
         let begin = cpu::thread_seconds();
         let mut written = Written::default();
         let mut outcome = Ok(());
@@ -233,19 +236,19 @@ impl Pages {
                 continue;
             }
             let mut windows = batch.windows.into_iter();
-            outcome = windows.try_for_each(|window| self.write_window(queue, batch.region, window, &mut written));
+            outcome = windows.try_for_each(|window| self.write_window(queues, batch.region, window, &mut written));
             if outcome.is_err() {
                 self.failed.store(true, Relaxed);
             }
         }
-        let finished = queue.finish();
+        let finished = queues.finish();
         outcome.and(finished).inspect_err(|_| self.failed.store(true, Relaxed))?;
         Ok(Written { cpu_seconds: cpu::thread_seconds() - begin, ..written })
     }
 
     fn write_window(
         &self,
-        queue: &mut FileQueue,
+        queues: &mut Queues,
         region: usize,
         WindowPages { first, mask: wanted }: WindowPages,
         written: &mut Written,
@@ -257,7 +260,8 @@ impl Pages {
         written.rewritten += u64::from((present & self.content[region].window(first)).count_ones());
         self.note(region, first, present, zero);
         for run in WindowPages::new(first, present).runs() {
-            queue.write(region, run, self.places[region] + run.first * PAGE_BYTES as u64)?;
+            let Spot { file, offset } = self.places[region];
+            queues.of(file).write(region, run, offset + run.first * PAGE_BYTES as u64)?;
         }
         Ok(())
     }
