@@ -1,6 +1,6 @@
 # The project's commands. Each is a script in scripts/, which says what it does.
 
-# For `make demo`: qemu or synthetic, and flags of `transship move`.
+# For `make demo`: qemu, synthetic or clones, and flags of `transship move`.
 VM = qemu
 ARGS =
 # For `make fuzz`: seconds for each target.

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Moves a running guest before your eyes.
+# Moves a running guest before your eyes, or forks one.
 #
-#   scripts/demo.sh [qemu|synthetic] [FLAGS of transship move]
+#   scripts/demo.sh [qemu|synthetic|clones] [FLAGS of transship move]
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -16,5 +16,5 @@ memory=/dev/shm
 [ -d "$memory" ] || memory=${TMPDIR:-/tmp}
 TRANSSHIP_SCRATCH=$(mktemp -d "$memory/transship-demo-XXXXXX")
 export TRANSSHIP_SCRATCH
-trap 'rm -rf "$TRANSSHIP_SCRATCH"' EXIT
+trap 'chattr -R -f -i "$TRANSSHIP_SCRATCH" || true; rm -rf "$TRANSSHIP_SCRATCH"' EXIT
 "${CARGO_TARGET_DIR:-target}/release/demo" "$@"

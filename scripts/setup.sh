@@ -19,6 +19,8 @@ needs=(
     "ip|iproute2|slow links between network namespaces"
     "tc|iproute2|slow links between network namespaces"
     "socat|socat|talks to a guest's serial port by hand"
+    "qemu-img|qemu-utils|makes the disks of clones"
+    "chattr|e2fsprogs|lets go of images"
 )
 
 check_only=no

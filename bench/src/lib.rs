@@ -1,7 +1,7 @@
 //! The tables of docs/benchmarks.md, measured here, beside stock QEMU.
 //!
 //! - [`Bench`]: the arguments of `transship bench`
-//! - `zero_pages`, `codecs`, `threads`, `files`, `qemu_wire`, `free_pages`: the tables of these names
+//! - `zero_pages`, `codecs`, `threads`, `files`, `qemu_wire`, `free_pages`, `clones`: the tables of these names
 //! - `arguments`: those that tables have in common
 //! - `content`, `corpus`, `pair`, `stock` and `ours`: guests, and the two sides
 //! - `machine`, `processes`: what the machine can do, and what processes used of it
@@ -13,6 +13,7 @@
 mod aims;
 mod arguments;
 mod at_hand;
+mod clones;
 mod codecs;
 mod content;
 mod corpus;
@@ -38,6 +39,7 @@ mod units;
 mod zero_pages;
 
 pub use arguments::{Common, Moves};
+pub use clones::Clones;
 pub use codecs::{Codecs, Method};
 pub use content::Content;
 pub use files::Snapshots;
@@ -70,6 +72,8 @@ pub enum Table {
     QemuWire(QemuWire),
     /// Moves of a Linux guest whose free memory is full of old data, without hints, with them, and with reporting
     FreePages(FreePages),
+    /// Guests made from one moment of another, by number of them
+    Clones(Clones),
 }
 
 impl Bench {
@@ -85,6 +89,7 @@ impl Bench {
             Table::Files(table) => files::run(table),
             Table::QemuWire(table) => qemu_wire::run(table),
             Table::FreePages(table) => free_pages::run(table),
+            Table::Clones(table) => clones::run(table),
         }
     }
 }

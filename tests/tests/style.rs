@@ -22,13 +22,14 @@ const UNSAFE: [(&str, &str); 10] = [
 ];
 
 /// Where something sleeps in the product, and why nothing wakes it.
-const SLEEP: [(&str, &str); 8] = [
+const SLEEP: [(&str, &str); 9] = [
     ("crates/engine/src/fail_point.rs", "tests hold a process there"),
     ("crates/engine/src/pacer.rs", "a bandwidth is kept by waiting"),
     ("crates/engine/src/snapshot/restore/stand_in.rs", "an error that stays, looked at again until the VMM has ended"),
     ("crates/vmm/src/freeze.rs", "the kernel does not say when a stopped process stands"),
     ("crates/vmm/src/handoff/mod.rs", "a socket that takes one client, and does not say when it is free"),
     ("crates/vmm/src/qemu/abandoned.rs", "the same"),
+    ("crates/cli/src/commands/fork.rs", "nothing says when somebody begins to listen at a socket"),
     ("crates/vmm/src/qemu/machine.rs", "QEMU has no event for the end of finish-migrate"),
     ("crates/vmm/src/qemu/state_channel.rs", "QEMU has no event for the end of its cleaning up"),
 ];
@@ -41,7 +42,7 @@ const SIBLINGS: [&str; 3] = ["engine", "vmm", "balloon"];
 
 /// The parts of the engine, those that stand on fewer others first, and which of the others each uses. What is not here
 /// is everybody's (errors, options, progress, sets of pages), and uses none of these.
-const ENGINE: [(&str, &[&str]); 26] = [
+const ENGINE: [(&str, &[&str]); 27] = [
     ("digest", &[]),
     ("forecast", &[]),
     ("free", &[]),
@@ -76,9 +77,10 @@ const ENGINE: [(&str, &[&str]); 26] = [
         ],
     ),
     ("snapshot/file", &["snapshot", "stream"]),
-    ("snapshot/mapped", &["snapshot", "snapshot/file", "stream"]),
-    ("snapshot", &["ending", "snapshot/file", "snapshot/mapped", "stream"]),
-    ("snapshot/restore", &["ending", "snapshot", "snapshot/file", "snapshot/mapped", "stream"]),
+    ("snapshot/image", &["snapshot", "snapshot/file", "stream"]),
+    ("snapshot/mapped", &["snapshot", "snapshot/file", "snapshot/image", "stream"]),
+    ("snapshot", &["ending", "snapshot/file", "snapshot/image", "snapshot/mapped", "stream"]),
+    ("snapshot/restore", &["ending", "snapshot", "snapshot/file", "snapshot/image", "snapshot/mapped", "stream"]),
     (
         "snapshot/save",
         &[
@@ -89,6 +91,7 @@ const ENGINE: [(&str, &[&str]); 26] = [
             "scan",
             "snapshot",
             "snapshot/file",
+            "snapshot/image",
             "snapshot/mapped",
             "stream",
             "unplug",

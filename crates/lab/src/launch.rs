@@ -17,6 +17,15 @@ pub enum Accel {
     Kvm,
 }
 
+impl Accel {
+    fn name(self) -> &'static str {
+        match self {
+            Self::Tcg => "tcg",
+            Self::Kvm => "kvm",
+        }
+    }
+}
+
 /// What runs in the guest.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Kind {
@@ -57,6 +66,7 @@ pub struct QemuBuilder {
     backend: Backend,
     memory_folder: Option<PathBuf>,
     memory_options: String,
+    is_clone: bool,
     as_by_default: bool,
     accel: Accel,
     machine: String,
@@ -76,6 +86,7 @@ impl QemuBuilder {
             backend: Backend::SharedFile,
             memory_folder: None,
             memory_options: String::new(),
+            is_clone: false,
             as_by_default: false,
             accel,
             machine: "q35".into(),
@@ -115,6 +126,12 @@ impl QemuBuilder {
     pub fn memory_folder(mut self, folder: impl Into<PathBuf>) -> Self {
         self.memory_folder = Some(folder.into());
         self
+    }
+
+    /// It waits for a guest whose memory it has as a private mapping of the image in this folder.
+    pub fn clone_of(mut self, image: impl Into<PathBuf>) -> Self {
+        self.is_clone = true;
+        self.backend(Backend::PrivateFile).memory_folder(image).memory_options("readonly=on,rom=off").incoming()
     }
 
     /// The one backend is called as QEMU calls its own memory, so that guests of all kinds can come from and go to each
@@ -175,6 +192,21 @@ impl QemuBuilder {
         self
     }
 
+    /// The program and the arguments of a clone, without its memory, its sockets and that it waits: for whoever starts
+    /// clones by a command.
+    ///
+    /// # Errors
+    /// A guest image is missing.
+    pub fn words_of_a_clone(&self) -> Result<Vec<String>> {
+        let accel = self.accel.name();
+        let text = format!(
+            "{} -nodefaults -no-user-config -display none -accel {accel} -machine {} -m {}M",
+            self.binary, self.machine, self.memory_mib
+        );
+        let words = text.split_whitespace().map(str::to_owned);
+        Ok(words.chain(self.guest_args()?).chain(self.more.iter().cloned()).collect())
+    }
+
     /// Starts it, and waits until it answers on QMP. The guest need not have booted yet.
     ///
     /// # Errors
@@ -182,7 +214,12 @@ impl QemuBuilder {
     pub fn start(self) -> Result<Qemu> {
         let folder = Scratch::new()?;
         let memory_folder = self.memory_folder.clone().unwrap_or_else(|| folder.path().to_path_buf());
-        let memory_files: Vec<_> = (0..self.backends).map(|n| memory_folder.join(format!("mem{n}"))).collect();
+        let name = |n| match (self.is_clone, n) {
+            (true, 0) => "memory".to_owned(),
+            (true, n) => format!("memory.{n}"),
+            (false, n) => format!("mem{n}"),
+        };
+        let memory_files: Vec<_> = (0..self.backends).map(|n| memory_folder.join(name(n))).collect();
         let listen = |name: &str| UnixListener::bind(folder.join(name)).map_err(failed(format!("can't bind {name}")));
         let (serial, monitor) = (listen("serial")?, listen("monitor")?);
 
@@ -201,10 +238,7 @@ impl QemuBuilder {
         let named = self.backends == 1 && self.backend != Backend::Default;
         let memory = if named { format!(",memory-backend={}", self.block_name(0)) } else { String::new() };
         let folder = folder.display();
-        let accel = match self.accel {
-            Accel::Tcg => "tcg",
-            Accel::Kvm => "kvm",
-        };
+        let accel = self.accel.name();
         // QEMU connects to our two sockets and so can't say anything before we listen; transship connects to its own.
         let text = format!(
             "-nodefaults -no-user-config -display none -accel {accel} -machine {}{memory} -m {}M \

@@ -1,5 +1,6 @@
 //! Folders that go away.
 use crate::{Result, failed};
+use rustix::fs::IFlags;
 use std::path::{Path, PathBuf};
 use tempfile::TempDir;
 
@@ -9,6 +10,12 @@ const PREFIX: &str = "transship-lab-";
 #[derive(Debug)]
 pub struct Scratch {
     folder: TempDir,
+}
+
+impl Drop for Scratch {
+    fn drop(&mut self) {
+        release(self.folder.path());
+    }
 }
 
 impl Scratch {
@@ -83,7 +90,27 @@ fn those_of(base: &Path, is_wanted: impl Fn(u32) -> bool) -> Vec<PathBuf> {
 
 fn remove_all_of(folders: Vec<PathBuf>) {
     for folder in folders {
+        release(&folder);
         // Another test process may be removing it too.
         let _ = std::fs::remove_dir_all(folder);
+    }
+}
+
+/// Lets files be removed that are immutable, as those of an image are.
+pub(crate) fn release(folder: &Path) {
+    for entry in std::fs::read_dir(folder).into_iter().flatten().flatten() {
+        let path = entry.path();
+        match entry.file_type() {
+            Ok(kind) if kind.is_dir() => release(&path),
+            Ok(kind) if kind.is_file() => {
+                let Ok(file) = std::fs::File::open(&path) else { continue };
+                let flags = rustix::fs::ioctl_getflags(&file).unwrap_or(IFlags::empty());
+                if flags.contains(IFlags::IMMUTABLE) {
+                    // What can't be released stays, and is nobody's any more.
+                    let _ = rustix::fs::ioctl_setflags(&file, flags - IFlags::IMMUTABLE);
+                }
+            }
+            _ => {}
+        }
     }
 }

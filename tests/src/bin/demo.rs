@@ -1,4 +1,7 @@
-//! `make demo`: moves a running guest before your eyes, and lets stock QEMU move an identical one.
+//! `make demo`: moves a running guest before your eyes, and lets stock QEMU move an identical one; or forks one.
+#[path = "demo/clones.rs"]
+mod clones;
+
 use serde_json::{Value, json};
 use std::process::{Command, ExitCode, Stdio};
 use std::time::{Duration, Instant};
@@ -15,7 +18,8 @@ fn main() -> ExitCode {
     let outcome = match vm.as_str() {
         "qemu" => qemu(&flags),
         "synthetic" => synthetic(&flags),
-        other => Err(LabError(format!("VM={other} is unknown: it can be qemu or synthetic"))),
+        "clones" => clones::eight(),
+        other => Err(LabError(format!("VM={other} is unknown: it can be qemu, synthetic or clones"))),
     };
     match outcome {
         Ok(()) => ExitCode::SUCCESS,

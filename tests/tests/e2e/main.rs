@@ -5,18 +5,22 @@
 //! - Moves: `moves`, `codecs`, `run_state`, `disks`, `direct_disks`, `strangers`, `settings`; who dies in one: `crash`
 //! - To and from a stock QEMU: `qemu_peer_send`, `qemu_peer_receive`, `relay`; who dies in one: `qemu_peer_crash`
 //! - Snapshots: `save`, `background`, `restore`, `restore_lazy`, `restore_given_back`, `convert`
+//! - Images and guests that share them: `clones`, `clones_refused`, `forks`
 //! - Memory: `any_memory`, `huge_pages`, `preallocated`, `free_pages`, `writers`; who says which of it is
 //!   free: `balloon`, `hints`
 //! - What several of them need: `ends`, `peer`, `restoring`, `sector`, `stock`
 mod any_memory;
 mod background;
 mod balloon;
+mod clones;
+mod clones_refused;
 mod codecs;
 mod convert;
 mod crash;
 mod direct_disks;
 mod disks;
 mod ends;
+mod forks;
 mod free_pages;
 mod guests;
 mod hints;

@@ -152,6 +152,7 @@ mod tests {
             uuid: None,
             state: Some("running".into()),
             refusal: None,
+            not_for_clones: None,
             blocks: vec![block, left],
             sections: Vec::new(),
             device_bytes: 300 << 10,

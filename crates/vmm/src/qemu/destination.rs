@@ -6,7 +6,7 @@ use std::{
     time::Duration,
 };
 
-use serde_json::json;
+use serde_json::{Value, json};
 use transship_guest::{DestinationGuest, DiskFile, GuestError, StateFormat};
 use transship_memory::{Access, GuestMemory, Missing, Region};
 use transship_wire::{
@@ -53,6 +53,7 @@ impl QemuDestination {
     /// It does not wait for a guest, or its memory can't be written from here; each with its cure.
     pub fn attach(socket: &Path) -> Result<Self, GuestError> {
         let mut qmp = Qmp::connect(socket)?;
+        qmp.ask_ahead(&questions())?;
         checks::destination_state(&mut qmp)?;
         checks::no_balloon_yet(&mut qmp)?;
         migration::check_ignore_shared(&mut qmp)?;
@@ -61,6 +62,7 @@ impl QemuDestination {
         let memory = memory::map(qmp.pid(), &backends, Access::ReadWrite)?;
         let description = describe(&mut qmp, &backends)?;
         let state_format = blocks::state_format(&mut qmp, &backends)?;
+        qmp.forget_answers();
         Ok(Self { qmp, description, state_format, backends, memory, freezer: None })
     }
 
@@ -177,8 +179,12 @@ impl DestinationGuest for QemuDestination {
         // Whatever the state says, the guest does not run when it is loaded, and the disks are left to whoever has
         // them.
         self.qmp.execute("stop", json!({}))?;
+        let questions = ["query-migrate-capabilities", "query-migrate-parameters"].map(|command| (command, json!({})));
+        self.qmp.ask_ahead(&questions)?;
         let (form, begin) = form_of(state)?;
-        let settings = Settings::apply(&mut self.qmp, Answers::No, form)?;
+        let settings = Settings::apply(&mut self.qmp, Answers::No, form);
+        self.qmp.forget_answers();
+        let settings = settings?;
         let loaded = self.load(&mut begin.as_slice().chain(state));
         let restored = settings.restore(&mut self.qmp);
         match (loaded, restored) {
@@ -202,6 +208,27 @@ impl DestinationGuest for QemuDestination {
     fn start_hint(&self) -> String {
         cont_by_hand(self.qmp.path())
     }
+}
+
+/// What an attachment asks of every QEMU that waits.
+fn questions() -> Vec<(&'static str, Value)> {
+    let list = |path: &str| ("qom-list", json!({ "path": path }));
+    let blocks = || ("human-monitor-command", json!({ "command-line": "info ramblock" }));
+    let mut questions: Vec<_> =
+        ["query-status", "query-migrate", "query-migrate-capabilities", "query-memdev", "query-memory-size-summary"]
+            .map(|command| (command, json!({})))
+            .into();
+    questions.extend([
+        ("query-memory-devices", json!({})),
+        list("/machine/peripheral"),
+        list("/machine/peripheral-anon"),
+        list("/machine/unattached"),
+        list("/objects"),
+        blocks(),
+        blocks(),
+        ("qom-get", json!({ "path": "/machine", "property": "type" })),
+    ]);
+    questions
 }
 
 /// Reads the stream up to where it says of which form it is. The bytes that were read. What is none is for QEMU to

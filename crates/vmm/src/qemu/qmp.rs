@@ -2,6 +2,8 @@
 //!
 //! Answers carry the id of their command, so the late answer to a command that timed out is never taken for the
 //! next one's. Lines, and the events that nobody has asked for yet, are bounded.
+mod ahead;
+
 use std::{
     collections::VecDeque,
     io::{self, IoSlice, Read},
@@ -74,6 +76,7 @@ pub(super) struct Qmp {
     /// Bytes that came and are no whole line yet.
     pending: Vec<u8>,
     events: VecDeque<Event>,
+    ahead: Vec<ahead::Answer>,
     next_id: u64,
 }
 
@@ -91,6 +94,7 @@ impl Qmp {
             version: (0, 0),
             pending: Vec::new(),
             events: VecDeque::new(),
+            ahead: Vec::new(),
             next_id: 1,
         };
         qmp.greet()?;
@@ -198,6 +202,9 @@ impl Qmp {
         fd: Option<BorrowedFd<'_>>,
         limit: Duration,
     ) -> Result<Value, QmpError> {
+        if let Some(answer) = self.take_answer(command, &arguments) {
+            return answer;
+        }
         let id = self.give(command, arguments, fd)?;
         let deadline = Instant::now() + limit;
         loop {

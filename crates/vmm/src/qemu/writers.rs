@@ -211,6 +211,10 @@ impl Others {
         let files: HashSet<FileId> = backends.iter().filter_map(Backend::shared_file).collect();
         let ourselves = rustix::process::getpid().as_raw_nonzero().get();
         let mut others = Self::default();
+        if files.is_empty() {
+            // What QEMU has for itself nobody else can map.
+            return others;
+        }
         for pid in processes().filter(|pid| ![qemu, ourselves].contains(pid)) {
             match maps_for_writing(pid, &files) {
                 Ok(true) => others.writers.push(Process::named(pid)),

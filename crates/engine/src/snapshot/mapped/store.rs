@@ -249,7 +249,7 @@ mod tests {
         places
             .map(|(place, bitmap_offset)| {
                 let mut bitmap = vec![0; bitmap_bytes(place.bytes) as usize];
-                file.read_exact_at(&mut bitmap, bitmap_offset).unwrap();
+                file.read_exact_at(&mut bitmap, bitmap_offset.unwrap()).unwrap();
                 let mut memory = vec![0; place.bytes as usize];
                 for (page, bytes) in memory.chunks_mut(PAGE_BYTES).enumerate() {
                     if bitmap[page / 8] >> (page % 8) & 1 == 1 {

@@ -131,6 +131,7 @@ fn mapped(
     restore.report.setup_ms = restore.elapsed_ms();
     restore.report.file = Some(FileReport {
         bytes: origins.iter().filter_map(|origin| origin.bytes).sum(),
+        allocated: origins.iter().map(Origin::allocated).sum(),
         ..image.snapshot.origin.report(Format::Raw, plan.stored_pages())
     });
     restore.progress.set_phase(Phase::Loading);

@@ -1,0 +1,78 @@
+//! `transship bench clones`: many guests from one moment of another, by mapping its image and by loading it.
+mod measure;
+mod results;
+
+use transship_lab::Scratch;
+
+use self::results::{Results, Way};
+use crate::{arguments::Common, interrupt, machine::Machine, output::say, units};
+
+const LONG_ABOUT: &str = "\
+Makes guests from one moment of a small guest that runs on: by `transship fork`, whose clones map the image; by stock \
+QEMU, each loading the same guest from a mapped-ram file; and by `transship restore --lazy`. The time of each is that \
+from a QEMU that waits to a guest that runs; how long QEMU itself takes to start is measured beside it. Memory is what \
+all of them take together, shared pages counted once.
+
+The guest runs under KVM where that works, has --content of its memory filled, and writes nothing. The benchmark needs \
+the largest of --count times --content plus 40 MiB, and twice the largest --mem. Keep the machine otherwise idle.";
+
+/// Many guests from one moment of another.
+#[derive(Debug, Clone, clap::Args)]
+#[command(long_about = LONG_ABOUT)]
+pub struct Clones {
+    /// Sizes of the guest's memory
+    #[arg(long, value_name = "SIZE,...", default_value = "1G,4G", value_delimiter = ',', value_parser = units::memory)]
+    pub mem: Vec<u64>,
+    /// Numbers of clones
+    #[arg(long, value_name = "N,...", default_value = "1,8,32", value_delimiter = ',', value_parser = clap::value_parser!(u32).range(1..=1000))]
+    pub count: Vec<u32>,
+    /// How much of its memory the guest has filled
+    #[arg(long, value_name = "SIZE", default_value = "64M", value_parser = units::memory)]
+    pub content: u64,
+    /// What every table is told.
+    #[command(flatten)]
+    pub common: Common,
+}
+
+/// Measures, prints and writes.
+pub(crate) fn run(table: &Clones) -> Result<(), String> {
+    table.common.files.check()?;
+    interrupt::clean_up_in(vec![Scratch::base()])?;
+    let mut results = Results::new(Machine::here(), table.content);
+    let measured = measure(table, &mut results);
+    if !results.rows.is_empty() {
+        table.common.files.publish(results.table(), &results, &results.aims(), || results.svg())?;
+    }
+    measured
+}
+
+fn measure(table: &Clones, results: &mut Results) -> Result<(), String> {
+    for &guest_bytes in &table.mem {
+        let setting = measure::Setting::start(&table.common.peer, guest_bytes, table.content)?;
+        results.qemu = setting.version()?;
+        results.kvm = setting.kvm;
+        for &count in &table.count {
+            for way in [Way::Clones, Way::Qemu, Way::Lazy] {
+                let title = format!("{}, {count} guests, {}", units::bytes(guest_bytes), way.title());
+                let row = setting.row(way, count).map_err(|error| format!("{title}: {error}"))?;
+                say(&format!("{title}: {} ms each", units::short(row.ms().median)));
+                results.rows.push(row);
+            }
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use crate::parsed::parsed;
+
+    #[test]
+    fn the_defaults_are_those_of_the_documentation() {
+        let table = parsed::<Clones>(&[]).unwrap();
+        assert_eq!((table.mem, table.count, table.content), (vec![1 << 30, 4 << 30], vec![1, 8, 32], 64 << 20));
+        assert!(parsed::<Clones>(&["--count", "0"]).is_err());
+    }
+}

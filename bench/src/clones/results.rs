@@ -1,0 +1,254 @@
+//! What was measured, as a table, as aims and as a picture.
+use serde::Serialize;
+
+use crate::{
+    aims::{Aim, Aims, Bound},
+    machine::Machine,
+    plot::{Bar, Chart, Group, Line, Side},
+    results::Spread,
+    table::aligned,
+    units,
+};
+
+const ALONE_MS: f64 = 15.0;
+const DOWNTIME_MS: f64 = 15.0;
+const CLONES_A_SECOND: f64 = 32.0;
+const MIB_A_CLONE: f64 = 40.0;
+/// From one size of memory to the next: no more than what measuring varies by.
+const GROWTH: f64 = 1.5;
+const MIB: f64 = (1 << 20) as f64;
+
+/// How the guests come to be.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub(super) enum Way {
+    /// They map the image.
+    #[default]
+    Clones,
+    /// Stock QEMU loads a mapped-ram file.
+    Qemu,
+    /// `restore --lazy`.
+    Lazy,
+}
+
+impl Way {
+    pub(super) fn title(self) -> &'static str {
+        match self {
+            Self::Clones => "clones",
+            Self::Qemu => "QEMU, mapped-ram",
+            Self::Lazy => "restore --lazy",
+        }
+    }
+}
+
+/// So many guests.
+#[derive(Debug, Clone, Default, Serialize)]
+pub(super) struct Row {
+    pub(super) guest_bytes: u64,
+    pub(super) count: u32,
+    pub(super) way: Way,
+    /// From waiting to running.
+    pub(super) each_ms: Vec<f64>,
+    /// Until their QEMUs waited.
+    pub(super) start_ms: Vec<f64>,
+    /// All of it, QEMU's own start included.
+    pub(super) all_ms: f64,
+    /// How long the guest that they come from stood still.
+    pub(super) downtime_ms: Option<f64>,
+    /// Of all of them together, and of the guest that they come from.
+    pub(super) memory: u64,
+    pub(super) own_memory: u64,
+}
+
+impl Row {
+    pub(super) fn ms(&self) -> Spread {
+        Spread::of(self.each_ms.iter().copied())
+    }
+
+    fn start(&self) -> Spread {
+        Spread::of(self.start_ms.iter().copied())
+    }
+
+    fn mib_a_guest(&self) -> f64 {
+        (self.memory as f64 - self.own_memory as f64) / MIB / f64::from(self.count)
+    }
+}
+
+/// Everything.
+#[derive(Debug, Serialize)]
+pub(super) struct Results {
+    pub(super) machine: Machine,
+    pub(super) qemu: String,
+    pub(super) kvm: bool,
+    pub(super) content: u64,
+    pub(super) rows: Vec<Row>,
+}
+
+impl Results {
+    pub(super) fn new(machine: Machine, content: u64) -> Self {
+        Self { machine, qemu: String::new(), kvm: false, content, rows: Vec::new() }
+    }
+
+    fn setting(&self) -> String {
+        let accel = if self.kvm { "KVM" } else { "TCG" };
+        format!(
+            "{}; {} of the guest's memory filled, {accel}",
+            self.machine.title(&self.qemu),
+            units::bytes(self.content)
+        )
+    }
+
+    pub(super) fn table(&self) -> String {
+        let head = [
+            "memory",
+            "way",
+            "guests",
+            "each ms",
+            "(most)",
+            "QEMU's start ms",
+            "all s",
+            "parent's stop ms",
+            "memory",
+            "a guest",
+        ];
+        let cells = |row: &Row| {
+            [
+                units::bytes(row.guest_bytes),
+                row.way.title().to_owned(),
+                row.count.to_string(),
+                units::short(row.ms().median),
+                format!("({})", units::short(row.each_ms.iter().copied().fold(0.0, f64::max))),
+                units::short(row.start().median),
+                units::short(row.all_ms / 1e3),
+                row.downtime_ms.map_or_else(String::new, units::short),
+                units::bytes(row.memory),
+                units::bytes(row.memory / u64::from(row.count)),
+            ]
+        };
+        let lines: Vec<[String; 10]> =
+            std::iter::once(head.map(str::to_owned)).chain(self.rows.iter().map(cells)).collect();
+        format!(
+            "{}\n{}\n{}\nEach: median from a QEMU that waits to a guest that runs. Memory: of all together (PSS).\n",
+            self.setting(),
+            self.machine.warning(),
+            aligned(2, &lines)
+        )
+    }
+
+    fn clones(&self) -> impl Iterator<Item = &Row> {
+        self.rows.iter().filter(|row| row.way == Way::Clones)
+    }
+
+    pub(super) fn aims(&self) -> Aims {
+        self.clones().flat_map(|row| self.aims_of(row)).collect()
+    }
+
+    fn aims_of(&self, row: &Row) -> Vec<Aim> {
+        let title = format!("{}, {} clones", units::bytes(row.guest_bytes), row.count);
+        let mut aims = Vec::new();
+        if row.count == 1 {
+            aims.push(Aim::new(
+                format!("{title}: from waiting to running"),
+                Bound::AtMost,
+                ALONE_MS,
+                row.ms().median,
+                "ms",
+            ));
+            let smaller = self.clones().filter(|other| other.count == 1 && other.guest_bytes < row.guest_bytes);
+            if let Some(smaller) = smaller.max_by_key(|other| other.guest_bytes) {
+                let times = row.ms().median / smaller.ms().median;
+                aims.push(Aim::new(format!("{title}: as with less memory"), Bound::AtMost, GROWTH, times, "times"));
+            }
+        } else {
+            // Two cores: while one QEMU starts the other clone is made, so its own work is what counts.
+            let own_s = row.each_ms.iter().sum::<f64>() / 1e3 / 2.0;
+            let rate = f64::from(row.count) / own_s;
+            aims.push(Aim::new(
+                format!("{title}: beside QEMU's start"),
+                Bound::AtLeast,
+                CLONES_A_SECOND,
+                rate,
+                "a second",
+            ));
+        }
+        if let Some(downtime) = row.downtime_ms {
+            aims.push(Aim::new(
+                format!("{title}: the parent stands still"),
+                Bound::AtMost,
+                DOWNTIME_MS,
+                downtime,
+                "ms",
+            ));
+        }
+        let what = format!("{title}: memory beyond one guest, each");
+        aims.push(Aim::new(what, Bound::AtMost, MIB_A_CLONE, row.mib_a_guest(), "MiB"));
+        aims
+    }
+
+    pub(super) fn svg(&self) -> String {
+        let mut sizes: Vec<(u64, u32)> = self.clones().map(|row| (row.guest_bytes, row.count)).collect();
+        sizes.dedup();
+        let groups = sizes.into_iter().map(|(guest_bytes, count)| Group {
+            title: format!("{}, {count} guests", units::bytes(guest_bytes)),
+            lines: self
+                .rows
+                .iter()
+                .filter(|row| (row.guest_bytes, row.count) == (guest_bytes, count))
+                .map(|row| Line {
+                    title: row.way.title().into(),
+                    bars: vec![Bar {
+                        side: if row.way == Way::Qemu { Side::Qemu } else { Side::Ours },
+                        ms: row.ms().median,
+                        remark: String::new(),
+                    }],
+                    note: units::bytes(row.memory),
+                })
+                .collect(),
+        });
+        Chart {
+            title: "Guests from one moment of another",
+            setting: &self.setting(),
+            legend: &[(Side::Ours, "transship"), (Side::Qemu, "stock QEMU")],
+            notes: "memory of all",
+            axis: "time of one guest, from waiting to running",
+            groups: groups.collect(),
+        }
+        .svg()
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    fn row(way: Way, count: u32, ms: f64) -> Row {
+        Row {
+            guest_bytes: 1 << 30,
+            count,
+            way,
+            each_ms: vec![ms; count as usize],
+            start_ms: vec![70.0],
+            all_ms: 200.0,
+            downtime_ms: (way == Way::Clones).then_some(4.0),
+            memory: (100 + 30 * u64::from(count)) << 20,
+            own_memory: 100 << 20,
+        }
+    }
+
+    #[test]
+    fn what_is_aimed_at_and_missed_is_seen() {
+        let mut results = Results::new(Machine::here(), 64 << 20);
+        results.rows = vec![row(Way::Clones, 1, 12.5), row(Way::Qemu, 1, 250.0), row(Way::Clones, 8, 100.0)];
+        let aims = results.aims().to_string();
+        assert_eq!(aims.lines().filter(|line| line.contains("MISSED")).count(), 1, "{aims}");
+        assert!(results.table().contains("12.5"), "{}", results.table());
+        let svg = results.svg();
+        let document = roxmltree::Document::parse(&svg).unwrap();
+        let texts: Vec<_> =
+            document.descendants().filter(|node| node.is_text()).filter_map(|node| node.text()).collect();
+        for wanted in ["1 GiB, 8 guests", "12.5 ms", "250 ms"] {
+            assert!(texts.contains(&wanted), "{wanted}: {texts:?}");
+        }
+    }
+}
