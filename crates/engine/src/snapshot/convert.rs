@@ -27,8 +27,9 @@ const READ_PAGES: u64 = 256;
 /// Zero pages that are passed on at once: a stream has a record for each.
 const CLEAR_PAGES: u64 = 1 << 16;
 
-/// Makes a snapshot of another one, or of a stream: in `format`, or else a stream of a mapped-ram file, and a mapped-ram
-/// file of anything else. Nothing but the layout changes; what a stream says of a page more than once is in a mapped-ram file as it was said last.
+/// Makes a snapshot of another one, or of a stream: in `format`, or else a stream of a mapped-ram file, and a
+/// mapped-ram file of anything else. Nothing but the layout changes; what a stream says of a page more than once is in
+/// a mapped-ram file as it was said last.
 ///
 /// On failure what was at the name of `to` is there as it was.
 ///

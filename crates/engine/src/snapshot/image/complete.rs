@@ -24,9 +24,9 @@ use crate::{
 const READ_ONLY: u32 = 0o400;
 
 impl Target {
-    /// All but `head`, which belongs at the start of the first file, is written: makes the image whole, and durably so.
-    /// Its files are read-only from now on, and immutable where the file system has that and we may say so. `memory`: by
-    /// region, the name of its block and the number of its file.
+    /// All but `head`, which belongs at the start of the first file, is written: makes the image whole, and durably
+    /// so. Its files are read-only from now on, and immutable where the file system has that and we may say so.
+    /// `memory`: by region, the name of its block and the number of its file.
     ///
     /// # Errors
     /// As [`Target::complete`].

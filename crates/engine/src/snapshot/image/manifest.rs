@@ -13,7 +13,7 @@ pub(crate) const VERSION: u32 = 1;
 pub(crate) struct Manifest {
     /// Of the layout.
     pub(crate) version: u32,
-    /// Who has made it.
+    /// The version of transship that has made it.
     pub(crate) transship: String,
     /// The machine's type.
     pub(crate) machine: String,

@@ -1,4 +1,5 @@
-//! A mapped-ram file, or an image, whose pages come from a stream: each goes to its place, in any order and as often as it likes.
+//! A mapped-ram file, or an image, whose pages come from a stream: each goes to its place, in any order and as often as
+//! it likes.
 use std::sync::{Arc, Mutex, MutexGuard};
 
 use transship_memory::FileIo;

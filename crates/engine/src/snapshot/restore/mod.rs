@@ -62,8 +62,8 @@ pub fn restore_guest(
     finish(result, begin, progress, report)
 }
 
-/// Makes a clone of the guest in an image, of one that waits and has mapped the image's memory for itself: nothing of it
-/// is copied. One with memory of its own is restored: lazily if there is a stand-in and that memory allows it. `since`:
+/// Makes a clone of the guest in an image, of one that waits and has mapped the image's memory for itself: nothing of
+/// it is copied. One with memory of its own is restored: lazily if there is a stand-in and that memory allows it. `since`:
 /// when it began, for the report.
 ///
 /// On success the guest is there, and runs if the image or `options` say so. On failure it does not run and never will
