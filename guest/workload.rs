@@ -15,7 +15,6 @@
 //! workload: dropped mib=N                           what was held was given back, as "drop" asks for
 //! workload: fresh mib=N wrong=W                     free memory was taken, as "fresh" asks for; in so many of its pages
 //!                                                   something was not zero
-//! workload: random=HEX                              what the kernel gives for a random number, as "random" asks for
 //! workload: at rest                                 nothing is compiled any more, as "rest" asks for
 //! workload: disk blocks=B writes=N errors=E         all blocks of the disk were checked, before each sweep's line, which has their errors too
 //! workload: bad block=B ...                         the first few of these
@@ -26,7 +25,7 @@
 //! ```
 //!
 //! Commands are lines, too: "check", and "old" (writes nearly all free memory and gives it back, so that it is full of
-//! old data), "compile" (see compile.rs), "rest", "drop", "fresh", "random", and "disk rest" and "disk go" (see disk.rs).
+//! old data), "compile" (see compile.rs), "rest", "drop", "fresh", and "disk rest" and "disk go" (see disk.rs).
 //!
 //! Arguments come by the kernel command line: `workload.mib` (64), `workload.rate` (pages a second; 0, the default: as
 //! fast as possible), `workload.hot` (MiB that are written; the default is all), `workload.idle=1` (write nothing after
@@ -43,7 +42,7 @@ use disk::Disk;
 use slots::Slots;
 
 use std::hint::black_box;
-use std::io::{BufRead, Read, Write};
+use std::io::{BufRead, Write};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
@@ -372,7 +371,6 @@ fn listen(disk: &Arc<Mutex<Disk>>, mut held: Block) -> Arc<AtomicU64> {
                     let (mib, wrong) = take_fresh_memory();
                     say(format_args!("fresh mib={mib} wrong={wrong}"));
                 }
-                "random" => say(format_args!("random={:016x}", random())),
                 "compile" => load.start(),
                 "rest" => {
                     load.rest();
@@ -388,13 +386,6 @@ fn listen(disk: &Arc<Mutex<Disk>>, mut held: Block) -> Arc<AtomicU64> {
         }
     });
     asked
-}
-
-/// A number of the kernel's, drawn now.
-fn random() -> u64 {
-    let mut bytes = [0; 8];
-    let drawn = std::fs::File::open("/dev/urandom").and_then(|mut file| file.read_exact(&mut bytes));
-    drawn.map_or(0, |()| u64::from_ne_bytes(bytes))
 }
 
 /// Writes nearly all free memory and gives it back. Returns how much, in MiB.

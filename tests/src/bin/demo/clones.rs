@@ -80,7 +80,7 @@ fn checked(image: &Path, number: usize) -> Result<(u64, u64)> {
         let text = std::fs::read(image.join(format!("{number}.serial"))).unwrap_or_default();
         let text = String::from_utf8_lossy(&text).into_owned();
         let sweeps: Vec<Sweep> = text.lines().filter_map(Sweep::read).collect();
-        let count = text.lines().filter_map(Count::read).last();
+        let count = text.lines().rev().find_map(Count::read);
         if let (Some(sweep), Some(count)) = (sweeps.last(), count) {
             found = (count.count, sweep.errors + count.errors);
         }

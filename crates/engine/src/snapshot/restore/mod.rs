@@ -63,8 +63,8 @@ pub fn restore_guest(
 }
 
 /// Makes a clone of the guest in an image, of one that waits and has mapped the image's memory for itself: nothing of
-/// it is copied. One with memory of its own is restored: lazily if there is a stand-in and that memory allows it. `since`:
-/// when it began, for the report.
+/// it is copied. One with memory of its own is restored: lazily if there is a stand-in and that memory allows it.
+/// `since`: when it began, for the report.
 ///
 /// On success the guest is there, and runs if the image or `options` say so. On failure it does not run and never will
 /// by our doing, except that [`Error::Unknown`] means what it says. All checks come before anything of it is touched.
