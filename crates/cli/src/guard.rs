@@ -7,9 +7,9 @@
 //! told to go: from then on nobody here resumes the guest. The engine says when
 //! ([`transship_guest::Guard`]).
 use std::{
-    env,
     io::{self, Write},
     os::unix::process::CommandExt,
+    path::Path,
     process::{Child, Command, Stdio},
 };
 
@@ -33,8 +33,12 @@ impl Word {
     }
 }
 
+/// This program, also when its file was replaced or removed since it was started.
+const OURSELVES: &str = "/proc/self/exe";
+
 /// The second process, while there is one.
 pub(crate) struct GuardProcess {
+    program: Box<Path>,
     /// The guest's address, for the second process.
     vm: String,
     process: Option<Child>,
@@ -45,22 +49,25 @@ pub(crate) struct GuardProcess {
 impl GuardProcess {
     /// `vm`: the guest's address. Nothing is started before something of the guest is to be changed.
     pub(crate) fn of(vm: &str) -> Self {
-        Self { vm: vm.to_owned(), process: None, ending: None }
+        Self::by(Path::new(OURSELVES), vm)
+    }
+
+    fn by(program: &Path, vm: &str) -> Self {
+        Self { program: program.into(), vm: vm.to_owned(), process: None, ending: None }
     }
 }
 
 impl Guard for GuardProcess {
     fn begin(&mut self, will: &str) -> Result<(), GuestError> {
-        let start = || {
-            Command::new(env::current_exe()?)
-                .args(["guard", "--vm", &self.vm, "--will", will])
-                .stdin(Stdio::piped())
-                .stdout(Stdio::null())
-                // A Ctrl-C in the terminal, and a kill of our group, are not for it.
-                .process_group(0)
-                .spawn()
-        };
-        let process = start().map_err(GuestError::system("start the process that guards the guest"))?;
+        let process = Command::new(&*self.program)
+            .arg0("transship")
+            .args(["guard", "--vm", &self.vm, "--will", will])
+            .stdin(Stdio::piped())
+            .stdout(Stdio::null())
+            // A Ctrl-C in the terminal, and a kill of our group, are not for it.
+            .process_group(0)
+            .spawn()
+            .map_err(GuestError::system("start the process that guards the guest"))?;
         self.process = Some(process);
         Ok(())
     }
@@ -97,5 +104,85 @@ impl Drop for GuardProcess {
             // Not earlier: the guest's downtime need not wait for it.
             let _ = process.wait();
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use std::{
+        fs,
+        os::unix::fs::PermissionsExt,
+        thread,
+        time::{Duration, Instant},
+    };
+
+    use tempfile::TempDir;
+
+    use super::*;
+
+    /// A guard whose second process is this script, in a folder of its own.
+    fn guard(script: &str) -> (GuardProcess, TempDir) {
+        let folder = TempDir::new().unwrap();
+        let program = folder.path().join("second");
+        fs::write(&program, format!("#!/bin/sh\ncd {}\n{script}\n", folder.path().display())).unwrap();
+        fs::set_permissions(&program, fs::Permissions::from_mode(0o700)).unwrap();
+        (GuardProcess::by(&program, "qemu:/the vm"), folder)
+    }
+
+    fn wait_for(folder: &TempDir, name: &str) {
+        let deadline = Instant::now() + Duration::from_secs(60);
+        while !folder.path().join(name).exists() {
+            assert!(Instant::now() < deadline, "{name} does not come");
+            thread::sleep(Duration::from_millis(1));
+        }
+    }
+
+    #[test]
+    fn words_are_read_as_they_are_written() {
+        for word in [Word::RunAgain, Word::LeaveIt, Word::End] {
+            assert_eq!(Word::read(word as u8), Some(word));
+        }
+        assert_eq!(Word::read(b'x'), None);
+    }
+
+    #[test]
+    fn the_second_process_hears_every_word_and_is_waited_for() {
+        // It takes its time, and is waited for all the same.
+        let (mut guard, folder) =
+            guard("echo \"$1|$2|$3|$4|$5\" >said; cat >words; sleep 0.3; cat words >heard; mv heard done");
+        guard.begin("the will").unwrap();
+        for duty in [Duty::RunAgain, Duty::LeaveIt, Duty::RunAgain] {
+            guard.instruct(duty).unwrap();
+        }
+        guard.end().unwrap();
+        guard.end().unwrap();
+        assert!(guard.instruct(Duty::RunAgain).is_err(), "there is nobody any more");
+        drop(guard);
+        assert_eq!(
+            fs::read_to_string(folder.path().join("said")).unwrap(),
+            "guard|--vm|qemu:/the vm|--will|the will\n"
+        );
+        assert_eq!(fs::read_to_string(folder.path().join("done")).unwrap(), "rlrd");
+    }
+
+    #[test]
+    fn who_does_not_listen_is_ended() {
+        let (mut guard, folder) = guard("exec <&-; echo >deaf; exec sleep 1000");
+        guard.begin("").unwrap();
+        wait_for(&folder, "deaf");
+        let error = guard.instruct(Duty::LeaveIt).unwrap_err().to_string();
+        assert!(error.contains("does not answer"), "{error}");
+        guard.end().unwrap();
+        // Dropping waits for it.
+    }
+
+    #[test]
+    fn without_a_second_process_nothing_may_be_changed() {
+        let mut guard = GuardProcess::by(Path::new("/nowhere/at all"), "qemu:/vm");
+        let error = guard.begin("").unwrap_err().to_string();
+        assert!(error.contains("can't start"), "{error}");
+        assert!(guard.instruct(Duty::RunAgain).is_err());
+        guard.end().unwrap();
     }
 }

@@ -9,7 +9,7 @@ use crate::{failure::Failure, guard::Word, output};
 /// without such a word.
 pub(crate) fn run(vm: &str, will: &str) -> Result<(), Failure> {
     let vm: VmAddress = vm.parse().map_err(|why| Failure::Usage(vec![why]))?;
-    let last = last_word();
+    let last = last_word(&mut io::stdin());
     if last == Word::End {
         return Ok(());
     }
@@ -24,10 +24,10 @@ pub(crate) fn run(vm: &str, will: &str) -> Result<(), Failure> {
 }
 
 /// What was said last before the pipe has ended.
-fn last_word() -> Word {
+fn last_word(pipe: &mut dyn Read) -> Word {
     let mut last = Word::LeaveIt;
     let mut byte = [0];
-    while let Ok(1) = io::stdin().read(&mut byte) {
+    while let Ok(1) = pipe.read(&mut byte) {
         match Word::read(byte[0]) {
             Some(Word::End) => return Word::End,
             Some(word) => last = word,
@@ -35,4 +35,26 @@ fn last_word() -> Word {
         }
     }
     last
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_last_word_counts_and_the_end_is_the_end() {
+        for (words, last) in [
+            ("", Word::LeaveIt),
+            ("r", Word::RunAgain),
+            ("rl", Word::LeaveIt),
+            ("lr", Word::RunAgain),
+            ("d", Word::End),
+            ("rd", Word::End),
+            ("rdr", Word::End),
+            // Behind what is no word nothing is believed.
+            ("rxl", Word::RunAgain),
+        ] {
+            assert_eq!(last_word(&mut words.as_bytes()), last, "{words:?}");
+        }
+    }
 }
