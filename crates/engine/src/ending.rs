@@ -45,3 +45,41 @@ pub(crate) fn take_back(guest: &mut Guarded<'_>, error: Error) -> Error {
         )),
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+
+    fn text() -> String {
+        "why".into()
+    }
+
+    #[test]
+    fn every_result_has_its_status() {
+        for (result, status) in [
+            (Ok(()), Status::Completed),
+            (Err(Error::CANCELLED), Status::Cancelled),
+            (Err(Error::RESTORE_CANCELLED), Status::Cancelled),
+            (Err(Error::NotConverging(text())), Status::NotConverging),
+            (Err(Error::Unknown(text())), Status::Unknown),
+            (Err(Error::Unfit(text())), Status::Failed),
+        ] {
+            assert_eq!(status_of(&result), status, "{result:?}");
+        }
+    }
+
+    #[test]
+    fn the_report_has_the_time_and_the_speed() {
+        let begin = Instant::now();
+        let mut report = Report::default();
+        report.bytes.wire = 1_000_000;
+        std::thread::sleep(Duration::from_millis(5));
+        let result = finish(Err(Error::Unfit(text())), begin, &Progress::new(), &mut report);
+        assert!(result.is_err() && report.error.is_some_and(|error| error.contains("why")));
+        let until_now_ms = begin.elapsed().as_secs_f64() * 1e3;
+        assert!((5.0..=until_now_ms).contains(&report.total_ms), "{} of {until_now_ms}", report.total_ms);
+        assert!((report.throughput * report.total_ms / 1e9 - 1.0).abs() < 1e-9, "{}", report.throughput);
+    }
+}

@@ -164,6 +164,58 @@ mod tests {
         assert!(why.contains("104.9 MB/s") && why.contains("524.3 MB") && why.contains("5050 ms"), "{why}");
     }
 
+    /// The place of the first rest that ends it, where none fits.
+    fn ends_at(rests: &[u64]) -> Option<usize> {
+        let mut forecast = forecast(1);
+        rests.iter().position(|&rest| forecast.judge(&report(1), rest) != Verdict::AnotherRound)
+    }
+
+    #[test]
+    fn only_a_rest_smaller_by_a_twentieth_is_a_gain() {
+        assert_eq!(ends_at(&[10_000, 9_500, 9_500, 9_500, 9_500, 9_500, 9_500]), Some(6));
+        assert_eq!(ends_at(&[10_000, 9_499, 9_499, 9_499, 9_499, 9_499, 9_499, 9_499]), Some(7));
+        // What counts is the smallest so far, not the one before.
+        assert_eq!(ends_at(&[10_000, 20_000, 9_900, 20_000, 9_900, 20_000, 9_900]), Some(6));
+    }
+
+    #[test]
+    fn the_last_round_is_the_last_whatever_was_gained() {
+        let mut forecast = Forecast::new(Aim { max_rounds: 3, ..aim(1) }, Duration::from_millis(50));
+        assert_eq!(forecast.judge(&report(1), 400 * MIB), Verdict::AnotherRound);
+        assert_eq!(forecast.judge(&report(2), 200 * MIB), Verdict::AnotherRound);
+        assert!(matches!(forecast.judge(&report(3), 100 * MIB), Verdict::Hopeless(_)));
+    }
+
+    #[test]
+    fn the_speed_is_that_of_the_later_rounds_that_carried_something() {
+        let speed = |rounds: &[(u64, f64)]| {
+            let rounds: Vec<_> =
+                rounds.iter().map(|&(bytes, ms)| RoundReport { bytes, ms, ..RoundReport::default() }).collect();
+            forecast(1).bytes_per_s(&rounds)
+        };
+        assert_eq!(speed(&[]), UNMEASURED_BYTES_PER_S);
+        assert_eq!(speed(&[(MIB - 1, 1000.0)]), UNMEASURED_BYTES_PER_S);
+        assert_eq!(speed(&[(MIB, 1000.0)]), MIB as f64);
+        // A round without a duration says nothing.
+        assert_eq!(speed(&[(2 * MIB, 1000.0), (4 * MIB, 0.0)]), (2 * MIB) as f64);
+        assert_eq!(speed(&[(MIB, 1000.0), (2 * MIB, 1000.0), (3 * MIB, 250.0), (4 * MIB, 750.0)]), (7 * MIB) as f64);
+        let bounded = |limit| Forecast::new(Aim { bandwidth: Some(limit), ..aim(1) }, Duration::ZERO);
+        assert_eq!(bounded(200 * MIB).bytes_per_s(&report(1).rounds), (100 * MIB) as f64);
+        assert_eq!(bounded(50 * MIB).bytes_per_s(&report(1).rounds), (50 * MIB) as f64);
+    }
+
+    #[test]
+    fn the_verdict_has_the_numbers() {
+        let round =
+            RoundReport { bytes: 100_000_000, ms: 1000.0, dirty_pages_per_s: 25_000.0, ..RoundReport::default() };
+        let report = Report { rounds: vec![round; 3], ..Report::default() };
+        let mut forecast = Forecast::new(Aim { max_rounds: 3, ..aim(100) }, Duration::from_millis(50));
+        let numbers = "after 3 rounds it writes 102.4 MB/s, the link carries 100.0 MB/s, and the rest of 50.0 MB would \
+                       stop it for 550 ms, but --downtime allows 100 ms; it runs on here. Allow --downtime 687ms or more";
+        let verdict = forecast.judge(&report, 50_000_000);
+        assert!(matches!(&verdict, Verdict::Hopeless(why) if why.contains(numbers)), "{verdict:?}");
+    }
+
     #[test]
     fn the_verdict_knows_what_would_help() {
         for (medium, said, unsaid) in [(Medium::Link, "link carries", "--paused"), (Medium::File, "--paused", "link")] {

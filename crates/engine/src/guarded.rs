@@ -167,6 +167,8 @@ mod tests {
         /// What it turns out to do when it is stopped.
         found: Found,
         has_balloon: bool,
+        /// How long its disks are waited for, if it has any that write past the tracker.
+        drains: Option<Duration>,
     }
 
     impl SourceGuest for Guest {
@@ -188,6 +190,10 @@ mod tests {
         }
         fn track(&mut self) -> Result<Box<dyn Tracker>, GuestError> {
             unreachable!("nobody asks")
+        }
+        fn drain(&mut self) -> Result<bool, GuestError> {
+            std::thread::sleep(self.drains.unwrap_or_default());
+            Ok(self.drains.is_some())
         }
         fn is_running(&mut self) -> Result<bool, GuestError> {
             Ok(self.runs)
@@ -245,7 +251,7 @@ mod tests {
 
     fn guest(runs: bool, found: Found, has_balloon: bool) -> (Guest, Notes) {
         let log = Log::default();
-        (Guest { log: Arc::clone(&log), runs, found, has_balloon }, Notes { log, is_deaf: false })
+        (Guest { log: Arc::clone(&log), runs, found, has_balloon, drains: None }, Notes { log, is_deaf: false })
     }
 
     #[test]
@@ -322,5 +328,21 @@ mod tests {
         guest.stop().unwrap();
         guest.resume(true).unwrap();
         assert_eq!(taken(&log), ["stop", "resume"]);
+    }
+
+    #[test]
+    fn waits_for_disks_are_counted_where_there_are_any() {
+        let (mut guest, _) = guest(true, Found::Running, false);
+        let mut report = Report::default();
+        let begin = Instant::now();
+        Guarded::new(&mut guest, None).drain(&mut report).unwrap();
+        assert_eq!(report.drains, crate::report::Drains::default());
+        for (wait_ms, least_ms) in [(10, 10.0), (1, 10.0)] {
+            guest.drains = Some(Duration::from_millis(wait_ms));
+            Guarded::new(&mut guest, None).drain(&mut report).unwrap();
+            assert!(report.drains.longest_ms >= least_ms, "{:?}", report.drains);
+        }
+        assert_eq!(report.drains.count, 2);
+        assert!(report.drains.longest_ms <= begin.elapsed().as_secs_f64() * 1e3, "{:?}", report.drains);
     }
 }

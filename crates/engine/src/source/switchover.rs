@@ -20,15 +20,16 @@ use crate::{
     hand_over::Peer,
     rounds::{Course, Rounds},
     stream::standing::keep_from_running,
-    transport::STALL_TIMEOUT,
 };
 
 /// Bytes of device state that travel as one message.
-const STATE_PIECE: usize = 256 * 1024;
+const STATE_PIECE: usize = 256 << 10;
 /// How long a destination may take to load the device state.
 const LOAD_TIMEOUT: Duration = Duration::from_secs(120);
 /// How long the last round may take to arrive after it was sent: the guest stands still meanwhile.
 const DONE_TIMEOUT_STOPPED: Duration = Duration::from_secs(60);
+/// How long it may take from `Go` to the word that the guest runs.
+const RUN_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// The transship that receives. It never starts a guest before `Go`, so hanging up can wait until the guest runs here
 /// again.
@@ -83,7 +84,7 @@ impl Peer for Transship<'_> {
         let control = &mut self.session.control;
         let deaf = Progress::default(); // cancelling has no effect any more
         fail_point::reach("source.go-sent")?;
-        match control.receive("the confirmation that the guest runs", STALL_TIMEOUT * 2, &deaf)? {
+        match control.receive("the confirmation that the guest runs", RUN_TIMEOUT, &deaf)? {
             Message::Running => Ok(()),
             other => Err(control.unexpected(&other, "where Running was due")),
         }
@@ -173,4 +174,23 @@ fn send_state(state: &[u8], control: &mut Control) -> Result<(), Error> {
         control.check_silence()?;
     }
     control.send(&Message::StateEnd { bytes: state.len() as u64, digest: blake3::hash(state).into() })
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
+    use transship_memory::{Access, Region};
+
+    use super::*;
+
+    #[test]
+    fn more_memory_may_be_digested_for_longer() {
+        for (gib, seconds) in [(1, 121), (8, 128)] {
+            let file = memfd_create("region", MemfdFlags::CLOEXEC).unwrap();
+            ftruncate(&file, gib << 30).unwrap();
+            let memory = GuestMemory::new(vec![Region::map("region", file, 0, gib << 30, Access::Read).unwrap()]);
+            assert_eq!(digest_timeout(&memory), Duration::from_secs(seconds));
+        }
+    }
 }

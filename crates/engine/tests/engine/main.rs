@@ -1,13 +1,14 @@
 //! Moves, snapshots and relays, with guests that are a list of what they do, and peers that say what a test wants. One
 //! program: each would be linked by itself.
 //!
-//! - Moves: `model`, `meanwhile`, `hints`; who speaks otherwise than the rules have it, or too little: `hostile`,
+//! - Moves: `model`, `meanwhile`, `hints`, `ends`; who speaks otherwise than the rules have it, or too little: `hostile`,
 //!   `strangers`
 //! - Snapshots: `snapshot_save`, `snapshot_restore`, `snapshot_convert`
 //! - Stock QEMUs at the other end: `qemu_send`, `qemu_receive`; between two of them: `relay`
 //! - What several of them need: `common`, `crowd`
 mod common;
 mod crowd;
+mod ends;
 mod hints;
 mod hostile;
 mod meanwhile;

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use crate::common::{
     self, Op, Scripted, Waiting, contents,
-    ops::{life, op},
+    ops::{late, life, op},
     run,
 };
 use proptest::{collection::vec, prelude::*};
@@ -25,6 +25,7 @@ proptest! {
     fn the_destination_holds_what_the_source_held(
         before in vec(op(), 0..300),
         life in life(40),
+        late in late(),
         channels in 1..5u8,
         compress in prop_oneof![2 => Just("none"), 1 => Just("zlib:1"), 1 => Just("zstd:1"), 1 => Just("qatzip:1"), 1 => Just("lz4:1"),
             1 => Just("auto")],
@@ -34,6 +35,7 @@ proptest! {
     ) {
         let folder = tempfile::tempdir().unwrap();
         let mut source = Scripted::living(&PAGES, life);
+        source.script.lock().unwrap().late = late;
         for op in &before {
             common::apply(&source.memory, op, &mut source.script.lock().unwrap().history);
         }

@@ -396,7 +396,7 @@ fn a_qemu_gets_its_devices_and_the_rest_is_in_place() {
 }
 
 /// A section of a memory device, which has to be there before the pages: of no plugged memory.
-fn early_section() -> Vec<u8> {
+pub(crate) fn early_section() -> Vec<u8> {
     let name = b"0000:00:03.0/virtio-mem/virtio-mem-device-early";
     let mut section = vec![4, 0, 0, 0, 9, name.len() as u8];
     section.extend(name);

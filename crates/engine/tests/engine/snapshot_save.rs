@@ -12,7 +12,7 @@ use std::{
 
 use crate::common::{
     self, Op, Scripted, contents,
-    ops::{life, op},
+    ops::{late, life, op},
     snapshot::Snapshot,
 };
 use proptest::{collection::vec, prelude::*};
@@ -55,6 +55,7 @@ proptest! {
     fn the_file_holds_what_the_guest_held(
         before in vec(op(), 0..300),
         life in life(40),
+        late in late(),
         channels in 1..5u8,
         way in prop_oneof![3 => Just(Way::Live), 1 => Just(Way::Paused)],
         then in prop_oneof![Just(Then::Resume), Just(Then::StayStopped)],
@@ -64,6 +65,8 @@ proptest! {
     ) {
         let folder = folder();
         let mut guest = Scripted::living(&PAGES, life);
+        // Nobody looks twice at a guest that stood from the beginning.
+        guest.script.lock().unwrap().late = if way == Way::Live { late } else { vec![] };
         for op in &before {
             common::apply(&guest.memory, op, &mut guest.script.lock().unwrap().history);
         }

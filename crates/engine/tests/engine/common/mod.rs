@@ -84,6 +84,14 @@ pub struct Script {
     pub saving: bool,
     /// What the last scan does when the device state is being saved, and not before.
     pub last_scan: Option<LastScan>,
+    /// The last region was scanned since it was stopped.
+    pub last_scanned: bool,
+    /// What its devices do after the last scan, when their state is saved.
+    pub late: Vec<Op>,
+    /// How long it takes to arm the tracking, and to save the device state.
+    pub takes: Duration,
+    /// It was stopped, and can't be resumed.
+    pub stands_for_good: bool,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -156,9 +164,10 @@ impl Tracker for ScriptedTracker {
         let seen = script.history.scan(region);
         let seen = if is_first { PageSet::full(seen.pages()) } else { seen };
         script.first_scans = script.first_scans.max(region + 1);
-        if region + 1 == self.memory.regions().len() && !script.stopped {
-            let list = script.lists.pop_front();
+        if region + 1 == self.memory.regions().len() {
+            let list = if script.stopped { None } else { script.lists.pop_front() };
             script.run(&self.memory, list);
+            script.last_scanned = script.stopped;
         }
         Ok(seen)
     }
@@ -187,6 +196,7 @@ impl SourceGuest for Scripted {
         self.script.lock().unwrap().plugged_back += 1;
     }
     fn track(&mut self) -> Result<Box<dyn Tracker>, GuestError> {
+        thread::sleep(self.script.lock().unwrap().takes);
         Ok(Box::new(ScriptedTracker { memory: self.memory.clone(), script: Arc::clone(&self.script) }))
     }
     fn is_running(&mut self) -> Result<bool, GuestError> {
@@ -204,16 +214,25 @@ impl SourceGuest for Scripted {
     }
     fn save_state(&mut self) -> Result<Box<dyn Read + Send>, GuestError> {
         self.script.lock().unwrap().saving = true;
+        thread::sleep(self.script.lock().unwrap().takes);
         if self.broken_state {
             return Err(GuestError::Unfit("the device state can't be saved".into()));
         }
         Ok(Box::new(std::io::Cursor::new(self.state.clone())))
     }
     fn state_saved(&mut self) -> Result<(), GuestError> {
+        let late = std::mem::take(&mut self.script.lock().unwrap().late);
+        if !late.is_empty() {
+            wait_until("the last scan", || self.script.lock().unwrap().last_scanned);
+            self.script.lock().unwrap().run(&self.memory, Some(late));
+        }
         Ok(())
     }
     fn resume(&mut self, run: bool) -> Result<(), GuestError> {
         let mut script = self.script.lock().unwrap();
+        if script.stands_for_good {
+            return Err(GuestError::Unfit("the disk is locked".into()));
+        }
         script.resumed = Some(run && script.ran);
         Ok(())
     }

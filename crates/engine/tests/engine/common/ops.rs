@@ -29,6 +29,17 @@ pub fn op() -> impl Strategy<Value = Op> {
     ]
 }
 
+/// What devices may still do to memory when the guest stands.
+pub fn late() -> impl Strategy<Value = Vec<Op>> {
+    let fill = (0..2usize, run(), any::<u8>()).prop_map(|(region, (first, count), byte)| Op::FillRun {
+        region,
+        first,
+        count,
+        byte,
+    });
+    vec(fill, 0..3)
+}
+
 /// What a guest does, by scans: after each, and before each but the first.
 #[derive(Debug, Clone)]
 pub struct Life {

@@ -5,13 +5,13 @@ use transship_engine::{WhenBusy, ZeroPages};
 use transship_memory::PAGE_BYTES;
 
 use super::{
-    guest::{Guest, VRAM_PAGES},
+    guest::{Guest, VRAM_PAGES, guest},
     model::{Quirk, send},
     wires::{ONE, TWO, Wires, wires},
 };
 use crate::common::{
     self, History, Op, contents,
-    ops::{life, op},
+    ops::{late, life, op},
 };
 
 proptest! {
@@ -21,13 +21,14 @@ proptest! {
     /// held before where that is to be cleared.
     #[test]
     fn what_arrives_is_what_the_guest_held(
-        wires in wires(), before in vec(op(), 0..40), life in life(15),
+        wires in wires(), before in vec(op(), 0..40), life in life(15), late in late(),
     ) {
         let mut guest = Guest::new(wires.machine, life.after);
         {
             let mut script = guest.inner.script.lock().unwrap();
             before.iter().for_each(|op| common::apply(&guest.inner.memory, op, &mut script.history));
             script.meanwhile = life.before.into();
+            script.late = late;
         }
         let (result, report, arrived) = send(&mut guest, wires, Quirk::None);
         prop_assert!(result.is_ok(), "{:?}", result);
@@ -95,5 +96,43 @@ fn what_becomes_a_hole_before_its_turn_is_not_read() {
         assert!(arrived.memory["mem0"] == contents(&guest.inner.memory)[0], "{wires:?}");
         assert_eq!((report.rounds[0].hole, report.pages.zero), (430 - 100, 0), "{wires:?}: {report:?}");
         assert_eq!((report.rounds[1].hole, report.pages.normal), (50, 100 + 50 + 2), "{wires:?}: {report:?}");
+    }
+}
+
+/// A device that is not at rest when the guest stands.
+#[test]
+fn what_is_written_when_the_state_is_saved_arrives_and_is_counted() {
+    for wires in [ONE, TWO] {
+        let mut guest = guest();
+        guest.inner.script.lock().unwrap().late = vec![
+            Op::Fill { region: 1, page: 129, byte: 0x99 },
+            Op::FillRun { region: 0, first: 126, count: 4, byte: 8 },
+        ];
+        let (result, report, arrived) = send(&mut guest, wires, Quirk::None);
+        result.unwrap();
+        assert_eq!(report.late_pages, 5, "{wires:?}");
+        let held = contents(&guest.inner.memory);
+        assert!(arrived.memory["mem0"] == held[0] && arrived.memory["mem1"] == held[1], "{wires:?}");
+    }
+}
+
+/// Of the main stream all but what comes before the first round, and the pings, which the rounds are not counted with.
+#[test]
+fn the_state_counts_as_sent() {
+    let mut guest = guest();
+    let (result, report, arrived) = send(&mut guest, ONE, Quirk::None);
+    result.unwrap();
+    let rounds: u64 = report.rounds.iter().map(|round| round.bytes).sum();
+    assert_eq!(report.bytes.wire, rounds + arrived.behind_the_rounds);
+}
+
+/// A destination that looks for a description finds one.
+#[test]
+fn a_state_that_is_not_described_gets_a_description() {
+    for wires in [ONE, TWO] {
+        let mut guest = Guest { describes: false, ..guest() };
+        let (result, _, arrived) = send(&mut guest, wires, Quirk::None);
+        result.unwrap();
+        assert!(arrived.ran && guest.given_up, "{wires:?}");
     }
 }

@@ -1,5 +1,12 @@
 //! A scripted guest whose VMM is a QEMU.
-use std::{io::Read, time::Duration};
+use std::{
+    io::Read,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering::Relaxed},
+    },
+    time::Duration,
+};
 
 use transship_engine::guest::{DeviceBlock, Found, GuestError, SourceGuest, StateFormat};
 use transship_memory::{GuestMemory, PAGE_BYTES, Tracker};
@@ -8,7 +15,10 @@ use transship_wire::{
     qemu::{Block, Command, Configuration, Described, Name, StreamWriter, describe},
 };
 
-use crate::common::{self, History, Op, Scripted};
+use crate::{
+    common::{self, History, Op, Scripted},
+    snapshot_restore::early_section,
+};
 
 pub(super) const UUID: [u8; 16] = *b"0123456789abcdef";
 pub(super) const VRAM_PAGES: u64 = 5;
@@ -30,6 +40,14 @@ pub(super) struct Guest {
     pub(super) machine: &'static str,
     pub(super) pages: Vec<u64>,
     pub(super) given_up: bool,
+    /// Whether the QEMU that waits has ended.
+    pub(super) over: Arc<AtomicBool>,
+    /// Its VMM describes the sections of its devices.
+    pub(super) describes: bool,
+    /// Sections that its VMM sends before the first page.
+    pub(super) early: bool,
+    /// The machine of its device state, if that is another one.
+    pub(super) says_machine: Option<&'static str>,
 }
 
 impl Guest {
@@ -38,14 +56,23 @@ impl Guest {
     }
 
     pub(super) fn with(pages: &[u64], machine: &'static str, lists: Vec<Vec<Op>>) -> Self {
-        Self { inner: Scripted::new(pages, lists), machine, pages: pages.to_vec(), given_up: false }
+        Self {
+            inner: Scripted::new(pages, lists),
+            machine,
+            pages: pages.to_vec(),
+            given_up: false,
+            over: Arc::default(),
+            describes: true,
+            early: false,
+            says_machine: None,
+        }
     }
 
     pub(super) fn names(&self) -> Vec<String> {
         (0..self.pages.len()).map(|n| format!("mem{n}")).collect()
     }
 
-    /// The sections of its devices, and what ends them.
+    /// The sections of its devices, and what ends them where they are described.
     pub(super) fn tail(state: &str) -> (Vec<u8>, Vec<u8>) {
         let mut body = (state.len() as u32 + 1).to_be_bytes().to_vec();
         body.extend(state.as_bytes());
@@ -67,15 +94,24 @@ impl Guest {
             self.names().iter().zip(&self.pages).map(|(name, &pages)| block(name, pages)).collect();
         blocks.push(block("vga.vram", VRAM_PAGES));
         let mut writer = StreamWriter::new(0, 1);
-        let configuration = Configuration { ignore_shared: true, ..Configuration::new(name(self.machine)) };
+        let machine = name(self.says_machine.unwrap_or(self.machine));
+        let configuration = Configuration { ignore_shared: true, ..Configuration::new(machine) };
         writer.header().configuration(&configuration).ram_start(blocks.iter().map(|block| block.used_bytes).sum());
         for block in &blocks {
             writer.block(block);
         }
-        writer.end_of_section().command(&Command::SwitchoverStart).end();
+        writer.end_of_section();
+        if self.early {
+            writer.raw(&early_section());
+        }
+        writer.command(&Command::SwitchoverStart).end();
         writer.page(&name("vga.vram"), 2 * PAGE_BYTES as u64, &[7; PAGE_BYTES]).end_of_section();
         let (sections, end) = Self::tail("paused");
-        writer.raw(&sections).raw(&end);
+        writer.raw(&sections);
+        match self.describes {
+            true => writer.raw(&end),
+            false => writer.eof(),
+        };
         writer.take_bytes()
     }
 
@@ -116,13 +152,14 @@ impl SourceGuest for Guest {
         Ok(Box::new(std::io::Cursor::new(self.state())))
     }
     fn state_saved(&mut self) -> Result<(), GuestError> {
-        Ok(())
+        self.inner.state_saved()
     }
     fn give_up(&mut self) -> Result<(), GuestError> {
         self.given_up = true;
         Ok(())
     }
     fn resume(&mut self, run: bool) -> Result<(), GuestError> {
+        common::wait_until("hanging up before it runs here again", || self.over.load(Relaxed));
         self.inner.resume(run)
     }
     fn resume_hint(&self) -> String {
@@ -130,8 +167,8 @@ impl SourceGuest for Guest {
     }
 }
 
-/// A guest with some pages, and two rounds: pings 1 to 5 are those of the start, the blocks, the rounds and the
-/// devices.
+/// A guest with some pages, and two rounds: pings 1 to 6 are those of the start, the blocks, the rounds, the last round
+/// and the devices.
 pub(super) fn guest() -> Guest {
     let guest = Guest::new("pc-q35-10.0", vec![vec![Op::Fill { region: 0, page: 1, byte: 1 }]]);
     let mut seen = History::new(&PAGES);

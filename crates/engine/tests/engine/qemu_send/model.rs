@@ -5,7 +5,7 @@ use std::{
     net::Shutdown,
     os::unix::net::{UnixListener, UnixStream},
     path::Path,
-    sync::mpsc,
+    sync::{Arc, atomic::Ordering::Relaxed, mpsc},
     thread,
 };
 
@@ -43,6 +43,8 @@ pub(super) enum Instead {
     Freeze,
     /// It asks for pages, as if the guest ran.
     Request,
+    /// It answers, and gives up.
+    PongAndShut,
 }
 
 /// A waiting QEMU.
@@ -61,6 +63,11 @@ pub(super) struct Model {
     fresh: u8,
     pub(super) quirk: Quirk,
     pub(super) barriers: usize,
+    /// Bytes of the main stream so far, and as of each ping.
+    taken: u64,
+    pings: Vec<u64>,
+    /// Whether the source's VMM describes its sections; we do, where it does not.
+    described: bool,
 }
 
 /// What the model has when all is over.
@@ -68,6 +75,8 @@ pub(super) struct Arrived {
     pub(super) memory: BTreeMap<String, Vec<u8>>,
     pub(super) ran: bool,
     pub(super) barriers: usize,
+    /// Bytes of the main stream behind the last round and its ping.
+    pub(super) behind_the_rounds: u64,
 }
 
 impl Model {
@@ -87,6 +96,9 @@ impl Model {
             fresh: if wires.clears() { STALE } else { 0 },
             quirk,
             barriers: 0,
+            taken: 0,
+            pings: Vec::new(),
+            described: true,
         };
         for number in 0..wires.channels {
             let (mut socket, _) = listener.accept().unwrap();
@@ -111,7 +123,9 @@ impl Model {
     /// To the end, or to where the source gives up.
     pub(super) fn run(mut self) -> Arrived {
         let ran = self.load().is_some();
-        Arrived { memory: self.memory, ran, barriers: self.barriers }
+        // The last ping stands behind the devices.
+        let rounds = self.pings.iter().rev().nth(1).copied().unwrap_or_default();
+        Arrived { memory: self.memory, ran, barriers: self.barriers, behind_the_rounds: self.taken - rounds }
     }
 
     fn load(&mut self) -> Option<()> {
@@ -142,7 +156,10 @@ impl Model {
                     self.barrier()?;
                 }
                 Record::EndOfBody if self.by_sections => self.barrier()?,
-                Record::Command(Command::Ping(number)) => self.answer(number)?,
+                Record::Command(Command::Ping(number)) => {
+                    self.pings.push(self.taken + used as u64);
+                    self.answer(number)?;
+                }
                 Record::Command(Command::SwitchoverStart) => stopped = true,
                 Record::Page(page) => {
                     let name = reader.blocks()[page.block].name.to_string();
@@ -159,6 +176,7 @@ impl Model {
                 _ => {}
             }
             at += used;
+            self.taken += used as u64;
         }
         self.tail(bytes.split_off(at))
     }
@@ -183,10 +201,23 @@ impl Model {
             "nothing may follow yet"
         );
         self.main.set_nonblocking(false).unwrap();
+        self.taken += tail.len() as u64;
+        self.pings.push(self.taken);
         self.answer(number)?;
-        let mut last = vec![0; end.len()];
+        // The end, and what a description begins with.
+        let mut last = vec![0; 1 + 1 + 4];
         self.main.read_exact(&mut last).ok()?;
-        assert_eq!(last, end);
+        assert_eq!(last[..2], [0, 6]);
+        let described = u32::from_be_bytes(last[2..].try_into().unwrap());
+        last.resize(last.len() + described as usize, 0);
+        self.main.read_exact(&mut last[6..]).ok()?;
+        self.taken += last.len() as u64;
+        if self.described {
+            assert_eq!(last, end);
+        } else {
+            // Of no section. A QEMU only skips it.
+            assert!(last[6..].starts_with(b"{") && last.ends_with(b"}"), "{:?}", last.escape_ascii().to_string());
+        }
         match self.quirk {
             Quirk::AtEnd(instead) => drop(self.instead(instead)),
             _ => self.main.write_all(&Reply::Shut(0).encode()).unwrap(),
@@ -208,6 +239,12 @@ impl Model {
             Instead::Shut(status) => self.main.write_all(&Reply::Shut(status).encode()).ok()?,
             Instead::Pong(number) => self.main.write_all(&Reply::Pong(number).encode()).ok()?,
             Instead::Noise => self.main.write_all(&[0xff; 8]).ok()?,
+            Instead::PongAndShut => {
+                let Quirk::AtPing(ping, _) = self.quirk else { panic!("there is no ping") };
+                self.main.write_all(&[Reply::Pong(ping).encode(), Reply::Shut(1).encode()].concat()).ok()?;
+                let _ = self.main.read_to_end(&mut Vec::new());
+                return None;
+            }
             Instead::Request => {
                 self.main
                     .write_all(&Reply::RequestPages { block: Some(name("mem0")), offset: 0, bytes: 4096 }.encode())
@@ -290,8 +327,13 @@ pub(super) fn send(guest: &mut Guest, wires: Wires, quirk: Quirk) -> (Result<(),
     let path = folder.path().join("incoming");
     let listener = UnixListener::bind(&path).unwrap();
     let mut report = Report::default();
+    let (over, described) = (Arc::clone(&guest.over), guest.describes);
     thread::scope(|scope| {
-        let model = scope.spawn(|| Model::accept(&listener, wires, quirk).run());
+        let model = scope.spawn(|| {
+            let arrived = Model { described, ..Model::accept(&listener, wires, quirk) }.run();
+            over.store(true, Relaxed);
+            arrived
+        });
         let result = send_to_qemu(guest, None, &uri(&path), &wires.options(), &Progress::new(), &mut report);
         (result, report, model.join().unwrap())
     })

@@ -14,7 +14,7 @@ use crate::common::Scripted;
 #[test]
 fn whatever_it_says_before_the_end_the_guest_stays_here() {
     for wires in [ONE, TWO] {
-        for ping in 1..=5 {
+        for ping in 1..=6 {
             for (instead, words) in [
                 (Instead::Shut(1), "gave up (status 1)"),
                 (Instead::Shut(0), "before everything was sent"),
@@ -22,6 +22,7 @@ fn whatever_it_says_before_the_end_the_guest_stays_here() {
                 (Instead::Pong(77), "without being asked"),
                 (Instead::Noise, "not the protocol's"),
                 (Instead::Request, "without being asked"),
+                (Instead::PongAndShut, "gave up (status 1)"),
                 (Instead::DropChannel, "has closed channel 0"),
                 // Of its silence alone the guest would stand still for a minute before anything was said.
                 (Instead::Freeze, "has closed channel 0"),
@@ -61,6 +62,20 @@ fn whatever_it_says_after_the_end_but_that_it_has_it_needs_a_person() {
         assert_eq!(error.outcome(), Outcome::NeedsPerson, "{instead:?}: {error}");
         assert!(error.to_string().contains("info status") && error.to_string().contains("resume it"), "{error}");
         assert!(guest.given_up && guest.resumed().is_none(), "{instead:?}");
+    }
+}
+
+/// The destination has agreed to a machine, and to pages without anything before them.
+#[test]
+fn a_state_that_is_not_what_was_announced_is_not_sent() {
+    let other = Guest { says_machine: Some("pc-q35-9.9"), ..guest() };
+    let early = Guest { early: true, ..guest() };
+    for (mut guest, words) in [(other, "its device state names pc-q35-9.9"), (early, "virtio-mem")] {
+        let (result, _, arrived) = send(&mut guest, ONE, Quirk::None);
+        let error = result.expect_err("it is something else");
+        assert_eq!(error.outcome(), Outcome::NothingLost, "{error}");
+        assert!(error.to_string().contains(words), "{error}");
+        assert!(!arrived.ran && !guest.given_up && guest.resumed() == Some(true), "{error}");
     }
 }
 
