@@ -2,6 +2,7 @@
 //!
 //! Values with rules of their own (units, bounds, addresses) stay text here: [`crate::checks`] reads them all, so that
 //! one attempt reports every mistake, before anything touches a VM.
+mod check;
 mod clones;
 mod convert;
 mod receive;
@@ -10,6 +11,7 @@ mod restore;
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
 
+pub(crate) use check::CheckArgs;
 pub(crate) use clones::{CloneArgs, ForkArgs};
 pub(crate) use convert::ConvertArgs;
 pub(crate) use receive::{ReceiveArgs, Sender};
@@ -119,6 +121,8 @@ pub(crate) struct Cli {
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum Command {
+    /// Show what a VM is made of and what would work with it, without touching it
+    Check(CheckArgs),
     /// Move a running guest to another host
     Move(MoveArgs),
     /// Receive a guest that is moved here

@@ -379,8 +379,16 @@ impl GuestMemory {
     /// # Errors
     /// As [`Region::empty`]. Those that refuse do so before any memory is touched.
     pub fn empty(&self) -> Result<(), Error> {
-        self.regions.iter().try_for_each(Region::check_can_be_empty)?;
+        self.check_can_be_empty()?;
         self.regions.iter().try_for_each(Region::empty)
+    }
+
+    /// Whether [`GuestMemory::empty`] would refuse. Touches no memory.
+    ///
+    /// # Errors
+    /// It would: what was promised to a region would be lost.
+    pub fn check_can_be_empty(&self) -> Result<(), Error> {
+        self.regions.iter().try_for_each(Region::check_can_be_empty)
     }
 
     /// The region of this number.

@@ -11,8 +11,11 @@ use transship_memory::GuestMemory;
 
 mod freeze;
 pub mod handoff;
+mod looked;
 pub mod qemu;
 pub mod synthetic;
+
+pub use looked::{DeviceFound, DiskFound, Looked, MemoryFound, Use};
 
 /// How a user names a VM.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -62,6 +65,19 @@ pub fn attach_source(vm: &VmAddress, options: AttachOptions) -> Result<Box<dyn S
             Err(GuestError::Unfit("a balloon is a device of a QEMU; leave out --balloon".to_owned()))
         }
         VmAddress::Handoff(path) => Ok(Box::new(handoff::HandoffSource::attach(path)?)),
+    }
+}
+
+/// Looks at a VM, and says what would work with it. Changes nothing in it.
+///
+/// # Errors
+/// It does not answer, or is of a kind that says nothing before it is attached to.
+pub fn look(vm: &VmAddress, options: &AttachOptions) -> Result<Looked, GuestError> {
+    match vm {
+        VmAddress::Qemu(path) => qemu::look(path, options),
+        VmAddress::Handoff(_) => Err(GuestError::Unfit(
+            "a VMM that hands its guest over by itself says only then what is in the way; check is for a QEMU".into(),
+        )),
     }
 }
 

@@ -6,12 +6,14 @@
 //! - To and from a stock QEMU: `qemu_peer_send`, `qemu_peer_receive`, `relay`; who dies in one: `qemu_peer_crash`
 //! - Snapshots: `save`, `background`, `restore`, `restore_lazy`, `restore_given_back`, `convert`
 //! - Images and guests that share them: `clones`, `clones_refused`, `forks`
+//! - What is said beforehand: `check`
 //! - Memory: `any_memory`, `huge_pages`, `preallocated`, `free_pages`, `writers`; who says which of it is
 //!   free: `balloon`, `hints`
 //! - What several of them need: `ends`, `peer`, `restoring`, `sector`, `stock`
 mod any_memory;
 mod background;
 mod balloon;
+mod check;
 mod clones;
 mod clones_refused;
 mod codecs;

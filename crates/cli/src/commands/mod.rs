@@ -1,6 +1,7 @@
 //! What each subcommand does.
 pub(crate) mod balloon;
 pub(crate) mod bench;
+pub(crate) mod check;
 pub(crate) mod clones;
 pub(crate) mod convert;
 pub(crate) mod fork;

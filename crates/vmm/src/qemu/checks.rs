@@ -10,6 +10,7 @@ use super::{
     balloon::OwnBalloon,
     machine::{devices, may_be_anything, run_state},
     qmp::Qmp,
+    rights,
 };
 
 /// The kernel that first had PAGEMAP_SCAN with asynchronous write protection.
@@ -41,8 +42,7 @@ fn kernel(release: &str) -> Result<(), GuestError> {
 
 /// The right to stop a thread of QEMU and take a descriptor from it. Changes nothing there.
 pub(super) fn may_ptrace(pid: i32) -> Result<(), GuestError> {
-    let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
-    let tracer = status.lines().find_map(|line| line.strip_prefix("TracerPid:")).map_or("0", str::trim);
+    let tracer = rights::field(&pid.to_string(), "TracerPid").unwrap_or_else(|| "0".to_owned());
     if tracer != "0" {
         return Err(GuestError::Unfit(format!(
             "process {tracer} (a debugger?) traces QEMU (process {pid}); detach it first"

@@ -8,18 +8,19 @@ use std::{
 
 use serde_json::{Value, json};
 use transship_guest::{DestinationGuest, DiskFile, GuestError, StateFormat};
-use transship_memory::{Access, GuestMemory, Missing, Region};
+use transship_memory::{GuestMemory, Missing, Region};
 use transship_wire::{
     GuestDescription,
     qemu::{Step, StreamReader},
 };
 
 use super::{
-    abandoned, blocks, checks, cont_by_hand, describe, disk_files, faults, machine,
+    abandoned, cont_by_hand, disk_files, faults, machine,
     memory::{self, Backend},
     migration::{self, Answers, Form, STATE_FD, STATE_URI, Settings},
     qmp::Qmp,
-    state_channel, writers,
+    state_channel,
+    survey::{DestinationSeen, lazy},
 };
 use crate::freeze::Freezer;
 
@@ -54,14 +55,8 @@ impl QemuDestination {
     pub fn attach(socket: &Path) -> Result<Self, GuestError> {
         let mut qmp = Qmp::connect(socket)?;
         qmp.ask_ahead(&questions())?;
-        checks::destination_state(&mut qmp)?;
-        checks::no_balloon_yet(&mut qmp)?;
-        migration::check_ignore_shared(&mut qmp)?;
-        let backends = memory::backends(&mut qmp)?;
-        writers::alone_in_memory(&qmp, &backends)?;
-        let memory = memory::map(qmp.pid(), &backends, Access::ReadWrite)?;
-        let description = describe(&mut qmp, &backends)?;
-        let state_format = blocks::state_format(&mut qmp, &backends)?;
+        let seen = DestinationSeen::look(&mut qmp, &mut Err)?;
+        let DestinationSeen { backends, memory, description, state_format } = seen;
         qmp.forget_answers();
         Ok(Self { qmp, description, state_format, backends, memory, freezer: None })
     }
@@ -147,8 +142,7 @@ impl DestinationGuest for QemuDestination {
     }
 
     fn missing(&mut self) -> Result<Missing, GuestError> {
-        checks::host()?;
-        checks::may_ptrace(self.qmp.pid())?;
+        lazy(&self.qmp, &self.memory, &mut Err)?;
         let areas = memory::areas(self.qmp.pid(), &self.backends)?;
         self.freezer = Some(Freezer::of(self.qmp.pid())?);
         let uffd = faults::for_all(&mut self.qmp)?;

@@ -7,7 +7,7 @@
 //! have. So where the system call is refused, QEMU gets our open /dev/userfaultfd by QMP, makes it by that, and gives
 //! the device back.
 use std::{
-    fs::{self, OpenOptions},
+    fs::{self, File, OpenOptions},
     io,
     os::{
         fd::{AsFd, OwnedFd},
@@ -19,11 +19,33 @@ use serde_json::json;
 use transship_guest::GuestError;
 
 use super::{
-    inject::{Faults, InjectError, userfaultfd_of},
+    inject::{self, Faults, InjectError, userfaultfd_of},
     qmp::Qmp,
+    rights,
 };
 
 const DEVICE: &str = "/dev/userfaultfd";
+
+/// Whether QEMU can be made to make one for tracking. Changes nothing there.
+pub(super) fn may_track(qmp: &Qmp) -> Result<(), GuestError> {
+    inject::may_visit(qmp.pid(), qmp.pid())
+}
+
+/// Whether QEMU can be made to make one for which everybody waits. Changes nothing there.
+pub(super) fn may_make_wait(qmp: &Qmp) -> Result<(), GuestError> {
+    may_track(qmp)?;
+    if makes_one_by_itself(qmp.pid()) { Ok(()) } else { device(qmp).map(drop) }
+}
+
+/// As the kernel decides it.
+fn makes_one_by_itself(pid: i32) -> bool {
+    const CAP_SYS_PTRACE: u32 = 19;
+    let everybody = fs::read_to_string("/proc/sys/vm/unprivileged_userfaultfd").unwrap_or_default();
+    let namespace = |of: &str| fs::read_link(format!("/proc/{of}/ns/user")).ok();
+    // The right of a namespace of its own does not count.
+    let outermost = || namespace(&pid.to_string()).is_some_and(|own| Some(own) == namespace("1"));
+    everybody.trim() == "1" || rights::has(&pid.to_string(), CAP_SYS_PTRACE) && outermost()
+}
 
 /// A userfaultfd for tracking.
 pub(super) fn for_users(qmp: &Qmp) -> Result<OwnedFd, GuestError> {
@@ -43,11 +65,17 @@ fn made(qmp: &Qmp, faults: Faults) -> Result<OwnedFd, InjectError> {
     userfaultfd_of(qmp.pid(), qmp.pid(), faults)
 }
 
-fn by_device(qmp: &mut Qmp) -> Result<OwnedFd, GuestError> {
+/// The device, and its number.
+fn device(qmp: &Qmp) -> Result<(File, u64), GuestError> {
     let unusable =
         |e: io::Error| refused(qmp, InjectError::NotPermitted, &format!("can't open {DEVICE} from here: {e}"));
     let device = OpenOptions::new().read(true).write(true).open(DEVICE).map_err(unusable)?;
-    let expected = device.metadata().map_err(unusable)?.rdev();
+    let number = device.metadata().map_err(unusable)?.rdev();
+    Ok((device, number))
+}
+
+fn by_device(qmp: &mut Qmp) -> Result<OwnedFd, GuestError> {
+    let (device, expected) = device(qmp)?;
     let (theirs, set) = qmp.add_fd(device.as_fd())?;
     // An ioctl on anything else could do anything.
     let found = fs::metadata(format!("/proc/{}/fd/{theirs}", qmp.pid())).map(|file| file.rdev());

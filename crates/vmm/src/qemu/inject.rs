@@ -60,6 +60,15 @@ pub(super) enum InjectError {
     Failed(GuestError),
 }
 
+/// Whether a thread of process `pid` can be made to make calls, as far as its seccomp filter goes. Changes nothing
+/// there.
+pub(super) fn may_visit(pid: i32, thread: i32) -> Result<(), GuestError> {
+    if filter::lets_pass(pid, thread) || filter::can_be_suspended() {
+        return Ok(());
+    }
+    Err(error(pid, &Failure { step: Step::Filter, errno: libc::EPERM }.explain(pid)))
+}
+
 /// A userfaultfd of process `pid`, made in its thread `thread`. In the process nothing of it remains.
 pub(super) fn userfaultfd_of(pid: i32, thread: i32, faults: Faults) -> Result<OwnedFd, InjectError> {
     let failed = |why: String| InjectError::Failed(error(pid, &why));

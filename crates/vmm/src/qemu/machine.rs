@@ -8,6 +8,7 @@ use serde_json::json;
 use transship_guest::GuestError;
 
 use super::qmp::{Qmp, QmpError};
+use crate::looked::DeviceFound;
 
 /// The VM's UUID; all zero if it was given none.
 pub(super) fn uuid(qmp: &mut Qmp) -> Result<[u8; 16], GuestError> {
@@ -131,6 +132,14 @@ pub(super) fn devices(qmp: &mut Qmp, is_wanted: impl Fn(&str) -> bool) -> Result
         }
     }
     Ok(found)
+}
+
+/// The devices that the machine was given beside those that it has by itself.
+pub(super) fn user_devices(qmp: &mut Qmp) -> Result<Vec<DeviceFound>, GuestError> {
+    let given = devices(qmp, |kind| !kind.is_empty())?
+        .into_iter()
+        .filter(|device| !device.path.starts_with("/machine/unattached/"));
+    Ok(given.map(|device| DeviceFound { name: device.name, kind: device.kind }).collect())
 }
 
 /// A virtio device of which only its other process knows what it is, such as transship's own balloon.

@@ -221,6 +221,16 @@ impl Backend {
         matches!(&self.held, Held::Shared { path: Some(_), .. })
     }
 
+    /// How QEMU has it, in words.
+    pub(super) fn kind(&self) -> String {
+        match &self.held {
+            Held::Shared { path: Some(path), .. } => format!("shared file {}", path.display()),
+            Held::Shared { path: None, .. } => "shared, without a name".to_owned(),
+            Held::Private { below: Some(_), .. } => "private, over a file".to_owned(),
+            Held::Private { below: None, .. } => "private".to_owned(),
+        }
+    }
+
     fn is_private(&self) -> bool {
         matches!(&self.held, Held::Private { .. })
     }

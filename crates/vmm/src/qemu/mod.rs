@@ -3,6 +3,7 @@
 //! ```text
 //!   qmp          commands and events on QEMU's control socket
 //!   machine      what QEMU says of its machine
+//!   survey       all that attaching looks at; look: the same for people who ask before
 //!   checks       what we refuse, and the line that cures it
 //!   writers      who writes guest memory behind the tracker
 //!   blocks       QEMU's own list of its memory, and whether all of it is in these files
@@ -10,6 +11,7 @@
 //!   maps         what a process has mapped
 //!   inject       a userfaultfd made by QEMU, taken over by us
 //!   faults       which kind of userfaultfd, and the right to it
+//!   rights       which capabilities a process has
 //!   balloon      the balloon that a process of ours is, which QEMU can't save: unplugged, and plugged in again
 //!   giving_back  memory that the guest gives back, which must not happen while others wait for pages
 //!   migration    QEMU's own migration, used for the device state only
@@ -31,15 +33,18 @@ mod faults;
 mod giving_back;
 #[allow(unsafe_code)]
 mod inject;
+mod look;
 mod machine;
 mod maps;
 mod memory;
 mod migration;
 #[allow(unsafe_code)]
 mod qmp;
+mod rights;
 mod source;
 mod state_channel;
 mod state_stream;
+mod survey;
 mod writers;
 
 use std::path::Path;
@@ -49,6 +54,7 @@ use transship_guest::GuestError;
 use transship_wire::GuestDescription;
 
 pub use destination::QemuDestination;
+pub use look::look;
 pub use source::QemuSource;
 
 use memory::Backend;

@@ -14,14 +14,14 @@ use std::{
 
 use serde_json::json;
 use transship_guest::{DiskFile, Found, GuestError, Hints, SourceGuest, StateFormat};
-use transship_memory::{Access, Area, Freeing, GuestMemory, Protection, Region, Tracker, UffdTracker};
+use transship_memory::{Area, Freeing, GuestMemory, Protection, Region, Tracker, UffdTracker};
 use transship_wire::GuestDescription;
 
 use super::{
     DESTINATION,
     abandoned::Will,
     balloon::OwnBalloon,
-    blocks, checks, cont_by_hand, describe,
+    checks, cont_by_hand,
     device_state::{DeviceState, Disks},
     disk_files, faults,
     giving_back::{self, Balloon},
@@ -31,6 +31,7 @@ use super::{
     qmp::Qmp,
     state_channel::{self, QemusEnd, SAVE_WAIT, StateChannel},
     state_stream::{ToTheEnd, ToTheTrailer},
+    survey::{SourceSeen, background},
     writers::{self, When},
 };
 use crate::AttachOptions;
@@ -92,30 +93,10 @@ impl QemuSource {
     /// # Errors
     /// Every refusal that can be known beforehand, each with its cure.
     pub fn attach(socket: &Path, options: AttachOptions) -> Result<Self, GuestError> {
-        checks::host()?;
         let mut qmp = Qmp::connect(socket)?;
-        let own_balloon =
-            options.balloon.as_ref().map(|balloon| OwnBalloon::find(&mut qmp, &balloon.socket)).transpose()?;
-        checks::source_state(&mut qmp, own_balloon.as_ref())?;
-        migration::check_ignore_shared(&mut qmp)?;
-        checks::may_ptrace(qmp.pid())?;
-        let backends = memory::backends(&mut qmp)?;
-        let has_direct_disks = writers::has_direct_disks(&mut qmp)?;
-        if !options.allow_untracked_writers {
-            writers::refuse(&mut qmp, &backends, own_balloon.as_ref(), When::First, has_direct_disks)?;
-        }
-        let memory = memory::map(qmp.pid(), &backends, Access::Read)?;
-        checks::trackable(&memory)?;
-        let description = describe(&mut qmp, &backends)?;
-        let state_format = blocks::state_format(&mut qmp, &backends)?;
-        let device_state = match memory::can_be_left_out(&backends) {
-            true => None,
-            false => {
-                checks::state_without_memory(&mut qmp)?;
-                Some(DeviceState::of(&qmp, &description, &state_format)?)
-            }
-        };
-        let freeing = checks::freeing(&mut qmp)?;
+        let seen = SourceSeen::look(&mut qmp, &options, &mut Err)?;
+        let SourceSeen { own_balloon, has_direct_disks, backends, memory, description, state_format, .. } = seen;
+        let SourceSeen { device_state, freeing, .. } = seen;
         let hints = options.balloon.and_then(|balloon| (balloon.connect)(&balloon.socket, &memory));
         Ok(Self {
             qmp,
@@ -333,7 +314,7 @@ impl SourceGuest for QemuSource {
     }
 
     fn protect(&mut self) -> Result<Protection, GuestError> {
-        giving_back::refuse(&mut self.qmp)?;
+        background(&mut self.qmp, &mut Err)?;
         let areas = memory::areas(self.qmp.pid(), &self.backends)?;
         let uffd = faults::for_all(&mut self.qmp)?;
         let pages: Vec<u64> = self.memory.regions().iter().map(Region::pages).collect();

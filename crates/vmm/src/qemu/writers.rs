@@ -17,6 +17,7 @@ use super::{
     maps::{FileId, Mapping, mappings_of},
     memory::Backend,
     qmp::Qmp,
+    rights,
 };
 
 /// How many processes a message names.
@@ -162,7 +163,8 @@ fn disks(qmp: &mut Qmp, drained: bool) -> Result<Vec<String>, GuestError> {
     Ok(nodes(qmp)?.iter().filter_map(disk).collect())
 }
 
-fn nodes(qmp: &mut Qmp) -> Result<Vec<Value>, GuestError> {
+/// All block nodes: disks, and what is between them and the guest.
+pub(super) fn nodes(qmp: &mut Qmp) -> Result<Vec<Value>, GuestError> {
     // Without what is behind each of them, which has an entry of its own.
     let nodes = qmp.execute("query-named-block-nodes", json!({ "flat": true }))?;
     Ok(nodes.as_array().cloned().unwrap_or_default())
@@ -241,11 +243,7 @@ impl Others {
 /// (such as root in a container), there may be processes that it may not inspect, and that most likely have nothing to
 /// do with the guest.
 fn may_look_everywhere() -> bool {
-    let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
-    let effective = status.lines().find_map(|line| line.strip_prefix("CapEff:"));
-    let effective = effective.and_then(|set| u64::from_str_radix(set.trim(), 16).ok());
-    let last = fs::read_to_string("/proc/sys/kernel/cap_last_cap").ok().and_then(|last| last.trim().parse().ok());
-    effective.zip(last).is_some_and(|(effective, last): (u64, u32)| effective.count_ones() > last)
+    rights::has_all()
 }
 
 fn processes() -> impl Iterator<Item = i32> {

@@ -5,6 +5,14 @@
 //! migration, is not.
 use std::fs;
 
+use super::super::rights;
+
+/// Whether the kernel lets us suspend a filter: it asks for this right, and for no filter of our own.
+pub(super) fn can_be_suspended() -> bool {
+    const CAP_SYS_ADMIN: u32 = 21;
+    rights::has("self", CAP_SYS_ADMIN) && rights::field("self", "Seccomp").as_deref() == Some("0")
+}
+
 /// The thread is under no filter, or under QEMU's own alone.
 pub(super) fn lets_pass(pid: i32, thread: i32) -> bool {
     // What can't be read is not known to be harmless.
