@@ -5,6 +5,7 @@ use transship_guest::{DeviceBlock, GuestError, StateFormat};
 
 use super::{
     memory::{Backend, cure},
+    places,
     qmp::{Qmp, QmpError},
 };
 
@@ -17,7 +18,7 @@ pub(super) struct RamBlock {
     pub(super) used_bytes: u64,
     /// What it can grow to.
     pub(super) max_bytes: u64,
-    /// Where QEMU has it. Versions before 8.2 do not say.
+    /// Where QEMU has it. Versions before 8.2 do not say: see [`with_places`].
     pub(super) address: Option<u64>,
 }
 
@@ -74,6 +75,13 @@ fn block_names(list: &[RamBlock], backends: &[Backend]) -> Vec<String> {
 pub(super) fn list(qmp: &mut Qmp) -> Result<Vec<RamBlock>, QmpError> {
     let text = qmp.execute("human-monitor-command", json!({ "command-line": "info ramblock" }))?;
     Ok(parse(text.as_str().unwrap_or_default()))
+}
+
+/// As [`list`], with the addresses of all blocks of which they are certain, also where QEMU does not say them.
+pub(super) fn with_places(qmp: &mut Qmp) -> Result<Vec<RamBlock>, GuestError> {
+    let mut list = list(qmp)?;
+    places::add(qmp, &mut list)?;
+    Ok(list)
 }
 
 fn parse(list: &str) -> Vec<RamBlock> {

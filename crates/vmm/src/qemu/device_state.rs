@@ -58,13 +58,18 @@ pub(super) struct DeviceState {
 
 impl DeviceState {
     /// Of the QEMU whose guest memory is in these blocks.
-    pub(super) fn of(qmp: &Qmp, guest: &GuestDescription, format: &StateFormat) -> Result<Self, GuestError> {
+    ///
+    /// # Errors
+    /// Memory of a device that can't be found.
+    pub(super) fn of(qmp: &mut Qmp, guest: &GuestDescription, format: &StateFormat) -> Result<Self, GuestError> {
         let StateFormat::Qemu { blocks, .. } = format else {
             return Err(GuestError::Bug("a QEMU's device state is not in QEMU's format".to_owned()));
         };
         let (machine, guest) = (super::bare_machine(guest), blocks.clone());
         let machine =
             Name::new(machine).map_err(|e| GuestError::Unfit(format!("can't name the machine {machine:?}: {e}")))?;
+        let known = blocks::with_places(qmp)?;
+        known.iter().filter(|block| !guest.contains(&block.name)).try_for_each(|block| place(block, qmp).map(drop))?;
         Ok(Self { process: open_process(qmp.pid(), Access::Read)?, machine, guest })
     }
 
@@ -74,7 +79,7 @@ impl DeviceState {
     /// QEMU refuses; memory of its devices can't be read.
     pub(super) fn save(&self, qmp: &mut Qmp, disks: Disks) -> Result<Vec<u8>, GuestError> {
         let mut tail = sections(qmp, disks)?;
-        let blocks = blocks::list(qmp)?;
+        let blocks = blocks::with_places(qmp)?;
         if let Some(mut state) = GlobalState::find(&tail, 0).map_err(strange)? {
             // The command calls every guest a running one.
             state.patch(&mut tail, RunState::Paused);
@@ -89,18 +94,22 @@ impl DeviceState {
         writer.end_of_section().end();
         let mappings = mappings(qmp.pid())?;
         for block in blocks.iter().filter(|block| !self.guest.contains(&block.name)) {
-            self.device(block, &mappings, &mut writer)?;
+            self.device(qmp, block, &mappings, &mut writer)?;
         }
         writer.end_of_section().raw(&tail);
         Ok(writer.take_bytes())
     }
 
     /// All pages of a device's memory. Those of zeros are written too: there may be others at the destination.
-    fn device(&self, block: &RamBlock, mappings: &[Mapping], writer: &mut StreamWriter) -> Result<(), GuestError> {
+    fn device(
+        &self,
+        qmp: &Qmp,
+        block: &RamBlock,
+        mappings: &[Mapping],
+        writer: &mut StreamWriter,
+    ) -> Result<(), GuestError> {
         let name = Name::new(&block.name).map_err(strange)?;
-        let Some(address) = block.address.filter(|_| block.used_bytes <= DEVICE_BYTES_MAX) else {
-            return Err(GuestError::vmm(format!("QEMU does not say where its memory {name} is, or it is too large")));
-        };
+        let address = place(block, qmp)?;
         let bytes = block.used_bytes;
         let memory =
             InProcess { process: Arc::clone(&self.process), address, bytes, page_bytes: PAGE_BYTES as u64, file: None };
@@ -133,6 +142,24 @@ impl DeviceState {
         }
         Ok(())
     }
+}
+
+/// Where QEMU has a device's memory.
+fn place(block: &RamBlock, qmp: &Qmp) -> Result<u64, GuestError> {
+    let (name, (major, minor)) = (&block.name, qmp.version());
+    if block.used_bytes > DEVICE_BYTES_MAX {
+        let most = DEVICE_BYTES_MAX >> 20;
+        return Err(GuestError::Unfit(format!(
+            "the device memory {name:?} has more than {most} MiB; remove that device"
+        )));
+    }
+    block.address.ok_or_else(|| {
+        GuestError::Unfit(format!(
+            "QEMU {major}.{minor} does not say where in its process the device memory {name:?} is, and several pieces \
+             of memory could be it; use QEMU 8.2 or newer, which says it, or start the guest with all of its memory \
+             in shared named files"
+        ))
+    })
 }
 
 /// The sections of all devices, as QEMU saves them, and the end of the stream.

@@ -27,6 +27,7 @@ pub(super) struct Mapping {
     pub(super) start: u64,
     pub(super) end: u64,
     pub(super) is_executable: bool,
+    pub(super) is_readable: bool,
     pub(super) is_writable: bool,
     pub(super) is_shared: bool,
     pub(super) file_offset: u64,
@@ -36,7 +37,7 @@ pub(super) struct Mapping {
 
 impl Mapping {
     /// `7f76fffff000-7f7703fff000 rw-s 00000000 00:1b 2      /dev/shm/guest`
-    fn parse(line: &str) -> Option<Self> {
+    pub(super) fn parse(line: &str) -> Option<Self> {
         let mut fields = line.splitn(6, ' ');
         let (start, end) = fields.next()?.split_once('-')?;
         let permissions = fields.next()?;
@@ -49,6 +50,7 @@ impl Mapping {
             start: hex(start)?,
             end: hex(end)?,
             is_executable: permissions.contains('x'),
+            is_readable: permissions.contains('r'),
             is_writable: permissions.contains('w'),
             is_shared: permissions.contains('s'),
             file_offset: hex(file_offset)?,

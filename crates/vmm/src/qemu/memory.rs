@@ -16,6 +16,7 @@ use super::{
     blocks::{self, RamBlock},
     checks,
     maps::{FileId, Mapping, mappings, path_to},
+    places,
     qmp::Qmp,
 };
 
@@ -47,7 +48,7 @@ enum Held {
 pub(super) fn backends(qmp: &mut Qmp) -> Result<Vec<Backend>, GuestError> {
     let devices = qmp.execute("query-memdev", json!({}))?;
     let types = object_types(qmp)?;
-    let known = blocks::list(qmp)?;
+    let mut known = blocks::list(qmp)?;
     let mut backends = Vec::new();
     for device in devices.as_array().into_iter().flatten() {
         let (Some(id), Some(bytes)) = (device["id"].as_str(), device["size"].as_u64()) else {
@@ -66,7 +67,10 @@ pub(super) fn backends(qmp: &mut Qmp) -> Result<Vec<Backend>, GuestError> {
         check_kind(id, kind, bytes)?;
         let held = match (kind, device["share"].as_bool() == Some(true)) {
             ("memory-backend-file", true) => Some(named_file(qmp, id, bytes)?),
-            _ => blocks::find(&known, id).map(|block| in_process(qmp, id, bytes, block)).transpose()?,
+            _ => {
+                places::add(qmp, &mut known)?;
+                blocks::find(&known, id).map(|block| in_process(qmp, id, bytes, block)).transpose()?
+            }
         };
         // Memory of QEMU's that nothing uses is not the guest's.
         backends.extend(held.map(|held| Backend { id: id.to_owned(), bytes, held }));
@@ -145,8 +149,8 @@ fn in_process(qmp: &mut Qmp, id: &str, bytes: u64, block: &RamBlock) -> Result<H
     let Some(address) = block.address else {
         let (major, minor) = qmp.version();
         return Err(GuestError::Unfit(format!(
-            "QEMU {major}.{minor} does not say where in its process guest memory {id:?} is, as QEMU 8.2 and newer do; use one of these, or \
-             give the guest memory in a shared named file: {}",
+            "QEMU {major}.{minor} does not say where in its process guest memory {id:?} is, and it can't be found with certainty; use QEMU \
+             8.2 or newer, which says it, or give the guest memory in a shared named file: {}",
             cure(bytes)
         )));
     };

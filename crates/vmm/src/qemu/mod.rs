@@ -7,6 +7,7 @@
 //!   checks       what we refuse, and the line that cures it
 //!   writers      who writes guest memory behind the tracker
 //!   blocks       QEMU's own list of its memory, and whether all of it is in these files
+//!   places       where that is, of versions that do not say it
 //!   memory       what holds the guest's memory, and where QEMU has it
 //!   maps         what a process has mapped
 //!   inject       a userfaultfd made by QEMU, taken over by us
@@ -38,6 +39,7 @@ mod machine;
 mod maps;
 mod memory;
 mod migration;
+mod places;
 #[allow(unsafe_code)]
 mod qmp;
 mod rights;
