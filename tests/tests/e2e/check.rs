@@ -89,3 +89,23 @@ fn a_qemu_that_waits_is_told_what_could_come() -> Result<()> {
     assert_eq!(verdict(&found, "restore")["works"], true);
     Ok(())
 }
+
+/// Who holds the only QMP socket is named.
+#[test]
+fn the_client_of_a_qmp_socket_is_named() -> Result<()> {
+    let source = guest(Backend::Default).start()?;
+    let socket = source.qmp_path();
+    let mut holder = std::process::Command::new("socat");
+    holder.arg("STDIO").arg(format!("UNIX-CONNECT:{}", socket.display()));
+    holder.stdin(std::process::Stdio::piped()).stdout(std::process::Stdio::piped());
+    let mut holder = io(holder.spawn())?;
+    // It holds it when it has the greeting.
+    let mut greeting = [0; 1];
+    io(std::io::Read::read_exact(holder.stdout.as_mut().expect("it is piped"), &mut greeting))?;
+    let refused = Transship::command(["check", "--vm", &source.vm()]).run();
+    let _ = (holder.kill(), holder.wait());
+    let refused = refused?.expect_code(1)?.to_string();
+    let named = format!("process {} (socat: socat STDIO UNIX-CONNECT:", holder.id());
+    assert!(refused.contains(&named) && refused.contains("have that client disconnect"), "{refused}");
+    Ok(())
+}

@@ -2,6 +2,7 @@
 //!
 //! ```text
 //!   qmp          commands and events on QEMU's control socket
+//!   holder       who holds that socket, if it is not us
 //!   machine      what QEMU says of its machine
 //!   survey       all that attaching looks at; look: the same for people who ask before
 //!   checks       what we refuse, and the line that cures it
@@ -32,6 +33,7 @@ mod device_state;
 mod disk_files;
 mod faults;
 mod giving_back;
+mod holder;
 #[allow(unsafe_code)]
 mod inject;
 mod look;

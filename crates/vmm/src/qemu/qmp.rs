@@ -21,6 +21,8 @@ use rustix::net::{self, AddressFamily, SendAncillaryBuffer, SendAncillaryMessage
 use serde_json::{Value, json};
 use transship_guest::GuestError;
 
+use super::holder;
+
 /// How long the greeting may take. QEMU sends it at once, unless another client holds the socket.
 const GREETING_WAIT: Duration = Duration::from_secs(5);
 /// How long an ordinary command may take: QEMU's main loop may be busy with a disk for some seconds.
@@ -402,10 +404,14 @@ fn peer_of(stream: &UnixStream) -> Result<i32, String> {
 }
 
 fn busy(path: &Path) -> QmpError {
+    let holders = holder::holders(path);
+    let who = if holders.is_empty() { "another client".to_owned() } else { holders.join(" and ") };
+    let verb = if holders.len() > 1 { "hold" } else { "holds" };
+    let patience = GREETING_WAIT.as_secs();
     QmpError::Connection(format!(
-        "{}: no greeting within {} s: another client holds this QMP socket; give QEMU a second one: -qmp unix:PATH2,server=on,wait=off",
+        "{}: no greeting within {patience} s: {who} {verb} this QMP socket, which serves one client at a time; give \
+         QEMU a second one (-qmp unix:PATH2,server=on,wait=off), or have that client disconnect",
         path.display(),
-        GREETING_WAIT.as_secs()
     ))
 }
 
