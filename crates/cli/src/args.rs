@@ -8,6 +8,7 @@ mod convert;
 mod receive;
 mod relay;
 mod restore;
+mod tracker;
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
 
@@ -17,6 +18,7 @@ pub(crate) use convert::ConvertArgs;
 pub(crate) use receive::{ReceiveArgs, Sender};
 pub(crate) use relay::RelayArgs;
 pub(crate) use restore::{InfoArgs, RestoreArgs};
+pub(crate) use tracker::Tracker;
 
 const ABOUT: &str = "Moves the memory of running virtual machines, from outside the VMM";
 
@@ -246,6 +248,13 @@ pub(crate) struct MoveArgs {
     /// stays.
     #[arg(long, value_name = "PATH", hide_short_help = true)]
     pub(crate) balloon: Option<std::path::PathBuf>,
+    /// How written pages are found: auto, async or sync
+    ///
+    /// `async`: the kernel notes writes, and the guest notices nothing; Linux 6.7 or newer. `sync`: the first write to a
+    /// page in each round waits until transship lets it through; Linux 5.14 or newer, for shared memory 5.19.
+    /// `auto`: what the kernel can do, `async` if both.
+    #[arg(long, value_enum, default_value_t = Tracker::Auto, value_name = "HOW", hide_possible_values = true, hide_short_help = true)]
+    pub(crate) tracker: Tracker,
     /// Compare a hash of all memory on both sides
     ///
     /// The hash is computed while the guest is stopped, so the downtime grows by the time needed to read all memory.
@@ -359,6 +368,13 @@ pub(crate) struct SaveArgs {
     /// this device: transship unplugs it before the guest is stopped, and plugs it in again afterwards.
     #[arg(long, value_name = "PATH", hide_short_help = true)]
     pub(crate) balloon: Option<std::path::PathBuf>,
+    /// How written pages are found: auto, async or sync
+    ///
+    /// `async`: the kernel notes writes, and the guest notices nothing; Linux 6.7 or newer. `sync`: the first write to a
+    /// page in each round waits until transship lets it through; Linux 5.14 or newer, for shared memory 5.19.
+    /// `auto`: what the kernel can do, `async` if both.
+    #[arg(long, value_enum, default_value_t = Tracker::Auto, value_name = "HOW", hide_possible_values = true, hide_short_help = true)]
+    pub(crate) tracker: Tracker,
     /// How to ask the kernel to write: auto, uring or plain
     #[arg(long, value_enum, default_value_t = FileIo::Auto, value_name = "HOW", hide_possible_values = true, hide_short_help = true)]
     pub(crate) io: FileIo,
@@ -421,6 +437,13 @@ pub(crate) struct WatchArgs {
     /// Lines to print [default: until Ctrl-C]
     #[arg(long, value_name = "N")]
     pub(crate) count: Option<String>,
+    /// How written pages are found: auto, async or sync
+    ///
+    /// `async`: the kernel notes writes, and the guest notices nothing; Linux 6.7 or newer. `sync`: the first write to a
+    /// page in each round waits until transship lets it through; Linux 5.14 or newer, for shared memory 5.19.
+    /// `auto`: what the kernel can do, `async` if both.
+    #[arg(long, value_enum, default_value_t = Tracker::Auto, value_name = "HOW", hide_possible_values = true, hide_short_help = true)]
+    pub(crate) tracker: Tracker,
     /// Print each line as a JSON object
     #[arg(long)]
     pub(crate) json: bool,

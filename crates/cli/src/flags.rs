@@ -2,7 +2,7 @@
 use std::{path::PathBuf, time::Duration};
 
 use transship_engine::{DirectIo, Format};
-use transship_vmm::AttachOptions;
+use transship_vmm::{AttachOptions, Tracking};
 
 use crate::{checks::Checks, hints, units};
 
@@ -64,6 +64,6 @@ pub(crate) fn direct_io(checks: &mut Checks, text: Option<&str>, format: Format)
 }
 
 /// How a source is attached to. `may_write`: what writes past the tracker is let pass.
-pub(crate) fn attach(may_write: bool, balloon: Option<&PathBuf>) -> AttachOptions {
-    AttachOptions { allow_untracked_writers: may_write, balloon: balloon.cloned().map(hints::balloon) }
+pub(crate) fn attach(may_write: bool, tracking: Tracking, balloon: Option<&PathBuf>) -> AttachOptions {
+    AttachOptions { allow_untracked_writers: may_write, tracking, balloon: balloon.cloned().map(hints::balloon) }
 }

@@ -42,7 +42,7 @@ pub use qemu_peer::{
 };
 pub use report::{
     ByteCounts, CloneMemory, CloneReport, CpuSeconds, Drains, FileReport, LazyReport, MethodBytes, PageCounts,
-    RelayReport, Report, RoundReport, Status,
+    RelayReport, Report, RoundReport, Status, TrackerName, TrackerReport,
 };
 pub use snapshot::{
     BlockInfo, DirectIo, Ending, FileIo, FilePlace, FileUri, Format, RestoreOptions, SaveOptions, SectionInfo,

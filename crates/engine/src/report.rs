@@ -41,6 +41,9 @@ pub struct RoundReport {
     pub ms: f64,
     /// Pages written a second while the round ran.
     pub dirty_pages_per_s: f64,
+    /// Milliseconds for which writers were held until the next scan, all of them together; they were as many as there
+    /// are processors that write.
+    pub held_ms: f64,
 }
 
 /// Pages by kind, over all rounds.
@@ -58,6 +61,32 @@ pub struct PageCounts {
     pub raw_busy: u64,
     /// Sent with content more than once, counted each time after the first.
     pub resent: u64,
+}
+
+/// How written pages were found.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum TrackerName {
+    /// The kernel took note of them.
+    #[default]
+    Async,
+    /// Each page's first write in a round waited for us.
+    Sync,
+}
+
+/// What the tracking of writes cost the guest.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Serialize)]
+pub struct TrackerReport {
+    /// How it was done.
+    pub name: TrackerName,
+    /// Writes that waited until they were let through; most of them for some microseconds.
+    pub waits: u64,
+    /// Those of them that were held because of the pace.
+    pub held: u64,
+    /// How long, all of them together, in milliseconds.
+    pub held_ms: f64,
+    /// The longest, in milliseconds.
+    pub longest_ms: f64,
 }
 
 /// Bytes by kind.
@@ -215,6 +244,9 @@ pub struct Report {
     pub late_pages: u64,
     /// Waits for disks that read into guest memory by themselves.
     pub drains: Drains,
+    /// How written pages were found, where they had to be.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub tracker: Option<TrackerReport>,
     /// Bytes by kind.
     pub bytes: ByteCounts,
     /// Wire bytes a second.

@@ -233,6 +233,7 @@ impl Rounds {
         round.ms = begin.elapsed().as_secs_f64() * 1e3;
         report.cpu.channels += sent.cpu_seconds;
         link.report(report);
+        self.scanner.note_tracker(report);
         report.add_round(round, sent.normal, sent.resent);
         self.number += 1;
         Ok(())

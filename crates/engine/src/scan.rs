@@ -4,13 +4,17 @@
 //! a page changes after its scan, the next scan reports it. If a page becomes a hole after the search, the next search
 //! finds it, at the latest when the guest is stopped. Hints about free pages are requested between the first scan and
 //! its search for holes, which skips the named pages.
-use std::{sync::atomic::Ordering::Relaxed, time::Instant};
-
-use transship_memory::{
-    Error as MemoryError, Freeing, GuestMemory, Holes, PAGE_BYTES, PageRange, PageSet, Region, Tracker, WindowPages,
+use std::{
+    sync::{Arc, atomic::Ordering::Relaxed},
+    time::{Duration, Instant},
 };
 
-use crate::{Error, Progress, Report, RoundReport, guest::Place, page_map::PageMap};
+use transship_memory::{
+    Error as MemoryError, Freeing, GuestMemory, Holes, PAGE_BYTES, PageRange, PageSet, Region, Tracker, Waited, Waits,
+    WindowPages,
+};
+
+use crate::{Error, Progress, Report, RoundReport, TrackerName, TrackerReport, guest::Place, page_map::PageMap};
 
 /// The windows that are passed between threads as one piece of work: 4 MiB.
 const WINDOWS_PER_BATCH: usize = 8;
@@ -52,6 +56,10 @@ pub(crate) struct Scanner {
     /// The report of the pending round, so far.
     next: RoundReport,
     last_scan: Instant,
+    /// Of a tracker for which writers wait.
+    waits: Option<Arc<Waits>>,
+    /// For how long writers were held up to the last scan.
+    held: Duration,
 }
 
 impl Scanner {
@@ -62,7 +70,8 @@ impl Scanner {
         let dead = memory.regions().iter().map(|region| PageSet::empty(region.pages())).collect();
         let (next, last_scan) = (RoundReport::default(), Instant::now());
         let (pending, owed, unseen) = (Vec::new(), Vec::new(), Vec::new());
-        let mut scanner = Self { memory, tracker, holes, pending, dead, owed, unseen, next, last_scan };
+        let (waits, held) = (tracker.waits(), Duration::ZERO);
+        let mut scanner = Self { memory, tracker, holes, pending, dead, owed, unseen, next, last_scan, waits, held };
         for index in 0..scanner.memory.regions().len() {
             let send = scanner.find_written(index, None)?;
             scanner.pending.push(Pending { gone: PageSet::empty(send.pages()), send });
@@ -76,6 +85,22 @@ impl Scanner {
         let mut scanner = Self::begin(memory, Box::new(tracker), Freeing::Never)?;
         scanner.plan_first_round(None)?;
         Ok(scanner)
+    }
+
+    /// Of a tracker for which writers wait.
+    pub(crate) fn waits(&self) -> Option<&Arc<Waits>> {
+        self.waits.as_ref()
+    }
+
+    /// Notes in the report what tracking has cost the guest so far.
+    pub(crate) fn note_tracker(&self, report: &mut Report) {
+        let waited = self.waits.as_ref().map(|waits| waits.so_far());
+        let name = if waited.is_some() { TrackerName::Sync } else { TrackerName::Async };
+        let before = report.tracker.map_or(0.0, |tracker| tracker.longest_ms);
+        let Waited { writes: waits, held, held_time, longest } = waited.unwrap_or_default();
+        let ms = |time: Duration| time.as_secs_f64() * 1e3;
+        let (held_ms, longest_ms) = (ms(held_time), ms(longest).max(before));
+        report.tracker = Some(TrackerReport { name, waits, held, held_ms, longest_ms });
     }
 
     /// By region: the pages that the next round sends.
@@ -141,9 +166,12 @@ impl Scanner {
         let seconds = now.duration_since(self.last_scan).as_secs_f64();
         self.last_scan = now;
         self.next.dirty_pages_per_s = self.next.written as f64 / seconds;
+        let held = self.waits.as_ref().map_or(Duration::ZERO, |waits| waits.held_time());
         if let Some(done) = report.rounds.last_mut() {
             done.dirty_pages_per_s = self.next.dirty_pages_per_s;
+            done.held_ms = held.saturating_sub(self.held).as_secs_f64() * 1e3;
         }
+        self.held = held;
         progress.dirty_rate.store(self.next.dirty_pages_per_s as u64, Relaxed);
         Ok(())
     }

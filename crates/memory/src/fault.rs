@@ -148,6 +148,13 @@ impl Faults {
 
     /// Appends faults that there are, `most` at most; waits up to `wait` for the first.
     pub(crate) fn next_few(&self, wait: Duration, most: usize, out: &mut Vec<Fault>) -> Result<(), Error> {
+        let add = |fault, _| out.push(fault);
+        if self.each(wait, most, add)? == 0 { self.check_alive() } else { Ok(()) }
+    }
+
+    /// Gives `add` the faults that there are, `most` at most, each with the thread that waits, where the use asks for
+    /// it; waits up to `wait` for the first. How many.
+    pub(crate) fn each(&self, wait: Duration, most: usize, mut add: impl FnMut(Fault, u32)) -> Result<usize, Error> {
         let deadline = Instant::now().checked_add(wait);
         let mut room = [[0; MESSAGE_BYTES]; MESSAGES];
         let room = &mut room[..most.clamp(1, MESSAGES)];
@@ -155,19 +162,20 @@ impl Faults {
             match rustix::io::read(&self.uffd, room.as_flattened_mut()) {
                 Ok(0) => return Err(Error::system("read faults", io::Error::from(io::ErrorKind::UnexpectedEof))),
                 Ok(bytes) => {
-                    let before = out.len();
-                    for address in room[..bytes / MESSAGE_BYTES].iter().filter_map(uffd::fault_address) {
-                        out.push(self.fault_at(address)?);
+                    let mut count = 0;
+                    for (address, thread) in room[..bytes / MESSAGE_BYTES].iter().filter_map(uffd::fault_address) {
+                        add(self.fault_at(address)?, thread);
+                        count += 1;
                     }
-                    if out.len() > before {
-                        return Ok(());
+                    if count > 0 {
+                        return Ok(count);
                     }
                 }
                 Err(Errno::INTR) => {}
                 Err(Errno::AGAIN) => {
                     let left = deadline.map(|deadline| deadline.saturating_duration_since(Instant::now()));
                     if left == Some(Duration::ZERO) {
-                        return self.check_alive();
+                        return Ok(0);
                     }
                     self.poll(left.unwrap_or(Duration::MAX))?;
                 }

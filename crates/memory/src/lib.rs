@@ -38,9 +38,11 @@ mod region;
 #[allow(unsafe_code)]
 mod shared;
 mod sweep;
+mod sync_tracker;
 mod tracker;
 #[allow(unsafe_code)]
 mod uffd;
+mod waits;
 mod window;
 #[allow(unsafe_code)]
 mod zero;
@@ -57,5 +59,7 @@ pub use pages::{PAGE, PAGE_BYTES, PageRange, PageSet, WINDOW_PAGES};
 pub use process::Process;
 pub use protect::Protection;
 pub use region::{Access, GuestMemory, InProcess, Region};
+pub use sync_tracker::SyncTracker;
 pub use tracker::{Tracker, UffdTracker};
+pub use waits::{LetWait, Pace, Waited, Waits};
 pub use window::WindowPages;

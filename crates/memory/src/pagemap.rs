@@ -1,5 +1,7 @@
 //! The kernel's interface to the pages of a process, written ones and those that are there: PAGEMAP_SCAN. Structures
-//! and numbers are those of Linux 6.7 (`linux/fs.h`), which promises to keep them.
+//! and numbers are those of Linux 6.7 (`linux/fs.h`), which promises to keep them. Older kernels have an entry for each
+//! page to be read (`entries`), which tells the same of pages that are not tracked anew by looking at them.
+mod entries;
 
 use std::{
     io,
@@ -48,6 +50,10 @@ pub(crate) enum Look {
     /// As `Written`, but of pages that the process has, in memory or in swap. The kernel takes no note of others, and
     /// makes no page tables for them; once such a page is there it is reported.
     WrittenAndThere,
+    /// Pages that are not protected from writes; nothing is protected.
+    Unprotected,
+    /// As `Unprotected`, but of pages that the process has, in memory or in swap.
+    UnprotectedAndThere,
     /// Pages that the process has, in memory or in swap; nothing is tracked anew.
     There,
     /// As `There`, but without those that show a file: what the process has written to its own mapping of one.
@@ -67,10 +73,26 @@ impl Look {
         match self {
             Self::Written => (rearm, PAGE_IS_WRITTEN, 0, PAGE_IS_WRITTEN),
             Self::WrittenAndThere => (rearm, PAGE_IS_WRITTEN, there, PAGE_IS_WRITTEN),
+            Self::Unprotected => (0, PAGE_IS_WRITTEN, 0, PAGE_IS_WRITTEN),
+            Self::UnprotectedAndThere => (0, PAGE_IS_WRITTEN, there, PAGE_IS_WRITTEN),
             Self::There => (0, 0, there, PAGE_IS_PFNZERO),
             Self::Own => (0, PAGE_IS_FILE, there, PAGE_IS_PFNZERO),
         }
     }
+
+    /// Whether the look changes something, which only PAGEMAP_SCAN does.
+    fn rearms(self) -> bool {
+        matches!(self, Self::Written | Self::WrittenAndThere)
+    }
+}
+
+/// How the kernel is asked.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum By {
+    /// By PAGEMAP_SCAN, if it has that, else by entries.
+    Scan,
+    /// By the entries of all pages: slower, and changes nothing.
+    Entries,
 }
 
 /// A stretch of memory that was found: addresses in the process.
@@ -83,6 +105,10 @@ pub(crate) struct Found {
 }
 
 impl Found {
+    fn new(start: u64, end: u64) -> Self {
+        Self { start, end, categories: 0 }
+    }
+
     /// It was only read, and reads as zero.
     pub(crate) fn is_zero_page(&self) -> bool {
         self.categories & PAGE_IS_PFNZERO != 0
@@ -95,14 +121,34 @@ const _: () = {
     assert!(PAGEMAP_SCAN as u32 == 0xc060_6610);
 };
 
+/// Whether the kernel has PAGEMAP_SCAN.
+pub(crate) fn is_known(pagemap: BorrowedFd<'_>) -> bool {
+    // Of no memory at all.
+    let unknown = |error: io::Error| error.raw_os_error() == Some(libc::ENOTTY);
+    !by_scan(pagemap, Look::There, 0, 0, &mut [Found::default()]).is_err_and(unknown)
+}
+
 /// Looks between `start` and `end`: how many stretches there are in `found`, and the address to go on from.
 pub(crate) fn scan(
     pagemap: BorrowedFd<'_>,
     look: Look,
+    by: By,
     start: u64,
     end: u64,
     found: &mut [Found],
 ) -> io::Result<(usize, u64)> {
+    if by == By::Entries && !look.rearms() {
+        return entries::look(pagemap, look, start, end, found);
+    }
+    match by_scan(pagemap, look, start, end, found) {
+        Err(error) if error.raw_os_error() == Some(libc::ENOTTY) && !look.rearms() => {
+            entries::look(pagemap, look, start, end, found)
+        }
+        result => result,
+    }
+}
+
+fn by_scan(pagemap: BorrowedFd<'_>, look: Look, start: u64, end: u64, found: &mut [Found]) -> io::Result<(usize, u64)> {
     let (flags, category_mask, category_anyof_mask, return_mask) = look.request();
     let mut scan = Scan {
         size: size_of::<Scan>() as u64,

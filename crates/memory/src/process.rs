@@ -15,7 +15,7 @@ use rustix::{
 
 use crate::{
     Access, Error,
-    pagemap::{self, Found, Look},
+    pagemap::{self, By, Found, Look},
 };
 
 /// Stretches that one call of the kernel reports.
@@ -146,10 +146,11 @@ impl Process {
     }
 
     /// Calls `found` with each stretch between two addresses that the process has pages for, in memory or in swap, in
-    /// their order. Pages that were only read, and are zero, are not among them.
+    /// their order. Pages that were only read, and are zero, are not among them where the kernel tells them apart (Linux
+    /// 6.7).
     ///
     /// # Errors
-    /// The process has ended; a kernel before 6.7.
+    /// The process has ended.
     pub(crate) fn pages_there(&self, start: u64, end: u64, found: impl FnMut(u64, u64)) -> io::Result<()> {
         self.pages(Look::There, start, end, found)
     }
@@ -163,7 +164,7 @@ impl Process {
         let mut stretches = [Found::default(); FOUND];
         let mut at = start;
         while at < end {
-            let (count, next) = pagemap::scan(self.pagemap(), look, at, end, &mut stretches)?;
+            let (count, next) = pagemap::scan(self.pagemap(), look, By::Scan, at, end, &mut stretches)?;
             stretches[..count]
                 .iter()
                 .filter(|stretch| !stretch.is_zero_page())

@@ -91,7 +91,7 @@ impl Protection {
     }
 }
 
-fn refused(stretch: &Stretch, source: io::Error) -> Error {
+pub(crate) fn refused(stretch: &Stretch, source: io::Error) -> Error {
     match source.raw_os_error() {
         // No process; no memory there, or none that is registered.
         Some(libc::ESRCH | libc::ENOENT) => Error::Gone { region: stretch.region, source },

@@ -12,7 +12,7 @@ use std::{
 use crate::{
     Area, Error, PageSet,
     area::{lost, untrackable},
-    pagemap::{self, Found, Look},
+    pagemap::{self, By, Found, Look},
 };
 
 /// What a thread takes at once. A multiple of a huge page: the kernel protects no part of one.
@@ -44,7 +44,7 @@ fn pieces(area: &Area) -> impl Iterator<Item = Piece> + use<> {
 /// Of any thread. Some of the areas may be tracked anew all the same, without word of what was written there.
 pub(crate) fn sweep<'a>(
     pagemap: BorrowedFd<'_>,
-    look: Look,
+    (look, by): (Look, By),
     areas: impl Iterator<Item = &'a Area>,
     written: &mut PageSet,
 ) -> Result<(), Error> {
@@ -54,7 +54,8 @@ pub(crate) fn sweep<'a>(
         let mut found = vec![Found::default(); FOUND];
         // Relaxed: it only deals numbers out.
         while let Some(piece) = pieces.get(next.fetch_add(1, Relaxed)) {
-            scan(pagemap, look, piece, &mut found, &written).inspect_err(|_| next.store(pieces.len(), Relaxed))?;
+            scan(pagemap, (look, by), piece, &mut found, &written)
+                .inspect_err(|_| next.store(pieces.len(), Relaxed))?;
         }
         Ok(())
     };
@@ -73,7 +74,7 @@ pub(crate) fn sweep<'a>(
 
 fn scan(
     pagemap: BorrowedFd<'_>,
-    look: Look,
+    (look, by): (Look, By),
     piece: &Piece,
     found: &mut [Found],
     written: &Mutex<&mut PageSet>,
@@ -81,7 +82,7 @@ fn scan(
     let Piece { area, start, end } = piece;
     let mut at = *start;
     while at < *end {
-        let (count, next) = pagemap::scan(pagemap, look, at, *end, found).map_err(|source| lost(area, source))?;
+        let (count, next) = pagemap::scan(pagemap, look, by, at, *end, found).map_err(|source| lost(area, source))?;
         if count > 0 {
             // One that panicked has reported nothing of this.
             let mut written = written.lock().unwrap_or_else(PoisonError::into_inner);

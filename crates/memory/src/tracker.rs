@@ -1,11 +1,14 @@
 //! Finds the pages that were written since the last scan.
 
-use std::os::fd::{AsFd, OwnedFd};
+use std::{
+    os::fd::{AsFd, OwnedFd},
+    sync::Arc,
+};
 
 use crate::{
-    Area, Error, PageSet,
+    Area, Error, PageSet, Waits,
     area::{self, lost, refused, untrackable},
-    pagemap::Look,
+    pagemap::{self, By, Look},
     sweep::sweep,
     uffd,
 };
@@ -23,6 +26,11 @@ pub trait Tracker: Send {
     /// The tracked process is gone, or the kernel refuses. Nothing may then be assumed to be clean; the next scan that
     /// succeeds reports everything again.
     fn scan(&mut self, region: usize) -> Result<PageSet, Error>;
+
+    /// What is known of writers that wait for the tracker; none: nobody does.
+    fn waits(&self) -> Option<Arc<Waits>> {
+        None
+    }
 }
 
 /// userfaultfd write protection in asynchronous mode, read by PAGEMAP_SCAN on the tracked process's pagemap (Linux
@@ -46,6 +54,15 @@ struct Tracked {
 }
 
 impl UffdTracker {
+    /// Whether the kernel can do this, as far as it can be asked; if it can't be, it is thought to.
+    pub fn is_possible() -> bool {
+        let has_scan = || {
+            let pagemap = std::fs::File::open("/proc/self/pagemap");
+            pagemap.is_ok_and(|pagemap| pagemap::is_known(pagemap.as_fd()))
+        };
+        uffd::is_known(uffd::TRACK).unwrap_or(true) && has_scan()
+    }
+
     /// `uffd` was created by the tracked process and not yet used (no UFFDIO_API); `pagemap` is its /proc/PID/pagemap.
     /// `region_pages[i]` is the size of region i in pages. Negotiates the features, registers all areas.
     ///
@@ -83,7 +100,7 @@ impl UffdTracker {
     fn written(&self, region: usize, look: Look, pages: u64) -> Result<PageSet, Error> {
         let areas = || self.areas.iter().filter(|area| area.region == region);
         let mut written = PageSet::empty(pages);
-        sweep(self.pagemap.as_fd(), look, areas(), &mut written)?;
+        sweep(self.pagemap.as_fd(), (look, By::Scan), areas(), &mut written)?;
         // Memory that is gone has no written pages as far as the kernel can tell. Registering an area again changes
         // nothing, and fails when the process or its mapping is gone.
         for area in areas() {

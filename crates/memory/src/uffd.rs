@@ -30,6 +30,13 @@ pub(crate) const PROTECT: Use = Use { features: PAGEFAULT_WP | WP_HUGETLBFS_SHME
 /// Write protection at all.
 const PAGEFAULT_WP: u64 = 1 << 0;
 
+/// To have writers wait for a moment, and to know which thread each is: private memory (Linux 5.7).
+pub(crate) const WAIT: Use = Use { features: PAGEFAULT_WP | THREAD_ID, mode: 1 << 1 };
+/// The same, of memory of any kind (Linux 5.19).
+pub(crate) const WAIT_SHARED: Use = Use { features: WAIT.features | WP_HUGETLBFS_SHMEM, mode: 1 << 1 };
+/// A message names the thread that waits.
+const THREAD_ID: u64 = 1 << 8;
+
 /// To have those wait who touch what is not there (Linux 4.11).
 pub(crate) const MISSING: Use = Use { features: MISSING_HUGETLBFS | MISSING_SHMEM, mode: 1 << 0 };
 const MISSING_HUGETLBFS: u64 = 1 << 4;
@@ -141,6 +148,15 @@ pub(crate) fn create() -> io::Result<OwnedFd> {
     let fd = done(fd as libc::c_int)?;
     // SAFETY: just made by the kernel, and nobody else's.
     Ok(unsafe { OwnedFd::from_raw_fd(fd) })
+}
+
+/// Whether the kernel knows this use. Asks by a userfaultfd of our own; none: we may not make one.
+pub(crate) fn is_known(wanted: Use) -> Option<bool> {
+    let uffd = create().ok()?;
+    let mut api = Api { api: API_VERSION, features: 0, ioctls: 0 };
+    // SAFETY: UFFDIO_API reads and writes one Api, whose size the number holds.
+    done(unsafe { libc::ioctl(uffd.as_raw_fd(), UFFDIO_API, &raw mut api) }).ok()?;
+    Some(api.features & wanted.features == wanted.features)
 }
 
 /// Agrees with the kernel on the use. To be called once, before anything else.
@@ -282,12 +298,14 @@ pub(crate) fn zero(uffd: BorrowedFd<'_>, start: u64, len: u64) -> (u64, io::Resu
 /// Bytes of a message.
 pub(crate) const MESSAGE_BYTES: usize = 32;
 
-/// The address of the fault that a message tells of; none if it tells of something else.
-pub(crate) fn fault_address(message: &[u8; MESSAGE_BYTES]) -> Option<u64> {
+/// The address of the fault that a message tells of, and the thread, which is 0 where it was not asked for; none if it
+/// tells of something else.
+pub(crate) fn fault_address(message: &[u8; MESSAGE_BYTES]) -> Option<(u64, u32)> {
     const PAGEFAULT: u8 = 0x12;
-    let (head, address) = message.split_first_chunk::<16>()?;
-    let (address, _) = address.split_first_chunk()?;
-    (head[0] == PAGEFAULT).then(|| u64::from_ne_bytes(*address))
+    let (head, rest) = message.split_first_chunk::<16>()?;
+    let (address, rest) = rest.split_first_chunk()?;
+    let (thread, _) = rest.split_first_chunk()?;
+    (head[0] == PAGEFAULT).then(|| (u64::from_ne_bytes(*address), u32::from_ne_bytes(*thread)))
 }
 
 pub(crate) fn done(result: libc::c_int) -> io::Result<libc::c_int> {

@@ -14,6 +14,9 @@ pub mod handoff;
 mod looked;
 pub mod qemu;
 pub mod synthetic;
+mod tracking;
+
+pub use tracking::Tracking;
 
 pub use looked::{DeviceFound, DiskFound, Looked, MemoryFound, Use};
 
@@ -31,6 +34,8 @@ pub enum VmAddress {
 pub struct AttachOptions {
     /// Go on although devices write behind the tracker (vhost-user, VFIO). The user says that they are quiet.
     pub allow_untracked_writers: bool,
+    /// How its writes are tracked.
+    pub tracking: Tracking,
     /// The guest has this balloon: it may be there until it is unplugged.
     pub balloon: Option<Balloon>,
 }
@@ -64,7 +69,10 @@ pub fn attach_source(vm: &VmAddress, options: AttachOptions) -> Result<Box<dyn S
         VmAddress::Handoff(_) if options.balloon.is_some() => {
             Err(GuestError::Unfit("a balloon is a device of a QEMU; leave out --balloon".to_owned()))
         }
-        VmAddress::Handoff(path) => Ok(Box::new(handoff::HandoffSource::attach(path)?)),
+        VmAddress::Handoff(path) => {
+            options.tracking.here()?;
+            Ok(Box::new(handoff::HandoffSource::attach(path)?.with_tracking(options.tracking)))
+        }
     }
 }
 

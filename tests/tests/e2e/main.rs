@@ -7,7 +7,7 @@
 //! - Snapshots: `save`, `background`, `restore`, `restore_lazy`, `restore_given_back`, `convert`
 //! - Images and guests that share them: `clones`, `clones_refused`, `forks`
 //! - What is said beforehand: `check`
-//! - Memory: `any_memory`, `huge_pages`, `preallocated`, `free_pages`, `writers`; who says which of it is
+//! - Memory: `any_memory`, `huge_pages`, `preallocated`, `free_pages`, `writers`, `trackers`; who says which of it is
 //!   free: `balloon`, `hints`
 //! - What several of them need: `ends`, `peer`, `restoring`, `sector`, `stock`
 mod any_memory;
@@ -45,4 +45,5 @@ mod sector;
 mod settings;
 mod stock;
 mod strangers;
+mod trackers;
 mod writers;

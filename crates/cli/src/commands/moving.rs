@@ -98,7 +98,7 @@ impl Request {
                 vm_text: args.vm.clone(),
                 to: to?,
                 way: way?,
-                attach: flags::attach(args.allow_untracked_writers, args.balloon.as_ref()),
+                attach: flags::attach(args.allow_untracked_writers, args.tracker.into(), args.balloon.as_ref()),
             })
         })();
         checks.finish(request)

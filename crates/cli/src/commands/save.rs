@@ -83,7 +83,11 @@ impl Request {
                     io: args.io.into(),
                 },
                 // A stopped guest writes nothing, tracked or not.
-                attach: flags::attach(args.allow_untracked_writers || way == Way::Paused, args.balloon.as_ref()),
+                attach: flags::attach(
+                    args.allow_untracked_writers || way == Way::Paused,
+                    args.tracker.into(),
+                    args.balloon.as_ref(),
+                ),
             })
         })();
         checks.finish(request)

@@ -14,7 +14,7 @@ use crate::{
     args::WatchArgs,
     checks::Checks,
     failure::Failure,
-    output,
+    flags, output,
     signals::Watcher,
     units::{self, Bytes, Count, Rate, Time},
 };
@@ -80,7 +80,7 @@ impl Request {
                 args.window, args.interval
             ));
         }
-        let attach = AttachOptions { allow_untracked_writers: args.allow_untracked_writers, balloon: None };
+        let attach = flags::attach(args.allow_untracked_writers, args.tracker.into(), None);
         let request = (|| Some(Self { vm: vm?, interval: interval?, window: window?, count: count?, attach }))();
         checks.finish(request)
     }

@@ -1,7 +1,7 @@
 //! What the results of all commands have in common.
 use std::fmt::Write as _;
 
-use transship_engine::{Error, FileReport, Report, Status};
+use transship_engine::{Error, FileReport, Report, Status, TrackerName, TrackerReport};
 
 use crate::{
     failure::Failure,
@@ -72,6 +72,9 @@ impl Rows {
         if !report.rounds.is_empty() {
             self.add("rounds", rounds(report, done));
         }
+        if let Some(tracker) = report.tracker.filter(|tracker| tracker.name == TrackerName::Sync) {
+            self.add("tracker", waited(&tracker));
+        }
         if report.drains.count > 0 {
             let (count, longest) = (Count(report.drains.count), Time::from_ms(report.drains.longest_ms));
             self.add("disks", format!("waited for {count} times before pages were read, {longest} at most"));
@@ -109,6 +112,19 @@ fn cpu(report: &Report) -> String {
     let roles = roles.iter().filter(|(role, seconds)| matches!(*role, "main" | "channels") || *seconds > 0.0);
     let roles: Vec<_> = roles.map(|(role, seconds)| format!("{role} {seconds:.2} s")).collect();
     format!("{:.2} s ({})", cpu.total, roles.join(", "))
+}
+
+/// What a tracker that has writers wait has cost.
+fn waited(tracker: &TrackerReport) -> String {
+    let waits = Count(tracker.waits);
+    let held = match tracker.held {
+        0 => String::new(),
+        held => {
+            let (time, longest) = (Time::from_ms(tracker.held_ms), Time::from_ms(tracker.longest_ms));
+            format!("; {} of them were held, {time} together, {longest} at most", Count(held))
+        }
+    };
+    format!("sync: {waits} writes waited until they were let through{held}")
 }
 
 fn rounds(report: &Report, done: &str) -> String {

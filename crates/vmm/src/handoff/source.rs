@@ -16,7 +16,7 @@ use std::{
 
 use serde_json::Value;
 use transship_guest::{Found, GuestError, SourceGuest};
-use transship_memory::{Access, Area, GuestMemory, Protection, Region, Tracker, UffdTracker};
+use transship_memory::{Access, Area, GuestMemory, Protection, Region, SyncTracker, Tracker, UffdTracker};
 use transship_wire::GuestDescription;
 
 use super::{
@@ -24,6 +24,11 @@ use super::{
     map_regions,
     message::{PROTECT, StateBytes},
 };
+use crate::Tracking;
+
+/// How long a thread of the guest may be held at a page that it wants to write. Which threads do something else than
+/// run the guest the protocol does not say.
+const HOLD: Duration = Duration::from_millis(2);
 
 /// Attached to a guest process. Dropping it closes the connection and changes nothing: a guest that was stopped stays
 /// stopped, and the next connection may resume it.
@@ -35,6 +40,7 @@ pub struct HandoffSource {
     /// Whether its VMM offers to let writes wait.
     protects: bool,
     pagemap: OwnedFd,
+    tracking: Tracking,
     saving: Option<Saving>,
     /// What the guest did when it was stopped last.
     found: Found,
@@ -64,7 +70,24 @@ impl HandoffSource {
         let (description, areas) = (checked.guest(), checked.areas());
         let protects = checked.offers.iter().any(|call| call == PROTECT);
         let memory = map_regions(&connection, checked, Access::Read)?;
-        Ok(Self { connection, description, memory, areas, protects, pagemap, saving: None, found: Found::Standing })
+        Ok(Self {
+            connection,
+            description,
+            memory,
+            areas,
+            protects,
+            pagemap,
+            tracking: Tracking::Auto,
+            saving: None,
+            found: Found::Standing,
+        })
+    }
+
+    /// How its writes are tracked.
+    #[must_use]
+    pub fn with_tracking(mut self, tracking: Tracking) -> Self {
+        self.tracking = tracking;
+        self
     }
 
     /// Ends a save-state that nobody wants any more, so that the guest is free to answer again.
@@ -73,6 +96,15 @@ impl HandoffSource {
             // The guest may block on what we don't read. Its answer is dropped with the next one that is waited for.
             let _ = saving.ours.shutdown(Shutdown::Both);
         }
+    }
+
+    /// A userfaultfd for which the kernel waits, too. `why`: what needs it, and what does not.
+    fn waiting(&mut self, why: &str) -> Result<OwnedFd, GuestError> {
+        if !self.protects {
+            let what = format!("its VMM does not offer {PROTECT:?} (docs/handoff.md), which {why}");
+            return Err(self.connection.error(what));
+        }
+        self.connection.userfaultfd(PROTECT)
     }
 
     /// The same guest process on a connection that works, if there is one.
@@ -96,21 +128,20 @@ impl SourceGuest for HandoffSource {
     }
 
     fn track(&mut self) -> Result<Box<dyn Tracker>, GuestError> {
-        let uffd = self.connection.userfaultfd("track")?;
         let pagemap = self.pagemap.try_clone().map_err(|e| self.connection.error(e))?;
-        let pages = self.memory.regions().iter().map(Region::pages).collect();
-        let tracker =
-            UffdTracker::new(uffd, pagemap, self.areas.clone(), pages).map_err(|e| self.connection.error(e))?;
+        let (areas, pages) = (self.areas.clone(), self.memory.regions().iter().map(Region::pages).collect::<Vec<_>>());
+        if self.tracking.here()? == Tracking::Sync {
+            let uffd = self.waiting("synchronous tracking needs; leave out --tracker sync, on Linux 6.7 or newer")?;
+            let tracker = SyncTracker::new(uffd, pagemap, areas, &pages, &[], Box::new(HOLD));
+            return Ok(Box::new(tracker.map_err(|e| self.connection.error(e))?));
+        }
+        let uffd = self.connection.userfaultfd("track")?;
+        let tracker = UffdTracker::new(uffd, pagemap, areas, pages).map_err(|e| self.connection.error(e))?;
         Ok(Box::new(tracker))
     }
 
     fn protect(&mut self) -> Result<Protection, GuestError> {
-        if !self.protects {
-            return Err(self.connection.error(format!(
-                "its VMM does not offer {PROTECT:?} (docs/handoff.md), which --background needs; use --live or --paused"
-            )));
-        }
-        let uffd = self.connection.userfaultfd(PROTECT)?;
+        let uffd = self.waiting("--background needs; use --live or --paused")?;
         let pages: Vec<u64> = self.memory.regions().iter().map(Region::pages).collect();
         Protection::new(uffd, self.areas.clone(), &pages).map_err(|e| self.connection.error(e))
     }

@@ -13,8 +13,8 @@ use super::{
     rights,
 };
 
-/// The kernel that first had PAGEMAP_SCAN with asynchronous write protection.
-const KERNEL_MIN: (u32, u32) = (6, 7);
+/// The kernel that first said which pages are protected from writes. What it can beyond that it is asked for.
+const KERNEL_MIN: (u32, u32) = (5, 14);
 const TMPFS_MAGIC: u64 = 0x0102_1994;
 const HUGETLBFS_MAGIC: u64 = 0x9584_58f6;
 /// Bytes of the largest pages whose writes the kernel tracks.
@@ -34,7 +34,7 @@ fn kernel(release: &str) -> Result<(), GuestError> {
     let version = (numbers.next().unwrap_or(0), numbers.next().unwrap_or(0));
     if version < KERNEL_MIN {
         return Err(GuestError::Unfit(format!(
-            "Linux {release} can't track a running guest's writes from outside; boot Linux 6.7 or newer"
+            "Linux {release} can't track a running guest's writes from outside; boot Linux 5.14 or newer (best 6.7)"
         )));
     }
     Ok(())
@@ -208,12 +208,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn kernels_before_6_7_are_refused() {
-        for new in ["6.7.0", "6.18.44-fc-v657", "10.0", "7.0-rc1", "6.7-arch1-1"] {
+    fn kernels_before_5_14_are_refused() {
+        for new in
+            ["5.14.0-427.el9.x86_64", "6.1.0-28-amd64", "6.7.0", "6.18.44-fc-v657", "10.0", "7.0-rc1", "6.7-arch1-1"]
+        {
             assert!(kernel(new).is_ok(), "{new}");
         }
-        for old in ["6.6.99", "5.15.0-1051-generic", "6.1.0-28-amd64", ""] {
-            assert!(kernel(old).unwrap_err().to_string().contains("boot Linux 6.7 or newer"), "{old}");
+        for old in ["5.13.99", "5.4.0-1051-generic", "4.18.0-553.el8", ""] {
+            assert!(kernel(old).unwrap_err().to_string().contains("boot Linux 5.14 or newer"), "{old}");
         }
     }
 

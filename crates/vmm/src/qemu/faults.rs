@@ -94,8 +94,9 @@ fn refused(qmp: &Qmp, error: InjectError, why: &str) -> GuestError {
     match error {
         InjectError::Failed(error) => error,
         InjectError::NotPermitted => GuestError::Unfit(format!(
-            "QEMU (process {}) may not create a userfaultfd for which KVM and the kernel wait, which --background and \
-             --lazy need, and {why}; run transship as root, or let every process create one: sysctl \
+            "QEMU (process {}) may not create a userfaultfd for which KVM and the kernel wait, which --background, \
+             --lazy, --tracker sync and kernels before 6.7 need, and {why}; run transship as root, or let every \
+             process create one: sysctl \
              vm.unprivileged_userfaultfd=1",
             qmp.pid()
         )),

@@ -14,6 +14,8 @@
 //!   inject       a userfaultfd made by QEMU, taken over by us
 //!   faults       which kind of userfaultfd, and the right to it
 //!   rights       which capabilities a process has
+//!   tracking     how writes are found, by what the kernel can
+//!   vcpus        whose writes may be held for a moment
 //!   balloon      the balloon that a process of ours is, which QEMU can't save: unplugged, and plugged in again
 //!   giving_back  memory that the guest gives back, which must not happen while others wait for pages
 //!   migration    QEMU's own migration, used for the device state only
@@ -49,6 +51,8 @@ mod source;
 mod state_channel;
 mod state_stream;
 mod survey;
+mod tracking;
+mod vcpus;
 mod writers;
 
 use std::path::Path;

@@ -1,6 +1,5 @@
 //! A running QEMU whose guest is to be moved away.
 use std::{
-    fs::File,
     io::{self, Read},
     net::Shutdown,
     os::{fd::AsFd, unix::net::UnixStream},
@@ -14,7 +13,7 @@ use std::{
 
 use serde_json::json;
 use transship_guest::{DiskFile, Found, GuestError, Hints, SourceGuest, StateFormat};
-use transship_memory::{Area, Freeing, GuestMemory, Protection, Region, Tracker, UffdTracker};
+use transship_memory::{Area, Freeing, GuestMemory, Protection, Region, Tracker};
 use transship_wire::GuestDescription;
 
 use super::{
@@ -32,9 +31,10 @@ use super::{
     state_channel::{self, QemusEnd, SAVE_WAIT, StateChannel},
     state_stream::{ToTheEnd, ToTheTrailer},
     survey::{SourceSeen, background},
+    tracking,
     writers::{self, When},
 };
-use crate::AttachOptions;
+use crate::{AttachOptions, Tracking};
 
 /// How long QEMU may take to stop: it waits for the disk requests in flight.
 const STOP_WAIT: Duration = Duration::from_secs(60);
@@ -57,6 +57,7 @@ pub struct QemuSource {
     allow_untracked_writers: bool,
     /// Disks read into guest memory by themselves, so each scan is followed by a wait for them.
     has_direct_disks: bool,
+    tracking: Tracking,
     /// Where QEMU had the memory when the tracking, or the protection, began.
     tracked: Option<Vec<Area>>,
     /// As it was when the protection began.
@@ -107,6 +108,7 @@ impl QemuSource {
             freeing,
             allow_untracked_writers: options.allow_untracked_writers,
             has_direct_disks,
+            tracking: options.tracking,
             tracked: None,
             balloon: None,
             own_balloon,
@@ -271,17 +273,10 @@ impl SourceGuest for QemuSource {
     }
 
     fn track(&mut self) -> Result<Box<dyn Tracker>, GuestError> {
-        let pid = self.qmp.pid();
-        let areas = memory::areas(pid, &self.backends)?;
-        let path = format!("/proc/{pid}/pagemap");
-        let pagemap = File::open(&path).map_err(GuestError::system(format!("open {path}")))?;
-        let uffd = faults::for_users(&self.qmp)?;
-        let pages = self.memory.regions().iter().map(Region::pages).collect();
-        let tracker = UffdTracker::new(uffd, pagemap.into(), areas.clone(), pages)?;
-        let private = self.memory.regions().iter().enumerate().filter(|(_, region)| region.is_private());
-        let tracker = private.fold(tracker, |tracker, (region, _)| tracker.with_private(region));
+        let areas = memory::areas(self.qmp.pid(), &self.backends)?;
+        let tracker = tracking::begin(&mut self.qmp, &self.memory, areas.clone(), self.tracking)?;
         self.tracked = Some(areas);
-        Ok(Box::new(tracker))
+        Ok(tracker)
     }
 
     fn drain(&mut self) -> Result<bool, GuestError> {

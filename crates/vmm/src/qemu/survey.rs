@@ -36,6 +36,7 @@ impl SourceSeen {
     /// A refusal that `refuse` gave back, or one without which nothing more can be seen.
     pub(super) fn look(qmp: &mut Qmp, options: &AttachOptions, refuse: Refuse<'_>) -> Result<Self, GuestError> {
         checks::host().or_else(&mut *refuse)?;
+        options.tracking.here().map(drop).or_else(&mut *refuse)?;
         let own_balloon = options.balloon.as_ref().map(|balloon| OwnBalloon::find(qmp, &balloon.socket)).transpose()?;
         checks::source_state(qmp, own_balloon.as_ref()).or_else(&mut *refuse)?;
         migration::check_ignore_shared(qmp).or_else(&mut *refuse)?;

@@ -113,6 +113,7 @@ impl Rounds {
                 fail_point::reach("save.unplugged")?;
             }
             self.scanner.scan(output.content(), report, progress)?;
+            self.scanner.note_tracker(report);
             match forecast.judge(report, self.pending_bytes()) {
                 Verdict::Fits => return Ok(()),
                 Verdict::AnotherRound => {}
