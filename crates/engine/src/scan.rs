@@ -87,11 +87,6 @@ impl Scanner {
         Ok(scanner)
     }
 
-    /// Of a tracker for which writers wait.
-    pub(crate) fn waits(&self) -> Option<&Arc<Waits>> {
-        self.waits.as_ref()
-    }
-
     /// Notes in the report what tracking has cost the guest so far.
     pub(crate) fn note_tracker(&self, report: &mut Report) {
         let waited = self.waits.as_ref().map(|waits| waits.so_far());
