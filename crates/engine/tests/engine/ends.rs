@@ -1,5 +1,5 @@
-//! The end of a move: what is still sent when the guest stands, what the other end may say or leave unsaid then, and the
-//! figures of all of it.
+//! The end of a move: what is still sent when the guest stands, what the other end may say or leave unsaid then, and
+//! the figures of all of it.
 #![allow(clippy::unwrap_used)]
 use std::{
     io::{self, Read, Write},

@@ -1,8 +1,8 @@
 //! Moves, snapshots and relays, with guests that are a list of what they do, and peers that say what a test wants. One
 //! program: each would be linked by itself.
 //!
-//! - Moves: `model`, `meanwhile`, `hints`, `ends`; who speaks otherwise than the rules have it, or too little: `hostile`,
-//!   `strangers`
+//! - Moves: `model`, `meanwhile`, `hints`, `ends`; peers that speak otherwise than the rules have it, or too little:
+//!   `hostile`, `strangers`
 //! - Snapshots: `snapshot_save`, `snapshot_restore`, `snapshot_convert`
 //! - Stock QEMUs at the other end: `qemu_send`, `qemu_receive`; between two of them: `relay`
 //! - What several of them need: `common`, `crowd`

@@ -1,4 +1,4 @@
-//! Who holds a unix socket that serves one client at a time.
+//! Which process holds a unix socket that serves one client at a time.
 //!
 //! QEMU has a descriptor of each connection that it has accepted, and the kernel says which socket is at the other end
 //! of it (`NETLINK_SOCK_DIAG`). A process that has that one open is the client.
@@ -152,7 +152,7 @@ mod tests {
         assert_eq!(holders(&path), Vec::<String>::new());
         let ours = UnixStream::connect(&path).unwrap();
         let _served = listener.accept().unwrap();
-        // We are not somebody else; who has our end is.
+        // We are not somebody else; a process that has our end is.
         assert_eq!(holders(&path), Vec::<String>::new());
         let mut child =
             Command::new("sleep").arg("600").stdin(Stdio::from(std::os::fd::OwnedFd::from(ours))).spawn().unwrap();

@@ -1,5 +1,5 @@
-//! All that attaching looks at, and all that it refuses. Attaching itself ends at the first refusal. Who only asks what
-//! would happen collects them: it is the same code, so the two can't differ. Nothing here changes anything in QEMU.
+//! All that attaching looks at, and all that it refuses. Attaching itself ends at the first refusal. `check`
+//! collects them: it is the same code, so the two can't differ. Nothing here changes anything in QEMU.
 use transship_guest::{GuestError, StateFormat};
 use transship_memory::{Access, Freeing, GuestMemory};
 use transship_wire::GuestDescription;
