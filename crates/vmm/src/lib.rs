@@ -1,6 +1,7 @@
 //! Adapters: how to attach to a virtual machine from outside.
 //!
 //! - `qemu:/run/vm.qmp`: a stock QEMU, by its QMP socket (module `qemu`)
+//! - `libvirt:g1`: the same of a domain of libvirt, which keeps that socket (module `qemu::libvirt`)
 //! - `handoff:/run/guest.sock`: a VMM that hands its memory over by itself (module `handoff`), such as the synthetic
 //!   guest
 #![deny(unsafe_code)]
@@ -25,6 +26,8 @@ pub use looked::{DeviceFound, DiskFound, Looked, MemoryFound, Use};
 pub enum VmAddress {
     /// A stock QEMU, by its QMP socket.
     Qemu(PathBuf),
+    /// A stock QEMU, by the domain that it is to libvirt.
+    Libvirt(qemu::libvirt::Address),
     /// A VMM that hands its guest over, by the socket that it listens on.
     Handoff(PathBuf),
 }
@@ -56,8 +59,11 @@ impl std::str::FromStr for VmAddress {
         let path = |p: &str| if p.is_empty() { Err(format!("{text:?} names no socket")) } else { Ok(p.into()) };
         match text.split_once(':') {
             Some(("qemu", p)) => Ok(Self::Qemu(path(p)?)),
+            Some(("libvirt", domain)) => Ok(Self::Libvirt(domain.parse()?)),
             Some(("handoff", p)) => Ok(Self::Handoff(path(p)?)),
-            _ => Err(format!("{text:?} is not a VM; write qemu:/path/to/qmp.sock or handoff:/path/to/guest.sock")),
+            _ => Err(format!(
+                "{text:?} is not a VM; write qemu:/path/to/qmp.sock, libvirt:DOMAIN or handoff:/path/to/guest.sock"
+            )),
         }
     }
 }
@@ -66,6 +72,7 @@ impl std::str::FromStr for VmAddress {
 pub fn attach_source(vm: &VmAddress, options: AttachOptions) -> Result<Box<dyn SourceGuest>, GuestError> {
     match vm {
         VmAddress::Qemu(path) => Ok(Box::new(qemu::QemuSource::attach(path, options)?)),
+        VmAddress::Libvirt(address) => Ok(Box::new(qemu::QemuSource::attach_domain(address, options)?)),
         VmAddress::Handoff(_) if options.balloon.is_some() => {
             Err(GuestError::Unfit("a balloon is a device of a QEMU; leave out --balloon".to_owned()))
         }
@@ -107,6 +114,7 @@ pub fn resume_abandoned(vm: &VmAddress) -> Result<(), GuestError> {
 pub fn settle_abandoned(vm: &VmAddress, will: &str, run: bool) -> Result<(), GuestError> {
     match vm {
         VmAddress::Qemu(path) => qemu::abandoned::settle(path, will, run),
+        VmAddress::Libvirt(address) => qemu::libvirt::settle(address, will, run),
         VmAddress::Handoff(path) if run => handoff::resume_abandoned(path),
         VmAddress::Handoff(_) => Ok(()),
     }
@@ -120,7 +128,7 @@ pub fn settle_abandoned(vm: &VmAddress, will: &str, run: bool) -> Result<(), Gue
 pub fn settle_restored(vm: &VmAddress, will: &str) -> Result<(), GuestError> {
     match vm {
         VmAddress::Qemu(path) => qemu::abandoned::loaded(path, will),
-        VmAddress::Handoff(_) => Ok(()),
+        VmAddress::Libvirt(_) | VmAddress::Handoff(_) => Ok(()),
     }
 }
 
@@ -133,8 +141,16 @@ pub fn settle_restored(vm: &VmAddress, will: &str) -> Result<(), GuestError> {
 pub fn stop_abandoned(vm: &VmAddress) -> Result<String, GuestError> {
     match vm {
         VmAddress::Qemu(path) => qemu::abandoned::stop(path),
+        VmAddress::Libvirt(address) => Err(not_a_destination(address)),
         VmAddress::Handoff(path) => handoff::stop_abandoned(path),
     }
+}
+
+/// libvirt starts the domains that wait for a guest, and brings the guest itself.
+fn not_a_destination(address: &qemu::libvirt::Address) -> GuestError {
+    GuestError::Unfit(format!(
+        "{address}: a domain of libvirt takes its guest from libvirt alone: virsh restore, or virsh migrate"
+    ))
 }
 
 /// For those who are to wait for pages that are not there: a page that is there would never be brought.
@@ -163,6 +179,7 @@ fn is_gone(socket: &Path) -> bool {
 pub fn attach_destination(vm: &VmAddress) -> Result<Box<dyn DestinationGuest>, GuestError> {
     match vm {
         VmAddress::Qemu(path) => Ok(Box::new(qemu::QemuDestination::attach(path)?)),
+        VmAddress::Libvirt(address) => Err(not_a_destination(address)),
         VmAddress::Handoff(path) => Ok(Box::new(handoff::HandoffDestination::attach(path)?)),
     }
 }

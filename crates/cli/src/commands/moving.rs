@@ -87,6 +87,11 @@ impl Request {
     fn check(args: &MoveArgs) -> Result<Self, Failure> {
         let mut checks = Checks::default();
         let vm = checks.read("--vm", &args.vm, str::parse::<VmAddress>);
+        if let Some(VmAddress::Libvirt(_)) = &vm {
+            checks.mistake(
+                "--vm: libvirt would not know that its domain has moved; move it by virsh migrate through transship relay".into(),
+            );
+        }
         let to = checks.read("--to", &args.to, str::parse::<Uri>);
         let way = match args.peer {
             Peer::Transship => to_transship(args, &mut checks).map(Way::ToTransship),

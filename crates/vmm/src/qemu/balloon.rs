@@ -142,7 +142,7 @@ impl OwnBalloon {
             return Ok(true);
         }
         let id = json!(self.made.text("id"));
-        if qmp.take_events("DEVICE_UNPLUG_GUEST_ERROR").iter().any(|event| event.data["device"] == id) {
+        if qmp.take_events("DEVICE_UNPLUG_GUEST_ERROR")?.iter().any(|event| event.data["device"] == id) {
             self.state = State::Plugged;
             let why = "the guest refuses to release its balloon, which can't go with it; the guest runs on here";
             return Err(GuestError::Unfit(why.to_owned()));

@@ -15,7 +15,7 @@ use transship_wire::{
 };
 
 use super::{
-    abandoned, cont_by_hand, disk_files, faults, machine,
+    abandoned, disk_files, faults, machine,
     memory::{self, Backend},
     migration::{self, Answers, Form, STATE_FD, STATE_URI, Settings},
     qmp::Qmp,
@@ -118,7 +118,7 @@ impl QemuDestination {
                 Err(GuestError::vmm("QEMU reports the device state as loaded, but still waits for a guest".to_owned()))
             }
             "running" => {
-                self.qmp.execute("stop", json!({}))?;
+                self.qmp.stop(PAUSE_WAIT)?;
                 Err(GuestError::vmm(
                     "QEMU started the guest too early; it was stopped again; start a new QEMU".to_owned(),
                 ))
@@ -172,7 +172,7 @@ impl DestinationGuest for QemuDestination {
     fn load_state(&mut self, state: &mut dyn Read) -> Result<(), GuestError> {
         // Whatever the state says, the guest does not run when it is loaded, and the disks are left to whoever has
         // them.
-        self.qmp.execute("stop", json!({}))?;
+        self.qmp.stop(PAUSE_WAIT)?;
         let questions = ["query-migrate-capabilities", "query-migrate-parameters"].map(|command| (command, json!({})));
         self.qmp.ask_ahead(&questions)?;
         let (form, begin) = form_of(state)?;
@@ -200,7 +200,7 @@ impl DestinationGuest for QemuDestination {
     }
 
     fn start_hint(&self) -> String {
-        cont_by_hand(self.qmp.path())
+        self.qmp.cont_by_hand()
     }
 }
 
@@ -262,7 +262,7 @@ fn broken_off(source: io::Error) -> GuestError {
 
 /// Has QEMU stop its guest, if it can.
 pub(super) fn pause(qmp: &mut Qmp) -> Result<(), GuestError> {
-    qmp.execute_within("stop", PAUSE_WAIT)?;
+    qmp.stop(PAUSE_WAIT)?;
     match machine::run_state(qmp)?.as_str() {
         "running" => Err(GuestError::vmm("QEMU runs its guest again right after it was stopped".to_owned())),
         _ => Ok(()),

@@ -43,8 +43,8 @@ const FINAL_WAIT: Duration = Duration::from_secs(10);
 pub(super) fn let_run(qmp: &mut Qmp, rival: &str) -> Result<(), GuestError> {
     let deadline = Instant::now() + FINAL_WAIT;
     loop {
-        match qmp.execute("cont", json!({})) {
-            Ok(_) => break,
+        match qmp.cont() {
+            Ok(()) => break,
             // It has no event for that.
             Err(_) if Instant::now() < deadline && run_state(qmp)? == "finish-migrate" => {
                 thread::sleep(Duration::from_millis(2));

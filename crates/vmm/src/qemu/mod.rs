@@ -3,6 +3,7 @@
 //! ```text
 //!   qmp          commands and events on QEMU's control socket
 //!   holder       who holds that socket, if it is not us
+//!   libvirt      the same where libvirt keeps that socket
 //!   machine      what QEMU says of its machine
 //!   survey       all that attaching looks at; look: the same for people who ask before
 //!   checks       what we refuse, and the line that cures it
@@ -38,13 +39,14 @@ mod giving_back;
 mod holder;
 #[allow(unsafe_code)]
 mod inject;
+#[allow(unsafe_code)]
+pub mod libvirt;
 mod look;
 mod machine;
 mod maps;
 mod memory;
 mod migration;
 mod places;
-#[allow(unsafe_code)]
 mod qmp;
 mod rights;
 mod source;

@@ -11,7 +11,7 @@ use super::{
     faults, giving_back,
     memory::{self, Backend},
     migration,
-    qmp::Qmp,
+    qmp::{Keeper, Qmp},
     writers::{self, When},
 };
 use crate::{AttachOptions, freeze::Freezer};
@@ -52,7 +52,8 @@ impl SourceSeen {
         checks::trackable(&memory).or_else(&mut *refuse)?;
         let description = describe(qmp, &backends)?;
         let state_format = blocks::state_format(qmp, &backends)?;
-        let device_state = match memory::can_be_left_out(&backends) {
+        // QEMU's own migration would be one that libvirt knows nothing of.
+        let device_state = match memory::can_be_left_out(&backends) && qmp.keeper() == Keeper::Nobody {
             true => None,
             false => {
                 checks::state_without_memory(qmp).or_else(&mut *refuse)?;

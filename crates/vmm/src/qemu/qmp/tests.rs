@@ -1,9 +1,12 @@
 //! A QEMU made of lines.
 #![allow(clippy::unwrap_used)]
-use super::*;
+use super::{socket::LINE_BYTES_MAX, *};
 use std::{
     io::{BufRead, BufReader, Write},
-    os::{fd::AsFd, unix::net::UnixListener},
+    os::{
+        fd::AsFd,
+        unix::net::{UnixListener, UnixStream},
+    },
 };
 
 const GREETING: &str = r#"{"QMP": {"version": {"qemu": {"micro": 2, "minor": 0, "major": 10}}, "capabilities": []}}"#;

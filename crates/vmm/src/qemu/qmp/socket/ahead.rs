@@ -4,7 +4,7 @@ use std::time::Instant;
 
 use serde_json::Value;
 
-use super::{COMMAND_WAIT, Qmp, QmpError};
+use super::{super::QmpError, COMMAND_WAIT, Socket};
 
 /// An answer that came before somebody asked.
 pub(super) struct Answer {
@@ -13,13 +13,13 @@ pub(super) struct Answer {
     result: Result<Value, QmpError>,
 }
 
-impl Qmp {
+impl Socket {
     /// Asks all of these, in this order. Whoever gives one of these commands gets the answer from here, once, until
-    /// [`Qmp::forget_answers`]. None of them may change anything.
+    /// [`Socket::forget_answers`]. None of them may change anything.
     ///
     /// # Errors
     /// QEMU is gone or does not answer; that it refuses one is an answer.
-    pub(in crate::qemu) fn ask_ahead(&mut self, questions: &[(&'static str, Value)]) -> Result<(), QmpError> {
+    pub(super) fn ask_ahead(&mut self, questions: &[(&'static str, Value)]) -> Result<(), QmpError> {
         let mut given = Vec::with_capacity(questions.len());
         for (command, arguments) in questions {
             given.push((self.give(command, arguments.clone(), None)?, *command, arguments.clone()));
@@ -41,7 +41,7 @@ impl Qmp {
     }
 
     /// What was asked ahead counts no more.
-    pub(in crate::qemu) fn forget_answers(&mut self) {
+    pub(super) fn forget_answers(&mut self) {
         self.ahead.clear();
     }
 

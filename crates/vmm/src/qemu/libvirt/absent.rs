@@ -1,0 +1,26 @@
+//! A build without libvirt.
+use transship_guest::GuestError;
+
+use super::Address;
+use crate::qemu::qmp::Qmp;
+
+fn absent() -> GuestError {
+    GuestError::Unfit(
+        "this transship was built without libvirt; build it with the feature libvirt, which is on by default".into(),
+    )
+}
+
+/// There is nobody to ask.
+pub(in crate::qemu) fn attach(_: &Address) -> Result<Qmp, GuestError> {
+    Err(absent())
+}
+
+/// Nor anything to record.
+pub(in crate::qemu) fn will(_: i32) -> Result<String, GuestError> {
+    Err(absent())
+}
+
+/// Nor anything to put back.
+pub(crate) fn settle(_: &Address, _: &str, _: bool) -> Result<(), GuestError> {
+    Err(absent())
+}

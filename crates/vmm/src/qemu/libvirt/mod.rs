@@ -1,0 +1,43 @@
+//! Domains of libvirt, which keeps QEMU's QMP socket to itself: QEMU is spoken to by libvirt's monitor passthrough, and
+//! whatever changes the state of the domain is done by libvirt's own calls, so that libvirt always knows it.
+//!
+//! ```text
+//!   address    how a user names a domain
+//!   library    libvirt's client library, loaded when it is needed
+//!   connection a connection and a domain, as safe Rust
+//!   carrier    QMP by passthrough
+//!   process    which process is the domain's QEMU
+//!   claim      one transship a domain
+//!   jobs       what libvirt itself has under way
+//! ```
+mod address;
+#[cfg(feature = "libvirt")]
+mod carrier;
+#[cfg(feature = "libvirt")]
+mod claim;
+#[cfg(feature = "libvirt")]
+#[allow(unsafe_code)]
+mod connection;
+#[cfg(feature = "libvirt")]
+mod jobs;
+#[cfg(feature = "libvirt")]
+#[allow(unsafe_code)]
+mod library;
+#[cfg(feature = "libvirt")]
+mod process;
+
+pub use address::Address;
+
+#[cfg(not(feature = "libvirt"))]
+mod absent;
+#[cfg(not(feature = "libvirt"))]
+pub(crate) use absent::settle;
+#[cfg(not(feature = "libvirt"))]
+pub(super) use absent::{attach, will};
+
+#[cfg(feature = "libvirt")]
+mod attach;
+#[cfg(feature = "libvirt")]
+pub(crate) use attach::settle;
+#[cfg(feature = "libvirt")]
+pub(super) use attach::{attach, will};

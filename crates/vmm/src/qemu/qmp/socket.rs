@@ -1,0 +1,358 @@
+//! A client of QEMU's own QMP socket.
+//!
+//! Answers carry the id of their command, so the late answer to a command that timed out is never taken for the
+//! next one's. Lines, and the events that nobody has asked for yet, are bounded.
+mod ahead;
+
+use std::{
+    collections::VecDeque,
+    io::{self, IoSlice, Read},
+    mem::MaybeUninit,
+    os::{
+        fd::{AsRawFd, BorrowedFd},
+        unix::net::UnixStream,
+    },
+    path::{Path, PathBuf},
+    time::{Duration, Instant},
+};
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::net::{self, AddressFamily, SendAncillaryBuffer, SendAncillaryMessage, SendFlags};
+use serde_json::{Value, json};
+
+use super::{super::holder, COMMAND_WAIT, Carrier, Event, Keeper, QmpError};
+
+/// How long the greeting may take. QEMU sends it at once, unless another client holds the socket.
+const GREETING_WAIT: Duration = Duration::from_secs(5);
+/// The longest line that QEMU may send. A list of all block nodes of a large guest stays below 1 MiB.
+pub(super) const LINE_BYTES_MAX: usize = 8 << 20;
+/// Events that are kept until somebody asks for them; beyond, the oldest goes.
+const EVENTS_MAX: usize = 256;
+
+/// A connection on which commands may be given.
+pub(super) struct Socket {
+    stream: UnixStream,
+    path: PathBuf,
+    pid: i32,
+    version: (u64, u64),
+    /// Bytes that came and are no whole line yet.
+    pending: Vec<u8>,
+    events: VecDeque<Event>,
+    ahead: Vec<ahead::Answer>,
+    next_id: u64,
+}
+
+impl Socket {
+    /// Connects, waits for the greeting and leaves the negotiation mode.
+    pub(super) fn connect(path: &Path) -> Result<Self, QmpError> {
+        let stream = open(path)?;
+        let pid = peer_of(&stream).map_err(|why| {
+            QmpError::Connection(format!("can't identify the process that listens at {}: {why}", path.display()))
+        })?;
+        let mut socket = Self {
+            stream,
+            path: path.to_owned(),
+            pid,
+            version: (0, 0),
+            pending: Vec::new(),
+            events: VecDeque::new(),
+            ahead: Vec::new(),
+            next_id: 1,
+        };
+        socket.greet()?;
+        socket.execute("qmp_capabilities", json!({}), None, COMMAND_WAIT)?;
+        Ok(socket)
+    }
+
+    fn greet(&mut self) -> Result<(), QmpError> {
+        let greeting = match self.message(Instant::now() + GREETING_WAIT) {
+            Ok(Some(greeting)) => greeting,
+            Ok(None) => return Err(busy(&self.path)),
+            Err(e) => return Err(e),
+        };
+        let version = &greeting["QMP"]["version"]["qemu"];
+        let (Some(major), Some(minor)) = (version["major"].as_u64(), version["minor"].as_u64()) else {
+            return Err(self.protocol("a greeting without a version"));
+        };
+        self.version = (major, minor);
+        Ok(())
+    }
+
+    /// Waits until QEMU says something or has written there. One that has closed it again has something to say.
+    fn is_written(&self, output: BorrowedFd<'_>, deadline: Instant) -> Result<bool, QmpError> {
+        let left = deadline.saturating_duration_since(Instant::now());
+        let left = Timespec { tv_sec: left.as_secs() as i64, tv_nsec: left.subsec_nanos().into() };
+        let mut ready = [PollFd::new(&self.stream, PollFlags::IN), PollFd::from_borrowed_fd(output, PollFlags::IN)];
+        match poll(&mut ready, Some(&left)) {
+            Ok(_) | Err(rustix::io::Errno::INTR) => Ok(ready[1].revents() == PollFlags::IN),
+            Err(why) => Err(QmpError::Connection(format!("can't wait for QEMU at {}: {why}", self.path.display()))),
+        }
+    }
+
+    /// Sends a command; its number.
+    fn give(&mut self, command: &str, arguments: Value, fd: Option<BorrowedFd<'_>>) -> Result<u64, QmpError> {
+        let id = self.next_id;
+        self.next_id += 1;
+        let mut line = json!({ "execute": command, "arguments": arguments, "id": id }).to_string();
+        line.push('\n');
+        tracing::debug!(pid = self.pid, command, "qmp");
+        self.write(line.as_bytes(), fd, command)?;
+        Ok(id)
+    }
+
+    /// The result of a command, if the message is its answer. Events are kept.
+    fn answer(&mut self, id: u64, command: &str, mut message: Value) -> Result<Option<Value>, QmpError> {
+        if message.get("event").is_some() {
+            self.keep(message);
+        } else if message["id"] == json!(id) {
+            if let Some(error) = message.get("error") {
+                let reason = error["desc"].as_str().unwrap_or("no reason given").to_owned();
+                return Err(QmpError::Refused { command: command.to_owned(), reason });
+            }
+            return Ok(Some(message["return"].take()));
+        } else if message.get("id").is_none() {
+            return Err(self.protocol("an answer to no command"));
+        }
+        // Else it answers an earlier command, for which nobody waits any more.
+        Ok(None)
+    }
+
+    fn keep(&mut self, mut message: Value) {
+        if self.events.len() == EVENTS_MAX {
+            self.events.pop_front();
+        }
+        let name = message["event"].as_str().unwrap_or_default().to_owned();
+        self.events.push_back(Event { name, data: message["data"].take() });
+    }
+
+    /// The next line as JSON, or none at the deadline.
+    fn message(&mut self, deadline: Instant) -> Result<Option<Value>, QmpError> {
+        let mut searched = 0;
+        loop {
+            if let Some(end) = self.pending[searched..].iter().position(|byte| *byte == b'\n') {
+                let line: Vec<u8> = self.pending.drain(..=searched + end).collect();
+                if line.trim_ascii().is_empty() {
+                    searched = 0;
+                    continue;
+                }
+                return match serde_json::from_slice(&line) {
+                    Ok(value @ Value::Object(_)) => Ok(Some(value)),
+                    _ => Err(self.protocol("a line that is not a JSON object")),
+                };
+            }
+            searched = self.pending.len();
+            if searched > LINE_BYTES_MAX {
+                return Err(self.protocol("a line of more than 8 MiB"));
+            }
+            if !self.read_some(deadline)? {
+                return Ok(None);
+            }
+        }
+    }
+
+    /// Reads what is there; false if nothing came until the deadline.
+    fn read_some(&mut self, deadline: Instant) -> Result<bool, QmpError> {
+        let left = deadline.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
+        let mut chunk = [0; 16 << 10];
+        let read = self.stream.set_read_timeout(Some(left)).and_then(|()| self.stream.read(&mut chunk));
+        match read {
+            Ok(0) => Err(self.closed()),
+            Ok(count) => {
+                self.pending.extend_from_slice(&chunk[..count]);
+                Ok(true)
+            }
+            Err(e) if e.kind() == io::ErrorKind::WouldBlock => Ok(Instant::now() < deadline),
+            Err(e) if e.kind() == io::ErrorKind::Interrupted => Ok(true),
+            Err(_) => Err(self.closed()),
+        }
+    }
+
+    /// Writes the line; `fd` goes with its first byte.
+    fn write(&self, line: &[u8], fd: Option<BorrowedFd<'_>>, command: &str) -> Result<(), QmpError> {
+        let fds: Vec<BorrowedFd<'_>> = fd.into_iter().collect();
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+        let mut ancillary = SendAncillaryBuffer::new(&mut space);
+        if !fds.is_empty() {
+            ancillary.push(SendAncillaryMessage::ScmRights(&fds));
+        }
+        let mut rest = line;
+        while !rest.is_empty() {
+            match net::sendmsg(&self.stream, &[IoSlice::new(rest)], &mut ancillary, SendFlags::NOSIGNAL) {
+                Ok(count) => {
+                    rest = &rest[count..];
+                    ancillary.clear();
+                }
+                Err(rustix::io::Errno::INTR) => {}
+                Err(rustix::io::Errno::AGAIN) => return Err(self.timeout(command, COMMAND_WAIT)),
+                Err(_) => return Err(self.closed()),
+            }
+        }
+        Ok(())
+    }
+
+    fn timeout(&self, command: &str, limit: Duration) -> QmpError {
+        QmpError::Timeout { path: self.path.clone(), command: command.to_owned(), seconds: limit.as_secs() }
+    }
+
+    fn closed(&self) -> QmpError {
+        QmpError::Closed { path: self.path.clone(), pid: self.pid }
+    }
+
+    fn protocol(&self, what: &str) -> QmpError {
+        QmpError::Protocol { path: self.path.clone(), what: what.to_owned() }
+    }
+}
+
+impl Carrier for Socket {
+    /// The process that listens.
+    fn pid(&self) -> i32 {
+        self.pid
+    }
+
+    fn version(&self) -> (u64, u64) {
+        self.version
+    }
+
+    fn path(&self) -> &Path {
+        &self.path
+    }
+
+    fn keeper(&self) -> Keeper {
+        Keeper::Nobody
+    }
+
+    fn cont_by_hand(&self) -> String {
+        crate::qemu::cont_by_hand(&self.path)
+    }
+
+    fn execute(
+        &mut self,
+        command: &str,
+        arguments: Value,
+        fd: Option<BorrowedFd<'_>>,
+        limit: Duration,
+    ) -> Result<Value, QmpError> {
+        if let Some(answer) = self.take_answer(command, &arguments) {
+            return answer;
+        }
+        let id = self.give(command, arguments, fd)?;
+        let deadline = Instant::now() + limit;
+        loop {
+            let Some(message) = self.message(deadline)? else {
+                return Err(self.timeout(command, limit));
+            };
+            if let Some(result) = self.answer(id, command, message)? {
+                return Ok(result);
+            }
+        }
+    }
+
+    fn ask_ahead(&mut self, questions: &[(&'static str, Value)]) -> Result<(), QmpError> {
+        Self::ask_ahead(self, questions)
+    }
+
+    fn forget_answers(&mut self) {
+        Self::forget_answers(self);
+    }
+
+    fn execute_until_written(
+        &mut self,
+        command: &str,
+        arguments: Value,
+        output: BorrowedFd<'_>,
+        limit: Duration,
+    ) -> Result<(), QmpError> {
+        let id = self.give(command, arguments, None)?;
+        let deadline = Instant::now() + limit;
+        while Instant::now() < deadline {
+            if self.is_written(output, deadline)? {
+                return Ok(());
+            }
+            while let Some(message) = self.message(Instant::now())? {
+                if self.answer(id, command, message)?.is_some() {
+                    return Ok(());
+                }
+            }
+        }
+        Err(self.timeout(command, limit))
+    }
+
+    fn wait_event(&mut self, name: &str, deadline: Instant) -> Result<Option<Event>, QmpError> {
+        loop {
+            if let Some(at) = self.events.iter().position(|event| event.name == name) {
+                return Ok(self.events.remove(at));
+            }
+            match self.message(deadline)? {
+                Some(message) if message.get("event").is_some() => self.keep(message),
+                Some(_late_answer) => {}
+                None => return Ok(None),
+            }
+        }
+    }
+
+    fn take_events(&mut self, name: &str) -> Result<Vec<Event>, QmpError> {
+        let (taken, left): (Vec<_>, Vec<_>) = self.events.drain(..).partition(|event| event.name == name);
+        self.events = left.into();
+        Ok(taken)
+    }
+
+    fn forget_events(&mut self) {
+        self.events.clear();
+    }
+}
+
+/// The process that listens on a socket, whether it answers or not.
+pub(in crate::qemu) fn listener(path: &Path) -> Result<i32, QmpError> {
+    peer_of(&open(path)?).map_err(|why| {
+        QmpError::Connection(format!("can't identify the process that listens at {}: {why}", path.display()))
+    })
+}
+
+/// Connects with a limit: when the socket's queue is full, a plain connect would wait for ever.
+fn open(path: &Path) -> Result<UnixStream, QmpError> {
+    let failed = |e: rustix::io::Errno| {
+        QmpError::Connection(match e {
+            rustix::io::Errno::AGAIN => return busy(path),
+            rustix::io::Errno::NOENT | rustix::io::Errno::CONNREFUSED => format!(
+                "{}: {e}: no QEMU listens there; start it with -qmp unix:{},server=on,wait=off",
+                path.display(),
+                path.display()
+            ),
+            _ => format!("{}: {e}", path.display()),
+        })
+    };
+    let address = net::SocketAddrUnix::new(path).map_err(failed)?;
+    let socket = net::socket_with(AddressFamily::UNIX, net::SocketType::STREAM, net::SocketFlags::CLOEXEC, None)
+        .map_err(failed)?;
+    net::sockopt::set_socket_timeout(&socket, net::sockopt::Timeout::Send, Some(GREETING_WAIT)).map_err(failed)?;
+    net::connect(&socket, &address).map_err(failed)?;
+    net::sockopt::set_socket_timeout(&socket, net::sockopt::Timeout::Send, Some(COMMAND_WAIT)).map_err(failed)?;
+    Ok(UnixStream::from(socket))
+}
+
+/// The process that listens. (rustix's own call has a type without room for the 0 of a process that we can't see.)
+fn peer_of(stream: &UnixStream) -> Result<i32, String> {
+    let mut peer = libc::ucred { pid: 0, uid: 0, gid: 0 };
+    let mut length = size_of::<libc::ucred>() as libc::socklen_t;
+    // SAFETY: `peer` is a writable ucred and `length` its size, so the kernel writes within it.
+    let result = unsafe {
+        libc::getsockopt(stream.as_raw_fd(), libc::SOL_SOCKET, libc::SO_PEERCRED, (&raw mut peer).cast(), &mut length)
+    };
+    match (result, peer.pid) {
+        (0, 0) => Err("a process in another container (PID namespace); run transship there".to_owned()),
+        (0, pid) => Ok(pid),
+        _ => Err(io::Error::last_os_error().to_string()),
+    }
+}
+
+fn busy(path: &Path) -> QmpError {
+    let holders = holder::holders(path);
+    let who = if holders.is_empty() { "another client".to_owned() } else { holders.join(" and ") };
+    let verb = if holders.len() > 1 { "hold" } else { "holds" };
+    let patience = GREETING_WAIT.as_secs();
+    QmpError::Connection(format!(
+        "{}: no greeting within {patience} s: {who} {verb} this QMP socket, which serves one client at a time; give \
+         QEMU a second one (-qmp unix:PATH2,server=on,wait=off), or have that client disconnect",
+        path.display(),
+    ))
+}
