@@ -6,6 +6,7 @@
 //! - [`Qemu`]: a stock QEMU with a Linux guest, a 32-bit guest for KVM, or only its firmware
 //! - [`Synthetic`]: transship's embedded guest
 //! - [`Balloon`]: transship's balloon device
+//! - [`LibvirtHost`], [`Domain`]: a libvirtd of our own, as on a host of its own, and a domain for it
 //! - [`Transship`]: one run of the command
 //! - [`Proxy`]: a link that can be cut or held
 //! - [`SlowLink`]: two network namespaces with a limited link between them
@@ -23,6 +24,7 @@ pub mod balloon;
 pub mod disk;
 pub mod lacks;
 pub mod launch;
+pub mod libvirt;
 pub mod lines;
 pub mod link;
 pub mod pool;
@@ -43,6 +45,7 @@ pub use balloon::Balloon;
 pub use disk::Disk;
 pub use lacks::lacks;
 pub use launch::{Accel, Backend, Kind, QemuBuilder};
+pub use libvirt::{Domain, LibvirtHost};
 pub use link::SlowLink;
 pub use pool::{HugePool, MemoryMount};
 pub use probe::kvm_works;

@@ -1,0 +1,294 @@
+//! Real libvirts, each as on a host of its own: a libvirtd in namespaces (mounts, host name) with folders of its own.
+use crate::serial::Serial;
+use crate::{Accel, Kind, LabError, PATIENCE, Process, Result, Scratch, Workload, failed, image, lacks, wait_until};
+use rustix::process::{Pid, Signal, kill_process};
+use std::io::Write;
+use std::os::unix::net::UnixListener;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::Instant;
+
+/// What is run in the new namespaces: `$1` is the host's folder, `$2` its name.
+const BOOT: &str = r#"set -e
+hostname "$2"
+mkdir -p "$1"/slash-run/lock "$1"/etc "$1"/lib "$1"/log "$1"/cache
+cp -a /etc/libvirt/. "$1"/etc/
+rm -rf "$1"/etc/qemu/networks/autostart
+printf '%s\n' "unix_sock_dir = \"$1\"" 'auth_unix_rw = "none"' 'auth_unix_ro = "none"' "host_uuid = \"$3\"" \
+    > "$1"/etc/libvirtd.conf
+printf '%s\n' 'user = "root"' 'group = "root"' 'security_driver = "none"' 'namespaces = []' \
+    'cgroup_controllers = []' 'stdio_handler = "file"' 'dynamic_ownership = 0' > "$1"/etc/qemu.conf
+mount --bind "$1"/slash-run /run
+mount --bind "$1"/etc /etc/libvirt
+mount --bind "$1"/lib /var/lib/libvirt
+mount --bind "$1"/log /var/log/libvirt
+mount --bind "$1"/cache /var/cache/libvirt
+exec libvirtd
+"#;
+
+/// Ends the QEMUs of a host, which outlive its libvirtd: by the test's end or death its input ends.
+const KEEPER: &str =
+    r#"cat >/dev/null; for f in "$1"/slash-run/libvirt/qemu/*.pid; do kill -9 "$(cat "$f")"; done 2>/dev/null"#;
+
+/// A libvirtd. When dropped, it ends with all its domains.
+#[derive(Debug)]
+pub struct LibvirtHost {
+    daemon: Process,
+    name: String,
+    uuid: String,
+    keeper: Child,
+    folder: Scratch,
+}
+
+impl LibvirtHost {
+    /// Starts one. None, and says so, where there is no libvirt, or no right to make namespaces.
+    ///
+    /// # Errors
+    /// It does not start.
+    pub fn start(name: &str) -> Result<Option<Self>> {
+        if !rustix::process::geteuid().is_root() {
+            lacks("root, to give a libvirtd namespaces of its own");
+            return Ok(None);
+        }
+        if !["/usr/sbin/libvirtd", "/usr/bin/virsh"].iter().all(|path| Path::new(path).exists()) {
+            lacks("libvirt (Debian: libvirt-daemon-system and libvirt-clients)");
+            return Ok(None);
+        }
+        let folder = Scratch::new()?;
+        let uuid = std::fs::read_to_string("/proc/sys/kernel/random/uuid").map_err(failed("a UUID"))?.trim().to_owned();
+        let keeper = Command::new("sh")
+            .args(["-c", KEEPER, "keeper"])
+            .arg(folder.path())
+            .stdin(Stdio::piped())
+            .spawn()
+            .map_err(failed("can't start a shell"))?;
+        let daemon = boot(&folder, name, &uuid)?;
+        let mut host = Self { daemon, name: name.into(), uuid, keeper, folder };
+        host.wait_ready()?;
+        Ok(Some(host))
+    }
+
+    fn wait_ready(&mut self) -> Result<()> {
+        wait_until("libvirtd", || match self.daemon.ended()? {
+            Some(status) => Err(LabError(format!("libvirtd ended, {status}: {}", self.daemon.stderr().tail()))),
+            None => Ok(self.run_virsh(&["list"])?.0),
+        })
+    }
+
+    /// Ends libvirtd at once and starts it anew. Its domains run on meanwhile.
+    ///
+    /// # Errors
+    /// It does not start.
+    pub fn restart(&mut self) -> Result<()> {
+        self.daemon.kill9();
+        self.daemon = boot(&self.folder, &self.name, &self.uuid)?;
+        self.wait_ready()
+    }
+
+    /// What clients of libvirt connect to.
+    pub fn uri(&self) -> String {
+        format!("qemu:///system?socket={}/libvirt-sock", self.folder.path().display())
+    }
+
+    /// How the command names a domain.
+    pub fn vm(&self, domain: &str) -> String {
+        format!("libvirt:{}#{domain}", self.uri())
+    }
+
+    /// Runs another program as on this host: goes before it.
+    pub fn prefix(&self) -> Vec<String> {
+        ["nsenter", "--target", &self.daemon.pid().to_string(), "--mount", "--uts"].map(str::to_owned).to_vec()
+    }
+
+    /// Runs virsh to its end, on this host; what it printed.
+    ///
+    /// # Errors
+    /// It fails; the error has what it said.
+    pub fn virsh(&self, args: &[&str]) -> Result<String> {
+        match self.run_virsh(args)? {
+            (true, said) => Ok(said),
+            (false, said) => Err(LabError(format!("virsh {args:?}: {said}"))),
+        }
+    }
+
+    fn run_virsh(&self, args: &[&str]) -> Result<(bool, String)> {
+        let uri = self.uri();
+        let mut words = self.prefix();
+        words.extend(["virsh", "-q", "-c", &uri].map(str::to_owned));
+        let output = Command::new(&words[0]).args(&words[1..]).args(args).output().map_err(failed("virsh"))?;
+        let said = [output.stdout, output.stderr].map(|bytes| String::from_utf8_lossy(&bytes).trim().to_owned());
+        Ok((output.status.success(), said.join("\n").trim().to_owned()))
+    }
+
+    /// A virsh that is left running.
+    ///
+    /// # Errors
+    /// It can't be started.
+    pub fn start_virsh(&self, args: &[&str]) -> Result<Process> {
+        let uri = self.uri();
+        let mut words = self.prefix();
+        words.extend(["virsh", "-q", "-c", &uri].map(str::to_owned));
+        let mut command = Command::new(&words[0]);
+        command.args(&words[1..]).args(args);
+        Process::start(command)
+    }
+
+    /// A domain's state as libvirt sees it, such as `running`.
+    ///
+    /// # Errors
+    /// libvirt does not say.
+    pub fn state(&self, domain: &str) -> Result<String> {
+        self.virsh(&["domstate", domain])
+    }
+
+    /// The process of a domain's QEMU.
+    ///
+    /// # Errors
+    /// It does not run.
+    pub fn pid(&self, domain: &str) -> Result<u32> {
+        let path = self.folder.join(&format!("slash-run/libvirt/qemu/{domain}.pid"));
+        let text = std::fs::read_to_string(&path).map_err(failed(path.display()))?;
+        text.trim().parse().map_err(failed(path.display()))
+    }
+
+    /// A folder that lives as long as this host.
+    pub fn folder(&self) -> &Path {
+        self.folder.path()
+    }
+}
+
+impl Drop for LibvirtHost {
+    fn drop(&mut self) {
+        self.daemon.kill9();
+        drop(self.keeper.stdin.take());
+        // It ends when it has ended the QEMUs.
+        let _ = self.keeper.wait();
+    }
+}
+
+/// In the foreground: it ends with us.
+fn boot(folder: &Scratch, name: &str, uuid: &str) -> Result<Process> {
+    let mut command = Command::new("unshare");
+    command.args(["--mount", "--uts", "sh", "-c", BOOT, "boot"]).arg(folder.path()).args([name, uuid]);
+    command.env("PATH", "/usr/sbin:/usr/bin:/sbin:/bin");
+    Process::start(command)
+}
+
+/// A domain as virt-install makes it: private memory, a raw disk past the page cache, a network card. Its serial port
+/// comes to us, wherever it runs.
+#[derive(Debug)]
+pub struct Domain {
+    name: String,
+    xml: PathBuf,
+    listener: UnixListener,
+    folder: Scratch,
+}
+
+impl Domain {
+    /// A Linux guest with the workload, 256 MiB, emulated.
+    ///
+    /// # Errors
+    /// No room.
+    pub fn linux(name: &str) -> Result<Self> {
+        Self::new(name, &Kind::Linux(Workload::LINUX), 256, Accel::Tcg)
+    }
+
+    /// A guest that writes as this says.
+    ///
+    /// # Errors
+    /// No room.
+    pub fn new(name: &str, kind: &Kind, mib: u32, accel: Accel) -> Result<Self> {
+        // A disk is opened past the page cache, for which it is seldom on a tmpfs.
+        let folder = Scratch::within(Path::new("/var/tmp"))?;
+        let (disk, serial, xml) = (folder.join("disk.raw"), folder.join("serial"), folder.join("domain.xml"));
+        std::fs::File::create(&disk).and_then(|file| file.set_len(16 << 20)).map_err(failed("a disk image"))?;
+        let listener = UnixListener::bind(&serial).map_err(failed("a serial port"))?;
+        listener.set_nonblocking(true).map_err(failed("a serial port"))?;
+        let mut file = std::fs::File::create(&xml).map_err(failed("a domain"))?;
+        file.write_all(definition(name, kind, mib, accel, &disk, &serial)?.as_bytes()).map_err(failed("a domain"))?;
+        Ok(Self { name: name.into(), xml, listener, folder })
+    }
+
+    /// Its name.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// Where its disk is; also a place for what is saved of it.
+    pub fn folder(&self) -> &Path {
+        self.folder.path()
+    }
+
+    /// Its definition.
+    pub fn xml(&self) -> &Path {
+        &self.xml
+    }
+
+    /// Starts it on a host, and waits until its workload has filled its memory.
+    ///
+    /// # Errors
+    /// libvirt refuses; it does not boot.
+    pub fn start(&self, host: &LibvirtHost) -> Result<Serial> {
+        host.virsh(&["create", &self.xml.to_string_lossy()])?;
+        let serial = self.serial()?;
+        serial.ready()?;
+        Ok(serial)
+    }
+
+    /// The serial port of the QEMU that was started last.
+    ///
+    /// # Errors
+    /// None comes in time.
+    pub fn serial(&self) -> Result<Serial> {
+        let deadline = Instant::now() + PATIENCE;
+        loop {
+            if let Ok((stream, _)) = self.listener.accept() {
+                stream.set_nonblocking(false).map_err(failed("serial port"))?;
+                return Serial::new(stream);
+            }
+            if Instant::now() > deadline {
+                return Err(LabError(format!("domain {} opens no serial port", self.name)));
+            }
+            std::thread::sleep(std::time::Duration::from_millis(5));
+        }
+    }
+}
+
+fn definition(name: &str, kind: &Kind, mib: u32, accel: Accel, disk: &Path, serial: &Path) -> Result<String> {
+    let path = |name| image(name).map(|path| path.display().to_string());
+    let (disk, serial) = (disk.display(), serial.display());
+    let console = "console=ttyS0 quiet panic=-1 mitigations=off no_timer_check";
+    let os = match kind {
+        Kind::Linux(workload) => format!(
+            "<kernel>{}</kernel><initrd>{}</initrd><cmdline>{console} {}</cmdline>",
+            path("linux/vmlinuz")?,
+            path("linux/initrd.img")?,
+            workload.arguments()
+        ),
+        Kind::Multiboot(workload) => {
+            format!("<kernel>{}</kernel><cmdline>{console} {}</cmdline>", path("kvm.elf")?, workload.arguments())
+        }
+        Kind::Firmware => String::new(),
+    };
+    let kind = match accel {
+        Accel::Tcg => "qemu",
+        Accel::Kvm => "kvm",
+    };
+    Ok(format!(
+        "<domain type='{kind}'><name>{name}</name><memory unit='MiB'>{mib}</memory><vcpu>1</vcpu>
+<os><type arch='x86_64' machine='q35'>hvm</type>{os}</os><features><acpi/></features><on_reboot>destroy</on_reboot>
+<devices><emulator>/usr/bin/qemu-system-x86_64</emulator>
+<disk type='file' device='disk'><driver name='qemu' type='raw' cache='none'/><source file='{disk}'/><target dev='vda' bus='virtio'/></disk>
+<interface type='user'><model type='virtio'/></interface>
+<serial type='unix'><source mode='connect' path='{serial}'/></serial></devices></domain>\n"
+    ))
+}
+
+/// Ends a process by its number, as `kill -9` does.
+///
+/// # Errors
+/// It is gone.
+pub fn kill9(pid: u32) -> Result<()> {
+    let pid = i32::try_from(pid).ok().and_then(Pid::from_raw).expect("the kernel's pids are positive");
+    kill_process(pid, Signal::KILL).map_err(failed("kill"))
+}
