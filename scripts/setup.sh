@@ -18,6 +18,8 @@ needs=(
     "cpio|cpio|packs the Linux guest's initial file system"
     "ip|iproute2|slow links between network namespaces"
     "tc|iproute2|slow links between network namespaces"
+    "libvirtd|libvirt-daemon-system|domains of libvirt that are saved while they run"
+    "virsh|libvirt-clients|speaks to libvirt in the tests"
     "socat|socat|talks to a guest's serial port by hand"
     "qemu-img|qemu-utils|makes the disks of clones"
     "chattr|e2fsprogs|lets go of images"
