@@ -23,6 +23,7 @@ use common::{
 use proptest::prelude::*;
 use transship_memory::{
     Access, Area, Error, Freeing, Holes, InProcess, Pace, PageRange, PageSet, Process, Region, SyncTracker, Tracker,
+    WindowPages,
 };
 
 /// What a writer may be held for.
@@ -126,7 +127,7 @@ impl<'a> Copy<'a> {
         }
         self.content.subtract(&gone);
         let mut bytes = Vec::new();
-        for (first, present) in send.windows() {
+        for WindowPages { first, mask: present } in send.windows() {
             bytes.clear();
             self.region.copy_out(first, present, &mut bytes).unwrap();
             for (page, bit) in bytes.as_chunks::<4096>().0.iter().zip((0..128).filter(|bit| present >> bit & 1 == 1)) {

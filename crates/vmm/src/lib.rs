@@ -90,6 +90,7 @@ pub fn attach_source(vm: &VmAddress, options: AttachOptions) -> Result<Box<dyn S
 pub fn look(vm: &VmAddress, options: &AttachOptions) -> Result<Looked, GuestError> {
     match vm {
         VmAddress::Qemu(path) => qemu::look(path, options),
+        VmAddress::Libvirt(address) => qemu::look_at_domain(address, options),
         VmAddress::Handoff(_) => Err(GuestError::Unfit(
             "a VMM that hands its guest over by itself says only then what is in the way; check is for a QEMU".into(),
         )),

@@ -53,7 +53,9 @@ pub(crate) fn run(args: &CloneArgs) -> Result<(), Failure> {
 /// # Errors
 /// It fails; the clone goes on.
 pub(super) fn after(command: &str, vm: &VmAddress, number: u32) -> Result<(), String> {
-    let (VmAddress::Qemu(socket) | VmAddress::Handoff(socket)) = vm;
+    let (VmAddress::Qemu(socket) | VmAddress::Handoff(socket)) = vm else {
+        return Err(format!("clone {number} has no socket of its own for the command of --after"));
+    };
     let mut shell = Command::new("sh");
     shell.args(["-c", command]).env("TRANSSHIP_SOCKET", socket).env("TRANSSHIP_NUMBER", number.to_string());
     let ended = shell.stdin(Stdio::null()).stdout(Stdio::from(std::io::stderr())).status();

@@ -21,7 +21,7 @@ use transship_engine::{
     CloneReport, Error, FileUri, Format, Progress, Report, RestoreOptions, SaveOptions, Then, Way, clone_guest,
     save_guest,
 };
-use transship_vmm::{AttachOptions, VmAddress, attach_destination, attach_source};
+use transship_vmm::{AttachOptions, Tracking, VmAddress, attach_destination, attach_source};
 
 use super::clones::{after, quoted_arguments};
 use crate::{
@@ -297,7 +297,7 @@ impl Request {
                     format: Format::Raw,
                     ..defaults
                 },
-                attach: flags::attach(args.allow_untracked_writers, None),
+                attach: flags::attach(args.allow_untracked_writers, Tracking::default(), None),
                 count: count?,
                 exec: args.exec.clone(),
                 after: args.after.clone(),

@@ -88,9 +88,7 @@ impl Request {
         let mut checks = Checks::default();
         let vm = checks.read("--vm", &args.vm, str::parse::<VmAddress>);
         if let Some(VmAddress::Libvirt(_)) = &vm {
-            checks.mistake(
-                "--vm: libvirt would not know that its domain has moved; move it by virsh migrate through transship relay".into(),
-            );
+            checks.mistake(format!("--vm: {}", transship_vmm::qemu::libvirt::NO_MOVES));
         }
         let to = checks.read("--to", &args.to, str::parse::<Uri>);
         let way = match args.peer {

@@ -9,7 +9,7 @@ use transship_guest::GuestError;
 use transship_memory::GuestMemory;
 
 use super::{
-    checks, faults,
+    checks, faults, libvirt,
     machine::{run_state, user_devices},
     memory::Backend,
     qmp::Qmp,
@@ -29,7 +29,22 @@ type Refusals = Vec<String>;
 /// # Errors
 /// It does not answer.
 pub fn look(socket: &Path, options: &AttachOptions) -> Result<Looked, GuestError> {
-    let mut qmp = Qmp::connect(socket)?;
+    over(Qmp::connect(socket)?, options)
+}
+
+/// Looks at the QEMU of a domain of libvirt.
+///
+/// # Errors
+/// libvirt, or QEMU, does not answer; another transship has the domain, or a job of libvirt's.
+pub fn look_at_domain(address: &libvirt::Address, options: &AttachOptions) -> Result<Looked, GuestError> {
+    let mut looked = over(libvirt::attach(address)?, options)?;
+    let (moves, mut others): (Vec<_>, Vec<_>) = looked.uses.drain(..).partition(|one| one.what.starts_with("move"));
+    others.extend(moves.iter().map(|one| Use::of(&one.what, vec![libvirt::NO_MOVES.to_owned()])));
+    looked.uses = others;
+    Ok(looked)
+}
+
+fn over(mut qmp: Qmp, options: &AttachOptions) -> Result<Looked, GuestError> {
     let state = run_state(&mut qmp)?;
     let (uses, memory, machine) = match state.as_str() {
         "inmigrate" => destination(&mut qmp),

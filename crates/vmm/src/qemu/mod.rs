@@ -39,7 +39,6 @@ mod giving_back;
 mod holder;
 #[allow(unsafe_code)]
 mod inject;
-#[allow(unsafe_code)]
 pub mod libvirt;
 mod look;
 mod machine;
@@ -64,7 +63,7 @@ use transship_guest::GuestError;
 use transship_wire::GuestDescription;
 
 pub use destination::QemuDestination;
-pub use look::look;
+pub use look::{look, look_at_domain};
 pub use source::QemuSource;
 
 use memory::Backend;

@@ -28,6 +28,10 @@ mod process;
 
 pub use address::Address;
 
+/// Why a domain is not moved away.
+pub const NO_MOVES: &str =
+    "libvirt would not know that its domain has moved; move it by virsh migrate through transship relay";
+
 #[cfg(not(feature = "libvirt"))]
 mod absent;
 #[cfg(not(feature = "libvirt"))]
