@@ -250,9 +250,9 @@ pub(crate) struct MoveArgs {
     pub(crate) balloon: Option<std::path::PathBuf>,
     /// How written pages are found: auto, async or sync
     ///
-    /// `async`: the kernel notes writes, and the guest notices nothing; Linux 6.7 or newer. `sync`: the first write to a
-    /// page in each round waits until transship lets it through; Linux 5.14 or newer, for shared memory 5.19.
-    /// `auto`: what the kernel can do, `async` if both.
+    /// `async`: the kernel notes writes, and the guest notices nothing; Linux 6.7 or newer. `sync`: the first write to
+    /// a page in each round waits until transship lets it through; Linux 5.14 or newer, for shared memory 5.19, and
+    /// not on huge pages of a hugetlbfs. `auto`: what the kernel can do, `async` if both.
     #[arg(long, value_enum, default_value_t = Tracker::Auto, value_name = "HOW", hide_possible_values = true, hide_short_help = true)]
     pub(crate) tracker: Tracker,
     /// Compare a hash of all memory on both sides
@@ -370,9 +370,9 @@ pub(crate) struct SaveArgs {
     pub(crate) balloon: Option<std::path::PathBuf>,
     /// How written pages are found: auto, async or sync
     ///
-    /// `async`: the kernel notes writes, and the guest notices nothing; Linux 6.7 or newer. `sync`: the first write to a
-    /// page in each round waits until transship lets it through; Linux 5.14 or newer, for shared memory 5.19.
-    /// `auto`: what the kernel can do, `async` if both.
+    /// `async`: the kernel notes writes, and the guest notices nothing; Linux 6.7 or newer. `sync`: the first write to
+    /// a page in each round waits until transship lets it through; Linux 5.14 or newer, for shared memory 5.19, and
+    /// not on huge pages of a hugetlbfs. `auto`: what the kernel can do, `async` if both.
     #[arg(long, value_enum, default_value_t = Tracker::Auto, value_name = "HOW", hide_possible_values = true, hide_short_help = true)]
     pub(crate) tracker: Tracker,
     /// How to ask the kernel to write: auto, uring or plain
@@ -439,9 +439,9 @@ pub(crate) struct WatchArgs {
     pub(crate) count: Option<String>,
     /// How written pages are found: auto, async or sync
     ///
-    /// `async`: the kernel notes writes, and the guest notices nothing; Linux 6.7 or newer. `sync`: the first write to a
-    /// page in each round waits until transship lets it through; Linux 5.14 or newer, for shared memory 5.19.
-    /// `auto`: what the kernel can do, `async` if both.
+    /// `async`: the kernel notes writes, and the guest notices nothing; Linux 6.7 or newer. `sync`: the first write to
+    /// a page in each round waits until transship lets it through; Linux 5.14 or newer, for shared memory 5.19, and
+    /// not on huge pages of a hugetlbfs. `auto`: what the kernel can do, `async` if both.
     #[arg(long, value_enum, default_value_t = Tracker::Auto, value_name = "HOW", hide_possible_values = true, hide_short_help = true)]
     pub(crate) tracker: Tracker,
     /// Print each line as a JSON object

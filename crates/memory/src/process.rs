@@ -146,8 +146,8 @@ impl Process {
     }
 
     /// Calls `found` with each stretch between two addresses that the process has pages for, in memory or in swap, in
-    /// their order. Pages that were only read, and are zero, are not among them where the kernel tells them apart (Linux
-    /// 6.7).
+    /// their order. Pages that were only read, and are zero, are not among them where the kernel tells them apart
+    /// (Linux 6.7).
     ///
     /// # Errors
     /// The process has ended.

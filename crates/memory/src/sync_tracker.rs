@@ -1,5 +1,5 @@
-//! Finds the pages that were written since the last scan, on kernels that take no note of them: who writes to a page for
-//! the first time since the scan waits until a thread of ours has let him go.
+//! Finds the pages that were written since the last scan, on kernels that take no note of them: a thread that writes to
+//! a page for the first time since the scan waits until a thread of ours has let it go.
 //!
 //! ```text
 //!   scan      look for pages that are not protected: those were written · protect them
@@ -7,8 +7,8 @@
 //! ```
 //!
 //! What was written is what is not protected, so nothing has to be noted: neither by the thread, nor of pages that have
-//! lost their protection in another way (given back, and taken again). Between the look and the protection a page may be
-//! written: it is among those that were found, and is read after the scan.
+//! lost their protection in another way (given back, and taken again). Between the look and the protection a page may
+//! be written: it is among those that were found, and is read after the scan.
 use std::{
     os::fd::{AsFd, OwnedFd},
     sync::{
@@ -30,15 +30,16 @@ use crate::{
     uffd::{self, Writes},
 };
 
-/// How long the thread waits for a writer before it looks whether it is to end.
+/// How long the thread waits for a writer before it checks whether it is to end.
 const TICK: Duration = Duration::from_millis(20);
-/// How often it looks whether those that are held may go.
+/// How often it checks whether those that are held may go.
 const LOOK_AGAIN: Duration = Duration::from_micros(500);
 /// Writers that are taken up at once.
 const FEW: usize = 64;
 
-/// userfaultfd write protection in synchronous mode: Linux 5.14 for private memory, 5.19 for memory of any kind. It sees
-/// what [`crate::UffdTracker`] sees. Dropping it ends the protection; whoever waits goes on.
+/// userfaultfd write protection in synchronous mode: Linux 5.14 for private memory, 5.19 for shared memory. It sees what
+/// [`crate::UffdTracker`] sees, except on a hugetlbfs: pages there that are given back and taken again are not found for
+/// certain. Dropping it ends the protection; whoever waits goes on.
 pub struct SyncTracker {
     service: Arc<Service>,
     thread: Option<JoinHandle<()>>,
@@ -70,8 +71,8 @@ impl SyncTracker {
         uffd::is_known(uffd::WAIT).unwrap_or(true)
     }
 
-    /// `uffd` was created by the tracked process (with kernel faults, else a write by KVM or a system call of the process
-    /// fails) and not yet used; the rest as for [`crate::UffdTracker::new`]. `private`: the regions that are private
+    /// `uffd` was created by the tracked process (with kernel faults, else a write by KVM or a system call of the
+    /// process fails) and not yet used; the rest as for [`crate::UffdTracker::new`]. `private`: the regions that are private
     /// memory of the process. `threads` says who may be held, if a pace is set.
     ///
     /// # Errors

@@ -17,7 +17,7 @@ use std::{
 };
 
 use common::{
-    HUGE, PAGE, file, huge_file, map, page_of,
+    HUGE, PAGE, file, map, page_of,
     process::{CHILD_PAGES, Faults, Guest, Stop, Tracked, userfaultfd},
 };
 use proptest::prelude::*;
@@ -89,9 +89,12 @@ impl Kind {
 
     /// All that can be had here.
     fn all() -> Vec<Self> {
-        let kinds = [Some(Self::shared(file(PAGES * PAGE), PAGES * PAGE, 1)), Some(Self::private(PAGES * PAGE, false))];
-        let huge = huge_file(4 * HUGE).map(|file| Self::shared(file, 4 * HUGE, 512));
-        kinds.into_iter().chain([Some(Self::private(PAGES * PAGE, true)), huge]).flatten().collect()
+        // Not on a hugetlbfs: what is given back there and taken again is not found for certain.
+        vec![
+            Self::shared(file(PAGES * PAGE), PAGES * PAGE, 1),
+            Self::private(PAGES * PAGE, false),
+            Self::private(PAGES * PAGE, true),
+        ]
     }
 }
 

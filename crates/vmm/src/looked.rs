@@ -78,8 +78,8 @@ impl Use {
 }
 
 impl Looked {
-    /// Whether the first of what could be done with it would work: to move it away, to save it where it is libvirt's, or
-    /// to receive a guest.
+    /// Whether the first of what could be done with it would work: to move it away, to save it where it is libvirt's,
+    /// or to receive a guest.
     pub fn is_fit(&self) -> bool {
         self.uses.first().is_some_and(|first| first.works)
     }

@@ -1,6 +1,6 @@
 //! Which way a guest's writes are tracked.
 use transship_guest::GuestError;
-use transship_memory::{SyncTracker, UffdTracker};
+use transship_memory::{GuestMemory, PAGE, Region, SyncTracker, UffdTracker};
 
 /// What a user may choose.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -22,6 +22,23 @@ impl Tracking {
     /// The kernel can't.
     pub fn here(self) -> Result<Self, GuestError> {
         Self::choose(self, UffdTracker::is_possible, SyncTracker::is_possible)
+    }
+
+    /// The same for this memory.
+    ///
+    /// # Errors
+    /// The kernel can't, or not for such memory.
+    pub fn of(self, memory: &GuestMemory) -> Result<Self, GuestError> {
+        let tracking = self.here()?;
+        let is_huge = |region: &&Region| region.backing_page_bytes() > PAGE;
+        match memory.regions().iter().find(is_huge) {
+            Some(region) if tracking == Self::Sync => Err(GuestError::Unfit(format!(
+                "guest memory {:?} is on huge pages, whose writes can't all be found by having them wait; boot Linux \
+                 6.7 or newer, and leave out --tracker sync",
+                region.name()
+            ))),
+            _ => Ok(tracking),
+        }
     }
 
     fn choose(

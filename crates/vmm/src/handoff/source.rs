@@ -130,7 +130,7 @@ impl SourceGuest for HandoffSource {
     fn track(&mut self) -> Result<Box<dyn Tracker>, GuestError> {
         let pagemap = self.pagemap.try_clone().map_err(|e| self.connection.error(e))?;
         let (areas, pages) = (self.areas.clone(), self.memory.regions().iter().map(Region::pages).collect::<Vec<_>>());
-        if self.tracking.here()? == Tracking::Sync {
+        if self.tracking.of(&self.memory)? == Tracking::Sync {
             let uffd = self.waiting("synchronous tracking needs; leave out --tracker sync, on Linux 6.7 or newer")?;
             let tracker = SyncTracker::new(uffd, pagemap, areas, &pages, &[], Box::new(HOLD));
             return Ok(Box::new(tracker.map_err(|e| self.connection.error(e))?));

@@ -1,5 +1,5 @@
-//! QEMU's control protocol: one command at a time, each with a deadline. Who carries it is a [`Carrier`]: QEMU's own
-//! socket (`socket`), or somebody who keeps that socket ([`super::libvirt`]).
+//! QEMU's control protocol: one command at a time, each with a deadline. A [`Carrier`] carries it: QEMU's own socket
+//! (`socket`), or somebody who keeps that socket ([`super::libvirt`]).
 #[allow(unsafe_code)]
 mod socket;
 
@@ -54,7 +54,7 @@ pub(super) struct Event {
     pub(super) data: Value,
 }
 
-/// Who has the guest beside us: whoever changes its state, or QEMU's settings, must tell that one.
+/// The program that has the guest beside us: whoever changes its state, or QEMU's settings, must tell that one.
 #[cfg_attr(not(feature = "libvirt"), allow(dead_code, reason = "nobody else is known"))]
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Keeper {

@@ -36,7 +36,6 @@ impl SourceSeen {
     /// A refusal that `refuse` gave back, or one without which nothing more can be seen.
     pub(super) fn look(qmp: &mut Qmp, options: &AttachOptions, refuse: Refuse<'_>) -> Result<Self, GuestError> {
         checks::host().or_else(&mut *refuse)?;
-        options.tracking.here().map(drop).or_else(&mut *refuse)?;
         let own_balloon = options.balloon.as_ref().map(|balloon| OwnBalloon::find(qmp, &balloon.socket)).transpose()?;
         checks::source_state(qmp, own_balloon.as_ref()).or_else(&mut *refuse)?;
         migration::check_ignore_shared(qmp).or_else(&mut *refuse)?;
@@ -50,6 +49,7 @@ impl SourceSeen {
         }
         let memory = memory::map(qmp.pid(), &backends, Access::Read)?;
         checks::trackable(&memory).or_else(&mut *refuse)?;
+        options.tracking.of(&memory).map(drop).or_else(&mut *refuse)?;
         let description = describe(qmp, &backends)?;
         let state_format = blocks::state_format(qmp, &backends)?;
         // QEMU's own migration would be one that libvirt knows nothing of.

@@ -19,7 +19,7 @@ pub(super) fn begin(
     let pages: Vec<u64> = memory.regions().iter().map(Region::pages).collect();
     let private = memory.regions().iter().enumerate().filter(|(_, region)| region.is_private());
     let private: Vec<usize> = private.map(|(number, _)| number).collect();
-    if tracking.here()? == Tracking::Sync {
+    if tracking.of(memory)? == Tracking::Sync {
         let threads = Box::new(Threads::of(qmp)?);
         let uffd = faults::for_all(qmp)?;
         let tracker = SyncTracker::new(uffd, pagemap, areas, &pages, &private, threads)?;

@@ -8,8 +8,8 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// A socket of a name that only one process can have, and that is free again when it ends, whichever way. Who has it
-/// can be asked of the kernel.
+/// A socket of a name that only one process can have, and that is free again when it ends, whichever way. The kernel
+/// names the process that has it.
 pub(super) struct Claim {
     _socket: UnixListener,
 }
