@@ -37,9 +37,9 @@ const LOOK_AGAIN: Duration = Duration::from_micros(500);
 /// Writers that are taken up at once.
 const FEW: usize = 64;
 
-/// userfaultfd write protection in synchronous mode: Linux 5.14 for private memory, 5.19 for shared memory. It sees what
-/// [`crate::UffdTracker`] sees, except on a hugetlbfs: pages there that are given back and taken again are not found for
-/// certain. Dropping it ends the protection; whoever waits goes on.
+/// userfaultfd write protection in synchronous mode: Linux 5.14 for private memory, 5.19 for shared memory. It sees
+/// what [`crate::UffdTracker`] sees, except on a hugetlbfs: pages there that are given back and taken again are not
+/// found for certain. Dropping it ends the protection; whoever waits goes on.
 pub struct SyncTracker {
     service: Arc<Service>,
     thread: Option<JoinHandle<()>>,
@@ -72,8 +72,8 @@ impl SyncTracker {
     }
 
     /// `uffd` was created by the tracked process (with kernel faults, else a write by KVM or a system call of the
-    /// process fails) and not yet used; the rest as for [`crate::UffdTracker::new`]. `private`: the regions that are private
-    /// memory of the process. `threads` says who may be held, if a pace is set.
+    /// process fails) and not yet used; the rest as for [`crate::UffdTracker::new`]. `private`: the regions that are
+    /// private memory of the process. `threads` says who may be held, if a pace is set.
     ///
     /// # Errors
     /// As [`crate::UffdTracker::new`]; no thread can be had.

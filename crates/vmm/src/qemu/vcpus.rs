@@ -1,9 +1,9 @@
 //! Which threads of a QEMU may be held at a page that they want to write.
 //!
 //! The guest's processors may, for a few milliseconds, as long as they run the guest: then they hold nothing that
-//! another thread waits for. QEMU's main loop, its I/O threads and whoever else is a thread of its own are never held; nor is a
-//! processor that emulates a device, with QEMU's lock in its hand. KVM has pages of the guest brought by workers of the
-//! kernel, too, which are no threads of QEMU's; they may be held.
+//! another thread waits for. QEMU's main loop, its I/O threads and whoever else is a thread of its own are never
+//! held; nor is a processor that emulates a device, with QEMU's lock in its hand. KVM has pages of the guest brought
+//! by workers of the kernel, too, which are no threads of QEMU's; they may be held.
 use std::{
     collections::{HashMap, HashSet},
     fs,
