@@ -211,7 +211,8 @@ mod tests {
         let report = Report { rounds: vec![round; 3], ..Report::default() };
         let mut forecast = Forecast::new(Aim { max_rounds: 3, ..aim(100) }, Duration::from_millis(50));
         let numbers = "after 3 rounds it writes 102.4 MB/s, the link carries 100.0 MB/s, and the rest of 50.0 MB would \
-                       stop it for 550 ms, but --downtime allows 100 ms; it runs on here. Allow --downtime 687ms or more";
+                       stop it for 550 ms, but --downtime allows 100 ms; it runs on here. Allow \
+                       --downtime 687ms or more";
         let verdict = forecast.judge(&report, 50_000_000);
         assert!(matches!(&verdict, Verdict::Hopeless(why) if why.contains(numbers)), "{verdict:?}");
     }
