@@ -315,7 +315,7 @@ impl From<WhenBusy> for transship_engine::WhenBusy {
 #[derive(Debug, Args)]
 #[command(after_long_help = SAVE_EXAMPLES)]
 pub(crate) struct SaveArgs {
-    /// The guest to save: qemu:SOCKET, libvirt:[URI#]DOMAIN or handoff:SOCKET
+    /// The guest to save: qemu:SOCKET, libvirt:DOMAIN, libvirt:URI#DOMAIN or handoff:SOCKET
     #[arg(long)]
     pub(crate) vm: String,
     /// The file: PATH, file:PATH[,offset=N], fd:N or fdset:N,M
@@ -425,7 +425,7 @@ impl From<FileIo> for transship_engine::FileIo {
 #[derive(Debug, Args)]
 #[command(after_long_help = WATCH_EXAMPLES)]
 pub(crate) struct WatchArgs {
-    /// The guest to watch: qemu:SOCKET, libvirt:[URI#]DOMAIN or handoff:SOCKET
+    /// The guest to watch: qemu:SOCKET, libvirt:DOMAIN, libvirt:URI#DOMAIN or handoff:SOCKET
     #[arg(long)]
     pub(crate) vm: String,
     /// Time between two lines, 10ms to 1h

@@ -135,7 +135,8 @@ fn a_destination_that_freezes_is_given_up() -> Result<()> {
         let to = wires.wait_for_a_guest(&destination)?;
         let stalled = Stalled::at(step, wires, &source, &to)?;
         destination.freeze()?;
-        let ended = stalled.go_on()?.wait()?;
+        // It may take a minute until the last round is there, and two more until the devices are loaded.
+        let ended = stalled.go_on()?.wait_for(std::time::Duration::from_secs(300))?;
         assert_runs_on(&source, &ended, &format!("{wires:?}"))?;
         // Thawed, it finds a stream without an end.
         destination.thaw()?;
