@@ -69,8 +69,8 @@ fn what_is_no_snapshot_is_one_line_that_names_it() {
     let cut = folder.path().join("cut");
     std::fs::write(&cut, &stream()[..stream().len() - 20]).unwrap();
     let missing = folder.path().join("missing");
-    for (file, why) in [(&cut, "cut"), (&missing, "No such file"), (&folder.path().to_path_buf(), "it is a directory")]
-    {
+    let no_image = (&folder.path().to_path_buf(), "it is a folder without manifest.json");
+    for (file, why) in [(&cut, "cut"), (&missing, "No such file"), no_image] {
         let run = run(&["info", file.to_str().unwrap()]);
         assert_eq!((run.code, run.stdout.as_str()), (1, ""), "{run:?}");
         assert_eq!(run.stderr.lines().count(), 1, "{run:?}");
