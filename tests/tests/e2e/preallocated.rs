@@ -91,6 +91,9 @@ impl Origin {
         let receive = Transship::command(listen).start()?;
         let uri = receive.listening()?;
         self.running.qmp("migrate-set-parameters", json!({ "max-bandwidth": 0 }))?;
+        // Without it QEMU gives its guest up when all has left it, whatever becomes of that.
+        let on = json!([{ "capability": "return-path", "state": true }]);
+        self.running.qmp("migrate-set-capabilities", json!({ "capabilities": on }))?;
         self.running.qmp("migrate", json!({ "uri": uri }))?;
         receive.wait()
     }
