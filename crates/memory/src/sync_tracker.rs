@@ -23,10 +23,11 @@ use rustix::io::Errno;
 
 use crate::{
     Area, Error, Fault, LetWait, PageRange, PageSet, Tracker, Waits,
-    area::{lost, untrackable},
+    area::untrackable,
     fault::Faults,
     pagemap::{By, Look},
     sweep::sweep,
+    tracker::check_still_there,
     uffd::{self, Writes},
 };
 
@@ -131,11 +132,7 @@ impl SyncTracker {
         sweep(self.pagemap.as_fd(), (look, self.by), areas(), &mut written)?;
         // Exactly those, and no gap between them: a page that was protected may have been let go of since.
         written.ranges().try_for_each(|range| self.service.set(region, range, Writes::Wait))?;
-        // As with the other tracker: it fails where the process or its mapping is gone.
-        for area in areas() {
-            uffd::register(self.service.faults.fd(), uffd::WAIT, area.address, area.bytes)
-                .map_err(|source| lost(area, source))?;
-        }
+        check_still_there(self.service.faults.fd(), uffd::WAIT, areas())?;
         Ok(written)
     }
 }

@@ -1,7 +1,7 @@
 //! Finds the pages that were written since the last scan.
 
 use std::{
-    os::fd::{AsFd, OwnedFd},
+    os::fd::{AsFd, BorrowedFd, OwnedFd},
     sync::Arc,
 };
 
@@ -101,14 +101,22 @@ impl UffdTracker {
         let areas = || self.areas.iter().filter(|area| area.region == region);
         let mut written = PageSet::empty(pages);
         sweep(self.pagemap.as_fd(), (look, By::Scan), areas(), &mut written)?;
-        // Memory that is gone has no written pages as far as the kernel can tell. Registering an area again changes
-        // nothing, and fails when the process or its mapping is gone.
-        for area in areas() {
-            uffd::register(self.uffd.as_fd(), uffd::TRACK, area.address, area.bytes)
-                .map_err(|source| lost(area, source))?;
-        }
+        check_still_there(self.uffd.as_fd(), uffd::TRACK, areas())?;
         Ok(written)
     }
+}
+
+/// Memory that is gone has no written pages as far as the kernel can tell. Registering an area again, as it is, changes
+/// nothing, and fails when the process or its mapping is gone.
+pub(crate) fn check_still_there<'a>(
+    uffd: BorrowedFd<'_>,
+    how: uffd::Use,
+    areas: impl Iterator<Item = &'a Area>,
+) -> Result<(), Error> {
+    for area in areas {
+        uffd::register(uffd, how, area.address, area.bytes).map_err(|source| lost(area, source))?;
+    }
+    Ok(())
 }
 
 impl Tracker for UffdTracker {

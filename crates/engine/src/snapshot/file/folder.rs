@@ -8,11 +8,11 @@ use std::{
 };
 
 use rustix::{
-    fs::{AtFlags, Dir, FlockOperation, Mode, OFlags},
+    fs::{AtFlags, Dir, Mode, OFlags},
     io::Errno,
 };
 
-use super::temporary::temporary_name;
+use super::temporary::{lock, temporary_name};
 use crate::{
     Error,
     snapshot::{FilePlace, FileUri},
@@ -61,19 +61,17 @@ impl Folder {
                 Err(Errno::NOENT) => continue,
                 Err(errno) => return Err(failed(errno)),
             };
-            match rustix::fs::flock(&folder, FlockOperation::NonBlockingLockExclusive) {
+            match lock(&folder, &parent, &temporary) {
+                Ok(true) => {
+                    empty(&folder).map_err(failed)?;
+                    return Ok(Self { parent, name, temporary, folder, first: std::sync::OnceLock::new() });
+                }
+                Ok(false) => {}
                 Err(Errno::WOULDBLOCK) => {
                     let what = format!("another save makes {uri} at this moment; wait for it, or name another folder");
                     return Err(Error::File(what));
                 }
-                locked => locked.map_err(failed)?,
-            }
-            // Whoever held the lock before may have renamed or removed it.
-            let id = |stat: rustix::fs::Stat| (stat.st_dev, stat.st_ino);
-            let named = rustix::fs::statat(&parent, &temporary, AtFlags::SYMLINK_NOFOLLOW).map(id);
-            if named == rustix::fs::fstat(&folder).map(id) {
-                empty(&folder).map_err(failed)?;
-                return Ok(Self { parent, name, temporary, folder, first: std::sync::OnceLock::new() });
+                Err(errno) => return Err(failed(errno)),
             }
         }
         Err(Error::File(format!("others make and remove {uri} all the time; name another folder")))

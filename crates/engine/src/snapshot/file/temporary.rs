@@ -53,9 +53,9 @@ pub(super) fn make_temporary(uri: &FileUri, folder: &OwnedFd, name: &OsStr) -> R
     Err(busy())
 }
 
-/// Locks the file; false if it does not have the name any more, because whoever held the lock before has renamed or
-/// removed it.
-fn lock(file: &OwnedFd, folder: &OwnedFd, name: &OsStr) -> Result<bool, Errno> {
+/// Locks the file, or the folder; false if it does not have the name any more, because whoever held the lock before has
+/// renamed or removed it.
+pub(super) fn lock(file: &OwnedFd, folder: &OwnedFd, name: &OsStr) -> Result<bool, Errno> {
     rustix::fs::flock(file, FlockOperation::NonBlockingLockExclusive)?;
     let ours = rustix::fs::fstat(file)?;
     match rustix::fs::statat(folder, name, AtFlags::SYMLINK_NOFOLLOW) {
