@@ -83,6 +83,7 @@ impl Setting {
         let folder = Scratch::new().map_err(text)?;
         let image = folder.join("image");
         let mut words = self.guest.words_of_a_clone().map_err(text)?;
+        words.extend(["-serial".into(), "null".into()]);
         words.extend(["-qmp".into(), "unix:{dir}/{n}.qmp,server=on,wait=off".into()]);
         let quoted: Vec<String> = words.iter().map(|word| format!("'{word}'")).collect();
         let exec = format!("exec {} {{args}}", quoted.join(" "));
