@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!   unplug     begin               then the device goes
-//!   stop       begin, RunAgain     then the guest stops; what it turns out to have done is told as well
+//!   stop       begin, RunAgain     then the guest is prepared and stops; what it turns out to have done is told as well
 //!   resume     first the guest is as it was; then end, or LeaveIt while it lacks a device
 //!   plug back  first the device is there; then end
 //!   give up    end                 then the destination is told
@@ -24,6 +24,10 @@ pub(crate) struct Guarded<'g> {
     is_armed: bool,
     /// Something was unplugged, or may have been.
     lacks: bool,
+    /// All is done that can be done before it is stopped.
+    is_prepared: bool,
+    /// Since when it has been standing still, and until when it has.
+    stands: Option<(Instant, Option<Instant>)>,
 }
 
 /// What changes nothing. (What changes something is here, or goes by way of [`Guarded::unguarded`].)
@@ -38,7 +42,7 @@ impl<'g> Deref for Guarded<'g> {
 impl<'g> Guarded<'g> {
     pub(crate) fn new(guest: &'g mut dyn SourceGuest, guard: Option<&'g mut (dyn Guard + '_)>) -> Self {
         let guard = guard.map(|guard| guard as &mut dyn Guard);
-        Self { guest, guard, is_armed: false, lacks: false }
+        Self { guest, guard, is_armed: false, lacks: false, is_prepared: false, stands: None }
     }
 
     /// The guest itself, for what needs no guard: everything but what this type does.
@@ -98,15 +102,26 @@ impl<'g> Guarded<'g> {
         }
     }
 
+    /// See [`SourceGuest::prepare_stop`]. Done by `stop` if it was not done before.
+    pub(crate) fn prepare_stop(&mut self) -> Result<(), GuestError> {
+        self.arm()?;
+        self.guest.prepare_stop()?;
+        self.is_prepared = true;
+        Ok(())
+    }
+
     /// See [`SourceGuest::stop`].
     pub(crate) fn stop(&mut self) -> Result<Found, GuestError> {
-        self.arm()?;
+        if !self.is_prepared {
+            self.prepare_stop()?;
+        }
         // A guest that stands is not to be let run. Somebody may pause it, or let it run, right after we have asked:
         // the second word is right.
         if self.is_armed {
             let runs = self.guest.is_running()?;
             self.instruct(on(Found::by(runs)))?;
         }
+        self.stands = Some((Instant::now(), None));
         let found = self.guest.stop()?;
         self.instruct(on(found))?;
         Ok(found)
@@ -118,9 +133,21 @@ impl<'g> Guarded<'g> {
         self.guest.give_up()
     }
 
+    /// How long it has been standing still, in milliseconds: from its last stop until it was resumed, or until now.
+    pub(crate) fn stood_ms(&self) -> f64 {
+        self.stands
+            .map_or(0.0, |(since, until)| until.unwrap_or_else(Instant::now).duration_since(since).as_secs_f64() * 1e3)
+    }
+
     /// See [`SourceGuest::resume`].
     pub(crate) fn resume(&mut self, run: bool) -> Result<(), GuestError> {
-        self.guest.resume(run)?;
+        self.is_prepared = false;
+        let resumed = self.guest.resume(run);
+        if let Some((_, until)) = &mut self.stands {
+            *until = Some(Instant::now());
+        }
+        self.guest.tidy();
+        resumed?;
         // If this fails the guard lets a guest run that runs already.
         let _ = if self.lacks { self.instruct(Duty::LeaveIt) } else { self.disarm() };
         Ok(())
@@ -198,6 +225,10 @@ mod tests {
         fn is_running(&mut self) -> Result<bool, GuestError> {
             Ok(self.runs)
         }
+        fn prepare_stop(&mut self) -> Result<(), GuestError> {
+            note(&self.log, "prepare");
+            Ok(())
+        }
         fn stop(&mut self) -> Result<Found, GuestError> {
             note(&self.log, "stop");
             Ok(self.found)
@@ -218,6 +249,9 @@ mod tests {
         fn resume(&mut self, _run: bool) -> Result<(), GuestError> {
             note(&self.log, "resume");
             Ok(())
+        }
+        fn tidy(&mut self) {
+            note(&self.log, "tidy");
         }
         fn resume_hint(&self) -> String {
             String::new()
@@ -263,9 +297,9 @@ mod tests {
         assert!(taken(&log).is_empty());
         assert_eq!(guest.stop().unwrap(), Found::Standing);
         // Somebody else has paused it in between: the last word is right.
-        assert_eq!(taken(&log), ["guard: begin", "guard: run again", "stop", "guard: leave it"]);
+        assert_eq!(taken(&log), ["guard: begin", "prepare", "guard: run again", "stop", "guard: leave it"]);
         guest.resume(true).unwrap();
-        assert_eq!(taken(&log), ["resume", "guard: end"]);
+        assert_eq!(taken(&log), ["resume", "tidy", "guard: end"]);
         guest.plug_back();
         assert!(taken(&log).is_empty(), "it lacks nothing");
         guest.stop().unwrap();
@@ -277,7 +311,7 @@ mod tests {
         let (mut guest, mut guard) = guest(false, Found::Running, false);
         let log = Arc::clone(&guest.log);
         Guarded::new(&mut guest, Some(&mut guard)).stop().unwrap();
-        assert_eq!(taken(&log), ["guard: begin", "guard: leave it", "stop", "guard: run again"]);
+        assert_eq!(taken(&log), ["guard: begin", "prepare", "guard: leave it", "stop", "guard: run again"]);
     }
 
     #[test]
@@ -291,8 +325,9 @@ mod tests {
         assert!(!guest.unplug(Instant::now()).unwrap());
         assert_eq!(taken(&log), ["guard: begin", "unplug", "unplug"]);
         guest.stop().unwrap();
+        assert_eq!(taken(&log), ["prepare", "guard: run again", "stop", "guard: run again"]);
         guest.resume(true).unwrap();
-        assert_eq!(taken(&log), ["guard: run again", "stop", "guard: run again", "resume", "guard: leave it"]);
+        assert_eq!(taken(&log), ["resume", "tidy", "guard: leave it"]);
         guest.plug_back();
         assert_eq!(taken(&log), ["plug back", "guard: end"]);
     }
@@ -315,7 +350,7 @@ mod tests {
         let log = Arc::clone(&guest.log);
         let mut guest = Guarded::new(&mut guest, Some(&mut guard));
         assert!(guest.stop().is_err());
-        assert_eq!(taken(&log), ["guard: begin", "guard: run again"], "not stopped without it");
+        assert_eq!(taken(&log), ["guard: begin", "prepare", "guard: run again"], "not stopped without it");
         assert!(guest.give_up().is_err());
         assert_eq!(taken(&log), ["guard: end"], "not given up without it");
     }
@@ -327,7 +362,36 @@ mod tests {
         let mut guest = Guarded::new(&mut guest, None);
         guest.stop().unwrap();
         guest.resume(true).unwrap();
-        assert_eq!(taken(&log), ["stop", "resume"]);
+        assert_eq!(taken(&log), ["prepare", "stop", "resume", "tidy"]);
+    }
+
+    #[test]
+    fn a_guest_is_prepared_once_for_each_stop() {
+        let (mut guest, _) = guest(true, Found::Running, false);
+        let log = Arc::clone(&guest.log);
+        let mut guest = Guarded::new(&mut guest, None);
+        for _ in 0..2 {
+            guest.prepare_stop().unwrap();
+            guest.stop().unwrap();
+            guest.resume(true).unwrap();
+        }
+        assert_eq!(taken(&log), ["prepare", "stop", "resume", "tidy"].repeat(2));
+    }
+
+    #[test]
+    fn a_guest_stands_from_its_stop_until_it_is_resumed() {
+        let (mut guest, _) = guest(true, Found::Running, false);
+        let mut guest = Guarded::new(&mut guest, None);
+        guest.prepare_stop().unwrap();
+        assert_eq!(guest.stood_ms(), 0.0, "it has not been stopped");
+        guest.stop().unwrap();
+        let stands = guest.stood_ms();
+        std::thread::sleep(Duration::from_millis(2));
+        assert!(guest.stood_ms() > stands, "it still stands");
+        guest.resume(true).unwrap();
+        let stood = guest.stood_ms();
+        std::thread::sleep(Duration::from_millis(2));
+        assert_eq!(guest.stood_ms(), stood, "it runs again");
     }
 
     #[test]

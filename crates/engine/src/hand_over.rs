@@ -6,8 +6,6 @@
 //!   give up           the point of no return                              ┘
 //!   await the word    "it runs"                                             what fails here is for a person: nobody can tell
 //! ```
-use std::time::Instant;
-
 use crate::{
     Error, Phase, Progress,
     ending::take_back,
@@ -48,7 +46,6 @@ pub(crate) trait Peer {
 impl Course<'_, '_> {
     /// Stops the guest and hands it over: it runs there if it ran until it was stopped.
     pub(crate) fn hand_over(&mut self, peer: &mut dyn Peer, rounds: &mut Rounds) -> Result<(), Error> {
-        let stopped = Instant::now();
         let found = match self.up_to_no_return(peer, rounds) {
             Ok(found) => found,
             Err(error) => {
@@ -56,8 +53,9 @@ impl Course<'_, '_> {
                 return Err(take_back(self.guest, error));
             }
         };
+        self.guest.unguarded().tidy();
         let word = peer.await_word();
-        self.report.downtime_ms = if found.ran() { stopped.elapsed().as_secs_f64() * 1e3 } else { 0.0 };
+        self.report.downtime_ms = if found.ran() { self.guest.stood_ms() } else { 0.0 };
         word.map_err(|error| Error::Unknown(peer.without_word(&error, &self.guest.resume_hint())))
     }
 

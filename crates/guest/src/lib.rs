@@ -212,6 +212,14 @@ pub trait SourceGuest: Send {
     fn disks(&mut self) -> Result<Vec<DiskFile>, GuestError> {
         Ok(Vec::new())
     }
+    /// Does beforehand, while the guest runs, what `stop` and `save_state` need and what would take time then. Called
+    /// shortly before `stop`; whatever it changes in the VMM, `resume` or `tidy` undoes.
+    ///
+    /// # Errors
+    /// The guest can't be given away, or saved, as it is now.
+    fn prepare_stop(&mut self) -> Result<(), GuestError> {
+        Ok(())
+    }
     /// Whether the vCPUs run now.
     fn is_running(&mut self) -> Result<bool, GuestError>;
     /// Stops the vCPUs and waits until all writes to guest memory have ended (including flushed block jobs). Returns
@@ -280,6 +288,9 @@ pub trait SourceGuest: Send {
     fn give_up(&mut self) -> Result<(), GuestError> {
         Ok(())
     }
+    /// Puts back what was set in the VMM to save its state. Called when the guest was given up, or runs again: then
+    /// nobody waits for it. What the VMM refuses is tried again when the guest is dropped.
+    fn tidy(&mut self) {}
     /// Undoes whatever `stop` and `save_state` did. With `run` the guest is as `stop` found it, as if nothing had
     /// happened: it runs here again if it ran. Otherwise it is left stopped, but whole.
     fn resume(&mut self, run: bool) -> Result<(), GuestError>;

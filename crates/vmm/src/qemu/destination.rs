@@ -6,7 +6,7 @@ use std::{
     time::Duration,
 };
 
-use serde_json::{Value, json};
+use serde_json::json;
 use transship_guest::{DestinationGuest, DiskFile, GuestError, StateFormat};
 use transship_memory::{GuestMemory, Missing, Region};
 use transship_wire::{
@@ -19,7 +19,7 @@ use super::{
     memory::{self, Backend},
     migration::{self, Answers, Form, STATE_FD, STATE_URI, Settings},
     qmp::Qmp,
-    state_channel,
+    questions, state_channel,
     survey::{DestinationSeen, lazy},
 };
 use crate::freeze::Freezer;
@@ -45,6 +45,8 @@ pub struct QemuDestination {
     memory: GuestMemory,
     /// Once pages may be missing.
     freezer: Option<Freezer>,
+    /// Settings to be put back.
+    settings: Option<Settings>,
 }
 
 impl QemuDestination {
@@ -54,11 +56,11 @@ impl QemuDestination {
     /// It does not wait for a guest, or its memory can't be written from here; each with its cure.
     pub fn attach(socket: &Path) -> Result<Self, GuestError> {
         let mut qmp = Qmp::connect(socket)?;
-        qmp.ask_ahead(&questions())?;
+        qmp.ask_ahead(&questions::attachment())?;
         let seen = DestinationSeen::look(&mut qmp, &mut Err)?;
         let DestinationSeen { backends, memory, description, state_format } = seen;
         qmp.forget_answers();
-        Ok(Self { qmp, description, state_format, backends, memory, freezer: None })
+        Ok(Self { qmp, description, state_format, backends, memory, freezer: None, settings: None })
     }
 
     /// Tells QEMU to load from the other end of the returned socket.
@@ -109,6 +111,17 @@ impl QemuDestination {
             }
         }
         Ok(())
+    }
+
+    /// Puts the settings back, if that was not done.
+    fn restore_settings(&mut self) {
+        let Some(settings) = self.settings.take() else { return };
+        match settings.restore(&mut self.qmp) {
+            Err(why) if !crate::is_gone(self.qmp.path()) => {
+                tracing::warn!("can't restore the destination QEMU's migration settings: {why}");
+            }
+            _ => {}
+        }
     }
 
     /// What must hold before the source may give the guest up.
@@ -173,30 +186,24 @@ impl DestinationGuest for QemuDestination {
         // Whatever the state says, the guest does not run when it is loaded, and the disks are left to whoever has
         // them.
         self.qmp.stop(PAUSE_WAIT)?;
-        let questions = ["query-migrate-capabilities", "query-migrate-parameters"].map(|command| (command, json!({})));
-        self.qmp.ask_ahead(&questions)?;
+        self.qmp.ask_ahead(&questions::settings())?;
         let (form, begin) = form_of(state)?;
         let settings = Settings::apply(&mut self.qmp, Answers::No, form);
         self.qmp.forget_answers();
-        let settings = settings?;
-        let loaded = self.load(&mut begin.as_slice().chain(state));
-        let restored = settings.restore(&mut self.qmp);
-        match (loaded, restored) {
-            (Ok(()), restored) => restored,
-            (Err(error), Err(why)) if !crate::is_gone(self.qmp.path()) => {
-                tracing::warn!("can't restore the destination QEMU's migration settings: {why}");
-                Err(error)
-            }
-            (Err(error), _) => Err(error),
-        }
+        self.settings = Some(settings?);
+        // What is loaded is waited for: the settings are put back when the guest runs.
+        self.load(&mut begin.as_slice().chain(state)).inspect_err(|_| self.restore_settings())
     }
 
     fn start(&mut self, run: bool) -> Result<(), GuestError> {
         if !run {
+            self.restore_settings();
             self.check_loaded_and_stopped()?;
             return self.open_disks();
         }
-        machine::let_run(&mut self.qmp, SOURCE)
+        let runs = machine::let_run(&mut self.qmp, SOURCE);
+        self.restore_settings();
+        runs
     }
 
     fn start_hint(&self) -> String {
@@ -204,25 +211,10 @@ impl DestinationGuest for QemuDestination {
     }
 }
 
-/// What an attachment asks of every QEMU that waits.
-fn questions() -> Vec<(&'static str, Value)> {
-    let list = |path: &str| ("qom-list", json!({ "path": path }));
-    let blocks = || ("human-monitor-command", json!({ "command-line": "info ramblock" }));
-    let mut questions: Vec<_> =
-        ["query-status", "query-migrate", "query-migrate-capabilities", "query-memdev", "query-memory-size-summary"]
-            .map(|command| (command, json!({})))
-            .into();
-    questions.extend([
-        ("query-memory-devices", json!({})),
-        list("/machine/peripheral"),
-        list("/machine/peripheral-anon"),
-        list("/machine/unattached"),
-        list("/objects"),
-        blocks(),
-        blocks(),
-        ("qom-get", json!({ "path": "/machine", "property": "type" })),
-    ]);
-    questions
+impl Drop for QemuDestination {
+    fn drop(&mut self) {
+        self.restore_settings();
+    }
 }
 
 /// Reads the stream up to where it says of which form it is. The bytes that were read. What is none is for QEMU to

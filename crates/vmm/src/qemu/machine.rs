@@ -7,7 +7,7 @@ use std::{
 use serde_json::json;
 use transship_guest::GuestError;
 
-use super::qmp::{Qmp, QmpError};
+use super::qmp::{Keeper, Qmp, QmpError};
 use crate::looked::DeviceFound;
 
 /// The VM's UUID; all zero if it was given none.
@@ -42,6 +42,12 @@ const FINAL_WAIT: Duration = Duration::from_secs(10);
 /// QEMU refuses; the text says what to do if somebody else has a disk.
 pub(super) fn let_run(qmp: &mut Qmp, rival: &str) -> Result<(), GuestError> {
     let deadline = Instant::now() + FINAL_WAIT;
+    // libvirt's events come late, and have to be waited for.
+    let has_events = qmp.keeper() == Keeper::Nobody;
+    if has_events {
+        // Those of earlier times.
+        let _ = qmp.take_events("RESUME");
+    }
     loop {
         match qmp.cont() {
             Ok(()) => break,
@@ -56,6 +62,10 @@ pub(super) fn let_run(qmp: &mut Qmp, rival: &str) -> Result<(), GuestError> {
             }
             Err(error) => return Err(error.into()),
         }
+    }
+    // QEMU says so by itself before it answers, and may then be busy with what its guest wants at once.
+    if has_events && qmp.take_events("RESUME").is_ok_and(|events| !events.is_empty()) {
+        return Ok(());
     }
     match run_state(qmp)? {
         state if was_let_run(&state) => Ok(()),
@@ -117,10 +127,13 @@ impl std::fmt::Display for Device {
     }
 }
 
+/// Where QEMU's tree of objects has the devices: those with an id, those without, and those of the machine itself.
+pub(super) const CONTAINERS: [&str; 3] = ["/machine/peripheral", "/machine/peripheral-anon", "/machine/unattached"];
+
 /// The devices of a kind.
 pub(super) fn devices(qmp: &mut Qmp, is_wanted: impl Fn(&str) -> bool) -> Result<Vec<Device>, GuestError> {
     let mut found = Vec::new();
-    for container in ["/machine/peripheral", "/machine/peripheral-anon", "/machine/unattached"] {
+    for container in CONTAINERS {
         // A machine without user-made devices may lack one of the containers.
         let Ok(list) = qmp.execute("qom-list", json!({ "path": container })) else { continue };
         for device in list.as_array().into_iter().flatten() {

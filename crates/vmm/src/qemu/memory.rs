@@ -80,8 +80,12 @@ pub(super) fn backends(qmp: &mut Qmp) -> Result<Vec<Backend>, GuestError> {
     Ok(backends)
 }
 
+fn object_path(id: &str) -> String {
+    format!("/objects/{id}")
+}
+
 fn property(qmp: &mut Qmp, id: &str, name: &str) -> Option<Value> {
-    qmp.execute("qom-get", json!({ "path": format!("/objects/{id}"), "property": name })).ok()
+    qmp.execute("qom-get", json!({ "path": object_path(id), "property": name })).ok()
 }
 
 /// Names and types of the objects under /objects.
@@ -208,6 +212,20 @@ fn unnamed_file(pid: i32, directory: &Path, id: &str, mappings: &[Mapping]) -> O
 }
 
 impl Backend {
+    /// Its object in QEMU.
+    pub(super) fn path(&self) -> String {
+        object_path(&self.id)
+    }
+
+    /// The properties that [`backends`] asks for.
+    pub(super) fn asked_of(&self) -> &'static [&'static str] {
+        match &self.held {
+            Held::Shared { path: Some(_), .. } => &["readonly", "offset", "prealloc", "policy", "mem-path"],
+            Held::Shared { path: None, .. } => &["readonly", "prealloc", "policy"],
+            Held::Private { .. } => &["readonly"],
+        }
+    }
+
     pub(super) fn description(&self) -> RegionDescription {
         RegionDescription { name: self.id.clone(), bytes: self.bytes }
     }

@@ -92,17 +92,25 @@ impl Settings {
     /// Some of it was refused; all the rest is as it was.
     pub(super) fn restore(&self, qmp: &mut Qmp) -> Result<(), GuestError> {
         // Together, as some need others; then one by one, so that one that is refused does not keep the others.
-        let capabilities = set(qmp, self.capabilities.clone(), Map::new()).or_else(|_| {
+        let capabilities = set(qmp, self.capabilities.clone(), Map::new()).or_else(|error| {
             let one = |capability: &Value| set(qmp, vec![capability.clone()], Map::new());
-            self.capabilities.iter().map(one).fold(Ok(()), Result::and)
+            if_refused(error, self.capabilities.iter().map(one))
         });
-        let parameters = set(qmp, Vec::new(), self.parameters.clone()).or_else(|_| {
+        let parameters = set(qmp, Vec::new(), self.parameters.clone()).or_else(|error| {
             let one = |(name, value): (&String, &Value)| {
                 set(qmp, Vec::new(), Map::from_iter([(name.clone(), value.clone())]))
             };
-            self.parameters.iter().map(one).fold(Ok(()), Result::and)
+            if_refused(error, self.parameters.iter().map(one))
         });
         Ok(capabilities.and(parameters)?)
+    }
+}
+
+/// Tries all of these where QEMU has refused them together; one that does not answer is not asked again.
+fn if_refused(error: QmpError, each: impl Iterator<Item = Result<(), QmpError>>) -> Result<(), QmpError> {
+    match error {
+        QmpError::Refused { .. } => each.fold(Ok(()), Result::and),
+        error => Err(error),
     }
 }
 

@@ -4,6 +4,7 @@
 //!   qmp          commands and events on QEMU's control socket
 //!   holder       who holds that socket, if it is not us
 //!   libvirt      the same where libvirt keeps that socket
+//!   questions    what it is asked together
 //!   machine      what QEMU says of its machine
 //!   survey       all that attaching looks at; look: the same for people who ask before
 //!   checks       what we refuse, and the line that cures it
@@ -47,6 +48,7 @@ mod memory;
 mod migration;
 mod places;
 mod qmp;
+mod questions;
 mod rights;
 mod source;
 mod state_channel;

@@ -90,7 +90,7 @@ pub(super) trait Carrier: Send {
         limit: Duration,
     ) -> Result<(), QmpError>;
     /// Asks all of these, in this order, in one go if that saves time. A command among them that is given later is
-    /// answered from here, once, until [`Carrier::forget_answers`]. None of them may change anything.
+    /// answered from here until [`Carrier::forget_answers`]. None of them may change anything.
     ///
     /// # Errors
     /// QEMU is gone or does not answer; that it refuses one is an answer.

@@ -28,6 +28,7 @@ use super::{
     memory::{self, Backend},
     migration::{self, Answers, Form, STATE_FD, STATE_URI, Settings},
     qmp::{Keeper, Qmp},
+    questions,
     state_channel::{self, QemusEnd, SAVE_WAIT, StateChannel},
     state_stream::{ToTheEnd, ToTheTrailer},
     survey::{SourceSeen, background},
@@ -109,7 +110,9 @@ impl QemuSource {
     }
 
     fn over(mut qmp: Qmp, options: AttachOptions) -> Result<Self, GuestError> {
+        qmp.ask_ahead(&questions::source())?;
         let seen = SourceSeen::look(&mut qmp, &options, &mut Err)?;
+        qmp.forget_answers();
         let SourceSeen { own_balloon, has_direct_disks, backends, memory, description, state_format, .. } = seen;
         let SourceSeen { device_state, freeing, .. } = seen;
         let hints = options.balloon.and_then(|balloon| (balloon.connect)(&balloon.socket, &memory));
@@ -177,6 +180,28 @@ impl QemuSource {
 
     fn check_balloon(&mut self) -> Result<(), GuestError> {
         self.balloon.map_or(Ok(()), |balloon| balloon.check_unchanged(&mut self.qmp))
+    }
+
+    /// Of protected memory `check_protected` asks when the guest runs again: through libvirt each question takes a
+    /// millisecond.
+    fn asks_later(&self) -> bool {
+        self.balloon.is_some() && self.qmp.keeper() == Keeper::Libvirt
+    }
+
+    /// What a guest that was just stopped turns out to have done before, and whether it is as it was when attached.
+    fn look_at_stopped(&mut self, before: &str) -> Result<Found, GuestError> {
+        let after = machine::run_state(&mut self.qmp)?;
+        if after != "paused" {
+            // It has not been stopped by us.
+            self.found = Found::by(after == "suspended");
+        }
+        machine::check_stopped(before, &after)?;
+        if !self.asks_later() {
+            self.check_balloon()?;
+            self.check_no_devices_came()?;
+            self.check_memory_unchanged()?;
+        }
+        Ok(self.found)
     }
 
     /// Puts the settings back. What QEMU refuses is tried again at the next occasion, the last of which is our end: it
@@ -304,29 +329,30 @@ impl SourceGuest for QemuSource {
         Ok(machine::run_state(&mut self.qmp)? == "running")
     }
 
-    fn stop(&mut self) -> Result<Found, GuestError> {
-        // Of protected memory `check_protected` asks all this when the guest runs again: through libvirt each question
-        // takes a millisecond.
-        let asks_later = self.balloon.is_some() && self.qmp.keeper() == Keeper::Libvirt;
-        if !asks_later {
+    fn prepare_stop(&mut self) -> Result<(), GuestError> {
+        if !self.asks_later() {
             self.check_no_writers_came()?;
         }
+        if self.device_state.is_none() && self.settings.is_none() {
+            self.qmp.ask_ahead(&questions::settings())?;
+            let settings = Settings::apply(&mut self.qmp, Answers::No, Form::SharedLeftOut);
+            self.qmp.forget_answers();
+            self.settings = Some(settings?);
+        }
+        Ok(())
+    }
+
+    fn stop(&mut self) -> Result<Found, GuestError> {
         let before = machine::run_state(&mut self.qmp)?;
         // A sleeping guest that QEMU stops is to sleep on.
         self.found = Found::by(["running", "suspended"].contains(&before.as_str()));
         self.qmp.stop(STOP_WAIT)?;
-        let after = machine::run_state(&mut self.qmp)?;
-        if after != "paused" {
-            // It has not been stopped by us.
-            self.found = Found::by(after == "suspended");
+        if !self.asks_later() {
+            self.qmp.ask_ahead(&questions::stopped(&self.backends))?;
         }
-        machine::check_stopped(&before, &after)?;
-        if !asks_later {
-            self.check_balloon()?;
-            self.check_no_devices_came()?;
-            self.check_memory_unchanged()?;
-        }
-        Ok(self.found)
+        let found = self.look_at_stopped(&before);
+        self.qmp.forget_answers();
+        found
     }
 
     fn protect(&mut self) -> Result<Protection, GuestError> {
@@ -372,7 +398,8 @@ impl SourceGuest for QemuSource {
     }
 
     fn save_state(&mut self) -> Result<Box<dyn Read + Send>, GuestError> {
-        if self.is_running()? {
+        let before = machine::run_state(&mut self.qmp)?;
+        if before == "running" {
             return Err(GuestError::Bug(
                 "the guest runs: its device state can be saved only when it is stopped".to_owned(),
             ));
@@ -391,8 +418,12 @@ impl SourceGuest for QemuSource {
         self.channel = Some(prepared.map_err(state_channel::failed)?);
         self.qemus_end = Some(name);
         let answers = self.answers();
-        let before = machine::run_state(&mut self.qmp)?;
-        self.settings = Some(Settings::apply(&mut self.qmp, answers, Form::SharedLeftOut)?);
+        if answers == Answers::Yes {
+            self.restore_settings()?;
+        }
+        if self.settings.is_none() {
+            self.settings = Some(Settings::apply(&mut self.qmp, answers, Form::SharedLeftOut)?);
+        }
         self.qmp.send_fd(STATE_FD, qemus.as_fd())?;
         drop(qemus);
         self.qmp.forget_events();
@@ -409,7 +440,7 @@ impl SourceGuest for QemuSource {
         if std::mem::take(&mut self.is_saved) {
             return Ok(());
         }
-        if self.settings.is_none() {
+        if self.channel.is_none() {
             return Err(GuestError::Bug("no device state is being saved".to_owned()));
         }
         match self.waiting.take() {
@@ -417,14 +448,19 @@ impl SourceGuest for QemuSource {
             None => migration::wait_completed(&mut self.qmp, SAVE_WAIT)?,
         }
         self.channel = None;
-        // What is refused is tried again, and told, when we are done with QEMU.
-        let _ = self.restore_settings();
         Ok(())
     }
 
-    fn resume(&mut self, run: bool) -> Result<(), GuestError> {
-        // Likewise. The guest is to run whatever becomes of the settings.
+    fn tidy(&mut self) {
+        // What is refused is tried again, and told, when we are done with QEMU.
         let _ = self.undo_save();
+    }
+
+    fn resume(&mut self, run: bool) -> Result<(), GuestError> {
+        if self.channel.is_some() || self.waiting.is_some() {
+            // A save is under way, which has to end before. The guest is to run whatever becomes of the settings.
+            let _ = self.undo_save();
+        }
         if !run || !self.found.ran() {
             return self.take_disks_back();
         }

@@ -80,20 +80,20 @@ impl Saving<'_, '_> {
             let begin = Instant::now();
             // All threads are there before the guest runs: the VMM itself writes to the guest's memory when it lets it
             // run, and may have to wait for one whose copies wait for the file.
-            let stopped = self.stop_in(moment, regions).and_then(|stopped| {
+            let state = self.stop_in(moment, regions).and_then(|state| {
                 let mut numbers = 0..writers;
                 numbers.try_for_each(|number| self.start_writer(scope, number, moment, &copies, &tell, &turns))?;
-                Ok(stopped)
+                Ok(state)
             });
-            let stopped = stopped.inspect_err(|_| moment.give_up());
-            let (state, stopped) = stopped.map_err(|error| match outcomes.try_recv() {
+            let state = state.inspect_err(|_| moment.give_up());
+            let state = state.map_err(|error| match outcomes.try_recv() {
                 // The one that serves the guest's writers knows better.
                 Ok(Err(first)) => first.into_error(self.target),
                 _ => error,
             })?;
             drop((tell, copies));
             let resumed = self.guest.resume(true);
-            self.report.downtime_ms = stopped.elapsed().as_secs_f64() * 1e3;
+            self.report.downtime_ms = self.guest.stood_ms();
             self.progress.set_phase(Phase::Rounds);
             let saved = self.wait_for_all(moment, fail_point::reach("save.resumed"), &outcomes);
             let saved = saved.map(|written| self.note_background(&written, moment, begin));
@@ -102,11 +102,11 @@ impl Saving<'_, '_> {
     }
 
     /// Everything for which the guest has to stand still, and what can be done before. The device state comes first:
-    /// saving it, a VMM may write to the guest's memory. Returns when it was stopped.
-    fn stop_in(&mut self, moment: &Moment<'_>, regions: &[RegionBlock]) -> Result<(DeviceState, Instant), Error> {
+    /// saving it, a VMM may write to the guest's memory.
+    fn stop_in(&mut self, moment: &Moment<'_>, regions: &[RegionBlock]) -> Result<DeviceState, Error> {
+        self.guest.prepare_stop()?;
         moment.protect_beforehand()?;
         self.progress.set_phase(Phase::Switchover);
-        let stopped = Instant::now();
         let found = self.guest.stop()?;
         fail_point::reach("save.stopped")?;
         let state = DeviceState::take(self.guest.unguarded(), regions, found)?;
@@ -114,7 +114,7 @@ impl Saving<'_, '_> {
         moment.come()?;
         fail_point::reach("save.protected")?;
         self.begin_round(moment);
-        Ok((state, stopped))
+        Ok(state)
     }
 
     fn start_writer<'scope>(

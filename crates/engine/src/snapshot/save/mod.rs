@@ -110,9 +110,8 @@ impl Saving<'_, '_> {
             rounds.until_the_rest_is_small(self.guest, options, output, self.target, self.progress, self.report)?;
         }
         self.progress.set_phase(Phase::Switchover);
-        let stopped = Instant::now();
         let taken = self.stop_and_take(&mut rounds, output, &regions);
-        self.complete_and_resume(taken, output, stopped)
+        self.complete_and_resume(taken, output)
     }
 
     fn begin_output(&mut self, regions: &[RegionBlock]) -> Result<Box<dyn Output>, Error> {
@@ -207,13 +206,12 @@ impl Saving<'_, '_> {
         &mut self,
         taken: Result<(DeviceState, Found), Error>,
         output: &mut dyn Output,
-        stopped: Instant,
     ) -> Result<(), Error> {
         let (state, found) = taken.map_err(|error| take_back(self.guest, error))?;
-        let downtime = |stopped: Instant| if found.ran() { stopped.elapsed().as_secs_f64() * 1e3 } else { 0.0 };
+        let downtime_ms = |guest: &Guarded<'_>| if found.ran() { guest.stood_ms() } else { 0.0 };
         if self.options.way == Way::Live && self.options.then == Then::Resume {
             let resumed = self.guest.resume(true);
-            self.report.downtime_ms = downtime(stopped);
+            self.report.downtime_ms = downtime_ms(self.guest);
             // If it stands still now, its file is worth all the more.
             let completed = fail_point::reach("save.resumed").and_then(|()| self.complete(&state, output));
             return match resumed {
@@ -223,7 +221,7 @@ impl Saving<'_, '_> {
         }
         self.complete(&state, output).map_err(|error| take_back(self.guest, error))?;
         let resumed = self.guest.resume(self.options.then == Then::Resume);
-        self.report.downtime_ms = downtime(stopped);
+        self.report.downtime_ms = downtime_ms(self.guest);
         resumed.map_err(|error| self.stands_still(error, Ok(())))
     }
 

@@ -232,7 +232,7 @@ impl Carrier for Socket {
         fd: Option<BorrowedFd<'_>>,
         limit: Duration,
     ) -> Result<Value, QmpError> {
-        if let Some(answer) = self.take_answer(command, &arguments) {
+        if let Some(answer) = self.answered(command, &arguments) {
             return answer;
         }
         let id = self.give(command, arguments, fd)?;

@@ -10,11 +10,12 @@ use super::{super::QmpError, COMMAND_WAIT, Socket};
 pub(super) struct Answer {
     command: &'static str,
     arguments: Value,
-    result: Result<Value, QmpError>,
+    /// Or the reason why QEMU refuses.
+    result: Result<Value, String>,
 }
 
 impl Socket {
-    /// Asks all of these, in this order. Whoever gives one of these commands gets the answer from here, once, until
+    /// Asks all of these, in this order. Whoever gives one of these commands gets the answer from here, until
     /// [`Socket::forget_answers`]. None of them may change anything.
     ///
     /// # Errors
@@ -31,7 +32,7 @@ impl Socket {
                 match self.answer(id, command, message) {
                     Ok(None) => {}
                     Ok(Some(answer)) => break Ok(answer),
-                    Err(refused @ QmpError::Refused { .. }) => break Err(refused),
+                    Err(QmpError::Refused { reason, .. }) => break Err(reason),
                     Err(error) => return Err(error),
                 }
             };
@@ -45,8 +46,10 @@ impl Socket {
         self.ahead.clear();
     }
 
-    pub(super) fn take_answer(&mut self, command: &str, arguments: &Value) -> Option<Result<Value, QmpError>> {
-        let at = self.ahead.iter().position(|answer| answer.command == command && answer.arguments == *arguments)?;
-        Some(self.ahead.remove(at).result)
+    /// What QEMU has said to that ahead.
+    pub(super) fn answered(&self, command: &str, arguments: &Value) -> Option<Result<Value, QmpError>> {
+        let answer = self.ahead.iter().find(|answer| answer.command == command && answer.arguments == *arguments)?;
+        let refused = |reason: &String| QmpError::Refused { command: command.to_owned(), reason: reason.clone() };
+        Some(answer.result.clone().map_err(|reason| refused(&reason)))
     }
 }

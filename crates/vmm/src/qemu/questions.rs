@@ -1,0 +1,76 @@
+//! What QEMU is asked together, with [`Qmp::ask_ahead`]: each way to QEMU and back costs two switches from process to
+//! process, and while the guest stands still every one of them is felt.
+//!
+//! [`Qmp::ask_ahead`]: super::qmp::Qmp::ask_ahead
+use serde_json::{Value, json};
+
+use super::{machine::CONTAINERS, memory::Backend};
+
+/// A command that changes nothing, and its arguments.
+pub(super) type Question = (&'static str, Value);
+
+fn plain(command: &'static str) -> Question {
+    (command, json!({}))
+}
+
+fn list(path: &str) -> Question {
+    ("qom-list", json!({ "path": path }))
+}
+
+fn monitor(line: &str) -> Question {
+    ("human-monitor-command", json!({ "command-line": line }))
+}
+
+fn devices() -> impl Iterator<Item = Question> {
+    CONTAINERS.into_iter().map(list)
+}
+
+/// Disks and networks: what is behind the devices.
+fn backends_of_devices() -> [Question; 2] {
+    [("query-named-block-nodes", json!({ "flat": true })), monitor("info network")]
+}
+
+/// Where the guest's memory is.
+fn memory() -> [Question; 5] {
+    [
+        plain("query-memdev"),
+        list("/objects"),
+        monitor("info ramblock"),
+        plain("query-memory-size-summary"),
+        plain("query-memory-devices"),
+    ]
+}
+
+/// What QEMU's migration is set to.
+pub(super) fn settings() -> [Question; 2] {
+    [plain("query-migrate-capabilities"), plain("query-migrate-parameters")]
+}
+
+/// For an attachment to any QEMU.
+pub(super) fn attachment() -> Vec<Question> {
+    let mut questions = vec![plain("query-status"), plain("query-migrate"), plain("query-migrate-capabilities")];
+    questions.extend(memory());
+    questions.extend(devices());
+    questions.push(("qom-get", json!({ "path": "/machine", "property": "type" })));
+    questions
+}
+
+/// For an attachment to one whose guest is to leave it, or to be saved.
+pub(super) fn source() -> Vec<Question> {
+    let mut questions = attachment();
+    questions.extend(backends_of_devices());
+    questions
+}
+
+/// Of a guest that was just stopped: whether everything is as it was when it was attached.
+pub(super) fn stopped(backends: &[Backend]) -> Vec<Question> {
+    let mut questions = vec![plain("query-status"), plain("query-balloon")];
+    questions.extend(backends_of_devices());
+    questions.extend(devices());
+    questions.extend(memory());
+    questions.extend(backends.iter().flat_map(|backend| {
+        let property = |name: &&str| ("qom-get", json!({ "path": backend.path(), "property": name }));
+        backend.asked_of().iter().map(property).collect::<Vec<_>>()
+    }));
+    questions
+}
