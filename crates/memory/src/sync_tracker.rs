@@ -201,7 +201,7 @@ impl Service {
                     continue;
                 }
                 let since = Instant::now();
-                let most = threads.at_most(thread);
+                let most = threads.at_most(thread) * self.waits.patience();
                 match most.is_zero() {
                     true => self.let_go(fault, None)?,
                     false => held.push(Held { fault, since, until: since + most }),

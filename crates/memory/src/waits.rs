@@ -1,5 +1,6 @@
 //! Writers that wait for a tracker, and for how long they are made to.
 use std::{
+    fmt,
     sync::{
         Mutex, MutexGuard, PoisonError,
         atomic::{AtomicU64, Ordering::Relaxed},
@@ -12,12 +13,17 @@ pub trait Pace: Send + Sync {
     /// Whether one more page may be let go of now. `passed`: how many were since this pace was set. If it may not, its
     /// writer is held, for a few milliseconds at most, and asked about again.
     fn may_pass(&self, passed: u64) -> bool;
+
+    /// How many times as long as usual a writer may be held.
+    fn patience(&self) -> u32 {
+        1
+    }
 }
 
 /// Knows the threads of the process whose memory is tracked.
 pub trait LetWait: Send {
-    /// For how long this thread may be held at a page that it wants to write; zero: not at all. Called only when it is
-    /// to be held, and while it waits.
+    /// For how long this thread is usually held at a page that it wants to write; zero: it is not to be held at all.
+    /// Called only when it is to be held, and while it waits.
     fn at_most(&mut self, thread: u32) -> Duration;
 }
 
@@ -54,6 +60,12 @@ pub struct Waits {
     passed: AtomicU64,
 }
 
+impl fmt::Debug for Waits {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Waits").field("writes", &self.writes).field("held", &self.held).finish_non_exhaustive()
+    }
+}
+
 // All numbers are for people, but for `passed`, which one thread counts. So they are relaxed.
 impl Waits {
     /// Holds writers so that pages are written no faster than this. None: nobody is held, from now on.
@@ -80,6 +92,10 @@ impl Waits {
 
     pub(crate) fn may_pass(&self) -> bool {
         self.pace().as_ref().is_none_or(|pace| pace.may_pass(self.passed.load(Relaxed)))
+    }
+
+    pub(crate) fn patience(&self) -> u32 {
+        self.pace().as_ref().map_or(1, |pace| pace.patience())
     }
 
     /// A writer goes on, who was held for this long.

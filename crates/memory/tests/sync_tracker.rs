@@ -307,6 +307,38 @@ fn writers_are_held_beyond_the_pace_and_each_time_for_a_moment_only() {
     assert_eq!(tracker.scan(0).unwrap(), set(256, &[(0, 80)]));
 }
 
+/// Lets nothing go, and is patient.
+struct Never(u32);
+
+impl Pace for Never {
+    fn may_pass(&self, _passed: u64) -> bool {
+        false
+    }
+
+    fn patience(&self) -> u32 {
+        self.0
+    }
+}
+
+/// Whoever is not to be held is not, however patient the pace is.
+#[test]
+fn a_pace_may_hold_for_longer_but_only_those_who_may_be_held() {
+    for (hold, patience) in [(HOLD, 1), (HOLD, 4), (Duration::ZERO, 4)] {
+        let guest = Guest::private(16 * PAGE, false);
+        (0..16).for_each(|page| guest.write(page, 1));
+        let uffd = userfaultfd(Faults::User).unwrap();
+        let mut tracker =
+            SyncTracker::new(uffd, own_pagemap(), vec![guest.area()], &[16], &[0], Box::new(hold)).unwrap();
+        tracker.scan(0).unwrap();
+        let waits = tracker.waits().unwrap();
+        waits.set_pace(Some(Box::new(Never(patience))));
+        (0..5).for_each(|page| guest.write(page, 2));
+        let waited = waits.so_far();
+        assert!(waited.held_time >= 5 * hold * patience, "{waited:?}");
+        assert_eq!((waited.writes, waited.held), (5, if hold.is_zero() { 0 } else { 5 }), "{waited:?}");
+    }
+}
+
 #[test]
 fn child() {
     common::process::child();
