@@ -44,12 +44,13 @@ const SIBLINGS: [&str; 3] = ["engine", "vmm", "balloon"];
 
 /// The parts of the engine, those that stand on fewer others first, and which of the others each uses. What is not here
 /// is everybody's (errors, options, progress, sets of pages), and uses none of these.
-const ENGINE: [(&str, &[&str]); 27] = [
+const ENGINE: [(&str, &[&str]); 28] = [
     ("digest", &[]),
     ("forecast", &[]),
     ("free", &[]),
     ("guarded", &[]),
     ("pacer", &[]),
+    ("pacing", &["forecast"]),
     ("scan", &[]),
     ("stream", &[]),
     ("transport", &[]),
@@ -58,7 +59,7 @@ const ENGINE: [(&str, &[&str]); 27] = [
     ("ending", &["guarded"]),
     ("unplug", &["control", "guarded"]),
     ("channels", &["control", "free", "pacer", "scan", "transport"]),
-    ("rounds", &["channels", "forecast", "free", "guarded", "scan", "unplug"]),
+    ("rounds", &["channels", "forecast", "free", "guarded", "pacing", "scan", "unplug"]),
     ("hand_over", &["ending", "guarded", "rounds"]),
     ("destination", &["control", "digest", "door", "ending", "transport"]),
     (
@@ -90,6 +91,7 @@ const ENGINE: [(&str, &[&str]); 27] = [
             "forecast",
             "free",
             "guarded",
+            "pacing",
             "scan",
             "snapshot",
             "snapshot/file",

@@ -18,7 +18,7 @@ pub(crate) use convert::ConvertArgs;
 pub(crate) use receive::{ReceiveArgs, Sender};
 pub(crate) use relay::RelayArgs;
 pub(crate) use restore::{InfoArgs, RestoreArgs};
-pub(crate) use tracker::Tracker;
+pub(crate) use tracker::{Converge, Tracker};
 
 const ABOUT: &str = "Moves the memory of running virtual machines, from outside the VMM";
 
@@ -52,6 +52,9 @@ Examples:
 
   Over a slow link, with stronger compression on 8 threads:
     transship move --vm qemu:/run/vm.qmp --to tcp:ship2:4444 --compress zstd:3 --encoders 8
+
+  A guest that writes faster than the link carries:
+    transship move --vm qemu:/run/vm.qmp --to tcp:ship2:4444 --converge pace
 
   To a stock QEMU that was started with `-incoming tcp:0.0.0.0:4444`:
     transship move --vm qemu:/run/vm.qmp --to tcp:ship2:4444 --peer qemu
@@ -219,7 +222,7 @@ pub(crate) struct MoveArgs {
     ///
     /// `wait`: wait until one is free; sends fewer bytes. `raw`: send the pages as they are; for links that are about
     /// as fast as the encoders.
-    #[arg(long, value_enum, default_value_t = WhenBusy::Wait, value_name = "WHAT", hide_possible_values = true)]
+    #[arg(long, value_enum, default_value_t = WhenBusy::Wait, value_name = "WHAT", hide_possible_values = true, hide_short_help = true)]
     pub(crate) when_busy: WhenBusy,
     /// Where zero pages are detected: channels, main or off
     ///
@@ -241,6 +244,14 @@ pub(crate) struct MoveArgs {
     /// ends and reports the numbers, and the guest keeps running at the source.
     #[arg(long, value_name = "N", default_value = "30", hide_short_help = true)]
     pub(crate) max_rounds: String,
+    /// If it writes too fast: never, pace
+    ///
+    /// `never`: after some rounds the move ends and reports the numbers, and the guest keeps running at the source.
+    /// `pace`: writers that are faster than the link are held, for a few milliseconds at a time, so that each round is
+    /// smaller than the one before; a guest that writes little is never held. This needs `--tracker sync`, and chooses
+    /// it. See docs/converging.md.
+    #[arg(long, value_enum, default_value_t = Converge::Never, value_name = "HOW", hide_possible_values = true)]
+    pub(crate) converge: Converge,
     /// Ask the guest's `transship balloon` which memory is free
     ///
     /// PATH is the socket of the balloon. Memory that the guest does not need is left out of the first round. QEMU
@@ -362,6 +373,11 @@ pub(crate) struct SaveArgs {
     /// Give up on a live guest after this many rounds
     #[arg(long, value_name = "N", default_value = "30", hide_short_help = true)]
     pub(crate) max_rounds: String,
+    /// If a live guest writes too fast: never, pace
+    ///
+    /// As in `transship move`, with the disk in place of the link.
+    #[arg(long, value_enum, default_value_t = Converge::Never, value_name = "HOW", hide_possible_values = true, hide_short_help = true)]
+    pub(crate) converge: Converge,
     /// Ask the guest's `transship balloon` which memory is free
     ///
     /// PATH is the socket of the balloon. With --live, memory that the guest does not need is left out. QEMU can't save

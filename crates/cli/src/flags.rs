@@ -4,7 +4,11 @@ use std::{path::PathBuf, time::Duration};
 use transship_engine::{DirectIo, Format};
 use transship_vmm::{AttachOptions, Tracking};
 
-use crate::{checks::Checks, hints, units};
+use crate::{
+    args::{Converge, Tracker},
+    checks::Checks,
+    hints, units,
+};
 
 const DOWNTIME_MIN: Duration = Duration::from_millis(1);
 const DOWNTIME_MAX: Duration = Duration::from_secs(60);
@@ -61,6 +65,19 @@ pub(crate) fn direct_io(checks: &mut Checks, text: Option<&str>, format: Format)
         ));
     }
     Some(direct_io)
+}
+
+/// `--tracker`, together with `--converge`: only those can be held who wait.
+pub(crate) fn tracking(checks: &mut Checks, tracker: Tracker, converge: Converge) -> Tracking {
+    match (converge, tracker) {
+        (Converge::Pace, Tracker::Auto) => Tracking::Sync,
+        (Converge::Pace, Tracker::Async) => {
+            let why = "the asynchronous tracker can't hold writers";
+            checks.mistake(format!("--converge pace: {why}; leave out --tracker async"));
+            Tracking::Sync
+        }
+        (_, tracker) => tracker.into(),
+    }
 }
 
 /// How a source is attached to. `may_write`: what writes past the tracker is let pass.

@@ -78,6 +78,8 @@ struct Sample {
     wire: u64,
     relayed: u64,
     dirty_pages_per_s: u64,
+    /// Of all writers together, in seconds.
+    held: f64,
     encoding: Encoding,
     cpu: CpuSeconds,
 }
@@ -162,6 +164,7 @@ impl Sample {
             wire: progress.wire_bytes.load(Ordering::Relaxed),
             relayed: progress.relayed_bytes.load(Ordering::Relaxed),
             dirty_pages_per_s: progress.dirty_rate.load(Ordering::Relaxed),
+            held: progress.held_time().as_secs_f64(),
             encoding: Encoding::of(&progress.encoding),
             cpu: CpuSeconds::of(&progress.cpu),
         }
@@ -179,6 +182,11 @@ impl Sample {
             0 => String::new(),
             pages => format!(", dirty {}", Rate(pages as f64 * PAGE)),
         };
+        // In percent of the time of one processor.
+        let held = match (speed.held * 100.0).round() as u64 {
+            0 => String::new(),
+            percent => format!(", writers held {percent} %"),
+        };
         let wire = Rate(speed.wire);
         let work = format!("{}{}", self.encoding.describe(), speed.cores.describe());
         match self.phase {
@@ -188,7 +196,7 @@ impl Sample {
             }
             Phase::Rounds => {
                 let eta = speed.eta(self.left).map(|eta| format!(", eta {}", Time(eta))).unwrap_or_default();
-                format!("round {}: {} left, {wire}{dirty}{eta}{work}", self.round, Bytes(self.left))
+                format!("round {}: {} left, {wire}{dirty}{held}{eta}{work}", self.round, Bytes(self.left))
             }
             Phase::Switchover => "the guest is stopped: last pages, device state".into(),
             Phase::HandedOver => "handed over; the destination starts the guest".into(),
@@ -213,6 +221,8 @@ impl Sample {
 struct Speed {
     wire: f64,
     looked_at: f64,
+    /// Seconds a second for which writers are held, all of them together.
+    held: f64,
     /// CPU seconds a second.
     cores: CpuSeconds,
 }
@@ -226,6 +236,16 @@ impl Speed {
     }
 }
 
+/// What was counted at one moment.
+#[derive(Debug, Clone, Copy)]
+struct Point {
+    at: Instant,
+    wire: u64,
+    looked_at: u64,
+    held: f64,
+    cpu: CpuSeconds,
+}
+
 /// Makes speeds from counters, over a sliding window.
 #[derive(Debug, Default)]
 struct Meter {
@@ -233,7 +253,7 @@ struct Meter {
     /// Bytes looked at in the rounds before this one, and in this one as far as was seen.
     before: u64,
     current: u64,
-    points: VecDeque<(Instant, u64, u64, CpuSeconds)>,
+    points: VecDeque<Point>,
 }
 
 impl Meter {
@@ -244,23 +264,22 @@ impl Meter {
             self.round = sample.round;
         }
         self.current = self.current.max(sample.looked_at());
-        self.points.push_back((now, sample.wire, self.before + self.current, sample.cpu));
-        while self.points.len() > 2 && now.duration_since(self.points[1].0) >= SPEED_OVER {
+        let looked_at = self.before + self.current;
+        let point = Point { at: now, wire: sample.wire, looked_at, held: sample.held, cpu: sample.cpu };
+        self.points.push_back(point);
+        while self.points.len() > 2 && now.duration_since(self.points[1].at) >= SPEED_OVER {
             self.points.pop_front();
         }
-        let (Some(&(then, wire, looked_at, cpu)), Some(&(_, wire_now, looked_at_now, cpu_now))) =
-            (self.points.front(), self.points.back())
-        else {
-            return Speed::default();
-        };
-        let seconds = now.duration_since(then).as_secs_f64();
+        let then = self.points[0];
+        let seconds = now.duration_since(then.at).as_secs_f64();
         if seconds <= 0.0 {
             return Speed::default();
         }
         Speed {
-            wire: wire_now.saturating_sub(wire) as f64 / seconds,
-            looked_at: looked_at_now.saturating_sub(looked_at) as f64 / seconds,
-            cores: cpu_now.since(&cpu, seconds),
+            wire: point.wire.saturating_sub(then.wire) as f64 / seconds,
+            looked_at: point.looked_at.saturating_sub(then.looked_at) as f64 / seconds,
+            held: (point.held - then.held).max(0.0) / seconds,
+            cores: point.cpu.since(&then.cpu, seconds),
         }
     }
 }
@@ -396,6 +415,20 @@ mod tests {
         let work =
             ", encoded 64.0 MiB to 16.0 MiB, busy 83 %, 1,234 pages raw, cpu main 2 % encoders 180 % channels 25 %";
         assert!(line.ends_with(work), "{line}");
+    }
+
+    #[test]
+    fn how_long_writers_are_held_is_shown_where_they_are() {
+        let begin = Instant::now();
+        let mut meter = Meter::default();
+        let mut sample = sample(2, 64 << 20, 128 << 20, 5 << 20);
+        meter.measure(begin, &sample);
+        sample.held = 1.7;
+        let speed = meter.measure(begin + Duration::from_secs(1), &sample);
+        let line = sample.describe(&speed);
+        assert!(line.ends_with("dirty 1.0 MiB/s, writers held 170 %"), "{line}");
+        let speed = meter.measure(begin + Duration::from_secs(4), &sample);
+        assert!(!sample.describe(&speed).contains("held"), "{speed:?}");
     }
 
     #[test]

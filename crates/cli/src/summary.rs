@@ -62,7 +62,7 @@ fn encoding(report: &Report) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use transship_engine::{ByteCounts, CpuSeconds, PageCounts, RoundReport, Status};
+    use transship_engine::{ByteCounts, CpuSeconds, PageCounts, RoundReport, Status, TrackerName, TrackerReport};
 
     #[test]
     fn the_table_says_what_a_person_wants_to_know() {
@@ -112,6 +112,24 @@ mod tests {
         // Every packet found all of them busy.
         (report.bytes.encoder_in, report.bytes.encoder_out) = (0, 0);
         assert!(table(&report).contains("0 B to 0 B, all busy"), "{}", table(&report));
+    }
+
+    #[test]
+    fn how_long_writers_were_held_is_said_by_round() {
+        let rounds = [0.0, 1300.0, 250.0].map(|held_ms| RoundReport { held_ms, ..Default::default() });
+        let mut tracker =
+            TrackerReport { name: TrackerName::Sync, waits: 5000, held: 1234, held_ms: 1550.0, longest_ms: 4.2 };
+        let mut report = Report { rounds: rounds.into(), tracker: Some(tracker), ..Default::default() };
+        let text = table(&report);
+        for part in [
+            "sync: 5,000 writes waited until they were let through; 1,234 of them were held",
+            "held        1.55 s together, 4 ms at most at a time (0 ms, 1.30 s, 250 ms by round)",
+        ] {
+            assert!(text.contains(part), "{part:?} is not in\n{text}");
+        }
+        tracker.held = 0;
+        report.tracker = Some(tracker);
+        assert!(!table(&report).contains("held"), "{}", table(&report));
     }
 
     #[test]

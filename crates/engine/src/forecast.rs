@@ -3,7 +3,7 @@ use std::time::Duration;
 
 use transship_memory::PAGE;
 
-use crate::{Report, RoundReport};
+use crate::{Converge, Report, RoundReport};
 
 /// Rounds in a row that may pass without a smaller rest than ever before.
 const PATIENCE: u32 = 6;
@@ -38,6 +38,16 @@ pub(crate) struct Aim {
     /// Bytes a second that it is held below.
     pub(crate) bandwidth: Option<u64>,
     pub(crate) max_rounds: u32,
+    pub(crate) converge: Converge,
+}
+
+/// What is left for the guest to converge in.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Room {
+    /// Bytes that can be sent while it stands still for no longer than it may.
+    pub(crate) fits_bytes: u64,
+    /// Rounds that may follow.
+    pub(crate) rounds_left: u32,
 }
 
 /// Looks at what rounds achieve.
@@ -72,7 +82,15 @@ impl Forecast {
         if rounds < self.aim.max_rounds && self.rounds_without_gain < PATIENCE {
             return Verdict::AnotherRound;
         }
-        Verdict::Hopeless(hopeless(report, rest, rate, stop, &self.aim))
+        let can_pace = self.state < self.aim.downtime;
+        Verdict::Hopeless(hopeless(report, rest, rate, stop, &self.aim, can_pace))
+    }
+
+    /// What is left for the guest to converge in.
+    pub(crate) fn room(&self, report: &Report) -> Room {
+        let time = self.aim.downtime.saturating_sub(self.state);
+        let fits_bytes = (time.as_secs_f64() * self.bytes_per_s(&report.rounds)) as u64;
+        Room { fits_bytes, rounds_left: self.aim.max_rounds.saturating_sub(report.rounds.len() as u32) }
     }
 
     /// Bytes a second over the rounds so far: the later half counts, the first rounds may have been another load.
@@ -86,28 +104,28 @@ impl Forecast {
     }
 }
 
-fn hopeless(report: &Report, rest: u64, rate: f64, stop: Duration, aim: &Aim) -> String {
+fn hopeless(report: &Report, rest: u64, rate: f64, stop: Duration, aim: &Aim, can_pace: bool) -> String {
     const MB: f64 = 1e6;
     let dirty = report.rounds.last().map_or(0.0, |round| round.dirty_pages_per_s) * PAGE as f64;
     let enough_ms = (stop.as_millis() * 5 / 4).max(1);
+    let (although, pace) = match aim.converge {
+        Converge::Never if can_pace => {
+            ("", "Repeat the command with --converge pace, which slows its writers, or allow")
+        }
+        Converge::Pace if can_pace => (" although its writers were held", "Allow"),
+        // The devices alone take longer than that.
+        Converge::Never | Converge::Pace => ("", "Allow"),
+    };
     let (carries, cure) = match aim.medium {
-        Medium::Link => (
-            "link carries",
-            format!(
-                "Allow --downtime {enough_ms}ms or more, a faster link or more --bandwidth, or move it when it writes less"
-            ),
-        ),
-        Medium::File => (
-            "disk takes",
-            format!(
-                "Allow --downtime {enough_ms}ms or more, use --background or --paused, or save it to a faster disk or \
-                 when it writes less"
-            ),
-        ),
+        Medium::Link => ("link carries", "a faster link or more --bandwidth, or move it when it writes less"),
+        Medium::File => {
+            ("disk takes", "use --background or --paused, or save it to a faster disk or when it writes less")
+        }
     };
     format!(
-        "the guest does not converge: after {} rounds it writes {:.1} MB/s, the {carries} {:.1} MB/s, and the rest of \
-         {:.1} MB would stop it for {} ms, but --downtime allows {} ms; it runs on here. {cure}",
+        "the guest does not converge{although}: after {} rounds it writes {:.1} MB/s, the {carries} {:.1} MB/s, and \
+         the rest of {:.1} MB would stop it for {} ms, but --downtime allows {} ms; it runs on here. {pace} --downtime \
+         {enough_ms}ms or more, {cure}",
         report.rounds.len(),
         dirty / MB,
         rate / MB,
@@ -124,7 +142,8 @@ mod tests {
     const MIB: u64 = 1 << 20;
 
     fn aim(downtime_ms: u64) -> Aim {
-        Aim { medium: Medium::Link, downtime: Duration::from_millis(downtime_ms), bandwidth: None, max_rounds: 30 }
+        let downtime = Duration::from_millis(downtime_ms);
+        Aim { medium: Medium::Link, downtime, bandwidth: None, max_rounds: 30, converge: Converge::Never }
     }
 
     fn forecast(downtime_ms: u64) -> Forecast {
@@ -211,8 +230,8 @@ mod tests {
         let report = Report { rounds: vec![round; 3], ..Report::default() };
         let mut forecast = Forecast::new(Aim { max_rounds: 3, ..aim(100) }, Duration::from_millis(50));
         let numbers = "after 3 rounds it writes 102.4 MB/s, the link carries 100.0 MB/s, and the rest of 50.0 MB would \
-                       stop it for 550 ms, but --downtime allows 100 ms; it runs on here. Allow \
-                       --downtime 687ms or more";
+                       stop it for 550 ms, but --downtime allows 100 ms; it runs on here. Repeat the command with \
+                       --converge pace, which slows its writers, or allow --downtime 687ms or more";
         let verdict = forecast.judge(&report, 50_000_000);
         assert!(matches!(&verdict, Verdict::Hopeless(why) if why.contains(numbers)), "{verdict:?}");
     }
@@ -226,6 +245,29 @@ mod tests {
             };
             assert!(why.contains(said) && !why.contains(unsaid), "{why}");
         }
+    }
+
+    /// Holding its writers helps where it was not done, and where the rest is what takes so long.
+    #[test]
+    fn the_verdict_names_the_pace_where_that_would_end_it() {
+        use Converge::{Never, Pace};
+        for (converge, downtime_ms, named, held) in
+            [(Never, 100, true, false), (Pace, 100, false, true), (Never, 50, false, false), (Pace, 50, false, false)]
+        {
+            let aim = Aim { converge, max_rounds: 1, ..aim(downtime_ms) };
+            let verdict = Forecast::new(aim, Duration::from_millis(50)).judge(&report(1), 500 * MIB);
+            let Verdict::Hopeless(why) = verdict else { panic!("it goes on after the last round") };
+            assert_eq!((why.contains("--converge pace"), why.contains("were held")), (named, held), "{why}");
+        }
+    }
+
+    #[test]
+    fn room_is_what_fits_beside_the_device_state() {
+        // 100 MiB/s for 250 ms.
+        let room = forecast(300).room(&report(7));
+        assert_eq!((room.fits_bytes, room.rounds_left), (25 * MIB, 23));
+        let room = forecast(50).room(&report(31));
+        assert_eq!((room.fits_bytes, room.rounds_left), (0, 0));
     }
 
     #[test]

@@ -60,7 +60,9 @@ impl Course<'_, '_> {
     }
 
     fn up_to_no_return(&mut self, peer: &mut dyn Peer, rounds: &mut Rounds) -> Result<Found, Error> {
-        let found = self.guest.stop()?;
+        let found = self.guest.stop();
+        rounds.let_writers_go();
+        let found = found?;
         fail_point::reach(&format!("{}.stopped", peer.name()))?;
         peer.bring_the_rest(self, rounds, found)?;
         give_up(self.guest, peer, self.progress, found)?;

@@ -17,6 +17,7 @@ mod guarded;
 mod hand_over;
 mod options;
 mod pacer;
+mod pacing;
 mod page_map;
 mod progress;
 mod qemu_peer;
@@ -34,7 +35,7 @@ const _: () = assert!(transship_wire::PAGE_BYTES == transship_memory::PAGE_BYTES
 
 pub use destination::receive_guest;
 pub use error::{Actor, Cancelled, Error, Outcome};
-pub use options::{Compress, MoveOptions, Setting, WhenBusy, ZeroPages};
+pub use options::{Compress, Converge, MoveOptions, Setting, WhenBusy, ZeroPages};
 pub use progress::{CpuProgress, CpuTime, EncodingProgress, Phase, Progress};
 pub use qemu_peer::{
     FileSink, FileSinkOptions, QemuSendOptions, RelayOptions, Sink, receive_from_qemu, relay_from_qemu, relay_to_qemu,

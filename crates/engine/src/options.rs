@@ -50,6 +50,17 @@ pub enum WhenBusy {
     Raw,
 }
 
+/// What is done about a guest that writes faster than its pages can be carried.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Converge {
+    /// Nothing: it gets a verdict with the numbers, and runs on where it is.
+    #[default]
+    Never,
+    /// Its writers are held, for a few milliseconds at a time, so that each round is smaller than the one before. Its
+    /// writes must be tracked in the way that lets them wait.
+    Pace,
+}
+
 /// Options of the source.
 #[derive(Debug, Clone)]
 pub struct MoveOptions {
@@ -71,6 +82,8 @@ pub struct MoveOptions {
     pub verify: bool,
     /// Rounds after which a guest that does not converge gets its verdict.
     pub max_rounds: u32,
+    /// What is done so that it converges.
+    pub converge: Converge,
 }
 
 impl Default for MoveOptions {
@@ -85,6 +98,7 @@ impl Default for MoveOptions {
             downtime: Duration::from_millis(300),
             verify: false,
             max_rounds: 30,
+            converge: Converge::default(),
         }
     }
 }

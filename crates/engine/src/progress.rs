@@ -1,8 +1,13 @@
 //! What is going on, for a progress bar: atomics that any thread may read at any time, and a flag to cancel.
-use std::sync::{
-    Arc, Mutex,
-    atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering},
+use std::{
+    sync::{
+        Arc, Mutex, OnceLock,
+        atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering},
+    },
+    time::Duration,
 };
+
+use transship_memory::Waits;
 
 /// Where a move is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -53,6 +58,8 @@ pub struct Progress {
     pub encoding: EncodingProgress,
     /// CPU time so far.
     pub cpu: CpuProgress,
+    /// Writers that wait for the tracker.
+    waits: OnceLock<Arc<Waits>>,
     phase: Mutex<Phase>,
     cancelled: AtomicBool,
 }
@@ -126,6 +133,15 @@ impl Progress {
     /// For the engine: the move is here now.
     pub fn set_phase(&self, phase: Phase) {
         *self.phase.lock().unwrap_or_else(|e| e.into_inner()) = phase;
+    }
+    /// For how long writers were held so far, all of them together.
+    pub fn held_time(&self) -> Duration {
+        self.waits.get().map_or(Duration::ZERO, |waits| waits.held_time())
+    }
+    /// These are the guest's writers.
+    pub(crate) fn watch_writers(&self, waits: &Arc<Waits>) {
+        // A second move with the same numbers keeps showing the first one's; there is none.
+        let _ = self.waits.set(Arc::clone(waits));
     }
     /// Asks the engine to stop as soon as it can; the source guest runs on. Without effect past the point of no return.
     pub fn cancel(&self) {

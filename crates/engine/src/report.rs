@@ -41,8 +41,8 @@ pub struct RoundReport {
     pub ms: f64,
     /// Pages written a second while the round ran.
     pub dirty_pages_per_s: f64,
-    /// Milliseconds for which writers were held until the next scan, all of them together; they were as many as there
-    /// are processors that write.
+    /// Milliseconds for which writers were held, all of them together, until the next scan; in the last round, since
+    /// the last scan. They are as many as there are processors that write.
     pub held_ms: f64,
 }
 

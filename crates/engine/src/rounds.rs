@@ -1,7 +1,10 @@
 //! The rounds of a move, for every kind of peer: each round sends the pages that the scan before it found.
 use std::{
     panic::resume_unwind,
-    sync::atomic::{AtomicBool, Ordering::Relaxed},
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering::Relaxed},
+    },
     thread,
     time::{Duration, Instant},
 };
@@ -9,13 +12,14 @@ use std::{
 use transship_memory::{Freeing, PageSet};
 
 use crate::{
-    Error, Phase, Progress, Report,
+    Converge, Error, Phase, Progress, Report,
     channels::{RoundWork, Sent},
     fail_point,
     forecast::{Aim, Forecast, Verdict},
     free::{FreePages, Patience},
     guarded::Guarded,
     guest::{Place, SourceGuest},
+    pacing::Pacing,
     page_map::PageMap,
     scan::Scanner,
     unplug::unplug,
@@ -53,13 +57,14 @@ pub(crate) struct Rounds {
     free: FreePages,
     /// Whether memory may be given back while it is sent.
     freeing: Freeing,
+    pacing: Pacing,
     number: u32,
 }
 
 /// A move in progress.
 pub(crate) struct Course<'a, 'g> {
     pub(crate) guest: &'a mut Guarded<'g>,
-    pub(crate) progress: &'a Progress,
+    pub(crate) progress: &'a Arc<Progress>,
     pub(crate) report: &'a mut Report,
     pub(crate) begin: Instant,
 }
@@ -75,7 +80,7 @@ impl Course<'_, '_> {
     ) -> Result<&'r mut Rounds, Error> {
         let Self { guest, progress, report, begin } = self;
         let is_running = guest.unguarded().is_running()?;
-        let rounds = rounds.insert(Rounds::begin(guest.unguarded())?);
+        let rounds = rounds.insert(Rounds::begin(guest.unguarded(), aim.converge, progress)?);
         reach(link, "tracking")?;
         report.setup_ms = begin.elapsed().as_secs_f64() * 1e3;
         progress.set_phase(Phase::Rounds);
@@ -91,10 +96,11 @@ impl Course<'_, '_> {
 
 impl Rounds {
     /// Arms the tracking.
-    fn begin(guest: &mut dyn SourceGuest) -> Result<Self, Error> {
+    fn begin(guest: &mut dyn SourceGuest, converge: Converge, progress: &Arc<Progress>) -> Result<Self, Error> {
         let tracker = guest.track()?;
         let scanner = Scanner::begin(guest.memory(), tracker, guest.freeing())?;
-        Ok(Self { scanner, free: FreePages::of(guest), freeing: guest.freeing(), number: 0 })
+        let pacing = Pacing::new(converge, scanner.waits(), progress)?;
+        Ok(Self { scanner, free: FreePages::of(guest), freeing: guest.freeing(), pacing, number: 0 })
     }
 
     /// Asks a running guest which pages the first round can leave out; the rest of its data is the first round. `speed`
@@ -124,7 +130,10 @@ impl Rounds {
         self.send_first_and_unplug(guest, link, progress, report)?;
         loop {
             self.scanner.scan(link.content(), report, progress)?;
-            match forecast.judge(report, self.scanner.pending_bytes()) {
+            let rest = self.scanner.pending_bytes();
+            let verdict = forecast.judge(report, rest);
+            self.pacing.follow(&verdict, rest, forecast.room(report));
+            match verdict {
                 Verdict::Fits => return Ok(()),
                 Verdict::AnotherRound => {}
                 Verdict::Hopeless(why) => return Err(Error::NotConverging(why)),
@@ -166,6 +175,11 @@ impl Rounds {
         sent?;
         unplugged?;
         reach(link, "unplugged")
+    }
+
+    /// The guest has been stopped, or could not be: nobody is held any more.
+    pub(crate) fn let_writers_go(&mut self) {
+        self.pacing.end();
     }
 
     /// The last scan and the last round, while the guest is stopped.

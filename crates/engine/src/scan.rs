@@ -87,6 +87,11 @@ impl Scanner {
         Ok(scanner)
     }
 
+    /// The writers that wait for the tracker, if they do.
+    pub(crate) fn waits(&self) -> Option<Arc<Waits>> {
+        self.waits.clone()
+    }
+
     /// Notes in the report what tracking has cost the guest so far.
     pub(crate) fn note_tracker(&self, report: &mut Report) {
         let waited = self.waits.as_ref().map(|waits| waits.so_far());
@@ -161,12 +166,11 @@ impl Scanner {
         let seconds = now.duration_since(self.last_scan).as_secs_f64();
         self.last_scan = now;
         self.next.dirty_pages_per_s = self.next.written as f64 / seconds;
-        let held = self.waits.as_ref().map_or(Duration::ZERO, |waits| waits.held_time());
+        let held_ms = self.held_ms();
         if let Some(done) = report.rounds.last_mut() {
             done.dirty_pages_per_s = self.next.dirty_pages_per_s;
-            done.held_ms = held.saturating_sub(self.held).as_secs_f64() * 1e3;
+            done.held_ms = held_ms;
         }
-        self.held = held;
         progress.dirty_rate.store(self.next.dirty_pages_per_s as u64, Relaxed);
         Ok(())
     }
@@ -178,7 +182,14 @@ impl Scanner {
         let dirty_rate = self.next.dirty_pages_per_s;
         self.scan_and_look(Some(earlier), content)?;
         self.next.dirty_pages_per_s = dirty_rate;
+        self.next.held_ms = self.held_ms();
         Ok(())
+    }
+
+    /// For how long writers were held since this was asked last.
+    fn held_ms(&mut self) -> f64 {
+        let held = self.waits.as_ref().map_or(Duration::ZERO, |waits| waits.held_time());
+        held.saturating_sub(std::mem::replace(&mut self.held, held)).as_secs_f64() * 1e3
     }
 
     /// One more scan after the last round has been sent. Returns how many pages have changed since.

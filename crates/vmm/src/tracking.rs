@@ -34,7 +34,7 @@ impl Tracking {
         match memory.regions().iter().find(is_huge) {
             Some(region) if tracking == Self::Sync => Err(GuestError::Unfit(format!(
                 "guest memory {:?} is on huge pages, whose writes can't all be found by having them wait; boot Linux \
-                 6.7 or newer, and leave out --tracker sync",
+                 6.7 or newer, and leave out --tracker sync and --converge pace",
                 region.name()
             ))),
             _ => Ok(tracking),

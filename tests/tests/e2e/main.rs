@@ -17,6 +17,7 @@ mod check;
 mod clones;
 mod clones_refused;
 mod codecs;
+mod converging;
 mod convert;
 mod crash;
 mod direct_disks;

@@ -1,4 +1,4 @@
-//! How written pages are found.
+//! How written pages are found, and what is done where there are too many.
 use clap::ValueEnum;
 use transship_vmm::Tracking;
 
@@ -15,6 +15,21 @@ impl From<Tracker> for Tracking {
             Tracker::Auto => Self::Auto,
             Tracker::Async => Self::Async,
             Tracker::Sync => Self::Sync,
+        }
+    }
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Converge {
+    Never,
+    Pace,
+}
+
+impl From<Converge> for transship_engine::Converge {
+    fn from(how: Converge) -> Self {
+        match how {
+            Converge::Never => Self::Never,
+            Converge::Pace => Self::Pace,
         }
     }
 }

@@ -95,13 +95,14 @@ impl Request {
             Peer::Transship => to_transship(args, &mut checks).map(Way::ToTransship),
             Peer::Qemu => to_qemu(args, &mut checks).map(Way::ToQemu),
         };
+        let tracking = flags::tracking(&mut checks, args.tracker, args.converge);
         let request = (|| {
             Some(Self {
                 vm: vm?,
                 vm_text: args.vm.clone(),
                 to: to?,
                 way: way?,
-                attach: flags::attach(args.allow_untracked_writers, args.tracker.into(), args.balloon.as_ref()),
+                attach: flags::attach(args.allow_untracked_writers, tracking, args.balloon.as_ref()),
             })
         })();
         checks.finish(request)
@@ -125,6 +126,7 @@ fn to_transship(args: &MoveArgs, checks: &mut Checks) -> Option<MoveOptions> {
         downtime,
         verify: args.verify,
         max_rounds,
+        converge: args.converge.into(),
     })
 }
 
@@ -160,6 +162,7 @@ fn to_qemu(args: &MoveArgs, checks: &mut Checks) -> Option<QemuSendOptions> {
         bandwidth,
         downtime,
         max_rounds,
+        converge: args.converge.into(),
     })
 }
 

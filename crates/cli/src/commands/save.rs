@@ -5,7 +5,7 @@ use transship_engine::{Error, FileUri, Format, Progress, Report, SaveOptions, Th
 use transship_vmm::{AttachOptions, VmAddress, attach_source};
 
 use crate::{
-    args::SaveArgs,
+    args::{Converge, SaveArgs},
     checks::Checks,
     failure::Failure,
     flags::{self, Patience},
@@ -65,6 +65,10 @@ impl Request {
                     .into(),
             );
         }
+        if way != Way::Live && args.converge == Converge::Pace {
+            checks.mistake("--converge pace: only a save with --live has rounds; leave it out".into());
+        }
+        let tracking = flags::tracking(&mut checks, args.tracker, args.converge);
         let patience = Patience::check(&mut checks, &args.downtime, &args.max_rounds);
         let request = (|| {
             let Patience { downtime, max_rounds } = patience?;
@@ -80,12 +84,13 @@ impl Request {
                     format,
                     downtime,
                     max_rounds,
+                    converge: args.converge.into(),
                     io: args.io.into(),
                 },
                 // A stopped guest writes nothing, tracked or not.
                 attach: flags::attach(
                     args.allow_untracked_writers || way == Way::Paused,
-                    args.tracker.into(),
+                    tracking,
                     args.balloon.as_ref(),
                 ),
             })

@@ -1,7 +1,7 @@
 //! What the results of all commands have in common.
 use std::fmt::Write as _;
 
-use transship_engine::{Error, FileReport, Report, Status, TrackerName, TrackerReport};
+use transship_engine::{Error, FileReport, Report, RoundReport, Status, TrackerName, TrackerReport};
 
 use crate::{
     failure::Failure,
@@ -75,6 +75,9 @@ impl Rows {
         if let Some(tracker) = report.tracker.filter(|tracker| tracker.name == TrackerName::Sync) {
             self.add("tracker", waited(&tracker));
         }
+        if report.tracker.is_some_and(|tracker| tracker.held > 0) {
+            self.add("held", held(report));
+        }
         if report.drains.count > 0 {
             let (count, longest) = (Count(report.drains.count), Time::from_ms(report.drains.longest_ms));
             self.add("disks", format!("waited for {count} times before pages were read, {longest} at most"));
@@ -116,23 +119,32 @@ fn cpu(report: &Report) -> String {
 
 /// What a tracker that has writers wait has cost.
 fn waited(tracker: &TrackerReport) -> String {
-    let waits = Count(tracker.waits);
     let held = match tracker.held {
         0 => String::new(),
-        held => {
-            let (time, longest) = (Time::from_ms(tracker.held_ms), Time::from_ms(tracker.longest_ms));
-            format!("; {} of them were held, {time} together, {longest} at most", Count(held))
-        }
+        held => format!("; {} of them were held", Count(held)),
     };
-    format!("sync: {waits} writes waited until they were let through{held}")
+    format!("sync: {} writes waited until they were let through{held}", Count(tracker.waits))
+}
+
+/// How long writers were held because of the pace, by round.
+fn held(report: &Report) -> String {
+    let tracker = report.tracker.unwrap_or_default();
+    let (time, longest) = (Time::from_ms(tracker.held_ms), Time::from_ms(tracker.longest_ms));
+    let rounds = list(report, |round| Time::from_ms(round.held_ms).to_string());
+    format!("{time} together, {longest} at most at a time ({rounds} by round)")
+}
+
+/// Something of the first rounds.
+fn list(report: &Report, what: impl Fn(&RoundReport) -> String) -> String {
+    const SHOWN: usize = 5;
+    let (first, rest) = report.rounds.split_at(report.rounds.len().min(SHOWN));
+    let more = if rest.is_empty() { "" } else { ", …" };
+    format!("{}{more}", first.iter().map(what).collect::<Vec<_>>().join(", "))
 }
 
 fn rounds(report: &Report, done: &str) -> String {
-    const SHOWN: usize = 5;
-    let (first, rest) = report.rounds.split_at(report.rounds.len().min(SHOWN));
-    let sent: Vec<_> = first.iter().map(|round| Bytes(round.bytes).to_string()).collect();
-    let more = if rest.is_empty() { "" } else { ", …" };
-    format!("{} ({}{more} {done})", report.rounds.len(), sent.join(", "))
+    let sent = list(report, |round| Bytes(round.bytes).to_string());
+    format!("{} ({sent} {done})", report.rounds.len())
 }
 
 fn status_name(status: Status) -> &'static str {

@@ -3,6 +3,8 @@ use std::{fmt, str::FromStr, time::Duration};
 
 pub use transship_memory::FileIo;
 
+use crate::Converge;
+
 /// What the guest does while it is saved.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Way {
@@ -91,6 +93,8 @@ pub struct SaveOptions {
     pub downtime: Duration,
     /// Rounds after which a live guest that writes faster than the disk gets its verdict.
     pub max_rounds: u32,
+    /// What is done so that the rest of a live guest becomes small enough.
+    pub converge: Converge,
     /// How the kernel is asked to write pages.
     pub io: FileIo,
 }
@@ -105,6 +109,7 @@ impl Default for SaveOptions {
             format: Format::default(),
             downtime: Duration::from_millis(300),
             max_rounds: 30,
+            converge: Converge::default(),
             io: FileIo::default(),
         }
     }

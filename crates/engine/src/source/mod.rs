@@ -61,8 +61,8 @@ fn run(
     options: &MoveOptions,
     rounds: &mut Option<Rounds>,
 ) -> Result<(), Error> {
-    let MoveOptions { downtime, bandwidth, max_rounds, verify, .. } = *options;
-    let aim = Aim { medium: Medium::Link, downtime, bandwidth, max_rounds };
+    let MoveOptions { downtime, bandwidth, max_rounds, converge, verify, .. } = *options;
+    let aim = Aim { medium: Medium::Link, downtime, bandwidth, max_rounds, converge };
     let rounds = course.up_to_switchover(rounds, session, aim)?;
     course.hand_over(&mut Transship { session, verify }, rounds)
 }

@@ -19,7 +19,7 @@ use std::{
 use transship_codec::Setting;
 
 use crate::{
-    Error, MoveOptions, Progress, Report, Uri, WhenBusy, ZeroPages,
+    Converge, Error, MoveOptions, Progress, Report, Uri, WhenBusy, ZeroPages,
     ending::finish,
     fail_point,
     forecast::{Aim, Medium},
@@ -56,14 +56,16 @@ pub struct QemuSendOptions {
     pub downtime: Duration,
     /// Rounds after which a guest that does not converge gets its verdict.
     pub max_rounds: u32,
+    /// What is done so that it converges.
+    pub converge: Converge,
 }
 
 impl Default for QemuSendOptions {
     fn default() -> Self {
-        let MoveOptions { encoders, when_busy, zero_pages, bandwidth, downtime, max_rounds, .. } =
+        let MoveOptions { encoders, when_busy, zero_pages, bandwidth, downtime, max_rounds, converge, .. } =
             MoveOptions::default();
         let (channels, compress) = (0, Setting::NONE);
-        Self { channels, compress, encoders, when_busy, zero_pages, bandwidth, downtime, max_rounds }
+        Self { channels, compress, encoders, when_busy, zero_pages, bandwidth, downtime, max_rounds, converge }
     }
 }
 
@@ -125,8 +127,8 @@ fn run(
     regions: &[RegionBlock],
     rounds: &mut Option<Rounds>,
 ) -> Result<(), Error> {
-    let QemuSendOptions { downtime, bandwidth, max_rounds, .. } = *options;
-    let aim = Aim { medium: Medium::Link, downtime, bandwidth, max_rounds };
+    let QemuSendOptions { downtime, bandwidth, max_rounds, converge, .. } = *options;
+    let aim = Aim { medium: Medium::Link, downtime, bandwidth, max_rounds, converge };
     let rounds = course.up_to_switchover(rounds, session, aim)?;
     course.hand_over(&mut StockQemu::new(session, regions), rounds)
 }

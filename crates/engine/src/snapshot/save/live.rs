@@ -8,11 +8,12 @@ use transship_memory::PAGE_BYTES;
 
 use super::output::Output;
 use crate::{
-    Error, Progress, Report, fail_point,
+    Converge, Error, Progress, Report, fail_point,
     forecast::{Aim, Forecast, Medium, Verdict},
     free::{FreePages, Patience},
     guarded::Guarded,
     guest::SourceGuest,
+    pacing::Pacing,
     scan::Scanner,
     snapshot::{SaveOptions, file::target::Target},
     unplug::unplug,
@@ -21,19 +22,26 @@ use crate::{
 /// What is written in each round.
 pub(crate) struct Rounds {
     scanner: Scanner,
+    pacing: Pacing,
     number: u32,
 }
 
 impl Rounds {
     /// Arms the tracking of a guest that runs.
-    pub(crate) fn begin(guest: &mut dyn SourceGuest) -> Result<Self, Error> {
+    pub(crate) fn begin(
+        guest: &mut dyn SourceGuest,
+        converge: Converge,
+        progress: &Arc<Progress>,
+    ) -> Result<Self, Error> {
         let tracker = guest.track()?;
-        Ok(Self { scanner: Scanner::begin(guest.memory(), tracker, guest.freeing())?, number: 0 })
+        let scanner = Scanner::begin(guest.memory(), tracker, guest.freeing())?;
+        let pacing = Pacing::new(converge, scanner.waits(), progress)?;
+        Ok(Self { scanner, pacing, number: 0 })
     }
 
     /// The one round of a guest that stands still.
     pub(crate) fn standing_still(guest: &dyn SourceGuest) -> Result<Self, Error> {
-        Ok(Self { scanner: Scanner::standing_still(guest.memory())?, number: 0 })
+        Ok(Self { scanner: Scanner::standing_still(guest.memory())?, pacing: Pacing::default(), number: 0 })
     }
 
     /// Bytes that the next round looks at.
@@ -41,8 +49,14 @@ impl Rounds {
         self.scanner.pending_bytes()
     }
 
+    /// The guest has been stopped, or could not be: nobody is held any more.
+    pub(crate) fn let_writers_go(&mut self) {
+        self.pacing.end();
+    }
+
     /// The last look at a guest that has been stopped after rounds.
-    pub(crate) fn scan_again(&mut self, output: &dyn Output) -> Result<(), Error> {
+    pub(crate) fn scan_again(&mut self, output: &dyn Output, report: &mut Report) -> Result<(), Error> {
+        self.scanner.note_tracker(report);
         self.scanner.scan_again(output.content())
     }
 
@@ -98,8 +112,8 @@ impl Rounds {
         progress: &Arc<Progress>,
         report: &mut Report,
     ) -> Result<(), Error> {
-        let SaveOptions { downtime, max_rounds, .. } = *options;
-        let aim = Aim { medium: Medium::File, downtime, bandwidth: None, max_rounds };
+        let SaveOptions { downtime, max_rounds, converge, .. } = *options;
+        let aim = Aim { medium: Medium::File, downtime, bandwidth: None, max_rounds, converge };
         let mut forecast = Forecast::new(aim, guest.state_estimate());
         let mut free = FreePages::of(guest.unguarded());
         self.scanner.plan_first_round(Some(free.ask(Patience::Writing, progress)?))?;
@@ -114,7 +128,10 @@ impl Rounds {
             }
             self.scanner.scan(output.content(), report, progress)?;
             self.scanner.note_tracker(report);
-            match forecast.judge(report, self.pending_bytes()) {
+            let rest = self.pending_bytes();
+            let verdict = forecast.judge(report, rest);
+            self.pacing.follow(&verdict, rest, forecast.room(report));
+            match verdict {
                 Verdict::Fits => return Ok(()),
                 Verdict::AnotherRound => {}
                 Verdict::Hopeless(why) => return Err(Error::NotConverging(why)),

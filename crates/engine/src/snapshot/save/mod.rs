@@ -103,7 +103,7 @@ impl Saving<'_, '_> {
         // Ending the tracking takes time that grows with the memory; nobody waits for it when the guest runs again.
         let mut rounds = None;
         if ran && self.options.way == Way::Live {
-            let rounds = rounds.insert(Rounds::begin(self.guest.unguarded())?);
+            let rounds = rounds.insert(Rounds::begin(self.guest.unguarded(), self.options.converge, self.progress)?);
             fail_point::reach("save.tracking")?;
             self.begin_rounds();
             let options = self.options;
@@ -163,12 +163,14 @@ impl Saving<'_, '_> {
         output: &mut dyn Output,
         regions: &[RegionBlock],
     ) -> Result<(DeviceState, Found), Error> {
-        let found = self.guest.stop()?;
+        let found = self.guest.stop();
+        rounds.iter_mut().for_each(Rounds::let_writers_go);
+        let found = found?;
         fail_point::reach("save.stopped")?;
         let tracks = rounds.is_some();
         let rounds = match rounds {
             Some(rounds) => {
-                rounds.scan_again(output)?;
+                rounds.scan_again(output, self.report)?;
                 rounds
             }
             None => {
