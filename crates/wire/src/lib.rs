@@ -5,7 +5,7 @@
 //! [`Packet`] headers, each followed by its payload, from the source to the destination.
 //!
 //! [`relay`] has what two relays say to each other that stand between two QEMUs. [`qemu`] has the other language that
-//! transship speaks: QEMU's migration stream and its mapped-ram files.
+//! transship speaks: QEMU's migration stream and its mapped-ram files; [`libvirt`] what libvirt puts before them.
 //!
 //! This crate does no I/O and has no unsafe code. What it reads comes from a peer, so nothing is believed: each length,
 //! tag and reserved field is checked where it is read, and an [`Error`] names the field and its offset.
@@ -16,6 +16,7 @@ mod error;
 mod frame;
 mod guest;
 mod kind;
+pub mod libvirt;
 mod packet;
 mod preamble;
 pub mod qemu;
