@@ -359,12 +359,13 @@ pub(crate) struct SaveArgs {
     /// error if the file system refuses. A stream is always written through the page cache.
     #[arg(long, value_name = "WHETHER", default_value = "auto", default_missing_value = "on", num_args = 0..=1, require_equals = true)]
     pub(crate) direct_io: String,
-    /// Layout of the file: mapped-ram, stream or raw
+    /// Layout of the file: mapped-ram, stream, raw, libvirt or libvirt-sparse
     ///
     /// `mapped-ram`: every page has its place, so many threads write at once, and the file never takes more than the
     /// guest's memory. QEMU 9.0 and newer load it. `stream`: one page after the other; a page that changes is written
     /// again. QEMU of any version loads it. `raw`: a folder with the guest's memory as it is, from which `transship
-    /// clone` makes guests that share it.
+    /// clone` makes guests that share it. `libvirt`: a save image of a domain of libvirt, for `virsh restore`;
+    /// `libvirt-sparse`: the same with places for pages, for libvirt 11.2 and newer.
     #[arg(long, value_enum, default_value_t = FileFormat::MappedRam, value_name = "FORMAT", hide_possible_values = true)]
     pub(crate) format: FileFormat,
     /// How long a live guest may be stopped, up to 60s
@@ -409,6 +410,8 @@ pub(crate) enum FileFormat {
     MappedRam,
     Stream,
     Raw,
+    Libvirt,
+    LibvirtSparse,
 }
 
 impl From<FileFormat> for transship_engine::Format {
@@ -417,6 +420,8 @@ impl From<FileFormat> for transship_engine::Format {
             FileFormat::MappedRam => Self::MappedRam,
             FileFormat::Stream => Self::Stream,
             FileFormat::Raw => Self::Raw,
+            FileFormat::Libvirt => Self::Libvirt,
+            FileFormat::LibvirtSparse => Self::LibvirtSparse,
         }
     }
 }

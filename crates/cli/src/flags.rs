@@ -58,7 +58,7 @@ pub(crate) fn direct_io(checks: &mut Checks, text: Option<&str>, format: Format)
         Some(text) => checks.read("--direct-io", text, str::parse::<DirectIo>)?,
         None => DirectIo::default(),
     };
-    if format == Format::Stream && direct_io == DirectIo::On {
+    if format.is_sequential() && direct_io == DirectIo::On {
         let cure = "use it with --format mapped-ram";
         checks.mistake(format!(
             "--direct-io=on: the pages of a stream have no fixed places, which direct I/O needs; {cure}"

@@ -150,7 +150,7 @@ fn what_a_save_is_told_is_checked_before_anything_is_touched() {
         (&["--to", "file:a,offset=4x"], &["--to ", "4096, 0x1000 or 4k"]),
         (&["--to", "a", "--direct-io=maybe"], &["--direct-io \"maybe\"", "on, off or auto"]),
         (&["--to", "a", "--format", "stream", "--direct-io"], &["--direct-io=on", "mapped-ram"]),
-        (&["--to", "a", "--format", "stream", "--background"], &["--background", "mapped-ram"]),
+        (&["--to", "a", "--format", "libvirt"], &["--format libvirt", "libvirt:DOMAIN"]),
         (&["--to", "a", "--paused", "--live"], &["--paused", "--live"]),
         (&["--to", "a", "--background", "--stay-stopped"], &["--background", "--stay-stopped"]),
     ];

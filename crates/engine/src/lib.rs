@@ -46,8 +46,9 @@ pub use report::{
     RelayReport, Report, RoundReport, Status, TrackerName, TrackerReport,
 };
 pub use snapshot::{
-    BlockInfo, DirectIo, Ending, FileIo, FilePlace, FileUri, Format, RestoreOptions, SaveOptions, SectionInfo,
-    SnapshotInfo, StandIn, TakeOver, Then, Way, arguments, clone_guest, convert, inspect, restore_guest, save_guest,
+    BlockInfo, DirectIo, Ending, FileIo, FilePlace, FileUri, Format, LibvirtInfo, RestoreOptions, SaveOptions,
+    SectionInfo, SnapshotInfo, StandIn, TakeOver, Then, Way, arguments, clone_guest, convert, inspect, restore_guest,
+    save_guest,
 };
 pub use source::move_guest;
 pub use transport::{Listener, Uri};

@@ -6,7 +6,7 @@ use std::{
 };
 
 use transship_memory::{Freeing, GuestMemory, Missing, PageRange, Protection, Tracker};
-use transship_wire::GuestDescription;
+use transship_wire::{GuestDescription, libvirt::Definition};
 
 /// An adapter's failure, by who can act on it. Each is one line: what happened, to what, and what the user can do.
 #[derive(Debug, thiserror::Error)]
@@ -219,6 +219,13 @@ pub trait SourceGuest: Send {
     /// The guest can't be given away, or saved, as it is now.
     fn prepare_stop(&mut self) -> Result<(), GuestError> {
         Ok(())
+    }
+    /// The domain that the guest is to libvirt, as it is defined now; none if libvirt does not know it.
+    ///
+    /// # Errors
+    /// libvirt does not say.
+    fn definition(&mut self) -> Result<Option<Definition>, GuestError> {
+        Ok(None)
     }
     /// Whether the vCPUs run now.
     fn is_running(&mut self) -> Result<bool, GuestError>;

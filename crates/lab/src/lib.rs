@@ -45,7 +45,7 @@ pub use balloon::Balloon;
 pub use disk::Disk;
 pub use lacks::lacks;
 pub use launch::{Accel, Backend, Kind, QemuBuilder};
-pub use libvirt::{Domain, LibvirtHost};
+pub use libvirt::{Domain, LibvirtHost, QemuLike};
 pub use link::SlowLink;
 pub use pool::{HugePool, MemoryMount};
 pub use probe::kvm_works;

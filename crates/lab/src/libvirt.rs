@@ -1,6 +1,8 @@
 //! Real libvirts, each as on a host of its own: a libvirtd in namespaces (mounts, host name) with folders of its own.
 use crate::serial::Serial;
-use crate::{Accel, Kind, LabError, PATIENCE, Process, Result, Scratch, Workload, failed, image, lacks, wait_until};
+use crate::{
+    Accel, Kind, LabError, PATIENCE, Process, Result, Scratch, Workload, failed, image, kvm_works, lacks, wait_until,
+};
 use rustix::process::{Pid, Signal, kill_process};
 use std::io::Write;
 use std::os::unix::net::UnixListener;
@@ -141,6 +143,20 @@ impl LibvirtHost {
         self.virsh(&["domstate", domain])
     }
 
+    /// libvirt's version: major, minor.
+    ///
+    /// # Errors
+    /// It does not say.
+    pub fn version(&self) -> Result<(u32, u32)> {
+        let said = self.virsh(&["version", "--daemon"])?;
+        let version = said.lines().find_map(|line| line.strip_prefix("Running against daemon: "));
+        let mut numbers = version.unwrap_or_default().trim().split('.').map(str::parse);
+        match (numbers.next(), numbers.next()) {
+            (Some(Ok(major)), Some(Ok(minor))) => Ok((major, minor)),
+            _ => Err(LabError(format!("virsh version: {said}"))),
+        }
+    }
+
     /// The process of a domain's QEMU.
     ///
     /// # Errors
@@ -149,6 +165,20 @@ impl LibvirtHost {
         let path = self.folder.join(&format!("slash-run/libvirt/qemu/{domain}.pid"));
         let text = std::fs::read_to_string(&path).map_err(failed(path.display()))?;
         text.trim().parse().map_err(failed(path.display()))
+    }
+
+    /// A QEMU without libvirt that waits for a domain's state: with the command line of the domain's own, but for what
+    /// ties that to libvirt. Its QMP socket comes with it.
+    ///
+    /// # Errors
+    /// The domain does not run here, or QEMU does not start.
+    pub fn waiting_qemu_like(&self, domain: &str) -> Result<(QemuLike, PathBuf)> {
+        let path = format!("/proc/{}/cmdline", self.pid(domain)?);
+        let text = std::fs::read(&path).map_err(failed(&path))?;
+        let words = text.split(|byte| *byte == 0).map(|word| String::from_utf8_lossy(word).into_owned());
+        let folder = Scratch::new()?;
+        let socket = folder.join("qmp");
+        Ok((QemuLike { words: words_without_libvirt(words.collect(), &socket), process: None, folder }, socket))
     }
 
     /// A folder that lives as long as this host.
@@ -164,6 +194,49 @@ impl Drop for LibvirtHost {
         // It ends when it has ended the QEMUs.
         let _ = self.keeper.wait();
     }
+}
+
+/// A QEMU that is like a domain's.
+#[derive(Debug)]
+pub struct QemuLike {
+    words: Vec<String>,
+    process: Option<Process>,
+    folder: Scratch,
+}
+
+impl QemuLike {
+    /// Starts it, when the domain itself has ended.
+    ///
+    /// # Errors
+    /// It does not start.
+    pub fn start(&mut self) -> Result<()> {
+        let mut command = Command::new(&self.words[0]);
+        command.args(&self.words[1..]).current_dir(self.folder.path());
+        let process = self.process.insert(Process::start(command)?);
+        let socket = self.folder.join("qmp");
+        wait_until("QEMU's socket", || match process.ended()? {
+            Some(status) => Err(LabError(format!("QEMU ended, {status}: {}", process.stderr().tail()))),
+            None => Ok(socket.exists()),
+        })
+    }
+}
+
+/// Descriptors, sockets and secrets that libvirt passes are not there for anybody else.
+fn words_without_libvirt(words: Vec<String>, socket: &Path) -> Vec<String> {
+    let of_libvirt = ["id=charmonitor", "chardev=charmonitor", "qom-type\":\"secret", "guest=", "secret,id=masterKey"];
+    let mut kept: Vec<String> = Vec::new();
+    let mut words = words.into_iter().filter(|word| !word.is_empty() && word != "-S").peekable();
+    while let Some(word) = words.next() {
+        match words.peek() {
+            Some(value) if word.starts_with('-') && of_libvirt.iter().any(|part| value.contains(part)) => {
+                drop(words.next())
+            }
+            _ => kept.push(word),
+        }
+    }
+    kept.extend(["-incoming", "defer", "-qmp"].map(str::to_owned));
+    kept.push(format!("unix:{},server=on,wait=off", socket.display()));
+    kept
 }
 
 /// In the foreground: it ends with us.
@@ -191,6 +264,15 @@ impl Domain {
     /// No room.
     pub fn linux(name: &str) -> Result<Self> {
         Self::new(name, &Kind::Linux(Workload::LINUX), 256, Accel::Tcg)
+    }
+
+    /// The 32-bit guest, 64 MiB, which is there at once: under KVM where that works, else emulated.
+    ///
+    /// # Errors
+    /// No room.
+    pub fn multiboot(name: &str) -> Result<Self> {
+        let accel = if kvm_works() { Accel::Kvm } else { Accel::Tcg };
+        Self::new(name, &Kind::Multiboot(Workload::MULTIBOOT), 64, accel)
     }
 
     /// A guest that writes as this says.
@@ -266,7 +348,10 @@ fn definition(name: &str, kind: &Kind, mib: u32, accel: Accel, disk: &Path, seri
             workload.arguments()
         ),
         Kind::Multiboot(workload) => {
-            format!("<kernel>{}</kernel><cmdline>{console} {}</cmdline>", path("kvm.elf")?, workload.arguments())
+            // The usual firmware takes seconds to get there where KVM has to emulate what it does.
+            let firmware = "<loader type='rom'>/usr/share/qemu/qboot.rom</loader>";
+            let kernel = path("kvm.elf")?;
+            format!("{firmware}<kernel>{kernel}</kernel><cmdline>{console} {}</cmdline>", workload.arguments())
         }
         Kind::Firmware => String::new(),
     };

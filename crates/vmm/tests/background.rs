@@ -127,10 +127,13 @@ fn restored(from: &Path) -> CheckResult {
 #[test]
 fn the_moment_is_saved_whole_while_the_guest_writes_on() {
     let folder = folder();
-    for (channels, direct_io, io) in [(1, DirectIo::Off, FileIo::Plain), (4, DirectIo::Auto, FileIo::Auto)] {
+    let placed = [(1, DirectIo::Off, FileIo::Plain), (4, DirectIo::Auto, FileIo::Auto)];
+    let placed = placed.map(|(channels, direct_io, io)| (channels, direct_io, io, Format::MappedRam));
+    let followed = [1, 4].map(|channels| (channels, DirectIo::Off, FileIo::Auto, Format::Stream));
+    for (channels, direct_io, io, format) in placed.into_iter().chain(followed) {
         let guest = Guest::busy(|_| ());
         let path = folder.path().join("a");
-        let options = SaveOptions { channels, direct_io, io, ..options() };
+        let options = SaveOptions { channels, direct_io, io, format, ..options() };
         let mut first = 0;
         // A machine may be so busy that all is saved before the guest gets to write anything.
         for _ in 0..50 {
@@ -315,7 +318,7 @@ fn what_can_not_be_is_refused_before_the_guest_is_stopped() {
     let (folder, guest) = (folder(), Guest::busy(|_| ()));
     let path = folder.path().join("a");
     for (options, expected) in [
-        (SaveOptions { format: Format::Stream, ..options() }, "use --format mapped-ram"),
+        (SaveOptions { format: Format::Libvirt, ..options() }, "--vm libvirt:DOMAIN"),
         (SaveOptions { then: Then::StayStopped, ..options() }, "use --live or --paused"),
     ] {
         let error = save(&guest, &path, &options).0.unwrap_err().to_string();

@@ -6,7 +6,7 @@
 //! - To and from a stock QEMU: `qemu_peer_send`, `qemu_peer_receive`, `relay`; who dies in one: `qemu_peer_crash`
 //! - Snapshots: `save`, `background`, `restore`, `restore_lazy`, `restore_given_back`, `convert`
 //! - Images and guests that share them: `clones`, `clones_refused`, `forks`
-//! - What is said beforehand: `check`; domains of libvirt: `libvirt`
+//! - What is said beforehand: `check`; domains of libvirt: `libvirt`, `libvirt_images`
 //! - Memory: `any_memory`, `huge_pages`, `preallocated`, `free_pages`, `writers`, `trackers`; who says which of it is
 //!   free: `balloon`, `hints`
 //! - What several of them need: `ends`, `peer`, `restoring`, `sector`, `stock`
@@ -29,6 +29,7 @@ mod guests;
 mod hints;
 mod huge_pages;
 mod libvirt;
+mod libvirt_images;
 mod link;
 mod moves;
 mod peer;

@@ -11,6 +11,8 @@ Examples:
     transship convert vm.snap vm.stream
   An image from which clones run:
     transship convert vm.snap /srv/warm --format raw
+  What `virsh save` wrote, to a file for QEMU itself:
+    transship convert g1.save vm.snap
   A stream that comes through a pipe:
     ssh ship2 cat vm.stream | transship convert - /srv/vm.snap
 
@@ -26,7 +28,11 @@ pub(crate) struct ConvertArgs {
     /// The file to write, or the folder of an image: PATH, file:PATH,offset=N or fd:N
     #[arg(value_name = "TO")]
     pub(crate) to: String,
-    /// Layout of TO: mapped-ram, stream or raw [default: stream for mapped-ram, else mapped-ram]
+    /// Layout of TO: mapped-ram, stream, raw, libvirt or libvirt-sparse [default: by FROM]
+    ///
+    /// By default a stream is made of a mapped-ram file, and a mapped-ram file of anything else. `libvirt` and
+    /// `libvirt-sparse` are save images for `virsh restore`; they are made of other such images alone, because no other
+    /// file has the definition of a domain.
     #[arg(long, value_enum, value_name = "FORMAT", hide_possible_values = true)]
     pub(crate) format: Option<FileFormat>,
     /// Print the result as one JSON object

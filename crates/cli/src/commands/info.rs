@@ -42,6 +42,9 @@ fn text(info: &SnapshotInfo) -> String {
     };
     row("file", info.file.clone());
     row("format", format(info));
+    if let Some(libvirt) = &info.libvirt {
+        row("domain", format!("{} of libvirt, {}", libvirt.domain, libvirt.encoding));
+    }
     row("machine", info.machine.clone());
     if let Some(uuid) = &info.uuid {
         row("uuid", uuid.clone());
@@ -153,6 +156,7 @@ mod tests {
             state: Some("running".into()),
             refusal: None,
             not_for_clones: None,
+            libvirt: None,
             blocks: vec![block, left],
             sections: Vec::new(),
             device_bytes: 300 << 10,

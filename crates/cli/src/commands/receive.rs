@@ -116,6 +116,10 @@ fn file_options(args: &ReceiveArgs, checks: &mut Checks) -> Option<FileSinkOptio
         checks
             .mistake("--format raw: receive into a mapped-ram file, and convert it: transship convert FILE DIR".into());
     }
+    if matches!(format, Format::Libvirt | Format::LibvirtSparse) {
+        let why = "a save image begins with a domain's definition, which a stream of QEMU's does not carry";
+        checks.mistake(format!("--format {format}: {why}; use --format mapped-ram or stream"));
+    }
     let direct_io = flags::direct_io(checks, args.direct_io.as_deref(), format);
     Some(FileSinkOptions { format, direct_io: direct_io?, io: args.io.map(|io| io.into()).unwrap_or_default() })
 }

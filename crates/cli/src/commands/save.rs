@@ -59,11 +59,10 @@ impl Request {
             (_, true) => Way::Background,
             _ => Way::Live,
         };
-        if format == Format::Stream && way == Way::Background {
-            checks.mistake(
-                "--background: it saves pages in any order, which a stream can't hold; use it with --format mapped-ram"
-                    .into(),
-            );
+        let is_libvirts = matches!(format, Format::Libvirt | Format::LibvirtSparse);
+        if is_libvirts && vm.as_ref().is_some_and(|vm| !matches!(vm, VmAddress::Libvirt(_))) {
+            let why = "only libvirt knows a domain's definition, with which a save image begins";
+            checks.mistake(format!("--format {format}: {why}; name the guest by --vm libvirt:DOMAIN"));
         }
         if way != Way::Live && args.converge == Converge::Pace {
             checks.mistake("--converge pace: only a save with --live has rounds; leave it out".into());

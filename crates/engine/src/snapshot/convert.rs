@@ -5,7 +5,7 @@ use std::{
 };
 
 use transship_memory::{FileIo, GuestMemory, PAGE, PageRange, PageSet};
-use transship_wire::qemu::{Block, Configuration};
+use transship_wire::qemu::{Block, Configuration, GlobalState, RunState};
 
 use super::{
     DirectIo, FileUri, Format,
@@ -14,18 +14,25 @@ use super::{
     mapped::store::MappedStore,
     open::{Opened, Snapshot, Stream, check_complete, open},
     read_stream::ReadStream,
+    save_image::{self, SaveImage},
     stream_store::StreamStore,
 };
 use crate::{
     Error, Phase, Progress, Report, RoundReport,
     ending::finish,
-    stream::store::{Counts, FileStore, PageWriter, Store, write_pages},
+    stream::{
+        store::{Counts, FileStore, PageWriter, Store, write_pages},
+        whence::wrong,
+    },
 };
 
 /// Pages that are read at once: 1 MiB.
 const READ_PAGES: u64 = 256;
 /// Zero pages that are passed on at once: a stream has a record for each.
 const CLEAR_PAGES: u64 = 1 << 16;
+
+/// What the tail is.
+const CHECKED: &str = "device sections that were checked can't be read";
 
 /// Makes a snapshot of another one, or of a stream: in `format`, or else a stream of a mapped-ram file, and a
 /// mapped-ram file of anything else. Nothing but the layout changes; what a stream says of a page more than once is in
@@ -70,16 +77,21 @@ struct Converted {
     store: Arc<dyn FileStore>,
     counts: Counts,
     tail: Vec<u8>,
+    /// The tail is to say that the guest ran, which was said elsewhere.
+    runs: bool,
 }
 
 impl Conversion<'_> {
     fn run(mut self, opened: Opened) -> Result<(), Error> {
-        let Converted { store, counts, tail } = match opened {
+        let Converted { store, counts, mut tail, runs } = match opened {
             Opened::Mapped(snapshot) => self.mapped(*snapshot)?,
             Opened::Stream(stream) => self.stream(*stream)?,
             Opened::Image(image) => self.image(*image)?,
         };
         self.progress.set_phase(Phase::Completing);
+        if runs && let Some(mut state) = GlobalState::find(&tail, 0).map_err(|_| Error::Bug(CHECKED))? {
+            state.patch(&mut tail, RunState::Running);
+        }
         let completing = Instant::now();
         let mut file = self.report.file.take().unwrap_or_default();
         store.complete(&tail, &mut file, self.progress)?;
@@ -100,12 +112,26 @@ impl Conversion<'_> {
         Ok(())
     }
 
-    fn begin(&mut self, configuration: &Configuration, ram_section: u32) -> Result<Arc<dyn FileStore>, Error> {
+    fn begin(
+        &mut self,
+        origin: &Origin,
+        configuration: &Configuration,
+        ram_section: u32,
+    ) -> Result<Arc<dyn FileStore>, Error> {
+        let image = origin.image.as_deref();
+        if self.format.libvirts().is_some() && image.is_none() {
+            let why = "it has no definition of a domain, which virsh restore needs and only a save image of libvirt's \
+                       has; use another --format";
+            return Err(wrong(&origin.name, why));
+        }
         // There is no guest whose memory the file could be.
-        let target = match self.format {
+        let mut target = match self.format {
             Format::Raw => Target::create_folder(self.to, DirectIo::Off, STATE)?,
             _ => Target::create(self.to, DirectIo::Off, &GuestMemory::new(Vec::new()))?,
         };
+        if let (Some(encoding), Some(SaveImage { header, definition })) = (self.format.libvirts(), image) {
+            save_image::put_before(&mut target, definition, header.ran, encoding)?;
+        }
         self.report.setup_ms = self.begin.elapsed().as_secs_f64() * 1e3;
         self.progress.set_phase(Phase::Reading);
         Ok(file_store(target, self.format, configuration, ram_section, FileIo::Auto))
@@ -113,13 +139,14 @@ impl Conversion<'_> {
 
     fn stream(&mut self, stream: Stream) -> Result<Converted, Error> {
         stream.check_whole()?;
-        let store = self.begin(&stream.configuration, stream.ram_section)?;
+        let store = self.begin(&stream.origin, &stream.configuration, stream.ram_section)?;
         store.list(&stream.blocks)?;
+        let runs = self.must_say_that_it_ran(&stream.origin);
         self.progress.round_total.store(stream.origin.bytes.map_or(0, |bytes| bytes - stream.origin.offset), Relaxed);
         let ReadStream { counts, guest_bytes, tail, .. } =
             stream.read_into(Arc::clone(&store) as Arc<dyn Store>, self.progress, Error::CANCELLED)?;
         self.report.bytes.guest = guest_bytes;
-        Ok(Converted { store, counts, tail })
+        Ok(Converted { store, counts, tail, runs })
     }
 
     /// Its pages are read once to see that they are those that it was made of: what is made of it has no checksums.
@@ -136,7 +163,7 @@ impl Conversion<'_> {
 
     /// All blocks of a snapshot. `elsewhere`: those whose pages are not in it, by their numbers.
     fn blocks(&mut self, snapshot: Snapshot, elsewhere: &Elsewhere<'_>) -> Result<Converted, Error> {
-        let store = self.begin(&snapshot.configuration, snapshot.ram_section)?;
+        let store = self.begin(&snapshot.origin, &snapshot.configuration, snapshot.ram_section)?;
         let unplaced = snapshot.blocks.iter().map(|block| Block { mapped: None, ..block.clone() });
         store.list(&unplaced.collect::<Vec<_>>())?;
         if !snapshot.early.is_empty() {
@@ -166,7 +193,13 @@ impl Conversion<'_> {
             store.switchover();
         }
         store.last();
-        Ok(Converted { store, counts, tail: snapshot.tail })
+        let runs = self.must_say_that_it_ran(&snapshot.origin);
+        Ok(Converted { store, counts, tail: snapshot.tail, runs })
+    }
+
+    /// libvirt stops a domain before it saves it, and says in its own header whether it ran.
+    fn must_say_that_it_ran(&self, origin: &Origin) -> bool {
+        self.format.libvirts().is_none() && origin.ran(false)
     }
 
     fn block(
@@ -239,8 +272,10 @@ pub(crate) fn file_store(
     io: FileIo,
 ) -> Arc<dyn FileStore> {
     match format {
-        Format::MappedRam => Arc::new(MappedStore::begin(target, configuration, ram_section, io)),
+        Format::MappedRam | Format::LibvirtSparse => {
+            Arc::new(MappedStore::begin(target, configuration, ram_section, io))
+        }
         Format::Raw => Arc::new(MappedStore::begin_image(target, configuration, ram_section, io)),
-        Format::Stream => Arc::new(StreamStore::begin(target, configuration, ram_section)),
+        Format::Stream | Format::Libvirt => Arc::new(StreamStore::begin(target, configuration, ram_section)),
     }
 }

@@ -4,7 +4,7 @@ use std::num::NonZeroU64;
 use rustix::fs::Advice;
 use serde::Serialize;
 use transship_memory::PAGE_BYTES;
-use transship_wire::qemu::{Block, Configuration, GlobalState, PageContent, Record};
+use transship_wire::qemu::{Block, Configuration, GlobalState, PageContent, Record, RunState};
 
 use super::{
     DirectIo, FileUri, Format,
@@ -48,6 +48,9 @@ pub struct SnapshotInfo {
     /// Why clones can't run from an image, though it can be restored.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub not_for_clones: Option<String>,
+    /// What libvirt has put before it, if it is one of its save images.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub libvirt: Option<LibvirtInfo>,
     /// Guest memory and that of devices.
     pub blocks: Vec<BlockInfo>,
     /// Devices, in the order of the file.
@@ -58,6 +61,17 @@ pub struct SnapshotInfo {
     pub described: bool,
     /// Whether everything was read.
     pub checked: bool,
+}
+
+/// A domain of libvirt, as a save image defines it.
+#[derive(Debug, Clone, Serialize)]
+pub struct LibvirtInfo {
+    /// Its name.
+    pub domain: String,
+    /// What the stream is in: `raw`, `sparse`, or the program that has compressed it.
+    pub encoding: &'static str,
+    /// Its definition.
+    pub xml: String,
 }
 
 /// A RAM block.
@@ -149,7 +163,7 @@ fn mapped(snapshot: &Snapshot, check: bool) -> Result<SnapshotInfo, Error> {
     for block in &snapshot.blocks {
         info.blocks.push(mapped_block(snapshot, block, check)?);
     }
-    tail(&mut info, &snapshot.origin.name, &snapshot.tail, snapshot.tail_offset)?;
+    tail(&mut info, &snapshot.origin, &snapshot.tail, snapshot.tail_offset)?;
     Ok(info)
 }
 
@@ -172,7 +186,7 @@ fn mapped_block(snapshot: &Snapshot, block: &Block, check: bool) -> Result<Block
 }
 
 fn sequential(mut stream: Stream) -> Result<SnapshotInfo, Error> {
-    let name = stream.origin.name.clone();
+    let origin = stream.origin.clone();
     let mut info = begin(&stream.origin, Format::Stream, &stream.configuration);
     info.refusal = stream.refusal.or(stream.configuration.ignore_shared.then(|| LEFT_OUT.to_owned()));
     info.checked = true;
@@ -205,7 +219,7 @@ fn sequential(mut stream: Stream) -> Result<SnapshotInfo, Error> {
         block.left_out = stream.configuration.ignore_shared && block.stored + block.zero + block.other == 0;
     }
     info.bytes = base - info.offset + sections.len() as u64;
-    tail(&mut info, &name, &sections, base)?;
+    tail(&mut info, &origin, &sections, base)?;
     Ok(info)
 }
 
@@ -213,7 +227,7 @@ fn begin(origin: &Origin, format: Format, configuration: &Configuration) -> Snap
     let capabilities = [(configuration.ignore_shared, "x-ignore-shared"), (configuration.mapped_ram, "mapped-ram")];
     SnapshotInfo {
         file: origin.name.clone(),
-        format: format.to_string(),
+        format: origin.format(format).to_string(),
         offset: origin.offset,
         bytes: origin.bytes.map_or(0, |bytes| bytes.saturating_sub(origin.offset)),
         allocated: origin.bytes.map(|_| origin.allocated()),
@@ -223,6 +237,11 @@ fn begin(origin: &Origin, format: Format, configuration: &Configuration) -> Snap
         state: None,
         refusal: None,
         not_for_clones: None,
+        libvirt: origin.image.as_ref().map(|image| LibvirtInfo {
+            domain: image.definition.name().to_owned(),
+            encoding: image.header.encoding.name(),
+            xml: image.definition.xml().to_owned(),
+        }),
         blocks: Vec::new(),
         sections: Vec::new(),
         device_bytes: 0,
@@ -244,10 +263,14 @@ fn of_block(block: &Block) -> BlockInfo {
 }
 
 /// What follows the memory. Nothing may follow that.
-fn tail(info: &mut SnapshotInfo, name: &str, bytes: &[u8], base: u64) -> Result<(), Error> {
+fn tail(info: &mut SnapshotInfo, origin: &Origin, bytes: &[u8], base: u64) -> Result<(), Error> {
+    let name = &origin.name;
     let parsed = check_tail(&Whence::File(name.to_owned()), bytes, base)?;
     let state = GlobalState::find(bytes, base).map_err(|error| damaged(name, error))?;
-    info.state = state.map(|state| state.state);
+    info.state = match origin.ran(false) {
+        true => Some(RunState::Running.name().to_owned()),
+        false => state.map(|state| state.state),
+    };
     info.device_bytes = bytes.len() as u64;
     info.described = parsed.is_walked();
     info.sections = parsed

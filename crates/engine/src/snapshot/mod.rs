@@ -5,6 +5,7 @@
 //! - `mapped`: one in which each page has its place; `stream_store`: one record after the other, in the form that
 //!   [`crate::stream`] knows
 //! - `image`: a folder of files, of which guests are clones
+//! - `save_image`: what libvirt puts around it
 //! - `open`: what a file holds, checked; `info`: shown; `read_stream`: into a store
 //! - `save`, `restore`, `convert`: what is done with it
 pub(crate) mod convert;
@@ -17,12 +18,13 @@ mod options;
 mod read_stream;
 mod restore;
 mod save;
+mod save_image;
 mod stream_store;
 
 pub use convert::convert;
 pub use file::uri::{FilePlace, FileUri};
 pub use image::arguments::arguments;
-pub use info::{BlockInfo, SectionInfo, SnapshotInfo, inspect};
+pub use info::{BlockInfo, LibvirtInfo, SectionInfo, SnapshotInfo, inspect};
 pub use options::{DirectIo, FileIo, Format, RestoreOptions, SaveOptions, Then, Way};
 pub use restore::{
     clone_guest, restore_guest,

@@ -2,20 +2,19 @@
 use std::sync::Arc;
 
 use transship_memory::{PageRange, PageSet, WindowPages};
-use transship_wire::qemu::{
-    Block, Command, Configuration, Geometry, GlobalState, Mapped, Record, StreamReader, bitmap_bytes,
-};
+use transship_wire::qemu::{Block, Command, Configuration, Geometry, GlobalState, Mapped, Record, bitmap_bytes};
 
 use super::{
     DirectIo, FilePlace, FileUri,
     file::origin::{Origin, no_direct},
     image::opened::Image,
+    save_image::{self, Begun},
 };
 use crate::{
     Error,
     stream::{
         feed::MAX_EARLY_BYTES,
-        records::{Input, Records},
+        records::Records,
         tail::check_tail,
         whence::{Whence, damaged, wrong},
     },
@@ -83,14 +82,8 @@ pub(crate) fn open(from: &FileUri, direct_io: DirectIo) -> Result<Opened, Error>
 
 /// The same with a file that is open.
 pub(crate) fn read(origin: Origin) -> Result<Opened, Error> {
-    let (input, reader) = match origin.bytes {
-        Some(bytes) => (Input::File(Arc::clone(&origin.file)), StreamReader::at(origin.offset).within(bytes)),
-        None => {
-            let pipe = origin.file.try_clone();
-            let pipe = pipe.map_err(|source| Error::Io { what: format!("open {}", origin.name), source })?;
-            (Input::Pipe { pipe: Box::new(pipe), position: 0 }, StreamReader::new())
-        }
-    };
+    let Begun { image, input, reader } = save_image::begin(&origin)?;
+    let origin = Origin { image: image.map(Arc::new), ..origin };
     let mut records = Records::new(Whence::File(origin.name.clone()), input, reader);
     let mut head = Head::default();
     let configuration = loop {

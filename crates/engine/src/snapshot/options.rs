@@ -2,6 +2,7 @@
 use std::{fmt, str::FromStr, time::Duration};
 
 pub use transship_memory::FileIo;
+use transship_wire::libvirt::Encoding;
 
 use crate::Converge;
 
@@ -51,6 +52,26 @@ pub enum Format {
     Stream,
     /// A folder with guest memory as it is, a file a region, from which clones run.
     Raw,
+    /// A save image of libvirt's, which `virsh restore` loads: the domain's definition, then a stream.
+    Libvirt,
+    /// The same with a mapped-ram file in it, for libvirt 11.2 and newer.
+    LibvirtSparse,
+}
+
+impl Format {
+    /// One record after the other: pages have no places that a disk could be asked for.
+    pub fn is_sequential(self) -> bool {
+        matches!(self, Self::Stream | Self::Libvirt)
+    }
+
+    /// What libvirt calls the form of the stream, if the file is one of its save images.
+    pub(crate) fn libvirts(self) -> Option<Encoding> {
+        match self {
+            Self::Libvirt => Some(Encoding::Raw),
+            Self::LibvirtSparse => Some(Encoding::Sparse),
+            Self::MappedRam | Self::Stream | Self::Raw => None,
+        }
+    }
 }
 
 impl FromStr for DirectIo {
@@ -72,6 +93,8 @@ impl fmt::Display for Format {
             Self::MappedRam => "mapped-ram",
             Self::Stream => "stream",
             Self::Raw => "raw",
+            Self::Libvirt => "libvirt",
+            Self::LibvirtSparse => "libvirt-sparse",
         })
     }
 }

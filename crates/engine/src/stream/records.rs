@@ -25,6 +25,8 @@ pub(crate) enum Input {
     File(Arc<File>),
     /// A pipe or a connection, from where it is on.
     Pipe { pipe: Box<dyn Read + Send>, position: u64 },
+    /// What comes out of a decompressor.
+    Decompressed { pipe: Box<dyn Read + Send>, position: u64 },
 }
 
 impl Input {
@@ -32,11 +34,13 @@ impl Input {
         loop {
             let read = match self {
                 Self::File(file) => file.read_at(into, at),
-                Self::Pipe { position, .. } if *position != at => {
+                Self::Pipe { position, .. } | Self::Decompressed { position, .. } if *position != at => {
                     let why = "it is a mapped-ram file, whose pages have fixed places: name the file itself";
                     return Err(io::Error::new(io::ErrorKind::NotSeekable, why));
                 }
-                Self::Pipe { pipe, position } => pipe.read(into).inspect(|count| *position += *count as u64),
+                Self::Pipe { pipe, position } | Self::Decompressed { pipe, position } => {
+                    pipe.read(into).inspect(|count| *position += *count as u64)
+                }
             };
             match read {
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
@@ -186,6 +190,12 @@ impl Records {
     }
 
     fn failed(&self, at: u64, source: io::Error) -> Error {
+        if let Input::Decompressed { .. } = self.input
+            && source.raw_os_error().is_none()
+        {
+            let cure = self.whence.cure();
+            return self.whence.broke(format!("it can't be decompressed after {at:#x} bytes: {source}{cure}"));
+        }
         let (Whence::File(name) | Whence::Peer(name)) = &self.whence;
         Error::Io { what: format!("read {name} at offset {at:#x}"), source }
     }

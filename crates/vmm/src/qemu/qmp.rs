@@ -11,6 +11,7 @@ use std::{
 
 use serde_json::{Value, json};
 use transship_guest::GuestError;
+use transship_wire::libvirt::Definition;
 
 pub(super) use socket::listener;
 
@@ -113,6 +114,10 @@ pub(super) trait Carrier: Send {
     }
     /// How a person lets the guest run: a command line.
     fn cont_by_hand(&self) -> String;
+    /// The guest's definition, if somebody keeps one.
+    fn definition(&mut self, _limit: Duration) -> Result<Option<Definition>, QmpError> {
+        Ok(None)
+    }
     /// The next event of this name, or none at the deadline. Earlier ones that wait in the queue come first.
     fn wait_event(&mut self, name: &str, deadline: Instant) -> Result<Option<Event>, QmpError>;
     /// The events of this name that have come.
@@ -185,6 +190,11 @@ impl Qmp {
     /// How a person lets the guest run: a command line.
     pub(super) fn cont_by_hand(&self) -> String {
         self.0.cont_by_hand()
+    }
+
+    /// See [`Carrier::definition`].
+    pub(super) fn definition(&mut self) -> Result<Option<Definition>, QmpError> {
+        self.0.definition(COMMAND_WAIT)
     }
 
     /// Waits until no request of the guest's to a disk is under way: a transaction of nothing does that before it

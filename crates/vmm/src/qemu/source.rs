@@ -14,7 +14,7 @@ use std::{
 use serde_json::json;
 use transship_guest::{DiskFile, Found, GuestError, Hints, SourceGuest, StateFormat};
 use transship_memory::{Area, Freeing, GuestMemory, Protection, Region, Tracker};
-use transship_wire::GuestDescription;
+use transship_wire::{GuestDescription, libvirt::Definition};
 
 use super::{
     DESTINATION,
@@ -323,6 +323,10 @@ impl SourceGuest for QemuSource {
             self.qmp.drain_disks(STOP_WAIT)?;
         }
         Ok(self.has_direct_disks)
+    }
+
+    fn definition(&mut self) -> Result<Option<Definition>, GuestError> {
+        Ok(self.qmp.definition()?)
     }
 
     fn is_running(&mut self) -> Result<bool, GuestError> {

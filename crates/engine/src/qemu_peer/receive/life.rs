@@ -293,7 +293,7 @@ impl Reception<'_, '_> {
     fn place<'g>(&mut self, into: Sink<'g>, head: &Head) -> Result<Place<'g>, Error> {
         match into {
             Sink::File(FileSink { target, options: FileSinkOptions { format, io, .. } }) => {
-                let store = file_store(target, format, &head.configuration, head.ram_section, io);
+                let store = file_store(*target, format, &head.configuration, head.ram_section, io);
                 store.list(&head.blocks)?;
                 Ok(Place::File(store, format))
             }

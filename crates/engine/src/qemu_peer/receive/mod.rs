@@ -40,7 +40,7 @@ pub struct FileSinkOptions {
 
 /// A file that is to be made. Dropped before it is complete it leaves things as they were.
 pub struct FileSink {
-    target: Target,
+    target: Box<Target>,
     options: FileSinkOptions,
 }
 
@@ -51,9 +51,9 @@ impl FileSink {
     /// Another save makes this file now; it can't be written or replaced, or not in the way asked for.
     pub fn create(to: &FileUri, options: FileSinkOptions) -> Result<Self, Error> {
         // A stream's pages have no places that a disk could take.
-        let direct_io = if options.format == Format::Stream { DirectIo::Off } else { options.direct_io };
+        let direct_io = if options.format.is_sequential() { DirectIo::Off } else { options.direct_io };
         // There is no guest here whose memory the file could be.
         let target = Target::create(to, direct_io, &GuestMemory::new(Vec::new()))?;
-        Ok(Self { target, options })
+        Ok(Self { target: Box::new(target), options })
     }
 }

@@ -14,7 +14,7 @@ use transship_memory::PageBuffer;
 use super::descriptors::{self, Purpose};
 use crate::{
     Error, FileReport,
-    snapshot::{DirectIo, FilePlace, FileUri, Format},
+    snapshot::{DirectIo, FilePlace, FileUri, Format, save_image::SaveImage},
     stream::whence::wrong,
 };
 
@@ -33,6 +33,8 @@ pub(crate) struct Origin {
     pub(crate) offset: u64,
     /// Length of the file; a pipe has none.
     pub(crate) bytes: Option<u64>,
+    /// What stands before the stream, if libvirt saved it.
+    pub(crate) image: Option<Arc<SaveImage>>,
 }
 
 impl Origin {
@@ -75,7 +77,7 @@ impl Origin {
         } else {
             None
         };
-        Ok(Self { name, file: Arc::new(file), direct: direct.map(Arc::new), refused: None, offset, bytes })
+        Ok(Self { name, file: Arc::new(file), direct: direct.map(Arc::new), refused: None, offset, bytes, image: None })
     }
 
     /// Reads bytes that must be there.
@@ -94,7 +96,7 @@ impl Origin {
     /// What a report says of the file. `stored`: pages of the guest in it.
     pub(crate) fn report(&self, format: Format, stored: u64) -> FileReport {
         FileReport {
-            format: format.to_string(),
+            format: self.format(format).to_string(),
             bytes: self.bytes.map_or(0, |bytes| bytes.saturating_sub(self.offset)),
             allocated: self.allocated(),
             direct_io: self.direct.is_some(),
@@ -102,6 +104,21 @@ impl Origin {
             pages_stored: stored,
             ..FileReport::default()
         }
+    }
+
+    /// What a file is that holds a snapshot in this layout.
+    pub(crate) fn format(&self, layout: Format) -> Format {
+        match (layout, &self.image) {
+            (Format::MappedRam, Some(_)) => Format::LibvirtSparse,
+            (Format::Stream, Some(_)) => Format::Libvirt,
+            (layout, _) => layout,
+        }
+    }
+
+    /// Whether the guest ran. `recorded`: what its state says; libvirt stops a domain before it saves it, and keeps
+    /// elsewhere whether it ran.
+    pub(crate) fn ran(&self, recorded: bool) -> bool {
+        self.image.as_ref().map_or(recorded, |image| image.header.ran)
     }
 
     /// Bytes that the file takes on the disk.

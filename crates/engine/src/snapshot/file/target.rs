@@ -66,6 +66,8 @@ pub(crate) struct Target {
     pub(crate) completed: AtomicBool,
     /// The most that is thought to be written, for messages.
     needed: AtomicU64,
+    /// What another program wants before the snapshot.
+    before: Vec<u8>,
 }
 
 pub(crate) enum Place {
@@ -110,7 +112,7 @@ impl Target {
     fn new(uri: &FileUri, buffered: File, direct: Option<File>, place: Place) -> Self {
         let (uri, needed) = (uri.clone(), AtomicU64::new(0));
         let (more, completed) = (RwLock::default(), AtomicBool::new(false));
-        Self { uri, buffered, direct, more, refused: None, place, completed, needed }
+        Self { uri, buffered, direct, more, refused: None, place, completed, needed, before: Vec::new() }
     }
 
     /// Makes the folder of an image, with the first of its files. Pages go past the page cache only if that is asked
@@ -262,9 +264,27 @@ impl Target {
         }
     }
 
+    /// Puts bytes before the snapshot, of which nothing may have been written yet. Until it is complete, the first of
+    /// them are `partial`.
+    ///
+    /// # Errors
+    /// The system's own.
+    pub(crate) fn put_before(&mut self, bytes: Vec<u8>, partial: &[u8]) -> Result<(), Error> {
+        self.write_at(&bytes, self.uri.offset)?;
+        self.write_at(partial, self.uri.offset)?;
+        self.before = bytes;
+        Ok(())
+    }
+
+    /// Changes what was put before the snapshot; it has the same length.
+    pub(crate) fn change_before(&mut self, bytes: Vec<u8>) {
+        debug_assert_eq!(bytes.len(), self.before.len());
+        self.before = bytes;
+    }
+
     /// Where the snapshot begins.
     pub(crate) fn offset(&self) -> u64 {
-        self.uri.offset
+        self.uri.offset + self.before.len() as u64
     }
 
     /// Whether pages go past the page cache.
@@ -404,6 +424,7 @@ impl Target {
     /// cut.
     pub(crate) fn complete(&self, head: &[u8], progress: &Progress) -> Result<(), Error> {
         let at = self.uri.offset;
+        let head = &[self.before.as_slice(), head].concat();
         match &self.place {
             Place::Named(named) => {
                 self.write_at(head, at)?;

@@ -102,7 +102,10 @@ fn state(
     format: &StateFormat,
 ) -> Result<(bool, Option<std::ops::Range<usize>>), Error> {
     Ok(match format {
-        StateFormat::Qemu { .. } => (snapshot.global_state()?.is_none_or(|state| state.runs()), None),
+        StateFormat::Qemu { .. } => {
+            let recorded = snapshot.global_state()?.is_none_or(|state| state.runs());
+            (snapshot.origin.ran(recorded), None)
+        }
         StateFormat::Opaque => {
             let state = opaque::find(name, &snapshot.tail, snapshot.tail_offset)?;
             (state.ran, Some(state.bytes))

@@ -36,7 +36,7 @@ pub(super) fn restore(restore: &mut Restore<'_>, stream: Stream) -> Result<(), E
     note(restore, &store, &origin);
     let ran = load(restore, &store, &configuration, read?, name)?;
     fail_point::reach("restore.loaded")?;
-    restore.start(ran)
+    restore.start(origin.ran(ran))
 }
 
 /// Has the VMM load what is not memory. Returns whether the guest ran.

@@ -1,32 +1,39 @@
 //! The life of a background save: the guest stands still only while its device state is taken and its memory is
 //! protected from writes.
-use std::{sync::atomic::Ordering::Relaxed, thread, time::Instant};
+use std::{
+    sync::{Arc, atomic::Ordering::Relaxed},
+    thread,
+    time::Instant,
+};
 
 use crossbeam_channel::{Receiver, RecvTimeoutError, Sender, bounded};
 use transship_memory::{Freeing, PAGE_BYTES, Turns};
+use transship_wire::qemu::Configuration;
 
 use super::{
     Saving,
+    appended::{Appended, Appender},
     mapped::MappedFile,
-    moment::{Copies, Failure, Moment, TICK},
-    writer::Written,
+    moment::{Copies, Failure, Moment, Outlet, TICK},
+    output::Output,
+    stream::StreamFile,
+    writer::{Pages, Written},
 };
 use crate::{
     Error, Phase, RoundReport,
     ending::take_back,
     fail_point,
     guest::GuestError,
-    snapshot::{Format, SaveOptions, Then, file::queues::Queues},
-    stream::{regions::RegionBlock, state::DeviceState},
+    snapshot::{SaveOptions, Then, file::queues::Queues},
+    stream::{
+        regions::RegionBlock,
+        state::{DeviceState, machine_name},
+    },
 };
 
 impl Saving<'_, '_> {
     /// What a background save can't be, also of a guest that stands still.
     pub(super) fn check_background(&self) -> Result<(), Error> {
-        if self.options.format == Format::Stream {
-            let why = "a background snapshot saves its pages in any order, which a plain stream can't hold; use --format mapped-ram or raw";
-            return Err(Error::Unfit(why.into()));
-        }
         if self.options.then == Then::StayStopped {
             let why = "after a background snapshot the guest runs on, so it can't be left as it was saved; use --live \
                        or --paused";
@@ -40,26 +47,20 @@ impl Saving<'_, '_> {
     /// If anything fails, the protection is dropped first of all, and the guest runs on. The kernel does the same if
     /// this process dies.
     pub(super) fn in_background(&mut self, regions: &[RegionBlock]) -> Result<(), Error> {
-        // The threads are of another kind than those of the rounds.
-        let without_writers = SaveOptions { channels: 0, ..self.options.clone() };
-        let memory = self.guest.memory();
-        let mut output =
-            MappedFile::begin(&memory, Freeing::Never, regions, &without_writers, self.target, self.progress)?;
-        output.disks = self.disks()?;
-        self.describe_file(&output);
+        let Prepared { mut output, pages, appended } = self.prepare(regions)?;
+        self.describe_file(output.as_ref());
         let protection = self.guest.unguarded().protect()?;
-        let pages = output.writers.pages.clone();
         let moment = Moment::expected(&**self.guest, protection, &pages)?;
         fail_point::reach("save.protecting")?;
         self.begin_rounds();
-        let ended = self.save_moment(&moment, regions);
+        let ended = self.save_moment(&moment, regions, appended);
         // Before anything else is asked of the VMM: now it waits for nobody.
         drop(moment);
         let Ended { state, resumed, saved } = ended.map_err(|error| take_back(self.guest, error))?;
         let saved = saved
             .and_then(|()| Ok(self.guest.unguarded().check_protected()?))
             .and_then(|()| fail_point::reach("save.background"))
-            .and_then(|()| self.complete(&state, &mut output));
+            .and_then(|()| self.complete(&state, output.as_mut()));
         match resumed {
             Ok(()) => saved,
             // If it stands still now, its file is worth all the more.
@@ -67,14 +68,38 @@ impl Saving<'_, '_> {
         }
     }
 
+    /// The file, up to where its pages begin.
+    fn prepare(&mut self, regions: &[RegionBlock]) -> Result<Prepared, Error> {
+        let memory = self.guest.memory();
+        if self.options.format.is_sequential() {
+            let configuration = Configuration::new(machine_name(&**self.guest)?);
+            let (target, progress) = (&*self.target, self.progress);
+            let mut file = StreamFile::begin(&memory, Freeing::Never, regions, configuration, target, progress);
+            let appended = Some(file.append(target)?);
+            return Ok(Prepared { pages: Arc::clone(&file.pages), output: Box::new(file), appended });
+        }
+        // The threads are of another kind than those of the rounds.
+        let without_writers = SaveOptions { channels: 0, ..self.options.clone() };
+        let mut file =
+            MappedFile::begin(&memory, Freeing::Never, regions, &without_writers, self.target, self.progress)?;
+        file.disks = self.disks()?;
+        Ok(Prepared { pages: Arc::clone(&file.writers.pages), output: Box::new(file), appended: None })
+    }
+
     /// Stops the guest for a moment, and returns when all of it is given to the kernel, or given up. An error is from
     /// before the guest ran again.
-    fn save_moment(&mut self, moment: &Moment<'_>, regions: &[RegionBlock]) -> Result<Ended, Error> {
+    fn save_moment(
+        &mut self,
+        moment: &Moment<'_>,
+        regions: &[RegionBlock],
+        appended: Option<Arc<Appended>>,
+    ) -> Result<Ended, Error> {
         thread::scope(|scope| {
             let writers = self.options.channels.max(1);
-            let (turns, (tell, outcomes)) = (Turns::default(), bounded(usize::from(writers) + 1));
+            let (tell, outcomes) = bounded(usize::from(writers) + 1);
             let (sender, copies) = moment.copies();
             let serving = tell.clone();
+            let shared = Shared { moment, copies, tell, turns: Turns::default(), appended };
             let serve = move || drop(serving.send(moment.serve(&sender)));
             spawn(scope, "faults".into(), serve)?;
             let begin = Instant::now();
@@ -82,7 +107,7 @@ impl Saving<'_, '_> {
             // run, and may have to wait for one whose copies wait for the file.
             let state = self.stop_in(moment, regions).and_then(|state| {
                 let mut numbers = 0..writers;
-                numbers.try_for_each(|number| self.start_writer(scope, number, moment, &copies, &tell, &turns))?;
+                numbers.try_for_each(|number| self.start_writer(scope, number, &shared))?;
                 Ok(state)
             });
             let state = state.inspect_err(|_| moment.give_up());
@@ -91,7 +116,7 @@ impl Saving<'_, '_> {
                 Ok(Err(first)) => first.into_error(self.target),
                 _ => error,
             })?;
-            drop((tell, copies));
+            drop(shared);
             let resumed = self.guest.resume(true);
             self.report.downtime_ms = self.guest.stood_ms();
             self.progress.set_phase(Phase::Rounds);
@@ -108,6 +133,7 @@ impl Saving<'_, '_> {
         moment.protect_beforehand()?;
         self.progress.set_phase(Phase::Switchover);
         let found = self.guest.stop()?;
+        self.found = found;
         fail_point::reach("save.stopped")?;
         let state = DeviceState::take(self.guest.unguarded(), regions, found)?;
         fail_point::reach("save.state")?;
@@ -121,20 +147,23 @@ impl Saving<'_, '_> {
         &self,
         scope: &'scope thread::Scope<'scope, '_>,
         number: u8,
-        moment: &'scope Moment<'_>,
-        copies: &Receiver<Copies>,
-        tell: &Sender<Outcome>,
-        turns: &Turns,
+        shared: &Shared<'scope, '_>,
     ) -> Result<(), Error> {
-        let (tell, copies, io, turns) = (tell.clone(), copies.clone(), self.options.io, turns.clone());
-        let (files, memory) = (self.target.page_descriptors()?, self.guest.memory());
+        let Shared { moment, tell, copies, turns, appended } = shared.clone();
+        let (files, memory, io) = (self.target.page_descriptors()?, self.guest.memory(), self.options.io);
+        let appender = appended.map(|to| Ok::<_, Error>(Appender::new(to, self.target.cached_descriptor(0)?.into())));
+        let appender = appender.transpose()?;
         let write = move || {
-            // The requests are this thread's own.
-            let written = Queues::new(&memory, files, io, &turns)
+            let outlet = match appender {
+                Some(appender) => Ok(Outlet::Appended(appender)),
+                // The requests are this thread's own.
+                None => Queues::new(&memory, files, io, &turns).map(Outlet::Placed),
+            };
+            let written = outlet
                 .map_err(|source| Error::Io { what: "prepare to write pages".into(), source })
-                .and_then(|queues| fail_point::reach("save.writing").map(|()| queues))
+                .and_then(|outlet| fail_point::reach("save.writing").map(|()| outlet))
                 .map_err(Failure::Begin)
-                .and_then(|mut queues| moment.write(&mut queues, &copies));
+                .and_then(|mut outlet| moment.write(&mut outlet, &copies));
             drop(tell.send(written));
         };
         spawn(scope, format!("writer{number}"), write)
@@ -199,6 +228,24 @@ impl Saving<'_, '_> {
             file.io_uring = moment.is_uring();
         }
     }
+}
+
+/// A file that is about to get the pages of a moment.
+struct Prepared {
+    output: Box<dyn Output>,
+    pages: Arc<Pages>,
+    /// Where they follow one another, if they have no places.
+    appended: Option<Arc<Appended>>,
+}
+
+/// What the threads that write have in common.
+#[derive(Clone)]
+struct Shared<'m, 'p> {
+    moment: &'m Moment<'p>,
+    copies: Receiver<Copies>,
+    tell: Sender<Outcome>,
+    turns: Turns,
+    appended: Option<Arc<Appended>>,
 }
 
 /// What one thread has done.

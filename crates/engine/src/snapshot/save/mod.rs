@@ -1,9 +1,13 @@
 //! The life of a save, from the empty file to the one that is complete.
 //!
-//! - `output`: what is done with its pages: `mapped`, with the threads that write in `writer`; `stream`
+//! - `output`: what is done with its pages: `mapped`, with the threads that write in `writer`; `stream`, to which the
+//!   threads of a background save append (`appended`)
+//! - `definition`: what libvirt wants before it
 //! - `live`: rounds of a guest that runs
 //! - `background`: a save while the guest runs on; `moment`: the memory that it saves, region by region in `unsaved`
+mod appended;
 mod background;
+mod definition;
 mod live;
 mod mapped;
 mod moment;
@@ -15,7 +19,7 @@ mod writer;
 use std::{sync::Arc, time::Instant};
 
 use transship_memory::Freeing;
-use transship_wire::qemu::Configuration;
+use transship_wire::{libvirt::Definition, qemu::Configuration};
 
 use super::{
     DirectIo, Format, SaveOptions, Then, Way,
@@ -61,13 +65,14 @@ pub fn save_guest(
     let guest = &mut Guarded::new(guest, guard);
     let target = match options.format {
         Format::Raw => Target::create_folder(to, options.direct_io, STATE),
-        Format::MappedRam => Target::create(to, options.direct_io, &guest.memory()),
         // A stream's pages have no places that a disk could take.
-        Format::Stream => Target::create(to, DirectIo::Off, &guest.memory()),
+        format if format.is_sequential() => Target::create(to, DirectIo::Off, &guest.memory()),
+        _ => Target::create(to, options.direct_io, &guest.memory()),
     };
     let result = target.and_then(|mut target| {
         fail_point::reach("save.created")?;
-        Saving { guest: &mut *guest, options, target: &mut target, progress, report, begin }.run()
+        let (definition, found) = (None, Found::Standing);
+        Saving { guest: &mut *guest, options, target: &mut target, progress, report, definition, found, begin }.run()
     });
     guest.plug_back();
     finish(result, begin, progress, report)
@@ -79,6 +84,10 @@ pub(super) struct Saving<'a, 'g> {
     pub(super) target: &'a mut Target,
     pub(super) progress: &'a Arc<Progress>,
     pub(super) report: &'a mut Report,
+    /// Of a save image of libvirt's.
+    definition: Option<Definition>,
+    /// How it was when it was stopped.
+    found: Found,
     begin: Instant,
 }
 
@@ -87,6 +96,7 @@ impl Saving<'_, '_> {
     fn run(&mut self) -> Result<(), Error> {
         let ran = self.guest.unguarded().is_running()?;
         let regions = region_blocks(&**self.guest)?;
+        self.put_definition(ran)?;
         if self.options.way == Way::Background {
             self.check_background()?;
         }
@@ -121,12 +131,12 @@ impl Saving<'_, '_> {
             _ => Freeing::Never, // it stands still
         };
         Ok(match self.options.format {
-            Format::MappedRam | Format::Raw => {
+            Format::MappedRam | Format::Raw | Format::LibvirtSparse => {
                 let mut file = MappedFile::begin(&memory, freeing, regions, self.options, self.target, self.progress)?;
                 file.disks = self.disks()?;
                 Box::new(file)
             }
-            Format::Stream => {
+            Format::Stream | Format::Libvirt => {
                 let configuration = Configuration::new(machine_name(&**self.guest)?);
                 Box::new(StreamFile::begin(&memory, freeing, regions, configuration, self.target, self.progress))
             }
@@ -166,6 +176,7 @@ impl Saving<'_, '_> {
         let found = self.guest.stop();
         rounds.iter_mut().for_each(Rounds::let_writers_go);
         let found = found?;
+        self.found = found;
         fail_point::reach("save.stopped")?;
         let tracks = rounds.is_some();
         let rounds = match rounds {
@@ -241,6 +252,7 @@ impl Saving<'_, '_> {
     /// Writes everything that is no page of the guest, and makes the file whole.
     pub(super) fn complete(&mut self, state: &DeviceState, output: &mut dyn Output) -> Result<(), Error> {
         self.progress.set_phase(Phase::Completing);
+        self.settle_definition()?;
         let begin = Instant::now();
         let file = self.report.file.get_or_insert_default();
         output.complete(state, self.target, file, self.progress)?;

@@ -30,6 +30,7 @@ use transship_memory::{
 };
 
 use super::{
+    appended::Appender,
     unsaved::{FAULT_PAGES, Unsaved},
     writer::{Pages, Written},
 };
@@ -79,8 +80,42 @@ enum Stage {
 
 /// Pages that were copied, on their way to the disk.
 pub(crate) struct Copied {
-    at: Spot,
+    region: usize,
+    first: u64,
     buffer: PageBuffer,
+}
+
+/// What one thread does with copies.
+pub(crate) enum Outlet {
+    /// Each page has its place in a file.
+    Placed(Queues),
+    /// They follow one another.
+    Appended(Appender),
+}
+
+impl Outlet {
+    pub(crate) fn is_uring(&self) -> bool {
+        matches!(self, Self::Placed(queues) if queues.is_uring())
+    }
+
+    fn write(&mut self, places: &[Spot], copies: Copies) -> Result<(), Failure> {
+        let written = copies.into_iter().try_for_each(|Copied { region, first, buffer }| match self {
+            Self::Placed(queues) => {
+                let Spot { file, offset } = places[region];
+                queues.of(file).write_buffer(buffer, offset + first * PAGE_BYTES as u64)
+            }
+            Self::Appended(appender) => appender.append(region, first, buffer),
+        });
+        written.map_err(Failure::File)
+    }
+
+    fn finish(&mut self) -> Result<(), Failure> {
+        let finished = match self {
+            Self::Placed(queues) => queues.finish(),
+            Self::Appended(appender) => appender.finish(),
+        };
+        finished.map_err(Failure::File)
+    }
 }
 
 /// Why it could not go on.
@@ -284,28 +319,29 @@ impl<'a> Moment<'a> {
     ///
     /// # Errors
     /// See [`Failure`]; it has to be given up then.
-    pub(crate) fn write(&self, queues: &mut Queues, copies: &Receiver<Copies>) -> Result<Written, Failure> {
+    pub(crate) fn write(&self, outlet: &mut Outlet, copies: &Receiver<Copies>) -> Result<Written, Failure> {
         let begin = cpu::thread_seconds();
         let mut written = Written::default();
-        self.uring.store(queues.is_uring(), Relaxed);
+        self.uring.store(outlet.is_uring(), Relaxed);
+        let places = &self.pages.places;
         while !self.is_given_up() {
             // Copies first: while they wait for the disk, there may be no room for the next.
             while let Ok(copied) = copies.try_recv() {
-                write_copies(queues, copied)?;
+                outlet.write(places, copied)?;
             }
             let Some((region, WindowPages { first, mask: units })) = self.next_chunk() else { break };
             let claimed = self.regions[region].left.claim(first, units);
             let copied = self.save(region, first, claimed, &mut written)?;
             self.chunk_done();
-            write_copies(queues, copied)?;
+            outlet.write(places, copied)?;
         }
         // Until the thread that serves faults has ended; it does when all chunks are done with.
         for copied in copies {
             if !self.is_given_up() {
-                write_copies(queues, copied)?;
+                outlet.write(places, copied)?;
             }
         }
-        queues.finish().map_err(Failure::File)?;
+        outlet.finish()?;
         written.cpu_seconds = cpu::thread_seconds() - begin;
         Ok(written)
     }
@@ -361,8 +397,7 @@ impl<'a> Moment<'a> {
             for run in WindowPages::new(first, present).runs() {
                 let mut buffer = PageBuffer::new(run.count as usize);
                 memory.copy_to(run, buffer.bytes_mut()).map_err(Failure::Guest)?;
-                let Spot { file, offset } = self.pages.places[region];
-                to.push(Copied { at: Spot { file, offset: offset + run.first * PAGE_BYTES as u64 }, buffer });
+                to.push(Copied { region, first: run.first, buffer });
             }
         }
         Ok(())
@@ -382,10 +417,3 @@ impl<'a> Moment<'a> {
 }
 
 pub(crate) type Copies = Vec<Copied>;
-
-fn write_copies(queues: &mut Queues, copies: Copies) -> Result<(), Failure> {
-    let mut copies = copies.into_iter();
-    copies
-        .try_for_each(|Copied { at, buffer }| queues.of(at.file).write_buffer(buffer, at.offset))
-        .map_err(Failure::File)
-}

@@ -12,14 +12,15 @@
 //!
 //! Pages that are zero, and holes, have a record too: whatever a destination's memory holds, it is zero there
 //! afterwards.
-use std::sync::{Arc, atomic::Ordering::Relaxed};
+use std::sync::Arc;
 
 use transship_memory::{Freeing, GuestMemory, PAGE, PageRange, PageSet, WindowPages, Writeback};
 use transship_wire::qemu::{Block, Command, Configuration, Name, StreamWriter};
 
 use super::{
+    appended::Appended,
     output::Output,
-    writer::{Written, zero_pages},
+    writer::{Pages, Written, zero_pages},
 };
 use crate::{
     Error, FileReport, Progress, fail_point,
@@ -30,28 +31,25 @@ use crate::{
 };
 
 /// The number of the RAM section: another than that of any section that comes before the last page.
-const RAM_SECTION: u32 = u32::from_be_bytes(*b"\0ram");
+pub(crate) const RAM_SECTION: u32 = u32::from_be_bytes(*b"\0ram");
 /// Bytes that are written at once.
-const PIECE: usize = 1 << 20;
+pub(crate) const PIECE: usize = 1 << 20;
 /// Bytes of a record without its page, with the block's name left out.
 const RECORD_BYTES: u64 = 9;
 
 /// The stream as far as it is written.
 pub(crate) struct StreamFile {
-    memory: GuestMemory,
-    /// Whether memory may be given back while it is written.
-    freeing: Freeing,
+    pub(crate) pages: Arc<Pages>,
     regions: Vec<RegionBlock>,
     configuration: Configuration,
     out: Appender,
     /// Magic and version, which come last: without them it is no stream.
     head: Vec<u8>,
-    /// By region: pages whose last record has content.
-    content: Vec<PageMap>,
+    /// Where threads append pages of one moment, if they do.
+    appended: Option<Arc<Appended>>,
     /// No round was written yet, so the holes were not recorded.
     first: bool,
     copy: Vec<u8>,
-    progress: Arc<Progress>,
 }
 
 /// Records on their way to the file.
@@ -75,6 +73,12 @@ impl Appender {
         target.begin_writeback(&mut self.writeback, self.at, bytes.len() as u64);
         self.at += bytes.len() as u64;
         Ok(())
+    }
+
+    /// Others have written up to there.
+    fn go_on_at(&mut self, at: u64) {
+        self.at = at;
+        self.writer = StreamWriter::new(at, RAM_SECTION);
     }
 
     fn zeros(&mut self, block: &Name, range: PageRange, target: &Target) -> Result<(), Error> {
@@ -105,17 +109,44 @@ impl StreamFile {
         }
         writer.end_of_section();
         Self {
-            memory: memory.clone(),
-            freeing,
+            pages: Arc::new(Pages::new(memory, freeing, Vec::new(), progress)),
             regions: regions.to_vec(),
             configuration,
             out: Appender { writer, at: begin + head.len() as u64, begin, writeback: Writeback::default() },
             head,
-            content: memory.regions().iter().map(|region| PageMap::new(region.pages())).collect(),
+            appended: None,
             first: true,
             copy: Vec::new(),
-            progress: Arc::clone(progress),
         }
+    }
+
+    /// From now on threads append pages of one moment, in any order. What they don't append is zero, which is written
+    /// when the file is completed.
+    ///
+    /// # Errors
+    /// The system's own.
+    pub(crate) fn append(&mut self, target: &Target) -> Result<Arc<Appended>, Error> {
+        self.out.writer.part();
+        self.out.flush(target)?;
+        let names = self.regions.iter().map(|region| region.name.clone()).collect();
+        Ok(Arc::clone(self.appended.insert(Arc::new(Appended::new(names, self.out.at)))))
+    }
+
+    /// The records that no thread has appended.
+    fn end_appended(&mut self, target: &Target) -> Result<(), Error> {
+        let Some(appended) = self.appended.take() else { return Ok(()) };
+        self.out.go_on_at(appended.end());
+        let pages = Arc::clone(&self.pages);
+        for (region, content) in self.regions.iter().zip(&pages.content) {
+            let mut zero = PageSet::full(region.bytes / PAGE);
+            zero.subtract(&content.to_set(zero.pages()));
+            for range in zero.ranges() {
+                self.check_cancelled()?;
+                self.out.zeros(&region.name, range, target)?;
+            }
+        }
+        self.out.writer.end_of_section();
+        self.out.flush(target)
     }
 
     /// One region's part of a round.
@@ -134,7 +165,7 @@ impl StreamFile {
         }
         for range in zero.ranges() {
             self.check_cancelled()?;
-            self.content[region].take(range).for_each(drop);
+            self.pages.content[region].take(range).for_each(drop);
             self.out.zeros(&name, range, target)?;
         }
         for window in pending.batches().flatten() {
@@ -152,36 +183,29 @@ impl StreamFile {
         WindowPages { first, mask: wanted }: WindowPages,
         written: &mut Written,
     ) -> Result<(), Error> {
-        let memory = &self.memory.regions()[region];
-        let zero = zero_pages(memory, self.freeing, first, wanted)?;
-        let (present, content) = (wanted & !zero, &self.content[region]);
-        let had = content.window(first);
+        let pages = Arc::clone(&self.pages);
+        let memory = &pages.memory.regions()[region];
+        let zero = zero_pages(memory, pages.freeing, first, wanted)?;
+        let (present, had) = (wanted & !zero, pages.content[region].window(first));
         written.normal += u64::from(present.count_ones());
         written.zero += u64::from(zero.count_ones());
         written.rewritten += u64::from((present & had).count_ones());
-        content.remove(first, zero);
-        content.insert(first, present);
+        pages.note(region, first, present, zero);
         // What had no content was told to be zero in the first round.
         for page in WindowPages::new(first, if self.first { zero } else { zero & had }).iter() {
             self.out.writer.zero_page(name, page * PAGE);
         }
         self.copy.clear();
         memory.copy_out(first, present, &mut self.copy)?;
-        let pages = WindowPages::new(first, present).iter();
-        for (page, bytes) in pages.zip(self.copy.as_chunks().0) {
+        let present = WindowPages::new(first, present).iter();
+        for (page, bytes) in present.zip(self.copy.as_chunks().0) {
             self.out.writer.page(name, page * PAGE, bytes);
         }
-        let progress = &self.progress;
-        progress.normal_pages.fetch_add(present.count_ones().into(), Relaxed);
-        progress.zero_pages.fetch_add(zero.count_ones().into(), Relaxed);
-        progress.wire_bytes.fetch_add(u64::from(present.count_ones()) * PAGE, Relaxed);
-        let looked_at = u64::from(wanted.count_ones()) * PAGE;
-        let _ = progress.round_left.fetch_update(Relaxed, Relaxed, |left| Some(left.saturating_sub(looked_at)));
         Ok(())
     }
 
     fn check_cancelled(&self) -> Result<(), Error> {
-        if self.progress.is_cancelled() { Err(Error::CANCELLED) } else { Ok(()) }
+        if self.pages.progress.is_cancelled() { Err(Error::CANCELLED) } else { Ok(()) }
     }
 
     /// What was written before the device state was known must fit it.
@@ -203,7 +227,7 @@ impl StreamFile {
 
 impl Output for StreamFile {
     fn content(&self) -> &[PageMap] {
-        &self.content
+        &self.pages.content
     }
 
     fn needs(&self, pages: u64) -> u64 {
@@ -231,6 +255,7 @@ impl Output for StreamFile {
         progress: &Arc<Progress>,
     ) -> Result<(), Error> {
         self.check(state)?;
+        self.end_appended(target)?;
         let out = &mut self.out;
         if !state.blocks.is_empty() {
             out.writer.ram_start(state.blocks.iter().map(|block| block.bytes).sum());
@@ -254,8 +279,7 @@ impl Output for StreamFile {
         }
         out.writer.end_of_section().raw(&state.tail);
         out.flush(target)?;
-        let pages = self.regions.iter().zip(&self.content);
-        file.pages_stored = pages.map(|(region, content)| content.to_set(region.bytes / PAGE).count()).sum();
+        file.pages_stored = self.pages.stored();
         fail_point::reach("save.tail")?;
         target.complete(&self.head, progress)
     }

@@ -30,14 +30,14 @@ const TICK: Duration = Duration::from_millis(50);
 pub(crate) struct Pages {
     pub(crate) memory: GuestMemory,
     /// Whether memory may be given back while it is written.
-    freeing: Freeing,
-    /// By region: where its first page is.
+    pub(crate) freeing: Freeing,
+    /// By region: where its first page is; a stream has no places.
     pub(crate) places: Vec<Spot>,
     /// By region: pages that the file holds content for. All others are zero.
     pub(crate) content: Vec<PageMap>,
     /// By region: pages that were ever written to the file.
     pub(crate) written: Vec<PageMap>,
-    progress: Arc<Progress>,
+    pub(crate) progress: Arc<Progress>,
     /// A thread has failed: the others need not go on.
     failed: AtomicBool,
 }
@@ -90,16 +90,7 @@ impl Writers {
         target: &Target,
         progress: &Arc<Progress>,
     ) -> Result<Self, Error> {
-        let maps = || memory.regions().iter().map(|region| PageMap::new(region.pages())).collect();
-        let pages = Arc::new(Pages {
-            memory: memory.clone(),
-            freeing,
-            places,
-            content: maps(),
-            written: maps(),
-            progress: Arc::clone(progress),
-            failed: AtomicBool::new(false),
-        });
+        let pages = Arc::new(Pages::new(memory, freeing, places, progress));
         let (done, outcomes) = bounded(usize::from(count));
         let (ready, started) = bounded(usize::from(count));
         let (mut threads, turns) = (Vec::new(), Turns::default());
@@ -226,6 +217,20 @@ impl Drop for Writers {
 }
 
 impl Pages {
+    /// Of a file that has none yet.
+    pub(crate) fn new(memory: &GuestMemory, freeing: Freeing, places: Vec<Spot>, progress: &Arc<Progress>) -> Self {
+        let maps = || memory.regions().iter().map(|region| PageMap::new(region.pages())).collect();
+        Self {
+            memory: memory.clone(),
+            freeing,
+            places,
+            content: maps(),
+            written: maps(),
+            progress: Arc::clone(progress),
+            failed: AtomicBool::new(false),
+        }
+    }
+
     fn write_round(&self, queues: &mut Queues, batches: &Round) -> Outcome {
         let begin = cpu::thread_seconds();
         let mut written = Written::default();

@@ -15,11 +15,13 @@ use std::{
 };
 
 use serde_json::{Value, json};
+use transship_wire::libvirt::Definition;
 
 use super::{
     Address,
     claim::Claim,
     connection::{Connection, Domain, Events, Failure, Listening, find},
+    definition,
 };
 use crate::qemu::qmp::{Carrier, Event, Keeper, QmpError};
 
@@ -40,6 +42,7 @@ const EVENTS: [&str; 1] = ["BALLOON_CHANGE"];
 /// A call of libvirt's.
 enum Call {
     Command { line: String, fd: Option<OwnedFd>, may_repeat: bool },
+    Xml { flags: u32 },
     Suspend,
     Resume,
 }
@@ -187,6 +190,15 @@ impl Carrier for Passthrough {
         self.address.by_hand("resume")
     }
 
+    fn definition(&mut self, limit: Duration) -> Result<Option<Definition>, QmpError> {
+        let mut xml = |flags| self.call("the domain's definition", Call::Xml { flags }, limit);
+        let (lasting, live) = (xml(definition::LASTING)?, xml(definition::LIVE)?);
+        match definition::of(lasting, &live) {
+            Ok(definition) => Ok(Some(definition)),
+            Err(why) => Err(QmpError::Connection(format!("{}: libvirt's definition of it: {why}", self.address))),
+        }
+    }
+
     /// libvirt passes no events of migrations on, and nothing here waits for others.
     fn wait_event(&mut self, name: &str, deadline: Instant) -> Result<Option<Event>, QmpError> {
         thread::sleep(deadline.saturating_duration_since(Instant::now()).min(EVENT_WAIT));
@@ -249,7 +261,7 @@ impl Worker {
         let may_repeat = match call {
             Call::Command { may_repeat, .. } => *may_repeat,
             // What is so already is no error.
-            Call::Suspend | Call::Resume => true,
+            Call::Xml { .. } | Call::Suspend | Call::Resume => true,
         };
         match self.make_once(call) {
             Err(failure) if failure.is_lost => {
@@ -264,6 +276,7 @@ impl Worker {
         let done = |result: Result<(), Failure>| result.map(|()| String::new());
         match call {
             Call::Command { line, fd, .. } => self.domain.command(line, fd.as_ref()),
+            Call::Xml { flags } => self.domain.xml(*flags),
             Call::Suspend => done(self.domain.suspend()),
             Call::Resume if !self.domain.is_paused()? => Ok(String::new()),
             Call::Resume => done(self.domain.resume()),

@@ -160,6 +160,13 @@ impl Domain {
         }
     }
 
+    /// Its definition as it runs. `flags`: which parts of it, as libvirt numbers them.
+    pub(super) fn xml(&self, flags: u32) -> Result<String, Failure> {
+        // SAFETY: the handle is a domain; the text is ours to free.
+        let text = unsafe { taken((self.library().virDomainGetXMLDesc)(self.handle, flags)) };
+        text.ok_or_else(|| self.connection.failure())
+    }
+
     pub(super) fn suspend(&self) -> Result<(), Failure> {
         // SAFETY: the handle is a domain.
         self.connection.check(unsafe { (self.library().virDomainSuspend)(self.handle) })

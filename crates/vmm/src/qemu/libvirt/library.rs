@@ -70,6 +70,7 @@ functions! {
     main virDomainFree: fn(Opaque) -> c_int;
     main virDomainGetID: fn(Opaque) -> c_uint;
     main virDomainGetUUIDString: fn(Opaque, *mut c_char) -> c_int;
+    main virDomainGetXMLDesc: fn(Opaque, c_uint) -> *mut c_char;
     main virDomainGetState: fn(Opaque, *mut c_int, *mut c_int, c_uint) -> c_int;
     main virDomainSuspend: fn(Opaque) -> c_int;
     main virDomainResume: fn(Opaque) -> c_int;

@@ -6,6 +6,7 @@
 //!   library    libvirt's client library, loaded when it is needed
 //!   connection a connection and a domain, as safe Rust
 //!   carrier    QMP by passthrough
+//!   definition what libvirt must know of a domain to restore it
 //!   process    which process is the domain's QEMU
 //!   claim      one transship a domain
 //!   jobs       what libvirt itself has under way
@@ -18,6 +19,8 @@ mod claim;
 #[cfg(feature = "libvirt")]
 #[allow(unsafe_code)]
 mod connection;
+#[cfg(feature = "libvirt")]
+mod definition;
 #[cfg(feature = "libvirt")]
 mod jobs;
 #[cfg(feature = "libvirt")]
