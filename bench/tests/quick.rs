@@ -276,3 +276,32 @@ fn a_guest_with_old_data_goes_there_and_back_in_every_way() {
     let picture = std::fs::read_to_string(&svg).unwrap();
     assert!(roxmltree::Document::parse(&picture).is_ok(), "{picture}");
 }
+
+/// Clones of a small guest beside the same guest loaded by QEMU, and restored lazily.
+#[test]
+fn clones_stand_beside_guests_that_are_loaded() {
+    let folder = tempfile::tempdir().unwrap();
+    let (json, svg) = (folder.path().join("table.json"), folder.path().join("table.svg"));
+    let arguments = ["bench", "clones", "--mem", "64M", "--content", "16M", "--count", "1,2"];
+    let bench =
+        Transship::command(arguments).args(["--json".as_ref(), json.as_os_str(), "--svg".as_ref(), svg.as_os_str()]);
+    let finished = bench.run().unwrap().expect_code(0).unwrap();
+    for line in ["clones                 1", "QEMU, mapped-ram       2", "restore --lazy         2", "Aims"] {
+        assert!(finished.stdout.contains(line), "{line:?} is not in\n{}", finished.stdout);
+    }
+    let report: Value = serde_json::from_str(&std::fs::read_to_string(&json).unwrap()).unwrap();
+    let rows = report["results"]["rows"].as_array().unwrap();
+    assert_eq!(rows.len(), 6);
+    for row in rows {
+        let count = row["count"].as_u64().unwrap() as usize;
+        let times = row["each_ms"].as_array().unwrap();
+        assert_eq!(times.len(), count, "{row}");
+        assert!(times.iter().all(|ms| ms.as_f64().unwrap() > 0.0), "{row}");
+        // Those that were loaded have all of their content for themselves.
+        let each = row["memory"].as_u64().unwrap() / count as u64;
+        assert!(row["way"] == "clones" || each > 16 << 20, "{row}");
+        assert_eq!(row["downtime_ms"].is_number(), row["way"] == "clones", "{row}");
+    }
+    let picture = std::fs::read_to_string(&svg).unwrap();
+    assert!(roxmltree::Document::parse(&picture).is_ok(), "{picture}");
+}
