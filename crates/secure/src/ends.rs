@@ -1,0 +1,263 @@
+//! The two ends: what each shows of itself, and whom it takes for the other one.
+use std::{fmt, sync::Arc};
+
+use ring::rand::{SecureRandom, SystemRandom};
+use rustls::{
+    CertificateError, ClientConfig, DigitallySignedStruct, DistinguishedName, Error, ServerConfig, SignatureScheme,
+    client::{
+        AlwaysResolvesClientRawPublicKeys, Resumption, UnbufferedClientConnection,
+        danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier},
+    },
+    crypto::{
+        CryptoProvider,
+        ring::{cipher_suite, default_provider, kx_group, sign::any_eddsa_type},
+        verify_tls13_signature_with_raw_key,
+    },
+    pki_types::{CertificateDer, PrivatePkcs8KeyDer, ServerName, SubjectPublicKeyInfoDer, UnixTime},
+    server::{
+        AlwaysResolvesServerRawPublicKeys, UnbufferedServerConnection,
+        danger::{ClientCertVerified, ClientCertVerifier},
+    },
+    sign::CertifiedKey,
+    version::TLS13,
+};
+use zeroize::Zeroizing;
+
+use crate::{Failure, Token};
+
+/// What stands before an Ed25519 key in the two forms that TLS and its libraries know (RFC 8410).
+const PRIVATE_KEY: &[u8] = &[0x30, 0x2e, 2, 1, 0, 0x30, 5, 6, 3, 0x2b, 0x65, 0x70, 4, 0x22, 4, 0x20];
+const PUBLIC_KEY: &[u8] = &[0x30, 0x2a, 0x30, 5, 6, 3, 0x2b, 0x65, 0x70, 3, 0x21, 0];
+
+/// The end that calls. Good for all connections of a session.
+#[derive(Clone)]
+pub struct Caller {
+    config: Arc<ClientConfig>,
+}
+
+/// The end that is called. Good for all connections of a session.
+#[derive(Clone)]
+pub struct Host {
+    config: Arc<ServerConfig>,
+}
+
+impl Caller {
+    /// Calls the receiver that made the token, and no other.
+    ///
+    /// # Errors
+    /// The system has no random numbers.
+    pub fn with_token(token: &Token) -> Result<Self, Failure> {
+        let own = key(&token.caller_seed())?;
+        let provider = provider();
+        let wanted = Arc::new(Pinned::new(token.host_key(), &provider));
+        let mut config = ClientConfig::builder_with_provider(provider)
+            .with_protocol_versions(&[&TLS13])
+            .map_err(ours)?
+            .dangerous() // what is verified is stricter than a certificate: one key, and no other
+            .with_custom_certificate_verifier(wanted)
+            .with_client_cert_resolver(Arc::new(AlwaysResolvesClientRawPublicKeys::new(own)));
+        config.resumption = Resumption::disabled();
+        config.enable_secret_extraction = true;
+        // A name would tell the network something, and is of no use to a key.
+        config.enable_sni = false;
+        Ok(Self { config: Arc::new(config) })
+    }
+
+    pub(crate) fn connection(&self) -> Result<UnbufferedClientConnection, Failure> {
+        let name = ServerName::try_from("transship").expect("it is a name");
+        UnbufferedClientConnection::new(Arc::clone(&self.config), name).map_err(ours)
+    }
+}
+
+impl Host {
+    /// Makes a key, and the token by which one caller knows it.
+    ///
+    /// # Errors
+    /// The system has no random numbers.
+    pub fn with_new_token() -> Result<(Self, Token), Failure> {
+        let no_random = |_| Failure::Unsuited("the system has no random numbers for a key".into());
+        let mut seed = Zeroizing::new([0; 32]);
+        SystemRandom::new().fill(&mut *seed).map_err(no_random)?;
+        let own = key(&seed)?;
+        let public = own.cert.first().and_then(|public| public.strip_prefix(PUBLIC_KEY));
+        let public = public.and_then(|key| key.try_into().ok()).expect("a key was made just now");
+        let token = Token::new(public).map_err(no_random)?;
+        let callers = key(&token.caller_seed())?;
+        let callers = callers.cert[0].strip_prefix(PUBLIC_KEY).expect("a key was made just now");
+        let provider = provider();
+        let wanted = Arc::new(Pinned::new(callers, &provider));
+        let mut config = ServerConfig::builder_with_provider(provider)
+            .with_protocol_versions(&[&TLS13])
+            .map_err(ours)?
+            .with_client_cert_verifier(wanted)
+            .with_cert_resolver(Arc::new(AlwaysResolvesServerRawPublicKeys::new(own)));
+        config.send_tls13_tickets = 0; // no session is ever resumed
+        config.enable_secret_extraction = true;
+        Ok((Self { config: Arc::new(config) }, token))
+    }
+
+    pub(crate) fn connection(&self) -> Result<UnbufferedServerConnection, Failure> {
+        UnbufferedServerConnection::new(Arc::clone(&self.config)).map_err(ours)
+    }
+}
+
+/// Without keys, for logs.
+impl fmt::Debug for Caller {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Caller(…)")
+    }
+}
+
+/// Without keys, for logs.
+impl fmt::Debug for Host {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Host(…)")
+    }
+}
+
+/// Something that can't be the other side's fault.
+fn ours(error: Error) -> Failure {
+    Failure::Unsuited(error.to_string())
+}
+
+/// The cipher that this processor is quickest with comes first; the caller's wish counts.
+fn provider() -> Arc<CryptoProvider> {
+    #[cfg(target_arch = "x86_64")]
+    let has_aes = std::arch::is_x86_feature_detected!("aes");
+    #[cfg(not(target_arch = "x86_64"))]
+    let has_aes = true;
+    let mut provider = default_provider();
+    provider.cipher_suites = vec![
+        cipher_suite::TLS13_AES_128_GCM_SHA256,
+        cipher_suite::TLS13_CHACHA20_POLY1305_SHA256,
+        cipher_suite::TLS13_AES_256_GCM_SHA384,
+    ];
+    if !has_aes {
+        provider.cipher_suites.swap(0, 1);
+    }
+    provider.kx_groups = vec![kx_group::X25519, kx_group::SECP256R1];
+    Arc::new(provider)
+}
+
+/// An Ed25519 key, with its public half in the place of a certificate.
+fn key(seed: &[u8; 32]) -> Result<Arc<CertifiedKey>, Failure> {
+    let mut private = Zeroizing::new([0; PRIVATE_KEY.len() + 32]);
+    private[..PRIVATE_KEY.len()].copy_from_slice(PRIVATE_KEY);
+    private[PRIVATE_KEY.len()..].copy_from_slice(seed);
+    let private = any_eddsa_type(&PrivatePkcs8KeyDer::from(&private[..])).map_err(ours)?;
+    let public = private.public_key().expect("a signing key has a public half").to_vec();
+    Ok(Arc::new(CertifiedKey::new(vec![CertificateDer::from(public)], private)))
+}
+
+/// Trusts one public key.
+#[derive(Debug)]
+struct Pinned {
+    key: Vec<u8>,
+    provider: Arc<CryptoProvider>,
+}
+
+impl Pinned {
+    fn new(key: &[u8], provider: &Arc<CryptoProvider>) -> Self {
+        Self { key: [PUBLIC_KEY, key].concat(), provider: Arc::clone(provider) }
+    }
+
+    fn check(&self, shown: &CertificateDer<'_>) -> Result<(), Error> {
+        match shown.as_ref() == self.key {
+            true => Ok(()),
+            false => Err(CertificateError::ApplicationVerificationFailure.into()),
+        }
+    }
+
+    /// That the other side has the key that it shows.
+    fn check_signature(
+        &self,
+        message: &[u8],
+        shown: &CertificateDer<'_>,
+        signature: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, Error> {
+        let known = &self.provider.signature_verification_algorithms;
+        verify_tls13_signature_with_raw_key(message, &SubjectPublicKeyInfoDer::from(shown.as_ref()), signature, known)
+    }
+}
+
+const NO_TLS12: Error = Error::General(String::new());
+
+impl ServerCertVerifier for Pinned {
+    fn verify_server_cert(
+        &self,
+        shown: &CertificateDer<'_>,
+        _: &[CertificateDer<'_>],
+        _: &ServerName<'_>,
+        _: &[u8],
+        _: UnixTime,
+    ) -> Result<ServerCertVerified, Error> {
+        self.check(shown).map(|()| ServerCertVerified::assertion())
+    }
+
+    fn verify_tls12_signature(
+        &self,
+        _: &[u8],
+        _: &CertificateDer<'_>,
+        _: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, Error> {
+        Err(NO_TLS12)
+    }
+
+    fn verify_tls13_signature(
+        &self,
+        message: &[u8],
+        shown: &CertificateDer<'_>,
+        signature: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, Error> {
+        self.check_signature(message, shown, signature)
+    }
+
+    fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
+        vec![SignatureScheme::ED25519]
+    }
+
+    fn requires_raw_public_keys(&self) -> bool {
+        true
+    }
+}
+
+impl ClientCertVerifier for Pinned {
+    fn root_hint_subjects(&self) -> &[DistinguishedName] {
+        &[]
+    }
+
+    fn verify_client_cert(
+        &self,
+        shown: &CertificateDer<'_>,
+        _: &[CertificateDer<'_>],
+        _: UnixTime,
+    ) -> Result<ClientCertVerified, Error> {
+        self.check(shown).map(|()| ClientCertVerified::assertion())
+    }
+
+    fn verify_tls12_signature(
+        &self,
+        _: &[u8],
+        _: &CertificateDer<'_>,
+        _: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, Error> {
+        Err(NO_TLS12)
+    }
+
+    fn verify_tls13_signature(
+        &self,
+        message: &[u8],
+        shown: &CertificateDer<'_>,
+        signature: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, Error> {
+        self.check_signature(message, shown, signature)
+    }
+
+    fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
+        vec![SignatureScheme::ED25519]
+    }
+
+    fn requires_raw_public_keys(&self) -> bool {
+        true
+    }
+}

@@ -1,0 +1,32 @@
+//! Encrypted connections between two ends that know each other.
+//!
+//! A [`Token`] names the key of one receiver and proves who calls it. It becomes a [`Host`] at the receiver and a
+//! [`Caller`] at the other end. A [`Handshake`] makes a [`Sealer`] and an [`Opener`] of a connection: its two
+//! directions, which different threads may use at once.
+//!
+//! The handshake is TLS 1.3 by rustls. What follows are TLS records that are made and taken apart here, because the two
+//! directions of a rustls connection can't be used apart, and because nothing that failed to go out may go out later.
+//!
+//! This crate does no I/O of its own: it reads from and writes to what it is given.
+#![forbid(unsafe_code)]
+
+mod cipher;
+mod ends;
+mod failure;
+mod handshake;
+mod opener;
+mod sealer;
+mod token;
+
+pub use ends::{Caller, Host};
+pub use failure::Failure;
+pub use handshake::{Halves, Handshake, Progress};
+pub use opener::Opener;
+pub use sealer::Sealer;
+pub use token::{Token, TokenError};
+
+/// Most bytes of one record before it is sealed, as TLS has it.
+pub const RECORD_BYTES: usize = 1 << 14;
+
+#[cfg(test)]
+mod tests;
