@@ -15,7 +15,7 @@ case $seconds in
 esac
 [ $# -eq 0 ] || shift
 [ $# -gt 0 ] || set -- preamble packet control_message encoded_packet \
-    qemu_stream qemu_blocks qemu_tail qemu_multifd qemu_reply qemu_xbzrle relay_link libvirt_image
+    qemu_stream qemu_blocks qemu_tail qemu_multifd qemu_reply qemu_xbzrle relay_link libvirt_image trust
 
 built=${CARGO_TARGET_DIR:-target}
 host=$(rustc -vV | sed -n 's/^host: //p')
