@@ -20,6 +20,8 @@ pub(crate) use relay::RelayArgs;
 pub(crate) use restore::{InfoArgs, RestoreArgs};
 pub(crate) use tracker::{Converge, Tracker};
 
+use crate::trust::TokenText;
+
 const ABOUT: &str = "Moves the memory of running virtual machines, from outside the VMM";
 
 const AFTER_LONG: &str = "\
@@ -28,7 +30,7 @@ VM is one of
   handoff:/run/guest.sock  a VMM that speaks the hand-off protocol, such as `transship guest`
 
 URI is one of
-  tcp:HOST:PORT            all channels connect to this port
+  tcp:HOST:PORT            all channels connect to this port; encrypted if it is another host's
   unix:PATH                a unix socket, for both ends on one host
 
 Exit codes
@@ -44,20 +46,21 @@ const MOVE_EXAMPLES: &str = "\
 Examples:
   On the destination, where a QEMU with the same configuration waits with `-incoming defer`:
     transship receive --vm qemu:/run/vm.qmp --listen tcp:0.0.0.0:4444
-  On the source:
-    transship move --vm qemu:/run/vm.qmp --to tcp:ship2:4444
+  On the source, with the token that it prints:
+    transship move --vm qemu:/run/vm.qmp --to tcp:ship2:4444 --token ts1-...
 
   At most 4 Gbit/s and 100 ms of downtime, with all memory compared at the end:
-    transship move --vm qemu:/run/vm.qmp --to tcp:ship2:4444 --bandwidth 4Gbit --downtime 100ms --verify
+    transship move --vm qemu:/run/vm.qmp --to tcp:ship2:4444 --token @/run/token --bandwidth 4Gbit --downtime 100ms \
+      --verify
 
   Over a slow link, with stronger compression on 8 threads:
-    transship move --vm qemu:/run/vm.qmp --to tcp:ship2:4444 --compress zstd:3 --encoders 8
+    transship move --vm qemu:/run/vm.qmp --to tcp:ship2:4444 --token @/run/token --compress zstd:3 --encoders 8
 
   A guest that writes faster than the link carries:
-    transship move --vm qemu:/run/vm.qmp --to tcp:ship2:4444 --converge pace
+    transship move --vm qemu:/run/vm.qmp --to tcp:ship2:4444 --token @/run/token --converge pace
 
-  To a stock QEMU that was started with `-incoming tcp:0.0.0.0:4444`:
-    transship move --vm qemu:/run/vm.qmp --to tcp:ship2:4444 --peer qemu
+  To a stock QEMU that was started with `-incoming tcp:0.0.0.0:4444`, over a network of your own:
+    transship move --vm qemu:/run/vm.qmp --to tcp:ship2:4444 --peer qemu --insecure
 
 Ctrl-C cancels the move, and the guest keeps running at the source. Once the guest has been handed over to the \
 destination, the move can no longer be cancelled.
@@ -271,6 +274,19 @@ pub(crate) struct MoveArgs {
     /// The hash is computed while the guest is stopped, so the downtime grows by the time needed to read all memory.
     #[arg(long)]
     pub(crate) verify: bool,
+    /// The token that the receiver printed, or @FILE with it
+    ///
+    /// All connections are encrypted (TLS 1.3), the receiver is known to be the one that made the token, and it knows
+    /// that you have it. A token is good for one move. Users of this host can see the command line: with @FILE they see
+    /// only the file's name.
+    #[arg(long, value_name = "TOKEN")]
+    pub(crate) token: Option<TokenText>,
+    /// Let guest memory cross the network unencrypted
+    ///
+    /// Without this flag only addresses of this host (loopback, unix sockets) are used without encryption. With it,
+    /// anybody on the way can read and change the guest's memory, and anybody can pose as the other side.
+    #[arg(long, conflicts_with = "token", hide_short_help = true)]
+    pub(crate) insecure: bool,
     /// Print the result as one JSON object
     #[arg(long)]
     pub(crate) json: bool,

@@ -3,6 +3,7 @@
 //! - `args`, `checks`, `units`: from words to checked values, before anything touches a VM
 //! - `commands`: a file for each subcommand
 //! - `progress`, `summary`, `output`, `failure`: from numbers to words, and exit codes
+//! - `trust`: who the other end is, and whether anybody between can listen
 //! - `signals`: Ctrl-C; `guard`, `stand_in`: what even `kill -9` must not leave behind
 #![forbid(unsafe_code)]
 
@@ -18,6 +19,7 @@ mod progress;
 mod signals;
 mod stand_in;
 mod summary;
+mod trust;
 mod units;
 
 use std::{panic, process::ExitCode};

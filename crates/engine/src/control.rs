@@ -12,6 +12,8 @@ use crate::{Error, Progress, transport::Connection};
 
 /// The number of messages that may wait to be read; after that the peer has to wait.
 const QUEUE: usize = 8;
+/// How long a peer that ended the session may take to say why.
+const REASON_TIMEOUT: Duration = Duration::from_millis(500);
 /// How often a waiting thread checks whether the user has cancelled.
 pub(crate) const TICK: Duration = Duration::from_millis(50);
 
@@ -49,15 +51,7 @@ impl Control {
         let bytes = message.encode(self.next_id);
         self.next_id += 1;
         let failed = |source| Error::Io { what: format!("send {} to {}", message.name(), self.peer), source };
-        let taken = loop {
-            match self.connection.write(&bytes) {
-                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                other => break other.map_err(failed)?,
-            }
-        };
-        // The rest of a message of a few bytes; whether it goes out or not, from here on the peer may have it.
-        let _ = self.connection.write_all(&bytes[taken..]);
-        Ok(())
+        self.connection.write_whole(&bytes).map_err(failed)
     }
 
     /// Sends the peer the reason why this side ends the session. The peer may be gone already.
@@ -84,6 +78,15 @@ impl Control {
                 }
                 Err(RecvTimeoutError::Disconnected) => return Err(self.gone()),
             }
+        }
+    }
+
+    /// The reason why the peer has ended the session, if it says one, in the place of an error that may be a
+    /// consequence.
+    pub(crate) fn explain(&self, error: Error) -> Error {
+        match self.incoming.recv_timeout(REASON_TIMEOUT) {
+            Ok(Ok(Message::Abort(refusal))) => Error::Refused(refusal.reason),
+            _ => error,
         }
     }
 

@@ -1,5 +1,5 @@
 //! The door: all connections to a listener that have not identified themselves yet. They are heard side by side, so
-//! whoever is silent keeps nobody waiting.
+//! whoever is silent keeps nobody waiting. Where a key is needed, that comes first.
 use std::{
     collections::VecDeque,
     io,
@@ -7,11 +7,8 @@ use std::{
     time::{Duration, Instant},
 };
 
-use rustix::{
-    event::{PollFd, PollFlags, Timespec, poll},
-    io::Errno,
-    net::{RecvFlags, recv},
-};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use transship_secure::Handshake;
 
 use crate::{Error, Listener, Progress, transport::Connection};
 
@@ -39,6 +36,14 @@ pub(crate) enum Words<T> {
 /// by [`take`].
 type Understand<T> = fn(&mut Line, &[u8]) -> Words<T>;
 
+/// Tells somebody who speaks in clear, and may be of our kind, why he is turned away.
+type Refuse = fn(&mut Connection, &str);
+
+/// The first byte of whoever begins to encrypt.
+const TLS: u8 = 22;
+/// What is said to those who don't where it is needed.
+const TOKEN_NEEDED: &str = "a token is needed here; use the command that this receiver has printed";
+
 /// The listener, and those who have come to it.
 pub(crate) struct Door<'a, T> {
     listener: &'a Listener,
@@ -46,6 +51,7 @@ pub(crate) struct Door<'a, T> {
     /// For all of somebody's first words.
     time: Duration,
     understand: Understand<T>,
+    refuse: Refuse,
     waiting: Vec<Waiting>,
     /// Connections that are identified, and were not asked for yet.
     known: VecDeque<(T, Line)>,
@@ -54,6 +60,19 @@ pub(crate) struct Door<'a, T> {
 struct Waiting {
     line: Line,
     since: Instant,
+    trust: Trust,
+    /// It has said something that is looked at again and again.
+    has_spoken: bool,
+}
+
+/// What has to be known of somebody before a word of his is heard.
+enum Trust {
+    /// Nothing: it is known, or need not be.
+    Enough,
+    /// That he has the key. He has said nothing yet.
+    Needed(Handshake),
+    /// He is showing that.
+    Shown(Handshake),
 }
 
 impl<'a, T> Door<'a, T> {
@@ -63,8 +82,9 @@ impl<'a, T> Door<'a, T> {
         progress: &'a Progress,
         time: Duration,
         understand: Understand<T>,
+        refuse: Refuse,
     ) -> Self {
-        Self { listener, progress, time, understand, waiting: Vec::new(), known: VecDeque::new() }
+        Self { listener, progress, time, understand, refuse, waiting: Vec::new(), known: VecDeque::new() }
     }
 
     /// Whether nobody stands there.
@@ -99,17 +119,32 @@ impl<'a, T> Door<'a, T> {
         }
         // Those who are there may speak while nobody comes.
         let timeout = if self.is_empty() { timeout } else { timeout.min(GLANCE) };
-        let line = self.listener.accept(timeout)?;
+        let silent = self.waiting.iter().filter(|visitor| !visitor.has_spoken);
+        let silent: Vec<_> = silent.map(|visitor| visitor.line.0.as_fd()).collect();
+        let line = self.listener.accept(timeout, &silent)?;
         let came = line.is_some();
         if let Some(line) = line {
             if self.waiting.len() >= MOST {
                 let (_, peer) = self.waiting.remove(0).line;
                 turn_away(&peer, "too many connections are silent");
             }
-            self.waiting.push(Waiting { line, since: Instant::now() });
+            let trust = match self.listener.lock() {
+                None => Trust::Enough,
+                Some(lock) => {
+                    let handshake = Handshake::hosting(&lock.host);
+                    Trust::Needed(handshake.map_err(|failure| Error::untrusted(&line.1, &failure))?)
+                }
+            };
+            self.waiting.push(Waiting { line, since: Instant::now(), trust, has_spoken: false });
         }
-        for mut visitor in std::mem::take(&mut self.waiting) {
-            match visitor.hear(self.time, self.understand) {
+        for visitor in std::mem::take(&mut self.waiting) {
+            let (mut visitor, trusted) = visitor.show(self.refuse);
+            let words = match trusted {
+                Ok(true) => visitor.hear(self.understand),
+                Ok(false) => Words::Unfinished,
+                Err(why) => Words::Strange(why),
+            };
+            match visitor.in_time(words, self.time) {
                 Words::Unfinished => self.waiting.push(visitor),
                 Words::Known(who) => self.known.push_back((who, visitor.line)),
                 Words::Strange(why) => turn_away(&visitor.line.1, &why),
@@ -120,26 +155,67 @@ impl<'a, T> Door<'a, T> {
 }
 
 impl Waiting {
+    /// Finds out whether this is somebody whose words count, if that has to be known. It may take more than what has
+    /// come.
+    fn show(mut self, refuse: Refuse) -> (Self, Result<bool, String>) {
+        let mut handshake = match self.trust {
+            Trust::Enough => return (self, Ok(true)),
+            Trust::Shown(handshake) => handshake,
+            Trust::Needed(handshake) => {
+                let mut first = [0; 1];
+                match self.line.0.peek(&mut first) {
+                    Ok(0) => return (Self { trust: Trust::Needed(handshake), ..self }, Ok(false)),
+                    Ok(_) if first[0] == TLS => handshake,
+                    Ok(_) => {
+                        refuse(&mut self.line.0, TOKEN_NEEDED);
+                        self.trust = Trust::Needed(handshake);
+                        return (self, Err("it speaks in clear, without a token".into()));
+                    }
+                    Err(error) => return (Self { trust: Trust::Needed(handshake), ..self }, Err(why(&error))),
+                }
+            }
+        };
+        let (connection, peer) = self.line;
+        let (connection, done) = connection.shake_hands(&mut handshake);
+        let trust = if matches!(done, Ok(true)) { Trust::Enough } else { Trust::Shown(handshake) };
+        (Self { line: (connection, peer), trust, ..self }, done.map_err(|failure| failure.to_string()))
+    }
+
     /// Looks at the first words without taking any.
-    fn hear<T>(&mut self, time: Duration, understand: Understand<T>) -> Words<T> {
+    fn hear<T>(&mut self, understand: Understand<T>) -> Words<T> {
         // Asked before the words are looked at: what came before the end is there.
         let has_ended = has_ended(&self.line.0);
         let mut room = [0; FIRST_WORDS];
-        let there = match recv(&self.line.0, &mut room, RecvFlags::PEEK | RecvFlags::DONTWAIT) {
-            Ok((0, _)) => return Words::Strange("it has closed the connection".into()),
-            Ok((there, _)) => there,
-            Err(Errno::AGAIN | Errno::INTR) => 0,
-            Err(errno) => return Words::Strange(errno.to_string()),
+        let there = match self.line.0.peek(&mut room) {
+            Ok(there) => there,
+            Err(error) => return Words::Strange(why(&error)),
         };
+        self.has_spoken = there > 0;
         let words = if there == 0 { Words::Unfinished } else { understand(&mut self.line, &room[..there]) };
         match words {
             Words::Unfinished if has_ended => Words::Strange("it has closed the connection".into()),
+            words => words,
+        }
+    }
+
+    /// Nobody has more than `time` for all of it.
+    fn in_time<T>(&self, words: Words<T>, time: Duration) -> Words<T> {
+        match words {
             Words::Unfinished if self.since.elapsed() >= time => {
-                let heard = if there == 0 { "nothing" } else { "too little" };
+                let silent = !self.has_spoken && !matches!(self.trust, Trust::Shown(_));
+                let heard = if silent { "nothing" } else { "too little" };
                 Words::Strange(format!("it has sent {heard} for {} s", time.as_secs()))
             }
             words => words,
         }
+    }
+}
+
+/// Why somebody can't be heard.
+fn why(error: &io::Error) -> String {
+    match error.kind() {
+        io::ErrorKind::UnexpectedEof => "it has closed the connection".into(),
+        _ => error.to_string(),
     }
 }
 
@@ -229,7 +305,7 @@ mod tests {
     #[test]
     fn everybody_is_heard_however_slowly_others_speak() {
         let ((listener, port), progress) = (listener(), Progress::new());
-        let mut door = Door::new(&listener, &progress, Duration::from_secs(3600), understand);
+        let mut door = Door::new(&listener, &progress, Duration::from_secs(3600), understand, |_, _| ());
         let silent: Vec<_> = (0..10).map(|_| dial(port)).collect();
         let mut slow: Vec<_> = (0..10).map(|_| dial(port)).collect();
         for byte in *b"slo" {
@@ -248,7 +324,7 @@ mod tests {
     #[test]
     fn first_words_have_their_time_in_all() {
         let ((listener, port), progress) = (listener(), Progress::new());
-        let mut door = Door::new(&listener, &progress, Duration::from_millis(300), understand);
+        let mut door = Door::new(&listener, &progress, Duration::from_millis(300), understand, |_, _| ());
         let mut dribbling = dial(port);
         while door.is_empty() {
             assert!(all(&mut door).is_empty());
@@ -265,7 +341,7 @@ mod tests {
     #[test]
     fn who_hangs_up_with_half_a_word_is_turned_away_at_once() {
         let ((listener, port), progress) = (listener(), Progress::new());
-        let mut door = Door::new(&listener, &progress, Duration::from_secs(3600), understand);
+        let mut door = Door::new(&listener, &progress, Duration::from_secs(3600), understand, |_, _| ());
         let mut visitor = dial(port);
         visitor.write_all(b"ab").unwrap();
         while door.is_empty() {
@@ -280,7 +356,7 @@ mod tests {
     #[test]
     fn a_flood_pushes_out_those_who_have_waited_longest() {
         let ((listener, port), progress) = (listener(), Progress::new());
-        let mut door = Door::new(&listener, &progress, Duration::from_secs(3600), understand);
+        let mut door = Door::new(&listener, &progress, Duration::from_secs(3600), understand, |_, _| ());
         let mut first = dial(port);
         let flood: Vec<_> = (0..MOST + 10)
             .map(|_| {
@@ -299,7 +375,7 @@ mod tests {
     #[test]
     fn the_user_is_heard() {
         let ((listener, _), progress) = (listener(), Progress::new());
-        let mut door = Door::new(&listener, &progress, Duration::from_secs(3600), understand);
+        let mut door = Door::new(&listener, &progress, Duration::from_secs(3600), understand, |_, _| ());
         progress.cancel();
         assert!(matches!(door.look(Duration::ZERO), Err(Error::Cancelled(_))));
     }

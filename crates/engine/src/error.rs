@@ -88,6 +88,9 @@ pub enum Error {
         /// What it did.
         what: String,
     },
+    /// The other side is not who it has to be, or does not take us for that.
+    #[error("{0}")]
+    Untrusted(String),
     /// The other side ended the session, with its reason.
     #[error("the other side refused: {0}")]
     Refused(String),
@@ -132,6 +135,10 @@ impl Error {
     /// The user's wish, before a restored guest runs.
     pub(crate) const RESTORE_CANCELLED: Self = Self::Cancelled(Cancelled::Restore);
 
+    pub(crate) fn untrusted(peer: &str, why: &transship_secure::Failure) -> Self {
+        Self::Untrusted(format!("no encrypted connection with {peer}: {why}"))
+    }
+
     /// What is left behind.
     pub fn outcome(&self) -> Outcome {
         match self {
@@ -145,11 +152,16 @@ impl Error {
         match self {
             Error::Connect { .. }
             | Error::Unfit(_)
+            | Error::Untrusted(_)
             | Error::Cancelled(_)
             | Error::NotConverging(_)
             | Error::Unknown(_) => Actor::User,
             Error::Wire { .. } | Error::Protocol { .. } | Error::Refused(_) => Actor::Peer,
             Error::File(_) | Error::Damaged { .. } => Actor::File,
+            // Bytes that the peer did not send, or not so.
+            Error::Io { source, .. } if source.get_ref().is_some_and(|why| why.is::<transship_secure::Failure>()) => {
+                Actor::Peer
+            }
             Error::Io { .. } | Error::Memory(_) => Actor::System,
             Error::Guest(error) => match error {
                 GuestError::Unfit(_) => Actor::User,

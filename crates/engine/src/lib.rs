@@ -53,3 +53,4 @@ pub use snapshot::{
 pub use source::move_guest;
 pub use transport::{Listener, Uri};
 pub use transship_guest as guest;
+pub use transship_secure::{Caller, Failure as TrustFailure, Host, Token, TokenError};

@@ -3,6 +3,7 @@ use std::{str::FromStr, time::Duration};
 
 pub use transship_codec::Setting;
 use transship_codec::SettingError;
+use transship_secure::Caller;
 
 /// Where zero pages are detected.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -84,6 +85,8 @@ pub struct MoveOptions {
     pub max_rounds: u32,
     /// What is done so that it converges.
     pub converge: Converge,
+    /// By whom all connections are encrypted; none: by nobody.
+    pub caller: Option<Caller>,
 }
 
 impl Default for MoveOptions {
@@ -99,6 +102,7 @@ impl Default for MoveOptions {
             verify: false,
             max_rounds: 30,
             converge: Converge::default(),
+            caller: None,
         }
     }
 }

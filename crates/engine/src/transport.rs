@@ -1,8 +1,10 @@
-//! Where the bytes go: `tcp:host:port` and `unix:path`.
+//! Where the bytes go: `tcp:host:port` and `unix:path`, encrypted or in clear.
+mod secured;
+
 use std::{
     fmt, fs,
     io::{self, Read, Write},
-    net::{Shutdown, TcpListener, TcpStream, ToSocketAddrs},
+    net::{IpAddr, Shutdown, TcpListener, TcpStream, ToSocketAddrs},
     os::{
         fd::{AsFd, BorrowedFd},
         unix::{
@@ -15,9 +17,12 @@ use std::{
     time::Duration,
 };
 
-use rustix::net::sockopt;
+use rustix::net::{RecvFlags, recv, sockopt};
+use transship_memory::Region;
+use transship_secure::Host;
 
 use crate::Error;
+pub(crate) use secured::{Lock, Secured};
 
 /// How long a connection may take to come about.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
@@ -50,6 +55,20 @@ pub enum Uri {
     },
     /// `unix:path`
     Unix(PathBuf),
+}
+
+impl Uri {
+    /// Whether what goes there, or comes from there, may go over a network: all but this host's own addresses and
+    /// sockets. A name other than `localhost` may be anybody's.
+    pub fn is_remote(&self) -> bool {
+        match self {
+            Self::Unix(_) => false,
+            Self::Tcp { host, .. } => match host.parse::<IpAddr>() {
+                Ok(address) => !address.to_canonical().is_loopback(),
+                Err(_) => host != "localhost",
+            },
+        }
+    }
 }
 
 impl FromStr for Uri {
@@ -89,7 +108,7 @@ fn cure(error: &io::Error) -> &'static str {
     match error.kind() {
         io::ErrorKind::ConnectionRefused | io::ErrorKind::NotFound => {
             "nothing listens there: start the receiving side first, such as `transship receive`, and use the address \
-             that it prints"
+             that it prints; it waits for one move, and no longer than its token is good"
         }
         io::ErrorKind::TimedOut | io::ErrorKind::HostUnreachable | io::ErrorKind::NetworkUnreachable => {
             "check the address, the route to it and firewalls on the way"
@@ -104,6 +123,7 @@ fn cure(error: &io::Error) -> &'static str {
 pub(crate) enum Connection {
     Tcp(TcpStream),
     Unix(UnixStream),
+    Secured(Secured),
 }
 
 impl Connection {
@@ -116,6 +136,46 @@ impl Connection {
         };
         connection.prepare().map_err(failed)?;
         Ok(connection)
+    }
+
+    /// Writes a few bytes that the system takes whole, or not at all: an error means that the peer can't have got one
+    /// of them, and never will. What was taken may still be lost on its way, and later writes then fail.
+    pub(crate) fn write_whole(&mut self, bytes: &[u8]) -> io::Result<()> {
+        if let Self::Secured(secured) = self {
+            return secured.write_whole(bytes);
+        }
+        let taken = loop {
+            match self.write(bytes) {
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                other => break other?,
+            }
+        };
+        // The rest of a few bytes; whether it goes out or not, from here on the peer may have it.
+        let _ = self.write_all(&bytes[taken..]);
+        Ok(())
+    }
+
+    /// Writes `head` and then the present pages of a window: [`Region::send_window`].
+    pub(crate) fn send_window(&mut self, region: &Region, head: &[u8], first: u64, present: u128) -> io::Result<()> {
+        match self {
+            Self::Secured(secured) => secured.send_window(region, head, first, present),
+            clear => region.send_window(clear.as_fd(), head, first, present),
+        }
+    }
+
+    /// How many of the bytes that come next are there now, which are put into `room` and not taken. UnexpectedEof:
+    /// there are none, and never will be.
+    pub(crate) fn peek(&self, room: &mut [u8]) -> io::Result<usize> {
+        use rustix::io::Errno;
+        if let Self::Secured(secured) = self {
+            return secured.peek(room);
+        }
+        match recv(self, room, RecvFlags::PEEK | RecvFlags::DONTWAIT) {
+            Ok((0, _)) => Err(io::ErrorKind::UnexpectedEof.into()),
+            Ok((there, _)) => Ok(there),
+            Err(Errno::AGAIN | Errno::INTR) => Ok(0),
+            Err(errno) => Err(errno.into()),
+        }
     }
 
     /// Sets the options of all our connections: a limit on stalls, and no delay for small messages.
@@ -133,6 +193,7 @@ impl Connection {
                 socket2::SockRef::from(stream).set_tcp_notsent_lowat(UNSENT_BYTES)?;
             }
             Self::Unix(stream) => stream.set_write_timeout(Some(STALL_TIMEOUT))?,
+            Self::Secured(secured) => secured.socket.prepare()?,
         }
         Ok(())
     }
@@ -141,6 +202,7 @@ impl Connection {
         match self {
             Self::Tcp(stream) => stream.set_read_timeout(timeout),
             Self::Unix(stream) => stream.set_read_timeout(timeout),
+            Self::Secured(secured) => secured.socket.set_read_timeout(timeout),
         }
     }
 
@@ -153,25 +215,20 @@ impl Connection {
                 stream.set_write_timeout(Some(look))
             }
             Self::Unix(stream) => stream.set_write_timeout(Some(look)),
+            Self::Secured(secured) => secured.socket.be_patient(look),
         }
     }
 
     /// Ends what is written; what was written before still arrives.
     pub(crate) fn end_writing(&self) {
         // A peer that is gone makes this fail.
-        let _ = match self {
-            Self::Tcp(stream) => stream.shutdown(Shutdown::Write),
-            Self::Unix(stream) => stream.shutdown(Shutdown::Write),
-        };
+        let _ = self.shut(Shutdown::Write);
     }
 
     /// Wakes the thread that reads from it; nothing more is read.
     pub(crate) fn end_reading(&self) {
         // A peer that is gone makes this fail.
-        let _ = match self {
-            Self::Tcp(stream) => stream.shutdown(Shutdown::Read),
-            Self::Unix(stream) => stream.shutdown(Shutdown::Read),
-        };
+        let _ = self.shut(Shutdown::Read);
     }
 
     /// Makes it break when its last handle is dropped, even with data in transit, and wakes the thread that reads from
@@ -184,7 +241,16 @@ impl Connection {
                 stream.shutdown(Shutdown::Read)
             }
             Self::Unix(stream) => stream.shutdown(Shutdown::Both),
+            Self::Secured(secured) => return secured.socket.break_off(),
         };
+    }
+
+    fn shut(&self, how: Shutdown) -> io::Result<()> {
+        match self {
+            Self::Tcp(stream) => stream.shutdown(how),
+            Self::Unix(stream) => stream.shutdown(how),
+            Self::Secured(secured) => secured.socket.shut(how),
+        }
     }
 
     /// A second handle to the same socket.
@@ -192,16 +258,14 @@ impl Connection {
         Ok(match self {
             Self::Tcp(stream) => Self::Tcp(stream.try_clone()?),
             Self::Unix(stream) => Self::Unix(stream.try_clone()?),
+            Self::Secured(secured) => Self::Secured(secured.try_clone()?),
         })
     }
 
     /// Ends both directions; a thread that is blocked on the socket wakes with an error.
     pub(crate) fn shutdown(&self) {
         // A peer that closed first makes this fail; it is shut then.
-        let _ = match self {
-            Self::Tcp(stream) => stream.shutdown(Shutdown::Both),
-            Self::Unix(stream) => stream.shutdown(Shutdown::Both),
-        };
+        let _ = self.shut(Shutdown::Both);
     }
 }
 
@@ -231,6 +295,7 @@ impl AsFd for Connection {
         match self {
             Self::Tcp(stream) => stream.as_fd(),
             Self::Unix(stream) => stream.as_fd(),
+            Self::Secured(secured) => secured.socket.as_fd(),
         }
     }
 }
@@ -240,6 +305,7 @@ impl Read for Connection {
         match self {
             Self::Tcp(stream) => stream.read(buf),
             Self::Unix(stream) => stream.read(buf),
+            Self::Secured(secured) => secured.read(buf),
         }
     }
 }
@@ -249,6 +315,7 @@ impl Write for Connection {
         match self {
             Self::Tcp(stream) => stream.write(buf),
             Self::Unix(stream) => stream.write(buf),
+            Self::Secured(secured) => secured.write(buf),
         }
     }
 
@@ -260,7 +327,8 @@ impl Write for Connection {
 #[derive(Debug)]
 enum Socket {
     Tcp(TcpListener),
-    Unix(UnixListener),
+    /// With the path that is its own.
+    Unix(UnixListener, PathBuf),
 }
 
 /// A socket that waits for a source.
@@ -268,6 +336,8 @@ enum Socket {
 pub struct Listener {
     socket: Socket,
     uri: Uri,
+    /// None: anybody may come, and everything is in clear.
+    lock: Option<Lock>,
 }
 
 impl Listener {
@@ -282,13 +352,13 @@ impl Listener {
                 let socket = TcpListener::bind((host.as_str(), *port)).map_err(failed)?;
                 let port = socket.local_addr().map_err(failed)?.port();
                 socket.set_nonblocking(true).map_err(failed)?;
-                Ok(Self { socket: Socket::Tcp(socket), uri: Uri::Tcp { host: host.clone(), port } })
+                Ok(Self { socket: Socket::Tcp(socket), uri: Uri::Tcp { host: host.clone(), port }, lock: None })
             }
             Uri::Unix(path) => {
                 remove_stale(path).map_err(failed)?;
                 let socket = UnixListener::bind(path).map_err(failed)?;
                 socket.set_nonblocking(true).map_err(failed)?;
-                Ok(Self { socket: Socket::Unix(socket), uri: uri.clone() })
+                Ok(Self { socket: Socket::Unix(socket, path.clone()), uri: uri.clone(), lock: None })
             }
         }
     }
@@ -298,15 +368,42 @@ impl Listener {
         &self.uri
     }
 
-    /// Waits at most `timeout` for a connection; none if there was none.
-    pub(crate) fn accept(&self, timeout: Duration) -> Result<Option<(Connection, String)>, Error> {
+    /// From now on only callers that this host knows are heard, and a session must begin within `lifetime`.
+    #[must_use]
+    pub fn locked(self, host: Host, lifetime: Duration) -> Self {
+        Self { lock: Some(Lock::new(host, lifetime)), ..self }
+    }
+
+    /// Takes no more connections; those that wait are refused.
+    pub(crate) fn close(&self) {
+        // It fails on none that listens.
+        let _ = rustix::net::shutdown(self.socket.as_fd(), rustix::net::Shutdown::Both);
+    }
+
+    pub(crate) fn lock(&self) -> Option<&Lock> {
+        self.lock.as_ref()
+    }
+
+    /// # Errors
+    /// It is too late for a session to begin.
+    pub(crate) fn check_lifetime(&self) -> Result<(), Error> {
+        self.lock.as_ref().map_or(Ok(()), Lock::check)
+    }
+
+    /// Waits at most `timeout` for a connection, or for something from those that `also` are waited for; none if there
+    /// was none.
+    pub(crate) fn accept(
+        &self,
+        timeout: Duration,
+        also: &[BorrowedFd<'_>],
+    ) -> Result<Option<(Connection, String)>, Error> {
         let failed = |source| Error::Io { what: format!("accept a connection at {}", self.uri), source };
-        if !self.wait(timeout).map_err(failed)? {
+        if !self.wait(timeout, also).map_err(failed)? {
             return Ok(None);
         }
         let accepted = match &self.socket {
             Socket::Tcp(socket) => socket.accept().map(|(s, from)| (Connection::Tcp(s), format!("tcp:{from}"))),
-            Socket::Unix(socket) => socket.accept().map(|(s, _)| (Connection::Unix(s), self.uri.to_string())),
+            Socket::Unix(socket, _) => socket.accept().map(|(s, _)| (Connection::Unix(s), self.uri.to_string())),
         };
         match accepted {
             Ok((connection, peer)) => match connection.prepare() {
@@ -321,24 +418,32 @@ impl Listener {
         }
     }
 
-    fn wait(&self, timeout: Duration) -> io::Result<bool> {
+    fn wait(&self, timeout: Duration, also: &[BorrowedFd<'_>]) -> io::Result<bool> {
         use rustix::event::{PollFd, PollFlags, Timespec, poll};
-        let fd = match &self.socket {
-            Socket::Tcp(socket) => socket.as_fd(),
-            Socket::Unix(socket) => socket.as_fd(),
-        };
+        let fd = self.socket.as_fd();
         let limit = Timespec { tv_sec: timeout.as_secs() as i64, tv_nsec: timeout.subsec_nanos().into() };
-        match poll(&mut [PollFd::from_borrowed_fd(fd, PollFlags::IN)], Some(&limit)) {
-            Ok(ready) => Ok(ready > 0),
+        let all = std::iter::once(&fd).chain(also);
+        let mut all: Vec<_> = all.map(|fd| PollFd::from_borrowed_fd(*fd, PollFlags::IN)).collect();
+        match poll(&mut all, Some(&limit)) {
+            Ok(_) => Ok(!all[0].revents().is_empty()),
             Err(rustix::io::Errno::INTR) => Ok(false),
             Err(error) => Err(error.into()),
         }
     }
 }
 
-impl Drop for Listener {
+impl AsFd for Socket {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        match self {
+            Self::Tcp(socket) => socket.as_fd(),
+            Self::Unix(socket, _) => socket.as_fd(),
+        }
+    }
+}
+
+impl Drop for Socket {
     fn drop(&mut self) {
-        if let Uri::Unix(path) = &self.uri {
+        if let Self::Unix(_, path) = self {
             // Another process may have removed it already.
             let _ = fs::remove_file(path);
         }
@@ -393,9 +498,9 @@ mod tests {
     #[test]
     fn accepting_gives_up_when_nobody_comes() {
         let listener = Listener::bind(&"tcp:127.0.0.1:0".parse().unwrap()).unwrap();
-        assert!(listener.accept(Duration::from_millis(1)).unwrap().is_none());
+        assert!(listener.accept(Duration::from_millis(1), &[]).unwrap().is_none());
         let client = Connection::open(listener.uri()).unwrap();
-        let (_, peer) = listener.accept(Duration::from_secs(5)).unwrap().unwrap();
+        let (_, peer) = listener.accept(Duration::from_secs(5), &[]).unwrap().unwrap();
         assert!(peer.starts_with("tcp:127.0.0.1:"));
         client.shutdown();
     }

@@ -107,12 +107,12 @@ impl Transship {
 
     /// `transship move --vm VM --to URI --json`
     pub fn moving(vm: &str, to: &str) -> TransshipBuilder {
-        Self::command(["move", "--vm", vm, "--to", to, "--json"])
+        Self::command(["move", "--vm", vm, "--to", to, "--json"]).args(in_clear(to))
     }
 
     /// `transship receive --vm VM --listen URI --json`
     pub fn receiving(vm: &str, listen: &str) -> TransshipBuilder {
-        Self::command(["receive", "--vm", vm, "--listen", listen, "--json"])
+        Self::command(["receive", "--vm", vm, "--listen", listen, "--json"]).args(in_clear(listen))
     }
 
     /// Of a `receive`: waits until it listens, and gives the address to move to (a `tcp:` one has the chosen port).
@@ -122,6 +122,15 @@ impl Transship {
     pub fn listening(&self) -> Result<String> {
         let address = |line: &str| line.split_once("listening at ").map(|(_, uri)| uri.trim().to_owned());
         Ok(self.stderr().wait(Mark::START, "\"listening at\"", address)?.0)
+    }
+
+    /// Of a `receive` or `relay` with `--json` that wants a token: waits until it has printed it.
+    ///
+    /// # Errors
+    /// It ends before that; the error has what it said.
+    pub fn token(&self) -> Result<String> {
+        let token = |line: &str| Some(serde_json::from_str::<Value>(line).ok()?["token"].as_str()?.to_owned());
+        Ok(self.process.stdout().wait(Mark::START, "a token", token)?.0)
     }
 
     /// What it says.
@@ -172,18 +181,25 @@ impl Transship {
     }
 }
 
+/// On a link of the lab ([`crate::SlowLink`]) is nobody else.
+fn in_clear(uri: &str) -> Option<&'static str> {
+    ["tcp:192.0.2.", "tcp:0.0.0.0:"].iter().any(|start| uri.starts_with(start)).then_some("--insecure")
+}
+
 impl Finished {
     /// The exit code; none: a signal ended it.
     pub fn code(&self) -> Option<i32> {
         self.status.code()
     }
 
-    /// The JSON object that `--json` prints.
+    /// The JSON object that `--json` prints: the last one. A receiver that wants a token prints one before it.
     ///
     /// # Errors
     /// Standard output is something else.
     pub fn report(&self) -> Result<Value> {
-        serde_json::from_str(&self.stdout).map_err(|e| LabError(format!("no report ({e}): {self}")))
+        let objects: std::result::Result<Vec<Value>, _> = self.stdout.lines().map(serde_json::from_str).collect();
+        let last = objects.map_err(|e| LabError(format!("no report ({e}): {self}")))?.pop();
+        last.ok_or_else(|| LabError(format!("no report: {self}")))
     }
 
     /// Itself, if it ended with this code.

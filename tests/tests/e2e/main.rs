@@ -2,14 +2,15 @@
 //! are one program, since each would be linked by itself, and while one test waits for its guest another can go on.
 //!
 //! - The lab: `guests` and `link`, without which no other test would notice a thing
-//! - Moves: `moves`, `codecs`, `run_state`, `disks`, `direct_disks`, `strangers`, `settings`; who dies in one: `crash`
+//! - Moves: `moves`, `codecs`, `run_state`, `disks`, `direct_disks`, `strangers`, `settings`; over networks that nobody
+//!   trusts: `tokens`; who dies in one: `crash`
 //! - To and from a stock QEMU: `qemu_peer_send`, `qemu_peer_receive`, `relay`; who dies in one: `qemu_peer_crash`
 //! - Snapshots: `save`, `background`, `restore`, `restore_lazy`, `restore_given_back`, `convert`
 //! - Images and guests that share them: `clones`, `clones_refused`, `forks`
 //! - What is said beforehand: `check`; domains of libvirt: `libvirt`, `libvirt_images`
 //! - Memory: `any_memory`, `huge_pages`, `preallocated`, `free_pages`, `writers`, `trackers`; who says which of it is
 //!   free: `balloon`, `hints`
-//! - What several of them need: `ends`, `peer`, `restoring`, `sector`, `stock`
+//! - What several of them need: `ends`, `middle`, `peer`, `restoring`, `sector`, `stock`
 mod any_memory;
 mod background;
 mod balloon;
@@ -31,6 +32,7 @@ mod huge_pages;
 mod libvirt;
 mod libvirt_images;
 mod link;
+mod middle;
 mod moves;
 mod peer;
 mod preallocated;
@@ -48,5 +50,6 @@ mod sector;
 mod settings;
 mod stock;
 mod strangers;
+mod tokens;
 mod trackers;
 mod writers;

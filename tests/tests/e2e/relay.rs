@@ -149,13 +149,15 @@ fn a_thin_link_carries_less_than_the_guest() -> Result<()> {
     source.ready()?;
     let destination = Qemu::multiboot().workload(workload).incoming().start()?;
     let to = PLAIN.wait_for_a_guest(&destination)?;
-    let far = Transship::command(["relay", "--listen", "relay:tcp:0.0.0.0:4445", "--to", &*to, "--json"]);
+    let far = Transship::command(["relay", "--listen", "relay:tcp:0.0.0.0:4445", "--to", &*to, "--json"])
+        .args(["--insecure"]);
     let far = far.prefix(&link.destination()).start()?;
     far.listening()?;
     let (uri, over) =
         (format!("unix:{}", source.folder().join("relay").display()), format!("relay:{}", link.destination_uri(4445)));
-    let near =
-        Transship::command(["relay", "--listen", &*uri, "--to", &*over, "--json"]).prefix(&link.source()).start()?;
+    let near = Transship::command(["relay", "--listen", &*uri, "--to", &*over, "--json", "--insecure"])
+        .prefix(&link.source())
+        .start()?;
     near.listening()?;
     let left = source.next_count()?.count;
     migrate(&source, PLAIN, &uri, &[])?;

@@ -1,7 +1,7 @@
-//! Whoever comes to the destination's port in the middle of the rounds neither delays nor ends a move.
+//! Whoever comes to the destination's port while a move begins, or in the middle of the rounds, neither delays nor ends
+//! it.
 use std::{fs, io::Write, net::TcpStream};
 
-use crate::ends::in_the_middle;
 use serde_json::{Value, json};
 use transship_lab::{
     Accel, LabError, Qemu, Result, Scratch, Transship, Workload, transship::TransshipBuilder, wait_until,
@@ -35,13 +35,17 @@ fn assert_goes_on(guest: &Qemu) -> Result<()> {
 }
 
 #[test]
-fn strangers_in_the_middle_of_a_move_change_nothing() -> Result<()> {
+fn strangers_beside_the_channels_of_a_move_change_nothing() -> Result<()> {
     let (source, destination) = pair()?;
     let receive = Transship::receiving(&destination.vm(), "tcp:127.0.0.1:0").start()?;
     let (uri, folder) = (receive.listening()?, Scratch::new()?);
-    let moving = in_the_middle(Transship::moving(&source.vm(), &uri).args(["--channels", "2"]), &folder)?;
+    let gate = folder.join("gate");
+    let moving = Transship::moving(&source.vm(), &uri).args(["--channels", "2"]);
+    let moving =
+        moving.env("TRANSSHIP_FAIL_POINT", "source.welcome=stall").env("TRANSSHIP_FAIL_FILE", &gate).start()?;
+    wait_until("the welcome", || Ok(gate.exists()))?;
     let _strangers = crowd(&uri)?;
-    fs::remove_file(folder.join("gate")).map_err(|e| LabError(e.to_string()))?;
+    fs::remove_file(&gate).map_err(|e| LabError(e.to_string()))?;
     moving.wait()?.expect_code(0)?;
     receive.wait()?.expect_code(0)?;
     assert_goes_on(&destination)

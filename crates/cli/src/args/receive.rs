@@ -7,14 +7,15 @@ const RECEIVE_EXAMPLES: &str = "\
 Examples:
   Into a QEMU that was started with `-incoming defer`:
     transship receive --vm qemu:/run/vm2.qmp --listen tcp:0.0.0.0:4444
+  It prints the command for the source, with a token that only the source's user should see.
   On a port that the system chooses; the line `listening at tcp:127.0.0.1:PORT` on stderr names it:
     transship receive --vm qemu:/run/vm2.qmp --listen tcp:127.0.0.1:0
   From a stock QEMU without a transship there, into a file:
-    transship receive --peer qemu --to /srv/vm.snap --listen tcp:0.0.0.0:4444
+    transship receive --peer qemu --to /srv/vm.snap --listen tcp:0.0.0.0:4444 --insecure
     (qemu) migrate_set_capability return-path on
     (qemu) migrate tcp:ship2:4444
   From a stock QEMU into a waiting QEMU:
-    transship receive --peer qemu --vm qemu:/run/vm2.qmp --listen tcp:0.0.0.0:4444
+    transship receive --peer qemu --vm qemu:/run/vm2.qmp --listen tcp:0.0.0.0:4444 --insecure
 
 The command receives one guest and ends. The guest runs here only after the source has given it up.
 
@@ -55,6 +56,20 @@ pub(crate) struct ReceiveArgs {
     /// `receive` recognizes them.
     #[arg(long, value_name = "N")]
     pub(crate) channels: Option<String>,
+    /// Ask for a token, good for this time: 10m, 1h [default: 1h]
+    ///
+    /// The command makes a key and prints the command for the other side, with a token in it. Only a caller with this
+    /// token is let in, once, and all connections are encrypted (TLS 1.3). Without this flag, and without --insecure,
+    /// that is also done wherever other hosts can connect; addresses of this host (loopback, unix sockets) need no
+    /// token.
+    #[arg(long, value_name = "TIME")]
+    pub(crate) token_lifetime: Option<String>,
+    /// Let guest memory cross the network unencrypted
+    ///
+    /// Without this flag only addresses of this host (loopback, unix sockets) are used without encryption. With it,
+    /// anybody on the way can read and change the guest's memory, and anybody can pose as the other side.
+    #[arg(long)]
+    pub(crate) insecure: bool,
     /// Print the result as one JSON object
     #[arg(long)]
     pub(crate) json: bool,

@@ -1,12 +1,14 @@
 //! The command line of `relay`.
 use clap::Args;
 
+use crate::trust::TokenText;
+
 const RELAY_EXAMPLES: &str = "\
 Examples:
   Near the destination, where a QEMU waits with `-incoming tcp:127.0.0.1:4444`:
     transship relay --listen relay:tcp:0.0.0.0:4445 --to tcp:127.0.0.1:4444
-  Near the source:
-    transship relay --listen tcp:127.0.0.1:4444 --to relay:tcp:ship2:4445
+  Near the source, with the token that it prints:
+    transship relay --listen tcp:127.0.0.1:4444 --to relay:tcp:ship2:4445 --token ts1-...
   Finally, in the monitor of the source QEMU:
     (qemu) migrate_set_capability return-path on
     (qemu) migrate tcp:127.0.0.1:4444
@@ -44,6 +46,27 @@ pub(crate) struct RelayArgs {
     /// let it run with `cont` there.
     #[arg(long)]
     pub(crate) without_return_path: bool,
+    /// Near the source: the token that the other relay printed, or @FILE with it
+    ///
+    /// All connections are encrypted (TLS 1.3), the receiver is known to be the one that made the token, and it knows
+    /// that you have it. A token is good for one move. Users of this host can see the command line: with @FILE they see
+    /// only the file's name.
+    #[arg(long, value_name = "TOKEN")]
+    pub(crate) token: Option<TokenText>,
+    /// Near the destination: ask for a token, good for this time: 10m, 1h [default: 1h]
+    ///
+    /// The command makes a key and prints the command for the other side, with a token in it. Only a caller with this
+    /// token is let in, once, and all connections are encrypted (TLS 1.3). Without this flag, and without --insecure,
+    /// that is also done wherever other hosts can connect; addresses of this host (loopback, unix sockets) need no
+    /// token.
+    #[arg(long, value_name = "TIME")]
+    pub(crate) token_lifetime: Option<String>,
+    /// Let guest memory cross the network unencrypted
+    ///
+    /// Without this flag only addresses of this host (loopback, unix sockets) are used without encryption. With it,
+    /// anybody on the way can read and change the guest's memory, and anybody can pose as the other side.
+    #[arg(long, conflicts_with = "token")]
+    pub(crate) insecure: bool,
     /// Print the result as one JSON object
     #[arg(long)]
     pub(crate) json: bool,

@@ -17,7 +17,9 @@ use crate::{
     output,
     progress::Display,
     signals::{Side, Watcher},
-    summary, units,
+    summary,
+    trust::{self, Network},
+    units,
 };
 
 /// Below this a packet of 128 pages would take so long that a pause could not be told from a dead link.
@@ -91,9 +93,19 @@ impl Request {
             checks.mistake(format!("--vm: {}", transship_vmm::qemu::libvirt::NO_MOVES));
         }
         let to = checks.read("--to", &args.to, str::parse::<Uri>);
+        let network = Network::of(args.insecure);
         let way = match args.peer {
-            Peer::Transship => to_transship(args, &mut checks).map(Way::ToTransship),
-            Peer::Qemu => to_qemu(args, &mut checks).map(Way::ToQemu),
+            Peer::Transship => {
+                let token = args.token.as_ref();
+                let caller = trust::caller(&mut checks, to.as_ref(), token, network, "transship receive");
+                let options = to_transship(args, &mut checks);
+                options.zip(caller).map(|(options, caller)| Way::ToTransship(MoveOptions { caller, ..options }))
+            }
+            Peer::Qemu => {
+                trust::no_token(&mut checks, "--token", args.token.is_some());
+                trust::stock_qemu(&mut checks, "--to", to.as_ref(), network);
+                to_qemu(args, &mut checks).map(Way::ToQemu)
+            }
         };
         let tracking = flags::tracking(&mut checks, args.tracker, args.converge);
         let request = (|| {
@@ -127,6 +139,7 @@ fn to_transship(args: &MoveArgs, checks: &mut Checks) -> Option<MoveOptions> {
         verify: args.verify,
         max_rounds,
         converge: args.converge.into(),
+        ..defaults
     })
 }
 

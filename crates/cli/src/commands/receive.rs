@@ -1,5 +1,5 @@
 //! `transship receive`: the destination of a move, or of a stock QEMU's own migration.
-use std::sync::Arc;
+use std::{sync::Arc, time::Duration};
 
 use transship_engine::{
     Error, FileSink, FileSinkOptions, FileUri, Format, Listener, Progress, Report, Sink, Uri, receive_from_qemu,
@@ -15,6 +15,7 @@ use crate::{
     progress::Display,
     signals::{self, Side, Watcher},
     summary,
+    trust::{self, Network},
 };
 
 pub(crate) fn run(args: &ReceiveArgs) -> Result<(), Failure> {
@@ -23,16 +24,21 @@ pub(crate) fn run(args: &ReceiveArgs) -> Result<(), Failure> {
     let progress = Progress::new();
     let _signals = Watcher::cancelling(&progress, Side::Destination)?;
     let mut report = Report::default();
-    let outcome = receive(&request, &progress, &mut report);
+    // The address may be taken: that's known before the VM is touched.
+    let outcome = match Listener::bind(&request.listen) {
+        Ok(listener) => {
+            let listener = trust::lock(listener, request.lifetime, "transship move --vm VM --to ", args.json)?;
+            receive(&request, listener, &progress, &mut report)
+        }
+        Err(error) => Err(error),
+    };
     match request.peer {
         Sender::Transship => summary::finish(outcome, report, args.json),
         Sender::Qemu => summary::received(outcome, report, args.json),
     }
 }
 
-fn receive(request: &Request, progress: &Arc<Progress>, report: &mut Report) -> Result<(), Error> {
-    // The address may be taken: that's known before the VM is touched.
-    let listener = Listener::bind(&request.listen)?;
+fn receive(request: &Request, listener: Listener, progress: &Arc<Progress>, report: &mut Report) -> Result<(), Error> {
     match &request.into {
         Into::Guest(vm) => {
             let mut guest = attach_destination(vm)?;
@@ -64,6 +70,8 @@ struct Request {
     listen: Uri,
     peer: Sender,
     channels: Option<u8>,
+    /// How long a token is good; none: there is none.
+    lifetime: Option<Duration>,
 }
 
 enum Into {
@@ -105,7 +113,17 @@ impl Request {
                     .mistake("--channels: a transship that sends announces its number by itself; leave it out".into());
             }
         }
-        let request = listen.zip(into).map(|(listen, into)| Self { into, listen, peer: args.peer, channels });
+        let network = Network::of(args.insecure);
+        let lifetime = match args.peer {
+            Sender::Transship => trust::lifetime(&mut checks, listen.as_ref(), args.token_lifetime.as_deref(), network),
+            Sender::Qemu => {
+                trust::no_token(&mut checks, "--token-lifetime", args.token_lifetime.is_some());
+                trust::stock_qemu(&mut checks, "--listen", listen.as_ref(), network);
+                Some(None)
+            }
+        };
+        let request =
+            (|| Some(Self { into: into?, listen: listen?, peer: args.peer, channels, lifetime: lifetime? }))();
         checks.finish(request)
     }
 }

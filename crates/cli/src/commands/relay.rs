@@ -1,5 +1,5 @@
 //! `transship relay`: one end of a link between two stock QEMUs.
-use std::sync::Arc;
+use std::{sync::Arc, time::Duration};
 
 use transship_engine::{
     Compress, Error, Listener, MoveOptions, Progress, RelayOptions, Report, Uri, relay_from_qemu, relay_to_qemu,
@@ -14,6 +14,7 @@ use crate::{
     progress::Display,
     signals::{Side, Watcher},
     summary,
+    trust::{self, Network},
 };
 
 /// What stands before the address of a link.
@@ -24,12 +25,18 @@ pub(crate) fn run(args: &RelayArgs) -> Result<(), Failure> {
     let progress = Progress::new();
     let _signals = Watcher::cancelling(&progress, Side::Relay)?;
     let mut report = Report::default();
-    let outcome = relay(&request, &progress, &mut report);
+    let outcome = match Listener::bind(&request.listen) {
+        Ok(listener) => {
+            let command = format!("transship relay --listen URI --to {LINK}");
+            let listener = trust::lock(listener, request.lifetime, &command, args.json)?;
+            relay(&request, listener, &progress, &mut report)
+        }
+        Err(error) => Err(error),
+    };
     summary::relayed(outcome, report, args.json)
 }
 
-fn relay(request: &Request, progress: &Arc<Progress>, report: &mut Report) -> Result<(), Error> {
-    let listener = Listener::bind(&request.listen)?;
+fn relay(request: &Request, listener: Listener, progress: &Arc<Progress>, report: &mut Report) -> Result<(), Error> {
     let link = if request.near.is_none() { LINK } else { "" };
     // Scripts wait for this line; it has the port that the system chose.
     output::say(&format!("listening at {link}{}", listener.uri()));
@@ -46,6 +53,8 @@ struct Request {
     to: Uri,
     /// Near the source; else near the destination.
     near: Option<RelayOptions>,
+    /// How long the token of the link is good; none: there is none.
+    lifetime: Option<Duration>,
 }
 
 impl Request {
@@ -55,11 +64,19 @@ impl Request {
         let uri = |checks: &mut Checks, flag, text: &str| checks.read(flag, text, str::parse::<Uri>);
         let listen_uri = uri(&mut checks, "--listen", listen.unwrap_or(&args.listen));
         let to_uri = uri(&mut checks, "--to", to.unwrap_or(&args.to));
-        let near = match (listen, to) {
-            (None, Some(_)) => near(args, &mut checks).map(Some),
+        let network = Network::of(args.insecure);
+        match (listen, to) {
+            (None, Some(_)) => trust::stock_qemu(&mut checks, "--listen", listen_uri.as_ref(), network),
+            (Some(_), None) => trust::stock_qemu(&mut checks, "--to", to_uri.as_ref(), network),
+            _ => {}
+        }
+        let side = match (listen, to) {
+            (None, Some(_)) => near(args, to_uri.as_ref(), &mut checks).map(|near| (Some(near), None)),
             (Some(_), None) => {
                 only_near(args, &mut checks);
-                Some(None)
+                let lifetime = args.token_lifetime.as_deref();
+                let lifetime = trust::lifetime(&mut checks, listen_uri.as_ref(), lifetime, network);
+                lifetime.map(|lifetime| (None, lifetime))
             }
             (both, _) => {
                 let how = if both.is_some() { "both are" } else { "neither is" };
@@ -70,12 +87,15 @@ impl Request {
                 None
             }
         };
-        let request = (|| Some(Self { listen: listen_uri?, to: to_uri?, near: near? }))();
+        let request = (|| {
+            let (near, lifetime) = side?;
+            Some(Self { listen: listen_uri?, to: to_uri?, near, lifetime })
+        })();
         checks.finish(request)
     }
 }
 
-fn near(args: &RelayArgs, checks: &mut Checks) -> Option<RelayOptions> {
+fn near(args: &RelayArgs, to: Option<&Uri>, checks: &mut Checks) -> Option<RelayOptions> {
     let defaults = MoveOptions::default();
     let channels = flags::count(checks, "--channels", args.channels.as_deref(), defaults.channels);
     let encoders = flags::count(checks, "--encoders", args.encoders.as_deref(), defaults.encoders);
@@ -83,11 +103,17 @@ fn near(args: &RelayArgs, checks: &mut Checks) -> Option<RelayOptions> {
         Some(text) => checks.read("--compress", text, compression),
         None => Some(Compress::Auto),
     };
+    if args.token_lifetime.is_some() {
+        checks.mistake("--token-lifetime: give it to the relay near the destination, which makes the token".into());
+    }
+    let network = Network::of(args.insecure);
+    let caller = trust::caller(checks, to, args.token.as_ref(), network, "transship relay");
     Some(RelayOptions {
         channels: channels?,
         compress: compress?,
         encoders: encoders?,
         without_return_path: args.without_return_path,
+        caller: caller?,
     })
 }
 
@@ -98,6 +124,7 @@ fn only_near(args: &RelayArgs, checks: &mut Checks) {
         ("--compress", args.compress.is_some()),
         ("--encoders", args.encoders.is_some()),
         ("--without-return-path", args.without_return_path),
+        ("--token", args.token.is_some()),
     ];
     for (flag, _) in given.into_iter().filter(|(_, given)| *given) {
         checks.mistake(format!("{flag}: give it to the relay near the source; this one follows"));
@@ -122,11 +149,14 @@ mod tests {
 
     #[test]
     fn one_address_is_the_link() {
-        let near = check("transship relay --listen unix:/a --to relay:tcp:ship2:1 --channels 3").expect("it is right");
+        let near = "transship relay --listen unix:/a --to relay:tcp:ship2:1 --channels 3 --insecure";
+        let near = check(near).expect("it is right");
         assert_eq!(near.to.to_string(), "tcp:ship2:1");
         assert_eq!(near.near.map(|options| (options.channels, options.compress)), Some((3, Compress::Auto)));
         let far = check("transship relay --listen relay:unix:/a --to unix:/b").expect("it is right");
-        assert!(far.near.is_none() && far.listen.to_string() == "unix:/a");
+        assert!(far.near.is_none() && far.listen.to_string() == "unix:/a" && far.lifetime.is_none());
+        let far = check("transship relay --listen relay:tcp:0.0.0.0:1 --to unix:/b").expect("it is right");
+        assert_eq!(far.lifetime, Some(Duration::from_secs(3600)), "others can connect: they need a token");
     }
 
     #[test]
@@ -135,6 +165,9 @@ mod tests {
             ("--listen unix:/a --to unix:/b", "neither is; near the source: --listen URI --to relay:URI"),
             ("--listen relay:unix:/a --to relay:unix:/b", "both are"),
             ("--listen relay:unix:/a --to unix:/b --compress zstd", "--compress: give it to the relay near the source"),
+            ("--listen unix:/a --to relay:tcp:ship2:1", "--token"),
+            ("--listen unix:/a --to relay:unix:/b --token-lifetime 1h", "give it to the relay near the destination"),
+            ("--listen relay:unix:/a --to unix:/b --token ts1-", "--token: give it to the relay near the source"),
             ("--listen relay:udp:a --to unix:/b", "tcp:HOST:PORT"),
         ] {
             let mistakes = check(&format!("transship relay {words}")).err().expect("it is wrong");

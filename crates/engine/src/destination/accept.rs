@@ -1,13 +1,17 @@
 //! Accepts connections: one source with a control connection, then its data connections. Strangers are turned away and
 //! do no harm.
-use std::time::{Duration, Instant};
+use std::{
+    io::Write,
+    time::{Duration, Instant},
+};
 
-use transship_wire::{PREAMBLE_BYTES, Preamble, Role, Session};
+use transship_wire::{Message, PREAMBLE_BYTES, Preamble, Refusal, Role, Session};
 
 use crate::{
     Error, Listener, Progress,
     control::{Control, TICK},
     door::{Door, Line, Words, take, take_place, turn_away},
+    transport::Connection,
 };
 
 /// How long somebody who connects may take for its first words.
@@ -23,12 +27,13 @@ pub(super) struct Arrivals<'a> {
 
 impl<'a> Arrivals<'a> {
     pub(super) fn new(listener: &'a Listener, progress: &'a Progress) -> Self {
-        Self { listener, door: Door::new(listener, progress, GREETING_TIMEOUT, understand) }
+        Self { listener, door: Door::new(listener, progress, GREETING_TIMEOUT, understand, refuse) }
     }
 
-    /// Waits, for as long as it takes, for a source to open a session.
+    /// Waits, for as long as it takes or its token is good, for a source to open a session.
     pub(super) fn source(&mut self) -> Result<(Control, Session), Error> {
         loop {
+            self.listener.check_lifetime()?;
             match self.door.next(TICK)? {
                 None => {}
                 Some((Preamble { session, role: Role::Control }, (connection, peer))) => {
@@ -54,11 +59,25 @@ impl<'a> Arrivals<'a> {
                 Some((Preamble { session: theirs, role: Role::Data(number) }, line)) if theirs == session => {
                     take_place(&mut found, number, line, "channel")?;
                 }
+                Some((Preamble { role: Role::Control, .. }, (mut connection, peer))) => {
+                    refuse(&mut connection, "another move has begun here; a receiver, and its token, is good for one");
+                    turn_away(&peer, "another move has begun here");
+                }
                 Some((_, (_, peer))) => turn_away(&peer, "it belongs to another session"),
             }
         }
         Ok(found.into_iter().flatten().collect())
     }
+
+    /// All who have business here have come.
+    pub(super) fn close(&self) {
+        self.listener.close();
+    }
+}
+
+/// To a source, before its session has begun.
+fn refuse(connection: &mut Connection, why: &str) {
+    let _ = connection.write_all(&Message::Abort(Refusal { reason: why.into() }).encode(1)); // it may be gone
 }
 
 fn understand((connection, _): &mut Line, words: &[u8]) -> Words<Preamble> {

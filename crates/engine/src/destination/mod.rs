@@ -70,6 +70,7 @@ impl Destination<'_> {
     fn run(&mut self, control: &mut Control, session: transship_wire::Session) -> Result<(), Error> {
         let (count, verify) = self.welcome(control)?;
         let connections = self.arrivals.channels(session, count, control)?;
+        self.arrivals.close();
         let place = Arc::new(Place::new(self.guest.memory(), Arc::clone(self.progress)));
         // At most one `RoundEnd` of each channel waits here, and there is room for as many more, so the first failure
         // always gets in.

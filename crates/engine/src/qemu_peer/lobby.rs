@@ -49,7 +49,8 @@ enum Caller {
 
 impl<'a> Lobby<'a> {
     pub(in crate::qemu_peer) fn new(listener: &'a Listener, progress: &'a Progress) -> Self {
-        let (door, mains, channels) = (Door::new(listener, progress, SILENCE, understand), Vec::new(), BTreeMap::new());
+        let (door, mains, channels) =
+            (Door::new(listener, progress, SILENCE, understand, |_, _| ()), Vec::new(), BTreeMap::new());
         Self { listener, door, mains, channels, uuid: None, expected: None }
     }
 

@@ -2,6 +2,7 @@
 use std::{io::Write, sync::Arc, time::Duration};
 
 use transship_memory::GuestMemory;
+use transship_secure::Caller;
 use transship_wire::{Message, Preamble, Role, Session};
 
 use super::sender::PageSender;
@@ -22,9 +23,11 @@ const REASON_TIMEOUT: Duration = Duration::from_millis(500);
 pub(crate) type Channels = channels::Channels<PageSender>;
 
 /// Opens the control connection of a new session.
-pub(crate) fn connect_control(to: &Uri) -> Result<(Control, Session), Error> {
+pub(crate) fn connect_control(to: &Uri, caller: Option<&Caller>) -> Result<(Control, Session), Error> {
     let session = Session(random()?);
-    let connection = connect(to, session, Role::Control)?;
+    let mut connection = connect(to, caller, session, Role::Control)?;
+    // It must know us before it learns anything about the guest.
+    connection.await_word(to)?;
     Ok((Control::new(connection, to.to_string())?, session))
 }
 
@@ -50,14 +53,14 @@ pub(crate) fn connect_channels(
     let encoding = EncodingOptions { compress, encoders, when_busy, channels, may_be_raw: true };
     let mut all = Channels::new(&shared, Encoders::start(&encoding, &shared)?);
     for number in 0..channels {
-        let connection = connect(to, session, Role::Data(number))?;
+        let connection = connect(to, options.caller.as_ref(), session, Role::Data(number))?;
         all.add(connection, |connection| Ok(PageSender::new(connection, number, Arc::clone(&shared))))?;
     }
     Ok(all)
 }
 
-fn connect(to: &Uri, session: Session, role: Role) -> Result<Connection, Error> {
-    let mut connection = Connection::open(to)?;
+fn connect(to: &Uri, caller: Option<&Caller>, session: Session, role: Role) -> Result<Connection, Error> {
+    let mut connection = Connection::call(to, caller)?;
     let preamble = Preamble { session, role }.encode();
     connection.write_all(&preamble).map_err(|source| Error::Io { what: format!("greet {to}"), source })?;
     Ok(connection)

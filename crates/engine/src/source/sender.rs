@@ -1,7 +1,6 @@
 //! One data connection of a source: what it sends of a window.
 use std::{
     io::{self, Write},
-    os::fd::AsFd,
     sync::Arc,
 };
 
@@ -65,9 +64,9 @@ impl Channel for PageSender {
         }
         let packet = Packet::Pages { round, region, first, present, zero };
         self.shared.book(PACKET_BYTES + packet.payload_bytes(), sent);
-        self.shared.memory.regions()[window.region]
-            .send_window(self.connection.as_fd(), &packet.encode(), first, present)
-            .map_err(|source| self.failed(source))
+        let memory = &self.shared.memory.regions()[window.region];
+        let written = self.connection.send_window(memory, &packet.encode(), first, present);
+        written.map_err(|source| self.failed(source))
     }
 
     fn send_hole(&mut self, round: u32, region: usize, range: PageRange, sent: &mut Sent) -> Result<(), Error> {

@@ -37,13 +37,15 @@ impl Session {
         description
             .check()
             .map_err(|error| Error::Unfit(format!("can't describe this guest to a destination: {error}")))?;
-        let (mut control, session) = channels::connect_control(to)?;
-        control.send(&Message::Hello { channels: options.channels, verify: options.verify, guest: description })?;
+        let (mut control, session) = channels::connect_control(to, options.caller.as_ref())?;
+        let hello = Message::Hello { channels: options.channels, verify: options.verify, guest: description };
+        control.send(&hello).map_err(|error| control.explain(error))?;
         fail_point::reach("source.hello")?;
         match control.receive("its Welcome", STALL_TIMEOUT * 2, progress)? {
             Message::Welcome => {}
             other => return Err(control.unexpected(&other, "in answer to Hello")),
         }
+        fail_point::reach("source.welcome")?;
         let channels = channels::connect_channels(to, session, guest.memory(), options, progress)?;
         fail_point::reach("source.connected")?;
         let looks = options.zero_pages == ZeroPages::Main;

@@ -5,6 +5,7 @@ use std::{
     time::{Duration, Instant},
 };
 
+use transship_secure::Caller;
 use transship_wire::{
     PREAMBLE_BYTES, Preamble, Refusal, Role, Session as SessionId,
     relay::{Greeting, MESSAGE_BYTES, Message, TheEnd},
@@ -101,16 +102,17 @@ pub(super) fn unexpected(session: &Session) -> Error {
 }
 
 /// Opens a link to the relay near the destination.
-pub(super) fn connect(to: &Uri, channels: u8, progress: &Progress) -> Result<Link, Error> {
+pub(super) fn connect(to: &Uri, caller: Option<&Caller>, channels: u8, progress: &Progress) -> Result<Link, Error> {
     let id = SessionId(random()?);
-    let mut connection = greet(to, id, Role::Control)?;
+    let mut connection = greet(to, caller, id, Role::Control)?;
+    connection.await_word(to)?;
     let peer = to.to_string();
     let failed = |source| Error::Io { what: format!("greet {to}"), source };
     connection.write_all(&Message::Hello { channels }.encode()).map_err(failed)?;
     let mut link = split(connection, peer)?;
     await_welcome(&mut link.messages, to, progress)?;
     for number in 0..channels {
-        link.data.push(greet(to, id, Role::Data(number))?);
+        link.data.push(greet(to, caller, id, Role::Data(number))?);
     }
     Ok(link)
 }
@@ -123,8 +125,8 @@ fn split(connection: Connection, peer: String) -> Result<Link, Error> {
     Ok(Link { peer, control, messages, data: Vec::new() })
 }
 
-fn greet(to: &Uri, session: SessionId, role: Role) -> Result<Connection, Error> {
-    let mut connection = Connection::open(to)?;
+fn greet(to: &Uri, caller: Option<&Caller>, session: SessionId, role: Role) -> Result<Connection, Error> {
+    let mut connection = Connection::call(to, caller)?;
     let greeting = Greeting(Preamble { session, role }).encode();
     connection.write_all(&greeting).map_err(|source| Error::Io { what: format!("greet {to}"), source })?;
     Ok(connection)
@@ -187,8 +189,8 @@ fn peek(connection: &Connection, byte: &mut [u8; 1]) -> Peek {
 
 /// Waits, for as long as it takes, for the relay near the source.
 pub(super) fn accept(listener: &Listener, progress: &Progress) -> Result<Link, Error> {
-    let mut door = Door::new(listener, progress, GREETING_TIMEOUT, understand);
-    let (id, mut link, channels) = welcome_one(&mut door)?;
+    let mut door = Door::new(listener, progress, GREETING_TIMEOUT, understand, refuse);
+    let (id, mut link, channels) = welcome_one(listener, &mut door)?;
     let deadline = Instant::now() + GREETING_TIMEOUT;
     let mut found: Vec<Option<Line>> = (0..channels).map(|_| None).collect();
     while let Some(missing) = found.iter().position(Option::is_none) {
@@ -198,7 +200,7 @@ pub(super) fn accept(listener: &Listener, progress: &Progress) -> Result<Link, E
         }
         match door.next(TICK)? {
             None => {}
-            Some((Caller::Data(session, number), line)) if session == id => {
+            Some((Visitor::Data(session, number), line)) if session == id => {
                 take_place(&mut found, number, line, "connection")?;
             }
             Some((_, (mut connection, peer))) => {
@@ -211,15 +213,16 @@ pub(super) fn accept(listener: &Listener, progress: &Progress) -> Result<Link, E
     Ok(link)
 }
 
-fn welcome_one(door: &mut Door<'_, Caller>) -> Result<(SessionId, Link, u8), Error> {
+fn welcome_one(listener: &Listener, door: &mut Door<'_, Visitor>) -> Result<(SessionId, Link, u8), Error> {
     loop {
+        listener.check_lifetime()?;
         match door.next(TICK)? {
             None => {}
-            Some((Caller::Control(session, channels), (connection, peer))) => match welcome(connection, &peer) {
+            Some((Visitor::Control(session, channels), (connection, peer))) => match welcome(connection, &peer) {
                 Ok(link) => return Ok((session, link, channels)),
                 Err(error) => turn_away(&peer, &error.to_string()),
             },
-            Some((Caller::Data(..), (_, peer))) => turn_away(&peer, "a data connection of a link that does not exist"),
+            Some((Visitor::Data(..), (_, peer))) => turn_away(&peer, "a data connection of a link that does not exist"),
         }
     }
 }
@@ -232,7 +235,7 @@ fn welcome(connection: Connection, peer: &str) -> Result<Link, Error> {
 }
 
 /// A connection of a relay's.
-enum Caller {
+enum Visitor {
     /// Its control connection, and how many data connections it opens.
     Control(SessionId, u8),
     Data(SessionId, u8),
@@ -240,7 +243,7 @@ enum Caller {
 
 /// Takes a greeting, and behind that of a control connection a `Hello`. Tells what can be told to whom: a relay of
 /// another version hears why it is turned away, and the user here what somebody else may have meant.
-fn understand((connection, _): &mut Line, words: &[u8]) -> Words<Caller> {
+fn understand((connection, _): &mut Line, words: &[u8]) -> Words<Visitor> {
     let strange = |why: &str| Words::Strange(why.into());
     let Some((greeting, hello)) = words.split_first_chunk() else { return Words::Unfinished };
     let Greeting(Preamble { session, role }) = match Greeting::decode(greeting) {
@@ -264,10 +267,10 @@ fn understand((connection, _): &mut Line, words: &[u8]) -> Words<Caller> {
         }
     };
     let (caller, used) = match (role, hello.first_chunk()) {
-        (Role::Data(number), _) => (Caller::Data(session, number), PREAMBLE_BYTES),
+        (Role::Data(number), _) => (Visitor::Data(session, number), PREAMBLE_BYTES),
         (Role::Control, None) => return Words::Unfinished,
         (Role::Control, Some(hello)) => match Message::decode(hello, &[]) {
-            Ok(Message::Hello { channels }) => (Caller::Control(session, channels), PREAMBLE_BYTES + MESSAGE_BYTES),
+            Ok(Message::Hello { channels }) => (Visitor::Control(session, channels), PREAMBLE_BYTES + MESSAGE_BYTES),
             _ => return strange("it has not announced its number of data connections"),
         },
     };

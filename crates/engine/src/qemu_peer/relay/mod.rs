@@ -31,6 +31,8 @@ mod outlet;
 mod session;
 mod stream;
 
+use transship_secure::Caller;
+
 use crate::Compress;
 
 pub use far::relay_to_qemu;
@@ -47,4 +49,6 @@ pub struct RelayOptions {
     pub encoders: u8,
     /// Also relay for a source that does not wait for word from the destination.
     pub without_return_path: bool,
+    /// By whom the link is encrypted; none: by nobody.
+    pub caller: Option<Caller>,
 }

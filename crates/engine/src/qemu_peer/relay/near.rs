@@ -58,7 +58,7 @@ pub fn relay_from_qemu(
     report: &mut Report,
 ) -> Result<(), Error> {
     let mut begin = Instant::now();
-    let result = link::connect(to, options.channels, progress).and_then(|link| {
+    let result = link::connect(to, options.caller.as_ref(), options.channels, progress).and_then(|link| {
         let near = Near { listener, options, progress, begin: &mut begin, return_path: false };
         near.run(link, report)
     });

@@ -88,7 +88,13 @@ pub(super) struct Relays {
 }
 
 pub(super) fn options(compress: &str) -> RelayOptions {
-    RelayOptions { channels: 3, compress: compress.parse().unwrap(), encoders: 2, without_return_path: false }
+    RelayOptions {
+        channels: 3,
+        compress: compress.parse().unwrap(),
+        encoders: 2,
+        without_return_path: false,
+        caller: None,
+    }
 }
 
 impl Relays {

@@ -1,0 +1,193 @@
+//! Connections that are encrypted, and whose other end is known.
+use std::{
+    io::{self, Read, Write},
+    os::fd::{AsFd, BorrowedFd},
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    time::{Duration, Instant},
+};
+
+use rustix::net::{RecvFlags, SendFlags, recv, send};
+use transship_memory::{PAGE_BYTES, Region};
+use transship_secure::{Caller, Failure, Halves, Handshake, Host, Opener, Progress, RECORD_BYTES, Sealer};
+
+use super::{CONNECT_TIMEOUT, Connection, Uri};
+use crate::Error;
+
+/// Pages of a record.
+const PAGES_AT_A_TIME: u32 = (RECORD_BYTES / PAGE_BYTES) as u32;
+
+/// An encrypted connection. Each direction has a lock of its own, so one thread may read while another writes; two that
+/// read take turns, as on any socket.
+#[derive(Debug)]
+pub(crate) struct Secured {
+    pub(super) socket: Box<Connection>,
+    sealer: Arc<Mutex<Sealer>>,
+    opener: Arc<Mutex<Opener>>,
+}
+
+impl Secured {
+    fn new(socket: Connection, halves: Halves) -> Self {
+        let Halves { sealer, opener } = halves;
+        Self { socket: Box::new(socket), sealer: Arc::new(Mutex::new(sealer)), opener: Arc::new(Mutex::new(opener)) }
+    }
+
+    pub(super) fn try_clone(&self) -> io::Result<Self> {
+        Ok(Self {
+            socket: Box::new(self.socket.try_clone()?),
+            sealer: Arc::clone(&self.sealer),
+            opener: Arc::clone(&self.opener),
+        })
+    }
+
+    pub(super) fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
+        lock(&self.opener).read(&mut *self.socket, into)
+    }
+
+    pub(super) fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        lock(&self.sealer).write(&mut *self.socket, bytes).map(|()| bytes.len())
+    }
+
+    pub(super) fn write_whole(&mut self, bytes: &[u8]) -> io::Result<()> {
+        lock(&self.sealer).write_whole(&mut *self.socket, bytes)
+    }
+
+    pub(super) fn peek(&self, room: &mut [u8]) -> io::Result<usize> {
+        let mut opener = lock(&self.opener);
+        let seen = opener.peek(&mut AtOnce(self.socket.as_fd()), room.len())?;
+        room[..seen.len()].copy_from_slice(seen);
+        Ok(seen.len())
+    }
+
+    /// As [`Region::send_window`]. Each page is copied once, to where it is encrypted.
+    pub(super) fn send_window(&mut self, region: &Region, head: &[u8], first: u64, present: u128) -> io::Result<()> {
+        let (mut sealer, socket) = (lock(&self.sealer), &mut *self.socket);
+        sealer.append(socket, |room| room.write_all(head))?;
+        let mut rest = present;
+        while rest != 0 {
+            let piece = lowest_bits(rest, PAGES_AT_A_TIME);
+            sealer.append(socket, |room| region.copy_out(first, piece, room).map_err(io::Error::other))?;
+            rest &= !piece;
+        }
+        sealer.flush(socket)
+    }
+}
+
+/// The lowest `count` set bits.
+fn lowest_bits(bits: u128, count: u32) -> u128 {
+    let mut rest = bits;
+    for _ in 0..count.min(bits.count_ones()) {
+        rest &= rest - 1;
+    }
+    bits & !rest
+}
+
+/// A panic with a half held has printed itself; what it left is either whole or refuses to go on.
+fn lock<T>(half: &Mutex<T>) -> MutexGuard<'_, T> {
+    half.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Connection {
+    /// Connects to a listening peer that this caller knows; without a caller, in clear. When this returns, the peer is
+    /// who it has to be, but has not said whether it takes us for that: see [`Connection::await_word`].
+    pub(crate) fn call(to: &Uri, caller: Option<&Caller>) -> Result<Self, Error> {
+        let mut socket = Self::open(to)?;
+        let Some(caller) = caller else { return Ok(socket) };
+        let untrusted = |failure: Failure| Error::untrusted(&to.to_string(), &failure);
+        let limit = |socket: &Self, time| socket.set_read_timeout(time).map_err(Failure::from).map_err(untrusted);
+        limit(&socket, Some(CONNECT_TIMEOUT))?;
+        let done = Handshake::calling(caller).and_then(|mut handshake| handshake.advance(&mut socket));
+        match done.map_err(untrusted)? {
+            Progress::Done(halves) => {
+                limit(&socket, None)?;
+                Ok(Self::Secured(Secured::new(socket, *halves)))
+            }
+            Progress::Waiting => Err(untrusted(silent())),
+        }
+    }
+
+    /// Waits until the peer that was called has said that it accepts us. In clear there is nothing to wait for.
+    pub(crate) fn await_word(&mut self, to: &Uri) -> Result<(), Error> {
+        let Self::Secured(Secured { socket, opener, .. }) = self else { return Ok(()) };
+        let untrusted = |failure: Failure| match failure {
+            Failure::Broken(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                Error::untrusted(&to.to_string(), &silent())
+            }
+            failure => Error::untrusted(&to.to_string(), &failure),
+        };
+        let limit = |socket: &Self, time| socket.set_read_timeout(time).map_err(Failure::from).map_err(untrusted);
+        limit(socket, Some(CONNECT_TIMEOUT))?;
+        lock(opener).await_word(&mut **socket).map_err(untrusted)?;
+        limit(socket, None)
+    }
+
+    /// Goes on with a handshake, as far as it goes without waiting.
+    pub(crate) fn shake_hands(self, handshake: &mut Handshake) -> (Self, Result<bool, Failure>) {
+        match handshake.advance(&mut AtOnce(self.as_fd())) {
+            Ok(Progress::Done(halves)) => (Self::Secured(Secured::new(self, *halves)), Ok(true)),
+            Ok(Progress::Waiting) => (self, Ok(false)),
+            Err(failure) => (self, Err(failure)),
+        }
+    }
+}
+
+fn silent() -> Failure {
+    let what = format!("it has not answered for {} s", CONNECT_TIMEOUT.as_secs());
+    io::Error::new(io::ErrorKind::TimedOut, what).into()
+}
+
+/// A socket that nobody waits for, whatever its own timeouts are.
+struct AtOnce<'a>(BorrowedFd<'a>);
+
+impl Read for AtOnce<'_> {
+    fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
+        Ok(recv(self.0.as_fd(), into, RecvFlags::DONTWAIT)?.0)
+    }
+}
+
+impl Write for AtOnce<'_> {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        Ok(send(self.0.as_fd(), bytes, SendFlags::DONTWAIT | SendFlags::NOSIGNAL)?)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+/// By which callers a listener may be called, and until when.
+#[derive(Debug)]
+pub(crate) struct Lock {
+    pub(crate) host: Host,
+    since: Instant,
+    lifetime: Duration,
+}
+
+impl Lock {
+    pub(super) fn new(host: Host, lifetime: Duration) -> Self {
+        Self { host, since: Instant::now(), lifetime }
+    }
+
+    /// An error when it is too late for a session to begin.
+    pub(super) fn check(&self) -> Result<(), Error> {
+        if self.since.elapsed() < self.lifetime {
+            return Ok(());
+        }
+        let lifetime = self.lifetime;
+        Err(Error::Untrusted(format!(
+            "the token has expired: nobody has come with it for {lifetime:?}; start this again for a new one \
+             (--token-lifetime says how long it is good)"
+        )))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_lowest_bits_are_taken_first() {
+        assert_eq!(lowest_bits(u128::MAX, 4), 0xf);
+        assert_eq!(lowest_bits(0b1010_1000, 2), 0b0010_1000);
+        assert_eq!(lowest_bits(1 << 127, 4), 1 << 127);
+    }
+}
