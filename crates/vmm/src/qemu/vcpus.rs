@@ -7,6 +7,7 @@
 use std::{
     collections::{HashMap, HashSet},
     fs,
+    path::Path,
     time::{Duration, Instant},
 };
 
@@ -75,6 +76,8 @@ impl LetWait for Threads {
         }
         match self.known.contains_key(&thread) {
             true => Duration::ZERO,
+            // It was started since they were listed.
+            false if Path::new(&format!("/proc/{}/task/{thread}", self.pid)).exists() => Duration::ZERO,
             // A worker of KVM's.
             false if self.has_kvm && self.listed.elapsed() < LIST_EVERY => HOLD_UNKNOWN,
             false => Duration::ZERO,
@@ -120,5 +123,9 @@ mod tests {
         assert_eq!(threads.at_most(pid), Duration::ZERO, "it is not in a guest");
         threads.has_kvm = false;
         assert_eq!(threads.at_most(pid), HOLD_UNKNOWN);
+        // A worker of the kernel, and a thread that has not been listed.
+        (threads.has_kvm, threads.processors, threads.known) = (true, HashSet::new(), HashMap::new());
+        assert_eq!(threads.at_most(u32::MAX), HOLD_UNKNOWN);
+        assert_eq!(threads.at_most(pid), Duration::ZERO, "it is the process's own");
     }
 }
