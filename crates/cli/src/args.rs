@@ -56,8 +56,8 @@ Examples:
   Over a slow link, with stronger compression on 8 threads:
     transship move --vm qemu:/run/vm.qmp --to tcp:ship2:4444 --token @/run/token --compress zstd:3 --encoders 8
 
-  A guest that writes faster than the link carries:
-    transship move --vm qemu:/run/vm.qmp --to tcp:ship2:4444 --token @/run/token --converge pace
+  A guest that writes faster than the link carries, moved within ten minutes or not at all:
+    transship move --vm qemu:/run/vm.qmp --to tcp:ship2:4444 --token @/run/token --converge pace --deadline 10m
 
   To a stock QEMU that was started with `-incoming tcp:0.0.0.0:4444`, over a network of your own:
     transship move --vm qemu:/run/vm.qmp --to tcp:ship2:4444 --peer qemu --insecure
@@ -255,6 +255,18 @@ pub(crate) struct MoveArgs {
     /// it. See docs/converging.md.
     #[arg(long, value_enum, default_value_t = Converge::Never, value_name = "HOW", hide_possible_values = true)]
     pub(crate) converge: Converge,
+    /// End within this time: moved, or running on here
+    ///
+    /// The guest is at the destination by then, or keeps running at the source (exit 1). With `--converge pace` writers
+    /// are held the harder the less time is left. See docs/converging.md.
+    #[arg(long, value_name = "TIME")]
+    pub(crate) deadline: Option<String>,
+    /// Rather than give up, stop the guest for up to this time
+    ///
+    /// When the move would end with a verdict, because the guest does not converge or there is no time for another
+    /// round before the deadline, the guest is stopped all the same if the rest then takes no longer than this.
+    #[arg(long, value_name = "TIME", hide_short_help = true)]
+    pub(crate) max_downtime: Option<String>,
     /// Ask the guest's `transship balloon` which memory is free
     ///
     /// PATH is the socket of the balloon. Memory that the guest does not need is left out of the first round. QEMU
@@ -395,6 +407,17 @@ pub(crate) struct SaveArgs {
     /// As in `transship move`, with the disk in place of the link.
     #[arg(long, value_enum, default_value_t = Converge::Never, value_name = "HOW", hide_possible_values = true, hide_short_help = true)]
     pub(crate) converge: Converge,
+    /// End within this time: saved, or given up
+    ///
+    /// The file is complete by then, or the save ends as if it had been cancelled (exit 1). With `--converge pace`
+    /// writers are held the harder the less time is left. See docs/converging.md.
+    #[arg(long, value_name = "TIME", hide_short_help = true)]
+    pub(crate) deadline: Option<String>,
+    /// Rather than give up, stop a live guest for up to this time
+    ///
+    /// As in `transship move`.
+    #[arg(long, value_name = "TIME", hide_short_help = true)]
+    pub(crate) max_downtime: Option<String>,
     /// Ask the guest's `transship balloon` which memory is free
     ///
     /// PATH is the socket of the balloon. With --live, memory that the guest does not need is left out. QEMU can't save

@@ -12,6 +12,8 @@ use crate::{
 
 const DOWNTIME_MIN: Duration = Duration::from_millis(1);
 const DOWNTIME_MAX: Duration = Duration::from_secs(60);
+const DEADLINE_MIN: Duration = Duration::from_secs(1);
+const DEADLINE_MAX: Duration = Duration::from_secs(7 * 24 * 3600);
 
 /// How many threads or connections: at least one. `default`: without the flag.
 pub(crate) fn count(checks: &mut Checks, flag: &str, text: Option<&str>, default: u8) -> Option<u8> {
@@ -39,17 +41,36 @@ fn bounded(
 /// How long a guest that runs may be followed.
 pub(crate) struct Patience {
     pub(crate) downtime: Duration,
+    pub(crate) max_downtime: Duration,
     pub(crate) max_rounds: u32,
 }
 
 impl Patience {
-    /// Of `--downtime` and `--max-rounds`.
-    pub(crate) fn check(checks: &mut Checks, downtime: &str, max_rounds: &str) -> Option<Self> {
+    /// Of `--downtime`, `--max-downtime` and `--max-rounds`.
+    pub(crate) fn check(
+        checks: &mut Checks,
+        downtime: &str,
+        max_downtime: Option<&str>,
+        max_rounds: &str,
+    ) -> Option<Self> {
         let bounds = (DOWNTIME_MIN, DOWNTIME_MAX);
         let downtime = checks.within("--downtime", downtime, units::time, bounds, "from 1ms to 60s");
+        let max_downtime = match max_downtime {
+            Some(text) => {
+                let bounds = (downtime.unwrap_or(DOWNTIME_MIN), DOWNTIME_MAX);
+                checks.within("--max-downtime", text, units::time, bounds, "from --downtime to 60s")
+            }
+            None => downtime,
+        };
         let max_rounds = checks.within("--max-rounds", max_rounds, units::count, (1, 10_000), "1 to 10000");
-        Some(Self { downtime: downtime?, max_rounds: max_rounds?.try_into().ok()? })
+        Some(Self { downtime: downtime?, max_downtime: max_downtime?, max_rounds: max_rounds?.try_into().ok()? })
     }
+}
+
+/// `--deadline`: none, if there is none.
+pub(crate) fn deadline(checks: &mut Checks, text: Option<&str>) -> Option<Option<Duration>> {
+    let Some(text) = text else { return Some(None) };
+    checks.within("--deadline", text, units::time, (DEADLINE_MIN, DEADLINE_MAX), "from 1s to 168h").map(Some)
 }
 
 /// `--direct-io` of a file of this format. Without the flag it is left to us.

@@ -80,6 +80,7 @@ struct Sample {
     dirty_pages_per_s: u64,
     /// Of all writers together, in seconds.
     held: f64,
+    time_left: Option<Duration>,
     encoding: Encoding,
     cpu: CpuSeconds,
 }
@@ -164,6 +165,7 @@ impl Sample {
             wire: progress.wire_bytes.load(Ordering::Relaxed),
             relayed: progress.relayed_bytes.load(Ordering::Relaxed),
             dirty_pages_per_s: progress.dirty_rate.load(Ordering::Relaxed),
+            time_left: progress.time_left(),
             held: progress.held_time().as_secs_f64(),
             encoding: Encoding::of(&progress.encoding),
             cpu: CpuSeconds::of(&progress.cpu),
@@ -187,6 +189,7 @@ impl Sample {
             0 => String::new(),
             percent => format!(", writers held {percent} %"),
         };
+        let until = self.time_left.map(|left| format!(", {} until the deadline", Time(left))).unwrap_or_default();
         let wire = Rate(speed.wire);
         let work = format!("{}{}", self.encoding.describe(), speed.cores.describe());
         match self.phase {
@@ -196,7 +199,7 @@ impl Sample {
             }
             Phase::Rounds => {
                 let eta = speed.eta(self.left).map(|eta| format!(", eta {}", Time(eta))).unwrap_or_default();
-                format!("round {}: {} left, {wire}{dirty}{held}{eta}{work}", self.round, Bytes(self.left))
+                format!("round {}: {} left, {wire}{dirty}{held}{eta}{until}{work}", self.round, Bytes(self.left))
             }
             Phase::Switchover => "the guest is stopped: last pages, device state".into(),
             Phase::HandedOver => "handed over; the destination starts the guest".into(),
@@ -427,6 +430,9 @@ mod tests {
         let speed = meter.measure(begin + Duration::from_secs(1), &sample);
         let line = sample.describe(&speed);
         assert!(line.ends_with("dirty 1.0 MiB/s, writers held 170 %"), "{line}");
+        sample.time_left = Some(Duration::from_secs(90));
+        let line = sample.describe(&speed);
+        assert!(line.contains("held 170 %, 1 m 30 s until the deadline"), "{line}");
         let speed = meter.measure(begin + Duration::from_secs(4), &sample);
         assert!(!sample.describe(&speed).contains("held"), "{speed:?}");
     }

@@ -120,6 +120,9 @@ pub enum Error {
     /// The guest writes faster than the link carries; the text has the numbers.
     #[error("{0}")]
     NotConverging(String),
+    /// It did not end by the time that the user has named; the text has the numbers.
+    #[error("{0}")]
+    TooLate(String),
     /// This side can't know whether the guest runs on the other side.
     #[error("{0}")]
     Unknown(String),
@@ -155,6 +158,7 @@ impl Error {
             | Error::Untrusted(_)
             | Error::Cancelled(_)
             | Error::NotConverging(_)
+            | Error::TooLate(_)
             | Error::Unknown(_) => Actor::User,
             Error::Wire { .. } | Error::Protocol { .. } | Error::Refused(_) => Actor::Peer,
             Error::File(_) | Error::Damaged { .. } => Actor::File,

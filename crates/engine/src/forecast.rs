@@ -20,6 +20,8 @@ pub(crate) enum Verdict {
     AnotherRound,
     /// It writes faster than its pages can be carried. The text has the numbers.
     Hopeless(String),
+    /// It can't end by its deadline. The text has the numbers.
+    TooLate(String),
 }
 
 /// Where the pages go.
@@ -35,6 +37,8 @@ pub(crate) struct Aim {
     pub(crate) medium: Medium,
     /// How long the guest may stand still.
     pub(crate) downtime: Duration,
+    /// The same, rather than that it is given up.
+    pub(crate) max_downtime: Duration,
     /// Bytes a second that it is held below.
     pub(crate) bandwidth: Option<u64>,
     pub(crate) max_rounds: u32,
@@ -42,12 +46,16 @@ pub(crate) struct Aim {
 }
 
 /// What is left for the guest to converge in.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) struct Room {
     /// Bytes that can be sent while it stands still for no longer than it may.
     pub(crate) fits_bytes: u64,
     /// Rounds that may follow.
     pub(crate) rounds_left: u32,
+    /// Bytes that can be sent until the deadline, if there is one, and the guest be stopped then.
+    pub(crate) until_deadline: Option<u64>,
+    /// How fast pages are carried.
+    pub(crate) bytes_per_s: f64,
 }
 
 /// Looks at what rounds achieve.
@@ -65,10 +73,17 @@ impl Forecast {
         Self { aim, state, smallest_rest: u64::MAX, rounds_without_gain: 0 }
     }
 
-    /// Judges after a round, with `rest` bytes written since its scan.
-    pub(crate) fn judge(&mut self, report: &Report, rest: u64) -> Verdict {
+    /// Judges after a round, with `rest` bytes written since its scan. `time_left`: until the deadline.
+    pub(crate) fn judge(&mut self, report: &Report, rest: u64, time_left: Option<Duration>) -> Verdict {
         let rate = self.bytes_per_s(&report.rounds);
-        let stop = self.state + Duration::from_secs_f64(rest as f64 / rate);
+        let round = Duration::from_secs_f64(rest as f64 / rate);
+        let stop = self.state + round;
+        let numbers = Numbers { report, rest, rate, stop, aim: &self.aim, state: self.state };
+        let is_last_chance =
+            time_left.is_some_and(|left| left < round + self.state + self.next_round(report, rest, rate));
+        if time_left.is_some_and(|left| left < stop) {
+            return Verdict::TooLate(numbers.too_late());
+        }
         if stop <= self.aim.downtime || rest == 0 {
             return Verdict::Fits;
         }
@@ -79,18 +94,37 @@ impl Forecast {
             self.rounds_without_gain += 1;
         }
         let rounds = report.rounds.len() as u32;
-        if rounds < self.aim.max_rounds && self.rounds_without_gain < PATIENCE {
+        let is_stuck = rounds >= self.aim.max_rounds || self.rounds_without_gain >= PATIENCE;
+        if !is_stuck && !is_last_chance {
             return Verdict::AnotherRound;
         }
-        let can_pace = self.state < self.aim.downtime;
-        Verdict::Hopeless(hopeless(report, rest, rate, stop, &self.aim, can_pace))
+        if stop <= self.aim.max_downtime {
+            return Verdict::Fits;
+        }
+        if is_last_chance {
+            return Verdict::TooLate(numbers.too_late());
+        }
+        Verdict::Hopeless(numbers.hopeless())
+    }
+
+    /// How long what is written during the next round would take at least.
+    fn next_round(&self, report: &Report, rest: u64, rate: f64) -> Duration {
+        let dirty = report.rounds.last().map_or(0.0, |round| round.dirty_pages_per_s) * PAGE as f64;
+        let written = match self.aim.converge {
+            Converge::Never => dirty * (rest as f64 / rate),
+            // As hard as it can be.
+            Converge::Pace => 0.0,
+        };
+        Duration::from_secs_f64(written.min(rest as f64) / rate)
     }
 
     /// What is left for the guest to converge in.
-    pub(crate) fn room(&self, report: &Report) -> Room {
-        let time = self.aim.downtime.saturating_sub(self.state);
-        let fits_bytes = (time.as_secs_f64() * self.bytes_per_s(&report.rounds)) as u64;
-        Room { fits_bytes, rounds_left: self.aim.max_rounds.saturating_sub(report.rounds.len() as u32) }
+    pub(crate) fn room(&self, report: &Report, time_left: Option<Duration>) -> Room {
+        let rate = self.bytes_per_s(&report.rounds);
+        let bytes_in = |time: Duration| (time.saturating_sub(self.state).as_secs_f64() * rate) as u64;
+        let rounds_left = self.aim.max_rounds.saturating_sub(report.rounds.len() as u32);
+        let (fits_bytes, until_deadline) = (bytes_in(self.aim.downtime), time_left.map(bytes_in));
+        Room { fits_bytes, rounds_left, until_deadline, bytes_per_s: rate }
     }
 
     /// Bytes a second over the rounds so far: the later half counts, the first rounds may have been another load.
@@ -104,35 +138,70 @@ impl Forecast {
     }
 }
 
-fn hopeless(report: &Report, rest: u64, rate: f64, stop: Duration, aim: &Aim, can_pace: bool) -> String {
-    const MB: f64 = 1e6;
-    let dirty = report.rounds.last().map_or(0.0, |round| round.dirty_pages_per_s) * PAGE as f64;
-    let enough_ms = (stop.as_millis() * 5 / 4).max(1);
-    let (although, pace) = match aim.converge {
-        Converge::Never if can_pace => {
-            ("", "Repeat the command with --converge pace, which slows its writers, or allow")
-        }
-        Converge::Pace if can_pace => (" although its writers were held", "Allow"),
-        // The devices alone take longer than that.
-        Converge::Never | Converge::Pace => ("", "Allow"),
-    };
-    let (carries, cure) = match aim.medium {
-        Medium::Link => ("link carries", "a faster link or more --bandwidth, or move it when it writes less"),
-        Medium::File => {
-            ("disk takes", "use --background or --paused, or save it to a faster disk or when it writes less")
-        }
-    };
-    format!(
-        "the guest does not converge{although}: after {} rounds it writes {:.1} MB/s, the {carries} {:.1} MB/s, and \
-         the rest of {:.1} MB would stop it for {} ms, but --downtime allows {} ms; it runs on here. {pace} --downtime \
-         {enough_ms}ms or more, {cure}",
-        report.rounds.len(),
-        dirty / MB,
-        rate / MB,
-        rest as f64 / MB,
-        stop.as_millis(),
-        aim.downtime.as_millis(),
-    )
+/// The numbers of a verdict.
+struct Numbers<'a> {
+    report: &'a Report,
+    rest: u64,
+    rate: f64,
+    stop: Duration,
+    aim: &'a Aim,
+    state: Duration,
+}
+
+impl Numbers<'_> {
+    /// What it writes and what is carried, and how long the rest would stop it.
+    fn facts(&self) -> String {
+        const MB: f64 = 1e6;
+        let Self { report, rest, rate, stop, aim, .. } = self;
+        let dirty = report.rounds.last().map_or(0.0, |round| round.dirty_pages_per_s) * PAGE as f64;
+        let carries = match aim.medium {
+            Medium::Link => "link carries",
+            Medium::File => "disk takes",
+        };
+        format!(
+            "after {} rounds it writes {:.1} MB/s, the {carries} {:.1} MB/s, and the rest of {:.1} MB would stop it for \
+             {} ms, but {} allows {} ms; it runs on here",
+            report.rounds.len(),
+            dirty / MB,
+            rate / MB,
+            *rest as f64 / MB,
+            stop.as_millis(),
+            if aim.max_downtime > aim.downtime { "--max-downtime" } else { "--downtime" },
+            aim.max_downtime.max(aim.downtime).as_millis(),
+        )
+    }
+
+    /// What would help.
+    fn cure(&self) -> String {
+        let Self { stop, aim, .. } = self;
+        let pace = match aim.converge {
+            Converge::Never if self.state < aim.downtime => {
+                "Repeat the command with --converge pace, which slows its writers, or allow"
+            }
+            Converge::Never | Converge::Pace => "Allow",
+        };
+        let enough_ms = (stop.as_millis() * 5 / 4).max(1);
+        let other = match aim.medium {
+            Medium::Link => "a faster link or more --bandwidth, or move it when it writes less",
+            Medium::File => "use --background or --paused, or save it to a faster disk or when it writes less",
+        };
+        format!("{pace} --downtime {enough_ms}ms or more, {other}")
+    }
+
+    fn hopeless(&self) -> String {
+        // Where the devices alone take longer than it may stand still, nobody was held.
+        let was_held = self.aim.converge == Converge::Pace && self.state < self.aim.downtime;
+        let although = if was_held { " although its writers were held" } else { "" };
+        format!("the guest does not converge{although}: {}. {}", self.facts(), self.cure())
+    }
+
+    fn too_late(&self) -> String {
+        format!(
+            "there is no time for another round before the deadline: {}. Allow more time. {}",
+            self.facts(),
+            self.cure()
+        )
+    }
 }
 
 #[cfg(test)]
@@ -143,7 +212,8 @@ mod tests {
 
     fn aim(downtime_ms: u64) -> Aim {
         let downtime = Duration::from_millis(downtime_ms);
-        Aim { medium: Medium::Link, downtime, bandwidth: None, max_rounds: 30, converge: Converge::Never }
+        let (max_downtime, converge) = (downtime, Converge::Never);
+        Aim { medium: Medium::Link, downtime, max_downtime, bandwidth: None, max_rounds: 30, converge }
     }
 
     fn forecast(downtime_ms: u64) -> Forecast {
@@ -159,14 +229,14 @@ mod tests {
     #[test]
     fn the_device_state_counts_as_downtime() {
         // 25 MiB at 100 MiB/s are 250 ms, and 50 ms for the state: just what is allowed.
-        assert_eq!(forecast(300).judge(&report(1), 25 * MIB), Verdict::Fits);
-        assert_eq!(forecast(299).judge(&report(1), 25 * MIB), Verdict::AnotherRound);
+        assert_eq!(forecast(300).judge(&report(1), 25 * MIB, None), Verdict::Fits);
+        assert_eq!(forecast(299).judge(&report(1), 25 * MIB, None), Verdict::AnotherRound);
     }
 
     #[test]
     fn a_limit_lowers_the_forecast() {
         let aim = Aim { bandwidth: Some(MIB), ..aim(300) };
-        assert_eq!(Forecast::new(aim, Duration::ZERO).judge(&report(1), MIB), Verdict::AnotherRound);
+        assert_eq!(Forecast::new(aim, Duration::ZERO).judge(&report(1), MIB, None), Verdict::AnotherRound);
     }
 
     #[test]
@@ -174,10 +244,10 @@ mod tests {
         let mut patient = forecast(100);
         for round in 1..20 {
             let rest = (900 >> (round / 4)) * MIB;
-            assert_eq!(patient.judge(&report(round), rest), Verdict::AnotherRound, "round {round}");
+            assert_eq!(patient.judge(&report(round), rest, None), Verdict::AnotherRound, "round {round}");
         }
         let mut stuck = forecast(100);
-        let verdicts: Vec<_> = (1..9).map(|round| stuck.judge(&report(round), 500 * MIB)).collect();
+        let verdicts: Vec<_> = (1..9).map(|round| stuck.judge(&report(round), 500 * MIB, None)).collect();
         assert_eq!(verdicts.iter().position(|v| *v != Verdict::AnotherRound), Some(PATIENCE as usize));
         let Verdict::Hopeless(why) = &verdicts[PATIENCE as usize] else { panic!("{verdicts:?}") };
         assert!(why.contains("104.9 MB/s") && why.contains("524.3 MB") && why.contains("5050 ms"), "{why}");
@@ -186,7 +256,7 @@ mod tests {
     /// The place of the first rest that ends it, where none fits.
     fn ends_at(rests: &[u64]) -> Option<usize> {
         let mut forecast = forecast(1);
-        rests.iter().position(|&rest| forecast.judge(&report(1), rest) != Verdict::AnotherRound)
+        rests.iter().position(|&rest| forecast.judge(&report(1), rest, None) != Verdict::AnotherRound)
     }
 
     #[test]
@@ -200,9 +270,9 @@ mod tests {
     #[test]
     fn the_last_round_is_the_last_whatever_was_gained() {
         let mut forecast = Forecast::new(Aim { max_rounds: 3, ..aim(1) }, Duration::from_millis(50));
-        assert_eq!(forecast.judge(&report(1), 400 * MIB), Verdict::AnotherRound);
-        assert_eq!(forecast.judge(&report(2), 200 * MIB), Verdict::AnotherRound);
-        assert!(matches!(forecast.judge(&report(3), 100 * MIB), Verdict::Hopeless(_)));
+        assert_eq!(forecast.judge(&report(1), 400 * MIB, None), Verdict::AnotherRound);
+        assert_eq!(forecast.judge(&report(2), 200 * MIB, None), Verdict::AnotherRound);
+        assert!(matches!(forecast.judge(&report(3), 100 * MIB, None), Verdict::Hopeless(_)));
     }
 
     #[test]
@@ -232,7 +302,7 @@ mod tests {
         let numbers = "after 3 rounds it writes 102.4 MB/s, the link carries 100.0 MB/s, and the rest of 50.0 MB would \
                        stop it for 550 ms, but --downtime allows 100 ms; it runs on here. Repeat the command with \
                        --converge pace, which slows its writers, or allow --downtime 687ms or more";
-        let verdict = forecast.judge(&report, 50_000_000);
+        let verdict = forecast.judge(&report, 50_000_000, None);
         assert!(matches!(&verdict, Verdict::Hopeless(why) if why.contains(numbers)), "{verdict:?}");
     }
 
@@ -240,7 +310,7 @@ mod tests {
     fn the_verdict_knows_what_would_help() {
         for (medium, said, unsaid) in [(Medium::Link, "link carries", "--paused"), (Medium::File, "--paused", "link")] {
             let aim = Aim { medium, max_rounds: 1, ..aim(100) };
-            let Verdict::Hopeless(why) = Forecast::new(aim, Duration::ZERO).judge(&report(1), 500 * MIB) else {
+            let Verdict::Hopeless(why) = Forecast::new(aim, Duration::ZERO).judge(&report(1), 500 * MIB, None) else {
                 panic!("it goes on after the last round")
             };
             assert!(why.contains(said) && !why.contains(unsaid), "{why}");
@@ -255,23 +325,77 @@ mod tests {
             [(Never, 100, true, false), (Pace, 100, false, true), (Never, 50, false, false), (Pace, 50, false, false)]
         {
             let aim = Aim { converge, max_rounds: 1, ..aim(downtime_ms) };
-            let verdict = Forecast::new(aim, Duration::from_millis(50)).judge(&report(1), 500 * MIB);
+            let verdict = Forecast::new(aim, Duration::from_millis(50)).judge(&report(1), 500 * MIB, None);
             let Verdict::Hopeless(why) = verdict else { panic!("it goes on after the last round") };
             assert_eq!((why.contains("--converge pace"), why.contains("were held")), (named, held), "{why}");
         }
     }
 
+    fn with(aim: Aim) -> Forecast {
+        Forecast::new(aim, Duration::from_millis(50))
+    }
+
+    /// Of which kind the verdict is.
+    fn kind(verdict: &Verdict) -> &'static str {
+        match verdict {
+            Verdict::Fits => "fits",
+            Verdict::AnotherRound => "another",
+            Verdict::Hopeless(_) => "hopeless",
+            Verdict::TooLate(_) => "too late",
+        }
+    }
+
+    #[test]
+    fn a_longer_downtime_is_taken_rather_than_that_it_is_given_up() {
+        for (max_ms, end) in [(100, "hopeless"), (549, "hopeless"), (550, "fits")] {
+            let aim = Aim { max_downtime: Duration::from_millis(max_ms), max_rounds: 2, ..aim(100) };
+            let mut forecast = with(aim);
+            assert_eq!(kind(&forecast.judge(&report(1), 50 * MIB, None)), "another", "there is still hope");
+            assert_eq!(kind(&forecast.judge(&report(2), 50 * MIB, None)), end, "{max_ms}");
+        }
+    }
+
+    #[test]
+    fn the_last_chance_is_the_round_after_which_there_is_no_time_for_another() {
+        let busy = |converge, dirty_pages_per_s, max_ms, left_ms| {
+            let round = RoundReport { bytes: 100 * MIB, ms: 1000.0, dirty_pages_per_s, ..RoundReport::default() };
+            let report = Report { rounds: vec![round], ..Report::default() };
+            let aim = Aim { converge, max_downtime: Duration::from_millis(max_ms), ..aim(100) };
+            kind(&with(aim).judge(&report, 100 * MIB, Some(Duration::from_millis(left_ms))))
+        };
+        use Converge::{Never, Pace};
+        // It writes all of it again in a second, which is how long it takes: two seconds, and the state.
+        assert_eq!(busy(Never, 25_600.0, 5000, 2051), "another");
+        assert_eq!(busy(Never, 25_600.0, 5000, 2049), "fits");
+        assert_eq!(busy(Never, 25_600.0, 100, 2049), "too late");
+        // It writes half as much.
+        assert_eq!(busy(Never, 12_800.0, 100, 1600), "another");
+        // Its writers can be held as hard as it takes.
+        assert_eq!(busy(Pace, 25_600.0, 100, 1100), "another");
+        // There is not even time to stop it.
+        assert_eq!(busy(Pace, 25_600.0, 60_000, 1049), "too late");
+        assert_eq!(busy(Never, 25_600.0, 60_000, 1049), "too late");
+    }
+
+    #[test]
+    fn what_fits_is_too_late_if_there_is_no_time_for_it() {
+        assert_eq!(kind(&forecast(300).judge(&report(1), 20 * MIB, Some(Duration::from_millis(300)))), "fits");
+        assert_eq!(kind(&forecast(300).judge(&report(1), 20 * MIB, Some(Duration::from_millis(200)))), "too late");
+    }
+
     #[test]
     fn room_is_what_fits_beside_the_device_state() {
         // 100 MiB/s for 250 ms.
-        let room = forecast(300).room(&report(7));
+        let room = forecast(300).room(&report(7), None);
         assert_eq!((room.fits_bytes, room.rounds_left), (25 * MIB, 23));
-        let room = forecast(50).room(&report(31));
-        assert_eq!((room.fits_bytes, room.rounds_left), (0, 0));
+        let room = forecast(50).room(&report(31), None);
+        assert_eq!((room.fits_bytes, room.rounds_left, room.until_deadline), (0, 0, None));
+        let room = forecast(300).room(&report(7), Some(Duration::from_millis(2050)));
+        assert_eq!(room.until_deadline, Some(200 * MIB));
     }
 
     #[test]
     fn nothing_left_fits_whatever_the_state_takes() {
-        assert_eq!(forecast(1).judge(&Report::default(), 0), Verdict::Fits);
+        assert_eq!(forecast(1).judge(&Report::default(), 0, None), Verdict::Fits);
     }
 }

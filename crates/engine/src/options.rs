@@ -79,6 +79,8 @@ pub struct MoveOptions {
     pub bandwidth: Option<u64>,
     /// How long the guest may stand still, 0 < t <= 60 s.
     pub downtime: Duration,
+    /// The same, rather than that the move is given up.
+    pub max_downtime: Duration,
     /// Compare a digest of all memory on both sides.
     pub verify: bool,
     /// Rounds after which a guest that does not converge gets its verdict.
@@ -99,6 +101,7 @@ impl Default for MoveOptions {
             when_busy: WhenBusy::default(),
             bandwidth: None,
             downtime: Duration::from_millis(300),
+            max_downtime: Duration::ZERO,
             verify: false,
             max_rounds: 30,
             converge: Converge::default(),

@@ -2,19 +2,22 @@
 //!
 //! ```text
 //!   pages that may be written
-//!     share ┤          ╭────    the rest of it grows as the pages of the round are sent
+//!     share ┤          ╭────    the rest of it grows in the time that the round takes, as its pages are sent
 //!           │      ╭───╯
 //!   at once ┤──────╯            so much may be written as soon as the round begins
-//!           └──────────────── pages of the round that are sent
+//!           └──────────────── of the round
 //! ```
 //!
 //! Writers beyond that are held at their page for some milliseconds, then let go in any case: so pages pass even then.
 //! If they are so many that the rounds would not shrink, writers are held for up to four times as long, and what passes
 //! all the same is taken off what may be written at once. What would fit the downtime may always be written at once: a
 //! guest that writes little is never held.
-use std::sync::{
-    Arc,
-    atomic::{AtomicU64, Ordering::Relaxed},
+use std::{
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering::Relaxed},
+    },
+    time::Instant,
 };
 
 use transship_memory::{PAGE, Pace, Waits};
@@ -96,15 +99,17 @@ impl Credit {
     /// For a round of so many pages. `forced`: the share of them that is written however long writers are held.
     fn of(pages: f64, room: &Room, forced: f64) -> Self {
         let least = MARGIN * (room.fits_bytes / PAGE) as f64;
-        let needed = (least / pages).powf(1.0 / f64::from(room.rounds_left.max(1)));
-        let share = needed.clamp(SHARE_MIN, SHARE);
+        let by_rounds = (least / pages).powf(1.0 / f64::from(room.rounds_left.max(1)));
+        // Rounds of p, p·s, p·s² … pages are p / (1 - s) together: they must fit what can be sent until the deadline.
+        let by_time = room.until_deadline.map_or(SHARE, |bytes| 1.0 - pages / (MARGIN * (bytes / PAGE) as f64));
+        let share = by_rounds.min(by_time).clamp(SHARE_MIN, SHARE);
         let at_once = (share - forced).clamp(0.0, AT_ONCE * share);
         Self { at_once: at_once * pages, growing: (share - at_once) * pages, least }
     }
 
-    /// When this share of the round is sent.
-    fn pages(&self, sent: f64) -> f64 {
-        (self.at_once + self.growing * sent).max(self.least)
+    /// When this share of the round is over.
+    fn pages(&self, over: f64) -> f64 {
+        (self.at_once + self.growing * over).max(self.least)
     }
 }
 
@@ -113,13 +118,24 @@ struct Running {
     credit: Credit,
     patience: u32,
     total_bytes: f64,
+    begin: Instant,
+    /// How long it should take.
+    seconds: f64,
     progress: Arc<Progress>,
+}
+
+impl Running {
+    /// How much of the round is over: of its pages and of its time. Pages count as sent as soon as they are read, which
+    /// for a small round is at once.
+    fn over(&self) -> f64 {
+        let sent = 1.0 - load(&self.progress.round_left) / self.total_bytes;
+        sent.min(self.begin.elapsed().as_secs_f64() / self.seconds).clamp(0.0, 1.0)
+    }
 }
 
 impl Pace for Running {
     fn may_pass(&self, passed: u64) -> bool {
-        let left = load(&self.progress.round_left) / self.total_bytes;
-        (passed as f64) < self.credit.pages(1.0 - left.min(1.0))
+        (passed as f64) < self.credit.pages(self.over())
     }
 
     fn patience(&self) -> u32 {
@@ -174,8 +190,15 @@ impl Pacing {
         self.round = Some(Round { pages, credit });
         // It is stored once more when the round begins.
         self.progress.round_left.store(rest, Relaxed);
-        let (patience, total_bytes) = (self.forced.patience, (rest as f64).max(1.0));
-        waits.set_pace(Some(Box::new(Running { credit, patience, total_bytes, progress: Arc::clone(&self.progress) })));
+        let total_bytes = (rest as f64).max(1.0);
+        waits.set_pace(Some(Box::new(Running {
+            credit,
+            patience: self.forced.patience,
+            total_bytes,
+            begin: Instant::now(),
+            seconds: total_bytes / room.bytes_per_s.max(1.0),
+            progress: Arc::clone(&self.progress),
+        })));
     }
 
     /// Nobody is held any more.
@@ -201,7 +224,7 @@ mod tests {
     const MIB: u64 = 1 << 20;
 
     fn room(fits_mib: u64, rounds_left: u32) -> Room {
-        Room { fits_bytes: fits_mib * MIB, rounds_left }
+        Room { fits_bytes: fits_mib * MIB, rounds_left, until_deadline: None, bytes_per_s: 1e6 }
     }
 
     fn rounded(credit: Credit, sent: f64) -> u64 {
@@ -236,6 +259,21 @@ mod tests {
     }
 
     #[test]
+    fn little_time_that_is_left_makes_for_a_smaller_share() {
+        let share = |until_mib: u64| {
+            let room = Room { until_deadline: Some(until_mib * MIB), ..room(1, 100) };
+            rounded(Credit::of(2560.0, &room, 0.0), 1.0)
+        };
+        // Ten MiB, again and again: five times as much, and the margin.
+        assert_eq!(share(1000), 2048);
+        assert_eq!(share(63), 2048);
+        // Half of it each time is twice as much in the end.
+        assert_eq!(share(25), 1280);
+        assert_eq!(share(1), 256, "no less than a tenth");
+        assert_eq!(share(0), 256);
+    }
+
+    #[test]
     fn writers_are_held_for_longer_only_if_too_many_pages_pass() {
         let mut forced = Forced::default();
         forced.note(0.3);
@@ -255,12 +293,22 @@ mod tests {
         let progress = Progress::new();
         progress.round_left.store(100, Relaxed);
         let credit = Credit { at_once: 10.0, growing: 10.0, least: 0.0 };
-        let running = Running { credit, patience: 1, total_bytes: 100.0, progress: Arc::clone(&progress) };
+        let mut running = Running {
+            credit,
+            patience: 1,
+            total_bytes: 100.0,
+            begin: Instant::now(),
+            seconds: 1e-9,
+            progress: Arc::clone(&progress),
+        };
         assert!(running.may_pass(9) && !running.may_pass(10));
         progress.round_left.store(50, Relaxed);
         assert!(running.may_pass(14) && !running.may_pass(15));
         progress.round_left.store(0, Relaxed);
         assert!(running.may_pass(19) && !running.may_pass(20));
+        // All its pages are read, but it is not over.
+        running.seconds = 1e9;
+        assert!(running.may_pass(9) && !running.may_pass(11));
     }
 
     #[test]

@@ -4,7 +4,7 @@ use std::{
         Arc, Mutex, OnceLock,
         atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering},
     },
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use transship_memory::Waits;
@@ -60,8 +60,17 @@ pub struct Progress {
     pub cpu: CpuProgress,
     /// Writers that wait for the tracker.
     waits: OnceLock<Arc<Waits>>,
+    deadline: OnceLock<Deadline>,
     phase: Mutex<Phase>,
     cancelled: AtomicBool,
+}
+
+/// By when it must have ended.
+#[derive(Debug, Clone, Copy)]
+struct Deadline {
+    at: Instant,
+    /// How long it was from the start.
+    after: Duration,
 }
 
 /// What encoders did so far.
@@ -151,8 +160,24 @@ impl Progress {
     pub(crate) fn take_cancel(&self) -> bool {
         self.cancelled.swap(false, Ordering::Relaxed)
     }
-    /// Whether somebody called `cancel`.
+    /// Whether somebody called `cancel`, or the deadline has passed.
     pub fn is_cancelled(&self) -> bool {
-        self.cancelled.load(Ordering::Relaxed)
+        self.cancelled.load(Ordering::Relaxed) || self.time_left().is_some_and(|left| left.is_zero())
+    }
+    /// It must have ended so long after now, or is ended as `cancel` does. To be called once, before it starts.
+    pub fn end_within(&self, after: Duration) {
+        // No deadline can be told from one that is further away than the clock reaches.
+        if let Some(at) = Instant::now().checked_add(after) {
+            let _ = self.deadline.set(Deadline { at, after });
+        }
+    }
+    /// Until the deadline, if there is one.
+    pub fn time_left(&self) -> Option<Duration> {
+        self.deadline.get().map(|deadline| deadline.at.saturating_duration_since(Instant::now()))
+    }
+    /// The deadline that has passed, unless somebody has cancelled before.
+    pub(crate) fn passed_deadline(&self) -> Option<Duration> {
+        let Deadline { at, after } = *self.deadline.get()?;
+        (Instant::now() >= at && !self.cancelled.load(Ordering::Relaxed)).then_some(after)
     }
 }

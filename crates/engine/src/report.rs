@@ -16,6 +16,8 @@ pub enum Status {
     Cancelled,
     /// The guest writes faster than the link carries.
     NotConverging,
+    /// It did not end by its deadline; the source runs on.
+    TooLate,
     /// A person must look at both sides.
     Unknown,
 }

@@ -131,12 +131,14 @@ impl Rounds {
         loop {
             self.scanner.scan(link.content(), report, progress)?;
             let rest = self.scanner.pending_bytes();
-            let verdict = forecast.judge(report, rest);
-            self.pacing.follow(&verdict, rest, forecast.room(report));
+            let time_left = progress.time_left();
+            let verdict = forecast.judge(report, rest, time_left);
+            self.pacing.follow(&verdict, rest, forecast.room(report, time_left));
             match verdict {
                 Verdict::Fits => return Ok(()),
                 Verdict::AnotherRound => {}
                 Verdict::Hopeless(why) => return Err(Error::NotConverging(why)),
+                Verdict::TooLate(why) => return Err(Error::TooLate(why)),
             }
             guest.drain(report)?;
             self.send_pending(link, DONE_TIMEOUT, progress, report)?;

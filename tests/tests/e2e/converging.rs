@@ -8,7 +8,8 @@ use std::{
 
 use serde_json::{Value, json};
 use transship_lab::{
-    Accel, LabError, Qemu, QemuBuilder, Result, Synthetic, Transship, Workload, kvm_works, lacks, wait_until,
+    Accel, LabError, Qemu, QemuBuilder, Result, Scratch, Synthetic, Transship, Workload, kvm_works, lacks,
+    transship::TransshipBuilder, wait_until,
 };
 
 use crate::ends::{Moved, assert_whole, move_between, number, synthetic_pair};
@@ -47,6 +48,31 @@ fn assert_held(report: &Value) {
     assert!(number(report, "/tracker/held") > 0.0 && together > 0.0, "{report}");
     assert_eq!(rounds[0], 0.0, "{report}");
     assert!((rounds.iter().sum::<f64>() - together).abs() < 1.0, "{report}");
+}
+
+/// A run that waits at a step.
+struct Stalled {
+    folder: Scratch,
+    /// It has waited since then at least.
+    since: Instant,
+}
+
+fn stalled(builder: TransshipBuilder, step: &str) -> Result<(Transship, Stalled)> {
+    let folder = Scratch::new()?;
+    let gate = folder.join("gate");
+    let armed = builder.env("TRANSSHIP_FAIL_POINT", format!("{step}=stall")).env("TRANSSHIP_FAIL_FILE", &gate);
+    let mut run = armed.start()?;
+    wait_until("it to come to the step", || match run.process().ended()? {
+        Some(status) => Err(LabError(format!("it ended early, {status}: {}", run.stderr().tail()))),
+        None => Ok(gate.exists()),
+    })?;
+    Ok((run, Stalled { folder, since: Instant::now() }))
+}
+
+impl Stalled {
+    fn go_on(self) -> Result<()> {
+        std::fs::remove_file(self.folder.join("gate")).map_err(|error| LabError(error.to_string()))
+    }
 }
 
 #[test]
@@ -220,6 +246,70 @@ fn what_cannot_be_held_is_refused() -> Result<()> {
     ] {
         let ended = Transship::command([flags, &["--vm", &vm], &PACE].concat()).run()?.expect_code(2)?;
         assert!(ended.stderr.contains("--converge pace") && ended.stderr.contains(why), "{ended}");
+    }
+    Ok(())
+}
+
+/// The link needs longer for its memory than there is time.
+#[test]
+fn a_move_that_takes_too_long_ends_by_its_deadline_and_the_guest_runs_on() -> Result<()> {
+    let (source, _) = writing(busy())?;
+    for converge in ["never", "pace"] {
+        let destination = busy().incoming().start()?;
+        let receive = Transship::receiving(&destination.vm(), "tcp:127.0.0.1:0").start()?;
+        let flags = ["--bandwidth", "1MiB", "--deadline", "3s", "--converge", converge];
+        let ended = Transship::moving(&source.vm(), &receive.listening()?).args(flags).run()?;
+        assert_eq!(ended.report()?["status"], "too-late", "{ended}");
+        assert!(ended.stderr.contains("deadline") && ended.stderr.contains("in round 1"), "{ended}");
+        assert_runs_on(&source, &ended, "its time was over")?;
+        receive.wait()?.expect_code(1)?;
+    }
+    Ok(())
+}
+
+/// Its deadline passes while the guest stands still, before it is given up: it is taken back.
+#[test]
+fn a_deadline_holds_until_the_guest_is_given_up() -> Result<()> {
+    let (source, left) = writing(busy())?;
+    let destination = busy().incoming().start()?;
+    let receive = Transship::receiving(&destination.vm(), "tcp:127.0.0.1:0").start()?;
+    let moving = Transship::moving(&source.vm(), &receive.listening()?).args(["--deadline", "3s"]);
+    let (moving, stalled) = stalled(moving, "source.loaded")?;
+    wait_until("the deadline", || Ok(stalled.since.elapsed() > Duration::from_secs(3)))?;
+    stalled.go_on()?;
+    let ended = moving.wait()?;
+    assert_eq!(ended.report()?["status"], "too-late", "{ended}");
+    assert_runs_on(&source, &ended, "its time was over")?;
+    receive.wait()?.expect_code(1)?;
+    assert!(source.next_count()?.count > left);
+    Ok(())
+}
+
+#[test]
+fn a_longer_downtime_is_taken_rather_than_that_the_move_is_given_up() -> Result<()> {
+    let (source, left) = writing(busy())?;
+    let destination = busy().incoming().start()?;
+    let flags = [&SLOW[..], &["--max-rounds", "2", "--max-downtime", "30s"]].concat();
+    let report = move_between(&source.vm(), &destination.vm(), &flags)?.source.report()?;
+    assert_eq!(report["rounds"].as_array().map(Vec::len), Some(3), "two, and what was left: {report}");
+    assert_moved(&source, &destination, left)
+}
+
+#[test]
+fn a_save_that_takes_too_long_ends_by_its_deadline_and_leaves_nothing() -> Result<()> {
+    let folder = disk()?;
+    let (source, _) = writing(busy())?;
+    for (way, step) in [("--live", "save.round"), ("--paused", "save.last-round")] {
+        let path = folder.join("guest").to_string_lossy().into_owned();
+        let save = Transship::command(["save", way, "--vm", &source.vm(), "--to", &path, "--json", "--deadline", "3s"]);
+        let (saving, stalled) = stalled(save, step)?;
+        wait_until("the deadline", || Ok(stalled.since.elapsed() > Duration::from_secs(3)))?;
+        stalled.go_on()?;
+        let ended = saving.wait()?;
+        assert_eq!(ended.report()?["status"], "too-late", "{way}: {ended}");
+        assert_runs_on(&source, &ended, way)?;
+        let left = std::fs::read_dir(folder.path()).map_err(|error| LabError(error.to_string()))?.count();
+        assert_eq!(left, 0, "{way}");
     }
     Ok(())
 }

@@ -1,5 +1,5 @@
 //! `transship move`: the source.
-use std::sync::Arc;
+use std::{sync::Arc, time::Duration};
 
 use transship_codec::{Backend, Method, SettingError, qatzip_backend};
 use transship_engine::{
@@ -32,6 +32,7 @@ pub(crate) fn run(args: &MoveArgs) -> Result<(), Failure> {
         say_who_makes_qatzip();
     }
     let progress = Progress::new();
+    request.deadline.iter().for_each(|&deadline| progress.end_within(deadline));
     let _signals = Watcher::cancelling(&progress, Side::Source)?;
     let mut report = Report::default();
     let outcome = move_away(&request, &progress, &mut report);
@@ -76,6 +77,8 @@ struct Request {
     to: Uri,
     way: Way,
     attach: AttachOptions,
+    /// From the start.
+    deadline: Option<Duration>,
 }
 
 /// The kind of peer at the other end.
@@ -107,6 +110,7 @@ impl Request {
                 to_qemu(args, &mut checks).map(Way::ToQemu)
             }
         };
+        let deadline = flags::deadline(&mut checks, args.deadline.as_deref());
         let tracking = flags::tracking(&mut checks, args.tracker, args.converge);
         let request = (|| {
             Some(Self {
@@ -114,6 +118,7 @@ impl Request {
                 vm_text: args.vm.clone(),
                 to: to?,
                 way: way?,
+                deadline: deadline?,
                 attach: flags::attach(args.allow_untracked_writers, tracking, args.balloon.as_ref()),
             })
         })();
@@ -127,7 +132,7 @@ fn to_transship(args: &MoveArgs, checks: &mut Checks) -> Option<MoveOptions> {
     let compress = checks.read("--compress", &args.compress, compression);
     let encoders = encoders(args, checks);
     let pace = Pace::check(args, checks);
-    let Pace { bandwidth, patience: Patience { downtime, max_rounds } } = pace?;
+    let Pace { bandwidth, patience: Patience { downtime, max_downtime, max_rounds } } = pace?;
     Some(MoveOptions {
         channels: channels?,
         compress: compress?,
@@ -136,6 +141,7 @@ fn to_transship(args: &MoveArgs, checks: &mut Checks) -> Option<MoveOptions> {
         zero_pages: args.zero_pages.into(),
         bandwidth,
         downtime,
+        max_downtime,
         verify: args.verify,
         max_rounds,
         converge: args.converge.into(),
@@ -165,7 +171,7 @@ fn to_qemu(args: &MoveArgs, checks: &mut Checks) -> Option<QemuSendOptions> {
     }
     let encoders = encoders(args, checks);
     let pace = Pace::check(args, checks);
-    let Pace { bandwidth, patience: Patience { downtime, max_rounds } } = pace?;
+    let Pace { bandwidth, patience: Patience { downtime, max_downtime, max_rounds } } = pace?;
     Some(QemuSendOptions {
         channels: channels?,
         compress: compress?,
@@ -174,6 +180,7 @@ fn to_qemu(args: &MoveArgs, checks: &mut Checks) -> Option<QemuSendOptions> {
         zero_pages: args.zero_pages.into(),
         bandwidth,
         downtime,
+        max_downtime,
         max_rounds,
         converge: args.converge.into(),
     })
@@ -207,7 +214,7 @@ impl Pace {
             }
             None => Some(None),
         };
-        let patience = Patience::check(checks, &args.downtime, &args.max_rounds);
+        let patience = Patience::check(checks, &args.downtime, args.max_downtime.as_deref(), &args.max_rounds);
         Some(Self { bandwidth: bandwidth?, patience: patience? })
     }
 }

@@ -1,5 +1,5 @@
 //! `transship save`: a guest into a file.
-use std::sync::Arc;
+use std::{sync::Arc, time::Duration};
 
 use transship_engine::{Error, FileUri, Format, Progress, Report, SaveOptions, Then, Way, save_guest};
 use transship_vmm::{AttachOptions, VmAddress, attach_source};
@@ -18,6 +18,7 @@ use crate::{
 pub(crate) fn run(args: &SaveArgs) -> Result<(), Failure> {
     let request = Request::check(args)?;
     let progress = Progress::new();
+    request.deadline.iter().for_each(|&deadline| progress.end_within(deadline));
     signals::outlive_file_limits()?;
     let _signals = Watcher::cancelling(&progress, Side::Save)?;
     let mut report = Report::default();
@@ -43,6 +44,8 @@ struct Request {
     to: FileUri,
     options: SaveOptions,
     attach: AttachOptions,
+    /// From the start.
+    deadline: Option<Duration>,
 }
 
 impl Request {
@@ -67,14 +70,16 @@ impl Request {
         if way != Way::Live && args.converge == Converge::Pace {
             checks.mistake("--converge pace: only a save with --live has rounds; leave it out".into());
         }
+        let deadline = flags::deadline(&mut checks, args.deadline.as_deref());
         let tracking = flags::tracking(&mut checks, args.tracker, args.converge);
-        let patience = Patience::check(&mut checks, &args.downtime, &args.max_rounds);
+        let patience = Patience::check(&mut checks, &args.downtime, args.max_downtime.as_deref(), &args.max_rounds);
         let request = (|| {
-            let Patience { downtime, max_rounds } = patience?;
+            let Patience { downtime, max_downtime, max_rounds } = patience?;
             Some(Self {
                 vm: vm?,
                 vm_text: args.vm.clone(),
                 to: to?,
+                deadline: deadline?,
                 options: SaveOptions {
                     way,
                     then: if args.stay_stopped { Then::StayStopped } else { Then::Resume },
@@ -82,6 +87,7 @@ impl Request {
                     direct_io: direct_io?,
                     format,
                     downtime,
+                    max_downtime,
                     max_rounds,
                     converge: args.converge.into(),
                     io: args.io.into(),

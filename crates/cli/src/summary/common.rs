@@ -153,6 +153,7 @@ fn status_name(status: Status) -> &'static str {
         Status::Failed => "failed",
         Status::Cancelled => "cancelled",
         Status::NotConverging => "not converging",
+        Status::TooLate => "too late",
         Status::Unknown => "unknown",
     }
 }

@@ -114,6 +114,8 @@ pub struct SaveOptions {
     pub format: Format,
     /// How long a live guest may stand still.
     pub downtime: Duration,
+    /// The same, rather than that the save is given up.
+    pub max_downtime: Duration,
     /// Rounds after which a live guest that writes faster than the disk gets its verdict.
     pub max_rounds: u32,
     /// What is done so that the rest of a live guest becomes small enough.
@@ -131,6 +133,7 @@ impl Default for SaveOptions {
             direct_io: DirectIo::default(),
             format: Format::default(),
             downtime: Duration::from_millis(300),
+            max_downtime: Duration::ZERO,
             max_rounds: 30,
             converge: Converge::default(),
             io: FileIo::default(),

@@ -8,7 +8,7 @@ use std::{sync::Arc, time::Instant};
 
 use crate::{
     Error, MoveOptions, Phase, Progress, Report, Uri,
-    ending::finish,
+    ending::{finish, too_late},
     forecast::{Aim, Medium},
     guarded::Guarded,
     guest::{Guard, SourceGuest},
@@ -42,7 +42,8 @@ pub fn move_guest(
     let guest = &mut Guarded::new(guest, guard);
     let result = Session::open(&**guest, to, options, progress).and_then(|mut session| {
         let mut course = Course { guest, progress, report, begin };
-        run(&mut course, &mut session, options, &mut rounds).inspect_err(|error| {
+        let result = run(&mut course, &mut session, options, &mut rounds);
+        result.map_err(|error| too_late(error, progress)).inspect_err(|error| {
             // Nothing is sent after `Go`.
             if progress.phase() != Phase::HandedOver {
                 session.control.abort(error);
@@ -61,8 +62,8 @@ fn run(
     options: &MoveOptions,
     rounds: &mut Option<Rounds>,
 ) -> Result<(), Error> {
-    let MoveOptions { downtime, bandwidth, max_rounds, converge, verify, .. } = *options;
-    let aim = Aim { medium: Medium::Link, downtime, bandwidth, max_rounds, converge };
+    let MoveOptions { downtime, max_downtime, bandwidth, max_rounds, converge, verify, .. } = *options;
+    let aim = Aim { medium: Medium::Link, downtime, max_downtime, bandwidth, max_rounds, converge };
     let rounds = course.up_to_switchover(rounds, session, aim)?;
     course.hand_over(&mut Transship { session, verify }, rounds)
 }

@@ -54,6 +54,8 @@ pub struct QemuSendOptions {
     pub bandwidth: Option<u64>,
     /// How long the guest may stand still, 0 < t <= 60 s.
     pub downtime: Duration,
+    /// The same, rather than that the move is given up.
+    pub max_downtime: Duration,
     /// Rounds after which a guest that does not converge gets its verdict.
     pub max_rounds: u32,
     /// What is done so that it converges.
@@ -62,10 +64,29 @@ pub struct QemuSendOptions {
 
 impl Default for QemuSendOptions {
     fn default() -> Self {
-        let MoveOptions { encoders, when_busy, zero_pages, bandwidth, downtime, max_rounds, converge, .. } =
-            MoveOptions::default();
-        let (channels, compress) = (0, Setting::NONE);
-        Self { channels, compress, encoders, when_busy, zero_pages, bandwidth, downtime, max_rounds, converge }
+        let MoveOptions {
+            encoders,
+            when_busy,
+            zero_pages,
+            bandwidth,
+            downtime,
+            max_downtime,
+            max_rounds,
+            converge,
+            ..
+        } = MoveOptions::default();
+        Self {
+            channels: 0,
+            compress: Setting::NONE,
+            encoders,
+            when_busy,
+            zero_pages,
+            bandwidth,
+            downtime,
+            max_downtime,
+            max_rounds,
+            converge,
+        }
     }
 }
 
@@ -127,8 +148,8 @@ fn run(
     regions: &[RegionBlock],
     rounds: &mut Option<Rounds>,
 ) -> Result<(), Error> {
-    let QemuSendOptions { downtime, bandwidth, max_rounds, converge, .. } = *options;
-    let aim = Aim { medium: Medium::Link, downtime, bandwidth, max_rounds, converge };
+    let QemuSendOptions { downtime, max_downtime, bandwidth, max_rounds, converge, .. } = *options;
+    let aim = Aim { medium: Medium::Link, downtime, max_downtime, bandwidth, max_rounds, converge };
     let rounds = course.up_to_switchover(rounds, session, aim)?;
     course.hand_over(&mut StockQemu::new(session, regions), rounds)
 }

@@ -112,8 +112,8 @@ impl Rounds {
         progress: &Arc<Progress>,
         report: &mut Report,
     ) -> Result<(), Error> {
-        let SaveOptions { downtime, max_rounds, converge, .. } = *options;
-        let aim = Aim { medium: Medium::File, downtime, bandwidth: None, max_rounds, converge };
+        let SaveOptions { downtime, max_downtime, max_rounds, converge, .. } = *options;
+        let aim = Aim { medium: Medium::File, downtime, max_downtime, bandwidth: None, max_rounds, converge };
         let mut forecast = Forecast::new(aim, guest.state_estimate());
         let mut free = FreePages::of(guest.unguarded());
         self.scanner.plan_first_round(Some(free.ask(Patience::Writing, progress)?))?;
@@ -129,12 +129,14 @@ impl Rounds {
             self.scanner.scan(output.content(), report, progress)?;
             self.scanner.note_tracker(report);
             let rest = self.pending_bytes();
-            let verdict = forecast.judge(report, rest);
-            self.pacing.follow(&verdict, rest, forecast.room(report));
+            let time_left = progress.time_left();
+            let verdict = forecast.judge(report, rest, time_left);
+            self.pacing.follow(&verdict, rest, forecast.room(report, time_left));
             match verdict {
                 Verdict::Fits => return Ok(()),
                 Verdict::AnotherRound => {}
                 Verdict::Hopeless(why) => return Err(Error::NotConverging(why)),
+                Verdict::TooLate(why) => return Err(Error::TooLate(why)),
             }
         }
     }
