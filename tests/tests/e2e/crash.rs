@@ -97,13 +97,15 @@ impl Guest {
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Lab {
     Synthetic,
+    /// The same, over encrypted connections.
+    Sealed,
     Qemu,
 }
 
 impl Lab {
     fn source(self) -> Result<Guest> {
         match self {
-            Self::Synthetic => {
+            Self::Synthetic | Self::Sealed => {
                 let guest = Synthetic::builder().memory("16M").write_rate("10M").hot_set("1M").start()?;
                 Ok(Guest::Synthetic(Box::new(guest)))
             }
@@ -117,7 +119,9 @@ impl Lab {
 
     fn destination(self) -> Result<Guest> {
         match self {
-            Self::Synthetic => Ok(Guest::Synthetic(Box::new(Synthetic::builder().memory("16M").incoming().start()?))),
+            Self::Synthetic | Self::Sealed => {
+                Ok(Guest::Synthetic(Box::new(Synthetic::builder().memory("16M").incoming().start()?)))
+            }
             Self::Qemu => Ok(Guest::Qemu(Box::new(Qemu::multiboot_under(Accel::Tcg).incoming().start()?))),
         }
     }
@@ -174,7 +178,7 @@ struct Ends {
 }
 
 /// Runs a move in which `victim` dies at `step`.
-fn crash(from: &mut Guest, to: &mut Guest, step: &str, victim: Victim) -> Result<Ends> {
+fn crash(lab: Lab, from: &mut Guest, to: &mut Guest, step: &str, victim: Victim) -> Result<Ends> {
     let folder = Scratch::new()?;
     let gate = folder.join("gate");
     let arm = |builder: transship_lab::transship::TransshipBuilder, side: &str| match step.starts_with(side) {
@@ -182,12 +186,15 @@ fn crash(from: &mut Guest, to: &mut Guest, step: &str, victim: Victim) -> Result
         false => builder,
     };
     let uri = format!("unix:{}", folder.join("there").display());
-    let mut destination = arm(Transship::receiving(&to.vm(), &uri), "destination").start()?;
+    let lifetime: &[&str] = if lab == Lab::Sealed { &["--token-lifetime", "10m"] } else { &[] };
+    let receiving = Transship::receiving(&to.vm(), &uri).args(lifetime.iter().copied());
+    let mut destination = arm(receiving, "destination").start()?;
     destination.listening()?;
     let proxy = Proxy::start(&folder.join("here"), &folder.join("there"))?;
     let uri = format!("unix:{}", folder.join("here").display());
     let moving = Transship::moving(&from.vm(), &uri).args(["--channels", "2", "--downtime", "5s"]);
-    let mut source = arm(moving, "source").start()?;
+    let token = if lab == Lab::Sealed { vec!["--token".to_owned(), destination.token()?] } else { Vec::new() };
+    let mut source = arm(moving.args(token), "source").start()?;
     wait_until(step, || {
         if let Some(status) = source.process().ended()? {
             return Err(LabError(format!("ended before {step}, {status}: {}", source.stderr().tail())));
@@ -217,7 +224,7 @@ fn crash(from: &mut Guest, to: &mut Guest, step: &str, victim: Victim) -> Result
 fn cell(lab: Lab, step: &str, victim: Victim) -> Result<()> {
     let story = format!("{victim:?} dies at {step} ({lab:?})");
     let (mut source, mut destination) = (lab.source()?, lab.destination()?);
-    let ends = crash(&mut source, &mut destination, step, victim)?;
+    let ends = crash(lab, &mut source, &mut destination, step, victim)?;
     let story = format!("{story}\n--- source {}\n--- destination {}", ends.source, ends.destination);
     let (runs_here, runs_there) = (source.is_running()?, destination.is_running()?);
     assert!(!(runs_here && runs_there), "{story}: it runs on both sides");
@@ -338,6 +345,13 @@ fn the_destination_guest_dies() -> Result<()> {
 #[test]
 fn the_link_dies() -> Result<()> {
     every_step(Lab::Synthetic, Victim::Link)
+}
+
+/// With a token, what one side has written is not yet what it has put on the wire.
+#[test]
+fn the_link_or_the_destination_dies_in_a_move_with_a_token() -> Result<()> {
+    every_step(Lab::Sealed, Victim::Link)?;
+    every_step(Lab::Sealed, Victim::DestinationCommand)
 }
 
 /// The steps in which QEMU itself is in another state.

@@ -1,6 +1,7 @@
 //! Two relays between two stock QEMUs: running guests go over a link of ours, and check their memory at the other end.
 use std::path::Path;
 
+use crate::middle::Middle;
 use crate::peer::{PLAIN, Wires, assert_never_ran, assert_never_ran_or_hangs, multifd};
 use crate::stock::wait_completed;
 use serde_json::{Value, json};
@@ -79,6 +80,39 @@ fn a_running_guest_goes_over_a_link_of_ours() -> Result<()> {
         let relay = &report["relay"];
         assert_eq!(relay["connections"], 1 + wires.channels, "{report}");
         assert!(relay["ratio"].as_f64() > Some(1.0) || wires.channels > 0, "{report}");
+    }
+    Ok(())
+}
+
+/// Nothing of the migration goes by in clear, and a relay without the token is told so; the other one waits on.
+#[test]
+fn a_link_with_a_token_is_encrypted() -> Result<()> {
+    let source = Qemu::multiboot().start()?;
+    source.ready()?;
+    let destination = Qemu::multiboot().incoming().start()?;
+    let folder = destination.folder();
+    let (to, link, over) = (PLAIN.wait_for_a_guest(&destination)?, folder.join("link"), folder.join("over"));
+    let listen = format!("relay:unix:{}", link.display());
+    let far = ["relay", "--listen", &*listen, "--to", &*to, "--token-lifetime", "10m", "--json"];
+    let far = Transship::command(far).start()?;
+    far.listening()?;
+    let middle = Middle::start(&over, &link, None)?;
+    let uri = format!("unix:{}", folder.join("relay").display());
+    let near = ["relay", "--listen", &*uri, "--to", &*format!("relay:unix:{}", over.display()), "--json"];
+    let refused = Transship::command(near).run()?.expect_code(1)?;
+    assert!(refused.stderr.contains("a token is needed here"), "{refused}");
+    let near = Transship::command(near).args(["--token", &*far.token()?, "--channels", "2"]).start()?;
+    near.listening()?;
+    let left = source.next_count()?.count;
+    migrate(&source, PLAIN, &uri, &[])?;
+    Relays { near, far, uri }.completed()?;
+    destination.wait_status("running")?;
+    assert_goes_on(&destination, left, "with a token")?;
+    let heard = middle.heard();
+    assert_eq!(heard.len(), 1 + 3, "that of the first attempt, a control connection, and two of data");
+    for said in &heard[1..] {
+        let has = |words: &[u8]| said.windows(words.len()).any(|window| window == words);
+        assert!(said[0] == 22 && !has(b"TSRL") && !has(b"TSRP") && !has(b"QEVM"));
     }
     Ok(())
 }

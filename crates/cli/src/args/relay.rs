@@ -65,7 +65,7 @@ pub(crate) struct RelayArgs {
     ///
     /// Without this flag only addresses of this host (loopback, unix sockets) are used without encryption. With it,
     /// anybody on the way can read and change the guest's memory, and anybody can pose as the other side.
-    #[arg(long, conflicts_with = "token")]
+    #[arg(long, conflicts_with = "token", hide_short_help = true)]
     pub(crate) insecure: bool,
     /// Print the result as one JSON object
     #[arg(long)]
