@@ -44,7 +44,7 @@ const SIBLINGS: [&str; 3] = ["engine", "vmm", "balloon"];
 
 /// The parts of the engine, those that stand on fewer others first, and which of the others each uses. What is not here
 /// is everybody's (errors, options, progress, sets of pages), and uses none of these.
-const ENGINE: [(&str, &[&str]); 28] = [
+const ENGINE: [(&str, &[&str]); 29] = [
     ("digest", &[]),
     ("forecast", &[]),
     ("free", &[]),
@@ -55,16 +55,18 @@ const ENGINE: [(&str, &[&str]); 28] = [
     ("stream", &[]),
     ("transport", &[]),
     ("control", &["transport"]),
+    ("at_stop", &["control"]),
     ("door", &["transport"]),
     ("ending", &["guarded"]),
     ("unplug", &["control", "guarded"]),
     ("channels", &["control", "free", "pacer", "scan", "transport"]),
-    ("rounds", &["channels", "forecast", "free", "guarded", "pacing", "scan", "unplug"]),
+    ("rounds", &["at_stop", "channels", "forecast", "free", "guarded", "pacing", "scan", "unplug"]),
     ("hand_over", &["ending", "guarded", "rounds"]),
     ("destination", &["control", "digest", "door", "ending", "transport"]),
     (
         "source",
         &[
+            "at_stop",
             "channels",
             "control",
             "digest",
@@ -87,6 +89,7 @@ const ENGINE: [(&str, &[&str]); 28] = [
     (
         "snapshot/save",
         &[
+            "at_stop",
             "ending",
             "forecast",
             "free",
@@ -110,6 +113,7 @@ const ENGINE: [(&str, &[&str]); 28] = [
     (
         "qemu_peer/send",
         &[
+            "at_stop",
             "channels",
             "control",
             "ending",

@@ -267,6 +267,16 @@ pub(crate) struct MoveArgs {
     /// round before the deadline, the guest is stopped all the same if the rest then takes no longer than this.
     #[arg(long, value_name = "TIME", hide_short_help = true)]
     pub(crate) max_downtime: Option<String>,
+    /// Run this command while the guest stands still, before it is given up
+    ///
+    /// By `/bin/sh -c`, when all else is done; TRANSSHIP_PHASE=stopped, TRANSSHIP_COMMAND, TRANSSHIP_VM and
+    /// TRANSSHIP_TO are in its environment. If it fails, the guest runs on at the source (exit 1). If the guest stays
+    /// after it was started, it runs again before the guest does, with TRANSSHIP_PHASE=back. See docs/converging.md.
+    #[arg(long, value_name = "CMD", hide_short_help = true)]
+    pub(crate) at_stop: Option<String>,
+    /// How long that command may take, 1s to 60s
+    #[arg(long, value_name = "TIME", default_value = "30s", hide_short_help = true)]
+    pub(crate) at_stop_timeout: String,
     /// Ask the guest's `transship balloon` which memory is free
     ///
     /// PATH is the socket of the balloon. Memory that the guest does not need is left out of the first round. QEMU
@@ -418,6 +428,14 @@ pub(crate) struct SaveArgs {
     /// As in `transship move`.
     #[arg(long, value_name = "TIME", hide_short_help = true)]
     pub(crate) max_downtime: Option<String>,
+    /// Run this command while the guest stands still for its save
+    ///
+    /// As in `transship move`, for a snapshot of its disks, say. If it fails, so does the save, and the guest runs on.
+    #[arg(long, value_name = "CMD", hide_short_help = true)]
+    pub(crate) at_stop: Option<String>,
+    /// How long that command may take, 1s to 60s
+    #[arg(long, value_name = "TIME", default_value = "30s", hide_short_help = true)]
+    pub(crate) at_stop_timeout: String,
     /// Ask the guest's `transship balloon` which memory is free
     ///
     /// PATH is the socket of the balloon. With --live, memory that the guest does not need is left out. QEMU can't save

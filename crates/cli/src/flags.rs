@@ -1,7 +1,7 @@
 //! Flags that several subcommands have: their bounds, and what is said where they are wrong.
 use std::{path::PathBuf, time::Duration};
 
-use transship_engine::{DirectIo, Format};
+use transship_engine::{AtStopCommand, DirectIo, Format};
 use transship_vmm::{AttachOptions, Tracking};
 
 use crate::{
@@ -12,6 +12,9 @@ use crate::{
 
 const DOWNTIME_MIN: Duration = Duration::from_millis(1);
 const DOWNTIME_MAX: Duration = Duration::from_secs(60);
+const AT_STOP_MIN: Duration = Duration::from_secs(1);
+/// A destination waits for the guest for twice as long.
+const AT_STOP_MAX: Duration = Duration::from_secs(60);
 const DEADLINE_MIN: Duration = Duration::from_secs(1);
 const DEADLINE_MAX: Duration = Duration::from_secs(7 * 24 * 3600);
 
@@ -86,6 +89,21 @@ pub(crate) fn direct_io(checks: &mut Checks, text: Option<&str>, format: Format)
         ));
     }
     Some(direct_io)
+}
+
+/// `--at-stop` and its time limit. The environment tells it what is done (`command`), to what, and where it goes.
+pub(crate) fn at_stop(
+    checks: &mut Checks,
+    shell: Option<&str>,
+    timeout: &str,
+    [command, vm, to]: [&str; 3],
+) -> Option<Option<AtStopCommand>> {
+    let bounds = (AT_STOP_MIN, AT_STOP_MAX);
+    let timeout = checks.within("--at-stop-timeout", timeout, units::time, bounds, "from 1s to 60s")?;
+    let Some(shell) = shell else { return Some(None) };
+    let environment = [("TRANSSHIP_COMMAND", command), ("TRANSSHIP_VM", vm), ("TRANSSHIP_TO", to)];
+    let environment = environment.map(|(name, value)| (name.to_owned(), value.to_owned())).into();
+    Some(Some(AtStopCommand { shell: shell.to_owned(), environment, timeout }))
 }
 
 /// `--tracker`, together with `--converge`: only those can be held who wait.

@@ -3,6 +3,7 @@
 //! ```text
 //!   stop              the guest stands still                              ┐
 //!   bring the rest    the last round, the device state; "it could run"    ├ what fails here leads back: hang up, take back
+//!   at the stop       the user's command                                  │
 //!   give up           the point of no return                              ┘
 //!   await the word    "it runs"                                             what fails here is for a person: nobody can tell
 //! ```
@@ -50,6 +51,7 @@ impl Course<'_, '_> {
             Ok(found) => found,
             Err(error) => {
                 peer.hang_up();
+                self.at_stop.back();
                 return Err(take_back(self.guest, error));
             }
         };
@@ -65,6 +67,7 @@ impl Course<'_, '_> {
         let found = found?;
         fail_point::reach(&format!("{}.stopped", peer.name()))?;
         peer.bring_the_rest(self, rounds, found)?;
+        self.at_stop.stopped(self.progress, self.report)?;
         give_up(self.guest, peer, self.progress, found)?;
         Ok(found)
     }

@@ -2,6 +2,7 @@
 //! It knows a guest only by the traits of `transship-guest`, which are [`guest`] here.
 #![forbid(unsafe_code)]
 
+mod at_stop;
 mod channels;
 mod control;
 mod cpu;
@@ -33,6 +34,7 @@ mod unplug;
 /// What a page is on the wire is what it is in memory; neither crate knows of the other.
 const _: () = assert!(transship_wire::PAGE_BYTES == transship_memory::PAGE_BYTES);
 
+pub use at_stop::AtStopCommand;
 pub use destination::receive_guest;
 pub use error::{Actor, Cancelled, Error, Outcome};
 pub use options::{Compress, Converge, MoveOptions, Setting, WhenBusy, ZeroPages};

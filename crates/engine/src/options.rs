@@ -5,6 +5,8 @@ pub use transship_codec::Setting;
 use transship_codec::SettingError;
 use transship_secure::Caller;
 
+use crate::AtStopCommand;
+
 /// Where zero pages are detected.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum ZeroPages {
@@ -87,6 +89,8 @@ pub struct MoveOptions {
     pub max_rounds: u32,
     /// What is done so that it converges.
     pub converge: Converge,
+    /// Runs while the guest stands still, before it is given up; a failure takes it back.
+    pub at_stop: Option<AtStopCommand>,
     /// By whom all connections are encrypted; none: by nobody.
     pub caller: Option<Caller>,
 }
@@ -105,6 +109,7 @@ impl Default for MoveOptions {
             verify: false,
             max_rounds: 30,
             converge: Converge::default(),
+            at_stop: None,
             caller: None,
         }
     }

@@ -234,6 +234,9 @@ pub struct Report {
     pub setup_ms: f64,
     /// How long the guest stood still, until the destination said that it runs.
     pub downtime_ms: f64,
+    /// Of it: for how long the command of `--at-stop` ran.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub at_stop_ms: Option<f64>,
     /// Of a restore: from the call until the guest ran, or stood there whole if it is not to run.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub started_ms: Option<f64>,

@@ -13,6 +13,7 @@ use transship_memory::{Freeing, PageSet};
 
 use crate::{
     Converge, Error, Phase, Progress, Report,
+    at_stop::AtStop,
     channels::{RoundWork, Sent},
     fail_point,
     forecast::{Aim, Forecast, Verdict},
@@ -67,6 +68,7 @@ pub(crate) struct Course<'a, 'g> {
     pub(crate) progress: &'a Arc<Progress>,
     pub(crate) report: &'a mut Report,
     pub(crate) begin: Instant,
+    pub(crate) at_stop: AtStop,
 }
 
 impl Course<'_, '_> {
@@ -78,7 +80,7 @@ impl Course<'_, '_> {
         link: &mut dyn Link,
         aim: Aim,
     ) -> Result<&'r mut Rounds, Error> {
-        let Self { guest, progress, report, begin } = self;
+        let Self { guest, progress, report, begin, .. } = self;
         let is_running = guest.unguarded().is_running()?;
         let rounds = rounds.insert(Rounds::begin(guest.unguarded(), aim.converge, progress)?);
         reach(link, "tracking")?;

@@ -3,7 +3,8 @@ use std::{sync::Arc, time::Duration};
 
 use transship_codec::{Backend, Method, SettingError, qatzip_backend};
 use transship_engine::{
-    Compress, Error, MoveOptions, Progress, QemuSendOptions, Report, Setting, Uri, move_guest, send_to_qemu,
+    AtStopCommand, Compress, Error, MoveOptions, Progress, QemuSendOptions, Report, Setting, Uri, move_guest,
+    send_to_qemu,
 };
 use transship_guest::Guard;
 use transship_vmm::{AttachOptions, VmAddress, attach_source};
@@ -132,6 +133,7 @@ fn to_transship(args: &MoveArgs, checks: &mut Checks) -> Option<MoveOptions> {
     let compress = checks.read("--compress", &args.compress, compression);
     let encoders = encoders(args, checks);
     let pace = Pace::check(args, checks);
+    let at_stop = at_stop(args, checks);
     let Pace { bandwidth, patience: Patience { downtime, max_downtime, max_rounds } } = pace?;
     Some(MoveOptions {
         channels: channels?,
@@ -145,12 +147,18 @@ fn to_transship(args: &MoveArgs, checks: &mut Checks) -> Option<MoveOptions> {
         verify: args.verify,
         max_rounds,
         converge: args.converge.into(),
+        at_stop: at_stop?,
         ..defaults
     })
 }
 
 fn encoders(args: &MoveArgs, checks: &mut Checks) -> Option<u8> {
     flags::count(checks, "--encoders", args.encoders.as_deref(), MoveOptions::default().encoders)
+}
+
+fn at_stop(args: &MoveArgs, checks: &mut Checks) -> Option<Option<AtStopCommand>> {
+    let about = ["move", &args.vm, &args.to];
+    flags::at_stop(checks, args.at_stop.as_deref(), &args.at_stop_timeout, about)
 }
 
 /// A stock QEMU can't do all that a transship can.
@@ -171,6 +179,7 @@ fn to_qemu(args: &MoveArgs, checks: &mut Checks) -> Option<QemuSendOptions> {
     }
     let encoders = encoders(args, checks);
     let pace = Pace::check(args, checks);
+    let at_stop = at_stop(args, checks);
     let Pace { bandwidth, patience: Patience { downtime, max_downtime, max_rounds } } = pace?;
     Some(QemuSendOptions {
         channels: channels?,
@@ -183,6 +192,7 @@ fn to_qemu(args: &MoveArgs, checks: &mut Checks) -> Option<QemuSendOptions> {
         max_downtime,
         max_rounds,
         converge: args.converge.into(),
+        at_stop: at_stop?,
     })
 }
 

@@ -70,6 +70,8 @@ impl Request {
         if way != Way::Live && args.converge == Converge::Pace {
             checks.mistake("--converge pace: only a save with --live has rounds; leave it out".into());
         }
+        let about = ["save", &args.vm, &args.to];
+        let at_stop = flags::at_stop(&mut checks, args.at_stop.as_deref(), &args.at_stop_timeout, about);
         let deadline = flags::deadline(&mut checks, args.deadline.as_deref());
         let tracking = flags::tracking(&mut checks, args.tracker, args.converge);
         let patience = Patience::check(&mut checks, &args.downtime, args.max_downtime.as_deref(), &args.max_rounds);
@@ -90,6 +92,7 @@ impl Request {
                     max_downtime,
                     max_rounds,
                     converge: args.converge.into(),
+                    at_stop: at_stop?,
                     io: args.io.into(),
                 },
                 // A stopped guest writes nothing, tracked or not.

@@ -4,7 +4,7 @@ use std::{fmt, str::FromStr, time::Duration};
 pub use transship_memory::FileIo;
 use transship_wire::libvirt::Encoding;
 
-use crate::Converge;
+use crate::{AtStopCommand, Converge};
 
 /// What the guest does while it is saved.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -120,6 +120,8 @@ pub struct SaveOptions {
     pub max_rounds: u32,
     /// What is done so that the rest of a live guest becomes small enough.
     pub converge: Converge,
+    /// Runs while the guest stands still, when its state is saved; a failure ends the save.
+    pub at_stop: Option<AtStopCommand>,
     /// How the kernel is asked to write pages.
     pub io: FileIo,
 }
@@ -136,6 +138,7 @@ impl Default for SaveOptions {
             max_downtime: Duration::ZERO,
             max_rounds: 30,
             converge: Converge::default(),
+            at_stop: None,
             io: FileIo::default(),
         }
     }

@@ -8,6 +8,7 @@ use std::{sync::Arc, time::Instant};
 
 use crate::{
     Error, MoveOptions, Phase, Progress, Report, Uri,
+    at_stop::AtStop,
     ending::{finish, too_late},
     forecast::{Aim, Medium},
     guarded::Guarded,
@@ -41,7 +42,8 @@ pub fn move_guest(
     let mut rounds = None;
     let guest = &mut Guarded::new(guest, guard);
     let result = Session::open(&**guest, to, options, progress).and_then(|mut session| {
-        let mut course = Course { guest, progress, report, begin };
+        let at_stop = AtStop::new(&options.at_stop);
+        let mut course = Course { guest, progress, report, begin, at_stop };
         let result = run(&mut course, &mut session, options, &mut rounds);
         result.map_err(|error| too_late(error, progress)).inspect_err(|error| {
             // Nothing is sent after `Go`.

@@ -19,7 +19,8 @@ use std::{
 use transship_codec::Setting;
 
 use crate::{
-    Converge, Error, MoveOptions, Progress, Report, Uri, WhenBusy, ZeroPages,
+    AtStopCommand, Converge, Error, MoveOptions, Progress, Report, Uri, WhenBusy, ZeroPages,
+    at_stop::AtStop,
     ending::finish,
     fail_point,
     forecast::{Aim, Medium},
@@ -60,6 +61,8 @@ pub struct QemuSendOptions {
     pub max_rounds: u32,
     /// What is done so that it converges.
     pub converge: Converge,
+    /// Runs while the guest stands still, before it is given up; a failure takes it back.
+    pub at_stop: Option<AtStopCommand>,
 }
 
 impl Default for QemuSendOptions {
@@ -86,6 +89,7 @@ impl Default for QemuSendOptions {
             max_downtime,
             max_rounds,
             converge,
+            at_stop: None,
         }
     }
 }
@@ -117,7 +121,8 @@ pub fn send_to_qemu(
         let uuid = guest.unguarded().uuid()?;
         let mut session = Session::open(to, plan, uuid, guest.memory(), &regions, options, progress)?;
         fail_point::reach("peer.connected")?;
-        let mut course = Course { guest: &mut *guest, progress, report, begin };
+        let at_stop = AtStop::new(&options.at_stop);
+        let mut course = Course { guest: &mut *guest, progress, report, begin, at_stop };
         let result = run(&mut course, &mut session, options, &regions, &mut rounds);
         session.hang_up();
         result

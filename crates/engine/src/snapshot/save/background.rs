@@ -20,9 +20,7 @@ use super::{
     writer::{Pages, Written},
 };
 use crate::{
-    Error, Phase, RoundReport,
-    ending::take_back,
-    fail_point,
+    Error, Phase, RoundReport, fail_point,
     guest::GuestError,
     snapshot::{SaveOptions, Then, file::queues::Queues},
     stream::{
@@ -56,7 +54,7 @@ impl Saving<'_, '_> {
         let ended = self.save_moment(&moment, regions, appended);
         // Before anything else is asked of the VMM: now it waits for nobody.
         drop(moment);
-        let Ended { state, resumed, saved } = ended.map_err(|error| take_back(self.guest, error))?;
+        let Ended { state, resumed, saved } = ended.map_err(|error| self.take_back(error))?;
         let saved = saved
             .and_then(|()| Ok(self.guest.unguarded().check_protected()?))
             .and_then(|()| fail_point::reach("save.background"))
@@ -139,6 +137,7 @@ impl Saving<'_, '_> {
         fail_point::reach("save.state")?;
         moment.come()?;
         fail_point::reach("save.protected")?;
+        self.at_stop.stopped(self.progress, self.report)?;
         self.begin_round(moment);
         Ok(state)
     }

@@ -28,6 +28,7 @@ use super::{
 };
 use crate::{
     Error, FileReport, Phase, Progress, Report,
+    at_stop::AtStop,
     ending::{finish, take_back},
     fail_point,
     guarded::Guarded,
@@ -72,7 +73,10 @@ pub fn save_guest(
     let result = target.and_then(|mut target| {
         fail_point::reach("save.created")?;
         let (definition, found) = (None, Found::Standing);
-        Saving { guest: &mut *guest, options, target: &mut target, progress, report, definition, found, begin }.run()
+        let at_stop = AtStop::new(&options.at_stop);
+        let (guest, target) = (&mut *guest, &mut target);
+        let mut saving = Saving { guest, options, target, progress, report, definition, found, at_stop, begin };
+        saving.run().inspect_err(|_| saving.at_stop.back())
     });
     guest.plug_back();
     finish(result, begin, progress, report)
@@ -88,6 +92,7 @@ pub(super) struct Saving<'a, 'g> {
     definition: Option<Definition>,
     /// How it was when it was stopped.
     found: Found,
+    pub(super) at_stop: AtStop,
     begin: Instant,
 }
 
@@ -199,7 +204,14 @@ impl Saving<'_, '_> {
         if tracks {
             self.write_the_late(rounds, output)?;
         }
+        self.at_stop.stopped(self.progress, self.report)?;
         Ok((state, found))
+    }
+
+    /// It failed while the guest stands still: that goes on here.
+    pub(super) fn take_back(&mut self, error: Error) -> Error {
+        self.at_stop.back();
+        take_back(self.guest, error)
     }
 
     /// Nobody should have written since the last round; what somebody has written goes into the file as well, and is
@@ -220,7 +232,7 @@ impl Saving<'_, '_> {
         taken: Result<(DeviceState, Found), Error>,
         output: &mut dyn Output,
     ) -> Result<(), Error> {
-        let (state, found) = taken.map_err(|error| take_back(self.guest, error))?;
+        let (state, found) = taken.map_err(|error| self.take_back(error))?;
         let downtime_ms = |guest: &Guarded<'_>| if found.ran() { guest.stood_ms() } else { 0.0 };
         if self.options.way == Way::Live && self.options.then == Then::Resume {
             let resumed = self.guest.resume(true);
@@ -232,7 +244,7 @@ impl Saving<'_, '_> {
                 Err(error) => Err(self.stands_still(error, completed)),
             };
         }
-        self.complete(&state, output).map_err(|error| take_back(self.guest, error))?;
+        self.complete(&state, output).map_err(|error| self.take_back(error))?;
         let resumed = self.guest.resume(self.options.then == Then::Resume);
         self.report.downtime_ms = downtime_ms(self.guest);
         resumed.map_err(|error| self.stands_still(error, Ok(())))
