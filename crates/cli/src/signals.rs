@@ -71,6 +71,8 @@ pub(crate) enum Side {
     Conversion,
     /// Between two QEMUs.
     Relay,
+    /// A service of such.
+    Relays,
 }
 
 /// Makes a file that is longer than this process may make one (`ulimit -f`) an error instead of our end.
@@ -97,6 +99,7 @@ fn answer(phase: Phase, before: usize, side: Side) -> &'static str {
             "too late to cancel: the guest is being handed over to the destination"
         }
         (_, Side::Fork) => "cancelling; the guest runs on, and so do the clones that run already",
+        (_, Side::Relays) => "ending; what has not been handed over runs on at its source",
         (_, Side::Relay) => "cancelling; the guest runs on at the source",
         (_, Side::Conversion) => "cancelling; nothing changes",
         _ if before > 0 => "already cancelling; wait, so that nothing is left behind in the VMM",

@@ -18,7 +18,7 @@ use crate::{
 
 pub(crate) use clones::{cloned, forked};
 pub(crate) use convert::{converted, received};
-pub(crate) use relay::relayed;
+pub(crate) use relay::{relayed, relayed_in_a_line};
 pub(crate) use restore::restored;
 pub(crate) use save::saved;
 

@@ -40,8 +40,8 @@ pub use error::{Actor, Cancelled, Error, Outcome};
 pub use options::{Compress, Converge, MoveOptions, Setting, WhenBusy, ZeroPages};
 pub use progress::{CpuProgress, CpuTime, EncodingProgress, Phase, Progress};
 pub use qemu_peer::{
-    FileSink, FileSinkOptions, QemuSendOptions, RelayOptions, Sink, receive_from_qemu, relay_from_qemu, relay_to_qemu,
-    send_to_qemu,
+    FileSink, FileSinkOptions, QemuSendOptions, RelayOptions, Relayed, Sink, receive_from_qemu, relay_from_qemu,
+    relay_many, relay_to_qemu, send_to_qemu,
 };
 pub use report::{
     ByteCounts, CloneMemory, CloneReport, CpuSeconds, Drains, FileReport, LazyReport, MethodBytes, PageCounts,

@@ -17,6 +17,7 @@ use std::{
     time::Duration,
 };
 
+use crossbeam_channel::{Receiver, Sender, unbounded};
 use rustix::net::{RecvFlags, recv, sockopt};
 use transship_memory::Region;
 use transship_secure::Host;
@@ -24,6 +25,8 @@ use transship_secure::Host;
 use crate::Error;
 pub(crate) use secured::{Lock, Secured};
 
+/// How soon those are looked at again that were handed over without a word.
+const SOON: Duration = Duration::from_millis(5);
 /// How long a connection may take to come about.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
 /// Bytes that a TCP socket holds beyond what the link has room for. More would be on its way before anybody could think
@@ -329,6 +332,8 @@ enum Socket {
     Tcp(TcpListener),
     /// With the path that is its own.
     Unix(UnixListener, PathBuf),
+    /// Somebody else listens.
+    Handed(Receiver<(Connection, String)>),
 }
 
 /// A socket that waits for a source.
@@ -363,6 +368,12 @@ impl Listener {
         }
     }
 
+    /// One at whose address somebody else listens, who sends the connections that belong here.
+    pub(crate) fn handed(uri: &Uri) -> (Sender<(Connection, String)>, Self) {
+        let (sender, receiver) = unbounded();
+        (sender, Self { socket: Socket::Handed(receiver), uri: uri.clone(), lock: None })
+    }
+
     /// The address, with the port that the system chose if 0 was asked for.
     pub fn uri(&self) -> &Uri {
         &self.uri
@@ -377,7 +388,7 @@ impl Listener {
     /// Takes no more connections; those that wait are refused.
     pub(crate) fn close(&self) {
         // It fails on none that listens.
-        let _ = rustix::net::shutdown(self.socket.as_fd(), rustix::net::Shutdown::Both);
+        let _ = self.socket.descriptor().map(|fd| rustix::net::shutdown(fd, rustix::net::Shutdown::Both));
     }
 
     pub(crate) fn lock(&self) -> Option<&Lock> {
@@ -397,6 +408,11 @@ impl Listener {
         timeout: Duration,
         also: &[BorrowedFd<'_>],
     ) -> Result<Option<(Connection, String)>, Error> {
+        if let Socket::Handed(lines) = &self.socket {
+            // Those that come this way have spoken already; those that have not are looked at again soon.
+            let timeout = if also.is_empty() { timeout } else { timeout.min(SOON) };
+            return Ok(lines.recv_timeout(timeout).ok());
+        }
         let failed = |source| Error::Io { what: format!("accept a connection at {}", self.uri), source };
         if !self.wait(timeout, also).map_err(failed)? {
             return Ok(None);
@@ -404,6 +420,7 @@ impl Listener {
         let accepted = match &self.socket {
             Socket::Tcp(socket) => socket.accept().map(|(s, from)| (Connection::Tcp(s), format!("tcp:{from}"))),
             Socket::Unix(socket, _) => socket.accept().map(|(s, _)| (Connection::Unix(s), self.uri.to_string())),
+            Socket::Handed(_) => return Ok(None), // was asked above
         };
         match accepted {
             Ok((connection, peer)) => match connection.prepare() {
@@ -420,7 +437,7 @@ impl Listener {
 
     fn wait(&self, timeout: Duration, also: &[BorrowedFd<'_>]) -> io::Result<bool> {
         use rustix::event::{PollFd, PollFlags, Timespec, poll};
-        let fd = self.socket.as_fd();
+        let Some(fd) = self.socket.descriptor() else { return Ok(false) };
         let limit = Timespec { tv_sec: timeout.as_secs() as i64, tv_nsec: timeout.subsec_nanos().into() };
         let all = std::iter::once(&fd).chain(also);
         let mut all: Vec<_> = all.map(|fd| PollFd::from_borrowed_fd(*fd, PollFlags::IN)).collect();
@@ -432,11 +449,13 @@ impl Listener {
     }
 }
 
-impl AsFd for Socket {
-    fn as_fd(&self) -> BorrowedFd<'_> {
+impl Socket {
+    /// None: it has none, because somebody else listens.
+    fn descriptor(&self) -> Option<BorrowedFd<'_>> {
         match self {
-            Self::Tcp(socket) => socket.as_fd(),
-            Self::Unix(socket, _) => socket.as_fd(),
+            Self::Tcp(socket) => Some(socket.as_fd()),
+            Self::Unix(socket, _) => Some(socket.as_fd()),
+            Self::Handed(_) => None,
         }
     }
 }

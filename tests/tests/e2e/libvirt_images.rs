@@ -138,7 +138,7 @@ fn what_virsh_saved_is_read() -> Result<()> {
         drop(domain.serial()?);
         let next = file(&domain, encoding);
         if host.virsh(&["save", "g1", &next.to_string_lossy(), "--image-format", encoding]).is_err() {
-            lacks(&format!("a libvirt that can save an image by {encoding} (11.2, and that program)"));
+            lacks(format!("a libvirt that can save an image by {encoding} (11.2, and that program)"));
             host.virsh(&["destroy", "g1"])?;
             continue;
         }

@@ -4,10 +4,11 @@
 //! - The lab: `guests` and `link`, without which no other test would notice a thing
 //! - Moves: `moves`, `converging`, `at_stop`, `codecs`, `run_state`, `disks`, `direct_disks`, `strangers`, `settings`; over
 //!   networks that nobody trusts: `tokens`; who dies in one: `crash`
-//! - To and from a stock QEMU: `qemu_peer_send`, `qemu_peer_receive`, `relay`; who dies in one: `qemu_peer_crash`
+//! - To and from a stock QEMU: `qemu_peer_send`, `qemu_peer_receive`, `relay`, `relay_many`; who dies in one:
+//!   `qemu_peer_crash`
 //! - Snapshots: `save`, `background`, `restore`, `restore_lazy`, `restore_given_back`, `convert`
 //! - Images and guests that share them: `clones`, `clones_refused`, `forks`
-//! - What is said beforehand: `check`; domains of libvirt: `libvirt`, `libvirt_images`
+//! - What is said beforehand: `check`; domains of libvirt: `libvirt`, `libvirt_images`, `libvirt_migrate`
 //! - Memory: `any_memory`, `huge_pages`, `preallocated`, `free_pages`, `writers`, `trackers`; who says which of it is
 //!   free: `balloon`, `hints`
 //! - What several of them need: `ends`, `middle`, `peer`, `restoring`, `sector`, `stock`
@@ -32,6 +33,7 @@ mod hints;
 mod huge_pages;
 mod libvirt;
 mod libvirt_images;
+mod libvirt_migrate;
 mod link;
 mod middle;
 mod moves;
@@ -41,6 +43,7 @@ mod qemu_peer_crash;
 mod qemu_peer_receive;
 mod qemu_peer_send;
 mod relay;
+mod relay_many;
 mod restore;
 mod restore_given_back;
 mod restore_lazy;

@@ -14,7 +14,8 @@ Examples:
     (qemu) migrate tcp:127.0.0.1:4444
 
 `relay:` marks the address of the link between the two relays. They carry the QEMUs' bytes unchanged, with or without \
-multifd. Each relay carries one migration and ends.
+multifd. Each relay carries one migration and ends; with --many it carries one after the other, several at once, \
+until it is stopped.
 
 If anything breaks before the guest has been handed over, it keeps running at the source. If the link breaks just at \
 the hand-over, the guest stands still, and the relay near the source says what to do.";
@@ -67,6 +68,19 @@ pub(crate) struct RelayArgs {
     /// anybody on the way can read and change the guest's memory, and anybody can pose as the other side.
     #[arg(long, conflicts_with = "token", hide_short_help = true)]
     pub(crate) insecure: bool,
+    /// Go on with further migrations, up to N at once [default of N: 16]
+    ///
+    /// Each migration has a relay of its own: if one fails, the others go on. More than N are turned away, and their
+    /// guests run on at their sources. Ctrl-C or SIGTERM ends the service; migrations that have not been handed over are
+    /// broken off, and their guests run on, too. With --json there is one object for each migration.
+    #[arg(long, value_name = "N", num_args = 0..=1, default_missing_value = "16")]
+    pub(crate) many: Option<String>,
+    /// Permissions of the unix socket at --listen, octal, such as 0660
+    #[arg(long, value_name = "MODE")]
+    pub(crate) socket_mode: Option<String>,
+    /// Owner of the unix socket at --listen: USER, USER:GROUP or :GROUP, names or numbers
+    #[arg(long, value_name = "OWNER")]
+    pub(crate) socket_owner: Option<String>,
     /// Print the result as one JSON object
     #[arg(long)]
     pub(crate) json: bool,

@@ -1,8 +1,11 @@
 //! `transship relay`: one end of a link between two stock QEMUs.
+mod access;
+
 use std::{sync::Arc, time::Duration};
 
 use transship_engine::{
-    Compress, Error, Listener, MoveOptions, Progress, RelayOptions, Report, Uri, relay_from_qemu, relay_to_qemu,
+    Compress, Error, Listener, MoveOptions, Progress, RelayOptions, Relayed, Report, Uri, relay_from_qemu, relay_many,
+    relay_to_qemu,
 };
 
 use crate::{
@@ -15,31 +18,66 @@ use crate::{
     signals::{Side, Watcher},
     summary,
     trust::{self, Network},
+    units,
 };
+use access::Access;
 
 /// What stands before the address of a link.
 const LINK: &str = "relay:";
 
+/// With `--many` alone.
+const MANY_MAX: u64 = 1000;
+
 pub(crate) fn run(args: &RelayArgs) -> Result<(), Failure> {
     let request = Request::check(args)?;
     let progress = Progress::new();
+    if let Some(most) = request.many {
+        return serve(&request, most, &progress, args.json);
+    }
     let _signals = Watcher::cancelling(&progress, Side::Relay)?;
     let mut report = Report::default();
-    let outcome = match Listener::bind(&request.listen) {
-        Ok(listener) => {
-            let command = format!("transship relay --listen URI --to {LINK}");
-            let listener = trust::lock(listener, request.lifetime, &command, args.json)?;
-            relay(&request, listener, &progress, &mut report)
-        }
+    let outcome = match listen(&request) {
+        Ok(listener) => relay(&request, locked(listener, &request, args.json)?, &progress, &mut report),
         Err(error) => Err(error),
     };
     summary::relayed(outcome, report, args.json)
 }
 
-fn relay(request: &Request, listener: Listener, progress: &Arc<Progress>, report: &mut Report) -> Result<(), Error> {
+/// Relays what comes until the user has had enough. Why a migration failed is said when it has; the service has not.
+fn serve(request: &Request, most: usize, progress: &Arc<Progress>, json: bool) -> Result<(), Failure> {
+    let _signals = Watcher::cancelling(progress, Side::Relays)?;
+    let listener = locked(listen(request)?, request, json)?;
+    let mut tell = |relayed| match relayed {
+        Relayed::Begun { number, peer } => output::say(&format!("migration {number}: {peer} has come")),
+        Relayed::Ended { number, outcome, report } => {
+            output::complain(&format!("migration {number}: {}", summary::relayed_in_a_line(&outcome, &report)));
+            // Whoever reads them may be gone; the migrations go on.
+            let _ = if json { output::json(&report) } else { Ok(()) };
+        }
+    };
+    Ok(relay_many(&listener, &request.to, request.near.as_ref(), most, progress, &mut tell)?)
+}
+
+/// The listener, for those who may use it.
+fn listen(request: &Request) -> Result<Listener, Error> {
+    let listener = Listener::bind(&request.listen)?;
+    if let Uri::Unix(path) = &request.listen {
+        request.access.apply(path)?;
+    }
+    Ok(listener)
+}
+
+/// With a lock if it needs one; prints the token.
+fn locked(listener: Listener, request: &Request, json: bool) -> Result<Listener, Failure> {
+    let command = format!("transship relay --listen URI --to {LINK}");
+    let listener = trust::lock(listener, request.lifetime, &command, json)?;
     let link = if request.near.is_none() { LINK } else { "" };
     // Scripts wait for this line; it has the port that the system chose.
     output::say(&format!("listening at {link}{}", listener.uri()));
+    Ok(listener)
+}
+
+fn relay(request: &Request, listener: Listener, progress: &Arc<Progress>, report: &mut Report) -> Result<(), Error> {
     let _display = Display::start(progress).map_err(|source| Error::Io { what: "start a thread".into(), source })?;
     match &request.near {
         Some(options) => relay_from_qemu(&listener, &request.to, options, progress, report),
@@ -55,6 +93,9 @@ struct Request {
     near: Option<RelayOptions>,
     /// How long the token of the link is good; none: there is none.
     lifetime: Option<Duration>,
+    /// How many at once, of a service.
+    many: Option<usize>,
+    access: Access,
 }
 
 impl Request {
@@ -87,9 +128,18 @@ impl Request {
                 None
             }
         };
+        let many = match args.many.as_deref() {
+            Some(text) => {
+                let bounds = (1, MANY_MAX);
+                checks.within("--many", text, units::count, bounds, "1 to 1000").map(|many| Some(many as usize))
+            }
+            None => Some(None),
+        };
+        let is_socket = listen_uri.as_ref().is_none_or(|uri| matches!(uri, Uri::Unix(_)));
+        let access = Access::check(args, is_socket, &mut checks);
         let request = (|| {
             let (near, lifetime) = side?;
-            Some(Self { listen: listen_uri?, to: to_uri?, near, lifetime })
+            Some(Self { listen: listen_uri?, to: to_uri?, near, lifetime, many: many?, access: access? })
         })();
         checks.finish(request)
     }

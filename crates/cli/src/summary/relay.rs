@@ -2,11 +2,30 @@
 use transship_engine::{Error, MethodBytes, RelayReport, Report};
 
 use super::common::{self, Rows};
-use crate::{failure::Failure, units::Bytes};
+use crate::{
+    failure::Failure,
+    units::{Bytes, Time},
+};
 
 /// Prints the result and yields how the command ends.
 pub(crate) fn relayed(outcome: Result<(), Error>, report: Report, json: bool) -> Result<(), Failure> {
     common::end(outcome, report, json, "the guest was handed over", table)
+}
+
+/// How one of many went.
+pub(crate) fn relayed_in_a_line(outcome: &Result<(), Error>, report: &Report) -> String {
+    let link = report.relay.as_ref().map(|relay| {
+        format!(
+            ", {} of QEMU as {} on the link",
+            Bytes(relay.from_qemu.max(relay.to_qemu)),
+            Bytes(relay.link_out.max(relay.link_in))
+        )
+    });
+    let (link, time) = (link.unwrap_or_default(), Time::from_ms(report.total_ms));
+    match outcome {
+        Ok(()) => format!("handed over in {time}{link}"),
+        Err(error) => format!("failed after {time}{link}: {error}"),
+    }
 }
 
 fn table(report: &Report) -> String {

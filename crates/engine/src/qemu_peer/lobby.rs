@@ -176,9 +176,9 @@ pub(in crate::qemu_peer) fn is_closed(connection: &Connection) -> bool {
 /// Takes none of the words, but a channel's greeting.
 fn understand((connection, _): &mut Line, words: &[u8]) -> Words<Caller> {
     let strange = |why: &str| Words::Strange(why.into());
-    match words.first_chunk() {
-        Some(&MAIN) => Words::Known(Caller::Main),
-        Some(&CHANNEL) if words.len() >= GREETING_BYTES => {
+    match kind(words) {
+        Words::Known(Kind::Main) => Words::Known(Caller::Main),
+        Words::Known(Kind::Channel) => {
             let mut bytes = [0; GREETING_BYTES];
             match take(connection, &mut bytes).map(|()| Greeting::decode(&bytes)) {
                 Ok(Ok(greeting)) => Words::Known(Caller::Channel(greeting)),
@@ -186,6 +186,24 @@ fn understand((connection, _): &mut Line, words: &[u8]) -> Words<Caller> {
                 Err(error) => strange(&error.to_string()),
             }
         }
+        Words::Unfinished => Words::Unfinished,
+        Words::Strange(why) => Words::Strange(why),
+    }
+}
+
+/// What connections a source of QEMU's opens.
+pub(in crate::qemu_peer) enum Kind {
+    Main,
+    /// All of its greeting is there.
+    Channel,
+}
+
+/// By its first words.
+pub(in crate::qemu_peer) fn kind(words: &[u8]) -> Words<Kind> {
+    let strange = |why: &str| Words::Strange(why.into());
+    match words.first_chunk() {
+        Some(&MAIN) => Words::Known(Kind::Main),
+        Some(&CHANNEL) if words.len() >= GREETING_BYTES => Words::Known(Kind::Channel),
         Some(&CHANNEL) | None => Words::Unfinished,
         Some([0x16, 3, ..]) => strange("it speaks TLS, which is not supported: turn tls-creds off"),
         Some(_) => strange("it did not send a migration of QEMU"),

@@ -9,5 +9,5 @@ mod relay;
 mod send;
 
 pub use receive::{FileSink, FileSinkOptions, Sink, receive_from_qemu};
-pub use relay::{RelayOptions, relay_from_qemu, relay_to_qemu};
+pub use relay::{RelayOptions, Relayed, relay_from_qemu, relay_many, relay_to_qemu};
 pub use send::{QemuSendOptions, send_to_qemu};

@@ -280,7 +280,20 @@ fn understand((connection, _): &mut Line, words: &[u8]) -> Words<Visitor> {
     }
 }
 
-fn refuse(connection: &mut Connection, why: &str) {
+/// The session that a connection belongs to, and whether it is the one that begins it. Takes nothing of a greeting.
+pub(super) fn role(line: &mut Line, words: &[u8]) -> Words<(SessionId, bool)> {
+    let Some(greeting) = words.first_chunk() else { return Words::Unfinished };
+    match Greeting::decode(greeting) {
+        Ok(Greeting(Preamble { session, role })) => Words::Known((session, role == Role::Control)),
+        // What is to be said to it is said there.
+        Err(error) => match understand(line, words) {
+            Words::Strange(why) => Words::Strange(why),
+            _ => Words::Strange(error.to_string()),
+        },
+    }
+}
+
+pub(super) fn refuse(connection: &mut Connection, why: &str) {
     let abort = Message::Abort { end: TheEnd::Withheld, refusal: Refusal { reason: why.into() } };
     let _ = connection.write_all(&abort.encode()); // it may be gone
 }

@@ -13,6 +13,7 @@
 //! blocks no other.
 //!
 //! - `near`: the life of the relay near the source; `far`: of the one near the destination
+//! - `many`: any number of them, as a service
 //! - `link`: the connections between the two, and `control_line` one of them; `inlet`: packets come in; `outlet`:
 //!   packets go out, by way of the encoders
 //! - `stream`: one of QEMU's connections; `carry`: the threads that read from it and write to it
@@ -26,6 +27,7 @@ mod fate;
 mod follow;
 mod inlet;
 mod link;
+mod many;
 mod near;
 mod outlet;
 mod session;
@@ -36,6 +38,7 @@ use transship_secure::Caller;
 use crate::Compress;
 
 pub use far::relay_to_qemu;
+pub use many::{Relayed, relay_many};
 pub use near::relay_from_qemu;
 
 /// Options of the relay near the source.

@@ -1,0 +1,142 @@
+//! Relays as a service: several migrations of stock QEMUs at once and one after another, at one address.
+use crate::stock::wait_completed;
+use rustix::process::Signal;
+use serde_json::{Value, json};
+use std::os::unix::fs::PermissionsExt;
+use std::path::Path;
+use transship_lab::{LabError, Qemu, Result, Scratch, Transship, wait_until};
+
+/// Two relays that go on; `most`: how many at once.
+struct Service {
+    near: Transship,
+    far: Transship,
+    folder: Scratch,
+}
+
+impl Service {
+    fn start(most: &str) -> Result<Self> {
+        let folder = Scratch::new()?;
+        let to = format!("unix:{}", folder.join("waiting").display());
+        let far = Transship::command(["relay", "--many", "--listen", "relay:tcp:127.0.0.1:0", "--to", &to, "--json"]);
+        let far = far.start()?;
+        let (link, uri) = (far.listening()?, format!("unix:{}", folder.join("relay").display()));
+        let near = Transship::command(["relay", "--many", most, "--listen", &uri, "--to", &link, "--json"]);
+        let near = near.args(["--channels", "2", "--socket-mode", "0600"]).start()?;
+        near.listening()?;
+        Ok(Self { near, far, folder })
+    }
+
+    /// The relay near the source says so.
+    fn says(&self, part: &str) -> Result<()> {
+        let said = wait_until(part, || Ok(lines(&self.near, part) > 0));
+        said.map_err(|error| LabError(format!("{error}: {}", self.near.stderr().tail())))
+    }
+
+    fn at(&self, name: &str) -> Value {
+        json!({ "uri": format!("unix:{}", self.folder.join(name).display()) })
+    }
+
+    /// A source, and a destination that waits where the relay looks for it.
+    fn pair(&self, channels: u8) -> Result<Pair> {
+        let source = Qemu::multiboot().start()?;
+        source.ready()?;
+        let destination = Qemu::multiboot().incoming().start()?;
+        for qemu in [&source, &destination] {
+            let capabilities = [("return-path", true), ("multifd", channels > 0)];
+            let capabilities = capabilities.map(|(name, state)| json!({ "capability": name, "state": state }));
+            qemu.qmp("migrate-set-capabilities", json!({ "capabilities": capabilities }))?;
+            qemu.qmp("migrate-set-parameters", json!({ "multifd-channels": channels.max(1) }))?;
+        }
+        destination.qmp("migrate-incoming", self.at("waiting"))?;
+        Ok(Pair { source, destination })
+    }
+
+    /// One begins, and stops right before it would be handed over, until it is told to go on.
+    fn begin_and_hold(&self, pair: &Pair) -> Result<()> {
+        let capability = json!({ "capability": "pause-before-switchover", "state": true });
+        pair.source.qmp("migrate-set-capabilities", json!({ "capabilities": [capability] }))?;
+        pair.source.qmp("migrate", self.at("relay"))?;
+        pair.wait_source("pre-switchover")
+    }
+}
+
+/// Lines of its talk with this in them.
+fn lines(relay: &Transship, part: &str) -> usize {
+    relay.stderr().all().iter().filter(|line| line.contains(part)).count()
+}
+
+struct Pair {
+    source: Qemu,
+    destination: Qemu,
+}
+
+impl Pair {
+    fn wait_source(&self, status: &str) -> Result<()> {
+        wait_until(status, || Ok(self.source.qmp("query-migrate", json!({}))?["status"] == status))
+    }
+
+    fn go_on(&self) -> Result<()> {
+        self.source.qmp("migrate-continue", json!({ "state": "pre-switchover" })).map(drop)
+    }
+
+    fn is_over(&self) -> Result<()> {
+        wait_completed(&self.source)?;
+        self.destination.wait_status("running")?;
+        let (count, sweep) = (self.destination.next_count()?, self.destination.sweep()?);
+        assert_eq!((count.errors, sweep.errors), (0, 0), "{count:?} {sweep:?}");
+        Ok(())
+    }
+}
+
+#[test]
+fn migrations_go_over_at_once_and_one_after_another() -> Result<()> {
+    let service = Service::start("2")?;
+    let mode =
+        |path: &Path| Ok::<_, LabError>(path.metadata().map_err(|e| LabError(e.to_string()))?.permissions().mode());
+    assert_eq!(mode(&service.folder.join("relay"))? & 0o777, 0o600);
+    let held = service.pair(2)?;
+    service.begin_and_hold(&held)?;
+    let quick = service.pair(2)?;
+    quick.source.qmp("migrate", service.at("relay"))?;
+    quick.is_over()?;
+    // Two are under way again: there is no room for a third, whose guest runs on.
+    let other = service.pair(0)?;
+    service.begin_and_hold(&other)?;
+    let third = service.pair(0)?;
+    third.source.qmp("migrate", service.at("relay"))?;
+    service.says("2 migrations are relayed already")?;
+    third.wait_source("failed")?;
+    third.source.wait_status("running")?;
+    for pair in [&held, &other] {
+        pair.go_on()?;
+        pair.is_over()?;
+    }
+    // A QEMU that ends removes the socket at its address, even if that is another one's by now.
+    let next = service.pair(0)?;
+    next.source.qmp("migrate", service.at("relay"))?;
+    next.is_over()?;
+    // Their last reports are still to come.
+    wait_until("four reports", || Ok(lines(&service.near, ": handed over in") == 4))?;
+    for relay in [service.near, service.far] {
+        relay.signal(Signal::TERM)?;
+        relay.wait()?.expect_code(0)?;
+    }
+    Ok(())
+}
+
+/// Whoever ends the service ends no guest.
+#[test]
+fn a_service_that_ends_leaves_guests_at_their_sources() -> Result<()> {
+    let service = Service::start("4")?;
+    let pair = service.pair(0)?;
+    service.begin_and_hold(&pair)?;
+    service.near.signal(Signal::TERM)?;
+    service.near.wait()?.expect_code(0)?;
+    // Until it is told to go on, it may not look at its connections.
+    let _ = pair.go_on();
+    pair.wait_source("failed")?;
+    pair.source.wait_status("running")?;
+    let (count, sweep) = (pair.source.next_count()?, pair.source.sweep()?);
+    assert_eq!((count.errors, sweep.errors), (0, 0), "{count:?} {sweep:?}");
+    Ok(())
+}
