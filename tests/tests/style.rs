@@ -81,7 +81,7 @@ const ENGINE: [(&str, &[&str]); 29] = [
             "transport",
         ],
     ),
-    ("snapshot/file", &["snapshot", "stream"]),
+    ("snapshot/file", &["pacer", "snapshot", "stream"]),
     ("snapshot/image", &["snapshot", "snapshot/file", "stream"]),
     ("snapshot/mapped", &["snapshot", "snapshot/file", "snapshot/image", "stream"]),
     ("snapshot", &["ending", "snapshot/file", "snapshot/image", "snapshot/mapped", "stream"]),

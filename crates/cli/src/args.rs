@@ -361,15 +361,30 @@ impl From<WhenBusy> for transship_engine::WhenBusy {
     }
 }
 
-#[derive(Debug, Args)]
+#[derive(Debug, Clone, Args)]
 #[command(after_long_help = SAVE_EXAMPLES)]
 pub(crate) struct SaveArgs {
     /// The guest to save: qemu:SOCKET, libvirt:DOMAIN, libvirt:URI#DOMAIN or handoff:SOCKET
-    #[arg(long)]
-    pub(crate) vm: String,
+    #[arg(long, required_unless_present = "all_of", conflicts_with = "all_of")]
+    pub(crate) vm: Option<String>,
+    /// Save all domains of a libvirt that run: libvirt: or libvirt:URI
+    ///
+    /// The largest begin, --parallel at a time. Each gets a file NAME.save in the folder that --to names. If one fails,
+    /// the others go on. The report says for each how to bring it back.
+    #[arg(long, value_name = "libvirt:[URI]", hide_short_help = true)]
+    pub(crate) all_of: Option<String>,
+    /// With --all-of: how many domains at a time, 1 to 255
+    #[arg(long, value_name = "N", requires = "all_of", hide_short_help = true)]
+    pub(crate) parallel: Option<String>,
     /// The file: PATH, file:PATH[,offset=N], fd:N or fdset:N,M
     #[arg(long, value_name = "FILE")]
     pub(crate) to: String,
+    /// Write pages at most at this rate while the guest runs, such as 200MiB/s
+    ///
+    /// With --all-of: all domains together. What a guest waits for (a page that it is about to write, with --background)
+    /// is written at once, and so is everything while it stands still.
+    #[arg(long, value_name = "RATE", hide_short_help = true)]
+    pub(crate) bandwidth: Option<String>,
     /// Stop the guest for the whole save
     #[arg(long, group = "way")]
     pub(crate) paused: bool,

@@ -31,6 +31,11 @@ impl Pacer {
         }
     }
 
+    /// So many bytes go at once, whether they may or not: those behind them wait for longer.
+    pub(crate) fn note(&self, bytes: usize) {
+        self.book(bytes, Instant::now());
+    }
+
     /// Books the bytes, and says when they may go.
     fn book(&self, bytes: usize, now: Instant) -> Instant {
         let mut next = self.next.lock().unwrap_or_else(|poisoned| poisoned.into_inner());

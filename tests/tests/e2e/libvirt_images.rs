@@ -170,3 +170,38 @@ fn what_virsh_saved_is_read() -> Result<()> {
     assert_eq!((count.errors, sweep.errors), (0, 0), "{count:?} {sweep:?}");
     Ok(())
 }
+
+fn saving_all(host: &LibvirtHost, to: &Path) -> Result<transship_lab::Finished> {
+    let (of, to) = (format!("libvirt:{}", host.uri()), to.to_string_lossy().into_owned());
+    let save = ["save", "--all-of", &of, "--to", &to, "--format", "libvirt", "--background", "--bandwidth", "100MiB/s"];
+    Transship::command(save).args(["--json"]).run()
+}
+
+/// All domains of a host, and how to bring each back; if one can't be saved, the others are.
+#[test]
+fn all_domains_of_a_host_are_saved() -> Result<()> {
+    let Some(host) = LibvirtHost::start("h1")? else { return Ok(()) };
+    let domains = [Domain::multiboot("g1")?, Domain::multiboot("g2")?];
+    let serials = [domains[0].start(&host)?, domains[1].start(&host)?];
+    let folder = domains[0].folder().join("all");
+    std::fs::create_dir_all(folder.join("g2.save")).map_err(|e| LabError(e.to_string()))?;
+    let failed = saving_all(&host, &folder)?.expect_code(1)?;
+    assert!(failed.stderr.contains("g2.save is not a regular file"), "{failed}");
+    assert!(folder.join("g1.save").is_file(), "{failed}");
+    std::fs::remove_dir(folder.join("g2.save")).map_err(|e| LabError(e.to_string()))?;
+
+    let saved = saving_all(&host, &folder)?.expect_code(0)?.report()?;
+    for (serial, domain) in serials.iter().zip(&domains) {
+        assert_whole(&host, domain, serial)?;
+    }
+    drop(serials);
+    for (one, domain) in saved.as_array().into_iter().flatten().zip(&domains) {
+        assert_eq!((&one["domain"], &one["report"]["status"]), (&json!(domain.name()), &json!("completed")), "{saved}");
+        host.virsh(&["destroy", domain.name()])?;
+        let restore = one["restore"].as_str().unwrap_or_default();
+        assert!(restore.starts_with("virsh -c ") && restore.contains(" restore "), "{saved}");
+        is_restored(&host, domain, &folder.join(format!("{}.save", domain.name())))?;
+    }
+    assert_eq!(saved.as_array().map(Vec::len), Some(2), "{saved}");
+    Ok(())
+}

@@ -6,7 +6,7 @@ use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 use transship_lab::{LabError, Qemu, Result, Scratch, Transship, wait_until};
 
-/// Two relays that go on; `most`: how many at once.
+/// Two relays that go on, with a token that is good for all; `most`: how many at once.
 struct Service {
     near: Transship,
     far: Transship,
@@ -18,10 +18,11 @@ impl Service {
         let folder = Scratch::new()?;
         let to = format!("unix:{}", folder.join("waiting").display());
         let far = Transship::command(["relay", "--many", "--listen", "relay:tcp:127.0.0.1:0", "--to", &to, "--json"]);
-        let far = far.start()?;
+        let far = far.args(["--token-lifetime", "1h"]).start()?;
+        let token = far.token()?;
         let (link, uri) = (far.listening()?, format!("unix:{}", folder.join("relay").display()));
         let near = Transship::command(["relay", "--many", most, "--listen", &uri, "--to", &link, "--json"]);
-        let near = near.args(["--channels", "2", "--socket-mode", "0600"]).start()?;
+        let near = near.args(["--channels", "2", "--socket-mode", "0600", "--token", &token]).start()?;
         near.listening()?;
         Ok(Self { near, far, folder })
     }

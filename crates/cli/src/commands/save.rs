@@ -1,4 +1,6 @@
 //! `transship save`: a guest into a file.
+mod all;
+
 use std::{sync::Arc, time::Duration};
 
 use transship_engine::{Error, FileUri, Format, Progress, Report, SaveOptions, Then, Way, save_guest};
@@ -12,10 +14,16 @@ use crate::{
     guard::GuardProcess,
     progress::Display,
     signals::{self, Side, Watcher},
-    summary,
+    summary, units,
 };
 
+/// Slower, nothing would ever be saved.
+const BANDWIDTH_MIN: u64 = 1 << 20;
+
 pub(crate) fn run(args: &SaveArgs) -> Result<(), Failure> {
+    if let Some(of) = &args.all_of {
+        return all::run(args, of);
+    }
     let request = Request::check(args)?;
     let progress = Progress::new();
     request.deadline.iter().for_each(|&deadline| progress.end_within(deadline));
@@ -52,7 +60,8 @@ impl Request {
     fn check(args: &SaveArgs) -> Result<Self, Failure> {
         let mut checks = Checks::default();
         let defaults = SaveOptions::default();
-        let vm = checks.read("--vm", &args.vm, str::parse::<VmAddress>);
+        let vm_text = args.vm.clone().unwrap_or_default();
+        let vm = checks.read("--vm", &vm_text, str::parse::<VmAddress>);
         let to = checks.read("--to", &args.to, str::parse::<FileUri>);
         let channels = flags::count(&mut checks, "--channels", args.channels.as_deref(), defaults.channels);
         let format: Format = args.format.into();
@@ -74,12 +83,13 @@ impl Request {
         let at_stop = flags::at_stop(&mut checks, args.at_stop.as_deref(), &args.at_stop_timeout, about);
         let deadline = flags::deadline(&mut checks, args.deadline.as_deref());
         let tracking = flags::tracking(&mut checks, args.tracker, args.converge);
+        let bandwidth = bandwidth(args, &mut checks);
         let patience = Patience::check(&mut checks, &args.downtime, args.max_downtime.as_deref(), &args.max_rounds);
         let request = (|| {
             let Patience { downtime, max_downtime, max_rounds } = patience?;
             Some(Self {
                 vm: vm?,
-                vm_text: args.vm.clone(),
+                vm_text,
                 to: to?,
                 deadline: deadline?,
                 options: SaveOptions {
@@ -94,6 +104,7 @@ impl Request {
                     converge: args.converge.into(),
                     at_stop: at_stop?,
                     io: args.io.into(),
+                    bandwidth: bandwidth?,
                 },
                 // A stopped guest writes nothing, tracked or not.
                 attach: flags::attach(
@@ -105,4 +116,10 @@ impl Request {
         })();
         checks.finish(request)
     }
+}
+
+/// Of `--bandwidth`.
+fn bandwidth(args: &SaveArgs, checks: &mut Checks) -> Option<Option<u64>> {
+    let Some(text) = &args.bandwidth else { return Some(None) };
+    checks.within("--bandwidth", text, units::rate, (BANDWIDTH_MIN, u64::MAX), "at least 1MiB/s").map(Some)
 }

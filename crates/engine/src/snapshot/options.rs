@@ -124,6 +124,8 @@ pub struct SaveOptions {
     pub at_stop: Option<AtStopCommand>,
     /// How the kernel is asked to write pages.
     pub io: FileIo,
+    /// The most bytes of pages a second while the guest runs; none: as fast as it goes.
+    pub bandwidth: Option<u64>,
 }
 
 impl Default for SaveOptions {
@@ -140,6 +142,7 @@ impl Default for SaveOptions {
             converge: Converge::default(),
             at_stop: None,
             io: FileIo::default(),
+            bandwidth: None,
         }
     }
 }

@@ -18,7 +18,7 @@ use std::{
     },
     path::Path,
     sync::{
-        PoisonError, RwLock,
+        Arc, PoisonError, RwLock,
         atomic::{AtomicBool, AtomicU64, Ordering::Relaxed},
     },
     thread,
@@ -39,6 +39,7 @@ use super::{
     descriptors::{self, Purpose},
     filesystem,
     folder::Folder,
+    pace::Pace,
     temporary::{make_temporary, temporary_name},
 };
 use crate::{
@@ -68,6 +69,8 @@ pub(crate) struct Target {
     needed: AtomicU64,
     /// What another program wants before the snapshot.
     before: Vec<u8>,
+    /// How fast pages may be written.
+    pub(crate) pace: Arc<Pace>,
 }
 
 pub(crate) enum Place {
@@ -112,7 +115,18 @@ impl Target {
     fn new(uri: &FileUri, buffered: File, direct: Option<File>, place: Place) -> Self {
         let (uri, needed) = (uri.clone(), AtomicU64::new(0));
         let (more, completed) = (RwLock::default(), AtomicBool::new(false));
-        Self { uri, buffered, direct, more, refused: None, place, completed, needed, before: Vec::new() }
+        Self {
+            uri,
+            buffered,
+            direct,
+            more,
+            refused: None,
+            place,
+            completed,
+            needed,
+            before: Vec::new(),
+            pace: Arc::default(),
+        }
     }
 
     /// Makes the folder of an image, with the first of its files. Pages go past the page cache only if that is asked

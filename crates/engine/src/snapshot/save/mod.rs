@@ -71,6 +71,9 @@ pub fn save_guest(
         _ => Target::create(to, options.direct_io, &guest.memory()),
     };
     let result = target.and_then(|mut target| {
+        if let Some(bandwidth) = options.bandwidth {
+            target.pace.limit(bandwidth);
+        }
         fail_point::reach("save.created")?;
         let (definition, found) = (None, Found::Standing);
         let at_stop = AtStop::new(&options.at_stop);
@@ -182,6 +185,7 @@ impl Saving<'_, '_> {
         rounds.iter_mut().for_each(Rounds::let_writers_go);
         let found = found?;
         self.found = found;
+        self.target.pace.end();
         fail_point::reach("save.stopped")?;
         let tracks = rounds.is_some();
         let rounds = match rounds {

@@ -327,12 +327,15 @@ impl<'a> Moment<'a> {
         while !self.is_given_up() {
             // Copies first: while they wait for the disk, there may be no room for the next.
             while let Ok(copied) = copies.try_recv() {
+                self.pages.pace.note(bytes(&copied));
                 outlet.write(places, copied)?;
             }
             let Some((region, WindowPages { first, mask: units })) = self.next_chunk() else { break };
             let claimed = self.regions[region].left.claim(first, units);
             let copied = self.save(region, first, claimed, &mut written)?;
             self.chunk_done();
+            // The guest waits for none of these.
+            self.pages.pace.wait(bytes(&copied));
             outlet.write(places, copied)?;
         }
         // Until the thread that serves faults has ended; it does when all chunks are done with.
@@ -417,3 +420,7 @@ impl<'a> Moment<'a> {
 }
 
 pub(crate) type Copies = Vec<Copied>;
+
+fn bytes(copies: &Copies) -> u64 {
+    copies.iter().map(|copied| (copied.buffer.pages() * PAGE_BYTES) as u64).sum()
+}

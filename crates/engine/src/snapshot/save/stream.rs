@@ -109,7 +109,7 @@ impl StreamFile {
         }
         writer.end_of_section();
         Self {
-            pages: Arc::new(Pages::new(memory, freeing, Vec::new(), progress)),
+            pages: Arc::new(Pages::new(memory, freeing, Vec::new(), target, progress)),
             regions: regions.to_vec(),
             configuration,
             out: Appender { writer, at: begin + head.len() as u64, begin, writeback: Writeback::default() },
@@ -191,6 +191,7 @@ impl StreamFile {
         written.zero += u64::from(zero.count_ones());
         written.rewritten += u64::from((present & had).count_ones());
         pages.note(region, first, present, zero);
+        pages.pace.wait(u64::from(present.count_ones()) * PAGE);
         // What had no content was told to be zero in the first round.
         for page in WindowPages::new(first, if self.first { zero } else { zero & had }).iter() {
             self.out.writer.zero_page(name, page * PAGE);

@@ -19,7 +19,7 @@ use crate::{
     page_map::PageMap,
     scan::{Pending, new_holes},
     snapshot::{
-        file::{queues::Queues, target::Target},
+        file::{pace::Pace, queues::Queues, target::Target},
         mapped::layout::Spot,
     },
 };
@@ -37,6 +37,7 @@ pub(crate) struct Pages {
     pub(crate) content: Vec<PageMap>,
     /// By region: pages that were ever written to the file.
     pub(crate) written: Vec<PageMap>,
+    pub(crate) pace: Arc<Pace>,
     pub(crate) progress: Arc<Progress>,
     /// A thread has failed: the others need not go on.
     failed: AtomicBool,
@@ -90,7 +91,7 @@ impl Writers {
         target: &Target,
         progress: &Arc<Progress>,
     ) -> Result<Self, Error> {
-        let pages = Arc::new(Pages::new(memory, freeing, places, progress));
+        let pages = Arc::new(Pages::new(memory, freeing, places, target, progress));
         let (done, outcomes) = bounded(usize::from(count));
         let (ready, started) = bounded(usize::from(count));
         let (mut threads, turns) = (Vec::new(), Turns::default());
@@ -218,7 +219,13 @@ impl Drop for Writers {
 
 impl Pages {
     /// Of a file that has none yet.
-    pub(crate) fn new(memory: &GuestMemory, freeing: Freeing, places: Vec<Spot>, progress: &Arc<Progress>) -> Self {
+    pub(crate) fn new(
+        memory: &GuestMemory,
+        freeing: Freeing,
+        places: Vec<Spot>,
+        target: &Target,
+        progress: &Arc<Progress>,
+    ) -> Self {
         let maps = || memory.regions().iter().map(|region| PageMap::new(region.pages())).collect();
         Self {
             memory: memory.clone(),
@@ -226,6 +233,7 @@ impl Pages {
             places,
             content: maps(),
             written: maps(),
+            pace: Arc::clone(&target.pace),
             progress: Arc::clone(progress),
             failed: AtomicBool::new(false),
         }
@@ -264,6 +272,7 @@ impl Pages {
         written.zero += u64::from(zero.count_ones());
         written.rewritten += u64::from((present & self.content[region].window(first)).count_ones());
         self.note(region, first, present, zero);
+        self.pace.wait(u64::from(present.count_ones()) * PAGE_BYTES as u64);
         for run in WindowPages::new(first, present).runs() {
             let Spot { file, offset } = self.places[region];
             queues.of(file).write(region, run, offset + run.first * PAGE_BYTES as u64)?;

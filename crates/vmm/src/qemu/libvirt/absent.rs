@@ -1,7 +1,7 @@
 //! A build without libvirt.
 use transship_guest::GuestError;
 
-use super::Address;
+use super::{ActiveDomain, Address};
 use crate::qemu::qmp::Qmp;
 
 fn absent() -> GuestError {
@@ -22,5 +22,10 @@ pub(in crate::qemu) fn will(_: i32) -> Result<String, GuestError> {
 
 /// Nor anything to put back.
 pub(crate) fn settle(_: &Address, _: &str, _: bool) -> Result<(), GuestError> {
+    Err(absent())
+}
+
+/// Nor anybody to list.
+pub fn active(_: Option<&str>) -> Result<Vec<ActiveDomain>, GuestError> {
     Err(absent())
 }

@@ -22,6 +22,9 @@ const UUID_BYTES: usize = 37;
 /// Domain states.
 const RUNNING: c_int = 1;
 const PAUSED: c_int = 3;
+/// `VIR_CONNECT_LIST_DOMAINS_ACTIVE`
+const ACTIVE: c_uint = 1;
+
 /// Why a call of libvirt's has no result.
 #[derive(Debug)]
 pub(super) struct Failure {
@@ -94,6 +97,23 @@ impl Connection {
         Err(self.library.last_error())
     }
 
+    /// All domains that run or are paused.
+    pub(super) fn active(self: &Arc<Self>) -> Result<Vec<Domain>, Failure> {
+        let mut list: *mut Opaque = null_mut();
+        // SAFETY: a connection, and a place for the list that libvirt makes.
+        let count = unsafe { (self.library.virConnectListAllDomains)(self.handle, &raw mut list, ACTIVE) };
+        self.check(count)?;
+        let domain = |number: usize| {
+            // SAFETY: the list has `count` domains, which are ours.
+            let handle = unsafe { *list.add(number) };
+            Domain { connection: Arc::clone(self), handle }
+        };
+        let domains = (0..count as usize).map(domain).collect();
+        // SAFETY: libvirt allocates it by malloc, and nobody else has it.
+        unsafe { libc::free(list.cast()) };
+        Ok(domains)
+    }
+
     fn is_alive(&self) -> bool {
         // SAFETY: the handle is a connection.
         unsafe { (self.library.virConnectIsAlive)(self.handle) == 1 }
@@ -130,6 +150,22 @@ unsafe impl Sync for Connection {}
 impl Domain {
     fn library(&self) -> &'static Functions {
         self.connection.library
+    }
+
+    pub(super) fn name(&self) -> String {
+        // SAFETY: the handle is a domain; the text is libvirt's, for as long as the domain exists.
+        let text = unsafe { (self.library().virDomainGetName)(self.handle) };
+        match text.is_null() {
+            true => String::new(),
+            // SAFETY: C's text.
+            false => unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned(),
+        }
+    }
+
+    /// The most memory that it may have, in bytes; 0: libvirt does not say.
+    pub(super) fn memory_bytes(&self) -> u64 {
+        // SAFETY: the handle is a domain.
+        unsafe { (self.library().virDomainGetMaxMemory)(self.handle) }.saturating_mul(1024)
     }
 
     /// The number of this run of it.

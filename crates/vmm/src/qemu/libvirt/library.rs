@@ -4,7 +4,7 @@
 //! Only functions whose arguments are numbers, text and pointers that the library itself made are used, so that no
 //! layout of its structures matters here.
 use std::{
-    ffi::{CStr, CString, c_char, c_int, c_longlong, c_uint, c_void},
+    ffi::{CStr, CString, c_char, c_int, c_longlong, c_uint, c_ulong, c_void},
     sync::OnceLock,
 };
 
@@ -65,11 +65,14 @@ functions! {
     main virConnectClose: fn(Opaque) -> c_int;
     main virConnectIsAlive: fn(Opaque) -> c_int;
     main virConnectGetURI: fn(Opaque) -> *mut c_char;
+    main virConnectListAllDomains: fn(Opaque, *mut *mut Opaque, c_uint) -> c_int;
     main virDomainLookupByName: fn(Opaque, *const c_char) -> Opaque;
     main virDomainLookupByUUIDString: fn(Opaque, *const c_char) -> Opaque;
     main virDomainFree: fn(Opaque) -> c_int;
     main virDomainGetID: fn(Opaque) -> c_uint;
     main virDomainGetUUIDString: fn(Opaque, *mut c_char) -> c_int;
+    main virDomainGetName: fn(Opaque) -> *const c_char;
+    main virDomainGetMaxMemory: fn(Opaque) -> c_ulong;
     main virDomainGetXMLDesc: fn(Opaque, c_uint) -> *mut c_char;
     main virDomainGetState: fn(Opaque, *mut c_int, *mut c_int, c_uint) -> c_int;
     main virDomainSuspend: fn(Opaque) -> c_int;
