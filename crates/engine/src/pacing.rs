@@ -36,6 +36,8 @@ const SHARE_MIN: f64 = 0.1;
 const AT_ONCE: f64 = 0.5;
 /// Of what fits the downtime, what a round aims at: the speed is not known for certain.
 const MARGIN: f64 = 0.8;
+/// A round of more than this share of the one before has not become smaller.
+const STALLED: f64 = 0.95;
 /// Writers may be held for so many times as long as usual.
 const PATIENCE_MAX: u32 = 4;
 
@@ -71,6 +73,11 @@ impl Forced {
         self.share = self.share.max(share * f64::from(self.patience));
         let enough = (self.share / (SHARE * AT_ONCE)).ceil() as u32;
         self.patience = self.patience.max(enough).min(PATIENCE_MAX);
+    }
+
+    /// All the same the rounds do not become smaller.
+    fn insist(&mut self) {
+        self.patience = (self.patience + 1).min(PATIENCE_MAX);
     }
 
     /// As long as writers are held now.
@@ -174,6 +181,9 @@ impl Pacing {
         let pages = (rest / PAGE) as f64;
         if let Some(Round { pages: before, credit }) = self.round.filter(|round| pages > round.credit.pages(1.0)) {
             self.forced.note((pages - credit.at_once.max(credit.least)) / before);
+            if pages > STALLED * before {
+                self.forced.insist();
+            }
         }
         let fits = (room.fits_bytes / PAGE) as f64;
         let credit = match verdict {
@@ -286,6 +296,19 @@ mod tests {
         assert!((forced.now() - 0.45).abs() < 1e-9, "{forced:?}");
         forced.note(0.1);
         assert_eq!(forced.patience, PATIENCE_MAX, "it does not become impatient");
+    }
+
+    /// Rounds that are short let a page pass for each time that a writer is held, which may be as many as were sent.
+    #[test]
+    fn writers_are_held_for_longer_if_the_rounds_stay_as_they_are() {
+        let progress = Progress::new();
+        let mut pacing = Pacing::new(Converge::Pace, Some(Arc::default()), &progress).unwrap();
+        let mut patience = Vec::new();
+        for pages in [256, 256, 250, 230, 230, 230, 230] {
+            pacing.follow(&Verdict::AnotherRound, pages * PAGE, room(1, 30));
+            patience.push(pacing.forced.patience);
+        }
+        assert_eq!(patience, [1, 2, 3, 3, 4, PATIENCE_MAX, PATIENCE_MAX]);
     }
 
     #[test]
