@@ -32,6 +32,7 @@ pub(crate) fn assert_unchanged(image: &Path) -> Result<()> {
 
 /// Saved in each way, from memory of each kind. Two clones of it run beside the guest, and it can be saved again.
 #[test]
+#[ignore = "takes a minute: make test-long"]
 fn an_image_of_any_guest_has_clones() -> Result<()> {
     let folder = Scratch::new()?;
     for (way, backend) in

@@ -99,6 +99,7 @@ fn a_linux_guest_is_forked_into_sixteen() -> Result<()> {
 
 /// Whenever a fork is killed, the guest runs on, no clone runs that was not complete, and the next fork succeeds.
 #[test]
+#[ignore = "takes a minute: make test-long"]
 fn a_fork_that_is_killed_harms_nobody() -> Result<()> {
     let folder = Scratch::new()?;
     let source = guest().start()?;
