@@ -79,7 +79,7 @@ impl Request {
         if way != Way::Live && args.converge == Converge::Pace {
             checks.mistake("--converge pace: only a save with --live has rounds; leave it out".into());
         }
-        let about = ["save", &args.vm, &args.to];
+        let about = ["save", &vm_text, &args.to];
         let at_stop = flags::at_stop(&mut checks, args.at_stop.as_deref(), &args.at_stop_timeout, about);
         let deadline = flags::deadline(&mut checks, args.deadline.as_deref());
         let tracking = flags::tracking(&mut checks, args.tracker, args.converge);
