@@ -381,8 +381,8 @@ pub(crate) struct SaveArgs {
     pub(crate) to: String,
     /// Write pages at most at this rate while the guest runs, such as 200MiB/s
     ///
-    /// With --all-of: all domains together. What a guest waits for (a page that it is about to write, with --background)
-    /// is written at once, and so is everything while it stands still.
+    /// With --all-of: all domains together. What a guest waits for (a page that it is about to write, with
+    /// --background) is written at once, and so is everything while it stands still.
     #[arg(long, value_name = "RATE", hide_short_help = true)]
     pub(crate) bandwidth: Option<String>,
     /// Stop the guest for the whole save

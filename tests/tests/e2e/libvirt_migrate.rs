@@ -41,8 +41,8 @@ fn assert_whole(host: &LibvirtHost, domain: &Domain, serial: &Serial) -> Result<
     Ok(())
 }
 
-/// The relay at the destination is killed in the middle: the domain runs on where it was, and virsh says why. The service
-/// is started again, and the next attempt works.
+/// The relay at the destination is killed in the middle: the domain runs on where it was, and virsh says why. The
+/// service is started again, and the next attempt works.
 #[test]
 #[ignore = "takes minutes"]
 fn virsh_migrates_through_relays_also_after_a_link_has_broken() -> Result<()> {

@@ -71,8 +71,8 @@ pub(crate) struct RelayArgs {
     /// Go on with further migrations, up to N at once [default of N: 16]
     ///
     /// Each migration has a relay of its own: if one fails, the others go on. More than N are turned away, and their
-    /// guests run on at their sources. Ctrl-C or SIGTERM ends the service; migrations that have not been handed over are
-    /// broken off, and their guests run on, too. With --json there is one object for each migration.
+    /// guests run on at their sources. Ctrl-C or SIGTERM ends the service; migrations that have not been handed over
+    /// are broken off, and their guests run on, too. With --json there is one object for each migration.
     #[arg(long, value_name = "N", num_args = 0..=1, default_missing_value = "16")]
     pub(crate) many: Option<String>,
     /// Permissions of the unix socket at --listen, octal, such as 0660

@@ -1,5 +1,5 @@
-//! `transship save --all-of`: all domains of a libvirt, each by a process of its own: whatever befalls one, the others go
-//! on.
+//! `transship save --all-of`: all domains of a libvirt, each by a process of its own: whatever befalls one, the others
+//! go on.
 use std::{
     fs,
     io::{self, BufRead, BufReader, Read},

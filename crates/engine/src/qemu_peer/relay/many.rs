@@ -59,8 +59,8 @@ pub enum Relayed {
     },
 }
 
-/// Relays migrations until the user has had enough, `most` at the same time: with `near`, of stock QEMUs that connect to
-/// `listener`, by the relay that waits at `to`; else of relays that connect to it, to the QEMU that waits at `to`.
+/// Relays migrations until the user has had enough, `most` at the same time: with `near`, of stock QEMUs that connect
+/// to `listener`, by the relay that waits at `to`; else of relays that connect to it, to the QEMU that waits at `to`.
 /// `tell` is called for each. On the user's wish those that have not been handed over are broken off, and their guests
 /// run on at their sources.
 ///
