@@ -233,7 +233,7 @@ pub(crate) struct MoveArgs {
     /// the channels; for comparison. `off`: nowhere; zero pages are sent as data. Memory that was never touched is
     /// always skipped unread. With --peer qemu and channels, `main` also clears memory of the destination that was not
     /// empty when that QEMU started.
-    #[arg(long, value_enum, default_value_t = ZeroPages::Channels, value_name = "HOW", hide_possible_values = true)]
+    #[arg(long, value_enum, default_value_t = ZeroPages::Channels, value_name = "HOW", hide_possible_values = true, hide_short_help = true)]
     pub(crate) zero_pages: ZeroPages,
     /// Limit for all channels together: 100M, 1Gbit
     #[arg(long, value_name = "RATE")]
@@ -446,7 +446,7 @@ pub(crate) struct SaveArgs {
     /// Run this command while the guest stands still for its save
     ///
     /// As in `transship move`, for a snapshot of its disks, say. If it fails, so does the save, and the guest runs on.
-    #[arg(long, value_name = "CMD", hide_short_help = true)]
+    #[arg(long, value_name = "CMD", conflicts_with = "all_of", hide_short_help = true)]
     pub(crate) at_stop: Option<String>,
     /// How long that command may take, 1s to 60s
     #[arg(long, value_name = "TIME", default_value = "30s", hide_short_help = true)]

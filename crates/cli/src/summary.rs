@@ -123,7 +123,7 @@ mod tests {
         let text = table(&report);
         for part in [
             "sync: 5,000 writes waited until they were let through; 1,234 of them were held",
-            "held        1.55 s together, 4 ms at most at a time (0 ms, 1.30 s, 250 ms by round)",
+            "held        1.55 s together, 4.2 ms at most at a time (0.0 ms, 1.30 s, 250 ms by round)",
         ] {
             assert!(text.contains(part), "{part:?} is not in\n{text}");
         }

@@ -45,7 +45,7 @@ pub(crate) struct RelayArgs {
     ///
     /// Such a QEMU takes its last write for success. If anything breaks afterwards, its guest stands still until you
     /// let it run with `cont` there.
-    #[arg(long)]
+    #[arg(long, hide_short_help = true)]
     pub(crate) without_return_path: bool,
     /// Near the source: the token that the other relay printed, or @FILE with it
     ///
@@ -60,7 +60,7 @@ pub(crate) struct RelayArgs {
     /// token is let in, once, and all connections are encrypted (TLS 1.3). Without this flag, and without --insecure,
     /// that is also done wherever other hosts can connect; addresses of this host (loopback, unix sockets) need no
     /// token.
-    #[arg(long, value_name = "TIME")]
+    #[arg(long, value_name = "TIME", hide_short_help = true)]
     pub(crate) token_lifetime: Option<String>,
     /// Let guest memory cross the network unencrypted
     ///
@@ -76,10 +76,10 @@ pub(crate) struct RelayArgs {
     #[arg(long, value_name = "N", num_args = 0..=1, default_missing_value = "16")]
     pub(crate) many: Option<String>,
     /// Permissions of the unix socket at --listen, octal, such as 0660
-    #[arg(long, value_name = "MODE")]
+    #[arg(long, value_name = "MODE", hide_short_help = true)]
     pub(crate) socket_mode: Option<String>,
     /// Owner of the unix socket at --listen: USER, USER:GROUP or :GROUP, names or numbers
-    #[arg(long, value_name = "OWNER")]
+    #[arg(long, value_name = "OWNER", hide_short_help = true)]
     pub(crate) socket_owner: Option<String>,
     /// Print the result as one JSON object
     #[arg(long)]
