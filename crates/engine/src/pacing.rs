@@ -36,6 +36,8 @@ const SHARE_MIN: f64 = 0.1;
 const AT_ONCE: f64 = 0.5;
 /// Of what fits the downtime, what a round aims at: the speed is not known for certain.
 const MARGIN: f64 = 0.8;
+/// Of that, what may be written at once even if much passes while writers are held.
+const LEAST: f64 = 0.5;
 /// A round of more than this share of the one before has not become smaller.
 const STALLED: f64 = 0.95;
 /// Writers may be held for so many times as long as usual.
@@ -105,12 +107,14 @@ struct Credit {
 impl Credit {
     /// For a round of so many pages. `forced`: the share of them that is written however long writers are held.
     fn of(pages: f64, room: &Room, forced: f64) -> Self {
-        let least = MARGIN * (room.fits_bytes / PAGE) as f64;
-        let by_rounds = (least / pages).powf(1.0 / f64::from(room.rounds_left.max(1)));
+        let fits = MARGIN * (room.fits_bytes / PAGE) as f64;
+        let by_rounds = (fits / pages).powf(1.0 / f64::from(room.rounds_left.max(1)));
         // Rounds of p, p·s, p·s² … pages are p / (1 - s) together: they must fit what can be sent until the deadline.
         let by_time = room.until_deadline.map_or(SHARE, |bytes| 1.0 - pages / (MARGIN * (bytes / PAGE) as f64));
         let share = by_rounds.min(by_time).clamp(SHARE_MIN, SHARE);
         let at_once = (share - forced).clamp(0.0, AT_ONCE * share);
+        // What passes comes on top of what is free.
+        let least = (fits - forced * pages).max(LEAST * fits);
         Self { at_once: at_once * pages, growing: (share - at_once) * pages, least }
     }
 
@@ -248,9 +252,12 @@ mod tests {
         // What passes however long writers are held is taken off what may be written at once.
         let credit = Credit::of(10_000.0, &room(1, 100), 0.6);
         assert_eq!([0.0, 0.5, 1.0].map(|sent| rounded(credit, sent)), [2000, 5000, 8000]);
-        // If it is more than the share, nothing may; what fits always may.
+        // If it is more than the share, nothing may but half of what fits.
         let credit = Credit::of(10_000.0, &room(1, 100), 2.0);
-        assert_eq!([0.0, 1.0].map(|sent| rounded(credit, sent)), [205, 8000]);
+        assert_eq!([0.0, 1.0].map(|sent| rounded(credit, sent)), [102, 8000]);
+        // Of a round that nearly fits, what passes is taken off that: both together must fit.
+        let credit = Credit::of(210.0, &room(1, 30), 0.2);
+        assert_eq!(rounded(credit, 0.0), 163);
     }
 
     #[test]
