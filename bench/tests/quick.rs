@@ -282,7 +282,7 @@ fn a_guest_with_old_data_goes_there_and_back_in_every_way() {
 fn clones_stand_beside_guests_that_are_loaded() {
     let folder = tempfile::tempdir().unwrap();
     let (json, svg) = (folder.path().join("table.json"), folder.path().join("table.svg"));
-    let arguments = ["bench", "clones", "--mem", "64M", "--content", "16M", "--count", "1,2"];
+    let arguments = ["bench", "clones", "--mem", "128M", "--content", "64M", "--count", "1,2"];
     let bench =
         Transship::command(arguments).args(["--json".as_ref(), json.as_os_str(), "--svg".as_ref(), svg.as_os_str()]);
     let finished = bench.run().unwrap().expect_code(0).unwrap();
@@ -299,7 +299,7 @@ fn clones_stand_beside_guests_that_are_loaded() {
         assert!(times.iter().all(|ms| ms.as_f64().unwrap() > 0.0), "{row}");
         // Those that were loaded have all of their content for themselves.
         let each = row["memory"].as_u64().unwrap() / count as u64;
-        assert!(row["way"] == "clones" || each > 16 << 20, "{row}");
+        assert!(row["way"] == "clones" || each > 64 << 20, "{row}");
         assert_eq!(row["downtime_ms"].is_number(), row["way"] == "clones", "{row}");
     }
     let picture = std::fs::read_to_string(&svg).unwrap();
