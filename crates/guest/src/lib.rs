@@ -349,6 +349,10 @@ pub trait DestinationGuest: Send {
     fn description(&self) -> GuestDescription;
     /// The regions, mapped for writing, in the order of the description.
     fn memory(&self) -> GuestMemory;
+    /// When the VMM answered for the first time, and so had begun to wait; none if that is not known.
+    fn answered(&self) -> Option<Instant> {
+        None
+    }
     /// The kind of state that `load_state` accepts.
     fn state_format(&self) -> StateFormat {
         StateFormat::Opaque

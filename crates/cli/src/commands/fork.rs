@@ -175,10 +175,9 @@ impl Clones<'_> {
             }
         };
         forked.pid = child.id();
-        let outcome = self.wait_listening(socket, &mut child, begin + START_WAIT).and_then(|()| {
-            forked.start_ms = begin.elapsed().as_secs_f64() * 1e3;
-            self.fill(&vm, &mut forked.clone)
-        });
+        let outcome = self
+            .wait_listening(socket, &mut child, begin + START_WAIT)
+            .and_then(|()| self.fill(&vm, begin, &mut forked));
         if let Err(why) = outcome {
             let said = self.said(number);
             // It has no guest, and nobody will bring one. The process group is its own.
@@ -226,14 +225,16 @@ impl Clones<'_> {
         Ok(())
     }
 
-    /// Brings the guest into a QEMU that waits.
-    fn fill(&self, vm: &VmAddress, clone: &mut Option<CloneReport>) -> Result<(), String> {
-        let since = Instant::now();
+    /// Brings the guest into a QEMU that was started at `begin`. It listens before its machine is there, and waits when
+    /// it answers.
+    fn fill(&self, vm: &VmAddress, begin: Instant, forked: &mut Forked) -> Result<(), String> {
         let mut guest = attach_destination(vm).map_err(|error| error.to_string())?;
+        let since = guest.answered().unwrap_or_else(Instant::now);
+        forked.start_ms = since.duration_since(begin).as_secs_f64() * 1e3;
         let (options, mut report) =
             (RestoreOptions { run: Some(true), ..RestoreOptions::default() }, Report::default());
         let outcome = clone_guest(guest.as_mut(), self.folder, &options, None, since, &Progress::new(), &mut report);
-        *clone = report.clone;
+        forked.clone = report.clone;
         outcome.map_err(|error| error.to_string())
     }
 

@@ -3,7 +3,7 @@ use std::{
     io::{self, Read, Write},
     os::{fd::AsFd, unix::net::UnixStream},
     path::Path,
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use serde_json::json;
@@ -148,6 +148,10 @@ impl DestinationGuest for QemuDestination {
 
     fn memory(&self) -> GuestMemory {
         self.memory.clone()
+    }
+
+    fn answered(&self) -> Option<Instant> {
+        self.qmp.answered()
     }
 
     fn state_format(&self) -> StateFormat {

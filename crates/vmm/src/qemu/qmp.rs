@@ -73,6 +73,10 @@ pub(super) trait Carrier: Send {
     fn version(&self) -> (u64, u64);
     fn path(&self) -> &Path;
     fn keeper(&self) -> Keeper;
+    /// When QEMU itself answered for the first time; none: that is not known.
+    fn answered(&self) -> Option<Instant> {
+        None
+    }
     /// Gives a command, with a descriptor if it needs one, and waits for its result.
     fn execute(
         &mut self,
@@ -155,6 +159,11 @@ impl Qmp {
 
     pub(super) fn keeper(&self) -> Keeper {
         self.0.keeper()
+    }
+
+    /// See [`Carrier::answered`].
+    pub(super) fn answered(&self) -> Option<Instant> {
+        self.0.answered()
     }
 
     /// QEMU's version: major, minor.

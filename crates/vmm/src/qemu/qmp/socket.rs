@@ -40,6 +40,7 @@ pub(super) struct Socket {
     events: VecDeque<Event>,
     ahead: Vec<ahead::Answer>,
     next_id: u64,
+    answered: Option<Instant>,
 }
 
 impl Socket {
@@ -58,9 +59,12 @@ impl Socket {
             events: VecDeque::new(),
             ahead: Vec::new(),
             next_id: 1,
+            answered: None,
         };
         socket.greet()?;
+        // A QEMU that has just been started greets before its machine is there, and answers when it is.
         socket.execute("qmp_capabilities", json!({}), None, COMMAND_WAIT)?;
+        socket.answered = Some(Instant::now());
         Ok(socket)
     }
 
@@ -215,6 +219,10 @@ impl Carrier for Socket {
 
     fn path(&self) -> &Path {
         &self.path
+    }
+
+    fn answered(&self) -> Option<Instant> {
+        self.answered
     }
 
     fn keeper(&self) -> Keeper {
