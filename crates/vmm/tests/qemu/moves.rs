@@ -88,6 +88,7 @@ fn a_guest_comes_back_from_every_stage_of_saving_and_can_be_moved_then() {
     let (settings, descriptors) = (from.settings(), from.descriptors());
     let back = |source: &mut dyn SourceGuest| {
         source.resume(true).unwrap();
+        source.tidy();
         from.wait_counting();
         assert_eq!(from.settings(), settings);
         assert_eq!(from.descriptors(), descriptors);
@@ -110,6 +111,7 @@ fn a_guest_comes_back_from_every_stage_of_saving_and_can_be_moved_then() {
     io::copy(&mut source.save_state().unwrap(), &mut io::sink()).unwrap();
     source.state_saved().unwrap();
     assert_eq!(from.status(), "postmigrate");
+    source.tidy();
     assert_eq!(from.settings(), settings);
     back(&mut source);
 

@@ -41,6 +41,7 @@ fn a_setting_that_is_refused_does_not_keep_it_from_running() {
     set(&qemu, CONFLICT, true);
     source.state_saved().unwrap();
     source.resume(true).unwrap();
+    source.tidy();
     qemu.wait_counting();
     // All others are as they were, and this one is put back when that is possible.
     assert_eq!(qemu.settings().1["max-bandwidth"], 12345678);
