@@ -76,11 +76,9 @@ impl Forecast {
     /// Judges after a round, with `rest` bytes written since its scan. `time_left`: until the deadline.
     pub(crate) fn judge(&mut self, report: &Report, rest: u64, time_left: Option<Duration>) -> Verdict {
         let rate = self.bytes_per_s(&report.rounds);
-        let round = Duration::from_secs_f64(rest as f64 / rate);
-        let stop = self.state + round;
+        let stop = self.state + Duration::from_secs_f64(rest as f64 / rate);
         let numbers = Numbers { report, rest, rate, stop, aim: &self.aim, state: self.state };
-        let is_last_chance =
-            time_left.is_some_and(|left| left < round + self.state + self.next_round(report, rest, rate));
+        let is_last_chance = time_left.is_some_and(|left| left < stop + self.next_round(report, rest, rate));
         if time_left.is_some_and(|left| left < stop) {
             return Verdict::TooLate(numbers.too_late());
         }

@@ -457,7 +457,7 @@ impl SourceGuest for QemuSource {
 
     fn tidy(&mut self) {
         // What is refused is tried again, and told, when we are done with QEMU.
-        let _ = self.undo_save();
+        let _ = self.restore_settings();
     }
 
     fn resume(&mut self, run: bool) -> Result<(), GuestError> {

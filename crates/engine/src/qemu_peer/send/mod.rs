@@ -67,29 +67,19 @@ pub struct QemuSendOptions {
 
 impl Default for QemuSendOptions {
     fn default() -> Self {
-        let MoveOptions {
-            encoders,
-            when_busy,
-            zero_pages,
-            bandwidth,
-            downtime,
-            max_downtime,
-            max_rounds,
-            converge,
-            ..
-        } = MoveOptions::default();
+        let of_moves = MoveOptions::default();
         Self {
             channels: 0,
             compress: Setting::NONE,
-            encoders,
-            when_busy,
-            zero_pages,
-            bandwidth,
-            downtime,
-            max_downtime,
-            max_rounds,
-            converge,
-            at_stop: None,
+            encoders: of_moves.encoders,
+            when_busy: of_moves.when_busy,
+            zero_pages: of_moves.zero_pages,
+            bandwidth: of_moves.bandwidth,
+            downtime: of_moves.downtime,
+            max_downtime: of_moves.max_downtime,
+            max_rounds: of_moves.max_rounds,
+            converge: of_moves.converge,
+            at_stop: of_moves.at_stop,
         }
     }
 }
