@@ -1,7 +1,7 @@
 //! The command line of `convert`.
 use clap::Args;
 
-use super::FileFormat;
+use super::save::FileFormat;
 
 const CONVERT_EXAMPLES: &str = "\
 Examples:

@@ -1,7 +1,7 @@
 //! The command line of `receive`.
 use clap::{Args, ValueEnum};
 
-use super::{FileFormat, FileIo};
+use super::save::{FileFormat, FileIo};
 
 const RECEIVE_EXAMPLES: &str = "\
 Examples:

@@ -1,7 +1,7 @@
 //! The command line of the commands that read snapshot files.
 use clap::Args;
 
-use super::FileIo;
+use super::save::FileIo;
 
 const RESTORE_EXAMPLES: &str = "\
 Examples:
