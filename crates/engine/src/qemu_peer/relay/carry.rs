@@ -76,21 +76,27 @@ impl Sender {
     }
 }
 
-/// Carries what a QEMU says to the other relay, to its end. `look` sees all of it.
-pub(super) fn read_on(mut sender: Sender, mut look: impl FnMut(&[u8])) -> Result<(), Error> {
+/// Hears what a QEMU says.
+type Listener<'a> = &'a mut dyn FnMut(&[u8]);
+
+/// Carries what a QEMU says to the other relay, to its end. `listener` hears all of it, also what comes after the
+/// session has broken: nobody else may read from this connection, as each would hear a part.
+pub(super) fn read_on(mut sender: Sender, mut listener: Option<Listener<'_>>) -> Result<(), Error> {
     let mut socket = sender.stream.handle()?;
     let mut room = vec![0; MAX_BYTES];
     loop {
         match read_what_is_there(&mut socket, &mut room) {
             Ok(Heard::Bytes(count)) => {
-                look(&room[..count]);
+                if let Some(hear) = &mut listener {
+                    hear(&room[..count]);
+                }
                 sender.send(&room[..count], false)?;
             }
             Ok(Heard::Nothing) => {}
             Ok(Heard::End) => return sender.end(),
             Err(error) => return broken(sender, error),
         }
-        if sender.session.fate.is_broken() {
+        if listener.is_none() && sender.session.fate.is_broken() {
             return Ok(());
         }
     }

@@ -93,11 +93,8 @@ fn open(number: u16, first: &[u8], session: &Arc<Session>, outlet: &Arc<Outlet>,
     let (is_main, broken_off) = (number == 0, Arc::clone(&stream));
     session.spawn("from qemu", move |session| {
         let mut replies = Replies::default();
-        read_on(sender, |bytes| {
-            if is_main {
-                replies.hear(bytes, session);
-            }
-        })
+        let mut hear = |bytes: &[u8]| replies.hear(bytes, session);
+        read_on(sender, if is_main { Some(&mut hear) } else { None })
     })?;
     session.spawn("to qemu", move |session| write_on(&stream, session, |_| ()))?;
     if session.fate.is_broken() {
@@ -138,8 +135,7 @@ fn broken(session: &Session, to: &Uri) -> Result<(), Error> {
     let streams = session.streams();
     streams.iter().for_each(|stream| stream.end_writing());
     if let Some(main) = streams.first() {
-        let mut replies = Replies::default();
-        main.listen(CLOSING, |bytes| replies.hear(bytes, session));
+        main.wait_until_silent(CLOSING); // the thread that reads from it hears its word
     }
     let here = match session.all_is_well.load(SeqCst) {
         true => "The QEMU here has loaded all of the guest, which runs here (if it ran)",

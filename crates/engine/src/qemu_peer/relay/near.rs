@@ -298,8 +298,8 @@ impl Near<'_> {
         }
         self.hold(main, &error);
         Err(Error::Unknown(format!(
-            "{error}, just when the guest was handed over. The source was kept waiting until it was told to go on, or has ended; at most one of the two \
-             may run"
+            "{error}, just when the guest was handed over. The source was kept waiting until it was told to go on, \
+             or has ended; at most one of the two may run"
         )))
     }
 
@@ -334,7 +334,7 @@ fn open_channels(
         }
         opened.push(greeting.channel);
         let (stream, sender) = open(session, outlet, line, &greeting.encode())?;
-        session.spawn("from qemu", move |_| read_on(sender, |_| ()))?;
+        session.spawn("from qemu", move |_| read_on(sender, None))?;
         session.spawn("to qemu", move |session| write_on(&stream, session, |_| ()))?;
     }
     Ok(())

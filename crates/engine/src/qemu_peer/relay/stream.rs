@@ -120,6 +120,7 @@ impl Stream {
     /// Its QEMU says no more, and the other relay has been told.
     pub(super) fn has_said_all(&self) {
         self.read_ended.store(true, SeqCst);
+        self.wake(); // see `wait_until_silent`
     }
 
     /// Its QEMU has been told all.
@@ -176,13 +177,22 @@ impl Stream {
         self.socket.end_writing();
     }
 
-    /// Whether its QEMU closes the connection within the time. What it says until then is dropped.
-    pub(super) fn is_closed_within(&self, time: Duration) -> bool {
-        self.listen(time, |_| ())
+    /// Waits until its QEMU is gone or has said its last, at most for the time.
+    pub(super) fn wait_until_silent(&self, time: Duration) {
+        let deadline = Instant::now() + time;
+        let mut allowance = lock(&self.allowance);
+        while !self.is_silent() {
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return;
+            }
+            let waited = self.allowed.wait_timeout(allowance, left);
+            allowance = waited.unwrap_or_else(PoisonError::into_inner).0;
+        }
     }
 
-    /// Hears what its QEMU says within the time. Whether it has closed the connection.
-    pub(super) fn listen(&self, time: Duration, mut look: impl FnMut(&[u8])) -> bool {
+    /// Whether its QEMU closes the connection within the time. What it says until then is dropped.
+    pub(super) fn is_closed_within(&self, time: Duration) -> bool {
         let deadline = Instant::now() + time;
         let Ok(mut socket) = self.socket.try_clone() else { return false };
         let mut room = vec![0; 64 << 10];
@@ -192,8 +202,7 @@ impl Stream {
                 return false;
             }
             match read_what_is_there(&mut socket, &mut room) {
-                Ok(Heard::Bytes(count)) => look(&room[..count]),
-                Ok(Heard::Nothing) => {}
+                Ok(Heard::Bytes(_) | Heard::Nothing) => {}
                 Ok(Heard::End) | Err(_) => return true,
             }
         }
