@@ -11,23 +11,19 @@
 use std::{
     sync::{Arc, atomic::Ordering::Relaxed},
     thread,
-    time::{Duration, Instant},
+    time::Duration,
 };
 
-use transship_codec::Setting;
-use transship_ring::{Results, Submitter, TrySubmitError, mpmc, pool};
+use transship_ring::{Results, Submitter, TrySubmitError, mpmc};
 
 use super::{
     Main, Shared, Window,
-    auto::{self, Auto, Sampler, Threads},
-    encoder::EncoderThread,
+    auto::Auto,
+    coder::{EncoderSetup, Tools, gone},
+    encoder::WindowEncoder,
     gate::{Gate, Ready},
-    meters::Meters,
 };
-use crate::{Compress, Error, Progress, WhenBusy, control::TICK};
-
-/// Windows that wait at each encoder. More would only lengthen the way of a page.
-const RING_PLACES: usize = 4;
+use crate::{Compress, Error, WhenBusy, control::TICK};
 
 /// How long a window that finds no room waits until its encoding is chosen anew.
 const CHOOSE_AGAIN: Duration = Duration::from_millis(5);
@@ -67,54 +63,40 @@ pub(crate) struct Encoders {
     /// If there is a choice.
     auto: Option<Auto>,
     given: Given,
-    progress: Arc<Progress>,
-    meters: Arc<Meters>,
-    /// Buffers of packets that were written, to be filled again.
-    pub(crate) spare: Arc<mpmc::Ring<Vec<u8>>>,
+    tools: Tools,
 }
 
 impl Encoders {
     /// None if nothing is to be encoded.
     pub(crate) fn start(options: &EncodingOptions, shared: &Arc<Shared>) -> Result<Option<Self>, Error> {
-        let settings = match options.compress {
-            Compress::Fixed(Setting::NONE) => return Ok(None),
-            Compress::Fixed(setting) => vec![setting],
-            Compress::Auto => auto::candidates(),
-        };
-        let channels = usize::from(options.channels);
-        let count = usize::from(options.encoders.max(1));
-        let places = (channels + 2 * count).next_power_of_two().max(16);
-        let (submitter, workers, results) = pool(count, RING_PLACES, places);
-        let cores = thread::available_parallelism().map_or(1, usize::from);
-        let (raw, threads) = (raw(&settings), Threads { encoders: count, channels, cores });
+        let setup = EncoderSetup::new(options.compress, options.encoders, usize::from(options.channels));
+        if setup.is_empty() {
+            return Ok(None);
+        }
+        let (submitter, workers, results) = setup.pool();
         let mut encoders = Self {
             submitter: Some(submitter),
             results: Some(results),
             threads: Vec::new(),
             when_busy: options.when_busy,
-            channels,
+            channels: usize::from(options.channels),
             given: Given::default(),
-            auto: raw.map(|raw| Auto::new(settings.len(), raw, threads)),
-            progress: Arc::clone(&shared.progress),
-            meters: Arc::new(Meters::new(settings.len())),
-            spare: Arc::new(mpmc::Ring::new(places)),
+            auto: setup.auto(),
+            tools: setup.tools(&shared.progress),
         };
         for (number, worker) in workers.into_iter().enumerate() {
-            let thread = EncoderThread {
-                worker,
-                encoders: settings.iter().map(|s| (s.method().number(), s.encoder())).collect(),
-                raw,
-                may_be_raw: options.may_be_raw,
-                shared: Arc::clone(shared),
-                meters: Arc::clone(&encoders.meters),
-                spare: Arc::clone(&encoders.spare),
-                pages: Vec::new(),
-                sampler: Sampler::default(),
-            };
-            let started = thread::Builder::new().name(format!("encoder {number}")).spawn(move || thread.run());
+            let coder = setup.coder(&encoders.tools, options.may_be_raw);
+            let work = WindowEncoder::new(shared, &encoders.tools.meters);
+            let thread = thread::Builder::new().name(format!("encoder {number}"));
+            let started = thread.spawn(move || coder.run(worker, work));
             encoders.threads.push(started.map_err(|source| Error::Io { what: "start an encoder".into(), source })?);
         }
         Ok(Some(encoders))
+    }
+
+    /// Buffers of packets that were written, to be filled again.
+    pub(crate) fn spare(&self) -> Arc<mpmc::Ring<Vec<u8>>> {
+        Arc::clone(&self.tools.spare)
     }
 
     /// For a round: what the channels take from.
@@ -124,7 +106,7 @@ impl Encoders {
             auto.pause();
         }
         let results = self.results.clone().expect("taken only in drop");
-        Gate::new(results, self.channels, Arc::clone(&self.meters))
+        Gate::new(results, self.channels, Arc::clone(&self.tools.meters))
     }
 
     /// An encoder that ended early takes its windows with it: the session can't go on.
@@ -150,10 +132,7 @@ impl Encoders {
         main: &dyn Main,
     ) -> Result<(), Error> {
         loop {
-            while let Some(sample) = self.meters.samples.pop() {
-                auto.learn(&sample);
-            }
-            let choice = auto.choose(Instant::now(), &self.meters.counts(auto.current()));
+            let choice = self.tools.choose(auto);
             window.encoding = choice.encoding as u8;
             window.sample |= choice.sample;
             window.raw = choice.encoding == auto.raw();
@@ -224,7 +203,7 @@ impl Encoders {
     /// Hands a window to an encoder, or past them if all are busy and that is wanted.
     fn encode(&mut self, window: Window, gate: &Gate, main: &dyn Main) -> Result<(), Error> {
         self.flush(gate, main)?;
-        let encoding = &self.progress.encoding;
+        let encoding = &self.tools.progress.encoding;
         encoding.submitted.fetch_add(1, Relaxed);
         let submitter = self.submitter.as_mut().expect("taken only in drop");
         let mut submitted = submitter.try_submit(window);
@@ -250,15 +229,6 @@ impl Encoders {
     }
 }
 
-/// The encoding that leaves pages as they are, if it is one to choose from.
-fn raw(settings: &[Setting]) -> Option<usize> {
-    settings.iter().position(|setting| *setting == Setting::NONE)
-}
-
-fn gone() -> Error {
-    Error::Bug("can't encode pages: an encoder ended early")
-}
-
 impl Drop for Encoders {
     fn drop(&mut self) {
         // Without a submitter they find no more work, without a taker they don't wait for room.
@@ -280,6 +250,7 @@ mod tests {
     use transship_memory::{Access, GuestMemory, Region};
 
     use super::{super::Failure, *};
+    use crate::Progress;
 
     const CHANNELS: u8 = 3;
     const WINDOWS: u64 = 100;
@@ -364,7 +335,7 @@ mod tests {
             assert_eq!(taken.iter().sum::<u64>(), WINDOWS, "round {round}: {taken:?}");
             assert_eq!(taken.iter().max(), Some(&8), "round {round}: {taken:?}");
         }
-        let encoded = encoders.progress.encoding.submitted.load(SeqCst);
+        let encoded = encoders.tools.progress.encoding.submitted.load(SeqCst);
         assert!(encoded <= 2, "{encoded}: after a sample without content none is asked for until there is some");
     }
 

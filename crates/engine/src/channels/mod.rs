@@ -4,7 +4,9 @@
 //! - here: all channels of a session, and how a round's work is spread over them
 //! - `thread`: one of them; `feed`: what the main thread hands over
 //! - `encoding`, `encoder`, `meters`, `auto`: the encoders; `gate`: between them and the channels
+//! - `coder`: what they share with those of relays
 pub(crate) mod auto;
+pub(crate) mod coder;
 mod encoder;
 mod encoding;
 mod feed;
@@ -140,7 +142,7 @@ impl<C: Channel> Channels<C> {
                     let gate = Arc::new(encoders.open_gate());
                     for channel in channels {
                         let (gate, done) = (Arc::clone(&gate), done.clone());
-                        let spare = Arc::clone(&encoders.spare);
+                        let spare = encoders.spare();
                         scope.spawn(move || {
                             let _ = done.send(thread::run_encoded(channel, work.round, &gate, &spare));
                         });

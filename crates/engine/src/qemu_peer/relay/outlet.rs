@@ -9,29 +9,27 @@ use std::{
         Arc, Mutex,
         atomic::{AtomicU64, Ordering::Relaxed, Ordering::SeqCst},
     },
-    thread,
-    time::{Duration, Instant},
+    time::Duration,
 };
 
-use transship_codec::{Encoder, Outcome, Setting};
+use transship_codec::Setting;
 use transship_memory::PAGE_BYTES;
-use transship_ring::{Parker, Results, Submitter, TrySubmitError, Worker, mpmc, pool};
+use transship_ring::{Parker, Results, Submitter, TrySubmitError, Worker};
 use transship_wire::relay::{Content, MAX_BYTES, Packet};
 
 use super::{RelayOptions, fate::lock, session::Session};
 use crate::{
     Compress, Error,
     channels::{
-        auto::{self, Auto, Sampler, Threads},
-        meters::Meters,
+        Encoded,
+        auto::Auto,
+        coder::{Coder, EncoderSetup, Tools, Work, gone},
     },
     control::TICK,
     cpu::Laps,
     transport::{Connection, sending_failed},
 };
 
-/// Chunks that wait at each encoder.
-const RING_PLACES: usize = 4;
 /// Fewer bytes are not encoded.
 const ENCODED_MIN: usize = 512;
 /// How long a chunk that is to go as it is waits until its encoding is chosen anew.
@@ -106,9 +104,7 @@ struct Front {
 }
 
 struct Shared {
-    meters: Meters,
-    /// Buffers of packets that were sent.
-    spare: mpmc::Ring<Vec<u8>>,
+    tools: Tools,
     /// Chunks that went as they are by choice and were sent, and where it is waited for these.
     raw_sent: AtomicU64,
     fewer: Parker,
@@ -121,19 +117,12 @@ impl Outlet {
         lines: Vec<Connection>,
         session: &Arc<Session>,
     ) -> Result<Arc<Self>, Error> {
-        let settings = match options.map_or(Compress::Fixed(Setting::NONE), |options| options.compress) {
-            Compress::Fixed(Setting::NONE) => Vec::new(),
-            Compress::Fixed(setting) => vec![setting],
-            Compress::Auto => auto::candidates(),
-        };
-        let channels = lines.len();
-        let count =
-            if settings.is_empty() { 1 } else { usize::from(options.map_or(1, |options| options.encoders.max(1))) };
-        let places = (channels + 2 * count).next_power_of_two().max(16);
-        let (submitter, mut workers, results) = pool(count, RING_PLACES, places);
+        let (compress, encoders) =
+            options.map_or((Compress::Fixed(Setting::NONE), 1), |options| (options.compress, options.encoders));
+        let setup = EncoderSetup::new(compress, encoders, lines.len());
+        let (submitter, mut workers, results) = setup.pool();
         let shared = Arc::new(Shared {
-            meters: Meters::new(settings.len().max(1)),
-            spare: mpmc::Ring::new(places),
+            tools: setup.tools(&session.progress),
             raw_sent: AtomicU64::new(0),
             fewer: Parker::new(),
         });
@@ -143,28 +132,18 @@ impl Outlet {
                 .spawn(&format!("link {number}"), move |session| send_all(line, number, &results, &shared, session))?;
         }
         let (mut front, mut no_encoder) = (None, None);
-        if settings.is_empty() {
+        if setup.is_empty() {
             no_encoder = workers.pop().map(Mutex::new);
         } else {
-            let raw = settings.iter().position(|setting| *setting == Setting::NONE);
-            let cores = thread::available_parallelism().map_or(1, usize::from);
-            let threads = Threads { encoders: count, channels, cores };
-            let auto = raw.map(|raw| Auto::new(settings.len(), raw, threads));
             for (number, worker) in workers.into_iter().enumerate() {
-                let thread = EncoderThread {
-                    worker,
-                    encoders: settings.iter().map(|setting| (setting.method().number(), setting.encoder())).collect(),
-                    raw,
-                    shared: Arc::clone(&shared),
-                    session: Arc::clone(session),
-                    sampler: Sampler::default(),
-                };
+                let coder = setup.coder(&shared.tools, true);
+                let work = ChunkEncoder { session: Arc::clone(session), sample: None };
                 session.spawn(&format!("encoder {number}"), move |_| {
-                    thread.run();
+                    coder.run(worker, work);
                     Ok(())
                 })?;
             }
-            front = Some(Mutex::new(Front { submitter, auto, raw_handed_over: 0 }));
+            front = Some(Mutex::new(Front { submitter, auto: setup.auto(), raw_handed_over: 0 }));
         }
         Ok(Arc::new(Self { session: Arc::clone(session), results, shared, front, _no_encoder: no_encoder }))
     }
@@ -221,10 +200,7 @@ impl Front {
     fn choose(&mut self, chunk: &mut Chunk, shared: &Shared, session: &Session) -> bool {
         let Self { auto: Some(auto), raw_handed_over, .. } = self else { return false };
         loop {
-            while let Some(sample) = shared.meters.samples.pop() {
-                auto.learn(&sample);
-            }
-            let choice = auto.choose(Instant::now(), &shared.meters.counts(auto.current()));
+            let choice = shared.tools.choose(auto);
             chunk.encoding = choice.encoding;
             chunk.sample |= choice.sample;
             chunk.raw = choice.encoding == auto.raw();
@@ -239,10 +215,6 @@ impl Front {
             }
         }
     }
-}
-
-fn gone() -> Error {
-    Error::Bug("can't encode the relayed data: an encoder ended early")
 }
 
 /// A data connection's thread. After a failure it takes on, and drops what it takes, so that nobody waits for room for
@@ -263,7 +235,7 @@ fn send_all(
             session.fail(failed(error, number, session), None);
         }
         if ready.payload.capacity() > MAX_BYTES / 2 {
-            let _ = shared.spare.push(ready.payload); // full: one buffer less to keep
+            let _ = shared.tools.spare.push(ready.payload); // full: one buffer less to keep
         }
         if raw {
             shared.raw_sent.fetch_add(1, SeqCst);
@@ -286,7 +258,7 @@ fn send(line: &mut Connection, ready: &Ready, shared: &Shared, session: &Session
     session.counts.link_out.fetch_add(length, Relaxed);
     session.progress.wire_bytes.fetch_add(length, Relaxed);
     if ready.pages > 0 {
-        shared.meters.sent(ready.encoding as u8, ready.pages, ready.pages, length);
+        shared.tools.meters.sent(ready.encoding as u8, ready.pages, ready.pages, length);
     }
     let (method, bytes) = match ready.packet.content {
         Content::Raw { bytes, .. } => (0, bytes),
@@ -304,54 +276,27 @@ fn failed(source: io::Error, number: usize, session: &Session) -> Error {
         .link_failed(source, |source| sending_failed(&session.fate.peer, &format!("data connection {number}"), source))
 }
 
-struct EncoderThread {
-    worker: Worker<Chunk, Ready>,
-    /// By the number of the encoding: its method's number on the wire, and what makes it.
-    encoders: Vec<(u8, Box<dyn Encoder>)>,
-    /// The encoding that leaves bytes as they are.
-    raw: Option<usize>,
-    shared: Arc<Shared>,
+/// What an encoder's thread makes of a chunk.
+struct ChunkEncoder {
     session: Arc<Session>,
-    sampler: Sampler,
+    /// The bytes of the last chunk, if they are wanted.
+    sample: Option<Vec<u8>>,
 }
 
-impl EncoderThread {
-    fn run(mut self) {
-        let mut laps = Laps::begin();
-        while let Some(chunk) = self.worker.next_job() {
-            let begin = Instant::now();
-            let kept = chunk.sample.then(|| chunk.bytes.clone());
-            let ready = self.encode(chunk);
-            self.shared.meters.encoded(begin.elapsed());
-            if self.worker.deliver(ready).is_err() {
-                return; // nobody takes any more
-            }
-            if let Some(bytes) = kept {
-                let sample = self.sampler.take(&mut self.encoders, self.raw, &bytes);
-                let _ = self.shared.meters.samples.push(sample); // there is room for all that can be asked for at a time
-            }
-            self.session.progress.cpu.encoders.add(laps.next());
-        }
+impl Work<Chunk, Ready> for ChunkEncoder {
+    fn make(&mut self, chunk: Chunk, coder: &mut Coder) -> Ready {
+        self.sample = chunk.sample.then(|| chunk.bytes.clone());
+        let encoded = match self.session.fate.is_broken() {
+            true => None,
+            false => coder.encode(chunk.encoding, &chunk.bytes),
+        };
+        let Some(Encoded { method, bytes: payload }) = encoded else { return chunk.raw_packet() };
+        let bytes = chunk.bytes.len() as u32; // at most MAX_BYTES
+        let content = Content::Encoded { bytes, gives_end: chunk.gives_end, method, payload: payload.len() as u32 };
+        Ready { packet: chunk.packet(content), pages: chunk.pages(), encoding: chunk.encoding, raw: chunk.raw, payload }
     }
 
-    fn encode(&mut self, chunk: Chunk) -> Ready {
-        if self.session.fate.is_broken() || Some(chunk.encoding) == self.raw {
-            return chunk.raw_packet();
-        }
-        let mut payload = self.shared.spare.pop().unwrap_or_default();
-        let (method, encoder) = &mut self.encoders[chunk.encoding];
-        let outcome = encoder.encode(&chunk.bytes, &mut payload);
-        let made = if outcome == Outcome::Raw { chunk.bytes.len() } else { payload.len() };
-        let tally = &self.session.progress.encoding;
-        tally.bytes_in.fetch_add(chunk.bytes.len() as u64, Relaxed);
-        tally.bytes_out.fetch_add(made as u64, Relaxed);
-        if outcome == Outcome::Raw {
-            let _ = self.shared.spare.push(payload); // full: one buffer less to keep
-            return chunk.raw_packet();
-        }
-        let bytes = chunk.bytes.len() as u32; // at most MAX_BYTES
-        let content =
-            Content::Encoded { bytes, gives_end: chunk.gives_end, method: *method, payload: payload.len() as u32 };
-        Ready { packet: chunk.packet(content), pages: chunk.pages(), encoding: chunk.encoding, raw: chunk.raw, payload }
+    fn sample(&self) -> Option<&[u8]> {
+        self.sample.as_deref()
     }
 }
