@@ -54,8 +54,7 @@ impl Process {
     /// # Errors
     /// It has ended.
     pub fn signal(&self, signal: Signal) -> Result<()> {
-        let pid = i32::try_from(self.pid()).ok().and_then(Pid::from_raw).expect("the kernel's pids are positive");
-        kill_process(pid, signal).map_err(failed(format!("can't send {signal:?} to {}", self.name)))
+        self::signal(self.pid(), signal)
     }
 
     /// Ends it as `kill -9` does, and waits until it is gone.
@@ -105,6 +104,28 @@ pub fn in_words(status: ExitStatus) -> String {
         (None, Some(signal)) => format!("signal {signal}"),
         (None, None) => status.to_string(),
     }
+}
+
+/// The processes of transship that were started for a VM by such a subcommand, such as `guard`; of any, if `subcommand`
+/// is empty.
+pub fn of_ours(vm: &str, subcommand: &str) -> Vec<u32> {
+    let entries = std::fs::read_dir("/proc").into_iter().flatten().flatten();
+    let pids = entries.filter_map(|entry| entry.file_name().to_str()?.parse().ok());
+    let is_one = |pid: &u32| {
+        let line = std::fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+        let words: Vec<_> = line.split(|byte| *byte == 0).collect();
+        words.contains(&vm.as_bytes()) && (subcommand.is_empty() || words.get(1) == Some(&subcommand.as_bytes()))
+    };
+    pids.filter(is_one).collect()
+}
+
+/// Sends a signal to any process.
+///
+/// # Errors
+/// It has ended.
+pub fn signal(pid: u32, signal: Signal) -> Result<()> {
+    let known = i32::try_from(pid).ok().and_then(Pid::from_raw).expect("the kernel's pids are positive");
+    kill_process(known, signal).map_err(failed(format!("can't send {signal:?} to process {pid}")))
 }
 
 /// What a process holds open: the targets of `/proc/PID/fd`, such as `anon_inode:[userfaultfd]`.

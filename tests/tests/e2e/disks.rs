@@ -4,20 +4,28 @@ use crate::sector::{Gate, Move, SharedDisk, wait_counting};
 use rustix::process::Signal;
 use serde_json::json;
 use transship_lab::{
-    Finished, Proxy, Qemu, QemuBuilder, Result, Scratch, Transship, lines::Mark, other_qemu, wait_until,
+    Finished, Proxy, Qemu, QemuBuilder, Result, Scratch, Transship, lines::Mark, other_qemu, process, wait_until,
 };
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Victim {
     SourceCommand,
+    /// Both at once, so that nobody is left who would let the guest run.
+    SourceCommandAndGuard,
     DestinationCommand,
     DestinationQemu,
     Link,
     Cancelled,
 }
 
-const VICTIMS: [Victim; 5] =
-    [Victim::SourceCommand, Victim::DestinationCommand, Victim::DestinationQemu, Victim::Link, Victim::Cancelled];
+const VICTIMS: [Victim; 6] = [
+    Victim::SourceCommand,
+    Victim::SourceCommandAndGuard,
+    Victim::DestinationCommand,
+    Victim::DestinationQemu,
+    Victim::Link,
+    Victim::Cancelled,
+];
 
 /// The steps between the last bytes of the guest and the hand-over.
 const STEPS: [&str; 3] = ["source.state-sent", "destination.loaded", "source.loaded"];
@@ -62,6 +70,14 @@ fn crash(step: &'static str, victim: Victim, from: &Qemu, to: &mut Qemu) -> Resu
     let mut moving = Move::over(step, from, to, &[], folder, [&uris[0], &uris[1]])?;
     match victim {
         Victim::SourceCommand => moving.source.kill9(),
+        Victim::SourceCommandAndGuard => {
+            let guard = process::of_ours(&from.vm(), "guard");
+            assert_eq!(guard.len(), 1, "{guard:?}");
+            // Held, it can't act before it is ended.
+            process::signal(guard[0], Signal::STOP)?;
+            moving.source.kill9();
+            process::signal(guard[0], Signal::KILL)?;
+        }
         Victim::DestinationCommand => {
             moving.destination.kill9();
             // Before that the source may do a step more, and can't know what became of it.
@@ -90,10 +106,15 @@ fn cell(versions: Versions, step: &'static str, victim: Victim) -> Result<()> {
         return Ok(());
     }
     let story = format!("{story}: {ended}");
-    if victim == Victim::SourceCommand {
-        wait_until("the guard to let it run", || Ok(source.status()? == "running"))?;
-    } else {
-        assert_eq!(ended.code(), Some(1), "{story}");
+    match victim {
+        Victim::SourceCommand => wait_until("the guard to let it run", || Ok(source.status()? == "running"))?,
+        Victim::SourceCommandAndGuard => {
+            assert_ne!(source.status()?, "running", "{story}");
+            assert_ne!(destination.status()?, "running", "{story}");
+            // What a person does then.
+            source.qmp("cont", json!({}))?;
+        }
+        _ => assert_eq!(ended.code(), Some(1), "{story}"),
     }
     assert_eq!(source.status()?, "running", "{story}");
     wait_counting(&source)?;
@@ -103,11 +124,13 @@ fn cell(versions: Versions, step: &'static str, victim: Victim) -> Result<()> {
 #[test]
 fn the_guest_runs_on_where_the_destination_has_loaded_it() -> Result<()> {
     cell(VERSIONS[0], "source.loaded", Victim::Link)?;
-    cell(VERSIONS[0], "source.loaded", Victim::SourceCommand)
+    cell(VERSIONS[0], "source.loaded", Victim::SourceCommand)?;
+    cell(VERSIONS[0], "source.loaded", Victim::SourceCommandAndGuard)?;
+    cell(VERSIONS[1], "source.state-sent", Victim::SourceCommandAndGuard)
 }
 
 #[test]
-#[ignore = "sixty moves: make test-long"]
+#[ignore = "seventy-two moves: make test-long"]
 fn the_guest_runs_on_whoever_dies_whatever_the_versions() -> Result<()> {
     for versions in VERSIONS {
         for step in STEPS {

@@ -3,12 +3,11 @@ use crate::harm::{Target, armed, has_come, strike};
 use crate::host::Host;
 use crate::plan::{Blow, Moment, Victim};
 use crate::story::Story;
-use crate::traces::of_ours;
 use crate::verdict::{Done, Ends};
 use rustix::process::Signal;
 use std::path::Path;
 use std::time::Duration;
-use transship_lab::{Finished, LabError, Proxy, Result, Scratch, Transship, wait_until};
+use transship_lab::{Finished, LabError, Proxy, Result, Scratch, Transship, process::of_ours, wait_until};
 
 /// How long a destination may take to end after its source.
 const ENDING: Duration = Duration::from_secs(10);

@@ -6,11 +6,10 @@ use crate::moves::PATIENT;
 use crate::plan::{Blow, Victim};
 use crate::shelf::Shelf;
 use crate::story::Story;
-use crate::traces::of_ours;
 use crate::verdict::{Done, Outcome, follow, lost_with, told};
 use serde_json::json;
 use transship_lab::transship::TransshipBuilder;
-use transship_lab::{Finished, LabError, Result, Scratch, Transship, wait_until};
+use transship_lab::{Finished, LabError, Result, Scratch, Transship, process::of_ours, wait_until};
 
 fn wrong<T>(what: impl Into<String>) -> Result<T> {
     Err(LabError(what.into()))

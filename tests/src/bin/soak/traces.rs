@@ -111,15 +111,3 @@ fn watched(pid: u32) -> Result<Vec<String>> {
     }
     Ok(found)
 }
-
-/// Processes of ours that are about this guest: a guard, a stand-in, a command.
-pub(crate) fn of_ours(vm: &str, kind: &str) -> Vec<u32> {
-    let entries = fs::read_dir("/proc").into_iter().flatten().flatten();
-    let pids = entries.filter_map(|entry| entry.file_name().to_str()?.parse().ok());
-    let is_one = |pid: &u32| {
-        let line = fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
-        let words: Vec<_> = line.split(|byte| *byte == 0).collect();
-        words.contains(&vm.as_bytes()) && (kind.is_empty() || words.get(1) == Some(&kind.as_bytes()))
-    };
-    pids.filter(is_one).collect()
-}
