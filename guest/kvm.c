@@ -262,14 +262,14 @@ static void check_page(u32 page)
     write_page(page, version + 1); /* counted once */
 }
 
-static void sweep(void)
+static void sweep(int asked)
 {
     for (u32 page = 0; page < pages; page++)
         check_page(page);
     put_field("workload: sweep=", ++sweeps);
     put_field(" pages=", pages);
     put_field(" errors=", errors);
-    put('\n');
+    put_text(asked ? " asked\n" : "\n");
 }
 
 static void report(u32 uptime_ms)
@@ -328,7 +328,8 @@ void main(const struct loader_info *info)
             report(uptime_ms);
             uptime_ms += report_ms;
         }
-        if (asked_to_check() || reached(&next_sweep, sweep_ms))
-            sweep();
+        int asked = asked_to_check();
+        if (asked || reached(&next_sweep, sweep_ms))
+            sweep(asked);
     }
 }

@@ -9,7 +9,7 @@
 //! ```text
 //! workload: ready pages=16384
 //! workload: count=N checked=M errors=E uptime=S     five times a second; count: pages written
-//! workload: sweep=K pages=P errors=E                all pages were checked, every `sweep_ms` and when "check" is read
+//! workload: sweep=K pages=P errors=E [asked]        all pages were checked: every `sweep_ms`, or as "check" asks for
 //! workload: bad page=N version=V found=F [words=W]    the first few errors
 //! workload: old mib=N                               free memory was filled and given back, as "old" asks for
 //! workload: dropped mib=N                           what was held was given back, as "drop" asks for
@@ -168,9 +168,10 @@ impl Workload {
                 self.report(start.elapsed());
             }
             let questions = asked.load(Ordering::Relaxed);
-            if questions != answered || reached(&mut next_sweep, settings.sweep) {
+            let is_asked = questions != answered;
+            if is_asked || reached(&mut next_sweep, settings.sweep) {
                 answered = questions;
-                self.sweep();
+                self.sweep(is_asked);
             }
             if settings.idle || settings.rate != 0 {
                 std::thread::sleep(Duration::from_millis(2));
@@ -197,7 +198,7 @@ impl Workload {
         self.write(page, version + 1);
     }
 
-    fn sweep(&mut self) {
+    fn sweep(&mut self, is_asked: bool) {
         (0..self.pages.len()).for_each(|page| self.check(page));
         self.sweeps += 1;
         let mut churn = self.churn.lock().expect("nobody panics with it");
@@ -207,10 +208,11 @@ impl Workload {
         disk.check_all();
         self.slots.check_all();
         say(format_args!(
-            "sweep={} pages={} errors={}",
+            "sweep={} pages={} errors={}{}",
             self.sweeps,
             self.pages.len() + churn.pages(),
-            self.errors + churn.errors + disk.errors() + self.slots.errors()
+            self.errors + churn.errors + disk.errors() + self.slots.errors(),
+            if is_asked { " asked" } else { "" }
         ));
     }
 

@@ -1,4 +1,5 @@
 //! How to start a stock QEMU: as the README tells users to start theirs.
+use crate::booted::Booted;
 use crate::process::in_words;
 use crate::qmp::Qmp;
 use crate::serial::Serial;
@@ -74,12 +75,14 @@ pub struct QemuBuilder {
     kernel_arguments: String,
     more: Vec<String>,
     prefix: Vec<String>,
+    /// What its guest has said before this QEMU was started.
+    greeting: String,
 }
 
 impl QemuBuilder {
     pub(crate) fn new(kind: Kind, memory_mib: u32, accel: Accel) -> Self {
         Self {
-            binary: std::env::var("TRANSSHIP_QEMU").unwrap_or_else(|_| "qemu-system-x86_64".into()),
+            binary: installed(),
             kind,
             memory_mib,
             backends: 1,
@@ -94,6 +97,7 @@ impl QemuBuilder {
             kernel_arguments: String::new(),
             more: Vec::new(),
             prefix: Vec::new(),
+            greeting: String::new(),
         }
     }
 
@@ -229,9 +233,35 @@ impl QemuBuilder {
         command.args(self.common_args(folder.path())).args(self.memory_args(&memory_files)).args(self.guest_args()?);
         command.args(&self.more);
         let mut process = Process::start(command)?;
-        let serial = Serial::new(accept(&serial, &mut process)?)?;
+        let serial = Serial::behind(self.greeting, accept(&serial, &mut process)?)?;
         let qmp = Qmp::new(accept(&monitor, &mut process)?)?;
         Ok(Qemu::new(process, serial, qmp, memory_files, folder))
+    }
+
+    /// As `start`, but the guest runs and has filled its memory ([`Qemu::ready`]). A Linux guest takes many seconds of
+    /// CPU time for that, so only the first of its kind in this process boots; all are loaded from what it was then, by
+    /// QEMU's own means. Not those with more arguments, whose devices may not migrate, nor those of another QEMU than the
+    /// one that is installed, which may not know how.
+    ///
+    /// # Errors
+    /// It ends, or does not boot in time.
+    pub fn booted(self) -> Result<Qemu> {
+        let is_plain = self.memory_folder.is_none() && self.more.is_empty() && self.binary == installed();
+        if !matches!(self.kind, Kind::Linux(_)) || !is_plain {
+            let guest = self.start()?;
+            guest.ready()?;
+            return Ok(guest);
+        }
+        let saved = Booted::of(&self)?;
+        let builder = QemuBuilder { greeting: saved.greeting(), ..self.incoming() };
+        let guest = builder.start()?;
+        saved.load_into(&guest)?;
+        Ok(guest)
+    }
+
+    /// What a guest of its kind is known by: all that its boot depends on.
+    pub(crate) fn kind_of_guest(&self) -> String {
+        format!("{self:?}")
     }
 
     fn common_args(&self, folder: &Path) -> Vec<String> {
@@ -306,6 +336,10 @@ impl QemuBuilder {
         }
         Ok(args)
     }
+}
+
+fn installed() -> String {
+    std::env::var("TRANSSHIP_QEMU").unwrap_or_else(|_| "qemu-system-x86_64".into())
 }
 
 /// The other end's connection, or why there is none.

@@ -21,6 +21,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 pub mod balloon;
+mod booted;
 pub mod disk;
 pub mod lacks;
 pub mod launch;

@@ -4,7 +4,7 @@ use crate::workload::{
     Count, Sweep, read_dropped, read_fresh, read_old_data, read_reads, read_ready, read_rest, read_units,
 };
 use crate::{Result, failed};
-use std::io::Write;
+use std::io::{Cursor, Read, Write};
 use std::os::unix::net::UnixStream;
 
 /// A serial port.
@@ -20,8 +20,16 @@ impl Serial {
     /// # Errors
     /// The connection can't be shared with the reading thread.
     pub fn new(port: UnixStream) -> Result<Self> {
+        Self::behind(String::new(), port)
+    }
+
+    /// The port of a guest that has said something before it was connected here.
+    ///
+    /// # Errors
+    /// As [`Serial::new`].
+    pub(crate) fn behind(greeting: String, port: UnixStream) -> Result<Self> {
         let reading = port.try_clone().map_err(failed("serial port"))?;
-        Ok(Self { lines: Lines::of("serial port", reading), port })
+        Ok(Self { lines: Lines::of("serial port", Cursor::new(greeting).chain(reading)), port })
     }
 
     /// What the guest said.
@@ -60,10 +68,9 @@ impl Serial {
     pub fn sweep(&self) -> Result<Sweep> {
         let mark = self.lines.mark();
         self.type_line("check")?;
-        // The first sweep to end may have been half done when we asked; the one after it was not.
-        let (_, mark) = self.lines.wait(mark, "a sweep", Sweep::read)?;
-        self.type_line("check")?;
-        Ok(self.lines.wait(mark, "a second sweep", Sweep::read)?.0)
+        // One that was not asked for may have been half done before that.
+        let asked = |line: &str| if line.ends_with(" asked") { Sweep::read(line) } else { None };
+        Ok(self.lines.wait(mark, "a sweep", asked)?.0)
     }
 
     /// Has the Linux guest write nearly all its free memory and give it back, and gives the number of MiB.

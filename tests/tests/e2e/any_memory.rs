@@ -4,9 +4,7 @@ use serde_json::json;
 
 use crate::peer::{PLAIN, assert_moved, assert_nothing_of_ours, multifd};
 use crate::restoring::{assert_goes_on, disk, io, restoring};
-use transship_lab::{
-    Accel, Backend, HugePool, LabError, Qemu, QemuBuilder, Result, Transship, Workload, kvm_works, other_qemu,
-};
+use transship_lab::{Accel, Backend, HugePool, LabError, Qemu, QemuBuilder, Result, Transship, kvm_works, other_qemu};
 
 const ALL: [Backend; 7] = [
     Backend::Default,
@@ -20,8 +18,7 @@ const ALL: [Backend; 7] = [
 
 fn guest(backend: Backend) -> QemuBuilder {
     let accel = if kvm_works() { Accel::Kvm } else { Accel::Tcg };
-    let workload = Workload { sweep_ms: 200, ..Workload::MULTIBOOT };
-    Qemu::multiboot_under(accel).workload(workload).backend(backend).named_as_by_default()
+    Qemu::multiboot_under(accel).backend(backend).named_as_by_default()
 }
 
 /// Moves the guest, which checks that it arrived whole. The source's report.
@@ -40,8 +37,7 @@ fn memory_of_any_kind_goes_to_memory_of_any_kind() -> Result<()> {
     for kind in ALL {
         // It goes to the default, and comes from it.
         for (from, to) in [(kind, Backend::Default), (Backend::Default, kind)] {
-            let source = guest(from).start()?;
-            source.ready()?;
+            let source = guest(from).booted()?;
             let destination = guest(to).incoming().start()?;
             moved(&source, &destination, &[]).map_err(|e| LabError(format!("{from:?} to {to:?}: {e}")))?;
         }
@@ -53,8 +49,7 @@ fn memory_of_any_kind_goes_to_memory_of_any_kind() -> Result<()> {
 #[test]
 fn a_linux_guest_of_qemus_default_goes_there_and_back() -> Result<()> {
     let linux = || Qemu::linux().backend(Backend::Default);
-    let mut here = linux().start()?;
-    here.ready()?;
+    let mut here = linux().booted()?;
     for flags in [&["--channels", "2"][..], &["--compress", "zstd"], &["--compress", "lz4", "--when-busy", "raw"]] {
         let there = linux().incoming().start()?;
         moved(&here, &there, flags)?;
@@ -127,8 +122,7 @@ fn private_memory_is_saved_and_restored() -> Result<()> {
     {
         let path = folder.join(way);
         let to = path.to_string_lossy();
-        let source = guest(Backend::Default).start()?;
-        source.ready()?;
+        let source = guest(Backend::Default).booted()?;
         let save = ["save", way, "--vm", &source.vm(), "--to", &*to, direct, "--json"];
         Transship::command(save).run()?.expect_code(0)?;
         assert_goes_on(&source)?;
@@ -189,8 +183,7 @@ fn a_lazy_restore_into_private_memory_is_refused() -> Result<()> {
 #[test]
 fn a_guest_of_private_memory_outlives_those_who_move_it() -> Result<()> {
     for point in ["source.stopped=kill", "source.state-sent=kill", "destination.loaded=kill"] {
-        let source = guest(Backend::Default).start()?;
-        source.ready()?;
+        let source = guest(Backend::Default).booted()?;
         let destination = guest(Backend::Default).incoming().start()?;
         let receive = Transship::receiving(&destination.vm(), "tcp:127.0.0.1:0");
         let receive = receive.env("TRANSSHIP_FAIL_POINT", point).start()?;
@@ -239,8 +232,7 @@ fn a_guest_with_a_direct_disk_goes_on_and_back_whole() -> Result<()> {
 fn memory_in_several_private_parts_goes_there_and_back() -> Result<()> {
     let nodes = |backend| {
         let accel = if kvm_works() { Accel::Kvm } else { Accel::Tcg };
-        let workload = Workload { sweep_ms: 200, ..Workload::MULTIBOOT };
-        Qemu::multiboot_under(accel).workload(workload).backend(backend).backends(2)
+        Qemu::multiboot_under(accel).backend(backend).backends(2)
     };
     let mut here = nodes(Backend::Ram).start()?;
     here.ready()?;
@@ -284,8 +276,7 @@ fn a_guest_in_qemus_own_sandbox_goes_on() -> Result<()> {
 /// How fast it writes is seen, too.
 #[test]
 fn a_guest_of_private_memory_is_watched() -> Result<()> {
-    let source = guest(Backend::Default).start()?;
-    source.ready()?;
+    let source = guest(Backend::Default).booted()?;
     let watched = Transship::command(["watch", "--vm", &source.vm(), "--count", "3", "--interval", "200ms", "--json"])
         .run()?
         .expect_code(0)?;

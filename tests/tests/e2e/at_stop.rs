@@ -60,8 +60,7 @@ fn it_runs_once_while_the_guest_stands_still_and_before_it_runs_there() -> Resul
 
 #[test]
 fn a_guest_whose_command_fails_runs_on_and_what_was_done_can_be_taken_back() -> Result<()> {
-    let source = guest().start()?;
-    source.ready()?;
+    let source = guest().booted()?;
     for (end, why) in FAILURES {
         let (mut destination, folder) = (guest().incoming().start()?, Scratch::new()?);
         let (notes, command) = noting(&folder, end);
@@ -100,8 +99,7 @@ fn a_stock_qemu_does_not_run_a_guest_whose_command_fails() -> Result<()> {
 /// After a command that has succeeded: whoever is killed, the guest runs on.
 #[test]
 fn a_guest_runs_on_when_the_move_is_killed_or_fails_after_the_command() -> Result<()> {
-    let source = guest().start()?;
-    source.ready()?;
+    let source = guest().booted()?;
     for (step, back) in [("at-stop.done=kill", false), ("at-stop.done=error", true)] {
         let (destination, folder) = (guest().incoming().start()?, Scratch::new()?);
         let (notes, command) = noting(&folder, "true");

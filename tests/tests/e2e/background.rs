@@ -44,18 +44,12 @@ fn assert_whole(guest: &Qemu) -> Result<()> {
     Ok(())
 }
 
-fn started(guest: QemuBuilder) -> Result<Qemu> {
-    let guest = guest.start()?;
-    guest.ready()?;
-    Ok(guest)
-}
-
 /// Saves a guest while the one thread that writes the file stands still, so that it runs into pages that are not saved.
 /// Then it and the one in the file are found whole.
 fn goes_on_here_and_there(guest: QemuBuilder) -> Result<()> {
     let folder = disk()?;
     let (path, gate) = (folder.join("snapshot"), folder.join("gate"));
-    let source = started(guest.clone())?;
+    let source = guest.clone().booted()?;
     let save = stalled(&source.vm(), &path, "save.writing", &gate)?;
     // It finds every page as it left it, and waits for no disk.
     assert_eq!(source.sweep()?.errors, 0);
@@ -92,7 +86,7 @@ fn a_qemu_without_rights_is_no_obstacle() -> Result<()> {
     }
     let setpriv = ["setpriv", "--bounding-set", "-all", "--inh-caps", "-all"].map(str::to_owned);
     let guest = Qemu::multiboot().workload(BUSY).prefix(&setpriv);
-    let running = started(guest.clone())?;
+    let running = guest.clone().booted()?;
     let rights = transship_lab::process::status_field(running.pid(), "CapEff")?;
     assert!(rights.chars().all(|digit| digit == '0'), "it has rights: {rights}");
     drop(running);
@@ -103,7 +97,7 @@ fn a_qemu_without_rights_is_no_obstacle() -> Result<()> {
 fn a_guest_that_gives_memory_back_all_the_time_is_refused() -> Result<()> {
     let folder = disk()?;
     let reporting = "virtio-balloon-pci,free-page-reporting=on,id=b0";
-    let guest = started(Qemu::multiboot().args(["-device", reporting]))?;
+    let guest = Qemu::multiboot().args(["-device", reporting]).booted()?;
     let refused = saving(&guest.vm(), &folder.join("a")).run()?.expect_code(1)?;
     assert!(refused.stderr.contains("device b0") && refused.stderr.contains("--live"), "{refused}");
     assert_whole(&guest)
@@ -127,7 +121,7 @@ fn stalled(vm: &str, to: &Path, step: &str, gate: &PathBuf) -> Result<Transship>
 #[test]
 fn a_balloon_that_moves_meanwhile_fails_the_snapshot() -> Result<()> {
     let folder = disk()?;
-    let guest = started(Qemu::linux().args(["-device", "virtio-balloon-pci"]))?;
+    let guest = Qemu::linux().args(["-device", "virtio-balloon-pci"]).booted()?;
     let (gate, path) = (folder.join("gate"), folder.join("a"));
     let save = stalled(&guest.vm(), &path, "save.resumed", &gate)?;
     let actual = || Ok(guest.qmp("query-balloon", json!({}))?["actual"].as_u64());
@@ -146,7 +140,7 @@ fn a_balloon_that_moves_meanwhile_fails_the_snapshot() -> Result<()> {
 fn a_guest_whose_saver_dies_runs_on() -> Result<()> {
     for step in ["save.protecting", "save.stopped", "save.state", "save.protected", "save.resumed", "save.background"] {
         let folder = disk()?;
-        let guest = started(Qemu::multiboot().workload(BUSY))?;
+        let guest = Qemu::multiboot().workload(BUSY).booted()?;
         let settings = || {
             Ok((guest.qmp("query-migrate-capabilities", json!({}))?, guest.qmp("query-migrate-parameters", json!({}))?))
         };
@@ -189,7 +183,7 @@ fn a_synthetic_guest_whose_saver_dies_runs_on() -> Result<()> {
 fn a_disk_that_takes_nothing_does_not_hold_the_guest_for_ever() -> Result<()> {
     let folder = disk()?;
     let (path, gate) = (folder.join("a"), folder.join("gate"));
-    let guest = started(Qemu::linux().workload(Workload { rate: 0, ..Workload::LINUX }))?;
+    let guest = Qemu::linux().workload(Workload { rate: 0, ..Workload::LINUX }).booted()?;
     let save = stalled(&guest.vm(), &path, "save.writing", &gate)?;
     // More than there is room for, again and again.
     let enough = guest.next_count()?.count + 4 * u64::from(Workload::LINUX.mib) * 256;

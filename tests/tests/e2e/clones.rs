@@ -2,16 +2,13 @@
 use std::path::Path;
 
 use serde_json::{Value, json};
-use transship_lab::{
-    Accel, Backend, LabError, Qemu, QemuBuilder, Result, Scratch, Transship, Workload, kvm_works, other_qemu,
-};
+use transship_lab::{Accel, Backend, LabError, Qemu, QemuBuilder, Result, Scratch, Transship, kvm_works, other_qemu};
 
 use crate::restoring::{assert_goes_on, disk, io};
 
-/// A small guest that looks at all its memory all the time.
 pub(crate) fn guest() -> QemuBuilder {
     let accel = if kvm_works() { Accel::Kvm } else { Accel::Tcg };
-    Qemu::multiboot_under(accel).workload(Workload { sweep_ms: 200, ..Workload::MULTIBOOT })
+    Qemu::multiboot_under(accel)
 }
 
 /// An image of the guest, which goes on.
@@ -90,8 +87,7 @@ fn clones_take_little_memory() -> Result<()> {
 fn images_are_made_of_other_snapshots_and_back() -> Result<()> {
     let folder = Scratch::new()?;
     let at = |name: &str| folder.join(name).to_string_lossy().into_owned();
-    let source = guest().start()?;
-    source.ready()?;
+    let source = guest().booted()?;
     Transship::command(["save", "--paused", "--vm", &source.vm(), "--to", &at("mapped")]).run()?.expect_code(0)?;
     let convert = |from: &str, to: &str, format: &str| {
         Transship::command(["convert", &at(from), &at(to), "--format", format]).run()?.expect_code(0).map(drop)

@@ -39,8 +39,7 @@ fn memory_that_would_harm_the_image_or_is_of_another_one_is_refused() -> Result<
     let machine = guest().machine("pc").clone_of(&path).start()?;
     refused(&machine, &path, &["its machine is \"pc-q35", "start one with the same machine"])?;
     let larger = folder.join("larger");
-    let other = guest().memory(96).start()?;
-    other.ready()?;
+    let other = guest().memory(96).booted()?;
     image(&other, &larger, "--background")?;
     let smaller = guest().clone_of(&path).start()?;
     refused(&smaller, &larger, &["\"mem0\" has 100663296 bytes, that of the waiting guest 67108864"])?;
@@ -51,8 +50,7 @@ fn memory_that_would_harm_the_image_or_is_of_another_one_is_refused() -> Result<
 #[test]
 fn an_image_that_was_changed_is_refused() -> Result<()> {
     let folder = Scratch::new()?;
-    let source = guest().start()?;
-    source.ready()?;
+    let source = guest().booted()?;
     let make = |name: &str| -> Result<std::path::PathBuf> {
         let path = folder.join(name);
         image(&source, &path, "--paused")?;
@@ -95,8 +93,7 @@ fn an_image_that_was_changed_is_refused() -> Result<()> {
 #[test]
 fn a_full_tmpfs_is_refused() -> Result<()> {
     let small = MemoryMount::tmpfs(3)?;
-    let source = guest().start()?;
-    source.ready()?;
+    let source = guest().booted()?;
     let path = small.path().join("image");
     let to = path.to_string_lossy();
     let save = ["save", "--background", "--format", "raw", "--vm", &source.vm(), "--to", &*to];

@@ -184,8 +184,7 @@ fn random_pages_go_raw_by_themselves() -> Result<()> {
 fn a_linux_guest_moves_compressed_over_a_slow_link() -> Result<()> {
     let link = SlowLink::new(400)?;
     let workload = Workload { rate: 1500, hot_mib: Some(8), ..Workload::LINUX };
-    let source = Qemu::linux().workload(workload).start()?;
-    source.ready()?;
+    let source = Qemu::linux().workload(workload).booted()?;
     let destination = Qemu::linux().workload(workload).incoming().start()?;
     let before = source.next_count()?;
     let receive =

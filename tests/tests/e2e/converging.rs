@@ -29,8 +29,7 @@ fn busy() -> QemuBuilder {
 
 /// And how many pages it has written.
 fn writing(guest: QemuBuilder) -> Result<(Qemu, u64)> {
-    let guest = guest.start()?;
-    guest.ready()?;
+    let guest = guest.booted()?;
     let count = guest.next_count()?.count;
     Ok((guest, count))
 }

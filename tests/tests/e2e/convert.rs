@@ -15,8 +15,7 @@ fn stock_qemu_loads_what_was_converted() -> Result<()> {
     let folder = Scratch::within(&std::env::temp_dir())?;
     for stream in [true, false] {
         let [from, to, back] = ["from", "to", "back"].map(|name| folder.join(name));
-        let source = Qemu::linux().start()?;
-        source.ready()?;
+        let source = Qemu::linux().booted()?;
         StockSave { stream, capabilities: if stream { &["xbzrle"] } else { &[] }, ..StockSave::default() }
             .save(&source, &from)?;
         drop(source);

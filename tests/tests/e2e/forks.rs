@@ -6,7 +6,7 @@ use serde_json::Value;
 use transship_lab::{Count, LabError, Qemu, QemuBuilder, Result, Scratch, Sweep, Transship, Workload, wait_until};
 
 use crate::{
-    clones::{assert_unchanged, guest},
+    clones::{self, assert_unchanged},
     restoring::{assert_goes_on, io},
 };
 
@@ -56,6 +56,11 @@ impl Clones {
     }
 }
 
+/// One that looks at all its memory by itself: nobody can ask clones that others start.
+fn guest() -> QemuBuilder {
+    clones::guest().workload(Workload { sweep_ms: 500, ..Workload::MULTIBOOT })
+}
+
 /// How a QEMU of such a guest is started.
 fn exec(builder: &QemuBuilder) -> Result<String> {
     let mut words = builder.words_of_a_clone()?;
@@ -102,8 +107,7 @@ fn a_linux_guest_is_forked_into_sixteen() -> Result<()> {
 #[ignore = "takes a minute: make test-long"]
 fn a_fork_that_is_killed_harms_nobody() -> Result<()> {
     let folder = Scratch::new()?;
-    let source = guest().start()?;
-    source.ready()?;
+    let source = guest().booted()?;
     let exec = exec(&guest())?;
     let steps = ["save.created", "save.stopped", "save.protected", "save.image-written", "save.synced", "save.renamed"];
     for (number, step) in steps.iter().chain(&["clone.memory", "clone.loaded", "clone.started"]).enumerate() {

@@ -46,8 +46,7 @@ fn tcp_and_many_regions_and_255_channels_work() -> Result<()> {
 /// A workload that would notice one stale page: it checks each page that it writes, and all pages when it is told to.
 #[test]
 fn a_linux_guest_goes_on_where_it_was() -> Result<()> {
-    let source = Qemu::linux().start()?;
-    source.ready()?;
+    let source = Qemu::linux().booted()?;
     let destination = Qemu::linux().incoming().start()?;
     let files_before = source.open_files()?.len();
     let before = source.next_count()?;
@@ -73,8 +72,7 @@ fn a_linux_guest_goes_on_where_it_was() -> Result<()> {
 fn a_linux_guest_moves_over_a_slow_link() -> Result<()> {
     let link = SlowLink::new(400)?;
     let workload = Workload { rate: 1500, hot_mib: Some(8), ..Workload::LINUX };
-    let source = Qemu::linux().workload(workload).start()?;
-    source.ready()?;
+    let source = Qemu::linux().workload(workload).booted()?;
     let destination = Qemu::linux().workload(workload).incoming().start()?;
     let receive =
         Transship::receiving(&destination.vm(), &link.destination_uri(0)).prefix(&link.destination()).start()?;

@@ -6,7 +6,7 @@ use crate::restoring::{assert_goes_on, disk, io, restoring};
 use crate::stock::StockSave;
 use serde_json::json;
 use transship_lab::{
-    Accel, Finished, HugePool, MemoryMount, Qemu, QemuBuilder, Result, Scratch, Transship, Workload, wait_until,
+    Accel, Finished, HugePool, MemoryMount, Qemu, QemuBuilder, Result, Scratch, Transship, wait_until,
 };
 
 /// Of each guest here.
@@ -15,7 +15,7 @@ const GUEST_MIB: u64 = 64;
 const REST_MIB: u64 = 32;
 
 fn guest() -> QemuBuilder {
-    Qemu::multiboot_under(Accel::Tcg).workload(Workload { sweep_ms: 200, ..Workload::MULTIBOOT })
+    Qemu::multiboot_under(Accel::Tcg)
 }
 
 fn waiting(folder: &Path, name: &str, options: &str) -> Result<QemuBuilder> {

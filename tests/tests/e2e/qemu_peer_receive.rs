@@ -75,8 +75,7 @@ fn settled(qemu: &Qemu) -> Result<String> {
 fn evacuate(guest: impl Fn() -> QemuBuilder, send: StockSend<'_>, flags: &[&str], story: &str) -> Result<()> {
     let folder = disk()?;
     let path = folder.join("guest");
-    let source = guest().start()?;
-    source.ready()?;
+    let source = guest().booted()?;
     let receive = into_file(&path).args(flags.iter().copied()).start()?;
     send.begin(&source, &receive.listening()?)?;
     let report = receive.wait()?.expect_code(0)?.report()?;
@@ -186,8 +185,7 @@ fn a_guest_goes_into_a_waiting_qemu() -> Result<()> {
     ];
     for (guest, send) in ways {
         let story = format!("{send:?}");
-        let source = guest().start()?;
-        source.ready()?;
+        let source = guest().booted()?;
         let destination = guest().incoming().start()?;
         make_dirty(&destination)?;
         let receive = into_guest(&destination.vm()).start()?;
@@ -232,8 +230,7 @@ fn whatever_fails_here_the_source_runs_on() -> Result<()> {
     let folder = disk()?;
     let path = folder.join("guest");
     io(fs::write(&path, "what was there"))?;
-    let source = Qemu::linux().start()?;
-    source.ready()?;
+    let source = Qemu::linux().booted()?;
     let send = StockSend { capabilities: &["return-path", "events"], ..StockSend::default() };
     for step in ["qemu-receive.tail=error", "save.synced=error", "qemu-receive.tail=kill", "save.synced=kill"] {
         let receive = into_file(&path).env("TRANSSHIP_FAIL_POINT", step).start()?;
@@ -357,8 +354,7 @@ fn other_versions(wanted: fn(usize) -> bool) -> Result<()> {
 fn old_to_both(guest: &dyn Fn() -> QemuBuilder, send: StockSend<'_>) -> Result<()> {
     let (folder, story) = (disk()?, format!("7.2 {send:?}"));
     let path = folder.join("guest");
-    let source = guest().start()?;
-    source.ready()?;
+    let source = guest().booted()?;
     let receive = into_file(&path).start()?;
     send.begin(&source, &receive.listening()?)?;
     receive.wait()?.expect_code(0)?;
@@ -402,8 +398,7 @@ fn a_source_without_description_is_received() -> Result<()> {
 fn a_full_disk_leaves_the_guest_at_its_source() -> Result<()> {
     let disk = Disk::new(24, 512)?;
     let path = disk.join("guest");
-    let source = Qemu::linux().start()?;
-    source.ready()?;
+    let source = Qemu::linux().booted()?;
     let receive = into_file(&path).start()?;
     StockSend { capabilities: &["return-path"], ..StockSend::default() }.begin(&source, &receive.listening()?)?;
     let ended = receive.wait()?.expect_code(1)?;
@@ -459,8 +454,7 @@ fn a_guest_that_could_not_be_attached_to_is_received() -> Result<()> {
         let send = StockSend { capabilities, multifd, ..StockSend::default() };
         let (folder, story) = (disk()?, format!("{send:?}"));
         let path = folder.join("guest");
-        let source = guest().backend(Backend::Ram).start()?;
-        source.ready()?;
+        let source = guest().backend(Backend::Ram).booted()?;
         let receive = into_file(&path).start()?;
         send.begin(&source, &receive.listening()?)?;
         receive.wait()?.expect_code(0)?;
@@ -472,8 +466,7 @@ fn a_guest_that_could_not_be_attached_to_is_received() -> Result<()> {
         assert_goes_on(&destination, &format!("{story}, restored"))?;
         drop(destination);
 
-        let source = guest().backend(Backend::Ram).start()?;
-        source.ready()?;
+        let source = guest().backend(Backend::Ram).booted()?;
         let destination = guest().incoming().start()?;
         make_dirty(&destination)?;
         let receive = into_guest(&destination.vm()).start()?;

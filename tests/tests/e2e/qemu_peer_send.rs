@@ -138,8 +138,7 @@ fn what_a_guest_can_do_without_is_not_sent() -> Result<()> {
     let workload = Workload { mib: 32, ..Workload::LINUX };
     let guest = |balloon: &Balloon| balloon.connected(Qemu::linux().binary(&qemu).workload(workload)).memory(512);
     for wires in [PLAIN, multifd(2, "none")] {
-        let source = guest(&here).append("workload.stale=300").start()?;
-        source.ready()?;
+        let source = guest(&here).append("workload.stale=300").booted()?;
         here.plug(&source)?;
         let destination = guest(&there).incoming().start()?;
         let to = wires.wait_for_a_guest(&destination)?;

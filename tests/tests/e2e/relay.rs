@@ -136,8 +136,7 @@ fn guests_of_other_versions_go_over() -> Result<()> {
 #[test]
 fn whatever_breaks_on_the_way_the_source_runs_on() -> Result<()> {
     let guest = || Qemu::multiboot().workload(Workload { mib: 16, ..Workload::MULTIBOOT });
-    let source = guest().start()?;
-    source.ready()?;
+    let source = guest().booted()?;
     for (wires, near_dies) in [(PLAIN, false), (multifd(2, "none"), false), (multifd(2, "none"), true)] {
         let story = format!("{wires:?}, the relay near the source: {near_dies}");
         let mut destination = guest().incoming().start()?;

@@ -208,8 +208,7 @@ fn what_can_not_be_restored_leaves_the_guest_as_it_was() -> Result<()> {
 #[test]
 fn a_linux_guest_that_we_saved_comes_back() -> Result<()> {
     let folder = disk()?;
-    let source = Qemu::linux().start()?;
-    source.ready()?;
+    let source = Qemu::linux().booted()?;
     let ways: [(&str, &[&[&str]]); 2] = [("mapped-ram", &[&[], &["--lazy"]]), ("stream", &[&[]])];
     for (format, restores) in ways {
         let path = folder.join(format);

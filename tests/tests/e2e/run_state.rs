@@ -167,7 +167,9 @@ fn a_guest_that_is_stopped_by_its_disk_meanwhile_is_not_let_run_by_a_failure() -
     other.kill9();
     gate.open();
     command.wait()?.expect_code(1)?;
-    assert_eq!(source.status()?, "io-error");
+    // It finds the connection closed when QEMU has saved the guest's devices, or before.
+    let status = source.status()?;
+    assert!(["io-error", "postmigrate"].contains(&status.as_str()), "{status}");
     Ok(())
 }
 

@@ -56,8 +56,7 @@ fn assert_nothing_left_in(guest: &Qemu) -> Result<()> {
 #[test]
 fn stock_qemu_loads_what_was_saved() -> Result<()> {
     let folder = disk()?;
-    let source = Qemu::linux().start()?;
-    source.ready()?;
+    let source = Qemu::linux().booted()?;
     for (flags, loads) in [
         (["--live", "--direct-io=on", "--channels=3"], [(false, false), (true, true)].as_slice()),
         (["--live", "--direct-io=off", "--downtime=1s"], &[(true, false)]),
@@ -87,8 +86,7 @@ fn stock_qemu_loads_what_was_saved() -> Result<()> {
 fn a_busy_guest_is_saved_in_rounds() -> Result<()> {
     let folder = disk()?;
     let workload = Workload { rate: 20_000, hot_mib: Some(8), ..Workload::LINUX };
-    let source = Qemu::linux().workload(workload).start()?;
-    source.ready()?;
+    let source = Qemu::linux().workload(workload).booted()?;
     let path = folder.join("snapshot");
     io(fs::write(&path, [9; 70_000]))?;
     let to = format!("file:{},offset=0x1234", path.display());
@@ -111,8 +109,7 @@ fn a_stream_is_loaded_by_qemus_of_all_ages() -> Result<()> {
     let folder = disk()?;
     let path = folder.join("stream");
     let guest = Qemu::linux().machine("pc-q35-7.2").args(["-device", "VGA"]);
-    let source = guest.clone().start()?;
-    source.ready()?;
+    let source = guest.clone().booted()?;
     let report = saving(&source.vm(), &path).args(["--format", "stream"]).run()?.expect_code(0)?.report()?;
     assert_eq!(report["file"]["format"], "stream");
     assert_goes_on(&source, "the source")?;
@@ -133,8 +130,7 @@ fn a_stream_is_loaded_by_qemus_of_all_ages() -> Result<()> {
 fn a_guest_of_many_blocks_is_saved() -> Result<()> {
     let folder = disk()?;
     let guest = Qemu::multiboot().backends(2).args(["-device", "VGA", "-device", "virtio-rng-pci"]);
-    let source = guest.clone().start()?;
-    source.ready()?;
+    let source = guest.clone().booted()?;
     source.qmp("stop", json!({}))?;
     let path = folder.join("snapshot");
     saving(&source.vm(), &path).run()?.expect_code(0)?;

@@ -3,9 +3,7 @@
 use std::{fs, io::Write, net::TcpStream};
 
 use serde_json::{Value, json};
-use transship_lab::{
-    Accel, LabError, Qemu, Result, Scratch, Transship, Workload, transship::TransshipBuilder, wait_until,
-};
+use transship_lab::{Accel, LabError, Qemu, Result, Scratch, Transship, transship::TransshipBuilder, wait_until};
 
 /// What they say: nothing, the beginnings of what is expected there, and what is said elsewhere.
 const FIRST_WORDS: [&[u8]; 6] = [b"", b"T", b"QEVM", b"\x11\x22", b"GET / HTTP/1.1\r\n\r\n", &[0; 200]];
@@ -22,9 +20,8 @@ fn crowd(uri: &str) -> Result<Vec<TcpStream>> {
 }
 
 fn pair() -> Result<(Qemu, Qemu)> {
-    let guest = || Qemu::multiboot_under(Accel::Tcg).workload(Workload { sweep_ms: 200, ..Workload::MULTIBOOT });
-    let source = guest().start()?;
-    source.ready()?;
+    let guest = || Qemu::multiboot_under(Accel::Tcg);
+    let source = guest().booted()?;
     Ok((source, guest().incoming().start()?))
 }
 

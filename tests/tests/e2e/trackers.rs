@@ -11,7 +11,7 @@ const SYNC: [&str; 2] = ["--tracker", "sync"];
 
 fn guest(backend: Backend) -> QemuBuilder {
     let accel = if kvm_works() { Accel::Kvm } else { Accel::Tcg };
-    let workload = Workload { sweep_ms: 200, rate: 2000, ..Workload::MULTIBOOT };
+    let workload = Workload { rate: 2000, ..Workload::MULTIBOOT };
     Qemu::multiboot_under(accel).workload(workload).backend(backend).named_as_by_default()
 }
 
@@ -19,8 +19,7 @@ fn guest(backend: Backend) -> QemuBuilder {
 #[test]
 fn guests_whose_writers_wait_arrive_whole() -> Result<()> {
     for (from, to) in [(Backend::Default, Backend::SharedFile), (Backend::SharedFile, Backend::Default)] {
-        let source = guest(from).start()?;
-        source.ready()?;
+        let source = guest(from).booted()?;
         let destination = guest(to).incoming().start()?;
         let flags = [&SYNC[..], &["--verify", "--bandwidth", "8MiB", "--downtime", "200ms"]].concat();
         let moved = move_between(&source.vm(), &destination.vm(), &flags)

@@ -44,7 +44,6 @@ pub(crate) fn make_dirty(guest: &Qemu) -> Result<()> {
 
 /// Has stock QEMU save such a guest, which then is gone.
 pub(crate) fn saved_by_stock(guest: QemuBuilder, way: StockSave<'_>, path: &Path) -> Result<()> {
-    let source = guest.start()?;
-    source.ready()?;
+    let source = guest.booted()?;
     way.save(&source, path)
 }
