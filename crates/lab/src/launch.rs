@@ -238,30 +238,33 @@ impl QemuBuilder {
         Ok(Qemu::new(process, serial, qmp, memory_files, folder))
     }
 
-    /// As `start`, but the guest runs and has filled its memory ([`Qemu::ready`]). A Linux guest takes many seconds of
-    /// CPU time for that, so only the first of its kind in this process boots; all are loaded from what it was then, by
-    /// QEMU's own means. Not those with more arguments, whose devices may not migrate, nor those of another QEMU than the
-    /// one that is installed, which may not know how.
+    /// As `start`, but the guest runs and has filled its memory ([`Qemu::ready`]). That takes the Linux guest many seconds
+    /// of CPU time, and the small one a second where KVM emulates it. So only the first of its kind in this process
+    /// boots; all are loaded from what it was then, by QEMU's own means. Not those with more arguments, whose devices may
+    /// not migrate, nor those of another QEMU than the one that is installed, which may not know how.
     ///
     /// # Errors
     /// It ends, or does not boot in time.
     pub fn booted(self) -> Result<Qemu> {
+        let is_slow = matches!((&self.kind, self.accel), (Kind::Linux(_), _) | (Kind::Multiboot(_), Accel::Kvm));
         let is_plain = self.memory_folder.is_none() && self.more.is_empty() && self.binary == installed();
-        if !matches!(self.kind, Kind::Linux(_)) || !is_plain {
+        if !(is_slow && is_plain) {
             let guest = self.start()?;
             guest.ready()?;
             return Ok(guest);
         }
         let saved = Booted::of(&self)?;
-        let builder = QemuBuilder { greeting: saved.greeting(), ..self.incoming() };
-        let guest = builder.start()?;
+        let guest = QemuBuilder { greeting: saved.greeting(), ..self.incoming() }.start()?;
         saved.load_into(&guest)?;
         Ok(guest)
     }
 
-    /// What a guest of its kind is known by: all that its boot depends on.
+    /// What a guest of its kind is known by: all that its boot depends on. Where its memory lies matters only by the
+    /// name that QEMU gives it.
     pub(crate) fn kind_of_guest(&self) -> String {
-        format!("{self:?}")
+        let backend = if self.backend == Backend::Default { Backend::Default } else { Backend::SharedFile };
+        let like_it = Self { backend, prefix: Vec::new(), ..self.clone() };
+        format!("{like_it:?}")
     }
 
     fn common_args(&self, folder: &Path) -> Vec<String> {

@@ -66,8 +66,7 @@ fn private_memory_of_an_old_qemu_goes_there_and_back() -> Result<()> {
     let devices = ["-device", "VGA", "-device", "virtio-net-pci", "-device", "virtio-net-pci"];
     let of = |backend| guest(backend).machine("pc-q35-7.2").args(devices);
     for kind in [Backend::Default, Backend::Memfd, Backend::PrivateMemfd] {
-        let (first, second) = (of(kind).binary(&old).start()?, of(Backend::Default).incoming().start()?);
-        first.ready()?;
+        let (first, second) = (of(kind).binary(&old).booted()?, of(Backend::Default).incoming().start()?);
         moved(&first, &second, &[])?;
         let third = of(kind).binary(&old).incoming().start()?;
         moved(&second, &third, &[])?;
@@ -80,8 +79,7 @@ fn private_memory_of_an_old_qemu_goes_there_and_back() -> Result<()> {
 fn private_memory_of_an_old_qemu_is_saved_and_restored() -> Result<()> {
     let Some(old) = other_qemu("7.2")? else { return Ok(()) };
     let of = || guest(Backend::Default).binary(&old).machine("pc-q35-7.2").args(["-device", "VGA"]);
-    let (folder, source) = (disk()?, of().start()?);
-    source.ready()?;
+    let (folder, source) = (disk()?, of().booted()?);
     for way in ["--paused", "--live", "--background"] {
         let path = folder.join(way);
         let to = path.to_string_lossy();
@@ -153,8 +151,7 @@ fn private_memory_goes_to_and_comes_from_a_stock_qemu() -> Result<()> {
         wires.move_over(&source, &destination)?;
         assert_moved(&source, &destination, left)?;
     }
-    let (source, destination) = (guest(Backend::Default).start()?, guest(Backend::Default).incoming().start()?);
-    source.ready()?;
+    let (source, destination) = (guest(Backend::Default).booted()?, guest(Backend::Default).incoming().start()?);
     let listen = ["receive", "--peer", "qemu", "--vm", &destination.vm(), "--listen", "tcp:127.0.0.1:0", "--json"];
     let receive = Transship::command(listen).start()?;
     let uri = receive.listening()?;
@@ -168,8 +165,7 @@ fn private_memory_goes_to_and_comes_from_a_stock_qemu() -> Result<()> {
 #[test]
 fn a_lazy_restore_into_private_memory_is_refused() -> Result<()> {
     let folder = disk()?;
-    let (path, source) = (folder.join("guest"), guest(Backend::SharedFile).start()?);
-    source.ready()?;
+    let (path, source) = (folder.join("guest"), guest(Backend::SharedFile).booted()?);
     let to = path.to_string_lossy();
     Transship::command(["save", "--paused", "--vm", &source.vm(), "--to", &*to]).run()?.expect_code(0)?;
     let destination = guest(Backend::Default).incoming().start()?;
@@ -206,8 +202,7 @@ fn a_guest_with_a_direct_disk_goes_on_and_back_whole() -> Result<()> {
     io(std::fs::File::create(&image).and_then(|file| file.set_len(1 << 20)))?;
     let drive = format!("file={},format=raw,if=none,id=disk,cache=none", image.display());
     let with_disk = || guest(Backend::Default).args(["-drive", &drive, "-device", "virtio-blk-pci,drive=disk"]);
-    let (source, first) = (with_disk().start()?, with_disk().incoming().start()?);
-    source.ready()?;
+    let (source, first) = (with_disk().booted()?, with_disk().incoming().start()?);
     // One that stands still and is not taken has them again.
     source.qmp("stop", json!({}))?;
     let receive = Transship::receiving(&first.vm(), "tcp:127.0.0.1:0").start()?;
@@ -234,8 +229,7 @@ fn memory_in_several_private_parts_goes_there_and_back() -> Result<()> {
         let accel = if kvm_works() { Accel::Kvm } else { Accel::Tcg };
         Qemu::multiboot_under(accel).backend(backend).backends(2)
     };
-    let mut here = nodes(Backend::Ram).start()?;
-    here.ready()?;
+    let mut here = nodes(Backend::Ram).booted()?;
     for to in [Backend::SharedFile, Backend::Ram, Backend::Memfd, Backend::PrivateMemfd, Backend::Ram] {
         let there = nodes(to).incoming().start()?;
         moved(&here, &there, &[]).map_err(|e| LabError(format!("to {to:?}: {e}")))?;
@@ -249,8 +243,7 @@ fn memory_in_several_private_parts_goes_there_and_back() -> Result<()> {
 fn private_huge_pages_go_there_and_back_and_take_no_more_than_they_need() -> Result<()> {
     let pool = HugePool::with_mib(160)?;
     let huge = |backend| guest(backend).memory_options("hugetlb=on,hugetlbsize=2M");
-    let source = huge(Backend::PrivateMemfd).start()?;
-    source.ready()?;
+    let source = huge(Backend::PrivateMemfd).booted()?;
     let used = |pool: &HugePool| pool.state().map(|state| state.free);
     let free_before = used(&pool)?;
     let destination = huge(Backend::PrivateMemfd).incoming().start()?;
@@ -268,8 +261,7 @@ fn private_huge_pages_go_there_and_back_and_take_no_more_than_they_need() -> Res
 fn a_guest_in_qemus_own_sandbox_goes_on() -> Result<()> {
     let sandbox = "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny";
     let sandboxed = || guest(Backend::Default).args(["-sandbox", sandbox]);
-    let (source, destination) = (sandboxed().start()?, sandboxed().incoming().start()?);
-    source.ready()?;
+    let (source, destination) = (sandboxed().booted()?, sandboxed().incoming().start()?);
     moved(&source, &destination, &[]).map(drop)
 }
 

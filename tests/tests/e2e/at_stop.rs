@@ -40,8 +40,7 @@ fn phases(notes: &Path) -> Result<Vec<String>> {
 
 #[test]
 fn it_runs_once_while_the_guest_stands_still_and_before_it_runs_there() -> Result<()> {
-    let (source, destination, folder) = (guest().start()?, guest().incoming().start()?, Scratch::new()?);
-    source.ready()?;
+    let (source, destination, folder) = (guest().booted()?, guest().incoming().start()?, Scratch::new()?);
     let left = source.next_count()?.count;
     let receive = Transship::receiving(&destination.vm(), "tcp:127.0.0.1:0").start()?;
     let (go, to) = (folder.join("go"), receive.listening()?);
@@ -79,8 +78,7 @@ fn a_guest_whose_command_fails_runs_on_and_what_was_done_can_be_taken_back() -> 
 
 #[test]
 fn a_stock_qemu_does_not_run_a_guest_whose_command_fails() -> Result<()> {
-    let (source, folder) = (guest().start()?, Scratch::new()?);
-    source.ready()?;
+    let (source, folder) = (guest().booted()?, Scratch::new()?);
     let (notes, command) = noting(&folder, "exit 7");
     let mut destination = guest().incoming().start()?;
     let to = PLAIN.wait_for_a_guest(&destination)?;
@@ -116,8 +114,7 @@ fn a_guest_runs_on_when_the_move_is_killed_or_fails_after_the_command() -> Resul
 
 #[test]
 fn every_way_to_save_has_its_command() -> Result<()> {
-    let (folder, source) = (disk()?, guest().start()?);
-    source.ready()?;
+    let (folder, source) = (disk()?, guest().booted()?);
     let path = folder.join("guest");
     let to = path.to_string_lossy().into_owned();
     for way in ["--live", "--paused", "--background"] {

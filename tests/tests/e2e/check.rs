@@ -26,8 +26,7 @@ fn a_guest_is_described_and_not_touched() -> Result<()> {
     io(std::fs::File::create(&image).and_then(|file| file.set_len(1 << 20)))?;
     let drive = format!("file={},format=raw,if=none,id=disk,cache=none", image.display());
     let source = guest(Backend::Default).args(["-drive", &drive, "-device", "virtio-blk-pci,drive=disk,id=vda"]);
-    let source = source.start()?;
-    source.ready()?;
+    let source = source.booted()?;
     let settings = || source.qmp("query-migrate-capabilities", json!({}));
     let (before, files) = (settings()?, source.open_files()?.len());
     let found = checked(&source.vm(), true)?;

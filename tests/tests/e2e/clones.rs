@@ -35,8 +35,7 @@ fn an_image_of_any_guest_has_clones() -> Result<()> {
     for (way, backend) in
         [("--background", Backend::SharedFile), ("--live", Backend::Ram), ("--paused", Backend::Memfd)]
     {
-        let (path, source) = (folder.join(way), guest().backend(backend).start()?);
-        source.ready()?;
+        let (path, source) = (folder.join(way), guest().backend(backend).booted()?);
         image(&source, &path, way)?;
         let first = guest().clone_of(&path).start()?;
         let report = cloning(&first.vm(), &path).run()?.expect_code(0)?.report()?;
@@ -61,8 +60,7 @@ fn an_image_of_any_guest_has_clones() -> Result<()> {
 fn clones_take_little_memory() -> Result<()> {
     let folder = disk()?;
     let nodes = |backend| guest().memory(128).backend(backend).backends(2);
-    let (path, source) = (folder.join("image"), nodes(Backend::Ram).start()?);
-    source.ready()?;
+    let (path, source) = (folder.join("image"), nodes(Backend::Ram).booted()?);
     image(&source, &path, "--background")?;
     let clones: Vec<Qemu> = (0..3).map(|_| nodes(Backend::Ram).clone_of(&path).start()).collect::<Result<_>>()?;
     for clone in &clones {
@@ -116,8 +114,7 @@ fn images_are_made_of_other_snapshots_and_back() -> Result<()> {
 #[test]
 fn memory_of_its_own_is_filled() -> Result<()> {
     let folder = Scratch::new()?;
-    let (path, source) = (folder.join("image"), guest().start()?);
-    source.ready()?;
+    let (path, source) = (folder.join("image"), guest().booted()?);
     image(&source, &path, "--background")?;
     for (backend, way) in [(Backend::SharedFile, "lazy"), (Backend::Ram, "copied")] {
         let other = guest().backend(backend).incoming().start()?;
@@ -132,8 +129,7 @@ fn memory_of_its_own_is_filled() -> Result<()> {
 #[test]
 fn pages_that_qemu_has_written_are_those_of_the_image() -> Result<()> {
     let folder = Scratch::new()?;
-    let (path, source) = (folder.join("image"), guest().start()?);
-    source.ready()?;
+    let (path, source) = (folder.join("image"), guest().booted()?);
     image(&source, &path, "--background")?;
     let clone = guest().clone_of(&path).start()?;
     // As firmware would: at pages of the workload, and in a hole.
@@ -159,8 +155,7 @@ fn pages_that_qemu_has_written_are_those_of_the_image() -> Result<()> {
 #[test]
 fn a_clone_that_is_killed_leaves_nothing_running() -> Result<()> {
     let folder = Scratch::new()?;
-    let (path, source) = (folder.join("image"), guest().start()?);
-    source.ready()?;
+    let (path, source) = (folder.join("image"), guest().booted()?);
     image(&source, &path, "--background")?;
     for (point, waits) in [("clone.memory", true), ("restore.loading", false), ("clone.loaded", false)] {
         let clone = guest().clone_of(&path).start()?;
@@ -191,8 +186,7 @@ fn clones_have_overlays_and_a_command_after() -> Result<()> {
         let drive = format!("file={},format={format},if=none,id=disk", file.display());
         builder.args(["-drive", &drive, "-device", "virtio-blk-pci,drive=disk"])
     };
-    let source = with(guest(), &raw, "raw").start()?;
-    source.ready()?;
+    let source = with(guest(), &raw, "raw").booted()?;
     // From this moment on the guest writes to a file of its own, and its disk stays as it is.
     source.qmp("stop", json!({}))?;
     let theirs = folder.join("theirs").to_string_lossy().into_owned();
@@ -220,8 +214,7 @@ fn clones_run_in_other_versions() -> Result<()> {
         let Some(binary) = other_qemu(version)? else { continue };
         let guest = || guest().binary(binary.clone());
         let folder = Scratch::new()?;
-        let (path, source) = (folder.join("image"), guest().start()?);
-        source.ready()?;
+        let (path, source) = (folder.join("image"), guest().booted()?);
         image(&source, &path, "--background")?;
         let clone = guest().clone_of(&path).start()?;
         cloning(&clone.vm(), &path).run()?.expect_code(0)?;

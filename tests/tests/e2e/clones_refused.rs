@@ -26,8 +26,7 @@ fn refused(waiting: &Qemu, from: &Path, words: &[&str]) -> Result<()> {
 #[test]
 fn memory_that_would_harm_the_image_or_is_of_another_one_is_refused() -> Result<()> {
     let folder = Scratch::new()?;
-    let (path, source) = (folder.join("image"), guest().start()?);
-    source.ready()?;
+    let (path, source) = (folder.join("image"), guest().booted()?);
     image(&source, &path, "--background")?;
     // The file may be written for a moment, or QEMU would not start.
     chattr(&path.join("memory"))?;

@@ -235,8 +235,7 @@ fn writers_go_on_when_the_one_who_holds_them_is_killed_or_interrupted() -> Resul
 /// What can't be had is refused before the guest is touched.
 #[test]
 fn what_cannot_be_held_is_refused() -> Result<()> {
-    let source = Qemu::multiboot().start()?;
-    source.ready()?;
+    let source = Qemu::multiboot().booted()?;
     let vm = source.vm();
     for (flags, why) in [
         (&["move", "--to", "unix:/x", "--tracker", "async"][..], "leave out --tracker async"),

@@ -110,8 +110,7 @@ impl Lab {
                 Ok(Guest::Synthetic(Box::new(guest)))
             }
             Self::Qemu => {
-                let guest = Qemu::multiboot_under(Accel::Tcg).start()?;
-                guest.ready()?;
+                let guest = Qemu::multiboot_under(Accel::Tcg).booted()?;
                 Ok(Guest::Qemu(Box::new(guest)))
             }
         }

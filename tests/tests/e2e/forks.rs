@@ -77,8 +77,7 @@ fn forking(of: &Qemu, into: &Path, count: &str, exec: &str) -> transship_lab::tr
 
 fn sixteen_of(builder: &QemuBuilder) -> Result<()> {
     let folder = Scratch::new()?;
-    let (path, source) = (folder.join("image"), builder.clone().start()?);
-    source.ready()?;
+    let (path, source) = (folder.join("image"), builder.clone().booted()?);
     let report = forking(&source, &path, "16", &exec(builder)?).run()?.expect_code(0)?.report()?;
     let clones = Clones::of(&report, &path);
     for clone in report["clones"].as_array().into_iter().flatten() {
@@ -154,8 +153,7 @@ fn started_from(image: &Path) -> Result<Vec<u32>> {
 #[test]
 fn a_fork_tells_of_clones_that_do_not_start() -> Result<()> {
     let folder = Scratch::new()?;
-    let (path, source) = (folder.join("image"), guest().start()?);
-    source.ready()?;
+    let (path, source) = (folder.join("image"), guest().booted()?);
     let exec = exec(&guest())?;
     let second_fails = format!("if [ {{n}} = 2 ]; then echo no such luck >&2; exit 3; fi; {exec}");
     let failed = forking(&source, &path, "3", &second_fails).run()?.expect_code(1)?;

@@ -92,8 +92,7 @@ fn a_linux_guest_moves_over_a_slow_link() -> Result<()> {
 /// Writes of a KVM guest go through another page table than QEMU's own; they must be seen all the same.
 #[test]
 fn a_guest_on_two_numa_nodes_goes_on_where_it_was() -> Result<()> {
-    let source = Qemu::multiboot().backends(2).start()?;
-    source.ready()?;
+    let source = Qemu::multiboot().backends(2).booted()?;
     let destination = Qemu::multiboot().backends(2).incoming().start()?;
     let before = source.next_count()?;
     move_between(&source.vm(), &destination.vm(), &["--verify"])?;
@@ -106,8 +105,7 @@ fn a_guest_on_two_numa_nodes_goes_on_where_it_was() -> Result<()> {
 /// There, and back again: nothing of the first move may hinder the second.
 #[test]
 fn a_guest_moves_there_and_back() -> Result<()> {
-    let here = Qemu::multiboot().start()?;
-    here.ready()?;
+    let here = Qemu::multiboot().booted()?;
     let there = Qemu::multiboot().incoming().start()?;
     move_between(&here.vm(), &there.vm(), &["--verify"])?;
     drop(here);
@@ -119,8 +117,7 @@ fn a_guest_moves_there_and_back() -> Result<()> {
 
 #[test]
 fn a_paused_guest_stays_paused() -> Result<()> {
-    let source = Qemu::multiboot().start()?;
-    source.ready()?;
+    let source = Qemu::multiboot().booted()?;
     source.qmp("stop", Value::Object(serde_json::Map::new()))?;
     let destination = Qemu::multiboot().incoming().start()?;
     move_between(&source.vm(), &destination.vm(), &["--verify"])?;
@@ -133,8 +130,7 @@ fn a_paused_guest_stays_paused() -> Result<()> {
 /// Ctrl-C in the middle: the source runs on with nothing of ours in it, and the next attempt works.
 #[test]
 fn ctrl_c_cancels_cleanly() -> Result<()> {
-    let source = Qemu::multiboot().start()?;
-    source.ready()?;
+    let source = Qemu::multiboot().booted()?;
     let destination = Qemu::multiboot().incoming().start()?;
     let folder = Scratch::new()?;
     let receive = Transship::receiving(&destination.vm(), &format!("unix:{}", folder.join("s").display())).start()?;
@@ -176,8 +172,7 @@ fn a_guest_that_outruns_the_link_gets_a_verdict() -> Result<()> {
 /// Guests that do not fit each other are refused before the destination's memory is touched.
 #[test]
 fn guests_that_do_not_fit_are_refused() -> Result<()> {
-    let source = Qemu::multiboot().start()?;
-    source.ready()?;
+    let source = Qemu::multiboot().booted()?;
     for (destination, why) in
         [(Qemu::multiboot().memory(128), "bytes at the source"), (Qemu::multiboot().machine("pc"), "pc-i440fx")]
     {

@@ -44,8 +44,7 @@ struct Origin {
 
 impl Origin {
     fn new() -> Result<Self> {
-        let (folder, running) = (disk()?, guest().start()?);
-        running.ready()?;
+        let (folder, running) = (disk()?, guest().booted()?);
         for (name, stream) in [("stream", true), ("mapped", false)] {
             StockSave { stream, ..StockSave::default() }.save(&running, &folder.join(name))?;
             running.qmp("cont", json!({}))?;

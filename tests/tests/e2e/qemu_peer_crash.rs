@@ -8,8 +8,7 @@ use serde_json::json;
 use transship_lab::{LabError, Qemu, Result, Scratch, Transship, lines::Mark, wait_until};
 
 fn source() -> Result<Qemu> {
-    let source = Qemu::multiboot().start()?;
-    source.ready()?;
+    let source = Qemu::multiboot().booted()?;
     Ok(source)
 }
 

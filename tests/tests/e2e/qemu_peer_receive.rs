@@ -211,8 +211,7 @@ fn make_dirty(guest: &Qemu) -> Result<()> {
 /// A guest that stood still does so afterwards.
 #[test]
 fn a_guest_that_stood_still_is_not_started() -> Result<()> {
-    let source = Qemu::multiboot().start()?;
-    source.ready()?;
+    let source = Qemu::multiboot().booted()?;
     source.qmp("stop", json!({}))?;
     let destination = Qemu::multiboot().incoming().start()?;
     let receive = into_guest(&destination.vm()).start()?;
@@ -268,8 +267,7 @@ fn whatever_fails_here_the_source_runs_on() -> Result<()> {
 fn a_source_that_hangs_goes_on_and_one_that_dies_leaves_nothing() -> Result<()> {
     let folder = disk()?;
     let path = folder.join("guest");
-    let mut source = Qemu::multiboot().start()?;
-    source.ready()?;
+    let mut source = Qemu::multiboot().booted()?;
     let destination = Qemu::multiboot().incoming().start()?;
     for dies in [false, true] {
         let receive = match dies {
@@ -278,8 +276,7 @@ fn a_source_that_hangs_goes_on_and_one_that_dies_leaves_nothing() -> Result<()> 
         };
         let listening = receive.listening()?;
         if dies {
-            source = Qemu::multiboot().start()?;
-            source.ready()?;
+            source = Qemu::multiboot().booted()?;
         }
         let slow = [("return-path", true), ("multifd", true), ("events", true)];
         let capabilities: Vec<Value> =
@@ -365,8 +362,7 @@ fn old_to_both(guest: &dyn Fn() -> QemuBuilder, send: StockSend<'_>) -> Result<(
         Transship::command(["restore", "--vm", &destination.vm(), "--from", &*from]).run()?.expect_code(0)?;
         assert_goes_on(&destination, &story)?;
     }
-    let (source, destination) = (guest().start()?, guest().incoming().start()?);
-    source.ready()?;
+    let (source, destination) = (guest().booted()?, guest().incoming().start()?);
     let receive = into_guest(&destination.vm()).start()?;
     send.begin(&source, &receive.listening()?)?;
     receive.wait()?.expect_code(0)?;
@@ -418,8 +414,7 @@ fn a_transship_that_takes_us_for_a_qemu_is_received() -> Result<()> {
     let path = folder.join("guest");
     for (channels, compress) in [("0", "none"), ("3", "zstd")] {
         let story = format!("{channels} channels, {compress}");
-        let source = Qemu::multiboot().start()?;
-        source.ready()?;
+        let source = Qemu::multiboot().booted()?;
         let receive = into_file(&path).start()?;
         let flags = ["--peer", "qemu", "--channels", channels, "--compress", compress];
         Transship::moving(&source.vm(), &receive.listening()?).args(flags).run()?.expect_code(0)?;
@@ -429,8 +424,7 @@ fn a_transship_that_takes_us_for_a_qemu_is_received() -> Result<()> {
         assert_goes_on(&destination, &story)?;
         drop(destination);
 
-        let source = Qemu::multiboot().start()?;
-        source.ready()?;
+        let source = Qemu::multiboot().booted()?;
         let destination = Qemu::multiboot().incoming().start()?;
         make_dirty(&destination)?;
         let receive = into_guest(&destination.vm()).start()?;

@@ -8,8 +8,7 @@ use transship_lab::{Backend, Balloon, LabError, Qemu, QemuBuilder, Result, Scrat
 
 /// Starts a guest, moves it, and asks it.
 fn goes_over(from: QemuBuilder, to: QemuBuilder, wires: Wires) -> Result<Value> {
-    let source = from.start()?;
-    source.ready()?;
+    let source = from.booted()?;
     let destination = to.incoming().start()?;
     let left = source.next_count()?.count;
     let report = wires.move_over(&source, &destination)?;
@@ -49,8 +48,7 @@ fn a_guest_goes_over_channels_that_compress() -> Result<()> {
 #[test]
 fn a_guest_goes_past_busy_encoders() -> Result<()> {
     for (compress, slowly) in [("zlib", "zlib:9"), ("zstd", "zstd:15")] {
-        let source = Qemu::multiboot().start()?;
-        source.ready()?;
+        let source = Qemu::multiboot().booted()?;
         let destination = Qemu::multiboot().incoming().start()?;
         let to = multifd(2, compress).wait_for_a_guest(&destination)?;
         let left = source.next_count()?.count;
@@ -68,8 +66,7 @@ fn a_guest_goes_past_busy_encoders() -> Result<()> {
 fn a_guest_that_writes_goes_over_a_slow_link() -> Result<()> {
     let workload = Workload { mib: 8, rate: 400, hot_mib: Some(2), ..Workload::MULTIBOOT };
     for wires in [PLAIN, multifd(2, "none")] {
-        let source = Qemu::multiboot().workload(workload).start()?;
-        source.ready()?;
+        let source = Qemu::multiboot().workload(workload).booted()?;
         let destination = Qemu::multiboot().workload(workload).incoming().start()?;
         let to = wires.wait_at_a_port(&destination)?;
         let left = source.next_count()?.count;
@@ -86,8 +83,7 @@ fn a_guest_that_writes_goes_over_a_slow_link() -> Result<()> {
 fn a_guest_that_outruns_the_link_gets_a_verdict() -> Result<()> {
     // While it checks all its pages it writes none, and where KVM has to emulate that takes seconds.
     let workload = Workload { mib: 16, rate: 0, sweep_ms: 120_000, ..Workload::MULTIBOOT };
-    let source = Qemu::multiboot().workload(workload).start()?;
-    source.ready()?;
+    let source = Qemu::multiboot().workload(workload).booted()?;
     // Its first check is between the first count and the second.
     source.next_count()?;
     source.next_count()?;
@@ -122,8 +118,7 @@ fn a_machine_with_virtio_mem_is_refused() -> Result<()> {
     let folder = Scratch::new()?;
     let more = format!("memory-backend-file,id=more,size=128M,share=on,mem-path={}", folder.join("more").display());
     let device = "virtio-mem-pci,memdev=more,requested-size=0";
-    let source = Qemu::multiboot().args(["-m", "maxmem=1G", "-object", &more, "-device", device]).start()?;
-    source.ready()?;
+    let source = Qemu::multiboot().args(["-m", "maxmem=1G", "-object", &more, "-device", device]).booted()?;
     let ended = PLAIN.moving(&source, "unix:/nowhere/incoming").run()?;
     assert!(ended.stderr.contains("virtio-mem"), "{ended}");
     assert_runs_on(&source, &ended, "virtio-mem")
@@ -226,8 +221,7 @@ fn between_versions(wanted: fn(usize, usize) -> bool) -> Result<()> {
 #[test]
 fn a_paused_guest_arrives_paused() -> Result<()> {
     for wires in [PLAIN, multifd(2, "none")] {
-        let source = Qemu::multiboot().start()?;
-        source.ready()?;
+        let source = Qemu::multiboot().booted()?;
         source.qmp("stop", json!({}))?;
         let destination = Qemu::multiboot().incoming().start()?;
         let report = wires.move_over(&source, &destination)?;
@@ -242,8 +236,7 @@ fn a_paused_guest_arrives_paused() -> Result<()> {
 /// There by QEMU's protocol, and back: nothing of the first move may hinder the second.
 #[test]
 fn a_guest_goes_there_and_back() -> Result<()> {
-    let here = Qemu::multiboot().start()?;
-    here.ready()?;
+    let here = Qemu::multiboot().booted()?;
     let there = Qemu::multiboot().incoming().start()?;
     PLAIN.move_over(&here, &there)?;
     drop(here);
@@ -258,8 +251,7 @@ fn a_guest_goes_there_and_back() -> Result<()> {
 fn old_content_of_the_destination_is_cleared_where_that_was_promised() -> Result<()> {
     let main = ["--zero-pages", "main"].as_slice();
     for (wires, flags) in [(PLAIN, [].as_slice()), (multifd(2, "none"), main), (multifd(2, "zstd"), main)] {
-        let source = Qemu::multiboot().start()?;
-        source.ready()?;
+        let source = Qemu::multiboot().booted()?;
         let folder = Scratch::new()?;
         let written = fs::File::create(folder.join("mem0")).and_then(|mut file| file.write_all(&vec![0xaa; 64 << 20]));
         written.map_err(|error| LabError(error.to_string()))?;
@@ -279,8 +271,7 @@ fn old_content_of_the_destination_is_cleared_where_that_was_promised() -> Result
 #[test]
 fn a_destination_that_does_not_fit_refuses_and_the_guest_runs_on() -> Result<()> {
     let workload = Workload { rate: 50, ..Workload::MULTIBOOT };
-    let source = Qemu::multiboot().workload(workload).start()?;
-    source.ready()?;
+    let source = Qemu::multiboot().workload(workload).booted()?;
     let uuid = ["-uuid", "00112233-4455-6677-8899-aabbccddeeff"];
     for (story, destination, theirs, ours, why) in [
         ("machine", Qemu::multiboot().machine("pc"), PLAIN, PLAIN, "closed the connection"),

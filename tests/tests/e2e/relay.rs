@@ -59,8 +59,7 @@ fn assert_goes_on(guest: &Qemu, left: u64, story: &str) -> Result<()> {
 }
 
 fn goes_over(from: QemuBuilder, to: QemuBuilder, wires: Wires, flags: &[&str], story: &str) -> Result<Value> {
-    let source = from.start()?;
-    source.ready()?;
+    let source = from.booted()?;
     let destination = to.incoming().start()?;
     let relays = Relays::start(&wires.wait_for_a_guest(&destination)?, destination.folder(), flags)?;
     let left = source.next_count()?.count;
@@ -87,8 +86,7 @@ fn a_running_guest_goes_over_a_link_of_ours() -> Result<()> {
 /// Nothing of the migration goes by in clear, and a relay without the token is told so; the other one waits on.
 #[test]
 fn a_link_with_a_token_is_encrypted() -> Result<()> {
-    let source = Qemu::multiboot().start()?;
-    source.ready()?;
+    let source = Qemu::multiboot().booted()?;
     let destination = Qemu::multiboot().incoming().start()?;
     let folder = destination.folder();
     let (to, link, over) = (PLAIN.wait_for_a_guest(&destination)?, folder.join("link"), folder.join("over"));
@@ -178,8 +176,7 @@ fn whatever_breaks_on_the_way_the_source_runs_on() -> Result<()> {
 fn a_thin_link_carries_less_than_the_guest() -> Result<()> {
     let link = SlowLink::new(100)?;
     let workload = Workload { mib: 24, ..Workload::MULTIBOOT };
-    let source = Qemu::multiboot().workload(workload).start()?;
-    source.ready()?;
+    let source = Qemu::multiboot().workload(workload).booted()?;
     let destination = Qemu::multiboot().workload(workload).incoming().start()?;
     let to = PLAIN.wait_for_a_guest(&destination)?;
     let far = Transship::command(["relay", "--listen", "relay:tcp:0.0.0.0:4445", "--to", &*to, "--json"])
@@ -204,8 +201,7 @@ fn a_thin_link_carries_less_than_the_guest() -> Result<()> {
 /// The command that is said to fix it does.
 #[test]
 fn a_source_without_return_path_is_told_to_turn_it_on() -> Result<()> {
-    let source = Qemu::multiboot().start()?;
-    source.ready()?;
+    let source = Qemu::multiboot().booted()?;
     let destination = Qemu::multiboot().incoming().start()?;
     let to = PLAIN.wait_for_a_guest(&destination)?;
     let relays = Relays::start(&to, destination.folder(), &[])?;

@@ -39,8 +39,7 @@ impl Service {
 
     /// A source, and a destination that waits where the relay looks for it.
     fn pair(&self, channels: u8) -> Result<Pair> {
-        let source = Qemu::multiboot().start()?;
-        source.ready()?;
+        let source = Qemu::multiboot().booted()?;
         let destination = Qemu::multiboot().incoming().start()?;
         for qemu in [&source, &destination] {
             let capabilities = [("return-path", true), ("multifd", channels > 0)];

@@ -64,8 +64,7 @@ fn a_plain_stream_is_restored_from_a_file_and_from_a_pipe() -> Result<()> {
 fn a_guest_that_stood_still_does_so_again() -> Result<()> {
     let folder = disk()?;
     let path = folder.join("stopped");
-    let source = Qemu::multiboot().start()?;
-    source.ready()?;
+    let source = Qemu::multiboot().booted()?;
     source.qmp("stop", json!({}))?;
     StockSave::default().save(&source, &path)?;
     drop(source);

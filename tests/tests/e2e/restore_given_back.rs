@@ -27,8 +27,7 @@ struct Touched {
 impl Touched {
     /// Saves a guest to `path`, and has another QEMU wait for it.
     fn new(path: &Path) -> Result<Self> {
-        let source = Qemu::multiboot().start()?;
-        source.ready()?;
+        let source = Qemu::multiboot().booted()?;
         StockSave::default().save(&source, path)?;
         let saved = io(fs::read(&source.memory_files()[0]))?;
         Ok(Self { guest: Qemu::multiboot().incoming().start()?, saved })

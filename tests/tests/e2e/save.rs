@@ -238,8 +238,7 @@ fn capabilities(guest: &Qemu) -> Result<Vec<String>> {
 #[test]
 fn a_qemu_whose_save_died_is_as_it_was() -> Result<()> {
     let folder = disk()?;
-    let source = Qemu::multiboot().start()?;
-    source.ready()?;
+    let source = Qemu::multiboot().booted()?;
     let on = json!({ "capabilities": [{ "capability": "events", "state": true }] });
     source.qmp("migrate-set-capabilities", on)?;
     let path = folder.join("snapshot");

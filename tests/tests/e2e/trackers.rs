@@ -46,8 +46,7 @@ fn a_synthetic_guest_whose_writers_wait_arrives_whole() -> Result<()> {
 
 #[test]
 fn a_stock_qemu_receives_a_guest_whose_writers_wait() -> Result<()> {
-    let (source, destination) = (guest(Backend::Default).start()?, guest(Backend::Default).incoming().start()?);
-    source.ready()?;
+    let (source, destination) = (guest(Backend::Default).booted()?, guest(Backend::Default).incoming().start()?);
     let left = source.next_count()?.count;
     let to = PLAIN.wait_for_a_guest(&destination)?;
     let report = PLAIN.moving(&source, &to).args(SYNC).run()?.expect_code(0)?.report()?;
@@ -59,8 +58,7 @@ fn a_stock_qemu_receives_a_guest_whose_writers_wait() -> Result<()> {
 fn guests_whose_writers_wait_are_saved_and_watched() -> Result<()> {
     let folder = disk()?;
     for backend in [Backend::Default, Backend::SharedFile] {
-        let (path, source) = (folder.join("guest"), guest(backend).start()?);
-        source.ready()?;
+        let (path, source) = (folder.join("guest"), guest(backend).booted()?);
         let to = path.to_string_lossy();
         let save = Transship::command(["save", "--live", "--vm", &source.vm(), "--to", &*to, "--json"]).args(SYNC);
         let report = save.run()?.expect_code(0)?.report()?;
@@ -83,8 +81,7 @@ fn guests_whose_writers_wait_are_saved_and_watched() -> Result<()> {
 #[test]
 fn writers_go_on_when_the_one_they_wait_for_is_killed() -> Result<()> {
     for point in ["source.round=kill", "source.stopped=kill"] {
-        let (source, destination) = (guest(Backend::Default).start()?, guest(Backend::Default).incoming().start()?);
-        source.ready()?;
+        let (source, destination) = (guest(Backend::Default).booted()?, guest(Backend::Default).incoming().start()?);
         let receive = Transship::receiving(&destination.vm(), "tcp:127.0.0.1:0").start()?;
         let moving = Transship::moving(&source.vm(), &receive.listening()?).args(SYNC);
         assert_eq!(moving.env("TRANSSHIP_FAIL_POINT", point).run()?.code(), None, "{point}");
