@@ -44,7 +44,7 @@ const SIBLINGS: [&str; 3] = ["engine", "vmm", "balloon"];
 
 /// The parts of the engine, those that stand on fewer others first, and which of the others each uses. What is not here
 /// is everybody's (errors, options, progress, sets of pages), and uses none of these.
-const ENGINE: [(&str, &[&str]); 29] = [
+const ENGINE: [(&str, &[&str]); 30] = [
     ("digest", &[]),
     ("forecast", &[]),
     ("free", &[]),
@@ -56,11 +56,12 @@ const ENGINE: [(&str, &[&str]); 29] = [
     ("transport", &[]),
     ("control", &["transport"]),
     ("at_stop", &["control"]),
+    ("hold", &["at_stop", "control", "forecast"]),
     ("door", &["transport"]),
     ("ending", &["guarded"]),
     ("unplug", &["control", "guarded"]),
     ("channels", &["control", "free", "pacer", "scan", "transport"]),
-    ("rounds", &["at_stop", "channels", "forecast", "free", "guarded", "pacing", "scan", "unplug"]),
+    ("rounds", &["at_stop", "channels", "forecast", "free", "guarded", "hold", "pacing", "scan", "unplug"]),
     ("hand_over", &["ending", "guarded", "rounds"]),
     ("destination", &["control", "digest", "door", "ending", "transport"]),
     (
@@ -94,6 +95,7 @@ const ENGINE: [(&str, &[&str]); 29] = [
             "forecast",
             "free",
             "guarded",
+            "hold",
             "pacing",
             "scan",
             "snapshot",

@@ -13,6 +13,7 @@ mod receive;
 mod relay;
 mod restore;
 mod save;
+mod steering;
 mod tracker;
 mod watch;
 
@@ -28,6 +29,7 @@ pub(crate) use receive::{ReceiveArgs, Sender};
 pub(crate) use relay::RelayArgs;
 pub(crate) use restore::{InfoArgs, RestoreArgs};
 pub(crate) use save::{FileFormat, SaveArgs};
+pub(crate) use steering::{CancelArgs, GoArgs, StatusArgs, SteeringArgs};
 pub(crate) use tracker::{Converge, Tracker};
 pub(crate) use watch::WatchArgs;
 
@@ -72,6 +74,12 @@ pub(crate) enum Command {
     Relay(RelayArgs),
     /// Save a guest to a file
     Save(SaveArgs),
+    /// Show the moves and saves that run, and how they do
+    Status(StatusArgs),
+    /// End a move or save that runs; the guest keeps running at the source
+    Cancel(CancelArgs),
+    /// Let guests that are held ready be stopped and handed over
+    Go(GoArgs),
     /// Restore a guest from a snapshot file
     Restore(RestoreArgs),
     /// Make a guest that shares the memory of an image with others

@@ -1,11 +1,11 @@
 //! Flags that several subcommands have: their bounds, and what is said where they are wrong.
 use std::{path::PathBuf, time::Duration};
 
-use transship_engine::{AtStopCommand, DirectIo, Format};
+use transship_engine::{AtStopCommand, DirectIo, Format, HoldCommand, HoldOptions};
 use transship_vmm::{AttachOptions, Tracking};
 
 use crate::{
-    args::{Converge, Tracker},
+    args::{Converge, SteeringArgs, Tracker},
     checks::Checks,
     hints, units,
 };
@@ -17,6 +17,7 @@ const AT_STOP_MIN: Duration = Duration::from_secs(1);
 const AT_STOP_MAX: Duration = Duration::from_secs(60);
 const DEADLINE_MIN: Duration = Duration::from_secs(1);
 const DEADLINE_MAX: Duration = Duration::from_secs(7 * 24 * 3600);
+const HOLD_MIN: Duration = Duration::from_secs(1);
 
 /// How many threads or connections: at least one. `default`: without the flag.
 pub(crate) fn count(checks: &mut Checks, flag: &str, text: Option<&str>, default: u8) -> Option<u8> {
@@ -101,9 +102,29 @@ pub(crate) fn at_stop(
     let bounds = (AT_STOP_MIN, AT_STOP_MAX);
     let timeout = checks.within("--at-stop-timeout", timeout, units::time, bounds, "from 1s to 60s")?;
     let Some(shell) = shell else { return Some(None) };
-    let environment = [("TRANSSHIP_COMMAND", command), ("TRANSSHIP_VM", vm), ("TRANSSHIP_TO", to)];
-    let environment = environment.map(|(name, value)| (name.to_owned(), value.to_owned())).into();
+    let environment = environment([command, vm, to]);
     Some(Some(AtStopCommand { shell: shell.to_owned(), environment, timeout }))
+}
+
+/// What a command of the user's learns.
+fn environment([command, vm, to]: [&str; 3]) -> Vec<(String, String)> {
+    let environment = [("TRANSSHIP_COMMAND", command), ("TRANSSHIP_VM", vm), ("TRANSSHIP_TO", to)];
+    environment.map(|(name, value)| (name.to_owned(), value.to_owned())).into()
+}
+
+/// `--hold`, `--hold-for` and `--hold-until`; `about` as for [`at_stop`].
+pub(crate) fn hold(checks: &mut Checks, args: &SteeringArgs, about: [&str; 3]) -> Option<Option<HoldOptions>> {
+    let time = match &args.hold_for {
+        Some(text) => {
+            let bounds = (HOLD_MIN, DEADLINE_MAX);
+            Some(checks.within("--hold-for", text, units::time, bounds, "from 1s to 168h")?)
+        }
+        None => None,
+    };
+    let command = |shell: &String| HoldCommand { shell: shell.clone(), environment: environment(about) };
+    let until = args.hold_until.as_ref().map(command);
+    let is_held = args.hold || time.is_some() || until.is_some();
+    Some(is_held.then_some(HoldOptions { time, until }))
 }
 
 /// `--tracker`, together with `--converge`: only those can be held who wait.

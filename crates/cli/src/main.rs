@@ -10,6 +10,7 @@
 mod args;
 mod checks;
 mod commands;
+mod control;
 mod failure;
 mod flags;
 mod guard;
@@ -66,6 +67,9 @@ fn dispatch(cli: &Cli) -> Result<(), Failure> {
         Command::Receive(args) => commands::receive::run(args),
         Command::Relay(args) => commands::relay::run(args),
         Command::Save(args) => commands::save::run(args),
+        Command::Status(args) => commands::steering::status(args),
+        Command::Cancel(args) => commands::steering::cancel(args),
+        Command::Go(args) => commands::steering::go(args),
         Command::Restore(args) => commands::restore::run(args),
         Command::Clone(args) => commands::clones::run(args),
         Command::Fork(args) => commands::fork::run(args),

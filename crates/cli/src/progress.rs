@@ -13,7 +13,7 @@ use std::{
 };
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
-use transship_engine::{CpuProgress, CpuTime, EncodingProgress, Phase, Progress};
+use transship_engine::{CpuProgress, CpuTime, EncodingProgress, Held, Phase, Progress};
 
 use crate::{
     output,
@@ -81,6 +81,8 @@ struct Sample {
     /// Of all writers together, in seconds.
     held: f64,
     time_left: Option<Duration>,
+    /// While it is held ready.
+    held_for: Duration,
     encoding: Encoding,
     cpu: CpuSeconds,
 }
@@ -166,6 +168,10 @@ impl Sample {
             relayed: progress.relayed_bytes.load(Ordering::Relaxed),
             dirty_pages_per_s: progress.dirty_rate.load(Ordering::Relaxed),
             time_left: progress.time_left(),
+            held_for: match progress.held() {
+                Held::Since(then) => then.elapsed(),
+                _ => Duration::ZERO,
+            },
             held: progress.held_time().as_secs_f64(),
             encoding: Encoding::of(&progress.encoding),
             cpu: CpuSeconds::of(&progress.cpu),
@@ -200,6 +206,11 @@ impl Sample {
             Phase::Rounds => {
                 let eta = speed.eta(self.left).map(|eta| format!(", eta {}", Time(eta))).unwrap_or_default();
                 format!("round {}: {} left, {wire}{dirty}{held}{eta}{until}{work}", self.round, Bytes(self.left))
+            }
+            Phase::Held => {
+                let time = Time(self.held_for);
+                let left = Bytes(self.left);
+                format!("held for {time}, waits for `transship go`: {left} left, {wire}{dirty}{held}{until}{work}")
             }
             Phase::Switchover => "the guest is stopped: last pages, device state".into(),
             Phase::HandedOver => "handed over; the destination starts the guest".into(),

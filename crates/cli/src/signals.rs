@@ -81,7 +81,8 @@ pub(crate) fn outlive_file_limits() -> Result<(), Failure> {
     handled.map(drop).map_err(|error| Failure::Failed(format!("can't handle a signal: {error}")))
 }
 
-fn answer(phase: Phase, before: usize, side: Side) -> &'static str {
+/// What is said to somebody who cancels in this phase, when so many have done so before.
+pub(crate) fn answer(phase: Phase, before: usize, side: Side) -> &'static str {
     match (phase, side) {
         (Phase::Done, Side::Save) => "too late to cancel: the guest has been saved",
         (Phase::HandedOver | Phase::Done, Side::Source | Side::Save) => {

@@ -72,17 +72,7 @@ impl AtStopCommand {
     /// `progress`: who may cancel it.
     fn run(&self, phase: &'static str, progress: Option<&Progress>) -> Result<(), Error> {
         let failed = |source| Error::Io { what: format!("run the command of --at-stop ({phase})"), source };
-        let mut child = Command::new("/bin/sh")
-            .args(["-c", &self.shell])
-            .envs(self.environment.iter().map(|(name, value)| (name, value)))
-            .env("TRANSSHIP_PHASE", phase)
-            .stdin(Stdio::null())
-            // Results are ours alone.
-            .stdout(io::stderr())
-            // So that what it has started ends with it, and Ctrl-C is for us.
-            .process_group(0)
-            .spawn()
-            .map_err(failed)?;
+        let mut child = shell(&self.shell, &self.environment, phase).spawn().map_err(failed)?;
         let status = match self.wait(&mut child, progress).map_err(failed)? {
             Wait::Ended(status) => status,
             Wait::Cancelled => return Err(Error::CANCELLED),
@@ -100,11 +90,6 @@ impl AtStopCommand {
 
     fn wait(&self, child: &mut Child, progress: Option<&Progress>) -> io::Result<Wait> {
         let (pid, begin) = (Pid::from_child(child), Instant::now());
-        let end = |child: &mut Child| {
-            // All of the group may have ended by now; nobody else has its number before we wait for the child.
-            let _ = kill_process_group(pid, Signal::KILL);
-            child.wait().map(drop)
-        };
         let ended = match pidfd_open(pid, PidfdFlags::empty()) {
             Ok(ended) => ended,
             Err(error) => return end(child).and(Err(error.into())),
@@ -126,6 +111,31 @@ impl AtStopCommand {
             }
         }
     }
+}
+
+/// A command of the user's, which is told the phase.
+pub(crate) fn shell(words: &str, environment: &[(String, String)], phase: &str) -> Command {
+    let mut command = Command::new("/bin/sh");
+    command
+        .args(["-c", words])
+        .envs(environment.iter().map(|(name, value)| (name, value)))
+        .env("TRANSSHIP_PHASE", phase)
+        .stdin(Stdio::null())
+        // Results are ours alone.
+        .stdout(io::stderr())
+        // So that what it has started ends with it, and Ctrl-C is for us.
+        .process_group(0);
+    command
+}
+
+/// Kills it with all that it has started, and waits for it.
+///
+/// # Errors
+/// The system can't wait for it.
+pub(crate) fn end(child: &mut Child) -> io::Result<()> {
+    // All of the group may have ended by now; nobody else has its number before we wait for the child.
+    let _ = kill_process_group(Pid::from_child(child), Signal::KILL);
+    child.wait().map(drop)
 }
 
 enum Wait {

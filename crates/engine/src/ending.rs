@@ -12,6 +12,7 @@ pub(crate) fn too_late(error: Error, progress: &Progress) -> Error {
     let left = progress.round_left.load(Relaxed) as f64 / 1e6;
     let reached = match progress.phase() {
         Phase::Rounds => format!("in round {}, with {left:.1} MB of it left", progress.round.load(Relaxed)),
+        Phase::Held => "while it was held, ready to switch over".to_owned(),
         Phase::Switchover => "while the guest was stopped for the rest".to_owned(),
         Phase::Completing => "while the file was completed".to_owned(),
         _ => "before the first round".to_owned(),

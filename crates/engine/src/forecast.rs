@@ -65,18 +65,20 @@ pub(crate) struct Forecast {
     state: Duration,
     smallest_rest: u64,
     rounds_without_gain: u32,
+    /// Rounds of the report that don't count.
+    before: usize,
 }
 
 impl Forecast {
     /// `state`: how long saving, sending and loading the device state is thought to take.
     pub(crate) fn new(aim: Aim, state: Duration) -> Self {
-        Self { aim, state, smallest_rest: u64::MAX, rounds_without_gain: 0 }
+        Self { aim, state, smallest_rest: u64::MAX, rounds_without_gain: 0, before: 0 }
     }
 
     /// Judges after a round, with `rest` bytes written since its scan. `time_left`: until the deadline.
     pub(crate) fn judge(&mut self, report: &Report, rest: u64, time_left: Option<Duration>) -> Verdict {
         let rate = self.bytes_per_s(&report.rounds);
-        let stop = self.state + Duration::from_secs_f64(rest as f64 / rate);
+        let stop = self.stop(report, rest);
         let numbers = Numbers { report, rest, rate, stop, aim: &self.aim, state: self.state };
         let is_last_chance = time_left.is_some_and(|left| left < stop + self.next_round(report, rest, rate));
         if time_left.is_some_and(|left| left < stop) {
@@ -91,7 +93,7 @@ impl Forecast {
         } else {
             self.rounds_without_gain += 1;
         }
-        let rounds = report.rounds.len() as u32;
+        let rounds = self.rounds(report);
         let is_stuck = rounds >= self.aim.max_rounds || self.rounds_without_gain >= PATIENCE;
         if !is_stuck && !is_last_chance {
             return Verdict::AnotherRound;
@@ -103,6 +105,30 @@ impl Forecast {
             return Verdict::TooLate(numbers.too_late());
         }
         Verdict::Hopeless(numbers.hopeless())
+    }
+
+    /// The rounds so far don't count any more, and nothing is known of what was gained.
+    pub(crate) fn begin_again(&mut self, report: &Report) {
+        (self.before, self.smallest_rest, self.rounds_without_gain) = (report.rounds.len(), u64::MAX, 0);
+    }
+
+    fn rounds(&self, report: &Report) -> u32 {
+        report.rounds.len().saturating_sub(self.before) as u32
+    }
+
+    /// Whether so much can be sent within the downtime.
+    pub(crate) fn fits(&self, report: &Report, rest: u64) -> bool {
+        rest == 0 || self.stop(report, rest) <= self.aim.downtime
+    }
+
+    /// Whether so much can be sent within what is allowed rather than that it is given up.
+    pub(crate) fn is_permitted(&self, report: &Report, rest: u64) -> bool {
+        rest == 0 || self.stop(report, rest) <= self.aim.max_downtime.max(self.aim.downtime)
+    }
+
+    /// For how long it would stand still.
+    fn stop(&self, report: &Report, rest: u64) -> Duration {
+        self.state + Duration::from_secs_f64(rest as f64 / self.bytes_per_s(&report.rounds))
     }
 
     /// How long what is written during the next round would take at least.
@@ -120,7 +146,7 @@ impl Forecast {
     pub(crate) fn room(&self, report: &Report, time_left: Option<Duration>) -> Room {
         let rate = self.bytes_per_s(&report.rounds);
         let bytes_in = |time: Duration| (time.saturating_sub(self.state).as_secs_f64() * rate) as u64;
-        let rounds_left = self.aim.max_rounds.saturating_sub(report.rounds.len() as u32);
+        let rounds_left = self.aim.max_rounds.saturating_sub(self.rounds(report));
         let (fits_bytes, until_deadline) = (bytes_in(self.aim.downtime), time_left.map(bytes_in));
         Room { fits_bytes, rounds_left, until_deadline, bytes_per_s: rate }
     }

@@ -77,10 +77,10 @@ impl Course<'_, '_> {
 /// peer runs it, whatever it sends or does not send afterwards.
 fn give_up(guest: &mut Guarded<'_>, peer: &mut dyn Peer, progress: &Progress, found: Found) -> Result<(), Error> {
     peer.check_silence()?;
-    if progress.is_cancelled() {
+    // Whoever cancels from here on learns that it is too late.
+    if !progress.give_up() {
         return Err(Error::CANCELLED);
     }
-    guest.give_up()?;
-    progress.set_phase(Phase::HandedOver);
-    peer.commit(found).inspect_err(|_| progress.set_phase(Phase::Switchover))
+    let told = guest.give_up().map_err(Error::from).and_then(|()| peer.commit(found));
+    told.inspect_err(|_| progress.set_phase(Phase::Switchover))
 }

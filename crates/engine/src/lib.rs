@@ -16,6 +16,7 @@ mod forecast;
 mod free;
 mod guarded;
 mod hand_over;
+mod hold;
 mod options;
 mod pacer;
 mod pacing;
@@ -37,15 +38,16 @@ const _: () = assert!(transship_wire::PAGE_BYTES == transship_memory::PAGE_BYTES
 pub use at_stop::AtStopCommand;
 pub use destination::receive_guest;
 pub use error::{Actor, Cancelled, Error, Outcome};
+pub use hold::{HoldCommand, HoldOptions};
 pub use options::{Compress, Converge, MoveOptions, Setting, WhenBusy, ZeroPages};
-pub use progress::{CpuProgress, CpuTime, EncodingProgress, Phase, Progress};
+pub use progress::{CpuProgress, CpuTime, EncodingProgress, Held, Phase, Progress};
 pub use qemu_peer::{
     FileSink, FileSinkOptions, QemuSendOptions, RelayOptions, Relayed, Sink, receive_from_qemu, relay_from_qemu,
     relay_many, relay_to_qemu, send_to_qemu,
 };
 pub use report::{
-    ByteCounts, CloneMemory, CloneReport, CpuSeconds, Drains, FileReport, LazyReport, MethodBytes, PageCounts,
-    RelayReport, Report, RoundReport, Status, TrackerName, TrackerReport,
+    ByteCounts, CloneMemory, CloneReport, CpuSeconds, Drains, FileReport, HoldReport, LazyReport, MethodBytes,
+    PageCounts, RelayReport, ReleasedBy, Report, RoundReport, Status, TrackerName, TrackerReport,
 };
 pub use snapshot::{
     BlockInfo, DirectIo, Ending, FileIo, FilePlace, FileUri, Format, LibvirtInfo, RestoreOptions, SaveOptions,

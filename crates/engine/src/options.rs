@@ -5,7 +5,7 @@ pub use transship_codec::Setting;
 use transship_codec::SettingError;
 use transship_secure::Caller;
 
-use crate::AtStopCommand;
+use crate::{AtStopCommand, HoldOptions};
 
 /// Where zero pages are detected.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -91,6 +91,8 @@ pub struct MoveOptions {
     pub converge: Converge,
     /// Runs while the guest stands still, before it is given up; a failure takes it back.
     pub at_stop: Option<AtStopCommand>,
+    /// Kept ready, when it has converged, until it is told to go on; none: it goes on by itself.
+    pub hold: Option<HoldOptions>,
     /// By whom all connections are encrypted; none: by nobody.
     pub caller: Option<Caller>,
 }
@@ -110,6 +112,7 @@ impl Default for MoveOptions {
             max_rounds: 30,
             converge: Converge::default(),
             at_stop: None,
+            hold: None,
             caller: None,
         }
     }

@@ -1,4 +1,6 @@
 //! What is going on, for a progress bar: atomics that any thread may read at any time, and a flag to cancel.
+mod held;
+
 use std::{
     sync::{
         Arc, Mutex, OnceLock,
@@ -9,6 +11,9 @@ use std::{
 
 use transship_memory::Waits;
 
+use held::Gate;
+pub use held::Held;
+
 /// Where a move is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Phase {
@@ -17,6 +22,8 @@ pub enum Phase {
     Connecting,
     /// The guest runs, its pages travel.
     Rounds,
+    /// The guest runs; it could be stopped at any moment, and is not before somebody says so.
+    Held,
     /// The guest stands still.
     Switchover,
     /// Given up here; past the point of no return.
@@ -61,6 +68,7 @@ pub struct Progress {
     /// Writers that wait for the tracker.
     waits: OnceLock<Arc<Waits>>,
     deadline: OnceLock<Deadline>,
+    gate: Gate,
     phase: Mutex<Phase>,
     cancelled: AtomicBool,
 }
@@ -155,6 +163,30 @@ impl Progress {
     /// Asks the engine to stop as soon as it can; the source guest runs on. Without effect past the point of no return.
     pub fn cancel(&self) {
         self.cancelled.store(true, Ordering::Relaxed);
+    }
+    /// As `cancel`, unless it is too late: then the phase that it has reached.
+    ///
+    /// # Errors
+    /// The guest was given up, or all is done.
+    pub fn try_cancel(&self) -> Result<(), Phase> {
+        // `give_up` holds the same lock: one of the two comes first.
+        let phase = self.phase.lock().unwrap_or_else(|e| e.into_inner());
+        match *phase {
+            Phase::HandedOver | Phase::Done => Err(*phase),
+            _ => {
+                self.cancel();
+                Ok(())
+            }
+        }
+    }
+    /// The point of no return, unless somebody has cancelled or the deadline has passed: then false.
+    pub(crate) fn give_up(&self) -> bool {
+        let mut phase = self.phase.lock().unwrap_or_else(|e| e.into_inner());
+        if self.is_cancelled() {
+            return false;
+        }
+        *phase = Phase::HandedOver;
+        true
     }
     /// Whether somebody called `cancel` since the last call of this.
     pub(crate) fn take_cancel(&self) -> bool {

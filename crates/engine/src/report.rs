@@ -48,6 +48,33 @@ pub struct RoundReport {
     pub held_ms: f64,
 }
 
+/// What ended a hold.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum ReleasedBy {
+    /// `transship go`, or whoever else has said so.
+    Go,
+    /// Its time was over.
+    Time,
+    /// Its command has succeeded.
+    Command,
+}
+
+/// How a guest that could have been stopped was kept ready.
+#[derive(Debug, Clone, Copy, PartialEq, Default, Serialize)]
+pub struct HoldReport {
+    /// From the moment when it was ready for the first time.
+    pub ms: f64,
+    /// Rounds that were sent to keep it ready. The last ones of them are in the list of rounds.
+    pub rounds: u64,
+    /// Their bytes.
+    pub bytes: u64,
+    /// How often it was searched for written pages.
+    pub looks: u64,
+    /// None: it was not released.
+    pub released_by: Option<ReleasedBy>,
+}
+
 /// Pages by kind, over all rounds.
 #[derive(Debug, Clone, Copy, Default, Serialize)]
 pub struct PageCounts {
@@ -237,6 +264,9 @@ pub struct Report {
     /// Of it: for how long the command of `--at-stop` ran.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub at_stop_ms: Option<f64>,
+    /// Where it was held ready before it was stopped.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub hold: Option<HoldReport>,
     /// Of a restore: from the call until the guest ran, or stood there whole if it is not to run.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub started_ms: Option<f64>,

@@ -1,4 +1,6 @@
 //! The rounds of a move, for every kind of peer: each round sends the pages that the scan before it found.
+mod kept;
+
 use std::{
     panic::resume_unwind,
     sync::{
@@ -12,7 +14,7 @@ use std::{
 use transship_memory::{Freeing, PageSet};
 
 use crate::{
-    Converge, Error, Phase, Progress, Report,
+    Converge, Error, HoldOptions, Phase, Progress, Report,
     at_stop::AtStop,
     channels::{RoundWork, Sent},
     fail_point,
@@ -20,6 +22,7 @@ use crate::{
     free::{FreePages, Patience},
     guarded::Guarded,
     guest::{Place, SourceGuest},
+    hold::Holding,
     pacing::Pacing,
     page_map::PageMap,
     scan::Scanner,
@@ -40,6 +43,9 @@ pub(crate) trait Link {
     /// Waits until the destination has all of the round in place.
     fn confirm(&mut self, round: u32, sent: &Sent, patience: Duration) -> Result<(), Error>;
 
+    /// An error if the destination has spoken, or has gone: nothing is expected from it between two rounds.
+    fn check_silence(&mut self) -> Result<(), Error>;
+
     /// Adds the work of its encoders so far to the report.
     fn report(&self, report: &mut Report);
 
@@ -59,6 +65,7 @@ pub(crate) struct Rounds {
     /// Whether memory may be given back while it is sent.
     freeing: Freeing,
     pacing: Pacing,
+    holding: Holding,
     number: u32,
 }
 
@@ -79,10 +86,16 @@ impl Course<'_, '_> {
         rounds: &'r mut Option<Rounds>,
         link: &mut dyn Link,
         aim: Aim,
+        hold: &Option<HoldOptions>,
     ) -> Result<&'r mut Rounds, Error> {
         let Self { guest, progress, report, begin, .. } = self;
         let is_running = guest.unguarded().is_running()?;
+        let holding = Holding::new(hold, progress);
+        if !is_running {
+            holding.refuse_standing()?;
+        }
         let rounds = rounds.insert(Rounds::begin(guest.unguarded(), aim.converge, progress)?);
+        rounds.holding = holding;
         reach(link, "tracking")?;
         report.setup_ms = begin.elapsed().as_secs_f64() * 1e3;
         progress.set_phase(Phase::Rounds);
@@ -102,7 +115,14 @@ impl Rounds {
         let tracker = guest.track()?;
         let scanner = Scanner::begin(guest.memory(), tracker, guest.freeing())?;
         let pacing = Pacing::new(converge, scanner.waits(), progress)?;
-        Ok(Self { scanner, free: FreePages::of(guest), freeing: guest.freeing(), pacing, number: 0 })
+        Ok(Self {
+            scanner,
+            free: FreePages::of(guest),
+            freeing: guest.freeing(),
+            pacing,
+            holding: Holding::default(),
+            number: 0,
+        })
     }
 
     /// Asks a running guest which pages the first round can leave out; the rest of its data is the first round. `speed`
@@ -124,7 +144,7 @@ impl Rounds {
         guest: &mut Guarded<'_>,
         link: &mut dyn Link,
         aim: Aim,
-        progress: &Progress,
+        progress: &Arc<Progress>,
         report: &mut Report,
     ) -> Result<(), Error> {
         let mut forecast = Forecast::new(aim, guest.state_estimate());
@@ -135,9 +155,13 @@ impl Rounds {
             let rest = self.scanner.pending_bytes();
             let time_left = progress.time_left();
             let verdict = forecast.judge(report, rest, time_left);
+            let check = &mut || link.check_silence();
+            let verdict = self.holding.soften(verdict, &mut forecast, check, progress, report)?;
             self.pacing.follow(&verdict, rest, forecast.room(report, time_left));
             match verdict {
-                Verdict::Fits => return Ok(()),
+                Verdict::Fits if self.holding.is_over() => return Ok(()),
+                Verdict::Fits if self.stay_ready(guest, link, &mut forecast, progress, report)? => return Ok(()),
+                Verdict::Fits => {}
                 Verdict::AnotherRound => {}
                 Verdict::Hopeless(why) => return Err(Error::NotConverging(why)),
                 Verdict::TooLate(why) => return Err(Error::TooLate(why)),

@@ -175,6 +175,21 @@ impl Scanner {
         Ok(())
     }
 
+    /// Adds to what was found and not sent the pages that were written since the last scan.
+    pub(crate) fn scan_on(&mut self, content: &[PageMap], progress: &Progress) -> Result<(), Error> {
+        let before = self.pending_bytes();
+        let earlier = std::mem::take(&mut self.pending);
+        self.scan_and_look(Some(earlier), content)?;
+        let now = Instant::now();
+        let seconds = now.duration_since(self.last_scan).as_secs_f64();
+        self.last_scan = now;
+        // Pages that are pending already may have been written again, which makes no difference.
+        let grown = self.pending_bytes().saturating_sub(before) / PAGE_BYTES as u64;
+        self.next.dirty_pages_per_s = grown as f64 / seconds;
+        progress.dirty_rate.store(self.next.dirty_pages_per_s as u64, Relaxed);
+        Ok(())
+    }
+
     /// The last scan, while the guest is stopped: pages of the previous scan that were not sent yet, and pages written
     /// since.
     pub(crate) fn scan_again(&mut self, content: &[PageMap]) -> Result<(), Error> {

@@ -99,13 +99,15 @@ enum Lab {
     Synthetic,
     /// The same, over encrypted connections.
     Sealed,
+    /// The same, held for a moment before it is stopped.
+    Held,
     Qemu,
 }
 
 impl Lab {
     fn source(self) -> Result<Guest> {
         match self {
-            Self::Synthetic | Self::Sealed => {
+            Self::Synthetic | Self::Sealed | Self::Held => {
                 let guest = Synthetic::builder().memory("16M").write_rate("10M").hot_set("1M").start()?;
                 Ok(Guest::Synthetic(Box::new(guest)))
             }
@@ -118,7 +120,7 @@ impl Lab {
 
     fn destination(self) -> Result<Guest> {
         match self {
-            Self::Synthetic | Self::Sealed => {
+            Self::Synthetic | Self::Sealed | Self::Held => {
                 Ok(Guest::Synthetic(Box::new(Synthetic::builder().memory("16M").incoming().start()?)))
             }
             Self::Qemu => Ok(Guest::Qemu(Box::new(Qemu::multiboot_under(Accel::Tcg).incoming().start()?))),
@@ -139,13 +141,14 @@ const VICTIMS: [Victim; 5] =
     [Victim::SourceCommand, Victim::DestinationCommand, Victim::SourceGuest, Victim::DestinationGuest, Victim::Link];
 
 /// The steps, in order; the side that stalls there is the first word.
-const STEPS: [&str; 14] = [
+const STEPS: [&str; 15] = [
     "source.hello",
     "destination.hello",
     "source.tracking",
     "source.round-sent",
     "destination.round",
     "source.round",
+    HELD,
     "source.stopped",
     "source.last-round",
     "source.state-sent",
@@ -156,6 +159,8 @@ const STEPS: [&str; 14] = [
     "destination.started",
 ];
 
+/// Only a guest that is held comes to this step.
+const HELD: &str = "source.ready";
 /// From this step on the guest is the destination's.
 const GIVEN_UP: &str = "source.go-sent";
 /// From this step on the source's guest stands still.
@@ -192,6 +197,8 @@ fn crash(lab: Lab, from: &mut Guest, to: &mut Guest, step: &str, victim: Victim)
     let proxy = Proxy::start(&folder.join("here"), &folder.join("there"))?;
     let uri = format!("unix:{}", folder.join("here").display());
     let moving = Transship::moving(&from.vm(), &uri).args(["--channels", "2", "--downtime", "5s"]);
+    let held: &[&str] = if lab == Lab::Held { &["--hold-for", "1s"] } else { &[] };
+    let moving = moving.args(held.iter().copied());
     let token = if lab == Lab::Sealed { vec!["--token".to_owned(), destination.token()?] } else { Vec::new() };
     let mut source = arm(moving.args(token), "source").start()?;
     wait_until(step, || {
@@ -318,7 +325,7 @@ fn again(lab: Lab, source: &mut Guest) -> Result<()> {
 
 fn every_step(lab: Lab, victim: Victim) -> Result<()> {
     let run = |step: &&str| cell(lab, step, victim).map_err(|e| LabError(format!("{victim:?} dies at {step}: {e:?}")));
-    STEPS.iter().try_for_each(run)
+    STEPS.iter().filter(|step| **step != HELD || lab == Lab::Held).try_for_each(run)
 }
 
 #[test]
@@ -351,6 +358,18 @@ fn the_link_dies() -> Result<()> {
 fn the_link_or_the_destination_dies_in_a_move_with_a_token() -> Result<()> {
     every_step(Lab::Sealed, Victim::Link)?;
     every_step(Lab::Sealed, Victim::DestinationCommand)
+}
+
+/// A hold changes nothing about what holds before it and after it.
+#[test]
+fn the_link_or_the_source_command_dies_in_a_move_that_is_held() -> Result<()> {
+    every_step(Lab::Held, Victim::Link)?;
+    every_step(Lab::Held, Victim::SourceCommand)
+}
+
+#[test]
+fn others_die_while_a_guest_is_held() -> Result<()> {
+    VICTIMS.iter().try_for_each(|victim| cell(Lab::Held, HELD, *victim))
 }
 
 /// The steps in which QEMU itself is in another state.

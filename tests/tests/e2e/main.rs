@@ -3,7 +3,8 @@
 //!
 //! - The lab: `guests` and `link`, without which no other test would notice a thing
 //! - Moves: `moves`, `converging`, `at_stop`, `codecs`, `run_state`, `disks`, `direct_disks`, `strangers`, `settings`;
-//!   over networks that nobody trusts: `tokens`; who dies in one: `crash`
+//!   seen and steered from outside: `control`, `holding`; over networks that nobody trusts: `tokens`; who dies in one:
+//!   `crash`
 //! - To and from a stock QEMU: `qemu_peer_send`, `qemu_peer_receive`, `relay`, `relay_many`; who dies in one:
 //!   `qemu_peer_crash`
 //! - Snapshots: `save`, `background`, `restore`, `restore_lazy`, `restore_given_back`, `convert`
@@ -11,7 +12,7 @@
 //! - What is said beforehand: `check`; domains of libvirt: `libvirt`, `libvirt_images`, `libvirt_migrate`
 //! - Memory: `any_memory`, `huge_pages`, `preallocated`, `free_pages`, `writers`, `trackers`; who says which of it is
 //!   free: `balloon`, `hints`
-//! - What several of them need: `ends`, `middle`, `peer`, `restoring`, `sector`, `stock`
+//! - What several of them need: `ends`, `middle`, `peer`, `restoring`, `sector`, `steering`, `stock`
 mod any_memory;
 mod at_stop;
 mod background;
@@ -20,6 +21,7 @@ mod check;
 mod clones;
 mod clones_refused;
 mod codecs;
+mod control;
 mod converging;
 mod convert;
 mod crash;
@@ -30,6 +32,7 @@ mod forks;
 mod free_pages;
 mod guests;
 mod hints;
+mod holding;
 mod huge_pages;
 mod libvirt;
 mod libvirt_images;
@@ -52,6 +55,7 @@ mod run_state;
 mod save;
 mod sector;
 mod settings;
+mod steering;
 mod stock;
 mod strangers;
 mod tokens;

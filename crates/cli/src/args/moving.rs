@@ -3,6 +3,7 @@
 use clap::{Args, ValueEnum};
 
 use super::encoding::{WhenBusy, ZeroPages};
+use super::steering::SteeringArgs;
 use super::tracker::{Converge, Tracker};
 use crate::trust::TokenText;
 
@@ -123,6 +124,8 @@ pub(crate) struct MoveArgs {
     /// How long that command may take, 1s to 60s
     #[arg(long, value_name = "TIME", default_value = "30s", hide_short_help = true)]
     pub(crate) at_stop_timeout: String,
+    #[command(flatten)]
+    pub(crate) steering: SteeringArgs,
     /// Ask the guest's `transship balloon` which memory is free
     ///
     /// PATH is the socket of the balloon. Memory that the guest does not need is left out of the first round. QEMU

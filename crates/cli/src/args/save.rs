@@ -2,6 +2,7 @@
 
 use clap::{Args, ValueEnum};
 
+use super::steering::SteeringArgs;
 use super::tracker::{Converge, Tracker};
 
 const SAVE_EXAMPLES: &str = "\
@@ -111,6 +112,8 @@ pub(crate) struct SaveArgs {
     /// How long that command may take, 1s to 60s
     #[arg(long, value_name = "TIME", default_value = "30s", hide_short_help = true)]
     pub(crate) at_stop_timeout: String,
+    #[command(flatten)]
+    pub(crate) steering: SteeringArgs,
     /// Ask the guest's `transship balloon` which memory is free
     ///
     /// PATH is the socket of the balloon. With --live, memory that the guest does not need is left out. QEMU can't save

@@ -15,4 +15,5 @@ pub(crate) mod restore;
 pub(crate) mod save;
 pub(crate) mod shell;
 pub(crate) mod stand_in;
+pub(crate) mod steering;
 pub(crate) mod watch;

@@ -3,8 +3,8 @@ use std::{sync::Arc, time::Duration};
 
 use transship_codec::{Backend, Method, SettingError, qatzip_backend};
 use transship_engine::{
-    AtStopCommand, Compress, Error, MoveOptions, Progress, QemuSendOptions, Report, Setting, Uri, move_guest,
-    send_to_qemu,
+    AtStopCommand, Compress, Error, HoldOptions, MoveOptions, Progress, QemuSendOptions, Report, Setting, Uri,
+    move_guest, send_to_qemu,
 };
 use transship_guest::Guard;
 use transship_vmm::{AttachOptions, VmAddress, attach_source};
@@ -12,6 +12,7 @@ use transship_vmm::{AttachOptions, VmAddress, attach_source};
 use crate::{
     args::{MoveArgs, Peer},
     checks::Checks,
+    control::{About, ControlSocket},
     failure::Failure,
     flags::{self, Patience},
     guard::GuardProcess,
@@ -35,6 +36,9 @@ pub(crate) fn run(args: &MoveArgs) -> Result<(), Failure> {
     let progress = Progress::new();
     request.deadline.iter().for_each(|&deadline| progress.end_within(deadline));
     let _signals = Watcher::cancelling(&progress, Side::Source)?;
+    let about = About::new("move", &args.vm, &args.to, Side::Source);
+    let is_held = request.way.is_held();
+    let _control = ControlSocket::open(about, args.steering.control.as_deref(), is_held, &progress)?;
     let mut report = Report::default();
     let outcome = move_away(&request, &progress, &mut report);
     summary::finish(outcome, report, args.json)
@@ -89,6 +93,15 @@ enum Way {
     ToQemu(QemuSendOptions),
 }
 
+impl Way {
+    fn is_held(&self) -> bool {
+        match self {
+            Self::ToTransship(options) => options.hold.is_some(),
+            Self::ToQemu(options) => options.hold.is_some(),
+        }
+    }
+}
+
 impl Request {
     fn check(args: &MoveArgs) -> Result<Self, Failure> {
         let mut checks = Checks::default();
@@ -133,7 +146,7 @@ fn to_transship(args: &MoveArgs, checks: &mut Checks) -> Option<MoveOptions> {
     let compress = checks.read("--compress", &args.compress, compression);
     let encoders = encoders(args, checks);
     let pace = Pace::check(args, checks);
-    let at_stop = at_stop(args, checks);
+    let (at_stop, hold) = (at_stop(args, checks), hold(args, checks));
     let Pace { bandwidth, patience: Patience { downtime, max_downtime, max_rounds } } = pace?;
     Some(MoveOptions {
         channels: channels?,
@@ -148,6 +161,7 @@ fn to_transship(args: &MoveArgs, checks: &mut Checks) -> Option<MoveOptions> {
         max_rounds,
         converge: args.converge.into(),
         at_stop: at_stop?,
+        hold: hold?,
         ..defaults
     })
 }
@@ -159,6 +173,10 @@ fn encoders(args: &MoveArgs, checks: &mut Checks) -> Option<u8> {
 fn at_stop(args: &MoveArgs, checks: &mut Checks) -> Option<Option<AtStopCommand>> {
     let about = ["move", &args.vm, &args.to];
     flags::at_stop(checks, args.at_stop.as_deref(), &args.at_stop_timeout, about)
+}
+
+fn hold(args: &MoveArgs, checks: &mut Checks) -> Option<Option<HoldOptions>> {
+    flags::hold(checks, &args.steering, ["move", &args.vm, &args.to])
 }
 
 /// A stock QEMU can't do all that a transship can.
@@ -179,7 +197,7 @@ fn to_qemu(args: &MoveArgs, checks: &mut Checks) -> Option<QemuSendOptions> {
     }
     let encoders = encoders(args, checks);
     let pace = Pace::check(args, checks);
-    let at_stop = at_stop(args, checks);
+    let (at_stop, hold) = (at_stop(args, checks), hold(args, checks));
     let Pace { bandwidth, patience: Patience { downtime, max_downtime, max_rounds } } = pace?;
     Some(QemuSendOptions {
         channels: channels?,
@@ -193,6 +211,7 @@ fn to_qemu(args: &MoveArgs, checks: &mut Checks) -> Option<QemuSendOptions> {
         max_rounds,
         converge: args.converge.into(),
         at_stop: at_stop?,
+        hold: hold?,
     })
 }
 

@@ -9,6 +9,7 @@ use transship_vmm::{AttachOptions, VmAddress, attach_source};
 use crate::{
     args::{Converge, SaveArgs},
     checks::Checks,
+    control::{About, ControlSocket},
     failure::Failure,
     flags::{self, Patience},
     guard::GuardProcess,
@@ -29,6 +30,9 @@ pub(crate) fn run(args: &SaveArgs) -> Result<(), Failure> {
     request.deadline.iter().for_each(|&deadline| progress.end_within(deadline));
     signals::outlive_file_limits()?;
     let _signals = Watcher::cancelling(&progress, Side::Save)?;
+    let about = About::new("save", &request.vm_text, &args.to, Side::Save);
+    let is_held = request.options.hold.is_some();
+    let _control = ControlSocket::open(about, args.steering.control.as_deref(), is_held, &progress)?;
     let mut report = Report::default();
     let outcome = save(&request, &progress, &mut report);
     summary::saved(outcome, report, args.json)
@@ -81,6 +85,10 @@ impl Request {
         }
         let about = ["save", &vm_text, &args.to];
         let at_stop = flags::at_stop(&mut checks, args.at_stop.as_deref(), &args.at_stop_timeout, about);
+        let hold = flags::hold(&mut checks, &args.steering, about);
+        if hold.as_ref().is_some_and(Option::is_some) {
+            refuse_hold(&mut checks, way, format);
+        }
         let deadline = flags::deadline(&mut checks, args.deadline.as_deref());
         let tracking = flags::tracking(&mut checks, args.tracker, args.converge);
         let bandwidth = bandwidth(args, &mut checks);
@@ -103,6 +111,7 @@ impl Request {
                     max_rounds,
                     converge: args.converge.into(),
                     at_stop: at_stop?,
+                    hold: hold?,
                     io: args.io.into(),
                     bandwidth: bandwidth?,
                 },
@@ -115,6 +124,17 @@ impl Request {
             })
         })();
         checks.finish(request)
+    }
+}
+
+/// Where a hold makes no sense.
+fn refuse_hold(checks: &mut Checks, way: Way, format: Format) {
+    if way != Way::Live {
+        checks.mistake("--hold: only a save with --live has a moment to wait for; leave it out".into());
+    }
+    if format.is_sequential() {
+        let why = "pages that the guest writes again are appended, so the file would grow for as long as it is held";
+        checks.mistake(format!("--hold: with --format {format} {why}; use --format mapped-ram"));
     }
 }
 

@@ -1,7 +1,9 @@
 //! What the results of all commands have in common.
 use std::fmt::Write as _;
 
-use transship_engine::{Error, FileReport, Report, RoundReport, Status, TrackerName, TrackerReport};
+use transship_engine::{
+    Error, FileReport, HoldReport, ReleasedBy, Report, RoundReport, Status, TrackerName, TrackerReport,
+};
 
 use crate::{
     failure::Failure,
@@ -78,6 +80,9 @@ impl Rows {
         if report.tracker.is_some_and(|tracker| tracker.held > 0) {
             self.add("held", held(report));
         }
+        if let Some(hold) = report.hold {
+            self.add("hold", kept_ready(&hold));
+        }
         if report.drains.count > 0 {
             let (count, longest) = (Count(report.drains.count), Time::from_ms(report.drains.longest_ms));
             self.add("disks", format!("waited for {count} times before pages were read, {longest} at most"));
@@ -115,6 +120,18 @@ fn cpu(report: &Report) -> String {
     let roles = roles.iter().filter(|(role, seconds)| matches!(*role, "main" | "channels") || *seconds > 0.0);
     let roles: Vec<_> = roles.map(|(role, seconds)| format!("{role} {seconds:.2} s")).collect();
     format!("{:.2} s ({})", cpu.total, roles.join(", "))
+}
+
+/// How long it was held ready, what that cost, and what ended it.
+fn kept_ready(hold: &HoldReport) -> String {
+    let by = match hold.released_by {
+        Some(ReleasedBy::Go) => ", until it was told to go on",
+        Some(ReleasedBy::Time) => ", as long as it should be",
+        Some(ReleasedBy::Command) => ", until the command had succeeded",
+        None => ", and not released",
+    };
+    let (rounds, bytes) = (Count(hold.rounds), Bytes(hold.bytes));
+    format!("kept ready for {} with {rounds} rounds of {bytes}{by}", Time::from_ms(hold.ms))
 }
 
 /// What a tracker that has writers wait has cost.

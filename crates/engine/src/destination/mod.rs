@@ -31,6 +31,8 @@ use place::Place;
 /// How long a source that has received `Loaded` may take to send `Go`; it has nothing left to do. A source that dies
 /// closes its connection, so this limit matters only for a host that hangs.
 const GO_TIMEOUT: Duration = Duration::from_secs(120);
+/// Of the rounds, the last ones are in the report.
+const ROUNDS_REPORTED: usize = 1000;
 
 /// Receives one guest over `listener`. Strangers that connect and don't speak the protocol are turned away; the first
 /// source that does is the one.
@@ -182,6 +184,10 @@ impl Destination<'_> {
         self.report.pages.normal += closed.pages;
         self.report.pages.zero += closed.zero;
         self.report.bytes.wire += closed.bytes;
+        // A source that is held sends rounds for as long as it likes.
+        if self.report.rounds.len() >= ROUNDS_REPORTED {
+            self.report.rounds.remove(0);
+        }
         self.report.rounds.push(RoundReport {
             number: closed.number + 1,
             zero: closed.zero,

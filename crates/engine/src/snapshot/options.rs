@@ -4,7 +4,7 @@ use std::{fmt, str::FromStr, time::Duration};
 pub use transship_memory::FileIo;
 use transship_wire::libvirt::Encoding;
 
-use crate::{AtStopCommand, Converge};
+use crate::{AtStopCommand, Converge, HoldOptions};
 
 /// What the guest does while it is saved.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -122,6 +122,8 @@ pub struct SaveOptions {
     pub converge: Converge,
     /// Runs while the guest stands still, when its state is saved; a failure ends the save.
     pub at_stop: Option<AtStopCommand>,
+    /// Of a live guest: kept ready, when it has converged, until it is told to go on; none: it goes on by itself.
+    pub hold: Option<HoldOptions>,
     /// How the kernel is asked to write pages.
     pub io: FileIo,
     /// The most bytes of pages a second while the guest runs; none: as fast as it goes.
@@ -141,6 +143,7 @@ impl Default for SaveOptions {
             max_rounds: 30,
             converge: Converge::default(),
             at_stop: None,
+            hold: None,
             io: FileIo::default(),
             bandwidth: None,
         }

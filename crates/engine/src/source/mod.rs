@@ -66,6 +66,6 @@ fn run(
 ) -> Result<(), Error> {
     let MoveOptions { downtime, max_downtime, bandwidth, max_rounds, converge, verify, .. } = *options;
     let aim = Aim { medium: Medium::Link, downtime, max_downtime, bandwidth, max_rounds, converge };
-    let rounds = course.up_to_switchover(rounds, session, aim)?;
+    let rounds = course.up_to_switchover(rounds, session, aim, &options.hold)?;
     course.hand_over(&mut Transship { session, verify }, rounds)
 }

@@ -77,6 +77,10 @@ impl Link for Session {
         }
     }
 
+    fn check_silence(&mut self) -> Result<(), Error> {
+        self.control.check_silence()
+    }
+
     fn report(&self, report: &mut Report) {
         self.channels.report(report);
     }

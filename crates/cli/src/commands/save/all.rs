@@ -96,6 +96,13 @@ impl Plan {
         if args.balloon.is_some() {
             checks.mistake("--balloon: libvirt does not know transship's balloon; leave it out".into());
         }
+        let steering = &args.steering;
+        if steering.hold || steering.hold_for.is_some() || steering.hold_until.is_some() {
+            checks.mistake("--hold: each domain would wait in its turn; save them by one command each".into());
+        }
+        if steering.control.is_some() {
+            checks.mistake("--control: each domain has a process and a socket of its own; leave it out".into());
+        }
         let parallel = flags::count(&mut checks, "--parallel", args.parallel.as_deref(), PARALLEL);
         let rate = bandwidth(args, &mut checks);
         let plan = (|| {

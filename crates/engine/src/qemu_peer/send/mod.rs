@@ -19,7 +19,7 @@ use std::{
 use transship_codec::Setting;
 
 use crate::{
-    AtStopCommand, Converge, Error, MoveOptions, Progress, Report, Uri, WhenBusy, ZeroPages,
+    AtStopCommand, Converge, Error, HoldOptions, MoveOptions, Progress, Report, Uri, WhenBusy, ZeroPages,
     at_stop::AtStop,
     ending::finish,
     fail_point,
@@ -63,6 +63,8 @@ pub struct QemuSendOptions {
     pub converge: Converge,
     /// Runs while the guest stands still, before it is given up; a failure takes it back.
     pub at_stop: Option<AtStopCommand>,
+    /// Kept ready, when it has converged, until it is told to go on; none: it goes on by itself.
+    pub hold: Option<HoldOptions>,
 }
 
 impl Default for QemuSendOptions {
@@ -80,6 +82,7 @@ impl Default for QemuSendOptions {
             max_rounds: of_moves.max_rounds,
             converge: of_moves.converge,
             at_stop: of_moves.at_stop,
+            hold: of_moves.hold,
         }
     }
 }
@@ -145,6 +148,6 @@ fn run(
 ) -> Result<(), Error> {
     let QemuSendOptions { downtime, max_downtime, bandwidth, max_rounds, converge, .. } = *options;
     let aim = Aim { medium: Medium::Link, downtime, max_downtime, bandwidth, max_rounds, converge };
-    let rounds = course.up_to_switchover(rounds, session, aim)?;
+    let rounds = course.up_to_switchover(rounds, session, aim, &options.hold)?;
     course.hand_over(&mut StockQemu::new(session, regions), rounds)
 }

@@ -166,6 +166,10 @@ impl Link for Session {
         self.settle("put the pages of a round into place", patience)
     }
 
+    fn check_silence(&mut self) -> Result<(), Error> {
+        self.line.check_silence()
+    }
+
     fn report(&self, report: &mut Report) {
         self.channels.iter().for_each(|channels| channels.report(report));
     }

@@ -9,10 +9,11 @@ use transship_memory::PAGE_BYTES;
 use super::output::Output;
 use crate::{
     Converge, Error, Progress, Report, fail_point,
-    forecast::{Aim, Forecast, Medium, Verdict},
+    forecast::{Aim, Forecast, Medium, Room, Verdict},
     free::{FreePages, Patience},
     guarded::Guarded,
     guest::SourceGuest,
+    hold::{Holding, Kept},
     pacing::Pacing,
     scan::Scanner,
     snapshot::{SaveOptions, file::target::Target},
@@ -23,6 +24,7 @@ use crate::{
 pub(crate) struct Rounds {
     scanner: Scanner,
     pacing: Pacing,
+    holding: Holding,
     number: u32,
 }
 
@@ -36,12 +38,13 @@ impl Rounds {
         let tracker = guest.track()?;
         let scanner = Scanner::begin(guest.memory(), tracker, guest.freeing())?;
         let pacing = Pacing::new(converge, scanner.waits(), progress)?;
-        Ok(Self { scanner, pacing, number: 0 })
+        Ok(Self { scanner, pacing, holding: Holding::default(), number: 0 })
     }
 
     /// The one round of a guest that stands still.
     pub(crate) fn standing_still(guest: &dyn SourceGuest) -> Result<Self, Error> {
-        Ok(Self { scanner: Scanner::standing_still(guest.memory())?, pacing: Pacing::default(), number: 0 })
+        let (scanner, pacing) = (Scanner::standing_still(guest.memory())?, Pacing::default());
+        Ok(Self { scanner, pacing, holding: Holding::default(), number: 0 })
     }
 
     /// Bytes that the next round looks at.
@@ -115,6 +118,7 @@ impl Rounds {
         let SaveOptions { downtime, max_downtime, max_rounds, converge, .. } = *options;
         let aim = Aim { medium: Medium::File, downtime, max_downtime, bandwidth: None, max_rounds, converge };
         let mut forecast = Forecast::new(aim, guest.state_estimate());
+        self.holding = Holding::new(&options.hold, progress);
         let mut free = FreePages::of(guest.unguarded());
         self.scanner.plan_first_round(Some(free.ask(Patience::Writing, progress)?))?;
         loop {
@@ -131,13 +135,59 @@ impl Rounds {
             let rest = self.pending_bytes();
             let time_left = progress.time_left();
             let verdict = forecast.judge(report, rest, time_left);
+            let verdict = self.holding.soften(verdict, &mut forecast, &mut || Ok(()), progress, report)?;
             self.pacing.follow(&verdict, rest, forecast.room(report, time_left));
             match verdict {
-                Verdict::Fits => return Ok(()),
+                Verdict::Fits if self.holding.is_over() => return Ok(()),
+                Verdict::Fits => {
+                    let mut holding = std::mem::take(&mut self.holding);
+                    let mut kept = LiveGuest { rounds: &mut *self, guest: &mut *guest, output: &mut *output, target };
+                    let is_ready = holding.stay_ready(&mut kept, &mut forecast, progress, report)?;
+                    self.holding = holding;
+                    if is_ready {
+                        return Ok(());
+                    }
+                }
                 Verdict::AnotherRound => {}
                 Verdict::Hopeless(why) => return Err(Error::NotConverging(why)),
                 Verdict::TooLate(why) => return Err(Error::TooLate(why)),
             }
         }
+    }
+}
+
+/// A guest that could be stopped for the rest of its save.
+struct LiveGuest<'a, 'g> {
+    rounds: &'a mut Rounds,
+    guest: &'a mut Guarded<'g>,
+    output: &'a mut dyn Output,
+    target: &'a Target,
+}
+
+impl Kept for LiveGuest<'_, '_> {
+    fn rest(&self) -> u64 {
+        self.rounds.pending_bytes()
+    }
+
+    fn look(&mut self, progress: &Progress) -> Result<(), Error> {
+        self.rounds.scanner.scan_on(self.output.content(), progress)
+    }
+
+    fn send(&mut self, progress: &Arc<Progress>, report: &mut Report) -> Result<(), Error> {
+        let Self { rounds, guest, output, target } = self;
+        guest.drain(report)?;
+        rounds.write_pending(*output, target, !target.is_direct(), progress, report)?;
+        fail_point::reach("save.held")?;
+        rounds.scanner.scan(output.content(), report, progress)?;
+        rounds.scanner.note_tracker(report);
+        Ok(())
+    }
+
+    fn follow(&mut self, verdict: &Verdict, rest: u64, room: Room) {
+        self.rounds.pacing.follow(verdict, rest, room);
+    }
+
+    fn check(&mut self) -> Result<(), Error> {
+        Ok(())
     }
 }
