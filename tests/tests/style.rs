@@ -44,7 +44,7 @@ const SIBLINGS: [&str; 3] = ["engine", "vmm", "balloon"];
 
 /// The parts of the engine, those that stand on fewer others first, and which of the others each uses. What is not here
 /// is everybody's (errors, options, progress, sets of pages), and uses none of these.
-const ENGINE: [(&str, &[&str]); 30] = [
+const ENGINE: [(&str, &[&str]); 31] = [
     ("digest", &[]),
     ("forecast", &[]),
     ("free", &[]),
@@ -61,7 +61,8 @@ const ENGINE: [(&str, &[&str]); 30] = [
     ("ending", &["guarded"]),
     ("unplug", &["control", "guarded"]),
     ("channels", &["control", "free", "pacer", "scan", "transport"]),
-    ("rounds", &["at_stop", "channels", "forecast", "free", "guarded", "hold", "pacing", "scan", "unplug"]),
+    ("plan", &["control", "forecast", "pacing", "transport"]),
+    ("rounds", &["at_stop", "channels", "forecast", "free", "guarded", "hold", "pacing", "plan", "scan", "unplug"]),
     ("hand_over", &["ending", "guarded", "rounds"]),
     ("destination", &["control", "digest", "door", "ending", "transport"]),
     (

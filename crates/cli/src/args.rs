@@ -9,6 +9,7 @@ mod convert;
 mod encoding;
 mod guest;
 mod moving;
+mod plan;
 mod receive;
 mod relay;
 mod restore;
@@ -25,6 +26,7 @@ pub(crate) use clones::{CloneArgs, ForkArgs};
 pub(crate) use convert::ConvertArgs;
 pub(crate) use guest::{Content, GuestArgs};
 pub(crate) use moving::{MoveArgs, Peer};
+pub(crate) use plan::PlanArgs;
 pub(crate) use receive::{ReceiveArgs, Sender};
 pub(crate) use relay::RelayArgs;
 pub(crate) use restore::{InfoArgs, RestoreArgs};
@@ -66,6 +68,8 @@ pub(crate) struct Cli {
 pub(crate) enum Command {
     /// Show what a VM is made of and what would work with it, without touching it
     Check(CheckArgs),
+    /// Show what a move would take, and what would end it, before it begins
+    Plan(PlanArgs),
     /// Move a running guest to another host
     Move(MoveArgs),
     /// Receive a guest that is moved here

@@ -63,6 +63,7 @@ fn run(cli: &Cli) -> Result<(), Failure> {
 fn dispatch(cli: &Cli) -> Result<(), Failure> {
     match &cli.command {
         Command::Check(args) => commands::check::run(args),
+        Command::Plan(args) => commands::plan::run(args),
         Command::Move(args) => commands::moving::run(args),
         Command::Receive(args) => commands::receive::run(args),
         Command::Relay(args) => commands::relay::run(args),

@@ -107,6 +107,11 @@ impl Forecast {
         Verdict::Hopeless(numbers.hopeless())
     }
 
+    /// What is to be reached, and how long the device state is thought to take.
+    pub(crate) fn aim(&self) -> (Aim, Duration) {
+        (self.aim, self.state)
+    }
+
     /// The rounds so far don't count any more, and nothing is known of what was gained.
     pub(crate) fn begin_again(&mut self, report: &Report) {
         (self.before, self.smallest_rest, self.rounds_without_gain) = (report.rounds.len(), u64::MAX, 0);

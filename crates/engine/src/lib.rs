@@ -21,6 +21,7 @@ mod options;
 mod pacer;
 mod pacing;
 mod page_map;
+mod plan;
 mod progress;
 mod qemu_peer;
 mod report;
@@ -40,14 +41,15 @@ pub use destination::receive_guest;
 pub use error::{Actor, Cancelled, Error, Outcome};
 pub use hold::{HoldCommand, HoldOptions};
 pub use options::{Compress, Converge, MoveOptions, Setting, WhenBusy, ZeroPages};
+pub use plan::{Carrier, CodecSample, GuestSample, LinkSpeed, Outlook, Work, Written, predict, probe, sample_guest};
 pub use progress::{CpuProgress, CpuTime, EncodingProgress, Held, Phase, Progress};
 pub use qemu_peer::{
     FileSink, FileSinkOptions, QemuSendOptions, RelayOptions, Relayed, Sink, receive_from_qemu, relay_from_qemu,
     relay_many, relay_to_qemu, send_to_qemu,
 };
 pub use report::{
-    ByteCounts, CloneMemory, CloneReport, CpuSeconds, Drains, FileReport, HoldReport, LazyReport, MethodBytes,
-    PageCounts, RelayReport, ReleasedBy, Report, RoundReport, Status, TrackerName, TrackerReport,
+    ByteCounts, CloneMemory, CloneReport, CpuSeconds, Drains, FileReport, ForecastReport, HoldReport, LazyReport,
+    MethodBytes, PageCounts, RelayReport, ReleasedBy, Report, RoundReport, Status, TrackerName, TrackerReport,
 };
 pub use snapshot::{
     BlockInfo, DirectIo, Ending, FileIo, FilePlace, FileUri, Format, LibvirtInfo, RestoreOptions, SaveOptions,

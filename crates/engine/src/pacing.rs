@@ -124,6 +124,15 @@ impl Credit {
     }
 }
 
+/// How many bytes may be written at most while a round of so many is sent.
+pub(crate) fn most(bytes: f64, room: &Room) -> f64 {
+    match room.fits_bytes {
+        // Nobody would be held.
+        0 => f64::MAX,
+        _ => Credit::of(bytes / PAGE as f64, room, 0.0).pages(1.0) * PAGE as f64,
+    }
+}
+
 /// A round that is under way, as the tracker asks about it.
 struct Running {
     credit: Credit,

@@ -75,6 +75,21 @@ pub struct HoldReport {
     pub released_by: Option<ReleasedBy>,
 }
 
+/// What was thought of a move after its first round.
+#[derive(Debug, Clone, Copy, PartialEq, Default, Serialize)]
+pub struct ForecastReport {
+    /// Whether it would end with the guest at the destination, or with a verdict.
+    pub converges: bool,
+    /// From the call to its end.
+    pub total_ms: f64,
+    /// For how long the guest would stand still, or would have to.
+    pub downtime_ms: f64,
+    /// On the wire.
+    pub bytes: u64,
+    /// The last one included.
+    pub rounds: u32,
+}
+
 /// Pages by kind, over all rounds.
 #[derive(Debug, Clone, Copy, Default, Serialize)]
 pub struct PageCounts {
@@ -264,6 +279,9 @@ pub struct Report {
     /// Of it: for how long the command of `--at-stop` ran.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub at_stop_ms: Option<f64>,
+    /// Of a move of a guest that ran: what was thought of it after the first round, to be compared with the rest.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub forecast: Option<ForecastReport>,
     /// Where it was held ready before it was stopped.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub hold: Option<HoldReport>,

@@ -25,6 +25,7 @@ use crate::{
     hold::Holding,
     pacing::Pacing,
     page_map::PageMap,
+    plan,
     scan::Scanner,
     unplug::unplug,
 };
@@ -153,6 +154,7 @@ impl Rounds {
         loop {
             self.scanner.scan(link.content(), report, progress)?;
             let rest = self.scanner.pending_bytes();
+            report.forecast = report.forecast.or_else(|| plan::after_the_first(report, rest, &forecast));
             let time_left = progress.time_left();
             let verdict = forecast.judge(report, rest, time_left);
             let check = &mut || link.check_silence();

@@ -19,6 +19,7 @@ mod kind;
 pub mod libvirt;
 mod packet;
 mod preamble;
+mod probe;
 pub mod qemu;
 mod reader;
 pub mod relay;
@@ -30,3 +31,4 @@ pub use guest::{GuestDescription, MAX_NAME_BYTES, MAX_REGION_BYTES, MAX_REGIONS,
 pub use kind::{MAX_MESSAGE_BYTES, MAX_REASON_BYTES, MAX_STATE_BYTES};
 pub use packet::{PACKET_BYTES, PAGES_PER_PACKET, Packet};
 pub use preamble::{MAX_CHANNELS, PREAMBLE_BYTES, Preamble, Role, Session, VERSION};
+pub use probe::{MAX_FILLING_BYTES, PROBE_BYTES, Probe};

@@ -15,11 +15,16 @@ pub(crate) struct Protocol {
     pub(crate) version: u16,
     /// What is wrong with another magic.
     pub(crate) other: &'static str,
+    /// Whether there are connections that probe.
+    pub(crate) has_probes: bool,
 }
 
-const MOVE: Protocol = Protocol { magic: *b"TSHP", version: VERSION, other: "the other side is not a transship" };
+const MOVE: Protocol =
+    Protocol { magic: *b"TSHP", version: VERSION, other: "the other side is not a transship", has_probes: true };
 const ROLE_CONTROL: u8 = 1;
 const ROLE_DATA: u8 = 2;
+/// Far from the others, which may become more.
+const ROLE_PROBE: u8 = 16;
 
 /// Chosen at random by the source; ties the data connections to their control connection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -32,6 +37,8 @@ pub enum Role {
     Control,
     /// Packets, from the source to the destination, on the channel of this number: 0 to 254.
     Data(u8),
+    /// Records of a [`Probe`](crate::Probe), both ways; there is no session.
+    Probe,
 }
 
 /// Sent once by the connecting side, before anything else.
@@ -40,8 +47,8 @@ pub enum Role {
 /// | ---: | ---: | --- |
 /// | 0 | 4 | magic `TSHP` |
 /// | 4 | 2 | [`VERSION`] |
-/// | 6 | 1 | role: 1 control, 2 data |
-/// | 7 | 1 | channel number; 0 for control |
+/// | 6 | 1 | role: 1 control, 2 data, 16 probe |
+/// | 7 | 1 | channel number; 0 for control and probe |
 /// | 8 | 16 | session |
 /// | 24 | 8 | reserved, zero |
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -68,6 +75,7 @@ impl Preamble {
         let (role, channel) = match self.role {
             Role::Control => (ROLE_CONTROL, 0),
             Role::Data(channel) => (ROLE_DATA, channel),
+            Role::Probe => (ROLE_PROBE, 0),
         };
         let mut header = Header::new();
         header
@@ -89,7 +97,7 @@ impl Preamble {
         if version != protocol.version {
             return Err(reader.invalid("preamble version", version.into(), "use the same transship on both sides"));
         }
-        let role = decode_role(&mut reader)?;
+        let role = decode_role(&mut reader, protocol)?;
         let session = Session(reader.array("preamble session")?);
         reader.reserved::<8>("preamble reserved")?;
         reader.end("preamble")?;
@@ -97,9 +105,10 @@ impl Preamble {
     }
 }
 
-fn decode_role(reader: &mut Reader<'_>) -> Result<Role, Error> {
+fn decode_role(reader: &mut Reader<'_>, protocol: &Protocol) -> Result<Role, Error> {
     let role = reader.u8("preamble role")?;
-    if !matches!(role, ROLE_CONTROL | ROLE_DATA) {
+    let is_probe = role == ROLE_PROBE && protocol.has_probes;
+    if !matches!(role, ROLE_CONTROL | ROLE_DATA) && !is_probe {
         return Err(reader.invalid("preamble role", role.into(), "neither control (1) nor data (2)"));
     }
     let channel = reader.u8("preamble channel")?;
@@ -108,6 +117,10 @@ fn decode_role(reader: &mut Reader<'_>) -> Result<Role, Error> {
             Err(reader.invalid("preamble channel", channel.into(), "a control connection has no channel number"))
         }
         ROLE_CONTROL => Ok(Role::Control),
+        ROLE_PROBE if channel != 0 => {
+            Err(reader.invalid("preamble channel", channel.into(), "a probe has no channel number"))
+        }
+        ROLE_PROBE => Ok(Role::Probe),
         _ if u16::from(channel) >= MAX_CHANNELS => {
             Err(reader.invalid("preamble channel", channel.into(), "channel numbers end at 254"))
         }

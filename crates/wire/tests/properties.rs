@@ -10,7 +10,7 @@ fn session() -> impl Strategy<Value = Session> {
 }
 
 fn preamble() -> impl Strategy<Value = Preamble> {
-    let role = prop_oneof![Just(Role::Control), (0u8..=254).prop_map(Role::Data)];
+    let role = prop_oneof![Just(Role::Control), Just(Role::Probe), (0u8..=254).prop_map(Role::Data)];
     (session(), role).prop_map(|(session, role)| Preamble { session, role })
 }
 

@@ -293,8 +293,8 @@ fn round_ends_that_speak_of_pages_are_refused() {
 
 #[test]
 fn preambles_with_a_bad_field_are_refused() {
-    let [(_, control), (_, data)] = preambles().try_into().unwrap();
-    for bytes in [&control, &data] {
+    let [(_, control), (_, data), (_, probe)] = preambles().try_into().unwrap();
+    for bytes in [&control, &data, &probe] {
         assert_invalid(decode_preamble(&patched(bytes, 0, b"GET ")), "preamble magic", 0);
         for version in [0u16, 2, 0x0101] {
             assert_invalid(decode_preamble(&patched(bytes, 4, &version.to_le_bytes())), "preamble version", 4);
@@ -307,6 +307,7 @@ fn preambles_with_a_bad_field_are_refused() {
         }
     }
     assert_invalid(decode_preamble(&patched(&control, 7, &[1])), "preamble channel", 7);
+    assert_invalid(decode_preamble(&patched(&probe, 7, &[1])), "preamble channel", 7);
     assert_invalid(decode_preamble(&patched(&data, 7, &[255])), "preamble channel", 7);
 }
 

@@ -125,6 +125,9 @@ fn what_is_not_a_link_is_refused() {
     let error = Greeting::decode(&preamble.encode()).unwrap_err();
     assert!(matches!(error, Error::Invalid { field: "preamble magic", offset: 0, .. }), "{error}");
     assert!(Preamble::decode(&Greeting(preamble).encode()).is_err());
+    let probe = Greeting(Preamble { session: Session([7; 16]), role: Role::Probe });
+    let error = Greeting::decode(&probe.encode()).unwrap_err();
+    assert!(matches!(error, Error::Invalid { field: "preamble role", offset: 6, .. }), "{error}");
 
     let good = Packet { connection: 1, sequence: 5, content: Content::Raw { bytes: 9, gives_end: false } }.encode();
     for (at, value, field) in [

@@ -9,7 +9,7 @@
 //!   `qemu_peer_crash`
 //! - Snapshots: `save`, `background`, `restore`, `restore_lazy`, `restore_given_back`, `convert`
 //! - Images and guests that share them: `clones`, `clones_refused`, `forks`
-//! - What is said beforehand: `check`; domains of libvirt: `libvirt`, `libvirt_images`, `libvirt_migrate`
+//! - What is said beforehand: `check`, `plan`; domains of libvirt: `libvirt`, `libvirt_images`, `libvirt_migrate`
 //! - Memory: `any_memory`, `huge_pages`, `preallocated`, `free_pages`, `writers`, `trackers`; who says which of it is
 //!   free: `balloon`, `hints`
 //! - What several of them need: `ends`, `middle`, `peer`, `restoring`, `sector`, `steering`, `stock`
@@ -41,6 +41,7 @@ mod link;
 mod middle;
 mod moves;
 mod peer;
+mod plan;
 mod preallocated;
 mod qemu_peer_crash;
 mod qemu_peer_receive;

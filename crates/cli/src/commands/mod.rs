@@ -9,6 +9,7 @@ pub(crate) mod guard;
 pub(crate) mod guest;
 pub(crate) mod info;
 pub(crate) mod moving;
+pub(crate) mod plan;
 pub(crate) mod receive;
 pub(crate) mod relay;
 pub(crate) mod restore;

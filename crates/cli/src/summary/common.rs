@@ -2,7 +2,7 @@
 use std::fmt::Write as _;
 
 use transship_engine::{
-    Error, FileReport, HoldReport, ReleasedBy, Report, RoundReport, Status, TrackerName, TrackerReport,
+    Error, FileReport, ForecastReport, HoldReport, ReleasedBy, Report, RoundReport, Status, TrackerName, TrackerReport,
 };
 
 use crate::{
@@ -80,6 +80,9 @@ impl Rows {
         if report.tracker.is_some_and(|tracker| tracker.held > 0) {
             self.add("held", held(report));
         }
+        if let Some(forecast) = report.forecast {
+            self.add("forecast", foretold(&forecast));
+        }
         if let Some(hold) = report.hold {
             self.add("hold", kept_ready(&hold));
         }
@@ -120,6 +123,16 @@ fn cpu(report: &Report) -> String {
     let roles = roles.iter().filter(|(role, seconds)| matches!(*role, "main" | "channels") || *seconds > 0.0);
     let roles: Vec<_> = roles.map(|(role, seconds)| format!("{role} {seconds:.2} s")).collect();
     format!("{:.2} s ({})", cpu.total, roles.join(", "))
+}
+
+/// What was thought of it after its first round, to be compared with the lines around.
+fn foretold(forecast: &ForecastReport) -> String {
+    let (time, stop) = (Time::from_ms(forecast.total_ms), Time::from_ms(forecast.downtime_ms));
+    let ForecastReport { converges, bytes, rounds, .. } = *forecast;
+    match converges {
+        true => format!("after round 1: {time}, {stop} of downtime, {rounds} rounds, {}", Bytes(bytes)),
+        false => format!("after round 1: no end; the rest would stop it for {stop}"),
+    }
 }
 
 /// How long it was held ready, what that cost, and what ended it.

@@ -7,6 +7,7 @@ use std::{
 
 use transship_wire::{Message, PREAMBLE_BYTES, Preamble, Refusal, Role, Session};
 
+use super::probed::Probed;
 use crate::{
     Error, Listener, Progress,
     control::{Control, TICK},
@@ -23,11 +24,13 @@ const CHANNELS_TIMEOUT: Duration = Duration::from_secs(30);
 pub(super) struct Arrivals<'a> {
     listener: &'a Listener,
     door: Door<'a, Preamble>,
+    probed: Probed,
 }
 
 impl<'a> Arrivals<'a> {
     pub(super) fn new(listener: &'a Listener, progress: &'a Progress) -> Self {
-        Self { listener, door: Door::new(listener, progress, GREETING_TIMEOUT, understand, refuse) }
+        let door = Door::new(listener, progress, GREETING_TIMEOUT, understand, refuse);
+        Self { listener, door, probed: Probed::default() }
     }
 
     /// Waits, for as long as it takes or its token is good, for a source to open a session.
@@ -39,6 +42,7 @@ impl<'a> Arrivals<'a> {
                 Some((Preamble { session, role: Role::Control }, (connection, peer))) => {
                     return Ok((Control::new(connection, peer)?, session));
                 }
+                Some((Preamble { role: Role::Probe, .. }, line)) => self.probed.answer(line),
                 Some((_, (_, peer))) => turn_away(&peer, "a data connection of a session that does not exist"),
             }
         }

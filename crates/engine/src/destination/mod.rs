@@ -4,6 +4,7 @@ mod channel;
 mod decoding;
 mod event;
 mod place;
+mod probed;
 mod state;
 
 use std::{

@@ -18,7 +18,8 @@ pub const VERSION: u16 = 1;
 /// The most connections of QEMU's that a link carries: the main one and all channels that multifd can have.
 pub const MAX_CONNECTIONS: u16 = 256;
 
-const LINK: Protocol = Protocol { magic: *b"TSRL", version: VERSION, other: "no relay begins a link like this" };
+const LINK: Protocol =
+    Protocol { magic: *b"TSRL", version: VERSION, other: "no relay begins a link like this", has_probes: false };
 
 /// Sent once by the relay near the source on each connection of the link, before anything else: a [`Preamble`] with the
 /// magic `TSRL`.

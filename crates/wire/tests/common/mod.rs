@@ -97,6 +97,7 @@ pub(crate) fn preambles() -> Vec<(Preamble, Vec<u8>)> {
             Preamble { session, role: Role::Data(254) },
             hex(&format!("54534850 0100 02 fe {session_hex} 0000000000000000")),
         ),
+        (Preamble { session, role: Role::Probe }, hex(&format!("54534850 0100 10 00 {session_hex} 0000000000000000"))),
     ]
 }
 

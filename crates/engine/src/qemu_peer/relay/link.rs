@@ -267,6 +267,7 @@ fn understand((connection, _): &mut Line, words: &[u8]) -> Words<Visitor> {
         }
     };
     let (caller, used) = match (role, hello.first_chunk()) {
+        (Role::Probe, _) => return strange("a relay's link is not probed"),
         (Role::Data(number), _) => (Visitor::Data(session, number), PREAMBLE_BYTES),
         (Role::Control, None) => return Words::Unfinished,
         (Role::Control, Some(hello)) => match Message::decode(hello, &[]) {

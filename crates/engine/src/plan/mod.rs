@@ -1,0 +1,13 @@
+//! What a move would be like, before it begins.
+//!
+//! - `sample`: what is learned of the guest in some seconds, while it runs
+//! - `probe`: what the way to a waiting receiver carries
+//! - `model`: the rounds that follow from both, judged by the same forecast that judges those of a move
+mod model;
+mod probe;
+mod sample;
+
+pub(crate) use model::after_the_first;
+pub use model::{Carrier, Outlook, Work, predict};
+pub use probe::{LinkSpeed, probe};
+pub use sample::{CodecSample, GuestSample, Written, sample_guest};

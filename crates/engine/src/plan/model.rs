@@ -1,0 +1,325 @@
+//! The rounds of a move that has not begun: each takes as long as its pages need on the way, and what is written in
+//! that time is the next one. [`Forecast`], which judges real rounds, judges these.
+use std::time::Duration;
+
+use serde::Serialize;
+use transship_memory::PAGE;
+
+use super::sample::{GuestSample, Written};
+use crate::{
+    Converge, ForecastReport, Report, RoundReport,
+    forecast::{Aim, Forecast, Medium, Verdict},
+    pacing,
+};
+
+/// What a round takes beside its pages: scans, threads, an answer.
+const ROUND: Duration = Duration::from_millis(5);
+
+/// How pages are carried.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Carrier {
+    /// Bytes a second on the wire.
+    pub bytes_per_s: f64,
+    /// There and back.
+    pub round_trip: Duration,
+    /// Bytes of pages by bytes on the wire.
+    pub ratio: f64,
+    /// Bytes of pages that all encoders together make smaller in a second; none: pages are sent as they are.
+    pub encode_bytes_per_s: Option<f64>,
+}
+
+impl Carrier {
+    /// Bytes of pages a second.
+    fn pages_per_s(&self) -> f64 {
+        let by_link = self.bytes_per_s * self.ratio;
+        self.encode_bytes_per_s.map_or(by_link, |encode| by_link.min(encode)).max(1.0)
+    }
+}
+
+/// What the move is allowed.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Work {
+    /// How long the guest may stand still.
+    pub downtime: Duration,
+    /// Rounds after which it is given up.
+    pub max_rounds: u32,
+    /// What is done so that it converges.
+    pub converge: Converge,
+}
+
+/// What a move would be like.
+#[derive(Debug, Clone, Copy, PartialEq, Default, Serialize)]
+pub struct Outlook {
+    /// It ends with the guest at the destination; otherwise with a verdict, and the other numbers are those until then.
+    pub converges: bool,
+    /// All of it, in milliseconds.
+    pub total_ms: f64,
+    /// The last one, in which the guest stands still, included.
+    pub rounds: u32,
+    /// On the wire.
+    pub bytes: u64,
+    /// For how long the guest stands still; if it does not converge, for how long it would have to.
+    pub downtime_ms: f64,
+    /// How much of its writing a guest that is paced does during the move; 1: all of it.
+    pub work_share: f64,
+}
+
+/// What was thought of a move when its first round was sent: that round has shown what the link carries and how much is
+/// written meanwhile, so this costs nothing.
+pub(crate) fn after_the_first(report: &Report, rest: u64, forecast: &Forecast) -> Option<ForecastReport> {
+    let [first] = &report.rounds[..] else { return None };
+    let (aim, state) = forecast.aim();
+    let sent = (report.pages.normal * PAGE) as f64;
+    let ratio = if first.bytes > 0 { (sent / first.bytes as f64).max(1.0) } else { 1.0 };
+    let bytes_per_s = forecast.room(report, None).bytes_per_s;
+    let carrier = Carrier { bytes_per_s, round_trip: Duration::ZERO, ratio, encode_bytes_per_s: None };
+    let points = [Written { ms: first.ms, bytes: rest as f64 }];
+    // What is written in no time at all fits in any case.
+    let curve = Curve { points: &points, most: report.bytes.guest as f64 };
+    let work = Work { downtime: aim.downtime, max_rounds: aim.max_rounds, converge: aim.converge };
+    let left = match forecast.fits(report, rest) {
+        true => {
+            let downtime_ms = state.as_secs_f64() * 1e3 + rest as f64 / carrier.pages_per_s() * 1e3;
+            let bytes = (rest as f64 / ratio) as u64;
+            Outlook { converges: true, total_ms: downtime_ms, rounds: 1, bytes, downtime_ms, work_share: 1.0 }
+        }
+        false => run_on(Start { rest: rest as f64, rounds: report.rounds.clone() }, &curve, &carrier, &work, state),
+    };
+    Some(ForecastReport {
+        converges: left.converges,
+        total_ms: report.setup_ms + first.ms + left.total_ms,
+        downtime_ms: left.downtime_ms,
+        bytes: first.bytes + left.bytes,
+        rounds: 1 + left.rounds,
+    })
+}
+
+/// Where the rounds begin.
+#[derive(Debug, Clone, Default)]
+struct Start {
+    /// What the next round has to send.
+    rest: f64,
+    /// Rounds so far.
+    rounds: Vec<RoundReport>,
+}
+
+/// What a move of this guest would be like.
+pub fn predict(sample: &GuestSample, carrier: &Carrier, work: &Work) -> Outlook {
+    let rest = sample.data_bytes as f64 * (1.0 - sample.zero_share);
+    let most = sample.data_bytes as f64;
+    let curve = Curve { points: &sample.written, most };
+    let state = Duration::from_secs_f64(sample.state_ms / 1e3);
+    run_on(Start { rest, rounds: Vec::new() }, &curve, carrier, work, state)
+}
+
+/// What is left of a move from here on.
+fn run_on(start: Start, curve: &Curve<'_>, carrier: &Carrier, work: &Work, state: Duration) -> Outlook {
+    let Work { downtime, max_rounds, converge } = *work;
+    let (medium, max_downtime) = (Medium::Link, downtime);
+    let aim = Aim { medium, downtime, max_downtime, bandwidth: None, max_rounds, converge };
+    let mut forecast = Forecast::new(aim, state);
+    let (mut report, mut rest) = (Report { rounds: start.rounds, ..Report::default() }, start.rest);
+    let (mut outlook, mut paced) = (Outlook::default(), Paced::default());
+    let time = |bytes: f64| bytes / carrier.pages_per_s() + (ROUND + carrier.round_trip).as_secs_f64();
+    loop {
+        let seconds = time(rest);
+        outlook.total_ms += seconds * 1e3;
+        outlook.rounds += 1;
+        outlook.bytes += (rest / carrier.ratio) as u64;
+        let free = curve.bytes(seconds);
+        // The first round is never paced.
+        let holds = converge == Converge::Pace && !report.rounds.is_empty();
+        let most = if holds { pacing::most(rest, &forecast.room(&report, None)) } else { f64::MAX };
+        let written = free.min(most);
+        paced.note(seconds, free, written);
+        let (bytes, ms) = ((rest / carrier.ratio) as u64, seconds * 1e3);
+        let dirty_pages_per_s = written / PAGE as f64 / seconds;
+        report.rounds.push(RoundReport { bytes, ms, dirty_pages_per_s, ..RoundReport::default() });
+        rest = written;
+        let verdict = forecast.judge(&report, rest as u64, None);
+        if verdict == Verdict::AnotherRound {
+            continue;
+        }
+        outlook.downtime_ms = (state.as_secs_f64() + time(rest)) * 1e3;
+        outlook.work_share = paced.share();
+        if verdict == Verdict::Fits {
+            outlook.converges = true;
+            outlook.total_ms += outlook.downtime_ms;
+            outlook.rounds += 1;
+            outlook.bytes += (rest / carrier.ratio) as u64;
+        }
+        return outlook;
+    }
+}
+
+/// How much is written in which time.
+struct Curve<'a> {
+    points: &'a [Written],
+    /// All memory that there is.
+    most: f64,
+}
+
+impl Curve<'_> {
+    /// Between two points, and before the first, it is a line; behind the last it goes on as before it.
+    fn bytes(&self, seconds: f64) -> f64 {
+        let (ms, origin) = (seconds * 1e3, Written { ms: 0.0, bytes: 0.0 });
+        let mut before = origin;
+        let mut slope = 0.0;
+        for &point in self.points {
+            slope = (point.bytes - before.bytes) / (point.ms - before.ms).max(1e-9);
+            if ms <= point.ms {
+                return (before.bytes + slope * (ms - before.ms)).min(self.most);
+            }
+            before = point;
+        }
+        (before.bytes + slope * (ms - before.ms)).min(self.most)
+    }
+}
+
+/// How much of its work a guest does.
+#[derive(Default)]
+struct Paced {
+    seconds: f64,
+    done: f64,
+}
+
+impl Paced {
+    fn note(&mut self, seconds: f64, free: f64, written: f64) {
+        self.seconds += seconds;
+        self.done += seconds * if free > 0.0 { written / free } else { 1.0 };
+    }
+
+    fn share(&self) -> f64 {
+        if self.seconds > 0.0 { self.done / self.seconds } else { 1.0 }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::HashSet;
+
+    use super::*;
+
+    const MB: f64 = 1e6;
+
+    fn carrier(mb_per_s: f64) -> Carrier {
+        let round_trip = Duration::from_millis(1);
+        Carrier { bytes_per_s: mb_per_s * MB, round_trip, ratio: 1.0, encode_bytes_per_s: None }
+    }
+
+    fn work(converge: Converge) -> Work {
+        Work { downtime: Duration::from_millis(300), max_rounds: 30, converge }
+    }
+
+    /// A guest that writes pages of a hot set at random.
+    #[derive(Clone)]
+    struct Writer {
+        hot: u64,
+        pages_per_s: f64,
+        random: u64,
+    }
+
+    impl Writer {
+        fn new(hot_mb: f64, mb_per_s: f64) -> Self {
+            let pages = |mb: f64| mb * MB / PAGE as f64;
+            Self { hot: pages(hot_mb) as u64, pages_per_s: pages(mb_per_s), random: 0x2545_F491_4F6C_DD1D }
+        }
+
+        /// The pages that it writes in this time.
+        fn write(&mut self, seconds: f64, into: &mut HashSet<u64>) {
+            for _ in 0..(self.pages_per_s * seconds) as u64 {
+                self.random ^= self.random << 13;
+                self.random ^= self.random >> 7;
+                self.random ^= self.random << 17;
+                into.insert(self.random % self.hot);
+            }
+        }
+
+        /// As it would be sampled in five seconds.
+        fn sample(&self, data_mb: f64) -> GuestSample {
+            let point = |ticks: u32| {
+                let (mut writer, mut pages) = (self.clone(), HashSet::new());
+                writer.write(f64::from(ticks) / 10.0, &mut pages);
+                Written { ms: f64::from(ticks) * 100.0, bytes: (pages.len() as u64 * PAGE) as f64 }
+            };
+            let written = [1, 2, 4, 8, 16, 50].map(point).into();
+            GuestSample { data_bytes: (data_mb * MB) as u64, written, state_ms: 30.0, ..GuestSample::default() }
+        }
+
+        /// Its move, page by page, as the rules of a move have it; none if it never fits.
+        fn move_over(&self, data_mb: f64, mb_per_s: f64) -> (f64, Option<u32>) {
+            let (mut writer, mut rest, mut bytes) = (self.clone(), data_mb * MB, 0.0);
+            for round in 1..=30 {
+                bytes += rest;
+                let mut pages = HashSet::new();
+                writer.write(rest / (mb_per_s * MB) + 0.006, &mut pages);
+                rest = (pages.len() as u64 * PAGE) as f64;
+                if rest / (mb_per_s * MB) + 0.03 <= 0.3 {
+                    return (bytes + rest, Some(round + 1));
+                }
+            }
+            (bytes, None)
+        }
+    }
+
+    /// Page by page and by the curve, for guests of all kinds.
+    #[test]
+    fn the_model_tells_what_a_simulation_does() {
+        let (mut converging, mut hopeless) = (0, 0);
+        for data_mb in [200.0, 1000.0] {
+            for hot_mb in [5.0, 20.0, 60.0, 200.0] {
+                for writes in [1.0, 20.0, 60.0, 90.0, 150.0, 400.0] {
+                    let writer = Writer::new(hot_mb, writes);
+                    let story = format!("{data_mb} MB, of which {hot_mb} MB are written with {writes} MB/s");
+                    let outlook = predict(&writer.sample(data_mb), &carrier(100.0), &work(Converge::Never));
+                    let (bytes, rounds) = writer.move_over(data_mb, 100.0);
+                    assert_eq!(outlook.converges, rounds.is_some(), "{story}: {outlook:?}");
+                    if rounds.is_none() {
+                        hopeless += 1;
+                        continue;
+                    }
+                    converging += 1;
+                    let error = outlook.bytes as f64 / bytes;
+                    assert!((0.8..1.25).contains(&error), "{story}: {outlook:?}, {bytes} bytes");
+                }
+            }
+        }
+        assert!(converging > 10 && hopeless > 5, "{converging} {hopeless}");
+    }
+
+    #[test]
+    fn a_guest_that_writes_nothing_takes_what_its_memory_takes() {
+        let sample = GuestSample { data_bytes: 1_000_000_000, zero_share: 0.5, ..GuestSample::default() };
+        let outlook = predict(&sample, &carrier(100.0), &work(Converge::Never));
+        assert!(outlook.converges && outlook.rounds == 2 && outlook.bytes == 500_000_000, "{outlook:?}");
+        assert!((5000.0..5100.0).contains(&outlook.total_ms) && outlook.downtime_ms < 20.0, "{outlook:?}");
+        let smaller = Carrier { ratio: 4.0, encode_bytes_per_s: Some(1e9), ..carrier(100.0) };
+        let outlook = predict(&sample, &smaller, &work(Converge::Never));
+        assert!(outlook.bytes == 125_000_000 && outlook.total_ms < 1300.0, "{outlook:?}");
+        let slow = Carrier { encode_bytes_per_s: Some(50e6), ..smaller };
+        assert!(predict(&sample, &slow, &work(Converge::Never)).total_ms > 10_000.0, "encoders are slower");
+    }
+
+    #[test]
+    fn what_ends_a_hopeless_move_is_known() {
+        let sample = Writer::new(200.0, 200.0).sample(400.0);
+        let never = predict(&sample, &carrier(100.0), &work(Converge::Never));
+        assert!(!never.converges && never.downtime_ms > 300.0, "{never:?}");
+        let paced = predict(&sample, &carrier(100.0), &work(Converge::Pace));
+        assert!(paced.converges && (0.1..0.95).contains(&paced.work_share), "{paced:?}");
+        let longer = Work { downtime: Duration::from_secs_f64(never.downtime_ms * 1.25e-3), ..work(Converge::Never) };
+        let longer = predict(&sample, &carrier(100.0), &longer);
+        assert!(longer.converges && longer.downtime_ms > 300.0 && longer.work_share == 1.0, "{longer:?}");
+    }
+
+    #[test]
+    fn the_curve_goes_on_behind_its_end_and_no_further_than_memory() {
+        let points = [(100.0, 10.0), (200.0, 15.0)].map(|(ms, bytes)| Written { ms, bytes });
+        let curve = Curve { points: &points, most: 30.0 };
+        assert_eq!(
+            [0.0, 0.05, 0.1, 0.15, 0.2, 0.4, 9.0].map(|s| curve.bytes(s)),
+            [0.0, 5.0, 10.0, 12.5, 15.0, 25.0, 30.0]
+        );
+        assert_eq!(Curve { points: &[], most: 1.0 }.bytes(1.0), 0.0);
+    }
+}
