@@ -10,7 +10,9 @@ fn the_two_ends_of_a_link_reach_each_other_and_only_each_other() {
     let mut listener = Process::start(listen).unwrap();
     // `retry`: the listener may need a moment.
     let say = on(&link.source(), "socat -u EXEC:hostname TCP:192.0.2.2:7000,retry=1000,interval=0.05");
-    assert!(Process::start(say).unwrap().wait(PATIENCE).unwrap().success());
+    let mut say = Process::start(say).unwrap();
+    let said = say.wait(PATIENCE).unwrap();
+    assert!(said.success(), "{said}: {}; the listener: {}", say.stderr().tail(), listener.stderr().tail());
     assert!(listener.wait(PATIENCE).unwrap().success());
     assert_eq!(listener.stdout().to_the_end().unwrap().len(), 1);
 
