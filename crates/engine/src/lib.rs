@@ -17,6 +17,7 @@ mod free;
 mod guarded;
 mod hand_over;
 mod hold;
+mod opened;
 mod options;
 mod pacer;
 mod pacing;
@@ -40,6 +41,7 @@ pub use at_stop::AtStopCommand;
 pub use destination::receive_guest;
 pub use error::{Actor, Cancelled, Error, Outcome};
 pub use hold::{HoldCommand, HoldOptions};
+pub use opened::when_opened;
 pub use options::{Compress, Converge, MoveOptions, Setting, WhenBusy, ZeroPages};
 pub use plan::{Carrier, CodecSample, GuestSample, LinkSpeed, Outlook, Work, Written, predict, probe, sample_guest};
 pub use progress::{CpuProgress, CpuTime, EncodingProgress, Held, Phase, Progress};
@@ -57,6 +59,6 @@ pub use snapshot::{
     save_guest,
 };
 pub use source::move_guest;
-pub use transport::{Listener, Uri};
+pub use transport::{Listener, Uri, connect, connect_by};
 pub use transship_guest as guest;
 pub use transship_secure::{Caller, Failure as TrustFailure, Host, Token, TokenError};

@@ -1,10 +1,11 @@
 //! Where the bytes go: `tcp:host:port` and `unix:path`, encrypted or in clear.
+mod dial;
 mod secured;
 
 use std::{
     fmt, fs,
     io::{self, Read, Write},
-    net::{IpAddr, Shutdown, TcpListener, TcpStream, ToSocketAddrs},
+    net::{IpAddr, Shutdown, TcpListener, TcpStream},
     os::{
         fd::{AsFd, BorrowedFd},
         unix::{
@@ -23,12 +24,11 @@ use transship_memory::Region;
 use transship_secure::Host;
 
 use crate::Error;
+pub use dial::{connect, connect_by};
 pub(crate) use secured::{Lock, Secured};
 
 /// How soon those are looked at again that were handed over without a word.
 const SOON: Duration = Duration::from_millis(5);
-/// How long a connection may take to come about.
-const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
 /// Bytes that a TCP socket holds beyond what the link has room for. More would be on its way before anybody could think
 /// better of it, and would take memory; less might leave a link without work while a channel wakes up.
 const UNSENT_BYTES: u32 = 256 * 1024;
@@ -133,9 +133,10 @@ impl Connection {
     /// Connects to a listening peer.
     pub(crate) fn open(uri: &Uri) -> Result<Self, Error> {
         let failed = |source| Error::Connect { to: uri.to_string(), cure: cure(&source), source };
+        let socket = dial::by_somebody(uri).map_err(failed)?;
         let connection = match uri {
-            Uri::Tcp { host, port } => Self::Tcp(connect_tcp(host, *port).map_err(failed)?),
-            Uri::Unix(path) => Self::Unix(connect_unix(path).map_err(failed)?),
+            Uri::Tcp { .. } => Self::Tcp(TcpStream::from(socket)),
+            Uri::Unix(_) => Self::Unix(UnixStream::from(socket)),
         };
         connection.prepare().map_err(failed)?;
         Ok(connection)
@@ -270,27 +271,6 @@ impl Connection {
         // A peer that closed first makes this fail; it is shut then.
         let _ = self.shut(Shutdown::Both);
     }
-}
-
-fn connect_tcp(host: &str, port: u16) -> io::Result<TcpStream> {
-    let mut last = io::Error::new(io::ErrorKind::NotFound, "the name has no address");
-    for address in (host, port).to_socket_addrs()? {
-        match TcpStream::connect_timeout(&address, CONNECT_TIMEOUT) {
-            Ok(stream) => return Ok(stream),
-            Err(error) => last = error,
-        }
-    }
-    Err(last)
-}
-
-/// Connects without waiting for ever when the listener's queue is full: the send timeout bounds a connect too.
-fn connect_unix(path: &Path) -> io::Result<UnixStream> {
-    use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, socket_with};
-    let fd = socket_with(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)?;
-    let stream = UnixStream::from(fd);
-    stream.set_write_timeout(Some(CONNECT_TIMEOUT))?;
-    connect(&stream, &SocketAddrUnix::new(path)?)?;
-    Ok(stream)
 }
 
 impl AsFd for Connection {
@@ -482,9 +462,14 @@ fn remove_stale(path: &Path) -> io::Result<()> {
 /// A number that can't be guessed.
 pub(crate) fn random() -> Result<[u8; 16], Error> {
     let mut bytes = [0; 16];
-    std::fs::File::open("/dev/urandom")
-        .and_then(|mut file| file.read_exact(&mut bytes))
-        .map_err(|source| Error::Io { what: "read /dev/urandom".into(), source })?;
+    let mut have = 0;
+    while have < bytes.len() {
+        match rustix::rand::getrandom(&mut bytes[have..], rustix::rand::GetRandomFlags::empty()) {
+            Ok(more) => have += more,
+            Err(rustix::io::Errno::INTR) => {}
+            Err(error) => return Err(Error::Io { what: "get random numbers".into(), source: error.into() }),
+        }
+    }
     Ok(bytes)
 }
 

@@ -12,6 +12,7 @@ use super::{
 };
 use crate::{
     Error,
+    opened::all_is_open,
     stream::{
         feed::MAX_EARLY_BYTES,
         records::Records,
@@ -75,9 +76,13 @@ pub(crate) fn open(from: &FileUri, direct_io: DirectIo) -> Result<Opened, Error>
     if let FilePlace::Path(path) = &from.place
         && path.is_dir()
     {
-        return Image::open(&path.display().to_string(), path).map(|image| Opened::Image(Box::new(image)));
+        let image = Image::open(&path.display().to_string(), path)?;
+        all_is_open()?;
+        return Ok(Opened::Image(Box::new(image)));
     }
-    read(Origin::open(from, direct_io)?)
+    let origin = Origin::open(from, direct_io)?;
+    all_is_open()?;
+    read(origin)
 }
 
 /// The same with a file that is open.

@@ -10,7 +10,7 @@ use rustix::net::{RecvFlags, SendFlags, recv, send};
 use transship_memory::{PAGE_BYTES, Region};
 use transship_secure::{Caller, Failure, Halves, Handshake, Host, Opener, Progress, RECORD_BYTES, Sealer};
 
-use super::{CONNECT_TIMEOUT, Connection, Uri};
+use super::{Connection, Uri, dial::CONNECT_TIMEOUT};
 use crate::Error;
 
 /// Pages of a record.
