@@ -45,6 +45,8 @@ pub struct GuestSocket {
     path: PathBuf,
     /// May connect, beside root.
     user: Uid,
+    /// The same: who this process was when it began to listen.
+    ours: Uid,
 }
 
 impl GuestSocket {
@@ -72,7 +74,7 @@ impl GuestSocket {
             let _ = fs::remove_file(&made);
         }
         placed.map_err(system)?;
-        Ok(Self { listener, path: path.into(), user })
+        Ok(Self { listener, path: path.into(), user, ours: geteuid() })
     }
 
     fn place(listener: &UnixListener, made: &Path, path: &Path, user: Uid) -> io::Result<()> {
@@ -107,7 +109,7 @@ impl GuestSocket {
     pub fn accept(&self) -> Option<UnixStream> {
         let (stream, _) = self.listener.accept().ok()?;
         let user = socket_peercred(&stream).ok()?.uid;
-        let allowed = user.is_root() || user == self.user || user == geteuid();
+        let allowed = user.is_root() || user == self.user || user == self.ours;
         if !allowed {
             let (theirs, ours) = (user.as_raw(), self.user.as_raw());
             tracing::warn!("turned away a connection of user {theirs}: only root and user {ours} may use this socket");

@@ -18,7 +18,7 @@ use super::{
     abandoned, disk_files, faults, machine,
     memory::{self, Backend},
     migration::{self, Answers, Form, STATE_FD, STATE_URI, Settings},
-    qmp::Qmp,
+    qmp::{Qmp, QmpError},
     questions, state_channel,
     survey::{DestinationSeen, lazy},
 };
@@ -117,11 +117,17 @@ impl QemuDestination {
     fn restore_settings(&mut self) {
         let Some(settings) = self.settings.take() else { return };
         match settings.restore(&mut self.qmp) {
-            Err(why) if !crate::is_gone(self.qmp.path()) => {
+            Err(why) if !self.is_gone() => {
                 tracing::warn!("can't restore the destination QEMU's migration settings: {why}");
             }
             _ => {}
         }
+    }
+
+    /// Asked by its own connection, too: this process may not have the right to make another one any more.
+    fn is_gone(&mut self) -> bool {
+        let closed = |error: QmpError| matches!(error, QmpError::Closed { .. });
+        crate::is_gone(self.qmp.path()) || self.qmp.execute("query-version", json!({})).is_err_and(closed)
     }
 
     /// What must hold before the source may give the guest up.
