@@ -3,6 +3,7 @@
 use std::{
     io,
     os::{fd::AsFd, unix::net::UnixStream},
+    path::Path,
     sync::{
         Arc,
         atomic::{AtomicBool, AtomicUsize, Ordering},
@@ -21,14 +22,15 @@ use crate::{device::Device, end::End, relay, session};
 /// Connections at one time, most of them of visitors who have not said yet what they want.
 const MAX_VISITORS: usize = 16;
 
-/// Is the device, until `end` asks it to end. A QEMU may come, go and come again.
+/// Is the device, until `end` asks it to end. A QEMU may come, go and come again. `room`: a folder of this process
+/// alone, which must stay empty but for what is made here.
 ///
 /// # Errors
 /// The system's own.
-pub fn serve(socket: &GuestSocket, end: &End<'_>) -> io::Result<()> {
+pub fn serve(socket: &GuestSocket, room: &Path, end: &End<'_>) -> io::Result<()> {
     let shutdown = end.when_unused;
-    let door =
-        Door { device: Arc::new(Device::new()?), end, visitors: AtomicUsize::new(0), has_qemu: AtomicBool::new(false) };
+    let device = Arc::new(Device::new()?);
+    let door = Door { device, room, end, visitors: AtomicUsize::new(0), has_qemu: AtomicBool::new(false) };
     thread::scope(|scope| {
         loop {
             let mut ready = [
@@ -59,6 +61,7 @@ pub fn serve(socket: &GuestSocket, end: &End<'_>) -> io::Result<()> {
 
 struct Door<'a> {
     device: Arc<Device>,
+    room: &'a Path,
     end: &'a End<'a>,
     visitors: AtomicUsize,
     has_qemu: AtomicBool,
@@ -96,7 +99,7 @@ impl Door<'_> {
             return Err(io::Error::other("another QEMU is connected already; give each guest a balloon of its own"));
         }
         tracing::info!("QEMU is connected");
-        let result = relay::run(qemu, &self.device, self.end);
+        let result = relay::run(qemu, &self.device, self.room, self.end);
         self.device.left();
         tracing::info!("QEMU has disconnected");
         self.has_qemu.store(false, Ordering::Release);

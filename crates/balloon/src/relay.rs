@@ -11,6 +11,7 @@ use std::{
         fd::{AsFd, OwnedFd},
         unix::net::UnixStream,
     },
+    path::Path,
     sync::Arc,
     thread,
 };
@@ -42,9 +43,9 @@ const RESET_OWNER: u32 = 4;
 const SET_VRING_ENABLE: u32 = 18;
 const SET_BACKEND_REQ_FD: u32 = 21;
 
-/// Serves a QEMU until it or `end` ends it.
-pub(crate) fn run(qemu: &UnixStream, device: &Arc<Device>, end: &End<'_>) -> io::Result<()> {
-    let (mut back_end, inner) = start(device)?;
+/// Serves a QEMU until it or `end` ends it; one at a time. `room`: a folder that nobody else can come to.
+pub(crate) fn run(qemu: &UnixStream, device: &Arc<Device>, room: &Path, end: &End<'_>) -> io::Result<()> {
+    let (mut back_end, inner) = start(device, room)?;
     let gone = Shutdown::new()?;
     thread::scope(|scope| {
         scope.spawn(|| {
@@ -73,13 +74,12 @@ pub(crate) fn run(qemu: &UnixStream, device: &Arc<Device>, end: &End<'_>) -> io:
 }
 
 /// The back end, and our end of the connection with it.
-fn start(device: &Arc<Device>) -> io::Result<(VhostUserDaemon<Arc<Device>>, UnixStream)> {
+fn start(device: &Arc<Device>, room: &Path) -> io::Result<(VhostUserDaemon<Arc<Device>>, UnixStream)> {
     let memory = GuestMemoryAtomic::new(GuestMemoryMmap::new());
     let other = |error: vhost_user_backend::Error| io::Error::other(error.to_string());
     let mut back_end = VhostUserDaemon::new("balloon".into(), Arc::clone(device), memory).map_err(other)?;
-    // It only takes connections. Nobody else can come to this folder.
-    let folder = tempfile::tempdir()?;
-    let path = folder.path().join("s");
+    // It only takes connections.
+    let path = room.join("s");
     let mut listener = Listener::new(&path, false).map_err(io::Error::other)?;
     let inner = UnixStream::connect(&path)?;
     back_end.start(&mut listener).map_err(other)?;

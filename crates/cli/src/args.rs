@@ -13,6 +13,7 @@ mod plan;
 mod receive;
 mod relay;
 mod restore;
+mod sandbox;
 mod save;
 mod steering;
 mod tracker;
@@ -30,6 +31,7 @@ pub(crate) use plan::PlanArgs;
 pub(crate) use receive::{ReceiveArgs, Sender};
 pub(crate) use relay::RelayArgs;
 pub(crate) use restore::{InfoArgs, RestoreArgs};
+pub(crate) use sandbox::SandboxArgs;
 pub(crate) use save::{FileFormat, SaveArgs};
 pub(crate) use steering::{CancelArgs, GoArgs, StatusArgs, SteeringArgs};
 pub(crate) use tracker::{Converge, Tracker};
@@ -121,6 +123,19 @@ pub(crate) enum Command {
     StandIn {
         #[arg(long)]
         vm: String,
+    },
+    /// Do what the process that started this gave up the right to: connect, and remove what it leaves behind
+    #[command(hide = true)]
+    Steward {
+        /// The one address to connect to
+        #[arg(long)]
+        connect: Option<String>,
+        /// The socket to remove at the end
+        #[arg(long)]
+        socket: Option<std::path::PathBuf>,
+        /// The folder to remove at the end
+        #[arg(long)]
+        folder: Option<std::path::PathBuf>,
     },
     /// Print a completion script for a shell
     #[command(hide = true)]

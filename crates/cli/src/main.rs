@@ -4,6 +4,7 @@
 //! - `commands`: a file for each subcommand
 //! - `progress`, `summary`, `output`, `failure`: from numbers to words, and exit codes
 //! - `trust`: who the other end is, and whether anybody between can listen
+//! - `sandbox`: which rights a process keeps
 //! - `signals`: Ctrl-C; `guard`, `stand_in`: what even `kill -9` must not leave behind
 #![forbid(unsafe_code)]
 
@@ -17,6 +18,7 @@ mod guard;
 mod hints;
 mod output;
 mod progress;
+mod sandbox;
 mod signals;
 mod stand_in;
 mod summary;
@@ -82,6 +84,9 @@ fn dispatch(cli: &Cli) -> Result<(), Failure> {
         Command::Bench { arguments } => commands::bench::run(arguments),
         Command::Guard { vm, will } => commands::guard::run(vm, will),
         Command::StandIn { vm } => commands::stand_in::run(vm),
+        Command::Steward { connect, socket, folder } => {
+            sandbox::run_steward(connect.as_deref(), socket.clone(), folder.clone())
+        }
         Command::Completions { shell } => commands::shell::completions(*shell),
         Command::Man { subcommand } => commands::shell::manual(subcommand.as_deref()),
     }

@@ -19,32 +19,53 @@ pub(crate) struct Watcher {
 impl Watcher {
     /// Calls `act` for each signal, with the number of signals that came before it, on a thread of its own.
     pub(crate) fn start(act: impl FnMut(usize) + Send + 'static) -> Result<Self, Failure> {
-        Self::spawn(act).map_err(|error| Failure::Failed(format!("can't handle Ctrl-C: {error}")))
+        Held::hold()?.start(act)
     }
 
-    fn spawn(mut act: impl FnMut(usize) + Send + 'static) -> io::Result<Self> {
+    /// Cancels the move that `progress` shows, and says what that means.
+    pub(crate) fn cancelling(progress: &Arc<Progress>, side: Side) -> Result<Self, Failure> {
+        Held::hold()?.cancelling(progress, side)
+    }
+}
+
+/// The signals from now on, which wait for somebody to handle them.
+pub(crate) struct Held(Signals);
+
+impl Held {
+    /// No thread is started for this.
+    pub(crate) fn hold() -> Result<Self, Failure> {
         let mut wanted = vec![SIGINT, SIGTERM];
         // `nohup` ignores it on our behalf; that stays so.
         if ignored_signals() & (1 << (SIGHUP - 1)) == 0 {
             wanted.push(SIGHUP);
         }
-        let mut signals = Signals::new(wanted)?;
+        Signals::new(wanted).map(Self).map_err(failed)
+    }
+
+    /// As [`Watcher::start`].
+    pub(crate) fn start(self, mut act: impl FnMut(usize) + Send + 'static) -> Result<Watcher, Failure> {
+        let Self(mut signals) = self;
         let handle = signals.handle();
         let thread = thread::Builder::new()
             .name("signals".into())
-            .spawn(move || signals.forever().enumerate().for_each(|(before, _)| act(before)))?;
-        Ok(Self { handle, thread: Some(thread) })
+            .spawn(move || signals.forever().enumerate().for_each(|(before, _)| act(before)))
+            .map_err(failed)?;
+        Ok(Watcher { handle, thread: Some(thread) })
     }
 
-    /// Cancels the move that `progress` shows, and says what that means.
-    pub(crate) fn cancelling(progress: &Arc<Progress>, side: Side) -> Result<Self, Failure> {
+    /// As [`Watcher::cancelling`].
+    pub(crate) fn cancelling(self, progress: &Arc<Progress>, side: Side) -> Result<Watcher, Failure> {
         let progress = Arc::clone(progress);
-        Self::start(move |before| {
+        self.start(move |before| {
             let line = answer(progress.phase(), before, side);
             progress.cancel();
             output::say(line);
         })
     }
+}
+
+fn failed(error: io::Error) -> Failure {
+    Failure::Failed(format!("can't handle Ctrl-C: {error}"))
 }
 
 impl Drop for Watcher {

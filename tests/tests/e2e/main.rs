@@ -53,6 +53,7 @@ mod restore_given_back;
 mod restore_lazy;
 mod restoring;
 mod run_state;
+mod sandbox;
 mod save;
 mod sector;
 mod settings;

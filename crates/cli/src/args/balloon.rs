@@ -25,4 +25,10 @@ pub(crate) struct BalloonArgs {
     /// User that QEMU runs as: owns the socket, and may connect as well as root [default: yourself]
     #[arg(long, value_name = "NAME")]
     pub(crate) user: Option<String>,
+    /// Keep all rights, to find out whether they were what was missing
+    ///
+    /// Without this flag, root becomes `nobody` once the socket listens, without capabilities, can open no file, and
+    /// can make only a few system calls.
+    #[arg(long, hide_short_help = true)]
+    pub(crate) no_sandbox: bool,
 }

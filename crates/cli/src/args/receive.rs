@@ -1,7 +1,10 @@
 //! The command line of `receive`.
 use clap::{Args, ValueEnum};
 
-use super::save::{FileFormat, FileIo};
+use super::{
+    SandboxArgs,
+    save::{FileFormat, FileIo},
+};
 
 const RECEIVE_EXAMPLES: &str = "\
 Examples:
@@ -70,6 +73,8 @@ pub(crate) struct ReceiveArgs {
     /// anybody on the way can read and change the guest's memory, and anybody can pose as the other side.
     #[arg(long)]
     pub(crate) insecure: bool,
+    #[command(flatten)]
+    pub(crate) sandbox: SandboxArgs,
     /// Print the result as one JSON object
     #[arg(long)]
     pub(crate) json: bool,

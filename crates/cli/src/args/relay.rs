@@ -1,6 +1,7 @@
 //! The command line of `relay`.
 use clap::Args;
 
+use super::SandboxArgs;
 use crate::trust::TokenText;
 
 const RELAY_EXAMPLES: &str = "\
@@ -81,6 +82,8 @@ pub(crate) struct RelayArgs {
     /// Owner of the unix socket at --listen: USER, USER:GROUP or :GROUP, names or numbers
     #[arg(long, value_name = "OWNER", hide_short_help = true)]
     pub(crate) socket_owner: Option<String>,
+    #[command(flatten)]
+    pub(crate) sandbox: SandboxArgs,
     /// Print the result as one JSON object
     #[arg(long)]
     pub(crate) json: bool,

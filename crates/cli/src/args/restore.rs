@@ -1,7 +1,7 @@
 //! The command line of the commands that read snapshot files.
 use clap::Args;
 
-use super::save::FileIo;
+use super::{SandboxArgs, save::FileIo};
 
 const RESTORE_EXAMPLES: &str = "\
 Examples:
@@ -58,6 +58,8 @@ pub(crate) struct RestoreArgs {
     /// How to ask the kernel to read: auto, uring or plain
     #[arg(long, value_enum, default_value_t = FileIo::Auto, value_name = "HOW", hide_possible_values = true, hide_short_help = true)]
     pub(crate) io: FileIo,
+    #[command(flatten)]
+    pub(crate) sandbox: SandboxArgs,
     /// Print the result as one JSON object
     #[arg(long)]
     pub(crate) json: bool,
@@ -72,6 +74,8 @@ pub(crate) struct InfoArgs {
     /// Read the whole file, and check that it is complete
     #[arg(long)]
     pub(crate) check: bool,
+    #[command(flatten)]
+    pub(crate) sandbox: SandboxArgs,
     /// Print the result as one JSON object
     #[arg(long)]
     pub(crate) json: bool,

@@ -1,9 +1,16 @@
 //! `transship balloon`: the device by which a guest says which of its memory is free.
 use nix::unistd::User;
+use tempfile::TempDir;
 use transship_balloon::End;
 use transship_lines::{GuestSocket, Shutdown, Uid};
 
-use crate::{args::BalloonArgs, failure::Failure, output, signals::Watcher};
+use crate::{
+    args::BalloonArgs,
+    failure::Failure,
+    output,
+    sandbox::{Errands, Left, Role, Sandbox},
+    signals::Held,
+};
 
 pub(crate) fn run(args: &BalloonArgs) -> Result<(), Failure> {
     let user = args.user.as_deref().map(user_id).transpose()?;
@@ -11,12 +18,19 @@ pub(crate) fn run(args: &BalloonArgs) -> Result<(), Failure> {
     let new = || Shutdown::new().map_err(|error| failed(&format!("can't make an eventfd: {error}")));
     let (when_unused, now) = (new()?, new()?);
     let asks = [when_unused.clone(), now.clone()];
-    let _signals = Watcher::start(move |before| asks[before.min(1)].request())?;
+    let signals = Held::hold()?;
     let socket = match user {
         Some(user) => GuestSocket::listen_for(&args.socket, user),
         None => GuestSocket::listen(&args.socket),
     };
     let socket = socket.map_err(|error| failed(&error))?;
+    let room = TempDir::with_prefix("transship-").map_err(|error| failed(&format!("can't make a folder: {error}")))?;
+    let sandbox = if args.no_sandbox { Sandbox::Off } else { Sandbox::by_default()? };
+    // It cleans up: it is told to after everything else has ended.
+    let errands = Errands { socket: Some(&args.socket), folder: Some(room.path()), ..Errands::default() };
+    let _steward = sandbox.steward(errands)?;
+    let room = sandbox.confine(Role::Balloon, Left::Room(room.path()))?.unwrap_or(room.path());
+    let _signals = signals.start(move |before| asks[before.min(1)].request())?;
     output::say(&format!("listening at {}", args.socket.display()));
     let waiting = || {
         output::say(
@@ -25,7 +39,7 @@ pub(crate) fn run(args: &BalloonArgs) -> Result<(), Failure> {
         );
     };
     let end = End { when_unused: &when_unused, now: &now, waiting: &waiting };
-    transship_balloon::serve(&socket, &end).map_err(|error| failed(&format!("the balloon failed: {error}")))
+    transship_balloon::serve(&socket, room, &end).map_err(|error| failed(&format!("the balloon failed: {error}")))
 }
 
 /// Of a name that the system knows, or a number.

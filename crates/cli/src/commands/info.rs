@@ -9,13 +9,16 @@ use crate::{
     checks::Checks,
     failure::Failure,
     output,
+    sandbox::{Role, Sandbox},
     units::{Bytes, Count},
 };
 
 pub(crate) fn run(args: &InfoArgs) -> Result<(), Failure> {
     let mut checks = Checks::default();
     let from = checks.read("FILE", &args.file, place);
-    let from = checks.finish(from)?;
+    let sandbox = Sandbox::check(&args.sandbox, &mut checks);
+    let (from, sandbox) = checks.finish(from.zip(sandbox))?;
+    sandbox.confine_when_opened(Role::Info);
     let info = inspect(&from, args.check)?;
     if args.json {
         output::json(&info)?

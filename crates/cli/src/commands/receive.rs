@@ -1,10 +1,16 @@
 //! `transship receive`: the destination of a move, or of a stock QEMU's own migration.
-use std::{sync::Arc, time::Duration};
+use std::{
+    fs,
+    path::{Path, PathBuf},
+    sync::Arc,
+    time::Duration,
+};
 
 use transship_engine::{
-    Error, FileSink, FileSinkOptions, FileUri, Format, Listener, Progress, Report, Sink, Uri, receive_from_qemu,
-    receive_guest,
+    Error, FilePlace, FileSink, FileSinkOptions, FileUri, Format, Listener, Progress, Report, Sink, Uri,
+    receive_from_qemu, receive_guest,
 };
+use transship_guest::DestinationGuest;
 use transship_vmm::{VmAddress, attach_destination};
 
 use crate::{
@@ -13,7 +19,8 @@ use crate::{
     failure::Failure,
     flags, output,
     progress::Display,
-    signals::{self, Side, Watcher},
+    sandbox::{Errands, Left, Role, Sandbox, Steward},
+    signals::{self, Held, Side},
     summary,
     trust::{self, Network},
 };
@@ -22,13 +29,17 @@ pub(crate) fn run(args: &ReceiveArgs) -> Result<(), Failure> {
     let request = Request::check(args)?;
     signals::outlive_file_limits()?;
     let progress = Progress::new();
-    let _signals = Watcher::cancelling(&progress, Side::Destination)?;
+    let signals = Held::hold()?;
+    // It cleans up: it is told to after everything else has ended.
+    let mut steward = None;
     let mut report = Report::default();
     // The address may be taken: that's known before the VM is touched.
     let outcome = match Listener::bind(&request.listen) {
         Ok(listener) => {
             let listener = trust::lock(listener, request.lifetime, "transship move --vm VM --to ", args.json)?;
-            receive(&request, listener, &progress, &mut report)
+            let ready = prepare(&request, &listener, &mut steward);
+            let _signals = signals.cancelling(&progress, Side::Destination)?;
+            ready.and_then(|ready| receive(&request, ready, listener, &progress, &mut report))
         }
         Err(error) => Err(error),
     };
@@ -38,23 +49,53 @@ pub(crate) fn run(args: &ReceiveArgs) -> Result<(), Failure> {
     }
 }
 
-fn receive(request: &Request, listener: Listener, progress: &Arc<Progress>, report: &mut Report) -> Result<(), Error> {
+/// What takes the guest.
+enum Ready {
+    Guest(Box<dyn DestinationGuest>),
+    File(FileSink),
+}
+
+/// All that needs rights; then they are gone.
+fn prepare(request: &Request, listener: &Listener, steward: &mut Option<Steward>) -> Result<Ready, Error> {
+    let ready = match &request.into {
+        Into::Guest(vm) => Ready::Guest(attach_destination(vm)?),
+        Into::File(to, options) => Ready::File(FileSink::create(to, *options)?),
+    };
+    *steward = request.sandbox.steward(Errands::of_listener(listener.uri()))?;
     match &request.into {
-        Into::Guest(vm) => {
-            let mut guest = attach_destination(vm)?;
-            let _display = begin(&listener, progress)?;
-            match request.peer {
-                Sender::Transship => receive_guest(guest.as_mut(), listener, progress, report),
-                Sender::Qemu => {
-                    receive_from_qemu(Sink::Guest(guest.as_mut()), &listener, request.channels, progress, report)
-                }
+        Into::File(FileUri { place: FilePlace::Path(path), .. }, _) => {
+            request.sandbox.confine(Role::ReceiveFile, Left::Folder(&folder_of(path)))?;
+        }
+        Into::File(..) => drop(request.sandbox.confine(Role::ReceiveFile, Left::Nothing)?),
+        Into::Guest(_) => drop(request.sandbox.confine(Role::Receive, Left::Nothing)?),
+    }
+    Ok(ready)
+}
+
+/// Where a file of this name is made; a link is not replaced, but the file that it points to.
+fn folder_of(path: &Path) -> PathBuf {
+    let is_link = fs::symlink_metadata(path).is_ok_and(|found| found.is_symlink());
+    let path = if is_link { fs::canonicalize(path).unwrap_or_else(|_| path.into()) } else { path.into() };
+    let parent = path.parent().filter(|parent| !parent.as_os_str().is_empty());
+    parent.unwrap_or(Path::new(".")).to_owned()
+}
+
+fn receive(
+    request: &Request,
+    ready: Ready,
+    listener: Listener,
+    progress: &Arc<Progress>,
+    report: &mut Report,
+) -> Result<(), Error> {
+    let _display = begin(&listener, progress)?;
+    match ready {
+        Ready::Guest(mut guest) => match request.peer {
+            Sender::Transship => receive_guest(guest.as_mut(), listener, progress, report),
+            Sender::Qemu => {
+                receive_from_qemu(Sink::Guest(guest.as_mut()), &listener, request.channels, progress, report)
             }
-        }
-        Into::File(to, options) => {
-            let file = FileSink::create(to, *options)?;
-            let _display = begin(&listener, progress)?;
-            receive_from_qemu(Sink::File(file), &listener, request.channels, progress, report)
-        }
+        },
+        Ready::File(file) => receive_from_qemu(Sink::File(file), &listener, request.channels, progress, report),
     }
 }
 
@@ -68,6 +109,7 @@ fn begin(listener: &Listener, progress: &Arc<Progress>) -> Result<Display, Error
 struct Request {
     into: Into,
     listen: Uri,
+    sandbox: Sandbox,
     peer: Sender,
     channels: Option<u8>,
     /// How long a token is good; none: there is none.
@@ -122,8 +164,11 @@ impl Request {
                 Some(None)
             }
         };
-        let request =
-            (|| Some(Self { into: into?, listen: listen?, peer: args.peer, channels, lifetime: lifetime? }))();
+        let sandbox = Sandbox::check(&args.sandbox, &mut checks);
+        let request = (|| {
+            let (into, listen, sandbox) = (into?, listen?, sandbox?);
+            Some(Self { into, listen, sandbox, peer: args.peer, channels, lifetime: lifetime? })
+        })();
         checks.finish(request)
     }
 }

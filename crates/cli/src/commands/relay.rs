@@ -15,7 +15,8 @@ use crate::{
     failure::Failure,
     flags, output,
     progress::Display,
-    signals::{Side, Watcher},
+    sandbox::{Errands, Left, Role, Sandbox, Steward},
+    signals::{Held, Side},
     summary,
     trust::{self, Network},
     units,
@@ -31,22 +32,41 @@ const MANY_MAX: u64 = 1000;
 pub(crate) fn run(args: &RelayArgs) -> Result<(), Failure> {
     let request = Request::check(args)?;
     let progress = Progress::new();
-    if let Some(most) = request.many {
-        return serve(&request, most, &progress, args.json);
-    }
-    let _signals = Watcher::cancelling(&progress, Side::Relay)?;
-    let mut report = Report::default();
-    let outcome = match listen(&request) {
-        Ok(listener) => relay(&request, locked(listener, &request, args.json)?, &progress, &mut report),
-        Err(error) => Err(error),
+    let signals = Held::hold()?;
+    // It cleans up: it is told to after everything else has ended.
+    let (_steward, listener) = match set_up(&request) {
+        Ok(ready) => ready,
+        Err(error) => return summary::relayed(Err(error), Report::default(), args.json),
     };
+    if let Some(most) = request.many {
+        let _signals = signals.cancelling(&progress, Side::Relays)?;
+        return serve(&request, listener, most, &progress, args.json);
+    }
+    let _signals = signals.cancelling(&progress, Side::Relay)?;
+    let mut report = Report::default();
+    let outcome = relay(&request, locked(listener, &request, args.json)?, &progress, &mut report);
     summary::relayed(outcome, report, args.json)
 }
 
+/// All that needs rights; then they are gone.
+fn set_up(request: &Request) -> Result<(Option<Steward>, Listener), Error> {
+    let listener = listen(request)?;
+    let sandbox = request.near.as_ref().map_or(&request.sandbox, |near| request.sandbox.encoding(near.compress));
+    let errands = Errands { connect: Some(&request.to), ..Errands::of_listener(listener.uri()) };
+    let steward = sandbox.steward(errands)?;
+    sandbox.confine(Role::Relay, Left::Nothing)?;
+    Ok((steward, listener))
+}
+
 /// Relays what comes until the user has had enough. Why a migration failed is said when it has; the service has not.
-fn serve(request: &Request, most: usize, progress: &Arc<Progress>, json: bool) -> Result<(), Failure> {
-    let _signals = Watcher::cancelling(progress, Side::Relays)?;
-    let listener = locked(listen(request)?, request, json)?;
+fn serve(
+    request: &Request,
+    listener: Listener,
+    most: usize,
+    progress: &Arc<Progress>,
+    json: bool,
+) -> Result<(), Failure> {
+    let listener = locked(listener, request, json)?;
     let mut tell = |relayed| match relayed {
         Relayed::Begun { number, peer } => output::say(&format!("migration {number}: {peer} has come")),
         Relayed::Ended { number, outcome, report } => {
@@ -96,6 +116,7 @@ struct Request {
     /// How many at once, of a service.
     many: Option<usize>,
     access: Access,
+    sandbox: Sandbox,
 }
 
 impl Request {
@@ -137,9 +158,11 @@ impl Request {
         };
         let is_socket = listen_uri.as_ref().is_none_or(|uri| matches!(uri, Uri::Unix(_)));
         let access = Access::check(args, is_socket, &mut checks);
+        let sandbox = Sandbox::check(&args.sandbox, &mut checks);
         let request = (|| {
             let (near, lifetime) = side?;
-            Some(Self { listen: listen_uri?, to: to_uri?, near, lifetime, many: many?, access: access? })
+            let (listen, to) = (listen_uri?, to_uri?);
+            Some(Self { listen, to, near, lifetime, many: many?, access: access?, sandbox: sandbox? })
         })();
         checks.finish(request)
     }

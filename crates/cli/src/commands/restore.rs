@@ -10,6 +10,7 @@ use crate::{
     failure::Failure,
     flags,
     progress::Display,
+    sandbox::{Role, Sandbox},
     signals::{Side, Watcher},
     stand_in, summary,
 };
@@ -27,6 +28,10 @@ fn restore(request: &Request, progress: &Arc<Progress>, report: &mut Report) -> 
     let mut guest = attach_destination(&request.vm)?;
     let _display = Display::start(progress).map_err(|source| Error::Io { what: "start a thread".into(), source })?;
     let mut stand_in = request.lazy.then(|| stand_in::Process::new(&request.vm_text));
+    if stand_in.is_none() {
+        // Else there is a process to start, and a VMM to open again.
+        request.sandbox.confine_when_opened(Role::Restore);
+    }
     let lazily = stand_in.as_mut().map(|process| process as &mut dyn StandIn);
     restore_guest(guest.as_mut(), &request.from, &request.options, lazily, progress, report)
 }
@@ -39,6 +44,7 @@ struct Request {
     from: FileUri,
     lazy: bool,
     options: RestoreOptions,
+    sandbox: Sandbox,
 }
 
 impl Request {
@@ -54,9 +60,11 @@ impl Request {
             (_, true) => Some(false),
             _ => None,
         };
+        let sandbox = Sandbox::check(&args.sandbox, &mut checks);
         let request = (|| {
             let options = RestoreOptions { channels: channels?, direct_io: direct_io?, io: args.io.into(), run };
-            Some(Self { vm: vm?, vm_text: args.vm.clone(), from: from?, lazy: args.lazy, options })
+            let (vm, from, sandbox) = (vm?, from?, sandbox?);
+            Some(Self { vm, vm_text: args.vm.clone(), from, lazy: args.lazy, options, sandbox })
         })();
         checks.finish(request)
     }

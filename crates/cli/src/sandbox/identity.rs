@@ -1,0 +1,135 @@
+//! Another user, no capabilities, and a root folder without anything in it.
+use std::{io, path::Path};
+
+use nix::unistd::{Gid, Uid, User, setgroups, setresgid, setresuid};
+use rustix::{
+    process::{chroot, geteuid},
+    thread::{
+        CapabilitySet, CapabilitySets, capabilities, clear_ambient_capability_set, set_capabilities, set_no_new_privs,
+    },
+};
+
+use super::Left;
+
+/// What root may do to files of others.
+const OF_FILES: CapabilitySet = CapabilitySet::DAC_OVERRIDE
+    .union(CapabilitySet::DAC_READ_SEARCH)
+    .union(CapabilitySet::FOWNER)
+    .union(CapabilitySet::CHOWN);
+/// The user that root becomes if nobody says otherwise.
+const UNASKED: &str = "nobody";
+/// The number of that user, where no list of users has the name.
+const UNASKED_ID: u32 = 65534;
+
+/// The user that a process is as soon as it needs root no more.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Account {
+    user: u32,
+    group: u32,
+    /// The user of the command line asked for it.
+    is_asked_for: bool,
+}
+
+impl Account {
+    /// The user with this name or number.
+    pub(super) fn of(name: Option<&str>) -> Result<Self, String> {
+        let Some(name) = name else {
+            let (user, group) = find(UNASKED)?.unwrap_or((UNASKED_ID, UNASKED_ID));
+            return Ok(Self { user, group, is_asked_for: false });
+        };
+        if !geteuid().is_root() {
+            return Err("only root can become another user; leave it out".into());
+        }
+        let number = || name.parse().ok().filter(|&number| number != u32::MAX).map(|number| (number, number));
+        match find(name)?.or_else(number) {
+            Some((user, group)) => Ok(Self { user, group, is_asked_for: true }),
+            None => Err(format!("there is no user {name:?}; give a name or a number")),
+        }
+    }
+
+    /// Becomes this user, if this process is root's, with no capability, and never gets one again. Root also leaves all
+    /// paths: the root folder is the room, or an empty one. Returns the path that the room has then.
+    ///
+    /// With a folder, the user stays, and keeps what root's own rights over files are.
+    pub(super) fn take(&self, left: Left<'_>) -> io::Result<Option<&'static Path>> {
+        let (mut root, mut keep) = (None, CapabilitySet::empty());
+        match left {
+            _ if !geteuid().is_root() => {}
+            Left::Folder(_) => keep = OF_FILES & capabilities(None)?.effective,
+            Left::Nothing | Left::Room(_) => root = self.replace_root(left)?,
+        }
+        // Those of an ambient set, or of the file of the program. A kernel too old for the first has none.
+        let _ = clear_ambient_capability_set();
+        let inheritable = CapabilitySet::empty();
+        set_capabilities(None, CapabilitySets { effective: keep, permitted: keep, inheritable })?;
+        set_no_new_privs(true)?;
+        Ok(root)
+    }
+
+    fn replace_root(&self, left: Left<'_>) -> io::Result<Option<&'static Path>> {
+        let room = match left {
+            Left::Room(room) => Some(room),
+            Left::Nothing | Left::Folder(_) => None,
+        };
+        let mut root = None;
+        match leave_paths(room, self) {
+            Ok(()) => root = room.map(|_| Path::new("/")),
+            Err(error) => tracing::info!("the root folder stays as it is: {error}"),
+        }
+        match self.become_it() {
+            Err(error) if self.is_asked_for => return Err(error),
+            Err(error) => tracing::warn!("can't become user {}: {error}; staying root, with no capability", self.user),
+            Ok(()) => {}
+        }
+        Ok(root)
+    }
+
+    fn become_it(&self) -> io::Result<()> {
+        let (user, group) = (Uid::from_raw(self.user), Gid::from_raw(self.group));
+        setgroups(&[])?;
+        setresgid(group, group, group)?;
+        // Every capability goes with the last user id that is root's.
+        Ok(setresuid(user, user, user)?)
+    }
+}
+
+/// Makes `room` the root folder, and gives it to the user; or one that is gone already, in which nothing can be made.
+fn leave_paths(room: Option<&Path>, account: &Account) -> io::Result<()> {
+    if let Some(room) = room {
+        std::os::unix::fs::chown(room, Some(account.user), Some(account.group))?;
+        chroot(room)?;
+    } else {
+        let folder = tempfile::Builder::new().prefix(".transship-").tempdir()?;
+        std::env::set_current_dir(folder.path())?;
+        folder.close()?;
+        chroot(".")?;
+    }
+    std::env::set_current_dir("/").or_else(|_| std::env::set_current_dir("."))
+}
+
+/// Numbers of the user and its group; none: there is no such name.
+fn find(name: &str) -> Result<Option<(u32, u32)>, String> {
+    match User::from_name(name) {
+        Ok(user) => Ok(user.map(|user| (user.uid.as_raw(), user.gid.as_raw()))),
+        Err(error) => Err(format!("can't look up {name:?}: {error}")),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn root_becomes_nobody_unless_somebody_else_is_named() {
+        let nobody = Account::of(None).expect("there is always one");
+        assert!(nobody.user != 0 && nobody.group != 0 && !nobody.is_asked_for, "{nobody:?}");
+        if !geteuid().is_root() {
+            assert!(Account::of(Some("daemon")).is_err());
+            return;
+        }
+        assert_eq!(Account::of(Some("1234")), Ok(Account { user: 1234, group: 1234, is_asked_for: true }));
+        for wrong in ["", "nobody-of-this-name", "-1", "4294967295"] {
+            assert!(Account::of(Some(wrong)).is_err(), "{wrong}");
+        }
+    }
+}

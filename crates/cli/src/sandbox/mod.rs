@@ -1,0 +1,177 @@
+//! Fewer rights: what a process needs no more when its guest is attached to and its sockets listen, it gives up for
+//! good.
+//!
+//! ```text
+//!   root: listen · attach · open · map · start the steward ─► confine ─► whatever others send, on descriptors alone
+//! ```
+//!
+//! - `identity`: another user, no capabilities, no way to any path
+//! - `calls`, `filter`: the system calls that are left (seccomp); the others answer "operation not permitted"
+//! - `paths`: Landlock, below what the change of the user does
+//! - `steward`: a second process, which keeps the rights and does a few things that were fixed before
+//! - `trial`: for tests: tries what a confined process must not do
+//!
+//! All this is for the calling thread and those that it starts afterwards, so it comes before any other thread.
+mod calls;
+mod filter;
+mod identity;
+mod paths;
+mod steward;
+#[cfg(feature = "fail-points")]
+mod trial;
+
+use std::{io, path::Path};
+
+use transship_codec::{Backend, Method, qatzip_backend};
+use transship_engine::{Compress, Error, when_opened};
+
+use crate::{args::SandboxArgs, checks::Checks, failure::Failure};
+use calls::Calls;
+use identity::Account;
+pub(crate) use steward::{Errands, Steward, run as run_steward};
+
+/// What a process does once it is confined.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Role {
+    /// Between two QEMUs.
+    Relay,
+    /// The destination of a move, or a QEMU's.
+    Receive,
+    /// A stock QEMU's guest goes into a file.
+    ReceiveFile,
+    /// A device beside a QEMU.
+    Balloon,
+    /// A guest from a file, all of it before it runs.
+    Restore,
+    /// What a file holds.
+    Info,
+}
+
+/// What is left of all paths.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum Left<'a> {
+    Nothing,
+    /// A folder of this process alone, in which it makes sockets.
+    Room(&'a Path),
+    /// A folder of the user's, in which a file is completed. The user is not changed then, as files of that name may be
+    /// anybody's.
+    Folder(&'a Path),
+}
+
+impl Role {
+    fn calls(self) -> &'static [Calls] {
+        match self {
+            Self::Relay => &[Calls::Threads, Calls::Streams],
+            Self::Receive => &[Calls::Threads, Calls::Streams, Calls::Memory],
+            Self::ReceiveFile => &[Calls::Threads, Calls::Streams, Calls::Memory, Calls::Rings, Calls::Files],
+            Self::Restore => &[Calls::Threads, Calls::Streams, Calls::Memory, Calls::Rings],
+            Self::Info => &[Calls::Threads, Calls::Streams, Calls::Memory],
+            Self::Balloon => &[Calls::Threads, Calls::Streams, Calls::Memory, Calls::Events, Calls::LocalSockets],
+        }
+    }
+}
+
+/// The rights that a process keeps.
+#[derive(Debug, Clone)]
+pub(crate) enum Sandbox {
+    /// All (`--no-sandbox`).
+    Off,
+    /// Those that its role needs.
+    On(Account),
+}
+
+impl Sandbox {
+    /// Of the flags.
+    pub(crate) fn check(args: &SandboxArgs, checks: &mut Checks) -> Option<Self> {
+        if args.no_sandbox {
+            if args.user.is_some() {
+                checks.mistake("--user: with --no-sandbox the user is not changed; leave one of them out".into());
+            }
+            return Some(Self::Off);
+        }
+        match Account::of(args.user.as_deref()) {
+            Ok(account) => Some(Self::On(account)),
+            Err(mistake) => {
+                checks.mistake(format!("--user: {mistake}"));
+                None
+            }
+        }
+    }
+
+    /// As without any flags.
+    pub(crate) fn by_default() -> Result<Self, Failure> {
+        Account::of(None).map(Self::On).map_err(Failure::Failed)
+    }
+
+    /// Of a process that encodes so. The library of a QAT device opens what it needs when it needs it.
+    pub(crate) fn encoding(&self, compress: Compress) -> &Self {
+        let is_device = || *qatzip_backend() == Backend::Device;
+        if matches!(compress, Compress::Fixed(setting) if setting.method() == Method::Qatzip) && is_device() {
+            tracing::warn!("with a QAT device this process keeps all rights");
+            return &Self::Off;
+        }
+        self
+    }
+
+    /// The steward of this process, if it will be confined and there is something to do for one.
+    ///
+    /// # Errors
+    /// It can't be started.
+    pub(crate) fn steward(&self, errands: Errands<'_>) -> Result<Option<Steward>, Error> {
+        if self.is_off() || errands.is_empty() {
+            return Ok(None);
+        }
+        let failed = |source| Error::Io { what: "start the process that keeps the rights".into(), source };
+        Steward::start(errands).map(Some).map_err(failed)
+    }
+
+    /// Gives up all rights but those of the role. From here on no path leads anywhere but into `left`. A room gets a
+    /// new path, which is returned.
+    ///
+    /// # Errors
+    /// The system has no filter for system calls, or the user that was asked for can't be had. What has been given up
+    /// by then is not had again.
+    pub(crate) fn confine(&self, role: Role, left: Left<'_>) -> Result<Option<&'static Path>, Error> {
+        let account = match self {
+            Self::On(account) if !self.is_off() => account,
+            _ => {
+                try_for_a_test();
+                return Ok(None);
+            }
+        };
+        let begin = std::time::Instant::now();
+        let failed = |what: &str| {
+            let what = format!("{what}; --no-sandbox goes on with all rights");
+            move |source: io::Error| Error::Io { what, source }
+        };
+        // Made while there is still the right to look for its parts.
+        let filter = filter::of(role.calls()).map_err(failed("make the filter of system calls"))?;
+        let root = account.take(left).map_err(failed("give up root's rights"))?;
+        paths::confine(root.map_or(left, Left::Room));
+        filter.apply().map_err(failed("set the filter of system calls"))?;
+        tracing::debug!(?role, us = begin.elapsed().as_micros(), "confined");
+        try_for_a_test();
+        Ok(root)
+    }
+
+    /// The same when all of a snapshot is open, and before anything of it is read.
+    pub(crate) fn confine_when_opened(&self, role: Role) {
+        let sandbox = self.clone();
+        when_opened(move || sandbox.confine(role, Left::Nothing).map(drop));
+    }
+
+    fn is_off(&self) -> bool {
+        matches!(self, Self::Off) || stalls_for_a_test()
+    }
+}
+
+/// A process that stalls at a named step makes a file there.
+fn stalls_for_a_test() -> bool {
+    cfg!(feature = "fail-points") && std::env::var_os("TRANSSHIP_FAIL_FILE").is_some()
+}
+
+/// What a test wants to be tried in the place of this process.
+fn try_for_a_test() {
+    #[cfg(feature = "fail-points")]
+    trial::run_if_asked();
+}
