@@ -25,7 +25,7 @@ const UNSAFE: [(&str, &str); 10] = [
 const SLEEP: [(&str, &str); 11] = [
     ("crates/engine/src/fail_point.rs", "tests hold a process there"),
     ("crates/engine/src/pacer.rs", "a bandwidth is kept by waiting"),
-    ("crates/engine/src/snapshot/restore/stand_in.rs", "an error that stays, looked at again until the VMM has ended"),
+    ("crates/engine/src/filling/stand_in.rs", "an error that stays, looked at again until the VMM has ended"),
     ("crates/vmm/src/freeze.rs", "the kernel does not say when a stopped process stands"),
     ("crates/vmm/src/handoff/mod.rs", "a socket that takes one client, and does not say when it is free"),
     ("crates/vmm/src/qemu/abandoned.rs", "the same"),
@@ -44,8 +44,9 @@ const SIBLINGS: [&str; 3] = ["engine", "vmm", "balloon"];
 
 /// The parts of the engine, those that stand on fewer others first, and which of the others each uses. What is not here
 /// is everybody's (errors, options, progress, sets of pages), and uses none of these.
-const ENGINE: [(&str, &[&str]); 31] = [
+const ENGINE: [(&str, &[&str]); 34] = [
     ("digest", &[]),
+    ("filling", &[]),
     ("forecast", &[]),
     ("free", &[]),
     ("guarded", &[]),
@@ -55,6 +56,7 @@ const ENGINE: [(&str, &[&str]); 31] = [
     ("stream", &[]),
     ("transport", &[]),
     ("control", &["transport"]),
+    ("owed", &["control"]),
     ("at_stop", &["control"]),
     ("hold", &["at_stop", "control", "forecast"]),
     ("door", &["transport"]),
@@ -64,7 +66,7 @@ const ENGINE: [(&str, &[&str]); 31] = [
     ("plan", &["control", "forecast", "pacing", "transport"]),
     ("rounds", &["at_stop", "channels", "forecast", "free", "guarded", "hold", "pacing", "plan", "scan", "unplug"]),
     ("hand_over", &["ending", "guarded", "rounds"]),
-    ("destination", &["control", "digest", "door", "ending", "transport"]),
+    ("destination", &["control", "digest", "door", "ending", "filling", "owed", "transport"]),
     (
         "source",
         &[
@@ -73,12 +75,15 @@ const ENGINE: [(&str, &[&str]); 31] = [
             "control",
             "digest",
             "ending",
+            "filling",
             "forecast",
             "free",
             "guarded",
             "hand_over",
+            "owed",
             "pacer",
             "rounds",
+            "scan",
             "stream",
             "transport",
         ],
@@ -87,7 +92,11 @@ const ENGINE: [(&str, &[&str]); 31] = [
     ("snapshot/image", &["snapshot", "snapshot/file", "stream"]),
     ("snapshot/mapped", &["snapshot", "snapshot/file", "snapshot/image", "stream"]),
     ("snapshot", &["ending", "snapshot/file", "snapshot/image", "snapshot/mapped", "stream"]),
-    ("snapshot/restore", &["ending", "snapshot", "snapshot/file", "snapshot/image", "snapshot/mapped", "stream"]),
+    (
+        "snapshot/restore",
+        &["ending", "filling", "snapshot", "snapshot/file", "snapshot/image", "snapshot/mapped", "stream"],
+    ),
+    ("charge", &["destination", "snapshot", "source"]),
     (
         "snapshot/save",
         &[

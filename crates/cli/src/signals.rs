@@ -105,6 +105,12 @@ pub(crate) fn outlive_file_limits() -> Result<(), Failure> {
 /// What is said to somebody who cancels in this phase, when so many have done so before.
 pub(crate) fn answer(phase: Phase, before: usize, side: Side) -> &'static str {
     match (phase, side) {
+        (Phase::Filling, Side::Source) => {
+            "too late to cancel: the guest runs at the destination, and needs this process until it has all its pages"
+        }
+        (Phase::Filling, Side::Destination) => {
+            "too late to cancel: the guest runs here, and needs this process until all its pages are here"
+        }
         (Phase::Done, Side::Save) => "too late to cancel: the guest has been saved",
         (Phase::HandedOver | Phase::Done, Side::Source | Side::Save) => {
             "too late to cancel: the guest has been handed over and belongs to the destination now"

@@ -1,4 +1,5 @@
-//! The second process beside a lazy restore: see `transship_engine::StandIn`.
+//! The second process beside one that fills a guest which runs already, a lazy restore or a receiver: see
+//! `transship_engine::StandIn`.
 //!
 //! The two speak over a socket, which is the standard input of the second: a line with what to take over, and the
 //! descriptors for it; then, at the end, one byte that says how the restore ended. No byte, and the restore has died.
@@ -15,14 +16,18 @@ use std::{
     time::{Duration, Instant},
 };
 
-use transship_engine::{Ending, StandIn, TakeOver, guest::GuestError};
+use transship_engine::{Ending, StandIn, guest::GuestError};
 use transship_lines::LineSocket;
+use zeroize::Zeroizing;
 
 /// How long the second process may take to be there and to listen: it is this same program.
 const ARM_WAIT: Duration = Duration::from_secs(30);
 
 /// The byte for each ending.
 const WORDS: [(Ending, u8); 3] = [(Ending::Complete, b'c'), (Ending::Hold, b'h'), (Ending::GoOn, b'g')];
+
+/// The byte that says that there is no way back, before that of the ending.
+pub(crate) const SETTLED: u8 = b's';
 
 /// What a byte of the socket says.
 pub(crate) fn ending(word: u8) -> Option<Ending> {
@@ -32,16 +37,23 @@ pub(crate) fn ending(word: u8) -> Option<Ending> {
 /// The process, as the restore has it.
 pub(crate) struct Process {
     vm: String,
+    /// What the second process needs to have connections encrypted.
+    key: Option<Zeroizing<String>>,
     started: Option<(Child, UnixStream)>,
 }
 
 impl Process {
     /// `vm`: the guest's address, for the second process.
     pub(crate) fn new(vm: &str) -> Self {
-        Self { vm: vm.to_owned(), started: None }
+        Self { vm: vm.to_owned(), key: None, started: None }
     }
 
-    fn start(&mut self, what: &TakeOver, files: &[BorrowedFd<'_>]) -> io::Result<()> {
+    /// The same, with a key for its connections.
+    pub(crate) fn with_key(self, key: Option<Zeroizing<String>>) -> Self {
+        Self { key, ..self }
+    }
+
+    fn start(&mut self, charge: &str, files: &[BorrowedFd<'_>]) -> io::Result<()> {
         let (ours, theirs) = UnixStream::pair()?;
         let child = Command::new(env::current_exe()?)
             .args(["stand-in", "--vm", &self.vm])
@@ -51,20 +63,29 @@ impl Process {
             // A Ctrl-C in the terminal, and a kill of our group, are not for it.
             .process_group(0)
             .spawn()?;
-        let text = serde_json::to_vec(what)?;
+        let key = self.key.as_ref().map(|key| key.as_str());
+        let key = Zeroizing::new(serde_json::to_string(&key)?);
+        let text = Zeroizing::new(format!("{{\"charge\":{charge},\"key\":{}}}", *key));
         let line = LineSocket::new(ours.try_clone()?);
         let stderr = io::stderr();
         let all: Vec<_> = files.iter().copied().chain([stderr.as_fd()]).collect();
-        let sent = line.send(&text, &all, Instant::now() + ARM_WAIT);
+        let sent = line.send(text.as_bytes(), &all, Instant::now() + ARM_WAIT);
         self.started = Some((child, ours));
         sent.map_err(io::Error::other)
     }
 }
 
 impl StandIn for Process {
-    fn arm(&mut self, what: &TakeOver, files: &[BorrowedFd<'_>]) -> Result<(), GuestError> {
+    fn arm(&mut self, charge: &str, files: &[BorrowedFd<'_>]) -> Result<(), GuestError> {
         let failed = "start the stand-in, which would bring the guest's pages if this process died";
-        self.start(what, files).map_err(GuestError::system(failed))
+        self.start(charge, files).map_err(GuestError::system(failed))
+    }
+
+    fn settle(&mut self) {
+        if let Some((_, socket)) = &mut self.started {
+            // If it is gone nobody goes on, as is the case without it.
+            let _ = socket.write_all(&[SETTLED]);
+        }
     }
 
     fn end(&mut self, how: Ending) {
@@ -89,6 +110,6 @@ mod tests {
             let word = WORDS.iter().find(|(ending, _)| *ending == how).expect("a word").1;
             assert_eq!(ending(word), Some(how));
         }
-        assert_eq!(ending(b'?'), None);
+        assert_eq!((ending(b'?'), ending(SETTLED)), (None, None));
     }
 }

@@ -8,12 +8,12 @@ mod save;
 
 use std::fmt::Write as _;
 
-use transship_engine::{Error, Report};
+use transship_engine::{Error, PostCopyReport, Report};
 
 use self::common::Rows;
 use crate::{
     failure::Failure,
-    units::{Bytes, Count},
+    units::{Bytes, Count, Time},
 };
 
 pub(crate) use clones::{cloned, forked};
@@ -31,6 +31,9 @@ pub(crate) fn finish(outcome: Result<(), Error>, report: Report, json: bool) -> 
 fn table(report: &Report) -> String {
     let mut rows = Rows::new(report);
     rows.add_rounds(report, "sent", "resent");
+    if let Some(postcopy) = &report.postcopy {
+        rows.add("post-copy", followed(postcopy));
+    }
     rows.add_bytes(report, "on the wire");
     if report.bytes.encoder_in > 0 || report.pages.raw_busy > 0 {
         rows.add("encoding", encoding(report));
@@ -43,6 +46,25 @@ fn table(report: &Report) -> String {
     };
     rows.add("verified", verified);
     rows.into_text()
+}
+
+/// How the pages came that followed the guest.
+fn followed(report: &PostCopyReport) -> String {
+    let PostCopyReport { owed, by_fault, by_push, faults, fault_median_ms, fault_p99_ms, filled_ms, reconnects } =
+        report;
+    let (owed, by_fault, by_push) = (Count(*owed), Count(*by_fault), Count(*by_push));
+    let mut text = format!(
+        "{owed} pages followed in {}, {by_fault} because they were waited for, {by_push} in order",
+        Time::from_ms(*filled_ms)
+    );
+    if *faults > 0 {
+        let (median, most) = (Time::from_ms(*fault_median_ms), Time::from_ms(*fault_p99_ms));
+        let _ = write!(text, "; {} waits, {median} at the median, 99 % within {most}", Count(*faults));
+    }
+    if *reconnects > 0 {
+        let _ = write!(text, "; the link was made again {} times", Count(*reconnects));
+    }
+    text
 }
 
 /// What the encoders made of what they were given, and how often there was none for a packet.
@@ -130,6 +152,25 @@ mod tests {
         tracker.held = 0;
         report.tracker = Some(tracker);
         assert!(!table(&report).contains("held"), "{}", table(&report));
+    }
+
+    #[test]
+    fn what_followed_the_guest_is_said() {
+        let mut postcopy = PostCopyReport { owed: 4000, by_fault: 300, by_push: 3700, ..Default::default() };
+        postcopy.filled_ms = 1500.0;
+        let report = |postcopy| Report { postcopy: Some(postcopy), ..Default::default() };
+        let text = table(&report(postcopy));
+        assert!(
+            text.contains("4,000 pages followed in 1.50 s, 300 because they were waited for, 3,700 in order"),
+            "{text}"
+        );
+        assert!(!text.contains("waits") && !text.contains("made again"), "{text}");
+        (postcopy.faults, postcopy.fault_median_ms, postcopy.fault_p99_ms, postcopy.reconnects) = (17, 0.4, 3.0, 2);
+        let text = table(&report(postcopy));
+        assert!(
+            text.contains("17 waits, 0.4 ms at the median, 99 % within 3.0 ms; the link was made again 2 times"),
+            "{text}"
+        );
     }
 
     #[test]

@@ -34,7 +34,8 @@ impl fmt::Debug for TokenText {
 }
 
 impl TokenText {
-    fn read(&self) -> Result<Token, String> {
+    /// The token.
+    pub(crate) fn read(&self) -> Result<Token, String> {
         let Some(path) = self.0.strip_prefix('@') else {
             return self.0.parse().map_err(|why| format!("--token: {why}"));
         };

@@ -77,8 +77,7 @@ impl FreePages {
         Self { hints, asked: false, over: false, named: none.clone(), trimmed: none, unseen }
     }
 
-    /// For a guest without memory.
-    #[cfg(test)]
+    /// Of a guest that names nothing.
     pub(crate) fn none() -> Self {
         Self { hints: None, asked: false, over: false, named: Vec::new(), trimmed: Vec::new(), unseen: Vec::new() }
     }

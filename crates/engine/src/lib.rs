@@ -4,6 +4,7 @@
 
 mod at_stop;
 mod channels;
+mod charge;
 mod control;
 mod cpu;
 mod destination;
@@ -12,6 +13,7 @@ mod door;
 mod ending;
 mod error;
 mod fail_point;
+mod filling;
 mod forecast;
 mod free;
 mod guarded;
@@ -19,6 +21,7 @@ mod hand_over;
 mod hold;
 mod opened;
 mod options;
+mod owed;
 mod pacer;
 mod pacing;
 mod page_map;
@@ -38,8 +41,10 @@ mod unplug;
 const _: () = assert!(transship_wire::PAGE_BYTES == transship_memory::PAGE_BYTES);
 
 pub use at_stop::AtStopCommand;
-pub use destination::receive_guest;
+pub use charge::Charge;
+pub use destination::{Received, receive_guest};
 pub use error::{Actor, Cancelled, Error, Outcome};
+pub use filling::stand_in::{Ending, StandIn};
 pub use hold::{HoldCommand, HoldOptions};
 pub use opened::when_opened;
 pub use options::{Compress, Converge, MoveOptions, Setting, WhenBusy, ZeroPages};
@@ -51,14 +56,14 @@ pub use qemu_peer::{
 };
 pub use report::{
     ByteCounts, CloneMemory, CloneReport, CpuSeconds, Drains, FileReport, ForecastReport, HoldReport, LazyReport,
-    MethodBytes, PageCounts, RelayReport, ReleasedBy, Report, RoundReport, Status, TrackerName, TrackerReport,
+    MethodBytes, PageCounts, PostCopyReport, RelayReport, ReleasedBy, Report, RoundReport, Status, TrackerName,
+    TrackerReport,
 };
 pub use snapshot::{
-    BlockInfo, DirectIo, Ending, FileIo, FilePlace, FileUri, Format, LibvirtInfo, RestoreOptions, SaveOptions,
-    SectionInfo, SnapshotInfo, StandIn, TakeOver, Then, Way, arguments, clone_guest, convert, inspect, restore_guest,
-    save_guest,
+    BlockInfo, DirectIo, FileIo, FilePlace, FileUri, Format, LibvirtInfo, RestoreOptions, SaveOptions, SectionInfo,
+    SnapshotInfo, TakeOver, Then, Way, arguments, clone_guest, convert, inspect, restore_guest, save_guest,
 };
-pub use source::move_guest;
+pub use source::{Serving, move_guest};
 pub use transport::{Listener, Uri, connect, connect_by};
 pub use transship_guest as guest;
 pub use transship_secure::{Caller, Failure as TrustFailure, Host, Token, TokenError};

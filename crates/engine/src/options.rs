@@ -89,6 +89,8 @@ pub struct MoveOptions {
     pub max_rounds: u32,
     /// What is done so that it converges.
     pub converge: Converge,
+    /// After so many rounds the guest runs at the destination, and the rest of its pages follow; none: never.
+    pub post_copy: Option<u32>,
     /// Runs while the guest stands still, before it is given up; a failure takes it back.
     pub at_stop: Option<AtStopCommand>,
     /// Kept ready, when it has converged, until it is told to go on; none: it goes on by itself.
@@ -111,6 +113,7 @@ impl Default for MoveOptions {
             verify: false,
             max_rounds: 30,
             converge: Converge::default(),
+            post_copy: None,
             at_stop: None,
             hold: None,
             caller: None,

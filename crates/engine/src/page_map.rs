@@ -17,6 +17,13 @@ impl PageMap {
         Self { words: (0..words).map(|_| AtomicU64::new(0)).collect() }
     }
 
+    /// With the pages of a set.
+    pub(crate) fn of(set: &PageSet) -> Self {
+        let map = Self::new(set.pages());
+        set.windows().for_each(|window| map.insert(window.first, window.mask));
+        map
+    }
+
     /// The 128 pages from `first`, a multiple of 128 inside the region.
     pub(crate) fn window(&self, first: u64) -> u128 {
         let at = first as usize / 64;

@@ -71,6 +71,8 @@ pub struct Progress {
     gate: Gate,
     phase: Mutex<Phase>,
     cancelled: AtomicBool,
+    /// There is no way back: nothing is cancelled any more, and no deadline counts.
+    is_settled: AtomicBool,
 }
 
 /// By when it must have ended.
@@ -194,7 +196,12 @@ impl Progress {
     }
     /// Whether somebody called `cancel`, or the deadline has passed.
     pub fn is_cancelled(&self) -> bool {
-        self.cancelled.load(Ordering::Relaxed) || self.time_left().is_some_and(|left| left.is_zero())
+        let asked = self.cancelled.load(Ordering::Relaxed) || self.time_left().is_some_and(|left| left.is_zero());
+        asked && !self.is_settled.load(Ordering::Relaxed)
+    }
+    /// From now on it can't be cancelled, and no deadline ends it.
+    pub(crate) fn settle(&self) {
+        self.is_settled.store(true, Ordering::Relaxed);
     }
     /// It must have ended so long after now, or is ended as `cancel` does. To be called once, before it starts.
     pub fn end_within(&self, after: Duration) {

@@ -197,6 +197,27 @@ pub struct LazyReport {
     pub filled_ms: f64,
 }
 
+/// How the pages followed a guest that was handed over before them.
+#[derive(Debug, Clone, Copy, Default, Serialize)]
+pub struct PostCopyReport {
+    /// Pages that the guest was handed over without.
+    pub owed: u64,
+    /// Pages that came because somebody waited for them, or for one beside them.
+    pub by_fault: u64,
+    /// Pages that came in order.
+    pub by_push: u64,
+    /// How often a page was waited for; known to the destination.
+    pub faults: u64,
+    /// Half of the waits were at most so long, in milliseconds; known to the destination.
+    pub fault_median_ms: f64,
+    /// 99 of 100 waits were at most so long, in milliseconds; known to the destination.
+    pub fault_p99_ms: f64,
+    /// How long the guest ran before all its pages were there, in milliseconds.
+    pub filled_ms: f64,
+    /// How often the link broke and was made again.
+    pub reconnects: u64,
+}
+
 /// How a clone has its memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize)]
 #[serde(rename_all = "kebab-case")]
@@ -314,6 +335,9 @@ pub struct Report {
     /// Of a lazy restore that brought all pages.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub lazy: Option<LazyReport>,
+    /// Of a move whose guest ran before all its pages were there.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub postcopy: Option<PostCopyReport>,
     /// Of a clone.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub clone: Option<CloneReport>,

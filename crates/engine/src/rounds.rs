@@ -26,7 +26,7 @@ use crate::{
     pacing::Pacing,
     page_map::PageMap,
     plan,
-    scan::Scanner,
+    scan::{Pending, Scanner},
     unplug::unplug,
 };
 
@@ -68,6 +68,16 @@ pub(crate) struct Rounds {
     pacing: Pacing,
     holding: Holding,
     number: u32,
+    /// The guest is to go without what has not been sent.
+    owes: bool,
+}
+
+/// Why the guest is stopped now.
+enum Because {
+    /// The rest can be sent meanwhile.
+    ItFits,
+    /// The rest can follow it.
+    ItMayFollow,
 }
 
 /// A move in progress.
@@ -77,6 +87,8 @@ pub(crate) struct Course<'a, 'g> {
     pub(crate) report: &'a mut Report,
     pub(crate) begin: Instant,
     pub(crate) at_stop: AtStop,
+    /// After so many rounds the rest may follow the guest; none: never.
+    pub(crate) post_copy: Option<u32>,
 }
 
 impl Course<'_, '_> {
@@ -89,7 +101,7 @@ impl Course<'_, '_> {
         aim: Aim,
         hold: &Option<HoldOptions>,
     ) -> Result<&'r mut Rounds, Error> {
-        let Self { guest, progress, report, begin, .. } = self;
+        let Self { guest, progress, report, begin, post_copy, .. } = self;
         let is_running = guest.unguarded().is_running()?;
         let holding = Holding::new(hold, progress);
         if !is_running {
@@ -100,10 +112,13 @@ impl Course<'_, '_> {
         reach(link, "tracking")?;
         report.setup_ms = begin.elapsed().as_secs_f64() * 1e3;
         progress.set_phase(Phase::Rounds);
-        if is_running {
+        if is_running && *post_copy == Some(0) {
+            rounds.owes = true;
+        } else if is_running {
             rounds.ask_for_free_pages(aim.bandwidth, progress)?;
             reach(link, "hinted")?;
-            rounds.until_the_rest_is_small(guest, link, aim, progress, report)?;
+            let because = rounds.until_the_rest_is_small(guest, link, (aim, *post_copy), progress, report)?;
+            rounds.owes = matches!(because, Because::ItMayFollow);
         }
         progress.set_phase(Phase::Switchover);
         Ok(rounds)
@@ -123,6 +138,7 @@ impl Rounds {
             pacing,
             holding: Holding::default(),
             number: 0,
+            owes: false,
         })
     }
 
@@ -138,16 +154,29 @@ impl Rounds {
         self.scanner.dead()
     }
 
+    /// Whether the guest is to go without what has not been sent: [`Rounds::find_owed`] says what that is.
+    pub(crate) fn owes(&self) -> bool {
+        self.owes
+    }
+
+    /// By region, for a guest that is stopped and whose device state was saved: all pages that the other end lacks, and
+    /// those that it has and that are holes now.
+    pub(crate) fn find_owed(&mut self, link: &dyn Link) -> Result<&[Pending], Error> {
+        self.freeing = Freeing::Never;
+        self.scanner.scan_again(link.content())?;
+        Ok(self.scanner.pending())
+    }
+
     /// Sends round after round while the guest runs, until the rest is small enough to be sent while the guest is
-    /// stopped.
+    /// stopped, or may follow it.
     fn until_the_rest_is_small(
         &mut self,
         guest: &mut Guarded<'_>,
         link: &mut dyn Link,
-        aim: Aim,
+        (aim, post_copy): (Aim, Option<u32>),
         progress: &Arc<Progress>,
         report: &mut Report,
-    ) -> Result<(), Error> {
+    ) -> Result<Because, Error> {
         let mut forecast = Forecast::new(aim, guest.state_estimate());
         guest.drain(report)?;
         self.send_first_and_unplug(guest, link, progress, report)?;
@@ -160,10 +189,15 @@ impl Rounds {
             let check = &mut || link.check_silence();
             let verdict = self.holding.soften(verdict, &mut forecast, check, progress, report)?;
             self.pacing.follow(&verdict, rest, forecast.room(report, time_left));
+            let is_used_up = post_copy.is_some_and(|rounds| report.rounds.len() as u32 >= rounds);
             match verdict {
-                Verdict::Fits if self.holding.is_over() => return Ok(()),
-                Verdict::Fits if self.stay_ready(guest, link, &mut forecast, progress, report)? => return Ok(()),
+                Verdict::Fits if self.holding.is_over() => return Ok(Because::ItFits),
+                Verdict::Fits if self.stay_ready(guest, link, &mut forecast, progress, report)? => {
+                    return Ok(Because::ItFits);
+                }
                 Verdict::Fits => {}
+                Verdict::AnotherRound if is_used_up => return Ok(Because::ItMayFollow),
+                Verdict::Hopeless(_) | Verdict::TooLate(_) if post_copy.is_some() => return Ok(Because::ItMayFollow),
                 Verdict::AnotherRound => {}
                 Verdict::Hopeless(why) => return Err(Error::NotConverging(why)),
                 Verdict::TooLate(why) => return Err(Error::TooLate(why)),

@@ -7,7 +7,7 @@ use std::{
     io::{self, Read, Write},
     net::{IpAddr, Shutdown, TcpListener, TcpStream},
     os::{
-        fd::{AsFd, BorrowedFd},
+        fd::{AsFd, BorrowedFd, OwnedFd},
         unix::{
             fs::FileTypeExt,
             net::{UnixListener, UnixStream},
@@ -352,6 +352,31 @@ impl Listener {
     pub(crate) fn handed(uri: &Uri) -> (Sender<(Connection, String)>, Self) {
         let (sender, receiver) = unbounded();
         (sender, Self { socket: Socket::Handed(receiver), uri: uri.clone(), lock: None })
+    }
+
+    /// Goes on with the socket of a process that has died. `host`: by whom connections are encrypted; none: by nobody.
+    pub(crate) fn taken_over(socket: OwnedFd, uri: Uri, host: Option<Host>) -> Result<Self, Error> {
+        let failed = |source| Error::Io { what: format!("listen at {uri}"), source };
+        let socket = match &uri {
+            Uri::Tcp { .. } => Socket::Tcp(TcpListener::from(socket)),
+            Uri::Unix(path) => Socket::Unix(UnixListener::from(socket), path.clone()),
+        };
+        match &socket {
+            Socket::Tcp(socket) => socket.set_nonblocking(true).map_err(failed)?,
+            Socket::Unix(socket, _) => socket.set_nonblocking(true).map_err(failed)?,
+            Socket::Handed(_) => {}
+        }
+        let listener = Self { socket, uri, lock: None };
+        Ok(match host {
+            // The session has begun: there is no time limit for that.
+            Some(host) => listener.locked(host, Duration::MAX),
+            None => listener,
+        })
+    }
+
+    /// The socket; none: somebody else listens.
+    pub(crate) fn descriptor(&self) -> Option<BorrowedFd<'_>> {
+        self.socket.descriptor()
     }
 
     /// The address, with the port that the system chose if 0 was asked for.

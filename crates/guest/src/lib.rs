@@ -5,7 +5,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use transship_memory::{Freeing, GuestMemory, Missing, PageRange, Protection, Tracker};
+use transship_memory::{Freeing, GuestMemory, Missing, PageRange, PageSet, Protection, Tracker};
 use transship_wire::{GuestDescription, libvirt::Definition};
 
 /// An adapter's failure, by who can act on it. Each is one line: what happened, to what, and what the user can do.
@@ -357,8 +357,15 @@ pub trait DestinationGuest: Send {
     fn state_format(&self) -> StateFormat {
         StateFormat::Opaque
     }
-    /// Makes every thread that touches a missing page wait for us. All memory must be holes. Called at most once,
-    /// before `load_state`.
+    /// Whether `missing` would be refused. Changes nothing in the VMM.
+    ///
+    /// # Errors
+    /// It would; the text says why and what is possible.
+    fn may_miss(&mut self) -> Result<(), GuestError> {
+        Err(GuestError::Unfit("this VMM can't wait for pages; leave out --lazy".into()))
+    }
+    /// Makes every thread that touches a missing page wait for us. The pages of `lacks`, by region, must be holes.
+    /// Called at most once, before `load_state`.
     ///
     /// Loading the state touches pages, and so do `start` and `stop`: their caller must have a thread that brings
     /// pages. Memory must no longer be touched through the regions, not even to read: nothing waits for a page that is
@@ -366,7 +373,7 @@ pub trait DestinationGuest: Send {
     ///
     /// # Errors
     /// Not possible with this guest; the text says why and what is.
-    fn missing(&mut self) -> Result<Missing, GuestError> {
+    fn missing(&mut self, _lacks: &[PageSet]) -> Result<Missing, GuestError> {
         Err(GuestError::Unfit("this VMM can't wait for pages, which a lazy restore needs; leave out --lazy".into()))
     }
     /// Stops a started guest because its memory can't be brought any more; if the VMM hangs on a page, the whole

@@ -24,7 +24,7 @@ use std::{
 
 use rustix::fs::{FallocateFlags, MemfdFlags, SealFlags};
 
-use crate::{Error, PAGE_BYTES, PageRange, WINDOW_PAGES, mapping::Mapping, uffd::CopyCall};
+use crate::{Error, PAGE_BYTES, PageRange, PageSet, WINDOW_PAGES, WindowPages, mapping::Mapping, uffd::CopyCall};
 
 /// Calls at once: more than there are threads.
 const SLOTS: usize = 320;
@@ -147,6 +147,36 @@ impl Claims {
         let at = (first / WORD_PAGES) as usize;
         let [low, high] = [at, at + 1].map(|word| u128::from(self.claimed(region)[word].load(Ordering::Acquire)));
         low | high << WORD_PAGES
+    }
+
+    /// These pages are nobody's to put: they count as done, so that one that is missing is zero.
+    ///
+    /// # Panics
+    /// The region does not have them.
+    pub fn exclude(&self, region: usize, pages: PageRange) {
+        self.take(region, pages);
+        self.finish(region, pages);
+    }
+
+    /// The pages that are to be put still.
+    ///
+    /// # Panics
+    /// There is no such region.
+    pub fn not_done(&self, region: usize) -> PageSet {
+        let pages = self.regions[region].pages;
+        let mut left = PageSet::full(pages);
+        for (number, word) in self.done(region).iter().enumerate() {
+            let first = number as u64 * WORD_PAGES;
+            let done = u128::from(word.load(Ordering::Acquire));
+            let runs = WindowPages::new(first, done).runs().filter(|run| run.end() <= pages);
+            runs.for_each(|run| left.remove(run));
+        }
+        left
+    }
+
+    /// Whether no page of any region is to be put any more.
+    pub fn are_all_done(&self) -> bool {
+        (0..self.regions.len()).all(|region| self.not_done(region).is_empty())
     }
 
     /// Claims pages: those that nobody had, which the caller puts now, in ascending runs.
@@ -321,6 +351,21 @@ mod tests {
         // What is done beside the pages that are given up stays claimed.
         claims.give_up(0, PageRange::new(80, 5));
         assert_eq!(pairs(claims.take(0, PageRange::new(0, 1000))), [(80, 5)]);
+    }
+
+    #[test]
+    fn what_is_excluded_is_done_and_the_rest_is_told() {
+        let claims = Claims::new(&[300, 64]).unwrap();
+        claims.exclude(0, PageRange::new(0, 130));
+        claims.exclude(1, PageRange::new(0, 64));
+        assert_eq!(pairs(claims.not_done(0).ranges().collect()), [(130, 170)]);
+        assert!(claims.not_done(1).is_empty() && !claims.are_all_done());
+        assert_eq!(pairs(claims.take(0, PageRange::new(0, 300))), [(130, 170)]);
+        assert!(!claims.not_done(0).is_empty(), "claimed is not done");
+        claims.finish(0, PageRange::new(130, 170));
+        assert!(claims.not_done(0).is_empty() && claims.are_all_done());
+        // So it is for who takes over.
+        assert!(again(&claims, &[300, 64]).are_all_done());
     }
 
     #[test]

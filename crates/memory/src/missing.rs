@@ -93,6 +93,23 @@ impl Missing {
         put
     }
 
+    /// As [`Missing::fill_once`], with zeros that take no memory: the pages stay missing, and count as put, so that a
+    /// thread that touches one gets zeros from whoever serves the faults ([`Missing::fill_zero`]). Returns how many
+    /// were not put before.
+    ///
+    /// # Errors
+    /// Pages that the region does not have; parts of huge pages; the kernel refuses.
+    pub fn leave_zero(&self, claims: &Claims, region: usize, pages: PageRange) -> Result<u64, Error> {
+        self.faults.stretches(region, pages)?;
+        let runs = claims.take(region, pages);
+        for run in &runs {
+            claims.finish(region, *run);
+            // Whoever waits asks again, and finds that it is done.
+            self.wake(region, *run)?;
+        }
+        Ok(runs.iter().map(|run| run.count).sum())
+    }
+
     /// Puts pages that the caller has claimed. No thread is woken before they are known to be there: if a fault is
     /// reported for a page that is claimed and not done, it is left to us; and by then the guest may have freed the
     /// page again.

@@ -8,7 +8,7 @@
 use std::path::{Path, PathBuf};
 
 use transship_guest::{DestinationGuest, GuestError, Hints, SourceGuest};
-use transship_memory::GuestMemory;
+use transship_memory::{GuestMemory, PageSet};
 
 mod freeze;
 pub mod handoff;
@@ -155,9 +155,10 @@ fn not_a_destination(address: &qemu::libvirt::Address) -> GuestError {
 }
 
 /// For those who are to wait for pages that are not there: a page that is there would never be brought.
-fn check_all_holes(memory: &GuestMemory) -> Result<(), GuestError> {
-    for region in memory.regions() {
-        let data = region.data()?;
+fn check_holes(memory: &GuestMemory, lacks: &[PageSet]) -> Result<(), GuestError> {
+    for (region, lacks) in memory.regions().iter().zip(lacks) {
+        let mut data = region.data()?;
+        data.intersect_with(lacks);
         if let Some(there) = data.ranges().next() {
             return Err(GuestError::Unfit(format!(
                 "guest memory {:?} is not empty: pages {}..{} are there; does another process use it?",

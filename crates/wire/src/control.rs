@@ -5,9 +5,12 @@ use crate::Error;
 use crate::frame::{FRAME_BYTES, Frame};
 use crate::guest::GuestDescription;
 use crate::kind::{Kind, MAX_REASON_BYTES, MAX_STATE_BYTES};
+use crate::owed::{self, OwedWindow, Pages};
 use crate::reader::{Reader, Writer};
 
 const FLAG: u8 = 1;
+/// In a Hello.
+const POST_COPY: u8 = 2;
 
 /// Why a side ends the session. The text is shown to the user as the other side's words.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -26,6 +29,8 @@ pub enum Message {
         channels: u8,
         /// Whether the source will compare digests of the memory.
         verify: bool,
+        /// Whether pages may follow after the guest: not together with `verify`.
+        post_copy: bool,
         /// The guest to be moved.
         guest: GuestDescription,
     },
@@ -69,7 +74,7 @@ pub enum Message {
         /// The guest was running, so start it.
         run: bool,
     },
-    /// 10, D to S: the guest runs here (or stands here, if it stood).
+    /// 10, D to S: the guest runs here (or stands here, if it stood). On a supply line: it was started before.
     Running,
     /// 11, both: I end the session, because. Valid at any time before `Go`, and after it from D only (it could not
     /// start the guest).
@@ -77,6 +82,30 @@ pub enum Message {
     /// 12, S to D: the guest stands still and all rounds are done: digest its memory. The source does the same
     /// meanwhile.
     DigestWanted,
+    /// 13: some pages of a region that are owed; ascending windows, the regions ascend as well. S to D on the control
+    /// connection: those that the guest goes without. D to S on a supply line: those that it still lacks.
+    Owed {
+        /// Index of the region in the Hello.
+        region: u16,
+        /// 1 to [`MAX_OWED_WINDOWS`](crate::MAX_OWED_WINDOWS).
+        windows: Vec<OwedWindow>,
+    },
+    /// 14: all that are owed have been named.
+    OwedEnd {
+        /// How many they are.
+        pages: u64,
+    },
+    /// 15, D to S on a supply line: somebody waits for this page.
+    Want {
+        /// Index of the region in the Hello.
+        region: u16,
+        /// Its number.
+        page: u64,
+    },
+    /// 16, S to D on a supply line: a page that is waited for, or some about it.
+    Page(Pages),
+    /// 17, on a supply line: D has all pages. S answers with the same.
+    Complete,
 }
 
 impl Message {
@@ -132,13 +161,19 @@ impl Message {
             Message::Running => Kind::Running,
             Message::Abort(_) => Kind::Abort,
             Message::DigestWanted => Kind::DigestWanted,
+            Message::Owed { .. } => Kind::Owed,
+            Message::OwedEnd { .. } => Kind::OwedEnd,
+            Message::Want { .. } => Kind::Want,
+            Message::Page(_) => Kind::Page,
+            Message::Complete => Kind::Complete,
         }
     }
 
     fn write_payload(&self, writer: &mut Writer) {
         match self {
-            Message::Hello { channels, verify, guest } => {
-                writer.put([*channels, u8::from(*verify)]);
+            Message::Hello { channels, verify, post_copy, guest } => {
+                let flags = if *verify { FLAG } else { 0 } | if *post_copy { POST_COPY } else { 0 };
+                writer.put([*channels, flags]);
                 guest.write(writer);
             }
             Message::RoundDone { round, pages, zero } => {
@@ -157,7 +192,13 @@ impl Message {
             Message::Abort(refusal) => {
                 writer.text(&fitting(&refusal.reason));
             }
-            Message::Welcome | Message::Loaded | Message::Running | Message::DigestWanted => {}
+            Message::Owed { region, windows } => owed::write_owed(writer, *region, windows),
+            Message::OwedEnd { pages } => {
+                writer.put(pages.to_le_bytes());
+            }
+            Message::Want { region, page } => owed::write_place(writer, *region, *page),
+            Message::Page(pages) => owed::write_pages(writer, pages),
+            Message::Welcome | Message::Loaded | Message::Running | Message::DigestWanted | Message::Complete => {}
         }
     }
 }
@@ -179,6 +220,17 @@ fn read_payload(kind: Kind, payload: &[u8], reader: &mut Reader<'_>) -> Result<M
         }
         Kind::Loaded => Message::Loaded,
         Kind::DigestWanted => Message::DigestWanted,
+        Kind::Complete => Message::Complete,
+        Kind::Owed => {
+            let (region, windows) = owed::read_owed(reader)?;
+            Message::Owed { region, windows }
+        }
+        Kind::OwedEnd => Message::OwedEnd { pages: reader.u64("OwedEnd pages")? },
+        Kind::Want => {
+            let (region, page) = owed::read_want(reader)?;
+            Message::Want { region, page }
+        }
+        Kind::Page => Message::Page(owed::read_pages(reader)?),
         Kind::Go => Message::Go { run: read_flag(reader, "Go run")? },
         Kind::Running => Message::Running,
         Kind::Abort => {
@@ -192,9 +244,16 @@ fn read_hello(reader: &mut Reader<'_>) -> Result<Message, Error> {
     if channels == 0 {
         return Err(reader.invalid("Hello channels", 0, "a move needs at least one channel"));
     }
-    let verify = read_flag(reader, "Hello flags")?;
+    let flags = reader.u8("Hello flags")?;
+    let (verify, post_copy) = (flags & FLAG != 0, flags & POST_COPY != 0);
+    if flags & !(FLAG | POST_COPY) != 0 {
+        return Err(reader.invalid("Hello flags", flags.into(), "reserved bits must be zero"));
+    }
+    if verify && post_copy {
+        return Err(reader.invalid("Hello flags", flags.into(), "memory that follows later can't be compared before"));
+    }
     let guest = GuestDescription::read(reader)?;
-    Ok(Message::Hello { channels, verify, guest })
+    Ok(Message::Hello { channels, verify, post_copy, guest })
 }
 
 fn read_state(count: usize, reader: &mut Reader<'_>) -> Result<Message, Error> {

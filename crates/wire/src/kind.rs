@@ -2,6 +2,7 @@
 use std::ops::RangeInclusive;
 
 use crate::guest::GuestDescription;
+use crate::owed;
 
 /// The longest piece of device state in one message. Large enough that framing costs nothing, small enough to buffer.
 pub const MAX_STATE_BYTES: usize = 256 << 10;
@@ -12,6 +13,7 @@ pub const MAX_MESSAGE_BYTES: usize = HELLO_FIXED_BYTES + GuestDescription::BYTES
 pub const MAX_REASON_BYTES: usize = 4096;
 
 const _: () = assert!(MAX_STATE_BYTES <= MAX_MESSAGE_BYTES);
+const _: () = assert!(*owed::OWED_BYTES.end() <= MAX_MESSAGE_BYTES && *owed::PAGE_SIZES.end() <= MAX_MESSAGE_BYTES);
 /// Of a Hello, what is not the description of the guest.
 const HELLO_FIXED_BYTES: usize = 2;
 
@@ -31,6 +33,11 @@ pub(crate) enum Kind {
     Running = 10,
     Abort = 11,
     DigestWanted = 12,
+    Owed = 13,
+    OwedEnd = 14,
+    Want = 15,
+    Page = 16,
+    Complete = 17,
 }
 
 impl Kind {
@@ -48,6 +55,11 @@ impl Kind {
             10 => Kind::Running,
             11 => Kind::Abort,
             12 => Kind::DigestWanted,
+            13 => Kind::Owed,
+            14 => Kind::OwedEnd,
+            15 => Kind::Want,
+            16 => Kind::Page,
+            17 => Kind::Complete,
             _ => return None,
         })
     }
@@ -56,13 +68,17 @@ impl Kind {
     pub(crate) fn payload_sizes(self) -> RangeInclusive<usize> {
         match self {
             Kind::Hello => HELLO_FIXED_BYTES + GuestDescription::BYTES_MIN..=MAX_MESSAGE_BYTES,
-            Kind::Welcome | Kind::Loaded | Kind::Running | Kind::DigestWanted => 0..=0,
+            Kind::Welcome | Kind::Loaded | Kind::Running | Kind::DigestWanted | Kind::Complete => 0..=0,
             Kind::RoundDone => 20..=20,
             Kind::Digest | Kind::DigestIs => 32..=32,
             Kind::State => 1..=MAX_STATE_BYTES,
             Kind::StateEnd => 40..=40,
             Kind::Go => 1..=1,
             Kind::Abort => 2..=2 + MAX_REASON_BYTES,
+            Kind::Owed => owed::OWED_BYTES,
+            Kind::OwedEnd => 8..=8,
+            Kind::Want => 10..=10,
+            Kind::Page => owed::PAGE_SIZES,
         }
     }
 
@@ -80,6 +96,11 @@ impl Kind {
             Kind::Running => "Running",
             Kind::Abort => "Abort",
             Kind::DigestWanted => "DigestWanted",
+            Kind::Owed => "Owed",
+            Kind::OwedEnd => "OwedEnd",
+            Kind::Want => "Want",
+            Kind::Page => "Page",
+            Kind::Complete => "Complete",
         }
     }
 }

@@ -23,6 +23,8 @@ const MOVE: Protocol =
     Protocol { magic: *b"TSHP", version: VERSION, other: "the other side is not a transship", has_probes: true };
 const ROLE_CONTROL: u8 = 1;
 const ROLE_DATA: u8 = 2;
+const ROLE_SUPPLY: u8 = 3;
+const ROLE_PUSH: u8 = 4;
 /// Far from the others, which may become more.
 const ROLE_PROBE: u8 = 16;
 
@@ -39,6 +41,16 @@ pub enum Role {
     Data(u8),
     /// Records of a [`Probe`](crate::Probe), both ways; there is no session.
     Probe,
+    /// Of post-copy, messages both ways: pages that are waited for. The supply line of this number, from 1: a line that
+    /// breaks is followed by the next.
+    Supply(u32),
+    /// Of post-copy, packets of all other pages: on the channel of this number, of this supply line.
+    Push {
+        /// See `Supply`.
+        line: u32,
+        /// 0 to 254.
+        channel: u8,
+    },
 }
 
 /// Sent once by the connecting side, before anything else.
@@ -47,10 +59,11 @@ pub enum Role {
 /// | ---: | ---: | --- |
 /// | 0 | 4 | magic `TSHP` |
 /// | 4 | 2 | [`VERSION`] |
-/// | 6 | 1 | role: 1 control, 2 data, 16 probe |
-/// | 7 | 1 | channel number; 0 for control and probe |
+/// | 6 | 1 | role: 1 control, 2 data, 3 supply, 4 push, 16 probe |
+/// | 7 | 1 | channel number; 0 for control, supply and probe |
 /// | 8 | 16 | session |
-/// | 24 | 8 | reserved, zero |
+/// | 24 | 4 | number of the supply line, from 1; 0 for control and data |
+/// | 28 | 4 | reserved, zero |
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Preamble {
     /// The session that the connection belongs to.
@@ -72,10 +85,12 @@ impl Preamble {
     }
 
     pub(crate) fn encode_for(&self, protocol: &Protocol) -> [u8; PREAMBLE_BYTES] {
-        let (role, channel) = match self.role {
-            Role::Control => (ROLE_CONTROL, 0),
-            Role::Data(channel) => (ROLE_DATA, channel),
-            Role::Probe => (ROLE_PROBE, 0),
+        let (role, channel, line) = match self.role {
+            Role::Control => (ROLE_CONTROL, 0, 0),
+            Role::Data(channel) => (ROLE_DATA, channel, 0),
+            Role::Supply(line) => (ROLE_SUPPLY, 0, line),
+            Role::Push { line, channel } => (ROLE_PUSH, channel, line),
+            Role::Probe => (ROLE_PROBE, 0, 0),
         };
         let mut header = Header::new();
         header
@@ -83,7 +98,8 @@ impl Preamble {
             .put(protocol.version.to_le_bytes())
             .put([role, channel])
             .put(self.session.0)
-            .put([0; 8]);
+            .put(line.to_le_bytes())
+            .put([0; 4]);
         header.done()
     }
 
@@ -97,33 +113,44 @@ impl Preamble {
         if version != protocol.version {
             return Err(reader.invalid("preamble version", version.into(), "use the same transship on both sides"));
         }
-        let role = decode_role(&mut reader, protocol)?;
+        let (role, channel) = decode_role(&mut reader, protocol)?;
         let session = Session(reader.array("preamble session")?);
-        reader.reserved::<8>("preamble reserved")?;
+        let line = reader.u32("preamble line")?;
+        if (line == 0) == matches!(role, ROLE_SUPPLY | ROLE_PUSH) {
+            return Err(reader.invalid("preamble line", line.into(), "supply lines are numbered from 1, no others"));
+        }
+        let role = match role {
+            ROLE_CONTROL => Role::Control,
+            ROLE_PROBE => Role::Probe,
+            ROLE_SUPPLY => Role::Supply(line),
+            ROLE_PUSH => Role::Push { line, channel },
+            _ => Role::Data(channel),
+        };
+        reader.reserved::<4>("preamble reserved")?;
         reader.end("preamble")?;
         Ok(Preamble { session, role })
     }
 }
 
-fn decode_role(reader: &mut Reader<'_>, protocol: &Protocol) -> Result<Role, Error> {
+/// The number of the role, a known one, and the channel.
+fn decode_role(reader: &mut Reader<'_>, protocol: &Protocol) -> Result<(u8, u8), Error> {
     let role = reader.u8("preamble role")?;
     let is_probe = role == ROLE_PROBE && protocol.has_probes;
-    if !matches!(role, ROLE_CONTROL | ROLE_DATA) && !is_probe {
-        return Err(reader.invalid("preamble role", role.into(), "neither control (1) nor data (2)"));
+    if !matches!(role, ROLE_CONTROL | ROLE_DATA | ROLE_SUPPLY | ROLE_PUSH) && !is_probe {
+        return Err(reader.invalid(
+            "preamble role",
+            role.into(),
+            "none of control (1), data (2), supply (3), push (4)",
+        ));
     }
     let channel = reader.u8("preamble channel")?;
     match role {
-        ROLE_CONTROL if channel != 0 => {
-            Err(reader.invalid("preamble channel", channel.into(), "a control connection has no channel number"))
+        ROLE_CONTROL | ROLE_SUPPLY | ROLE_PROBE if channel != 0 => {
+            Err(reader.invalid("preamble channel", channel.into(), "this connection has no channel number"))
         }
-        ROLE_CONTROL => Ok(Role::Control),
-        ROLE_PROBE if channel != 0 => {
-            Err(reader.invalid("preamble channel", channel.into(), "a probe has no channel number"))
-        }
-        ROLE_PROBE => Ok(Role::Probe),
-        _ if u16::from(channel) >= MAX_CHANNELS => {
+        ROLE_DATA | ROLE_PUSH if u16::from(channel) >= MAX_CHANNELS => {
             Err(reader.invalid("preamble channel", channel.into(), "channel numbers end at 254"))
         }
-        _ => Ok(Role::Data(channel)),
+        _ => Ok((role, channel)),
     }
 }

@@ -10,7 +10,13 @@ fn session() -> impl Strategy<Value = Session> {
 }
 
 fn preamble() -> impl Strategy<Value = Preamble> {
-    let role = prop_oneof![Just(Role::Control), Just(Role::Probe), (0u8..=254).prop_map(Role::Data)];
+    let role = prop_oneof![
+        Just(Role::Control),
+        Just(Role::Probe),
+        (0u8..=254).prop_map(Role::Data),
+        (1u32..).prop_map(Role::Supply),
+        (1u32.., 0u8..=254).prop_map(|(line, channel)| Role::Push { line, channel }),
+    ];
     (session(), role).prop_map(|(session, role)| Preamble { session, role })
 }
 
@@ -30,11 +36,25 @@ fn guest() -> impl Strategy<Value = GuestDescription> {
 
 fn message() -> impl Strategy<Value = Message> {
     prop_oneof![
-        (1u8.., any::<bool>(), guest()).prop_map(|(channels, verify, guest)| Message::Hello {
+        (1u8.., 0..3, guest()).prop_map(|(channels, how, guest)| Message::Hello {
             channels,
-            verify,
+            verify: how == 1,
+            post_copy: how == 2,
             guest
         }),
+        (0u16..1024, btree_set(0u64..1 << 37, 1..50), 1u128..).prop_map(|(region, windows, pages)| Message::Owed {
+            region,
+            windows: windows.into_iter().map(|number| OwedWindow { first: number * PAGES_PER_PACKET, pages }).collect()
+        }),
+        any::<u64>().prop_map(|pages| Message::OwedEnd { pages }),
+        (0u16..1024, 0u64..1 << 44).prop_map(|(region, page)| Message::Want { region, page }),
+        (0u16..1024, 0u64..(1 << 44) - 33, 1u8..=32, any::<bool>(), any::<u8>()).prop_map(
+            |(region, first, count, is_zero, byte)| {
+                let bytes = vec![byte; if is_zero { 0 } else { usize::from(count) * PAGE_BYTES }];
+                Message::Page(Pages { region, first, count, bytes })
+            }
+        ),
+        Just(Message::Complete),
         any::<(u32, u64, u64)>().prop_map(|(round, pages, zero)| Message::RoundDone { round, pages, zero }),
         any::<[u8; 32]>().prop_map(|digest| Message::Digest { digest }),
         any::<[u8; 32]>().prop_map(|digest| Message::DigestIs { digest }),

@@ -16,7 +16,7 @@ fn decode_preamble(bytes: &[u8]) -> Result<Preamble, Error> {
 fn hello_with(change: impl FnOnce(&mut GuestDescription)) -> Vec<u8> {
     let mut guest = guest();
     change(&mut guest);
-    Message::Hello { channels: 1, verify: false, guest }.encode(1)
+    Message::Hello { channels: 1, verify: false, post_copy: false, guest }.encode(1)
 }
 
 #[test]
@@ -100,21 +100,22 @@ fn the_largest_guest_fits_a_hello_and_nothing_larger_does() {
     let region = |i: usize| RegionDescription { name: format!("{i:0>255}"), bytes: (1 << 56) - 4096 };
     let mut guest = GuestDescription { machine: "m".repeat(255), regions: (0..MAX_REGIONS).map(region).collect() };
     assert_eq!(guest.check(), Ok(()));
-    let hello = Message::Hello { channels: 255, verify: false, guest: guest.clone() };
+    let hello = Message::Hello { channels: 255, verify: false, post_copy: false, guest: guest.clone() };
     let bytes = hello.encode(1);
     assert_eq!(bytes.len(), FRAME_BYTES + MAX_MESSAGE_BYTES);
     assert_eq!(decode(&bytes), Ok((1, hello)));
 
     guest.regions.push(region(MAX_REGIONS));
     assert_invalid(guest.check(), "region count", 0);
-    assert!(decode(&Message::Hello { channels: 255, verify: false, guest }.encode(1)).is_err());
+    assert!(decode(&Message::Hello { channels: 255, verify: false, post_copy: false, guest }.encode(1)).is_err());
 }
 
 #[test]
 fn hellos_with_a_bad_field_are_refused() {
     let (_, _, hello) = messages().swap_remove(0);
     assert_invalid(decode(&patched(&hello, 16, &[0])), "Hello channels", 16);
-    assert_invalid(decode(&patched(&hello, 17, &[2])), "Hello flags", 17);
+    assert_invalid(decode(&patched(&hello, 17, &[3])), "Hello flags", 17);
+    assert_invalid(decode(&patched(&hello, 17, &[4])), "Hello flags", 17);
     assert_invalid(decode(&patched(&hello, 17, &[0x81])), "Hello flags", 17);
     assert_invalid(decode(&patched(&hello, 18, &[0, 0])), "region count", 18);
     assert_invalid(decode(&patched(&hello, 18, &1025u16.to_le_bytes())), "region count", 18);
@@ -293,22 +294,28 @@ fn round_ends_that_speak_of_pages_are_refused() {
 
 #[test]
 fn preambles_with_a_bad_field_are_refused() {
-    let [(_, control), (_, data), (_, probe)] = preambles().try_into().unwrap();
-    for bytes in [&control, &data, &probe] {
+    let [(_, control), (_, data), (_, probe), (_, supply), (_, push)] = preambles().try_into().unwrap();
+    for bytes in [&control, &data, &probe, &supply, &push] {
         assert_invalid(decode_preamble(&patched(bytes, 0, b"GET ")), "preamble magic", 0);
         for version in [0u16, 2, 0x0101] {
             assert_invalid(decode_preamble(&patched(bytes, 4, &version.to_le_bytes())), "preamble version", 4);
         }
-        for role in [0, 3, 0xff] {
+        for role in [0, 5, 0xff] {
             assert_invalid(decode_preamble(&patched(bytes, 6, &[role])), "preamble role", 6);
         }
-        for offset in 24..PREAMBLE_BYTES {
+        for offset in 28..PREAMBLE_BYTES {
             assert_invalid(decode_preamble(&patched(bytes, offset, &[1])), "preamble reserved", offset);
         }
     }
-    assert_invalid(decode_preamble(&patched(&control, 7, &[1])), "preamble channel", 7);
-    assert_invalid(decode_preamble(&patched(&probe, 7, &[1])), "preamble channel", 7);
-    assert_invalid(decode_preamble(&patched(&data, 7, &[255])), "preamble channel", 7);
+    for bytes in [&control, &supply, &probe] {
+        assert_invalid(decode_preamble(&patched(bytes, 7, &[1])), "preamble channel", 7);
+    }
+    for bytes in [&data, &push] {
+        assert_invalid(decode_preamble(&patched(bytes, 7, &[255])), "preamble channel", 7);
+    }
+    for (bytes, line) in [(&control, 1), (&data, 1), (&probe, 1), (&supply, 0), (&push, 0)] {
+        assert_invalid(decode_preamble(&patched(bytes, 24, &[line, 0, 0, 0])), "preamble line", 24);
+    }
 }
 
 #[test]
@@ -316,4 +323,36 @@ fn an_error_says_what_is_wrong_and_where() {
     let (_, control) = preambles().swap_remove(0);
     let error = decode_preamble(&patched(&control, 4, &[9])).unwrap_err();
     assert_eq!(error.to_string(), "preamble version at offset 4 is 0x9: use the same transship on both sides");
+}
+
+#[test]
+fn what_post_copy_says_is_checked() {
+    let message = |name: &str| messages().into_iter().find(|(_, found, _)| *found == name).unwrap().2;
+    let owed = message("Owed");
+    for (offset, value, field) in [
+        (16, &0x400_u16.to_le_bytes()[..], "Owed region"),
+        (18, &[0, 0], "Owed count"),
+        (18, &[1, 0x20], "Owed count"),
+        (20, &[0x81], "Owed first"),
+        (28, &[0], "Owed pages"),
+        (44, &[0; 8], "Owed first"), // windows ascend
+    ] {
+        assert_invalid(decode(&patched(&owed, offset, value)), field, offset);
+    }
+    assert_invalid(decode(&patched(&owed, 26, &[0x10])), "Owed first", 20);
+    assert_invalid(decode(&patched(&message("Want"), 16, &[0, 4])), "Want region", 16);
+    assert_invalid(decode(&patched(&message("Want"), 24, &[0x10])), "Want page", 18);
+    let page = message("Page");
+    for (offset, value, field, at) in [
+        (16, &[0, 4][..], "Page region", 16),
+        (24, &[0x10], "Page first", 18),
+        (26, &[0], "Page count", 26),
+        (26, &[33], "Page count", 26),
+        (27, &[2], "Page content", 27),
+    ] {
+        assert_invalid(decode(&patched(&page, offset, value)), field, at);
+    }
+    assert!(matches!(decode(&patched(&page, 26, &[3])), Err(Error::Truncated { field: "Page bytes", .. })));
+    assert!(matches!(decode(&patched(&page, 26, &[1])), Err(Error::Trailing { field: "Page", .. })));
+    assert!(matches!(decode(&patched(&page, 27, &[0])), Err(Error::Trailing { field: "Page", .. })));
 }

@@ -2,9 +2,9 @@
 //! are one program, since each would be linked by itself, and while one test waits for its guest another can go on.
 //!
 //! - The lab: `guests` and `link`, without which no other test would notice a thing
-//! - Moves: `moves`, `converging`, `at_stop`, `codecs`, `run_state`, `disks`, `direct_disks`, `strangers`, `settings`;
-//!   seen and steered from outside: `control`, `holding`; over networks that nobody trusts: `tokens`; who dies in one:
-//!   `crash`
+//! - Moves: `moves`, `converging`, `post_copy`, `at_stop`, `codecs`, `run_state`, `disks`, `direct_disks`, `strangers`,
+//!   `settings`; seen and steered from outside: `control`, `holding`; over networks that nobody trusts: `tokens`; who
+//!   dies in one: `crash`
 //! - To and from a stock QEMU: `qemu_peer_send`, `qemu_peer_receive`, `relay`, `relay_many`; who dies in one:
 //!   `qemu_peer_crash`
 //! - Snapshots: `save`, `background`, `restore`, `restore_lazy`, `restore_given_back`, `convert`
@@ -42,6 +42,7 @@ mod middle;
 mod moves;
 mod peer;
 mod plan;
+mod post_copy;
 mod preallocated;
 mod qemu_peer_crash;
 mod qemu_peer_receive;

@@ -94,14 +94,24 @@ pub(crate) struct MoveArgs {
     /// ends and reports the numbers, and the guest keeps running at the source.
     #[arg(long, value_name = "N", default_value = "30", hide_short_help = true)]
     pub(crate) max_rounds: String,
-    /// If it writes too fast: never, pace
+    /// If it writes too fast: never, pace, postcopy
     ///
     /// `never`: after some rounds the move ends and reports the numbers, and the guest keeps running at the source.
     /// `pace`: writers that are faster than the link are held, for a few milliseconds at a time, so that each round is
     /// smaller than the one before; a guest that writes little is never held. This needs `--tracker sync`, and chooses
-    /// it. See docs/converging.md.
+    /// it.
+    ///
+    /// `postcopy`: after some rounds the guest is handed over all the same. It runs at the destination, the rest of its
+    /// pages follow, and it waits for those that it touches first. Until they are all there the guest needs both hosts
+    /// and the link: if the link breaks, it waits and goes on when the link is back; if the source's host is lost, so
+    /// is the guest. See docs/converging.md, also on what happens if a process is killed.
     #[arg(long, value_enum, default_value_t = Converge::Never, value_name = "HOW", hide_possible_values = true)]
     pub(crate) converge: Converge,
+    /// With --converge postcopy: hand over after this many rounds [default: 2]
+    ///
+    /// 0: at once, before any page was sent. A guest whose rest fits --downtime earlier is moved as always.
+    #[arg(long, value_name = "ROUNDS", hide_short_help = true)]
+    pub(crate) postcopy_after: Option<String>,
     /// End within this time: moved, or running on here
     ///
     /// The guest is at the destination by then, or keeps running at the source (exit 1). With `--converge pace` writers

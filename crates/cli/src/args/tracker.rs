@@ -23,12 +23,15 @@ impl From<Tracker> for Tracking {
 pub(crate) enum Converge {
     Never,
     Pace,
+    /// Of a move only.
+    Postcopy,
 }
 
 impl From<Converge> for transship_engine::Converge {
     fn from(how: Converge) -> Self {
         match how {
-            Converge::Never => Self::Never,
+            // Writers are not held: the rest of their pages follows the guest.
+            Converge::Never | Converge::Postcopy => Self::Never,
             Converge::Pace => Self::Pace,
         }
     }

@@ -3,14 +3,15 @@ use std::{sync::Arc, time::Duration};
 
 use transship_codec::{Backend, Method, SettingError, qatzip_backend};
 use transship_engine::{
-    AtStopCommand, Compress, Error, HoldOptions, MoveOptions, Progress, QemuSendOptions, Report, Setting, Uri,
+    AtStopCommand, Compress, Error, HoldOptions, MoveOptions, Progress, QemuSendOptions, Report, Setting, StandIn, Uri,
     move_guest, send_to_qemu,
 };
 use transship_guest::Guard;
 use transship_vmm::{AttachOptions, VmAddress, attach_source};
+use zeroize::Zeroizing;
 
 use crate::{
-    args::{MoveArgs, Peer},
+    args::{Converge, MoveArgs, Peer},
     checks::Checks,
     control::{About, ControlSocket},
     failure::Failure,
@@ -19,13 +20,15 @@ use crate::{
     output,
     progress::Display,
     signals::{Side, Watcher},
-    summary,
+    stand_in, summary,
     trust::{self, Network},
     units,
 };
 
 /// Below this a packet of 128 pages would take so long that a pause could not be told from a dead link.
 const BANDWIDTH_MIN: u64 = 1 << 20;
+/// One round with all pages, and one with what was written meanwhile.
+const POSTCOPY_AFTER: u32 = 2;
 
 pub(crate) fn run(args: &MoveArgs) -> Result<(), Failure> {
     let request = Request::check(args)?;
@@ -51,8 +54,12 @@ fn move_away(request: &Request, progress: &Arc<Progress>, report: &mut Report) -
     let mut guest = attach_source(&request.vm, request.attach.clone())?;
     let _display = Display::start(progress).map_err(|source| Error::Io { what: "start a thread".into(), source })?;
     let guard: Option<&mut dyn Guard> = Some(&mut guard);
+    let mut stand_in = stand_in::Process::new(&request.vm_text).with_key(request.token.clone());
     match &request.way {
-        Way::ToTransship(options) => move_guest(guest.as_mut(), guard, &request.to, options, progress, report),
+        Way::ToTransship(options) => {
+            let stand_in = options.post_copy.map(|_| &mut stand_in as &mut dyn StandIn);
+            move_guest(guest.as_mut(), guard, stand_in, &request.to, options, progress, report)
+        }
         Way::ToQemu(options) => send_to_qemu(guest.as_mut(), guard, &request.to, options, progress, report),
     }
 }
@@ -82,6 +89,8 @@ struct Request {
     to: Uri,
     way: Way,
     attach: AttachOptions,
+    /// The token, for a process that goes on for this one.
+    token: Option<Zeroizing<String>>,
     /// From the start.
     deadline: Option<Duration>,
 }
@@ -132,6 +141,7 @@ impl Request {
                 vm_text: args.vm.clone(),
                 to: to?,
                 way: way?,
+                token: args.token.as_ref().and_then(|token| Some(token.read().ok()?.reveal())),
                 deadline: deadline?,
                 attach: flags::attach(args.allow_untracked_writers, tracking, args.balloon.as_ref()),
             })
@@ -147,6 +157,7 @@ fn to_transship(args: &MoveArgs, checks: &mut Checks) -> Option<MoveOptions> {
     let encoders = encoders(args, checks);
     let pace = Pace::check(args, checks);
     let (at_stop, hold) = (at_stop(args, checks), hold(args, checks));
+    let post_copy = post_copy(args, checks);
     let Pace { bandwidth, patience: Patience { downtime, max_downtime, max_rounds } } = pace?;
     Some(MoveOptions {
         channels: channels?,
@@ -160,10 +171,40 @@ fn to_transship(args: &MoveArgs, checks: &mut Checks) -> Option<MoveOptions> {
         verify: args.verify,
         max_rounds,
         converge: args.converge.into(),
+        post_copy: post_copy?,
         at_stop: at_stop?,
         hold: hold?,
         ..defaults
     })
+}
+
+/// After how many rounds the guest may go before its pages; none: never.
+fn post_copy(args: &MoveArgs, checks: &mut Checks) -> Option<Option<u32>> {
+    if args.converge != Converge::Postcopy {
+        if args.postcopy_after.is_some() {
+            checks.mistake("--postcopy-after: it is about --converge postcopy; add that, or leave this out".into());
+        }
+        return Some(None);
+    }
+    if args.verify {
+        let why = "memory that follows the guest can't be compared before the guest runs";
+        checks.mistake(format!("--verify: {why}; leave it out with --converge postcopy"));
+    }
+    if args.steering.hold || args.steering.hold_for.is_some() || args.steering.hold_until.is_some() {
+        let why = "it keeps a guest ready that has converged";
+        checks.mistake(format!("--hold: {why}; leave it out with --converge postcopy"));
+    }
+    if args.balloon.is_some() {
+        let why = "it is not supported together with --converge postcopy";
+        checks.mistake(format!("--balloon: {why}; leave out one of them"));
+    }
+    match &args.postcopy_after {
+        None => Some(Some(POSTCOPY_AFTER)),
+        Some(text) => {
+            let rounds = checks.within("--postcopy-after", text, units::count, (0, 10_000), "0 to 10000")?;
+            Some(Some(rounds.try_into().ok()?))
+        }
+    }
 }
 
 fn encoders(args: &MoveArgs, checks: &mut Checks) -> Option<u8> {
@@ -189,6 +230,10 @@ fn to_qemu(args: &MoveArgs, checks: &mut Checks) -> Option<QemuSendOptions> {
              destination's multifd-channels",
             args.compress
         ));
+    }
+    if args.converge == Converge::Postcopy {
+        let why = "a stock QEMU's own post-copy can't be spoken from outside of the source's QEMU";
+        checks.mistake(format!("--converge postcopy: {why}; use --converge pace, or a transship at the other end"));
     }
     if args.verify {
         checks.mistake(

@@ -7,7 +7,7 @@ use std::{
 };
 
 use transship_engine::{
-    Error, FilePlace, FileSink, FileSinkOptions, FileUri, Format, Listener, Progress, Report, Sink, Uri,
+    Error, FilePlace, FileSink, FileSinkOptions, FileUri, Format, Listener, Progress, Report, Sink, StandIn, Uri,
     receive_from_qemu, receive_guest,
 };
 use transship_guest::DestinationGuest;
@@ -21,7 +21,7 @@ use crate::{
     progress::Display,
     sandbox::{Errands, Left, Role, Sandbox, Steward},
     signals::{self, Held, Side},
-    summary,
+    stand_in, summary,
     trust::{self, Network},
 };
 
@@ -51,14 +51,16 @@ pub(crate) fn run(args: &ReceiveArgs) -> Result<(), Failure> {
 
 /// What takes the guest.
 enum Ready {
-    Guest(Box<dyn DestinationGuest>),
+    Guest(Box<dyn DestinationGuest>, Option<stand_in::Process>),
     File(FileSink),
 }
 
 /// All that needs rights; then they are gone.
 fn prepare(request: &Request, listener: &Listener, steward: &mut Option<Steward>) -> Result<Ready, Error> {
     let ready = match &request.into {
-        Into::Guest(vm) => Ready::Guest(attach_destination(vm)?),
+        Into::Guest(vm, text) => {
+            Ready::Guest(attach_destination(vm)?, request.post_copy.then(|| stand_in::Process::new(text)))
+        }
         Into::File(to, options) => Ready::File(FileSink::create(to, *options)?),
     };
     *steward = request.sandbox.steward(Errands::of_listener(listener.uri()))?;
@@ -67,7 +69,7 @@ fn prepare(request: &Request, listener: &Listener, steward: &mut Option<Steward>
             request.sandbox.confine(Role::ReceiveFile, Left::Folder(&folder_of(path)))?;
         }
         Into::File(..) => drop(request.sandbox.confine(Role::ReceiveFile, Left::Nothing)?),
-        Into::Guest(_) => drop(request.sandbox.confine(Role::Receive, Left::Nothing)?),
+        Into::Guest(..) => drop(request.sandbox.confine(Role::Receive, Left::Nothing)?),
     }
     Ok(ready)
 }
@@ -89,8 +91,11 @@ fn receive(
 ) -> Result<(), Error> {
     let _display = begin(&listener, progress)?;
     match ready {
-        Ready::Guest(mut guest) => match request.peer {
-            Sender::Transship => receive_guest(guest.as_mut(), listener, progress, report),
+        Ready::Guest(mut guest, mut stand_in) => match request.peer {
+            Sender::Transship => {
+                let stand_in = stand_in.as_mut().map(|process| process as &mut dyn StandIn);
+                receive_guest(guest.as_mut(), listener, stand_in, progress, report)
+            }
             Sender::Qemu => {
                 receive_from_qemu(Sink::Guest(guest.as_mut()), &listener, request.channels, progress, report)
             }
@@ -110,6 +115,8 @@ struct Request {
     into: Into,
     listen: Uri,
     sandbox: Sandbox,
+    /// The guest may run before all its pages are here.
+    post_copy: bool,
     peer: Sender,
     channels: Option<u8>,
     /// How long a token is good; none: there is none.
@@ -117,7 +124,8 @@ struct Request {
 }
 
 enum Into {
-    Guest(VmAddress),
+    /// And as the user wrote it.
+    Guest(VmAddress, String),
     File(FileUri, FileSinkOptions),
 }
 
@@ -126,7 +134,9 @@ impl Request {
         let mut checks = Checks::default();
         let listen = checks.read("--listen", &args.listen, str::parse::<Uri>);
         let into = match (&args.vm, &args.to) {
-            (Some(vm), _) => checks.read("--vm", vm, str::parse::<VmAddress>).map(Into::Guest),
+            (Some(vm), _) => {
+                checks.read("--vm", vm, str::parse::<VmAddress>).map(|found| Into::Guest(found, vm.clone()))
+            }
             (None, Some(to)) => {
                 let to = checks.read("--to", to, str::parse::<FileUri>);
                 to.zip(file_options(args, &mut checks)).map(|(to, options)| Into::File(to, options))
@@ -164,10 +174,14 @@ impl Request {
                 Some(None)
             }
         };
-        let sandbox = Sandbox::check(&args.sandbox, &mut checks);
+        if args.postcopy && args.peer == Sender::Qemu {
+            checks.mistake("--postcopy: that of a stock QEMU can't be received; leave it out with --peer qemu".into());
+        }
+        let sandbox = if args.postcopy { Some(Sandbox::Off) } else { Sandbox::check(&args.sandbox, &mut checks) };
         let request = (|| {
             let (into, listen, sandbox) = (into?, listen?, sandbox?);
-            Some(Self { into, listen, sandbox, peer: args.peer, channels, lifetime: lifetime? })
+            let (post_copy, peer) = (args.postcopy, args.peer);
+            Some(Self { into, listen, sandbox, post_copy, peer, channels, lifetime: lifetime? })
         })();
         checks.finish(request)
     }

@@ -80,6 +80,9 @@ impl Request {
             let why = "only libvirt knows a domain's definition, with which a save image begins";
             checks.mistake(format!("--format {format}: {why}; name the guest by --vm libvirt:DOMAIN"));
         }
+        if args.converge == Converge::Postcopy {
+            checks.mistake("--converge postcopy: no guest runs in a file; use --converge pace, or --background".into());
+        }
         if way != Way::Live && args.converge == Converge::Pace {
             checks.mistake("--converge pace: only a save with --live has rounds; leave it out".into());
         }

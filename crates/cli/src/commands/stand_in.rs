@@ -1,16 +1,26 @@
-//! `transship stand-in`: waits beside a `transship restore --lazy` for its end. See `crate::stand_in`.
+//! `transship stand-in`: waits beside a `transship restore --lazy`, `move` or `receive` for its end. See
+//! `crate::stand_in`.
 use std::{
     fs::File,
     io::{self, Read, Write},
-    os::{fd::AsFd, unix::net::UnixStream},
+    os::{
+        fd::{AsFd, OwnedFd},
+        unix::net::UnixStream,
+    },
     time::{Duration, Instant},
 };
 
-use transship_engine::{Ending, Error, TakeOver};
+use transship_engine::{Caller, Charge, Ending, Error, Received, Serving, TakeOver, Token};
 use transship_lines::{Line, LineSocket};
 use transship_vmm::{VmAddress, settle_restored, stop_abandoned};
 
-use crate::{failure::Failure, output, stand_in::ending};
+use zeroize::Zeroizing;
+
+use crate::{
+    failure::Failure,
+    output,
+    stand_in::{SETTLED, ending},
+};
 
 /// How long the restore may take to say what there is to take over: it does so at once.
 const LINE_WAIT: Duration = Duration::from_secs(60);
@@ -18,17 +28,52 @@ const LINE_WAIT: Duration = Duration::from_secs(60);
 pub(crate) fn run(vm: &str) -> Result<(), Failure> {
     let vm: VmAddress = vm.parse().map_err(|why| Failure::Usage(vec![why]))?;
     let unusable = |what: &dyn std::fmt::Display| {
-        Failure::Failed(format!("this process is started by `transship restore`: {what}"))
+        Failure::Failed(format!("this process is started by other commands of transship: {what}"))
     };
     let stdin = io::stdin().as_fd().try_clone_to_owned().map_err(|e| unusable(&e))?;
     let mut socket = LineSocket::new(UnixStream::from(stdin));
     let Line { text, mut fds } = socket.receive(Instant::now() + LINE_WAIT).map_err(|e| unusable(&e))?;
-    let what: TakeOver = serde_json::from_slice(&text).map_err(|e| unusable(&e))?;
+    let Told { charge, key } = serde_json::from_slice(&text).map_err(|e| unusable(&e))?;
     let mut talk = Talk(fds.pop().map(File::from));
+    let (is_settled, ending) = listen(&mut socket);
+    match charge {
+        Charge::File(what) => restored(&vm, &what, fds, ending, &mut talk),
+        Charge::Move(what) => received(&vm, &what, fds, (is_settled, ending), &mut talk),
+        Charge::Serve(what) if is_settled && ending.is_none() => served(&what, fds, key.map(Zeroizing::new), &mut talk),
+        Charge::Serve(_) => Ok(()),
+    }
+}
 
-    let mut word = [0];
-    let heard = socket.stream().read(&mut word);
-    match heard.ok().filter(|count| *count == 1).and_then(|_| ending(word[0])) {
+/// What comes first.
+#[derive(serde::Deserialize)]
+struct Told {
+    charge: Charge,
+    /// For connections.
+    key: Option<String>,
+}
+
+/// Waits for the end: whether there was no way back by then, and how it ended; none: by dying.
+fn listen(socket: &mut LineSocket) -> (bool, Option<Ending>) {
+    let (mut is_settled, mut word) = (false, [0]);
+    loop {
+        match socket.stream().read(&mut word) {
+            Ok(1) if word[0] == SETTLED => is_settled = true,
+            Ok(1) => return (is_settled, ending(word[0])),
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            _ => return (is_settled, None),
+        }
+    }
+}
+
+/// Stands in for a restore that has ended so, or has died.
+fn restored(
+    vm: &VmAddress,
+    what: &TakeOver,
+    fds: Vec<OwnedFd>,
+    ending: Option<Ending>,
+    talk: &mut Talk,
+) -> Result<(), Failure> {
+    match ending {
         Some(Ending::Complete) => Ok(()),
         Some(Ending::Hold) => {
             talk.end();
@@ -36,19 +81,69 @@ pub(crate) fn run(vm: &str) -> Result<(), Failure> {
         }
         Some(Ending::GoOn) => {
             talk.end();
-            Ok(what.run(fds, |_| drop(stop_abandoned(&vm)))?)
+            Ok(what.run(fds, |_| drop(stop_abandoned(vm)))?)
         }
         None => {
             talk.say("the restore has died; this process brings the rest of the guest's memory");
-            what.run(fds, |error| talk.stopped(&vm, error))?;
+            what.run(fds, |error| talk.stopped(vm, error))?;
             talk.say("all of the guest's memory is in place, or its VMM has ended");
             // Not before: a VMM that waits for a page answers nothing.
-            if let Err(why) = settle_restored(&vm, &what.will) {
+            if let Err(why) = settle_restored(vm, &what.will) {
                 talk.say(&format!("can't restore the VMM's settings: {why}"));
             }
             Ok(())
         }
     }
+}
+
+/// Stands in for a receiver that has ended so, or has died.
+fn received(
+    vm: &VmAddress,
+    what: &Received,
+    fds: Vec<OwnedFd>,
+    (is_settled, ending): (bool, Option<Ending>),
+    talk: &mut Talk,
+) -> Result<(), Failure> {
+    match ending {
+        Some(Ending::Complete) => Ok(()),
+        Some(Ending::Hold | Ending::GoOn) => {
+            talk.end();
+            Ok(what.hold(fds)?)
+        }
+        // The guest has not run here, and does not: it is the source's.
+        None if !is_settled => Ok(()),
+        None if what.is_locked => {
+            talk.say(
+                "the receiver has died before all pages of its guest were here. Until its VMM has ended, this process \
+                 makes sure that missing pages are not read as zeros: the guest waits at them for good",
+            );
+            talk.end();
+            Ok(what.hold(fds)?)
+        }
+        None => {
+            talk.say("the receiver has died; this process takes the rest of the guest's pages");
+            what.run(fds, None, |error| talk.stopped(vm, error))?;
+            talk.say("all of the guest's pages are here, or its VMM has ended");
+            // Not before: a VMM that waits for a page answers nothing.
+            if let Err(why) = settle_restored(vm, &what.will) {
+                talk.say(&format!("can't restore the VMM's settings: {why}"));
+            }
+            Ok(())
+        }
+    }
+}
+
+/// Stands in for a move that has died after its guest was given up.
+fn served(what: &Serving, fds: Vec<OwnedFd>, key: Option<Zeroizing<String>>, talk: &mut Talk) -> Result<(), Failure> {
+    talk.say(
+        "the move has died after its guest was handed over; this process sends the rest of its pages. If the receiver \
+         has ended and its guest never ran, end this process and resume the guest here",
+    );
+    let token = key.map(|key| key.parse::<Token>()).transpose().map_err(|why| Failure::Failed(why.to_string()))?;
+    let caller = token.map(|token| Caller::with_token(&token)).transpose();
+    what.run(fds, caller.map_err(|why| Failure::Failed(why.to_string()))?)?;
+    talk.say("the destination has all pages of its guest");
+    Ok(())
 }
 
 /// The standard error of the restore.

@@ -33,6 +33,11 @@ impl<'a> Arrivals<'a> {
         Self { listener, door, probed: Probed::default() }
     }
 
+    /// Where they come.
+    pub(super) fn listener(&self) -> &'a Listener {
+        self.listener
+    }
+
     /// Waits, for as long as it takes or its token is good, for a source to open a session.
     pub(super) fn source(&mut self) -> Result<(Control, Session), Error> {
         loop {
@@ -73,9 +78,76 @@ impl<'a> Arrivals<'a> {
         Ok(found.into_iter().flatten().collect())
     }
 
+    /// Looks for the connections of a supply line for at most `timeout`; it may take less. They may come in any order,
+    /// and a line that is not whole yet gives way to one that is newer.
+    pub(super) fn supply(
+        &mut self,
+        session: Session,
+        gathering: &mut Gathering,
+        timeout: Duration,
+    ) -> Result<Option<Supply>, Error> {
+        let Some((Preamble { session: theirs, role }, mut line)) = self.door.next(timeout)? else { return Ok(None) };
+        if theirs != session {
+            if role == Role::Control {
+                refuse(&mut line.0, "a guest has been received here; a receiver, and its token, is good for one");
+            }
+            turn_away(&line.1, "it belongs to another session");
+            return Ok(None);
+        }
+        match role {
+            Role::Supply(number) if gathering.is_for(number) => gathering.urgent = Some(line),
+            Role::Push { line: number, channel } if gathering.is_for(number) => {
+                // One that is named wrongly is its own loss: the line never becomes whole.
+                if let Err(error) = take_place(&mut gathering.push, channel, line, "channel") {
+                    tracing::warn!("{error}");
+                }
+            }
+            _ => turn_away(&line.1, "the session has gone on without it"),
+        }
+        Ok(gathering.take_whole())
+    }
+
     /// All who have business here have come.
     pub(super) fn close(&self) {
         self.listener.close();
+    }
+}
+
+/// The connections of a supply line, as they come.
+pub(super) struct Gathering {
+    number: u32,
+    urgent: Option<Line>,
+    push: Vec<Option<Line>>,
+}
+
+/// A whole supply line.
+pub(super) struct Supply {
+    pub(super) urgent: Line,
+    pub(super) push: Vec<Line>,
+}
+
+impl Gathering {
+    /// Lines of so many channels.
+    pub(super) fn new(channels: u8) -> Self {
+        Self { number: 0, urgent: None, push: (0..channels).map(|_| None).collect() }
+    }
+
+    /// Whether it belongs to the newest line that anybody knows of. Those of the one before are dropped.
+    fn is_for(&mut self, number: u32) -> bool {
+        if number > self.number {
+            self.number = number;
+            self.urgent = None;
+            self.push.iter_mut().for_each(|place| *place = None);
+        }
+        number == self.number
+    }
+
+    fn take_whole(&mut self) -> Option<Supply> {
+        if self.urgent.is_none() || self.push.iter().any(Option::is_none) {
+            return None;
+        }
+        let urgent = self.urgent.take()?;
+        Some(Supply { urgent, push: self.push.iter_mut().filter_map(Option::take).collect() })
     }
 }
 

@@ -131,14 +131,14 @@ impl PageReceiver {
             match packet {
                 Packet::Pages { region, first, present, zero, .. } => {
                     let end = first + PAGES_PER_PACKET - u64::from((present | zero).leading_zeros());
-                    self.place.region(region, first, end).map_err(|what| self.broke(what))?;
+                    self.place.check(region, first, end).map_err(|what| self.broke(what))?;
                     self.receive_pages(region, first, present)?;
                     self.place.clear_window(region, first, zero)?;
                     received.count(present, zero, &self.place.progress);
                 }
                 Packet::Encoded { region, first, present, zero, method, bytes, .. } => {
                     let end = first + PAGES_PER_PACKET - u64::from((present | zero).leading_zeros());
-                    self.place.region(region, first, end).map_err(|what| self.broke(what))?;
+                    self.place.check(region, first, end).map_err(|what| self.broke(what))?;
                     let (encoding, packet) = (method, received.packets);
                     let method = self.method(encoding, packet)?;
                     let mut encoded = self.lane.buffer();
@@ -149,7 +149,7 @@ impl PageReceiver {
                 }
                 Packet::Hole { region, first, count, .. } => {
                     let end = first.saturating_add(count);
-                    self.place.region(region, first, end).map_err(|what| self.broke(what))?;
+                    self.place.check(region, first, end).map_err(|what| self.broke(what))?;
                     self.place.clear_range(region, PageRange::new(first, count))?;
                     received.zero += count;
                 }

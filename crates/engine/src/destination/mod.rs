@@ -1,10 +1,14 @@
 //! The destination of a move: its phases, from the first connection to the running guest.
 mod accept;
+mod arrival;
 mod channel;
 mod decoding;
 mod event;
+mod keeper;
+mod late;
 mod place;
 mod probed;
+mod received;
 mod state;
 
 use std::{
@@ -21,6 +25,7 @@ use crate::{
     digest::digest,
     ending::finish,
     fail_point,
+    filling::stand_in::StandIn,
     guest::DestinationGuest,
 };
 use accept::Arrivals;
@@ -28,6 +33,7 @@ use channel::Channels;
 use decoding::{Decoders, Origin};
 use event::ChannelEvent;
 use place::Place;
+pub use received::Received;
 
 /// How long a source that has received `Loaded` may take to send `Go`; it has nothing left to do. A source that dies
 /// closes its connection, so this limit matters only for a host that hangs.
@@ -36,7 +42,8 @@ const GO_TIMEOUT: Duration = Duration::from_secs(120);
 const ROUNDS_REPORTED: usize = 1000;
 
 /// Receives one guest over `listener`. Strangers that connect and don't speak the protocol are turned away; the first
-/// source that does is the one.
+/// source that does is the one. `stand_in`: who holds what a guest needs that runs before all its pages are there;
+/// none: there is no such guest.
 ///
 /// On success the guest is here, and runs if it ran there. On failure it does not run here, and transship will never
 /// start it; only after [`Error::Unknown`] is that uncertain. The memory of the waiting guest may have been
@@ -47,6 +54,7 @@ const ROUNDS_REPORTED: usize = 1000;
 pub fn receive_guest(
     guest: &mut dyn DestinationGuest,
     listener: Listener,
+    stand_in: Option<&mut dyn StandIn>,
     progress: &Arc<Progress>,
     report: &mut Report,
 ) -> Result<(), Error> {
@@ -55,7 +63,8 @@ pub fn receive_guest(
     let mut arrivals = Arrivals::new(&listener, progress);
     let result = arrivals.source().and_then(|(mut control, session)| {
         begin = Instant::now(); // waiting for somebody to come is not part of the work
-        let mut destination = Destination { guest, arrivals, progress, report, begin };
+        let stand_in = stand_in.map(|stand_in| stand_in as &mut dyn StandIn);
+        let mut destination = Destination { guest, arrivals, stand_in, progress, report, begin };
         destination.run(&mut control, session).inspect_err(|error| control.abort(error))
     });
     finish(result, begin, progress, report)
@@ -64,6 +73,7 @@ pub fn receive_guest(
 struct Destination<'a> {
     guest: &'a mut dyn DestinationGuest,
     arrivals: Arrivals<'a>,
+    stand_in: Option<&'a mut dyn StandIn>,
     progress: &'a Arc<Progress>,
     report: &'a mut Report,
     begin: Instant,
@@ -71,9 +81,11 @@ struct Destination<'a> {
 
 impl Destination<'_> {
     fn run(&mut self, control: &mut Control, session: transship_wire::Session) -> Result<(), Error> {
-        let (count, verify) = self.welcome(control)?;
+        let Wishes { channels: count, verify, post_copy } = self.welcome(control)?;
         let connections = self.arrivals.channels(session, count, control)?;
-        self.arrivals.close();
+        if !post_copy {
+            self.arrivals.close();
+        }
         let place = Arc::new(Place::new(self.guest.memory(), Arc::clone(self.progress)));
         // At most one `RoundEnd` of each channel waits here, and there is room for as many more, so the first failure
         // always gets in.
@@ -88,41 +100,59 @@ impl Destination<'_> {
         self.progress.round.store(1, Ordering::Relaxed);
         self.progress.set_phase(Phase::Rounds);
 
-        let first_of_state = self.rounds(control, &place, &channels, &incoming, verify)?;
+        let first = self.rounds(control, &place, &channels, &incoming, (verify, post_copy))?;
         self.progress.set_phase(Phase::Switchover);
         let stopped = Instant::now();
         drop((channels, decoders));
         self.report.cpu.decoders = self.progress.cpu.decoders.seconds();
-        self.load(control, first_of_state)?;
-        self.await_go(control)?;
+        if matches!(first, Message::Owed { .. } | Message::OwedEnd { .. }) {
+            return self.run_before_its_pages(control, (session, count), first, &place);
+        }
+        load(self.guest, control, first, self.progress, self.report)?;
+        let run = await_go(control)?;
+        self.progress.set_phase(Phase::HandedOver);
+        start(self.guest, run)?;
+        // The source may have disconnected; the guest runs anyway.
+        let _ = control.send(&Message::Running);
         self.report.downtime_ms = stopped.elapsed().as_secs_f64() * 1e3;
         Ok(())
     }
 
-    /// Checks that the guest fits, and makes all memory read as zero. Returns the number of channels and whether to
-    /// verify.
-    fn welcome(&mut self, control: &mut Control) -> Result<(u8, bool), Error> {
-        let (channels, verify) = match control.receive("its Hello", accept::GREETING_TIMEOUT, self.progress)? {
-            Message::Hello { channels, verify, guest } => {
+    /// Checks that the guest fits, and makes all memory read as zero.
+    fn welcome(&mut self, control: &mut Control) -> Result<Wishes, Error> {
+        let wishes = match control.receive("its Hello", accept::GREETING_TIMEOUT, self.progress)? {
+            Message::Hello { channels, verify, post_copy, guest } => {
                 check_fits(&guest, &self.guest.description())?;
-                (channels, verify)
+                Wishes { channels, verify, post_copy }
             }
             other => return Err(control.unexpected(&other, "where Hello was due")),
         };
-        self.guest.memory().clear_all()?;
+        if wishes.post_copy {
+            if self.stand_in.is_none() {
+                let why = "this receiver takes no guest before its pages; start it with --postcopy, or leave out \
+                           --converge postcopy";
+                return Err(Error::Unfit(why.into()));
+            }
+            late::check_possible(self.guest)?;
+            // No huge pages of a tmpfs: pages go, and come, one by one.
+            self.guest.memory().empty()?;
+        } else {
+            self.guest.memory().clear_all()?;
+        }
         fail_point::reach("destination.hello")?;
         control.send(&Message::Welcome)?;
-        Ok((channels, verify))
+        Ok(wishes)
     }
 
-    /// Answers rounds, and a digest, until the device state begins; returns its first message.
+    /// Answers rounds, and a digest, until the device state begins, or the list of what is owed; returns its first
+    /// message.
     fn rounds(
         &mut self,
         control: &mut Control,
         place: &Place,
         channels: &Channels,
         events: &Receiver<ChannelEvent>,
-        verify: bool,
+        (verify, post_copy): (bool, bool),
     ) -> Result<Message, Error> {
         let mut round = OpenRound::new(0, channels.count());
         let (mut ours, mut verified) = (None, false);
@@ -150,6 +180,8 @@ impl Destination<'_> {
                         }
                         (first @ (Message::State { .. } | Message::StateEnd { .. }), _)
                             if round.is_closed() && round.number > 0 && verified == verify => return Ok(first),
+                        (first @ (Message::Owed { .. } | Message::OwedEnd { .. }), _)
+                            if post_copy && round.is_closed() => return Ok(first),
                         (other, _) => return Err(control.unexpected(&other, "while pages were due")),
                     }
                 },
@@ -210,43 +242,57 @@ impl Destination<'_> {
             _ => error,
         }
     }
+}
 
-    /// Loads the device state, and reports it.
-    fn load(&mut self, control: &mut Control, first: Message) -> Result<(), Error> {
-        let mut state = state::StateReader::new(control, first, self.progress);
-        let loaded = self.guest.load_state(&mut state);
-        // The error of the stream is the cause; the guest's complaint about it is the consequence.
-        let bytes = state.finish()?;
-        loaded?;
-        self.report.bytes.wire += bytes;
-        fail_point::reach("destination.loaded")?;
-        control.send(&Message::Loaded)
-    }
+/// What a source has said of its session.
+#[derive(Debug, Clone, Copy)]
+struct Wishes {
+    channels: u8,
+    verify: bool,
+    /// Pages may come after the guest.
+    post_copy: bool,
+}
 
-    /// Waits for the source to give the guest up, and lets it run.
-    fn await_go(&mut self, control: &mut Control) -> Result<(), Error> {
-        // After `Loaded` the source may give the guest up at any moment: it is too late to cancel here.
-        let deaf = Progress::default();
-        let run = match control.receive("its Go", GO_TIMEOUT, &deaf)? {
-            Message::Go { run } => run,
-            other => return Err(control.unexpected(&other, "where Go was due")),
-        };
-        self.progress.set_phase(Phase::HandedOver);
-        // From here on the guest is ours: it is started even if the source never learns of it.
-        fail_point::reach("destination.go")?;
-        self.guest.start(run).map_err(|error| {
-            Error::Unknown(format!(
-                "the guest was handed over to this side, but can't be started: {error}. If the VMM still runs, the \
-                 guest is loaded and whole here; start it with: {}. Do not resume it at the source unless it is ended \
-                 here first",
-                self.guest.start_hint()
-            ))
-        })?;
-        fail_point::reach("destination.started")?;
-        // The source may have disconnected; the guest runs anyway.
-        let _ = control.send(&Message::Running);
-        Ok(())
+/// Loads the device state, and reports it.
+fn load(
+    guest: &mut dyn DestinationGuest,
+    control: &mut Control,
+    first: Message,
+    progress: &Progress,
+    report: &mut Report,
+) -> Result<(), Error> {
+    let mut state = state::StateReader::new(control, first, progress);
+    let loaded = guest.load_state(&mut state);
+    // The error of the stream is the cause; the guest's complaint about it is the consequence.
+    let bytes = state.finish()?;
+    loaded?;
+    report.bytes.wire += bytes;
+    fail_point::reach("destination.loaded")?;
+    control.send(&Message::Loaded)
+}
+
+/// Waits for the source to give the guest up. From then on the guest is ours: it is started even if the source never
+/// learns of it. Whether it is to run.
+fn await_go(control: &Control) -> Result<bool, Error> {
+    // After `Loaded` the source may give the guest up at any moment: it is too late to cancel here.
+    let deaf = Progress::default();
+    match control.receive("its Go", GO_TIMEOUT, &deaf)? {
+        Message::Go { run } => Ok(run),
+        other => Err(control.unexpected(&other, "where Go was due")),
     }
+}
+
+/// Lets a guest run that was handed over.
+fn start(guest: &mut dyn DestinationGuest, run: bool) -> Result<(), Error> {
+    fail_point::reach("destination.go")?;
+    guest.start(run).map_err(|error| {
+        Error::Unknown(format!(
+            "the guest was handed over to this side, but can't be started: {error}. If the VMM still runs, the guest is \
+             loaded and whole here; start it with: {}. Do not resume it at the source unless it is ended here first",
+            guest.start_hint()
+        ))
+    })?;
+    fail_point::reach("destination.started")
 }
 
 /// A round that is not complete yet.

@@ -6,6 +6,7 @@ use std::sync::{
 
 use transship_memory::{GuestMemory, PageRange, Region, WindowPages};
 
+use super::arrival::Arrival;
 use crate::{Error, Progress, page_map::PageMap};
 
 /// The destination's memory, and what is known about it. Shared by all channel threads.
@@ -17,12 +18,24 @@ pub(super) struct Place {
     /// channel's packets of that round can only follow: Release and Acquire pair over that.
     released: AtomicU32,
     pub(super) progress: Arc<Progress>,
+    /// The guest may run already: pages are put in its way.
+    arrival: Option<Arc<Arrival>>,
 }
 
 impl Place {
     pub(super) fn new(memory: GuestMemory, progress: Arc<Progress>) -> Self {
         let content = memory.regions().iter().map(|region| PageMap::new(region.pages())).collect();
-        Self { memory, content, released: AtomicU32::new(0), progress }
+        Self { memory, content, released: AtomicU32::new(0), progress, arrival: None }
+    }
+
+    /// For pages that come after the guest.
+    pub(super) fn arriving(arrival: &Arc<Arrival>, progress: Arc<Progress>) -> Self {
+        Self { arrival: Some(Arc::clone(arrival)), ..Self::new(GuestMemory::new(Vec::new()), progress) }
+    }
+
+    /// By region: the pages that content was written to.
+    pub(super) fn content(&self) -> &[PageMap] {
+        &self.content
     }
 
     pub(super) fn release_round(&self, round: u32) {
@@ -33,23 +46,33 @@ impl Place {
         round <= self.released.load(Ordering::Acquire)
     }
 
-    /// The region, and a check that it has the pages up to `end`.
-    pub(super) fn region(&self, region: u16, first: u64, end: u64) -> Result<&Region, String> {
-        let Some(found) = self.memory.get(region.into()) else {
-            return Err(format!("sent a packet for region {region}, but there are {}", self.memory.regions().len()));
+    /// # Errors
+    /// There is no such region, or it has no pages up to `end`.
+    pub(super) fn check(&self, region: u16, first: u64, end: u64) -> Result<(), String> {
+        let number = usize::from(region);
+        let (has, count) = match &self.arrival {
+            Some(arrival) => {
+                let regions = arrival.filling.regions();
+                (regions.get(number).map(|region| region.pages), regions.len())
+            }
+            None => (self.memory.get(number).map(Region::pages), self.memory.regions().len()),
         };
-        if end > found.pages() {
-            return Err(format!(
-                "sent a packet for pages {first}..{end} of region {:?}, which has only {}",
-                found.name(),
-                found.pages()
-            ));
+        let Some(has) = has else {
+            return Err(format!("sent a packet for region {region}, but there are {count}"));
+        };
+        if end > has {
+            let name =
+                self.memory.get(number).map_or_else(|| region.to_string(), |found| format!("{:?}", found.name()));
+            return Err(format!("sent a packet for pages {first}..{end} of region {name}, which has only {has}"));
         }
-        Ok(found)
+        Ok(())
     }
 
     /// Writes pages of a window into place. The caller has checked the region.
     pub(super) fn write(&self, region: u16, first: u64, present: u128, bytes: &[u8]) -> Result<(), Error> {
+        if let Some(arrival) = &self.arrival {
+            return arrival.push(region.into(), WindowPages::new(first, present), Some(bytes));
+        }
         self.memory.regions()[usize::from(region)].write_pages(first, present, bytes)?;
         self.content[usize::from(region)].insert(first, present);
         Ok(())
@@ -57,6 +80,9 @@ impl Place {
 
     /// Makes pages of a window read as zero; those that never had content do already.
     pub(super) fn clear_window(&self, region: u16, first: u64, zero: u128) -> Result<(), Error> {
+        if let Some(arrival) = &self.arrival {
+            return arrival.push(region.into(), WindowPages::new(first, zero), None);
+        }
         let content = &self.content[usize::from(region)];
         let held = zero & content.window(first);
         for run in WindowPages::new(first, held).runs() {
@@ -68,6 +94,9 @@ impl Place {
 
     /// Makes a range read as zero.
     pub(super) fn clear_range(&self, region: u16, range: PageRange) -> Result<(), Error> {
+        if let Some(arrival) = &self.arrival {
+            return range.windows().try_for_each(|window| arrival.push(region.into(), window, None));
+        }
         let memory = &self.memory.regions()[usize::from(region)];
         let mut held = self.content[usize::from(region)].take(range);
         if memory.gives_back() {
@@ -120,9 +149,8 @@ mod tests {
     #[test]
     fn pages_that_a_region_does_not_have_are_refused() {
         let place = place();
-        assert_eq!(place.region(1, 256, PAGES).unwrap().name(), "b");
-        assert!(place.region(0, 0, 1).is_ok());
-        let refused = |region, end| place.region(region, 256, end).err().unwrap();
+        assert!(place.check(1, 256, PAGES).is_ok() && place.check(0, 0, 1).is_ok());
+        let refused = |region, end| place.check(region, 256, end).err().unwrap();
         assert_eq!(refused(1, PAGES + 1), "sent a packet for pages 256..301 of region \"b\", which has only 300");
         assert_eq!(refused(2, PAGES), "sent a packet for region 2, but there are 2");
     }

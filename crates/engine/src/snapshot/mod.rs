@@ -26,8 +26,5 @@ pub use file::uri::{FilePlace, FileUri};
 pub use image::arguments::arguments;
 pub use info::{BlockInfo, LibvirtInfo, SectionInfo, SnapshotInfo, inspect};
 pub use options::{DirectIo, FileIo, Format, RestoreOptions, SaveOptions, Then, Way};
-pub use restore::{
-    clone_guest, restore_guest,
-    stand_in::{Ending, StandIn, TakeOver},
-};
+pub use restore::{clone_guest, restore_guest, stand_in::TakeOver};
 pub use save::save_guest;

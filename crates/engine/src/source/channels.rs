@@ -31,15 +31,31 @@ pub(crate) fn connect_control(to: &Uri, caller: Option<&Caller>) -> Result<(Cont
     Ok((Control::new(connection, to.to_string())?, session))
 }
 
-/// Opens the data connections.
+/// What goes over data connections.
+pub(crate) struct Setup {
+    pub(crate) session: Session,
+    pub(crate) memory: GuestMemory,
+    /// By region: the pages for which the destination holds content.
+    pub(crate) content: Vec<PageMap>,
+}
+
+impl Setup {
+    /// For a destination whose memory is zero.
+    pub(crate) fn new(session: Session, memory: GuestMemory) -> Self {
+        let content = memory.regions().iter().map(|region| PageMap::new(region.pages())).collect();
+        Self { session, memory, content }
+    }
+}
+
+/// Opens the data connections, each with the role of its number.
 pub(crate) fn connect_channels(
     to: &Uri,
-    session: Session,
-    memory: GuestMemory,
+    setup: Setup,
+    role: impl Fn(u8) -> Role,
     options: &MoveOptions,
     progress: &Arc<Progress>,
 ) -> Result<Channels, Error> {
-    let content = memory.regions().iter().map(|region| PageMap::new(region.pages())).collect();
+    let Setup { session, memory, content } = setup;
     let shared = Arc::new(Shared {
         memory,
         content,
@@ -53,13 +69,13 @@ pub(crate) fn connect_channels(
     let encoding = EncodingOptions { compress, encoders, when_busy, channels, may_be_raw: true };
     let mut all = Channels::new(&shared, Encoders::start(&encoding, &shared)?);
     for number in 0..channels {
-        let connection = connect(to, options.caller.as_ref(), session, Role::Data(number))?;
+        let connection = connect(to, options.caller.as_ref(), session, role(number))?;
         all.add(connection, |connection| Ok(PageSender::new(connection, number, Arc::clone(&shared))))?;
     }
     Ok(all)
 }
 
-fn connect(to: &Uri, caller: Option<&Caller>, session: Session, role: Role) -> Result<Connection, Error> {
+pub(super) fn connect(to: &Uri, caller: Option<&Caller>, session: Session, role: Role) -> Result<Connection, Error> {
     let mut connection = Connection::call(to, caller)?;
     let preamble = Preamble { session, role }.encode();
     connection.write_all(&preamble).map_err(|source| Error::Io { what: format!("greet {to}"), source })?;

@@ -1,6 +1,9 @@
 //! The source of a move: its phases, from the connection to the hand-over.
 pub(crate) mod channels;
+mod line;
+mod post_copy;
 mod sender;
+mod serving;
 mod session;
 mod switchover;
 
@@ -10,16 +13,21 @@ use crate::{
     Error, MoveOptions, Phase, Progress, Report, Uri,
     at_stop::AtStop,
     ending::{finish, too_late},
+    filling::stand_in::StandIn,
     forecast::{Aim, Medium},
     guarded::Guarded,
     guest::{Guard, SourceGuest},
     rounds::{Course, Rounds},
 };
+use line::Base;
+use post_copy::PostCopy;
+pub use serving::Serving;
 use session::Session;
 use switchover::Transship;
 
 /// Moves the guest to the `transship receive` that listens at `to`. `guard`: who puts the guest back as it was should
-/// this process die before it is given up; none: nobody.
+/// this process die before it is given up; none: nobody. `stand_in`: who goes on for this process should it die after
+/// that, and before a guest that was handed over before its pages has them all; none: nobody.
 ///
 /// On success the guest belongs to the destination and is stopped here for good. On every failure except
 /// [`Error::Unknown`] it runs here as if nothing had happened (or stays stopped, if it was stopped before). The report
@@ -30,6 +38,7 @@ use switchover::Transship;
 pub fn move_guest(
     guest: &mut dyn SourceGuest,
     guard: Option<&mut dyn Guard>,
+    stand_in: Option<&mut dyn StandIn>,
     to: &Uri,
     options: &MoveOptions,
     progress: &Arc<Progress>,
@@ -43,11 +52,12 @@ pub fn move_guest(
     let guest = &mut Guarded::new(guest, guard);
     let result = Session::open(&**guest, to, options, progress).and_then(|mut session| {
         let at_stop = AtStop::new(&options.at_stop);
-        let mut course = Course { guest, progress, report, begin, at_stop };
-        let result = run(&mut course, &mut session, options, &mut rounds);
+        let post_copy = options.post_copy;
+        let mut course = Course { guest, progress, report, begin, at_stop, post_copy };
+        let result = run(&mut course, &mut session, (to, options, stand_in), &mut rounds);
         result.map_err(|error| too_late(error, progress)).inspect_err(|error| {
             // Nothing is sent after `Go`.
-            if progress.phase() != Phase::HandedOver {
+            if !matches!(progress.phase(), Phase::HandedOver | Phase::Filling) {
                 session.control.abort(error);
             }
         })
@@ -61,11 +71,20 @@ pub fn move_guest(
 fn run(
     course: &mut Course<'_, '_>,
     session: &mut Session,
-    options: &MoveOptions,
+    (to, options, stand_in): (&Uri, &MoveOptions, Option<&mut dyn StandIn>),
     rounds: &mut Option<Rounds>,
 ) -> Result<(), Error> {
     let MoveOptions { downtime, max_downtime, bandwidth, max_rounds, converge, verify, .. } = *options;
     let aim = Aim { medium: Medium::Link, downtime, max_downtime, bandwidth, max_rounds, converge };
     let rounds = course.up_to_switchover(rounds, session, aim, &options.hold)?;
-    course.hand_over(&mut Transship { session, verify }, rounds)
+    if !rounds.owes() {
+        return course.hand_over(&mut Transship { session, verify }, rounds);
+    }
+    let (session_id, memory, progress) = (session.id, course.guest.memory(), Arc::clone(course.progress));
+    let base = Base { to, options, session: session_id, memory, progress };
+    let stand_in = stand_in.map(|stand_in| stand_in as &mut dyn StandIn);
+    let mut peer = PostCopy { session, base, stand_in, line: None, owed: 0, is_confirmed: false };
+    let result = course.hand_over(&mut peer, rounds).and_then(|()| peer.serve(course.progress, course.report));
+    peer.end();
+    result
 }

@@ -1,9 +1,9 @@
 //! The connections to a transship that receives, and what a round is on them.
 use std::{sync::Arc, time::Duration};
 
-use transship_wire::Message;
+use transship_wire::{Message, Role, Session as Id};
 
-use super::channels::{self, Channels, Watch};
+use super::channels::{self, Channels, Setup, Watch};
 use crate::{
     Error, MoveOptions, Progress, Report, Uri, ZeroPages,
     channels::{RoundWork, Sent},
@@ -23,6 +23,7 @@ pub(crate) struct Session {
     /// The main thread looks for zero pages.
     looks: bool,
     progress: Arc<Progress>,
+    pub(crate) id: Id,
 }
 
 impl Session {
@@ -37,19 +38,32 @@ impl Session {
         description
             .check()
             .map_err(|error| Error::Unfit(format!("can't describe this guest to a destination: {error}")))?;
-        let (mut control, session) = channels::connect_control(to, options.caller.as_ref())?;
-        let hello = Message::Hello { channels: options.channels, verify: options.verify, guest: description };
+        let (mut control, id) = channels::connect_control(to, options.caller.as_ref())?;
+        let (verify, post_copy) = (options.verify, options.post_copy.is_some());
+        let hello = Message::Hello { channels: options.channels, verify, post_copy, guest: description };
         control.send(&hello).map_err(|error| control.explain(error))?;
         fail_point::reach("source.hello")?;
-        match control.receive("its Welcome", STALL_TIMEOUT * 2, progress)? {
+        let answer = control.receive("its Welcome", STALL_TIMEOUT * 2, progress);
+        match answer.map_err(|error| too_old(error, post_copy))? {
             Message::Welcome => {}
             other => return Err(control.unexpected(&other, "in answer to Hello")),
         }
         fail_point::reach("source.welcome")?;
-        let channels = channels::connect_channels(to, session, guest.memory(), options, progress)?;
+        let channels = channels::connect_channels(to, Setup::new(id, guest.memory()), Role::Data, options, progress)?;
         fail_point::reach("source.connected")?;
         let looks = options.zero_pages == ZeroPages::Main;
-        Ok(Self { control, channels, looks, progress: Arc::clone(progress) })
+        Ok(Self { control, channels, looks, progress: Arc::clone(progress), id })
+    }
+}
+
+/// A receiver that does not know post-copy takes its flag for a mistake.
+fn too_old(error: Error, post_copy: bool) -> Error {
+    match error {
+        Error::Refused(why) if post_copy && why.contains("Hello flags") => Error::Unfit(format!(
+            "the receiver is too old for post-copy: use the same transship on both sides, or leave out --converge postcopy \
+             ({why})"
+        )),
+        other => other,
     }
 }
 

@@ -65,10 +65,7 @@ impl Peer for Transship<'_> {
         send_state(&state, control)?;
         report.bytes.wire += state.len() as u64;
         fail_point::reach("source.state-sent")?;
-        match control.receive("its Loaded", LOAD_TIMEOUT, progress)? {
-            Message::Loaded => {}
-            other => return Err(control.unexpected(&other, "where Loaded was due")),
-        }
+        await_loaded(control, progress)?;
         fail_point::reach("source.loaded")
     }
 
@@ -146,7 +143,7 @@ fn compare(
 
 /// Reads the device state to its end, or until the move has failed. It says that the guest stands still, whoever loads
 /// it.
-fn save_state(guest: &mut dyn SourceGuest, failed: &AtomicBool) -> Result<Vec<u8>, Error> {
+pub(super) fn save_state(guest: &mut dyn SourceGuest, failed: &AtomicBool) -> Result<Vec<u8>, Error> {
     let format = guest.state_format();
     let mut stream = guest.save_state()?;
     let mut state = Vec::new();
@@ -167,8 +164,16 @@ fn save_state(guest: &mut dyn SourceGuest, failed: &AtomicBool) -> Result<Vec<u8
     Ok(state)
 }
 
+/// Waits until the destination could run the guest.
+pub(super) fn await_loaded(control: &Control, progress: &Progress) -> Result<(), Error> {
+    match control.receive("its Loaded", LOAD_TIMEOUT, progress)? {
+        Message::Loaded => Ok(()),
+        other => Err(control.unexpected(&other, "where Loaded was due")),
+    }
+}
+
 /// Sends the device state, up to its end.
-fn send_state(state: &[u8], control: &mut Control) -> Result<(), Error> {
+pub(super) fn send_state(state: &[u8], control: &mut Control) -> Result<(), Error> {
     for piece in state.chunks(STATE_PIECE) {
         control.send(&Message::State { bytes: piece.to_vec() })?;
         control.check_silence()?;

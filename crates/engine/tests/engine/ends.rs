@@ -67,7 +67,9 @@ fn slowly(source: &mut Scripted, takes: Duration, progress: &Arc<Progress>) -> (
     let (mut report, mut destination) = (Report::default(), Waiting::new(&PAGES));
     let begin = Instant::now();
     thread::scope(|scope| {
-        scope.spawn(|| receive_guest(&mut destination, listener, &Progress::new(), &mut Report::default()).unwrap());
+        scope.spawn(|| {
+            receive_guest(&mut destination, listener, None, &Progress::new(), &mut Report::default()).unwrap()
+        });
         scope.spawn(|| {
             // The first one is the control connection.
             for held in [false, true] {
@@ -85,7 +87,7 @@ fn slowly(source: &mut Scripted, takes: Duration, progress: &Arc<Progress>) -> (
                 });
             }
         });
-        move_guest(source, None, &Uri::Unix(hall.clone()), &options, progress, &mut report).unwrap();
+        move_guest(source, None, None, &Uri::Unix(hall.clone()), &options, progress, &mut report).unwrap();
     });
     (report, begin.elapsed().as_secs_f64() * 1e3)
 }
@@ -201,8 +203,16 @@ fn to_one_that_says(messages: &[Message]) -> (Error, Scripted, bool) {
             told.store(there.hear() == Some(Message::Go { run: true }), Relaxed);
         });
         let options = MoveOptions { channels: 1, ..MoveOptions::default() };
-        move_guest(&mut source, None, &Uri::Unix(path.clone()), &options, &Progress::new(), &mut Report::default())
-            .unwrap_err()
+        move_guest(
+            &mut source,
+            None,
+            None,
+            &Uri::Unix(path.clone()),
+            &options,
+            &Progress::new(),
+            &mut Report::default(),
+        )
+        .unwrap_err()
     });
     (error, source, told.into_inner())
 }
@@ -249,7 +259,7 @@ fn what_is_said_instead_of_the_answer_to_go_needs_a_person() {
             });
             let options = MoveOptions { channels: 1, ..MoveOptions::default() };
             let to = Uri::Unix(path.clone());
-            move_guest(&mut source, None, &to, &options, &Progress::new(), &mut report).unwrap_err()
+            move_guest(&mut source, None, None, &to, &options, &Progress::new(), &mut report).unwrap_err()
         });
         assert_eq!((error.outcome(), report.status), (Outcome::NeedsPerson, Status::Unknown), "{error}");
         for words in [words, "the guest was handed over", &source.resume_hint()] {

@@ -54,7 +54,7 @@ impl Peer {
 
     /// As a good source does it.
     fn open(&mut self, waiting: &Waiting, channels: u8, verify: bool) {
-        self.say(&Message::Hello { channels, verify, guest: describe(&waiting.memory) });
+        self.say(&Message::Hello { channels, verify, post_copy: false, guest: describe(&waiting.memory) });
         assert_eq!(self.hear(), Some(Message::Welcome));
         self.data = (0..channels).map(|n| connect(&self.path, SESSION, Role::Data(n))).collect();
     }
@@ -75,7 +75,7 @@ fn against(channels: u8, peer: impl FnOnce(&mut Peer)) -> (String, Waiting) {
     let described = Waiting { memory: waiting.memory.clone(), ..Waiting::new(&PAGES) };
     let result = thread::scope(|scope| {
         let destination =
-            scope.spawn(|| receive_guest(&mut waiting, listener, &Progress::new(), &mut Report::default()));
+            scope.spawn(|| receive_guest(&mut waiting, listener, None, &Progress::new(), &mut Report::default()));
         let mut attacker = Peer::connect(&path);
         attacker.open(&described, channels, false);
         peer(&mut attacker);
@@ -232,14 +232,15 @@ fn strangers_are_turned_away_and_the_source_still_gets_in() {
     let mut waiting = Waiting::new(&PAGES);
     thread::scope(|scope| {
         let destination =
-            scope.spawn(|| receive_guest(&mut waiting, listener, &Progress::new(), &mut Report::default()));
+            scope.spawn(|| receive_guest(&mut waiting, listener, None, &Progress::new(), &mut Report::default()));
         for garbage in [&b""[..], b"GET / HTTP/1.1\r\nHost: example.org\r\n\r\n", &[0xff; 32]] {
             let mut stranger = UnixStream::connect(&path).unwrap();
             let _ = stranger.write_all(garbage);
         }
         drop(connect(&path, Session([9; 16]), Role::Data(0)));
         let to = Uri::Unix(path.clone());
-        move_guest(&mut source, None, &to, &MoveOptions::default(), &Progress::new(), &mut Report::default()).unwrap();
+        move_guest(&mut source, None, None, &to, &MoveOptions::default(), &Progress::new(), &mut Report::default())
+            .unwrap();
         destination.join().unwrap().unwrap();
     });
     assert_eq!(waiting.started, Some(true));
@@ -258,8 +259,16 @@ fn source_against(peer: impl FnOnce(UnixStream, &UnixListener) + Send) -> (Error
             peer(control, &listener);
         });
         let options = MoveOptions { channels: 1, ..MoveOptions::default() };
-        move_guest(&mut source, None, &Uri::Unix(path.clone()), &options, &Progress::new(), &mut Report::default())
-            .unwrap_err()
+        move_guest(
+            &mut source,
+            None,
+            None,
+            &Uri::Unix(path.clone()),
+            &options,
+            &Progress::new(),
+            &mut Report::default(),
+        )
+        .unwrap_err()
     });
     (error, source)
 }

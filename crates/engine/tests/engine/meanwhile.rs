@@ -74,7 +74,8 @@ fn run(source: &mut Scripted, destination: &mut Waiting, data: Data) -> Ended {
     let options = MoveOptions { channels: CHANNELS, verify: true, ..MoveOptions::default() };
     let mut report = Report::default();
     thread::scope(|scope| {
-        let received = scope.spawn(|| receive_guest(destination, listener, &Progress::new(), &mut Report::default()));
+        let received =
+            scope.spawn(|| receive_guest(destination, listener, None, &Progress::new(), &mut Report::default()));
         scope.spawn(|| {
             // The first one is the control connection.
             for number in 0..=CHANNELS {
@@ -86,7 +87,7 @@ fn run(source: &mut Scripted, destination: &mut Waiting, data: Data) -> Ended {
                 scope.spawn(|| pass(forth, held));
             }
         });
-        let source = move_guest(source, None, &Uri::Unix(hall.clone()), &options, &Progress::new(), &mut report);
+        let source = move_guest(source, None, None, &Uri::Unix(hall.clone()), &options, &Progress::new(), &mut report);
         Ended { source, destination: received.join().unwrap(), report }
     })
 }

@@ -20,9 +20,10 @@ fn move_among(first_words: Vec<Words>) {
     let (mut source, mut waiting) = (Scripted::new(&PAGES, vec![]), Waiting::new(&PAGES));
     thread::scope(|scope| {
         let destination =
-            scope.spawn(|| receive_guest(&mut waiting, listener, &Progress::new(), &mut Report::default()));
+            scope.spawn(|| receive_guest(&mut waiting, listener, None, &Progress::new(), &mut Report::default()));
         let options = MoveOptions { channels: 2, ..MoveOptions::default() };
-        let moved = move_guest(&mut source, None, &passage.uri, &options, &Progress::new(), &mut Report::default());
+        let moved =
+            move_guest(&mut source, None, None, &passage.uri, &options, &Progress::new(), &mut Report::default());
         let received = destination.join().unwrap();
         assert!(moved.is_ok() && received.is_ok(), "{moved:?} {received:?}");
     });

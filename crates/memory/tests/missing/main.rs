@@ -5,11 +5,13 @@
 //!
 //! - `waiting`: one page; `guests`: all of them, while threads read and write; `holders`: who brings them dies
 //! - `once`: what was brought and given back is not brought again, whoever dies
+//! - `dropped`: what was there, is dropped and brought again
 //! - `refused`: what can't be; `processes`: regions, and another process
 #![allow(clippy::unwrap_used)]
 
 #[path = "../common/mod.rs"]
 mod common;
+mod dropped;
 mod guests;
 mod holders;
 mod once;

@@ -9,13 +9,13 @@ use std::{
 use rustix::net::{SendFlags, send};
 use serde_json::Value;
 use transship_guest::{DestinationGuest, GuestError};
-use transship_memory::{Access, GuestMemory, Missing, Region};
+use transship_memory::{Access, GuestMemory, Missing, PageSet, Region};
 use transship_wire::GuestDescription;
 
 use super::{
     client::{Connection, LONG, SHORT, by_hand},
     map_regions,
-    message::{MISSING, StateBytes},
+    message::{CheckedDescription, MISSING, StateBytes},
 };
 use crate::freeze::Freezer;
 
@@ -50,6 +50,20 @@ impl HandoffDestination {
         Ok(Self { connection, description, memory, freezer: None })
     }
 
+    /// What it says of itself now, which is what it said at first, and that its threads can wait for pages.
+    fn described_for_missing(&mut self) -> Result<CheckedDescription, GuestError> {
+        let checked = self.connection.describe()?;
+        if checked.guest() != self.description {
+            return Err(self.connection.error("it describes a different guest than before"));
+        }
+        if !checked.offers.iter().any(|call| call == MISSING) {
+            return Err(self.connection.error(format!(
+                "its VMM does not offer {MISSING:?} (docs/handoff.md), which --lazy needs; leave out --lazy"
+            )));
+        }
+        Ok(checked)
+    }
+
     /// Passes the state on to the guest; returns how much it was.
     fn pass_on(&self, state: &mut dyn Read, to: &UnixStream) -> Result<u64, Broken> {
         let mut chunk = vec![0; CHUNK_BYTES];
@@ -82,23 +96,20 @@ impl DestinationGuest for HandoffDestination {
         self.memory.clone()
     }
 
-    fn missing(&mut self) -> Result<Missing, GuestError> {
-        let checked = self.connection.describe()?;
-        if checked.guest() != self.description {
-            return Err(self.connection.error("it describes a different guest than before"));
-        }
-        if !checked.offers.iter().any(|call| call == MISSING) {
-            return Err(self.connection.error(format!(
-                "its VMM does not offer {MISSING:?} (docs/handoff.md), which --lazy needs; leave out --lazy"
-            )));
-        }
+    fn may_miss(&mut self) -> Result<(), GuestError> {
+        self.memory.check_can_be_empty()?;
+        self.described_for_missing().map(drop)
+    }
+
+    fn missing(&mut self, lacks: &[PageSet]) -> Result<Missing, GuestError> {
+        let checked = self.described_for_missing()?;
         self.connection.check_maps(&checked)?;
         self.freezer = Some(Freezer::of(self.connection.pid())?);
         let uffd = self.connection.userfaultfd(MISSING)?;
         let pages: Vec<u64> = self.memory.regions().iter().map(Region::pages).collect();
         let missing = Missing::new(uffd, checked.areas(), &pages).map_err(|e| self.connection.error(e))?;
         // Asked only now that nobody can fill a hole past us any more.
-        crate::check_all_holes(&self.memory)?;
+        crate::check_holes(&self.memory, lacks)?;
         Ok(missing)
     }
 

@@ -15,7 +15,7 @@ use std::{
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 use serde_json::{Value, json};
 use transship_guest::{DestinationGuest, SourceGuest};
-use transship_memory::{Access, Region};
+use transship_memory::{Access, PageSet, Region};
 
 use transship_lines::{GuestSocket, LineSocket, MAX_LINE_BYTES, Shutdown};
 
@@ -207,7 +207,7 @@ fn writes_come_to_wait_where_that_is_offered() {
 fn pages_come_to_be_waited_for_where_that_is_offered_and_all_are_missing() {
     let (_, calls) = with_guest(TestGuest::new(vec![7]), GuestState::Waiting, |path| {
         let mut guest = HandoffDestination::attach(path).unwrap();
-        let missing = guest.missing().unwrap();
+        let missing = guest.missing(&[]).unwrap();
         guest.load_state(&mut [7].as_slice()).unwrap();
         drop(missing);
         assert!(guest.stop().unwrap().contains("its guest is stopped"));
@@ -217,18 +217,27 @@ fn pages_come_to_be_waited_for_where_that_is_offered_and_all_are_missing() {
     });
     assert_eq!(calls, ["wait", "load"]);
     with_guest(TestGuest::new(vec![]).never_waits(), GuestState::Waiting, |path| {
-        let error = HandoffDestination::attach(path).unwrap().missing().err().unwrap().to_string();
+        let error = HandoffDestination::attach(path).unwrap().missing(&[]).err().unwrap().to_string();
         assert!(error.contains("does not offer \"missing\"") && error.contains("leave out --lazy"), "{error}");
     });
     with_guest(TestGuest::new(vec![]).at(1 << 20), GuestState::Waiting, |path| {
-        let error = HandoffDestination::attach(path).unwrap().missing().err().unwrap().to_string();
+        let error = HandoffDestination::attach(path).unwrap().missing(&[]).err().unwrap().to_string();
         assert!(error.contains("maps nothing at 0x100000"), "{error}");
     });
     with_guest(TestGuest::new(vec![]), GuestState::Waiting, |path| {
         let mut guest = HandoffDestination::attach(path).unwrap();
         guest.memory().regions()[0].write_pages(5, 1, &[1; 4096]).unwrap();
-        let error = guest.missing().err().unwrap().to_string();
+        let pages = guest.memory().regions()[0].pages();
+        let error = guest.missing(&[PageSet::full(pages)]).err().unwrap().to_string();
         assert!(error.contains("is not empty: pages 5..6 are there"), "{error}");
+    });
+    // A page that is there and is not lacked is nobody's concern.
+    with_guest(TestGuest::new(vec![]), GuestState::Waiting, |path| {
+        let mut guest = HandoffDestination::attach(path).unwrap();
+        guest.memory().regions()[0].write_pages(5, 1, &[1; 4096]).unwrap();
+        let mut lacks = PageSet::full(guest.memory().regions()[0].pages());
+        lacks.remove(transship_memory::PageRange::new(5, 1));
+        guest.missing(&[lacks]).unwrap();
     });
 }
 
@@ -237,7 +246,7 @@ fn pages_come_to_be_waited_for_where_that_is_offered_and_all_are_missing() {
 fn a_vmm_that_does_not_know_a_call_is_not_asked() {
     let answers = [1, 2].map(|id| (json!({"id": id, "ok": description()}), vec![file(BYTES)]));
     with_liar(answers.into(), |path| {
-        let error = HandoffDestination::attach(path).unwrap().missing().err().unwrap().to_string();
+        let error = HandoffDestination::attach(path).unwrap().missing(&[]).err().unwrap().to_string();
         assert!(error.contains("does not offer \"missing\""), "{error}");
     });
 }

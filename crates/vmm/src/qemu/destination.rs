@@ -8,7 +8,7 @@ use std::{
 
 use serde_json::json;
 use transship_guest::{DestinationGuest, DiskFile, GuestError, StateFormat};
-use transship_memory::{GuestMemory, Missing, Region};
+use transship_memory::{GuestMemory, Missing, PageSet, Region};
 use transship_wire::{
     GuestDescription,
     qemu::{Step, StreamReader},
@@ -164,7 +164,11 @@ impl DestinationGuest for QemuDestination {
         self.state_format.clone()
     }
 
-    fn missing(&mut self) -> Result<Missing, GuestError> {
+    fn may_miss(&mut self) -> Result<(), GuestError> {
+        lazy(&self.qmp, &self.memory, &mut Err)
+    }
+
+    fn missing(&mut self, lacks: &[PageSet]) -> Result<Missing, GuestError> {
         lazy(&self.qmp, &self.memory, &mut Err)?;
         let areas = memory::areas(self.qmp.pid(), &self.backends)?;
         self.freezer = Some(Freezer::of(self.qmp.pid())?);
@@ -172,7 +176,7 @@ impl DestinationGuest for QemuDestination {
         let pages: Vec<u64> = self.memory.regions().iter().map(Region::pages).collect();
         let missing = Missing::new(uffd, areas, &pages)?;
         // Asked only now that nobody can fill a hole past us any more.
-        crate::check_all_holes(&self.memory)?;
+        crate::check_holes(&self.memory, lacks)?;
         Ok(missing)
     }
 

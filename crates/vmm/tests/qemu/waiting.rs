@@ -50,7 +50,7 @@ fn a_guest_runs_before_its_memory_is_there() {
     let descriptors = to.descriptors();
     let state = saved(&mut source);
     clear(&destination.memory());
-    let missing = destination.missing().unwrap();
+    let missing = destination.missing(&[]).unwrap();
     assert_eq!(to.descriptors(), descriptors, "nothing of ours is in QEMU");
     let (memory, over) = (source.memory(), AtomicBool::new(false));
     thread::scope(|scope| {
@@ -74,7 +74,7 @@ fn a_guest_whose_pages_do_not_come_is_stopped() {
     let (mut source, mut destination) = (from.source(), to.destination());
     let state = saved(&mut source);
     clear(&destination.memory());
-    let missing = destination.missing().unwrap();
+    let missing = destination.missing(&[]).unwrap();
     let (memory, over) = (source.memory(), AtomicBool::new(false));
     thread::scope(|scope| {
         let _over = Over(&over);
@@ -104,11 +104,11 @@ fn memory_that_holds_something_is_not_waited_for() {
     let memory = destination.memory();
     clear(&memory);
     memory.regions()[0].write_pages(128, 1 << 5, &[1; 4096]).unwrap();
-    let error = destination.missing().err().unwrap().to_string();
+    let error = destination.missing(&[]).err().unwrap().to_string();
     assert!(error.contains("\"mem0\" is not empty: pages 133..134 are there"), "{error}");
     memory.regions()[0].clear(PageRange::new(133, 1)).unwrap();
     // The first one is closed by then: its areas are free again.
-    drop(destination.missing().unwrap());
+    drop(destination.missing(&[]).unwrap());
 }
 
 #[test]

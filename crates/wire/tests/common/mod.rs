@@ -34,7 +34,7 @@ pub(crate) fn messages() -> Vec<(Message, &'static str, Vec<u8>)> {
     let id = "0201000000000000";
     vec![
         (
-            Message::Hello { channels: 4, verify: true, guest: guest() },
+            Message::Hello { channels: 4, verify: true, post_copy: false, guest: guest() },
             "Hello",
             hex(&format!(
                 "0100 0000 21000000 {id} 04 01 0200 0200 7063
@@ -60,6 +60,29 @@ pub(crate) fn messages() -> Vec<(Message, &'static str, Vec<u8>)> {
         (Message::Running, "Running", hex(&format!("0a00 0000 00000000 {id}"))),
         (Message::Abort(Refusal { reason: "no".into() }), "Abort", hex(&format!("0b00 0000 04000000 {id} 0200 6e6f"))),
         (Message::DigestWanted, "DigestWanted", hex(&format!("0c00 0000 00000000 {id}"))),
+        (
+            Message::Owed {
+                region: 5,
+                windows: vec![OwedWindow { first: 0x80, pages: 0b101 }, OwedWindow { first: 0x300, pages: 1 << 127 }],
+            },
+            "Owed",
+            hex(&format!(
+                "0d00 0000 34000000 {id} 0500 0200 8000000000000000 05000000000000000000000000000000
+                 0003000000000000 00000000000000000000000000000080"
+            )),
+        ),
+        (Message::OwedEnd { pages: 3 }, "OwedEnd", hex(&format!("0e00 0000 08000000 {id} 0300000000000000"))),
+        (
+            Message::Want { region: 1, page: 0x1234 },
+            "Want",
+            hex(&format!("0f00 0000 0a000000 {id} 0100 3412000000000000")),
+        ),
+        (
+            Message::Page(Pages { region: 1, first: 0x1234, count: 2, bytes: vec![7; 2 * PAGE_BYTES] }),
+            "Page",
+            [hex(&format!("1000 0000 0c200000 {id} 0100 3412000000000000 02 01")), vec![7; 2 * PAGE_BYTES]].concat(),
+        ),
+        (Message::Complete, "Complete", hex(&format!("1100 0000 00000000 {id}"))),
     ]
 }
 
@@ -98,6 +121,14 @@ pub(crate) fn preambles() -> Vec<(Preamble, Vec<u8>)> {
             hex(&format!("54534850 0100 02 fe {session_hex} 0000000000000000")),
         ),
         (Preamble { session, role: Role::Probe }, hex(&format!("54534850 0100 10 00 {session_hex} 0000000000000000"))),
+        (
+            Preamble { session, role: Role::Supply(0x0102) },
+            hex(&format!("54534850 0100 03 00 {session_hex} 02010000 00000000")),
+        ),
+        (
+            Preamble { session, role: Role::Push { line: 1, channel: 254 } },
+            hex(&format!("54534850 0100 04 fe {session_hex} 01000000 00000000")),
+        ),
     ]
 }
 

@@ -15,8 +15,14 @@ pub(crate) struct Moved {
 
 /// Runs a move to its end over a unix socket; both ends must exit with 0.
 pub(crate) fn move_between(source: &str, destination: &str, flags: &[&str]) -> Result<Moved> {
+    move_with(source, destination, flags, &[])
+}
+
+/// The same with flags for the receiver.
+pub(crate) fn move_with(source: &str, destination: &str, flags: &[&str], receiver: &[&str]) -> Result<Moved> {
     let folder = Scratch::new()?;
-    let receive = Transship::receiving(destination, &format!("unix:{}", folder.join("move").display())).start()?;
+    let receiving = Transship::receiving(destination, &format!("unix:{}", folder.join("move").display()));
+    let receive = receiving.args(receiver.iter().copied()).start()?;
     let to = receive.listening()?;
     let source = Transship::moving(source, &to).args(flags.iter().copied()).run()?.expect_code(0)?;
     Ok(Moved { source, destination: receive.wait()?.expect_code(0)? })

@@ -274,6 +274,7 @@ fn understand((connection, _): &mut Line, words: &[u8]) -> Words<Visitor> {
             Ok(Message::Hello { channels }) => (Visitor::Control(session, channels), PREAMBLE_BYTES + MESSAGE_BYTES),
             _ => return strange("it has not announced its number of data connections"),
         },
+        (Role::Supply(_) | Role::Push { .. }, _) => return strange("a relay has no supply lines"),
     };
     match take(connection, &mut [0; PREAMBLE_BYTES + MESSAGE_BYTES][..used]) {
         Ok(()) => Words::Known(caller),

@@ -115,7 +115,7 @@ pub fn send_to_qemu(
         let mut session = Session::open(to, plan, uuid, guest.memory(), &regions, options, progress)?;
         fail_point::reach("peer.connected")?;
         let at_stop = AtStop::new(&options.at_stop);
-        let mut course = Course { guest: &mut *guest, progress, report, begin, at_stop };
+        let mut course = Course { guest: &mut *guest, progress, report, begin, at_stop, post_copy: None };
         let result = run(&mut course, &mut session, options, &regions, &mut rounds);
         session.hang_up();
         result

@@ -4,9 +4,10 @@ use std::time::Instant;
 
 use transship_memory::{GuestMemory, Region};
 
-use super::{eager, lazy, restoring::Restore, stand_in::StandIn};
+use super::{eager, lazy, restoring::Restore};
 use crate::{
     CloneMemory, CloneReport, Error, FileReport, Phase, fail_point,
+    filling::stand_in::StandIn,
     guest::DestinationGuest,
     snapshot::{
         Format,

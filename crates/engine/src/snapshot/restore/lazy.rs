@@ -13,15 +13,19 @@ use std::{
     time::Instant,
 };
 
-use transship_memory::{Claims, PAGE_BYTES};
+use transship_memory::{Claims, GuestMemory, PAGE_BYTES, PageSet};
 
 use super::{
-    filling::{Event, Filling, URGENT_THREADS, check_units},
+    from_file::{FromFile, URGENT_THREADS},
     restoring::Restore,
-    stand_in::{EndOnDrop, Ending, StandIn, TakeOver},
+    stand_in::TakeOver,
 };
 use crate::{
     Error, LazyReport, Phase, fail_point,
+    filling::{
+        EndOnDrop, Event, check_units,
+        stand_in::{Ending, StandIn},
+    },
     guest::GuestError,
     snapshot::{Format, file::origin::Origin, image::opened::Image, mapped::plan::Plan, open::Snapshot},
     stream::whence::wrong,
@@ -58,20 +62,25 @@ pub(super) fn restore_from(
 ) -> Result<(), Error> {
     // No huge pages of a tmpfs: pages come one by one.
     restore.guest.memory().empty()?;
-    let missing = restore.guest.missing()?;
+    let missing = restore.guest.missing(&full(&restore.guest.memory()))?;
     check_units(&missing, plan.sources.len())?;
     let claims = Claims::new(&plan.sources.iter().map(|source| source.stored.pages()).collect::<Vec<_>>())?;
     let will = restore.guest.last_will()?;
     let take_over = TakeOver::of(snapshot, origin, &plan.fit.regions, &missing, restore.options.channels, will);
-    stand_in.arm(&take_over, &files(origin, missing.fd(), claims.fd()))?;
+    stand_in.arm(&take_over.charge(), &files(origin, missing.fd(), claims.fd()))?;
 
     let stored = plan.stored_pages();
     begin_report(restore, origin, take_over.format(), stored);
-    let filling = Filling::new(origin, std::mem::take(&mut plan.sources), missing, claims);
+    let filling = FromFile::new(origin, std::mem::take(&mut plan.sources), missing, claims);
     let result = run(restore, snapshot, &plan, &filling);
     stand_in.end(result.as_ref().err().map_or(Ending::Complete, |(_, ending)| *ending));
     restore.report.cpu.channels = filling.cpu_seconds();
     result.map_err(|(error, _)| error)
+}
+
+/// All pages of all regions.
+fn full(memory: &GuestMemory) -> Vec<PageSet> {
+    memory.regions().iter().map(|region| PageSet::full(region.pages())).collect()
 }
 
 /// What [`TakeOver`] names: the file in all ways that it was opened in comes last.
@@ -97,7 +106,7 @@ fn begin_report(restore: &mut Restore<'_>, origin: &Origin, format: Format, stor
 type Failed = (Error, Ending);
 
 /// With threads that bring pages: loads, starts, and waits until all is in place.
-fn run(restore: &mut Restore<'_>, snapshot: &Snapshot, plan: &Plan, filling: &Filling) -> Result<(), Failed> {
+fn run(restore: &mut Restore<'_>, snapshot: &Snapshot, plan: &Plan, filling: &FromFile) -> Result<(), Failed> {
     // Only to have fewer waits.
     let _ = filling.release_holes();
     thread::scope(|scope| {
@@ -129,7 +138,7 @@ fn run(restore: &mut Restore<'_>, snapshot: &Snapshot, plan: &Plan, filling: &Fi
 }
 
 /// The state could not be loaded: perhaps because of a page that could not be read.
-fn unloaded(filling: &Filling, error: Error) -> Failed {
+fn unloaded(filling: &FromFile, error: Error) -> Failed {
     match filling.events().try_iter().next() {
         Some(Event::Failed(cause)) => unusable(&cause),
         Some(Event::Gone) => (error, Ending::Complete),
@@ -145,7 +154,7 @@ fn unusable(cause: &Error) -> Failed {
 }
 
 /// Waits until all pages are in place.
-fn wait(restore: &mut Restore<'_>, filling: &Filling) -> Result<(), Failed> {
+fn wait(restore: &mut Restore<'_>, filling: &FromFile) -> Result<(), Failed> {
     let begin = Instant::now();
     match filling.events().recv() {
         Ok(Event::Complete) | Err(_) => Ok(()),

@@ -3,16 +3,15 @@
 //! - `restoring`: the steps of every way
 //! - `clones`: nothing of its memory is brought, as it is the image's
 //! - `eager`: all of it first; `sequential`: the same from a plain stream
-//! - `filling`: pages that come when they are touched, of those that are `stored`; `lazy`: such a restore; `stand_in`:
-//!   the process that could go on with it
+//! - `from_file`: pages that come when they are touched; `lazy`: such a restore; `stand_in`: the process that could go
+//!   on with it
 mod clones;
 mod eager;
-mod filling;
+mod from_file;
 mod lazy;
 mod restoring;
 mod sequential;
 pub(crate) mod stand_in;
-mod stored;
 
 use std::{path::Path, sync::Arc, time::Instant};
 
@@ -21,9 +20,10 @@ use super::{
     image::opened::Image,
     open::{Opened, open},
 };
-use crate::{Error, Progress, Report, ending::finish, guest::DestinationGuest, stream::whence::wrong};
+use crate::{
+    Error, Progress, Report, ending::finish, filling::stand_in::StandIn, guest::DestinationGuest, stream::whence::wrong,
+};
 use restoring::Restore;
-use stand_in::StandIn;
 
 /// Restores the guest of a snapshot file into one that waits: its memory first, then its devices; then it runs. With
 /// `lazily` it runs first, and this returns when all of its memory has followed.

@@ -1,23 +1,13 @@
-//! A second process beside a lazy restore, which holds what the guest can't be without: the userfaultfd and the file.
-//!
-//! When the last holder of a userfaultfd is gone the kernel serves missing pages with zeros, and a guest that saw them
-//! would be lost. So whoever restores lazily has a stand-in from before the guest runs. It is told how the restore
-//! ended; if it hears nothing, it goes on bringing pages itself.
-use std::{
-    fs::File,
-    os::fd::{BorrowedFd, OwnedFd},
-    sync::Arc,
-    thread,
-    time::Duration,
-};
+//! The second process beside a lazy restore: it holds the file as well, and goes on bringing pages itself.
+use std::{fs::File, os::fd::OwnedFd, sync::Arc, thread};
 
 use serde::{Deserialize, Serialize};
-use transship_memory::{Area, Claims, Error as MemoryError, Missing};
+use transship_memory::{Area, Claims, Missing};
 
-use super::filling::{Event, Filling, URGENT_THREADS, check_units};
+use super::from_file::{FromFile, URGENT_THREADS};
 use crate::{
     Error, Progress,
-    guest::GuestError,
+    filling::{EndOnDrop, Event, check_units, stand_in::hold},
     snapshot::{
         Format,
         file::origin::Origin,
@@ -27,32 +17,6 @@ use crate::{
     },
     stream::whence::wrong,
 };
-
-/// How long the end of a VMM may go unnoticed by who only holds its userfaultfd.
-const LOOK_EVERY: Duration = Duration::from_secs(1);
-
-/// How a lazy restore ended.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Ending {
-    /// All pages are in place, or there is no VMM any more.
-    Complete,
-    /// Pages can't be brought, and the guest stands still: the userfaultfd is to be held until the VMM has ended.
-    Hold,
-    /// It is to go on without us.
-    GoOn,
-}
-
-/// The second process, as the restore sees it.
-pub trait StandIn {
-    /// Gives it what it needs. Called once, before the VMM loads anything. `files`: those of [`TakeOver`], which are to
-    /// be kept open for it.
-    ///
-    /// # Errors
-    /// It can't be had.
-    fn arm(&mut self, what: &TakeOver, files: &[BorrowedFd<'_>]) -> Result<(), GuestError>;
-    /// Tells it how the restore ended. Not told, it takes over when this process ends.
-    fn end(&mut self, how: Ending);
-}
 
 /// What a stand-in is told, beside the files: the userfaultfd first, then which pages were brought, then the snapshot
 /// file, then perhaps the same past the page cache.
@@ -97,6 +61,11 @@ impl TakeOver {
         }
     }
 
+    /// A [`crate::Charge`], in JSON.
+    pub(super) fn charge(&self) -> String {
+        serde_json::json!({ "file": self }).to_string()
+    }
+
     pub(super) fn format(&self) -> Format {
         if self.raw { Format::Raw } else { Format::MappedRam }
     }
@@ -125,7 +94,7 @@ impl TakeOver {
         drop(held);
         match self.rest(&missing, files) {
             Ok(Rest { origin, sources, claims }) => {
-                fill(&Filling::new(&origin, sources, missing, claims), self.channels, failed)
+                fill(&FromFile::new(&origin, sources, missing, claims), self.channels, failed)
             }
             Err(error) => {
                 failed(&error);
@@ -217,7 +186,7 @@ fn pages_of(areas: &[Area], regions: usize) -> Vec<u64> {
 }
 
 /// Brings everything.
-fn fill(filling: &Filling, channels: u8, failed: impl FnOnce(&Error)) -> Result<(), Error> {
+fn fill(filling: &FromFile, channels: u8, failed: impl FnOnce(&Error)) -> Result<(), Error> {
     let progress = Progress::default();
     // Faults that were reported to the dead process, and that it did not serve, are not reported again. (Whoever is not
     // woken now is when the page comes.)
@@ -239,25 +208,4 @@ fn fill(filling: &Filling, channels: u8, failed: impl FnOnce(&Error)) -> Result<
     // Without it the same happens when the last holder ends.
     let _ = filling.release_all();
     Ok(())
-}
-
-/// Returns when there is no VMM any more. A thread that waits for a page goes on waiting.
-fn hold(missing: &Missing) {
-    loop {
-        match missing.next_fault(LOOK_EVERY) {
-            Ok(_) => {}
-            Err(MemoryError::Gone { .. }) => return,
-            // It is held all the same.
-            Err(_) => thread::sleep(LOOK_EVERY),
-        }
-    }
-}
-
-/// However a block ends, the threads do too.
-pub(super) struct EndOnDrop<'a>(pub(super) &'a Filling);
-
-impl Drop for EndOnDrop<'_> {
-    fn drop(&mut self) {
-        self.0.end();
-    }
 }

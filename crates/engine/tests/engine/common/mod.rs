@@ -295,8 +295,9 @@ pub fn run(source: &mut Scripted, destination: &mut Waiting, options: &MoveOptio
     let listener = Listener::bind(&uri).unwrap();
     let mut report = Report::default();
     thread::scope(|scope| {
-        let there = scope.spawn(|| receive_guest(destination, listener, &Progress::new(), &mut Report::default()));
-        let source = move_guest(source, None, &uri, options, &Progress::new(), &mut report);
+        let there =
+            scope.spawn(|| receive_guest(destination, listener, None, &Progress::new(), &mut Report::default()));
+        let source = move_guest(source, None, None, &uri, options, &Progress::new(), &mut report);
         Ended { source, destination: there.join().unwrap(), report }
     })
 }

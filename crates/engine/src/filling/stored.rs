@@ -1,46 +1,41 @@
-//! What of a region's pages is in the file, and in which pieces it is brought.
-use transship_memory::{PAGE_BYTES, PageRange, PageSet, WINDOW_PAGES, WindowPages};
+//! Which of a region's pages are brought, and in which pieces.
+use transship_memory::{PageRange, PageSet, WINDOW_PAGES, WindowPages};
 
 /// Pages that a background thread takes at once: 1 MiB.
-pub(super) const UNIT_PAGES: u64 = 256;
+pub(crate) const UNIT_PAGES: u64 = 256;
 /// Pages in between that are read and thrown away rather than reading twice.
 const GAP_PAGES: u64 = 32;
-/// Runs of pages that are not in the file and at least this long are left to the kernel at once: 2 MiB.
+/// Runs of pages that are not brought and at least this long are left to the kernel at once: 2 MiB.
 const RELEASE_PAGES: u64 = 512;
 
-pub(super) struct Region {
+/// A region, and which of its pages are brought.
+pub(crate) struct Region {
     /// Its number.
-    pub(super) index: usize,
-    pub(super) stored: PageSet,
-    pub(super) pages_offset: u64,
-    pub(super) pages: u64,
+    pub(crate) index: usize,
+    pub(crate) stored: PageSet,
+    pub(crate) pages: u64,
     /// Pages that come and go together.
-    pub(super) unit: u64,
+    pub(crate) unit: u64,
 }
 
 impl Region {
-    /// Where a page is in the file.
-    pub(super) fn position(&self, page: u64) -> u64 {
-        self.pages_offset + page * PAGE_BYTES as u64
-    }
-
     /// The aligned range about `page` that has `pages` pages, or as many as a huge one.
-    pub(super) fn clip(&self, page: u64, pages: u64) -> PageRange {
+    pub(crate) fn clip(&self, page: u64, pages: u64) -> PageRange {
         let pages = pages.max(self.unit);
         let first = page / pages * pages;
         // Huge pages are whole also at the end.
         PageRange::new(first, pages.min(self.pages - first))
     }
 
-    pub(super) fn units(&self) -> impl Iterator<Item = (usize, u64)> + '_ {
+    pub(crate) fn units(&self) -> impl Iterator<Item = (usize, u64)> + '_ {
         let pages = UNIT_PAGES.max(self.unit);
         let mut firsts: Vec<u64> = self.stored.windows().map(|window| window.first / pages * pages).collect();
         firsts.dedup();
         firsts.into_iter().map(|first| (self.index, first))
     }
 
-    /// Runs of a range that are in the file but not among the claimed, of which it is told by windows of 128 pages.
-    pub(super) fn wanted(&self, range: PageRange, claimed: impl Fn(u64) -> u128) -> Vec<PageRange> {
+    /// Runs of a range that are brought but not among the claimed, of which it is told by windows of 128 pages.
+    pub(crate) fn wanted(&self, range: PageRange, claimed: impl Fn(u64) -> u128) -> Vec<PageRange> {
         let mut wanted: Vec<PageRange> = Vec::new();
         for window in (range.first / WINDOW_PAGES * WINDOW_PAGES..range.end()).step_by(WINDOW_PAGES as usize) {
             let pages = self.stored.window(window) & WindowPages::within(range, window).mask & !claimed(window);
@@ -55,20 +50,20 @@ impl Region {
     }
 
     /// The huge pages of a range.
-    pub(super) fn in_units(&self, range: PageRange) -> impl Iterator<Item = PageRange> {
+    pub(crate) fn in_units(&self, range: PageRange) -> impl Iterator<Item = PageRange> {
         let unit = self.unit;
         (range.first..range.end()).step_by(unit as usize).map(move |first| PageRange::new(first, unit))
     }
 
-    /// How many pages of a range are in the file.
-    pub(super) fn stored_in(&self, range: PageRange) -> u64 {
+    /// How many pages of a range are brought.
+    pub(crate) fn stored_in(&self, range: PageRange) -> u64 {
         let windows = (range.first / WINDOW_PAGES * WINDOW_PAGES..range.end()).step_by(WINDOW_PAGES as usize);
         let pages = |window| self.stored.window(window) & WindowPages::within(range, window).mask;
         windows.map(|window| u64::from(pages(window).count_ones())).sum()
     }
 
-    /// Long runs of pages that are not in the file, of whole huge pages.
-    pub(super) fn holes(&self) -> impl Iterator<Item = PageRange> + '_ {
+    /// Long runs of pages that are not brought, of whole huge pages.
+    pub(crate) fn holes(&self) -> impl Iterator<Item = PageRange> + '_ {
         let end = std::iter::once(PageRange::new(self.pages, 0));
         let mut from = 0;
         let gaps = self.stored.ranges().chain(end).map(move |stored| {
@@ -84,7 +79,7 @@ impl Region {
 }
 
 /// Joins runs that are close to each other.
-pub(super) fn spans(runs: &[PageRange]) -> Vec<PageRange> {
+pub(crate) fn spans(runs: &[PageRange]) -> Vec<PageRange> {
     let mut spans: Vec<PageRange> = Vec::new();
     for run in runs {
         match spans.last_mut() {
@@ -102,7 +97,7 @@ mod tests {
     fn region(pages: u64, unit: u64, stored: &[(u64, u64)]) -> Region {
         let mut set = PageSet::empty(pages);
         stored.iter().for_each(|&(first, count)| set.insert(PageRange::new(first, count)));
-        Region { index: 0, stored: set, pages_offset: 1 << 20, pages, unit }
+        Region { index: 0, stored: set, pages, unit }
     }
 
     fn pairs(ranges: impl IntoIterator<Item = PageRange>) -> Vec<(u64, u64)> {

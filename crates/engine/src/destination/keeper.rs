@@ -1,0 +1,279 @@
+//! The supply lines at their other end: taken as they come, and followed until they break or all is there.
+use std::{
+    sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError},
+    time::{Duration, Instant},
+};
+
+use crossbeam_channel::{Receiver, bounded};
+use transship_wire::{Message, Session};
+
+use super::{
+    accept::{Arrivals, Gathering, Supply},
+    arrival::Arrival,
+    channel::Channels,
+    decoding::{Decoders, Origin},
+    event::ChannelEvent,
+    place::Place,
+};
+use crate::{
+    Error, Progress,
+    control::{Control, TICK},
+    fail_point,
+};
+
+/// How long a source that has named what it owes may take to open the supply line.
+const LINE_TIMEOUT: Duration = Duration::from_secs(30);
+/// How long a source may take to answer that it has heard that all is there. If it has not, no harm is done here.
+const FAREWELL_TIMEOUT: Duration = Duration::from_secs(20);
+
+/// What is known of the supply lines.
+#[derive(Default)]
+pub(super) struct Lines {
+    told: Mutex<Told>,
+    changed: Condvar,
+}
+
+#[derive(Default)]
+pub(super) struct Told {
+    /// One has stood.
+    pub(super) is_there: bool,
+    /// None will come any more.
+    failed: Option<Error>,
+    pub(super) reconnects: u64,
+    /// Nothing waits for them any more.
+    is_over: bool,
+}
+
+impl Lines {
+    pub(super) fn told(&self) -> MutexGuard<'_, Told> {
+        self.told.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Waits for the first.
+    pub(super) fn first(&self) -> Result<(), Error> {
+        let told = self.told();
+        let is_waiting = |told: &mut Told| !told.is_there && told.failed.is_none();
+        let waited = self.changed.wait_timeout_while(told, LINE_TIMEOUT, is_waiting);
+        let (mut told, _) = waited.unwrap_or_else(PoisonError::into_inner);
+        match told.failed.take() {
+            Some(error) => Err(error),
+            None if told.is_there => Ok(()),
+            None => Err(Error::Protocol {
+                peer: "the source".into(),
+                what: format!("has not opened its supply line within {} s", LINE_TIMEOUT.as_secs()),
+            }),
+        }
+    }
+}
+
+/// However a block ends, nothing waits for lines any more.
+pub(super) struct OverOnDrop<'a>(pub(super) &'a Lines);
+
+impl Drop for OverOnDrop<'_> {
+    fn drop(&mut self) {
+        self.0.told().is_over = true;
+    }
+}
+
+/// The thread that takes lines as they come, and sees them break.
+pub(super) struct Keeper<'a, 'l> {
+    arrivals: &'a mut Arrivals<'l>,
+    arrival: &'a Arc<Arrival>,
+    progress: &'a Arc<Progress>,
+    lines: &'a Lines,
+    session: Session,
+    gathering: Gathering,
+    /// Since when the source has been told that all is there.
+    farewell: Option<Instant>,
+}
+
+/// A line that stands.
+struct Line {
+    /// Pages that were waited for; the last message is the end.
+    urgent: Receiver<Result<Message, Error>>,
+    /// Dropped before the decoders.
+    _channels: Channels,
+    _decoders: Decoders,
+    events: Receiver<ChannelEvent>,
+    /// Channels that have not brought all of theirs.
+    left: usize,
+    /// The source was told on this line that all is there.
+    has_told: bool,
+}
+
+/// What became of a line.
+enum Outcome {
+    Stands,
+    /// All pages are there, and the source knows it, or can't be told.
+    Complete,
+}
+
+impl<'a, 'l> Keeper<'a, 'l> {
+    /// For lines of so many channels.
+    pub(super) fn new(
+        arrivals: &'a mut Arrivals<'l>,
+        arrival: &'a Arc<Arrival>,
+        lines: &'a Lines,
+        progress: &'a Arc<Progress>,
+        (session, channels): (Session, u8),
+    ) -> Self {
+        Self { arrivals, arrival, progress, lines, session, gathering: Gathering::new(channels), farewell: None }
+    }
+
+    /// The life of the thread.
+    pub(super) fn run(&mut self) {
+        let mut line = None;
+        while !self.lines.told().is_over {
+            let is_over = self.farewell.is_some_and(|since| since.elapsed() > FAREWELL_TIMEOUT);
+            match if is_over { Ok(Outcome::Complete) } else { self.step(&mut line) } {
+                Ok(Outcome::Stands) => {}
+                Ok(Outcome::Complete) => {
+                    self.arrival.filling.tell_complete();
+                    break;
+                }
+                Err(error) => {
+                    self.lines.told().failed = Some(error);
+                    self.lines.changed.notify_all();
+                    break;
+                }
+            }
+        }
+        self.arrival.end_line();
+    }
+
+    fn step(&mut self, line: &mut Option<Line>) -> Result<Outcome, Error> {
+        // While a line stands its pages have the first word.
+        let patience = if line.is_some() { Duration::ZERO } else { TICK };
+        if let Some(supply) = self.arrivals.supply(self.session, &mut self.gathering, patience)? {
+            self.arrival.end_line();
+            *line = None; // ends its threads, before others bring the same pages
+            match self.begin(supply) {
+                Ok(begun) => *line = Some(begun),
+                Err(error) => self.broke(&error),
+            }
+        }
+        let Some(stands) = line else { return Ok(Outcome::Stands) };
+        let followed = stands.follow(self.arrival);
+        if stands.has_told {
+            self.farewell.get_or_insert_with(Instant::now);
+        }
+        match followed {
+            Ok(outcome) => Ok(outcome),
+            // A source that has heard the last word hangs up.
+            Err(_) if stands.has_told && stands.was_answered() => Ok(Outcome::Complete),
+            Err(Error::Memory(error)) => {
+                self.arrival.filling.tell(error.into());
+                self.arrival.end_line();
+                *line = None;
+                Ok(Outcome::Stands)
+            }
+            Err(error) => {
+                self.arrival.end_line();
+                *line = None;
+                self.broke(&error);
+                Ok(Outcome::Stands)
+            }
+        }
+    }
+
+    fn broke(&self, error: &Error) {
+        if self.arrival.has_started() {
+            tracing::warn!(
+                "the supply line is broken: {error}. The guest runs on, and waits at pages that it lacks, until the \
+                 source has dialled again. Leave this command and the VMM as they are"
+            );
+        } else {
+            let mut told = self.lines.told();
+            told.failed = Some(Error::Protocol { peer: "the source".into(), what: format!("broke off: {error}") });
+            self.lines.changed.notify_all();
+        }
+    }
+
+    fn begin(&self, supply: Supply) -> Result<Line, Error> {
+        let Supply { urgent: (urgent, peer), push } = supply;
+        let control = Control::new(urgent, peer)?;
+        let incoming = control.incoming.clone();
+        let place = Place::arriving(self.arrival, Arc::clone(self.progress));
+        let place = Arc::new(place);
+        let (events, channel_events) = bounded(push.len() * 2);
+        let origin = |(channel, (_, peer)): (usize, &(_, String))| Origin { peer: peer.clone(), channel };
+        let (decoders, lanes) = Decoders::start(push.iter().enumerate().map(origin).collect(), &place, &events)?;
+        let left = push.len();
+        let channels = Channels::start(push, lanes, &place, &events)?;
+        self.arrival.begin(control)?;
+        let mut told = self.lines.told();
+        told.reconnects += u64::from(told.is_there);
+        told.is_there = true;
+        self.lines.changed.notify_all();
+        Ok(Line {
+            urgent: incoming,
+            _channels: channels,
+            _decoders: decoders,
+            events: channel_events,
+            left,
+            has_told: false,
+        })
+    }
+}
+
+impl Line {
+    /// Puts what comes, for a moment.
+    fn follow(&mut self, arrival: &Arrival) -> Result<Outcome, Error> {
+        crossbeam_channel::select! {
+            recv(self.urgent) -> message => {
+                let message = message.map_err(|_| broken("has closed the supply line"))??;
+                return self.hear(message, arrival);
+            }
+            recv(self.events) -> event => match event {
+                Ok(ChannelEvent::RoundEnd { .. }) => self.left = self.left.saturating_sub(1),
+                Ok(ChannelEvent::Failed(error)) => return Err(error),
+                Err(_) => return Err(broken("has closed its data connections")),
+            },
+            default(TICK) => {}
+        }
+        self.settle(arrival)
+    }
+
+    fn hear(&mut self, message: Message, arrival: &Arrival) -> Result<Outcome, Error> {
+        match message {
+            Message::Page(pages) => {
+                let region = arrival.filling.regions().get(usize::from(pages.region));
+                let end = pages.first + u64::from(pages.count);
+                if region.is_none_or(|region| end > region.pages) {
+                    return Err(broken(&format!(
+                        "sent pages up to {end} of region {}, which it has not",
+                        pages.region
+                    )));
+                }
+                arrival.wanted(&pages)?;
+                self.settle(arrival)
+            }
+            Message::Complete if self.has_told => Ok(Outcome::Complete),
+            Message::Abort(refusal) => Err(Error::Refused(refusal.reason)),
+            other => Err(broken(&format!("sent {} on the supply line", other.name()))),
+        }
+    }
+
+    /// Says that all is there, once it is.
+    fn settle(&mut self, arrival: &Arrival) -> Result<Outcome, Error> {
+        let may_be_over = !self.has_told && self.left == 0 && arrival.has_started();
+        if may_be_over && arrival.filling.claims().are_all_done() {
+            fail_point::reach("destination.complete")?;
+            arrival.say(&Message::Complete)?;
+            self.has_told = true;
+        }
+        Ok(Outcome::Stands)
+    }
+
+    /// Whether the source has answered the last word, on a line that has broken since.
+    fn was_answered(&self) -> bool {
+        self.urgent
+            .try_iter()
+            .chain(self.urgent.recv_timeout(TICK))
+            .any(|message| matches!(message, Ok(Message::Complete)))
+    }
+}
+
+fn broken(what: &str) -> Error {
+    Error::Protocol { peer: "the source".into(), what: what.into() }
+}

@@ -1,0 +1,161 @@
+//! Goes on for a receiver that has died after its guest was started, and before all pages were there.
+use std::{
+    os::fd::{BorrowedFd, OwnedFd},
+    sync::Arc,
+    thread,
+};
+
+use serde::{Deserialize, Serialize};
+use transship_memory::{Area, Claims, GuestMemory, Missing};
+use transship_secure::Host;
+use transship_wire::Session;
+
+use super::{
+    accept::Arrivals,
+    arrival::Arrival,
+    keeper::{Keeper, Lines, OverOnDrop},
+};
+use crate::{
+    Error, Listener, Progress,
+    filling::{EndOnDrop, Event, Filling, stand_in::hold},
+};
+
+/// What a stand-in is told, beside the files: the userfaultfd, then which pages were put, then the socket that listens.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Received {
+    /// By region: how many pages it has.
+    pub pages: Vec<u64>,
+    /// Where the VMM has the regions: number of the region, its first page there, address and length.
+    pub areas: Vec<(usize, u64, u64, u64)>,
+    /// What `DestinationGuest::last_will` said.
+    pub will: String,
+    /// The address of the socket that listens.
+    pub listen: String,
+    /// The number of the session.
+    pub session: [u8; 16],
+    /// Push connections of a supply line.
+    pub channels: u8,
+    /// Connections are encrypted, by a host that is needed to go on.
+    pub is_locked: bool,
+}
+
+impl Received {
+    pub(super) fn of(
+        memory: &GuestMemory,
+        missing: &Missing,
+        will: String,
+        listener: &Listener,
+        (session, channels): (Session, u8),
+    ) -> Self {
+        let area = |area: Area| (area.region, area.first_page, area.address, area.bytes);
+        let pages = memory.regions().iter().map(transship_memory::Region::pages).collect();
+        let areas = missing.areas().into_iter().map(area).collect();
+        Self {
+            pages,
+            areas,
+            will,
+            listen: listener.uri().to_string(),
+            session: session.0,
+            channels,
+            is_locked: listener.lock().is_some(),
+        }
+    }
+
+    /// What it names, in its order.
+    pub(super) fn files<'a>(
+        missing: &'a Missing,
+        claims: &'a Claims,
+        listener: &'a Listener,
+    ) -> Result<[BorrowedFd<'a>; 3], Error> {
+        let listening = listener.descriptor().ok_or(Error::Bug("a receiver without a socket that listens"))?;
+        Ok([missing.fd(), claims.fd(), listening])
+    }
+
+    /// Takes over from a receiver that has ended, with all its threads: listens at its address, and puts what the
+    /// source sends. `host`: by whom connections are encrypted.
+    ///
+    /// On success all pages are there, or the VMM has ended.
+    ///
+    /// # Errors
+    /// It can't be taken over, or pages can't be put. Missing pages then stay missing: this returns when the VMM has
+    /// ended. `failed` is called with the reason before.
+    pub fn run(&self, files: Vec<OwnedFd>, host: Option<Host>, failed: impl FnOnce(&Error)) -> Result<(), Error> {
+        let mut files = files.into_iter();
+        let missing = self.missing(files.next())?;
+        match self.rest(files, host) {
+            Ok((claims, listener)) => self.fill(missing, claims, &listener, failed),
+            Err(error) => {
+                failed(&error);
+                hold(&missing);
+                Err(error)
+            }
+        }
+    }
+
+    /// Holds the userfaultfd until its VMM has ended: pages that are missing stay so.
+    ///
+    /// # Errors
+    /// It is none, or is not in use where it should be.
+    pub fn hold(&self, files: Vec<OwnedFd>) -> Result<(), Error> {
+        hold(&self.missing(files.into_iter().next())?);
+        Ok(())
+    }
+
+    fn missing(&self, uffd: Option<OwnedFd>) -> Result<Missing, Error> {
+        let uffd = uffd.ok_or(Error::Bug("the stand-in got no userfaultfd"))?;
+        let area = |&(region, first_page, address, bytes): &(usize, u64, u64, u64)| Area {
+            region,
+            first_page,
+            address,
+            bytes,
+        };
+        let areas: Vec<_> = self.areas.iter().map(area).collect();
+        Ok(Missing::taken_over(uffd, areas, &self.pages)?)
+    }
+
+    fn rest(&self, mut files: impl Iterator<Item = OwnedFd>, host: Option<Host>) -> Result<(Claims, Listener), Error> {
+        let (Some(claims), Some(socket)) = (files.next(), files.next()) else {
+            return Err(Error::Bug("the stand-in got too few files"));
+        };
+        let uri = self.listen.parse().map_err(|_| Error::Bug("the stand-in got no address"))?;
+        Ok((Claims::taken_over(claims, &self.pages)?, Listener::taken_over(socket, uri, host)?))
+    }
+
+    fn fill(
+        &self,
+        missing: Missing,
+        claims: Claims,
+        listener: &Listener,
+        failed: impl FnOnce(&Error),
+    ) -> Result<(), Error> {
+        let progress = Progress::new();
+        progress.settle();
+        let left = (0..self.pages.len()).map(|region| claims.not_done(region)).collect();
+        let arrival = Arc::new(Arrival::new(Filling::new(left, missing, claims), &progress));
+        arrival.started();
+        // Faults that were reported to the dead process are not reported again.
+        let _ = arrival.filling.wake_all();
+        let lines = Lines::default();
+        let mut arrivals = Arrivals::new(listener, &progress);
+        let session = (Session(self.session), self.channels);
+        let mut keeper = Keeper::new(&mut arrivals, &arrival, &lines, &progress, session);
+        let event = thread::scope(|scope| {
+            let (_over, _ended) = (OverOnDrop(&lines), EndOnDrop(&arrival.filling));
+            scope.spawn(|| arrival.serve());
+            scope.spawn(move || keeper.run());
+            arrival.filling.events().recv()
+        });
+        match event {
+            Ok(Event::Failed(error)) => {
+                failed(&error);
+                hold(arrival.filling.missing());
+                Err(error)
+            }
+            Ok(Event::Complete | Event::Gone) | Err(_) => {
+                // Without it the same happens when the last holder ends.
+                let _ = arrival.filling.release_all();
+                Ok(())
+            }
+        }
+    }
+}

@@ -1,0 +1,51 @@
+//! A second process beside one that fills a guest, which holds what the guest can't be without: the userfaultfd.
+//!
+//! When the last holder of a userfaultfd is gone the kernel serves missing pages with zeros, and a guest that saw them
+//! would be lost. So whoever fills has a stand-in from before the guest runs. It is told how the filling ended; if it
+//! hears nothing, it goes on by itself.
+use std::{os::fd::BorrowedFd, thread, time::Duration};
+
+use transship_memory::{Error as MemoryError, Missing};
+
+use crate::guest::GuestError;
+
+/// How long the end of a VMM may go unnoticed by who only holds its userfaultfd.
+const LOOK_EVERY: Duration = Duration::from_secs(1);
+
+/// How the filling ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Ending {
+    /// All pages are in place, or there is no VMM any more.
+    Complete,
+    /// Pages can't be brought, and the guest stands still: the userfaultfd is to be held until the VMM has ended.
+    Hold,
+    /// It is to go on without us.
+    GoOn,
+}
+
+/// The second process, as the first one sees it.
+pub trait StandIn: Send {
+    /// Gives it what it needs. Called once, before the VMM loads anything. `charge`: a [`crate::Charge`] in JSON;
+    /// `files`: what that names, in its order, which is to be kept open for it.
+    ///
+    /// # Errors
+    /// It can't be had.
+    fn arm(&mut self, charge: &str, files: &[BorrowedFd<'_>]) -> Result<(), GuestError>;
+    /// There is no way back any more: should this process die from now on, the second one is to go on. (Where that is
+    /// so from the start nobody need say so.)
+    fn settle(&mut self) {}
+    /// Tells it how the filling ended. Not told, it takes over when this process ends.
+    fn end(&mut self, how: Ending);
+}
+
+/// Returns when there is no VMM any more. A thread that waits for a page goes on waiting.
+pub(crate) fn hold(missing: &Missing) {
+    loop {
+        match missing.next_fault(LOOK_EVERY) {
+            Ok(_) => {}
+            Err(MemoryError::Gone { .. }) => return,
+            // It is held all the same.
+            Err(_) => thread::sleep(LOOK_EVERY),
+        }
+    }
+}

@@ -1,0 +1,233 @@
+//! The end of a move whose guest runs at the destination before all its pages are there.
+//!
+//! ```text
+//!   stop · device state · last scan      as always
+//!   what is owed                         the destination drops it, and waits for it
+//!   supply line                          from now on it can have any page
+//!   device state, Go                     the point of no return is where it always is
+//!   serve                                until it has all pages; a line that breaks is dialled again
+//! ```
+use std::{
+    sync::atomic::{AtomicBool, Ordering::Relaxed},
+    time::{Duration, Instant},
+};
+
+use transship_memory::PageSet;
+use transship_wire::Message;
+
+use super::{
+    line::{Base, Line, pause},
+    serving::Serving,
+    session::Session,
+    switchover::{await_loaded, save_state, send_state},
+};
+use crate::{
+    Error, Phase, PostCopyReport, Progress, Report,
+    control::Control,
+    fail_point,
+    filling::stand_in::{Ending, StandIn},
+    guest::Found,
+    hand_over::Peer,
+    owed,
+    rounds::{Course, Rounds},
+    transport::STALL_TIMEOUT,
+};
+
+/// How long a destination may take to drop pages and to have the VMM wait for them; the guest stands still meanwhile.
+const DROP_TIMEOUT: Duration = Duration::from_secs(120);
+
+/// The transship that receives a guest before its pages.
+pub(super) struct PostCopy<'a> {
+    pub(super) session: &'a mut Session,
+    pub(super) base: Base<'a>,
+    pub(super) stand_in: Option<&'a mut dyn StandIn>,
+    pub(super) line: Option<Line>,
+    pub(super) owed: u64,
+    /// The destination has said that the guest runs, or stands if it stood.
+    pub(super) is_confirmed: bool,
+}
+
+impl Peer for PostCopy<'_> {
+    fn name(&self) -> &'static str {
+        "source"
+    }
+
+    /// The device state comes first: from then on the VMM has no reason to write, and one scan finds all.
+    fn bring_the_rest(&mut self, course: &mut Course<'_, '_>, rounds: &mut Rounds, _found: Found) -> Result<(), Error> {
+        let Course { guest, progress, report, .. } = course;
+        let state = save_state(guest.unguarded(), &AtomicBool::new(false))?;
+        let pending = rounds.find_owed(&*self.session)?;
+        let owed: Vec<PageSet> = pending.iter().map(|pending| pending.send.clone()).collect();
+        let gone: Vec<PageSet> = pending.iter().map(|pending| pending.gone.clone()).collect();
+        self.owed = owed.iter().map(PageSet::count).sum();
+        let control = &mut self.session.control;
+        owed::send(control, &gone)?;
+        owed::send(control, &owed)?;
+        fail_point::reach("source.owed")?;
+        await_dropped(control, self.owed, progress)?;
+        let line = Line::open(&self.base, 1).map_err(|error| control.explain(error))?;
+        if line.lacks() != owed {
+            let what = "lacks other pages than it was told to".into();
+            return Err(Error::Protocol { peer: control.peer.clone(), what });
+        }
+        self.line = Some(line);
+        fail_point::reach("source.line")?;
+        self.arm()?;
+        let control = &mut self.session.control;
+        send_state(&state, control)?;
+        report.bytes.wire += state.len() as u64;
+        fail_point::reach("source.state-sent")?;
+        await_loaded(control, progress)?;
+        fail_point::reach("source.loaded")
+    }
+
+    fn check_silence(&mut self) -> Result<(), Error> {
+        self.line.as_ref().map_or(Ok(()), Line::check)?;
+        self.session.control.check_silence()
+    }
+
+    fn commit(&mut self, found: Found) -> Result<(), Error> {
+        // Before the first byte that gives the guest away.
+        if let Some(stand_in) = &mut self.stand_in {
+            stand_in.settle();
+        }
+        self.session.control.send_whole(&Message::Go { run: found.ran() })
+    }
+
+    /// A link that breaks now is no reason to give up: the next line tells.
+    fn await_word(&mut self) -> Result<(), Error> {
+        let control = &mut self.session.control;
+        let deaf = Progress::default(); // cancelling has no effect any more
+        fail_point::reach("source.go-sent")?;
+        self.is_confirmed = match control.receive("the confirmation that the guest runs", STALL_TIMEOUT * 2, &deaf) {
+            Ok(Message::Running) => true,
+            Ok(other) => {
+                tracing::warn!("{}", control.unexpected(&other, "where Running was due"));
+                false
+            }
+            Err(error @ Error::Refused(_)) => return Err(error),
+            Err(error) => {
+                tracing::warn!("{error}: the destination has not said yet that the guest runs");
+                false
+            }
+        };
+        Ok(())
+    }
+
+    fn hang_up(&mut self) {
+        self.line = None;
+    }
+
+    fn without_word(&self, error: &Error, by_hand: &str) -> String {
+        format!(
+            "the guest was handed over, but the destination can't run it: {error}. Check there first. Only if it does \
+             not run there and will not be started there, resume it here with: {by_hand}"
+        )
+    }
+}
+
+/// Waits until the destination waits for the pages that were named.
+fn await_dropped(control: &Control, owed: u64, progress: &Progress) -> Result<(), Error> {
+    match control.receive("the word that it goes without these pages", DROP_TIMEOUT, progress)? {
+        Message::OwedEnd { pages } if pages == owed => Ok(()),
+        other => Err(control.unexpected(&other, "where OwedEnd was due")),
+    }
+}
+
+impl PostCopy<'_> {
+    /// Has somebody stand by who goes on should this process die once the guest is given up.
+    fn arm(&mut self) -> Result<(), Error> {
+        if let (Some(stand_in), Some((serving, files))) = (&mut self.stand_in, Serving::of(&self.base)) {
+            stand_in.arm(&serde_json::json!({ "serve": serving }).to_string(), &files)?;
+        }
+        Ok(())
+    }
+
+    /// Nobody need stand by any more.
+    pub(super) fn end(&mut self) {
+        if let Some(stand_in) = &mut self.stand_in {
+            stand_in.end(Ending::Complete);
+        }
+    }
+
+    /// Serves until the destination has all pages. The guest belongs to it, so nothing ends this but that: a link that
+    /// breaks is made again.
+    pub(super) fn serve(&mut self, progress: &Progress, report: &mut Report) -> Result<(), Error> {
+        let (begin, mut sums) = (Instant::now(), PostCopyReport { owed: self.owed, ..PostCopyReport::default() });
+        let bytes = self.owed * transship_memory::PAGE;
+        progress.settle();
+        progress.round_total.store(bytes, Relaxed);
+        progress.round_left.store(bytes, Relaxed);
+        progress.set_phase(Phase::Filling);
+        let wire = progress.wire_bytes.load(Relaxed);
+        let result = serve(&self.base, self.line.take(), 1, &mut sums, report);
+        sums.filled_ms = begin.elapsed().as_secs_f64() * 1e3;
+        report.postcopy = Some(sums);
+        report.bytes.wire += progress.wire_bytes.load(Relaxed) - wire;
+        let is_confirmed = self.is_confirmed | result?;
+        if is_confirmed { Ok(()) } else { Err(Error::Unknown(never_said())) }
+    }
+}
+
+/// Serves on this line, and on others with higher numbers when that breaks, until the destination has all pages.
+/// Whether it has said that the guest was started.
+pub(super) fn serve(
+    base: &Base<'_>,
+    mut line: Option<Line>,
+    mut number: u32,
+    sums: &mut PostCopyReport,
+    report: &mut Report,
+) -> Result<bool, Error> {
+    let mut is_confirmed = false;
+    loop {
+        let mut stands = match line.take() {
+            Some(line) => line,
+            None => {
+                sums.reconnects += 1;
+                dial(base, &mut number)
+            }
+        };
+        let served = stands.serve(sums);
+        is_confirmed |= stands.guest_runs();
+        stands.report(report);
+        match served {
+            Ok(()) => return Ok(is_confirmed),
+            // Its own word, not that of the network.
+            Err(error @ Error::Refused(_)) => return Err(Error::Unknown(lost(&error))),
+            Err(error) => tracing::warn!(
+                "the link to {} is broken: {error}. The guest runs at the destination, and waits at pages that it lacks; \
+                 this side dials again until the link is back. Leave this command and the VMM here as they are",
+                base.to
+            ),
+        }
+    }
+}
+
+fn dial(base: &Base<'_>, number: &mut u32) -> Line {
+    for attempt in 1.. {
+        *number += 1;
+        match Line::open(base, *number) {
+            Ok(line) => {
+                tracing::warn!("the link to {} is back; the rest of the guest's pages follows", base.to);
+                return line;
+            }
+            Err(error) if attempt == 1 => tracing::warn!("{error}; trying again"),
+            Err(error) => tracing::info!("{error}; trying again"),
+        }
+        pause(attempt);
+    }
+    unreachable!("there are more numbers than attempts")
+}
+
+fn lost(error: &Error) -> String {
+    format!(
+        "the guest was handed over before all its pages, and the destination has ended before it had them: {error}. \
+         Check there first: whether it can be used is said there"
+    )
+}
+
+fn never_said() -> String {
+    "all pages of the guest are at the destination, which has not said that the guest runs. Check there: it says how to \
+     start it"
+        .to_owned()
+}

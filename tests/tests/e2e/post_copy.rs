@@ -1,0 +1,372 @@
+//! Guests that run at the destination before all their pages are there, whatever happens meanwhile.
+use std::{thread, time::Duration};
+
+use serde_json::Value;
+use transship_lab::{
+    Accel, Backend, LabError, Proxy, Qemu, QemuBuilder, Result, Scratch, SlowLink, Transship, Workload, lines::Mark,
+    transship::TransshipBuilder, wait_until,
+};
+
+use crate::ends::{Moved, move_with, number};
+use crate::peer::{assert_moved, assert_nothing_of_ours, assert_runs_on};
+use crate::restoring::lazy::stand_ins;
+
+const POSTCOPY: [&str; 4] = ["--converge", "postcopy", "--channels", "2"];
+const AT_ONCE: [&str; 6] = ["--converge", "postcopy", "--channels", "2", "--postcopy-after", "0"];
+
+/// A receiver that takes a guest before its pages.
+fn receiving(vm: &str, listen: &str) -> TransshipBuilder {
+    Transship::receiving(vm, listen).args(["--postcopy"])
+}
+
+fn move_between(source: &str, destination: &str, flags: &[&str]) -> Result<Moved> {
+    move_with(source, destination, flags, &["--postcopy"])
+}
+
+/// It writes all its pages as fast as it can, and never checks less than all of them.
+fn busy(mib: u32) -> QemuBuilder {
+    let workload = Workload { mib, rate: 0, sweep_ms: 2000, ..Workload::MULTIBOOT };
+    Qemu::multiboot_under(Accel::Tcg).workload(workload)
+}
+
+/// It runs, and how many pages it has written.
+fn running(guest: QemuBuilder) -> Result<(Qemu, u64)> {
+    let guest = guest.start()?;
+    guest.ready()?;
+    let count = guest.next_count()?.count;
+    Ok((guest, count))
+}
+
+/// What both reports must say: the guest went before its pages, all of which followed.
+fn assert_followed(source: &Value, destination: &Value) {
+    for report in [source, destination] {
+        assert_eq!(report["status"], "completed", "{report}");
+        assert!(number(report, "/postcopy/owed") > 0.0, "{report}");
+    }
+    let came = number(destination, "/postcopy/by_fault") + number(destination, "/postcopy/by_push");
+    let owed = number(destination, "/postcopy/owed");
+    assert_eq!(number(source, "/postcopy/owed"), owed, "{source} {destination}");
+    assert!(came <= owed, "a page was put twice: {destination}");
+    assert!(number(destination, "/postcopy/faults") > 0.0, "nobody ever waited: {destination}");
+}
+
+/// Nobody stands by any more, and nothing of ours is in its VMM.
+fn assert_alone(guest: &Qemu) -> Result<()> {
+    assert_nothing_of_ours(guest)?;
+    wait_until("the second process to end", || Ok(stand_ins(guest)?.is_empty()))
+}
+
+#[test]
+fn a_guest_runs_before_its_pages_are_there() -> Result<()> {
+    for guest in [Qemu::multiboot as fn() -> QemuBuilder, Qemu::linux] {
+        let (source, left) = running(guest())?;
+        let destination = guest().incoming().start()?;
+        let moved = move_between(&source.vm(), &destination.vm(), &AT_ONCE)?;
+        let (ours, theirs) = (moved.source.report()?, moved.destination.report()?);
+        assert_followed(&ours, &theirs);
+        assert_eq!(ours["rounds"].as_array().map(Vec::len), Some(0), "{ours}");
+        assert_moved(&source, &destination, left)?;
+        assert_alone(&destination)?;
+    }
+    Ok(())
+}
+
+/// Encoded as the move is; what was sent in the rounds and written since is dropped there first.
+#[test]
+fn a_guest_that_never_converges_is_followed_by_its_pages() -> Result<()> {
+    for compress in ["none", "zstd"] {
+        let (source, left) = running(busy(24))?;
+        let destination = busy(24).incoming().start()?;
+        let slow = ["--bandwidth", "8MiB", "--downtime", "50ms", "--compress", compress, "--postcopy-after", "1"];
+        let moved = move_between(&source.vm(), &destination.vm(), &[&POSTCOPY[..], &slow].concat())?;
+        let (ours, theirs) = (moved.source.report()?, moved.destination.report()?);
+        assert_followed(&ours, &theirs);
+        assert_eq!(ours["rounds"].as_array().map(Vec::len), Some(1), "{ours}");
+        if compress == "zstd" {
+            assert!(number(&ours, "/bytes/encoder_in") > number(&ours, "/bytes/encoder_out"), "{ours}");
+        }
+        assert_moved(&source, &destination, left)?;
+        assert_alone(&destination)?;
+    }
+    Ok(())
+}
+
+/// What would converge anyway is moved as always.
+#[test]
+fn a_guest_that_converges_needs_no_post_copy() -> Result<()> {
+    let (source, left) = running(Qemu::multiboot())?;
+    let destination = Qemu::multiboot().incoming().start()?;
+    let flags = [&POSTCOPY[..], &["--downtime", "5s"]].concat();
+    let moved = move_between(&source.vm(), &destination.vm(), &flags)?;
+    assert!(moved.source.report()?.get("postcopy").is_none());
+    assert_moved(&source, &destination, left)
+}
+
+/// A guest that was stopped is not let run, and one that is handed over with a token is encrypted to its last page.
+#[test]
+fn pages_that_follow_are_encrypted_as_all_others() -> Result<()> {
+    let (source, left) = running(Qemu::multiboot())?;
+    let destination = Qemu::multiboot().incoming().start()?;
+    let receiving = receiving(&destination.vm(), "tcp:127.0.0.1:0").args(["--token-lifetime", "10m"]);
+    let receive = receiving.start()?;
+    let token = receive.token()?;
+    let moving = Transship::moving(&source.vm(), &receive.listening()?).args(AT_ONCE).args(["--token", &token]);
+    let ours = moving.run()?.expect_code(0)?.report()?;
+    assert_followed(&ours, &receive.wait()?.expect_code(0)?.report()?);
+    assert_moved(&source, &destination, left)?;
+    assert_alone(&destination)
+}
+
+#[test]
+fn pages_follow_over_a_slow_link() -> Result<()> {
+    let link = SlowLink::new(100)?;
+    let guest = || busy(64);
+    let (source, left) = running(guest())?;
+    let destination = guest().incoming().start()?;
+    let receiving = Transship::command([
+        "receive",
+        "--vm",
+        &destination.vm(),
+        "--listen",
+        "tcp:0.0.0.0:0",
+        "--insecure",
+        "--postcopy",
+        "--json",
+    ]);
+    let receive = receiving.prefix(&link.destination()).start()?;
+    let port = receive.listening()?.rsplit_once(':').and_then(|(_, port)| port.parse().ok());
+    let to = link.destination_uri(port.ok_or_else(|| LabError("no port".into()))?);
+    let moving = Transship::command(["move", "--vm", &source.vm(), "--to", &to, "--insecure", "--json"]);
+    let ours = moving.prefix(&link.source()).args(AT_ONCE).run()?.expect_code(0)?.report()?;
+    let theirs = receive.wait()?.expect_code(0)?.report()?;
+    eprintln!("{}", theirs["postcopy"]);
+    assert_followed(&ours, &theirs);
+    assert_moved(&source, &destination, left)
+}
+
+/// A move under way through a proxy that can be cut.
+struct Cut {
+    folder: Scratch,
+    source: Transship,
+    destination: Transship,
+    proxy: Option<Proxy>,
+    links: u32,
+}
+
+impl Cut {
+    fn start(from: &Qemu, to: &Qemu, flags: &[&str]) -> Result<Self> {
+        let folder = Scratch::new()?;
+        let there = format!("unix:{}", folder.join("there").display());
+        let destination = receiving(&to.vm(), &there).start()?;
+        destination.listening()?;
+        let proxy = Some(Proxy::start(&folder.join("here"), &folder.join("there"))?);
+        let here = format!("unix:{}", folder.join("here").display());
+        let source = Transship::moving(&from.vm(), &here).args(flags.iter().copied()).start()?;
+        Ok(Self { folder, source, destination, proxy, links: 0 })
+    }
+
+    /// Breaks all connections, and refuses others for a while.
+    fn cut(&mut self) -> Result<()> {
+        self.proxy = None;
+        let here = self.folder.join("here");
+        std::fs::remove_file(&here).map_err(|error| LabError(error.to_string()))?;
+        self.links += 1;
+        Ok(())
+    }
+
+    fn mend(&mut self) -> Result<()> {
+        self.proxy = Some(Proxy::start(&self.folder.join("here"), &self.folder.join("there"))?);
+        Ok(())
+    }
+}
+
+/// The guest runs on where it has its pages, and waits where it has not, until the link is back.
+#[test]
+fn a_link_that_breaks_again_and_again_is_made_again() -> Result<()> {
+    let (source, left) = running(busy(32))?;
+    let destination = busy(32).incoming().start()?;
+    // So slowly that it is cut in the middle each time.
+    let flags = [&AT_ONCE[..], &["--bandwidth", "1MiB"]].concat();
+    let mut moving = Cut::start(&source, &destination, &flags)?;
+    destination.wait_status("running")?;
+    for cut in 0..5_u64 {
+        thread::sleep(Duration::from_millis(300 + 400 * cut));
+        let said = moving.source.stderr().clone();
+        let mark = said.mark();
+        moving.cut()?;
+        said.wait(mark, "the word that the link is broken", |line| line.contains("is broken").then_some(()))?;
+        assert_eq!(destination.status()?, "running");
+        moving.mend()?;
+        said.wait(mark, "the word that the link is back", |line| line.contains("is back").then_some(()))?;
+    }
+    let Cut { source: ours, destination: theirs, .. } = moving;
+    let (ours, theirs) = (ours.wait()?.expect_code(0)?.report()?, theirs.wait()?.expect_code(0)?.report()?);
+    assert_followed(&ours, &theirs);
+    assert!(number(&ours, "/postcopy/reconnects") >= 5.0, "{ours}");
+    assert_moved(&source, &destination, left)?;
+    assert_alone(&destination)
+}
+
+/// Fails, or kills, at a step.
+fn armed(builder: TransshipBuilder, step: &str, action: &str) -> TransshipBuilder {
+    builder.env("TRANSSHIP_FAIL_POINT", format!("{step}={action}"))
+}
+
+/// Whatever fails before the guest is given up: it runs on at the source, and never at the destination.
+#[test]
+fn a_failure_before_the_guest_is_given_up_leaves_it_where_it_is() -> Result<()> {
+    let (source, _) = running(Qemu::multiboot())?;
+    for step in [
+        "source.owed",
+        "source.line",
+        "source.state-sent",
+        "source.loaded",
+        "destination.dropped",
+        "destination.missing",
+        "destination.line",
+        "destination.loaded",
+    ] {
+        for action in ["error", "kill"] {
+            let story = format!("{step}={action}");
+            let destination = Qemu::multiboot().incoming().start()?;
+            let receiving = receiving(&destination.vm(), "tcp:127.0.0.1:0");
+            let is_source = step.starts_with("source");
+            let receive = if is_source { receiving } else { armed(receiving, step, action) }.start()?;
+            let moving = Transship::moving(&source.vm(), &receive.listening()?).args(AT_ONCE);
+            let ended = if is_source { armed(moving, step, action) } else { moving }.run()?;
+            if is_source && action == "kill" {
+                source.wait_status("running")?;
+                assert_eq!(source.next_count()?.errors, 0, "{story}");
+            } else {
+                assert_runs_on(&source, &ended, &story)?;
+            }
+            let received = receive.wait()?;
+            assert_ne!(received.code(), Some(0), "{story}: {received}");
+            assert_ne!(destination.status()?, "running", "{story}: it runs twice");
+        }
+    }
+    let sweep = source.sweep()?;
+    assert_eq!(sweep.errors, 0, "{sweep:?}");
+    Ok(())
+}
+
+/// So slowly that whoever is killed is so in the middle.
+fn slowly(flags: &[&'static str]) -> Vec<&'static str> {
+    [&AT_ONCE[..], &["--bandwidth", "1MiB"], flags].concat()
+}
+
+/// Either command is killed when the guest runs already: a second process goes on, and the other command ends as ever.
+#[test]
+fn a_guest_gets_its_pages_whichever_command_is_killed() -> Result<()> {
+    let (mut source, mut left) = running(busy(16))?;
+    for (receiver_dies, mover_dies) in [(true, false), (false, true), (true, true)] {
+        let destination = busy(16).incoming().start()?;
+        let folder = Scratch::new()?;
+        let there = format!("unix:{}", folder.join("there").display());
+        let mut receive = receiving(&destination.vm(), &there).start()?;
+        receive.listening()?;
+        let mut moving = Transship::moving(&source.vm(), &there).args(slowly(&[])).start()?;
+        destination.wait_status("running")?;
+        assert_eq!((stand_ins(&source)?.len(), stand_ins(&destination)?.len()), (1, 1));
+        let said = (moving.stderr().clone(), receive.stderr().clone());
+        if receiver_dies {
+            receive.kill9();
+        }
+        if mover_dies {
+            moving.kill9();
+            said.0.wait(Mark::START, "its end", |line| line.contains("has all pages").then_some(()))?;
+        } else {
+            moving.wait()?.expect_code(0)?;
+        }
+        if receiver_dies {
+            said.1.wait(Mark::START, "its end", |line| line.contains("pages are here").then_some(()))?;
+        } else {
+            receive.wait()?.expect_code(0)?;
+        }
+        assert_moved(&source, &destination, left)?;
+        assert_alone(&destination)?;
+        assert_alone(&source)?;
+        left = destination.next_count()?.count;
+        source = destination;
+    }
+    Ok(())
+}
+
+/// The guard lets the guest run again, and the second process, which was to go on after that, does not.
+#[test]
+fn a_move_that_is_killed_before_the_guest_is_given_up_leaves_nobody_behind() -> Result<()> {
+    let (source, _) = running(Qemu::multiboot())?;
+    let destination = Qemu::multiboot().incoming().start()?;
+    let receive = receiving(&destination.vm(), "tcp:127.0.0.1:0").start()?;
+    let moving = Transship::moving(&source.vm(), &receive.listening()?).args(AT_ONCE);
+    assert_eq!(armed(moving, "source.loaded", "kill").run()?.code(), None);
+    receive.wait()?.expect_code(1)?;
+    source.wait_status("running")?;
+    assert_alone(&source)?;
+    assert_alone(&destination)?;
+    assert_ne!(destination.status()?, "running");
+    assert_eq!(source.sweep()?.errors, 0);
+    Ok(())
+}
+
+/// Where nobody can go on for the receiver, since its key died with it, the guest waits where it lacks a page, and
+/// never sees zeros in its place.
+#[test]
+fn without_its_receiver_a_guest_waits_and_sees_no_zeros() -> Result<()> {
+    let (source, _) = running(busy(24))?;
+    let mut destination = busy(24).incoming().start()?;
+    let receiving = receiving(&destination.vm(), "tcp:127.0.0.1:0").args(["--token-lifetime", "10m"]);
+    let mut receive = receiving.start()?;
+    let token = receive.token()?;
+    let moving = Transship::moving(&source.vm(), &receive.listening()?).args(slowly(&[])).args(["--token", &token]);
+    let mut moving = moving.start()?;
+    destination.wait_status("running")?;
+    let said = receive.stderr().clone();
+    receive.kill9();
+    said.wait(Mark::START, "the second process", |line| line.contains("are not read as zeros").then_some(()))?;
+    assert_eq!(stand_ins(&destination)?.len(), 1);
+    thread::sleep(Duration::from_secs(3));
+    let lines = destination.serial().lines().all();
+    let wrong = lines.iter().filter_map(|line| transship_lab::Count::read(line)).find(|count| count.errors > 0);
+    assert_eq!(wrong, None);
+    // Both of its processes, and the guest.
+    let pids = stand_ins(&source)?;
+    moving.kill9();
+    for pid in pids {
+        let pid = i32::try_from(pid).ok().and_then(rustix::process::Pid::from_raw).expect("a process id");
+        rustix::process::kill_process(pid, rustix::process::Signal::KILL).map_err(|e| LabError(e.to_string()))?;
+    }
+    destination.kill9();
+    wait_until("the second process to end", || Ok(stand_ins(&destination)?.is_empty()))
+}
+
+#[test]
+fn what_can_not_be_is_refused_before_anything_is_touched() -> Result<()> {
+    let (source, _) = running(Qemu::multiboot())?;
+    for (flags, why) in [
+        (&["--verify"][..], "--verify"),
+        (&["--balloon", "/nowhere"], "--balloon"),
+        (&["--hold"], "--hold"),
+        (&["--peer", "qemu"], "--converge postcopy"),
+    ] {
+        let refused = Transship::moving(&source.vm(), "tcp:127.0.0.1:1").args(AT_ONCE).args(flags.iter().copied());
+        let refused = refused.run()?.expect_code(2)?;
+        assert!(refused.stderr.contains(why), "{refused}");
+    }
+    let after = Transship::moving(&source.vm(), "tcp:127.0.0.1:1").args(["--postcopy-after", "1"]).run()?;
+    assert!(after.expect_code(2)?.stderr.contains("--postcopy-after"));
+    // One that keeps no rights for it.
+    let destination = Qemu::multiboot().incoming().start()?;
+    let receive = Transship::receiving(&destination.vm(), "tcp:127.0.0.1:0").start()?;
+    let refused = Transship::moving(&source.vm(), &receive.listening()?).args(AT_ONCE).run()?;
+    assert_runs_on(&source, &refused, "a receiver without --postcopy")?;
+    assert!(refused.stderr.contains("start it with --postcopy"), "{refused}");
+    receive.wait()?.expect_code(1)?;
+    // Private memory can't be dropped from here.
+    let destination = Qemu::multiboot().backend(Backend::Ram).incoming().start()?;
+    let receive = receiving(&destination.vm(), "tcp:127.0.0.1:0").start()?;
+    let refused = Transship::moving(&source.vm(), &receive.listening()?).args(AT_ONCE).run()?;
+    assert_runs_on(&source, &refused, "private memory")?;
+    assert!(refused.stderr.contains("leave out --converge postcopy"), "{refused}");
+    receive.wait()?.expect_code(1).map(drop)
+}
