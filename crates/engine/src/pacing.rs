@@ -224,6 +224,14 @@ impl Pacing {
         })));
     }
 
+    /// The next scan adds to what an earlier one has found, which was not sent. That is more than passed in a round,
+    /// and says nothing about writers that could not be held.
+    pub(crate) fn between_rounds(&mut self) {
+        if let Some(round) = &mut self.round {
+            round.credit.least = f64::INFINITY;
+        }
+    }
+
     /// Nobody is held any more.
     pub(crate) fn end(&mut self) {
         self.round = None;
@@ -359,6 +367,22 @@ mod tests {
         let mut pacing = Pacing::new(Converge::Never, Some(Arc::default()), &progress).unwrap();
         pacing.follow(&Verdict::AnotherRound, 100 * MIB, room(1, 30));
         assert!(pacing.round.is_none());
+    }
+
+    #[test]
+    fn what_was_found_before_did_not_pass_in_spite_of_a_hold() {
+        let progress = Progress::new();
+        for (between, patience) in [(true, 1), (false, PATIENCE_MAX)] {
+            let mut pacing = Pacing::new(Converge::Pace, Some(Arc::default()), &progress).unwrap();
+            pacing.follow(&Verdict::AnotherRound, 100 * MIB, room(2, 30));
+            // 1 MiB still fits, and the next look finds this one and another.
+            pacing.follow(&Verdict::Fits, MIB, room(2, 30));
+            if between {
+                pacing.between_rounds();
+            }
+            pacing.follow(&Verdict::Fits, 3 * MIB, room(2, 30));
+            assert_eq!(pacing.forced.patience, patience, "{between}");
+        }
     }
 
     #[test]

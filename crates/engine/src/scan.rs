@@ -427,6 +427,27 @@ mod tests {
         assert!(rate * begin.elapsed().as_secs_f64() >= 3.0 && rate == report.rounds[0].dirty_pages_per_s, "{rate}");
     }
 
+    #[test]
+    fn what_was_found_and_not_sent_is_still_to_be_sent() {
+        let memory = memory([&[(0, 10)], &[(100, 20)]]);
+        let later = vec![sets([&[(0, 2)], &[]]), sets([&[(1, 2)], &[(119, 5)]]), sets([&[], &[]])];
+        let mut scanner = scanner(&memory, later);
+        scanner.plan_first_round(None).unwrap();
+        let content = content([&[(0, 10)], &[(100, 20), (130, 1)]]);
+        scan(&mut scanner, &content);
+        assert_eq!(sent(&scanner), sets([&[(0, 2)], &[]]));
+        let progress = Progress::new();
+        scanner.scan_on(&content, &progress).unwrap();
+        let more = sets([&[(0, 3)], &[(119, 1)]]);
+        assert_eq!(sent(&scanner), more);
+        assert!(progress.dirty_rate.load(Relaxed) > 0, "two pages more");
+        scanner.scan_on(&content, &progress).unwrap();
+        assert_eq!(sent(&scanner), more);
+        assert_eq!(progress.dirty_rate.load(Relaxed), 0);
+        assert_eq!(pending(&scanner)[1].1, set(1, &[(130, 1)]), "it is announced when they are sent");
+        assert_eq!(scanner.take_report().written, 4);
+    }
+
     /// Each in its own region, and once.
     #[test]
     fn pages_that_are_owed_are_in_the_next_round() {

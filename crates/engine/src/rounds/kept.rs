@@ -42,6 +42,7 @@ impl Kept for MovingGuest<'_, '_> {
     }
 
     fn look(&mut self, progress: &Progress) -> Result<(), Error> {
+        self.rounds.pacing.between_rounds();
         self.rounds.scanner.scan_on(self.link.content(), progress)
     }
 

@@ -170,6 +170,7 @@ impl Kept for LiveGuest<'_, '_> {
     }
 
     fn look(&mut self, progress: &Progress) -> Result<(), Error> {
+        self.rounds.pacing.between_rounds();
         self.rounds.scanner.scan_on(self.output.content(), progress)
     }
 
