@@ -2,7 +2,7 @@
 //! program: each would be linked by itself.
 //!
 //! - Moves: `model`, `meanwhile`, `hints`, `ends`; peers that speak otherwise than the rules have it, or too little:
-//!   `hostile`, `strangers`
+//!   `hostile`, `strangers`; those who measure the link before: `probed`
 //! - Snapshots: `snapshot_save`, `snapshot_restore`, `snapshot_convert`
 //! - Stock QEMUs at the other end: `qemu_send`, `qemu_receive`; between two of them: `relay`
 //! - What several of them need: `common`, `crowd`
@@ -13,6 +13,7 @@ mod hints;
 mod hostile;
 mod meanwhile;
 mod model;
+mod probed;
 mod qemu_receive;
 mod qemu_send;
 mod relay;
