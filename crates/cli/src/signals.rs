@@ -102,6 +102,12 @@ pub(crate) fn outlive_file_limits() -> Result<(), Failure> {
     handled.map(drop).map_err(|error| Failure::Failed(format!("can't handle a signal: {error}")))
 }
 
+/// For a process that ends with another one, and not before.
+pub(crate) fn outlive_requests_to_end() -> Result<(), Failure> {
+    let ignore = |signal| flag::register(signal, Arc::default()).map(drop).map_err(failed);
+    [SIGHUP, SIGINT, SIGTERM].into_iter().try_for_each(ignore)
+}
+
 /// What is said to somebody who cancels in this phase, when so many have done so before.
 pub(crate) fn answer(phase: Phase, before: usize, side: Side) -> &'static str {
     match (phase, side) {

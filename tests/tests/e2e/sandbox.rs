@@ -1,7 +1,7 @@
 //! The rights that a process keeps: what the kernel says of a running one, and what one gets that tries for more.
 use std::{fs, os::unix::net::UnixListener};
 
-use rustix::process::Signal;
+use rustix::process::{Pid, Signal, kill_process};
 use serde_json::json;
 use transship_lab::{
     Balloon, LabError, PATIENCE, Qemu, Result, Scratch, Synthetic, Transship, process::status_field,
@@ -41,6 +41,15 @@ fn threads(pid: u32, field: &str) -> Result<Vec<String>> {
         found.push(line.unwrap_or_default().split_whitespace().collect::<Vec<_>>().join(" "));
     }
     Ok(found)
+}
+
+/// The processes that a process has started and that have not ended.
+fn children(pid: u32) -> Result<Vec<Pid>> {
+    let path = format!("/proc/{pid}/task/{pid}/children");
+    let text = fs::read_to_string(&path).map_err(|error| LabError(format!("{path}: {error}")))?;
+    let numbers: Vec<_> = text.split_whitespace().filter_map(|number| Pid::from_raw(number.parse().ok()?)).collect();
+    assert!(!numbers.is_empty(), "{pid} has no steward");
+    Ok(numbers)
 }
 
 /// Every thread is nobody's, has no capability, can get none, and is filtered.
@@ -124,6 +133,12 @@ fn relays_that_carry_a_guest_have_no_rights() -> Result<()> {
     wait_until("pages on their way", || sent(&source))?;
     for (relay, role) in [(&near, "near"), (&far, "far")] {
         assert_confined(relay.pid(), role)?;
+    }
+    // As by a service that is ended, all of it: the guest is on its way, and its stewards stay.
+    for relay in [&near, &far] {
+        for steward in children(relay.pid())? {
+            kill_process(steward, Signal::TERM).map_err(|error| LabError(format!("signal: {error}")))?;
+        }
     }
     source.qmp("migrate-set-parameters", json!({ "max-bandwidth": 1_u64 << 40 }))?;
     wait_completed(&source)?;

@@ -8,9 +8,12 @@ use rustix::{
         CapabilitySet, CapabilitySets, capabilities, clear_ambient_capability_set, set_capabilities, set_no_new_privs,
     },
 };
+use tempfile::TempDir;
 
 use super::Left;
 
+/// Where an empty folder is best: in memory, else a disk would be waited for when it goes, with the process.
+const EMPTY_IN: [&str; 2] = ["/dev/shm", "/run"];
 /// What root may do to files of others.
 const OF_FILES: CapabilitySet = CapabilitySet::DAC_OVERRIDE
     .union(CapabilitySet::DAC_READ_SEARCH)
@@ -99,7 +102,8 @@ fn leave_paths(room: Option<&Path>, account: &Account) -> io::Result<()> {
         std::os::unix::fs::chown(room, Some(account.user), Some(account.group))?;
         chroot(room)?;
     } else {
-        let folder = tempfile::Builder::new().prefix(".transship-").tempdir()?;
+        let made = EMPTY_IN.iter().find_map(|base| TempDir::with_prefix_in(".transship-", base).ok());
+        let folder = made.map_or_else(|| TempDir::with_prefix(".transship-"), Ok)?;
         std::env::set_current_dir(folder.path())?;
         folder.close()?;
         chroot(".")?;

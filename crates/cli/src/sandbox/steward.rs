@@ -24,7 +24,7 @@ use serde::{Deserialize, Serialize};
 use transship_engine::{Uri, connect, connect_by};
 use transship_lines::{Line, LineSocket};
 
-use crate::failure::Failure;
+use crate::{failure::Failure, signals};
 
 /// This program, also when its file was replaced or removed since it was started.
 const OURSELVES: &str = "/proc/self/exe";
@@ -131,6 +131,8 @@ pub(crate) fn run(to: Option<&str>, socket: Option<PathBuf>, folder: Option<Path
     let unusable = |what: &dyn std::fmt::Display| {
         Failure::Failed(format!("this process is started by other commands of transship: {what}"))
     };
+    // Whoever ends a whole service ends the process that this one is for, which ends this one.
+    signals::outlive_requests_to_end()?;
     let to: Option<Uri> = to.map(str::parse).transpose().map_err(|why: String| unusable(&why))?;
     let stdin = io::stdin().as_fd().try_clone_to_owned().map_err(|e| unusable(&e))?;
     // Somebody else may have put another one there when it is to be removed.
@@ -143,7 +145,7 @@ pub(crate) fn run(to: Option<&str>, socket: Option<PathBuf>, folder: Option<Path
             }
         }
     } else {
-        let _ = line.stream().read(&mut [0]);
+        while line.stream().read(&mut [0]).is_err_and(|error| error.kind() == io::ErrorKind::Interrupted) {}
     }
     if let Some((_, path)) = socket.filter(|(id, path)| identity(path) == Some(*id)) {
         let _ = fs::remove_file(path);
