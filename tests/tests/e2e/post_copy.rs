@@ -292,6 +292,23 @@ fn a_guest_gets_its_pages_whichever_command_is_killed() -> Result<()> {
     Ok(())
 }
 
+/// The guest is lost with its VMM, as without a move: both commands say so, and end.
+#[test]
+fn a_destination_that_dies_is_waited_for_no_longer() -> Result<()> {
+    let (source, _) = running(busy(16))?;
+    let mut destination = busy(16).incoming().start()?;
+    let receive = receiving(&destination.vm(), "tcp:127.0.0.1:0").start()?;
+    let moving = Transship::moving(&source.vm(), &receive.listening()?).args(slowly(&[])).start()?;
+    destination.wait_status("running")?;
+    destination.kill9();
+    let received = receive.wait()?.expect_code(1)?;
+    assert!(received.stderr.contains("the VMM has ended"), "{received}");
+    let moved = moving.wait()?.expect_code(3)?;
+    assert!(moved.stderr.contains("the VMM has ended"), "{moved}");
+    assert_ne!(source.status()?, "running");
+    assert_alone(&source)
+}
+
 /// The guard lets the guest run again, and the second process, which was to go on after that, does not.
 #[test]
 fn a_move_that_is_killed_before_the_guest_is_given_up_leaves_nobody_behind() -> Result<()> {

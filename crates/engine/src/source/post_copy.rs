@@ -160,21 +160,29 @@ impl PostCopy<'_> {
         progress.round_left.store(bytes, Relaxed);
         progress.set_phase(Phase::Filling);
         let wire = progress.wire_bytes.load(Relaxed);
-        let result = serve(&self.base, self.line.take(), 1, &mut sums, report);
+        let line = self.line.take();
+        let result = serve(&self.base, &|| said_why(&self.session.control), (line, 1), &mut sums, report);
         sums.filled_ms = begin.elapsed().as_secs_f64() * 1e3;
         report.postcopy = Some(sums);
-        report.bytes.wire += progress.wire_bytes.load(Relaxed) - wire;
+        let urgent = sums.by_fault * transship_memory::PAGE;
+        report.bytes.wire += progress.wire_bytes.load(Relaxed) - wire + urgent;
         let is_confirmed = self.is_confirmed | result?;
         if is_confirmed { Ok(()) } else { Err(Error::Unknown(never_said())) }
     }
 }
 
+/// Why the destination has ended the session, if it has said so.
+fn said_why(control: &Control) -> Option<Error> {
+    let said = control.incoming.try_iter().filter_map(Result::ok);
+    said.filter_map(|message| control.unless_abort(message).err()).next()
+}
+
 /// Serves on this line, and on others with higher numbers when that breaks, until the destination has all pages.
-/// Whether it has said that the guest was started.
+/// Whether it has said that the guest was started. `said_why`: its reason, if it has ended the session.
 pub(super) fn serve(
     base: &Base<'_>,
-    mut line: Option<Line>,
-    mut number: u32,
+    said_why: &dyn Fn() -> Option<Error>,
+    (mut line, mut number): (Option<Line>, u32),
     sums: &mut PostCopyReport,
     report: &mut Report,
 ) -> Result<bool, Error> {
@@ -184,7 +192,7 @@ pub(super) fn serve(
             Some(line) => line,
             None => {
                 sums.reconnects += 1;
-                dial(base, &mut number)
+                dial(base, said_why, &mut number)?
             }
         };
         let served = stands.serve(sums);
@@ -203,13 +211,16 @@ pub(super) fn serve(
     }
 }
 
-fn dial(base: &Base<'_>, number: &mut u32) -> Line {
+fn dial(base: &Base<'_>, said_why: &dyn Fn() -> Option<Error>, number: &mut u32) -> Result<Line, Error> {
     for attempt in 1.. {
+        if let Some(why) = said_why() {
+            return Err(Error::Unknown(lost(&why)));
+        }
         *number += 1;
         match Line::open(base, *number) {
             Ok(line) => {
                 tracing::warn!("the link to {} is back; the rest of the guest's pages follows", base.to);
-                return line;
+                return Ok(line);
             }
             Err(error) if attempt == 1 => tracing::warn!("{error}; trying again"),
             Err(error) => tracing::info!("{error}; trying again"),

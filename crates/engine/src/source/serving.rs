@@ -63,6 +63,6 @@ impl Serving {
         let (session, memory) = (Session(self.session), GuestMemory::new(regions));
         let base = Base { to: &to, options: &options, session, memory, progress: Arc::clone(&progress) };
         let mut sums = PostCopyReport::default();
-        serve(&base, None, FIRST_LINE, &mut sums, &mut Report::default()).map(drop)
+        serve(&base, &|| None, (None, FIRST_LINE), &mut sums, &mut Report::default()).map(drop)
     }
 }
