@@ -6,6 +6,7 @@
 //! - [`Qemu`]: a stock QEMU with a Linux guest, a 32-bit guest for KVM, or only its firmware
 //! - [`Synthetic`]: transship's embedded guest
 //! - [`Balloon`]: transship's balloon device
+//! - [`Authority`]: certificates for hosts that trust each other by them
 //! - [`LibvirtHost`], [`Domain`]: a libvirtd of our own, as on a host of its own, and a domain for it
 //! - [`Transship`]: one run of the command
 //! - [`Proxy`]: a link that can be cut or held
@@ -22,6 +23,7 @@ use std::time::Duration;
 
 pub mod balloon;
 mod booted;
+pub mod certificates;
 pub mod disk;
 pub mod lacks;
 pub mod launch;
@@ -43,6 +45,7 @@ pub mod versions;
 pub mod workload;
 
 pub use balloon::Balloon;
+pub use certificates::{Authority, Holder};
 pub use disk::Disk;
 pub use lacks::lacks;
 pub use launch::{Accel, Backend, Kind, QemuBuilder};

@@ -1,5 +1,8 @@
 //! The two ends: what each shows of itself, and whom it takes for the other one.
-use std::{fmt, sync::Arc};
+use std::{
+    fmt,
+    sync::{Arc, OnceLock},
+};
 
 use ring::rand::{SecureRandom, SystemRandom};
 use rustls::{
@@ -15,15 +18,18 @@ use rustls::{
     },
     pki_types::{CertificateDer, PrivatePkcs8KeyDer, ServerName, SubjectPublicKeyInfoDer, UnixTime},
     server::{
-        AlwaysResolvesServerRawPublicKeys, UnbufferedServerConnection,
+        AlwaysResolvesServerRawPublicKeys, NoServerSessionStorage, UnbufferedServerConnection,
         danger::{ClientCertVerified, ClientCertVerifier},
     },
-    sign::CertifiedKey,
+    sign::{CertifiedKey, SingleCertAndKey},
     version::TLS13,
 };
 use zeroize::Zeroizing;
 
-use crate::{Failure, Token};
+use crate::{
+    Certificates, Failure, PeerName, Token,
+    verify::{Expected, Verifier},
+};
 
 /// What stands before an Ed25519 key in the two forms that TLS and its libraries know (RFC 8410).
 const PRIVATE_KEY: &[u8] = &[0x30, 0x2e, 2, 1, 0, 0x30, 5, 6, 3, 0x2b, 0x65, 0x70, 4, 0x22, 4, 0x20];
@@ -32,13 +38,64 @@ const PUBLIC_KEY: &[u8] = &[0x30, 0x2a, 0x30, 5, 6, 3, 0x2b, 0x65, 0x70, 3, 0x21
 /// The end that calls. Good for all connections of a session.
 #[derive(Clone)]
 pub struct Caller {
-    config: Arc<ClientConfig>,
+    by: CallerBy,
+    pub(crate) word: Word,
+}
+
+#[derive(Clone)]
+enum CallerBy {
+    Token(Arc<ClientConfig>),
+    Certificates(Arc<Certificates>, Arc<Expected>),
 }
 
 /// The end that is called. Good for all connections of a session.
 #[derive(Clone)]
 pub struct Host {
-    config: Arc<ServerConfig>,
+    by: HostBy,
+    pub(crate) word: Word,
+}
+
+#[derive(Clone)]
+enum HostBy {
+    Token(Arc<ServerConfig>),
+    Certificates(Arc<Certificates>, Arc<Expected>),
+}
+
+/// What somebody has to show and has not.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Lack {
+    /// What it is.
+    pub of: &'static str,
+    /// For him.
+    pub cure: &'static str,
+}
+
+/// Whether a host says behind the handshake that it accepts the caller.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Word {
+    /// A transship does.
+    Due,
+    /// In plain TLS nobody does.
+    None,
+}
+
+/// How the two ends know each other, for words about why they don't.
+#[derive(Debug, Clone)]
+pub(crate) enum Means {
+    Token,
+    Certificates {
+        /// What is wrong with the other side's, once that is known.
+        refusal: Arc<OnceLock<String>>,
+        /// For what this side's are.
+        own: Arc<Certificates>,
+    },
+}
+
+impl Means {
+    fn certificates(own: &Arc<Certificates>) -> (Self, Arc<OnceLock<String>>) {
+        let refusal = Arc::default();
+        (Self::Certificates { refusal: Arc::clone(&refusal), own: Arc::clone(own) }, refusal)
+    }
 }
 
 impl Caller {
@@ -50,23 +107,83 @@ impl Caller {
         let own = key(&token.caller_seed())?;
         let provider = provider();
         let wanted = Arc::new(Pinned::new(token.host_key(), &provider));
-        let mut config = ClientConfig::builder_with_provider(provider)
+        let config = ClientConfig::builder_with_provider(provider)
             .with_protocol_versions(&[&TLS13])
             .map_err(ours)?
             .dangerous() // what is verified is stricter than a certificate: one key, and no other
             .with_custom_certificate_verifier(wanted)
             .with_client_cert_resolver(Arc::new(AlwaysResolvesClientRawPublicKeys::new(own)));
-        config.resumption = Resumption::disabled();
-        config.enable_secret_extraction = true;
-        // A name would tell the network something, and is of no use to a key.
-        config.enable_sni = false;
-        Ok(Self { config: Arc::new(config) })
+        Ok(Self { by: CallerBy::Token(Arc::new(as_caller(config))), word: Word::Due })
     }
 
-    pub(crate) fn connection(&self) -> Result<UnbufferedClientConnection, Failure> {
-        let name = ServerName::try_from("transship").expect("it is a name");
-        UnbufferedClientConnection::new(Arc::clone(&self.config), name).map_err(ours)
+    /// Calls `host`, a name or an address for which the receiver's certificate has to be.
+    ///
+    /// # Errors
+    /// It is neither.
+    pub fn to_host(certificates: &Arc<Certificates>, host: &str) -> Result<Self, Failure> {
+        let name = ServerName::try_from(host.to_owned())
+            .map_err(|_| Failure::Unsuited(format!("{host:?} is no name of a host that a certificate could be for")))?;
+        Ok(Self::with_certificates(certificates, Expected::Host(name)))
     }
+
+    /// Calls a receiver whose certificate is for one of these names, whatever its address is.
+    pub fn to_peer(certificates: &Arc<Certificates>, names: Vec<PeerName>) -> Self {
+        Self::with_certificates(certificates, Expected::Named(names))
+    }
+
+    fn with_certificates(certificates: &Arc<Certificates>, expected: Expected) -> Self {
+        Self { by: CallerBy::Certificates(Arc::clone(certificates), Arc::new(expected)), word: Word::Due }
+    }
+
+    /// The same for a receiver that is no transship, and says in plain TLS what it has to say.
+    #[must_use]
+    pub fn in_plain_tls(self) -> Self {
+        Self { word: Word::None, ..self }
+    }
+
+    pub(crate) fn connection(&self) -> Result<(UnbufferedClientConnection, Means), Failure> {
+        let (config, means) = match &self.by {
+            CallerBy::Token(config) => (Arc::clone(config), Means::Token),
+            CallerBy::Certificates(certificates, expected) => {
+                let (means, refusal) = Means::certificates(certificates);
+                let own = SingleCertAndKey::from(Arc::clone(&certificates.own));
+                let config = ClientConfig::builder_with_provider(provider())
+                    .with_protocol_versions(&[&TLS13])
+                    .map_err(ours)?
+                    .dangerous() // by the same library, with names that it does not know
+                    .with_custom_certificate_verifier(verifier(certificates, expected, refusal))
+                    .with_client_cert_resolver(Arc::new(own));
+                (Arc::new(as_caller(config)), means)
+            }
+        };
+        let name = ServerName::try_from("transship").expect("it is a name");
+        Ok((UnbufferedClientConnection::new(config, name).map_err(ours)?, means))
+    }
+}
+
+fn as_caller(mut config: ClientConfig) -> ClientConfig {
+    config.resumption = Resumption::disabled();
+    config.enable_secret_extraction = true;
+    // A name would tell the network something, and is of no use to a host that is one.
+    config.enable_sni = false;
+    config
+}
+
+fn as_host(mut config: ServerConfig) -> ServerConfig {
+    config.session_storage = Arc::new(NoServerSessionStorage {});
+    config.send_tls13_tickets = 0;
+    config.enable_secret_extraction = true;
+    config
+}
+
+/// For one connection.
+fn verifier(
+    certificates: &Arc<Certificates>,
+    expected: &Arc<Expected>,
+    refusal: Arc<OnceLock<String>>,
+) -> Arc<Verifier> {
+    let (certificates, expected) = (Arc::clone(certificates), Arc::clone(expected));
+    Arc::new(Verifier { certificates, expected, provider: provider(), refusal })
 }
 
 impl Host {
@@ -86,18 +203,55 @@ impl Host {
         let callers = callers.cert[0].strip_prefix(PUBLIC_KEY).expect("a key was made just now");
         let provider = provider();
         let wanted = Arc::new(Pinned::new(callers, &provider));
-        let mut config = ServerConfig::builder_with_provider(provider)
+        let config = ServerConfig::builder_with_provider(provider)
             .with_protocol_versions(&[&TLS13])
             .map_err(ours)?
             .with_client_cert_verifier(wanted)
             .with_cert_resolver(Arc::new(AlwaysResolvesServerRawPublicKeys::new(own)));
-        config.send_tls13_tickets = 0; // no session is ever resumed
-        config.enable_secret_extraction = true;
-        Ok((Self { config: Arc::new(config) }, token))
+        Ok((Self { by: HostBy::Token(Arc::new(as_host(config))), word: Word::Due }, token))
     }
 
-    pub(crate) fn connection(&self) -> Result<UnbufferedServerConnection, Failure> {
-        UnbufferedServerConnection::new(Arc::clone(&self.config)).map_err(ours)
+    /// Hears callers whose certificates are for one of these names; of no names: all with a certificate of an authority
+    /// that is trusted.
+    pub fn with_certificates(certificates: &Arc<Certificates>, names: Vec<PeerName>) -> Self {
+        let expected = if names.is_empty() { Expected::Anybody } else { Expected::Named(names) };
+        Self { by: HostBy::Certificates(Arc::clone(certificates), Arc::new(expected)), word: Word::Due }
+    }
+
+    /// The same for callers that are no transship, and speak plain TLS.
+    #[must_use]
+    pub fn in_plain_tls(self) -> Self {
+        Self { word: Word::None, ..self }
+    }
+
+    /// What those callers lack that speak in clear.
+    pub fn lack(&self) -> Lack {
+        match self.by {
+            HostBy::Token(_) => {
+                Lack { of: "token", cure: "a token is needed here; use the command that this receiver has printed" }
+            }
+            HostBy::Certificates(..) => Lack {
+                of: "certificate",
+                cure: "a certificate is needed here; use --tls DIR with those of this authority",
+            },
+        }
+    }
+
+    pub(crate) fn connection(&self) -> Result<(UnbufferedServerConnection, Means), Failure> {
+        let (config, means) = match &self.by {
+            HostBy::Token(config) => (Arc::clone(config), Means::Token),
+            HostBy::Certificates(certificates, expected) => {
+                let (means, refusal) = Means::certificates(certificates);
+                let own = SingleCertAndKey::from(Arc::clone(&certificates.own));
+                let config = ServerConfig::builder_with_provider(provider())
+                    .with_protocol_versions(&[&TLS13])
+                    .map_err(ours)?
+                    .with_client_cert_verifier(verifier(certificates, expected, refusal))
+                    .with_cert_resolver(Arc::new(own));
+                (Arc::new(as_host(config)), means)
+            }
+        };
+        Ok((UnbufferedServerConnection::new(config).map_err(ours)?, means))
     }
 }
 
@@ -121,7 +275,7 @@ fn ours(error: Error) -> Failure {
 }
 
 /// The cipher that this processor is quickest with comes first; the caller's wish counts.
-fn provider() -> Arc<CryptoProvider> {
+pub(crate) fn provider() -> Arc<CryptoProvider> {
     #[cfg(target_arch = "x86_64")]
     let has_aes = std::arch::is_x86_feature_detected!("aes");
     #[cfg(not(target_arch = "x86_64"))]
@@ -135,7 +289,7 @@ fn provider() -> Arc<CryptoProvider> {
     if !has_aes {
         provider.cipher_suites.swap(0, 1);
     }
-    provider.kx_groups = vec![kx_group::X25519, kx_group::SECP256R1];
+    provider.kx_groups = vec![kx_group::X25519, kx_group::SECP256R1, kx_group::SECP384R1];
     Arc::new(provider)
 }
 
@@ -180,7 +334,7 @@ impl Pinned {
     }
 }
 
-const NO_TLS12: Error = Error::General(String::new());
+pub(crate) const NO_TLS12: Error = Error::General(String::new());
 
 impl ServerCertVerifier for Pinned {
     fn verify_server_cert(

@@ -1,7 +1,12 @@
 //! Why a connection is not trusted.
-use std::io;
+use std::{borrow::Cow, io};
 
-use rustls::{AlertDescription, CertificateError, Error};
+use rustls::{AlertDescription, CertificateError, Error, PeerIncompatible};
+
+use crate::{
+    Certificates,
+    ends::{Means, Word},
+};
 
 /// Why a handshake failed. As a text it is the end of a sentence about the other side, `it` there; it never holds a key
 /// or a token.
@@ -10,10 +15,10 @@ use rustls::{AlertDescription, CertificateError, Error};
 pub enum Failure {
     /// The other side is not who it has to be, or doesn't show it.
     #[error("{0}")]
-    Untrusted(&'static str),
+    Untrusted(Cow<'static, str>),
     /// The other side says that we are not who we have to be.
     #[error("{0}")]
-    Refused(&'static str),
+    Refused(Cow<'static, str>),
     /// The two don't speak the same language.
     #[error("{0}")]
     Unsuited(String),
@@ -29,50 +34,103 @@ pub(crate) enum Side {
     Host,
 }
 
-impl Failure {
+/// How one end sees the other, for words about it.
+#[derive(Debug, Clone)]
+pub(crate) struct View {
+    pub(crate) side: Side,
+    pub(crate) means: Means,
+    pub(crate) word: Word,
+}
+
+const NO_TLS13: &str = "it does not speak TLS 1.3 as transship does; use the same transship on both sides";
+const ONLY_OLDER: &str = "it speaks no TLS 1.3, and nothing older is accepted; allow TLS 1.3 there";
+const NOTHING_IN_COMMON: &str =
+    "it has no kind of handshake in common with this side: it needs certificates as here (--tls), and TLS 1.3";
+const TWO_WAYS: &str = "one side uses a token and the other one certificates; use --token or --tls on both";
+
+impl View {
     /// What rustls says, for the user of this side.
-    pub(crate) fn of(error: Error, side: Side) -> Self {
-        match (error, side) {
-            (Error::InvalidCertificate(CertificateError::ApplicationVerificationFailure), Side::Caller) => {
-                Self::Untrusted(
-                    "it is another receiver than the one that made this token; use the command that the receiver \
-                     printed last",
-                )
+    pub(crate) fn failure(&self, error: Error) -> Failure {
+        if let Means::Certificates { refusal, .. } = &self.means
+            && let Some(why) = refusal.get()
+        {
+            return Failure::Untrusted(why.clone().into());
+        }
+        let with_certificates = matches!(self.means, Means::Certificates { .. });
+        let untrusted = |why: &'static str| Failure::Untrusted(why.into());
+        match (error, self.side) {
+            (Error::AlertReceived(alert), _) => self.refused(alert),
+            (Error::DecryptError, _) => untrusted("what it sent was changed on its way"),
+            (Error::PeerIncompatible(PeerIncompatible::IncorrectCertificateTypeExtension), _) => {
+                Failure::Unsuited(TWO_WAYS.into())
             }
-            (Error::InvalidCertificate(CertificateError::ApplicationVerificationFailure), Side::Host) => {
-                Self::Untrusted("its token is not the one of this move")
+            (Error::PeerIncompatible(_), _) => {
+                Failure::Unsuited(if with_certificates { ONLY_OLDER } else { NO_TLS13 }.into())
             }
-            (Error::NoCertificatesPresented, _) => Self::Untrusted("it has no token"),
-            (Error::AlertReceived(alert), side) => Self::refused(alert, side),
-            (Error::InvalidMessage(_), Side::Caller) => Self::Untrusted(
+            (Error::InvalidMessage(_), Side::Host) => untrusted("it does not speak TLS"),
+            (Error::InvalidMessage(_), Side::Caller) if with_certificates => untrusted(match self.word {
+                Word::Due => "it does not answer in TLS: give it its certificates, with --tls DIR",
+                Word::None => "it does not answer in TLS: set its tls-creds",
+            }),
+            (Error::InvalidMessage(_), Side::Caller) => untrusted(
                 "it does not answer in TLS: it expects no token, or it is no transship; use the command that the \
                  receiver printed",
             ),
-            (Error::InvalidMessage(_), Side::Host) => Self::Untrusted("it does not speak TLS"),
-            (Error::DecryptError, _) => Self::Untrusted("what it sent was changed on its way"),
-            (Error::PeerIncompatible(_), _) => Self::Unsuited(
-                "it does not speak TLS 1.3 as transship does; use the same transship on both sides".into(),
+            (Error::NoCertificatesPresented, _) if with_certificates => untrusted(
+                "it shows no certificate; put client-cert.pem and client-key.pem there, signed by an authority of \
+                 ca-cert.pem here",
             ),
-            (other, _) => Self::Unsuited(format!("the handshake failed: {other}")),
+            (Error::NoCertificatesPresented, _) => untrusted("it has no token"),
+            (Error::InvalidCertificate(CertificateError::ApplicationVerificationFailure), Side::Caller) => untrusted(
+                "it is another receiver than the one that made this token; use the command that the receiver printed \
+                 last",
+            ),
+            (Error::InvalidCertificate(CertificateError::ApplicationVerificationFailure), Side::Host) => {
+                untrusted("its token is not the one of this move")
+            }
+            (other, _) => Failure::Unsuited(format!("the handshake failed: {other}")),
         }
     }
 
     /// What the other side says of us.
-    pub(crate) fn refused(alert: AlertDescription, side: Side) -> Self {
-        match (alert, side) {
-            (AlertDescription::AccessDenied, Side::Caller) => {
-                Self::Refused("it does not accept this token; use the command that the receiver printed last")
+    pub(crate) fn refused(&self, alert: AlertDescription) -> Failure {
+        let refused = |why: &'static str| Failure::Refused(why.into());
+        match (&self.means, alert, self.side) {
+            (_, AlertDescription::DecryptError | AlertDescription::BadRecordMac, _) => {
+                refused("what it got from here was changed on its way")
             }
-            (AlertDescription::AccessDenied, Side::Host) => Self::Refused("its token is another receiver's"),
-            (AlertDescription::DecryptError | AlertDescription::BadRecordMac, _) => {
-                Self::Refused("what it got from here was changed on its way")
+            (Means::Certificates { own, .. }, alert, _) => refused_certificate(own, alert),
+            (Means::Token, AlertDescription::AccessDenied, Side::Caller) => {
+                refused("it does not accept this token; use the command that the receiver printed last")
             }
-            (AlertDescription::ProtocolVersion | AlertDescription::HandshakeFailure, _) => Self::Unsuited(
-                "it does not speak TLS 1.3 as transship does; use the same transship on both sides".into(),
-            ),
-            (other, _) => Self::Unsuited(format!("it ended the handshake: {other:?}")),
+            (Means::Token, AlertDescription::AccessDenied, Side::Host) => refused("its token is another receiver's"),
+            (Means::Token, AlertDescription::UnsupportedCertificate, _) => Failure::Unsuited(TWO_WAYS.into()),
+            (Means::Token, AlertDescription::HandshakeFailure, _) => Failure::Unsuited(TWO_WAYS.into()),
+            (Means::Token, AlertDescription::ProtocolVersion, _) => Failure::Unsuited(NO_TLS13.into()),
+            (Means::Token, other, _) => Failure::Unsuited(format!("it ended the handshake: {other:?}")),
         }
     }
+}
+
+/// Why the other side does not take our certificate. It has words of its own; TLS carries only their kind.
+fn refused_certificate(own: &Certificates, alert: AlertDescription) -> Failure {
+    use AlertDescription as Alert;
+    let why = match alert {
+        Alert::CertificateExpired => "has expired or is not good yet; check it, and the clocks of both hosts",
+        Alert::CertificateRevoked => "was revoked; make a new one",
+        Alert::UnknownCA => {
+            "is signed by no authority that is trusted there, or can't be checked there; both sides need the same \
+             ca-cert.pem, and a current ca-crl.pem if any"
+        }
+        Alert::BadCertificate => "is not for the name by which this host was called; see what is said there",
+        Alert::AccessDenied => "is for none of the names that are allowed there (--peer-name)",
+        Alert::UnsupportedCertificate => "is not for this purpose (its extended key usage), or of a kind unknown there",
+        Alert::CertificateUnknown | Alert::CertificateRequired => "is not accepted; see what is said there",
+        Alert::HandshakeFailure => return Failure::Unsuited(NOTHING_IN_COMMON.into()),
+        Alert::ProtocolVersion | Alert::InsufficientSecurity => return Failure::Unsuited(ONLY_OLDER.into()),
+        other => return Failure::Unsuited(format!("it ended the handshake: {other:?}")),
+    };
+    Failure::Refused(format!("it says that the certificate of this side ({}) {why}", own.names()).into())
 }
 
 /// For what is read and written once there is trust.

@@ -16,7 +16,8 @@ use rustls::{
 use crate::{
     Caller, Failure, Host, Opener, Sealer,
     cipher::{Cipher, HEADER_BYTES, Kernel, Keys},
-    failure::Side,
+    ends::{Means, Word},
+    failure::{Side, View},
 };
 
 /// Most bytes of what came and is not used up: one message of a handshake may be in several records. Ours have less
@@ -49,6 +50,7 @@ pub enum Progress {
 /// A handshake that is under way.
 pub struct Handshake {
     end: End,
+    view: View,
     /// What came and is not used up yet.
     incoming: Vec<u8>,
     /// Where the record begins in it that is being read: rustls has not seen it yet.
@@ -77,7 +79,8 @@ impl Handshake {
     /// # Errors
     /// The system has no random numbers.
     pub fn calling(caller: &Caller) -> Result<Self, Failure> {
-        Ok(Self { end: End::Caller(caller.connection()?), incoming: Vec::new(), start: 0 })
+        let (connection, means) = caller.connection()?;
+        Ok(Self::new(End::Caller(connection), Side::Caller, means, caller.word))
     }
 
     /// Of a connection that somebody else has made.
@@ -85,7 +88,12 @@ impl Handshake {
     /// # Errors
     /// As [`Handshake::calling`].
     pub fn hosting(host: &Host) -> Result<Self, Failure> {
-        Ok(Self { end: End::Host(host.connection()?), incoming: Vec::new(), start: 0 })
+        let (connection, means) = host.connection()?;
+        Ok(Self::new(End::Host(connection), Side::Host, means, host.word))
+    }
+
+    fn new(end: End, side: Side, means: Means, word: Word) -> Self {
+        Self { end, view: View { side, means, word }, incoming: Vec::new(), start: 0 }
     }
 
     /// Goes on. A connection whose reads don't wait leads to [`Progress::Waiting`] when nothing is there; one with a
@@ -105,10 +113,9 @@ impl Handshake {
                 Ok(Next::Input) if !self.read_record(connection)? => return Ok(Progress::Waiting),
                 Ok(Next::Input | Next::Nothing) => {}
                 Err(error) => {
-                    let side = self.side();
                     self.say_why(connection);
                     self.end = End::Over;
-                    return Err(Failure::of(error, side));
+                    return Err(self.view.failure(error));
                 }
             }
         }
@@ -116,7 +123,6 @@ impl Handshake {
 
     /// Somebody who reads no more may have said why.
     fn last_words(&mut self, connection: &mut impl Read, error: io::Error) -> Failure {
-        let side = self.side();
         loop {
             match self.read_record(connection) {
                 Ok(true) => {}
@@ -124,7 +130,7 @@ impl Handshake {
                 Err(failure) => return failure,
             }
             match self.step() {
-                Err(error) => return Failure::of(error, side),
+                Err(error) => return self.view.failure(error),
                 Ok(Next::Input | Next::Nothing) => {}
                 Ok(_) => return error.into(),
             }
@@ -143,10 +149,6 @@ impl Handshake {
         next
     }
 
-    fn side(&self) -> Side {
-        if matches!(self.end, End::Caller(_)) { Side::Caller } else { Side::Host }
-    }
-
     /// Reads on in the next record. False: nothing more is there.
     fn read_record(&mut self, connection: &mut impl Read) -> Result<bool, Failure> {
         loop {
@@ -155,7 +157,7 @@ impl Handshake {
                 None => HEADER_BYTES,
                 Some(&[20..=23, 3, _, high, low]) => HEADER_BYTES + usize::from(u16::from_be_bytes([high, low])),
                 Some(_) => {
-                    return Err(Failure::of(InvalidMessage::InvalidContentType.into(), self.side()));
+                    return Err(self.view.failure(InvalidMessage::InvalidContentType.into()));
                 }
             };
             let (there, wanted) = (self.incoming.len(), self.start + length);
@@ -163,12 +165,17 @@ impl Handshake {
                 return Ok(true);
             }
             if wanted > MOST || record.len() == length {
-                return Err(Failure::of(InvalidMessage::InvalidEmptyPayload.into(), self.side()));
+                return Err(self.view.failure(InvalidMessage::InvalidEmptyPayload.into()));
             }
             self.incoming.resize(wanted, 0);
             let read = connection.read(&mut self.incoming[there..]);
             self.incoming.truncate(there + *read.as_ref().unwrap_or(&0));
             match read {
+                Ok(0) if self.view.word == Word::None && self.view.side == Side::Caller => {
+                    let why = "it has no tls-creds, or has ended, and its own output says why";
+                    let what = format!("it has closed the connection in the middle of the handshake: {why}");
+                    return Err(io::Error::new(ErrorKind::UnexpectedEof, what).into());
+                }
                 Ok(0) => return Err(gone()),
                 Ok(_) => {}
                 Err(error) if error.kind() == ErrorKind::Interrupted => {}
@@ -198,17 +205,16 @@ impl Handshake {
     }
 
     fn finish(&mut self, connection: &mut impl Write) -> Result<Progress, Failure> {
-        let side = self.side();
         let (secrets, kernel) = match std::mem::replace(&mut self.end, End::Over) {
             End::Caller(caller) => caller.dangerous_into_kernel_connection().map(|(s, k)| (s, Kernel::Client(k))),
             End::Host(host) => host.dangerous_into_kernel_connection().map(|(s, k)| (s, Kernel::Server(k))),
             End::Over => return Err(gone()),
         }
-        .map_err(|error| Failure::of(error, side))?;
+        .map_err(|error| self.view.failure(error))?;
         let keys = Arc::new(Keys::new(kernel));
         let mut sealer = Sealer::new(Cipher::new(secrets.tx)?, Arc::clone(&keys));
-        let opener = Opener::new(Cipher::new(secrets.rx)?, keys, side);
-        if side == Side::Host {
+        let opener = Opener::new(Cipher::new(secrets.rx)?, keys, self.view.clone());
+        if self.view.side == Side::Host && self.view.word == Word::Due {
             sealer.write(connection, &[ACCEPTED])?;
         }
         Ok(Progress::Done(Box::new(Halves { sealer, opener })))

@@ -1,8 +1,8 @@
 //! Encrypted connections between two ends that know each other.
 //!
-//! A [`Token`] names the key of one receiver and proves who calls it. It becomes a [`Host`] at the receiver and a
-//! [`Caller`] at the other end. A [`Handshake`] makes a [`Sealer`] and an [`Opener`] of a connection: its two
-//! directions, which different threads may use at once.
+//! A [`Token`] names the key of one receiver and proves who calls it. [`Certificates`] name both ends, as an authority
+//! says that both trust. Either becomes a [`Host`] at the receiver and a [`Caller`] at the other end. A [`Handshake`]
+//! makes a [`Sealer`] and an [`Opener`] of a connection: its two directions, which different threads may use at once.
 //!
 //! The handshake is TLS 1.3 by rustls. What follows are TLS records that are made and taken apart here, because the two
 //! directions of a rustls connection can't be used apart, and because nothing that failed to go out may go out later.
@@ -10,20 +10,26 @@
 //! This crate does no I/O of its own: it reads from and writes to what it is given.
 #![forbid(unsafe_code)]
 
+mod certificates;
 mod cipher;
 mod ends;
 mod failure;
 mod handshake;
+mod names;
 mod opener;
 mod sealer;
 mod token;
+mod verify;
 
-pub use ends::{Caller, Host};
+pub use certificates::{Certificates, Pem, Piece, Unusable};
+pub use ends::{Caller, Host, Lack};
 pub use failure::Failure;
 pub use handshake::{Halves, Handshake, Progress};
+pub use names::PeerName;
 pub use opener::Opener;
 pub use sealer::Sealer;
 pub use token::{Token, TokenError};
+pub use verify::Usage;
 
 /// Most bytes of one record before it is sealed, as TLS has it.
 pub const RECORD_BYTES: usize = 1 << 14;

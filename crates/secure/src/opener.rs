@@ -11,7 +11,8 @@ use rustls::AlertDescription;
 use crate::{
     Failure, RECORD_BYTES,
     cipher::{Cipher, HEADER_BYTES, Keys, kind, sealed_bytes},
-    failure::Side,
+    ends::Word,
+    failure::{Side, View},
     handshake::ACCEPTED,
 };
 
@@ -28,7 +29,7 @@ const CLOSE_NOTIFY: u8 = 0;
 pub struct Opener {
     cipher: Cipher,
     keys: Arc<Keys>,
-    side: Side,
+    view: View,
     /// A host's first word is still to come.
     word_is_due: bool,
     /// Records as they came, but for the one that is open.
@@ -53,12 +54,12 @@ enum State {
 }
 
 impl Opener {
-    pub(crate) fn new(cipher: Cipher, keys: Arc<Keys>, side: Side) -> Self {
+    pub(crate) fn new(cipher: Cipher, keys: Arc<Keys>, view: View) -> Self {
         Self {
             cipher,
             keys,
-            side,
-            word_is_due: side == Side::Caller,
+            word_is_due: view.side == Side::Caller && view.word == Word::Due,
+            view,
             room: Vec::new(),
             next: 0,
             end: 0,
@@ -108,6 +109,21 @@ impl Opener {
             }
         }
         Ok(&self.early[..most.min(self.early.len())])
+    }
+
+    /// Whether all was read that has come off the connection: only what comes from now on can be read next.
+    pub fn is_empty(&self) -> bool {
+        let rest = &self.room[self.next..self.end];
+        let has_record = rest
+            .first_chunk()
+            .is_some_and(|&header| sealed_bytes(header, MOST).is_none_or(|sealed| rest.len() >= HEADER_BYTES + sealed));
+        self.early.is_empty() && self.open.is_empty() && !has_record
+    }
+
+    /// Whether the other side has said that nothing more comes, or has cut the connection between two records, and all
+    /// before that was read or looked at.
+    pub fn has_ended(&self) -> bool {
+        self.state != State::Open && self.early.is_empty() && self.open.is_empty()
     }
 
     /// At a caller: waits for the host to say that it accepts it. Before that nothing should be sent that a host need
@@ -207,7 +223,7 @@ impl Opener {
                 self.state = State::Ended;
                 Ok(())
             }
-            (kind::ALERT, [_, why]) => Err(Failure::refused(AlertDescription::from(*why), self.side)),
+            (kind::ALERT, [_, why]) => Err(self.view.refused(AlertDescription::from(*why))),
             (kind::HANDSHAKE, [NEW_KEY, 0, 0, 1, asks @ 0..=1]) => {
                 if *asks == 1 {
                     self.keys.want();
@@ -215,14 +231,14 @@ impl Opener {
                 self.cipher = self.keys.next_to_open()?;
                 Ok(())
             }
-            (kind::HANDSHAKE, [TICKET, ..]) if self.side == Side::Caller => Ok(()),
+            (kind::HANDSHAKE, [TICKET, ..]) if self.view.side == Side::Caller => Ok(()),
             _ => Err(Failure::Unsuited("it sent a message of TLS that has no place there".into())),
         }
     }
 }
 
 fn changed() -> Failure {
-    Failure::Untrusted("what came was changed on its way, or does not belong to this connection")
+    Failure::Untrusted("what came was changed on its way, or does not belong to this connection".into())
 }
 
 fn failure(error: io::Error) -> Failure {

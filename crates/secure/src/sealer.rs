@@ -15,6 +15,9 @@ const BATCH: usize = 128 << 10;
 /// A message that changes the key, and asks for nothing in return (RFC 8446, 4.6.3).
 const NEW_KEY: [u8; 5] = [24, 0, 0, 1, 0];
 
+/// A warning that nothing more comes (RFC 8446, 6.1).
+const CLOSE: [u8; 2] = [1, 0];
+
 /// How many records go out under one key.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Limit(pub(crate) u64);
@@ -111,6 +114,44 @@ impl Sealer {
         // so this is no failure of this message, but no other one can follow.
         self.is_dead = to.write_all(&sealed[taken..]).is_err();
         Ok(())
+    }
+
+    /// Seals bytes that somebody else writes, in order and with nothing between them; nothing may wait. If he can't
+    /// write all of them, he says so by [`Sealer::end`].
+    ///
+    /// # Errors
+    /// An earlier write has failed.
+    pub fn seal_all(&mut self, bytes: &[u8]) -> io::Result<Vec<u8>> {
+        let mut sealed = Vec::with_capacity(bytes.len() + bytes.len() / 64 + BATCH);
+        for piece in bytes.chunks(RECORD_BYTES) {
+            self.append(&mut sealed, |room| {
+                room.extend_from_slice(piece);
+                Ok(())
+            })?;
+        }
+        self.flush(&mut sealed)?;
+        Ok(sealed)
+    }
+
+    /// Writes nothing more.
+    pub fn end(&mut self) {
+        self.is_dead = true;
+    }
+
+    /// Says that nothing more comes, as TLS has it: the other side can tell this from a connection that somebody has
+    /// cut. From then on only errors.
+    ///
+    /// # Errors
+    /// As [`Sealer::write`].
+    pub fn close(&mut self, to: &mut impl Write) -> io::Result<()> {
+        self.check()?;
+        self.seal(kind::ALERT, |room| {
+            room.extend_from_slice(&CLOSE);
+            Ok(())
+        })?;
+        let flushed = self.flush(to);
+        self.is_dead = true;
+        flushed
     }
 
     fn seal(&mut self, kind: u8, fill: impl FnOnce(&mut Vec<u8>) -> io::Result<()>) -> io::Result<()> {

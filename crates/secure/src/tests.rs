@@ -13,6 +13,8 @@ use proptest::prelude::*;
 
 use crate::{Caller, Failure, Halves, Handshake, Host, Progress, RECORD_BYTES, Token, sealer::Limit};
 
+mod certificates;
+
 /// A handshake to its end over a connection that waits.
 fn shake(mut handshake: Handshake, mut connection: UnixStream) -> Result<(Halves, UnixStream), Failure> {
     match handshake.advance(&mut connection)? {
@@ -21,10 +23,10 @@ fn shake(mut handshake: Handshake, mut connection: UnixStream) -> Result<(Halves
     }
 }
 
-type Ended = Result<(Halves, UnixStream), Failure>;
+pub(crate) type Ended = Result<(Halves, UnixStream), Failure>;
 
 /// Both sides of one; the caller also waits for the host's word.
-fn meet(caller: &Caller, host: &Host) -> (Ended, Ended) {
+pub(crate) fn meet(caller: &Caller, host: &Host) -> (Ended, Ended) {
     let (near, far) = UnixStream::pair().unwrap();
     let host = Handshake::hosting(host).unwrap();
     let there = thread::spawn(move || shake(host, far));
