@@ -20,7 +20,10 @@ needs=(
     "tc|iproute2|slow links between network namespaces"
     "libvirtd|libvirt-daemon-system|domains of libvirt that are saved while they run"
     "virsh|libvirt-clients|speaks to libvirt in the tests"
-    "socat|socat|talks to a guest's serial port by hand"
+    "socat|socat|talks to a guest's serial port by hand; comes to sockets as somebody else"
+    "openssl|openssl|speaks TLS with transship, as others do"
+    "gnutls-cli|gnutls-bin|the same"
+    "prlimit|util-linux|runs commands with other limits and users"
     "qemu-img|qemu-utils|makes the disks of clones"
     "chattr|e2fsprogs|lets go of images"
 )

@@ -16,6 +16,7 @@ mod restore;
 mod sandbox;
 mod save;
 mod steering;
+mod tls;
 mod tracker;
 mod watch;
 
@@ -34,6 +35,7 @@ pub(crate) use restore::{InfoArgs, RestoreArgs};
 pub(crate) use sandbox::SandboxArgs;
 pub(crate) use save::{FileFormat, SaveArgs};
 pub(crate) use steering::{CancelArgs, GoArgs, StatusArgs, SteeringArgs};
+pub(crate) use tls::TlsArgs;
 pub(crate) use tracker::{Converge, Tracker};
 pub(crate) use watch::WatchArgs;
 

@@ -144,3 +144,19 @@ pub(crate) fn tracking(checks: &mut Checks, tracker: Tracker, converge: Converge
 pub(crate) fn attach(may_write: bool, tracking: Tracking, balloon: Option<&PathBuf>) -> AttachOptions {
     AttachOptions { allow_untracked_writers: may_write, tracking, balloon: balloon.cloned().map(hints::balloon) }
 }
+
+/// Of a name that the system knows, or a number.
+pub(crate) fn number(
+    what: &str,
+    name: &str,
+    find: impl Fn(&str) -> Result<Option<u32>, nix::Error>,
+) -> Result<u32, String> {
+    match find(name) {
+        Ok(Some(number)) => Ok(number),
+        Ok(None) => {
+            let number = name.parse().ok().filter(|number| *number != u32::MAX); // which is none
+            number.ok_or_else(|| format!("there is no {what} {name:?}; give a name or a number"))
+        }
+        Err(error) => Err(format!("can't look up {what} {name:?}: {error}")),
+    }
+}

@@ -28,6 +28,7 @@ mod units;
 use std::{panic, process::ExitCode};
 
 use clap::{Parser, error::ErrorKind};
+use rustix::process::{DumpableBehavior, set_dumpable_behavior};
 use tracing::Dispatch;
 use tracing_subscriber::{EnvFilter, fmt::MakeWriter, util::SubscriberInitExt};
 
@@ -62,7 +63,18 @@ fn run(cli: &Cli) -> Result<(), Failure> {
     })
 }
 
+/// Pages of guests are in our buffers, and keys beside them: they are for no core dump, and for no other process of
+/// this user. A synthetic guest is one that others look into.
+fn keep_to_ourselves(command: &Command) -> Result<(), Failure> {
+    if matches!(command, Command::Guest(_)) {
+        return Ok(());
+    }
+    set_dumpable_behavior(DumpableBehavior::NotDumpable)
+        .map_err(|error| Failure::Failed(format!("can't turn core dumps of this process off: {error}")))
+}
+
 fn dispatch(cli: &Cli) -> Result<(), Failure> {
+    keep_to_ourselves(&cli.command)?;
     match &cli.command {
         Command::Check(args) => commands::check::run(args),
         Command::Plan(args) => commands::plan::run(args),

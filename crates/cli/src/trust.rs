@@ -1,12 +1,18 @@
-//! How the other end is known, and whether anybody between can listen: `--token`, `--token-lifetime`, `--insecure`.
+//! How the other end is known, and whether anybody between can listen: `--token`, `--token-lifetime`, `--tls`,
+//! `--peer-name`, `--insecure`.
+mod certificates;
+mod users;
+
 use std::{fmt, fs, io::Read, str::FromStr, time::Duration};
 
 use rustix::system::uname;
 use serde::Serialize;
-use transship_engine::{Caller, Error, Host, Listener, Token, Uri};
+use transship_engine::{Caller, Error, Host, Listener, Token, Uri, Usage};
 use zeroize::Zeroizing;
 
-use crate::{checks::Checks, failure::Failure, output, units};
+use crate::{args::TlsArgs, checks::Checks, failure::Failure, output, units};
+use certificates::Shown;
+pub(crate) use users::{Comes, users};
 
 /// How long a token is good if nobody says otherwise.
 const LIFETIME: Duration = Duration::from_secs(3600);
@@ -47,6 +53,10 @@ impl TokenText {
     }
 }
 
+/// Why post-copy needs a token: what goes on with it when a process has died has no certificates.
+pub(crate) const NO_POSTCOPY: &str = "a move that dies after its guest has gone on there is continued by its token, and \
+                                      certificates can't do that yet; use a token";
+
 /// What a user says about the network between the two ends.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Network {
@@ -68,10 +78,17 @@ pub(crate) fn caller(
     checks: &mut Checks,
     to: Option<&Uri>,
     token: Option<&TokenText>,
+    tls: &TlsArgs,
     network: Network,
     receiver: &str,
 ) -> Option<Option<Caller>> {
+    let others = [("--token", token.is_some()), ("--insecure", network == Network::Trusted)];
     match (token, to) {
+        _ if tls.tls.is_some() || !tls.peer_name.is_empty() => {
+            let shown = Shown::check(checks, tls, Usage::Client, &others)??;
+            // Without an address nobody is called, or it was a mistake.
+            to.map_or(Some(None), |to| shown.caller(checks, to).map(Some))
+        }
         (Some(token), _) => {
             match token.read().and_then(|token| Caller::with_token(&token).map_err(|e| e.to_string())) {
                 Ok(caller) => Some(Some(caller)),
@@ -84,7 +101,8 @@ pub(crate) fn caller(
         (None, Some(to)) if to.is_remote() && network == Network::Unknown => {
             checks.mistake(format!(
                 "--to {to}: guest memory would cross the network unencrypted; use the command that `{receiver}` \
-                 prints there, which has a --token, or --insecure if nobody else is on that network"
+                 prints there, which has a --token, or --tls with certificates on both hosts, or --insecure if nobody \
+                 else is on that network"
             ));
             None
         }
@@ -92,12 +110,54 @@ pub(crate) fn caller(
     }
 }
 
-/// What goes to or comes from a stock QEMU is in clear.
+/// What goes to or comes from a stock QEMU beside a relay is in clear.
 pub(crate) fn stock_qemu(checks: &mut Checks, flag: &str, uri: Option<&Uri>, network: Network) {
     if let Some(uri) = uri.filter(|uri| uri.is_remote() && network == Network::Unknown) {
         checks.mistake(format!(
             "{flag} {uri}: a stock QEMU's migration would cross the network unencrypted; add --insecure if nobody \
              else is on that network, or use a pair of `transship relay` beside the QEMUs"
+        ));
+    }
+}
+
+/// The end that calls a stock QEMU; without one, in clear.
+pub(crate) fn caller_of_qemu(
+    checks: &mut Checks,
+    to: Option<&Uri>,
+    tls: &TlsArgs,
+    network: Network,
+) -> Option<Option<Caller>> {
+    match Shown::check(checks, tls, Usage::Client, &[("--insecure", network == Network::Trusted)])? {
+        Some(shown) => shown.caller(checks, to?).map(|caller| Some(caller.in_plain_tls())),
+        None => {
+            qemu_in_clear(checks, "--to", to, network);
+            Some(None)
+        }
+    }
+}
+
+/// Whom a `receive` hears to which a stock QEMU migrates.
+pub(crate) fn entry_of_qemu(
+    checks: &mut Checks,
+    listen: Option<&Uri>,
+    tls: &TlsArgs,
+    network: Network,
+) -> Option<Entry> {
+    match Shown::check(checks, tls, Usage::Server, &[("--insecure", network == Network::Trusted)])? {
+        Some(shown) => Some(Entry::Certificate(shown.host().in_plain_tls())),
+        None => {
+            qemu_in_clear(checks, "--listen", listen, network);
+            Some(Entry::Open)
+        }
+    }
+}
+
+fn qemu_in_clear(checks: &mut Checks, flag: &str, uri: Option<&Uri>, network: Network) {
+    if let Some(uri) = uri.filter(|uri| uri.is_remote() && network == Network::Unknown) {
+        checks.mistake(format!(
+            "{flag} {uri}: a stock QEMU's migration would cross the network unencrypted; use --tls and that QEMU's \
+             tls-creds, or a pair of `transship relay` beside the QEMUs, or --insecure if nobody else is on that \
+             network"
         ));
     }
 }
@@ -109,19 +169,35 @@ pub(crate) fn no_token(checks: &mut Checks, flag: &str, is_given: bool) {
     }
 }
 
-/// Whether the end that listens wants a token, and for how long it is good.
-pub(crate) fn lifetime(
+/// Whom the end that listens hears.
+pub(crate) enum Entry {
+    /// Everybody, in clear.
+    Open,
+    /// Who has a token, which is good for so long.
+    Token(Duration),
+    /// Who shows a certificate.
+    Certificate(Host),
+}
+
+/// Of the flags of a command that listens.
+pub(crate) fn entry(
     checks: &mut Checks,
     listen: Option<&Uri>,
     lifetime: Option<&str>,
+    tls: &TlsArgs,
     network: Network,
-) -> Option<Option<Duration>> {
+) -> Option<Entry> {
+    let others = [("--token-lifetime", lifetime.is_some()), ("--insecure", network == Network::Trusted)];
+    if let Some(shown) = Shown::check(checks, tls, Usage::Server, &others)? {
+        return Some(Entry::Certificate(shown.host()));
+    }
     match lifetime {
         Some(text) => {
             let bounds = (LIFETIME_MIN, LIFETIME_MAX);
-            checks.within("--token-lifetime", text, units::time, bounds, "from 1s to 168h").map(Some)
+            checks.within("--token-lifetime", text, units::time, bounds, "from 1s to 168h").map(Entry::Token)
         }
-        None => Some(Some(LIFETIME).filter(|_| network == Network::Unknown && listen.is_some_and(Uri::is_remote))),
+        None if network == Network::Unknown && listen.is_some_and(Uri::is_remote) => Some(Entry::Token(LIFETIME)),
+        None => Some(Entry::Open),
     }
 }
 
@@ -133,14 +209,14 @@ struct Told<'a> {
     lifetime_s: f64,
 }
 
-/// Has the listener want a token, makes that, and tells it. `command`: what the other side runs, up to its address.
-pub(crate) fn lock(
-    listener: Listener,
-    lifetime: Option<Duration>,
-    command: &str,
-    as_json: bool,
-) -> Result<Listener, Failure> {
-    let Some(lifetime) = lifetime else { return Ok(listener) };
+/// Has the listener hear only those who may come; makes a token if it wants one, and tells it. `command`: what the
+/// other side runs, up to its address.
+pub(crate) fn lock(listener: Listener, entry: &Entry, command: &str, as_json: bool) -> Result<Listener, Failure> {
+    let lifetime = match entry {
+        Entry::Open => return Ok(listener),
+        Entry::Certificate(host) => return Ok(listener.locked(host.clone(), None)),
+        Entry::Token(lifetime) => *lifetime,
+    };
     let (host, token) = Host::with_new_token().map_err(|failure| Error::Untrusted(failure.to_string()))?;
     let text = token.reveal();
     let command = Zeroizing::new(format!("{command}{} --token {}", reachable(listener.uri()), *text));
@@ -150,7 +226,7 @@ pub(crate) fn lock(
         output::say(&format!("run this on the source's host within {lifetime:?}, and show it to nobody else:"));
         output::result(&format!("{}\n", *command))?;
     }
-    Ok(listener.locked(host, lifetime))
+    Ok(listener.locked(host, Some(lifetime)))
 }
 
 /// The address by which others reach a listener: all of this host's addresses have its name.
@@ -171,7 +247,8 @@ mod tests {
     fn caller_of(to: &str, token: Option<&str>, network: Network) -> Result<bool, Vec<String>> {
         let mut checks = Checks::default();
         let (to, token) = (to.parse().unwrap(), token.map(|text| text.parse().unwrap()));
-        let caller = caller(&mut checks, Some(&to), token.as_ref(), network, "transship receive");
+        let tls = TlsArgs::default();
+        let caller = caller(&mut checks, Some(&to), token.as_ref(), &tls, network, "transship receive");
         match checks.finish(caller) {
             Ok(caller) => Ok(caller.is_some()),
             Err(Failure::Usage(mistakes)) => Err(mistakes),

@@ -8,7 +8,7 @@ use std::{
 };
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use transship_secure::Handshake;
+use transship_secure::{Handshake, Lack};
 
 use crate::{Error, Listener, Progress, transport::Connection};
 
@@ -41,8 +41,6 @@ type Refuse = fn(&mut Connection, &str);
 
 /// The first byte of whoever begins to encrypt.
 const TLS: u8 = 22;
-/// What is said to those who don't where it is needed.
-const TOKEN_NEEDED: &str = "a token is needed here; use the command that this receiver has printed";
 
 /// The listener, and those who have come to it.
 pub(crate) struct Door<'a, T> {
@@ -69,8 +67,10 @@ struct Waiting {
 enum Trust {
     /// Nothing: it is known, or need not be.
     Enough,
+    /// It is known that he may not come. He is told why when he has spoken: before that he would not listen.
+    Never(String),
     /// That he has the key. He has said nothing yet.
-    Needed(Handshake),
+    Needed(Handshake, Lack),
     /// He is showing that.
     Shown(Handshake),
 }
@@ -129,10 +129,11 @@ impl<'a, T> Door<'a, T> {
                 turn_away(&peer, "too many connections are silent");
             }
             let trust = match self.listener.lock() {
-                None => Trust::Enough,
+                None => self.listener.refusal(&line.0).map_or(Trust::Enough, Trust::Never),
                 Some(lock) => {
                     let handshake = Handshake::hosting(&lock.host);
-                    Trust::Needed(handshake.map_err(|failure| Error::untrusted(&line.1, &failure))?)
+                    let handshake = handshake.map_err(|failure| Error::untrusted(&line.1, &failure))?;
+                    Trust::Needed(handshake, lock.host.lack())
                 }
             };
             self.waiting.push(Waiting { line, since: Instant::now(), trust, has_spoken: false });
@@ -160,18 +161,30 @@ impl Waiting {
     fn show(mut self, refuse: Refuse) -> (Self, Result<bool, String>) {
         let mut handshake = match self.trust {
             Trust::Enough => return (self, Ok(true)),
+            Trust::Never(why) => {
+                let has_spoken = match self.line.0.peek(&mut [0]) {
+                    Ok(there) => there > 0,
+                    Err(_) => return (Self { trust: Trust::Enough, ..self }, Err(why)),
+                };
+                if has_spoken {
+                    refuse(&mut self.line.0, &why);
+                }
+                let result = if has_spoken { Err(why.clone()) } else { Ok(false) };
+                return (Self { trust: Trust::Never(why), ..self }, result);
+            }
             Trust::Shown(handshake) => handshake,
-            Trust::Needed(handshake) => {
+            Trust::Needed(handshake, lack) => {
+                let needed = |handshake| Trust::Needed(handshake, lack);
                 let mut first = [0; 1];
                 match self.line.0.peek(&mut first) {
-                    Ok(0) => return (Self { trust: Trust::Needed(handshake), ..self }, Ok(false)),
+                    Ok(0) => return (Self { trust: needed(handshake), ..self }, Ok(false)),
                     Ok(_) if first[0] == TLS => handshake,
                     Ok(_) => {
-                        refuse(&mut self.line.0, TOKEN_NEEDED);
-                        self.trust = Trust::Needed(handshake);
-                        return (self, Err("it speaks in clear, without a token".into()));
+                        refuse(&mut self.line.0, lack.cure);
+                        self.trust = needed(handshake);
+                        return (self, Err(format!("it speaks in clear, without a {}", lack.of)));
                     }
-                    Err(error) => return (Self { trust: Trust::Needed(handshake), ..self }, Err(why(&error))),
+                    Err(error) => return (Self { trust: needed(handshake), ..self }, Err(why(&error))),
                 }
             }
         };

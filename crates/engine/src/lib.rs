@@ -66,4 +66,6 @@ pub use snapshot::{
 pub use source::{Serving, move_guest};
 pub use transport::{Listener, Uri, connect, connect_by};
 pub use transship_guest as guest;
-pub use transship_secure::{Caller, Failure as TrustFailure, Host, Token, TokenError};
+pub use transship_secure::{
+    Caller, Certificates, Failure as TrustFailure, Host, PeerName, Pem, Piece, Token, TokenError, Unusable, Usage,
+};

@@ -1,6 +1,7 @@
 //! Where the bytes go: `tcp:host:port` and `unix:path`, encrypted or in clear.
 mod dial;
 mod secured;
+mod users;
 
 use std::{
     fmt, fs,
@@ -26,6 +27,7 @@ use transship_secure::Host;
 use crate::Error;
 pub use dial::{connect, connect_by};
 pub(crate) use secured::{Lock, Secured};
+use users::Users;
 
 /// How soon those are looked at again that were handed over without a word.
 const SOON: Duration = Duration::from_millis(5);
@@ -323,6 +325,8 @@ pub struct Listener {
     uri: Uri,
     /// None: anybody may come, and everything is in clear.
     lock: Option<Lock>,
+    /// Of a unix socket without a lock: who may come; none: everybody who can.
+    users: Option<Users>,
 }
 
 impl Listener {
@@ -337,13 +341,18 @@ impl Listener {
                 let socket = TcpListener::bind((host.as_str(), *port)).map_err(failed)?;
                 let port = socket.local_addr().map_err(failed)?.port();
                 socket.set_nonblocking(true).map_err(failed)?;
-                Ok(Self { socket: Socket::Tcp(socket), uri: Uri::Tcp { host: host.clone(), port }, lock: None })
+                Ok(Self {
+                    socket: Socket::Tcp(socket),
+                    uri: Uri::Tcp { host: host.clone(), port },
+                    lock: None,
+                    users: None,
+                })
             }
             Uri::Unix(path) => {
                 remove_stale(path).map_err(failed)?;
                 let socket = UnixListener::bind(path).map_err(failed)?;
                 socket.set_nonblocking(true).map_err(failed)?;
-                Ok(Self { socket: Socket::Unix(socket, path.clone()), uri: uri.clone(), lock: None })
+                Ok(Self { socket: Socket::Unix(socket, path.clone()), uri: uri.clone(), lock: None, users: None })
             }
         }
     }
@@ -351,7 +360,7 @@ impl Listener {
     /// One at whose address somebody else listens, who sends the connections that belong here.
     pub(crate) fn handed(uri: &Uri) -> (Sender<(Connection, String)>, Self) {
         let (sender, receiver) = unbounded();
-        (sender, Self { socket: Socket::Handed(receiver), uri: uri.clone(), lock: None })
+        (sender, Self { socket: Socket::Handed(receiver), uri: uri.clone(), lock: None, users: None })
     }
 
     /// Goes on with the socket of a process that has died. `host`: by whom connections are encrypted; none: by nobody.
@@ -366,10 +375,10 @@ impl Listener {
             Socket::Unix(socket, _) => socket.set_nonblocking(true).map_err(failed)?,
             Socket::Handed(_) => {}
         }
-        let listener = Self { socket, uri, lock: None };
+        let listener = Self { socket, uri, lock: None, users: None };
         Ok(match host {
             // The session has begun: there is no time limit for that.
-            Some(host) => listener.locked(host, Duration::MAX),
+            Some(host) => listener.locked(host, None),
             None => listener,
         })
     }
@@ -384,10 +393,26 @@ impl Listener {
         &self.uri
     }
 
-    /// From now on only callers that this host knows are heard, and a session must begin within `lifetime`.
+    /// From now on only callers that this host knows are heard. A session must begin within `lifetime`; none: whenever
+    /// it likes.
     #[must_use]
-    pub fn locked(self, host: Host, lifetime: Duration) -> Self {
+    pub fn locked(self, host: Host, lifetime: Option<Duration>) -> Self {
         Self { lock: Some(Lock::new(host, lifetime)), ..self }
+    }
+
+    /// From now on only these users are heard, by their numbers, if this is a unix socket. Whoever shows a token or a
+    /// certificate is known by that.
+    #[must_use]
+    pub fn for_users(self, users: Vec<u32>) -> Self {
+        Self { users: Some(Users(users)), ..self }
+    }
+
+    /// Why somebody who has come is not heard; none: he is.
+    pub(crate) fn refusal(&self, connection: &Connection) -> Option<String> {
+        match (&self.users, connection) {
+            (Some(users), Connection::Unix(socket)) if self.lock.is_none() => users.refusal(socket),
+            _ => None,
+        }
     }
 
     /// Takes no more connections; those that wait are refused.

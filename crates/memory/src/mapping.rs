@@ -2,7 +2,7 @@
 
 use std::{ffi::c_void, os::fd::BorrowedFd, ptr};
 
-use rustix::mm::{MapFlags, ProtFlags};
+use rustix::mm::{Advice, MapFlags, ProtFlags};
 
 /// A shared mapping, unmapped on drop.
 ///
@@ -49,7 +49,10 @@ impl Mapping {
     ) -> rustix::io::Result<Self> {
         // SAFETY: the kernel picks an unused place, so no memory of anybody else is affected.
         let base = unsafe { rustix::mm::mmap(ptr::null_mut(), len, prot, MapFlags::SHARED | more, file, offset)? };
-        Ok(Self { base, len })
+        let mapping = Self { base, len };
+        // SAFETY: exactly what was mapped; it says only that a core dump leaves this out, because it is a guest's.
+        unsafe { rustix::mm::madvise(base, len, Advice::LinuxDontDump)? };
+        Ok(mapping)
     }
 
     /// Address of `len` bytes from `offset`; none if the mapping does not have them.

@@ -3,10 +3,10 @@
 //!
 //! - The lab: `guests` and `link`, without which no other test would notice a thing
 //! - Moves: `moves`, `converging`, `post_copy`, `at_stop`, `codecs`, `run_state`, `disks`, `direct_disks`, `strangers`,
-//!   `settings`; seen and steered from outside: `control`, `holding`; over networks that nobody trusts: `tokens`; who
-//!   dies in one: `crash`
-//! - To and from a stock QEMU: `qemu_peer_send`, `qemu_peer_receive`, `relay`, `relay_many`; who dies in one:
-//!   `qemu_peer_crash`
+//!   `settings`; seen and steered from outside: `control`, `holding`; over networks that nobody trusts: `tokens`,
+//!   `certificates`; what others on the same host get: `privacy`; who dies in one: `crash`
+//! - To and from a stock QEMU: `qemu_peer_send`, `qemu_peer_receive`, `relay`, `relay_many`; over TLS: `qemu_tls`; who
+//!   dies in one: `qemu_peer_crash`
 //! - Snapshots: `save`, `background`, `restore`, `restore_lazy`, `restore_given_back`, `convert`
 //! - Images and guests that share them: `clones`, `clones_refused`, `forks`
 //! - What is said beforehand: `check`, `plan`; domains of libvirt: `libvirt`, `libvirt_images`, `libvirt_migrate`
@@ -17,6 +17,7 @@ mod any_memory;
 mod at_stop;
 mod background;
 mod balloon;
+mod certificates;
 mod check;
 mod clones;
 mod clones_refused;
@@ -33,6 +34,7 @@ mod free_pages;
 mod guests;
 mod hints;
 mod holding;
+mod hosts;
 mod huge_pages;
 mod libvirt;
 mod libvirt_images;
@@ -44,9 +46,11 @@ mod peer;
 mod plan;
 mod post_copy;
 mod preallocated;
+mod privacy;
 mod qemu_peer_crash;
 mod qemu_peer_receive;
 mod qemu_peer_send;
+mod qemu_tls;
 mod relay;
 mod relay_many;
 mod restore;

@@ -4,6 +4,7 @@ use clap::{Args, ValueEnum};
 
 use super::encoding::{WhenBusy, ZeroPages};
 use super::steering::SteeringArgs;
+use super::tls::TlsArgs;
 use super::tracker::{Converge, Tracker};
 use crate::trust::TokenText;
 
@@ -162,6 +163,8 @@ pub(crate) struct MoveArgs {
     /// only the file's name.
     #[arg(long, value_name = "TOKEN")]
     pub(crate) token: Option<TokenText>,
+    #[command(flatten)]
+    pub(crate) tls: TlsArgs,
     /// Let guest memory cross the network unencrypted
     ///
     /// Without this flag only addresses of this host (loopback, unix sockets) are used without encryption. With it,

@@ -2,6 +2,7 @@
 
 use clap::Args;
 
+use super::tls::TlsArgs;
 use super::tracker::Tracker;
 use crate::trust::TokenText;
 
@@ -53,6 +54,8 @@ pub(crate) struct PlanArgs {
     /// What the receiver has printed, or @FILE with it
     #[arg(long, value_name = "TOKEN")]
     pub(crate) token: Option<TokenText>,
+    #[command(flatten)]
+    pub(crate) tls: TlsArgs,
     /// Send in clear over a network that is nobody else's
     #[arg(long)]
     pub(crate) insecure: bool,

@@ -2,7 +2,7 @@
 use clap::{Args, ValueEnum};
 
 use super::{
-    SandboxArgs,
+    SandboxArgs, TlsArgs,
     save::{FileFormat, FileIo},
 };
 
@@ -67,6 +67,14 @@ pub(crate) struct ReceiveArgs {
     /// token.
     #[arg(long, value_name = "TIME")]
     pub(crate) token_lifetime: Option<String>,
+    /// A user who may connect to the unix socket at --listen; root and you always may
+    ///
+    /// A name or a number. Can be given several times. The kernel says whose process has connected. With a token or
+    /// certificates these are asked for instead.
+    #[arg(long, value_name = "USER", hide_short_help = true)]
+    pub(crate) allow_user: Vec<String>,
+    #[command(flatten)]
+    pub(crate) tls: TlsArgs,
     /// Let guest memory cross the network unencrypted
     ///
     /// Without this flag only addresses of this host (loopback, unix sockets) are used without encryption. With it,

@@ -120,17 +120,21 @@ impl Request {
         }
         let to = checks.read("--to", &args.to, str::parse::<Uri>);
         let network = Network::of(args.insecure);
+        if args.converge == Converge::Postcopy && args.tls.tls.is_some() {
+            checks.mistake(format!("--converge postcopy, --tls: {}", trust::NO_POSTCOPY));
+        }
         let way = match args.peer {
             Peer::Transship => {
                 let token = args.token.as_ref();
-                let caller = trust::caller(&mut checks, to.as_ref(), token, network, "transship receive");
+                let caller = trust::caller(&mut checks, to.as_ref(), token, &args.tls, network, "transship receive");
                 let options = to_transship(args, &mut checks);
                 options.zip(caller).map(|(options, caller)| Way::ToTransship(MoveOptions { caller, ..options }))
             }
             Peer::Qemu => {
                 trust::no_token(&mut checks, "--token", args.token.is_some());
-                trust::stock_qemu(&mut checks, "--to", to.as_ref(), network);
-                to_qemu(args, &mut checks).map(Way::ToQemu)
+                let caller = trust::caller_of_qemu(&mut checks, to.as_ref(), &args.tls, network);
+                let options = to_qemu(args, &mut checks);
+                options.zip(caller).map(|(options, caller)| Way::ToQemu(QemuSendOptions { caller, ..options }))
             }
         };
         let deadline = flags::deadline(&mut checks, args.deadline.as_deref());
@@ -257,6 +261,7 @@ fn to_qemu(args: &MoveArgs, checks: &mut Checks) -> Option<QemuSendOptions> {
         converge: args.converge.into(),
         at_stop: at_stop?,
         hold: hold?,
+        caller: None,
     })
 }
 

@@ -73,7 +73,8 @@ impl Request {
         };
         let to_address = to.as_ref().and_then(Option::as_ref);
         let network = Network::of(args.insecure);
-        let caller = trust::caller(checks_ref, to_address, args.token.as_ref(), network, "transship receive");
+        let caller =
+            trust::caller(checks_ref, to_address, args.token.as_ref(), &args.tls, network, "transship receive");
         let time = checks_ref.within("--time", &args.time, units::time, (TIME_MIN, TIME_MAX), "from 1s to 10m");
         let bandwidth = match &args.bandwidth {
             Some(text) => {

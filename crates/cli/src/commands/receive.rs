@@ -3,7 +3,6 @@ use std::{
     fs,
     path::{Path, PathBuf},
     sync::Arc,
-    time::Duration,
 };
 
 use transship_engine::{
@@ -22,7 +21,7 @@ use crate::{
     sandbox::{Errands, Left, Role, Sandbox, Steward},
     signals::{self, Held, Side},
     stand_in, summary,
-    trust::{self, Network},
+    trust::{self, Comes, Entry, Network},
 };
 
 pub(crate) fn run(args: &ReceiveArgs) -> Result<(), Failure> {
@@ -36,7 +35,11 @@ pub(crate) fn run(args: &ReceiveArgs) -> Result<(), Failure> {
     // The address may be taken: that's known before the VM is touched.
     let outcome = match Listener::bind(&request.listen) {
         Ok(listener) => {
-            let listener = trust::lock(listener, request.lifetime, "transship move --vm VM --to ", args.json)?;
+            let listener = match request.users.clone() {
+                Some(users) => listener.for_users(users),
+                None => listener,
+            };
+            let listener = trust::lock(listener, &request.entry, "transship move --vm VM --to ", args.json)?;
             let ready = prepare(&request, &listener, &mut steward);
             let _signals = signals.cancelling(&progress, Side::Destination)?;
             ready.and_then(|ready| receive(&request, ready, listener, &progress, &mut report))
@@ -119,8 +122,10 @@ struct Request {
     post_copy: bool,
     peer: Sender,
     channels: Option<u8>,
-    /// How long a token is good; none: there is none.
-    lifetime: Option<Duration>,
+    /// Whom it hears.
+    entry: Entry,
+    /// Who may connect to its unix socket; none: everybody who can.
+    users: Option<Vec<u32>>,
 }
 
 enum Into {
@@ -166,22 +171,29 @@ impl Request {
             }
         }
         let network = Network::of(args.insecure);
-        let lifetime = match args.peer {
-            Sender::Transship => trust::lifetime(&mut checks, listen.as_ref(), args.token_lifetime.as_deref(), network),
+        let entry = match args.peer {
+            Sender::Transship => {
+                let lifetime = args.token_lifetime.as_deref();
+                trust::entry(&mut checks, listen.as_ref(), lifetime, &args.tls, network)
+            }
             Sender::Qemu => {
                 trust::no_token(&mut checks, "--token-lifetime", args.token_lifetime.is_some());
-                trust::stock_qemu(&mut checks, "--listen", listen.as_ref(), network);
-                Some(None)
+                trust::entry_of_qemu(&mut checks, listen.as_ref(), &args.tls, network)
             }
         };
         if args.postcopy && args.peer == Sender::Qemu {
             checks.mistake("--postcopy: that of a stock QEMU can't be received; leave it out with --peer qemu".into());
         }
+        if args.postcopy && args.tls.tls.is_some() {
+            checks.mistake(format!("--postcopy, --tls: {}", trust::NO_POSTCOPY));
+        }
         let sandbox = if args.postcopy { Some(Sandbox::Off) } else { Sandbox::check(&args.sandbox, &mut checks) };
+        let comes = if args.peer == Sender::Transship { Comes::Transship } else { Comes::Qemu };
+        let users = trust::users(&mut checks, listen.as_ref(), comes, &args.allow_user);
         let request = (|| {
-            let (into, listen, sandbox) = (into?, listen?, sandbox?);
+            let (into, listen, sandbox, entry, users) = (into?, listen?, sandbox?, entry?, users?);
             let (post_copy, peer) = (args.postcopy, args.peer);
-            Some(Self { into, listen, sandbox, post_copy, peer, channels, lifetime: lifetime? })
+            Some(Self { into, listen, sandbox, post_copy, peer, channels, entry, users })
         })();
         checks.finish(request)
     }

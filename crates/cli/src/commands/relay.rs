@@ -1,7 +1,7 @@
 //! `transship relay`: one end of a link between two stock QEMUs.
 mod access;
 
-use std::{sync::Arc, time::Duration};
+use std::sync::Arc;
 
 use transship_engine::{
     Compress, Error, Listener, MoveOptions, Progress, RelayOptions, Relayed, Report, Uri, relay_from_qemu, relay_many,
@@ -18,7 +18,7 @@ use crate::{
     sandbox::{Errands, Left, Role, Sandbox, Steward},
     signals::{Held, Side},
     summary,
-    trust::{self, Network},
+    trust::{self, Comes, Entry, Network},
     units,
 };
 use access::Access;
@@ -84,13 +84,16 @@ fn listen(request: &Request) -> Result<Listener, Error> {
     if let Uri::Unix(path) = &request.listen {
         request.access.apply(path)?;
     }
-    Ok(listener)
+    Ok(match request.users.clone() {
+        Some(users) => listener.for_users(users),
+        None => listener,
+    })
 }
 
 /// With a lock if it needs one; prints the token.
 fn locked(listener: Listener, request: &Request, json: bool) -> Result<Listener, Failure> {
     let command = format!("transship relay --listen URI --to {LINK}");
-    let listener = trust::lock(listener, request.lifetime, &command, json)?;
+    let listener = trust::lock(listener, &request.entry, &command, json)?;
     let link = if request.near.is_none() { LINK } else { "" };
     // Scripts wait for this line; it has the port that the system chose.
     output::say(&format!("listening at {link}{}", listener.uri()));
@@ -111,8 +114,10 @@ struct Request {
     to: Uri,
     /// Near the source; else near the destination.
     near: Option<RelayOptions>,
-    /// How long the token of the link is good; none: there is none.
-    lifetime: Option<Duration>,
+    /// Whom it hears.
+    entry: Entry,
+    /// Who may connect to its unix socket; none: everybody who can.
+    users: Option<Vec<u32>>,
     /// How many at once, of a service.
     many: Option<usize>,
     access: Access,
@@ -133,12 +138,12 @@ impl Request {
             _ => {}
         }
         let side = match (listen, to) {
-            (None, Some(_)) => near(args, to_uri.as_ref(), &mut checks).map(|near| (Some(near), None)),
+            (None, Some(_)) => near(args, to_uri.as_ref(), &mut checks).map(|near| (Some(near), Entry::Open)),
             (Some(_), None) => {
                 only_near(args, &mut checks);
                 let lifetime = args.token_lifetime.as_deref();
-                let lifetime = trust::lifetime(&mut checks, listen_uri.as_ref(), lifetime, network);
-                lifetime.map(|lifetime| (None, lifetime))
+                let entry = trust::entry(&mut checks, listen_uri.as_ref(), lifetime, &args.tls, network);
+                entry.map(|entry| (None, entry))
             }
             (both, _) => {
                 let how = if both.is_some() { "both are" } else { "neither is" };
@@ -159,10 +164,12 @@ impl Request {
         let is_socket = listen_uri.as_ref().is_none_or(|uri| matches!(uri, Uri::Unix(_)));
         let access = Access::check(args, is_socket, &mut checks);
         let sandbox = Sandbox::check(&args.sandbox, &mut checks);
+        let comes = if listen.is_some() { Comes::Transship } else { Comes::Qemu };
+        let users = trust::users(&mut checks, listen_uri.as_ref(), comes, &args.allow_user);
         let request = (|| {
-            let (near, lifetime) = side?;
-            let (listen, to) = (listen_uri?, to_uri?);
-            Some(Self { listen, to, near, lifetime, many: many?, access: access?, sandbox: sandbox? })
+            let (near, entry) = side?;
+            let (listen, to, users) = (listen_uri?, to_uri?, users?);
+            Some(Self { listen, to, near, entry, users, many: many?, access: access?, sandbox: sandbox? })
         })();
         checks.finish(request)
     }
@@ -180,7 +187,7 @@ fn near(args: &RelayArgs, to: Option<&Uri>, checks: &mut Checks) -> Option<Relay
         checks.mistake("--token-lifetime: give it to the relay near the destination, which makes the token".into());
     }
     let network = Network::of(args.insecure);
-    let caller = trust::caller(checks, to, args.token.as_ref(), network, "transship relay");
+    let caller = trust::caller(checks, to, args.token.as_ref(), &args.tls, network, "transship relay");
     Some(RelayOptions {
         channels: channels?,
         compress: compress?,
@@ -227,9 +234,9 @@ mod tests {
         assert_eq!(near.to.to_string(), "tcp:ship2:1");
         assert_eq!(near.near.map(|options| (options.channels, options.compress)), Some((3, Compress::Auto)));
         let far = check("transship relay --listen relay:unix:/a --to unix:/b").expect("it is right");
-        assert!(far.near.is_none() && far.listen.to_string() == "unix:/a" && far.lifetime.is_none());
+        assert!(far.near.is_none() && far.listen.to_string() == "unix:/a" && matches!(far.entry, Entry::Open));
         let far = check("transship relay --listen relay:tcp:0.0.0.0:1 --to unix:/b").expect("it is right");
-        assert_eq!(far.lifetime, Some(Duration::from_secs(3600)), "others can connect: they need a token");
+        assert!(matches!(far.entry, Entry::Token(time) if time.as_secs() == 3600), "others can connect: they need it");
     }
 
     #[test]

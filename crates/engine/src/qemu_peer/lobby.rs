@@ -2,21 +2,15 @@
 //! any order, and whoever is silent keeps nobody waiting.
 use std::{
     collections::BTreeMap,
-    os::fd::AsFd,
     time::{Duration, Instant},
 };
 
-use rustix::{
-    io::Errno,
-    net::{RecvFlags, recv},
-};
 use transship_wire::qemu::{GREETING_BYTES, Greeting};
 
 use crate::{
     Error, Listener, Progress,
     control::TICK,
     door::{Door, Line, Words, take, turn_away},
-    transport::Connection,
 };
 
 /// The first bytes of a stream.
@@ -153,7 +147,7 @@ impl<'a> Lobby<'a> {
         match self.channels.insert(channel, line) {
             None => Ok(()),
             // Of an attempt that was given up before it began.
-            Some((old, peer)) if is_closed(&old) => {
+            Some((old, peer)) if old.is_closed() => {
                 tracing::info!("{peer} has closed channel {channel} and opened it again");
                 Ok(())
             }
@@ -161,15 +155,6 @@ impl<'a> Lobby<'a> {
                 Err(Error::Protocol { peer, what: format!("opened channel {channel} twice, or two sources came") })
             }
         }
-    }
-}
-
-/// Whether the other side has closed it, and all was read that came before. One that has more to say counts as open.
-pub(in crate::qemu_peer) fn is_closed(connection: &Connection) -> bool {
-    match recv(connection.as_fd(), &mut [0; 1], RecvFlags::PEEK | RecvFlags::DONTWAIT) {
-        Ok((there, _)) => there == 0,
-        Err(Errno::AGAIN | Errno::INTR) => false,
-        Err(_) => true,
     }
 }
 
@@ -205,7 +190,7 @@ pub(in crate::qemu_peer) fn kind(words: &[u8]) -> Words<Kind> {
         Some(&MAIN) => Words::Known(Kind::Main),
         Some(&CHANNEL) if words.len() >= GREETING_BYTES => Words::Known(Kind::Channel),
         Some(&CHANNEL) | None => Words::Unfinished,
-        Some([0x16, 3, ..]) => strange("it speaks TLS, which is not supported: turn tls-creds off"),
+        Some([0x16, 3, ..]) => strange("it speaks TLS: use --tls DIR here, or turn its tls-creds off"),
         Some(_) => strange("it did not send a migration of QEMU"),
     }
 }

@@ -1,12 +1,16 @@
 //! Connections that are encrypted, and whose other end is known.
 use std::{
+    borrow::Cow,
     io::{self, Read, Write},
     os::fd::{AsFd, BorrowedFd},
     sync::{Arc, Mutex, MutexGuard, PoisonError},
     time::{Duration, Instant},
 };
 
-use rustix::net::{RecvFlags, SendFlags, recv, send};
+use rustix::{
+    io::Errno,
+    net::{RecvFlags, SendFlags, recv, send},
+};
 use transship_memory::{PAGE_BYTES, Region};
 use transship_secure::{Caller, Failure, Halves, Handshake, Host, Opener, Progress, RECORD_BYTES, Sealer};
 
@@ -56,6 +60,34 @@ impl Secured {
         let seen = opener.peek(&mut AtOnce(self.socket.as_fd()), room.len())?;
         room[..seen.len()].copy_from_slice(seen);
         Ok(seen.len())
+    }
+
+    fn read_now(&mut self, into: &mut [u8]) -> io::Result<usize> {
+        lock(&self.opener).read(&mut AtOnce(self.socket.as_fd()), into)
+    }
+
+    fn holds_something(&self) -> bool {
+        !lock(&self.opener).is_empty()
+    }
+
+    fn is_closed(&self) -> bool {
+        let mut opener = lock(&self.opener);
+        match opener.peek(&mut AtOnce(self.socket.as_fd()), 1) {
+            Ok(_) => opener.has_ended(),
+            Err(_) => true,
+        }
+    }
+
+    fn seal(&mut self, bytes: &[u8]) -> io::Result<Vec<u8>> {
+        lock(&self.sealer).seal_all(bytes)
+    }
+
+    fn end_sealing(&mut self) {
+        lock(&self.sealer).end();
+    }
+
+    fn say_goodbye(&mut self) {
+        let _ = lock(&self.sealer).close(&mut AtOnce(self.socket.as_fd()));
     }
 
     /// As [`Region::send_window`]. Each page is copied once, to where it is encrypted.
@@ -120,6 +152,55 @@ impl Connection {
         limit(socket, None)
     }
 
+    /// As [`Read::read`], and WouldBlock where that would wait, whatever the timeout is.
+    pub(crate) fn read_now(&mut self, room: &mut [u8]) -> io::Result<usize> {
+        match self {
+            Self::Secured(secured) => secured.read_now(room),
+            clear => Ok(recv(clear, room, RecvFlags::DONTWAIT)?.0),
+        }
+    }
+
+    /// Whether something can be read that is no longer in the socket: who waits at the socket would wait in vain.
+    pub(crate) fn holds_something(&self) -> bool {
+        matches!(self, Self::Secured(secured) if secured.holds_something())
+    }
+
+    /// Whether the other side has closed it, and all was read that came before. One that has more to say counts as
+    /// open.
+    pub(crate) fn is_closed(&self) -> bool {
+        if let Self::Secured(secured) = self {
+            return secured.is_closed();
+        }
+        match recv(self, &mut [0; 1], RecvFlags::PEEK | RecvFlags::DONTWAIT) {
+            Ok((there, _)) => there == 0,
+            Err(Errno::AGAIN | Errno::INTR) => false,
+            Err(_) => true,
+        }
+    }
+
+    /// Makes bytes ready for a thread that writes to the socket by itself, because it has to look around meanwhile. If
+    /// it can't write all of them, it calls [`Connection::end_sealing`].
+    pub(crate) fn seal<'b>(&mut self, bytes: &'b [u8]) -> io::Result<Cow<'b, [u8]>> {
+        match self {
+            Self::Secured(secured) => secured.seal(bytes).map(Cow::Owned),
+            _ => Ok(Cow::Borrowed(bytes)),
+        }
+    }
+
+    /// Nothing more is written, because something could not be.
+    pub(crate) fn end_sealing(&mut self) {
+        if let Self::Secured(secured) = self {
+            secured.end_sealing();
+        }
+    }
+
+    /// Tells a peer that speaks TLS that nothing more comes. It may be gone.
+    pub(crate) fn say_goodbye(&mut self) {
+        if let Self::Secured(secured) = self {
+            secured.say_goodbye();
+        }
+    }
+
     /// Goes on with a handshake, as far as it goes without waiting.
     pub(crate) fn shake_hands(self, handshake: &mut Handshake) -> (Self, Result<bool, Failure>) {
         match handshake.advance(&mut AtOnce(self.as_fd())) {
@@ -159,20 +240,17 @@ impl Write for AtOnce<'_> {
 pub(crate) struct Lock {
     pub(crate) host: Host,
     since: Instant,
-    lifetime: Duration,
+    lifetime: Option<Duration>,
 }
 
 impl Lock {
-    pub(super) fn new(host: Host, lifetime: Duration) -> Self {
+    pub(super) fn new(host: Host, lifetime: Option<Duration>) -> Self {
         Self { host, since: Instant::now(), lifetime }
     }
 
     /// An error when it is too late for a session to begin.
     pub(super) fn check(&self) -> Result<(), Error> {
-        if self.since.elapsed() < self.lifetime {
-            return Ok(());
-        }
-        let lifetime = self.lifetime;
+        let Some(lifetime) = self.lifetime.filter(|lifetime| self.since.elapsed() >= *lifetime) else { return Ok(()) };
         Err(Error::Untrusted(format!(
             "the token has expired: nobody has come with it for {lifetime:?}; start this again for a new one \
              (--token-lifetime says how long it is good)"

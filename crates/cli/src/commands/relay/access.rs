@@ -8,7 +8,7 @@ use std::{
 use nix::unistd::{Group, User};
 use transship_engine::Error;
 
-use crate::{args::RelayArgs, checks::Checks};
+use crate::{args::RelayArgs, checks::Checks, flags::number};
 
 /// What is to be changed of a socket as the system makes it: for the user that this runs as, and within the umask.
 #[derive(Debug, Default, PartialEq, Eq)]
@@ -74,18 +74,6 @@ fn owner(text: &str) -> Result<(Option<u32>, Option<u32>), String> {
         Some(name) => Some(number("group", name, |name| Ok(Group::from_name(name)?.map(|group| group.gid.as_raw())))?),
     };
     Ok((user, group))
-}
-
-/// Of a name that the system knows, or a number.
-fn number(what: &str, name: &str, find: impl Fn(&str) -> Result<Option<u32>, nix::Error>) -> Result<u32, String> {
-    match find(name) {
-        Ok(Some(number)) => Ok(number),
-        Ok(None) => {
-            let number = name.parse().ok().filter(|number| *number != u32::MAX); // which is none
-            number.ok_or_else(|| format!("there is no {what} {name:?}; give a name or a number"))
-        }
-        Err(error) => Err(format!("can't look up {what} {name:?}: {error}")),
-    }
 }
 
 #[cfg(test)]

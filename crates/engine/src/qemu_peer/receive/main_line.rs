@@ -11,7 +11,7 @@ use std::{
 use transship_wire::qemu::{Command, Configuration, Reply};
 
 use super::barrier::Barrier;
-use crate::{Error, Progress, control::TICK, door::Line, qemu_peer::lobby::is_closed, transport::Connection};
+use crate::{Error, Progress, control::TICK, door::Line, transport::Connection};
 
 /// How long a source that was told that all is well may take to close the connection. It has nothing left to do.
 const LET_GO_TIMEOUT: Duration = Duration::from_secs(60);
@@ -169,7 +169,7 @@ impl Answers {
         if !self.open {
             return Ok(());
         }
-        if is_closed(&self.connection) {
+        if self.connection.is_closed() {
             return Err(
                 self.broke("has closed the connection before it was told of success; its guest runs on there".into())
             );

@@ -1,16 +1,15 @@
 //! The multifd channels of a migration: how they come about, and what one sends of a window.
 use std::{
     io::{self, Write},
-    os::fd::AsFd,
     sync::{
         Arc,
         atomic::{AtomicU64, Ordering::Relaxed},
     },
 };
 
-use rustix::net::{RecvFlags, recv};
 use transship_codec::{Encoder, Setting, ZLIB_STREAM_HEADER};
 use transship_memory::{PAGE_BYTES, PageRange, WindowPages};
+use transship_secure::Caller;
 use transship_wire::qemu::{Greeting, Method, Name, PACKET_HEADER_BYTES, Pages};
 
 use super::plan::Zeros;
@@ -42,7 +41,7 @@ impl Common {
 /// Connects them one after the other, in the order of their numbers: a destination that has fewer has then closed its
 /// door before it sees a number that it would not expect.
 pub(crate) fn connect(
-    to: &Uri,
+    (to, caller): (&Uri, Option<&Caller>),
     count: u8,
     uuid: [u8; 16],
     encoders: Option<Encoders>,
@@ -51,7 +50,7 @@ pub(crate) fn connect(
 ) -> Result<Channels, Error> {
     let mut channels = Channels::new(shared, encoders);
     for number in 0..count {
-        let connection = Connection::open(to).map_err(|error| refused(error, number, count))?;
+        let connection = Connection::call(to, caller).map_err(|error| refused(error, number, count))?;
         channels.add(connection, |connection| {
             PacketSender::greet(connection, number, uuid, Arc::clone(shared), Arc::clone(common))
         })?;
@@ -132,9 +131,8 @@ impl PacketSender {
     /// The destination says nothing on a channel, and keeps it open until it has everything. One that knows nothing of
     /// this channel lets it drop, and what was sent on it would be missing.
     pub(crate) fn check_open(&self) -> Result<(), Error> {
-        let mut byte = [0];
-        match recv(self.connection.as_fd(), &mut byte, RecvFlags::PEEK | RecvFlags::DONTWAIT) {
-            Err(rustix::io::Errno::AGAIN | rustix::io::Errno::INTR) => Ok(()),
+        match self.connection.peek(&mut [0]) {
+            Ok(0) if !self.connection.is_closed() => Ok(()),
             Ok(_) | Err(_) => Err(self.closed()),
         }
     }
@@ -164,6 +162,11 @@ impl PacketSender {
     fn write(&mut self, bytes: &[u8], sent: &mut Sent) -> Result<(), Error> {
         self.shared.book(bytes.len(), sent);
         self.connection.write_all(bytes).map_err(|source| self.failed(source))
+    }
+
+    /// All has arrived: a destination that speaks TLS is told that nothing more comes.
+    pub(crate) fn say_goodbye(&mut self) {
+        self.connection.say_goodbye();
     }
 
     fn closed(&self) -> Error {
@@ -215,8 +218,9 @@ impl Channel for PacketSender {
         let Some(storing) = &mut self.storing else {
             let header = self.header(window, pages, 0);
             shared.book(PACKET_HEADER_BYTES + pages.present.count_ones() as usize * PAGE_BYTES, sent);
-            return memory
-                .send_window(self.connection.as_fd(), &header, window.first, pages.present)
+            return self
+                .connection
+                .send_window(memory, &header, window.first, pages.present)
                 .map_err(|source| self.failed(source));
         };
         // A copy: the guest writes meanwhile.

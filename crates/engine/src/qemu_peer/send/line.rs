@@ -1,6 +1,6 @@
 //! The main connection: the stream in one direction, what the destination answers in the other.
 use std::{
-    io::{self, Read},
+    io,
     os::fd::AsFd,
     sync::{Arc, atomic::Ordering::Relaxed},
     time::{Duration, Instant},
@@ -10,6 +10,7 @@ use rustix::{
     event::{PollFd, PollFlags, Timespec, poll},
     net::{SendFlags, send},
 };
+use transship_secure::Caller;
 use transship_wire::qemu::{Command, Reply, Step, StreamWriter};
 
 use crate::{
@@ -31,6 +32,8 @@ const REASON_TIMEOUT: Duration = Duration::from_millis(500);
 /// The main connection.
 pub(crate) struct Line {
     connection: Connection,
+    /// This side has shown a certificate.
+    shows_certificate: bool,
     pub(crate) peer: String,
     /// What is put here goes out with the next `flush`.
     pub(crate) writer: StreamWriter,
@@ -54,9 +57,15 @@ enum Stopped {
 }
 
 impl Line {
-    pub(crate) fn open(to: &Uri, pacer: Option<Arc<Pacer>>, progress: &Arc<Progress>) -> Result<Self, Error> {
+    pub(crate) fn open(
+        to: &Uri,
+        caller: Option<&Caller>,
+        pacer: Option<Arc<Pacer>>,
+        progress: &Arc<Progress>,
+    ) -> Result<Self, Error> {
         Ok(Self {
-            connection: Connection::open(to)?,
+            connection: Connection::call(to, caller)?,
+            shows_certificate: caller.is_some(),
             peer: to.to_string(),
             writer: StreamWriter::new(0, RAM_SECTION),
             answers: Vec::new(),
@@ -91,9 +100,14 @@ impl Line {
         Ok(())
     }
 
-    /// Sends from `at` on, and leaves there how far it got. `last`: nothing can be cancelled any more, and answers are
-    /// left for later.
+    /// Sends it, and leaves in `at` how many bytes went out, of what it is on its way. `last`: nothing can be cancelled
+    /// any more, and answers are left for later.
     fn push(&mut self, bytes: &[u8], at: &mut usize, last: bool) -> Result<(), Stopped> {
+        let bytes = self.connection.seal(bytes).map_err(Stopped::Failed)?;
+        self.push_sealed(&bytes, at, last).inspect_err(|_| self.connection.end_sealing())
+    }
+
+    fn push_sealed(&mut self, bytes: &[u8], at: &mut usize, last: bool) -> Result<(), Stopped> {
         let mut deadline = Instant::now() + STALL_TIMEOUT;
         while *at < bytes.len() {
             if !last && self.progress.is_cancelled() {
@@ -121,6 +135,9 @@ impl Line {
     }
 
     fn wait(&self, wanted: PollFlags, limit: Duration) -> io::Result<PollFlags> {
+        if wanted.contains(PollFlags::IN) && self.connection.holds_something() {
+            return Ok(PollFlags::IN);
+        }
         let limit = Timespec { tv_sec: limit.as_secs() as i64, tv_nsec: limit.subsec_nanos().into() };
         let mut polled = [PollFd::from_borrowed_fd(self.connection.as_fd(), wanted)];
         match poll(&mut polled, Some(&limit)) {
@@ -221,7 +238,7 @@ impl Line {
                 return Ok(None);
             }
             let mut piece = [0; ANSWER_BYTES];
-            match self.connection.read(&mut piece) {
+            match self.connection.read_now(&mut piece) {
                 Ok(0) => return Err(self.gone()),
                 Ok(read) => self.answers.extend(&piece[..read]),
                 Err(error) if error.kind() == io::ErrorKind::ConnectionReset => return Err(self.gone()),
@@ -232,8 +249,12 @@ impl Line {
     }
 
     fn gone(&self) -> Error {
-        let what = "has closed the connection: it refuses the guest or has ended, and its own output says why";
-        Error::Protocol { peer: self.peer.clone(), what: what.into() }
+        // In TLS a caller is not told whether the other side trusts it.
+        let is_new = self.position == 0 && self.shows_certificate;
+        let doubts = if is_new { "does not trust this certificate, " } else { "" };
+        let why = "refuses the guest or has ended, and its own output says why";
+        let what = format!("has closed the connection: it {doubts}{why}");
+        Error::Protocol { peer: self.peer.clone(), what }
     }
 
     fn unexpected(&self, reply: &Reply) -> Error {
@@ -281,6 +302,11 @@ impl Line {
                 None => {}
             }
         }
+    }
+
+    /// Tells a destination that speaks TLS that nothing more comes.
+    pub(crate) fn say_goodbye(&mut self) {
+        self.connection.say_goodbye();
     }
 
     /// Ends the connection: a destination that does not have the end of the stream will never run the guest.

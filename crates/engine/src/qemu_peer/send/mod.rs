@@ -17,6 +17,7 @@ use std::{
 };
 
 use transship_codec::Setting;
+use transship_secure::Caller;
 
 use crate::{
     AtStopCommand, Converge, Error, HoldOptions, MoveOptions, Progress, Report, Uri, WhenBusy, ZeroPages,
@@ -65,6 +66,8 @@ pub struct QemuSendOptions {
     pub at_stop: Option<AtStopCommand>,
     /// Kept ready, when it has converged, until it is told to go on; none: it goes on by itself.
     pub hold: Option<HoldOptions>,
+    /// As whom the destination is called, which must be who it has to be; none: in clear, whoever it is.
+    pub caller: Option<Caller>,
 }
 
 impl Default for QemuSendOptions {
@@ -83,6 +86,7 @@ impl Default for QemuSendOptions {
             converge: of_moves.converge,
             at_stop: of_moves.at_stop,
             hold: of_moves.hold,
+            caller: of_moves.caller,
         }
     }
 }
@@ -117,6 +121,9 @@ pub fn send_to_qemu(
         let at_stop = AtStop::new(&options.at_stop);
         let mut course = Course { guest: &mut *guest, progress, report, begin, at_stop, post_copy: None };
         let result = run(&mut course, &mut session, options, &regions, &mut rounds);
+        if result.is_ok() {
+            session.say_goodbye();
+        }
         session.hang_up();
         result
     });

@@ -54,7 +54,7 @@ impl Session {
         progress: &Arc<Progress>,
     ) -> Result<Self, Error> {
         let pacer = options.bandwidth.map(Pacer::new).map(Arc::new);
-        let mut line = Line::open(to, pacer.clone(), progress)?;
+        let mut line = Line::open(to, options.caller.as_ref(), pacer.clone(), progress)?;
         // Until it has the first bytes of a connection a destination does nothing else at all; and an old one takes the
         // first connection for the main one.
         line.writer.header().configuration(&Configuration::new(plan.machine.clone())).command(&Command::OpenReturnPath);
@@ -78,7 +78,7 @@ impl Session {
                 let compress = Compress::Fixed(compress);
                 let encoding = EncodingOptions { compress, encoders, when_busy, channels, may_be_raw: false };
                 let encoders = Encoders::start(&encoding, &shared)?;
-                Some(channels::connect(to, count, uuid, encoders, &shared, &common)?)
+                Some(channels::connect((to, options.caller.as_ref()), count, uuid, encoders, &shared, &common)?)
             }
         };
         let mut session = Self { line, channels, plan, shared, common, first: true, copy: Vec::new() };
@@ -128,6 +128,13 @@ impl Session {
         line.ping();
         line.await_pong(doing, patience, has_all)?;
         has_all()
+    }
+
+    /// The destination has everything: tells it that nothing more comes, where it wants to know that from a cut.
+    pub(crate) fn say_goodbye(&mut self) {
+        let channels = self.channels.iter_mut().flat_map(|channels| channels.all_mut());
+        channels.into_iter().for_each(PacketSender::say_goodbye);
+        self.line.say_goodbye();
     }
 
     /// Ends all connections. A destination that does not have the end of the stream will never run the guest.
