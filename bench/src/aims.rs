@@ -42,6 +42,11 @@ pub(crate) enum Bound {
 }
 
 impl Aims {
+    /// Of a table that aims at nothing.
+    pub(crate) fn none() -> Self {
+        Self(Vec::new())
+    }
+
     pub(crate) fn of(results: &Results) -> Self {
         let speed = results.rows.iter().filter(|row| row.mode.check == Check::Channels);
         let times = speed.filter_map(|row| times_as_fast(row, results.huge_pages));
@@ -111,6 +116,9 @@ fn memory(results: &Results) -> Option<Aim> {
 
 impl fmt::Display for Aims {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if self.0.is_empty() {
+            return Ok(());
+        }
         writeln!(f, "Aims")?;
         let width = self.0.iter().map(|aim| aim.what.chars().count()).max().unwrap_or(0);
         for Aim { what, bound, wanted, got, unit, met } in &self.0 {

@@ -8,7 +8,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
 use crate::units;
 
@@ -19,13 +19,13 @@ const SCAN_BYTES: u64 = 1 << 30;
 const SCAN_PASSES: u32 = 5;
 
 /// Where it was measured.
-#[derive(Debug, Clone, Serialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub(crate) struct Machine {
     pub(crate) cpu: String,
     pub(crate) cores: usize,
     pub(crate) memory_bytes: u64,
     pub(crate) kernel: String,
-    pub(crate) transship: &'static str,
+    pub(crate) transship: String,
     /// A build without optimisation says nothing about speed.
     pub(crate) optimised: bool,
 }
@@ -40,7 +40,7 @@ impl Machine {
             cores: thread::available_parallelism().map_or(1, usize::from),
             memory_bytes: meminfo("MemTotal").unwrap_or(0),
             kernel: kernel.trim().to_owned(),
-            transship: env!("CARGO_PKG_VERSION"),
+            transship: env!("CARGO_PKG_VERSION").to_owned(),
             optimised: !cfg!(debug_assertions),
         }
     }
@@ -55,6 +55,12 @@ impl Machine {
     pub(crate) fn warning(&self) -> &'static str {
         if self.optimised { "" } else { "This is a debug build of transship: its times say nothing.\n" }
     }
+}
+
+/// Processes that want to run, on average over the last minute.
+pub(crate) fn load() -> f64 {
+    let text = fs::read_to_string("/proc/loadavg").unwrap_or_default();
+    text.split(' ').next().and_then(|number| number.parse().ok()).unwrap_or(0.0)
 }
 
 /// Is there room for the memory of both guests in the file system of `folder`, and for the rest beside it?

@@ -7,7 +7,10 @@ use std::{
 
 use serde::Serialize;
 
-use crate::aims::Aims;
+use crate::{
+    aims::Aims,
+    rows::{self, Row},
+};
 
 /// The files that were asked for.
 #[derive(Debug, Clone, Default, clap::Args)]
@@ -32,15 +35,17 @@ impl Files {
         Ok(())
     }
 
-    /// Prints the table and its aims, and writes the files.
+    /// Prints the table, its rows and its aims, and writes the files.
     pub(crate) fn publish(
         &self,
         table: impl fmt::Display,
         results: impl Serialize,
         aims: &Aims,
+        rows: &[Row],
         svg: impl FnOnce() -> String,
     ) -> Result<(), String> {
-        let text = format!("{table}\n{aims}");
+        let parts = [table.to_string(), rows::text(rows), aims.to_string()];
+        let text = parts.into_iter().filter(|part| !part.is_empty()).collect::<Vec<_>>().join("\n");
         // A reader that has enough is no error, and the files below are still wanted.
         match io::stdout().lock().write_all(text.as_bytes()) {
             Err(error) if error.kind() != io::ErrorKind::BrokenPipe => return Err(format!("can't print: {error}")),
@@ -50,7 +55,7 @@ impl Files {
             fs::write(file, text).map_err(|e| format!("can't write {}: {e}", file.display()))
         };
         if let Some(file) = &self.json {
-            let json = serde_json::json!({ "results": results, "aims": aims });
+            let json = serde_json::json!({ "results": results, "aims": aims, "rows": rows });
             write(file, format!("{json:#}\n"))?;
         }
         if let Some(file) = &self.svg {

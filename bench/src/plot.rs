@@ -236,7 +236,7 @@ text {{ font: 13px sans-serif; fill: #24292f; }}
     }
 }
 
-fn escaped(text: &str) -> String {
+pub(crate) fn escaped(text: &str) -> String {
     let visible = text.chars().map(|c| if c.is_control() { ' ' } else { c }).collect::<String>();
     visible.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;")
 }

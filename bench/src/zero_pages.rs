@@ -5,16 +5,21 @@ use transship_lab::Scratch;
 
 use crate::{
     aims::Aims,
+    all::plan::{Job, Plan},
     arguments::Common,
     content::{Content, SourceMemory},
-    interrupt, machine,
+    interrupt, limits, machine,
     machine::Machine,
+    order::turns,
     ours,
     output::say,
     pair::{Recipe, text},
     plot,
-    results::{Check, Mode, Results, Row, ScanBandwidth},
-    stock, table, units,
+    results::{Check, Mode, OurRun, QemuRun, Results, Row, ScanBandwidth},
+    rows::{self, FRESH},
+    stock, table,
+    tables::Measured,
+    units,
 };
 
 const LONG_ABOUT: &str = "\
@@ -65,8 +70,27 @@ pub struct ZeroPages {
     pub cold: bool,
 }
 
+impl Measured for ZeroPages {
+    const NAME: &'static str = "zero-pages";
+
+    fn run(&self) -> Result<(), String> {
+        run(self)
+    }
+
+    fn jobs(plan: &Plan) -> Vec<Job> {
+        let channels = if plan.quick { "2" } else { "1,2,4" };
+        ["untouched", "zero", "random", "mixed"]
+            .map(|kind| {
+                let job = Job::new(Self::NAME, kind, if plan.quick { 35 } else { 600 });
+                let job = job.with(&["--kinds", kind, "--channels", channels]);
+                job.mem(plan).runs("--runs", plan.pairs).peer(plan)
+            })
+            .to_vec()
+    }
+}
+
 /// Measures, prints and writes.
-pub(crate) fn run(table: &ZeroPages) -> Result<(), String> {
+fn run(table: &ZeroPages) -> Result<(), String> {
     let base = check(table)?;
     interrupt::clean_up_in(vec![base.clone(), Scratch::base()])?;
     let mut results = Results {
@@ -83,7 +107,11 @@ pub(crate) fn run(table: &ZeroPages) -> Result<(), String> {
     let measured = measure(table, &base, &mut results);
     // What was measured before a failure took its time, too.
     if !results.rows.is_empty() {
-        table.common.files.publish(table::of(&results), &results, &Aims::of(&results), || plot::svg(&results))?;
+        let rows = rows(&results, &base)?;
+        table
+            .common
+            .files
+            .publish(table::of(&results), &results, &Aims::of(&results), &rows, || plot::svg(&results))?;
     }
     measured
 }
@@ -133,7 +161,7 @@ fn measure(table: &ZeroPages, base: &Path, results: &mut Results) -> Result<(), 
     Ok(())
 }
 
-/// Ours, QEMU's, ours, QEMU's, … into the last row.
+/// Ours, QEMU's, QEMU's, ours, … into the last row.
 fn in_turns(recipe: &Recipe<'_>, memory: &SourceMemory, runs: u32, results: &mut Results) -> Result<(), String> {
     let row = results.rows.last_mut().ok_or("no row to measure")?;
     let (title, mode) = (row.content.title(), row.mode);
@@ -141,25 +169,47 @@ fn in_turns(recipe: &Recipe<'_>, memory: &SourceMemory, runs: u32, results: &mut
         let compare = run == 1 && !recipe.running;
         let at = |error: String| format!("{title}, {}, run {run}: {error}", mode.title());
 
-        let pair = recipe.start(memory).map_err(at)?;
-        if results.qemu.is_empty() {
-            results.qemu = stock::version(&pair.source)?;
+        for side in turns(2, run) {
+            let pair = recipe.start(memory).map_err(at)?;
+            if results.qemu.is_empty() {
+                results.qemu = stock::version(&pair.source)?;
+            }
+            if side == 0 {
+                let moved = ours::run(&pair, &mode.our_arguments()).map_err(at)?;
+                row.ours.push(OurRun { equal: pair.compared(compare).map_err(at)?, ..moved });
+            } else {
+                let moved = stock::run(&pair, mode.qemu_parameters()).map_err(at)?;
+                row.qemu.push(QemuRun { equal: pair.compared(compare).map_err(at)?, ..moved });
+            }
         }
-        let mut ours = ours::run(&pair, &mode.our_arguments()).map_err(at)?;
-        ours.equal = pair.compared(compare).map_err(at)?;
-        drop(pair);
-
-        let pair = recipe.start(memory).map_err(at)?;
-        let mut qemu = stock::run(&pair, mode.qemu_parameters()).map_err(at)?;
-        qemu.equal = pair.compared(compare).map_err(at)?;
-        drop(pair);
-
-        let times = format!("ours {} ms, QEMU {} ms", units::short(ours.ms), units::short(qemu.ms));
-        say(&format!("{title}, {}, run {run} of {runs}: {times}", mode.title()));
-        row.ours.push(ours);
-        row.qemu.push(qemu);
+        let ms = |list: Option<f64>| list.map_or_else(String::new, units::short);
+        let (ours, qemu) = (ms(row.ours.last().map(|run| run.ms)), ms(row.qemu.last().map(|run| run.ms)));
+        say(&format!("{title}, {}, run {run} of {runs}: ours {ours} ms, QEMU {qemu} ms", mode.title()));
     }
     Ok(())
+}
+
+/// What all tables say alike, with the limits of these.
+fn rows(results: &Results, base: &Path) -> Result<Vec<rows::Row>, String> {
+    results.rows.iter().map(|row| shared_row(results, row, base)).collect()
+}
+
+fn shared_row(results: &Results, row: &Row, base: &Path) -> Result<rows::Row, String> {
+    let limit = match (row.content, row.mode.check) {
+        (Content::Zero, Check::Channels) => Some(limits::scan(row.mode.channels.into(), row.guest_bytes)?),
+        (Content::Random, _) => Some(limits::copy(base, row.guest_bytes, FRESH)?),
+        // Half of it is random, but for each eighth page.
+        (Content::Mixed, Check::Channels) => Some(limits::copy(base, row.guest_bytes / 16 * 7, FRESH)?),
+        _ => None,
+    };
+    let (ours, qemu) = (row.ours.iter().map(|run| run.ms).collect(), row.qemu.iter().map(|run| run.ms).collect());
+    let memory = if results.cold { "fresh, source cold" } else { FRESH };
+    let title = format!("{}, {}", row.content.title(), row.mode.title());
+    let cpu = |seconds: f64| format!("{} s", units::short(seconds));
+    Ok(rows::Row::of(title, memory, ours, qemu)
+        .limit(limit)
+        .fact("CPU", cpu(row.our_cpu_seconds()), cpu(row.qemu_cpu_seconds()))
+        .fact("wire", units::bytes(row.our_wire_bytes()), units::bytes(row.qemu_wire_bytes())))
 }
 
 /// Main-thread check with the most channels, for the gap that checking in channels closes, and then all by channels.

@@ -1,9 +1,9 @@
 //! The command itself, on little memory: every part runs for real, and no time is looked at.
 #![allow(clippy::unwrap_used)]
-use std::{path::Path, time::Duration};
+use std::{collections::BTreeMap, path::Path, time::Duration};
 
 use serde_json::Value;
-use transship_lab::Transship;
+use transship_lab::{Transship, lines::Mark};
 
 /// Two kinds of memory in two modes: eight moves of 64 MiB.
 #[test]
@@ -304,4 +304,64 @@ fn clones_stand_beside_guests_that_are_loaded() {
     }
     let picture = std::fs::read_to_string(&svg).unwrap();
     assert!(roxmltree::Document::parse(&picture).is_ok(), "{picture}");
+}
+
+/// What is left in a folder of results when it is killed is taken up: nothing that is done is measured again.
+#[test]
+fn all_tables_go_into_one_folder_and_an_interrupted_run_goes_on() {
+    let home = tempfile::tempdir().unwrap();
+    let (out, disk) = (home.path().join("results"), home.path().join("disk"));
+    std::fs::create_dir(&disk).unwrap();
+    let bench = |more: &[&str]| {
+        let arguments = ["bench", "all", "--quick", "--mem", "64M", "--pairs", "1", "--out"];
+        let tables = ["--tables", "limits,zero-pages,codecs", "--dir", disk.to_str().unwrap()];
+        Transship::command(arguments).args([out.as_os_str()]).args(tables).args(more.iter().copied())
+    };
+    let begun = bench(&[]).start().unwrap();
+    // The next part is under way when the one before is named as measured.
+    let (_, mark) =
+        begun.stderr().wait(Mark::START, "a third part", |line| line.contains("[3/").then_some(())).unwrap();
+    begun.stderr().wait(mark, "a move of it", |line| line.contains("run 1 of 1").then_some(())).unwrap();
+    drop(begun);
+
+    let finished = || -> BTreeMap<String, Vec<u8>> {
+        let files = std::fs::read_dir(&out).unwrap().map(|entry| entry.unwrap().path());
+        let done = files.filter(|path| path.to_str().unwrap().ends_with(".done.json"));
+        done.map(|path| (path.file_name().unwrap().to_str().unwrap().to_owned(), std::fs::read(&path).unwrap()))
+            .collect()
+    };
+    let before = finished();
+    assert!(before.contains_key("limits.done.json") && before.contains_key("zero-pages-untouched.done.json"));
+    assert!(!before.contains_key("codecs-4.done.json"), "{:?}", before.keys());
+    let page = || std::fs::read_to_string(out.join("index.html")).unwrap();
+    assert!(page().contains("parts are done so far"), "{}", page());
+
+    let refused = bench(&[]).run().unwrap().expect_code(1).unwrap();
+    assert!(refused.stderr.contains("has a run already") && refused.stderr.contains("--resume"), "{refused}");
+    let refused = bench(&["--resume", "--corpus", "/etc"]).run().unwrap().expect_code(1).unwrap();
+    assert!(refused.stderr.contains("corpus was null and is \"/etc\""), "{refused}");
+
+    let resumed = bench(&["--resume"]).start().unwrap().wait_for(Duration::from_secs(900)).unwrap();
+    let resumed = resumed.expect_code(0).unwrap();
+    let after = finished();
+    for (name, bytes) in &before {
+        assert!(after[name] == *bytes, "{name} was measured again");
+        let part = name.trim_end_matches(".done.json");
+        assert!(resumed.stderr.contains(&format!("{part} is done already")), "{resumed}");
+    }
+    let parts = ["untouched", "zero", "random", "mixed"].map(|kind| format!("zero-pages-{kind}"));
+    for part in parts.iter().map(String::as_str).chain(["limits", "codecs-4"]) {
+        assert!(after.contains_key(&format!("{part}.done.json")), "{part}: {:?}", after.keys());
+        assert!(page().contains(&format!("<code>transship bench {}", part.split('-').next().unwrap())), "{part}");
+        let svg = std::fs::read_to_string(out.join(format!("{part}.svg"))).unwrap();
+        assert!(roxmltree::Document::parse(&svg).is_ok(), "{svg}");
+        let report: Value =
+            serde_json::from_str(&std::fs::read_to_string(out.join(format!("{part}.json"))).unwrap()).unwrap();
+        for row in report["rows"].as_array().unwrap() {
+            assert!(row["ours"][0].as_f64().unwrap() > 0.0, "{row}");
+            assert!(part == "limits" || row["compared"]["verdict"] == "too-few", "one pair says nothing: {row}");
+        }
+    }
+    assert!(!page().contains("parts are done so far") && page().contains("of copy, fresh"), "{}", page());
+    assert!(resumed.stdout.contains("rows ahead"), "{resumed}");
 }

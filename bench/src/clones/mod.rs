@@ -5,7 +5,16 @@ mod results;
 use transship_lab::Scratch;
 
 use self::results::{Results, Way};
-use crate::{arguments::Common, interrupt, machine::Machine, output::say, units};
+use crate::{
+    all::plan::{Job, Plan},
+    arguments::Common,
+    interrupt,
+    machine::Machine,
+    order::turns,
+    output::say,
+    tables::Measured,
+    units,
+};
 
 const LONG_ABOUT: &str = "\
 Makes guests from one moment of a small guest that runs on: by `transship fork`, whose clones map the image; by stock \
@@ -29,19 +38,45 @@ pub struct Clones {
     /// How much of its memory the guest has filled
     #[arg(long, value_name = "SIZE", default_value = "64M", value_parser = units::memory)]
     pub content: u64,
+    /// How often each is measured
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=1000))]
+    pub runs: u32,
     /// What every table is told.
     #[command(flatten)]
     pub common: Common,
 }
 
+impl Measured for Clones {
+    const NAME: &'static str = "clones";
+
+    fn run(&self) -> Result<(), String> {
+        run(self)
+    }
+
+    fn jobs(plan: &Plan) -> Vec<Job> {
+        let job = |part: &str, seconds, arguments: &[&str]| {
+            Job::new(Self::NAME, part, seconds).with(arguments).runs("--runs", plan.pairs).peer(plan)
+        };
+        if plan.quick {
+            return vec![job("", 40, &["--mem", "1G", "--count", "1,4"])];
+        }
+        ["1G", "4G"].map(|mem| job(&mem.to_lowercase(), 900, &["--mem", mem])).to_vec()
+    }
+}
+
+const WAYS: [Way; 3] = [Way::Clones, Way::Qemu, Way::Lazy];
+
 /// Measures, prints and writes.
-pub(crate) fn run(table: &Clones) -> Result<(), String> {
+fn run(table: &Clones) -> Result<(), String> {
     table.common.files.check()?;
     interrupt::clean_up_in(vec![Scratch::base()])?;
     let mut results = Results::new(Machine::here(), table.content);
     let measured = measure(table, &mut results);
     if !results.rows.is_empty() {
-        table.common.files.publish(results.table(), &results, &results.aims(), || results.svg())?;
+        table
+            .common
+            .files
+            .publish(results.table(), &results, &results.aims(), &results.shared_rows(), || results.svg())?;
     }
     measured
 }
@@ -52,11 +87,14 @@ fn measure(table: &Clones, results: &mut Results) -> Result<(), String> {
         results.qemu = setting.version()?;
         results.kvm = setting.kvm;
         for &count in &table.count {
-            for way in [Way::Clones, Way::Qemu, Way::Lazy] {
-                let title = format!("{}, {count} guests, {}", units::bytes(guest_bytes), way.title());
-                let row = setting.row(way, count).map_err(|error| format!("{title}: {error}"))?;
-                say(&format!("{title}: {} ms each", units::short(row.ms().median)));
-                results.rows.push(row);
+            for run in 1..=table.runs {
+                for turn in turns(WAYS.len(), run) {
+                    let way = WAYS[turn];
+                    let title = format!("{}, {count} guests, {}", units::bytes(guest_bytes), way.title());
+                    let row = setting.row(way, count).map_err(|error| format!("{title}: {error}"))?;
+                    say(&format!("{title}: {} ms each", units::short(row.ms().median)));
+                    results.rows.push(row);
+                }
             }
         }
     }

@@ -6,6 +6,7 @@ use crate::{
     machine::Machine,
     plot::{Bar, Chart, Group, Line, Side},
     results::Spread,
+    rows::{self, FRESH},
     table::aligned,
     units,
 };
@@ -137,6 +138,27 @@ impl Results {
 
     fn clones(&self) -> impl Iterator<Item = &Row> {
         self.rows.iter().filter(|row| row.way == Way::Clones)
+    }
+
+    /// What all tables say alike: the time of one guest, run by run.
+    pub(super) fn shared_rows(&self) -> Vec<rows::Row> {
+        let mut cases: Vec<(u64, u32)> = self.clones().map(|row| (row.guest_bytes, row.count)).collect();
+        cases.dedup();
+        let row = |(guest_bytes, count): (u64, u32)| {
+            let of = |way: Way| {
+                let all = self.rows.iter();
+                all.filter(move |row| (row.guest_bytes, row.count, row.way) == (guest_bytes, count, way))
+            };
+            let ms = |way| of(way).map(|row| row.ms().median).collect::<Vec<_>>();
+            let memory = |way| units::bytes(Spread::of(of(way).map(|row| row.memory as f64)).median as u64);
+            let title = format!("{}, {count} clones", units::bytes(guest_bytes));
+            rows::Row::of(title, FRESH, ms(Way::Clones), ms(Way::Qemu)).fact(
+                "memory of all",
+                memory(Way::Clones),
+                memory(Way::Qemu),
+            )
+        };
+        cases.into_iter().map(row).collect()
     }
 
     pub(super) fn aims(&self) -> Aims {

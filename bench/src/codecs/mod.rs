@@ -8,18 +8,22 @@ use transship_lab::{Scratch, SlowLink, Transship};
 
 use self::results::{Results, Series};
 use crate::{
+    all::plan::{Job, Plan},
     arguments::Moves,
     content::SourceMemory,
     corpus::Corpus,
     interrupt,
     machine::{self, Machine},
+    order::turns,
     ours,
     output::say,
     pair::{Pair, Recipe, text},
     plot::Side,
     results::Run,
     runs::Runs,
-    stock, units,
+    stock,
+    tables::Measured,
+    units,
 };
 
 const LONG_ABOUT: &str = "\
@@ -109,8 +113,32 @@ pub(crate) fn qemu_parameters(channels: u8, method: Method) -> Value {
     })
 }
 
+impl Measured for Codecs {
+    const NAME: &'static str = "codecs";
+
+    fn run(&self) -> Result<(), String> {
+        run(self)
+    }
+
+    fn jobs(plan: &Plan) -> Vec<Job> {
+        let job = |part: &str, seconds, arguments: &[&str]| {
+            let job = Job::new(Self::NAME, part, seconds).with(arguments);
+            job.mem(plan).corpus(plan).runs("--runs", plan.pairs).peer(plan)
+        };
+        if plan.quick {
+            return vec![job("4", 80, &["--channels", "4", "--methods", "none,zlib,zstd,lz4"])];
+        }
+        let gigabit = job("1gbit", 1200, &["--channels", "4", "--methods", "none,zlib,zstd,auto", "--link", "1000"]);
+        ["4", "8", "16"]
+            .map(|channels| job(channels, 600, &["--channels", channels]))
+            .into_iter()
+            .chain([gigabit])
+            .collect()
+    }
+}
+
 /// Measures, prints and writes.
-pub(crate) fn run(table: &Codecs) -> Result<(), String> {
+fn run(table: &Codecs) -> Result<(), String> {
     table.moves.common.files.check()?;
     let base = Scratch::base();
     machine::check_room(table.mem, &base, false)?;
@@ -144,7 +172,13 @@ pub(crate) fn run(table: &Codecs) -> Result<(), String> {
     // What was measured before a failure took its time, too.
     results.series.retain(|series| !series.runs.is_empty());
     if !results.series.is_empty() {
-        table.moves.common.files.publish(results.table(), &results, &results.aims(), || results.svg())?;
+        table.moves.common.files.publish(
+            results.table(),
+            &results,
+            &results.aims(),
+            &results.rows(&base, &corpus)?,
+            || results.svg(),
+        )?;
     }
     measured
 }
@@ -196,7 +230,10 @@ fn measure(recipe: &Recipe<'_>, memory: &SourceMemory, results: &mut Results) ->
     channels.dedup();
     for channels in channels {
         for round in 1..=rounds {
-            for series in results.series.iter_mut().filter(|series| series.channels == channels) {
+            let all = &mut results.series;
+            let alike: Vec<usize> = (0..all.len()).filter(|&place| all[place].channels == channels).collect();
+            for turn in turns(alike.len(), round) {
+                let series = &mut all[alike[turn]];
                 let at = |error: String| format!("{}, run {round}: {error}", series.title());
                 let pair = recipe.start(memory).map_err(at)?;
                 if results.qemu.is_empty() {

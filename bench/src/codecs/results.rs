@@ -1,14 +1,17 @@
 //! Single runs, and what follows from them: the table, its aims, and the picture.
-use std::fmt::Write;
+use std::{fmt::Write, path::Path};
 
 use serde::{Serialize, Serializer, ser::SerializeStruct};
 
 use super::Method;
 use crate::{
     aims::{Aim, Aims, Bound},
+    corpus::Corpus,
+    limits,
     machine::Machine,
     plot::{Bar, Chart, Group, Line, Side},
     results::{Cpu, Sides},
+    rows::{FRESH, Row},
     runs::Runs,
     table::aligned,
     units,
@@ -116,6 +119,30 @@ impl Results {
             return None;
         }
         self.series.iter().find(|other| other.is(series.channels, Side::Qemu, series.method.of_qemu()))
+    }
+
+    /// What all tables say alike. Over a link, that is the limit, which is the same for both.
+    pub(crate) fn rows(&self, base: &Path, corpus: &Corpus) -> Result<Vec<Row>, String> {
+        let ours = self.series.iter().filter(|series| series.side != Side::Qemu);
+        ours.map(|series| {
+            let limit = match (self.link_mbit, series.method) {
+                (Some(_), _) => None,
+                (None, Method::None | Method::Auto) => Some(limits::copy(base, self.guest_bytes, FRESH)?),
+                (None, method) => limits::codec(method.name(), corpus, self.guest_bytes)?,
+            };
+            let qemu = self.beside(series);
+            let ms = |series: &Series| series.runs.list.iter().map(|run| run.ms).collect::<Vec<_>>();
+            let both = |name: fn(&Series) -> f64| {
+                (units::short(name(series)), qemu.map_or_else(String::new, |qemu| units::short(name(qemu))))
+            };
+            let (ratio, cpu) = (both(|series| series.runs.ratio()), both(Series::cpu_seconds_per_gb));
+            let beside =
+                qemu.filter(|qemu| qemu.method != series.method).map(|qemu| format!(", beside {}", qemu.name()));
+            let title = format!("{}{}", series.title(), beside.unwrap_or_default());
+            let row = Row::of(title, FRESH, ms(series), qemu.map(ms).unwrap_or_default()).limit(limit);
+            Ok(row.fact("CPU s/GB", cpu.0, cpu.1).fact("ratio", ratio.0, ratio.1))
+        })
+        .collect()
     }
 
     pub(crate) fn table(&self) -> String {

@@ -1,12 +1,13 @@
 //! What is measured: guests, layouts of the file, and who writes and reads it.
+use clap::ValueEnum;
 use serde::Serialize;
 
 use crate::plot::Side;
 
 /// What the guest does while it is saved.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize)]
 #[serde(rename_all = "kebab-case")]
-pub(crate) enum Guest {
+pub enum Guest {
     /// It stands still, and has never touched its memory.
     Sparse,
     /// It stands still.

@@ -20,22 +20,26 @@ use std::{
 use serde_json::json;
 use transship_lab::{Count, Qemu, Scratch, Workload, image, lines::Mark};
 
-pub(crate) use self::cases::By;
+pub(crate) use self::cases::{By, Guest};
 use self::{
-    cases::{Case, Guest, Layout},
+    cases::{Case, Layout},
     guests::Source,
     results::{RestoreRun, Results, SaveRun, Series},
     stock::Until,
 };
 use crate::{
+    all::plan::{Job, Plan},
     arguments::Common,
     at_hand,
     content::{Content, SourceMemory, first_difference},
     interrupt,
     machine::{self, Machine},
+    order::turns,
     output::say,
     pair::{Recipe, text},
-    stock as qemus, threads,
+    stock as qemus,
+    tables::Measured,
+    threads,
     units::{self, millis},
 };
 
@@ -74,6 +78,9 @@ pub struct Snapshots {
     /// Number of channels where several are used
     #[arg(long, value_name = "N", default_value_t = 4, value_parser = clap::value_parser!(u8).range(1..))]
     pub channels: u8,
+    /// What the guest does: never touched (sparse), paused, live, background [default: all]
+    #[arg(long, value_enum, value_name = "GUEST,...", value_delimiter = ',', hide_possible_values = true)]
+    pub guests: Vec<Guest>,
     /// Saves and restores by each program; the table shows median and minimum
     #[arg(long, value_name = "N", default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..=1000))]
     pub runs: u32,
@@ -92,8 +99,26 @@ struct Place<'a> {
     direct_io: bool,
 }
 
+impl Measured for Snapshots {
+    const NAME: &'static str = "files";
+
+    fn run(&self) -> Result<(), String> {
+        run(self)
+    }
+
+    fn jobs(plan: &Plan) -> Vec<Job> {
+        let pairs = if plan.quick { plan.pairs.min(3) } else { plan.pairs };
+        [("sparse", 15), ("paused", 60), ("live", 70), ("background", 35)]
+            .map(|(guest, quick)| {
+                let job = Job::new(Self::NAME, guest, if plan.quick { quick } else { quick * 20 });
+                job.with(&["--guests", guest]).mem(plan).dir(plan).runs("--runs", pairs).peer(plan)
+            })
+            .to_vec()
+    }
+}
+
 /// Measures, prints and writes.
-pub(crate) fn run(table: &Snapshots) -> Result<(), String> {
+fn run(table: &Snapshots) -> Result<(), String> {
     table.common.files.check()?;
     let base = Scratch::base();
     machine::check_room(table.mem, &base, false)?;
@@ -123,20 +148,28 @@ pub(crate) fn run(table: &Snapshots) -> Result<(), String> {
     // What was measured before a failure took its time, too.
     results.series.retain(|series| !series.saves.is_empty());
     if !results.series.is_empty() {
-        table.common.files.publish(results.table(), &results, &results.aims(), || results.svg())?;
+        table.common.files.publish(results.table(), &results, &results.aims(), &results.rows(), || results.svg())?;
     }
     measured
 }
 
 fn measure(place: &Place<'_>, results: &mut Results) -> Result<(), String> {
-    place.in_turns(&[Guest::Sparse], Content::Untouched, None, results)?;
-    place.in_turns(&[Guest::Paused], Content::Random, None, results)?;
+    let wanted = |guests: &[Guest]| -> Vec<Guest> {
+        let named = &place.table.guests;
+        guests.iter().copied().filter(|guest| named.is_empty() || named.contains(guest)).collect()
+    };
+    place.in_turns(&wanted(&[Guest::Sparse]), Content::Untouched, None, results)?;
+    place.in_turns(&wanted(&[Guest::Paused]), Content::Random, None, results)?;
+    let running = wanted(&[Guest::Live, Guest::Background]);
+    if running.is_empty() {
+        return Ok(());
+    }
     match image("kvm.elf") {
         Ok(_) => {
             let mib = u32::try_from(results.hot_bytes >> 20).map_err(text)?;
             // No check of everything while time is taken.
             let workload = Workload { mib, rate: 0, hot_mib: None, idle: false, sweep_ms: 3_600_000 };
-            place.in_turns(&[Guest::Live, Guest::Background], Content::Random, Some(workload), results)
+            place.in_turns(&running, Content::Random, Some(workload), results)
         }
         Err(missing) => {
             say(&format!("guests that run are left out: {missing}"));
@@ -178,7 +211,8 @@ impl Place<'_> {
             link: None,
         };
         for run in 1..=self.table.runs {
-            for number in first..results.series.len() {
+            for turn in turns(results.series.len() - first, run) {
+                let number = first + turn;
                 self.turn(&recipe, &memory, run, number, results)?;
             }
         }

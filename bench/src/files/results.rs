@@ -7,7 +7,12 @@ use super::{
     cases::{By, Case, Guest, Layout},
     disk::DiskRun,
 };
-use crate::{machine::Machine, results::Spread};
+use crate::{
+    machine::Machine,
+    results::Spread,
+    rows::{Limit, Row},
+    units,
+};
 
 pub(crate) const COMPLETED: &str = "completed";
 
@@ -130,6 +135,17 @@ impl Series {
     }
 }
 
+/// Run by run; not a number where a save did not end.
+fn save_ms(series: &Series) -> Vec<f64> {
+    series.saves.iter().map(|run| if run.ended() { run.ms } else { f64::NAN }).collect()
+}
+
+/// Run by run. Where the saves of some runs did not end, there is no telling which restores are neighbours.
+fn restore_ms(series: &Series) -> Vec<f64> {
+    let all = series.restores.iter().map(|run| run.ms).collect();
+    if series.ended() { all } else { Vec::new() }
+}
+
 /// A number that there may be, of some restores.
 pub(super) fn median(runs: &[RestoreRun], of: impl Fn(&RestoreRun) -> Option<f64>) -> f64 {
     Spread::of(runs.iter().map(|run| of(run).unwrap_or(f64::NAN))).median
@@ -188,6 +204,36 @@ impl Results {
 
     pub(super) fn disk_read(&self) -> Spread {
         Spread::of(self.disk.iter().map(|run| run.read_ms))
+    }
+
+    /// What all tables say alike: each save, and each restore.
+    pub(super) fn rows(&self) -> Vec<Row> {
+        let ours = || self.series.iter().filter(|series| series.by == By::Transship);
+        let beside = |series: &Series, of: fn(&Series) -> Vec<f64>| self.beside(series).map(of).unwrap_or_default();
+        let limit = |series: &Series, what: &str, ms: Spread| {
+            let is_read = series.case.guest != Guest::Sparse && !self.disk.is_empty();
+            is_read.then(|| Limit { what: format!("the disk {what}"), value: ms.median })
+        };
+        let title = |what: &str, series: &Series| {
+            format!("{what}, {}, {}", series.case.guest.title(), series.case.layout.title(self.channels))
+        };
+        let way = |series: &Series| if series.case.layout == Layout::Direct { "direct I/O" } else { "page cache" };
+        let saves = ours().map(|series| {
+            let row = Row::of(title("save", series), way(series), save_ms(series), beside(series, save_ms));
+            let qemu =
+                |of: fn(&Series) -> f64| self.beside(series).map_or_else(String::new, |qemu| units::short(of(qemu)));
+            let row = row.limit(limit(series, "written", self.disk_write()));
+            let row = row.fact("CPU s", units::short(series.cpu_seconds()), qemu(Series::cpu_seconds));
+            match series.case.guest.runs() {
+                true => row.fact("guest stands still ms", units::short(series.pause_ms()), qemu(Series::pause_ms)),
+                false => row,
+            }
+        });
+        let restores = ours().filter(|series| !series.restores.is_empty()).map(|series| {
+            let row = Row::of(title("restore", series), way(series), restore_ms(series), beside(series, restore_ms));
+            row.limit(limit(series, "read", self.disk_read()))
+        });
+        saves.chain(restores).collect()
     }
 
     /// Guest memory by time, in MB/s (10^6 bytes).

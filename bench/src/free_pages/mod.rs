@@ -17,13 +17,17 @@ use self::{
     results::{Results, Run, Series},
 };
 use crate::{
+    all::plan::{Job, Plan},
     arguments::Common,
     at_hand,
     files::By,
     interrupt,
     machine::{self, Machine},
+    order::turns,
     output::say,
-    stock as qemus, units,
+    stock as qemus,
+    tables::Measured,
+    units,
 };
 
 const LONG_ABOUT: &str = "\
@@ -79,8 +83,35 @@ pub struct FreePages {
     pub common: Common,
 }
 
+impl Measured for FreePages {
+    const NAME: &'static str = "free-pages";
+
+    fn run(&self) -> Result<(), String> {
+        run(self)
+    }
+
+    fn jobs(plan: &Plan) -> Vec<Job> {
+        let job = |part: &str, seconds, arguments: &[&str], times| {
+            Job::new(Self::NAME, part, seconds).with(arguments).runs("--times", times).peer(plan)
+        };
+        if plan.quick {
+            let mem = format!("{}M", plan.mem.map_or(1024, |bytes| bytes >> 20).max(256));
+            return vec![job(
+                "idle",
+                70,
+                &["--mem", &mem, "--loads", "idle", "--ways", "without,hints"],
+                plan.pairs.min(2),
+            )];
+        }
+        let sizes = ["2G", "4G", "8G"].into_iter();
+        let all = sizes.flat_map(|mem| ["without", "hints", "reporting"].map(|way| (mem, way)));
+        let part = |mem: &str, way: &str| format!("{}-{way}", mem.to_lowercase());
+        all.map(|(mem, way)| job(&part(mem, way), 1200, &["--mem", mem, "--ways", way], plan.pairs.min(10))).collect()
+    }
+}
+
 /// Measures, prints and writes.
-pub(crate) fn run(table: &FreePages) -> Result<(), String> {
+fn run(table: &FreePages) -> Result<(), String> {
     table.common.files.check()?;
     for name in ["linux/vmlinuz", "linux/initrd.img"] {
         image(name).map_err(|missing| format!("there is no guest to move: {missing}"))?;
@@ -99,7 +130,7 @@ pub(crate) fn run(table: &FreePages) -> Result<(), String> {
     // What was measured before a failure took its time, too.
     results.series.retain(|series| !series.runs.is_empty());
     if !results.series.is_empty() {
-        table.common.files.publish(results.table(), &results, &results.aims(), || results.svg())?;
+        table.common.files.publish(results.table(), &results, &results.aims(), &results.rows(), || results.svg())?;
     }
     measured
 }
@@ -137,7 +168,8 @@ fn chain(table: &FreePages, guest_bytes: u64, way: Way, sides: &[By], results: &
         let first = results.series.len();
         results.series.extend(sides.iter().map(|&by| Series::new(case(load, by))));
         for time in 1..=table.times {
-            for series in &mut results.series[first..] {
+            for turn in turns(sides.len(), time) {
+                let series = &mut results.series[first + turn];
                 for direction in ["there", "back"] {
                     let title = format!("{}, time {time} of {}, {direction}", series.case.title(), table.times);
                     let (next, run) = leg(&recipe, &home, series.case, table.channels)

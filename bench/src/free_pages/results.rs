@@ -5,7 +5,7 @@ use super::{
     cases::{Case, Load, Way},
     guests::Work,
 };
-use crate::{files::By, machine::Machine};
+use crate::{files::By, machine::Machine, rows::Row, units};
 
 /// One move. What a side does not tell is none.
 #[derive(Debug, Clone, Default, Serialize)]
@@ -157,6 +157,24 @@ impl Results {
     /// What is spared of the time without, from 0 to 1.
     pub(super) fn gain(&self, series: &Series) -> Option<f64> {
         Some(1.0 - series.ms().mean / self.without(series)?.ms().mean)
+    }
+
+    /// What all tables say alike, move by move.
+    pub(super) fn rows(&self) -> Vec<Row> {
+        let ms = |series: &Series| series.runs.iter().map(|run| run.ms).collect::<Vec<_>>();
+        let row = |ours: &Series| {
+            let qemu = self.beside(ours);
+            let Case { guest_bytes, load, way, .. } = ours.case;
+            let title = format!("{}, {}, {}", units::bytes(guest_bytes), load.title(), way.title());
+            let fact = |of: &dyn Fn(&Series) -> String| (of(ours), qemu.map_or_else(String::new, of));
+            let (wire, downtime) = (
+                fact(&|series| units::bytes(series.wire_bytes() as u64)),
+                fact(&|series| units::short(series.downtime_ms().mean)),
+            );
+            let row = Row::of(title, "full of old data", ms(ours), qemu.map(ms).unwrap_or_default());
+            row.fact("wire", wire.0, wire.1).fact("downtime ms, as reported", downtime.0, downtime.1)
+        };
+        self.ours().map(row).collect()
     }
 
     pub(super) fn ours(&self) -> impl Iterator<Item = &Series> {

@@ -13,6 +13,7 @@ use self::{
     routes::{Route, Wire},
 };
 use crate::{
+    all::plan::{Job, Plan},
     arguments::Moves,
     codecs::Method,
     content::{Content, SourceMemory},
@@ -20,10 +21,13 @@ use crate::{
     files::disk,
     interrupt,
     machine::{self, Machine},
+    order::turns,
     output::say,
     pair::{Recipe, text},
     runs::Runs,
-    stock, units,
+    stock,
+    tables::Measured,
+    units,
 };
 
 const LONG_ABOUT: &str = "\
@@ -125,8 +129,31 @@ struct Place<'a> {
     direct_io: bool,
 }
 
+impl Measured for QemuWire {
+    const NAME: &'static str = "qemu-wire";
+
+    fn run(&self) -> Result<(), String> {
+        run(self)
+    }
+
+    fn jobs(plan: &Plan) -> Vec<Job> {
+        let job = |part: &str, seconds, arguments: &[&str]| {
+            let job = Job::new(Self::NAME, part, seconds).with(arguments).mem(plan).corpus(plan).dir(plan);
+            job.runs("--runs", if plan.quick { plan.pairs.min(3) } else { plan.pairs }).peer(plan)
+        };
+        if plan.quick {
+            return vec![
+                job("corpus", 50, &["--kinds", "corpus", "--channels", "2", "--methods", "zstd"]),
+                job("zero", 25, &["--kinds", "zero", "--channels", "2"]),
+            ];
+        }
+        let kinds = [("corpus", 2400), ("zero", 500), ("untouched", 500)];
+        kinds.map(|(kind, seconds)| job(kind, seconds, &["--kinds", kind])).to_vec()
+    }
+}
+
 /// Measures, prints and writes.
-pub(crate) fn run(table: &QemuWire) -> Result<(), String> {
+fn run(table: &QemuWire) -> Result<(), String> {
     table.moves.common.files.check()?;
     let base = Scratch::base();
     machine::check_room(table.mem, &base, false)?;
@@ -158,7 +185,13 @@ pub(crate) fn run(table: &QemuWire) -> Result<(), String> {
     // What was measured before a failure took its time, too.
     results.series.retain(|series| !series.runs.is_empty());
     if !results.series.is_empty() {
-        table.moves.common.files.publish(results.table(), &results, &results.aims(), || results.svg())?;
+        table.moves.common.files.publish(
+            results.table(),
+            &results,
+            &results.aims(),
+            &results.rows(&base, &corpus)?,
+            || results.svg(),
+        )?;
     }
     measured
 }
@@ -182,7 +215,8 @@ impl Place<'_> {
         let home = Scratch::within(self.base).map_err(text)?;
         let memory = kind.memory(&home.join("mem0"), self.table.mem, corpus)?;
         for run in 1..=self.table.moves.runs {
-            for number in first..results.series.len() {
+            for turn in turns(results.series.len() - first, run) {
+                let number = first + turn;
                 let title = results.series[number].title();
                 let at = |error: String| format!("{title}, run {run}: {error}");
                 let pair = self.recipe.start(&memory).map_err(at)?;

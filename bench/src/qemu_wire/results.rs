@@ -1,5 +1,5 @@
 //! Single runs, and what follows from them: the table, its aims, and the picture.
-use std::fmt::Write;
+use std::{fmt::Write, path::Path};
 
 use serde::{Serialize, Serializer, ser::SerializeStruct};
 
@@ -10,9 +10,12 @@ use super::{
 use crate::{
     aims::{Aim, Aims, Bound},
     codecs::Method,
+    corpus::Corpus,
+    limits,
     machine::Machine,
     plot::{Bar, Chart, Group, Line, Side},
     results::{Sides, Spread},
+    rows::{FRESH, Limit, Row},
     runs::Runs,
     table::aligned,
     units,
@@ -101,6 +104,32 @@ impl Results {
 
     fn disk_ms(&self) -> Option<f64> {
         (!self.disk.is_empty()).then(|| Spread::of(self.disk.iter().copied()).median)
+    }
+
+    /// What all tables say alike: each route with one of ours, beside QEMU to QEMU.
+    pub(crate) fn rows(&self, base: &Path, corpus: &Corpus) -> Result<Vec<Row>, String> {
+        let ours = self.series.iter().filter(|series| series.route != Route::QemuToQemu);
+        ours.map(|series| {
+            let ms = |series: &Series| series.runs.list.iter().map(|run| run.ms).collect::<Vec<_>>();
+            let limit = match (series.kind, series.route, series.wire.method) {
+                (Kind::Corpus, Route::QemuToFile, Method::None) => {
+                    self.disk_ms().map(|value| Limit { what: "the disk written".into(), value })
+                }
+                (Kind::Corpus, _, Method::None) => Some(limits::copy(base, self.guest_bytes, FRESH)?),
+                (Kind::Corpus, _, method) => limits::codec(method.name(), corpus, self.guest_bytes)?,
+                (Kind::Zero, ..) => Some(limits::scan(series.wire.channels.into(), self.guest_bytes)?),
+                (Kind::Untouched, ..) => None,
+            };
+            let qemu = self.beside(series).map(ms).unwrap_or_default();
+            let memory = if series.route == Route::QemuToFile { "page cache" } else { FRESH };
+            let cpu = |series: &Series| {
+                let Sides { source, destination } = series.cpu_seconds_per_gb();
+                units::short(source + destination)
+            };
+            let beside = self.beside(series).map_or_else(String::new, cpu);
+            Ok(Row::of(series.title(), memory, ms(series), qemu).limit(limit).fact("CPU s/GB", cpu(series), beside))
+        })
+        .collect()
     }
 
     pub(crate) fn table(&self) -> String {

@@ -15,6 +15,7 @@ use transship_lab::{Qemu, Scratch, SlowLink, Synthetic, Workload, image};
 
 use self::results::{Comparison, Load, Results, Run, Series};
 use crate::{
+    all::plan::{Job, Plan},
     arguments::Moves,
     codecs,
     content::SourceMemory,
@@ -22,11 +23,14 @@ use crate::{
     ends::Ends,
     interrupt,
     machine::{self, Machine},
+    order::turns,
     ours::{self, Moved},
     output::say,
     pair::{Pair, Recipe, text},
     plot::Side,
-    stock, units,
+    stock,
+    tables::Measured,
+    units,
 };
 
 const LONG_ABOUT: &str = "\
@@ -95,8 +99,27 @@ pub(crate) enum WhenBusy {
     Raw,
 }
 
+impl Measured for Threads {
+    const NAME: &'static str = "threads";
+
+    fn run(&self) -> Result<(), String> {
+        run(self)
+    }
+
+    fn jobs(plan: &Plan) -> Vec<Job> {
+        let job = Job::new(Self::NAME, "", if plan.quick { 60 } else { 1500 });
+        let job = if plan.quick { job.with(&["--encoders", "4"]) } else { job };
+        vec![
+            job.mem(plan)
+                .corpus(plan)
+                .runs("--runs", if plan.quick { plan.pairs.min(3) } else { plan.pairs })
+                .peer(plan),
+        ]
+    }
+}
+
 /// Measures, prints and writes.
-pub(crate) fn run(table: &Threads) -> Result<(), String> {
+fn run(table: &Threads) -> Result<(), String> {
     table.moves.common.files.check()?;
     let base = Scratch::base();
     machine::check_room(table.mem, &base, false)?;
@@ -124,7 +147,11 @@ pub(crate) fn run(table: &Threads) -> Result<(), String> {
     // What was measured before a failure took its time, too.
     results.moves.retain(|series| !series.runs.is_empty());
     if !results.moves.is_empty() {
-        table.moves.common.files.publish(results.table(), &results, &results.aims(), || results.svg())?;
+        table
+            .moves
+            .common
+            .files
+            .publish(results.table(), &results, &results.aims(), &results.rows(), || results.svg())?;
     }
     measured
 }
@@ -200,7 +227,10 @@ fn in_turns(
 ) -> Result<(), String> {
     let rounds = results.runs;
     for round in 1..=rounds {
-        for series in results.moves.iter_mut().filter(|series| series.guest == guest) {
+        let all = &mut results.moves;
+        let alike: Vec<usize> = (0..all.len()).filter(|&place| all[place].guest == guest).collect();
+        for turn in turns(alike.len(), round) {
+            let series = &mut all[alike[turn]];
             let run = once(series, round).map_err(|error| format!("{}, run {round}: {error}", series.title()))?;
             let (title, ms) = (series.title(), units::short(run.ms));
             say(&format!("{title}, run {round} of {rounds}: {} after {ms} ms", run.status));

@@ -11,6 +11,7 @@ use crate::{
     ours::Moved,
     plot::{Bar, Chart, Group, Line, Side},
     results::{QemuRun, Spread},
+    rows::{FRESH, Row},
     stock,
     table::aligned,
     units,
@@ -277,6 +278,29 @@ impl Results {
              of 512 KiB.\n",
         );
         text
+    }
+
+    /// What all tables say alike: of the guest that both move. A move that did not arrive has no time.
+    pub(crate) fn rows(&self) -> Vec<Row> {
+        let ms = |series: &Series| {
+            let arrived = |run: &Run| if run.arrived() { run.ms } else { f64::NAN };
+            series.runs.iter().map(arrived).collect::<Vec<_>>()
+        };
+        let of_both = |ours: &&Series| ours.guest == Guest::Qemu && ours.side == Side::Ours;
+        let beside = |ours: &Series| {
+            self.moves.iter().find(|series| series.side == Side::Qemu && series.encoders == ours.encoders)
+        };
+        let row = |ours: &Series| {
+            let Some(qemu) = beside(ours) else { return Row::of(ours.title(), FRESH, ms(ours), Vec::new()) };
+            let wire = |series: &Series| units::bytes(series.spread(|run| run.wire_bytes as f64).median as u64);
+            let downtime = |series: &Series| units::short(series.spread(|run| run.downtime_ms).median);
+            Row::of(ours.title(), FRESH, ms(ours), ms(qemu)).fact("wire", wire(ours), wire(qemu)).fact(
+                "downtime ms, as reported",
+                downtime(ours),
+                downtime(qemu),
+            )
+        };
+        self.moves.iter().filter(of_both).map(row).collect()
     }
 
     pub(crate) fn aims(&self) -> Aims {

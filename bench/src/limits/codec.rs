@@ -1,0 +1,111 @@
+//! A codec alone, on all cores, on the packets that moves make: what no compressed move is faster than.
+use std::{
+    sync::atomic::{AtomicUsize, Ordering::Relaxed},
+    thread,
+    time::Instant,
+};
+
+use transship_codec::{Method, Outcome, Setting};
+
+use crate::units::millis;
+
+/// As the packets of a move.
+pub(crate) const PACKET_BYTES: usize = 512 << 10;
+
+/// What a codec did with all packets.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct CodecRun {
+    pub(crate) encode_ms: f64,
+    pub(crate) decode_ms: f64,
+    /// Bytes that went in for each that came out.
+    pub(crate) ratio: f64,
+}
+
+/// Encodes all packets and decodes them, by so many threads each time.
+pub(crate) fn alone(method: Method, packets: &[&[u8]], threads: usize) -> Result<CodecRun, String> {
+    let setting = Setting::new(method, None).map_err(|error| error.to_string())?;
+    let (encode_ms, encoded) = on_all(packets.len(), threads, || {
+        let (mut encoder, mut out) = (setting.encoder(), Vec::new());
+        move |number| {
+            // Those that don't shrink are sent as they are.
+            let kept = match encoder.encode(packets[number], &mut out) {
+                Outcome::Encoded => Some(out.clone()),
+                Outcome::Raw => None,
+            };
+            Ok(kept)
+        }
+    })?;
+    let (decode_ms, _) = on_all(packets.len(), threads, || {
+        let (mut decoder, mut pages, encoded) = (method.decoder(), vec![0; PACKET_BYTES], &encoded);
+        move |number: usize| {
+            let pages = &mut pages[..packets[number].len()];
+            match &encoded[number] {
+                Some(bytes) => decoder.decode(bytes, pages).map_err(|error| error.to_string()),
+                None => {
+                    pages.copy_from_slice(packets[number]);
+                    Ok(())
+                }
+            }
+        }
+    })?;
+    let length = |(packet, encoded): (&&[u8], &Option<Vec<u8>>)| encoded.as_ref().map_or(packet.len(), Vec::len);
+    let out: usize = packets.iter().zip(&encoded).map(length).sum();
+    let all: usize = packets.iter().map(|packet| packet.len()).sum();
+    Ok(CodecRun { encode_ms, decode_ms, ratio: all as f64 / out as f64 })
+}
+
+/// Has threads do all of so many pieces of work, and gives the time and the results in their order.
+fn on_all<T: Send, W: FnMut(usize) -> Result<T, String> + Send>(
+    count: usize,
+    threads: usize,
+    worker: impl Fn() -> W,
+) -> Result<(f64, Vec<T>), String> {
+    let next = AtomicUsize::new(0);
+    let begin = Instant::now();
+    let mut done: Vec<(usize, T)> = thread::scope(|scope| {
+        let next = &next;
+        let all: Vec<_> = (0..threads)
+            .map(|_| {
+                let mut work = worker();
+                scope.spawn(move || {
+                    // A counter: nothing else is published by it.
+                    let numbers =
+                        std::iter::from_fn(|| Some(next.fetch_add(1, Relaxed)).filter(|number| *number < count));
+                    numbers.map(|number| Ok((number, work(number)?))).collect::<Result<Vec<_>, String>>()
+                })
+            })
+            .collect();
+        let mut done = Vec::new();
+        for thread in all {
+            done.extend(thread.join().map_err(|_| "a thread of a codec panicked")??);
+        }
+        Ok::<_, String>(done)
+    })?;
+    let ms = millis(begin.elapsed());
+    done.sort_by_key(|(number, _)| *number);
+    Ok((ms, done.into_iter().map(|(_, result)| result).collect()))
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use crate::corpus::Corpus;
+
+    #[test]
+    fn what_shrinks_has_a_ratio_and_what_does_not_has_none() {
+        let corpus = Corpus::new(None, 8 << 20).unwrap();
+        let packets: Vec<&[u8]> = corpus.packets(PACKET_BYTES).collect();
+        let run = alone(Method::Zstd, &packets, 3).unwrap();
+        assert!(run.ratio > 2.0 && run.ratio < 6.0 && run.encode_ms > 0.0 && run.decode_ms > 0.0, "{run:?}");
+        assert_eq!(alone(Method::None, &packets, 2).unwrap().ratio, 1.0);
+    }
+
+    #[test]
+    fn results_come_in_the_order_of_the_work() {
+        let (_, squares) = on_all(100, 4, || |number| Ok(number * number)).unwrap();
+        assert_eq!(squares, (0..100).map(|number| number * number).collect::<Vec<_>>());
+        let failed = on_all(9, 2, || |number| if number == 7 { Err("seven".to_owned()) } else { Ok(()) });
+        assert_eq!(failed.unwrap_err(), "seven");
+    }
+}

@@ -1,0 +1,213 @@
+//! `transship bench limits`: what the machine does on its own. Other tables measure the same beside their rows.
+pub(crate) mod codec;
+pub(crate) mod copy;
+mod loopback;
+
+use std::path::{Path, PathBuf};
+
+use transship_codec::Method;
+use transship_lab::Scratch;
+
+use self::{codec::PACKET_BYTES, copy::Copy};
+use crate::{
+    aims::Aims,
+    all::plan::{Job, Plan},
+    arguments::Common,
+    at_hand,
+    corpus::Corpus,
+    files::disk,
+    interrupt,
+    machine::{self, Machine},
+    output::say,
+    plot::{Bar, Chart, Group, Line, Side},
+    rows::{FRESH, Limit, Row, WARM},
+    tables::Measured,
+    units,
+};
+
+const LONG_ABOUT: &str = "\
+Measures what the machine does on its own: pages copied from one guest's memory into another's, which is fresh or \
+warm; memory read; bytes through sockets of this host; each codec alone on all cores; and the disk of --dir with \
+direct I/O, written and read. Nothing that moves a guest here is faster than these.
+
+Other tables measure the limits of their rows by themselves.";
+
+/// More would take longer and say the same.
+const MOST_BYTES: u64 = 1 << 30;
+const METHODS: [(Method, &str); 3] = [(Method::Zlib, "zlib"), (Method::Zstd, "zstd"), (Method::Lz4, "lz4")];
+
+/// What the machine does on its own.
+#[derive(Debug, Clone, clap::Args)]
+#[command(long_about = LONG_ABOUT)]
+pub struct Limits {
+    /// Bytes that are copied, encoded, written, …
+    #[arg(long, value_name = "SIZE", default_value = "1G", value_parser = units::memory)]
+    pub mem: u64,
+    /// How often; the table shows the median
+    #[arg(long, value_name = "N", default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..=1000))]
+    pub runs: u32,
+    /// A folder on the disk to measure
+    #[arg(long, value_name = "DIR", default_value = ".")]
+    pub dir: PathBuf,
+    /// Encode the files of this folder, repeatedly
+    #[arg(long, value_name = "DIR")]
+    pub corpus: Option<PathBuf>,
+    /// What every table is told.
+    #[command(flatten)]
+    pub common: Common,
+}
+
+/// Threads that share a limit's work.
+fn cores() -> usize {
+    std::thread::available_parallelism().map_or(1, usize::from)
+}
+
+/// A bare copy of so many bytes into memory in this state, on all cores.
+pub(crate) fn copy(base: &Path, bytes: u64, memory: &str) -> Result<Limit, String> {
+    let measured = bytes.min(MOST_BYTES);
+    at_hand::have(2 * measured)?;
+    let copy = Copy::new(base, measured)?;
+    let mut ms = copy.once(cores())?;
+    if memory == WARM {
+        ms = copy.once(cores())?;
+    }
+    Ok(Limit { what: format!("copy, {memory}"), value: scaled(ms, measured, bytes) })
+}
+
+/// So many bytes read, by these threads.
+pub(crate) fn scan(threads: usize, bytes: u64) -> Result<Limit, String> {
+    let threads = threads.min(cores());
+    let ms = bytes as f64 / machine::scan_bandwidth(threads)? * 1e3;
+    Ok(Limit { what: "scan".into(), value: ms })
+}
+
+/// So many bytes of a corpus through a codec and back, all cores for one and then for the other. None: it has none.
+pub(crate) fn codec(method: &str, corpus: &Corpus, bytes: u64) -> Result<Option<Limit>, String> {
+    let Some((method, name)) = METHODS.into_iter().find(|(_, name)| *name == method) else { return Ok(None) };
+    let packets: Vec<&[u8]> = corpus.packets(PACKET_BYTES).collect();
+    let measured: usize = packets.iter().map(|packet| packet.len()).sum();
+    let run = codec::alone(method, &packets, cores())?;
+    let value = scaled(run.encode_ms + run.decode_ms, measured as u64, bytes);
+    Ok(Some(Limit { what: format!("{name} alone"), value }))
+}
+
+fn scaled(ms: f64, measured: u64, bytes: u64) -> f64 {
+    ms * bytes as f64 / measured as f64
+}
+
+impl Measured for Limits {
+    const NAME: &'static str = "limits";
+
+    fn run(&self) -> Result<(), String> {
+        self.common.files.check()?;
+        let base = Scratch::base();
+        machine::check_room(self.mem, &base, false)?;
+        machine::check_disk(&self.dir, self.mem)?;
+        interrupt::clean_up_in(vec![base.clone(), self.dir.clone()])?;
+        let corpus = Corpus::new(self.corpus.as_deref(), self.mem)?;
+        let mut rows = Vec::new();
+        self.memory(&base, &mut rows)?;
+        self.codecs(&corpus, &mut rows)?;
+        self.disk(&mut rows)?;
+        let machine = Machine::here();
+        let setting = format!("{}, codecs: {} · {}", units::bytes(self.mem), corpus.title(), machine.title("not used"));
+        let lines = |row: &Row| {
+            let bar = Bar { side: Side::Disk, ms: row.median(crate::rows::Side::Ours), remark: String::new() };
+            Line { title: row.title.clone(), bars: vec![bar], note: row.memory.clone() }
+        };
+        let groups = vec![Group { title: units::bytes(self.mem), lines: rows.iter().map(lines).collect() }];
+        let chart = Chart {
+            title: "What the machine does on its own",
+            setting: &setting,
+            legend: &[(Side::Disk, "alone, all cores")],
+            notes: "memory",
+            axis: "time",
+            groups,
+        };
+        let text = format!("{setting}\n{}", machine.warning());
+        self.common.files.publish(text, &machine, &Aims::none(), &rows, || chart.svg())
+    }
+
+    fn jobs(plan: &Plan) -> Vec<Job> {
+        let job = Job::new(Self::NAME, "", 30).mem(plan).runs("--runs", plan.pairs.min(3)).dir(plan).corpus(plan);
+        vec![job]
+    }
+}
+
+impl Limits {
+    fn memory(&self, base: &Path, rows: &mut Vec<Row>) -> Result<(), String> {
+        let (mut fresh, mut warm, mut loopback, mut scan) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
+        for run in 1..=self.runs {
+            at_hand::have(2 * self.mem)?;
+            let copy = Copy::new(base, self.mem)?;
+            fresh.push(copy.once(cores())?);
+            warm.push(copy.once(cores())?);
+            drop(copy);
+            loopback.push(loopback::once(self.mem, cores())?);
+            scan.push(self.mem as f64 / machine::scan_bandwidth(cores())? * 1e3);
+            say(&format!("memory, run {run} of {}: copied in {} ms", self.runs, units::short(fresh[fresh.len() - 1])));
+        }
+        rows.push(self.row("memory copied", FRESH, fresh));
+        rows.push(self.row("memory copied", WARM, warm));
+        rows.push(self.row("memory read", WARM, scan));
+        rows.push(self.row("sockets of this host", "", loopback));
+        Ok(())
+    }
+
+    fn codecs(&self, corpus: &Corpus, rows: &mut Vec<Row>) -> Result<(), String> {
+        let packets: Vec<&[u8]> = corpus.packets(PACKET_BYTES).collect();
+        let measured = packets.iter().map(|packet| packet.len() as u64).sum();
+        for (method, name) in METHODS {
+            let (mut encode, mut decode, mut ratio) = (Vec::new(), Vec::new(), 1.0);
+            for _ in 0..self.runs {
+                let run = codec::alone(method, &packets, cores())?;
+                encode.push(scaled(run.encode_ms, measured, self.mem));
+                decode.push(scaled(run.decode_ms, measured, self.mem));
+                ratio = run.ratio;
+            }
+            say(&format!("{name}: encoded in {} ms, ratio {}", units::short(encode[0]), units::short(ratio)));
+            rows.push(self.row(&format!("{name} encodes"), "", encode).fact("ratio", units::short(ratio), ""));
+            rows.push(self.row(&format!("{name} decodes"), "", decode));
+        }
+        Ok(())
+    }
+
+    fn disk(&self, rows: &mut Vec<Row>) -> Result<(), String> {
+        let folder = Scratch::within(&self.dir).map_err(|error| error.to_string())?;
+        if !disk::does_direct_io(folder.path())? {
+            say(&format!("the file system of {} does no direct I/O: the disk is left out", self.dir.display()));
+            return Ok(());
+        }
+        let (mut write, mut read) = (Vec::new(), Vec::new());
+        for run in 1..=self.runs {
+            let disk = disk::measure(folder.path(), self.mem)?;
+            say(&format!("the disk, run {run} of {}: written in {} ms", self.runs, units::short(disk.write_ms)));
+            write.push(disk.write_ms);
+            read.push(disk.read_ms);
+        }
+        rows.push(self.row("the disk written", "direct I/O", write));
+        rows.push(self.row("the disk read", "direct I/O", read));
+        Ok(())
+    }
+
+    fn row(&self, title: &str, memory: &str, ms: Vec<f64>) -> Row {
+        let row = Row::of(title, memory, ms, Vec::new());
+        let gb_per_s = self.mem as f64 / 1e6 / row.median(crate::rows::Side::Ours);
+        row.fact("GB/s", units::short(gb_per_s), "")
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_limit_is_of_as_many_bytes_as_were_asked_for() {
+        assert_eq!(scaled(10.0, 1 << 20, 1 << 22), 40.0);
+        let corpus = Corpus::new(None, 4 << 20).unwrap();
+        assert_eq!(codec("auto", &corpus, 1 << 20).unwrap(), None);
+        let limit = codec("zstd", &corpus, 1 << 20).unwrap().unwrap();
+        assert!(limit.what == "zstd alone" && limit.value > 0.0, "{limit:?}");
+    }
+}
