@@ -8,7 +8,9 @@
  *
  * Arguments (-append): workload.mib=N (default: all memory), workload.rate=PAGES_PER_SECOND (0, the default: as fast as
  * possible), workload.idle=1 (write nothing after the first fill), workload.sweep_ms=N (default 1000),
- * workload.report_ms=N (time between two reports, default 200).
+ * workload.report_ms=N (time between two reports, default 200), workload.beat_ms=N (time between two beats, lines of one
+ * "~"; 0, the default: none). When a beat comes in is for whoever listens to see: this guest's own clock stands still
+ * when the guest does.
  */
 typedef unsigned char u8;
 typedef unsigned int u32;
@@ -124,8 +126,9 @@ static int reached(u64 *when, u32 next_ms)
 }
 
 /*
- * Rest: the processor halts until its timer interrupts it, a hundred times a second. Interrupts are let in only there,
- * so nothing else has to expect them. A guest that polled instead would take a core from whoever looks at it.
+ * Rest: the processor halts until its timer interrupts it, a hundred times a second, or as often as the guest beats.
+ * Interrupts are let in only there, so nothing else has to expect them. A guest that polled instead would take a core
+ * from whoever looks at it.
  */
 
 enum {
@@ -166,7 +169,7 @@ struct __attribute__((packed)) table {
 
 static void set_apic(u32 place, u32 value) { *(volatile u32 *)(APIC + place) = value; }
 
-static void prepare_rest(void)
+static void prepare_rest(u32 tick_ns)
 {
     const struct table segment_table = {sizeof segments - 1, segments}, gate_table = {sizeof gates - 1, gates};
     gates[TIMER] = (u64)((u32)tick >> 16) << 48 | 0x00008e0000000000 | CODE << 16 | ((u32)tick & 0xffff);
@@ -183,7 +186,7 @@ static void prepare_rest(void)
     set_apic(APIC_SPURIOUS, 0x1ff);
     set_apic(APIC_DIVISOR, 0xb);
     set_apic(APIC_TIMER, PERIODIC | TIMER);
-    set_apic(APIC_PERIOD, TICK_NS);
+    set_apic(APIC_PERIOD, tick_ns);
 }
 
 /* The arguments. */
@@ -303,14 +306,16 @@ void main(const struct loader_info *info)
     u32 sweep_ms = argument(arguments, "workload.sweep_ms", 1000);
     u32 report_ms = argument(arguments, "workload.report_ms", 200);
 
-    prepare_rest();
+    u32 beat_ms = argument(arguments, "workload.beat_ms", 0);
+
+    prepare_rest(beat_ms && beat_ms < 10 ? beat_ms * (TICK_NS / 10) : TICK_NS);
     measure_clock();
     for (u32 page = 0; page < pages; page++)
         write_page(page, 1);
     put_field("workload: ready pages=", pages);
     put('\n');
 
-    u64 next_report = cycles(), next_sweep = next_report, next_batch = next_report;
+    u64 next_report = cycles(), next_sweep = next_report, next_batch = next_report, next_beat = next_report;
     u32 page = 0, uptime_ms = 0;
     for (;;) {
         u32 batch = 0;
@@ -324,6 +329,8 @@ void main(const struct loader_info *info)
             count++;
             page = page + 1 == pages ? 0 : page + 1;
         }
+        if (beat_ms && reached(&next_beat, beat_ms))
+            put_text("~\n");
         if (reached(&next_report, report_ms)) {
             report(uptime_ms);
             uptime_ms += report_ms;

@@ -21,6 +21,8 @@
 //! workload: slots=S reads=N errors=E                all slots were checked (see slots.rs), before each sweep's line, which has their errors too
 //! workload: bad slot: ...                           the first few of these
 //! workload: disk at rest                            nothing is written to the disk any more, as "disk rest" asks for, until "disk go"
+//! ~                                                 a beat, every `beat_ms`. When it comes in is for whoever listens to
+//!                                                   see: the guest's own clock stands still when the guest does
 //! workload: units=N                                 functions compiled, fifty times a second between "compile" and "rest"
 //! ```
 //!
@@ -33,7 +35,7 @@
 //! so that free memory is full of old data; 0), `workload.churn` (MiB that are taken, written, checked and given back,
 //! over and over, as fast as possible; 0), `workload.hold` (MiB that are written before "ready" and kept until "drop";
 //! 0), `workload.disk` (MiB of the first disk that are written and checked; 0), `workload.slots` (MiB that the first
-//! disk is read into, over and over; 0).
+//! disk is read into, over and over; 0), `workload.beat_ms` (time between two beats; 0: none).
 mod compile;
 mod disk;
 mod slots;
@@ -72,6 +74,7 @@ struct Settings {
     disk: usize,
     slots: usize,
     hold: usize,
+    beat: Duration,
 }
 
 struct Workload {
@@ -100,6 +103,7 @@ fn main() {
     workload.slots = Slots::start(settings.slots);
     say(format_args!("ready pages={}", settings.pages));
     let asked = listen(&workload.disk, held);
+    beat(settings.beat);
     workload.run(&settings, &asked);
 }
 
@@ -128,6 +132,7 @@ impl Settings {
             disk: number("disk", 0) as usize * PAGES_PER_MIB,
             slots: number("slots", 0) as usize * PAGES_PER_MIB,
             hold: number("hold", 0) as usize * PAGES_PER_MIB,
+            beat: Duration::from_millis(number("beat_ms", 0)),
         }
     }
 }
@@ -336,6 +341,21 @@ fn batch(settings: &Settings, next: &mut Instant) -> u64 {
     } else {
         0
     }
+}
+
+/// Beats on a thread of its own.
+fn beat(every: Duration) {
+    if every.is_zero() {
+        return;
+    }
+    std::thread::spawn(move || {
+        loop {
+            std::thread::sleep(every);
+            // A serial port that nobody listens to is no reason to stop.
+            let _ = std::io::stdout().write_all(b"~\n");
+            let _ = std::io::stdout().flush();
+        }
+    });
 }
 
 /// True once a step. A clock that has jumped (the guest stood still) is not caught up with.

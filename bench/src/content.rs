@@ -193,17 +193,21 @@ impl Random {
 
 /// The offset of the first page from `from` on that differs in two memory files, if any does. Read, not mapped: that
 /// leaves holes alone.
-pub(crate) fn first_difference(one: &Path, other: &Path, from: u64) -> Result<Option<u64>, String> {
-    let open = |path: &Path| {
-        let opened = File::open(path).and_then(|mut file| file.seek(SeekFrom::Start(from)).map(|_| file));
-        opened.map_err(|error| format!("can't read {}: {error}", path.display()))
+///
+/// Both stand at the first byte of a memory of `bytes`.
+pub(crate) fn first_difference(mut one: File, mut other: File, from: u64, bytes: u64) -> Result<Option<u64>, String> {
+    let rest = |file: &mut File| {
+        let at = i64::try_from(from).map_err(io::Error::other)?;
+        file.seek(SeekFrom::Current(at)).map(|_| ())
     };
-    let (mut left, mut right) = (open(one)?, open(other)?);
+    rest(&mut one).and_then(|()| rest(&mut other)).map_err(|error| format!("can't read memory: {error}"))?;
     let (mut a, mut b) = (Vec::with_capacity(PIECE_BYTES), Vec::with_capacity(PIECE_BYTES));
     let mut offset = from;
     loop {
-        read_piece(&mut left, &mut a)
-            .and_then(|()| read_piece(&mut right, &mut b))
+        // A process has more behind its guest's memory.
+        let length = bytes.saturating_sub(offset).min(PIECE_BYTES as u64);
+        read_piece(&mut one, &mut a, length)
+            .and_then(|()| read_piece(&mut other, &mut b, length))
             .map_err(|e| format!("can't compare memory: {e}"))?;
         if a != b {
             let at = a.iter().zip(&b).position(|(x, y)| x != y).unwrap_or(a.len().min(b.len()));
@@ -216,9 +220,9 @@ pub(crate) fn first_difference(one: &Path, other: &Path, from: u64) -> Result<Op
     }
 }
 
-fn read_piece(file: &mut File, piece: &mut Vec<u8>) -> io::Result<()> {
+fn read_piece(file: &mut File, piece: &mut Vec<u8>, length: u64) -> io::Result<()> {
     piece.clear();
-    file.take(PIECE_BYTES as u64).read_to_end(piece).map(drop)
+    file.take(length).read_to_end(piece).map(drop)
 }
 
 #[cfg(test)]
@@ -292,17 +296,21 @@ mod tests {
         let (folder, memory) = made(Content::Random);
         let copy = folder.path().join("copy");
         std::fs::copy(memory.path(), &copy).unwrap();
-        assert_eq!(first_difference(memory.path(), &copy, 0), Ok(None));
+        let difference = |from| {
+            let [one, other] = [memory.path(), &copy].map(|path| File::open(path).unwrap());
+            first_difference(one, other, from, BYTES)
+        };
+        assert_eq!(difference(0), Ok(None));
         let file = OpenOptions::new().write(true).read(true).open(&copy).unwrap();
         let mut byte = [0];
         file.read_exact_at(&mut byte, BYTES - 1).unwrap();
         file.write_all_at(&[!byte[0]], BYTES - 1).unwrap();
-        assert_eq!(first_difference(memory.path(), &copy, 0), Ok(Some(BYTES - PAGE_BYTES as u64)));
+        assert_eq!(difference(0), Ok(Some(BYTES - PAGE_BYTES as u64)));
         let last = BYTES - PAGE_BYTES as u64;
-        assert_eq!(first_difference(memory.path(), &copy, last), Ok(Some(last)));
-        assert_eq!(first_difference(memory.path(), &copy, BYTES), Ok(None));
+        assert_eq!(difference(last), Ok(Some(last)));
+        assert_eq!(difference(BYTES), Ok(None));
         file.set_len(4096).unwrap();
-        assert_eq!(first_difference(memory.path(), &copy, 0), Ok(Some(4096)));
+        assert_eq!(difference(0), Ok(Some(4096)));
     }
 
     #[test]

@@ -2,7 +2,7 @@
 //!
 //! - [`Bench`]: the arguments of `transship bench`
 //! - `tables`: which tables there are; `zero_pages`, `codecs`, `threads`, `files`, `qemu_wire`, `free_pages`, `clones`,
-//!   `limits`: those of these names
+//!   `guest_view`, `limits`: those of these names
 //! - `all`: every table, into one folder with a page
 //! - `arguments`: those that tables have in common
 //! - `content`, `corpus`, `pair`, `stock` and `ours`: guests, and the two sides
@@ -24,6 +24,8 @@ mod corpus;
 mod ends;
 mod files;
 mod free_pages;
+mod guest_memory;
+mod guest_view;
 mod interrupt;
 mod limits;
 mod machine;
@@ -54,6 +56,8 @@ pub use codecs::{Codecs, Method};
 pub use content::Content;
 pub use files::Snapshots;
 pub use free_pages::FreePages;
+pub use guest_memory::{GuestMemory, MemoryKind, MemoryState};
+pub use guest_view::GuestView;
 pub use limits::Limits;
 pub use output::Files;
 pub use qemu_wire::QemuWire;

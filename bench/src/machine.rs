@@ -10,7 +10,7 @@ use std::{
 
 use serde::{Deserialize, Serialize};
 
-use crate::units;
+use crate::{guest_memory::is_huge_mount, units};
 
 /// For two QEMUs, two transships and the rest of the machine.
 const MEMORY_BESIDE: u64 = 3 << 29;
@@ -100,7 +100,7 @@ pub(crate) fn check_disk(folder: &Path, bytes: u64) -> Result<(), String> {
     ))
 }
 
-fn room(folder: &Path, huge: bool) -> Result<u64, String> {
+pub(crate) fn room(folder: &Path, huge: bool) -> Result<u64, String> {
     let limits = rustix::fs::statvfs(folder).map_err(|error| format!("{}: {error}", folder.display()))?;
     let room = limits.f_bavail * limits.f_frsize;
     if !huge || limits.f_blocks > 0 {
@@ -115,12 +115,22 @@ fn room(folder: &Path, huge: bool) -> Result<u64, String> {
     Ok(count("free_hugepages")?.saturating_sub(count("resv_hugepages")?) * limits.f_bsize)
 }
 
-/// Is it a hugetlbfs whose pages the memory is a multiple of?
+const HUGETLBFS_MAGIC: u32 = 0x9584_58f6;
+
+/// Is it a hugetlbfs?
+pub(crate) fn is_hugetlbfs(folder: &Path) -> Result<bool, String> {
+    let fs = rustix::fs::statfs(folder).map_err(|error| format!("{}: {error}", folder.display()))?;
+    Ok(fs.f_type as u32 == HUGETLBFS_MAGIC)
+}
+
+/// Is it a hugetlbfs whose pages the memory is a multiple of, or a tmpfs of huge pages?
 pub(crate) fn check_huge(folder: &Path, guest_bytes: u64) -> Result<(), String> {
-    const HUGETLBFS_MAGIC: u32 = 0x9584_58f6;
     let name = folder.display();
     let fs = rustix::fs::statfs(folder).map_err(|error| format!("--huge {name}: {error}"))?;
     if fs.f_type as u32 != HUGETLBFS_MAGIC {
+        if is_huge_mount(folder)? {
+            return Ok(());
+        }
         return Err(format!("--huge {name}: it is no hugetlbfs; make one with `mount -t hugetlbfs none {name}`"));
     }
     let page = u64::try_from(fs.f_bsize).unwrap_or(0).max(1);

@@ -8,6 +8,7 @@ use crate::{
     at_hand,
     content::{SourceMemory, first_difference},
     ends::Ends,
+    guest_memory::GuestMemory,
     processes::cpu_seconds,
     results::Sides,
 };
@@ -25,12 +26,25 @@ pub(crate) struct Recipe<'a> {
     pub(crate) running: bool,
     /// Leave the source's memory out of its page tables.
     pub(crate) cold: bool,
-    /// What the 32-bit guest does; none: there is only firmware.
+    /// What the guest does; none: there is only firmware.
     pub(crate) workload: Option<Workload>,
+    /// Which guest that is.
+    pub(crate) kind: GuestKind,
     /// More arguments for that guest.
     pub(crate) append: &'a str,
     /// What lies between the two; none: they are on one host.
     pub(crate) link: Option<&'a SlowLink>,
+    /// Of which kind it is.
+    pub(crate) memory: GuestMemory,
+}
+
+/// Who writes the guest's memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum GuestKind {
+    /// The 32-bit program.
+    Small(Accel),
+    /// A distribution's kernel with one program, emulated.
+    Linux,
 }
 
 /// Both QEMUs.
@@ -38,11 +52,19 @@ pub(crate) struct Pair<'a> {
     pub(crate) source: Qemu,
     pub(crate) destination: Qemu,
     pub(crate) link: Option<&'a SlowLink>,
+    memory: GuestMemory,
+    bytes: u64,
     /// Has the destination's memory; goes away last.
     _folder: Scratch,
 }
 
 impl<'a> Recipe<'a> {
+    /// Guests that have only firmware and stand still, on one host.
+    pub(crate) fn new(peer: &'a str, base: &'a Path) -> Self {
+        let (kind, memory) = (GuestKind::Small(Accel::Tcg), GuestMemory::default());
+        Self { peer, base, running: false, cold: false, workload: None, kind, append: "", link: None, memory }
+    }
+
     /// Starts a source on this memory, and a destination with new memory.
     pub(crate) fn start(&self, memory: &SourceMemory) -> Result<Pair<'a>, String> {
         let folder = Scratch::within(self.base).map_err(text)?;
@@ -50,7 +72,8 @@ impl<'a> Recipe<'a> {
         let destination = self.destination(folder.path(), memory.bytes())?;
         let sent: u64 = memory.touched()?.iter().map(|range| range.end - range.start).sum();
         at_hand::have(sent)?;
-        Ok(Pair { source, destination, link: self.link, _folder: folder })
+        let (memory, bytes) = (self.memory, memory.bytes());
+        Ok(Pair { source, destination, link: self.link, memory, bytes, _folder: folder })
     }
 
     /// Starts a source on this memory, and waits until its guest is ready.
@@ -59,7 +82,8 @@ impl<'a> Recipe<'a> {
         let home = memory.path().parent().ok_or("guest memory without a folder")?;
         let stopped: &[&str] = if self.running { &[] } else { &["-S"] };
         let builder = self.qemu(memory.bytes(), SlowLink::source)?.memory_folder(home).args(stopped.iter().copied());
-        let source = builder.start().map_err(text)?;
+        let source = self.memory.of(builder).start().map_err(text)?;
+        self.memory.fill(&source, memory)?;
         if self.workload.is_some() {
             source.ready().map_err(text)?;
         }
@@ -71,7 +95,8 @@ impl<'a> Recipe<'a> {
 
     /// Starts a destination with new memory in this folder.
     pub(crate) fn destination(&self, folder: &Path, bytes: u64) -> Result<Qemu, String> {
-        self.qemu(bytes, SlowLink::destination)?.memory_folder(folder).incoming().start().map_err(text)
+        let builder = self.qemu(bytes, SlowLink::destination)?.memory_folder(folder).incoming();
+        self.memory.of_destination(builder).start().map_err(text)
     }
 
     fn qemu(&self, bytes: u64, prefix: fn(&SlowLink) -> Vec<String>) -> Result<QemuBuilder, String> {
@@ -81,9 +106,10 @@ impl<'a> Recipe<'a> {
     }
 
     fn guest(&self) -> QemuBuilder {
-        match self.workload {
-            None => Qemu::firmware(),
-            Some(workload) => Qemu::multiboot_under(Accel::Tcg).workload(workload),
+        match (self.workload, self.kind) {
+            (None, _) => Qemu::firmware(),
+            (Some(workload), GuestKind::Small(accel)) => Qemu::multiboot_under(accel).workload(workload),
+            (Some(workload), GuestKind::Linux) => Qemu::linux().workload(workload),
         }
     }
 }
@@ -105,12 +131,11 @@ impl Pair<'_> {
         if !compare {
             return Ok(None);
         }
-        for (source, destination) in self.source.memory_files().iter().zip(self.destination.memory_files()) {
-            if let Some(offset) = first_difference(source, destination, 0)? {
-                return Err(format!("the guest's memory differs after the move, first in the page at {offset:#x}"));
-            }
+        let [source, destination] = [&self.source, &self.destination].map(|side| self.memory.open(side));
+        match first_difference(source?, destination?, 0, self.bytes)? {
+            Some(offset) => Err(format!("the guest's memory differs after the move, first in the page at {offset:#x}")),
+            None => Ok(Some(true)),
         }
-        Ok(Some(true))
     }
 }
 

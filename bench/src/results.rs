@@ -257,6 +257,8 @@ pub(crate) struct Results {
     pub(crate) qemu: String,
     pub(crate) guest_bytes: u64,
     pub(crate) huge_pages: bool,
+    /// Its kind, and its state at the destination.
+    pub(crate) memory: String,
     pub(crate) guest_running: bool,
     /// The source QEMU had not looked at its memory before.
     pub(crate) cold: bool,
@@ -283,7 +285,12 @@ impl Results {
         let cold = if self.cold { ", cold page tables" } else { "" };
         let memory = crate::units::bytes(self.guest_bytes);
         let plural = if self.runs == 1 { "run" } else { "runs" };
-        format!("{memory} of {pages}, guest {guest}{cold}, {} {plural} · {}", self.runs, self.machine.title(&self.qemu))
+        format!(
+            "{memory} of {pages} ({}), guest {guest}{cold}, {} {plural} · {}",
+            self.memory,
+            self.runs,
+            self.machine.title(&self.qemu)
+        )
     }
 }
 
@@ -357,6 +364,7 @@ pub(crate) mod tests {
             qemu: "10.0.2 <&\">".into(),
             guest_bytes: 1_000_000_000,
             huge_pages: false,
+            memory: "fresh".into(),
             guest_running: false,
             cold: false,
             runs: 3,

@@ -8,6 +8,7 @@ use crate::{
     all::plan::{Job, Plan},
     arguments::Common,
     content::{Content, SourceMemory},
+    guest_memory::{GuestMemory, MemoryKind},
     interrupt, limits, machine,
     machine::Machine,
     order::turns,
@@ -16,8 +17,7 @@ use crate::{
     pair::{Recipe, text},
     plot,
     results::{Check, Mode, OurRun, QemuRun, Results, Row, ScanBandwidth},
-    rows::{self, FRESH},
-    stock, table,
+    rows, stock, table,
     tables::Measured,
     units,
 };
@@ -55,7 +55,10 @@ pub struct ZeroPages {
     /// What every table is told.
     #[command(flatten)]
     pub common: Common,
-    /// Take guest memory from this hugetlbfs
+    /// Guest memory.
+    #[command(flatten)]
+    pub guest: GuestMemory,
+    /// Take guest memory from this hugetlbfs, or from this tmpfs with huge=always
     #[arg(long, value_name = "DIR")]
     pub huge: Option<PathBuf>,
     /// Let the firmware run meanwhile; memory is not compared then
@@ -83,9 +86,15 @@ impl Measured for ZeroPages {
             .map(|kind| {
                 let job = Job::new(Self::NAME, kind, if plan.quick { 35 } else { 600 });
                 let job = job.with(&["--kinds", kind, "--channels", channels]);
-                job.mem(plan).runs("--runs", plan.pairs).peer(plan)
+                job.mem(plan).runs("--runs", plan.pairs).peer(plan).memory(plan)
             })
-            .to_vec()
+            .into_iter()
+            .chain([{
+                let job = Job::new(Self::NAME, "warm", if plan.quick { 35 } else { 600 });
+                let job = job.with(&["--kinds", "random", "--channels", channels, "--memory", "warm"]);
+                job.mem(plan).runs("--runs", plan.pairs).peer(plan).memory(plan)
+            }])
+            .collect()
     }
 }
 
@@ -97,7 +106,8 @@ fn run(table: &ZeroPages) -> Result<(), String> {
         machine: Machine::here(),
         qemu: String::new(),
         guest_bytes: table.mem,
-        huge_pages: table.huge.is_some(),
+        huge_pages: table.memory().backend == MemoryKind::Huge,
+        memory: table.memory().title(),
         guest_running: table.running,
         cold: table.cold,
         runs: table.runs,
@@ -107,7 +117,7 @@ fn run(table: &ZeroPages) -> Result<(), String> {
     let measured = measure(table, &base, &mut results);
     // What was measured before a failure took its time, too.
     if !results.rows.is_empty() {
-        let rows = rows(&results, &base)?;
+        let rows = rows(table, &results, &base)?;
         table
             .common
             .files
@@ -116,15 +126,21 @@ fn run(table: &ZeroPages) -> Result<(), String> {
     measured
 }
 
+impl ZeroPages {
+    /// A folder of huge pages says which memory it is.
+    fn memory(&self) -> GuestMemory {
+        let backend = if self.huge.is_some() { MemoryKind::Huge } else { self.guest.backend };
+        GuestMemory { backend, ..self.guest }
+    }
+}
+
 /// The file system of guest memory, if all is well that can be seen before.
 fn check(table: &ZeroPages) -> Result<PathBuf, String> {
     table.common.files.check()?;
-    if let Some(huge) = &table.huge {
-        machine::check_huge(huge, table.mem)?;
-    }
-    let base = table.huge.clone().unwrap_or_else(Scratch::base);
-    machine::check_room(table.mem, &base, table.huge.is_some())?;
-    Ok(base)
+    let Some(huge) = &table.huge else { return table.guest.base(table.mem) };
+    machine::check_huge(huge, table.mem)?;
+    machine::check_room(table.mem, huge, machine::is_hugetlbfs(huge)?)?;
+    Ok(huge.clone())
 }
 
 /// Results are added as they come.
@@ -135,13 +151,10 @@ fn measure(table: &ZeroPages, base: &Path, results: &mut Results) -> Result<(), 
         results.scan.push(ScanBandwidth { threads, bytes_per_s });
     }
     let recipe = Recipe {
-        peer: &table.common.peer,
-        base,
         running: table.running,
         cold: table.cold,
-        workload: None,
-        append: "",
-        link: None,
+        memory: table.memory(),
+        ..Recipe::new(&table.common.peer, base)
     };
     for &content in &table.kinds {
         say(&format!("{}: filling {}", content.title(), units::bytes(table.mem)));
@@ -190,20 +203,26 @@ fn in_turns(recipe: &Recipe<'_>, memory: &SourceMemory, runs: u32, results: &mut
 }
 
 /// What all tables say alike, with the limits of these.
-fn rows(results: &Results, base: &Path) -> Result<Vec<rows::Row>, String> {
-    results.rows.iter().map(|row| shared_row(results, row, base)).collect()
+fn rows(table: &ZeroPages, results: &Results, base: &Path) -> Result<Vec<rows::Row>, String> {
+    results.rows.iter().map(|row| shared_row(table, row, base)).collect()
 }
 
-fn shared_row(results: &Results, row: &Row, base: &Path) -> Result<rows::Row, String> {
+fn shared_row(table: &ZeroPages, row: &Row, base: &Path) -> Result<rows::Row, String> {
+    let copy = |bytes| match table.memory().backend {
+        // Private memory comes in other pages than any file's.
+        MemoryKind::Ram => Ok(None),
+        _ => limits::copy(base, bytes, table.memory().state()).map(Some),
+    };
     let limit = match (row.content, row.mode.check) {
         (Content::Zero, Check::Channels) => Some(limits::scan(row.mode.channels.into(), row.guest_bytes)?),
-        (Content::Random, _) => Some(limits::copy(base, row.guest_bytes, FRESH)?),
+        (Content::Random, _) => copy(row.guest_bytes)?,
         // Half of it is random, but for each eighth page.
-        (Content::Mixed, Check::Channels) => Some(limits::copy(base, row.guest_bytes / 16 * 7, FRESH)?),
+        (Content::Mixed, Check::Channels) => copy(row.guest_bytes / 16 * 7)?,
         _ => None,
     };
     let (ours, qemu) = (row.ours.iter().map(|run| run.ms).collect(), row.qemu.iter().map(|run| run.ms).collect());
-    let memory = if results.cold { "fresh, source cold" } else { FRESH };
+    let cold = if table.cold { ", source cold" } else { "" };
+    let memory = format!("{}{cold}", table.memory().title());
     let title = format!("{}, {}", row.content.title(), row.mode.title());
     let cpu = |seconds: f64| format!("{} s", units::short(seconds));
     Ok(rows::Row::of(title, memory, ours, qemu)

@@ -365,3 +365,49 @@ fn all_tables_go_into_one_folder_and_an_interrupted_run_goes_on() {
     assert!(!page().contains("parts are done so far") && page().contains("of copy, fresh"), "{}", page());
     assert!(resumed.stdout.contains("rows ahead"), "{resumed}");
 }
+
+/// Guests are heard before, during and after a move by each side; and one is tracked by both.
+#[test]
+fn guests_are_heard_while_they_are_moved() {
+    let folder = tempfile::tempdir().unwrap();
+    let (json, svg) = (folder.path().join("table.json"), folder.path().join("table.svg"));
+    let arguments = ["bench", "guest-view", "--mem", "64M", "--runs", "1", "--loads", "idle,tracked"];
+    let bench =
+        Transship::command(arguments).args(["--json".as_ref(), json.as_os_str(), "--svg".as_ref(), svg.as_os_str()]);
+    let finished = bench.start().unwrap().wait_for(Duration::from_secs(600)).unwrap().expect_code(0).unwrap();
+    for line in ["idle: blackout as the guest is heard", "writing, tracked", "Aims"] {
+        assert!(finished.stdout.contains(line), "{line:?} is not in\n{}", finished.stdout);
+    }
+    let report: Value = serde_json::from_str(&std::fs::read_to_string(&json).unwrap()).unwrap();
+    let series = report["results"]["series"].as_array().unwrap();
+    for side in ["ours", "qemu"] {
+        let number = |value: &Value| value.as_f64().unwrap_or_else(|| panic!("no number: {value}"));
+        let moved = &series[0][side][0];
+        assert!(moved["beats"].as_u64().unwrap() > 100, "{moved}");
+        assert!(number(&moved["blackout_ms"]) >= number(&moved["beat_ms"]), "{moved}");
+        let tracked = &series[1][side][0]["mib_per_s"];
+        assert!(number(&tracked[0]) > 0.0 && number(&tracked[1]) > 0.0, "{tracked}");
+    }
+    let picture = std::fs::read_to_string(&svg).unwrap();
+    assert!(roxmltree::Document::parse(&picture).is_ok(), "{picture}");
+}
+
+/// Each kind of memory that needs nothing from the host, filled from outside and compared after the move.
+#[test]
+fn guest_memory_of_any_kind_is_moved_and_compared() {
+    let folder = tempfile::tempdir().unwrap();
+    let json = folder.path().join("table.json");
+    for (backend, memory) in [("ram", "fresh"), ("memfd", "warm"), ("file", "warm")] {
+        let arguments = ["bench", "zero-pages", "--mem", "64M", "--runs", "1", "--channels", "2", "--kinds", "mixed"];
+        let bench = Transship::command(arguments).args(["--backend", backend, "--memory", memory]);
+        bench.args(["--json".as_ref(), json.as_os_str()]).run().unwrap().expect_code(0).unwrap();
+        let report: Value = serde_json::from_str(&std::fs::read_to_string(&json).unwrap()).unwrap();
+        let row = &report["results"]["rows"][1];
+        assert_eq!((&row["ours"][0]["equal"], &row["qemu"][0]["equal"]), (&true.into(), &true.into()), "{row}");
+        let wanted = if backend == "file" { memory.to_owned() } else { format!("{memory}, {backend}") };
+        assert_eq!(report["rows"][1]["memory"], wanted, "{report}");
+    }
+    let refused = Transship::command(["bench", "zero-pages", "--mem", "1T", "--backend", "huge"]).run().unwrap();
+    let refused = refused.expect_code(1).unwrap();
+    assert!(refused.stderr.contains("huge=always") && refused.stderr.contains("vm.nr_hugepages"), "{refused}");
+}

@@ -22,6 +22,7 @@ use self::{
     progress::Progress,
 };
 use crate::{
+    guest_memory::MemoryKind,
     interrupt,
     machine::{self, Machine},
     output::say,
@@ -78,11 +79,14 @@ pub struct All {
     /// The QEMU to use and to compare with
     #[arg(long, value_name = "PROGRAM", default_value = "qemu-system-x86_64")]
     pub peer: String,
+    /// Where guest memory lies, in the tables where it can be chosen: file, ram, memfd, huge
+    #[arg(long, value_enum, value_name = "KIND", default_value = "file", hide_possible_values = true)]
+    pub backend: MemoryKind,
 }
 
 impl All {
     fn plan(&self) -> Plan {
-        let Self { quick, mem, pairs, dir, corpus, peer, tables, .. } = self.clone();
+        let Self { quick, mem, pairs, dir, corpus, peer, tables, backend, .. } = self.clone();
         Plan {
             quick,
             mem: mem.or(quick.then_some(QUICK_BYTES)),
@@ -90,6 +94,7 @@ impl All {
             dir,
             corpus,
             peer,
+            backend: backend.name().to_owned(),
             tables,
         }
     }
@@ -161,7 +166,10 @@ fn measure(folder: &Folder, job: &Job, progress: &Progress) -> Result<Done, Stri
     let mut command = Command::new(env::current_exe().map_err(|error| format!("this program's own path: {error}"))?);
     command.args(&job.arguments).arg("--json").arg(&json).arg("--svg").arg(&svg);
     let mut process = Process::start(command).map_err(text)?;
-    follow(&mut process, progress)?;
+    interrupt::table_runs(Some(process.pid()));
+    let followed = follow(&mut process, progress);
+    interrupt::table_runs(None);
+    followed?;
     let status = process.wait(Duration::from_secs(60)).map_err(text)?;
     if !status.success() {
         let said = process.stderr().all();

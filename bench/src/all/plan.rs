@@ -15,14 +15,16 @@ pub(crate) struct Plan {
     pub(crate) dir: PathBuf,
     pub(crate) corpus: Option<PathBuf>,
     pub(crate) peer: String,
+    /// The kind of guest memory, where it can be chosen.
+    pub(crate) backend: String,
     /// Only these tables; empty: all.
     pub(crate) tables: Vec<String>,
 }
 
 impl Default for Plan {
     fn default() -> Self {
-        let (dir, peer) = (".".into(), "qemu-system-x86_64".into());
-        Self { quick: false, mem: None, pairs: 9, dir, corpus: None, peer, tables: Vec::new() }
+        let (dir, peer, backend) = (".".into(), "qemu-system-x86_64".into(), "file".into());
+        Self { quick: false, mem: None, pairs: 9, dir, corpus: None, peer, backend, tables: Vec::new() }
     }
 }
 
@@ -84,6 +86,11 @@ impl Job {
     /// The QEMU to compare with.
     pub(crate) fn peer(self, plan: &Plan) -> Self {
         self.with(&["--peer", &plan.peer])
+    }
+
+    /// The kind of guest memory, unless it is the usual one.
+    pub(crate) fn memory(self, plan: &Plan) -> Self {
+        if plan.backend == "file" { self } else { self.with(&["--backend", &plan.backend]) }
     }
 
     /// As people type it.

@@ -12,8 +12,9 @@ use crate::{
     arguments::Moves,
     content::SourceMemory,
     corpus::Corpus,
+    guest_memory::GuestMemory,
     interrupt,
-    machine::{self, Machine},
+    machine::Machine,
     order::turns,
     ours,
     output::say,
@@ -56,6 +57,9 @@ pub struct Codecs {
     /// Put a link of this speed, in Mbit/s, between the two sides
     #[arg(long, value_name = "MBIT", value_parser = clap::value_parser!(u32).range(1..=100_000))]
     pub link: Option<u32>,
+    /// Guest memory.
+    #[command(flatten)]
+    pub guest: GuestMemory,
     /// What such a table is told.
     #[command(flatten)]
     pub moves: Moves,
@@ -123,7 +127,7 @@ impl Measured for Codecs {
     fn jobs(plan: &Plan) -> Vec<Job> {
         let job = |part: &str, seconds, arguments: &[&str]| {
             let job = Job::new(Self::NAME, part, seconds).with(arguments);
-            job.mem(plan).corpus(plan).runs("--runs", plan.pairs).peer(plan)
+            job.mem(plan).corpus(plan).runs("--runs", plan.pairs).peer(plan).memory(plan)
         };
         if plan.quick {
             return vec![job("4", 80, &["--channels", "4", "--methods", "none,zlib,zstd,lz4"])];
@@ -140,8 +144,7 @@ impl Measured for Codecs {
 /// Measures, prints and writes.
 fn run(table: &Codecs) -> Result<(), String> {
     table.moves.common.files.check()?;
-    let base = Scratch::base();
-    machine::check_room(table.mem, &base, false)?;
+    let base = table.guest.base(table.mem)?;
     let methods = methods(&table.methods)?;
     interrupt::clean_up_in(vec![base.clone()])?;
     let corpus = Corpus::new(table.moves.corpus.as_deref(), table.mem)?;
@@ -153,21 +156,14 @@ fn run(table: &Codecs) -> Result<(), String> {
         corpus: corpus.title().to_owned(),
         encoders: table.encoders,
         link_mbit: table.link,
+        memory: table.guest,
         runs: table.moves.runs,
         series: series(&table.channels, &methods),
     };
     say(&format!("filling {} with {}", units::bytes(table.mem), corpus.title()));
     let home = Scratch::within(&base).map_err(text)?;
     let memory = SourceMemory::of_corpus(&home.join("mem0"), table.mem, &corpus)?;
-    let recipe = Recipe {
-        peer: &table.moves.common.peer,
-        base: &base,
-        running: false,
-        cold: false,
-        workload: None,
-        append: "",
-        link: link.as_ref(),
-    };
+    let recipe = Recipe { link: link.as_ref(), memory: table.guest, ..Recipe::new(&table.moves.common.peer, &base) };
     let measured = measure(&recipe, &memory, &mut results);
     // What was measured before a failure took its time, too.
     results.series.retain(|series| !series.runs.is_empty());

@@ -7,11 +7,12 @@ use super::Method;
 use crate::{
     aims::{Aim, Aims, Bound},
     corpus::Corpus,
+    guest_memory::GuestMemory,
     limits,
     machine::Machine,
     plot::{Bar, Chart, Group, Line, Side},
     results::{Cpu, Sides},
-    rows::{FRESH, Row},
+    rows::Row,
     runs::Runs,
     table::aligned,
     units,
@@ -48,6 +49,8 @@ pub(crate) struct Results {
     /// Ours; none: as the command has it.
     pub(crate) encoders: Option<u8>,
     pub(crate) link_mbit: Option<u32>,
+    #[serde(skip)]
+    pub(crate) memory: GuestMemory,
     pub(crate) runs: u32,
     pub(crate) series: Vec<Series>,
 }
@@ -127,7 +130,7 @@ impl Results {
         ours.map(|series| {
             let limit = match (self.link_mbit, series.method) {
                 (Some(_), _) => None,
-                (None, Method::None | Method::Auto) => Some(limits::copy(base, self.guest_bytes, FRESH)?),
+                (None, Method::None | Method::Auto) => Some(limits::copy(base, self.guest_bytes, self.memory.state())?),
                 (None, method) => limits::codec(method.name(), corpus, self.guest_bytes)?,
             };
             let qemu = self.beside(series);
@@ -139,7 +142,7 @@ impl Results {
             let beside =
                 qemu.filter(|qemu| qemu.method != series.method).map(|qemu| format!(", beside {}", qemu.name()));
             let title = format!("{}{}", series.title(), beside.unwrap_or_default());
-            let row = Row::of(title, FRESH, ms(series), qemu.map(ms).unwrap_or_default()).limit(limit);
+            let row = Row::of(title, self.memory.title(), ms(series), qemu.map(ms).unwrap_or_default()).limit(limit);
             Ok(row.fact("CPU s/GB", cpu.0, cpu.1).fact("ratio", ratio.0, ratio.1))
         })
         .collect()
@@ -280,6 +283,7 @@ mod tests {
             corpus: "3 files, 8 MiB".into(),
             encoders: None,
             link_mbit: None,
+            memory: GuestMemory::default(),
             runs: 3,
             series: vec![
                 series(Side::Ours, Method::Zlib, 1000.0, 300_000_000),

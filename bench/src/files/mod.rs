@@ -32,6 +32,7 @@ use crate::{
     arguments::Common,
     at_hand,
     content::{Content, SourceMemory, first_difference},
+    guest_memory::GuestMemory,
     interrupt,
     machine::{self, Machine},
     order::turns,
@@ -202,13 +203,10 @@ impl Place<'_> {
         let memory = SourceMemory::create(&home.join("mem0"), self.table.mem, content)?;
         let append = format!("workload.report_ms={REPORT_MS}");
         let recipe = Recipe {
-            peer: &self.table.common.peer,
-            base: &self.base,
             running: workload.is_some(),
-            cold: false,
             workload,
             append: &append,
-            link: None,
+            ..Recipe::new(&self.table.common.peer, &self.base)
         };
         for run in 1..=self.table.runs {
             for turn in turns(results.series.len() - first, run) {
@@ -331,8 +329,9 @@ impl Place<'_> {
             // It looks after the beginning by itself, and goes on writing there.
             from = GUEST_BEGIN + self.table.mem / HOT_SHARE;
         }
-        let restored = destination.memory_files().first().ok_or("a QEMU without memory")?;
-        match first_difference(memory.path(), restored, from)? {
+        let restored = GuestMemory::default().open(destination)?;
+        let saved = fs::File::open(memory.path()).map_err(|error| format!("{}: {error}", memory.path().display()))?;
+        match first_difference(saved, restored, from, memory.bytes())? {
             None => Ok(true),
             Some(offset) => Err(format!("the restored memory differs, first in the page at {offset:#x}")),
         }

@@ -162,15 +162,7 @@ fn run(table: &QemuWire) -> Result<(), String> {
     let corpus = Corpus::new(table.moves.corpus.as_deref(), table.mem)?;
     let folder = Scratch::within(&table.dir).map_err(text)?;
     let direct_io = disk::does_direct_io(folder.path())?;
-    let recipe = Recipe {
-        peer: &table.moves.common.peer,
-        base: &base,
-        running: false,
-        cold: false,
-        workload: None,
-        append: "",
-        link: None,
-    };
+    let recipe = Recipe::new(&table.moves.common.peer, &base);
     let place = Place { table, recipe, base: &base, folder, direct_io };
     let mut results = Results {
         machine: Machine::here(),

@@ -291,15 +291,8 @@ fn qemu(
     let workload = Workload { mib: hot_mib, rate, hot_mib: None, idle: false, sweep_ms: 3_600_000 };
     let home = Scratch::within(base).map_err(text)?;
     let memory = SourceMemory::of_corpus(&home.join("mem0"), table.mem, corpus)?;
-    let recipe = Recipe {
-        peer: &table.moves.common.peer,
-        base,
-        running: true,
-        cold: false,
-        workload: Some(workload),
-        append: "",
-        link,
-    };
+    let recipe =
+        Recipe { running: true, workload: Some(workload), link, ..Recipe::new(&table.moves.common.peer, base) };
     let (mut version, mut written) = (None, None);
     let moved = in_turns(results, Guest::Qemu, |series, _| {
         let pair = recipe.start(&memory)?;

@@ -8,6 +8,7 @@
 //! - [`Balloon`]: transship's balloon device
 //! - [`Authority`]: certificates for hosts that trust each other by them
 //! - [`LibvirtHost`], [`Domain`]: a libvirtd of our own, as on a host of its own, and a domain for it
+//! - [`beats`]: how long a guest was not heard
 //! - [`Transship`]: one run of the command
 //! - [`Proxy`]: a link that can be cut or held
 //! - [`SlowLink`]: two network namespaces with a limited link between them
@@ -22,6 +23,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 pub mod balloon;
+pub mod beats;
 mod booted;
 pub mod certificates;
 pub mod disk;

@@ -20,6 +20,8 @@ struct Shared {
 #[derive(Debug, Default)]
 struct State {
     lines: Vec<String>,
+    /// When each of them was complete.
+    times: Vec<Instant>,
     closed: bool,
 }
 
@@ -44,6 +46,12 @@ impl Lines {
     /// Everything so far.
     pub fn all(&self) -> Vec<String> {
         self.shared.lock().lines.clone()
+    }
+
+    /// When the lines for which `is_wanted` holds came in, in their order.
+    pub fn times(&self, is_wanted: impl Fn(&str) -> bool) -> Vec<Instant> {
+        let state = self.shared.lock();
+        state.lines.iter().zip(&state.times).filter(|(line, _)| is_wanted(line)).map(|(_, time)| *time).collect()
     }
 
     /// Everything, once the writer has closed its end.
@@ -120,7 +128,10 @@ impl Shared {
         // Any byte may come: a boot loader's escape codes, a guest's memory.
         while matches!(stream.read_until(b'\n', &mut line), Ok(1..)) {
             let text = String::from_utf8_lossy(&line).trim_end().to_owned();
-            self.lock().lines.push(text);
+            let mut state = self.lock();
+            state.lines.push(text);
+            state.times.push(Instant::now());
+            drop(state);
             self.grown.notify_all();
             line.clear();
         }
