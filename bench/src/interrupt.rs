@@ -39,7 +39,7 @@ pub(crate) fn table_runs(pid: Option<u32>) {
 fn end_table() {
     let Some(pid) = Pid::from_raw(TABLE.load(SeqCst)) else { return };
     if kill_process(pid, Signal::TERM).is_ok() {
-        // Who waits for it besides us gets its end all the same.
+        // Its end stays to be had for the thread that waits for it, too.
         let _ = waitid(WaitId::Pid(pid), WaitIdOptions::EXITED | WaitIdOptions::NOWAIT);
     }
 }

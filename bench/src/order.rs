@@ -1,4 +1,4 @@
-//! Who goes first.
+//! The order in which those that are measured take turns.
 
 /// The places of so many that take turns, in the order of this run (from 1): from the first to the last, and in the
 /// next run from the last to the first. So whoever comes second in one pair comes first in the next, and what the one

@@ -38,7 +38,7 @@ pub(crate) struct Recipe<'a> {
     pub(crate) memory: GuestMemory,
 }
 
-/// Who writes the guest's memory.
+/// What writes the guest's memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum GuestKind {
     /// The 32-bit program.

@@ -1,4 +1,4 @@
-//! The tables that there are. A new one is a file that implements [`Measured`], and a line in [`tables!`].
+//! The tables that there are. A new one is a file that implements [`Measured`], and a line in `tables!`.
 use crate::all::plan::{Job, Plan};
 
 /// A table of `transship bench`.

@@ -63,7 +63,8 @@ impl Verdict {
 }
 
 /// Compares two lists of times (or of anything of which less is better). Those with the same place were measured one
-/// right after the other; a pair in which one did not end (no finite number above 0) does not count. None: no pair does.
+/// right after the other. A pair in which one did not end (no finite number above 0) does not count. None: no pair
+/// does.
 pub(crate) fn compare(ours: &[f64], qemu: &[f64]) -> Option<Compared> {
     let is_time = |ms: f64| ms.is_finite() && ms > 0.0;
     let pairs = ours.iter().zip(qemu).filter(|&(&ours, &qemu)| is_time(ours) && is_time(qemu));

@@ -35,7 +35,10 @@ pub(super) fn page(setup: &Setup, results: &[&Done], failures: &[(Job, String)],
     } else {
         String::new()
     };
-    page.paragraph("soft", &format!("{quick}{memory}, {} pairs a row.{open}", plan.pairs));
+    page.paragraph(
+        "soft",
+        &format!("{quick}{memory}, {} pair{} a row.{open}", plan.pairs, if plan.pairs == 1 { "" } else { "s" }),
+    );
     page.paragraph("soft", setup.machine.warning());
     page.machine(setup, results);
     page.counts(results);
@@ -122,8 +125,13 @@ impl Page {
     fn table(&mut self, name: &str, results: &[&Done]) {
         let parts = || results.iter().filter(|done| done.job.table() == name);
         let _ = writeln!(self.0, "<h2>{}</h2>", escaped(name));
-        let beside = parts().flat_map(|done| &done.rows).any(|row| !row.qemu.is_empty());
-        let qemu = if beside {
+        let rows = || parts().flat_map(|done| &done.rows);
+        let columns = Columns {
+            beside: rows().any(|row| !row.qemu.is_empty()),
+            limit: rows().any(|row| row.of_limit().is_some()),
+            most: rows().map(most).fold(0.0, f64::max),
+        };
+        let qemu = if columns.beside {
             "<th class=\"number\">QEMU</th><th></th><th colspan=\"2\">× QEMU</th><th>verdict</th>"
         } else {
             "<th></th>"
@@ -131,10 +139,11 @@ impl Page {
         let _ = writeln!(
             self.0,
             "<div class=\"wide\"><table>\n<tr><th>row</th><th>memory</th><th class=\"number\">ours</th>{qemu}\
-             <th>of its limit</th><th>also</th></tr>"
+             {}<th>also</th></tr>",
+            if columns.limit { "<th>of its limit</th>" } else { "" }
         );
-        for row in parts().flat_map(|done| &done.rows) {
-            self.row(row, beside);
+        for row in rows() {
+            self.row(row, &columns);
         }
         self.add("</table></div>\n");
         for done in parts() {
@@ -149,7 +158,7 @@ impl Page {
         }
     }
 
-    fn row(&mut self, row: &Row, beside: bool) {
+    fn row(&mut self, row: &Row, columns: &Columns) {
         let number = |side| match row.median(side) {
             median if median.is_finite() => format!("{} {}", units::short(median), row.unit),
             _ => "–".to_owned(),
@@ -161,16 +170,21 @@ impl Page {
             escaped(&row.memory),
             escaped(&number(Side::Ours))
         );
-        if beside {
+        if columns.beside {
             let _ = write!(self.0, "<td class=\"number\">{}</td>", escaped(&number(Side::Qemu)));
         }
-        let _ = write!(self.0, "<td>{}</td>", bars(row));
-        if beside {
+        // Rows of one side stand beside each other.
+        let scale = if columns.beside { most(row) } else { columns.most };
+        let _ = write!(self.0, "<td>{}</td>", bars(row, scale));
+        if columns.beside {
             self.verdict(row.compared);
         }
         let limit = row.of_limit().zip(row.limit.as_ref());
         let limit = limit.map_or_else(String::new, |(share, limit)| format!("{share:.2} of {}", limit.what));
-        let _ = write!(self.0, "<td>{}</td><td class=\"facts\">", escaped(&limit));
+        if columns.limit {
+            let _ = write!(self.0, "<td>{}</td>", escaped(&limit));
+        }
+        self.add("<td class=\"facts\">");
         for fact in &row.facts {
             let both = if fact.qemu.is_empty() { fact.ours.clone() } else { format!("{} · {}", fact.ours, fact.qemu) };
             let _ = write!(self.0, "<span>{}: {}</span>", escaped(&fact.name), escaped(&both));
@@ -201,11 +215,23 @@ fn class(verdict: Verdict) -> &'static str {
     }
 }
 
+/// What a table shows, and what fills a bar where there is one side.
+struct Columns {
+    beside: bool,
+    limit: bool,
+    most: f64,
+}
+
+/// The longest run of a row.
+fn most(row: &Row) -> f64 {
+    let all = [Side::Ours, Side::Qemu].into_iter().flat_map(|side| row.numbers(side));
+    all.filter(|ms| ms.is_finite()).fold(0.0, f64::max)
+}
+
 /// Ours above QEMU's, each with the line of its spread.
-fn bars(row: &Row) -> String {
+fn bars(row: &Row, most: f64) -> String {
     let sides = [(Side::Ours, "ours"), (Side::Qemu, "qemu")];
     let all = |side| row.numbers(side).into_iter().filter(|ms| ms.is_finite());
-    let most = sides.iter().flat_map(|&(side, _)| all(side)).fold(0.0, f64::max);
     if most <= 0.0 {
         return String::new();
     }

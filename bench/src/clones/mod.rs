@@ -73,10 +73,8 @@ fn run(table: &Clones) -> Result<(), String> {
     let mut results = Results::new(Machine::here(), table.content);
     let measured = measure(table, &mut results);
     if !results.rows.is_empty() {
-        table
-            .common
-            .files
-            .publish(results.table(), &results, &results.aims(), &results.shared_rows(), || results.svg())?;
+        let (shown, files) = (results.merged(), &table.common.files);
+        files.publish(shown.table(), &results, &shown.aims(), &results.shared_rows(), || shown.svg())?;
     }
     measured
 }
