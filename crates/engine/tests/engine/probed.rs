@@ -62,10 +62,11 @@ fn before_a_move(meanwhile: impl FnOnce(&Path)) {
     let (mut source, mut waiting) = (Scripted::new(&PAGES, vec![]), Waiting::new(&PAGES));
     thread::scope(|scope| {
         let destination =
-            scope.spawn(|| receive_guest(&mut waiting, listener, &Progress::new(), &mut Report::default()));
+            scope.spawn(|| receive_guest(&mut waiting, listener, None, &Progress::new(), &mut Report::default()));
         meanwhile(&path);
         let to = Uri::Unix(path.clone());
-        move_guest(&mut source, None, &to, &MoveOptions::default(), &Progress::new(), &mut Report::default()).unwrap();
+        move_guest(&mut source, None, None, &to, &MoveOptions::default(), &Progress::new(), &mut Report::default())
+            .unwrap();
         destination.join().unwrap().unwrap();
     });
     assert_eq!(waiting.started, Some(true));
