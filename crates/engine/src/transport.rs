@@ -364,7 +364,13 @@ impl Listener {
     }
 
     /// Goes on with the socket of a process that has died. `host`: by whom connections are encrypted; none: by nobody.
-    pub(crate) fn taken_over(socket: OwnedFd, uri: Uri, host: Option<Host>) -> Result<Self, Error> {
+    /// `users`: see [`Listener::for_users`]; none: anybody.
+    pub(crate) fn taken_over(
+        socket: OwnedFd,
+        uri: Uri,
+        host: Option<Host>,
+        users: Option<Vec<u32>>,
+    ) -> Result<Self, Error> {
         let failed = |source| Error::Io { what: format!("listen at {uri}"), source };
         let socket = match &uri {
             Uri::Tcp { .. } => Socket::Tcp(TcpListener::from(socket)),
@@ -375,7 +381,7 @@ impl Listener {
             Socket::Unix(socket, _) => socket.set_nonblocking(true).map_err(failed)?,
             Socket::Handed(_) => {}
         }
-        let listener = Self { socket, uri, lock: None, users: None };
+        let listener = Self { socket, uri, lock: None, users: users.map(Users) };
         Ok(match host {
             // The session has begun: there is no time limit for that.
             Some(host) => listener.locked(host, None),
@@ -405,6 +411,11 @@ impl Listener {
     #[must_use]
     pub fn for_users(self, users: Vec<u32>) -> Self {
         Self { users: Some(Users(users)), ..self }
+    }
+
+    /// See [`Listener::for_users`]; none: anybody.
+    pub(crate) fn users(&self) -> Option<&[u32]> {
+        self.users.as_ref().map(|users| &*users.0)
     }
 
     /// Why somebody who has come is not heard; none: he is.

@@ -81,7 +81,7 @@ pub(crate) struct ReceiveArgs {
     /// anybody on the way can read and change the guest's memory, and anybody can pose as the other side.
     #[arg(long)]
     pub(crate) insecure: bool,
-    /// Let the guest run here before all its pages are here
+    /// Let the guest run before its pages are here
     ///
     /// For `transship move --converge postcopy`. Until they are here the guest needs both hosts and the link. This
     /// process then keeps the rights of its user, which it gives up otherwise: it needs them when the guest comes.

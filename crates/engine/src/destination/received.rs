@@ -31,6 +31,8 @@ pub struct Received {
     pub will: String,
     /// The address of the socket that listens.
     pub listen: String,
+    /// Who may connect there, if it is a unix socket and not everybody may.
+    pub users: Option<Vec<u32>>,
     /// The number of the session.
     pub session: [u8; 16],
     /// Push connections of a supply line.
@@ -55,6 +57,7 @@ impl Received {
             areas,
             will,
             listen: listener.uri().to_string(),
+            users: listener.users().map(<[u32]>::to_vec),
             session: session.0,
             channels,
             is_locked: listener.lock().is_some(),
@@ -118,7 +121,7 @@ impl Received {
             return Err(Error::Bug("the stand-in got too few files"));
         };
         let uri = self.listen.parse().map_err(|_| Error::Bug("the stand-in got no address"))?;
-        Ok((Claims::taken_over(claims, &self.pages)?, Listener::taken_over(socket, uri, host)?))
+        Ok((Claims::taken_over(claims, &self.pages)?, Listener::taken_over(socket, uri, host, self.users.clone())?))
     }
 
     fn fill(
