@@ -116,7 +116,7 @@ const ENGINE: [(&str, &[&str]); 34] = [
             "unplug",
         ],
     ),
-    ("qemu_peer", &["control", "door", "transport"]),
+    ("qemu_peer", &["control", "door"]),
     (
         "qemu_peer/receive",
         &["control", "door", "ending", "qemu_peer", "snapshot", "snapshot/file", "stream", "transport"],

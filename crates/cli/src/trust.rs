@@ -173,9 +173,9 @@ pub(crate) fn no_token(checks: &mut Checks, flag: &str, is_given: bool) {
 pub(crate) enum Entry {
     /// Everybody, in clear.
     Open,
-    /// Who has a token, which is good for so long.
+    /// A caller with a token, which is good for so long.
     Token(Duration),
-    /// Who shows a certificate.
+    /// A caller that shows a certificate.
     Certificate(Host),
 }
 

@@ -124,7 +124,7 @@ struct Request {
     channels: Option<u8>,
     /// Whom it hears.
     entry: Entry,
-    /// Who may connect to its unix socket; none: everybody who can.
+    /// The users who may connect to its unix socket; none: everybody who can.
     users: Option<Vec<u32>>,
 }
 

@@ -116,7 +116,7 @@ struct Request {
     near: Option<RelayOptions>,
     /// Whom it hears.
     entry: Entry,
-    /// Who may connect to its unix socket; none: everybody who can.
+    /// The users who may connect to its unix socket; none: everybody who can.
     users: Option<Vec<u32>>,
     /// How many at once, of a service.
     many: Option<usize>,

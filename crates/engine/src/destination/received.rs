@@ -31,7 +31,7 @@ pub struct Received {
     pub will: String,
     /// The address of the socket that listens.
     pub listen: String,
-    /// Who may connect there, if it is a unix socket and not everybody may.
+    /// The users who may connect there, if it is a unix socket and not everybody may.
     pub users: Option<Vec<u32>>,
     /// The number of the session.
     pub session: [u8; 16],

@@ -1,4 +1,4 @@
-//! Who is at the other end of a unix socket.
+//! The user at the other end of a unix socket.
 use std::os::fd::AsFd;
 
 use rustix::net::sockopt::socket_peercred;
