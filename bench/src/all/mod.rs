@@ -40,7 +40,7 @@ QEMU, transship or the options are others.
 A row is \"ahead\" or \"behind\" where the interval of its paired runs is on one side of 1, and \"even\" elsewhere \
 (docs/benchmarks.md).
 
---quick takes about ten minutes on two cores, everything takes hours. Keep the machine otherwise idle.";
+--quick is for a quarter of an hour or so on two cores, everything takes hours. Keep the machine otherwise idle.";
 
 const QUICK_BYTES: u64 = 512 << 20;
 const QUICK_PAIRS: u32 = 5;
