@@ -66,13 +66,17 @@ fn prepare(request: &Request, listener: &Listener, steward: &mut Option<Steward>
         }
         Into::File(to, options) => Ready::File(FileSink::create(to, *options)?),
     };
-    *steward = request.sandbox.steward(Errands::of_listener(listener.uri()))?;
+    let sandbox = match &ready {
+        Ready::Guest(guest, _) => request.sandbox.beside(guest.as_ref()),
+        Ready::File(_) => &request.sandbox,
+    };
+    *steward = sandbox.steward(Errands::of_listener(listener.uri()))?;
     match &request.into {
         Into::File(FileUri { place: FilePlace::Path(path), .. }, _) => {
-            request.sandbox.confine(Role::ReceiveFile, Left::Folder(&folder_of(path)))?;
+            sandbox.confine(Role::ReceiveFile, Left::Folder(&folder_of(path)))?;
         }
-        Into::File(..) => drop(request.sandbox.confine(Role::ReceiveFile, Left::Nothing)?),
-        Into::Guest(..) => drop(request.sandbox.confine(Role::Receive, Left::Nothing)?),
+        Into::File(..) => drop(sandbox.confine(Role::ReceiveFile, Left::Nothing)?),
+        Into::Guest(..) => drop(sandbox.confine(Role::Receive, Left::Nothing)?),
     }
     Ok(ready)
 }

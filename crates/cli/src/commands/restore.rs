@@ -30,7 +30,7 @@ fn restore(request: &Request, progress: &Arc<Progress>, report: &mut Report) -> 
     let mut stand_in = request.lazy.then(|| stand_in::Process::new(&request.vm_text));
     if stand_in.is_none() {
         // Else there is a process to start, and a VMM to open again.
-        request.sandbox.confine_when_opened(Role::Restore);
+        request.sandbox.beside(guest.as_ref()).confine_when_opened(Role::Restore);
     }
     let lazily = stand_in.as_mut().map(|process| process as &mut dyn StandIn);
     restore_guest(guest.as_mut(), &request.from, &request.options, lazily, progress, report)

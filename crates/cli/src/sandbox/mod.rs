@@ -24,6 +24,7 @@ use std::{io, path::Path};
 
 use transship_codec::{Backend, Method, qatzip_backend};
 use transship_engine::{Compress, Error, when_opened};
+use transship_guest::DestinationGuest;
 
 use crate::{args::SandboxArgs, checks::Checks, failure::Failure};
 use calls::Calls;
@@ -108,6 +109,16 @@ impl Sandbox {
         let is_device = || *qatzip_backend() == Backend::Device;
         if matches!(compress, Compress::Fixed(setting) if setting.method() == Method::Qatzip) && is_device() {
             tracing::warn!("with a QAT device this process keeps all rights");
+            return &Self::Off;
+        }
+        self
+    }
+
+    /// Of a process that fills a guest's memory. Private memory on huge pages of a pool can't be had for a process that
+    /// has given its rights up, and such memory is not told from other memory on huge pages here.
+    pub(crate) fn beside(&self, guest: &dyn DestinationGuest) -> &Self {
+        if guest.memory().regions().iter().any(|region| region.backing_page_bytes() > transship_memory::PAGE) {
+            tracing::info!("with memory on huge pages of a pool this process keeps all rights");
             return &Self::Off;
         }
         self
