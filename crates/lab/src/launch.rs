@@ -241,8 +241,8 @@ impl QemuBuilder {
     /// As `start`, but the guest runs and has filled its memory ([`Qemu::ready`]). That takes the Linux guest many
     /// seconds of CPU time, and the small one a second where KVM emulates it. So only the first of its kind in this
     /// process boots; all are loaded from what it was then, by QEMU's own means. Not those with more arguments, whose
-    /// devices may not migrate, nor those with options of their memory, which loading might fill otherwise, nor those of
-    /// another QEMU than the one that is installed, which may not know how.
+    /// devices may not migrate; nor those with options of their memory, which loading might fill otherwise; nor those
+    /// of another QEMU than the one that is installed, which may not know how.
     ///
     /// # Errors
     /// It ends, or does not boot in time.
