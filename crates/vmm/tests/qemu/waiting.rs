@@ -9,11 +9,16 @@ use std::{
 
 use serde_json::json;
 use transship_guest::{DestinationGuest, SourceGuest, StateFormat};
-use transship_memory::{Missing, PageRange, Region};
+use transship_memory::{GuestMemory, Missing, PageRange, PageSet, Region};
 
 use crate::lab::{Qemu, clear, pair};
 
 const TICK: Duration = Duration::from_millis(10);
+
+/// By region: every page.
+fn all(memory: &GuestMemory) -> Vec<PageSet> {
+    memory.regions().iter().map(|region| PageSet::full(region.pages())).collect()
+}
 
 /// Brings pages that somebody touches, from where they are, until it is over.
 fn bring(missing: &Missing, from: &Region, over: &AtomicBool) {
@@ -50,7 +55,8 @@ fn a_guest_runs_before_its_memory_is_there() {
     let descriptors = to.descriptors();
     let state = saved(&mut source);
     clear(&destination.memory());
-    let missing = destination.missing(&[]).unwrap();
+    let everything = all(&destination.memory());
+    let missing = destination.missing(&everything).unwrap();
     assert_eq!(to.descriptors(), descriptors, "nothing of ours is in QEMU");
     let (memory, over) = (source.memory(), AtomicBool::new(false));
     thread::scope(|scope| {
@@ -74,7 +80,8 @@ fn a_guest_whose_pages_do_not_come_is_stopped() {
     let (mut source, mut destination) = (from.source(), to.destination());
     let state = saved(&mut source);
     clear(&destination.memory());
-    let missing = destination.missing(&[]).unwrap();
+    let everything = all(&destination.memory());
+    let missing = destination.missing(&everything).unwrap();
     let (memory, over) = (source.memory(), AtomicBool::new(false));
     thread::scope(|scope| {
         let _over = Over(&over);
@@ -104,11 +111,11 @@ fn memory_that_holds_something_is_not_waited_for() {
     let memory = destination.memory();
     clear(&memory);
     memory.regions()[0].write_pages(128, 1 << 5, &[1; 4096]).unwrap();
-    let error = destination.missing(&[]).err().unwrap().to_string();
+    let error = destination.missing(&all(&memory)).err().unwrap().to_string();
     assert!(error.contains("\"mem0\" is not empty: pages 133..134 are there"), "{error}");
     memory.regions()[0].clear(PageRange::new(133, 1)).unwrap();
     // The first one is closed by then: its areas are free again.
-    drop(destination.missing(&[]).unwrap());
+    drop(destination.missing(&all(&memory)).unwrap());
 }
 
 #[test]
