@@ -174,7 +174,7 @@ impl Progress {
         // `give_up` holds the same lock: one of the two comes first.
         let phase = self.phase.lock().unwrap_or_else(|e| e.into_inner());
         match *phase {
-            Phase::HandedOver | Phase::Done => Err(*phase),
+            Phase::HandedOver | Phase::Filling | Phase::Done => Err(*phase),
             _ => {
                 self.cancel();
                 Ok(())

@@ -235,10 +235,12 @@ mod tests {
         assert_eq!((&state["ok"]["vm"], &state["ok"]["phase"]), (&json!("qemu:/run/vm1.qmp"), &json!("connecting")));
         let refused = ask(&mut client, r#"{"call":"go","early":true}"#);
         assert!(refused["error"].as_str().unwrap().contains("without --hold"), "{refused}");
-        open.progress.set_phase(Phase::HandedOver);
-        let refused = ask(&mut client, r#"{"call":"cancel"}"#);
-        assert!(refused["error"].as_str().unwrap().starts_with("too late"), "{refused}");
-        assert!(!open.progress.is_cancelled());
+        for phase in [Phase::HandedOver, Phase::Filling] {
+            open.progress.set_phase(phase);
+            let refused = ask(&mut client, r#"{"call":"cancel"}"#);
+            assert!(refused["error"].as_str().is_some_and(|why| why.starts_with("too late")), "{refused}");
+            assert!(!open.progress.is_cancelled());
+        }
         open.progress.set_phase(Phase::Rounds);
         assert!(ask(&mut client, r#"{"call":"cancel"}"#)["ok"].as_str().unwrap().contains("runs on here"));
         assert!(open.progress.is_cancelled());
