@@ -6,7 +6,7 @@ use std::{
 };
 
 use serde::{Deserialize, Serialize};
-use transship_memory::{Area, Claims, GuestMemory, Missing};
+use transship_memory::{Claims, GuestMemory, Missing};
 use transship_secure::Host;
 use transship_wire::Session;
 
@@ -17,7 +17,10 @@ use super::{
 };
 use crate::{
     Error, Listener, Progress,
-    filling::{EndOnDrop, Event, Filling, stand_in::hold},
+    filling::{
+        EndOnDrop, Event, Filling,
+        stand_in::{AreaRecord, areas_of, hold, records_of},
+    },
 };
 
 /// What a stand-in is told, beside the files: the userfaultfd, then which pages were put, then the socket that listens.
@@ -26,7 +29,7 @@ pub struct Received {
     /// By region: how many pages it has.
     pub pages: Vec<u64>,
     /// Where the VMM has the regions: number of the region, its first page there, address and length.
-    pub areas: Vec<(usize, u64, u64, u64)>,
+    pub areas: Vec<AreaRecord>,
     /// What `DestinationGuest::last_will` said.
     pub will: String,
     /// The address of the socket that listens.
@@ -49,12 +52,10 @@ impl Received {
         listener: &Listener,
         (session, channels): (Session, u8),
     ) -> Self {
-        let area = |area: Area| (area.region, area.first_page, area.address, area.bytes);
         let pages = memory.regions().iter().map(transship_memory::Region::pages).collect();
-        let areas = missing.areas().into_iter().map(area).collect();
         Self {
             pages,
-            areas,
+            areas: records_of(missing),
             will,
             listen: listener.uri().to_string(),
             users: listener.users().map(<[u32]>::to_vec),
@@ -106,13 +107,7 @@ impl Received {
 
     fn missing(&self, uffd: Option<OwnedFd>) -> Result<Missing, Error> {
         let uffd = uffd.ok_or(Error::Bug("the stand-in got no userfaultfd"))?;
-        let area = |&(region, first_page, address, bytes): &(usize, u64, u64, u64)| Area {
-            region,
-            first_page,
-            address,
-            bytes,
-        };
-        let areas: Vec<_> = self.areas.iter().map(area).collect();
+        let areas = areas_of(&self.areas);
         Ok(Missing::taken_over(uffd, areas, &self.pages)?)
     }
 

@@ -5,7 +5,7 @@
 //! hears nothing, it goes on by itself.
 use std::{os::fd::BorrowedFd, thread, time::Duration};
 
-use transship_memory::{Error as MemoryError, Missing};
+use transship_memory::{Area, Error as MemoryError, Missing};
 
 use crate::guest::GuestError;
 
@@ -36,6 +36,22 @@ pub trait StandIn: Send {
     fn settle(&mut self) {}
     /// Tells it how the filling ended. Not told, it takes over when this process ends.
     fn end(&mut self, how: Ending);
+}
+
+/// Where the VMM has a part of a region, as a charge names it: number of the region, its first page there, address and
+/// length.
+pub(crate) type AreaRecord = (usize, u64, u64, u64);
+
+/// The areas in use, for a charge.
+pub(crate) fn records_of(missing: &Missing) -> Vec<AreaRecord> {
+    let record = |area: Area| (area.region, area.first_page, area.address, area.bytes);
+    missing.areas().into_iter().map(record).collect()
+}
+
+/// The reverse, for a process that takes over.
+pub(crate) fn areas_of(records: &[AreaRecord]) -> Vec<Area> {
+    let area = |&(region, first_page, address, bytes): &AreaRecord| Area { region, first_page, address, bytes };
+    records.iter().map(area).collect()
 }
 
 /// Returns when there is no VMM any more. A thread that waits for a page goes on waiting.

@@ -7,7 +7,10 @@ use transship_memory::{Area, Claims, Missing};
 use super::from_file::{FromFile, URGENT_THREADS};
 use crate::{
     Error, Progress,
-    filling::{EndOnDrop, Event, check_units, stand_in::hold},
+    filling::{
+        EndOnDrop, Event, check_units,
+        stand_in::{AreaRecord, areas_of, hold, records_of},
+    },
     snapshot::{
         Format,
         file::origin::Origin,
@@ -31,7 +34,7 @@ pub struct TakeOver {
     /// By region: the name of its block in the snapshot.
     pub blocks: Vec<String>,
     /// Where the VMM has the regions: number of the region, its first page there, address and length.
-    pub areas: Vec<(usize, u64, u64, u64)>,
+    pub areas: Vec<AreaRecord>,
     /// What `DestinationGuest::last_will` said.
     pub will: String,
     /// The file is the memory of the one region itself.
@@ -49,14 +52,13 @@ impl TakeOver {
         will: String,
     ) -> Self {
         let block = |&index: &usize| snapshot.blocks[index].name.to_string();
-        let area = |area: Area| (area.region, area.first_page, area.address, area.bytes);
         Self {
             name: origin.name.clone(),
             offset: origin.offset,
             raw: !Arc::ptr_eq(&origin.file, &snapshot.origin.file),
             channels,
             blocks: regions.iter().map(block).collect(),
-            areas: missing.areas().into_iter().map(area).collect(),
+            areas: records_of(missing),
             will,
         }
     }
@@ -115,13 +117,7 @@ impl TakeOver {
 
     fn missing(&self, uffd: Option<OwnedFd>) -> Result<Missing, Error> {
         let uffd = uffd.ok_or_else(|| wrong(&self.name, "the stand-in got no userfaultfd"))?;
-        let area = |&(region, first_page, address, bytes): &(usize, u64, u64, u64)| Area {
-            region,
-            first_page,
-            address,
-            bytes,
-        };
-        let areas: Vec<_> = self.areas.iter().map(area).collect();
+        let areas = areas_of(&self.areas);
         let pages = pages_of(&areas, self.blocks.len());
         Ok(Missing::taken_over(uffd, areas, &pages)?)
     }
