@@ -92,7 +92,7 @@ impl Line {
         let mut connection = Connection::call(to, caller)?;
         let preamble = Preamble { session: Session(random()?), role: Role::Probe }.encode();
         let failed = |source| Error::Io { what: format!("greet {to}"), source };
-        connection.write_all(&preamble).map_err(failed)?;
+        connection.greet(to, &preamble)?;
         connection.await_word(to)?;
         connection.set_read_timeout(Some(ANSWER_TIMEOUT)).map_err(failed)?;
         let mut line = Self { connection, peer: to.to_string(), most: 0 };

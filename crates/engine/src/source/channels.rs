@@ -1,5 +1,5 @@
 //! The connections of a source: how they come about, and what the main thread looks at while pages go over them.
-use std::{io::Write, sync::Arc, time::Duration};
+use std::{sync::Arc, time::Duration};
 
 use transship_memory::GuestMemory;
 use transship_secure::Caller;
@@ -77,8 +77,7 @@ pub(crate) fn connect_channels(
 
 pub(super) fn connect(to: &Uri, caller: Option<&Caller>, session: Session, role: Role) -> Result<Connection, Error> {
     let mut connection = Connection::call(to, caller)?;
-    let preamble = Preamble { session, role }.encode();
-    connection.write_all(&preamble).map_err(|source| Error::Io { what: format!("greet {to}"), source })?;
+    connection.greet(to, &Preamble { session, role }.encode())?;
     Ok(connection)
 }
 

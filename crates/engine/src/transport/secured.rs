@@ -137,6 +137,14 @@ impl Connection {
         }
     }
 
+    /// Writes the first bytes to a peer that was called. One that does not accept us may have hung up before they are
+    /// out: then its word is the error.
+    pub(crate) fn greet(&mut self, to: &Uri, greeting: &[u8]) -> Result<(), Error> {
+        let Err(source) = self.write_all(greeting) else { return Ok(()) };
+        self.await_word(to)?;
+        Err(Error::Io { what: format!("greet {to}"), source })
+    }
+
     /// Waits until the peer that was called has said that it accepts us. In clear there is nothing to wait for.
     pub(crate) fn await_word(&mut self, to: &Uri) -> Result<(), Error> {
         let Self::Secured(Secured { socket, opener, .. }) = self else { return Ok(()) };

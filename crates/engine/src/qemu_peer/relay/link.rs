@@ -128,7 +128,7 @@ fn split(connection: Connection, peer: String) -> Result<Link, Error> {
 fn greet(to: &Uri, caller: Option<&Caller>, session: SessionId, role: Role) -> Result<Connection, Error> {
     let mut connection = Connection::call(to, caller)?;
     let greeting = Greeting(Preamble { session, role }).encode();
-    connection.write_all(&greeting).map_err(|source| Error::Io { what: format!("greet {to}"), source })?;
+    connection.greet(to, &greeting)?;
     Ok(connection)
 }
 
