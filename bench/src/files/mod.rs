@@ -91,7 +91,7 @@ pub struct Snapshots {
 }
 
 /// What all runs have in common.
-struct Place<'a> {
+struct Setting<'a> {
     table: &'a Snapshots,
     /// The file system of guest memory.
     base: PathBuf,
@@ -133,7 +133,7 @@ fn run(table: &Snapshots) -> Result<(), String> {
             table.dir.display()
         ));
     }
-    let place = Place { table, base, folder, direct_io };
+    let place = Setting { table, base, folder, direct_io };
     let mut results = Results {
         machine: Machine::here(),
         qemu: String::new(),
@@ -154,7 +154,7 @@ fn run(table: &Snapshots) -> Result<(), String> {
     measured
 }
 
-fn measure(place: &Place<'_>, results: &mut Results) -> Result<(), String> {
+fn measure(place: &Setting<'_>, results: &mut Results) -> Result<(), String> {
     let wanted = |guests: &[Guest]| -> Vec<Guest> {
         let named = &place.table.guests;
         guests.iter().copied().filter(|guest| named.is_empty() || named.contains(guest)).collect()
@@ -179,7 +179,7 @@ fn measure(place: &Place<'_>, results: &mut Results) -> Result<(), String> {
     }
 }
 
-impl Place<'_> {
+impl Setting<'_> {
     /// All cases of some guests: ours, QEMU's, the next case's, … and again. The disk has its turn beside direct I/O.
     fn in_turns(
         &self,

@@ -120,7 +120,7 @@ impl Kind {
 }
 
 /// What all moves have in common.
-struct Place<'a> {
+struct Setting<'a> {
     table: &'a QemuWire,
     recipe: Recipe<'a>,
     base: &'a Path,
@@ -163,7 +163,7 @@ fn run(table: &QemuWire) -> Result<(), String> {
     let folder = Scratch::within(&table.dir).map_err(text)?;
     let direct_io = disk::does_direct_io(folder.path())?;
     let recipe = Recipe::new(&table.moves.common.peer, &base);
-    let place = Place { table, recipe, base: &base, folder, direct_io };
+    let place = Setting { table, recipe, base: &base, folder, direct_io };
     let mut results = Results {
         machine: Machine::here(),
         qemu: String::new(),
@@ -198,7 +198,7 @@ fn series(kind: Kind, channels: &[u8], methods: &[StockMethod]) -> Vec<Series> {
     wires.flat_map(|wire| Route::ALL.map(|route| Series { kind, wire, route, runs: Runs::default() })).collect()
 }
 
-impl Place<'_> {
+impl Setting<'_> {
     /// All routes with one kind of memory, again and again; of the corpus also the disk on its own, once a run.
     fn in_turns(&self, kind: Kind, corpus: &Corpus, results: &mut Results) -> Result<(), String> {
         let first = results.series.len();

@@ -8,7 +8,7 @@ use std::{
 
 use serde::de::DeserializeOwned;
 use serde_json::Value;
-use transship_guest::{GuestError, Hint, Hints, Place};
+use transship_guest::{GuestError, Hint, Hints, RegionPages};
 use transship_lines::LineSocket;
 use transship_memory::{GuestMemory, PAGE_BYTES, PageRange};
 
@@ -188,7 +188,7 @@ impl Client {
     ///
     /// # Errors
     /// The balloon is gone.
-    pub fn rings(&mut self) -> Result<Vec<Place>, Error> {
+    pub fn rings(&mut self) -> Result<Vec<RegionPages>, Error> {
         let now: Description = self.call(Call::Describe)?;
         let mut found = Vec::new();
         for (number, offset, bytes) in now.rings {
@@ -265,7 +265,7 @@ impl Hints for Client {
         Self::taken_back(self).map_err(told)
     }
 
-    fn writes_to(&mut self) -> Vec<Place> {
+    fn writes_to(&mut self) -> Vec<RegionPages> {
         // One that is gone writes nothing any more; where it has written was asked before.
         self.rings().unwrap_or_default()
     }
@@ -294,7 +294,7 @@ fn same_file(a: &FileRange, b: &FileRange) -> bool {
 }
 
 /// The whole pages of our regions that are `bytes` from `offset` of a range of the balloon's.
-fn places(regions: &[FileRange], range: FileRange, offset: u64, bytes: u64) -> impl Iterator<Item = Place> {
+fn places(regions: &[FileRange], range: FileRange, offset: u64, bytes: u64) -> impl Iterator<Item = RegionPages> {
     let page = PAGE_BYTES as u64;
     let begin = range.file_offset.saturating_add(offset.min(range.bytes));
     let end = begin.saturating_add(bytes.min(range.bytes - offset.min(range.bytes)));
@@ -303,7 +303,7 @@ fn places(regions: &[FileRange], range: FileRange, offset: u64, bytes: u64) -> i
             let from = begin.max(region.file_offset) - region.file_offset;
             let to = end.min(region.file_offset + region.bytes).saturating_sub(region.file_offset) / page;
             let first = from.div_ceil(page);
-            (first < to).then(|| Place { region: number, pages: PageRange::new(first, to - first) })
+            (first < to).then(|| RegionPages { region: number, pages: PageRange::new(first, to - first) })
         },
     )
 }

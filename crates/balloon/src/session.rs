@@ -24,7 +24,7 @@ const PATIENCE: Duration = Duration::from_secs(10);
 /// Serves a client until it hangs up. Whatever ends it, the guest gets its pages back.
 pub(crate) fn run(stream: UnixStream, device: &Device, shutdown: &Shutdown) -> io::Result<()> {
     let wake = Arc::new(eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?);
-    let mut session = Session { socket: LineSocket::new(stream), device, wake };
+    let mut session = DeviceSession { socket: LineSocket::new(stream), device, wake };
     match device.attach(Arc::clone(&session.wake)) {
         Ok(()) => {}
         Err(why) => {
@@ -49,13 +49,13 @@ impl Drop for Attached<'_> {
     }
 }
 
-struct Session<'a> {
+struct DeviceSession<'a> {
     socket: LineSocket,
     device: &'a Device,
     wake: Arc<OwnedFd>,
 }
 
-impl Session<'_> {
+impl DeviceSession<'_> {
     fn serve(&mut self, shutdown: &Shutdown) -> Result<(), LineError> {
         loop {
             let mut ready = [

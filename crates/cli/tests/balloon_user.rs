@@ -16,7 +16,7 @@ use std::{
 
 use rustix::{process::Uid, thread::set_thread_res_uid};
 
-use session::{Run, Session, transship};
+use session::{Run, Sockets, transship};
 
 /// Users that exist everywhere, by number at least.
 const QEMUS: u32 = 64055;
@@ -44,7 +44,7 @@ fn answer(socket: &str, user: u32, words: &[u8]) -> io::Result<u8> {
 
 #[test]
 fn a_balloon_of_root_serves_the_user_that_was_named_and_no_other() {
-    let session = Session::new();
+    let session = Sockets::new();
     let socket = session.path("balloon");
     // The folder is open: it is the socket that decides.
     let folder = std::path::Path::new(&socket).parent().unwrap();
@@ -65,7 +65,7 @@ fn a_balloon_of_root_serves_the_user_that_was_named_and_no_other() {
 
 #[test]
 fn users_have_names() {
-    let session = Session::new();
+    let session = Sockets::new();
     let socket = session.path("balloon");
     let mut balloon = session.start(transship(&["balloon", "--socket", &socket, "--user", "nobody"]));
     balloon.wait_for_line("listening at");

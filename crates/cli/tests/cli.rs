@@ -6,7 +6,7 @@ mod session;
 use std::process::{Command, Stdio};
 
 use serde_json::Value;
-use session::{Run, Session, transship};
+use session::{Run, Sockets, transship};
 
 /// Runs to the end: exit code, stdout, stderr.
 fn run(arguments: &[&str]) -> Run {
@@ -242,7 +242,7 @@ fn a_reader_that_has_enough_is_no_error() {
         let output = command.stdout(closed()).stdin(Stdio::null()).stderr(Stdio::piped()).output().unwrap();
         Run::of(output)
     };
-    let session = Session::new();
+    let session = Sockets::new();
     let guest = session.guest("a", &["--mem", "4M"]);
     for arguments in [&["--help"][..], &["man"], &["watch", "--interval", "10ms", "--vm", &guest.vm]] {
         let run = run_closed(transship(arguments));
@@ -252,7 +252,7 @@ fn a_reader_that_has_enough_is_no_error() {
 
 #[test]
 fn a_closed_stderr_does_not_disturb_a_move() {
-    let session = Session::new();
+    let session = Sockets::new();
     let source = session.guest("a", &["--mem", "8M"]);
     let destination = session.guest("b", &["--mem", "8M", "--incoming"]);
     let receive = session.receive(&destination);
@@ -265,7 +265,7 @@ fn a_closed_stderr_does_not_disturb_a_move() {
 
 #[test]
 fn watch_counts_its_lines_and_shows_the_working_set() {
-    let session = Session::new();
+    let session = Sockets::new();
     let flags = ["--mem", "32M", "--touched", "50%", "--write-rate", "max", "--hot-set", "1M"];
     let guest = session.guest("a", &flags);
     let run = run(&["watch", "--vm", &guest.vm, "--interval", "200ms", "--count", "3", "--json"]);
@@ -285,7 +285,7 @@ fn watch_counts_its_lines_and_shows_the_working_set() {
 
 #[test]
 fn a_guest_is_moved_and_the_report_has_every_field() {
-    let session = Session::new();
+    let session = Sockets::new();
     let flags = ["--mem", "64M", "--regions", "2"];
     let source = session.guest("a", &[&flags[..], &["--write-rate", "20M", "--hot-set", "4M"]].concat());
     let destination = session.guest("b", &[&flags[..], &["--incoming"]].concat());
@@ -322,7 +322,7 @@ fn a_guest_is_moved_and_the_report_has_every_field() {
 
 #[test]
 fn a_move_that_is_cancelled_leaves_the_guest_and_a_second_one_succeeds() {
-    let session = Session::new();
+    let session = Sockets::new();
     let source = session.guest("a", &["--mem", "64M", "--content", "random", "--write-rate", "10M"]);
     let destination = session.guest("b", &["--mem", "64M", "--incoming"]);
     let receive = session.receive(&destination);
@@ -350,7 +350,7 @@ fn a_move_that_is_cancelled_leaves_the_guest_and_a_second_one_succeeds() {
 
 #[test]
 fn nobody_at_the_other_end_is_exit_code_1_also_in_json() {
-    let session = Session::new();
+    let session = Sockets::new();
     let source = session.guest("a", &["--mem", "4M"]);
     let run = Run::of(session.moving(&source, &["--json"]).output().unwrap());
     assert_eq!(run.code, 1, "{run:?}");
@@ -362,7 +362,7 @@ fn nobody_at_the_other_end_is_exit_code_1_also_in_json() {
 
 #[test]
 fn receive_ends_cleanly_when_told_to_and_leaves_no_socket() {
-    let session = Session::new();
+    let session = Sockets::new();
     let guest = session.guest("b", &["--mem", "4M", "--incoming"]);
     let receive = session.receive(&guest);
     receive.terminate();

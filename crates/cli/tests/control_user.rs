@@ -16,7 +16,7 @@ use std::{
 
 use rustix::{process::Uid, thread::set_thread_res_uid};
 
-use session::{Run, Session, transship};
+use session::{Run, Sockets, transship};
 
 /// A user that exists everywhere, by number at least.
 const ANOTHER: u32 = 65534;
@@ -38,7 +38,7 @@ fn ask(socket: &str, user: u32, words: &str) -> io::Result<String> {
 
 #[test]
 fn another_user_can_not_end_a_move() {
-    let session = Session::new();
+    let session = Sockets::new();
     let (source, destination) =
         (session.guest("a", &["--mem", "8M"]), session.guest("b", &["--mem", "8M", "--incoming"]));
     let receive = session.receive(&destination);

@@ -13,7 +13,7 @@ use std::{
 };
 
 use serde_json::{Value, json};
-use session::{Guest, Run, Session, transship};
+use session::{Guest, Run, Sockets, transship};
 
 /// A call of the hand-off protocol on a connection of its own. The guest listens to one client at a time, and may not
 /// have noticed yet that the last one has gone.
@@ -46,7 +46,7 @@ fn guard(vm: &str, words: &str) -> Run {
 
 #[test]
 fn the_last_word_says_what_becomes_of_the_guest() {
-    let session = Session::new();
+    let session = Sockets::new();
     let guest = session.guest("a", &["--mem", "1M"]);
     for (words, runs, said) in [
         ("r", true, "the guest runs on here"),
@@ -65,7 +65,7 @@ fn the_last_word_says_what_becomes_of_the_guest() {
 
 #[test]
 fn a_guest_that_can_not_be_put_back_is_for_a_person() {
-    let session = Session::new();
+    let session = Sockets::new();
     let run = guard(&format!("handoff:{}", session.path("nobody")), "r");
     assert_eq!(run.code, 3, "{run:?}");
     assert!(run.stderr.contains("the guest is stopped"), "{run:?}");

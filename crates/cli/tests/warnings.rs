@@ -7,12 +7,12 @@ mod session;
 use std::{io::Write, os::unix::net::UnixStream, process::Command};
 
 use serde_json::Value;
-use session::{Run, Session, transship};
+use session::{Run, Sockets, transship};
 
 /// Whoever listens hears of a stranger, on stderr; whoever reads the report on stdout does not.
 #[test]
 fn a_stranger_who_is_turned_away_shows_at_the_receiver() {
-    let session = Session::new();
+    let session = Sockets::new();
     let source = session.guest("a", &["--mem", "4M"]);
     let destination = session.guest("b", &["--mem", "4M", "--incoming"]);
     let mut receive = session.start(session.receiving(&destination, &["--json"]));
@@ -40,7 +40,7 @@ fn a_stranger_who_is_turned_away_shows_at_the_receiver() {
 /// are shown as they are.
 #[test]
 fn runs_without_trouble_have_no_warnings() {
-    let session = Session::new();
+    let session = Sockets::new();
     let source = session.guest("a", &["--mem", "4M"]);
     let destination = session.guest("b", &["--mem", "4M", "--incoming"]);
     let logging = |mut command: Command| {

@@ -1,6 +1,6 @@
 //! Raw deflate of one packet, for zlib and QATzip: ISA-L at its levels, zlib's algorithm above them.
 use flate2::{Compress, Compression, FlushCompress};
-use transship_isal::{Deflater, Ending, Inflater, NoRoom, Place};
+use transship_isal::{Deflater, Ending, Inflater, NoRoom, StoppedAt};
 
 use crate::Fault;
 
@@ -79,11 +79,11 @@ pub(crate) fn store(input: &[u8], out: &mut Vec<u8>, ending: Ending) {
 }
 
 /// Inflates all of `encoded` into all of `pages`, going on in `inflater`'s stream, and requires it to stop at `end`.
-pub(crate) fn inflate(inflater: &mut Inflater, encoded: &[u8], pages: &mut [u8], end: Place) -> Result<(), Fault> {
+pub(crate) fn inflate(inflater: &mut Inflater, encoded: &[u8], pages: &mut [u8], end: StoppedAt) -> Result<(), Fault> {
     let corrupt = |_| Fault::Corrupt { what: "deflate data" };
     let mut step = inflater.inflate(encoded, pages).map_err(corrupt)?;
     let made = step.made;
-    if made == pages.len() && (step.unread > 0 || inflater.place() == Place::Within) {
+    if made == pages.len() && (step.unread > 0 || inflater.place() == StoppedAt::Within) {
         // The pages are full; what remains (an end-of-block code, a flush) must make nothing.
         let rest = &encoded[encoded.len() - step.unread..];
         step = inflater.inflate(rest, &mut [0]).map_err(corrupt)?;
@@ -92,7 +92,7 @@ pub(crate) fn inflate(inflater: &mut Inflater, encoded: &[u8], pages: &mut [u8],
         }
     }
     match (inflater.place(), end) {
-        (Place::AfterFinal, Place::BetweenBlocks) => Err(Fault::StreamEnd),
+        (StoppedAt::AfterFinal, StoppedAt::BetweenBlocks) => Err(Fault::StreamEnd),
         _ if step.unread > 0 => Err(Fault::Trailing { extra: step.unread }),
         (place, end) if place != end || made < pages.len() => Err(Fault::Truncated { made }),
         _ => Ok(()),
@@ -110,7 +110,7 @@ mod tests {
         fn stored_blocks_inflate(length in 0usize..200_000, last in any::<bool>()) {
             let input: Vec<u8> = (0..length).map(|i| ((i * i) >> 3) as u8).collect();
             let ending = if last { Ending::Final } else { Ending::SyncFlush };
-            let end = if last { Place::AfterFinal } else { Place::BetweenBlocks };
+            let end = if last { StoppedAt::AfterFinal } else { StoppedAt::BetweenBlocks };
             let mut out = Vec::new();
             store(&input, &mut out, ending);
             prop_assert_eq!(out.len(), stored_bytes(length));
@@ -135,7 +135,7 @@ mod tests {
             PacketDeflater::new(level).deflate(&noise, &mut out, Ending::SyncFlush);
             assert!(out.len() <= stored_bytes(noise.len()), "level {level}: {}", out.len());
             let mut output = vec![0; noise.len()];
-            inflate(&mut Inflater::new(), &out, &mut output, Place::BetweenBlocks).unwrap();
+            inflate(&mut Inflater::new(), &out, &mut output, StoppedAt::BetweenBlocks).unwrap();
             assert!(output == noise);
         }
     }

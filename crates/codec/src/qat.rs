@@ -38,9 +38,9 @@ pub fn backend() -> &'static Backend {
 }
 
 /// A session of the device at `level`, if there is one; else the software does it, and a line has said so.
-pub(crate) fn session(level: i32) -> Option<Session> {
+pub(crate) fn session(level: i32) -> Option<QatSession> {
     let (Backend::Device, Ok(library)) = (backend(), library()) else { return None };
-    match Session::open(library, level, 0, QZ_DIR_COMPRESS) {
+    match QatSession::open(library, level, 0, QZ_DIR_COMPRESS) {
         Ok(session) => Some(session),
         Err(code) => {
             say_once_that_it_failed(code);
@@ -63,7 +63,7 @@ fn library() -> &'static Result<Library, String> {
         }
         let library = Library::load(Path::new(LIBRARY))?;
         // Tried once with no software behind it, so that a device that can't be used is known before the first packet.
-        match Session::open(&library, 1, 0, QZ_DIR_COMPRESS) {
+        match QatSession::open(&library, 1, 0, QZ_DIR_COMPRESS) {
             Ok(session) => drop(session),
             Err(code) => return Err(format!("{LIBRARY} found no usable QAT device (its code is {code})")),
         }
@@ -141,16 +141,16 @@ impl Library {
 }
 
 /// One encoder's session.
-pub(crate) struct Session {
+pub(crate) struct QatSession {
     library: Library,
     /// Boxed: the library may keep its address.
     session: Box<QzSession>,
 }
 
 // SAFETY: the library allows a session to be used by any thread, one at a time; &mut sees to that.
-unsafe impl Send for Session {}
+unsafe impl Send for QatSession {}
 
-impl Session {
+impl QatSession {
     /// `software` 0: fail without a device; 1: the library's own software.
     fn open(library: &Library, level: i32, software: c_uchar, direction: c_uint) -> Result<Self, c_int> {
         let zero = QzSession {
@@ -220,7 +220,7 @@ impl Session {
     }
 }
 
-impl Drop for Session {
+impl Drop for QatSession {
     fn drop(&mut self) {
         // SAFETY: the session was given to qzInit; both functions accept one that was only half set up. They are
         // called once.

@@ -11,9 +11,9 @@
 //! 24  deflate data, then crc u32 and size u32 as in every gzip member; all little-endian
 //! ```
 use crate::deflate::{self, PacketDeflater};
-use crate::qat::{self, Session};
+use crate::qat::{self, QatSession};
 use crate::{DecodeError, Decoder, Encoder, Fault, Method, Outcome};
-use transship_isal::{Ending, Inflater, Place, crc32};
+use transship_isal::{Ending, Inflater, StoppedAt, crc32};
 
 const HEADER: usize = 24;
 const FOOTER: usize = 8;
@@ -30,7 +30,7 @@ pub(crate) struct QatzipEncoder {
 enum Route {
     /// Decided at the first packet, on the thread that encodes.
     Undecided,
-    Device(Session),
+    Device(QatSession),
     Software,
 }
 
@@ -98,7 +98,7 @@ impl QatzipDecoder {
             let member = Member::parse(rest).map_err(|fault| fault.after(made))?;
             let part = pages[made..].get_mut(..member.size).ok_or(Fault::TooLong)?;
             self.inflater.reset();
-            deflate::inflate(&mut self.inflater, member.deflated, part, Place::AfterFinal)
+            deflate::inflate(&mut self.inflater, member.deflated, part, StoppedAt::AfterFinal)
                 .map_err(|fault| fault.after(made))?;
             let found = crc32(0, part);
             if found != member.crc {

@@ -4,7 +4,7 @@
 //! stock QEMU's multifd zlib expects. Between our own peers there is no header and no order.
 use crate::deflate::{self, PacketDeflater};
 use crate::{DecodeError, Decoder, Encoder, Fault, Method, Outcome};
-use transship_isal::{Ending, Inflater, Place};
+use transship_isal::{Ending, Inflater, StoppedAt};
 
 /// What comes once before the first packet of a channel to a stock QEMU: deflate with a window of 32 KiB, no
 /// dictionary.
@@ -56,7 +56,7 @@ impl ZlibDecoder {
 impl Decoder for ZlibDecoder {
     fn decode(&mut self, encoded: &[u8], pages: &mut [u8]) -> Result<(), DecodeError> {
         self.inflater.reset();
-        deflate::inflate(&mut self.inflater, encoded, pages, Place::BetweenBlocks)
+        deflate::inflate(&mut self.inflater, encoded, pages, StoppedAt::BetweenBlocks)
             // The blocks before the flush may end on a byte boundary too; then only the flush is missing.
             .and_then(
                 |()| if encoded.ends_with(&SYNC_FLUSH) { Ok(()) } else { Err(Fault::Truncated { made: pages.len() }) },
@@ -88,7 +88,7 @@ impl ZlibStreamDecoder {
             State::Running => encoded,
             State::BeforeHeader => check_header(encoded)?,
         };
-        deflate::inflate(&mut self.inflater, blocks, pages, Place::BetweenBlocks)
+        deflate::inflate(&mut self.inflater, blocks, pages, StoppedAt::BetweenBlocks)
     }
 }
 

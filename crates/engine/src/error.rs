@@ -138,7 +138,7 @@ impl Error {
     /// The user's wish, before a restored guest runs.
     pub(crate) const RESTORE_CANCELLED: Self = Self::Cancelled(Cancelled::Restore);
 
-    pub(crate) fn untrusted(peer: &str, why: &transship_secure::Failure) -> Self {
+    pub(crate) fn untrusted(peer: &str, why: &transship_secure::SecureError) -> Self {
         Self::Untrusted(format!("no encrypted connection with {peer}: {why}"))
     }
 
@@ -163,7 +163,9 @@ impl Error {
             Error::Wire { .. } | Error::Protocol { .. } | Error::Refused(_) => Actor::Peer,
             Error::File(_) | Error::Damaged { .. } => Actor::File,
             // Bytes that the peer did not send, or not so.
-            Error::Io { source, .. } if source.get_ref().is_some_and(|why| why.is::<transship_secure::Failure>()) => {
+            Error::Io { source, .. }
+                if source.get_ref().is_some_and(|why| why.is::<transship_secure::SecureError>()) =>
+            {
                 Actor::Peer
             }
             Error::Io { .. } | Error::Memory(_) => Actor::System,

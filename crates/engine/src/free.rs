@@ -15,7 +15,7 @@ use transship_memory::{PAGE_BYTES, PageSet, WindowPages};
 
 use crate::{
     Error, Progress,
-    guest::{GuestError, Hint, Hints, Place, SourceGuest},
+    guest::{GuestError, Hint, Hints, RegionPages, SourceGuest},
 };
 
 /// How long the guest may take to send its first hint.
@@ -64,7 +64,7 @@ pub(crate) struct FreePages {
     /// By region: the pages that `trim` has removed.
     trimmed: Vec<PageSet>,
     /// Pages that are written past the tracker.
-    unseen: Vec<Place>,
+    unseen: Vec<RegionPages>,
 }
 
 impl FreePages {
@@ -126,7 +126,7 @@ impl FreePages {
 
     /// Ends the hints, before the next scan, and gives the guest its memory back. Returns, by region, the trimmed pages
     /// and the pages that are written past the tracker.
-    pub(crate) fn end(&mut self) -> (&[PageSet], &[Place]) {
+    pub(crate) fn end(&mut self) -> (&[PageSet], &[RegionPages]) {
         if let Some(hints) = self.hints.take() {
             self.unseen.extend(Ending { hints: Some(hints), over: self.over }.settle());
         }
@@ -145,7 +145,7 @@ impl FreePages {
         let mut count = 0;
         while let Some(hints) = self.hints.as_mut().filter(|_| !self.over) {
             match hints.next(deadline) {
-                Ok(Some(Hint::Free(Place { region, pages }))) => {
+                Ok(Some(Hint::Free(RegionPages { region, pages }))) => {
                     // Pages named twice count twice; that only makes us wait longer.
                     count += pages.count;
                     self.named[region].insert(pages);
@@ -180,7 +180,7 @@ pub(crate) struct Ending {
 impl Ending {
     /// Waits until the guest has its memory back; after this it can be asked for other things. Returns the pages that
     /// are written past the tracker.
-    pub(crate) fn settle(self) -> Vec<Place> {
+    pub(crate) fn settle(self) -> Vec<RegionPages> {
         let Some(mut hints) = self.hints else { return Vec::new() };
         let ended = if self.over { Ok(()) } else { hints.stop().and_then(|()| hints.done()) };
         let ended = ended.and_then(|()| hints.taken_back());

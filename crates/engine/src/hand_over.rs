@@ -13,7 +13,7 @@ use crate::{
     fail_point,
     guarded::Guarded,
     guest::Found,
-    rounds::{Course, Rounds},
+    rounds::{MoveInProgress, Rounds},
 };
 
 /// The other end during the hand-over.
@@ -22,7 +22,12 @@ pub(crate) trait Peer {
     fn name(&self) -> &'static str;
 
     /// Sends everything that is needed to run the guest, and waits until the peer confirms that it could run it.
-    fn bring_the_rest(&mut self, course: &mut Course<'_, '_>, rounds: &mut Rounds, found: Found) -> Result<(), Error>;
+    fn bring_the_rest(
+        &mut self,
+        course: &mut MoveInProgress<'_, '_>,
+        rounds: &mut Rounds,
+        found: Found,
+    ) -> Result<(), Error>;
 
     /// An error if the peer has sent anything, or has disconnected: nothing is expected from it now.
     fn check_silence(&mut self) -> Result<(), Error>;
@@ -44,7 +49,7 @@ pub(crate) trait Peer {
     fn without_word(&self, error: &Error, by_hand: &str) -> String;
 }
 
-impl Course<'_, '_> {
+impl MoveInProgress<'_, '_> {
     /// Stops the guest and hands it over: it runs there if it ran until it was stopped.
     pub(crate) fn hand_over(&mut self, peer: &mut dyn Peer, rounds: &mut Rounds) -> Result<(), Error> {
         let found = match self.up_to_no_return(peer, rounds) {

@@ -20,7 +20,7 @@ use std::{
     time::Instant,
 };
 
-use transship_memory::{PAGE, Pace, Waits};
+use transship_memory::{PAGE, Waits, WriterPace};
 
 use crate::{
     Converge, Error, Progress,
@@ -153,7 +153,7 @@ impl Running {
     }
 }
 
-impl Pace for Running {
+impl WriterPace for Running {
     fn may_pass(&self, passed: u64) -> bool {
         (passed as f64) < self.credit.pages(self.over())
     }

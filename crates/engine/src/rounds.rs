@@ -21,7 +21,7 @@ use crate::{
     forecast::{Aim, Forecast, Verdict},
     free::{FreePages, Patience},
     guarded::Guarded,
-    guest::{Place, SourceGuest},
+    guest::{RegionPages, SourceGuest},
     hold::Holding,
     pacing::Pacing,
     page_map::PageMap,
@@ -39,7 +39,7 @@ pub(crate) trait Link {
     fn content(&self) -> &[PageMap];
 
     /// Sends a round. Returns the pages that were left out because they have become holes.
-    fn send(&mut self, work: &RoundWork<'_>, free: &mut FreePages) -> Result<(Sent, Vec<Place>), Error>;
+    fn send(&mut self, work: &RoundWork<'_>, free: &mut FreePages) -> Result<(Sent, Vec<RegionPages>), Error>;
 
     /// Waits until the destination has all of the round in place.
     fn confirm(&mut self, round: u32, sent: &Sent, patience: Duration) -> Result<(), Error>;
@@ -81,7 +81,7 @@ enum Because {
 }
 
 /// A move in progress.
-pub(crate) struct Course<'a, 'g> {
+pub(crate) struct MoveInProgress<'a, 'g> {
     pub(crate) guest: &'a mut Guarded<'g>,
     pub(crate) progress: &'a Arc<Progress>,
     pub(crate) report: &'a mut Report,
@@ -91,7 +91,7 @@ pub(crate) struct Course<'a, 'g> {
     pub(crate) post_copy: Option<u32>,
 }
 
-impl Course<'_, '_> {
+impl MoveInProgress<'_, '_> {
     /// The phases up to the switchover: arms the tracking, then sends rounds while the guest runs, until the rest is
     /// small. The rounds are recorded in `rounds`, even on failure.
     pub(crate) fn up_to_switchover<'r>(

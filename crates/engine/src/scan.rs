@@ -14,7 +14,7 @@ use transship_memory::{
     WindowPages,
 };
 
-use crate::{Error, Progress, Report, RoundReport, TrackerName, TrackerReport, guest::Place, page_map::PageMap};
+use crate::{Error, Progress, Report, RoundReport, TrackerName, TrackerReport, guest::RegionPages, page_map::PageMap};
 
 /// The windows that are passed between threads as one piece of work: 4 MiB.
 const WINDOWS_PER_BATCH: usize = 8;
@@ -50,9 +50,9 @@ pub(crate) struct Scanner {
     /// since.
     dead: Vec<PageSet>,
     /// Pages that were not sent when it was their turn: they count as written in the next scan.
-    owed: Vec<Place>,
+    owed: Vec<RegionPages>,
     /// Pages whose writes the tracker does not see; they count as written in the last scan.
-    unseen: Vec<Place>,
+    unseen: Vec<RegionPages>,
     /// The report of the pending round, so far.
     next: RoundReport,
     last_scan: Instant,
@@ -145,12 +145,12 @@ impl Scanner {
     }
 
     /// Notes pages that were pending and were not sent. Most likely the next search finds them to be holes.
-    pub(crate) fn not_sent(&mut self, places: Vec<Place>) {
+    pub(crate) fn not_sent(&mut self, places: Vec<RegionPages>) {
         self.owed = places;
     }
 
     /// Notes pages that may be written without being tracked: they count as written in the last scan.
-    pub(crate) fn not_seen(&mut self, places: &[Place]) {
+    pub(crate) fn not_seen(&mut self, places: &[RegionPages]) {
         self.unseen.extend(places);
     }
 
@@ -325,8 +325,8 @@ mod tests {
         [set(0, ranges[0]), set(1, ranges[1])]
     }
 
-    fn place(region: usize, first: u64, count: u64) -> Place {
-        Place { region, pages: PageRange::new(first, count) }
+    fn place(region: usize, first: u64, count: u64) -> RegionPages {
+        RegionPages { region, pages: PageRange::new(first, count) }
     }
 
     /// Memory that holds something where `data` says so.

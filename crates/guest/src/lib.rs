@@ -92,7 +92,7 @@ impl DiskFile {
 
 /// Pages of one region.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Place {
+pub struct RegionPages {
     /// Number of the region in the guest's memory.
     pub region: usize,
     /// Its pages.
@@ -124,7 +124,7 @@ impl Found {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Hint {
     /// It does not need the contents that these pages had when hints were requested.
-    Free(Place),
+    Free(RegionPages),
     /// It has named all pages that it does not need.
     NamedAll,
 }
@@ -160,7 +160,7 @@ pub trait Hints: Send {
     /// It is unknown.
     fn taken_back(&mut self) -> Result<(), GuestError>;
     /// Memory to which the source of the hints itself writes, past the tracker.
-    fn writes_to(&mut self) -> Vec<Place>;
+    fn writes_to(&mut self) -> Vec<RegionPages>;
 }
 
 /// A guest that is to be moved away. When it is created, it is attached (memory mapped, all checks passed), but nothing

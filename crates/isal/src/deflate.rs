@@ -80,7 +80,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::{Inflater, Place, Step};
+    use crate::{Inflater, Step, StoppedAt};
 
     #[test]
     fn the_crc_is_that_of_gzip() {
@@ -124,7 +124,7 @@ mod tests {
             let mut inflater = Inflater::new();
             let step = inflater.inflate(&packed, &mut output).unwrap();
             prop_assert_eq!(step, Step { unread: 0, made: input.len() });
-            prop_assert_eq!(inflater.place(), if last { Place::AfterFinal } else { Place::BetweenBlocks });
+            prop_assert_eq!(inflater.place(), if last { StoppedAt::AfterFinal } else { StoppedAt::BetweenBlocks });
             prop_assert_eq!(output, input);
         }
     }

@@ -17,7 +17,7 @@ pub struct Step {
 
 /// Where in the deflate data the last call stopped.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Place {
+pub enum StoppedAt {
     /// On a byte boundary between two blocks, with nothing held back.
     BetweenBlocks,
     /// After the final block.
@@ -89,12 +89,12 @@ impl Inflater {
 
     /// Where the last call stopped.
     #[must_use]
-    pub fn place(&self) -> Place {
+    pub fn place(&self) -> StoppedAt {
         // SAFETY: the object is alive until drop.
         match unsafe { ffi::ts_inflater_place(self.0.as_ptr()) } {
-            0 => Place::BetweenBlocks,
-            1 => Place::AfterFinal,
-            _ => Place::Within,
+            0 => StoppedAt::BetweenBlocks,
+            1 => StoppedAt::AfterFinal,
+            _ => StoppedAt::Within,
         }
     }
 }

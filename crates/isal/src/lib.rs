@@ -12,4 +12,4 @@ mod ffi;
 mod inflate;
 
 pub use deflate::{Deflater, Ending, NoRoom, crc32};
-pub use inflate::{Corrupt, Inflater, Place, Step};
+pub use inflate::{Corrupt, Inflater, Step, StoppedAt};

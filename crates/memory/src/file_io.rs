@@ -37,7 +37,7 @@ pub use self::{
 };
 use self::{
     buffer::Spare,
-    request::{Body, Direction, Failure, Request},
+    request::{Body, Direction, Request, RequestFailure},
     uring::Ring,
 };
 use crate::{Error, GuestMemory, PAGE_BYTES, PageRange, Region};
@@ -89,7 +89,7 @@ pub struct FileQueue {
     /// Not given to the kernel yet, as the next call may continue it. Pages, never a buffer.
     pending: Option<Request>,
     /// The first one.
-    failed: Option<Failure>,
+    failed: Option<RequestFailure>,
 }
 
 impl FileQueue {
@@ -282,7 +282,12 @@ struct Cached {
 }
 
 impl Cached {
-    fn write(&mut self, memory: &GuestMemory, file: BorrowedFd<'_>, request: &mut Request) -> Result<(), Failure> {
+    fn write(
+        &mut self,
+        memory: &GuestMemory,
+        file: BorrowedFd<'_>,
+        request: &mut Request,
+    ) -> Result<(), RequestFailure> {
         let offset = request.offset();
         let turn = self.turns.wait();
         plain::transfer(memory, file, request)?;

@@ -61,5 +61,5 @@ pub use protect::Protection;
 pub use region::{Access, GuestMemory, InProcess, Region};
 pub use sync_tracker::SyncTracker;
 pub use tracker::{Tracker, UffdTracker};
-pub use waits::{LetWait, Pace, Waited, Waits};
+pub use waits::{LetWait, Waited, Waits, WriterPace};
 pub use window::WindowPages;

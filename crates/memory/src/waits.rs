@@ -9,7 +9,7 @@ use std::{
 };
 
 /// How fast pages may be written for the first time since they were scanned.
-pub trait Pace: Send + Sync {
+pub trait WriterPace: Send + Sync {
     /// Whether one more page may be let go of now. `passed`: how many were since this pace was set. If it may not, its
     /// writer is held, for a few milliseconds at most, and asked about again.
     fn may_pass(&self, passed: u64) -> bool;
@@ -55,7 +55,7 @@ pub struct Waits {
     held_ns: AtomicU64,
     /// Since it was asked for last.
     longest_ns: AtomicU64,
-    pace: Mutex<Option<Box<dyn Pace>>>,
+    pace: Mutex<Option<Box<dyn WriterPace>>>,
     /// Pages that were let go of since the pace was set.
     passed: AtomicU64,
 }
@@ -69,7 +69,7 @@ impl fmt::Debug for Waits {
 // All numbers are for people, but for `passed`, which one thread counts. So they are relaxed.
 impl Waits {
     /// Holds writers so that pages are written no faster than this. None: nobody is held, from now on.
-    pub fn set_pace(&self, pace: Option<Box<dyn Pace>>) {
+    pub fn set_pace(&self, pace: Option<Box<dyn WriterPace>>) {
         let mut set = self.pace();
         self.passed.store(0, Relaxed);
         *set = pace;
@@ -110,7 +110,7 @@ impl Waits {
         }
     }
 
-    fn pace(&self) -> MutexGuard<'_, Option<Box<dyn Pace>>> {
+    fn pace(&self) -> MutexGuard<'_, Option<Box<dyn WriterPace>>> {
         self.pace.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

@@ -22,8 +22,8 @@ use common::{
 };
 use proptest::prelude::*;
 use transship_memory::{
-    Access, Area, Error, Freeing, Holes, InProcess, Pace, PageRange, PageSet, Process, Region, SyncTracker, Tracker,
-    WindowPages,
+    Access, Area, Error, Freeing, Holes, InProcess, PageRange, PageSet, Process, Region, SyncTracker, Tracker,
+    WindowPages, WriterPace,
 };
 
 /// What a writer may be held for.
@@ -214,7 +214,8 @@ fn a_guest_that_writes_all_the_time_is_copied_whole_when_it_stops() {
                     while writes.load(Ordering::Relaxed) < before + 50 {
                         thread::yield_now();
                     }
-                    let pace: Option<Box<dyn Pace>> = (round % 3 == 0).then(|| Box::new(AtMost(100)) as Box<dyn Pace>);
+                    let pace: Option<Box<dyn WriterPace>> =
+                        (round % 3 == 0).then(|| Box::new(AtMost(100)) as Box<dyn WriterPace>);
                     copy.tracker.waits().unwrap().set_pace(pace);
                     copy.round();
                 }
@@ -279,7 +280,7 @@ fn pages_that_the_process_does_not_have_yet_are_seen_when_it_writes_them() {
 /// Lets that many pages go.
 struct AtMost(u64);
 
-impl Pace for AtMost {
+impl WriterPace for AtMost {
     fn may_pass(&self, passed: u64) -> bool {
         passed < self.0
     }
@@ -310,7 +311,7 @@ fn writers_are_held_beyond_the_pace_and_each_time_for_a_moment_only() {
 /// Lets nothing go, and is patient.
 struct Never(u32);
 
-impl Pace for Never {
+impl WriterPace for Never {
     fn may_pass(&self, _passed: u64) -> bool {
         false
     }

@@ -12,14 +12,14 @@ use std::mem::MaybeUninit;
 /// That push's own wake-up comes after it has filled the place, so nobody who waits behind it sleeps for ever; but a
 /// waker that wakes one thread must be followed by that thread looking for more (see `Results::next_result`).
 pub struct Ring<T> {
-    places: Box<[Place<T>]>,
+    places: Box<[Slot<T>]>,
     /// The next position to push. Relaxed: it only shares positions out; the turns publish the values.
     tail: Padded<AtomicUsize>,
     /// The next position to pop. Relaxed, for the same reason.
     head: Padded<AtomicUsize>,
 }
 
-struct Place<T> {
+struct Slot<T> {
     /// Stored with Release after the value was written (push) or read (pop). The Acquire load of the pop makes the
     /// value visible; that of the push on the next lap makes sure that it overwrites the value after it was read.
     turn: AtomicUsize,
@@ -40,7 +40,7 @@ impl<T> Ring<T> {
     #[must_use]
     pub fn new(capacity: usize) -> Self {
         assert!(capacity.is_power_of_two() && capacity >= 2, "a shared ring has 2, 4, 8… places, not {capacity}");
-        let place = |turn| Place { turn: AtomicUsize::new(turn), value: UnsafeCell::new(MaybeUninit::uninit()) };
+        let place = |turn| Slot { turn: AtomicUsize::new(turn), value: UnsafeCell::new(MaybeUninit::uninit()) };
         Self {
             places: (0..capacity).map(place).collect(),
             tail: Padded(AtomicUsize::new(0)),
@@ -84,13 +84,13 @@ impl<T> Ring<T> {
         self.places.len()
     }
 
-    fn place(&self, position: usize) -> &Place<T> {
+    fn place(&self, position: usize) -> &Slot<T> {
         &self.places[position & (self.places.len() - 1)]
     }
 
     /// Takes the next position of `counter` if its place has the turn `position + offset`; none if it has not come to
     /// that.
-    fn claim(&self, counter: &AtomicUsize, offset: usize) -> Option<(usize, &Place<T>)> {
+    fn claim(&self, counter: &AtomicUsize, offset: usize) -> Option<(usize, &Slot<T>)> {
         let mut position = counter.load(Relaxed);
         loop {
             let place = self.place(position);

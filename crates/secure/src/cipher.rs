@@ -9,7 +9,7 @@ use rustls::{
     ConnectionTrafficSecrets, client::ClientConnectionData, kernel::KernelConnection, server::ServerConnectionData,
 };
 
-use crate::Failure;
+use crate::SecureError;
 
 /// Bytes before what a record holds: its kind, a version that means nothing any more, its length.
 pub(crate) const HEADER_BYTES: usize = 5;
@@ -33,12 +33,12 @@ pub(crate) struct Cipher {
 }
 
 impl Cipher {
-    pub(crate) fn new((next, secrets): (u64, ConnectionTrafficSecrets)) -> Result<Self, Failure> {
+    pub(crate) fn new((next, secrets): (u64, ConnectionTrafficSecrets)) -> Result<Self, SecureError> {
         let (algorithm, key, iv) = match &secrets {
             ConnectionTrafficSecrets::Aes128Gcm { key, iv } => (&AES_128_GCM, key, iv),
             ConnectionTrafficSecrets::Aes256Gcm { key, iv } => (&AES_256_GCM, key, iv),
             ConnectionTrafficSecrets::Chacha20Poly1305 { key, iv } => (&CHACHA20_POLY1305, key, iv),
-            _ => return Err(Failure::Unsuited("the two sides agreed on a cipher that is not known here".into())),
+            _ => return Err(SecureError::Unsuited("the two sides agreed on a cipher that is not known here".into())),
         };
         let key = UnboundKey::new(algorithm, key.as_ref()).expect("rustls makes keys as long as their cipher's");
         let iv = iv.as_ref().try_into().expect("these ciphers have 12 bytes of it");
@@ -112,21 +112,21 @@ impl Keys {
     }
 
     /// The next key for what is sent.
-    pub(crate) fn next_to_seal(&self) -> Result<Cipher, Failure> {
+    pub(crate) fn next_to_seal(&self) -> Result<Cipher, SecureError> {
         let secrets = match &mut *self.kernel.lock().unwrap_or_else(PoisonError::into_inner) {
             Kernel::Client(kernel) => kernel.update_tx_secret(),
             Kernel::Server(kernel) => kernel.update_tx_secret(),
         };
-        Cipher::new(secrets.map_err(|error| Failure::Unsuited(error.to_string()))?)
+        Cipher::new(secrets.map_err(|error| SecureError::Unsuited(error.to_string()))?)
     }
 
     /// The next key for what is received.
-    pub(crate) fn next_to_open(&self) -> Result<Cipher, Failure> {
+    pub(crate) fn next_to_open(&self) -> Result<Cipher, SecureError> {
         let secrets = match &mut *self.kernel.lock().unwrap_or_else(PoisonError::into_inner) {
             Kernel::Client(kernel) => kernel.update_rx_secret(),
             Kernel::Server(kernel) => kernel.update_rx_secret(),
         };
-        Cipher::new(secrets.map_err(|error| Failure::Unsuited(error.to_string()))?)
+        Cipher::new(secrets.map_err(|error| SecureError::Unsuited(error.to_string()))?)
     }
 
     /// The other side wants a new key for what is sent to it.

@@ -27,7 +27,7 @@ use rustls::{
 use zeroize::Zeroizing;
 
 use crate::{
-    Certificates, Failure, PeerName, Token,
+    Certificates, PeerName, SecureError, Token,
     verify::{Expected, Verifier},
 };
 
@@ -103,7 +103,7 @@ impl Caller {
     ///
     /// # Errors
     /// The system has no random numbers.
-    pub fn with_token(token: &Token) -> Result<Self, Failure> {
+    pub fn with_token(token: &Token) -> Result<Self, SecureError> {
         let own = key(&token.caller_seed())?;
         let provider = provider();
         let wanted = Arc::new(Pinned::new(token.host_key(), &provider));
@@ -120,9 +120,10 @@ impl Caller {
     ///
     /// # Errors
     /// It is neither.
-    pub fn to_host(certificates: &Arc<Certificates>, host: &str) -> Result<Self, Failure> {
-        let name = ServerName::try_from(host.to_owned())
-            .map_err(|_| Failure::Unsuited(format!("{host:?} is no name of a host that a certificate could be for")))?;
+    pub fn to_host(certificates: &Arc<Certificates>, host: &str) -> Result<Self, SecureError> {
+        let name = ServerName::try_from(host.to_owned()).map_err(|_| {
+            SecureError::Unsuited(format!("{host:?} is no name of a host that a certificate could be for"))
+        })?;
         Ok(Self::with_certificates(certificates, Expected::Host(name)))
     }
 
@@ -141,7 +142,7 @@ impl Caller {
         Self { word: Word::None, ..self }
     }
 
-    pub(crate) fn connection(&self) -> Result<(UnbufferedClientConnection, Means), Failure> {
+    pub(crate) fn connection(&self) -> Result<(UnbufferedClientConnection, Means), SecureError> {
         let (config, means) = match &self.by {
             CallerBy::Token(config) => (Arc::clone(config), Means::Token),
             CallerBy::Certificates(certificates, expected) => {
@@ -191,8 +192,8 @@ impl Host {
     ///
     /// # Errors
     /// The system has no random numbers.
-    pub fn with_new_token() -> Result<(Self, Token), Failure> {
-        let no_random = |_| Failure::Unsuited("the system has no random numbers for a key".into());
+    pub fn with_new_token() -> Result<(Self, Token), SecureError> {
+        let no_random = |_| SecureError::Unsuited("the system has no random numbers for a key".into());
         let mut seed = Zeroizing::new([0; 32]);
         SystemRandom::new().fill(&mut *seed).map_err(no_random)?;
         let own = key(&seed)?;
@@ -237,7 +238,7 @@ impl Host {
         }
     }
 
-    pub(crate) fn connection(&self) -> Result<(UnbufferedServerConnection, Means), Failure> {
+    pub(crate) fn connection(&self) -> Result<(UnbufferedServerConnection, Means), SecureError> {
         let (config, means) = match &self.by {
             HostBy::Token(config) => (Arc::clone(config), Means::Token),
             HostBy::Certificates(certificates, expected) => {
@@ -270,8 +271,8 @@ impl fmt::Debug for Host {
 }
 
 /// Something that can't be the other side's fault.
-fn ours(error: Error) -> Failure {
-    Failure::Unsuited(error.to_string())
+fn ours(error: Error) -> SecureError {
+    SecureError::Unsuited(error.to_string())
 }
 
 /// The cipher that this processor is quickest with comes first; the caller's wish counts.
@@ -294,7 +295,7 @@ pub(crate) fn provider() -> Arc<CryptoProvider> {
 }
 
 /// An Ed25519 key, with its public half in the place of a certificate.
-fn key(seed: &[u8; 32]) -> Result<Arc<CertifiedKey>, Failure> {
+fn key(seed: &[u8; 32]) -> Result<Arc<CertifiedKey>, SecureError> {
     let mut private = Zeroizing::new([0; PRIVATE_KEY.len() + 32]);
     private[..PRIVATE_KEY.len()].copy_from_slice(PRIVATE_KEY);
     private[PRIVATE_KEY.len()..].copy_from_slice(seed);

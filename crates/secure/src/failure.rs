@@ -12,7 +12,7 @@ use crate::{
 /// or a token.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
-pub enum Failure {
+pub enum SecureError {
     /// The other side is not who it has to be, or doesn't show it.
     #[error("{0}")]
     Untrusted(Cow<'static, str>),
@@ -50,22 +50,22 @@ const TWO_WAYS: &str = "one side uses a token and the other one certificates; us
 
 impl View {
     /// What rustls says, for the user of this side.
-    pub(crate) fn failure(&self, error: Error) -> Failure {
+    pub(crate) fn failure(&self, error: Error) -> SecureError {
         if let Means::Certificates { refusal, .. } = &self.means
             && let Some(why) = refusal.get()
         {
-            return Failure::Untrusted(why.clone().into());
+            return SecureError::Untrusted(why.clone().into());
         }
         let with_certificates = matches!(self.means, Means::Certificates { .. });
-        let untrusted = |why: &'static str| Failure::Untrusted(why.into());
+        let untrusted = |why: &'static str| SecureError::Untrusted(why.into());
         match (error, self.side) {
             (Error::AlertReceived(alert), _) => self.refused(alert),
             (Error::DecryptError, _) => untrusted("what it sent was changed on its way"),
             (Error::PeerIncompatible(PeerIncompatible::IncorrectCertificateTypeExtension), _) => {
-                Failure::Unsuited(TWO_WAYS.into())
+                SecureError::Unsuited(TWO_WAYS.into())
             }
             (Error::PeerIncompatible(_), _) => {
-                Failure::Unsuited(if with_certificates { ONLY_OLDER } else { NO_TLS13 }.into())
+                SecureError::Unsuited(if with_certificates { ONLY_OLDER } else { NO_TLS13 }.into())
             }
             (Error::InvalidMessage(_), Side::Host) => untrusted("it does not speak TLS"),
             (Error::InvalidMessage(_), Side::Caller) if with_certificates => untrusted(match self.word {
@@ -88,13 +88,13 @@ impl View {
             (Error::InvalidCertificate(CertificateError::ApplicationVerificationFailure), Side::Host) => {
                 untrusted("its token is not the one of this move")
             }
-            (other, _) => Failure::Unsuited(format!("the handshake failed: {other}")),
+            (other, _) => SecureError::Unsuited(format!("the handshake failed: {other}")),
         }
     }
 
     /// What the other side says of us.
-    pub(crate) fn refused(&self, alert: AlertDescription) -> Failure {
-        let refused = |why: &'static str| Failure::Refused(why.into());
+    pub(crate) fn refused(&self, alert: AlertDescription) -> SecureError {
+        let refused = |why: &'static str| SecureError::Refused(why.into());
         match (&self.means, alert, self.side) {
             (_, AlertDescription::DecryptError | AlertDescription::BadRecordMac, _) => {
                 refused("what it got from here was changed on its way")
@@ -104,16 +104,16 @@ impl View {
                 refused("it does not accept this token; use the command that the receiver printed last")
             }
             (Means::Token, AlertDescription::AccessDenied, Side::Host) => refused("its token is another receiver's"),
-            (Means::Token, AlertDescription::UnsupportedCertificate, _) => Failure::Unsuited(TWO_WAYS.into()),
-            (Means::Token, AlertDescription::HandshakeFailure, _) => Failure::Unsuited(TWO_WAYS.into()),
-            (Means::Token, AlertDescription::ProtocolVersion, _) => Failure::Unsuited(NO_TLS13.into()),
-            (Means::Token, other, _) => Failure::Unsuited(format!("it ended the handshake: {other:?}")),
+            (Means::Token, AlertDescription::UnsupportedCertificate, _) => SecureError::Unsuited(TWO_WAYS.into()),
+            (Means::Token, AlertDescription::HandshakeFailure, _) => SecureError::Unsuited(TWO_WAYS.into()),
+            (Means::Token, AlertDescription::ProtocolVersion, _) => SecureError::Unsuited(NO_TLS13.into()),
+            (Means::Token, other, _) => SecureError::Unsuited(format!("it ended the handshake: {other:?}")),
         }
     }
 }
 
 /// Why the other side does not take our certificate. It has words of its own; TLS carries only their kind.
-fn refused_certificate(own: &Certificates, alert: AlertDescription) -> Failure {
+fn refused_certificate(own: &Certificates, alert: AlertDescription) -> SecureError {
     use AlertDescription as Alert;
     let why = match alert {
         Alert::CertificateExpired => "has expired or is not good yet; check it, and the clocks of both hosts",
@@ -126,19 +126,19 @@ fn refused_certificate(own: &Certificates, alert: AlertDescription) -> Failure {
         Alert::AccessDenied => "is for none of the names that are allowed there (--peer-name)",
         Alert::UnsupportedCertificate => "is not for this purpose (its extended key usage), or of a kind unknown there",
         Alert::CertificateUnknown | Alert::CertificateRequired => "is not accepted; see what is said there",
-        Alert::HandshakeFailure => return Failure::Unsuited(NOTHING_IN_COMMON.into()),
-        Alert::ProtocolVersion | Alert::InsufficientSecurity => return Failure::Unsuited(ONLY_OLDER.into()),
-        other => return Failure::Unsuited(format!("it ended the handshake: {other:?}")),
+        Alert::HandshakeFailure => return SecureError::Unsuited(NOTHING_IN_COMMON.into()),
+        Alert::ProtocolVersion | Alert::InsufficientSecurity => return SecureError::Unsuited(ONLY_OLDER.into()),
+        other => return SecureError::Unsuited(format!("it ended the handshake: {other:?}")),
     };
-    Failure::Refused(format!("it says that the certificate of this side ({}) {why}", own.names()).into())
+    SecureError::Refused(format!("it says that the certificate of this side ({}) {why}", own.names()).into())
 }
 
 /// For what is read and written once there is trust.
-impl From<Failure> for io::Error {
-    fn from(failure: Failure) -> Self {
+impl From<SecureError> for io::Error {
+    fn from(failure: SecureError) -> Self {
         match failure {
-            Failure::Broken(error) => error,
-            Failure::Refused(_) => Self::new(io::ErrorKind::ConnectionAborted, failure),
+            SecureError::Broken(error) => error,
+            SecureError::Refused(_) => Self::new(io::ErrorKind::ConnectionAborted, failure),
             _ => Self::new(io::ErrorKind::InvalidData, failure),
         }
     }

@@ -14,7 +14,7 @@ use rustls::{
 };
 
 use crate::{
-    Caller, Failure, Host, Opener, Sealer,
+    Caller, Host, Opener, Sealer, SecureError,
     cipher::{Cipher, HEADER_BYTES, Kernel, Keys},
     ends::{Means, Word},
     failure::{Side, View},
@@ -78,7 +78,7 @@ impl Handshake {
     ///
     /// # Errors
     /// The system has no random numbers.
-    pub fn calling(caller: &Caller) -> Result<Self, Failure> {
+    pub fn calling(caller: &Caller) -> Result<Self, SecureError> {
         let (connection, means) = caller.connection()?;
         Ok(Self::new(End::Caller(connection), Side::Caller, means, caller.word))
     }
@@ -87,7 +87,7 @@ impl Handshake {
     ///
     /// # Errors
     /// As [`Handshake::calling`].
-    pub fn hosting(host: &Host) -> Result<Self, Failure> {
+    pub fn hosting(host: &Host) -> Result<Self, SecureError> {
         let (connection, means) = host.connection()?;
         Ok(Self::new(End::Host(connection), Side::Host, means, host.word))
     }
@@ -101,7 +101,7 @@ impl Handshake {
     ///
     /// # Errors
     /// The other side is not to be trusted, or has gone. It has been told why, as far as TLS has a word for it.
-    pub fn advance(&mut self, connection: &mut (impl Read + Write)) -> Result<Progress, Failure> {
+    pub fn advance(&mut self, connection: &mut (impl Read + Write)) -> Result<Progress, SecureError> {
         loop {
             match self.step() {
                 Ok(Next::Done) => return self.finish(connection),
@@ -122,7 +122,7 @@ impl Handshake {
     }
 
     /// Somebody who reads no more may have said why.
-    fn last_words(&mut self, connection: &mut impl Read, error: io::Error) -> Failure {
+    fn last_words(&mut self, connection: &mut impl Read, error: io::Error) -> SecureError {
         loop {
             match self.read_record(connection) {
                 Ok(true) => {}
@@ -150,7 +150,7 @@ impl Handshake {
     }
 
     /// Reads on in the next record. False: nothing more is there.
-    fn read_record(&mut self, connection: &mut impl Read) -> Result<bool, Failure> {
+    fn read_record(&mut self, connection: &mut impl Read) -> Result<bool, SecureError> {
         loop {
             let record = &self.incoming[self.start..];
             let length = match record.get(..HEADER_BYTES) {
@@ -204,7 +204,7 @@ impl Handshake {
         }
     }
 
-    fn finish(&mut self, connection: &mut impl Write) -> Result<Progress, Failure> {
+    fn finish(&mut self, connection: &mut impl Write) -> Result<Progress, SecureError> {
         let (secrets, kernel) = match std::mem::replace(&mut self.end, End::Over) {
             End::Caller(caller) => caller.dangerous_into_kernel_connection().map(|(s, k)| (s, Kernel::Client(k))),
             End::Host(host) => host.dangerous_into_kernel_connection().map(|(s, k)| (s, Kernel::Server(k))),
@@ -221,7 +221,7 @@ impl Handshake {
     }
 }
 
-fn gone() -> Failure {
+fn gone() -> SecureError {
     io::Error::new(ErrorKind::UnexpectedEof, "it has closed the connection in the middle of the handshake").into()
 }
 

@@ -23,7 +23,7 @@ mod verify;
 
 pub use certificates::{Certificates, Pem, Piece, Unusable};
 pub use ends::{Caller, Host, Lack};
-pub use failure::Failure;
+pub use failure::SecureError;
 pub use handshake::{Halves, Handshake, Progress};
 pub use names::PeerName;
 pub use opener::Opener;

@@ -9,7 +9,7 @@ use std::{
 use rustls::AlertDescription;
 
 use crate::{
-    Failure, RECORD_BYTES,
+    RECORD_BYTES, SecureError,
     cipher::{Cipher, HEADER_BYTES, Keys, kind, sealed_bytes},
     ends::Word,
     failure::{Side, View},
@@ -131,7 +131,7 @@ impl Opener {
     ///
     /// # Errors
     /// It does not, or says nothing in time.
-    pub fn await_word(&mut self, from: &mut impl Read) -> Result<(), Failure> {
+    pub fn await_word(&mut self, from: &mut impl Read) -> Result<(), SecureError> {
         while self.word_is_due {
             match self.advance(from) {
                 Ok(true) => {}
@@ -163,7 +163,7 @@ impl Opener {
     }
 
     /// Where the next record is, if all of it has come.
-    fn whole_record(&self) -> Result<Option<Range<usize>>, Failure> {
+    fn whole_record(&self) -> Result<Option<Range<usize>>, SecureError> {
         let there = &self.room[self.next..self.end];
         let Some(&header) = there.first_chunk::<HEADER_BYTES>() else { return Ok(None) };
         let sealed = sealed_bytes(header, MOST).ok_or_else(changed)?;
@@ -196,7 +196,7 @@ impl Opener {
         }
     }
 
-    fn take(&mut self, record: Range<usize>) -> Result<(), Failure> {
+    fn take(&mut self, record: Range<usize>) -> Result<(), SecureError> {
         self.next = record.end;
         let opened = self.cipher.open(&mut self.room[record.clone()]).ok_or_else(changed)?;
         let start = record.start + HEADER_BYTES;
@@ -213,7 +213,7 @@ impl Opener {
                 Ok(())
             }
             (kind::DATA, [_, ..]) if self.word_is_due => {
-                Err(Failure::Unsuited("it does not speak as a transship does; use the same on both sides".into()))
+                Err(SecureError::Unsuited("it does not speak as a transship does; use the same on both sides".into()))
             }
             (kind::DATA, _) => {
                 self.open = held;
@@ -232,17 +232,17 @@ impl Opener {
                 Ok(())
             }
             (kind::HANDSHAKE, [TICKET, ..]) if self.view.side == Side::Caller => Ok(()),
-            _ => Err(Failure::Unsuited("it sent a message of TLS that has no place there".into())),
+            _ => Err(SecureError::Unsuited("it sent a message of TLS that has no place there".into())),
         }
     }
 }
 
-fn changed() -> Failure {
-    Failure::Untrusted("what came was changed on its way, or does not belong to this connection".into())
+fn changed() -> SecureError {
+    SecureError::Untrusted("what came was changed on its way, or does not belong to this connection".into())
 }
 
-fn failure(error: io::Error) -> Failure {
-    match error.downcast::<Failure>() {
+fn failure(error: io::Error) -> SecureError {
+    match error.downcast::<SecureError>() {
         Ok(failure) => failure,
         Err(error) => error.into(),
     }

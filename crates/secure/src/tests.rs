@@ -11,19 +11,19 @@ use std::{
 
 use proptest::prelude::*;
 
-use crate::{Caller, Failure, Halves, Handshake, Host, Progress, RECORD_BYTES, Token, sealer::Limit};
+use crate::{Caller, Halves, Handshake, Host, Progress, RECORD_BYTES, SecureError, Token, sealer::Limit};
 
 mod certificates;
 
 /// A handshake to its end over a connection that waits.
-fn shake(mut handshake: Handshake, mut connection: UnixStream) -> Result<(Halves, UnixStream), Failure> {
+fn shake(mut handshake: Handshake, mut connection: UnixStream) -> Result<(Halves, UnixStream), SecureError> {
     match handshake.advance(&mut connection)? {
         Progress::Done(halves) => Ok((*halves, connection)),
         Progress::Waiting => panic!("it reads until there is something"),
     }
 }
 
-pub(crate) type Ended = Result<(Halves, UnixStream), Failure>;
+pub(crate) type Ended = Result<(Halves, UnixStream), SecureError>;
 
 /// Both sides of one; the caller also waits for the host's word.
 pub(crate) fn meet(caller: &Caller, host: &Host) -> (Ended, Ended) {
@@ -110,8 +110,8 @@ fn those_who_share_a_token_understand_each_other() {
 fn a_token_of_another_move_opens_nothing() {
     let [(host, _), (_, token)] = [0; 2].map(|_| Host::with_new_token().unwrap());
     let (here, there) = meet(&Caller::with_token(&token).unwrap(), &host);
-    assert!(matches!(here.unwrap_err(), Failure::Untrusted(why) if why.contains("another receiver")));
-    assert!(matches!(there.unwrap_err(), Failure::Refused(why) if why.contains("another receiver's")));
+    assert!(matches!(here.unwrap_err(), SecureError::Untrusted(why) if why.contains("another receiver")));
+    assert!(matches!(there.unwrap_err(), SecureError::Refused(why) if why.contains("another receiver's")));
 }
 
 /// The key is the receiver's, the secret is not: the receiver is known, the caller is not.
@@ -120,8 +120,8 @@ fn a_caller_without_the_secret_is_told_so() {
     let (host, token) = Host::with_new_token().unwrap();
     let forged = Token::new(*token.host_key()).unwrap();
     let (here, there) = meet(&Caller::with_token(&forged).unwrap(), &host);
-    assert!(matches!(here.unwrap_err(), Failure::Refused(why) if why.contains("does not accept this token")));
-    assert!(matches!(there.unwrap_err(), Failure::Untrusted(why) if why.contains("not the one of this move")));
+    assert!(matches!(here.unwrap_err(), SecureError::Refused(why) if why.contains("does not accept this token")));
+    assert!(matches!(there.unwrap_err(), SecureError::Untrusted(why) if why.contains("not the one of this move")));
 }
 
 #[test]

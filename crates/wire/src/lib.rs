@@ -32,5 +32,5 @@ pub use guest::{GuestDescription, MAX_NAME_BYTES, MAX_REGION_BYTES, MAX_REGIONS,
 pub use kind::{MAX_MESSAGE_BYTES, MAX_REASON_BYTES, MAX_STATE_BYTES};
 pub use owed::{MAX_OWED_WINDOWS, MAX_PAGES_AT_ONCE, OwedWindow, Pages};
 pub use packet::{PACKET_BYTES, PAGES_PER_PACKET, Packet};
-pub use preamble::{MAX_CHANNELS, PREAMBLE_BYTES, Preamble, Role, Session, VERSION};
+pub use preamble::{MAX_CHANNELS, PREAMBLE_BYTES, Preamble, Role, SessionId, VERSION};
 pub use probe::{MAX_FILLING_BYTES, PROBE_BYTES, Probe};

@@ -30,7 +30,7 @@ const ROLE_PROBE: u8 = 16;
 
 /// Chosen at random by the source; ties the data connections to their control connection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub struct Session(pub [u8; 16]);
+pub struct SessionId(pub [u8; 16]);
 
 /// What a connection is for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -67,7 +67,7 @@ pub enum Role {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Preamble {
     /// The session that the connection belongs to.
-    pub session: Session,
+    pub session: SessionId,
     /// What the connection is for.
     pub role: Role,
 }
@@ -114,7 +114,7 @@ impl Preamble {
             return Err(reader.invalid("preamble version", version.into(), "use the same transship on both sides"));
         }
         let (role, channel) = decode_role(&mut reader, protocol)?;
-        let session = Session(reader.array("preamble session")?);
+        let session = SessionId(reader.array("preamble session")?);
         let line = reader.u32("preamble line")?;
         if (line == 0) == matches!(role, ROLE_SUPPLY | ROLE_PUSH) {
             return Err(reader.invalid("preamble line", line.into(), "supply lines are numbered from 1, no others"));

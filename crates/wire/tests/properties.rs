@@ -5,8 +5,8 @@ use proptest::collection::{btree_set, vec};
 use proptest::prelude::*;
 use transship_wire::*;
 
-fn session() -> impl Strategy<Value = Session> {
-    any::<[u8; 16]>().prop_map(Session)
+fn session() -> impl Strategy<Value = SessionId> {
+    any::<[u8; 16]>().prop_map(SessionId)
 }
 
 fn preamble() -> impl Strategy<Value = Preamble> {

@@ -3,7 +3,7 @@
 use proptest::collection::vec;
 use proptest::prelude::*;
 use transship_wire::relay::*;
-use transship_wire::{Error, Preamble, Refusal, Role, Session};
+use transship_wire::{Error, Preamble, Refusal, Role, SessionId};
 
 fn reason() -> impl Strategy<Value = Refusal> {
     "\\PC{0,500}"
@@ -113,7 +113,7 @@ fn the_layout_is_this() {
     let packet = Packet { connection: 0x00fe, sequence: 0x0102_0304_0506_0708, content };
     let bytes = [&b"TSRP"[..], &[1, 2, 0xfe, 0, 8, 7, 6, 5, 4, 3, 2, 1, 0, 0, 8, 0, 4, 3, 0, 0, 1], &[0; 7]].concat();
     assert_eq!(packet.encode().to_vec(), bytes);
-    let greeting = Greeting(Preamble { session: Session([7; 16]), role: Role::Data(9) });
+    let greeting = Greeting(Preamble { session: SessionId([7; 16]), role: Role::Data(9) });
     let bytes = [&b"TSRL"[..], &[1, 0, 2, 9], &[7; 16], &[0; 8]].concat();
     assert_eq!(greeting.encode().to_vec(), bytes);
     assert_eq!(Greeting::decode(bytes.as_slice().try_into().unwrap()), Ok(greeting));
@@ -121,11 +121,11 @@ fn the_layout_is_this() {
 
 #[test]
 fn what_is_not_a_link_is_refused() {
-    let preamble = Preamble { session: Session([7; 16]), role: Role::Control };
+    let preamble = Preamble { session: SessionId([7; 16]), role: Role::Control };
     let error = Greeting::decode(&preamble.encode()).unwrap_err();
     assert!(matches!(error, Error::Invalid { field: "preamble magic", offset: 0, .. }), "{error}");
     assert!(Preamble::decode(&Greeting(preamble).encode()).is_err());
-    let probe = Greeting(Preamble { session: Session([7; 16]), role: Role::Probe });
+    let probe = Greeting(Preamble { session: SessionId([7; 16]), role: Role::Probe });
     let error = Greeting::decode(&probe.encode()).unwrap_err();
     assert!(matches!(error, Error::Invalid { field: "preamble role", offset: 6, .. }), "{error}");
 

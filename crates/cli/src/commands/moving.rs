@@ -159,10 +159,10 @@ fn to_transship(args: &MoveArgs, checks: &mut Checks) -> Option<MoveOptions> {
     let channels = flags::count(checks, "--channels", args.channels.as_deref(), defaults.channels);
     let compress = checks.read("--compress", &args.compress, compression);
     let encoders = encoders(args, checks);
-    let pace = Pace::check(args, checks);
+    let pace = PaceFlags::check(args, checks);
     let (at_stop, hold) = (at_stop(args, checks), hold(args, checks));
     let post_copy = post_copy(args, checks);
-    let Pace { bandwidth, patience: Patience { downtime, max_downtime, max_rounds } } = pace?;
+    let PaceFlags { bandwidth, patience: Patience { downtime, max_downtime, max_rounds } } = pace?;
     Some(MoveOptions {
         channels: channels?,
         compress: compress?,
@@ -245,9 +245,9 @@ fn to_qemu(args: &MoveArgs, checks: &mut Checks) -> Option<QemuSendOptions> {
         );
     }
     let encoders = encoders(args, checks);
-    let pace = Pace::check(args, checks);
+    let pace = PaceFlags::check(args, checks);
     let (at_stop, hold) = (at_stop(args, checks), hold(args, checks));
-    let Pace { bandwidth, patience: Patience { downtime, max_downtime, max_rounds } } = pace?;
+    let PaceFlags { bandwidth, patience: Patience { downtime, max_downtime, max_rounds } } = pace?;
     Some(QemuSendOptions {
         channels: channels?,
         compress: compress?,
@@ -279,12 +279,12 @@ fn qemu_compression(text: &str) -> Result<Setting, String> {
 }
 
 /// How fast, and for how long.
-struct Pace {
+struct PaceFlags {
     bandwidth: Option<u64>,
     patience: Patience,
 }
 
-impl Pace {
+impl PaceFlags {
     fn check(args: &MoveArgs, checks: &mut Checks) -> Option<Self> {
         let bandwidth = match &args.bandwidth {
             Some(text) => {

@@ -37,7 +37,7 @@ impl Run {
 }
 
 /// A folder for sockets.
-pub(crate) struct Session {
+pub(crate) struct Sockets {
     folder: TempDir,
 }
 
@@ -47,7 +47,7 @@ pub(crate) struct Guest {
     _process: Process,
 }
 
-impl Session {
+impl Sockets {
     pub(crate) fn new() -> Self {
         Self { folder: TempDir::new().unwrap() }
     }

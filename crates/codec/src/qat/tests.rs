@@ -74,7 +74,7 @@ fn load(folder: &Path) -> Library {
 fn the_loaded_library_makes_what_we_read() {
     let Some(folder) = packages() else { return };
     let library = load(&folder);
-    let mut session = Session::open(&library, 1, 1, QZ_DIR_COMPRESS).unwrap();
+    let mut session = QatSession::open(&library, 1, 1, QZ_DIR_COMPRESS).unwrap();
     let mut encoded = Vec::new();
     for length in [4096, 65536, 128 * 4096] {
         session.compress(&pages()[..length], &mut encoded).unwrap();
@@ -82,7 +82,7 @@ fn the_loaded_library_makes_what_we_read() {
         QatzipDecoder::new().decode(&encoded, &mut decoded).unwrap();
         assert!(decoded == pages()[..length]);
     }
-    let without_software = Session::open(&library, 1, 0, QZ_DIR_COMPRESS);
+    let without_software = QatSession::open(&library, 1, 0, QZ_DIR_COMPRESS);
     assert!(without_software.is_err() || Path::new("/dev/vfio").exists());
 }
 
@@ -101,7 +101,7 @@ fn the_library_reads_what_we_write() {
         let function: Decompress = *again.get(b"qzDecompress\0").unwrap();
         (again, function)
     };
-    let mut session = Session::open(&library, 1, 1, QZ_DIR_DECOMPRESS).unwrap();
+    let mut session = QatSession::open(&library, 1, 1, QZ_DIR_DECOMPRESS).unwrap();
     for (level, length) in [(1, 4096), (1, 128 * 4096), (3, 17 * 4096), (6, 128 * 4096)] {
         let mut encoded = Vec::new();
         let _ = QatzipEncoder::new(level).encode(&pages()[..length], &mut encoded);

@@ -17,7 +17,7 @@ use std::{
 use transship_ring::{Results, Submitter, TrySubmitError, mpmc};
 
 use super::{
-    Main, Shared, Window,
+    MainThread, Shared, Window,
     auto::Auto,
     coder::{EncoderSetup, Tools, gone},
     encoder::WindowEncoder,
@@ -115,7 +115,7 @@ impl Encoders {
     }
 
     /// Hands a window to an encoder, or past them all.
-    pub(crate) fn submit(&mut self, window: Window, gate: &Gate, main: &dyn Main) -> Result<(), Error> {
+    pub(crate) fn submit(&mut self, window: Window, gate: &Gate, main: &dyn MainThread) -> Result<(), Error> {
         let Some(mut auto) = self.auto.take() else {
             return self.encode(window, gate, main);
         };
@@ -129,7 +129,7 @@ impl Encoders {
         auto: &mut Auto,
         mut window: Window,
         gate: &Gate,
-        main: &dyn Main,
+        main: &dyn MainThread,
     ) -> Result<(), Error> {
         loop {
             let choice = self.tools.choose(auto);
@@ -162,7 +162,7 @@ impl Encoders {
     }
 
     /// Takes back all that was to be left as it is and that no channel has taken: the choice has changed.
-    fn take_back(&mut self, gate: &Gate, main: &dyn Main) -> Result<Vec<Window>, Error> {
+    fn take_back(&mut self, gate: &Gate, main: &dyn MainThread) -> Result<Vec<Window>, Error> {
         if !std::mem::take(&mut self.given.may_take_back) {
             return Ok(Vec::new());
         }
@@ -175,7 +175,7 @@ impl Encoders {
     }
 
     /// Hands over the windows that are to be left as they are and wait for more of them.
-    pub(crate) fn flush(&mut self, gate: &Gate, main: &dyn Main) -> Result<(), Error> {
+    pub(crate) fn flush(&mut self, gate: &Gate, main: &dyn MainThread) -> Result<(), Error> {
         match std::mem::take(&mut self.given.batch) {
             batch if batch.is_empty() => Ok(()),
             batch => self.hand_over(Ready::Unseen(batch), gate, main),
@@ -183,12 +183,12 @@ impl Encoders {
     }
 
     /// Hands something to the channels past the encoders.
-    pub(crate) fn pass(&mut self, ready: Ready, gate: &Gate, main: &dyn Main) -> Result<(), Error> {
+    pub(crate) fn pass(&mut self, ready: Ready, gate: &Gate, main: &dyn MainThread) -> Result<(), Error> {
         self.flush(gate, main)?;
         self.hand_over(ready, gate, main)
     }
 
-    fn hand_over(&mut self, ready: Ready, gate: &Gate, main: &dyn Main) -> Result<(), Error> {
+    fn hand_over(&mut self, ready: Ready, gate: &Gate, main: &dyn MainThread) -> Result<(), Error> {
         let (count, _) = ready.counts();
         gate.pass(ready, main)?;
         self.given.handed_over += count;
@@ -201,7 +201,7 @@ impl Encoders {
     }
 
     /// Hands a window to an encoder, or past them if all are busy and that is wanted.
-    fn encode(&mut self, window: Window, gate: &Gate, main: &dyn Main) -> Result<(), Error> {
+    fn encode(&mut self, window: Window, gate: &Gate, main: &dyn MainThread) -> Result<(), Error> {
         self.flush(gate, main)?;
         let encoding = &self.tools.progress.encoding;
         encoding.submitted.fetch_add(1, Relaxed);
@@ -249,7 +249,7 @@ mod tests {
 
     use transship_memory::{Access, GuestMemory, Region};
 
-    use super::{super::Failure, *};
+    use super::{super::FirstFailure, *};
     use crate::Progress;
 
     const CHANNELS: u8 = 3;
@@ -259,7 +259,7 @@ mod tests {
     #[derive(Default)]
     struct TestMain(AtomicBool);
 
-    impl Main for TestMain {
+    impl MainThread for TestMain {
         fn check(&self) -> Result<(), Error> {
             if self.0.load(SeqCst) { Err(Error::CANCELLED) } else { Ok(()) }
         }
@@ -282,7 +282,7 @@ mod tests {
             pacer: None,
             look_for_zeros: true,
             progress: Progress::new(),
-            failure: Failure::default(),
+            failure: FirstFailure::default(),
             peer: "nobody".into(),
         };
         let options = EncodingOptions {

@@ -11,12 +11,12 @@ use crate::{
     Error,
     control::TICK,
     free::FreePages,
-    guest::Place,
+    guest::RegionPages,
     scan::{self, Pending},
 };
 
 /// What the main thread does in a round beside handing work over, as the protocol has it.
-pub(crate) trait Main {
+pub(crate) trait MainThread {
     /// An error if the session can't go on: a channel has failed, the peer has spoken, the user has cancelled.
     fn check(&self) -> Result<(), Error>;
 
@@ -52,9 +52,9 @@ pub(super) struct Feed<'a> {
     pub(super) work: &'a RoundWork<'a>,
     pub(super) shared: &'a Shared,
     pub(super) free: &'a mut FreePages,
-    pub(super) main: &'a dyn Main,
+    pub(super) main: &'a dyn MainThread,
     /// Pages that were not handed over since they are holes by now.
-    pub(super) new_holes: Vec<Place>,
+    pub(super) new_holes: Vec<RegionPages>,
 }
 
 impl Feed<'_> {
@@ -122,15 +122,15 @@ pub(crate) fn trim(
     region: usize,
     windows: Vec<WindowPages>,
     free: &mut FreePages,
-    main: &dyn Main,
-    new_holes: &mut Vec<Place>,
+    main: &dyn MainThread,
+    new_holes: &mut Vec<RegionPages>,
 ) -> Result<Vec<WindowPages>, Error> {
     let mut left = windows.clone();
     free.trim(region, &mut left);
     if work.freeing == Freeing::Possible {
         left.retain_mut(|WindowPages { first, mask: wanted }| {
             let holes = scan::new_holes(&shared.memory.regions()[region], *first, *wanted);
-            new_holes.extend(WindowPages::new(*first, holes).runs().map(|pages| Place { region, pages }));
+            new_holes.extend(WindowPages::new(*first, holes).runs().map(|pages| RegionPages { region, pages }));
             *wanted &= !holes;
             *wanted != 0
         });
@@ -148,7 +148,7 @@ pub(crate) fn trim(
 }
 
 /// Waits for room.
-fn hand_over(mut batch: Batch, queue: &Sender<Batch>, main: &dyn Main) -> Result<(), Error> {
+fn hand_over(mut batch: Batch, queue: &Sender<Batch>, main: &dyn MainThread) -> Result<(), Error> {
     loop {
         main.check()?;
         match queue.send_timeout(batch, TICK) {

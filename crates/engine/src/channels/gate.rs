@@ -10,7 +10,7 @@ use std::{
 use transship_memory::PageRange;
 use transship_ring::{Parker, Results};
 
-use super::{Encoded, Main, Window, meters::Meters};
+use super::{Encoded, MainThread, Window, meters::Meters};
 use crate::{Error, control::TICK};
 
 /// What a channel gets.
@@ -91,7 +91,7 @@ impl Gate {
 
     /// Hands something to the channels past the encoders. A destination that hangs leaves no room: the user may cancel
     /// meanwhile.
-    pub(crate) fn pass(&self, mut ready: Ready, main: &dyn Main) -> Result<(), Error> {
+    pub(crate) fn pass(&self, mut ready: Ready, main: &dyn MainThread) -> Result<(), Error> {
         loop {
             match self.results.inject_timeout(ready, TICK) {
                 Ok(()) => return Ok(()),

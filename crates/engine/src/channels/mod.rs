@@ -24,12 +24,12 @@ use crossbeam_channel::{Receiver, bounded};
 use transship_memory::{Freeing, PageRange};
 
 pub(crate) use encoding::{Encoders, EncodingOptions};
-pub(crate) use feed::{Main, trim};
+pub(crate) use feed::{MainThread, trim};
 use shared::Over;
-pub(crate) use shared::{Batch, Encoded, Failure, Sent, Settled, Shared, Window};
+pub(crate) use shared::{Batch, Encoded, FirstFailure, Sent, Settled, Shared, Window};
 
 use crate::{
-    Error, Progress, Report, control::TICK, free::FreePages, guest::Place, page_map::PageMap, scan::Pending,
+    Error, Progress, Report, control::TICK, free::FreePages, guest::RegionPages, page_map::PageMap, scan::Pending,
     transport::Connection,
 };
 use feed::Feed;
@@ -116,8 +116,8 @@ impl<C: Channel> Channels<C> {
         &mut self,
         work: &RoundWork<'_>,
         free: &mut FreePages,
-        main: &dyn Main,
-    ) -> Result<(Sent, Vec<Place>), Error> {
+        main: &dyn MainThread,
+    ) -> Result<(Sent, Vec<RegionPages>), Error> {
         let (done, results) = bounded(self.channels.len());
         let Self { channels, lines, shared, encoders } = self;
         let mut feed = Feed { work, shared, free, main, new_holes: Vec::new() };
@@ -184,7 +184,7 @@ fn collect(
     results: &Receiver<Result<Sent, Over>>,
     count: usize,
     shared: &Shared,
-    main: &dyn Main,
+    main: &dyn MainThread,
     helpers_live: impl Fn() -> Result<(), Error>,
 ) -> Result<Sent, Error> {
     let mut total = Sent::default();
@@ -207,7 +207,7 @@ fn collect(
 
 /// The best that can be said about a failure: the peer's own reason, else that of the channel that failed first, else
 /// the error itself.
-fn explain(error: Error, main: &dyn Main, shared: &Shared) -> Error {
+fn explain(error: Error, main: &dyn MainThread, shared: &Shared) -> Error {
     if matches!(error, Error::Cancelled(_) | Error::Refused(_)) {
         return error;
     }
@@ -271,7 +271,7 @@ mod tests {
         fails: bool,
     }
 
-    impl Main for Watching {
+    impl MainThread for Watching {
         fn check(&self) -> Result<(), Error> {
             Ok(())
         }
@@ -301,7 +301,7 @@ mod tests {
                 pacer: None,
                 look_for_zeros: true,
                 progress: Progress::new(),
-                failure: Failure::default(),
+                failure: FirstFailure::default(),
                 peer: "peer".into(),
             });
             let mut channels = Channels::new(&shared, None);

@@ -18,23 +18,23 @@ pub(crate) struct Shared {
     /// Channels and encoders detect zero pages.
     pub(crate) look_for_zeros: bool,
     pub(crate) progress: Arc<Progress>,
-    pub(crate) failure: Failure,
+    pub(crate) failure: FirstFailure,
     pub(crate) peer: String,
 }
 
 /// Whether the session goes on, and why it does not. When it ends, all connections are shut down, upon which channels
 /// fail that have nothing to do with the reason: only the first one has.
 #[derive(Default)]
-pub(crate) struct Failure {
+pub(crate) struct FirstFailure {
     over: AtomicBool,
     first: Mutex<Option<Error>>,
 }
 
-/// It is over; why, [`Failure`] knows.
+/// It is over; why, [`FirstFailure`] knows.
 #[derive(Debug)]
 pub(crate) struct Over;
 
-impl Failure {
+impl FirstFailure {
     /// Whether a channel has failed, or the main thread ends the session: no thread need go on.
     pub(crate) fn is_over(&self) -> bool {
         self.over.load(Relaxed)

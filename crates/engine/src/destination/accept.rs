@@ -5,7 +5,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use transship_wire::{Message, PREAMBLE_BYTES, Preamble, Refusal, Role, Session};
+use transship_wire::{Message, PREAMBLE_BYTES, Preamble, Refusal, Role, SessionId};
 
 use super::probed::Probed;
 use crate::{
@@ -39,7 +39,7 @@ impl<'a> Arrivals<'a> {
     }
 
     /// Waits, for as long as it takes or its token is good, for a source to open a session.
-    pub(super) fn source(&mut self) -> Result<(Control, Session), Error> {
+    pub(super) fn source(&mut self) -> Result<(Control, SessionId), Error> {
         loop {
             self.listener.check_lifetime()?;
             match self.door.next(TICK)? {
@@ -54,7 +54,7 @@ impl<'a> Arrivals<'a> {
     }
 
     /// Collects the session's data connections, in the order of their numbers.
-    pub(super) fn channels(&mut self, session: Session, count: u8, control: &Control) -> Result<Vec<Line>, Error> {
+    pub(super) fn channels(&mut self, session: SessionId, count: u8, control: &Control) -> Result<Vec<Line>, Error> {
         let deadline = Instant::now() + CHANNELS_TIMEOUT;
         let mut found: Vec<Option<Line>> = (0..count).map(|_| None).collect();
         while let Some(missing) = found.iter().position(Option::is_none) {
@@ -82,7 +82,7 @@ impl<'a> Arrivals<'a> {
     /// and a line that is not whole yet gives way to one that is newer.
     pub(super) fn supply(
         &mut self,
-        session: Session,
+        session: SessionId,
         gathering: &mut Gathering,
         timeout: Duration,
     ) -> Result<Option<Supply>, Error> {

@@ -11,9 +11,9 @@ use transship_memory::PageRange;
 use transship_wire::{PACKET_BYTES, PAGE_BYTES, PAGES_PER_PACKET, Packet};
 
 use super::{
+    arriving::ArrivingMemory,
     decoding::{Job, Lane, Origin, Unpacker},
     event::ChannelEvent,
-    place::Place,
 };
 use crate::{Error, Progress, cpu, transport::Connection};
 
@@ -30,7 +30,7 @@ impl Channels {
     pub(super) fn start(
         connections: Vec<(Connection, String)>,
         lanes: Vec<Lane>,
-        place: &Arc<Place>,
+        arriving: &Arc<ArrivingMemory>,
         events: &Sender<ChannelEvent>,
     ) -> Result<Self, Error> {
         let mut channels = Self { lines: Vec::new(), threads: Vec::new() };
@@ -41,7 +41,7 @@ impl Channels {
                 connection,
                 peer,
                 number,
-                place: Arc::clone(place),
+                arriving: Arc::clone(arriving),
                 buffer: Vec::new(),
                 lane,
                 unpacker: Unpacker::default(),
@@ -75,7 +75,7 @@ struct PageReceiver {
     connection: Connection,
     peer: String,
     number: usize,
-    place: Arc<Place>,
+    arriving: Arc<ArrivingMemory>,
     buffer: Vec<u8>,
     lane: Lane,
     unpacker: Unpacker,
@@ -126,31 +126,31 @@ impl PageReceiver {
             self.fill(&mut head)?;
             let packet = Packet::decode(&head).map_err(|source| Error::Wire { peer: self.peer.clone(), source })?;
             received.bytes += (PACKET_BYTES + packet.payload_bytes()) as u64;
-            self.place.progress.wire_bytes.fetch_add((PACKET_BYTES + packet.payload_bytes()) as u64, Relaxed);
+            self.arriving.progress.wire_bytes.fetch_add((PACKET_BYTES + packet.payload_bytes()) as u64, Relaxed);
             self.check_round(round, &packet)?;
             match packet {
                 Packet::Pages { region, first, present, zero, .. } => {
                     let end = first + PAGES_PER_PACKET - u64::from((present | zero).leading_zeros());
-                    self.place.check(region, first, end).map_err(|what| self.broke(what))?;
+                    self.arriving.check(region, first, end).map_err(|what| self.broke(what))?;
                     self.receive_pages(region, first, present)?;
-                    self.place.clear_window(region, first, zero)?;
-                    received.count(present, zero, &self.place.progress);
+                    self.arriving.clear_window(region, first, zero)?;
+                    received.count(present, zero, &self.arriving.progress);
                 }
                 Packet::Encoded { region, first, present, zero, method, bytes, .. } => {
                     let end = first + PAGES_PER_PACKET - u64::from((present | zero).leading_zeros());
-                    self.place.check(region, first, end).map_err(|what| self.broke(what))?;
+                    self.arriving.check(region, first, end).map_err(|what| self.broke(what))?;
                     let (encoding, packet) = (method, received.packets);
                     let method = self.method(encoding, packet)?;
                     let mut encoded = self.lane.buffer();
                     encoded.resize(bytes as usize, 0); // bounded by the header
                     self.fill(&mut encoded)?;
                     self.unpack(Job { region, first, present, zero, method, encoded, packet })?;
-                    received.count(present, zero, &self.place.progress);
+                    received.count(present, zero, &self.arriving.progress);
                 }
                 Packet::Hole { region, first, count, .. } => {
                     let end = first.saturating_add(count);
-                    self.place.check(region, first, end).map_err(|what| self.broke(what))?;
-                    self.place.clear_range(region, PageRange::new(first, count))?;
+                    self.arriving.check(region, first, end).map_err(|what| self.broke(what))?;
+                    self.arriving.clear_range(region, PageRange::new(first, count))?;
                     received.zero += count;
                 }
                 Packet::RoundEnd { packets, .. } if packets == received.packets => {
@@ -166,7 +166,7 @@ impl PageReceiver {
                 }
             }
             received.packets += 1;
-            self.place.progress.cpu.channels.add(laps.next());
+            self.arriving.progress.cpu.channels.add(laps.next());
         }
     }
 
@@ -178,7 +178,7 @@ impl PageReceiver {
         if round != expected {
             return Err(self.broke(format!("sent a packet of round {round} in round {expected}")));
         }
-        if !self.place.is_released(round) {
+        if !self.arriving.is_released(round) {
             return Err(self.broke(format!("began round {round} before the previous round was done")));
         }
         Ok(())
@@ -193,7 +193,7 @@ impl PageReceiver {
     /// By a decoder, or right here if all are busy.
     fn unpack(&mut self, job: Job) -> Result<(), Error> {
         let Err(job) = self.lane.try_hand_over(job) else { return Ok(()) };
-        let unpacked = self.unpacker.unpack(&job, &self.place, &self.origin());
+        let unpacked = self.unpacker.unpack(&job, &self.arriving, &self.origin());
         self.lane.give_back(job.encoded);
         unpacked
     }
@@ -209,7 +209,7 @@ impl PageReceiver {
             let piece = lowest_bits(present, PAGES_PER_READ);
             let bytes = &mut buffer[..piece.count_ones() as usize * PAGE_BYTES];
             self.fill(bytes)?;
-            self.place.write(region, first, piece, bytes)?;
+            self.arriving.write(region, first, piece, bytes)?;
             present &= !piece;
         }
         self.buffer = buffer;

@@ -20,7 +20,7 @@ use transship_ring::{
 };
 use transship_wire::PAGE_BYTES;
 
-use super::{event::ChannelEvent, place::Place};
+use super::{arriving::ArrivingMemory, event::ChannelEvent};
 use crate::{Error, cpu};
 
 /// Packets that wait at each decoder for each channel.
@@ -50,12 +50,12 @@ pub(super) struct Unpacker {
 
 impl Unpacker {
     /// Decodes a packet and puts its pages into place.
-    pub(super) fn unpack(&mut self, job: &Job, place: &Place, origin: &Origin) -> Result<(), Error> {
+    pub(super) fn unpack(&mut self, job: &Job, arriving: &ArrivingMemory, origin: &Origin) -> Result<(), Error> {
         self.pages.resize(job.present.count_ones() as usize * PAGE_BYTES, 0);
         let decoder = self.decoders.entry(job.method).or_insert_with(|| job.method.decoder());
         decoder.decode(&job.encoded, &mut self.pages).map_err(|error| origin.undecodable(job.packet, &error))?;
-        place.write(job.region, job.first, job.present, &self.pages)?;
-        place.clear_window(job.region, job.first, job.zero)
+        arriving.write(job.region, job.first, job.present, &self.pages)?;
+        arriving.clear_window(job.region, job.first, job.zero)
     }
 }
 
@@ -156,7 +156,7 @@ impl Decoders {
     /// Starts a decoder for each core, with a lane for each channel.
     pub(super) fn start(
         origins: Vec<Origin>,
-        place: &Arc<Place>,
+        arriving: &Arc<ArrivingMemory>,
         events: &Sender<ChannelEvent>,
     ) -> Result<(Self, Vec<Lane>), Error> {
         let count = thread::available_parallelism().map_or(1, usize::from);
@@ -186,8 +186,8 @@ impl Decoders {
                     (outlet, Arc::clone(&lane.on_the_way))
                 })
                 .collect();
-            let (place, events) = (Arc::clone(place), events.clone());
-            let thread = DecoderThread { number, shared: Arc::clone(&shared), inlets, next: 0, place, events };
+            let (arriving, events) = (Arc::clone(arriving), events.clone());
+            let thread = DecoderThread { number, shared: Arc::clone(&shared), inlets, next: 0, arriving, events };
             let started = thread::Builder::new().name(format!("decoder {number}")).spawn(move || thread.run());
             decoders.threads.push(started.map_err(|source| Error::Io { what: "start a decoder".into(), source })?);
         }
@@ -227,7 +227,7 @@ struct DecoderThread {
     inlets: Vec<(Consumer<Job>, Arc<OnTheWay>)>,
     /// The channel to look at first, so that none is served always before the others.
     next: usize,
-    place: Arc<Place>,
+    arriving: Arc<ArrivingMemory>,
     events: Sender<ChannelEvent>,
 }
 
@@ -236,14 +236,14 @@ impl DecoderThread {
         let mut unpacker = Unpacker::default();
         let mut laps = cpu::Laps::begin();
         while let Some((job, from)) = self.next_job() {
-            let unpacked = unpacker.unpack(&job, &self.place, &from.origin);
+            let unpacked = unpacker.unpack(&job, &self.arriving, &from.origin);
             let _ = self.shared.spare.push(job.encoded);
             if let Err(error) = unpacked {
                 // The first failure always finds room; where there is none the session has failed already. It is told
                 // before the packet counts as done, so that the main thread hears of it before the round's end.
                 let _ = self.events.try_send(ChannelEvent::Failed(error));
             }
-            self.place.progress.cpu.decoders.add(laps.next());
+            self.arriving.progress.cpu.decoders.add(laps.next());
             from.packets.fetch_sub(1, Release);
             from.done.wake_all();
         }

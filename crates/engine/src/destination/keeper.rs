@@ -5,15 +5,15 @@ use std::{
 };
 
 use crossbeam_channel::{Receiver, bounded};
-use transship_wire::{Message, Session};
+use transship_wire::{Message, SessionId};
 
 use super::{
     accept::{Arrivals, Gathering, Supply},
     arrival::Arrival,
+    arriving::ArrivingMemory,
     channel::Channels,
     decoding::{Decoders, Origin},
     event::ChannelEvent,
-    place::Place,
 };
 use crate::{
     Error, Progress,
@@ -81,7 +81,7 @@ pub(super) struct Keeper<'a, 'l> {
     arrival: &'a Arc<Arrival>,
     progress: &'a Arc<Progress>,
     lines: &'a Lines,
-    session: Session,
+    session: SessionId,
     gathering: Gathering,
     /// Since when the source has been told that all is there.
     farewell: Option<Instant>,
@@ -115,7 +115,7 @@ impl<'a, 'l> Keeper<'a, 'l> {
         arrival: &'a Arc<Arrival>,
         lines: &'a Lines,
         progress: &'a Arc<Progress>,
-        (session, channels): (Session, u8),
+        (session, channels): (SessionId, u8),
     ) -> Self {
         Self { arrivals, arrival, progress, lines, session, gathering: Gathering::new(channels), farewell: None }
     }
@@ -193,13 +193,13 @@ impl<'a, 'l> Keeper<'a, 'l> {
         let Supply { urgent: (urgent, peer), push } = supply;
         let control = Control::new(urgent, peer)?;
         let incoming = control.incoming.clone();
-        let place = Place::arriving(self.arrival, Arc::clone(self.progress));
-        let place = Arc::new(place);
+        let arriving = ArrivingMemory::arriving(self.arrival, Arc::clone(self.progress));
+        let arriving = Arc::new(arriving);
         let (events, channel_events) = bounded(push.len() * 2);
         let origin = |(channel, (_, peer)): (usize, &(_, String))| Origin { peer: peer.clone(), channel };
-        let (decoders, lanes) = Decoders::start(push.iter().enumerate().map(origin).collect(), &place, &events)?;
+        let (decoders, lanes) = Decoders::start(push.iter().enumerate().map(origin).collect(), &arriving, &events)?;
         let left = push.len();
-        let channels = Channels::start(push, lanes, &place, &events)?;
+        let channels = Channels::start(push, lanes, &arriving, &events)?;
         self.arrival.begin(control)?;
         let mut told = self.lines.told();
         told.reconnects += u64::from(told.is_there);

@@ -14,13 +14,13 @@ use std::{
 };
 
 use transship_memory::{Claims, GuestMemory, PAGE_BYTES, PageRange, PageSet};
-use transship_wire::{Message, Session};
+use transship_wire::{Message, SessionId};
 
 use super::{
     Destination,
     arrival::Arrival,
+    arriving::ArrivingMemory,
     keeper::{Keeper, Lines, OverOnDrop},
-    place::Place,
     received::Received,
 };
 use crate::{
@@ -57,15 +57,15 @@ impl Destination<'_> {
     pub(super) fn run_before_its_pages(
         &mut self,
         control: &mut Control,
-        (session, channels): (Session, u8),
+        (session, channels): (SessionId, u8),
         first: Message,
-        place: &Place,
+        arriving: &ArrivingMemory,
     ) -> Result<(), Error> {
         let memory = self.guest.memory();
         let gone = owed::receive(control, Some(first), &memory, STALL_TIMEOUT * 2, self.progress)?;
         let owed = owed::receive(control, None, &memory, STALL_TIMEOUT * 2, self.progress)?;
         for sets in [&gone, &owed] {
-            drop_pages(&memory, sets, place)?;
+            drop_pages(&memory, sets, arriving)?;
         }
         fail_point::reach("destination.dropped")?;
         let missing = self.guest.missing(&owed)?;
@@ -93,7 +93,7 @@ impl Destination<'_> {
     fn fill(
         &mut self,
         control: &mut Control,
-        session: Session,
+        session: SessionId,
         channels: u8,
         arrival: &Arc<Arrival>,
         owed: u64,
@@ -186,9 +186,9 @@ fn wait(guest: &mut dyn DestinationGuest, filling: &Filling) -> Result<(), (Erro
 }
 
 /// Makes these pages holes, where they are not.
-fn drop_pages(memory: &GuestMemory, sets: &[PageSet], place: &Place) -> Result<(), Error> {
+fn drop_pages(memory: &GuestMemory, sets: &[PageSet], arriving: &ArrivingMemory) -> Result<(), Error> {
     for (index, (region, set)) in memory.regions().iter().zip(sets).enumerate() {
-        let mut there = place.content()[index].to_set(region.pages());
+        let mut there = arriving.content()[index].to_set(region.pages());
         there.intersect_with(set);
         there.ranges().try_for_each(|range| region.clear(range))?;
     }

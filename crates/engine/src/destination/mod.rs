@@ -1,12 +1,12 @@
 //! The destination of a move: its phases, from the first connection to the running guest.
 mod accept;
 mod arrival;
+mod arriving;
 mod channel;
 mod decoding;
 mod event;
 mod keeper;
 mod late;
-mod place;
 mod probed;
 mod received;
 mod state;
@@ -29,10 +29,10 @@ use crate::{
     guest::DestinationGuest,
 };
 use accept::Arrivals;
+use arriving::ArrivingMemory;
 use channel::Channels;
 use decoding::{Decoders, Origin};
 use event::ChannelEvent;
-use place::Place;
 pub use received::Received;
 
 /// How long a source that has received `Loaded` may take to send `Go`; it has nothing left to do. A source that dies
@@ -80,33 +80,33 @@ struct Destination<'a> {
 }
 
 impl Destination<'_> {
-    fn run(&mut self, control: &mut Control, session: transship_wire::Session) -> Result<(), Error> {
+    fn run(&mut self, control: &mut Control, session: transship_wire::SessionId) -> Result<(), Error> {
         let Wishes { channels: count, verify, post_copy } = self.welcome(control)?;
         let connections = self.arrivals.channels(session, count, control)?;
         if !post_copy {
             self.arrivals.close();
         }
-        let place = Arc::new(Place::new(self.guest.memory(), Arc::clone(self.progress)));
+        let arriving = Arc::new(ArrivingMemory::new(self.guest.memory(), Arc::clone(self.progress)));
         // At most one `RoundEnd` of each channel waits here, and there is room for as many more, so the first failure
         // always gets in.
         let (events, incoming) = bounded(usize::from(count) * 2);
         let origin = |(channel, (_, peer)): (usize, &(_, String))| Origin { peer: peer.clone(), channel };
         let origins = connections.iter().enumerate().map(origin).collect();
-        let (decoders, lanes) = Decoders::start(origins, &place, &events)?;
+        let (decoders, lanes) = Decoders::start(origins, &arriving, &events)?;
         // Declared after the decoders and so dropped before them.
-        let channels = Channels::start(connections, lanes, &place, &events)?;
+        let channels = Channels::start(connections, lanes, &arriving, &events)?;
         drop(events);
         self.report.setup_ms = self.begin.elapsed().as_secs_f64() * 1e3;
         self.progress.round.store(1, Ordering::Relaxed);
         self.progress.set_phase(Phase::Rounds);
 
-        let first = self.rounds(control, &place, &channels, &incoming, (verify, post_copy))?;
+        let first = self.rounds(control, &arriving, &channels, &incoming, (verify, post_copy))?;
         self.progress.set_phase(Phase::Switchover);
         let stopped = Instant::now();
         drop((channels, decoders));
         self.report.cpu.decoders = self.progress.cpu.decoders.seconds();
         if matches!(first, Message::Owed { .. } | Message::OwedEnd { .. }) {
-            return self.run_before_its_pages(control, (session, count), first, &place);
+            return self.run_before_its_pages(control, (session, count), first, &arriving);
         }
         load(self.guest, control, first, self.progress, self.report)?;
         let run = await_go(control)?;
@@ -149,7 +149,7 @@ impl Destination<'_> {
     fn rounds(
         &mut self,
         control: &mut Control,
-        place: &Place,
+        arriving: &ArrivingMemory,
         channels: &Channels,
         events: &Receiver<ChannelEvent>,
         (verify, post_copy): (bool, bool),
@@ -161,7 +161,7 @@ impl Destination<'_> {
                 recv(events) -> event => match event {
                     Ok(ChannelEvent::RoundEnd { round: number, pages, zero, bytes, cpu_seconds }) => {
                         if round.add(number, pages, zero, bytes) {
-                            self.round_done(control, place, channels, &mut round)?;
+                            self.round_done(control, arriving, channels, &mut round)?;
                         }
                         self.report.cpu.channels += cpu_seconds;
                     }
@@ -208,7 +208,7 @@ impl Destination<'_> {
     fn round_done(
         &mut self,
         control: &mut Control,
-        place: &Place,
+        arriving: &ArrivingMemory,
         channels: &Channels,
         round: &mut OpenRound,
     ) -> Result<(), Error> {
@@ -231,7 +231,7 @@ impl Destination<'_> {
         self.progress.round.store(round.number + 1, Ordering::Relaxed);
         fail_point::reach("destination.round")?;
         // Released before the source is told, so that no channel sees the next round too early.
-        place.release_round(round.number);
+        arriving.release_round(round.number);
         control.send(&Message::RoundDone { round: closed.number, pages: closed.pages, zero: closed.zero })
     }
 

@@ -8,7 +8,7 @@ use std::{
 use serde::{Deserialize, Serialize};
 use transship_memory::{Claims, GuestMemory, Missing};
 use transship_secure::Host;
-use transship_wire::Session;
+use transship_wire::SessionId;
 
 use super::{
     accept::Arrivals,
@@ -50,7 +50,7 @@ impl Received {
         missing: &Missing,
         will: String,
         listener: &Listener,
-        (session, channels): (Session, u8),
+        (session, channels): (SessionId, u8),
     ) -> Self {
         let pages = memory.regions().iter().map(transship_memory::Region::pages).collect();
         Self {
@@ -135,7 +135,7 @@ impl Received {
         let _ = arrival.filling.wake_all();
         let lines = Lines::default();
         let mut arrivals = Arrivals::new(listener, &progress);
-        let session = (Session(self.session), self.channels);
+        let session = (SessionId(self.session), self.channels);
         let mut keeper = Keeper::new(&mut arrivals, &arrival, &lines, &progress, session);
         let event = thread::scope(|scope| {
             let (_over, _ended) = (OverOnDrop(&lines), EndOnDrop(&arrival.filling));

@@ -8,7 +8,7 @@ use std::{
 
 use serde::Serialize;
 use transship_secure::Caller;
-use transship_wire::{MAX_FILLING_BYTES, PROBE_BYTES, Preamble, Probe, Role, Session};
+use transship_wire::{MAX_FILLING_BYTES, PROBE_BYTES, Preamble, Probe, Role, SessionId};
 
 use crate::{
     Error, Progress, Uri,
@@ -90,7 +90,7 @@ struct Filled {
 impl Line {
     fn open(to: &Uri, caller: Option<&Caller>) -> Result<Self, Error> {
         let mut connection = Connection::call(to, caller)?;
-        let preamble = Preamble { session: Session(random()?), role: Role::Probe }.encode();
+        let preamble = Preamble { session: SessionId(random()?), role: Role::Probe }.encode();
         let failed = |source| Error::Io { what: format!("greet {to}"), source };
         connection.greet(to, &preamble)?;
         connection.await_word(to)?;

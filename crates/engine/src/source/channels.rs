@@ -3,12 +3,12 @@ use std::{sync::Arc, time::Duration};
 
 use transship_memory::GuestMemory;
 use transship_secure::Caller;
-use transship_wire::{Message, Preamble, Role, Session};
+use transship_wire::{Message, Preamble, Role, SessionId};
 
 use super::sender::PageSender;
 use crate::{
     Error, MoveOptions, Progress, Uri, ZeroPages,
-    channels::{self, Encoders, EncodingOptions, Failure, Main, Shared, Window},
+    channels::{self, Encoders, EncodingOptions, FirstFailure, MainThread, Shared, Window},
     control::Control,
     cpu,
     pacer::Pacer,
@@ -23,8 +23,8 @@ const REASON_TIMEOUT: Duration = Duration::from_millis(500);
 pub(crate) type Channels = channels::Channels<PageSender>;
 
 /// Opens the control connection of a new session.
-pub(crate) fn connect_control(to: &Uri, caller: Option<&Caller>) -> Result<(Control, Session), Error> {
-    let session = Session(random()?);
+pub(crate) fn connect_control(to: &Uri, caller: Option<&Caller>) -> Result<(Control, SessionId), Error> {
+    let session = SessionId(random()?);
     let mut connection = connect(to, caller, session, Role::Control)?;
     // It must know us before it learns anything about the guest.
     connection.await_word(to)?;
@@ -33,7 +33,7 @@ pub(crate) fn connect_control(to: &Uri, caller: Option<&Caller>) -> Result<(Cont
 
 /// What goes over data connections.
 pub(crate) struct Setup {
-    pub(crate) session: Session,
+    pub(crate) session: SessionId,
     pub(crate) memory: GuestMemory,
     /// By region: the pages for which the destination holds content.
     pub(crate) content: Vec<PageMap>,
@@ -41,7 +41,7 @@ pub(crate) struct Setup {
 
 impl Setup {
     /// For a destination whose memory is zero.
-    pub(crate) fn new(session: Session, memory: GuestMemory) -> Self {
+    pub(crate) fn new(session: SessionId, memory: GuestMemory) -> Self {
         let content = memory.regions().iter().map(|region| PageMap::new(region.pages())).collect();
         Self { session, memory, content }
     }
@@ -62,7 +62,7 @@ pub(crate) fn connect_channels(
         pacer: options.bandwidth.map(Pacer::new).map(Arc::new),
         look_for_zeros: options.zero_pages == ZeroPages::Channels,
         progress: Arc::clone(progress),
-        failure: Failure::default(),
+        failure: FirstFailure::default(),
         peer: to.to_string(),
     });
     let MoveOptions { compress, encoders, when_busy, channels, .. } = *options;
@@ -75,7 +75,7 @@ pub(crate) fn connect_channels(
     Ok(all)
 }
 
-pub(super) fn connect(to: &Uri, caller: Option<&Caller>, session: Session, role: Role) -> Result<Connection, Error> {
+pub(super) fn connect(to: &Uri, caller: Option<&Caller>, session: SessionId, role: Role) -> Result<Connection, Error> {
     let mut connection = Connection::call(to, caller)?;
     connection.greet(to, &Preamble { session, role }.encode())?;
     Ok(connection)
@@ -89,7 +89,7 @@ pub(crate) struct Watch<'a> {
     pub(crate) looks: bool,
 }
 
-impl Main for Watch<'_> {
+impl MainThread for Watch<'_> {
     fn check(&self) -> Result<(), Error> {
         let progress = &self.shared.progress;
         if self.shared.failure.is_over() {

@@ -10,12 +10,12 @@ use std::{
 
 use crossbeam_channel::{Receiver, TryRecvError};
 use transship_memory::{Freeing, GuestMemory, PageRange, PageSet, WindowPages};
-use transship_wire::{MAX_PAGES_AT_ONCE, Message, Pages, Role, Session};
+use transship_wire::{MAX_PAGES_AT_ONCE, Message, Pages, Role, SessionId};
 
 use super::channels::{Channels, Setup, connect, connect_channels};
 use crate::{
     Error, MoveOptions, PostCopyReport, Progress, Uri,
-    channels::{Main, RoundWork},
+    channels::{MainThread, RoundWork},
     control::{Control, TICK},
     fail_point,
     free::FreePages,
@@ -29,7 +29,7 @@ use crate::{
 pub(super) struct Base<'a> {
     pub(super) to: &'a Uri,
     pub(super) options: &'a MoveOptions,
-    pub(super) session: Session,
+    pub(super) session: SessionId,
     pub(super) memory: GuestMemory,
     pub(super) progress: Arc<Progress>,
 }
@@ -186,7 +186,7 @@ struct Pushing<'a> {
     state: &'a Shared,
 }
 
-impl Main for Pushing<'_> {
+impl MainThread for Pushing<'_> {
     fn check(&self) -> Result<(), Error> {
         check(self.state)
     }

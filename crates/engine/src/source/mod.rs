@@ -17,12 +17,12 @@ use crate::{
     forecast::{Aim, Medium},
     guarded::Guarded,
     guest::{Guard, SourceGuest},
-    rounds::{Course, Rounds},
+    rounds::{MoveInProgress, Rounds},
 };
 use line::Base;
 use post_copy::PostCopy;
 pub use serving::Serving;
-use session::Session;
+use session::MoveSession;
 use switchover::Transship;
 
 /// Moves the guest to the `transship receive` that listens at `to`. `guard`: who puts the guest back as it was should
@@ -50,10 +50,10 @@ pub fn move_guest(
     // nothing waits for this.
     let mut rounds = None;
     let guest = &mut Guarded::new(guest, guard);
-    let result = Session::open(&**guest, to, options, progress).and_then(|mut session| {
+    let result = MoveSession::open(&**guest, to, options, progress).and_then(|mut session| {
         let at_stop = AtStop::new(&options.at_stop);
         let post_copy = options.post_copy;
-        let mut course = Course { guest, progress, report, begin, at_stop, post_copy };
+        let mut course = MoveInProgress { guest, progress, report, begin, at_stop, post_copy };
         let result = run(&mut course, &mut session, (to, options, stand_in), &mut rounds);
         result.map_err(|error| too_late(error, progress)).inspect_err(|error| {
             // Nothing is sent after `Go`.
@@ -69,8 +69,8 @@ pub fn move_guest(
 }
 
 fn run(
-    course: &mut Course<'_, '_>,
-    session: &mut Session,
+    course: &mut MoveInProgress<'_, '_>,
+    session: &mut MoveSession,
     (to, options, stand_in): (&Uri, &MoveOptions, Option<&mut dyn StandIn>),
     rounds: &mut Option<Rounds>,
 ) -> Result<(), Error> {

@@ -18,7 +18,7 @@ use transship_wire::Message;
 use super::{
     line::{Base, Line, pause},
     serving::Serving,
-    session::Session,
+    session::MoveSession,
     switchover::{await_loaded, save_state, send_state},
 };
 use crate::{
@@ -29,7 +29,7 @@ use crate::{
     guest::Found,
     hand_over::Peer,
     owed,
-    rounds::{Course, Rounds},
+    rounds::{MoveInProgress, Rounds},
     transport::STALL_TIMEOUT,
 };
 
@@ -38,7 +38,7 @@ const DROP_TIMEOUT: Duration = Duration::from_secs(120);
 
 /// The transship that receives a guest before its pages.
 pub(super) struct PostCopy<'a> {
-    pub(super) session: &'a mut Session,
+    pub(super) session: &'a mut MoveSession,
     pub(super) base: Base<'a>,
     pub(super) stand_in: Option<&'a mut dyn StandIn>,
     pub(super) line: Option<Line>,
@@ -53,8 +53,13 @@ impl Peer for PostCopy<'_> {
     }
 
     /// The device state comes first: from then on the VMM has no reason to write, and one scan finds all.
-    fn bring_the_rest(&mut self, course: &mut Course<'_, '_>, rounds: &mut Rounds, _found: Found) -> Result<(), Error> {
-        let Course { guest, progress, report, .. } = course;
+    fn bring_the_rest(
+        &mut self,
+        course: &mut MoveInProgress<'_, '_>,
+        rounds: &mut Rounds,
+        _found: Found,
+    ) -> Result<(), Error> {
+        let MoveInProgress { guest, progress, report, .. } = course;
         let state = save_state(guest.unguarded(), &AtomicBool::new(false))?;
         let pending = rounds.find_owed(&*self.session)?;
         let owed: Vec<PageSet> = pending.iter().map(|pending| pending.send.clone()).collect();

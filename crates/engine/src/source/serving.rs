@@ -8,7 +8,7 @@ use std::{
 use serde::{Deserialize, Serialize};
 use transship_memory::{Access, GuestMemory, Region};
 use transship_secure::Caller;
-use transship_wire::Session;
+use transship_wire::SessionId;
 
 use super::{line::Base, post_copy::serve};
 use crate::{Error, MoveOptions, PostCopyReport, Progress, Report, Uri};
@@ -60,7 +60,7 @@ impl Serving {
         let options = MoveOptions { channels, bandwidth, caller, ..MoveOptions::default() };
         let progress = Progress::new();
         progress.settle();
-        let (session, memory) = (Session(self.session), GuestMemory::new(regions));
+        let (session, memory) = (SessionId(self.session), GuestMemory::new(regions));
         let base = Base { to: &to, options: &options, session, memory, progress: Arc::clone(&progress) };
         let mut sums = PostCopyReport::default();
         serve(&base, &|| None, (None, FIRST_LINE), &mut sums, &mut Report::default()).map(drop)

@@ -1,7 +1,7 @@
 //! The connections to a transship that receives, and what a round is on them.
 use std::{sync::Arc, time::Duration};
 
-use transship_wire::{Message, Role, Session as Id};
+use transship_wire::{Message, Role, SessionId};
 
 use super::channels::{self, Channels, Setup, Watch};
 use crate::{
@@ -10,23 +10,23 @@ use crate::{
     control::Control,
     fail_point,
     free::FreePages,
-    guest::{Place, SourceGuest},
+    guest::{RegionPages, SourceGuest},
     page_map::PageMap,
     rounds::Link,
     transport::STALL_TIMEOUT,
 };
 
 /// The connections.
-pub(crate) struct Session {
+pub(crate) struct MoveSession {
     pub(crate) control: Control,
     channels: Channels,
     /// The main thread looks for zero pages.
     looks: bool,
     progress: Arc<Progress>,
-    pub(crate) id: Id,
+    pub(crate) id: SessionId,
 }
 
-impl Session {
+impl MoveSession {
     /// Connects, and has the destination agree to the guest.
     pub(crate) fn open(
         guest: &dyn SourceGuest,
@@ -67,12 +67,12 @@ fn too_old(error: Error, post_copy: bool) -> Error {
     }
 }
 
-impl Link for Session {
+impl Link for MoveSession {
     fn content(&self) -> &[PageMap] {
         self.channels.content()
     }
 
-    fn send(&mut self, work: &RoundWork<'_>, free: &mut FreePages) -> Result<(Sent, Vec<Place>), Error> {
+    fn send(&mut self, work: &RoundWork<'_>, free: &mut FreePages) -> Result<(Sent, Vec<RegionPages>), Error> {
         let shared = Arc::clone(self.channels.shared());
         let watch = Watch { control: &self.control, shared: &shared, looks: self.looks };
         self.channels.run_round(work, free, &watch)

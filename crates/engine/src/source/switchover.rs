@@ -10,7 +10,7 @@ use std::{
 use transship_memory::{Freeing, GuestMemory};
 use transship_wire::Message;
 
-use super::session::Session;
+use super::session::MoveSession;
 use crate::{
     Error, Progress, Report,
     control::Control,
@@ -18,7 +18,7 @@ use crate::{
     fail_point,
     guest::{Found, SourceGuest, StateFormat},
     hand_over::Peer,
-    rounds::{Course, Rounds},
+    rounds::{MoveInProgress, Rounds},
     stream::standing::keep_from_running,
 };
 
@@ -34,7 +34,7 @@ const RUN_TIMEOUT: Duration = Duration::from_secs(60);
 /// The transship that receives. It never starts a guest before `Go`, so hanging up can wait until the guest runs here
 /// again.
 pub(super) struct Transship<'a> {
-    pub(super) session: &'a mut Session,
+    pub(super) session: &'a mut MoveSession,
     pub(super) verify: bool,
 }
 
@@ -45,9 +45,14 @@ impl Peer for Transship<'_> {
 
     /// The VMM saves the device state while the last round is sent: it should write to no guest memory any more. The
     /// last look sees whether it did.
-    fn bring_the_rest(&mut self, course: &mut Course<'_, '_>, rounds: &mut Rounds, _found: Found) -> Result<(), Error> {
+    fn bring_the_rest(
+        &mut self,
+        course: &mut MoveInProgress<'_, '_>,
+        rounds: &mut Rounds,
+        _found: Found,
+    ) -> Result<(), Error> {
         let Self { session, verify } = self;
-        let Course { guest, progress, report, .. } = course;
+        let MoveInProgress { guest, progress, report, .. } = course;
         let failed = AtomicBool::new(false); // Relaxed: it says nothing about other memory
         let (sent, state) = thread::scope(|scope| {
             let saving = scope.spawn(|| save_state(guest.unguarded(), &failed));

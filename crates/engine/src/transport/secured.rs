@@ -12,7 +12,7 @@ use rustix::{
     net::{RecvFlags, SendFlags, recv, send},
 };
 use transship_memory::{PAGE_BYTES, Region};
-use transship_secure::{Caller, Failure, Halves, Handshake, Host, Opener, Progress, RECORD_BYTES, Sealer};
+use transship_secure::{Caller, Halves, Handshake, Host, Opener, Progress, RECORD_BYTES, Sealer, SecureError};
 
 use super::{Connection, Uri, dial::CONNECT_TIMEOUT};
 use crate::Error;
@@ -124,8 +124,8 @@ impl Connection {
     pub(crate) fn call(to: &Uri, caller: Option<&Caller>) -> Result<Self, Error> {
         let mut socket = Self::open(to)?;
         let Some(caller) = caller else { return Ok(socket) };
-        let untrusted = |failure: Failure| Error::untrusted(&to.to_string(), &failure);
-        let limit = |socket: &Self, time| socket.set_read_timeout(time).map_err(Failure::from).map_err(untrusted);
+        let untrusted = |failure: SecureError| Error::untrusted(&to.to_string(), &failure);
+        let limit = |socket: &Self, time| socket.set_read_timeout(time).map_err(SecureError::from).map_err(untrusted);
         limit(&socket, Some(CONNECT_TIMEOUT))?;
         let done = Handshake::calling(caller).and_then(|mut handshake| handshake.advance(&mut socket));
         match done.map_err(untrusted)? {
@@ -148,13 +148,13 @@ impl Connection {
     /// Waits until the peer that was called has said that it accepts us. In clear there is nothing to wait for.
     pub(crate) fn await_word(&mut self, to: &Uri) -> Result<(), Error> {
         let Self::Secured(Secured { socket, opener, .. }) = self else { return Ok(()) };
-        let untrusted = |failure: Failure| match failure {
-            Failure::Broken(error) if error.kind() == io::ErrorKind::WouldBlock => {
+        let untrusted = |failure: SecureError| match failure {
+            SecureError::Broken(error) if error.kind() == io::ErrorKind::WouldBlock => {
                 Error::untrusted(&to.to_string(), &silent())
             }
             failure => Error::untrusted(&to.to_string(), &failure),
         };
-        let limit = |socket: &Self, time| socket.set_read_timeout(time).map_err(Failure::from).map_err(untrusted);
+        let limit = |socket: &Self, time| socket.set_read_timeout(time).map_err(SecureError::from).map_err(untrusted);
         limit(socket, Some(CONNECT_TIMEOUT))?;
         lock(opener).await_word(&mut **socket).map_err(untrusted)?;
         limit(socket, None)
@@ -210,7 +210,7 @@ impl Connection {
     }
 
     /// Goes on with a handshake, as far as it goes without waiting.
-    pub(crate) fn shake_hands(self, handshake: &mut Handshake) -> (Self, Result<bool, Failure>) {
+    pub(crate) fn shake_hands(self, handshake: &mut Handshake) -> (Self, Result<bool, SecureError>) {
         match handshake.advance(&mut AtOnce(self.as_fd())) {
             Ok(Progress::Done(halves)) => (Self::Secured(Secured::new(self, *halves)), Ok(true)),
             Ok(Progress::Waiting) => (self, Ok(false)),
@@ -219,7 +219,7 @@ impl Connection {
     }
 }
 
-fn silent() -> Failure {
+fn silent() -> SecureError {
     let what = format!("it has not answered for {} s", CONNECT_TIMEOUT.as_secs());
     io::Error::new(io::ErrorKind::TimedOut, what).into()
 }

@@ -11,14 +11,14 @@ use crate::common::{self, Ended, History, Op, Script, Scripted, Waiting, apply, 
 use proptest::{collection::vec, prelude::*};
 use transship_engine::{
     FileUri, MoveOptions, Progress, Report, SaveOptions,
-    guest::{GuestError, Hint, Hints, Place},
+    guest::{GuestError, Hint, Hints, RegionPages},
     save_guest,
 };
 use transship_memory::{GuestMemory, PAGE_BYTES, PageRange, PageSet};
 
 const PAGES: [u64; 2] = [300, 1000];
 /// Written by whoever gives the hints, which no tracker sees.
-const RING: Place = Place { region: 0, pages: PageRange { first: 7, count: 2 } };
+const RING: RegionPages = RegionPages { region: 0, pages: PageRange { first: 7, count: 2 } };
 
 /// What happens from one hint to the next.
 #[derive(Debug, Clone)]
@@ -85,7 +85,7 @@ impl Hints for Frees {
                 // From here on nobody misses what is there; whoever writes there later is seen by the next scan.
                 self.free.lock().unwrap()[region].insert(pages);
                 after.iter().for_each(|op| self.write(op));
-                Ok(Some(Hint::Free(Place { region, pages })))
+                Ok(Some(Hint::Free(RegionPages { region, pages })))
             }
             Some(Step::NamedAll) => Ok(Some(Hint::NamedAll)),
             Some(Step::Broken) => Err(GuestError::Unfit("the balloon is gone".into())),
@@ -114,7 +114,7 @@ impl Hints for Frees {
         Ok(())
     }
 
-    fn writes_to(&mut self) -> Vec<Place> {
+    fn writes_to(&mut self) -> Vec<RegionPages> {
         vec![RING]
     }
 }

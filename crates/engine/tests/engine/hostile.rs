@@ -12,10 +12,10 @@ use crate::common::{Scripted, Waiting, describe};
 use transship_engine::{
     Actor, Error, Listener, MoveOptions, Progress, Report, Setting, Uri, move_guest, receive_guest,
 };
-use transship_wire::{FRAME_BYTES, Frame, Message, Packet, Preamble, Refusal, Role, Session};
+use transship_wire::{FRAME_BYTES, Frame, Message, Packet, Preamble, Refusal, Role, SessionId};
 
 const PAGES: [u64; 1] = [300];
-const SESSION: Session = Session([7; 16]);
+const SESSION: SessionId = SessionId([7; 16]);
 
 /// A source that says what a test wants.
 struct Peer {
@@ -25,7 +25,7 @@ struct Peer {
     next_id: u64,
 }
 
-fn connect(path: &Path, session: Session, role: Role) -> UnixStream {
+fn connect(path: &Path, session: SessionId, role: Role) -> UnixStream {
     let mut stream = UnixStream::connect(path).unwrap();
     stream.set_read_timeout(Some(Duration::from_secs(30))).unwrap();
     stream.write_all(&Preamble { session, role }.encode()).unwrap();
@@ -237,7 +237,7 @@ fn strangers_are_turned_away_and_the_source_still_gets_in() {
             let mut stranger = UnixStream::connect(&path).unwrap();
             let _ = stranger.write_all(garbage);
         }
-        drop(connect(&path, Session([9; 16]), Role::Data(0)));
+        drop(connect(&path, SessionId([9; 16]), Role::Data(0)));
         let to = Uri::Unix(path.clone());
         move_guest(&mut source, None, None, &to, &MoveOptions::default(), &Progress::new(), &mut Report::default())
             .unwrap();

@@ -12,7 +12,7 @@ use std::{
 use crate::common::{self, Ended, LastScan, Op, Script, Scripted, Waiting, contents, wait_until};
 use transship_engine::{
     Listener, MoveOptions, Progress, Report, Uri,
-    guest::{GuestError, Hint, Hints, Place},
+    guest::{GuestError, Hint, Hints, RegionPages},
     move_guest, receive_guest,
 };
 
@@ -52,7 +52,7 @@ impl Hints for Frees {
     fn taken_back(&mut self) -> Result<(), GuestError> {
         Ok(())
     }
-    fn writes_to(&mut self) -> Vec<Place> {
+    fn writes_to(&mut self) -> Vec<RegionPages> {
         Vec::new()
     }
 }

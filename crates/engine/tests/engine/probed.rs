@@ -10,7 +10,7 @@ use std::{
 };
 
 use transship_engine::{Error, Listener, MoveOptions, Progress, Report, Uri, move_guest, probe, receive_guest};
-use transship_wire::{MAX_FILLING_BYTES, PROBE_BYTES, Preamble, Probe, Role, Session};
+use transship_wire::{MAX_FILLING_BYTES, PROBE_BYTES, Preamble, Probe, Role, SessionId};
 
 use crate::common::{Scripted, Waiting};
 
@@ -31,7 +31,7 @@ fn hear(stream: &mut UnixStream) -> Option<Probe> {
 fn call(path: &Path) -> UnixStream {
     let mut stream = UnixStream::connect(path).unwrap();
     stream.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
-    stream.write_all(&Preamble { session: Session([9; 16]), role: Role::Probe }.encode()).unwrap();
+    stream.write_all(&Preamble { session: SessionId([9; 16]), role: Role::Probe }.encode()).unwrap();
     stream
 }
 

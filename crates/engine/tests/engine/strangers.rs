@@ -5,12 +5,12 @@ use std::thread;
 use crate::common::{Scripted, Waiting};
 use crate::crowd::{Passage, Words};
 use transship_engine::{Listener, MoveOptions, Progress, Report, move_guest, receive_guest};
-use transship_wire::{Preamble, Role, Session};
+use transship_wire::{Preamble, Role, SessionId};
 
 const PAGES: [u64; 1] = [300];
 
 fn half_a_preamble() -> Vec<u8> {
-    Preamble { session: Session([3; 16]), role: Role::Control }.encode()[..31].to_vec()
+    Preamble { session: SessionId([3; 16]), role: Role::Control }.encode()[..31].to_vec()
 }
 
 /// A move whose connections each come behind a crowd.

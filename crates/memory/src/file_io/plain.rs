@@ -4,11 +4,15 @@ use std::os::fd::{AsRawFd, BorrowedFd};
 
 use rustix::io::Errno;
 
-use super::request::{Direction, Failure, Next, Request};
+use super::request::{Direction, Next, Request, RequestFailure};
 use crate::GuestMemory;
 
 /// Does what is left of the request.
-pub(super) fn transfer(memory: &GuestMemory, file: BorrowedFd<'_>, request: &mut Request) -> Result<(), Failure> {
+pub(super) fn transfer(
+    memory: &GuestMemory,
+    file: BorrowedFd<'_>,
+    request: &mut Request,
+) -> Result<(), RequestFailure> {
     loop {
         let answer = once(memory, file, request);
         match request.answered(answer, memory, file) {

@@ -45,7 +45,7 @@ pub(super) enum Next {
     Done,
     /// Ask for the rest.
     Again,
-    Failed(Failure),
+    Failed(RequestFailure),
 }
 
 impl Request {
@@ -72,7 +72,7 @@ impl Request {
         memory: &GuestMemory,
         file: BorrowedFd<'_>,
         spare: &mut Spare,
-    ) -> Result<(), Failure> {
+    ) -> Result<(), RequestFailure> {
         let Body::Pages { region, pages, through } = &mut self.body else { return Ok(()) };
         let Some(of) = memory.get(*region) else { return Ok(()) };
         let wanted = match self.direction {
@@ -109,7 +109,7 @@ impl Request {
 
     /// # Errors
     /// No file is that large. The kernel must not see such numbers: some mean something else to it.
-    pub(super) fn check_place(&self, memory: &GuestMemory, file: BorrowedFd<'_>) -> Result<(), Failure> {
+    pub(super) fn check_place(&self, memory: &GuestMemory, file: BorrowedFd<'_>) -> Result<(), RequestFailure> {
         match self.end() {
             Some(end) if i64::try_from(end).is_ok() => Ok(()),
             _ => Err(self.failed(memory, file, Errno::FBIG)),
@@ -206,7 +206,7 @@ impl Request {
                     of.name(),
                     of.cure(why)
                 );
-                Next::Failed(Failure { what, why: Why::System(why) })
+                Next::Failed(RequestFailure { what, why: Why::System(why) })
             }
         }
     }
@@ -225,21 +225,21 @@ impl Request {
     }
 
     /// The failure of a file that ends too early, if it does.
-    fn ended(&self, memory: &GuestMemory, file: BorrowedFd<'_>) -> Option<Failure> {
+    fn ended(&self, memory: &GuestMemory, file: BorrowedFd<'_>) -> Option<RequestFailure> {
         let stat = rustix::fs::fstat(file).ok()?;
         let size = u64::try_from(stat.st_size).ok()?;
         let needed = self.end().unwrap_or(u64::MAX);
         let short = FileType::from_raw_mode(stat.st_mode) == FileType::RegularFile && size < needed;
-        short.then(|| Failure { what: self.what(memory), why: Why::Ended { size, needed } })
+        short.then(|| RequestFailure { what: self.what(memory), why: Why::Ended { size, needed } })
     }
 
-    fn failed(&self, memory: &GuestMemory, file: BorrowedFd<'_>, why: Errno) -> Failure {
+    fn failed(&self, memory: &GuestMemory, file: BorrowedFd<'_>, why: Errno) -> RequestFailure {
         // Only huge pages are read into straight, and all addresses are good: there is no page for one of them.
         if let (Body::Pages { region, .. }, Direction::Read, Errno::FAULT) = (&self.body, self.direction, why)
             && let Some(region) = memory.get(*region)
         {
             let what = format!("{}{}", self.what(memory), region.cure(Errno::NOMEM));
-            return Failure { what, why: Why::System(Errno::NOMEM) };
+            return RequestFailure { what, why: Why::System(Errno::NOMEM) };
         }
         let hint = match (why, self.direction) {
             (Errno::BADF, Direction::Read) => " (it must be open for reading)",
@@ -250,7 +250,7 @@ impl Request {
             }
             _ => "",
         };
-        Failure { what: format!("{}{hint}", self.what(memory)), why: Why::System(why) }
+        RequestFailure { what: format!("{}{hint}", self.what(memory)), why: Why::System(why) }
     }
 
     /// What is tried, and on what.
@@ -280,7 +280,7 @@ fn bytes_within(pages: &Range<usize>) -> Range<usize> {
 
 /// Why a request failed; can be told again and again.
 #[derive(Clone)]
-pub(super) struct Failure {
+pub(super) struct RequestFailure {
     what: String,
     why: Why,
 }
@@ -296,7 +296,7 @@ enum Why {
     },
 }
 
-impl Failure {
+impl RequestFailure {
     /// The kernel does not take requests any more.
     pub(super) fn of_ring(error: std::io::Error) -> Self {
         let what = "use io_uring for file I/O".into();

@@ -12,7 +12,7 @@ use rustix::io::Errno;
 use super::{
     buffer::Spare,
     plain,
-    request::{Direction, Failure, Next, Request},
+    request::{Direction, Next, Request, RequestFailure},
 };
 use crate::GuestMemory;
 
@@ -48,7 +48,7 @@ impl Ring {
     ///
     /// # Errors
     /// Of a request before, which has ended meanwhile. This one is then not begun.
-    pub(super) fn start(&mut self, file: BorrowedFd<'_>, mut request: Request) -> Result<(), Failure> {
+    pub(super) fn start(&mut self, file: BorrowedFd<'_>, mut request: Request) -> Result<(), RequestFailure> {
         while self.free.is_empty() {
             self.wait(file)?;
         }
@@ -56,7 +56,7 @@ impl Ring {
         let place = self.free.pop().expect("seen above");
         self.places[place] = Some(request);
         self.push(file, place);
-        self.enter(0).map_err(Failure::of_ring)?;
+        self.enter(0).map_err(RequestFailure::of_ring)?;
         self.take_completed(file)
     }
 
@@ -64,7 +64,7 @@ impl Ring {
     ///
     /// # Errors
     /// As [`Ring::start`].
-    pub(super) fn wait_for_place(&mut self, file: BorrowedFd<'_>, request: &Request) -> Result<(), Failure> {
+    pub(super) fn wait_for_place(&mut self, file: BorrowedFd<'_>, request: &Request) -> Result<(), RequestFailure> {
         while self.places.iter().flatten().any(|other| other.overlaps(request)) {
             self.wait(file)?;
         }
@@ -75,7 +75,7 @@ impl Ring {
     ///
     /// # Errors
     /// As [`Ring::start`].
-    pub(super) fn wait_for_one(&mut self, file: BorrowedFd<'_>) -> Result<(), Failure> {
+    pub(super) fn wait_for_one(&mut self, file: BorrowedFd<'_>) -> Result<(), RequestFailure> {
         if self.free.len() < self.places.len() { self.wait(file) } else { Ok(()) }
     }
 
@@ -83,7 +83,7 @@ impl Ring {
     ///
     /// # Errors
     /// The first of those that were in flight; all have ended nevertheless.
-    pub(super) fn finish(&mut self, file: BorrowedFd<'_>) -> Result<(), Failure> {
+    pub(super) fn finish(&mut self, file: BorrowedFd<'_>) -> Result<(), RequestFailure> {
         let mut result = Ok(());
         while self.free.len() < self.places.len() {
             let step = self.wait(file);
@@ -97,12 +97,12 @@ impl Ring {
     }
 
     /// Waits until at least one request has ended, and goes through all that have.
-    fn wait(&mut self, file: BorrowedFd<'_>) -> Result<(), Failure> {
-        self.enter(1).map_err(Failure::of_ring)?;
+    fn wait(&mut self, file: BorrowedFd<'_>) -> Result<(), RequestFailure> {
+        self.enter(1).map_err(RequestFailure::of_ring)?;
         self.take_completed(file)
     }
 
-    fn take_completed(&mut self, file: BorrowedFd<'_>) -> Result<(), Failure> {
+    fn take_completed(&mut self, file: BorrowedFd<'_>) -> Result<(), RequestFailure> {
         let mut result = Ok(());
         loop {
             let next = self.ring.completion().next();
@@ -113,7 +113,12 @@ impl Ring {
     }
 
     /// The kernel has let go of the request in this place.
-    fn completed(&mut self, file: BorrowedFd<'_>, place: usize, answer: Result<usize, Errno>) -> Result<(), Failure> {
+    fn completed(
+        &mut self,
+        file: BorrowedFd<'_>,
+        place: usize,
+        answer: Result<usize, Errno>,
+    ) -> Result<(), RequestFailure> {
         let mut request = self.places[place].take().expect("a request that is in flight");
         let next = match answer {
             // The thread that asked has ended, or the kernel had no room to wait for it: it is done here and now.
@@ -127,7 +132,7 @@ impl Ring {
             Next::Again => {
                 self.places[place] = Some(request);
                 self.push(file, place);
-                return self.enter(0).map_err(Failure::of_ring);
+                return self.enter(0).map_err(RequestFailure::of_ring);
             }
             Next::Done => Ok(()),
             Next::Failed(failure) => Err(failure),

@@ -7,7 +7,7 @@ use rcgen::{
 };
 
 use super::{Ended, meet};
-use crate::{Caller, Certificates, Failure, Host, PeerName, Pem, Piece, Usage};
+use crate::{Caller, Certificates, Host, PeerName, Pem, Piece, SecureError, Usage};
 
 /// Somebody who signs.
 struct Authority {
@@ -105,7 +105,7 @@ fn names(names: &[&str]) -> Vec<PeerName> {
 fn why(ended: Ended) -> String {
     match ended {
         Ok(_) => "it is trusted".into(),
-        Err(Failure::Broken(error)) => panic!("it is broken: {error}"),
+        Err(SecureError::Broken(error)) => panic!("it is broken: {error}"),
         Err(failure) => failure.to_string(),
     }
 }

@@ -42,7 +42,7 @@ use transship_guest::GuestError;
 use super::maps::mappings;
 pub(super) use call::Faults;
 use child::Target;
-use failure::{Failure, Step};
+use failure::{InjectionFailure, Step};
 
 /// How long we wait for the child: longer than it waits for the thread.
 const CHILD_WAIT: Duration = Duration::from_secs(20);
@@ -66,7 +66,7 @@ pub(super) fn may_visit(pid: i32, thread: i32) -> Result<(), GuestError> {
     if filter::lets_pass(pid, thread) || filter::can_be_suspended() {
         return Ok(());
     }
-    Err(error(pid, &Failure { step: Step::Filter, errno: libc::EPERM }.explain(pid)))
+    Err(error(pid, &InjectionFailure { step: Step::Filter, errno: libc::EPERM }.explain(pid)))
 }
 
 /// A userfaultfd of process `pid`, made in its thread `thread`. In the process nothing of it remains.
@@ -90,10 +90,12 @@ fn visit(target: Target, wait: Duration) -> Result<OwnedFd, InjectError> {
     reap(child, matches!(result, Err(Received::Silence)));
     result.map_err(|received| match received {
         // A program may always see its own faults: if not, something else is wrong.
-        Received::Failure(Failure { step: Step::Userfaultfd, errno: libc::EPERM }) if faults == Faults::All => {
+        Received::InjectionFailure(InjectionFailure { step: Step::Userfaultfd, errno: libc::EPERM })
+            if faults == Faults::All =>
+        {
             InjectError::NotPermitted
         }
-        Received::Failure(failure) => failed(failure.explain(pid)),
+        Received::InjectionFailure(failure) => failed(failure.explain(pid)),
         Received::Silence => {
             failed(format!("its thread {thread} did not continue within {} s; is QEMU frozen?", wait.as_secs()))
         }
@@ -128,7 +130,7 @@ fn syscall_instruction(pid: i32) -> Result<u64, String> {
 
 /// What the child reports, besides the descriptor.
 enum Received {
-    Failure(Failure),
+    InjectionFailure(InjectionFailure),
     /// Nothing within the limit: the child still tries to restore the thread.
     Silence,
     /// The child ended without a word.
@@ -153,7 +155,7 @@ fn receive(from: &OwnedFd) -> Result<OwnedFd, Received> {
     });
     match (received, fd) {
         (8, Some(fd)) => Ok(fd),
-        (8, None) => Err(Received::Failure(Failure::from_bytes(bytes))),
+        (8, None) => Err(Received::InjectionFailure(InjectionFailure::from_bytes(bytes))),
         _ => Err(Received::Nothing),
     }
 }

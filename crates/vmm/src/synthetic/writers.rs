@@ -71,7 +71,7 @@ fn write_on(gate: &Gate, machine: &Machine, t: u64, count: u64) {
     let mut buffers = Buffers::new();
     let mut pages = own_pages(&machine.program, t, count).cycle();
     while let Some(_inside) = gate.enter() {
-        let mut pace = Pace::new(machine.program.write_rate, count);
+        let mut pace = WriteRate::new(machine.program.write_rate, count);
         while gate.is_open() {
             let batch = pages.by_ref().take(pace.batch()).take_while(|_| gate.is_open());
             let written = batch.map(|number| machine.write(number, &mut buffers)).count() as u64;
@@ -91,13 +91,13 @@ fn own_pages(program: &Program, t: u64, count: u64) -> impl Iterator<Item = u64>
 }
 
 /// When the next bytes are due.
-struct Pace {
+struct WriteRate {
     /// Bytes a second of this thread; none: now.
     rate: Option<f64>,
     due: Instant,
 }
 
-impl Pace {
+impl WriteRate {
     fn new(rate: Option<u64>, threads: u64) -> Self {
         Self { rate: rate.map(|rate| rate as f64 / threads as f64), due: Instant::now() }
     }
@@ -230,10 +230,10 @@ mod tests {
 
     #[test]
     fn slow_writers_write_page_by_page() {
-        assert_eq!(Pace::new(Some(4096), 1).batch(), 1);
-        assert_eq!(Pace::new(Some(1 << 30), 1).batch(), BATCH);
-        assert_eq!(Pace::new(None, 1).after(1 << 40), None);
-        let mut pace = Pace::new(Some(1 << 20), 2);
+        assert_eq!(WriteRate::new(Some(4096), 1).batch(), 1);
+        assert_eq!(WriteRate::new(Some(1 << 30), 1).batch(), BATCH);
+        assert_eq!(WriteRate::new(None, 1).after(1 << 40), None);
+        let mut pace = WriteRate::new(Some(1 << 20), 2);
         let begin = pace.due;
         pace.after(1 << 19);
         assert_eq!(pace.due - begin, Duration::from_secs(1));

@@ -109,7 +109,7 @@ pub(crate) fn packets() -> Vec<(Packet, Vec<u8>)> {
 
 /// A preamble for each role, with its bytes.
 pub(crate) fn preambles() -> Vec<(Preamble, Vec<u8>)> {
-    let session = Session(std::array::from_fn(|i| 0xa0 + i as u8));
+    let session = SessionId(std::array::from_fn(|i| 0xa0 + i as u8));
     let session_hex = "a0a1a2a3a4a5a6a7a8a9aaabacadaeaf";
     vec![
         (

@@ -33,7 +33,7 @@ const OURSELVES: &str = "/proc/self/exe";
 const PARALLEL: u8 = 2;
 
 pub(super) fn run(args: &SaveArgs, of: &str) -> Result<(), Failure> {
-    let plan = Plan::check(args, of)?;
+    let plan = SaveAll::check(args, of)?;
     let domains = active(plan.uri.as_deref())?;
     fs::create_dir_all(&plan.folder)
         .map_err(|error| Failure::Failed(format!("can't make {}: {error}", plan.folder.display())))?;
@@ -77,7 +77,7 @@ fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
 }
 
 /// What was asked for.
-struct Plan {
+struct SaveAll {
     uri: Option<String>,
     folder: PathBuf,
     parallel: u8,
@@ -86,7 +86,7 @@ struct Plan {
     words: Vec<String>,
 }
 
-impl Plan {
+impl SaveAll {
     fn check(args: &SaveArgs, of: &str) -> Result<Self, Failure> {
         let mut checks = Checks::default();
         let Some(uri) = of.strip_prefix("libvirt:") else {

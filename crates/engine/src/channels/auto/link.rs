@@ -2,7 +2,7 @@
 use transship_memory::PAGE_BYTES;
 use transship_wire::PAGES_PER_PACKET;
 
-use super::{BELIEVED, LOSS, pace::Pace};
+use super::{BELIEVED, LOSS, pace::EncodingPace};
 
 /// A link that is faster or slower by so much is another one.
 pub(super) const ANOTHER: f64 = 1.33;
@@ -27,7 +27,7 @@ pub(super) struct Link {
 
 impl Link {
     /// By a stretch of pages as they are, which was cut short or not.
-    pub(super) fn seen(before: Option<Self>, pace: Pace, newest: Pace, is_cut: bool, now: f64) -> Self {
+    pub(super) fn seen(before: Option<Self>, pace: EncodingPace, newest: EncodingPace, is_cut: bool, now: f64) -> Self {
         let looks = before.map_or(0, |link| link.looks);
         let (seconds_a_byte, newest) = (pace.seconds_a_byte, newest.seconds_a_byte);
         Self { seconds_a_byte, newest, is_exact: !is_cut, looked: now, looks }
@@ -47,12 +47,12 @@ impl Link {
 
     /// How many times its time each encoded byte takes, if that is well known and the encoders are not waited for.
     /// Nothing else has changed since it was looked at but the encoding.
-    pub(super) fn compared_with(&self, pace: &Pace) -> f64 {
+    pub(super) fn compared_with(&self, pace: &EncodingPace) -> f64 {
         if self.is_exact && pace.waits_for_link { (pace.seconds_a_byte / self.newest).max(1.0) } else { 1.0 }
     }
 
     /// What a stretch of encoded pages says of it.
-    pub(super) fn pass_encoded(&mut self, pace: Pace, now: f64) {
+    pub(super) fn pass_encoded(&mut self, pace: EncodingPace, now: f64) {
         let here = pace.seconds_a_byte;
         let age = (now - self.looked) / f64::from((1 + self.looks).pow(2));
         let look = (LOOK_WINDOWS * PAGES_PER_PACKET * PAGE_BYTES as u64) as f64 * here / LOSS;
@@ -77,8 +77,8 @@ impl Link {
 mod tests {
     use super::*;
 
-    fn pace(seconds_a_page: f64, seconds_a_byte: f64, waits_for_link: bool) -> Pace {
-        Pace { seconds_a_page, seconds_a_byte, waits_for_link, harder: 1.0 }
+    fn pace(seconds_a_page: f64, seconds_a_byte: f64, waits_for_link: bool) -> EncodingPace {
+        EncodingPace { seconds_a_page, seconds_a_byte, waits_for_link, harder: 1.0 }
     }
 
     /// 8 ns a byte, a gigabit.

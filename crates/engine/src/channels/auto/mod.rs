@@ -28,7 +28,7 @@ use transship_wire::PAGES_PER_PACKET;
 
 use flow::Probe;
 use link::Link;
-use pace::{Counted, Pace};
+use pace::{Counted, EncodingPace};
 use samples::Samples;
 pub(crate) use {flow::RawFlow, pace::Counts, sampler::Sampler, samples::Sample};
 
@@ -104,7 +104,7 @@ pub(crate) struct Auto {
     trial: Option<Trial>,
     stretch: Option<Stretch>,
     /// How the current one does; none until its first stretch is over.
-    pace: Option<Pace>,
+    pace: Option<EncodingPace>,
     /// How much slower what lies behind the link is for what the current one makes, than the link.
     beyond: f64,
     /// How fast the link takes pages as they are; none before the first stretch of all.
@@ -175,7 +175,7 @@ impl Auto {
     #[cfg(test)]
     pub(crate) fn over_link(self, seconds_a_byte: f64) -> Self {
         let seconds_a_page = seconds_a_byte * PAGE_BYTES as f64;
-        let pace = Pace { seconds_a_page, seconds_a_byte, waits_for_link: true, harder: 1.0 };
+        let pace = EncodingPace { seconds_a_page, seconds_a_byte, waits_for_link: true, harder: 1.0 };
         Self { link: Some(Link::seen(None, pace, pace, false, 0.0)), ..self }
     }
 
@@ -334,7 +334,7 @@ impl Auto {
         }
     }
 
-    fn see_link(&mut self, pace: Pace, newest: Pace, is_cut: bool) {
+    fn see_link(&mut self, pace: EncodingPace, newest: EncodingPace, is_cut: bool) {
         match &mut self.link {
             _ if self.current == self.raw => self.link = Some(Link::seen(self.link, pace, newest, is_cut, self.active)),
             Some(link) => link.pass_encoded(pace, self.active),
@@ -343,7 +343,7 @@ impl Auto {
     }
 
     /// The trial is over: was it better than what was before?
-    fn judge(&mut self, trial: Trial, pace: Pace, own_pages: u64) {
+    fn judge(&mut self, trial: Trial, pace: EncodingPace, own_pages: u64) {
         let Trial { before, pace: pace_before, promised } = trial;
         let here = pace.seconds_a_page;
         if here > pace_before {
@@ -367,7 +367,7 @@ impl Auto {
     }
 
     /// Puts the best of the others on trial, if it promises enough.
-    fn look_around(&mut self, pace: Pace) {
+    fn look_around(&mut self, pace: EncodingPace) {
         let others = (0..self.doubts.len()).filter(|other| *other != self.current);
         let best = others.min_by(|a, b| self.expected(*a, pace).total_cmp(&self.expected(*b, pace)));
         let Some(best) = best else { return };
@@ -382,13 +382,13 @@ impl Auto {
     }
 
     /// Seconds that a page will take under an encoding, when it is `pace` that is given up for it.
-    fn expected(&self, encoding: usize, pace: Pace) -> f64 {
+    fn expected(&self, encoding: usize, pace: EncodingPace) -> f64 {
         self.model(encoding, pace) * self.doubted(encoding, pace)
     }
 
     /// By what factor. One encoding that was slow because others need the cores makes us doubt those that nobody has
     /// tried.
-    fn doubted(&self, encoding: usize, pace: Pace) -> f64 {
+    fn doubted(&self, encoding: usize, pace: EncodingPace) -> f64 {
         let valid = |doubt: &Option<Doubt>| {
             let Doubt { factor, pace: then, until } = (*doubt)?;
             let is_same = (then / pace.seconds_a_page).max(pace.seconds_a_page / then) < ANOTHER_PACE;
@@ -403,7 +403,7 @@ impl Auto {
 
     /// Seconds that a page takes by the model. Beside an encoding in use the others are seen in its light: what makes
     /// it slow makes them slow.
-    fn model(&self, encoding: usize, pace: Pace) -> f64 {
+    fn model(&self, encoding: usize, pace: EncodingPace) -> f64 {
         let link = self.link.map_or(0.0, |link| link.seconds_a_byte());
         if encoding == self.raw {
             return PAGE_BYTES as f64 * link;

@@ -64,24 +64,24 @@ impl Counted {
     }
 
     /// Of pages as they are.
-    pub(super) fn raw(&self) -> Pace {
+    pub(super) fn raw(&self) -> EncodingPace {
         let seconds_a_byte = self.seconds / self.wire;
         let seconds_a_page = seconds_a_byte * PAGE_BYTES as f64;
-        Pace { seconds_a_page, seconds_a_byte, waits_for_link: true, harder: 1.0 }
+        EncodingPace { seconds_a_page, seconds_a_byte, waits_for_link: true, harder: 1.0 }
     }
 
     /// Of encoded ones. `sampled`: bytes that samples have left of a page.
-    pub(super) fn encoded(&self, sampled: f64) -> Pace {
+    pub(super) fn encoded(&self, sampled: f64) -> EncodingPace {
         let seconds_a_byte = self.seconds / self.wire;
         let waits_for_link = self.busy < SATURATED;
         let seconds_a_page = if waits_for_link { seconds_a_byte * self.left } else { self.seconds / self.pages };
-        Pace { seconds_a_page, seconds_a_byte, waits_for_link, harder: self.left / sampled }
+        EncodingPace { seconds_a_page, seconds_a_byte, waits_for_link, harder: self.left / sampled }
     }
 }
 
 /// How an encoding does.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub(super) struct Pace {
+pub(super) struct EncodingPace {
     pub(super) seconds_a_page: f64,
     pub(super) seconds_a_byte: f64,
     /// So the link, and what lies behind it, takes that time for a byte. Else it waits for the encoders.
@@ -90,7 +90,7 @@ pub(super) struct Pace {
     pub(super) harder: f64,
 }
 
-impl Pace {
+impl EncodingPace {
     /// Both, the newer one weighing `NEWEST`.
     pub(super) fn then(self, newest: Self) -> Self {
         Self {

@@ -117,12 +117,12 @@ enum Barriers {
 }
 
 /// A store, and what becomes of it.
-enum Place<'g> {
+enum OpenedSink<'g> {
     File(Arc<dyn FileStore>, Format),
     Guest(Arc<GuestStore>, &'g mut dyn DestinationGuest),
 }
 
-impl Place<'_> {
+impl OpenedSink<'_> {
     fn store(&self) -> Arc<dyn Store> {
         match self {
             Self::File(store, _) => Arc::clone(store) as Arc<dyn Store>,
@@ -173,12 +173,12 @@ impl Reception<'_, '_> {
         fail_point::reach("qemu-receive.tail")?;
         self.count(guest_bytes, tail.len() as u64);
         match place {
-            Place::File(store, format) => {
+            OpenedSink::File(store, format) => {
                 self.complete(store.as_ref(), format, &tail)?;
                 // The file is worth having whether or not the source hears of it, so it stays.
                 self.tell(question)?;
             }
-            Place::Guest(store, guest) => {
+            OpenedSink::Guest(store, guest) => {
                 let ran = self.load(&store, guest, &head.configuration, tail, base)?;
                 self.tell(question)?;
                 self.start(guest, ran)?;
@@ -290,12 +290,12 @@ impl Reception<'_, '_> {
     }
 
     /// Where everything goes. Whether the guest fits is known before anything of the waiting one is touched.
-    fn place<'g>(&mut self, into: Sink<'g>, head: &Head) -> Result<Place<'g>, Error> {
+    fn place<'g>(&mut self, into: Sink<'g>, head: &Head) -> Result<OpenedSink<'g>, Error> {
         match into {
             Sink::File(FileSink { target, options: FileSinkOptions { format, io, .. } }) => {
                 let store = file_store(*target, format, &head.configuration, head.ram_section, io);
                 store.list(&head.blocks)?;
-                Ok(Place::File(store, format))
+                Ok(OpenedSink::File(store, format))
             }
             Sink::Guest(guest) => {
                 let name = format!("the guest from {}", self.answers.peer);
@@ -304,7 +304,7 @@ impl Reception<'_, '_> {
                 let devices: Vec<_> = fit.devices.iter().map(|&index| &head.blocks[index]).collect();
                 check_sizes(&name, &devices)?;
                 guest.memory().clear_all()?;
-                Ok(Place::Guest(
+                Ok(OpenedSink::Guest(
                     Arc::new(GuestStore::new(COMING.to_owned(), guest.memory(), &fit, &head.blocks, state)),
                     guest,
                 ))

@@ -12,7 +12,7 @@ use transship_wire::relay::{MAX_BYTES, Message};
 
 use super::{
     outlet::{Chunk, Outlet},
-    session::Session,
+    session::RelaySession,
     stream::{Heard, Item, Stream, read_what_is_there},
 };
 use crate::{Error, Phase};
@@ -21,12 +21,12 @@ use crate::{Error, Phase};
 pub(super) struct Sender {
     pub(super) stream: Arc<Stream>,
     outlet: Arc<Outlet>,
-    session: Arc<Session>,
+    session: Arc<RelaySession>,
     sequence: u64,
 }
 
 impl Sender {
-    pub(super) fn new(stream: &Arc<Stream>, outlet: &Arc<Outlet>, session: &Arc<Session>) -> Self {
+    pub(super) fn new(stream: &Arc<Stream>, outlet: &Arc<Outlet>, session: &Arc<RelaySession>) -> Self {
         Self { stream: Arc::clone(stream), outlet: Arc::clone(outlet), session: Arc::clone(session), sequence: 0 }
     }
 
@@ -123,7 +123,11 @@ fn lost(stream: &Stream, source: io::Error) -> Error {
 }
 
 /// Tells a QEMU what comes from the other relay, to its end. `look` sees everything that was written.
-pub(super) fn write_on(stream: &Arc<Stream>, session: &Arc<Session>, mut look: impl FnMut(&[u8])) -> Result<(), Error> {
+pub(super) fn write_on(
+    stream: &Arc<Stream>,
+    session: &Arc<RelaySession>,
+    mut look: impl FnMut(&[u8]),
+) -> Result<(), Error> {
     let mut socket = stream.handle()?;
     let mut owed = 0;
     while let Some(item) = stream.next_item() {

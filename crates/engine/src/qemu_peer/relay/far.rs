@@ -12,12 +12,12 @@ use transship_wire::{
 
 use super::{
     carry::{Sender, read_on, write_on},
-    fate::Failure,
+    fate::SessionFailure,
     follow::Replies,
     link,
     near::{Ending, check, end, start},
     outlet::Outlet,
-    session::Session,
+    session::RelaySession,
     stream::{CLOSING, Stream, WINDOW},
 };
 use crate::{Error, Listener, Phase, Progress, Report, Uri, control::TICK, ending::finish, transport::Connection};
@@ -52,7 +52,7 @@ pub fn relay_to_qemu(listener: Listener, to: &Uri, progress: &Arc<Progress>, rep
     finish(result, begin, progress, report)
 }
 
-fn serve(session: &Arc<Session>, outlet: &Arc<Outlet>, messages: link::Messages, to: &Uri) -> Result<(), Error> {
+fn serve(session: &Arc<RelaySession>, outlet: &Arc<Outlet>, messages: link::Messages, to: &Uri) -> Result<(), Error> {
     let (opener, to) = (Arc::downgrade(outlet), to.clone());
     session.spawn("control", move |session| {
         messages.run(session, |message| match (message, opener.upgrade()) {
@@ -80,7 +80,7 @@ fn serve(session: &Arc<Session>, outlet: &Arc<Outlet>, messages: link::Messages,
 
 /// Opens a connection to the QEMU that waits. It is given the first bytes at once: a QEMU that accepts a connection
 /// does nothing else until it has heard something.
-fn open(number: u16, first: &[u8], session: &Arc<Session>, outlet: &Arc<Outlet>, to: &Uri) -> Result<(), Error> {
+fn open(number: u16, first: &[u8], session: &Arc<RelaySession>, outlet: &Arc<Outlet>, to: &Uri) -> Result<(), Error> {
     if usize::from(number) != session.streams().len() || number >= MAX_CONNECTIONS {
         return Err(session.fate.broke(format!("opened connection {number} out of turn")));
     }
@@ -104,7 +104,7 @@ fn open(number: u16, first: &[u8], session: &Arc<Session>, outlet: &Arc<Outlet>,
     session.say(&Message::Credit { connection: number, amount: WINDOW })
 }
 
-fn well(session: &Session, to: &Uri) -> Result<(), Error> {
+fn well(session: &RelaySession, to: &Uri) -> Result<(), Error> {
     let has_all = session.end_given.load(SeqCst);
     // A QEMU that never answered needs no answer.
     if session.all_is_well.load(SeqCst) || has_all && !session.answered.load(SeqCst) {
@@ -118,9 +118,9 @@ fn well(session: &Session, to: &Uri) -> Result<(), Error> {
 }
 
 /// Something broke: what that means depends on whether the QEMU here was given the end.
-fn broken(session: &Session, to: &Uri) -> Result<(), Error> {
+fn broken(session: &RelaySession, to: &Uri) -> Result<(), Error> {
     session.wait_for_reason(false);
-    let Some(Failure { error, told }) = session.fate.take_failure() else {
+    let Some(SessionFailure { error, told }) = session.fate.take_failure() else {
         return Err(session.fate.broke("has broken the link"));
     };
     let given = session.end_given.load(SeqCst);

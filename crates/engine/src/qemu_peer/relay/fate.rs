@@ -15,7 +15,7 @@ pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 
 /// Why a session broke.
 #[derive(Debug)]
-pub(super) struct Failure {
+pub(super) struct SessionFailure {
     pub(super) error: Error,
     /// What the other relay says of its QEMU, if it was that which ended the session.
     pub(super) told: Option<TheEnd>,
@@ -28,7 +28,7 @@ pub(super) struct Fate {
     /// Set once, with `failure`. SeqCst, as is that the waiting QEMU may have the end: whoever gives the end sets that
     /// and then looks at this, and whoever fails sets this and then looks at that.
     failed: AtomicBool,
-    failure: Mutex<Option<Failure>>,
+    failure: Mutex<Option<SessionFailure>>,
     /// What the link says no more means nothing.
     over: AtomicBool,
 }
@@ -42,7 +42,7 @@ impl Fate {
     /// Breaks the session, unless it is broken or over.
     pub(super) fn fail(&self, error: Error, told: Option<TheEnd>) {
         if !self.is_over() {
-            lock(&self.failure).get_or_insert(Failure { error, told });
+            lock(&self.failure).get_or_insert(SessionFailure { error, told });
             self.failed.store(true, SeqCst);
         }
     }
@@ -52,7 +52,7 @@ impl Fate {
     }
 
     /// Why, if it is. The other relay's own word counts most.
-    pub(super) fn take_failure(&self) -> Option<Failure> {
+    pub(super) fn take_failure(&self) -> Option<SessionFailure> {
         self.is_broken().then(|| lock(&self.failure).take()).flatten()
     }
 

@@ -5,7 +5,7 @@ use std::{borrow::Cow, sync::atomic::Ordering::SeqCst};
 
 use transship_wire::qemu::{Command, Record, Reply, Step, StreamReader, TailWatch};
 
-use super::session::Session;
+use super::session::RelaySession;
 use crate::qemu_peer::end;
 
 /// More behind the memory is not kept until its end comes.
@@ -16,7 +16,7 @@ pub(super) struct Follower {
     reader: StreamReader,
     /// A record that is not complete.
     carry: Vec<u8>,
-    place: Place,
+    place: StreamPart,
     /// The source has opened a return path; it wants postcopy; the list of its blocks has begun, and before that all of
     /// this is known.
     pub(super) return_path: bool,
@@ -24,7 +24,7 @@ pub(super) struct Follower {
     pub(super) begun: bool,
 }
 
-enum Place {
+enum StreamPart {
     Memory,
     /// Behind the memory, as far as it was not sent on.
     Tail(Vec<u8>, TailWatch),
@@ -42,21 +42,21 @@ pub(super) struct Sorted<'a> {
 impl Follower {
     pub(super) fn new() -> Self {
         let (reader, carry) = (StreamReader::new(), Vec::new());
-        Self { reader, carry, place: Place::Memory, return_path: false, postcopy: false, begun: false }
+        Self { reader, carry, place: StreamPart::Memory, return_path: false, postcopy: false, begun: false }
     }
 
     /// It has lost its way: all may be the end.
     pub(super) fn give_up(&mut self) {
-        self.place = Place::End;
+        self.place = StreamPart::End;
     }
 
     pub(super) fn has_given_up(&self) -> bool {
-        matches!(self.place, Place::End)
+        matches!(self.place, StreamPart::End)
     }
 
     /// Bytes are kept that will go on when more come, or none.
     pub(super) fn holds(&self) -> bool {
-        matches!(&self.place, Place::Tail(tail, _) if !tail.is_empty())
+        matches!(&self.place, StreamPart::Tail(tail, _) if !tail.is_empty())
     }
 
     /// Takes the next bytes of the stream.
@@ -64,10 +64,10 @@ impl Follower {
     /// # Errors
     /// They can't be followed; nothing of them was used.
     pub(super) fn sort<'a>(&mut self, bytes: &'a [u8]) -> Result<Sorted<'a>, transship_wire::Error> {
-        if let Place::Memory = self.place {
+        if let StreamPart::Memory = self.place {
             let Some(at) = self.step(bytes)? else { return Ok(Sorted { before: bytes.into(), end: Cow::default() }) };
             let (before, tail) = bytes.split_at(at);
-            self.place = Place::Tail(Vec::new(), TailWatch::new());
+            self.place = StreamPart::Tail(Vec::new(), TailWatch::new());
             let Sorted { before: more, end } = self.sort_tail(tail);
             return Ok(Sorted { before: [before, &more].concat().into(), end: end.into_owned().into() });
         }
@@ -75,20 +75,20 @@ impl Follower {
     }
 
     fn sort_tail<'a>(&mut self, bytes: &'a [u8]) -> Sorted<'a> {
-        let Place::Tail(tail, watch) = &mut self.place else {
+        let StreamPart::Tail(tail, watch) = &mut self.place else {
             return Sorted { before: Cow::default(), end: bytes.into() };
         };
         tail.extend_from_slice(bytes);
         if end::asks(tail) {
             let before = std::mem::take(tail);
-            self.place = Place::End;
+            self.place = StreamPart::End;
             return Sorted { before: before.into(), end: Cow::default() };
         }
         match end::place(watch, tail) {
             Some(at) => {
                 let end = tail.split_off(at);
                 let before = std::mem::take(tail);
-                self.place = Place::End;
+                self.place = StreamPart::End;
                 Sorted { before: before.into(), end: end.into() }
             }
             None if tail.len() > TAIL_MAX => self.let_go(),
@@ -98,9 +98,9 @@ impl Follower {
 
     /// Gives what is kept: nothing more comes for a while, and what is there must be the end.
     pub(super) fn let_go(&mut self) -> Sorted<'static> {
-        let Place::Tail(tail, _) = &mut self.place else { return Sorted::default() };
+        let StreamPart::Tail(tail, _) = &mut self.place else { return Sorted::default() };
         let end = std::mem::take(tail);
-        self.place = Place::End;
+        self.place = StreamPart::End;
         Sorted { before: Cow::default(), end: end.into() }
     }
 
@@ -156,7 +156,7 @@ pub(super) struct Replies {
 
 impl Replies {
     /// Notes what the waiting QEMU says of itself.
-    pub(super) fn hear(&mut self, bytes: &[u8], session: &Session) {
+    pub(super) fn hear(&mut self, bytes: &[u8], session: &RelaySession) {
         if self.is_lost {
             return;
         }

@@ -9,21 +9,21 @@ use std::{
 use transship_codec::{Decoder, Method};
 use transship_wire::relay::{Content, PACKET_BYTES, Packet};
 
-use super::{session::Session, stream::Item};
+use super::{session::RelaySession, stream::Item};
 use crate::{Error, cpu::Laps, transport::Connection};
 
 /// One data connection of the link.
 pub(super) struct Inlet {
     pub(super) connection: Connection,
     pub(super) number: usize,
-    session: Arc<Session>,
+    session: Arc<RelaySession>,
     /// Made when the first packet of their method comes.
     decoders: HashMap<Method, Box<dyn Decoder>>,
     payload: Vec<u8>,
 }
 
 impl Inlet {
-    pub(super) fn new(connection: Connection, number: usize, session: &Arc<Session>) -> Self {
+    pub(super) fn new(connection: Connection, number: usize, session: &Arc<RelaySession>) -> Self {
         Self { connection, number, session: Arc::clone(session), decoders: HashMap::new(), payload: Vec::new() }
     }
 
@@ -65,7 +65,7 @@ impl Inlet {
 
     fn decode(&mut self, packet: &Packet, method: u8, encoded: &[u8], bytes: usize) -> Result<Vec<u8>, Error> {
         let Packet { connection, sequence, .. } = packet;
-        let broke = |session: &Session, why: String| {
+        let broke = |session: &RelaySession, why: String| {
             session
                 .fate
                 .broke(format!("sent packet {sequence} of connection {connection}, which can't be decoded: {why}"))

@@ -7,11 +7,11 @@ use std::{
 
 use transship_secure::Caller;
 use transship_wire::{
-    PREAMBLE_BYTES, Preamble, Refusal, Role, Session as SessionId,
+    PREAMBLE_BYTES, Preamble, Refusal, Role, SessionId,
     relay::{Greeting, MESSAGE_BYTES, Message, TheEnd},
 };
 
-use super::{control_line::ControlLine, session::Session};
+use super::{control_line::ControlLine, session::RelaySession};
 use crate::{
     Error, Listener, Progress, Uri,
     control::TICK,
@@ -64,7 +64,7 @@ impl Messages {
     /// Obeys messages until the link ends.
     pub(super) fn run(
         mut self,
-        session: &Arc<Session>,
+        session: &Arc<RelaySession>,
         mut obey: impl FnMut(Message) -> Result<(), Error>,
     ) -> Result<(), Error> {
         let result = self.obey_all(session, &mut obey);
@@ -74,7 +74,7 @@ impl Messages {
 
     fn obey_all(
         &mut self,
-        session: &Arc<Session>,
+        session: &Arc<RelaySession>,
         obey: &mut impl FnMut(Message) -> Result<(), Error>,
     ) -> Result<(), Error> {
         loop {
@@ -97,7 +97,7 @@ impl Messages {
 }
 
 /// The error about a message that nothing here asks for.
-pub(super) fn unexpected(session: &Session) -> Error {
+pub(super) fn unexpected(session: &RelaySession) -> Error {
     session.fate.broke("sent a message that is not allowed here")
 }
 

@@ -16,7 +16,7 @@ use std::{
 use crossbeam_channel::{Receiver, Sender, unbounded};
 use rustix::net::sockopt::socket_peercred;
 use transship_wire::{
-    Session as SessionId,
+    SessionId,
     qemu::{GREETING_BYTES, Greeting},
 };
 

@@ -18,12 +18,12 @@ use transship_wire::{
 use super::{
     RelayOptions,
     carry::{Sender, broken, read_on, write_on},
-    fate::Failure,
+    fate::SessionFailure,
     follow::{Follower, Replies, Sorted},
     inlet::Inlet,
     link::{self, Link},
     outlet::Outlet,
-    session::Session,
+    session::RelaySession,
     stream::{CLOSING, Heard, Stream, WINDOW, read_what_is_there},
 };
 use crate::{
@@ -79,14 +79,14 @@ pub(super) fn start(
     link: Link,
     options: Option<&RelayOptions>,
     progress: &Arc<Progress>,
-) -> Result<(Arc<Session>, Arc<Outlet>, link::Messages), Error> {
+) -> Result<(Arc<RelaySession>, Arc<Outlet>, link::Messages), Error> {
     let Link { peer, control, messages, data } = link;
     let handles = || -> Result<Vec<Connection>, Error> {
         let handles: io::Result<_> = data.iter().map(Connection::try_clone).collect();
         handles.map_err(|source| Error::Io { what: format!("set up the link with {peer}"), source })
     };
     let (lines, reading) = (handles()?, handles()?);
-    let session = Session::new(control, peer.clone(), lines, options.is_some(), progress);
+    let session = RelaySession::new(control, peer.clone(), lines, options.is_some(), progress);
     let started = Outlet::start(options, data, &session).and_then(|outlet| {
         for (number, line) in reading.into_iter().enumerate() {
             let inlet = Inlet::new(line, number, &session);
@@ -112,7 +112,7 @@ pub(super) enum Ending {
 }
 
 /// Ends all threads of a session.
-pub(super) fn end(session: &Session, outlet: Arc<Outlet>, ending: Ending, report: &mut Report) {
+pub(super) fn end(session: &RelaySession, outlet: Arc<Outlet>, ending: Ending, report: &mut Report) {
     session.close_link();
     for stream in session.streams() {
         match ending {
@@ -126,7 +126,7 @@ pub(super) fn end(session: &Session, outlet: Arc<Outlet>, ending: Ending, report
 }
 
 /// An error if the session is broken or the user has cancelled in time.
-pub(super) fn check(session: &Session) -> Result<(), Error> {
+pub(super) fn check(session: &RelaySession) -> Result<(), Error> {
     if session.fate.is_broken() {
         return Err(session.fate.broke("has broken the link")); // the session knows better why
     }
@@ -152,7 +152,7 @@ impl Near<'_> {
         result
     }
 
-    fn serve(&mut self, session: &Arc<Session>, outlet: &Arc<Outlet>) -> Result<(), Error> {
+    fn serve(&mut self, session: &Arc<RelaySession>, outlet: &Arc<Outlet>) -> Result<(), Error> {
         let mut lobby = Lobby::new(self.listener, self.progress);
         let (connection, qemu) = loop {
             check(session)?;
@@ -194,7 +194,7 @@ impl Near<'_> {
 
     /// What the source says before its memory, which tells whether it waits for word. Nothing has been said to the
     /// waiting QEMU yet, so that it can still be used if this source is refused.
-    fn head(&self, connection: &Connection, qemu: &str, session: &Session) -> Result<(Vec<u8>, Follower), Error> {
+    fn head(&self, connection: &Connection, qemu: &str, session: &RelaySession) -> Result<(Vec<u8>, Follower), Error> {
         let failed = |source| Error::Io { what: format!("read from {qemu}"), source };
         let mut connection = connection.try_clone().map_err(failed)?;
         connection.set_read_timeout(Some(TICK)).map_err(failed)?;
@@ -247,7 +247,7 @@ impl Near<'_> {
     }
 
     /// All has ended, and the other relay says so, too.
-    fn well(&self, session: &Session) -> Result<(), Error> {
+    fn well(&self, session: &RelaySession) -> Result<(), Error> {
         if session.all_is_well.load(SeqCst) || !self.return_path && session.end_given.load(SeqCst) {
             return Ok(());
         }
@@ -259,14 +259,14 @@ impl Near<'_> {
     }
 
     /// Something broke: what that means depends on where the end of the stream is.
-    fn broken(&self, session: &Session) -> Result<(), Error> {
+    fn broken(&self, session: &RelaySession) -> Result<(), Error> {
         if !session.fate.was_told() {
             let refusal = Refusal { reason: session.fate.failure_text() };
             let _ = session.control.send(&Message::Abort { end: TheEnd::Withheld, refusal }); // the link may be gone
         }
         // To that it answers where the end is, if it can.
         session.wait_for_reason(session.end_given.load(SeqCst));
-        let Some(Failure { error, told }) = session.fate.take_failure() else {
+        let Some(SessionFailure { error, told }) = session.fate.take_failure() else {
             return Err(session.fate.broke("has broken the link"));
         };
         let streams = session.streams();
@@ -324,7 +324,7 @@ fn open_channels(
     lobby: &mut Lobby<'_>,
     opened: &mut Vec<u8>,
     time: Duration,
-    session: &Arc<Session>,
+    session: &Arc<RelaySession>,
     outlet: &Arc<Outlet>,
 ) -> Result<(), Error> {
     for (greeting, line) in lobby.channels_within(time)? {
@@ -341,7 +341,7 @@ fn open_channels(
 }
 
 fn open(
-    session: &Arc<Session>,
+    session: &Arc<RelaySession>,
     outlet: &Arc<Outlet>,
     (connection, qemu): Line,
     first: &[u8],

@@ -17,7 +17,7 @@ use transship_memory::PAGE_BYTES;
 use transship_ring::{Parker, Results, Submitter, TrySubmitError, Worker};
 use transship_wire::relay::{Content, MAX_BYTES, Packet};
 
-use super::{RelayOptions, fate::lock, session::Session};
+use super::{RelayOptions, fate::lock, session::RelaySession};
 use crate::{
     Compress, Error,
     channels::{
@@ -87,7 +87,7 @@ struct Ready {
 
 /// Where packets go out. When it is dropped, its threads end with what they have.
 pub(super) struct Outlet {
-    session: Arc<Session>,
+    session: Arc<RelaySession>,
     results: Results<Ready>,
     shared: Arc<Shared>,
     front: Option<Mutex<Front>>,
@@ -115,7 +115,7 @@ impl Outlet {
     pub(super) fn start(
         options: Option<&RelayOptions>,
         lines: Vec<Connection>,
-        session: &Arc<Session>,
+        session: &Arc<RelaySession>,
     ) -> Result<Arc<Self>, Error> {
         let (compress, encoders) =
             options.map_or((Compress::Fixed(Setting::NONE), 1), |options| (options.compress, options.encoders));
@@ -197,7 +197,7 @@ impl Outlet {
 
 impl Front {
     /// Chooses the encoding of a chunk, if there is a choice. True: it goes past the encoders.
-    fn choose(&mut self, chunk: &mut Chunk, shared: &Shared, session: &Session) -> bool {
+    fn choose(&mut self, chunk: &mut Chunk, shared: &Shared, session: &RelaySession) -> bool {
         let Self { auto: Some(auto), raw_handed_over, .. } = self else { return false };
         loop {
             let choice = shared.tools.choose(auto);
@@ -224,7 +224,7 @@ fn send_all(
     number: usize,
     results: &Results<Ready>,
     shared: &Shared,
-    session: &Session,
+    session: &RelaySession,
 ) -> Result<(), Error> {
     let mut laps = Laps::begin();
     while let Some(ready) = results.next_result() {
@@ -246,7 +246,7 @@ fn send_all(
     Ok(())
 }
 
-fn send(line: &mut Connection, ready: &Ready, shared: &Shared, session: &Session) -> io::Result<()> {
+fn send(line: &mut Connection, ready: &Ready, shared: &Shared, session: &RelaySession) -> io::Result<()> {
     let header = ready.packet.encode();
     if ready.payload.len() <= PAGE_BYTES {
         line.write_all(&[&header[..], &ready.payload].concat())?;
@@ -271,14 +271,14 @@ fn send(line: &mut Connection, ready: &Ready, shared: &Shared, session: &Session
     Ok(())
 }
 
-fn failed(source: io::Error, number: usize, session: &Session) -> Error {
+fn failed(source: io::Error, number: usize, session: &RelaySession) -> Error {
     session
         .link_failed(source, |source| sending_failed(&session.fate.peer, &format!("data connection {number}"), source))
 }
 
 /// What an encoder's thread makes of a chunk.
 struct ChunkEncoder {
-    session: Arc<Session>,
+    session: Arc<RelaySession>,
     /// The bytes of the last chunk, if they are wanted.
     sample: Option<Vec<u8>>,
 }

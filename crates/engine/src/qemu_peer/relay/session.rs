@@ -30,7 +30,7 @@ const REASON_TIMEOUT: Duration = Duration::from_millis(500);
 const CLOSING_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// A link, and all that goes over it.
-pub(super) struct Session {
+pub(super) struct RelaySession {
     pub(super) progress: Arc<Progress>,
     pub(super) control: ControlLine,
     pub(super) fate: Arc<Fate>,
@@ -67,7 +67,7 @@ pub(super) struct Counts {
     pub(super) methods: [(AtomicU64, AtomicU64); Method::ALL.len()],
 }
 
-impl Session {
+impl RelaySession {
     pub(super) fn new(
         control: ControlLine,
         peer: String,
@@ -265,7 +265,7 @@ impl Session {
 }
 
 /// Fails the session when its thread panics; forgotten otherwise.
-struct Panicked<'a>(&'a Session);
+struct Panicked<'a>(&'a RelaySession);
 
 impl Drop for Panicked<'_> {
     fn drop(&mut self) {

@@ -8,9 +8,9 @@ use transship_wire::qemu::Name;
 use super::{channels::Common, line::Line, plan::Zeros};
 use crate::{
     Error,
-    channels::{Main, RoundWork, Sent, Settled, Shared, Window, trim},
+    channels::{MainThread, RoundWork, Sent, Settled, Shared, Window, trim},
     free::FreePages,
-    guest::Place,
+    guest::RegionPages,
     scan::Pending,
 };
 
@@ -31,7 +31,7 @@ impl MainStream<'_> {
         work: &RoundWork<'_>,
         free: &mut FreePages,
         copy: &mut Vec<u8>,
-    ) -> Result<(Sent, Vec<Place>), Error> {
+    ) -> Result<(Sent, Vec<RegionPages>), Error> {
         let (mut sent, mut new_holes) = (Sent::default(), Vec::new());
         for (region, pending) in work.pending.iter().enumerate() {
             self.tells_holes(region, pending)?;
@@ -70,7 +70,7 @@ impl MainStream<'_> {
     }
 }
 
-impl Main for MainStream<'_> {
+impl MainThread for MainStream<'_> {
     fn check(&self) -> Result<(), Error> {
         if self.shared.failure.is_over() {
             let what = "broke a channel".into();

@@ -27,14 +27,14 @@ use crate::{
     forecast::{Aim, Medium},
     guarded::Guarded,
     guest::{Guard, SourceGuest, StateFormat},
-    rounds::{Course, Rounds},
+    rounds::{MoveInProgress, Rounds},
     stream::{
         regions::{RegionBlock, region_blocks},
         state::machine_name,
     },
 };
-use plan::Plan;
-use session::Session;
+use plan::StreamPlan;
+use session::SendSession;
 use switchover::StockQemu;
 
 /// Options of a move to a stock QEMU.
@@ -116,10 +116,10 @@ pub fn send_to_qemu(
     let guest = &mut Guarded::new(guest, guard);
     let result = prepare(guest.unguarded(), options).and_then(|(plan, regions)| {
         let uuid = guest.unguarded().uuid()?;
-        let mut session = Session::open(to, plan, uuid, guest.memory(), &regions, options, progress)?;
+        let mut session = SendSession::open(to, plan, uuid, guest.memory(), &regions, options, progress)?;
         fail_point::reach("peer.connected")?;
         let at_stop = AtStop::new(&options.at_stop);
-        let mut course = Course { guest: &mut *guest, progress, report, begin, at_stop, post_copy: None };
+        let mut course = MoveInProgress { guest: &mut *guest, progress, report, begin, at_stop, post_copy: None };
         let result = run(&mut course, &mut session, options, &regions, &mut rounds);
         if result.is_ok() {
             session.say_goodbye();
@@ -134,7 +134,7 @@ pub fn send_to_qemu(
 }
 
 /// What can be refused before anybody is asked.
-fn prepare(guest: &mut dyn SourceGuest, options: &QemuSendOptions) -> Result<(Plan, Vec<RegionBlock>), Error> {
+fn prepare(guest: &mut dyn SourceGuest, options: &QemuSendOptions) -> Result<(StreamPlan, Vec<RegionBlock>), Error> {
     if guest.state_format() == StateFormat::Opaque {
         return Err(Error::Unfit(
             "a stock QEMU understands only the device state of a QEMU, but this guest has another VMM; let a \
@@ -143,12 +143,12 @@ fn prepare(guest: &mut dyn SourceGuest, options: &QemuSendOptions) -> Result<(Pl
         ));
     }
     guest.check_for_stock()?;
-    Ok((Plan::new(machine_name(guest)?, options)?, region_blocks(guest)?))
+    Ok((StreamPlan::new(machine_name(guest)?, options)?, region_blocks(guest)?))
 }
 
 fn run(
-    course: &mut Course<'_, '_>,
-    session: &mut Session,
+    course: &mut MoveInProgress<'_, '_>,
+    session: &mut SendSession,
     options: &QemuSendOptions,
     regions: &[RegionBlock],
     rounds: &mut Option<Rounds>,

@@ -35,13 +35,13 @@ pub(crate) enum Zeros {
 
 /// What the stream will be like.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Plan {
+pub(crate) struct StreamPlan {
     pub(crate) machine: Name,
     pub(crate) barriers: Barriers,
     pub(crate) zeros: Zeros,
 }
 
-impl Plan {
+impl StreamPlan {
     /// # Errors
     /// A machine for which it can't be known.
     pub(crate) fn new(machine: Name, options: &QemuSendOptions) -> Result<Self, Error> {
@@ -84,7 +84,7 @@ mod tests {
 
     fn plan(machine: &str, channels: u8, zero_pages: ZeroPages) -> Result<(Barriers, Zeros), Error> {
         let options = QemuSendOptions { channels, zero_pages, ..QemuSendOptions::default() };
-        Plan::new(Name::new(machine).unwrap(), &options).map(|plan| (plan.barriers, plan.zeros))
+        StreamPlan::new(Name::new(machine).unwrap(), &options).map(|plan| (plan.barriers, plan.zeros))
     }
 
     #[test]

@@ -15,13 +15,13 @@ use super::{
     channels::{self, Channels, Common, PacketSender},
     line::Line,
     main_stream::MainStream,
-    plan::{Barriers, Plan},
+    plan::{Barriers, StreamPlan},
 };
 use crate::{
     Compress, Error, Progress, Report, Uri, ZeroPages,
-    channels::{Encoders, EncodingOptions, Failure, RoundWork, Sent, Shared},
+    channels::{Encoders, EncodingOptions, FirstFailure, RoundWork, Sent, Shared},
     free::FreePages,
-    guest::Place,
+    guest::RegionPages,
     pacer::Pacer,
     page_map::PageMap,
     rounds::Link,
@@ -30,10 +30,10 @@ use crate::{
 };
 
 /// The connections, and what the destination holds by now.
-pub(crate) struct Session {
+pub(crate) struct SendSession {
     pub(crate) line: Line,
     channels: Option<Channels>,
-    pub(crate) plan: Plan,
+    pub(crate) plan: StreamPlan,
     shared: Arc<Shared>,
     common: Arc<Common>,
     /// No round was sent yet.
@@ -41,12 +41,12 @@ pub(crate) struct Session {
     copy: Vec<u8>,
 }
 
-impl Session {
+impl SendSession {
     /// Connects, and has the destination agree to the machine and to the guest's blocks. It refuses here whatever it
     /// can refuse without having seen a page.
     pub(crate) fn open(
         to: &Uri,
-        plan: Plan,
+        plan: StreamPlan,
         uuid: [u8; 16],
         memory: GuestMemory,
         regions: &[RegionBlock],
@@ -68,7 +68,7 @@ impl Session {
             pacer,
             look_for_zeros: options.zero_pages != ZeroPages::Off,
             progress: Arc::clone(progress),
-            failure: Failure::default(),
+            failure: FirstFailure::default(),
             peer: to.to_string(),
         });
         let channels = match options.channels {
@@ -144,12 +144,12 @@ impl Session {
     }
 }
 
-impl Link for Session {
+impl Link for SendSession {
     fn content(&self) -> &[PageMap] {
         &self.shared.content
     }
 
-    fn send(&mut self, work: &RoundWork<'_>, free: &mut FreePages) -> Result<(Sent, Vec<Place>), Error> {
+    fn send(&mut self, work: &RoundWork<'_>, free: &mut FreePages) -> Result<(Sent, Vec<RegionPages>), Error> {
         let before = self.line.sent;
         self.line.writer.part();
         let main = MainStream {

@@ -15,12 +15,12 @@ use std::time::Duration;
 use transship_memory::PAGE_BYTES;
 use transship_wire::qemu::{Command, StreamWriter, Tail, describe};
 
-use super::session::Session;
+use super::session::SendSession;
 use crate::{
     Error, fail_point,
     guest::Found,
     hand_over::Peer,
-    rounds::{Course, Rounds},
+    rounds::{MoveInProgress, Rounds},
     stream::{regions::RegionBlock, state::DeviceState},
 };
 
@@ -33,14 +33,14 @@ const RUN_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// The QEMU that waits.
 pub(super) struct StockQemu<'a> {
-    session: &'a mut Session,
+    session: &'a mut SendSession,
     regions: &'a [RegionBlock],
     /// The end of the stream, which is kept back.
     end: Vec<u8>,
 }
 
 impl<'a> StockQemu<'a> {
-    pub(super) fn new(session: &'a mut Session, regions: &'a [RegionBlock]) -> Self {
+    pub(super) fn new(session: &'a mut SendSession, regions: &'a [RegionBlock]) -> Self {
         Self { session, regions, end: Vec::new() }
     }
 }
@@ -51,9 +51,14 @@ impl Peer for StockQemu<'_> {
     }
 
     /// Everything but the end of the stream.
-    fn bring_the_rest(&mut self, course: &mut Course<'_, '_>, rounds: &mut Rounds, found: Found) -> Result<(), Error> {
+    fn bring_the_rest(
+        &mut self,
+        course: &mut MoveInProgress<'_, '_>,
+        rounds: &mut Rounds,
+        found: Found,
+    ) -> Result<(), Error> {
         let Self { session, regions, end } = self;
-        let Course { guest, progress, report, .. } = course;
+        let MoveInProgress { guest, progress, report, .. } = course;
         rounds.send_the_rest(*session, DONE_TIMEOUT_STOPPED, progress, report)?;
         let mut state = DeviceState::take(guest.unguarded(), regions, found)?;
         rounds.send_the_late(*session, DONE_TIMEOUT_STOPPED, progress, report)?;
@@ -124,7 +129,7 @@ fn cut_end(tail: &mut Vec<u8>) -> Result<Vec<u8>, Error> {
 }
 
 /// What was sent before the device state was known must fit it.
-fn check(state: &DeviceState, session: &Session) -> Result<(), Error> {
+fn check(state: &DeviceState, session: &SendSession) -> Result<(), Error> {
     let (said, is) = (&session.plan.machine, &state.configuration.machine);
     if said != is {
         return Err(Error::Unfit(format!("the VMM reports its machine as {said}, but its device state names {is}")));
@@ -137,7 +142,7 @@ fn check(state: &DeviceState, session: &Session) -> Result<(), Error> {
     Ok(())
 }
 
-fn send_state(state: &DeviceState, session: &mut Session) -> Result<(), Error> {
+fn send_state(state: &DeviceState, session: &mut SendSession) -> Result<(), Error> {
     if !state.blocks.is_empty() {
         session.start(state.blocks.iter().map(|block| (&block.name, block.bytes)))?;
     }

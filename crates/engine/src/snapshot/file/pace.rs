@@ -8,13 +8,13 @@ use crate::pacer::Pacer;
 
 /// For all threads that write one file. Without a bound nobody waits.
 #[derive(Debug, Default)]
-pub(crate) struct Pace {
+pub(crate) struct FilePace {
     pacer: OnceLock<Pacer>,
     /// The guest stands still, and nothing may keep it so. Relaxed: a thread that sees it late waits once more.
     over: AtomicBool,
 }
 
-impl Pace {
+impl FilePace {
     /// From now on so many bytes a second.
     pub(crate) fn limit(&self, bytes_per_s: u64) {
         // It is called once, before there are threads.
@@ -54,7 +54,7 @@ mod tests {
     #[test]
     fn nobody_waits_without_a_bound_or_for_a_guest_that_stands_still() {
         let begin = Instant::now();
-        let pace = Pace::default();
+        let pace = FilePace::default();
         pace.wait(1 << 40);
         pace.limit(1);
         pace.note(1 << 20);

@@ -39,7 +39,7 @@ use super::{
     descriptors::{self, Purpose},
     filesystem,
     folder::Folder,
-    pace::Pace,
+    pace::FilePace,
     temporary::{make_temporary, temporary_name},
 };
 use crate::{
@@ -63,17 +63,17 @@ pub(crate) struct Target {
     more: RwLock<Vec<Part>>,
     /// Why pages go through the page cache although it was left to us.
     refused: Option<String>,
-    pub(crate) place: Place,
+    pub(crate) place: TargetKind,
     pub(crate) completed: AtomicBool,
     /// The most that is thought to be written, for messages.
     needed: AtomicU64,
     /// What another program wants before the snapshot.
     before: Vec<u8>,
     /// How fast pages may be written.
-    pub(crate) pace: Arc<Pace>,
+    pub(crate) pace: Arc<FilePace>,
 }
 
-pub(crate) enum Place {
+pub(crate) enum TargetKind {
     Named(Named),
     Passed,
     Folder(Folder),
@@ -102,7 +102,7 @@ impl Target {
         let mut target = match (&uri.place, descriptors::take(&uri.place, Purpose::Save)?) {
             (_, Some(passed)) => {
                 check_not_memory(uri, &passed.buffered, memory)?;
-                Self::new(uri, passed.buffered, passed.direct, Place::Passed)
+                Self::new(uri, passed.buffered, passed.direct, TargetKind::Passed)
             }
             (FilePlace::Path(path), None) => Self::named(uri, path, memory)?,
             (_, None) => return Err(Error::File(format!("{uri} names no file"))),
@@ -112,7 +112,7 @@ impl Target {
         Ok(target)
     }
 
-    fn new(uri: &FileUri, buffered: File, direct: Option<File>, place: Place) -> Self {
+    fn new(uri: &FileUri, buffered: File, direct: Option<File>, place: TargetKind) -> Self {
         let (uri, needed) = (uri.clone(), AtomicU64::new(0));
         let (more, completed) = (RwLock::default(), AtomicBool::new(false));
         Self {
@@ -137,7 +137,7 @@ impl Target {
     pub(crate) fn create_folder(uri: &FileUri, direct_io: DirectIo, first: &str) -> Result<Self, Error> {
         let folder = Folder::make(uri)?;
         let file = folder.make_file(uri, first)?;
-        let mut target = Self::new(uri, file, None, Place::Folder(folder));
+        let mut target = Self::new(uri, file, None, TargetKind::Folder(folder));
         if direct_io == DirectIo::On {
             target.open_direct(direct_io, &GuestMemory::new(Vec::new()))?;
         }
@@ -149,7 +149,7 @@ impl Target {
     /// # Errors
     /// The system's own.
     pub(crate) fn add_file(&self, name: &str, bytes: u64) -> Result<usize, Error> {
-        let Place::Folder(folder) = &self.place else {
+        let TargetKind::Folder(folder) = &self.place else {
             return Err(Error::File(format!("{} is one file", self.uri)));
         };
         let buffered = folder.make_file(&self.uri, name)?;
@@ -200,7 +200,7 @@ impl Target {
         let folder = folder.map_err(|errno| failed(errno.into()))?;
         let temporary = temporary_name(&name);
         let file = make_temporary(uri, &folder, &temporary)?;
-        let target = Self::new(uri, file, None, Place::Named(Named { folder, name, temporary }));
+        let target = Self::new(uri, file, None, TargetKind::Named(Named { folder, name, temporary }));
         if let Some(old) = old {
             target.take_over(old).map_err(failed)?;
         }
@@ -230,12 +230,12 @@ impl Target {
             return Ok(());
         }
         let opened = match (&self.place, self.direct.take()) {
-            (Place::Passed, Some(direct)) => Ok(direct),
-            (Place::Passed, None) => {
+            (TargetKind::Passed, Some(direct)) => Ok(direct),
+            (TargetKind::Passed, None) => {
                 Err("it was passed as one descriptor; also pass one with O_DIRECT, as fdset:N,M".to_owned())
             }
-            (Place::Named(named), _) => named.open_direct(),
-            (Place::Folder(folder), _) => folder.open_direct_first(),
+            (TargetKind::Named(named), _) => named.open_direct(),
+            (TargetKind::Folder(folder), _) => folder.open_direct_first(),
         };
         let tried = match opened {
             Ok(direct) => self.try_direct(direct, memory)?,
@@ -440,7 +440,7 @@ impl Target {
         let at = self.uri.offset;
         let head = &[self.before.as_slice(), head].concat();
         match &self.place {
-            Place::Named(named) => {
+            TargetKind::Named(named) => {
                 self.write_at(head, at)?;
                 self.sync(progress)?;
                 crate::fail_point::reach("save.synced")?;
@@ -457,8 +457,8 @@ impl Target {
                     source: errno.into(),
                 })
             }
-            Place::Folder(_) => Err(Error::File(format!("{} is an image, and is completed otherwise", self.uri))),
-            Place::Passed => {
+            TargetKind::Folder(_) => Err(Error::File(format!("{} is an image, and is completed otherwise", self.uri))),
+            TargetKind::Passed => {
                 self.sync(progress)?;
                 crate::fail_point::reach("save.synced")?;
                 self.write_at(head, at)?;
@@ -511,9 +511,9 @@ impl Drop for Target {
         // Nobody need wait for pages on their way to a file that goes.
         let _ = self.buffered.set_len(self.uri.offset);
         match &self.place {
-            Place::Named(named) => drop(rustix::fs::unlinkat(&named.folder, &named.temporary, AtFlags::empty())),
-            Place::Folder(folder) => folder.remove(),
-            Place::Passed => {}
+            TargetKind::Named(named) => drop(rustix::fs::unlinkat(&named.folder, &named.temporary, AtFlags::empty())),
+            TargetKind::Folder(folder) => folder.remove(),
+            TargetKind::Passed => {}
         }
     }
 }

@@ -17,7 +17,7 @@ use super::{
 use crate::{
     Error, Progress, fail_point,
     guest::DiskFile,
-    snapshot::file::target::{Place, Target},
+    snapshot::file::target::{Target, TargetKind},
 };
 
 /// Nobody is to write to it, and only its owner reads it.
@@ -38,7 +38,7 @@ impl Target {
         disks: &[DiskFile],
         progress: &Progress,
     ) -> Result<(), Error> {
-        let Place::Folder(folder) = &self.place else {
+        let TargetKind::Folder(folder) = &self.place else {
             return Err(Error::File(format!("{} is one file, and an image is a folder", self.uri)));
         };
         self.write_at(head, 0)?;

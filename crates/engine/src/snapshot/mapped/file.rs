@@ -42,11 +42,11 @@ pub(super) struct MappedFile {
 
 pub(super) struct Blocks {
     pub(super) layout: Layout,
-    pub(super) list: Vec<Place>,
+    pub(super) list: Vec<BlockInFile>,
 }
 
 /// Where a block's pages are, and which.
-pub(super) struct Place {
+pub(super) struct BlockInFile {
     pub(super) at: Spot,
     pub(super) bytes: u64,
     pages: Mutex<Pages>,
@@ -76,7 +76,7 @@ impl MappedFile {
         self.blocks.read().unwrap_or_else(|poisoned| poisoned.into_inner())
     }
 
-    pub(super) fn with<T>(&self, block: usize, act: impl FnOnce(&Place) -> T) -> T {
+    pub(super) fn with<T>(&self, block: usize, act: impl FnOnce(&BlockInFile) -> T) -> T {
         act(&self.blocks().list[block])
     }
 
@@ -95,7 +95,7 @@ impl MappedFile {
             } else {
                 Spot { file: 0, offset: known.layout.push(&block.name, bytes) }
             };
-            known.list.push(Place { at, bytes, pages: Mutex::default() });
+            known.list.push(BlockInFile { at, bytes, pages: Mutex::default() });
         }
         let end = known.layout.end();
         self.target.expect(end - self.target.offset());
@@ -136,7 +136,7 @@ impl MappedFile {
     }
 }
 
-impl Place {
+impl BlockInFile {
     pub(super) fn pages(&self) -> MutexGuard<'_, Pages> {
         self.pages.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
     }

@@ -19,7 +19,7 @@ use crate::{
 };
 
 /// What of the file becomes what of the guest.
-pub(crate) struct Plan {
+pub(crate) struct RestorePlan {
     pub(crate) fit: Fit,
     /// By region.
     pub(crate) sources: Vec<Source>,
@@ -29,7 +29,7 @@ pub(crate) struct Plan {
     pub(crate) opaque: Option<std::ops::Range<usize>>,
 }
 
-impl Plan {
+impl RestorePlan {
     /// # Errors
     /// The file is of another guest, or lacks something.
     pub(crate) fn make(snapshot: &Snapshot, guest: &GuestDescription, format: &StateFormat) -> Result<Self, Error> {
@@ -51,7 +51,7 @@ impl Plan {
     /// The same of an image; by region, the file that its pages are in.
     ///
     /// # Errors
-    /// As [`Plan::make`].
+    /// As [`RestorePlan::make`].
     pub(crate) fn of_image(
         image: &Image,
         guest: &GuestDescription,

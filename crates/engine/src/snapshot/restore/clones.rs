@@ -13,7 +13,7 @@ use crate::{
         Format,
         file::{filesystem, origin::Origin},
         image::opened::Image,
-        mapped::plan::Plan,
+        mapped::plan::RestorePlan,
     },
     stream::whence::wrong,
 };
@@ -40,7 +40,7 @@ pub(super) fn clone(
 ) -> Result<(), Error> {
     image.check_pinned()?;
     check_disks(restore.guest, image)?;
-    let (plan, origins) = Plan::of_image(image, &restore.guest.description(), &restore.guest.state_format())?;
+    let (plan, origins) = RestorePlan::of_image(image, &restore.guest.description(), &restore.guest.state_format())?;
     let mut report = CloneReport { prepare_ms: ms(since), ..CloneReport::default() };
     let memory = restore.guest.memory();
     let outcome = match how(image, &memory, &origins)? {
@@ -121,7 +121,7 @@ fn holds(region: &Region, origin: &Origin) -> Result<Holds, Error> {
 fn mapped(
     restore: &mut Restore<'_>,
     image: &Image,
-    plan: &Plan,
+    plan: &RestorePlan,
     origins: &[Origin],
     report: &mut CloneReport,
 ) -> Result<(), Error> {

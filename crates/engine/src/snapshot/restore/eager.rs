@@ -12,7 +12,7 @@ use crate::{
         image::opened::Image,
         mapped::{
             pages::{self, Source},
-            plan::Plan,
+            plan::RestorePlan,
         },
         open::Snapshot,
     },
@@ -20,7 +20,7 @@ use crate::{
 
 /// Restores from a file whose pages have their places.
 pub(super) fn restore(restore: &mut Restore<'_>, mut snapshot: Snapshot) -> Result<(), Error> {
-    let plan = Plan::make(&snapshot, &restore.guest.description(), &restore.guest.state_format())?;
+    let plan = RestorePlan::make(&snapshot, &restore.guest.description(), &restore.guest.state_format())?;
     snapshot.settle_direct_io(restore.options.direct_io, plan.any_page())?;
     restore.guest.memory().clear_all()?;
     restore.report.setup_ms = restore.elapsed_ms();
@@ -34,7 +34,7 @@ pub(super) fn restore(restore: &mut Restore<'_>, mut snapshot: Snapshot) -> Resu
 
 /// Restores from an image: copies what clones would map.
 pub(super) fn restore_image(restore: &mut Restore<'_>, image: Image) -> Result<(), Error> {
-    let (plan, origins) = Plan::of_image(&image, &restore.guest.description(), &restore.guest.state_format())?;
+    let (plan, origins) = RestorePlan::of_image(&image, &restore.guest.description(), &restore.guest.state_format())?;
     restore_whole(restore, &image.snapshot, &plan, &origins)
 }
 
@@ -42,7 +42,7 @@ pub(super) fn restore_image(restore: &mut Restore<'_>, image: Image) -> Result<(
 pub(super) fn restore_whole(
     restore: &mut Restore<'_>,
     snapshot: &Snapshot,
-    plan: &Plan,
+    plan: &RestorePlan,
     origins: &[Origin],
 ) -> Result<(), Error> {
     restore.guest.memory().clear_all()?;

@@ -27,7 +27,7 @@ use crate::{
         stand_in::{Ending, StandIn},
     },
     guest::GuestError,
-    snapshot::{Format, file::origin::Origin, image::opened::Image, mapped::plan::Plan, open::Snapshot},
+    snapshot::{Format, file::origin::Origin, image::opened::Image, mapped::plan::RestorePlan, open::Snapshot},
     stream::whence::wrong,
 };
 
@@ -37,7 +37,7 @@ pub(super) fn restore(
     mut snapshot: Snapshot,
     stand_in: &mut dyn StandIn,
 ) -> Result<(), Error> {
-    let plan = Plan::make(&snapshot, &restore.guest.description(), &restore.guest.state_format())?;
+    let plan = RestorePlan::make(&snapshot, &restore.guest.description(), &restore.guest.state_format())?;
     snapshot.settle_direct_io(restore.options.direct_io, plan.any_page())?;
     let origin = snapshot.origin.clone();
     restore_from(restore, &snapshot, plan, &origin, stand_in)
@@ -45,7 +45,7 @@ pub(super) fn restore(
 
 /// Restores from an image whose memory is one file.
 pub(super) fn restore_image(restore: &mut Restore<'_>, image: Image, stand_in: &mut dyn StandIn) -> Result<(), Error> {
-    let (plan, origins) = Plan::of_image(&image, &restore.guest.description(), &restore.guest.state_format())?;
+    let (plan, origins) = RestorePlan::of_image(&image, &restore.guest.description(), &restore.guest.state_format())?;
     match origins.as_slice() {
         [origin] => restore_from(restore, &image.snapshot, plan, origin, stand_in),
         _ => Err(wrong(&image.name, "its memory is in several files, which can't be brought later; leave out --lazy")),
@@ -56,7 +56,7 @@ pub(super) fn restore_image(restore: &mut Restore<'_>, image: Image, stand_in: &
 pub(super) fn restore_from(
     restore: &mut Restore<'_>,
     snapshot: &Snapshot,
-    mut plan: Plan,
+    mut plan: RestorePlan,
     origin: &Origin,
     stand_in: &mut dyn StandIn,
 ) -> Result<(), Error> {
@@ -106,7 +106,7 @@ fn begin_report(restore: &mut Restore<'_>, origin: &Origin, format: Format, stor
 type Failed = (Error, Ending);
 
 /// With threads that bring pages: loads, starts, and waits until all is in place.
-fn run(restore: &mut Restore<'_>, snapshot: &Snapshot, plan: &Plan, filling: &FromFile) -> Result<(), Failed> {
+fn run(restore: &mut Restore<'_>, snapshot: &Snapshot, plan: &RestorePlan, filling: &FromFile) -> Result<(), Failed> {
     // Only to have fewer waits.
     let _ = filling.release_holes();
     thread::scope(|scope| {

@@ -10,7 +10,7 @@ use crate::{
     guest::DestinationGuest,
     snapshot::{
         RestoreOptions,
-        mapped::{devices::DeviceStream, plan::Plan},
+        mapped::{devices::DeviceStream, plan::RestorePlan},
         open::Snapshot,
     },
     stream::pieces::PieceReader,
@@ -27,7 +27,7 @@ pub(super) struct Restore<'a> {
 
 impl Restore<'_> {
     /// Has the VMM load what is not memory.
-    pub(super) fn load(&mut self, snapshot: &Snapshot, plan: &Plan) -> Result<(), Error> {
+    pub(super) fn load(&mut self, snapshot: &Snapshot, plan: &RestorePlan) -> Result<(), Error> {
         self.progress.set_phase(Phase::Loading);
         if let Some(state) = &plan.opaque {
             return Ok(self.guest.load_state(&mut &snapshot.tail[state.clone()])?);

@@ -14,7 +14,7 @@ use super::{
     Saving,
     appended::{Appended, Appender},
     mapped::MappedFile,
-    moment::{Copies, Failure, Moment, Outlet, TICK},
+    moment::{Copies, Moment, MomentFailure, Outlet, TICK},
     output::Output,
     stream::StreamFile,
     writer::{Pages, Written},
@@ -161,7 +161,7 @@ impl Saving<'_, '_> {
             let written = outlet
                 .map_err(|source| Error::Io { what: "prepare to write pages".into(), source })
                 .and_then(|outlet| fail_point::reach("save.writing").map(|()| outlet))
-                .map_err(Failure::Begin)
+                .map_err(MomentFailure::Begin)
                 .and_then(|mut outlet| moment.write(&mut outlet, &copies));
             drop(tell.send(written));
         };
@@ -248,7 +248,7 @@ struct Shared<'m, 'p> {
 }
 
 /// What one thread has done.
-type Outcome = Result<Written, Failure>;
+type Outcome = Result<Written, MomentFailure>;
 
 /// How it went once the guest was told to run again.
 struct Ended {

@@ -98,7 +98,7 @@ impl Outlet {
         matches!(self, Self::Placed(queues) if queues.is_uring())
     }
 
-    fn write(&mut self, places: &[Spot], copies: Copies) -> Result<(), Failure> {
+    fn write(&mut self, places: &[Spot], copies: Copies) -> Result<(), MomentFailure> {
         let written = copies.into_iter().try_for_each(|Copied { region, first, buffer }| match self {
             Self::Placed(queues) => {
                 let Spot { file, offset } = places[region];
@@ -106,20 +106,20 @@ impl Outlet {
             }
             Self::Appended(appender) => appender.append(region, first, buffer),
         });
-        written.map_err(Failure::File)
+        written.map_err(MomentFailure::File)
     }
 
-    fn finish(&mut self) -> Result<(), Failure> {
+    fn finish(&mut self) -> Result<(), MomentFailure> {
         let finished = match self {
             Self::Placed(queues) => queues.finish(),
             Self::Appended(appender) => appender.finish(),
         };
-        finished.map_err(Failure::File)
+        finished.map_err(MomentFailure::File)
     }
 }
 
 /// Why it could not go on.
-pub(crate) enum Failure {
+pub(crate) enum MomentFailure {
     /// Before anything was tried.
     Begin(Error),
     /// The file takes no more.
@@ -132,7 +132,7 @@ pub(crate) enum Failure {
     Stalled,
 }
 
-impl Failure {
+impl MomentFailure {
     pub(crate) fn into_error(self, target: &Target) -> Error {
         match self {
             Self::Begin(error) => error,
@@ -243,20 +243,20 @@ impl<'a> Moment<'a> {
     /// The life of the thread that serves those who wait.
     ///
     /// # Errors
-    /// See [`Failure`]; it is given up then.
-    pub(crate) fn serve(&self, copies: &Sender<Copies>) -> Result<Written, Failure> {
+    /// See [`MomentFailure`]; it is given up then.
+    pub(crate) fn serve(&self, copies: &Sender<Copies>) -> Result<Written, MomentFailure> {
         // Whatever the others are at, they must not find somebody waiting whom nobody serves.
         self.serve_all(copies).inspect_err(|_| self.give_up())
     }
 
-    fn serve_all(&self, copies: &Sender<Copies>) -> Result<Written, Failure> {
+    fn serve_all(&self, copies: &Sender<Copies>) -> Result<Written, MomentFailure> {
         let begin = cpu::thread_seconds();
         let mut written = Written::default();
         let mut faults: Vec<Fault> = Vec::new();
         // Relaxed: the kernel reports the writes that wait, and the end is signalled by threads that are joined.
         while !self.over.load(Relaxed) {
             faults.clear();
-            self.protection.next_faults(TICK, &mut faults).map_err(Failure::Guest)?;
+            self.protection.next_faults(TICK, &mut faults).map_err(MomentFailure::Guest)?;
             let stage = self.stage();
             if *stage == Stage::Before {
                 faults.iter().try_for_each(|fault| self.pass(fault))?;
@@ -277,13 +277,13 @@ impl<'a> Moment<'a> {
     }
 
     /// Lets somebody through before the moment.
-    fn pass(&self, fault: &Fault) -> Result<(), Failure> {
+    fn pass(&self, fault: &Fault) -> Result<(), MomentFailure> {
         let region = &self.regions[fault.region];
         self.let_go(fault.region, region.pass(fault.page / region.unit))
     }
 
     /// Copies what somebody waits for, and lets him go.
-    fn save_first(&self, fault: Fault, written: &mut Written) -> Result<Copies, Failure> {
+    fn save_first(&self, fault: Fault, written: &mut Written) -> Result<Copies, MomentFailure> {
         let region = &self.regions[fault.region];
         let unit = fault.page / region.unit;
         let WindowPages { first, mask: units } = region.around(unit);
@@ -302,14 +302,14 @@ impl<'a> Moment<'a> {
     }
 
     /// False: it is over, nobody wants it.
-    fn hand_over(&self, mut copied: Copies, copies: &Sender<Copies>) -> Result<bool, Failure> {
+    fn hand_over(&self, mut copied: Copies, copies: &Sender<Copies>) -> Result<bool, MomentFailure> {
         let begin = Instant::now();
         loop {
             match copies.send_timeout(copied, TICK) {
                 Ok(()) => return Ok(true),
                 Err(SendTimeoutError::Disconnected(_)) => return Ok(false),
                 Err(SendTimeoutError::Timeout(_)) if self.is_given_up() => return Ok(false),
-                Err(SendTimeoutError::Timeout(_)) if begin.elapsed() > STALL_MAX => return Err(Failure::Stalled),
+                Err(SendTimeoutError::Timeout(_)) if begin.elapsed() > STALL_MAX => return Err(MomentFailure::Stalled),
                 Err(SendTimeoutError::Timeout(back)) => copied = back,
             }
         }
@@ -318,8 +318,8 @@ impl<'a> Moment<'a> {
     /// The life of a thread that writes. Returns when the kernel has all that it took.
     ///
     /// # Errors
-    /// See [`Failure`]; it has to be given up then.
-    pub(crate) fn write(&self, outlet: &mut Outlet, copies: &Receiver<Copies>) -> Result<Written, Failure> {
+    /// See [`MomentFailure`]; it has to be given up then.
+    pub(crate) fn write(&self, outlet: &mut Outlet, copies: &Receiver<Copies>) -> Result<Written, MomentFailure> {
         let begin = cpu::thread_seconds();
         let mut written = Written::default();
         self.uring.store(outlet.is_uring(), Relaxed);
@@ -372,7 +372,7 @@ impl<'a> Moment<'a> {
     }
 
     /// Copies the pages of units that the caller has claimed, and lets them go.
-    fn save(&self, region: usize, first: u64, claimed: u128, written: &mut Written) -> Result<Copies, Failure> {
+    fn save(&self, region: usize, first: u64, claimed: u128, written: &mut Written) -> Result<Copies, MomentFailure> {
         let mut copied = Copies::new();
         for units in WindowPages::new(first, claimed).runs() {
             let pages = self.regions[region].pages_of(units);
@@ -382,7 +382,13 @@ impl<'a> Moment<'a> {
         Ok(copied)
     }
 
-    fn copy(&self, region: usize, pages: PageRange, written: &mut Written, to: &mut Copies) -> Result<(), Failure> {
+    fn copy(
+        &self,
+        region: usize,
+        pages: PageRange,
+        written: &mut Written,
+        to: &mut Copies,
+    ) -> Result<(), MomentFailure> {
         let memory = &self.pages.memory.regions()[region];
         // Units are claimed only once the moment is there.
         let Some(data) = self.regions[region].data() else { return Ok(()) };
@@ -392,14 +398,14 @@ impl<'a> Moment<'a> {
                 self.check_there(memory, run)?;
                 memory.populate_read(run);
             }
-            let zero = memory.zero_mask(first, wanted).map_err(Failure::Guest)?;
+            let zero = memory.zero_mask(first, wanted).map_err(MomentFailure::Guest)?;
             let present = wanted & !zero;
             self.pages.note(region, first, present, zero);
             written.normal += u64::from(present.count_ones());
             written.zero += u64::from(zero.count_ones());
             for run in WindowPages::new(first, present).runs() {
                 let mut buffer = PageBuffer::new(run.count as usize);
-                memory.copy_to(run, buffer.bytes_mut()).map_err(Failure::Guest)?;
+                memory.copy_to(run, buffer.bytes_mut()).map_err(MomentFailure::Guest)?;
                 to.push(Copied { region, first: run.first, buffer });
             }
         }
@@ -407,15 +413,15 @@ impl<'a> Moment<'a> {
     }
 
     /// A hole that is punched gets past the protection. Reading it would make a page of zeros, so it is asked before.
-    fn check_there(&self, memory: &Region, pages: PageRange) -> Result<(), Failure> {
-        if self.freeing == Freeing::Never || memory.is_data(pages).map_err(Failure::Guest)? {
+    fn check_there(&self, memory: &Region, pages: PageRange) -> Result<(), MomentFailure> {
+        if self.freeing == Freeing::Never || memory.is_data(pages).map_err(MomentFailure::Guest)? {
             return Ok(());
         }
-        Err(Failure::GivenBack { region: memory.name().to_owned(), page: pages.first })
+        Err(MomentFailure::GivenBack { region: memory.name().to_owned(), page: pages.first })
     }
 
-    fn let_go(&self, region: usize, pages: PageRange) -> Result<(), Failure> {
-        self.protection.allow(region, pages).map_err(Failure::Guest)
+    fn let_go(&self, region: usize, pages: PageRange) -> Result<(), MomentFailure> {
+        self.protection.allow(region, pages).map_err(MomentFailure::Guest)
     }
 }
 

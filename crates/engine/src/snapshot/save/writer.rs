@@ -19,7 +19,7 @@ use crate::{
     page_map::PageMap,
     scan::{Pending, new_holes},
     snapshot::{
-        file::{pace::Pace, queues::Queues, target::Target},
+        file::{pace::FilePace, queues::Queues, target::Target},
         mapped::layout::Spot,
     },
 };
@@ -37,7 +37,7 @@ pub(crate) struct Pages {
     pub(crate) content: Vec<PageMap>,
     /// By region: pages that were ever written to the file.
     pub(crate) written: Vec<PageMap>,
-    pub(crate) pace: Arc<Pace>,
+    pub(crate) pace: Arc<FilePace>,
     pub(crate) progress: Arc<Progress>,
     /// A thread has failed: the others need not go on.
     failed: AtomicBool,

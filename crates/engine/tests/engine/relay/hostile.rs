@@ -9,7 +9,7 @@ use std::{
 
 use transship_engine::{Actor, Listener, Outcome, Progress, RelayOptions, Report, Uri, relay_from_qemu, relay_to_qemu};
 use transship_wire::{
-    Preamble, Role, Session,
+    Preamble, Role, SessionId,
     qemu::{Command, Configuration, Name, StreamWriter},
     relay,
     relay::{Content, MAX_BYTES, MESSAGE_BYTES, Message, Packet, TheEnd},
@@ -65,7 +65,7 @@ impl Intruder {
     fn new(to: &Uri) -> Self {
         let connect = |role| {
             let mut stream = dial(to);
-            stream.write_all(&relay::Greeting(Preamble { session: Session([1; 16]), role }).encode()).unwrap();
+            stream.write_all(&relay::Greeting(Preamble { session: SessionId([1; 16]), role }).encode()).unwrap();
             stream
         };
         let mut control = connect(Role::Control);
@@ -177,7 +177,7 @@ fn strangers_at_the_link_are_turned_away() {
     let progress = Progress::new();
     let watched = Arc::clone(&progress);
     let far = thread::spawn(move || relay_to_qemu(listener, &Uri::Unix(qemu_uri), &watched, &mut Report::default()));
-    let preamble = Preamble { session: Session([2; 16]), role: Role::Control };
+    let preamble = Preamble { session: SessionId([2; 16]), role: Role::Control };
     for bytes in [
         &[b'x'; 32][..],
         &preamble.encode(),

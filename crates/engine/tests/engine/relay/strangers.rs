@@ -8,7 +8,7 @@ use std::{
 
 use transship_engine::{Error, Listener, Progress, Report, Uri, relay_to_qemu};
 use transship_wire::{
-    Preamble, Role, Session,
+    Preamble, Role, SessionId,
     relay::{Greeting, Message},
 };
 
@@ -20,7 +20,7 @@ use crate::crowd::Words;
 
 /// All that a relay says first, but the last byte of it.
 fn almost_all() -> Vec<u8> {
-    let greeting = Greeting(Preamble { session: Session([3; 16]), role: Role::Control }).encode();
+    let greeting = Greeting(Preamble { session: SessionId([3; 16]), role: Role::Control }).encode();
     let mut bytes = [&greeting[..], &Message::Hello { channels: 1 }.encode()].concat();
     bytes.pop();
     bytes

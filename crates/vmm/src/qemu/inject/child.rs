@@ -3,7 +3,7 @@ use std::{io::Write, os::fd::RawFd};
 
 use super::{
     call::Faults,
-    failure::{Failure, Step},
+    failure::{InjectionFailure, Step},
     rseq,
     tracee::Tracee,
 };
@@ -38,7 +38,7 @@ pub(super) fn main(target: Target, result: RawFd) -> ! {
     unsafe { libc::_exit(0) }
 }
 
-fn report(result: RawFd, outcome: Result<RawFd, Failure>) {
+fn report(result: RawFd, outcome: Result<RawFd, InjectionFailure>) {
     let (mut bytes, fd) = match outcome {
         Ok(fd) => ([0; 8], Some(fd)),
         Err(failure) => (failure.to_bytes(), None),
@@ -68,11 +68,11 @@ fn report(result: RawFd, outcome: Result<RawFd, Failure>) {
 }
 
 /// The whole visit: seize, stop, borrow, restore, let go.
-fn inject(target: Target) -> Result<RawFd, Failure> {
+fn inject(target: Target) -> Result<RawFd, InjectionFailure> {
     let tracee = Tracee::stop(target.thread)?;
     let mut saved = tracee.registers()?;
     if saved.cs != 0x33 {
-        return Err(Failure::new(Step::Mode));
+        return Err(InjectionFailure::new(Step::Mode));
     }
     // Only now: from here on it runs none of its own code until it is let go, and then the filter is in force again.
     match tracee.suspend_filter() {
@@ -89,22 +89,22 @@ fn inject(target: Target) -> Result<RawFd, Failure> {
     fd
 }
 
-fn borrow(tracee: &Tracee, saved: &libc::user_regs_struct, target: Target) -> Result<RawFd, Failure> {
+fn borrow(tracee: &Tracee, saved: &libc::user_regs_struct, target: Target) -> Result<RawFd, InjectionFailure> {
     let (number, arguments) = target.faults.call();
     let theirs = tracee.call(saved, target.syscall_at, number, arguments)?;
     if theirs < 0 {
-        return Err(Failure { step: Step::Userfaultfd, errno: -theirs as i32 });
+        return Err(InjectionFailure { step: Step::Userfaultfd, errno: -theirs as i32 });
     }
     // Whatever has answered, nothing but a userfaultfd is taken or closed.
     if !is_userfaultfd(target.pid, theirs) {
-        return Err(Failure { step: Step::Foreign, errno: theirs as i32 });
+        return Err(InjectionFailure { step: Step::Foreign, errno: theirs as i32 });
     }
     // SAFETY: system calls on integers; a failure is -1, which is reported after the target has closed its copy.
     let ours = unsafe {
         let handle = libc::syscall(libc::SYS_pidfd_open, target.pid, 0) as i32;
         libc::syscall(libc::SYS_pidfd_getfd, handle, theirs as i32, 0) as i32
     };
-    let taken = if ours < 0 { Err(Failure::new(Step::Take)) } else { Ok(ours) };
+    let taken = if ours < 0 { Err(InjectionFailure::new(Step::Take)) } else { Ok(ours) };
     tracee.call(saved, target.syscall_at, libc::SYS_close, [theirs as u64, 0, 0])?;
     taken
 }

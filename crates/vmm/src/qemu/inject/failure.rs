@@ -3,7 +3,7 @@ use std::io;
 
 /// Which step failed, and with which errno.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Failure {
+pub(super) struct InjectionFailure {
     pub(super) step: Step,
     pub(super) errno: i32,
 }
@@ -24,7 +24,7 @@ pub(super) enum Step {
     Foreign = 10,
 }
 
-impl Failure {
+impl InjectionFailure {
     pub(super) fn new(step: Step) -> Self {
         // SAFETY: errno is a thread-local integer that is always there.
         Self { step, errno: unsafe { *libc::__errno_location() } }

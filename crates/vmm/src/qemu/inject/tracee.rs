@@ -1,7 +1,7 @@
 //! A thread of another process, stopped and made to run system calls. Runs in the child: what is said there holds here.
 use std::{mem::MaybeUninit, time::Duration};
 
-use super::failure::{Failure, Step};
+use super::failure::{InjectionFailure, Step};
 
 /// How long the thread may take to stop. It stops at once, unless it waits for a broken disk or is frozen.
 const STOP_WAIT: Duration = Duration::from_secs(5);
@@ -36,7 +36,7 @@ pub(super) struct Tracee(libc::pid_t);
 
 impl Tracee {
     /// Seizes and stops a thread, without a signal that it could notice.
-    pub(super) fn stop(thread: libc::pid_t) -> Result<Self, Failure> {
+    pub(super) fn stop(thread: libc::pid_t) -> Result<Self, InjectionFailure> {
         let tracee = Self(thread);
         tracee.ptrace(libc::PTRACE_SEIZE, 0, libc::PTRACE_O_TRACESYSGOOD as usize, Step::Seize)?;
         tracee.ptrace(libc::PTRACE_INTERRUPT, 0, 0, Step::Seize)?;
@@ -50,19 +50,19 @@ impl Tracee {
         }
     }
 
-    pub(super) fn registers(&self) -> Result<libc::user_regs_struct, Failure> {
+    pub(super) fn registers(&self) -> Result<libc::user_regs_struct, InjectionFailure> {
         let mut registers = MaybeUninit::<libc::user_regs_struct>::uninit();
         self.ptrace(libc::PTRACE_GETREGS, 0, registers.as_mut_ptr() as usize, Step::Registers)?;
         // SAFETY: PTRACE_GETREGS succeeded, so it has filled the whole struct.
         Ok(unsafe { registers.assume_init() })
     }
 
-    fn set_registers(&self, registers: &libc::user_regs_struct) -> Result<(), Failure> {
+    fn set_registers(&self, registers: &libc::user_regs_struct) -> Result<(), InjectionFailure> {
         self.ptrace(libc::PTRACE_SETREGS, 0, std::ptr::from_ref(registers) as usize, Step::Gone)
     }
 
     /// Suspends the thread's seccomp filter, if it has one, until the thread is let go.
-    pub(super) fn suspend_filter(&self) -> Result<(), Failure> {
+    pub(super) fn suspend_filter(&self) -> Result<(), InjectionFailure> {
         let options = libc::PTRACE_O_TRACESYSGOOD | PTRACE_O_SUSPEND_SECCOMP;
         self.ptrace(libc::PTRACE_SETOPTIONS, 0, options as usize, Step::Filter)
     }
@@ -71,14 +71,14 @@ impl Tracee {
     /// filter forces on the thread: if that is blocked the kernel takes its handler away. Returns the mask before: not
     /// the one that a call like ppoll has set for its duration, but the thread's own, and such a call, when it is
     /// restarted, sets its own again.
-    pub(super) fn block_signals(&self) -> Result<u64, Failure> {
+    pub(super) fn block_signals(&self) -> Result<u64, InjectionFailure> {
         let mut before = 0u64;
         self.ptrace(PTRACE_GETSIGMASK, 8, &raw mut before as usize, Step::Registers)?;
         self.set_mask(ALL_SIGNALS & !SIGSYS, Step::Registers)?;
         Ok(before)
     }
 
-    fn set_mask(&self, mask: u64, step: Step) -> Result<(), Failure> {
+    fn set_mask(&self, mask: u64, step: Step) -> Result<(), InjectionFailure> {
         self.ptrace(PTRACE_SETSIGMASK, 8, &raw const mask as usize, step)
     }
 
@@ -89,7 +89,7 @@ impl Tracee {
         syscall_at: u64,
         number: i64,
         arguments: [u64; 3],
-    ) -> Result<i64, Failure> {
+    ) -> Result<i64, InjectionFailure> {
         let mut registers = *saved;
         registers.rip = syscall_at;
         registers.rax = number as u64;
@@ -102,12 +102,12 @@ impl Tracee {
         if self.is_trapped()? {
             // What looks like a result is the call's own number. This leads to the signal, not to another system call.
             self.run_to_syscall_stop()?;
-            return Err(Failure { step: Step::Trapped, errno: libc::EPERM });
+            return Err(InjectionFailure { step: Step::Trapped, errno: libc::EPERM });
         }
         Ok(self.registers()?.rax as i64)
     }
 
-    fn run_to_syscall_stop(&self) -> Result<(), Failure> {
+    fn run_to_syscall_stop(&self) -> Result<(), InjectionFailure> {
         let mut signal = 0;
         loop {
             self.ptrace(libc::PTRACE_SYSCALL, 0, signal, Step::Gone)?;
@@ -124,12 +124,12 @@ impl Tracee {
     /// on, it stops the others, and this thread stops with them later. So does SIGSYS, which is ours if the kernel
     /// forced it for our call: then nobody else may ever see it. One that somebody has sent waits with the others,
     /// since it is blocked when it is passed on.
-    fn in_the_middle(&self, signal: libc::c_int) -> Result<usize, Failure> {
+    fn in_the_middle(&self, signal: libc::c_int) -> Result<usize, InjectionFailure> {
         if signal == libc::SIGSYS {
             let mut info = no_signal();
             self.ptrace(libc::PTRACE_GETSIGINFO, 0, &raw mut info as usize, Step::Gone)?;
             if is_forced(&info) {
-                return Err(Failure { step: Step::Trapped, errno: libc::EPERM });
+                return Err(InjectionFailure { step: Step::Trapped, errno: libc::EPERM });
             }
             self.set_mask(ALL_SIGNALS, Step::Gone)?;
         }
@@ -137,7 +137,7 @@ impl Tracee {
     }
 
     /// Has the last call brought a SIGSYS on the thread, which is not yet delivered?
-    fn is_trapped(&self) -> Result<bool, Failure> {
+    fn is_trapped(&self) -> Result<bool, InjectionFailure> {
         let mut peek = Peek { from: 0, flags: 0, count: 1 };
         loop {
             let mut info = no_signal();
@@ -146,7 +146,7 @@ impl Tracee {
                 1 if info.si_signo == libc::SIGSYS && is_forced(&info) => return Ok(true),
                 1 => peek.from += 1,
                 0 => return Ok(false),
-                _ => return Err(Failure::new(Step::Gone)),
+                _ => return Err(InjectionFailure::new(Step::Gone)),
             }
         }
     }
@@ -154,7 +154,7 @@ impl Tracee {
     /// Puts everything back and lets the thread go. The kernel checks whether an interrupted system call must be
     /// restarted only where signals are about to be handled, so the thread is brought there first; it runs no
     /// instruction on the way.
-    pub(super) fn restore(&self, saved: &libc::user_regs_struct, mask: u64) -> Result<(), Failure> {
+    pub(super) fn restore(&self, saved: &libc::user_regs_struct, mask: u64) -> Result<(), InjectionFailure> {
         self.ptrace(libc::PTRACE_INTERRUPT, 0, 0, Step::Gone)?;
         let mut signal = 0;
         loop {
@@ -171,7 +171,7 @@ impl Tracee {
     }
 
     /// Waits until the thread stops.
-    fn wait(&self, limit: Option<Duration>) -> Result<Stop, Failure> {
+    fn wait(&self, limit: Option<Duration>) -> Result<Stop, InjectionFailure> {
         let mut status = 0;
         loop {
             let flags = libc::__WALL | if limit.is_some() { libc::WNOHANG } else { 0 };
@@ -179,13 +179,13 @@ impl Tracee {
             let stopped = unsafe { libc::waitpid(self.0, &mut status, flags) };
             match (stopped, limit) {
                 (0, Some(limit)) if child_signal_within(limit) => {}
-                (0, _) => return Err(Failure { step: Step::Stop, errno: libc::ETIMEDOUT }),
+                (0, _) => return Err(InjectionFailure { step: Step::Stop, errno: libc::ETIMEDOUT }),
                 (id, _) if id == self.0 => break,
-                _ => return Err(Failure::new(Step::Gone)),
+                _ => return Err(InjectionFailure::new(Step::Gone)),
             }
         }
         if !libc::WIFSTOPPED(status) {
-            return Err(Failure { step: Step::Gone, errno: libc::ESRCH });
+            return Err(InjectionFailure { step: Step::Gone, errno: libc::ESRCH });
         }
         Ok(match (libc::WSTOPSIG(status), status >> 16) {
             (_, libc::PTRACE_EVENT_STOP) => Stop::Event,
@@ -194,11 +194,11 @@ impl Tracee {
         })
     }
 
-    fn ptrace(&self, request: libc::c_uint, address: usize, data: usize, step: Step) -> Result<(), Failure> {
+    fn ptrace(&self, request: libc::c_uint, address: usize, data: usize, step: Step) -> Result<(), InjectionFailure> {
         // SAFETY: for the requests used here `data` is a number, or points to a live value of the type and size that
         // the request reads or writes; the callers above pass no other.
         match unsafe { libc::ptrace(request, self.0, address, data) } {
-            -1 => Err(Failure::new(step)),
+            -1 => Err(InjectionFailure::new(step)),
             _ => Ok(()),
         }
     }

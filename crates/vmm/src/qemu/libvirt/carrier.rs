@@ -20,7 +20,7 @@ use transship_wire::libvirt::Definition;
 use super::{
     Address,
     claim::Claim,
-    connection::{Connection, Domain, Events, Failure, Listening, find},
+    connection::{Connection, Domain, Events, LibvirtFailure, Listening, find},
     definition,
 };
 use crate::qemu::qmp::{Carrier, Event, Keeper, QmpError};
@@ -47,7 +47,7 @@ enum Call {
     Resume,
 }
 
-type Answer = Result<String, Failure>;
+type Answer = Result<String, LibvirtFailure>;
 
 /// One domain, claimed for this process.
 pub(in crate::qemu) struct Passthrough {
@@ -273,7 +273,7 @@ impl Worker {
     }
 
     fn make_once(&self, call: &Call) -> Answer {
-        let done = |result: Result<(), Failure>| result.map(|()| String::new());
+        let done = |result: Result<(), LibvirtFailure>| result.map(|()| String::new());
         match call {
             Call::Command { line, fd, .. } => self.domain.command(line, fd.as_ref()),
             Call::Xml { flags } => self.domain.xml(*flags),
@@ -284,14 +284,14 @@ impl Worker {
     }
 
     /// The daemon went away: waits until it is back.
-    fn find_again(&mut self, failure: &Failure) -> Result<(), Failure> {
+    fn find_again(&mut self, failure: &LibvirtFailure) -> Result<(), LibvirtFailure> {
         // Release: the answer to this call comes after it.
         self.missed.store(true, Ordering::Release);
         self.listening.clear();
         let (connection, domain) = find_within(&self.address, RETURN_WAIT)
-            .map_err(|why| Failure { why: format!("{}; {why}", failure.why), is_lost: true })?;
+            .map_err(|why| LibvirtFailure { why: format!("{}; {why}", failure.why), is_lost: true })?;
         if domain.id() != self.id {
-            return Err(Failure { why: "the domain was started anew".to_owned(), is_lost: false });
+            return Err(LibvirtFailure { why: "the domain was started anew".to_owned(), is_lost: false });
         }
         self.listening = listen(&domain, &self.events)?;
         (self.connection, self.domain) = (connection, domain);
@@ -310,7 +310,7 @@ pub(super) fn find_within(address: &Address, limit: Duration) -> Result<(Arc<Con
     }
 }
 
-fn listen(domain: &Domain, events: &Arc<Events>) -> Result<Vec<Listening>, Failure> {
+fn listen(domain: &Domain, events: &Arc<Events>) -> Result<Vec<Listening>, LibvirtFailure> {
     EVENTS.iter().map(|name| domain.listen(name, events)).collect()
 }
 

@@ -27,7 +27,7 @@ const ACTIVE: c_uint = 1;
 
 /// Why a call of libvirt's has no result.
 #[derive(Debug)]
-pub(super) struct Failure {
+pub(super) struct LibvirtFailure {
     /// In libvirt's words.
     pub(super) why: String,
     /// The connection is gone; what was asked for may have been done or not.
@@ -98,7 +98,7 @@ impl Connection {
     }
 
     /// All domains that run or are paused.
-    pub(super) fn active(self: &Arc<Self>) -> Result<Vec<Domain>, Failure> {
+    pub(super) fn active(self: &Arc<Self>) -> Result<Vec<Domain>, LibvirtFailure> {
         let mut list: *mut Opaque = null_mut();
         // SAFETY: a connection, and a place for the list that libvirt makes.
         let count = unsafe { (self.library.virConnectListAllDomains)(self.handle, &raw mut list, ACTIVE) };
@@ -119,12 +119,12 @@ impl Connection {
         unsafe { (self.library.virConnectIsAlive)(self.handle) == 1 }
     }
 
-    fn failure(&self) -> Failure {
+    fn failure(&self) -> LibvirtFailure {
         let why = self.library.last_error();
-        Failure { why, is_lost: !self.is_alive() }
+        LibvirtFailure { why, is_lost: !self.is_alive() }
     }
 
-    fn check(&self, result: c_int) -> Result<(), Failure> {
+    fn check(&self, result: c_int) -> Result<(), LibvirtFailure> {
         if result < 0 { Err(self.failure()) } else { Ok(()) }
     }
 }
@@ -174,7 +174,7 @@ impl Domain {
         unsafe { (self.library().virDomainGetID)(self.handle) }
     }
 
-    pub(super) fn uuid(&self) -> Result<String, Failure> {
+    pub(super) fn uuid(&self) -> Result<String, LibvirtFailure> {
         let mut text = [0; UUID_BYTES];
         // SAFETY: as large as libvirt says that it must be.
         let result = unsafe { (self.library().virDomainGetUUIDString)(self.handle, text.as_mut_ptr()) };
@@ -184,7 +184,7 @@ impl Domain {
     }
 
     /// Whether libvirt takes it for one that is paused; an error if it is neither that nor runs.
-    pub(super) fn is_paused(&self) -> Result<bool, Failure> {
+    pub(super) fn is_paused(&self) -> Result<bool, LibvirtFailure> {
         let (mut state, mut reason) = (0, 0);
         // SAFETY: a domain, and places for two numbers.
         let result = unsafe { (self.library().virDomainGetState)(self.handle, &raw mut state, &raw mut reason, 0) };
@@ -192,29 +192,29 @@ impl Domain {
         match state {
             RUNNING => Ok(false),
             PAUSED => Ok(true),
-            other => Err(Failure { why: format!("the domain is in libvirt's state {other}"), is_lost: false }),
+            other => Err(LibvirtFailure { why: format!("the domain is in libvirt's state {other}"), is_lost: false }),
         }
     }
 
     /// Its definition as it runs. `flags`: which parts of it, as libvirt numbers them.
-    pub(super) fn xml(&self, flags: u32) -> Result<String, Failure> {
+    pub(super) fn xml(&self, flags: u32) -> Result<String, LibvirtFailure> {
         // SAFETY: the handle is a domain; the text is ours to free.
         let text = unsafe { taken((self.library().virDomainGetXMLDesc)(self.handle, flags)) };
         text.ok_or_else(|| self.connection.failure())
     }
 
-    pub(super) fn suspend(&self) -> Result<(), Failure> {
+    pub(super) fn suspend(&self) -> Result<(), LibvirtFailure> {
         // SAFETY: the handle is a domain.
         self.connection.check(unsafe { (self.library().virDomainSuspend)(self.handle) })
     }
 
-    pub(super) fn resume(&self) -> Result<(), Failure> {
+    pub(super) fn resume(&self) -> Result<(), LibvirtFailure> {
         // SAFETY: the handle is a domain.
         self.connection.check(unsafe { (self.library().virDomainResume)(self.handle) })
     }
 
     /// libvirt's number for the operation that it has under way for the domain, if it has one.
-    pub(super) fn job(&self) -> Result<Option<i32>, Failure> {
+    pub(super) fn job(&self) -> Result<Option<i32>, LibvirtFailure> {
         let (mut kind, mut count, mut values) = (0, 0, null_mut());
         let library = self.library();
         // SAFETY: a domain, and places for what comes.
@@ -231,8 +231,8 @@ impl Domain {
     }
 
     /// Has QEMU execute a line of QMP, with a descriptor if there is one, and gives the line that it answers.
-    pub(super) fn command(&self, line: &str, fd: Option<&OwnedFd>) -> Result<String, Failure> {
-        let text = c_text(line).map_err(|why| Failure { why, is_lost: false })?;
+    pub(super) fn command(&self, line: &str, fd: Option<&OwnedFd>) -> Result<String, LibvirtFailure> {
+        let text = c_text(line).map_err(|why| LibvirtFailure { why, is_lost: false })?;
         let mut files: Vec<c_int> = fd.into_iter().map(AsRawFd::as_raw_fd).collect();
         let mut answer: *mut c_char = null_mut();
         // SAFETY: all pointers are to what outlives the call; nothing comes back but the answer, which is ours.
@@ -255,8 +255,8 @@ impl Domain {
     }
 
     /// Keeps events of this name from now on, until the guard is dropped.
-    pub(super) fn listen(&self, name: &str, events: &Arc<Events>) -> Result<Listening, Failure> {
-        let text = c_text(name).map_err(|why| Failure { why, is_lost: false })?;
+    pub(super) fn listen(&self, name: &str, events: &Arc<Events>) -> Result<Listening, LibvirtFailure> {
+        let text = c_text(name).map_err(|why| LibvirtFailure { why, is_lost: false })?;
         let opaque = Arc::into_raw(Arc::clone(events)).cast_mut().cast::<c_void>();
         let register = self.library().virConnectDomainQemuMonitorEventRegister;
         // SAFETY: `opaque` is an Arc's, which `forget` takes back when libvirt needs it no more.

@@ -10,7 +10,7 @@ use super::arrival::Arrival;
 use crate::{Error, Progress, page_map::PageMap};
 
 /// The destination's memory, and what is known about it. Shared by all channel threads.
-pub(super) struct Place {
+pub(super) struct ArrivingMemory {
     memory: GuestMemory,
     /// By region: pages that content was written to. All others read as zero.
     content: Vec<PageMap>,
@@ -22,7 +22,7 @@ pub(super) struct Place {
     arrival: Option<Arc<Arrival>>,
 }
 
-impl Place {
+impl ArrivingMemory {
     pub(super) fn new(memory: GuestMemory, progress: Arc<Progress>) -> Self {
         let content = memory.regions().iter().map(|region| PageMap::new(region.pages())).collect();
         Self { memory, content, released: AtomicU32::new(0), progress, arrival: None }
@@ -118,39 +118,39 @@ mod tests {
     const PAGES: u64 = 300;
 
     /// Two regions; zeros can be holes in the first one only.
-    fn place() -> Place {
+    fn arriving() -> ArrivingMemory {
         let region = |name| {
             let file = rustix::fs::memfd_create(name, rustix::fs::MemfdFlags::CLOEXEC).unwrap();
             rustix::fs::ftruncate(&file, PAGES * PAGE_BYTES as u64).unwrap();
             Region::map(name, file, 0, PAGES * PAGE_BYTES as u64, Access::ReadWrite).unwrap()
         };
-        Place::new(GuestMemory::new(vec![region("a"), region("b").keeping(Keep::All)]), Progress::new())
+        ArrivingMemory::new(GuestMemory::new(vec![region("a"), region("b").keeping(Keep::All)]), Progress::new())
     }
 
-    fn fill(place: &Place, region: u16, first: u64, pages: u128) {
-        place.write(region, first, pages, &vec![7; pages.count_ones() as usize * PAGE_BYTES]).unwrap();
+    fn fill(arriving: &ArrivingMemory, region: u16, first: u64, pages: u128) {
+        arriving.write(region, first, pages, &vec![7; pages.count_ones() as usize * PAGE_BYTES]).unwrap();
     }
 
     /// The pages of a window that hold something.
-    fn held(place: &Place, region: u16, first: u64) -> u128 {
+    fn held(arriving: &ArrivingMemory, region: u16, first: u64) -> u128 {
         let all = u128::MAX >> (128 - (PAGES - first).min(128));
-        all & !place.memory.regions()[usize::from(region)].zero_mask(first, all).unwrap()
+        all & !arriving.memory.regions()[usize::from(region)].zero_mask(first, all).unwrap()
     }
 
     #[test]
     fn pages_of_a_round_are_taken_once_it_is_released() {
-        let place = place();
-        let released = || (0..4).filter(|round| place.is_released(*round)).collect::<Vec<_>>();
+        let arriving = arriving();
+        let released = || (0..4).filter(|round| arriving.is_released(*round)).collect::<Vec<_>>();
         assert_eq!(released(), [0]);
-        place.release_round(2);
+        arriving.release_round(2);
         assert_eq!(released(), [0, 1, 2]);
     }
 
     #[test]
     fn pages_that_a_region_does_not_have_are_refused() {
-        let place = place();
-        assert!(place.check(1, 256, PAGES).is_ok() && place.check(0, 0, 1).is_ok());
-        let refused = |region, end| place.check(region, 256, end).err().unwrap();
+        let arriving = arriving();
+        assert!(arriving.check(1, 256, PAGES).is_ok() && arriving.check(0, 0, 1).is_ok());
+        let refused = |region, end| arriving.check(region, 256, end).err().unwrap();
         assert_eq!(refused(1, PAGES + 1), "sent a packet for pages 256..301 of region \"b\", which has only 300");
         assert_eq!(refused(2, PAGES), "sent a packet for region 2, but there are 2");
     }
@@ -159,30 +159,34 @@ mod tests {
     fn of_a_window_those_pages_are_cleared_that_are_named() {
         const ENDS: u128 = 1 | 1 << 127;
         for region in 0..2 {
-            let place = place();
-            fill(&place, region, 0, u128::MAX);
-            fill(&place, region, 128, ENDS | 0xff0);
-            place.clear_window(region, 128, ENDS | 0x3c).unwrap();
-            assert_eq!((held(&place, region, 0), held(&place, region, 128)), (u128::MAX, 0xfc0), "{region}");
-            place.clear_window(region, 0, u128::MAX).unwrap();
-            assert_eq!((held(&place, region, 0), held(&place, region, 128)), (0, 0xfc0), "{region}");
-            assert_eq!(place.content[usize::from(region)].window(128), 0xfc0);
-            assert_eq!(held(&place, 1 - region, 0), 0);
+            let arriving = arriving();
+            fill(&arriving, region, 0, u128::MAX);
+            fill(&arriving, region, 128, ENDS | 0xff0);
+            arriving.clear_window(region, 128, ENDS | 0x3c).unwrap();
+            assert_eq!((held(&arriving, region, 0), held(&arriving, region, 128)), (u128::MAX, 0xfc0), "{region}");
+            arriving.clear_window(region, 0, u128::MAX).unwrap();
+            assert_eq!((held(&arriving, region, 0), held(&arriving, region, 128)), (0, 0xfc0), "{region}");
+            assert_eq!(arriving.content[usize::from(region)].window(128), 0xfc0);
+            assert_eq!(held(&arriving, 1 - region, 0), 0);
         }
     }
 
     #[test]
     fn a_range_is_cleared_over_windows_and_no_further() {
         for region in 0..2 {
-            let place = place();
+            let arriving = arriving();
             for first in [0, 128] {
-                fill(&place, region, first, u128::MAX);
+                fill(&arriving, region, first, u128::MAX);
             }
-            fill(&place, region, 256, (1 << 44) - 1);
-            place.clear_range(region, PageRange::new(127, 130)).unwrap();
-            let left = [0, 128, 256].map(|first| held(&place, region, first));
+            fill(&arriving, region, 256, (1 << 44) - 1);
+            arriving.clear_range(region, PageRange::new(127, 130)).unwrap();
+            let left = [0, 128, 256].map(|first| held(&arriving, region, first));
             assert_eq!(left, [u128::MAX >> 1, 0, (1 << 44) - 2], "{region}");
-            assert_eq!([0, 128, 256].map(|first| place.content[usize::from(region)].window(first)), left, "{region}");
+            assert_eq!(
+                [0, 128, 256].map(|first| arriving.content[usize::from(region)].window(first)),
+                left,
+                "{region}"
+            );
         }
     }
 
@@ -190,12 +194,12 @@ mod tests {
     #[test]
     fn where_no_content_is_nothing_is_cleared() {
         for region in 0..2 {
-            let place = place();
-            let memory = &place.memory.regions()[usize::from(region)];
+            let arriving = arriving();
+            let memory = &arriving.memory.regions()[usize::from(region)];
             memory.write_pages(0, 0b11, &vec![7; 2 * PAGE_BYTES]).unwrap();
-            place.clear_range(region, PageRange::new(0, PAGES)).unwrap();
-            place.clear_window(region, 0, u128::MAX).unwrap();
-            assert_eq!(held(&place, region, 0), 0b11, "what nobody has sent was looked at");
+            arriving.clear_range(region, PageRange::new(0, PAGES)).unwrap();
+            arriving.clear_window(region, 0, u128::MAX).unwrap();
+            assert_eq!(held(&arriving, region, 0), 0b11, "what nobody has sent was looked at");
         }
     }
 }
