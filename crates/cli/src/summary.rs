@@ -177,7 +177,8 @@ mod tests {
     fn a_failed_move_yields_the_failure_of_the_move() {
         let failure = finish(Err(Error::Refused("no".into())), Report::default(), false).expect_err("it failed");
         assert_eq!(failure.code(), 1);
-        let failure = finish(Err(Error::Unknown("look".into())), Report::default(), false).expect_err("it failed");
+        let failure =
+            finish(Err(Error::Unknown(String::from("look").into())), Report::default(), false).expect_err("it failed");
         assert_eq!(failure.code(), 3);
     }
 }

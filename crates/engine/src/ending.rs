@@ -1,34 +1,25 @@
 //! The end of every operation (move, save, restore, relay): its result in the report, and a guest that goes on here.
-use std::{
-    sync::atomic::Ordering::Relaxed,
-    time::{Duration, Instant},
-};
+use std::{sync::atomic::Ordering::Relaxed, time::Instant};
 
-use crate::{Cancelled, Error, Phase, Progress, Report, Status, cpu, guarded::Guarded};
+use crate::{
+    Cancelled, Error, Phase, Progress, Report, Status, cpu,
+    guarded::Guarded,
+    shortfall::{Reached, TooLate},
+};
 
 /// What has ended because its deadline has passed says so.
 pub(crate) fn too_late(error: Error, progress: &Progress) -> Error {
     let (Error::Cancelled(Cancelled::Move), Some(after)) = (&error, progress.passed_deadline()) else { return error };
-    let left = progress.round_left.load(Relaxed) as f64 / 1e6;
     let reached = match progress.phase() {
-        Phase::Rounds => format!("in round {}, with {left:.1} MB of it left", progress.round.load(Relaxed)),
-        Phase::Held => "while it was held, ready to switch over".to_owned(),
-        Phase::Switchover => "while the guest was stopped for the rest".to_owned(),
-        Phase::Completing => "while the file was completed".to_owned(),
-        _ => "before the first round".to_owned(),
+        Phase::Rounds => {
+            Reached::Round { number: progress.round.load(Relaxed), left_bytes: progress.round_left.load(Relaxed) }
+        }
+        Phase::Held => Reached::Held,
+        Phase::Switchover => Reached::Switchover,
+        Phase::Completing => Reached::Completing,
+        _ => Reached::Beginning,
     };
-    Error::TooLate(format!(
-        "the deadline, {} after the start, has passed {reached}; the guest runs on here. Allow more time, or a longer \
-         --downtime, or have it write less; --converge pace makes it",
-        in_words(after)
-    ))
-}
-
-fn in_words(time: Duration) -> String {
-    match time.subsec_millis() {
-        0 => format!("{} s", time.as_secs()),
-        _ => format!("{} ms", time.as_millis()),
-    }
+    Error::TooLate(TooLate::Passed { after, reached })
 }
 
 /// The end of either side: fills the report from the result.
@@ -68,20 +59,43 @@ fn status_of(result: &Result<(), Error>) -> Status {
 pub(crate) fn take_back(guest: &mut Guarded<'_>, error: Error) -> Error {
     match guest.resume(true) {
         Ok(()) => error,
-        Err(resume) => Error::Unknown(format!(
-            "{error}; and the guest can't be resumed here: {resume}. It is stopped and whole, and runs nowhere else: \
-             resume it with: {}",
-            guest.resume_hint()
-        )),
+        Err(resume) => Error::unknown(error, |error| {
+            format!(
+                "{error}; and the guest can't be resumed here: {resume}. It is stopped and whole, and runs nowhere \
+                 else: resume it with: {}",
+                guest.resume_hint()
+            )
+        }),
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
     use super::*;
+    use crate::{
+        Converge,
+        shortfall::{Medium, Shortfall},
+    };
 
     fn text() -> String {
         "why".into()
+    }
+
+    fn shortfall() -> Shortfall {
+        Shortfall {
+            rounds: 1,
+            medium: Medium::Link,
+            written_bytes_per_s: 1e9,
+            carried_bytes_per_s: 1e8,
+            rest_bytes: 1_000_000_000,
+            stop: Duration::from_secs(10),
+            state: Duration::from_millis(5),
+            downtime: Duration::from_millis(300),
+            max_downtime: Duration::from_millis(300),
+            converge: Converge::Never,
+        }
     }
 
     #[test]
@@ -90,9 +104,9 @@ mod tests {
             (Ok(()), Status::Completed),
             (Err(Error::CANCELLED), Status::Cancelled),
             (Err(Error::RESTORE_CANCELLED), Status::Cancelled),
-            (Err(Error::NotConverging(text())), Status::NotConverging),
-            (Err(Error::TooLate(text())), Status::TooLate),
-            (Err(Error::Unknown(text())), Status::Unknown),
+            (Err(Error::NotConverging(Box::new(shortfall()))), Status::NotConverging),
+            (Err(Error::TooLate(TooLate::NoTimeForARound(Box::new(shortfall())))), Status::TooLate),
+            (Err(Error::Unknown(text().into())), Status::Unknown),
             (Err(Error::Unfit(text())), Status::Failed),
         ] {
             assert_eq!(status_of(&result), status, "{result:?}");

@@ -1,5 +1,8 @@
 //! Why a move ended early, and what that means for the guest.
-use crate::guest::GuestError;
+use crate::{
+    guest::GuestError,
+    shortfall::{Shortfall, TooLate},
+};
 
 /// What a failure leaves behind; decides the exit code.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -47,6 +50,22 @@ impl std::fmt::Display for Cancelled {
             Self::Restore => "nothing runs, and the memory of the waiting VMM may be half filled: start a new one",
             Self::Conversion => "nothing has changed",
         })
+    }
+}
+
+/// What became of the guest is for a person to find out.
+#[derive(Debug, thiserror::Error)]
+#[error("{what}")]
+pub struct Unknown {
+    /// What is known, and what to do.
+    what: String,
+    /// What went wrong at that moment; `what` says it, too.
+    source: Option<Box<dyn std::error::Error + Send + Sync>>,
+}
+
+impl From<String> for Unknown {
+    fn from(what: String) -> Self {
+        Self { what, source: None }
     }
 }
 
@@ -117,15 +136,15 @@ pub enum Error {
     /// The user's wish.
     #[error("cancelled; {0}")]
     Cancelled(Cancelled),
-    /// The guest writes faster than the link carries; the text has the numbers.
+    /// The guest writes faster than the link carries.
     #[error("{0}")]
-    NotConverging(String),
-    /// It did not end by the time that the user has named; the text has the numbers.
+    NotConverging(Box<Shortfall>),
+    /// It did not end by the time that the user has named.
     #[error("{0}")]
-    TooLate(String),
+    TooLate(TooLate),
     /// This side can't know whether the guest runs on the other side.
     #[error("{0}")]
-    Unknown(String),
+    Unknown(#[from] Unknown),
     /// Something is not as our own code promises.
     #[error("{0}; this is a bug")]
     Bug(&'static str),
@@ -140,6 +159,15 @@ impl Error {
 
     pub(crate) fn untrusted(peer: &str, why: &transship_secure::SecureError) -> Self {
         Self::Untrusted(format!("no encrypted connection with {peer}: {why}"))
+    }
+
+    /// What became of the guest is for a person to find out, because of `source`. `what`: what is known, and what to
+    /// do.
+    pub(crate) fn unknown<E: std::error::Error + Send + Sync + 'static>(
+        source: E,
+        what: impl FnOnce(&E) -> String,
+    ) -> Self {
+        Self::Unknown(Unknown { what: what(&source), source: Some(Box::new(source)) })
     }
 
     /// What is left behind.

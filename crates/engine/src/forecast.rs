@@ -3,7 +3,10 @@ use std::time::Duration;
 
 use transship_memory::PAGE;
 
-use crate::{Converge, Report, RoundReport};
+use crate::{
+    Converge, Report, RoundReport,
+    shortfall::{Medium, Shortfall},
+};
 
 /// Rounds in a row that may pass without a smaller rest than ever before.
 const PATIENCE: u32 = 6;
@@ -18,17 +21,10 @@ pub(crate) enum Verdict {
     /// The rest can be sent while the guest stands still.
     Fits,
     AnotherRound,
-    /// It writes faster than its pages can be carried. The text has the numbers.
-    Hopeless(String),
-    /// It can't end by its deadline. The text has the numbers.
-    TooLate(String),
-}
-
-/// Where the pages go.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Medium {
-    Link,
-    File,
+    /// It writes faster than its pages can be carried.
+    Hopeless(Box<Shortfall>),
+    /// It can't end by its deadline.
+    TooLate(Box<Shortfall>),
 }
 
 /// What is to be reached, and by when.
@@ -79,10 +75,9 @@ impl Forecast {
     pub(crate) fn judge(&mut self, report: &Report, rest: u64, time_left: Option<Duration>) -> Verdict {
         let rate = self.bytes_per_s(&report.rounds);
         let stop = self.stop(report, rest);
-        let numbers = Numbers { report, rest, rate, stop, aim: &self.aim, state: self.state };
         let is_last_chance = time_left.is_some_and(|left| left < stop + self.next_round(report, rest, rate));
         if time_left.is_some_and(|left| left < stop) {
-            return Verdict::TooLate(numbers.too_late());
+            return Verdict::TooLate(self.shortfall(report, rest, stop));
         }
         if stop <= self.aim.downtime || rest == 0 {
             return Verdict::Fits;
@@ -102,9 +97,26 @@ impl Forecast {
             return Verdict::Fits;
         }
         if is_last_chance {
-            return Verdict::TooLate(numbers.too_late());
+            return Verdict::TooLate(self.shortfall(report, rest, stop));
         }
-        Verdict::Hopeless(numbers.hopeless())
+        Verdict::Hopeless(self.shortfall(report, rest, stop))
+    }
+
+    fn shortfall(&self, report: &Report, rest_bytes: u64, stop: Duration) -> Box<Shortfall> {
+        let Aim { medium, downtime, max_downtime, converge, .. } = self.aim;
+        let written = report.rounds.last().map_or(0.0, |round| round.dirty_pages_per_s);
+        Box::new(Shortfall {
+            rounds: report.rounds.len(),
+            medium,
+            written_bytes_per_s: written * PAGE as f64,
+            carried_bytes_per_s: self.bytes_per_s(&report.rounds),
+            rest_bytes,
+            stop,
+            state: self.state,
+            downtime,
+            max_downtime,
+            converge,
+        })
     }
 
     /// What is to be reached, and how long the device state is thought to take.
@@ -167,72 +179,6 @@ impl Forecast {
     }
 }
 
-/// The numbers of a verdict.
-struct Numbers<'a> {
-    report: &'a Report,
-    rest: u64,
-    rate: f64,
-    stop: Duration,
-    aim: &'a Aim,
-    state: Duration,
-}
-
-impl Numbers<'_> {
-    /// What it writes and what is carried, and how long the rest would stop it.
-    fn facts(&self) -> String {
-        const MB: f64 = 1e6;
-        let Self { report, rest, rate, stop, aim, .. } = self;
-        let dirty = report.rounds.last().map_or(0.0, |round| round.dirty_pages_per_s) * PAGE as f64;
-        let carries = match aim.medium {
-            Medium::Link => "link carries",
-            Medium::File => "disk takes",
-        };
-        format!(
-            "after {} rounds it writes {:.1} MB/s, the {carries} {:.1} MB/s, and the rest of {:.1} MB would stop it for \
-             {} ms, but {} allows {} ms; it runs on here",
-            report.rounds.len(),
-            dirty / MB,
-            rate / MB,
-            *rest as f64 / MB,
-            stop.as_millis(),
-            if aim.max_downtime > aim.downtime { "--max-downtime" } else { "--downtime" },
-            aim.max_downtime.max(aim.downtime).as_millis(),
-        )
-    }
-
-    /// What would help.
-    fn cure(&self) -> String {
-        let Self { stop, aim, .. } = self;
-        let pace = match aim.converge {
-            Converge::Never if self.state < aim.downtime => {
-                "Repeat the command with --converge pace, which slows its writers, or allow"
-            }
-            Converge::Never | Converge::Pace => "Allow",
-        };
-        let enough_ms = (stop.as_millis() * 5 / 4).max(1);
-        let other = match aim.medium {
-            Medium::Link => "a faster link or more --bandwidth, or move it when it writes less",
-            Medium::File => "use --background or --paused, or save it to a faster disk or when it writes less",
-        };
-        format!("{pace} --downtime {enough_ms}ms or more, {other}")
-    }
-
-    fn hopeless(&self) -> String {
-        // Where the devices alone take longer than it may stand still, nobody was held.
-        let was_held = self.aim.converge == Converge::Pace && self.state < self.aim.downtime;
-        let although = if was_held { " although its writers were held" } else { "" };
-        format!("the guest does not converge{although}: {}. {}", self.facts(), self.cure())
-    }
-
-    fn too_late(&self) -> String {
-        format!(
-            "there is no time for another round before the deadline: {}. Allow more time. {}",
-            self.facts(),
-            self.cure()
-        )
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -278,7 +224,8 @@ mod tests {
         let mut stuck = forecast(100);
         let verdicts: Vec<_> = (1..9).map(|round| stuck.judge(&report(round), 500 * MIB, None)).collect();
         assert_eq!(verdicts.iter().position(|v| *v != Verdict::AnotherRound), Some(PATIENCE as usize));
-        let Verdict::Hopeless(why) = &verdicts[PATIENCE as usize] else { panic!("{verdicts:?}") };
+        let Verdict::Hopeless(shortfall) = &verdicts[PATIENCE as usize] else { panic!("{verdicts:?}") };
+        let why = shortfall.to_string();
         assert!(why.contains("104.9 MB/s") && why.contains("524.3 MB") && why.contains("5050 ms"), "{why}");
     }
 
@@ -332,7 +279,7 @@ mod tests {
                        stop it for 550 ms, but --downtime allows 100 ms; it runs on here. Repeat the command with \
                        --converge pace, which slows its writers, or allow --downtime 687ms or more";
         let verdict = forecast.judge(&report, 50_000_000, None);
-        assert!(matches!(&verdict, Verdict::Hopeless(why) if why.contains(numbers)), "{verdict:?}");
+        assert!(matches!(&verdict, Verdict::Hopeless(why) if why.to_string().contains(numbers)), "{verdict:?}");
     }
 
     #[test]
@@ -342,6 +289,7 @@ mod tests {
             let Verdict::Hopeless(why) = Forecast::new(aim, Duration::ZERO).judge(&report(1), 500 * MIB, None) else {
                 panic!("it goes on after the last round")
             };
+            let why = why.to_string();
             assert!(why.contains(said) && !why.contains(unsaid), "{why}");
         }
     }
@@ -356,6 +304,7 @@ mod tests {
             let aim = Aim { converge, max_rounds: 1, ..aim(downtime_ms) };
             let verdict = Forecast::new(aim, Duration::from_millis(50)).judge(&report(1), 500 * MIB, None);
             let Verdict::Hopeless(why) = verdict else { panic!("it goes on after the last round") };
+            let why = why.to_string();
             assert_eq!((why.contains("--converge pace"), why.contains("were held")), (named, held), "{why}");
         }
     }

@@ -63,7 +63,10 @@ impl MoveInProgress<'_, '_> {
         self.guest.unguarded().tidy();
         let word = peer.await_word();
         self.report.downtime_ms = if found.ran() { self.guest.stood_ms() } else { 0.0 };
-        word.map_err(|error| Error::Unknown(peer.without_word(&error, &self.guest.resume_hint())))
+        word.map_err(|error| {
+            let by_hand = self.guest.resume_hint();
+            Error::unknown(error, |error| peer.without_word(error, &by_hand))
+        })
     }
 
     fn up_to_no_return(&mut self, peer: &mut dyn Peer, rounds: &mut Rounds) -> Result<Found, Error> {

@@ -305,10 +305,7 @@ mod tests {
     }
 
     fn forecast() -> Forecast {
-        use crate::{
-            Converge,
-            forecast::{Aim, Medium},
-        };
+        use crate::{Converge, forecast::Aim, shortfall::Medium};
         let time = Duration::from_millis(300);
         let (medium, converge) = (Medium::Link, Converge::Never);
         let aim = Aim { medium, downtime: time, max_downtime: time, bandwidth: None, max_rounds: 2, converge };
@@ -337,7 +334,9 @@ mod tests {
         assert!(holding.stay_ready(&mut writer, &mut forecast, &progress, &mut report).is_ok_and(|ready| !ready));
         assert_eq!((progress.phase(), holding.is_over()), (Phase::Rounds, false));
         // No verdict ends it before it is told to go on.
-        let hopeless = || Verdict::Hopeless("why".into());
+        let mut last = Forecast::new(crate::forecast::Aim { max_rounds: 0, ..forecast.aim().0 }, Duration::ZERO);
+        let mut hopeless = || last.judge(&Report::default(), 1 << 40, None);
+        assert!(matches!(hopeless(), Verdict::Hopeless(_)));
         let mut soften = |holding: &mut Holding, report: &mut Report| {
             holding.soften(hopeless(), &mut forecast, &mut || Ok(()), &progress, report)
         };

@@ -31,6 +31,7 @@ mod qemu_peer;
 mod report;
 mod rounds;
 mod scan;
+mod shortfall;
 mod snapshot;
 mod source;
 mod stream;
@@ -43,7 +44,7 @@ const _: () = assert!(transship_wire::PAGE_BYTES == transship_memory::PAGE_BYTES
 pub use at_stop::AtStopCommand;
 pub use charge::Charge;
 pub use destination::{Received, receive_guest};
-pub use error::{Actor, Cancelled, Error, Outcome};
+pub use error::{Actor, Cancelled, Error, Outcome, Unknown};
 pub use filling::stand_in::{Ending, StandIn};
 pub use hold::{HoldCommand, HoldOptions};
 pub use opened::when_opened;
@@ -59,6 +60,7 @@ pub use report::{
     MethodBytes, PageCounts, PostCopyReport, RelayReport, ReleasedBy, Report, RoundReport, Status, TrackerName,
     TrackerReport,
 };
+pub use shortfall::{Medium, Reached, Shortfall, TooLate};
 pub use snapshot::{
     BlockInfo, DirectIo, FileIo, FilePlace, FileUri, Format, LibvirtInfo, RestoreOptions, SaveOptions, SectionInfo,
     SnapshotInfo, TakeOver, Then, Way, arguments, clone_guest, convert, inspect, restore_guest, save_guest,

@@ -27,6 +27,7 @@ use crate::{
     page_map::PageMap,
     plan,
     scan::{Pending, Scanner},
+    shortfall::TooLate,
     unplug::unplug,
 };
 
@@ -200,7 +201,7 @@ impl Rounds {
                 Verdict::Hopeless(_) | Verdict::TooLate(_) if post_copy.is_some() => return Ok(Because::ItMayFollow),
                 Verdict::AnotherRound => {}
                 Verdict::Hopeless(why) => return Err(Error::NotConverging(why)),
-                Verdict::TooLate(why) => return Err(Error::TooLate(why)),
+                Verdict::TooLate(why) => return Err(Error::TooLate(TooLate::NoTimeForARound(why))),
             }
             guest.drain(report)?;
             self.send_pending(link, DONE_TIMEOUT, progress, report)?;

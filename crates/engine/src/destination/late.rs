@@ -176,11 +176,13 @@ fn wait(guest: &mut dyn DestinationGuest, filling: &Filling) -> Result<(), (Erro
         }
         Ok(Event::Failed(error)) => {
             let found = guest.stop().unwrap_or_else(|why| format!("can't stop it: {why}"));
-            let what = format!(
-                "{error}. The guest had been started, and was stopped where it was, before it read any wrong data: \
-                 {found}. Until it has ended, a second process makes sure that missing pages are not read as zeros"
-            );
-            Err((Error::Unknown(what), Ending::Hold))
+            let error = Error::unknown(error, |error| {
+                format!(
+                    "{error}. The guest had been started, and was stopped where it was, before it read any wrong data: \
+                     {found}. Until it has ended, a second process makes sure that missing pages are not read as zeros"
+                )
+            });
+            Err((error, Ending::Hold))
         }
     }
 }

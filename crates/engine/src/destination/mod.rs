@@ -286,11 +286,14 @@ fn await_go(control: &Control) -> Result<bool, Error> {
 fn start(guest: &mut dyn DestinationGuest, run: bool) -> Result<(), Error> {
     fail_point::reach("destination.go")?;
     guest.start(run).map_err(|error| {
-        Error::Unknown(format!(
-            "the guest was handed over to this side, but can't be started: {error}. If the VMM still runs, the guest is \
-             loaded and whole here; start it with: {}. Do not resume it at the source unless it is ended here first",
-            guest.start_hint()
-        ))
+        Error::unknown(error, |error| {
+            format!(
+                "the guest was handed over to this side, but can't be started: {error}. If the VMM still runs, the \
+                 guest is loaded and whole here; start it with: {}. Do not resume it at the source unless it is ended \
+                 here first",
+                guest.start_hint()
+            )
+        })
     })?;
     fail_point::reach("destination.started")
 }

@@ -8,8 +8,9 @@ use transship_memory::PAGE;
 use super::sample::{GuestSample, Written};
 use crate::{
     Converge, ForecastReport, Report, RoundReport,
-    forecast::{Aim, Forecast, Medium, Verdict},
+    forecast::{Aim, Forecast, Verdict},
     pacing,
+    shortfall::Medium,
 };
 
 /// What a round takes beside its pages: scans, threads, an answer.

@@ -14,10 +14,11 @@ use crate::{
     at_stop::AtStop,
     ending::{finish, too_late},
     filling::stand_in::StandIn,
-    forecast::{Aim, Medium},
+    forecast::Aim,
     guarded::Guarded,
     guest::{Guard, SourceGuest},
     rounds::{MoveInProgress, Rounds},
+    shortfall::Medium,
 };
 use line::Base;
 use post_copy::PostCopy;

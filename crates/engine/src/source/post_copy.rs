@@ -172,7 +172,7 @@ impl PostCopy<'_> {
         let urgent = sums.by_fault * transship_memory::PAGE;
         report.bytes.wire += progress.wire_bytes.load(Relaxed) - wire + urgent;
         let is_confirmed = self.is_confirmed | result?;
-        if is_confirmed { Ok(()) } else { Err(Error::Unknown(never_said())) }
+        if is_confirmed { Ok(()) } else { Err(Error::Unknown(never_said().into())) }
     }
 }
 
@@ -206,10 +206,10 @@ pub(super) fn serve(
         match served {
             Ok(()) => return Ok(is_confirmed),
             // Its own word, not that of the network.
-            Err(error @ Error::Refused(_)) => return Err(Error::Unknown(lost(&error))),
+            Err(error @ Error::Refused(_)) => return Err(lost(error)),
             Err(error) => tracing::warn!(
-                "the link to {} is broken: {error}. The guest runs at the destination, and waits at pages that it lacks; \
-                 this side dials again until the link is back. Leave this command and the VMM here as they are",
+                "the link to {} is broken: {error}. The guest runs at the destination, and waits at pages that it \
+                 lacks; this side dials again until the link is back. Leave this command and the VMM here as they are",
                 base.to
             ),
         }
@@ -219,7 +219,7 @@ pub(super) fn serve(
 fn dial(base: &Base<'_>, said_why: &dyn Fn() -> Option<Error>, number: &mut u32) -> Result<Line, Error> {
     for attempt in 1.. {
         if let Some(why) = said_why() {
-            return Err(Error::Unknown(lost(&why)));
+            return Err(lost(why));
         }
         *number += 1;
         match Line::open(base, *number) {
@@ -235,15 +235,17 @@ fn dial(base: &Base<'_>, said_why: &dyn Fn() -> Option<Error>, number: &mut u32)
     unreachable!("there are more numbers than attempts")
 }
 
-fn lost(error: &Error) -> String {
-    format!(
-        "the guest was handed over before all its pages, and the destination has ended before it had them: {error}. \
-         Check there first: whether it can be used is said there"
-    )
+fn lost(error: Error) -> Error {
+    Error::unknown(error, |error| {
+        format!(
+            "the guest was handed over before all its pages, and the destination has ended before it had them: \
+             {error}. Check there first: whether it can be used is said there"
+        )
+    })
 }
 
 fn never_said() -> String {
-    "all pages of the guest are at the destination, which has not said that the guest runs. Check there: it says how to \
-     start it"
+    "all pages of the guest are at the destination, which has not said that the guest runs. Check there: it says how \
+     to start it"
         .to_owned()
 }

@@ -70,10 +70,12 @@ pub fn receive_from_qemu(
 fn told(error: Error, answers: &Answers, all_there: bool) -> Error {
     match error {
         Error::Unknown(_) => error,
-        error if all_there && !answers.open => Error::Unknown(format!(
-            "{error}. The source has no return path (its capability return-path is off), so it can't be told and may \
-             report its migration as completed. Nothing runs here; resume its guest with `cont` there"
-        )),
+        error if all_there && !answers.open => Error::unknown(error, |error| {
+            format!(
+                "{error}. The source has no return path (its capability return-path is off), so it can't be told and \
+                 may report its migration as completed. Nothing runs here; resume its guest with `cont` there"
+            )
+        }),
         error => error,
     }
 }
@@ -392,15 +394,17 @@ impl Reception<'_, '_> {
                  {}. If its guest runs, end this one",
                 self.answers.peer,
                 guest.start_hint()
-            )));
+            ).into()));
         }
         guest.start(run).map_err(|error| {
-            Error::Unknown(format!(
-                "the guest was handed over to this side, but can't be started: {error}. If the VMM still runs, the \
-                 guest is loaded and whole here; start it with: {}. Do not resume it at the source unless it is ended \
-                 here first",
-                guest.start_hint()
-            ))
+            Error::unknown(error, |error| {
+                format!(
+                    "the guest was handed over to this side, but can't be started: {error}. If the VMM still runs, the \
+                     guest is loaded and whole here; start it with: {}. Do not resume it at the source unless it is \
+                     ended here first",
+                    guest.start_hint()
+                )
+            })
         })?;
         self.report.started_ms = Some(self.begin.elapsed().as_secs_f64() * 1e3);
         Ok(())

@@ -141,8 +141,11 @@ fn broken(session: &RelaySession, to: &Uri) -> Result<(), Error> {
         true => "The QEMU here has loaded all of the guest, which runs here (if it ran)",
         false => "The QEMU here was given all of the guest: check whether it runs (`info status`)",
     };
-    Err(Error::Unknown(format!(
-        "{error}, just when the guest was handed over to {to}. {here}. If so, end the QEMU at the source; otherwise \
-         end this one, and let the guest run again there. See also the message of the relay near the source"
-    )))
+    Err(Error::unknown(error, |error| {
+        format!(
+            "{error}, just when the guest was handed over to {to}. {here}. If so, end the QEMU at the source; \
+             otherwise end this one, and let the guest run again there. See also the message of the relay near the \
+             source"
+        )
+    }))
 }

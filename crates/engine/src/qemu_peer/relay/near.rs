@@ -283,24 +283,30 @@ impl Near<'_> {
             return Err(error);
         }
         let Some(main) = main.filter(|main| !main.is_silent()) else {
-            return Err(Error::Unknown(format!(
-                "{error}. The source has closed its connections, and the QEMU at the destination may have all of the \
-                 guest: check there whether it runs (`info status`). If it does not and never will, `cont` lets it \
-                 run again at the source, if that QEMU still exists"
-            )));
+            return Err(Error::unknown(error, |error| {
+                format!(
+                    "{error}. The source has closed its connections, and the QEMU at the destination may have all of \
+                     the guest: check there whether it runs (`info status`). If it does not and never will, `cont` \
+                     lets it run again at the source, if that QEMU still exists"
+                )
+            }));
         };
         if !self.return_path {
-            return Err(Error::Unknown(format!(
-                "{error}. The source has no return path, so it may report its migration as completed. Check the \
-                 destination: if the guest does not run there and never will, let it run again with `cont` at the \
-                 source"
-            )));
+            return Err(Error::unknown(error, |error| {
+                format!(
+                    "{error}. The source has no return path, so it may report its migration as completed. Check the \
+                     destination: if the guest does not run there and never will, let it run again with `cont` at the \
+                     source"
+                )
+            }));
         }
         self.hold(main, &error);
-        Err(Error::Unknown(format!(
-            "{error}, just when the guest was handed over. The source was kept waiting until it was told to go on, \
-             or has ended; at most one of the two may run"
-        )))
+        Err(Error::unknown(error, |error| {
+            format!(
+                "{error}, just when the guest was handed over. The source was kept waiting until it was told to go on, \
+                 or has ended; at most one of the two may run"
+            )
+        }))
     }
 
     /// The guest may run at the destination or not; that is unknown. As long as its connections stay as they are, the

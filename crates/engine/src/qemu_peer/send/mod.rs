@@ -24,10 +24,11 @@ use crate::{
     at_stop::AtStop,
     ending::finish,
     fail_point,
-    forecast::{Aim, Medium},
+    forecast::Aim,
     guarded::Guarded,
     guest::{Guard, SourceGuest, StateFormat},
     rounds::{MoveInProgress, Rounds},
+    shortfall::Medium,
     stream::{
         regions::{RegionBlock, region_blocks},
         state::machine_name,

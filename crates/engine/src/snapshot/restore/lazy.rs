@@ -171,12 +171,14 @@ fn wait(restore: &mut Restore<'_>, filling: &FromFile) -> Result<(), Failed> {
                 Ok(found) => found,
                 Err(why) => format!("can't stop it: {why}"),
             };
-            let what = format!(
-                "{error}. The guest had been started, and was stopped where it was, before it read any wrong data: \
-                 {found}. Until it has ended, a second process makes sure that missing pages are not read as zeros. \
-                 Restore it into a new VMM from another copy of the file"
-            );
-            Err((Error::Unknown(what), Ending::Hold))
+            let error = Error::unknown(error, |error| {
+                format!(
+                    "{error}. The guest had been started, and was stopped where it was, before it read any wrong data: \
+                     {found}. Until it has ended, a second process makes sure that missing pages are not read as \
+                     zeros. Restore it into a new VMM from another copy of the file"
+                )
+            });
+            Err((error, Ending::Hold))
         }
     }
 }

@@ -45,10 +45,12 @@ impl Restore<'_> {
         let run = self.options.run.unwrap_or(ran);
         self.progress.set_phase(Phase::HandedOver);
         self.guest.start(run).map_err(|error| {
-            Error::Unknown(format!(
-                "the guest was loaded, but can't be started: {error}. It is whole; start it with: {}",
-                self.guest.start_hint()
-            ))
+            Error::unknown(error, |error| {
+                format!(
+                    "the guest was loaded, but can't be started: {error}. It is whole; start it with: {}",
+                    self.guest.start_hint()
+                )
+            })
         })?;
         self.report.started_ms = Some(self.elapsed_ms());
         Ok(())

@@ -9,13 +9,14 @@ use transship_memory::PAGE_BYTES;
 use super::output::Output;
 use crate::{
     Converge, Error, Progress, Report, fail_point,
-    forecast::{Aim, Forecast, Medium, Room, Verdict},
+    forecast::{Aim, Forecast, Room, Verdict},
     free::{FreePages, Patience},
     guarded::Guarded,
     guest::SourceGuest,
     hold::{Holding, Kept},
     pacing::Pacing,
     scan::Scanner,
+    shortfall::{Medium, TooLate},
     snapshot::{SaveOptions, file::target::Target},
     unplug::unplug,
 };
@@ -150,7 +151,7 @@ impl Rounds {
                 }
                 Verdict::AnotherRound => {}
                 Verdict::Hopeless(why) => return Err(Error::NotConverging(why)),
-                Verdict::TooLate(why) => return Err(Error::TooLate(why)),
+                Verdict::TooLate(why) => return Err(Error::TooLate(TooLate::NoTimeForARound(why))),
             }
         }
     }

@@ -32,7 +32,7 @@ use crate::{
     ending::{finish, take_back},
     fail_point,
     guarded::Guarded,
-    guest::{DiskFile, Found, Guard, SourceGuest},
+    guest::{DiskFile, Found, Guard, GuestError, SourceGuest},
     stream::{
         regions::{RegionBlock, region_blocks},
         state::{DeviceState, machine_name},
@@ -254,15 +254,17 @@ impl Saving<'_, '_> {
         resumed.map_err(|error| self.stands_still(error, Ok(())))
     }
 
-    pub(super) fn stands_still(&self, error: impl std::fmt::Display, completed: Result<(), Error>) -> Error {
+    pub(super) fn stands_still(&self, error: GuestError, completed: Result<(), Error>) -> Error {
         let file = match completed {
             Ok(()) => "its snapshot is complete".to_owned(),
             Err(error) => format!("its snapshot failed ({error})"),
         };
-        Error::Unknown(format!(
-            "{file}, but the guest can't be resumed: {error}. It is stopped and whole: resume it with: {}",
-            self.guest.resume_hint()
-        ))
+        Error::unknown(error, |error| {
+            format!(
+                "{file}, but the guest can't be resumed: {error}. It is stopped and whole: resume it with: {}",
+                self.guest.resume_hint()
+            )
+        })
     }
 
     /// Writes everything that is no page of the guest, and makes the file whole.
