@@ -243,14 +243,10 @@ impl Service {
     /// # Errors
     /// The thread has ended: whoever writes waits for ever.
     fn check(&self) -> Result<(), Error> {
-        match self.failed.lock().unwrap_or_else(PoisonError::into_inner).take() {
-            None => Ok(()),
-            // It is told once as it was; after that, what it means.
-            Some(error) => {
-                let gone = Error::Gone { region: 0, source: Errno::SRCH.into() };
-                *self.failed.lock().unwrap_or_else(PoisonError::into_inner) = Some(gone);
-                Err(error)
-            }
-        }
+        let mut failed = self.failed.lock().unwrap_or_else(PoisonError::into_inner);
+        let Some(error) = failed.take() else { return Ok(()) };
+        // It is told once as it was; after that, what it means.
+        *failed = Some(Error::Gone { region: 0, source: Errno::SRCH.into() });
+        Err(error)
     }
 }

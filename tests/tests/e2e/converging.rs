@@ -232,6 +232,25 @@ fn writers_go_on_when_the_one_who_holds_them_is_killed_or_interrupted() -> Resul
     Ok(())
 }
 
+/// The guest is lost with its VMM, as without a move; the commands say so, and end.
+#[test]
+fn a_move_whose_writers_are_held_ends_with_its_vmm() -> Result<()> {
+    for held in [false, true] {
+        let (mut source, _) = writing(busy())?;
+        let destination = busy().incoming().start()?;
+        let receive = Transship::receiving(&destination.vm(), "tcp:127.0.0.1:0").start()?;
+        let flags = [&SLOW[..], &PACE].concat();
+        let moving = Transship::command(["move", "--vm", &source.vm(), "--to", &receive.listening()?]).args(flags);
+        let moving = moving.start()?;
+        let sign = if held { "writers held" } else { "round 1" };
+        wait_until(sign, || Ok(moving.stderr().all().iter().any(|line| line.contains(sign))))?;
+        source.kill9();
+        moving.wait()?.expect_code(1)?;
+        receive.wait()?.expect_code(1)?;
+    }
+    Ok(())
+}
+
 /// What can't be had is refused before the guest is touched.
 #[test]
 fn what_cannot_be_held_is_refused() -> Result<()> {
