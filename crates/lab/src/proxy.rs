@@ -80,8 +80,14 @@ impl Proxy {
 
     /// Ends all connections, and takes no more.
     pub fn cut(&self) {
+        self.shared.lock().cut = true;
+        self.snap();
+    }
+
+    /// Ends all connections. Others may follow.
+    pub fn snap(&self) {
         let mut state = self.shared.lock();
-        (state.cut, state.held) = (true, false);
+        state.held = false;
         for stream in state.streams.drain(..) {
             // It may have ended already.
             let _ = stream.shutdown(Shutdown::Both);

@@ -14,6 +14,8 @@ const HELD: Duration = Duration::from_secs(1);
 pub(crate) enum Target<'a> {
     Process(u32),
     Link(&'a Proxy),
+    /// The link takes others after these.
+    Connections(&'a Proxy),
     Nobody,
 }
 
@@ -47,7 +49,11 @@ pub(crate) fn strike(harm: Harm, target: &Target<'_>, gate: &Path) -> Result<boo
             link.cut();
             true
         }
-        (Harm::Hold, Target::Link(link)) => {
+        (Harm::Kill, Target::Connections(link)) => {
+            link.snap();
+            true
+        }
+        (Harm::Hold, Target::Link(link) | Target::Connections(link)) => {
             link.hold();
             true
         }
@@ -59,7 +65,7 @@ pub(crate) fn strike(harm: Harm, target: &Target<'_>, gate: &Path) -> Result<boo
         std::thread::sleep(HELD);
         match target {
             Target::Process(pid) => _ = send(*pid, Signal::CONT),
-            Target::Link(link) => link.let_go(),
+            Target::Link(link) | Target::Connections(link) => link.let_go(),
             Target::Nobody => {}
         }
     }

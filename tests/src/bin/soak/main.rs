@@ -20,7 +20,7 @@ mod verdict;
 
 use clap::Parser;
 use host::Host;
-use plan::{Memory, Step, Version, Victim, Way};
+use plan::{Converge, Memory, Step, Version, Victim, Way};
 use shelf::Shelf;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -123,7 +123,9 @@ struct Pair {
 impl Pair {
     fn run(&mut self, step: &Step, shelf: &Shelf, story: &mut Story) -> Result<(Outcome, bool)> {
         let (outcome, hit) = match step.way {
-            Way::Move { compress, channels, balloon } => self.moved(step, compress, channels, balloon, story)?,
+            Way::Move { compress, channels, balloon, converge } => {
+                self.moved(step, &["--compress", compress, "--channels", channels], balloon, converge, story)?
+            }
             Way::Snapshot { save, lazy } => self.through_a_file(step, save, lazy, shelf, story)?,
         };
         if matches!(outcome, Outcome::Lost | Outcome::Again) {
@@ -139,19 +141,21 @@ impl Pair {
     fn moved(
         &mut self,
         step: &Step,
-        compress: &str,
-        channels: &str,
+        encoding: &[&str],
         balloon: bool,
+        converge: Converge,
         story: &mut Story,
     ) -> Result<(Outcome, bool)> {
         let (Some(source), Some(destination)) = (&mut self.source, &mut self.destination) else {
             return Err(LabError("a step begins with two QEMUs".into()));
         };
         let path = source.plug(balloon)?;
-        let mut flags = vec!["--compress", compress, "--channels", channels];
+        // One that has a balloon is asked for what is free, and that and pages which follow exclude each other.
+        let converge = if path.is_some() && converge == Converge::PostCopy { Converge::Never } else { converge };
+        let mut flags = [encoding, converge.flags()].concat();
         flags.extend(path.iter().flat_map(|path| ["--balloon", path]));
         let (ends, hit) = moves::run(&step.blow, &flags, source, destination, story)?;
-        let done = Done { blow: &step.blow, hit };
+        let done = Done { blow: &step.blow, hit, follows: converge == Converge::PostCopy };
         let outcome = verdict::after_a_move(done, source, destination, &ends, story)?;
         if path.is_some() && outcome == Outcome::Stayed && !source.has_balloon()? {
             return Err(LabError("the guest lacks its balloon".into()));

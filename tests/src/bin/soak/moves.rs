@@ -20,7 +20,7 @@ pub(crate) fn run(
     blow: &Blow,
     flags: &[&str],
     source: &Host,
-    destination: &Host,
+    destination: &mut Host,
     story: &mut Story,
 ) -> Result<(Ends, bool)> {
     let folder = Scratch::new()?;
@@ -30,6 +30,8 @@ pub(crate) fn run(
     let none = Blow { moment: Moment::After(Duration::ZERO), ..*blow };
     let wait_at = if blow.victim == Victim::Nobody { &none } else { blow };
     let receiving = Transship::receiving(&to, &format!("unix:{}", there.display()));
+    let follows = flags.contains(&"postcopy");
+    let receiving = if follows { receiving.args(["--postcopy"]) } else { receiving };
     let mut receive = armed(receiving, wait_at, "destination", &gate).env("TMPDIR", folder.path()).start()?;
     receive.listening()?;
     let link = Proxy::start(&here, &there)?;
@@ -39,7 +41,11 @@ pub(crate) fn run(
     let hit = blow.victim != Victim::Nobody && {
         let waits = if is_there(blow) { &mut receive } else { &mut command };
         has_come(blow, waits, &gate)? && {
-            let target = target(blow.victim, &command, &receive, source, destination, &link);
+            let target = match target(blow.victim, &command, &receive, source, destination, &link) {
+                // Else the two would dial again for as long as the guest runs over there.
+                Target::Link(link) if follows => Target::Connections(link),
+                target => target,
+            };
             strike(blow.harm, &target, &gate)?
         }
     };
@@ -47,9 +53,13 @@ pub(crate) fn run(
     story.say(&format!("--- move: {here}"));
     let there = end(receive, &link)?;
     story.say(&format!("--- receive: {there}"));
+    if follows && blow.victim == Victim::SourceQemu && there.stderr.contains("not read as zeros") {
+        story.say("its pages are gone with the source: a second process holds it until it has ended");
+        destination.qemu.kill9();
+    }
     wait_until("all of ours to end", || Ok(of_ours(&from, "").is_empty() && of_ours(&to, "").is_empty()))?;
     drop(link);
-    assert_only_ours(folder.path(), Done { blow, hit })?;
+    assert_only_ours(folder.path(), Done { blow, hit, follows })?;
     Ok((Ends { here, there }, hit))
 }
 

@@ -51,9 +51,31 @@ pub(crate) enum Way {
         channels: &'static str,
         /// Asked for what is free, if its QEMU has that device.
         balloon: bool,
+        converge: Converge,
     },
     /// Through a file.
     Snapshot { save: &'static str, lazy: bool },
+}
+
+/// What is done that it ends.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Converge {
+    Never,
+    /// Writers are held.
+    Pace,
+    /// It runs before its pages.
+    PostCopy,
+}
+
+impl Converge {
+    /// For `transship move`.
+    pub(crate) fn flags(self) -> &'static [&'static str] {
+        match self {
+            Self::Never => &[],
+            Self::Pace => &["--converge", "pace"],
+            Self::PostCopy => &["--converge", "postcopy", "--postcopy-after", "0"],
+        }
+    }
 }
 
 /// Who is hurt.
@@ -114,6 +136,21 @@ const MOVING: [&str; 14] = [
     "destination.go",
     "destination.started",
 ];
+/// The steps of a move whose guest runs before its pages, but for those of the others that it may not come to.
+const FOLLOWED: [&str; 12] = [
+    "source.owed",
+    "source.line",
+    "source.stopped",
+    "source.state-sent",
+    "source.loaded",
+    "source.go-sent",
+    "destination.dropped",
+    "destination.missing",
+    "destination.line",
+    "destination.loaded",
+    "destination.go",
+    "destination.started",
+];
 /// Those at which there is a guard.
 const GUARDED: [&str; 5] =
     ["source.stopped", "source.last-round", "source.state-sent", "destination.loaded", "source.loaded"];
@@ -136,16 +173,17 @@ const RESTORING_LAZILY: [&str; 2] = ["restore.loaded", "restore.started"];
 
 /// One move in so many is asked for what is free, where it can be: the guest takes five seconds to let go of a device.
 const BALLOON_ONE_IN: u8 = 8;
+const POST_COPY_ONE_IN: u8 = 5;
 const SNAPSHOT_ONE_IN: u8 = 6;
 const NOBODY_ONE_IN: u8 = 5;
 /// About as long as a move or a save takes.
 const LONGEST_MS: u64 = 400;
 
 impl Step {
-    /// What the QEMU that takes the guest has for it. A lazy restore needs memory that can be emptied.
+    /// What the QEMU that takes the guest has for it. Pages that come after the guest need memory that can be emptied.
     pub(crate) fn memory(&self) -> Memory {
         match self.way {
-            Way::Snapshot { lazy: true, .. } => Memory::SharedFile,
+            Way::Snapshot { lazy: true, .. } | Way::Move { converge: Converge::PostCopy, .. } => Memory::SharedFile,
             _ => Memory::of(self.to),
         }
     }
@@ -170,11 +208,16 @@ fn pick<T: Copy>(random: &mut fastrand::Rng, from: &[T]) -> T {
 fn way(random: &mut fastrand::Rng) -> Way {
     match random.u8(..SNAPSHOT_ONE_IN) {
         0 => Way::Snapshot { save: pick(random, &["--live", "--background", "--paused"]), lazy: random.bool() },
-        _ => Way::Move {
-            compress: pick(random, &["none", "zstd", "auto"]),
-            channels: pick(random, &["1", "2", "4"]),
-            balloon: random.u8(..BALLOON_ONE_IN) == 0,
-        },
+        _ => {
+            let (compress, channels) = (pick(random, &["none", "zstd", "auto"]), pick(random, &["1", "2", "4"]));
+            let balloon = random.u8(..BALLOON_ONE_IN) == 0;
+            let converge = match random.u8(..POST_COPY_ONE_IN) {
+                0 if !balloon => Converge::PostCopy,
+                1 => Converge::Pace,
+                _ => Converge::Never,
+            };
+            Way::Move { compress, channels, balloon, converge }
+        }
     }
 }
 
@@ -204,6 +247,7 @@ fn victim(random: &mut fastrand::Rng, way: Way) -> Victim {
 fn steps(way: Way, victim: Victim) -> &'static [&'static str] {
     match (way, victim) {
         (Way::Move { .. }, Victim::Guard) => &GUARDED,
+        (Way::Move { converge: Converge::PostCopy, .. }, _) => &FOLLOWED,
         (Way::Move { .. }, _) => &MOVING,
         (_, Victim::Guard) => &SAVING_GUARDED,
         (Way::Snapshot { lazy: true, .. }, Victim::Restore | Victim::StandIn | Victim::DestinationQemu) => {
@@ -248,7 +292,7 @@ mod tests {
         ] {
             assert!(all.iter().any(|step| step.blow.victim == victim), "{victim:?}");
         }
-        for step in MOVING {
+        for step in MOVING.into_iter().chain(FOLLOWED) {
             assert!(all.iter().any(|each| each.blow.moment == Moment::At(step)), "{step}");
         }
         for version in [Version::V7_2, Version::Installed, Version::V11_1] {

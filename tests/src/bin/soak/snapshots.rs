@@ -36,12 +36,12 @@ pub(crate) fn save(
     if is_new {
         shelf.keep_disk()?;
     }
-    let killed = |victim| blow.is_some_and(|blow| Done { blow, hit }.killed(victim));
+    let killed = |victim| blow.is_some_and(|blow| Done { blow, hit, follows: false }.killed(victim));
     if !killed(Victim::Save) && !shelf.strangers().is_empty() {
         return wrong(format!("left behind on the disk: {:?}", shelf.strangers()));
     }
     if !host.is_alive()? {
-        let lost = blow.map(|blow| lost_with(Victim::SourceQemu, Done { blow, hit }));
+        let lost = blow.map(|blow| lost_with(Victim::SourceQemu, Done { blow, hit, follows: false }));
         return Ok((lost.unwrap_or_else(|| wrong("the guest's QEMU has ended"))?, hit));
     }
     match ended.code() {
@@ -74,7 +74,7 @@ pub(crate) fn restore(
     let command = if lazy { command.args(["--lazy"]) } else { command };
     let blow = blow.filter(|blow| matches!(blow.victim, Victim::Restore | Victim::StandIn | Victim::DestinationQemu));
     let (ended, hit) = run(command, blow, "restore", host, story)?;
-    let killed = |victim| blow.is_some_and(|blow| Done { blow, hit }.killed(victim));
+    let killed = |victim| blow.is_some_and(|blow| Done { blow, hit, follows: false }.killed(victim));
     if !host.is_alive()? {
         return match killed(Victim::DestinationQemu) {
             true if host.has_run()? => Ok((Outcome::Lost, hit)),

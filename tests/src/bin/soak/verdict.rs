@@ -27,6 +27,8 @@ pub(crate) enum Outcome {
 pub(crate) struct Done<'a> {
     pub(crate) blow: &'a Blow,
     pub(crate) hit: bool,
+    /// The guest's pages come after it.
+    pub(crate) follows: bool,
 }
 
 impl Done<'_> {
@@ -96,7 +98,9 @@ fn stands(
     story: &mut Story,
 ) -> Result<Outcome> {
     if !destination.is_alive()? && destination.has_run()? {
-        return lost_with(Victim::DestinationQemu, done);
+        // Where the pages follow, either end may be the one that had some of them alone.
+        let had_pages = done.follows && done.killed(Victim::SourceQemu);
+        return lost_with(if had_pages { Victim::SourceQemu } else { Victim::DestinationQemu }, done);
     }
     // "If the VMM still runs".
     if destination.is_alive()?
