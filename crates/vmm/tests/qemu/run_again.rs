@@ -1,5 +1,8 @@
 //! A guest that was stopped is let run again, whatever else goes wrong.
-use std::{io, time::Instant};
+use std::{
+    io, thread,
+    time::{Duration, Instant},
+};
 
 use serde_json::json;
 use transship_guest::{Found, SourceGuest};
@@ -64,5 +67,31 @@ fn a_setting_that_is_refused_does_not_keep_the_guard_from_letting_it_run() {
     set(&qemu, SETTING, false);
     set(&qemu, CONFLICT, true);
     settle_abandoned(&vm, &will, true).unwrap();
+    qemu.wait_counting();
+}
+
+/// QEMU refuses `cont` until it is through with a migration, and has no event for that. Here it takes its time: it
+/// waits for a word before the device state.
+#[test]
+fn a_migration_that_is_not_finished_yet_does_not_keep_it_from_running() {
+    let qemu = Qemu::start(&[]);
+    qemu.wait_booted();
+    let mut source = qemu.source();
+    assert_eq!(source.stop().unwrap(), Found::Running);
+    set(&qemu, "pause-before-switchover", true);
+    qemu.qmp("migrate", json!({ "uri": "exec:cat >/dev/null" }));
+    let begin = Instant::now();
+    while qemu.qmp("query-migrate", json!({}))["status"] != "pre-switchover" {
+        assert!(begin.elapsed() < PATIENCE, "the migration does not come to its switchover");
+    }
+    assert_eq!(qemu.status(), "finish-migrate");
+    thread::scope(|scope| {
+        scope.spawn(|| {
+            // By then QEMU has refused, if not on a busy machine.
+            thread::sleep(Duration::from_millis(300));
+            qemu.qmp("migrate-continue", json!({ "state": "pre-switchover" }));
+        });
+        source.resume(true).unwrap();
+    });
     qemu.wait_counting();
 }
