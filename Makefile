@@ -9,11 +9,13 @@ FUZZ_SECONDS = 20
 LOOM =
 # For `make install`: where to.
 PREFIX = /usr/local
+# For `make try-deb`: releases of Debian.
+RELEASES = bookworm trixie
 # For `make soak`: how many moves, and the seed of all choices.
 MOVES = 100
 SEED = 1
 
-.PHONY: demo test test-long soak mutants lint msrv fuzz loom setup install deb
+.PHONY: demo test test-long soak mutants lint msrv fuzz loom setup install deb try-deb
 demo: ; scripts/demo.sh $(VM) $(ARGS)
 test: ; scripts/test.sh
 # Those that `make test` leaves out, because each takes minutes.
@@ -32,3 +34,5 @@ setup: ; scripts/setup.sh
 install: ; scripts/install.sh $(PREFIX)
 # A Debian package, in target/debian.
 deb: ; scripts/package.sh
+# Installs and removes it in fresh roots: needs root and debootstrap.
+try-deb: ; scripts/try-package.sh $(RELEASES)
