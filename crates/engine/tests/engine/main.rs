@@ -3,7 +3,7 @@
 //!
 //! - Moves: `model`, `meanwhile`, `hints`, `ends`; peers that speak otherwise than the rules have it, or too little:
 //!   `hostile`, `strangers`; those who measure the link before: `probed`
-//! - Snapshots: `snapshot_save`, `snapshot_restore`, `snapshot_convert`
+//! - Snapshots: `snapshot_save`, `snapshot_restore`, `snapshot_qemu`, `snapshot_convert`
 //! - Stock QEMUs at the other end: `qemu_send`, `qemu_receive`; between two of them: `relay`
 //! - What several of them need: `common`, `crowd`
 mod common;
@@ -18,6 +18,7 @@ mod qemu_receive;
 mod qemu_send;
 mod relay;
 mod snapshot_convert;
+mod snapshot_qemu;
 mod snapshot_restore;
 mod snapshot_save;
 mod strangers;

@@ -17,7 +17,7 @@ use transship_wire::{
 
 use crate::{
     common::{self, History, Op, Scripted},
-    snapshot_restore::early_section,
+    snapshot_qemu::early_section,
 };
 
 pub(super) const UUID: [u8; 16] = *b"0123456789abcdef";
