@@ -2,6 +2,7 @@
 #![forbid(unsafe_code)]
 use std::{
     io::Read,
+    os::unix::fs::{FileTypeExt, MetadataExt},
     time::{Duration, Instant},
 };
 
@@ -84,6 +85,24 @@ pub struct DiskFile {
 }
 
 impl DiskFile {
+    /// The file at a path of this process, if it is there.
+    pub fn at(name: &str, path: &std::path::Path) -> Option<Self> {
+        let (device, inode) = Self::id(&std::fs::metadata(path).ok()?);
+        Some(Self { name: name.to_owned(), device, inode })
+    }
+
+    /// Whether this is what the system says of it.
+    pub fn has(&self, meta: &std::fs::Metadata) -> bool {
+        Self::id(meta) == (self.device, self.inode)
+    }
+
+    fn id(meta: &std::fs::Metadata) -> (u64, u64) {
+        match meta.file_type().is_block_device() {
+            true => (meta.rdev(), 0),
+            false => (meta.dev(), meta.ino()),
+        }
+    }
+
     /// Whether both are the same file, whatever they are called.
     pub fn is(&self, other: &Self) -> bool {
         (self.device, self.inode) == (other.device, other.inode)
@@ -205,12 +224,12 @@ pub trait SourceGuest: Send {
     fn drain(&mut self) -> Result<bool, GuestError> {
         Ok(false)
     }
-    /// The files of all disks of the guest, as far as they are known.
+    /// The files of all disks of the guest that have a name here; none if this VMM never says.
     ///
     /// # Errors
     /// The VMM does not say.
-    fn disks(&mut self) -> Result<Vec<DiskFile>, GuestError> {
-        Ok(Vec::new())
+    fn disks(&mut self) -> Result<Option<Vec<DiskFile>>, GuestError> {
+        Ok(None)
     }
     /// Does beforehand, while the guest runs, what `stop` and `save_state` need and what would take time then. Called
     /// shortly before `stop`; whatever it changes in the VMM, `resume` or `tidy` undoes.
@@ -399,6 +418,11 @@ pub trait DestinationGuest: Send {
     /// The VMM does not say.
     fn writable_disks(&mut self) -> Result<Vec<DiskFile>, GuestError> {
         Ok(Vec::new())
+    }
+    /// Of these files, one that another process on this host has open for writing, and that process, in words. One that
+    /// can't be looked into from here is not known of.
+    fn written_elsewhere(&mut self, _disks: &[DiskFile]) -> Option<(DiskFile, String)> {
+        None
     }
     /// Loads the device state, to the end of `state`, and waits until the VMM reports that it has loaded all of it.
     fn load_state(&mut self, state: &mut dyn Read) -> Result<(), GuestError>;

@@ -221,6 +221,27 @@ impl Definition {
         self.cookie.as_deref()
     }
 
+    /// The files and devices that its disks are in, those below overlays included as far as it names them; none if a
+    /// disk is known by another name than a path, such as that of a volume.
+    pub fn disk_paths(&self) -> Option<Vec<String>> {
+        let document = roxmltree::Document::parse(&self.xml).ok()?;
+        let devices = document.root_element().children().filter(|child| child.has_tag_name("devices"));
+        let disks = devices.flat_map(|devices| devices.children().filter(|child| child.has_tag_name("disk")));
+        let mut paths = Vec::new();
+        for source in disks.flat_map(|disk| disk.descendants().filter(|node| node.has_tag_name("source"))) {
+            // What it is of says its kind: the disk, or a file below it.
+            match source.parent().and_then(|place| place.attribute("type")) {
+                None | Some("file" | "block") => {
+                    paths.extend(source.attribute("file").or(source.attribute("dev")).map(str::to_owned));
+                }
+                // It is no file of a host.
+                Some("network" | "nvme" | "vhostuser" | "vhostvdpa") => {}
+                Some(_) => return None,
+            }
+        }
+        Some(paths)
+    }
+
     /// Whether a guest saved with one can be loaded with the other: all but the memory that a balloon has left it.
     pub fn is_same_machine(&self, other: &Self) -> bool {
         let without = |xml: &str| {
@@ -263,4 +284,26 @@ fn domain_name(xml: &str) -> Result<String, Error> {
 /// Bytes as messages show them.
 fn text(bytes: &[u8]) -> String {
     String::from_utf8_lossy(bytes).into_owned()
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_definition_names_the_files_of_its_disks() {
+        let paths = |disks: &str| {
+            let xml = format!(
+                "<domain><name>g</name><devices>{disks}<interface><source dev='e'/></interface></devices></domain>"
+            );
+            Definition::new(xml, None).unwrap().disk_paths()
+        };
+        let chain = "<disk type='file'><source file='/a'/><backingStore type='block'><source dev='/dev/b'/>\
+                     <backingStore/></backingStore></disk>";
+        assert_eq!(paths(chain), Some(vec!["/a".to_owned(), "/dev/b".to_owned()]));
+        assert_eq!(paths("<disk type='file' device='cdrom'/>"), Some(Vec::new()), "an empty drive");
+        assert_eq!(paths("<disk type='network'><source protocol='nbd' name='x'/></disk>"), Some(Vec::new()));
+        assert_eq!(paths("<disk type='volume'><source pool='p' volume='v'/></disk>"), None);
+    }
 }

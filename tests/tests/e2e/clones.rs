@@ -208,6 +208,45 @@ fn clones_have_overlays_and_a_command_after() -> Result<()> {
     [&clone, &source].into_iter().try_for_each(assert_goes_on)
 }
 
+/// A snapshot in QEMU's layout has no disks in it. What is made of it knows none, and what is made of an image knows
+/// those of the image.
+#[test]
+fn clones_of_what_knows_no_disks_are_kept_from_those_that_others_write_to() -> Result<()> {
+    let folder = disk()?;
+    let at = |name: &str| folder.join(name).to_string_lossy().into_owned();
+    io(std::fs::File::create(at("disk")).and_then(|file| file.set_len(1 << 20)))?;
+    // QEMU would lock it, and refuse to run the clone only when it is loaded; not every file system can lock.
+    let drive = format!("file={},format=raw,file.locking=off,if=none,id=disk", at("disk"));
+    let with = || guest().args(["-drive", &drive, "-device", "virtio-blk-pci,drive=disk"]);
+    let source = with().booted()?;
+    Transship::command(["save", "--paused", "--vm", &source.vm(), "--to", &at("mapped")]).run()?.expect_code(0)?;
+    image(&source, &folder.join("image"), "--paused")?;
+    let disks = |from: &str, to: &str| -> Result<(Value, String)> {
+        Transship::command(["convert", &at(from), &at(to), "--format", "raw"]).run()?.expect_code(0)?;
+        let info = Transship::command(["info", &at(to), "--json"]).run()?.expect_code(0)?.report()?;
+        let text = Transship::command(["info", &at(to)]).run()?.expect_code(0)?.stdout;
+        Ok((info["disks"].clone(), text))
+    };
+    let (known, text) = disks("image", "copy")?;
+    assert_eq!(known, json!({ "files": [at("disk")] }), "{text}");
+    let (unknown, text) = disks("mapped", "converted")?;
+    assert_eq!(unknown, "not-known");
+    assert!(text.contains("does not say which its guest had"), "{text}");
+    let waiting = with().clone_of(folder.join("copy")).start()?;
+    let refused = cloning(&waiting.vm(), &folder.join("copy")).run()?.expect_code(1)?.to_string();
+    assert!(refused.contains("is a disk of the guest that the image was made of"), "{refused}");
+    let waiting = with().clone_of(folder.join("converted")).start()?;
+    let refused = cloning(&waiting.vm(), &folder.join("converted")).run()?.expect_code(1)?.to_string();
+    let process = format!("process {} (", source.pid());
+    assert!(refused.contains(&process) && refused.contains("qemu-img create -f qcow2"), "{refused}");
+    assert_eq!(waiting.status()?, "inmigrate");
+    assert_goes_on(&source)?;
+    // Nobody else writes to it any more.
+    drop(source);
+    cloning(&waiting.vm(), &folder.join("converted")).run()?.expect_code(0)?;
+    assert_goes_on(&waiting)
+}
+
 #[test]
 fn clones_run_in_other_versions() -> Result<()> {
     for version in ["11.1"] {

@@ -1,7 +1,7 @@
 //! `transship info`: what a snapshot file holds.
 use std::fmt::Write as _;
 
-use transship_engine::{BlockInfo, FilePlace, FileUri, SnapshotInfo, inspect};
+use transship_engine::{BlockInfo, DisksInfo, FilePlace, FileUri, SnapshotInfo, inspect};
 use transship_memory::PAGE;
 
 use crate::{
@@ -63,6 +63,9 @@ fn text(info: &SnapshotInfo) -> String {
         if info.checked { "all of it was read" } else { "headers, bitmaps and device sections (--check reads all)" }
             .into(),
     );
+    if let Some(disks) = &info.disks {
+        row("disks", whose_disks(disks));
+    }
     if let Some(why) = &info.refusal {
         row("restore", format!("not possible: {why}"));
     }
@@ -72,6 +75,17 @@ fn text(info: &SnapshotInfo) -> String {
     blocks(&mut text, &info.blocks);
     sections(&mut text, info);
     text
+}
+
+fn whose_disks(disks: &DisksInfo) -> String {
+    match disks {
+        DisksInfo::NotKnown => {
+            "not known: what the image was made of does not say which its guest had; give each clone disks of its own"
+                .into()
+        }
+        DisksInfo::Files(files) if files.is_empty() => "its guest had none".into(),
+        DisksInfo::Files(files) => format!("of its guest, not for clones to write to: {}", files.join(", ")),
+    }
 }
 
 fn format(info: &SnapshotInfo) -> String {
@@ -159,6 +173,7 @@ mod tests {
             state: Some("running".into()),
             refusal: None,
             not_for_clones: None,
+            disks: Some(DisksInfo::NotKnown),
             libvirt: None,
             blocks: vec![block, left],
             sections: Vec::new(),
@@ -171,6 +186,7 @@ mod tests {
             "format       mapped-ram (capabilities: mapped-ram), from offset 0x1000 on",
             "machine      pc-q35-10.0",
             "guest        running",
+            "disks        not known: ",
             "size         5.0 GiB, 8.0 MiB on the disk",
             "memory       5.0 GiB in 2 blocks, 3.9 MiB stored",
             "300 KiB; the file does not describe them",

@@ -1,5 +1,6 @@
 //! From one layout of a snapshot to another, without any guest.
 use std::{
+    path::Path,
     sync::{Arc, atomic::Ordering::Relaxed},
     time::Instant,
 };
@@ -20,6 +21,7 @@ use super::{
 use crate::{
     Error, Phase, Progress, Report, RoundReport,
     ending::finish,
+    guest::DiskFile,
     stream::{
         store::{Counts, FileStore, PageWriter, Store, write_pages},
         whence::wrong,
@@ -140,6 +142,9 @@ impl Conversion<'_> {
     fn stream(&mut self, stream: Stream) -> Result<Converted, Error> {
         stream.check_whole()?;
         let store = self.begin(&stream.origin, &stream.configuration, stream.ram_section)?;
+        if let Some(disks) = stream.origin.image.as_deref().and_then(disks_of) {
+            store.disks(disks);
+        }
         store.list(&stream.blocks)?;
         let runs = self.must_say_that_it_ran(&stream.origin);
         self.progress.round_total.store(stream.origin.bytes.map_or(0, |bytes| bytes - stream.origin.offset), Relaxed);
@@ -153,7 +158,12 @@ impl Conversion<'_> {
     fn image(&mut self, image: Image) -> Result<Converted, Error> {
         image.check_bytes(self.progress)?;
         let sources = image.sources()?;
-        self.blocks(image.snapshot, &|block| sources.get(&block).map(|(set, origin)| (set, origin)))
+        let elsewhere = |block| sources.get(&block).map(|(set, origin)| (set, origin));
+        let converted = self.blocks(image.snapshot, &elsewhere)?;
+        if let Some(disks) = image.manifest.disks {
+            converted.store.disks(disks);
+        }
+        Ok(converted)
     }
 
     fn mapped(&mut self, snapshot: Snapshot) -> Result<Converted, Error> {
@@ -261,6 +271,12 @@ struct From<'a> {
     pages_offset: u64,
     /// Hands on those that are there, ascending.
     runs: &'a dyn Fn(&mut Take<'_>) -> Result<(), Error>,
+}
+
+/// The disks that libvirt's definition of the domain names, as far as they are here; none if it does not name all.
+fn disks_of(image: &SaveImage) -> Option<Vec<DiskFile>> {
+    let paths = image.definition.disk_paths()?;
+    Some(paths.iter().filter_map(|path| DiskFile::at(path, Path::new(path))).collect())
 }
 
 /// The store for a snapshot of this layout. `io`: how the kernel is asked to write pages at fixed places.

@@ -48,6 +48,9 @@ pub struct SnapshotInfo {
     /// Why clones can't run from an image, though it can be restored.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub not_for_clones: Option<String>,
+    /// Of an image: files of the disks that its guest had.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub disks: Option<DisksInfo>,
     /// What libvirt has put before it, if it is one of its save images.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub libvirt: Option<LibvirtInfo>,
@@ -72,6 +75,16 @@ pub struct LibvirtInfo {
     pub encoding: &'static str,
     /// Its definition.
     pub xml: String,
+}
+
+/// The disks of the guest that an image was made of.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum DisksInfo {
+    /// What it was made of did not say. A clone can't be kept from the disks of that guest by their names.
+    NotKnown,
+    /// These, and no clone may write to them.
+    Files(Vec<String>),
 }
 
 /// A RAM block.
@@ -136,6 +149,10 @@ fn of_image(image: &Image, check: bool) -> Result<SnapshotInfo, Error> {
     let mut info = mapped(&image.snapshot, check)?;
     (info.file, info.format) = (image.name.clone(), Format::Raw.to_string());
     info.refusal = image.snapshot.refusal.clone();
+    info.disks = Some(match &image.manifest.disks {
+        None => DisksInfo::NotKnown,
+        Some(disks) => DisksInfo::Files(disks.iter().map(|disk| disk.name.clone()).collect()),
+    });
     info.not_for_clones = image.check_pinned().err().map(|error| error.to_string());
     for (region, (block, origin)) in image.memory.iter().enumerate() {
         let known = &mut info.blocks[*block];
@@ -237,6 +254,7 @@ fn begin(origin: &Origin, format: Format, configuration: &Configuration) -> Snap
         state: None,
         refusal: None,
         not_for_clones: None,
+        disks: None,
         libvirt: origin.image.as_ref().map(|image| LibvirtInfo {
             domain: image.definition.name().to_owned(),
             encoding: image.header.encoding.name(),

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use transship_memory::{PAGE_BYTES, PageRange};
 use transship_wire::qemu::Block;
 
-use crate::{Error, FileReport, Progress};
+use crate::{Error, FileReport, Progress, guest::DiskFile};
 
 /// Takes what a stream holds. Blocks are known by their numbers: their places in the lists, from 0 on. Everything but
 /// pages comes from the one that reads the main stream, between pages.
@@ -109,6 +109,8 @@ impl<S: PromptStore> PageWriter for PromptWriter<S> {
 
 /// A store that becomes a file.
 pub(crate) trait FileStore: Store {
+    /// The disks that the guest had, which an image remembers. Unless this is called, nothing is known of them.
+    fn disks(&self, _disks: Vec<DiskFile>) {}
     /// All pages are there, and `tail` is what follows them: makes the file whole, durably and at its name.
     ///
     /// # Errors

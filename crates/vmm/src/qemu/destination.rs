@@ -196,6 +196,10 @@ impl DestinationGuest for QemuDestination {
         disk_files::list(&mut self.qmp, disk_files::Which::Writable)
     }
 
+    fn written_elsewhere(&mut self, disks: &[DiskFile]) -> Option<(DiskFile, String)> {
+        disk_files::written_elsewhere(self.qmp.pid(), disks)
+    }
+
     fn load_state(&mut self, state: &mut dyn Read) -> Result<(), GuestError> {
         // Whatever the state says, the guest does not run when it is loaded, and the disks are left to whoever has
         // them.

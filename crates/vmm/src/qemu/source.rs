@@ -381,8 +381,8 @@ impl SourceGuest for QemuSource {
         self.state_format.clone()
     }
 
-    fn disks(&mut self) -> Result<Vec<DiskFile>, GuestError> {
-        disk_files::list(&mut self.qmp, disk_files::Which::All)
+    fn disks(&mut self) -> Result<Option<Vec<DiskFile>>, GuestError> {
+        disk_files::list(&mut self.qmp, disk_files::Which::All).map(Some)
     }
 
     fn uuid(&mut self) -> Result<[u8; 16], GuestError> {

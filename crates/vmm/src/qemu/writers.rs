@@ -181,13 +181,13 @@ fn own_driver(node: &Value) -> Option<&str> {
 }
 
 /// A process, for messages.
-struct Process {
+pub(super) struct Process {
     pid: i32,
     name: String,
 }
 
 impl Process {
-    fn named(pid: i32) -> Self {
+    pub(super) fn named(pid: i32) -> Self {
         Self { pid, name: fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default().trim().to_owned() }
     }
 }
@@ -246,7 +246,7 @@ fn may_look_everywhere() -> bool {
     rights::has_all()
 }
 
-fn processes() -> impl Iterator<Item = i32> {
+pub(super) fn processes() -> impl Iterator<Item = i32> {
     fs::read_dir("/proc").into_iter().flatten().filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok())
 }
 

@@ -35,7 +35,7 @@ impl Target {
         head: &[u8],
         memory: &[(Name, usize)],
         machine: &Configuration,
-        disks: &[DiskFile],
+        disks: Option<&[DiskFile]>,
         progress: &Progress,
     ) -> Result<(), Error> {
         let TargetKind::Folder(folder) = &self.place else {
@@ -55,7 +55,7 @@ impl Target {
             machine: machine.machine.to_string(),
             memory: memory.iter().map(region).collect::<Result<_, Error>>()?,
             state: pinned(0, STATE.into())?,
-            disks: disks.to_vec(),
+            disks: disks.map(<[DiskFile]>::to_vec),
         };
         let text = serde_json::to_string_pretty(&manifest).map_err(|error| self.failed("describe", error.into()))?;
         let mut file = folder.make_file(&self.uri, MANIFEST)?;

@@ -21,8 +21,8 @@ pub(crate) struct Manifest {
     pub(crate) memory: Vec<Memory>,
     /// Everything else.
     pub(crate) state: Pinned,
-    /// Files of the disks that the guest had.
-    pub(crate) disks: Vec<DiskFile>,
+    /// Files of the disks that the guest had; none if nothing is known of them.
+    pub(crate) disks: Option<Vec<DiskFile>>,
 }
 
 /// A region, and the file that it is in.

@@ -12,6 +12,7 @@ use super::{
 };
 use crate::{
     Error, FileReport, Progress,
+    guest::DiskFile,
     snapshot::file::target::Target,
     stream::{
         state::DeviceState,
@@ -32,6 +33,7 @@ pub(crate) struct MappedStore {
 struct Beside {
     early: Vec<u8>,
     switchover: bool,
+    disks: Option<Vec<DiskFile>>,
 }
 
 impl MappedStore {
@@ -77,6 +79,10 @@ impl Store for MappedStore {
 }
 
 impl FileStore for MappedStore {
+    fn disks(&self, disks: Vec<DiskFile>) {
+        self.beside().disks = Some(disks);
+    }
+
     fn complete(&self, tail: &[u8], report: &mut FileReport, progress: &Progress) -> Result<(), Error> {
         if !self.file.is_finished() {
             return Err(Error::File(
@@ -86,7 +92,7 @@ impl FileStore for MappedStore {
         report.direct_io = self.file.target.is_direct();
         report.direct_io_refused = self.file.target.refused().map(str::to_owned);
         report.io_uring = self.file.is_uring();
-        let Beside { early, switchover } = std::mem::take(&mut *self.beside());
+        let Beside { early, switchover, disks } = std::mem::take(&mut *self.beside());
         let state = DeviceState {
             configuration: self.configuration.clone(),
             ram_section: self.ram_section,
@@ -121,9 +127,9 @@ impl FileStore for MappedStore {
                         .into(),
                 ));
             }
-            // The guest that had the disks is not here.
             true => {
-                target.complete_image(&head.bytes, &blocks.layout.left_out(), &self.configuration, &[], progress)?
+                let left_out = blocks.layout.left_out();
+                target.complete_image(&head.bytes, &left_out, &self.configuration, disks.as_deref(), progress)?;
             }
             false => target.complete(&head.bytes, progress)?,
         }

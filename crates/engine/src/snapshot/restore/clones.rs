@@ -8,7 +8,7 @@ use super::{eager, lazy, restoring::Restore};
 use crate::{
     CloneMemory, CloneReport, Error, FileReport, Phase, fail_point,
     filling::stand_in::StandIn,
-    guest::DestinationGuest,
+    guest::{DestinationGuest, DiskFile},
     snapshot::{
         Format,
         file::{filesystem, origin::Origin},
@@ -169,22 +169,33 @@ fn check_room(origin: &Origin, holes: u64) -> Result<(), Error> {
     Err(wrong(&origin.name, what))
 }
 
-/// The guest of the image goes on elsewhere with its disks, or was stopped and may.
+/// The guest of the image goes on elsewhere with its disks, or was stopped and may. Where it is not known which they
+/// are, no other process may write to those of the clone.
 fn check_disks(guest: &mut dyn DestinationGuest, image: &Image) -> Result<(), Error> {
-    if image.manifest.disks.is_empty() {
+    let parents = image.manifest.disks.as_deref();
+    if parents.is_some_and(<[DiskFile]>::is_empty) {
         return Ok(());
     }
     let writable = guest.writable_disks()?;
-    for disk in &image.manifest.disks {
-        if let Some(ours) = writable.iter().find(|ours| ours.is(disk)) {
+    let shared = match parents {
+        Some(parents) => writable
+            .into_iter()
+            .find(|ours| parents.iter().any(|theirs| theirs.is(ours)))
+            .map(|ours| (ours.name, "is a disk of the guest that the image was made of".to_owned())),
+        None => guest.written_elsewhere(&writable).map(|(ours, process)| {
+            let whose =
+                format!("{process} has open for writing, and which disks the guest of the image had is not known");
+            (ours.name, whose)
+        }),
+    };
+    match shared {
+        None => Ok(()),
+        Some((disk, whose)) => {
             let what = format!(
-                "the waiting guest may write to {}, which is a disk of the guest that the image was made of, and two \
-                 guests on one disk destroy it; give the clone an overlay of its own: qemu-img create -f qcow2 -b {} \
-                 -F FORMAT overlay.qcow2",
-                ours.name, disk.name
+                "the waiting guest may write to {disk}, which {whose}; two guests on one disk destroy it: give the \
+                 clone an overlay of its own: qemu-img create -f qcow2 -b {disk} -F FORMAT overlay.qcow2"
             );
-            return Err(wrong(&image.name, what));
+            Err(wrong(&image.name, what))
         }
     }
-    Ok(())
 }

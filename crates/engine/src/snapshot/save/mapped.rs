@@ -33,7 +33,7 @@ pub(crate) struct MappedFile {
     pub(crate) layout: Layout,
     pub(crate) writers: Writers,
     /// Of an image: those of the guest.
-    pub(crate) disks: Vec<DiskFile>,
+    pub(crate) disks: Option<Vec<DiskFile>>,
 }
 
 impl MappedFile {
@@ -53,7 +53,7 @@ impl MappedFile {
         target.expect(layout.bytes_for(memory.bytes()));
         target.set_length(layout.end())?;
         let writers = Writers::start(memory, freeing, layout.pages(), options.channels, options.io, target, progress)?;
-        Ok(Self { layout, writers, disks: Vec::new() })
+        Ok(Self { layout, writers, disks: None })
     }
 }
 
@@ -114,7 +114,7 @@ impl Output for MappedFile {
                 &head.bytes,
                 &self.layout.left_out(),
                 &state.configuration,
-                &self.disks,
+                self.disks.as_deref(),
                 progress,
             );
         }

@@ -152,10 +152,10 @@ impl Saving<'_, '_> {
     }
 
     /// What an image says of the guest's disks.
-    pub(super) fn disks(&mut self) -> Result<Vec<DiskFile>, Error> {
+    pub(super) fn disks(&mut self) -> Result<Option<Vec<DiskFile>>, Error> {
         match self.options.format {
             Format::Raw => Ok(self.guest.unguarded().disks()?),
-            _ => Ok(Vec::new()),
+            _ => Ok(None),
         }
     }
 
