@@ -372,6 +372,10 @@ pub trait DestinationGuest: Send {
     fn answered(&self) -> Option<Instant> {
         None
     }
+    /// When the guest ran, once `start` has let it; none if that is not known.
+    fn ran_since(&self) -> Option<Instant> {
+        None
+    }
     /// The kind of state that `load_state` accepts.
     fn state_format(&self) -> StateFormat {
         StateFormat::Opaque

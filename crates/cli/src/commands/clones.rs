@@ -5,7 +5,7 @@ use std::{
     time::Instant,
 };
 
-use transship_engine::{Error, Progress, Report, RestoreOptions, StandIn, arguments, clone_guest};
+use transship_engine::{CloneSource, Error, Progress, Report, RestoreOptions, StandIn, arguments, clone_guest};
 use transship_vmm::{VmAddress, attach_destination};
 
 use crate::{
@@ -39,7 +39,7 @@ pub(crate) fn run(args: &CloneArgs) -> Result<(), Failure> {
     let mut stand_in = stand_in::Process::new(&text);
     let outcome = attach_destination(&vm).map_err(Error::from).and_then(|mut guest| {
         let lazily = Some(&mut stand_in as &mut dyn StandIn);
-        clone_guest(guest.as_mut(), &from, &options, lazily, since, &progress, &mut report)
+        clone_guest(guest.as_mut(), &CloneSource::open(&from)?, &options, lazily, since, &progress, &mut report)
     });
     let outcome = outcome.and_then(|()| match &args.after {
         Some(command) => after(command, &vm, args.number).map_err(Error::Unfit),

@@ -18,8 +18,8 @@ use std::{
 
 use serde::Serialize;
 use transship_engine::{
-    CloneReport, Error, FileUri, Format, Progress, Report, RestoreOptions, SaveOptions, Then, Way, clone_guest,
-    save_guest,
+    CloneReport, CloneSource, Error, FileUri, Format, Progress, Report, RestoreOptions, SaveOptions, Then, Way,
+    clone_guest, save_guest,
 };
 use transship_vmm::{AttachOptions, Tracking, VmAddress, attach_destination, attach_source};
 
@@ -89,6 +89,7 @@ fn fork(request: &Request, progress: &Arc<Progress>, report: &mut ForkReport) ->
     if let Some(exec) = &request.exec {
         let clones = Clones {
             folder: &request.folder,
+            image: CloneSource::open(&request.folder)?,
             command: exec.replace("{args}", &quoted_arguments(&request.folder)?),
             after: request.after.as_deref(),
             next: AtomicU32::new(1),
@@ -125,6 +126,7 @@ fn save(request: &Request, progress: &Arc<Progress>, report: &mut Report) -> Res
 /// The clones, which several threads make.
 struct Clones<'a> {
     folder: &'a Path,
+    image: CloneSource,
     /// What starts one, with `{dir}` and `{n}`.
     command: String,
     after: Option<&'a str>,
@@ -233,7 +235,7 @@ impl Clones<'_> {
         forked.start_ms = since.duration_since(begin).as_secs_f64() * 1e3;
         let (options, mut report) =
             (RestoreOptions { run: Some(true), ..RestoreOptions::default() }, Report::default());
-        let outcome = clone_guest(guest.as_mut(), self.folder, &options, None, since, &Progress::new(), &mut report);
+        let outcome = clone_guest(guest.as_mut(), &self.image, &options, None, since, &Progress::new(), &mut report);
         forked.clone = report.clone;
         outcome.map_err(|error| error.to_string())
     }

@@ -26,5 +26,5 @@ pub use file::uri::{FilePlace, FileUri};
 pub use image::arguments::arguments;
 pub use info::{BlockInfo, DisksInfo, LibvirtInfo, SectionInfo, SnapshotInfo, inspect};
 pub use options::{DirectIo, FileIo, Format, RestoreOptions, SaveOptions, Then, Way};
-pub use restore::{clone_guest, restore_guest, stand_in::TakeOver};
+pub use restore::{CloneSource, clone_guest, restore_guest, stand_in::TakeOver};
 pub use save::save_guest;

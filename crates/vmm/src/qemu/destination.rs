@@ -47,6 +47,7 @@ pub struct QemuDestination {
     freezer: Option<Freezer>,
     /// Settings to be put back.
     settings: Option<Settings>,
+    ran_since: Option<Instant>,
 }
 
 impl QemuDestination {
@@ -60,7 +61,7 @@ impl QemuDestination {
         let seen = DestinationSeen::look(&mut qmp, &mut Err)?;
         let DestinationSeen { backends, memory, description, state_format } = seen;
         qmp.forget_answers();
-        Ok(Self { qmp, description, state_format, backends, memory, freezer: None, settings: None })
+        Ok(Self { qmp, description, state_format, backends, memory, freezer: None, settings: None, ran_since: None })
     }
 
     /// Tells QEMU to load from the other end of the returned socket.
@@ -160,6 +161,10 @@ impl DestinationGuest for QemuDestination {
         self.qmp.answered()
     }
 
+    fn ran_since(&self) -> Option<Instant> {
+        self.ran_since
+    }
+
     fn state_format(&self) -> StateFormat {
         self.state_format.clone()
     }
@@ -203,9 +208,11 @@ impl DestinationGuest for QemuDestination {
     fn load_state(&mut self, state: &mut dyn Read) -> Result<(), GuestError> {
         // Whatever the state says, the guest does not run when it is loaded, and the disks are left to whoever has
         // them.
-        self.qmp.stop(PAUSE_WAIT)?;
-        self.qmp.ask_ahead(&questions::settings())?;
-        let (form, begin) = form_of(state)?;
+        self.qmp.ask_ahead(&questions::loading())?;
+        let stopped = self.qmp.stop(PAUSE_WAIT);
+        let (form, begin) = stopped.map_err(GuestError::from).and_then(|()| form_of(state)).inspect_err(|_| {
+            self.qmp.forget_answers();
+        })?;
         let settings = Settings::apply(&mut self.qmp, Answers::No, form);
         self.qmp.forget_answers();
         self.settings = Some(settings?);
@@ -220,6 +227,7 @@ impl DestinationGuest for QemuDestination {
             return self.open_disks();
         }
         let runs = machine::let_run(&mut self.qmp, SOURCE);
+        self.ran_since = runs.is_ok().then(Instant::now);
         self.restore_settings();
         runs
     }

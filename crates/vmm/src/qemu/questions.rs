@@ -46,6 +46,13 @@ pub(super) fn settings() -> [Question; 2] {
     [plain("query-migrate-capabilities"), plain("query-migrate-parameters")]
 }
 
+/// For a QEMU that is to load a guest. Stopped, it does not let it run by itself.
+pub(super) fn loading() -> Vec<Question> {
+    let mut questions = vec![plain("stop")];
+    questions.extend(settings());
+    questions
+}
+
 /// For an attachment to any QEMU.
 pub(super) fn attachment() -> Vec<Question> {
     let mut questions = vec![plain("query-status"), plain("query-migrate"), plain("query-migrate-capabilities")];

@@ -3,6 +3,7 @@ use std::{
     collections::HashMap,
     fs::File,
     path::{Path, PathBuf},
+    sync::OnceLock,
 };
 
 use transship_memory::{PAGE_BYTES, PageRange, PageSet};
@@ -39,6 +40,8 @@ pub(crate) struct Image {
     /// By region of the manifest: number of its block in the snapshot, and its file.
     pub(crate) memory: Vec<(usize, Origin)>,
     state: File,
+    /// By region: its pages that are no holes, once they were asked for.
+    stored: Vec<OnceLock<PageSet>>,
 }
 
 impl Image {
@@ -76,7 +79,9 @@ impl Image {
             return Err(wrong(name, why));
         }
         check_tail(&Whence::File(snapshot.origin.name.clone()), &snapshot.tail, snapshot.tail_offset)?;
-        Ok(Self { name: name.to_owned(), folder: folder.to_owned(), manifest, snapshot: *snapshot, memory, state })
+        let stored = memory.iter().map(|_| OnceLock::new()).collect();
+        let (name, folder) = (name.to_owned(), folder.to_owned());
+        Ok(Self { name, folder, manifest, snapshot: *snapshot, memory, state, stored })
     }
 
     fn files(&self) -> impl Iterator<Item = (&File, &Pinned)> {
@@ -135,8 +140,13 @@ impl Image {
     /// The system's own.
     pub(crate) fn stored(&self, region: usize) -> Result<PageSet, Error> {
         let (block, origin) = &self.memory[region];
+        if let Some(known) = self.stored[region].get() {
+            return Ok(known.clone());
+        }
         let pages = self.snapshot.blocks[*block].pages();
-        data(&origin.file, pages).map_err(|source| Error::Io { what: format!("inspect {}", origin.name), source })
+        let found = data(&origin.file, pages);
+        let found = found.map_err(|source| Error::Io { what: format!("inspect {}", origin.name), source })?;
+        Ok(self.stored[region].get_or_init(|| found).clone())
     }
 }
 

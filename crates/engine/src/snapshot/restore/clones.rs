@@ -43,7 +43,8 @@ pub(super) fn clone(
     let (plan, origins) = RestorePlan::of_image(image, &restore.guest.description(), &restore.guest.state_format())?;
     let mut report = CloneReport { prepare_ms: ms(since), ..CloneReport::default() };
     let memory = restore.guest.memory();
-    let outcome = match how(image, &memory, &origins)? {
+    let way = how(image, &memory, &origins)?;
+    let outcome = match way {
         CloneMemory::Mapped => mapped(restore, image, &plan, &origins, &mut report),
         CloneMemory::Lazy => {
             restore.report.clone = Some(CloneReport { memory: CloneMemory::Lazy, ..report.clone() });
@@ -54,14 +55,19 @@ pub(super) fn clone(
         }
         CloneMemory::Copied => eager::restore_whole(restore, &image.snapshot, &plan, &origins),
     };
-    report.memory = how(image, &memory, &origins)?;
-    report.runs_ms = ms(since);
+    report.memory = way;
+    // It runs before its VMM's settings are as they were.
+    report.runs_ms = restore.guest.ran_since().map_or_else(|| ms(since), |ran| ms_between(since, ran));
     restore.report.clone = Some(report);
     outcome
 }
 
 fn ms(since: Instant) -> f64 {
-    since.elapsed().as_secs_f64() * 1e3
+    ms_between(since, Instant::now())
+}
+
+fn ms_between(since: Instant, until: Instant) -> f64 {
+    until.duration_since(since).as_secs_f64() * 1e3
 }
 
 /// Which way all regions go.

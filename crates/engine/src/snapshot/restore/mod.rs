@@ -62,6 +62,19 @@ pub fn restore_guest(
     finish(result, begin, progress, report)
 }
 
+/// An image that clones are made from. It is read once, whatever the number of clones.
+pub struct CloneSource(Image);
+
+impl CloneSource {
+    /// Opens the image in a folder and checks that its parts fit each other.
+    ///
+    /// # Errors
+    /// There is no image, or it is damaged.
+    pub fn open(folder: &Path) -> Result<Self, Error> {
+        Image::open(&folder.display().to_string(), folder).map(Self)
+    }
+}
+
 /// Makes a clone of the guest in an image, of one that waits and has mapped the image's memory for itself: nothing of
 /// it is copied. One with memory of its own is restored: lazily if there is a stand-in and that memory allows it.
 /// `since`: when it began, for the report.
@@ -73,7 +86,7 @@ pub fn restore_guest(
 /// See [`Error`].
 pub fn clone_guest(
     guest: &mut dyn DestinationGuest,
-    from: &Path,
+    from: &CloneSource,
     options: &RestoreOptions,
     stand_in: Option<&mut dyn StandIn>,
     since: Instant,
@@ -82,9 +95,7 @@ pub fn clone_guest(
 ) -> Result<(), Error> {
     let begin = Instant::now();
     report.bytes.guest = guest.memory().bytes();
-    let result = Image::open(&from.display().to_string(), from).and_then(|image| {
-        let mut restore = Restore { guest, options, progress, report, begin };
-        clones::clone(&mut restore, &image, stand_in, since)
-    });
+    let mut restore = Restore { guest, options, progress, report, begin };
+    let result = clones::clone(&mut restore, &from.0, stand_in, since);
     finish(result, begin, progress, report)
 }
