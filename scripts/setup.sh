@@ -23,6 +23,7 @@ needs=(
     "socat|socat|talks to a guest's serial port by hand; comes to sockets as somebody else"
     "openssl|openssl|speaks TLS with transship, as others do"
     "gnutls-cli|gnutls-bin|the same"
+    "age|age|encrypts and decrypts snapshots, as others do"
     "prlimit|util-linux|runs commands with other limits and users"
     "qemu-img|qemu-utils|makes the disks of clones"
     "chattr|e2fsprogs|lets go of images"

@@ -16,6 +16,7 @@ mod failure;
 mod flags;
 mod guard;
 mod hints;
+mod keys;
 mod output;
 mod progress;
 mod sandbox;

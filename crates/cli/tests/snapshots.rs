@@ -160,3 +160,44 @@ fn a_stand_in_without_a_restore_ends_at_once() {
     let run = fed(transship(&["stand-in", "--vm", "qemu:/x"]), b"");
     assert_eq!(run.code, 1, "{run:?}");
 }
+
+/// What can't be said of keys is said before any VM is touched, all of it, and never shows a secret.
+#[test]
+fn mistakes_about_keys_are_told_at_once() {
+    let (folder, path) = saved();
+    let secret = "AGE-SECRET-KEY-1YKQ5WJNTF49ARTESWZA9VKA69VZFHDT7SFRPW3DFSS0RRYLPF85QKM8PK0";
+    let public = "age17zkmx7n3zaa7453pas6q2qusxz8qqvdl9235nnnx92y9z7zu94xsdj2g0u";
+    let file = |name: &str, text: &str, mode: u32| {
+        let path = folder.path().join(name);
+        std::fs::write(&path, text).unwrap();
+        std::fs::set_permissions(&path, std::os::unix::fs::PermissionsExt::from_mode(mode)).unwrap();
+        path.to_str().unwrap().to_owned()
+    };
+    let (good, shared) = (file("good", secret, 0o600), file("shared", secret, 0o604));
+    let (bad, theirs) = (file("bad", &format!("# x\n{secret}X"), 0o600), file("theirs", public, 0o644));
+    let save = |format: &'static str, who: &str| {
+        run(&["save", "--vm", "qemu:/nowhere", "--to", "/nowhere/f", "--format", format, "--encrypt-to", who])
+    };
+    let info = |key: &str| run(&["info", path.to_str().unwrap(), "--identity", key]);
+    for (run, why) in [
+        (save("mapped-ram", public), "--encrypt-to: with --format mapped-ram its pages have fixed places"),
+        (save("raw", &good), "fixed places"),
+        (save("libvirt", public), "encrypt the finished file with age"),
+        (save("stream", "age1x"), "age1x is no public X25519 key"),
+        (save("stream", &bad), "line 2 is no X25519 key"),
+        (save("stream", "/nowhere/key"), "can't read /nowhere/key"),
+        (info(&shared), "chmod o-rwx"),
+        (info(&theirs), "line 1 is a public key of age, which opens nothing"),
+        (info(&bad), "line 2 is no X25519 key"),
+    ] {
+        assert_eq!((run.code, run.stdout.as_str()), (2, ""), "{why}: {run:?}");
+        assert!(run.stderr.contains(why) && !run.stderr.contains("SECRET-KEY-1"), "{why:?} is not in {run:?}");
+    }
+    let run = info(&good);
+    assert_eq!(run.code, 1, "{run:?}");
+    assert!(run.stderr.contains("it is not encrypted, though a key for it was given"), "{run:?}");
+    // A whole file of public keys, and the two forms of a key, are no mistake: there is only no such VM.
+    for who in [&theirs, &good, public] {
+        assert_eq!(save("stream", who).code, 1, "{who}");
+    }
+}

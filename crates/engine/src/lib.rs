@@ -70,5 +70,6 @@ pub use source::{Serving, move_guest};
 pub use transport::{Listener, Uri, connect, connect_by};
 pub use transship_guest as guest;
 pub use transship_secure::{
-    Caller, Certificates, Host, PeerName, Pem, Piece, SecureError as TrustFailure, Token, TokenError, Unusable, Usage,
+    Caller, Certificates, Host, Identities, KeyTextError, PeerName, Pem, Piece, Recipients,
+    SecureError as TrustFailure, Token, TokenError, Unusable, Usage,
 };

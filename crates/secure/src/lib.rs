@@ -7,6 +7,8 @@
 //! The handshake is TLS 1.3 by rustls. What follows are TLS records that are made and taken apart here, because the two
 //! directions of a rustls connection can't be used apart, and because nothing that failed to go out may go out later.
 //!
+//! Files are encrypted in the format of the program `age`: for [`Recipients`], who open them by their [`Identities`].
+//!
 //! This crate does no I/O of its own: it reads from and writes to what it is given.
 #![forbid(unsafe_code)]
 
@@ -14,6 +16,7 @@ mod certificates;
 mod cipher;
 mod ends;
 mod failure;
+mod files;
 mod handshake;
 mod names;
 mod opener;
@@ -24,6 +27,7 @@ mod verify;
 pub use certificates::{Certificates, Pem, Piece, Unusable};
 pub use ends::{Caller, Host, Lack};
 pub use failure::SecureError;
+pub use files::{ENCRYPTED_MAGIC, FileSealer, Identities, KeyTextError, NotOpened, Recipients, sealed_bytes};
 pub use handshake::{Halves, Handshake, Progress};
 pub use names::PeerName;
 pub use opener::Opener;

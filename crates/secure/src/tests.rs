@@ -14,6 +14,7 @@ use proptest::prelude::*;
 use crate::{Caller, Halves, Handshake, Host, Progress, RECORD_BYTES, SecureError, Token, sealer::Limit};
 
 mod certificates;
+mod files;
 
 /// A handshake to its end over a connection that waits.
 fn shake(mut handshake: Handshake, mut connection: UnixStream) -> Result<(Halves, UnixStream), SecureError> {

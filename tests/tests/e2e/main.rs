@@ -7,7 +7,7 @@
 //!   `certificates`; what others on the same host get: `privacy`; who dies in one: `crash`
 //! - To and from a stock QEMU: `qemu_peer_send`, `qemu_peer_receive`, `relay`, `relay_many`; over TLS: `qemu_tls`; who
 //!   dies in one: `qemu_peer_crash`
-//! - Snapshots: `save`, `background`, `restore`, `restore_lazy`, `restore_given_back`, `convert`
+//! - Snapshots: `save`, `background`, `restore`, `restore_lazy`, `restore_given_back`, `convert`, `encrypted`
 //! - Images and guests that share them: `clones`, `clones_refused`, `forks`
 //! - What is said beforehand: `check`, `plan`; domains of libvirt: `libvirt`, `libvirt_images`, `libvirt_migrate`
 //! - Memory: `any_memory`, `huge_pages`, `preallocated`, `free_pages`, `writers`, `trackers`; who says which of it is
@@ -28,6 +28,7 @@ mod convert;
 mod crash;
 mod direct_disks;
 mod disks;
+mod encrypted;
 mod ends;
 mod forks;
 mod free_pages;

@@ -1,4 +1,6 @@
 //! The command line of `convert`.
+use std::path::PathBuf;
+
 use clap::Args;
 
 use super::save::FileFormat;
@@ -35,6 +37,12 @@ pub(crate) struct ConvertArgs {
     /// file has the definition of a domain.
     #[arg(long, value_enum, value_name = "FORMAT", hide_possible_values = true)]
     pub(crate) format: Option<FileFormat>,
+    /// Decrypt FROM by the keys in this file, as `age-keygen` writes it
+    ///
+    /// It may be given several times. TO is in clear. A FROM that is not encrypted is refused then: it is not the one
+    /// that was meant.
+    #[arg(long, value_name = "KEYFILE")]
+    pub(crate) identity: Vec<PathBuf>,
     /// Print the result as one JSON object
     #[arg(long)]
     pub(crate) json: bool,

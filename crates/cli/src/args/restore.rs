@@ -1,4 +1,6 @@
 //! The command line of the commands that read snapshot files.
+use std::path::PathBuf;
+
 use clap::Args;
 
 use super::{SandboxArgs, save::FileIo};
@@ -37,6 +39,11 @@ pub(crate) struct RestoreArgs {
     /// The snapshot: PATH, file:PATH,offset=N, fd:N or fdset:N,M
     #[arg(long, value_name = "FILE")]
     pub(crate) from: String,
+    /// Decrypt it by the keys in this file, as `age-keygen` writes it
+    ///
+    /// It may be given several times. A file that is not encrypted is refused then: it is not the one that was meant.
+    #[arg(long, value_name = "KEYFILE")]
+    pub(crate) identity: Vec<PathBuf>,
     /// Let the guest run first, and bring its pages when it touches them
     #[arg(long)]
     pub(crate) lazy: bool,
@@ -71,6 +78,11 @@ pub(crate) struct InfoArgs {
     /// The file: PATH, file:PATH,offset=N, fd:N, or - for standard input
     #[arg(value_name = "FILE")]
     pub(crate) file: String,
+    /// Decrypt it by the keys in this file, as `age-keygen` writes it
+    ///
+    /// It may be given several times. A file that is not encrypted is refused then: it is not the one that was meant.
+    #[arg(long, value_name = "KEYFILE")]
+    pub(crate) identity: Vec<PathBuf>,
     /// Read the whole file, and check that it is complete
     #[arg(long)]
     pub(crate) check: bool,

@@ -13,6 +13,8 @@ Examples:
     transship save --vm qemu:/run/vm.qmp --to /srv/vm.snap --paused --stay-stopped
   Into a file that a manager has opened twice, with and without O_DIRECT:
     transship save --vm qemu:/run/vm.qmp --to fdset:3,4
+  Encrypted, for those who have the key:
+    transship save --vm qemu:/run/vm.qmp --to /srv/vm.age --format stream --encrypt-to age1…
 
 FILE is PATH, file:PATH[,offset=N], fd:N or fdset:N,M. A stock QEMU can load it, too:
   qemu-system-x86_64 ... -incoming defer
@@ -82,6 +84,12 @@ pub(crate) struct SaveArgs {
     /// `libvirt-sparse`: the same with places for pages, for libvirt 11.2 and newer.
     #[arg(long, value_enum, default_value_t = FileFormat::MappedRam, value_name = "FORMAT", hide_possible_values = true)]
     pub(crate) format: FileFormat,
+    /// Encrypt the file for this key of age, or the keys in this file
+    ///
+    /// With --format stream alone. WHO is a public key (age1…), or a file of them, or the file that `age-keygen` has
+    /// written. It may be given several times: each of the keys opens the file, with `--identity` or with `age -d`.
+    #[arg(long, value_name = "WHO", conflicts_with = "all_of", hide_short_help = true)]
+    pub(crate) encrypt_to: Vec<String>,
     /// How long a live guest may be stopped, up to 60s
     #[arg(long, value_name = "TIME", default_value = "300ms")]
     pub(crate) downtime: String,

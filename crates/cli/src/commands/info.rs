@@ -8,7 +8,7 @@ use crate::{
     args::InfoArgs,
     checks::Checks,
     failure::Failure,
-    output,
+    keys, output,
     sandbox::{Role, Sandbox},
     units::{Bytes, Count},
 };
@@ -17,9 +17,10 @@ pub(crate) fn run(args: &InfoArgs) -> Result<(), Failure> {
     let mut checks = Checks::default();
     let from = checks.read("FILE", &args.file, place);
     let sandbox = Sandbox::check(&args.sandbox, &mut checks);
-    let (from, sandbox) = checks.finish(from.zip(sandbox))?;
+    let identities = keys::identities(&mut checks, &args.identity);
+    let ((from, sandbox), identities) = checks.finish(from.zip(sandbox).zip(identities))?;
     sandbox.confine_when_opened(Role::Info);
-    let info = inspect(&from, args.check)?;
+    let info = inspect(&from, identities.as_ref(), args.check)?;
     if args.json {
         output::json(&info)?
     } else {
@@ -94,7 +95,8 @@ fn format(info: &SnapshotInfo) -> String {
         false => format!(" (capabilities: {})", info.capabilities.join(", ")),
     };
     let offset = if info.offset > 0 { format!(", from offset {:#x} on", info.offset) } else { String::new() };
-    format!("{}{capabilities}{offset}", info.format)
+    let encrypted = if info.encrypted { ", encrypted" } else { "" };
+    format!("{}{capabilities}{encrypted}{offset}", info.format)
 }
 
 fn size(info: &SnapshotInfo) -> String {
@@ -179,11 +181,12 @@ mod tests {
             sections: Vec::new(),
             device_bytes: 300 << 10,
             described: false,
+            encrypted: true,
             checked: true,
         };
         let text = text(&info);
         for part in [
-            "format       mapped-ram (capabilities: mapped-ram), from offset 0x1000 on",
+            "format       mapped-ram (capabilities: mapped-ram), encrypted, from offset 0x1000 on",
             "machine      pc-q35-10.0",
             "guest        running",
             "disks        not known: ",

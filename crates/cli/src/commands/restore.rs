@@ -8,7 +8,7 @@ use crate::{
     args::RestoreArgs,
     checks::Checks,
     failure::Failure,
-    flags,
+    flags, keys,
     progress::Display,
     sandbox::{Role, Sandbox},
     signals::{Side, Watcher},
@@ -60,9 +60,11 @@ impl Request {
             (_, true) => Some(false),
             _ => None,
         };
+        let identities = keys::identities(&mut checks, &args.identity);
         let sandbox = Sandbox::check(&args.sandbox, &mut checks);
         let request = (|| {
-            let options = RestoreOptions { channels: channels?, direct_io: direct_io?, io: args.io.into(), run };
+            let (channels, direct_io, io) = (channels?, direct_io?, args.io.into());
+            let options = RestoreOptions { channels, direct_io, io, run, identities: identities? };
             let (vm, from, sandbox) = (vm?, from?, sandbox?);
             Some(Self { vm, vm_text: args.vm.clone(), from, lazy: args.lazy, options, sandbox })
         })();

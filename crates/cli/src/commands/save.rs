@@ -3,7 +3,7 @@ mod all;
 
 use std::{sync::Arc, time::Duration};
 
-use transship_engine::{Error, FileUri, Format, Progress, Report, SaveOptions, Then, Way, save_guest};
+use transship_engine::{Error, FileUri, Format, Progress, Recipients, Report, SaveOptions, Then, Way, save_guest};
 use transship_vmm::{AttachOptions, VmAddress, attach_source};
 
 use crate::{
@@ -13,6 +13,7 @@ use crate::{
     failure::Failure,
     flags::{self, Patience},
     guard::GuardProcess,
+    keys,
     progress::Display,
     signals::{self, Side, Watcher},
     summary, units,
@@ -94,7 +95,7 @@ impl Request {
         }
         let deadline = flags::deadline(&mut checks, args.deadline.as_deref());
         let tracking = flags::tracking(&mut checks, args.tracker, args.converge);
-        let bandwidth = bandwidth(args, &mut checks);
+        let (bandwidth, encrypt_to) = (bandwidth(args, &mut checks), encrypt_to(args, format, &mut checks));
         let patience = Patience::check(&mut checks, &args.downtime, args.max_downtime.as_deref(), &args.max_rounds);
         let request = (|| {
             let Patience { downtime, max_downtime, max_rounds } = patience?;
@@ -116,6 +117,7 @@ impl Request {
                     at_stop: at_stop?,
                     hold: hold?,
                     io: args.io.into(),
+                    encrypt_to: encrypt_to?,
                     bandwidth: bandwidth?,
                 },
                 // A stopped guest writes nothing, tracked or not.
@@ -128,6 +130,20 @@ impl Request {
         })();
         checks.finish(request)
     }
+}
+
+/// Of `--encrypt-to`: only a stream is written from the beginning to the end.
+fn encrypt_to(args: &SaveArgs, format: Format, checks: &mut Checks) -> Option<Option<Recipients>> {
+    if args.encrypt_to.is_empty() {
+        return Some(None);
+    }
+    let why = match format {
+        Format::Stream => return keys::recipients(checks, &args.encrypt_to),
+        Format::Libvirt | Format::LibvirtSparse => "libvirt could not read it; encrypt the finished file with age",
+        _ => "its pages have fixed places, of which each must be read alone, and there is no encrypted form for that",
+    };
+    checks.mistake(format!("--encrypt-to: with --format {format} {why}; or use --format stream"));
+    None
 }
 
 /// Where a hold makes no sense.

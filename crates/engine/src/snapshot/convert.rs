@@ -6,6 +6,7 @@ use std::{
 };
 
 use transship_memory::{FileIo, GuestMemory, PAGE, PageRange, PageSet};
+use transship_secure::Identities;
 use transship_wire::qemu::{Block, Configuration, GlobalState, RunState};
 
 use super::{
@@ -38,7 +39,7 @@ const CHECKED: &str = "device sections that were checked can't be read";
 
 /// Makes a snapshot of another one, or of a stream: in `format`, or else a stream of a mapped-ram file, and a
 /// mapped-ram file of anything else. Nothing but the layout changes; what a stream says of a page more than once is in
-/// a mapped-ram file as it was said last.
+/// a mapped-ram file as it was said last. `identities`: the keys of an encrypted one; what is made of it is in clear.
 ///
 /// On failure what was at the name of `to` is there as it was.
 ///
@@ -48,11 +49,12 @@ pub fn convert(
     from: &FileUri,
     to: &FileUri,
     format: Option<Format>,
+    identities: Option<&Identities>,
     progress: &Arc<Progress>,
     report: &mut Report,
 ) -> Result<(), Error> {
     let begin = Instant::now();
-    let result = open(from, DirectIo::Off).and_then(|opened| {
+    let result = open(from, DirectIo::Off, identities).and_then(|opened| {
         let format = format.unwrap_or(match opened {
             Opened::Mapped(_) => Format::Stream,
             Opened::Stream(_) | Opened::Image(_) => Format::MappedRam,

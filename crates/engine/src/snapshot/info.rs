@@ -4,6 +4,7 @@ use std::num::NonZeroU64;
 use rustix::fs::Advice;
 use serde::Serialize;
 use transship_memory::PAGE_BYTES;
+use transship_secure::Identities;
 use transship_wire::qemu::{Block, Configuration, GlobalState, PageContent, Record, RunState};
 
 use super::{
@@ -62,6 +63,8 @@ pub struct SnapshotInfo {
     pub device_bytes: u64,
     /// Whether the file describes its device sections. If not they are not listed.
     pub described: bool,
+    /// Whether it is encrypted.
+    pub encrypted: bool,
     /// Whether everything was read.
     pub checked: bool,
 }
@@ -129,12 +132,12 @@ pub struct SectionInfo {
 }
 
 /// Looks at a file, or at a stream to its end. With `check` the pages of a file are read too; their places and the
-/// device sections are looked at in any case.
+/// device sections are looked at in any case. `identities`: the keys of an encrypted one.
 ///
 /// # Errors
 /// What is wrong with it, by field and offset.
-pub fn inspect(from: &FileUri, check: bool) -> Result<SnapshotInfo, Error> {
-    match open(from, DirectIo::Off)? {
+pub fn inspect(from: &FileUri, identities: Option<&Identities>, check: bool) -> Result<SnapshotInfo, Error> {
+    match open(from, DirectIo::Off, identities)? {
         Opened::Mapped(snapshot) => mapped(&snapshot, check),
         Opened::Stream(stream) => sequential(*stream),
         Opened::Image(image) => of_image(&image, check),
@@ -207,6 +210,7 @@ fn sequential(mut stream: Stream) -> Result<SnapshotInfo, Error> {
     let mut info = begin(&stream.origin, Format::Stream, &stream.configuration);
     info.refusal = stream.refusal.or(stream.configuration.ignore_shared.then(|| LEFT_OUT.to_owned()));
     info.checked = true;
+    info.encrypted = stream.records.is_encrypted();
     info.blocks = stream.blocks.iter().map(of_block).collect();
     loop {
         let blocks = &mut info.blocks;
@@ -235,7 +239,9 @@ fn sequential(mut stream: Stream) -> Result<SnapshotInfo, Error> {
         // QEMU lists what it leaves out as if it were there.
         block.left_out = stream.configuration.ignore_shared && block.stored + block.zero + block.other == 0;
     }
-    info.bytes = base - info.offset + sections.len() as u64;
+    if origin.bytes.is_none() {
+        info.bytes = base + sections.len() as u64;
+    }
     tail(&mut info, &origin, &sections, base)?;
     Ok(info)
 }
@@ -264,6 +270,7 @@ fn begin(origin: &Origin, format: Format, configuration: &Configuration) -> Snap
         sections: Vec::new(),
         device_bytes: 0,
         described: false,
+        encrypted: false,
         checked: false,
     }
 }

@@ -2,6 +2,7 @@
 use std::sync::Arc;
 
 use transship_memory::{PageRange, PageSet, WindowPages};
+use transship_secure::Identities;
 use transship_wire::qemu::{Block, Command, Configuration, Geometry, GlobalState, Mapped, Record, bitmap_bytes};
 
 use super::{
@@ -72,22 +73,28 @@ pub(crate) struct Snapshot {
 ///
 /// # Errors
 /// It is none, or none that we can read; the text names the field and its offset.
-pub(crate) fn open(from: &FileUri, direct_io: DirectIo) -> Result<Opened, Error> {
+pub(crate) fn open(from: &FileUri, direct_io: DirectIo, identities: Option<&Identities>) -> Result<Opened, Error> {
     if let FilePlace::Path(path) = &from.place
         && path.is_dir()
     {
+        if identities.is_some() {
+            return Err(wrong(
+                &path.display().to_string(),
+                "it is an image, which is never encrypted; leave out --identity",
+            ));
+        }
         let image = Image::open(&path.display().to_string(), path)?;
         all_is_open()?;
         return Ok(Opened::Image(Box::new(image)));
     }
     let origin = Origin::open(from, direct_io)?;
     all_is_open()?;
-    read(origin)
+    read(origin, identities)
 }
 
-/// The same with a file that is open.
-pub(crate) fn read(origin: Origin) -> Result<Opened, Error> {
-    let Begun { image, input, reader } = save_image::begin(&origin)?;
+/// The same with a file that is open. `identities`: the keys of an encrypted one.
+pub(crate) fn read(origin: Origin, identities: Option<&Identities>) -> Result<Opened, Error> {
+    let Begun { image, input, reader } = save_image::begin(&origin, identities)?;
     let origin = Origin { image: image.map(Arc::new), ..origin };
     let mut records = Records::new(Whence::File(origin.name.clone()), input, reader);
     let mut head = Head::default();

@@ -2,6 +2,7 @@
 use std::{fmt, str::FromStr, time::Duration};
 
 pub use transship_memory::FileIo;
+use transship_secure::{Identities, Recipients};
 use transship_wire::libvirt::Encoding;
 
 use crate::{AtStopCommand, Converge, HoldOptions};
@@ -126,6 +127,8 @@ pub struct SaveOptions {
     pub hold: Option<HoldOptions>,
     /// How the kernel is asked to write pages.
     pub io: FileIo,
+    /// Those who can read the file, which is encrypted for them; it is a plain stream. None: it is in clear.
+    pub encrypt_to: Option<Recipients>,
     /// The most bytes of pages a second while the guest runs; none: as fast as it goes.
     pub bandwidth: Option<u64>,
 }
@@ -145,6 +148,7 @@ impl Default for SaveOptions {
             at_stop: None,
             hold: None,
             io: FileIo::default(),
+            encrypt_to: None,
             bandwidth: None,
         }
     }
@@ -161,11 +165,19 @@ pub struct RestoreOptions {
     pub io: FileIo,
     /// Whether it runs afterwards; none: if it ran when it was saved.
     pub run: Option<bool>,
+    /// The keys of an encrypted file; none: it is in clear.
+    pub identities: Option<Identities>,
 }
 
 impl Default for RestoreOptions {
     fn default() -> Self {
-        Self { channels: default_channels(), direct_io: DirectIo::default(), io: FileIo::default(), run: None }
+        Self {
+            channels: default_channels(),
+            direct_io: DirectIo::default(),
+            io: FileIo::default(),
+            run: None,
+            identities: None,
+        }
     }
 }
 

@@ -9,6 +9,7 @@ use std::{
 use bzip2::bufread::MultiBzDecoder;
 use flate2::bufread::MultiGzDecoder;
 use lzma_rust2::XzReader;
+use transship_secure::{ENCRYPTED_MAGIC, Identities, NotOpened};
 use transship_wire::{
     Error as WireError,
     libvirt::{Definition, Encoding, HEADER_BYTES, Header, MAGIC_BYTES, MAGIC_PARTIAL},
@@ -31,6 +32,12 @@ const ZSTD_WINDOW_LOG_MAX: u32 = 27;
 /// Read at once to be decompressed.
 const CHUNK: usize = 256 << 10;
 
+/// Which file has the key is not known to the file that needs it.
+const LOCKED: &str = "it is encrypted; name the file that has its key with --identity";
+/// Else another file could be put in place of the one that was meant, by those who have no key at all.
+const OPEN: &str =
+    "it is not encrypted, though a key for it was given; leave out --identity if that is as it should be";
+
 /// What libvirt has put before a stream.
 pub(crate) struct SaveImage {
     pub(crate) header: Header,
@@ -48,11 +55,19 @@ pub(super) struct Begun {
 ///
 /// # Errors
 /// A save image that is damaged or compressed by something that is not known here; the system's own.
-pub(super) fn begin(origin: &Origin) -> Result<Begun, Error> {
+pub(super) fn begin(origin: &Origin, identities: Option<&Identities>) -> Result<Begun, Error> {
     let mut bytes = bytes_of(origin)?;
     let failed = |source| Error::Io { what: format!("read {}", origin.name), source };
     let mut first = Vec::new();
     bytes.by_ref().take(MAGIC_BYTES as u64).read_to_end(&mut first).map_err(failed)?;
+    if first == ENCRYPTED_MAGIC[..MAGIC_BYTES] {
+        let identities = identities.ok_or_else(|| wrong(&origin.name, LOCKED))?;
+        let pipe = identities.open(io::Cursor::new(first).chain(bytes)).map_err(|why| not_opened(origin, why))?;
+        return Ok(Begun { image: None, input: Input::Encrypted { pipe, position: 0 }, reader: StreamReader::new() });
+    }
+    if identities.is_some() {
+        return Err(wrong(&origin.name, OPEN));
+    }
     if !Header::is_of_image(&first) {
         let (input, reader) = match origin.bytes {
             Some(_) => stream_in_file(origin, origin.offset),
@@ -86,6 +101,13 @@ pub(super) fn begin(origin: &Origin) -> Result<Begun, Error> {
         }
     };
     Ok(Begun { image: Some(SaveImage { header, definition }), input, reader })
+}
+
+fn not_opened(origin: &Origin, why: NotOpened) -> Error {
+    match why {
+        NotOpened::Io(source) => Error::Io { what: format!("read {}", origin.name), source },
+        why => wrong(&origin.name, why),
+    }
 }
 
 fn stream_in_file(origin: &Origin, at: u64) -> (Input, StreamReader) {

@@ -61,11 +61,10 @@ impl Out {
         if self.head.is_none() {
             let rest = bytes.split_off(HEAD_BYTES);
             self.at += HEAD_BYTES as u64;
-            self.head = Some(std::mem::replace(&mut bytes, rest));
+            self.head = Some(target.append_head(std::mem::replace(&mut bytes, rest))?);
         }
         target.expect(self.at + bytes.len() as u64 - target.offset());
-        target.write_at(&bytes, self.at)?;
-        target.begin_writeback(&mut self.writeback, self.at, bytes.len() as u64);
+        target.append(&bytes, self.at, &mut self.writeback)?;
         self.at += bytes.len() as u64;
         Ok(())
     }
@@ -136,7 +135,8 @@ impl FileStore for StreamStore {
         out.recomposer.finish();
         out.flush(&self.target)?;
         self.target.expect(out.at + tail.len() as u64 - self.target.offset());
-        self.target.write_at(tail, out.at)?;
+        let out = &mut *out;
+        self.target.append(tail, out.at, &mut out.writeback)?;
         file.pages_stored = out.pages;
         let head = out.head.take().unwrap_or_default();
         self.target.complete(&head, progress)?;

@@ -27,6 +27,8 @@ pub(crate) enum Input {
     Pipe { pipe: Box<dyn Read + Send>, position: u64 },
     /// What comes out of a decompressor.
     Decompressed { pipe: Box<dyn Read + Send>, position: u64 },
+    /// What is in an encrypted file; its bytes have been checked.
+    Encrypted { pipe: Box<dyn Read + Send>, position: u64 },
 }
 
 impl Input {
@@ -34,13 +36,17 @@ impl Input {
         loop {
             let read = match self {
                 Self::File(file) => file.read_at(into, at),
+                Self::Encrypted { position, .. } if *position != at => {
+                    let why = "it is an encrypted mapped-ram file, whose pages have fixed places: decrypt it with age";
+                    return Err(io::Error::new(io::ErrorKind::NotSeekable, why));
+                }
                 Self::Pipe { position, .. } | Self::Decompressed { position, .. } if *position != at => {
                     let why = "it is a mapped-ram file, whose pages have fixed places: name the file itself";
                     return Err(io::Error::new(io::ErrorKind::NotSeekable, why));
                 }
-                Self::Pipe { pipe, position } | Self::Decompressed { pipe, position } => {
-                    pipe.read(into).inspect(|count| *position += *count as u64)
-                }
+                Self::Pipe { pipe, position }
+                | Self::Decompressed { pipe, position }
+                | Self::Encrypted { pipe, position } => pipe.read(into).inspect(|count| *position += *count as u64),
             };
             match read {
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
@@ -68,6 +74,11 @@ impl Records {
     pub(crate) fn new(whence: Whence, input: Input, reader: StreamReader) -> Self {
         let at = reader.position();
         Self { whence, input, reader, buffer: Vec::new(), used: 0, at, chunk: HEADER_CHUNK }
+    }
+
+    /// Whether it comes out of an encrypted file.
+    pub(crate) fn is_encrypted(&self) -> bool {
+        matches!(self.input, Input::Encrypted { .. })
     }
 
     /// What has been read so far.
@@ -190,6 +201,12 @@ impl Records {
     }
 
     fn failed(&self, at: u64, source: io::Error) -> Error {
+        if let Input::Encrypted { .. } = self.input
+            && matches!(source.kind(), io::ErrorKind::InvalidData | io::ErrorKind::UnexpectedEof)
+        {
+            let cure = self.whence.cure();
+            return self.whence.broke(format!("its encryption was changed or cut short after {at:#x} bytes{cure}"));
+        }
         if let Input::Decompressed { .. } = self.input
             && source.raw_os_error().is_none()
         {

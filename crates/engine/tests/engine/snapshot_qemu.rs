@@ -175,7 +175,7 @@ fn what_has_to_come_before_the_pages_does() {
     let path = folder.path().join("a");
     for mapped in [true, false] {
         with_early_section(&path, mapped);
-        let info = inspect(&FileUri::path(&path), true).unwrap();
+        let info = inspect(&FileUri::path(&path), None, true).unwrap();
         assert_eq!(info.blocks.iter().map(|block| block.name.as_str()).collect::<Vec<_>>(), ["pc.ram", "pc.bios"]);
         let mut guest = WaitingQemu::new();
         restore(&mut guest, &FileUri::path(&path), &options()).0.unwrap();
@@ -232,7 +232,7 @@ fn a_file_without_the_memory_says_so() {
         let error = restore(&mut guest, &from, &options()).0.unwrap_err().to_string();
         assert!(error.contains("x-ignore-shared"), "{error}");
         assert!(contents(&guest.0.memory) == before && guest.0.started.is_none());
-        let info = inspect(&from, true).unwrap();
+        let info = inspect(&from, None, true).unwrap();
         assert!(info.blocks.iter().any(|block| block.left_out), "{info:?}");
         assert!(info.refusal.is_some(), "{info:?}");
     }
@@ -245,7 +245,7 @@ fn info_tells_what_is_in_the_samples() {
         fs::read_to_string(format!("{}/../wire/tests/data/manifest.json", env!("CARGO_MANIFEST_DIR"))).unwrap();
     for name in ["mapped-ram-10.0.2", "plain-10.0.2"] {
         let path = sample(folder.path(), name);
-        let info = inspect(&FileUri::path(&path), true).unwrap();
+        let info = inspect(&FileUri::path(&path), None, true).unwrap();
         assert_eq!((info.machine.as_str(), info.state.as_deref()), ("pc-i440fx-10.0", Some("prelaunch")));
         assert_eq!(info.bytes, fs::metadata(&path).unwrap().len());
         assert!(manifest.contains(&format!("\"tail_offset\": {}", info.sections[0].offset)), "{:?}", info.sections[0]);

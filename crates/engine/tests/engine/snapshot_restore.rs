@@ -73,12 +73,12 @@ proptest! {
         let before = saved(&path, &pages, SaveOptions { way: Way::Paused, format, ..SaveOptions::default() }, offset);
         let mut guest = Waiting::new(&PAGES);
         let from = FileUri { offset, ..FileUri::path(&path) };
-        let (result, report) = restore(&mut guest, &from, &RestoreOptions { channels, direct_io, io, run });
+        let (result, report) = restore(&mut guest, &from, &RestoreOptions { channels, direct_io, io, run, identities: None });
         result.unwrap();
         prop_assert!(contents(&guest.memory) == contents(&before.memory));
         prop_assert!(guest.state == before.state);
         prop_assert_eq!(guest.started, Some(run.unwrap_or(true)));
-        prop_assert_eq!(report.pages.normal, inspect(&from, true).unwrap().blocks.iter().map(|b| b.stored).sum::<u64>());
+        prop_assert_eq!(report.pages.normal, inspect(&from, None, true).unwrap().blocks.iter().map(|b| b.stored).sum::<u64>());
         prop_assert_eq!(report.file.unwrap().direct_io, direct_io != DirectIo::Off && format == Format::MappedRam);
     }
 
@@ -92,7 +92,7 @@ proptest! {
         let folder = folder();
         let path = folder.path().join("a");
         saved(&path, &pages, SaveOptions { way: Way::Paused, format, ..SaveOptions::default() }, 0);
-        let places = structure(&inspect(&FileUri::path(&path), true).unwrap());
+        let places = structure(&inspect(&FileUri::path(&path), None, true).unwrap());
         let mut bytes = fs::read(&path).unwrap();
         for (index, how, value) in mutations {
             // Where something means something, half of the time.
@@ -103,7 +103,7 @@ proptest! {
         let mut guest = Waiting::new(&PAGES);
         let before = contents(&guest.memory);
         let from = FileUri::path(&path);
-        let inspected = inspect(&from, true);
+        let inspected = inspect(&from, None, true);
         let (result, _) = restore(&mut guest, &from, &options());
         if let Err(error) = result {
             prop_assert!(guest.started.is_none());
@@ -152,14 +152,14 @@ fn a_cut_file_is_never_taken_for_a_whole_one() {
     for format in [Format::MappedRam, Format::Stream] {
         let path = folder.path().join("a");
         saved(&path, &[(0, 3, 7), (1, 999, 8)], SaveOptions { way: Way::Paused, format, ..SaveOptions::default() }, 0);
-        let info = inspect(&FileUri::path(&path), true).unwrap();
+        let info = inspect(&FileUri::path(&path), None, true).unwrap();
         let mut cuts = structure(&info);
         cuts.extend((0..info.bytes as usize).step_by(60_013));
         // From the end on, so that each is the one before, cut again.
         cuts.sort_unstable();
         for cut in cuts.into_iter().rev() {
             fs::OpenOptions::new().write(true).open(&path).unwrap().set_len(cut as u64).unwrap();
-            let error = inspect(&FileUri::path(&path), true).expect_err("it was cut");
+            let error = inspect(&FileUri::path(&path), None, true).expect_err("it was cut");
             let mut guest = Waiting::new(&PAGES);
             let (result, report) = restore(&mut guest, &FileUri::path(&path), &options());
             assert!(result.is_err() && guest.started.is_none(), "cut at {cut}: {error}");
@@ -175,7 +175,7 @@ fn refusal(change: impl FnOnce(&File, &SnapshotInfo)) -> String {
     let way = SaveOptions { way: Way::Paused, ..SaveOptions::default() };
     saved(&path, &[(0, 3, 7), (1, 999, 8)], way, 0);
     let from = FileUri::path(&path);
-    let info = inspect(&from, true).unwrap();
+    let info = inspect(&from, None, true).unwrap();
     change(&fs::OpenOptions::new().write(true).open(&path).unwrap(), &info);
     let mut guest = Waiting::new(&PAGES);
     let before = contents(&guest.memory);

@@ -2,7 +2,7 @@
 //!
 //! - `uri`: what a user calls it; `descriptors`: a file that was passed to us open
 //! - `target`: while it is made, and what becomes of it; `opening`: how it is opened for that; `queues`: pages on their
-//!   way to it; `pace`: how fast
+//!   way to it; `pace`: how fast; `sealed`: encrypted on its way
 //! - `temporary`: its name until then; `folder`: the same of a folder; `filesystem`: where it lies
 //! - `origin`: while it is read
 mod descriptors;
@@ -12,6 +12,7 @@ mod opening;
 pub(crate) mod origin;
 pub(crate) mod pace;
 pub(crate) mod queues;
+pub(crate) mod sealed;
 pub(crate) mod target;
 mod temporary;
 pub(crate) mod uri;

@@ -37,6 +37,7 @@ use super::{
     folder::Folder,
     opening::check_not_memory,
     pace::FilePace,
+    sealed::Sealed,
 };
 use crate::{
     Error, Progress,
@@ -65,6 +66,8 @@ pub(crate) struct Target {
     needed: AtomicU64,
     /// What another program wants before the snapshot.
     before: Vec<u8>,
+    /// What is appended is encrypted.
+    pub(super) sealed: Option<Arc<Sealed>>,
     /// How fast pages may be written.
     pub(crate) pace: Arc<FilePace>,
 }
@@ -121,6 +124,7 @@ impl Target {
             completed,
             needed,
             before: Vec::new(),
+            sealed: None,
             pace: Arc::default(),
         }
     }
@@ -242,7 +246,7 @@ impl Target {
     }
 
     /// So many bytes were written at a place, as part of what is written in order.
-    pub(crate) fn begin_writeback(&self, writeback: &mut Writeback, at: u64, bytes: u64) {
+    pub(super) fn begin_writeback(&self, writeback: &mut Writeback, at: u64, bytes: u64) {
         writeback.wrote(self.buffered.as_fd(), at, bytes);
     }
 
@@ -332,7 +336,7 @@ impl Target {
     /// cut.
     pub(crate) fn complete(&self, head: &[u8], progress: &Progress) -> Result<(), Error> {
         let at = self.uri.offset;
-        let head = &[self.before.as_slice(), head].concat();
+        let head = &[self.before.as_slice(), &self.end_appended(head)?].concat();
         match &self.place {
             TargetKind::Named(named) => {
                 self.write_at(head, at)?;

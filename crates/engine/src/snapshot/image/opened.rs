@@ -54,7 +54,7 @@ impl Image {
         let state = open_file(name, folder, &manifest.state)?;
         let shared = state.try_clone().map_err(|source| Error::Io { what: format!("open {name}"), source })?;
         let origin = Origin::of(format!("{name}/{}", manifest.state.file), shared, None, 0)?;
-        let Opened::Mapped(snapshot) = read(origin)? else {
+        let Opened::Mapped(snapshot) = read(origin, None)? else {
             return Err(damaged(name, "its state is not a mapped-ram file"));
         };
         let mut memory = Vec::new();

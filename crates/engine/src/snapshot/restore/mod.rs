@@ -45,7 +45,7 @@ pub fn restore_guest(
 ) -> Result<(), Error> {
     let begin = Instant::now();
     report.bytes.guest = guest.memory().bytes();
-    let result = open(from, options.direct_io).and_then(|opened| {
+    let result = open(from, options.direct_io, options.identities.as_ref()).and_then(|opened| {
         let mut restore = Restore { guest, options, progress, report, begin };
         match (opened, lazily) {
             (Opened::Mapped(snapshot), None) => eager::restore(&mut restore, *snapshot),

@@ -149,7 +149,7 @@ impl TakeOver {
             let stored = data(&origin.file, *pages).map_err(failed)?;
             return Ok((origin, vec![Source { stored, pages_offset: 0 }]));
         }
-        let Opened::Mapped(snapshot) = read(origin)? else {
+        let Opened::Mapped(snapshot) = read(origin, None)? else {
             return Err(wrong(&self.name, "it is not a mapped-ram file"));
         };
         let source = |name: &String| {

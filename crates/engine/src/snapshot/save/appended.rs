@@ -12,6 +12,7 @@ use transship_memory::{Error as MemoryError, PAGE, PageBuffer, Writeback};
 use transship_wire::qemu::{Name, StreamWriter};
 
 use super::stream::{PIECE, RAM_SECTION};
+use crate::snapshot::file::sealed::Sealed;
 
 /// Where the next records go.
 pub(crate) struct Appended {
@@ -19,12 +20,14 @@ pub(crate) struct Appended {
     names: Vec<Name>,
     /// Relaxed: a thread needs nothing but a place of its own, and where they end is asked when they have ended.
     at: AtomicU64,
+    /// Where they go if they are encrypted: one behind the other.
+    sealed: Option<Arc<Sealed>>,
 }
 
 impl Appended {
     /// Behind what is written already.
-    pub(crate) fn new(names: Vec<Name>, at: u64) -> Self {
-        Self { names, at: AtomicU64::new(at) }
+    pub(crate) fn new(names: Vec<Name>, at: u64, sealed: Option<Arc<Sealed>>) -> Self {
+        Self { names, at: AtomicU64::new(at), sealed }
     }
 
     /// Where all of them end.
@@ -68,7 +71,11 @@ impl Appender {
         let bytes = std::mem::replace(&mut self.writer, StreamWriter::new(0, RAM_SECTION)).take_bytes();
         let length = bytes.len() as u64;
         let at = self.to.at.fetch_add(length, Relaxed);
-        self.file.write_all_at(&bytes, at).map_err(|source| MemoryError::System { what: "write".into(), source })?;
+        let failed = |source| MemoryError::System { what: "write".into(), source };
+        if let Some(sealed) = &self.to.sealed {
+            return sealed.append(&bytes).map_err(failed);
+        }
+        self.file.write_all_at(&bytes, at).map_err(failed)?;
         self.writeback.wrote(self.file.as_fd(), at, length);
         Ok(())
     }

@@ -72,7 +72,7 @@ impl Saving<'_, '_> {
         if self.options.format.is_sequential() {
             let configuration = Configuration::new(machine_name(&**self.guest)?);
             let (target, progress) = (&*self.target, self.progress);
-            let mut file = StreamFile::begin(&memory, Freeing::Never, regions, configuration, target, progress);
+            let mut file = StreamFile::begin(&memory, Freeing::Never, regions, configuration, target, progress)?;
             let appended = Some(file.append(target)?);
             return Ok(Prepared { pages: Arc::clone(&file.pages), output: Box::new(file), appended });
         }

@@ -62,6 +62,9 @@ pub fn save_guest(
     report: &mut Report,
 ) -> Result<(), Error> {
     let begin = Instant::now();
+    if options.encrypt_to.is_some() && options.format != Format::Stream {
+        return Err(Error::File(format!("{to}: only a file of the format stream can be encrypted")));
+    }
     report.bytes.guest = guest.memory().bytes();
     let guest = &mut Guarded::new(guest, guard);
     let target = match options.format {
@@ -71,6 +74,7 @@ pub fn save_guest(
         _ => Target::create(to, options.direct_io, &guest.memory()),
     };
     let result = target.and_then(|mut target| {
+        options.encrypt_to.iter().try_for_each(|recipients| target.seal(recipients))?;
         if let Some(bandwidth) = options.bandwidth {
             target.pace.limit(bandwidth);
         }
@@ -146,7 +150,7 @@ impl Saving<'_, '_> {
             }
             Format::Stream | Format::Libvirt => {
                 let configuration = Configuration::new(machine_name(&**self.guest)?);
-                Box::new(StreamFile::begin(&memory, freeing, regions, configuration, self.target, self.progress))
+                Box::new(StreamFile::begin(&memory, freeing, regions, configuration, self.target, self.progress)?)
             }
         })
     }

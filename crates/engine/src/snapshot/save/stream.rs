@@ -15,6 +15,7 @@
 use std::sync::Arc;
 
 use transship_memory::{Freeing, GuestMemory, PAGE, PageRange, PageSet, WindowPages, Writeback};
+use transship_secure::sealed_bytes;
 use transship_wire::qemu::{Block, Command, Configuration, Name, StreamWriter};
 
 use super::{
@@ -69,8 +70,7 @@ impl Appender {
 
     fn flush(&mut self, target: &Target) -> Result<(), Error> {
         let bytes = self.writer.take_bytes();
-        target.write_at(&bytes, self.at)?;
-        target.begin_writeback(&mut self.writeback, self.at, bytes.len() as u64);
+        target.append(&bytes, self.at, &mut self.writeback)?;
         self.at += bytes.len() as u64;
         Ok(())
     }
@@ -92,6 +92,9 @@ impl Appender {
 
 impl StreamFile {
     /// The start of the stream. The device state must be of the machine that `configuration` names.
+    ///
+    /// # Errors
+    /// The system's own.
     pub(crate) fn begin(
         memory: &GuestMemory,
         freeing: Freeing,
@@ -99,25 +102,27 @@ impl StreamFile {
         configuration: Configuration,
         target: &Target,
         progress: &Arc<Progress>,
-    ) -> Self {
+    ) -> Result<Self, Error> {
         let begin = target.offset();
         let mut writer = StreamWriter::new(begin, RAM_SECTION);
         let head = writer.header().take_bytes();
+        let at = begin + head.len() as u64;
+        let head = target.append_head(head)?;
         writer.configuration(&configuration).ram_start(regions.iter().map(|region| region.bytes).sum());
         for region in regions {
             writer.block(&unmapped(&region.name, region.bytes));
         }
         writer.end_of_section();
-        Self {
+        Ok(Self {
             pages: Arc::new(Pages::new(memory, freeing, Vec::new(), target, progress)),
             regions: regions.to_vec(),
             configuration,
-            out: Appender { writer, at: begin + head.len() as u64, begin, writeback: Writeback::default() },
+            out: Appender { writer, at, begin, writeback: Writeback::default() },
             head,
             appended: None,
             first: true,
             copy: Vec::new(),
-        }
+        })
     }
 
     /// From now on threads append pages of one moment, in any order. What they don't append is zero, which is written
@@ -129,7 +134,7 @@ impl StreamFile {
         self.out.writer.part();
         self.out.flush(target)?;
         let names = self.regions.iter().map(|region| region.name.clone()).collect();
-        Ok(Arc::clone(self.appended.insert(Arc::new(Appended::new(names, self.out.at)))))
+        Ok(Arc::clone(self.appended.insert(Arc::new(Appended::new(names, self.out.at, target.sealed())))))
     }
 
     /// The records that no thread has appended.
@@ -233,7 +238,7 @@ impl Output for StreamFile {
 
     fn needs(&self, pages: u64) -> u64 {
         let records: u64 = self.regions.iter().map(|region| region.bytes / PAGE * RECORD_BYTES).sum();
-        self.out.at - self.out.begin + pages + records
+        sealed_bytes(self.out.at - self.out.begin + pages + records)
     }
 
     fn write(&mut self, pending: &[Pending], target: &Target) -> Result<Written, Error> {
