@@ -42,7 +42,7 @@ pub(crate) fn run(
         let waits = if is_there(blow) { &mut receive } else { &mut command };
         has_come(blow, waits, &gate)? && {
             let target = match target(blow.victim, &command, &receive, source, destination, &link) {
-                // Else the two would dial again for as long as the guest runs over there.
+                // Else the two would dial again for as long as the guest runs at the destination.
                 Target::Link(link) if follows => Target::Connections(link),
                 target => target,
             };
