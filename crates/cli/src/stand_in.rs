@@ -29,6 +29,12 @@ const WORDS: [(Ending, u8); 3] = [(Ending::Complete, b'c'), (Ending::Hold, b'h')
 /// The byte that says that there is no way back, before that of the ending.
 pub(crate) const SETTLED: u8 = b's';
 
+/// The byte that says that a guest is about to be let run, before that.
+pub(crate) const STARTS: u8 = b'r';
+
+/// The byte that says that this is done.
+pub(crate) const STARTED: u8 = b'd';
+
 /// What a byte of the socket says.
 pub(crate) fn ending(word: u8) -> Option<Ending> {
     WORDS.iter().find(|(_, byte)| *byte == word).map(|(ending, _)| *ending)
@@ -75,6 +81,15 @@ impl Process {
     }
 }
 
+impl Process {
+    fn say(&mut self, word: u8) {
+        if let Some((_, socket)) = &mut self.started {
+            // If it is gone nobody goes on, as is the case without it.
+            let _ = socket.write_all(&[word]);
+        }
+    }
+}
+
 impl StandIn for Process {
     fn arm(&mut self, charge: &str, files: &[BorrowedFd<'_>]) -> Result<(), GuestError> {
         let failed = "start the stand-in, which would bring the guest's pages if this process died";
@@ -82,10 +97,15 @@ impl StandIn for Process {
     }
 
     fn settle(&mut self) {
-        if let Some((_, socket)) = &mut self.started {
-            // If it is gone nobody goes on, as is the case without it.
-            let _ = socket.write_all(&[SETTLED]);
-        }
+        self.say(SETTLED);
+    }
+
+    fn starts(&mut self) {
+        self.say(STARTS);
+    }
+
+    fn started(&mut self) {
+        self.say(STARTED);
     }
 
     fn end(&mut self, how: Ending) {
@@ -110,6 +130,8 @@ mod tests {
             let word = WORDS.iter().find(|(ending, _)| *ending == how).expect("a word").1;
             assert_eq!(ending(word), Some(how));
         }
-        assert_eq!((ending(b'?'), ending(SETTLED)), (None, None));
+        for word in [b'?', SETTLED, STARTS, STARTED] {
+            assert_eq!(ending(word), None);
+        }
     }
 }

@@ -133,6 +133,18 @@ pub fn settle_restored(vm: &VmAddress, will: &str) -> Result<(), GuestError> {
     }
 }
 
+/// Lets a guest run that was handed over to a receiver which died before it had done so. One that runs is left alone.
+///
+/// # Errors
+/// It can't be started, or is gone.
+pub fn start_abandoned(vm: &VmAddress) -> Result<(), GuestError> {
+    match vm {
+        VmAddress::Qemu(path) => qemu::abandoned::start(path),
+        VmAddress::Libvirt(address) => Err(not_a_destination(address)),
+        VmAddress::Handoff(path) => handoff::start_abandoned(path),
+    }
+}
+
 /// Stops a guest whose lazy restore has died, because its memory can't be brought any more; a VMM that does not answer
 /// is frozen with it. Returns what a person finds, and how to end it: the rest of a sentence. Until this has returned,
 /// the pages that are missing must stay so.

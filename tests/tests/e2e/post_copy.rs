@@ -293,6 +293,23 @@ fn a_guest_gets_its_pages_whichever_command_is_killed() -> Result<()> {
     Ok(())
 }
 
+/// The receiver dies between the word that the guest is its own and its start: the second process starts it, and does
+/// not say so before.
+#[test]
+fn a_guest_is_started_though_its_receiver_is_killed_right_before() -> Result<()> {
+    let (source, left) = running(busy(16))?;
+    let destination = busy(16).incoming().start()?;
+    let folder = Scratch::new()?;
+    let there = format!("unix:{}", folder.join("there").display());
+    let receive = armed(receiving(&destination.vm(), &there), "destination.go", "kill").start()?;
+    receive.listening()?;
+    let moved = Transship::moving(&source.vm(), &there).args(AT_ONCE).run()?.expect_code(0)?;
+    assert_eq!(receive.wait()?.code(), None, "{moved}");
+    destination.wait_status("running")?;
+    assert_moved(&source, &destination, left)?;
+    assert_alone(&destination)
+}
+
 /// The guest is lost with its VMM, as without a move: both commands say so, and end.
 #[test]
 fn a_destination_that_dies_is_waited_for_no_longer() -> Result<()> {

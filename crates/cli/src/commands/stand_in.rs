@@ -12,14 +12,14 @@ use std::{
 
 use transship_engine::{Caller, Charge, Ending, Error, Received, Serving, TakeOver, Token};
 use transship_lines::{Line, LineSocket};
-use transship_vmm::{VmAddress, settle_restored, stop_abandoned};
+use transship_vmm::{VmAddress, settle_restored, start_abandoned, stop_abandoned};
 
 use zeroize::Zeroizing;
 
 use crate::{
     failure::Failure,
     output,
-    stand_in::{SETTLED, ending},
+    stand_in::{SETTLED, STARTED, STARTS, ending},
 };
 
 /// How long the restore may take to say what there is to take over: it does so at once.
@@ -35,11 +35,13 @@ pub(crate) fn run(vm: &str) -> Result<(), Failure> {
     let Line { text, mut fds } = socket.receive(Instant::now() + LINE_WAIT).map_err(|e| unusable(&e))?;
     let Told { charge, key } = serde_json::from_slice(&text).map_err(|e| unusable(&e))?;
     let mut talk = Talk(fds.pop().map(File::from));
-    let (is_settled, ending) = listen(&mut socket);
+    let heard = listen(&mut socket);
     match charge {
-        Charge::File(what) => restored(&vm, &what, fds, ending, &mut talk),
-        Charge::Move(what) => received(&vm, &what, fds, (is_settled, ending), &mut talk),
-        Charge::Serve(what) if is_settled && ending.is_none() => served(&what, fds, key.map(Zeroizing::new), &mut talk),
+        Charge::File(what) => restored(&vm, &what, fds, heard.ending, &mut talk),
+        Charge::Move(what) => received(&vm, &what, fds, &heard, &mut talk),
+        Charge::Serve(what) if heard.is_settled && heard.ending.is_none() => {
+            served(&what, fds, key.map(Zeroizing::new), &mut talk)
+        }
         Charge::Serve(_) => Ok(()),
     }
 }
@@ -52,15 +54,28 @@ struct Told {
     key: Option<String>,
 }
 
-/// Waits for the end: whether there was no way back by then, and how it ended; none: by dying.
-fn listen(socket: &mut LineSocket) -> (bool, Option<Ending>) {
-    let (mut is_settled, mut word) = (false, [0]);
+/// What was heard until the end.
+#[derive(Default)]
+struct Heard {
+    /// There was no way back any more.
+    is_settled: bool,
+    /// The guest was about to be let run, and it is not known whether it was.
+    is_starting: bool,
+    /// How it ended; none: by dying.
+    ending: Option<Ending>,
+}
+
+/// Waits for the end.
+fn listen(socket: &mut LineSocket) -> Heard {
+    let (mut heard, mut word) = (Heard::default(), [0]);
     loop {
         match socket.stream().read(&mut word) {
-            Ok(1) if word[0] == SETTLED => is_settled = true,
-            Ok(1) => return (is_settled, ending(word[0])),
+            Ok(1) if word[0] == SETTLED => heard.is_settled = true,
+            Ok(1) if word[0] == STARTS => heard.is_starting = true,
+            Ok(1) if word[0] == STARTED => heard.is_starting = false,
+            Ok(1) => return Heard { ending: ending(word[0]), ..heard },
             Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-            _ => return (is_settled, None),
+            _ => return heard,
         }
     }
 }
@@ -97,21 +112,15 @@ fn restored(
 }
 
 /// Stands in for a receiver that has ended so, or has died.
-fn received(
-    vm: &VmAddress,
-    what: &Received,
-    fds: Vec<OwnedFd>,
-    (is_settled, ending): (bool, Option<Ending>),
-    talk: &mut Talk,
-) -> Result<(), Failure> {
-    match ending {
+fn received(vm: &VmAddress, what: &Received, fds: Vec<OwnedFd>, heard: &Heard, talk: &mut Talk) -> Result<(), Failure> {
+    match heard.ending {
         Some(Ending::Complete) => Ok(()),
         Some(Ending::Hold | Ending::GoOn) => {
             talk.end();
             Ok(what.hold(fds)?)
         }
         // The guest has not run here, and does not: it is the source's.
-        None if !is_settled => Ok(()),
+        None if !heard.is_settled => Ok(()),
         None if what.is_locked => {
             talk.say(
                 "the receiver has died before all pages of its guest were here. Until its VMM has ended, this process \
@@ -122,8 +131,13 @@ fn received(
         }
         None => {
             talk.say("the receiver has died; this process takes the rest of the guest's pages");
-            what.run(fds, None, |error| talk.stopped(vm, error))?;
+            let mut not_started = None;
+            let start = || !heard.is_starting || start_abandoned(vm).map_err(|why| not_started = Some(why)).is_ok();
+            what.run(fds, None, start, |error| talk.stopped(vm, error))?;
             talk.say("all of the guest's pages are here, or its VMM has ended");
+            if let Some(why) = not_started {
+                talk.say(&format!("the guest, which was handed over, can't be started: {why}. Start it here by cont"));
+            }
             // Not before: a VMM that waits for a page answers nothing.
             if let Err(why) = settle_restored(vm, &what.will) {
                 talk.say(&format!("can't restore the VMM's settings: {why}"));

@@ -28,7 +28,9 @@ pub(super) struct Arrival {
     waited: Mutex<Vec<u32>>,
     /// The line that stands, for what is said on it.
     line: Mutex<Option<Control>>,
-    has_started: AtomicBool,
+    is_ours: AtomicBool,
+    /// The source may be told so.
+    runs: AtomicBool,
     by_push: AtomicU64,
     by_fault: AtomicU64,
 }
@@ -46,20 +48,28 @@ impl Arrival {
             are_waiting: AtomicUsize::new(0),
             waited: Mutex::default(),
             line: Mutex::new(None),
-            has_started: AtomicBool::new(false),
+            is_ours: AtomicBool::new(false),
+            runs: AtomicBool::new(false),
             by_push: AtomicU64::new(0),
             by_fault: AtomicU64::new(0),
         }
     }
 
-    /// The guest is ours, and may run.
-    pub(super) fn started(&self) {
-        self.has_started.store(true, Ordering::Release);
+    /// The guest was handed over.
+    pub(super) fn is_ours(&self) {
+        self.is_ours.store(true, Ordering::Release);
     }
 
-    /// Whether the guest is ours.
-    pub(super) fn has_started(&self) -> bool {
-        self.has_started.load(Ordering::Acquire)
+    /// Whether it was.
+    pub(super) fn was_handed_over(&self) -> bool {
+        self.is_ours.load(Ordering::Acquire)
+    }
+
+    /// It was let run, or left as it came if that was stopped: tells the source, also on the lines to come.
+    pub(super) fn runs(&self) {
+        self.runs.store(true, Ordering::Release);
+        // The source may have disconnected: the guest runs anyway.
+        let _ = self.say(&Message::Running);
     }
 
     /// The life of the thread that hears the guest's faults: it asks for pages, and does not wait for them.
@@ -97,7 +107,7 @@ impl Arrival {
         let mut line = lock(&self.line);
         *line = None;
         owed::send(&mut control, &self.lacks())?;
-        if self.has_started() {
+        if self.runs.load(Ordering::Acquire) {
             control.send(&Message::Running)?;
         }
         fail_point::reach("destination.line")?;

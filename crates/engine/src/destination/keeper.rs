@@ -177,7 +177,7 @@ impl<'a, 'l> Keeper<'a, 'l> {
     }
 
     fn broke(&self, error: &Error) {
-        if self.arrival.has_started() {
+        if self.arrival.was_handed_over() {
             tracing::warn!(
                 "the supply line is broken: {error}. The guest runs on, and waits at pages that it lacks, until the \
                  source has dialled again. Leave this command and the VMM as they are"
@@ -256,7 +256,7 @@ impl Line {
 
     /// Says that all is there, once it is.
     fn settle(&mut self, arrival: &Arrival) -> Result<Outcome, Error> {
-        let may_be_over = !self.has_told && self.left == 0 && arrival.has_started();
+        let may_be_over = !self.has_told && self.left == 0 && arrival.was_handed_over();
         if may_be_over && arrival.filling.claims().are_all_done() {
             fail_point::reach("destination.complete")?;
             arrival.say(&Message::Complete)?;

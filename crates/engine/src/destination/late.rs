@@ -151,16 +151,22 @@ impl HandOver<'_, '_, '_> {
         progress.set_phase(Phase::HandedOver);
         let begin = Instant::now();
         if let Some(stand_in) = stand_in {
+            if run {
+                stand_in.starts();
+            }
             stand_in.settle();
         }
         let started = super::start(&mut **guest, run);
-        arrival.started();
+        if let Some(stand_in) = stand_in {
+            stand_in.started();
+        }
+        arrival.is_ours();
         report.downtime_ms = stopped.elapsed().as_secs_f64() * 1e3;
         progress.set_phase(Phase::Filling);
         if started.is_ok() {
             // The source may have disconnected, or waits on the supply line: the guest runs anyway.
             let _ = control.send(&Message::Running);
-            let _ = arrival.say(&Message::Running);
+            arrival.runs();
         }
         Ok((begin, started))
     }

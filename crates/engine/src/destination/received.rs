@@ -76,18 +76,25 @@ impl Received {
     }
 
     /// Takes over from a receiver that has ended, with all its threads: listens at its address, and puts what the
-    /// source sends. `host`: by whom connections are encrypted.
+    /// source sends. `host`: by whom connections are encrypted. `start`: lets the guest run, if nobody else has done so;
+    /// meanwhile pages come, as it may need some for that. The source is told once it has.
     ///
     /// On success all pages are there, or the VMM has ended.
     ///
     /// # Errors
     /// It can't be taken over, or pages can't be put. Missing pages then stay missing: this returns when the VMM has
     /// ended. `failed` is called with the reason before.
-    pub fn run(&self, files: Vec<OwnedFd>, host: Option<Host>, failed: impl FnOnce(&Error)) -> Result<(), Error> {
+    pub fn run(
+        &self,
+        files: Vec<OwnedFd>,
+        host: Option<Host>,
+        start: impl FnOnce() -> bool + Send,
+        failed: impl FnOnce(&Error),
+    ) -> Result<(), Error> {
         let mut files = files.into_iter();
         let missing = self.missing(files.next())?;
         match self.rest(files, host) {
-            Ok((claims, listener)) => self.fill(missing, claims, &listener, failed),
+            Ok((claims, listener)) => self.fill(missing, claims, &listener, start, failed),
             Err(error) => {
                 failed(&error);
                 hold(&missing);
@@ -124,13 +131,14 @@ impl Received {
         missing: Missing,
         claims: Claims,
         listener: &Listener,
+        start: impl FnOnce() -> bool + Send,
         failed: impl FnOnce(&Error),
     ) -> Result<(), Error> {
         let progress = Progress::new();
         progress.settle();
         let left = (0..self.pages.len()).map(|region| claims.not_done(region)).collect();
         let arrival = Arc::new(Arrival::new(Filling::new(left, missing, claims), &progress));
-        arrival.started();
+        arrival.is_ours();
         // Faults that were reported to the dead process are not reported again.
         let _ = arrival.filling.wake_all();
         let lines = Lines::default();
@@ -141,6 +149,11 @@ impl Received {
             let (_over, _ended) = (OverOnDrop(&lines), EndOnDrop(&arrival.filling));
             scope.spawn(|| arrival.serve());
             scope.spawn(move || keeper.run());
+            scope.spawn(|| {
+                if start() {
+                    arrival.runs();
+                }
+            });
             arrival.filling.events().recv()
         });
         match event {

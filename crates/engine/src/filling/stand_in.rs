@@ -34,6 +34,11 @@ pub trait StandIn: Send {
     /// There is no way back any more: should this process die from now on, the second one is to go on. (Where that is
     /// so from the start nobody need say so.)
     fn settle(&mut self) {}
+    /// A guest that was handed over is about to be let run. Should this process die before [`StandIn::started`], the
+    /// second one is to let it run. Called before [`StandIn::settle`].
+    fn starts(&mut self) {}
+    /// It was let run, or it can't be, which is told by us.
+    fn started(&mut self) {}
     /// Tells it how the filling ended. Not told, it takes over when this process ends.
     fn end(&mut self, how: Ending);
 }

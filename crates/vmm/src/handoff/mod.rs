@@ -57,6 +57,11 @@ pub(crate) fn resume_abandoned(path: &Path) -> Result<(), GuestError> {
 }
 
 /// Stops a guest that lacks pages for good, or freezes its process. Returns what a person finds.
+/// One that runs already stays as it is.
+pub(crate) fn start_abandoned(path: &Path) -> Result<(), GuestError> {
+    Connection::open(path)?.call::<Value>("start", client::SHORT).map(drop)
+}
+
 pub(crate) fn stop_abandoned(path: &Path) -> Result<String, GuestError> {
     let mut guest = Connection::open(path)?;
     let freezer = Freezer::of(guest.pid())?;

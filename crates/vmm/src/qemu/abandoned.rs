@@ -12,7 +12,7 @@ use transship_guest::GuestError;
 use super::{
     DESTINATION,
     balloon::Made,
-    destination::pause,
+    destination::{SOURCE, pause},
     machine,
     migration::{self, Settings},
     qmp::{self, Qmp},
@@ -104,10 +104,20 @@ fn connect(socket: &Path) -> Result<Qmp, GuestError> {
 }
 
 fn let_run_again(qmp: &mut Qmp) -> Result<(), GuestError> {
+    let_run_unless_it_does(qmp, DESTINATION)
+}
+
+/// Lets a guest run that was loaded. `rival`: the QEMU that may have its disks instead.
+fn let_run_unless_it_does(qmp: &mut Qmp, rival: &str) -> Result<(), GuestError> {
     match machine::run_state(qmp)?.as_str() {
         "running" | "suspended" => Ok(()),
-        _ => machine::let_run(qmp, DESTINATION),
+        _ => machine::let_run(qmp, rival),
     }
+}
+
+/// For whoever was handed a guest, and died before it ran.
+pub(crate) fn start(socket: &Path) -> Result<(), GuestError> {
+    let_run_unless_it_does(&mut connect(socket)?, SOURCE)
 }
 
 /// Stops the guest, or freezes QEMU with it. Returns what a person finds.

@@ -34,7 +34,7 @@ const FORM_BYTES: usize = 4096;
 /// The name of an export that is there for a moment.
 const EXPORT: &str = "transship-open";
 /// Another process that may have the guest's disks, in words.
-const SOURCE: &str = "the source's QEMU, unless its guest runs,";
+pub(super) const SOURCE: &str = "the source's QEMU, unless its guest runs,";
 
 /// A stock QEMU as the destination of a move. Nothing runs in it before [`DestinationGuest::start`].
 pub struct QemuDestination {
