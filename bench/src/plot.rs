@@ -1,4 +1,6 @@
 //! The picture: a bar for each side of each row, on a logarithmic scale. Written by hand, since it's text.
+pub(crate) mod curves;
+
 use std::fmt::Write;
 
 use crate::{
@@ -115,12 +117,23 @@ fn groups(rows: &[Row]) -> Vec<(Content, Vec<&Row>)> {
 impl Chart<'_> {
     /// As an SVG file.
     pub(crate) fn svg(&self) -> String {
-        let lines = || self.groups.iter().flat_map(|group| &group.lines);
-        let scale = Scale::of(lines().flat_map(|line| &line.bars).map(|bar| bar.ms));
-        let height = GROUP_HEAD * self.groups.len() as f64 + lines().map(Line::height).sum::<f64>();
-        let mut svg = Svg::new(TOP + height + BOTTOM);
+        self.begun(self.height()).finish()
+    }
+
+    fn lines(&self) -> impl Iterator<Item = &Line> {
+        self.groups.iter().flat_map(|group| &group.lines)
+    }
+
+    fn height(&self) -> f64 {
+        TOP + GROUP_HEAD * self.groups.len() as f64 + self.lines().map(Line::height).sum::<f64>() + BOTTOM
+    }
+
+    /// All of it, in a picture of this height.
+    fn begun(&self, height: f64) -> Svg {
+        let scale = Scale::of(self.lines().flat_map(|line| &line.bars).map(|bar| bar.ms));
+        let mut svg = Svg::new(height);
         self.head(&mut svg);
-        scale.draw(&mut svg, TOP + height, self.axis);
+        scale.draw(&mut svg, self.height() - BOTTOM, self.axis);
         let mut y = TOP;
         for group in &self.groups {
             svg.text(16.0, y + 17.0, "bold", &group.title);
@@ -130,7 +143,7 @@ impl Chart<'_> {
                 y += line.height();
             }
         }
-        svg.finish()
+        svg
     }
 
     fn head(&self, svg: &mut Svg) {
@@ -224,6 +237,15 @@ text {{ font: 13px sans-serif; fill: #24292f; }}
 
     fn line(&mut self, x1: f64, y1: f64, x2: f64, y2: f64) {
         let _ = writeln!(self.0, r##"<line x1="{x1:.1}" y1="{y1:.1}" x2="{x2:.1}" y2="{y2:.1}" stroke="#d8dee4"/>"##);
+    }
+
+    /// A line through these places, with a dot at each.
+    fn curve(&mut self, places: &[(f64, f64)], colour: &str) {
+        let points = places.iter().map(|(x, y)| format!("{x:.1},{y:.1}")).collect::<Vec<_>>().join(" ");
+        let _ = writeln!(self.0, r#"<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="2"/>"#);
+        for (x, y) in places {
+            let _ = writeln!(self.0, r#"<circle cx="{x:.1}" cy="{y:.1}" r="3" fill="{colour}"/>"#);
+        }
     }
 
     fn text(&mut self, x: f64, y: f64, class: &str, text: &str) {

@@ -4,7 +4,10 @@ use serde::Serialize;
 use crate::{
     aims::{Aim, Aims, Bound},
     machine::Machine,
-    plot::{Bar, Chart, Group, Line, Side},
+    plot::{
+        Bar, Chart, Group, Line, Side,
+        curves::{Curve, Curves},
+    },
     results::Spread,
     rows::{self, FRESH},
     table::aligned,
@@ -257,7 +260,27 @@ impl Results {
             axis: "time of one guest, from waiting to running",
             groups: groups.collect(),
         }
-        .svg()
+        .svg_above(&self.memory_over_number())
+    }
+
+    /// For each size of the guest's memory, what all guests together take.
+    fn memory_over_number(&self) -> Vec<Curves> {
+        let mut sizes: Vec<u64> = self.rows.iter().map(|row| row.guest_bytes).collect();
+        sizes.dedup();
+        let curve = |guest_bytes: u64, way: Way, side: Side| {
+            let rows = self.rows.iter().filter(|row| (row.guest_bytes, row.way) == (guest_bytes, way));
+            let mut points: Vec<(u32, u64)> = rows.map(|row| (row.count, row.memory)).collect();
+            points.sort_unstable();
+            Curve { title: way.title().into(), side, points }
+        };
+        let curves = |guest_bytes: u64| Curves {
+            title: format!("Memory of all guests of {} together", units::bytes(guest_bytes)),
+            axis: "guests",
+            curves: [(Way::Clones, Side::Ours), (Way::Qemu, Side::Qemu), (Way::Lazy, Side::Disk)]
+                .map(|(way, side)| curve(guest_bytes, way, side))
+                .into(),
+        };
+        sizes.into_iter().map(curves).collect()
     }
 }
 
@@ -303,8 +326,17 @@ mod tests {
         let document = roxmltree::Document::parse(&svg).unwrap();
         let texts: Vec<_> =
             document.descendants().filter(|node| node.is_text()).filter_map(|node| node.text()).collect();
-        for wanted in ["1 GiB, 8 guests", "12.5 ms", "250 ms"] {
+        for wanted in ["1 GiB, 8 guests", "12.5 ms", "250 ms", "Memory of all guests of 1 GiB together"] {
             assert!(texts.contains(&wanted), "{wanted}: {texts:?}");
         }
+        // 130 MiB of one clone and 340 MiB of eight, below each other; the axis ends at 512 MiB.
+        let line = document.descendants().find(|node| node.has_tag_name("polyline"));
+        let points = line.and_then(|line| line.attribute("points")).unwrap_or_default();
+        let places: Vec<Vec<f64>> =
+            points.split(' ').map(|place| place.split(',').map(|at| at.parse().unwrap()).collect()).collect();
+        assert_eq!(places.len(), 2, "{points}");
+        let (across, up) = (places[1][0] - places[0][0], places[0][1] - places[1][1]);
+        assert!((across - 620.0 * 7.0 / 8.0).abs() < 0.2, "{across}");
+        assert!((up - 230.0 * 210.0 / 512.0).abs() < 0.2, "{up}");
     }
 }
