@@ -76,8 +76,8 @@ impl Received {
     }
 
     /// Takes over from a receiver that has ended, with all its threads: listens at its address, and puts what the
-    /// source sends. `host`: by whom connections are encrypted. `start`: lets the guest run, if nobody else has done so;
-    /// meanwhile pages come, as it may need some for that. The source is told once it has.
+    /// source sends. `host`: by whom connections are encrypted. `start`: lets the guest run, if nobody else has done
+    /// so; meanwhile pages come, as it may need some for that. The source is told once it has.
     ///
     /// On success all pages are there, or the VMM has ended.
     ///
