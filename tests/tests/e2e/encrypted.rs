@@ -7,7 +7,10 @@ use std::{
 
 use transship_lab::{Finished, LabError, Qemu, Result, Scratch, Transship, transship::TransshipBuilder};
 
-use crate::stock::{StockLoad, StockSave};
+use crate::{
+    save::assert_goes_on,
+    stock::{StockLoad, StockSave},
+};
 
 /// In the memory of every Linux.
 const MARKER: &[u8] = b"Linux version ";
@@ -56,15 +59,6 @@ fn saving(guest: &Qemu, to: &str, keys: &[&str]) -> TransshipBuilder {
 fn restore(guest: &Qemu, from: &str, keys: &[&str]) -> Result<Finished> {
     let args = ["restore", "--vm", &guest.vm(), "--from", from, "--json"];
     Transship::command(args.into_iter().chain(keys.iter().flat_map(|key| ["--identity", key]))).run()
-}
-
-fn assert_goes_on(guest: &Qemu, story: &str) -> Result<()> {
-    assert_eq!(guest.status()?, "running", "{story}");
-    let count = guest.next_count()?;
-    let sweep = guest.sweep()?;
-    assert_eq!((count.errors, sweep.errors), (0, 0), "{story}: {count:?} {sweep:?}");
-    assert!(sweep.pages > 0, "{story}: {sweep:?}");
-    Ok(())
 }
 
 /// However it is saved and whichever of the keys opens it; what `age` makes of the file a stock QEMU loads.

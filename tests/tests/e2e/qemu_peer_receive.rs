@@ -1,7 +1,10 @@
 //! A stock QEMU migrates to us by itself: into files and into a waiting QEMU. The guests check their memory afterwards.
 use std::{fs, path::Path, time::Duration};
 
-use crate::stock::{StockLoad, wait_completed};
+use crate::{
+    save::assert_goes_on,
+    stock::{StockLoad, wait_completed},
+};
 use serde_json::{Value, json};
 use transship_lab::{
     Backend, Disk, LabError, Qemu, QemuBuilder, Result, Scratch, Transship, transship::TransshipBuilder,
@@ -50,15 +53,6 @@ impl StockSend<'_> {
         qemu.qmp("migrate-set-capabilities", json!({ "capabilities": capabilities }))?;
         qemu.qmp("migrate", json!({ "uri": uri })).map(drop)
     }
-}
-
-fn assert_goes_on(guest: &Qemu, story: &str) -> Result<()> {
-    assert_eq!(guest.status()?, "running", "{story}");
-    let count = guest.next_count()?;
-    let sweep = guest.sweep()?;
-    assert_eq!((count.errors, sweep.errors), (0, 0), "{story}: {count:?} {sweep:?}");
-    assert!(sweep.pages > 0, "{story}: {sweep:?}");
-    Ok(())
 }
 
 /// Waits until its migration is over; gives how.

@@ -37,7 +37,7 @@ fn names(folder: &Scratch) -> Result<Vec<String>> {
 }
 
 /// A guest that was loaded runs where it was saved: it goes on counting, and finds all its pages.
-fn assert_goes_on(guest: &Qemu, story: &str) -> Result<()> {
+pub(crate) fn assert_goes_on(guest: &Qemu, story: &str) -> Result<()> {
     assert_eq!(guest.status()?, "running", "{story}");
     let count = guest.next_count()?;
     let sweep = guest.sweep()?;
