@@ -118,12 +118,19 @@ impl Answers {
     }
 
     fn send(&mut self, reply: &Reply) -> Result<(), Error> {
-        let sent = self.connection.write_all(&reply.encode());
-        sent.map_err(|source| Error::Io { what: format!("answer {}", self.peer), source })
+        self.connection.write_all(&reply.encode()).map_err(|source| match source.kind() {
+            io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset => self.left("it got an answer"),
+            _ => Error::Io { what: format!("answer {}", self.peer), source },
+        })
     }
 
     fn broke(&self, what: String) -> Error {
         Error::Protocol { peer: self.peer.clone(), what }
+    }
+
+    /// The source has gone before that happened, so it keeps its guest.
+    fn left(&self, before: &str) -> Error {
+        self.broke(format!("has closed the connection before {before}; its guest runs on there"))
     }
 
     /// Answers the question of a source behind its last section: everything is loaded. Then waits until it hands its
@@ -170,9 +177,7 @@ impl Answers {
             return Ok(());
         }
         if self.connection.is_closed() {
-            return Err(
-                self.broke("has closed the connection before it was told of success; its guest runs on there".into())
-            );
+            return Err(self.left("it was told of success"));
         }
         self.send(&Reply::Shut(0))
     }

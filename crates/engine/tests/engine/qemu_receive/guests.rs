@@ -170,6 +170,10 @@ fn a_source_that_left_keeps_its_guest() {
     let source = thread::spawn(move || {
         let mut main = UnixStream::connect(path).unwrap();
         main.write_all(&Stream::plain().with_return_path().main).unwrap();
+        // One that left before these would be found gone without having been loaded.
+        let answers = [Reply::SwitchoverAck, Reply::Pong(7)].map(|reply| reply.encode().len());
+        main.set_read_timeout(Some(PATIENCE)).unwrap();
+        main.read_exact(&mut vec![0; answers.iter().sum()]).unwrap();
         drop(main);
         gone.send(()).unwrap();
     });
@@ -178,6 +182,20 @@ fn a_source_that_left_keeps_its_guest() {
     let error = result.unwrap_err();
     assert!(error.to_string().contains("runs on there") && !matches!(error, Error::Unknown(_)), "{error}");
     assert_eq!(*guest.said.lock().unwrap(), ["loaded"]);
+}
+
+/// A source that has gone before it got its first answers is no source that can't be answered.
+#[test]
+fn a_source_that_left_before_it_was_answered_keeps_its_guest() {
+    let (folder, mut guest) = (tempfile::tempdir().unwrap(), Waiting::new());
+    let (path, listener) = listening(folder.path());
+    let mut main = UnixStream::connect(path).unwrap();
+    main.write_all(&Stream::plain().with_return_path().main[..4096]).unwrap();
+    drop(main);
+    let result = receive_from_qemu(Sink::Guest(&mut guest), &listener, None, &Progress::new(), &mut Report::default());
+    let error = result.unwrap_err();
+    assert!(error.to_string().contains("before it got an answer; its guest runs on there"), "{error}");
+    assert!(guest.said.lock().unwrap().is_empty());
 }
 
 #[test]
