@@ -5,7 +5,7 @@ use std::{
     thread,
 };
 
-use crossbeam_channel::Sender;
+use crossbeam_channel::{Receiver, Sender};
 use transship_codec::Method;
 use transship_memory::PageRange;
 use transship_wire::{PACKET_BYTES, PAGE_BYTES, PAGES_PER_PACKET, Packet};
@@ -24,6 +24,7 @@ const PAGES_PER_READ: u32 = 64;
 pub(super) struct Channels {
     lines: Vec<Connection>,
     threads: Vec<thread::JoinHandle<()>>,
+    events: Receiver<ChannelEvent>,
 }
 
 impl Channels {
@@ -31,9 +32,9 @@ impl Channels {
         connections: Vec<(Connection, String)>,
         lanes: Vec<Lane>,
         arriving: &Arc<ArrivingMemory>,
-        events: &Sender<ChannelEvent>,
+        (events, incoming): (Sender<ChannelEvent>, Receiver<ChannelEvent>),
     ) -> Result<Self, Error> {
-        let mut channels = Self { lines: Vec::new(), threads: Vec::new() };
+        let mut channels = Self { lines: Vec::new(), threads: Vec::new(), events: incoming };
         for (number, ((connection, peer), lane)) in connections.into_iter().zip(lanes).enumerate() {
             let failed = |source| Error::Io { what: format!("start data channel {number}"), source };
             channels.lines.push(connection.try_clone().map_err(failed)?);
@@ -59,11 +60,18 @@ impl Channels {
     pub(super) fn count(&self) -> usize {
         self.lines.len()
     }
+
+    /// What their threads and the decoders have to say.
+    pub(super) fn events(&self) -> &Receiver<ChannelEvent> {
+        &self.events
+    }
 }
 
 impl Drop for Channels {
     fn drop(&mut self) {
         self.lines.iter().for_each(Connection::shutdown);
+        // A thread may be waiting for room for an event, which nobody makes any more.
+        self.events = crossbeam_channel::never();
         for thread in self.threads.drain(..) {
             // A panic in there has been printed; the session fails by what is missing.
             let _ = thread.join();
@@ -239,7 +247,46 @@ fn lowest_bits(bits: u128, count: u32) -> u128 {
 
 #[cfg(test)]
 mod tests {
-    use super::*;
+    #![allow(clippy::unwrap_used)]
+    use std::{
+        io::Write,
+        os::unix::net::UnixStream,
+        time::{Duration, Instant},
+    };
+
+    use crossbeam_channel::bounded;
+    use transship_memory::GuestMemory;
+
+    use super::{super::decoding::Decoders, *};
+
+    const PATIENCE: Duration = Duration::from_secs(60);
+
+    /// The threads fill their queue, and more, while nobody reads it.
+    #[test]
+    fn threads_that_wait_for_room_for_an_event_end() {
+        const ROUNDS: u32 = 8;
+        let arriving = Arc::new(ArrivingMemory::new(GuestMemory::new(Vec::new()), Progress::new()));
+        arriving.release_round(ROUNDS);
+        let (events, incoming) = bounded(2);
+        let origins = vec![Origin { peer: "test".into(), channel: 0 }];
+        let (decoders, lanes) = Decoders::start(origins, &arriving, &events).unwrap();
+        let (mut source, here) = UnixStream::pair().unwrap();
+        let connections = vec![(Connection::Unix(here), "test".into())];
+        let channels = Channels::start(connections, lanes, &arriving, (events, incoming)).unwrap();
+        (0..ROUNDS).for_each(|round| source.write_all(&Packet::RoundEnd { round, packets: 0 }.encode()).unwrap());
+        // All are sent, so a full queue means that the thread waits for room, or is about to.
+        let begin = Instant::now();
+        while !channels.events().is_full() {
+            assert!(begin.elapsed() < PATIENCE);
+            thread::yield_now();
+        }
+        let (done, ended) = bounded(1);
+        thread::spawn(move || {
+            drop((channels, decoders));
+            let _ = done.send(());
+        });
+        ended.recv_timeout(PATIENCE).unwrap();
+    }
 
     #[test]
     fn the_lowest_bits_are_taken_first() {

@@ -92,9 +92,8 @@ struct Line {
     /// Pages that were waited for; the last message is the end.
     urgent: Receiver<Result<Message, Error>>,
     /// Dropped before the decoders.
-    _channels: Channels,
+    channels: Channels,
     _decoders: Decoders,
-    events: Receiver<ChannelEvent>,
     /// Channels that have not brought all of theirs.
     left: usize,
     /// The source was told on this line that all is there.
@@ -192,27 +191,20 @@ impl<'a, 'l> Keeper<'a, 'l> {
     fn begin(&self, supply: Supply) -> Result<Line, Error> {
         let Supply { urgent: (urgent, peer), push } = supply;
         let control = Control::new(urgent, peer)?;
-        let incoming = control.incoming.clone();
+        let urgent = control.incoming.clone();
         let arriving = ArrivingMemory::arriving(self.arrival, Arc::clone(self.progress));
         let arriving = Arc::new(arriving);
-        let (events, channel_events) = bounded(push.len() * 2);
+        let (events, incoming) = bounded(push.len() * 2);
         let origin = |(channel, (_, peer)): (usize, &(_, String))| Origin { peer: peer.clone(), channel };
         let (decoders, lanes) = Decoders::start(push.iter().enumerate().map(origin).collect(), &arriving, &events)?;
         let left = push.len();
-        let channels = Channels::start(push, lanes, &arriving, &events)?;
+        let channels = Channels::start(push, lanes, &arriving, (events, incoming))?;
         self.arrival.begin(control)?;
         let mut told = self.lines.told();
         told.reconnects += u64::from(told.is_there);
         told.is_there = true;
         self.lines.changed.notify_all();
-        Ok(Line {
-            urgent: incoming,
-            _channels: channels,
-            _decoders: decoders,
-            events: channel_events,
-            left,
-            has_told: false,
-        })
+        Ok(Line { urgent, channels, _decoders: decoders, left, has_told: false })
     }
 }
 
@@ -224,7 +216,7 @@ impl Line {
                 let message = message.map_err(|_| broken("has closed the supply line"))??;
                 return self.hear(message, arrival);
             }
-            recv(self.events) -> event => match event {
+            recv(self.channels.events()) -> event => match event {
                 Ok(ChannelEvent::RoundEnd { .. }) => self.left = self.left.saturating_sub(1),
                 Ok(ChannelEvent::Failed(error)) => return Err(error),
                 Err(_) => return Err(broken("has closed its data connections")),

@@ -16,7 +16,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use crossbeam_channel::{Receiver, bounded, select};
+use crossbeam_channel::{bounded, select};
 use transship_wire::{GuestDescription, Message};
 
 use crate::{
@@ -88,19 +88,18 @@ impl Destination<'_> {
         }
         let arriving = Arc::new(ArrivingMemory::new(self.guest.memory(), Arc::clone(self.progress)));
         // At most one `RoundEnd` of each channel waits here, and there is room for as many more, so the first failure
-        // always gets in.
+        // gets in at once.
         let (events, incoming) = bounded(usize::from(count) * 2);
         let origin = |(channel, (_, peer)): (usize, &(_, String))| Origin { peer: peer.clone(), channel };
         let origins = connections.iter().enumerate().map(origin).collect();
         let (decoders, lanes) = Decoders::start(origins, &arriving, &events)?;
         // Declared after the decoders and so dropped before them.
-        let channels = Channels::start(connections, lanes, &arriving, &events)?;
-        drop(events);
+        let channels = Channels::start(connections, lanes, &arriving, (events, incoming))?;
         self.report.setup_ms = self.begin.elapsed().as_secs_f64() * 1e3;
         self.progress.round.store(1, Ordering::Relaxed);
         self.progress.set_phase(Phase::Rounds);
 
-        let first = self.rounds(control, &arriving, &channels, &incoming, (verify, post_copy))?;
+        let first = self.rounds(control, &arriving, &channels, (verify, post_copy))?;
         self.progress.set_phase(Phase::Switchover);
         let stopped = Instant::now();
         drop((channels, decoders));
@@ -151,14 +150,13 @@ impl Destination<'_> {
         control: &mut Control,
         arriving: &ArrivingMemory,
         channels: &Channels,
-        events: &Receiver<ChannelEvent>,
         (verify, post_copy): (bool, bool),
     ) -> Result<Message, Error> {
         let mut round = OpenRound::new(0, channels.count());
         let (mut ours, mut verified) = (None, false);
         loop {
             select! {
-                recv(events) -> event => match event {
+                recv(channels.events()) -> event => match event {
                     Ok(ChannelEvent::RoundEnd { round: number, pages, zero, bytes, cpu_seconds }) => {
                         if round.add(number, pages, zero, bytes) {
                             self.round_done(control, arriving, channels, &mut round)?;
