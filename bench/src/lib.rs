@@ -1,8 +1,8 @@
 //! The tables of docs/benchmarks.md, measured here, beside stock QEMU.
 //!
 //! - [`Bench`]: the arguments of `transship bench`
-//! - `tables`: which tables there are; `zero_pages`, `codecs`, `threads`, `files`, `qemu_wire`, `free_pages`, `clones`,
-//!   `guest_view`, `limits`: those of these names
+//! - `tables`: which tables there are; `zero_pages`, `codecs`, `threads`, `files`, `qemu_wire`, `free_pages`, `tls`,
+//!   `clones`, `guest_view`, `limits`: those of these names
 //! - `all`: every table, into one folder with a page
 //! - `arguments`: those that tables have in common
 //! - `content`, `corpus`, `pair`, `stock` and `ours`: guests, and the two sides
@@ -45,6 +45,7 @@ mod stock;
 mod table;
 mod tables;
 mod threads;
+mod tls;
 mod units;
 mod verdict;
 mod zero_pages;
@@ -63,6 +64,7 @@ pub use output::Files;
 pub use qemu_wire::QemuWire;
 pub use tables::Table;
 pub use threads::Threads;
+pub use tls::Tls;
 pub use zero_pages::ZeroPages;
 
 /// What `transship bench` was asked for.

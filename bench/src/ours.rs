@@ -20,22 +20,46 @@ pub(crate) struct Moved {
     receiving: Finished,
 }
 
+/// An address to call, and more arguments for the one that calls.
+pub(crate) type Called = Result<(String, Vec<String>), String>;
+
+/// How the two find each other.
+pub(crate) struct Meeting<'a> {
+    pub(crate) listen: &'a str,
+    /// More arguments for the one that listens.
+    pub(crate) receiving: &'a [String],
+    /// What the other one does when the first listens at an address.
+    pub(crate) call: &'a dyn Fn(&Transship, String) -> Called,
+}
+
 /// Runs `transship receive` and `transship move` to their end.
 pub(crate) fn transfer(ends: &Ends<'_>, arguments: &[String]) -> Result<Moved, String> {
     let listen = match ends.link {
         None => format!("unix:{}", ends.folder.join("move").display()),
         Some(_) => "tcp:0.0.0.0:0".to_owned(),
     };
+    let call = |_: &Transship, to: String| match ends.link {
+        Some(link) => Ok((link.destination_uri(port(&to)?), Vec::new())),
+        None => Ok((to, Vec::new())),
+    };
+    transfer_by(ends, &Meeting { listen: &listen, receiving: &[], call: &call }, arguments)
+}
+
+/// The port that transship has chosen.
+pub(crate) fn port(uri: &str) -> Result<u16, String> {
+    let port = uri.rsplit(':').next().and_then(|port| port.parse().ok());
+    port.ok_or_else(|| format!("transship listens at {uri}, which has no port"))
+}
+
+/// As [`transfer`], where the two meet so.
+pub(crate) fn transfer_by(ends: &Ends<'_>, meeting: &Meeting<'_>, arguments: &[String]) -> Result<Moved, String> {
     let prefix = |of: fn(&SlowLink) -> Vec<String>| ends.link.map(of).unwrap_or_default();
-    let receiving = Transship::receiving(&ends.destination, &listen).prefix(&prefix(SlowLink::destination));
-    let mut receiving = receiving.start().map_err(text)?;
-    let mut to = receiving.listening().map_err(text)?;
-    if let Some(link) = ends.link {
-        let port = to.rsplit(':').next().and_then(|port| port.parse().ok());
-        to = link.destination_uri(port.ok_or_else(|| format!("transship listens at {to}, which has no port"))?);
-    }
+    let receiving = Transship::receiving(&ends.destination, meeting.listen).prefix(&prefix(SlowLink::destination));
+    let mut receiving = receiving.args(meeting.receiving).start().map_err(text)?;
+    let to = receiving.listening().map_err(text)?;
+    let (to, more) = (meeting.call)(&receiving, to)?;
     let begin = Instant::now();
-    let moving = Transship::moving(&ends.source, &to).prefix(&prefix(SlowLink::source)).args(arguments);
+    let moving = Transship::moving(&ends.source, &to).prefix(&prefix(SlowLink::source)).args(arguments).args(more);
     let mut moving = moving.start().map_err(text)?;
     let [source, destination] = processes::follow([moving.process(), receiving.process()], begin)?;
     let (sending, receiving) = (moving.wait().map_err(text)?, receiving.wait().map_err(text)?);
@@ -58,14 +82,24 @@ impl Moved {
 
 /// Moves the guest, and says what it took.
 pub(crate) fn run(pair: &Pair<'_>, arguments: &[String]) -> Result<OurRun, String> {
+    ran(pair, |ends| transfer(ends, arguments))
+}
+
+/// As [`run`], where the two meet so.
+pub(crate) fn run_by(pair: &Pair<'_>, meeting: &Meeting<'_>, arguments: &[String]) -> Result<OurRun, String> {
+    ran(pair, |ends| transfer_by(ends, meeting, arguments))
+}
+
+fn ran(pair: &Pair<'_>, transfer: impl FnOnce(&Ends<'_>) -> Result<Moved, String>) -> Result<OurRun, String> {
     let before = pair.cpu_seconds()?;
-    let moved = transfer(&pair.ends(), arguments)?.arrived()?;
+    let moved = transfer(&pair.ends())?.arrived()?;
     let after = pair.cpu_seconds()?;
     let used = &moved.used;
     Ok(OurRun {
         ms: moved.number("/total_ms")?,
         process_ms: used.source.ended_after.as_secs_f64() * 1e3,
         setup_ms: moved.number("/setup_ms")?,
+        downtime_ms: moved.number("/downtime_ms")?,
         rounds_ms: rounds_ms(&moved.report)?,
         pages_read: (moved.number("/pages/normal")? + moved.number("/pages/zero")?) as u64,
         wire_bytes: moved.number("/bytes/wire")? as u64,

@@ -66,6 +66,8 @@ pub(crate) struct OurRun {
     pub(crate) process_ms: f64,
     /// Of `ms`: until the first page could go.
     pub(crate) setup_ms: f64,
+    /// As it is reported; 0 of a guest that stood still before.
+    pub(crate) downtime_ms: f64,
     /// Of `ms`: all rounds.
     pub(crate) rounds_ms: f64,
     /// Pages that were looked at for content.
@@ -85,6 +87,8 @@ pub(crate) struct QemuRun {
     pub(crate) ms: f64,
     /// What QEMU itself gives as the total time.
     pub(crate) own_total_ms: f64,
+    /// The same of the downtime.
+    pub(crate) downtime_ms: f64,
     pub(crate) wire_bytes: u64,
     /// The two QEMUs.
     pub(crate) cpu: Cpu,

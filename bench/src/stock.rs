@@ -22,6 +22,14 @@ const LOOK_EVERY: Duration = Duration::from_millis(100);
 /// Moves the guest, which has to arrive, and says what it took.
 pub(crate) fn run(pair: &Pair<'_>, parameters: Value) -> Result<QemuRun, String> {
     prepare(pair, parameters)?;
+    run_prepared(pair, start)
+}
+
+/// As [`run`], of two that know their parameters already, and that are started so.
+pub(crate) fn run_prepared<'a>(
+    pair: &Pair<'a>,
+    start: impl FnOnce(&Pair<'a>) -> Result<Instant, String>,
+) -> Result<QemuRun, String> {
     let before = pair.cpu_seconds()?;
     let begin = start(pair)?;
     completed(&pair.source, "source")?;
@@ -64,7 +72,8 @@ pub(crate) fn version(qemu: &Qemu) -> Result<String, String> {
     Ok(format!("{}.{}.{}", part("major"), part("minor"), part("micro")))
 }
 
-fn prepare(pair: &Pair<'_>, parameters: Value) -> Result<(), String> {
+/// Tells both what they need to know before.
+pub(crate) fn prepare(pair: &Pair<'_>, parameters: Value) -> Result<(), String> {
     [&pair.destination, &pair.source].into_iter().try_for_each(|qemu| set(qemu, &parameters))
 }
 
@@ -101,6 +110,7 @@ fn ran(pair: &Pair<'_>, before: Sides<f64>, ms: f64, info: &Value) -> Result<Qem
     Ok(QemuRun {
         ms,
         own_total_ms: number(info, "/total-time")?,
+        downtime_ms: number(info, "/downtime")?,
         wire_bytes: number(info, "/ram/transferred")? as u64,
         cpu: Cpu { qemu: pair.cpu_seconds()?.less(before), transship: Sides::default() },
         equal: None,

@@ -63,6 +63,8 @@ tables! {
     QemuWire(crate::qemu_wire::QemuWire),
     /// Moves of a Linux guest whose free memory is full of old data, without hints, with them, and with reporting
     FreePages(crate::free_pages::FreePages),
+    /// Moves over encrypted connections and in clear, beside stock QEMU's own TLS
+    Tls(crate::tls::Tls),
     /// What a guest notices of a move: how long it stands still, and how much slower it is
     GuestView(crate::guest_view::GuestView),
     /// Guests made from one moment of another, by number of them
