@@ -73,8 +73,9 @@ impl Row {
         Spread::of(self.start_ms.iter().copied())
     }
 
+    /// What they take beyond one guest, each. One clone alone takes less than a guest: nothing.
     fn mib_a_guest(&self) -> f64 {
-        (self.memory as f64 - self.own_memory as f64) / MIB / f64::from(self.count)
+        (self.memory as f64 - self.own_memory as f64).max(0.0) / MIB / f64::from(self.count)
     }
 }
 
