@@ -140,6 +140,7 @@ mod tests {
     use std::{
         os::unix::net::{UnixListener, UnixStream},
         process::{Command, Stdio},
+        thread,
     };
 
     use super::*;
@@ -160,6 +161,10 @@ mod tests {
         assert_eq!(holders(&path), Vec::<String>::new());
         let mut child =
             Command::new("sleep").arg("600").stdin(Stdio::from(std::os::fd::OwnedFd::from(ours))).spawn().unwrap();
+        // It is known by its new name a moment before its arguments are.
+        while fs::read(format!("/proc/{}/cmdline", child.id())).unwrap().is_empty() {
+            thread::yield_now();
+        }
         let found = holders(&path);
         child.kill().unwrap();
         child.wait().unwrap();
