@@ -255,7 +255,8 @@ fn whoever_is_in_the_middle_can_only_break_the_move() -> Result<()> {
         (target(0, true, 560, Harm::Flip), ["changed on its way", "changed on its way"]),
         (target(0, false, 300, Harm::Flip), ["", ""]),
         (target(2, true, 1_000_003, Harm::Flip), ["changed on its way", "changed on its way"]),
-        (target(1, true, 1_000_003, Harm::Cut), ["", "data channel 0"]),
+        // The source ends the other channel as soon as it notices, which may be noticed first there.
+        (target(1, true, 1_000_003, Harm::Cut), ["", "data channel"]),
         (target(0, true, 560, Harm::Cut), ["", ""]),
         (target(2, true, 200, Harm::Cut), ["", ""]),
     ];
