@@ -163,7 +163,7 @@ impl Destination<'_> {
                         }
                         self.report.cpu.channels += cpu_seconds;
                     }
-                    Ok(ChannelEvent::Failed(error)) => return Err(self.explain(control, error)),
+                    Ok(ChannelEvent::Failed(error)) => return Err(control.explain(error)),
                     Err(_) => return Err(control.gone()),
                 },
                 recv(control.incoming) -> message => {
@@ -230,15 +230,8 @@ impl Destination<'_> {
         fail_point::reach("destination.round")?;
         // Released before the source is told, so that no channel sees the next round too early.
         arriving.release_round(round.number);
-        control.send(&Message::RoundDone { round: closed.number, pages: closed.pages, zero: closed.zero })
-    }
-
-    /// A channel failed; the source may have sent the reason on the control connection.
-    fn explain(&self, control: &Control, error: Error) -> Error {
-        match control.incoming.recv_timeout(Duration::from_millis(500)) {
-            Ok(Ok(Message::Abort(refusal))) => Error::Refused(refusal.reason),
-            _ => error,
-        }
+        let done = Message::RoundDone { round: closed.number, pages: closed.pages, zero: closed.zero };
+        control.send(&done).map_err(|error| control.explain(error))
     }
 }
 
@@ -266,7 +259,8 @@ fn load(
     loaded?;
     report.bytes.wire += bytes;
     fail_point::reach("destination.loaded")?;
-    control.send(&Message::Loaded)
+    // A source that gave the move up before this has said why, and may have left.
+    control.send(&Message::Loaded).map_err(|error| control.explain(error))
 }
 
 /// Waits for the source to give the guest up. From then on the guest is ours: it is started even if the source never
