@@ -430,6 +430,9 @@ pub trait DestinationGuest: Send {
     }
     /// Loads the device state, to the end of `state`, and waits until the VMM reports that it has loaded all of it.
     fn load_state(&mut self, state: &mut dyn Read) -> Result<(), GuestError>;
+    /// Puts back what was set in the VMM to load the state. Called when the guest is loaded and whoever gives it has
+    /// been told: nobody waits for this side then. Without this call, `start` does it when the guest runs.
+    fn tidy(&mut self) {}
     /// Lets the vCPUs run (`run`), or leaves the guest loaded and stopped.
     fn start(&mut self, run: bool) -> Result<(), GuestError>;
     /// How a person starts this guest by hand, for messages: a command line.

@@ -1,6 +1,6 @@
 //! Whoever dies at whatever step: at most one side runs, nothing is lost that was not in the party that died, and the
 //! next attempt on the same source succeeds. Checked on the guests themselves, not on our own words.
-use serde_json::json;
+use serde_json::{Value, json};
 use transship_lab::{
     Accel, Finished, LabError, Proxy, Qemu, Result, Scratch, Synthetic, Transship, synthetic::SyntheticState,
     wait_until,
@@ -79,6 +79,17 @@ impl Guest {
         };
         assert_eq!(wrong, 0, "{story}: stale pages");
         Ok(())
+    }
+
+    /// What a VMM is set to do when it migrates by itself.
+    fn settings(&self) -> Result<Value> {
+        match self {
+            Self::Synthetic(_) => Ok(Value::Null),
+            Self::Qemu(guest) => {
+                let asked = ["query-migrate-capabilities", "query-migrate-parameters"];
+                asked.iter().map(|what| guest.qmp(what, json!({}))).collect()
+            }
+        }
     }
 
     /// Nothing of ours is left in it.
@@ -230,6 +241,7 @@ fn crash(lab: Lab, from: &mut Guest, to: &mut Guest, step: &str, victim: Victim)
 fn cell(lab: Lab, step: &str, victim: Victim) -> Result<()> {
     let story = format!("{victim:?} dies at {step} ({lab:?})");
     let (mut source, mut destination) = (lab.source()?, lab.destination()?);
+    let settings = destination.settings()?;
     let ends = crash(lab, &mut source, &mut destination, step, victim)?;
     let story = format!("{story}\n--- source {}\n--- destination {}", ends.source, ends.destination);
     let (runs_here, runs_there) = (source.is_running()?, destination.is_running()?);
@@ -238,7 +250,11 @@ fn cell(lab: Lab, step: &str, victim: Victim) -> Result<()> {
         source.assert_clean(&story)?;
     }
     if from(step, GIVEN_UP) {
-        given_up(&mut source, &mut destination, runs_there, victim, &ends, &story)
+        given_up(&mut source, &mut destination, runs_there, victim, &ends, &story)?;
+        if destination.is_alive()? {
+            assert_eq!(destination.settings()?, settings, "{story}: settings of ours are left");
+        }
+        Ok(())
     } else {
         not_given_up(lab, &mut source, &mut destination, runs_here, runs_there, step, victim, &ends, &story)
     }

@@ -260,7 +260,10 @@ fn load(
     report.bytes.wire += bytes;
     fail_point::reach("destination.loaded")?;
     // A source that gave the move up before this has said why, and may have left.
-    control.send(&Message::Loaded).map_err(|error| control.explain(error))
+    control.send(&Message::Loaded).map_err(|error| control.explain(error))?;
+    // While the source decides. If we are killed once it has, nothing of ours is left in a VMM whose guest runs.
+    guest.tidy();
+    Ok(())
 }
 
 /// Waits for the source to give the guest up. From then on the guest is ours: it is started even if the source never

@@ -216,8 +216,12 @@ impl DestinationGuest for QemuDestination {
         let settings = Settings::apply(&mut self.qmp, Answers::No, form);
         self.qmp.forget_answers();
         self.settings = Some(settings?);
-        // What is loaded is waited for: the settings are put back when the guest runs.
+        // What is loaded is waited for: the settings are put back later.
         self.load(&mut begin.as_slice().chain(state)).inspect_err(|_| self.restore_settings())
+    }
+
+    fn tidy(&mut self) {
+        self.restore_settings();
     }
 
     fn start(&mut self, run: bool) -> Result<(), GuestError> {
