@@ -10,8 +10,8 @@ use std::{
 };
 
 use transship_memory::{
-    Error as MemoryError, Freeing, GuestMemory, Holes, PAGE_BYTES, PageRange, PageSet, Region, Tracker, Waited, Waits,
-    WindowPages,
+    Error as MemoryError, Freeing, GuestMemory, Holes, Note, PAGE_BYTES, PageRange, PageSet, Region, Tracker, Waited,
+    Waits, WindowPages,
 };
 
 use crate::{Error, Progress, Report, RoundReport, TrackerName, TrackerReport, guest::RegionPages, page_map::PageMap};
@@ -25,14 +25,25 @@ pub(crate) struct Pending {
     pub(crate) send: PageSet,
     /// Sent with content in an earlier round, and holes now.
     pub(crate) gone: PageSet,
+    /// Of what is sent.
+    note: Note,
 }
 
 impl Pending {
-    /// The windows that have something to send, several at a time.
+    /// To be sent, all of it.
+    pub(crate) fn all(send: PageSet) -> Self {
+        Self { gone: PageSet::empty(send.pages()), send, note: Note::default() }
+    }
+
+    /// The windows that have something to send, several at a time. Each is to be read after it was returned here: only
+    /// then is a page noticed that is given back and comes back.
     pub(crate) fn batches(&self) -> impl Iterator<Item = Vec<WindowPages>> + '_ {
         let mut windows = self.send.windows();
         std::iter::from_fn(move || {
             let batch: Vec<_> = windows.by_ref().take(WINDOWS_PER_BATCH).collect();
+            if let Err(error) = self.note.keep(&batch) {
+                tracing::debug!(%error, "these pages are sent once more");
+            }
             (!batch.is_empty()).then_some(batch)
         })
     }
@@ -66,7 +77,7 @@ impl Scanner {
     /// Arms the tracking. All memory is then pending, until `plan_first_round` or `scan_again` has searched it for
     /// holes.
     pub(crate) fn begin(memory: GuestMemory, tracker: Box<dyn Tracker>, freeing: Freeing) -> Result<Self, Error> {
-        let holes = memory.regions().iter().map(|_| Holes::new(freeing)).collect();
+        let holes = memory.regions().iter().map(|region| holes_of(region, freeing)).collect();
         let dead = memory.regions().iter().map(|region| PageSet::empty(region.pages())).collect();
         let (next, last_scan) = (RoundReport::default(), Instant::now());
         let (pending, owed, unseen) = (Vec::new(), Vec::new(), Vec::new());
@@ -74,7 +85,7 @@ impl Scanner {
         let mut scanner = Self { memory, tracker, holes, pending, dead, owed, unseen, next, last_scan, waits, held };
         for index in 0..scanner.memory.regions().len() {
             let send = scanner.find_written(index, None)?;
-            scanner.pending.push(Pending { gone: PageSet::empty(send.pages()), send });
+            scanner.pending.push(Pending::all(send));
         }
         Ok(scanner)
     }
@@ -250,15 +261,29 @@ impl Scanner {
     /// Searches for holes where it matters: in the pages found, and where the other end holds content. The rest is to
     /// be sent.
     fn look(&mut self, index: usize, found: PageSet, content: &PageMap) -> Result<Pending, Error> {
-        let region = &self.memory.regions()[index];
+        let (region, holes) = (&self.memory.regions()[index], &mut self.holes[index]);
         let (mut send, mut gone) = (found, content.to_set(region.pages()));
+        send.union_with(&holes.came_back(&gone)?);
         let mut wanted = gone.clone();
         wanted.union_with(&send);
-        let data = self.holes[index].look(region, &wanted)?;
+        let data = holes.look(region, &wanted)?;
         send.intersect_with(data);
         gone.subtract(data);
-        Ok(Pending { send, gone })
+        Ok(Pending { send, gone, note: holes.note() })
     }
+}
+
+/// What is known of the holes of a region: nothing yet.
+fn holes_of(region: &Region, freeing: Freeing) -> Holes {
+    let mut holes = Holes::new(freeing);
+    if let Err(why) = holes.keep_note(region) {
+        tracing::warn!(
+            "memory {:?} that the guest gives back and reads again before it writes it may arrive with its old content: \
+             {why}",
+            region.name()
+        );
+    }
+    holes
 }
 
 fn describe(memory: &GuestMemory, pending: &[Pending]) -> RoundReport {

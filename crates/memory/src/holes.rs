@@ -3,7 +3,13 @@
 //! Asking the file system costs a look at every page: 16 ms a GiB, in a moment when the guest stands still. So only
 //! pages are looked at of which it matters. In a VM that never gives memory back, all looks but the first can be saved:
 //! what was data still is, and new data can only be pages that somebody wrote.
-use crate::{Error, PageSet, Region};
+use std::sync::Arc;
+
+use crate::{
+    Error, PageSet, Region,
+    given_back::{Note, Noted},
+    region::Held,
+};
 
 /// Whether pages that hold something may become holes while the VM runs (ballooning, free page reporting).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -18,12 +24,48 @@ pub enum Freeing {
 pub struct Holes {
     freeing: Freeing,
     data: Option<PageSet>,
+    noted: Option<Arc<Noted>>,
+    /// What of it was there when it was looked at last.
+    there: Option<PageSet>,
 }
 
 impl Holes {
     /// Knows nothing yet.
     pub fn new(freeing: Freeing) -> Self {
-        Self { freeing, data: None }
+        Self { freeing, data: None, noted: None, there: None }
+    }
+
+    /// From now on pages that were given back are found also when they are there again: see [`Holes::came_back`].
+    /// Nothing is to be done in a VM that never gives memory back, and of private memory, where the tracker sees them.
+    ///
+    /// # Errors
+    /// It can't be done: a file on a disk, a kernel before Linux 5.14, or a process that may not use userfaultfd.
+    /// Everything else goes on as before.
+    pub fn keep_note(&mut self, region: &Region) -> Result<(), Error> {
+        if let (Freeing::Possible, Held::Shared(shared)) = (self.freeing, &region.held) {
+            self.noted = Some(Arc::new(Noted::of(shared)?));
+        }
+        Ok(())
+    }
+
+    /// Those of `content`, pages that were read earlier, that were given back since: they may be memory of zeros now,
+    /// which nobody has written. There may be others among them: the kernel may have put them elsewhere meanwhile.
+    /// None if no note is kept.
+    ///
+    /// # Errors
+    /// The system's own.
+    pub fn came_back(&mut self, content: &PageSet) -> Result<PageSet, Error> {
+        let Some(noted) = &self.noted else { return Ok(PageSet::empty(content.pages())) };
+        let mut came_back = content.clone();
+        came_back.subtract(self.there.insert(noted.look()?));
+        Ok(came_back)
+    }
+
+    /// For whoever reads pages that were found by the last look: each is to be noted before.
+    pub fn note(&mut self) -> Note {
+        // A page that was given back since that look is not noted, and comes back the next time.
+        let there = self.there.take();
+        self.noted.as_ref().map_or_else(Note::default, |noted| Note::new(Arc::clone(noted), there))
     }
 
     /// The pages of `wanted` that are not holes, and maybe others that are none. In a VM that never gives memory back:

@@ -19,6 +19,7 @@ mod error;
 #[allow(unsafe_code)]
 mod fault;
 mod file_io;
+mod given_back;
 mod holes;
 mod huge_holes;
 #[allow(unsafe_code)]
@@ -53,6 +54,7 @@ pub use clear::Keep;
 pub use error::Error;
 pub use fault::Fault;
 pub use file_io::{FileIo, FileQueue, PageBuffer, Turns, Writeback};
+pub use given_back::Note;
 pub use holes::{Freeing, Holes};
 pub use missing::Missing;
 pub use pages::{PAGE, PAGE_BYTES, PageRange, PageSet, WINDOW_PAGES};

@@ -53,6 +53,10 @@ impl Shared {
         Ok(Self { name, file, file_offset, bytes, backing, mapping, keep, writing })
     }
 
+    pub(crate) fn name(&self) -> &str {
+        &self.name
+    }
+
     pub(crate) fn pages(&self) -> u64 {
         self.bytes / PAGE_BYTES as u64
     }

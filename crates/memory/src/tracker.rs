@@ -18,7 +18,8 @@ use crate::{
 /// lost. A scan may report too much (pages that were only read, neighbours of a page that was written first), never too
 /// little.
 ///
-/// Punching a hole is not a write. Callers that must notice new holes call [`crate::Region::data`] after the scan.
+/// Punching a hole is not a write, and neither is reading the page again afterwards. Callers that must notice these use
+/// [`crate::Holes`] after the scan.
 pub trait Tracker: Send {
     /// Pages of the region written since its last scan.
     ///

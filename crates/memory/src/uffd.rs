@@ -44,8 +44,11 @@ const MISSING_SHMEM: u64 = 1 << 5;
 
 /// To map what a hugetlbfs file has (Linux 5.13).
 pub(crate) const MINOR: Use = Use { features: MINOR_HUGETLBFS, mode: 1 << 2 };
+/// The same of a tmpfs (Linux 5.14).
+pub(crate) const MINOR_SHMEM: Use = Use { features: MINOR_OF_SHMEM, mode: 1 << 2 };
 /// Pages that are in the file and not in the mapping are ours to map.
 const MINOR_HUGETLBFS: u64 = 1 << 9;
+const MINOR_OF_SHMEM: u64 = 1 << 10;
 
 const API_VERSION: u64 = 0xaa;
 /// A userfaultfd that needs no privilege.
@@ -174,7 +177,8 @@ pub(crate) fn register(uffd: BorrowedFd<'_>, wanted: Use, start: u64, len: u64) 
     done(unsafe { libc::ioctl(uffd.as_raw_fd(), UFFDIO_REGISTER, &raw mut register) }).map(drop)
 }
 
-/// Maps the pages that the file has, up to the first hole, in memory that is registered for [`MINOR`]. How many bytes.
+/// Maps the pages that the file has, up to the first hole, in memory that is registered for [`MINOR`] or
+/// [`MINOR_SHMEM`], and is not mapped there yet. How many bytes.
 pub(crate) fn map_present(uffd: BorrowedFd<'_>, start: u64, len: u64) -> io::Result<u64> {
     let mut proceed = Continue { start, len, mode: 0, mapped: 0 };
     // SAFETY: UFFDIO_CONTINUE reads and writes one Continue, whose size the number holds. The mapping gets pages of its

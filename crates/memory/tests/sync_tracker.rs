@@ -112,19 +112,22 @@ struct Copy<'a> {
 impl<'a> Copy<'a> {
     fn of(kind: &'a Kind, old: bool) -> Self {
         let (tracker, pages) = (track(&kind.guest, kind.private, old), kind.guest.pages());
-        let holes = Holes::new(Freeing::Possible);
+        let mut holes = Holes::new(Freeing::Possible);
+        holes.keep_note(&kind.region).unwrap();
         Self { region: &kind.region, tracker, holes, words: vec![0; pages as usize], content: PageSet::empty(pages) }
     }
 
     /// A round: scan, look, read.
     fn round(&mut self) {
-        let written = self.tracker.scan(0).unwrap();
+        let mut written = self.tracker.scan(0).unwrap();
+        written.union_with(&self.holes.came_back(&self.content).unwrap());
         let mut wanted = written.clone();
         wanted.union_with(&self.content);
         let data = self.holes.look(self.region, &wanted).unwrap();
         let (mut send, mut gone) = (written, self.content.clone());
         send.intersect_with(data);
         gone.subtract(data);
+        self.holes.note().keep(&send.windows().collect::<Vec<_>>()).unwrap();
         for page in gone.ranges().flat_map(|range| range.first..range.end()) {
             self.words[page as usize] = 0;
         }

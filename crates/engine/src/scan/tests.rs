@@ -75,7 +75,14 @@ fn sent(scanner: &Scanner) -> Vec<PageSet> {
     scanner.pending().iter().map(|pending| pending.send.clone()).collect()
 }
 
+/// Has all that is pending read, as a round does.
+fn read(scanner: &Scanner) {
+    scanner.pending().iter().flat_map(Pending::batches).for_each(drop);
+}
+
+/// A round, and the scan after it.
 fn scan(scanner: &mut Scanner, content: &[PageMap]) {
+    read(scanner);
     scanner.scan(content, &mut Report::default(), &Progress::default()).unwrap();
 }
 
@@ -123,6 +130,7 @@ fn a_later_round_is_what_was_written_and_what_is_gone() {
     let (mut report, progress) =
         (Report { rounds: vec![RoundReport::default()], ..Report::default() }, Progress::new());
     let content = content([&[(0, 10)], &[(90, 20), (1999, 1)]]);
+    read(&scanner);
     scanner.scan(&content, &mut report, &progress).unwrap();
     let gone = sets([&[], &[(90, 10), (1999, 1)]]);
     let [first, second] = sets([&[(0, 2)], &[(119, 1)]]);
@@ -189,10 +197,26 @@ fn the_last_round_has_all_that_was_not_sent_or_not_seen() {
     assert_eq!(pending(&scanner), [(first, gone[0].clone()), (second, gone[1].clone())]);
     assert_eq!(scanner.take_report().dirty_pages_per_s, rate);
     // All of that is sent. What comes now is late.
+    read(&scanner);
     let held = content([&[(0, 50)], &[(1000, 1)]]);
     assert_eq!(scanner.scan_once_more(&held).unwrap(), 2 + 1);
     assert_eq!(sent(&scanner), sets([&[(4, 2)], &[]]));
     assert_eq!(scanner.scan_once_more(&content([&[], &[]])).unwrap(), 0);
+}
+
+#[test]
+fn what_was_given_back_and_comes_back_as_zeros_is_sent_again() {
+    let memory = memory([&[], &[(100, 20)]]);
+    let mut scanner = scanner(&memory, vec![sets([&[], &[]]); 3]);
+    scanner.plan_first_round(None).unwrap();
+    let held = content([&[], &[(100, 20)]]);
+    scan(&mut scanner, &held);
+    assert_eq!(pending(&scanner), [(set(0, &[]), set(0, &[])), (set(1, &[]), set(1, &[]))]);
+    // Nobody writes to any of them. The guest looks at one before the next scan.
+    memory.regions()[1].clear(PageRange::new(105, 2)).unwrap();
+    memory.regions()[1].copy_out(105, 1, &mut Vec::new()).unwrap();
+    scan(&mut scanner, &held);
+    assert_eq!(pending(&scanner)[1], (set(1, &[(105, 1)]), set(1, &[(106, 1)])));
 }
 
 #[test]

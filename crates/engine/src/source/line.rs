@@ -120,8 +120,7 @@ impl Line {
 
     /// Sends what nobody has waited for, and waits until the destination says that it has all.
     pub(super) fn serve(&mut self, report: &mut PostCopyReport) -> Result<(), Error> {
-        let pending = |send: &PageSet| Pending { send: send.clone(), gone: PageSet::empty(send.pages()) };
-        let pending: Vec<_> = self.lacks.iter().map(pending).collect();
+        let pending: Vec<_> = self.lacks.iter().cloned().map(Pending::all).collect();
         let work = RoundWork { round: 0, pending: &pending, freeing: Freeing::Never };
         let pushing = Pushing { state: &self.state };
         let pushed = self.channels.run_round(&work, &mut FreePages::none(), &pushing);

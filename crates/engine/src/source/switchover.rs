@@ -131,11 +131,11 @@ fn compare(
         return Ok(());
     }
     let why = match freeing {
-        // A page that was given back, and only looked at since, is written nowhere. It holds zeros here, and there what
-        // it held before.
+        // A page that was given back, and only read since, is written nowhere. Where no note is kept of it, it holds
+        // zeros here, and there what it held before.
         Freeing::Possible => {
-            "The difference may be memory that the guest's balloon gave back and the guest has read since, whose \
-             content does not matter; if the guest has no balloon, it is a bug of transship"
+            "If the guest's memory is in a file on a disk, the difference may be memory that its balloon gave back and \
+             it has read since; else it is a bug of transship"
         }
         Freeing::Never => "This is a bug of transship",
     };

@@ -6,6 +6,7 @@ pub mod snapshot;
 use std::{
     collections::VecDeque,
     io::Read,
+    os::fd::OwnedFd,
     path::Path,
     sync::{Arc, Mutex},
     thread,
@@ -25,8 +26,13 @@ pub use ops::{History, Op, apply};
 
 /// Memory of regions with these numbers of pages.
 pub fn memory(pages: &[u64]) -> GuestMemory {
+    memory_of(pages, |name| rustix::fs::memfd_create(name, rustix::fs::MemfdFlags::CLOEXEC).unwrap())
+}
+
+/// The same in files that `file` makes.
+pub fn memory_of(pages: &[u64], file: impl Fn(&str) -> OwnedFd) -> GuestMemory {
     let region = |(index, pages): (usize, &u64)| {
-        let file = rustix::fs::memfd_create(format!("region{index}"), rustix::fs::MemfdFlags::CLOEXEC).unwrap();
+        let file = file(&format!("region{index}"));
         rustix::fs::ftruncate(&file, pages * PAGE_BYTES as u64).unwrap();
         Region::map(&format!("region{index}"), file, 0, pages * PAGE_BYTES as u64, Access::ReadWrite).unwrap()
     };

@@ -1,6 +1,4 @@
 //! What a guest does to its memory, made up at random, and what of it must arrive.
-use std::collections::BTreeMap;
-
 use proptest::{collection::vec, prelude::*};
 use transship_memory::{GuestMemory, PAGE_BYTES, PageRange, PageSet, Region};
 
@@ -100,16 +98,13 @@ pub struct History {
     /// By region: pages that were written and became holes before a scan, which then does not report them. The one does
     /// that comes after they are memory again, since nobody has protected that.
     erased: Vec<PageSet>,
-    /// What pages held when they were freed, until somebody fills them: the guest can do without it, and may find that
-    /// or zeros.
-    freed: BTreeMap<(usize, u64), u8>,
 }
 
 impl History {
     /// Nothing was done yet to regions of these numbers of pages.
     pub fn new(pages: &[u64]) -> Self {
         let none = || pages.iter().map(|pages| PageSet::empty(*pages)).collect();
-        Self { written: none(), erased: none(), freed: BTreeMap::new() }
+        Self { written: none(), erased: none() }
     }
 
     /// What a scan of a region reports.
@@ -118,22 +113,14 @@ impl History {
         std::mem::replace(&mut self.written[region], fresh)
     }
 
-    /// The pages where the other end holds what no guest may find there: neither what is there now, nor, of pages that
-    /// were freed and not filled since, what was there then.
+    /// The pages where the other end does not hold what is there now.
     pub fn wrong(&self, memory: &GuestMemory, arrived: &[Vec<u8>]) -> Vec<(usize, u64)> {
         let held = super::contents(memory);
         let mut wrong = Vec::new();
         for (region, (held, arrived)) in held.iter().zip(arrived).enumerate() {
             assert_eq!(held.len(), arrived.len(), "region {region}");
             let pages = held.chunks(PAGE_BYTES).zip(arrived.chunks(PAGE_BYTES)).zip(0..);
-            wrong.extend(
-                pages
-                    .filter(|((held, arrived), page)| {
-                        let was = self.freed.get(&(region, *page));
-                        held != arrived && !was.is_some_and(|was| arrived.iter().all(|byte| byte == was))
-                    })
-                    .map(|(_, page)| (region, page)),
-            );
+            wrong.extend(pages.filter(|((held, arrived), _)| held != arrived).map(|(_, page)| (region, page)));
         }
         wrong
     }
@@ -148,13 +135,10 @@ pub fn apply(memory: &GuestMemory, op: &Op, history: &mut History) {
             fill(&memory.regions()[region], pages, byte);
             history.written[region].insert(pages);
             history.erased[region].remove(pages);
-            history.freed.retain(|&(of, page), _| of != region || !each(pages).contains(&page));
         }
         Op::Free { region, first, count } => {
             let pages = bounded(&memory.regions()[region], first, count);
             for page in each(pages) {
-                let held = first_byte(&memory.regions()[region], page);
-                history.freed.entry((region, page)).or_insert(held);
                 if history.written[region].contains(page) {
                     history.erased[region].insert(PageRange::new(page, 1));
                 }
@@ -192,15 +176,4 @@ fn fill(region: &Region, pages: PageRange, byte: u8) {
         let window = page / 128 * 128;
         region.write_pages(window, 1 << (page - window), &[byte; PAGE_BYTES]).unwrap();
     }
-}
-
-/// Of a page that is all of one byte. Not looked at if it is a hole, so that it stays one.
-fn first_byte(region: &Region, page: u64) -> u8 {
-    if !region.is_data(PageRange::new(page, 1)).unwrap() {
-        return 0;
-    }
-    let mut bytes = Vec::new();
-    let window = page / 128 * 128;
-    region.copy_out(window, 1 << (page - window), &mut bytes).unwrap();
-    bytes[0]
 }
