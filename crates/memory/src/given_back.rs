@@ -10,15 +10,14 @@
 //!   look   pages that were noted and are not mapped here any more were given back since, or swapped out
 //! ```
 use std::{
-    fs::File,
-    os::fd::{AsFd, OwnedFd},
+    os::fd::{AsFd, BorrowedFd, OwnedFd},
     sync::Arc,
 };
 
 use crate::{
     Area, Error, PAGE, PageRange, PageSet, WindowPages,
     mapping::Mapping,
-    pagemap::{By, Look},
+    pagemap::{self, By, Look},
     shared::Shared,
     sweep::sweep,
     uffd::{self, MINOR, MINOR_SHMEM},
@@ -29,7 +28,7 @@ pub(crate) struct Noted {
     /// Gone before the mapping is: what is registered needs it.
     uffd: OwnedFd,
     mapping: Mapping,
-    pagemap: OwnedFd,
+    pagemap: BorrowedFd<'static>,
     pages: u64,
     unit_pages: u64,
 }
@@ -50,7 +49,7 @@ impl Noted {
         uffd::negotiate(uffd.as_fd(), wanted).map_err(failed)?;
         // Registered memory is mapped page by page, and never around a page.
         uffd::register(uffd.as_fd(), wanted, address(&mapping), bytes).map_err(failed)?;
-        let pagemap = File::open("/proc/self/pagemap").map_err(failed)?.into();
+        let pagemap = pagemap::own().map_err(failed)?;
         Ok(Self { uffd, mapping, pagemap, pages, unit_pages })
     }
 
@@ -61,7 +60,7 @@ impl Noted {
     pub(crate) fn look(&self) -> Result<PageSet, Error> {
         let area = Area { region: 0, first_page: 0, address: address(&self.mapping), bytes: self.pages * PAGE };
         let mut there = PageSet::empty(self.pages);
-        sweep(self.pagemap.as_fd(), (Look::There, By::Scan), [area].iter(), &mut there)?;
+        sweep(self.pagemap, (Look::There, By::Scan), [area].iter(), &mut there)?;
         Ok(there)
     }
 

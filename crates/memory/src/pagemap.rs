@@ -4,9 +4,11 @@
 mod entries;
 
 use std::{
+    fs::File,
     io,
-    os::fd::{AsRawFd, BorrowedFd},
+    os::fd::{AsFd, AsRawFd, BorrowedFd},
     ptr,
+    sync::OnceLock,
 };
 
 use crate::uffd::{done, read_write};
@@ -120,6 +122,16 @@ const _: () = {
     assert!(size_of::<Found>() == 24);
     assert!(PAGEMAP_SCAN as u32 == 0xc060_6610);
 };
+
+/// That of this process. It is opened once: whoever gives up the right to open files has asked for it before.
+pub(crate) fn own() -> io::Result<BorrowedFd<'static>> {
+    static OWN: OnceLock<File> = OnceLock::new();
+    if let Some(own) = OWN.get() {
+        return Ok(own.as_fd());
+    }
+    let opened = File::open("/proc/self/pagemap")?;
+    Ok(OWN.get_or_init(|| opened).as_fd())
+}
 
 /// Whether the kernel has PAGEMAP_SCAN.
 pub(crate) fn is_known(pagemap: BorrowedFd<'_>) -> bool {

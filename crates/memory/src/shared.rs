@@ -11,7 +11,7 @@ use rustix::{
     mm::Advice,
 };
 
-use crate::{Access, Error, Keep, PAGE_BYTES, PageRange, PageSet, cached, huge_holes, mapping::Mapping};
+use crate::{Access, Error, Keep, PAGE_BYTES, PageRange, PageSet, cached, huge_holes, mapping::Mapping, pagemap};
 
 /// How much Linux maps around a read fault, unless it was built or configured otherwise.
 const FAULT_AROUND_BYTES: usize = 64 << 10;
@@ -49,6 +49,10 @@ impl Shared {
         let len = usize::try_from(bytes.next_multiple_of(backing.page_bytes)).expect("64-bit addresses");
         let mapping = Mapping::new(file.as_fd(), file_offset, len, access == Access::ReadWrite)
             .map_err(|source| Error::system(format!("map {bytes} bytes of region {name:?}"), source))?;
+        if access == Access::Read {
+            // For `Holes::keep_note`, which says why if there is none.
+            let _ = pagemap::own();
+        }
         let (name, keep, writing) = (name.to_owned(), Keep::default(), Mutex::new(()));
         Ok(Self { name, file, file_offset, bytes, backing, mapping, keep, writing })
     }
