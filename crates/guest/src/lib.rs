@@ -387,8 +387,8 @@ pub trait DestinationGuest: Send {
     fn may_miss(&mut self) -> Result<(), GuestError> {
         Err(GuestError::Unfit("this VMM can't wait for pages; leave out --lazy".into()))
     }
-    /// Makes every thread that touches a missing page wait for us. The pages of `lacks`, by region, must be holes.
-    /// Called at most once, before `load_state`.
+    /// Makes every thread that touches a missing page wait for us. The pages of `lacks`, by region, must be holes;
+    /// where the VMM has memory for itself, this makes them so. Called at most once, before `load_state`.
     ///
     /// Loading the state touches pages, and so do `start` and `stop`: their caller must have a thread that brings
     /// pages. Memory must no longer be touched through the regions, not even to read: nothing waits for a page that is

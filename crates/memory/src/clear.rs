@@ -9,7 +9,7 @@ use std::thread;
 
 use rustix::{fs::FallocateFlags, io::Errno};
 
-use crate::{Error, PageRange, PageSet, Region, region::Held, shared::Shared, window::WindowPages};
+use crate::{Error, PageRange, PageSet, Region, private::Private, region::Held, shared::Shared, window::WindowPages};
 
 /// What is to become of memory that holds only zeros.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
@@ -79,7 +79,9 @@ impl Region {
         self.clear_held(&held)
     }
 
-    /// Gives all memory back: all pages are holes. A hugetlbfs keeps as many pages for this region as it had.
+    /// Gives all memory back: all pages are holes. A hugetlbfs keeps as many pages for this region as it had. What a
+    /// process has for itself only that process can give back: of private memory this empties no more than the file
+    /// below it, if that has no name.
     ///
     /// # Errors
     /// A region mapped for reading; memory that was allocated beforehand and would be lost; the system's own.
@@ -88,20 +90,38 @@ impl Region {
         self.check_can_be_empty()?;
         match &self.held {
             Held::Shared(shared) => shared.empty(),
+            Held::Private(Private { below: Some(below), .. }) if !below.is_hugetlb() && below.is_nameless()? => {
+                // Whoever writes to a page of such a mapping leaves one of zeros in the file.
+                below.punch(PageRange::new(0, self.pages()))
+            }
             Held::Private(_) => Ok(()),
         }
     }
 
+    /// The pages that a thread can touch without a fault for a missing page: those of the file, and those that the
+    /// process of private memory has.
+    ///
     /// # Errors
-    /// What was promised to the region would be lost.
+    /// The system's own.
+    pub fn not_missing(&self) -> Result<PageSet, Error> {
+        match &self.held {
+            Held::Shared(shared) => shared.data(),
+            Held::Private(private) => {
+                let mut there = self.data_below(private)?;
+                private.add_mapped(&mut there).map_err(|source| self.unknown(source))?;
+                Ok(there)
+            }
+        }
+    }
+
+    /// # Errors
+    /// What was promised to the region would be lost, or what a file holds would show.
     pub(crate) fn check_can_be_empty(&self) -> Result<(), Error> {
         let why = match &self.held {
-            Held::Private(_) => {
-                return Err(Error::unusable(
-                    self.name(),
-                    "it is private memory of the VM's process, whose pages can't be given back from here; leave out --lazy",
-                ));
+            Held::Private(Private { keep: Keep::Nothing, below, .. }) => {
+                return below.as_ref().map_or(Ok(()), |below| self.check_shows_nothing(below));
             }
+            Held::Private(_) => "nothing would reserve memory for it",
             Held::Shared(shared) => match shared.keep {
                 Keep::Nothing => return Ok(()),
                 Keep::All if shared.is_hugetlb() => return Ok(()),
@@ -116,6 +136,25 @@ impl Region {
                  they are touched; but {why}; leave out --lazy, or start the VM without preallocation (prealloc=off)"
             ),
         ))
+    }
+
+    /// # Errors
+    /// The file below private memory would show in place of pages that are missing.
+    fn check_shows_nothing(&self, below: &Shared) -> Result<(), Error> {
+        let cure = "leave out --lazy, or give the VM memory without a file";
+        if !below.is_hugetlb() && !below.is_of_memory() {
+            let why =
+                format!("it is a private mapping of a file on a disk, in which the kernel waits for no page; {cure}");
+            return Err(Error::unusable(self.name(), why));
+        }
+        if !below.is_nameless()? && !below.data()?.is_empty() {
+            let why = format!(
+                "it is a private mapping of a file that holds something, which would show in place of pages that are \
+                 missing; {cure}"
+            );
+            return Err(Error::unusable(self.name(), why));
+        }
+        Ok(())
     }
 
     /// Writes zeros to these pages where there are none.

@@ -3,8 +3,8 @@
 use std::{cell::RefCell, io, os::fd::BorrowedFd, sync::Arc};
 
 use crate::{
-    PAGE_BYTES, PageRange, PageSet, Process, pages::WINDOW_PAGES, process::Span, shared::Shared, window::WindowPages,
-    zero,
+    Keep, PAGE_BYTES, PageRange, PageSet, Process, pages::WINDOW_PAGES, process::Span, shared::Shared,
+    window::WindowPages, zero,
 };
 
 /// Pages that cost as much to look at as to ask about what is behind them alone.
@@ -23,6 +23,7 @@ pub(crate) struct Private {
     pub(crate) page_bytes: u64,
     /// The file whose content shows where the process has not written.
     pub(crate) below: Option<Shared>,
+    pub(crate) keep: Keep,
 }
 
 impl Private {
@@ -34,6 +35,11 @@ impl Private {
         self.address + page * PAGE_BYTES as u64
     }
 
+    /// The pages between two addresses.
+    fn range_at(&self, start: u64, end: u64) -> PageRange {
+        PageRange::new((start - self.address) / PAGE_BYTES as u64, (end - start) / PAGE_BYTES as u64)
+    }
+
     fn spans(&self, first: u64, pages: u128) -> Vec<Span> {
         WindowPages::new(first, pages).runs().map(|run| self.span(run)).collect()
     }
@@ -41,19 +47,23 @@ impl Private {
     /// Calls `found` with the pages of the range that the process has, in their order.
     pub(crate) fn each_there(&self, range: PageRange, mut found: impl FnMut(PageRange)) -> io::Result<()> {
         let (start, end) = (self.address_of(range.first), self.address_of(range.end()));
-        let page = |address| (address - self.address) / PAGE_BYTES as u64;
-        self.process.pages_there(start, end, |start, found_end| {
-            found(PageRange::new(page(start), page(found_end.min(end)) - page(start)));
+        self.process.pages_there(start, end, |start, found_end| found(self.range_at(start, found_end.min(end))))
+    }
+
+    /// Adds the pages that the process has mapped, be it only to read zeros.
+    pub(crate) fn add_mapped(&self, into: &mut PageSet) -> io::Result<()> {
+        let end = self.address_of(into.pages());
+        self.process.pages_mapped(self.address, end, |start, found_end| {
+            into.insert(self.range_at(start, found_end.min(end)));
         })
     }
 
     /// The pages that the process has written, where everything else shows a file.
     pub(crate) fn own(&self, pages: u64) -> io::Result<PageSet> {
         let mut own = PageSet::empty(pages);
-        let page = |address| (address - self.address) / PAGE_BYTES as u64;
         let end = self.address_of(pages);
         self.process.own_pages(self.address, end, |start, found_end| {
-            own.insert(PageRange::new(page(start), page(found_end.min(end)) - page(start)));
+            own.insert(self.range_at(start, found_end.min(end)));
         })?;
         Ok(own)
     }

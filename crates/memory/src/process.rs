@@ -178,22 +178,34 @@ impl Process {
     /// # Errors
     /// The process has ended.
     pub(crate) fn pages_there(&self, start: u64, end: u64, found: impl FnMut(u64, u64)) -> io::Result<()> {
-        self.pages(Look::There, start, end, found)
+        self.pages(Look::There, false, start, end, found)
+    }
+
+    /// The same with those that were only read: all that a thread which touches them would not wait for.
+    pub(crate) fn pages_mapped(&self, start: u64, end: u64, found: impl FnMut(u64, u64)) -> io::Result<()> {
+        self.pages(Look::There, true, start, end, found)
     }
 
     /// The same of those that show no file.
     pub(crate) fn own_pages(&self, start: u64, end: u64, found: impl FnMut(u64, u64)) -> io::Result<()> {
-        self.pages(Look::Own, start, end, found)
+        self.pages(Look::Own, false, start, end, found)
     }
 
-    fn pages(&self, look: Look, start: u64, end: u64, mut found: impl FnMut(u64, u64)) -> io::Result<()> {
+    fn pages(
+        &self,
+        look: Look,
+        only_read: bool,
+        start: u64,
+        end: u64,
+        mut found: impl FnMut(u64, u64),
+    ) -> io::Result<()> {
         let mut stretches = [Found::default(); FOUND];
         let mut at = start;
         while at < end {
             let (count, next) = pagemap::scan(self.pagemap(), look, By::Scan, at, end, &mut stretches)?;
             stretches[..count]
                 .iter()
-                .filter(|stretch| !stretch.is_zero_page())
+                .filter(|stretch| only_read || !stretch.is_zero_page())
                 .for_each(|stretch| found(stretch.start, stretch.end));
             if next <= at {
                 return Err(io::Error::other(format!("the kernel's look at its pages stopped at address {at:#x}")));

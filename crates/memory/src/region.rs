@@ -83,7 +83,7 @@ impl Region {
             return Err(Error::unusable(name, why));
         }
         let below = file.map(|(file, offset)| Shared::map(name, file, offset, bytes, Access::Read)).transpose()?;
-        let held = Held::Private(Private { process, address, page_bytes, below });
+        let held = Held::Private(Private { process, address, page_bytes, below, keep: Keep::Nothing });
         Ok(Self { name: name.to_owned(), bytes, access, held })
     }
 
@@ -178,8 +178,9 @@ impl Region {
     /// Says what is to become of memory that holds only zeros.
     #[must_use]
     pub fn keeping(mut self, keep: Keep) -> Self {
-        if let Held::Shared(shared) = &mut self.held {
-            shared.keep = keep;
+        match &mut self.held {
+            Held::Shared(shared) => shared.keep = keep,
+            Held::Private(private) => private.keep = keep,
         }
         self
     }
@@ -263,7 +264,7 @@ impl Region {
     }
 
     /// What shows where the process has not written.
-    fn data_below(&self, private: &Private) -> Result<PageSet, Error> {
+    pub(crate) fn data_below(&self, private: &Private) -> Result<PageSet, Error> {
         private.below.as_ref().map_or_else(|| Ok(PageSet::empty(self.pages())), Shared::data)
     }
 
@@ -374,7 +375,7 @@ impl GuestMemory {
         })
     }
 
-    /// Makes all of it a hole: [`Region::empty`].
+    /// Makes all of it a hole, but for what processes have for themselves: [`Region::empty`].
     ///
     /// # Errors
     /// As [`Region::empty`]. Those that refuse do so before any memory is touched.

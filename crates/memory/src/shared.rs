@@ -275,6 +275,20 @@ impl Shared {
         self.backing.hugetlb
     }
 
+    /// Whether it is memory of the system's, in its usual pages.
+    pub(crate) fn is_of_memory(&self) -> bool {
+        self.backing.tmpfs
+    }
+
+    /// Whether nobody can find the file by a name.
+    ///
+    /// # Errors
+    /// The system's own.
+    pub(crate) fn is_nameless(&self) -> Result<bool, Error> {
+        let stat = rustix::fs::fstat(&self.file).map_err(|source| self.failed("inspect the file", source))?;
+        Ok(stat.st_nlink == 0)
+    }
+
     pub(crate) fn failed(&self, doing: &str, source: Errno) -> Error {
         Error::system(format!("{doing} in region {:?}{}", self.name, self.cure(source)), source)
     }

@@ -169,9 +169,9 @@ fn not_a_destination(address: &qemu::libvirt::Address) -> GuestError {
 /// For those who are to wait for pages that are not there: a page that is there would never be brought.
 fn check_holes(memory: &GuestMemory, lacks: &[PageSet]) -> Result<(), GuestError> {
     for (region, lacks) in memory.regions().iter().zip(lacks) {
-        let mut data = region.data()?;
-        data.intersect_with(lacks);
-        if let Some(there) = data.ranges().next() {
+        let mut there = region.not_missing()?;
+        there.intersect_with(lacks);
+        if let Some(there) = there.ranges().next() {
             return Err(GuestError::Unfit(format!(
                 "guest memory {:?} is not empty: pages {}..{} are there; does another process use it?",
                 region.name(),

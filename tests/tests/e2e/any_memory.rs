@@ -161,20 +161,6 @@ fn private_memory_goes_to_and_comes_from_a_stock_qemu() -> Result<()> {
     assert_goes_on(&destination)
 }
 
-/// Pages can't be brought later to memory whose pages can't be given back first.
-#[test]
-fn a_lazy_restore_into_private_memory_is_refused() -> Result<()> {
-    let folder = disk()?;
-    let (path, source) = (folder.join("guest"), guest(Backend::SharedFile).booted()?);
-    let to = path.to_string_lossy();
-    Transship::command(["save", "--paused", "--vm", &source.vm(), "--to", &*to]).run()?.expect_code(0)?;
-    let destination = guest(Backend::Default).incoming().start()?;
-    let refused = restoring(&destination.vm(), &path).args(["--lazy"]).run()?.expect_code(1)?.to_string();
-    assert!(refused.contains("private memory") && refused.contains("leave out --lazy"), "{refused}");
-    restoring(&destination.vm(), &path).run()?.expect_code(0)?;
-    assert_goes_on(&destination)
-}
-
 /// Whoever dies, the guest runs where it was, and nothing of ours is left in its QEMU.
 #[test]
 fn a_guest_of_private_memory_outlives_those_who_move_it() -> Result<()> {

@@ -116,8 +116,10 @@ fn memory_of_its_own_is_filled() -> Result<()> {
     let folder = Scratch::new()?;
     let (path, source) = (folder.join("image"), guest().booted()?);
     image(&source, &path, "--background")?;
-    for (backend, way) in [(Backend::SharedFile, "lazy"), (Backend::Ram, "copied")] {
-        let other = guest().backend(backend).incoming().start()?;
+    let promised = "prealloc=on";
+    let all = [(Backend::SharedFile, "", "lazy"), (Backend::Ram, "", "lazy"), (Backend::Ram, promised, "copied")];
+    for (backend, options, way) in all {
+        let other = guest().backend(backend).memory_options(options).incoming().start()?;
         let report = cloning(&other.vm(), &path).run()?.expect_code(0)?.report()?;
         assert_eq!(report["clone"]["memory"], way, "{report}");
         assert_goes_on(&other)?;

@@ -1,16 +1,17 @@
 //! What a guest has given back after a lazy restore had brought it is zero, and stays so: a guest that clears what it
 //! frees (Linux with `init_on_free=1`) uses it again without another look.
 #![allow(clippy::unwrap_used)]
-use std::{fs, ops::Range, path::Path};
+use std::{fs, ops::Range, os::unix::fs::MetadataExt, path::Path};
 
 use crate::restoring::{
     disk, io,
     lazy::{Stalled, stand_ins},
+    place,
 };
 use crate::stock::StockSave;
 use rustix::fs::FallocateFlags;
 use serde_json::json;
-use transship_lab::{LabError, Qemu, QemuBuilder, Result, Workload, wait_until};
+use transship_lab::{Backend, LabError, Qemu, QemuBuilder, Result, Workload, wait_until};
 
 const PAGE: u64 = 4096;
 /// The memory below what a PC has for its devices, of which there is little more in the first piece of the file than
@@ -125,30 +126,57 @@ fn what_was_given_back_is_not_brought_again_by_another_thread() -> Result<()> {
 }
 
 /// A guest that relies on zeros in what it has freed, and a balloon that takes that away.
-fn clearing() -> QemuBuilder {
+fn clearing(backend: Backend) -> QemuBuilder {
     let balloon = ["-device", "virtio-balloon-pci,free-page-reporting=on"];
     // Huge pages are cleared in any case.
     let words = "init_on_free=1 transparent_hugepage=never workload.hold=200";
-    Qemu::linux().memory(512).workload(Workload { mib: 32, ..Workload::LINUX }).args(balloon).append(words)
+    let workload = Workload { mib: 32, ..Workload::LINUX };
+    Qemu::linux().memory(512).backend(backend).workload(workload).args(balloon).append(words)
 }
 
-#[test]
-#[ignore = "two minutes: Linux boots and frees 200 MiB under emulation"]
-fn a_guest_that_clears_what_it_frees_finds_zeros_after_a_kill() -> Result<()> {
+/// How much of its memory a guest has, in MiB.
+fn allocated(guest: &Qemu, backend: Backend) -> Result<u64> {
+    if backend == Backend::SharedFile {
+        return io(fs::metadata(&guest.memory_files()[0])).map(|data| data.blocks() / 2048);
+    }
+    let (address, bytes) = place(guest)?;
+    let (mut inside, mut kib) = (false, 0);
+    for line in io(fs::read_to_string(format!("/proc/{}/smaps", guest.pid())))?.lines() {
+        let hex = |text: &str| u64::from_str_radix(text, 16).ok();
+        if let Some((start, _)) = line.split_once(' ').and_then(|(range, _)| range.split_once('-')) {
+            inside = hex(start).is_some_and(|start| (address..address + bytes).contains(&start));
+        } else if let Some(rss) = line.strip_prefix("Rss:").filter(|_| inside) {
+            kib += rss.trim().trim_end_matches(" kB").parse::<u64>().unwrap();
+        }
+    }
+    Ok(kib / 1024)
+}
+
+fn a_guest_that_clears_finds_zeros(backend: Backend) -> Result<()> {
     let folder = disk()?;
     let path = folder.join("snapshot");
-    crate::restoring::saved_by_stock(clearing(), StockSave::default(), &path)?;
-    let guest = clearing().incoming().start()?;
+    crate::restoring::saved_by_stock(clearing(backend), StockSave::default(), &path)?;
+    let guest = clearing(backend).incoming().start()?;
     let mut stalled = Stalled::start(&guest.vm(), &path)?;
     // Each page is touched to be cleared, and so brought.
     assert_eq!(guest.serial().drop_held()?, 200);
-    let allocated =
-        || io(fs::metadata(&guest.memory_files()[0])).map(|data| std::os::unix::fs::MetadataExt::blocks(&data) / 2048);
-    wait_until("the guest to report what it has freed", || Ok(allocated()? < 150))?;
+    wait_until("the guest to report what it has freed", || Ok(allocated(&guest, backend)? < 150))?;
     stalled.restore.kill9();
     wait_until("the second process to end", || Ok(stand_ins(&guest)?.is_empty()))?;
     let (mib, wrong) = guest.serial().take_fresh()?;
     assert!(mib > 200, "{mib}");
     assert_eq!(wrong, 0, "pages of {mib} MiB");
     crate::restoring::assert_goes_on(&guest)
+}
+
+#[test]
+#[ignore = "two minutes: Linux boots and frees 200 MiB under emulation"]
+fn a_guest_that_clears_what_it_frees_finds_zeros_after_a_kill() -> Result<()> {
+    a_guest_that_clears_finds_zeros(Backend::SharedFile)
+}
+
+#[test]
+#[ignore = "two minutes: Linux boots and frees 200 MiB under emulation"]
+fn a_guest_of_private_memory_that_clears_what_it_frees_finds_zeros_after_a_kill() -> Result<()> {
+    a_guest_that_clears_finds_zeros(Backend::Default)
 }

@@ -49,6 +49,11 @@ pub(super) fn check_possible(guest: &mut dyn DestinationGuest) -> Result<(), Err
                    destination with memory of small pages";
         return Err(Error::Unfit(why.into()));
     }
+    if guest.memory().regions().iter().any(|region| region.is_private()) {
+        let why = "post-copy into private memory of the VM's process is not supported; leave out --converge postcopy, \
+                   or start the destination with its memory in a shared file";
+        return Err(Error::Unfit(why.into()));
+    }
     guest.may_miss().map_err(cure)
 }
 

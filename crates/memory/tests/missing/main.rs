@@ -6,6 +6,7 @@
 //! - `waiting`: one page; `guests`: all of them, while threads read and write; `holders`: who brings them dies
 //! - `once`: what was brought and given back is not brought again, whoever dies
 //! - `dropped`: what was there, is dropped and brought again
+//! - `private`: memory that its process has for itself
 //! - `refused`: what can't be; `processes`: regions, and another process
 #![allow(clippy::unwrap_used)]
 
@@ -15,6 +16,7 @@ mod dropped;
 mod guests;
 mod holders;
 mod once;
+mod private;
 mod processes;
 mod refused;
 mod waiting;

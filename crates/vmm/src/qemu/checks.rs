@@ -4,7 +4,7 @@ use std::fs;
 use rustix::process::{Pid, PidfdFlags, PidfdGetfdFlags, pidfd_getfd, pidfd_open};
 use serde_json::{Value, json};
 use transship_guest::GuestError;
-use transship_memory::{Freeing, GuestMemory};
+use transship_memory::{Freeing, GuestMemory, PAGE_BYTES, Region};
 
 use super::{
     balloon::OwnBalloon,
@@ -25,14 +25,37 @@ pub(super) fn host() -> Result<(), GuestError> {
     if cfg!(not(target_arch = "x86_64")) {
         return Err(GuestError::Unfit("attaching to QEMU from outside works only on x86-64 so far".to_owned()));
     }
-    let release = fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default();
-    kernel(release.trim())
+    kernel(&release())
+}
+
+fn release() -> String {
+    fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default().trim().to_owned()
+}
+
+/// Private huge pages can be given back only where they stay promised to their process: else another one could have
+/// them meanwhile.
+pub(super) fn huge_pages_stay_promised(memory: &GuestMemory) -> Result<(), GuestError> {
+    /// The first kernel that does so.
+    const NEEDED: (u32, u32) = (6, 9);
+    let is_huge = |region: &&Region| region.is_private() && region.backing_page_bytes() > PAGE_BYTES as u64;
+    match memory.regions().iter().find(is_huge) {
+        Some(region) if version_of(&release()) < NEEDED => Err(GuestError::Unfit(format!(
+            "guest memory {:?} is private memory on huge pages, which this kernel would give to other processes before \
+             its pages are brought; leave out --lazy, or boot Linux 6.9 or newer",
+            region.name()
+        ))),
+        _ => Ok(()),
+    }
+}
+
+/// Version of the kernel that names its release so.
+fn version_of(release: &str) -> (u32, u32) {
+    let mut numbers = release.split(|c: char| !c.is_ascii_digit()).map_while(|number| number.parse::<u32>().ok());
+    (numbers.next().unwrap_or(0), numbers.next().unwrap_or(0))
 }
 
 fn kernel(release: &str) -> Result<(), GuestError> {
-    let mut numbers = release.split(|c: char| !c.is_ascii_digit()).map_while(|number| number.parse::<u32>().ok());
-    let version = (numbers.next().unwrap_or(0), numbers.next().unwrap_or(0));
-    if version < KERNEL_MIN {
+    if version_of(release) < KERNEL_MIN {
         return Err(GuestError::Unfit(format!(
             "Linux {release} can't track a running guest's writes from outside; boot Linux 5.14 or newer (best 6.7)"
         )));

@@ -15,7 +15,7 @@ use transship_wire::{
 };
 
 use super::{
-    abandoned, disk_files, faults, machine,
+    abandoned, disk_files, emptying, faults, machine,
     memory::{self, Backend},
     migration::{self, Answers, Form, STATE_FD, STATE_URI, Settings},
     qmp::{Qmp, QmpError},
@@ -180,6 +180,7 @@ impl DestinationGuest for QemuDestination {
         let uffd = faults::for_all(&mut self.qmp)?;
         let pages: Vec<u64> = self.memory.regions().iter().map(Region::pages).collect();
         let missing = Missing::new(uffd, areas, &pages)?;
+        emptying::give_back(&self.qmp, &self.memory, &missing.areas(), lacks)?;
         // Asked only now that nobody can fill a hole past us any more.
         crate::check_holes(&self.memory, lacks)?;
         Ok(missing)

@@ -1,9 +1,10 @@
-//! Has another process make a userfaultfd and takes it from there.
+//! Has another process make system calls that only it can make: for a userfaultfd, which we take from there, or to
+//! give its memory back.
 //!
 //! A userfaultfd tracks the memory of the process that made it, so QEMU must make it. One thread of QEMU is stopped
 //! (ptrace), runs `userfaultfd` (or an `ioctl` on /dev/userfaultfd) and, after we have taken a copy of the descriptor,
 //! `close`; then it goes on exactly where it was, an interrupted system call included. That takes less than a
-//! millisecond.
+//! millisecond. Private memory, too, only its process can give back: by `madvise`.
 //!
 //! A seccomp filter that would answer the call, perhaps by killing QEMU, is suspended meanwhile. Without permission for
 //! that, attaching is refused, unless the filter is known to let the call pass.
@@ -40,9 +41,10 @@ use rustix::{
 use transship_guest::GuestError;
 
 use super::maps::mappings;
+use call::Errand;
 pub(super) use call::Faults;
 use child::Target;
-use failure::{InjectionFailure, Step};
+use failure::{DONE, InjectionFailure, Step};
 
 /// How long we wait for the child: longer than it waits for the thread.
 const CHILD_WAIT: Duration = Duration::from_secs(20);
@@ -66,20 +68,35 @@ pub(super) fn may_visit(pid: i32, thread: i32) -> Result<(), GuestError> {
     if filter::lets_pass(pid, thread) || filter::can_be_suspended() {
         return Ok(());
     }
-    Err(error(pid, &InjectionFailure { step: Step::Filter, errno: libc::EPERM }.explain(pid)))
+    let refused = InjectionFailure { step: Step::Filter, errno: libc::EPERM };
+    Err(error(pid, MAKE, &refused.explain(pid)))
 }
 
 /// A userfaultfd of process `pid`, made in its thread `thread`. In the process nothing of it remains.
 pub(super) fn userfaultfd_of(pid: i32, thread: i32, faults: Faults) -> Result<OwnedFd, InjectError> {
-    let failed = |why: String| InjectError::Failed(error(pid, &why));
-    let syscall_at = syscall_instruction(pid).map_err(failed)?;
-    visit(Target { pid, thread, syscall_at, faults, filter_lets_pass: filter::lets_pass(pid, thread) }, CHILD_WAIT)
+    let brought = errand(pid, thread, Errand::Make(faults))?;
+    brought.ok_or_else(|| InjectError::Failed(error(pid, MAKE, "its descriptor did not come with the answer")))
 }
 
-/// Has a child of ours make the call there, and waits for what it brings.
-fn visit(target: Target, wait: Duration) -> Result<OwnedFd, InjectError> {
-    let Target { pid, thread, faults, .. } = target;
-    let failed = |why: String| InjectError::Failed(error(pid, &why));
+/// Has process `pid` give pieces of its memory back, addresses and lengths, in its thread `thread`: what is its own
+/// there is gone, and nothing else of it changes.
+pub(super) fn give_back(pid: i32, thread: i32, pieces: &[(u64, u64)]) -> Result<(), GuestError> {
+    match errand(pid, thread, Errand::GiveBack(pieces)) {
+        Ok(_) => Ok(()),
+        Err(InjectError::Failed(error)) => Err(error),
+        Err(InjectError::NotPermitted) => Err(error(pid, GIVE_BACK, "not permitted")),
+    }
+}
+
+fn errand(pid: i32, thread: i32, errand: Errand<'_>) -> Result<Option<OwnedFd>, InjectError> {
+    let syscall_at = syscall_instruction(pid).map_err(|why| InjectError::Failed(error(pid, doing(errand), &why)))?;
+    visit(Target { pid, thread, syscall_at, errand, filter_lets_pass: filter::lets_pass(pid, thread) }, CHILD_WAIT)
+}
+
+/// Has a child of ours make the calls there, and waits for what it brings.
+fn visit(target: Target<'_>, wait: Duration) -> Result<Option<OwnedFd>, InjectError> {
+    let Target { pid, thread, errand, .. } = target;
+    let failed = |why: String| InjectError::Failed(error(pid, doing(errand), &why));
     let (ours, childs) =
         rustix::net::socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)
             .map_err(|e| failed(e.to_string()))?;
@@ -91,7 +108,7 @@ fn visit(target: Target, wait: Duration) -> Result<OwnedFd, InjectError> {
     result.map_err(|received| match received {
         // A program may always see its own faults: if not, something else is wrong.
         Received::InjectionFailure(InjectionFailure { step: Step::Userfaultfd, errno: libc::EPERM })
-            if faults == Faults::All =>
+            if matches!(errand, Errand::Make(Faults::All)) =>
         {
             InjectError::NotPermitted
         }
@@ -103,8 +120,18 @@ fn visit(target: Target, wait: Duration) -> Result<OwnedFd, InjectError> {
     })
 }
 
-fn error(pid: i32, why: &str) -> GuestError {
-    GuestError::Unfit(format!("can't make QEMU (process {pid}) create a userfaultfd: {why}"))
+const MAKE: &str = "create a userfaultfd";
+const GIVE_BACK: &str = "give its memory back";
+
+fn doing(errand: Errand<'_>) -> &'static str {
+    match errand {
+        Errand::Make(_) => MAKE,
+        Errand::GiveBack(_) => GIVE_BACK,
+    }
+}
+
+fn error(pid: i32, doing: &str, why: &str) -> GuestError {
+    GuestError::Unfit(format!("can't make QEMU (process {pid}) {doing}: {why}"))
 }
 
 /// An address of a `syscall` instruction in the process: in the vDSO, or in some library.
@@ -128,7 +155,7 @@ fn syscall_instruction(pid: i32) -> Result<u64, String> {
     Err("no syscall instruction found in it; is it a 64-bit x86 program?".to_owned())
 }
 
-/// What the child reports, besides the descriptor.
+/// What the child reports, besides what it was sent for.
 enum Received {
     InjectionFailure(InjectionFailure),
     /// Nothing within the limit: the child still tries to restore the thread.
@@ -137,7 +164,7 @@ enum Received {
     Nothing,
 }
 
-fn receive(from: &OwnedFd) -> Result<OwnedFd, Received> {
+fn receive(from: &OwnedFd) -> Result<Option<OwnedFd>, Received> {
     let mut bytes = [0; 8];
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
     let mut ancillary = RecvAncillaryBuffer::new(&mut space);
@@ -154,7 +181,8 @@ fn receive(from: &OwnedFd) -> Result<OwnedFd, Received> {
         _ => None,
     });
     match (received, fd) {
-        (8, Some(fd)) => Ok(fd),
+        (8, Some(fd)) => Ok(Some(fd)),
+        (8, None) if bytes == DONE => Ok(None),
         (8, None) => Err(Received::InjectionFailure(InjectionFailure::from_bytes(bytes))),
         _ => Err(Received::Nothing),
     }
@@ -178,7 +206,7 @@ fn reap(child: libc::pid_t, still_at_work: bool) {
 }
 
 /// Forks the child that traces. Returns its process id.
-fn start_child(target: Target, result: &OwnedFd) -> io::Result<libc::pid_t> {
+fn start_child(target: Target<'_>, result: &OwnedFd) -> io::Result<libc::pid_t> {
     let mut all = MaybeUninit::<libc::sigset_t>::uninit();
     let mut before = MaybeUninit::<libc::sigset_t>::uninit();
     // SAFETY: both sets are writable; sigfillset initialises `all` before it is used. The mask is put back below.

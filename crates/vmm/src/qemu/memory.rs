@@ -41,7 +41,7 @@ enum Held {
         keep: Keep,
     },
     /// Its own. Where it has not written the file shows, if there is one.
-    Private { address: u64, page_bytes: u64, below: Option<(FileId, u64)> },
+    Private { address: u64, page_bytes: u64, below: Option<(FileId, u64)>, keep: Keep },
 }
 
 /// All backends, sorted by id.
@@ -171,7 +171,7 @@ fn in_process(qmp: &mut Qmp, id: &str, bytes: u64, block: &RamBlock) -> Result<H
         true => Held::Shared { file: mapping.file, offset, path: None, keep: keep(qmp, id) },
         false => {
             let below = mapping.has_file().then_some((mapping.file, offset));
-            Held::Private { address, page_bytes: block.page_bytes, below }
+            Held::Private { address, page_bytes: block.page_bytes, below, keep: keep(qmp, id) }
         }
     })
 }
@@ -221,8 +221,7 @@ impl Backend {
     pub(super) fn asked_of(&self) -> &'static [&'static str] {
         match &self.held {
             Held::Shared { path: Some(_), .. } => &["readonly", "offset", "prealloc", "policy", "mem-path"],
-            Held::Shared { path: None, .. } => &["readonly", "prealloc", "policy"],
-            Held::Private { .. } => &["readonly"],
+            Held::Shared { path: None, .. } | Held::Private { .. } => &["readonly", "prealloc", "policy"],
         }
     }
 
@@ -299,6 +298,18 @@ impl Backend {
         self.open_file(file, &path, access)
     }
 
+    /// The file that private memory shows where it was not written. For writing only if it has no name: then nobody
+    /// else can find it.
+    fn open_below(&self, pid: i32, file: FileId, access: Access) -> Result<OwnedFd, GuestError> {
+        let opened = self.open_unnamed(pid, file, Access::Read)?;
+        let is_nameless = rustix::fs::fstat(&opened).is_ok_and(|stat| stat.st_nlink == 0);
+        if access == Access::Read || !is_nameless {
+            return Ok(opened);
+        }
+        // Without the right to it, it can be read all the same.
+        Ok(self.open_unnamed(pid, file, Access::ReadWrite).unwrap_or(opened))
+    }
+
     fn region(&self, pid: i32, process: Option<&Arc<Process>>, access: Access) -> Result<Region, GuestError> {
         let region = match (&self.held, process) {
             (Held::Shared { file, offset, path, keep }, _) => {
@@ -308,12 +319,12 @@ impl Backend {
                 };
                 Region::map(&self.id, opened, *offset, self.bytes, access).map(|region| region.keeping(*keep))
             }
-            (Held::Private { address, page_bytes, below }, Some(process)) => {
-                let below = below.map(|(file, offset)| Ok((self.open_unnamed(pid, file, Access::Read)?, offset)));
+            (Held::Private { address, page_bytes, below, keep }, Some(process)) => {
+                let below = below.map(|(file, offset)| Ok((self.open_below(pid, file, access)?, offset)));
                 let file = below.transpose().map_err(|e: GuestError| e)?;
                 let (process, address, page_bytes) = (Arc::clone(process), *address, *page_bytes);
                 let memory = InProcess { process, address, bytes: self.bytes, page_bytes, file };
-                Region::in_process(&self.id, memory, access)
+                Region::in_process(&self.id, memory, access).map(|region| region.keeping(*keep))
             }
             (Held::Private { .. }, None) => return Err(GuestError::Bug(format!("process {pid} was not opened"))),
         };
@@ -428,7 +439,7 @@ mod tests {
     #[test]
     fn an_area_of_private_memory_is_the_part_of_a_mapping_at_its_addresses() {
         let backend = |address, bytes| Backend {
-            held: Held::Private { address, page_bytes: 4096, below: None },
+            held: Held::Private { address, page_bytes: 4096, below: None, keep: Keep::Nothing },
             ..Backend::test("pc.ram", bytes)
         };
         let mapping = Mapping::test("10000-20000 rw-p 00000000 00:00 0 ");

@@ -15,6 +15,7 @@
 //!   maps         what a process has mapped
 //!   inject       a userfaultfd made by QEMU, taken over by us
 //!   faults       which kind of userfaultfd, and the right to it
+//!   emptying     private memory that QEMU gives back, before its pages are brought
 //!   rights       which capabilities a process has
 //!   tracking     how writes are found, by what the kernel can
 //!   vcpus        whose writes may be held for a moment
@@ -35,6 +36,7 @@ mod checks;
 mod destination;
 mod device_state;
 mod disk_files;
+mod emptying;
 mod faults;
 mod giving_back;
 mod holder;

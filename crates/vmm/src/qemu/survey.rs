@@ -106,6 +106,7 @@ pub(super) fn lazy(qmp: &Qmp, memory: &GuestMemory, refuse: Refuse<'_>) -> Resul
     checks::host().or_else(&mut *refuse)?;
     checks::may_ptrace(qmp.pid()).or_else(&mut *refuse)?;
     memory.check_can_be_empty().map_err(GuestError::from).or_else(&mut *refuse)?;
+    checks::huge_pages_stay_promised(memory).or_else(&mut *refuse)?;
     Freezer::of(qmp.pid()).map(drop).or_else(&mut *refuse)?;
     faults::may_make_wait(qmp).or_else(refuse)
 }

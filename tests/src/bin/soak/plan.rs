@@ -169,7 +169,7 @@ const SAVING_BACKGROUND: [&str; 7] =
     ["save.created", "save.protecting", "save.stopped", "save.state", "save.protected", "save.background", "save.tail"];
 const SAVING_GUARDED: [&str; 2] = ["save.stopped", "save.state"];
 const RESTORING: [&str; 2] = ["restore.pages", "restore.loaded"];
-const RESTORING_LAZILY: [&str; 2] = ["restore.loaded", "restore.started"];
+const RESTORING_LAZILY: [&str; 3] = ["restore.missing", "restore.loaded", "restore.started"];
 
 /// One move in so many is asked for what is free, where it can be: the guest takes five seconds to let go of a device.
 const BALLOON_ONE_IN: u8 = 8;
@@ -180,10 +180,10 @@ const NOBODY_ONE_IN: u8 = 5;
 const LONGEST_MS: u64 = 400;
 
 impl Step {
-    /// What the QEMU that takes the guest has for it. Pages that come after the guest need memory that can be emptied.
+    /// What the QEMU that takes the guest has for it. Pages that come after a moved guest need shared memory.
     pub(crate) fn memory(&self) -> Memory {
         match self.way {
-            Way::Snapshot { lazy: true, .. } | Way::Move { converge: Converge::PostCopy, .. } => Memory::SharedFile,
+            Way::Move { converge: Converge::PostCopy, .. } => Memory::SharedFile,
             _ => Memory::of(self.to),
         }
     }

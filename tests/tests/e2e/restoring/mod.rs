@@ -3,6 +3,7 @@ pub(crate) mod lazy;
 
 use std::{fs, os::unix::fs::FileExt, path::Path};
 
+use serde_json::json;
 use transship_lab::{LabError, Qemu, QemuBuilder, Result, Scratch, Transship, transship::TransshipBuilder};
 
 use crate::stock::StockSave;
@@ -40,6 +41,19 @@ pub(crate) fn make_dirty(guest: &Qemu) -> Result<()> {
         (0..length).step_by(junk.len()).try_for_each(|at| io(file.write_all_at(&junk, at)))?;
     }
     Ok(())
+}
+
+/// Where QEMU has the guest's first memory, and how much.
+pub(crate) fn place(guest: &Qemu) -> Result<(u64, u64)> {
+    let blocks = guest.qmp("human-monitor-command", json!({ "command-line": "info ramblock" }))?;
+    let line = blocks.as_str().and_then(|text| text.lines().find(|line| line.trim().starts_with("pc.ram")));
+    let words: Vec<&str> = line.unwrap_or_default().split_whitespace().collect();
+    let hex = |word: &&str| u64::from_str_radix(word.strip_prefix("0x")?, 16).ok();
+    let numbers: Vec<u64> = words.iter().filter_map(hex).collect();
+    match numbers.as_slice() {
+        [_, used, _, address] => Ok((*address, *used)),
+        _ => Err(LabError(format!("no place of its memory: {blocks}"))),
+    }
 }
 
 /// Has stock QEMU save such a guest, which then is gone.

@@ -105,7 +105,7 @@ fn how(image: &Image, memory: &GuestMemory, origins: &[Origin]) -> Result<CloneM
         return Err(wrong(name, format!("only a part of the waiting guest's memory is a mapping of it; {cure}")));
     }
     Ok(match memory.regions() {
-        [region] if !region.is_private() => CloneMemory::Lazy,
+        [_] if memory.check_can_be_empty().is_ok() => CloneMemory::Lazy,
         _ => CloneMemory::Copied,
     })
 }

@@ -63,6 +63,7 @@ pub(super) fn restore_from(
     // No huge pages of a tmpfs: pages come one by one.
     restore.guest.memory().empty()?;
     let missing = restore.guest.missing(&full(&restore.guest.memory()))?;
+    fail_point::reach("restore.missing")?;
     check_units(&missing, plan.sources.len())?;
     let claims = Claims::new(&plan.sources.iter().map(|source| source.stored.pages()).collect::<Vec<_>>())?;
     let will = restore.guest.last_will()?;

@@ -1,5 +1,19 @@
-//! The system call that makes a userfaultfd.
+//! What a thread of another process is made to do.
 use std::os::fd::RawFd;
+
+/// What it is sent for.
+#[derive(Debug, Clone, Copy)]
+pub(super) enum Errand<'a> {
+    /// To make a userfaultfd, of which we get a copy.
+    Make(Faults),
+    /// To give these pieces of the process's memory back: addresses and lengths.
+    GiveBack(&'a [(u64, u64)]),
+}
+
+/// The system call that gives a piece back: its number and arguments.
+pub(super) fn give_back((start, len): (u64, u64)) -> (i64, [u64; 3]) {
+    (libc::SYS_madvise, [start, len, libc::MADV_DONTNEED as u64])
+}
 
 /// Lets an unprivileged process make a userfaultfd.
 const UFFD_USER_MODE_ONLY: u64 = 1;

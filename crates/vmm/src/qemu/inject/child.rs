@@ -2,24 +2,24 @@
 use std::{io::Write, os::fd::RawFd};
 
 use super::{
-    call::Faults,
-    failure::{InjectionFailure, Step},
+    call::{Errand, Faults, give_back},
+    failure::{DONE, InjectionFailure, Step},
     rseq,
     tracee::Tracee,
 };
 
 /// Where to inject.
 #[derive(Clone, Copy)]
-pub(super) struct Target {
+pub(super) struct Target<'a> {
     pub(super) pid: libc::pid_t,
     pub(super) thread: libc::pid_t,
     pub(super) syscall_at: u64,
-    pub(super) faults: Faults,
+    pub(super) errand: Errand<'a>,
     /// The thread's seccomp filter, if it has one, need not be suspended.
     pub(super) filter_lets_pass: bool,
 }
 
-pub(super) fn main(target: Target, result: RawFd) -> ! {
+pub(super) fn main(target: Target<'_>, result: RawFd) -> ! {
     // SAFETY: plain system calls on integers. Descriptors other than the result's are closed so that connections of the
     // parent do not stay open if it dies; nobody in this process uses them.
     let result = unsafe {
@@ -38,9 +38,9 @@ pub(super) fn main(target: Target, result: RawFd) -> ! {
     unsafe { libc::_exit(0) }
 }
 
-fn report(result: RawFd, outcome: Result<RawFd, InjectionFailure>) {
+fn report(result: RawFd, outcome: Result<Option<RawFd>, InjectionFailure>) {
     let (mut bytes, fd) = match outcome {
-        Ok(fd) => ([0; 8], Some(fd)),
+        Ok(fd) => (DONE, fd),
         Err(failure) => (failure.to_bytes(), None),
     };
     let mut part = libc::iovec { iov_base: bytes.as_mut_ptr().cast(), iov_len: bytes.len() };
@@ -68,7 +68,7 @@ fn report(result: RawFd, outcome: Result<RawFd, InjectionFailure>) {
 }
 
 /// The whole visit: seize, stop, borrow, restore, let go.
-fn inject(target: Target) -> Result<RawFd, InjectionFailure> {
+fn inject(target: Target<'_>) -> Result<Option<RawFd>, InjectionFailure> {
     let tracee = Tracee::stop(target.thread)?;
     let mut saved = tracee.registers()?;
     if saved.cs != 0x33 {
@@ -84,13 +84,37 @@ fn inject(target: Target) -> Result<RawFd, InjectionFailure> {
         saved.rip = anew;
     }
     // From here on the thread is not its own until `restore`.
-    let fd = borrow(&tracee, &saved, target);
+    let done = match target.errand {
+        Errand::Make(faults) => borrow(&tracee, &saved, target, faults).map(Some),
+        Errand::GiveBack(pieces) => give_all_back(&tracee, &saved, target, pieces).map(|()| None),
+    };
     tracee.restore(&saved, mask)?;
-    fd
+    done
 }
 
-fn borrow(tracee: &Tracee, saved: &libc::user_regs_struct, target: Target) -> Result<RawFd, InjectionFailure> {
-    let (number, arguments) = target.faults.call();
+fn give_all_back(
+    tracee: &Tracee,
+    saved: &libc::user_regs_struct,
+    target: Target<'_>,
+    pieces: &[(u64, u64)],
+) -> Result<(), InjectionFailure> {
+    for piece in pieces {
+        let (number, arguments) = give_back(*piece);
+        match tracee.call(saved, target.syscall_at, number, arguments)? {
+            0 => {}
+            error => return Err(InjectionFailure { step: Step::GiveBack, errno: -error as i32 }),
+        }
+    }
+    Ok(())
+}
+
+fn borrow(
+    tracee: &Tracee,
+    saved: &libc::user_regs_struct,
+    target: Target<'_>,
+    faults: Faults,
+) -> Result<RawFd, InjectionFailure> {
+    let (number, arguments) = faults.call();
     let theirs = tracee.call(saved, target.syscall_at, number, arguments)?;
     if theirs < 0 {
         return Err(InjectionFailure { step: Step::Userfaultfd, errno: -theirs as i32 });

@@ -1,6 +1,9 @@
 //! Why the visit failed, in eight bytes on the way from the child and in words for people.
 use std::io;
 
+/// In place of a failure: all is done.
+pub(super) const DONE: [u8; 8] = [0; 8];
+
 /// Which step failed, and with which errno.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct InjectionFailure {
@@ -22,6 +25,7 @@ pub(super) enum Step {
     Trapped = 9,
     /// With the descriptor in place of an errno.
     Foreign = 10,
+    GiveBack = 11,
 }
 
 impl InjectionFailure {
@@ -50,6 +54,7 @@ impl InjectionFailure {
             Step::Filter,
             Step::Trapped,
             Step::Foreign,
+            Step::GiveBack,
         ];
         let step = steps.into_iter().find(|known| *known as i32 == step).unwrap_or(Step::Gone);
         Self { step, errno: i32::from_ne_bytes([e, f, g, h]) }
@@ -84,6 +89,10 @@ impl InjectionFailure {
                     .to_owned()
             }
             Step::Foreign => format!("the system call gave descriptor {}, which is not a userfaultfd", self.errno),
+            Step::GiveBack => format!(
+                "the system call failed there: {system}; memory that is locked (-overcommit mem-lock=on) can't be given \
+                 back, and that of huge pages only from Linux 5.18 on"
+            ),
             Step::Take => format!("can't take its descriptor: {system}"),
             Step::Gone => format!("process {pid} ended meanwhile"),
         }

@@ -3,6 +3,7 @@
 //! The processes are this test program itself, started again for [`child`] alone with what to do in the environment.
 #![allow(clippy::unwrap_used)]
 mod filters;
+mod memory;
 mod rseq;
 mod signals;
 mod silence;
@@ -131,6 +132,7 @@ fn child() {
         "sigsys" => signals::answer_sigsys(),
         "inject" => inject_for_ever(),
         "nobody" => wait_without_rights(),
+        "memory" => memory::hold_pages(),
         "vfork" => silence::wait_for_a_copy(),
         "silence" => silence::meet_silence(),
         "rseq" => rseq::wait_in_a_sequence(),

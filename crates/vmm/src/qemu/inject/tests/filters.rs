@@ -10,7 +10,7 @@ use rustix::thread::{CapabilitySet, capabilities, set_capabilities};
 use seccompiler::{BpfProgram, SeccompAction, SeccompFilter, TargetArch};
 
 use super::{
-    super::{child::Target, syscall_instruction, visit},
+    super::{Errand, child::Target, syscall_instruction, visit},
     Faults, InjectError, PATIENCE, Work, read_byte, userfaultfd_of,
 };
 
@@ -193,8 +193,8 @@ fn a_trap_that_is_met_all_the_same_goes_unseen() {
             let error = without_the_right(|| {
                 let syscall_at = syscall_instruction(work.pid()).unwrap();
                 let (pid, thread) = (work.pid(), work.thread);
-                let target = Target { pid, thread, syscall_at, faults: Faults::Users, filter_lets_pass: true };
-                visit(target, PATIENCE)
+                let errand = Errand::Make(Faults::Users);
+                visit(Target { pid, thread, syscall_at, errand, filter_lets_pass: true }, PATIENCE)
             });
             let error = error.unwrap_err().to_string();
             let expected =

@@ -5,7 +5,7 @@ use std::{
 };
 
 use super::{
-    super::{child::Target, syscall_instruction, visit},
+    super::{Errand, child::Target, syscall_instruction, visit},
     Faults, PATIENCE, Work, read_byte,
 };
 
@@ -32,7 +32,8 @@ pub(super) fn meet_silence() {
     let (pid, thread) = line.trim().split_once(' ').unwrap();
     let (pid, thread) = (pid.parse().unwrap(), thread.parse().unwrap());
     let syscall_at = syscall_instruction(pid).unwrap();
-    let target = Target { pid, thread, syscall_at, faults: Faults::Users, filter_lets_pass: true };
+    let errand = Errand::Make(Faults::Users);
+    let target = Target { pid, thread, syscall_at, errand, filter_lets_pass: true };
     let error = visit(target, Duration::from_millis(1)).unwrap_err().to_string();
     assert!(error.contains("did not continue within"), "{error}");
     println!("silence");
