@@ -208,6 +208,31 @@ fn a_guest_with_a_direct_disk_goes_on_and_back_whole() -> Result<()> {
     moved(&first, &second, &[]).map(drop)
 }
 
+/// QEMU itself does not know that its guest has gone.
+#[test]
+fn a_guest_that_was_given_away_is_not_taken_once_more() -> Result<()> {
+    let (source, mut first) = (guest(Backend::Default).booted()?, guest(Backend::Default).incoming().start()?);
+    moved(&source, &first, &[])?;
+    let folder = disk()?;
+    let to = folder.join("guest").display().to_string();
+    for again in [
+        Transship::moving(&source.vm(), "unix:/nobody/listens/here"),
+        Transship::command(["save", "--paused", "--vm", &source.vm(), "--to", &to]),
+    ] {
+        let refused = again.run()?.expect_code(1)?.to_string();
+        assert!(refused.contains("has given its guest away") && refused.contains("cont"), "{refused}");
+    }
+    // Somebody who knows that it is nowhere else has it back, and it can go again.
+    first.kill9();
+    source.qmp("cont", json!({}))?;
+    assert_goes_on(&source)?;
+    let second = guest(Backend::Default).incoming().start()?;
+    moved(&source, &second, &[])?;
+    let refused = Transship::moving(&source.vm(), "unix:/nobody/listens/here").run()?.expect_code(1)?.to_string();
+    assert!(refused.contains("has given its guest away"), "{refused}");
+    Ok(())
+}
+
 /// Two NUMA nodes, each with memory of its own, go to files and back.
 #[test]
 fn memory_in_several_private_parts_goes_there_and_back() -> Result<()> {

@@ -8,6 +8,7 @@ use transship_memory::{Freeing, GuestMemory, PAGE_BYTES, Region};
 
 use super::{
     balloon::OwnBalloon,
+    given_away,
     machine::{devices, may_be_anything, run_state},
     qmp::Qmp,
     rights,
@@ -121,6 +122,12 @@ pub(super) fn source_state(qmp: &mut Qmp, balloon: Option<&OwnBalloon>) -> Resul
     let refused = |why: &str| Err(GuestError::Unfit(format!("this QEMU {why}")));
     let run_state = run_state(qmp)?;
     match run_state.as_str() {
+        "paused" if given_away::is_marked(qmp)? => {
+            return refused(
+                "has given its guest away, and has it standing still; only if that guest runs nowhere else, let it \
+                 run first: cont",
+            );
+        }
         "running" | "paused" | "prelaunch" | "io-error" => {}
         "inmigrate" => {
             return refused("waits for an incoming guest, so it is a destination; name the source, or use receive");

@@ -21,6 +21,7 @@
 //!   vcpus        whose writes may be held for a moment
 //!   balloon      the balloon that a process of ours is, which QEMU can't save: unplugged, and plugged in again
 //!   giving_back  memory that the guest gives back, which must not happen while others wait for pages
+//!   given_away   a mark in a QEMU whose guest is somewhere else, where it would not know that itself
 //!   migration    QEMU's own migration, used for the device state only
 //!   device_state the device state without it, where QEMU's migration would take the memory along
 //!   disk_files   the files that the disks are in
@@ -38,6 +39,7 @@ mod device_state;
 mod disk_files;
 mod emptying;
 mod faults;
+mod given_away;
 mod giving_back;
 mod holder;
 #[allow(unsafe_code)]

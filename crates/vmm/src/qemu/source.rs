@@ -22,7 +22,7 @@ use super::{
     balloon::OwnBalloon,
     checks,
     device_state::{DeviceState, Disks},
-    disk_files, faults,
+    disk_files, faults, given_away,
     giving_back::{self, Balloon},
     libvirt, machine,
     memory::{self, Backend},
@@ -73,6 +73,8 @@ pub struct QemuSource {
     is_saved: bool,
     /// And its disks were let go for that.
     has_released_disks: bool,
+    /// The guest was given up by that, which QEMU does not know.
+    is_given_up: bool,
     /// Settings to be put back.
     settings: Option<Settings>,
     /// What the guest did when it was stopped last; standing before that, as it is not ours to let run then.
@@ -133,6 +135,7 @@ impl QemuSource {
             device_state,
             is_saved: false,
             has_released_disks: false,
+            is_given_up: false,
             settings: None,
             found: Found::Standing,
             stays: false,
@@ -456,6 +459,14 @@ impl SourceGuest for QemuSource {
         Ok(())
     }
 
+    fn give_up(&mut self) -> Result<(), GuestError> {
+        if self.device_state.is_some() {
+            given_away::mark(&mut self.qmp)?;
+            self.is_given_up = true;
+        }
+        Ok(())
+    }
+
     fn tidy(&mut self) {
         // What is refused is tried again, and told, when we are done with QEMU.
         let _ = self.restore_settings();
@@ -465,6 +476,10 @@ impl SourceGuest for QemuSource {
         if self.channel.is_some() || self.waiting.is_some() {
             // A save is under way, which has to end before. The guest is to run whatever becomes of the settings.
             let _ = self.undo_save();
+        }
+        if std::mem::take(&mut self.is_given_up) {
+            // A mark on a guest that runs says nothing.
+            let _ = given_away::unmark(&mut self.qmp);
         }
         if !run || !self.found.ran() {
             return self.take_disks_back();
