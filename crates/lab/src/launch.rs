@@ -1,9 +1,10 @@
 //! How to start a stock QEMU: as the README tells users to start theirs.
 use crate::booted::Booted;
+use crate::place::Place;
 use crate::process::in_words;
 use crate::qmp::Qmp;
 use crate::serial::Serial;
-use crate::{LabError, PATIENCE, Process, Qemu, Result, Scratch, Workload, failed, image};
+use crate::{LabError, PATIENCE, Process, Qemu, Result, Workload, failed, image};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -75,6 +76,7 @@ pub struct QemuBuilder {
     kernel_arguments: String,
     more: Vec<String>,
     prefix: Vec<String>,
+    place: Place,
     /// What its guest has said before this QEMU was started.
     greeting: String,
 }
@@ -97,6 +99,7 @@ impl QemuBuilder {
             kernel_arguments: String::new(),
             more: Vec::new(),
             prefix: Vec::new(),
+            place: Place::default(),
             greeting: String::new(),
         }
     }
@@ -190,6 +193,19 @@ impl QemuBuilder {
         self
     }
 
+    /// It is of an ordinary user's, as under libvirt. Needs root.
+    pub fn of_nobody(mut self) -> Self {
+        self.place.of_nobody = true;
+        self
+    }
+
+    /// It is in namespaces of its own, as in a container: users, processes, networks and mounts. At
+    /// [`crate::CONTAINED`] it has a folder in memory that only it sees.
+    pub fn contained(mut self) -> Self {
+        self.place.contained = true;
+        self
+    }
+
     /// More arguments, at the end.
     pub fn args<S: Into<String>>(mut self, args: impl IntoIterator<Item = S>) -> Self {
         self.more.extend(args.into_iter().map(Into::into));
@@ -216,7 +232,7 @@ impl QemuBuilder {
     /// # Errors
     /// It ends at once; the error has what it said.
     pub fn start(self) -> Result<Qemu> {
-        let folder = Scratch::new()?;
+        let folder = self.place.folder()?;
         let memory_folder = self.memory_folder.clone().unwrap_or_else(|| folder.path().to_path_buf());
         let name = |n| match (self.is_clone, n) {
             (true, 0) => "memory".to_owned(),
@@ -224,18 +240,23 @@ impl QemuBuilder {
             (false, n) => format!("mem{n}"),
         };
         let memory_files: Vec<_> = (0..self.backends).map(|n| memory_folder.join(name(n))).collect();
-        let listen = |name: &str| UnixListener::bind(folder.join(name)).map_err(failed(format!("can't bind {name}")));
+        let listen = |name: &str| self.place.listen(&folder.join(name));
         let (serial, monitor) = (listen("serial")?, listen("monitor")?);
 
-        let mut words = self.prefix.iter().chain([&self.binary]);
+        let place = self.place.words();
+        let mut words = self.prefix.iter().chain(&place).chain([&self.binary]);
         let mut command = Command::new(words.next().expect("at least the program"));
         command.args(words);
         command.args(self.common_args(folder.path())).args(self.memory_args(&memory_files)).args(self.guest_args()?);
         command.args(&self.more);
         let mut process = Process::start(command)?;
         let serial = Serial::behind(self.greeting, accept(&serial, &mut process)?)?;
-        let qmp = Qmp::new(accept(&monitor, &mut process)?)?;
-        Ok(Qemu::new(process, serial, qmp, memory_files, folder))
+        let monitor = accept(&monitor, &mut process)?;
+        // The process that was started may be one that has started it.
+        let peer = rustix::net::sockopt::socket_peercred(&monitor).map_err(failed("QEMU's process"))?;
+        let qmp = Qmp::new(monitor)?;
+        let pid = peer.pid.as_raw_nonzero().get().unsigned_abs();
+        Ok(Qemu::new((process, pid), serial, qmp, memory_files, folder))
     }
 
     /// As `start`, but the guest runs and has filled its memory ([`Qemu::ready`]). That takes the Linux guest many
@@ -249,7 +270,8 @@ impl QemuBuilder {
     pub fn booted(self) -> Result<Qemu> {
         let is_slow = matches!((&self.kind, self.accel), (Kind::Linux(_), _) | (Kind::Multiboot(_), Accel::Kvm));
         let is_memory_plain = self.memory_folder.is_none() && self.memory_options.is_empty();
-        let is_plain = is_memory_plain && self.more.is_empty() && self.binary == installed();
+        let is_here = self.place == Place::default();
+        let is_plain = is_memory_plain && self.more.is_empty() && self.binary == installed() && is_here;
         if !(is_slow && is_plain) {
             let guest = self.start()?;
             guest.ready()?;

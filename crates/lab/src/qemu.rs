@@ -16,6 +16,8 @@ use std::time::{Duration, Instant, SystemTime};
 #[derive(Debug)]
 pub struct Qemu {
     process: Process,
+    /// Its own, where `process` is what has started it.
+    pid: u32,
     serial: Serial,
     qmp: Mutex<Qmp>,
     memory_files: Vec<PathBuf>,
@@ -23,8 +25,14 @@ pub struct Qemu {
 }
 
 impl Qemu {
-    pub(crate) fn new(process: Process, serial: Serial, qmp: Qmp, memory_files: Vec<PathBuf>, folder: Scratch) -> Self {
-        Self { process, serial, qmp: Mutex::new(qmp), memory_files, folder }
+    pub(crate) fn new(
+        (process, pid): (Process, u32),
+        serial: Serial,
+        qmp: Qmp,
+        memory_files: Vec<PathBuf>,
+        folder: Scratch,
+    ) -> Self {
+        Self { process, pid, serial, qmp: Mutex::new(qmp), memory_files, folder }
     }
 
     /// A Linux guest with the workload, 256 MiB, emulated.
@@ -69,7 +77,7 @@ impl Qemu {
 
     /// Its process id.
     pub fn pid(&self) -> u32 {
-        self.process.pid()
+        self.pid
     }
 
     /// Its process, to signal or kill it or to wait for its end.

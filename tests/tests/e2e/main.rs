@@ -12,7 +12,7 @@
 //! - Images and guests that share them: `clones`, `clones_refused`, `forks`
 //! - What is said beforehand: `check`, `plan`; domains of libvirt: `libvirt`, `libvirt_images`, `libvirt_migrate`
 //! - Memory: `any_memory`, `huge_pages`, `preallocated`, `free_pages`, `writers`, `trackers`; who says
-//!   which of it is free: `balloon`, `hints`
+//!   which of it is free: `balloon`, `hints`; whose QEMU it is, and what that sees: `places`
 //! - What several of them need: `ends`, `middle`, `peer`, `restoring`, `sector`, `steering`, `stock`
 mod any_memory;
 mod at_stop;
@@ -45,6 +45,7 @@ mod link;
 mod middle;
 mod moves;
 mod peer;
+mod places;
 mod plan;
 mod post_copy;
 mod preallocated;

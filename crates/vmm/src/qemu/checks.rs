@@ -11,7 +11,7 @@ use super::{
     given_away,
     machine::{devices, may_be_anything, run_state},
     qmp::Qmp,
-    rights,
+    rights, security_module,
 };
 
 /// The kernel that first said which pages are protected from writes. What it can beyond that it is asked for.
@@ -74,8 +74,9 @@ pub(super) fn may_ptrace(pid: i32) -> Result<(), GuestError> {
     }
     let refused = |e: rustix::io::Errno| {
         GuestError::Unfit(format!(
-            "can't trace QEMU (process {pid}): {e}; run as root, or as QEMU's user with sysctl \
-             kernel.yama.ptrace_scope=0"
+            "can't trace QEMU (process {pid}): {e}{}; run as root, or as QEMU's user with sysctl \
+             kernel.yama.ptrace_scope=0",
+            security_module::hint(pid, e)
         ))
     };
     let process = Pid::from_raw(pid).ok_or_else(|| refused(rustix::io::Errno::SRCH))?;

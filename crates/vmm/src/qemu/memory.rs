@@ -66,7 +66,7 @@ pub(super) fn backends(qmp: &mut Qmp) -> Result<Vec<Backend>, GuestError> {
         }
         check_kind(id, kind, bytes)?;
         let held = match (kind, device["share"].as_bool() == Some(true)) {
-            ("memory-backend-file", true) => Some(named_file(qmp, id, bytes)?),
+            ("memory-backend-file", true) => Some(named_file(qmp, id, bytes, blocks::find(&known, id))?),
             _ => {
                 places::add(qmp, &mut known)?;
                 blocks::find(&known, id).map(|block| in_process(qmp, id, bytes, block)).transpose()?
@@ -134,8 +134,9 @@ fn keep(qmp: &mut Qmp, id: &str) -> Keep {
     }
 }
 
-/// A shared file with a name.
-fn named_file(qmp: &mut Qmp, id: &str, bytes: u64) -> Result<Held, GuestError> {
+/// A shared file that was opened by its name. Where that leads nowhere any more, the mapping that its block is at shows
+/// it.
+fn named_file(qmp: &mut Qmp, id: &str, bytes: u64, block: Option<&RamBlock>) -> Result<Held, GuestError> {
     let offset = property(qmp, id, "offset").and_then(|offset| offset.as_u64()).unwrap_or(0);
     let keep = keep(qmp, id);
     let Some(Value::String(mem_path)) = property(qmp, id, "mem-path") else {
@@ -144,7 +145,8 @@ fn named_file(qmp: &mut Qmp, id: &str, bytes: u64) -> Result<Held, GuestError> {
             cure(bytes)
         )));
     };
-    let (path, file) = locate(qmp.pid(), id, Path::new(&mem_path))?;
+    let address = block.and_then(|block| block.address);
+    let (path, file) = locate(qmp.pid(), id, Path::new(&mem_path), address)?;
     Ok(Held::Shared { file, offset, path: Some(path), keep })
 }
 
@@ -178,7 +180,7 @@ fn in_process(qmp: &mut Qmp, id: &str, bytes: u64, block: &RamBlock) -> Result<H
 
 /// Finds the file that QEMU maps, by the name that QEMU knows it by, which may be in another root than ours, and
 /// makes sure that it is the same file.
-fn locate(pid: i32, id: &str, mem_path: &Path) -> Result<(PathBuf, FileId), GuestError> {
+fn locate(pid: i32, id: &str, mem_path: &Path, address: Option<u64>) -> Result<(PathBuf, FileId), GuestError> {
     let mappings = mappings(pid)?;
     let mut candidates = if mem_path.is_absolute() {
         let below = mem_path.strip_prefix("/").unwrap_or(mem_path);
@@ -194,6 +196,12 @@ fn locate(pid: i32, id: &str, mem_path: &Path) -> Result<(PathBuf, FileId), Gues
         if metadata.is_file() && mappings.iter().any(|mapping| mapping.is_shared && mapping.file == file) {
             return Ok((path, file));
         }
+    }
+    let is_there = |mapping: &&Mapping| address.is_some_and(|at| (mapping.start..mapping.end).contains(&at));
+    if let Some(mapping) = mappings.iter().find(is_there).filter(|mapping| mapping.is_shared)
+        && let Ok(path) = path_to(pid, mapping.file)
+    {
+        return Ok((path, mapping.file));
     }
     Err(GuestError::Unfit(format!(
         "guest memory {id:?}: process {pid}, which listens on the QMP socket, maps no file {} that can be opened from \

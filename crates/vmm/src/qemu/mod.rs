@@ -17,6 +17,7 @@
 //!   faults       which kind of userfaultfd, and the right to it
 //!   emptying     private memory that QEMU gives back, before its pages are brought
 //!   rights       which capabilities a process has
+//!   security_module  which one may have refused something
 //!   tracking     how writes are found, by what the kernel can
 //!   vcpus        whose writes may be held for a moment
 //!   balloon      the balloon that a process of ours is, which QEMU can't save: unplugged, and plugged in again
@@ -54,6 +55,7 @@ mod places;
 mod qmp;
 mod questions;
 mod rights;
+mod security_module;
 mod source;
 mod state_channel;
 mod state_stream;

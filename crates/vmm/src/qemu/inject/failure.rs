@@ -1,6 +1,10 @@
 //! Why the visit failed, in eight bytes on the way from the child and in words for people.
 use std::io;
 
+use rustix::io::Errno;
+
+use super::super::security_module;
+
 /// In place of a failure: all is done.
 pub(super) const DONE: [u8; 8] = [0; 8];
 
@@ -64,7 +68,10 @@ impl InjectionFailure {
         let system = io::Error::from_raw_os_error(self.errno);
         match self.step {
             Step::Seize => {
-                format!("can't trace it: {system}; run as root or as QEMU's user, with no debugger attached to it")
+                let module = security_module::hint(pid, Errno::from_raw_os_error(self.errno));
+                format!(
+                    "can't trace it: {system}{module}; run as root or as QEMU's user, with no debugger attached to it"
+                )
             }
             Step::Stop => "its thread does not stop; it waits for a disk, or is frozen".to_owned(),
             Step::Registers => format!("can't read its registers: {system}"),
