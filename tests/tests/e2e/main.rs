@@ -11,7 +11,7 @@
 //!   `convert`, `encrypted`
 //! - Images and guests that share them: `clones`, `clones_refused`, `forks`
 //! - What is said beforehand: `check`, `plan`; domains of libvirt: `libvirt`, `libvirt_images`, `libvirt_migrate`
-//! - Memory: `any_memory`, `huge_pages`, `preallocated`, `free_pages`, `writers`, `trackers`; who says
+//! - Memory: `any_memory`, `huge_pages`, `preallocated`, `free_pages`, `writers`, `trackers`, `old_kernel`; who says
 //!   which of it is free: `balloon`, `hints`; whose QEMU it is, and what that sees: `places`
 //! - What several of them need: `ends`, `middle`, `peer`, `restoring`, `sector`, `steering`, `stock`
 mod any_memory;
@@ -44,6 +44,7 @@ mod libvirt_migrate;
 mod link;
 mod middle;
 mod moves;
+mod old_kernel;
 mod peer;
 mod places;
 mod plan;

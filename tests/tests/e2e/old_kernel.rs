@@ -1,0 +1,141 @@
+//! A kernel that takes no note of writes by itself (Debian 12's 6.1), booted in a virtual machine: there transship runs
+//! as it is, and writers wait for it.
+use std::{
+    fs::{self, Permissions},
+    os::unix::fs::PermissionsExt,
+    path::{Path, PathBuf},
+    process::{Command, Stdio},
+    time::Duration,
+};
+
+use crate::restoring::{disk, io};
+use serde_json::Value;
+use transship_lab::{LabError, Process, Result, binary, image, lacks, root};
+
+/// Everything is emulated, and the machine may be busy.
+const PATIENCE: Duration = Duration::from_secs(900);
+
+/// All that runs in it. Each line that begins with `old: ` is for us.
+const INIT: &str = r#"#!/bin/busybox sh
+/bin/busybox mount -t proc proc /proc
+/bin/busybox mount -t devtmpfs devtmpfs /dev
+/bin/busybox mkdir -p /tmp /dev/shm
+/bin/busybox mount -t tmpfs tmpfs /tmp
+/bin/busybox mount -t tmpfs tmpfs /dev/shm
+exec </dev/ttyS0 >/dev/ttyS0 2>&1
+export HOME=/ TMPDIR=/tmp XDG_RUNTIME_DIR=/tmp
+there() { for _ in $(/bin/busybox seq 600); do [ -S "$1" ] && return; /bin/busybox sleep 0.2; done; }
+echo "old: kernel $(/bin/busybox uname -r)"
+/transship guest --listen /tmp/a --mem 48M --write-rate 2M --hot-set 4M --threads 2 &
+a=$!
+/transship guest --listen /tmp/b --mem 48M --incoming &
+b=$!
+there /tmp/a
+there /tmp/b
+/transship receive --vm handoff:/tmp/b --listen unix:/tmp/move &
+receive=$!
+there /tmp/move
+/transship move --vm handoff:/tmp/a --to unix:/tmp/move --verify --bandwidth 8MiB --json >/tmp/report
+echo "old: move $?"
+echo "old: report $(/bin/busybox cat /tmp/report)"
+wait $receive
+echo "old: receive $?"
+/transship save --vm handoff:/tmp/b --to /tmp/live --live
+echo "old: save --live $?"
+/transship save --vm handoff:/tmp/b --to /tmp/background --background 2>/tmp/refused
+echo "old: save --background $?"
+echo "old: refused $(/bin/busybox tail -n 1 /tmp/refused)"
+/bin/busybox kill $b
+wait $b
+echo "old: guest $?"
+/transship guest --listen /tmp/c --mem 48M --incoming &
+c=$!
+there /tmp/c
+/transship restore --vm handoff:/tmp/c --from /tmp/live --lazy
+echo "old: restore --lazy $?"
+/bin/busybox kill $c
+wait $c
+echo "old: restored $?"
+echo "old: end"
+/bin/busybox poweroff -f
+"#;
+
+/// Packs the command and the libraries that it needs, with that script, for a kernel to boot.
+fn initrd(folder: &Path) -> Result<PathBuf> {
+    let tree = folder.join("tree");
+    let put = |from: &Path, to: &str| {
+        let to = tree.join(to.trim_start_matches('/'));
+        io(fs::create_dir_all(to.parent().expect("it is in the tree")))?;
+        io(fs::copy(from, to).map(drop))
+    };
+    let command = binary()?;
+    put(&command, "transship")?;
+    put(&image("linux/busybox")?, "bin/busybox")?;
+    let needs = io(Command::new("ldd").arg(&command).output())?;
+    let needs = String::from_utf8_lossy(&needs.stdout).into_owned();
+    for library in needs.split_whitespace().filter(|word| word.starts_with('/')) {
+        put(Path::new(library), library)?;
+    }
+    for mount in ["proc", "dev"] {
+        io(fs::create_dir_all(tree.join(mount)))?;
+    }
+    io(fs::create_dir_all(tree.join("etc")))?;
+    io(fs::write(tree.join("etc/passwd"), "root:x:0:0::/:\nnobody:x:65534:65534::/:\n"))?;
+    io(fs::write(tree.join("init"), INIT))?;
+    io(fs::set_permissions(tree.join("init"), Permissions::from_mode(0o755)))?;
+    let packed = folder.join("initrd");
+    let pack = "find . | cpio --quiet -o -H newc -R 0:0";
+    let into = io(fs::File::create(&packed))?;
+    let mut packing = Command::new("sh");
+    let done = io(packing.args(["-c", pack]).current_dir(&tree).stdout(Stdio::from(into)).status())?;
+    if done.success() { Ok(packed) } else { Err(LabError(format!("cpio: {done}"))) }
+}
+
+/// The release of a kernel, such as (6, 1), as its image says it.
+fn version(kernel: &Path) -> Result<(u32, u32)> {
+    // Where its header has the offset of its release, which begins 512 bytes behind that.
+    const OFFSET_AT: usize = 0x20e;
+    let bytes = io(fs::read(kernel))?;
+    let at = bytes.get(OFFSET_AT..OFFSET_AT + 2).map_or(0, |two| usize::from(u16::from_le_bytes([two[0], two[1]])));
+    let text = String::from_utf8_lossy(bytes.get(at + 0x200..at + 0x220).unwrap_or_default()).into_owned();
+    let mut numbers = text.split(|c: char| !c.is_ascii_digit()).map_while(|number| number.parse().ok());
+    Ok((numbers.next().unwrap_or(0), numbers.next().unwrap_or(0)))
+}
+
+#[test]
+#[ignore = "minutes: boots a kernel under emulation, and moves and saves guests in it"]
+fn guests_are_moved_saved_and_restored_under_a_kernel_before_6_7() -> Result<()> {
+    let kernel = image("linux/vmlinuz")?;
+    let found = version(&kernel)?;
+    if !((5, 19)..(6, 7)).contains(&found) {
+        lacks(format_args!("Debian 12's kernel as .guest/linux/vmlinuz in {} (it is {found:?})", root().display()));
+        return Ok(());
+    }
+    let folder = disk()?;
+    let packed = initrd(folder.path())?;
+    let mut qemu = Command::new("qemu-system-x86_64");
+    qemu.args("-nodefaults -no-user-config -display none -accel tcg -m 1G -smp 2 -no-reboot".split(' '));
+    qemu.args("-serial stdio -append".split(' '));
+    qemu.arg("console=ttyS0 quiet panic=-1 mitigations=off no_timer_check");
+    qemu.arg("-kernel").arg(&kernel).arg("-initrd").arg(&packed);
+    let mut machine = Process::start(qemu)?;
+    machine.wait(PATIENCE)?;
+    let lines = machine.stdout().to_the_end()?;
+    let said = |what: &str| {
+        let line = lines.iter().find_map(|line| line.trim_end().strip_prefix("old: ")?.strip_prefix(what));
+        line.map(str::trim).ok_or_else(|| LabError(format!("no word of {what:?}:\n{}", lines.join("\n"))))
+    };
+    said("end")?;
+    assert!(said("kernel ")?.starts_with(&format!("{}.{}", found.0, found.1)));
+    for step in ["move", "receive", "save --live", "guest", "restore --lazy", "restored"] {
+        assert_eq!(said(&format!("{step} "))?, "0", "{step}:\n{}", lines.join("\n"));
+    }
+    // Pages that are not there yet can't be protected before that.
+    assert_eq!(said("save --background ")?, "1");
+    assert!(said("refused ")?.contains("Linux 6.4 or newer is needed"), "{}", lines.join("\n"));
+    let report: Value = serde_json::from_str(said("report ")?).map_err(|e| LabError(e.to_string()))?;
+    assert_eq!(report["tracker"]["name"], "sync", "{report}");
+    assert_eq!(report["verified"], true, "{report}");
+    assert!(report["tracker"]["waits"].as_u64() > Some(0), "{report}");
+    Ok(())
+}
