@@ -4,7 +4,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use crossbeam_channel::{Receiver, bounded};
+use crossbeam_channel::{Receiver, Sender, bounded};
 use transship_wire::{Message, SessionId};
 
 use super::{
@@ -27,10 +27,17 @@ const LINE_TIMEOUT: Duration = Duration::from_secs(30);
 const FAREWELL_TIMEOUT: Duration = Duration::from_secs(20);
 
 /// What is known of the supply lines.
-#[derive(Default)]
 pub(super) struct Lines {
     told: Mutex<Told>,
     changed: Condvar,
+    /// Has a word when the first line is broken before the guest was handed over.
+    broken: (Sender<()>, Receiver<()>),
+}
+
+impl Default for Lines {
+    fn default() -> Self {
+        Self { told: Mutex::default(), changed: Condvar::new(), broken: bounded(1) }
+    }
 }
 
 #[derive(Default)]
@@ -45,6 +52,23 @@ pub(super) struct Told {
 }
 
 impl Lines {
+    /// Has a word when the first line is broken before the guest was handed over. [`Lines::why`] says why.
+    pub(super) fn broken(&self) -> &Receiver<()> {
+        &self.broken.1
+    }
+
+    /// Why none is there.
+    pub(super) fn why(&self) -> Error {
+        self.told().failed.take().unwrap_or_else(|| broken("has closed the supply line"))
+    }
+
+    fn fail(&self, error: Error) {
+        self.told().failed = Some(error);
+        self.changed.notify_all();
+        // One word is enough.
+        let _ = self.broken.0.try_send(());
+    }
+
     pub(super) fn told(&self) -> MutexGuard<'_, Told> {
         self.told.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -131,8 +155,7 @@ impl<'a, 'l> Keeper<'a, 'l> {
                     break;
                 }
                 Err(error) => {
-                    self.lines.told().failed = Some(error);
-                    self.lines.changed.notify_all();
+                    self.lines.fail(error);
                     break;
                 }
             }
@@ -182,9 +205,7 @@ impl<'a, 'l> Keeper<'a, 'l> {
                  source has dialled again. Leave this command and the VMM as they are"
             );
         } else {
-            let mut told = self.lines.told();
-            told.failed = Some(Error::Protocol { peer: "the source".into(), what: format!("broke off: {error}") });
-            self.lines.changed.notify_all();
+            self.lines.fail(broken(&format!("broke off: {error}")));
         }
     }
 

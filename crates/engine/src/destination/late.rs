@@ -21,6 +21,7 @@ use super::{
     arrival::Arrival,
     arriving::ArrivingMemory,
     keeper::{Keeper, Lines, OverOnDrop},
+    loading,
     received::Received,
 };
 use crate::{
@@ -116,7 +117,8 @@ impl Destination<'_> {
             scope.spawn(move || keeper.run());
             let before = |error| (error, Ending::Complete);
             lines.first().map_err(before)?;
-            let mut hand_over = HandOver { guest: &mut **guest, stand_in, control, progress, report, stopped, arrival };
+            let mut hand_over =
+                HandOver { guest: &mut **guest, stand_in, control, progress, report, stopped, arrival, lines: &lines };
             let (begin, started) = hand_over.run().map_err(before)?;
             wait(&mut **guest, &arrival.filling)?;
             sums.filled_ms = begin.elapsed().as_secs_f64() * 1e3;
@@ -140,14 +142,16 @@ struct HandOver<'a, 'c, 's> {
     report: &'a mut crate::Report,
     stopped: Instant,
     arrival: &'a Arrival,
+    lines: &'a Lines,
 }
 
 impl HandOver<'_, '_, '_> {
     /// When it was started, and whether it could be. A guest that can't be started gets its pages all the same.
     fn run(&mut self) -> Result<(Instant, Result<(), Error>), Error> {
-        let Self { guest, stand_in, control, progress, report, stopped, arrival } = self;
+        let Self { guest, stand_in, control, progress, report, stopped, arrival, lines } = self;
         let first = control.receive("its device state", STALL_TIMEOUT * 2, progress)?;
-        super::load(&mut **guest, control, first, progress, report)?;
+        loading::load(&mut **guest, control, first, (arrival, lines), (progress, report))?;
+        super::confirm(&mut **guest, control)?;
         if let Ok(Event::Failed(cause)) = arrival.filling.events().try_recv() {
             return Err(cause);
         }

@@ -7,6 +7,7 @@ mod decoding;
 mod event;
 mod keeper;
 mod late;
+mod loading;
 mod probed;
 mod received;
 mod state;
@@ -252,13 +253,26 @@ fn load(
     progress: &Progress,
     report: &mut Report,
 ) -> Result<(), Error> {
-    let mut state = state::StateReader::new(control, first, progress);
+    loaded(guest, state::StateReader::new(control, first, progress), report)?;
+    confirm(guest, control)
+}
+
+/// Loads the device state.
+fn loaded(
+    guest: &mut dyn DestinationGuest,
+    mut state: state::StateReader<'_>,
+    report: &mut Report,
+) -> Result<(), Error> {
     let loaded = guest.load_state(&mut state);
     // The error of the stream is the cause; the guest's complaint about it is the consequence.
     let bytes = state.finish()?;
     loaded?;
     report.bytes.wire += bytes;
-    fail_point::reach("destination.loaded")?;
+    fail_point::reach("destination.loaded")
+}
+
+/// Says that it is loaded: from now on the guest may be given up to this side.
+fn confirm(guest: &mut dyn DestinationGuest, control: &mut Control) -> Result<(), Error> {
     // A source that gave the move up before this has said why, and may have left.
     control.send(&Message::Loaded).map_err(|error| control.explain(error))?;
     // While the source decides. If we are killed once it has, nothing of ours is left in a VMM whose guest runs.

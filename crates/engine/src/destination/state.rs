@@ -1,6 +1,7 @@
 //! The device state as a stream, made of the messages that carry it.
 use std::io::{self, Read};
 
+use crossbeam_channel::Sender;
 use transship_wire::Message;
 
 use crate::{Error, Progress, control::Control, transport::STALL_TIMEOUT};
@@ -18,6 +19,8 @@ pub(super) struct StateReader<'a> {
     used: usize,
     ended: bool,
     failed: Option<Error>,
+    /// For the thread that is to hear that the state is whole; closed if it is not.
+    whole: Option<Sender<()>>,
 }
 
 impl<'a> StateReader<'a> {
@@ -32,7 +35,13 @@ impl<'a> StateReader<'a> {
             used: 0,
             ended: false,
             failed: None,
+            whole: None,
         }
+    }
+
+    /// Has somebody hear when it is whole, by a word, or that it will not be, by a channel that is closed.
+    pub(super) fn telling(self, whole: Sender<()>) -> Self {
+        Self { whole: Some(whole), ..self }
     }
 
     /// The length of the state, once it came to its proper end: what the guest left unread is read here, so that the
@@ -66,6 +75,8 @@ impl<'a> StateReader<'a> {
                     return Err(Error::Protocol { peer: self.control.peer.clone(), what });
                 }
                 self.ended = true;
+                // Whoever does not listen any more need not know.
+                self.whole.take().map(|whole| whole.try_send(()));
                 Ok(())
             }
             other => Err(self.control.unexpected(&other, "within the device state")),
@@ -79,6 +90,7 @@ impl Read for StateReader<'_> {
             if let Err(error) = self.advance() {
                 let text = error.to_string();
                 self.failed = Some(error);
+                self.whole = None;
                 return Err(io::Error::other(text));
             }
         }
