@@ -4,6 +4,7 @@ use std::{
     sync::{Arc, OnceLock},
 };
 
+use data_encoding::BASE64URL_NOPAD;
 use ring::rand::{SecureRandom, SystemRandom};
 use rustls::{
     CertificateError, ClientConfig, DigitallySignedStruct, DistinguishedName, Error, ServerConfig, SignatureScheme,
@@ -57,9 +58,18 @@ pub struct Host {
 
 #[derive(Clone)]
 enum HostBy {
-    Token(Arc<ServerConfig>),
+    Token(Arc<ServerConfig>, Arc<HostKey>),
     Certificates(Arc<Certificates>, Arc<Expected>),
 }
+
+/// What another process needs to be the same host of a token. It is wiped when it is dropped.
+struct HostKey {
+    seed: Zeroizing<[u8; 32]>,
+    token: Token,
+}
+
+/// Between the two in a text.
+const KEY_AND_TOKEN: char = '.';
 
 /// What somebody has to show and has not.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -200,7 +210,11 @@ impl Host {
         let public = own.cert.first().and_then(|public| public.strip_prefix(PUBLIC_KEY));
         let public = public.and_then(|key| key.try_into().ok()).expect("a key was made just now");
         let token = Token::new(public).map_err(no_random)?;
-        let callers = key(&token.caller_seed())?;
+        Ok((Self::of_token(own, HostKey { seed, token: token.clone() })?, token))
+    }
+
+    fn of_token(own: Arc<CertifiedKey>, known: HostKey) -> Result<Self, SecureError> {
+        let callers = key(&known.token.caller_seed())?;
         let callers = callers.cert[0].strip_prefix(PUBLIC_KEY).expect("a key was made just now");
         let provider = provider();
         let wanted = Arc::new(Pinned::new(callers, &provider));
@@ -209,7 +223,40 @@ impl Host {
             .map_err(ours)?
             .with_client_cert_verifier(wanted)
             .with_cert_resolver(Arc::new(AlwaysResolvesServerRawPublicKeys::new(own)));
-        Ok((Self { by: HostBy::Token(Arc::new(as_host(config))), word: Word::Due }, token))
+        Ok(Self { by: HostBy::Token(Arc::new(as_host(config)), Arc::new(known)), word: Word::Due })
+    }
+
+    /// What another process needs to be this host: for one that goes on when this one dies, and for nobody else. None:
+    /// it is known by certificates.
+    pub fn reveal(&self) -> Option<Zeroizing<String>> {
+        let HostBy::Token(_, known) = &self.by else { return None };
+        let token = known.token.reveal();
+        let seed = BASE64URL_NOPAD.encode_len(known.seed.len());
+        let mut text = Zeroizing::new(String::with_capacity(seed + 1 + token.len()));
+        BASE64URL_NOPAD.encode_append(&*known.seed, &mut text);
+        text.push(KEY_AND_TOKEN);
+        text.push_str(&token);
+        Some(text)
+    }
+
+    /// The host that was revealed so.
+    ///
+    /// # Errors
+    /// It is no such text.
+    pub fn revealed(text: &str) -> Result<Self, SecureError> {
+        let unsuited = || SecureError::Unsuited("the key of a receiver was damaged on its way".into());
+        let (key_text, token) = text.split_once(KEY_AND_TOKEN).ok_or_else(unsuited)?;
+        let token: Token = token.parse().map_err(|_| unsuited())?;
+        let mut seed = Zeroizing::new([0; 32]);
+        if BASE64URL_NOPAD.decode_len(key_text.len()) != Ok(seed.len()) {
+            return Err(unsuited());
+        }
+        BASE64URL_NOPAD.decode_mut(key_text.as_bytes(), &mut *seed).map_err(|_| unsuited())?;
+        let own = key(&seed)?;
+        match own.cert.first().and_then(|public| public.strip_prefix(PUBLIC_KEY)) == Some(token.host_key()) {
+            true => Self::of_token(own, HostKey { seed, token }),
+            false => Err(unsuited()),
+        }
     }
 
     /// Hears callers whose certificates are for one of these names; of no names: all with a certificate of an authority
@@ -228,7 +275,7 @@ impl Host {
     /// What those callers lack that speak in clear.
     pub fn lack(&self) -> Lack {
         match self.by {
-            HostBy::Token(_) => {
+            HostBy::Token(..) => {
                 Lack { of: "token", cure: "a token is needed here; use the command that this receiver has printed" }
             }
             HostBy::Certificates(..) => Lack {
@@ -240,7 +287,7 @@ impl Host {
 
     pub(crate) fn connection(&self) -> Result<(UnbufferedServerConnection, Means), SecureError> {
         let (config, means) = match &self.by {
-            HostBy::Token(config) => (Arc::clone(config), Means::Token),
+            HostBy::Token(config, _) => (Arc::clone(config), Means::Token),
             HostBy::Certificates(certificates, expected) => {
                 let (means, refusal) = Means::certificates(certificates);
                 let own = SingleCertAndKey::from(Arc::clone(&certificates.own));

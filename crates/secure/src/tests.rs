@@ -105,6 +105,21 @@ fn those_who_share_a_token_understand_each_other() {
     assert_eq!(there.opener.read(&mut far, &mut room).unwrap(), 0);
 }
 
+/// Another process goes on as the same host.
+#[test]
+fn a_host_that_was_revealed_is_the_same_one() {
+    let (host, token) = Host::with_new_token().unwrap();
+    let text = host.reveal().unwrap();
+    let (here, there) = meet(&Caller::with_token(&token).unwrap(), &Host::revealed(&text).unwrap());
+    assert!(here.is_ok() && there.is_ok());
+    let (other, _) = Host::with_new_token().unwrap();
+    let other = other.reveal().unwrap();
+    let mixed = format!("{}.{}", other.split_once('.').unwrap().0, token.reveal().as_str());
+    for damaged in ["", ".", &text[1..], &text[..text.len() - 1], &mixed] {
+        assert!(matches!(Host::revealed(damaged).unwrap_err(), SecureError::Unsuited(_)), "{damaged}");
+    }
+}
+
 /// A token of another move, of an older one of the same receiver, and none: the host has learned nothing then, and has
 /// told nothing, and each side knows why.
 #[test]

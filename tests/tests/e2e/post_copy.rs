@@ -255,20 +255,26 @@ fn a_failure_before_the_guest_is_given_up_leaves_it_where_it_is() -> Result<()> 
 
 /// So slowly that whoever is killed is so in the middle.
 fn slowly(flags: &[&'static str]) -> Vec<&'static str> {
-    [&AT_ONCE[..], &["--bandwidth", "1MiB"], flags].concat()
+    [&AT_ONCE[..], &["--bandwidth", "2MiB"], flags].concat()
 }
 
-/// Either command is killed when the guest runs already: a second process goes on, and the other command ends as ever.
+/// Either command is killed when the guest runs already: a second process goes on, with the keys of the first, and the
+/// other command ends as ever.
 #[test]
 fn a_guest_gets_its_pages_whichever_command_is_killed() -> Result<()> {
     let (mut source, mut left) = running(busy(16))?;
-    for (receiver_dies, mover_dies) in [(true, false), (false, true), (true, true)] {
+    for (receiver_dies, mover_dies, by_token) in
+        [(true, false, false), (false, true, false), (true, true, false), (true, false, true), (true, true, true)]
+    {
         let destination = busy(16).incoming().start()?;
         let folder = Scratch::new()?;
         let there = format!("unix:{}", folder.join("there").display());
-        let mut receive = receiving(&destination.vm(), &there).start()?;
+        let with_token: &[&str] = if by_token { &["--token-lifetime", "10m"] } else { &[] };
+        let mut receive = receiving(&destination.vm(), &there).args(with_token.iter().copied()).start()?;
         receive.listening()?;
-        let mut moving = Transship::moving(&source.vm(), &there).args(slowly(&[])).start()?;
+        let token = by_token.then(|| receive.token()).transpose()?;
+        let token = token.iter().flat_map(|token| ["--token", token]);
+        let mut moving = Transship::moving(&source.vm(), &there).args(slowly(&[])).args(token).start()?;
         destination.wait_status("running")?;
         assert_eq!((stand_ins(&source)?.len(), stand_ins(&destination)?.len()), (1, 1));
         let said = (moving.stderr().clone(), receive.stderr().clone());

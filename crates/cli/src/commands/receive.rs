@@ -61,9 +61,10 @@ enum Ready {
 /// All that needs rights; then they are gone.
 fn prepare(request: &Request, listener: &Listener, steward: &mut Option<Steward>) -> Result<Ready, Error> {
     let ready = match &request.into {
-        Into::Guest(vm, text) => {
-            Ready::Guest(attach_destination(vm)?, request.post_copy.then(|| stand_in::Process::new(text)))
-        }
+        Into::Guest(vm, text) => Ready::Guest(
+            attach_destination(vm)?,
+            request.post_copy.then(|| stand_in::Process::new(text).with_key(listener.key())),
+        ),
         Into::File(to, options) => Ready::File(FileSink::create(to, *options)?),
     };
     let sandbox = match &ready {

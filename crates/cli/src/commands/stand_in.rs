@@ -10,7 +10,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use transship_engine::{Caller, Charge, Ending, Error, Received, Serving, TakeOver, Token};
+use transship_engine::{Caller, Charge, Ending, Error, Host, Received, Serving, TakeOver, Token};
 use transship_lines::{Line, LineSocket};
 use transship_vmm::{VmAddress, settle_restored, start_abandoned, stop_abandoned};
 
@@ -38,7 +38,7 @@ pub(crate) fn run(vm: &str) -> Result<(), Failure> {
     let heard = listen(&mut socket);
     match charge {
         Charge::File(what) => restored(&vm, &what, fds, heard.ending, &mut talk),
-        Charge::Move(what) => received(&vm, &what, fds, &heard, &mut talk),
+        Charge::Move(what) => received(&vm, &what, (fds, key.map(Zeroizing::new)), &heard, &mut talk),
         Charge::Serve(what) if heard.is_settled && heard.ending.is_none() => {
             served(&what, fds, key.map(Zeroizing::new), &mut talk)
         }
@@ -112,7 +112,15 @@ fn restored(
 }
 
 /// Stands in for a receiver that has ended so, or has died.
-fn received(vm: &VmAddress, what: &Received, fds: Vec<OwnedFd>, heard: &Heard, talk: &mut Talk) -> Result<(), Failure> {
+fn received(
+    vm: &VmAddress,
+    what: &Received,
+    (fds, key): (Vec<OwnedFd>, Option<Zeroizing<String>>),
+    heard: &Heard,
+    talk: &mut Talk,
+) -> Result<(), Failure> {
+    // A damaged one is none.
+    let host = key.and_then(|key| Host::revealed(&key).ok());
     match heard.ending {
         Some(Ending::Complete) => Ok(()),
         Some(Ending::Hold | Ending::GoOn) => {
@@ -121,7 +129,7 @@ fn received(vm: &VmAddress, what: &Received, fds: Vec<OwnedFd>, heard: &Heard, t
         }
         // The guest has not run here, and does not: it is the source's.
         None if !heard.is_settled => Ok(()),
-        None if what.is_locked => {
+        None if what.is_locked && host.is_none() => {
             talk.say(
                 "the receiver has died before all pages of its guest were here. Until its VMM has ended, this process \
                  makes sure that missing pages are not read as zeros: the guest waits at them for good",
@@ -133,7 +141,7 @@ fn received(vm: &VmAddress, what: &Received, fds: Vec<OwnedFd>, heard: &Heard, t
             talk.say("the receiver has died; this process takes the rest of the guest's pages");
             let mut not_started = None;
             let start = || !heard.is_starting || start_abandoned(vm).map_err(|why| not_started = Some(why)).is_ok();
-            what.run(fds, None, start, |error| talk.stopped(vm, error))?;
+            what.run(fds, host, start, |error| talk.stopped(vm, error))?;
             talk.say("all of the guest's pages are here, or its VMM has ended");
             if let Some(why) = not_started {
                 talk.say(&format!("the guest, which was handed over, can't be started: {why}. Start it here by cont"));

@@ -15,6 +15,7 @@ use std::{
 
 use crossbeam_channel::{Receiver, Sender, unbounded};
 use transship_secure::Host;
+use zeroize::Zeroizing;
 
 use super::{Connection, Lock, Uri, users::Users};
 use crate::Error;
@@ -100,6 +101,11 @@ impl Listener {
             Some(host) => listener.locked(host, None),
             None => listener,
         })
+    }
+
+    /// What another process needs to go on in its place, where callers know it by a token. See [`Host::reveal`].
+    pub fn key(&self) -> Option<Zeroizing<String>> {
+        self.lock.as_ref().and_then(|lock| lock.host.reveal())
     }
 
     /// The socket; none: somebody else listens.
