@@ -69,6 +69,34 @@ fn a_busy_guest_is_kept_ready_until_it_may_go() -> Result<()> {
     assert_moved(&source, &destination, left)
 }
 
+/// As long as one waits for the disks of other guests.
+#[test]
+#[ignore = "minutes of a busy guest: make test-long"]
+fn a_busy_guest_is_kept_ready_for_minutes() -> Result<()> {
+    let (source, mut last) = started(guest())?;
+    let left = last;
+    let destination = guest().incoming().start()?;
+    let receive = Transship::receiving(&destination.vm(), "tcp:127.0.0.1:0").start()?;
+    let flags = ["--hold", "--bandwidth", "32MiB", "--downtime", "400ms", "--verify"];
+    let mut moving = Transship::moving(&source.vm(), &receive.listening()?).args(flags).start()?;
+    let which = which(&moving);
+    for _ in 0..12 {
+        wait_for(&mut moving, &which, "ready")?;
+        stay(&mut moving, Duration::from_secs(15))?;
+        let count = source.next_count()?;
+        assert!(count.count > last && count.errors == 0, "{count:?}");
+        assert_eq!((&*source.status()?, &*destination.status()?), ("running", "inmigrate"));
+        last = count.count;
+    }
+    wait_for(&mut moving, &which, "ready")?;
+    go(&[&which])?.expect_code(0)?;
+    let report = moving.wait()?.expect_code(0)?.report()?;
+    assert_held(&report, "go");
+    assert!(number(&report, "/hold/ms") > 180_000.0, "{report}");
+    receive.wait()?.expect_code(0)?;
+    assert_moved(&source, &destination, left)
+}
+
 /// With writers that are held back beyond what fits the downtime.
 #[test]
 fn a_guest_that_is_paced_is_kept_ready() -> Result<()> {
