@@ -34,6 +34,17 @@ fn writing(guest: QemuBuilder) -> Result<(Qemu, u64)> {
     Ok((guest, count))
 }
 
+/// A rate for `--bandwidth`: this part of what the guest writes, which depends on what else the machine does.
+fn too_slow_for(guest: &Qemu, share: f64) -> Result<String> {
+    let (begin, first) = (Instant::now(), guest.next_count()?.count);
+    let mut count = first;
+    while begin.elapsed() < Duration::from_secs(2) {
+        count = guest.next_count()?.count;
+    }
+    let writes = (count - first) as f64 * 4096.0 / begin.elapsed().as_secs_f64();
+    Ok(format!("{}B/s", (writes / share).clamp(f64::from(1 << 20), f64::from(16 << 20)) as u64))
+}
+
 /// Of each round, for how long writers were held.
 fn held_ms(report: &Value) -> Vec<f64> {
     let rounds = report["rounds"].as_array().into_iter().flatten();
@@ -157,13 +168,8 @@ fn a_stock_qemu_receives_a_guest_whose_writers_are_held() -> Result<()> {
     Ok(())
 }
 
-/// Linux, with its devices: QEMU's main loop answers while the processors are held. A machine that has much else to do
-/// may be late now and then.
-#[test]
-fn a_qemu_whose_processors_are_held_answers() -> Result<()> {
-    let guest = || Qemu::linux().workload(Workload { mib: 8, rate: 0, ..Workload::LINUX });
-    let (source, left) = writing(guest())?;
-    let destination = guest().incoming().start()?;
+/// Moves the guest, and asks its QEMU meanwhile: the report, and how long each round of questions took.
+fn move_and_ask(source: &Qemu, destination: &Qemu, flags: &[&str]) -> Result<(Value, Vec<Duration>)> {
     let is_over = AtomicBool::new(false);
     let (moved, answers) = thread::scope(|scope| {
         let asking = scope.spawn(|| -> Result<Vec<Duration>> {
@@ -177,18 +183,38 @@ fn a_qemu_whose_processors_are_held_answers() -> Result<()> {
             }
             Ok(answers)
         });
-        let flags = [&PACE[..], &["--bandwidth", "16MiB", "--downtime", "250ms"]].concat();
-        let moved = move_between(&source.vm(), &destination.vm(), &flags);
+        let moved = move_between(&source.vm(), &destination.vm(), flags);
         is_over.store(true, Ordering::Relaxed);
         (moved, asking.join().unwrap_or_else(|_| Err(LabError("the asking thread panicked".into()))))
     });
-    let (report, mut answers) = (moved?.source.report()?, answers?);
-    assert_held(&report);
-    answers.sort();
-    let (median, most) = (answers[answers.len() / 2], answers[answers.len() * 99 / 100]);
-    eprintln!("{} answers, {median:?} at the median, 99 % within {most:?}", answers.len());
-    assert!(median < Duration::from_millis(100), "{median:?}");
-    assert_moved(&source, &destination, left)
+    Ok((moved?.source.report()?, answers?))
+}
+
+/// Linux, with its devices: QEMU's main loop answers while the processors are held. A machine that has much else to do
+/// may be late now and then, and may let the guest write so much less than it has just written that nobody is held.
+#[test]
+fn a_qemu_whose_processors_are_held_answers() -> Result<()> {
+    let guest = || Qemu::linux().workload(Workload { mib: 8, rate: 0, ..Workload::LINUX });
+    let (mut source, _) = writing(guest())?;
+    for share in [2.0, 8.0, 32.0] {
+        let too_slow = too_slow_for(&source, share)?;
+        let left = source.next_count()?.count;
+        let destination = guest().incoming().start()?;
+        let flags = [&PACE[..], &["--bandwidth", &too_slow, "--downtime", "250ms"]].concat();
+        let (report, mut answers) = move_and_ask(&source, &destination, &flags)?;
+        assert_moved(&source, &destination, left)?;
+        if number(&report, "/tracker/held") == 0.0 {
+            source = destination;
+            continue;
+        }
+        assert_held(&report);
+        answers.sort();
+        let (median, most) = (answers[answers.len() / 2], answers[answers.len() * 99 / 100]);
+        eprintln!("{} answers, {median:?} at the median, 99 % within {most:?}", answers.len());
+        assert!(median < Duration::from_millis(100), "{median:?}");
+        return Ok(());
+    }
+    Err(LabError("it was never held, over links of 1/32 of what it writes".into()))
 }
 
 /// Whether the disk is slower than the guest is up to the machine.
