@@ -2,7 +2,7 @@
 //!
 //! - [`Bench`]: the arguments of `transship bench`
 //! - `tables`: which tables there are; `zero_pages`, `codecs`, `threads`, `files`, `qemu_wire`, `free_pages`, `tls`,
-//!   `clones`, `guest_view`, `limits`: those of these names
+//!   `clones`, `guest_view`, `converge`, `limits`: those of these names
 //! - `all`: every table, into one folder with a page
 //! - `arguments`: those that tables have in common
 //! - `content`, `corpus`, `pair`, `stock` and `ours`: guests, and the two sides
@@ -20,6 +20,7 @@ mod at_hand;
 mod clones;
 mod codecs;
 mod content;
+mod converge;
 mod corpus;
 mod ends;
 mod files;
@@ -55,6 +56,7 @@ pub use arguments::{Common, Moves};
 pub use clones::Clones;
 pub use codecs::{Codecs, Method};
 pub use content::Content;
+pub use converge::Converge;
 pub use files::Snapshots;
 pub use free_pages::FreePages;
 pub use guest_memory::{GuestMemory, MemoryKind, MemoryState};

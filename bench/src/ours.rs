@@ -34,6 +34,11 @@ pub(crate) struct Meeting<'a> {
 
 /// Runs `transship receive` and `transship move` to their end.
 pub(crate) fn transfer(ends: &Ends<'_>, arguments: &[String]) -> Result<Moved, String> {
+    transfer_to(ends, &[], arguments)
+}
+
+/// As [`transfer`], with more arguments for the one that listens.
+pub(crate) fn transfer_to(ends: &Ends<'_>, receiving: &[String], arguments: &[String]) -> Result<Moved, String> {
     let listen = match ends.link {
         None => format!("unix:{}", ends.folder.join("move").display()),
         Some(_) => "tcp:0.0.0.0:0".to_owned(),
@@ -42,7 +47,7 @@ pub(crate) fn transfer(ends: &Ends<'_>, arguments: &[String]) -> Result<Moved, S
         Some(link) => Ok((link.destination_uri(port(&to)?), Vec::new())),
         None => Ok((to, Vec::new())),
     };
-    transfer_by(ends, &Meeting { listen: &listen, receiving: &[], call: &call }, arguments)
+    transfer_by(ends, &Meeting { listen: &listen, receiving, call: &call }, arguments)
 }
 
 /// The port that transship has chosen.
@@ -72,6 +77,11 @@ impl Moved {
     pub(crate) fn arrived(self) -> Result<Self, String> {
         let [sending, receiving] = [self.sending, self.receiving].map(|finished| finished.expect_code(0).map_err(text));
         Ok(Self { sending: sending?, receiving: receiving?, ..self })
+    }
+
+    /// The destination's report.
+    pub(crate) fn received(&self) -> Result<Value, String> {
+        self.receiving.report().map_err(text)
     }
 
     /// A number of the report, by its JSON pointer.

@@ -17,6 +17,7 @@ use crate::{
 const WARM_FROM: u64 = 1 << 20;
 
 /// How to start both.
+#[derive(Clone, Copy)]
 pub(crate) struct Recipe<'a> {
     /// QEMU's program.
     pub(crate) peer: &'a str,
@@ -36,6 +37,8 @@ pub(crate) struct Recipe<'a> {
     pub(crate) link: Option<&'a SlowLink>,
     /// Of which kind it is.
     pub(crate) memory: GuestMemory,
+    /// KVM tells of written pages by a ring of so many places; none: by a bitmap, as it usually does.
+    pub(crate) ring_places: Option<u32>,
 }
 
 /// What writes the guest's memory.
@@ -62,7 +65,8 @@ impl<'a> Recipe<'a> {
     /// Guests that have only firmware and stand still, on one host.
     pub(crate) fn new(peer: &'a str, base: &'a Path) -> Self {
         let (kind, memory) = (GuestKind::Small(Accel::Tcg), GuestMemory::default());
-        Self { peer, base, running: false, cold: false, workload: None, kind, append: "", link: None, memory }
+        let (running, cold, workload, link) = (false, false, None, None);
+        Self { peer, base, running, cold, workload, kind, append: "", link, memory, ring_places: None }
     }
 
     /// Starts a source on this memory, and a destination with new memory.
@@ -102,7 +106,11 @@ impl<'a> Recipe<'a> {
     fn qemu(&self, bytes: u64, prefix: fn(&SlowLink) -> Vec<String>) -> Result<QemuBuilder, String> {
         let mib = u32::try_from(bytes >> 20).map_err(text)?;
         let prefix = self.link.map(prefix).unwrap_or_default();
-        Ok(self.guest().binary(self.peer).memory(mib).append(self.append).prefix(&prefix))
+        let qemu = self.guest().binary(self.peer).memory(mib).append(self.append).prefix(&prefix);
+        Ok(match self.ring_places {
+            Some(places) => qemu.dirty_ring(places),
+            None => qemu,
+        })
     }
 
     fn guest(&self) -> QemuBuilder {

@@ -46,10 +46,20 @@ pub(crate) fn run_within(
     patience: Duration,
 ) -> Result<(Option<QemuRun>, Value), String> {
     prepare(pair, parameters)?;
+    follow(pair, patience, |_| Ok(()))
+}
+
+/// As [`run_within`], of two that know their parameters already; `look` is shown QEMU's word now and then.
+pub(crate) fn follow(
+    pair: &Pair<'_>,
+    patience: Duration,
+    mut look: impl FnMut(&Value) -> Result<(), String>,
+) -> Result<(Option<QemuRun>, Value), String> {
     let before = pair.cpu_seconds()?;
     let begin = start(pair)?;
     loop {
         let info = pair.source.qmp("query-migrate", json!({})).map_err(text)?;
+        look(&info)?;
         match info["status"].as_str() {
             Some("completed") => {
                 completed(&pair.destination, "destination")?;

@@ -67,6 +67,8 @@ tables! {
     Tls(crate::tls::Tls),
     /// What a guest notices of a move: how long it stands still, and how much slower it is
     GuestView(crate::guest_view::GuestView),
+    /// Moves of guests that write faster than the link carries, by each way of ending them
+    Converge(crate::converge::Converge),
     /// Guests made from one moment of another, by number of them
     Clones(crate::clones::Clones),
 }

@@ -71,6 +71,7 @@ pub struct QemuBuilder {
     is_clone: bool,
     as_by_default: bool,
     accel: Accel,
+    accel_options: String,
     machine: String,
     incoming: bool,
     kernel_arguments: String,
@@ -94,6 +95,7 @@ impl QemuBuilder {
             is_clone: false,
             as_by_default: false,
             accel,
+            accel_options: String::new(),
             machine: "q35".into(),
             incoming: false,
             kernel_arguments: String::new(),
@@ -157,6 +159,12 @@ impl QemuBuilder {
     /// What executes the guest.
     pub fn accel(mut self, accel: Accel) -> Self {
         self.accel = accel;
+        self
+    }
+
+    /// KVM tells of written pages by a ring of so many places for each processor (`dirty-ring-size`).
+    pub fn dirty_ring(mut self, places: u32) -> Self {
+        self.accel_options = format!(",dirty-ring-size={places}");
         self
     }
 
@@ -295,7 +303,7 @@ impl QemuBuilder {
         let named = self.backends == 1 && self.backend != Backend::Default;
         let memory = if named { format!(",memory-backend={}", self.block_name(0)) } else { String::new() };
         let folder = folder.display();
-        let accel = self.accel.name();
+        let accel = format!("{}{}", self.accel.name(), self.accel_options);
         // QEMU connects to our two sockets and so can't say anything before we listen; transship connects to its own.
         let text = format!(
             "-nodefaults -no-user-config -display none -accel {accel} -machine {}{memory} -m {}M \

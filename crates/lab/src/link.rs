@@ -1,7 +1,11 @@
 //! A slow link: two network namespaces with one limited cable between them.
 use crate::{LabError, Result, failed};
+use rustix::thread::{LinkNameSpaceType, move_into_link_name_space};
+use std::fs::File;
+use std::os::fd::AsFd;
 use std::process::Command;
 use std::sync::atomic::{AtomicU32, Ordering};
+use std::thread;
 
 /// Two hosts on this host. Removed when dropped. Needs root and iproute2.
 #[derive(Debug)]
@@ -84,6 +88,27 @@ impl SlowLink {
         }
     }
 
+    /// Does something on the source's side, such as connecting.
+    ///
+    /// # Errors
+    /// This process may not go there.
+    pub fn within_source<T: Send>(&self, what: impl FnOnce() -> T + Send) -> Result<T> {
+        within(&self.source, what)
+    }
+
+    /// Does something on the destination's side, such as listening.
+    ///
+    /// # Errors
+    /// This process may not go there.
+    pub fn within_destination<T: Send>(&self, what: impl FnOnce() -> T + Send) -> Result<T> {
+        within(&self.destination, what)
+    }
+
+    /// The destination's address, for whoever calls from the source's side.
+    pub fn destination_address(&self, port: u16) -> (&'static str, u16) {
+        (DESTINATION_IP, port)
+    }
+
     /// Where to move to, when the destination listens at `tcp:0.0.0.0:PORT`.
     pub fn destination_uri(&self, port: u16) -> String {
         format!("tcp:{DESTINATION_IP}:{port}")
@@ -96,6 +121,20 @@ impl Drop for SlowLink {
         let _ = ip(&format!("netns del {}", self.source));
         let _ = ip(&format!("netns del {}", self.destination));
     }
+}
+
+/// On a thread of its own, which is in that network namespace until it ends.
+fn within<T: Send>(name: &str, what: impl FnOnce() -> T + Send) -> Result<T> {
+    let path = format!("/run/netns/{name}");
+    let namespace = File::open(&path).map_err(failed(&path))?;
+    let go = || -> Result<T> {
+        let kind = Some(LinkNameSpaceType::Network);
+        move_into_link_name_space(namespace.as_fd(), kind).map_err(failed(format!("can't enter {path}")))?;
+        Ok(what())
+    };
+    thread::scope(|scope| {
+        scope.spawn(go).join().unwrap_or_else(|_| Err(LabError(format!("a thread in {path} panicked"))))
+    })
 }
 
 fn on(name: &str) -> Vec<String> {

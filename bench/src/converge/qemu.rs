@@ -1,0 +1,81 @@
+//! A move by QEMU's own migration, in one of its ways.
+use std::{cell::Cell, time::Duration};
+
+use serde_json::{Value, json};
+use transship_lab::Accel;
+
+use super::{Way, results::Run};
+use crate::{
+    pair::{GuestKind, Pair, Recipe, text},
+    results::QemuRun,
+    stock,
+};
+
+/// The guest runs at the destination after as many rounds as with transship's `--converge postcopy`. QEMU counts its
+/// searches for written pages, of which the first two come before the second round.
+const SEARCHES_BEFORE: u64 = 3;
+/// Places in the ring by which KVM tells of written pages; a power of two.
+const RING_PLACES: u32 = 4096;
+
+/// Starts the guest as the way needs it, or says why it can't be had.
+pub(super) fn recipe_for<'a>(way: Way, recipe: &Recipe<'a>) -> Result<Recipe<'a>, String> {
+    match (way, recipe.kind) {
+        (Way::DirtyLimit, GuestKind::Small(Accel::Kvm)) => Ok(Recipe { ring_places: Some(RING_PLACES), ..*recipe }),
+        (Way::DirtyLimit, _) => Err("QEMU limits the dirty rate of processors that KVM runs, and of no others".into()),
+        _ => Ok(*recipe),
+    }
+}
+
+/// What it came to, of several lines.
+pub(super) fn last_line(text: &str) -> String {
+    text.lines().last().unwrap_or_default().trim().to_owned()
+}
+
+fn capabilities(way: Way) -> &'static [&'static str] {
+    match way {
+        Way::DirtyLimit => &["events", "multifd", "dirty-limit"],
+        Way::QemuPostcopy => &["events", "postcopy-ram"],
+        Way::QemuPreempt => &["events", "postcopy-ram", "postcopy-preempt"],
+        _ => &["events", "multifd", "auto-converge"],
+    }
+}
+
+/// Tells both what they need to know before. `limit`: bytes a second, where the link has none of its own.
+pub(super) fn prepare(pair: &Pair<'_>, way: Way, channels: u8, limit: Option<u64>) -> Result<(), String> {
+    let on = |name: &&str| json!({ "capability": name, "state": true });
+    let capabilities: Vec<Value> = capabilities(way).iter().map(on).collect();
+    let mut parameters = json!({ "max-bandwidth": limit.unwrap_or(stock::BANDWIDTH) });
+    if capabilities.iter().any(|capability| capability["capability"] == "multifd") {
+        parameters["multifd-channels"] = channels.into();
+    } else if let Some(limit) = limit {
+        parameters["max-postcopy-bandwidth"] = limit.into();
+    }
+    for qemu in [&pair.destination, &pair.source] {
+        qemu.qmp("migrate-set-capabilities", json!({ "capabilities": capabilities })).map_err(text)?;
+        qemu.qmp("migrate-set-parameters", parameters.clone()).map_err(text)?;
+    }
+    Ok(())
+}
+
+/// Moves the guest, or tries to.
+pub(super) fn moved(pair: &Pair<'_>, way: Way, patience: Duration) -> Result<Run, String> {
+    let begun = Cell::new(false);
+    let look = |info: &Value| {
+        let is_due = matches!(way, Way::QemuPostcopy | Way::QemuPreempt)
+            && info["status"] == "active"
+            && info.pointer("/ram/dirty-sync-count").and_then(Value::as_u64) >= Some(SEARCHES_BEFORE);
+        if is_due && !begun.replace(true) {
+            pair.source.qmp("migrate-start-postcopy", json!({})).map_err(text)?;
+        }
+        Ok(())
+    };
+    let (ran, info) = stock::follow(pair, patience, look)?;
+    let number = |path: &str| stock::number(&info, path);
+    let status = if ran.is_some() { "completed".to_owned() } else { format!("no end in {} s", patience.as_secs()) };
+    let ran = ran.unwrap_or(QemuRun {
+        ms: number("/total-time")?,
+        wire_bytes: number("/ram/transferred")? as u64,
+        ..QemuRun::default()
+    });
+    Ok(Run { status, ms: ran.ms, downtime_ms: ran.downtime_ms, wire_bytes: ran.wire_bytes, ..Run::default() })
+}

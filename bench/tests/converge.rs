@@ -1,0 +1,43 @@
+//! `transship bench converge` itself, on little memory: every way runs for real, and no time is looked at.
+#![allow(clippy::unwrap_used)]
+use std::time::Duration;
+
+use serde_json::Value;
+use transship_lab::Transship;
+
+/// A guest that writes as fast as it can, moved in each way once.
+#[test]
+fn a_guest_that_writes_is_moved_in_every_way() {
+    let folder = tempfile::tempdir().unwrap();
+    let (json, svg) = (folder.path().join("table.json"), folder.path().join("table.svg"));
+    let arguments = [
+        "bench", "converge", "--mem", "64M", "--link", "400", "--wires", "loopback", "--guests", "emulated", "--times",
+        "20", "--hot", "all", "--runs", "1",
+    ];
+    let bench =
+        Transship::command(arguments).args(["--json".as_ref(), json.as_os_str(), "--svg".as_ref(), svg.as_os_str()]);
+    let finished = bench.start().unwrap().wait_for(Duration::from_secs(900)).unwrap().expect_code(0).unwrap();
+    for line in
+        ["QEMU, auto-converge", "not possible", "pace by QEMU, auto-converge, time", "forecasts of time", "Aims"]
+    {
+        assert!(finished.stdout.contains(line), "{line:?} is not in\n{}", finished.stdout);
+    }
+    let report: Value = serde_json::from_str(&std::fs::read_to_string(&json).unwrap()).unwrap();
+    let series = report["results"]["series"].as_array().unwrap();
+    assert_eq!(series.len(), 7);
+    for series in series {
+        if series["way"] == "dirty-limit" {
+            assert!(series["not_possible"].as_str().unwrap().contains("KVM"), "{series}");
+            continue;
+        }
+        let run = &series["runs"][0];
+        let number = |name: &str| run[name].as_f64().unwrap_or_else(|| panic!("no {name}: {run}"));
+        assert!(number("writes_mib_per_s") > 0.0 && number("work") > 0.0, "{run}");
+        assert!(number("blackout_ms") >= number("beat_ms"), "{run}");
+        let follows = series["way"] == "postcopy";
+        assert!(!follows || run["status"] == "completed", "{series}");
+        assert_eq!(run["waits"].is_object(), follows, "{series}");
+    }
+    let picture = std::fs::read_to_string(&svg).unwrap();
+    assert!(roxmltree::Document::parse(&picture).is_ok(), "{picture}");
+}
