@@ -17,7 +17,8 @@ versions=(
 )
 
 say() { echo "qemu-versions: $*" >&2; }
-refuse() { say "$*"; exit 1; }
+# shellcheck source=scripts/debian-root.sh
+source "$here/debian-root.sh"
 
 main() {
     if [ "${1:-}" = --list ]; then
@@ -28,27 +29,13 @@ main() {
     local wanted=$1 folder=$2 suites first
     find_suites "$wanted" || { say "no suite known that has QEMU $wanted; there are" "${versions[@]%%|*}"; exit 2; }
 
-    mkdir -p "$(dirname "$folder")"
-    # apt takes relative paths for relative to others.
-    folder=$(realpath "$folder")
-    # Two at once would fetch it twice.
-    exec 9>"$folder.lock"
-    flock 9
-    # Written last: what was cut short is fetched again.
-    [ "$(cat "$folder/.complete" 2>/dev/null)" != "$wanted $(sha256sum <"$0")" ] || return 0
-
-    check_tools
-    find_mirror
-    work=$(mktemp -d "$folder.XXXXXX")
-    trap 'rm -rf "$work"' EXIT
-    # apt drops its rights to download, and may then not write into a root-only folder.
-    chmod 755 "$work"
-    download "$suites" "$first"
-    unpack "$folder"
+    take_folder "$folder" "$wanted"
+    if is_complete; then return; fi
+    begin_root
+    fill_root "$suites" "$first" qemu-system-x86
+    wrap
     check_version "$wanted"
-    echo "$wanted $(sha256sum <"$0")" >"$work/made/.complete"
-    rm -rf "$folder"
-    mv "$work/made" "$folder"
+    finish_root
     say "QEMU $wanted is in $folder"
 }
 
@@ -62,64 +49,7 @@ find_suites() {
     return 1
 }
 
-check_tools() {
-    local tool
-    for tool in apt-get dpkg dpkg-deb flock; do
-        type -P "$tool" >/dev/null || refuse "$tool is missing: this works on Debian and Ubuntu"
-    done
-    [ "$(dpkg --print-architecture)" = amd64 ] || refuse "the packages are for amd64"
-}
-
-# Where the machine gets Debian itself, if it is one.
-find_mirror() {
-    mirror=${DEBIAN_MIRROR:-}
-    [ -n "$mirror" ] || mirror=$(apt-get indextargets --format '$(ORIGIN) $(SUITE) $(REPO_URI)' 'Created-By: Packages' 'Component: main' \
-        2>/dev/null | awk '$1 == "Debian" && $3 ~ /\/debian\/?$/ { print $3; exit }') || true
-    [ -n "$mirror" ] || refuse "no Debian mirror known; name one: DEBIAN_MIRROR=URL"
-    keyring=${DEBIAN_KEYRING:-/usr/share/keyrings/debian-archive-keyring.gpg}
-    [ -e "$keyring" ] || refuse "$keyring is missing: install debian-archive-keyring, or name another: DEBIAN_KEYRING=FILE"
-}
-
-# Has apt find out what belongs to it, with lists of its own and as if nothing were installed: so the C library comes too.
-download() {
-    local suites=$1 first=$2
-    mkdir -p "$work/apt"/{lists/partial,cache/archives/partial,etc}
-    : >"$work/apt/status"
-    {
-        echo "Types: deb"
-        echo "URIs: $mirror"
-        echo "Suites: $suites"
-        echo "Components: main"
-        echo "Signed-By: $keyring"
-    } >"$work/apt/etc/debian.sources"
-    # In a file that apt reads before all others: those of the machine are not for these suites.
-    cat >"$work/apt/apt.conf" <<CONF
-Dir::State "$work/apt";
-Dir::State::lists "$work/apt/lists";
-Dir::State::status "$work/apt/status";
-Dir::Cache "$work/apt/cache";
-Dir::Etc::sourcelist "$work/apt/etc/debian.sources";
-Dir::Etc::sourceparts "/dev/null";
-Dir::Etc::preferences "/dev/null";
-Dir::Etc::preferencesparts "/dev/null";
-APT::Sandbox::User "$(id -un)";
-APT::Architecture "amd64";
-APT::Architectures "amd64";
-APT::Default-Release "$first";
-Acquire::Languages "none";
-CONF
-    APT_CONFIG=$work/apt/apt.conf "$here/apt.sh" update
-    APT_CONFIG=$work/apt/apt.conf "$here/apt.sh" install --download-only qemu-system-x86
-}
-
-unpack() {
-    local package root=$work/made/root
-    # A distribution whose /bin is /usr/bin expects these links before its packages come.
-    mkdir -p "$root"/usr/{bin,sbin,lib,lib64}
-    ln -s usr/bin usr/sbin usr/lib usr/lib64 "$root"
-    for package in "$work"/apt/cache/archives/*.deb; do
-        dpkg-deb --fsys-tarfile "$package" | tar -x -C "$root" --keep-directory-symlink --no-same-owner
-    done
+wrap() {
     cat >"$work/made/qemu-system-x86_64" <<'WRAPPER'
 #!/bin/sh
 # QEMU with the loader, libraries and firmware that it was unpacked with.

@@ -55,6 +55,16 @@ if [ -z "${TRANSSHIP_QEMUS:-}" ]; then
     fi
 fi
 
+# The libvirt of Debian 12, beside the one that is installed.
+if [ -z "${TRANSSHIP_LIBVIRTS:-}" ]; then
+    if scripts/libvirt-versions.sh 9.0 .guest/libvirts/9.0; then
+        TRANSSHIP_LIBVIRTS=$(realpath .guest/libvirts)
+        export TRANSSHIP_LIBVIRTS
+    else
+        echo "test: without libvirt 9.0: the tests that need that version are left out" >&2
+    fi
+fi
+
 # One that fails must not hide the others.
 failed=
 run() {

@@ -1,16 +1,11 @@
 //! Real libvirts, each as on a host of its own: a libvirtd in namespaces (mounts, host name) with folders of its own.
-use crate::serial::Serial;
-use crate::{
-    Accel, Kind, LabError, PATIENCE, Process, Result, Scratch, Workload, failed, image, kvm_works, lacks, wait_until,
-};
+use crate::{LabError, Process, Result, Scratch, failed, lacks, versions::other_libvirt, wait_until};
 use rustix::process::{Pid, Signal, kill_process};
-use std::io::Write;
-use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
-use std::time::Instant;
 
-/// What is run in the new namespaces: `$1` is the host's folder, `$2` its name.
+/// What is run in the new namespaces: `$1` is the host's folder, `$2` its name, `$3` its UUID, `$4` libvirtd, and `$5`
+/// where the files of that version are, if it is not the one that is installed.
 const BOOT: &str = r#"set -e
 hostname "$2"
 mkdir -p "$1"/slash-run/lock "$1"/etc "$1"/lib "$1"/log "$1"/cache
@@ -25,7 +20,10 @@ mount --bind "$1"/etc /etc/libvirt
 mount --bind "$1"/lib /var/lib/libvirt
 mount --bind "$1"/log /var/log/libvirt
 mount --bind "$1"/cache /var/cache/libvirt
-exec libvirtd
+for folder in usr/share/libvirt usr/lib/x86_64-linux-gnu/libvirt; do
+    [ -z "$5" ] || mount --bind "$5/$folder" "/$folder"
+done
+exec "$4"
 "#;
 
 /// Ends the QEMUs of a host, which outlive its libvirtd: by the test's end or death its input ends.
@@ -39,7 +37,17 @@ pub struct LibvirtHost {
     name: String,
     uuid: String,
     keeper: Child,
+    programs: Programs,
     folder: Scratch,
+}
+
+/// What is run.
+#[derive(Debug)]
+struct Programs {
+    /// Goes before it.
+    prefix: Vec<String>,
+    /// Where it is unpacked; none: it is installed.
+    folder: Option<PathBuf>,
 }
 
 impl LibvirtHost {
@@ -48,12 +56,31 @@ impl LibvirtHost {
     /// # Errors
     /// It does not start.
     pub fn start(name: &str) -> Result<Option<Self>> {
-        if !rustix::process::geteuid().is_root() {
-            lacks("root, to give a libvirtd namespaces of its own");
-            return Ok(None);
+        Self::start_by(name, &[])
+    }
+
+    /// By another command, such as [`crate::SlowLink::source`].
+    ///
+    /// # Errors
+    /// As [`LibvirtHost::start`].
+    pub fn start_by(name: &str, prefix: &[String]) -> Result<Option<Self>> {
+        Self::launch(name, Programs { prefix: prefix.to_vec(), folder: None })
+    }
+
+    /// One of another version than the one that is installed, such as `9.0`. None where it was not made available.
+    ///
+    /// # Errors
+    /// As [`LibvirtHost::start`].
+    pub fn start_version(name: &str, version: &str) -> Result<Option<Self>> {
+        match other_libvirt(version)? {
+            Some(folder) => Self::launch(name, Programs { prefix: Vec::new(), folder: Some(folder) }),
+            None => Ok(None),
         }
-        if !["/usr/sbin/libvirtd", "/usr/bin/virsh"].iter().all(|path| Path::new(path).exists()) {
-            lacks("libvirt (Debian: libvirt-daemon-system and libvirt-clients)");
+    }
+
+    fn launch(name: &str, programs: Programs) -> Result<Option<Self>> {
+        if let Some(missing) = Self::missing() {
+            lacks(missing);
             return Ok(None);
         }
         let folder = Scratch::new()?;
@@ -64,10 +91,20 @@ impl LibvirtHost {
             .stdin(Stdio::piped())
             .spawn()
             .map_err(failed("can't start a shell"))?;
-        let daemon = boot(&folder, name, &uuid)?;
-        let mut host = Self { daemon, name: name.into(), uuid, keeper, folder };
+        let daemon = programs.boot(&folder, name, &uuid)?;
+        let mut host = Self { daemon, name: name.into(), uuid, keeper, programs, folder };
         host.wait_ready()?;
         Ok(Some(host))
+    }
+
+    /// What this machine lacks, if there can be no libvirtd.
+    pub fn missing() -> Option<&'static str> {
+        if !rustix::process::geteuid().is_root() {
+            return Some("root, to give a libvirtd namespaces of its own");
+        }
+        let programs = ["/usr/sbin/libvirtd", "/usr/bin/virsh"];
+        let are_there = programs.iter().all(|path| Path::new(path).exists());
+        (!are_there).then_some("libvirt (Debian: libvirt-daemon-system and libvirt-clients)")
     }
 
     fn wait_ready(&mut self) -> Result<()> {
@@ -83,7 +120,7 @@ impl LibvirtHost {
     /// It does not start.
     pub fn restart(&mut self) -> Result<()> {
         self.daemon.kill9();
-        self.daemon = boot(&self.folder, &self.name, &self.uuid)?;
+        self.daemon = self.programs.boot(&self.folder, &self.name, &self.uuid)?;
         self.wait_ready()
     }
 
@@ -99,7 +136,7 @@ impl LibvirtHost {
 
     /// Runs another program as on this host: goes before it.
     pub fn prefix(&self) -> Vec<String> {
-        ["nsenter", "--target", &self.daemon.pid().to_string(), "--mount", "--uts"].map(str::to_owned).to_vec()
+        ["nsenter", "--target", &self.daemon.pid().to_string(), "--mount", "--uts", "--net"].map(str::to_owned).to_vec()
     }
 
     /// Runs virsh to its end, on this host; what it printed.
@@ -116,7 +153,7 @@ impl LibvirtHost {
     fn run_virsh(&self, args: &[&str]) -> Result<(bool, String)> {
         let uri = self.uri();
         let mut words = self.prefix();
-        words.extend(["virsh", "-q", "-c", &uri].map(str::to_owned));
+        words.extend([&self.programs.path("virsh"), "-q", "-c", &uri].map(str::to_owned));
         let output = Command::new(&words[0]).args(&words[1..]).args(args).output().map_err(failed("virsh"))?;
         let said = [output.stdout, output.stderr].map(|bytes| String::from_utf8_lossy(&bytes).trim().to_owned());
         Ok((output.status.success(), said.join("\n").trim().to_owned()))
@@ -129,7 +166,7 @@ impl LibvirtHost {
     pub fn start_virsh(&self, args: &[&str]) -> Result<Process> {
         let uri = self.uri();
         let mut words = self.prefix();
-        words.extend(["virsh", "-q", "-c", &uri].map(str::to_owned));
+        words.extend([&self.programs.path("virsh"), "-q", "-c", &uri].map(str::to_owned));
         let mut command = Command::new(&words[0]);
         command.args(&words[1..]).args(args);
         Process::start(command)
@@ -239,134 +276,21 @@ fn words_without_libvirt(words: Vec<String>, socket: &Path) -> Vec<String> {
     kept
 }
 
-/// In the foreground: it ends with us.
-fn boot(folder: &Scratch, name: &str, uuid: &str) -> Result<Process> {
-    let mut command = Command::new("unshare");
-    command.args(["--mount", "--uts", "sh", "-c", BOOT, "boot"]).arg(folder.path()).args([name, uuid]);
-    command.env("PATH", "/usr/sbin:/usr/bin:/sbin:/bin");
-    Process::start(command)
-}
-
-/// A domain as virt-install makes it: private memory, a raw disk past the page cache, a network card. Its serial port
-/// comes to us, wherever it runs.
-#[derive(Debug)]
-pub struct Domain {
-    name: String,
-    xml: PathBuf,
-    listener: UnixListener,
-    folder: Scratch,
-}
-
-impl Domain {
-    /// A Linux guest with the workload, 256 MiB, emulated.
-    ///
-    /// # Errors
-    /// No room.
-    pub fn linux(name: &str) -> Result<Self> {
-        Self::new(name, &Kind::Linux(Workload::LINUX), 256, Accel::Tcg)
+impl Programs {
+    /// In the foreground: it ends with us.
+    fn boot(&self, folder: &Scratch, name: &str, uuid: &str) -> Result<Process> {
+        let words =
+            [&self.prefix, &["unshare", "--mount", "--uts", "sh", "-c", BOOT, "boot"].map(str::to_owned)[..]].concat();
+        let mut command = Command::new(&words[0]);
+        command.args(&words[1..]).arg(folder.path()).args([name, uuid, &self.path("libvirtd")]);
+        command.arg(self.folder.as_ref().map_or_else(PathBuf::new, |folder| folder.join("root")));
+        command.env("PATH", "/usr/sbin:/usr/bin:/sbin:/bin");
+        Process::start(command)
     }
 
-    /// The 32-bit guest, 64 MiB, which is there at once: under KVM where that works, else emulated.
-    ///
-    /// # Errors
-    /// No room.
-    pub fn multiboot(name: &str) -> Result<Self> {
-        let accel = if kvm_works() { Accel::Kvm } else { Accel::Tcg };
-        Self::new(name, &Kind::Multiboot(Workload::MULTIBOOT), 64, accel)
+    fn path(&self, program: &str) -> String {
+        self.folder.as_ref().map_or_else(|| program.to_owned(), |folder| folder.join(program).display().to_string())
     }
-
-    /// A guest that writes as this says.
-    ///
-    /// # Errors
-    /// No room.
-    pub fn new(name: &str, kind: &Kind, mib: u32, accel: Accel) -> Result<Self> {
-        // A disk is opened past the page cache, for which it is seldom on a tmpfs.
-        let folder = Scratch::within(Path::new("/var/tmp"))?;
-        let (disk, serial, xml) = (folder.join("disk.raw"), folder.join("serial"), folder.join("domain.xml"));
-        std::fs::File::create(&disk).and_then(|file| file.set_len(16 << 20)).map_err(failed("a disk image"))?;
-        let listener = UnixListener::bind(&serial).map_err(failed("a serial port"))?;
-        listener.set_nonblocking(true).map_err(failed("a serial port"))?;
-        let mut file = std::fs::File::create(&xml).map_err(failed("a domain"))?;
-        file.write_all(definition(name, kind, mib, accel, &disk, &serial)?.as_bytes()).map_err(failed("a domain"))?;
-        Ok(Self { name: name.into(), xml, listener, folder })
-    }
-
-    /// Its name.
-    pub fn name(&self) -> &str {
-        &self.name
-    }
-
-    /// Where its disk is; also a place for what is saved of it.
-    pub fn folder(&self) -> &Path {
-        self.folder.path()
-    }
-
-    /// Its definition.
-    pub fn xml(&self) -> &Path {
-        &self.xml
-    }
-
-    /// Starts it on a host, and waits until its workload has filled its memory.
-    ///
-    /// # Errors
-    /// libvirt refuses; it does not boot.
-    pub fn start(&self, host: &LibvirtHost) -> Result<Serial> {
-        host.virsh(&["create", &self.xml.to_string_lossy()])?;
-        let serial = self.serial()?;
-        serial.ready()?;
-        Ok(serial)
-    }
-
-    /// The serial port of the QEMU that was started last.
-    ///
-    /// # Errors
-    /// None comes in time.
-    pub fn serial(&self) -> Result<Serial> {
-        let deadline = Instant::now() + PATIENCE;
-        loop {
-            if let Ok((stream, _)) = self.listener.accept() {
-                stream.set_nonblocking(false).map_err(failed("serial port"))?;
-                return Serial::new(stream);
-            }
-            if Instant::now() > deadline {
-                return Err(LabError(format!("domain {} opens no serial port", self.name)));
-            }
-            std::thread::sleep(std::time::Duration::from_millis(5));
-        }
-    }
-}
-
-fn definition(name: &str, kind: &Kind, mib: u32, accel: Accel, disk: &Path, serial: &Path) -> Result<String> {
-    let path = |name| image(name).map(|path| path.display().to_string());
-    let (disk, serial) = (disk.display(), serial.display());
-    let console = "console=ttyS0 quiet panic=-1 mitigations=off no_timer_check";
-    let os = match kind {
-        Kind::Linux(workload) => format!(
-            "<kernel>{}</kernel><initrd>{}</initrd><cmdline>{console} {}</cmdline>",
-            path("linux/vmlinuz")?,
-            path("linux/initrd.img")?,
-            workload.arguments()
-        ),
-        Kind::Multiboot(workload) => {
-            // The usual firmware takes seconds to get there where KVM has to emulate what it does.
-            let firmware = "<loader type='rom'>/usr/share/qemu/qboot.rom</loader>";
-            let kernel = path("kvm.elf")?;
-            format!("{firmware}<kernel>{kernel}</kernel><cmdline>{console} {}</cmdline>", workload.arguments())
-        }
-        Kind::Firmware => String::new(),
-    };
-    let kind = match accel {
-        Accel::Tcg => "qemu",
-        Accel::Kvm => "kvm",
-    };
-    Ok(format!(
-        "<domain type='{kind}'><name>{name}</name><memory unit='MiB'>{mib}</memory><vcpu>1</vcpu>
-<os><type arch='x86_64' machine='q35'>hvm</type>{os}</os><features><acpi/></features><on_reboot>destroy</on_reboot>
-<devices><emulator>/usr/bin/qemu-system-x86_64</emulator>
-<disk type='file' device='disk'><driver name='qemu' type='raw' cache='none'/><source file='{disk}'/><target dev='vda' bus='virtio'/></disk>
-<interface type='user'><model type='virtio'/></interface>
-<serial type='unix'><source mode='connect' path='{serial}'/></serial></devices></domain>\n"
-    ))
 }
 
 /// Ends a process by its number, as `kill -9` does.

@@ -1,4 +1,5 @@
-//! Other versions of QEMU than the one that is installed, as `scripts/qemu-versions.sh` unpacks them.
+//! Other versions of QEMU and libvirt than those that are installed, as `scripts/qemu-versions.sh` and
+//! `scripts/libvirt-versions.sh` unpack them.
 use crate::{LabError, Result, lacks};
 use std::path::PathBuf;
 
@@ -8,17 +9,31 @@ use std::path::PathBuf;
 /// # Errors
 /// The variable is set, but has no such version.
 pub fn other_qemu(version: &str) -> Result<Option<String>> {
-    let Some(folder) = std::env::var_os("TRANSSHIP_QEMUS").map(PathBuf::from) else {
-        lacks(format_args!("TRANSSHIP_QEMUS names no folder with QEMU {version} (scripts/qemu-versions.sh makes one)"));
+    let folder = other("TRANSSHIP_QEMUS", "qemu-versions.sh", version, "qemu-system-x86_64")?;
+    Ok(folder.map(|folder| folder.join("qemu-system-x86_64").display().to_string()))
+}
+
+/// The folder with the programs of a libvirt of this version, such as `9.0`. They are in `TRANSSHIP_LIBVIRTS/VERSION`;
+/// nothing without that variable.
+///
+/// # Errors
+/// The variable is set, but has no such version.
+pub(crate) fn other_libvirt(version: &str) -> Result<Option<PathBuf>> {
+    other("TRANSSHIP_LIBVIRTS", "libvirt-versions.sh", version, "libvirtd")
+}
+
+fn other(variable: &str, script: &str, version: &str, program: &str) -> Result<Option<PathBuf>> {
+    let Some(folder) = std::env::var_os(variable).map(|all| PathBuf::from(all).join(version)) else {
+        lacks(format_args!("{variable} names no folder with version {version} (scripts/{script} makes one)"));
         return Ok(None);
     };
-    let command = folder.join(version).join("qemu-system-x86_64");
-    match command.exists() {
-        true => Ok(Some(command.display().to_string())),
+    let path = folder.join(program);
+    match path.exists() {
+        true => Ok(Some(folder)),
         false => Err(LabError(format!(
-            "TRANSSHIP_QEMUS: {} is missing: run scripts/qemu-versions.sh {version} {}",
-            command.display(),
-            folder.join(version).display()
+            "{variable}: {} is missing: run scripts/{script} {version} {}",
+            path.display(),
+            folder.display()
         ))),
     }
 }

@@ -1,4 +1,5 @@
 //! Save images of libvirt's: what is saved of a domain is loaded by `virsh restore`, here and at another host.
+use crate::libvirt::old_libvirt;
 use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
 use transship_lab::{Domain, LabError, LibvirtHost, Result, Transship, lacks, serial::Serial, wait_until};
@@ -9,7 +10,7 @@ fn save(host: &LibvirtHost, domain: &Domain, to: &Path, more: &[&str]) -> Result
 }
 
 /// It runs, and every page is what it wrote last.
-fn assert_whole(host: &LibvirtHost, domain: &Domain, serial: &Serial) -> Result<()> {
+pub(crate) fn assert_whole(host: &LibvirtHost, domain: &Domain, serial: &Serial) -> Result<()> {
     assert_eq!(host.state(domain.name())?, "running");
     let (count, sweep) = (serial.next_count()?, serial.sweep()?);
     assert_eq!((count.errors, sweep.errors), (0, 0), "{count:?} {sweep:?}");
@@ -17,7 +18,7 @@ fn assert_whole(host: &LibvirtHost, domain: &Domain, serial: &Serial) -> Result<
 }
 
 /// `virsh restore` loads it, and the guest goes on with every page as it was.
-fn is_restored(host: &LibvirtHost, domain: &Domain, from: &Path) -> Result<()> {
+pub(crate) fn is_restored(host: &LibvirtHost, domain: &Domain, from: &Path) -> Result<()> {
     host.virsh(&["restore", &from.to_string_lossy()])?;
     let serial = domain.serial()?;
     assert_whole(host, domain, &serial)?;
@@ -56,35 +57,55 @@ fn virsh_restores_what_was_saved_while_the_domain_ran_on() -> Result<()> {
     Ok(())
 }
 
+/// Also by a newer one what was saved at an older one.
+#[test]
+fn an_older_virsh_restores_it_as_well() -> Result<()> {
+    let Some(host) = old_libvirt("h1")? else { return Ok(()) };
+    let Some(other) = LibvirtHost::start("h2")? else { return Ok(()) };
+    let domain = Domain::multiboot("g1")?;
+    let serial = domain.start(&host)?;
+    let image = file(&domain, "image");
+    save(&host, &domain, &image, &["--background", "--format", "libvirt"])?;
+    assert_whole(&host, &domain, &serial)?;
+    drop(serial);
+    host.virsh(&["destroy", "g1"])?;
+    is_restored(&host, &domain, &image)?;
+    is_restored(&other, &domain, &image)
+}
+
 /// All ways, at the host that it was saved at; one that was suspended stays so.
 #[test]
 #[ignore = "takes minutes"]
 fn virsh_restores_what_was_saved_in_any_way() -> Result<()> {
-    let Some(host) = LibvirtHost::start("h1")? else { return Ok(()) };
+    let hosts = [LibvirtHost::start("h1")?, old_libvirt("h2")?];
+    hosts.into_iter().flatten().try_for_each(|host| is_restored_however_it_was_saved(&host))
+}
+
+fn is_restored_however_it_was_saved(host: &LibvirtHost) -> Result<()> {
     let domain = Domain::linux("g1")?;
-    let mut serial = domain.start(&host)?;
+    let mut serial = domain.start(host)?;
     let formats = if host.version()? >= (11, 2) { &["libvirt", "libvirt-sparse"][..] } else { &["libvirt"] };
     for (way, format) in
         ["--live", "--paused", "--background"].iter().flat_map(|way| formats.iter().map(move |f| (way, f)))
     {
         let image = file(&domain, "image");
-        save(&host, &domain, &image, &[way, "--format", format])?;
-        assert_whole(&host, &domain, &serial)?;
+        save(host, &domain, &image, &[way, "--format", format])?;
+        assert_whole(host, &domain, &serial)?;
         drop(serial);
         host.virsh(&["destroy", "g1"])?;
         host.virsh(&["restore", &image.to_string_lossy()])?;
         serial = domain.serial()?;
-        assert_whole(&host, &domain, &serial)?;
+        assert_whole(host, &domain, &serial)?;
     }
     host.virsh(&["suspend", "g1"])?;
     let image = file(&domain, "suspended");
-    save(&host, &domain, &image, &["--background", "--format", "libvirt"])?;
+    save(host, &domain, &image, &["--background", "--format", "libvirt"])?;
     drop(serial);
     host.virsh(&["destroy", "g1"])?;
     host.virsh(&["restore", &image.to_string_lossy()])?;
     assert_eq!(host.state("g1")?, "paused");
     host.virsh(&["resume", "g1"])?;
-    assert_whole(&host, &domain, &domain.serial()?)
+    assert_whole(host, &domain, &domain.serial()?)
 }
 
 const RNG: &str = "<rng model='virtio'><backend model='random'>/dev/urandom</backend></rng>\n";
