@@ -62,9 +62,9 @@ pub use report::{
 };
 pub use shortfall::{Medium, Reached, Shortfall, TooLate};
 pub use snapshot::{
-    BlockInfo, CloneSource, DirectIo, DisksInfo, FileIo, FilePlace, FileUri, Format, LibvirtInfo, RestoreOptions,
-    SaveOptions, SectionInfo, SnapshotInfo, TakeOver, Then, Way, arguments, clone_guest, convert, inspect,
-    restore_guest, save_guest,
+    BlockInfo, CloneSource, DirectIo, DisksInfo, FileIo, FilePlace, FileUri, Format, LibvirtInfo, OverlayPlace,
+    RestoreOptions, SaveOptions, SectionInfo, SnapshotInfo, TakeOver, Then, Way, arguments, clone_guest, convert,
+    inspect, restore_guest, save_guest,
 };
 pub use source::{Serving, move_guest};
 pub use transport::{Listener, Uri, connect, connect_by};

@@ -1,7 +1,7 @@
 //! What happened, in numbers: the JSON object of the command.
 use serde::Serialize;
 
-use crate::Actor;
+use crate::{Actor, guest::DiskSnapshot};
 
 /// How it ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Default)]
@@ -300,6 +300,12 @@ pub struct Report {
     /// Of it: for how long the command of `--at-stop` ran.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub at_stop_ms: Option<f64>,
+    /// Of it: how long the snapshot of its disks took.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub disks_ms: Option<f64>,
+    /// Disks that the guest does not write to any more, and where it writes to instead; also if the save failed later.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub disks: Vec<DiskSnapshot>,
     /// Of a move of a guest that ran: what was thought of it after the first round, to be compared with the rest.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub forecast: Option<ForecastReport>,

@@ -3,6 +3,7 @@
 use std::{
     io::Read,
     os::unix::fs::{FileTypeExt, MetadataExt},
+    path::{Path, PathBuf},
     time::{Duration, Instant},
 };
 
@@ -86,7 +87,7 @@ pub struct DiskFile {
 
 impl DiskFile {
     /// The file at a path of this process, if it is there.
-    pub fn at(name: &str, path: &std::path::Path) -> Option<Self> {
+    pub fn at(name: &str, path: &Path) -> Option<Self> {
         let (device, inode) = Self::id(&std::fs::metadata(path).ok()?);
         Some(Self { name: name.to_owned(), device, inode })
     }
@@ -108,6 +109,21 @@ impl DiskFile {
         (self.device, self.inode) == (other.device, other.inode)
     }
 }
+
+/// A disk of which a snapshot is taken: the guest writes to another file from then on.
+#[derive(Debug, Clone, PartialEq, Eq, serde::Serialize)]
+pub struct DiskSnapshot {
+    /// Its name, as the one that keeps the guest knows it, such as `vda`.
+    pub disk: String,
+    /// What stays as it was when the guest stood still.
+    pub kept: PathBuf,
+    /// Where the guest writes to: what is not in there is read from `kept`.
+    pub overlay: PathBuf,
+}
+
+/// Why the disks of a guest that nobody keeps are left to others.
+pub const NO_DISK_SNAPSHOT: &str = "only libvirt takes a snapshot of its guest's disks; name the guest by --vm \
+                                    libvirt:DOMAIN, or have --at-stop CMD do it";
 
 /// Pages of one region.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -230,6 +246,24 @@ pub trait SourceGuest: Send {
     /// The VMM does not say.
     fn disks(&mut self) -> Result<Option<Vec<DiskFile>>, GuestError> {
         Ok(None)
+    }
+    /// Plans a snapshot of all disks that the guest writes to, which `snapshot_disks` takes. `folder`: where the files
+    /// are to be that the guest writes to from then on; none: each beside its disk. Called before `prepare_stop`, at
+    /// most once. Changes nothing in the VMM; files that were made for it and are not used are gone when the guest is
+    /// dropped.
+    ///
+    /// # Errors
+    /// A disk can't be had in that way; the text says which, and what is possible.
+    fn plan_disks(&mut self, _folder: Option<&Path>) -> Result<Vec<DiskSnapshot>, GuestError> {
+        Err(GuestError::Unfit(NO_DISK_SNAPSHOT.into()))
+    }
+    /// Takes the snapshot that was planned, of all disks at once. Called while the guest stands still. On failure the
+    /// guest has its disks as before, or the text says what it has.
+    ///
+    /// # Errors
+    /// The VMM, or who keeps it, refuses.
+    fn snapshot_disks(&mut self) -> Result<(), GuestError> {
+        Err(GuestError::Bug("no snapshot of disks was planned".into()))
     }
     /// Does beforehand, while the guest runs, what `stop` and `save_state` need and what would take time then. Called
     /// shortly before `stop`; whatever it changes in the VMM, `resume` or `tidy` undoes.

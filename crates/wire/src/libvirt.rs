@@ -243,13 +243,43 @@ impl Definition {
     }
 
     /// Whether a guest saved with one can be loaded with the other: all but the memory that a balloon has left it.
-    pub fn is_same_machine(&self, other: &Self) -> bool {
-        let without = |xml: &str| {
-            xml.lines().filter(|line| !line.trim_start().starts_with("<currentMemory ")).map(str::to_owned).collect()
+    /// `files`: whether its disks must be in the same files.
+    pub fn is_same_machine(&self, other: &Self, files: DiskFiles) -> bool {
+        let without = |xml: &str| -> Vec<String> {
+            let xml = match files {
+                DiskFiles::Same => xml.to_owned(),
+                DiskFiles::Any => without_disk_files(xml),
+            };
+            let counts = |line: &&str| !line.trim().is_empty() && !line.trim_start().starts_with("<currentMemory ");
+            xml.lines().filter(counts).map(str::to_owned).collect()
         };
-        let (one, two): (Vec<String>, Vec<String>) = (without(&self.xml), without(&other.xml));
-        one == two && self.cookie == other.cookie
+        without(&self.xml) == without(&other.xml) && self.cookie == other.cookie
     }
+}
+
+/// What is asked of the files that the disks of two definitions are in.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum DiskFiles {
+    /// They are the same.
+    Same,
+    /// The disks are the same, whatever files they are in.
+    Any,
+}
+
+/// A definition without the parts of its disks that say what they are in.
+fn without_disk_files(xml: &str) -> String {
+    let Ok(document) = roxmltree::Document::parse(xml) else { return xml.to_owned() };
+    let disks = document.descendants().filter(|node| node.has_tag_name("disk"));
+    let of_files = |node: &roxmltree::Node<'_, '_>| {
+        ["driver", "source", "backingStore"].iter().any(|name| node.has_tag_name(*name))
+    };
+    let parts = disks.flat_map(|disk| disk.children().filter(of_files).map(|part| part.range()));
+    let (mut rest, mut end) = (String::new(), 0);
+    for part in parts {
+        rest.push_str(&xml[end..part.start]);
+        end = part.end;
+    }
+    rest + &xml[end..]
 }
 
 /// A text that a zero byte ends.
@@ -305,5 +335,25 @@ mod tests {
         assert_eq!(paths("<disk type='file' device='cdrom'/>"), Some(Vec::new()), "an empty drive");
         assert_eq!(paths("<disk type='network'><source protocol='nbd' name='x'/></disk>"), Some(Vec::new()));
         assert_eq!(paths("<disk type='volume'><source pool='p' volume='v'/></disk>"), None);
+    }
+
+    #[test]
+    fn a_machine_may_have_its_disks_in_other_files() {
+        let domain = |memory: u32, disk: &str| {
+            let disk = format!("<disk type='file'>\n{disk}\n<target dev='vda'/>\n</disk>");
+            let xml = format!(
+                "<domain>\n<name>g</name>\n<currentMemory unit='KiB'>{memory}</currentMemory>\n<devices>\n{disk}\n\
+                 <rng/></devices></domain>"
+            );
+            Definition::new(xml, None).unwrap()
+        };
+        let raw = domain(1, "<driver type='raw'/>\n<source file='/a'/>");
+        let overlay = "<driver type='qcow2'/>\n<source file='/b'/>\n<backingStore type='file'>\n<source file='/a'/>\n\
+                       </backingStore>";
+        let (overlay, plugged) = (domain(2, overlay), domain(1, "</disk><disk><target dev='vdb'/>"));
+        assert!(raw.is_same_machine(&domain(2, "<driver type='raw'/>\n<source file='/a'/>"), DiskFiles::Same));
+        assert!(!raw.is_same_machine(&overlay, DiskFiles::Same));
+        assert!(raw.is_same_machine(&overlay, DiskFiles::Any));
+        assert!(!raw.is_same_machine(&plugged, DiskFiles::Any), "another disk");
     }
 }

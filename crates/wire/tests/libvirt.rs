@@ -3,7 +3,10 @@
 use proptest::prelude::*;
 use transship_wire::{
     Error,
-    libvirt::{Definition, Encoding, HEADER_BYTES, Header, MAGIC, MAGIC_PARTIAL, MAX_DEFINITION_BYTES, PADDING_BYTES},
+    libvirt::{
+        Definition, DiskFiles, Encoding, HEADER_BYTES, Header, MAGIC, MAGIC_PARTIAL, MAX_DEFINITION_BYTES,
+        PADDING_BYTES,
+    },
 };
 
 const XML: &str =
@@ -75,9 +78,9 @@ fn one_without_a_cookie_and_one_of_the_other_byte_order_are_read() {
 #[test]
 fn a_balloon_does_not_make_another_machine() {
     let with = |from: &str, to: &str| Definition::new(XML.replace(from, to), Some(COOKIE.into())).unwrap();
-    assert!(definition().is_same_machine(&with("65536", "32768")));
-    assert!(!definition().is_same_machine(&with("kvm", "qemu")));
-    assert!(!definition().is_same_machine(&Definition::new(XML.into(), None).unwrap()));
+    assert!(definition().is_same_machine(&with("65536", "32768"), DiskFiles::Same));
+    assert!(!definition().is_same_machine(&with("kvm", "qemu"), DiskFiles::Same));
+    assert!(!definition().is_same_machine(&Definition::new(XML.into(), None).unwrap(), DiskFiles::Same));
 }
 
 #[test]

@@ -10,7 +10,8 @@
 //! - Snapshots: `save`, `background`, `restore`, `restore_lazy`, `restore_lazy_private`, `restore_given_back`,
 //!   `convert`, `encrypted`
 //! - Images and guests that share them: `clones`, `clones_refused`, `forks`
-//! - What is said beforehand: `check`, `plan`; domains of libvirt: `libvirt`, `libvirt_images`, `libvirt_migrate`
+//! - What is said beforehand: `check`, `plan`; domains of libvirt: `libvirt`, `libvirt_images`, `libvirt_disks`,
+//!   `libvirt_migrate`
 //! - Memory: `any_memory`, `huge_pages`, `preallocated`, `free_pages`, `writers`, `trackers`, `old_kernel`; who says
 //!   which of it is free: `balloon`, `hints`; whose QEMU it is, and what that sees: `places`
 //! - What several of them need: `ends`, `middle`, `peer`, `restoring`, `sector`, `steering`, `stock`
@@ -39,6 +40,7 @@ mod holding;
 mod hosts;
 mod huge_pages;
 mod libvirt;
+mod libvirt_disks;
 mod libvirt_images;
 mod libvirt_migrate;
 mod link;

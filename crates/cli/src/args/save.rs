@@ -1,5 +1,7 @@
 //! `transship save`.
 
+use std::path::PathBuf;
+
 use clap::{Args, ValueEnum};
 
 use super::steering::SteeringArgs;
@@ -120,6 +122,14 @@ pub(crate) struct SaveArgs {
     /// How long that command may take, 1s to 60s
     #[arg(long, value_name = "TIME", default_value = "30s", hide_short_help = true)]
     pub(crate) at_stop_timeout: String,
+    /// Take a snapshot of the disks in the same moment, by libvirt's own call
+    ///
+    /// For a domain of libvirt (--vm libvirt:DOMAIN). From the stop on, the guest writes to overlays (qcow2), which are
+    /// made beside its disks, or in FOLDER. The files below them stay as they were in that moment: with the saved
+    /// memory they are the guest as it was. See docs/libvirt.md for how to bring it back, and how to merge the
+    /// overlays.
+    #[arg(long, value_name = "FOLDER", num_args = 0..=1, require_equals = true, hide_short_help = true)]
+    pub(crate) disks: Option<Option<PathBuf>>,
     #[command(flatten)]
     pub(crate) steering: SteeringArgs,
     /// Ask the guest's `transship balloon` which memory is free
@@ -127,7 +137,7 @@ pub(crate) struct SaveArgs {
     /// PATH is the socket of the balloon. With --live, memory that the guest does not need is left out. QEMU can't save
     /// this device: transship unplugs it before the guest is stopped, and plugs it in again afterwards.
     #[arg(long, value_name = "PATH", hide_short_help = true)]
-    pub(crate) balloon: Option<std::path::PathBuf>,
+    pub(crate) balloon: Option<PathBuf>,
     /// How written pages are found: auto, async or sync
     ///
     /// `async`: the kernel notes writes, and the guest notices nothing; Linux 6.7 or newer. `sync`: the first write to

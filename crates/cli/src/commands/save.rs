@@ -3,7 +3,10 @@ mod all;
 
 use std::{sync::Arc, time::Duration};
 
-use transship_engine::{Error, FileUri, Format, Progress, Recipients, Report, SaveOptions, Then, Way, save_guest};
+use transship_engine::{
+    Error, FileUri, Format, OverlayPlace, Progress, Recipients, Report, SaveOptions, Then, Way, save_guest,
+};
+use transship_guest::NO_DISK_SNAPSHOT;
 use transship_vmm::{AttachOptions, VmAddress, attach_source};
 
 use crate::{
@@ -89,6 +92,7 @@ impl Request {
         }
         let about = ["save", &vm_text, &args.to];
         let at_stop = flags::at_stop(&mut checks, args.at_stop.as_deref(), &args.at_stop_timeout, about);
+        let disks = disks(args, vm.as_ref(), &mut checks);
         let hold = flags::hold(&mut checks, &args.steering, about);
         if hold.as_ref().is_some_and(Option::is_some) {
             refuse_hold(&mut checks, way, format);
@@ -115,6 +119,7 @@ impl Request {
                     max_rounds,
                     converge: args.converge.into(),
                     at_stop: at_stop?,
+                    disks: disks?,
                     hold: hold?,
                     io: args.io.into(),
                     encrypt_to: encrypt_to?,
@@ -144,6 +149,22 @@ fn encrypt_to(args: &SaveArgs, format: Format, checks: &mut Checks) -> Option<Op
     };
     checks.mistake(format!("--encrypt-to: with --format {format} {why}; or use --format stream"));
     None
+}
+
+/// Of `--disks`. QEMU and libvirt know only whole paths.
+fn disks(args: &SaveArgs, vm: Option<&VmAddress>, checks: &mut Checks) -> Option<Option<OverlayPlace>> {
+    let Some(folder) = &args.disks else { return Some(None) };
+    if vm.is_some_and(|vm| !matches!(vm, VmAddress::Libvirt(_))) {
+        checks.mistake(format!("--disks: {NO_DISK_SNAPSHOT}"));
+    }
+    let Some(folder) = folder else { return Some(Some(OverlayPlace::BesideDisks)) };
+    match std::path::absolute(folder) {
+        Ok(folder) => Some(Some(OverlayPlace::In(folder))),
+        Err(error) => {
+            checks.mistake(format!("--disks={}: {error}", folder.display()));
+            None
+        }
+    }
 }
 
 /// Where a hold makes no sense.

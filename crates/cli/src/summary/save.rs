@@ -1,11 +1,18 @@
 //! The result of a save.
-use transship_engine::{Error, FileReport, Report, Status};
+use transship_engine::{Error, FileReport, Report, Status, guest::DiskSnapshot};
 
 use super::common::{self, Rows, written};
-use crate::{failure::Failure, units::Bytes};
+use crate::{failure::Failure, output, units::Bytes};
 
 /// Prints the result and yields how the command ends.
 pub(crate) fn saved(outcome: Result<(), Error>, report: Report, json: bool) -> Result<(), Failure> {
+    if outcome.is_err() {
+        let left = report.disks.iter().map(|disk| {
+            let (name, overlay) = (&disk.disk, disk.overlay.display());
+            format!("the guest writes disk {name} to {overlay} all the same; to merge it: virsh blockcommit")
+        });
+        left.for_each(|line| output::complain(&line));
+    }
     common::end(outcome, report, json, "the guest was saved", table)
 }
 
@@ -17,8 +24,15 @@ fn table(report: &Report) -> String {
         let FileReport { format, bytes, allocated, .. } = file;
         rows.add("file", format!("{format}, {} on the disk, {}, {}", Bytes(*allocated), Bytes(*bytes), written(file)));
     }
+    for disk in &report.disks {
+        rows.add(&disk.disk, overlay(disk));
+    }
     rows.add_speed(report);
     rows.into_text()
+}
+
+fn overlay(disk: &DiskSnapshot) -> String {
+    format!("{} is as it was saved; the guest writes to {}", disk.kept.display(), disk.overlay.display())
 }
 
 #[cfg(test)]

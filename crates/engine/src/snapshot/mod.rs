@@ -25,6 +25,6 @@ pub use convert::convert;
 pub use file::uri::{FilePlace, FileUri};
 pub use image::arguments::arguments;
 pub use info::{BlockInfo, DisksInfo, LibvirtInfo, SectionInfo, SnapshotInfo, inspect};
-pub use options::{DirectIo, FileIo, Format, RestoreOptions, SaveOptions, Then, Way};
+pub use options::{DirectIo, FileIo, Format, OverlayPlace, RestoreOptions, SaveOptions, Then, Way};
 pub use restore::{CloneSource, clone_guest, restore_guest, stand_in::TakeOver};
 pub use save::save_guest;

@@ -1,5 +1,10 @@
 //! What a user can choose about snapshots.
-use std::{fmt, str::FromStr, time::Duration};
+use std::{
+    fmt,
+    path::{Path, PathBuf},
+    str::FromStr,
+    time::Duration,
+};
 
 pub use transship_memory::FileIo;
 use transship_secure::{Identities, Recipients};
@@ -28,6 +33,24 @@ pub enum Then {
     Resume,
     /// It stands still, as it is in the file.
     StayStopped,
+}
+
+/// Where the guest writes to after a snapshot of its disks.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum OverlayPlace {
+    /// To a file beside each disk.
+    BesideDisks,
+    /// To files in this folder.
+    In(PathBuf),
+}
+
+impl OverlayPlace {
+    pub(crate) fn folder(&self) -> Option<&Path> {
+        match self {
+            Self::BesideDisks => None,
+            Self::In(folder) => Some(folder),
+        }
+    }
 }
 
 /// Whether pages go past the page cache.
@@ -123,6 +146,8 @@ pub struct SaveOptions {
     pub converge: Converge,
     /// Runs while the guest stands still, when its state is saved; a failure ends the save.
     pub at_stop: Option<AtStopCommand>,
+    /// A snapshot of the disks is taken in the same moment, by who keeps the guest; none: they are left alone.
+    pub disks: Option<OverlayPlace>,
     /// Of a live guest: kept ready, when it has converged, until it is told to go on; none: it goes on by itself.
     pub hold: Option<HoldOptions>,
     /// How the kernel is asked to write pages.
@@ -146,6 +171,7 @@ impl Default for SaveOptions {
             max_rounds: 30,
             converge: Converge::default(),
             at_stop: None,
+            disks: None,
             hold: None,
             io: FileIo::default(),
             encrypt_to: None,

@@ -25,7 +25,7 @@
 //!   given_away   a mark in a QEMU whose guest is somewhere else, where it would not know that itself
 //!   migration    QEMU's own migration, used for the device state only
 //!   device_state the device state without it, where QEMU's migration would take the memory along
-//!   disk_files   the files that the disks are in
+//!   disk_files   the files that the disks are in; overlays: files that the guest writes to instead of them
 //!   state_channel  the connection that QEMU saves the device state to
 //!   state_stream the device state as QEMU writes it
 //!   source, destination    the two adapters made of these
@@ -51,6 +51,7 @@ mod machine;
 mod maps;
 mod memory;
 mod migration;
+mod overlays;
 mod places;
 mod qmp;
 mod questions;

@@ -10,8 +10,10 @@ use std::{
 };
 
 use serde_json::{Value, json};
-use transship_guest::GuestError;
+use transship_guest::{GuestError, NO_DISK_SNAPSHOT};
 use transship_wire::libvirt::Definition;
+
+use super::overlays::{DefinedDisk, Overlays};
 
 pub(super) use socket::listener;
 
@@ -122,6 +124,14 @@ pub(super) trait Carrier: Send {
     fn definition(&mut self, _limit: Duration) -> Result<Option<Definition>, QmpError> {
         Ok(None)
     }
+    /// The guest's disks, as somebody has defined them who keeps the guest.
+    fn disks(&mut self, _limit: Duration) -> Result<Vec<DefinedDisk>, QmpError> {
+        Err(QmpError::Connection(NO_DISK_SNAPSHOT.to_owned()))
+    }
+    /// Has the guest, which stands still, write to these overlays from now on: all of them or none.
+    fn use_overlays(&mut self, _overlays: &Overlays, _limit: Duration) -> Result<(), QmpError> {
+        Err(QmpError::Connection(NO_DISK_SNAPSHOT.to_owned()))
+    }
     /// The next event of this name, or none at the deadline. Earlier ones that wait in the queue come first.
     fn wait_event(&mut self, name: &str, deadline: Instant) -> Result<Option<Event>, QmpError>;
     /// The events of this name that have come.
@@ -204,6 +214,16 @@ impl Qmp {
     /// See [`Carrier::definition`].
     pub(super) fn definition(&mut self) -> Result<Option<Definition>, QmpError> {
         self.0.definition(COMMAND_WAIT)
+    }
+
+    /// See [`Carrier::disks`].
+    pub(super) fn disks(&mut self) -> Result<Vec<DefinedDisk>, QmpError> {
+        self.0.disks(COMMAND_WAIT)
+    }
+
+    /// See [`Carrier::use_overlays`].
+    pub(super) fn use_overlays(&mut self, overlays: &Overlays) -> Result<(), QmpError> {
+        self.0.use_overlays(overlays, COMMAND_WAIT)
     }
 
     /// Waits until no request of the guest's to a disk is under way: a transaction of nothing does that before it

@@ -12,7 +12,7 @@ use std::{
 };
 
 use serde_json::json;
-use transship_guest::{DiskFile, Found, GuestError, Hints, SourceGuest, StateFormat};
+use transship_guest::{DiskFile, DiskSnapshot, Found, GuestError, Hints, SourceGuest, StateFormat};
 use transship_memory::{Area, Freeing, GuestMemory, Protection, Region, Tracker};
 use transship_wire::{GuestDescription, libvirt::Definition};
 
@@ -27,6 +27,7 @@ use super::{
     libvirt, machine,
     memory::{self, Backend},
     migration::{self, Answers, Form, STATE_FD, STATE_URI, Settings},
+    overlays::Overlays,
     qmp::{Keeper, Qmp},
     questions,
     state_channel::{self, QemusEnd, SAVE_WAIT, StateChannel},
@@ -89,6 +90,8 @@ pub struct QemuSource {
     qemus_end: Option<QemusEnd>,
     /// A channel that the will names, before there is a save.
     promised: Option<StateChannel>,
+    /// Files that the guest is to write to from its stop on.
+    overlays: Option<Overlays>,
 }
 
 impl QemuSource {
@@ -143,6 +146,7 @@ impl QemuSource {
             channel: None,
             qemus_end: None,
             promised: None,
+            overlays: None,
         })
     }
 
@@ -336,7 +340,22 @@ impl SourceGuest for QemuSource {
         Ok(machine::run_state(&mut self.qmp)? == "running")
     }
 
+    fn plan_disks(&mut self, folder: Option<&Path>) -> Result<Vec<DiskSnapshot>, GuestError> {
+        let overlays = Overlays::plan(&mut self.qmp, folder)?;
+        Ok(self.overlays.insert(overlays).all().to_vec())
+    }
+
+    fn snapshot_disks(&mut self) -> Result<(), GuestError> {
+        match &mut self.overlays {
+            Some(overlays) => overlays.take_into_use(&mut self.qmp),
+            None => Err(GuestError::Bug("no snapshot of disks was planned".to_owned())),
+        }
+    }
+
     fn prepare_stop(&mut self) -> Result<(), GuestError> {
+        if let Some(overlays) = &mut self.overlays {
+            overlays.make()?;
+        }
         // Through libvirt each question takes a millisecond, for which writers may wait already.
         if !self.asks_later() || self.qmp.keeper() != Keeper::Libvirt {
             self.check_no_writers_came()?;
@@ -496,7 +515,8 @@ impl SourceGuest for QemuSource {
 
     fn last_will(&mut self) -> Result<String, GuestError> {
         if self.qmp.keeper() == Keeper::Libvirt {
-            return libvirt::will(self.qmp.pid());
+            let overlays = self.overlays.iter().flat_map(Overlays::all);
+            return libvirt::will(self.qmp.pid(), overlays.map(|snapshot| snapshot.overlay.clone()).collect());
         }
         let balloon = self.own_balloon.as_ref().map(|balloon| balloon.made().clone());
         let qemus_end = self.promised.insert(StateChannel::open()?).name;

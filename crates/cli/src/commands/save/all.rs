@@ -169,6 +169,11 @@ fn words(args: &SaveArgs, share: Option<u64>) -> Vec<String> {
             add(flag, value.clone());
         }
     }
+    match &args.disks {
+        None => {}
+        Some(None) => add("--disks", None),
+        Some(Some(folder)) => add(&format!("--disks={}", folder.display()), None),
+    }
     if let Some(share) = share {
         add("--bandwidth", Some(format!("{share}B/s")));
     }

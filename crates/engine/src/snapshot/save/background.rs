@@ -137,7 +137,7 @@ impl Saving<'_, '_> {
         fail_point::reach("save.state")?;
         moment.come()?;
         fail_point::reach("save.protected")?;
-        self.at_stop.stopped(self.progress, self.report)?;
+        self.end_of_stop()?;
         self.begin_round(moment);
         Ok(state)
     }

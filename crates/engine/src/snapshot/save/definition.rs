@@ -1,5 +1,5 @@
 //! What stands before the stream in a save image of libvirt's: the domain's definition, which has to fit what is saved.
-use transship_wire::libvirt::Definition;
+use transship_wire::libvirt::{Definition, DiskFiles};
 
 use super::Saving;
 use crate::{Error, snapshot::save_image};
@@ -26,7 +26,8 @@ impl Saving<'_, '_> {
         let (Some(encoding), Some(definition)) = (self.options.format.libvirts(), self.definition.take()) else {
             return Ok(());
         };
-        if !self.definition_now()?.is_same_machine(&definition) {
+        let files = if self.report.disks.is_empty() { DiskFiles::Same } else { DiskFiles::Any };
+        if !self.definition_now()?.is_same_machine(&definition, files) {
             let why = "the domain's definition was changed while it was saved (virsh dumpxml shows it); save it again";
             return Err(Error::Unfit(why.into()));
         }

@@ -32,7 +32,7 @@ use crate::{
     ending::{finish, take_back},
     fail_point,
     guarded::Guarded,
-    guest::{DiskFile, Found, Guard, GuestError, SourceGuest},
+    guest::{DiskFile, DiskSnapshot, Found, Guard, GuestError, SourceGuest},
     stream::{
         regions::{RegionBlock, region_blocks},
         state::{DeviceState, machine_name},
@@ -80,9 +80,9 @@ pub fn save_guest(
         }
         fail_point::reach("save.created")?;
         let (definition, found) = (None, Found::Standing);
-        let at_stop = AtStop::new(&options.at_stop);
+        let (at_stop, disks) = (AtStop::new(&options.at_stop), Vec::new());
         let (guest, target) = (&mut *guest, &mut target);
-        let mut saving = Saving { guest, options, target, progress, report, definition, found, at_stop, begin };
+        let mut saving = Saving { guest, options, target, progress, report, definition, found, at_stop, disks, begin };
         saving.run().inspect_err(|_| saving.at_stop.back())
     });
     guest.plug_back();
@@ -99,7 +99,9 @@ pub(super) struct Saving<'a, 'g> {
     definition: Option<Definition>,
     /// How it was when it was stopped.
     found: Found,
-    pub(super) at_stop: AtStop,
+    at_stop: AtStop,
+    /// To be taken at the stop.
+    disks: Vec<DiskSnapshot>,
     begin: Instant,
 }
 
@@ -109,6 +111,9 @@ impl Saving<'_, '_> {
         let ran = self.guest.unguarded().is_running()?;
         let regions = region_blocks(&**self.guest)?;
         self.put_definition(ran)?;
+        if let Some(place) = &self.options.disks {
+            self.disks = self.guest.unguarded().plan_disks(place.folder())?;
+        }
         if self.options.way == Way::Background {
             self.check_background()?;
         }
@@ -212,8 +217,22 @@ impl Saving<'_, '_> {
         if tracks {
             self.write_the_late(rounds, output)?;
         }
-        self.at_stop.stopped(self.progress, self.report)?;
+        self.end_of_stop()?;
         Ok((state, found))
+    }
+
+    /// All else is done for which the guest stands still. The snapshot of its disks comes last: what fails before it
+    /// leaves them as they are.
+    pub(super) fn end_of_stop(&mut self) -> Result<(), Error> {
+        self.at_stop.stopped(self.progress, self.report)?;
+        if self.disks.is_empty() {
+            return Ok(());
+        }
+        let begin = Instant::now();
+        self.guest.unguarded().snapshot_disks()?;
+        self.report.disks_ms = Some(begin.elapsed().as_secs_f64() * 1e3);
+        self.report.disks = std::mem::take(&mut self.disks);
+        fail_point::reach("save.disks")
     }
 
     /// It failed while the guest stands still: that goes on here.

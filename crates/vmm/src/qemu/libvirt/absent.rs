@@ -16,7 +16,7 @@ pub(in crate::qemu) fn attach(_: &Address) -> Result<Qmp, GuestError> {
 }
 
 /// Nor anything to record.
-pub(in crate::qemu) fn will(_: i32) -> Result<String, GuestError> {
+pub(in crate::qemu) fn will(_: i32, _: Vec<std::path::PathBuf>) -> Result<String, GuestError> {
     Err(absent())
 }
 

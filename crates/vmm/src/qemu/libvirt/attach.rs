@@ -1,5 +1,5 @@
 //! To a domain that runs, and to one that somebody left by dying.
-use std::time::Duration;
+use std::{path::PathBuf, time::Duration};
 
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
@@ -10,9 +10,9 @@ use super::{
     carrier::{FD_NOTE, FD_SET, Passthrough, RETURN_WAIT, find_within},
     claim::Claim,
     connection::{Domain, find},
-    jobs, process,
+    definition, disks, jobs, process,
 };
-use crate::qemu::qmp::Qmp;
+use crate::qemu::{overlays::remove_unused, qmp::Qmp};
 
 /// How long a process that was killed may take to be gone.
 const CLAIM_WAIT: Duration = Duration::from_secs(10);
@@ -21,11 +21,14 @@ const CLAIM_WAIT: Duration = Duration::from_secs(10);
 #[derive(Debug, Serialize, Deserialize)]
 struct Will {
     pid: i32,
+    /// Overlays of its disks that were made, or about to be.
+    overlays: Vec<PathBuf>,
 }
 
 /// For [`settle`].
-pub(in crate::qemu) fn will(pid: i32) -> Result<String, GuestError> {
-    serde_json::to_string(&Will { pid }).map_err(|e| GuestError::Bug(format!("can't record the domain's process: {e}")))
+pub(in crate::qemu) fn will(pid: i32, overlays: Vec<PathBuf>) -> Result<String, GuestError> {
+    serde_json::to_string(&Will { pid, overlays })
+        .map_err(|e| GuestError::Bug(format!("can't record the domain's process: {e}")))
 }
 
 /// Claims the domain for this process, and speaks to its QEMU from now on. Changes nothing in it.
@@ -81,7 +84,8 @@ pub(crate) fn settle(address: &Address, will: &str, run: bool) -> Result<(), Gue
     let (_connection, domain) = find_within(address, RETURN_WAIT).map_err(GuestError::Unfit)?;
     let uuid = domain.uuid().map_err(|failure| named(failure.why))?;
     let (pid, _) = look(&domain, &uuid).map_err(named)?;
-    if serde_json::from_str::<Will>(will).is_ok_and(|will| will.pid != pid) {
+    let will = serde_json::from_str::<Will>(will).unwrap_or(Will { pid, overlays: Vec::new() });
+    if will.pid != pid {
         return Err(named("it was started anew meanwhile, so nothing is to be put back".to_owned()));
     }
     // Another one may have begun since, and is not to be disturbed: it finds a guest that stands still, and says so.
@@ -92,6 +96,21 @@ pub(crate) fn settle(address: &Address, will: &str, run: bool) -> Result<(), Gue
     let failed = |why| named(format!("{why}; let it run by hand: {}", address.by_hand("resume")));
     if run && domain.is_paused().map_err(|failure| failed(failure.why))? {
         domain.resume().map_err(|failure| failed(failure.why))?;
+    }
+    settle_overlays(&domain, will.overlays).map_err(named)
+}
+
+/// Those that the domain does not write to go; of the others it is said that they are there.
+fn settle_overlays(domain: &Domain, overlays: Vec<PathBuf>) -> Result<(), String> {
+    if overlays.is_empty() {
+        return Ok(());
+    }
+    let live = domain.xml(definition::LIVE).map_err(|failure| failure.why)?;
+    for overlay in remove_unused(overlays, &disks::defined(&live)?) {
+        tracing::warn!(
+            "the domain writes to {} now, over what its disk was when it was to be saved; to merge them: virsh blockcommit",
+            overlay.display()
+        );
     }
     Ok(())
 }

@@ -21,9 +21,12 @@ use super::{
     Address,
     claim::Claim,
     connection::{Connection, Domain, Events, LibvirtFailure, Listening, find},
-    definition,
+    definition, disks,
 };
-use crate::qemu::qmp::{Carrier, Event, Keeper, QmpError};
+use crate::qemu::{
+    overlays::{DefinedDisk, Overlays},
+    qmp::{Carrier, Event, Keeper, QmpError},
+};
 
 /// libvirt itself waits so long for another operation on the domain to end, before it begins.
 const TURN_WAIT: Duration = Duration::from_secs(31);
@@ -43,6 +46,7 @@ const EVENTS: [&str; 1] = ["BALLOON_CHANGE"];
 enum Call {
     Command { line: String, fd: Option<OwnedFd>, may_repeat: bool },
     Xml { flags: u32 },
+    SnapshotDisks { xml: String },
     Suspend,
     Resume,
 }
@@ -199,6 +203,17 @@ impl Carrier for Passthrough {
         }
     }
 
+    fn disks(&mut self, limit: Duration) -> Result<Vec<DefinedDisk>, QmpError> {
+        let live = self.call("the domain's definition", Call::Xml { flags: definition::LIVE }, limit)?;
+        disks::defined(&live)
+            .map_err(|why| QmpError::Connection(format!("{}: libvirt's definition of it: {why}", self.address)))
+    }
+
+    fn use_overlays(&mut self, overlays: &Overlays, limit: Duration) -> Result<(), QmpError> {
+        let xml = disks::snapshot_xml(overlays);
+        self.call("a snapshot of the disks", Call::SnapshotDisks { xml }, limit).map(drop)
+    }
+
     /// libvirt passes no events of migrations on, and nothing here waits for others.
     fn wait_event(&mut self, name: &str, deadline: Instant) -> Result<Option<Event>, QmpError> {
         thread::sleep(deadline.saturating_duration_since(Instant::now()).min(EVENT_WAIT));
@@ -260,6 +275,7 @@ impl Worker {
     fn make(&mut self, call: &Call) -> Answer {
         let may_repeat = match call {
             Call::Command { may_repeat, .. } => *may_repeat,
+            Call::SnapshotDisks { .. } => false,
             // What is so already is no error.
             Call::Xml { .. } | Call::Suspend | Call::Resume => true,
         };
@@ -277,6 +293,7 @@ impl Worker {
         match call {
             Call::Command { line, fd, .. } => self.domain.command(line, fd.as_ref()),
             Call::Xml { flags } => self.domain.xml(*flags),
+            Call::SnapshotDisks { xml } => done(self.domain.snapshot_disks(xml)),
             Call::Suspend => done(self.domain.suspend()),
             Call::Resume if !self.domain.is_paused()? => Ok(String::new()),
             Call::Resume => done(self.domain.resume()),

@@ -24,6 +24,8 @@ const RUNNING: c_int = 1;
 const PAUSED: c_int = 3;
 /// `VIR_CONNECT_LIST_DOMAINS_ACTIVE`
 const ACTIVE: c_uint = 1;
+/// Of a snapshot: no record of it, disks alone, files that are there already, all or none.
+const DISKS_OF_THE_MOMENT: c_uint = 4 | 16 | 32 | 128;
 
 /// Why a call of libvirt's has no result.
 #[derive(Debug)]
@@ -211,6 +213,21 @@ impl Domain {
     pub(super) fn resume(&self) -> Result<(), LibvirtFailure> {
         // SAFETY: the handle is a domain.
         self.connection.check(unsafe { (self.library().virDomainResume)(self.handle) })
+    }
+
+    /// Has it write to other files from now on, which are there: all those that `xml` names, or none. libvirt keeps no
+    /// record of it.
+    pub(super) fn snapshot_disks(&self, xml: &str) -> Result<(), LibvirtFailure> {
+        let text = c_text(xml).map_err(|why| LibvirtFailure { why, is_lost: false })?;
+        // SAFETY: a domain, and C's text, which outlives the call.
+        let snapshot =
+            unsafe { (self.library().virDomainSnapshotCreateXML)(self.handle, text.as_ptr(), DISKS_OF_THE_MOMENT) };
+        if snapshot.is_null() {
+            return Err(self.connection.failure());
+        }
+        // SAFETY: it is ours, and not used after this.
+        unsafe { (self.library().virDomainSnapshotFree)(snapshot) };
+        Ok(())
     }
 
     /// libvirt's number for the operation that it has under way for the domain, if it has one.

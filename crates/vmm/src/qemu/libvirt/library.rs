@@ -77,6 +77,8 @@ functions! {
     main virDomainGetState: fn(Opaque, *mut c_int, *mut c_int, c_uint) -> c_int;
     main virDomainSuspend: fn(Opaque) -> c_int;
     main virDomainResume: fn(Opaque) -> c_int;
+    main virDomainSnapshotCreateXML: fn(Opaque, *const c_char, c_uint) -> Opaque;
+    main virDomainSnapshotFree: fn(Opaque) -> c_int;
     main virDomainGetJobStats: fn(Opaque, *mut c_int, *mut *mut c_void, *mut c_int, c_uint) -> c_int;
     main virTypedParamsGetInt: fn(*mut c_void, c_int, *const c_char, *mut c_int) -> c_int;
     main virTypedParamsFree: fn(*mut c_void, c_int);

@@ -8,6 +8,7 @@
 //!   carrier    QMP by passthrough
 //!   domains    those of a host
 //!   definition what libvirt must know of a domain to restore it
+//!   disks      those in a definition, and a snapshot of them
 //!   process    which process is the domain's QEMU
 //!   claim      one transship a domain
 //!   jobs       what libvirt itself has under way
@@ -22,6 +23,8 @@ mod claim;
 mod connection;
 #[cfg(feature = "libvirt")]
 mod definition;
+#[cfg(feature = "libvirt")]
+mod disks;
 #[cfg(feature = "libvirt")]
 mod jobs;
 #[cfg(feature = "libvirt")]
