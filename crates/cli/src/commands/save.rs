@@ -1,5 +1,6 @@
 //! `transship save`: a guest into a file.
 mod all;
+mod overall;
 
 use std::{sync::Arc, time::Duration};
 

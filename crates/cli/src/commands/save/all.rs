@@ -8,6 +8,7 @@ use std::{
     sync::{
         Arc, Mutex, PoisonError,
         atomic::{AtomicBool, Ordering::Relaxed},
+        mpsc,
     },
     thread,
 };
@@ -17,7 +18,10 @@ use serde::Serialize;
 use serde_json::Value;
 use transship_vmm::qemu::libvirt::{ActiveDomain, active};
 
-use super::{Request, bandwidth};
+use super::{
+    Request, bandwidth,
+    overall::{self, Counts},
+};
 use crate::{
     args::{FileFormat, SaveArgs},
     checks::Checks,
@@ -33,8 +37,9 @@ const OURSELVES: &str = "/proc/self/exe";
 const PARALLEL: u8 = 2;
 
 pub(super) fn run(args: &SaveArgs, of: &str) -> Result<(), Failure> {
-    let plan = SaveAll::check(args, of)?;
+    let mut plan = SaveAll::check(args, of)?;
     let domains = active(plan.uri.as_deref())?;
+    plan.share(args, domains.len());
     fs::create_dir_all(&plan.folder)
         .map_err(|error| Failure::Failed(format!("can't make {}: {error}", plan.folder.display())))?;
     let running = Arc::new(Running::default());
@@ -43,18 +48,29 @@ pub(super) fn run(args: &SaveArgs, of: &str) -> Result<(), Failure> {
         output::say("cancelling; all domains run on");
         cancelled.cancel();
     })?;
+    let (count, bytes) = (domains.len(), domains.iter().map(|domain| domain.memory_bytes).sum());
     let queue = Mutex::new(domains.into_iter());
-    let saved = Mutex::new(Vec::new());
+    let saved: Mutex<Vec<Saved>> = Mutex::new(Vec::new());
+    let now = || {
+        let (ended, ended_bytes) = lock(&saved).iter().fold((0, 0), |(n, sum), one| (n + 1, sum + one.memory_bytes));
+        (Counts { domains: count, ended, bytes, ended_bytes }, running.list())
+    };
     thread::scope(|scope| {
+        let (save, over) = mpsc::channel::<()>();
         for _ in 0..plan.parallel {
+            let save = save.clone();
             scope.spawn(|| {
                 while let Some(domain) = next(&queue, &running) {
                     let one = plan.save(&domain, &running);
                     output::complain(&format!("{}: {}", one.domain, one.in_words()));
                     lock(&saved).push(one);
                 }
+                // The last one ends the bar.
+                drop(save);
             });
         }
+        drop(save);
+        overall::show(&over, &now);
     });
     let mut saved = saved.into_inner().unwrap_or_else(PoisonError::into_inner);
     saved.sort_by(|one, other| one.domain.cmp(&other.domain));
@@ -82,6 +98,8 @@ struct SaveAll {
     folder: PathBuf,
     parallel: u8,
     is_libvirts: bool,
+    /// Of all together.
+    rate: Option<u64>,
     /// For each process.
     words: Vec<String>,
 }
@@ -107,14 +125,13 @@ impl SaveAll {
         let rate = bandwidth(args, &mut checks);
         let plan = (|| {
             let (parallel, rate) = (parallel?, rate?);
-            // Each has its share, so that all together keep to it.
-            let share = rate.map(|rate| (rate / u64::from(parallel)).max(super::BANDWIDTH_MIN));
             Some(Self {
                 uri: (!uri.is_empty()).then(|| uri.to_owned()),
                 folder: PathBuf::from(&args.to),
                 parallel,
                 is_libvirts: matches!(args.format, FileFormat::Libvirt | FileFormat::LibvirtSparse),
-                words: words(args, share),
+                rate,
+                words: Vec::new(),
             })
         })();
         let plan = checks.finish(plan)?;
@@ -122,6 +139,12 @@ impl SaveAll {
         let one = SaveArgs { vm: Some("libvirt:any".into()), all_of: None, bandwidth: None, ..args.clone() };
         Request::check(&one)?;
         Ok(plan)
+    }
+
+    /// Each of so many domains has its share of the rate, so that all that run at once keep to it together.
+    fn share(&mut self, args: &SaveArgs, domains: usize) {
+        let at_once = usize::from(self.parallel).min(domains).max(1) as u64;
+        self.words = words(args, self.rate.map(|rate| (rate / at_once).max(super::BANDWIDTH_MIN)));
     }
 
     fn save(&self, domain: &ActiveDomain, running: &Running) -> Saved {
@@ -188,7 +211,8 @@ fn name(value: impl clap::ValueEnum) -> String {
 /// The processes that run now.
 #[derive(Default)]
 struct Running {
-    pids: Mutex<Vec<Pid>>,
+    /// With the memory of each one's domain.
+    pids: Mutex<Vec<(Pid, u64)>>,
     /// Relaxed: `pids` is locked beside it.
     cancelled: AtomicBool,
 }
@@ -198,11 +222,16 @@ impl Running {
         self.cancelled.load(Relaxed)
     }
 
+    /// Numbers of the processes, and the memory of each one's domain.
+    fn list(&self) -> Vec<(i32, u64)> {
+        lock(&self.pids).iter().map(|(pid, memory)| (pid.as_raw_nonzero().get(), *memory)).collect()
+    }
+
     /// Ends all of them as Ctrl-C does.
     fn cancel(&self) {
         let pids = lock(&self.pids);
         self.cancelled.store(true, Relaxed);
-        for pid in pids.iter() {
+        for (pid, _) in pids.iter() {
             // One that has just ended needs no word.
             let _ = kill_process(*pid, Signal::TERM);
         }
@@ -217,7 +246,7 @@ impl Running {
                 return Ok(());
             }
             let child = command.spawn()?;
-            pids.extend(pid(&child));
+            pids.extend(pid(&child).map(|pid| (pid, saved.memory_bytes)));
             child
         };
         let (talk, result) = (child.stderr.take(), child.stdout.take());
@@ -228,7 +257,7 @@ impl Running {
         let ended = {
             let own = pid(&child);
             let status = child.wait();
-            lock(&self.pids).retain(|pid| Some(*pid) != own);
+            lock(&self.pids).retain(|(pid, _)| Some(*pid) != own);
             status?
         };
         saved.code = ended.code();
