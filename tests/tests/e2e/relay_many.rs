@@ -4,7 +4,9 @@ use rustix::process::Signal;
 use serde_json::{Value, json};
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
-use transship_lab::{LabError, Qemu, Result, Scratch, Transship, wait_until};
+use transship_lab::{
+    Authority, Holder, LabError, Qemu, Result, Scratch, Transship, transship::TransshipBuilder, wait_until,
+};
 
 /// Two relays that go on, with a token that is good for all; `most`: how many at once.
 struct Service {
@@ -138,5 +140,45 @@ fn a_service_that_ends_leaves_guests_at_their_sources() -> Result<()> {
     pair.source.wait_status("running")?;
     let (count, sweep) = (pair.source.next_count()?, pair.source.sweep()?);
     assert_eq!((count.errors, sweep.errors), (0, 0), "{count:?} {sweep:?}");
+    Ok(())
+}
+
+/// A relay as its unit in the package starts it, with the options that the unit suggests.
+fn by_unit(name: &str, listen: &str, to: &str, certificates: &Path) -> Result<TransshipBuilder> {
+    let path = format!("{}/../packaging/systemd/transship-relay-{name}@.service", env!("CARGO_MANIFEST_DIR"));
+    let unit = std::fs::read_to_string(&path).map_err(|e| LabError(format!("{path}: {e}")))?;
+    let behind = |start: &str| {
+        let line = unit.lines().find_map(|line| line.strip_prefix(start)).map(str::to_owned);
+        line.ok_or_else(|| LabError(format!("{path} has no line {start}")))
+    };
+    let (command, options) = (behind("ExecStart=/usr/bin/transship ")?, behind("#   OPTIONS=")?);
+    let options =
+        options.replace("/etc/pki/qemu", &certificates.to_string_lossy()).replace("root:libvirt-qemu", "root");
+    let words = command.replace("${LISTEN}", listen).replace("${TO}", to).replace("$OPTIONS", &options);
+    Ok(Transship::command(words.split_whitespace()))
+}
+
+/// Certificates are good for every migration, also after a relay was started anew: nobody has to be told anything.
+#[test]
+fn the_units_of_the_package_go_on_after_a_restart() -> Result<()> {
+    let folder = Scratch::new()?;
+    let certificates = folder.join("pki");
+    Authority::new()?.furnish(&certificates, &Holder::named(["127.0.0.1"]))?;
+    let [waiting, relay] = ["waiting", "relay"].map(|name| format!("unix:{}", folder.join(name).display()));
+    let far = by_unit("far", "relay:tcp:127.0.0.1:0", &waiting, &certificates)?.start()?;
+    let link = far.listening()?;
+    let near = by_unit("near", &relay, &link, &certificates)?.start()?;
+    near.listening()?;
+    let mut service = Service { near, far, folder };
+    for _ in 0..2 {
+        for _ in 0..2 {
+            let pair = service.pair(2)?;
+            pair.source.qmp("migrate", service.at("relay"))?;
+            pair.is_over()?;
+        }
+        service.far.kill9();
+        service.far = by_unit("far", &link, &waiting, &certificates)?.start()?;
+        service.far.listening()?;
+    }
     Ok(())
 }

@@ -90,6 +90,12 @@ pub(crate) struct RelayArgs {
     /// Owner of the unix socket at --listen: USER, USER:GROUP or :GROUP, names or numbers
     #[arg(long, value_name = "OWNER", hide_short_help = true)]
     pub(crate) socket_owner: Option<String>,
+    /// SELinux label of the unix socket at --listen, such as system_u:object_r:svirt_socket_t:s0
+    ///
+    /// So that a QEMU that SELinux confines may connect. Without it the socket has the label of this process. It is an
+    /// error on a host without SELinux.
+    #[arg(long, value_name = "LABEL", hide_short_help = true)]
+    pub(crate) socket_label: Option<String>,
     #[command(flatten)]
     pub(crate) sandbox: SandboxArgs,
     /// Print the result as one JSON object

@@ -80,7 +80,7 @@ fn serve(
 
 /// The listener, for those who may use it.
 fn listen(request: &Request) -> Result<Listener, Error> {
-    let listener = Listener::bind(&request.listen)?;
+    let listener = request.access.labelled(|| Listener::bind(&request.listen))?;
     if let Uri::Unix(path) = &request.listen {
         request.access.apply(path)?;
     }

@@ -16,12 +16,23 @@ pub(super) struct Access {
     mode: Option<u32>,
     user: Option<u32>,
     group: Option<u32>,
+    /// What SELinux is to know it as.
+    label: Option<String>,
 }
+
+/// Where the kernel shows SELinux, if it has it.
+const SELINUX: &str = "/sys/fs/selinux/enforce";
+/// The label of the sockets that this thread makes; an empty one is the system's choice.
+const NEXT_LABEL: &str = "/proc/thread-self/attr/sockcreate";
 
 impl Access {
     /// Of the flags. `is_socket`: there is one to give away.
     pub(super) fn check(args: &RelayArgs, is_socket: bool, checks: &mut Checks) -> Option<Self> {
-        let given = [("--socket-mode", args.socket_mode.is_some()), ("--socket-owner", args.socket_owner.is_some())];
+        let given = [
+            ("--socket-mode", args.socket_mode.is_some()),
+            ("--socket-owner", args.socket_owner.is_some()),
+            ("--socket-label", args.socket_label.is_some()),
+        ];
         if !is_socket {
             for (flag, _) in given.into_iter().filter(|(_, given)| *given) {
                 checks.mistake(format!("{flag}: only a unix socket has one; use --listen unix:PATH"));
@@ -35,7 +46,24 @@ impl Access {
             Some(text) => checks.read("--socket-owner", text, owner)?,
             None => (None, None),
         };
-        Some(Self { mode, user, group })
+        Some(Self { mode, user, group, label: args.socket_label.clone() })
+    }
+
+    /// Makes a socket, which gets its label at once: it has no other one for anybody.
+    pub(super) fn labelled<T>(&self, make: impl FnOnce() -> Result<T, Error>) -> Result<T, Error> {
+        let Some(label) = &self.label else { return make() };
+        if !Path::new(SELINUX).exists() {
+            let why = "this host runs without SELinux, so its sockets have no labels; leave --socket-label out";
+            return Err(Error::Unfit(why.into()));
+        }
+        let choose = |label: &str| {
+            let what = format!("have sockets labelled {label:?} (--socket-label)");
+            fs::write(NEXT_LABEL, label).map_err(|source| Error::Io { what, source })
+        };
+        choose(label)?;
+        let made = make();
+        choose("")?;
+        made
     }
 
     /// Gives a socket away. The mode comes last: nobody may connect whom it is not for.
@@ -93,6 +121,17 @@ mod tests {
         for wrong in ["", "9", "1000", "rw", "-1"] {
             assert!(mode(wrong).is_err(), "{wrong}");
         }
+    }
+
+    /// With SELinux this is no test of anything.
+    #[test]
+    fn a_host_without_selinux_makes_no_socket_with_a_label() {
+        let access = Access { label: Some("system_u:object_r:svirt_socket_t:s0".into()), ..Access::default() };
+        if !Path::new(SELINUX).exists() {
+            let refused = access.labelled(|| -> Result<(), Error> { panic!("it was made") });
+            assert!(matches!(&refused, Err(Error::Unfit(why)) if why.contains("without SELinux")), "{refused:?}");
+        }
+        assert!(Access::default().labelled(|| Ok(())).is_ok());
     }
 
     #[test]
