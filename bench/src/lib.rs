@@ -2,7 +2,7 @@
 //!
 //! - [`Bench`]: the arguments of `transship bench`
 //! - `tables`: which tables there are; `zero_pages`, `codecs`, `threads`, `files`, `qemu_wire`, `free_pages`, `tls`,
-//!   `clones`, `guest_view`, `converge`, `limits`: those of these names
+//!   `clones`, `libvirt`, `guest_view`, `converge`, `limits`: those of these names
 //! - `all`: every table, into one folder with a page
 //! - `arguments`: those that tables have in common
 //! - `content`, `corpus`, `pair`, `stock` and `ours`: guests, and the two sides
@@ -28,6 +28,7 @@ mod free_pages;
 mod guest_memory;
 mod guest_view;
 mod interrupt;
+mod libvirt;
 mod limits;
 mod machine;
 mod order;
@@ -61,6 +62,7 @@ pub use files::Snapshots;
 pub use free_pages::FreePages;
 pub use guest_memory::{GuestMemory, MemoryKind, MemoryState};
 pub use guest_view::GuestView;
+pub use libvirt::{Deed, Libvirt};
 pub use limits::Limits;
 pub use output::Files;
 pub use qemu_wire::QemuWire;

@@ -71,6 +71,8 @@ tables! {
     Converge(crate::converge::Converge),
     /// Guests made from one moment of another, by number of them
     Clones(crate::clones::Clones),
+    /// A domain of libvirt saved and migrated, beside virsh alone
+    Libvirt(crate::libvirt::Libvirt),
 }
 
 #[cfg(test)]
