@@ -332,6 +332,9 @@ pub trait SourceGuest: Send {
     }
     /// The estimated time to save, send and load the device state; for the forecast before the first measurement.
     fn state_estimate(&self) -> Duration;
+    /// The guest is saved and does not go: it keeps what it would have to let go of for whoever takes it, such as its
+    /// disks. Called before `save_state`, if at all.
+    fn stays_here(&mut self) {}
     /// The guest will neither go nor run on after `save_state`: `resume(false)` will follow, and leaves it as whole as
     /// `stop` did. Called before `save_state`, if at all.
     fn keep_stopped(&mut self) {}

@@ -4,7 +4,9 @@ use serde_json::json;
 
 use crate::peer::{PLAIN, assert_moved, assert_nothing_of_ours, multifd};
 use crate::restoring::{assert_goes_on, disk, io, restoring};
-use transship_lab::{Accel, Backend, HugePool, LabError, Qemu, QemuBuilder, Result, Transship, kvm_works, other_qemu};
+use transship_lab::{
+    Accel, Backend, HugePool, LabError, Qemu, QemuBuilder, Result, Transship, kvm_works, other_qemu, wait_until,
+};
 
 const ALL: [Backend; 7] = [
     Backend::Default,
@@ -206,6 +208,32 @@ fn a_guest_with_a_direct_disk_goes_on_and_back_whole() -> Result<()> {
     // Where its guest came to it is like any other.
     let second = with_disk().incoming().start()?;
     moved(&first, &second, &[]).map(drop)
+}
+
+/// A guest that is only saved has its disks all the while: nobody else is to have them.
+#[test]
+fn a_guest_that_is_saved_keeps_its_disks() -> Result<()> {
+    let folder = disk()?;
+    let image = folder.join("disk");
+    io(std::fs::File::create(&image).and_then(|file| file.set_len(1 << 20)))?;
+    let drive = format!("file={},format=raw,if=none,id=disk", image.display());
+    let source = guest(Backend::Default).args(["-drive", &drive, "-device", "virtio-blk-pci,drive=disk"]).booted()?;
+    for way in ["--live", "--background", "--paused"] {
+        let (path, gate) = (folder.join(way), folder.join("gate"));
+        let to = path.to_string_lossy();
+        let save = Transship::command(["save", way, "--vm", &source.vm(), "--to", &*to]);
+        let save = save.env("TRANSSHIP_FAIL_POINT", "save.state=stall").env("TRANSSHIP_FAIL_FILE", &gate).start()?;
+        wait_until("the device state to be saved", || Ok(gate.exists()))?;
+        let nodes = source.qmp("query-named-block-nodes", json!({ "flat": true }))?;
+        assert!(
+            nodes.as_array().is_some_and(|nodes| nodes.iter().all(|node| node["active"] == true)),
+            "{way}: {nodes}"
+        );
+        io(std::fs::remove_file(&gate))?;
+        save.wait()?.expect_code(0)?;
+        assert_goes_on(&source)?;
+    }
+    Ok(())
 }
 
 /// QEMU itself does not know that its guest has gone.

@@ -80,7 +80,9 @@ pub struct QemuSource {
     settings: Option<Settings>,
     /// What the guest did when it was stopped last; standing before that, as it is not ours to let run then.
     found: Found,
-    /// The guest stays after its state was saved, and stays stopped.
+    /// The guest stays after its state was saved.
+    is_copied: bool,
+    /// And stays stopped.
     stays: bool,
     /// A save of which QEMU waits for word: whether all of the state has come, and what QEMU's guest was in before.
     waiting: Option<(Arc<AtomicBool>, String)>,
@@ -141,6 +143,7 @@ impl QemuSource {
             is_given_up: false,
             settings: None,
             found: Found::Standing,
+            is_copied: false,
             stays: false,
             waiting: None,
             channel: None,
@@ -420,6 +423,10 @@ impl SourceGuest for QemuSource {
         STATE_ESTIMATE
     }
 
+    fn stays_here(&mut self) {
+        self.is_copied = true;
+    }
+
     fn keep_stopped(&mut self) {
         self.stays = true;
     }
@@ -432,7 +439,7 @@ impl SourceGuest for QemuSource {
             ));
         }
         if let Some(device_state) = &self.device_state {
-            let stays = self.stays || self.qmp.keeper() == Keeper::Libvirt;
+            let stays = self.is_copied || self.stays || self.qmp.keeper() == Keeper::Libvirt;
             let disks = if stays { Disks::Kept } else { Disks::Released };
             // Also if it fails.
             self.has_released_disks = disks == Disks::Released;

@@ -133,6 +133,7 @@ impl Saving<'_, '_> {
         let found = self.guest.stop()?;
         self.found = found;
         fail_point::reach("save.stopped")?;
+        self.guest.unguarded().stays_here();
         let state = DeviceState::take(self.guest.unguarded(), regions, found)?;
         fail_point::reach("save.state")?;
         moment.come()?;

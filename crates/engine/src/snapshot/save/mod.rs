@@ -212,6 +212,7 @@ impl Saving<'_, '_> {
         if !found.ran() || self.options.then == Then::StayStopped {
             self.guest.unguarded().keep_stopped();
         }
+        self.guest.unguarded().stays_here();
         let state = DeviceState::take(self.guest.unguarded(), regions, found)?;
         fail_point::reach("save.state")?;
         if tracks {
