@@ -122,7 +122,8 @@ fn guests_are_moved_saved_and_restored_under_a_kernel_before_6_7() -> Result<()>
     machine.wait(PATIENCE)?;
     let lines = machine.stdout().to_the_end()?;
     let said = |what: &str| {
-        let line = lines.iter().find_map(|line| line.trim_end().strip_prefix("old: ")?.strip_prefix(what));
+        // A command's progress may stand before it.
+        let line = lines.iter().find_map(|line| line.trim_end().split_once("old: ")?.1.strip_prefix(what));
         line.map(str::trim).ok_or_else(|| LabError(format!("no word of {what:?}:\n{}", lines.join("\n"))))
     };
     said("end")?;
