@@ -8,6 +8,7 @@ mod clones;
 mod convert;
 mod encoding;
 mod guest;
+mod helpers;
 mod moving;
 mod plan;
 mod receive;
@@ -27,6 +28,7 @@ pub(crate) use check::CheckArgs;
 pub(crate) use clones::{CloneArgs, ForkArgs};
 pub(crate) use convert::ConvertArgs;
 pub(crate) use guest::{Content, GuestArgs};
+pub(crate) use helpers::{GuardArgs, StewardArgs};
 pub(crate) use moving::{MoveArgs, Peer};
 pub(crate) use plan::PlanArgs;
 pub(crate) use receive::{ReceiveArgs, Sender};
@@ -113,32 +115,16 @@ pub(crate) enum Command {
     },
     /// Let the guest run again if the command that started this dies while the guest is stopped
     #[command(hide = true)]
-    Guard {
-        #[arg(long)]
-        vm: String,
-        /// What the guest's adapter needs to know for that
-        #[arg(long, default_value = "", allow_hyphen_values = true)]
-        will: String,
-    },
+    Guard(GuardArgs),
     /// Bring the pages of a guest if the `restore --lazy` that started this dies
     #[command(hide = true)]
     StandIn {
         #[arg(long)]
         vm: String,
     },
-    /// Do what the process that started this gave up the right to: connect, and remove what it leaves behind
+    /// Do what the process that started this gave up the right to
     #[command(hide = true)]
-    Steward {
-        /// The one address to connect to
-        #[arg(long)]
-        connect: Option<String>,
-        /// The socket to remove at the end
-        #[arg(long)]
-        socket: Option<std::path::PathBuf>,
-        /// The folder to remove at the end
-        #[arg(long)]
-        folder: Option<std::path::PathBuf>,
-    },
+    Steward(StewardArgs),
     /// Print a completion script for a shell
     #[command(hide = true)]
     Completions { shell: clap_complete::Shell },

@@ -1,7 +1,11 @@
 //! Flags that several subcommands have: their bounds, and what is said where they are wrong.
-use std::{path::PathBuf, time::Duration};
+use std::{
+    fs,
+    path::{Path, PathBuf},
+    time::Duration,
+};
 
-use transship_engine::{AtStopCommand, DirectIo, Format, HoldCommand, HoldOptions};
+use transship_engine::{AtStopCommand, DirectIo, Format, HoldOptions, UserCommand};
 use transship_vmm::{AttachOptions, Tracking};
 
 use crate::{
@@ -102,8 +106,8 @@ pub(crate) fn at_stop(
     let bounds = (AT_STOP_MIN, AT_STOP_MAX);
     let timeout = checks.within("--at-stop-timeout", timeout, units::time, bounds, "from 1s to 60s")?;
     let Some(shell) = shell else { return Some(None) };
-    let environment = environment([command, vm, to]);
-    Some(Some(AtStopCommand { shell: shell.to_owned(), environment, timeout }))
+    let command = UserCommand { shell: shell.to_owned(), environment: environment([command, vm, to]) };
+    Some(Some(AtStopCommand { command, timeout }))
 }
 
 /// What a command of the user's learns.
@@ -121,10 +125,28 @@ pub(crate) fn hold(checks: &mut Checks, args: &SteeringArgs, about: [&str; 3]) -
         }
         None => None,
     };
-    let command = |shell: &String| HoldCommand { shell: shell.clone(), environment: environment(about) };
+    let command = |shell: &String| UserCommand { shell: shell.clone(), environment: environment(about) };
     let until = args.hold_until.as_ref().map(command);
     let is_held = args.hold || time.is_some() || until.is_some();
     Some(is_held.then_some(HoldOptions { time, until }))
+}
+
+/// All of these, by the phases in which they run.
+pub(crate) fn commands(
+    at_stop: &Option<AtStopCommand>,
+    hold: &Option<HoldOptions>,
+) -> Vec<(&'static str, UserCommand)> {
+    let at_stop = at_stop.iter().flat_map(|at_stop| ["stopped", "back"].map(|phase| (phase, at_stop.command.clone())));
+    let until = hold.iter().filter_map(|hold| Some(("held", hold.until.clone()?)));
+    at_stop.chain(until).collect()
+}
+
+/// Where a file of this name is made; a link is not replaced, but the file that it points to.
+pub(crate) fn folder_of(path: &Path) -> PathBuf {
+    let is_link = fs::symlink_metadata(path).is_ok_and(|found| found.is_symlink());
+    let path = if is_link { fs::canonicalize(path).unwrap_or_else(|_| path.into()) } else { path.into() };
+    let parent = path.parent().filter(|parent| !parent.as_os_str().is_empty());
+    parent.unwrap_or(Path::new(".")).to_owned()
 }
 
 /// `--tracker`, together with `--converge`: only those can be held who wait.

@@ -1,74 +1,90 @@
 //! A guest must not stand still for ever because the process that stopped it was killed, nor lack a device that was
 //! unplugged.
 //!
-//! While the guest is stopped or lacks something, and is not given up, a second process waits on a pipe for the end of
-//! this one. When the pipe ends, it does what the last word on it says: the guest is put back as it was, and let run
-//! again if it ran when it was stopped; or, if it was given up, nothing. That word is written before the destination is
-//! told to go: from then on nobody here resumes the guest. The engine says when
-//! ([`transship_guest::Guard`]).
+//! A second process waits at a socket for the end of this one, from before this one gives up its rights. While the
+//! guest is stopped or lacks something, and is not given up, that process knows what to do when the socket ends: the
+//! last word on it says it. The guest is put back as it was, and let run again if it ran when it was stopped; or, if it
+//! was given up, nothing. That word is written before the destination is told to go: from then on nobody here resumes
+//! the guest. The engine says when ([`transship_guest::Guard`]).
 use std::{
-    io::{self, Write},
-    os::unix::process::CommandExt,
+    io,
+    os::{
+        fd::{AsFd, OwnedFd},
+        unix::{net::UnixStream, process::CommandExt},
+    },
     path::Path,
     process::{Child, Command, Stdio},
+    time::{Duration, Instant},
 };
 
-use transship_guest::{Duty, Guard, GuestError};
+use serde::{Deserialize, Serialize};
+use transship_guest::{Duty, Guard, GuestError, LastWill};
+use transship_lines::LineSocket;
 
-/// A word to the second process. Before the first one the guest was not stopped.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-#[repr(u8)]
+use crate::sandbox::{OURSELVES, Sandbox};
+
+/// How long the second process may take to hear a word: it may not be there yet.
+const WORD_WAIT: Duration = Duration::from_secs(10);
+
+/// What the second process hears.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
 pub(crate) enum Word {
+    /// Something of the guest is about to be changed, which this text and the descriptors beside it undo. The guest
+    /// stands, or runs, and is to be left so.
+    Begin(String),
     /// The guest is stopped, or about to be, and is to run again.
-    RunAgain = b'r',
+    RunAgain,
     /// The guest stands, or runs, and is to be left so.
-    LeaveIt = b'l',
+    LeaveIt,
     /// The guest is as it was, or given up: nothing is to be done.
-    End = b'd',
+    End,
 }
 
-impl Word {
-    pub(crate) fn read(byte: u8) -> Option<Self> {
-        [Self::RunAgain, Self::LeaveIt, Self::End].into_iter().find(|word| *word as u8 == byte)
-    }
-}
-
-/// This program, also when its file was replaced or removed since it was started.
-const OURSELVES: &str = "/proc/self/exe";
-
-/// The second process, while there is one.
+/// The second process.
 pub(crate) struct GuardProcess {
-    program: Box<Path>,
-    /// The guest's address, for the second process.
-    vm: String,
-    process: Option<Child>,
-    /// One that was told to end.
-    ending: Option<Child>,
+    process: Child,
+    line: LineSocket,
+    /// It is to act if we die.
+    is_armed: bool,
 }
 
 impl GuardProcess {
-    /// `vm`: the guest's address. Nothing is started before something of the guest is to be changed.
-    pub(crate) fn of(vm: &str) -> Self {
-        Self::by(Path::new(OURSELVES), vm)
+    /// Starts it. `vm`: the guest's address.
+    ///
+    /// # Errors
+    /// It can't be started.
+    pub(crate) fn start(vm: &str, sandbox: &Sandbox) -> Result<Self, GuestError> {
+        Self::by(Path::new(OURSELVES), vm, sandbox)
     }
 
-    fn by(program: &Path, vm: &str) -> Self {
-        Self { program: program.into(), vm: vm.to_owned(), process: None, ending: None }
+    fn by(program: &Path, vm: &str, sandbox: &Sandbox) -> Result<Self, GuestError> {
+        let started = UnixStream::pair().and_then(|(ours, theirs)| {
+            let process = Command::new(program)
+                .arg0("transship")
+                .args(["guard", "--vm", vm])
+                .args(sandbox.arguments())
+                .stdin(Stdio::from(OwnedFd::from(theirs)))
+                .stdout(Stdio::null())
+                // A Ctrl-C in the terminal, and a kill of our group, are not for it.
+                .process_group(0)
+                .spawn()?;
+            Ok(Self { process, line: LineSocket::new(ours), is_armed: false })
+        });
+        started.map_err(GuestError::system("start the process that guards the guest"))
+    }
+
+    fn say(&self, word: &Word, files: &[OwnedFd]) -> io::Result<()> {
+        let files: Vec<_> = files.iter().map(AsFd::as_fd).collect();
+        self.line.send(&serde_json::to_vec(word)?, &files, Instant::now() + WORD_WAIT).map_err(io::Error::other)
     }
 }
 
 impl Guard for GuardProcess {
-    fn begin(&mut self, will: &str) -> Result<(), GuestError> {
-        let process = Command::new(&*self.program)
-            .arg0("transship")
-            .args(["guard", "--vm", &self.vm, "--will", will])
-            .stdin(Stdio::piped())
-            .stdout(Stdio::null())
-            // A Ctrl-C in the terminal, and a kill of our group, are not for it.
-            .process_group(0)
-            .spawn()
-            .map_err(GuestError::system("start the process that guards the guest"))?;
-        self.process = Some(process);
+    fn begin(&mut self, LastWill { text, files }: LastWill) -> Result<(), GuestError> {
+        let told = self.say(&Word::Begin(text), &files);
+        told.map_err(GuestError::system("instruct the process that guards the guest"))?;
+        self.is_armed = true;
         Ok(())
     }
 
@@ -77,33 +93,27 @@ impl Guard for GuardProcess {
             Duty::RunAgain => Word::RunAgain,
             Duty::LeaveIt => Word::LeaveIt,
         };
-        let told = match self.process.as_mut().and_then(|process| process.stdin.as_mut()) {
-            Some(pipe) => pipe.write_all(&[word as u8]),
-            None => Err(io::ErrorKind::BrokenPipe.into()),
-        };
+        let told = if self.is_armed { self.say(&word, &[]) } else { Err(io::ErrorKind::BrokenPipe.into()) };
         told.map_err(GuestError::system("instruct the process that guards the guest"))
     }
 
     /// Once the word is written the second process can't act, whenever it gets to read it.
     fn end(&mut self) -> Result<(), GuestError> {
-        let Some(mut process) = self.process.take() else { return Ok(()) };
-        let told = process.stdin.take().map_or(Ok(()), |mut pipe| pipe.write_all(&[Word::End as u8]));
-        if told.is_err() {
-            // It does not listen: it must not act either.
-            let killed = process.kill();
-            killed.map_err(GuestError::system("end the process that guards the guest"))?;
+        if !std::mem::take(&mut self.is_armed) || self.say(&Word::End, &[]).is_ok() {
+            return Ok(());
         }
-        self.ending = Some(process);
-        Ok(())
+        // It does not listen: it must not act either.
+        match self.process.try_wait() {
+            Ok(Some(_)) => Ok(()),
+            _ => self.process.kill().map_err(GuestError::system("end the process that guards the guest")),
+        }
     }
 }
 
 impl Drop for GuardProcess {
     fn drop(&mut self) {
-        if let Some(mut process) = self.ending.take() {
-            // Not earlier: the guest's downtime need not wait for it.
-            let _ = process.wait();
-        }
+        let _ = self.line.stream().shutdown(std::net::Shutdown::Both);
+        let _ = self.process.wait();
     }
 }
 
@@ -115,7 +125,6 @@ mod tests {
         os::unix::fs::PermissionsExt,
         sync::{Mutex, MutexGuard, PoisonError},
         thread,
-        time::{Duration, Instant},
     };
 
     use tempfile::TempDir;
@@ -135,7 +144,11 @@ mod tests {
         let program = folder.path().join("second");
         fs::write(&program, format!("#!/bin/sh\ncd {}\n{script}\n", folder.path().display())).unwrap();
         fs::set_permissions(&program, fs::Permissions::from_mode(0o700)).unwrap();
-        (GuardProcess::by(&program, "qemu:/the vm"), folder)
+        (GuardProcess::by(&program, "qemu:/the vm", &Sandbox::Off).unwrap(), folder)
+    }
+
+    fn will() -> LastWill {
+        LastWill { text: "the will".into(), files: Vec::new() }
     }
 
     fn wait_for(folder: &TempDir, name: &str) {
@@ -148,10 +161,10 @@ mod tests {
 
     #[test]
     fn words_are_read_as_they_are_written() {
-        for word in [Word::RunAgain, Word::LeaveIt, Word::End] {
-            assert_eq!(Word::read(word as u8), Some(word));
+        for word in [Word::Begin("the \"will\"\n".into()), Word::RunAgain, Word::LeaveIt, Word::End] {
+            assert_eq!(serde_json::from_slice::<Word>(&serde_json::to_vec(&word).unwrap()).unwrap(), word);
         }
-        assert_eq!(Word::read(b'x'), None);
+        assert!(serde_json::from_str::<Word>("\"anything\"").is_err());
     }
 
     #[test]
@@ -159,27 +172,29 @@ mod tests {
         let _alone = alone();
         // It takes its time, and is waited for all the same.
         let (mut guard, folder) =
-            guard("echo \"$1|$2|$3|$4|$5\" >said; cat >words; sleep 0.3; cat words >heard; mv heard done");
-        guard.begin("the will").unwrap();
+            guard("echo \"$1|$2|$3|$4\" >said; cat >words; sleep 0.3; cat words >heard; mv heard done");
+        assert!(guard.instruct(Duty::RunAgain).is_err(), "nothing has begun");
+        guard.begin(will()).unwrap();
         for duty in [Duty::RunAgain, Duty::LeaveIt, Duty::RunAgain] {
             guard.instruct(duty).unwrap();
         }
         guard.end().unwrap();
         guard.end().unwrap();
-        assert!(guard.instruct(Duty::RunAgain).is_err(), "there is nobody any more");
+        assert!(guard.instruct(Duty::RunAgain).is_err(), "it is over");
         drop(guard);
+        let said = fs::read_to_string(folder.path().join("said")).unwrap();
+        assert_eq!(said, "guard|--vm|qemu:/the vm|--no-sandbox\n");
         assert_eq!(
-            fs::read_to_string(folder.path().join("said")).unwrap(),
-            "guard|--vm|qemu:/the vm|--will|the will\n"
+            fs::read_to_string(folder.path().join("done")).unwrap().split('\n').collect::<Vec<_>>(),
+            ["{\"begin\":\"the will\"}", "\"run-again\"", "\"leave-it\"", "\"run-again\"", "\"end\"", ""]
         );
-        assert_eq!(fs::read_to_string(folder.path().join("done")).unwrap(), "rlrd");
     }
 
     #[test]
     fn who_does_not_listen_is_ended() {
         let _alone = alone();
         let (mut guard, folder) = guard("exec <&-; echo >deaf; exec sleep 1000");
-        guard.begin("").unwrap();
+        guard.begin(will()).unwrap();
         wait_for(&folder, "deaf");
         // Other tests fork, too.
         let error = (0..1000).find_map(|_| {
@@ -193,11 +208,20 @@ mod tests {
     }
 
     #[test]
-    fn without_a_second_process_nothing_may_be_changed() {
-        let mut guard = GuardProcess::by(Path::new("/nowhere/at all"), "qemu:/vm");
-        let error = guard.begin("").unwrap_err().to_string();
-        assert!(error.contains("can't start the process"), "{error}");
-        assert!(guard.instruct(Duty::RunAgain).is_err());
+    fn one_that_has_died_is_no_reason_to_fail() {
+        let _alone = alone();
+        let (mut guard, folder) = guard("echo >there; read word; exit 3");
+        wait_for(&folder, "there");
+        guard.begin(will()).unwrap();
+        while guard.instruct(Duty::LeaveIt).is_ok() {
+            thread::sleep(Duration::from_millis(1));
+        }
         guard.end().unwrap();
+    }
+
+    #[test]
+    fn without_a_second_process_nothing_may_be_changed() {
+        let refused = GuardProcess::by(Path::new("/nowhere/at all"), "qemu:/vm", &Sandbox::Off);
+        assert!(refused.err().unwrap().to_string().contains("can't start the process"));
     }
 }

@@ -5,6 +5,7 @@
 //! - `progress`, `summary`, `output`, `failure`: from numbers to words, and exit codes
 //! - `trust`: who the other end is, and whether anybody between can listen
 //! - `sandbox`: which rights a process keeps
+//! - `source`: how a process takes a guest over that is to be moved or saved
 //! - `signals`: Ctrl-C; `guard`, `stand_in`: what even `kill -9` must not leave behind
 #![forbid(unsafe_code)]
 
@@ -21,6 +22,7 @@ mod output;
 mod progress;
 mod sandbox;
 mod signals;
+mod source;
 mod stand_in;
 mod summary;
 mod trust;
@@ -95,11 +97,9 @@ fn dispatch(cli: &Cli) -> Result<(), Failure> {
         Command::Balloon(args) => commands::balloon::run(args),
         Command::Guest(args) => commands::guest::run(args),
         Command::Bench { arguments } => commands::bench::run(arguments),
-        Command::Guard { vm, will } => commands::guard::run(vm, will),
+        Command::Guard(args) => commands::guard::run(args),
         Command::StandIn { vm } => commands::stand_in::run(vm),
-        Command::Steward { connect, socket, folder } => {
-            sandbox::run_steward(connect.as_deref(), socket.clone(), folder.clone())
-        }
+        Command::Steward(args) => sandbox::run_steward(args),
         Command::Completions { shell } => commands::shell::completions(*shell),
         Command::Man { subcommand } => commands::shell::manual(subcommand.as_deref()),
     }

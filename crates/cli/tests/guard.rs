@@ -6,7 +6,7 @@ mod session;
 
 use std::{
     io::{BufRead, BufReader, Write},
-    os::unix::net::UnixStream,
+    os::{fd::OwnedFd, unix::net::UnixStream},
     process::Stdio,
     thread,
     time::{Duration, Instant},
@@ -35,12 +35,22 @@ fn call(guest: &Guest, call: &str) -> Value {
     }
 }
 
-/// The second process, and the words that it hears before the pipe ends.
-fn guard(vm: &str, words: &str) -> Run {
-    let mut command = transship(&["guard", "--vm", vm, "--will", ""]);
-    let mut process = command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+const BEGIN: &str = r#"{"begin":""}"#;
+const AGAIN: &str = r#""run-again""#;
+const LEAVE: &str = r#""leave-it""#;
+const END: &str = r#""end""#;
+
+/// The second process, and the words that it hears before its socket ends.
+fn guard(vm: &str, words: &[&str]) -> Run {
+    let (mut ours, theirs) = UnixStream::pair().unwrap();
+    let mut command = transship(&["guard", "--vm", vm]);
+    command.stdin(OwnedFd::from(theirs)).stdout(Stdio::piped()).stderr(Stdio::piped());
+    let process = command.spawn().unwrap();
+    // Else there would be one more of its end, and its own would not count.
+    drop(command);
     // Who is refused at once does not listen.
-    let _ = process.stdin.take().unwrap().write_all(words.as_bytes());
+    words.iter().for_each(|word| drop(ours.write_all(format!("{word}\n").as_bytes())));
+    drop(ours);
     Run::of(process.wait_with_output().unwrap())
 }
 
@@ -49,11 +59,12 @@ fn the_last_word_says_what_becomes_of_the_guest() {
     let session = Sockets::new();
     let guest = session.guest("a", &["--mem", "1M"]);
     for (words, runs, said) in [
-        ("r", true, "the guest runs on here"),
-        ("lr", true, "the guest runs on here"),
-        ("", false, "the guest is left as it was"),
-        ("rl", false, "the guest is left as it was"),
-        ("rd", false, ""),
+        (&[BEGIN, AGAIN][..], true, "the guest runs on here"),
+        (&[BEGIN, LEAVE, AGAIN], true, "the guest runs on here"),
+        (&[BEGIN], false, "the guest is left as it was"),
+        (&[BEGIN, AGAIN, LEAVE], false, "the guest is left as it was"),
+        (&[BEGIN, AGAIN, END], false, ""),
+        (&[], false, ""),
     ] {
         call(&guest, "stop");
         let run = guard(&guest.vm, words);
@@ -66,10 +77,10 @@ fn the_last_word_says_what_becomes_of_the_guest() {
 #[test]
 fn a_guest_that_can_not_be_put_back_is_for_a_person() {
     let session = Sockets::new();
-    let run = guard(&format!("handoff:{}", session.path("nobody")), "r");
+    let run = guard(&format!("handoff:{}", session.path("nobody")), &[BEGIN, AGAIN]);
     assert_eq!(run.code, 3, "{run:?}");
     assert!(run.stderr.contains("the guest is stopped"), "{run:?}");
     // Nothing is done where nothing was changed, whoever is there.
-    assert_eq!(guard(&format!("handoff:{}", session.path("nobody")), "rd").code, 0);
-    assert_eq!(guard("nobody", "r").code, 2);
+    assert_eq!(guard(&format!("handoff:{}", session.path("nobody")), &[BEGIN, AGAIN, END]).code, 0);
+    assert_eq!(guard("nobody", &[BEGIN, AGAIN]).code, 2);
 }

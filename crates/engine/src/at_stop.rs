@@ -8,25 +8,25 @@
 //! ```
 use std::{
     io,
-    os::unix::process::{CommandExt, ExitStatusExt},
-    process::{Child, Command, ExitStatus, Stdio},
+    os::unix::process::ExitStatusExt,
+    process::ExitStatus,
     time::{Duration, Instant},
 };
 
-use rustix::{
-    event::{PollFd, PollFlags, Timespec, poll},
-    process::{Pid, PidfdFlags, Signal, kill_process_group, pidfd_open},
-};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
-use crate::{Error, Progress, Report, control::TICK, fail_point};
+use crate::{
+    Error, Progress, Report,
+    commands::{Started, UserCommand},
+    control::TICK,
+    fail_point,
+};
 
 /// What runs at the stop.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct AtStopCommand {
-    /// For `/bin/sh -c`.
-    pub shell: String,
-    /// Variables of its environment, beside ours; `TRANSSHIP_PHASE` is added: `stopped` or `back`.
-    pub environment: Vec<(String, String)>,
+    /// The phase that it is told is `stopped` or `back`.
+    pub command: UserCommand,
     /// It is killed if it takes longer.
     pub timeout: Duration,
 }
@@ -72,8 +72,8 @@ impl AtStopCommand {
     /// `progress`: who may cancel it.
     fn run(&self, phase: &'static str, progress: Option<&Progress>) -> Result<(), Error> {
         let failed = |source| Error::Io { what: format!("run the command of --at-stop ({phase})"), source };
-        let mut child = shell(&self.shell, &self.environment, phase).spawn().map_err(failed)?;
-        let status = match self.wait(&mut child, progress).map_err(failed)? {
+        let mut started = self.command.start(phase).map_err(failed)?;
+        let status = match self.wait(started.as_mut(), progress).map_err(failed)? {
             Wait::Ended(status) => status,
             Wait::Cancelled => return Err(Error::CANCELLED),
             Wait::TooLong => {
@@ -88,54 +88,25 @@ impl AtStopCommand {
         }
     }
 
-    fn wait(&self, child: &mut Child, progress: Option<&Progress>) -> io::Result<Wait> {
-        let (pid, begin) = (Pid::from_child(child), Instant::now());
-        let ended = match pidfd_open(pid, PidfdFlags::empty()) {
-            Ok(ended) => ended,
-            Err(error) => return end(child).and(Err(error.into())),
-        };
+    fn wait(&self, started: &mut dyn Started, progress: Option<&Progress>) -> io::Result<Wait> {
+        let begin = Instant::now();
         loop {
             let tick = Timespec { tv_sec: 0, tv_nsec: i64::from(TICK.subsec_nanos()) };
-            match poll(&mut [PollFd::new(&ended, PollFlags::IN)], Some(&tick)) {
+            match poll(&mut [PollFd::from_borrowed_fd(started.ended(), PollFlags::IN)], Some(&tick)) {
                 Err(rustix::io::Errno::INTR) | Ok(_) => {}
-                Err(error) => return end(child).and(Err(error.into())),
+                Err(error) => return started.end().and(Err(error.into())),
             }
-            if let Some(status) = child.try_wait()? {
+            if let Some(status) = started.status()? {
                 return Ok(Wait::Ended(status));
             }
             if progress.is_some_and(Progress::is_cancelled) {
-                return end(child).map(|()| Wait::Cancelled);
+                return started.end().map(|()| Wait::Cancelled);
             }
             if begin.elapsed() >= self.timeout {
-                return end(child).map(|()| Wait::TooLong);
+                return started.end().map(|()| Wait::TooLong);
             }
         }
     }
-}
-
-/// A command of the user's, which is told the phase.
-pub(crate) fn shell(words: &str, environment: &[(String, String)], phase: &str) -> Command {
-    let mut command = Command::new("/bin/sh");
-    command
-        .args(["-c", words])
-        .envs(environment.iter().map(|(name, value)| (name, value)))
-        .env("TRANSSHIP_PHASE", phase)
-        .stdin(Stdio::null())
-        // Results are ours alone.
-        .stdout(io::stderr())
-        // So that what it has started ends with it, and Ctrl-C is for us.
-        .process_group(0);
-    command
-}
-
-/// Kills it with all that it has started, and waits for it.
-///
-/// # Errors
-/// The system can't wait for it.
-pub(crate) fn end(child: &mut Child) -> io::Result<()> {
-    // All of the group may have ended by now; nobody else has its number before we wait for the child.
-    let _ = kill_process_group(Pid::from_child(child), Signal::KILL);
-    child.wait().map(drop)
 }
 
 enum Wait {
@@ -156,7 +127,8 @@ mod tests {
     use super::*;
 
     fn command(shell: &str, timeout: Duration) -> AtStopCommand {
-        AtStopCommand { shell: shell.into(), environment: vec![("WHERE".into(), "here".into())], timeout }
+        let environment = vec![("WHERE".into(), "here".into())];
+        AtStopCommand { command: UserCommand { shell: shell.into(), environment }, timeout }
     }
 
     const LONG: Duration = Duration::from_secs(60);

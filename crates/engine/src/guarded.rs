@@ -62,7 +62,7 @@ impl<'g> Guarded<'g> {
 
     fn arm(&mut self) -> Result<(), GuestError> {
         if let Some(guard) = self.guard.as_mut().filter(|_| !self.is_armed) {
-            guard.begin(&self.guest.last_will()?)?;
+            guard.begin(self.guest.last_will()?)?;
             self.is_armed = true;
         }
         Ok(())
@@ -175,6 +175,7 @@ mod tests {
     use transship_wire::GuestDescription;
 
     use super::*;
+    use crate::guest::LastWill;
 
     /// What was done, in order.
     type Log = Arc<Mutex<Vec<&'static str>>>;
@@ -256,8 +257,8 @@ mod tests {
         fn resume_hint(&self) -> String {
             String::new()
         }
-        fn last_will(&mut self) -> Result<String, GuestError> {
-            Ok("the will".into())
+        fn last_will(&mut self) -> Result<LastWill, GuestError> {
+            Ok(LastWill { text: "the will".into(), files: Vec::new() })
         }
     }
 
@@ -268,8 +269,8 @@ mod tests {
     }
 
     impl Guard for Notes {
-        fn begin(&mut self, will: &str) -> Result<(), GuestError> {
-            assert_eq!(will, "the will");
+        fn begin(&mut self, will: LastWill) -> Result<(), GuestError> {
+            assert_eq!(will.text, "the will");
             note(&self.log, "guard: begin");
             Ok(())
         }

@@ -12,14 +12,13 @@
 mod pulse;
 
 use std::{
-    process::Child,
     sync::{Arc, atomic::Ordering::Relaxed},
     time::{Duration, Instant},
 };
 
 use crate::{
     Error, HoldReport, Phase, Progress, ReleasedBy, Report,
-    at_stop::shell,
+    commands::{Started, UserCommand},
     control::TICK,
     forecast::{Forecast, Room, Verdict},
 };
@@ -33,17 +32,8 @@ const ROUNDS_KEPT: usize = 30;
 pub struct HoldOptions {
     /// So much time since the guest had converged for the first time.
     pub time: Option<Duration>,
-    /// The success of this command, which is started then. If it fails, the guest stays.
-    pub until: Option<HoldCommand>,
-}
-
-/// A command whose success ends a hold.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct HoldCommand {
-    /// For `/bin/sh -c`.
-    pub shell: String,
-    /// Variables of its environment, beside ours; `TRANSSHIP_PHASE` is added: `held`.
-    pub environment: Vec<(String, String)>,
+    /// The success of this command, which is started then, in the phase `held`. If it fails, the guest stays.
+    pub until: Option<UserCommand>,
 }
 
 /// The hold of one move or save, if there is to be one.
@@ -53,7 +43,7 @@ pub(crate) struct Holding {
     /// When it had converged for the first time, and how many rounds were in the report by then.
     begin: Option<(Instant, usize)>,
     /// While it runs.
-    command: Option<Child>,
+    command: Option<Box<dyn Started>>,
     report: HoldReport,
     is_over: bool,
 }
@@ -177,7 +167,7 @@ impl Holding {
             self.begin = Some((Instant::now(), report.rounds.len()));
             if let Some(command) = self.options.as_ref().and_then(|options| options.until.as_ref()) {
                 let failed = |source| Error::Io { what: "run the command of --hold-until".into(), source };
-                self.command = Some(shell(&command.shell, &command.environment, "held").spawn().map_err(failed)?);
+                self.command = Some(command.start("held").map_err(failed)?);
             }
         }
         progress.held_now();
@@ -220,7 +210,7 @@ impl Holding {
         }
         if let Some(command) = &mut self.command {
             let failed = |source| Error::Io { what: "wait for the command of --hold-until".into(), source };
-            if let Some(status) = command.try_wait().map_err(failed)? {
+            if let Some(status) = command.status().map_err(failed)? {
                 self.command = None;
                 return match status.success() {
                     true => Ok(Some(ReleasedBy::Command)),
@@ -258,7 +248,7 @@ impl Holding {
     fn end_command(&mut self) {
         if let Some(mut command) = self.command.take() {
             // It may have ended by itself.
-            let _ = crate::at_stop::end(&mut command);
+            let _ = command.end();
         }
     }
 }
@@ -364,7 +354,7 @@ mod tests {
     #[test]
     fn a_time_or_a_command_ends_it_and_a_command_that_fails_is_an_error() {
         let hold = |time, shell: Option<&str>| {
-            let until = shell.map(|shell| HoldCommand { shell: shell.into(), environment: Vec::new() });
+            let until = shell.map(|shell| UserCommand { shell: shell.into(), environment: Vec::new() });
             let (progress, mut report) = (Progress::new(), Report::default());
             let mut holding = Holding::new(&Some(HoldOptions { time, until }), &progress);
             let mut writer = Writer { rest: 0, grows: 0, sends: 0 };

@@ -5,6 +5,7 @@
 mod at_stop;
 mod channels;
 mod charge;
+mod commands;
 mod control;
 mod cpu;
 mod destination;
@@ -43,10 +44,11 @@ const _: () = assert!(transship_wire::PAGE_BYTES == transship_memory::PAGE_BYTES
 
 pub use at_stop::AtStopCommand;
 pub use charge::Charge;
+pub use commands::{Started, UserCommand, start_by};
 pub use destination::{Received, receive_guest};
 pub use error::{Actor, Cancelled, Error, Outcome, Unknown};
 pub use filling::stand_in::{Ending, StandIn};
-pub use hold::{HoldCommand, HoldOptions};
+pub use hold::HoldOptions;
 pub use opened::when_opened;
 pub use options::{Compress, Converge, MoveOptions, Setting, WhenBusy, ZeroPages};
 pub use plan::{Carrier, CodecSample, GuestSample, LinkSpeed, Outlook, Work, Written, predict, probe, sample_guest};

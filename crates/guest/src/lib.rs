@@ -1,8 +1,11 @@
 //! The engine's view of a guest. Adapters implement these traits; the engine never asks which VMM it is.
 #![forbid(unsafe_code)]
 use std::{
-    io::Read,
-    os::unix::fs::{FileTypeExt, MetadataExt},
+    io::{self, Read},
+    os::{
+        fd::OwnedFd,
+        unix::fs::{FileTypeExt, MetadataExt},
+    },
     path::{Path, PathBuf},
     time::{Duration, Instant},
 };
@@ -364,9 +367,46 @@ pub trait SourceGuest: Send {
     ///
     /// # Errors
     /// The VMM does not say.
-    fn last_will(&mut self) -> Result<String, GuestError> {
-        Ok(String::new())
+    fn last_will(&mut self) -> Result<LastWill, GuestError> {
+        Ok(LastWill::default())
     }
+    /// Does now, of what `track` or `protect` do, all that takes a right of this process's. Afterwards, and once
+    /// `look_by` was called where there is a `lookout`, the process may give up its rights: what is open is enough. To
+    /// be called before `track` and `protect`, if at all.
+    ///
+    /// # Errors
+    /// As theirs.
+    fn acquire(&mut self, _watch: Watch) -> Result<(), GuestError> {
+        Ok(())
+    }
+    /// What a process that may look at all others must be told to look, in this one's place, for those that write guest
+    /// memory past the tracker; the adapter itself will read it. None: nobody looks.
+    fn lookout(&self) -> Option<String> {
+        None
+    }
+    /// From now on that process is asked.
+    fn look_by(&mut self, _ask: AskOthers) {}
+}
+
+/// Asks another process who writes guest memory past the tracker now: each of them in words.
+pub type AskOthers = Box<dyn FnMut() -> io::Result<Vec<String>> + Send>;
+
+/// How a guest's memory is watched.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Watch {
+    /// [`SourceGuest::track`]
+    Track,
+    /// [`SourceGuest::protect`]
+    Protect,
+}
+
+/// What another process must know to put a guest back as it was.
+#[derive(Debug, Default)]
+pub struct LastWill {
+    /// Not secret.
+    pub text: String,
+    /// What it must have open for that.
+    pub files: Vec<OwnedFd>,
 }
 
 /// What is to become of a guest should whoever holds it die now.
@@ -386,7 +426,7 @@ pub trait Guard: Send {
     ///
     /// # Errors
     /// There is nobody: nothing may be changed.
-    fn begin(&mut self, will: &str) -> Result<(), GuestError>;
+    fn begin(&mut self, will: LastWill) -> Result<(), GuestError>;
     /// What is to be done from now on.
     ///
     /// # Errors

@@ -117,6 +117,11 @@ impl GuestSocket {
         allowed.then_some(stream)
     }
 
+    /// Where it is.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
     /// Readable when a connection waits.
     pub fn fd(&self) -> BorrowedFd<'_> {
         self.listener.as_fd()

@@ -7,9 +7,10 @@
 #![deny(unsafe_code)]
 use std::path::{Path, PathBuf};
 
-use transship_guest::{DestinationGuest, GuestError, Hints, SourceGuest};
+use transship_guest::{DestinationGuest, GuestError, Hints, LastWill, SourceGuest};
 use transship_memory::{GuestMemory, PageSet};
 
+mod connecting;
 mod freeze;
 pub mod handoff;
 mod looked;
@@ -17,6 +18,8 @@ pub mod qemu;
 pub mod synthetic;
 mod tracking;
 
+pub use connecting::connect_by;
+pub use qemu::look_for_writers;
 pub use tracking::Tracking;
 
 pub use looked::{DeviceFound, DiskFound, Looked, MemoryFound, Use};
@@ -103,7 +106,7 @@ pub fn look(vm: &VmAddress, options: &AttachOptions) -> Result<Looked, GuestErro
 /// # Errors
 /// The guest is gone, or does not answer.
 pub fn resume_abandoned(vm: &VmAddress) -> Result<(), GuestError> {
-    settle_abandoned(vm, "", true)
+    settle_abandoned(vm, LastWill::default(), true)
 }
 
 /// Puts a guest back as it was that a source stopped and then left by dying, before it had given it up. The caller
@@ -112,10 +115,10 @@ pub fn resume_abandoned(vm: &VmAddress) -> Result<(), GuestError> {
 ///
 /// # Errors
 /// The guest is gone, or does not answer.
-pub fn settle_abandoned(vm: &VmAddress, will: &str, run: bool) -> Result<(), GuestError> {
+pub fn settle_abandoned(vm: &VmAddress, will: LastWill, run: bool) -> Result<(), GuestError> {
     match vm {
         VmAddress::Qemu(path) => qemu::abandoned::settle(path, will, run),
-        VmAddress::Libvirt(address) => qemu::libvirt::settle(address, will, run),
+        VmAddress::Libvirt(address) => qemu::libvirt::settle(address, &will.text, run),
         VmAddress::Handoff(path) if run => handoff::resume_abandoned(path),
         VmAddress::Handoff(_) => Ok(()),
     }
@@ -186,7 +189,7 @@ fn check_holes(memory: &GuestMemory, lacks: &[PageSet]) -> Result<(), GuestError
 /// Nobody listens at the socket any more: there is nothing left to wait for.
 fn is_gone(socket: &Path) -> bool {
     use std::io::ErrorKind::{ConnectionRefused, NotFound};
-    std::os::unix::net::UnixStream::connect(socket).is_err_and(|e| matches!(e.kind(), ConnectionRefused | NotFound))
+    connecting::connect(socket).is_err_and(|e| matches!(e.kind(), ConnectionRefused | NotFound))
 }
 
 /// Attaches to a guest that waits for its memory.

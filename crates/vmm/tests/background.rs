@@ -20,7 +20,7 @@ use std::{
 use rustix::fs::FallocateFlags;
 use transship_engine::{
     DirectIo, Error, FileIo, FileUri, Format, Progress, Report, RestoreOptions, SaveOptions, Then, Way,
-    guest::{Found, GuestError, SourceGuest},
+    guest::{Found, GuestError, LastWill, SourceGuest},
     restore_guest, save_guest,
 };
 use transship_lines::Shutdown;
@@ -309,7 +309,7 @@ fn a_guest_that_does_not_run_again_is_saved_nevertheless() {
     assert!(error.contains("its snapshot is complete") && error.contains("it does not want to"), "{error}");
     assert_eq!(restored(&path).wrong, 0);
     assert!(!guest.attach().is_running().unwrap());
-    settle_abandoned(&VmAddress::Handoff(guest.path.clone()), "", true).unwrap();
+    settle_abandoned(&VmAddress::Handoff(guest.path.clone()), LastWill::default(), true).unwrap();
     guest.assert_runs_on();
 }
 

@@ -1,7 +1,8 @@
 //! Whether a guest is to run is what it did when it was stopped, not what it did when somebody began to move it.
 use std::{
     io::Write,
-    process::{Command, Stdio},
+    os::{fd::OwnedFd, unix::net::UnixStream},
+    process::Command,
 };
 
 use crate::sector::{Gate, Move, SharedDisk, fill_the_disk, go_to_sleep, panic, peek, poke, wait_counting};
@@ -194,12 +195,23 @@ fn a_guest_that_panicked_meanwhile_is_refused_in_that_word() -> Result<()> {
 fn the_guard_does_what_it_was_told_last() -> Result<()> {
     let disk = SharedDisk::new()?;
     let guest = disk.booted(disk.guest())?;
-    for (words, wanted) in [("", "paused"), ("l", "paused"), ("rd", "paused"), ("rl", "paused"), ("lr", "running")] {
+    let (begin, again, leave, end) = (json!({ "begin": "" }), json!("run-again"), json!("leave-it"), json!("end"));
+    for (words, wanted) in [
+        (vec![], "paused"),
+        (vec![&again], "paused"),
+        (vec![&begin], "paused"),
+        (vec![&begin, &again, &end], "paused"),
+        (vec![&begin, &again, &leave], "paused"),
+        (vec![&begin, &leave, &again], "running"),
+    ] {
         pause(&guest)?;
         let command = ["guard", "--vm", &guest.vm()];
         let io = |e: std::io::Error| LabError(e.to_string());
-        let mut guard = Command::new(binary()?).args(command).stdin(Stdio::piped()).spawn().map_err(io)?;
-        guard.stdin.take().expect("a pipe").write_all(words.as_bytes()).map_err(io)?;
+        let (mut ours, theirs) = UnixStream::pair().map_err(io)?;
+        let mut guard = Command::new(binary()?).args(command).stdin(OwnedFd::from(theirs)).spawn().map_err(io)?;
+        let said: String = words.iter().map(|word| format!("{word}\n")).collect();
+        ours.write_all(said.as_bytes()).map_err(io)?;
+        drop(ours);
         assert!(guard.wait().map_err(io)?.success(), "{words:?}");
         assert_eq!(guest.status()?, wanted, "{words:?}");
     }

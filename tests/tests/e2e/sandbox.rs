@@ -4,8 +4,10 @@ use std::{fs, os::unix::net::UnixListener};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::json;
 use transship_lab::{
-    Balloon, LabError, PATIENCE, Qemu, Result, Scratch, Synthetic, Transship, process::status_field,
-    transship::TransshipBuilder, wait_until,
+    Balloon, LabError, PATIENCE, Qemu, Result, Scratch, Synthetic, Transship,
+    process::{of_ours, status_field},
+    transship::TransshipBuilder,
+    wait_until,
 };
 
 use crate::ends::{assert_whole, in_the_middle};
@@ -72,24 +74,25 @@ pub(crate) fn assert_confined(pid: u32, role: &str) -> Result<()> {
     Ok(())
 }
 
-/// What came of each attempt of a process in the place of this role.
-fn attempts(role: TransshipBuilder, folder: &Scratch) -> Result<Vec<(String, String)>> {
+/// What came of each attempt of a process in the place of this role. A command that starts it ends as it may.
+fn attempts(command: TransshipBuilder, role: &str, folder: &Scratch) -> Result<Vec<(String, String)>> {
     let path = folder.join("anybody");
     let _ = fs::remove_file(&path);
     let _socket = UnixListener::bind(&path).map_err(|error| LabError(format!("listen: {error}")))?;
-    let finished = role.env("TRANSSHIP_TRY", &path).start()?.wait()?.expect_code(0)?;
+    let finished = command.env("TRANSSHIP_TRY", &path).env("TRANSSHIP_TRY_AS", role).start()?.wait()?;
     let lines = finished.stderr.lines().filter_map(|line| line.split_once("trial: ")?.1.rsplit_once(": "));
     Ok(lines.map(|(name, result)| (name.to_owned(), result.to_owned())).collect())
 }
 
-/// Without the sandbox all of it can be done, else the sandbox would not be what stops it.
+/// `role` as the program calls it. Without the sandbox all of it can be done, else the sandbox would not be what stops
+/// it.
 fn assert_stopped(role: &str, command: impl Fn() -> TransshipBuilder, folder: &Scratch) -> Result<()> {
-    let confined = attempts(command(), folder)?;
+    let confined = attempts(command(), role, folder)?;
     assert_eq!(confined.iter().map(|(name, _)| name.as_str()).collect::<Vec<_>>(), ATTEMPTS, "{role}");
     for (name, result) in &confined {
         assert!(DENIED.contains(&&**result), "{role}: {name}: {result}");
     }
-    let free = attempts(command().args(["--no-sandbox"]), folder)?;
+    let free = attempts(command().args(["--no-sandbox"]), role, folder)?;
     // One that becomes another program says nothing more.
     assert_eq!(
         free.iter().map(|(name, _)| name.as_str()).collect::<Vec<_>>(),
@@ -108,7 +111,7 @@ fn relays_can_do_nothing_but_relay() -> Result<()> {
     let (near, to) = (folder.join("near"), format!("unix:{}", folder.join("anybody").display()));
     let listen = format!("unix:{}", near.display());
     for (listen, to) in [(listen.clone(), format!("relay:{to}")), ("relay:tcp:127.0.0.1:0".to_owned(), to.clone())] {
-        assert_stopped("relay", || Transship::command(["relay", "--listen", &*listen, "--to", &*to]), &folder)?;
+        assert_stopped("Relay", || Transship::command(["relay", "--listen", &*listen, "--to", &*to]), &folder)?;
     }
     Ok(())
 }
@@ -198,7 +201,7 @@ fn receivers_can_do_nothing_but_receive() -> Result<()> {
     let listen = format!("unix:{}", folder.join("move").display());
     for (vm, peer) in [(guest.vm(), "transship"), (qemu.vm(), "transship"), (qemu.vm(), "qemu")] {
         let receive = ["receive", "--vm", &*vm, "--listen", &*listen, "--peer", peer];
-        assert_stopped("receive", || Transship::command(receive), &folder)?;
+        assert_stopped("Receive", || Transship::command(receive), &folder)?;
     }
     Ok(())
 }
@@ -232,7 +235,7 @@ fn balloons_can_do_nothing_but_serve() -> Result<()> {
     let folder = Scratch::new()?;
     let socket = folder.join("balloon");
     let command = || Transship::command(["balloon", "--socket", &*socket.display().to_string()]);
-    assert_stopped("balloon", command, &folder)?;
+    assert_stopped("Balloon", command, &folder)?;
 
     let mut balloon = Balloon::start()?;
     for (field, value) in [("CapEff", "0000000000000000"), ("NoNewPrivs", "1"), ("Seccomp", "2")] {
@@ -253,10 +256,10 @@ fn readers_of_files_can_do_nothing_but_read() -> Result<()> {
     let guest = Synthetic::builder().memory("16M").start()?;
     let file = folder.join("file").display().to_string();
     Transship::command(["save", "--vm", &*guest.vm(), "--to", &*file]).run()?.expect_code(0)?;
-    assert_stopped("info", || Transship::command(["info", &*file]), &folder)?;
+    assert_stopped("Info", || Transship::command(["info", &*file]), &folder)?;
     let waiting = Synthetic::builder().memory("16M").incoming().start()?;
     let restore = ["restore", "--vm", &*waiting.vm(), "--from", &*file];
-    assert_stopped("restore", || Transship::command(restore), &folder)?;
+    assert_stopped("Restore", || Transship::command(restore), &folder)?;
     // It is whole, and so is the guest.
     Transship::command(["info", &*file, "--check"]).run()?.expect_code(0)?;
     Transship::command(restore).run()?.expect_code(0)?;
@@ -269,7 +272,7 @@ fn receivers_of_files_can_do_nothing_but_complete_theirs() -> Result<()> {
     let folder = Scratch::new()?;
     let file = folder.join("file").display().to_string();
     let receive = ["receive", "--peer", "qemu", "--to", &*file, "--listen", "tcp:127.0.0.1:0"];
-    assert_stopped("receive into a file", || Transship::command(receive), &folder)?;
+    assert_stopped("ReceiveFile", || Transship::command(receive), &folder)?;
 
     let source = Qemu::multiboot().start()?;
     source.ready()?;
@@ -284,5 +287,129 @@ fn receivers_of_files_can_do_nothing_but_complete_theirs() -> Result<()> {
     source.qmp("migrate", json!({ "uri": uri }))?;
     receive.wait()?.expect_code(0)?;
     Transship::command(["info", &*file, "--check"]).run()?.expect_code(0)?;
+    Ok(())
+}
+
+/// And their guards, which wait beside them.
+#[test]
+fn movers_can_do_nothing_but_move() -> Result<()> {
+    let folder = Scratch::new()?;
+    let guest = Synthetic::builder().memory("16M").start()?;
+    let qemu = Qemu::multiboot().booted()?;
+    let to = format!("unix:{}", folder.join("nobody").display());
+    for (vm, peer) in [(guest.vm(), "transship"), (qemu.vm(), "transship"), (qemu.vm(), "qemu")] {
+        let moving = ["move", "--vm", &*vm, "--to", &*to, "--peer", peer];
+        for role in ["Move", "Guard"] {
+            assert_stopped(role, || Transship::command(moving), &folder)?;
+        }
+    }
+    assert_runs(&qemu)
+}
+
+#[test]
+fn savers_can_do_nothing_but_complete_their_files() -> Result<()> {
+    let folder = Scratch::new()?;
+    let qemu = Qemu::multiboot().booted()?;
+    let file = folder.join("file").display().to_string();
+    for way in ["--live", "--background", "--paused"] {
+        let save = ["save", "--vm", &*qemu.vm(), "--to", &*file, way];
+        for role in ["Save", "Guard"] {
+            assert_stopped(role, || Transship::command(save), &folder)?;
+        }
+    }
+    assert_runs(&qemu)
+}
+
+fn assert_runs(qemu: &Qemu) -> Result<()> {
+    assert_eq!(qemu.status()?, "running");
+    qemu.next_count()?;
+    Ok(())
+}
+
+/// Its memory is read through a mapping, or, where it is private, through a file of its process.
+#[test]
+fn movers_in_the_middle_of_a_move_have_no_rights() -> Result<()> {
+    let private = || Qemu::multiboot().backend(transship_lab::Backend::Ram);
+    for (source, destination) in [(Qemu::multiboot(), Qemu::multiboot()), (private(), private())] {
+        let (source, destination) = (source.booted()?, destination.incoming().start()?);
+        let receive = Transship::receiving(&destination.vm(), "tcp:127.0.0.1:0").start()?;
+        let moving = Transship::moving(&source.vm(), &receive.listening()?).args(["--verify", "--hold"]).start()?;
+        wait_until("that it is held", || Ok(steered("status", &source.vm(), &["--json"])?.contains("\"ready\"")))?;
+        assert_confined(moving.pid(), "move")?;
+        let guards = of_ours(&source.vm(), "guard");
+        assert_eq!(guards.len(), 1, "{guards:?}");
+        assert_confined(guards[0], "guard")?;
+        steered("go", &source.vm(), &[])?;
+        assert_eq!(moving.wait()?.expect_code(0)?.report()?["verified"], true);
+        receive.wait()?.expect_code(0)?;
+        assert_eq!(destination.status()?, "running");
+        assert_eq!(destination.sweep()?.errors, 0);
+        assert_eq!(of_ours(&source.vm(), ""), [0; 0], "something of ours is left");
+    }
+    Ok(())
+}
+
+/// What was said to a move or save that runs.
+fn steered(command: &str, vm: &str, flags: &[&str]) -> Result<String> {
+    let steering = Transship::command([command, vm]).args(flags.iter().copied()).run()?;
+    Ok(steering.stdout)
+}
+
+/// It renames the file in the end, as the user that it was; nothing else is left to it.
+#[test]
+fn savers_in_the_middle_of_a_save_have_no_rights_but_over_their_folder() -> Result<()> {
+    let (qemu, folder) = (Qemu::multiboot().booted()?, Scratch::new()?);
+    let file = folder.join("file").display().to_string();
+    let save = ["save", "--vm", &*qemu.vm(), "--to", &*file, "--live", "--hold"];
+    let saving = Transship::command(save).start()?;
+    wait_until("that it is held", || Ok(steered("status", &qemu.vm(), &["--json"])?.contains("\"ready\"")))?;
+    for (field, value) in
+        [("CapPrm", "000000000000000f"), ("CapEff", "000000000000000f"), ("NoNewPrivs", "1"), ("Seccomp", "2")]
+    {
+        let found = threads(saving.pid(), field)?;
+        assert!(found.iter().all(|thread| thread == value), "{field}: {found:?}");
+    }
+    steered("go", &qemu.vm(), &[])?;
+    saving.wait()?.expect_code(0)?;
+    Transship::command(["info", &*file, "--check"]).run()?.expect_code(0)?;
+    assert_runs(&qemu)
+}
+
+/// Whoever has no rights has them run by somebody who has.
+#[test]
+fn commands_of_the_user_run_as_the_user() -> Result<()> {
+    let (source, folder) = (Qemu::multiboot().booted()?, Scratch::new()?);
+    let destination = Qemu::multiboot().incoming().start()?;
+    let said = folder.join("said");
+    let command = format!("echo $TRANSSHIP_PHASE $(id -u) >> {}", said.display());
+    let receive = Transship::receiving(&destination.vm(), "tcp:127.0.0.1:0").start()?;
+    let flags = ["--hold-until", &*command, "--at-stop", &*command];
+    Transship::moving(&source.vm(), &receive.listening()?).args(flags).run()?.expect_code(0)?;
+    receive.wait()?.expect_code(0)?;
+    let said = fs::read_to_string(&said).map_err(|error| LabError(error.to_string()))?;
+    assert_eq!(said, "held 0\nstopped 0\n");
+    Ok(())
+}
+
+/// Also if it has no time to.
+#[test]
+fn what_a_move_leaves_behind_is_removed() -> Result<()> {
+    let (guest, folder) = (Synthetic::builder().memory("16M").start()?, Scratch::new()?);
+    let (control, waiting) = (folder.join("control"), folder.join("waiting"));
+    let _listener = UnixListener::bind(&waiting).map_err(|error| LabError(format!("listen: {error}")))?;
+    let to = format!("unix:{}", waiting.display());
+    for signal in [Signal::INT, Signal::KILL] {
+        let flags = ["--control", &*control.display().to_string()].map(str::to_owned);
+        let moving = Transship::moving(&guest.vm(), &to).args(flags).start()?;
+        wait_until("its socket, and that it answers", || {
+            Ok(steered("status", &control.display().to_string(), &[])?.contains("move"))
+        })?;
+        moving.signal(signal)?;
+        moving.wait()?;
+        match signal {
+            Signal::KILL => wait_until("the end of its socket", || Ok(!control.exists()))?,
+            _ => assert!(!control.exists()),
+        }
+    }
     Ok(())
 }

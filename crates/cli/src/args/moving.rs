@@ -3,6 +3,7 @@
 use clap::{Args, ValueEnum};
 
 use super::encoding::{WhenBusy, ZeroPages};
+use super::sandbox::SandboxArgs;
 use super::steering::SteeringArgs;
 use super::tls::TlsArgs;
 use super::tracker::{Converge, Tracker};
@@ -182,6 +183,8 @@ pub(crate) struct MoveArgs {
     /// Pages that they do write are lost.
     #[arg(long, hide_short_help = true)]
     pub(crate) allow_untracked_writers: bool,
+    #[command(flatten)]
+    pub(crate) sandbox: SandboxArgs,
 }
 
 /// The other end.

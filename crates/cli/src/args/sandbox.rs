@@ -1,7 +1,7 @@
 //! Flags about the rights that a process keeps.
 use clap::Args;
 
-#[derive(Debug, Args)]
+#[derive(Debug, Clone, Args)]
 pub(crate) struct SandboxArgs {
     /// User that root becomes as soon as nothing needs root any more, by name or number [default: nobody]
     #[arg(long, value_name = "NAME", hide_short_help = true)]

@@ -4,6 +4,7 @@ use std::path::PathBuf;
 
 use clap::{Args, ValueEnum};
 
+use super::sandbox::SandboxArgs;
 use super::steering::SteeringArgs;
 use super::tracker::{Converge, Tracker};
 
@@ -156,6 +157,8 @@ pub(crate) struct SaveArgs {
     /// As in `transship move`. With --paused it is not needed.
     #[arg(long, hide_short_help = true)]
     pub(crate) allow_untracked_writers: bool,
+    #[command(flatten)]
+    pub(crate) sandbox: SandboxArgs,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]

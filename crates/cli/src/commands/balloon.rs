@@ -28,7 +28,7 @@ pub(crate) fn run(args: &BalloonArgs) -> Result<(), Failure> {
     let sandbox = if args.no_sandbox { Sandbox::Off } else { Sandbox::by_default()? };
     // It cleans up: it is told to after everything else has ended.
     let errands = Errands { socket: Some(&args.socket), folder: Some(room.path()), ..Errands::default() };
-    let _steward = sandbox.steward(errands)?;
+    let _steward = sandbox.steward(&errands)?;
     let room = sandbox.confine(Role::Balloon, Left::Room(room.path()))?.unwrap_or(room.path());
     let _signals = signals.start(move |before| asks[before.min(1)].request())?;
     output::say(&format!("listening at {}", args.socket.display()));

@@ -32,6 +32,7 @@ use crate::{
     guard::GuardProcess,
     output,
     progress::Display,
+    sandbox::Sandbox,
     signals::{self, Side, Watcher},
     summary, units,
 };
@@ -116,7 +117,7 @@ fn fork(request: &Request, progress: &Arc<Progress>, report: &mut ForkReport) ->
 
 /// The guest is let go of when this returns, and the display with it.
 fn save(request: &Request, progress: &Arc<Progress>, report: &mut Report) -> Result<(), Error> {
-    let mut guard = GuardProcess::of(&request.vm_text);
+    let mut guard = GuardProcess::start(&request.vm_text, &request.sandbox)?;
     let mut guest = attach_source(&request.vm, request.attach.clone())?;
     let _display = Display::start(progress).map_err(|source| Error::Io { what: "start a thread".into(), source })?;
     let to = FileUri::path(&request.folder);
@@ -269,6 +270,8 @@ struct Request {
     folder: PathBuf,
     options: SaveOptions,
     attach: AttachOptions,
+    /// Of the guard.
+    sandbox: Sandbox,
     count: u32,
     exec: Option<String>,
     after: Option<String>,
@@ -287,6 +290,7 @@ impl Request {
             }
             None => Some(1),
         };
+        let sandbox = Sandbox::by_default()?;
         let folder = checks.read("--into", &args.into.display().to_string(), |_| std::path::absolute(&args.into));
         let request = (|| {
             Some(Self {
@@ -301,6 +305,7 @@ impl Request {
                     ..defaults
                 },
                 attach: flags::attach(args.allow_untracked_writers, Tracking::default(), None),
+                sandbox,
                 count: count?,
                 exec: args.exec.clone(),
                 after: args.after.clone(),

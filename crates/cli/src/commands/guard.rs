@@ -1,19 +1,48 @@
 //! `transship guard`: waits beside a `transship move` or `save` for its end. See `crate::guard`.
-use std::io::{self, Read};
+use std::{
+    io,
+    os::{fd::AsFd, unix::net::UnixStream},
+    time::{Duration, Instant},
+};
 
+use transship_engine::Uri;
+use transship_guest::{Duty, LastWill};
+use transship_lines::{Line, LineSocket};
 use transship_vmm::{VmAddress, settle_abandoned};
 
-use crate::{failure::Failure, guard::Word, output};
+use crate::{
+    args::GuardArgs,
+    checks::Checks,
+    failure::Failure,
+    guard::Word,
+    output,
+    sandbox::{Errands, Left, Role, Sandbox},
+};
 
-/// Returns when the other process says that the guest is not ours to resume; puts it back as it was when that ends
-/// without such a word.
-pub(crate) fn run(vm: &str, will: &str) -> Result<(), Failure> {
-    let vm: VmAddress = vm.parse().map_err(|why| Failure::Usage(vec![why]))?;
-    let last = last_word(&mut io::stdin());
-    if last == Word::End {
-        return Ok(());
-    }
-    let run = last == Word::RunAgain;
+/// Longer than anything runs.
+const FOREVER: Duration = Duration::from_secs(100 * 365 * 24 * 3600);
+
+/// Returns when the other process has ended after it said that the guest is not ours to resume; puts the guest back as
+/// it was when that ends without such a word.
+pub(crate) fn run(args: &GuardArgs) -> Result<(), Failure> {
+    let mut checks = Checks::default();
+    let vm = checks.read("--vm", &args.vm, str::parse::<VmAddress>);
+    let sandbox = Sandbox::check(&args.sandbox, &mut checks);
+    let (vm, sandbox) = checks.finish(vm.zip(sandbox))?;
+    let socket = io::stdin().as_fd().try_clone_to_owned()?;
+    // It keeps the way to the VMM, which is taken only if the other process dies.
+    let _steward = match &vm {
+        VmAddress::Qemu(path) | VmAddress::Handoff(path) => {
+            let connect = vec![Uri::Unix(path.clone())];
+            let steward = sandbox.steward(&Errands { connect, ..Errands::default() })?;
+            sandbox.confine(Role::Guard, Left::Nothing)?;
+            steward
+        }
+        // Its library finds the daemon by itself, and again when that was started anew.
+        VmAddress::Libvirt(_) => None,
+    };
+    let Some((will, duty)) = last_word(&mut LineSocket::new(UnixStream::from(socket))) else { return Ok(()) };
+    let run = duty == Duty::RunAgain;
     let stands = |error| Failure::NeedsPerson(format!("the guest is stopped: {error}"));
     settle_abandoned(&vm, will, run).map_err(stands)?;
     output::say(match run {
@@ -23,15 +52,16 @@ pub(crate) fn run(vm: &str, will: &str) -> Result<(), Failure> {
     Ok(())
 }
 
-/// What was said last before the pipe has ended.
-fn last_word(pipe: &mut dyn Read) -> Word {
-    let mut last = Word::LeaveIt;
-    let mut byte = [0];
-    while let Ok(1) = pipe.read(&mut byte) {
-        match Word::read(byte[0]) {
-            Some(Word::End) => return Word::End,
-            Some(word) => last = word,
-            None => break,
+/// What is to be done, by what was said before the socket has ended; none: nothing.
+fn last_word(line: &mut LineSocket) -> Option<(LastWill, Duty)> {
+    let mut last: Option<(LastWill, Duty)> = None;
+    while let Ok(Line { text, fds }) = line.receive(Instant::now() + FOREVER) {
+        match (serde_json::from_slice(&text), &mut last) {
+            (Ok(Word::Begin(text)), last) => *last = Some((LastWill { text, files: fds }, Duty::LeaveIt)),
+            (Ok(Word::RunAgain), Some((_, duty))) => *duty = Duty::RunAgain,
+            (Ok(Word::LeaveIt), Some((_, duty))) => *duty = Duty::LeaveIt,
+            (Ok(Word::End), last) => *last = None,
+            _ => break,
         }
     }
     last
@@ -39,22 +69,35 @@ fn last_word(pipe: &mut dyn Read) -> Word {
 
 #[cfg(test)]
 mod tests {
+    #![allow(clippy::unwrap_used)]
+    use std::{io::Write, thread};
+
     use super::*;
 
     #[test]
     fn the_last_word_counts_and_the_end_is_the_end() {
+        let (begin, again, leave, end) = ("{\"begin\":\"w\"}\n", "\"run-again\"\n", "\"leave-it\"\n", "\"end\"\n");
         for (words, last) in [
-            ("", Word::LeaveIt),
-            ("r", Word::RunAgain),
-            ("rl", Word::LeaveIt),
-            ("lr", Word::RunAgain),
-            ("d", Word::End),
-            ("rd", Word::End),
-            ("rdr", Word::End),
+            (vec![], None),
+            (vec![begin], Some(Duty::LeaveIt)),
+            (vec![begin, again], Some(Duty::RunAgain)),
+            (vec![begin, again, leave], Some(Duty::LeaveIt)),
+            (vec![begin, leave, again], Some(Duty::RunAgain)),
+            (vec![begin, again, end], None),
+            // The next one is another matter.
+            (vec![begin, again, end, begin], Some(Duty::LeaveIt)),
+            // Nothing has begun.
+            (vec![again], None),
             // Behind what is no word nothing is believed.
-            ("rxl", Word::RunAgain),
+            (vec![begin, again, "\"x\"\n", leave], Some(Duty::RunAgain)),
+            // Half a word is none.
+            (vec![begin, again, "\"end\""], Some(Duty::RunAgain)),
         ] {
-            assert_eq!(last_word(&mut words.as_bytes()), last, "{words:?}");
+            let (ours, mut theirs) = UnixStream::pair().unwrap();
+            let reader = thread::spawn(move || last_word(&mut LineSocket::new(ours)));
+            theirs.write_all(words.concat().as_bytes()).unwrap();
+            drop(theirs);
+            assert_eq!(reader.join().unwrap().map(|(_, duty)| duty), last, "{words:?}");
         }
     }
 }

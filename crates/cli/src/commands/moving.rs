@@ -4,22 +4,22 @@ use std::{sync::Arc, time::Duration};
 use transship_codec::{Backend, Method, SettingError, qatzip_backend};
 use transship_engine::{
     AtStopCommand, Compress, Error, HoldOptions, MoveOptions, Progress, QemuSendOptions, Report, Setting, StandIn, Uri,
-    move_guest, send_to_qemu,
+    UserCommand, move_guest, send_to_qemu,
 };
-use transship_guest::Guard;
-use transship_vmm::{AttachOptions, VmAddress, attach_source};
+use transship_guest::{Guard, Watch};
+use transship_vmm::{AttachOptions, VmAddress};
 use zeroize::Zeroizing;
 
 use crate::{
     args::{Converge, MoveArgs, Peer},
     checks::Checks,
-    control::{About, ControlSocket},
+    control::{About, ControlSocket, Listening},
     failure::Failure,
     flags::{self, Patience},
-    guard::GuardProcess,
     output,
-    progress::Display,
-    signals::{Side, Watcher},
+    sandbox::{Left, Role, Sandbox, Steward},
+    signals::{Held, Side},
+    source::{Taken, Waiting, Wanted},
     stand_in, summary,
     trust::{self, Network},
     units,
@@ -38,21 +38,38 @@ pub(crate) fn run(args: &MoveArgs) -> Result<(), Failure> {
     }
     let progress = Progress::new();
     request.deadline.iter().for_each(|&deadline| progress.end_within(deadline));
-    let _signals = Watcher::cancelling(&progress, Side::Source)?;
-    let about = About::new("move", &args.vm, &args.to, Side::Source);
-    let is_held = request.way.is_held();
-    let _control = ControlSocket::open(about, args.steering.control.as_deref(), is_held, &progress)?;
+    let signals = Held::hold()?;
+    let side = Side::Source;
+    let about = About::new("move", &args.vm, &args.to, side);
+    let control = ControlSocket::listen(about, args.steering.control.as_deref(), request.way.is_held())?;
+    // It cleans up: it is told to after everything else has ended.
+    let mut steward = None;
     let mut report = Report::default();
-    let outcome = move_away(&request, &progress, &mut report);
+    let waiting = Waiting { signals, side, control, progress: Arc::clone(&progress) };
+    let outcome = move_away(&request, waiting, &mut steward, &progress, &mut report);
     summary::finish(outcome, report, args.json)
 }
 
 /// The guest is let go of when this returns, and the display with it, before results are printed.
-fn move_away(request: &Request, progress: &Arc<Progress>, report: &mut Report) -> Result<(), Error> {
-    // It outlives the guest here: who was told to act does so when the guest is let go of.
-    let mut guard = GuardProcess::of(&request.vm_text);
-    let mut guest = attach_source(&request.vm, request.attach.clone())?;
-    let _display = Display::start(progress).map_err(|source| Error::Io { what: "start a thread".into(), source })?;
+fn move_away(
+    request: &Request,
+    waiting: Waiting,
+    steward: &mut Option<Steward>,
+    progress: &Arc<Progress>,
+    report: &mut Report,
+) -> Result<(), Error> {
+    let sandbox = request.sandbox();
+    let wanted = Wanted {
+        vm: &request.vm,
+        vm_text: &request.vm_text,
+        attach: &request.attach,
+        watch: Some(Watch::Track),
+        to: Some(&request.to),
+        control: waiting.control.as_ref().map(Listening::path),
+        commands: request.way.commands(),
+    };
+    let Taken { mut guest, mut guard } = wanted.take(sandbox, steward)?;
+    let _threads = waiting.confined(sandbox, Role::Move, Left::Nothing)?;
     let guard: Option<&mut dyn Guard> = Some(&mut guard);
     let mut stand_in = stand_in::Process::new(&request.vm_text).with_key(request.token.clone());
     match &request.way {
@@ -88,6 +105,7 @@ struct Request {
     vm_text: String,
     to: Uri,
     way: Way,
+    sandbox: Sandbox,
     attach: AttachOptions,
     /// The token, for a process that goes on for this one.
     token: Option<Zeroizing<String>>,
@@ -103,15 +121,37 @@ enum Way {
 }
 
 impl Way {
-    fn is_held(&self) -> bool {
+    fn hold(&self) -> &Option<HoldOptions> {
         match self {
-            Self::ToTransship(options) => options.hold.is_some(),
-            Self::ToQemu(options) => options.hold.is_some(),
+            Self::ToTransship(options) => &options.hold,
+            Self::ToQemu(options) => &options.hold,
         }
+    }
+
+    fn is_held(&self) -> bool {
+        self.hold().is_some()
+    }
+
+    fn commands(&self) -> Vec<(&'static str, UserCommand)> {
+        let at_stop = match self {
+            Self::ToTransship(options) => &options.at_stop,
+            Self::ToQemu(options) => &options.at_stop,
+        };
+        flags::commands(at_stop, self.hold())
     }
 }
 
 impl Request {
+    /// The rights that the process keeps. All of them: with post-copy, which calls and starts processes when the guest
+    /// has been given up; and where writers wait for it, of which it must see which threads they are.
+    fn sandbox(&self) -> &Sandbox {
+        match &self.way {
+            Way::ToTransship(options) if options.post_copy.is_some() => &Sandbox::Off,
+            Way::ToTransship(options) => self.sandbox.tracking(&self.attach).encoding(options.compress),
+            Way::ToQemu(_) => self.sandbox.tracking(&self.attach),
+        }
+    }
+
     fn check(args: &MoveArgs) -> Result<Self, Failure> {
         let mut checks = Checks::default();
         let vm = checks.read("--vm", &args.vm, str::parse::<VmAddress>);
@@ -139,12 +179,14 @@ impl Request {
         };
         let deadline = flags::deadline(&mut checks, args.deadline.as_deref());
         let tracking = flags::tracking(&mut checks, args.tracker, args.converge);
+        let sandbox = Sandbox::check(&args.sandbox, &mut checks);
         let request = (|| {
             Some(Self {
                 vm: vm?,
                 vm_text: args.vm.clone(),
                 to: to?,
                 way: way?,
+                sandbox: sandbox?,
                 token: args.token.as_ref().and_then(|token| Some(token.read().ok()?.reveal())),
                 deadline: deadline?,
                 attach: flags::attach(args.allow_untracked_writers, tracking, args.balloon.as_ref()),

@@ -1,9 +1,5 @@
 //! `transship receive`: the destination of a move, or of a stock QEMU's own migration.
-use std::{
-    fs,
-    path::{Path, PathBuf},
-    sync::Arc,
-};
+use std::sync::Arc;
 
 use transship_engine::{
     Error, FilePlace, FileSink, FileSinkOptions, FileUri, Format, Listener, Progress, Report, Sink, StandIn, Uri,
@@ -16,7 +12,8 @@ use crate::{
     args::{ReceiveArgs, Sender},
     checks::Checks,
     failure::Failure,
-    flags, output,
+    flags::{self, folder_of},
+    output,
     progress::Display,
     sandbox::{Errands, Left, Role, Sandbox, Steward},
     signals::{self, Held, Side},
@@ -71,7 +68,7 @@ fn prepare(request: &Request, listener: &Listener, steward: &mut Option<Steward>
         Ready::Guest(guest, _) => request.sandbox.beside(guest.as_ref()),
         Ready::File(_) => &request.sandbox,
     };
-    *steward = sandbox.steward(Errands::of_listener(listener.uri()))?;
+    *steward = sandbox.steward(&Errands::of_listener(listener.uri()))?;
     match &request.into {
         Into::File(FileUri { place: FilePlace::Path(path), .. }, _) => {
             sandbox.confine(Role::ReceiveFile, Left::Folder(&folder_of(path)))?;
@@ -80,14 +77,6 @@ fn prepare(request: &Request, listener: &Listener, steward: &mut Option<Steward>
         Into::Guest(..) => drop(sandbox.confine(Role::Receive, Left::Nothing)?),
     }
     Ok(ready)
-}
-
-/// Where a file of this name is made; a link is not replaced, but the file that it points to.
-fn folder_of(path: &Path) -> PathBuf {
-    let is_link = fs::symlink_metadata(path).is_ok_and(|found| found.is_symlink());
-    let path = if is_link { fs::canonicalize(path).unwrap_or_else(|_| path.into()) } else { path.into() };
-    let parent = path.parent().filter(|parent| !parent.as_os_str().is_empty());
-    parent.unwrap_or(Path::new(".")).to_owned()
 }
 
 fn receive(

@@ -52,8 +52,8 @@ pub(crate) fn run(args: &RelayArgs) -> Result<(), Failure> {
 fn set_up(request: &Request) -> Result<(Option<Steward>, Listener), Error> {
     let listener = listen(request)?;
     let sandbox = request.near.as_ref().map_or(&request.sandbox, |near| request.sandbox.encoding(near.compress));
-    let errands = Errands { connect: Some(&request.to), ..Errands::of_listener(listener.uri()) };
-    let steward = sandbox.steward(errands)?;
+    let errands = Errands { connect: vec![request.to.clone()], ..Errands::of_listener(listener.uri()) };
+    let steward = sandbox.steward(&errands)?;
     sandbox.confine(Role::Relay, Left::Nothing)?;
     Ok((steward, listener))
 }

@@ -5,21 +5,21 @@ mod overall;
 use std::{sync::Arc, time::Duration};
 
 use transship_engine::{
-    Error, FileUri, Format, OverlayPlace, Progress, Recipients, Report, SaveOptions, Then, Way, save_guest,
+    Error, FilePlace, FileUri, Format, OverlayPlace, Progress, Recipients, Report, SaveOptions, Then, Way, save_guest,
 };
-use transship_guest::NO_DISK_SNAPSHOT;
-use transship_vmm::{AttachOptions, VmAddress, attach_source};
+use transship_guest::{NO_DISK_SNAPSHOT, Watch};
+use transship_vmm::{AttachOptions, VmAddress};
 
 use crate::{
     args::{Converge, SaveArgs},
     checks::Checks,
-    control::{About, ControlSocket},
+    control::{About, ControlSocket, Listening},
     failure::Failure,
-    flags::{self, Patience},
-    guard::GuardProcess,
+    flags::{self, Patience, folder_of},
     keys,
-    progress::Display,
-    signals::{self, Side, Watcher},
+    sandbox::{Role, Sandbox, Steward},
+    signals::{self, Held, Side},
+    source::{Taken, Waiting, Wanted, WhenOpened},
     summary, units,
 };
 
@@ -34,21 +34,47 @@ pub(crate) fn run(args: &SaveArgs) -> Result<(), Failure> {
     let progress = Progress::new();
     request.deadline.iter().for_each(|&deadline| progress.end_within(deadline));
     signals::outlive_file_limits()?;
-    let _signals = Watcher::cancelling(&progress, Side::Save)?;
-    let about = About::new("save", &request.vm_text, &args.to, Side::Save);
+    let signals = Held::hold()?;
+    let side = Side::Save;
+    let about = About::new("save", &request.vm_text, &args.to, side);
     let is_held = request.options.hold.is_some();
-    let _control = ControlSocket::open(about, args.steering.control.as_deref(), is_held, &progress)?;
+    let control = ControlSocket::listen(about, args.steering.control.as_deref(), is_held)?;
+    // It cleans up: it is told to after everything else has ended.
+    let mut steward = None;
     let mut report = Report::default();
-    let outcome = save(&request, &progress, &mut report);
+    let waiting = Waiting { signals, side, control, progress: Arc::clone(&progress) };
+    let outcome = save(&request, waiting, &mut steward, &progress, &mut report);
     summary::saved(outcome, report, args.json)
 }
 
 /// The guest is let go of when this returns, and the display with it, before results are printed.
-fn save(request: &Request, progress: &Arc<Progress>, report: &mut Report) -> Result<(), Error> {
-    // It outlives the guest here: who was told to act does so when the guest is let go of.
-    let mut guard = GuardProcess::of(&request.vm_text);
-    let mut guest = attach_source(&request.vm, request.attach.clone())?;
-    let _display = Display::start(progress).map_err(|source| Error::Io { what: "start a thread".into(), source })?;
+fn save(
+    request: &Request,
+    waiting: Waiting,
+    steward: &mut Option<Steward>,
+    progress: &Arc<Progress>,
+    report: &mut Report,
+) -> Result<(), Error> {
+    let sandbox = request.sandbox();
+    let wanted = Wanted {
+        vm: &request.vm,
+        vm_text: &request.vm_text,
+        attach: &request.attach,
+        watch: match request.options.way {
+            Way::Paused => None,
+            Way::Live => Some(Watch::Track),
+            Way::Background => Some(Watch::Protect),
+        },
+        to: None,
+        control: waiting.control.as_ref().map(Listening::path),
+        commands: flags::commands(&request.options.at_stop, &request.options.hold),
+    };
+    let Taken { mut guest, mut guard } = wanted.take(sandbox, steward)?;
+    let folder = match &request.to.place {
+        FilePlace::Path(path) => Some(folder_of(path)),
+        _ => None,
+    };
+    let _threads = WhenOpened::confine(waiting, sandbox, Role::Save, folder.as_deref());
     save_guest(guest.as_mut(), Some(&mut guard), &request.to, &request.options, progress, report)
 }
 
@@ -60,12 +86,23 @@ struct Request {
     vm_text: String,
     to: FileUri,
     options: SaveOptions,
+    sandbox: Sandbox,
     attach: AttachOptions,
     /// From the start.
     deadline: Option<Duration>,
 }
 
 impl Request {
+    /// The rights that the process keeps. All of them: where writers wait for it, of which it must see which threads
+    /// they are; and with a domain of libvirt, whose library finds the daemon again if that is started anew.
+    fn sandbox(&self) -> &Sandbox {
+        match (&self.vm, self.options.way) {
+            (VmAddress::Libvirt(_), _) => &Sandbox::Off,
+            (_, Way::Live) => self.sandbox.tracking(&self.attach),
+            _ => &self.sandbox,
+        }
+    }
+
     fn check(args: &SaveArgs) -> Result<Self, Failure> {
         let mut checks = Checks::default();
         let defaults = SaveOptions::default();
@@ -101,6 +138,7 @@ impl Request {
         let deadline = flags::deadline(&mut checks, args.deadline.as_deref());
         let tracking = flags::tracking(&mut checks, args.tracker, args.converge);
         let (bandwidth, encrypt_to) = (bandwidth(args, &mut checks), encrypt_to(args, format, &mut checks));
+        let sandbox = Sandbox::check(&args.sandbox, &mut checks);
         let patience = Patience::check(&mut checks, &args.downtime, args.max_downtime.as_deref(), &args.max_rounds);
         let request = (|| {
             let Patience { downtime, max_downtime, max_rounds } = patience?;
@@ -109,6 +147,7 @@ impl Request {
                 vm_text,
                 to: to?,
                 deadline: deadline?,
+                sandbox: sandbox?,
                 options: SaveOptions {
                     way,
                     then: if args.stay_stopped { Then::StayStopped } else { Then::Resume },

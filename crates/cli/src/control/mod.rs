@@ -13,4 +13,4 @@ mod server;
 
 pub(crate) use client::{Found, all, one};
 pub(crate) use message::{Call, Hold, Request, State};
-pub(crate) use server::{About, ControlSocket};
+pub(crate) use server::{About, ControlSocket, Listening};

@@ -33,7 +33,13 @@ pub(crate) struct About {
     pub(crate) begin: Instant,
 }
 
-/// Answers while it lives. Its file goes with it.
+/// Is there, and nobody answers yet. Its file goes with it.
+pub(crate) struct Listening {
+    socket: GuestSocket,
+    about: About,
+}
+
+/// Answers while it lives. Its file goes with it, if this process may still remove it.
 pub(crate) struct ControlSocket {
     shutdown: Shutdown,
     thread: Option<thread::JoinHandle<()>>,
@@ -51,17 +57,10 @@ impl ControlSocket {
     ///
     /// # Errors
     /// It can't listen, and was asked to.
-    pub(crate) fn open(
-        about: About,
-        at: Option<&Path>,
-        needed: bool,
-        progress: &Arc<Progress>,
-    ) -> Result<Option<Self>, Failure> {
+    pub(crate) fn listen(about: About, at: Option<&Path>, needed: bool) -> Result<Option<Listening>, Failure> {
         let is_usual = at.is_none();
         match at.map_or_else(|| usual(&about.vm), |path| Ok(path.to_owned())).and_then(|path| listen(&path)) {
-            Ok(socket) => Self::start(socket, about, progress)
-                .map(Some)
-                .map_err(|error| Failure::Failed(format!("can't start a thread: {error}"))),
+            Ok(socket) => Ok(Some(Listening { socket, about })),
             Err(why) if is_usual && !needed => {
                 output::complain(&format!("`transship status`, `cancel` and `go` won't find this: {why}"));
                 Ok(None)
@@ -70,11 +69,22 @@ impl ControlSocket {
         }
     }
 
-    fn start(socket: GuestSocket, about: About, progress: &Arc<Progress>) -> io::Result<Self> {
+    /// Answers from now on.
+    ///
+    /// # Errors
+    /// There is no thread to be had.
+    pub(crate) fn start(Listening { socket, about }: Listening, progress: &Arc<Progress>) -> io::Result<Self> {
         let (shutdown, progress) = (Shutdown::new()?, Arc::clone(progress));
         let server = Server { socket, about, progress, shutdown: shutdown.clone(), clients: Vec::new() };
         let thread = thread::Builder::new().name("steering".into()).spawn(move || server.run())?;
         Ok(Self { shutdown, thread: Some(thread) })
+    }
+}
+
+impl Listening {
+    /// Where it listens.
+    pub(crate) fn path(&self) -> &Path {
+        self.socket.path()
     }
 }
 
@@ -208,8 +218,9 @@ mod tests {
 
     fn open() -> Open {
         let (folder, progress) = (tempfile::tempdir().unwrap(), Progress::new());
-        let socket = ControlSocket::open(about(), Some(&folder.path().join("s")), true, &progress).unwrap();
-        Open { folder, progress, socket }
+        let listening = ControlSocket::listen(about(), Some(&folder.path().join("s")), true).unwrap().unwrap();
+        let socket = ControlSocket::start(listening, &progress).unwrap();
+        Open { folder, progress, socket: Some(socket) }
     }
 
     impl Open {
@@ -274,7 +285,7 @@ mod tests {
     #[test]
     fn a_place_that_can_not_be_had_matters_only_where_it_was_asked_for() {
         let path = Path::new("/no/such/folder/s");
-        let refused = ControlSocket::open(about(), Some(path), false, &Progress::new());
+        let refused = ControlSocket::listen(about(), Some(path), false);
         assert!(matches!(refused, Err(Failure::Failed(why)) if why.contains("/no/such/folder/s")));
     }
 }

@@ -19,6 +19,8 @@ pub(super) enum Calls {
     Rings,
     /// Completing a file in its folder. Which paths, Landlock says.
     Files,
+    /// The end of processes that it has started before.
+    Children,
     /// New sockets of this host, which nobody reaches who has no path to them.
     LocalSockets,
 }
@@ -31,10 +33,11 @@ impl Calls {
         match self {
             Self::Threads => plain(THREADS).chain(threads()).collect(),
             Self::Streams => plain(STREAMS).chain(streams()).collect(),
-            Self::Memory => plain(MEMORY).collect(),
+            Self::Memory => plain(MEMORY).chain([own_faults()]).collect(),
             Self::Events => plain(EVENTS).collect(),
             Self::Rings => plain(RINGS).collect(),
             Self::Files => plain(FILES).collect(),
+            Self::Children => plain(CHILDREN).collect(),
             Self::LocalSockets => {
                 let local = vec![rule(&[is(0, libc::AF_UNIX as u64)])];
                 plain(LOCAL).chain([(libc::SYS_socket, local)]).collect()
@@ -119,6 +122,7 @@ const MEMORY: &[i64] = &[
     SYS_CACHESTAT,
     libc::SYS_fadvise64,
     libc::SYS_fallocate,
+    libc::SYS_ftruncate,
     libc::SYS_mincore,
     libc::SYS_pread64,
     libc::SYS_preadv,
@@ -141,13 +145,15 @@ const FILES: &[i64] = &[
     libc::SYS_flock,
     libc::SYS_fstatfs,
     libc::SYS_fsync,
-    libc::SYS_ftruncate,
+    libc::SYS_getdents64,
     libc::SYS_openat,
     libc::SYS_renameat,
     libc::SYS_renameat2,
     libc::SYS_sync_file_range,
     libc::SYS_unlinkat,
 ];
+
+const CHILDREN: &[i64] = &[libc::SYS_wait4, libc::SYS_waitid];
 
 const LOCAL: &[i64] = &[
     libc::SYS_bind,
@@ -159,16 +165,21 @@ const LOCAL: &[i64] = &[
 ];
 
 /// Of terminals, sockets and guest memory; by number, as libc lacks some.
-const IOCTLS: [u64; 9] = [
+const IOCTLS: [u64; 14] = [
     libc::TCGETS,
     libc::TIOCGWINSZ,
     libc::FIONBIO,
     libc::FIONREAD,
     0x802c_542a, // TCGETS2
+    0xc018_aa3f, // UFFDIO_API
+    0xc020_aa00, // UFFDIO_REGISTER
+    0x8010_aa01, // UFFDIO_UNREGISTER
     0xc018_aa06, // UFFDIO_WRITEPROTECT
     0x8010_aa02, // UFFDIO_WAKE
     0xc060_6610, // PAGEMAP_SCAN
     0xc028_aa03, // UFFDIO_COPY
+    0xc020_aa04, // UFFDIO_ZEROPAGE
+    0xc020_aa07, // UFFDIO_CONTINUE
 ];
 
 /// A name for a thread, and two questions of the standard library's.
@@ -190,6 +201,13 @@ fn threads() -> Vec<Allowed> {
         (libc::SYS_mprotect, not_executable()),
         (libc::SYS_prctl, PRCTLS.iter().map(|&option| rule(&[is(0, option)])).collect()),
     ]
+}
+
+/// A userfaultfd of this process's own, for which no other one and no part of the kernel waits: by that it is seen which
+/// huge pages a file has.
+fn own_faults() -> Allowed {
+    const USER_MODE_ONLY: u64 = 1;
+    (libc::SYS_userfaultfd, vec![rule(&[all_of(0, USER_MODE_ONLY)])])
 }
 
 fn streams() -> Vec<Allowed> {

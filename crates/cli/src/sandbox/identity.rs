@@ -29,8 +29,8 @@ const UNASKED_ID: u32 = 65534;
 pub(crate) struct Account {
     user: u32,
     group: u32,
-    /// The user of the command line asked for it.
-    is_asked_for: bool,
+    /// As the user of the command line asked for it; none: he did not.
+    name: Option<String>,
 }
 
 impl Account {
@@ -38,16 +38,21 @@ impl Account {
     pub(super) fn of(name: Option<&str>) -> Result<Self, String> {
         let Some(name) = name else {
             let (user, group) = find(UNASKED)?.unwrap_or((UNASKED_ID, UNASKED_ID));
-            return Ok(Self { user, group, is_asked_for: false });
+            return Ok(Self { user, group, name: None });
         };
         if !geteuid().is_root() {
             return Err("only root can become another user; leave it out".into());
         }
         let number = || name.parse().ok().filter(|&number| number != u32::MAX).map(|number| (number, number));
         match find(name)?.or_else(number) {
-            Some((user, group)) => Ok(Self { user, group, is_asked_for: true }),
+            Some((user, group)) => Ok(Self { user, group, name: Some(name.to_owned()) }),
             None => Err(format!("there is no user {name:?}; give a name or a number")),
         }
+    }
+
+    /// What it was asked for as, if it was.
+    pub(super) fn name(&self) -> Option<&str> {
+        self.name.as_deref()
     }
 
     /// Becomes this user, if this process is root's, with no capability, and never gets one again. Root also leaves all
@@ -80,7 +85,7 @@ impl Account {
             Err(error) => tracing::info!("the root folder stays as it is: {error}"),
         }
         match self.become_it() {
-            Err(error) if self.is_asked_for => return Err(error),
+            Err(error) if self.name.is_some() => return Err(error),
             Err(error) => tracing::warn!("can't become user {}: {error}; staying root, with no capability", self.user),
             Ok(()) => {}
         }
@@ -126,12 +131,12 @@ mod tests {
     #[test]
     fn root_becomes_nobody_unless_somebody_else_is_named() {
         let nobody = Account::of(None).expect("there is always one");
-        assert!(nobody.user != 0 && nobody.group != 0 && !nobody.is_asked_for, "{nobody:?}");
+        assert!(nobody.user != 0 && nobody.group != 0 && nobody.name.is_none(), "{nobody:?}");
         if !geteuid().is_root() {
             assert!(Account::of(Some("daemon")).is_err());
             return;
         }
-        assert_eq!(Account::of(Some("1234")), Ok(Account { user: 1234, group: 1234, is_asked_for: true }));
+        assert_eq!(Account::of(Some("1234")), Ok(Account { user: 1234, group: 1234, name: Some("1234".into()) }));
         for wrong in ["", "nobody-of-this-name", "-1", "4294967295"] {
             assert!(Account::of(Some(wrong)).is_err(), "{wrong}");
         }

@@ -25,11 +25,12 @@ use std::{io, path::Path};
 use transship_codec::{Backend, Method, qatzip_backend};
 use transship_engine::{Compress, Error, when_opened};
 use transship_guest::DestinationGuest;
+use transship_vmm::{AttachOptions, Tracking};
 
 use crate::{args::SandboxArgs, checks::Checks, failure::Failure};
 use calls::Calls;
 use identity::Account;
-pub(crate) use steward::{Errands, Steward, run as run_steward};
+pub(crate) use steward::{Errands, OURSELVES, Steward, run as run_steward};
 
 /// What a process does once it is confined.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -46,6 +47,12 @@ pub(crate) enum Role {
     Restore,
     /// What a file holds.
     Info,
+    /// A guest that leaves.
+    Move,
+    /// A guest into a file.
+    Save,
+    /// Beside one of these two, for the guest that it has stopped.
+    Guard,
 }
 
 /// What is left of all paths.
@@ -67,6 +74,9 @@ impl Role {
             Self::ReceiveFile => &[Calls::Threads, Calls::Streams, Calls::Memory, Calls::Rings, Calls::Files],
             Self::Restore => &[Calls::Threads, Calls::Streams, Calls::Memory, Calls::Rings],
             Self::Info => &[Calls::Threads, Calls::Streams, Calls::Memory],
+            Self::Move => &[Calls::Threads, Calls::Streams, Calls::Memory, Calls::Children],
+            Self::Save => &[Calls::Threads, Calls::Streams, Calls::Memory, Calls::Children, Calls::Rings, Calls::Files],
+            Self::Guard => &[Calls::Threads, Calls::Streams],
             Self::Balloon => &[Calls::Threads, Calls::Streams, Calls::Memory, Calls::Events, Calls::LocalSockets],
         }
     }
@@ -99,6 +109,14 @@ impl Sandbox {
         }
     }
 
+    /// The same for another process, as its flags.
+    pub(crate) fn arguments(&self) -> Vec<String> {
+        match self {
+            Self::Off => vec!["--no-sandbox".into()],
+            Self::On(account) => account.name().map(|name| vec!["--user".into(), name.into()]).unwrap_or_default(),
+        }
+    }
+
     /// As without any flags.
     pub(crate) fn by_default() -> Result<Self, Failure> {
         Account::of(None).map(Self::On).map_err(Failure::Failed)
@@ -112,6 +130,15 @@ impl Sandbox {
             return &Self::Off;
         }
         self
+    }
+
+    /// Of a process that tracks a guest so. Where writers wait for it, it must see what the VMM's threads do, which
+    /// only one can that may trace them.
+    pub(crate) fn tracking(&self, attach: &AttachOptions) -> &Self {
+        match attach.tracking.here() {
+            Ok(Tracking::Sync) => &Self::Off,
+            _ => self,
+        }
     }
 
     /// Of a process that fills a guest's memory. Private memory on huge pages of a pool can't be had for a process that
@@ -128,7 +155,7 @@ impl Sandbox {
     ///
     /// # Errors
     /// It can't be started.
-    pub(crate) fn steward(&self, errands: Errands<'_>) -> Result<Option<Steward>, Error> {
+    pub(crate) fn steward(&self, errands: &Errands<'_>) -> Result<Option<Steward>, Error> {
         if self.is_off() || errands.is_empty() {
             return Ok(None);
         }
@@ -146,7 +173,7 @@ impl Sandbox {
         let account = match self {
             Self::On(account) if !self.is_off() => account,
             _ => {
-                try_for_a_test();
+                try_for_a_test(role);
                 return Ok(None);
             }
         };
@@ -161,7 +188,7 @@ impl Sandbox {
         paths::confine(root.map_or(left, Left::Room));
         filter.apply().map_err(failed("set the filter of system calls"))?;
         tracing::debug!(?role, us = begin.elapsed().as_micros(), "confined");
-        try_for_a_test();
+        try_for_a_test(role);
         Ok(root)
     }
 
@@ -171,7 +198,8 @@ impl Sandbox {
         when_opened(move || sandbox.confine(role, Left::Nothing).map(drop));
     }
 
-    fn is_off(&self) -> bool {
+    /// Nothing is given up.
+    pub(crate) fn is_off(&self) -> bool {
         matches!(self, Self::Off) || stalls_for_a_test()
     }
 }
@@ -182,7 +210,10 @@ fn stalls_for_a_test() -> bool {
 }
 
 /// What a test wants to be tried in the place of this process.
-fn try_for_a_test() {
-    #[cfg(feature = "fail-points")]
-    trial::run_if_asked();
+#[cfg(feature = "fail-points")]
+fn try_for_a_test(role: Role) {
+    trial::run_if_asked(role);
 }
+
+#[cfg(not(feature = "fail-points"))]
+fn try_for_a_test(_: Role) {}

@@ -38,8 +38,10 @@ fn restrict(left: Left<'_>) -> Result<RulesetStatus, RulesetError> {
         Left::Folder(folder) => {
             let rules = allow(rules, Path::new(MOUNTS), AccessFs::ReadFile.into())?;
             let reads = AccessFs::ReadFile | AccessFs::ReadDir;
-            let writes = AccessFs::WriteFile | AccessFs::Truncate | AccessFs::MakeReg | AccessFs::RemoveFile;
-            allow(rules, folder, reads | writes)?
+            let files = AccessFs::WriteFile | AccessFs::Truncate | AccessFs::MakeReg | AccessFs::RemoveFile;
+            // A folder is given its name as a file is.
+            let folders = AccessFs::MakeDir | AccessFs::RemoveDir;
+            allow(rules, folder, reads | files | folders)?
         }
     };
     Ok(rules.restrict_self()?.ruleset)

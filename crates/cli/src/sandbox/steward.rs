@@ -1,46 +1,51 @@
 //! A second process beside a confined one, which keeps the rights. It does a few things that the command line named,
-//! and nothing else: it makes connections to one address, and removes what the first process leaves behind. All that it
-//! ever reads is one word, and the end of its input.
+//! and nothing else: it makes connections to the addresses there, looks for processes that write guest memory, runs the
+//! user's own commands, and removes what the first process leaves behind. What it is asked is which of these, and it
+//! takes no other word.
+mod serving;
+
 use std::{
     ffi::OsString,
-    fs,
     io::{self, Read},
     net::Shutdown,
     os::{
-        fd::{AsFd, OwnedFd},
+        fd::{AsFd, BorrowedFd, OwnedFd},
         unix::{
-            fs::{FileTypeExt, MetadataExt},
             net::UnixStream,
-            process::CommandExt,
+            process::{CommandExt, ExitStatusExt},
         },
     },
-    path::{Path, PathBuf},
-    process::{Command, Stdio},
-    sync::{Mutex, PoisonError},
+    path::Path,
+    process::{Command, ExitStatus, Stdio},
+    sync::{Arc, Mutex, PoisonError},
     time::{Duration, Instant},
 };
 
 use serde::{Deserialize, Serialize};
-use transship_engine::{Uri, connect, connect_by};
+use transship_engine::{Started, Uri, UserCommand, connect_by, start_by};
+use transship_guest::AskOthers;
 use transship_lines::{Line, LineSocket};
 
-use crate::{failure::Failure, signals};
+pub(crate) use serving::run;
 
 /// This program, also when its file was replaced or removed since it was started.
-const OURSELVES: &str = "/proc/self/exe";
-/// What a connection may take: a name may have several addresses, and each of them its time.
-const CONNECT_WAIT: Duration = Duration::from_secs(120);
-const CONNECT: &[u8] = b"connect";
+pub(crate) const OURSELVES: &str = "/proc/self/exe";
+/// What an answer may take: a name may have several addresses, and each of them its time.
+const ANSWER_WAIT: Duration = Duration::from_secs(120);
 
 /// What a steward is to do.
-#[derive(Debug, Clone, Copy, Default)]
+#[derive(Debug, Default)]
 pub(crate) struct Errands<'a> {
     /// Connects there, as often as it is asked.
-    pub(crate) connect: Option<&'a Uri>,
+    pub(crate) connect: Vec<Uri>,
     /// A socket to be removed at the end.
     pub(crate) socket: Option<&'a Path>,
     /// A folder of ours, the same.
     pub(crate) folder: Option<&'a Path>,
+    /// Looks for those that write to a guest's memory: what its adapter says of it.
+    pub(crate) lookout: Option<String>,
+    /// Runs these; by their phases.
+    pub(crate) commands: Vec<(&'static str, UserCommand)>,
 }
 
 impl<'a> Errands<'a> {
@@ -53,44 +58,61 @@ impl<'a> Errands<'a> {
     }
 
     pub(super) fn is_empty(&self) -> bool {
-        self.connect.is_none() && self.socket.is_none() && self.folder.is_none()
+        let Self { connect, socket, folder, lookout, commands } = self;
+        connect.is_empty() && socket.is_none() && folder.is_none() && lookout.is_none() && commands.is_empty()
     }
 
-    fn arguments(&self) -> Vec<OsString> {
+    fn arguments(&self) -> io::Result<Vec<OsString>> {
         let flag = |name: &str, value: OsString| [OsString::from(name), value];
-        let connect = self.connect.map(|uri| flag("--connect", uri.to_string().into()));
+        let commands = match self.commands.is_empty() {
+            true => None,
+            false => Some(flag("--commands", serde_json::to_string(&self.commands)?.into())),
+        };
+        let connect = self.connect.iter().map(|uri| flag("--connect", uri.to_string().into()));
         let socket = self.socket.map(|path| flag("--socket", path.into()));
         let folder = self.folder.map(|path| flag("--folder", path.into()));
-        [connect, socket, folder].into_iter().flatten().flatten().collect()
+        let lookout = self.lookout.as_ref().map(|text| flag("--lookout", text.into()));
+        Ok([socket, folder, lookout, commands].into_iter().flatten().chain(connect).flatten().collect())
     }
 }
 
 /// The second process, as the first has it. When it is dropped, all that was to be removed has been.
 pub(crate) struct Steward {
     socket: UnixStream,
+    line: Arc<Mutex<LineSocket>>,
 }
 
 impl Steward {
-    /// Starts it. From now on new connections of this process come from it, if it has an address.
-    pub(super) fn start(errands: Errands<'_>) -> io::Result<Self> {
+    /// Starts it. From now on new connections and commands of this process come from it, if it has any.
+    pub(super) fn start(errands: &Errands<'_>) -> io::Result<Self> {
         let (ours, theirs) = UnixStream::pair()?;
         Command::new(OURSELVES)
             .arg0("transship")
             .arg("steward")
-            .args(errands.arguments())
+            .args(errands.arguments()?)
             .stdin(Stdio::from(OwnedFd::from(theirs)))
             .stdout(Stdio::null())
             // A Ctrl-C in the terminal, and a kill of our group, are not for it.
             .process_group(0)
             .spawn()?;
-        if let Some(only) = errands.connect.cloned() {
-            let line = Mutex::new(LineSocket::new(ours.try_clone()?));
-            connect_by(move |uri| match *uri == only {
-                true => ask(&mut line.lock().unwrap_or_else(PoisonError::into_inner)),
-                false => Err(io::ErrorKind::PermissionDenied.into()),
-            });
+        let line = Arc::new(Mutex::new(LineSocket::new(ours.try_clone()?)));
+        if !errands.connect.is_empty() {
+            let (to_engine, to_adapters) = (Arc::clone(&line), Arc::clone(&line));
+            connect_by(move |uri| connect(&to_engine, uri));
+            transship_vmm::connect_by(move |path| connect(&to_adapters, &Uri::Unix(path.into())));
         }
-        Ok(Self { socket: ours })
+        if !errands.commands.is_empty() {
+            let line = Arc::clone(&line);
+            // It knows by its phase which one is meant.
+            start_by(move |_, phase| start(&line, phase));
+        }
+        Ok(Self { socket: ours, line })
+    }
+
+    /// For a guest whose other writers it looks for.
+    pub(crate) fn lookout(&self) -> AskOthers {
+        let line = Arc::clone(&self.line);
+        Box::new(move || ask(&line, &Ask::Writers).map(|(answer, _)| answer.found))
     }
 }
 
@@ -102,75 +124,78 @@ impl Drop for Steward {
     }
 }
 
-/// How a connection came out; one that did has its socket beside it.
-#[derive(Serialize, Deserialize)]
+/// All that it is ever asked.
+#[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+enum Ask {
+    /// A connection to this address, which is one of those that it was told before.
+    Connect(String),
+    /// The processes that write to the guest's memory, too.
+    Writers,
+    /// The command of this phase.
+    Start(String),
+    /// How that one has ended, if it has.
+    Status(String),
+    /// That it ends now.
+    End(String),
+}
+
+/// What it answers. A connection that came about, or a handle of a command, is beside it.
+#[derive(Debug, Default, Serialize, Deserialize)]
+#[serde(default)]
 struct Answer {
-    /// Why there is none.
+    /// Why it could not be done.
     error: Option<String>,
     /// The system's number for that.
     number: Option<i32>,
+    found: Vec<String>,
+    /// As the system has it.
+    status: Option<i32>,
 }
 
-fn ask(line: &mut LineSocket) -> io::Result<OwnedFd> {
-    let deadline = Instant::now() + CONNECT_WAIT;
-    line.send(CONNECT, &[], deadline).map_err(io::Error::other)?;
-    let Line { text, mut fds } = line.receive(deadline).map_err(io::Error::other)?;
-    let answer: Answer = serde_json::from_slice(&text)?;
-    match (fds.pop(), answer) {
-        (Some(socket), Answer { error: None, .. }) => Ok(socket),
-        (_, Answer { number: Some(number), .. }) => Err(io::Error::from_raw_os_error(number)),
-        (_, Answer { error, .. }) => Err(io::Error::other(error.unwrap_or_else(|| "no socket came".into()))),
+fn ask(line: &Mutex<LineSocket>, what: &Ask) -> io::Result<(Answer, Vec<OwnedFd>)> {
+    let mut line = line.lock().unwrap_or_else(PoisonError::into_inner);
+    let deadline = Instant::now() + ANSWER_WAIT;
+    line.send(&serde_json::to_vec(what)?, &[], deadline).map_err(io::Error::other)?;
+    let Line { text, fds } = line.receive(deadline).map_err(io::Error::other)?;
+    match serde_json::from_slice::<Answer>(&text)? {
+        Answer { number: Some(number), .. } => Err(io::Error::from_raw_os_error(number)),
+        Answer { error: Some(error), .. } => Err(io::Error::other(error)),
+        answer => Ok((answer, fds)),
     }
 }
 
-/// `transship steward`.
-///
-/// # Errors
-/// It was not started by a process of ours.
-pub(crate) fn run(to: Option<&str>, socket: Option<PathBuf>, folder: Option<PathBuf>) -> Result<(), Failure> {
-    let unusable = |what: &dyn std::fmt::Display| {
-        Failure::Failed(format!("this process is started by other commands of transship: {what}"))
-    };
-    // Whoever ends a whole service ends the process that this one is for, which ends this one.
-    signals::outlive_requests_to_end()?;
-    let to: Option<Uri> = to.map(str::parse).transpose().map_err(|why: String| unusable(&why))?;
-    let stdin = io::stdin().as_fd().try_clone_to_owned().map_err(|e| unusable(&e))?;
-    // Somebody else may have put another one there when it is to be removed.
-    let socket = socket.and_then(|path| Some((identity(&path)?, path)));
-    let mut line = LineSocket::new(UnixStream::from(stdin));
-    if let Some(to) = to {
-        while let Ok(Line { text, .. }) = line.receive(Instant::now() + FOREVER) {
-            if text != CONNECT || answer(&line, connect(&to)).is_err() {
-                break;
-            }
-        }
-    } else {
-        while line.stream().read(&mut [0]).is_err_and(|error| error.kind() == io::ErrorKind::Interrupted) {}
-    }
-    if let Some((_, path)) = socket.filter(|(id, path)| identity(path) == Some(*id)) {
-        let _ = fs::remove_file(path);
-    }
-    if let Some(path) = folder {
-        let _ = fs::remove_dir_all(path);
-    }
-    Ok(())
+fn one(fds: Vec<OwnedFd>) -> io::Result<OwnedFd> {
+    fds.into_iter().next().ok_or_else(|| io::Error::other("no descriptor came"))
 }
 
-/// Longer than anything runs.
-const FOREVER: Duration = Duration::from_secs(100 * 365 * 24 * 3600);
-
-fn answer(line: &LineSocket, made: io::Result<OwnedFd>) -> io::Result<()> {
-    let (answer, socket) = match made {
-        Ok(socket) => (Answer { error: None, number: None }, Some(socket)),
-        Err(error) => (Answer { number: error.raw_os_error(), error: Some(error.to_string()) }, None),
-    };
-    let text = serde_json::to_vec(&answer)?;
-    let sockets: Vec<_> = socket.iter().map(|socket| socket.as_fd()).collect();
-    line.send(&text, &sockets, Instant::now() + CONNECT_WAIT).map_err(io::Error::other)
+fn connect(line: &Mutex<LineSocket>, to: &Uri) -> io::Result<OwnedFd> {
+    one(ask(line, &Ask::Connect(to.to_string()))?.1)
 }
 
-/// Of a socket's file: device and number.
-fn identity(path: &Path) -> Option<(u64, u64)> {
-    let there = fs::symlink_metadata(path).ok()?;
-    there.file_type().is_socket().then(|| (there.dev(), there.ino()))
+fn start(line: &Arc<Mutex<LineSocket>>, phase: &str) -> io::Result<Box<dyn Started>> {
+    let ended = one(ask(line, &Ask::Start(phase.to_owned()))?.1)?;
+    Ok(Box::new(There { line: Arc::clone(line), phase: phase.to_owned(), ended }))
+}
+
+/// A command that the steward has started.
+struct There {
+    line: Arc<Mutex<LineSocket>>,
+    phase: String,
+    ended: OwnedFd,
+}
+
+impl Started for There {
+    fn ended(&self) -> BorrowedFd<'_> {
+        self.ended.as_fd()
+    }
+
+    fn status(&mut self) -> io::Result<Option<ExitStatus>> {
+        let (answer, _) = ask(&self.line, &Ask::Status(self.phase.clone()))?;
+        Ok(answer.status.map(ExitStatus::from_raw))
+    }
+
+    fn end(&mut self) -> io::Result<()> {
+        ask(&self.line, &Ask::End(self.phase.clone())).map(drop)
+    }
 }

@@ -1,4 +1,5 @@
-//! What a confined process must not do, tried in its place: for tests, which name the attempts in `TRANSSHIP_TRY`.
+//! What a confined process must not do, tried in its place: for tests, which name a socket in `TRANSSHIP_TRY`, and, of
+//! several processes, the role in `TRANSSHIP_TRY_AS`.
 //!
 //! Each attempt is a line on stderr: its name, and how it came out. The process ends after the last.
 use std::{
@@ -15,11 +16,15 @@ use rustix::{
     thread::{CapabilitySet, CapabilitySets, set_capabilities},
 };
 
+use super::Role;
 use crate::output;
 
-/// All of them in turn, if somebody asks for it; then the end of this process.
-pub(super) fn run_if_asked() {
+/// All of them in turn, if somebody asks for it of this role; then the end of this process.
+pub(super) fn run_if_asked(role: Role) {
     let Some(socket) = std::env::var_os("TRANSSHIP_TRY") else { return };
+    if std::env::var("TRANSSHIP_TRY_AS").is_ok_and(|wanted| wanted != format!("{role:?}")) {
+        return;
+    }
     // Threads that are started later are held as well.
     let attempts = thread::spawn(move || {
         for (name, attempt) in ATTEMPTS {

@@ -1,10 +1,7 @@
 //! The client's end of a connection to a guest process: one call after the other.
 use std::{
     fs, io,
-    os::{
-        fd::{AsFd, BorrowedFd, OwnedFd},
-        unix::net::UnixStream,
-    },
+    os::fd::{AsFd, BorrowedFd, OwnedFd},
     path::{Path, PathBuf},
     time::{Duration, Instant},
 };
@@ -23,6 +20,7 @@ use super::{
     maps::check_mapped,
     message::{Answer, CheckResult, CheckedDescription, Description, Request, one_line},
 };
+use crate::connecting::connect;
 
 /// For calls that a guest answers at once.
 pub(super) const SHORT: Duration = Duration::from_secs(30);
@@ -44,7 +42,7 @@ pub(super) struct Connection {
 impl Connection {
     pub(super) fn open(path: &Path) -> Result<Self, GuestError> {
         let fail = |what: String| GuestError::Unfit(format!("handoff:{}: {what}", path.display()));
-        let stream = UnixStream::connect(path).map_err(|e| fail(format!("no guest listens there: {e}")))?;
+        let stream = connect(path).map_err(|e| fail(format!("no guest listens there: {e}")))?;
         let peer = socket_peercred(&stream).map_err(|e| fail(format!("can't identify its process: {e}")))?;
         let pid = peer.pid.as_raw_nonzero().get();
         Ok(Self { lines: LineSocket::new(stream), path: path.into(), pid, last_id: 0, broken: false })

@@ -15,7 +15,7 @@ use std::{
 };
 
 use serde_json::Value;
-use transship_guest::{Found, GuestError, SourceGuest};
+use transship_guest::{Found, GuestError, SourceGuest, Watch};
 use transship_memory::{Access, Area, GuestMemory, Protection, Region, SyncTracker, Tracker, UffdTracker};
 use transship_wire::GuestDescription;
 
@@ -41,6 +41,8 @@ pub struct HandoffSource {
     protects: bool,
     pagemap: OwnedFd,
     tracking: Tracking,
+    /// A userfaultfd that nobody uses yet, and what it is for.
+    acquired: Option<(OwnedFd, Tracking)>,
     saving: Option<Saving>,
     /// What the guest did when it was stopped last.
     found: Found,
@@ -78,6 +80,7 @@ impl HandoffSource {
             protects,
             pagemap,
             tracking: Tracking::Auto,
+            acquired: None,
             saving: None,
             found: Found::Standing,
         })
@@ -107,6 +110,22 @@ impl HandoffSource {
         self.connection.userfaultfd(PROTECT)
     }
 
+    /// A userfaultfd for a tracker, and for which.
+    fn tracking_faults(&mut self) -> Result<(OwnedFd, Tracking), GuestError> {
+        let tracking = self.tracking.of(&self.memory)?;
+        let uffd = match tracking {
+            Tracking::Sync => {
+                self.waiting("synchronous tracking needs; leave out --tracker sync, on Linux 6.7 or newer")
+            }
+            _ => self.connection.userfaultfd("track"),
+        };
+        Ok((uffd?, tracking))
+    }
+
+    fn protecting_faults(&mut self) -> Result<OwnedFd, GuestError> {
+        self.waiting("--background needs; use --live or --paused")
+    }
+
     /// The same guest process on a connection that works, if there is one.
     fn reconnect(&mut self) -> Result<Connection, GuestError> {
         self.connection.close();
@@ -127,21 +146,29 @@ impl SourceGuest for HandoffSource {
         self.memory.clone()
     }
 
+    fn acquire(&mut self, watch: Watch) -> Result<(), GuestError> {
+        self.acquired = Some(match watch {
+            Watch::Track => self.tracking_faults()?,
+            Watch::Protect => (self.protecting_faults()?, Tracking::Sync),
+        });
+        Ok(())
+    }
+
     fn track(&mut self) -> Result<Box<dyn Tracker>, GuestError> {
         let pagemap = self.pagemap.try_clone().map_err(|e| self.connection.error(e))?;
         let (areas, pages) = (self.areas.clone(), self.memory.regions().iter().map(Region::pages).collect::<Vec<_>>());
-        if self.tracking.of(&self.memory)? == Tracking::Sync {
-            let uffd = self.waiting("synchronous tracking needs; leave out --tracker sync, on Linux 6.7 or newer")?;
+        let (uffd, tracking) = self.acquired.take().map_or_else(|| self.tracking_faults(), Ok)?;
+        if tracking == Tracking::Sync {
             let tracker = SyncTracker::new(uffd, pagemap, areas, &pages, &[], Box::new(HOLD));
             return Ok(Box::new(tracker.map_err(|e| self.connection.error(e))?));
         }
-        let uffd = self.connection.userfaultfd("track")?;
         let tracker = UffdTracker::new(uffd, pagemap, areas, pages).map_err(|e| self.connection.error(e))?;
         Ok(Box::new(tracker))
     }
 
     fn protect(&mut self) -> Result<Protection, GuestError> {
-        let uffd = self.waiting("--background needs; use --live or --paused")?;
+        let acquired = self.acquired.take().map(|(uffd, _)| uffd);
+        let uffd = acquired.map_or_else(|| self.protecting_faults(), Ok)?;
         let pages: Vec<u64> = self.memory.regions().iter().map(Region::pages).collect();
         Protection::new(uffd, self.areas.clone(), &pages).map_err(|e| self.connection.error(e))
     }

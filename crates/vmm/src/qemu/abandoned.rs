@@ -7,7 +7,7 @@ use std::{
 };
 
 use serde::{Deserialize, Serialize};
-use transship_guest::GuestError;
+use transship_guest::{GuestError, LastWill};
 
 use super::{
     DESTINATION,
@@ -16,7 +16,7 @@ use super::{
     machine,
     migration::{self, Settings},
     qmp::{self, Qmp},
-    state_channel::QemusEnd,
+    state_channel::OurEnd,
 };
 use crate::freeze::Freezer;
 
@@ -31,8 +31,6 @@ const LOAD_WAIT: Duration = Duration::from_secs(30);
 pub(super) struct Will {
     /// All that saving the device state may change.
     pub(super) settings: Settings,
-    /// Of the channel that its state is to be saved to.
-    pub(super) qemus_end: QemusEnd,
     /// A device that may be unplugged meanwhile.
     pub(super) balloon: Option<Made>,
 }
@@ -50,13 +48,17 @@ fn written(will: &impl Serialize) -> Result<String, GuestError> {
 
 /// Ends what is left of saving the device state, puts QEMU's settings back as `will` says, with `run` lets the guest
 /// run, and plugs in what was unplugged.
-pub(crate) fn settle(socket: &Path, will: &str, run: bool) -> Result<(), GuestError> {
+pub(crate) fn settle(socket: &Path, will: LastWill, run: bool) -> Result<(), GuestError> {
+    let LastWill { text, files } = will;
+    // Of the channel that the state is saved to. Nobody reads it any more.
+    let channel = files.into_iter().next().map(OurEnd::passed);
+    channel.iter().for_each(OurEnd::hang_up);
     let mut qmp = connect(socket)?;
     // Whatever fails, the next step is tried: above all the guest is to run.
     let cancelled = migration::cancel(&mut qmp, CANCEL_WAIT);
-    let (settled, balloon) = match serde_json::from_str(will) {
-        Ok(Will { settings, qemus_end, balloon }) => {
-            qemus_end.wait_closed(qmp.pid());
+    let (settled, balloon) = match serde_json::from_str(&text) {
+        Ok(Will { settings, balloon }) => {
+            channel.iter().for_each(OurEnd::wait_closed);
             (settings.restore(&mut qmp), balloon)
         }
         Err(_) => (migration::forget_settings(&mut qmp).map_err(GuestError::from), None),

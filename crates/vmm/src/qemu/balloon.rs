@@ -109,9 +109,9 @@ impl OwnBalloon {
         self.state != State::Unplugged && device.path == self.made.path()
     }
 
-    /// Whether it is this process that is the device.
-    pub(super) fn is_process(&self, pid: i32) -> bool {
-        self.pid == Some(pid)
+    /// The process that is the device; none: it is gone.
+    pub(super) fn process(&self) -> Option<i32> {
+        self.pid
     }
 
     /// Whether QEMU can't save its guest for this reason because of this device.

@@ -175,7 +175,7 @@ impl DestinationGuest for QemuDestination {
 
     fn missing(&mut self, lacks: &[PageSet]) -> Result<Missing, GuestError> {
         lazy(&self.qmp, &self.memory, &mut Err)?;
-        let areas = memory::areas(self.qmp.pid(), &self.backends)?;
+        let areas = memory::areas(&mut self.qmp, &self.backends)?;
         self.freezer = Some(Freezer::of(self.qmp.pid())?);
         let uffd = faults::for_all(&mut self.qmp)?;
         let pages: Vec<u64> = self.memory.regions().iter().map(Region::pages).collect();

@@ -11,8 +11,9 @@
 //!
 //! [`checks::state_without_memory`]: super::checks::state_without_memory
 use std::{
+    fs::File,
     io::{Read, Seek},
-    os::fd::{AsFd, OwnedFd},
+    os::fd::{AsFd, AsRawFd},
     sync::Arc,
 };
 
@@ -25,7 +26,7 @@ use transship_wire::qemu::{Block, Configuration, GlobalState, Name, RunState, St
 
 use super::{
     blocks::{self, RamBlock},
-    maps::{Mapping, mappings},
+    maps::Mapping,
     memory::open_process,
     qmp::Qmp,
 };
@@ -54,6 +55,7 @@ pub(super) struct DeviceState {
     machine: Name,
     /// Names of the blocks that are the guest's own memory.
     guest: Vec<String>,
+    file: StateFile,
 }
 
 impl DeviceState {
@@ -70,7 +72,9 @@ impl DeviceState {
             Name::new(machine).map_err(|e| GuestError::Unfit(format!("can't name the machine {machine:?}: {e}")))?;
         let known = blocks::with_places(qmp)?;
         known.iter().filter(|block| !guest.contains(&block.name)).try_for_each(|block| place(block, qmp).map(drop))?;
-        Ok(Self { process: open_process(qmp.pid(), Access::Read)?, machine, guest })
+        // It is sent, too, once the right to open it is gone.
+        qmp.process().mappings()?;
+        Ok(Self { process: open_process(qmp.pid(), Access::Read)?, machine, guest, file: StateFile::make()? })
     }
 
     /// The state of the guest, which stands still, as a stream of QEMU's. In it the guest does.
@@ -78,7 +82,7 @@ impl DeviceState {
     /// # Errors
     /// QEMU refuses; memory of its devices can't be read.
     pub(super) fn save(&self, qmp: &mut Qmp, disks: Disks) -> Result<Vec<u8>, GuestError> {
-        let mut tail = sections(qmp, disks)?;
+        let mut tail = self.file.sections(qmp, disks)?;
         let blocks = blocks::with_places(qmp)?;
         if let Some(mut state) = GlobalState::find(&tail, 0).map_err(strange)? {
             // The command calls every guest a running one.
@@ -92,7 +96,7 @@ impl DeviceState {
             writer.block(&Block { name, used_bytes: block.used_bytes, gpa: None, mapped: None });
         }
         writer.end_of_section().end();
-        let mappings = mappings(qmp.pid())?;
+        let mappings = qmp.process().mappings()?;
         for block in blocks.iter().filter(|block| !self.guest.contains(&block.name)) {
             self.device(qmp, block, &mappings, &mut writer)?;
         }
@@ -162,26 +166,38 @@ fn place(block: &RamBlock, qmp: &Qmp) -> Result<u64, GuestError> {
     })
 }
 
-/// The sections of all devices, as QEMU saves them, and the end of the stream.
-fn sections(qmp: &mut Qmp, disks: Disks) -> Result<Vec<u8>, GuestError> {
-    let failed = || GuestError::system("get memory for the device state");
-    let ours = rustix::fs::memfd_create("transship-state", MemfdFlags::CLOEXEC).map_err(failed())?;
-    // QEMU finds the descriptor of a set by how it is open.
-    let path = format!("/proc/self/fd/{}", std::os::fd::AsRawFd::as_raw_fd(&ours));
-    let qemus: OwnedFd = rustix::fs::open(path, OFlags::WRONLY | OFlags::CLOEXEC, Mode::empty()).map_err(failed())?;
-    let (number, set) = qmp.add_fd(qemus.as_fd())?;
-    drop(qemus);
-    let arguments = json!({ "filename": format!("/dev/fdset/{set}"), "live": disks == Disks::Released });
-    let saved = qmp.execute("xen-save-devices-state", arguments);
-    // If this fails QEMU keeps an open file that nobody uses, until we disconnect.
-    let _ = qmp.execute("remove-fd", json!({ "fdset-id": set, "fd": number }));
-    saved?;
-    let mut bytes = Vec::new();
-    let mut file = std::fs::File::from(ours);
-    file.rewind().and_then(|()| file.read_to_end(&mut bytes)).map_err(strange)?;
-    match bytes.strip_prefix(&HEADER) {
-        Some(sections) if !sections.is_empty() => Ok(sections.to_vec()),
-        _ => Err(strange("it does not begin as a stream does")),
+/// The file that QEMU saves to, in memory.
+struct StateFile {
+    ours: File,
+    /// QEMU finds the descriptor of a set by how it is open: for writing only.
+    qemus: File,
+}
+
+impl StateFile {
+    fn make() -> Result<Self, GuestError> {
+        let failed = || GuestError::system("get memory for the device state");
+        let ours = rustix::fs::memfd_create("transship-state", MemfdFlags::CLOEXEC).map_err(failed())?;
+        let path = format!("/proc/self/fd/{}", ours.as_raw_fd());
+        let qemus = rustix::fs::open(path, OFlags::WRONLY | OFlags::CLOEXEC, Mode::empty()).map_err(failed())?;
+        Ok(Self { ours: ours.into(), qemus: qemus.into() })
+    }
+
+    /// The sections of all devices, as QEMU saves them, and the end of the stream.
+    fn sections(&self, qmp: &mut Qmp, disks: Disks) -> Result<Vec<u8>, GuestError> {
+        let (mut ours, mut qemus) = (&self.ours, &self.qemus);
+        ours.set_len(0).and_then(|()| qemus.rewind()).map_err(strange)?;
+        let (number, set) = qmp.add_fd(qemus.as_fd())?;
+        let arguments = json!({ "filename": format!("/dev/fdset/{set}"), "live": disks == Disks::Released });
+        let saved = qmp.execute("xen-save-devices-state", arguments);
+        // If this fails QEMU keeps an open file that nobody uses, until we disconnect.
+        let _ = qmp.execute("remove-fd", json!({ "fdset-id": set, "fd": number }));
+        saved?;
+        let mut bytes = Vec::new();
+        ours.rewind().and_then(|()| ours.read_to_end(&mut bytes)).map_err(strange)?;
+        match bytes.strip_prefix(&HEADER) {
+            Some(sections) if !sections.is_empty() => Ok(sections.to_vec()),
+            _ => Err(strange("it does not begin as a stream does")),
+        }
     }
 }
 

@@ -40,7 +40,7 @@ use rustix::{
 };
 use transship_guest::GuestError;
 
-use super::maps::mappings;
+use super::maps::mappings_of;
 use call::Errand;
 pub(super) use call::Faults;
 use child::Target;
@@ -137,7 +137,7 @@ fn error(pid: i32, doing: &str, why: &str) -> GuestError {
 /// An address of a `syscall` instruction in the process: in the vDSO, or in some library.
 fn syscall_instruction(pid: i32) -> Result<u64, String> {
     let memory = File::open(format!("/proc/{pid}/mem")).map_err(|e| format!("can't read its memory: {e}"))?;
-    let mut executable = mappings(pid).map_err(|e| e.to_string())?;
+    let mut executable = mappings_of(pid).map_err(|e| e.to_string())?;
     executable.retain(|mapping| mapping.is_executable && mapping.path != "[vsyscall]");
     executable.sort_by_key(|mapping| mapping.path != "[vdso]");
     let mut code = vec![0; 64 << 10];

@@ -6,10 +6,11 @@ use std::{
 };
 
 use rustix::fs::{major, minor};
+use serde::{Deserialize, Serialize};
 use transship_guest::GuestError;
 
 /// The identity of a file, whatever it is called: device (major, minor) and inode.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub(super) struct FileId {
     device: (u32, u32),
     inode: u64,
@@ -65,20 +66,24 @@ impl Mapping {
     }
 }
 
-/// All mappings of QEMU, ascending.
-pub(super) fn mappings(pid: i32) -> Result<Vec<Mapping>, GuestError> {
-    mappings_of(pid).map_err(|source| GuestError::System {
+/// Why the mappings of QEMU are not known.
+pub(super) fn unread(pid: i32, source: io::Error) -> GuestError {
+    GuestError::System {
         what: format!("read /proc/{pid}/maps"),
         source,
         cure: "run as root or as QEMU's user to see where guest memory is mapped",
-    })
+    }
 }
 
 /// All mappings of a process, ascending.
 pub(super) fn mappings_of(pid: i32) -> io::Result<Vec<Mapping>> {
-    let text = fs::read(format!("/proc/{pid}/maps"))?;
+    Ok(parse(&fs::read(format!("/proc/{pid}/maps"))?))
+}
+
+/// Those of a text like `/proc/PID/maps`.
+pub(super) fn parse(text: &[u8]) -> Vec<Mapping> {
     // File names need not be UTF-8; those that aren't are not looked for by name.
-    Ok(String::from_utf8_lossy(&text).lines().filter_map(Mapping::parse).collect())
+    String::from_utf8_lossy(text).lines().filter_map(Mapping::parse).collect()
 }
 
 /// A path by which a file can be opened that a process has mapped, whatever its name was: by a descriptor of the

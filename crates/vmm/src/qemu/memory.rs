@@ -15,7 +15,7 @@ use transship_wire::RegionDescription;
 use super::{
     blocks::{self, RamBlock},
     checks,
-    maps::{FileId, Mapping, mappings, path_to},
+    maps::{FileId, Mapping, path_to},
     places,
     qmp::Qmp,
 };
@@ -146,7 +146,7 @@ fn named_file(qmp: &mut Qmp, id: &str, bytes: u64, block: Option<&RamBlock>) -> 
         )));
     };
     let address = block.and_then(|block| block.address);
-    let (path, file) = locate(qmp.pid(), id, Path::new(&mem_path), address)?;
+    let (path, file) = locate(qmp, id, Path::new(&mem_path), address)?;
     Ok(Held::Shared { file, offset, path: Some(path), keep })
 }
 
@@ -161,7 +161,7 @@ fn in_process(qmp: &mut Qmp, id: &str, bytes: u64, block: &RamBlock) -> Result<H
         )));
     };
     let pid = qmp.pid();
-    let mappings = mappings(pid)?;
+    let mappings = qmp.process().mappings()?;
     let Some(mapping) = mappings.iter().find(|mapping| (mapping.start..mapping.end).contains(&address)) else {
         return Err(GuestError::Unfit(format!(
             "guest memory {id:?}: process {pid}, which listens on the QMP socket, has nothing at address {address:#x}, where QEMU says it is; is \
@@ -179,9 +179,14 @@ fn in_process(qmp: &mut Qmp, id: &str, bytes: u64, block: &RamBlock) -> Result<H
 }
 
 /// Finds the file that QEMU maps, by the name that QEMU knows it by, which may be in another root than ours, and
-/// makes sure that it is the same file.
-fn locate(pid: i32, id: &str, mem_path: &Path, address: Option<u64>) -> Result<(PathBuf, FileId), GuestError> {
-    let mappings = mappings(pid)?;
+/// makes sure that it is the same file. One that was found by this name before, and is mapped still, is that one.
+fn locate(qmp: &mut Qmp, id: &str, mem_path: &Path, address: Option<u64>) -> Result<(PathBuf, FileId), GuestError> {
+    let pid = qmp.pid();
+    let mappings = qmp.process().mappings()?;
+    let is_mapped = |file: FileId| mappings.iter().any(|mapping| mapping.is_shared && mapping.file == file);
+    if let Some(found) = qmp.process().found(id, mem_path).filter(|(_, file)| is_mapped(*file)) {
+        return Ok(found.clone());
+    }
     let mut candidates = if mem_path.is_absolute() {
         let below = mem_path.strip_prefix("/").unwrap_or(mem_path);
         vec![Path::new(&format!("/proc/{pid}/root")).join(below), mem_path.to_owned()]
@@ -193,15 +198,19 @@ fn locate(pid: i32, id: &str, mem_path: &Path, address: Option<u64>) -> Result<(
     for path in candidates {
         let Ok(metadata) = fs::metadata(&path) else { continue };
         let file = FileId::of(&metadata);
-        if metadata.is_file() && mappings.iter().any(|mapping| mapping.is_shared && mapping.file == file) {
-            return Ok((path, file));
+        if metadata.is_file() && is_mapped(file) {
+            let found = (path, file);
+            qmp.process().note(id, mem_path, &found);
+            return Ok(found);
         }
     }
     let is_there = |mapping: &&Mapping| address.is_some_and(|at| (mapping.start..mapping.end).contains(&at));
     if let Some(mapping) = mappings.iter().find(is_there).filter(|mapping| mapping.is_shared)
         && let Ok(path) = path_to(pid, mapping.file)
     {
-        return Ok((path, mapping.file));
+        let found = (path, mapping.file);
+        qmp.process().note(id, mem_path, &found);
+        return Ok(found);
     }
     Err(GuestError::Unfit(format!(
         "guest memory {id:?}: process {pid}, which listens on the QMP socket, maps no file {} that can be opened from \
@@ -360,8 +369,9 @@ pub(super) fn map(pid: i32, backends: &[Backend], access: Access) -> Result<Gues
 }
 
 /// Where QEMU has the backends, ascending, with neighbours joined. Every page of every backend is in some area.
-pub(super) fn areas(pid: i32, backends: &[Backend]) -> Result<Vec<Area>, GuestError> {
-    let mappings = mappings(pid)?;
+pub(super) fn areas(qmp: &mut Qmp, backends: &[Backend]) -> Result<Vec<Area>, GuestError> {
+    let pid = qmp.pid();
+    let mappings = qmp.process().mappings()?;
     let mut areas = Vec::new();
     for (region, backend) in backends.iter().enumerate() {
         let of_region: Vec<Area> = mappings.iter().filter_map(|mapping| backend.area_of(region, mapping)).collect();

@@ -13,6 +13,7 @@
 //!   places       where that is, of versions that do not say it
 //!   memory       what holds the guest's memory, and where QEMU has it
 //!   maps         what a process has mapped
+//!   opened       what is open of QEMU's own process
 //!   inject       a userfaultfd made by QEMU, taken over by us
 //!   faults       which kind of userfaultfd, and the right to it
 //!   emptying     private memory that QEMU gives back, before its pages are brought
@@ -51,6 +52,7 @@ mod machine;
 mod maps;
 mod memory;
 mod migration;
+mod opened;
 mod overlays;
 mod places;
 mod qmp;
@@ -74,6 +76,7 @@ use transship_wire::GuestDescription;
 pub use destination::QemuDestination;
 pub use look::{look, look_at_domain};
 pub use source::QemuSource;
+pub use writers::look_for_writers;
 
 use memory::Backend;
 use qmp::Qmp;

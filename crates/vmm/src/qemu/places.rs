@@ -4,7 +4,7 @@
 //! their sizes, among the mappings that QEMU has made as it makes blocks: a process that forks does not inherit them,
 //! and nothing may be touched right behind them. Where several blocks have one size, what is in them decides. Where it
 //! does not, there is no answer: it would be a guess.
-use std::{fs, os::unix::fs::FileExt};
+use std::os::unix::fs::FileExt;
 
 use serde_json::json;
 use transship_guest::GuestError;
@@ -24,14 +24,14 @@ pub(super) fn add(qmp: &mut Qmp, blocks: &mut [RamBlock]) -> Result<(), GuestErr
     let unread = |what: &str, e: std::io::Error| {
         GuestError::Unfit(format!("can't read /proc/{pid}/{what}: {e}; run as root or as QEMU's user"))
     };
-    let text = fs::read(format!("/proc/{pid}/smaps")).map_err(|e| unread("smaps", e))?;
+    let text = qmp.process().smaps().map_err(|e| unread("smaps", e))?;
     let mappings = Advised::read(&String::from_utf8_lossy(&text));
     let shown = Shown::read(&monitor(qmp, "info mtree -f")?);
     let names: Vec<String> = blocks.iter().map(|block| block.name.clone()).collect();
     for block in blocks.iter_mut().filter(|block| block.address.is_none()) {
         block.address = shown_at(qmp, &shown, block, &names)?.filter(|start| begins_there(&mappings, *start));
     }
-    let memory = fs::File::open(format!("/proc/{pid}/mem")).map_err(|e| unread("mem", e))?;
+    let memory = qmp.process().memory().map_err(|e| unread("mem", e))?;
     let read = |start: u64, bytes: u64| {
         let mut content = vec![0; bytes as usize];
         memory.read_exact_at(&mut content, start).ok().map(|()| content)

@@ -13,7 +13,10 @@ use serde_json::{Value, json};
 use transship_guest::{GuestError, NO_DISK_SNAPSHOT};
 use transship_wire::libvirt::Definition;
 
-use super::overlays::{DefinedDisk, Overlays};
+use super::{
+    opened::Opened,
+    overlays::{DefinedDisk, Overlays},
+};
 
 pub(super) use socket::listener;
 
@@ -144,102 +147,114 @@ pub(super) trait Carrier: Send {
 }
 
 /// A QEMU to which commands may be given.
-pub(super) struct Qmp(Box<dyn Carrier>);
+pub(super) struct Qmp {
+    carrier: Box<dyn Carrier>,
+    process: Opened,
+}
 
 impl Qmp {
     /// Connects to QEMU's own socket.
     pub(super) fn connect(path: &Path) -> Result<Self, QmpError> {
-        Ok(Self(Box::new(socket::Socket::connect(path)?)))
+        Ok(Self::over(Box::new(socket::Socket::connect(path)?)))
     }
 
     /// A QEMU whose socket somebody else has.
     #[cfg_attr(not(feature = "libvirt"), allow(dead_code, reason = "nobody else is known"))]
     pub(super) fn through(carrier: Box<dyn Carrier>) -> Self {
-        Self(carrier)
+        Self::over(carrier)
+    }
+
+    fn over(carrier: Box<dyn Carrier>) -> Self {
+        Self { process: Opened::of(carrier.pid()), carrier }
+    }
+
+    /// What is open of its process.
+    pub(super) fn process(&mut self) -> &mut Opened {
+        &mut self.process
     }
 
     /// The process that listens on the socket.
     pub(super) fn pid(&self) -> i32 {
-        self.0.pid()
+        self.carrier.pid()
     }
 
     pub(super) fn path(&self) -> &Path {
-        self.0.path()
+        self.carrier.path()
     }
 
     pub(super) fn keeper(&self) -> Keeper {
-        self.0.keeper()
+        self.carrier.keeper()
     }
 
     /// See [`Carrier::answered`].
     pub(super) fn answered(&self) -> Option<Instant> {
-        self.0.answered()
+        self.carrier.answered()
     }
 
     /// QEMU's version: major, minor.
     pub(super) fn version(&self) -> (u64, u64) {
-        self.0.version()
+        self.carrier.version()
     }
 
     /// Gives a command and waits for its result.
     pub(super) fn execute(&mut self, command: &str, arguments: Value) -> Result<Value, QmpError> {
-        self.0.execute(command, arguments, None, COMMAND_WAIT)
+        self.carrier.execute(command, arguments, None, COMMAND_WAIT)
     }
 
     /// See [`Carrier::ask_ahead`].
     pub(super) fn ask_ahead(&mut self, questions: &[(&'static str, Value)]) -> Result<(), QmpError> {
-        self.0.ask_ahead(questions)
+        self.carrier.ask_ahead(questions)
     }
 
     /// See [`Carrier::forget_answers`].
     pub(super) fn forget_answers(&mut self) {
-        self.0.forget_answers();
+        self.carrier.forget_answers();
     }
 
     /// Stops the guest.
     pub(super) fn stop(&mut self, limit: Duration) -> Result<(), QmpError> {
-        self.0.stop(limit)
+        self.carrier.stop(limit)
     }
 
     /// Lets the guest run.
     pub(super) fn cont(&mut self) -> Result<(), QmpError> {
-        self.0.cont(COMMAND_WAIT)
+        self.carrier.cont(COMMAND_WAIT)
     }
 
     /// How a person lets the guest run: a command line.
     pub(super) fn cont_by_hand(&self) -> String {
-        self.0.cont_by_hand()
+        self.carrier.cont_by_hand()
     }
 
     /// See [`Carrier::definition`].
     pub(super) fn definition(&mut self) -> Result<Option<Definition>, QmpError> {
-        self.0.definition(COMMAND_WAIT)
+        self.carrier.definition(COMMAND_WAIT)
     }
 
     /// See [`Carrier::disks`].
     pub(super) fn disks(&mut self) -> Result<Vec<DefinedDisk>, QmpError> {
-        self.0.disks(COMMAND_WAIT)
+        self.carrier.disks(COMMAND_WAIT)
     }
 
     /// See [`Carrier::use_overlays`].
     pub(super) fn use_overlays(&mut self, overlays: &Overlays) -> Result<(), QmpError> {
-        self.0.use_overlays(overlays, COMMAND_WAIT)
+        self.carrier.use_overlays(overlays, COMMAND_WAIT)
     }
 
     /// Waits until no request of the guest's to a disk is under way: a transaction of nothing does that before it
     /// begins. The guest runs meanwhile, and its new requests wait.
     pub(super) fn drain_disks(&mut self, limit: Duration) -> Result<(), QmpError> {
-        self.0.execute("transaction", json!({ "actions": [] }), None, limit).map(drop)
+        self.carrier.execute("transaction", json!({ "actions": [] }), None, limit).map(drop)
     }
 
     /// Hands a file descriptor to QEMU, to be named `name` in a later command. Replaces one of the same name.
     pub(super) fn send_fd(&mut self, name: &str, fd: BorrowedFd<'_>) -> Result<(), QmpError> {
-        self.0.execute("getfd", json!({ "fdname": name }), Some(fd), COMMAND_WAIT).map(drop)
+        self.carrier.execute("getfd", json!({ "fdname": name }), Some(fd), COMMAND_WAIT).map(drop)
     }
 
     /// Hands a file descriptor to QEMU for a set of its own: the number that it has in QEMU, and that of the set.
     pub(super) fn add_fd(&mut self, fd: BorrowedFd<'_>) -> Result<(i32, u64), QmpError> {
-        let added = self.0.add_fd(fd, COMMAND_WAIT)?;
+        let added = self.carrier.add_fd(fd, COMMAND_WAIT)?;
         let number = added["fd"].as_i64().and_then(|number| i32::try_from(number).ok());
         match (number, added["fdset-id"].as_u64()) {
             (Some(number), Some(set)) => Ok((number, set)),
@@ -257,22 +272,22 @@ impl Qmp {
         arguments: Value,
         output: BorrowedFd<'_>,
     ) -> Result<(), QmpError> {
-        self.0.execute_until_written(command, arguments, output, COMMAND_WAIT)
+        self.carrier.execute_until_written(command, arguments, output, COMMAND_WAIT)
     }
 
     /// See [`Carrier::wait_event`].
     pub(super) fn wait_event(&mut self, name: &str, deadline: Instant) -> Result<Option<Event>, QmpError> {
-        self.0.wait_event(name, deadline)
+        self.carrier.wait_event(name, deadline)
     }
 
     /// See [`Carrier::take_events`].
     pub(super) fn take_events(&mut self, name: &str) -> Result<Vec<Event>, QmpError> {
-        self.0.take_events(name)
+        self.carrier.take_events(name)
     }
 
     /// See [`Carrier::forget_events`].
     pub(super) fn forget_events(&mut self) {
-        self.0.forget_events();
+        self.carrier.forget_events();
     }
 }
 

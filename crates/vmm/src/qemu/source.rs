@@ -1,8 +1,7 @@
 //! A running QEMU whose guest is to be moved away.
 use std::{
     io::{self, Read},
-    net::Shutdown,
-    os::{fd::AsFd, unix::net::UnixStream},
+    os::fd::{AsFd, OwnedFd},
     path::Path,
     sync::{
         Arc,
@@ -12,7 +11,9 @@ use std::{
 };
 
 use serde_json::json;
-use transship_guest::{DiskFile, DiskSnapshot, Found, GuestError, Hints, SourceGuest, StateFormat};
+use transship_guest::{
+    AskOthers, DiskFile, DiskSnapshot, Found, GuestError, Hints, LastWill, SourceGuest, StateFormat, Watch,
+};
 use transship_memory::{Area, Freeing, GuestMemory, Protection, Region, Tracker};
 use transship_wire::{GuestDescription, libvirt::Definition};
 
@@ -30,11 +31,11 @@ use super::{
     overlays::Overlays,
     qmp::{Keeper, Qmp},
     questions,
-    state_channel::{self, QemusEnd, SAVE_WAIT, StateChannel},
+    state_channel::{self, OurEnd, SAVE_WAIT, StateChannel},
     state_stream::{ToTheEnd, ToTheTrailer},
     survey::{SourceSeen, background},
-    tracking,
-    writers::{self, When},
+    tracking::Acquired,
+    writers::{self, Lookout, When},
 };
 use crate::{AttachOptions, Tracking};
 
@@ -60,6 +61,11 @@ pub struct QemuSource {
     /// Disks read into guest memory by themselves, so each scan is followed by a wait for them.
     has_direct_disks: bool,
     tracking: Tracking,
+    /// What was acquired for it, or for a protection, before either began.
+    tracker: Option<Acquired>,
+    waiting_faults: Option<OwnedFd>,
+    /// The process that knows other writers, if we may not look any more.
+    ask_others: Option<AskOthers>,
     /// Where QEMU had the memory when the tracking, or the protection, began.
     tracked: Option<Vec<Area>>,
     /// As it was when the protection began.
@@ -86,10 +92,10 @@ pub struct QemuSource {
     stays: bool,
     /// A save of which QEMU waits for word: whether all of the state has come, and what QEMU's guest was in before.
     waiting: Option<(Arc<AtomicBool>, String)>,
-    /// Our end of the channel that the device state comes through, beside the one that is read.
-    channel: Option<UnixStream>,
-    /// QEMU's end of it.
-    qemus_end: Option<QemusEnd>,
+    /// Our end of the channel that the device state comes through, beside the one that is read; until all has come.
+    channel: Option<OurEnd>,
+    /// The same, until QEMU has closed its own.
+    closing: Option<OurEnd>,
     /// A channel that the will names, before there is a save.
     promised: Option<StateChannel>,
     /// Files that the guest is to write to from its stop on.
@@ -133,6 +139,9 @@ impl QemuSource {
             allow_untracked_writers: options.allow_untracked_writers,
             has_direct_disks,
             tracking: options.tracking,
+            tracker: None,
+            waiting_faults: None,
+            ask_others: None,
             tracked: None,
             balloon: None,
             own_balloon,
@@ -147,7 +156,7 @@ impl QemuSource {
             stays: false,
             waiting: None,
             channel: None,
-            qemus_end: None,
+            closing: None,
             promised: None,
             overlays: None,
         })
@@ -157,7 +166,7 @@ impl QemuSource {
     fn check_memory_unchanged(&mut self) -> Result<(), GuestError> {
         let backends = memory::backends(&mut self.qmp)?;
         let moved = match &self.tracked {
-            Some(tracked) => memory::areas(self.qmp.pid(), &backends)? != *tracked,
+            Some(tracked) => memory::areas(&mut self.qmp, &backends)? != *tracked,
             None => false,
         };
         // Without what may give memory back there are no more holes than were thought possible.
@@ -177,7 +186,11 @@ impl QemuSource {
             return Ok(());
         }
         let (balloon, drained) = (self.own_balloon.as_ref(), self.has_direct_disks);
-        writers::refuse(&mut self.qmp, &self.backends, balloon, When::Later, drained)
+        let others = match &mut self.ask_others {
+            Some(ask) => ask().map_err(GuestError::system("ask who else writes guest memory"))?,
+            None => Lookout::of(&self.qmp, &self.backends, balloon).look(),
+        };
+        writers::refuse(&mut self.qmp, others, balloon, When::Later, drained)
     }
 
     /// The part of it that is quick.
@@ -218,8 +231,8 @@ impl QemuSource {
     /// is no reason for the guest to stand still.
     fn restore_settings(&mut self) -> Result<(), GuestError> {
         let Some(settings) = &self.settings else { return Ok(()) };
-        if let Some(end) = self.qemus_end.take() {
-            end.wait_closed(self.qmp.pid());
+        if let Some(end) = self.closing.take() {
+            end.wait_closed();
         }
         settings.restore(&mut self.qmp)?;
         self.settings = None;
@@ -251,7 +264,7 @@ impl QemuSource {
         // Acquire: pairs with the reader's store; it may have been another thread.
         if !complete.load(Ordering::Acquire) {
             if let Some(channel) = self.channel.take() {
-                let _ = channel.shutdown(Shutdown::Both);
+                channel.hang_up();
             }
             migration::wait_completed(&mut self.qmp, SAVE_WAIT)?;
             return Err(GuestError::Bug("the device state was not read to its end".to_owned()));
@@ -275,7 +288,7 @@ impl QemuSource {
         }
         // While QEMU writes device state that nobody reads, it answers no command either: hang up first.
         if let Some(channel) = self.channel.take() {
-            let _ = channel.shutdown(Shutdown::Both);
+            channel.hang_up();
         }
         let cancelled = migration::cancel(&mut self.qmp, SAVE_WAIT);
         self.restore_settings().and(cancelled)
@@ -321,9 +334,35 @@ impl SourceGuest for QemuSource {
         }
     }
 
+    fn acquire(&mut self, watch: Watch) -> Result<(), GuestError> {
+        match watch {
+            Watch::Track => self.tracker = Some(Acquired::of(&mut self.qmp, &self.memory, self.tracking)?),
+            Watch::Protect => {
+                background(&mut self.qmp, &mut Err)?;
+                self.waiting_faults = Some(faults::for_all(&mut self.qmp)?);
+            }
+        }
+        Ok(())
+    }
+
+    fn lookout(&self) -> Option<String> {
+        if self.allow_untracked_writers {
+            return None;
+        }
+        Lookout::of(&self.qmp, &self.backends, self.own_balloon.as_ref()).to_text()
+    }
+
+    fn look_by(&mut self, ask: AskOthers) {
+        self.ask_others = Some(ask);
+    }
+
     fn track(&mut self) -> Result<Box<dyn Tracker>, GuestError> {
-        let areas = memory::areas(self.qmp.pid(), &self.backends)?;
-        let tracker = tracking::begin(&mut self.qmp, &self.memory, areas.clone(), self.tracking)?;
+        let areas = memory::areas(&mut self.qmp, &self.backends)?;
+        let acquired = match self.tracker.take() {
+            Some(acquired) => acquired,
+            None => Acquired::of(&mut self.qmp, &self.memory, self.tracking)?,
+        };
+        let tracker = acquired.begin(&self.memory, areas.clone())?;
         self.tracked = Some(areas);
         Ok(tracker)
     }
@@ -386,9 +425,17 @@ impl SourceGuest for QemuSource {
     }
 
     fn protect(&mut self) -> Result<Protection, GuestError> {
-        background(&mut self.qmp, &mut Err)?;
-        let areas = memory::areas(self.qmp.pid(), &self.backends)?;
-        let uffd = faults::for_all(&mut self.qmp)?;
+        let uffd = match self.waiting_faults.take() {
+            Some(uffd) => {
+                giving_back::refuse(&mut self.qmp)?;
+                uffd
+            }
+            None => {
+                background(&mut self.qmp, &mut Err)?;
+                faults::for_all(&mut self.qmp)?
+            }
+        };
+        let areas = memory::areas(&mut self.qmp, &self.backends)?;
         let pages: Vec<u64> = self.memory.regions().iter().map(Region::pages).collect();
         let protection = Protection::new(uffd, areas.clone(), &pages)?;
         self.tracked = Some(areas);
@@ -447,10 +494,10 @@ impl SourceGuest for QemuSource {
             self.is_saved = true;
             return Ok(Box::new(io::Cursor::new(state)));
         }
-        let StateChannel { ours, qemus, name } = self.promised.take().map_or_else(StateChannel::open, Ok)?;
-        let prepared = ours.set_read_timeout(Some(SAVE_WAIT)).and_then(|()| ours.try_clone());
-        self.channel = Some(prepared.map_err(state_channel::failed)?);
-        self.qemus_end = Some(name);
+        let channel = self.promised.take().map_or_else(StateChannel::open, Ok)?;
+        (self.channel, self.closing) = (Some(channel.our_end()?), Some(channel.our_end()?));
+        let StateChannel { ours, qemus } = channel;
+        ours.set_read_timeout(Some(SAVE_WAIT)).map_err(state_channel::failed)?;
         let answers = self.answers();
         if answers == Answers::Yes {
             self.restore_settings()?;
@@ -520,14 +567,16 @@ impl SourceGuest for QemuSource {
         self.qmp.cont_by_hand()
     }
 
-    fn last_will(&mut self) -> Result<String, GuestError> {
+    fn last_will(&mut self) -> Result<LastWill, GuestError> {
         if self.qmp.keeper() == Keeper::Libvirt {
             let overlays = self.overlays.iter().flat_map(Overlays::all);
-            return libvirt::will(self.qmp.pid(), overlays.map(|snapshot| snapshot.overlay.clone()).collect());
+            let overlays = overlays.map(|snapshot| snapshot.overlay.clone()).collect();
+            return Ok(LastWill { text: libvirt::will(self.qmp.pid(), overlays)?, files: Vec::new() });
         }
         let balloon = self.own_balloon.as_ref().map(|balloon| balloon.made().clone());
-        let qemus_end = self.promised.insert(StateChannel::open()?).name;
-        Will { settings: Settings::now(&mut self.qmp)?, qemus_end, balloon }.to_text()
+        let end = self.promised.insert(StateChannel::open()?).our_end()?;
+        let text = Will { settings: Settings::now(&mut self.qmp)?, balloon }.to_text()?;
+        Ok(LastWill { text, files: vec![end.into_file()] })
     }
 }
 

@@ -12,7 +12,7 @@ use super::{
     memory::{self, Backend},
     migration,
     qmp::{Keeper, Qmp},
-    writers::{self, When},
+    writers::{self, Lookout, When},
 };
 use crate::{AttachOptions, freeze::Freezer};
 
@@ -44,8 +44,9 @@ impl SourceSeen {
         let has_direct_disks = writers::has_direct_disks(qmp)?;
         let backends = memory::backends(qmp)?;
         if !options.allow_untracked_writers {
-            writers::refuse(qmp, &backends, own_balloon.as_ref(), When::First, has_direct_disks)
-                .or_else(&mut *refuse)?;
+            let balloon = own_balloon.as_ref();
+            let others = Lookout::of(qmp, &backends, balloon).look();
+            writers::refuse(qmp, others, balloon, When::First, has_direct_disks).or_else(&mut *refuse)?;
         }
         let memory = memory::map(qmp.pid(), &backends, Access::Read)?;
         checks::trackable(&memory).or_else(&mut *refuse)?;

@@ -8,6 +8,7 @@ use std::{
     io::{self, ErrorKind},
 };
 
+use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use transship_guest::GuestError;
 
@@ -32,18 +33,17 @@ pub(super) enum When {
     Later,
 }
 
-/// Refuses a guest that has any. `drained`: who reads pages waits for the disks after each scan.
-///
-/// It looks at every process of the machine: not while the guest stands still.
+/// Refuses a guest that has any. `others`: what a [`Lookout`] has found. `drained`: who reads pages waits for the disks
+/// after each scan.
 pub(super) fn refuse(
     qmp: &mut Qmp,
-    backends: &[Backend],
+    others: Vec<String>,
     balloon: Option<&OwnBalloon>,
     when: When,
     drained: bool,
 ) -> Result<(), GuestError> {
     let mut found = known_to_qemu(qmp, balloon, drained)?;
-    found.extend(others(qmp, backends, balloon));
+    found.extend(others);
     refuse_all(&found, when)
 }
 
@@ -84,23 +84,58 @@ fn known_to_qemu(qmp: &mut Qmp, balloon: Option<&OwnBalloon>, drained: bool) -> 
     Ok(found)
 }
 
-/// Processes that write, and such of which it can't be known.
-fn others(qmp: &Qmp, backends: &[Backend], balloon: Option<&OwnBalloon>) -> Vec<String> {
-    let is_own = |process: &&Process| balloon.is_some_and(|own| own.is_process(process.pid));
-    let others = Others::of(qmp.pid(), backends);
-    let mut found: Vec<String> =
-        others.writers.iter().filter(|process| !is_own(process)).map(Process::to_string).collect();
-    if may_look_everywhere() {
-        found.extend(others.unreadable());
-    } else if let Some(unreadable) = others.unreadable() {
-        tracing::info!("it is unknown whether these write to guest memory: {unreadable}");
+/// What is looked for among all processes: those that write. It may be another process that looks in this one's place.
+#[derive(Debug, Serialize, Deserialize)]
+pub(super) struct Lookout {
+    /// What these map shared and writable is no surprise: QEMU, this process, and the guest's own balloon.
+    known: Vec<i32>,
+    /// That hold the memory.
+    files: HashSet<FileId>,
+}
+
+impl Lookout {
+    pub(super) fn of(qmp: &Qmp, backends: &[Backend], balloon: Option<&OwnBalloon>) -> Self {
+        let ourselves = rustix::process::getpid().as_raw_nonzero().get();
+        let known = [Some(qmp.pid()), Some(ourselves), balloon.and_then(OwnBalloon::process)];
+        Self {
+            known: known.into_iter().flatten().collect(),
+            files: backends.iter().filter_map(Backend::shared_file).collect(),
+        }
     }
-    found
+
+    /// For another process.
+    pub(super) fn to_text(&self) -> Option<String> {
+        serde_json::to_string(self).ok()
+    }
+
+    /// Processes that write, and such of which it can't be known; each in words. It looks at every process of the
+    /// machine: not while the guest stands still.
+    pub(super) fn look(&self) -> Vec<String> {
+        let others = Others::of(self);
+        let mut found: Vec<String> = others.writers.iter().map(Process::to_string).collect();
+        if may_look_everywhere() {
+            found.extend(others.unreadable());
+        } else if let Some(unreadable) = others.unreadable() {
+            tracing::info!("it is unknown whether these write to guest memory: {unreadable}");
+        }
+        found
+    }
+}
+
+/// Looks in the place of a source that has given up the right to. `lookout`: what its
+/// [`SourceGuest::lookout`](transship_guest::SourceGuest::lookout) has said.
+///
+/// # Errors
+/// That was no such text.
+pub fn look_for_writers(lookout: &str) -> Result<Vec<String>, GuestError> {
+    let lookout: Lookout =
+        serde_json::from_str(lookout).map_err(|e| GuestError::Bug(format!("can't read whom to look for: {e}")))?;
+    Ok(lookout.look())
 }
 
 /// A destination's memory that another process has open for writing is most likely another guest's.
 pub(super) fn alone_in_memory(qmp: &Qmp, backends: &[Backend]) -> Result<(), GuestError> {
-    match Others::of(qmp.pid(), backends).writers.first() {
+    match Others::of(&Lookout::of(qmp, backends, None)).writers.first() {
         None => Ok(()),
         Some(process) => Err(GuestError::Unfit(format!(
             "the destination's memory file is also in use by {process}, and loading would overwrite its contents; \
@@ -198,7 +233,7 @@ impl std::fmt::Display for Process {
     }
 }
 
-/// Processes other than QEMU and ourselves.
+/// Processes other than those that are known.
 #[derive(Default)]
 struct Others {
     /// They map the memory's files shared and writable.
@@ -209,16 +244,14 @@ struct Others {
 
 impl Others {
     /// Processes that end meanwhile don't matter.
-    fn of(qemu: i32, backends: &[Backend]) -> Self {
-        let files: HashSet<FileId> = backends.iter().filter_map(Backend::shared_file).collect();
-        let ourselves = rustix::process::getpid().as_raw_nonzero().get();
+    fn of(Lookout { known, files }: &Lookout) -> Self {
         let mut others = Self::default();
         if files.is_empty() {
             // What QEMU has for itself nobody else can map.
             return others;
         }
-        for pid in processes().filter(|pid| ![qemu, ourselves].contains(pid)) {
-            match maps_for_writing(pid, &files) {
+        for pid in processes().filter(|pid| !known.contains(pid)) {
+            match maps_for_writing(pid, files) {
                 Ok(true) => others.writers.push(Process::named(pid)),
                 Err(error) if error.kind() == ErrorKind::PermissionDenied => others.unreadable.push(pid),
                 Ok(false) | Err(_) => {}

@@ -8,7 +8,7 @@ use std::{
     time::Duration,
 };
 
-use transship_guest::{DestinationGuest, SourceGuest};
+use transship_guest::{DestinationGuest, LastWill, SourceGuest};
 use transship_memory::{GuestMemory, PAGE_BYTES, PageRange, PageSet, WindowPages};
 
 use super::*;
@@ -240,7 +240,7 @@ fn a_guest_whose_client_dies_stays_stopped_until_the_next_one_resumes_it() {
     // It was not the next one that stopped it.
     HandoffSource::attach(&a.path).unwrap().resume(true).unwrap();
     assert!(!is_running());
-    crate::settle_abandoned(&crate::VmAddress::Handoff(a.path.clone()), "", true).unwrap();
+    crate::settle_abandoned(&crate::VmAddress::Handoff(a.path.clone()), LastWill::default(), true).unwrap();
     let mut source = HandoffSource::attach(&a.path).unwrap();
     assert!(source.is_running().unwrap());
     // A second attempt, with a tracker of its own, succeeds.

@@ -1,12 +1,14 @@
 //! Guests that move, and guests that come back.
 use std::{
     io::{self, BufRead, BufReader, Read},
+    os::fd::AsRawFd,
     process::{Command, Stdio},
     time::Duration,
 };
 
+use rustix::process::{Pid, PidfdFlags, PidfdGetfdFlags, pidfd_getfd, pidfd_open};
 use serde_json::json;
-use transship_guest::{DestinationGuest, SourceGuest};
+use transship_guest::{DestinationGuest, LastWill, SourceGuest};
 use transship_vmm::{AttachOptions, VmAddress, qemu::QemuSource, settle_abandoned};
 
 use crate::lab::{Qemu, WRITTEN, clear, copy, move_memory, pair};
@@ -207,7 +209,8 @@ fn child_that_saves() {
     let Ok(what) = std::env::var(DYING) else { return };
     let (keep, socket) = what.split_once(' ').unwrap();
     let mut source = QemuSource::attach(socket.as_ref(), AttachOptions::default()).unwrap();
-    println!("\nwill {}", source.last_will().unwrap());
+    let will = source.last_will().unwrap();
+    println!("\nwill {} {}", will.files[0].as_raw_fd(), will.text);
     source.stop().unwrap();
     if keep == "keep" {
         source.keep_stopped();
@@ -234,14 +237,18 @@ fn a_guest_whose_saver_died_is_put_back_by_its_last_will() {
             .unwrap();
         let mut lines = BufReader::new(saver.stdout.take().unwrap()).lines().map(Result::unwrap);
         let will = lines.find_map(|line| line.strip_prefix("will ").map(str::to_owned)).unwrap();
+        let (number, text) = will.split_once(' ').unwrap();
+        // As whoever is told the will has it.
+        let saving = pidfd_open(Pid::from_child(&saver), PidfdFlags::empty()).unwrap();
+        let end = pidfd_getfd(saving, number.parse().unwrap(), PidfdGetfdFlags::empty()).unwrap();
         assert!(lines.any(|line| line == "saving"));
         assert_ne!(qemu.settings(), settings);
         saver.kill().unwrap();
         saver.wait().unwrap();
-        settle_abandoned(&vm, &will, false).unwrap();
+        settle_abandoned(&vm, LastWill { text: text.into(), files: vec![end] }, false).unwrap();
         assert_eq!(qemu.settings(), settings);
         assert_ne!(qemu.status(), "running");
-        settle_abandoned(&vm, &will, true).unwrap();
+        settle_abandoned(&vm, LastWill { text: text.into(), files: Vec::new() }, true).unwrap();
         qemu.wait_counting();
     }
 }

@@ -66,7 +66,7 @@ fn a_setting_that_is_refused_does_not_keep_the_guard_from_letting_it_run() {
     drop(source);
     set(&qemu, SETTING, false);
     set(&qemu, CONFLICT, true);
-    settle_abandoned(&vm, &will, true).unwrap();
+    settle_abandoned(&vm, will, true).unwrap();
     qemu.wait_counting();
 }
 

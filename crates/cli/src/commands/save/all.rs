@@ -197,6 +197,12 @@ fn words(args: &SaveArgs, share: Option<u64>) -> Vec<String> {
         Some(None) => add("--disks", None),
         Some(Some(folder)) => add(&format!("--disks={}", folder.display()), None),
     }
+    if args.sandbox.no_sandbox {
+        add("--no-sandbox", None);
+    }
+    if args.sandbox.user.is_some() {
+        add("--user", args.sandbox.user.clone());
+    }
     if let Some(share) = share {
         add("--bandwidth", Some(format!("{share}B/s")));
     }

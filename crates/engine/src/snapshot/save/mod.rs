@@ -33,6 +33,7 @@ use crate::{
     fail_point,
     guarded::Guarded,
     guest::{DiskFile, DiskSnapshot, Found, Guard, GuestError, SourceGuest},
+    opened::all_is_open,
     stream::{
         regions::{RegionBlock, region_blocks},
         state::{DeviceState, machine_name},
@@ -79,10 +80,27 @@ pub fn save_guest(
             target.pace.limit(bandwidth);
         }
         fail_point::reach("save.created")?;
+        let of_image = match options.format {
+            Format::Raw => guest.unguarded().disks()?,
+            _ => None,
+        };
+        all_is_open()?;
         let (definition, found) = (None, Found::Standing);
         let (at_stop, disks) = (AtStop::new(&options.at_stop), Vec::new());
         let (guest, target) = (&mut *guest, &mut target);
-        let mut saving = Saving { guest, options, target, progress, report, definition, found, at_stop, disks, begin };
+        let mut saving = Saving {
+            guest,
+            options,
+            target,
+            progress,
+            report,
+            of_image,
+            definition,
+            found,
+            at_stop,
+            disks,
+            begin,
+        };
         saving.run().inspect_err(|_| saving.at_stop.back())
     });
     guest.plug_back();
@@ -95,6 +113,8 @@ pub(super) struct Saving<'a, 'g> {
     pub(super) target: &'a mut Target,
     pub(super) progress: &'a Arc<Progress>,
     pub(super) report: &'a mut Report,
+    /// What an image says of the guest's disks.
+    of_image: Option<Vec<DiskFile>>,
     /// Of a save image of libvirt's.
     definition: Option<Definition>,
     /// How it was when it was stopped.
@@ -150,7 +170,7 @@ impl Saving<'_, '_> {
         Ok(match self.options.format {
             Format::MappedRam | Format::Raw | Format::LibvirtSparse => {
                 let mut file = MappedFile::begin(&memory, freeing, regions, self.options, self.target, self.progress)?;
-                file.disks = self.disks()?;
+                file.disks = self.of_image.take();
                 Box::new(file)
             }
             Format::Stream | Format::Libvirt => {
@@ -158,14 +178,6 @@ impl Saving<'_, '_> {
                 Box::new(StreamFile::begin(&memory, freeing, regions, configuration, self.target, self.progress)?)
             }
         })
-    }
-
-    /// What an image says of the guest's disks.
-    pub(super) fn disks(&mut self) -> Result<Option<Vec<DiskFile>>, Error> {
-        match self.options.format {
-            Format::Raw => Ok(self.guest.unguarded().disks()?),
-            _ => Ok(None),
-        }
     }
 
     pub(super) fn describe_file(&mut self, output: &dyn Output) {

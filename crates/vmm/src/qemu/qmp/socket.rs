@@ -17,10 +17,11 @@ use std::{
 };
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::net::{self, AddressFamily, SendAncillaryBuffer, SendAncillaryMessage, SendFlags};
+use rustix::net::{self, SendAncillaryBuffer, SendAncillaryMessage, SendFlags};
 use serde_json::{Value, json};
 
 use super::{super::holder, COMMAND_WAIT, Carrier, Event, Keeper, QmpError};
+use crate::connecting::connect;
 
 /// How long the greeting may take. QEMU sends it at once, unless another client holds the socket.
 const GREETING_WAIT: Duration = Duration::from_secs(5);
@@ -316,12 +317,11 @@ pub(in crate::qemu) fn listener(path: &Path) -> Result<i32, QmpError> {
     })
 }
 
-/// Connects with a limit: when the socket's queue is full, a plain connect would wait for ever.
 fn open(path: &Path) -> Result<UnixStream, QmpError> {
-    let failed = |e: rustix::io::Errno| {
-        QmpError::Connection(match e {
-            rustix::io::Errno::AGAIN => return busy(path),
-            rustix::io::Errno::NOENT | rustix::io::Errno::CONNREFUSED => format!(
+    let failed = |e: io::Error| {
+        QmpError::Connection(match e.kind() {
+            io::ErrorKind::WouldBlock => return busy(path),
+            io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused => format!(
                 "{}: {e}: no QEMU listens there; start it with -qmp unix:{},server=on,wait=off",
                 path.display(),
                 path.display()
@@ -329,13 +329,11 @@ fn open(path: &Path) -> Result<UnixStream, QmpError> {
             _ => format!("{}: {e}", path.display()),
         })
     };
-    let address = net::SocketAddrUnix::new(path).map_err(failed)?;
-    let socket = net::socket_with(AddressFamily::UNIX, net::SocketType::STREAM, net::SocketFlags::CLOEXEC, None)
-        .map_err(failed)?;
-    net::sockopt::set_socket_timeout(&socket, net::sockopt::Timeout::Send, Some(GREETING_WAIT)).map_err(failed)?;
-    net::connect(&socket, &address).map_err(failed)?;
-    net::sockopt::set_socket_timeout(&socket, net::sockopt::Timeout::Send, Some(COMMAND_WAIT)).map_err(failed)?;
-    Ok(UnixStream::from(socket))
+    let stream = connect(path).and_then(|stream| {
+        stream.set_write_timeout(Some(COMMAND_WAIT))?;
+        Ok(stream)
+    });
+    stream.map_err(failed)
 }
 
 /// The process that listens. (rustix's own call has a type without room for the 0 of a process that we can't see.)

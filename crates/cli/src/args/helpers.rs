@@ -1,0 +1,33 @@
+//! `transship guard` and `transship steward`: processes that other commands start.
+use std::path::PathBuf;
+
+use clap::Args;
+
+use super::sandbox::SandboxArgs;
+
+#[derive(Debug, Args)]
+pub(crate) struct GuardArgs {
+    #[arg(long)]
+    pub(crate) vm: String,
+    #[command(flatten)]
+    pub(crate) sandbox: SandboxArgs,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct StewardArgs {
+    /// An address to connect to
+    #[arg(long)]
+    pub(crate) connect: Vec<String>,
+    /// The socket to remove at the end
+    #[arg(long)]
+    pub(crate) socket: Option<PathBuf>,
+    /// The folder to remove at the end
+    #[arg(long)]
+    pub(crate) folder: Option<PathBuf>,
+    /// How to look for processes that write a guest's memory
+    #[arg(long)]
+    pub(crate) lookout: Option<String>,
+    /// What to run, by phases, as JSON
+    #[arg(long)]
+    pub(crate) commands: Option<String>,
+}

@@ -1,0 +1,131 @@
+//! The steward's own process: `transship steward`.
+use std::{
+    collections::HashMap,
+    fs,
+    io::{self, Read},
+    os::{
+        fd::{AsFd, OwnedFd},
+        unix::{
+            fs::{FileTypeExt, MetadataExt},
+            net::UnixStream,
+            process::ExitStatusExt,
+        },
+    },
+    path::Path,
+    time::{Duration, Instant},
+};
+
+use rustix::io::Errno;
+use transship_engine::{Started, Uri, UserCommand, connect};
+use transship_lines::{Line, LineSocket};
+use transship_vmm::look_for_writers;
+
+use super::{ANSWER_WAIT, Answer, Ask};
+use crate::{args::StewardArgs, failure::Failure, signals};
+
+/// Longer than anything runs.
+const FOREVER: Duration = Duration::from_secs(100 * 365 * 24 * 3600);
+
+/// Does what it is asked until the process that asks has ended; then removes what that one has left behind.
+///
+/// # Errors
+/// It was not started by a process of ours.
+pub(crate) fn run(args: &StewardArgs) -> Result<(), Failure> {
+    let unusable = |what: &dyn std::fmt::Display| {
+        Failure::Failed(format!("this process is started by other commands of transship: {what}"))
+    };
+    // Whoever ends a whole service ends the process that this one is for, which ends this one.
+    signals::outlive_requests_to_end()?;
+    let tasks = Tasks::of(args).map_err(|why| unusable(&why))?;
+    let stdin = io::stdin().as_fd().try_clone_to_owned().map_err(|e| unusable(&e))?;
+    // Somebody else may have put another one there when it is to be removed.
+    let socket = args.socket.as_ref().and_then(|path| Some((identity(path)?, path)));
+    let mut line = LineSocket::new(UnixStream::from(stdin));
+    match tasks {
+        Some(mut tasks) => {
+            while let Ok(Line { text, .. }) = line.receive(Instant::now() + FOREVER) {
+                let Ok(asked) = serde_json::from_slice(&text) else { break };
+                if answer(&line, tasks.carry_out(asked)).is_err() {
+                    break;
+                }
+            }
+        }
+        None => while line.stream().read(&mut [0]).is_err_and(|error| error.kind() == io::ErrorKind::Interrupted) {},
+    }
+    if let Some((_, path)) = socket.filter(|(id, path)| identity(path) == Some(*id)) {
+        let _ = fs::remove_file(path);
+    }
+    if let Some(path) = &args.folder {
+        let _ = fs::remove_dir_all(path);
+    }
+    Ok(())
+}
+
+/// What it may be asked.
+struct Tasks {
+    connect: Vec<Uri>,
+    lookout: Option<String>,
+    commands: HashMap<String, UserCommand>,
+    /// Those that run, or whose end nobody has asked about.
+    started: HashMap<String, Box<dyn Started>>,
+}
+
+/// What comes of it, and a descriptor that goes with it.
+type Done = io::Result<(Answer, Option<OwnedFd>)>;
+
+impl Tasks {
+    /// None: there are none.
+    fn of(args: &StewardArgs) -> Result<Option<Self>, String> {
+        let connect: Vec<Uri> = args.connect.iter().map(|uri| uri.parse()).collect::<Result<_, String>>()?;
+        let commands = args.commands.as_deref().map(serde_json::from_str::<Vec<(String, UserCommand)>>).transpose();
+        let commands: HashMap<_, _> = commands.map_err(|e| e.to_string())?.into_iter().flatten().collect();
+        let lookout = args.lookout.clone();
+        let is_idle = connect.is_empty() && lookout.is_none() && commands.is_empty();
+        Ok((!is_idle).then(|| Self { connect, lookout, commands, started: HashMap::new() }))
+    }
+
+    fn carry_out(&mut self, asked: Ask) -> Done {
+        let not_told = || io::Error::from(Errno::PERM);
+        let plain = |answer: Answer| Ok((answer, None));
+        match asked {
+            Ask::Connect(to) => {
+                let to = self.connect.iter().find(|known| known.to_string() == to).ok_or_else(not_told)?;
+                Ok((Answer::default(), Some(connect(to)?)))
+            }
+            Ask::Writers => {
+                let lookout = self.lookout.as_deref().ok_or_else(not_told)?;
+                let found = look_for_writers(lookout).map_err(io::Error::other)?;
+                plain(Answer { found, ..Answer::default() })
+            }
+            Ask::Start(phase) => {
+                let command = self.commands.get(&phase).ok_or_else(not_told)?.start_here(&phase)?;
+                let ended = command.ended().try_clone_to_owned()?;
+                self.started.insert(phase, command);
+                Ok((Answer::default(), Some(ended)))
+            }
+            Ask::Status(phase) => {
+                let status = self.started.get_mut(&phase).ok_or_else(not_told)?.status()?;
+                plain(Answer { status: status.map(ExitStatusExt::into_raw), ..Answer::default() })
+            }
+            Ask::End(phase) => {
+                self.started.remove(&phase).map_or(Ok(()), |mut command| command.end())?;
+                plain(Answer::default())
+            }
+        }
+    }
+}
+
+fn answer(line: &LineSocket, done: Done) -> io::Result<()> {
+    let (answer, beside) = done.unwrap_or_else(|error| {
+        (Answer { number: error.raw_os_error(), error: Some(error.to_string()), ..Answer::default() }, None)
+    });
+    let text = serde_json::to_vec(&answer)?;
+    let beside: Vec<_> = beside.iter().map(AsFd::as_fd).collect();
+    line.send(&text, &beside, Instant::now() + ANSWER_WAIT).map_err(io::Error::other)
+}
+
+/// Of a socket's file: device and number.
+fn identity(path: &Path) -> Option<(u64, u64)> {
+    let there = fs::symlink_metadata(path).ok()?;
+    there.file_type().is_socket().then(|| (there.dev(), there.ino()))
+}

@@ -1,0 +1,133 @@
+//! A guest that is to be moved or saved, in the hands of a process that keeps no right that it does not need.
+//!
+//! ```text
+//!   attach · acquire what tracking takes · start the guard and the steward ─► [open the file] ─► confine ─► threads ─► work
+//! ```
+//!
+//! What still takes a right afterwards, the steward does: it connects, looks for processes that write guest memory, and
+//! runs the commands of the user.
+use std::{
+    path::Path,
+    sync::{Arc, Mutex, PoisonError},
+};
+
+use transship_engine::{Error, Progress, Uri, UserCommand, when_opened};
+use transship_guest::{SourceGuest, Watch};
+use transship_vmm::{AttachOptions, VmAddress, attach_source};
+
+use crate::{
+    control::{ControlSocket, Listening},
+    failure::Failure,
+    guard::GuardProcess,
+    progress::Display,
+    sandbox::{Errands, Left, Role, Sandbox, Steward},
+    signals::{Held, Side, Watcher},
+};
+
+/// What is wanted of a guest.
+pub(crate) struct Wanted<'a> {
+    pub(crate) vm: &'a VmAddress,
+    /// As the user wrote it.
+    pub(crate) vm_text: &'a str,
+    pub(crate) attach: &'a AttachOptions,
+    /// How its memory is to be watched; none: not at all.
+    pub(crate) watch: Option<Watch>,
+    /// Where it goes, if that is to be called.
+    pub(crate) to: Option<&'a Uri>,
+    /// The socket that steers it.
+    pub(crate) control: Option<&'a Path>,
+    /// By their phases.
+    pub(crate) commands: Vec<(&'static str, UserCommand)>,
+}
+
+/// An attached guest, and who acts should this process die.
+pub(crate) struct Taken {
+    // In this order they are let go of: who was told to act does so when the guest is let go of.
+    pub(crate) guest: Box<dyn SourceGuest>,
+    pub(crate) guard: GuardProcess,
+}
+
+impl Wanted<'_> {
+    /// All that takes rights, but for giving them up. The steward is to be dropped after all that it serves.
+    pub(crate) fn take(self, sandbox: &Sandbox, steward: &mut Option<Steward>) -> Result<Taken, Error> {
+        let mut guest = attach_source(self.vm, self.attach.clone())?;
+        // One that stands still is watched only if it goes.
+        if let Some(watch) = self.watch
+            && (self.to.is_some() || guest.is_running()?)
+        {
+            guest.acquire(watch)?;
+        }
+        // A guest by the hand-off protocol is called again when its connection breaks.
+        let again = match self.vm {
+            VmAddress::Handoff(path) => Some(Uri::Unix(path.clone())),
+            VmAddress::Qemu(_) | VmAddress::Libvirt(_) => None,
+        };
+        let connect = self.to.cloned().into_iter().chain(again).collect();
+        let (socket, lookout, commands) = (self.control, guest.lookout(), self.commands);
+        *steward = sandbox.steward(&Errands { connect, socket, lookout, commands, folder: None })?;
+        if let Some(steward) = steward {
+            guest.look_by(steward.lookout());
+        }
+        Ok(Taken { guest, guard: GuardProcess::start(self.vm_text, sandbox)? })
+    }
+}
+
+/// Threads beside the one that works; they are started when there is no right left that they could have.
+pub(crate) struct Threads {
+    _display: Display,
+    _signals: Watcher,
+    _control: Option<ControlSocket>,
+}
+
+/// What they need.
+pub(crate) struct Waiting {
+    pub(crate) signals: Held,
+    pub(crate) side: Side,
+    pub(crate) control: Option<Listening>,
+    pub(crate) progress: Arc<Progress>,
+}
+
+impl Waiting {
+    fn start(self) -> Result<Threads, Error> {
+        let failed = |source| Error::Io { what: "start a thread".into(), source };
+        let signals = self.signals.cancelling(&self.progress, self.side).map_err(|failure| match failure {
+            Failure::Failed(why) => failed(std::io::Error::other(why)),
+            _ => failed(std::io::ErrorKind::Other.into()),
+        })?;
+        let control = self.control.map(|control| ControlSocket::start(control, &self.progress)).transpose();
+        let display = Display::start(&self.progress).map_err(failed)?;
+        Ok(Threads { _display: display, _signals: signals, _control: control.map_err(failed)? })
+    }
+
+    /// Gives up the rights of this process first.
+    pub(crate) fn confined(self, sandbox: &Sandbox, role: Role, left: Left<'_>) -> Result<Threads, Error> {
+        sandbox.confine(role, left)?;
+        self.start()
+    }
+}
+
+/// The same, for as long as it lives, when all of a snapshot is open.
+pub(crate) struct WhenOpened(Arc<Mutex<Option<Threads>>>);
+
+impl WhenOpened {
+    /// `folder`: where the file is completed, if it has a name.
+    pub(crate) fn confine(waiting: Waiting, sandbox: &Sandbox, role: Role, folder: Option<&Path>) -> Self {
+        let threads = Arc::new(Mutex::new(None));
+        let (sandbox, folder, started) = (sandbox.clone(), folder.map(Path::to_owned), Arc::clone(&threads));
+        when_opened(move || {
+            let left = folder.as_deref().map_or(Left::Nothing, Left::Folder);
+            let running = waiting.confined(&sandbox, role, left)?;
+            *started.lock().unwrap_or_else(PoisonError::into_inner) = Some(running);
+            Ok(())
+        });
+        Self(threads)
+    }
+}
+
+impl Drop for WhenOpened {
+    fn drop(&mut self) {
+        // It may not have come to that.
+        when_opened(|| Ok(()));
+        drop(self.0.lock().unwrap_or_else(PoisonError::into_inner).take());
+    }
+}
