@@ -7,7 +7,7 @@
 //! What still takes a right afterwards, the steward does: it connects, looks for processes that write guest memory, and
 //! runs the commands of the user.
 use std::{
-    path::Path,
+    path::{Path, PathBuf},
     sync::{Arc, Mutex, PoisonError},
 };
 
@@ -106,17 +106,35 @@ impl Waiting {
     }
 }
 
+/// Where a file is completed that is open.
+pub(crate) enum Place {
+    /// Where it is: it has a name already, or none.
+    There,
+    Folder(PathBuf),
+    /// And it is an image.
+    FolderOfImages(PathBuf),
+}
+
+impl Place {
+    fn left(&self) -> Left<'_> {
+        match self {
+            Self::There => Left::Nothing,
+            Self::Folder(path) => Left::Folder(path),
+            Self::FolderOfImages(path) => Left::FolderOfImages(path),
+        }
+    }
+}
+
 /// The same, for as long as it lives, when all of a snapshot is open.
 pub(crate) struct WhenOpened(Arc<Mutex<Option<Threads>>>);
 
 impl WhenOpened {
-    /// `folder`: where the file is completed, if it has a name.
-    pub(crate) fn confine(waiting: Waiting, sandbox: &Sandbox, role: Role, folder: Option<&Path>) -> Self {
+    /// `place`: where it is completed.
+    pub(crate) fn confine(waiting: Waiting, sandbox: &Sandbox, role: Role, place: Place) -> Self {
         let threads = Arc::new(Mutex::new(None));
-        let (sandbox, folder, started) = (sandbox.clone(), folder.map(Path::to_owned), Arc::clone(&threads));
+        let (sandbox, started) = (sandbox.clone(), Arc::clone(&threads));
         when_opened(move || {
-            let left = folder.as_deref().map_or(Left::Nothing, Left::Folder);
-            let running = waiting.confined(&sandbox, role, left)?;
+            let running = waiting.confined(&sandbox, role, place.left())?;
             *started.lock().unwrap_or_else(PoisonError::into_inner) = Some(running);
             Ok(())
         });

@@ -117,6 +117,36 @@ fn a_file_that_age_has_encrypted_is_read() -> Result<()> {
     Ok(())
 }
 
+/// Also one that was not, and one for somebody else.
+#[test]
+fn a_file_is_encrypted_while_it_is_converted() -> Result<()> {
+    let folder = Scratch::new()?;
+    let ((mine, public), (theirs, their_public)) = (key(&folder, "mine")?, key(&folder, "theirs")?);
+    let source = Qemu::linux().booted()?;
+    let [mapped, first, second] = ["mapped", "first", "second"].map(|name| text(&folder.join(name)));
+    Transship::command(["save", "--paused", "--vm", &source.vm(), "--to", &mapped]).run()?.expect_code(0)?;
+    drop(source);
+    let convert = |from: &str, to: &str, flags: &[&str]| {
+        Transship::command(["convert", from, to]).args(flags.iter().copied()).run()
+    };
+    convert(&mapped, &first, &["--encrypt-to", &public])?.expect_code(0)?;
+    convert(&first, &second, &["--format", "stream", "--identity", &mine, "--encrypt-to", &their_public])?
+        .expect_code(0)?;
+    for (file, key, other) in [(&first, &mine, &theirs), (&second, &theirs, &mine)] {
+        assert!(!shows_memory(&bytes(Path::new(file))?), "{file}: guest memory is in it");
+        let destination = Qemu::linux().incoming().start()?;
+        restore(&destination, file, &[other])?.expect_code(1)?;
+        let destination = Qemu::linux().incoming().start()?;
+        restore(&destination, file, &[key])?.expect_code(0)?;
+        assert_goes_on(&destination, file)?;
+    }
+    let refused = convert(&first, &mapped, &["--identity", &mine, "--encrypt-to", &public])?.expect_code(1)?;
+    assert!(refused.stderr.contains("only a file of the format stream"), "{refused}");
+    let refused = convert(&mapped, &second, &["--format", "mapped-ram", "--encrypt-to", &public])?.expect_code(2)?;
+    assert!(refused.stderr.contains("--encrypt-to"), "{refused}");
+    Ok(())
+}
+
 /// No guest runs on a part of a stream, or on one that was changed, and nobody gets it without its key.
 #[test]
 fn what_is_not_whole_or_for_others_starts_no_guest() -> Result<()> {

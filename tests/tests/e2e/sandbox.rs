@@ -320,6 +320,24 @@ fn savers_can_do_nothing_but_complete_their_files() -> Result<()> {
     assert_runs(&qemu)
 }
 
+/// Those that look at a guest, and those that make one file of another.
+#[test]
+fn watchers_planners_and_converters_can_do_nothing_else() -> Result<()> {
+    let folder = Scratch::new()?;
+    let qemu = Qemu::multiboot().booted()?;
+    let (file, other) = (folder.join("file").display().to_string(), folder.join("other").display().to_string());
+    let vm = qemu.vm();
+    Transship::command(["save", "--vm", &*vm, "--to", &*file]).run()?.expect_code(0)?;
+    let (watch, plan) = (["watch", "--vm", &*vm, "--count", "1"], ["plan", "--vm", &*vm, "--time", "1s"]);
+    assert_stopped("Watch", || Transship::command(watch), &folder)?;
+    assert_stopped("Plan", || Transship::command(plan), &folder)?;
+    assert_stopped("Convert", || Transship::command(["convert", &*file, &*other]), &folder)?;
+    Transship::command(watch).run()?.expect_code(0)?;
+    Transship::command(plan).run()?.expect_code(0)?;
+    Transship::command(["convert", &*file, &*other]).run()?.expect_code(0)?;
+    assert_runs(&qemu)
+}
+
 fn assert_runs(qemu: &Qemu) -> Result<()> {
     assert_eq!(qemu.status()?, "running");
     qemu.next_count()?;

@@ -3,6 +3,7 @@ use std::path::PathBuf;
 
 use clap::Args;
 
+use super::sandbox::SandboxArgs;
 use super::save::FileFormat;
 
 const CONVERT_EXAMPLES: &str = "\
@@ -39,11 +40,19 @@ pub(crate) struct ConvertArgs {
     pub(crate) format: Option<FileFormat>,
     /// Decrypt FROM by the keys in this file, as `age-keygen` writes it
     ///
-    /// It may be given several times. TO is in clear. A FROM that is not encrypted is refused then: it is not the one
-    /// that was meant.
+    /// It may be given several times. TO is in clear unless --encrypt-to is given, too. A FROM that is not encrypted is
+    /// refused then: it is not the one that was meant.
     #[arg(long, value_name = "KEYFILE")]
     pub(crate) identity: Vec<PathBuf>,
+    /// Encrypt TO, which is a stream, for this key of age, or the keys in this file
+    ///
+    /// WHO is a public key (age1…), or a file of them, or the file that `age-keygen` has written. It may be given
+    /// several times: each of the keys opens the file.
+    #[arg(long, value_name = "WHO")]
+    pub(crate) encrypt_to: Vec<String>,
     /// Print the result as one JSON object
     #[arg(long)]
     pub(crate) json: bool,
+    #[command(flatten)]
+    pub(crate) sandbox: SandboxArgs,
 }

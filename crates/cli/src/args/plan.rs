@@ -2,6 +2,7 @@
 
 use clap::Args;
 
+use super::sandbox::SandboxArgs;
 use super::tls::TlsArgs;
 use super::tracker::Tracker;
 use crate::trust::TokenText;
@@ -65,4 +66,6 @@ pub(crate) struct PlanArgs {
     /// Look although devices write past the tracker
     #[arg(long, hide_short_help = true)]
     pub(crate) allow_untracked_writers: bool,
+    #[command(flatten)]
+    pub(crate) sandbox: SandboxArgs,
 }

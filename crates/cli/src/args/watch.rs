@@ -2,6 +2,7 @@
 
 use clap::Args;
 
+use super::sandbox::SandboxArgs;
 use super::tracker::Tracker;
 
 const WATCH_EXAMPLES: &str = "\
@@ -41,4 +42,6 @@ pub(crate) struct WatchArgs {
     /// Watch although devices write past the tracker
     #[arg(long, hide_short_help = true)]
     pub(crate) allow_untracked_writers: bool,
+    #[command(flatten)]
+    pub(crate) sandbox: SandboxArgs,
 }

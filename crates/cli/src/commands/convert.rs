@@ -1,14 +1,18 @@
 //! `transship convert`: one layout of a snapshot from the other.
-use transship_engine::{Error, FileUri, Progress, Report, convert};
+use std::sync::Arc;
+
+use transship_engine::{FilePlace, FileUri, Format, Progress, Report, convert};
 
 use super::info::place;
 use crate::{
     args::ConvertArgs,
     checks::Checks,
     failure::Failure,
+    flags::folder_of,
     keys,
-    progress::Display,
-    signals::{self, Side, Watcher},
+    sandbox::{Role, Sandbox},
+    signals::{self, Held, Side},
+    source::{Place, Waiting, WhenOpened},
     summary,
 };
 
@@ -17,14 +21,28 @@ pub(crate) fn run(args: &ConvertArgs) -> Result<(), Failure> {
     let from = checks.read("FROM", &args.from, place);
     let to = checks.read("TO", &args.to, str::parse::<FileUri>);
     let identities = keys::identities(&mut checks, &args.identity);
-    let ((from, to), identities) = checks.finish(from.zip(to).zip(identities))?;
+    let recipients = keys::recipients(&mut checks, &args.encrypt_to);
+    let format: Option<Format> = args.format.map(Into::into);
+    if !args.encrypt_to.is_empty() && format.is_some_and(|format| format != Format::Stream) {
+        let why = "only a stream is written from the beginning to the end";
+        checks.mistake(format!("--encrypt-to: {why}; use it with --format stream"));
+    }
+    let sandbox = Sandbox::check(&args.sandbox, &mut checks);
+    let keys = identities.zip(recipients);
+    let (((from, to), (identities, recipients)), sandbox) = checks.finish(from.zip(to).zip(keys).zip(sandbox))?;
     signals::outlive_file_limits()?;
     let progress = Progress::new();
-    let _signals = Watcher::cancelling(&progress, Side::Conversion)?;
+    let waiting =
+        Waiting { signals: Held::hold()?, side: Side::Conversion, control: None, progress: Arc::clone(&progress) };
+    let (sandbox, place) = match &to.place {
+        FilePlace::Path(path) if format == Some(Format::Raw) => (&sandbox, Place::FolderOfImages(folder_of(path))),
+        FilePlace::Path(path) => (&sandbox, Place::Folder(folder_of(path))),
+        // It is looked at when the other one was read, which takes a path.
+        FilePlace::Fd(_) | FilePlace::FdSet(..) => (&Sandbox::Off, Place::There),
+    };
+    let threads = WhenOpened::confine(waiting, sandbox, Role::Convert, place);
     let mut report = Report::default();
-    let outcome =
-        Display::start(&progress).map_err(|source| Error::Io { what: "start a thread".into(), source }).and_then(
-            |_display| convert(&from, &to, args.format.map(Into::into), identities.as_ref(), &progress, &mut report),
-        );
+    let outcome = convert(&from, &to, format, (identities.as_ref(), recipients.as_ref()), &progress, &mut report);
+    drop(threads);
     summary::converted(outcome, report, args.json)
 }

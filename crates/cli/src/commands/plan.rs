@@ -6,6 +6,7 @@ use transship_engine::{
     Caller, Carrier, Converge, GuestSample, LinkSpeed, MoveOptions, Outlook, Progress, Uri, Work, predict, probe,
     sample_guest,
 };
+use transship_guest::Watch;
 use transship_vmm::{AttachOptions, VmAddress, attach_source};
 
 use crate::{
@@ -14,7 +15,8 @@ use crate::{
     failure::Failure,
     flags::{self, Patience},
     output,
-    signals::Watcher,
+    sandbox::{Errands, Left, Role, Sandbox},
+    signals::Held,
     trust::{self, Network},
     units::{self, Bytes, Rate, Time},
 };
@@ -31,9 +33,14 @@ pub(crate) fn run(args: &PlanArgs) -> Result<(), Failure> {
     let request = Request::check(args)?;
     let progress = Progress::new();
     let cancelled = Arc::clone(&progress);
-    let _signals = Watcher::start(move |_| cancelled.cancel())?;
-    let link = Link::of(&request, &progress)?;
+    let signals = Held::hold()?;
     let mut guest = attach_source(&request.vm, request.attach.clone())?;
+    guest.acquire(Watch::Track)?;
+    let sandbox = request.sandbox.beside_source(&request.vm, &request.attach);
+    let _steward = sandbox.steward(&Errands { connect: request.to.iter().cloned().collect(), ..Errands::default() })?;
+    sandbox.confine(Role::Plan, Left::Nothing)?;
+    let _signals = signals.start(move |_| cancelled.cancel())?;
+    let link = Link::of(&request, &progress)?;
     output::say(&format!("looking at the guest for {}", Time(request.time)));
     let sample = sample_guest(guest.as_mut(), request.time, &progress)?;
     drop(guest);
@@ -57,6 +64,7 @@ struct Request {
     channels: u8,
     encoders: u8,
     attach: AttachOptions,
+    sandbox: Sandbox,
 }
 
 impl Request {
@@ -88,6 +96,7 @@ impl Request {
         let channels = flags::count(checks_ref, "--channels", args.channels.as_deref(), defaults.channels);
         let encoders = flags::count(checks_ref, "--encoders", args.encoders.as_deref(), defaults.encoders);
         let attach = flags::attach(args.allow_untracked_writers, args.tracker.into(), None);
+        let sandbox = Sandbox::check(&args.sandbox, checks_ref);
         let request = (|| {
             Some(Self {
                 vm: vm?,
@@ -99,6 +108,7 @@ impl Request {
                 channels: channels?,
                 encoders: encoders?,
                 attach,
+                sandbox: sandbox?,
             })
         })();
         checks.finish(request)

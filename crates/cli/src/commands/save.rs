@@ -19,7 +19,7 @@ use crate::{
     keys,
     sandbox::{Role, Sandbox, Steward},
     signals::{self, Held, Side},
-    source::{Taken, Waiting, Wanted, WhenOpened},
+    source::{Place, Taken, Waiting, Wanted, WhenOpened},
     summary, units,
 };
 
@@ -70,11 +70,12 @@ fn save(
         commands: flags::commands(&request.options.at_stop, &request.options.hold),
     };
     let Taken { mut guest, mut guard } = wanted.take(sandbox, steward)?;
-    let folder = match &request.to.place {
-        FilePlace::Path(path) => Some(folder_of(path)),
-        _ => None,
+    let place = match &request.to.place {
+        FilePlace::Path(path) if request.options.format == Format::Raw => Place::FolderOfImages(folder_of(path)),
+        FilePlace::Path(path) => Place::Folder(folder_of(path)),
+        FilePlace::Fd(_) | FilePlace::FdSet(..) => Place::There,
     };
-    let _threads = WhenOpened::confine(waiting, sandbox, Role::Save, folder.as_deref());
+    let _threads = WhenOpened::confine(waiting, sandbox, Role::Save, place);
     save_guest(guest.as_mut(), Some(&mut guard), &request.to, &request.options, progress, report)
 }
 
@@ -97,9 +98,8 @@ impl Request {
     /// they are; and with a domain of libvirt, whose library finds the daemon again if that is started anew.
     fn sandbox(&self) -> &Sandbox {
         match (&self.vm, self.options.way) {
-            (VmAddress::Libvirt(_), _) => &Sandbox::Off,
-            (_, Way::Live) => self.sandbox.tracking(&self.attach),
-            _ => &self.sandbox,
+            (VmAddress::Qemu(_) | VmAddress::Handoff(_), Way::Paused | Way::Background) => &self.sandbox,
+            _ => self.sandbox.beside_source(&self.vm, &self.attach),
         }
     }
 

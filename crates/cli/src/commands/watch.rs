@@ -7,6 +7,7 @@ use std::{
 };
 
 use serde::Serialize;
+use transship_guest::Watch as Watched;
 use transship_memory::{GuestMemory, PAGE_BYTES, PageSet, Tracker};
 use transship_vmm::{AttachOptions, VmAddress, attach_source};
 
@@ -15,7 +16,8 @@ use crate::{
     checks::Checks,
     failure::Failure,
     flags, output,
-    signals::Watcher,
+    sandbox::{Left, Role, Sandbox},
+    signals::Held,
     units::{self, Bytes, Count, Rate, Time},
 };
 
@@ -28,11 +30,15 @@ const WINDOW_PARTS: u32 = 8;
 pub(crate) fn run(args: &WatchArgs) -> Result<(), Failure> {
     let request = Request::check(args)?;
     let (interrupted, interrupt) = mpsc::channel();
-    let _signals = Watcher::start(move |_| {
+    let signals = Held::hold()?;
+    let sandbox = request.sandbox.beside_source(&request.vm, &request.attach);
+    let mut guest = attach_source(&request.vm, request.attach.clone())?;
+    guest.acquire(Watched::Track)?;
+    sandbox.confine(Role::Watch, Left::Nothing)?;
+    let _signals = signals.start(move |_| {
         // The receiver is gone when the watching has ended anyway.
         let _ = interrupted.send(());
     })?;
-    let mut guest = attach_source(&request.vm, request.attach)?;
     let memory = guest.memory();
     let mut tracker = guest.track()?;
     let mut watch = Watch::start(&memory, tracker.as_mut(), request.window)?;
@@ -58,6 +64,7 @@ struct Request {
     window: Duration,
     count: Option<u64>,
     attach: AttachOptions,
+    sandbox: Sandbox,
 }
 
 impl Request {
@@ -81,7 +88,11 @@ impl Request {
             ));
         }
         let attach = flags::attach(args.allow_untracked_writers, args.tracker.into(), None);
-        let request = (|| Some(Self { vm: vm?, interval: interval?, window: window?, count: count?, attach }))();
+        let sandbox = Sandbox::check(&args.sandbox, &mut checks);
+        let request = (|| {
+            let (interval, window, count) = (interval?, window?, count?);
+            Some(Self { vm: vm?, interval, window, count, attach, sandbox: sandbox? })
+        })();
         checks.finish(request)
     }
 }

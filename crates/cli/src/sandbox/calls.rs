@@ -141,12 +141,20 @@ const EVENTS: &[i64] = &[
 const RINGS: &[i64] = &[libc::SYS_io_uring_enter, libc::SYS_io_uring_register, libc::SYS_io_uring_setup];
 
 const FILES: &[i64] = &[
+    libc::SYS_fchmod,
+    libc::SYS_fchown,
     libc::SYS_fdatasync,
     libc::SYS_flock,
     libc::SYS_fstatfs,
     libc::SYS_fsync,
     libc::SYS_getdents64,
+    libc::SYS_mkdirat,
+    #[cfg(target_arch = "x86_64")]
+    libc::SYS_open,
     libc::SYS_openat,
+    #[cfg(target_arch = "x86_64")]
+    libc::SYS_readlink,
+    libc::SYS_readlinkat,
     libc::SYS_renameat,
     libc::SYS_renameat2,
     libc::SYS_sync_file_range,
@@ -164,8 +172,8 @@ const LOCAL: &[i64] = &[
     libc::SYS_unlinkat,
 ];
 
-/// Of terminals, sockets and guest memory; by number, as libc lacks some.
-const IOCTLS: [u64; 14] = [
+/// Of terminals, sockets, guest memory and files; by number, as libc lacks some.
+const IOCTLS: [u64; 16] = [
     libc::TCGETS,
     libc::TIOCGWINSZ,
     libc::FIONBIO,
@@ -180,6 +188,8 @@ const IOCTLS: [u64; 14] = [
     0xc028_aa03, // UFFDIO_COPY
     0xc020_aa04, // UFFDIO_ZEROPAGE
     0xc020_aa07, // UFFDIO_CONTINUE
+    0x8008_6601, // FS_IOC_GETFLAGS
+    0x4008_6602, // FS_IOC_SETFLAGS
 ];
 
 /// A name for a thread, and two questions of the standard library's.
@@ -203,8 +213,8 @@ fn threads() -> Vec<Allowed> {
     ]
 }
 
-/// A userfaultfd of this process's own, for which no other one and no part of the kernel waits: by that it is seen which
-/// huge pages a file has.
+/// A userfaultfd of this process's own, for which no other one and no part of the kernel waits: by that it is seen
+/// which huge pages a file has.
 fn own_faults() -> Allowed {
     const USER_MODE_ONLY: u64 = 1;
     (libc::SYS_userfaultfd, vec![rule(&[all_of(0, USER_MODE_ONLY)])])

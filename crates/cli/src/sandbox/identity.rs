@@ -64,6 +64,9 @@ impl Account {
         match left {
             _ if !geteuid().is_root() => {}
             Left::Folder(_) => keep = OF_FILES & capabilities(None)?.effective,
+            Left::FolderOfImages(_) => {
+                keep = OF_FILES.union(CapabilitySet::LINUX_IMMUTABLE) & capabilities(None)?.effective;
+            }
             Left::Nothing | Left::Room(_) => root = self.replace_root(left)?,
         }
         // Those of an ambient set, or of the file of the program. A kernel too old for the first has none.
@@ -77,7 +80,7 @@ impl Account {
     fn replace_root(&self, left: Left<'_>) -> io::Result<Option<&'static Path>> {
         let room = match left {
             Left::Room(room) => Some(room),
-            Left::Nothing | Left::Folder(_) => None,
+            Left::Nothing | Left::Folder(_) | Left::FolderOfImages(_) => None,
         };
         let mut root = None;
         match leave_paths(room, self) {

@@ -25,7 +25,7 @@ use std::{io, path::Path};
 use transship_codec::{Backend, Method, qatzip_backend};
 use transship_engine::{Compress, Error, when_opened};
 use transship_guest::DestinationGuest;
-use transship_vmm::{AttachOptions, Tracking};
+use transship_vmm::{AttachOptions, Tracking, VmAddress};
 
 use crate::{args::SandboxArgs, checks::Checks, failure::Failure};
 use calls::Calls;
@@ -53,6 +53,12 @@ pub(crate) enum Role {
     Save,
     /// Beside one of these two, for the guest that it has stopped.
     Guard,
+    /// One layout of a snapshot from another.
+    Convert,
+    /// How fast a guest writes.
+    Watch,
+    /// The same, and how fast the way to a receiver is.
+    Plan,
 }
 
 /// What is left of all paths.
@@ -64,6 +70,8 @@ pub(crate) enum Left<'a> {
     /// A folder of the user's, in which a file is completed. The user is not changed then, as files of that name may be
     /// anybody's.
     Folder(&'a Path),
+    /// The same, and the files that are made there become immutable.
+    FolderOfImages(&'a Path),
 }
 
 impl Role {
@@ -77,6 +85,8 @@ impl Role {
             Self::Move => &[Calls::Threads, Calls::Streams, Calls::Memory, Calls::Children],
             Self::Save => &[Calls::Threads, Calls::Streams, Calls::Memory, Calls::Children, Calls::Rings, Calls::Files],
             Self::Guard => &[Calls::Threads, Calls::Streams],
+            Self::Convert => &[Calls::Threads, Calls::Streams, Calls::Memory, Calls::Rings, Calls::Files],
+            Self::Watch | Self::Plan => &[Calls::Threads, Calls::Streams, Calls::Memory],
             Self::Balloon => &[Calls::Threads, Calls::Streams, Calls::Memory, Calls::Events, Calls::LocalSockets],
         }
     }
@@ -139,6 +149,12 @@ impl Sandbox {
             Ok(Tracking::Sync) => &Self::Off,
             _ => self,
         }
+    }
+
+    /// The same, where the VM may be libvirt's: its library finds the daemon by itself, and again when that was started
+    /// anew.
+    pub(crate) fn beside_source(&self, vm: &VmAddress, attach: &AttachOptions) -> &Self {
+        if matches!(vm, VmAddress::Libvirt(_)) { &Self::Off } else { self.tracking(attach) }
     }
 
     /// Of a process that fills a guest's memory. Private memory on huge pages of a pool can't be had for a process that

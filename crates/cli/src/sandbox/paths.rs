@@ -35,7 +35,7 @@ fn restrict(left: Left<'_>) -> Result<RulesetStatus, RulesetError> {
     let rules = match left {
         Left::Nothing => rules,
         Left::Room(room) => allow(rules, room, AccessFs::MakeSock | AccessFs::RemoveFile)?,
-        Left::Folder(folder) => {
+        Left::Folder(folder) | Left::FolderOfImages(folder) => {
             let rules = allow(rules, Path::new(MOUNTS), AccessFs::ReadFile.into())?;
             let reads = AccessFs::ReadFile | AccessFs::ReadDir;
             let files = AccessFs::WriteFile | AccessFs::Truncate | AccessFs::MakeReg | AccessFs::RemoveFile;

@@ -6,7 +6,7 @@ use std::{
 };
 
 use transship_memory::{FileIo, GuestMemory, PAGE, PageRange, PageSet};
-use transship_secure::Identities;
+use transship_secure::{Identities, Recipients};
 use transship_wire::qemu::{Block, Configuration, GlobalState, RunState};
 
 use super::{
@@ -39,7 +39,8 @@ const CHECKED: &str = "device sections that were checked can't be read";
 
 /// Makes a snapshot of another one, or of a stream: in `format`, or else a stream of a mapped-ram file, and a
 /// mapped-ram file of anything else. Nothing but the layout changes; what a stream says of a page more than once is in
-/// a mapped-ram file as it was said last. `identities`: the keys of an encrypted one; what is made of it is in clear.
+/// a mapped-ram file as it was said last. `identities`: the keys of an encrypted one; what is made of it is in clear,
+/// or, with `encrypt_to`, a stream that is encrypted for these.
 ///
 /// On failure what was at the name of `to` is there as it was.
 ///
@@ -49,7 +50,7 @@ pub fn convert(
     from: &FileUri,
     to: &FileUri,
     format: Option<Format>,
-    identities: Option<&Identities>,
+    (identities, encrypt_to): (Option<&Identities>, Option<&Recipients>),
     progress: &Arc<Progress>,
     report: &mut Report,
 ) -> Result<(), Error> {
@@ -59,7 +60,10 @@ pub fn convert(
             Opened::Mapped(_) => Format::Stream,
             Opened::Stream(_) | Opened::Image(_) => Format::MappedRam,
         });
-        Conversion { to, format, progress, report, begin }.run(opened)
+        if encrypt_to.is_some() && format != Format::Stream {
+            return Err(Error::File(format!("{to}: only a file of the format stream can be encrypted")));
+        }
+        Conversion { to, format, encrypt_to, progress, report, begin }.run(opened)
     });
     let result = result.map_err(|error| match error {
         Error::Cancelled(_) => Error::Cancelled(crate::Cancelled::Conversion),
@@ -71,6 +75,7 @@ pub fn convert(
 struct Conversion<'a> {
     to: &'a FileUri,
     format: Format,
+    encrypt_to: Option<&'a Recipients>,
     progress: &'a Arc<Progress>,
     report: &'a mut Report,
     begin: Instant,
@@ -133,6 +138,7 @@ impl Conversion<'_> {
             Format::Raw => Target::create_folder(self.to, DirectIo::Off, STATE)?,
             _ => Target::create(self.to, DirectIo::Off, &GuestMemory::new(Vec::new()))?,
         };
+        self.encrypt_to.iter().try_for_each(|recipients| target.seal(recipients))?;
         if let (Some(encoding), Some(SaveImage { header, definition })) = (self.format.libvirts(), image) {
             save_image::put_before(&mut target, definition, header.ran, encoding)?;
         }

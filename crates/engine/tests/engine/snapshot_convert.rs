@@ -115,7 +115,7 @@ fn tail() -> Vec<u8> {
 
 fn run(from: &Path, to: &Path, format: Option<Format>) -> (Result<(), Error>, Report) {
     let mut report = Report::default();
-    let result = convert(&FileUri::path(from), &FileUri::path(to), format, None, &Progress::new(), &mut report);
+    let result = convert(&FileUri::path(from), &FileUri::path(to), format, (None, None), &Progress::new(), &mut report);
     (result, report)
 }
 
@@ -197,12 +197,12 @@ proptest! {
         prop_assert!(file.configuration.mapped_ram);
         // A file is what it was, whichever way it is rewritten.
         let to = FileUri { offset, ..FileUri::path(&plain) };
-        convert(&FileUri::path(&mapped), &to, None, None, &Progress::new(), &mut Report::default()).unwrap();
+        convert(&FileUri::path(&mapped), &to, None, (None, None), &Progress::new(), &mut Report::default()).unwrap();
         let back = Snapshot::read(&plain, offset);
         prop_assert!(back.memory == memory && back.tail == tail() && !back.configuration.mapped_ram);
         let has = |bytes: &[u8]| bytes.windows(5).any(|bytes| bytes == [8, 0, 11, 0, 0]);
         prop_assert_eq!(has(&fs::read(&plain).unwrap()), switchover, "the mark of the switchover");
-        convert(&to, &FileUri::path(&again), Some(Format::MappedRam), None, &Progress::new(), &mut Report::default()).unwrap();
+        convert(&to, &FileUri::path(&again), Some(Format::MappedRam), (None, None), &Progress::new(), &mut Report::default()).unwrap();
         prop_assert!(Snapshot::read(&again, 0).memory == memory);
         run(&mapped, &again, Some(Format::MappedRam)).0.unwrap();
         prop_assert!(Snapshot::read(&again, 0).memory == memory);
@@ -320,7 +320,8 @@ fn a_conversion_of_zero_pages_can_be_cancelled() {
     fs::remove_file(&to).unwrap();
     let (progress, mut report) = (Progress::new(), Report::default());
     progress.cancel();
-    let error = convert(&FileUri::path(&from), &FileUri::path(&to), None, None, &progress, &mut report).unwrap_err();
+    let error =
+        convert(&FileUri::path(&from), &FileUri::path(&to), None, (None, None), &progress, &mut report).unwrap_err();
     assert_eq!((error.to_string().as_str(), report.status), ("cancelled; nothing has changed", Status::Cancelled));
     assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 1);
 }
@@ -332,7 +333,8 @@ fn a_cancelled_conversion_says_so() {
     fs::write(&from, stream_of(&[], false).0).unwrap();
     let (progress, mut report) = (Progress::new(), Report::default());
     progress.cancel();
-    let error = convert(&FileUri::path(&from), &FileUri::path(&to), None, None, &progress, &mut report).unwrap_err();
+    let error =
+        convert(&FileUri::path(&from), &FileUri::path(&to), None, (None, None), &progress, &mut report).unwrap_err();
     assert_eq!((error.to_string().as_str(), report.status), ("cancelled; nothing has changed", Status::Cancelled));
     assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 1);
 }
