@@ -4,8 +4,8 @@
 //!   attach · acquire what tracking takes · start the guard and the steward ─► [open the file] ─► confine ─► threads ─► work
 //! ```
 //!
-//! What still takes a right afterwards, the steward does: it connects, looks for processes that write guest memory, and
-//! runs the commands of the user.
+//! What still takes a right afterwards, the steward does: it connects, looks for processes that write guest memory,
+//! knows which threads of the VMM may wait, and runs the commands of the user.
 use std::{
     path::{Path, PathBuf},
     sync::{Arc, Mutex, PoisonError},
@@ -63,10 +63,12 @@ impl Wanted<'_> {
             VmAddress::Qemu(_) | VmAddress::Libvirt(_) => None,
         };
         let connect = self.to.cloned().into_iter().chain(again).collect();
-        let (socket, lookout, commands) = (self.control, guest.lookout(), self.commands);
-        *steward = sandbox.steward(&Errands { connect, socket, lookout, commands, folder: None })?;
+        let (socket, lookout, threads) = (self.control, guest.lookout(), guest.threads());
+        let errands = Errands { connect, socket, lookout, threads, commands: self.commands, folder: None };
+        *steward = sandbox.steward(&errands)?;
         if let Some(steward) = steward {
             guest.look_by(steward.lookout());
+            guest.know_threads_by(steward.threads());
         }
         Ok(Taken { guest, guard: GuardProcess::start(self.vm_text, sandbox)? })
     }

@@ -10,7 +10,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use transship_memory::{Freeing, GuestMemory, Missing, PageRange, PageSet, Protection, Tracker};
+use transship_memory::{Freeing, GuestMemory, LetWait, Missing, PageRange, PageSet, Protection, Tracker};
 use transship_wire::{GuestDescription, libvirt::Definition};
 
 /// An adapter's failure, by who can act on it. Each is one line: what happened, to what, and what the user can do.
@@ -386,6 +386,14 @@ pub trait SourceGuest: Send {
     }
     /// From now on that process is asked.
     fn look_by(&mut self, _ask: AskOthers) {}
+    /// What a process that may trace the VMM must be told to know, in this one's place, which of its threads may be held
+    /// where they write; the adapter itself will read it. None: no thread is, or that takes no right. To be asked after
+    /// `acquire`.
+    fn threads(&self) -> Option<String> {
+        None
+    }
+    /// From now on that process is asked, through `other`.
+    fn know_threads_by(&mut self, _other: Box<dyn LetWait>) {}
 }
 
 /// Asks another process who writes guest memory past the tracker now: each of them in words.

@@ -19,7 +19,7 @@ pub mod synthetic;
 mod tracking;
 
 pub use connecting::connect_by;
-pub use qemu::look_for_writers;
+pub use qemu::{look_for_writers, threads_that_may_wait};
 pub use tracking::Tracking;
 
 pub use looked::{DeviceFound, DiskFound, Looked, MemoryFound, Use};

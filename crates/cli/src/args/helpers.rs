@@ -27,6 +27,9 @@ pub(crate) struct StewardArgs {
     /// How to look for processes that write a guest's memory
     #[arg(long)]
     pub(crate) lookout: Option<String>,
+    /// How to know which threads of a VMM may wait
+    #[arg(long)]
+    pub(crate) threads: Option<String>,
     /// What to run, by phases, as JSON
     #[arg(long)]
     pub(crate) commands: Option<String>,

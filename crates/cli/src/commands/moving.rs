@@ -142,13 +142,13 @@ impl Way {
 }
 
 impl Request {
-    /// The rights that the process keeps. All of them: with post-copy, which calls and starts processes when the guest
-    /// has been given up; and where writers wait for it, of which it must see which threads they are.
+    /// The rights that the process keeps. All of them with post-copy, which starts a process when the guest has been
+    /// given up.
     fn sandbox(&self) -> &Sandbox {
         match &self.way {
             Way::ToTransship(options) if options.post_copy.is_some() => &Sandbox::Off,
-            Way::ToTransship(options) => self.sandbox.tracking(&self.attach).encoding(options.compress),
-            Way::ToQemu(_) => self.sandbox.tracking(&self.attach),
+            Way::ToTransship(options) => self.sandbox.encoding(options.compress),
+            Way::ToQemu(_) => &self.sandbox,
         }
     }
 

@@ -36,7 +36,7 @@ pub(crate) fn run(args: &PlanArgs) -> Result<(), Failure> {
     let signals = Held::hold()?;
     let mut guest = attach_source(&request.vm, request.attach.clone())?;
     guest.acquire(Watch::Track)?;
-    let sandbox = request.sandbox.beside_source(&request.vm, &request.attach);
+    let sandbox = request.sandbox.beside_source(&request.vm);
     let _steward = sandbox.steward(&Errands { connect: request.to.iter().cloned().collect(), ..Errands::default() })?;
     sandbox.confine(Role::Plan, Left::Nothing)?;
     let _signals = signals.start(move |_| cancelled.cancel())?;
@@ -272,6 +272,7 @@ mod tests {
             channels: 1,
             encoders: 2,
             attach: AttachOptions::default(),
+            sandbox: Sandbox::Off,
         }
     }
 

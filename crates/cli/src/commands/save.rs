@@ -55,7 +55,7 @@ fn save(
     progress: &Arc<Progress>,
     report: &mut Report,
 ) -> Result<(), Error> {
-    let sandbox = request.sandbox();
+    let sandbox = request.sandbox.beside_source(&request.vm);
     let wanted = Wanted {
         vm: &request.vm,
         vm_text: &request.vm_text,
@@ -94,15 +94,6 @@ struct Request {
 }
 
 impl Request {
-    /// The rights that the process keeps. All of them: where writers wait for it, of which it must see which threads
-    /// they are; and with a domain of libvirt, whose library finds the daemon again if that is started anew.
-    fn sandbox(&self) -> &Sandbox {
-        match (&self.vm, self.options.way) {
-            (VmAddress::Qemu(_) | VmAddress::Handoff(_), Way::Paused | Way::Background) => &self.sandbox,
-            _ => self.sandbox.beside_source(&self.vm, &self.attach),
-        }
-    }
-
     fn check(args: &SaveArgs) -> Result<Self, Failure> {
         let mut checks = Checks::default();
         let defaults = SaveOptions::default();

@@ -31,7 +31,7 @@ pub(crate) fn run(args: &WatchArgs) -> Result<(), Failure> {
     let request = Request::check(args)?;
     let (interrupted, interrupt) = mpsc::channel();
     let signals = Held::hold()?;
-    let sandbox = request.sandbox.beside_source(&request.vm, &request.attach);
+    let sandbox = request.sandbox.beside_source(&request.vm);
     let mut guest = attach_source(&request.vm, request.attach.clone())?;
     guest.acquire(Watched::Track)?;
     sandbox.confine(Role::Watch, Left::Nothing)?;

@@ -25,7 +25,7 @@ use std::{io, path::Path};
 use transship_codec::{Backend, Method, qatzip_backend};
 use transship_engine::{Compress, Error, when_opened};
 use transship_guest::DestinationGuest;
-use transship_vmm::{AttachOptions, Tracking, VmAddress};
+use transship_vmm::VmAddress;
 
 use crate::{args::SandboxArgs, checks::Checks, failure::Failure};
 use calls::Calls;
@@ -142,19 +142,10 @@ impl Sandbox {
         self
     }
 
-    /// Of a process that tracks a guest so. Where writers wait for it, it must see what the VMM's threads do, which
-    /// only one can that may trace them.
-    pub(crate) fn tracking(&self, attach: &AttachOptions) -> &Self {
-        match attach.tracking.here() {
-            Ok(Tracking::Sync) => &Self::Off,
-            _ => self,
-        }
-    }
-
-    /// The same, where the VM may be libvirt's: its library finds the daemon by itself, and again when that was started
-    /// anew.
-    pub(crate) fn beside_source(&self, vm: &VmAddress, attach: &AttachOptions) -> &Self {
-        if matches!(vm, VmAddress::Libvirt(_)) { &Self::Off } else { self.tracking(attach) }
+    /// Of a process that looks at this guest. libvirt's library finds the daemon by itself, and again when that was
+    /// started anew.
+    pub(crate) fn beside_source(&self, vm: &VmAddress) -> &Self {
+        if matches!(vm, VmAddress::Libvirt(_)) { &Self::Off } else { self }
     }
 
     /// Of a process that fills a guest's memory. Private memory on huge pages of a pool can't be had for a process that

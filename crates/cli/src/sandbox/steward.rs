@@ -25,6 +25,7 @@ use serde::{Deserialize, Serialize};
 use transship_engine::{Started, Uri, UserCommand, connect_by, start_by};
 use transship_guest::AskOthers;
 use transship_lines::{Line, LineSocket};
+use transship_memory::LetWait;
 
 pub(crate) use serving::run;
 
@@ -44,6 +45,8 @@ pub(crate) struct Errands<'a> {
     pub(crate) folder: Option<&'a Path>,
     /// Looks for those that write to a guest's memory: what its adapter says of it.
     pub(crate) lookout: Option<String>,
+    /// Knows which threads of a VMM may wait: what its guest's adapter says of it.
+    pub(crate) threads: Option<String>,
     /// Runs these; by their phases.
     pub(crate) commands: Vec<(&'static str, UserCommand)>,
 }
@@ -58,8 +61,9 @@ impl<'a> Errands<'a> {
     }
 
     pub(super) fn is_empty(&self) -> bool {
-        let Self { connect, socket, folder, lookout, commands } = self;
-        connect.is_empty() && socket.is_none() && folder.is_none() && lookout.is_none() && commands.is_empty()
+        let Self { connect, socket, folder, lookout, threads, commands } = self;
+        let is_asked = lookout.is_some() || threads.is_some() || !connect.is_empty() || !commands.is_empty();
+        !is_asked && socket.is_none() && folder.is_none()
     }
 
     fn arguments(&self) -> io::Result<Vec<OsString>> {
@@ -72,7 +76,8 @@ impl<'a> Errands<'a> {
         let socket = self.socket.map(|path| flag("--socket", path.into()));
         let folder = self.folder.map(|path| flag("--folder", path.into()));
         let lookout = self.lookout.as_ref().map(|text| flag("--lookout", text.into()));
-        Ok([socket, folder, lookout, commands].into_iter().flatten().chain(connect).flatten().collect())
+        let threads = self.threads.as_ref().map(|text| flag("--threads", text.into()));
+        Ok([socket, folder, lookout, threads, commands].into_iter().flatten().chain(connect).flatten().collect())
     }
 }
 
@@ -109,6 +114,11 @@ impl Steward {
         Ok(Self { socket: ours, line })
     }
 
+    /// For a tracker for which threads wait that it knows.
+    pub(crate) fn threads(&self) -> Box<dyn LetWait> {
+        Box::new(KnownThere(Arc::clone(&self.line)))
+    }
+
     /// For a guest whose other writers it looks for.
     pub(crate) fn lookout(&self) -> AskOthers {
         let line = Arc::clone(&self.line);
@@ -132,6 +142,8 @@ enum Ask {
     Connect(String),
     /// The processes that write to the guest's memory, too.
     Writers,
+    /// For how long a thread of the VMM may be held at most.
+    MayWait(u32),
     /// The command of this phase.
     Start(String),
     /// How that one has ended, if it has.
@@ -149,6 +161,8 @@ struct Answer {
     /// The system's number for that.
     number: Option<i32>,
     found: Vec<String>,
+    /// How long.
+    micros: u64,
     /// As the system has it.
     status: Option<i32>,
 }
@@ -176,6 +190,16 @@ fn connect(line: &Mutex<LineSocket>, to: &Uri) -> io::Result<OwnedFd> {
 fn start(line: &Arc<Mutex<LineSocket>>, phase: &str) -> io::Result<Box<dyn Started>> {
     let ended = one(ask(line, &Ask::Start(phase.to_owned()))?.1)?;
     Ok(Box::new(There { line: Arc::clone(line), phase: phase.to_owned(), ended }))
+}
+
+/// Threads that the steward knows.
+struct KnownThere(Arc<Mutex<LineSocket>>);
+
+impl LetWait for KnownThere {
+    fn at_most(&mut self, thread: u32) -> Duration {
+        // A thread of which nothing is known is not held.
+        ask(&self.0, &Ask::MayWait(thread)).map_or(Duration::ZERO, |(answer, _)| Duration::from_micros(answer.micros))
+    }
 }
 
 /// A command that the steward has started.

@@ -76,6 +76,7 @@ use transship_wire::GuestDescription;
 pub use destination::QemuDestination;
 pub use look::{look, look_at_domain};
 pub use source::QemuSource;
+pub use vcpus::threads_that_may_wait;
 pub use writers::look_for_writers;
 
 use memory::Backend;

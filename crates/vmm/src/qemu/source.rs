@@ -14,7 +14,7 @@ use serde_json::json;
 use transship_guest::{
     AskOthers, DiskFile, DiskSnapshot, Found, GuestError, Hints, LastWill, SourceGuest, StateFormat, Watch,
 };
-use transship_memory::{Area, Freeing, GuestMemory, Protection, Region, Tracker};
+use transship_memory::{Area, Freeing, GuestMemory, LetWait, Protection, Region, Tracker};
 use transship_wire::{GuestDescription, libvirt::Definition};
 
 use super::{
@@ -350,6 +350,16 @@ impl SourceGuest for QemuSource {
             return None;
         }
         Lookout::of(&self.qmp, &self.backends, self.own_balloon.as_ref()).to_text()
+    }
+
+    fn threads(&self) -> Option<String> {
+        self.tracker.as_ref()?.threads()
+    }
+
+    fn know_threads_by(&mut self, other: Box<dyn LetWait>) {
+        if let Some(acquired) = &mut self.tracker {
+            acquired.know_threads_by(other);
+        }
     }
 
     fn look_by(&mut self, ask: AskOthers) {

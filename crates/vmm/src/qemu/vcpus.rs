@@ -11,6 +11,7 @@ use std::{
     time::{Duration, Instant},
 };
 
+use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use transship_guest::GuestError;
 use transship_memory::LetWait;
@@ -27,31 +28,59 @@ const LIST_EVERY: Duration = Duration::from_secs(1);
 const IOCTL: &str = "16";
 const KVM_RUN: &str = "0xae80";
 
-/// The threads of one QEMU.
-pub(super) struct Threads {
+/// What QEMU says of its processors.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub(super) struct Processors {
     pid: i32,
     has_kvm: bool,
     /// As QEMU knows them, which may be in a namespace of its own.
-    processors: HashSet<u32>,
+    threads: HashSet<u32>,
+}
+
+impl Processors {
+    pub(super) fn of(qmp: &mut Qmp) -> Result<Self, GuestError> {
+        let processors = qmp.execute("query-cpus-fast", json!({}))?;
+        let number = |cpu: &Value| cpu["thread-id"].as_u64().and_then(|thread| u32::try_from(thread).ok());
+        let threads = processors.as_array().into_iter().flatten().filter_map(number).collect();
+        let has_kvm = qmp.execute("query-kvm", json!({}))?["enabled"] == json!(true);
+        Ok(Self { pid: qmp.pid(), has_kvm, threads })
+    }
+
+    /// For another process.
+    pub(super) fn to_text(&self) -> Option<String> {
+        serde_json::to_string(self).ok()
+    }
+}
+
+/// Knows the threads of a VMM in the place of a source that has given up the right to look at them. `threads`: what its
+/// [`SourceGuest::threads`](transship_guest::SourceGuest::threads) has said.
+///
+/// # Errors
+/// That was no such text.
+pub fn threads_that_may_wait(threads: &str) -> Result<Box<dyn LetWait>, GuestError> {
+    let processors = serde_json::from_str(threads)
+        .map_err(|e| GuestError::Bug(format!("can't read whose threads they are: {e}")))?;
+    Ok(Box::new(Threads::of(processors)))
+}
+
+/// The threads of one QEMU.
+pub(super) struct Threads {
+    processors: Processors,
     /// By QEMU's number: ours.
     known: HashMap<u32, u32>,
     listed: Instant,
 }
 
 impl Threads {
-    pub(super) fn of(qmp: &mut Qmp) -> Result<Self, GuestError> {
-        let processors = qmp.execute("query-cpus-fast", json!({}))?;
-        let number = |cpu: &Value| cpu["thread-id"].as_u64().and_then(|thread| u32::try_from(thread).ok());
-        let processors = processors.as_array().into_iter().flatten().filter_map(number).collect();
-        let has_kvm = qmp.execute("query-kvm", json!({}))?["enabled"] == json!(true);
-        let pid = qmp.pid();
-        Ok(Self { pid, has_kvm, processors, known: list(pid), listed: Instant::now() })
+    /// They are looked at from this process.
+    pub(super) fn of(processors: Processors) -> Self {
+        Self { known: list(processors.pid), processors, listed: Instant::now() }
     }
 
     /// Whether it is in the guest now.
     fn runs_guest(&self, thread: u32) -> bool {
         let Some(ours) = self.known.get(&thread) else { return false };
-        let call = fs::read_to_string(format!("/proc/{}/task/{ours}/syscall", self.pid)).unwrap_or_default();
+        let call = fs::read_to_string(format!("/proc/{}/task/{ours}/syscall", self.processors.pid)).unwrap_or_default();
         is_kvm_run(&call)
     }
 }
@@ -64,22 +93,23 @@ fn is_kvm_run(call: &str) -> bool {
 
 impl LetWait for Threads {
     fn at_most(&mut self, thread: u32) -> Duration {
-        if self.processors.contains(&thread) {
-            return match self.has_kvm {
+        let Processors { pid, has_kvm, .. } = self.processors;
+        if self.processors.threads.contains(&thread) {
+            return match has_kvm {
                 true if self.runs_guest(thread) => HOLD,
                 true => Duration::ZERO,
                 false => HOLD_UNKNOWN,
             };
         }
         if !self.known.contains_key(&thread) && self.listed.elapsed() >= LIST_EVERY {
-            (self.known, self.listed) = (list(self.pid), Instant::now());
+            (self.known, self.listed) = (list(pid), Instant::now());
         }
         match self.known.contains_key(&thread) {
             true => Duration::ZERO,
             // It was started since they were listed.
-            false if Path::new(&format!("/proc/{}/task/{thread}", self.pid)).exists() => Duration::ZERO,
+            false if Path::new(&format!("/proc/{pid}/task/{thread}")).exists() => Duration::ZERO,
             // A worker of KVM's.
-            false if self.has_kvm && self.listed.elapsed() < LIST_EVERY => HOLD_UNKNOWN,
+            false if has_kvm && self.listed.elapsed() < LIST_EVERY => HOLD_UNKNOWN,
             false => Duration::ZERO,
         }
     }
@@ -116,15 +146,16 @@ mod tests {
         let pid = std::process::id();
         let known = list(pid as i32);
         assert!(known.contains_key(&pid), "{known:?}");
-        let mut threads =
-            Threads { pid: pid as i32, has_kvm: true, processors: HashSet::new(), known, listed: Instant::now() };
+        let processors = Processors { pid: pid as i32, has_kvm: true, threads: HashSet::new() };
+        let mut threads = Threads { processors, known, listed: Instant::now() };
         assert_eq!(threads.at_most(pid), Duration::ZERO);
-        threads.processors.insert(pid);
+        threads.processors.threads.insert(pid);
         assert_eq!(threads.at_most(pid), Duration::ZERO, "it is not in a guest");
-        threads.has_kvm = false;
+        threads.processors.has_kvm = false;
         assert_eq!(threads.at_most(pid), HOLD_UNKNOWN);
         // A worker of the kernel, and a thread that has not been listed.
-        (threads.has_kvm, threads.processors, threads.known) = (true, HashSet::new(), HashMap::new());
+        threads.processors = Processors { pid: pid as i32, has_kvm: true, threads: HashSet::new() };
+        threads.known = HashMap::new();
         assert_eq!(threads.at_most(u32::MAX), HOLD_UNKNOWN);
         assert_eq!(threads.at_most(pid), Duration::ZERO, "it is the process's own");
     }

@@ -18,7 +18,8 @@ use std::{
 use rustix::io::Errno;
 use transship_engine::{Started, Uri, UserCommand, connect};
 use transship_lines::{Line, LineSocket};
-use transship_vmm::look_for_writers;
+use transship_memory::LetWait;
+use transship_vmm::{look_for_writers, threads_that_may_wait};
 
 use super::{ANSWER_WAIT, Answer, Ask};
 use crate::{args::StewardArgs, failure::Failure, signals};
@@ -65,6 +66,7 @@ pub(crate) fn run(args: &StewardArgs) -> Result<(), Failure> {
 struct Tasks {
     connect: Vec<Uri>,
     lookout: Option<String>,
+    threads: Option<Box<dyn LetWait>>,
     commands: HashMap<String, UserCommand>,
     /// Those that run, or whose end nobody has asked about.
     started: HashMap<String, Box<dyn Started>>,
@@ -80,8 +82,9 @@ impl Tasks {
         let commands = args.commands.as_deref().map(serde_json::from_str::<Vec<(String, UserCommand)>>).transpose();
         let commands: HashMap<_, _> = commands.map_err(|e| e.to_string())?.into_iter().flatten().collect();
         let lookout = args.lookout.clone();
-        let is_idle = connect.is_empty() && lookout.is_none() && commands.is_empty();
-        Ok((!is_idle).then(|| Self { connect, lookout, commands, started: HashMap::new() }))
+        let threads = args.threads.as_deref().map(threads_that_may_wait).transpose().map_err(|e| e.to_string())?;
+        let is_idle = connect.is_empty() && lookout.is_none() && threads.is_none() && commands.is_empty();
+        Ok((!is_idle).then(|| Self { connect, lookout, threads, commands, started: HashMap::new() }))
     }
 
     fn carry_out(&mut self, asked: Ask) -> Done {
@@ -96,6 +99,10 @@ impl Tasks {
                 let lookout = self.lookout.as_deref().ok_or_else(not_told)?;
                 let found = look_for_writers(lookout).map_err(io::Error::other)?;
                 plain(Answer { found, ..Answer::default() })
+            }
+            Ask::MayWait(thread) => {
+                let most = self.threads.as_mut().ok_or_else(not_told)?.at_most(thread);
+                plain(Answer { micros: most.as_micros() as u64, ..Answer::default() })
             }
             Ask::Start(phase) => {
                 let command = self.commands.get(&phase).ok_or_else(not_told)?.start_here(&phase)?;
