@@ -30,6 +30,8 @@ pub(crate) struct Wanted<'a> {
     /// As the user wrote it.
     pub(crate) vm_text: &'a str,
     pub(crate) attach: &'a AttachOptions,
+    /// The rights of the guard.
+    pub(crate) guard: &'a Sandbox,
     /// How its memory is to be watched; none: not at all.
     pub(crate) watch: Option<Watch>,
     /// Where it goes, if that is to be called.
@@ -70,7 +72,7 @@ impl Wanted<'_> {
             guest.look_by(steward.lookout());
             guest.know_threads_by(steward.threads());
         }
-        Ok(Taken { guest, guard: GuardProcess::start(self.vm_text, sandbox)? })
+        Ok(Taken { guest, guard: GuardProcess::start(self.vm_text, self.guard)? })
     }
 }
 

@@ -386,9 +386,9 @@ pub trait SourceGuest: Send {
     }
     /// From now on that process is asked.
     fn look_by(&mut self, _ask: AskOthers) {}
-    /// What a process that may trace the VMM must be told to know, in this one's place, which of its threads may be held
-    /// where they write; the adapter itself will read it. None: no thread is, or that takes no right. To be asked after
-    /// `acquire`.
+    /// What a process that may trace the VMM must be told to know, in this one's place, which of its threads may be
+    /// held where they write; the adapter itself will read it. None: no thread is, or that takes no right. To be asked
+    /// after `acquire`.
     fn threads(&self) -> Option<String> {
         None
     }

@@ -63,6 +63,7 @@ fn move_away(
         vm: &request.vm,
         vm_text: &request.vm_text,
         attach: &request.attach,
+        guard: &request.sandbox,
         watch: Some(Watch::Track),
         to: Some(&request.to),
         control: waiting.control.as_ref().map(Listening::path),

@@ -60,6 +60,7 @@ fn save(
         vm: &request.vm,
         vm_text: &request.vm_text,
         attach: &request.attach,
+        guard: &request.sandbox,
         watch: match request.options.way {
             Way::Paused => None,
             Way::Live => Some(Watch::Track),
