@@ -88,19 +88,8 @@ pub fn save_guest(
         let (definition, found) = (None, Found::Standing);
         let (at_stop, disks) = (AtStop::new(&options.at_stop), Vec::new());
         let (guest, target) = (&mut *guest, &mut target);
-        let mut saving = Saving {
-            guest,
-            options,
-            target,
-            progress,
-            report,
-            of_image,
-            definition,
-            found,
-            at_stop,
-            disks,
-            begin,
-        };
+        let mut saving =
+            Saving { guest, options, target, progress, report, of_image, definition, found, at_stop, disks, begin };
         saving.run().inspect_err(|_| saving.at_stop.back())
     });
     guest.plug_back();
