@@ -85,7 +85,9 @@ fn run(
     let base = Base { to, options, session: session_id, memory, progress };
     let stand_in = stand_in.map(|stand_in| stand_in as &mut dyn StandIn);
     let mut peer = PostCopy { session, base, stand_in, line: None, owed: 0, is_confirmed: false };
-    let result = course.hand_over(&mut peer, rounds).and_then(|()| peer.serve(course.progress, course.report));
+    let by_hand = course.guest.resume_hint();
+    let result = course.hand_over(&mut peer, rounds);
+    let result = result.and_then(|()| peer.serve(&by_hand, course.progress, course.report));
     peer.end();
     result
 }

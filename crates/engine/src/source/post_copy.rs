@@ -156,8 +156,8 @@ impl PostCopy<'_> {
     }
 
     /// Serves until the destination has all pages. The guest belongs to it, so nothing ends this but that: a link that
-    /// breaks is made again.
-    pub(super) fn serve(&mut self, progress: &Progress, report: &mut Report) -> Result<(), Error> {
+    /// breaks is made again. `by_hand`: how a person resumes it here.
+    pub(super) fn serve(&mut self, by_hand: &str, progress: &Progress, report: &mut Report) -> Result<(), Error> {
         let (begin, mut sums) = (Instant::now(), PostCopyReport { owed: self.owed, ..PostCopyReport::default() });
         let bytes = self.owed * transship_memory::PAGE;
         progress.settle();
@@ -167,6 +167,12 @@ impl PostCopy<'_> {
         let wire = progress.wire_bytes.load(Relaxed);
         let line = self.line.take();
         let result = serve(&self.base, &|| said_why(&self.session.control), (line, 1), &mut sums, report);
+        // All of its memory is here as it was when it was stopped.
+        let result = result.map_err(|error| {
+            Error::unknown(error, |error| {
+                format!("{error}. Only if the guest has never run there, resume it here with: {by_hand}")
+            })
+        });
         sums.filled_ms = begin.elapsed().as_secs_f64() * 1e3;
         report.postcopy = Some(sums);
         let urgent = sums.by_fault * transship_memory::PAGE;

@@ -17,6 +17,7 @@ const DISK_MIB: u64 = 2;
 pub(crate) struct Host {
     pub(crate) qemu: Qemu,
     pub(crate) version: Version,
+    pub(crate) memory: Memory,
     balloon: Option<Balloon>,
     had_balloon: bool,
     pub(crate) before: Traces,
@@ -72,7 +73,7 @@ impl Host {
         };
         let qemu = how(builder).start()?;
         let before = Traces::of(&qemu)?;
-        Ok(Self { qemu, version, balloon, had_balloon: false, before })
+        Ok(Self { qemu, version, memory, balloon, had_balloon: false, before })
     }
 
     /// Ended QEMUs run nothing. One that is ending has ended: its threads go one after the other.

@@ -26,6 +26,8 @@ pub(crate) fn save(
     let balloon = host.plug(false)?;
     guest::rest(&host.qemu)?;
     let before = shelf.identity();
+    // A save that was killed leaves its file, which the next one that gets so far removes.
+    let earlier = shelf.strangers();
     let vm = host.qemu.vm();
     let command = Transship::command(["save", "--vm", &vm, how, "--json", "--to"]).args([shelf.snapshot()]);
     let command = if how == "--live" { command.args(PATIENT) } else { command };
@@ -37,8 +39,12 @@ pub(crate) fn save(
         shelf.keep_disk()?;
     }
     let killed = |victim| blow.is_some_and(|blow| Done { blow, hit, follows: false }.killed(victim));
-    if !killed(Victim::Save) && !shelf.strangers().is_empty() {
-        return wrong(format!("left behind on the disk: {:?}", shelf.strangers()));
+    let mut left = shelf.strangers();
+    if ended.code() != Some(0) {
+        left.retain(|name| !earlier.contains(name));
+    }
+    if !killed(Victim::Save) && !left.is_empty() {
+        return wrong(format!("left behind on the disk: {left:?}"));
     }
     if !host.is_alive()? {
         let lost = blow.map(|blow| lost_with(Victim::SourceQemu, Done { blow, hit, follows: false }));

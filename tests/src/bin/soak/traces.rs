@@ -9,8 +9,9 @@ use transship_lab::{LabError, Qemu, Result};
 
 /// How long a QEMU may take to close what belonged to a connection that has ended.
 const SETTLING: Duration = Duration::from_secs(20);
-/// QEMU's own threads that come and go with requests to its disks.
-const COME_AND_GO: [&str; 2] = ["worker", "qemu-system-x86"];
+/// QEMU's own threads: two that come and go with requests to its disks, and one that gives itself its name only when it
+/// is first scheduled.
+const COME_AND_GO: [&str; 3] = ["worker", "qemu-system-x86", "call_rcu"];
 /// Devices that a guest's drivers use have them; nothing of ours has.
 const OF_DEVICES: &str = "anon_inode:[eventfd]";
 /// What `VmFlags` says of memory that a userfaultfd watches: writes, missing pages, minor faults.
