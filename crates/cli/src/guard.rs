@@ -193,7 +193,7 @@ mod tests {
     #[test]
     fn who_does_not_listen_is_ended() {
         let _alone = alone();
-        let (mut guard, folder) = guard("exec <&-; echo >deaf; exec sleep 1000");
+        let (mut guard, folder) = guard("read word; exec <&-; echo >deaf; exec sleep 1000");
         guard.begin(will()).unwrap();
         wait_for(&folder, "deaf");
         // Other tests fork, too.

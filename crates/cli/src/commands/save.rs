@@ -104,11 +104,7 @@ impl Request {
         let channels = flags::count(&mut checks, "--channels", args.channels.as_deref(), defaults.channels);
         let format: Format = args.format.into();
         let direct_io = flags::direct_io(&mut checks, Some(&args.direct_io), format);
-        let way = match (args.paused, args.background) {
-            (true, _) => Way::Paused,
-            (_, true) => Way::Background,
-            _ => Way::Live,
-        };
+        let way = way(args);
         let is_libvirts = matches!(format, Format::Libvirt | Format::LibvirtSparse);
         if is_libvirts && vm.as_ref().is_some_and(|vm| !matches!(vm, VmAddress::Libvirt(_))) {
             let why = "only libvirt knows a domain's definition, with which a save image begins";
@@ -166,6 +162,15 @@ impl Request {
             })
         })();
         checks.finish(request)
+    }
+}
+
+/// Of `--paused` and `--background`.
+fn way(args: &SaveArgs) -> Way {
+    match (args.paused, args.background) {
+        (true, _) => Way::Paused,
+        (_, true) => Way::Background,
+        _ => Way::Live,
     }
 }
 
