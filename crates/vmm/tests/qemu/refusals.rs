@@ -1,4 +1,6 @@
 //! What is refused, and that the refusal names the cause and the cure.
+use std::os::unix::fs::MetadataExt;
+
 use serde_json::json;
 use transship_guest::SourceGuest;
 use transship_vmm::{AttachOptions, qemu::QemuSource};
@@ -20,12 +22,18 @@ fn memory_on_a_disk() {
     assert_names(&qemu.source_refusal(), &["disk file system", "mem-path=/dev/shm/guest"]);
 }
 
+/// Nothing to refuse: QEMU says where its memory is, and the kernel which file is there.
 #[test]
-fn a_file_that_is_no_longer_the_one_that_qemu_maps() {
+fn a_file_whose_name_leads_to_another_one_by_now_is_found_by_its_mapping() {
     let qemu = Qemu::start(&["-S"]);
     std::fs::remove_file(qemu.path("ram")).unwrap();
-    std::fs::File::create(qemu.path("ram")).unwrap().set_len(RAM_BYTES).unwrap();
-    assert_names(&qemu.source_refusal(), &["deleted or replaced"]);
+    let other = std::fs::File::create(qemu.path("ram")).unwrap();
+    other.set_len(RAM_BYTES).unwrap();
+    let memory = qemu.source().memory();
+    let (file, _) = memory.regions()[0].shared_file().unwrap();
+    let found = std::fs::File::from(file.try_clone_to_owned().unwrap()).metadata().unwrap();
+    assert_ne!(found.ino(), other.metadata().unwrap().ino());
+    assert_eq!((found.nlink(), found.len()), (0, RAM_BYTES));
 }
 
 #[test]
