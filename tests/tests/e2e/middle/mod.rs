@@ -71,6 +71,13 @@ impl Middle {
     }
 }
 
+/// Whether the word is among what went by. Four certain bytes are there by chance, too, once in 256 times 16 MiB that are
+/// encrypted. In clear they are at the beginning, or in every packet.
+pub(crate) fn has(said: &[u8], word: &[u8]) -> bool {
+    let places = || said.windows(word.len()).filter(|window| *window == word).count();
+    said.starts_with(word) || places() > if word.len() > 4 { 0 } else { 2 }
+}
+
 fn copy(mut from: UnixStream, mut to: UnixStream, target: Option<Target>, kept: Option<&Mutex<Vec<u8>>>) {
     let (mut bytes, mut before) = (vec![0; 64 << 10], 0);
     while let Ok(count @ 1..) = from.read(&mut bytes) {
