@@ -48,6 +48,7 @@ pub(super) fn let_run(qmp: &mut Qmp, rival: &str) -> Result<(), GuestError> {
         // Those of earlier times.
         let _ = qmp.take_events("RESUME");
     }
+    let mut once_more = true;
     loop {
         match qmp.cont() {
             Ok(()) => break,
@@ -55,6 +56,8 @@ pub(super) fn let_run(qmp: &mut Qmp, rival: &str) -> Result<(), GuestError> {
             Err(_) if Instant::now() < deadline && run_state(qmp)? == "finish-migrate" => {
                 thread::sleep(Duration::from_millis(2));
             }
+            // What it refused for may have ended between its answer and the question.
+            Err(QmpError::Refused { .. }) if std::mem::take(&mut once_more) => {}
             Err(QmpError::Refused { reason, .. }) if is_of_a_lock(&reason) => {
                 return Err(GuestError::Unfit(format!(
                     "QEMU refused cont: {reason}: another process has a disk of the guest; end {rival} first, then let this guest run"
