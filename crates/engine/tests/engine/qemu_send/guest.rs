@@ -9,7 +9,7 @@ use std::{
 };
 
 use transship_engine::guest::{DeviceBlock, Found, GuestError, SourceGuest, StateFormat};
-use transship_memory::{GuestMemory, PAGE_BYTES, Tracker};
+use transship_memory::{Freeing, GuestMemory, PAGE_BYTES, Tracker};
 use transship_wire::{
     GuestDescription,
     qemu::{Block, Command, Configuration, Described, Name, StreamWriter, describe},
@@ -48,6 +48,7 @@ pub(super) struct Guest {
     pub(super) early: bool,
     /// The machine of its device state, if that is another one.
     pub(super) says_machine: Option<&'static str>,
+    pub(super) freeing: Freeing,
 }
 
 impl Guest {
@@ -65,6 +66,7 @@ impl Guest {
             describes: true,
             early: false,
             says_machine: None,
+            freeing: Freeing::Possible,
         }
     }
 
@@ -126,6 +128,9 @@ impl SourceGuest for Guest {
     }
     fn memory(&self) -> GuestMemory {
         self.inner.memory()
+    }
+    fn freeing(&self) -> Freeing {
+        self.freeing
     }
     fn track(&mut self) -> Result<Box<dyn Tracker>, GuestError> {
         self.inner.track()
