@@ -71,8 +71,8 @@ impl Middle {
     }
 }
 
-/// Whether the word is among what went by. Four certain bytes are there by chance, too, once in 256 times 16 MiB that are
-/// encrypted. In clear they are at the beginning, or in every packet.
+/// Whether the word is among what went by. Four certain bytes are there by chance, too, once in 256 times 16 MiB that
+/// are encrypted. In clear they are at the beginning, or in every packet.
 pub(crate) fn has(said: &[u8], word: &[u8]) -> bool {
     let places = || said.windows(word.len()).filter(|window| *window == word).count();
     said.starts_with(word) || places() > if word.len() > 4 { 0 } else { 2 }
