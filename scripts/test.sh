@@ -71,11 +71,11 @@ run() {
     cargo test "${build[@]}" --no-fail-fast "$@" || failed=1
 }
 if [ "${1:-}" = --ignored ]; then
-    run --test '*' -- --ignored --test-threads 1
+    run --test '*' -- --ignored --test-threads 2
 else
     run --lib --bins
     # Those that start guests wait for them half of the time, whatever the number of cores.
-    run --test '*' -- --test-threads 3
+    run --test '*' -- --test-threads 4
     run --doc
 fi
 
