@@ -58,10 +58,11 @@ fn assert_alone(guest: &Qemu) -> Result<()> {
 
 #[test]
 fn a_guest_runs_before_its_pages_are_there() -> Result<()> {
-    for guest in [Qemu::multiboot as fn() -> QemuBuilder, Qemu::linux] {
+    // So slowly that it touches pages before they are there.
+    for (guest, slow) in [(Qemu::multiboot as fn() -> QemuBuilder, "1MiB"), (Qemu::linux, "16MiB")] {
         let (source, left) = running(guest())?;
         let destination = guest().incoming().start()?;
-        let moved = move_between(&source.vm(), &destination.vm(), &AT_ONCE)?;
+        let moved = move_between(&source.vm(), &destination.vm(), &[&AT_ONCE[..], &["--bandwidth", slow]].concat())?;
         let (ours, theirs) = (moved.source.report()?, moved.destination.report()?);
         assert_followed(&ours, &theirs);
         assert_eq!(ours["rounds"].as_array().map(Vec::len), Some(0), "{ours}");
@@ -111,6 +112,7 @@ fn pages_that_follow_are_encrypted_as_all_others() -> Result<()> {
     let receive = receiving.start()?;
     let token = receive.token()?;
     let moving = Transship::moving(&source.vm(), &receive.listening()?).args(AT_ONCE).args(["--token", &token]);
+    let moving = moving.args(["--bandwidth", "1MiB"]); // so that it touches pages before they are there
     let ours = moving.run()?.expect_code(0)?.report()?;
     assert_followed(&ours, &receive.wait()?.expect_code(0)?.report()?);
     assert_moved(&source, &destination, left)?;
