@@ -8,7 +8,7 @@ use std::{
 
 use clap::ValueEnum;
 use serde::Serialize;
-use transship_memory::{Access, PAGE_BYTES, PageRange, Region, WINDOW_PAGES};
+use transship_memory::{Access, PAGE_BYTES, PageRange, Region, WINDOW_PAGES, WindowPages};
 
 use crate::corpus::Corpus;
 
@@ -89,7 +89,7 @@ impl SourceMemory {
         let mut window = vec![0; WINDOW_BYTES];
         for first in (0..region.pages()).step_by(WINDOW_PAGES as usize) {
             window.chunks_exact_mut(PAGE_BYTES).zip(&mut pages).for_each(|(page, from)| page.copy_from_slice(from));
-            region.write_pages(first, u128::MAX, &window).map_err(|e| e.to_string())?;
+            region.write_pages(WindowPages::new(first, u128::MAX), &window).map_err(|e| e.to_string())?;
         }
         Ok(memory)
     }
@@ -142,7 +142,7 @@ impl SourceMemory {
         for (fill, pages) in self.chunks(region).filter(|&(fill, _)| fill != Fill::Hole) {
             for first in (pages.first..pages.end()).step_by(WINDOW_PAGES as usize) {
                 random.fill(fill, &mut window);
-                region.write_pages(first, u128::MAX, &window).map_err(|e| e.to_string())?;
+                region.write_pages(WindowPages::new(first, u128::MAX), &window).map_err(|e| e.to_string())?;
             }
         }
         Ok(())

@@ -9,7 +9,7 @@ use std::{
 };
 
 use transship_lab::Scratch;
-use transship_memory::{Access, PAGE_BYTES, PageRange, Region, WINDOW_PAGES};
+use transship_memory::{Access, PAGE_BYTES, PageRange, Region, WINDOW_PAGES, WindowPages};
 
 use crate::{pair::text, units::millis};
 
@@ -37,7 +37,7 @@ impl Copy {
         let (source, destination) = (map("source")?, map("destination")?);
         let window: Vec<u8> = (0..WINDOW_PAGES as usize * PAGE_BYTES).map(|byte| (byte % 251 + 1) as u8).collect();
         for first in (0..source.pages()).step_by(WINDOW_PAGES as usize) {
-            source.write_pages(first, u128::MAX, &window).map_err(text)?;
+            source.write_pages(WindowPages::new(first, u128::MAX), &window).map_err(text)?;
         }
         Ok(Self { source, destination, _folder: folder })
     }
@@ -64,7 +64,7 @@ impl Copy {
             let end = (piece + PIECE_PAGES).min(self.source.pages());
             for first in (piece..end).step_by(WINDOW_PAGES as usize) {
                 self.source.copy_to(PageRange::new(first, WINDOW_PAGES), &mut window).map_err(text)?;
-                self.destination.write_pages(first, u128::MAX, &window).map_err(text)?;
+                self.destination.write_pages(WindowPages::new(first, u128::MAX), &window).map_err(text)?;
             }
         }
     }

@@ -73,24 +73,24 @@ impl Chunk<'_> {
         let mut hasher = blake3::Hasher::new();
         let mut any = false;
         for first in (self.range.first..self.range.end()).step_by(WINDOW_PAGES as usize) {
-            let data = self.data.window(first);
-            if data == 0 {
+            let data = WindowPages::new(first, self.data.window(first));
+            if data.is_empty() {
                 continue;
             }
-            for run in WindowPages::new(first, data).runs() {
+            for run in data.runs() {
                 self.region.populate_read(run);
             }
-            let pages = data & !self.region.zero_mask(first, data)?;
-            if pages == 0 {
+            let pages = data.without(self.region.zero_mask(data)?);
+            if pages.is_empty() {
                 continue;
             }
             any = true;
             bytes.clear();
-            self.region.copy_out(first, pages, bytes)?;
+            self.region.copy_out(pages, bytes)?;
             for place in [self.number, first] {
                 hasher.update(&place.to_le_bytes());
             }
-            hasher.update(&pages.to_le_bytes());
+            hasher.update(&pages.mask.to_le_bytes());
             hasher.update(bytes);
         }
         Ok(any.then(|| hasher.finalize().into()))

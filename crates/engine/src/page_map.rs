@@ -20,7 +20,7 @@ impl PageMap {
     /// With the pages of a set.
     pub(crate) fn of(set: &PageSet) -> Self {
         let map = Self::new(set.pages());
-        set.windows().for_each(|window| map.insert(window.first, window.mask));
+        set.windows().for_each(|window| map.insert(window));
         map
     }
 
@@ -31,13 +31,13 @@ impl PageMap {
         low | high << 64
     }
 
-    pub(crate) fn insert(&self, first: u64, pages: u128) {
-        self.each_half(first, pages, |word, bits| word.fetch_or(bits, Ordering::Relaxed));
+    pub(crate) fn insert(&self, pages: WindowPages) {
+        self.each_half(pages, |word, bits| word.fetch_or(bits, Ordering::Relaxed));
     }
 
     pub(crate) fn insert_range(&self, range: PageRange) {
         for window in (range.first / 128 * 128..range.end()).step_by(128) {
-            self.insert(window, WindowPages::within(range, window).mask);
+            self.insert(WindowPages::within(range, window));
         }
     }
 
@@ -45,24 +45,24 @@ impl PageMap {
         self.words[page as usize / 64].load(Ordering::Relaxed) >> (page % 64) & 1 == 1
     }
 
-    pub(crate) fn remove(&self, first: u64, pages: u128) {
-        self.each_half(first, pages, |word, bits| word.fetch_and(!bits, Ordering::Relaxed));
+    pub(crate) fn remove(&self, pages: WindowPages) {
+        self.each_half(pages, |word, bits| word.fetch_and(!bits, Ordering::Relaxed));
     }
 
     /// Removes pages, and says which of them were there: of several threads that want one, one gets it.
-    pub(crate) fn claim(&self, first: u64, pages: u128) -> u128 {
-        let at = first as usize / 64;
-        let halves = [(at, pages as u64), (at + 1, (pages >> 64) as u64)];
+    pub(crate) fn claim(&self, pages: WindowPages) -> WindowPages {
+        let at = pages.first as usize / 64;
+        let halves = [(at, pages.mask as u64), (at + 1, (pages.mask >> 64) as u64)];
         let [low, high] = halves.map(|(word, bits)| match bits {
             0 => 0,
             _ => self.words[word].fetch_and(!bits, Ordering::Relaxed) & bits,
         });
-        u128::from(low) | u128::from(high) << 64
+        WindowPages::new(pages.first, u128::from(low) | u128::from(high) << 64)
     }
 
-    fn each_half(&self, first: u64, pages: u128, apply: impl Fn(&AtomicU64, u64) -> u64) {
-        let at = first as usize / 64;
-        for (word, bits) in [(at, pages as u64), (at + 1, (pages >> 64) as u64)] {
+    fn each_half(&self, pages: WindowPages, apply: impl Fn(&AtomicU64, u64) -> u64) {
+        let at = pages.first as usize / 64;
+        for (word, bits) in [(at, pages.mask as u64), (at + 1, (pages.mask >> 64) as u64)] {
             if bits != 0 {
                 apply(&self.words[word], bits);
             }
@@ -86,10 +86,10 @@ impl PageMap {
 
     /// Takes the set pages of the range out of the map and returns them window by window.
     pub(crate) fn take(&self, range: PageRange) -> impl Iterator<Item = WindowPages> + '_ {
-        range.windows().filter_map(|WindowPages { first, mask }| {
-            let taken = WindowPages::new(first, self.window(first) & mask);
+        range.windows().filter_map(|window| {
+            let taken = window.with(self.window(window.first) & window.mask);
             (!taken.is_empty()).then(|| {
-                self.remove(first, taken.mask);
+                self.remove(taken);
                 taken
             })
         })
@@ -107,16 +107,15 @@ mod tests {
     /// Something that is done to a map.
     #[derive(Debug, Clone)]
     enum Step {
-        Insert(u64, u128),
+        Insert(WindowPages),
         InsertRange(PageRange),
-        Remove(u64, u128),
-        Claim(u64, u128),
+        Remove(WindowPages),
+        Claim(WindowPages),
         Take(PageRange),
     }
 
-    /// The pages of a window.
-    fn pages_of(first: u64, bits: u128) -> Vec<u64> {
-        (0..128).filter(|bit| bits >> bit & 1 == 1).map(|bit| first + bit).collect()
+    fn pages_of(WindowPages { first, mask }: WindowPages) -> Vec<u64> {
+        (0..128).filter(|bit| mask >> bit & 1 == 1).map(|bit| first + bit).collect()
     }
 
     fn steps() -> impl Strategy<Value = (u64, Vec<Step>)> {
@@ -126,15 +125,15 @@ mod tests {
                 prop_oneof![any::<u128>(), Just(u128::MAX), Just(1), Just(1 << 63), Just(1 << 64), Just(1 << 127)];
             let window = (0..pages.div_ceil(128), bits).prop_map(move |(number, bits)| {
                 let there = |bit: &u32| number * 128 + u64::from(*bit) < pages;
-                (number * 128, (0..128).filter(there).fold(0, |kept, bit| kept | bits & 1 << bit))
+                WindowPages::new(number * 128, (0..128).filter(there).fold(0, |kept, bit| kept | bits & 1 << bit))
             });
             let range = (0..=pages).prop_flat_map(move |first| (Just(first), 0..=pages - first));
             let range = range.prop_map(|(first, count)| PageRange::new(first, count));
             let step = prop_oneof![
-                3 => window.clone().prop_map(|(first, bits)| Step::Insert(first, bits)),
+                3 => window.clone().prop_map(Step::Insert),
                 2 => range.clone().prop_map(Step::InsertRange),
-                1 => window.clone().prop_map(|(first, bits)| Step::Remove(first, bits)),
-                1 => window.prop_map(|(first, bits)| Step::Claim(first, bits)),
+                1 => window.clone().prop_map(Step::Remove),
+                1 => window.prop_map(Step::Claim),
                 1 => range.prop_map(Step::Take),
             ];
             (Just(pages), proptest::collection::vec(step, 0..12))
@@ -144,30 +143,27 @@ mod tests {
     /// Does it to both, and compares what is said.
     fn apply(step: &Step, map: &PageMap, model: &mut BTreeSet<u64>) {
         match *step {
-            Step::Insert(first, bits) => {
-                map.insert(first, bits);
-                model.extend(pages_of(first, bits));
+            Step::Insert(pages) => {
+                map.insert(pages);
+                model.extend(pages_of(pages));
             }
             Step::InsertRange(range) => {
                 map.insert_range(range);
                 model.extend(range.first..range.end());
             }
-            Step::Remove(first, bits) => {
-                map.remove(first, bits);
-                model.retain(|page| !pages_of(first, bits).contains(page));
+            Step::Remove(pages) => {
+                map.remove(pages);
+                model.retain(|page| !pages_of(pages).contains(page));
             }
-            Step::Claim(first, bits) => {
-                let had: Vec<_> = pages_of(first, bits).into_iter().filter(|page| model.remove(page)).collect();
-                assert_eq!(pages_of(first, map.claim(first, bits)), had);
+            Step::Claim(pages) => {
+                let had: Vec<_> = pages_of(pages).into_iter().filter(|page| model.remove(page)).collect();
+                assert_eq!(pages_of(map.claim(pages)), had);
             }
             Step::Take(range) => {
                 let taken: Vec<_> = map.take(range).collect();
                 assert!(taken.iter().all(|window| window.first % 128 == 0 && !window.is_empty()));
                 let had: Vec<_> = (range.first..range.end()).filter(|page| model.remove(page)).collect();
-                assert_eq!(
-                    taken.iter().flat_map(|window| pages_of(window.first, window.mask)).collect::<Vec<_>>(),
-                    had
-                );
+                assert_eq!(taken.into_iter().flat_map(pages_of).collect::<Vec<_>>(), had);
             }
         }
     }
@@ -179,7 +175,7 @@ mod tests {
             steps.iter().for_each(|step| apply(step, &map, &mut model));
             let listed: Vec<u64> = model.iter().copied().collect();
             prop_assert_eq!((0..pages).filter(|page| map.contains(*page)).collect::<Vec<_>>(), listed.clone());
-            let windows = (0..pages).step_by(128).flat_map(|first| pages_of(first, map.window(first)));
+            let windows = (0..pages).step_by(128).flat_map(|first| pages_of(WindowPages::new(first, map.window(first))));
             prop_assert_eq!(windows.collect::<Vec<_>>(), listed.clone());
             let set = map.to_set(pages);
             prop_assert_eq!((0..pages).filter(|page| set.contains(*page)).collect::<Vec<_>>(), listed.clone());
@@ -193,8 +189,8 @@ mod tests {
     #[test]
     fn a_bitmap_is_in_whole_words_with_the_lowest_bit_first() {
         let map = PageMap::new(300);
-        map.insert(0, 1 | 1 << 9 | 1 << 127);
-        map.insert(256, 1 << 43);
+        map.insert(WindowPages::new(0, 1 | 1 << 9 | 1 << 127));
+        map.insert(WindowPages::new(256, 1 << 43));
         let mut expected = [0; 40];
         (expected[0], expected[1], expected[15], expected[37]) = (1, 2, 0x80, 8);
         assert_eq!(map.to_bitmap(300), expected);
@@ -204,17 +200,19 @@ mod tests {
     #[test]
     fn a_page_is_claimed_by_one_of_many() {
         let map = PageMap::new(300);
-        (0..300).step_by(128).for_each(|first| map.insert(first, u128::MAX));
-        let claimed: Vec<u128> = std::thread::scope(|scope| {
+        (0..300).step_by(128).for_each(|first| map.insert(WindowPages::new(first, u128::MAX)));
+        let claimed: Vec<WindowPages> = std::thread::scope(|scope| {
             let thread = |t: u32| {
                 let map = &map;
-                scope.spawn(move || (0..3).map(|w| map.claim(w * 128, u128::MAX << t)).collect::<Vec<_>>())
+                scope.spawn(move || {
+                    (0..3).map(|w| map.claim(WindowPages::new(w * 128, u128::MAX << t))).collect::<Vec<_>>()
+                })
             };
             let threads: Vec<_> = [0, 3, 64, 70].map(thread).into();
             threads.into_iter().flat_map(|thread| thread.join().unwrap_or_default()).collect()
         });
-        assert_eq!(claimed.iter().map(|pages| pages.count_ones()).sum::<u32>(), 3 * 128);
-        assert_eq!(map.claim(0, u128::MAX) | map.claim(256, u128::MAX), 0);
+        assert_eq!(claimed.iter().map(|pages| pages.count()).sum::<u64>(), 3 * 128);
+        assert!([0, 256].iter().all(|first| map.claim(WindowPages::new(*first, u128::MAX)).is_empty()));
     }
 
     /// Of a guest of more than 64 MiB.
@@ -231,9 +229,9 @@ mod tests {
     #[test]
     fn taking_a_range_leaves_the_rest() {
         let map = PageMap::new(300);
-        map.insert(0, 1 << 5 | 1 << 100);
-        map.insert(128, 1 << 3);
-        map.insert(256, 1 << 40);
+        map.insert(WindowPages::new(0, 1 << 5 | 1 << 100));
+        map.insert(WindowPages::new(128, 1 << 3));
+        map.insert(WindowPages::new(256, 1 << 40));
         let taken: Vec<_> = map.take(PageRange::new(6, 290)).collect();
         assert_eq!(taken, [WindowPages::new(0, 1 << 100), WindowPages::new(128, 1 << 3)]);
         assert_eq!(map.window(0), 1 << 5);

@@ -293,14 +293,14 @@ fn describe(memory: &GuestMemory, pending: &[Pending]) -> RoundReport {
     RoundReport { scanned, written, hole, ..RoundReport::default() }
 }
 
-/// The wanted pages of a window that are holes now, because reading them would fill them again. If that is unknown,
+/// The mask of the wanted pages that are holes now, because reading them would fill them again. If that is unknown,
 /// none.
-pub(crate) fn new_holes(memory: &Region, first: u64, wanted: u128) -> u128 {
+pub(crate) fn new_holes(memory: &Region, wanted: WindowPages) -> u128 {
     let is_data = |range| memory.is_data(range).unwrap_or(true);
     let mut holes = 0;
-    for run in WindowPages::new(first, wanted).runs().filter(|run| !is_data(*run)) {
+    for run in wanted.runs().filter(|run| !is_data(*run)) {
         for page in (run.first..run.end()).filter(|page| !is_data(PageRange::new(*page, 1))) {
-            holes |= 1 << (page - first);
+            holes |= 1 << (page - wanted.first);
         }
     }
     holes

@@ -16,7 +16,7 @@ use std::{
 };
 
 use rustix::net::{RecvFlags, recv, sockopt};
-use transship_memory::Region;
+use transship_memory::{Region, WindowPages};
 
 use crate::Error;
 pub use dial::{connect, connect_by};
@@ -94,11 +94,11 @@ impl Connection {
         Ok(())
     }
 
-    /// Writes `head` and then the present pages of a window: [`Region::send_window`].
-    pub(crate) fn send_window(&mut self, region: &Region, head: &[u8], first: u64, present: u128) -> io::Result<()> {
+    /// Writes `head` and then the present pages: [`Region::send_window`].
+    pub(crate) fn send_window(&mut self, region: &Region, head: &[u8], present: WindowPages) -> io::Result<()> {
         match self {
-            Self::Secured(secured) => secured.send_window(region, head, first, present),
-            clear => region.send_window(clear.as_fd(), head, first, present),
+            Self::Secured(secured) => secured.send_window(region, head, present),
+            clear => region.send_window(clear.as_fd(), head, present),
         }
     }
 

@@ -20,7 +20,7 @@ use rustix::{
     fs::{MemfdFlags, Mode, OFlags},
     time::{ClockId, clock_gettime},
 };
-use transship_memory::{Access, FileIo, FileQueue, GuestMemory, PAGE_BYTES, PageRange, Region};
+use transship_memory::{Access, FileIo, FileQueue, GuestMemory, PAGE_BYTES, PageRange, Region, WindowPages};
 
 const PAGE: u64 = PAGE_BYTES as u64;
 
@@ -52,7 +52,8 @@ fn table(path: &Path, bytes: u64) -> Result<(), Box<dyn Error>> {
     // Content that no disk makes smaller.
     for first in (0..bytes / PAGE).step_by(128) {
         let words = (0..128 * PAGE / 8).map(|word| (first * 512 + word).wrapping_mul(0x9e37_79b9_7f4a_7c15));
-        from.regions()[0].write_pages(first, u128::MAX, &words.flat_map(u64::to_ne_bytes).collect::<Vec<_>>())?;
+        from.regions()[0]
+            .write_pages(WindowPages::new(first, u128::MAX), &words.flat_map(u64::to_ne_bytes).collect::<Vec<_>>())?;
     }
     println!("{:>8} {:>13} {:>6} {:>5}  {:>12} {:>12}", "", "", "", "", "write", "read");
     println!(

@@ -179,7 +179,7 @@ impl Region {
                 continue;
             }
             window.runs().for_each(|run| self.populate_read(run));
-            let dirty = present & !self.zero_mask(first, present)?;
+            let dirty = present & !self.zero_mask(WindowPages::new(first, present))?;
             WindowPages::new(first, dirty).runs().try_for_each(|run| self.write_zeros(run))?;
         }
         Ok(())

@@ -1,6 +1,6 @@
 //! Pages of a window of a region, to and from the outside: looked at, copied, sent, written.
 //!
-//! A window is up to 128 pages: `first`, and a bit for each page from there. Here any page may be the first.
+//! Here any page may be the first of a window.
 
 use std::{
     io,
@@ -16,29 +16,29 @@ use crate::{
 };
 
 impl Region {
-    /// Of the pages of a window that `wanted` names: the ones that are all zero. SIMD at the machine's width. A page
+    /// Of the wanted pages: the mask of those that are all zero. SIMD at the machine's width. A page
     /// that is written meanwhile may be called either way; the tracker reports it.
     ///
     /// # Errors
     /// OutOfRange; of private memory the system's own.
-    pub fn zero_mask(&self, first: u64, wanted: u128) -> Result<u128, Error> {
-        self.check_window(first, wanted)?;
+    pub fn zero_mask(&self, wanted: WindowPages) -> Result<u128, Error> {
+        self.check_window(wanted)?;
         match &self.held {
-            Held::Shared(shared) => Ok(shared.zero_mask(first, wanted)),
-            Held::Private(private) => private.zero_mask(first, wanted).map_err(|e| self.unread(e)),
+            Held::Shared(shared) => Ok(shared.zero_mask(wanted)),
+            Held::Private(private) => private.zero_mask(wanted).map_err(|e| self.unread(e)),
         }
     }
 
-    /// Appends the pages that `present` names to `out`, which are copied once. What comes out may mix bytes from before
+    /// Appends the present pages to `out`, which are copied once. What comes out may mix bytes from before
     /// and after a write of the guest, but does not change any more.
     ///
     /// # Errors
     /// OutOfRange; of private memory the system's own. `out` is then as it was.
-    pub fn copy_out(&self, first: u64, present: u128, out: &mut Vec<u8>) -> Result<(), Error> {
-        self.check_window(first, present)?;
+    pub fn copy_out(&self, present: WindowPages, out: &mut Vec<u8>) -> Result<(), Error> {
+        self.check_window(present)?;
         match &self.held {
-            Held::Shared(shared) => shared.copy_out(first, present, out),
-            Held::Private(private) => return private.append(first, present, out).map_err(|e| self.unread(e)),
+            Held::Shared(shared) => shared.copy_out(present, out),
+            Held::Private(private) => return private.append(present, out).map_err(|e| self.unread(e)),
         }
         Ok(())
     }
@@ -67,36 +67,36 @@ impl Region {
     /// InvalidInput for pages that the region does not have, before anything is written. The system's own, WouldBlock
     /// of a socket with a send timeout included: an unknown part was written by then, so the stream is of no use any
     /// more.
-    pub fn send_window(&self, to: BorrowedFd<'_>, head: &[u8], first: u64, present: u128) -> io::Result<()> {
-        self.check_window(first, present).map_err(|error| io::Error::new(io::ErrorKind::InvalidInput, error))?;
+    pub fn send_window(&self, to: BorrowedFd<'_>, head: &[u8], present: WindowPages) -> io::Result<()> {
+        self.check_window(present).map_err(|error| io::Error::new(io::ErrorKind::InvalidInput, error))?;
         match &self.held {
-            Held::Shared(shared) => shared.send_window(to, head, first, present),
+            Held::Shared(shared) => shared.send_window(to, head, present),
             Held::Private(private) => private
-                .with_pages(first, present, |pages| send(to, head, pages))
+                .with_pages(present, |pages| send(to, head, pages))
                 .map_err(|source| io::Error::other(self.unread(source)))
                 .flatten(),
         }
     }
 
-    /// Writes the pages (a multiple of 4096 bytes, in the order of `present`'s bits) into place. They go through the
+    /// Writes the present pages (4096 bytes each, in their order) into place. They go through the
     /// backing file where that can be written, which is faster than faulting in a page at a time; a hugetlbfs can't.
     ///
     /// # Errors
     /// OutOfRange, WrongLength, a region mapped for reading, no memory left for them, the system's own.
-    pub fn write_pages(&self, first: u64, present: u128, bytes: &[u8]) -> Result<(), Error> {
+    pub fn write_pages(&self, present: WindowPages, bytes: &[u8]) -> Result<(), Error> {
         self.check_writable()?;
-        self.check_window(first, present)?;
-        let pages = present.count_ones();
+        self.check_window(present)?;
+        let pages = present.mask.count_ones();
         let expected = pages as usize * PAGE_BYTES;
         if bytes.len() != expected {
             let region = self.name().to_owned();
             return Err(Error::WrongLength { region, pages, expected, given: bytes.len() });
         }
         if let Held::Shared(shared) = &self.held {
-            shared.prepare(first, present)?;
+            shared.prepare(present)?;
         }
         let mut rest = bytes;
-        for pages in WindowPages::new(first, present).runs() {
+        for pages in present.runs() {
             let (run, after) = rest.split_at(pages.bytes() as usize);
             match &self.held {
                 Held::Shared(shared) => shared.write(pages, run)?,
@@ -125,31 +125,31 @@ impl Region {
     }
 
     /// # Errors
-    /// The region does not have all pages that the bits name.
-    fn check_window(&self, first: u64, bits: u128) -> Result<(), Error> {
-        self.check(PageRange::new(first, WINDOW_PAGES - u64::from(bits.leading_zeros())))
+    /// The region does not have all of the pages.
+    fn check_window(&self, pages: WindowPages) -> Result<(), Error> {
+        self.check(PageRange::new(pages.first, WINDOW_PAGES - u64::from(pages.mask.leading_zeros())))
     }
 }
 
 /// What was checked: the ranges, and that the mapping is writable where it is written to.
 impl Shared {
-    fn zero_mask(&self, first: u64, wanted: u128) -> u128 {
+    fn zero_mask(&self, wanted: WindowPages) -> u128 {
         let mut zero = 0;
-        for run in WindowPages::new(first, wanted).runs() {
+        for run in wanted.runs() {
             let (start, _) = self.raw(run);
             for page in 0..run.count {
                 // SAFETY: raw() gives the run's pages of the mapping, page is below their count, and a mapping is
                 // always readable.
                 let is_zero = unsafe { zero::is_zero(start.add(page as usize * PAGE_BYTES), PAGE_BYTES) };
-                zero |= u128::from(is_zero) << (run.first - first + page);
+                zero |= u128::from(is_zero) << (run.first - wanted.first + page);
             }
         }
         zero
     }
 
-    pub(crate) fn copy_out(&self, first: u64, present: u128, out: &mut Vec<u8>) {
-        out.reserve(present.count_ones() as usize * PAGE_BYTES);
-        for run in WindowPages::new(first, present).runs() {
+    pub(crate) fn copy_out(&self, present: WindowPages, out: &mut Vec<u8>) {
+        out.reserve(present.mask.count_ones() as usize * PAGE_BYTES);
+        for run in present.runs() {
             let (start, len) = self.raw(run);
             // SAFETY: raw() gives len readable bytes of the mapping, reserve() made room for as many, and nobody else
             // knows that room. The guest may write the source meanwhile: it is read by one raw copy into memory of our
@@ -169,8 +169,8 @@ impl Shared {
         unsafe { ptr::copy_nonoverlapping(start, into.as_mut_ptr(), len) };
     }
 
-    fn send_window(&self, to: BorrowedFd<'_>, head: &[u8], first: u64, present: u128) -> io::Result<()> {
-        let pages = WindowPages::new(first, present).runs().map(|run| self.raw(run));
+    fn send_window(&self, to: BorrowedFd<'_>, head: &[u8], present: WindowPages) -> io::Result<()> {
+        let pages = present.runs().map(|run| self.raw(run));
         let head = (head.as_ptr().cast_mut(), head.len());
         let mut parts: Vec<libc::iovec> = std::iter::once(head)
             .chain(pages)
@@ -181,13 +181,14 @@ impl Shared {
     }
 
     /// Makes the pages of a window that have to be there before they are written.
-    fn prepare(&self, first: u64, present: u128) -> Result<(), Error> {
-        if !self.is_hugetlb() || present == 0 {
+    fn prepare(&self, present: WindowPages) -> Result<(), Error> {
+        if !self.is_hugetlb() || present.is_empty() {
             return Ok(());
         }
         // At once for all: what lies between them is in the same huge pages.
-        let (before, last) = (u64::from(present.trailing_zeros()), WINDOW_PAGES - u64::from(present.leading_zeros()));
-        self.make(PageRange::new(first + before, last - before))
+        let (before, last): (u64, u64) =
+            (present.mask.trailing_zeros().into(), WINDOW_PAGES - u64::from(present.mask.leading_zeros()));
+        self.make(PageRange::new(present.first + before, last - before))
     }
 
     fn write(&self, pages: PageRange, bytes: &[u8]) -> Result<(), Error> {
@@ -342,8 +343,8 @@ mod tests {
         thread::scope(|scope| {
             let Held::Shared(shared) = &region.held else { panic!("it was mapped") };
             let turn = shared.writing.lock().unwrap();
-            let within = scope.spawn(|| region.write_pages(0, u128::MAX, &bytes));
-            let behind = scope.spawn(|| region.write_pages(WINDOW_PAGES, u128::MAX, &bytes));
+            let within = scope.spawn(|| region.write_pages(WindowPages::new(0, u128::MAX), &bytes));
+            let behind = scope.spawn(|| region.write_pages(WindowPages::new(WINDOW_PAGES, u128::MAX), &bytes));
             within.join().unwrap().unwrap();
             thread::sleep(Duration::from_millis(100)); // for a SIGBUS to come
             assert!(!behind.is_finished(), "it waits for the file");

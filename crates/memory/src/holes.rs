@@ -88,7 +88,7 @@ impl Holes {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{Access, PAGE_BYTES, PageRange};
+    use crate::{Access, PAGE_BYTES, PageRange, WindowPages};
 
     const PAGES: u64 = 512;
 
@@ -102,7 +102,7 @@ mod tests {
 
     /// Writes 128 pages.
     fn write(region: &Region, first: u64) -> PageSet {
-        region.write_pages(first, u128::MAX, &vec![7; 128 * PAGE_BYTES]).unwrap();
+        region.write_pages(WindowPages::new(first, u128::MAX), &vec![7; 128 * PAGE_BYTES]).unwrap();
         let mut written = PageSet::empty(PAGES);
         written.insert(PageRange::new(first, 128));
         written

@@ -40,8 +40,8 @@ impl Private {
         PageRange::new((start - self.address) / PAGE_BYTES as u64, (end - start) / PAGE_BYTES as u64)
     }
 
-    fn spans(&self, first: u64, pages: u128) -> Vec<Span> {
-        WindowPages::new(first, pages).runs().map(|run| self.span(run)).collect()
+    fn spans(&self, pages: WindowPages) -> Vec<Span> {
+        pages.runs().map(|run| self.span(run)).collect()
     }
 
     /// Calls `found` with the pages of the range that the process has, in their order.
@@ -86,20 +86,20 @@ impl Private {
     }
 
     /// Reads the pages of a window, and gives `then` their bytes, in order.
-    pub(crate) fn with_pages<T>(&self, first: u64, pages: u128, then: impl FnOnce(&[u8]) -> T) -> io::Result<T> {
+    pub(crate) fn with_pages<T>(&self, pages: WindowPages, then: impl FnOnce(&[u8]) -> T) -> io::Result<T> {
         WINDOW.with_borrow_mut(|window| {
             window.resize(WINDOW_PAGES as usize * PAGE_BYTES, 0);
-            let bytes = &mut window[..pages.count_ones() as usize * PAGE_BYTES];
-            self.process.read(&self.spans(first, pages), bytes)?;
+            let bytes = &mut window[..pages.mask.count_ones() as usize * PAGE_BYTES];
+            self.process.read(&self.spans(pages), bytes)?;
             Ok(then(bytes))
         })
     }
 
     /// Reads the pages to the end of `out`.
-    pub(crate) fn append(&self, first: u64, pages: u128, out: &mut Vec<u8>) -> io::Result<()> {
+    pub(crate) fn append(&self, pages: WindowPages, out: &mut Vec<u8>) -> io::Result<()> {
         let before = out.len();
-        out.resize(before + pages.count_ones() as usize * PAGE_BYTES, 0);
-        let read = self.process.read(&self.spans(first, pages), &mut out[before..]);
+        out.resize(before + pages.mask.count_ones() as usize * PAGE_BYTES, 0);
+        let read = self.process.read(&self.spans(pages), &mut out[before..]);
         if read.is_err() {
             out.truncate(before);
         }
@@ -110,12 +110,12 @@ impl Private {
         self.process.read(&[self.span(pages)], into)
     }
 
-    pub(crate) fn zero_mask(&self, first: u64, wanted: u128) -> io::Result<u128> {
-        self.with_pages(first, wanted, |bytes| {
+    pub(crate) fn zero_mask(&self, wanted: WindowPages) -> io::Result<u128> {
+        self.with_pages(wanted, |bytes| {
             let mut zero = 0;
             let (pages, _) = bytes.as_chunks::<PAGE_BYTES>();
-            for (page, number) in pages.iter().zip(WindowPages::new(first, wanted).iter()) {
-                zero |= u128::from(zero::all(page)) << (number - first);
+            for (page, number) in pages.iter().zip(wanted.iter()) {
+                zero |= u128::from(zero::all(page)) << (number - wanted.first);
             }
             zero
         })

@@ -158,7 +158,7 @@ impl Region {
         for WindowPages { first, mask } in own.windows() {
             let (there, holes) = (mask & data.window(first), mask & !data.window(first));
             let mut bytes = Vec::new();
-            below.copy_out(first, there, &mut bytes);
+            below.copy_out(WindowPages::new(first, there), &mut bytes);
             let mut rest = bytes.as_slice();
             for run in WindowPages::new(first, there).runs() {
                 let (pages, after) = rest.split_at(run.bytes() as usize);

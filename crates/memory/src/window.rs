@@ -22,6 +22,22 @@ impl WindowPages {
         Self { first, mask: below(range.end()) & !below(range.first) }
     }
 
+    /// Others of the same window.
+    pub fn with(self, mask: u128) -> Self {
+        Self { mask, ..self }
+    }
+
+    /// Without those that `mask` names.
+    pub fn without(self, mask: u128) -> Self {
+        self.with(self.mask & !mask)
+    }
+
+    /// The lowest of them, `count` at most.
+    pub fn lowest(self, count: u64) -> Self {
+        let rest = (0..count.min(self.count())).fold(self.mask, |rest, _| rest & (rest - 1));
+        self.without(rest)
+    }
+
     /// How many they are.
     pub fn count(self) -> u64 {
         self.mask.count_ones().into()
@@ -95,6 +111,16 @@ mod tests {
             let pages: Vec<u64> = windows.into_iter().flat_map(WindowPages::iter).collect();
             prop_assert_eq!(pages, (first..first + count).collect::<Vec<_>>());
         }
+    }
+
+    #[test]
+    fn the_lowest_are_taken_first_and_the_rest_is_left() {
+        let lowest = |mask, count| WindowPages::new(256, mask).lowest(count);
+        assert_eq!(lowest(u128::MAX, 64), WindowPages::new(256, u64::MAX.into()));
+        assert_eq!(lowest(0b1010_1000, 2).mask, 0b0010_1000);
+        assert_eq!((lowest(1 << 127, 64).mask, lowest(0, 64).mask, lowest(1, 0).mask), (1 << 127, 0, 0));
+        let window = WindowPages::new(256, 0b1100);
+        assert_eq!((window.with(0b11), window.without(0b110)), (WindowPages::new(256, 0b11), window.with(0b1000)));
     }
 
     #[test]

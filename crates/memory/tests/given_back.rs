@@ -12,7 +12,7 @@ use common::{
 };
 use proptest::prelude::*;
 use rustix::fs::FallocateFlags;
-use transship_memory::{Access, Freeing, Holes, PageRange, PageSet, Region, Tracker, UffdTracker};
+use transship_memory::{Access, Freeing, Holes, PageRange, PageSet, Region, Tracker, UffdTracker, WindowPages};
 
 fn set(pages: u64, ranges: &[(u64, u64)]) -> PageSet {
     let mut set = PageSet::empty(pages);
@@ -147,8 +147,8 @@ proptest! {
                     content.subtract(&gone);
                     gone.ranges().flat_map(|range| range.first..range.end()).for_each(|page| words[page as usize] = 0);
                     let mut sent = Vec::new();
-                    source.copy_out(384, send.window(384), &mut sent).unwrap();
-                    source.copy_out(512, send.window(512), &mut sent).unwrap();
+                    source.copy_out(WindowPages::new(384, send.window(384)), &mut sent).unwrap();
+                    source.copy_out(WindowPages::new(512, send.window(512)), &mut sent).unwrap();
                     let numbers = send.ranges().flat_map(|range| range.first..range.end());
                     let numbers = numbers.filter(|page| (384..640).contains(page));
                     for (page, bytes) in numbers.zip(sent.as_chunks::<4096>().0) {

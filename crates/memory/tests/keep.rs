@@ -7,7 +7,7 @@ use std::{fs, path::Path};
 
 use common::{HUGE, PAGE, contents, file, huge_file, map, mounts::with_mounts_of_its_own, page_of};
 use rustix::mount::MountFlags;
-use transship_memory::{Access, GuestMemory, Keep, PAGE_BYTES, PageRange, Region};
+use transship_memory::{Access, GuestMemory, Keep, PAGE_BYTES, PageRange, Region, WindowPages};
 
 const PAGES: u64 = 20_000;
 
@@ -26,25 +26,25 @@ fn what_was_allocated_stays_and_is_zero() {
     let memory = preallocated(map(file(PAGES * PAGE), PAGES * PAGE, Access::ReadWrite));
     let region = &memory.regions()[0];
     for first in [0, 5, 4095, 4096, 12_345, PAGES - 1] {
-        region.write_pages(first, 1, &page_of(first)).unwrap();
+        region.write_pages(WindowPages::new(first, 1), &page_of(first)).unwrap();
     }
-    region.write_pages(8000, u128::MAX, &vec![9; 128 * PAGE_BYTES]).unwrap();
+    region.write_pages(WindowPages::new(8000, u128::MAX), &vec![9; 128 * PAGE_BYTES]).unwrap();
     // Somebody has given a part of it back before.
     map(region.file().unwrap(), region.bytes(), Access::ReadWrite).clear(PageRange::new(100, 300)).unwrap();
     assert!(allocated(region) < region.bytes());
     memory.clear_all().unwrap();
     assert_eq!(allocated(region), region.bytes());
     assert!(contents(region).iter().all(|byte| *byte == 0));
-    region.write_pages(8000, 1, &page_of(1)).unwrap();
+    region.write_pages(WindowPages::new(8000, 1), &page_of(1)).unwrap();
     region.clear(PageRange::new(8000, 1)).unwrap();
-    assert_eq!(region.zero_mask(8000, 1).unwrap(), 1);
+    assert_eq!(region.zero_mask(WindowPages::new(8000, 1)).unwrap(), 1);
     assert_eq!(allocated(region), region.bytes());
 }
 
 #[test]
 fn memory_that_nobody_was_promised_is_given_back() {
     let region = map(file(PAGES * PAGE), PAGES * PAGE, Access::ReadWrite);
-    region.write_pages(8000, u128::MAX, &vec![9; 128 * PAGE_BYTES]).unwrap();
+    region.write_pages(WindowPages::new(8000, u128::MAX), &vec![9; 128 * PAGE_BYTES]).unwrap();
     region.clear_all().unwrap();
     assert_eq!(allocated(&region), 0);
 }
@@ -54,7 +54,7 @@ fn memory_that_nobody_was_promised_is_given_back() {
 fn memory_of_a_tmpfs_that_was_promised_is_not_emptied() {
     let lost = preallocated(map(file(8 * PAGE), 8 * PAGE, Access::ReadWrite));
     let other = map(file(8 * PAGE), 8 * PAGE, Access::ReadWrite);
-    other.write_pages(0, 1, &page_of(1)).unwrap();
+    other.write_pages(WindowPages::new(0, 1), &page_of(1)).unwrap();
     let memory = GuestMemory::new(vec![
         other,
         map(lost.regions()[0].file().unwrap(), 8 * PAGE, Access::ReadWrite).keeping(Keep::All),
@@ -72,7 +72,7 @@ fn memory_of_a_tmpfs_that_was_promised_is_not_emptied() {
 fn a_hugetlbfs_gets_nothing_back() {
     let Some(file) = huge_file(4 * HUGE) else { return };
     let region = map(file, 4 * HUGE, Access::ReadWrite);
-    region.write_pages(512, 1, &page_of(1)).unwrap();
+    region.write_pages(WindowPages::new(512, 1), &page_of(1)).unwrap();
     region.clear_all().unwrap();
     assert_eq!(allocated(&region), HUGE);
     region.empty().unwrap();
@@ -80,7 +80,7 @@ fn a_hugetlbfs_gets_nothing_back() {
     let region = region.keeping(Keep::All);
     region.clear_all().unwrap();
     assert_eq!(allocated(&region), 4 * HUGE);
-    region.write_pages(1500, u128::MAX, &vec![1; 128 * PAGE_BYTES]).unwrap();
+    region.write_pages(WindowPages::new(1500, u128::MAX), &vec![1; 128 * PAGE_BYTES]).unwrap();
     region.clear_all().unwrap();
     assert!(contents(&region).iter().all(|byte| *byte == 0));
 }
@@ -90,7 +90,10 @@ fn a_full_file_system_is_an_error_with_its_cure() {
     with_mounts_of_its_own(|dir| {
         rustix::mount::mount("none", dir, "tmpfs", MountFlags::empty(), Some(c"size=64k")).unwrap();
         let region = named(dir, 64 * PAGE);
-        let why = region.write_pages(0, u64::MAX.into(), &vec![1; 64 * PAGE_BYTES]).unwrap_err().to_string();
+        let why = region
+            .write_pages(WindowPages::new(0, u64::MAX.into()), &vec![1; 64 * PAGE_BYTES])
+            .unwrap_err()
+            .to_string();
         assert!(why.contains("\"ram\"") && why.contains("remount,size="), "{why}");
         region.clear_all().unwrap();
         let why = region.keeping(Keep::All).clear_all().unwrap_err().to_string();
@@ -107,12 +110,12 @@ fn a_pool_without_a_page_left_is_an_error_with_its_cure() {
         }
         rustix::mount::mount("none", dir, "hugetlbfs", MountFlags::empty(), Some(c"pagesize=2M,size=4M")).unwrap();
         let region = named(dir, 4 * HUGE);
-        region.write_pages(0, 1, &page_of(1)).unwrap();
+        region.write_pages(WindowPages::new(0, 1), &page_of(1)).unwrap();
         // It begins in a page that there is.
-        region.write_pages(1000, 1, &page_of(1)).unwrap();
+        region.write_pages(WindowPages::new(1000, 1), &page_of(1)).unwrap();
         for pages in [1, u128::MAX] {
             let bytes = vec![1; pages.count_ones() as usize * PAGE_BYTES];
-            let why = region.write_pages(1000, pages, &bytes);
+            let why = region.write_pages(WindowPages::new(1000, pages), &bytes);
             assert_eq!(why.is_ok(), pages == 1, "the second page is there, the third is not");
             let Err(why) = why else { continue };
             assert!(why.to_string().contains("\"ram\"") && why.to_string().contains("nr_hugepages"), "{why}");

@@ -125,7 +125,7 @@ impl Copy {
         let mut bytes = Vec::new();
         for WindowPages { first, mask: present } in send.windows() {
             bytes.clear();
-            self.region.copy_out(first, present, &mut bytes).unwrap();
+            self.region.copy_out(WindowPages::new(first, present), &mut bytes).unwrap();
             for (page, bit) in bytes.as_chunks::<4096>().0.iter().zip((0..128).filter(|bit| present >> bit & 1 == 1)) {
                 let word = u64::from_ne_bytes(*page.first_chunk().unwrap());
                 self.words[(first + bit) as usize] = word;
@@ -211,23 +211,29 @@ fn a_window_is_looked_at_copied_and_sent() {
     assert!(region.is_private() && region.shared_file().is_none());
     [3, 4, 70, 130].iter().for_each(|&page| guest.write(page, page));
     let wanted = 1 << 3 | 1 << 4 | 1 << 60 | 1 << 70 | 1 << 127;
-    assert_eq!(region.zero_mask(0, wanted).unwrap(), 1 << 60 | 1 << 127);
+    assert_eq!(region.zero_mask(WindowPages::new(0, wanted)).unwrap(), 1 << 60 | 1 << 127);
     let mut out = vec![9];
-    region.copy_out(0, 1 << 3 | 1 << 70, &mut out).unwrap();
+    region.copy_out(WindowPages::new(0, 1 << 3 | 1 << 70), &mut out).unwrap();
     assert_eq!((out[0], out.len()), (9, 1 + 2 * 4096));
     assert_eq!((out[1], out[1 + 4096]), (3, 70));
     let mut page = [1; 4096];
     region.copy_to(PageRange::new(130, 1), &mut page).unwrap();
     assert_eq!((page[0], page[8]), (130, 0));
     let (ours, mut theirs) = UnixStream::pair().unwrap();
-    region.send_window(ours.as_fd(), b"head", 2, 1 << 1 | 1 << 2).unwrap();
+    region.send_window(ours.as_fd(), b"head", WindowPages::new(2, 1 << 1 | 1 << 2)).unwrap();
     let mut sent = vec![0; 4 + 2 * 4096];
     theirs.read_exact(&mut sent).unwrap();
     assert_eq!((&sent[..4], sent[4], sent[4 + 4096]), (&b"head"[..], 3, 4));
     assert!(
-        region.copy_out(200, 1 << 100, &mut out).unwrap_err().to_string().contains("pages 200..301 were requested")
+        region
+            .copy_out(WindowPages::new(200, 1 << 100), &mut out)
+            .unwrap_err()
+            .to_string()
+            .contains("pages 200..301 were requested")
     );
-    assert!(region.write_pages(0, 1, &[0; 4096]).unwrap_err().to_string().contains("for reading only"));
+    assert!(
+        region.write_pages(WindowPages::new(0, 1), &[0; 4096]).unwrap_err().to_string().contains("for reading only")
+    );
 }
 
 #[test]
@@ -240,7 +246,7 @@ fn a_destination_is_cleared_written_and_cleared_again() {
         region.clear_all().unwrap();
         (0..guest.pages()).for_each(|page| assert_eq!(guest.read(page), 0, "page {page}"));
         let bytes: Vec<u8> = (1..=3).flat_map(|number| [number; 4096]).collect();
-        region.write_pages(10, 1 | 1 << 5 | 1 << 6, &bytes).unwrap();
+        region.write_pages(WindowPages::new(10, 1 | 1 << 5 | 1 << 6), &bytes).unwrap();
         let first = |page| guest.read(page) & 0xff;
         assert_eq!([10, 15, 16, 11].map(first), [1, 2, 3, 0]);
         region.clear(PageRange::new(10, 6)).unwrap();
@@ -322,8 +328,8 @@ fn a_process_that_has_ended_is_an_error_and_no_memory_of_another() {
     tracked.kill();
     for result in [
         region.copy_to(PageRange::new(0, 1), &mut page),
-        region.write_pages(0, 1, &page),
-        region.zero_mask(0, 1).map(drop),
+        region.write_pages(WindowPages::new(0, 1), &page),
+        region.zero_mask(WindowPages::new(0, 1)).map(drop),
         region.data().map(drop),
     ] {
         let error = result.unwrap_err().to_string();

@@ -25,7 +25,7 @@ use common::{
 };
 use rustix::fs::OFlags;
 use transship_lab::lacks;
-use transship_memory::{Access, Area, Error, Fault, PageRange, PageSet, Protection, Region};
+use transship_memory::{Access, Area, Error, Fault, PageRange, PageSet, Protection, Region, WindowPages};
 
 /// Longer than anything takes on a machine that does anything at all.
 const LONG: Duration = Duration::from_secs(120);
@@ -51,7 +51,7 @@ fn a_writer_waits_until_its_page_is_let_go_of() {
     // or a page.
     let guest = Guest::map(&file, 16 * PAGE);
     guest.write(3, 33);
-    region.write_pages(5, 1, &page_of(5)).unwrap();
+    region.write_pages(WindowPages::new(5, 1), &page_of(5)).unwrap();
     assert_eq!(guest.read(9), 0);
     for page in [3, 5, 7, 9] {
         thread::scope(|scope| {
@@ -226,8 +226,8 @@ impl Snapshot<'_> {
             for first in (range.first..range.end()).step_by(128) {
                 let bits = u128::MAX >> (128 - unit.min(128));
                 let mut bytes = Vec::new();
-                self.source.copy_out(first, bits, &mut bytes).unwrap();
-                self.copy.write_pages(first, bits, &bytes).unwrap();
+                self.source.copy_out(WindowPages::new(first, bits), &mut bytes).unwrap();
+                self.copy.write_pages(WindowPages::new(first, bits), &bytes).unwrap();
             }
             self.saved.lock().unwrap().insert(range);
         }
@@ -259,7 +259,7 @@ fn a_snapshot_is_of_one_moment(file: OwnedFd, bytes: u64, prepare: impl Fn(&Gues
             let zero = vec![0; PAGE as usize];
             for page in 0..pages {
                 match data.contains(page) {
-                    true => source.copy_out(page, 1, &mut truth).unwrap(),
+                    true => source.copy_out(WindowPages::new(page, 1), &mut truth).unwrap(),
                     false => truth.extend_from_slice(&zero),
                 }
             }

@@ -17,7 +17,7 @@ use std::{
 use common::{HUGE, PAGE, contents, file, huge_file, map, mounts::with_mounts_of_its_own, page_of};
 use proptest::prelude::*;
 use rustix::{fs::OFlags, mount::MountFlags};
-use transship_memory::{Access, Error, PAGE_BYTES, PageRange, PageSet, Region};
+use transship_memory::{Access, Error, PAGE_BYTES, PageRange, PageSet, Region, WindowPages};
 
 fn why(result: Result<Region, Error>) -> String {
     result.err().expect("a refusal").to_string()
@@ -54,14 +54,14 @@ fn a_region_begins_at_its_offset_in_the_file() {
     assert_eq!((part.name(), part.bytes(), part.pages()), ("part", 150 * PAGE, 150));
     assert_eq!(part.backing_page_bytes(), PAGE);
 
-    part.write_pages(149, 1, &page_of(7)).unwrap();
-    all.write_pages(128, 1 << 122 | 1, &[page_of(8), page_of(9)].concat()).unwrap();
+    part.write_pages(WindowPages::new(149, 1), &page_of(7)).unwrap();
+    all.write_pages(WindowPages::new(128, 1 << 122 | 1), &[page_of(8), page_of(9)].concat()).unwrap();
     assert_eq!(all.data().unwrap().ranges().map(|r| (r.first, r.count)).collect::<Vec<_>>(), [(128, 1), (249, 2)]);
     assert_eq!(part.data().unwrap().ranges().map(|r| (r.first, r.count)).collect::<Vec<_>>(), [(28, 1), (149, 1)]);
     part.clear(PageRange::new(28, 1)).unwrap();
     assert_eq!(all.data().unwrap().ranges().map(|r| (r.first, r.count)).collect::<Vec<_>>(), [(249, 2)]);
     let mut out = Vec::new();
-    all.copy_out(249, 0b11, &mut out).unwrap();
+    all.copy_out(WindowPages::new(249, 0b11), &mut out).unwrap();
     assert!(out == [page_of(7), page_of(9)].concat());
 }
 
@@ -71,10 +71,12 @@ fn pages_past_the_end_are_errors_everywhere() {
     let out_of_range = |result| matches!(result, Err(Error::OutOfRange { pages: 200, .. }));
     let mut out = vec![1, 2, 3];
     for (first, bits) in [(128, 1 << 72), (200, 1), (199, 0b10), (u64::MAX, 1), (u64::MAX - 64, u128::MAX)] {
-        assert!(out_of_range(region.zero_mask(first, bits).map(drop)), "{first} {bits:#x}");
-        assert!(out_of_range(region.copy_out(first, bits, &mut out)), "{first} {bits:#x}");
-        assert!(out_of_range(region.write_pages(first, bits, &vec![0; bits.count_ones() as usize * PAGE_BYTES])));
-        let sent = region.send_window(File::open("/dev/null").unwrap().as_fd(), b"", first, bits);
+        assert!(out_of_range(region.zero_mask(WindowPages::new(first, bits)).map(drop)), "{first} {bits:#x}");
+        assert!(out_of_range(region.copy_out(WindowPages::new(first, bits), &mut out)), "{first} {bits:#x}");
+        assert!(out_of_range(
+            region.write_pages(WindowPages::new(first, bits), &vec![0; bits.count_ones() as usize * PAGE_BYTES])
+        ));
+        let sent = region.send_window(File::open("/dev/null").unwrap().as_fd(), b"", WindowPages::new(first, bits));
         assert_eq!(sent.unwrap_err().kind(), io::ErrorKind::InvalidInput);
     }
     assert_eq!(out, [1, 2, 3]);
@@ -85,7 +87,7 @@ fn pages_past_the_end_are_errors_everywhere() {
         region.populate_read(range); // Harmless.
     }
     assert!(region.data().unwrap().is_empty(), "none of this touched the memory");
-    assert_eq!(region.zero_mask(128, 1 << 71).unwrap(), 1 << 71, "the last page is none of those");
+    assert_eq!(region.zero_mask(WindowPages::new(128, 1 << 71)).unwrap(), 1 << 71, "the last page is none of those");
 }
 
 /// A hole in a file on a disk stays one, also when somebody has read it and the kernel keeps the zeros that it made for
@@ -96,12 +98,12 @@ fn what_was_only_read_is_no_data() {
     let file = tempfile::tempfile_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     file.set_len(PAGES * PAGE).unwrap();
     let region = map(file, PAGES * PAGE, Access::ReadWrite);
-    region.write_pages(0, 1, &page_of(1)).unwrap();
+    region.write_pages(WindowPages::new(0, 1), &page_of(1)).unwrap();
     const TMPFS_MAGIC: i64 = 0x0102_1994;
     if rustix::fs::fstatfs(region.file().unwrap()).unwrap().f_type == TMPFS_MAGIC {
         return; // there a page that was read is one that holds something
     }
-    region.copy_out(0, u64::MAX.into(), &mut Vec::new()).unwrap();
+    region.copy_out(WindowPages::new(0, u64::MAX.into()), &mut Vec::new()).unwrap();
     let first: Vec<_> = region.data().unwrap().ranges().map(|range| (range.first, range.count)).collect();
     assert_eq!(first, [(0, 1)]);
     assert_eq!(region.data_among(&PageSet::full(PAGES)).unwrap(), region.data().unwrap());
@@ -112,7 +114,7 @@ fn what_was_only_read_is_no_data() {
 fn a_source_is_never_written() {
     let file = file(4 * PAGE);
     let region = map(&file, 4 * PAGE, Access::Read);
-    assert!(region.write_pages(0, 1, &page_of(1)).unwrap_err().to_string().contains("reading only"));
+    assert!(region.write_pages(WindowPages::new(0, 1), &page_of(1)).unwrap_err().to_string().contains("reading only"));
     assert!(region.clear(PageRange::new(0, 1)).unwrap_err().to_string().contains("reading only"));
     assert!(region.data().unwrap().is_empty());
 }
@@ -121,7 +123,7 @@ fn a_source_is_never_written() {
 fn bytes_that_are_not_as_many_as_the_pages_are_refused() {
     let region = map(file(4 * PAGE), 4 * PAGE, Access::ReadWrite);
     for len in [0, 4096, 8191, 8193, 12288] {
-        let error = region.write_pages(0, 0b101, &vec![1; len]).unwrap_err();
+        let error = region.write_pages(WindowPages::new(0, 0b101), &vec![1; len]).unwrap_err();
         assert!(
             error.to_string().ends_with(&format!("writing 2 pages needs 8192 bytes, but {len} were given")),
             "{error}"
@@ -133,16 +135,16 @@ fn bytes_that_are_not_as_many_as_the_pages_are_refused() {
 #[test]
 fn holes_are_told_from_zeros() {
     let region = map(file(1000 * PAGE), 1000 * PAGE, Access::ReadWrite);
-    region.write_pages(128, 0b111, &vec![0; 3 * PAGE_BYTES]).unwrap();
-    region.write_pages(999, 1, &page_of(1)).unwrap();
+    region.write_pages(WindowPages::new(128, 0b111), &vec![0; 3 * PAGE_BYTES]).unwrap();
+    region.write_pages(WindowPages::new(999, 1), &page_of(1)).unwrap();
     let mut expected = PageSet::empty(1000);
     expected.insert(PageRange::new(128, 3));
     expected.insert(PageRange::new(999, 1));
     region.advise_huge();
     region.populate_read(PageRange::new(128, 3));
     assert_eq!(region.data().unwrap(), expected);
-    assert_eq!(region.zero_mask(128, 0b101).unwrap(), 0b101);
-    assert_eq!(region.zero_mask(998, 0b11).unwrap(), 0b01);
+    assert_eq!(region.zero_mask(WindowPages::new(128, 0b101)).unwrap(), 0b101);
+    assert_eq!(region.zero_mask(WindowPages::new(998, 0b11)).unwrap(), 0b01);
 }
 
 /// Runs of data of all lengths between holes, and questions that begin and end anywhere in them.
@@ -154,7 +156,7 @@ fn only_wanted_pages_are_told_to_be_data() {
     let mut at = 3;
     for length in [1, 2, 63, 64, 65, 127, 128, 129, 191, 192, 193, 447, 448, 449, 1500] {
         let run = PageRange::new(at, length);
-        (run.first..run.end()).for_each(|page| region.write_pages(page, 1, &page_of(page)).unwrap());
+        (run.first..run.end()).for_each(|page| region.write_pages(WindowPages::new(page, 1), &page_of(page)).unwrap());
         expected.insert(run);
         at = run.end() + 1 + length % 5;
     }
@@ -174,7 +176,7 @@ fn only_wanted_pages_are_told_to_be_data() {
 #[test]
 fn a_range_is_data_if_all_of_it_is() {
     for region in [Some(map(file(1024 * PAGE), 1024 * PAGE, Access::ReadWrite)), huge_region()].into_iter().flatten() {
-        region.write_pages(512, 1 << 3 | 1 << 4, &vec![7; 2 * PAGE_BYTES]).unwrap();
+        region.write_pages(WindowPages::new(512, 1 << 3 | 1 << 4), &vec![7; 2 * PAGE_BYTES]).unwrap();
         let data = region.data().unwrap();
         for (first, count) in [(515, 2), (515, 1), (514, 1), (514, 2), (516, 2), (0, 1024), (1023, 1), (512, 512)] {
             let all = (first..first + count).all(|page| data.contains(page));
@@ -224,9 +226,9 @@ fn follows_its_model(region: &Region, steps: &[(u64, u128, u64, bool)]) -> Resul
             model[((first + bit) * PAGE) as usize..][..PAGE_BYTES].copy_from_slice(&page);
             bytes.extend(page);
         }
-        region.write_pages(first, bits, &bytes).unwrap();
+        region.write_pages(WindowPages::new(first, bits), &bytes).unwrap();
         let mut back = Vec::new();
-        region.copy_out(first, bits, &mut back).unwrap();
+        region.copy_out(WindowPages::new(first, bits), &mut back).unwrap();
         prop_assert!(back == bytes, "what was written comes out");
     }
     let data = region.data().unwrap();
@@ -237,9 +239,9 @@ fn follows_its_model(region: &Region, steps: &[(u64, u128, u64, bool)]) -> Resul
         let all = u128::MAX >> (128 - (pages - first).min(128));
         let zero =
             (0..128).filter(|bit| all >> bit & 1 == 1 && is_zero(first + bit)).fold(0, |mask, bit| mask | 1 << bit);
-        prop_assert_eq!(region.zero_mask(first, all).unwrap(), zero);
+        prop_assert_eq!(region.zero_mask(WindowPages::new(first, all)).unwrap(), zero);
         let some = 0x5555_aaaa_0000_ffff_1234_5678_9abc_def0 & all;
-        prop_assert_eq!(region.zero_mask(first, some).unwrap(), zero & some);
+        prop_assert_eq!(region.zero_mask(WindowPages::new(first, some)).unwrap(), zero & some);
     }
     prop_assert!(contents(region) == model);
     Ok(())
@@ -268,8 +270,8 @@ fn a_region_of_huge_pages_is_what_its_model_is() {
     follows_its_model(&region, &[write(0, 1), write(500, 2), write(1024, 3), (510, 0xff, 0, true)]).unwrap();
     region.empty().unwrap();
     assert_eq!(rustix::fs::fstat(&huge).unwrap().st_blocks, 0, "all pages were given back");
-    region.write_pages(400, u128::MAX, &vec![1; 128 * PAGE_BYTES]).unwrap();
-    region.write_pages(1500, u128::MAX, &vec![1; 128 * PAGE_BYTES]).unwrap();
+    region.write_pages(WindowPages::new(400, u128::MAX), &vec![1; 128 * PAGE_BYTES]).unwrap();
+    region.write_pages(WindowPages::new(1500, u128::MAX), &vec![1; 128 * PAGE_BYTES]).unwrap();
     region.clear(PageRange::new(401, 1200)).unwrap();
     let left = |first: u64, count: u64| (first * PAGE) as usize..((first + count) * PAGE) as usize;
     let mut expected = vec![0; (4 * HUGE) as usize];
@@ -280,16 +282,16 @@ fn a_region_of_huge_pages_is_what_its_model_is() {
     let data = |region: &Region| region.data().unwrap().ranges().map(|r| (r.first, r.count)).collect::<Vec<_>>();
     assert_eq!(rustix::fs::fstat(&huge).unwrap().st_blocks as u64 * 512, 4 * HUGE, "a pool gets no page back");
     region.empty().unwrap();
-    [100, 1600].into_iter().for_each(|page| region.write_pages(page, 1, &page_of(page)).unwrap());
+    [100, 1600].into_iter().for_each(|page| region.write_pages(WindowPages::new(page, 1), &page_of(page)).unwrap());
     assert_eq!(data(&region), expected);
     assert_eq!(data(&region), expected, "asking made no page");
     let odd = Region::map("odd", huge, 0, HUGE + PAGE, Access::ReadWrite).unwrap();
     assert_eq!(odd.pages(), 513, "a part of a huge page can be the end of a region");
     assert_eq!(data(&odd), [(0, 512)]);
-    odd.write_pages(512, 1, &page_of(3)).unwrap();
+    odd.write_pages(WindowPages::new(512, 1), &page_of(3)).unwrap();
     assert_eq!(data(&odd), [(0, 513)]);
     odd.clear(PageRange::new(0, 513)).unwrap();
-    assert_eq!(region.zero_mask(384, u128::MAX).unwrap(), u128::MAX);
+    assert_eq!(region.zero_mask(WindowPages::new(384, u128::MAX)).unwrap(), u128::MAX);
 }
 
 /// Ranges of a window that need the most parts, and others.
@@ -299,7 +301,7 @@ const WINDOWS: [(u64, u128); 5] =
 fn filled() -> Region {
     let region = map(file(300 * PAGE), 300 * PAGE, Access::ReadWrite);
     for number in 0..300 {
-        region.write_pages(number, 1, &page_of(number)).unwrap();
+        region.write_pages(WindowPages::new(number, 1), &page_of(number)).unwrap();
     }
     region
 }
@@ -318,10 +320,9 @@ fn expected(region: &Region) -> Vec<u8> {
 }
 
 fn send_all(region: &Region, to: &impl AsFd) -> io::Result<()> {
-    WINDOWS
-        .iter()
-        .enumerate()
-        .try_for_each(|(at, &(first, bits))| region.send_window(to.as_fd(), &[at as u8; 24], first, bits))
+    WINDOWS.iter().enumerate().try_for_each(|(at, &(first, bits))| {
+        region.send_window(to.as_fd(), &[at as u8; 24], WindowPages::new(first, bits))
+    })
 }
 
 /// Makes SIGUSR1 interrupt what the thread does, and nothing else.
@@ -391,10 +392,10 @@ fn a_peer_that_is_gone_or_stuck_is_an_error() {
     let region = filled();
     let (ours, theirs) = UnixStream::pair().unwrap();
     ours.set_write_timeout(Some(Duration::from_millis(10))).unwrap();
-    let stuck = (0..100).find_map(|_| region.send_window(ours.as_fd(), b"head", 0, u128::MAX).err());
+    let stuck = (0..100).find_map(|_| region.send_window(ours.as_fd(), b"head", WindowPages::new(0, u128::MAX)).err());
     assert_eq!(stuck.unwrap().kind(), io::ErrorKind::WouldBlock);
     drop(theirs);
-    let gone = region.send_window(ours.as_fd(), b"head", 0, 1).unwrap_err();
+    let gone = region.send_window(ours.as_fd(), b"head", WindowPages::new(0, 1)).unwrap_err();
     assert_eq!(gone.kind(), io::ErrorKind::BrokenPipe);
 }
 
@@ -406,7 +407,7 @@ fn write_from_many_threads(region: &Region) -> Vec<Result<(), Error>> {
         windows.try_for_each(|first| {
             let pages = (0..128).filter(|bit| part >> bit & 1 == 1);
             let bytes: Vec<u8> = pages.flat_map(|bit| page_of(first + bit)).collect();
-            region.write_pages(first, part, &bytes)
+            region.write_pages(WindowPages::new(first, part), &bytes)
         })
     };
     thread::scope(|scope| {

@@ -135,7 +135,7 @@ impl<'a> Copy<'a> {
         let mut bytes = Vec::new();
         for WindowPages { first, mask: present } in send.windows() {
             bytes.clear();
-            self.region.copy_out(first, present, &mut bytes).unwrap();
+            self.region.copy_out(WindowPages::new(first, present), &mut bytes).unwrap();
             for (page, bit) in bytes.as_chunks::<4096>().0.iter().zip((0..128).filter(|bit| present >> bit & 1 == 1)) {
                 self.words[(first + bit) as usize] = u64::from_ne_bytes(*page.first_chunk().unwrap());
             }
@@ -264,7 +264,7 @@ fn pages_that_the_process_does_not_have_yet_are_seen_when_it_writes_them() {
     for old in KERNELS {
         let file = file(2048 * PAGE);
         let region = map(&file, 2048 * PAGE, Access::ReadWrite);
-        (0..1024).for_each(|page| region.write_pages(page, 1, &page_of(page)).unwrap());
+        (0..1024).for_each(|page| region.write_pages(WindowPages::new(page, 1), &page_of(page)).unwrap());
         for (guest, private) in [(Guest::map(&file, 2048 * PAGE), &[][..]), (Guest::private(2048 * PAGE, true), &[0])] {
             let mut tracker = track(&guest, private, old);
             tracker.scan(0).unwrap();

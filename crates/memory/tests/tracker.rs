@@ -143,7 +143,7 @@ fn writes_to_pages_that_only_the_file_has_are_seen() {
     let pages = 2048;
     let file = file(pages * PAGE);
     let region = map(&file, pages * PAGE, Access::ReadWrite);
-    (0..pages).for_each(|page| region.write_pages(page, 1, &page_of(page)).unwrap());
+    (0..pages).for_each(|page| region.write_pages(WindowPages::new(page, 1), &page_of(page)).unwrap());
     let guest = Guest::map(&file, pages * PAGE);
     let mut tracker = track(&guest);
     assert_eq!(tracker.scan(0).unwrap(), PageSet::full(pages), "they hold something");
@@ -265,8 +265,8 @@ fn migrate(tracker: &mut UffdTracker, source: &Region, copy: &Region) {
     holes.ranges().for_each(|range| copy.clear(range).unwrap());
     for WindowPages { first, mask: bits } in send.windows() {
         let mut bytes = Vec::new();
-        source.copy_out(first, bits, &mut bytes).unwrap();
-        copy.write_pages(first, bits, &bytes).unwrap();
+        source.copy_out(WindowPages::new(first, bits), &mut bytes).unwrap();
+        copy.write_pages(WindowPages::new(first, bits), &bytes).unwrap();
     }
 }
 

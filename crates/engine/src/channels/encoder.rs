@@ -36,7 +36,7 @@ impl Work<Window, Ready> for WindowEncoder {
         let present = window.wanted & !window.zero.unwrap_or(0);
         let memory = &self.shared.memory.regions()[window.region];
         // A window that the region does not have can't come from a scan of it; the channel would report it.
-        let copied = present == 0 || memory.copy_out(window.first, present, &mut self.pages).is_ok();
+        let copied = present == 0 || memory.copy_out(window.pages(present), &mut self.pages).is_ok();
         debug_assert!(!copied || self.pages.len() == present.count_ones() as usize * PAGE_BYTES);
         let encoded = coder.encode(usize::from(window.encoding), &self.pages);
         Ready::Window { window, encoded }

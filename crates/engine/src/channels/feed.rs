@@ -42,7 +42,7 @@ pub(crate) trait MainThread {
     }
 
     /// Pages of a window that are not handed over: holes by now, or of no use to the guest.
-    fn left_out(&self, _region: usize, _first: u64, _pages: u128) -> Result<(), Error> {
+    fn left_out(&self, _region: usize, _pages: WindowPages) -> Result<(), Error> {
         Ok(())
     }
 }
@@ -128,20 +128,20 @@ pub(crate) fn trim(
     let mut left = windows.clone();
     free.trim(region, &mut left);
     if work.freeing == Freeing::Possible {
-        left.retain_mut(|WindowPages { first, mask: wanted }| {
-            let holes = scan::new_holes(&shared.memory.regions()[region], *first, *wanted);
-            new_holes.extend(WindowPages::new(*first, holes).runs().map(|pages| RegionPages { region, pages }));
-            *wanted &= !holes;
-            *wanted != 0
+        left.retain_mut(|wanted| {
+            let holes = scan::new_holes(&shared.memory.regions()[region], *wanted);
+            new_holes.extend(wanted.with(holes).runs().map(|pages| RegionPages { region, pages }));
+            *wanted = wanted.without(holes);
+            !wanted.is_empty()
         });
     }
     let mut kept = left.iter().peekable();
-    for WindowPages { first, mask } in windows {
-        let still = kept.next_if(|window| window.first == first).map_or(0, |window| window.mask);
-        let out = mask & !still;
-        if out != 0 {
-            shared.dealt_with(out.count_ones().into());
-            main.left_out(region, first, out)?;
+    for window in windows {
+        let still = kept.next_if(|kept| kept.first == window.first).map_or(0, |kept| kept.mask);
+        let out = window.without(still);
+        if !out.is_empty() {
+            shared.dealt_with(out.count());
+            main.left_out(region, out)?;
         }
     }
     Ok(left)

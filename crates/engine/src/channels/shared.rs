@@ -119,6 +119,11 @@ impl Window {
     pub(crate) fn new(round: u32, region: usize, first: u64, wanted: u128) -> Self {
         Self { round, region, first, wanted, zero: None, encoding: 0, sample: false, raw: false }
     }
+
+    /// Pages of it.
+    pub(crate) fn pages(&self, mask: u128) -> WindowPages {
+        WindowPages::new(self.first, mask)
+    }
 }
 
 /// The pages of a window that are not zero, encoded.
@@ -144,10 +149,10 @@ impl Shared {
 
     /// The zero pages of a window. A window that the region does not have has none; sending it fails.
     pub(crate) fn zero_mask(&self, window: &Window) -> u128 {
-        let memory = &self.memory.regions()[window.region];
+        let (memory, wanted) = (&self.memory.regions()[window.region], window.pages(window.wanted));
         // Run by run: reading between them might make pages in holes.
-        WindowPages::new(window.first, window.wanted).runs().for_each(|run| memory.populate_read(run));
-        memory.zero_mask(window.first, window.wanted).unwrap_or(0)
+        wanted.runs().for_each(|run| memory.populate_read(run));
+        memory.zero_mask(wanted).unwrap_or(0)
     }
 
     /// Counts the pages of a window, whose zero pages are known by now or are detected here.
@@ -161,8 +166,8 @@ impl Shared {
         sent.zero += u64::from(found.count_ones());
         sent.zero_sent += u64::from(zero.count_ones());
         sent.resent += u64::from((present & had).count_ones());
-        content.insert(window.first, present);
-        content.remove(window.first, zero);
+        content.insert(window.pages(present));
+        content.remove(window.pages(zero));
         let progress = &self.progress;
         progress.normal_pages.fetch_add(present.count_ones().into(), Relaxed);
         progress.zero_pages.fetch_add(found.count_ones().into(), Relaxed);

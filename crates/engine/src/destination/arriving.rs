@@ -69,26 +69,26 @@ impl ArrivingMemory {
     }
 
     /// Writes pages of a window into place. The caller has checked the region.
-    pub(super) fn write(&self, region: u16, first: u64, present: u128, bytes: &[u8]) -> Result<(), Error> {
+    pub(super) fn write(&self, region: u16, present: WindowPages, bytes: &[u8]) -> Result<(), Error> {
         if let Some(arrival) = &self.arrival {
-            return arrival.push(region.into(), WindowPages::new(first, present), Some(bytes));
+            return arrival.push(region.into(), present, Some(bytes));
         }
-        self.memory.regions()[usize::from(region)].write_pages(first, present, bytes)?;
-        self.content[usize::from(region)].insert(first, present);
+        self.memory.regions()[usize::from(region)].write_pages(present, bytes)?;
+        self.content[usize::from(region)].insert(present);
         Ok(())
     }
 
-    /// Makes pages of a window read as zero; those that never had content do already.
-    pub(super) fn clear_window(&self, region: u16, first: u64, zero: u128) -> Result<(), Error> {
+    /// Makes pages read as zero; those that never had content do already.
+    pub(super) fn clear_window(&self, region: u16, zero: WindowPages) -> Result<(), Error> {
         if let Some(arrival) = &self.arrival {
-            return arrival.push(region.into(), WindowPages::new(first, zero), None);
+            return arrival.push(region.into(), zero, None);
         }
         let content = &self.content[usize::from(region)];
-        let held = zero & content.window(first);
-        for run in WindowPages::new(first, held).runs() {
+        let held = zero.with(zero.mask & content.window(zero.first));
+        for run in held.runs() {
             self.memory.regions()[usize::from(region)].clear(run)?;
         }
-        content.remove(first, held);
+        content.remove(held);
         Ok(())
     }
 
@@ -128,13 +128,15 @@ mod tests {
     }
 
     fn fill(arriving: &ArrivingMemory, region: u16, first: u64, pages: u128) {
-        arriving.write(region, first, pages, &vec![7; pages.count_ones() as usize * PAGE_BYTES]).unwrap();
+        arriving
+            .write(region, WindowPages::new(first, pages), &vec![7; pages.count_ones() as usize * PAGE_BYTES])
+            .unwrap();
     }
 
     /// The pages of a window that hold something.
     fn held(arriving: &ArrivingMemory, region: u16, first: u64) -> u128 {
         let all = u128::MAX >> (128 - (PAGES - first).min(128));
-        all & !arriving.memory.regions()[usize::from(region)].zero_mask(first, all).unwrap()
+        all & !arriving.memory.regions()[usize::from(region)].zero_mask(WindowPages::new(first, all)).unwrap()
     }
 
     #[test]
@@ -162,9 +164,9 @@ mod tests {
             let arriving = arriving();
             fill(&arriving, region, 0, u128::MAX);
             fill(&arriving, region, 128, ENDS | 0xff0);
-            arriving.clear_window(region, 128, ENDS | 0x3c).unwrap();
+            arriving.clear_window(region, WindowPages::new(128, ENDS | 0x3c)).unwrap();
             assert_eq!((held(&arriving, region, 0), held(&arriving, region, 128)), (u128::MAX, 0xfc0), "{region}");
-            arriving.clear_window(region, 0, u128::MAX).unwrap();
+            arriving.clear_window(region, WindowPages::new(0, u128::MAX)).unwrap();
             assert_eq!((held(&arriving, region, 0), held(&arriving, region, 128)), (0, 0xfc0), "{region}");
             assert_eq!(arriving.content[usize::from(region)].window(128), 0xfc0);
             assert_eq!(held(&arriving, 1 - region, 0), 0);
@@ -196,9 +198,9 @@ mod tests {
         for region in 0..2 {
             let arriving = arriving();
             let memory = &arriving.memory.regions()[usize::from(region)];
-            memory.write_pages(0, 0b11, &vec![7; 2 * PAGE_BYTES]).unwrap();
+            memory.write_pages(WindowPages::new(0, 0b11), &vec![7; 2 * PAGE_BYTES]).unwrap();
             arriving.clear_range(region, PageRange::new(0, PAGES)).unwrap();
-            arriving.clear_window(region, 0, u128::MAX).unwrap();
+            arriving.clear_window(region, WindowPages::new(0, u128::MAX)).unwrap();
             assert_eq!(held(&arriving, region, 0), 0b11, "what nobody has sent was looked at");
         }
     }

@@ -7,7 +7,7 @@ use std::{
 
 use crossbeam_channel::{Receiver, Sender};
 use transship_codec::Method;
-use transship_memory::PageRange;
+use transship_memory::{PageRange, WindowPages};
 use transship_wire::{PACKET_BYTES, PAGE_BYTES, PAGES_PER_PACKET, Packet};
 
 use super::{
@@ -18,7 +18,7 @@ use super::{
 use crate::{Error, Progress, cpu, transport::Connection};
 
 /// Pages that are read from the socket before they are written into place: 256 KiB stay in a core's second-level cache.
-const PAGES_PER_READ: u32 = 64;
+const PAGES_PER_READ: u64 = 64;
 
 /// All channel threads; dropping it ends them.
 pub(super) struct Channels {
@@ -140,8 +140,9 @@ impl PageReceiver {
                 Packet::Pages { region, first, present, zero, .. } => {
                     let end = first + PAGES_PER_PACKET - u64::from((present | zero).leading_zeros());
                     self.arriving.check(region, first, end).map_err(|what| self.broke(what))?;
-                    self.receive_pages(region, first, present)?;
-                    self.arriving.clear_window(region, first, zero)?;
+                    let window = WindowPages::new(first, present);
+                    self.receive_pages(region, window)?;
+                    self.arriving.clear_window(region, window.with(zero))?;
                     received.count(present, zero, &self.arriving.progress);
                 }
                 Packet::Encoded { region, first, present, zero, method, bytes, .. } => {
@@ -210,15 +211,15 @@ impl PageReceiver {
         Origin { peer: self.peer.clone(), channel: self.number }
     }
 
-    fn receive_pages(&mut self, region: u16, first: u64, mut present: u128) -> Result<(), Error> {
+    fn receive_pages(&mut self, region: u16, mut present: WindowPages) -> Result<(), Error> {
         let mut buffer = std::mem::take(&mut self.buffer);
         buffer.resize(PAGES_PER_READ as usize * PAGE_BYTES, 0);
-        while present != 0 {
-            let piece = lowest_bits(present, PAGES_PER_READ);
-            let bytes = &mut buffer[..piece.count_ones() as usize * PAGE_BYTES];
+        while !present.is_empty() {
+            let piece = present.lowest(PAGES_PER_READ);
+            let bytes = &mut buffer[..piece.count() as usize * PAGE_BYTES];
             self.fill(bytes)?;
-            self.arriving.write(region, first, piece, bytes)?;
-            present &= !piece;
+            self.arriving.write(region, piece, bytes)?;
+            present = present.without(piece.mask);
         }
         self.buffer = buffer;
         Ok(())
@@ -234,15 +235,6 @@ impl PageReceiver {
     fn broke(&self, what: String) -> Error {
         Error::Protocol { peer: self.peer.clone(), what: format!("on data channel {}: {what}", self.number) }
     }
-}
-
-/// The lowest `count` set bits.
-fn lowest_bits(bits: u128, count: u32) -> u128 {
-    let mut rest = bits;
-    for _ in 0..count.min(bits.count_ones()) {
-        rest &= rest - 1;
-    }
-    bits & !rest
 }
 
 #[cfg(test)]
@@ -286,13 +278,5 @@ mod tests {
             let _ = done.send(());
         });
         ended.recv_timeout(PATIENCE).unwrap();
-    }
-
-    #[test]
-    fn the_lowest_bits_are_taken_first() {
-        assert_eq!(lowest_bits(u128::MAX, 64), u64::MAX.into());
-        assert_eq!(lowest_bits(0b1010_1000, 2), 0b0010_1000);
-        assert_eq!(lowest_bits(1 << 127, 64), 1 << 127);
-        assert_eq!(lowest_bits(0, 64), 0);
     }
 }

@@ -14,6 +14,7 @@ use std::{
 
 use crossbeam_channel::Sender;
 use transship_codec::{DecodeError, Decoder, Method};
+use transship_memory::WindowPages;
 use transship_ring::{
     Parker, mpmc,
     spsc::{self, Consumer, Producer},
@@ -54,8 +55,9 @@ impl Unpacker {
         self.pages.resize(job.present.count_ones() as usize * PAGE_BYTES, 0);
         let decoder = self.decoders.entry(job.method).or_insert_with(|| job.method.decoder());
         decoder.decode(&job.encoded, &mut self.pages).map_err(|error| origin.undecodable(job.packet, &error))?;
-        arriving.write(job.region, job.first, job.present, &self.pages)?;
-        arriving.clear_window(job.region, job.first, job.zero)
+        let present = WindowPages::new(job.first, job.present);
+        arriving.write(job.region, present, &self.pages)?;
+        arriving.clear_window(job.region, present.with(job.zero))
     }
 }
 

@@ -176,13 +176,13 @@ fn look_at_pages(memory: &GuestMemory, sample: &mut GuestSample) -> Result<(), E
         .filter_map(|method| Some((*method, Setting::new(*method, None).ok()?.encoder(), Tried::default())))
         .collect();
     let (mut looked, mut zeros, mut pages, mut out) = (0, 0, Vec::new(), Vec::new());
-    for (region, WindowPages { first, mask }) in windows.iter().step_by(windows.len().div_ceil(WINDOWS).max(1)) {
+    for (region, window) in windows.iter().step_by(windows.len().div_ceil(WINDOWS).max(1)) {
         let region = &memory.regions()[*region];
-        let zero = region.zero_mask(*first, *mask)?;
-        looked += mask.count_ones();
+        let zero = region.zero_mask(*window)?;
+        looked += window.mask.count_ones();
         zeros += zero.count_ones();
         pages.clear();
-        region.copy_out(*first, mask & !zero, &mut pages)?;
+        region.copy_out(window.without(zero), &mut pages)?;
         if pages.is_empty() {
             continue;
         }

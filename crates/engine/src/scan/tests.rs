@@ -3,7 +3,7 @@
 use std::collections::VecDeque;
 
 use rustix::fs::MemfdFlags;
-use transship_memory::Access;
+use transship_memory::{Access, WindowPages};
 
 use super::*;
 
@@ -44,7 +44,7 @@ fn memory(data: [&[(u64, u64)]; 2]) -> GuestMemory {
         let region = Region::map("scan", file, 0, bytes, Access::ReadWrite).unwrap();
         for &(first, count) in data[index] {
             for page in first..first + count {
-                region.write_pages(page, 1, &[7; PAGE_BYTES]).unwrap();
+                region.write_pages(WindowPages::new(page, 1), &[7; PAGE_BYTES]).unwrap();
             }
         }
         region
@@ -190,7 +190,7 @@ fn the_last_round_has_all_that_was_not_sent_or_not_seen() {
     assert_eq!(sent(&scanner), sets([&[(1, 1)], &[(2, 1)]]), "not yet");
     let rate = scanner.next.dirty_pages_per_s;
     // One of the pages that were gone holds something by now.
-    memory.regions()[1].write_pages(1001, 1, &[7; PAGE_BYTES]).unwrap();
+    memory.regions()[1].write_pages(WindowPages::new(1001, 1), &[7; PAGE_BYTES]).unwrap();
     scanner.scan_again(&held).unwrap();
     let [first, second] = sets([&[(1, 1), (3, 1), (44, 1)], &[(2, 1), (30, 2), (1001, 1)]]);
     let gone = sets([&[], &[(1000, 1), (1002, 1)]]);
@@ -214,7 +214,7 @@ fn what_was_given_back_and_comes_back_as_zeros_is_sent_again() {
     assert_eq!(pending(&scanner), [(set(0, &[]), set(0, &[])), (set(1, &[]), set(1, &[]))]);
     // Nobody writes to any of them. The guest looks at one before the next scan.
     memory.regions()[1].clear(PageRange::new(105, 2)).unwrap();
-    memory.regions()[1].copy_out(105, 1, &mut Vec::new()).unwrap();
+    memory.regions()[1].copy_out(WindowPages::new(105, 1), &mut Vec::new()).unwrap();
     scan(&mut scanner, &held);
     assert_eq!(pending(&scanner)[1], (set(1, &[(105, 1)]), set(1, &[(106, 1)])));
 }
@@ -225,7 +225,7 @@ fn holes_of_a_window_are_told_from_data() {
     let region = &memory.regions()[1];
     let data = 1 | 0b11 << 3 | 1 << 127;
     for wanted in [u128::MAX, data, !data, 0, 0xff, 1 << 127, 0b11 << 126] {
-        assert_eq!(new_holes(region, 128, wanted), wanted & !data, "{wanted:#x}");
+        assert_eq!(new_holes(region, WindowPages::new(128, wanted)), wanted & !data, "{wanted:#x}");
     }
-    assert_eq!(new_holes(region, 256, u128::MAX), u128::MAX);
+    assert_eq!(new_holes(region, WindowPages::new(256, u128::MAX)), u128::MAX);
 }

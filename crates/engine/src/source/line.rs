@@ -199,7 +199,7 @@ impl MainThread for Pushing<'_> {
     }
 
     fn still_wanted(&self, region: usize, pages: WindowPages) -> WindowPages {
-        WindowPages::new(pages.first, self.state.unsent[region].claim(pages.first, pages.mask))
+        self.state.unsent[region].claim(pages)
     }
 }
 
@@ -265,7 +265,7 @@ impl Server {
         fail_point::reach("source.wanted")?;
         let window = page / 128 * 128;
         // It may be on its way with the rest, behind much else: then it goes twice.
-        self.state.unsent[index].claim(window, 1 << (page - window));
+        self.state.unsent[index].claim(WindowPages::new(window, 1 << (page - window)));
         self.send(region, PageRange::new(page, 1))?;
         self.about.push_back((region, page));
         Ok(())
@@ -279,21 +279,21 @@ impl Server {
         let end = (first + most).min(self.memory.regions()[index].pages());
         let window = first / 128 * 128;
         let beside = WindowPages::within(PageRange::new(first, end - first), window);
-        let unsent = self.state.unsent[index].claim(window, beside.mask);
-        WindowPages::new(window, unsent).runs().try_for_each(|run| self.send(region, run))
+        let unsent = self.state.unsent[index].claim(beside);
+        unsent.runs().try_for_each(|run| self.send(region, run))
     }
 
     /// Pages of one window.
     fn send(&mut self, region: u16, pages: PageRange) -> Result<(), Error> {
         let memory = &self.memory.regions()[usize::from(region)];
         let window = pages.first / 128 * 128;
-        let wanted = WindowPages::within(pages, window).mask;
-        let zero = memory.zero_mask(window, wanted)?;
-        for (mask, is_zero) in [(wanted & !zero, false), (zero, true)] {
-            for run in WindowPages::new(window, mask).runs() {
+        let wanted = WindowPages::within(pages, window);
+        let zero = memory.zero_mask(wanted)?;
+        for (these, is_zero) in [(wanted.without(zero), false), (wanted.with(zero), true)] {
+            for run in these.runs() {
                 let mut bytes = Vec::new();
                 if !is_zero {
-                    memory.copy_out(window, WindowPages::within(run, window).mask, &mut bytes)?;
+                    memory.copy_out(WindowPages::within(run, window), &mut bytes)?;
                 }
                 let count = run.count as u8; // at most as many as travel at once
                 self.control.send(&Message::Page(Pages { region, first: run.first, count, bytes }))?;

@@ -65,7 +65,7 @@ impl Channel for PageSender {
         let packet = Packet::Pages { round, region, first, present, zero };
         self.shared.book(PACKET_BYTES + packet.payload_bytes(), sent);
         let memory = &self.shared.memory.regions()[window.region];
-        let written = self.connection.send_window(memory, &packet.encode(), first, present);
+        let written = self.connection.send_window(memory, &packet.encode(), window.pages(present));
         written.map_err(|source| self.failed(source))
     }
 

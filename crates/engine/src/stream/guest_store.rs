@@ -152,8 +152,8 @@ impl PromptStore for GuestStore {
                 let mut rest = pages;
                 for window in PageRange::new(first, pages.len() as u64 / PAGE).windows() {
                     let (these, others) = rest.split_at(window.count() as usize * PAGE_BYTES);
-                    self.memory.regions()[*region].write_pages(window.first, window.mask, these)?;
-                    self.content[*region].insert(window.first, window.mask);
+                    self.memory.regions()[*region].write_pages(window, these)?;
+                    self.content[*region].insert(window);
                     rest = others;
                 }
                 self.normal.fetch_add(pages.len() as u64 / PAGE, Relaxed);

@@ -11,14 +11,14 @@ use rustix::{
     io::Errno,
     net::{RecvFlags, SendFlags, recv, send},
 };
-use transship_memory::{PAGE_BYTES, Region};
+use transship_memory::{PAGE_BYTES, Region, WindowPages};
 use transship_secure::{Caller, Halves, Handshake, Host, Opener, Progress, RECORD_BYTES, Sealer, SecureError};
 
 use super::{Connection, Uri, dial::CONNECT_TIMEOUT};
 use crate::Error;
 
 /// Pages of a record.
-const PAGES_AT_A_TIME: u32 = (RECORD_BYTES / PAGE_BYTES) as u32;
+const PAGES_AT_A_TIME: u64 = (RECORD_BYTES / PAGE_BYTES) as u64;
 
 /// An encrypted connection. Each direction has a lock of its own, so one thread may read while another writes; two that
 /// read take turns, as on any socket.
@@ -91,26 +91,17 @@ impl Secured {
     }
 
     /// As [`Region::send_window`]. Each page is copied once, to where it is encrypted.
-    pub(super) fn send_window(&mut self, region: &Region, head: &[u8], first: u64, present: u128) -> io::Result<()> {
+    pub(super) fn send_window(&mut self, region: &Region, head: &[u8], present: WindowPages) -> io::Result<()> {
         let (mut sealer, socket) = (lock(&self.sealer), &mut *self.socket);
         sealer.append(socket, |room| room.write_all(head))?;
         let mut rest = present;
-        while rest != 0 {
-            let piece = lowest_bits(rest, PAGES_AT_A_TIME);
-            sealer.append(socket, |room| region.copy_out(first, piece, room).map_err(io::Error::other))?;
-            rest &= !piece;
+        while !rest.is_empty() {
+            let piece = rest.lowest(PAGES_AT_A_TIME);
+            sealer.append(socket, |room| region.copy_out(piece, room).map_err(io::Error::other))?;
+            rest = rest.without(piece.mask);
         }
         sealer.flush(socket)
     }
-}
-
-/// The lowest `count` set bits.
-fn lowest_bits(bits: u128, count: u32) -> u128 {
-    let mut rest = bits;
-    for _ in 0..count.min(bits.count_ones()) {
-        rest &= rest - 1;
-    }
-    bits & !rest
 }
 
 /// A panic with a half held has printed itself; what it left is either whole or refuses to go on.
@@ -263,17 +254,5 @@ impl Lock {
             "the token has expired: nobody has come with it for {lifetime:?}; start this again for a new one \
              (--token-lifetime says how long it is good)"
         )))
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn the_lowest_bits_are_taken_first() {
-        assert_eq!(lowest_bits(u128::MAX, 4), 0xf);
-        assert_eq!(lowest_bits(0b1010_1000, 2), 0b0010_1000);
-        assert_eq!(lowest_bits(1 << 127, 4), 1 << 127);
     }
 }

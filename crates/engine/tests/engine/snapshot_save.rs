@@ -20,7 +20,7 @@ use rustix::fs::{Mode, OFlags};
 use transship_engine::{
     DirectIo, Error, FilePlace, FileUri, Format, Progress, Report, SaveOptions, Status, Then, Way, save_guest,
 };
-use transship_memory::{PAGE_BYTES, PageRange};
+use transship_memory::{PAGE_BYTES, PageRange, WindowPages};
 
 /// Small enough to be quick, with a last window that is not whole.
 const PAGES: [u64; 2] = [300, 1000];
@@ -311,7 +311,7 @@ fn the_memory_of_the_guest_is_no_target() {
     file.set_len(1 << 20).unwrap();
     let region =
         transship_memory::Region::map("ram", file.into(), 0, 1 << 20, transship_memory::Access::ReadWrite).unwrap();
-    region.write_pages(0, 1, &[7; PAGE_BYTES]).unwrap();
+    region.write_pages(WindowPages::new(0, 1), &[7; PAGE_BYTES]).unwrap();
     let mut guest = Scripted::new(&[256], vec![]);
     guest.memory = transship_memory::GuestMemory::new(vec![region]);
     let descriptor = passed(&path, OFlags::WRONLY);

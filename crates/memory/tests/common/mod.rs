@@ -8,7 +8,7 @@ use std::os::fd::{AsFd, OwnedFd};
 
 use rustix::fs::MemfdFlags;
 use transship_lab::lacks;
-use transship_memory::{Access, PAGE_BYTES, Region};
+use transship_memory::{Access, PAGE_BYTES, Region, WindowPages};
 
 pub(crate) const PAGE: u64 = PAGE_BYTES as u64;
 pub(crate) const HUGE: u64 = 2 << 20;
@@ -52,7 +52,7 @@ pub(crate) fn contents(region: &Region) -> Vec<u8> {
     let mut out = Vec::new();
     for first in (0..region.pages()).step_by(128) {
         let count = (region.pages() - first).min(128);
-        region.copy_out(first, u128::MAX >> (128 - count), &mut out).unwrap();
+        region.copy_out(WindowPages::new(first, u128::MAX >> (128 - count)), &mut out).unwrap();
     }
     out
 }

@@ -7,7 +7,7 @@ use std::{
 use rustix::fs::{Mode, OFlags};
 use tempfile::TempDir;
 use transship_lab::lacks;
-use transship_memory::{Access, FileIo, FileQueue, GuestMemory};
+use transship_memory::{Access, FileIo, FileQueue, GuestMemory, WindowPages};
 
 use crate::common::{HUGE, PAGE, file, map, page_of};
 
@@ -59,7 +59,7 @@ fn filled(file: &OwnedFd, pages: u64) -> GuestMemory {
 
 /// Makes a page that of `number`.
 pub(super) fn put(memory: &GuestMemory, page: u64, number: u64) {
-    memory.regions()[0].write_pages(page, 1, &page_of(number)).unwrap();
+    memory.regions()[0].write_pages(WindowPages::new(page, 1), &page_of(number)).unwrap();
 }
 
 pub(super) fn queue(memory: &GuestMemory, file: impl AsFd, how: FileIo) -> FileQueue {

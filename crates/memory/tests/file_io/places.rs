@@ -10,7 +10,7 @@ use std::{
 
 use rustix::{fs::OFlags, mount::MountFlags};
 use transship_lab::lacks;
-use transship_memory::{Access, FileIo, GuestMemory, PageBuffer, PageRange, Region, Turns};
+use transship_memory::{Access, FileIo, GuestMemory, PageBuffer, PageRange, Region, Turns, WindowPages};
 
 use super::files::{NEW, RUNS, disk, huge_filled, is_in_runs, memory, open, open_direct, pair, put, queue, ways};
 use crate::common::{HUGE, PAGE, contents, file, huge_file, map, mounts::with_mounts_of_its_own, page_of};
@@ -143,7 +143,9 @@ fn regions_have_files_of_their_own_and_places_of_their_own() {
     let regions = |start: u64| -> Vec<Region> {
         let region = |number| {
             let region = map(file(64 * PAGE), 64 * PAGE, Access::ReadWrite);
-            (0..64).for_each(|page| region.write_pages(page, 1, &page_of(number * start + page)).unwrap());
+            (0..64).for_each(|page| {
+                region.write_pages(WindowPages::new(page, 1), &page_of(number * start + page)).unwrap()
+            });
             region
         };
         (0..3).map(region).collect()

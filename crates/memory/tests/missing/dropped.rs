@@ -2,7 +2,7 @@
 use std::thread;
 
 use proptest::{collection::vec, prelude::*};
-use transship_memory::{Access, Claims, PageRange, PageSet};
+use transship_memory::{Access, Claims, PageRange, PageSet, WindowPages};
 
 use crate::{
     NONE,
@@ -61,7 +61,7 @@ proptest! {
         let (sent, owed) = (set(&sent), set(&owed));
         let mut model: Vec<u64> = (0..PAGES).map(|page| if sent.contains(page) { old(page) } else { 0 }).collect();
         for page in (0..PAGES).filter(|page| sent.contains(*page)) {
-            region.write_pages(page, 1, &page_of(page + 1000)).unwrap();
+            region.write_pages(WindowPages::new(page, 1), &page_of(page + 1000)).unwrap();
         }
 
         owed.ranges().for_each(|range| region.clear(range).unwrap());

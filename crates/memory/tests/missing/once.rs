@@ -7,7 +7,7 @@ use std::{
 };
 
 use rustix::io::FdFlags;
-use transship_memory::{Access, Claims, Missing, PageRange, Region};
+use transship_memory::{Access, Claims, Missing, PageRange, Region, WindowPages};
 
 use crate::{
     LONG,
@@ -58,7 +58,7 @@ fn what_came_by_other_means_is_done_as_well() {
         let missing = missing;
         let reader = scope.spawn(|| guest.read(5));
         assert_eq!(missing.next_fault(LONG).unwrap(), fault(5));
-        region.write_pages(5, 1, &page_of(55)).unwrap();
+        region.write_pages(WindowPages::new(5, 1), &page_of(55)).unwrap();
         assert_eq!(missing.fill_once(&claims, 0, 4, &pages_of(4..7)).unwrap(), 2);
         assert_eq!(reader.join().unwrap(), word_of(55), "who waited is woken");
         give_back(&region, 5, 1);

@@ -2,7 +2,7 @@
 use std::{sync::atomic::Ordering, thread, time::Duration};
 
 use transship_lab::lacks;
-use transship_memory::{Access, Missing, PageRange};
+use transship_memory::{Access, Missing, PageRange, WindowPages};
 
 use crate::{
     LONG, NONE,
@@ -55,7 +55,7 @@ fn pages_that_are_there_stay_as_they_are() {
     let missing = missing(&guest);
     assert_eq!(missing.fill(0, 10, &pages_of(100..105)).unwrap(), 5);
     // By another way, and mapped in the guest or not.
-    region.write_pages(20, 0b11, &pages_of(200..202)).unwrap();
+    region.write_pages(WindowPages::new(20, 0b11), &pages_of(200..202)).unwrap();
     assert_eq!(guest.read(20), word_of(200));
     guest.write(12, 7);
     assert_eq!(missing.fill(0, 0, &pages_of(0..64)).unwrap(), 64 - 7);
@@ -95,7 +95,7 @@ fn who_waits_for_a_page_that_came_another_way_is_woken() {
             // Woken too early, it waits again, and is reported again.
             missing.wake(0, PageRange::new(0, 64)).unwrap();
             assert_eq!(missing.next_fault(LONG).unwrap(), fault(5));
-            region.write_pages(5, 1, &page_of(55)).unwrap();
+            region.write_pages(WindowPages::new(5, 1), &page_of(55)).unwrap();
             wake(&missing);
             assert_eq!(reader.join().unwrap(), word_of(55));
         });

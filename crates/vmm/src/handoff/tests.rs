@@ -15,7 +15,7 @@ use std::{
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 use serde_json::{Value, json};
 use transship_guest::{DestinationGuest, SourceGuest};
-use transship_memory::{Access, PageSet, Region};
+use transship_memory::{Access, PageSet, Region, WindowPages};
 
 use transship_lines::{GuestSocket, LineSocket, MAX_LINE_BYTES, Shutdown};
 
@@ -226,7 +226,7 @@ fn pages_come_to_be_waited_for_where_that_is_offered_and_all_are_missing() {
     });
     with_guest(TestGuest::new(vec![]), GuestState::Waiting, |path| {
         let mut guest = HandoffDestination::attach(path).unwrap();
-        guest.memory().regions()[0].write_pages(5, 1, &[1; 4096]).unwrap();
+        guest.memory().regions()[0].write_pages(WindowPages::new(5, 1), &[1; 4096]).unwrap();
         let pages = guest.memory().regions()[0].pages();
         let error = guest.missing(&[PageSet::full(pages)]).err().unwrap().to_string();
         assert!(error.contains("is not empty: pages 5..6 are there"), "{error}");
@@ -234,7 +234,7 @@ fn pages_come_to_be_waited_for_where_that_is_offered_and_all_are_missing() {
     // A page that is there and is not lacked is nobody's concern.
     with_guest(TestGuest::new(vec![]), GuestState::Waiting, |path| {
         let mut guest = HandoffDestination::attach(path).unwrap();
-        guest.memory().regions()[0].write_pages(5, 1, &[1; 4096]).unwrap();
+        guest.memory().regions()[0].write_pages(WindowPages::new(5, 1), &[1; 4096]).unwrap();
         let mut lacks = PageSet::full(guest.memory().regions()[0].pages());
         lacks.remove(transship_memory::PageRange::new(5, 1));
         guest.missing(&[lacks]).unwrap();

@@ -20,7 +20,7 @@ use std::{
 use rustix::fs::{MemfdFlags, Mode, OFlags};
 use serde_json::json;
 use transship_guest::{GuestError, StateFormat};
-use transship_memory::{Access, InProcess, PAGE_BYTES, Process, Region};
+use transship_memory::{Access, InProcess, PAGE_BYTES, Process, Region, WindowPages};
 use transship_wire::GuestDescription;
 use transship_wire::qemu::{Block, Configuration, GlobalState, Name, RunState, StreamWriter};
 
@@ -132,7 +132,7 @@ impl DeviceState {
             let all = u128::MAX >> (u128::BITS as u64 - count);
             let wanted = data.as_ref().map_or(all, |data| data.window(first));
             piece.clear();
-            region.copy_out(first, wanted, &mut piece).map_err(unread)?;
+            region.copy_out(WindowPages::new(first, wanted), &mut piece).map_err(unread)?;
             let (pages, _) = piece.as_chunks::<PAGE_BYTES>();
             let mut pages = pages.iter();
             for page in first..first + count {

@@ -71,8 +71,8 @@ fn waiting(options: &mut SyntheticOptions) {
 fn copy(from: &GuestMemory, to: &GuestMemory, region: usize, pages: &PageSet) {
     for WindowPages { first, mask: bits } in pages.windows() {
         let mut bytes = Vec::new();
-        from.regions()[region].copy_out(first, bits, &mut bytes).unwrap();
-        to.regions()[region].write_pages(first, bits, &bytes).unwrap();
+        from.regions()[region].copy_out(WindowPages::new(first, bits), &mut bytes).unwrap();
+        to.regions()[region].write_pages(WindowPages::new(first, bits), &bytes).unwrap();
     }
 }
 
@@ -133,7 +133,7 @@ fn a_guest_moves_while_it_writes_and_every_page_is_right() {
 /// Copies page `page` of region 1.
 fn page_of(memory: &GuestMemory, page: u64) -> Vec<u8> {
     let mut bytes = Vec::new();
-    memory.regions()[1].copy_out(0, 1 << page, &mut bytes).unwrap();
+    memory.regions()[1].copy_out(WindowPages::new(0, 1 << page), &mut bytes).unwrap();
     bytes
 }
 
@@ -165,7 +165,7 @@ fn one_page_of_an_older_version_is_found() {
     let (a, b) = (Running::start(busy), Running::start(waiting));
     let (mut source, mut destination) = attach(&a.path, &b.path);
     let old = old_page(&mut source, 5);
-    bring(&mut source, &mut destination, |to| to.regions()[1].write_pages(0, 1 << 5, &old).unwrap());
+    bring(&mut source, &mut destination, |to| to.regions()[1].write_pages(WindowPages::new(0, 1 << 5), &old).unwrap());
     destination.start(true).unwrap();
     drop((source, destination));
     let Event::Checked(arrived) = b.wait_for(|event| matches!(event, Event::Checked(_))) else { unreachable!() };
@@ -186,13 +186,13 @@ fn torn_moved_and_lost_pages_are_found() {
         let mut torn = page_of(to, 5);
         torn[PAGE_BYTES / 2..].copy_from_slice(&old[PAGE_BYTES / 2..]);
         let region = &to.regions()[1];
-        region.write_pages(0, 1 << 5, &torn).unwrap();
-        region.write_pages(0, 1 << 6, &page_of(to, 7)).unwrap();
+        region.write_pages(WindowPages::new(0, 1 << 5), &torn).unwrap();
+        region.write_pages(WindowPages::new(0, 1 << 6), &page_of(to, 7)).unwrap();
         region.clear(PageRange::new(8, 1)).unwrap();
         // Touched at first and never written again: half of region 1 is touched, a quarter is hot.
-        region.write_pages(384, 1, &[0x55; PAGE_BYTES]).unwrap();
+        region.write_pages(WindowPages::new(384, 1), &[0x55; PAGE_BYTES]).unwrap();
         // Never touched.
-        region.write_pages(896, 1, &[1; PAGE_BYTES]).unwrap();
+        region.write_pages(WindowPages::new(896, 1), &[1; PAGE_BYTES]).unwrap();
     });
     // It stands there, loaded; the check does not need it to run.
     drop((source, destination));

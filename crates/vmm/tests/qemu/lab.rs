@@ -223,8 +223,8 @@ pub(crate) fn pair() -> (Qemu, Qemu) {
 pub(crate) fn copy(from: &Region, to: &Region, pages: &PageSet) {
     for WindowPages { first, mask: present } in pages.windows() {
         let mut bytes = Vec::new();
-        from.copy_out(first, present, &mut bytes).unwrap();
-        to.write_pages(first, present, &bytes).unwrap();
+        from.copy_out(WindowPages::new(first, present), &mut bytes).unwrap();
+        to.write_pages(WindowPages::new(first, present), &bytes).unwrap();
     }
 }
 

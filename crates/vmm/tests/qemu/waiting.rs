@@ -9,7 +9,7 @@ use std::{
 
 use serde_json::json;
 use transship_guest::{DestinationGuest, SourceGuest, StateFormat};
-use transship_memory::{GuestMemory, Missing, PageRange, PageSet, Region};
+use transship_memory::{GuestMemory, Missing, PageRange, PageSet, Region, WindowPages};
 
 use crate::lab::{Qemu, clear, pair};
 
@@ -26,7 +26,7 @@ fn bring(missing: &Missing, from: &Region, over: &AtomicBool) {
         let Some(fault) = missing.next_fault(TICK).unwrap() else { continue };
         let window = fault.page / 128 * 128;
         let mut page = Vec::new();
-        from.copy_out(window, 1 << (fault.page - window), &mut page).unwrap();
+        from.copy_out(WindowPages::new(window, 1 << (fault.page - window)), &mut page).unwrap();
         missing.fill(fault.region, fault.page, &page).unwrap();
     }
 }
@@ -110,7 +110,7 @@ fn memory_that_holds_something_is_not_waited_for() {
     let mut destination = to.destination();
     let memory = destination.memory();
     clear(&memory);
-    memory.regions()[0].write_pages(128, 1 << 5, &[1; 4096]).unwrap();
+    memory.regions()[0].write_pages(WindowPages::new(128, 1 << 5), &[1; 4096]).unwrap();
     let error = destination.missing(&all(&memory)).err().unwrap().to_string();
     assert!(error.contains("\"mem0\" is not empty: pages 133..134 are there"), "{error}");
     memory.regions()[0].clear(PageRange::new(133, 1)).unwrap();

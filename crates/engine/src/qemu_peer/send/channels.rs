@@ -220,12 +220,12 @@ impl Channel for PacketSender {
             shared.book(PACKET_HEADER_BYTES + pages.present.count_ones() as usize * PAGE_BYTES, sent);
             return self
                 .connection
-                .send_window(memory, &header, window.first, pages.present)
+                .send_window(memory, &header, window.pages(pages.present))
                 .map_err(|source| self.failed(source));
         };
         // A copy: the guest writes meanwhile.
         self.copy.clear();
-        memory.copy_out(window.first, pages.present, &mut self.copy)?;
+        memory.copy_out(window.pages(pages.present), &mut self.copy)?;
         let mut stored = std::mem::take(&mut self.stored);
         let _ = storing.encode(&self.copy, &mut stored); // never shorter
         let result = self.send_encoded(window, pages, &stored, sent);

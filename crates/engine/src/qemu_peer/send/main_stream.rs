@@ -8,7 +8,7 @@ use transship_wire::qemu::Name;
 use super::{channels::Common, line::Line, plan::Zeros};
 use crate::{
     Error,
-    channels::{MainThread, RoundWork, Sent, Settled, Shared, Window, trim},
+    channels::{MainThread, RoundWork, Sent, Shared, Window, trim},
     free::FreePages,
     guest::RegionPages,
     scan::Pending,
@@ -40,12 +40,11 @@ impl MainStream<'_> {
                 {
                     let mut window = Window::new(work.round, region, first, mask);
                     window.zero = self.look(&window)?;
-                    let Settled { present, .. } = self.shared.settle(&window, &mut sent);
+                    let present = window.pages(self.shared.settle(&window, &mut sent).present);
                     copy.clear();
-                    self.shared.memory.regions()[region].copy_out(first, present, copy)?;
+                    self.shared.memory.regions()[region].copy_out(present, copy)?;
                     let mut line = self.line.borrow_mut();
-                    let pages = WindowPages::new(first, present).iter();
-                    for (page, bytes) in pages.zip(copy.as_chunks().0) {
+                    for (page, bytes) in present.iter().zip(copy.as_chunks().0) {
                         line.writer.page(&self.common.names[region], page * PAGE, bytes);
                     }
                     line.flush_pieces()?;
@@ -55,8 +54,8 @@ impl MainStream<'_> {
         Ok((sent, new_holes))
     }
 
-    fn tell_zeros(&self, region: usize, first: u64, zero: u128) -> Result<(), Error> {
-        WindowPages::new(first, zero).runs().try_for_each(|run| self.tell_range(region, run))
+    fn tell_zeros(&self, region: usize, zero: WindowPages) -> Result<(), Error> {
+        zero.runs().try_for_each(|run| self.tell_range(region, run))
     }
 
     fn tell_range(&self, region: usize, range: PageRange) -> Result<(), Error> {
@@ -116,12 +115,12 @@ impl MainThread for MainStream<'_> {
         }
         let found = self.shared.look(window);
         let had = self.shared.content[window.region].window(window.first);
-        self.tell_zeros(window.region, window.first, if self.first { found } else { found & had })?;
+        self.tell_zeros(window.region, window.pages(if self.first { found } else { found & had }))?;
         Ok(Some(found))
     }
 
-    fn left_out(&self, region: usize, first: u64, pages: u128) -> Result<(), Error> {
+    fn left_out(&self, region: usize, pages: WindowPages) -> Result<(), Error> {
         // Later the destination has what it was sent before, or zeros.
-        if self.common.zeros == Zeros::OnMain && self.first { self.tell_zeros(region, first, pages) } else { Ok(()) }
+        if self.common.zeros == Zeros::OnMain && self.first { self.tell_zeros(region, pages) } else { Ok(()) }
     }
 }

@@ -286,18 +286,17 @@ impl<'a> Moment<'a> {
     fn save_first(&self, fault: Fault, written: &mut Written) -> Result<Copies, MomentFailure> {
         let region = &self.regions[fault.region];
         let unit = fault.page / region.unit;
-        let WindowPages { first, mask: units } = region.around(unit);
-        let claimed = region.left.claim(first, units);
-        let own = 1 << (unit - first);
-        if claimed & own == 0 {
+        let claimed = region.left.claim(region.around(unit));
+        let own = 1 << (unit - claimed.first);
+        if claimed.mask & own == 0 {
             // Somebody else saves it now, and lets it go. A hole that was protected along with its surroundings has
             // nothing to be saved.
             if !region.has_data(unit) {
                 self.let_go(fault.region, region.pages_of(PageRange::new(unit, 1)))?;
             }
         }
-        let copied = self.save(fault.region, first, claimed, written)?;
-        self.faulted.fetch_add(u64::from(claimed.count_ones()) * region.unit, Relaxed);
+        let copied = self.save(fault.region, claimed, written)?;
+        self.faulted.fetch_add(claimed.count() * region.unit, Relaxed);
         Ok(copied)
     }
 
@@ -330,9 +329,9 @@ impl<'a> Moment<'a> {
                 self.pages.pace.note(bytes(&copied));
                 outlet.write(places, copied)?;
             }
-            let Some((region, WindowPages { first, mask: units })) = self.next_chunk() else { break };
-            let claimed = self.regions[region].left.claim(first, units);
-            let copied = self.save(region, first, claimed, &mut written)?;
+            let Some((region, units)) = self.next_chunk() else { break };
+            let claimed = self.regions[region].left.claim(units);
+            let copied = self.save(region, claimed, &mut written)?;
             self.chunk_done();
             // The guest waits for none of these.
             self.pages.pace.wait(bytes(&copied));
@@ -372,9 +371,9 @@ impl<'a> Moment<'a> {
     }
 
     /// Copies the pages of units that the caller has claimed, and lets them go.
-    fn save(&self, region: usize, first: u64, claimed: u128, written: &mut Written) -> Result<Copies, MomentFailure> {
+    fn save(&self, region: usize, claimed: WindowPages, written: &mut Written) -> Result<Copies, MomentFailure> {
         let mut copied = Copies::new();
-        for units in WindowPages::new(first, claimed).runs() {
+        for units in claimed.runs() {
             let pages = self.regions[region].pages_of(units);
             self.copy(region, pages, written, &mut copied)?;
             self.let_go(region, pages)?;
@@ -393,17 +392,18 @@ impl<'a> Moment<'a> {
         // Units are claimed only once the moment is there.
         let Some(data) = self.regions[region].data() else { return Ok(()) };
         for first in (pages.first / 128 * 128..pages.end()).step_by(128) {
-            let wanted = data.window(first) & WindowPages::within(pages, first).mask;
-            for run in WindowPages::new(first, wanted).runs() {
+            let within = WindowPages::within(pages, first);
+            let wanted = within.with(within.mask & data.window(first));
+            for run in wanted.runs() {
                 self.check_there(memory, run)?;
                 memory.populate_read(run);
             }
-            let zero = memory.zero_mask(first, wanted).map_err(MomentFailure::Guest)?;
-            let present = wanted & !zero;
-            self.pages.note(region, first, present, zero);
-            written.normal += u64::from(present.count_ones());
+            let zero = memory.zero_mask(wanted).map_err(MomentFailure::Guest)?;
+            let present = wanted.without(zero);
+            self.pages.note(region, present, zero);
+            written.normal += present.count();
             written.zero += u64::from(zero.count_ones());
-            for run in WindowPages::new(first, present).runs() {
+            for run in present.runs() {
                 let mut buffer = PageBuffer::new(run.count as usize);
                 memory.copy_to(run, buffer.bytes_mut()).map_err(MomentFailure::Guest)?;
                 to.push(Copied { region, first: run.first, buffer });

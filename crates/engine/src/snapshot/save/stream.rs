@@ -185,26 +185,25 @@ impl StreamFile {
         &mut self,
         region: usize,
         name: &Name,
-        WindowPages { first, mask: wanted }: WindowPages,
+        wanted: WindowPages,
         written: &mut Written,
     ) -> Result<(), Error> {
         let pages = Arc::clone(&self.pages);
         let memory = &pages.memory.regions()[region];
-        let zero = zero_pages(memory, pages.freeing, first, wanted)?;
-        let (present, had) = (wanted & !zero, pages.content[region].window(first));
-        written.normal += u64::from(present.count_ones());
+        let zero = zero_pages(memory, pages.freeing, wanted)?;
+        let (present, had) = (wanted.without(zero), pages.content[region].window(wanted.first));
+        written.normal += present.count();
         written.zero += u64::from(zero.count_ones());
-        written.rewritten += u64::from((present & had).count_ones());
-        pages.note(region, first, present, zero);
-        pages.pace.wait(u64::from(present.count_ones()) * PAGE);
+        written.rewritten += u64::from((present.mask & had).count_ones());
+        pages.note(region, present, zero);
+        pages.pace.wait(present.count() * PAGE);
         // What had no content was told to be zero in the first round.
-        for page in WindowPages::new(first, if self.first { zero } else { zero & had }).iter() {
+        for page in wanted.with(if self.first { zero } else { zero & had }).iter() {
             self.out.writer.zero_page(name, page * PAGE);
         }
         self.copy.clear();
-        memory.copy_out(first, present, &mut self.copy)?;
-        let present = WindowPages::new(first, present).iter();
-        for (page, bytes) in present.zip(self.copy.as_chunks().0) {
+        memory.copy_out(present, &mut self.copy)?;
+        for (page, bytes) in present.iter().zip(self.copy.as_chunks().0) {
             self.out.writer.page(name, page * PAGE, bytes);
         }
         Ok(())

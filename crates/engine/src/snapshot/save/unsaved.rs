@@ -58,10 +58,10 @@ impl Unsaved {
     /// The units around this one are let go of before the moment, because somebody writes there; they are protected
     /// again later.
     pub(super) fn pass(&self, unit: u64) -> PageRange {
-        let WindowPages { first: window, mask: units } = self.around(unit);
-        self.passed.insert(window, units);
-        let first = window + u64::from(units.trailing_zeros());
-        self.pages_of(PageRange::new(first, u64::from(units.count_ones()).min(self.units - first)))
+        let units = self.around(unit);
+        self.passed.insert(units);
+        let first = units.first + u64::from(units.mask.trailing_zeros());
+        self.pages_of(PageRange::new(first, units.count().min(self.units - first)))
     }
 
     /// The moment: the guest stands still. What is to be protected now, beside what is.

@@ -263,34 +263,35 @@ impl Pages {
         &self,
         queues: &mut Queues,
         region: usize,
-        WindowPages { first, mask: wanted }: WindowPages,
+        wanted: WindowPages,
         written: &mut Written,
     ) -> Result<(), transship_memory::Error> {
-        let zero = zero_pages(&self.memory.regions()[region], self.freeing, first, wanted)?;
-        let present = wanted & !zero;
-        written.normal += u64::from(present.count_ones());
+        let zero = zero_pages(&self.memory.regions()[region], self.freeing, wanted)?;
+        let present = wanted.without(zero);
+        written.normal += present.count();
         written.zero += u64::from(zero.count_ones());
-        written.rewritten += u64::from((present & self.content[region].window(first)).count_ones());
-        self.note(region, first, present, zero);
-        self.pace.wait(u64::from(present.count_ones()) * PAGE_BYTES as u64);
-        for run in WindowPages::new(first, present).runs() {
+        written.rewritten += u64::from((present.mask & self.content[region].window(present.first)).count_ones());
+        self.note(region, present, zero);
+        self.pace.wait(present.count() * PAGE_BYTES as u64);
+        for run in present.runs() {
             let Spot { file, offset } = self.places[region];
             queues.of(file).write(region, run, offset + run.first * PAGE_BYTES as u64)?;
         }
         Ok(())
     }
 
-    /// Takes note of pages of a window: the file is about to hold content for these, and none for those.
-    pub(crate) fn note(&self, region: usize, first: u64, present: u128, zero: u128) {
-        self.content[region].remove(first, zero);
-        self.content[region].insert(first, present);
-        self.written[region].insert(first, present);
+    /// Takes note of pages: the file is about to hold content for these, and none for those of the same window that
+    /// `zero` names.
+    pub(crate) fn note(&self, region: usize, present: WindowPages, zero: u128) {
+        self.content[region].remove(present.with(zero));
+        self.content[region].insert(present);
+        self.written[region].insert(present);
         let progress = &self.progress;
         let bytes = |pages: u128| u64::from(pages.count_ones()) * PAGE_BYTES as u64;
-        progress.normal_pages.fetch_add(present.count_ones().into(), Relaxed);
+        progress.normal_pages.fetch_add(present.count(), Relaxed);
         progress.zero_pages.fetch_add(zero.count_ones().into(), Relaxed);
-        progress.wire_bytes.fetch_add(bytes(present), Relaxed);
-        let done = bytes(present | zero);
+        progress.wire_bytes.fetch_add(bytes(present.mask), Relaxed);
+        let done = bytes(present.mask | zero);
         let _ = progress.round_left.fetch_update(Relaxed, Relaxed, |left| Some(left.saturating_sub(done)));
     }
 
@@ -312,21 +313,20 @@ impl Pages {
     }
 }
 
-/// The pages of a window that read as zero. What has become a hole since the look is one of them, and stays a hole.
+/// The mask of those that read as zero. What has become a hole since the look is one of them, and stays a hole.
 pub(crate) fn zero_pages(
     memory: &Region,
     freeing: Freeing,
-    first: u64,
-    wanted: u128,
+    wanted: WindowPages,
 ) -> Result<u128, transship_memory::Error> {
     let holes = match freeing {
-        Freeing::Possible => new_holes(memory, first, wanted),
+        Freeing::Possible => new_holes(memory, wanted),
         Freeing::Never => 0,
     };
-    let data = wanted & !holes;
+    let data = wanted.without(holes);
     // Run by run: reading between them might make pages in holes.
-    WindowPages::new(first, data).runs().for_each(|run| memory.populate_read(run));
-    Ok(holes | memory.zero_mask(first, data)?)
+    data.runs().for_each(|run| memory.populate_read(run));
+    Ok(holes | memory.zero_mask(data)?)
 }
 
 impl Written {

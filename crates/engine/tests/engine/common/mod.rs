@@ -18,7 +18,7 @@ use transship_engine::{
     guest::{DestinationGuest, Found, GuestError, Hints, SourceGuest},
     move_guest, receive_guest,
 };
-use transship_memory::{Access, Error as MemoryError, GuestMemory, PAGE_BYTES, PageSet, Region, Tracker};
+use transship_memory::{Access, Error as MemoryError, GuestMemory, PAGE_BYTES, PageSet, Region, Tracker, WindowPages};
 
 use transship_wire::{GuestDescription, RegionDescription};
 
@@ -51,7 +51,7 @@ pub fn contents(memory: &GuestMemory) -> Vec<Vec<u8>> {
         let mut bytes = Vec::new();
         for first in (0..region.pages()).step_by(128) {
             let all = u128::MAX >> (128 - (region.pages() - first).min(128));
-            region.copy_out(first, all, &mut bytes).unwrap();
+            region.copy_out(WindowPages::new(first, all), &mut bytes).unwrap();
         }
         bytes
     };
@@ -262,7 +262,7 @@ impl Waiting {
         for region in memory.regions() {
             for first in (0..region.pages()).step_by(200) {
                 let window = first / 128 * 128;
-                region.write_pages(window, 1 << (first - window), &[0xee; PAGE_BYTES]).unwrap();
+                region.write_pages(WindowPages::new(window, 1 << (first - window)), &[0xee; PAGE_BYTES]).unwrap();
             }
         }
         Self { memory, state: Vec::new(), started: None, refuses_state: false }

@@ -1,6 +1,6 @@
 //! What a guest does to its memory, made up at random, and what of it must arrive.
 use proptest::{collection::vec, prelude::*};
-use transship_memory::{GuestMemory, PAGE_BYTES, PageRange, PageSet, Region};
+use transship_memory::{GuestMemory, PAGE_BYTES, PageRange, PageSet, Region, WindowPages};
 
 /// What a guest does to its memory.
 #[derive(Debug, Clone)]
@@ -174,6 +174,6 @@ fn each(pages: PageRange) -> std::ops::Range<u64> {
 fn fill(region: &Region, pages: PageRange, byte: u8) {
     for page in each(pages) {
         let window = page / 128 * 128;
-        region.write_pages(window, 1 << (page - window), &[byte; PAGE_BYTES]).unwrap();
+        region.write_pages(WindowPages::new(window, 1 << (page - window)), &[byte; PAGE_BYTES]).unwrap();
     }
 }

@@ -13,7 +13,7 @@ use transship_engine::{
     guest::{DestinationGuest, DeviceBlock, GuestError, StateFormat},
     receive_from_qemu,
 };
-use transship_memory::GuestMemory;
+use transship_memory::{GuestMemory, WindowPages};
 use transship_wire::{
     GuestDescription, RegionDescription,
     qemu::{Command, GlobalState, PageContent, Record, Reply, Step, StreamReader, StreamWriter},
@@ -38,7 +38,7 @@ pub(super) struct Waiting {
 impl Waiting {
     pub(super) fn new() -> Self {
         let memory = common::memory(&[4096]);
-        memory.regions()[0].write_pages(0, 0b11, &[0xee; 8192]).unwrap();
+        memory.regions()[0].write_pages(WindowPages::new(0, 0b11), &[0xee; 8192]).unwrap();
         let (loaded, said) = (Vec::new(), Arc::default());
         Self { memory, knows_devices: true, machine: "qemu pc-i440fx-10.0", loaded, said, refuses: false, wait: None }
     }

@@ -2,7 +2,7 @@
 use proptest::{collection::vec, prelude::*};
 use transship_codec::Method as Codec;
 use transship_engine::{WhenBusy, ZeroPages};
-use transship_memory::{Freeing, PAGE_BYTES};
+use transship_memory::{Freeing, PAGE_BYTES, WindowPages};
 
 use super::{
     guest::{Guest, VRAM_PAGES, guest},
@@ -65,7 +65,9 @@ fn encoders_serve_all_channels_also_with_what_does_not_shrink() {
                 state = state.wrapping_mul(0x5851_f42d_4c95_7f2d).wrapping_add(1);
                 (state ^ state >> 29).to_le_bytes()
             });
-            guest.inner.memory.regions()[0].write_pages(first, u128::MAX, &noise.collect::<Vec<_>>()).unwrap();
+            guest.inner.memory.regions()[0]
+                .write_pages(WindowPages::new(first, u128::MAX), &noise.collect::<Vec<_>>())
+                .unwrap();
         }
         let (result, report, arrived) = send(&mut guest, wires, Quirk::None);
         result.unwrap();
