@@ -71,7 +71,7 @@ run() {
     cargo test "${build[@]}" --no-fail-fast "$@" || failed=1
 }
 if [ "${1:-}" = --ignored ]; then
-    run --test '*' -- --ignored --test-threads 2
+    run --test '*' -- --ignored --test-threads 1
 else
     run --lib --bins
     # Those that start guests wait for them half of the time, whatever the number of cores.

@@ -146,7 +146,6 @@ fn convert(from: &Path, to: &Path, more: &[&str]) -> Result<()> {
 /// As libvirt writes it, with whatever it compresses by: it is read, turned into a file for QEMU and back into an image
 /// that virsh restores, and a QEMU without libvirt goes on with the guest.
 #[test]
-#[ignore = "a minute of domains: make test-long"]
 fn what_virsh_saved_is_read() -> Result<()> {
     let Some(host) = LibvirtHost::start("h1")? else { return Ok(()) };
     let domain = Domain::multiboot("g1")?;

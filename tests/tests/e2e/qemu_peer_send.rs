@@ -127,7 +127,6 @@ fn a_machine_with_virtio_mem_is_refused() -> Result<()> {
 /// Free memory with old data in it is left out, and the device that says so is unplugged before the guest is stopped; a
 /// stock QEMU has none.
 #[test]
-#[ignore = "an emulated guest: make test-long"]
 fn what_a_guest_can_do_without_is_not_sent() -> Result<()> {
     let Some(qemu) = other_qemu("11.1")? else { return Ok(()) };
     let (here, there) = (Balloon::start()?, Balloon::start()?);
@@ -270,7 +269,6 @@ fn old_content_of_the_destination_is_cleared_where_that_was_promised() -> Result
 
 /// What the two do not have in common is found while the guest runs, and it runs on.
 #[test]
-#[ignore = "a minute of waiting for who does not answer: make test-long"]
 fn a_destination_that_does_not_fit_refuses_and_the_guest_runs_on() -> Result<()> {
     let workload = Workload { rate: 50, ..Workload::MULTIBOOT };
     let source = Qemu::multiboot().workload(workload).booted()?;

@@ -127,7 +127,6 @@ fn a_stream_is_loaded_by_qemus_of_all_ages() -> Result<()> {
 
 /// Video memory and ROMs are blocks of their own, and two NUMA nodes are two regions.
 #[test]
-#[ignore = "a minute of guests: make test-long"]
 fn a_guest_of_many_blocks_is_saved() -> Result<()> {
     let folder = disk()?;
     let guest = Qemu::multiboot().backends(2).args(["-device", "VGA", "-device", "virtio-rng-pci"]);
@@ -237,7 +236,6 @@ fn capabilities(guest: &Qemu) -> Result<Vec<String>> {
 /// QEMU itself is in another state at each of these steps. It is put back with the settings that it had, and can be
 /// saved.
 #[test]
-#[ignore = "a minute of guests: make test-long"]
 fn a_qemu_whose_save_died_is_as_it_was() -> Result<()> {
     let folder = disk()?;
     let source = Qemu::multiboot().booted()?;
