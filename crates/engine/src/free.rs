@@ -116,11 +116,11 @@ impl FreePages {
         }
         self.listen(Instant::now());
         let (named, trimmed) = (&self.named[region], &mut self.trimmed[region]);
-        windows.retain_mut(|WindowPages { first, mask: wanted }| {
-            let free = *wanted & named.window(*first);
-            WindowPages::new(*first, free).runs().for_each(|run| trimmed.insert(run));
-            *wanted &= !free;
-            *wanted != 0
+        windows.retain_mut(|wanted| {
+            let free = wanted.mask & named.window(wanted.first);
+            wanted.with(free).runs().for_each(|run| trimmed.insert(run));
+            *wanted = wanted.without(free);
+            !wanted.is_empty()
         });
     }
 

@@ -36,9 +36,7 @@ impl PageMap {
     }
 
     pub(crate) fn insert_range(&self, range: PageRange) {
-        for window in (range.first / 128 * 128..range.end()).step_by(128) {
-            self.insert(WindowPages::within(range, window));
-        }
+        range.windows().for_each(|window| self.insert(window));
     }
 
     pub(crate) fn contains(&self, page: u64) -> bool {

@@ -9,7 +9,7 @@ use std::thread;
 
 use rustix::{fs::FallocateFlags, io::Errno};
 
-use crate::{Error, PageRange, PageSet, Region, private::Private, region::Held, shared::Shared, window::WindowPages};
+use crate::{Error, PageRange, PageSet, Region, private::Private, region::Held, shared::Shared};
 
 /// What is to become of memory that holds only zeros.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
@@ -174,13 +174,12 @@ impl Region {
     /// Every `of`-th part, from the `n`-th on.
     fn clear_some(&self, held: &PageSet, n: usize, of: usize) -> Result<(), Error> {
         for window in held.windows() {
-            let WindowPages { first, mask: present } = window;
-            if (first / PART_PAGES) as usize % of != n {
+            if (window.first / PART_PAGES) as usize % of != n {
                 continue;
             }
             window.runs().for_each(|run| self.populate_read(run));
-            let dirty = present & !self.zero_mask(WindowPages::new(first, present))?;
-            WindowPages::new(first, dirty).runs().try_for_each(|run| self.write_zeros(run))?;
+            let dirty = window.without(self.zero_mask(window)?);
+            dirty.runs().try_for_each(|run| self.write_zeros(run))?;
         }
         Ok(())
     }

@@ -16,8 +16,8 @@ use crate::{
 };
 
 impl Region {
-    /// Of the wanted pages: the mask of those that are all zero. SIMD at the machine's width. A page
-    /// that is written meanwhile may be called either way; the tracker reports it.
+    /// Of the wanted pages: the mask of those that are all zero. SIMD at the machine's width. A page that is written
+    /// meanwhile may be called either way; the tracker reports it.
     ///
     /// # Errors
     /// OutOfRange; of private memory the system's own.
@@ -29,8 +29,8 @@ impl Region {
         }
     }
 
-    /// Appends the present pages to `out`, which are copied once. What comes out may mix bytes from before
-    /// and after a write of the guest, but does not change any more.
+    /// Appends the present pages to `out`, which are copied once. What comes out may mix bytes from before and after a
+    /// write of the guest, but does not change any more.
     ///
     /// # Errors
     /// OutOfRange; of private memory the system's own. `out` is then as it was.
@@ -148,7 +148,7 @@ impl Shared {
     }
 
     pub(crate) fn copy_out(&self, present: WindowPages, out: &mut Vec<u8>) {
-        out.reserve(present.mask.count_ones() as usize * PAGE_BYTES);
+        out.reserve(present.count() as usize * PAGE_BYTES);
         for run in present.runs() {
             let (start, len) = self.raw(run);
             // SAFETY: raw() gives len readable bytes of the mapping, reserve() made room for as many, and nobody else

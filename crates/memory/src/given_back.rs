@@ -103,7 +103,7 @@ impl Note {
         let mut together: Option<PageRange> = None;
         for window in windows {
             let there = self.there.as_ref().map_or(0, |there| there.window(window.first));
-            for run in WindowPages::new(window.first, window.mask & !there).runs() {
+            for run in window.without(there).runs() {
                 match &mut together {
                     Some(before) if before.end() == run.first => before.count += run.count,
                     before => before.replace(run).map_or(Ok(()), |done| noted.map(done))?,

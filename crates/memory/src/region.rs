@@ -6,9 +6,7 @@ use std::{
     sync::Arc,
 };
 
-use crate::{
-    Error, Keep, PAGE_BYTES, PageRange, PageSet, Process, private::Private, shared::Shared, window::WindowPages,
-};
+use crate::{Error, Keep, PAGE_BYTES, PageRange, PageSet, Process, private::Private, shared::Shared};
 
 /// How a region is used.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -155,17 +153,18 @@ impl Region {
         // A hole of the file must not be read: that would make a page of it.
         let data = below.data_among(&own)?;
         let failed = |source| self.failed("write pages", source);
-        for WindowPages { first, mask } in own.windows() {
-            let (there, holes) = (mask & data.window(first), mask & !data.window(first));
+        for window in own.windows() {
+            let holes = window.without(data.window(window.first));
+            let there = window.without(holes.mask);
             let mut bytes = Vec::new();
-            below.copy_out(WindowPages::new(first, there), &mut bytes);
+            below.copy_out(there, &mut bytes);
             let mut rest = bytes.as_slice();
-            for run in WindowPages::new(first, there).runs() {
+            for run in there.runs() {
                 let (pages, after) = rest.split_at(run.bytes() as usize);
                 private.write(run, pages).map_err(failed)?;
                 rest = after;
             }
-            WindowPages::new(first, holes).runs().try_for_each(|run| private.write_zeros(run).map_err(failed))?;
+            holes.runs().try_for_each(|run| private.write_zeros(run).map_err(failed))?;
         }
         Ok(own.count())
     }

@@ -117,6 +117,7 @@ mod tests {
     fn the_lowest_are_taken_first_and_the_rest_is_left() {
         let lowest = |mask, count| WindowPages::new(256, mask).lowest(count);
         assert_eq!(lowest(u128::MAX, 64), WindowPages::new(256, u64::MAX.into()));
+        assert_eq!((lowest(u128::MAX, 4).mask, lowest(1 << 127, 4).mask), (0xf, 1 << 127));
         assert_eq!(lowest(0b1010_1000, 2).mask, 0b0010_1000);
         assert_eq!((lowest(1 << 127, 64).mask, lowest(0, 64).mask, lowest(1, 0).mask), (1 << 127, 0, 0));
         let window = WindowPages::new(256, 0b1100);

@@ -247,7 +247,7 @@ mod tests {
         mpsc,
     };
 
-    use transship_memory::{Access, GuestMemory, Region};
+    use transship_memory::{Access, GuestMemory, Region, WindowPages};
 
     use super::{super::FirstFailure, *};
     use crate::Progress;
@@ -319,7 +319,7 @@ mod tests {
     }
 
     fn window(number: u64) -> Window {
-        Window::new(0, 0, number * 128, u128::MAX)
+        Window::new(0, 0, WindowPages::new(number * 128, u128::MAX))
     }
 
     #[test]

@@ -107,7 +107,7 @@ impl Feed<'_> {
         let windows = windows.into_iter().map(still).filter(|window| !window.is_empty()).collect();
         let windows = trim(shared, work, region, windows, free, *main, new_holes)?;
         let look = |pages: WindowPages| {
-            let mut window = Window::new(work.round, region, pages.first, pages.mask);
+            let mut window = Window::new(work.round, region, pages);
             window.zero = main.look(&window)?;
             Ok(window)
         };

@@ -116,7 +116,8 @@ pub(crate) struct Window {
 }
 
 impl Window {
-    pub(crate) fn new(round: u32, region: usize, first: u64, wanted: u128) -> Self {
+    pub(crate) fn new(round: u32, region: usize, pages: WindowPages) -> Self {
+        let WindowPages { first, mask: wanted } = pages;
         Self { round, region, first, wanted, zero: None, encoding: 0, sample: false, raw: false }
     }
 

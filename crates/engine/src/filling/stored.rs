@@ -1,5 +1,5 @@
 //! Which of a region's pages are brought, and in which pieces.
-use transship_memory::{PageRange, PageSet, WINDOW_PAGES, WindowPages};
+use transship_memory::{PageRange, PageSet, WindowPages};
 
 /// Pages that a background thread takes at once: 1 MiB.
 pub(crate) const UNIT_PAGES: u64 = 256;
@@ -37,9 +37,9 @@ impl Region {
     /// Runs of a range that are brought but not among the claimed, of which it is told by windows of 128 pages.
     pub(crate) fn wanted(&self, range: PageRange, claimed: impl Fn(u64) -> u128) -> Vec<PageRange> {
         let mut wanted: Vec<PageRange> = Vec::new();
-        for window in (range.first / WINDOW_PAGES * WINDOW_PAGES..range.end()).step_by(WINDOW_PAGES as usize) {
-            let pages = self.stored.window(window) & WindowPages::within(range, window).mask & !claimed(window);
-            for run in WindowPages::new(window, pages).runs() {
+        for window in range.windows() {
+            let pages = window.with(window.mask & self.stored.window(window.first) & !claimed(window.first));
+            for run in pages.runs() {
                 match wanted.last_mut() {
                     Some(last) if last.end() == run.first => last.count += run.count,
                     _ => wanted.push(run),
@@ -57,9 +57,8 @@ impl Region {
 
     /// How many pages of a range are brought.
     pub(crate) fn stored_in(&self, range: PageRange) -> u64 {
-        let windows = (range.first / WINDOW_PAGES * WINDOW_PAGES..range.end()).step_by(WINDOW_PAGES as usize);
-        let pages = |window| self.stored.window(window) & WindowPages::within(range, window).mask;
-        windows.map(|window| u64::from(pages(window).count_ones())).sum()
+        let pages = |window: WindowPages| window.with(window.mask & self.stored.window(window.first));
+        range.windows().map(|window| pages(window).count()).sum()
     }
 
     /// Long runs of pages that are not brought, of whole huge pages.

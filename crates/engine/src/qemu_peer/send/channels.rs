@@ -235,8 +235,9 @@ impl Channel for PacketSender {
 
     fn send_hole(&mut self, round: u32, region: usize, range: PageRange, sent: &mut Sent) -> Result<(), Error> {
         let shared = Arc::clone(&self.shared);
-        for WindowPages { first, mask: zero } in shared.content[region].take(range) {
-            self.send_window(&Window::new(round, region, first, 0), Settled { present: 0, zero }, None, sent)?;
+        for zero in shared.content[region].take(range) {
+            let pages = Settled { present: 0, zero: zero.mask };
+            self.send_window(&Window::new(round, region, zero.with(0)), pages, None, sent)?;
         }
         Ok(())
     }

@@ -36,9 +36,8 @@ impl MainStream<'_> {
         for (region, pending) in work.pending.iter().enumerate() {
             self.tells_holes(region, pending)?;
             for windows in pending.batches() {
-                for WindowPages { first, mask } in trim(self.shared, work, region, windows, free, self, &mut new_holes)?
-                {
-                    let mut window = Window::new(work.round, region, first, mask);
+                for pages in trim(self.shared, work, region, windows, free, self, &mut new_holes)? {
+                    let mut window = Window::new(work.round, region, pages);
                     window.zero = self.look(&window)?;
                     let present = window.pages(self.shared.settle(&window, &mut sent).present);
                     copy.clear();

@@ -391,9 +391,8 @@ impl<'a> Moment<'a> {
         let memory = &self.pages.memory.regions()[region];
         // Units are claimed only once the moment is there.
         let Some(data) = self.regions[region].data() else { return Ok(()) };
-        for first in (pages.first / 128 * 128..pages.end()).step_by(128) {
-            let within = WindowPages::within(pages, first);
-            let wanted = within.with(within.mask & data.window(first));
+        for window in pages.windows() {
+            let wanted = window.with(window.mask & data.window(window.first));
             for run in wanted.runs() {
                 self.check_there(memory, run)?;
                 memory.populate_read(run);
