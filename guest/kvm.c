@@ -126,9 +126,9 @@ static int reached(u64 *when, u32 next_ms)
 }
 
 /*
- * Rest: the processor halts until its timer interrupts it, a hundred times a second, or as often as the guest beats.
- * Interrupts are let in only there, so nothing else has to expect them. A guest that polled instead would take a core
- * from whoever looks at it.
+ * Rest: the processor halts until its timer interrupts it: a hundred times a second, or as often as the guest beats, or,
+ * when it is idle, as often as it reports. Interrupts are let in only there, so nothing else has to expect them. A guest
+ * that polled instead would take a core from whoever looks at it.
  */
 
 enum {
@@ -142,7 +142,9 @@ enum {
     APIC_PERIOD = 0x380,
     APIC_DIVISOR = 0x3e0,
     PERIODIC = 1 << 17,
-    TICK_NS = 10 * 1000 * 1000,
+    NS_PER_MS = 1000 * 1000,
+    TICK_MS = 10,
+    LONGEST_TICK_MS = 1000,
 };
 
 /*
@@ -308,14 +310,19 @@ void main(const struct loader_info *info)
 
     u32 beat_ms = argument(arguments, "workload.beat_ms", 0);
 
-    prepare_rest(beat_ms && beat_ms < 10 ? beat_ms * (TICK_NS / 10) : TICK_NS);
+    u32 tick_ms = beat_ms && beat_ms < TICK_MS ? beat_ms : TICK_MS;
+    if (idle && !beat_ms && report_ms > TICK_MS)
+        tick_ms = report_ms < LONGEST_TICK_MS ? report_ms : LONGEST_TICK_MS;
+    prepare_rest(tick_ms * NS_PER_MS);
     measure_clock();
     for (u32 page = 0; page < pages; page++)
         write_page(page, 1);
     put_field("workload: ready pages=", pages);
     put('\n');
 
-    u64 next_report = cycles(), next_sweep = next_report, next_batch = next_report, next_beat = next_report;
+    u64 next_report = cycles(), next_batch = next_report, next_beat = next_report;
+    /* Everything has just been written: there is nothing to check yet. */
+    u64 next_sweep = next_report + (u64)sweep_ms * cycles_per_ms;
     u32 page = 0, uptime_ms = 0;
     for (;;) {
         u32 batch = 0;
