@@ -17,8 +17,11 @@ use super::{
     checks,
     maps::{FileId, Mapping, path_to},
     places,
-    qmp::Qmp,
+    qmp::{Qmp, Question},
 };
+
+/// All that is asked of a backend. QEMU refuses what a backend of another kind does not have.
+const PROPERTIES: [&str; 6] = ["readonly", "rom", "prealloc", "policy", "offset", "mem-path"];
 
 /// One memory backend of the guest.
 #[derive(Debug, PartialEq, Eq)]
@@ -42,6 +45,13 @@ enum Held {
     },
     /// Its own. Where it has not written the file shows, if there is one.
     Private { address: u64, page_bytes: u64, below: Option<(FileId, u64)>, keep: Keep },
+}
+
+/// Asks for all that [`backends`] may want to know of each backend, in one go.
+pub(super) fn ask_ahead(qmp: &mut Qmp) -> Result<(), GuestError> {
+    let devices = qmp.execute("query-memdev", json!({}))?;
+    let ids = devices.as_array().into_iter().flatten().filter_map(|device| device["id"].as_str());
+    Ok(qmp.ask_ahead(&ids.flat_map(|id| PROPERTIES.map(|name| asked(id, name))).collect::<Vec<_>>())?)
 }
 
 /// All backends, sorted by id.
@@ -80,12 +90,14 @@ pub(super) fn backends(qmp: &mut Qmp) -> Result<Vec<Backend>, GuestError> {
     Ok(backends)
 }
 
-fn object_path(id: &str) -> String {
-    format!("/objects/{id}")
+/// The question that [`property`] asks.
+fn asked(id: &str, name: &str) -> Question {
+    ("qom-get", json!({ "path": format!("/objects/{id}"), "property": name }))
 }
 
 fn property(qmp: &mut Qmp, id: &str, name: &str) -> Option<Value> {
-    qmp.execute("qom-get", json!({ "path": object_path(id), "property": name })).ok()
+    let (command, arguments) = asked(id, name);
+    qmp.execute(command, arguments).ok()
 }
 
 /// Names and types of the objects under /objects.
@@ -229,17 +241,13 @@ fn unnamed_file(pid: i32, directory: &Path, id: &str, mappings: &[Mapping]) -> O
 }
 
 impl Backend {
-    /// Its object in QEMU.
-    pub(super) fn path(&self) -> String {
-        object_path(&self.id)
-    }
-
-    /// The properties that [`backends`] asks for.
-    pub(super) fn asked_of(&self) -> &'static [&'static str] {
-        match &self.held {
+    /// What [`backends`] asks of it.
+    pub(super) fn asked_of(&self) -> Vec<Question> {
+        let names: &[&str] = match &self.held {
             Held::Shared { path: Some(_), .. } => &["readonly", "offset", "prealloc", "policy", "mem-path"],
             Held::Shared { path: None, .. } | Held::Private { .. } => &["readonly", "prealloc", "policy"],
-        }
+        };
+        names.iter().map(|name| asked(&self.id, name)).collect()
     }
 
     pub(super) fn description(&self) -> RegionDescription {

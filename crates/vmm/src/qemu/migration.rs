@@ -127,13 +127,14 @@ fn off(names: &[&str]) -> Value {
 }
 
 fn set(qmp: &mut Qmp, capabilities: Vec<Value>, parameters: Map<String, Value>) -> Result<(), QmpError> {
+    let mut commands = Vec::new();
     if !capabilities.is_empty() {
-        qmp.execute("migrate-set-capabilities", json!({ "capabilities": capabilities }))?;
+        commands.push(("migrate-set-capabilities", json!({ "capabilities": capabilities })));
     }
     if !parameters.is_empty() {
-        qmp.execute("migrate-set-parameters", Value::Object(parameters))?;
+        commands.push(("migrate-set-parameters", Value::Object(parameters)));
     }
-    Ok(())
+    qmp.execute_all(&commands)
 }
 
 /// What a capability must be for our one plain stream; none: as the user has it.

@@ -24,7 +24,7 @@ pub(super) use socket::listener;
 const COMMAND_WAIT: Duration = Duration::from_secs(20);
 
 /// Why a command has no result.
-#[derive(Debug, thiserror::Error)]
+#[derive(Debug, Clone, thiserror::Error)]
 pub(super) enum QmpError {
     /// QEMU's own refusal, in its words.
     #[error("QEMU refused {command}: {reason}")]
@@ -52,6 +52,12 @@ impl From<QmpError> for GuestError {
         }
     }
 }
+
+/// A command and its arguments.
+pub(super) type Command = (&'static str, Value);
+
+/// A command that changes nothing, and its arguments.
+pub(super) type Question = Command;
 
 /// Something that QEMU said by itself.
 #[derive(Debug, Clone, PartialEq)]
@@ -104,11 +110,20 @@ pub(super) trait Carrier: Send {
     ///
     /// # Errors
     /// QEMU is gone or does not answer; that it refuses one is an answer.
-    fn ask_ahead(&mut self, _questions: &[(&'static str, Value)]) -> Result<(), QmpError> {
+    fn ask_ahead(&mut self, _questions: &[Question]) -> Result<(), QmpError> {
         Ok(())
     }
     /// What was asked ahead counts no more.
     fn forget_answers(&mut self) {}
+    /// Gives all of these, in this order, in one go if that saves time: each of them is given, also if one before it is
+    /// refused.
+    ///
+    /// # Errors
+    /// The first refusal; or QEMU is gone or does not answer.
+    fn execute_all(&mut self, commands: &[Command], limit: Duration) -> Result<(), QmpError> {
+        let given = commands.iter().map(|(name, arguments)| self.execute(name, arguments.clone(), None, limit));
+        given.collect::<Vec<_>>().into_iter().try_for_each(|result| result.map(drop))
+    }
     /// Hands a file descriptor to QEMU for a set of its own: the number that it has in QEMU, and that of the set.
     fn add_fd(&mut self, fd: BorrowedFd<'_>, limit: Duration) -> Result<Value, QmpError> {
         self.execute("add-fd", json!({}), Some(fd), limit)
@@ -202,13 +217,18 @@ impl Qmp {
     }
 
     /// See [`Carrier::ask_ahead`].
-    pub(super) fn ask_ahead(&mut self, questions: &[(&'static str, Value)]) -> Result<(), QmpError> {
+    pub(super) fn ask_ahead(&mut self, questions: &[Question]) -> Result<(), QmpError> {
         self.carrier.ask_ahead(questions)
     }
 
     /// See [`Carrier::forget_answers`].
     pub(super) fn forget_answers(&mut self) {
         self.carrier.forget_answers();
+    }
+
+    /// See [`Carrier::execute_all`].
+    pub(super) fn execute_all(&mut self, commands: &[Command]) -> Result<(), QmpError> {
+        self.carrier.execute_all(commands, COMMAND_WAIT)
     }
 
     /// Stops the guest.

@@ -2,12 +2,9 @@
 //! process, and while the guest stands still every one of them is felt.
 //!
 //! [`Qmp::ask_ahead`]: super::qmp::Qmp::ask_ahead
-use serde_json::{Value, json};
+use serde_json::json;
 
-use super::{machine::CONTAINERS, memory::Backend};
-
-/// A command that changes nothing, and its arguments.
-pub(super) type Question = (&'static str, Value);
+use super::{machine::CONTAINERS, memory::Backend, qmp::Question};
 
 fn plain(command: &'static str) -> Question {
     (command, json!({}))
@@ -75,9 +72,6 @@ pub(super) fn stopped(backends: &[Backend]) -> Vec<Question> {
     questions.extend(backends_of_devices());
     questions.extend(devices());
     questions.extend(memory());
-    questions.extend(backends.iter().flat_map(|backend| {
-        let property = |name: &&str| ("qom-get", json!({ "path": backend.path(), "property": name }));
-        backend.asked_of().iter().map(property).collect::<Vec<_>>()
-    }));
+    questions.extend(backends.iter().flat_map(Backend::asked_of));
     questions
 }

@@ -42,6 +42,7 @@ impl SourceSeen {
         checks::may_ptrace(qmp.pid()).or_else(&mut *refuse)?;
         faults::may_track(qmp).or_else(&mut *refuse)?;
         let has_direct_disks = writers::has_direct_disks(qmp)?;
+        memory::ask_ahead(qmp)?;
         let backends = memory::backends(qmp)?;
         if !options.allow_untracked_writers {
             let balloon = own_balloon.as_ref();
@@ -90,6 +91,7 @@ impl DestinationSeen {
         checks::destination_state(qmp).or_else(&mut *refuse)?;
         checks::no_balloon_yet(qmp).or_else(&mut *refuse)?;
         migration::check_ignore_shared(qmp).or_else(&mut *refuse)?;
+        memory::ask_ahead(qmp)?;
         let backends = memory::backends(qmp)?;
         writers::alone_in_memory(qmp, &backends).or_else(&mut *refuse)?;
         let memory = memory::map(qmp.pid(), &backends, Access::ReadWrite)?;

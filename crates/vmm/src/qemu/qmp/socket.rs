@@ -20,7 +20,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::net::{self, SendAncillaryBuffer, SendAncillaryMessage, SendFlags};
 use serde_json::{Value, json};
 
-use super::{super::holder, COMMAND_WAIT, Carrier, Event, Keeper, QmpError};
+use super::{super::holder, COMMAND_WAIT, Carrier, Command, Event, Keeper, QmpError, Question};
 use crate::connecting::connect;
 
 /// How long the greeting may take. QEMU sends it at once, unless another client holds the socket.
@@ -155,6 +155,16 @@ impl Socket {
         }
     }
 
+    /// The answer to the command of this id.
+    fn await_answer(&mut self, id: u64, command: &str, deadline: Instant, limit: Duration) -> Result<Value, QmpError> {
+        loop {
+            let Some(message) = self.message(deadline)? else { return Err(self.timeout(command, limit)) };
+            if let Some(result) = self.answer(id, command, message)? {
+                return Ok(result);
+            }
+        }
+    }
+
     /// Reads what is there; false if nothing came until the deadline.
     fn read_some(&mut self, deadline: Instant) -> Result<bool, QmpError> {
         let left = deadline.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
@@ -245,23 +255,19 @@ impl Carrier for Socket {
             return answer;
         }
         let id = self.give(command, arguments, fd)?;
-        let deadline = Instant::now() + limit;
-        loop {
-            let Some(message) = self.message(deadline)? else {
-                return Err(self.timeout(command, limit));
-            };
-            if let Some(result) = self.answer(id, command, message)? {
-                return Ok(result);
-            }
-        }
+        self.await_answer(id, command, Instant::now() + limit, limit)
     }
 
-    fn ask_ahead(&mut self, questions: &[(&'static str, Value)]) -> Result<(), QmpError> {
+    fn ask_ahead(&mut self, questions: &[Question]) -> Result<(), QmpError> {
         Self::ask_ahead(self, questions)
     }
 
     fn forget_answers(&mut self) {
         Self::forget_answers(self);
+    }
+
+    fn execute_all(&mut self, commands: &[Command], limit: Duration) -> Result<(), QmpError> {
+        self.give_all(commands, limit)?.into_iter().try_for_each(|result| result.map(drop))
     }
 
     fn execute_until_written(
