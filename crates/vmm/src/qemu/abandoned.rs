@@ -57,10 +57,7 @@ pub(crate) fn settle(socket: &Path, will: LastWill, run: bool) -> Result<(), Gue
     // Whatever fails, the next step is tried: above all the guest is to run.
     let cancelled = migration::cancel(&mut qmp, CANCEL_WAIT);
     let (settled, balloon) = match serde_json::from_str(&text) {
-        Ok(Will { settings, balloon }) => {
-            channel.iter().for_each(OurEnd::wait_closed);
-            (settings.restore(&mut qmp), balloon)
-        }
+        Ok(Will { settings, balloon }) => (settings.restore(&mut qmp), balloon),
         Err(_) => (migration::forget_settings(&mut qmp).map_err(GuestError::from), None),
     };
     let runs = if run { let_run_again(&mut qmp) } else { Ok(()) };

@@ -16,6 +16,10 @@ pub(super) const STATE_FD: &str = "transship-state";
 pub(super) const STATE_URI: &str = "fd:transship-state";
 /// The capability that leaves shared memory out of the stream.
 const IGNORE_SHARED: &str = "x-ignore-shared";
+const MULTIFD: &str = "multifd";
+/// How long QEMU may take to clean up behind a migration, and how often it is asked, as no event tells.
+const CLEANUP_WAIT: Duration = Duration::from_secs(10);
+const LOOK_EVERY: Duration = Duration::from_millis(1);
 /// How long to rely on an event before asking again.
 const EVENT_WAIT: Duration = Duration::from_secs(1);
 
@@ -91,6 +95,9 @@ impl Settings {
     /// # Errors
     /// Some of it was refused; all the rest is as it was.
     pub(super) fn restore(&self, qmp: &mut Qmp) -> Result<(), GuestError> {
+        if self.capabilities.contains(&json!({ "capability": MULTIFD, "state": true })) {
+            wait_cleaned_up(qmp)?;
+        }
         // Together, as some need others; then one by one, so that one that is refused does not keep the others.
         let capabilities = set(qmp, self.capabilities.clone(), Map::new()).or_else(|error| {
             let one = |capability: &Value| set(qmp, vec![capability.clone()], Map::new());
@@ -111,6 +118,28 @@ fn if_refused(error: QmpError, each: impl Iterator<Item = Result<(), QmpError>>)
     match error {
         QmpError::Refused { .. } => each.fold(Ok(()), Result::and),
         error => Err(error),
+    }
+}
+
+/// Waits until QEMU has cleaned up behind a migration. It calls a migration over before that, and what there is to clean
+/// up it sees by its capabilities: if multifd is switched on again too early, it looks for channels that never were, and
+/// dies. Until then the migration is among the things that can be yanked.
+fn wait_cleaned_up(qmp: &mut Qmp) -> Result<(), GuestError> {
+    let deadline = Instant::now() + CLEANUP_WAIT;
+    loop {
+        match qmp.execute("query-yank", json!({})) {
+            Ok(instances) if instances.as_array().into_iter().flatten().any(|one| one["type"] == "migration") => {}
+            // QEMU before 6.0 can't say.
+            Ok(_) | Err(QmpError::Refused { .. }) => return Ok(()),
+            Err(error) => return Err(error.into()),
+        }
+        let now = Instant::now();
+        if now >= deadline {
+            let seconds = CLEANUP_WAIT.as_secs();
+            let what = format!("QEMU has not cleaned up behind its migration after {seconds} s; {MULTIFD} stays off");
+            return Err(GuestError::vmm(what));
+        }
+        qmp.wait_event("MIGRATION", now + LOOK_EVERY)?;
     }
 }
 

@@ -26,6 +26,7 @@
 //!   given_away   a mark in a QEMU whose guest is somewhere else, where it would not know that itself
 //!   migration    QEMU's own migration, used for the device state only
 //!   device_state the device state without it, where QEMU's migration would take the memory along
+//!   saving       the device state by QEMU's migration: what is set for it, and its channel
 //!   disk_files   the files that the disks are in; overlays: files that the guest writes to instead of them
 //!   state_channel  the connection that QEMU saves the device state to
 //!   state_stream the device state as QEMU writes it
@@ -58,6 +59,7 @@ mod places;
 mod qmp;
 mod questions;
 mod rights;
+mod saving;
 mod security_module;
 mod source;
 mod state_channel;

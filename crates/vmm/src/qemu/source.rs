@@ -1,12 +1,8 @@
 //! A running QEMU whose guest is to be moved away.
 use std::{
     io::{self, Read},
-    os::fd::{AsFd, OwnedFd},
+    os::fd::OwnedFd,
     path::Path,
-    sync::{
-        Arc,
-        atomic::{AtomicBool, Ordering},
-    },
     time::{Duration, Instant},
 };
 
@@ -27,12 +23,11 @@ use super::{
     giving_back::{self, Balloon},
     libvirt, machine,
     memory::{self, Backend},
-    migration::{self, Answers, Form, STATE_FD, STATE_URI, Settings},
+    migration::Settings,
     overlays::Overlays,
     qmp::{Keeper, Qmp},
     questions,
-    state_channel::{self, OurEnd, SAVE_WAIT, StateChannel},
-    state_stream::{ToTheEnd, ToTheTrailer},
+    saving::Saving,
     survey::{SourceSeen, background},
     tracking::Acquired,
     writers::{self, Lookout, When},
@@ -82,22 +77,14 @@ pub struct QemuSource {
     has_released_disks: bool,
     /// The guest was given up by that, which QEMU does not know.
     is_given_up: bool,
-    /// Settings to be put back.
-    settings: Option<Settings>,
+    /// Of the device state, where that is a migration of QEMU's.
+    saving: Saving,
     /// What the guest did when it was stopped last; standing before that, as it is not ours to let run then.
     found: Found,
     /// The guest stays after its state was saved.
     is_copied: bool,
     /// And stays stopped.
     stays: bool,
-    /// A save of which QEMU waits for word: whether all of the state has come, and what QEMU's guest was in before.
-    waiting: Option<(Arc<AtomicBool>, String)>,
-    /// Our end of the channel that the device state comes through, beside the one that is read; until all has come.
-    channel: Option<OurEnd>,
-    /// The same, until QEMU has closed its own.
-    closing: Option<OurEnd>,
-    /// A channel that the will names, before there is a save.
-    promised: Option<StateChannel>,
     /// Files that the guest is to write to from its stop on.
     overlays: Option<Overlays>,
 }
@@ -150,14 +137,10 @@ impl QemuSource {
             is_saved: false,
             has_released_disks: false,
             is_given_up: false,
-            settings: None,
+            saving: Saving::default(),
             found: Found::Standing,
             is_copied: false,
             stays: false,
-            waiting: None,
-            channel: None,
-            closing: None,
-            promised: None,
             overlays: None,
         })
     }
@@ -227,18 +210,6 @@ impl QemuSource {
         Ok(self.found)
     }
 
-    /// Puts the settings back. What QEMU refuses is tried again at the next occasion, the last of which is our end: it
-    /// is no reason for the guest to stand still.
-    fn restore_settings(&mut self) -> Result<(), GuestError> {
-        let Some(settings) = &self.settings else { return Ok(()) };
-        if let Some(end) = self.closing.take() {
-            end.wait_closed();
-        }
-        settings.restore(&mut self.qmp)?;
-        self.settings = None;
-        Ok(())
-    }
-
     /// A guest that stays as it is has its disks again, as far as QEMU can do that without letting it run (since 10.0);
     /// else they come with `cont`.
     fn take_disks_back(&mut self) -> Result<(), GuestError> {
@@ -246,52 +217,6 @@ impl QemuSource {
             self.qmp.execute("blockdev-set-active", json!({ "active": true }))?;
         }
         Ok(())
-    }
-
-    /// Whether QEMU is to wait for word after it has saved. Only the trailer tells then where the state ends, and a
-    /// machine can be told to leave it out; such a guest is left as QEMU leaves it (`postmigrate`: `cont` is possible,
-    /// another save is not).
-    fn answers(&mut self) -> Answers {
-        let get = json!({ "path": "/machine", "property": "suppress-vmdesc" });
-        match self.stays && self.qmp.execute("qom-get", get).ok() != Some(json!(true)) {
-            true => Answers::Yes,
-            false => Answers::No,
-        }
-    }
-
-    /// Has QEMU, which waits for word that the state has arrived, take its guest back.
-    fn take_back(&mut self, complete: &AtomicBool, before: &str) -> Result<(), GuestError> {
-        // Acquire: pairs with the reader's store; it may have been another thread.
-        if !complete.load(Ordering::Acquire) {
-            if let Some(channel) = self.channel.take() {
-                channel.hang_up();
-            }
-            migration::wait_completed(&mut self.qmp, SAVE_WAIT)?;
-            return Err(GuestError::Bug("the device state was not read to its end".to_owned()));
-        }
-        migration::take_back(&mut self.qmp, SAVE_WAIT)?;
-        match machine::run_state(&mut self.qmp)? {
-            // Old versions (7.2) leave it there all the same; `cont` is possible, another save is not.
-            now if now == before || now == "postmigrate" => Ok(()),
-            now => Err(GuestError::vmm(format!("QEMU's guest was {before} before it was saved, and is {now} now"))),
-        }
-    }
-
-    /// Ends a save that is under way and puts the settings back.
-    ///
-    /// # Errors
-    /// Something of it could not be done; the rest was.
-    fn undo_save(&mut self) -> Result<(), GuestError> {
-        self.waiting = None;
-        if self.settings.is_none() {
-            return Ok(());
-        }
-        // While QEMU writes device state that nobody reads, it answers no command either: hang up first.
-        if let Some(channel) = self.channel.take() {
-            channel.hang_up();
-        }
-        let cancelled = migration::cancel(&mut self.qmp, SAVE_WAIT);
-        self.restore_settings().and(cancelled)
     }
 }
 
@@ -412,11 +337,8 @@ impl SourceGuest for QemuSource {
         if !self.asks_later() || self.qmp.keeper() != Keeper::Libvirt {
             self.check_no_writers_came()?;
         }
-        if self.device_state.is_none() && self.settings.is_none() {
-            self.qmp.ask_ahead(&questions::settings())?;
-            let settings = Settings::apply(&mut self.qmp, Answers::No, Form::SharedLeftOut);
-            self.qmp.forget_answers();
-            self.settings = Some(settings?);
+        if self.device_state.is_none() {
+            self.saving.prepare(&mut self.qmp)?;
         }
         Ok(())
     }
@@ -504,42 +426,14 @@ impl SourceGuest for QemuSource {
             self.is_saved = true;
             return Ok(Box::new(io::Cursor::new(state)));
         }
-        let channel = self.promised.take().map_or_else(StateChannel::open, Ok)?;
-        (self.channel, self.closing) = (Some(channel.our_end()?), Some(channel.our_end()?));
-        let StateChannel { ours, qemus } = channel;
-        ours.set_read_timeout(Some(SAVE_WAIT)).map_err(state_channel::failed)?;
-        let answers = self.answers();
-        if answers == Answers::Yes {
-            self.restore_settings()?;
-        }
-        if self.settings.is_none() {
-            self.settings = Some(Settings::apply(&mut self.qmp, answers, Form::SharedLeftOut)?);
-        }
-        self.qmp.send_fd(STATE_FD, qemus.as_fd())?;
-        drop(qemus);
-        self.qmp.forget_events();
-        self.qmp.execute_until_written("migrate", json!({ "uri": STATE_URI }), ours.as_fd())?;
-        if answers == Answers::No {
-            return Ok(Box::new(ToTheEnd(ours)));
-        }
-        let complete = Arc::new(AtomicBool::new(false));
-        self.waiting = Some((Arc::clone(&complete), before));
-        Ok(Box::new(ToTheTrailer::new(ours, complete)))
+        self.saving.begin(&mut self.qmp, self.stays, before)
     }
 
     fn state_saved(&mut self) -> Result<(), GuestError> {
         if std::mem::take(&mut self.is_saved) {
             return Ok(());
         }
-        if self.channel.is_none() {
-            return Err(GuestError::Bug("no device state is being saved".to_owned()));
-        }
-        match self.waiting.take() {
-            Some((complete, before)) => self.take_back(&complete, &before)?,
-            None => migration::wait_completed(&mut self.qmp, SAVE_WAIT)?,
-        }
-        self.channel = None;
-        Ok(())
+        self.saving.end(&mut self.qmp)
     }
 
     fn give_up(&mut self) -> Result<(), GuestError> {
@@ -552,13 +446,13 @@ impl SourceGuest for QemuSource {
 
     fn tidy(&mut self) {
         // What is refused is tried again, and told, when we are done with QEMU.
-        let _ = self.restore_settings();
+        let _ = self.saving.restore_settings(&mut self.qmp);
     }
 
     fn resume(&mut self, run: bool) -> Result<(), GuestError> {
-        if self.channel.is_some() || self.waiting.is_some() {
-            // A save is under way, which has to end before. The guest is to run whatever becomes of the settings.
-            let _ = self.undo_save();
+        if self.saving.is_under_way() {
+            // It has to end before. The guest is to run whatever becomes of the settings.
+            let _ = self.saving.undo(&mut self.qmp);
         }
         if std::mem::take(&mut self.is_given_up) {
             // A mark on a guest that runs says nothing.
@@ -584,7 +478,7 @@ impl SourceGuest for QemuSource {
             return Ok(LastWill { text: libvirt::will(self.qmp.pid(), overlays)?, files: Vec::new() });
         }
         let balloon = self.own_balloon.as_ref().map(|balloon| balloon.made().clone());
-        let end = self.promised.insert(StateChannel::open()?).our_end()?;
+        let end = self.saving.promise()?;
         let text = Will { settings: Settings::now(&mut self.qmp)?, balloon }.to_text()?;
         Ok(LastWill { text, files: vec![end.into_file()] })
     }
@@ -592,7 +486,7 @@ impl SourceGuest for QemuSource {
 
 impl Drop for QemuSource {
     fn drop(&mut self) {
-        if let Err(e) = self.undo_save() {
+        if let Err(e) = self.saving.undo(&mut self.qmp) {
             tracing::warn!("can't restore QEMU's migration settings: {e}");
         }
     }
