@@ -64,11 +64,20 @@ impl Control {
 
     /// The next message, within `limit`, unless the user cancels. An `Abort` is an error here.
     pub(crate) fn receive(&self, waiting_for: &str, limit: Duration, progress: &Progress) -> Result<Message, Error> {
+        let cancelled = || if progress.is_cancelled() { Err(Error::CANCELLED) } else { Ok(()) };
+        self.receive_while(waiting_for, limit, cancelled)
+    }
+
+    /// The same, for as long as `check`, which is asked again and again, has nothing against it.
+    pub(crate) fn receive_while(
+        &self,
+        waiting_for: &str,
+        limit: Duration,
+        mut check: impl FnMut() -> Result<(), Error>,
+    ) -> Result<Message, Error> {
         let deadline = Instant::now() + limit;
         loop {
-            if progress.is_cancelled() {
-                return Err(Error::CANCELLED);
-            }
+            check()?;
             match self.incoming.recv_timeout(TICK) {
                 Ok(message) => return self.unless_abort(message?),
                 Err(RecvTimeoutError::Timeout) if Instant::now() < deadline => {}

@@ -1,14 +1,18 @@
 //! New connections to a VMM: made here, or by whoever still has the right to make them.
 use std::{
     io,
-    os::{fd::OwnedFd, unix::net::UnixStream},
+    os::{
+        fd::{AsFd, OwnedFd},
+        unix::net::UnixStream,
+    },
     path::Path,
     sync::OnceLock,
     time::Duration,
 };
 
-use rustix::net::{
-    AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect as connect_socket, socket_with, sockopt,
+use rustix::{
+    event::{PollFd, PollFlags, Timespec, poll},
+    net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect as connect_socket, socket_with, sockopt},
 };
 
 /// How long a socket may have no room for one more.
@@ -35,4 +39,11 @@ pub(crate) fn connect(to: &Path) -> io::Result<UnixStream> {
     connect_socket(&socket, &SocketAddrUnix::new(to)?)?;
     sockopt::set_socket_timeout(&socket, sockopt::Timeout::Send, None)?;
     Ok(UnixStream::from(socket))
+}
+
+/// Whether the other end has closed it: a process that ends does.
+pub(crate) fn has_hung_up(connection: &impl AsFd) -> bool {
+    let now = Timespec { tv_sec: 0, tv_nsec: 0 };
+    let mut ready = [PollFd::from_borrowed_fd(connection.as_fd(), PollFlags::RDHUP)];
+    poll(&mut ready, Some(&now)).is_ok_and(|count| count > 0)
 }

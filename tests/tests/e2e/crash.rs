@@ -178,8 +178,6 @@ const GIVEN_UP: &str = "source.go-sent";
 const STOPPED: &str = "source.stopped";
 /// From this step on the source may have all of the guest, also of its device state.
 const SAVED: &str = "source.last-round";
-/// From this step on the destination has all of the device state.
-const STATE_SENT: &str = "source.state-sent";
 
 fn from(step: &str, bound: &str) -> bool {
     let index = |name: &str| STEPS.iter().position(|step| *step == name).expect("a step of the list");
@@ -226,7 +224,14 @@ fn crash(lab: Lab, from: &mut Guest, to: &mut Guest, step: &str, victim: Victim)
             proxy.wait_until_told();
         }
         Victim::SourceGuest => from.kill9(),
-        Victim::DestinationGuest => to.kill9(),
+        Victim::DestinationGuest => {
+            to.kill9();
+            if ["source.state-sent", "source.loaded"].contains(&step) {
+                // Its side waits for the guest, notices, and says so.
+                wait_until("the destination to notice", || Ok(destination.process().ended()?.is_some()))?;
+                proxy.wait_until_told();
+            }
+        }
         Victim::Link => {
             proxy.wait_in_use();
             proxy.cut();
@@ -276,7 +281,9 @@ fn given_up(
         assert!(ends.source.code() == Some(0) || ends.source.stderr.contains("resume it here"), "{story}");
     }
     if victim == Victim::DestinationGuest {
-        return Ok(()); // it died with its guest; the source's is whole, and the message says how to resume it
+        // It died with its guest. The source's is whole, and the message says how to resume it.
+        source.resume_by_hand()?;
+        return source.assert_whole(story);
     }
     if !runs_there {
         assert!(victim != Victim::SourceCommand && victim != Victim::SourceGuest, "{story}: nobody runs it");
@@ -304,13 +311,6 @@ fn not_given_up(
         return if runs_there { destination.assert_whole(story) } else { Ok(()) };
     }
     assert!(!runs_there, "{story}: it runs there and was never given up");
-    if victim == Victim::DestinationGuest && from(step, STATE_SENT) && ends.source.code() == Some(3) {
-        // It died after its side had said that all is loaded. Nobody runs it; the source's message says how to.
-        assert!(ends.source.stderr.contains("resume it here"), "{story}");
-        source.resume_by_hand()?;
-        source.assert_whole(story)?;
-        return again(lab, source);
-    }
     if victim == Victim::SourceCommand && from(step, STOPPED) {
         wait_until("the guard to let it run", || source.is_running())?;
     } else {

@@ -155,7 +155,7 @@ impl HandOver<'_, '_, '_> {
         if let Ok(Event::Failed(cause)) = arrival.filling.events().try_recv() {
             return Err(cause);
         }
-        let run = super::await_go(control)?;
+        let run = super::await_go(&mut **guest, control)?;
         progress.settle();
         progress.set_phase(Phase::HandedOver);
         let begin = Instant::now();

@@ -109,7 +109,7 @@ impl Destination<'_> {
             return self.run_before_its_pages(control, (session, count), first, &arriving);
         }
         load(self.guest, control, first, self.progress, self.report)?;
-        let run = await_go(control)?;
+        let run = await_go(self.guest, control)?;
         self.progress.set_phase(Phase::HandedOver);
         start(self.guest, run)?;
         // The source may have disconnected; the guest runs anyway.
@@ -273,6 +273,7 @@ fn loaded(
 
 /// Says that it is loaded: from now on the guest may be given up to this side.
 fn confirm(guest: &mut dyn DestinationGuest, control: &mut Control) -> Result<(), Error> {
+    guest.check_alive()?;
     // A source that gave the move up before this has said why, and may have left.
     control.send(&Message::Loaded).map_err(|error| control.explain(error))?;
     // While the source decides. If we are killed once it has, nothing of ours is left in a VMM whose guest runs.
@@ -282,10 +283,10 @@ fn confirm(guest: &mut dyn DestinationGuest, control: &mut Control) -> Result<()
 
 /// Waits for the source to give the guest up. From then on the guest is ours: it is started even if the source never
 /// learns of it. Whether it is to run.
-fn await_go(control: &Control) -> Result<bool, Error> {
-    // After `Loaded` the source may give the guest up at any moment: it is too late to cancel here.
-    let deaf = Progress::default();
-    match control.receive("its Go", GO_TIMEOUT, &deaf)? {
+fn await_go(guest: &mut dyn DestinationGuest, control: &Control) -> Result<bool, Error> {
+    // After `Loaded` the source may give the guest up at any moment: it is too late to cancel here. If the VMM ends
+    // before that moment, the source is to know.
+    match control.receive_while("its Go", GO_TIMEOUT, || Ok(guest.check_alive()?))? {
         Message::Go { run } => Ok(run),
         other => Err(control.unexpected(&other, "where Go was due")),
     }

@@ -142,6 +142,9 @@ impl DestinationGuest for Waiting {
     fn load_state(&mut self, state: &mut dyn Read) -> Result<(), GuestError> {
         state.read_to_end(&mut self.state).map(drop).map_err(|e| GuestError::Unfit(e.to_string()))
     }
+    fn check_alive(&mut self) -> Result<(), GuestError> {
+        Ok(())
+    }
     fn start(&mut self, _run: bool) -> Result<(), GuestError> {
         Ok(())
     }

@@ -20,7 +20,7 @@ use super::{
     maps::check_mapped,
     message::{Answer, CheckResult, CheckedDescription, Description, Request, one_line},
 };
-use crate::connecting::connect;
+use crate::connecting::{connect, has_hung_up};
 
 /// For calls that a guest answers at once.
 pub(super) const SHORT: Duration = Duration::from_secs(30);
@@ -65,6 +65,17 @@ impl Connection {
         self.broken = true;
         // It fails only when the other side has closed already.
         let _ = self.lines.stream().shutdown(std::net::Shutdown::Both);
+    }
+
+    /// Whether the VMM has hung up, which it does when it ends.
+    ///
+    /// # Errors
+    /// It has.
+    pub(super) fn check_alive(&self) -> Result<(), GuestError> {
+        match has_hung_up(self.lines.stream()) {
+            true => Err(self.error("it has ended")),
+            false => Ok(()),
+        }
     }
 
     /// An error that names the guest.

@@ -145,6 +145,10 @@ impl DestinationGuest for HandoffDestination {
         }
     }
 
+    fn check_alive(&mut self) -> Result<(), GuestError> {
+        self.connection.check_alive()
+    }
+
     fn start(&mut self, run: bool) -> Result<(), GuestError> {
         if run { self.connection.call::<Value>("start", SHORT).map(drop) } else { Ok(()) }
     }

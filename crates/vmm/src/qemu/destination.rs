@@ -221,6 +221,10 @@ impl DestinationGuest for QemuDestination {
         self.load(&mut begin.as_slice().chain(state)).inspect_err(|_| self.restore_settings())
     }
 
+    fn check_alive(&mut self) -> Result<(), GuestError> {
+        Ok(self.qmp.check_alive()?)
+    }
+
     fn tidy(&mut self) {
         self.restore_settings();
     }

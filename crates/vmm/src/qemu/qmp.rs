@@ -96,6 +96,13 @@ pub(super) trait Carrier: Send {
         fd: Option<BorrowedFd<'_>>,
         limit: Duration,
     ) -> Result<Value, QmpError>;
+    /// Whether QEMU has hung up, which it does when it ends. Costs no word with it.
+    ///
+    /// # Errors
+    /// It has.
+    fn check_alive(&self) -> Result<(), QmpError> {
+        Ok(())
+    }
     /// Gives a command that has QEMU write to the other end of `output`. Returns when it is answered, or when there is
     /// something to read: QEMU may hold its main lock while it writes what nobody reads, and then answers to nothing.
     fn execute_until_written(
@@ -224,6 +231,11 @@ impl Qmp {
     /// See [`Carrier::forget_answers`].
     pub(super) fn forget_answers(&mut self) {
         self.carrier.forget_answers();
+    }
+
+    /// See [`Carrier::check_alive`].
+    pub(super) fn check_alive(&self) -> Result<(), QmpError> {
+        self.carrier.check_alive()
     }
 
     /// See [`Carrier::execute_all`].

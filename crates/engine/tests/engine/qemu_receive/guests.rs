@@ -69,6 +69,9 @@ impl DestinationGuest for Waiting {
         self.say("loaded");
         if self.refuses { Err(GuestError::Unfit("no such device here".into())) } else { Ok(()) }
     }
+    fn check_alive(&mut self) -> Result<(), GuestError> {
+        Ok(())
+    }
     fn start(&mut self, run: bool) -> Result<(), GuestError> {
         self.say(format!("started {run}"));
         Ok(())

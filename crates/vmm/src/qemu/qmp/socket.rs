@@ -21,7 +21,7 @@ use rustix::net::{self, SendAncillaryBuffer, SendAncillaryMessage, SendFlags};
 use serde_json::{Value, json};
 
 use super::{super::holder, COMMAND_WAIT, Carrier, Command, Event, Keeper, QmpError, Question};
-use crate::connecting::connect;
+use crate::connecting::{connect, has_hung_up};
 
 /// How long the greeting may take. QEMU sends it at once, unless another client holds the socket.
 const GREETING_WAIT: Duration = Duration::from_secs(5);
@@ -256,6 +256,10 @@ impl Carrier for Socket {
         }
         let id = self.give(command, arguments, fd)?;
         self.await_answer(id, command, Instant::now() + limit, limit)
+    }
+
+    fn check_alive(&self) -> Result<(), QmpError> {
+        if has_hung_up(&self.stream) { Err(self.closed()) } else { Ok(()) }
     }
 
     fn ask_ahead(&mut self, questions: &[Question]) -> Result<(), QmpError> {
