@@ -3,6 +3,7 @@ mod encoding;
 mod old_model;
 mod one_process;
 mod results;
+mod runs;
 
 use std::{
     path::Path,
@@ -13,7 +14,10 @@ use serde::Serialize;
 use transship_codec::{Method, Setting};
 use transship_lab::{Qemu, Scratch, SlowLink, Synthetic, Workload, image};
 
-use self::results::{Comparison, Load, Results, Run, Series};
+use self::{
+    results::{Load, Results},
+    runs::{Comparison, Run, Series},
+};
 use crate::{
     all::plan::{Job, Plan},
     arguments::Moves,
