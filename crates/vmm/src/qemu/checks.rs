@@ -16,6 +16,8 @@ use super::{
 
 /// The kernel that first said which pages are protected from writes. What it can beyond that it is asked for.
 const KERNEL_MIN: (u32, u32) = (5, 14);
+/// The first one that does so at pages that are not there yet.
+const WAIT_MIN: (u32, u32) = (6, 4);
 const TMPFS_MAGIC: u64 = 0x0102_1994;
 const HUGETLBFS_MAGIC: u64 = 0x9584_58f6;
 /// Bytes of the largest pages whose writes the kernel tracks.
@@ -59,6 +61,20 @@ fn kernel(release: &str) -> Result<(), GuestError> {
     if version_of(release) < KERNEL_MIN {
         return Err(GuestError::Unfit(format!(
             "Linux {release} can't track a running guest's writes from outside; boot Linux 5.14 or newer (best 6.7)"
+        )));
+    }
+    Ok(())
+}
+
+/// A kernel that can have writers wait at pages that are not there yet.
+pub(super) fn can_make_writers_wait() -> Result<(), GuestError> {
+    makes_writers_wait(&release())
+}
+
+fn makes_writers_wait(release: &str) -> Result<(), GuestError> {
+    if version_of(release) < WAIT_MIN {
+        return Err(GuestError::Unfit(format!(
+            "Linux {release} can't make those wait who write to memory that is being saved; save with --live, or boot              Linux 6.4 or newer"
         )));
     }
     Ok(())
@@ -248,6 +264,13 @@ mod tests {
         for old in ["5.13.99", "5.4.0-1051-generic", "4.18.0-553.el8", ""] {
             assert!(kernel(old).unwrap_err().to_string().contains("boot Linux 5.14 or newer"), "{old}");
         }
+    }
+
+    #[test]
+    fn kernels_before_6_4_make_no_writer_wait() {
+        assert!(makes_writers_wait("6.4.0").is_ok() && makes_writers_wait("6.18.44-fc-v657").is_ok());
+        let refused = makes_writers_wait("6.1.0-28-amd64").unwrap_err().to_string();
+        assert!(refused.contains("Linux 6.1.0-28-amd64") && refused.contains("--live"), "{refused}");
     }
 
     #[test]

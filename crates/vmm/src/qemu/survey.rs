@@ -73,6 +73,7 @@ impl SourceSeen {
 /// What `refuse` gave back.
 pub(super) fn background(qmp: &mut Qmp, refuse: Refuse<'_>) -> Result<(), GuestError> {
     giving_back::refuse(qmp).or_else(&mut *refuse)?;
+    checks::can_make_writers_wait().or_else(&mut *refuse)?;
     faults::may_make_wait(qmp).or_else(refuse)
 }
 
