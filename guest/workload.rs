@@ -15,6 +15,7 @@
 //! workload: dropped mib=N                           what was held was given back, as "drop" asks for
 //! workload: fresh mib=N wrong=W                     free memory was taken, as "fresh" asks for; in so many of its pages
 //!                                                   something was not zero
+//! workload: random=H                                16 bytes that the kernel drew, as "random" asks for
 //! workload: at rest                                 nothing is compiled any more, as "rest" asks for
 //! workload: disk blocks=B writes=N errors=E         all blocks of the disk were checked, before each sweep's line, which has their errors too
 //! workload: bad block=B ...                         the first few of these
@@ -27,7 +28,8 @@
 //! ```
 //!
 //! Commands are lines, too: "check", and "old" (writes nearly all free memory and gives it back, so that it is full of
-//! old data), "compile" (see compile.rs), "rest", "drop", "fresh", and "disk rest" and "disk go" (see disk.rs).
+//! old data), "compile" (see compile.rs), "rest", "drop", "fresh", "random", and "disk rest" and "disk go" (see
+//! disk.rs).
 //!
 //! Arguments come by the kernel command line: `workload.mib` (64), `workload.rate` (pages a second; 0, the default: as
 //! fast as possible), `workload.hot` (MiB that are written; the default is all), `workload.idle=1` (write nothing after
@@ -44,7 +46,7 @@ use disk::Disk;
 use slots::Slots;
 
 use std::hint::black_box;
-use std::io::{BufRead, Write};
+use std::io::{BufRead, Read, Write};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
@@ -393,6 +395,7 @@ fn listen(disk: &Arc<Mutex<Disk>>, mut held: Block) -> Arc<AtomicU64> {
                     let (mib, wrong) = take_fresh_memory();
                     say(format_args!("fresh mib={mib} wrong={wrong}"));
                 }
+                "random" => say(format_args!("random={:032x}", random())),
                 "compile" => load.start(),
                 "rest" => {
                     load.rest();
@@ -434,6 +437,14 @@ fn take_fresh_memory() -> (usize, usize) {
     black_box(&mut words).chunks_mut(WORDS).for_each(|page| page[0] = MAGIC);
     let wrong = black_box(&words).chunks(WORDS).filter(|page| page[1..].iter().any(|&word| word != 0));
     (mib, wrong.count())
+}
+
+/// What the kernel draws for whoever asks, once it has something to draw from.
+fn random() -> u128 {
+    let mut bytes = [0; 16];
+    let mut source = std::fs::File::open("/dev/random").expect("/dev is mounted");
+    source.read_exact(&mut bytes).expect("it has no end");
+    u128::from_le_bytes(bytes)
 }
 
 /// A line of /proc/meminfo, in MiB.

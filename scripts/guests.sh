@@ -3,6 +3,7 @@
 #
 #   .guest/linux/vmlinuz      a distribution kernel, unpacked from its package
 #   .guest/linux/modules/     its drivers for virtio's balloon and disk
+#   .guest/linux/vmlinuz-new  one that draws new random numbers when it learns that it is a clone (vmgenid)
 #   .guest/linux/initrd.img   busybox, these drivers, guest/init and guest/workload.rs with its other files
 #   .guest/kvm.elf            guest/kvm.c: a 32-bit program that needs no operating system
 set -Eeuo pipefail
@@ -18,6 +19,7 @@ main() {
     mkdir -p .guest/linux
     # One that was put there by hand may have no modules beside it.
     [ -s .guest/linux/vmlinuz ] && { has_modules || ! type -P apt-get >/dev/null; } || fetch_kernel
+    [ -s .guest/linux/vmlinuz-new ] || fetch_new_kernel
     [ -s .guest/linux/busybox ] || fetch_busybox
     shopt -s nullglob
     initrd_parts=(guest/init guest/workload.rs guest/compile.rs guest/disk.rs guest/slots.rs scripts/guests.sh .guest/linux/modules/*.ko)
@@ -49,17 +51,27 @@ made() {
 fetch_kernel() {
     local what="a Linux kernel (a bzImage with a serial console built in) as .guest/linux/vmlinuz" package scratch
     need_apt "$what"
-    package=$(kernel_package)
-    if [ -z "$package" ]; then
-        scripts/apt.sh update || true
-        package=$(kernel_package)
-    fi
+    package=$(known_kernel_package linux-image-cloud-amd64 linux-image-virtual)
     [ -n "$package" ] || put_it_there "$what" "apt knows neither linux-image-cloud-amd64 nor linux-image-virtual"
     scratch=$(mktemp -d -p .guest)
     unpack "$package" "$scratch"
     install -m 644 "$scratch"/boot/vmlinuz-* .guest/linux/vmlinuz.new
     take_modules "$scratch"
     mv .guest/linux/vmlinuz.new .guest/linux/vmlinuz
+    rm -r "$scratch"
+    say "unpacked the kernel of $package"
+}
+
+# Debian 12's own is built without the driver; it has a newer one beside it. Later releases have no need of a second.
+fetch_new_kernel() {
+    local package scratch
+    type -P apt-get >/dev/null || { say "no kernel with vmgenid: one test is left out"; return; }
+    package=$(known_kernel_package linux-image-6.12-cloud-amd64 linux-image-cloud-amd64 linux-image-virtual)
+    [ -n "$package" ] || { say "no kernel with vmgenid: one test is left out"; return; }
+    scratch=$(mktemp -d -p .guest)
+    unpack "$package" "$scratch"
+    install -m 644 "$scratch"/boot/vmlinuz-* .guest/linux/vmlinuz-new.new
+    mv .guest/linux/vmlinuz-new.new .guest/linux/vmlinuz-new
     rm -r "$scratch"
     say "unpacked the kernel of $package"
 }
@@ -77,11 +89,21 @@ take_modules() {
     mv .guest/linux/modules.new .guest/linux/modules
 }
 
-# The package with the kernel itself, which Debian's and Ubuntu's packages for "the newest" depend on.
+# The same, from a list of packages that is fetched first where it is missing.
+known_kernel_package() {
+    local package
+    package=$(kernel_package "$@")
+    if [ -z "$package" ]; then
+        scripts/apt.sh update || true
+        package=$(kernel_package "$@")
+    fi
+    echo "$package"
+}
+
+# The package with the kernel itself, which the first of these that the distribution has depends on.
 kernel_package() {
     local newest
-    for newest in linux-image-cloud-amd64 linux-image-virtual; do
-        # A distribution has only one of them.
+    for newest in "$@"; do
         apt-cache depends "$newest" 2>/dev/null || true
     done | sed -n 's/^ *Depends: \(linux-image-[0-9].*\)/\1/p' | head -n 1
 }

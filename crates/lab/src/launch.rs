@@ -74,6 +74,7 @@ pub struct QemuBuilder {
     accel_options: String,
     machine: String,
     incoming: bool,
+    kernel: &'static str,
     kernel_arguments: String,
     more: Vec<String>,
     prefix: Vec<String>,
@@ -98,6 +99,7 @@ impl QemuBuilder {
             accel_options: String::new(),
             machine: "q35".into(),
             incoming: false,
+            kernel: "linux/vmlinuz",
             kernel_arguments: String::new(),
             more: Vec::new(),
             prefix: Vec::new(),
@@ -180,6 +182,12 @@ impl QemuBuilder {
             Kind::Linux(w) | Kind::Multiboot(w) => *w = workload,
             Kind::Firmware => {}
         }
+        self
+    }
+
+    /// A Linux guest's kernel, as [`image`] finds it: another one than that of most tests.
+    pub fn kernel(mut self, image: &'static str) -> Self {
+        self.kernel = image;
         self
     }
 
@@ -351,10 +359,10 @@ impl QemuBuilder {
     }
 
     fn guest_args(&self) -> Result<Vec<String>> {
-        let path = |name| image(name).map(|path| path.display().to_string());
+        let path = |name: &str| image(name).map(|path| path.display().to_string());
         let mut args = match &self.kind {
             Kind::Linux(_) => {
-                vec!["-kernel".into(), path("linux/vmlinuz")?, "-initrd".into(), path("linux/initrd.img")?]
+                vec!["-kernel".into(), path(self.kernel)?, "-initrd".into(), path("linux/initrd.img")?]
             }
             // The usual firmware takes seconds to get there where KVM has to emulate what it does.
             Kind::Multiboot(_) => {

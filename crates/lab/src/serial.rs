@@ -1,7 +1,7 @@
 //! The serial port of a guest that runs one of the programs in guest/.
 use crate::lines::{Lines, Mark};
 use crate::workload::{
-    Count, Sweep, read_dropped, read_fresh, read_old_data, read_reads, read_ready, read_rest, read_units,
+    Count, Sweep, read_dropped, read_fresh, read_old_data, read_random, read_reads, read_ready, read_rest, read_units,
 };
 use crate::{Result, failed};
 use std::io::{Cursor, Read, Write};
@@ -102,6 +102,16 @@ impl Serial {
         let mark = self.lines.mark();
         self.type_line("fresh")?;
         Ok(self.lines.wait(mark, "fresh memory", read_fresh)?.0)
+    }
+
+    /// Has the Linux guest's kernel draw 16 random bytes, and gives them as hexadecimal digits.
+    ///
+    /// # Errors
+    /// It does not in time: it stands still or is gone, or its image is an old one.
+    pub fn random(&self) -> Result<String> {
+        let mark = self.lines.mark();
+        self.type_line("random")?;
+        Ok(self.lines.wait(mark, "random bytes", read_random)?.0)
     }
 
     /// Waits until the Linux guest has read its disk into memory `more` times (`workload.slots`), counted from now on.

@@ -98,6 +98,11 @@ pub(crate) fn read_reads(line: &str) -> Option<u64> {
     field(line, "slots").and(field(line, "reads"))
 }
 
+/// The digits in `workload: random=H`: 16 bytes that the guest's kernel drew.
+pub(crate) fn read_random(line: &str) -> Option<String> {
+    line.strip_prefix("workload: random=").filter(|digits| digits.len() == 32).map(str::to_owned)
+}
+
 /// Is it `workload: at rest`? Then nothing is compiled any more.
 pub fn read_rest(line: &str) -> Option<()> {
     line.contains("workload: at rest").then_some(())

@@ -1,10 +1,16 @@
 //! Images, and guests that share their memory.
-use std::path::Path;
+use std::{collections::HashSet, path::Path};
 
 use serde_json::{Value, json};
-use transship_lab::{Accel, Backend, LabError, Qemu, QemuBuilder, Result, Scratch, Transship, kvm_works, other_qemu};
+use transship_lab::{
+    Accel, Backend, LabError, Qemu, QemuBuilder, Result, Scratch, Transship, Workload, kvm_works, lacks, lines::Mark,
+    other_qemu,
+};
 
 use crate::restoring::{assert_goes_on, disk, io};
+
+/// Debian 12's usual one does not know the device.
+const NEW_KERNEL: &str = "linux/vmlinuz-new";
 
 pub(crate) fn guest() -> QemuBuilder {
     let accel = if kvm_works() { Accel::Kvm } else { Accel::Tcg };
@@ -261,5 +267,37 @@ fn clones_run_in_other_versions() -> Result<()> {
         cloning(&clone.vm(), &path).run()?.expect_code(0)?;
         assert_goes_on(&clone).map_err(|e| LabError(format!("{version}: {e}")))?;
     }
+    Ok(())
+}
+
+/// The kernel learns by its vmgenid device that it is another guest now: no two draw the same numbers.
+#[test]
+#[ignore = "boots a kernel of its own: make test-long"]
+fn clones_draw_other_random_numbers() -> Result<()> {
+    if transship_lab::image(NEW_KERNEL).is_err() {
+        lacks("a kernel that knows vmgenid");
+        return Ok(());
+    }
+    let workload = Workload { mib: 4, rate: 100, ..Workload::LINUX };
+    let guest = || {
+        let guest = Qemu::linux().kernel(NEW_KERNEL).append("loglevel=6").workload(workload);
+        guest.args(["-device", "vmgenid,guid=auto"])
+    };
+    let folder = Scratch::new()?;
+    let (path, source) = (folder.join("image"), guest().start()?);
+    source.ready()?;
+    let mut drawn = vec![source.serial().random()?];
+    image(&source, &path, "--background")?;
+    drawn.push(source.serial().random()?);
+    for _ in 0..2 {
+        let clone = guest().clone_of(&path).start()?;
+        cloning(&clone.vm(), &path).run()?.expect_code(0)?;
+        // Until it has heard, it draws what the guest has drawn.
+        let reseeded = |line: &str| line.contains("crng reseeded due to virtual machine fork").then_some(());
+        clone.serial().lines().wait(Mark::START, "word that the kernel has drawn anew", reseeded)?;
+        drawn.push(clone.serial().random()?);
+        assert_goes_on(&clone)?;
+    }
+    assert_eq!(drawn.iter().collect::<HashSet<_>>().len(), 4, "{drawn:?}");
     Ok(())
 }
