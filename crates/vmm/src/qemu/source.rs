@@ -194,6 +194,14 @@ impl QemuSource {
         self.balloon.is_some()
     }
 
+    /// A migration of QEMU's begins by tracking all memory, which is felt where the guest stands still for nothing else.
+    /// Where the device state can come without one, it does.
+    fn prefer_state_without_memory(&mut self) {
+        if self.device_state.is_none() && checks::state_without_memory(&mut self.qmp).is_ok() {
+            self.device_state = DeviceState::of(&mut self.qmp, &self.description, &self.state_format).ok();
+        }
+    }
+
     /// What a guest that was just stopped turns out to have done before, and whether it is as it was when attached.
     fn look_at_stopped(&mut self, before: &str) -> Result<Found, GuestError> {
         let after = machine::run_state(&mut self.qmp)?;
@@ -372,6 +380,7 @@ impl SourceGuest for QemuSource {
         let protection = Protection::new(uffd, areas.clone(), &pages)?;
         self.tracked = Some(areas);
         self.balloon = Some(Balloon::now(&mut self.qmp)?);
+        self.prefer_state_without_memory();
         Ok(protection)
     }
 
