@@ -40,6 +40,8 @@ staged=$(mktemp -d)
 trap 'rm -rf "$staged"' EXIT
 stage "$staged/made"
 install -Dm755 "$release/transship" "$root/bin/transship"
+# Names of functions stay, for whoever profiles it; where it was built is nobody's business.
+strip --strip-debug "$root/bin/transship"
 install -Dm644 -t "$root/share/man/man1" "$staged"/made/man/*
 install -Dm644 "$staged/made/completions/transship" "$root/share/bash-completion/completions/transship"
 install -Dm644 "$staged/made/completions/_transship" "$root/share/zsh/site-functions/_transship"

@@ -25,6 +25,7 @@ if [ -z "${TRANSSHIP_DEB:-}" ]; then
     TRANSSHIP_DEB=$(ls -t "${CARGO_TARGET_DIR:-target}"/debian/transship_*.deb | head -n 1)
 fi
 [ -f "$TRANSSHIP_DEB" ] || fail "there is no package $TRANSSHIP_DEB"
+! dpkg-deb --fsys-tarfile "$TRANSSHIP_DEB" | grep -qaF "$PWD/" || fail "the package names the folder it was built in"
 
 folder=$(mktemp -d "${TMPDIR:-/var/tmp}/transship-root-XXXXXX")
 clean() {

@@ -1,6 +1,6 @@
 //! Named steps at which a test makes this process die or stall, to see what the other parties then do.
 //!
-//! Compiled to nothing without the feature `fail-points`. With it, `TRANSSHIP_FAIL_POINT=NAME=ACTION` arms one step:
+//! Without the feature `fail-points` they do nothing. With it, `TRANSSHIP_FAIL_POINT=NAME=ACTION` arms one step:
 //! `kill` ends the process as `kill -9` would; `stall` makes the file that `TRANSSHIP_FAIL_FILE` names and goes on when
 //! somebody has removed it; `error` makes the step fail. A step acts once: what comes in rounds goes on with the next.
 
@@ -9,6 +9,11 @@
 #[inline]
 pub(crate) fn reach(_name: &str) -> Result<(), crate::Error> {
     Ok(())
+}
+
+/// Marks a step that more than one kind of peer comes to.
+pub(crate) fn reach_by(peer: &str, step: &str) -> Result<(), crate::Error> {
+    if cfg!(feature = "fail-points") { reach(&format!("{peer}.{step}")) } else { Ok(()) }
 }
 
 /// Marks a step.

@@ -73,7 +73,7 @@ impl MoveInProgress<'_, '_> {
         let found = self.guest.stop();
         rounds.let_writers_go();
         let found = found?;
-        fail_point::reach(&format!("{}.stopped", peer.name()))?;
+        fail_point::reach_by(peer.name(), "stopped")?;
         peer.bring_the_rest(self, rounds, found)?;
         self.at_stop.stopped(self.progress, self.report)?;
         give_up(self.guest, peer, self.progress, found)?;

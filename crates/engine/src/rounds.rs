@@ -57,7 +57,7 @@ pub(crate) trait Link {
 
 /// Marks a step.
 fn reach(link: &dyn Link, step: &str) -> Result<(), Error> {
-    fail_point::reach(&format!("{}.{step}", link.name()))
+    fail_point::reach_by(link.name(), step)
 }
 
 /// The rounds of a move.
