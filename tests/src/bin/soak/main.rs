@@ -92,13 +92,13 @@ fn one(step: &Step, mut pair: Pair, shelf: &Shelf, args: &Args, tally: &mut Tall
     story.say(&format!("{step:?}"));
     match pair.run(step, shelf, &mut story) {
         Ok((outcome, hit)) => {
-            tally.count(&step.blow, hit, outcome, start.elapsed());
+            tally.count(step, hit, outcome, start.elapsed());
             let hit = if hit { "" } else { "nobody hit: " };
             eprintln!("soak: {number}: {:?}, {:?}: {hit}{outcome:?}, {:.1?}", step.way, step.blow, start.elapsed());
             Ok(pair.into_running())
         }
         Err(error) => {
-            tally.fail(&step.blow);
+            tally.fail(step);
             pair.listen(&mut story);
             let name = format!("seed-{}-step-{number}.log", args.seed);
             let log = write(&args.logs, &name, &format!("{error}\n{}", story.text()))?;
@@ -228,8 +228,9 @@ fn tell(tally: &Tally, args: &Args, took: Duration) -> Result<()> {
     let json = tally.json(args.seed, took);
     let steps = json["steps"].as_f64().unwrap_or(1.0).max(1.0);
     println!(
-        "\nseed {}: {steps} steps in {:.0} s, {:.2} s each",
+        "\nseed {}: {steps} steps, of which {} were moves, in {:.0} s, {:.2} s each",
         args.seed,
+        json["moves"],
         took.as_secs_f64(),
         took.as_secs_f64() / steps
     );

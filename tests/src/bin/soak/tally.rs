@@ -1,5 +1,5 @@
 //! What came of all steps, by who was hurt.
-use crate::plan::{Blow, Harm, Victim};
+use crate::plan::{Blow, Harm, Step, Victim, Way};
 use crate::verdict::Outcome;
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
@@ -27,21 +27,28 @@ struct Row {
 pub(crate) struct Tally {
     rows: BTreeMap<(Victim, Option<Harm>), Row>,
     steps: u64,
+    /// Those of the steps that were a move, and no save with its restore.
+    moves: u64,
     longest: Duration,
 }
 
 impl Tally {
-    pub(crate) fn count(&mut self, blow: &Blow, hit: bool, outcome: Outcome, took: Duration) {
-        let row = self.row(blow);
+    pub(crate) fn count(&mut self, step: &Step, hit: bool, outcome: Outcome, took: Duration) {
+        let (blow, row) = (&step.blow, self.row(&step.blow));
         *row.outcomes.entry(outcome).or_default() += 1;
         row.missed += u64::from(!hit && blow.victim != Victim::Nobody);
-        self.steps += 1;
+        self.begun(step);
         self.longest = self.longest.max(took);
     }
 
-    pub(crate) fn fail(&mut self, blow: &Blow) {
-        self.row(blow).failed += 1;
+    pub(crate) fn fail(&mut self, step: &Step) {
+        self.row(&step.blow).failed += 1;
+        self.begun(step);
+    }
+
+    fn begun(&mut self, step: &Step) {
         self.steps += 1;
+        self.moves += u64::from(matches!(step.way, Way::Move { .. }));
     }
 
     pub(crate) fn failures(&self) -> u64 {
@@ -79,7 +86,8 @@ impl Tally {
         });
         let rows: Vec<Value> = rows.collect();
         json!({
-            "seed": seed, "steps": self.steps, "total_s": took.as_secs_f64(), "longest_step_s": self.longest.as_secs_f64(), "rows": rows
+            "seed": seed, "steps": self.steps, "moves": self.moves, "total_s": took.as_secs_f64(),
+            "longest_step_s": self.longest.as_secs_f64(), "rows": rows
         })
     }
 }
