@@ -28,7 +28,7 @@ use super::{
     qmp::{Keeper, Qmp},
     questions,
     saving::Saving,
-    survey::{SourceSeen, background},
+    survey::{SourceSeen, background, waiting_writers},
     tracking::Acquired,
     writers::{self, Lookout, When},
 };
@@ -271,7 +271,11 @@ impl SourceGuest for QemuSource {
         match watch {
             Watch::Track => self.tracker = Some(Acquired::of(&mut self.qmp, &self.memory, self.tracking)?),
             Watch::Protect => {
-                background(&mut self.qmp, &mut Err)?;
+                match &self.own_balloon {
+                    None => background(&mut self.qmp, &mut Err)?,
+                    // It is unplugged before the protection begins, which looks again at what gives memory back.
+                    Some(_) => waiting_writers(&mut self.qmp, &mut Err)?,
+                }
                 self.waiting_faults = Some(faults::for_all(&mut self.qmp)?);
             }
         }

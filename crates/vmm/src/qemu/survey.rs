@@ -73,6 +73,14 @@ impl SourceSeen {
 /// What `refuse` gave back.
 pub(super) fn background(qmp: &mut Qmp, refuse: Refuse<'_>) -> Result<(), GuestError> {
     giving_back::refuse(qmp).or_else(&mut *refuse)?;
+    waiting_writers(qmp, refuse)
+}
+
+/// The part of it that no balloon changes.
+///
+/// # Errors
+/// What `refuse` gave back.
+pub(super) fn waiting_writers(qmp: &mut Qmp, refuse: Refuse<'_>) -> Result<(), GuestError> {
     checks::can_make_writers_wait().or_else(&mut *refuse)?;
     faults::may_make_wait(qmp).or_else(refuse)
 }
