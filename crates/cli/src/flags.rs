@@ -14,6 +14,8 @@ use crate::{
     hints, units,
 };
 
+/// Bytes a second. Below this a packet of 128 pages would take so long that a pause could not be told from a dead link.
+pub(crate) const BANDWIDTH_MIN: u64 = 1 << 20;
 const DOWNTIME_MIN: Duration = Duration::from_millis(1);
 const DOWNTIME_MAX: Duration = Duration::from_secs(60);
 const AT_STOP_MIN: Duration = Duration::from_secs(1);
@@ -44,6 +46,12 @@ fn bounded(
         Some(text) => checks.within(flag, text, units::count, (least, 255), bounds)?.try_into().ok(),
         None => Some(default),
     }
+}
+
+/// Of `--bandwidth`, in bytes a second; none: as fast as possible.
+pub(crate) fn bandwidth(checks: &mut Checks, text: Option<&str>) -> Option<Option<u64>> {
+    let Some(text) = text else { return Some(None) };
+    checks.within("--bandwidth", text, units::rate, (BANDWIDTH_MIN, u64::MAX), "at least 1MiB/s").map(Some)
 }
 
 /// How long a guest that runs may be followed.

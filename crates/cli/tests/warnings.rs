@@ -54,7 +54,12 @@ fn runs_without_trouble_have_no_warnings() {
     let received = receive.wait();
     let file = format!("file:{}", session.path("saved"));
     let saved = run(transship(&["save", "--vm", &destination.vm, "--to", &file]));
-    for run in [&moved, &received, &saved] {
+    let converted = run(transship(&["convert", &file, &session.path("converted"), "--format", "stream"]));
+    let waiting = session.guest("c", &["--mem", "4M", "--incoming"]);
+    let restored = run(transship(&["restore", "--vm", &waiting.vm, "--from", &file]));
+    let watched = run(transship(&["watch", "--vm", &waiting.vm, "--count", "1"]));
+    let planned = run(transship(&["plan", "--vm", &waiting.vm, "--time", "1s"]));
+    for run in [&moved, &received, &saved, &converted, &restored, &watched, &planned] {
         assert!(run.code == 0 && !run.stderr.contains("WARN"), "{run:?}");
     }
     let info = Run::of(transship(&["info", &file]).output().unwrap());

@@ -22,6 +22,14 @@ pub(crate) fn too_late(error: Error, progress: &Progress) -> Error {
     Error::TooLate(TooLate::Passed { after, reached })
 }
 
+/// The same of a save that was cancelled, whatever it was doing: it has given nothing up.
+pub(crate) fn of_a_save(error: Error, progress: &Progress) -> Error {
+    match too_late(error, progress) {
+        Error::Cancelled(_) => Error::Cancelled(Cancelled::Look),
+        other => other,
+    }
+}
+
 /// The end of either side: fills the report from the result.
 pub(crate) fn finish(
     result: Result<(), Error>,

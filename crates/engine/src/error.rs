@@ -35,8 +35,10 @@ pub enum Actor {
 /// What a user has cancelled.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Cancelled {
-    /// A move or a save, before the guest was given up.
+    /// A move, before the guest was given up.
     Move,
+    /// A save, or a look at a guest, which changes nothing of it.
+    Look,
     /// A restore, before anything ran.
     Restore,
     /// A conversion, where there is no guest.
@@ -47,6 +49,7 @@ impl std::fmt::Display for Cancelled {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.write_str(match self {
             Self::Move => "the guest runs on at the source",
+            Self::Look => "the guest is as it was",
             Self::Restore => "nothing runs, and the memory of the waiting VMM may be half filled: start a new one",
             Self::Conversion => "nothing has changed",
         })
@@ -151,7 +154,7 @@ pub enum Error {
 }
 
 impl Error {
-    /// The user's wish, while a guest is moved or saved.
+    /// The user's wish, while a guest is moved or saved; a save says so at its end.
     pub(crate) const CANCELLED: Self = Self::Cancelled(Cancelled::Move);
 
     /// The user's wish, before a restored guest runs.

@@ -25,8 +25,6 @@ use crate::{
     units,
 };
 
-/// Below this a packet of 128 pages would take so long that a pause could not be told from a dead link.
-const BANDWIDTH_MIN: u64 = 1 << 20;
 /// One round with all pages, and one with what was written meanwhile.
 const POSTCOPY_AFTER: u32 = 2;
 
@@ -329,13 +327,7 @@ struct PaceFlags {
 
 impl PaceFlags {
     fn check(args: &MoveArgs, checks: &mut Checks) -> Option<Self> {
-        let bandwidth = match &args.bandwidth {
-            Some(text) => {
-                let bounds = (BANDWIDTH_MIN, u64::MAX);
-                checks.within("--bandwidth", text, units::rate, bounds, "at least 1MiB/s").map(Some)
-            }
-            None => Some(None),
-        };
+        let bandwidth = flags::bandwidth(checks, args.bandwidth.as_deref());
         let patience = Patience::check(checks, &args.downtime, args.max_downtime.as_deref(), &args.max_rounds);
         Some(Self { bandwidth: bandwidth?, patience: patience? })
     }

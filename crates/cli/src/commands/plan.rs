@@ -23,7 +23,6 @@ use crate::{
 
 const TIME_MIN: Duration = Duration::from_secs(1);
 const TIME_MAX: Duration = Duration::from_secs(600);
-const BANDWIDTH_MIN: u64 = 1 << 20;
 /// What a link is taken for of which nothing is known: a gigabit.
 const UNKNOWN_BYTES_PER_S: f64 = 125e6;
 /// More connections at a time measure no better.
@@ -84,13 +83,7 @@ impl Request {
         let caller =
             trust::caller(checks_ref, to_address, args.token.as_ref(), &args.tls, network, "transship receive");
         let time = checks_ref.within("--time", &args.time, units::time, (TIME_MIN, TIME_MAX), "from 1s to 10m");
-        let bandwidth = match &args.bandwidth {
-            Some(text) => {
-                let bounds = (BANDWIDTH_MIN, u64::MAX);
-                checks_ref.within("--bandwidth", text, units::rate, bounds, "at least 1MiB/s").map(Some)
-            }
-            None => Some(None),
-        };
+        let bandwidth = flags::bandwidth(checks_ref, args.bandwidth.as_deref());
         let patience = Patience::check(checks_ref, &args.downtime, None, &args.max_rounds);
         let defaults = MoveOptions::default();
         let channels = flags::count(checks_ref, "--channels", args.channels.as_deref(), defaults.channels);

@@ -20,11 +20,8 @@ use crate::{
     sandbox::{Role, Sandbox, Steward},
     signals::{self, Held, Side},
     source::{Place, Taken, Waiting, Wanted, WhenOpened},
-    summary, units,
+    summary,
 };
-
-/// Slower, nothing would ever be saved.
-const BANDWIDTH_MIN: u64 = 1 << 20;
 
 pub(crate) fn run(args: &SaveArgs) -> Result<(), Failure> {
     if let Some(of) = &args.all_of {
@@ -125,7 +122,8 @@ impl Request {
         }
         let deadline = flags::deadline(&mut checks, args.deadline.as_deref());
         let tracking = flags::tracking(&mut checks, args.tracker, args.converge);
-        let (bandwidth, encrypt_to) = (bandwidth(args, &mut checks), encrypt_to(args, format, &mut checks));
+        let (bandwidth, encrypt_to) =
+            (flags::bandwidth(&mut checks, args.bandwidth.as_deref()), encrypt_to(args, format, &mut checks));
         let sandbox = Sandbox::check(&args.sandbox, &mut checks);
         let patience = Patience::check(&mut checks, &args.downtime, args.max_downtime.as_deref(), &args.max_rounds);
         let request = (|| {
@@ -213,10 +211,4 @@ fn refuse_hold(checks: &mut Checks, way: Way, format: Format) {
         let why = "pages that the guest writes again are appended, so the file would grow for as long as it is held";
         checks.mistake(format!("--hold: with --format {format} {why}; use --format mapped-ram"));
     }
-}
-
-/// Of `--bandwidth`.
-fn bandwidth(args: &SaveArgs, checks: &mut Checks) -> Option<Option<u64>> {
-    let Some(text) = &args.bandwidth else { return Some(None) };
-    checks.within("--bandwidth", text, units::rate, (BANDWIDTH_MIN, u64::MAX), "at least 1MiB/s").map(Some)
 }

@@ -11,7 +11,7 @@ use transship_secure::Caller;
 use transship_wire::{MAX_FILLING_BYTES, PROBE_BYTES, Preamble, Probe, Role, SessionId};
 
 use crate::{
-    Error, Progress, Uri,
+    Cancelled, Error, Progress, Uri,
     transport::{Connection, random},
 };
 
@@ -60,7 +60,7 @@ pub fn probe(to: &Uri, caller: Option<&Caller>, connections: u8, progress: &Prog
         threads.into_iter().map(join).collect()
     });
     if progress.is_cancelled() {
-        return Err(Error::CANCELLED);
+        return Err(Error::Cancelled(Cancelled::Look));
     }
     let results = results.into_iter().collect::<Result<Vec<(Duration, Filled)>, Error>>()?;
     let echo = results.iter().map(|(echo, _)| *echo).min().unwrap_or_default();

@@ -6,7 +6,7 @@ use serde::Serialize;
 use transship_codec::{Method, Outcome, Setting};
 use transship_memory::{GuestMemory, PAGE_BYTES, PageSet, Tracker, WindowPages};
 
-use crate::{Error, Progress, guest::SourceGuest};
+use crate::{Cancelled, Error, Progress, guest::SourceGuest};
 
 /// How often it is looked what was written.
 const TICK: Duration = Duration::from_millis(100);
@@ -71,7 +71,7 @@ pub fn sample_guest(guest: &mut dyn SourceGuest, time: Duration, progress: &Prog
         // A guest whose memory takes long to look at is looked at less often.
         let pause = TICK.max(looked * LOOK_SHARE).min(time);
         if wait(pause, progress) {
-            return Err(Error::CANCELLED);
+            return Err(Error::Cancelled(Cancelled::Look));
         }
         before = Instant::now();
         levels.add(&scan(&memory, tracker.as_mut())?);

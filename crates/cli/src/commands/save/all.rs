@@ -19,7 +19,7 @@ use serde_json::Value;
 use transship_vmm::qemu::libvirt::{ActiveDomain, active};
 
 use super::{
-    Request, bandwidth,
+    Request,
     overall::{self, Counts},
 };
 use crate::{
@@ -122,7 +122,7 @@ impl SaveAll {
             checks.mistake("--control: each domain has a process and a socket of its own; leave it out".into());
         }
         let parallel = flags::count(&mut checks, "--parallel", args.parallel.as_deref(), PARALLEL);
-        let rate = bandwidth(args, &mut checks);
+        let rate = flags::bandwidth(&mut checks, args.bandwidth.as_deref());
         let plan = (|| {
             let (parallel, rate) = (parallel?, rate?);
             Some(Self {
@@ -144,7 +144,7 @@ impl SaveAll {
     /// Each of so many domains has its share of the rate, so that all that run at once keep to it together.
     fn share(&mut self, args: &SaveArgs, domains: usize) {
         let at_once = usize::from(self.parallel).min(domains).max(1) as u64;
-        self.words = words(args, self.rate.map(|rate| (rate / at_once).max(super::BANDWIDTH_MIN)));
+        self.words = words(args, self.rate.map(|rate| (rate / at_once).max(flags::BANDWIDTH_MIN)));
     }
 
     fn save(&self, domain: &ActiveDomain, running: &Running) -> Saved {

@@ -29,7 +29,7 @@ use super::{
 use crate::{
     Error, FileReport, Phase, Progress, Report,
     at_stop::AtStop,
-    ending::{finish, take_back},
+    ending::{finish, of_a_save, take_back},
     fail_point,
     guarded::Guarded,
     guest::{DiskFile, DiskSnapshot, Found, Guard, GuestError, SourceGuest},
@@ -93,7 +93,7 @@ pub fn save_guest(
         saving.run().inspect_err(|_| saving.at_stop.back())
     });
     guest.plug_back();
-    finish(result, begin, progress, report)
+    finish(result.map_err(|error| of_a_save(error, progress)), begin, progress, report)
 }
 
 pub(super) struct Saving<'a, 'g> {
