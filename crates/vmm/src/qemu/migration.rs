@@ -121,9 +121,9 @@ fn if_refused(error: QmpError, each: impl Iterator<Item = Result<(), QmpError>>)
     }
 }
 
-/// Waits until QEMU has cleaned up behind a migration. It calls a migration over before that, and what there is to clean
-/// up it sees by its capabilities: if multifd is switched on again too early, it looks for channels that never were, and
-/// dies. Until then the migration is among the things that can be yanked.
+/// Waits until QEMU has cleaned up behind a migration. It calls a migration over before that, and what there is to
+/// clean up it sees by its capabilities: if multifd is switched on again too early, it looks for channels that never
+/// were, and dies. Until then the migration is among the things that can be yanked.
 fn wait_cleaned_up(qmp: &mut Qmp) -> Result<(), GuestError> {
     let deadline = Instant::now() + CLEANUP_WAIT;
     loop {

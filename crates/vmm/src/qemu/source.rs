@@ -194,8 +194,8 @@ impl QemuSource {
         self.balloon.is_some()
     }
 
-    /// A migration of QEMU's begins by tracking all memory, which is felt where the guest stands still for nothing else.
-    /// Where the device state can come without one, it does.
+    /// A migration of QEMU's begins by tracking all memory, which is felt where the guest stands still for nothing
+    /// else. Where the device state can come without one, it does.
     fn prefer_state_without_memory(&mut self) {
         if self.device_state.is_none() && checks::state_without_memory(&mut self.qmp).is_ok() {
             self.device_state = DeviceState::of(&mut self.qmp, &self.description, &self.state_format).ok();
