@@ -9,7 +9,10 @@ use crate::{
 
 /// What has ended because its deadline has passed says so.
 pub(crate) fn too_late(error: Error, progress: &Progress) -> Error {
-    let (Error::Cancelled(Cancelled::Move), Some(after)) = (&error, progress.passed_deadline()) else { return error };
+    let (Error::Cancelled(Cancelled::Move | Cancelled::Look), Some(after)) = (&error, progress.passed_deadline())
+    else {
+        return error;
+    };
     let reached = match progress.phase() {
         Phase::Rounds => {
             Reached::Round { number: progress.round.load(Relaxed), left_bytes: progress.round_left.load(Relaxed) }
@@ -22,12 +25,9 @@ pub(crate) fn too_late(error: Error, progress: &Progress) -> Error {
     Error::TooLate(TooLate::Passed { after, reached })
 }
 
-/// The same of a save that was cancelled, whatever it was doing: it has given nothing up.
-pub(crate) fn of_a_save(error: Error, progress: &Progress) -> Error {
-    match too_late(error, progress) {
-        Error::Cancelled(_) => Error::Cancelled(Cancelled::Look),
-        other => other,
-    }
+/// What was cancelled is this, whatever it was doing.
+pub(crate) fn cancelled_as(what: Cancelled) -> impl FnOnce(Error) -> Error {
+    move |error| if matches!(error, Error::Cancelled(_)) { Error::Cancelled(what) } else { error }
 }
 
 /// The end of either side: fills the report from the result.

@@ -20,8 +20,8 @@ use super::{
     stream_store::StreamStore,
 };
 use crate::{
-    Error, Phase, Progress, Report, RoundReport,
-    ending::finish,
+    Cancelled, Error, Phase, Progress, Report, RoundReport,
+    ending::{cancelled_as, finish},
     guest::DiskFile,
     stream::{
         store::{Counts, FileStore, PageWriter, Store, write_pages},
@@ -65,11 +65,7 @@ pub fn convert(
         }
         Conversion { to, format, encrypt_to, progress, report, begin }.run(opened)
     });
-    let result = result.map_err(|error| match error {
-        Error::Cancelled(_) => Error::Cancelled(crate::Cancelled::Conversion),
-        other => other,
-    });
-    finish(result, begin, progress, report)
+    finish(result.map_err(cancelled_as(Cancelled::Conversion)), begin, progress, report)
 }
 
 struct Conversion<'a> {

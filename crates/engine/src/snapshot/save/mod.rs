@@ -27,9 +27,9 @@ use super::{
     image::STATE,
 };
 use crate::{
-    Error, FileReport, Phase, Progress, Report,
+    Cancelled, Error, FileReport, Phase, Progress, Report,
     at_stop::AtStop,
-    ending::{finish, of_a_save, take_back},
+    ending::{cancelled_as, finish, take_back},
     fail_point,
     guarded::Guarded,
     guest::{DiskFile, DiskSnapshot, Found, Guard, GuestError, SourceGuest},
@@ -93,7 +93,7 @@ pub fn save_guest(
         saving.run().inspect_err(|_| saving.at_stop.back())
     });
     guest.plug_back();
-    finish(result.map_err(|error| of_a_save(error, progress)), begin, progress, report)
+    finish(result.map_err(cancelled_as(Cancelled::Look)), begin, progress, report)
 }
 
 pub(super) struct Saving<'a, 'g> {
