@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use crate::common::{
-    self, Op, Scripted, Waiting, contents,
+    self, Op, Scripted, Waiting, contents, kind,
     ops::{late, life, op},
     run,
 };
@@ -33,19 +33,21 @@ proptest! {
         encoders in 1..4u8,
         when_busy in prop_oneof![Just(WhenBusy::Wait), Just(WhenBusy::Raw)],
         zero_pages in prop_oneof![Just(ZeroPages::Channels), Just(ZeroPages::Main), Just(ZeroPages::Off)],
+        kinds in (kind(), kind()),
     ) {
         let folder = tempfile::tempdir().unwrap();
-        let mut source = Scripted::living(&PAGES, life);
+        let mut source = Scripted::living(&PAGES, life).with_memory(kinds.0);
         source.script.lock().unwrap().late = late;
         for op in &before {
             common::apply(&source.memory, op, &mut source.script.lock().unwrap().history);
         }
-        let mut destination = Waiting::new(&PAGES);
+        let mut destination = Waiting::with_memory(&PAGES, kinds.1);
         let compress: Compress = compress.parse().unwrap();
         let options = MoveOptions { channels, zero_pages, compress, encoders, when_busy, verify: true, ..patient() };
         let ended = run(&mut source, &mut destination, &options, folder.path());
         ended.source.unwrap();
         ended.destination.unwrap();
+        prop_assert!(destination.has_kept(kinds.1));
         let wrong = source.script.lock().unwrap().history.wrong(&source.memory, &contents(&destination.memory));
         prop_assert_eq!(wrong, vec![]);
         prop_assert!(source.state == destination.state);

@@ -9,7 +9,7 @@ use std::{
     path::Path,
 };
 
-use crate::common::{self, Op, Scripted, Waiting, contents};
+use crate::common::{self, Op, Scripted, Waiting, contents, kind};
 use proptest::{collection::vec, prelude::*};
 use rustix::fs::{Mode, OFlags};
 use transship_engine::{
@@ -67,14 +67,16 @@ proptest! {
         channels in 1..5u8,
         offset in prop_oneof![Just(0), 1..100_000u64],
         run in prop_oneof![Just(None), Just(Some(false)), Just(Some(true))],
+        kind in kind(),
     ) {
         let folder = folder();
         let path = folder.path().join("a");
         let before = saved(&path, &pages, SaveOptions { way: Way::Paused, format, ..SaveOptions::default() }, offset);
-        let mut guest = Waiting::new(&PAGES);
+        let mut guest = Waiting::with_memory(&PAGES, kind);
         let from = FileUri { offset, ..FileUri::path(&path) };
         let (result, report) = restore(&mut guest, &from, &RestoreOptions { channels, direct_io, io, run, identities: None });
         result.unwrap();
+        prop_assert!(guest.has_kept(kind));
         prop_assert!(contents(&guest.memory) == contents(&before.memory));
         prop_assert!(guest.state == before.state);
         prop_assert_eq!(guest.started, Some(run.unwrap_or(true)));

@@ -11,7 +11,7 @@ use std::{
 };
 
 use crate::common::{
-    self, Op, Scripted, contents,
+    self, Op, Scripted, contents, kind,
     ops::{late, life, op},
     snapshot::Snapshot,
 };
@@ -59,23 +59,33 @@ proptest! {
         channels in 1..5u8,
         way in prop_oneof![3 => Just(Way::Live), 1 => Just(Way::Paused)],
         then in prop_oneof![Just(Then::Resume), Just(Then::StayStopped)],
-        format in prop_oneof![3 => Just(Format::MappedRam), 1 => Just(Format::Stream)],
+        format in prop_oneof![
+            3 => Just(Format::MappedRam), 1 => Just(Format::Stream), 1 => Just(Format::Raw), 1 => Just(Format::Libvirt),
+            1 => Just(Format::LibvirtSparse),
+        ],
         direct_io in prop_oneof![Just(DirectIo::Auto), Just(DirectIo::Off)],
         offset in prop_oneof![Just(0), 1..100_000u64],
+        kind in kind(),
     ) {
         let folder = folder();
-        let mut guest = Scripted::living(&PAGES, life);
+        let mut guest = Scripted::living(&PAGES, life).with_memory(kind);
         // Nobody looks twice at a guest that stood from the beginning.
         guest.script.lock().unwrap().late = if way == Way::Live { late } else { vec![] };
         for op in &before {
             common::apply(&guest.memory, op, &mut guest.script.lock().unwrap().history);
         }
         let path = folder.path().join("a");
+        // Only a file of a stream can begin somewhere in another one.
+        let offset = if matches!(format, Format::MappedRam | Format::Stream) { offset } else { 0 };
         let uri = FileUri { offset, ..FileUri::path(&path) };
         let options = SaveOptions { way, then, channels, direct_io, format, ..patient() };
         let (result, report) = save(&mut guest, &uri, &options);
         result.unwrap();
-        let snapshot = Snapshot::read(&path, offset);
+        let snapshot = match format {
+            Format::Raw => Snapshot::read_folder(&path),
+            Format::Libvirt | Format::LibvirtSparse => Snapshot::read_image(&path),
+            _ => Snapshot::read(&path, offset),
+        };
         prop_assert_eq!(guest.script.lock().unwrap().history.wrong(&guest.memory, &snapshot.memory), vec![]);
         prop_assert!(snapshot.opaque() == guest.state);
         prop_assert_eq!(guest.script.lock().unwrap().resumed, Some(then == Then::Resume));

@@ -13,30 +13,80 @@ use std::{
     time::{Duration, Instant},
 };
 
+use proptest::prelude::*;
 use transship_engine::{
     Error, Listener, MoveOptions, Progress, Report, Uri,
     guest::{DestinationGuest, Found, GuestError, Hints, SourceGuest},
     move_guest, receive_guest,
 };
-use transship_memory::{Access, Error as MemoryError, GuestMemory, PAGE_BYTES, PageSet, Region, Tracker, WindowPages};
-
-use transship_wire::{GuestDescription, RegionDescription};
+use transship_memory::{
+    Access, Error as MemoryError, GuestMemory, InProcess, Keep, PAGE_BYTES, PageSet, Process, Region, Tracker,
+    WindowPages,
+};
+use transship_wire::{GuestDescription, RegionDescription, libvirt::Definition};
+use vm_memory::MmapRegion;
 
 pub use ops::{History, Op, apply};
 
 /// Memory of regions with these numbers of pages.
 pub fn memory(pages: &[u64]) -> GuestMemory {
-    memory_of(pages, |name| rustix::fs::memfd_create(name, rustix::fs::MemfdFlags::CLOEXEC).unwrap())
+    memory_of(pages, memfd)
 }
 
 /// The same in files that `file` makes.
 pub fn memory_of(pages: &[u64], file: impl Fn(&str) -> OwnedFd) -> GuestMemory {
     let region = |(index, pages): (usize, &u64)| {
-        let file = file(&format!("region{index}"));
-        rustix::fs::ftruncate(&file, pages * PAGE_BYTES as u64).unwrap();
-        Region::map(&format!("region{index}"), file, 0, pages * PAGE_BYTES as u64, Access::ReadWrite).unwrap()
+        let name = format!("region{index}");
+        in_a_file(&name, file(&name), pages * PAGE_BYTES as u64)
     };
     GuestMemory::new(pages.iter().enumerate().map(region).collect())
+}
+
+/// What a guest's memory is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Kind {
+    /// A file of which pages may be given back.
+    Shared,
+    /// The same, where what was allocated beforehand stays so.
+    Kept,
+    /// A process has it for itself.
+    Private,
+}
+
+/// Any of them.
+pub fn kind() -> impl Strategy<Value = Kind> {
+    prop_oneof![2 => Just(Kind::Shared), 1 => Just(Kind::Kept), 1 => Just(Kind::Private)]
+}
+
+/// Memory of a kind, and where it is if it is private.
+fn memory_of_kind(pages: &[u64], kind: Kind) -> (GuestMemory, Vec<MmapRegion>) {
+    let process = Arc::new(Process::open(std::process::id() as i32, Access::ReadWrite).unwrap());
+    let mut mappings = Vec::new();
+    let mut region = |(index, &pages): (usize, &u64)| {
+        let (name, bytes) = (format!("region{index}"), pages * PAGE_BYTES as u64);
+        match kind {
+            Kind::Shared => in_a_file(&name, memfd(&name), bytes),
+            Kind::Kept => in_a_file(&name, memfd(&name), bytes).keeping(Keep::All),
+            Kind::Private => {
+                let mapping = MmapRegion::new(bytes as usize).unwrap();
+                let (process, address, page_bytes) = (Arc::clone(&process), mapping.as_ptr() as u64, PAGE_BYTES as u64);
+                mappings.push(mapping);
+                let memory = InProcess { process, address, bytes, page_bytes, file: None };
+                Region::in_process(&name, memory, Access::ReadWrite).unwrap()
+            }
+        }
+    };
+    let memory = GuestMemory::new(pages.iter().enumerate().map(&mut region).collect());
+    (memory, mappings)
+}
+
+fn memfd(name: &str) -> OwnedFd {
+    rustix::fs::memfd_create(name, rustix::fs::MemfdFlags::CLOEXEC).unwrap()
+}
+
+fn in_a_file(name: &str, file: OwnedFd, bytes: u64) -> Region {
+    rustix::fs::ftruncate(&file, bytes).unwrap();
+    Region::map(name, file, 0, bytes, Access::ReadWrite).unwrap()
 }
 
 pub fn describe(memory: &GuestMemory) -> GuestDescription {
@@ -68,6 +118,8 @@ pub struct Scripted {
     pub broken_state: bool,
     /// Who says what it can do without.
     pub hints: Option<Box<dyn Hints>>,
+    /// Where private memory is.
+    pub mappings: Vec<MmapRegion>,
 }
 
 #[derive(Default)]
@@ -132,8 +184,16 @@ impl Script {
 impl Scripted {
     pub fn new(pages: &[u64], lists: Vec<Vec<Op>>) -> Self {
         let script = Script { lists: lists.into(), history: History::new(pages), ..Script::default() };
-        let state = (0..700_000u32).flat_map(u32::to_le_bytes).collect();
-        Self { memory: memory(pages), state, script: Arc::new(Mutex::new(script)), broken_state: false, hints: None }
+        let (state, script) = ((0..700_000u32).flat_map(u32::to_le_bytes).collect(), Arc::new(Mutex::new(script)));
+        let (memory, mappings) = (memory(pages), Vec::new());
+        Self { memory, state, script, broken_state: false, hints: None, mappings }
+    }
+
+    /// The same guest, whose memory is of this kind. It has done nothing yet.
+    pub fn with_memory(mut self, kind: Kind) -> Self {
+        let pages: Vec<u64> = self.memory.regions().iter().map(Region::pages).collect();
+        (self.memory, self.mappings) = memory_of_kind(&pages, kind);
+        self
     }
 
     /// A guest that does this.
@@ -205,6 +265,10 @@ impl SourceGuest for Scripted {
         thread::sleep(self.script.lock().unwrap().takes);
         Ok(Box::new(ScriptedTracker { memory: self.memory.clone(), script: Arc::clone(&self.script) }))
     }
+    fn definition(&mut self) -> Result<Option<Definition>, GuestError> {
+        let xml = "<domain type='kvm'><name>scripted</name></domain>".into();
+        Ok(Some(Definition::new(xml, None).map_err(|error| GuestError::Unfit(error.to_string()))?))
+    }
     fn is_running(&mut self) -> Result<bool, GuestError> {
         Ok(!self.script.lock().unwrap().stopped)
     }
@@ -253,19 +317,32 @@ pub struct Waiting {
     pub state: Vec<u8>,
     pub started: Option<bool>,
     pub refuses_state: bool,
+    /// Where private memory is.
+    pub _mappings: Vec<MmapRegion>,
 }
 
 impl Waiting {
     /// With something else in its memory already, as a firmware would leave.
     pub fn new(pages: &[u64]) -> Self {
-        let memory = memory(pages);
+        Self::with_memory(pages, Kind::Shared)
+    }
+
+    /// The same with memory of this kind.
+    pub fn with_memory(pages: &[u64], kind: Kind) -> Self {
+        let (memory, mappings) = memory_of_kind(pages, kind);
         for region in memory.regions() {
             for first in (0..region.pages()).step_by(200) {
                 let window = first / 128 * 128;
                 region.write_pages(WindowPages::new(window, 1 << (first - window)), &[0xee; PAGE_BYTES]).unwrap();
             }
         }
-        Self { memory, state: Vec::new(), started: None, refuses_state: false }
+        Self { memory, state: Vec::new(), started: None, refuses_state: false, _mappings: mappings }
+    }
+
+    /// Whether all that had to stay allocated is there. To be asked before anybody looks: that would allocate it.
+    pub fn has_kept(&self, kind: Kind) -> bool {
+        let there = |region: &Region| region.data().unwrap().count() == region.pages();
+        kind != Kind::Kept || self.memory.regions().iter().all(there)
     }
 }
 

@@ -136,6 +136,10 @@ pub fn apply(memory: &GuestMemory, op: &Op, history: &mut History) {
             history.written[region].insert(pages);
             history.erased[region].remove(pages);
         }
+        // Of such memory nothing can be given back from here: the guest writes zeros.
+        Op::Free { region, first, count } if !memory.regions()[region].gives_back() => {
+            apply(memory, &Op::FillRun { region, first, count, byte: 0 }, history);
+        }
         Op::Free { region, first, count } => {
             let pages = bounded(&memory.regions()[region], first, count);
             for page in each(pages) {

@@ -1,7 +1,14 @@
 //! A snapshot file as anybody would read it who knows the format and nothing of us.
-use std::{fs::File, os::unix::fs::FileExt, path::Path};
+use std::{
+    fs::{self, File},
+    os::unix::fs::FileExt,
+    path::Path,
+};
 
-use transship_wire::qemu::{Configuration, GlobalState, PageContent, Record, Step, StreamReader, Tail};
+use transship_wire::{
+    libvirt,
+    qemu::{Configuration, GlobalState, PageContent, Record, Step, StreamReader, Tail},
+};
 
 /// What is in the file.
 pub struct Snapshot {
@@ -60,9 +67,7 @@ impl Snapshot {
                     }
                     Record::Tail => {
                         if !snapshot.configuration.mapped_ram {
-                            let not_zero = |page: &&[u8]| page.iter().any(|&byte| byte != 0);
-                            let pages = snapshot.memory.iter().flat_map(|memory| memory.chunks(4096));
-                            snapshot.stored = pages.filter(not_zero).count() as u64;
+                            snapshot.count_stored();
                         }
                         break;
                     }
@@ -73,6 +78,31 @@ impl Snapshot {
         snapshot.tail = vec![0; (bytes - reader.position()) as usize];
         file.read_exact_at(&mut snapshot.tail, reader.position()).unwrap();
         snapshot
+    }
+
+    /// An image: a folder with the memory, and everything else beside it.
+    pub fn read_folder(path: &Path) -> Self {
+        let mut snapshot = Self::read(&path.join("state"), 0);
+        let names = (0..snapshot.names.len()).map(|number| match number {
+            0 => "memory".to_owned(),
+            number => format!("memory.{number}"),
+        });
+        snapshot.memory = names.map(|name| fs::read(path.join(name)).unwrap()).collect();
+        snapshot.count_stored();
+        snapshot
+    }
+
+    /// A save image of libvirt's.
+    pub fn read_image(path: &Path) -> Self {
+        let mut header = [0; libvirt::HEADER_BYTES];
+        File::open(path).unwrap().read_exact_at(&mut header, 0).unwrap();
+        Self::read(path, libvirt::Header::decode(&header).unwrap().bytes())
+    }
+
+    /// Where the file does not say it: pages that are not zero.
+    fn count_stored(&mut self) {
+        let not_zero = |page: &&[u8]| page.iter().any(|&byte| byte != 0);
+        self.stored = self.memory.iter().flat_map(|memory| memory.chunks(4096)).filter(not_zero).count() as u64;
     }
 
     fn pages(&mut self, file: &File, at: u64, bitmap: &[u8], pages: u64) -> Vec<u8> {

@@ -10,7 +10,7 @@ use super::{
     wires::{ONE, TWO, Wires, wires},
 };
 use crate::common::{
-    self, History, Op, contents,
+    self, History, Op, contents, kind,
     ops::{late, life, op},
 };
 
@@ -21,9 +21,10 @@ proptest! {
     /// held before where that is to be cleared.
     #[test]
     fn what_arrives_is_what_the_guest_held(
-        wires in wires(), before in vec(op(), 0..40), life in life(15), late in late(),
+        wires in wires(), before in vec(op(), 0..40), life in life(15), late in late(), kind in kind(),
     ) {
         let mut guest = Guest::new(wires.machine, life.after);
+        guest.inner = guest.inner.with_memory(kind);
         {
             let mut script = guest.inner.script.lock().unwrap();
             before.iter().for_each(|op| common::apply(&guest.inner.memory, op, &mut script.history));
