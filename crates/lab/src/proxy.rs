@@ -15,6 +15,8 @@ const FIRST_WAIT: Duration = Duration::from_secs(20);
 #[derive(Debug)]
 pub struct Proxy {
     shared: Arc<Shared>,
+    /// The one that its thread waits at.
+    listener: UnixListener,
 }
 
 #[derive(Debug, Default)]
@@ -44,8 +46,9 @@ impl Proxy {
         let listener = UnixListener::bind(here).map_err(failed(here.display()))?;
         let shared = Arc::new(Shared::default());
         let (kept, there) = (Arc::clone(&shared), there.to_owned());
+        let waits = listener.try_clone().map_err(failed(here.display()))?;
         thread::spawn(move || {
-            for near in listener.incoming().map_while(std::io::Result::ok) {
+            for near in waits.incoming().map_while(std::io::Result::ok) {
                 // The destination may have gone: then the source sees its connection end.
                 let Ok(far) = UnixStream::connect(&there) else { continue };
                 if !kept.carry(&near, &far) {
@@ -53,7 +56,7 @@ impl Proxy {
                 }
             }
         });
-        Ok(Self { shared })
+        Ok(Self { shared, listener })
     }
 
     /// Whether anything has got through, either way.
@@ -110,6 +113,8 @@ impl Proxy {
 impl Drop for Proxy {
     fn drop(&mut self) {
         self.cut();
+        // Its thread waits for a connection that may never come. A listener that has ended already is as good.
+        let _ = rustix::net::shutdown(&self.listener, rustix::net::Shutdown::Both);
     }
 }
 
