@@ -7,9 +7,12 @@ use std::{
 
 use rustix::process::{Pid, Signal, kill_process_group};
 use serde_json::{Value, json};
-use transship_lab::{Accel, Qemu, QemuBuilder, Scratch, Transship, Workload, kvm_works};
+use transship_lab::{Qemu, QemuBuilder, Scratch, Transship, Workload};
 
-use super::results::{Row, Way};
+use super::{
+    Guest,
+    results::{Row, Way},
+};
 use crate::{pair::text, stock, units::millis};
 
 /// A running guest, and what it was saved to.
@@ -18,7 +21,6 @@ pub(super) struct Setting {
     guest: QemuBuilder,
     guest_bytes: u64,
     folder: Scratch,
-    pub(super) kvm: bool,
     /// Of the guest itself, in bytes.
     own_memory: u64,
 }
@@ -36,11 +38,13 @@ impl Drop for Groups {
 }
 
 impl Setting {
-    pub(super) fn start(peer: &str, guest_bytes: u64, content: u64) -> Result<Self, String> {
-        let kvm = kvm_works();
+    pub(super) fn start(peer: &str, guest: Guest, guest_bytes: u64, content: u64) -> Result<Self, String> {
         let workload =
             Workload { mib: (content >> 20) as u32, rate: 1, hot_mib: None, idle: true, sweep_ms: 3_600_000 };
-        let guest = Qemu::multiboot_under(if kvm { Accel::Kvm } else { Accel::Tcg });
+        let guest = match guest {
+            Guest::Small => Qemu::multiboot_under(guest.accel()),
+            Guest::Linux => Qemu::linux(),
+        };
         let guest = guest.workload(workload).memory((guest_bytes >> 20) as u32).binary(peer);
         let source = guest.clone().start().map_err(text)?;
         source.ready().map_err(text)?;
@@ -49,7 +53,7 @@ impl Setting {
         let save = ["save", "--paused", "--vm", &source.vm(), "--to", &file.to_string_lossy()].map(str::to_owned);
         Transship::command(save).run().and_then(|ended| ended.expect_code(0)).map_err(text)?;
         let own_memory = memory(&[source.pid()])?;
-        Ok(Self { source, guest, guest_bytes, folder, kvm, own_memory })
+        Ok(Self { source, guest, guest_bytes, folder, own_memory })
     }
 
     pub(super) fn version(&self) -> Result<String, String> {

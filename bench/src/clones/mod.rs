@@ -2,7 +2,9 @@
 mod measure;
 mod results;
 
-use transship_lab::Scratch;
+use clap::ValueEnum;
+use serde::Serialize;
+use transship_lab::{Accel, Scratch, kvm_works};
 
 use self::results::{Results, Way};
 use crate::{
@@ -22,7 +24,8 @@ QEMU, each loading the same guest from a mapped-ram file; and by `transship rest
 from a QEMU that waits to a guest that runs; how long QEMU itself takes to start is measured beside it. Memory is what \
 all of them take together, shared pages counted once.
 
-The guest runs under KVM where that works, has --content of its memory filled, and writes nothing. The benchmark needs \
+The small guest runs under KVM where that works. The Linux guest is emulated: each of its QEMUs then also has memory \
+for the code that it has translated, which nobody shares. Either guest has --content of its memory filled, and writes nothing. The benchmark needs \
 the largest of --count times --content plus 40 MiB, and twice the largest --mem. Keep the machine otherwise idle.";
 
 /// Many guests from one moment of another.
@@ -41,9 +44,28 @@ pub struct Clones {
     /// How often each is measured
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=1000))]
     pub runs: u32,
+    /// What the guest is
+    #[arg(long, value_enum, value_name = "GUEST", default_value_t = Guest::Small)]
+    pub guest: Guest,
     /// What every table is told.
     #[command(flatten)]
     pub common: Common,
+}
+
+/// The guest that becomes many.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Guest {
+    /// The 32-bit guest, under KVM where that works
+    Small,
+    /// A distribution's kernel with one program, emulated
+    Linux,
+}
+
+impl Guest {
+    fn accel(self) -> Accel {
+        if self == Self::Small && kvm_works() { Accel::Kvm } else { Accel::Tcg }
+    }
 }
 
 impl Measured for Clones {
@@ -60,7 +82,9 @@ impl Measured for Clones {
         if plan.quick {
             return vec![job("", 40, &["--mem", "1G", "--count", "1,4"])];
         }
-        ["1G", "4G"].map(|mem| job(&mem.to_lowercase(), 900, &["--mem", mem])).to_vec()
+        let sizes = ["1G", "4G"].map(|mem| job(&mem.to_lowercase(), 900, &["--mem", mem]));
+        let linux = job("linux", 900, &["--mem", "1G", "--guest", "linux"]);
+        sizes.into_iter().chain([linux]).collect()
     }
 }
 
@@ -70,7 +94,7 @@ const WAYS: [Way; 3] = [Way::Clones, Way::Qemu, Way::Lazy];
 fn run(table: &Clones) -> Result<(), String> {
     table.common.files.check()?;
     interrupt::clean_up_in(vec![Scratch::base()])?;
-    let mut results = Results::new(Machine::here(), table.content);
+    let mut results = Results::new(Machine::here(), (table.guest, table.guest.accel()), table.content);
     let measured = measure(table, &mut results);
     if !results.rows.is_empty() {
         let (shown, files) = (results.merged(), &table.common.files);
@@ -81,9 +105,8 @@ fn run(table: &Clones) -> Result<(), String> {
 
 fn measure(table: &Clones, results: &mut Results) -> Result<(), String> {
     for &guest_bytes in &table.mem {
-        let setting = measure::Setting::start(&table.common.peer, guest_bytes, table.content)?;
+        let setting = measure::Setting::start(&table.common.peer, table.guest, guest_bytes, table.content)?;
         results.qemu = setting.version()?;
-        results.kvm = setting.kvm;
         for &count in &table.count {
             for run in 1..=table.runs {
                 for turn in turns(WAYS.len(), run) {
