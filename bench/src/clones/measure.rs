@@ -2,6 +2,7 @@
 use std::{
     fs,
     path::Path,
+    thread,
     time::{Duration, Instant, SystemTime},
 };
 
@@ -14,6 +15,9 @@ use super::{
     results::{Row, Way},
 };
 use crate::{pair::text, stock, units::millis};
+
+/// How long guests run before it is asked what they take.
+const AT_REST: Duration = Duration::from_secs(3);
 
 /// A running guest, and what it was saved to.
 pub(super) struct Setting {
@@ -104,7 +108,7 @@ impl Setting {
         row.start_ms = list.iter().filter_map(|clone| clone["start_ms"].as_f64()).collect();
         row.all_ms = report["clones_ms"].as_f64().unwrap_or(f64::NAN);
         row.downtime_ms = report["image"]["downtime_ms"].as_f64();
-        row.memory = memory(&groups.0)?;
+        row.memory = memory_at_rest(&groups.0)?;
         Ok(())
     }
 
@@ -121,9 +125,15 @@ impl Setting {
             guests.push(guest);
         }
         row.all_ms = millis(begin.elapsed());
-        row.memory = memory(&guests.iter().map(Qemu::pid).collect::<Vec<_>>())?;
+        row.memory = memory_at_rest(&guests.iter().map(Qemu::pid).collect::<Vec<_>>())?;
         Ok(())
     }
+}
+
+/// The same once they have run for a while: what an idle guest touches, it has touched then.
+fn memory_at_rest(pids: &[u32]) -> Result<u64, String> {
+    thread::sleep(AT_REST);
+    memory(pids)
 }
 
 /// What these processes take together: what several have is counted once.
