@@ -26,6 +26,9 @@ const ARM_WAIT: Duration = Duration::from_secs(30);
 /// The byte for each ending.
 const WORDS: [(Ending, u8); 3] = [(Ending::Complete, b'c'), (Ending::Hold, b'h'), (Ending::GoOn, b'g')];
 
+/// The byte that says that a guest may be given away to us from now on, before that of the ending.
+pub(crate) const MAY_BE_GIVEN: u8 = b'm';
+
 /// The byte that says that there is no way back, before that of the ending.
 pub(crate) const SETTLED: u8 = b's';
 
@@ -96,6 +99,10 @@ impl StandIn for Process {
         self.start(charge, files).map_err(GuestError::system(failed))
     }
 
+    fn may_be_given(&mut self) {
+        self.say(MAY_BE_GIVEN);
+    }
+
     fn settle(&mut self) {
         self.say(SETTLED);
     }
@@ -130,7 +137,7 @@ mod tests {
             let word = WORDS.iter().find(|(ending, _)| *ending == how).expect("a word").1;
             assert_eq!(ending(word), Some(how));
         }
-        for word in [b'?', SETTLED, STARTS, STARTED] {
+        for word in [b'?', MAY_BE_GIVEN, SETTLED, STARTS, STARTED] {
             assert_eq!(ending(word), None);
         }
     }

@@ -45,7 +45,7 @@ const _: () = assert!(transship_wire::PAGE_BYTES == transship_memory::PAGE_BYTES
 pub use at_stop::AtStopCommand;
 pub use charge::Charge;
 pub use commands::{Started, UserCommand, start_by};
-pub use destination::{Received, receive_guest};
+pub use destination::{Given, Received, Taken, receive_guest};
 pub use error::{Actor, Cancelled, Error, Outcome, Unknown};
 pub use filling::stand_in::{Ending, StandIn};
 pub use hold::HoldOptions;

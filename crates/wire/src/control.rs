@@ -69,7 +69,8 @@ pub enum Message {
     },
     /// 8, D to S: memory and device state are loaded; the guest could run. It does not run before `Go`.
     Loaded,
-    /// 9, S to D: the source has given the guest up for good; it's the destination's.
+    /// 9, S to D: the source has given the guest up for good; it's the destination's. On a supply line: it was given up
+    /// before, and the word may have been lost.
     Go {
         /// The guest was running, so start it.
         run: bool,

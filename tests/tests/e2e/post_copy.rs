@@ -320,6 +320,59 @@ fn a_guest_is_started_though_its_receiver_is_killed_right_before() -> Result<()>
     assert_alone(&destination)
 }
 
+/// The receiver dies between the source's word that the guest is given away and hearing it: the source says it again
+/// to the second process, which lets the guest run.
+#[test]
+fn a_guest_is_started_though_its_receiver_never_heard_that_it_was_given_away() -> Result<()> {
+    let (source, left) = running(busy(16))?;
+    let destination = busy(16).incoming().start()?;
+    let folder = Scratch::new()?;
+    let (there, [deaf, sent]) = (format!("unix:{}", folder.join("there").display()), ["deaf", "sent"]);
+    let gated = |builder: TransshipBuilder, step, gate: &str| {
+        armed(builder, step, "stall").env("TRANSSHIP_FAIL_FILE", folder.join(gate))
+    };
+    let mut receive = gated(receiving(&destination.vm(), &there), "destination.confirmed", deaf).start()?;
+    receive.listening()?;
+    let moving = gated(Transship::moving(&source.vm(), &there).args(AT_ONCE), "source.go-sent", sent).start()?;
+    wait_until("the word", || Ok([deaf, sent].iter().all(|gate| folder.join(gate).exists())))?;
+    receive.kill9();
+    std::fs::remove_file(folder.join(sent)).map_err(|error| LabError(error.to_string()))?;
+    moving.wait()?.expect_code(0)?;
+    assert_moved(&source, &destination, left)?;
+    assert_alone(&destination)
+}
+
+/// Nobody dials any more, so the second process of a receiver that died when all was said ends by itself.
+#[test]
+fn a_receiver_that_is_killed_when_all_is_there_leaves_nobody_behind() -> Result<()> {
+    let (source, left) = running(busy(16))?;
+    let destination = busy(16).incoming().start()?;
+    let receive = armed(receiving(&destination.vm(), "tcp:127.0.0.1:0"), "destination.farewell", "kill").start()?;
+    Transship::moving(&source.vm(), &receive.listening()?).args(AT_ONCE).run()?.expect_code(0)?;
+    assert_eq!(receive.wait()?.code(), None);
+    assert_moved(&source, &destination, left)?;
+    assert_alone(&destination)
+}
+
+/// Pages that only its VMM had are gone with that: the guest is stopped before it sees zeros, and both commands end.
+#[test]
+fn a_guest_whose_source_took_its_pages_along_is_stopped() -> Result<()> {
+    let (mut source, _) = running(busy(16).backend(Backend::Ram))?;
+    let mut destination = busy(16).incoming().start()?;
+    let receive = receiving(&destination.vm(), "tcp:127.0.0.1:0").start()?;
+    let moving = Transship::moving(&source.vm(), &receive.listening()?).args(slowly(&[])).start()?;
+    destination.wait_status("running")?;
+    source.kill9();
+    let moved = moving.wait()?.expect_code(3)?;
+    assert!(moved.stderr.contains("can't be read any more"), "{moved}");
+    let received = receive.wait()?.expect_code(3)?;
+    assert!(received.stderr.contains("can't be read at the source any more"), "{received}");
+    // It may not even answer: one of its own threads may wait for a page.
+    assert_eq!(stand_ins(&destination)?.len(), 1, "somebody must hold what makes it wait");
+    destination.kill9();
+    wait_until("the second process to end", || Ok(stand_ins(&destination)?.is_empty()))
+}
+
 /// The guest is lost with its VMM, as without a move: both commands say so, and end.
 #[test]
 fn a_destination_that_dies_is_waited_for_no_longer() -> Result<()> {

@@ -10,7 +10,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use transship_engine::{Caller, Charge, Ending, Error, Host, Received, Serving, TakeOver, Token};
+use transship_engine::{Caller, Charge, Ending, Error, Given, Host, Received, Serving, TakeOver, Taken, Token};
 use transship_lines::{Line, LineSocket};
 use transship_vmm::{VmAddress, settle_restored, start_abandoned, stop_abandoned};
 
@@ -19,7 +19,7 @@ use zeroize::Zeroizing;
 use crate::{
     failure::Failure,
     output,
-    stand_in::{SETTLED, STARTED, STARTS, ending},
+    stand_in::{MAY_BE_GIVEN, SETTLED, STARTED, STARTS, ending},
 };
 
 /// How long the restore may take to say what there is to take over: it does so at once.
@@ -57,6 +57,8 @@ struct Told {
 /// What was heard until the end.
 #[derive(Default)]
 struct Heard {
+    /// The source may have given its guest away.
+    may_be_given: bool,
     /// There was no way back any more.
     is_settled: bool,
     /// The guest was about to be let run, and it is not known whether it was.
@@ -70,6 +72,7 @@ fn listen(socket: &mut LineSocket) -> Heard {
     let (mut heard, mut word) = (Heard::default(), [0]);
     loop {
         match socket.stream().read(&mut word) {
+            Ok(1) if word[0] == MAY_BE_GIVEN => heard.may_be_given = true,
             Ok(1) if word[0] == SETTLED => heard.is_settled = true,
             Ok(1) if word[0] == STARTS => heard.is_starting = true,
             Ok(1) if word[0] == STARTED => heard.is_starting = false,
@@ -128,7 +131,7 @@ fn received(
             Ok(what.hold(fds)?)
         }
         // The guest has not run here, and does not: it is the source's.
-        None if !heard.is_settled => Ok(()),
+        None if !heard.is_settled && (!heard.may_be_given || what.is_locked && host.is_none()) => Ok(()),
         None if what.is_locked && host.is_none() => {
             talk.say(
                 "the receiver has died before all pages of its guest were here. Until its VMM has ended, this process \
@@ -138,10 +141,21 @@ fn received(
             Ok(what.hold(fds)?)
         }
         None => {
-            talk.say("the receiver has died; this process takes the rest of the guest's pages");
+            let given = if heard.is_settled { Given::Yes } else { Given::Perhaps };
+            talk.say(match given {
+                Given::Yes => "the receiver has died; this process takes the rest of the guest's pages",
+                Given::Perhaps => {
+                    "the receiver has died; this process waits for a source that may have given its guest away already"
+                }
+            });
             let mut not_started = None;
-            let start = || !heard.is_starting || start_abandoned(vm).map_err(|why| not_started = Some(why)).is_ok();
-            what.run(fds, host, start, |error| talk.stopped(vm, error))?;
+            let start = |run: Option<bool>| {
+                !run.unwrap_or(heard.is_starting) || start_abandoned(vm).map_err(|why| not_started = Some(why)).is_ok()
+            };
+            if what.run(fds, host, (given, start), |error| talk.stopped(vm, error))? == Taken::Nothing {
+                talk.say("the source has not come: it has not given its guest away, which was never run here");
+                return Ok(());
+            }
             talk.say("all of the guest's pages are here, or its VMM has ended");
             if let Some(why) = not_started {
                 talk.say(&format!("the guest, which was handed over, can't be started: {why}. Start it here by cont"));

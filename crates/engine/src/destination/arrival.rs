@@ -8,6 +8,7 @@ use std::{
     time::Instant,
 };
 
+use crossbeam_channel::{Receiver, Sender, bounded};
 use transship_memory::{Fault, PAGE_BYTES, PageRange, PageSet, WindowPages};
 use transship_wire::{Message, Pages};
 
@@ -31,6 +32,8 @@ pub(super) struct Arrival {
     is_ours: AtomicBool,
     /// The source may be told so.
     runs: AtomicBool,
+    /// That the guest was given away, and whether it is to run, as the source says on every line but the first.
+    given: (Sender<bool>, Receiver<bool>),
     by_push: AtomicU64,
     by_fault: AtomicU64,
 }
@@ -50,6 +53,7 @@ impl Arrival {
             line: Mutex::new(None),
             is_ours: AtomicBool::new(false),
             runs: AtomicBool::new(false),
+            given: bounded(1),
             by_push: AtomicU64::new(0),
             by_fault: AtomicU64::new(0),
         }
@@ -63,6 +67,16 @@ impl Arrival {
     /// Whether it was.
     pub(super) fn was_handed_over(&self) -> bool {
         self.is_ours.load(Ordering::Acquire)
+    }
+
+    /// The source has said that it has given the guest away. One word is enough.
+    pub(super) fn give(&self, run: bool) {
+        let _ = self.given.0.try_send(run);
+    }
+
+    /// Has a word, once the source has said on a line that it has given the guest away: whether that is to run.
+    pub(super) fn given(&self) -> &Receiver<bool> {
+        &self.given.1
     }
 
     /// It was let run, or left as it came if that was stopped: tells the source, also on the lines to come.

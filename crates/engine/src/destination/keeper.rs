@@ -107,7 +107,7 @@ pub(super) struct Keeper<'a, 'l> {
     lines: &'a Lines,
     session: SessionId,
     gathering: Gathering,
-    /// Since when the source has been told that all is there.
+    /// All is there. Until then the source is waited for, which may not know it yet.
     farewell: Option<Instant>,
 }
 
@@ -143,14 +143,21 @@ impl<'a, 'l> Keeper<'a, 'l> {
         Self { arrivals, arrival, progress, lines, session, gathering: Gathering::new(channels), farewell: None }
     }
 
+    /// All is there already. The source is waited for no longer than this: if it knows, it does not come.
+    pub(super) fn has_all(&mut self, wait: Duration) {
+        self.farewell = Some(Instant::now() + wait);
+    }
+
     /// The life of the thread.
     pub(super) fn run(&mut self) {
         let mut line = None;
         while !self.lines.told().is_over {
-            let is_over = self.farewell.is_some_and(|since| since.elapsed() > FAREWELL_TIMEOUT);
+            let is_over = self.farewell.is_some_and(|until| Instant::now() > until);
             match if is_over { Ok(Outcome::Complete) } else { self.step(&mut line) } {
                 Ok(Outcome::Stands) => {}
                 Ok(Outcome::Complete) => {
+                    // Whatever it says, all is there.
+                    let _ = fail_point::reach("destination.farewell");
                     self.arrival.filling.tell_complete();
                     break;
                 }
@@ -177,14 +184,15 @@ impl<'a, 'l> Keeper<'a, 'l> {
         let Some(stands) = line else { return Ok(Outcome::Stands) };
         let followed = stands.follow(self.arrival);
         if stands.has_told {
-            self.farewell.get_or_insert_with(Instant::now);
+            self.farewell.get_or_insert_with(|| Instant::now() + FAREWELL_TIMEOUT);
         }
         match followed {
             Ok(outcome) => Ok(outcome),
             // A source that has heard the last word hangs up.
             Err(_) if stands.has_told && stands.was_answered() => Ok(Outcome::Complete),
-            Err(Error::Memory(error)) => {
-                self.arrival.filling.tell(error.into());
+            // What is missing can't be had any more, or can't be put.
+            Err(error @ (Error::Memory(_) | Error::Refused(_))) if self.is_final(&error) => {
+                self.arrival.filling.tell(error);
                 self.arrival.end_line();
                 *line = None;
                 Ok(Outcome::Stands)
@@ -196,6 +204,11 @@ impl<'a, 'l> Keeper<'a, 'l> {
                 Ok(Outcome::Stands)
             }
         }
+    }
+
+    /// Whether no other line can make up for it.
+    fn is_final(&self, error: &Error) -> bool {
+        matches!(error, Error::Memory(_)) || self.arrival.was_handed_over()
     }
 
     fn broke(&self, error: &Error) {
@@ -262,6 +275,10 @@ impl Line {
                 self.settle(arrival)
             }
             Message::Complete if self.has_told => Ok(Outcome::Complete),
+            Message::Go { run } => {
+                arrival.give(run);
+                Ok(Outcome::Stands)
+            }
             Message::Abort(refusal) => Err(Error::Refused(refusal.reason)),
             other => Err(broken(&format!("sent {} on the supply line", other.name()))),
         }

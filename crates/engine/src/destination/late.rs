@@ -22,11 +22,11 @@ use super::{
     arriving::ArrivingMemory,
     keeper::{Keeper, Lines, OverOnDrop},
     loading,
-    received::Received,
+    received::{GIVEN_WAIT, Received},
 };
 use crate::{
     Error, Phase, PostCopyReport, Progress,
-    control::Control,
+    control::{Control, TICK},
     fail_point,
     filling::{
         EndOnDrop, Event, Filling,
@@ -151,11 +151,14 @@ impl HandOver<'_, '_, '_> {
         let Self { guest, stand_in, control, progress, report, stopped, arrival, lines } = self;
         let first = control.receive("its device state", STALL_TIMEOUT * 2, progress)?;
         loading::load(&mut **guest, control, first, (arrival, lines), (progress, report))?;
+        if let Some(stand_in) = stand_in {
+            stand_in.may_be_given();
+        }
         super::confirm(&mut **guest, control)?;
         if let Ok(Event::Failed(cause)) = arrival.filling.events().try_recv() {
             return Err(cause);
         }
-        let run = super::await_go(&mut **guest, control)?;
+        let run = super::await_go(&mut **guest, control).or_else(|error| go_by_line(&mut **guest, arrival, error))?;
         progress.settle();
         progress.set_phase(Phase::HandedOver);
         let begin = Instant::now();
@@ -179,6 +182,22 @@ impl HandOver<'_, '_, '_> {
         }
         Ok((begin, started))
     }
+}
+
+/// Whether the guest is to run, if the source has given it away, and the word was lost with its connection: it says so
+/// again on the next line.
+fn go_by_line(guest: &mut dyn DestinationGuest, arrival: &Arrival, error: Error) -> Result<bool, Error> {
+    if matches!(error, Error::Refused(_) | Error::Guest(_)) {
+        return Err(error);
+    }
+    let deadline = Instant::now() + GIVEN_WAIT;
+    while Instant::now() < deadline {
+        if let Ok(run) = arrival.given().recv_timeout(TICK) {
+            return Ok(run);
+        }
+        guest.check_alive()?;
+    }
+    Err(error)
 }
 
 /// Waits until all pages are there.

@@ -34,7 +34,7 @@ use arriving::ArrivingMemory;
 use channel::Channels;
 use decoding::{Decoders, Origin};
 use event::ChannelEvent;
-pub use received::Received;
+pub use received::{Given, Received, Taken};
 
 /// How long a source that has received `Loaded` may take to send `Go`; it has nothing left to do. A source that dies
 /// closes its connection, so this limit matters only for a host that hangs.
@@ -278,7 +278,7 @@ fn confirm(guest: &mut dyn DestinationGuest, control: &mut Control) -> Result<()
     control.send(&Message::Loaded).map_err(|error| control.explain(error))?;
     // While the source decides. If we are killed once it has, nothing of ours is left in a VMM whose guest runs.
     guest.tidy();
-    Ok(())
+    fail_point::reach("destination.confirmed")
 }
 
 /// Waits for the source to give the guest up. From then on the guest is ours: it is started even if the source never

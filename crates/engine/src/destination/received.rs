@@ -1,8 +1,9 @@
-//! Goes on for a receiver that has died after its guest was started, and before all pages were there.
+//! Goes on for a receiver that has died after it had loaded a guest, and before all pages were there.
 use std::{
     os::fd::{BorrowedFd, OwnedFd},
     sync::Arc,
     thread,
+    time::Duration,
 };
 
 use serde::{Deserialize, Serialize};
@@ -22,6 +23,28 @@ use crate::{
         stand_in::{AreaRecord, areas_of, hold, records_of},
     },
 };
+
+/// How long a source that has given its guest away may take to say so on another line: it dials at once, and again
+/// every two seconds.
+pub(super) const GIVEN_WAIT: Duration = Duration::from_secs(10);
+
+/// Whether the guest had been given to the receiver that has died.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Given {
+    /// It knew so.
+    Yes,
+    /// It had said that the guest may be given to it, and has not heard of it.
+    Perhaps,
+}
+
+/// What was taken over.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Taken {
+    /// The guest: all pages are there, or the VMM has ended.
+    Guest,
+    /// Nothing: the source has not given its guest away.
+    Nothing,
+}
 
 /// What a stand-in is told, beside the files: the userfaultfd, then which pages were put, then the socket that listens.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -77,9 +100,8 @@ impl Received {
 
     /// Takes over from a receiver that has ended, with all its threads: listens at its address, and puts what the
     /// source sends. `host`: by whom connections are encrypted. `start`: lets the guest run, if nobody else has done
-    /// so; meanwhile pages come, as it may need some for that. The source is told once it has.
-    ///
-    /// On success all pages are there, or the VMM has ended.
+    /// so; it is told whether it is to run, if only the source knows it. Meanwhile pages come, as it may need some for
+    /// that. The source is told once it has.
     ///
     /// # Errors
     /// It can't be taken over, or pages can't be put. Missing pages then stay missing: this returns when the VMM has
@@ -88,13 +110,13 @@ impl Received {
         &self,
         files: Vec<OwnedFd>,
         host: Option<Host>,
-        start: impl FnOnce() -> bool + Send,
+        (given, start): (Given, impl FnOnce(Option<bool>) -> bool + Send),
         failed: impl FnOnce(&Error),
-    ) -> Result<(), Error> {
+    ) -> Result<Taken, Error> {
         let mut files = files.into_iter();
         let missing = self.missing(files.next())?;
         match self.rest(files, host) {
-            Ok((claims, listener)) => self.fill(missing, claims, &listener, start, failed),
+            Ok((claims, listener)) => self.fill((missing, claims), &listener, (given, start), failed),
             Err(error) => {
                 failed(&error);
                 hold(&missing);
@@ -128,44 +150,52 @@ impl Received {
 
     fn fill(
         &self,
-        missing: Missing,
-        claims: Claims,
+        (missing, claims): (Missing, Claims),
         listener: &Listener,
-        start: impl FnOnce() -> bool + Send,
+        (given, start): (Given, impl FnOnce(Option<bool>) -> bool + Send),
         failed: impl FnOnce(&Error),
-    ) -> Result<(), Error> {
+    ) -> Result<Taken, Error> {
         let progress = Progress::new();
         progress.settle();
         let left = (0..self.pages.len()).map(|region| claims.not_done(region)).collect();
         let arrival = Arc::new(Arrival::new(Filling::new(left, missing, claims), &progress));
-        arrival.is_ours();
         // Faults that were reported to the dead process are not reported again.
         let _ = arrival.filling.wake_all();
         let lines = Lines::default();
         let mut arrivals = Arrivals::new(listener, &progress);
         let session = (SessionId(self.session), self.channels);
         let mut keeper = Keeper::new(&mut arrivals, &arrival, &lines, &progress, session);
+        if arrival.filling.claims().are_all_done() {
+            keeper.has_all(GIVEN_WAIT);
+        }
         let event = thread::scope(|scope| {
             let (_over, _ended) = (OverOnDrop(&lines), EndOnDrop(&arrival.filling));
             scope.spawn(|| arrival.serve());
             scope.spawn(move || keeper.run());
-            scope.spawn(|| {
-                if start() {
+            let run = match given {
+                Given::Yes => None,
+                Given::Perhaps => Some(arrival.given().recv_timeout(GIVEN_WAIT).ok()?),
+            };
+            arrival.is_ours();
+            let arrival = &arrival;
+            scope.spawn(move || {
+                if start(run) {
                     arrival.runs();
                 }
             });
-            arrival.filling.events().recv()
+            Some(arrival.filling.events().recv())
         });
         match event {
-            Ok(Event::Failed(error)) => {
+            None => Ok(Taken::Nothing),
+            Some(Ok(Event::Failed(error))) => {
                 failed(&error);
                 hold(arrival.filling.missing());
                 Err(error)
             }
-            Ok(Event::Complete | Event::Gone) | Err(_) => {
+            Some(Ok(Event::Complete | Event::Gone) | Err(_)) => {
                 // Without it the same happens when the last holder ends.
                 let _ = arrival.filling.release_all();
-                Ok(())
+                Ok(Taken::Guest)
             }
         }
     }

@@ -31,6 +31,9 @@ pub trait StandIn: Send {
     /// # Errors
     /// It can't be had.
     fn arm(&mut self, charge: &str, files: &[BorrowedFd<'_>]) -> Result<(), GuestError>;
+    /// From now on a source may give its guest away, and this process may die before it knows: then the second one is
+    /// to wait for the source, which says so once more.
+    fn may_be_given(&mut self) {}
     /// There is no way back any more: should this process die from now on, the second one is to go on. (Where that is
     /// so from the start nobody need say so.)
     fn settle(&mut self) {}

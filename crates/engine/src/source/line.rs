@@ -10,7 +10,7 @@ use std::{
 
 use crossbeam_channel::{Receiver, TryRecvError};
 use transship_memory::{Freeing, GuestMemory, PageRange, PageSet, WindowPages};
-use transship_wire::{MAX_PAGES_AT_ONCE, Message, Pages, Role, SessionId};
+use transship_wire::{MAX_PAGES_AT_ONCE, Message, Pages, Refusal, Role, SessionId};
 
 use super::channels::{Channels, Setup, connect, connect_channels};
 use crate::{
@@ -64,6 +64,8 @@ struct Told {
     broken: Option<Option<Error>>,
     /// Pages sent because somebody waited.
     sent: u64,
+    /// What the destination is to hear when the line ends.
+    last_word: Option<String>,
 }
 
 impl Shared {
@@ -78,14 +80,18 @@ impl Shared {
 }
 
 impl Line {
-    /// Dials. The destination may begin to wait for pages when this returns.
-    pub(super) fn open(base: &Base<'_>, number: u32) -> Result<Self, Error> {
+    /// Dials. The destination may begin to wait for pages when this returns. `given`: the guest was given away, and
+    /// whether it is to run. That is said once more: the destination may not have heard it.
+    pub(super) fn open(base: &Base<'_>, number: u32, given: Option<bool>) -> Result<Self, Error> {
         let Base { to, options, session, memory, progress } = base;
         let mut connection = connect(to, options.caller.as_ref(), *session, Role::Supply(number))?;
         connection.await_word(to)?;
         let failed = |source| Error::Io { what: format!("set up the connection with {to}"), source };
         let urgent = connection.try_clone().map_err(failed)?;
-        let control = Control::new(connection, to.to_string())?;
+        let mut control = Control::new(connection, to.to_string())?;
+        if let Some(run) = given {
+            control.send(&Message::Go { run })?;
+        }
         let content: Vec<_> = memory.regions().iter().map(|region| PageMap::new(region.pages())).collect();
         // Each page is announced, also one that is zero: somebody may wait for it.
         let everything = |(map, region): (&PageMap, &transship_memory::Region)| {
@@ -144,6 +150,16 @@ impl Line {
                 return self.check();
             }
             told = self.state.changed.wait(told).unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+
+    /// Ends it for good: the destination hears why.
+    pub(super) fn give_up(mut self, reason: String) {
+        self.state.told().last_word = Some(reason);
+        self.urgent.end_reading();
+        if let Some(server) = self.server.take() {
+            // A panic there has been printed.
+            let _ = server.join();
         }
     }
 
@@ -222,6 +238,14 @@ impl Server {
                 Err(error) => break Some(error),
             }
         };
+        let reason = match &over {
+            Some(error @ Error::Memory(_)) => Some(cant_read(error)),
+            _ => self.state.told().last_word.take(),
+        };
+        if let Some(reason) = reason {
+            // If it does not arrive the destination waits for another line.
+            let _ = self.control.send(&Message::Abort(Refusal { reason }));
+        }
         self.state.tell(|told| told.broken = Some(over));
     }
 
@@ -302,6 +326,11 @@ impl Server {
         self.state.told().sent += pages.count;
         Ok(())
     }
+}
+
+/// What a destination is told that waits for pages that nobody can read any more.
+pub(super) fn cant_read(error: &Error) -> String {
+    format!("the rest of the guest's memory can't be read at the source any more, and is lost: {error}")
 }
 
 /// Waits for a moment, before a line is dialled again.

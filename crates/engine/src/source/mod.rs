@@ -84,7 +84,7 @@ fn run(
     let (session_id, memory, progress) = (session.id, course.guest.memory(), Arc::clone(course.progress));
     let base = Base { to, options, session: session_id, memory, progress };
     let stand_in = stand_in.map(|stand_in| stand_in as &mut dyn StandIn);
-    let mut peer = PostCopy { session, base, stand_in, line: None, owed: 0, is_confirmed: false };
+    let mut peer = PostCopy { session, base, stand_in, line: None, owed: 0, ran: true, is_confirmed: false };
     let by_hand = course.guest.resume_hint();
     let result = course.hand_over(&mut peer, rounds);
     let result = result.and_then(|()| peer.serve(&by_hand, course.progress, course.report));

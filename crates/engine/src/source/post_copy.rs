@@ -16,7 +16,7 @@ use transship_memory::PageSet;
 use transship_wire::Message;
 
 use super::{
-    line::{Base, Line, pause},
+    line::{Base, Line, cant_read, pause},
     serving::Serving,
     session::MoveSession,
     switchover::{await_loaded, save_state, send_state},
@@ -36,6 +36,9 @@ use crate::{
 /// How long a destination may take to drop pages and to have the VMM wait for them; the guest stands still meanwhile.
 const DROP_TIMEOUT: Duration = Duration::from_secs(120);
 
+/// A line that breaks within this time is not followed by the next at once.
+const QUICK: Duration = Duration::from_secs(1);
+
 /// The transship that receives a guest before its pages.
 pub(super) struct PostCopy<'a> {
     pub(super) session: &'a mut MoveSession,
@@ -43,6 +46,8 @@ pub(super) struct PostCopy<'a> {
     pub(super) stand_in: Option<&'a mut dyn StandIn>,
     pub(super) line: Option<Line>,
     pub(super) owed: u64,
+    /// The guest ran when it was stopped, so it is to run.
+    pub(super) ran: bool,
     /// The destination has said that the guest runs, or stands if it stood.
     pub(super) is_confirmed: bool,
 }
@@ -57,20 +62,20 @@ impl Peer for PostCopy<'_> {
         &mut self,
         course: &mut MoveInProgress<'_, '_>,
         rounds: &mut Rounds,
-        _found: Found,
+        found: Found,
     ) -> Result<(), Error> {
         let MoveInProgress { guest, progress, report, .. } = course;
         let state = save_state(guest.unguarded(), &AtomicBool::new(false))?;
         let pending = rounds.find_owed(&*self.session)?;
         let owed: Vec<PageSet> = pending.iter().map(|pending| pending.send.clone()).collect();
         let gone: Vec<PageSet> = pending.iter().map(|pending| pending.gone.clone()).collect();
-        self.owed = owed.iter().map(PageSet::count).sum();
+        (self.owed, self.ran) = (owed.iter().map(PageSet::count).sum(), found.ran());
         let control = &mut self.session.control;
         owed::send(control, &gone)?;
         owed::send(control, &owed)?;
         fail_point::reach("source.owed")?;
         await_dropped(control, self.owed, progress)?;
-        let line = Line::open(&self.base, 1).map_err(|error| control.explain(error))?;
+        let line = Line::open(&self.base, 1, None).map_err(|error| control.explain(error))?;
         if line.lacks() != owed {
             let what = "lacks other pages than it was told to".into();
             return Err(Error::Protocol { peer: control.peer.clone(), what });
@@ -142,7 +147,7 @@ fn await_dropped(control: &Control, owed: u64, progress: &Progress) -> Result<()
 impl PostCopy<'_> {
     /// Has somebody stand by who goes on should this process die once the guest is given up.
     fn arm(&mut self) -> Result<(), Error> {
-        if let (Some(stand_in), Some((serving, files))) = (&mut self.stand_in, Serving::of(&self.base)) {
+        if let (Some(stand_in), Some((serving, files))) = (&mut self.stand_in, Serving::of(&self.base, self.ran)) {
             stand_in.arm(&serde_json::json!({ "serve": serving }).to_string(), &files)?;
         }
         Ok(())
@@ -166,7 +171,15 @@ impl PostCopy<'_> {
         progress.set_phase(Phase::Filling);
         let wire = progress.wire_bytes.load(Relaxed);
         let line = self.line.take();
-        let result = serve(&self.base, &|| said_why(&self.session.control), (line, 1), &mut sums, report);
+        if !self.is_confirmed {
+            tracing::warn!(
+                "the destination has not said yet that the guest runs. If it never ran there, and nobody listens at \
+                 {} any more, end this command, and resume the guest here with: {by_hand}",
+                self.base.to
+            );
+        }
+        let said_why = || said_why(&self.session.control);
+        let result = serve((&self.base, self.ran), &said_why, (line, 1), &mut sums, report);
         // All of its memory is here as it was when it was stopped.
         let result = result.map_err(|error| {
             Error::unknown(error, |error| {
@@ -191,7 +204,7 @@ fn said_why(control: &Control) -> Option<Error> {
 /// Serves on this line, and on others with higher numbers when that breaks, until the destination has all pages.
 /// Whether it has said that the guest was started. `said_why`: its reason, if it has ended the session.
 pub(super) fn serve(
-    base: &Base<'_>,
+    (base, ran): (&Base<'_>, bool),
     said_why: &dyn Fn() -> Option<Error>,
     (mut line, mut number): (Option<Line>, u32),
     sums: &mut PostCopyReport,
@@ -203,9 +216,10 @@ pub(super) fn serve(
             Some(line) => line,
             None => {
                 sums.reconnects += 1;
-                dial(base, said_why, &mut number)?
+                dial((base, ran), said_why, &mut number)?
             }
         };
+        let begin = Instant::now();
         let served = stands.serve(sums);
         is_confirmed |= stands.guest_runs();
         stands.report(report);
@@ -213,22 +227,30 @@ pub(super) fn serve(
             Ok(()) => return Ok(is_confirmed),
             // Its own word, not that of the network.
             Err(error @ Error::Refused(_)) => return Err(lost(error)),
+            // Of memory that was its VMM's own, when that has ended: dialling again would bring nothing.
+            Err(error @ Error::Memory(_)) => {
+                stands.give_up(cant_read(&error));
+                return Err(gone(error));
+            }
             Err(error) => tracing::warn!(
                 "the link to {} is broken: {error}. The guest runs at the destination, and waits at pages that it \
                  lacks; this side dials again until the link is back. Leave this command and the VMM here as they are",
                 base.to
             ),
         }
+        if begin.elapsed() < QUICK {
+            pause(1);
+        }
     }
 }
 
-fn dial(base: &Base<'_>, said_why: &dyn Fn() -> Option<Error>, number: &mut u32) -> Result<Line, Error> {
+fn dial((base, ran): (&Base<'_>, bool), said_why: &dyn Fn() -> Option<Error>, number: &mut u32) -> Result<Line, Error> {
     for attempt in 1.. {
         if let Some(why) = said_why() {
             return Err(lost(why));
         }
         *number += 1;
-        match Line::open(base, *number) {
+        match Line::open(base, *number, Some(ran)) {
             Ok(line) => {
                 tracing::warn!("the link to {} is back; the rest of the guest's pages follows", base.to);
                 return Ok(line);
@@ -246,6 +268,15 @@ fn lost(error: Error) -> Error {
         format!(
             "the guest was handed over before all its pages, and the destination has ended before it had them: \
              {error}. Check there first: whether it can be used is said there"
+        )
+    })
+}
+
+fn gone(error: Error) -> Error {
+    Error::unknown(error, |error| {
+        format!(
+            "the guest was handed over before all its pages, and the others can't be read any more: {error}. It was \
+             stopped at the destination, and is lost: end its VMM there"
         )
     })
 }

@@ -25,6 +25,8 @@ pub struct Serving {
     pub session: [u8; 16],
     /// Push connections of a supply line.
     pub channels: u8,
+    /// The guest ran when it was stopped.
+    pub ran: bool,
     /// Most bytes a second.
     pub bandwidth: Option<u64>,
     /// By region: its name, where it begins in its file, and its length.
@@ -33,7 +35,7 @@ pub struct Serving {
 
 impl Serving {
     /// None: the memory is not in files that outlive this process's view of it.
-    pub(super) fn of<'a>(base: &'a Base<'_>) -> Option<(Self, Vec<BorrowedFd<'a>>)> {
+    pub(super) fn of<'a>(base: &'a Base<'_>, ran: bool) -> Option<(Self, Vec<BorrowedFd<'a>>)> {
         let Base { to, options, session, memory, .. } = base;
         let (mut regions, mut files) = (Vec::new(), Vec::new());
         for region in memory.regions() {
@@ -42,7 +44,7 @@ impl Serving {
             files.push(file);
         }
         let (channels, bandwidth) = (options.channels, options.bandwidth);
-        Some((Self { to: to.to_string(), session: session.0, channels, bandwidth, regions }, files))
+        Some((Self { to: to.to_string(), session: session.0, channels, ran, bandwidth, regions }, files))
     }
 
     /// Takes over from a move that has ended, with all its threads: dials the receiver, and serves until that has all
@@ -56,13 +58,13 @@ impl Serving {
             Region::map(name, file, *offset, *bytes, Access::Read)
         };
         let regions = self.regions.iter().zip(files).map(map).collect::<Result<_, _>>()?;
-        let Self { channels, bandwidth, .. } = *self;
+        let Self { channels, ran, bandwidth, .. } = *self;
         let options = MoveOptions { channels, bandwidth, caller, ..MoveOptions::default() };
         let progress = Progress::new();
         progress.settle();
         let (session, memory) = (SessionId(self.session), GuestMemory::new(regions));
         let base = Base { to: &to, options: &options, session, memory, progress: Arc::clone(&progress) };
         let mut sums = PostCopyReport::default();
-        serve(&base, &|| None, (None, FIRST_LINE), &mut sums, &mut Report::default()).map(drop)
+        serve((&base, ran), &|| None, (None, FIRST_LINE), &mut sums, &mut Report::default()).map(drop)
     }
 }

@@ -49,7 +49,9 @@ pub(crate) fn run(
             strike(blow.harm, &target, &gate)?
         }
     };
-    let here = command.wait()?;
+    let here = command.wait().inspect_err(|_| {
+        story.say(&format!("--- what receive has said\n{}", receive.process().stderr().tail()));
+    })?;
     story.say(&format!("--- move: {here}"));
     let there = end(receive, &link)?;
     story.say(&format!("--- receive: {there}"));
