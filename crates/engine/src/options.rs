@@ -64,59 +64,74 @@ pub enum Converge {
     Pace,
 }
 
-/// Options of the source.
+/// What is asked of a move, whoever receives the guest.
 #[derive(Debug, Clone)]
-pub struct MoveOptions {
-    /// 1 to 255 data channels.
-    pub channels: u8,
-    /// Where zero pages are detected.
-    pub zero_pages: ZeroPages,
-    /// How pages are encoded.
-    pub compress: Compress,
+pub struct MoveTerms {
     /// Threads that encode, beside the channels; at least 1.
     pub encoders: u8,
     /// What to do when all of them are busy.
     pub when_busy: WhenBusy,
-    /// Most bytes a second on all channels together; none: as fast as it goes.
+    /// Where zero pages are detected.
+    pub zero_pages: ZeroPages,
+    /// Most bytes a second on all connections together; none: as fast as it goes.
     pub bandwidth: Option<u64>,
     /// How long the guest may stand still, 0 < t <= 60 s.
     pub downtime: Duration,
     /// The same, rather than that the move is given up.
     pub max_downtime: Duration,
-    /// Compare a digest of all memory on both sides.
-    pub verify: bool,
     /// Rounds after which a guest that does not converge gets its verdict.
     pub max_rounds: u32,
     /// What is done so that it converges.
     pub converge: Converge,
-    /// After so many rounds the guest runs at the destination, and the rest of its pages follow; none: never.
-    pub post_copy: Option<u32>,
     /// Runs while the guest stands still, before it is given up; a failure takes it back.
     pub at_stop: Option<AtStopCommand>,
     /// Kept ready, when it has converged, until it is told to go on; none: it goes on by itself.
     pub hold: Option<HoldOptions>,
-    /// By whom all connections are encrypted; none: by nobody.
+    /// As whom the destination is called, which must be who it has to be; none: in clear, whoever it is.
     pub caller: Option<Caller>,
+}
+
+impl Default for MoveTerms {
+    fn default() -> Self {
+        Self {
+            encoders: std::thread::available_parallelism().map_or(2, |n| n.get().min(255) as u8),
+            when_busy: WhenBusy::default(),
+            zero_pages: ZeroPages::default(),
+            bandwidth: None,
+            downtime: Duration::from_millis(300),
+            max_downtime: Duration::ZERO,
+            max_rounds: 30,
+            converge: Converge::default(),
+            at_stop: None,
+            hold: None,
+            caller: None,
+        }
+    }
+}
+
+/// Options of a move to a transship.
+#[derive(Debug, Clone)]
+pub struct MoveOptions {
+    /// 1 to 255 data channels.
+    pub channels: u8,
+    /// How pages are encoded.
+    pub compress: Compress,
+    /// Compare a digest of all memory on both sides.
+    pub verify: bool,
+    /// After so many rounds the guest runs at the destination, and the rest of its pages follow; none: never.
+    pub post_copy: Option<u32>,
+    /// What a stock QEMU could be asked as well.
+    pub terms: MoveTerms,
 }
 
 impl Default for MoveOptions {
     fn default() -> Self {
         Self {
             channels: std::thread::available_parallelism().map_or(2, |n| n.get().min(16) as u8),
-            zero_pages: ZeroPages::default(),
             compress: Compress::default(),
-            encoders: std::thread::available_parallelism().map_or(2, |n| n.get().min(255) as u8),
-            when_busy: WhenBusy::default(),
-            bandwidth: None,
-            downtime: Duration::from_millis(300),
-            max_downtime: Duration::ZERO,
             verify: false,
-            max_rounds: 30,
-            converge: Converge::default(),
             post_copy: None,
-            at_stop: None,
-            hold: None,
-            caller: None,
+            terms: MoveTerms::default(),
         }
     }
 }

@@ -3,7 +3,7 @@ use std::{sync::Arc, time::Duration};
 
 use transship_codec::{Backend, Method, SettingError, qatzip_backend};
 use transship_engine::{
-    AtStopCommand, Compress, Error, HoldOptions, MoveOptions, Progress, QemuSendOptions, Report, Setting, StandIn, Uri,
+    Caller, Compress, Error, MoveOptions, MoveTerms, Progress, QemuSendOptions, Report, Setting, StandIn, Uri,
     UserCommand, move_guest, send_to_qemu,
 };
 use transship_guest::{Guard, Watch};
@@ -120,23 +120,19 @@ enum Way {
 }
 
 impl Way {
-    fn hold(&self) -> &Option<HoldOptions> {
+    fn terms(&self) -> &MoveTerms {
         match self {
-            Self::ToTransship(options) => &options.hold,
-            Self::ToQemu(options) => &options.hold,
+            Self::ToTransship(options) => &options.terms,
+            Self::ToQemu(options) => &options.terms,
         }
     }
 
     fn is_held(&self) -> bool {
-        self.hold().is_some()
+        self.terms().hold.is_some()
     }
 
     fn commands(&self) -> Vec<(&'static str, UserCommand)> {
-        let at_stop = match self {
-            Self::ToTransship(options) => &options.at_stop,
-            Self::ToQemu(options) => &options.at_stop,
-        };
-        flags::commands(at_stop, self.hold())
+        flags::commands(&self.terms().at_stop, &self.terms().hold)
     }
 }
 
@@ -166,14 +162,12 @@ impl Request {
             Peer::Transship => {
                 let token = args.token.as_ref();
                 let caller = trust::caller(&mut checks, to.as_ref(), token, &args.tls, network, "transship receive");
-                let options = to_transship(args, &mut checks);
-                options.zip(caller).map(|(options, caller)| Way::ToTransship(MoveOptions { caller, ..options }))
+                to_transship(args, caller, &mut checks).map(Way::ToTransship)
             }
             Peer::Qemu => {
                 trust::no_token(&mut checks, "--token", args.token.is_some());
                 let caller = trust::caller_of_qemu(&mut checks, to.as_ref(), &args.tls, network);
-                let options = to_qemu(args, &mut checks);
-                options.zip(caller).map(|(options, caller)| Way::ToQemu(QemuSendOptions { caller, ..options }))
+                to_qemu(args, caller, &mut checks).map(Way::ToQemu)
             }
         };
         let deadline = flags::deadline(&mut checks, args.deadline.as_deref());
@@ -195,31 +189,42 @@ impl Request {
     }
 }
 
-fn to_transship(args: &MoveArgs, checks: &mut Checks) -> Option<MoveOptions> {
+fn to_transship(args: &MoveArgs, caller: Option<Option<Caller>>, checks: &mut Checks) -> Option<MoveOptions> {
     let defaults = MoveOptions::default();
     let channels = flags::count(checks, "--channels", args.channels.as_deref(), defaults.channels);
     let compress = checks.read("--compress", &args.compress, compression);
-    let encoders = encoders(args, checks);
-    let pace = PaceFlags::check(args, checks);
-    let (at_stop, hold) = (at_stop(args, checks), hold(args, checks));
+    let terms = terms(args, caller, checks);
     let post_copy = post_copy(args, checks);
-    let PaceFlags { bandwidth, patience: Patience { downtime, max_downtime, max_rounds } } = pace?;
     Some(MoveOptions {
         channels: channels?,
         compress: compress?,
+        verify: args.verify,
+        post_copy: post_copy?,
+        terms: terms?,
+    })
+}
+
+/// What can be asked of a move, whoever receives the guest.
+fn terms(args: &MoveArgs, caller: Option<Option<Caller>>, checks: &mut Checks) -> Option<MoveTerms> {
+    let encoders = flags::count(checks, "--encoders", args.encoders.as_deref(), MoveTerms::default().encoders);
+    let bandwidth = flags::bandwidth(checks, args.bandwidth.as_deref());
+    let patience = Patience::check(checks, &args.downtime, args.max_downtime.as_deref(), &args.max_rounds);
+    let about = ["move", &args.vm, &args.to];
+    let at_stop = flags::at_stop(checks, args.at_stop.as_deref(), &args.at_stop_timeout, about);
+    let hold = flags::hold(checks, &args.steering, about);
+    let Patience { downtime, max_downtime, max_rounds } = patience?;
+    Some(MoveTerms {
         encoders: encoders?,
         when_busy: args.when_busy.into(),
         zero_pages: args.zero_pages.into(),
-        bandwidth,
+        bandwidth: bandwidth?,
         downtime,
         max_downtime,
-        verify: args.verify,
         max_rounds,
         converge: args.converge.into(),
-        post_copy: post_copy?,
         at_stop: at_stop?,
         hold: hold?,
-        ..defaults
+        caller: caller?,
     })
 }
 
@@ -252,21 +257,8 @@ fn post_copy(args: &MoveArgs, checks: &mut Checks) -> Option<Option<u32>> {
     }
 }
 
-fn encoders(args: &MoveArgs, checks: &mut Checks) -> Option<u8> {
-    flags::count(checks, "--encoders", args.encoders.as_deref(), MoveOptions::default().encoders)
-}
-
-fn at_stop(args: &MoveArgs, checks: &mut Checks) -> Option<Option<AtStopCommand>> {
-    let about = ["move", &args.vm, &args.to];
-    flags::at_stop(checks, args.at_stop.as_deref(), &args.at_stop_timeout, about)
-}
-
-fn hold(args: &MoveArgs, checks: &mut Checks) -> Option<Option<HoldOptions>> {
-    flags::hold(checks, &args.steering, ["move", &args.vm, &args.to])
-}
-
 /// A stock QEMU can't do all that a transship can.
-fn to_qemu(args: &MoveArgs, checks: &mut Checks) -> Option<QemuSendOptions> {
+fn to_qemu(args: &MoveArgs, caller: Option<Option<Caller>>, checks: &mut Checks) -> Option<QemuSendOptions> {
     let channels = flags::multifd_channels(checks, args.channels.as_deref(), 0);
     let compress = checks.read("--compress", &args.compress, qemu_compression);
     if channels == Some(0) && compress.is_some_and(|setting| setting != Setting::NONE) {
@@ -285,25 +277,8 @@ fn to_qemu(args: &MoveArgs, checks: &mut Checks) -> Option<QemuSendOptions> {
             "--verify: a stock QEMU has no hash of its memory to compare; leave --verify out with --peer qemu".into(),
         );
     }
-    let encoders = encoders(args, checks);
-    let pace = PaceFlags::check(args, checks);
-    let (at_stop, hold) = (at_stop(args, checks), hold(args, checks));
-    let PaceFlags { bandwidth, patience: Patience { downtime, max_downtime, max_rounds } } = pace?;
-    Some(QemuSendOptions {
-        channels: channels?,
-        compress: compress?,
-        encoders: encoders?,
-        when_busy: args.when_busy.into(),
-        zero_pages: args.zero_pages.into(),
-        bandwidth,
-        downtime,
-        max_downtime,
-        max_rounds,
-        converge: args.converge.into(),
-        at_stop: at_stop?,
-        hold: hold?,
-        caller: None,
-    })
+    let terms = terms(args, caller, checks);
+    Some(QemuSendOptions { channels: channels?, compress: compress?, terms: terms? })
 }
 
 /// What a stock QEMU decodes is what its `multifd-compression` says, and nothing else.
@@ -316,19 +291,5 @@ fn qemu_compression(text: &str) -> Result<Setting, String> {
     match setting.method() {
         Method::None | Method::Zlib | Method::Zstd => Ok(setting),
         _ => Err(choice.to_owned()),
-    }
-}
-
-/// How fast, and for how long.
-struct PaceFlags {
-    bandwidth: Option<u64>,
-    patience: Patience,
-}
-
-impl PaceFlags {
-    fn check(args: &MoveArgs, checks: &mut Checks) -> Option<Self> {
-        let bandwidth = flags::bandwidth(checks, args.bandwidth.as_deref());
-        let patience = Patience::check(checks, &args.downtime, args.max_downtime.as_deref(), &args.max_rounds);
-        Some(Self { bandwidth: bandwidth?, patience: patience? })
     }
 }

@@ -87,7 +87,7 @@ impl Request {
         let patience = Patience::check(checks_ref, &args.downtime, None, &args.max_rounds);
         let defaults = MoveOptions::default();
         let channels = flags::count(checks_ref, "--channels", args.channels.as_deref(), defaults.channels);
-        let encoders = flags::count(checks_ref, "--encoders", args.encoders.as_deref(), defaults.encoders);
+        let encoders = flags::count(checks_ref, "--encoders", args.encoders.as_deref(), defaults.terms.encoders);
         let attach = flags::attach(args.allow_untracked_writers, args.tracker.into(), None);
         let sandbox = Sandbox::check(&args.sandbox, checks_ref);
         let request = (|| {

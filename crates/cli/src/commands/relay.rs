@@ -178,7 +178,7 @@ impl Request {
 fn near(args: &RelayArgs, to: Option<&Uri>, checks: &mut Checks) -> Option<RelayOptions> {
     let defaults = MoveOptions::default();
     let channels = flags::count(checks, "--channels", args.channels.as_deref(), defaults.channels);
-    let encoders = flags::count(checks, "--encoders", args.encoders.as_deref(), defaults.encoders);
+    let encoders = flags::count(checks, "--encoders", args.encoders.as_deref(), defaults.terms.encoders);
     let compress = match &args.compress {
         Some(text) => checks.read("--compress", text, compression),
         None => Some(Compress::Auto),

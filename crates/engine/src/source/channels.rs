@@ -7,7 +7,7 @@ use transship_wire::{Message, Preamble, Role, SessionId};
 
 use super::sender::PageSender;
 use crate::{
-    Error, MoveOptions, Progress, Uri, ZeroPages,
+    Error, MoveOptions, MoveTerms, Progress, Uri, ZeroPages,
     channels::{self, Encoders, EncodingOptions, FirstFailure, MainThread, Shared, Window},
     control::Control,
     cpu,
@@ -56,20 +56,22 @@ pub(crate) fn connect_channels(
     progress: &Arc<Progress>,
 ) -> Result<Channels, Error> {
     let Setup { session, memory, content } = setup;
+    let terms = &options.terms;
     let shared = Arc::new(Shared {
         memory,
         content,
-        pacer: options.bandwidth.map(Pacer::new).map(Arc::new),
-        look_for_zeros: options.zero_pages == ZeroPages::Channels,
+        pacer: terms.bandwidth.map(Pacer::new).map(Arc::new),
+        look_for_zeros: terms.zero_pages == ZeroPages::Channels,
         progress: Arc::clone(progress),
         failure: FirstFailure::default(),
         peer: to.to_string(),
     });
-    let MoveOptions { compress, encoders, when_busy, channels, .. } = *options;
+    let MoveOptions { compress, channels, .. } = *options;
+    let MoveTerms { encoders, when_busy, .. } = *terms;
     let encoding = EncodingOptions { compress, encoders, when_busy, channels, may_be_raw: true };
     let mut all = Channels::new(&shared, Encoders::start(&encoding, &shared)?);
     for number in 0..channels {
-        let connection = connect(to, options.caller.as_ref(), session, role(number))?;
+        let connection = connect(to, terms.caller.as_ref(), session, role(number))?;
         all.add(connection, |connection| Ok(PageSender::new(connection, number, Arc::clone(&shared))))?;
     }
     Ok(all)

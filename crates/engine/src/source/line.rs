@@ -84,7 +84,7 @@ impl Line {
     /// whether it is to run. That is said once more: the destination may not have heard it.
     pub(super) fn open(base: &Base<'_>, number: u32, given: Option<bool>) -> Result<Self, Error> {
         let Base { to, options, session, memory, progress } = base;
-        let mut connection = connect(to, options.caller.as_ref(), *session, Role::Supply(number))?;
+        let mut connection = connect(to, options.terms.caller.as_ref(), *session, Role::Supply(number))?;
         connection.await_word(to)?;
         let failed = |source| Error::Io { what: format!("set up the connection with {to}"), source };
         let urgent = connection.try_clone().map_err(failed)?;

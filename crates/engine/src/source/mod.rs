@@ -10,7 +10,7 @@ mod switchover;
 use std::{sync::Arc, time::Instant};
 
 use crate::{
-    Error, MoveOptions, Phase, Progress, Report, Uri,
+    Error, MoveOptions, MoveTerms, Phase, Progress, Report, Uri,
     at_stop::AtStop,
     ending::{finish, too_late},
     filling::stand_in::StandIn,
@@ -52,7 +52,7 @@ pub fn move_guest(
     let mut rounds = None;
     let guest = &mut Guarded::new(guest, guard);
     let result = MoveSession::open(&**guest, to, options, progress).and_then(|mut session| {
-        let at_stop = AtStop::new(&options.at_stop);
+        let at_stop = AtStop::new(&options.terms.at_stop);
         let post_copy = options.post_copy;
         let mut course = MoveInProgress { guest, progress, report, begin, at_stop, post_copy };
         let result = run(&mut course, &mut session, (to, options, stand_in), &mut rounds);
@@ -75,11 +75,11 @@ fn run(
     (to, options, stand_in): (&Uri, &MoveOptions, Option<&mut dyn StandIn>),
     rounds: &mut Option<Rounds>,
 ) -> Result<(), Error> {
-    let MoveOptions { downtime, max_downtime, bandwidth, max_rounds, converge, verify, .. } = *options;
+    let MoveTerms { downtime, max_downtime, bandwidth, max_rounds, converge, .. } = options.terms;
     let aim = Aim { medium: Medium::Link, downtime, max_downtime, bandwidth, max_rounds, converge };
-    let rounds = course.up_to_switchover(rounds, session, aim, &options.hold)?;
+    let rounds = course.up_to_switchover(rounds, session, aim, &options.terms.hold)?;
     if !rounds.owes() {
-        return course.hand_over(&mut Transship { session, verify }, rounds);
+        return course.hand_over(&mut Transship { session, verify: options.verify }, rounds);
     }
     let (session_id, memory, progress) = (session.id, course.guest.memory(), Arc::clone(course.progress));
     let base = Base { to, options, session: session_id, memory, progress };

@@ -11,7 +11,7 @@ use transship_secure::Caller;
 use transship_wire::SessionId;
 
 use super::{line::Base, post_copy::serve};
-use crate::{Error, MoveOptions, PostCopyReport, Progress, Report, Uri};
+use crate::{Error, MoveOptions, MoveTerms, PostCopyReport, Progress, Report, Uri};
 
 /// The number of a stand-in's first line: above all of the process that has died.
 const FIRST_LINE: u32 = 1 << 24;
@@ -43,7 +43,7 @@ impl Serving {
             regions.push((region.name().to_owned(), offset, region.bytes()));
             files.push(file);
         }
-        let (channels, bandwidth) = (options.channels, options.bandwidth);
+        let (channels, bandwidth) = (options.channels, options.terms.bandwidth);
         Some((Self { to: to.to_string(), session: session.0, channels, ran, bandwidth, regions }, files))
     }
 
@@ -59,7 +59,8 @@ impl Serving {
         };
         let regions = self.regions.iter().zip(files).map(map).collect::<Result<_, _>>()?;
         let Self { channels, ran, bandwidth, .. } = *self;
-        let options = MoveOptions { channels, bandwidth, caller, ..MoveOptions::default() };
+        let terms = MoveTerms { bandwidth, caller, ..MoveTerms::default() };
+        let options = MoveOptions { channels, terms, ..MoveOptions::default() };
         let progress = Progress::new();
         progress.settle();
         let (session, memory) = (SessionId(self.session), GuestMemory::new(regions));

@@ -38,7 +38,7 @@ impl MoveSession {
         description
             .check()
             .map_err(|error| Error::Unfit(format!("can't describe this guest to a destination: {error}")))?;
-        let (mut control, id) = channels::connect_control(to, options.caller.as_ref())?;
+        let (mut control, id) = channels::connect_control(to, options.terms.caller.as_ref())?;
         let (verify, post_copy) = (options.verify, options.post_copy.is_some());
         let hello = Message::Hello { channels: options.channels, verify, post_copy, guest: description };
         control.send(&hello).map_err(|error| control.explain(error))?;
@@ -51,7 +51,7 @@ impl MoveSession {
         fail_point::reach("source.welcome")?;
         let channels = channels::connect_channels(to, Setup::new(id, guest.memory()), Role::Data, options, progress)?;
         fail_point::reach("source.connected")?;
-        let looks = options.zero_pages == ZeroPages::Main;
+        let looks = options.terms.zero_pages == ZeroPages::Main;
         Ok(Self { control, channels, looks, progress: Arc::clone(progress), id })
     }
 }

@@ -14,7 +14,8 @@ use std::{
 
 use crate::common::{self, Op, Scripted, Waiting, contents, run, wait_until};
 use transship_engine::{
-    Error, Listener, MoveOptions, Outcome, Progress, Report, Status, Uri, guest::SourceGuest, move_guest, receive_guest,
+    Error, Listener, MoveOptions, MoveTerms, Outcome, Progress, Report, Status, Uri, guest::SourceGuest, move_guest,
+    receive_guest,
 };
 use transship_wire::{FRAME_BYTES, Frame, Message, PACKET_BYTES, PREAMBLE_BYTES, Packet, Refusal};
 
@@ -32,7 +33,8 @@ fn guest() -> Scripted {
 }
 
 fn patient() -> MoveOptions {
-    MoveOptions { downtime: Duration::from_nanos(1), max_rounds: 1000, verify: true, ..MoveOptions::default() }
+    let terms = MoveTerms { downtime: Duration::from_nanos(1), max_rounds: 1000, ..MoveTerms::default() };
+    MoveOptions { verify: true, terms, ..MoveOptions::default() }
 }
 
 /// A device that is not at rest when the guest stands.

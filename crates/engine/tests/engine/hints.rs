@@ -10,7 +10,7 @@ use std::{
 use crate::common::{self, Ended, History, Op, Script, Scripted, Waiting, apply, run};
 use proptest::{collection::vec, prelude::*};
 use transship_engine::{
-    FileUri, MoveOptions, Progress, Report, SaveOptions,
+    FileUri, MoveOptions, MoveTerms, Progress, Report, SaveOptions,
     guest::{GuestError, Hint, Hints, RegionPages},
     save_guest,
 };
@@ -159,7 +159,8 @@ fn moved(source: &mut Scripted, destination: &mut Waiting, options: &MoveOptions
 
 /// Rounds go on until nothing is left, so that the whole script is done before the stop.
 fn patient() -> MoveOptions {
-    MoveOptions { downtime: Duration::from_nanos(1), max_rounds: 1000, verify: true, ..MoveOptions::default() }
+    let terms = MoveTerms { downtime: Duration::from_nanos(1), max_rounds: 1000, ..MoveTerms::default() };
+    MoveOptions { verify: true, terms, ..MoveOptions::default() }
 }
 
 /// Pages that the destination holds otherwise than the source, and that are not free.

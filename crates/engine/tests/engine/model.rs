@@ -8,7 +8,7 @@ use crate::common::{
     run,
 };
 use proptest::{collection::vec, prelude::*};
-use transship_engine::{Compress, Error, MoveOptions, Status, WhenBusy, ZeroPages};
+use transship_engine::{Compress, Error, MoveOptions, MoveTerms, Status, WhenBusy, ZeroPages};
 use transship_memory::GuestMemory;
 
 /// Small enough to be quick, with a last window that is not whole.
@@ -16,7 +16,8 @@ const PAGES: [u64; 2] = [300, 1000];
 
 /// Rounds go on until nothing is left, so that the whole script is done before the stop.
 fn patient() -> MoveOptions {
-    MoveOptions { downtime: Duration::from_nanos(1), max_rounds: 1000, verify: true, ..MoveOptions::default() }
+    let terms = MoveTerms { downtime: Duration::from_nanos(1), max_rounds: 1000, ..MoveTerms::default() };
+    MoveOptions { verify: true, terms, ..MoveOptions::default() }
 }
 
 proptest! {
@@ -43,7 +44,8 @@ proptest! {
         }
         let mut destination = Waiting::with_memory(&PAGES, kinds.1);
         let compress: Compress = compress.parse().unwrap();
-        let options = MoveOptions { channels, zero_pages, compress, encoders, when_busy, verify: true, ..patient() };
+        let terms = MoveTerms { zero_pages, encoders, when_busy, ..patient().terms };
+        let options = MoveOptions { channels, compress, verify: true, terms, ..patient() };
         let ended = run(&mut source, &mut destination, &options, folder.path());
         ended.source.unwrap();
         ended.destination.unwrap();
@@ -149,7 +151,8 @@ fn encoded_pages_take_fewer_bytes() {
     for method in ["zlib", "zstd", "qatzip", "lz4"] {
         source.script = Scripted::new(&PAGES, vec![]).script;
         let mut destination = Waiting::new(&PAGES);
-        let options = MoveOptions { compress: method.parse().unwrap(), encoders: 2, channels: 2, ..patient() };
+        let terms = MoveTerms { encoders: 2, ..patient().terms };
+        let options = MoveOptions { compress: method.parse().unwrap(), channels: 2, terms, ..patient() };
         let ended = run(&mut source, &mut destination, &options, folder.path());
         ended.source.unwrap();
         ended.destination.unwrap();
@@ -227,7 +230,8 @@ fn a_guest_that_outruns_the_link_gets_a_verdict_and_runs_on() {
     let rewrite = |round| (0..1000).map(|page| Op::Fill { region: 1, page, byte: round }).collect();
     let mut source = Scripted::new(&PAGES, (1..100).map(rewrite).collect());
     let mut destination = Waiting::new(&PAGES);
-    let options = MoveOptions { bandwidth: Some(100 << 20), ..MoveOptions { max_rounds: 3, ..patient() } };
+    let terms = MoveTerms { bandwidth: Some(100 << 20), max_rounds: 3, ..patient().terms };
+    let options = MoveOptions { terms, ..patient() };
     let ended = run(&mut source, &mut destination, &options, folder.path());
     let error = ended.source.unwrap_err().to_string();
     assert!(error.contains("after 3 rounds") && error.contains("--downtime"), "{error}");

@@ -11,16 +11,12 @@ mod plan;
 mod session;
 mod switchover;
 
-use std::{
-    sync::Arc,
-    time::{Duration, Instant},
-};
+use std::{sync::Arc, time::Instant};
 
 use transship_codec::Setting;
-use transship_secure::Caller;
 
 use crate::{
-    AtStopCommand, Converge, Error, HoldOptions, MoveOptions, Progress, Report, Uri, WhenBusy, ZeroPages,
+    Error, MoveTerms, Progress, Report, Uri,
     at_stop::AtStop,
     ending::finish,
     fail_point,
@@ -47,48 +43,14 @@ pub struct QemuSendOptions {
     /// How pages are encoded, as the destination's `multifd-compression` says: none, zlib or zstd. None without
     /// channels.
     pub compress: Setting,
-    /// Threads that encode, beside the channels; at least 1.
-    pub encoders: u8,
-    /// What to do when all of them are busy. What goes raw is stored in the form of the method: a QEMU takes no other.
-    pub when_busy: WhenBusy,
-    /// Where zero pages are detected, and how they are sent.
-    pub zero_pages: ZeroPages,
-    /// Most bytes a second on all connections together; none: as fast as it goes.
-    pub bandwidth: Option<u64>,
-    /// How long the guest may stand still, 0 < t <= 60 s.
-    pub downtime: Duration,
-    /// The same, rather than that the move is given up.
-    pub max_downtime: Duration,
-    /// Rounds after which a guest that does not converge gets its verdict.
-    pub max_rounds: u32,
-    /// What is done so that it converges.
-    pub converge: Converge,
-    /// Runs while the guest stands still, before it is given up; a failure takes it back.
-    pub at_stop: Option<AtStopCommand>,
-    /// Kept ready, when it has converged, until it is told to go on; none: it goes on by itself.
-    pub hold: Option<HoldOptions>,
-    /// As whom the destination is called, which must be who it has to be; none: in clear, whoever it is.
-    pub caller: Option<Caller>,
+    /// What a transship could be asked as well. What goes raw because all encoders are busy is stored in the form of
+    /// the method: a QEMU takes no other.
+    pub terms: MoveTerms,
 }
 
 impl Default for QemuSendOptions {
     fn default() -> Self {
-        let of_moves = MoveOptions::default();
-        Self {
-            channels: 0,
-            compress: Setting::NONE,
-            encoders: of_moves.encoders,
-            when_busy: of_moves.when_busy,
-            zero_pages: of_moves.zero_pages,
-            bandwidth: of_moves.bandwidth,
-            downtime: of_moves.downtime,
-            max_downtime: of_moves.max_downtime,
-            max_rounds: of_moves.max_rounds,
-            converge: of_moves.converge,
-            at_stop: of_moves.at_stop,
-            hold: of_moves.hold,
-            caller: of_moves.caller,
-        }
+        Self { channels: 0, compress: Setting::NONE, terms: MoveTerms::default() }
     }
 }
 
@@ -119,7 +81,7 @@ pub fn send_to_qemu(
         let uuid = guest.unguarded().uuid()?;
         let mut session = SendSession::open(to, plan, uuid, guest.memory(), &regions, options, progress)?;
         fail_point::reach("peer.connected")?;
-        let at_stop = AtStop::new(&options.at_stop);
+        let at_stop = AtStop::new(&options.terms.at_stop);
         let mut course = MoveInProgress { guest: &mut *guest, progress, report, begin, at_stop, post_copy: None };
         let result = run(&mut course, &mut session, options, &regions, &mut rounds);
         if result.is_ok() {
@@ -154,8 +116,8 @@ fn run(
     regions: &[RegionBlock],
     rounds: &mut Option<Rounds>,
 ) -> Result<(), Error> {
-    let QemuSendOptions { downtime, max_downtime, bandwidth, max_rounds, converge, .. } = *options;
+    let MoveTerms { downtime, max_downtime, bandwidth, max_rounds, converge, .. } = options.terms;
     let aim = Aim { medium: Medium::Link, downtime, max_downtime, bandwidth, max_rounds, converge };
-    let rounds = course.up_to_switchover(rounds, session, aim, &options.hold)?;
+    let rounds = course.up_to_switchover(rounds, session, aim, &options.terms.hold)?;
     course.hand_over(&mut StockQemu::new(session, regions), rounds)
 }

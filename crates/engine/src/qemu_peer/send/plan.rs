@@ -63,7 +63,7 @@ impl StreamPlan {
             )));
         };
         let barriers = if version >= BARRIERS_BY_ROUNDS { Barriers::ByRounds } else { Barriers::BySections };
-        let zeros = match options.zero_pages {
+        let zeros = match options.terms.zero_pages {
             ZeroPages::Channels | ZeroPages::Off if version >= ZEROS_IN_PACKETS => Zeros::InPackets,
             _ => Zeros::OnMain,
         };
@@ -81,9 +81,11 @@ fn version(machine: &str) -> Option<(u32, u32)> {
 mod tests {
     #![allow(clippy::unwrap_used)]
     use super::*;
+    use crate::MoveTerms;
 
     fn plan(machine: &str, channels: u8, zero_pages: ZeroPages) -> Result<(Barriers, Zeros), Error> {
-        let options = QemuSendOptions { channels, zero_pages, ..QemuSendOptions::default() };
+        let terms = MoveTerms { zero_pages, ..MoveTerms::default() };
+        let options = QemuSendOptions { channels, terms, ..QemuSendOptions::default() };
         StreamPlan::new(Name::new(machine).unwrap(), &options).map(|plan| (plan.barriers, plan.zeros))
     }
 

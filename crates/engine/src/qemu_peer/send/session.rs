@@ -18,7 +18,7 @@ use super::{
     plan::{Barriers, StreamPlan},
 };
 use crate::{
-    Compress, Error, Progress, Report, Uri, ZeroPages,
+    Compress, Error, MoveTerms, Progress, Report, Uri, ZeroPages,
     channels::{Encoders, EncodingOptions, FirstFailure, RoundWork, Sent, Shared},
     free::FreePages,
     guest::RegionPages,
@@ -53,36 +53,37 @@ impl SendSession {
         options: &QemuSendOptions,
         progress: &Arc<Progress>,
     ) -> Result<Self, Error> {
-        let pacer = options.bandwidth.map(Pacer::new).map(Arc::new);
-        let mut line = Line::open(to, options.caller.as_ref(), pacer.clone(), progress)?;
+        let QemuSendOptions { channels: count, compress, ref terms } = *options;
+        let pacer = terms.bandwidth.map(Pacer::new).map(Arc::new);
+        let mut line = Line::open(to, terms.caller.as_ref(), pacer.clone(), progress)?;
         // Until it has the first bytes of a connection a destination does nothing else at all; and an old one takes the
         // first connection for the main one.
         line.writer.header().configuration(&Configuration::new(plan.machine.clone())).command(&Command::OpenReturnPath);
         line.ping();
         line.flush()?;
         let names = regions.iter().map(|region| region.name.clone()).collect();
-        let common = Arc::new(Common::new(names, plan.zeros, options.compress));
+        let common = Arc::new(Common::new(names, plan.zeros, compress));
         let shared = Arc::new(Shared {
             content: memory.regions().iter().map(|region| PageMap::new(region.pages())).collect(),
             memory,
             pacer,
-            look_for_zeros: options.zero_pages != ZeroPages::Off,
+            look_for_zeros: terms.zero_pages != ZeroPages::Off,
             progress: Arc::clone(progress),
             failure: FirstFailure::default(),
             peer: to.to_string(),
         });
-        let channels = match options.channels {
+        let channels = match count {
             0 => None,
             count => {
-                let QemuSendOptions { compress, encoders, when_busy, channels, .. } = *options;
-                let compress = Compress::Fixed(compress);
+                let MoveTerms { encoders, when_busy, .. } = *terms;
+                let (channels, compress) = (count, Compress::Fixed(compress));
                 let encoding = EncodingOptions { compress, encoders, when_busy, channels, may_be_raw: false };
                 let encoders = Encoders::start(&encoding, &shared)?;
-                Some(channels::connect((to, options.caller.as_ref()), count, uuid, encoders, &shared, &common)?)
+                Some(channels::connect((to, terms.caller.as_ref()), count, uuid, encoders, &shared, &common)?)
             }
         };
         let mut session = Self { line, channels, plan, shared, common, first: true, copy: Vec::new() };
-        let begin = match options.channels {
+        let begin = match count {
             0 => "begin (does it wait with `multifd` off?)".to_owned(),
             count => format!("begin (does it wait with `multifd` on and `multifd-channels` {count}?)"),
         };

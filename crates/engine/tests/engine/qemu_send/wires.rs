@@ -3,7 +3,7 @@ use std::time::Duration;
 
 use proptest::prelude::*;
 use transship_codec::{Method as Codec, Setting};
-use transship_engine::{QemuSendOptions, WhenBusy, ZeroPages};
+use transship_engine::{MoveTerms, QemuSendOptions, WhenBusy, ZeroPages};
 
 /// What both are told.
 #[derive(Debug, Clone, Copy)]
@@ -23,16 +23,15 @@ impl Wires {
     }
 
     pub(super) fn options(&self) -> QemuSendOptions {
-        QemuSendOptions {
-            channels: self.channels,
-            compress: Setting::new(self.compress, None).unwrap(),
+        let terms = MoveTerms {
             zero_pages: self.zero_pages,
             encoders: self.encoders,
             when_busy: self.when_busy,
             downtime: Duration::from_nanos(1),
             max_rounds: 1000,
-            ..QemuSendOptions::default()
-        }
+            ..MoveTerms::default()
+        };
+        QemuSendOptions { channels: self.channels, compress: Setting::new(self.compress, None).unwrap(), terms }
     }
 }
 
