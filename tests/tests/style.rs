@@ -43,7 +43,7 @@ const SIBLINGS: [&str; 3] = ["engine", "vmm", "balloon"];
 
 /// The parts of the engine, those that stand on fewer others first, and which of the others each uses. What is not here
 /// is everybody's (errors, options, progress, sets of pages), and uses none of these.
-const ENGINE: [(&str, &[&str]); 34] = [
+const ENGINE: [(&str, &[&str]); 35] = [
     ("digest", &[]),
     ("filling", &[]),
     ("forecast", &[]),
@@ -65,20 +65,19 @@ const ENGINE: [(&str, &[&str]); 34] = [
     ("plan", &["control", "forecast", "pacing", "transport"]),
     ("rounds", &["at_stop", "channels", "forecast", "free", "guarded", "hold", "pacing", "plan", "scan", "unplug"]),
     ("hand_over", &["ending", "guarded", "rounds"]),
+    ("moving", &["at_stop", "ending", "guarded", "rounds"]),
     ("destination", &["control", "digest", "door", "ending", "filling", "owed", "transport"]),
     (
         "source",
         &[
-            "at_stop",
             "channels",
             "control",
             "digest",
-            "ending",
             "filling",
-            "forecast",
             "free",
             "guarded",
             "hand_over",
+            "moving",
             "owed",
             "pacer",
             "rounds",
@@ -124,14 +123,12 @@ const ENGINE: [(&str, &[&str]); 34] = [
     (
         "qemu_peer/send",
         &[
-            "at_stop",
             "channels",
             "control",
-            "ending",
-            "forecast",
             "free",
             "guarded",
             "hand_over",
+            "moving",
             "pacer",
             "rounds",
             "scan",

@@ -20,6 +20,7 @@ mod free;
 mod guarded;
 mod hand_over;
 mod hold;
+mod moving;
 mod opened;
 mod options;
 mod owed;

@@ -14,7 +14,7 @@ use std::{
 use transship_memory::{Freeing, PageSet};
 
 use crate::{
-    Converge, Error, HoldOptions, Phase, Progress, Report,
+    Converge, Error, MoveTerms, Phase, Progress, Report,
     at_stop::AtStop,
     channels::{RoundWork, Sent},
     fail_point,
@@ -27,7 +27,7 @@ use crate::{
     page_map::PageMap,
     plan,
     scan::{Pending, Scanner},
-    shortfall::TooLate,
+    shortfall::{Medium, TooLate},
     unplug::unplug,
 };
 
@@ -99,16 +99,17 @@ impl MoveInProgress<'_, '_> {
         &mut self,
         rounds: &'r mut Option<Rounds>,
         link: &mut dyn Link,
-        aim: Aim,
-        hold: &Option<HoldOptions>,
+        terms: &MoveTerms,
     ) -> Result<&'r mut Rounds, Error> {
+        let MoveTerms { downtime, max_downtime, bandwidth, max_rounds, converge, ref hold, .. } = *terms;
+        let aim = Aim { medium: Medium::Link, downtime, max_downtime, bandwidth, max_rounds, converge };
         let Self { guest, progress, report, begin, post_copy, .. } = self;
         let is_running = guest.unguarded().is_running()?;
         let holding = Holding::new(hold, progress);
         if !is_running {
             holding.refuse_standing()?;
         }
-        let rounds = rounds.insert(Rounds::begin(guest.unguarded(), aim.converge, progress)?);
+        let rounds = rounds.insert(Rounds::begin(guest.unguarded(), converge, progress)?);
         rounds.holding = holding;
         reach(link, "tracking")?;
         report.setup_ms = begin.elapsed().as_secs_f64() * 1e3;
@@ -116,7 +117,7 @@ impl MoveInProgress<'_, '_> {
         if is_running && *post_copy == Some(0) {
             rounds.owes = true;
         } else if is_running {
-            rounds.ask_for_free_pages(aim.bandwidth, progress)?;
+            rounds.ask_for_free_pages(bandwidth, progress)?;
             reach(link, "hinted")?;
             let because = rounds.until_the_rest_is_small(guest, link, (aim, *post_copy), progress, report)?;
             rounds.owes = matches!(because, Because::ItMayFollow);

@@ -1,4 +1,4 @@
-//! The source of a move: its phases, from the connection to the hand-over.
+//! A guest moves to a transship that receives it: the source.
 pub(crate) mod channels;
 mod line;
 mod post_copy;
@@ -7,18 +7,15 @@ mod serving;
 mod session;
 mod switchover;
 
-use std::{sync::Arc, time::Instant};
+use std::sync::Arc;
 
 use crate::{
-    Error, MoveOptions, MoveTerms, Phase, Progress, Report, Uri,
-    at_stop::AtStop,
-    ending::{finish, too_late},
+    Error, MoveOptions, Phase, Progress, Report, Uri,
     filling::stand_in::StandIn,
-    forecast::Aim,
     guarded::Guarded,
     guest::{Guard, SourceGuest},
+    moving::{Receiver, carry_out},
     rounds::{MoveInProgress, Rounds},
-    shortfall::Medium,
 };
 use line::Base;
 use post_copy::PostCopy;
@@ -45,49 +42,56 @@ pub fn move_guest(
     progress: &Arc<Progress>,
     report: &mut Report,
 ) -> Result<(), Error> {
-    let begin = Instant::now();
-    report.bytes.guest = guest.memory().bytes();
-    // Ending the tracking takes time that grows with the memory. By then the guest runs again, here or there, and
-    // nothing waits for this.
-    let mut rounds = None;
-    let guest = &mut Guarded::new(guest, guard);
-    let result = MoveSession::open(&**guest, to, options, progress).and_then(|mut session| {
-        let at_stop = AtStop::new(&options.terms.at_stop);
-        let post_copy = options.post_copy;
-        let mut course = MoveInProgress { guest, progress, report, begin, at_stop, post_copy };
-        let result = run(&mut course, &mut session, (to, options, stand_in), &mut rounds);
-        result.map_err(|error| too_late(error, progress)).inspect_err(|error| {
-            // Nothing is sent after `Go`.
-            if !matches!(progress.phase(), Phase::HandedOver | Phase::Filling) {
-                session.control.abort(error);
-            }
-        })
-    });
-    if !matches!(result, Ok(()) | Err(Error::Unknown(_))) {
-        guest.plug_back();
-    }
-    finish(result, begin, progress, report)
+    let stand_in = stand_in.map(|stand_in| stand_in as &mut dyn StandIn);
+    let mut receiver = ToTransship { to, options, stand_in };
+    carry_out(&mut receiver, &options.terms, (guest, guard), progress, report)
 }
 
-fn run(
-    course: &mut MoveInProgress<'_, '_>,
-    session: &mut MoveSession,
-    (to, options, stand_in): (&Uri, &MoveOptions, Option<&mut dyn StandIn>),
-    rounds: &mut Option<Rounds>,
-) -> Result<(), Error> {
-    let MoveTerms { downtime, max_downtime, bandwidth, max_rounds, converge, .. } = options.terms;
-    let aim = Aim { medium: Medium::Link, downtime, max_downtime, bandwidth, max_rounds, converge };
-    let rounds = course.up_to_switchover(rounds, session, aim, &options.terms.hold)?;
-    if !rounds.owes() {
-        return course.hand_over(&mut Transship { session, verify: options.verify }, rounds);
+/// The transship at `to`.
+struct ToTransship<'a> {
+    to: &'a Uri,
+    options: &'a MoveOptions,
+    stand_in: Option<&'a mut dyn StandIn>,
+}
+
+impl Receiver for ToTransship<'_> {
+    type Session = MoveSession;
+
+    fn connect(&mut self, guest: &mut Guarded<'_>, progress: &Arc<Progress>) -> Result<MoveSession, Error> {
+        MoveSession::open(&**guest, self.to, self.options, progress)
     }
-    let (session_id, memory, progress) = (session.id, course.guest.memory(), Arc::clone(course.progress));
-    let base = Base { to, options, session: session_id, memory, progress };
-    let stand_in = stand_in.map(|stand_in| stand_in as &mut dyn StandIn);
-    let mut peer = PostCopy { session, base, stand_in, line: None, owed: 0, ran: true, is_confirmed: false };
-    let by_hand = course.guest.resume_hint();
-    let result = course.hand_over(&mut peer, rounds);
-    let result = result.and_then(|()| peer.serve(&by_hand, course.progress, course.report));
-    peer.end();
-    result
+
+    fn post_copy(&self) -> Option<u32> {
+        self.options.post_copy
+    }
+
+    fn hand_over(
+        &mut self,
+        session: &mut MoveSession,
+        course: &mut MoveInProgress<'_, '_>,
+        rounds: &mut Rounds,
+    ) -> Result<(), Error> {
+        let Self { to, options, .. } = *self;
+        if !rounds.owes() {
+            return course.hand_over(&mut Transship { session, verify: options.verify }, rounds);
+        }
+        let (session_id, memory, progress) = (session.id, course.guest.memory(), Arc::clone(course.progress));
+        let base = Base { to, options, session: session_id, memory, progress };
+        let stand_in = self.stand_in.take().map(|stand_in| stand_in as &mut dyn StandIn);
+        let mut peer = PostCopy { session, base, stand_in, line: None, owed: 0, ran: true, is_confirmed: false };
+        let by_hand = course.guest.resume_hint();
+        let result = course.hand_over(&mut peer, rounds);
+        let result = result.and_then(|()| peer.serve(&by_hand, course.progress, course.report));
+        peer.end();
+        result
+    }
+
+    /// Nothing is sent after `Go`.
+    fn part(&mut self, mut session: MoveSession, result: &Result<(), Error>, progress: &Progress) {
+        if let Err(error) = result
+            && !matches!(progress.phase(), Phase::HandedOver | Phase::Filling)
+        {
+            session.control.abort(error);
+        }
+    }
 }

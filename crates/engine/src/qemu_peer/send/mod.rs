@@ -11,20 +11,16 @@ mod plan;
 mod session;
 mod switchover;
 
-use std::{sync::Arc, time::Instant};
+use std::sync::Arc;
 
 use transship_codec::Setting;
 
 use crate::{
-    Error, MoveTerms, Progress, Report, Uri,
-    at_stop::AtStop,
-    ending::finish,
-    fail_point,
-    forecast::Aim,
+    Error, MoveTerms, Progress, Report, Uri, fail_point,
     guarded::Guarded,
     guest::{Guard, SourceGuest, StateFormat},
+    moving::{Receiver, carry_out},
     rounds::{MoveInProgress, Rounds},
-    shortfall::Medium,
     stream::{
         regions::{RegionBlock, region_blocks},
         state::machine_name,
@@ -71,29 +67,50 @@ pub fn send_to_qemu(
     progress: &Arc<Progress>,
     report: &mut Report,
 ) -> Result<(), Error> {
-    let begin = Instant::now();
-    report.bytes.guest = guest.memory().bytes();
-    // Ending the tracking takes time that grows with the memory. By then the guest runs again, here or there, and
-    // nothing waits for this.
-    let mut rounds = None;
-    let guest = &mut Guarded::new(guest, guard);
-    let result = prepare(guest.unguarded(), options).and_then(|(plan, regions)| {
-        let uuid = guest.unguarded().uuid()?;
-        let mut session = SendSession::open(to, plan, uuid, guest.memory(), &regions, options, progress)?;
+    let mut receiver = ToQemu { to, options, regions: Vec::new() };
+    carry_out(&mut receiver, &options.terms, (guest, guard), progress, report)
+}
+
+/// The QEMU at `to`.
+struct ToQemu<'a> {
+    to: &'a Uri,
+    options: &'a QemuSendOptions,
+    /// The guest's own blocks, once it is connected.
+    regions: Vec<RegionBlock>,
+}
+
+impl Receiver for ToQemu<'_> {
+    type Session = SendSession;
+
+    fn connect(&mut self, guest: &mut Guarded<'_>, progress: &Arc<Progress>) -> Result<SendSession, Error> {
+        let plan;
+        (plan, self.regions) = prepare(guest.unguarded(), self.options)?;
+        let (uuid, memory) = (guest.unguarded().uuid()?, guest.memory());
+        let session = SendSession::open(self.to, plan, uuid, memory, &self.regions, self.options, progress)?;
         fail_point::reach("peer.connected")?;
-        let at_stop = AtStop::new(&options.terms.at_stop);
-        let mut course = MoveInProgress { guest: &mut *guest, progress, report, begin, at_stop, post_copy: None };
-        let result = run(&mut course, &mut session, options, &regions, &mut rounds);
+        Ok(session)
+    }
+
+    /// A stock QEMU's own post-copy can't be spoken from outside of the source's QEMU.
+    fn post_copy(&self) -> Option<u32> {
+        None
+    }
+
+    fn hand_over(
+        &mut self,
+        session: &mut SendSession,
+        course: &mut MoveInProgress<'_, '_>,
+        rounds: &mut Rounds,
+    ) -> Result<(), Error> {
+        course.hand_over(&mut StockQemu::new(session, &self.regions), rounds)
+    }
+
+    fn part(&mut self, mut session: SendSession, result: &Result<(), Error>, _progress: &Progress) {
         if result.is_ok() {
             session.say_goodbye();
         }
         session.hang_up();
-        result
-    });
-    if !matches!(result, Ok(()) | Err(Error::Unknown(_))) {
-        guest.plug_back();
     }
-    finish(result, begin, progress, report)
 }
 
 /// What can be refused before anybody is asked.
@@ -107,17 +124,4 @@ fn prepare(guest: &mut dyn SourceGuest, options: &QemuSendOptions) -> Result<(St
     }
     guest.check_for_stock()?;
     Ok((StreamPlan::new(machine_name(guest)?, options)?, region_blocks(guest)?))
-}
-
-fn run(
-    course: &mut MoveInProgress<'_, '_>,
-    session: &mut SendSession,
-    options: &QemuSendOptions,
-    regions: &[RegionBlock],
-    rounds: &mut Option<Rounds>,
-) -> Result<(), Error> {
-    let MoveTerms { downtime, max_downtime, bandwidth, max_rounds, converge, .. } = options.terms;
-    let aim = Aim { medium: Medium::Link, downtime, max_downtime, bandwidth, max_rounds, converge };
-    let rounds = course.up_to_switchover(rounds, session, aim, &options.terms.hold)?;
-    course.hand_over(&mut StockQemu::new(session, regions), rounds)
 }
