@@ -43,7 +43,7 @@ const SIBLINGS: [&str; 3] = ["engine", "vmm", "balloon"];
 
 /// The parts of the engine, those that stand on fewer others first, and which of the others each uses. What is not here
 /// is everybody's (errors, options, progress, sets of pages), and uses none of these.
-const ENGINE: [(&str, &[&str]); 35] = [
+const ENGINE: [(&str, &[&str]); 36] = [
     ("digest", &[]),
     ("filling", &[]),
     ("forecast", &[]),
@@ -58,12 +58,28 @@ const ENGINE: [(&str, &[&str]); 35] = [
     ("owed", &["control"]),
     ("at_stop", &["control"]),
     ("hold", &["control", "forecast"]),
+    ("converging", &["forecast", "hold"]),
     ("door", &["transport"]),
     ("ending", &["guarded"]),
     ("unplug", &["control", "guarded"]),
     ("channels", &["control", "free", "pacer", "scan", "transport"]),
     ("plan", &["control", "forecast", "pacing", "transport"]),
-    ("rounds", &["at_stop", "channels", "forecast", "free", "guarded", "hold", "pacing", "plan", "scan", "unplug"]),
+    (
+        "rounds",
+        &[
+            "at_stop",
+            "channels",
+            "converging",
+            "forecast",
+            "free",
+            "guarded",
+            "hold",
+            "pacing",
+            "plan",
+            "scan",
+            "unplug",
+        ],
+    ),
     ("hand_over", &["ending", "guarded", "rounds"]),
     ("moving", &["at_stop", "ending", "guarded", "rounds"]),
     ("destination", &["control", "digest", "door", "ending", "filling", "owed", "transport"]),
@@ -99,6 +115,7 @@ const ENGINE: [(&str, &[&str]); 35] = [
         "snapshot/save",
         &[
             "at_stop",
+            "converging",
             "ending",
             "forecast",
             "free",

@@ -56,8 +56,8 @@ pub(crate) trait Kept {
     /// Adds to the rest what was written since the last look.
     fn look(&mut self, progress: &Progress) -> Result<(), Error>;
 
-    /// Sends the rest. What was written meanwhile is the rest then.
-    fn send(&mut self, progress: &Arc<Progress>, report: &mut Report) -> Result<(), Error>;
+    /// Sends the rest, and marks the step. What was written meanwhile is the rest then.
+    fn send(&mut self, step: &str, progress: &Arc<Progress>, report: &mut Report) -> Result<(), Error>;
 
     /// Tells those who hold writers.
     fn follow(&mut self, verdict: &Verdict, rest: u64, room: Room);
@@ -143,7 +143,7 @@ impl Holding {
                 continue;
             }
             kept.follow(&Verdict::AnotherRound, rest, room);
-            kept.send(progress, report)?;
+            kept.send("held", progress, report)?;
             self.sent(report);
             let rest = kept.rest();
             pulse.sent(rest, &room);
@@ -245,7 +245,7 @@ impl Holding {
     }
 
     /// With all that it has started.
-    fn end_command(&mut self) {
+    pub(crate) fn end_command(&mut self) {
         if let Some(mut command) = self.command.take() {
             // It may have ended by itself.
             let _ = command.end();
@@ -281,7 +281,7 @@ mod tests {
             }
             Ok(())
         }
-        fn send(&mut self, _: &Arc<Progress>, report: &mut Report) -> Result<(), Error> {
+        fn send(&mut self, _: &str, _: &Arc<Progress>, report: &mut Report) -> Result<(), Error> {
             self.sends += 1;
             let round = crate::RoundReport { bytes: self.rest, ms: self.rest as f64 / 1e5, ..Default::default() };
             report.rounds.push(round);

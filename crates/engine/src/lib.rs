@@ -7,6 +7,7 @@ mod channels;
 mod charge;
 mod commands;
 mod control;
+mod converging;
 mod cpu;
 mod destination;
 mod digest;

@@ -1,5 +1,5 @@
 //! The rounds of a move, for every kind of peer: each round sends the pages that the scan before it found.
-mod kept;
+mod running;
 
 use std::{
     panic::resume_unwind,
@@ -18,16 +18,15 @@ use crate::{
     at_stop::AtStop,
     channels::{RoundWork, Sent},
     fail_point,
-    forecast::{Aim, Forecast, Verdict},
+    forecast::{Aim, Forecast},
     free::{FreePages, Patience},
     guarded::Guarded,
     guest::{RegionPages, SourceGuest},
     hold::Holding,
     pacing::Pacing,
     page_map::PageMap,
-    plan,
     scan::{Pending, Scanner},
-    shortfall::{Medium, TooLate},
+    shortfall::Medium,
     unplug::unplug,
 };
 
@@ -73,14 +72,6 @@ pub(crate) struct Rounds {
     owes: bool,
 }
 
-/// Why the guest is stopped now.
-enum Because {
-    /// The rest can be sent meanwhile.
-    ItFits,
-    /// The rest can follow it.
-    ItMayFollow,
-}
-
 /// A move in progress.
 pub(crate) struct MoveInProgress<'a, 'g> {
     pub(crate) guest: &'a mut Guarded<'g>,
@@ -119,8 +110,8 @@ impl MoveInProgress<'_, '_> {
         } else if is_running {
             rounds.ask_for_free_pages(bandwidth, progress)?;
             reach(link, "hinted")?;
-            let because = rounds.until_the_rest_is_small(guest, link, (aim, *post_copy), progress, report)?;
-            rounds.owes = matches!(because, Because::ItMayFollow);
+            let forecast = Forecast::new(aim, guest.state_estimate());
+            rounds.send_while_it_runs(guest, link, (forecast, *post_copy), progress, report)?;
         }
         progress.set_phase(Phase::Switchover);
         Ok(rounds)
@@ -167,47 +158,6 @@ impl Rounds {
         self.freeing = Freeing::Never;
         self.scanner.scan_again(link.content())?;
         Ok(self.scanner.pending())
-    }
-
-    /// Sends round after round while the guest runs, until the rest is small enough to be sent while the guest is
-    /// stopped, or may follow it.
-    fn until_the_rest_is_small(
-        &mut self,
-        guest: &mut Guarded<'_>,
-        link: &mut dyn Link,
-        (aim, post_copy): (Aim, Option<u32>),
-        progress: &Arc<Progress>,
-        report: &mut Report,
-    ) -> Result<Because, Error> {
-        let mut forecast = Forecast::new(aim, guest.state_estimate());
-        guest.drain(report)?;
-        self.send_first_and_unplug(guest, link, progress, report)?;
-        loop {
-            self.scanner.scan(link.content(), report, progress)?;
-            let rest = self.scanner.pending_bytes();
-            report.forecast = report.forecast.or_else(|| plan::after_the_first(report, rest, &forecast));
-            let time_left = progress.time_left();
-            let verdict = forecast.judge(report, rest, time_left);
-            let check = &mut || link.check_silence();
-            let verdict = self.holding.soften(verdict, &mut forecast, check, progress, report)?;
-            self.pacing.follow(&verdict, rest, forecast.room(report, time_left));
-            let is_used_up = post_copy.is_some_and(|rounds| report.rounds.len() as u32 >= rounds);
-            match verdict {
-                Verdict::Fits if self.holding.is_over() => return Ok(Because::ItFits),
-                Verdict::Fits if self.stay_ready(guest, link, &mut forecast, progress, report)? => {
-                    return Ok(Because::ItFits);
-                }
-                Verdict::Fits => {}
-                Verdict::AnotherRound if is_used_up => return Ok(Because::ItMayFollow),
-                Verdict::Hopeless(_) | Verdict::TooLate(_) if post_copy.is_some() => return Ok(Because::ItMayFollow),
-                Verdict::AnotherRound => {}
-                Verdict::Hopeless(why) => return Err(Error::NotConverging(why)),
-                Verdict::TooLate(why) => return Err(Error::TooLate(TooLate::NoTimeForARound(why))),
-            }
-            guest.drain(report)?;
-            self.send_pending(link, DONE_TIMEOUT, progress, report)?;
-            reach(link, "round")?;
-        }
     }
 
     /// Sends the first round and unplugs the device that can't go with the guest: during the round if the guest has

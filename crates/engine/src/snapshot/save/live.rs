@@ -8,7 +8,9 @@ use transship_memory::PAGE_BYTES;
 
 use super::output::Output;
 use crate::{
-    Converge, Error, Progress, Report, fail_point,
+    Converge, Error, Progress, Report,
+    converging::{RunningGuest, until_the_rest_is_small},
+    fail_point,
     forecast::{Aim, Forecast, Room, Verdict},
     free::{FreePages, Patience},
     guarded::Guarded,
@@ -16,7 +18,7 @@ use crate::{
     hold::{Holding, Kept},
     pacing::Pacing,
     scan::Scanner,
-    shortfall::{Medium, TooLate},
+    shortfall::Medium,
     snapshot::{SaveOptions, file::target::Target},
     unplug::unplug,
 };
@@ -25,7 +27,6 @@ use crate::{
 pub(crate) struct Rounds {
     scanner: Scanner,
     pacing: Pacing,
-    holding: Holding,
     number: u32,
 }
 
@@ -39,13 +40,13 @@ impl Rounds {
         let tracker = guest.track()?;
         let scanner = Scanner::begin(guest.memory(), tracker, guest.freeing())?;
         let pacing = Pacing::new(converge, scanner.waits(), progress)?;
-        Ok(Self { scanner, pacing, holding: Holding::default(), number: 0 })
+        Ok(Self { scanner, pacing, number: 0 })
     }
 
     /// The one round of a guest that stands still.
     pub(crate) fn standing_still(guest: &dyn SourceGuest) -> Result<Self, Error> {
         let (scanner, pacing) = (Scanner::standing_still(guest.memory())?, Pacing::default());
-        Ok(Self { scanner, pacing, holding: Holding::default(), number: 0 })
+        Ok(Self { scanner, pacing, number: 0 })
     }
 
     /// Bytes that the next round looks at.
@@ -118,51 +119,36 @@ impl Rounds {
     ) -> Result<(), Error> {
         let SaveOptions { downtime, max_downtime, max_rounds, converge, .. } = *options;
         let aim = Aim { medium: Medium::File, downtime, max_downtime, bandwidth: None, max_rounds, converge };
-        let mut forecast = Forecast::new(aim, guest.state_estimate());
-        self.holding = Holding::new(&options.hold, progress);
+        let forecast = Forecast::new(aim, guest.state_estimate());
+        let mut holding = Holding::new(&options.hold, progress);
         let mut free = FreePages::of(guest.unguarded());
         self.scanner.plan_first_round(Some(free.ask(Patience::Writing, progress)?))?;
-        loop {
-            guest.drain(report)?;
-            self.write_pending(output, target, !target.is_direct(), progress, report)?;
-            fail_point::reach("save.round")?;
-            if self.number == 1 {
-                self.scanner.not_seen(free.end().1);
-                unplug(guest, &|| progress.is_cancelled())?;
-                fail_point::reach("save.unplugged")?;
-            }
-            self.scanner.scan(output.content(), report, progress)?;
-            self.scanner.note_tracker(report);
-            let rest = self.pending_bytes();
-            let time_left = progress.time_left();
-            let verdict = forecast.judge(report, rest, time_left);
-            let verdict = self.holding.soften(verdict, &mut forecast, &mut || Ok(()), progress, report)?;
-            self.pacing.follow(&verdict, rest, forecast.room(report, time_left));
-            match verdict {
-                Verdict::Fits if self.holding.is_over() => return Ok(()),
-                Verdict::Fits => {
-                    let mut holding = std::mem::take(&mut self.holding);
-                    let mut kept = LiveGuest { rounds: &mut *self, guest: &mut *guest, output: &mut *output, target };
-                    let is_ready = holding.stay_ready(&mut kept, &mut forecast, progress, report)?;
-                    self.holding = holding;
-                    if is_ready {
-                        return Ok(());
-                    }
-                }
-                Verdict::AnotherRound => {}
-                Verdict::Hopeless(why) => return Err(Error::NotConverging(why)),
-                Verdict::TooLate(why) => return Err(Error::TooLate(TooLate::NoTimeForARound(why))),
-            }
-        }
+        let mut live = LiveGuest { rounds: self, guest, output, target, free };
+        until_the_rest_is_small(&mut live, (forecast, &mut holding), None, progress, report).map(drop)
     }
 }
 
-/// A guest that could be stopped for the rest of its save.
+/// A guest that runs while it is saved.
 struct LiveGuest<'a, 'g> {
     rounds: &'a mut Rounds,
     guest: &'a mut Guarded<'g>,
     output: &'a mut dyn Output,
     target: &'a Target,
+    free: FreePages,
+}
+
+impl RunningGuest for LiveGuest<'_, '_> {
+    fn send_first(&mut self, _: &Forecast, progress: &Arc<Progress>, report: &mut Report) -> Result<(), Error> {
+        self.write("round", progress, report)?;
+        self.rounds.scanner.not_seen(self.free.end().1);
+        unplug(self.guest, &|| progress.is_cancelled())?;
+        fail_point::reach("save.unplugged")?;
+        self.scan(progress, report)
+    }
+
+    fn mark_ready(&mut self) -> Result<(), Error> {
+        Ok(())
+    }
 }
 
 impl Kept for LiveGuest<'_, '_> {
@@ -175,14 +161,9 @@ impl Kept for LiveGuest<'_, '_> {
         self.rounds.scanner.scan_on(self.output.content(), progress)
     }
 
-    fn send(&mut self, progress: &Arc<Progress>, report: &mut Report) -> Result<(), Error> {
-        let Self { rounds, guest, output, target } = self;
-        guest.drain(report)?;
-        rounds.write_pending(*output, target, !target.is_direct(), progress, report)?;
-        fail_point::reach("save.held")?;
-        rounds.scanner.scan(output.content(), report, progress)?;
-        rounds.scanner.note_tracker(report);
-        Ok(())
+    fn send(&mut self, step: &str, progress: &Arc<Progress>, report: &mut Report) -> Result<(), Error> {
+        self.write(step, progress, report)?;
+        self.scan(progress, report)
     }
 
     fn follow(&mut self, verdict: &Verdict, rest: u64, room: Room) {
@@ -190,6 +171,21 @@ impl Kept for LiveGuest<'_, '_> {
     }
 
     fn check(&mut self) -> Result<(), Error> {
+        Ok(())
+    }
+}
+
+impl LiveGuest<'_, '_> {
+    fn write(&mut self, step: &str, progress: &Arc<Progress>, report: &mut Report) -> Result<(), Error> {
+        let Self { rounds, guest, output, target, .. } = self;
+        guest.drain(report)?;
+        rounds.write_pending(*output, target, !target.is_direct(), progress, report)?;
+        fail_point::reach_by("save", step)
+    }
+
+    fn scan(&mut self, progress: &Progress, report: &mut Report) -> Result<(), Error> {
+        self.rounds.scanner.scan(self.output.content(), report, progress)?;
+        self.rounds.scanner.note_tracker(report);
         Ok(())
     }
 }

@@ -1,0 +1,80 @@
+//! Rounds of a guest that runs.
+use std::sync::Arc;
+
+use super::{DONE_TIMEOUT, Link, Rounds, reach};
+use crate::{
+    Error, Progress, Report,
+    converging::{Because, RunningGuest, until_the_rest_is_small},
+    forecast::{Forecast, Room, Verdict},
+    guarded::Guarded,
+    hold::Kept,
+    plan,
+};
+
+impl Rounds {
+    /// Sends round after round, until the rest is small enough to be sent while the guest is stopped, or may follow it.
+    pub(super) fn send_while_it_runs(
+        &mut self,
+        guest: &mut Guarded<'_>,
+        link: &mut dyn Link,
+        (forecast, post_copy): (Forecast, Option<u32>),
+        progress: &Arc<Progress>,
+        report: &mut Report,
+    ) -> Result<(), Error> {
+        let mut holding = std::mem::take(&mut self.holding);
+        let mut moving = MovingGuest { rounds: self, guest, link };
+        let because = until_the_rest_is_small(&mut moving, (forecast, &mut holding), post_copy, progress, report);
+        self.holding = holding;
+        self.owes = because? == Because::ItMayFollow;
+        Ok(())
+    }
+}
+
+/// A guest that runs, with the way to where it goes.
+struct MovingGuest<'a, 'g> {
+    rounds: &'a mut Rounds,
+    guest: &'a mut Guarded<'g>,
+    link: &'a mut dyn Link,
+}
+
+impl RunningGuest for MovingGuest<'_, '_> {
+    fn send_first(&mut self, forecast: &Forecast, progress: &Arc<Progress>, report: &mut Report) -> Result<(), Error> {
+        let Self { rounds, guest, link } = self;
+        guest.drain(report)?;
+        rounds.send_first_and_unplug(guest, *link, progress, report)?;
+        rounds.scanner.scan(link.content(), report, progress)?;
+        report.forecast = plan::after_the_first(report, rounds.scanner.pending_bytes(), forecast);
+        Ok(())
+    }
+
+    fn mark_ready(&mut self) -> Result<(), Error> {
+        reach(self.link, "ready")
+    }
+}
+
+impl Kept for MovingGuest<'_, '_> {
+    fn rest(&self) -> u64 {
+        self.rounds.scanner.pending_bytes()
+    }
+
+    fn look(&mut self, progress: &Progress) -> Result<(), Error> {
+        self.rounds.pacing.between_rounds();
+        self.rounds.scanner.scan_on(self.link.content(), progress)
+    }
+
+    fn send(&mut self, step: &str, progress: &Arc<Progress>, report: &mut Report) -> Result<(), Error> {
+        let Self { rounds, guest, link } = self;
+        guest.drain(report)?;
+        rounds.send_pending(*link, DONE_TIMEOUT, progress, report)?;
+        reach(*link, step)?;
+        rounds.scanner.scan(link.content(), report, progress)
+    }
+
+    fn follow(&mut self, verdict: &Verdict, rest: u64, room: Room) {
+        self.rounds.pacing.follow(verdict, rest, room);
+    }
+
+    fn check(&mut self) -> Result<(), Error> {
+        self.link.check_silence()
+    }
+}
