@@ -11,7 +11,7 @@ use transship_ring::{Results, Submitter, Worker, mpmc, pool};
 
 use super::{
     Encoded,
-    auto::{self, Auto, Choice, Sampler, Threads},
+    auto::{self, Auto, Sampler, Threads},
     meters::Meters,
 };
 use crate::{Compress, Error, Progress, cpu};
@@ -95,16 +95,6 @@ pub(crate) struct Tools {
     pub(crate) meters: Arc<Meters>,
     /// Buffers of packets that were sent, to be filled again.
     pub(crate) spare: Arc<mpmc::Ring<Vec<u8>>>,
-}
-
-impl Tools {
-    /// The encoding for what comes next.
-    pub(crate) fn choose(&self, auto: &mut Auto) -> Choice {
-        while let Some(sample) = self.meters.samples.pop() {
-            auto.learn(&sample);
-        }
-        auto.choose(Instant::now(), &self.meters.counts(auto.current()))
-    }
 }
 
 /// The work of a thread that encodes.

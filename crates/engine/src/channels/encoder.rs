@@ -27,7 +27,7 @@ impl WindowEncoder {
 
 impl Work<Window, Ready> for WindowEncoder {
     fn make(&mut self, mut window: Window, coder: &mut Coder) -> Ready {
-        self.is_sample = window.sample;
+        self.is_sample = window.chosen.sample;
         self.pages.clear();
         if self.shared.failure.is_over() {
             return Ready::Window { window, encoded: None }; // nobody sends it: a cancelled move need not wait for what is slow to encode
@@ -38,7 +38,7 @@ impl Work<Window, Ready> for WindowEncoder {
         // A window that the region does not have can't come from a scan of it; the channel would report it.
         let copied = present == 0 || memory.copy_out(window.pages(present), &mut self.pages).is_ok();
         debug_assert!(!copied || self.pages.len() == present.count_ones() as usize * PAGE_BYTES);
-        let encoded = coder.encode(usize::from(window.encoding), &self.pages);
+        let encoded = coder.encode(usize::from(window.chosen.encoding), &self.pages);
         Ready::Window { window, encoded }
     }
 

@@ -14,16 +14,16 @@ use std::{
     time::Duration,
 };
 
-use transship_ring::{Results, Submitter, TrySubmitError, mpmc};
+use transship_ring::{Results, mpmc};
 
 use super::{
     MainThread, Shared, Window,
-    auto::Auto,
     coder::{EncoderSetup, Tools, gone},
     encoder::WindowEncoder,
+    front::{Chosen, Front},
     gate::{Gate, Ready},
 };
-use crate::{Compress, Error, WhenBusy, control::TICK};
+use crate::{Compress, Error, WhenBusy};
 
 /// How long a window that finds no room waits until its encoding is chosen anew.
 const CHOOSE_AGAIN: Duration = Duration::from_millis(5);
@@ -55,13 +55,11 @@ struct Given {
 /// The encoders of a session.
 pub(crate) struct Encoders {
     /// None only while it is dropped.
-    submitter: Option<Submitter<Window>>,
+    front: Option<Front<Window>>,
     results: Option<Results<Ready>>,
     threads: Vec<thread::JoinHandle<()>>,
     when_busy: WhenBusy,
     channels: usize,
-    /// If there is a choice.
-    auto: Option<Auto>,
     given: Given,
     tools: Tools,
 }
@@ -74,15 +72,15 @@ impl Encoders {
             return Ok(None);
         }
         let (submitter, workers, results) = setup.pool();
+        let tools = setup.tools(&shared.progress);
         let mut encoders = Self {
-            submitter: Some(submitter),
+            front: Some(Front::new(submitter, &setup, &tools)),
             results: Some(results),
             threads: Vec::new(),
             when_busy: options.when_busy,
             channels: usize::from(options.channels),
             given: Given::default(),
-            auto: setup.auto(),
-            tools: setup.tools(&shared.progress),
+            tools,
         };
         for (number, worker) in workers.into_iter().enumerate() {
             let coder = setup.coder(&encoders.tools, options.may_be_raw);
@@ -102,7 +100,7 @@ impl Encoders {
     /// For a round: what the channels take from.
     pub(crate) fn open_gate(&mut self) -> Gate {
         self.given = Given::default();
-        if let Some(auto) = &mut self.auto {
+        if let Some(auto) = &mut self.front().auto {
             auto.pause();
         }
         let results = self.results.clone().expect("taken only in drop");
@@ -114,35 +112,13 @@ impl Encoders {
         if self.threads.iter().any(thread::JoinHandle::is_finished) { Err(gone()) } else { Ok(()) }
     }
 
-    /// Hands a window to an encoder, or past them all.
-    pub(crate) fn submit(&mut self, window: Window, gate: &Gate, main: &dyn MainThread) -> Result<(), Error> {
-        let Some(mut auto) = self.auto.take() else {
-            return self.encode(window, gate, main);
-        };
-        let submitted = self.submit_chosen(&mut auto, window, gate, main);
-        self.auto = Some(auto);
-        submitted
+    fn front(&mut self) -> &mut Front<Window> {
+        self.front.as_mut().expect("taken only in drop")
     }
 
-    fn submit_chosen(
-        &mut self,
-        auto: &mut Auto,
-        mut window: Window,
-        gate: &Gate,
-        main: &dyn MainThread,
-    ) -> Result<(), Error> {
-        loop {
-            let choice = self.tools.choose(auto);
-            window.encoding = choice.encoding as u8;
-            window.sample |= choice.sample;
-            window.raw = choice.encoding == auto.raw();
-            if !window.raw {
-                for earlier in self.take_back(gate, main)? {
-                    self.encode(Window { encoding: window.encoding, raw: false, ..earlier }, gate, main)?;
-                }
-                return self.encode(window, gate, main);
-            }
-            let flow = auto.raw_flow();
+    /// Hands a window to an encoder, or past them all.
+    pub(crate) fn submit(&mut self, mut window: Window, gate: &Gate, main: &dyn MainThread) -> Result<(), Error> {
+        while let Some(flow) = self.front().choose(&mut window.chosen) {
             let (given, waiting) = (self.given.raw, self.given.batch.len());
             if !flow.lets(gate.raw_on_their_way(given), waiting) {
                 self.flush(gate, main)?; // it might be what is waited for
@@ -152,13 +128,18 @@ impl Encoders {
                 }
             }
             self.given.raw += 1;
-            if window.sample {
+            if window.chosen.sample {
                 return self.encode(window, gate, main);
             }
             self.given.may_take_back = true;
             self.given.batch.push(window);
             return if self.given.batch.len() < flow.batch { Ok(()) } else { self.flush(gate, main) };
         }
+        for earlier in self.take_back(gate, main)? {
+            let chosen = Chosen { sample: earlier.chosen.sample, ..window.chosen };
+            self.encode(Window { chosen, ..earlier }, gate, main)?;
+        }
+        self.encode(window, gate, main)
     }
 
     /// Takes back all that was to be left as it is and that no channel has taken: the choice has changed.
@@ -203,26 +184,13 @@ impl Encoders {
     /// Hands a window to an encoder, or past them if all are busy and that is wanted.
     fn encode(&mut self, window: Window, gate: &Gate, main: &dyn MainThread) -> Result<(), Error> {
         self.flush(gate, main)?;
-        let encoding = &self.tools.progress.encoding;
-        encoding.submitted.fetch_add(1, Relaxed);
-        let submitter = self.submitter.as_mut().expect("taken only in drop");
-        let mut submitted = submitter.try_submit(window);
-        if let Err(TrySubmitError::Busy(window)) = submitted {
-            encoding.busy.fetch_add(1, Relaxed);
+        if let Some(window) = self.front().try_submit(window)? {
             if self.when_busy == WhenBusy::Raw {
-                encoding.raw_busy_pages.fetch_add(window.wanted.count_ones().into(), Relaxed);
+                let tally = &self.tools.progress.encoding;
+                tally.raw_busy_pages.fetch_add(window.wanted.count_ones().into(), Relaxed);
                 return self.hand_over(Ready::Unseen(vec![window]), gate, main);
             }
-        }
-        loop {
-            match submitted {
-                Ok(_) => break,
-                Err(TrySubmitError::Gone(_)) => return Err(gone()),
-                Err(TrySubmitError::Busy(window)) => {
-                    main.check()?;
-                    submitted = submitter.submit_timeout(window, TICK);
-                }
-            }
+            self.front().submit(window, || main.check().map(|()| true))?;
         }
         self.given.handed_over += 1;
         Ok(())
@@ -231,8 +199,8 @@ impl Encoders {
 
 impl Drop for Encoders {
     fn drop(&mut self) {
-        // Without a submitter they find no more work, without a taker they don't wait for room.
-        drop((self.submitter.take(), self.results.take()));
+        // Without a front they find no more work, without a taker they don't wait for room.
+        drop((self.front.take(), self.results.take()));
         for thread in self.threads.drain(..) {
             // A panic in there has been printed, and failed the session by `gone`.
             let _ = thread.join();
@@ -293,7 +261,8 @@ mod tests {
             may_be_raw: true,
         };
         let mut encoders = Encoders::start(&options, &Arc::new(shared)).unwrap().unwrap();
-        encoders.auto = encoders.auto.take().map(|auto| auto.over_link(0.2e-9));
+        let auto = &mut encoders.front().auto;
+        *auto = auto.take().map(|auto| auto.over_link(0.2e-9));
         encoders
     }
 
@@ -364,7 +333,8 @@ mod tests {
         (0..20).for_each(|number| submit(&mut encoders, number));
         // The first two went to encoders, as samples.
         assert_eq!((encoders.handed_over(), encoders.given.batch.len()), (18, 2));
-        encoders.auto = encoders.auto.take().map(|auto| auto.using(1));
+        let auto = &mut encoders.front().auto;
+        *auto = auto.take().map(|auto| auto.using(1));
         submit(&mut encoders, 20);
         assert_eq!((encoders.handed_over(), encoders.given.raw), (21, 2));
         gate.close(encoders.handed_over());

@@ -29,8 +29,10 @@ impl Ready {
     /// How many it counts for in a round, and how many of them are windows that are to be left as they are.
     pub(crate) fn counts(&self) -> (u64, u64) {
         match self {
-            Self::Window { window, .. } => (1, window.raw.into()),
-            Self::Unseen(windows) => (windows.len() as u64, windows.iter().filter(|window| window.raw).count() as u64),
+            Self::Window { window, .. } => (1, window.chosen.raw.into()),
+            Self::Unseen(windows) => {
+                (windows.len() as u64, windows.iter().filter(|window| window.chosen.raw).count() as u64)
+            }
             Self::Hole { .. } => (1, 0),
             Self::RoundEnd => (0, 0),
         }
@@ -82,7 +84,7 @@ impl Gate {
         let (mut windows, mut others) = (Vec::new(), Vec::new());
         while let Some(ready) = self.results.try_next_result() {
             match ready {
-                Ready::Unseen(mut some) if some.iter().all(|window| window.raw) => windows.append(&mut some),
+                Ready::Unseen(mut some) if some.iter().all(|window| window.chosen.raw) => windows.append(&mut some),
                 other => others.push(other),
             }
         }

@@ -4,12 +4,13 @@
 //! - here: all channels of a session, and how a round's work is spread over them
 //! - `thread`: one of them; `feed`: what the main thread hands over
 //! - `encoding`, `encoder`, `meters`, `auto`: the encoders; `gate`: between them and the channels
-//! - `coder`: what they share with those of relays
+//! - `front`, `coder`: what they share with those of relays
 pub(crate) mod auto;
 pub(crate) mod coder;
 mod encoder;
 mod encoding;
 mod feed;
+pub(crate) mod front;
 mod gate;
 pub(crate) mod meters;
 mod shared;

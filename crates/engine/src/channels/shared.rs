@@ -6,6 +6,7 @@ use std::sync::{
 
 use transship_memory::{GuestMemory, PAGE_BYTES, PageRange, WindowPages};
 
+use super::front::Chosen;
 use crate::{Error, Progress, pacer::Pacer, page_map::PageMap};
 
 /// What all channels and encoders of a session use.
@@ -107,18 +108,13 @@ pub(crate) struct Window {
     pub(crate) wanted: u128,
     /// Those that read as zero; none if this was not checked yet.
     pub(crate) zero: Option<u128>,
-    /// Which of the encoders' encodings; of no meaning without encoders.
-    pub(crate) encoding: u8,
-    /// The encoder is to try them all.
-    pub(crate) sample: bool,
-    /// It is sent without encoding, and few such windows may be in transit.
-    pub(crate) raw: bool,
+    pub(crate) chosen: Chosen,
 }
 
 impl Window {
     pub(crate) fn new(round: u32, region: usize, pages: WindowPages) -> Self {
         let WindowPages { first, mask: wanted } = pages;
-        Self { round, region, first, wanted, zero: None, encoding: 0, sample: false, raw: false }
+        Self { round, region, first, wanted, zero: None, chosen: Chosen::default() }
     }
 
     /// Pages of it.

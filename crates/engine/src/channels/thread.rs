@@ -119,7 +119,7 @@ fn send_window(
     let pages = shared.settle(&window, sent);
     channel.send_window(&window, pages, encoded.as_ref(), sent)?;
     let pages = sent.normal - normal;
-    gate.meters.sent(window.encoding, pages + sent.zero - zero, pages, sent.bytes - bytes);
+    gate.meters.sent(window.chosen.encoding, pages + sent.zero - zero, pages, sent.bytes - bytes);
     if let Some(Encoded { bytes, .. }) = encoded {
         let _ = spare.push(bytes); // full: one buffer less to keep
     }

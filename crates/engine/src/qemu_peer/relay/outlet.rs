@@ -14,7 +14,7 @@ use std::{
 
 use transship_codec::Setting;
 use transship_memory::PAGE_BYTES;
-use transship_ring::{Parker, Results, Submitter, TrySubmitError, Worker};
+use transship_ring::{Parker, Results, Worker};
 use transship_wire::relay::{Content, MAX_BYTES, Packet};
 
 use super::{RelayOptions, fate::lock, session::RelaySession};
@@ -22,8 +22,8 @@ use crate::{
     Compress, Error,
     channels::{
         Encoded,
-        auto::Auto,
-        coder::{Coder, EncoderSetup, Tools, Work, gone},
+        coder::{Coder, EncoderSetup, Tools, Work},
+        front::{Chosen, Front},
     },
     control::TICK,
     cpu::Laps,
@@ -42,27 +42,17 @@ pub(super) struct Chunk {
     sequence: u64,
     bytes: Vec<u8>,
     gives_end: bool,
-    /// Which of the encoders' encodings, and whether they are to try them all.
-    encoding: usize,
-    sample: bool,
-    /// It is to be left as it is, by choice, and few such are to be on their way.
-    raw: bool,
+    chosen: Chosen,
 }
 
 impl Chunk {
     pub(super) fn new(connection: u16, sequence: u64, bytes: Vec<u8>, gives_end: bool) -> Self {
-        Self { connection, sequence, bytes, gives_end, encoding: 0, sample: false, raw: false }
+        Self { connection, sequence, bytes, gives_end, chosen: Chosen::default() }
     }
 
     fn raw_packet(self) -> Ready {
         let content = Content::Raw { bytes: self.bytes.len() as u32, gives_end: self.gives_end };
-        Ready {
-            packet: self.packet(content),
-            pages: self.pages(),
-            encoding: self.encoding,
-            raw: self.raw,
-            payload: self.bytes,
-        }
+        Ready { packet: self.packet(content), pages: self.pages(), chosen: self.chosen, payload: self.bytes }
     }
 
     fn packet(&self, content: Content) -> Packet {
@@ -81,8 +71,7 @@ struct Ready {
     packet: Packet,
     payload: Vec<u8>,
     pages: u64,
-    encoding: usize,
-    raw: bool,
+    chosen: Chosen,
 }
 
 /// Where packets go out. When it is dropped, its threads end with what they have.
@@ -90,16 +79,16 @@ pub(super) struct Outlet {
     session: Arc<RelaySession>,
     results: Results<Ready>,
     shared: Arc<Shared>,
-    front: Option<Mutex<Front>>,
+    entry: Option<Mutex<Entry>>,
     /// Without encoders this stands for them: while it lives, there may be more to take.
     _no_encoder: Option<Mutex<Worker<Chunk, Ready>>>,
 }
 
 /// Where chunks are handed to encoders. Whoever reads from a QEMU takes it for as long as all encoders are busy: then
 /// the others would wait as well.
-struct Front {
-    submitter: Submitter<Chunk>,
-    auto: Option<Auto>,
+struct Entry {
+    front: Front<Chunk>,
+    /// Chunks that go as they are by choice.
     raw_handed_over: u64,
 }
 
@@ -131,7 +120,7 @@ impl Outlet {
             session
                 .spawn(&format!("link {number}"), move |session| send_all(line, number, &results, &shared, session))?;
         }
-        let (mut front, mut no_encoder) = (None, None);
+        let (mut entry, mut no_encoder) = (None, None);
         if setup.is_empty() {
             no_encoder = workers.pop().map(Mutex::new);
         } else {
@@ -143,45 +132,34 @@ impl Outlet {
                     Ok(())
                 })?;
             }
-            front = Some(Mutex::new(Front { submitter, auto: setup.auto(), raw_handed_over: 0 }));
+            let front = Front::new(submitter, &setup, &shared.tools);
+            entry = Some(Mutex::new(Entry { front, raw_handed_over: 0 }));
         }
-        Ok(Arc::new(Self { session: Arc::clone(session), results, shared, front, _no_encoder: no_encoder }))
+        Ok(Arc::new(Self { session: Arc::clone(session), results, shared, entry, _no_encoder: no_encoder }))
     }
 
     /// Sends a chunk. If the session is broken it may be dropped.
     pub(super) fn send(&self, mut chunk: Chunk) -> Result<(), Error> {
-        let Some(front) = self.front.as_ref().filter(|_| chunk.bytes.len() >= ENCODED_MIN) else {
+        let Some(entry) = self.entry.as_ref().filter(|_| chunk.bytes.len() >= ENCODED_MIN) else {
             self.pass(chunk.raw_packet());
             return Ok(());
         };
-        let mut front = lock(front);
-        let tally = &self.session.progress.encoding;
-        if front.choose(&mut chunk, &self.shared, &self.session) {
-            drop(front);
+        let mut entry = lock(entry);
+        if entry.choose(&mut chunk.chosen, &self.shared, &self.session) {
+            drop(entry);
             self.pass(chunk.raw_packet());
             return Ok(());
         }
-        tally.submitted.fetch_add(1, Relaxed);
-        chunk = match front.submitter.try_submit(chunk) {
-            Ok(_) => return Ok(()),
-            Err(TrySubmitError::Gone(_)) => return Err(gone()),
-            Err(TrySubmitError::Busy(back)) => back,
-        };
-        tally.busy.fetch_add(1, Relaxed);
-        while !self.session.fate.is_broken() {
-            match front.submitter.submit_timeout(chunk, TICK) {
-                Ok(_) => return Ok(()),
-                Err(TrySubmitError::Gone(_)) => return Err(gone()),
-                Err(TrySubmitError::Busy(back)) => chunk = back,
-            }
+        match entry.front.try_submit(chunk)? {
+            Some(chunk) => entry.front.submit(chunk, || Ok(!self.session.fate.is_broken())),
+            None => Ok(()),
         }
-        Ok(())
     }
 
     /// Says that nothing follows in this direction of a connection.
     pub(super) fn end(&self, connection: u16, sequence: u64) -> Result<(), Error> {
         let packet = Packet { connection, sequence, content: Content::End };
-        self.pass(Ready { packet, payload: Vec::new(), pages: 0, encoding: 0, raw: false });
+        self.pass(Ready { packet, payload: Vec::new(), pages: 0, chosen: Chosen::default() });
         Ok(())
     }
 
@@ -195,25 +173,17 @@ impl Outlet {
     }
 }
 
-impl Front {
+impl Entry {
     /// Chooses the encoding of a chunk, if there is a choice. True: it goes past the encoders.
-    fn choose(&mut self, chunk: &mut Chunk, shared: &Shared, session: &RelaySession) -> bool {
-        let Self { auto: Some(auto), raw_handed_over, .. } = self else { return false };
-        loop {
-            let choice = shared.tools.choose(auto);
-            chunk.encoding = choice.encoding;
-            chunk.sample |= choice.sample;
-            chunk.raw = choice.encoding == auto.raw();
-            if !chunk.raw {
-                return false;
-            }
-            let most = auto.raw_flow().most_alone;
-            let few = || (*raw_handed_over - shared.raw_sent.load(SeqCst) < most).then_some(());
+    fn choose(&mut self, chosen: &mut Chosen, shared: &Shared, session: &RelaySession) -> bool {
+        while let Some(flow) = self.front.choose(chosen) {
+            let few = || (self.raw_handed_over - shared.raw_sent.load(SeqCst) < flow.most_alone).then_some(());
             if session.fate.is_broken() || shared.fewer.wait_timeout(CHOOSE_AGAIN, few).is_some() {
-                *raw_handed_over += 1;
-                return !chunk.sample;
+                self.raw_handed_over += 1;
+                return !chosen.sample;
             }
         }
+        false
     }
 }
 
@@ -228,7 +198,7 @@ fn send_all(
 ) -> Result<(), Error> {
     let mut laps = Laps::begin();
     while let Some(ready) = results.next_result() {
-        let raw = ready.raw;
+        let raw = ready.chosen.raw;
         if !session.fate.is_broken()
             && let Err(error) = send(&mut line, &ready, shared, session)
         {
@@ -258,7 +228,7 @@ fn send(line: &mut Connection, ready: &Ready, shared: &Shared, session: &RelaySe
     session.counts.link_out.fetch_add(length, Relaxed);
     session.progress.wire_bytes.fetch_add(length, Relaxed);
     if ready.pages > 0 {
-        shared.tools.meters.sent(ready.encoding as u8, ready.pages, ready.pages, length);
+        shared.tools.meters.sent(ready.chosen.encoding, ready.pages, ready.pages, length);
     }
     let (method, bytes) = match ready.packet.content {
         Content::Raw { bytes, .. } => (0, bytes),
@@ -285,15 +255,15 @@ struct ChunkEncoder {
 
 impl Work<Chunk, Ready> for ChunkEncoder {
     fn make(&mut self, chunk: Chunk, coder: &mut Coder) -> Ready {
-        self.sample = chunk.sample.then(|| chunk.bytes.clone());
+        self.sample = chunk.chosen.sample.then(|| chunk.bytes.clone());
         let encoded = match self.session.fate.is_broken() {
             true => None,
-            false => coder.encode(chunk.encoding, &chunk.bytes),
+            false => coder.encode(usize::from(chunk.chosen.encoding), &chunk.bytes),
         };
         let Some(Encoded { method, bytes: payload }) = encoded else { return chunk.raw_packet() };
         let bytes = chunk.bytes.len() as u32; // at most MAX_BYTES
         let content = Content::Encoded { bytes, gives_end: chunk.gives_end, method, payload: payload.len() as u32 };
-        Ready { packet: chunk.packet(content), pages: chunk.pages(), encoding: chunk.encoding, raw: chunk.raw, payload }
+        Ready { packet: chunk.packet(content), pages: chunk.pages(), chosen: chunk.chosen, payload }
     }
 
     fn sample(&self) -> Option<&[u8]> {
