@@ -60,7 +60,7 @@ pub(crate) fn settle(socket: &Path, will: LastWill, run: bool) -> Result<(), Gue
         Ok(Will { settings, balloon }) => (settings.restore(&mut qmp), balloon),
         Err(_) => (migration::forget_settings(&mut qmp).map_err(GuestError::from), None),
     };
-    let runs = if run { let_run_again(&mut qmp) } else { Ok(()) };
+    let runs = if run { machine::let_run_again(&mut qmp, DESTINATION) } else { Ok(()) };
     // It may be there, be about to go, or be gone: nobody can be asked which.
     let plugged = balloon.map_or(Ok(()), |balloon| balloon.plug_back(&mut qmp).map(drop));
     for (what, result) in [
@@ -102,21 +102,9 @@ fn connect(socket: &Path) -> Result<Qmp, GuestError> {
     }
 }
 
-fn let_run_again(qmp: &mut Qmp) -> Result<(), GuestError> {
-    let_run_unless_it_does(qmp, DESTINATION)
-}
-
-/// Lets a guest run that was loaded. `rival`: the QEMU that may have its disks instead.
-fn let_run_unless_it_does(qmp: &mut Qmp, rival: &str) -> Result<(), GuestError> {
-    match machine::run_state(qmp)?.as_str() {
-        "running" | "suspended" => Ok(()),
-        _ => machine::let_run(qmp, rival),
-    }
-}
-
 /// For whoever was handed a guest, and died before it ran.
 pub(crate) fn start(socket: &Path) -> Result<(), GuestError> {
-    let_run_unless_it_does(&mut connect(socket)?, SOURCE)
+    machine::let_run_again(&mut connect(socket)?, SOURCE)
 }
 
 /// Stops the guest, or freezes QEMU with it. Returns what a person finds.

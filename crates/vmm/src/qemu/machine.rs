@@ -70,9 +70,22 @@ pub(super) fn let_run(qmp: &mut Qmp, rival: &str) -> Result<(), GuestError> {
     if has_events && qmp.take_events("RESUME").is_ok_and(|events| !events.is_empty()) {
         return Ok(());
     }
-    match run_state(qmp)? {
-        state if was_let_run(&state) => Ok(()),
-        state => Err(GuestError::vmm(format!("QEMU did not let the guest run; its state is {state:?}"))),
+    match run_state(qmp) {
+        Ok(state) if was_let_run(&state) => Ok(()),
+        Ok(state) => Err(GuestError::vmm(format!("QEMU did not let the guest run; its state is {state:?}"))),
+        // It said yes, and has ended since, as it does when its guest shuts down.
+        Err(QmpError::Closed { .. }) => Ok(()),
+        Err(error) => Err(error.into()),
+    }
+}
+
+/// As [`let_run`], for a guest that was stopped by us. One that stands by itself now has run since: somebody else has
+/// let it run, or we have before we were killed. What it did then is its own affair, and QEMU refuses to let some such
+/// guests run.
+pub(super) fn let_run_again(qmp: &mut Qmp, rival: &str) -> Result<(), GuestError> {
+    match has_run(&run_state(qmp)?) {
+        true => Ok(()),
+        false => let_run(qmp, rival),
     }
 }
 
@@ -99,8 +112,14 @@ pub(super) fn check_stopped(before: &str, after: &str) -> Result<(), GuestError>
     }))
 }
 
-/// The states that a guest comes to by itself once it runs.
+/// Whether QEMU, which has answered `cont` well, has let its guest run. Where it waits for a guest it only keeps the
+/// word in mind. Into any other state it has come since: the guest by itself, or somebody has brought it there.
 fn was_let_run(state: &str) -> bool {
+    !["inmigrate", "unknown"].contains(&state)
+}
+
+/// The states that a guest comes to by itself once it runs.
+fn has_run(state: &str) -> bool {
     ["running", "suspended", "shutdown", "guest-panicked", "io-error", "watchdog", "internal-error"].contains(&state)
 }
 
@@ -167,6 +186,87 @@ pub(super) fn may_be_anything(device_type: &str) -> bool {
 mod tests {
     #![allow(clippy::unwrap_used)]
     use super::*;
+    use crate::qemu::qmp::tests::peer;
+
+    /// What the guest may have come to when somebody asks, right after it was let run.
+    const STATES: [&str; 9] = [
+        "running",
+        "suspended",
+        "shutdown",
+        "guest-panicked",
+        "io-error",
+        "watchdog",
+        "internal-error",
+        // By another monitor.
+        "paused",
+        "postmigrate",
+    ];
+
+    const YES: &str = r#"{"return": {}, "id": ID}"#;
+    const NO: &str =
+        r#"{"error": {"class": "GenericError", "desc": "Resetting the Virtual Machine is required"}, "id": ID}"#;
+
+    fn state(state: &str) -> String {
+        format!(r#"{{"return": {{"status": "{state}"}}, "id": ID}}"#)
+    }
+
+    /// A QEMU that answers so, and ends.
+    fn qemu(answers: &[&str]) -> (tempfile::TempDir, Qmp) {
+        let answers: Vec<&'static str> = answers.iter().map(|answer| &*answer.to_string().leak()).collect();
+        let (dir, path) = peer(answers.leak());
+        let qmp = Qmp::connect(&path).unwrap();
+        (dir, qmp)
+    }
+
+    fn let_run_by(answers: &[&str]) -> Result<(), GuestError> {
+        let (_dir, mut qmp) = qemu(answers);
+        let_run(&mut qmp, "somebody")
+    }
+
+    /// Its word is enough: it may not even be there any more to be asked.
+    #[test]
+    fn a_guest_runs_once_qemu_has_said_so_whatever_it_does_next() {
+        let resumed = format!("{}\n{YES}", r#"{"event": "RESUME", "timestamp": {}}"#);
+        let_run_by(&[&resumed]).unwrap();
+        let stopped = format!("{}\n{}\n{YES}", r#"{"event": "RESUME"}"#, r#"{"event": "STOP"}"#);
+        let_run_by(&[&stopped]).unwrap();
+    }
+
+    #[test]
+    fn a_guest_that_comes_to_something_at_once_was_let_run() {
+        for found in STATES {
+            let_run_by(&[YES, &state(found)]).unwrap_or_else(|error| panic!("{found}: {error}"));
+        }
+        // It has shut down, and its QEMU has ended.
+        let_run_by(&[YES]).unwrap();
+        for found in ["inmigrate", "unknown"] {
+            let error = let_run_by(&[YES, &state(found)]).unwrap_err().to_string();
+            assert!(error.contains("did not let the guest run") && error.contains(found), "{error}");
+        }
+    }
+
+    #[test]
+    fn a_refusal_is_none_that_the_guest_has_run() {
+        let error = let_run_by(&[NO, &state("paused"), NO, &state("paused")]).unwrap_err().to_string();
+        assert!(error.contains("Resetting the Virtual Machine is required"), "{error}");
+        // Its answer to the second try counts.
+        let_run_by(&[NO, &state("paused"), YES, &state("running")]).unwrap();
+    }
+
+    /// It is asked for its state, and nothing is tried where it has run since it was stopped.
+    #[test]
+    fn a_guest_that_has_run_since_it_was_stopped_is_left_as_it_is() {
+        for found in STATES.into_iter().filter(|state| has_run(state)) {
+            let (_dir, mut qmp) = qemu(&[&state(found), NO, NO]);
+            let_run_again(&mut qmp, "somebody").unwrap_or_else(|error| panic!("{found}: {error}"));
+        }
+        for found in ["paused", "postmigrate", "finish-migrate", "prelaunch"] {
+            let (_dir, mut qmp) = qemu(&[&state(found), YES, &state("shutdown")]);
+            let_run_again(&mut qmp, "somebody").unwrap_or_else(|error| panic!("{found}: {error}"));
+            let (_dir, mut qmp) = qemu(&[&state(found), NO, &state(found), NO, &state(found)]);
+            assert!(let_run_again(&mut qmp, "somebody").is_err(), "{found}");
+        }
+    }
 
     #[test]
     fn a_uuid_is_read_in_the_order_of_its_text() {

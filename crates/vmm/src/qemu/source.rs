@@ -474,10 +474,7 @@ impl SourceGuest for QemuSource {
         if !run || !self.found.ran() {
             return self.take_disks_back();
         }
-        match machine::run_state(&mut self.qmp)?.as_str() {
-            "running" | "suspended" => Ok(()),
-            _ => machine::let_run(&mut self.qmp, DESTINATION),
-        }
+        machine::let_run_again(&mut self.qmp, DESTINATION)
     }
 
     fn resume_hint(&self) -> String {

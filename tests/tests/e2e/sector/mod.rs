@@ -6,16 +6,19 @@ use std::{
     path::{Path, PathBuf},
 };
 
+use rustix::process::Signal;
 use serde_json::json;
 use transship_lab::{
-    Finished, LabError, Qemu, QemuBuilder, Result, Scratch, Transship, transship::TransshipBuilder, wait_until,
+    Finished, LabError, Qemu, QemuBuilder, Result, Scratch, Transship, lines::Mark, transship::TransshipBuilder,
+    wait_until,
 };
 
 /// What the guest is to do next: 0 is to count on.
 const COMMAND: u64 = 0x8000;
-const SLEEP: u8 = 1;
-const WRITE: u8 = 2;
-const PANIC: u8 = 3;
+pub(crate) const SLEEP: u8 = 1;
+pub(crate) const WRITE: u8 = 2;
+pub(crate) const PANIC: u8 = 3;
+pub(crate) const POWER_OFF: u8 = 4;
 /// How far it has counted.
 const COUNT: u64 = 0x8004;
 /// Sectors of the disk that are written by `write_to_disk`.
@@ -23,7 +26,7 @@ const DISK_BYTES: u64 = 1 << 20;
 
 /// In 16-bit mode. (Its listing is in the comments; there is no assembler to rely on.)
 #[rustfmt::skip]
-const CODE: [u8; 75] = [
+const CODE: [u8; 88] = [
     0xfa, //                                cli
     0x31, 0xc0, //                          xor ax, ax
     0x8e, 0xd8, //                          mov ds, ax
@@ -38,7 +41,7 @@ const CODE: [u8; 75] = [
     0x3c, 0x02, //                          cmp al, 2
     0x74, 0x1a, //                          je write
     0x3c, 0x03, //                          cmp al, 3
-    0x75, 0xec, //                          jne next
+    0x75, 0x26, //                          jne off
     0xba, 0x05, 0x05, //                    mov dx, 0x505   ; the device that tells of a panic
     0xb0, 0x01, //                          mov al, 1
     0xee, //                                out dx, al
@@ -54,6 +57,12 @@ const CODE: [u8; 75] = [
     0xbb, 0x00, 0x7c, //                    mov bx, 0x7c00  ; from where this code is
     0xcd, 0x13, //                          int 0x13        ; by the firmware
     0xeb, 0xc1, //                          jmp done
+    0x3c, 0x04, //                   off:   cmp al, 4
+    0x75, 0xc2, //                          jne next
+    0xba, 0x04, 0x06, //                    mov dx, 0x604
+    0xb8, 0x00, 0x20, //                    mov ax, 0x2000  ; S5, now
+    0xef, //                                out dx, ax
+    0xeb, 0xb4, //                          jmp done
 ];
 
 fn failed(error: io::Error) -> LabError {
@@ -139,10 +148,15 @@ pub(crate) fn wait_counting(guest: &Qemu) -> Result<()> {
     wait_until("the guest to count", || Ok(count(guest)?.wrapping_sub(from) > 1000))
 }
 
+/// Tells the guest to do something, at once or as soon as it runs.
+pub(crate) fn order(guest: &Qemu, command: u8) -> Result<()> {
+    let memory = OpenOptions::new().write(true).open(memory(guest)).map_err(failed)?;
+    memory.write_all_at(&[command], COMMAND).map_err(failed)
+}
+
 /// Tells the guest, which counts, to do something, and waits for the state that QEMU is in then.
 fn tell(guest: &Qemu, command: u8, state: &str) -> Result<()> {
-    let memory = OpenOptions::new().write(true).open(memory(guest)).map_err(failed)?;
-    memory.write_all_at(&[command], COMMAND).map_err(failed)?;
+    order(guest, command)?;
     guest.wait_status(state)
 }
 
@@ -258,4 +272,11 @@ impl Move {
         self.gate.open();
         Ok((self.source.wait()?, self.destination.wait()?))
     }
+}
+
+/// By Ctrl-C, which it has heard then.
+pub(crate) fn cancel(command: &Transship) -> Result<()> {
+    command.signal(Signal::INT)?;
+    let heard = |line: &str| line.contains("cancel").then_some(());
+    command.stderr().wait(Mark::START, "that it was heard", heard).map(drop)
 }
