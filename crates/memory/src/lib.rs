@@ -36,6 +36,7 @@ mod private;
 mod process;
 mod protect;
 mod region;
+mod room;
 #[allow(unsafe_code)]
 mod shared;
 mod sweep;

@@ -71,8 +71,7 @@ impl Shared {
     pub(crate) fn reserve(&self, range: PageRange) -> Result<(), Error> {
         let (offset, bytes) = self.whole(range);
         let len = usize::try_from(bytes).expect("64-bit addresses");
-        Mapping::reserve(self.file(), offset, len)
-            .map_err(|source| self.failed("reserve huge pages for preallocated memory", source))
+        Mapping::reserve(self.file(), offset, len).map_err(|source| self.failed("reserve huge pages", source))
     }
 
     /// Where the pages are in the file, rounded to its own pages: the last of a region's may be there in part only, and

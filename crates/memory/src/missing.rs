@@ -12,7 +12,7 @@ use rustix::io::Errno;
 use crate::{
     Area, Claims, Error, Fault, PAGE_BYTES, PageRange,
     fault::{Faults, Stretch},
-    uffd,
+    room, uffd,
 };
 
 /// userfaultfd for missing pages of a process whose memory files are holes from end to end. All threads may use it at
@@ -272,13 +272,9 @@ fn no_page(stretch: &Stretch, source: Errno) -> Error {
     let region = stretch.region;
     match source {
         Errno::SRCH => Error::Gone { region, source: source.into() },
-        Errno::NOMEM | Errno::NOSPC => Error::system(
-            format!(
-                "place pages of region number {region} (no memory is left, or no room in the file system of the \
-                 memory's file)"
-            ),
-            source,
-        ),
-        _ => Error::system(format!("place pages of region number {region}"), source),
+        _ => {
+            let cure = room::cure_of_missing(source, stretch.unit);
+            Error::system(format!("place pages of region number {region}{cure}"), source)
+        }
     }
 }

@@ -11,7 +11,7 @@ use rustix::{
     mm::Advice,
 };
 
-use crate::{Access, Error, Keep, PAGE_BYTES, PageRange, PageSet, cached, huge_holes, mapping::Mapping, pagemap};
+use crate::{Access, Error, Keep, PAGE_BYTES, PageRange, PageSet, cached, huge_holes, mapping::Mapping, pagemap, room};
 
 /// How much Linux maps around a read fault, unless it was built or configured otherwise.
 const FAULT_AROUND_BYTES: usize = 64 << 10;
@@ -296,11 +296,7 @@ impl Shared {
     /// What helps, if it is memory that is missing; goes into a message behind the region's name.
     pub(crate) fn cure(&self, why: Errno) -> String {
         match (why, self.backing.hugetlb) {
-            (Errno::NOSPC | Errno::NOMEM, true) => format!(
-                " (the pool has no huge page of {} KiB left: enlarge it, as by /proc/sys/vm/nr_hugepages, or end the \
-                 processes that use it, and try again with a new waiting VM)",
-                self.backing.page_bytes >> 10
-            ),
+            (Errno::NOSPC | Errno::NOMEM, true) => room::cure_of_pool(self.backing.page_bytes),
             (Errno::NOSPC, false) => {
                 " (the file system of its memory is full: make it larger, as by mount -o remount,size=, and try again \
                  with a new waiting VM)"

@@ -7,7 +7,7 @@ use std::{fs, path::Path};
 
 use common::{HUGE, PAGE, contents, file, huge_file, map, mounts::with_mounts_of_its_own, page_of};
 use rustix::mount::MountFlags;
-use transship_memory::{Access, GuestMemory, Keep, PAGE_BYTES, PageRange, Region, WindowPages};
+use transship_memory::{Access, GuestMemory, Keep, PAGE_BYTES, PageRange, PageSet, Region, WindowPages};
 
 const PAGES: u64 = 20_000;
 
@@ -123,6 +123,52 @@ fn a_pool_without_a_page_left_is_an_error_with_its_cure() {
         assert!(region.clear(PageRange::new(1400, 1)).is_err(), "zeros would need a page, too");
         let why = region.keeping(Keep::All).clear_all().unwrap_err().to_string();
         assert!(why.contains("nr_hugepages"), "{why}");
+    });
+}
+
+fn some(pages: u64, runs: &[(u64, u64)]) -> PageSet {
+    let mut set = PageSet::empty(pages);
+    runs.iter().for_each(|&(first, count)| set.insert(PageRange::new(first, count)));
+    set
+}
+
+/// Regions of one file system need their room together.
+#[test]
+fn a_file_system_is_asked_for_the_room_of_all_its_regions() {
+    with_mounts_of_its_own(|dir| {
+        rustix::mount::mount("none", dir, "tmpfs", MountFlags::empty(), Some(c"size=64k")).unwrap();
+        let regions = ["a", "b"].map(|name| {
+            let own = dir.join(name);
+            fs::create_dir(&own).unwrap();
+            named(&own, 64 * PAGE)
+        });
+        let elsewhere = map(file(64 * PAGE), 64 * PAGE, Access::ReadWrite);
+        let memory = GuestMemory::new(regions.into_iter().chain([elsewhere]).collect());
+        let set_aside = |counts: [u64; 3]| memory.set_aside(&counts.map(|count| some(64, &[(0, count)])));
+        set_aside([8, 8, 64]).unwrap();
+        let why = set_aside([8, 9, 0]).unwrap_err().to_string();
+        assert!(why.contains("\"ram\"") && why.contains("remount,size="), "{why}");
+        assert_eq!(allocated(&memory.regions()[0]), 0, "it was only asked");
+    });
+}
+
+/// Those that pages have a part in, once each.
+#[test]
+fn a_pool_sets_huge_pages_aside() {
+    with_mounts_of_its_own(|dir| {
+        if huge_file(4 * HUGE).is_none() {
+            return;
+        }
+        rustix::mount::mount("none", dir, "hugetlbfs", MountFlags::empty(), Some(c"pagesize=2M,size=4M")).unwrap();
+        let memory = GuestMemory::new(vec![named(dir, 4 * HUGE)]);
+        let set_aside = |runs: &[(u64, u64)]| memory.set_aside(&[some(2048, runs)]);
+        set_aside(&[]).unwrap();
+        set_aside(&[(3, 1), (500, 1), (1535, 1)]).unwrap();
+        set_aside(&[(0, 1), (1024, 512)]).unwrap();
+        let why = set_aside(&[(600, 1)]).unwrap_err().to_string();
+        assert!(why.contains("\"ram\"") && why.contains("nr_hugepages"), "{why}");
+        // Whoever it was set aside for gets it.
+        memory.regions()[0].write_pages(WindowPages::new(1100, 1), &page_of(1)).unwrap();
     });
 }
 

@@ -7,8 +7,8 @@
 //!   `certificates`; what others on the same host get: `privacy`; who dies in one: `crash`
 //! - To and from a stock QEMU: `qemu_peer_send`, `qemu_peer_receive`, `relay`, `relay_many`; over TLS: `qemu_tls`; who
 //!   dies in one: `qemu_peer_crash`
-//! - Snapshots: `save`, `background`, `restore`, `restore_lazy`, `restore_lazy_private`, `restore_given_back`,
-//!   `convert`, `encrypted`
+//! - Snapshots: `save`, `background`, `restore`, `restore_lazy`, `restore_lazy_full`, `restore_lazy_private`,
+//!   `restore_given_back`, `convert`, `encrypted`
 //! - Images and guests that share them: `clones`, `clones_refused`, `forks`
 //! - What is said beforehand: `check`, `plan`; domains of libvirt: `libvirt`, `libvirt_images`, `libvirt_disks`,
 //!   `libvirt_migrate`
@@ -62,6 +62,7 @@ mod relay_many;
 mod restore;
 mod restore_given_back;
 mod restore_lazy;
+mod restore_lazy_full;
 mod restore_lazy_private;
 mod restoring;
 mod run_at_once;

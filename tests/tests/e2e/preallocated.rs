@@ -193,7 +193,7 @@ fn preallocated_memory_of_a_small_file_system_stays_with_its_guest() -> Result<(
 /// Memory that nobody promised may be short: then the region and the cure are named, and the guest runs on where it
 /// was.
 fn assert_shortage_is_told(origin: &Origin, folder: &Path, options: &str, cure: &str) -> Result<()> {
-    for way in ALL_WAYS.into_iter().filter(|way| *way != Way::RestoreLazily) {
+    for way in ALL_WAYS {
         let waits = waiting(folder, &format!("{way:?}"), options)?.start()?;
         let ended = match way {
             Way::Move => origin.move_to(&waits)?,
@@ -202,6 +202,10 @@ fn assert_shortage_is_told(origin: &Origin, folder: &Path, options: &str, cure: 
         };
         assert!(ended.code().is_some_and(|code| code != 0), "{way:?}: {ended}");
         assert!(ended.stderr.contains("\"mem0\"") && ended.stderr.contains(cure), "{way:?}: {ended}");
+        if way == Way::RestoreLazily {
+            // Before anything ran, or could die of it.
+            assert_eq!((ended.code(), waits.status()?.as_str()), (Some(1), "inmigrate"), "{ended}");
+        }
         origin.running.wait_status("running")?;
         drop(waits);
         io(std::fs::remove_file(folder.join(format!("{way:?}/mem0"))))?;

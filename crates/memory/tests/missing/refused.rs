@@ -45,7 +45,7 @@ fn a_full_file_system_is_an_error() {
             as [&dyn Fn() -> Result<u64, Error>; 2]
         {
             let error = fill().unwrap_err().to_string();
-            assert!(error.contains("no memory is left, or no room in the file system"), "{error}");
+            assert!(error.contains("no memory is left, or the file system of the memory's file is full"), "{error}");
         }
         // What was put is there.
         assert_eq!(guest.read(3), word_of(3));

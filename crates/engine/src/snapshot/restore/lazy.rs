@@ -61,8 +61,11 @@ pub(super) fn restore_from(
     stand_in: &mut dyn StandIn,
 ) -> Result<(), Error> {
     // No huge pages of a tmpfs: pages come one by one.
-    restore.guest.memory().empty()?;
-    let missing = restore.guest.missing(&full(&restore.guest.memory()))?;
+    let memory = restore.guest.memory();
+    memory.empty()?;
+    // A guest that runs and can't have a page is lost, while its disks are not as they were saved any more.
+    memory.set_aside(plan.sources.iter().map(|source| &source.stored))?;
+    let missing = restore.guest.missing(&full(&memory))?;
     fail_point::reach("restore.missing")?;
     check_units(&missing, plan.sources.len())?;
     let claims = Claims::new(&plan.sources.iter().map(|source| source.stored.pages()).collect::<Vec<_>>())?;
@@ -151,7 +154,11 @@ fn unloaded(filling: &FromFile, error: Error) -> Failed {
 /// Nothing runs, and nothing may: the VMM waits for a page that does not come.
 fn unusable(cause: &Error) -> Failed {
     let what = format!("{cause}; nothing runs, and the waiting VMM can't be used any more: end it and start a new one");
-    (Error::File(what), Ending::Hold)
+    let error = match cause {
+        Error::Memory(_) => Error::Guest(GuestError::Unfit(what)),
+        _ => Error::File(what),
+    };
+    (error, Ending::Hold)
 }
 
 /// Waits until all pages are in place.
@@ -172,11 +179,15 @@ fn wait(restore: &mut Restore<'_>, filling: &FromFile) -> Result<(), Failed> {
                 Ok(found) => found,
                 Err(why) => format!("can't stop it: {why}"),
             };
+            let again = match &error {
+                Error::Memory(_) => "Restore it into a new VMM",
+                _ => "Restore it into a new VMM from another copy of the file",
+            };
             let error = Error::unknown(error, |error| {
                 format!(
                     "{error}. The guest had been started, and was stopped where it was, before it read any wrong data: \
                      {found}. Until it has ended, a second process makes sure that missing pages are not read as \
-                     zeros. Restore it into a new VMM from another copy of the file"
+                     zeros. {again}"
                 )
             });
             Err((error, Ending::Hold))
