@@ -113,6 +113,16 @@ mod tests {
         }
     }
 
+    /// Some device was not at rest.
+    #[test]
+    fn pages_that_were_written_after_the_last_round_are_told_where_there_are_any() {
+        let mut report = Report { status: Status::Completed, ..Default::default() };
+        assert!(!table(&report).contains("late"), "{}", table(&report));
+        report.late_pages = 1234;
+        let line = "late        1,234 pages were written when the guest stood still, and sent as well\n";
+        assert!(table(&report).contains(line), "{}", table(&report));
+    }
+
     #[test]
     fn encoders_have_their_line_where_there_are_any() {
         let mut report = Report { status: Status::Completed, busy_ratio: 0.834, ..Default::default() };

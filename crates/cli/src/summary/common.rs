@@ -90,6 +90,10 @@ impl Rows {
             let (count, longest) = (Count(report.drains.count), Time::from_ms(report.drains.longest_ms));
             self.add("disks", format!("waited for {count} times before pages were read, {longest} at most"));
         }
+        if report.late_pages > 0 {
+            let count = Count(report.late_pages);
+            self.add("late", format!("{count} pages were written when the guest stood still, and {done} as well"));
+        }
         let pages = report.pages;
         let kinds = [
             ("normal", pages.normal),
