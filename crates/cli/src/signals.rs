@@ -137,6 +137,9 @@ pub(crate) fn answer(phase: Phase, before: usize, side: Side) -> &'static str {
         (_, Side::Relay) => "cancelling; the guest runs on at the source",
         (_, Side::Conversion) => "cancelling; nothing changes",
         _ if before > 0 => "already cancelling; wait, so that nothing is left behind in the VMM",
+        (Phase::Switchover, Side::Destination) => {
+            "cancelling; the guest runs on at the source, unless that hands it over to this side at this moment"
+        }
         (_, Side::Source) => "cancelling; the guest runs on here",
         (_, Side::Save) => "cancelling; the guest runs on, and the file stays as it was",
         (_, Side::Restore) => "cancelling; nothing will run",
@@ -163,6 +166,9 @@ mod tests {
         assert!(answer(Phase::Rounds, 0, Side::Source).starts_with("cancelling"));
         assert!(answer(Phase::Switchover, 1, Side::Source).starts_with("already cancelling"));
         assert!(answer(Phase::HandedOver, 0, Side::Source).starts_with("too late"));
+        // The source decides, and this side may already have told it to.
+        assert!(answer(Phase::Switchover, 0, Side::Destination).contains("unless"));
+        assert!(!answer(Phase::Rounds, 0, Side::Destination).contains("unless"));
         assert!(answer(Phase::HandedOver, 1, Side::Destination).starts_with("too late"));
     }
 

@@ -154,7 +154,7 @@ impl HandOver<'_, '_, '_> {
         if let Some(stand_in) = stand_in {
             stand_in.may_be_given();
         }
-        super::confirm(&mut **guest, control)?;
+        super::confirm(&mut **guest, control, progress)?;
         if let Ok(Event::Failed(cause)) = arrival.filling.events().try_recv() {
             return Err(cause);
         }

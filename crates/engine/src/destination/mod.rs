@@ -254,7 +254,7 @@ fn load(
     report: &mut Report,
 ) -> Result<(), Error> {
     loaded(guest, state::StateReader::new(control, first, progress), report)?;
-    confirm(guest, control)
+    confirm(guest, control, progress)
 }
 
 /// Loads the device state.
@@ -272,8 +272,11 @@ fn loaded(
 }
 
 /// Says that it is loaded: from now on the guest may be given up to this side.
-fn confirm(guest: &mut dyn DestinationGuest, control: &mut Control) -> Result<(), Error> {
+fn confirm(guest: &mut dyn DestinationGuest, control: &mut Control, progress: &Progress) -> Result<(), Error> {
     guest.check_alive()?;
+    if progress.is_cancelled() {
+        return Err(Error::CANCELLED);
+    }
     // A source that gave the move up before this has said why, and may have left.
     control.send(&Message::Loaded).map_err(|error| control.explain(error))?;
     // While the source decides. If we are killed once it has, nothing of ours is left in a VMM whose guest runs.
