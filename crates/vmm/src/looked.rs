@@ -24,6 +24,8 @@ pub struct Looked {
     pub rights: Vec<Use>,
     /// What can be done with the VM.
     pub uses: Vec<Use>,
+    /// What may be in the way, and can't be known for certain; each with its cure.
+    pub doubts: Vec<String>,
 }
 
 /// A piece of guest memory.

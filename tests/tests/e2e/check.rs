@@ -37,6 +37,7 @@ fn a_guest_is_described_and_not_touched() -> Result<()> {
     for what in ["move", "move --peer qemu", "save --paused", "save --live", "save --background", "watch"] {
         assert_eq!(verdict(&found, what)["works"], true, "{what}: {found}");
     }
+    assert_eq!(found["doubts"], json!([]), "it runs no guests of its own");
     assert_eq!((settings()?, source.open_files()?.len()), (before, files));
     assert_nothing_of_ours(&source)?;
     // People get the same in words.

@@ -49,6 +49,9 @@ fn text(found: &Looked) -> String {
     for of in found.rights.iter().chain(&found.uses) {
         row(&of.what, verdict(of));
     }
+    for doubt in &found.doubts {
+        row("beware", doubt.clone());
+    }
     text
 }
 
@@ -84,6 +87,7 @@ mod tests {
             devices: vec![DeviceFound { name: "n0".into(), kind: "virtio-net-pci".into() }],
             rights: vec![of("trace the VMM", &[])],
             uses: vec![of("move", &["this", "and that"]), of("watch", &[])],
+            doubts: vec!["something".into()],
         };
         assert_eq!(
             text(&found),
@@ -96,7 +100,8 @@ mod tests {
              device                  n0: virtio-net-pci\n\
              trace the VMM           yes\n\
              move                    no: this | and that\n\
-             watch                   yes\n"
+             watch                   yes\n\
+             beware                  something\n"
         );
         assert!(!found.is_fit());
     }

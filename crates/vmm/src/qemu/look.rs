@@ -12,6 +12,7 @@ use super::{
     checks, faults, libvirt,
     machine::{run_state, user_devices},
     memory::Backend,
+    nested,
     qmp::Qmp,
     survey::{self, DestinationSeen, SourceSeen},
     writers,
@@ -50,6 +51,7 @@ fn over(mut qmp: Qmp, options: &AttachOptions) -> Result<Looked, GuestError> {
         "inmigrate" => destination(&mut qmp),
         _ => source(&mut qmp, options),
     };
+    let doubts = if state == "inmigrate" { None } else { nested::doubt(&mut qmp) };
     Ok(Looked {
         vmm: format!("QEMU {}", version(&mut qmp)?),
         pid: qmp.pid(),
@@ -61,6 +63,7 @@ fn over(mut qmp: Qmp, options: &AttachOptions) -> Result<Looked, GuestError> {
         devices: user_devices(&mut qmp)?,
         rights: rights(&qmp),
         uses,
+        doubts: doubts.into_iter().collect(),
     })
 }
 

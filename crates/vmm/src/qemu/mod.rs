@@ -53,6 +53,7 @@ mod machine;
 mod maps;
 mod memory;
 mod migration;
+mod nested;
 mod opened;
 mod overlays;
 mod places;
