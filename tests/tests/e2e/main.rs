@@ -2,9 +2,9 @@
 //! are one program, since each would be linked by itself, and while one test waits for its guest another can go on.
 //!
 //! - The lab: `guests` and `link`, without which no other test would notice a thing
-//! - Moves: `moves`, `converging`, `post_copy`, `at_stop`, `codecs`, `run_state`, `run_at_once`, `disks`, `direct_disks`,
-//!   `strangers`, `settings`; seen and steered from outside: `control`, `holding`; over networks that nobody trusts: `tokens`,
-//!   `certificates`; what others on the same host get: `privacy`; who dies in one: `crash`
+//! - Moves: `moves`, `converging`, `post_copy`, `at_stop`, `codecs`, `run_state`, `run_at_once`, `disks`,
+//!   `direct_disks`, `strangers`, `settings`; seen and steered from outside: `control`, `holding`; over networks that
+//!   nobody trusts: `tokens`, `certificates`; what others on the same host get: `privacy`; who dies in one: `crash`
 //! - To and from a stock QEMU: `qemu_peer_send`, `qemu_peer_receive`, `relay`, `relay_many`; over TLS: `qemu_tls`; who
 //!   dies in one: `qemu_peer_crash`
 //! - Snapshots: `save`, `background`, `restore`, `restore_lazy`, `restore_lazy_full`, `restore_lazy_private`,

@@ -1,5 +1,5 @@
-//! A guest that does something at once where it is let run, so that it does not run any more when somebody looks: it has
-//! arrived all the same, or is back.
+//! A guest that does something at once where it is let run, so that it does not run any more when somebody looks: it
+//! has arrived all the same, or is back.
 use crate::sector::{Gate, Move, PANIC, POWER_OFF, SLEEP, SharedDisk, WRITE, cancel, order};
 use serde_json::json;
 use transship_lab::{Qemu, QemuBuilder, Result, Scratch, Transship, other_qemu, process, wait_until};
