@@ -47,7 +47,7 @@ pub enum Phase {
 pub struct Progress {
     /// The round that is under way, from 1.
     pub round: AtomicU32,
-    /// Bytes of pages that this round has still to look at; `round_total` at its begin.
+    /// Bytes of pages that this round has still to look at; `round_total` at its start.
     pub round_left: AtomicU64,
     /// See `round_left`.
     pub round_total: AtomicU64,

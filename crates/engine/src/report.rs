@@ -166,7 +166,7 @@ pub struct CpuSeconds {
 pub struct FileReport {
     /// `mapped-ram` or `stream`.
     pub format: String,
-    /// Its length from the snapshot's begin on.
+    /// Its length from the snapshot's start on.
     pub bytes: u64,
     /// Bytes that it takes on the disk.
     pub allocated: u64,

@@ -295,7 +295,7 @@ fn more_memory_than_any_machine_has_is_refused_at_once() {
     let [from, to] = ["from", "to"].map(|name| folder.path().join(name));
     let huge = (1 << 56) - 4096;
     for mapped_ram in [false, true] {
-        // With its bitmap the file would be too long to be made: its begin says enough.
+        // With its bitmap the file would be too long to be made: its start says enough.
         let mut writer = StreamWriter::new(0, 7);
         writer.header().configuration(&Configuration { mapped_ram, ..Configuration::new(name("pc")) });
         let at = writer.position();

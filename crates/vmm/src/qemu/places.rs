@@ -8,10 +8,10 @@ use std::os::unix::fs::FileExt;
 
 use serde_json::json;
 use transship_guest::GuestError;
+use transship_memory::PAGE;
 
 use super::{blocks::RamBlock, maps::Mapping, qmp::Qmp};
 
-const PAGE: u64 = 4096;
 /// What is compared is a ROM, or a table; more than any has.
 const COMPARED_MAX: u64 = 4 << 20;
 

@@ -25,9 +25,9 @@ pub(super) struct Program {
     pub(super) seed: u64,
     pub(super) regions: u64,
     pub(super) region_pages: u64,
-    /// Of each region, from its begin.
+    /// Of each region, from its start.
     pub(super) touched_pages: u64,
-    /// Of each region, from its begin.
+    /// Of each region, from its start.
     pub(super) hot_pages: u64,
     pub(super) initial: Initial,
     /// Bytes a second; none: as fast as they can; 0: not at all.

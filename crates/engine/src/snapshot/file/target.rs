@@ -317,7 +317,7 @@ impl Target {
         }
     }
 
-    /// Bytes of the file from the snapshot's begin on, and bytes that it has on the disk.
+    /// Bytes of the file from the snapshot's start on, and bytes that it has on the disk.
     pub(crate) fn size(&self) -> Result<(u64, u64), Error> {
         let (mut bytes, mut allocated) = (0, 0);
         for file in 0..self.files() {
@@ -329,7 +329,7 @@ impl Target {
         Ok((bytes, allocated))
     }
 
-    /// Everything but `head`, which belongs at the snapshot's begin, was written: makes the file whole, and durably so.
+    /// Everything but `head`, which belongs at the snapshot's start, was written: makes the file whole, and durably so.
     ///
     /// # Errors
     /// Up to its new name, the system's own: nothing has changed. After that: it's there, and may be gone after a power

@@ -43,7 +43,7 @@ pub(crate) struct Layout {
 
 /// Everything that is no page, and the places of the devices' pages.
 pub(crate) struct Around {
-    /// In the order of the file; the first is its begin.
+    /// In the order of the file; the first is its start.
     pub(crate) pieces: Vec<Piece>,
     pub(crate) devices: Vec<Geometry>,
 }

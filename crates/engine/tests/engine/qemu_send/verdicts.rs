@@ -45,7 +45,7 @@ fn whatever_it_says_before_the_end_the_guest_stays_here() {
                 assert_eq!(guest.resumed(), stopped.then_some(true), "{story}");
                 assert!(
                     ping > 2 || !stopped,
-                    "{story}: what can be refused at the begin is refused before it is stopped"
+                    "{story}: what can be refused at the start is refused before it is stopped"
                 );
             }
         }
