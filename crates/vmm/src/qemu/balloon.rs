@@ -229,11 +229,19 @@ impl Made {
 
     /// Plugs it in again when it is gone; false: it is there, and the guest does not let go of it.
     pub(super) fn plug_back(&self, qmp: &mut Qmp) -> Result<bool, GuestError> {
-        if !self.wait_gone(qmp, Instant::now() + LEAVING_WAIT)? {
+        let until = Instant::now() + LEAVING_WAIT;
+        if !self.wait_gone(qmp, until)? {
             return Ok(false);
         }
-        qmp.execute("device_add", Value::Object(self.0.clone()))?;
-        Ok(true)
+        loop {
+            match qmp.execute("device_add", Value::Object(self.0.clone())) {
+                // A device that has gone may hold its chardev for a moment longer, and no event says when it does not.
+                Err(QmpError::Refused { .. }) if Instant::now() < until => {
+                    qmp.wait_event("DEVICE_DELETED", Instant::now() + EVENT_WAIT)?;
+                }
+                other => return Ok(other.map(|_| true)?),
+            }
+        }
     }
 
     /// How a person plugs it in, as QMP has it.
@@ -262,5 +270,36 @@ fn is_same(pid: i32, theirs: &str, ours: &Path) -> bool {
     match (file(Path::new(&base).join(theirs.trim_start_matches('/'))), file(ours.to_owned())) {
         (Some(theirs), Some(ours)) => theirs == ours,
         _ => Path::new(theirs) == ours,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+    use crate::qemu::qmp::tests::peer;
+
+    const GONE: &str = r#"{"error": {"class": "GenericError", "desc": "Device 'balloon0' not found"}, "id": ID}"#;
+    const IN_USE: &str =
+        r#"{"error": {"class": "GenericError", "desc": "chardev 'balloon' is already in use"}, "id": ID}"#;
+    const YES: &str = r#"{"return": {}, "id": ID}"#;
+
+    fn made() -> Made {
+        serde_json::from_value(json!({ "driver": "vhost-user-device-pci", "id": "balloon0" })).unwrap()
+    }
+
+    #[test]
+    fn a_device_is_plugged_in_again_though_its_chardev_is_still_in_use() {
+        let (_dir, path) = peer(&[GONE, IN_USE, IN_USE, YES]);
+        assert!(made().plug_back(&mut Qmp::connect(&path).unwrap()).unwrap());
+    }
+
+    #[test]
+    fn a_refusal_that_stays_is_told() {
+        let mut answers = vec![GONE];
+        answers.resize(100, IN_USE);
+        let (_dir, path) = peer(answers.leak());
+        let error = made().plug_back(&mut Qmp::connect(&path).unwrap()).unwrap_err().to_string();
+        assert!(error.contains("already in use"), "{error}");
     }
 }
