@@ -170,8 +170,10 @@ impl PostCopy<'_> {
         progress.round_left.store(bytes, Relaxed);
         progress.set_phase(Phase::Filling);
         let wire = progress.wire_bytes.load(Relaxed);
-        let line = self.line.take();
+        let mut line = self.line.take();
         if !self.is_confirmed {
+            // It may not have heard that the guest is its own. Another line begins with that.
+            line = None;
             tracing::warn!(
                 "the destination has not said yet that the guest runs. If it never ran there, and nobody listens at \
                  {} any more, end this command, and resume the guest here with: {by_hand}",
