@@ -1,11 +1,9 @@
 //! Guests saved to encrypted files: they go on from them, `age` and a stock QEMU read them, and nobody else does.
-use std::{
-    fs,
-    path::{Path, PathBuf},
-    process::Command,
-};
+use std::{fs, path::Path, process::Command};
 
-use transship_lab::{Finished, LabError, Qemu, Result, Scratch, Transship, transship::TransshipBuilder};
+use transship_lab::{
+    Finished, LabError, Qemu, Result, Scratch, Transship, process::of_ours, transship::TransshipBuilder, wait_until,
+};
 
 use crate::{
     save::assert_goes_on,
@@ -206,21 +204,22 @@ fn a_save_that_is_killed_leaves_nothing_in_clear() -> Result<()> {
     let path = folder.join("snapshot");
     let part = folder.join(".snapshot.transship-part");
     for step in ["round", "tail", "synced"] {
-        let left: PathBuf = match step {
+        let (killed, left) = match step {
             "synced" => {
                 // As a descriptor it is written in place.
                 let script = format!("exec \"$0\" \"$@\" 3>'{}'", path.display());
                 let prefix = ["sh", "-c", &script].map(str::to_owned);
                 let armed = saving(&source, "fd:3", &[&mine]).prefix(&prefix);
-                armed.env("TRANSSHIP_FAIL_POINT", format!("save.{step}=kill")).run()?;
-                path.clone()
+                (armed.env("TRANSSHIP_FAIL_POINT", format!("save.{step}=kill")).run()?, path.clone())
             }
             _ => {
                 let armed = saving(&source, &text(&path), &[&mine]);
-                armed.env("TRANSSHIP_FAIL_POINT", format!("save.{step}=kill")).run()?;
-                part.clone()
+                (armed.env("TRANSSHIP_FAIL_POINT", format!("save.{step}=kill")).run()?, part.clone())
             }
         };
+        assert_eq!(killed.code(), None, "{step}: {killed}");
+        // Its guard may still speak with QEMU, which has no ear for the next save then.
+        wait_until("its guard to end", || Ok(of_ours(&source.vm(), "").is_empty()))?;
         let bytes = bytes(&left)?;
         assert!(bytes.len() > 1 << 20 && !shows_memory(&bytes), "{step}: {} bytes", bytes.len());
         assert!(bytes[..19] == [0; 19], "{step}: it has its head");
