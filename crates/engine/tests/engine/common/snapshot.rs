@@ -5,10 +5,22 @@ use std::{
     path::Path,
 };
 
+use rustix::fs::IFlags;
 use transship_wire::{
     libvirt,
     qemu::{Configuration, GlobalState, PageContent, Record, Step, StreamReader, Tail},
 };
+
+/// Nothing can remove the files of an image before that, not even the end of a test.
+fn let_go(image: &Path) {
+    for entry in fs::read_dir(image).unwrap() {
+        let file = File::open(entry.unwrap().path()).unwrap();
+        // A file system that has no flags has set none.
+        if let Ok(flags) = rustix::fs::ioctl_getflags(&file) {
+            rustix::fs::ioctl_setflags(&file, flags - IFlags::IMMUTABLE).unwrap();
+        }
+    }
+}
 
 /// What is in the file.
 pub struct Snapshot {
@@ -82,6 +94,7 @@ impl Snapshot {
 
     /// An image: a folder with the memory, and everything else beside it.
     pub fn read_folder(path: &Path) -> Self {
+        let_go(path);
         let mut snapshot = Self::read(&path.join("state"), 0);
         let names = (0..snapshot.names.len()).map(|number| match number {
             0 => "memory".to_owned(),
