@@ -19,14 +19,15 @@ use crate::{
 };
 
 const LONG_ABOUT: &str = "\
-Makes guests from one moment of a small guest that runs on: by `transship fork`, whose clones map the image; by stock \
+Makes guests from one moment of a guest that runs on: by `transship fork`, whose clones map the image; by stock \
 QEMU, each loading the same guest from a mapped-ram file; and by `transship restore --lazy`. The time of each is that \
 from a QEMU that waits to a guest that runs; how long QEMU itself takes to start is measured beside it. Memory is what \
 all of them take together three seconds later, shared pages counted once.
 
 The small guest runs under KVM where that works. The Linux guest is emulated: each of its QEMUs then also has memory \
-for the code that it has translated, which nobody shares. Either guest has --content of its memory filled, and writes nothing. The benchmark needs \
-the largest of --count times --content plus 40 MiB, and twice the largest --mem. Keep the machine otherwise idle.";
+for the code that it has translated, which nobody shares. Either guest has --content of its memory filled, and writes \
+nothing. The benchmark needs the largest of --count times --content plus 40 MiB, and twice the largest --mem. Keep the \
+machine otherwise idle.";
 
 /// Many guests from one moment of another.
 #[derive(Debug, Clone, clap::Args)]

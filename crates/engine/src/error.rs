@@ -160,6 +160,14 @@ impl Error {
     /// The user's wish, before a restored guest runs.
     pub(crate) const RESTORE_CANCELLED: Self = Self::Cancelled(Cancelled::Restore);
 
+    /// What a person does with a lazily restored guest that this has stopped: a sentence without its full stop.
+    pub fn restore_anew(&self) -> &'static str {
+        match self {
+            Self::Memory(_) => "Restore it into a new VMM",
+            _ => "Restore it into a new VMM from another copy of the file",
+        }
+    }
+
     pub(crate) fn untrusted(peer: &str, why: &transship_secure::SecureError) -> Self {
         Self::Untrusted(format!("no encrypted connection with {peer}: {why}"))
     }

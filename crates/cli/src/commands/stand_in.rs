@@ -201,13 +201,10 @@ impl Talk {
     /// A page can't be brought: the guest must not go on to where it would need it.
     fn stopped(&mut self, vm: &VmAddress, error: &Error) {
         let found = stop_abandoned(vm).unwrap_or_else(|why| format!("can't stop it: {why}"));
-        let again = match error {
-            Error::Memory(_) => "Restore it into a new VMM",
-            _ => "Restore it into a new VMM from another copy of the file",
-        };
         self.say(&format!(
             "{error}. The guest was stopped where it was, before it read any wrong data: {found}. Until it has ended, \
-             this process makes sure that missing pages are not read as zeros. {again}"
+             this process makes sure that missing pages are not read as zeros. {}",
+            error.restore_anew()
         ));
         self.end();
     }

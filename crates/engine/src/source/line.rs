@@ -157,6 +157,11 @@ impl Line {
     pub(super) fn give_up(mut self, reason: String) {
         self.state.told().last_word = Some(reason);
         self.urgent.end_reading();
+        self.await_server();
+    }
+
+    /// Returns when the thread that serves has ended, which somebody has brought about.
+    fn await_server(&mut self) {
         if let Some(server) = self.server.take() {
             // A panic there has been printed.
             let _ = server.join();
@@ -175,10 +180,7 @@ impl Drop for Line {
         // What was said last is still to arrive.
         self.urgent.end_writing();
         self.urgent.end_reading();
-        if let Some(server) = self.server.take() {
-            // A panic there has been printed.
-            let _ = server.join();
-        }
+        self.await_server();
     }
 }
 

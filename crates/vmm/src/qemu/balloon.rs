@@ -298,7 +298,7 @@ mod tests {
     fn a_refusal_that_stays_is_told() {
         let mut answers = vec![GONE];
         answers.resize(100, IN_USE);
-        let (_dir, path) = peer(answers.leak());
+        let (_dir, path) = peer(&answers);
         let error = made().plug_back(&mut Qmp::connect(&path).unwrap()).unwrap_err().to_string();
         assert!(error.contains("already in use"), "{error}");
     }

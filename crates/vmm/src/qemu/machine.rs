@@ -212,8 +212,7 @@ mod tests {
 
     /// A QEMU that answers so, and ends.
     fn qemu(answers: &[&str]) -> (tempfile::TempDir, Qmp) {
-        let answers: Vec<&'static str> = answers.iter().map(|answer| &*answer.to_string().leak()).collect();
-        let (dir, path) = peer(answers.leak());
+        let (dir, path) = peer(answers);
         let qmp = Qmp::connect(&path).unwrap();
         (dir, qmp)
     }

@@ -50,8 +50,7 @@ mod tests {
             format!(r#"{{"return": {{"enabled": {kvm}, "present": true}}, "id": ID}}"#),
             format!(r#"{{"return": "{registers}", "id": ID}}"#),
         ];
-        let answers: Vec<&'static str> = answers.into_iter().map(|answer| &*answer.leak()).collect();
-        let (_dir, path) = peer(answers.leak());
+        let (_dir, path) = peer(&answers.each_ref().map(String::as_str));
         doubt(&mut Qmp::connect(&path).unwrap())
     }
 

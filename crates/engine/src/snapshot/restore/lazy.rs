@@ -179,10 +179,7 @@ fn wait(restore: &mut Restore<'_>, filling: &FromFile) -> Result<(), Failed> {
                 Ok(found) => found,
                 Err(why) => format!("can't stop it: {why}"),
             };
-            let again = match &error {
-                Error::Memory(_) => "Restore it into a new VMM",
-                _ => "Restore it into a new VMM from another copy of the file",
-            };
+            let again = error.restore_anew();
             let error = Error::unknown(error, |error| {
                 format!(
                     "{error}. The guest had been started, and was stopped where it was, before it read any wrong data: \

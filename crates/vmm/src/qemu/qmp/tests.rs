@@ -12,7 +12,9 @@ use std::{
 const GREETING: &str = r#"{"QMP": {"version": {"qemu": {"micro": 2, "minor": 0, "major": 10}}, "capabilities": []}}"#;
 
 /// A peer that answers the n-th command with the n-th list of lines; `ID` in them becomes the command's id.
-pub(in crate::qemu) fn peer(answers: &'static [&'static str]) -> (tempfile::TempDir, PathBuf) {
+pub(in crate::qemu) fn peer(answers: &[&str]) -> (tempfile::TempDir, PathBuf) {
+    let answers: Vec<String> =
+        [r#"{"return": {}, "id": ID}"#].iter().chain(answers).map(|answer| (*answer).to_owned()).collect();
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("qmp");
     let listener = UnixListener::bind(&path).unwrap();
@@ -21,7 +23,7 @@ pub(in crate::qemu) fn peer(answers: &'static [&'static str]) -> (tempfile::Temp
         let mut writer = stream.try_clone().unwrap();
         writeln!(writer, "{GREETING}\r").unwrap();
         let commands = BufReader::new(stream).lines();
-        for (command, answer) in commands.zip(std::iter::once(&r#"{"return": {}, "id": ID}"#).chain(answers)) {
+        for (command, answer) in commands.zip(answers) {
             let command: Value = serde_json::from_str(&command.unwrap()).unwrap();
             let answer = answer.replace("ID", &command["id"].to_string());
             writeln!(writer, "{answer}").unwrap();
@@ -94,7 +96,7 @@ fn lines_that_are_not_qmp_are_refused() {
 
 #[test]
 fn an_endless_line_does_not_take_all_memory() {
-    let (_dir, path) = peer(Box::leak(Box::new([&*"x".repeat(LINE_BYTES_MAX + (1 << 20)).leak()])));
+    let (_dir, path) = peer(&[&"x".repeat(LINE_BYTES_MAX + (1 << 20))]);
     let error = Qmp::connect(&path).unwrap().execute("x", json!({})).unwrap_err();
     assert!(error.to_string().contains("more than 8 MiB"), "{error}");
 }
