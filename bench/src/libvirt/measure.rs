@@ -43,7 +43,10 @@ impl Hosts {
         let link = SlowLink::new(mbit).map_err(text)?;
         let here = LibvirtHost::start_by("here", &link.source()).map_err(text)?;
         let there = LibvirtHost::start_by("there", &link.destination()).map_err(text)?;
-        Ok(here.zip(there).map(|(here, there)| Self { here, there: Some((there, link)) }))
+        let Some((here, there)) = here.zip(there) else { return Ok(None) };
+        // A libvirt asks a QEMU that it has not seen before what it can do: seconds, of the first domain.
+        there.virsh(&["domcapabilities"]).map_err(text)?;
+        Ok(Some(Self { here, there: Some((there, link)) }))
     }
 
     /// libvirt's, and QEMU's.
@@ -67,7 +70,8 @@ impl Hosts {
         fill(&self.here, table.mem, corpus)?;
         let done = match what {
             Deed::Save | Deed::SaveSparse => self.save(what, by, &table.dir),
-            Deed::Migrate => self.migrate(by),
+            Deed::Migrate => self.migrate(by, &[]),
+            Deed::MigrateParallel => self.migrate(by, &["--parallel"]),
         };
         drop(serial);
         let hosts = [Some(&self.here), self.there.as_ref().map(|(there, _)| there)];
@@ -108,7 +112,7 @@ impl Hosts {
         Ok(Once { ms, downtime_ms: downtime_ms.unwrap_or(ms), bytes: Some(bytes) })
     }
 
-    fn migrate(&self, by: By) -> Result<Once, String> {
+    fn migrate(&self, by: By, more: &[&str]) -> Result<Once, String> {
         let Some((there, link)) = &self.there else { return Err("there is no second host".into()) };
         let mut relays = Vec::new();
         let (uri, listen) = match by {
@@ -124,7 +128,7 @@ impl Hosts {
         let to = there.uri();
         let words = ["migrate", "--live", "--unsafe", NAME, &to, "--migrateuri", &uri, "--listen-address", &listen];
         let begin = Instant::now();
-        self.here.virsh(&words).map_err(text)?;
+        self.here.virsh(&[&words, more].concat()).map_err(text)?;
         let ms = millis(begin.elapsed());
         drop(relays);
         let done = there.virsh(&["domjobinfo", NAME, "--completed", "--rawstats"]).map_err(text)?;

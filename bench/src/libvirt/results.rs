@@ -51,8 +51,8 @@ impl Series {
 
     fn by(&self) -> &'static str {
         match (self.by, self.what) {
-            (By::Transship, Deed::Migrate) => "virsh through relays",
-            (By::Transship, _) => "transship",
+            (By::Transship, Deed::Migrate | Deed::MigrateParallel) => "virsh through relays",
+            (By::Transship, Deed::Save | Deed::SaveSparse) => "transship",
             (By::Virsh, _) => "virsh",
         }
     }
@@ -159,7 +159,7 @@ impl Results {
         let times =
             |what: &str, wanted: f64| Some(Aim::new(title(what), Bound::AtLeast, wanted, self.times(series)?, "times"));
         let aims = match series.what {
-            Deed::Migrate => vec![times("as fast as without relays", MIGRATE_TIMES)],
+            Deed::Migrate | Deed::MigrateParallel => vec![times("as fast as without relays", MIGRATE_TIMES)],
             Deed::Save | Deed::SaveSparse => vec![
                 Some(Aim::new(title("stands still"), Bound::AtMost, DOWNTIME_MS, series.downtime(), "ms")),
                 times("on the disk as soon as by virsh", SAVE_TIMES),
@@ -202,7 +202,7 @@ mod tests {
     use super::*;
 
     fn series(what: Deed, by: By, ms: f64, downtime_ms: f64) -> Series {
-        let bytes = (what != Deed::Migrate).then_some(1 << 30);
+        let bytes = (!what.is_migration()).then_some(1 << 30);
         Series { what, by, runs: vec![Once { ms, downtime_ms, bytes }; 3] }
     }
 
