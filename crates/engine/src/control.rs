@@ -99,13 +99,19 @@ impl Control {
         }
     }
 
+    /// What the peer has said and nobody has heard yet. An `Abort` is an error here.
+    pub(crate) fn hear(&self) -> Result<Option<Message>, Error> {
+        match self.incoming.try_recv() {
+            Err(TryRecvError::Empty) => Ok(None),
+            Err(TryRecvError::Disconnected) => Err(self.gone()),
+            Ok(message) => self.unless_abort(message?).map(Some),
+        }
+    }
+
     /// An error if the peer has spoken: nothing is expected from it now but an `Abort`.
     pub(crate) fn check_silence(&self) -> Result<(), Error> {
-        match self.incoming.try_recv() {
-            Err(TryRecvError::Empty) => Ok(()),
-            Err(TryRecvError::Disconnected) => Err(self.gone()),
-            Ok(message) => Err(self.unexpected(&self.unless_abort(message?)?, "while pages are on their way")),
-        }
+        let unexpected = |message: Message| self.unexpected(&message, "while pages are on their way");
+        self.hear()?.map_or(Ok(()), |message| Err(unexpected(message)))
     }
 
     pub(crate) fn unless_abort(&self, message: Message) -> Result<Message, Error> {

@@ -247,6 +247,8 @@ fn a_failure_before_the_guest_is_given_up_leaves_it_where_it_is() -> Result<()> 
             }
             let received = receive.wait()?;
             assert_ne!(received.code(), Some(0), "{story}: {received}");
+            // It hears that the other one has ended, whatever it waits for.
+            assert!(!received.stderr.contains(" within "), "{story}: {received}");
             assert_ne!(destination.status()?, "running", "{story}: it runs twice");
         }
     }

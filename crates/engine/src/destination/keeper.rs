@@ -73,19 +73,30 @@ impl Lines {
         self.told.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Waits for the first.
-    pub(super) fn first(&self) -> Result<(), Error> {
-        let told = self.told();
-        let is_waiting = |told: &mut Told| !told.is_there && told.failed.is_none();
-        let waited = self.changed.wait_timeout_while(told, LINE_TIMEOUT, is_waiting);
-        let (mut told, _) = waited.unwrap_or_else(PoisonError::into_inner);
-        match told.failed.take() {
-            Some(error) => Err(error),
-            None if told.is_there => Ok(()),
-            None => Err(Error::Protocol {
-                peer: "the source".into(),
-                what: format!("has not opened its supply line within {} s", LINE_TIMEOUT.as_secs()),
-            }),
+    /// Waits for the first, for as long as the source is there. What it says meanwhile, if the line was slower than
+    /// that, is returned.
+    pub(super) fn first(&self, control: &Control, progress: &Progress) -> Result<Option<Message>, Error> {
+        let deadline = Instant::now() + LINE_TIMEOUT;
+        let mut early = None;
+        loop {
+            let is_waiting = |told: &mut Told| !told.is_there && told.failed.is_none();
+            let waited = self.changed.wait_timeout_while(self.told(), TICK, is_waiting);
+            let (mut told, _) = waited.unwrap_or_else(PoisonError::into_inner);
+            match told.failed.take() {
+                Some(error) => return Err(error),
+                None if told.is_there => return Ok(early),
+                None => drop(told),
+            }
+            if progress.is_cancelled() {
+                return Err(Error::CANCELLED);
+            }
+            if early.is_none() {
+                early = control.hear()?;
+            }
+            if Instant::now() > deadline {
+                let what = format!("has not opened its supply line within {} s", LINE_TIMEOUT.as_secs());
+                return Err(Error::Protocol { peer: "the source".into(), what });
+            }
         }
     }
 }

@@ -116,10 +116,10 @@ impl Destination<'_> {
             scope.spawn(|| arrival.serve());
             scope.spawn(move || keeper.run());
             let before = |error| (error, Ending::Complete);
-            lines.first().map_err(before)?;
+            let early = lines.first(control, progress).map_err(before)?;
             let mut hand_over =
                 HandOver { guest: &mut **guest, stand_in, control, progress, report, stopped, arrival, lines: &lines };
-            let (begin, started) = hand_over.run().map_err(before)?;
+            let (begin, started) = hand_over.run(early).map_err(before)?;
             wait(&mut **guest, &arrival.filling)?;
             sums.filled_ms = begin.elapsed().as_secs_f64() * 1e3;
             started.map_err(|error| (error, Ending::Complete))
@@ -147,9 +147,11 @@ struct HandOver<'a, 'c, 's> {
 
 impl HandOver<'_, '_, '_> {
     /// When it was started, and whether it could be. A guest that can't be started gets its pages all the same.
-    fn run(&mut self) -> Result<(Instant, Result<(), Error>), Error> {
+    /// `early`: what the source has said already.
+    fn run(&mut self, early: Option<Message>) -> Result<(Instant, Result<(), Error>), Error> {
         let Self { guest, stand_in, control, progress, report, stopped, arrival, lines } = self;
-        let first = control.receive("its device state", STALL_TIMEOUT * 2, progress)?;
+        let state = || control.receive("its device state", STALL_TIMEOUT * 2, progress);
+        let first = early.map_or_else(state, Ok)?;
         loading::load(&mut **guest, control, first, (arrival, lines), (progress, report))?;
         if let Some(stand_in) = stand_in {
             stand_in.may_be_given();
