@@ -1,20 +1,24 @@
 //! Where QEMU keeps the guest's memory: which backends there are (QMP), which files back them, and where they are in
 //! its process (`info ramblock`, `/proc/PID/maps`).
+mod areas;
+mod opened;
+
 use std::{
-    fs::{self, File, OpenOptions},
-    os::fd::OwnedFd,
+    fs,
     path::{Path, PathBuf},
-    sync::Arc,
 };
 
 use serde_json::{Value, json};
 use transship_guest::GuestError;
-use transship_memory::{Access, Area, GuestMemory, InProcess, Keep, PAGE_BYTES, Process, Region};
+use transship_memory::Keep;
 use transship_wire::RegionDescription;
 
+pub(super) use self::{
+    areas::areas,
+    opened::{map, open_process},
+};
 use super::{
     blocks::{self, RamBlock},
-    checks,
     maps::{FileId, Mapping, path_to},
     places,
     qmp::{Qmp, Question},
@@ -280,148 +284,11 @@ impl Backend {
     fn is_private(&self) -> bool {
         matches!(&self.held, Held::Private { .. })
     }
-
-    /// The part of it that a mapping shows.
-    fn area_of(&self, region: usize, mapping: &Mapping) -> Option<Area> {
-        let (first, start) = match &self.held {
-            // From the beginning of the memory on, and of the mapping.
-            Held::Shared { file, offset, .. } if mapping.is_shared && mapping.file == *file => {
-                (mapping.file_offset.saturating_sub(*offset), offset.saturating_sub(mapping.file_offset))
-            }
-            Held::Private { address, .. } if !mapping.is_shared && mapping.is_writable => {
-                (mapping.start.saturating_sub(*address), address.saturating_sub(mapping.start))
-            }
-            _ => return None,
-        };
-        let here = mapping.start.checked_add(start).filter(|here| *here < mapping.end && first < self.bytes)?;
-        let bytes = (mapping.end - here).min(self.bytes - first);
-        Some(Area { region, first_page: first / PAGE_BYTES as u64, address: here, bytes })
-    }
-
-    fn open_file(&self, file: FileId, path: &Path, access: Access) -> Result<OwnedFd, GuestError> {
-        let failed = |why: String| {
-            GuestError::Unfit(format!("can't open guest memory {:?} in {}: {why}", self.id, path.display()))
-        };
-        let open = |access| OpenOptions::new().read(true).write(access == Access::ReadWrite).open(path);
-        let mut opened = open(access).map_err(|e| failed(format!("{e}; run as root or as QEMU's user")))?;
-        if checks::is_hugetlbfs(&opened) {
-            // Only by a descriptor for writing the kernel says where such a file has holes. Without the right to it all
-            // pages count as data.
-            opened = open(Access::ReadWrite).unwrap_or(opened);
-        }
-        let about = opened.metadata().map_err(|e| failed(e.to_string()))?;
-        if FileId::of(&about) != file {
-            return Err(failed("the file was replaced while it was opened".to_owned()));
-        }
-        Ok(File::into(opened))
-    }
-
-    fn open_unnamed(&self, pid: i32, file: FileId, access: Access) -> Result<OwnedFd, GuestError> {
-        let path = path_to(pid, file).map_err(|e| {
-            GuestError::Unfit(format!("can't open guest memory {:?} of process {pid}: {e}; run as root", self.id))
-        })?;
-        self.open_file(file, &path, access)
-    }
-
-    /// The file that private memory shows where it was not written. For writing only if it has no name: then nobody
-    /// else can find it.
-    fn open_below(&self, pid: i32, file: FileId, access: Access) -> Result<OwnedFd, GuestError> {
-        let opened = self.open_unnamed(pid, file, Access::Read)?;
-        let is_nameless = rustix::fs::fstat(&opened).is_ok_and(|stat| stat.st_nlink == 0);
-        if access == Access::Read || !is_nameless {
-            return Ok(opened);
-        }
-        // Without the right to it, it can be read all the same.
-        Ok(self.open_unnamed(pid, file, Access::ReadWrite).unwrap_or(opened))
-    }
-
-    fn region(&self, pid: i32, process: Option<&Arc<Process>>, access: Access) -> Result<Region, GuestError> {
-        let region = match (&self.held, process) {
-            (Held::Shared { file, offset, path, keep }, _) => {
-                let opened = match path {
-                    Some(path) => self.open_file(*file, path, access)?,
-                    None => self.open_unnamed(pid, *file, access)?,
-                };
-                Region::map(&self.id, opened, *offset, self.bytes, access).map(|region| region.keeping(*keep))
-            }
-            (Held::Private { address, page_bytes, below, keep }, Some(process)) => {
-                let below = below.map(|(file, offset)| Ok((self.open_below(pid, file, access)?, offset)));
-                let file = below.transpose().map_err(|e: GuestError| e)?;
-                let (process, address, page_bytes) = (Arc::clone(process), *address, *page_bytes);
-                let memory = InProcess { process, address, bytes: self.bytes, page_bytes, file };
-                Region::in_process(&self.id, memory, access).map(|region| region.keeping(*keep))
-            }
-            (Held::Private { .. }, None) => return Err(GuestError::Bug(format!("process {pid} was not opened"))),
-        };
-        Ok(region?)
-    }
 }
 
 /// Whether QEMU can be told to leave all of it out of its own stream.
 pub(super) fn can_be_left_out(backends: &[Backend]) -> bool {
     backends.iter().all(Backend::can_be_left_out)
-}
-
-/// QEMU's process, for its private memory.
-pub(super) fn open_process(pid: i32, access: Access) -> Result<Arc<Process>, GuestError> {
-    Process::open(pid, access)
-        .map(Arc::new)
-        .map_err(|e| GuestError::Unfit(format!("{e}; run as root or as QEMU's user")))
-}
-
-/// Makes all backends readable, or writable, from here.
-pub(super) fn map(pid: i32, backends: &[Backend], access: Access) -> Result<GuestMemory, GuestError> {
-    let process = backends.iter().any(Backend::is_private).then(|| open_process(pid, access)).transpose()?;
-    let regions = backends.iter().map(|backend| backend.region(pid, process.as_ref(), access));
-    Ok(GuestMemory::new(regions.collect::<Result<_, _>>()?))
-}
-
-/// Where QEMU has the backends, ascending, with neighbours joined. Every page of every backend is in some area.
-pub(super) fn areas(qmp: &mut Qmp, backends: &[Backend]) -> Result<Vec<Area>, GuestError> {
-    let pid = qmp.pid();
-    let mappings = qmp.process().mappings()?;
-    let mut areas = Vec::new();
-    for (region, backend) in backends.iter().enumerate() {
-        let of_region: Vec<Area> = mappings.iter().filter_map(|mapping| backend.area_of(region, mapping)).collect();
-        if !covers_all(&of_region, backend.bytes) {
-            return Err(GuestError::Unfit(format!(
-                "guest memory {:?}: process {pid} maps only a part of it; is it QEMU itself that listens on the QMP socket?",
-                backend.id
-            )));
-        }
-        areas.extend(joined(of_region));
-    }
-    Ok(areas)
-}
-
-fn covers_all(areas: &[Area], bytes: u64) -> bool {
-    let mut parts: Vec<(u64, u64)> =
-        areas.iter().map(|area| (area.first_page * PAGE_BYTES as u64, area.bytes)).collect();
-    parts.sort_unstable();
-    let covered = parts.into_iter().fold(
-        0,
-        |covered, (start, length)| {
-            if start <= covered { covered.max(start + length) } else { covered }
-        },
-    );
-    covered >= bytes
-}
-
-/// The kernel splits a mapping whose parts were advised differently; for tracking they are one.
-fn joined(areas: Vec<Area>) -> Vec<Area> {
-    let mut joined: Vec<Area> = Vec::with_capacity(areas.len());
-    for area in areas {
-        match joined.last_mut() {
-            Some(last)
-                if last.address + last.bytes == area.address
-                    && last.first_page * PAGE_BYTES as u64 + last.bytes == area.first_page * PAGE_BYTES as u64 =>
-            {
-                last.bytes += area.bytes;
-            }
-            _ => joined.push(area),
-        }
-    }
-    joined
 }
 
 #[cfg(test)]
@@ -440,61 +307,6 @@ impl Backend {
 mod tests {
     #![allow(clippy::unwrap_used)]
     use super::*;
-
-    fn backend(bytes: u64, file_offset: u64) -> Backend {
-        Backend::shared("mem0", bytes, file_offset)
-    }
-
-    fn area(first_page: u64, address: u64, bytes: u64) -> Area {
-        Area { region: 0, first_page, address, bytes }
-    }
-
-    #[test]
-    fn an_area_is_the_part_of_a_mapping_that_shows_the_backend() {
-        let mapping = Mapping::test("10000-20000 rw-s 00004000 00:1b 2 /dev/shm/g");
-        assert_eq!(backend(0x100_0000, 0).area_of(0, &mapping), Some(area(4, 0x10000, 0x10000)));
-        assert_eq!(backend(0x2000, 0x8000).area_of(0, &mapping), Some(area(0, 0x14000, 0x2000)));
-        assert_eq!(backend(0x4000, 0).area_of(0, &mapping), None);
-        assert_eq!(backend(0x4000, 0x14000).area_of(0, &mapping), None);
-        let private = Mapping::test("10000-20000 rw-p 00004000 00:1b 2 /dev/shm/g");
-        assert_eq!(backend(0x100_0000, 0).area_of(0, &private), None);
-        let other = Mapping::test("10000-20000 rw-s 00004000 00:1b 3 /dev/shm/g");
-        assert_eq!(backend(0x100_0000, 0).area_of(0, &other), None);
-    }
-
-    #[test]
-    fn an_area_of_private_memory_is_the_part_of_a_mapping_at_its_addresses() {
-        let backend = |address, bytes| Backend {
-            held: Held::Private { address, page_bytes: 4096, below: None, keep: Keep::Nothing },
-            ..Backend::test("pc.ram", bytes)
-        };
-        let mapping = Mapping::test("10000-20000 rw-p 00000000 00:00 0 ");
-        assert_eq!(backend(0x10000, 0x10000).area_of(0, &mapping), Some(area(0, 0x10000, 0x10000)));
-        assert_eq!(backend(0x12000, 0x2000).area_of(0, &mapping), Some(area(0, 0x12000, 0x2000)));
-        // Two mappings show it, which the kernel has split.
-        assert_eq!(backend(0xf000, 0x20000).area_of(0, &mapping), Some(area(1, 0x10000, 0x10000)));
-        assert_eq!(backend(0x20000, 0x1000).area_of(0, &mapping), None);
-        assert_eq!(backend(0x8000, 0x8000).area_of(0, &mapping), None);
-        let guard = Mapping::test("10000-20000 ---p 00000000 00:00 0 ");
-        assert_eq!(backend(0x10000, 0x10000).area_of(0, &guard), None);
-    }
-
-    #[test]
-    fn a_backend_is_covered_when_no_page_is_left_out() {
-        assert!(covers_all(&[area(0, 0x10000, 0x3000)], 0x3000));
-        assert!(covers_all(&[area(1, 0x10000, 0x2000), area(0, 0x50000, 0x1000)], 0x3000));
-        assert!(!covers_all(&[area(0, 0x10000, 0x1000), area(2, 0x12000, 0x1000)], 0x3000));
-        assert!(!covers_all(&[area(0, 0x10000, 0x2000)], 0x3000));
-        assert!(!covers_all(&[], 0x1000));
-    }
-
-    #[test]
-    fn neighbours_in_memory_and_in_the_file_are_joined() {
-        let split = vec![area(0, 0x10000, 0x1000), area(1, 0x11000, 0x2000), area(3, 0x20000, 0x1000)];
-        assert_eq!(joined(split), [area(0, 0x10000, 0x3000), area(3, 0x20000, 0x1000)]);
-        let same_page_twice = vec![area(0, 0x10000, 0x1000), area(0, 0x11000, 0x1000)];
-        assert_eq!(joined(same_page_twice.clone()), same_page_twice);
-    }
 
     #[test]
     fn memory_of_unknown_kind_is_refused_with_its_cure() {
