@@ -1,6 +1,7 @@
 //! Guests saved to encrypted files: they go on from them, `age` and a stock QEMU read them, and nobody else does.
 use std::{fs, path::Path, process::Command};
 
+use memchr::memmem;
 use transship_lab::{
     Finished, LabError, Qemu, Result, Scratch, Transship, process::of_ours, transship::TransshipBuilder, wait_until,
 };
@@ -45,7 +46,7 @@ fn write(path: &Path, bytes: &[u8]) -> Result<()> {
 }
 
 fn shows_memory(bytes: &[u8]) -> bool {
-    bytes.windows(MARKER.len()).any(|window| window == MARKER)
+    memmem::find(bytes, MARKER).is_some()
 }
 
 fn saving(guest: &Qemu, to: &str, keys: &[&str]) -> TransshipBuilder {
@@ -155,7 +156,7 @@ fn what_is_not_whole_or_for_others_starts_no_guest() -> Result<()> {
     saving(&source, &text(&whole), &[&mine]).args(["--paused", "--stay-stopped"]).run()?.expect_code(0)?;
     saving(&source, &text(&clear), &[]).args(["--paused"]).run()?.expect_code(0)?;
     let sealed = bytes(&whole)?;
-    let head = sealed.windows(5).position(|at| at == b"\n--- ").map_or(0, |at| at + 5 + 44 + 16);
+    let head = memmem::find(&sealed, b"\n--- ").map_or(0, |at| at + 5 + 44 + 16);
     let pieces = (sealed.len() - head) / PIECE;
     let flipped = |at: usize| {
         let mut bytes = sealed.clone();
