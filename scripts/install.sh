@@ -23,6 +23,9 @@ stage() {
     "$release/transship" completions bash >"$to/completions/transship"
     "$release/transship" completions zsh >"$to/completions/_transship"
     "$release/transship" completions fish >"$to/completions/transship.fish"
+    install -m755 "$release/transship" "$to/transship"
+    # Names of functions stay, for whoever profiles it; where it was built is nobody's business.
+    strip --strip-debug "$to/transship"
     for name in packaging/systemd/*.service; do
         sed "s|/usr/bin/transship|$bin/transship|" "$name" >"$to/systemd/${name##*/}"
     done
@@ -39,9 +42,7 @@ root=${DESTDIR:-}$prefix
 staged=$(mktemp -d)
 trap 'rm -rf "$staged"' EXIT
 stage "$staged/made"
-install -Dm755 "$release/transship" "$root/bin/transship"
-# Names of functions stay, for whoever profiles it; where it was built is nobody's business.
-strip --strip-debug "$root/bin/transship"
+install -Dm755 "$staged/made/transship" "$root/bin/transship"
 install -Dm644 -t "$root/share/man/man1" "$staged"/made/man/*
 install -Dm644 "$staged/made/completions/transship" "$root/share/bash-completion/completions/transship"
 install -Dm644 "$staged/made/completions/_transship" "$root/share/zsh/site-functions/_transship"
