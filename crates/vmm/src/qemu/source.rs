@@ -1,4 +1,6 @@
 //! A running QEMU whose guest is to be moved away.
+mod unchanged;
+
 use std::{
     io::{self, Read},
     os::fd::OwnedFd,
@@ -30,7 +32,7 @@ use super::{
     saving::Saving,
     survey::{SourceSeen, background, waiting_writers},
     tracking::Acquired,
-    writers::{self, Lookout, When},
+    writers::Lookout,
 };
 use crate::{AttachOptions, Tracking};
 
@@ -145,49 +147,6 @@ impl QemuSource {
         })
     }
 
-    /// The tracker knows nothing of memory that was plugged, unplugged or mapped elsewhere meanwhile.
-    fn check_memory_unchanged(&mut self) -> Result<(), GuestError> {
-        let backends = memory::backends(&mut self.qmp)?;
-        let moved = match &self.tracked {
-            Some(tracked) => memory::areas(&mut self.qmp, &backends)? != *tracked,
-            None => false,
-        };
-        // Without what may give memory back there are no more holes than were thought possible.
-        let frees = self.freeing == Freeing::Never && checks::freeing(&mut self.qmp)? == Freeing::Possible;
-        if moved || backends != self.backends || frees {
-            return Err(GuestError::Unfit(
-                "the guest's memory, or a balloon, was plugged, unplugged or remapped meanwhile; start again"
-                    .to_owned(),
-            ));
-        }
-        Ok(())
-    }
-
-    /// Looks at all processes: not while the guest stands still.
-    fn check_no_writers_came(&mut self) -> Result<(), GuestError> {
-        if self.allow_untracked_writers {
-            return Ok(());
-        }
-        let (balloon, drained) = (self.own_balloon.as_ref(), self.has_direct_disks);
-        let others = match &mut self.ask_others {
-            Some(ask) => ask().map_err(GuestError::system("ask who else writes guest memory"))?,
-            None => Lookout::of(&self.qmp, &self.backends, balloon).look(),
-        };
-        writers::refuse(&mut self.qmp, others, balloon, When::Later, drained)
-    }
-
-    /// The part of it that is quick.
-    fn check_no_devices_came(&mut self) -> Result<(), GuestError> {
-        if self.allow_untracked_writers {
-            return Ok(());
-        }
-        writers::refuse_devices(&mut self.qmp, self.own_balloon.as_ref(), When::Later, self.has_direct_disks)
-    }
-
-    fn check_balloon(&mut self) -> Result<(), GuestError> {
-        self.balloon.map_or(Ok(()), |balloon| balloon.check_unchanged(&mut self.qmp))
-    }
-
     /// Of protected memory `check_protected` asks all of it when the guest runs again and its pages are written. The
     /// questions take half of the time that such a guest would stand still.
     fn asks_later(&self) -> bool {
@@ -200,22 +159,6 @@ impl QemuSource {
         if self.device_state.is_none() && checks::state_without_memory(&mut self.qmp).is_ok() {
             self.device_state = DeviceState::of(&mut self.qmp, &self.description, &self.state_format).ok();
         }
-    }
-
-    /// What a guest that was just stopped turns out to have done before, and whether it is as it was when attached.
-    fn look_at_stopped(&mut self, before: &str) -> Result<Found, GuestError> {
-        let after = machine::run_state(&mut self.qmp)?;
-        if after != "paused" {
-            // It has not been stopped by us.
-            self.found = Found::by(after == "suspended");
-        }
-        machine::check_stopped(before, &after)?;
-        if !self.asks_later() {
-            self.check_balloon()?;
-            self.check_no_devices_came()?;
-            self.check_memory_unchanged()?;
-        }
-        Ok(self.found)
     }
 
     /// A guest that stays as it is has its disks again, as far as QEMU can do that without letting it run (since 10.0);

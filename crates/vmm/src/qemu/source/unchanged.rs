@@ -1,0 +1,70 @@
+//! Whether a guest is still what it was when it was attached to.
+use transship_guest::{Found, GuestError};
+use transship_memory::Freeing;
+
+use super::QemuSource;
+use crate::qemu::{
+    checks, machine, memory,
+    writers::{self, Lookout, When},
+};
+
+impl QemuSource {
+    /// What a guest that was just stopped turns out to have done before, and whether it is as it was when attached.
+    pub(super) fn look_at_stopped(&mut self, before: &str) -> Result<Found, GuestError> {
+        let after = machine::run_state(&mut self.qmp)?;
+        if after != "paused" {
+            // It has not been stopped by us.
+            self.found = Found::by(after == "suspended");
+        }
+        machine::check_stopped(before, &after)?;
+        if !self.asks_later() {
+            self.check_balloon()?;
+            self.check_no_devices_came()?;
+            self.check_memory_unchanged()?;
+        }
+        Ok(self.found)
+    }
+
+    /// The tracker knows nothing of memory that was plugged, unplugged or mapped elsewhere meanwhile.
+    pub(super) fn check_memory_unchanged(&mut self) -> Result<(), GuestError> {
+        let backends = memory::backends(&mut self.qmp)?;
+        let moved = match &self.tracked {
+            Some(tracked) => memory::areas(&mut self.qmp, &backends)? != *tracked,
+            None => false,
+        };
+        // Without what may give memory back there are no more holes than were thought possible.
+        let frees = self.freeing == Freeing::Never && checks::freeing(&mut self.qmp)? == Freeing::Possible;
+        if moved || backends != self.backends || frees {
+            return Err(GuestError::Unfit(
+                "the guest's memory, or a balloon, was plugged, unplugged or remapped meanwhile; start again"
+                    .to_owned(),
+            ));
+        }
+        Ok(())
+    }
+
+    /// Looks at all processes: not while the guest stands still.
+    pub(super) fn check_no_writers_came(&mut self) -> Result<(), GuestError> {
+        if self.allow_untracked_writers {
+            return Ok(());
+        }
+        let (balloon, drained) = (self.own_balloon.as_ref(), self.has_direct_disks);
+        let others = match &mut self.ask_others {
+            Some(ask) => ask().map_err(GuestError::system("ask who else writes guest memory"))?,
+            None => Lookout::of(&self.qmp, &self.backends, balloon).look(),
+        };
+        writers::refuse(&mut self.qmp, others, balloon, When::Later, drained)
+    }
+
+    /// The part of it that is quick.
+    pub(super) fn check_no_devices_came(&mut self) -> Result<(), GuestError> {
+        if self.allow_untracked_writers {
+            return Ok(());
+        }
+        writers::refuse_devices(&mut self.qmp, self.own_balloon.as_ref(), When::Later, self.has_direct_disks)
+    }
+
+    pub(super) fn check_balloon(&mut self) -> Result<(), GuestError> {
+        self.balloon.map_or(Ok(()), |balloon| balloon.check_unchanged(&mut self.qmp))
+    }
+}
