@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Installs the Debian package in a fresh root of a release of Debian, as a user of it would, and fails where something is missing: what it
-# depends on, the command, its manual pages, completions that their shells load. Then removes it, and fails where something is left.
-# Needs root, debootstrap and a mirror; builds the package if there is none of this version.
+# depends on, the command, its manual pages, completions that their shells load, the relays' units under a systemd of that root. Then
+# removes it, and fails where something is left. Needs root, debootstrap, systemd-nspawn and a mirror; builds the package if none is named.
 #
 #   scripts/try-package.sh [bookworm|trixie ...]     both if none is named: a package runs on the release that it was made on and on newer ones
 #
@@ -19,6 +19,7 @@ releases=("$@")
 mirror=${DEBIAN_MIRROR:-http://deb.debian.org/debian}
 [ "$(id -u)" = 0 ] || fail "it needs root, to make another root"
 type -P debootstrap >/dev/null || fail "it needs debootstrap: apt install debootstrap"
+type -P systemd-nspawn >/dev/null || fail "it needs systemd-nspawn: apt install systemd-container"
 if [ -z "${TRANSSHIP_DEB:-}" ]; then
     scripts/package.sh
     # shellcheck disable=SC2012 # names that cargo-deb has made
@@ -38,8 +39,8 @@ clean() {
 trap clean EXIT
 trap 'exit 1' INT TERM
 
-# Runs in the new root, with the package as /tmp/transship.deb.
-checks() {
+# The following run in the new root.
+common() {
     set -euo pipefail
     export DEBIAN_FRONTEND=noninteractive PATH=/usr/sbin:/usr/bin:/sbin:/bin LC_ALL=C.UTF-8
     missing() {
@@ -48,13 +49,17 @@ checks() {
     }
     # What is there besides what packages write down about themselves, and what running programs leave.
     files() { find / -xdev \( -path /proc -o -path /tmp -o -path /run -o -path /var/lib/dpkg -o -path /var/lib/apt -o -path /var/cache -o -path /var/log \) -prune -o -print | sort; }
+    packages() { dpkg-query -W -f '${Package}\n' | sort; }
     quietly() { "$@" >/tmp/output 2>&1 || { cat /tmp/output >&2 && missing "failed: $*"; }; }
+}
 
+# With the package as /tmp/transship.deb.
+installed() {
     # These are no dependencies of the package: it has something for each of them.
     quietly apt-get update -q
-    quietly apt-get install -qy --no-install-recommends man-db bash-completion zsh fish
+    quietly apt-get install -qy --no-install-recommends man-db bash-completion zsh fish systemd systemd-sysv dbus
     files >/tmp/before
-    packages=$(dpkg-query -W -f '${Package}\n')
+    packages >/tmp/packages
 
     quietly apt-get install -qy /tmp/transship.deb
     ! ldd /usr/bin/transship | grep "not found" || missing "a library is not there"
@@ -88,13 +93,62 @@ checks() {
     for file in README.md CHANGELOG.md copyright docs/architecture.md; do
         [ -e "/usr/share/doc/transship/$file" ] || [ -e "/usr/share/doc/transship/$file.gz" ] || missing "there is no $file"
     done
+}
 
+# As the first thing that its systemd starts, before /try/relays.sh ends it.
+relays() {
+    mkdir -p /etc/transship
+    printf 'LISTEN=relay:tcp:127.0.0.1:4445\nTO=unix:/run/transship/far.sock\nOPTIONS=--insecure\n' >/etc/transship/relay-far-try.conf
+    printf 'LISTEN=unix:/run/transship/near.sock\nTO=relay:tcp:127.0.0.1:4445\nOPTIONS=--insecure --socket-mode 0660\n' >/etc/transship/relay-near-try.conf
+    units="transship-relay-far@try transship-relay-near@try"
+    # shellcheck disable=SC2086 # two words
+    quietly systemctl enable --now $units
+    listening() {
+        for _ in $(seq 100); do
+            ! systemctl is-active --quiet transship-relay-near@try || [ "$(stat -c %a /run/transship/near.sock 2>/dev/null)" != 660 ] || return 0
+            sleep 0.1
+        done
+        journalctl -u transship-relay-near@try --no-pager >&2
+        missing "the relay near the source does not listen $*"
+    }
+    listening "after its start"
+    before=$(systemctl show -p MainPID --value transship-relay-near@try)
+    rm /run/transship/near.sock
+    kill -9 "$before"
+    listening "after it was killed"
+    # shellcheck disable=SC2086 # two words
+    quietly systemctl stop $units
+    # shellcheck disable=SC2086 # two words
+    ! systemctl is-failed $units >/tmp/output || missing "a relay did not end as it should: $(cat /tmp/output)"
+    [ ! -e /run/transship/near.sock ] || missing "a relay that was stopped leaves its socket"
+    echo "try-package: the relays have run"
+}
+
+removed() {
     quietly apt-get purge -qy transship
     quietly apt-get autoremove -qy --purge
-    new=$(comm -13 <(echo "$packages" | sort) <(dpkg-query -W -f '${Package}\n' | sort))
+    new=$(comm -13 /tmp/packages <(packages))
     [ -z "$new" ] || missing "packages stay: $new"
     left=$(comm -13 /tmp/before <(files))
     [ -z "$left" ] || missing "files stay: $left"
+}
+
+# Boots the root with its own systemd, which runs `relays`; what that writes to the root is not kept.
+boot() {
+    mkdir -p "$folder/try"
+    printf '%s\n' "$(declare -f common relays)" "common" "relays" >"$folder/try/relays.sh"
+    cat >"$folder/try/relays.service" <<'UNIT'
+[Service]
+ExecStart=/bin/bash /try/relays.sh
+ExecStopPost=/bin/systemctl poweroff --force
+StandardOutput=journal+console
+StandardError=journal+console
+UNIT
+    # Without a terminal it would be asked for a name and a password.
+    timeout 180 systemd-nspawn -D "$1" --volatile=overlay --private-network --register=no --keep-unit -M transship-try \
+        --bind-ro="$folder/try:/try" --bind-ro="$folder/try/relays.service:/etc/systemd/system/relays.service" \
+        -b systemd.wants=relays.service systemd.unit=multi-user.target systemd.firstboot=no </dev/null >"$folder/log" 2>&1 || true
+    grep -q "try-package: the relays have run" "$folder/log" || { tail -n 40 "$folder/log" >&2 && fail "the units of the relays"; }
 }
 
 for release in "${releases[@]}"; do
@@ -103,7 +157,11 @@ for release in "${releases[@]}"; do
     debootstrap --variant=minbase "$release" "$root" "$mirror" >"$folder/log" 2>&1 || { tail -n 20 "$folder/log" >&2 && fail "debootstrap $release"; }
     install -m 644 "$TRANSSHIP_DEB" "$root/tmp/transship.deb"
     mount -t proc proc "$root/proc"
-    chroot "$root" /bin/bash -c "$(declare -f checks); checks"
+    chroot "$root" /bin/bash -c "$(declare -f common installed); common; installed"
+    umount "$root/proc"
+    boot "$root"
+    mount -t proc proc "$root/proc"
+    chroot "$root" /bin/bash -c "$(declare -f common removed); common; removed"
     umount "$root/proc"
     rm -rf --one-file-system "$root"
     echo "try-package: $release: installed, tried, and removed without a trace" >&2
