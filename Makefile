@@ -18,7 +18,7 @@ SEED = 1
 .PHONY: demo test test-long soak mutants lint msrv fuzz loom setup install deb try-deb
 demo: ; scripts/demo.sh $(VM) $(ARGS)
 test: ; scripts/test.sh
-# Those that `make test` leaves out, because each takes minutes.
+# Those that `make test` leaves out, because each takes long.
 test-long: ; scripts/test.sh --ignored
 # One guest, moved again and again while somebody is killed or held.
 soak: ; scripts/soak.sh --moves $(MOVES) --seed $(SEED)

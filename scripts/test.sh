@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Runs the tests, installing what they need, or with --ignored those that take minutes each. With the fail points that the crash tests arm.
+# Runs the tests, installing what they need, or with --ignored those that take long. With the fail points that the crash tests arm.
 # A test that lacks something passes without having looked, and is named at the end; with TRANSSHIP_TESTS_COMPLETE=1 it fails.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -71,7 +71,8 @@ run() {
     cargo test "${build[@]}" --no-fail-fast "$@" || failed=1
 }
 if [ "${1:-}" = --ignored ]; then
-    run --test '*' -- --ignored --test-threads 1
+    # Guests that are emulated for minutes take a core each.
+    run --test '*' -- --ignored --test-threads 2
 else
     run --lib --bins
     # Those that start guests wait for them half of the time, whatever the number of cores.

@@ -62,6 +62,7 @@ fn a_linux_guest_of_qemus_default_goes_there_and_back() -> Result<()> {
 
 /// A QEMU that does not say where its memory is, at either end.
 #[test]
+#[ignore = "long: make test-long"]
 fn private_memory_of_an_old_qemu_goes_there_and_back() -> Result<()> {
     let Some(old) = other_qemu("7.2")? else { return Ok(()) };
     // A machine that both know, with a ROM of each of two cards, and tables that are as large as a ROM.
@@ -78,6 +79,7 @@ fn private_memory_of_an_old_qemu_goes_there_and_back() -> Result<()> {
 
 /// It is saved, too, and its snapshot is one that it loads itself, as a stream.
 #[test]
+#[ignore = "long: make test-long"]
 fn private_memory_of_an_old_qemu_is_saved_and_restored() -> Result<()> {
     let Some(old) = other_qemu("7.2")? else { return Ok(()) };
     let of = || guest(Backend::Default).binary(&old).machine("pc-q35-7.2").args(["-device", "VGA"]);

@@ -88,6 +88,7 @@ fn clones_take_little_memory() -> Result<()> {
 
 /// There and back, by other layouts; also of what a stock QEMU has saved.
 #[test]
+#[ignore = "long: make test-long"]
 fn images_are_made_of_other_snapshots_and_back() -> Result<()> {
     let folder = Scratch::new()?;
     let at = |name: &str| folder.join(name).to_string_lossy().into_owned();

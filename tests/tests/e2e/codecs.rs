@@ -181,6 +181,7 @@ fn random_pages_go_raw_by_themselves() -> Result<()> {
 /// Over a link that is slower than the encoders, or as fast: encoded and raw packets mix, and pages change while they
 /// travel.
 #[test]
+#[ignore = "long: make test-long"]
 fn a_linux_guest_moves_compressed_over_a_slow_link() -> Result<()> {
     let link = SlowLink::new(400)?;
     let workload = Workload { rate: 1500, hot_mib: Some(8), ..Workload::LINUX };
@@ -219,6 +220,7 @@ fn a_linux_guest_moves_compressed_over_a_slow_link() -> Result<()> {
 /// A destination that hangs takes nothing, so all rings are full and main waits for room. The user is heard all the
 /// same, and not only when the link is taken for dead: then the move would have failed instead.
 #[test]
+#[ignore = "long: make test-long"]
 fn a_move_to_a_destination_that_hangs_can_be_cancelled() -> Result<()> {
     let corpus = corpus()?;
     let waiting = ["--compress", "zstd", "--bandwidth", "20M"];
@@ -257,6 +259,7 @@ enum End {
 /// Whatever stands between the threads at that moment (full rings before encoders that are slow, or behind them before
 /// channels that may not send), both commands end, the guest runs on, and the next attempt works.
 #[test]
+#[ignore = "long: make test-long"]
 fn nothing_hangs_when_a_move_ends_early() -> Result<()> {
     let corpus = corpus()?;
     let stuck_encoders = ["--compress", "zstd:20", "--encoders", "16", "--channels", "2"];

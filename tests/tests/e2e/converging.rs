@@ -155,6 +155,7 @@ fn several_writers_are_held() -> Result<()> {
 }
 
 #[test]
+#[ignore = "long: make test-long"]
 fn a_stock_qemu_receives_a_guest_whose_writers_are_held() -> Result<()> {
     for wires in [PLAIN, multifd(2, "none")] {
         let (source, left) = writing(busy())?;
@@ -193,6 +194,7 @@ fn move_and_ask(source: &Qemu, destination: &Qemu, flags: &[&str]) -> Result<(Va
 /// Linux, with its devices: QEMU's main loop answers while the processors are held. A machine that has much else to do
 /// may be late now and then, and may let the guest write so much less than it has just written that nobody is held.
 #[test]
+#[ignore = "long: make test-long"]
 fn a_qemu_whose_processors_are_held_answers() -> Result<()> {
     let guest = || Qemu::linux().workload(Workload { mib: 8, rate: 0, ..Workload::LINUX });
     let (mut source, _) = writing(guest())?;

@@ -378,6 +378,7 @@ fn the_link_or_the_destination_dies_in_a_move_with_a_token() -> Result<()> {
 
 /// A hold changes nothing about what holds before it and after it.
 #[test]
+#[ignore = "long: make test-long"]
 fn the_link_or_the_source_command_dies_in_a_move_that_is_held() -> Result<()> {
     every_step(Lab::Held, Victim::Link)?;
     every_step(Lab::Held, Victim::SourceCommand)

@@ -189,6 +189,7 @@ fn the_disk_goes_with_the_guest() -> Result<()> {
 
 /// Somebody has started the loaded guest by hand, so its QEMU has the disk.
 #[test]
+#[ignore = "long: make test-long"]
 fn a_disk_that_the_destination_has_is_named() -> Result<()> {
     let disk = SharedDisk::new()?;
     let source = disk.booted(disk.guest())?;

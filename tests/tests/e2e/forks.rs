@@ -75,22 +75,28 @@ fn forking(of: &Qemu, into: &Path, count: &str, exec: &str) -> transship_lab::tr
     Transship::command(["fork", "--vm", &of.vm(), "--into", &*into, "--count", count, "--exec", exec, "--json"])
 }
 
-fn sixteen_of(builder: &QemuBuilder) -> Result<()> {
+fn fork_into(count: usize, builder: &QemuBuilder) -> Result<()> {
     let folder = Scratch::new()?;
     let (path, source) = (folder.join("image"), builder.clone().booted()?);
-    let report = forking(&source, &path, "16", &exec(builder)?).run()?.expect_code(0)?.report()?;
+    let report = forking(&source, &path, &count.to_string(), &exec(builder)?).run()?.expect_code(0)?.report()?;
     let clones = Clones::of(&report, &path);
     for clone in report["clones"].as_array().into_iter().flatten() {
         assert_eq!(clone["clone"]["memory"], "mapped", "{clone}");
     }
-    clones.assert_go_on(16)?;
+    clones.assert_go_on(count)?;
     assert_unchanged(&path)?;
     assert_goes_on(&source)
 }
 
 #[test]
+fn a_guest_is_forked_into_four() -> Result<()> {
+    fork_into(4, &guest())
+}
+
+#[test]
+#[ignore = "long: make test-long"]
 fn a_guest_is_forked_into_sixteen() -> Result<()> {
-    sixteen_of(&guest())
+    fork_into(16, &guest())
 }
 
 /// With a real kernel.
@@ -98,7 +104,7 @@ fn a_guest_is_forked_into_sixteen() -> Result<()> {
 #[ignore = "takes minutes"]
 fn a_linux_guest_is_forked_into_sixteen() -> Result<()> {
     let workload = Workload { mib: 16, rate: 200, ..Workload::LINUX };
-    sixteen_of(&Qemu::linux().workload(workload))
+    fork_into(16, &Qemu::linux().workload(workload))
 }
 
 /// Whenever a fork is killed, the guest runs on, no clone runs that was not complete, and the next fork succeeds.

@@ -35,6 +35,7 @@ fn what_a_guest_has_freed_and_reported_is_not_sent() {
 
 /// Blocks are freed, reported and taken away, taken again and written while rounds run.
 #[test]
+#[ignore = "long: make test-long"]
 fn a_guest_that_frees_and_takes_memory_all_the_time_arrives_whole() {
     // Linux reports a part of what is free every two seconds, so it goes on reporting the first for a while.
     let source = guest().append("workload.stale=300 workload.churn=64").start().unwrap();

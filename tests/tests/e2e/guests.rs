@@ -57,6 +57,7 @@ fn a_linux_guest_writes_and_checks_while_it_runs() {
 }
 
 #[test]
+#[ignore = "long: make test-long"]
 fn older_and_newer_qemus_run_the_linux_guest() {
     for (version, exactly) in [("7.2", (7, 2)), ("11.1", (11, 1))] {
         let Some(qemu) = other_qemu(version).unwrap() else { return };

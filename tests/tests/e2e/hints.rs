@@ -149,6 +149,7 @@ fn what_a_guest_can_do_without_is_not_sent() {
 
 /// Hints end in the middle, since the guest was stopped for a moment.
 #[test]
+#[ignore = "long: make test-long"]
 fn a_move_goes_on_without_hints() {
     let (here, there) = (Balloon::start().unwrap(), Balloon::start().unwrap());
     let Some(guest) = linux(&here) else { return };

@@ -99,6 +99,7 @@ fn a_busy_guest_is_kept_ready_for_minutes() -> Result<()> {
 
 /// With writers that are held back beyond what fits the downtime.
 #[test]
+#[ignore = "long: make test-long"]
 fn a_guest_that_is_paced_is_kept_ready() -> Result<()> {
     let busy = || guest().workload(Workload { mib: 5, rate: 0, sweep_ms: 2000, ..Workload::MULTIBOOT });
     let (source, left) = started(busy())?;
@@ -119,6 +120,7 @@ fn a_guest_that_is_paced_is_kept_ready() -> Result<()> {
 }
 
 #[test]
+#[ignore = "long: make test-long"]
 fn a_stock_qemu_waits_for_a_guest_that_is_held() -> Result<()> {
     for wires in [PLAIN, multifd(2, "none")] {
         let (source, left) = started(guest())?;

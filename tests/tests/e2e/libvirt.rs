@@ -45,6 +45,7 @@ fn a_domain_is_saved_in_all_ways_and_libvirt_knows_its_state() -> Result<()> {
 }
 
 #[test]
+#[ignore = "long: make test-long"]
 fn an_older_libvirt_knows_its_state_as_well() -> Result<()> {
     let Some(host) = old_libvirt("h1")? else { return Ok(()) };
     assert_eq!(host.version()?, (9, 0));

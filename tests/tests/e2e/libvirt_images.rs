@@ -59,6 +59,7 @@ fn virsh_restores_what_was_saved_while_the_domain_ran_on() -> Result<()> {
 
 /// Also by a newer one what was saved at an older one.
 #[test]
+#[ignore = "long: make test-long"]
 fn an_older_virsh_restores_it_as_well() -> Result<()> {
     let Some(host) = old_libvirt("h1")? else { return Ok(()) };
     let Some(other) = LibvirtHost::start("h2")? else { return Ok(()) };
@@ -146,6 +147,7 @@ fn convert(from: &Path, to: &Path, more: &[&str]) -> Result<()> {
 /// As libvirt writes it, with whatever it compresses by: it is read, turned into a file for QEMU and back into an image
 /// that virsh restores, and a QEMU without libvirt goes on with the guest.
 #[test]
+#[ignore = "long: make test-long"]
 fn what_virsh_saved_is_read() -> Result<()> {
     let Some(host) = LibvirtHost::start("h1")? else { return Ok(()) };
     let domain = Domain::multiboot("g1")?;

@@ -126,6 +126,7 @@ fn free_port() -> Result<u16> {
 
 /// libvirt itself is at work on the domain: it is left alone until that is over.
 #[test]
+#[ignore = "long: make test-long"]
 fn a_domain_that_libvirt_migrates_is_not_saved_meanwhile() -> Result<()> {
     let Some(one) = LibvirtHost::start("h1")? else { return Ok(()) };
     let Some(other) = LibvirtHost::start("h2")? else { return Ok(()) };

@@ -186,6 +186,7 @@ const BREAKS: u64 = 20;
 
 /// The guest runs on where it has its pages, and waits where it has not, until the link is back.
 #[test]
+#[ignore = "long: make test-long"]
 fn a_link_that_breaks_twenty_times_is_made_again_each_time() -> Result<()> {
     // So slowly that it is cut in the middle each time: it touches few pages, and what it waits for is not held up.
     let slow = || busy(16).workload(Workload { mib: 16, rate: 50, ..Workload::MULTIBOOT });
@@ -265,6 +266,7 @@ fn slowly(flags: &[&'static str]) -> Vec<&'static str> {
 /// Either command is killed when the guest runs already: a second process goes on, with the keys of the first, and the
 /// other command ends as ever.
 #[test]
+#[ignore = "long: make test-long"]
 fn a_guest_gets_its_pages_whichever_command_is_killed() -> Result<()> {
     let (mut source, mut left) = running(busy(16))?;
     for (receiver_dies, mover_dies, by_token) in

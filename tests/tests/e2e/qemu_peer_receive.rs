@@ -158,6 +158,7 @@ fn channels_to_files(ways: &[ChannelWay]) -> Result<()> {
 
 /// A busy guest: its pages come again and again.
 #[test]
+#[ignore = "long: make test-long"]
 fn a_linux_guest_is_evacuated() -> Result<()> {
     let send = StockSend { capabilities: &["return-path"], multifd: Some((2, "zstd")), ..StockSend::default() };
     evacuate(Qemu::linux, send, &[], "linux, zstd")?;
@@ -366,6 +367,7 @@ fn old_to_both(guest: &dyn Fn() -> QemuBuilder, send: StockSend<'_>) -> Result<(
 /// Barriers come by sections (machine types up to 8.0, and whoever is told so) or by rounds: pages are neither
 /// overtaken nor waited for in vain.
 #[test]
+#[ignore = "long: make test-long"]
 fn barriers_come_by_sections_and_by_rounds() -> Result<()> {
     let send = StockSend { capabilities: &["return-path"], multifd: Some((2, "none")), ..StockSend::default() };
     evacuate(|| Qemu::multiboot().machine("pc-q35-7.2"), send, &[], "by sections, as 7.2 has it")?;
@@ -403,6 +405,7 @@ fn a_full_disk_leaves_the_guest_at_its_source() -> Result<()> {
 /// A transship that sends as if to a stock QEMU is received like one: a live guest goes into a file on another host, or
 /// into a QEMU there.
 #[test]
+#[ignore = "long: make test-long"]
 fn a_transship_that_takes_us_for_a_qemu_is_received() -> Result<()> {
     let folder = disk()?;
     let path = folder.join("guest");
@@ -433,6 +436,7 @@ fn a_transship_that_takes_us_for_a_qemu_is_received() -> Result<()> {
 /// Memory that is not shared, which we could not attach to: it comes by itself. Two memories, and devices with memory
 /// of their own.
 #[test]
+#[ignore = "long: make test-long"]
 fn a_guest_that_could_not_be_attached_to_is_received() -> Result<()> {
     let guest =
         || Qemu::multiboot().backends(2).args(["-device", "VGA", "-uuid", "12345678-9abc-def0-1122-334455667788"]);

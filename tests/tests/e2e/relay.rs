@@ -132,6 +132,7 @@ fn guests_of_other_versions_go_over() -> Result<()> {
 
 /// The cable is pulled out, a relay is killed: the source runs on, and nothing runs at the destination.
 #[test]
+#[ignore = "long: make test-long"]
 fn whatever_breaks_on_the_way_the_source_runs_on() -> Result<()> {
     let guest = || Qemu::multiboot().workload(Workload { mib: 16, ..Workload::MULTIBOOT });
     let source = guest().booted()?;

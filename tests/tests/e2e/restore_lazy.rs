@@ -38,6 +38,7 @@ fn a_lazy_guest_finds_all_its_memory() -> Result<()> {
 
 /// The disk fails under a guest that runs already.
 #[test]
+#[ignore = "long: make test-long"]
 fn a_lazy_guest_whose_disk_fails_is_stopped() -> Result<()> {
     let disk = Disk::new(700, 512)?;
     let path = disk.join("snapshot");
@@ -159,6 +160,7 @@ fn a_lazy_restore_may_be_killed_at_any_moment() -> Result<()> {
 
 /// The file fails under a guest that runs: it is stopped where it is, and pages that are missing stay so.
 #[test]
+#[ignore = "long: make test-long"]
 fn a_lazy_guest_whose_file_fails_is_stopped() -> Result<()> {
     let folder = disk()?;
     let path = folder.join("cut");

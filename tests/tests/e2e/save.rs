@@ -105,6 +105,7 @@ fn a_busy_guest_is_saved_in_rounds() -> Result<()> {
 }
 
 #[test]
+#[ignore = "long: make test-long"]
 fn a_stream_is_loaded_by_qemus_of_all_ages() -> Result<()> {
     let folder = disk()?;
     let path = folder.join("stream");
@@ -267,6 +268,7 @@ fn a_qemu_whose_save_died_is_as_it_was() -> Result<()> {
 
 /// Dead at any moment: the file at the name is the old one or the new one, whole, and the guest runs.
 #[test]
+#[ignore = "long: make test-long"]
 fn kill_9_at_random_moments() -> Result<()> {
     let folder = disk()?;
     let source = busy_synthetic()?;
