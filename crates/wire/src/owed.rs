@@ -99,12 +99,15 @@ pub(crate) fn write_pages(writer: &mut Writer, pages: &Pages) {
 pub(crate) fn read_pages(reader: &mut Reader<'_>) -> Result<Pages, Error> {
     let region = read_region(reader, "Page region")?;
     let first = reader.u64("Page first")?;
-    if first >= PAGES_END - MAX_PAGES_AT_ONCE as u64 {
+    if first >= PAGES_END {
         return Err(reader.invalid("Page first", first, "no region has this page"));
     }
     let count = reader.u8("Page count")?;
     if !(1..=MAX_PAGES_AT_ONCE).contains(&usize::from(count)) {
         return Err(reader.invalid("Page count", count.into(), "1 to 32 pages travel at once"));
+    }
+    if u64::from(count) > PAGES_END - first {
+        return Err(reader.invalid("Page count", count.into(), "the pages end beyond any region"));
     }
     let bytes = match reader.u8("Page content")? {
         0 => 0,

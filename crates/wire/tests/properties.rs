@@ -48,7 +48,7 @@ fn message() -> impl Strategy<Value = Message> {
         }),
         any::<u64>().prop_map(|pages| Message::OwedEnd { pages }),
         (0u16..1024, 0u64..1 << 44).prop_map(|(region, page)| Message::Want { region, page }),
-        (0u16..1024, 0u64..(1 << 44) - 32, 1u8..=32, any::<bool>(), any::<u8>()).prop_map(
+        (0u16..1024, 0u64..=(1 << 44) - 32, 1u8..=32, any::<bool>(), any::<u8>()).prop_map(
             |(region, first, count, is_zero, byte)| {
                 let bytes = vec![byte; if is_zero { 0 } else { usize::from(count) * PAGE_BYTES }];
                 Message::Page(Pages { region, first, count, bytes })

@@ -361,3 +361,31 @@ fn what_post_copy_says_is_checked() {
     assert!(matches!(decode(&patched(&page, 26, &[1])), Err(Error::Trailing { field: "Page", .. })));
     assert!(matches!(decode(&patched(&page, 27, &[0])), Err(Error::Trailing { field: "Page", .. })));
 }
+
+/// The first and the last pages that a region can have travel as all others do.
+#[test]
+fn the_limits_of_post_copy_are_exact() {
+    let end = 1 << 44;
+    let accepts = |message: Message| assert_eq!(decode(&message.encode(7)), Ok((7, message)));
+    let owed = |firsts: &[u64]| Message::Owed {
+        region: 5,
+        windows: firsts.iter().map(|&first| OwedWindow { first, pages: 1 }).collect(),
+    };
+    accepts(owed(&[0, 128, 256]));
+    accepts(owed(&[end - 256, end - 128]));
+    assert_invalid(decode(&owed(&[end]).encode(7)), "Owed first", 20);
+    assert_invalid(decode(&owed(&[0, 0]).encode(7)), "Owed first", 44);
+    assert_invalid(decode(&owed(&[256, 128]).encode(7)), "Owed first", 44);
+
+    accepts(Message::Want { region: 5, page: end - 1 });
+    assert_invalid(decode(&Message::Want { region: 5, page: end }.encode(7)), "Want page", 18);
+
+    let pages = |first, count| Message::Page(Pages { region: 5, first, count, bytes: vec![] });
+    for (first, count) in [(0, 32), (end - 33, 32), (end - 32, 32), (end - 1, 1)] {
+        accepts(pages(first, count));
+    }
+    for (first, count) in [(end - 31, 32), (end - 1, 2)] {
+        assert_invalid(decode(&pages(first, count).encode(7)), "Page count", 26);
+    }
+    assert_invalid(decode(&pages(end, 1).encode(7)), "Page first", 18);
+}
