@@ -186,15 +186,12 @@ impl Service {
 
     fn serve_all(&self, mut threads: Box<dyn LetWait>) -> Result<(), Error> {
         let (mut new, mut held): (Vec<(Fault, u32)>, Vec<Held>) = (Vec::with_capacity(FEW), Vec::new());
-        let mut looked = Instant::now();
+        // Whether the process still lives is not looked at: a dead one has no writers, and the next scan finds out.
         // Relaxed: whoever sets it waits for this thread.
         while !self.is_over.load(Relaxed) {
             new.clear();
             let wait = if held.is_empty() { TICK } else { LOOK_AGAIN };
-            if self.faults.each(wait, FEW, |fault, thread| new.push((fault, thread)))? == 0 && looked.elapsed() > TICK {
-                self.faults.check_alive()?;
-                looked = Instant::now();
-            }
+            self.faults.each(wait, FEW, |fault, thread| new.push((fault, thread)))?;
             for &(fault, thread) in &new {
                 if self.waits.may_pass() {
                     self.let_go(fault, None)?;
