@@ -9,8 +9,8 @@ use std::{
 
 use crate::{mapping::Mapping, uffd};
 
-/// The stretches of `bytes` that are there, as offsets into it; `bytes` and the offset in the file are multiples of
-/// `page_bytes`.
+/// The stretches of `bytes` that are there, as offsets into it, ascending. One may begin where another ends. `bytes`
+/// and the offset in the file are multiples of `page_bytes`.
 ///
 /// # Errors
 /// The kernel can't, or we may not (a file opened for reading only). Nothing is then known of the holes.
@@ -28,10 +28,7 @@ pub(crate) fn present(file: BorrowedFd<'_>, offset: u64, bytes: u64, page_bytes:
             0 => at += page_bytes,
             mapped => {
                 let end = (at + mapped).next_multiple_of(page_bytes).min(bytes);
-                match present.last_mut() {
-                    Some(last) if last.end == at => last.end = end,
-                    _ => present.push(at..end),
-                }
+                present.push(at..end);
                 at = end;
             }
         }
