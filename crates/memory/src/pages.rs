@@ -312,6 +312,22 @@ mod tests {
         }
     }
 
+    proptest! {
+        #[test]
+        fn runs_with_few_pages_between_them_are_told_as_one(pages in some(1000), gap in 0..40_u64) {
+            let mut expected: Vec<(u64, u64)> = Vec::new();
+            for page in pages.iter().copied().collect::<BTreeSet<_>>() {
+                match expected.last_mut() {
+                    Some((_, end)) if (*end..page).count() as u64 <= gap => *end = page + 1,
+                    _ => expected.push((page, page + 1)),
+                }
+            }
+            let set = set_of(1000, &pages);
+            let near: Vec<_> = set.ranges_near(gap).map(|range| (range.first, range.end())).collect();
+            prop_assert_eq!(near, expected);
+        }
+    }
+
     #[test]
     fn a_set_prints_its_runs() {
         assert_eq!(format!("{:?}", set_of(300, &[3, 4, 299])), "3 of 300 pages [3..5, 299..300]");

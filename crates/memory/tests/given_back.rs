@@ -88,6 +88,53 @@ fn no_tracker_sees_that_a_huge_page_came_back_but_the_note_does() {
     no_tracker_sees_it_but_the_note_does(file, HUGE / PAGE);
 }
 
+/// What is noted without being read would count as read. In pages of `unit`.
+fn only_what_is_to_be_read_is_noted_in(file: OwnedFd, unit: u64) {
+    let pages = 8 * unit;
+    let source = map(&file, pages * PAGE, Access::Read);
+    let guest = Guest::map(&file, pages * PAGE);
+    (0..pages).for_each(|page| guest.write(page, 7));
+    let mut holes = holes(&source);
+    let all = PageSet::full(pages);
+    note(&mut holes, &all);
+    // Once more changes nothing.
+    note(&mut holes, &all);
+    assert!(holes.came_back(&all).unwrap().is_empty());
+
+    give_back(&file, 0, pages);
+    assert!((0..pages).all(|page| guest.read(page) == 0));
+    assert_eq!(holes.came_back(&all).unwrap(), all);
+    // One page is enough to note a huge one, whichever of its pages it is.
+    let first = [2 * unit, 4 * unit + unit / 2, 6 * unit - 1];
+    note(&mut holes, &set(pages, &first.map(|page| (page, 1))));
+    let noted = first.map(|page| (page / unit * unit, unit));
+    let mut left = all.clone();
+    left.subtract(&set(pages, &noted));
+    assert_eq!(holes.came_back(&all).unwrap(), left);
+}
+
+#[test]
+fn only_what_is_to_be_read_is_noted() {
+    only_what_is_to_be_read_is_noted_in(file(8 * PAGE), 1);
+}
+
+#[test]
+fn only_the_huge_pages_that_are_to_be_read_are_noted() {
+    let Some(file) = huge_file(8 * HUGE) else { return };
+    only_what_is_to_be_read_is_noted_in(file, HUGE / PAGE);
+}
+
+#[test]
+fn a_file_that_was_cut_short_can_not_be_noted() {
+    let file = file(16 * PAGE);
+    let source = map(&file, 16 * PAGE, Access::Read);
+    let mut holes = holes(&source);
+    rustix::fs::ftruncate(&file, 8 * PAGE).unwrap();
+    let windows: Vec<_> = set(16, &[(10, 1)]).windows().collect();
+    let refused = holes.note().keep(&windows).unwrap_err().to_string();
+    assert!(refused.contains("can't keep note of pages"), "{refused}");
+}
+
 #[test]
 fn a_file_on_a_disk_is_refused_and_a_vm_that_gives_nothing_back_is_left_alone() {
     let disk = tempfile::tempfile_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
