@@ -7,7 +7,7 @@ mod common;
 
 use std::{
     fs::File,
-    os::fd::OwnedFd,
+    os::fd::{AsRawFd, OwnedFd},
     sync::{
         Arc,
         atomic::{AtomicBool, AtomicU64, Ordering},
@@ -365,6 +365,46 @@ fn a_process_that_has_ended_is_an_error_however_often_it_is_scanned() {
             assert!(matches!(error, Error::Gone { region: 0, .. }), "{error}");
         }
     }
+}
+
+/// Takes memory into use with a userfaultfd that is in use already, and has writers there wait.
+fn protect_by(uffd: &OwnedFd, area: Area) {
+    const REGISTER: u32 = 0xc020_aa00;
+    const WRITEPROTECT: u32 = 0xc018_aa06;
+    let call = |number: u32, mode: u64| {
+        // Start, length, mode, and what can be done with it, which only the first call tells.
+        let mut request = [area.address, area.bytes, mode, 0];
+        // SAFETY: the kernel reads and writes no more than the four numbers; what the memory holds is not changed.
+        assert_eq!(unsafe { libc::ioctl(uffd.as_raw_fd(), number as libc::Ioctl, request.as_mut_ptr()) }, 0);
+    };
+    call(REGISTER, 1 << 1);
+    call(WRITEPROTECT, 1 << 0);
+}
+
+/// A thread that waits where the tracker knows no memory ends the one that lets writers go.
+#[test]
+fn when_nobody_lets_writers_go_any_more_a_scan_says_so_and_protects_nothing() {
+    let [guest, strange]: [&Guest; 2] = [(); 2].map(|()| &*Box::leak(Box::new(Guest::private(16 * PAGE, false))));
+    (0..16).for_each(|page| [guest, strange].iter().for_each(|guest| guest.write(page, 1)));
+    let uffd = userfaultfd(Faults::User).unwrap();
+    let other = rustix::io::dup(&uffd).unwrap();
+    let mut tracker = SyncTracker::new(uffd, own_pagemap(), vec![guest.area()], &[16], &[0], Box::new(HOLD)).unwrap();
+    tracker.scan(0).unwrap();
+    protect_by(&other, strange.area());
+    // It waits until both descriptors are closed, also if this test fails.
+    thread::spawn(move || strange.write(3, 2));
+    let deadline = Instant::now() + Duration::from_secs(30);
+    let error = loop {
+        match tracker.scan(0) {
+            Ok(_) => assert!(Instant::now() < deadline, "nobody has noticed"),
+            Err(error) => break error,
+        }
+        thread::sleep(Duration::from_millis(1));
+    };
+    assert!(error.to_string().contains("which is in no registered area"), "{error}");
+    (0..16).for_each(|page| guest.write(page, 2));
+    assert!(matches!(tracker.scan(0), Err(Error::Gone { region: 0, .. })), "it stays so");
+    (0..16).for_each(|page| guest.write(page, 3));
 }
 
 #[test]
