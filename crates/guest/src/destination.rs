@@ -24,6 +24,18 @@ pub trait DestinationGuest: Send {
     fn state_format(&self) -> StateFormat {
         StateFormat::Opaque
     }
+    /// The process of the VMM: somebody may have to freeze it whose pages can't be brought.
+    fn process(&self) -> Option<i32> {
+        None
+    }
+    /// Has beforehand what `missing` needs rights for, which this process is about to give up. Changes nothing in the
+    /// VMM. If it is not to be had, `may_miss` and `missing` say why.
+    fn prepare_to_miss(&mut self) {}
+    /// After `prepare_to_miss`: for a process that has the VMM give back memory of its own in our place, what that
+    /// could be; the adapter itself will read it, and it is not secret. None: nothing.
+    fn own_memory(&self) -> Option<String> {
+        None
+    }
     /// Whether `missing` would be refused. Changes nothing in the VMM.
     ///
     /// # Errors

@@ -3,9 +3,12 @@
 //! A VMM is asked first. But it may itself wait for a page that does not come (its main loop reads guest memory too),
 //! or for a vCPU that does, and then it answers nobody. Its process must stand still before the userfaultfd is closed:
 //! from then on the kernel serves missing pages with zeros.
+//!
+//! A process that has given up the right to stop another one has somebody else do it ([`freeze_by`]).
 use std::{
     fs,
     os::fd::OwnedFd,
+    sync::OnceLock,
     thread,
     time::{Duration, Instant},
 };
@@ -21,19 +24,37 @@ use transship_guest::GuestError;
 const STOP_WAIT: Duration = Duration::from_secs(60);
 const LOOK_AGAIN: Duration = Duration::from_millis(5);
 
+type Other = Box<dyn Fn(i32) -> Result<bool, String> + Send + Sync>;
+
+/// Set once, before anything is to be frozen by it.
+static OTHER: OnceLock<Other> = OnceLock::new();
+
+/// From now on `other` freezes processes in the place of this one, which may not do so by itself any more: it is told
+/// which, and says what [`Freezer::freeze`] does. If there was one before, that one stays.
+pub fn freeze_by(other: impl Fn(i32) -> Result<bool, String> + Send + Sync + 'static) {
+    let _ = OTHER.set(Box::new(other));
+}
+
 /// A process that can be frozen later, and will not be mistaken for another one by then.
 #[derive(Debug)]
-pub(crate) struct Freezer {
+pub struct Freezer {
     pid: i32,
-    process: OwnedFd,
+    /// None: somebody else has it.
+    process: Option<OwnedFd>,
 }
 
 impl Freezer {
     /// The process must be known to live, by a connection to it that is open.
-    pub(crate) fn of(pid: i32) -> Result<Self, GuestError> {
+    ///
+    /// # Errors
+    /// There is no such process.
+    pub fn of(pid: i32) -> Result<Self, GuestError> {
+        if OTHER.get().is_some() {
+            return Ok(Self { pid, process: None });
+        }
         let gone = GuestError::system(format!("watch process {pid}"));
         let process = Pid::from_raw(pid).ok_or(Errno::SRCH).and_then(|pid| pidfd_open(pid, PidfdFlags::empty()));
-        Ok(Self { pid, process: process.map_err(gone)? })
+        Ok(Self { pid, process: Some(process.map_err(gone)?) })
     }
 
     /// `asked`: what came of asking the VMM to stop its guest. Where that failed, all of the process is stopped.
@@ -57,9 +78,16 @@ impl Freezer {
         }
     }
 
-    /// False: there is no process any more.
-    fn freeze(&self) -> Result<bool, String> {
-        match pidfd_send_signal(&self.process, Signal::STOP) {
+    /// Returns when none of its threads runs any more. False: there is no process any more.
+    ///
+    /// # Errors
+    /// It goes on, or may not be stopped from here.
+    pub fn freeze(&self) -> Result<bool, String> {
+        if let Some(other) = OTHER.get() {
+            return other(self.pid);
+        }
+        let process = self.process.as_ref().ok_or("nobody is left who could")?;
+        match pidfd_send_signal(process, Signal::STOP) {
             Err(Errno::SRCH) => return Ok(false),
             other => other.map_err(|e| e.to_string())?,
         }

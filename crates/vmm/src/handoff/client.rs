@@ -1,7 +1,7 @@
 //! The client's end of a connection to a guest process: one call after the other.
 use std::{
     fs, io,
-    os::fd::{AsFd, BorrowedFd, OwnedFd},
+    os::fd::{BorrowedFd, OwnedFd},
     path::{Path, PathBuf},
     time::{Duration, Instant},
 };
@@ -29,6 +29,9 @@ pub(super) const LONG: Duration = Duration::from_secs(60);
 /// A guest that checks all of its memory reads all of it.
 const CHECK: Duration = Duration::from_secs(600);
 
+/// What each of our own descriptors is.
+const DESCRIPTORS: &str = "/proc/self/fd";
+
 /// A connection. An answer that comes after its time limit is dropped when the next one is waited for.
 #[derive(Debug)]
 pub(super) struct Connection {
@@ -37,6 +40,8 @@ pub(super) struct Connection {
     pid: i32,
     last_id: u64,
     broken: bool,
+    /// The folder of our own descriptors.
+    descriptors: Option<OwnedFd>,
 }
 
 impl Connection {
@@ -45,7 +50,8 @@ impl Connection {
         let stream = connect(path).map_err(|e| fail(format!("no guest listens there: {e}")))?;
         let peer = socket_peercred(&stream).map_err(|e| fail(format!("can't identify its process: {e}")))?;
         let pid = peer.pid.as_raw_nonzero().get();
-        Ok(Self { lines: LineSocket::new(stream), path: path.into(), pid, last_id: 0, broken: false })
+        let lines = LineSocket::new(stream);
+        Ok(Self { lines, path: path.into(), pid, last_id: 0, broken: false, descriptors: None })
     }
 
     pub(super) fn path(&self) -> &Path {
@@ -178,6 +184,14 @@ impl Connection {
         rustix::fs::open(path, OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty()).map_err(|e| self.unreadable(e.into()))
     }
 
+    /// From now on descriptors that come are told from each other even if no path leads anywhere any more.
+    pub(super) fn look_without_paths(&mut self) -> Result<(), GuestError> {
+        let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
+        let opened = rustix::fs::open(DESCRIPTORS, flags, Mode::empty());
+        self.descriptors = Some(opened.map_err(|e| self.error(format!("can't open {DESCRIPTORS}: {e}")))?);
+        Ok(())
+    }
+
     /// Whether it maps the regions where it says so.
     pub(super) fn check_maps(&self, guest: &CheckedDescription) -> Result<(), GuestError> {
         let maps = fs::read_to_string(format!("/proc/{}/maps", self.pid)).map_err(|e| self.unreadable(e))?;
@@ -193,7 +207,7 @@ impl Connection {
         let id = self.request(call, &[])?;
         let (_, mut fds) = self.answer_with_fds::<Value>(call, id, SHORT)?;
         match (fds.pop(), fds.is_empty()) {
-            (Some(uffd), true) if is_userfaultfd(&uffd) => Ok(uffd),
+            (Some(uffd), true) if self.is_userfaultfd(&uffd) => Ok(uffd),
             (Some(_), true) => Err(self.error(format!("what came with the answer to {call} is not a userfaultfd"))),
             (None, _) => Err(self.error(format!("no userfaultfd came with the answer to {call}"))),
             (Some(_), false) => {
@@ -201,13 +215,17 @@ impl Connection {
             }
         }
     }
-}
 
-/// ioctls go only to what they are meant for.
-fn is_userfaultfd(fd: &OwnedFd) -> bool {
-    use std::os::fd::AsRawFd;
-    let link = fs::read_link(format!("/proc/self/fd/{}", fd.as_fd().as_raw_fd()));
-    link.is_ok_and(|target| target.as_os_str() == "anon_inode:[userfaultfd]")
+    /// ioctls go only to what they are meant for.
+    fn is_userfaultfd(&self, fd: &OwnedFd) -> bool {
+        use std::os::fd::AsRawFd;
+        let number = fd.as_raw_fd().to_string();
+        let link = match &self.descriptors {
+            Some(folder) => rustix::fs::readlinkat(folder, number, Vec::new()),
+            None => rustix::fs::readlink(format!("{DESCRIPTORS}/{number}"), Vec::new()),
+        };
+        link.is_ok_and(|target| target.as_bytes() == b"anon_inode:[userfaultfd]")
+    }
 }
 
 /// A command line that makes one call by hand.

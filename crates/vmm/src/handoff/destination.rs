@@ -9,7 +9,7 @@ use std::{
 use rustix::net::{SendFlags, send};
 use serde_json::Value;
 use transship_guest::{DestinationGuest, GuestError};
-use transship_memory::{Access, GuestMemory, Missing, PageSet, Region};
+use transship_memory::{Access, Area, GuestMemory, Missing, PageSet, Region};
 use transship_wire::GuestDescription;
 
 use super::{
@@ -29,8 +29,16 @@ pub struct HandoffDestination {
     connection: Connection,
     description: GuestDescription,
     memory: GuestMemory,
+    /// What missing pages take of rights, if it was had beforehand.
+    prepared: Option<Result<Prepared, GuestError>>,
     /// Once pages may be missing.
     freezer: Option<Freezer>,
+}
+
+/// Looked at, while there was the right to.
+struct Prepared {
+    areas: Vec<Area>,
+    freezer: Freezer,
 }
 
 impl HandoffDestination {
@@ -47,7 +55,7 @@ impl HandoffDestination {
         }
         let description = checked.guest();
         let memory = map_regions(&connection, checked, Access::ReadWrite)?;
-        Ok(Self { connection, description, memory, freezer: None })
+        Ok(Self { connection, description, memory, prepared: None, freezer: None })
     }
 
     /// What it says of itself now, which is what it said at first, and that its threads can wait for pages.
@@ -62,6 +70,12 @@ impl HandoffDestination {
             )));
         }
         Ok(checked)
+    }
+
+    fn prepare(&mut self) -> Result<Prepared, GuestError> {
+        let checked = self.described_for_missing()?;
+        self.connection.check_maps(&checked)?;
+        Ok(Prepared { areas: checked.areas(), freezer: Freezer::of(self.connection.pid())? })
     }
 
     /// Passes the state on to the guest; returns how much it was.
@@ -96,18 +110,33 @@ impl DestinationGuest for HandoffDestination {
         self.memory.clone()
     }
 
+    fn process(&self) -> Option<i32> {
+        Some(self.connection.pid())
+    }
+
+    fn prepare_to_miss(&mut self) {
+        let prepared = self.connection.look_without_paths().and_then(|()| self.prepare());
+        self.prepared = Some(prepared);
+    }
+
     fn may_miss(&mut self) -> Result<(), GuestError> {
         self.memory.check_can_be_empty()?;
-        self.described_for_missing().map(drop)
+        match self.prepared.take() {
+            None => self.described_for_missing().map(drop),
+            Some(Err(why)) => Err(why),
+            prepared => {
+                self.prepared = prepared;
+                Ok(())
+            }
+        }
     }
 
     fn missing(&mut self, lacks: &[PageSet]) -> Result<Missing, GuestError> {
-        let checked = self.described_for_missing()?;
-        self.connection.check_maps(&checked)?;
-        self.freezer = Some(Freezer::of(self.connection.pid())?);
+        let Prepared { areas, freezer } = self.prepared.take().unwrap_or_else(|| self.prepare())?;
+        self.freezer = Some(freezer);
         let uffd = self.connection.userfaultfd(MISSING)?;
         let pages: Vec<u64> = self.memory.regions().iter().map(Region::pages).collect();
-        let missing = Missing::new(uffd, checked.areas(), &pages).map_err(|e| self.connection.error(e))?;
+        let missing = Missing::new(uffd, areas, &pages).map_err(|e| self.connection.error(e))?;
         // Asked only now that nobody can fill a hole past us any more.
         crate::check_holes(&self.memory, lacks)?;
         Ok(missing)

@@ -1,14 +1,17 @@
 //! A QEMU that waits for a guest (`-incoming defer`).
 use std::{
     io::{self, Read, Write},
-    os::{fd::AsFd, unix::net::UnixStream},
+    os::{
+        fd::{AsFd, OwnedFd},
+        unix::net::UnixStream,
+    },
     path::Path,
     time::{Duration, Instant},
 };
 
 use serde_json::json;
 use transship_guest::{DestinationGuest, DiskFile, GuestError, StateFormat};
-use transship_memory::{GuestMemory, Missing, PageSet, Region};
+use transship_memory::{Area, GuestMemory, Missing, PageSet, Region};
 use transship_wire::{
     GuestDescription,
     qemu::{Step, StreamReader},
@@ -43,11 +46,20 @@ pub struct QemuDestination {
     state_format: StateFormat,
     backends: Vec<Backend>,
     memory: GuestMemory,
+    /// What missing pages take, if it was had beforehand.
+    prepared: Option<Result<Prepared, GuestError>>,
     /// Once pages may be missing.
     freezer: Option<Freezer>,
     /// Settings to be put back.
     settings: Option<Settings>,
     ran_since: Option<Instant>,
+}
+
+/// What takes rights of all that has threads wait for missing pages.
+struct Prepared {
+    uffd: OwnedFd,
+    areas: Vec<Area>,
+    freezer: Freezer,
 }
 
 impl QemuDestination {
@@ -61,7 +73,15 @@ impl QemuDestination {
         let seen = DestinationSeen::look(&mut qmp, &mut Err)?;
         let DestinationSeen { backends, memory, description, state_format } = seen;
         qmp.forget_answers();
-        Ok(Self { qmp, description, state_format, backends, memory, freezer: None, settings: None, ran_since: None })
+        let (prepared, freezer, settings, ran_since) = (None, None, None, None);
+        Ok(Self { qmp, description, state_format, backends, memory, prepared, freezer, settings, ran_since })
+    }
+
+    fn prepare(&mut self) -> Result<Prepared, GuestError> {
+        lazy(&self.qmp, &self.memory, &mut Err)?;
+        let areas = memory::areas(&mut self.qmp, &self.backends)?;
+        let freezer = Freezer::of(self.qmp.pid())?;
+        Ok(Prepared { uffd: faults::for_all(&mut self.qmp)?, areas, freezer })
     }
 
     /// Tells QEMU to load from the other end of the returned socket.
@@ -169,15 +189,35 @@ impl DestinationGuest for QemuDestination {
         self.state_format.clone()
     }
 
+    fn process(&self) -> Option<i32> {
+        Some(self.qmp.pid())
+    }
+
+    fn prepare_to_miss(&mut self) {
+        self.prepared = Some(self.prepare());
+    }
+
+    fn own_memory(&self) -> Option<String> {
+        match &self.prepared {
+            Some(Ok(Prepared { areas, .. })) => emptying::all(&self.qmp, &self.memory, areas),
+            _ => None,
+        }
+    }
+
     fn may_miss(&mut self) -> Result<(), GuestError> {
-        lazy(&self.qmp, &self.memory, &mut Err)
+        match self.prepared.take() {
+            None => lazy(&self.qmp, &self.memory, &mut Err),
+            Some(Err(why)) => Err(why),
+            prepared => {
+                self.prepared = prepared;
+                Ok(())
+            }
+        }
     }
 
     fn missing(&mut self, lacks: &[PageSet]) -> Result<Missing, GuestError> {
-        lazy(&self.qmp, &self.memory, &mut Err)?;
-        let areas = memory::areas(&mut self.qmp, &self.backends)?;
-        self.freezer = Some(Freezer::of(self.qmp.pid())?);
-        let uffd = faults::for_all(&mut self.qmp)?;
+        let Prepared { uffd, areas, freezer } = self.prepared.take().unwrap_or_else(|| self.prepare())?;
+        self.freezer = Some(freezer);
         let pages: Vec<u64> = self.memory.regions().iter().map(Region::pages).collect();
         let missing = Missing::new(uffd, areas, &pages)?;
         emptying::give_back(&self.qmp, &self.memory, &missing.areas(), lacks)?;

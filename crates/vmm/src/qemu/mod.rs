@@ -77,6 +77,7 @@ use transship_guest::GuestError;
 use transship_wire::GuestDescription;
 
 pub use destination::QemuDestination;
+pub use emptying::{give_back_by, give_back_there};
 pub use look::{look, look_at_domain};
 pub use source::QemuSource;
 pub use vcpus::threads_that_may_wait;
