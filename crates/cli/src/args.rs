@@ -28,7 +28,7 @@ pub(crate) use check::CheckArgs;
 pub(crate) use clones::{CloneArgs, ForkArgs};
 pub(crate) use convert::ConvertArgs;
 pub(crate) use guest::{Content, GuestArgs};
-pub(crate) use helpers::{GuardArgs, StewardArgs};
+pub(crate) use helpers::{GuardArgs, StandInArgs, StewardArgs};
 pub(crate) use moving::{MoveArgs, Peer};
 pub(crate) use plan::PlanArgs;
 pub(crate) use receive::{ReceiveArgs, Sender};
@@ -118,10 +118,7 @@ pub(crate) enum Command {
     Guard(GuardArgs),
     /// Bring the pages of a guest if the `restore --lazy` that started this dies
     #[command(hide = true)]
-    StandIn {
-        #[arg(long)]
-        vm: String,
-    },
+    StandIn(StandInArgs),
     /// Do what the process that started this gave up the right to
     #[command(hide = true)]
     Steward(StewardArgs),

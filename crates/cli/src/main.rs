@@ -98,7 +98,7 @@ fn dispatch(cli: &Cli) -> Result<(), Failure> {
         Command::Guest(args) => commands::guest::run(args),
         Command::Bench { arguments } => commands::bench::run(arguments),
         Command::Guard(args) => commands::guard::run(args),
-        Command::StandIn { vm } => commands::stand_in::run(vm),
+        Command::StandIn(args) => commands::stand_in::run(args),
         Command::Steward(args) => sandbox::run_steward(args),
         Command::Completions { shell } => commands::shell::completions(*shell),
         Command::Man { subcommand } => commands::shell::manual(subcommand.as_deref()),

@@ -66,7 +66,8 @@ impl Wanted<'_> {
         };
         let connect = self.to.cloned().into_iter().chain(again).collect();
         let (socket, lookout, threads) = (self.control, guest.lookout(), guest.threads());
-        let errands = Errands { connect, socket, lookout, threads, commands: self.commands, folder: None };
+        let commands = self.commands;
+        let errands = Errands { connect, socket, lookout, threads, commands, ..Errands::default() };
         *steward = sandbox.steward(&errands)?;
         if let Some(steward) = steward {
             guest.look_by(steward.lookout());

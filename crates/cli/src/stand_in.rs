@@ -1,13 +1,16 @@
 //! The second process beside one that fills a guest which runs already, a lazy restore or a receiver: see
 //! `transship_engine::StandIn`.
 //!
-//! The two speak over a socket, which is the standard input of the second: a line with what to take over, and the
-//! descriptors for it; then, at the end, one byte that says how the restore ended. No byte, and the restore has died.
+//! It is started while there is the right to, and gives up its own rights before it hears anything. The two speak
+//! over a socket, which is the standard input of the second: a line with what to take over, and the descriptors for
+//! it, which it confirms by a byte; then, at the end, one byte that says how the restore ended. No byte, and the
+//! restore has died.
 //! Our standard error comes as the last of the descriptors, so that the second process can close it: whoever waits for
 //! its end is to wait no longer than there is something to say.
 use std::{
     env,
-    io::{self, Write},
+    ffi::OsString,
+    io::{self, Read, Write},
     os::{
         fd::{AsFd, BorrowedFd, OwnedFd},
         unix::{net::UnixStream, process::CommandExt},
@@ -16,15 +19,20 @@ use std::{
     time::{Duration, Instant},
 };
 
-use transship_engine::{Ending, StandIn, guest::GuestError};
+use transship_engine::{Ending, StandIn, Uri, guest::GuestError};
 use transship_lines::LineSocket;
 use zeroize::Zeroizing;
+
+use crate::sandbox::{OURSELVES, Sandbox};
 
 /// How long the second process may take to be there and to listen: it is this same program.
 const ARM_WAIT: Duration = Duration::from_secs(30);
 
 /// The byte for each ending.
 const WORDS: [(Ending, u8); 3] = [(Ending::Complete, b'c'), (Ending::Hold, b'h'), (Ending::GoOn, b'g')];
+
+/// The byte by which the second process says that it stands by.
+pub(crate) const READY: u8 = b'y';
 
 /// The byte that says that a guest may be given away to us from now on, before that of the ending.
 pub(crate) const MAY_BE_GIVEN: u8 = b'm';
@@ -45,42 +53,107 @@ pub(crate) fn ending(word: u8) -> Option<Ending> {
 
 /// The process, as the restore has it.
 pub(crate) struct Process {
-    vm: String,
+    arguments: Vec<OsString>,
     /// What the second process needs to have connections encrypted.
     key: Option<Zeroizing<String>>,
     started: Option<(Child, UnixStream)>,
+    /// It knows what to take over.
+    is_armed: bool,
 }
 
 impl Process {
-    /// `vm`: the guest's address, for the second process.
-    pub(crate) fn new(vm: &str) -> Self {
-        Self { vm: vm.to_owned(), key: None, started: None }
+    /// `vm`: the guest's address, for the second process. `sandbox`: the rights that it keeps.
+    pub(crate) fn new(vm: &str, sandbox: &Sandbox) -> Self {
+        let arguments = ["--vm".to_owned(), vm.to_owned()].into_iter().chain(sandbox.arguments());
+        Self { arguments: arguments.map(OsString::from).collect(), key: None, started: None, is_armed: false }
+    }
+
+    fn with(mut self, flag: &str, value: Option<OsString>) -> Self {
+        self.arguments.extend(value.into_iter().flat_map(|value| [OsString::from(flag), value]));
+        self
+    }
+
+    /// Of a guest that is to stand still if its pages can't be brought. `process`: its VMM's.
+    pub(crate) fn freezing(self, process: Option<i32>) -> Self {
+        self.with("--freeze", process.map(|pid| pid.to_string().into()))
+    }
+
+    /// It may have to call this receiver.
+    pub(crate) fn calling(self, to: &Uri) -> Self {
+        self.with("--connect", Some(to.to_string().into()))
+    }
+
+    /// It may have to listen there, so it is the one that removes the socket.
+    pub(crate) fn listening(self, at: &Uri) -> Self {
+        match at {
+            Uri::Unix(path) => self.with("--socket", Some(path.into())),
+            Uri::Tcp { .. } => self,
+        }
     }
 
     /// The same, with a key for its connections.
-    pub(crate) fn with_key(self, key: Option<Zeroizing<String>>) -> Self {
-        Self { key, ..self }
+    pub(crate) fn with_key(mut self, key: Option<Zeroizing<String>>) -> Self {
+        self.key = key;
+        self
     }
 
-    fn start(&mut self, charge: &str, files: &[BorrowedFd<'_>]) -> io::Result<()> {
+    /// Starts it now rather than when it is needed: this process is about to give up the right to.
+    ///
+    /// # Errors
+    /// It can't be started.
+    pub(crate) fn start(mut self) -> Result<Self, GuestError> {
+        self.started = Some(self.spawn().map_err(GuestError::system(FAILED))?);
+        Ok(self)
+    }
+
+    fn spawn(&self) -> io::Result<(Child, UnixStream)> {
         let (ours, theirs) = UnixStream::pair()?;
-        let child = Command::new(env::current_exe()?)
-            .args(["stand-in", "--vm", &self.vm])
-            .stdin(Stdio::from(OwnedFd::from(theirs)))
-            .stdout(Stdio::null())
-            .stderr(Stdio::null())
-            // A Ctrl-C in the terminal, and a kill of our group, are not for it.
-            .process_group(0)
-            .spawn()?;
+        let mut command = Command::new(OURSELVES);
+        command.arg0("transship").arg("stand-in").args(&self.arguments);
+        command.stdin(Stdio::from(OwnedFd::from(theirs))).stdout(Stdio::null()).stderr(own_stderr());
+        // A test that holds this process at a step does not mean the second one.
+        if cfg!(feature = "fail-points") && env::var_os("TRANSSHIP_FAIL_FILE").is_some() {
+            command.env_remove("TRANSSHIP_FAIL_FILE").env_remove("TRANSSHIP_FAIL_POINT");
+        }
+        // A Ctrl-C in the terminal, and a kill of our group, are not for it.
+        Ok((command.process_group(0).spawn()?, ours))
+    }
+
+    fn tell(&mut self, charge: &str, files: &[BorrowedFd<'_>]) -> io::Result<()> {
+        if self.started.is_none() {
+            self.started = Some(self.spawn()?);
+        }
+        let Some((_, ours)) = &mut self.started else { return Ok(()) };
         let key = self.key.as_ref().map(|key| key.as_str());
         let key = Zeroizing::new(serde_json::to_string(&key)?);
         let text = Zeroizing::new(format!("{{\"charge\":{charge},\"key\":{}}}", *key));
         let line = LineSocket::new(ours.try_clone()?);
         let stderr = io::stderr();
         let all: Vec<_> = files.iter().copied().chain([stderr.as_fd()]).collect();
-        let sent = line.send(text.as_bytes(), &all, Instant::now() + ARM_WAIT);
-        self.started = Some((child, ours));
-        sent.map_err(io::Error::other)
+        line.send(text.as_bytes(), &all, Instant::now() + ARM_WAIT).map_err(io::Error::other)?;
+        ours.set_read_timeout(Some(ARM_WAIT))?;
+        let mut word = [0];
+        ours.read_exact(&mut word)?;
+        self.is_armed = true;
+        if word == [READY] { Ok(()) } else { Err(io::ErrorKind::InvalidData.into()) }
+    }
+}
+
+const FAILED: &str = "start the stand-in, which would bring the guest's pages if this process died";
+
+/// What it says by itself nobody is to wait for the end of; a test may want to hear it.
+fn own_stderr() -> Stdio {
+    let is_heard = cfg!(feature = "fail-points") && env::var_os("TRANSSHIP_TRY").is_some();
+    if is_heard { Stdio::inherit() } else { Stdio::null() }
+}
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        // One that knows of nothing ends when we hang up. What it may have to clean up it has, then.
+        if let (Some((mut child, socket)), false) = (self.started.take(), self.is_armed) {
+            drop(socket);
+            let _ = child.wait();
+        }
     }
 }
 
@@ -95,8 +168,7 @@ impl Process {
 
 impl StandIn for Process {
     fn arm(&mut self, charge: &str, files: &[BorrowedFd<'_>]) -> Result<(), GuestError> {
-        let failed = "start the stand-in, which would bring the guest's pages if this process died";
-        self.start(charge, files).map_err(GuestError::system(failed))
+        self.tell(charge, files).map_err(GuestError::system(FAILED))
     }
 
     fn may_be_given(&mut self) {
@@ -116,6 +188,9 @@ impl StandIn for Process {
     }
 
     fn end(&mut self, how: Ending) {
+        if !self.is_armed {
+            return;
+        }
         let Some((mut child, mut socket)) = self.started.take() else { return };
         let word = WORDS.iter().find(|(ending, _)| *ending == how).map(|(_, byte)| *byte);
         // If it is gone nothing is to be said.

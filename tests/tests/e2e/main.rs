@@ -68,6 +68,7 @@ mod restoring;
 mod run_at_once;
 mod run_state;
 mod sandbox;
+mod sandbox_filling;
 mod save;
 mod sector;
 mod settings;

@@ -33,7 +33,7 @@ fn saved() -> Result<(Scratch, PathBuf)> {
 }
 
 /// Fills the memory of a waiting guest with what must not be seen afterwards.
-fn make_dirty(guest: &Qemu) -> Result<()> {
+pub(crate) fn make_dirty(guest: &Qemu) -> Result<()> {
     let (address, bytes) = place(guest)?;
     let memory = io(fs::OpenOptions::new().write(true).open(format!("/proc/{}/mem", guest.pid())))?;
     let junk = vec![0xa5; 1 << 20];

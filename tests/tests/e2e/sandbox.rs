@@ -93,7 +93,7 @@ static TRACING_US: Mutex<()> = Mutex::new(());
 
 /// `role` as the program calls it. Without the sandbox all of it can be done, else the sandbox would not be what stops
 /// it.
-fn assert_stopped(role: &str, command: impl Fn() -> TransshipBuilder, folder: &Scratch) -> Result<()> {
+pub(crate) fn assert_stopped(role: &str, command: impl Fn() -> TransshipBuilder, folder: &Scratch) -> Result<()> {
     let confined = attempts(command(), role, folder)?;
     assert_eq!(confined.iter().map(|(name, _)| name.as_str()).collect::<Vec<_>>(), ATTEMPTS, "{role}");
     for (name, result) in &confined {

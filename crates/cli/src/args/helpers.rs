@@ -1,4 +1,4 @@
-//! `transship guard` and `transship steward`: processes that other commands start.
+//! `transship guard`, `transship stand-in` and `transship steward`: processes that other commands start.
 use std::path::PathBuf;
 
 use clap::Args;
@@ -9,6 +9,23 @@ use super::sandbox::SandboxArgs;
 pub(crate) struct GuardArgs {
     #[arg(long)]
     pub(crate) vm: String,
+    #[command(flatten)]
+    pub(crate) sandbox: SandboxArgs,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct StandInArgs {
+    #[arg(long)]
+    pub(crate) vm: String,
+    /// The VMM's process, to freeze it if its guest can't be stopped
+    #[arg(long)]
+    pub(crate) freeze: Option<i32>,
+    /// The receiver to connect to
+    #[arg(long)]
+    pub(crate) connect: Option<String>,
+    /// The socket to remove at the end
+    #[arg(long)]
+    pub(crate) socket: Option<PathBuf>,
     #[command(flatten)]
     pub(crate) sandbox: SandboxArgs,
 }
@@ -30,6 +47,12 @@ pub(crate) struct StewardArgs {
     /// How to know which threads of a VMM may wait
     #[arg(long)]
     pub(crate) threads: Option<String>,
+    /// The VMM's process, to freeze it
+    #[arg(long)]
+    pub(crate) freeze: Option<i32>,
+    /// The memory that the VMM is to give back
+    #[arg(long)]
+    pub(crate) give_back: Option<String>,
     /// What to run, by phases, as JSON
     #[arg(long)]
     pub(crate) commands: Option<String>,

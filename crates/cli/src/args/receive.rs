@@ -83,9 +83,8 @@ pub(crate) struct ReceiveArgs {
     pub(crate) insecure: bool,
     /// Let the guest run before its pages are here
     ///
-    /// For `transship move --converge postcopy`. Until they are here the guest needs both hosts and the link. This
-    /// process then keeps the rights of its user, which it gives up otherwise: it needs them when the guest comes.
-    #[arg(long, conflicts_with_all = ["to", "user"])]
+    /// For `transship move --converge postcopy`. Until they are here the guest needs both hosts and the link.
+    #[arg(long, conflicts_with = "to")]
     pub(crate) postcopy: bool,
     #[command(flatten)]
     pub(crate) sandbox: SandboxArgs,

@@ -13,6 +13,7 @@ use crate::{
     checks::Checks,
     failure::Failure,
     output,
+    sandbox::Sandbox,
     signals::{Side, Watcher},
     stand_in, summary,
 };
@@ -36,8 +37,9 @@ pub(crate) fn run(args: &CloneArgs) -> Result<(), Failure> {
         _ => None,
     };
     let options = RestoreOptions { run, ..RestoreOptions::default() };
-    let mut stand_in = stand_in::Process::new(&text);
+    let sandbox = Sandbox::by_default()?;
     let outcome = attach_destination(&vm).map_err(Error::from).and_then(|mut guest| {
+        let mut stand_in = stand_in::Process::new(&text, sandbox.beside(guest.as_ref())).freezing(guest.process());
         let lazily = Some(&mut stand_in as &mut dyn StandIn);
         clone_guest(guest.as_mut(), &CloneSource::open(&from)?, &options, lazily, since, &progress, &mut report)
     });

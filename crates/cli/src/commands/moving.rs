@@ -6,7 +6,7 @@ use transship_engine::{
     Caller, Compress, Error, MoveOptions, MoveTerms, Progress, QemuSendOptions, Report, Setting, StandIn, Uri,
     UserCommand, move_guest, send_to_qemu,
 };
-use transship_guest::{Guard, Watch};
+use transship_guest::{Guard, GuestError, Watch};
 use transship_vmm::{AttachOptions, VmAddress};
 use zeroize::Zeroizing;
 
@@ -68,12 +68,12 @@ fn move_away(
         commands: request.way.commands(),
     };
     let Taken { mut guest, mut guard } = wanted.take(sandbox, steward)?;
+    let mut stand_in = request.stand_in()?;
     let _threads = waiting.confined(sandbox, Role::Move, Left::Nothing)?;
     let guard: Option<&mut dyn Guard> = Some(&mut guard);
-    let mut stand_in = stand_in::Process::new(&request.vm_text).with_key(request.token.clone());
     match &request.way {
         Way::ToTransship(options) => {
-            let stand_in = options.post_copy.map(|_| &mut stand_in as &mut dyn StandIn);
+            let stand_in = stand_in.as_mut().map(|process| process as &mut dyn StandIn);
             move_guest(guest.as_mut(), guard, stand_in, &request.to, options, progress, report)
         }
         Way::ToQemu(options) => send_to_qemu(guest.as_mut(), guard, &request.to, options, progress, report),
@@ -137,11 +137,18 @@ impl Way {
 }
 
 impl Request {
-    /// The rights that the process keeps. All of them with post-copy, which starts a process when the guest has been
-    /// given up.
+    /// The process that goes on for this one if the guest goes before its pages.
+    fn stand_in(&self) -> Result<Option<stand_in::Process>, GuestError> {
+        if !matches!(&self.way, Way::ToTransship(MoveOptions { post_copy: Some(_), .. })) {
+            return Ok(None);
+        }
+        let stand_in = stand_in::Process::new(&self.vm_text, &self.sandbox).calling(&self.to);
+        stand_in.with_key(self.token.clone()).start().map(Some)
+    }
+
+    /// The rights that the process keeps.
     fn sandbox(&self) -> &Sandbox {
         match &self.way {
-            Way::ToTransship(options) if options.post_copy.is_some() => &Sandbox::Off,
             Way::ToTransship(options) => self.sandbox.encoding(options.compress),
             Way::ToQemu(_) => &self.sandbox,
         }

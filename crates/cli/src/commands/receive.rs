@@ -5,7 +5,7 @@ use transship_engine::{
     Error, FilePlace, FileSink, FileSinkOptions, FileUri, Format, Listener, Progress, Report, Sink, StandIn, Uri,
     receive_from_qemu, receive_guest,
 };
-use transship_guest::DestinationGuest;
+use transship_guest::{DestinationGuest, GuestError};
 use transship_vmm::{VmAddress, attach_destination};
 
 use crate::{
@@ -58,25 +58,47 @@ enum Ready {
 /// All that needs rights; then they are gone.
 fn prepare(request: &Request, listener: &Listener, steward: &mut Option<Steward>) -> Result<Ready, Error> {
     let ready = match &request.into {
-        Into::Guest(vm, text) => Ready::Guest(
-            attach_destination(vm)?,
-            request.post_copy.then(|| stand_in::Process::new(text).with_key(listener.key())),
-        ),
+        Into::Guest(vm, text) => {
+            let mut guest = attach_destination(vm)?;
+            let mut second = None;
+            if request.post_copy {
+                guest.prepare_to_miss();
+                second = Some(stand_in(request, text, guest.as_ref(), listener)?);
+            }
+            Ready::Guest(guest, second)
+        }
         Into::File(to, options) => Ready::File(FileSink::create(to, *options)?),
     };
     let sandbox = match &ready {
         Ready::Guest(guest, _) => request.sandbox.beside(guest.as_ref()),
         Ready::File(_) => &request.sandbox,
     };
-    *steward = sandbox.steward(&Errands::of_listener(listener.uri()))?;
+    let errands = match &ready {
+        // Its second process may go on to listen.
+        Ready::Guest(guest, Some(_)) => Errands::of_filling(guest.as_ref()),
+        _ => Errands::of_listener(listener.uri()),
+    };
+    *steward = sandbox.steward(&errands)?;
     match &request.into {
         Into::File(FileUri { place: FilePlace::Path(path), .. }, _) => {
             sandbox.confine(Role::ReceiveFile, Left::Folder(&folder_of(path)))?;
         }
         Into::File(..) => drop(sandbox.confine(Role::ReceiveFile, Left::Nothing)?),
+        Into::Guest(..) if request.post_copy => drop(sandbox.confine(Role::Fill, Left::Nothing)?),
         Into::Guest(..) => drop(sandbox.confine(Role::Receive, Left::Nothing)?),
     }
     Ok(ready)
+}
+
+/// The second process of a receiver whose guest may run before its pages are here.
+fn stand_in(
+    request: &Request,
+    vm: &str,
+    guest: &dyn DestinationGuest,
+    listener: &Listener,
+) -> Result<stand_in::Process, GuestError> {
+    let stand_in = stand_in::Process::new(vm, request.sandbox.beside(guest)).freezing(guest.process());
+    stand_in.listening(listener.uri()).with_key(listener.key()).start()
 }
 
 fn receive(
@@ -181,7 +203,7 @@ impl Request {
         if args.postcopy && args.tls.tls.is_some() {
             checks.mistake(format!("--postcopy, --tls: {}", trust::NO_POSTCOPY));
         }
-        let sandbox = if args.postcopy { Some(Sandbox::Off) } else { Sandbox::check(&args.sandbox, &mut checks) };
+        let sandbox = Sandbox::check(&args.sandbox, &mut checks);
         let comes = if args.peer == Sender::Transship { Comes::Transship } else { Comes::Qemu };
         let users = trust::users(&mut checks, listen.as_ref(), comes, &args.allow_user);
         let request = (|| {

@@ -10,7 +10,7 @@ use crate::{
     failure::Failure,
     flags, keys,
     progress::Display,
-    sandbox::{Role, Sandbox},
+    sandbox::{Errands, Role, Sandbox, Steward},
     signals::{Side, Watcher},
     stand_in, summary,
 };
@@ -20,18 +20,28 @@ pub(crate) fn run(args: &RestoreArgs) -> Result<(), Failure> {
     let progress = Progress::new();
     let _signals = Watcher::cancelling(&progress, Side::Restore)?;
     let mut report = Report::default();
-    let outcome = restore(&request, &progress, &mut report);
+    // It is told to end after everything else has ended.
+    let mut steward = None;
+    let outcome = restore(&request, &mut steward, &progress, &mut report);
     summary::restored(outcome, report, args.json)
 }
 
-fn restore(request: &Request, progress: &Arc<Progress>, report: &mut Report) -> Result<(), Error> {
+fn restore(
+    request: &Request,
+    steward: &mut Option<Steward>,
+    progress: &Arc<Progress>,
+    report: &mut Report,
+) -> Result<(), Error> {
     let mut guest = attach_destination(&request.vm)?;
     let _display = Display::start(progress).map_err(|source| Error::Io { what: "start a thread".into(), source })?;
-    let mut stand_in = request.lazy.then(|| stand_in::Process::new(&request.vm_text));
-    if stand_in.is_none() {
-        // Else there is a process to start, and a VMM to open again.
-        request.sandbox.beside(guest.as_ref()).confine_when_opened(Role::Restore);
+    let sandbox = request.sandbox.beside(guest.as_ref());
+    let mut stand_in = None;
+    if request.lazy {
+        guest.prepare_to_miss();
+        stand_in = Some(stand_in::Process::new(&request.vm_text, sandbox).freezing(guest.process()).start()?);
+        *steward = sandbox.steward(&Errands::of_filling(guest.as_ref()))?;
     }
+    sandbox.confine_when_opened(if request.lazy { Role::Fill } else { Role::Restore });
     let lazily = stand_in.as_mut().map(|process| process as &mut dyn StandIn);
     restore_guest(guest.as_mut(), &request.from, &request.options, lazily, progress, report)
 }

@@ -10,32 +10,45 @@ use std::{
     time::{Duration, Instant},
 };
 
-use transship_engine::{Caller, Charge, Ending, Error, Given, Host, Received, Serving, TakeOver, Taken, Token};
+use transship_engine::{Caller, Charge, Ending, Error, Given, Host, Received, Serving, TakeOver, Taken, Token, Uri};
 use transship_lines::{Line, LineSocket};
 use transship_vmm::{VmAddress, settle_restored, start_abandoned, stop_abandoned};
 
 use zeroize::Zeroizing;
 
 use crate::{
+    args::StandInArgs,
+    checks::Checks,
     failure::Failure,
     output,
-    stand_in::{MAY_BE_GIVEN, SETTLED, STARTED, STARTS, ending},
+    sandbox::{Errands, Left, Role, Sandbox, Steward},
+    stand_in::{MAY_BE_GIVEN, READY, SETTLED, STARTED, STARTS, ending},
 };
 
-/// How long the restore may take to say what there is to take over: it does so at once.
-const LINE_WAIT: Duration = Duration::from_secs(60);
+/// Longer than anything runs: whoever has started this says what there is to take over when there is something.
+const FOREVER: Duration = Duration::from_secs(100 * 365 * 24 * 3600);
 
-pub(crate) fn run(vm: &str) -> Result<(), Failure> {
-    let vm: VmAddress = vm.parse().map_err(|why| Failure::Usage(vec![why]))?;
+pub(crate) fn run(args: &StandInArgs) -> Result<(), Failure> {
+    let mut checks = Checks::default();
+    let vm = checks.read("--vm", &args.vm, str::parse::<VmAddress>);
+    let to = args.connect.as_deref().map(|to| checks.read("--connect", to, str::parse::<Uri>));
+    let sandbox = Sandbox::check(&args.sandbox, &mut checks);
+    let (vm, sandbox) = checks.finish(vm.zip(sandbox))?;
     let unusable = |what: &dyn std::fmt::Display| {
         Failure::Failed(format!("this process is started by other commands of transship: {what}"))
     };
     let stdin = io::stdin().as_fd().try_clone_to_owned().map_err(|e| unusable(&e))?;
+    let mut steward = confined(&vm, to.flatten(), args, &sandbox)?;
     let mut socket = LineSocket::new(UnixStream::from(stdin));
-    let Line { text, mut fds } = socket.receive(Instant::now() + LINE_WAIT).map_err(|e| unusable(&e))?;
+    let Line { text, mut fds } = socket.receive(Instant::now() + FOREVER).map_err(|e| unusable(&e))?;
     let Told { charge, key } = serde_json::from_slice(&text).map_err(|e| unusable(&e))?;
     let mut talk = Talk(fds.pop().map(File::from));
+    socket.stream().write_all(&[READY]).map_err(|e| unusable(&e))?;
     let heard = listen(&mut socket);
+    if heard.ending == Some(Ending::Hold) {
+        // Whoever calls from now on is not served.
+        drop(steward.take());
+    }
     match charge {
         Charge::File(what) => restored(&vm, &what, fds, heard.ending, &mut talk),
         Charge::Move(what) => received(&vm, &what, (fds, key.map(Zeroizing::new)), &heard, &mut talk),
@@ -44,6 +57,25 @@ pub(crate) fn run(vm: &str) -> Result<(), Failure> {
         }
         Charge::Serve(_) => Ok(()),
     }
+}
+
+/// All that takes rights; then they are gone. The steward keeps the ways to the VMM and to the receiver, which are
+/// taken only if the other process dies.
+fn confined(
+    vm: &VmAddress,
+    to: Option<Uri>,
+    args: &StandInArgs,
+    sandbox: &Sandbox,
+) -> Result<Option<Steward>, Failure> {
+    let vm = match vm {
+        VmAddress::Qemu(path) | VmAddress::Handoff(path) => Some(Uri::Unix(path.clone())),
+        VmAddress::Libvirt(_) => None,
+    };
+    let connect = vm.into_iter().chain(to).collect();
+    let errands = Errands { connect, socket: args.socket.as_deref(), freeze: args.freeze, ..Errands::default() };
+    let steward = sandbox.steward(&errands)?;
+    sandbox.confine(Role::StandIn, Left::Nothing)?;
+    Ok(steward)
 }
 
 /// What comes first.
@@ -177,7 +209,9 @@ fn served(what: &Serving, fds: Vec<OwnedFd>, key: Option<Zeroizing<String>>, tal
     );
     let token = key.map(|key| key.parse::<Token>()).transpose().map_err(|why| Failure::Failed(why.to_string()))?;
     let caller = token.map(|token| Caller::with_token(&token)).transpose();
-    what.run(fds, caller.map_err(|why| Failure::Failed(why.to_string()))?)?;
+    // Nobody hears what this process says when it ends.
+    what.run(fds, caller.map_err(|why| Failure::Failed(why.to_string()))?)
+        .inspect_err(|error| talk.say(&error.to_string()))?;
     talk.say("the destination has all pages of its guest");
     Ok(())
 }

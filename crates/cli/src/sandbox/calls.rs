@@ -12,6 +12,8 @@ pub(super) enum Calls {
     Streams,
     /// Guest memory: mapped files, and descriptors of another process's memory.
     Memory,
+    /// A guest that runs before its pages are there: which of them were brought, and what its memory is.
+    Filling,
     /// What waits for many descriptors.
     Events,
     /// Files with many requests in flight. What is asked for by such a ring the filter does not see; the user and
@@ -34,6 +36,7 @@ impl Calls {
             Self::Threads => plain(THREADS).chain(threads()).collect(),
             Self::Streams => plain(STREAMS).chain(streams()).collect(),
             Self::Memory => plain(MEMORY).chain([own_faults()]).collect(),
+            Self::Filling => plain(FILLING).collect(),
             Self::Events => plain(EVENTS).collect(),
             Self::Rings => plain(RINGS).collect(),
             Self::Files => plain(FILES).collect(),
@@ -129,6 +132,8 @@ const MEMORY: &[i64] = &[
     libc::SYS_pwrite64,
     libc::SYS_pwritev,
 ];
+
+const FILLING: &[i64] = &[libc::SYS_fstatfs, libc::SYS_memfd_create, libc::SYS_mlock, libc::SYS_readlinkat];
 
 const EVENTS: &[i64] = &[
     libc::SYS_epoll_create1,

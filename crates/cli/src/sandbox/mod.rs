@@ -45,6 +45,8 @@ pub(crate) enum Role {
     Balloon,
     /// A guest from a file, all of it before it runs.
     Restore,
+    /// A guest from a file or from a move, which may run before all of it is there.
+    Fill,
     /// What a file holds.
     Info,
     /// A guest that leaves.
@@ -53,6 +55,8 @@ pub(crate) enum Role {
     Save,
     /// Beside one of these two, for the guest that it has stopped.
     Guard,
+    /// Beside one that fills a guest which runs already, or sends what that one lacks.
+    StandIn,
     /// One layout of a snapshot from another.
     Convert,
     /// How fast a guest writes.
@@ -85,6 +89,10 @@ impl Role {
             Self::Move => &[Calls::Threads, Calls::Streams, Calls::Memory, Calls::Children],
             Self::Save => &[Calls::Threads, Calls::Streams, Calls::Memory, Calls::Children, Calls::Rings, Calls::Files],
             Self::Guard => &[Calls::Threads, Calls::Streams],
+            Self::StandIn => &[Calls::Threads, Calls::Streams, Calls::Memory, Calls::Filling],
+            Self::Fill => {
+                &[Calls::Threads, Calls::Streams, Calls::Memory, Calls::Rings, Calls::Children, Calls::Filling]
+            }
             Self::Convert => &[Calls::Threads, Calls::Streams, Calls::Memory, Calls::Rings, Calls::Files],
             Self::Watch | Self::Plan => &[Calls::Threads, Calls::Streams, Calls::Memory],
             Self::Balloon => &[Calls::Threads, Calls::Streams, Calls::Memory, Calls::Events, Calls::LocalSockets],

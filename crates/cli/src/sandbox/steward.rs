@@ -23,9 +23,10 @@ use std::{
 
 use serde::{Deserialize, Serialize};
 use transship_engine::{Started, Uri, UserCommand, connect_by, start_by};
-use transship_guest::AskOthers;
+use transship_guest::{AskOthers, DestinationGuest, GuestError};
 use transship_lines::{Line, LineSocket};
 use transship_memory::LetWait;
+use transship_vmm::{freeze_by, give_back_by};
 
 pub(crate) use serving::run;
 
@@ -49,6 +50,10 @@ pub(crate) struct Errands<'a> {
     pub(crate) threads: Option<String>,
     /// Runs these; by their phases.
     pub(crate) commands: Vec<(&'static str, UserCommand)>,
+    /// The VMM's process, which it freezes if its guest can't be stopped otherwise.
+    pub(crate) freeze: Option<i32>,
+    /// Has the VMM give back this memory: what its guest's adapter says of it.
+    pub(crate) give_back: Option<String>,
 }
 
 impl<'a> Errands<'a> {
@@ -60,9 +65,15 @@ impl<'a> Errands<'a> {
         }
     }
 
+    /// Of a process that may let this guest run before its pages are there, and that is prepared for it.
+    pub(crate) fn of_filling(guest: &dyn DestinationGuest) -> Self {
+        Self { freeze: guest.process(), give_back: guest.own_memory(), ..Self::default() }
+    }
+
     pub(super) fn is_empty(&self) -> bool {
-        let Self { connect, socket, folder, lookout, threads, commands } = self;
-        let is_asked = lookout.is_some() || threads.is_some() || !connect.is_empty() || !commands.is_empty();
+        let Self { connect, socket, folder, lookout, threads, commands, freeze, give_back } = self;
+        let looks = lookout.is_some() || threads.is_some() || freeze.is_some() || give_back.is_some();
+        let is_asked = looks || !connect.is_empty() || !commands.is_empty();
         !is_asked && socket.is_none() && folder.is_none()
     }
 
@@ -77,7 +88,10 @@ impl<'a> Errands<'a> {
         let folder = self.folder.map(|path| flag("--folder", path.into()));
         let lookout = self.lookout.as_ref().map(|text| flag("--lookout", text.into()));
         let threads = self.threads.as_ref().map(|text| flag("--threads", text.into()));
-        Ok([socket, folder, lookout, threads, commands].into_iter().flatten().chain(connect).flatten().collect())
+        let freeze = self.freeze.map(|pid| flag("--freeze", pid.to_string().into()));
+        let give_back = self.give_back.as_ref().map(|text| flag("--give-back", text.into()));
+        let all = [socket, folder, lookout, threads, commands, freeze, give_back];
+        Ok(all.into_iter().flatten().chain(connect).flatten().collect())
     }
 }
 
@@ -111,6 +125,16 @@ impl Steward {
             // It knows by its phase which one is meant.
             start_by(move |_, phase| start(&line, phase));
         }
+        if let Some(known) = errands.freeze {
+            let line = Arc::clone(&line);
+            freeze_by(
+                move |pid| if pid == known { freeze(&line) } else { Err(format!("process {pid} is another one")) },
+            );
+        }
+        if let Some(known) = errands.give_back.clone() {
+            let line = Arc::clone(&line);
+            give_back_by(move |wanted| give_back(&line, wanted == known));
+        }
         Ok(Self { socket: ours, line })
     }
 
@@ -140,6 +164,10 @@ impl Drop for Steward {
 enum Ask {
     /// A connection to this address, which is one of those that it was told before.
     Connect(String),
+    /// The VMM's process is to stand still.
+    Freeze,
+    /// The VMM is to give back all that was named before.
+    GiveBack,
     /// The processes that write to the guest's memory, too.
     Writers,
     /// For how long a thread of the VMM may be held at most.
@@ -165,6 +193,8 @@ struct Answer {
     micros: u64,
     /// As the system has it.
     status: Option<i32>,
+    /// There was a process to freeze.
+    frozen: bool,
 }
 
 fn ask(line: &Mutex<LineSocket>, what: &Ask) -> io::Result<(Answer, Vec<OwnedFd>)> {
@@ -185,6 +215,17 @@ fn one(fds: Vec<OwnedFd>) -> io::Result<OwnedFd> {
 
 fn connect(line: &Mutex<LineSocket>, to: &Uri) -> io::Result<OwnedFd> {
     one(ask(line, &Ask::Connect(to.to_string()))?.1)
+}
+
+fn freeze(line: &Mutex<LineSocket>) -> Result<bool, String> {
+    ask(line, &Ask::Freeze).map(|(answer, _)| answer.frozen).map_err(|error| error.to_string())
+}
+
+fn give_back(line: &Mutex<LineSocket>, is_known: bool) -> Result<(), GuestError> {
+    if !is_known {
+        return Err(GuestError::Bug("other memory is to be given back than was said before".into()));
+    }
+    ask(line, &Ask::GiveBack).map(drop).map_err(|error| GuestError::Unfit(error.to_string()))
 }
 
 fn start(line: &Arc<Mutex<LineSocket>>, phase: &str) -> io::Result<Box<dyn Started>> {

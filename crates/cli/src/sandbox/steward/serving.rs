@@ -19,7 +19,7 @@ use rustix::io::Errno;
 use transship_engine::{Started, Uri, UserCommand, connect};
 use transship_lines::{Line, LineSocket};
 use transship_memory::LetWait;
-use transship_vmm::{look_for_writers, threads_that_may_wait};
+use transship_vmm::{Freezer, give_back_there, look_for_writers, threads_that_may_wait};
 
 use super::{ANSWER_WAIT, Answer, Ask};
 use crate::{args::StewardArgs, failure::Failure, signals};
@@ -67,6 +67,8 @@ struct Tasks {
     connect: Vec<Uri>,
     lookout: Option<String>,
     threads: Option<Box<dyn LetWait>>,
+    freezer: Option<Freezer>,
+    give_back: Option<String>,
     commands: HashMap<String, UserCommand>,
     /// Those that run, or whose end nobody has asked about.
     started: HashMap<String, Box<dyn Started>>,
@@ -83,8 +85,13 @@ impl Tasks {
         let commands: HashMap<_, _> = commands.map_err(|e| e.to_string())?.into_iter().flatten().collect();
         let lookout = args.lookout.clone();
         let threads = args.threads.as_deref().map(threads_that_may_wait).transpose().map_err(|e| e.to_string())?;
-        let is_idle = connect.is_empty() && lookout.is_none() && threads.is_none() && commands.is_empty();
-        Ok((!is_idle).then(|| Self { connect, lookout, threads, commands, started: HashMap::new() }))
+        // Whoever has started us is connected to it.
+        let freezer = args.freeze.map(Freezer::of).transpose().map_err(|e| e.to_string())?;
+        let give_back = args.give_back.clone();
+        let looks = lookout.is_some() || threads.is_some() || freezer.is_some() || give_back.is_some();
+        let is_idle = !looks && connect.is_empty() && commands.is_empty();
+        let started = HashMap::new();
+        Ok((!is_idle).then(|| Self { connect, lookout, threads, freezer, give_back, commands, started }))
     }
 
     fn carry_out(&mut self, asked: Ask) -> Done {
@@ -94,6 +101,16 @@ impl Tasks {
             Ask::Connect(to) => {
                 let to = self.connect.iter().find(|known| known.to_string() == to).ok_or_else(not_told)?;
                 Ok((Answer::default(), Some(connect(to)?)))
+            }
+            Ask::Freeze => {
+                let freezer = self.freezer.as_ref().ok_or_else(not_told)?;
+                let frozen = freezer.freeze().map_err(io::Error::other)?;
+                plain(Answer { frozen, ..Answer::default() })
+            }
+            Ask::GiveBack => {
+                let wanted = self.give_back.as_deref().ok_or_else(not_told)?;
+                give_back_there(wanted).map_err(io::Error::other)?;
+                plain(Answer::default())
             }
             Ask::Writers => {
                 let lookout = self.lookout.as_deref().ok_or_else(not_told)?;
