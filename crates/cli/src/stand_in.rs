@@ -3,8 +3,8 @@
 //!
 //! It is started while there is the right to, and gives up its own rights before it hears anything. The two speak
 //! over a socket, which is the standard input of the second: a line with what to take over, and the descriptors for
-//! it, which it confirms by a byte; then, at the end, one byte that says how the restore ended. No byte, and the
-//! restore has died.
+//! it, which it confirms by a byte; what its connections need to be encrypted, which may be longer than a line, and is
+//! confirmed, too; then, at the end, one byte that says how the restore ended. No byte, and the restore has died.
 //! Our standard error comes as the last of the descriptors, so that the second process can close it: whoever waits for
 //! its end is to wait no longer than there is something to say.
 use std::{
@@ -54,7 +54,7 @@ pub(crate) fn ending(word: u8) -> Option<Ending> {
 /// The process, as the restore has it.
 pub(crate) struct Process {
     arguments: Vec<OsString>,
-    /// What the second process needs to have connections encrypted.
+    /// What the second process needs to have connections encrypted, of `Host::reveal` or `Caller::reveal`.
     key: Option<Zeroizing<String>>,
     started: Option<(Child, UnixStream)>,
     /// It knows what to take over.
@@ -124,19 +124,28 @@ impl Process {
             self.started = Some(self.spawn()?);
         }
         let Some((_, ours)) = &mut self.started else { return Ok(()) };
-        let key = self.key.as_ref().map(|key| key.as_str());
-        let key = Zeroizing::new(serde_json::to_string(&key)?);
-        let text = Zeroizing::new(format!("{{\"charge\":{charge},\"key\":{}}}", *key));
+        let key = self.key.as_ref().map_or(&[][..], |key| key.as_bytes());
+        let text = format!("{{\"charge\":{charge},\"key_bytes\":{}}}", key.len());
         let line = LineSocket::new(ours.try_clone()?);
         let stderr = io::stderr();
         let all: Vec<_> = files.iter().copied().chain([stderr.as_fd()]).collect();
         line.send(text.as_bytes(), &all, Instant::now() + ARM_WAIT).map_err(io::Error::other)?;
         ours.set_read_timeout(Some(ARM_WAIT))?;
-        let mut word = [0];
-        ours.read_exact(&mut word)?;
+        await_ready(ours)?;
         self.is_armed = true;
-        if word == [READY] { Ok(()) } else { Err(io::ErrorKind::InvalidData.into()) }
+        if key.is_empty() {
+            return Ok(());
+        }
+        ours.set_write_timeout(Some(ARM_WAIT))?;
+        ours.write_all(key)?;
+        await_ready(ours)
     }
+}
+
+fn await_ready(socket: &mut UnixStream) -> io::Result<()> {
+    let mut word = [0];
+    socket.read_exact(&mut word)?;
+    if word == [READY] { Ok(()) } else { Err(io::ErrorKind::InvalidData.into()) }
 }
 
 const FAILED: &str = "start the stand-in, which would bring the guest's pages if this process died";

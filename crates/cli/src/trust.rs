@@ -53,10 +53,6 @@ impl TokenText {
     }
 }
 
-/// Why post-copy needs a token: what goes on with it when a process has died has no certificates.
-pub(crate) const NO_POSTCOPY: &str = "a move that dies after its guest has gone on there is continued by its token, and \
-                                      certificates can't do that yet; use a token";
-
 /// What a user says about the network between the two ends.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Network {

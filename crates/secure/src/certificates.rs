@@ -63,6 +63,15 @@ pub struct Certificates {
     pub(crate) anchors: Vec<TrustAnchor<'static>>,
     pub(crate) revoked: Vec<CertRevocationList<'static>>,
     pub(crate) own: Arc<CertifiedKey>,
+    files: Files,
+}
+
+/// What they were made of, for another process that goes on with them.
+struct Files {
+    authorities: Vec<u8>,
+    revoked: Option<Vec<u8>>,
+    own: Vec<u8>,
+    key: Zeroizing<Vec<u8>>,
 }
 
 impl Certificates {
@@ -88,7 +97,19 @@ impl Certificates {
             return Err(bad(Piece::Key, "is not the key of the certificate beside it".into()));
         }
         let revoked = pem.revoked.map_or(Ok(Vec::new()), revocations)?;
-        Ok(Self { anchors: anchors(pem.authorities)?, revoked, own })
+        let files = Files {
+            authorities: pem.authorities.to_vec(),
+            revoked: pem.revoked.map(<[u8]>::to_vec),
+            own: pem.own.to_vec(),
+            key: Zeroizing::new(pem.key.to_vec()),
+        };
+        Ok(Self { anchors: anchors(pem.authorities)?, revoked, own, files })
+    }
+
+    /// What they were made of.
+    pub(crate) fn pem(&self) -> Pem<'_> {
+        let Files { authorities, revoked, own, key } = &self.files;
+        Pem { authorities, revoked: revoked.as_deref(), own, key }
     }
 
     /// Whether others can take this end for what it says it is, now. They may still know of a revocation that it does

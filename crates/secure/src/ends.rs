@@ -4,7 +4,6 @@ use std::{
     sync::{Arc, OnceLock},
 };
 
-use data_encoding::BASE64URL_NOPAD;
 use ring::rand::{SecureRandom, SystemRandom};
 use rustls::{
     CertificateError, ClientConfig, DigitallySignedStruct, DistinguishedName, Error, ServerConfig, SignatureScheme,
@@ -44,8 +43,8 @@ pub struct Caller {
 }
 
 #[derive(Clone)]
-enum CallerBy {
-    Token(Arc<ClientConfig>),
+pub(crate) enum CallerBy {
+    Token(Arc<ClientConfig>, Token),
     Certificates(Arc<Certificates>, Arc<Expected>),
 }
 
@@ -57,19 +56,22 @@ pub struct Host {
 }
 
 #[derive(Clone)]
-enum HostBy {
+pub(crate) enum HostBy {
     Token(Arc<ServerConfig>, Arc<HostKey>),
     Certificates(Arc<Certificates>, Arc<Expected>),
 }
 
 /// What another process needs to be the same host of a token. It is wiped when it is dropped.
-struct HostKey {
+pub(crate) struct HostKey {
     seed: Zeroizing<[u8; 32]>,
     token: Token,
 }
 
-/// Between the two in a text.
-const KEY_AND_TOKEN: char = '.';
+impl HostKey {
+    pub(crate) fn parts(&self) -> (&[u8], &Token) {
+        (&*self.seed, &self.token)
+    }
+}
 
 /// What somebody has to show and has not.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -123,7 +125,7 @@ impl Caller {
             .dangerous() // what is verified is stricter than a certificate: one key, and no other
             .with_custom_certificate_verifier(wanted)
             .with_client_cert_resolver(Arc::new(AlwaysResolvesClientRawPublicKeys::new(own)));
-        Ok(Self { by: CallerBy::Token(Arc::new(as_caller(config))), word: Word::Due })
+        Ok(Self { by: CallerBy::Token(Arc::new(as_caller(config)), token.clone()), word: Word::Due })
     }
 
     /// Calls `host`, a name or an address for which the receiver's certificate has to be.
@@ -142,7 +144,11 @@ impl Caller {
         Self::with_certificates(certificates, Expected::Named(names))
     }
 
-    fn with_certificates(certificates: &Arc<Certificates>, expected: Expected) -> Self {
+    pub(crate) fn by(&self) -> &CallerBy {
+        &self.by
+    }
+
+    pub(crate) fn with_certificates(certificates: &Arc<Certificates>, expected: Expected) -> Self {
         Self { by: CallerBy::Certificates(Arc::clone(certificates), Arc::new(expected)), word: Word::Due }
     }
 
@@ -154,7 +160,7 @@ impl Caller {
 
     pub(crate) fn connection(&self) -> Result<(UnbufferedClientConnection, Means), SecureError> {
         let (config, means) = match &self.by {
-            CallerBy::Token(config) => (Arc::clone(config), Means::Token),
+            CallerBy::Token(config, _) => (Arc::clone(config), Means::Token),
             CallerBy::Certificates(certificates, expected) => {
                 let (means, refusal) = Means::certificates(certificates);
                 let own = SingleCertAndKey::from(Arc::clone(&certificates.own));
@@ -226,44 +232,27 @@ impl Host {
         Ok(Self { by: HostBy::Token(Arc::new(as_host(config)), Arc::new(known)), word: Word::Due })
     }
 
-    /// What another process needs to be this host: for one that goes on when this one dies, and for nobody else. None:
-    /// it is known by certificates.
-    pub fn reveal(&self) -> Option<Zeroizing<String>> {
-        let HostBy::Token(_, known) = &self.by else { return None };
-        let token = known.token.reveal();
-        let seed = BASE64URL_NOPAD.encode_len(known.seed.len());
-        let mut text = Zeroizing::new(String::with_capacity(seed + 1 + token.len()));
-        BASE64URL_NOPAD.encode_append(&*known.seed, &mut text);
-        text.push(KEY_AND_TOKEN);
-        text.push_str(&token);
-        Some(text)
-    }
-
-    /// The host that was revealed so.
-    ///
-    /// # Errors
-    /// It is no such text.
-    pub fn revealed(text: &str) -> Result<Self, SecureError> {
-        let unsuited = || SecureError::Unsuited("the key of a receiver was damaged on its way".into());
-        let (key_text, token) = text.split_once(KEY_AND_TOKEN).ok_or_else(unsuited)?;
-        let token: Token = token.parse().map_err(|_| unsuited())?;
-        let mut seed = Zeroizing::new([0; 32]);
-        if BASE64URL_NOPAD.decode_len(key_text.len()) != Ok(seed.len()) {
-            return Err(unsuited());
-        }
-        BASE64URL_NOPAD.decode_mut(key_text.as_bytes(), &mut *seed).map_err(|_| unsuited())?;
+    /// The host with this seed that made the token; none: it was made by another one.
+    pub(crate) fn of_seed(seed: Zeroizing<[u8; 32]>, token: Token) -> Result<Option<Self>, SecureError> {
         let own = key(&seed)?;
         match own.cert.first().and_then(|public| public.strip_prefix(PUBLIC_KEY)) == Some(token.host_key()) {
-            true => Self::of_token(own, HostKey { seed, token }),
-            false => Err(unsuited()),
+            true => Self::of_token(own, HostKey { seed, token }).map(Some),
+            false => Ok(None),
         }
     }
 
     /// Hears callers whose certificates are for one of these names; of no names: all with a certificate of an authority
     /// that is trusted.
     pub fn with_certificates(certificates: &Arc<Certificates>, names: Vec<PeerName>) -> Self {
-        let expected = if names.is_empty() { Expected::Anybody } else { Expected::Named(names) };
+        Self::expecting(certificates, if names.is_empty() { Expected::Anybody } else { Expected::Named(names) })
+    }
+
+    pub(crate) fn expecting(certificates: &Arc<Certificates>, expected: Expected) -> Self {
         Self { by: HostBy::Certificates(Arc::clone(certificates), Arc::new(expected)), word: Word::Due }
+    }
+
+    pub(crate) fn by(&self) -> &HostBy {
+        &self.by
     }
 
     /// The same for callers that are no transship, and speak plain TLS.

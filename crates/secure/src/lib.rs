@@ -17,6 +17,7 @@ mod cipher;
 mod ends;
 mod failure;
 mod files;
+mod handed;
 mod handshake;
 mod names;
 mod opener;

@@ -105,15 +105,16 @@ fn those_who_share_a_token_understand_each_other() {
     assert_eq!(there.opener.read(&mut far, &mut room).unwrap(), 0);
 }
 
-/// Another process goes on as the same host.
+/// Another process goes on as the same host, or as its caller.
 #[test]
-fn a_host_that_was_revealed_is_the_same_one() {
+fn ends_that_were_revealed_are_the_same() {
     let (host, token) = Host::with_new_token().unwrap();
-    let text = host.reveal().unwrap();
-    let (here, there) = meet(&Caller::with_token(&token).unwrap(), &Host::revealed(&text).unwrap());
+    let text = host.reveal();
+    let caller = Caller::revealed(&Caller::with_token(&token).unwrap().reveal()).unwrap();
+    let (here, there) = meet(&caller, &Host::revealed(&text).unwrap());
     assert!(here.is_ok() && there.is_ok());
     let (other, _) = Host::with_new_token().unwrap();
-    let other = other.reveal().unwrap();
+    let other = other.reveal();
     let mixed = format!("{}.{}", other.split_once('.').unwrap().0, token.reveal().as_str());
     for damaged in ["", ".", &text[1..], &text[..text.len() - 1], &mixed] {
         assert!(matches!(Host::revealed(damaged).unwrap_err(), SecureError::Unsuited(_)), "{damaged}");

@@ -51,6 +51,7 @@ mod peer;
 mod places;
 mod plan;
 mod post_copy;
+mod post_copy_killed;
 mod preallocated;
 mod privacy;
 mod qemu_peer_crash;

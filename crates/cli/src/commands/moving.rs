@@ -8,7 +8,6 @@ use transship_engine::{
 };
 use transship_guest::{Guard, GuestError, Watch};
 use transship_vmm::{AttachOptions, VmAddress};
-use zeroize::Zeroizing;
 
 use crate::{
     args::{Converge, MoveArgs, Peer},
@@ -106,8 +105,6 @@ struct Request {
     way: Way,
     sandbox: Sandbox,
     attach: AttachOptions,
-    /// The token, for a process that goes on for this one.
-    token: Option<Zeroizing<String>>,
     /// From the start.
     deadline: Option<Duration>,
 }
@@ -143,7 +140,7 @@ impl Request {
             return Ok(None);
         }
         let stand_in = stand_in::Process::new(&self.vm_text, &self.sandbox).calling(&self.to);
-        stand_in.with_key(self.token.clone()).start().map(Some)
+        stand_in.with_key(self.way.terms().caller.as_ref().map(Caller::reveal)).start().map(Some)
     }
 
     /// The rights that the process keeps.
@@ -162,9 +159,6 @@ impl Request {
         }
         let to = checks.read("--to", &args.to, str::parse::<Uri>);
         let network = Network::of(args.insecure);
-        if args.converge == Converge::Postcopy && args.tls.tls.is_some() {
-            checks.mistake(format!("--converge postcopy, --tls: {}", trust::NO_POSTCOPY));
-        }
         let way = match args.peer {
             Peer::Transship => {
                 let token = args.token.as_ref();
@@ -187,7 +181,6 @@ impl Request {
                 to: to?,
                 way: way?,
                 sandbox: sandbox?,
-                token: args.token.as_ref().and_then(|token| Some(token.read().ok()?.reveal())),
                 deadline: deadline?,
                 attach: flags::attach(args.allow_untracked_writers, tracking, args.balloon.as_ref()),
             })

@@ -200,9 +200,6 @@ impl Request {
         if args.postcopy && args.peer == Sender::Qemu {
             checks.mistake("--postcopy: that of a stock QEMU can't be received; leave it out with --peer qemu".into());
         }
-        if args.postcopy && args.tls.tls.is_some() {
-            checks.mistake(format!("--postcopy, --tls: {}", trust::NO_POSTCOPY));
-        }
         let sandbox = Sandbox::check(&args.sandbox, &mut checks);
         let comes = if args.peer == Sender::Transship { Comes::Transship } else { Comes::Qemu };
         let users = trust::users(&mut checks, listen.as_ref(), comes, &args.allow_user);

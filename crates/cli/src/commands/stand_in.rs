@@ -10,7 +10,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use transship_engine::{Caller, Charge, Ending, Error, Given, Host, Received, Serving, TakeOver, Taken, Token, Uri};
+use transship_engine::{Caller, Charge, Ending, Error, Given, Host, Received, Serving, TakeOver, Taken, Uri};
 use transship_lines::{Line, LineSocket};
 use transship_vmm::{VmAddress, settle_restored, start_abandoned, stop_abandoned};
 
@@ -41,9 +41,9 @@ pub(crate) fn run(args: &StandInArgs) -> Result<(), Failure> {
     let mut steward = confined(&vm, to.flatten(), args, &sandbox)?;
     let mut socket = LineSocket::new(UnixStream::from(stdin));
     let Line { text, mut fds } = socket.receive(Instant::now() + FOREVER).map_err(|e| unusable(&e))?;
-    let Told { charge, key } = serde_json::from_slice(&text).map_err(|e| unusable(&e))?;
+    let Told { charge, key_bytes } = serde_json::from_slice(&text).map_err(|e| unusable(&e))?;
     let mut talk = Talk(fds.pop().map(File::from));
-    socket.stream().write_all(&[READY]).map_err(|e| unusable(&e))?;
+    let key = key(&mut socket, key_bytes).map_err(|e| unusable(&e))?;
     let heard = listen(&mut socket);
     if heard.ending == Some(Ending::Hold) {
         // Whoever calls from now on is not served.
@@ -51,10 +51,8 @@ pub(crate) fn run(args: &StandInArgs) -> Result<(), Failure> {
     }
     match charge {
         Charge::File(what) => restored(&vm, &what, fds, heard.ending, &mut talk),
-        Charge::Move(what) => received(&vm, &what, (fds, key.map(Zeroizing::new)), &heard, &mut talk),
-        Charge::Serve(what) if heard.is_settled && heard.ending.is_none() => {
-            served(&what, fds, key.map(Zeroizing::new), &mut talk)
-        }
+        Charge::Move(what) => received(&vm, &what, (fds, key), &heard, &mut talk),
+        Charge::Serve(what) if heard.is_settled && heard.ending.is_none() => served(&what, fds, key, &mut talk),
         Charge::Serve(_) => Ok(()),
     }
 }
@@ -82,8 +80,21 @@ fn confined(
 #[derive(serde::Deserialize)]
 struct Told {
     charge: Charge,
-    /// For connections.
-    key: Option<String>,
+    /// Of the text behind it, by which connections are encrypted; 0: they are not.
+    key_bytes: usize,
+}
+
+/// Takes what is behind the first line.
+fn key(socket: &mut LineSocket, bytes: usize) -> io::Result<Option<Zeroizing<String>>> {
+    socket.stream().write_all(&[READY])?;
+    if bytes == 0 {
+        return Ok(None);
+    }
+    let mut text = Zeroizing::new(vec![0; bytes]);
+    socket.stream().read_exact(&mut text)?;
+    let key = str::from_utf8(&text).map_err(io::Error::other)?.to_owned();
+    socket.stream().write_all(&[READY])?;
+    Ok(Some(Zeroizing::new(key)))
 }
 
 /// What was heard until the end.
@@ -135,7 +146,7 @@ fn restored(
         }
         None => {
             talk.say("the restore has died; this process brings the rest of the guest's memory");
-            what.run(fds, |error| talk.stopped(vm, error))?;
+            what.run(fds, |error| talk.stopped(vm, error, error.restore_anew()))?;
             talk.say("all of the guest's memory is in place, or its VMM has ended");
             // Not before: a VMM that waits for a page answers nothing.
             if let Err(why) = settle_restored(vm, &what.will) {
@@ -184,7 +195,9 @@ fn received(
             let start = |run: Option<bool>| {
                 !run.unwrap_or(heard.is_starting) || start_abandoned(vm).map_err(|why| not_started = Some(why)).is_ok()
             };
-            if what.run(fds, host, (given, start), |error| talk.stopped(vm, error))? == Taken::Nothing {
+            if what.run(fds, host, (given, start), |error| talk.stopped(vm, error, Received::START_ANEW))?
+                == Taken::Nothing
+            {
                 talk.say("the source has not come: it has not given its guest away, which was never run here");
                 return Ok(());
             }
@@ -207,8 +220,7 @@ fn served(what: &Serving, fds: Vec<OwnedFd>, key: Option<Zeroizing<String>>, tal
         "the move has died after its guest was handed over; this process sends the rest of its pages. If the receiver \
          has ended and its guest never ran, end this process and resume the guest here",
     );
-    let token = key.map(|key| key.parse::<Token>()).transpose().map_err(|why| Failure::Failed(why.to_string()))?;
-    let caller = token.map(|token| Caller::with_token(&token)).transpose();
+    let caller = key.map(|key| Caller::revealed(&key)).transpose();
     // Nobody hears what this process says when it ends.
     what.run(fds, caller.map_err(|why| Failure::Failed(why.to_string()))?)
         .inspect_err(|error| talk.say(&error.to_string()))?;
@@ -232,13 +244,12 @@ impl Talk {
         self.0 = None;
     }
 
-    /// A page can't be brought: the guest must not go on to where it would need it.
-    fn stopped(&mut self, vm: &VmAddress, error: &Error) {
+    /// A page can't be brought: the guest must not go on to where it would need it. `cure`: what a person does then.
+    fn stopped(&mut self, vm: &VmAddress, error: &Error, cure: &str) {
         let found = stop_abandoned(vm).unwrap_or_else(|why| format!("can't stop it: {why}"));
         self.say(&format!(
             "{error}. The guest was stopped where it was, before it read any wrong data: {found}. Until it has ended, \
-             this process makes sure that missing pages are not read as zeros. {}",
-            error.restore_anew()
+             this process makes sure that missing pages are not read as zeros. {cure}"
         ));
         self.end();
     }

@@ -215,7 +215,8 @@ fn wait(guest: &mut dyn DestinationGuest, filling: &Filling) -> Result<(), (Erro
             let error = Error::unknown(error, |error| {
                 format!(
                     "{error}. The guest had been started, and was stopped where it was, before it read any wrong data: \
-                     {found}. Until it has ended, a second process makes sure that missing pages are not read as zeros"
+                     {found}. Until it has ended, a second process makes sure that missing pages are not read as zeros. {}",
+                    Received::START_ANEW
                 )
             });
             Err((error, Ending::Hold))

@@ -68,6 +68,9 @@ pub struct Received {
 }
 
 impl Received {
+    /// What a person does with a guest whose missing pages can't be had: a sentence without its full stop.
+    pub const START_ANEW: &'static str = "It can't go on: end its VMM, and start the guest anew from its disks";
+
     pub(super) fn of(
         memory: &GuestMemory,
         missing: &Missing,

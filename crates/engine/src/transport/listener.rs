@@ -103,9 +103,9 @@ impl Listener {
         })
     }
 
-    /// What another process needs to go on in its place, where callers know it by a token. See [`Host::reveal`].
+    /// What another process needs to go on in its place, where callers are to know it. See [`Host::reveal`].
     pub fn key(&self) -> Option<Zeroizing<String>> {
-        self.lock.as_ref().and_then(|lock| lock.host.reveal())
+        self.lock.as_ref().map(|lock| lock.host.reveal())
     }
 
     /// The socket; none: somebody else listens.

@@ -319,3 +319,41 @@ fn files_that_do_not_fit_are_named() {
         assert!(unusable.piece == piece && unusable.why.contains(words), "{piece:?} {words}: {unusable:?}");
     }
 }
+
+/// Another process goes on in the place of either end: it expects the same names, and knows the same revocations.
+#[test]
+fn ends_that_were_revealed_are_the_same() {
+    let authority = Authority::new();
+    let (caller, mut host) = (authority.sign(client("ship1")), authority.sign(server("ship2")));
+    host.crl = Some(authority.list(&[5], 4000));
+    let (calling, hosting) = (caller.open(), host.open());
+    let again = |caller: &Caller, host: &Host| {
+        meet(&Caller::revealed(&caller.reveal()).unwrap(), &Host::revealed(&host.reveal()).unwrap())
+    };
+    let callers = |name: &str| {
+        let peer = Caller::to_peer(&calling, names(&["nobody", name]));
+        [Caller::to_host(&calling, name).unwrap(), peer]
+    };
+    let hosts =
+        |name: &str| [Vec::new(), names(&["nobody", name])].map(|names| Host::with_certificates(&hosting, names));
+    for (caller, host) in callers("ship2").iter().zip(&hosts("ship1")) {
+        let (here, there) = again(caller, host);
+        assert!(here.is_ok() && there.is_ok(), "{} {}", why(here), why(there));
+    }
+    for caller in callers("ship3") {
+        let (here, _) = again(&caller, &hosts("ship1")[0]);
+        assert!(why(here).contains("ship3"));
+    }
+    let (_, there) = again(&callers("ship2")[0], &hosts("ship3")[1]);
+    assert!(why(there).contains("ship1"));
+    host.crl = Some(authority.list(&[7], 4000));
+    let (_, there) = again(&callers("ship2")[0], &Host::with_certificates(&host.open(), Vec::new()));
+    assert!(why(there).contains("was revoked"));
+
+    let text = callers("ship2")[0].reveal();
+    let without_a_piece = text.rsplit_once('.').unwrap().0;
+    for damaged in [without_a_piece, &text[1..], &text[..text.len() - 40], &format!("{}.", *text)] {
+        assert!(matches!(Caller::revealed(damaged), Err(SecureError::Unsuited(_))), "{damaged}");
+        assert!(matches!(Host::revealed(damaged), Err(SecureError::Unsuited(_))), "{damaged}");
+    }
+}
