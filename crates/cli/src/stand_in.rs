@@ -19,6 +19,7 @@ use std::{
     time::{Duration, Instant},
 };
 
+use rustix::pipe::{PipeFlags, pipe_with};
 use transship_engine::{Ending, StandIn, Uri, guest::GuestError};
 use transship_lines::LineSocket;
 use zeroize::Zeroizing;
@@ -59,13 +60,21 @@ pub(crate) struct Process {
     started: Option<(Child, UnixStream)>,
     /// It knows what to take over.
     is_armed: bool,
+    /// A pipe that ends with it.
+    life: Option<OwnedFd>,
 }
 
 impl Process {
     /// `vm`: the guest's address, for the second process. `sandbox`: the rights that it keeps.
     pub(crate) fn new(vm: &str, sandbox: &Sandbox) -> Self {
         let arguments = ["--vm".to_owned(), vm.to_owned()].into_iter().chain(sandbox.arguments());
-        Self { arguments: arguments.map(OsString::from).collect(), key: None, started: None, is_armed: false }
+        Self {
+            arguments: arguments.map(OsString::from).collect(),
+            key: None,
+            started: None,
+            is_armed: false,
+            life: None,
+        }
     }
 
     fn with(mut self, flag: &str, value: Option<OsString>) -> Self {
@@ -83,14 +92,6 @@ impl Process {
         self.with("--connect", Some(to.to_string().into()))
     }
 
-    /// It may have to listen there, so it is the one that removes the socket.
-    pub(crate) fn listening(self, at: &Uri) -> Self {
-        match at {
-            Uri::Unix(path) => self.with("--socket", Some(path.into())),
-            Uri::Tcp { .. } => self,
-        }
-    }
-
     /// The same, with a key for its connections.
     pub(crate) fn with_key(mut self, key: Option<Zeroizing<String>>) -> Self {
         self.key = key;
@@ -106,11 +107,18 @@ impl Process {
         Ok(self)
     }
 
-    fn spawn(&self) -> io::Result<(Child, UnixStream)> {
+    /// A pipe that ends when the process that was started does.
+    pub(crate) fn take_life(&mut self) -> Option<OwnedFd> {
+        self.life.take()
+    }
+
+    fn spawn(&mut self) -> io::Result<(Child, UnixStream)> {
         let (ours, theirs) = UnixStream::pair()?;
+        let (life, held) = pipe_with(PipeFlags::CLOEXEC)?;
+        self.life = Some(life);
         let mut command = Command::new(OURSELVES);
         command.arg0("transship").arg("stand-in").args(&self.arguments);
-        command.stdin(Stdio::from(OwnedFd::from(theirs))).stdout(Stdio::null()).stderr(own_stderr());
+        command.stdin(Stdio::from(OwnedFd::from(theirs))).stdout(Stdio::from(held)).stderr(own_stderr());
         // A test that holds this process at a step does not mean the second one.
         if cfg!(feature = "fail-points") && env::var_os("TRANSSHIP_FAIL_FILE").is_some() {
             command.env_remove("TRANSSHIP_FAIL_FILE").env_remove("TRANSSHIP_FAIL_POINT");

@@ -6,7 +6,7 @@ use rustix::process::Signal;
 use transship_lab::{
     Accel, Backend, LabError, Qemu, QemuBuilder, Result, Scratch, Synthetic, Transship, Workload,
     lines::Mark,
-    process::{of_ours, status_field},
+    process::{of_ours, signal, status_field},
     wait_until,
 };
 
@@ -168,6 +168,38 @@ fn what_a_receiver_of_post_copy_leaves_behind_is_removed() -> Result<()> {
         wait_until("the end of all of ours", || Ok(of_ours(&waiting.vm(), "").is_empty()))?;
         assert!(!waiting.open_files()?.iter().any(|file| file.contains("userfaultfd")));
     }
+    Ok(())
+}
+
+/// A receiver at this socket whose second process is dead.
+fn alone(destination: &Qemu, there: &str) -> Result<Transship> {
+    let receive = Transship::receiving(&destination.vm(), there).args(["--postcopy"]).start()?;
+    receive.listening()?;
+    signal(stand_in(&destination.vm())?, Signal::KILL)?;
+    wait_until("its end", || Ok(of_ours(&destination.vm(), "stand-in").is_empty()))?;
+    Ok(receive)
+}
+
+/// Post-copy is refused, as there must be somebody to stand by.
+#[test]
+fn a_receiver_whose_second_process_is_killed_takes_guests_all_the_same() -> Result<()> {
+    let (source, folder) = (Qemu::multiboot().booted()?, Scratch::new()?);
+    let socket = folder.join("there");
+    let there = format!("unix:{}", socket.display());
+    let destination = Qemu::multiboot().incoming().start()?;
+    let receive = alone(&destination, &there)?;
+    let refused = Transship::moving(&source.vm(), &there).args(AT_ONCE).run()?;
+    assert_eq!(refused.code(), Some(1), "{refused}");
+    source.wait_status("running")?;
+    receive.wait()?.expect_code(1)?;
+    assert!(!socket.exists(), "the socket is left behind");
+
+    let destination = Qemu::multiboot().incoming().start()?;
+    let receive = alone(&destination, &there)?;
+    Transship::moving(&source.vm(), &there).run()?.expect_code(0)?;
+    receive.wait()?.expect_code(0)?;
+    assert!(!socket.exists(), "the socket is left behind");
+    assert_eq!(destination.sweep()?.errors, 0);
     Ok(())
 }
 

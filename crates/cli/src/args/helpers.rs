@@ -23,9 +23,6 @@ pub(crate) struct StandInArgs {
     /// The receiver to connect to
     #[arg(long)]
     pub(crate) connect: Option<String>,
-    /// The socket to remove at the end
-    #[arg(long)]
-    pub(crate) socket: Option<PathBuf>,
     #[command(flatten)]
     pub(crate) sandbox: SandboxArgs,
 }
@@ -53,6 +50,9 @@ pub(crate) struct StewardArgs {
     /// The memory that the VMM is to give back
     #[arg(long)]
     pub(crate) give_back: Option<String>,
+    /// Standard output is a pipe that ends with another process, for which the socket stays
+    #[arg(long)]
+    pub(crate) other: bool,
     /// What to run, by phases, as JSON
     #[arg(long)]
     pub(crate) commands: Option<String>,

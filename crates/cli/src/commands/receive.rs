@@ -57,7 +57,7 @@ enum Ready {
 
 /// All that needs rights; then they are gone.
 fn prepare(request: &Request, listener: &Listener, steward: &mut Option<Steward>) -> Result<Ready, Error> {
-    let ready = match &request.into {
+    let mut ready = match &request.into {
         Into::Guest(vm, text) => {
             let mut guest = attach_destination(vm)?;
             let mut second = None;
@@ -73,11 +73,11 @@ fn prepare(request: &Request, listener: &Listener, steward: &mut Option<Steward>
         Ready::Guest(guest, _) => request.sandbox.beside(guest.as_ref()),
         Ready::File(_) => &request.sandbox,
     };
-    let errands = match &ready {
-        // Its second process may go on to listen.
-        Ready::Guest(guest, Some(_)) => Errands::of_filling(guest.as_ref()),
-        _ => Errands::of_listener(listener.uri()),
-    };
+    let mut errands = Errands::of_listener(listener.uri());
+    if let Ready::Guest(guest, Some(second)) = &mut ready {
+        // The second process may go on to listen.
+        errands = Errands { socket: errands.socket, other: second.take_life(), ..Errands::of_filling(guest.as_ref()) };
+    }
     *steward = sandbox.steward(&errands)?;
     match &request.into {
         Into::File(FileUri { place: FilePlace::Path(path), .. }, _) => {
@@ -98,7 +98,7 @@ fn stand_in(
     listener: &Listener,
 ) -> Result<stand_in::Process, GuestError> {
     let stand_in = stand_in::Process::new(vm, request.sandbox.beside(guest)).freezing(guest.process());
-    stand_in.listening(listener.uri()).with_key(listener.key()).start()
+    stand_in.with_key(listener.key()).start()
 }
 
 fn receive(

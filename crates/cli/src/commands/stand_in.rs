@@ -38,17 +38,13 @@ pub(crate) fn run(args: &StandInArgs) -> Result<(), Failure> {
         Failure::Failed(format!("this process is started by other commands of transship: {what}"))
     };
     let stdin = io::stdin().as_fd().try_clone_to_owned().map_err(|e| unusable(&e))?;
-    let mut steward = confined(&vm, to.flatten(), args, &sandbox)?;
+    let _steward = confined(&vm, to.flatten(), args, &sandbox)?;
     let mut socket = LineSocket::new(UnixStream::from(stdin));
     let Line { text, mut fds } = socket.receive(Instant::now() + FOREVER).map_err(|e| unusable(&e))?;
     let Told { charge, key_bytes } = serde_json::from_slice(&text).map_err(|e| unusable(&e))?;
     let mut talk = Talk(fds.pop().map(File::from));
     let key = key(&mut socket, key_bytes).map_err(|e| unusable(&e))?;
     let heard = listen(&mut socket);
-    if heard.ending == Some(Ending::Hold) {
-        // Whoever calls from now on is not served.
-        drop(steward.take());
-    }
     match charge {
         Charge::File(what) => restored(&vm, &what, fds, heard.ending, &mut talk),
         Charge::Move(what) => received(&vm, &what, (fds, key), &heard, &mut talk),
@@ -70,7 +66,7 @@ fn confined(
         VmAddress::Libvirt(_) => None,
     };
     let connect = vm.into_iter().chain(to).collect();
-    let errands = Errands { connect, socket: args.socket.as_deref(), freeze: args.freeze, ..Errands::default() };
+    let errands = Errands { connect, freeze: args.freeze, ..Errands::default() };
     let steward = sandbox.steward(&errands)?;
     sandbox.confine(Role::StandIn, Left::Nothing)?;
     Ok(steward)

@@ -54,6 +54,9 @@ pub(crate) struct Errands<'a> {
     pub(crate) freeze: Option<i32>,
     /// Has the VMM give back this memory: what its guest's adapter says of it.
     pub(crate) give_back: Option<String>,
+    /// A pipe that ends with another process, which may go on to listen at the socket: it is removed when both have
+    /// ended.
+    pub(crate) other: Option<OwnedFd>,
 }
 
 impl<'a> Errands<'a> {
@@ -71,7 +74,7 @@ impl<'a> Errands<'a> {
     }
 
     pub(super) fn is_empty(&self) -> bool {
-        let Self { connect, socket, folder, lookout, threads, commands, freeze, give_back } = self;
+        let Self { connect, socket, folder, lookout, threads, commands, freeze, give_back, other: _ } = self;
         let looks = lookout.is_some() || threads.is_some() || freeze.is_some() || give_back.is_some();
         let is_asked = looks || !connect.is_empty() || !commands.is_empty();
         !is_asked && socket.is_none() && folder.is_none()
@@ -90,8 +93,9 @@ impl<'a> Errands<'a> {
         let threads = self.threads.as_ref().map(|text| flag("--threads", text.into()));
         let freeze = self.freeze.map(|pid| flag("--freeze", pid.to_string().into()));
         let give_back = self.give_back.as_ref().map(|text| flag("--give-back", text.into()));
+        let other = self.other.as_ref().map(|_| OsString::from("--other"));
         let all = [socket, folder, lookout, threads, commands, freeze, give_back];
-        Ok(all.into_iter().flatten().chain(connect).flatten().collect())
+        Ok(all.into_iter().flatten().chain(connect).flatten().chain(other).collect())
     }
 }
 
@@ -105,12 +109,16 @@ impl Steward {
     /// Starts it. From now on new connections and commands of this process come from it, if it has any.
     pub(super) fn start(errands: &Errands<'_>) -> io::Result<Self> {
         let (ours, theirs) = UnixStream::pair()?;
+        let other = errands.other.as_ref().map(OwnedFd::try_clone).transpose()?;
+        // Whoever waits for the end of what the first process says does not wait for the other one.
+        let stderr = if other.is_some() { Stdio::null() } else { Stdio::inherit() };
         Command::new(OURSELVES)
             .arg0("transship")
             .arg("steward")
             .args(errands.arguments()?)
             .stdin(Stdio::from(OwnedFd::from(theirs)))
-            .stdout(Stdio::null())
+            .stdout(other.map_or_else(Stdio::null, Stdio::from))
+            .stderr(stderr)
             // A Ctrl-C in the terminal, and a kill of our group, are not for it.
             .process_group(0)
             .spawn()?;

@@ -3,6 +3,7 @@ use std::{
     collections::HashMap,
     fs,
     io::{self, Read},
+    net::Shutdown,
     os::{
         fd::{AsFd, OwnedFd},
         unix::{
@@ -15,7 +16,10 @@ use std::{
     time::{Duration, Instant},
 };
 
-use rustix::io::Errno;
+use rustix::{
+    event::{PollFd, PollFlags, Timespec, poll},
+    io::Errno,
+};
 use transship_engine::{Started, Uri, UserCommand, connect};
 use transship_lines::{Line, LineSocket};
 use transship_memory::LetWait;
@@ -53,6 +57,9 @@ pub(crate) fn run(args: &StewardArgs) -> Result<(), Failure> {
         }
         None => while line.stream().read(&mut [0]).is_err_and(|error| error.kind() == io::ErrorKind::Interrupted) {},
     }
+    if args.other {
+        await_other(&line);
+    }
     if let Some((_, path)) = socket.filter(|(id, path)| identity(path) == Some(*id)) {
         let _ = fs::remove_file(path);
     }
@@ -60,6 +67,18 @@ pub(crate) fn run(args: &StewardArgs) -> Result<(), Failure> {
         let _ = fs::remove_dir_all(path);
     }
     Ok(())
+}
+
+/// Waits for the end of the other process, which is that of the pipe at our standard output. Whoever waits for us does
+/// not wait for that.
+fn await_other(line: &LineSocket) {
+    let pipe = io::stdout();
+    let ends = |wait: Option<&Timespec>| poll(&mut [PollFd::new(&pipe, PollFlags::empty())], wait);
+    if ends(Some(&Timespec { tv_sec: 0, tv_nsec: 0 })) != Ok(0) {
+        return;
+    }
+    let _ = line.stream().shutdown(Shutdown::Both);
+    while ends(None) == Err(Errno::INTR) {}
 }
 
 /// What it may be asked.
