@@ -133,7 +133,9 @@ impl Received {
     /// # Errors
     /// It is none, or is not in use where it should be.
     pub fn hold(&self, files: Vec<OwnedFd>) -> Result<(), Error> {
-        hold(&self.missing(files.into_iter().next())?);
+        // Nobody is heard at the socket that listens any more.
+        let uffd = files.into_iter().next();
+        hold(&self.missing(uffd)?);
         Ok(())
     }
 

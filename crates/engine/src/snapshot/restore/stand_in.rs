@@ -111,7 +111,9 @@ impl TakeOver {
     /// # Errors
     /// It is none, or is not in use where it should be.
     pub fn hold(&self, files: Vec<OwnedFd>) -> Result<(), Error> {
-        hold(&self.missing(files.into_iter().next())?);
+        // The file is needed no more.
+        let uffd = files.into_iter().next();
+        hold(&self.missing(uffd)?);
         Ok(())
     }
 
