@@ -64,3 +64,122 @@ pub(crate) fn until_the_rest_is_small(
         guest.send("round", progress, report)?;
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+    use crate::{
+        Converge, RoundReport,
+        forecast::{Aim, Room},
+        hold::HoldOptions,
+        shortfall::Medium,
+    };
+
+    const MIB: u64 = 1 << 20;
+
+    /// A guest that leaves so much after each round, for ever as much as after the last one. A link carries 100 MiB in
+    /// a second, of which 10 MiB fit the downtime.
+    #[derive(Default)]
+    struct Writer {
+        rests: Vec<u64>,
+        rest: u64,
+        /// Written between two looks, the first time.
+        writes: u64,
+        steps: Vec<&'static str>,
+    }
+
+    impl Writer {
+        fn round(&mut self, step: &'static str, report: &mut Report) {
+            self.steps.push(step);
+            self.rest = if self.rests.len() > 1 { self.rests.remove(0) } else { self.rests[0] };
+            report.rounds.push(RoundReport { bytes: 100 * MIB, ms: 1000.0, ..RoundReport::default() });
+        }
+    }
+
+    impl RunningGuest for Writer {
+        fn send_first(&mut self, _: &Forecast, _: &Arc<Progress>, report: &mut Report) -> Result<(), Error> {
+            self.round("first", report);
+            Ok(())
+        }
+        fn mark_ready(&mut self) -> Result<(), Error> {
+            self.steps.push("ready");
+            Ok(())
+        }
+    }
+
+    impl Kept for Writer {
+        fn rest(&self) -> u64 {
+            self.rest
+        }
+        /// Whoever holds it lets go after the first look.
+        fn look(&mut self, progress: &Progress) -> Result<(), Error> {
+            self.steps.push("look");
+            self.rest += std::mem::take(&mut self.writes);
+            progress.release();
+            Ok(())
+        }
+        fn send(&mut self, step: &str, _: &Arc<Progress>, report: &mut Report) -> Result<(), Error> {
+            assert_eq!(step, "round");
+            self.round("round", report);
+            Ok(())
+        }
+        fn follow(&mut self, _: &Verdict, _: u64, _: Room) {}
+        fn check(&mut self) -> Result<(), Error> {
+            Ok(())
+        }
+    }
+
+    /// What came of it, and the steps that led there.
+    fn end(
+        rests_mib: &[u64],
+        post_copy: Option<u32>,
+        hold: Option<HoldOptions>,
+        left: Option<Duration>,
+    ) -> (&'static str, Vec<&'static str>) {
+        let mut guest = Writer { rests: rests_mib.iter().map(|rest| rest * MIB).collect(), ..Writer::default() };
+        guest.writes = if hold.is_some() { 50 * MIB } else { 0 };
+        let (progress, mut report) = (Progress::new(), Report::default());
+        left.into_iter().for_each(|left| progress.end_within(left));
+        let downtime = Duration::from_millis(100);
+        let (medium, converge, bandwidth) = (Medium::Link, Converge::Never, None);
+        let aim = Aim { medium, downtime, max_downtime: downtime, bandwidth, max_rounds: 4, converge };
+        let (forecast, mut holding) = (Forecast::new(aim, Duration::ZERO), Holding::new(&hold, &progress));
+        let result = until_the_rest_is_small(&mut guest, (forecast, &mut holding), post_copy, &progress, &mut report);
+        let end = match result {
+            Ok(Because::ItFits) => "it fits",
+            Ok(Because::ItMayFollow) => "it may follow",
+            Err(Error::NotConverging(_)) => "not converging",
+            Err(Error::TooLate(_)) => "too late",
+            Err(_) => "another error",
+        };
+        (end, guest.steps)
+    }
+
+    #[test]
+    fn rounds_go_on_until_the_rest_fits_or_there_is_no_hope() {
+        assert_eq!(end(&[5], None, None, None), ("it fits", vec!["first"]));
+        assert_eq!(end(&[80, 40, 5], None, None, None), ("it fits", vec!["first", "round", "round"]));
+        let all = vec!["first", "round", "round", "round"];
+        assert_eq!(end(&[80, 60, 50, 40, 5], None, None, None), ("not converging", all));
+        assert_eq!(end(&[80, 5], None, None, Some(Duration::ZERO)), ("too late", vec!["first"]));
+    }
+
+    #[test]
+    fn the_rest_may_follow_after_so_many_rounds_or_when_there_is_no_hope() {
+        assert_eq!(end(&[80, 60, 50], Some(1), None, None), ("it may follow", vec!["first"]));
+        assert_eq!(end(&[80, 60, 50], Some(2), None, None), ("it may follow", vec!["first", "round"]));
+        assert_eq!(end(&[80, 5], Some(2), None, None), ("it fits", vec!["first", "round"]));
+        let all = vec!["first", "round", "round", "round"];
+        assert_eq!(end(&[80, 60, 50, 40, 5], Some(9), None, None), ("it may follow", all));
+        assert_eq!(end(&[80, 5], Some(9), None, Some(Duration::ZERO)), ("it may follow", vec!["first"]));
+    }
+
+    /// It is told to go on when it has just written too much.
+    #[test]
+    fn a_guest_that_is_held_is_stopped_when_the_rest_fits_again() {
+        let steps = vec!["first", "round", "ready", "look", "round", "ready", "look"];
+        assert_eq!(end(&[80, 5], None, Some(HoldOptions::default()), None), ("it fits", steps));
+    }
+}
