@@ -8,6 +8,7 @@ use transship_lab::{
 };
 
 use crate::ends::{Moved, move_with, number};
+use crate::middle::Middle;
 use crate::peer::{assert_moved, assert_nothing_of_ours, assert_runs_on};
 use crate::restoring::lazy::stand_ins;
 
@@ -298,6 +299,28 @@ fn a_guest_is_started_though_its_receiver_never_heard_that_it_was_given_away() -
     receive.kill9();
     std::fs::remove_file(folder.join(sent)).map_err(|error| LabError(error.to_string()))?;
     moving.wait()?.expect_code(0)?;
+    assert_moved(&source, &destination, left)?;
+    assert_alone(&destination)
+}
+
+/// Only the control connection breaks, and the word with it that the guest is given away. The supply line stands, but
+/// the source dials another one, which begins with that word.
+#[test]
+fn a_guest_is_started_though_the_word_that_it_was_given_away_is_lost() -> Result<()> {
+    let (source, left) = running(busy(16))?;
+    let destination = busy(16).incoming().start()?;
+    let folder = Scratch::new()?;
+    let [near, far, gate] = ["near", "far", "gate"].map(|name| folder.join(name));
+    let receive = receiving(&destination.vm(), &format!("unix:{}", far.display())).start()?;
+    receive.listening()?;
+    let middle = Middle::start(&near, &far, None)?;
+    let moving = Transship::moving(&source.vm(), &format!("unix:{}", near.display())).args(AT_ONCE);
+    let moving = armed(moving, "source.loaded", "stall").env("TRANSSHIP_FAIL_FILE", &gate).start()?;
+    wait_until("the guest to be loaded", || Ok(gate.exists()))?;
+    middle.lose_the_next_word();
+    std::fs::remove_file(&gate).map_err(|error| LabError(error.to_string()))?;
+    moving.wait()?.expect_code(0)?;
+    receive.wait()?.expect_code(0)?;
     assert_moved(&source, &destination, left)?;
     assert_alone(&destination)
 }

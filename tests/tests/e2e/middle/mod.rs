@@ -4,7 +4,10 @@ use std::{
     net::Shutdown,
     os::unix::net::{UnixListener, UnixStream},
     path::Path,
-    sync::{Arc, Mutex},
+    sync::{
+        Arc, Mutex,
+        atomic::{AtomicBool, Ordering::SeqCst},
+    },
     thread,
 };
 
@@ -39,6 +42,8 @@ type Heard = Arc<Mutex<Vec<u8>>>;
 pub(crate) struct Middle {
     /// By connection.
     heard: Arc<Mutex<Vec<Heard>>>,
+    /// The next word of the source on the control connection is lost, and the connection with it.
+    loses: Arc<AtomicBool>,
 }
 
 impl Middle {
@@ -47,7 +52,8 @@ impl Middle {
         let failed = |e: std::io::Error| LabError(format!("{}: {e}", here.display()));
         let (listener, there) = (UnixListener::bind(here).map_err(failed)?, there.to_owned());
         let heard = Arc::new(Mutex::new(Vec::new()));
-        let kept = Arc::clone(&heard);
+        let loses = Arc::<AtomicBool>::default();
+        let (kept, lost) = (Arc::clone(&heard), Arc::clone(&loses));
         thread::spawn(move || {
             for (number, near) in listener.incoming().map_while(std::io::Result::ok).enumerate() {
                 let Ok(far) = UnixStream::connect(&there) else { continue };
@@ -58,11 +64,17 @@ impl Middle {
                 };
                 let (Ok(near_again), Ok(far_again)) = (near.try_clone(), far.try_clone()) else { return };
                 let (there, back) = (target(true), target(false));
-                thread::spawn(move || copy(near, far, there, Some(&said)));
-                thread::spawn(move || copy(far_again, near_again, back, None));
+                let lost = if number == 0 { Arc::clone(&lost) } else { Arc::default() };
+                thread::spawn(move || copy(near, far, (there, &lost), Some(&said)));
+                thread::spawn(move || copy(far_again, near_again, (back, &AtomicBool::new(false)), None));
             }
         });
-        Ok(Self { heard })
+        Ok(Self { heard, loses })
+    }
+
+    /// What the source says next on the control connection does not arrive, and that connection ends.
+    pub(crate) fn lose_the_next_word(&self) {
+        self.loses.store(true, SeqCst);
     }
 
     /// What went to the destination so far, by connection.
@@ -79,7 +91,12 @@ pub(crate) fn has(said: &[u8], word: &[u8]) -> bool {
     said.starts_with(word) || places() > if word.len() > 4 { 0 } else { 2 }
 }
 
-fn copy(mut from: UnixStream, mut to: UnixStream, target: Option<Target>, kept: Option<&Mutex<Vec<u8>>>) {
+fn copy(
+    mut from: UnixStream,
+    mut to: UnixStream,
+    (target, loses): (Option<Target>, &AtomicBool),
+    kept: Option<&Mutex<Vec<u8>>>,
+) {
     let (mut bytes, mut before) = (vec![0; 64 << 10], 0);
     while let Ok(count @ 1..) = from.read(&mut bytes) {
         let mut piece = &mut bytes[..count];
@@ -94,7 +111,7 @@ fn copy(mut from: UnixStream, mut to: UnixStream, target: Option<Target>, kept: 
                 Harm::Cut => (piece, is_cut) = (&mut piece[..=byte - before], true),
             }
         }
-        if to.write_all(piece).is_err() || is_cut {
+        if loses.load(SeqCst) || to.write_all(piece).is_err() || is_cut {
             break;
         }
         before += count;
