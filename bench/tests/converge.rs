@@ -7,6 +7,7 @@ use transship_lab::Transship;
 
 /// A guest that writes as fast as it can, moved in each way once.
 #[test]
+#[ignore = "long: make test-long"]
 fn a_guest_that_writes_is_moved_in_every_way() {
     let folder = tempfile::tempdir().unwrap();
     let (json, svg) = (folder.path().join("table.json"), folder.path().join("table.svg"));

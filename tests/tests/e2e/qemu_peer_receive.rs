@@ -298,10 +298,10 @@ fn a_source_that_hangs_goes_on_and_one_that_dies_leaves_nothing() -> Result<()> 
     Ok(())
 }
 
-/// QEMUs of other versions, each in the ways that it has.
+/// QEMUs of other versions, each in one way.
 #[test]
 fn other_versions_are_received() -> Result<()> {
-    other_versions(|way| matches!(way, 2 | 4))
+    other_versions(|way| way == 2)
 }
 
 #[test]

@@ -187,10 +187,10 @@ fn barriers_and_zeros_are_those_of_the_machine_type() -> Result<()> {
     Ok(())
 }
 
-/// Each pairing in one way.
+/// From an older one, and to and from newer ones, each in another way.
 #[test]
 fn guests_go_between_versions() -> Result<()> {
-    between_versions(|pairing, way| pairing % 4 == way)
+    between_versions(|pairing, way| matches!((pairing, way), (1, 1) | (3, 3) | (4, 0)))
 }
 
 #[test]
