@@ -4,13 +4,14 @@ use std::{fs, os::unix::net::UnixStream, path::Path};
 
 use rustix::process::Signal;
 use transship_lab::{
-    Accel, Backend, LabError, Qemu, QemuBuilder, Result, Scratch, Synthetic, Transship, Workload,
+    Backend, LabError, Qemu, QemuBuilder, Result, Scratch, Synthetic, Transship,
     lines::Mark,
     process::{of_ours, signal, status_field},
     wait_until,
 };
 
 use crate::ends::assert_whole;
+use crate::post_copy::{busy, receiving};
 use crate::restore_lazy_private::make_dirty;
 use crate::restoring::{assert_goes_on, disk, io, lazy::Stalled, restoring, saved_by_stock};
 use crate::sandbox::{assert_confined, assert_stopped};
@@ -49,10 +50,10 @@ fn those_who_bring_pages_later_can_do_nothing_else() -> Result<()> {
         let lazily = || restoring(&waiting.vm(), &path).args(["--lazy"]);
         assert_stopped("Fill", lazily, &tried)?;
         assert_stopped("StandIn", lazily, &tried)?;
-        let receive = || Transship::receiving(&waiting.vm(), &listen).args(["--postcopy"]);
+        let receive = || receiving(&waiting.vm(), &listen);
         assert_stopped("Fill", receive, &tried)?;
     }
-    let receive = || Transship::receiving(&guest.vm(), &listen).args(["--postcopy"]);
+    let receive = || receiving(&guest.vm(), &listen);
     assert_stopped("Fill", receive, &tried)
 }
 
@@ -122,14 +123,10 @@ fn guests_that_hand_themselves_over_are_restored_lazily_without_rights() -> Resu
 /// Both commands and both second processes, before and while the pages follow.
 #[test]
 fn nobody_has_rights_while_the_pages_of_a_guest_follow_it() -> Result<()> {
-    let busy = || {
-        let workload = Workload { mib: 16, rate: 0, sweep_ms: 2000, ..Workload::MULTIBOOT };
-        Qemu::multiboot_under(Accel::Tcg).workload(workload)
-    };
-    let (source, destination, folder) = (busy().booted()?, busy().incoming().start()?, Scratch::new()?);
+    let (source, destination, folder) = (busy(16).booted()?, busy(16).incoming().start()?, Scratch::new()?);
     let socket = folder.join("there");
     let there = format!("unix:{}", socket.display());
-    let receive = Transship::receiving(&destination.vm(), &there).args(["--postcopy"]).start()?;
+    let receive = receiving(&destination.vm(), &there).start()?;
     receive.listening()?;
     assert_confined(receive.pid(), "a receiver that waits")?;
     let moving = Transship::moving(&source.vm(), &there).args(AT_ONCE).start()?;
@@ -160,7 +157,7 @@ fn what_a_receiver_of_post_copy_leaves_behind_is_removed() -> Result<()> {
     let there = format!("unix:{}", socket.display());
     for signal in [Signal::INT, Signal::KILL] {
         let waiting = Qemu::multiboot().incoming().start()?;
-        let receive = Transship::receiving(&waiting.vm(), &there).args(["--postcopy"]).start()?;
+        let receive = receiving(&waiting.vm(), &there).start()?;
         receive.listening()?;
         receive.signal(signal)?;
         receive.wait()?;
@@ -173,7 +170,7 @@ fn what_a_receiver_of_post_copy_leaves_behind_is_removed() -> Result<()> {
 
 /// A receiver at this socket whose second process is dead.
 fn alone(destination: &Qemu, there: &str) -> Result<Transship> {
-    let receive = Transship::receiving(&destination.vm(), there).args(["--postcopy"]).start()?;
+    let receive = receiving(&destination.vm(), there).start()?;
     receive.listening()?;
     signal(stand_in(&destination.vm())?, Signal::KILL)?;
     wait_until("its end", || Ok(of_ours(&destination.vm(), "stand-in").is_empty()))?;

@@ -1,7 +1,7 @@
 //! Where QEMU keeps the guest's memory: which backends there are (QMP), which files back them, and where they are in
 //! its process (`info ramblock`, `/proc/PID/maps`).
 mod areas;
-mod opened;
+mod mapped;
 
 use std::{
     fs,
@@ -15,7 +15,7 @@ use transship_wire::RegionDescription;
 
 pub(super) use self::{
     areas::areas,
-    opened::{map, open_process},
+    mapped::{map, open_process},
 };
 use super::{
     blocks::{self, RamBlock},
