@@ -36,7 +36,7 @@ pub(super) struct Recipe<'a> {
 }
 
 /// A QEMU, with the guest in it or waiting for it.
-pub(super) struct Home {
+pub(super) struct QemuWithBalloon {
     // It ends before its balloon does.
     pub(super) qemu: Qemu,
     pub(super) balloon: Option<Balloon>,
@@ -58,19 +58,19 @@ pub(crate) struct Work {
 
 impl Recipe<'_> {
     /// Starts a guest, and waits until it is ready.
-    pub(super) fn start(&self) -> Result<Home, String> {
-        let home = self.home(|qemu| qemu)?;
+    pub(super) fn start(&self) -> Result<QemuWithBalloon, String> {
+        let home = self.with_balloon(|qemu| qemu)?;
         home.qemu.ready().map_err(text)?;
         home.plug()?;
         Ok(home)
     }
 
     /// Starts a QEMU that waits for the guest.
-    pub(super) fn waiting(&self) -> Result<Home, String> {
-        self.home(QemuBuilder::incoming)
+    pub(super) fn waiting(&self) -> Result<QemuWithBalloon, String> {
+        self.with_balloon(QemuBuilder::incoming)
     }
 
-    fn home(&self, more: impl FnOnce(QemuBuilder) -> QemuBuilder) -> Result<Home, String> {
+    fn with_balloon(&self, more: impl FnOnce(QemuBuilder) -> QemuBuilder) -> Result<QemuWithBalloon, String> {
         let mib = u32::try_from(self.guest_bytes >> 20).map_err(text)?;
         let qemu = more(Qemu::linux().binary(self.peer).memory(mib).workload(WORKLOAD).append(KERNEL));
         let (qemu, balloon) = match (self.way, self.by) {
@@ -85,7 +85,7 @@ impl Recipe<'_> {
                 (balloon.connected(qemu), Some(balloon))
             }
         };
-        Ok(Home { qemu: qemu.start().map_err(text)?, balloon })
+        Ok(QemuWithBalloon { qemu: qemu.start().map_err(text)?, balloon })
     }
 }
 
@@ -96,7 +96,7 @@ pub(super) fn has_hint_device(peer: &str) -> Result<bool, String> {
     Ok(types.as_array().is_some_and(|all| all.iter().any(|kind| kind["name"] == "vhost-user-test-device-pci")))
 }
 
-impl Home {
+impl QemuWithBalloon {
     /// The guest has arrived.
     pub(super) fn arrived(&self) -> Result<(), String> {
         self.plug()?;

@@ -13,7 +13,7 @@ use transship_lab::{Scratch, image};
 
 use self::{
     cases::{Case, Load, Way},
-    guests::{Home, Recipe},
+    guests::{QemuWithBalloon, Recipe},
     results::{Results, Run, Series},
 };
 use crate::{
@@ -187,7 +187,12 @@ fn chain(table: &FreePages, guest_bytes: u64, way: Way, sides: &[By], results: &
 }
 
 /// One move, and where the guest is then.
-fn leg(recipe: &Recipe<'_>, home: &Home, case: Case, channels: u8) -> Result<(Home, Run), String> {
+fn leg(
+    recipe: &Recipe<'_>,
+    home: &QemuWithBalloon,
+    case: Case,
+    channels: u8,
+) -> Result<(QemuWithBalloon, Run), String> {
     let next = recipe.waiting()?;
     let kept = home.keep_memory()?;
     let work_before = home.prepare(case.load, case.way)?;

@@ -1,9 +1,9 @@
 //! A move by transship.
-use super::{DOWNTIME_MS, guests::Home, results::Run};
+use super::{DOWNTIME_MS, guests::QemuWithBalloon, results::Run};
 use crate::{ends::Ends, ours};
 
 /// Moves the guest.
-pub(super) fn run(source: &Home, destination: &Home, channels: u8) -> Result<Run, String> {
+pub(super) fn run(source: &QemuWithBalloon, destination: &QemuWithBalloon, channels: u8) -> Result<Run, String> {
     let folder = destination.qemu.folder();
     let ends = Ends { source: source.qemu.vm(), destination: destination.qemu.vm(), folder, link: None };
     let moved = ours::transfer(&ends, &arguments(source, channels))?.arrived()?;
@@ -20,7 +20,7 @@ pub(super) fn run(source: &Home, destination: &Home, channels: u8) -> Result<Run
     })
 }
 
-fn arguments(source: &Home, channels: u8) -> Vec<String> {
+fn arguments(source: &QemuWithBalloon, channels: u8) -> Vec<String> {
     let (channels, downtime) = (channels.to_string(), format!("{DOWNTIME_MS}ms"));
     let mut arguments =
         ["--channels", &channels, "--downtime", &downtime, "--compress", "none"].map(str::to_owned).to_vec();

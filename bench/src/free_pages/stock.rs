@@ -7,7 +7,7 @@ use std::{
 use serde_json::{Value, json};
 use transship_lab::Qemu;
 
-use super::{DOWNTIME_MS, guests::Home, results::Run};
+use super::{DOWNTIME_MS, guests::QemuWithBalloon, results::Run};
 use crate::{
     pair::text,
     stock::{BANDWIDTH, failure, number},
@@ -19,7 +19,7 @@ const PATIENCE: Duration = Duration::from_secs(300);
 const LOOK_EVERY: Duration = Duration::from_millis(50);
 
 /// Moves the guest.
-pub(super) fn run(source: &Home, destination: &Home, channels: u8) -> Result<Run, String> {
+pub(super) fn run(source: &QemuWithBalloon, destination: &QemuWithBalloon, channels: u8) -> Result<Run, String> {
     let (source, destination) = (&source.qemu, &destination.qemu);
     for qemu in [destination, source] {
         prepare(qemu, channels)?;

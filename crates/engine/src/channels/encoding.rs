@@ -19,8 +19,8 @@ use transship_ring::{Results, mpmc};
 use super::{
     MainThread, Shared, Window,
     coder::{EncoderSetup, Tools, gone},
+    dispatcher::{Chosen, Dispatcher},
     encoder::WindowEncoder,
-    front::{Chosen, Front},
     gate::{Gate, Ready},
 };
 use crate::{Compress, Error, WhenBusy};
@@ -39,9 +39,9 @@ pub(crate) struct EncodingOptions {
     pub(crate) may_be_raw: bool,
 }
 
-/// What was given away in a round.
+/// What was handed over in a round.
 #[derive(Debug, Default)]
-struct Given {
+struct RoundTally {
     /// What channels will get, whatever happens.
     handed_over: u64,
     /// Windows that are to be left as they are, those that wait here included.
@@ -55,12 +55,12 @@ struct Given {
 /// The encoders of a session.
 pub(crate) struct Encoders {
     /// None only while it is dropped.
-    front: Option<Front<Window>>,
+    dispatcher: Option<Dispatcher<Window>>,
     results: Option<Results<Ready>>,
     threads: Vec<thread::JoinHandle<()>>,
     when_busy: WhenBusy,
     channels: usize,
-    given: Given,
+    tally: RoundTally,
     tools: Tools,
 }
 
@@ -74,12 +74,12 @@ impl Encoders {
         let (submitter, workers, results) = setup.pool();
         let tools = setup.tools(&shared.progress);
         let mut encoders = Self {
-            front: Some(Front::new(submitter, &setup, &tools)),
+            dispatcher: Some(Dispatcher::new(submitter, &setup, &tools)),
             results: Some(results),
             threads: Vec::new(),
             when_busy: options.when_busy,
             channels: usize::from(options.channels),
-            given: Given::default(),
+            tally: RoundTally::default(),
             tools,
         };
         for (number, worker) in workers.into_iter().enumerate() {
@@ -99,8 +99,8 @@ impl Encoders {
 
     /// For a round: what the channels take from.
     pub(crate) fn open_gate(&mut self) -> Gate {
-        self.given = Given::default();
-        if let Some(auto) = &mut self.front().auto {
+        self.tally = RoundTally::default();
+        if let Some(auto) = &mut self.dispatcher().auto {
             auto.pause();
         }
         let results = self.results.clone().expect("taken only in drop");
@@ -112,28 +112,28 @@ impl Encoders {
         if self.threads.iter().any(thread::JoinHandle::is_finished) { Err(gone()) } else { Ok(()) }
     }
 
-    fn front(&mut self) -> &mut Front<Window> {
-        self.front.as_mut().expect("taken only in drop")
+    fn dispatcher(&mut self) -> &mut Dispatcher<Window> {
+        self.dispatcher.as_mut().expect("taken only in drop")
     }
 
     /// Hands a window to an encoder, or past them all.
     pub(crate) fn submit(&mut self, mut window: Window, gate: &Gate, main: &dyn MainThread) -> Result<(), Error> {
-        while let Some(flow) = self.front().choose(&mut window.chosen) {
-            let (given, waiting) = (self.given.raw, self.given.batch.len());
-            if !flow.lets(gate.raw_on_their_way(given), waiting) {
+        while let Some(flow) = self.dispatcher().choose(&mut window.chosen) {
+            let (raw, waiting) = (self.tally.raw, self.tally.batch.len());
+            if !flow.lets(gate.raw_on_their_way(raw), waiting) {
                 self.flush(gate, main)?; // it might be what is waited for
-                if !gate.wait_for_raw(given, flow.sleep_until(), CHOOSE_AGAIN) {
+                if !gate.wait_for_raw(raw, flow.sleep_until(), CHOOSE_AGAIN) {
                     main.check()?;
                     continue;
                 }
             }
-            self.given.raw += 1;
+            self.tally.raw += 1;
             if window.chosen.sample {
                 return self.encode(window, gate, main);
             }
-            self.given.may_take_back = true;
-            self.given.batch.push(window);
-            return if self.given.batch.len() < flow.batch { Ok(()) } else { self.flush(gate, main) };
+            self.tally.may_take_back = true;
+            self.tally.batch.push(window);
+            return if self.tally.batch.len() < flow.batch { Ok(()) } else { self.flush(gate, main) };
         }
         for earlier in self.take_back(gate, main)? {
             let chosen = Chosen { sample: earlier.chosen.sample, ..window.chosen };
@@ -144,20 +144,20 @@ impl Encoders {
 
     /// Takes back all that was to be left as it is and that no channel has taken: the choice has changed.
     fn take_back(&mut self, gate: &Gate, main: &dyn MainThread) -> Result<Vec<Window>, Error> {
-        if !std::mem::take(&mut self.given.may_take_back) {
+        if !std::mem::take(&mut self.tally.may_take_back) {
             return Ok(Vec::new());
         }
         let (mut windows, others) = gate.take_back();
-        self.given.handed_over -= windows.len() as u64 + others.iter().map(|other| other.counts().0).sum::<u64>();
-        windows.append(&mut self.given.batch);
-        self.given.raw -= windows.len() as u64;
+        self.tally.handed_over -= windows.len() as u64 + others.iter().map(|other| other.counts().0).sum::<u64>();
+        windows.append(&mut self.tally.batch);
+        self.tally.raw -= windows.len() as u64;
         others.into_iter().try_for_each(|other| self.hand_over(other, gate, main))?;
         Ok(windows)
     }
 
     /// Hands over the windows that are to be left as they are and wait for more of them.
     pub(crate) fn flush(&mut self, gate: &Gate, main: &dyn MainThread) -> Result<(), Error> {
-        match std::mem::take(&mut self.given.batch) {
+        match std::mem::take(&mut self.tally.batch) {
             batch if batch.is_empty() => Ok(()),
             batch => self.hand_over(Ready::Unseen(batch), gate, main),
         }
@@ -172,35 +172,35 @@ impl Encoders {
     fn hand_over(&mut self, ready: Ready, gate: &Gate, main: &dyn MainThread) -> Result<(), Error> {
         let (count, _) = ready.counts();
         gate.pass(ready, main)?;
-        self.given.handed_over += count;
+        self.tally.handed_over += count;
         Ok(())
     }
 
     /// What the channels get of this round, in all. What could not be handed over because of a failure is not among it.
     pub(crate) fn handed_over(&self) -> u64 {
-        self.given.handed_over
+        self.tally.handed_over
     }
 
     /// Hands a window to an encoder, or past them if all are busy and that is wanted.
     fn encode(&mut self, window: Window, gate: &Gate, main: &dyn MainThread) -> Result<(), Error> {
         self.flush(gate, main)?;
-        if let Some(window) = self.front().try_submit(window)? {
+        if let Some(window) = self.dispatcher().try_submit(window)? {
             if self.when_busy == WhenBusy::Raw {
                 let tally = &self.tools.progress.encoding;
                 tally.raw_busy_pages.fetch_add(window.wanted.count_ones().into(), Relaxed);
                 return self.hand_over(Ready::Unseen(vec![window]), gate, main);
             }
-            self.front().submit(window, || main.check().map(|()| true))?;
+            self.dispatcher().submit(window, || main.check().map(|()| true))?;
         }
-        self.given.handed_over += 1;
+        self.tally.handed_over += 1;
         Ok(())
     }
 }
 
 impl Drop for Encoders {
     fn drop(&mut self) {
-        // Without a front they find no more work, without a taker they don't wait for room.
-        drop((self.front.take(), self.results.take()));
+        // Without a dispatcher they find no more work, without a taker they don't wait for room.
+        drop((self.dispatcher.take(), self.results.take()));
         for thread in self.threads.drain(..) {
             // A panic in there has been printed, and failed the session by `gone`.
             let _ = thread.join();
@@ -261,7 +261,7 @@ mod tests {
             may_be_raw: true,
         };
         let mut encoders = Encoders::start(&options, &Arc::new(shared)).unwrap().unwrap();
-        let auto = &mut encoders.front().auto;
+        let auto = &mut encoders.dispatcher().auto;
         *auto = auto.take().map(|auto| auto.over_link(0.2e-9));
         encoders
     }
@@ -332,11 +332,11 @@ mod tests {
         let submit = |encoders: &mut Encoders, number| encoders.submit(window(number), &gate, &main).unwrap();
         (0..20).for_each(|number| submit(&mut encoders, number));
         // The first two went to encoders, as samples.
-        assert_eq!((encoders.handed_over(), encoders.given.batch.len()), (18, 2));
-        let auto = &mut encoders.front().auto;
+        assert_eq!((encoders.handed_over(), encoders.tally.batch.len()), (18, 2));
+        let auto = &mut encoders.dispatcher().auto;
         *auto = auto.take().map(|auto| auto.using(1));
         submit(&mut encoders, 20);
-        assert_eq!((encoders.handed_over(), encoders.given.raw), (21, 2));
+        assert_eq!((encoders.handed_over(), encoders.tally.raw), (21, 2));
         gate.close(encoders.handed_over());
         assert_eq!(take_all(&gate)(), [1; 21]);
     }
@@ -348,7 +348,7 @@ mod tests {
         let gate = Arc::new(encoders.open_gate());
         let all = take_all(&gate);
         (0..WINDOWS - 1).for_each(|number| encoders.submit(window(number), &gate, &main).unwrap());
-        let waiting = encoders.given.batch.len() as u64;
+        let waiting = encoders.tally.batch.len() as u64;
         assert_eq!(encoders.handed_over() + waiting, WINDOWS - 1);
         gate.close(encoders.handed_over());
         assert_eq!(all().iter().sum::<u64>(), WINDOWS - 1 - waiting);

@@ -4,13 +4,13 @@
 //! - here: all channels of a session, and how a round's work is spread over them
 //! - `thread`: one of them; `feed`: what the main thread hands over
 //! - `encoding`, `encoder`, `meters`, `auto`: the encoders; `gate`: between them and the channels
-//! - `front`, `coder`: what they share with those of relays
+//! - `dispatcher`, `coder`: what they share with those of relays
 pub(crate) mod auto;
 pub(crate) mod coder;
+pub(crate) mod dispatcher;
 mod encoder;
 mod encoding;
 mod feed;
-pub(crate) mod front;
 mod gate;
 pub(crate) mod meters;
 mod shared;
@@ -26,7 +26,7 @@ use transship_memory::{Freeing, PageRange};
 
 pub(crate) use encoding::{Encoders, EncodingOptions};
 pub(crate) use feed::{MainThread, trim};
-use shared::Over;
+use shared::SessionOver;
 pub(crate) use shared::{Batch, Encoded, FirstFailure, Sent, Settled, Shared, Window};
 
 use crate::{
@@ -182,7 +182,7 @@ impl<C: Channel> Channels<C> {
 }
 
 fn collect(
-    results: &Receiver<Result<Sent, Over>>,
+    results: &Receiver<Result<Sent, SessionOver>>,
     count: usize,
     shared: &Shared,
     main: &dyn MainThread,
@@ -193,7 +193,7 @@ fn collect(
         let sent = loop {
             match results.recv_timeout(TICK) {
                 Ok(Ok(sent)) => break sent,
-                Ok(Err(Over)) => {
+                Ok(Err(SessionOver)) => {
                     let what = "broke a connection that pages go over".into();
                     return Err(Error::Protocol { peer: shared.peer.clone(), what });
                 }

@@ -6,7 +6,7 @@ use std::sync::{
 
 use transship_memory::{GuestMemory, PAGE_BYTES, PageRange, WindowPages};
 
-use super::front::Chosen;
+use super::dispatcher::Chosen;
 use crate::{Error, Progress, pacer::Pacer, page_map::PageMap};
 
 /// What all channels and encoders of a session use.
@@ -33,7 +33,7 @@ pub(crate) struct FirstFailure {
 
 /// It is over; why, [`FirstFailure`] knows.
 #[derive(Debug)]
-pub(crate) struct Over;
+pub(crate) struct SessionOver;
 
 impl FirstFailure {
     /// Whether a channel has failed, or the main thread ends the session: no thread need go on.
@@ -42,12 +42,12 @@ impl FirstFailure {
     }
 
     /// A channel has failed.
-    pub(crate) fn of_channel(&self, error: Error) -> Over {
+    pub(crate) fn of_channel(&self, error: Error) -> SessionOver {
         let mut first = self.first();
         if !self.over.swap(true, Relaxed) {
             *first = Some(error);
         }
-        Over
+        SessionOver
     }
 
     /// The main thread ends the session. To be called before connections are shut down.

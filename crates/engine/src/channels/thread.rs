@@ -8,7 +8,7 @@ use crossbeam_channel::Receiver;
 use transship_ring::mpmc;
 
 use super::{
-    Batch, Channel, Encoded, Over, Sent, Window,
+    Batch, Channel, Encoded, Sent, SessionOver, Window,
     gate::{Gate, Ready},
 };
 use crate::{
@@ -17,7 +17,7 @@ use crate::{
 };
 
 /// Sends batches until there are no more, then ends the round.
-pub(super) fn run(channel: &mut impl Channel, round: u32, batches: &Receiver<Batch>) -> Result<Sent, Over> {
+pub(super) fn run(channel: &mut impl Channel, round: u32, batches: &Receiver<Batch>) -> Result<Sent, SessionOver> {
     let begin = cpu::thread_seconds();
     let result = send_all(channel, round, batches).map_err(|error| channel.shared().failure.of_channel(error));
     result.map(|sent| Sent { cpu_seconds: cpu::thread_seconds() - begin, ..sent })
@@ -52,7 +52,7 @@ pub(super) fn run_encoded(
     round: u32,
     gate: &Gate,
     spare: &mpmc::Ring<Vec<u8>>,
-) -> Result<Sent, Over> {
+) -> Result<Sent, SessionOver> {
     let begin = cpu::thread_seconds();
     let result = send_all_encoded(channel, round, gate, spare);
     result.map(|sent| Sent { cpu_seconds: cpu::thread_seconds() - begin, ..sent })
@@ -64,7 +64,7 @@ fn send_all_encoded(
     round: u32,
     gate: &Gate,
     spare: &mpmc::Ring<Vec<u8>>,
-) -> Result<Sent, Over> {
+) -> Result<Sent, SessionOver> {
     let shared = Arc::clone(channel.shared());
     let mut sent = Sent::default();
     let mut outcome = Ok(());

@@ -23,7 +23,7 @@ use crate::{
     channels::{
         Encoded,
         coder::{Coder, EncoderSetup, Tools, Work},
-        front::{Chosen, Front},
+        dispatcher::{Chosen, Dispatcher},
     },
     control::TICK,
     cpu::Laps,
@@ -87,7 +87,7 @@ pub(super) struct Outlet {
 /// Where chunks are handed to encoders. Whoever reads from a QEMU takes it for as long as all encoders are busy: then
 /// the others would wait as well.
 struct Entry {
-    front: Front<Chunk>,
+    dispatcher: Dispatcher<Chunk>,
     /// Chunks that go as they are by choice.
     raw_handed_over: u64,
 }
@@ -132,8 +132,8 @@ impl Outlet {
                     Ok(())
                 })?;
             }
-            let front = Front::new(submitter, &setup, &shared.tools);
-            entry = Some(Mutex::new(Entry { front, raw_handed_over: 0 }));
+            let dispatcher = Dispatcher::new(submitter, &setup, &shared.tools);
+            entry = Some(Mutex::new(Entry { dispatcher, raw_handed_over: 0 }));
         }
         Ok(Arc::new(Self { session: Arc::clone(session), results, shared, entry, _no_encoder: no_encoder }))
     }
@@ -150,8 +150,8 @@ impl Outlet {
             self.pass(chunk.raw_packet());
             return Ok(());
         }
-        match entry.front.try_submit(chunk)? {
-            Some(chunk) => entry.front.submit(chunk, || Ok(!self.session.fate.is_broken())),
+        match entry.dispatcher.try_submit(chunk)? {
+            Some(chunk) => entry.dispatcher.submit(chunk, || Ok(!self.session.fate.is_broken())),
             None => Ok(()),
         }
     }
@@ -176,7 +176,7 @@ impl Outlet {
 impl Entry {
     /// Chooses the encoding of a chunk, if there is a choice. True: it goes past the encoders.
     fn choose(&mut self, chosen: &mut Chosen, shared: &Shared, session: &RelaySession) -> bool {
-        while let Some(flow) = self.front.choose(chosen) {
+        while let Some(flow) = self.dispatcher.choose(chosen) {
             let few = || (self.raw_handed_over - shared.raw_sent.load(SeqCst) < flow.most_alone).then_some(());
             if session.fate.is_broken() || shared.fewer.wait_timeout(CHOOSE_AGAIN, few).is_some() {
                 self.raw_handed_over += 1;

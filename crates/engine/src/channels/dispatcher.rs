@@ -21,14 +21,14 @@ pub(crate) struct Chosen {
 }
 
 /// Where jobs are handed to encoders.
-pub(crate) struct Front<Job> {
+pub(crate) struct Dispatcher<Job> {
     submitter: Submitter<Job>,
     /// If there is a choice.
     pub(super) auto: Option<Auto>,
     tools: Tools,
 }
 
-impl<Job> Front<Job> {
+impl<Job> Dispatcher<Job> {
     pub(crate) fn new(submitter: Submitter<Job>, setup: &EncoderSetup, tools: &Tools) -> Self {
         Self { submitter, auto: setup.auto(), tools: tools.clone() }
     }
