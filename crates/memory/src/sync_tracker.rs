@@ -10,7 +10,9 @@
 //! lost their protection in another way (given back, and taken again). Between the look and the protection a page may
 //! be written: it is among those that were found, and is read after the scan.
 use std::{
+    io,
     os::fd::{AsFd, OwnedFd},
+    panic::{AssertUnwindSafe, catch_unwind},
     sync::{
         Arc, Mutex, PoisonError,
         atomic::{AtomicBool, Ordering::Relaxed},
@@ -175,13 +177,18 @@ struct Held {
 
 impl Service {
     fn serve(&self, threads: Box<dyn LetWait>) {
-        if let Err(error) = self.serve_all(threads) {
-            // Nobody would serve those who wait. What was written is found all the same: it is not protected.
-            for area in self.faults.areas() {
-                let _ = self.set(area.region, area.range(), Writes::Pass);
-            }
-            *self.failed.lock().unwrap_or_else(PoisonError::into_inner) = Some(error);
+        // A pace and what says who may be held are others' code. What this thread has seen is of no use after a panic.
+        let served = catch_unwind(AssertUnwindSafe(|| self.serve_all(threads)));
+        let error = match served {
+            Ok(Ok(())) => return,
+            Ok(Err(error)) => error,
+            Err(_) => Error::system("let writers go", io::Error::other("the thread that does so has panicked")),
+        };
+        // Nobody would serve those who wait. What was written is found all the same: it is not protected.
+        for area in self.faults.areas() {
+            let _ = self.set(area.region, area.range(), Writes::Pass);
         }
+        *self.failed.lock().unwrap_or_else(PoisonError::into_inner) = Some(error);
     }
 
     fn serve_all(&self, mut threads: Box<dyn LetWait>) -> Result<(), Error> {

@@ -11,6 +11,7 @@ use std::{
     sync::{
         Arc,
         atomic::{AtomicBool, AtomicU64, Ordering},
+        mpsc,
     },
     thread,
     time::{Duration, Instant},
@@ -22,7 +23,7 @@ use common::{
 };
 use proptest::prelude::*;
 use transship_memory::{
-    Access, Area, Error, Freeing, Holes, InProcess, PageRange, PageSet, Process, Region, SyncTracker, Tracker,
+    Access, Area, Error, Freeing, Holes, InProcess, LetWait, PageRange, PageSet, Process, Region, SyncTracker, Tracker,
     WindowPages, WriterPace,
 };
 
@@ -405,6 +406,35 @@ fn when_nobody_lets_writers_go_any_more_a_scan_says_so_and_protects_nothing() {
     (0..16).for_each(|page| guest.write(page, 2));
     assert!(matches!(tracker.scan(0), Err(Error::Gone { region: 0, .. })), "it stays so");
     (0..16).for_each(|page| guest.write(page, 3));
+}
+
+/// Says of nobody how long it may be held.
+struct Panics;
+
+impl LetWait for Panics {
+    fn at_most(&mut self, _thread: u32) -> Duration {
+        panic!("a test's panic")
+    }
+}
+
+#[test]
+fn a_writer_goes_on_though_what_says_how_long_it_may_be_held_panics() {
+    let guest: &Guest = Box::leak(Box::new(Guest::private(16 * PAGE, false)));
+    (0..16).for_each(|page| guest.write(page, 1));
+    let uffd = userfaultfd(Faults::User).unwrap();
+    let mut tracker = SyncTracker::new(uffd, own_pagemap(), vec![guest.area()], &[16], &[0], Box::new(Panics)).unwrap();
+    tracker.scan(0).unwrap();
+    tracker.waits().unwrap().set_pace(Some(Box::new(AtMost(1))));
+    let (wrote, written) = mpsc::channel();
+    // It waits for ever, also after this test, if nobody lets it go.
+    thread::spawn(move || {
+        (0..16).for_each(|page| guest.write(page, 2));
+        let _ = wrote.send(());
+    });
+    written.recv_timeout(Duration::from_secs(30)).expect("it goes on");
+    let error = tracker.scan(0).unwrap_err();
+    assert!(matches!(error, Error::System { .. }) && error.to_string().contains("panicked"), "{error}");
+    assert!(matches!(tracker.scan(0), Err(Error::Gone { region: 0, .. })), "it stays so");
 }
 
 #[test]
