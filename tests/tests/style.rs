@@ -22,7 +22,7 @@ const UNSAFE: [(&str, &str); 10] = [
 ];
 
 /// Where something sleeps in the product, and why nothing wakes it.
-const SLEEP: [(&str, &str); 10] = [
+const SLEEP: [(&str, &str); 11] = [
     ("crates/engine/src/fail_point.rs", "tests hold a process there"),
     ("crates/engine/src/pacer.rs", "a bandwidth is kept by waiting"),
     ("crates/engine/src/filling/stand_in.rs", "an error that stays, looked at again until the VMM has ended"),
@@ -30,8 +30,9 @@ const SLEEP: [(&str, &str); 10] = [
     ("crates/vmm/src/handoff/mod.rs", "a socket that takes one client, and does not say when it is free"),
     ("crates/vmm/src/qemu/abandoned.rs", "the same"),
     ("crates/cli/src/commands/fork.rs", "nothing says when somebody begins to listen at a socket"),
-    ("crates/vmm/src/qemu/libvirt/carrier.rs", "a daemon that is restarted, and events that may be under way"),
+    ("crates/vmm/src/qemu/libvirt/carrier.rs", "events that may be under way"),
     ("crates/vmm/src/qemu/libvirt/claim.rs", "the kernel does not say when a name is free"),
+    ("crates/vmm/src/qemu/libvirt/serving.rs", "a daemon that is restarted"),
     ("crates/vmm/src/qemu/machine.rs", "QEMU has no event for the end of finish-migrate"),
 ];
 

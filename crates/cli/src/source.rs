@@ -44,7 +44,8 @@ pub(crate) struct Wanted<'a> {
 
 /// An attached guest, and who acts should this process die.
 pub(crate) struct Taken {
-    // In this order they are let go of: who was told to act does so when the guest is let go of.
+    // In this order they are let go of: who was told to act does so when the guest is let go of. Whoever takes this
+    // apart names the guest last.
     pub(crate) guest: Box<dyn SourceGuest>,
     pub(crate) guard: GuardProcess,
 }

@@ -41,7 +41,7 @@ impl DiskFile {
 }
 
 /// A disk of which a snapshot is taken: the guest writes to another file from then on.
-#[derive(Debug, Clone, PartialEq, Eq, serde::Serialize)]
+#[derive(Debug, Clone, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub struct DiskSnapshot {
     /// Its name, as the one that keeps the guest knows it, such as `vda`.
     pub disk: String,

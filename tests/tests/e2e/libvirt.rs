@@ -9,7 +9,7 @@ pub(crate) fn saving(vm: &str, to: &Path, more: &[&str]) -> TransshipBuilder {
 }
 
 /// It runs, as libvirt knows, nothing of ours is in it, and every page is what it wrote last.
-fn assert_whole(host: &LibvirtHost, domain: &Domain, serial: &Serial) -> Result<()> {
+pub(crate) fn assert_whole(host: &LibvirtHost, domain: &Domain, serial: &Serial) -> Result<()> {
     assert_eq!(host.state(domain.name())?, "running");
     let files = transship_lab::process::open_files(host.pid(domain.name())?)?;
     assert!(!files.iter().any(|file| file.contains("userfaultfd") || file.contains("transship-state")), "{files:?}");

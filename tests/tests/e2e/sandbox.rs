@@ -38,7 +38,7 @@ const ATTEMPTS: [&str; 13] = [
 ];
 
 /// Fields of the status of each thread of a process.
-fn threads(pid: u32, field: &str) -> Result<Vec<String>> {
+pub(crate) fn threads(pid: u32, field: &str) -> Result<Vec<String>> {
     let failed = |error: std::io::Error| LabError(format!("threads of {pid}: {error}"));
     let mut found = Vec::new();
     for thread in fs::read_dir(format!("/proc/{pid}/task")).map_err(failed)? {
@@ -378,7 +378,7 @@ fn movers_in_the_middle_of_a_move_have_no_rights() -> Result<()> {
 }
 
 /// What was said to a move or save that runs.
-fn steered(command: &str, vm: &str, flags: &[&str]) -> Result<String> {
+pub(crate) fn steered(command: &str, vm: &str, flags: &[&str]) -> Result<String> {
     let steering = Transship::command([command, vm]).args(flags.iter().copied()).run()?;
     Ok(steering.stdout)
 }

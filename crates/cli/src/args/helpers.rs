@@ -56,4 +56,10 @@ pub(crate) struct StewardArgs {
     /// What to run, by phases, as JSON
     #[arg(long)]
     pub(crate) commands: Option<String>,
+    /// A domain of libvirt's, to make libvirt's calls about it and do nothing else
+    #[arg(long, requires = "purpose")]
+    pub(crate) domain: Option<String>,
+    /// What the calls are for, as JSON
+    #[arg(long)]
+    pub(crate) purpose: Option<String>,
 }

@@ -8,7 +8,7 @@ use std::{
 use transship_engine::Uri;
 use transship_guest::{Duty, LastWill};
 use transship_lines::{Line, LineSocket};
-use transship_vmm::{VmAddress, settle_abandoned};
+use transship_vmm::{VmAddress, qemu::libvirt::Purpose, settle_abandoned};
 
 use crate::{
     args::GuardArgs,
@@ -31,16 +31,14 @@ pub(crate) fn run(args: &GuardArgs) -> Result<(), Failure> {
     let (vm, sandbox) = checks.finish(vm.zip(sandbox))?;
     let socket = io::stdin().as_fd().try_clone_to_owned()?;
     // It keeps the way to the VMM, which is taken only if the other process dies.
-    let _steward = match &vm {
-        VmAddress::Qemu(path) | VmAddress::Handoff(path) => {
-            let connect = vec![Uri::Unix(path.clone())];
-            let steward = sandbox.steward(&Errands { connect, ..Errands::default() })?;
-            sandbox.confine(Role::Guard, Left::Nothing)?;
-            steward
-        }
-        // Its library finds the daemon by itself, and again when that was started anew.
-        VmAddress::Libvirt(_) => None,
+    let connect = match &vm {
+        VmAddress::Qemu(path) | VmAddress::Handoff(path) => vec![Uri::Unix(path.clone())],
+        VmAddress::Libvirt(_) => Vec::new(),
     };
+    // These keep the way to the VMM, which is taken only if the other process dies.
+    let _steward = sandbox.steward(&Errands { connect, ..Errands::default() })?;
+    sandbox.reach_domain(&vm, &Purpose::Settle)?;
+    sandbox.confine(Role::Guard, Left::Nothing)?;
     let Some((will, duty)) = last_word(&mut LineSocket::new(UnixStream::from(socket))) else { return Ok(()) };
     let run = duty == Duty::RunAgain;
     let stands = |error| Failure::NeedsPerson(format!("the guest is stopped: {error}"));

@@ -66,7 +66,8 @@ fn move_away(
         control: waiting.control.as_ref().map(Listening::path),
         commands: request.way.commands(),
     };
-    let Taken { mut guest, mut guard } = wanted.take(sandbox, steward)?;
+    // The last is let go of first: a guard that was told to act finds the guest in nobody's hands.
+    let Taken { mut guard, mut guest } = wanted.take(sandbox, steward)?;
     let mut stand_in = request.stand_in()?;
     let _threads = waiting.confined(sandbox, Role::Move, Left::Nothing)?;
     let guard: Option<&mut dyn Guard> = Some(&mut guard);

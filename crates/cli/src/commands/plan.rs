@@ -35,7 +35,7 @@ pub(crate) fn run(args: &PlanArgs) -> Result<(), Failure> {
     let signals = Held::hold()?;
     let mut guest = attach_source(&request.vm, request.attach.clone())?;
     guest.acquire(Watch::Track)?;
-    let sandbox = request.sandbox.beside_source(&request.vm);
+    let sandbox = &request.sandbox;
     let _steward = sandbox.steward(&Errands { connect: request.to.iter().cloned().collect(), ..Errands::default() })?;
     sandbox.confine(Role::Plan, Left::Nothing)?;
     let _signals = signals.start(move |_| cancelled.cancel())?;

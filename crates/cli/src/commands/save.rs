@@ -8,7 +8,10 @@ use transship_engine::{
     Error, FilePlace, FileUri, Format, OverlayPlace, Progress, Recipients, Report, SaveOptions, Then, Way, save_guest,
 };
 use transship_guest::{NO_DISK_SNAPSHOT, Watch};
-use transship_vmm::{AttachOptions, VmAddress};
+use transship_vmm::{
+    AttachOptions, VmAddress,
+    qemu::libvirt::{OverlayFolder, Purpose},
+};
 
 use crate::{
     args::{Converge, SaveArgs},
@@ -52,7 +55,8 @@ fn save(
     progress: &Arc<Progress>,
     report: &mut Report,
 ) -> Result<(), Error> {
-    let sandbox = request.sandbox.beside_source(&request.vm);
+    let sandbox = &request.sandbox;
+    sandbox.reach_domain(&request.vm, &request.purpose())?;
     let wanted = Wanted {
         vm: &request.vm,
         vm_text: &request.vm_text,
@@ -67,7 +71,8 @@ fn save(
         control: waiting.control.as_ref().map(Listening::path),
         commands: flags::commands(&request.options.at_stop, &request.options.hold),
     };
-    let Taken { mut guest, mut guard } = wanted.take(sandbox, steward)?;
+    // The last is let go of first: a guard that was told to act finds the guest in nobody's hands.
+    let Taken { mut guard, mut guest } = wanted.take(sandbox, steward)?;
     let place = match &request.to.place {
         FilePlace::Path(path) if request.options.format == Format::Raw => Place::FolderOfImages(folder_of(path)),
         FilePlace::Path(path) => Place::Folder(folder_of(path)),
@@ -92,6 +97,17 @@ struct Request {
 }
 
 impl Request {
+    /// What its domain will be asked for, if it is one of libvirt's.
+    fn purpose(&self) -> Purpose {
+        let overlays = match &self.options.disks {
+            None => OverlayFolder::Nowhere,
+            Some(OverlayPlace::BesideDisks) => OverlayFolder::BesideDisks,
+            Some(OverlayPlace::In(folder)) => OverlayFolder::In(folder.clone()),
+        };
+        let definition = matches!(self.options.format, Format::Libvirt | Format::LibvirtSparse);
+        Purpose::Save { overlays, definition }
+    }
+
     fn check(args: &SaveArgs) -> Result<Self, Failure> {
         let mut checks = Checks::default();
         let defaults = SaveOptions::default();

@@ -9,7 +9,7 @@ use std::{
 use serde::Serialize;
 use transship_guest::Watch as Watched;
 use transship_memory::{GuestMemory, PAGE_BYTES, PageSet, Tracker};
-use transship_vmm::{AttachOptions, VmAddress, attach_source};
+use transship_vmm::{AttachOptions, VmAddress, attach_source, qemu::libvirt::Purpose};
 
 use crate::{
     args::WatchArgs,
@@ -31,7 +31,8 @@ pub(crate) fn run(args: &WatchArgs) -> Result<(), Failure> {
     let request = Request::check(args)?;
     let (interrupted, interrupt) = mpsc::channel();
     let signals = Held::hold()?;
-    let sandbox = request.sandbox.beside_source(&request.vm);
+    let sandbox = &request.sandbox;
+    sandbox.reach_domain(&request.vm, &Purpose::Watch)?;
     let mut guest = attach_source(&request.vm, request.attach.clone())?;
     guest.acquire(Watched::Track)?;
     sandbox.confine(Role::Watch, Left::Nothing)?;

@@ -8,7 +8,7 @@
 //! - `identity`: another user, no capabilities, no way to any path
 //! - `calls`, `filter`: the system calls that are left (seccomp); the others answer "operation not permitted"
 //! - `paths`: Landlock, below what the change of the user does
-//! - `steward`: a second process, which keeps the rights and does a few things that were fixed before
+//! - `steward`: another process, which keeps the rights and does a few things that were fixed before
 //! - `trial`: for tests: tries what a confined process must not do
 //!
 //! All this is for the calling thread and those that it starts afterwards, so it comes before any other thread.
@@ -25,7 +25,7 @@ use std::{io, path::Path};
 use transship_codec::{Backend, Method, qatzip_backend};
 use transship_engine::{Compress, Error, when_opened};
 use transship_guest::DestinationGuest;
-use transship_vmm::VmAddress;
+use transship_vmm::{VmAddress, qemu::libvirt::Purpose};
 
 use crate::{args::SandboxArgs, checks::Checks, failure::Failure};
 use calls::Calls;
@@ -150,10 +150,19 @@ impl Sandbox {
         self
     }
 
-    /// Of a process that looks at this guest. libvirt's library finds the daemon by itself, and again when that was
-    /// started anew.
-    pub(crate) fn beside_source(&self, vm: &VmAddress) -> &Self {
-        if matches!(vm, VmAddress::Libvirt(_)) { &Self::Off } else { self }
+    /// Has another process make libvirt's calls for this one, if it will be confined and the guest is a domain of
+    /// libvirt's: its library finds the daemon by itself, and again when that was started anew.
+    ///
+    /// # Errors
+    /// It can't be started.
+    pub(crate) fn reach_domain(&self, vm: &VmAddress, purpose: &Purpose) -> Result<(), Error> {
+        match vm {
+            VmAddress::Libvirt(address) if !self.is_off() => {
+                let what = "start the process that makes libvirt's calls".into();
+                steward::start_for_domain(address, purpose).map_err(|source| Error::Io { what, source })
+            }
+            _ => Ok(()),
+        }
     }
 
     /// Of a process that fills a guest's memory. Private memory on huge pages of a pool can't be had for a process that

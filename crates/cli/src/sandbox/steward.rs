@@ -26,7 +26,10 @@ use transship_engine::{Started, Uri, UserCommand, connect_by, start_by};
 use transship_guest::{AskOthers, DestinationGuest, GuestError};
 use transship_lines::{Line, LineSocket};
 use transship_memory::LetWait;
-use transship_vmm::{freeze_by, give_back_by};
+use transship_vmm::{
+    freeze_by, give_back_by,
+    qemu::libvirt::{Address, Purpose, reach_domain_by},
+};
 
 pub(crate) use serving::run;
 
@@ -112,15 +115,11 @@ impl Steward {
         let other = errands.other.as_ref().map(OwnedFd::try_clone).transpose()?;
         // Whoever waits for the end of what the first process says does not wait for the other one.
         let stderr = if other.is_some() { Stdio::null() } else { Stdio::inherit() };
-        Command::new(OURSELVES)
-            .arg0("transship")
-            .arg("steward")
+        let mut command = program(theirs);
+        command
             .args(errands.arguments()?)
-            .stdin(Stdio::from(OwnedFd::from(theirs)))
             .stdout(other.map_or_else(Stdio::null, Stdio::from))
             .stderr(stderr)
-            // A Ctrl-C in the terminal, and a kill of our group, are not for it.
-            .process_group(0)
             .spawn()?;
         let line = Arc::new(Mutex::new(LineSocket::new(ours.try_clone()?)));
         if !errands.connect.is_empty() {
@@ -156,6 +155,25 @@ impl Steward {
         let line = Arc::clone(&self.line);
         Box::new(move || ask(&line, &Ask::Writers).map(|(answer, _)| answer.found))
     }
+}
+
+/// A steward that hears this socket.
+fn program(socket: UnixStream) -> Command {
+    let mut command = Command::new(OURSELVES);
+    // A Ctrl-C in the terminal, and a kill of our group, are not for it.
+    command.arg0("transship").arg("steward").stdin(Stdio::from(OwnedFd::from(socket))).process_group(0);
+    command
+}
+
+/// Starts one that makes libvirt's calls for this process from now on, and nothing else. It is there before the domain
+/// is attached to, and ends with this process, whatever becomes of the other steward.
+pub(super) fn start_for_domain(address: &Address, purpose: &Purpose) -> io::Result<()> {
+    let (ours, theirs) = UnixStream::pair()?;
+    let purpose = serde_json::to_string(purpose)?;
+    let domain = address.to_string();
+    program(theirs).args(["--domain", &domain, "--purpose", &purpose]).stdout(Stdio::null()).spawn()?;
+    reach_domain_by(ours);
+    Ok(())
 }
 
 impl Drop for Steward {

@@ -27,7 +27,7 @@
 //!   migration    QEMU's own migration, used for the device state only
 //!   device_state the device state without it, where QEMU's migration would take the memory along
 //!   saving       the device state by QEMU's migration: what is set for it, and its channel
-//!   disk_files   the files that the disks are in; overlays: files that the guest writes to instead of them
+//!   disk_files   the files that the disks are in
 //!   state_channel  the connection that QEMU saves the device state to
 //!   state_stream the device state as QEMU writes it
 //!   source, destination    the two adapters made of these
@@ -55,7 +55,6 @@ mod memory;
 mod migration;
 mod nested;
 mod opened;
-mod overlays;
 mod places;
 mod qmp;
 mod questions;

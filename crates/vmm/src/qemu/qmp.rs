@@ -10,18 +10,18 @@ use std::{
 };
 
 use serde_json::{Value, json};
-use transship_guest::{GuestError, NO_DISK_SNAPSHOT};
+use transship_guest::{DiskSnapshot, GuestError, NO_DISK_SNAPSHOT};
 use transship_wire::libvirt::Definition;
 
-use super::{
-    opened::Opened,
-    overlays::{DefinedDisk, Overlays},
-};
+use super::opened::Opened;
 
 pub(super) use socket::listener;
 
 /// How long an ordinary command may take: QEMU's main loop may be busy with a disk for some seconds.
 const COMMAND_WAIT: Duration = Duration::from_secs(20);
+
+/// The same of files that are made: their disk may be slow.
+const FILES_WAIT: Duration = Duration::from_secs(120);
 
 /// Why a command has no result.
 #[derive(Debug, Clone, thiserror::Error)]
@@ -149,12 +149,16 @@ pub(super) trait Carrier: Send {
     fn definition(&mut self, _limit: Duration) -> Result<Option<Definition>, QmpError> {
         Ok(None)
     }
-    /// The guest's disks, as somebody has defined them who keeps the guest.
-    fn disks(&mut self, _limit: Duration) -> Result<Vec<DefinedDisk>, QmpError> {
+    /// Which overlays the guest's disks would have, in this folder or beside them.
+    fn plan_disks(&mut self, _folder: Option<&Path>, _limit: Duration) -> Result<Vec<DiskSnapshot>, QmpError> {
+        Err(QmpError::Connection(NO_DISK_SNAPSHOT.to_owned()))
+    }
+    /// Makes the files of those overlays. They read as what is below them, and go again if they are not used.
+    fn make_overlays(&mut self, _limit: Duration) -> Result<(), QmpError> {
         Err(QmpError::Connection(NO_DISK_SNAPSHOT.to_owned()))
     }
     /// Has the guest, which stands still, write to these overlays from now on: all of them or none.
-    fn use_overlays(&mut self, _overlays: &Overlays, _limit: Duration) -> Result<(), QmpError> {
+    fn use_overlays(&mut self, _limit: Duration) -> Result<(), QmpError> {
         Err(QmpError::Connection(NO_DISK_SNAPSHOT.to_owned()))
     }
     /// The next event of this name, or none at the deadline. Earlier ones that wait in the queue come first.
@@ -263,14 +267,19 @@ impl Qmp {
         self.carrier.definition(COMMAND_WAIT)
     }
 
-    /// See [`Carrier::disks`].
-    pub(super) fn disks(&mut self) -> Result<Vec<DefinedDisk>, QmpError> {
-        self.carrier.disks(COMMAND_WAIT)
+    /// See [`Carrier::plan_disks`].
+    pub(super) fn plan_disks(&mut self, folder: Option<&Path>) -> Result<Vec<DiskSnapshot>, QmpError> {
+        self.carrier.plan_disks(folder, COMMAND_WAIT)
+    }
+
+    /// See [`Carrier::make_overlays`].
+    pub(super) fn make_overlays(&mut self) -> Result<(), QmpError> {
+        self.carrier.make_overlays(FILES_WAIT)
     }
 
     /// See [`Carrier::use_overlays`].
-    pub(super) fn use_overlays(&mut self, overlays: &Overlays) -> Result<(), QmpError> {
-        self.carrier.use_overlays(overlays, COMMAND_WAIT)
+    pub(super) fn use_overlays(&mut self) -> Result<(), QmpError> {
+        self.carrier.use_overlays(COMMAND_WAIT)
     }
 
     /// Waits until no request of the guest's to a disk is under way: a transaction of nothing does that before it

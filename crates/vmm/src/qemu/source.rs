@@ -26,7 +26,6 @@ use super::{
     libvirt, machine,
     memory::{self, Backend},
     migration::Settings,
-    overlays::Overlays,
     qmp::{Keeper, Qmp},
     questions,
     saving::Saving,
@@ -88,7 +87,7 @@ pub struct QemuSource {
     /// And stays stopped.
     stays: bool,
     /// Files that the guest is to write to from its stop on.
-    overlays: Option<Overlays>,
+    overlays: Vec<DiskSnapshot>,
 }
 
 impl QemuSource {
@@ -143,7 +142,7 @@ impl QemuSource {
             found: Found::Standing,
             is_copied: false,
             stays: false,
-            overlays: None,
+            overlays: Vec::new(),
         })
     }
 
@@ -273,20 +272,20 @@ impl SourceGuest for QemuSource {
     }
 
     fn plan_disks(&mut self, folder: Option<&Path>) -> Result<Vec<DiskSnapshot>, GuestError> {
-        let overlays = Overlays::plan(&mut self.qmp, folder)?;
-        Ok(self.overlays.insert(overlays).all().to_vec())
+        self.overlays = self.qmp.plan_disks(folder)?;
+        Ok(self.overlays.clone())
     }
 
     fn snapshot_disks(&mut self) -> Result<(), GuestError> {
-        match &mut self.overlays {
-            Some(overlays) => overlays.take_into_use(&mut self.qmp),
-            None => Err(GuestError::Bug("no snapshot of disks was planned".to_owned())),
+        if self.overlays.is_empty() {
+            return Err(GuestError::Bug("no snapshot of disks was planned".to_owned()));
         }
+        Ok(self.qmp.use_overlays()?)
     }
 
     fn prepare_stop(&mut self) -> Result<(), GuestError> {
-        if let Some(overlays) = &mut self.overlays {
-            overlays.make()?;
+        if !self.overlays.is_empty() {
+            self.qmp.make_overlays()?;
         }
         // Through libvirt each question takes a millisecond, for which writers may wait already.
         if !self.asks_later() || self.qmp.keeper() != Keeper::Libvirt {
@@ -426,8 +425,7 @@ impl SourceGuest for QemuSource {
 
     fn last_will(&mut self) -> Result<LastWill, GuestError> {
         if self.qmp.keeper() == Keeper::Libvirt {
-            let overlays = self.overlays.iter().flat_map(Overlays::all);
-            let overlays = overlays.map(|snapshot| snapshot.overlay.clone()).collect();
+            let overlays = self.overlays.iter().map(|snapshot| snapshot.overlay.clone()).collect();
             return Ok(LastWill { text: libvirt::will(self.qmp.pid(), overlays)?, files: Vec::new() });
         }
         let balloon = self.own_balloon.as_ref().map(|balloon| balloon.made().clone());

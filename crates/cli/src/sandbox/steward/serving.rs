@@ -23,7 +23,9 @@ use rustix::{
 use transship_engine::{Started, Uri, UserCommand, connect};
 use transship_lines::{Line, LineSocket};
 use transship_memory::LetWait;
-use transship_vmm::{Freezer, give_back_there, look_for_writers, threads_that_may_wait};
+use transship_vmm::{
+    Freezer, VmAddress, give_back_there, look_for_writers, qemu::libvirt::serve_domain, threads_that_may_wait,
+};
 
 use super::{ANSWER_WAIT, Answer, Ask};
 use crate::{args::StewardArgs, failure::Failure, signals};
@@ -41,8 +43,14 @@ pub(crate) fn run(args: &StewardArgs) -> Result<(), Failure> {
     };
     // Whoever ends a whole service ends the process that this one is for, which ends this one.
     signals::outlive_requests_to_end()?;
-    let tasks = Tasks::of(args).map_err(|why| unusable(&why))?;
     let stdin = io::stdin().as_fd().try_clone_to_owned().map_err(|e| unusable(&e))?;
+    if let (Some(domain), Some(purpose)) = (&args.domain, &args.purpose) {
+        let purpose = serde_json::from_str(purpose).map_err(|why| unusable(&why))?;
+        let Ok(VmAddress::Libvirt(address)) = domain.parse() else { return Err(unusable(&domain)) };
+        serve_domain(UnixStream::from(stdin), &address, &purpose);
+        return Ok(());
+    }
+    let tasks = Tasks::of(args).map_err(|why| unusable(&why))?;
     // Somebody else may have put another one there when it is to be removed.
     let socket = args.socket.as_ref().and_then(|path| Some((identity(path)?, path)));
     let mut line = LineSocket::new(UnixStream::from(stdin));

@@ -1,38 +1,26 @@
-//! QMP by libvirt's monitor passthrough.
-//!
-//! A thread of its own makes libvirt's calls, because they have no deadline and this has. When libvirt's daemon is
-//! restarted, it finds the domain again; what only asks is asked once more, and what does not has failed.
+//! QMP by libvirt's monitor passthrough. Somebody else makes libvirt's calls ([`super::calls`]): they have no deadline,
+//! and this process may have given up the right to make them.
 use std::{
-    os::fd::{BorrowedFd, OwnedFd},
+    os::fd::BorrowedFd,
     path::{Path, PathBuf},
-    sync::{
-        Arc,
-        atomic::{AtomicBool, Ordering},
-        mpsc::{self, Receiver, RecvTimeoutError, Sender},
-    },
     thread,
     time::{Duration, Instant},
 };
 
 use serde_json::{Value, json};
+use transship_guest::DiskSnapshot;
 use transship_wire::libvirt::Definition;
 
 use super::{
     Address,
+    calls::{Call, Caller, Failure, Silence, Why},
     claim::Claim,
-    connection::{Connection, Domain, Events, LibvirtFailure, Listening, find},
-    definition, disks,
+    definition,
 };
-use crate::qemu::{
-    overlays::{DefinedDisk, Overlays},
-    qmp::{Carrier, Event, Keeper, QmpError},
-};
+use crate::qemu::qmp::{Carrier, Event, Keeper, QmpError};
 
 /// libvirt itself waits so long for another operation on the domain to end, before it begins.
 const TURN_WAIT: Duration = Duration::from_secs(31);
-/// A daemon that is restarted is back by then.
-pub(super) const RETURN_WAIT: Duration = Duration::from_secs(30);
-const LOOK_AGAIN: Duration = Duration::from_millis(50);
 /// An event may still be on its way when the answer to a later command is there.
 const EVENT_WAIT: Duration = Duration::from_millis(200);
 /// The number of our descriptor set in QEMU: not one that libvirt gives.
@@ -40,95 +28,89 @@ pub(super) const FD_SET: u64 = 0x7472_6e73;
 /// What is written beside our descriptors there.
 pub(super) const FD_NOTE: &str = "transship";
 /// Events that somebody may ask for.
-const EVENTS: [&str; 1] = ["BALLOON_CHANGE"];
+pub(super) const EVENTS: [&str; 1] = ["BALLOON_CHANGE"];
+/// For what only takes libvirt's own time.
+const CALL_WAIT: Duration = Duration::from_secs(20);
 
-/// A call of libvirt's.
-enum Call {
-    Command { line: String, fd: Option<OwnedFd>, may_repeat: bool },
-    Xml { flags: u32 },
-    SnapshotDisks { xml: String },
-    Suspend,
-    Resume,
-}
-
-type Answer = Result<String, LibvirtFailure>;
-
-/// One domain, claimed for this process.
-pub(in crate::qemu) struct Passthrough {
+/// One domain, by somebody who makes libvirt's calls.
+pub(super) struct Remote {
     address: Address,
     /// For messages.
     path: PathBuf,
+    caller: Caller,
+}
+
+impl Remote {
+    pub(super) fn reach(address: &Address) -> Result<Self, String> {
+        let path = PathBuf::from(address.to_string());
+        Ok(Self { address: address.clone(), path, caller: Caller::reach(address)? })
+    }
+
+    /// `what`: for messages.
+    pub(super) fn call(
+        &mut self,
+        what: &str,
+        call: Call,
+        fd: Option<BorrowedFd<'_>>,
+        limit: Duration,
+    ) -> Result<String, QmpError> {
+        let (limit, address) = (limit + TURN_WAIT, &self.address);
+        match self.caller.call(call, fd, Instant::now() + limit) {
+            Ok(Ok(answer)) => Ok(answer),
+            Ok(Err(Failure { kind: Why::Unfit, text })) => Err(QmpError::Connection(text)),
+            Ok(Err(Failure { kind: Why::Lost, text })) => Err(QmpError::Connection(format!(
+                "{address}: libvirt's daemon went away during {what}: {text}; start it, and try again"
+            ))),
+            Ok(Err(Failure { kind: Why::Refused, text })) => {
+                Err(QmpError::Refused { command: what.to_owned(), reason: format!("{text} (libvirt, of {address})") })
+            }
+            Err(Silence::TimedOut) => {
+                let (path, command) = (self.path.clone(), what.to_owned());
+                Err(QmpError::Timeout { path, command, seconds: limit.as_secs() })
+            }
+            Err(Silence::Ended(why)) => Err(QmpError::Connection(format!(
+                "{address}: the process that makes libvirt's calls has ended, before or during {what}: {why}"
+            ))),
+        }
+    }
+
+    /// A call whose name says all.
+    pub(super) fn simple(&mut self, what: &str, call: Call) -> Result<String, QmpError> {
+        self.call(what, call, None, CALL_WAIT)
+    }
+
+    pub(super) fn command(
+        &mut self,
+        name: &str,
+        arguments: Value,
+        fd: Option<BorrowedFd<'_>>,
+        limit: Duration,
+    ) -> Result<Value, QmpError> {
+        let answer = self.call(name, Call::Command { name: name.to_owned(), arguments }, fd, limit)?;
+        result_of(name, &answer).unwrap_or_else(|| {
+            let what = "an answer that is neither a result nor an error".to_owned();
+            Err(QmpError::Protocol { path: self.path.clone(), what })
+        })
+    }
+
+    /// A command that takes no time.
+    pub(super) fn ask(&mut self, name: &str, arguments: Value) -> Result<Value, QmpError> {
+        self.command(name, arguments, None, CALL_WAIT)
+    }
+}
+
+/// The same, claimed for this process.
+pub(in crate::qemu) struct Passthrough {
+    remote: Remote,
     pid: i32,
     version: (u64, u64),
-    calls: Sender<(u64, Call)>,
-    answers: Receiver<(u64, Answer)>,
-    next: u64,
-    events: Arc<Events>,
-    /// The daemon was away for a while, and with it the events of that time.
-    missed: Arc<AtomicBool>,
     _claim: Claim,
 }
 
 impl Passthrough {
     /// Of a domain that was looked at before.
-    pub(super) fn new(
-        address: Address,
-        (connection, domain): (Arc<Connection>, Domain),
-        (pid, version): (i32, (u64, u64)),
-        claim: Claim,
-    ) -> Result<Self, String> {
-        let (events, missed) = (Arc::new(Events::default()), Arc::new(AtomicBool::new(false)));
-        let listening = listen(&domain, &events).map_err(|failure| failure.why)?;
-        let (calls, to_make) = mpsc::channel();
-        let (give, answers) = mpsc::channel();
-        let id = domain.id();
-        let worker = Worker {
-            address: address.clone(),
-            connection,
-            domain,
-            id,
-            listening,
-            events: Arc::clone(&events),
-            missed: Arc::clone(&missed),
-        };
-        // It ends with us, unless libvirt never answers it.
-        thread::Builder::new()
-            .name("libvirt calls".into())
-            .spawn(move || worker.run(&to_make, &give))
-            .map_err(|e| format!("can't start a thread: {e}"))?;
-        let path = PathBuf::from(address.to_string());
-        Ok(Self { address, path, pid, version, calls, answers, next: 0, events, missed, _claim: claim })
-    }
-
-    fn call(&mut self, what: &str, call: Call, limit: Duration) -> Result<String, QmpError> {
-        self.next += 1;
-        let ended = || QmpError::Connection(format!("can't make libvirt's call for {what}: its thread has ended"));
-        self.calls.send((self.next, call)).map_err(|_| ended())?;
-        let limit = limit + TURN_WAIT;
-        let deadline = Instant::now() + limit;
-        loop {
-            match self.answers.recv_timeout(deadline.saturating_duration_since(Instant::now())) {
-                Ok((number, answer)) if number == self.next => {
-                    return answer.map_err(|failure| match failure.is_lost {
-                        true => QmpError::Connection(format!(
-                            "{}: libvirt's daemon went away during {what}: {}; start it, and try again",
-                            self.address, failure.why
-                        )),
-                        false => QmpError::Refused {
-                            command: what.to_owned(),
-                            reason: format!("{} (libvirt, of {})", failure.why, self.address),
-                        },
-                    });
-                }
-                // To a call for which nobody waits any more.
-                Ok(_) => {}
-                Err(RecvTimeoutError::Timeout) => {
-                    let (path, command) = (self.path.clone(), what.to_owned());
-                    return Err(QmpError::Timeout { path, command, seconds: limit.as_secs() });
-                }
-                Err(RecvTimeoutError::Disconnected) => return Err(ended()),
-            }
-        }
+    pub(super) fn new(remote: Remote, (pid, version): (i32, (u64, u64)), claim: Claim) -> Self {
+        Self { remote, pid, version, _claim: claim }
     }
 }
 
@@ -142,7 +124,7 @@ impl Carrier for Passthrough {
     }
 
     fn path(&self) -> &Path {
-        &self.path
+        &self.remote.path
     }
 
     fn keeper(&self) -> Keeper {
@@ -156,15 +138,8 @@ impl Carrier for Passthrough {
         fd: Option<BorrowedFd<'_>>,
         limit: Duration,
     ) -> Result<Value, QmpError> {
-        let fd = fd.map(|fd| fd.try_clone_to_owned()).transpose();
-        let fd = fd.map_err(|e| QmpError::Connection(format!("can't hand a descriptor to libvirt: {e}")))?;
         tracing::debug!(pid = self.pid, command, "qmp by libvirt");
-        let line = json!({ "execute": command, "arguments": arguments }).to_string();
-        let answer = self.call(command, Call::Command { line, fd, may_repeat: only_asks(command) }, limit)?;
-        result_of(command, &answer).unwrap_or_else(|| {
-            let what = "an answer that is neither a result nor an error".to_owned();
-            Err(QmpError::Protocol { path: self.path.clone(), what })
-        })
+        self.remote.command(command, arguments, fd, limit)
     }
 
     fn execute_until_written(
@@ -183,152 +158,76 @@ impl Carrier for Passthrough {
     }
 
     fn stop(&mut self, limit: Duration) -> Result<(), QmpError> {
-        self.call("stop", Call::Suspend, limit).map(drop)
+        self.remote.call("stop", Call::Suspend, None, limit).map(drop)
     }
 
     fn cont(&mut self, limit: Duration) -> Result<(), QmpError> {
-        self.call("cont", Call::Resume, limit).map(drop)
+        self.remote.call("cont", Call::Resume, None, limit).map(drop)
     }
 
     fn cont_by_hand(&self) -> String {
-        self.address.by_hand("resume")
+        self.remote.address.by_hand("resume")
     }
 
     fn definition(&mut self, limit: Duration) -> Result<Option<Definition>, QmpError> {
-        let mut xml = |flags| self.call("the domain's definition", Call::Xml { flags }, limit);
-        let (lasting, live) = (xml(definition::LASTING)?, xml(definition::LIVE)?);
+        let mut xml = |call| self.remote.call("the domain's definition", call, None, limit);
+        let (lasting, live) = (xml(Call::Lasting)?, xml(Call::Live)?);
         match definition::of(lasting, &live) {
             Ok(definition) => Ok(Some(definition)),
-            Err(why) => Err(QmpError::Connection(format!("{}: libvirt's definition of it: {why}", self.address))),
+            Err(why) => {
+                Err(QmpError::Connection(format!("{}: libvirt's definition of it: {why}", self.remote.address)))
+            }
         }
     }
 
-    fn disks(&mut self, limit: Duration) -> Result<Vec<DefinedDisk>, QmpError> {
-        let live = self.call("the domain's definition", Call::Xml { flags: definition::LIVE }, limit)?;
-        disks::defined(&live)
-            .map_err(|why| QmpError::Connection(format!("{}: libvirt's definition of it: {why}", self.address)))
+    fn plan_disks(&mut self, folder: Option<&Path>, limit: Duration) -> Result<Vec<DiskSnapshot>, QmpError> {
+        let call = Call::PlanDisks { folder: folder.map(Path::to_owned) };
+        let planned = self.remote.call("the overlays of the disks", call, None, limit)?;
+        let unread = |e: serde_json::Error| QmpError::Protocol { path: self.remote.path.clone(), what: e.to_string() };
+        serde_json::from_str(&planned).map_err(unread)
     }
 
-    fn use_overlays(&mut self, overlays: &Overlays, limit: Duration) -> Result<(), QmpError> {
-        let xml = disks::snapshot_xml(overlays);
-        self.call("a snapshot of the disks", Call::SnapshotDisks { xml }, limit).map(drop)
+    fn make_overlays(&mut self, limit: Duration) -> Result<(), QmpError> {
+        self.remote.call("the overlays of the disks", Call::MakeOverlays, None, limit).map(drop)
+    }
+
+    fn use_overlays(&mut self, limit: Duration) -> Result<(), QmpError> {
+        self.remote.call("a snapshot of the disks", Call::UseOverlays, None, limit).map(drop)
     }
 
     /// libvirt passes no events of migrations on, and nothing here waits for others.
     fn wait_event(&mut self, name: &str, deadline: Instant) -> Result<Option<Event>, QmpError> {
         thread::sleep(deadline.saturating_duration_since(Instant::now()).min(EVENT_WAIT));
-        Ok(self.events.take(name).into_iter().next())
+        Ok(self.events(name)?.into_iter().next())
     }
 
     fn take_events(&mut self, name: &str) -> Result<Vec<Event>, QmpError> {
         thread::sleep(EVENT_WAIT);
-        // Acquire: pairs with the worker's store, made before it answers.
-        match self.missed.load(Ordering::Acquire) {
-            false => Ok(self.events.take(name)),
-            true => Err(QmpError::Connection(format!(
-                "libvirt's daemon was restarted meanwhile, and nobody knows whether QEMU said {name} in that time; save again"
-            ))),
-        }
+        self.events(name)
     }
 
     fn forget_events(&mut self) {
-        EVENTS.iter().for_each(|name| drop(self.events.take(name)));
+        EVENTS.iter().for_each(|name| drop(self.events(name)));
     }
 }
 
-/// A command that changes nothing, or only what it has changed already.
-fn only_asks(command: &str) -> bool {
-    command.starts_with("query-") || ["qom-get", "qom-list", "human-monitor-command", "transaction"].contains(&command)
+impl Passthrough {
+    fn events(&mut self, name: &str) -> Result<Vec<Event>, QmpError> {
+        let taken = self.remote.simple(name, Call::TakeEvents { name: name.to_owned() })?;
+        let unread = |e: serde_json::Error| QmpError::Protocol { path: self.remote.path.clone(), what: e.to_string() };
+        let all: Vec<Value> = serde_json::from_str(&taken).map_err(unread)?;
+        Ok(all.into_iter().map(|data| Event { name: name.to_owned(), data }).collect())
+    }
 }
 
 /// The result in a line of QEMU's; none: it is none.
-fn result_of(command: &str, answer: &str) -> Option<Result<Value, QmpError>> {
+pub(super) fn result_of(command: &str, answer: &str) -> Option<Result<Value, QmpError>> {
     let mut answer: Value = serde_json::from_str(answer).ok()?;
     if let Some(error) = answer.get("error") {
         let reason = error["desc"].as_str().unwrap_or("no reason given").to_owned();
         return Some(Err(QmpError::Refused { command: command.to_owned(), reason }));
     }
     answer.get_mut("return").map(|result| Ok(result.take()))
-}
-
-/// Makes the calls.
-struct Worker {
-    address: Address,
-    connection: Arc<Connection>,
-    domain: Domain,
-    /// The number of the run of the domain that we have to do with.
-    id: u32,
-    listening: Vec<Listening>,
-    events: Arc<Events>,
-    missed: Arc<AtomicBool>,
-}
-
-impl Worker {
-    fn run(mut self, calls: &Receiver<(u64, Call)>, answers: &Sender<(u64, Answer)>) {
-        for (number, call) in calls {
-            if answers.send((number, self.make(&call))).is_err() {
-                break;
-            }
-        }
-    }
-
-    fn make(&mut self, call: &Call) -> Answer {
-        let may_repeat = match call {
-            Call::Command { may_repeat, .. } => *may_repeat,
-            Call::SnapshotDisks { .. } => false,
-            // What is so already is no error.
-            Call::Xml { .. } | Call::Suspend | Call::Resume => true,
-        };
-        match self.make_once(call) {
-            Err(failure) if failure.is_lost => {
-                self.find_again(&failure)?;
-                if may_repeat { self.make_once(call) } else { Err(failure) }
-            }
-            other => other,
-        }
-    }
-
-    fn make_once(&self, call: &Call) -> Answer {
-        let done = |result: Result<(), LibvirtFailure>| result.map(|()| String::new());
-        match call {
-            Call::Command { line, fd, .. } => self.domain.command(line, fd.as_ref()),
-            Call::Xml { flags } => self.domain.xml(*flags),
-            Call::SnapshotDisks { xml } => done(self.domain.snapshot_disks(xml)),
-            Call::Suspend => done(self.domain.suspend()),
-            Call::Resume if !self.domain.is_paused()? => Ok(String::new()),
-            Call::Resume => done(self.domain.resume()),
-        }
-    }
-
-    /// The daemon went away: waits until it is back.
-    fn find_again(&mut self, failure: &LibvirtFailure) -> Result<(), LibvirtFailure> {
-        // Release: the answer to this call comes after it.
-        self.missed.store(true, Ordering::Release);
-        self.listening.clear();
-        let (connection, domain) = find_within(&self.address, RETURN_WAIT)
-            .map_err(|why| LibvirtFailure { why: format!("{}; {why}", failure.why), is_lost: true })?;
-        if domain.id() != self.id {
-            return Err(LibvirtFailure { why: "the domain was started anew".to_owned(), is_lost: false });
-        }
-        self.listening = listen(&domain, &self.events)?;
-        (self.connection, self.domain) = (connection, domain);
-        Ok(())
-    }
-}
-
-/// The domain, of a daemon that may be just about to return.
-pub(super) fn find_within(address: &Address, limit: Duration) -> Result<(Arc<Connection>, Domain), String> {
-    let deadline = Instant::now() + limit;
-    loop {
-        match find(address) {
-            Err(_) if Instant::now() < deadline => thread::sleep(LOOK_AGAIN),
-            other => return other,
-        }
-    }
-}
-
-fn listen(domain: &Domain, events: &Arc<Events>) -> Result<Vec<Listening>, LibvirtFailure> {
-    EVENTS.iter().map(|name| domain.listen(name, events)).collect()
 }
 
 #[cfg(test)]
@@ -343,14 +242,6 @@ mod tests {
         assert_eq!(refused.unwrap().unwrap_err().to_string(), "QEMU refused x: no");
         for strange in ["", "{}", "[1]", "\"text\""] {
             assert!(result_of("x", strange).is_none(), "{strange}");
-        }
-    }
-
-    #[test]
-    fn what_changes_something_is_not_done_twice() {
-        assert!(only_asks("query-status") && only_asks("qom-get"));
-        for changes in ["add-fd", "remove-fd", "xen-save-devices-state", "qom-set", "blockdev-set-active"] {
-            assert!(!only_asks(changes), "{changes}");
         }
     }
 }

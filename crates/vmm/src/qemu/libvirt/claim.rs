@@ -2,6 +2,7 @@
 use std::{
     fs, io,
     os::{
+        fd::{AsFd, BorrowedFd},
         linux::net::SocketAddrExt,
         unix::net::{SocketAddr, UnixListener, UnixStream},
     },
@@ -11,7 +12,7 @@ use std::{
 /// A socket of a name that only one process can have, and that is free again when it ends, whichever way. The kernel
 /// names the process that has it.
 pub(super) struct Claim {
-    _socket: UnixListener,
+    socket: UnixListener,
 }
 
 impl Claim {
@@ -23,13 +24,18 @@ impl Claim {
         let address = SocketAddr::from_abstract_name(format!("transship/domain/{uuid}/{pid}"));
         let address = address.map_err(|e| format!("can't claim the domain: {e}"))?;
         match UnixListener::bind_addr(&address) {
-            Ok(socket) => Ok(Self { _socket: socket }),
+            Ok(socket) => Ok(Self { socket }),
             Err(e) if e.kind() == io::ErrorKind::AddrInUse => Err(match holder(&address) {
                 Some(holder) => format!("another transship has the domain: {holder}; wait for it, or end it"),
                 None => "another transship had the domain until now; try again".to_owned(),
             }),
             Err(e) => Err(format!("can't claim the domain: {e}")),
         }
+    }
+
+    /// Whoever has this open keeps the name from others, too.
+    pub(super) fn socket(&self) -> BorrowedFd<'_> {
+        self.socket.as_fd()
     }
 
     /// The same, of one that a process that was killed may still have for a moment.
@@ -64,7 +70,10 @@ mod tests {
         let refused = Claim::of("0000-test", 1).err().unwrap();
         assert!(refused.contains(&format!("process {}", std::process::id())), "{refused}");
         assert!(Claim::of("0000-test", 2).is_ok(), "another QEMU is another domain");
+        let kept = claim.socket().try_clone_to_owned().unwrap();
         drop(claim);
+        assert!(Claim::of("0000-test", 1).is_err(), "somebody has it still");
+        drop(kept);
         assert!(Claim::of("0000-test", 1).is_ok());
     }
 }

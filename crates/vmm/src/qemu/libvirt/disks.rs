@@ -3,7 +3,7 @@ use std::path::PathBuf;
 
 use roxmltree::{Document, Node};
 
-use crate::qemu::overlays::{DefinedDisk, DiskPlace, Overlays};
+use super::overlays::{DefinedDisk, DiskPlace, Overlays};
 
 /// Those of a definition as the domain runs.
 ///

@@ -10,10 +10,10 @@ use std::{
     time::{SystemTime, UNIX_EPOCH},
 };
 
-use serde_json::{Value, json};
+use serde_json::Value;
 use transship_guest::{DiskSnapshot, GuestError};
 
-use super::qmp::Qmp;
+use super::calls::Failure;
 
 /// A disk, as who keeps the guest has defined it.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -36,6 +36,20 @@ pub(super) enum DiskPlace {
     NotWritten,
     /// Why it can have no overlay.
     Unfit(&'static str),
+}
+
+/// The program that keeps the guest.
+pub(super) trait Keeper {
+    /// Its disks as they are now.
+    ///
+    /// # Errors
+    /// Nobody knows.
+    fn disks(&mut self) -> Result<Vec<DefinedDisk>, Failure>;
+    /// Has it write to these overlays: all of them or none.
+    ///
+    /// # Errors
+    /// It may have been done all the same, if the answer got lost.
+    fn use_overlays(&mut self, overlays: &Overlays) -> Result<(), Failure>;
 }
 
 /// What has become of the files.
@@ -62,13 +76,11 @@ pub(super) struct Overlays {
 }
 
 impl Overlays {
-    /// For the disks as they are now. `folder`: none: beside them.
+    /// For the disks as they are now, and what QEMU says of them (`query-block`). `folder`: none: beside them.
     ///
     /// # Errors
     /// One can have none.
-    pub(super) fn plan(qmp: &mut Qmp, folder: Option<&Path>) -> Result<Self, GuestError> {
-        let disks = qmp.disks()?;
-        let blocks = qmp.execute("query-block", json!({}))?;
+    pub(super) fn plan(disks: Vec<DefinedDisk>, blocks: &Value, folder: Option<&Path>) -> Result<Self, GuestError> {
         let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs());
         let (all, forms, left_out) = (Vec::new(), Vec::new(), Vec::new());
         let mut overlays = Self { all, forms, left_out, stage: Stage::Planned, made: 0 };
@@ -87,7 +99,7 @@ impl Overlays {
                 DiskPlace::Unfit(why) => return Err(unfit(why)),
                 DiskPlace::File { path, format } => (path, format),
             };
-            let bytes = size(&blocks, &disk.device).ok_or_else(|| unfit("QEMU does not say how large it is"))?;
+            let bytes = size(blocks, &disk.device).ok_or_else(|| unfit("QEMU does not say how large it is"))?;
             let overlay = beside(path, folder)?.join(file_name(path, &disk.name, now));
             overlays.forms.push((format.clone(), bytes));
             overlays.all.push(DiskSnapshot { kept: path.clone(), overlay, disk: disk.name });
@@ -102,7 +114,6 @@ impl Overlays {
         &self.all
     }
 
-    #[cfg_attr(not(feature = "libvirt"), allow(dead_code, reason = "nobody else is told"))]
     pub(super) fn left_out(&self) -> &[String] {
         &self.left_out
     }
@@ -125,21 +136,21 @@ impl Overlays {
         Ok(())
     }
 
-    /// Has the guest, which stands still, write to them from now on.
+    /// Has the guest, which stands still, write to them from now on, by who keeps it.
     ///
     /// # Errors
     /// Its disks are as they were; or the text says that it may be otherwise.
-    pub(super) fn take_into_use(&mut self, qmp: &mut Qmp) -> Result<(), GuestError> {
+    pub(super) fn take_into_use(&mut self, keeper: &mut impl Keeper) -> Result<(), Failure> {
         if self.stage != Stage::Made {
-            return Err(GuestError::Bug("the overlays of the guest's disks were not made".into()));
+            return Err(Failure::unfit("the overlays of the guest's disks were not made"));
         }
-        let Err(error) = qmp.use_overlays(self) else {
+        let Err(error) = keeper.use_overlays(self) else {
             self.stage = Stage::InUse;
             return Ok(());
         };
         // A call whose answer got lost may have been carried out.
-        match qmp.disks() {
-            Ok(disks) if !self.all.iter().any(|snapshot| uses(&disks, snapshot)) => Err(error.into()),
+        match keeper.disks() {
+            Ok(disks) if !self.all.iter().any(|snapshot| uses(&disks, snapshot)) => Err(error),
             Ok(disks) if self.all.iter().all(|snapshot| uses(&disks, snapshot)) => {
                 self.stage = Stage::InUse;
                 Ok(())
@@ -147,9 +158,10 @@ impl Overlays {
             _ => {
                 self.stage = Stage::InUse;
                 let files: Vec<_> = self.all.iter().map(|snapshot| snapshot.overlay.display().to_string()).collect();
-                Err(GuestError::vmm(format!(
-                    "{error}; whether the guest writes to overlays now is not known (virsh domblklist shows it). \
+                Err(Failure::unfit(format!(
+                    "{}; whether the guest writes to overlays now is not known (virsh domblklist shows it). \
                      Remove those that it does not use: {}",
+                    error.text,
                     files.join(", ")
                 )))
             }
@@ -169,15 +181,26 @@ fn uses(disks: &[DefinedDisk], snapshot: &DiskSnapshot) -> bool {
     disks.iter().any(|disk| matches!(&disk.place, DiskPlace::File { path, .. } if *path == snapshot.overlay))
 }
 
-/// Removes overlays that a process of ours left by dying, but for those that the guest writes to; which those are.
-#[cfg_attr(not(feature = "libvirt"), allow(dead_code, reason = "nobody else takes any into use"))]
-pub(super) fn remove_unused(left: Vec<PathBuf>, disks: &[DefinedDisk]) -> Vec<PathBuf> {
+/// What became of overlays whose process has died.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub(super) struct Settled {
+    /// The guest writes to these.
+    pub(super) used: Vec<PathBuf>,
+    /// Nobody uses these, and they are there.
+    pub(super) left: Vec<PathBuf>,
+}
+
+/// Those that nobody uses are removed if they are `ours` to remove.
+pub(super) fn settle(overlays: Vec<PathBuf>, disks: &[DefinedDisk], ours: bool) -> Settled {
     let is_used = |overlay: &PathBuf| {
         disks.iter().any(|disk| matches!(&disk.place, DiskPlace::File { path, .. } if path == overlay))
     };
-    let (used, unused): (Vec<_>, Vec<_>) = left.into_iter().partition(is_used);
-    unused.iter().for_each(|overlay| remove(overlay));
-    used
+    let (used, mut left): (Vec<_>, Vec<_>) = overlays.into_iter().partition(is_used);
+    if ours {
+        left.iter().for_each(|overlay| remove(overlay));
+    }
+    left.retain(|overlay| overlay.exists());
+    Settled { used, left }
 }
 
 fn remove(overlay: &Path) {
@@ -261,6 +284,8 @@ fn failed(what: &str, path: &Path) -> impl FnOnce(io::Error) -> GuestError {
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used)]
+    use serde_json::json;
+
     use super::*;
 
     #[test]
@@ -340,7 +365,11 @@ mod tests {
         drop(made);
         let place = DiskPlace::File { path: two.clone(), format: "qcow2".into() };
         let disks = [DefinedDisk { name: "vdb".into(), device: String::new(), place }];
-        assert_eq!(remove_unused(vec![one, two.clone()], &disks), [two]);
+        let used = vec![two.clone()];
+        let not_ours = settle(vec![one.clone(), two.clone()], &disks, false);
+        assert_eq!(not_ours, Settled { used: used.clone(), left: vec![one.clone()] });
+        assert_eq!(settle(vec![one.clone(), two], &disks, true), Settled { used: used.clone(), left: Vec::new() });
+        assert_eq!(settle(vec![one], &disks, false), Settled::default(), "it is gone");
         assert_eq!(names(folder.path()), ["disk.raw", "vdb.qcow2"]);
     }
 }
