@@ -70,6 +70,7 @@ mod run_at_once;
 mod run_state;
 mod sandbox;
 mod sandbox_filling;
+mod sandbox_huge_pages;
 mod sandbox_libvirt;
 mod save;
 mod sector;

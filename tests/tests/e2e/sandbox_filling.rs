@@ -28,7 +28,7 @@ fn is_filtered(pid: u32) -> bool {
 }
 
 /// The second process of this VM's command, once it has given up its rights.
-fn stand_in(vm: &str) -> Result<u32> {
+pub(crate) fn stand_in(vm: &str) -> Result<u32> {
     let mut found = None;
     wait_until("a second process without rights", || {
         found = of_ours(vm, "stand-in").into_iter().find(|pid| is_filtered(*pid));
@@ -70,7 +70,7 @@ fn movers_whose_guest_goes_before_its_pages_can_do_nothing_but_move() -> Result<
 }
 
 /// It is held at some moment after it has given up its rights; most likely before its guest runs.
-fn lazily_restored(destination: &Qemu, path: &Path) -> Result<()> {
+pub(crate) fn lazily_restored(destination: &Qemu, path: &Path) -> Result<()> {
     let mut restore = restoring(&destination.vm(), path).args(["--lazy", "--channels=1"]).start()?;
     // Without a pause: it takes no longer than it must.
     while !is_filtered(restore.pid()) {

@@ -39,7 +39,7 @@ pub(crate) fn run(args: &CloneArgs) -> Result<(), Failure> {
     let options = RestoreOptions { run, ..RestoreOptions::default() };
     let sandbox = Sandbox::by_default()?;
     let outcome = attach_destination(&vm).map_err(Error::from).and_then(|mut guest| {
-        let mut stand_in = stand_in::Process::new(&text, sandbox.beside(guest.as_ref())).freezing(guest.process());
+        let mut stand_in = stand_in::Process::new(&text, &sandbox).freezing(guest.process());
         let lazily = Some(&mut stand_in as &mut dyn StandIn);
         clone_guest(guest.as_mut(), &CloneSource::open(&from)?, &options, lazily, since, &progress, &mut report)
     });

@@ -69,10 +69,7 @@ fn prepare(request: &Request, listener: &Listener, steward: &mut Option<Steward>
         }
         Into::File(to, options) => Ready::File(FileSink::create(to, *options)?),
     };
-    let sandbox = match &ready {
-        Ready::Guest(guest, _) => request.sandbox.beside(guest.as_ref()),
-        Ready::File(_) => &request.sandbox,
-    };
+    let sandbox = &request.sandbox;
     let mut errands = Errands::of_listener(listener.uri());
     if let Ready::Guest(guest, Some(second)) = &mut ready {
         // The second process may go on to listen.
@@ -97,7 +94,7 @@ fn stand_in(
     guest: &dyn DestinationGuest,
     listener: &Listener,
 ) -> Result<stand_in::Process, GuestError> {
-    let stand_in = stand_in::Process::new(vm, request.sandbox.beside(guest)).freezing(guest.process());
+    let stand_in = stand_in::Process::new(vm, &request.sandbox).freezing(guest.process());
     stand_in.with_key(listener.key()).start()
 }
 

@@ -34,7 +34,7 @@ fn restore(
 ) -> Result<(), Error> {
     let mut guest = attach_destination(&request.vm)?;
     let _display = Display::start(progress).map_err(|source| Error::Io { what: "start a thread".into(), source })?;
-    let sandbox = request.sandbox.beside(guest.as_ref());
+    let sandbox = &request.sandbox;
     let mut stand_in = None;
     if request.lazy {
         guest.prepare_to_miss();

@@ -24,7 +24,6 @@ use std::{io, path::Path};
 
 use transship_codec::{Backend, Method, qatzip_backend};
 use transship_engine::{Compress, Error, when_opened};
-use transship_guest::DestinationGuest;
 use transship_vmm::{VmAddress, qemu::libvirt::Purpose};
 
 use crate::{args::SandboxArgs, checks::Checks, failure::Failure};
@@ -163,16 +162,6 @@ impl Sandbox {
             }
             _ => Ok(()),
         }
-    }
-
-    /// Of a process that fills a guest's memory. Private memory on huge pages of a pool can't be had for a process that
-    /// has given its rights up, and such memory is not told from other memory on huge pages here.
-    pub(crate) fn beside(&self, guest: &dyn DestinationGuest) -> &Self {
-        if guest.memory().regions().iter().any(|region| region.backing_page_bytes() > transship_memory::PAGE) {
-            tracing::info!("with memory on huge pages of a pool this process keeps all rights");
-            return &Self::Off;
-        }
-        self
     }
 
     /// The steward of this process, if it will be confined and there is something to do for one.
