@@ -72,6 +72,7 @@ mod sandbox;
 mod sandbox_filling;
 mod sandbox_huge_pages;
 mod sandbox_libvirt;
+mod sandbox_passed;
 mod save;
 mod sector;
 mod settings;

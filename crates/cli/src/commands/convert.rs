@@ -34,13 +34,12 @@ pub(crate) fn run(args: &ConvertArgs) -> Result<(), Failure> {
     let progress = Progress::new();
     let waiting =
         Waiting { signals: Held::hold()?, side: Side::Conversion, control: None, progress: Arc::clone(&progress) };
-    let (sandbox, place) = match &to.place {
-        FilePlace::Path(path) if format == Some(Format::Raw) => (&sandbox, Place::FolderOfImages(folder_of(path))),
-        FilePlace::Path(path) => (&sandbox, Place::Folder(folder_of(path))),
-        // It is looked at when the other one was read, which takes a path.
-        FilePlace::Fd(_) | FilePlace::FdSet(..) => (&Sandbox::Off, Place::There),
+    let place = match &to.place {
+        FilePlace::Path(path) if format == Some(Format::Raw) => Place::FolderOfImages(folder_of(path)),
+        FilePlace::Path(path) => Place::Folder(folder_of(path)),
+        FilePlace::Fd(_) | FilePlace::FdSet(..) => Place::There,
     };
-    let threads = WhenOpened::confine(waiting, sandbox, Role::Convert, place);
+    let threads = WhenOpened::confine(waiting, &sandbox, Role::Convert, place);
     let mut report = Report::default();
     let outcome = convert(&from, &to, format, (identities.as_ref(), recipients.as_ref()), &progress, &mut report);
     drop(threads);

@@ -11,7 +11,11 @@ use transship_wire::qemu::{Block, Configuration, GlobalState, RunState};
 
 use super::{
     DirectIo, FileUri, Format,
-    file::{origin::Origin, target::Target},
+    file::{
+        descriptors::{self, Passed, Purpose},
+        origin::Origin,
+        target::Target,
+    },
     image::{STATE, opened::Image},
     mapped::store::MappedStore,
     open::{Opened, Snapshot, Stream, check_complete, open},
@@ -55,7 +59,10 @@ pub fn convert(
     report: &mut Report,
 ) -> Result<(), Error> {
     let begin = Instant::now();
-    let result = open(from, DirectIo::Off, identities).and_then(|opened| {
+    // Before the other is open: what is wrong with a descriptor is looked up by paths.
+    let passed = descriptors::take(&to.place, Purpose::Save);
+    let result = passed.and_then(|passed| Ok((passed, open(from, DirectIo::Off, identities)?)));
+    let result = result.and_then(|(passed, opened)| {
         let format = format.unwrap_or(match opened {
             Opened::Mapped(_) => Format::Stream,
             Opened::Stream(_) | Opened::Image(_) => Format::MappedRam,
@@ -63,13 +70,15 @@ pub fn convert(
         if encrypt_to.is_some() && format != Format::Stream {
             return Err(Error::File(format!("{to}: only a file of the format stream can be encrypted")));
         }
-        Conversion { to, format, encrypt_to, progress, report, begin }.run(opened)
+        Conversion { to, passed, format, encrypt_to, progress, report, begin }.run(opened)
     });
     finish(result.map_err(cancelled_as(Cancelled::Conversion)), begin, progress, report)
 }
 
 struct Conversion<'a> {
     to: &'a FileUri,
+    /// What `to` names, if that was passed.
+    passed: Option<Passed>,
     format: Format,
     encrypt_to: Option<&'a Recipients>,
     progress: &'a Arc<Progress>,
@@ -132,7 +141,7 @@ impl Conversion<'_> {
         // There is no guest whose memory the file could be.
         let mut target = match self.format {
             Format::Raw => Target::create_folder(self.to, DirectIo::Off, STATE)?,
-            _ => Target::create(self.to, DirectIo::Off, &GuestMemory::new(Vec::new()))?,
+            _ => Target::create_in(self.passed.take(), self.to, DirectIo::Off, &GuestMemory::new(Vec::new()))?,
         };
         self.encrypt_to.iter().try_for_each(|recipients| target.seal(recipients))?;
         if let (Some(encoding), Some(SaveImage { header, definition })) = (self.format.libvirts(), image) {

@@ -5,7 +5,7 @@
 //!   way to it; `pace`: how fast; `sealed`: encrypted on its way
 //! - `temporary`: its name until then; `folder`: the same of a folder; `filesystem`: where it lies
 //! - `origin`: while it is read
-mod descriptors;
+pub(super) mod descriptors;
 pub(crate) mod filesystem;
 mod folder;
 mod opening;

@@ -32,7 +32,7 @@ use rustix::{
 use transship_memory::{Error as MemoryError, GuestMemory, PAGE_BYTES, Writeback};
 
 use super::{
-    descriptors::{self, Purpose},
+    descriptors::{self, Passed, Purpose},
     filesystem,
     folder::Folder,
     opening::check_not_memory,
@@ -98,7 +98,20 @@ impl Target {
     /// # Errors
     /// Another save makes this file now; what can't be written, replaced or opened as it was asked for.
     pub(crate) fn create(uri: &FileUri, direct_io: DirectIo, memory: &GuestMemory) -> Result<Self, Error> {
-        let mut target = match (&uri.place, descriptors::take(&uri.place, Purpose::Save)?) {
+        Self::create_in(descriptors::take(&uri.place, Purpose::Save)?, uri, direct_io, memory)
+    }
+
+    /// The same with what was taken before of what was passed. Until now that is as it was.
+    ///
+    /// # Errors
+    /// As [`Target::create`].
+    pub(crate) fn create_in(
+        passed: Option<Passed>,
+        uri: &FileUri,
+        direct_io: DirectIo,
+        memory: &GuestMemory,
+    ) -> Result<Self, Error> {
+        let mut target = match (&uri.place, passed) {
             (_, Some(passed)) => {
                 check_not_memory(uri, &passed.buffered, memory)?;
                 Self::new(uri, passed.buffered, passed.direct, TargetKind::Passed)
