@@ -9,7 +9,11 @@ use std::{
     sync::OnceLock,
 };
 
-use rustix::process::{Pid, PidfdFlags, Signal, kill_process_group, pidfd_open};
+use rustix::{
+    event::{PollFd, PollFlags, poll},
+    io::Errno,
+    process::{Pid, PidfdFlags, Signal, kill_process_group, pidfd_open},
+};
 use serde::{Deserialize, Serialize};
 
 /// A command.
@@ -53,6 +57,24 @@ impl UserCommand {
         match STARTER.get() {
             Some(starter) => starter(self, phase),
             None => self.start_here(phase),
+        }
+    }
+
+    /// Waits until it has ended.
+    ///
+    /// # Errors
+    /// The system's own.
+    pub fn run(&self, phase: &str) -> io::Result<ExitStatus> {
+        let mut command = self.start(phase)?;
+        loop {
+            let ended = command.ended().try_clone_to_owned()?;
+            match poll(&mut [PollFd::new(&ended, PollFlags::IN)], None) {
+                Ok(_) | Err(Errno::INTR) => {}
+                Err(error) => return Err(error.into()),
+            }
+            if let Some(status) = command.status()? {
+                return Ok(status);
+            }
         }
     }
 

@@ -8,9 +8,9 @@ type Hook = Box<dyn FnOnce() -> Result<(), Error> + Send>;
 static HOOK: Mutex<Option<Hook>> = Mutex::new(None);
 
 /// Calls `hook` once, on the thread that opens a snapshot: when its file is open and nothing of it is read, or, of an
-/// image, when its manifest was read and all its files are open; or, of one that is made, when it is there and empty.
-/// If it fails, nothing is read or saved. One that was given
-/// before and was not called yet is forgotten.
+/// image, when its manifest was read and all its files are open (for a clone, its disks were looked at, too); or, of
+/// one that is made, when it is there and empty. If it fails, nothing is read or saved. One that was given before and
+/// was not called yet is forgotten.
 pub fn when_opened(hook: impl FnOnce() -> Result<(), Error> + Send + 'static) {
     *HOOK.lock().unwrap_or_else(PoisonError::into_inner) = Some(Box::new(hook));
 }

@@ -69,6 +69,7 @@ mod restoring;
 mod run_at_once;
 mod run_state;
 mod sandbox;
+mod sandbox_clones;
 mod sandbox_filling;
 mod sandbox_huge_pages;
 mod sandbox_libvirt;

@@ -3,6 +3,8 @@ use std::path::PathBuf;
 
 use clap::Args;
 
+use super::sandbox::SandboxArgs;
+
 const CLONE_EXAMPLES: &str = "\
 Examples:
   An image of a running guest, from which any number of clones run:
@@ -54,6 +56,8 @@ pub(crate) struct CloneArgs {
     /// The number of the clone, for --after
     #[arg(long, value_name = "N", default_value = "1")]
     pub(crate) number: u32,
+    #[command(flatten)]
+    pub(crate) sandbox: SandboxArgs,
     /// Print the result as one JSON object
     #[arg(long)]
     pub(crate) json: bool,

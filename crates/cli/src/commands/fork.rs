@@ -23,7 +23,7 @@ use transship_engine::{
 };
 use transship_vmm::{AttachOptions, Tracking, VmAddress, attach_destination, attach_source};
 
-use super::clones::{after, quoted_arguments};
+use super::clones::{After, quoted_arguments};
 use crate::{
     args::ForkArgs,
     checks::Checks,
@@ -192,7 +192,7 @@ impl Clones<'_> {
             return forked;
         }
         if let Some(command) = self.after {
-            forked.error = after(command, &vm, number).err();
+            forked.error = After::of(command, &vm, number).and_then(|after| after.run()).err();
         }
         forked
     }

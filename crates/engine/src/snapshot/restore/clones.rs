@@ -9,6 +9,7 @@ use crate::{
     CloneMemory, CloneReport, Error, FileReport, Phase, fail_point,
     filling::stand_in::StandIn,
     guest::{DestinationGuest, DiskFile},
+    opened::all_is_open,
     snapshot::{
         Format,
         file::{filesystem, origin::Origin},
@@ -44,6 +45,8 @@ pub(super) fn clone(
     let mut report = CloneReport { prepare_ms: ms(since), ..CloneReport::default() };
     let memory = restore.guest.memory();
     let way = how(image, &memory, &origins)?;
+    // Others that use its disks were looked for, and all else that is needed is open.
+    all_is_open()?;
     let outcome = match way {
         CloneMemory::Mapped => mapped(restore, image, &plan, &origins, &mut report),
         CloneMemory::Lazy => {
