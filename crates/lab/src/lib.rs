@@ -9,6 +9,7 @@
 //! - [`Authority`]: certificates for hosts that trust each other by them
 //! - [`LibvirtHost`], [`Domain`]: a libvirtd of our own, as on a host of its own, and a domain for it
 //! - [`beats`]: how long a guest was not heard
+//! - [`Initrd`]: another kernel that is booted, with programs of this machine
 //! - [`Transship`]: one run of the command
 //! - [`Proxy`]: a link that can be cut or held
 //! - [`SlowLink`]: two network namespaces with a limited link between them
@@ -28,6 +29,7 @@ mod booted;
 pub mod certificates;
 pub mod disk;
 pub mod domain;
+pub mod initrd;
 pub mod lacks;
 pub mod launch;
 pub mod libvirt;
@@ -52,6 +54,7 @@ pub use balloon::Balloon;
 pub use certificates::{Authority, Holder};
 pub use disk::Disk;
 pub use domain::{DiskFormat, Domain};
+pub use initrd::Initrd;
 pub use lacks::lacks;
 pub use launch::{Accel, Backend, Kind, QemuBuilder};
 pub use libvirt::{LibvirtHost, QemuLike};

@@ -1,16 +1,10 @@
 //! A kernel that takes no note of writes by itself (Debian 12's 6.1), booted in a virtual machine: there transship runs
 //! as it is, and writers wait for it.
-use std::{
-    fs::{self, Permissions},
-    os::unix::fs::PermissionsExt,
-    path::{Path, PathBuf},
-    process::{Command, Stdio},
-    time::Duration,
-};
+use std::{fs, path::Path, time::Duration};
 
 use crate::restoring::{disk, io};
 use serde_json::Value;
-use transship_lab::{LabError, Process, Result, binary, image, lacks, root};
+use transship_lab::{Initrd, LabError, Result, binary, image, lacks, root};
 
 /// Everything is emulated, and the machine may be busy.
 const PATIENCE: Duration = Duration::from_secs(900);
@@ -60,37 +54,6 @@ echo "old: end"
 /bin/busybox poweroff -f
 "#;
 
-/// Packs the command and the libraries that it needs, with that script, for a kernel to boot.
-fn initrd(folder: &Path) -> Result<PathBuf> {
-    let tree = folder.join("tree");
-    let put = |from: &Path, to: &str| {
-        let to = tree.join(to.trim_start_matches('/'));
-        io(fs::create_dir_all(to.parent().expect("it is in the tree")))?;
-        io(fs::copy(from, to).map(drop))
-    };
-    let command = binary()?;
-    put(&command, "transship")?;
-    put(&image("linux/busybox")?, "bin/busybox")?;
-    let needs = io(Command::new("ldd").arg(&command).output())?;
-    let needs = String::from_utf8_lossy(&needs.stdout).into_owned();
-    for library in needs.split_whitespace().filter(|word| word.starts_with('/')) {
-        put(Path::new(library), library)?;
-    }
-    for mount in ["proc", "dev"] {
-        io(fs::create_dir_all(tree.join(mount)))?;
-    }
-    io(fs::create_dir_all(tree.join("etc")))?;
-    io(fs::write(tree.join("etc/passwd"), "root:x:0:0::/:\nnobody:x:65534:65534::/:\n"))?;
-    io(fs::write(tree.join("init"), INIT))?;
-    io(fs::set_permissions(tree.join("init"), Permissions::from_mode(0o755)))?;
-    let packed = folder.join("initrd");
-    let pack = "find . | cpio --quiet -o -H newc -R 0:0";
-    let into = io(fs::File::create(&packed))?;
-    let mut packing = Command::new("sh");
-    let done = io(packing.args(["-c", pack]).current_dir(&tree).stdout(Stdio::from(into)).status())?;
-    if done.success() { Ok(packed) } else { Err(LabError(format!("cpio: {done}"))) }
-}
-
 /// The release of a kernel, such as (6, 1), as its image says it.
 fn version(kernel: &Path) -> Result<(u32, u32)> {
     // Where its header has the offset of its release, which begins 512 bytes behind that.
@@ -112,13 +75,11 @@ fn guests_are_moved_saved_and_restored_under_a_kernel_before_6_7() -> Result<()>
         return Ok(());
     }
     let folder = disk()?;
-    let packed = initrd(folder.path())?;
-    let mut qemu = Command::new("qemu-system-x86_64");
-    qemu.args("-nodefaults -no-user-config -display none -accel tcg -m 1G -smp 2 -no-reboot".split(' '));
-    qemu.args("-serial stdio -append".split(' '));
-    qemu.arg("console=ttyS0 quiet panic=-1 mitigations=off no_timer_check");
-    qemu.arg("-kernel").arg(&kernel).arg("-initrd").arg(&packed);
-    let mut machine = Process::start(qemu)?;
+    let files = Initrd::new(folder.path())?;
+    files.program(&binary()?, "transship")?;
+    files.file(&image("linux/busybox")?, "bin/busybox")?;
+    files.init(INIT)?;
+    let mut machine = files.boot(&kernel, "")?;
     machine.wait(PATIENCE)?;
     let lines = machine.stdout().to_the_end()?;
     let said = |what: &str| {
