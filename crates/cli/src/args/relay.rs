@@ -90,12 +90,19 @@ pub(crate) struct RelayArgs {
     /// Owner of the unix socket at --listen: USER, USER:GROUP or :GROUP, names or numbers
     #[arg(long, value_name = "OWNER", hide_short_help = true)]
     pub(crate) socket_owner: Option<String>,
-    /// SELinux label of the unix socket at --listen, such as system_u:object_r:svirt_socket_t:s0
+    /// SELinux label of the unix socket at --listen, such as system_u:system_r:svirt_socket_t:s0
     ///
-    /// So that a QEMU that SELinux confines may connect. Without it the socket has the label of this process. It is an
-    /// error on a host without SELinux.
+    /// A QEMU that SELinux confines may connect only to sockets of some types: svirt_socket_t in Fedora's policy,
+    /// virtd_t in Debian's. Without the flag the socket has the label of this process, and such a QEMU may not connect.
+    /// It is an error on a host without SELinux.
     #[arg(long, value_name = "LABEL", hide_short_help = true)]
     pub(crate) socket_label: Option<String>,
+    /// SELinux label of the file of that socket, such as system_u:object_r:svirt_image_t:s0
+    ///
+    /// A QEMU that connects must be allowed to write to the file, too. Without the flag it has the type of files in its
+    /// folder, which is a right one in /var/lib/libvirt/qemu. It is an error on a host without SELinux.
+    #[arg(long, value_name = "LABEL", hide_short_help = true)]
+    pub(crate) socket_file_label: Option<String>,
     #[command(flatten)]
     pub(crate) sandbox: SandboxArgs,
     /// Print the result as one JSON object

@@ -1,6 +1,7 @@
 //! The right to connect to a unix socket.
 use std::{
-    fs::{self, Permissions},
+    fs::{self, File, Permissions},
+    io::{self, Write},
     os::unix::fs::{PermissionsExt, lchown},
     path::Path,
 };
@@ -16,14 +17,21 @@ pub(super) struct Access {
     mode: Option<u32>,
     user: Option<u32>,
     group: Option<u32>,
-    /// What SELinux is to know it as.
+    /// What SELinux is to know the socket as, and the file that it is found by.
     label: Option<String>,
+    file_label: Option<String>,
 }
 
 /// Where the kernel shows SELinux, if it has it.
 const SELINUX: &str = "/sys/fs/selinux/enforce";
-/// The label of the sockets that this thread makes; an empty one is the system's choice.
-const NEXT_LABEL: &str = "/proc/thread-self/attr/sockcreate";
+/// Says whether the policy knows a label.
+const KNOWN: &str = "/sys/fs/selinux/context";
+/// The label of the sockets that this thread makes.
+const NEXT_SOCKET: &str = "/proc/thread-self/attr/sockcreate";
+/// The label of the files that this thread makes.
+const NEXT_FILE: &str = "/proc/thread-self/attr/fscreate";
+/// For the two above: what the policy chooses. They would not see it if nothing at all was written.
+const AS_USUAL: &str = "\n";
 
 impl Access {
     /// Of the flags. `is_socket`: there is one to give away.
@@ -32,6 +40,7 @@ impl Access {
             ("--socket-mode", args.socket_mode.is_some()),
             ("--socket-owner", args.socket_owner.is_some()),
             ("--socket-label", args.socket_label.is_some()),
+            ("--socket-file-label", args.socket_file_label.is_some()),
         ];
         if !is_socket {
             for (flag, _) in given.into_iter().filter(|(_, given)| *given) {
@@ -46,24 +55,37 @@ impl Access {
             Some(text) => checks.read("--socket-owner", text, owner)?,
             None => (None, None),
         };
-        Some(Self { mode, user, group, label: args.socket_label.clone() })
+        Some(Self { mode, user, group, label: args.socket_label.clone(), file_label: args.socket_file_label.clone() })
     }
 
-    /// Makes a socket, which gets its label at once: it has no other one for anybody.
+    /// Makes a socket. It and its file get their labels at once: they have no other ones for anybody.
     pub(super) fn labelled<T>(&self, make: impl FnOnce() -> Result<T, Error>) -> Result<T, Error> {
-        let Some(label) = &self.label else { return make() };
-        if !Path::new(SELINUX).exists() {
-            let why = "this host runs without SELinux, so its sockets have no labels; leave --socket-label out";
-            return Err(Error::Unfit(why.into()));
+        let wanted = self.wanted();
+        if wanted.is_empty() {
+            return make();
         }
-        let choose = |label: &str| {
-            let what = format!("have sockets labelled {label:?} (--socket-label)");
-            fs::write(NEXT_LABEL, label).map_err(|source| Error::Io { what, source })
-        };
-        choose(label)?;
-        let made = make();
-        choose("")?;
+        if !Path::new(SELINUX).exists() {
+            let why = format!("this host runs without SELinux, which knows labels; leave {} out", flags(&wanted));
+            return Err(Error::Unfit(why));
+        }
+        for label in &wanted {
+            label.check()?;
+        }
+        let chosen = wanted.iter().try_for_each(Wanted::choose);
+        let made = chosen.and_then(|()| make().map_err(|error| refused(error, &wanted)));
+        // What else this thread makes, or those that it starts, has the labels that it would have anyway.
+        for label in &wanted {
+            label.forget()?;
+        }
         made
+    }
+
+    fn wanted(&self) -> Vec<Wanted<'_>> {
+        let all = [
+            ("--socket-label", NEXT_SOCKET, self.label.as_deref()),
+            ("--socket-file-label", NEXT_FILE, self.file_label.as_deref()),
+        ];
+        all.into_iter().filter_map(|(flag, next, label)| Some(Wanted { flag, next, label: label? })).collect()
     }
 
     /// Gives a socket away. The mode comes last: nobody may connect whom it is not for.
@@ -79,6 +101,66 @@ impl Access {
             Some(mode) => fs::set_permissions(socket, Permissions::from_mode(mode)).map_err(failed("permissions")),
             None => Ok(()),
         }
+    }
+}
+
+/// A label that is to be had.
+struct Wanted<'a> {
+    flag: &'static str,
+    /// Where the kernel is told it.
+    next: &'static str,
+    label: &'a str,
+}
+
+impl Wanted<'_> {
+    /// A process with some rights may give files a label that the policy does not know, and then nobody may use them.
+    fn check(&self) -> Result<(), Error> {
+        match tell(KNOWN, self.label) {
+            Err(error) if error.kind() == io::ErrorKind::InvalidInput => Err(self.unknown()),
+            // Whether it may be used is seen when it is.
+            _ => Ok(()),
+        }
+    }
+
+    fn choose(&self) -> Result<(), Error> {
+        tell(self.next, self.label).map_err(|source| match source.kind() {
+            io::ErrorKind::InvalidInput => self.unknown(),
+            _ => Error::Io { what: format!("use the label {:?} ({})", self.label, self.flag), source },
+        })
+    }
+
+    fn forget(&self) -> Result<(), Error> {
+        let failed = |source| Error::Io { what: format!("take the label of {} back", self.flag), source };
+        tell(self.next, AS_USUAL).map_err(failed)
+    }
+
+    fn unknown(&self) -> Error {
+        let Self { flag, label, .. } = self;
+        Error::Unfit(format!(
+            "{flag}: the policy of this host's SELinux has no label {label:?}; write USER:ROLE:TYPE:LEVEL with a type \
+             that it has (`seinfo -t` lists them)"
+        ))
+    }
+}
+
+/// The kernel's answer to a few words in one of its files. Such a file is not made anew: asking for that alone is noted
+/// as an attempt that was refused.
+fn tell(file: &str, words: &str) -> io::Result<()> {
+    File::options().write(true).open(file)?.write_all(words.as_bytes())
+}
+
+fn flags(wanted: &[Wanted<'_>]) -> String {
+    wanted.iter().map(|label| label.flag).collect::<Vec<_>>().join(" and ")
+}
+
+/// The system's word alone does not say that the labels may be the reason.
+fn refused(error: Error, wanted: &[Wanted<'_>]) -> Error {
+    match error {
+        Error::Io { ref source, .. } if source.kind() == io::ErrorKind::PermissionDenied => Error::Unfit(format!(
+            "{error}; SELinux may have refused it because of {}: `ausearch -m avc` shows it",
+            flags(wanted)
+        )),
+        other => other,
     }
 }
 
@@ -129,7 +211,8 @@ mod tests {
         let access = Access { label: Some("system_u:object_r:svirt_socket_t:s0".into()), ..Access::default() };
         if !Path::new(SELINUX).exists() {
             let refused = access.labelled(|| -> Result<(), Error> { panic!("it was made") });
-            assert!(matches!(&refused, Err(Error::Unfit(why)) if why.contains("without SELinux")), "{refused:?}");
+            let says = |why: &str| why.contains("without SELinux") && why.ends_with("leave --socket-label out");
+            assert!(matches!(&refused, Err(Error::Unfit(why)) if says(why)), "{refused:?}");
         }
         assert!(Access::default().labelled(|| Ok(())).is_ok());
     }
