@@ -69,6 +69,11 @@ if [ -z "${TRANSSHIP_LIBVIRTS:-}" ]; then
     fi
 fi
 
+# The policy of a host on which SELinux confines QEMU; only a test that takes long wants it.
+if [ "${1:-}" = --ignored ] && ! scripts/selinux-policy.sh .guest/selinux; then
+    echo "test: without Debian's policy for SELinux: the test that needs it is left out" >&2
+fi
+
 # One that fails must not hide the others.
 failed=
 run() {

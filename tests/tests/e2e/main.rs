@@ -5,8 +5,8 @@
 //! - Moves: `moves`, `converging`, `post_copy`, `at_stop`, `codecs`, `run_state`, `run_at_once`, `disks`,
 //!   `direct_disks`, `strangers`, `settings`; seen and steered from outside: `control`, `holding`; over networks that
 //!   nobody trusts: `tokens`, `certificates`; what others on the same host get: `privacy`; who dies in one: `crash`
-//! - To and from a stock QEMU: `qemu_peer_send`, `qemu_peer_receive`, `relay`, `relay_many`; over TLS: `qemu_tls`; who
-//!   dies in one: `qemu_peer_crash`
+//! - To and from a stock QEMU: `qemu_peer_send`, `qemu_peer_receive`, `relay`, `relay_many`; over TLS: `qemu_tls`; one
+//!   that is confined: `selinux`; who dies in one: `qemu_peer_crash`
 //! - Snapshots: `save`, `background`, `restore`, `restore_lazy`, `restore_lazy_full`, `restore_lazy_private`,
 //!   `restore_given_back`, `convert`, `encrypted`
 //! - Images and guests that share them: `clones`, `clones_refused`, `forks`
@@ -76,6 +76,7 @@ mod sandbox_libvirt;
 mod sandbox_passed;
 mod save;
 mod sector;
+mod selinux;
 mod settings;
 mod steering;
 mod stock;

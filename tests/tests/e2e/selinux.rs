@@ -1,0 +1,128 @@
+//! Under an SELinux that confines QEMU, with Debian's own policy: what `relay` gives its socket, and who may connect.
+use std::{path::Path, time::Duration};
+
+use crate::restoring::disk;
+use transship_lab::{Initrd, LabError, Result, binary, image, lacks, root};
+
+/// Everything is emulated, and the machine may be busy.
+const PATIENCE: Duration = Duration::from_secs(900);
+const POLICY: &str = ".guest/selinux/policy";
+
+/// What guest/selinux/init has said.
+struct Said(Vec<String>);
+
+impl Said {
+    /// The first line about something.
+    fn of(&self, what: &str) -> Result<&str> {
+        self.all(what).next().ok_or_else(|| LabError(format!("no word of {what:?}:\n{self}")))
+    }
+
+    fn all(&self, what: &str) -> impl Iterator<Item = &str> {
+        let begin = format!("selinux: {what} ");
+        self.0.iter().filter_map(move |line| line.trim_end().strip_prefix(&begin).map(str::trim))
+    }
+
+    /// That what was asked for was refused, and by the kernel's own words why.
+    fn is_refused(&self, case: &str, why: &str) -> Result<()> {
+        assert!(self.of(&format!("{case} migration"))?.starts_with("failed"), "{case}:\n{self}");
+        assert!(self.all(&format!("{case} denied")).any(|line| line.contains(why)), "{case}: {why}:\n{self}");
+        Ok(())
+    }
+
+    /// That a relay ended without having listened.
+    fn is_an_error(&self, case: &str, why: &str) -> Result<()> {
+        assert_eq!(self.of(&format!("{case} exit"))?, "1", "{case}:\n{self}");
+        let said = self.of(&format!("{case} said"))?;
+        assert!(said.contains(why), "{case}: {said}");
+        assert_eq!(self.of(&format!("{case} left"))?, "nothing", "{case}:\n{self}");
+        Ok(())
+    }
+
+    /// The labels of a relay's socket and its file, but for their levels.
+    fn has_labels(&self, case: &str, socket: &str, file: &str) -> Result<()> {
+        for (what, label) in [("socket", socket), ("file", file)] {
+            let has = self.of(&format!("{case} {what}"))?;
+            assert!(has.contains(label), "{case} {what}: {has}");
+        }
+        assert_eq!(self.of(&format!("{case} next"))?, "0", "a thread would give its label to more:\n{self}");
+        Ok(())
+    }
+}
+
+impl std::fmt::Display for Said {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(&self.0.join("\n"))
+    }
+}
+
+/// That host's programs and files.
+fn files(folder: &Path, perl: &Path, qemu: &Path) -> Result<Initrd> {
+    let files = Initrd::new(folder)?;
+    files.program(&binary()?, "bin/transship")?;
+    files.program(perl, "bin/perl")?;
+    files.file(perl, "bin/perl-as-libvirtd")?;
+    files.program(qemu, "bin/qemu-system-x86_64")?;
+    files.file(&image("linux/busybox")?, "bin/busybox")?;
+    for firmware in
+        ["/usr/share/seabios/bios-256k.bin", "/usr/share/qemu/bios-256k.bin", "/usr/share/qemu/kvmvapic.bin"]
+    {
+        let firmware = Path::new(firmware);
+        if firmware.exists() {
+            files.file(firmware, &format!("firmware/{}", firmware.file_name().expect("it has one").display()))?;
+        }
+    }
+    files.file(&root().join(POLICY), "policy")?;
+    files.file(&root().join("guest/selinux/ask.pl"), "ask.pl")?;
+    files.init(include_str!("../../../guest/selinux/init"))?;
+    Ok(files)
+}
+
+#[test]
+#[ignore = "a minute: boots a kernel under emulation, with QEMUs in it"]
+fn a_qemu_that_selinux_confines_connects_to_a_relay_with_the_right_labels() -> Result<()> {
+    let (perl, qemu) = (Path::new("/usr/bin/perl"), Path::new("/usr/bin/qemu-system-x86_64"));
+    for needed in [&root().join(POLICY), perl, qemu] {
+        if !needed.exists() {
+            lacks(format_args!("{} (scripts/selinux-policy.sh makes Debian's policy)", needed.display()));
+            return Ok(());
+        }
+    }
+    let folder = disk()?;
+    let machine = files(folder.path(), perl, qemu)?;
+    let mut machine = machine.boot(&image("linux/vmlinuz")?, "security=selinux selinux=1 enforcing=0")?;
+    machine.wait(PATIENCE)?;
+    let said = Said(machine.stdout().to_the_end()?);
+    if said.of("end:")? == "this kernel has no SELinux" {
+        lacks("a kernel with SELinux as .guest/linux/vmlinuz, such as Debian's");
+        return Ok(());
+    }
+    assert_eq!((said.of("end:")?, said.of("enforcing")?), ("all", "1"), "{said}");
+    assert!(said.all("qemu").all(|label| label.contains(":svirt_t:s0:c")), "{said}");
+
+    let (admin, libvirts) = (":unconfined_t:", "system_u:system_r:virtd_t:s0");
+    said.has_labels("default", admin, ":var_run_t:")?;
+    said.is_refused("default", "tclass=sock_file")?;
+    said.has_labels("socket-only", libvirts, ":var_run_t:")?;
+    said.is_refused("socket-only", "tclass=sock_file")?;
+    said.has_labels("file-only", admin, "system_u:object_r:svirt_image_t:s0")?;
+    said.is_refused("file-only", "{ connectto }")?;
+    assert_ne!(said.of("file-only libvirtd")?, "0", "{said}");
+
+    said.is_an_error("unknown-socket", "--socket-label: the policy of this host's SELinux has no label")?;
+    said.is_an_error("unknown-file", "--socket-file-label: the policy of this host's SELinux has no label")?;
+    said.is_an_error("lax", "--socket-file-label: the policy of this host's SELinux has no label")?;
+    said.is_an_error("no-file", "SELinux may have refused it because of --socket-file-label")?;
+
+    said.has_labels("both", libvirts, "system_u:object_r:svirt_image_t:s0")?;
+    said.has_labels("folder", libvirts, "system_u:object_r:svirt_runtime_t:s0")?;
+    for case in ["both", "folder"] {
+        assert_eq!(said.of(&format!("{case} libvirtd"))?, "0", "{case}:\n{said}");
+        assert_eq!(said.of(&format!("{case} migration"))?, "completed", "{case}:\n{said}");
+        assert_eq!(said.of(&format!("{case} arrived"))?, "VM status: paused (prelaunch)", "{case}:\n{said}");
+        assert_eq!(said.of(&format!("{case} left"))?, "nothing", "{case}:\n{said}");
+        assert!(!said.all(&format!("{case} denied")).any(|line| line.contains("\"transship\"")), "{case}:\n{said}");
+    }
+    // What the docs warn of: the relay of a shell at the destination.
+    said.is_refused("far-level", "{ read }")?;
+    Ok(())
+}
