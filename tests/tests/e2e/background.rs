@@ -77,6 +77,16 @@ fn a_linux_guest_is_saved_as_it_was() -> Result<()> {
     goes_on_here_and_there(Qemu::linux().workload(workload).args(["-device", "virtio-balloon-pci"]))
 }
 
+/// A migration begins by tracking all memory, for which the guest would stand still.
+#[test]
+fn the_state_of_a_guest_comes_without_a_migration() -> Result<()> {
+    let (guest, folder) = (Qemu::multiboot().booted()?, disk()?);
+    saved(&guest.vm(), &folder.join("snapshot"))?;
+    let migrated = guest.qmp("query-migrate", json!({}))?;
+    assert!(migrated.get("ram").is_none(), "{migrated}");
+    assert_whole(&guest)
+}
+
 /// As under libvirt: QEMU may not make the userfaultfd that is needed, and we can have it made nevertheless.
 #[test]
 fn a_qemu_without_rights_is_no_obstacle() -> Result<()> {

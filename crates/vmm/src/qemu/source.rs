@@ -219,6 +219,8 @@ impl SourceGuest for QemuSource {
                     Some(_) => waiting_writers(&mut self.qmp, &mut Err)?,
                 }
                 self.waiting_faults = Some(faults::for_all(&mut self.qmp)?);
+                // It takes rights that may be gone when the protection begins.
+                self.prefer_state_without_memory();
             }
         }
         Ok(())
