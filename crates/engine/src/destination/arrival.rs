@@ -32,6 +32,8 @@ pub(super) struct Arrival {
     is_ours: AtomicBool,
     /// The source may be told so.
     runs: AtomicBool,
+    /// Whether it was started, or could not be, is known, and the source was told if it was.
+    is_start_over: AtomicBool,
     /// That the guest was given away, and whether it is to run, as the source says on every line but the first.
     given: (Sender<bool>, Receiver<bool>),
     by_push: AtomicU64,
@@ -53,6 +55,7 @@ impl Arrival {
             line: Mutex::new(None),
             is_ours: AtomicBool::new(false),
             runs: AtomicBool::new(false),
+            is_start_over: AtomicBool::new(false),
             given: bounded(1),
             by_push: AtomicU64::new(0),
             by_fault: AtomicU64::new(0),
@@ -84,6 +87,17 @@ impl Arrival {
         self.runs.store(true, Ordering::Release);
         // The source may have disconnected: the guest runs anyway.
         let _ = self.say(&Message::Running);
+    }
+
+    /// It was started, which was said, or could not be. Until now the source is not told that all is there: it would
+    /// not wait for the word that the guest runs.
+    pub(super) fn start_is_over(&self) {
+        self.is_start_over.store(true, Ordering::Release);
+    }
+
+    /// Whether the source may be told that all is there.
+    pub(super) fn may_be_over(&self) -> bool {
+        self.is_start_over.load(Ordering::Acquire)
     }
 
     /// The life of the thread that hears the guest's faults: it asks for pages, and does not wait for them.

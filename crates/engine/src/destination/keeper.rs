@@ -25,6 +25,8 @@ use crate::{
 const LINE_TIMEOUT: Duration = Duration::from_secs(30);
 /// How long a source may take to answer that it has heard that all is there. If it has not, no harm is done here.
 const FAREWELL_TIMEOUT: Duration = Duration::from_secs(20);
+/// How long the reason for the end of a line may take to be heard, where a data connection has ended first.
+const REASON_TIMEOUT: Duration = Duration::from_millis(500);
 
 /// What is known of the supply lines.
 pub(super) struct Lines {
@@ -120,6 +122,8 @@ pub(super) struct Keeper<'a, 'l> {
     gathering: Gathering,
     /// All is there. Until then the source is waited for, which may not know it yet.
     farewell: Option<Instant>,
+    /// Why the source can send no more, said before this side knew that the guest was its own.
+    last_word: Option<Error>,
 }
 
 /// A line that stands.
@@ -151,7 +155,16 @@ impl<'a, 'l> Keeper<'a, 'l> {
         progress: &'a Arc<Progress>,
         (session, channels): (SessionId, u8),
     ) -> Self {
-        Self { arrivals, arrival, progress, lines, session, gathering: Gathering::new(channels), farewell: None }
+        Self {
+            arrivals,
+            arrival,
+            progress,
+            lines,
+            session,
+            gathering: Gathering::new(channels),
+            farewell: None,
+            last_word: None,
+        }
     }
 
     /// All is there already. The source is waited for no longer than this: if it knows, it does not come.
@@ -182,10 +195,16 @@ impl<'a, 'l> Keeper<'a, 'l> {
     }
 
     fn step(&mut self, line: &mut Option<Line>) -> Result<Outcome, Error> {
+        if self.arrival.was_handed_over()
+            && let Some(error) = self.last_word.take()
+        {
+            self.arrival.filling.tell(error);
+        }
         // While a line stands its pages have the first word.
         let patience = if line.is_some() { Duration::ZERO } else { TICK };
         if let Some(supply) = self.arrivals.supply(self.session, &mut self.gathering, patience)? {
             self.arrival.end_line();
+            self.last_word = None;
             *line = None; // ends its threads, before others bring the same pages
             match self.begin(supply) {
                 Ok(begun) => *line = Some(begun),
@@ -197,7 +216,7 @@ impl<'a, 'l> Keeper<'a, 'l> {
         if stands.has_told {
             self.farewell.get_or_insert_with(|| Instant::now() + FAREWELL_TIMEOUT);
         }
-        match followed {
+        match followed.map_err(|error| stands.explain(error)) {
             Ok(outcome) => Ok(outcome),
             // A source that has heard the last word hangs up.
             Err(_) if stands.has_told && stands.was_answered() => Ok(Outcome::Complete),
@@ -212,6 +231,9 @@ impl<'a, 'l> Keeper<'a, 'l> {
                 self.arrival.end_line();
                 *line = None;
                 self.broke(&error);
+                // It is final once the guest is ours, of which we may not know yet: the source had given it away
+                // before.
+                self.last_word = matches!(error, Error::Refused(_)).then_some(error);
                 Ok(Outcome::Stands)
             }
         }
@@ -297,13 +319,28 @@ impl Line {
 
     /// Says that all is there, once it is.
     fn settle(&mut self, arrival: &Arrival) -> Result<Outcome, Error> {
-        let may_be_over = !self.has_told && self.left == 0 && arrival.was_handed_over();
+        let may_be_over = !self.has_told && self.left == 0 && arrival.may_be_over();
         if may_be_over && arrival.filling.claims().are_all_done() {
             fail_point::reach("destination.complete")?;
             arrival.say(&Message::Complete)?;
             self.has_told = true;
         }
         Ok(Outcome::Stands)
+    }
+
+    /// The source's reason for the end of the line, if it has said one. A data connection may be seen to end before
+    /// that is heard. Pages that are heard here come again on the next line.
+    fn explain(&self, error: Error) -> Error {
+        if self.has_told || matches!(error, Error::Memory(_) | Error::Refused(_)) {
+            return error;
+        }
+        let until = Instant::now() + REASON_TIMEOUT;
+        while let Ok(Ok(message)) = self.urgent.recv_deadline(until) {
+            if let Message::Abort(refusal) = message {
+                return Error::Refused(refusal.reason);
+            }
+        }
+        error
     }
 
     /// Whether the source has answered the last word, on a line that has broken since.

@@ -182,6 +182,7 @@ impl HandOver<'_, '_, '_> {
             let _ = control.send(&Message::Running);
             arrival.runs();
         }
+        arrival.start_is_over();
         Ok((begin, started))
     }
 }

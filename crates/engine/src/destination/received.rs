@@ -187,6 +187,7 @@ impl Received {
                 if start(run) {
                     arrival.runs();
                 }
+                arrival.start_is_over();
             });
             Some(arrival.filling.events().recv())
         });
