@@ -149,6 +149,15 @@ pub(crate) fn commands(
     at_stop.chain(until).collect()
 }
 
+/// `--run` and `--stopped`: whether a guest is to run. None: as it did when it was saved.
+pub(crate) fn run_state(run: bool, stopped: bool) -> Option<bool> {
+    match (run, stopped) {
+        (true, _) => Some(true),
+        (_, true) => Some(false),
+        _ => None,
+    }
+}
+
 /// Where a file of this name is made; a link is not replaced, but the file that it points to.
 pub(crate) fn folder_of(path: &Path) -> PathBuf {
     let is_link = fs::symlink_metadata(path).is_ok_and(|found| found.is_symlink());

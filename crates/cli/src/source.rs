@@ -11,13 +11,14 @@ use std::{
     sync::{Arc, Mutex, PoisonError},
 };
 
-use transship_engine::{Error, Progress, Uri, UserCommand, when_opened};
+use transship_engine::{Error, FilePlace, FileUri, Progress, Uri, UserCommand, when_opened};
 use transship_guest::{SourceGuest, Watch};
 use transship_vmm::{AttachOptions, VmAddress, attach_source};
 
 use crate::{
     control::{ControlSocket, Listening},
     failure::Failure,
+    flags::folder_of,
     guard::GuardProcess,
     progress::Display,
     sandbox::{Errands, Left, Role, Sandbox, Steward},
@@ -122,6 +123,15 @@ pub(crate) enum Place {
 }
 
 impl Place {
+    /// Of a file that is made, or a folder if it is an image.
+    pub(crate) fn of(to: &FileUri, is_image: bool) -> Self {
+        match &to.place {
+            FilePlace::Path(path) if is_image => Self::FolderOfImages(folder_of(path)),
+            FilePlace::Path(path) => Self::Folder(folder_of(path)),
+            FilePlace::Fd(_) | FilePlace::FdSet(..) => Self::There,
+        }
+    }
+
     fn left(&self) -> Left<'_> {
         match self {
             Self::There => Left::Nothing,

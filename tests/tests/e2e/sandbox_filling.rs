@@ -23,7 +23,7 @@ fn private() -> QemuBuilder {
     Qemu::multiboot().backend(Backend::Ram)
 }
 
-fn is_filtered(pid: u32) -> bool {
+pub(crate) fn is_filtered(pid: u32) -> bool {
     status_field(pid, "Seccomp").is_ok_and(|mode| mode.trim() == "2")
 }
 

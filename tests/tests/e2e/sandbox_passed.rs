@@ -4,17 +4,14 @@ use std::{fs, path::Path};
 use transship_lab::{LabError, Result, Scratch, Synthetic, Transship, transship::TransshipBuilder, wait_until};
 
 use crate::ends::assert_whole;
-use crate::restoring::restoring;
+use crate::restoring::{io, restoring};
 use crate::sandbox::{assert_confined, assert_stopped};
+use crate::sandbox_filling::is_filtered;
 
 /// Makes one file of another, both passed.
 fn converting(from: &Path, to: &Path) -> TransshipBuilder {
     let script = format!("exec \"$0\" \"$@\" 3<'{}' 4>'{}'", from.display(), to.display());
     Transship::command(["convert", "fd:3", "fd:4"]).prefix(&["sh", "-c", &script].map(str::to_owned))
-}
-
-fn io<T>(result: std::io::Result<T>) -> Result<T> {
-    result.map_err(|error| LabError(error.to_string()))
 }
 
 #[test]
@@ -44,11 +41,7 @@ fn converters_of_passed_files_have_no_rights() -> Result<()> {
     // Both ends, so that nobody waits for the other one.
     let mut writer = io(fs::OpenOptions::new().read(true).write(true).open(&pipe))?;
     let converting = converting(&pipe, &other).start()?;
-    let is_filtered = || {
-        let status = fs::read_to_string(format!("/proc/{}/status", converting.pid())).unwrap_or_default();
-        status.lines().any(|line| line == "Seccomp:\t2")
-    };
-    wait_until("that it has given up its rights", || Ok(is_filtered()))?;
+    wait_until("that it has given up its rights", || Ok(is_filtered(converting.pid())))?;
     assert_confined(converting.pid(), "convert")?;
     let mut bytes = io(fs::File::open(&file))?;
     io(std::io::copy(&mut bytes, &mut writer))?;

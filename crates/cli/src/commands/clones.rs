@@ -18,7 +18,7 @@ use crate::{
     args::CloneArgs,
     checks::Checks,
     failure::Failure,
-    output,
+    flags, output,
     sandbox::{Errands, Role, Sandbox, Steward},
     signals::{Side, Watcher},
     stand_in, summary,
@@ -45,17 +45,9 @@ pub(crate) fn run(args: &CloneArgs) -> Result<(), Failure> {
     let mut report = Report::default();
     // It is told to end after everything else has ended.
     let mut steward = None;
-    let request = Request { vm, text, from, sandbox, after, run: run_state(args) };
+    let request = Request { vm, text, from, sandbox, after, run: flags::run_state(args.run, args.stopped) };
     let outcome = request.clone(since, &mut steward, &progress, &mut report);
     summary::cloned(outcome, report, args.json)
-}
-
-fn run_state(args: &CloneArgs) -> Option<bool> {
-    match (args.run, args.stopped) {
-        (true, _) => Some(true),
-        (_, true) => Some(false),
-        _ => None,
-    }
 }
 
 /// What was asked for.

@@ -1,14 +1,13 @@
 //! `transship convert`: one layout of a snapshot from the other.
 use std::sync::Arc;
 
-use transship_engine::{FilePlace, FileUri, Format, Progress, Report, convert};
+use transship_engine::{FileUri, Format, Progress, Report, convert};
 
 use super::info::place;
 use crate::{
     args::ConvertArgs,
     checks::Checks,
     failure::Failure,
-    flags::folder_of,
     keys,
     sandbox::{Role, Sandbox},
     signals::{self, Held, Side},
@@ -34,11 +33,7 @@ pub(crate) fn run(args: &ConvertArgs) -> Result<(), Failure> {
     let progress = Progress::new();
     let waiting =
         Waiting { signals: Held::hold()?, side: Side::Conversion, control: None, progress: Arc::clone(&progress) };
-    let place = match &to.place {
-        FilePlace::Path(path) if format == Some(Format::Raw) => Place::FolderOfImages(folder_of(path)),
-        FilePlace::Path(path) => Place::Folder(folder_of(path)),
-        FilePlace::Fd(_) | FilePlace::FdSet(..) => Place::There,
-    };
+    let place = Place::of(&to, format == Some(Format::Raw));
     let threads = WhenOpened::confine(waiting, &sandbox, Role::Convert, place);
     let mut report = Report::default();
     let outcome = convert(&from, &to, format, (identities.as_ref(), recipients.as_ref()), &progress, &mut report);

@@ -65,11 +65,7 @@ impl Request {
         let from = checks.read("--from", &args.from, str::parse::<FileUri>);
         let channels = flags::count(&mut checks, "--channels", args.channels.as_deref(), defaults.channels);
         let direct_io = checks.read("--direct-io", &args.direct_io, str::parse::<DirectIo>);
-        let run = match (args.run, args.stopped) {
-            (true, _) => Some(true),
-            (_, true) => Some(false),
-            _ => None,
-        };
+        let run = flags::run_state(args.run, args.stopped);
         let identities = keys::identities(&mut checks, &args.identity);
         let sandbox = Sandbox::check(&args.sandbox, &mut checks);
         let request = (|| {

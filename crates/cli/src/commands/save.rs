@@ -5,7 +5,7 @@ mod overall;
 use std::{sync::Arc, time::Duration};
 
 use transship_engine::{
-    Error, FilePlace, FileUri, Format, OverlayPlace, Progress, Recipients, Report, SaveOptions, Then, Way, save_guest,
+    Error, FileUri, Format, OverlayPlace, Progress, Recipients, Report, SaveOptions, Then, Way, save_guest,
 };
 use transship_guest::{NO_DISK_SNAPSHOT, Watch};
 use transship_vmm::{
@@ -18,7 +18,7 @@ use crate::{
     checks::Checks,
     control::{About, ControlSocket, Listening},
     failure::Failure,
-    flags::{self, Patience, folder_of},
+    flags::{self, Patience},
     keys,
     sandbox::{Role, Sandbox, Steward},
     signals::{self, Held, Side},
@@ -73,11 +73,7 @@ fn save(
     };
     // The last is let go of first: a guard that was told to act finds the guest in nobody's hands.
     let Taken { mut guard, mut guest } = wanted.take(sandbox, steward)?;
-    let place = match &request.to.place {
-        FilePlace::Path(path) if request.options.format == Format::Raw => Place::FolderOfImages(folder_of(path)),
-        FilePlace::Path(path) => Place::Folder(folder_of(path)),
-        FilePlace::Fd(_) | FilePlace::FdSet(..) => Place::There,
-    };
+    let place = Place::of(&request.to, request.options.format == Format::Raw);
     let _threads = WhenOpened::confine(waiting, sandbox, Role::Save, place);
     save_guest(guest.as_mut(), Some(&mut guard), &request.to, &request.options, progress, report)
 }

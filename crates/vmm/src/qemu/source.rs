@@ -320,6 +320,7 @@ impl SourceGuest for QemuSource {
             }
             None => {
                 background(&mut self.qmp, &mut Err)?;
+                self.prefer_state_without_memory();
                 faults::for_all(&mut self.qmp)?
             }
         };
@@ -328,7 +329,6 @@ impl SourceGuest for QemuSource {
         let protection = Protection::new(uffd, areas.clone(), &pages)?;
         self.tracked = Some(areas);
         self.balloon = Some(Balloon::now(&mut self.qmp)?);
-        self.prefer_state_without_memory();
         Ok(protection)
     }
 

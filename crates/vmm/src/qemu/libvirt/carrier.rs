@@ -7,6 +7,7 @@ use std::{
     time::{Duration, Instant},
 };
 
+use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
 use transship_guest::DiskSnapshot;
 use transship_wire::libvirt::Definition;
@@ -91,6 +92,11 @@ impl Remote {
             let what = "an answer that is neither a result nor an error".to_owned();
             Err(QmpError::Protocol { path: self.path.clone(), what })
         })
+    }
+
+    /// What an answer holds.
+    fn read<T: DeserializeOwned>(&self, answer: &str) -> Result<T, QmpError> {
+        serde_json::from_str(answer).map_err(|e| QmpError::Protocol { path: self.path.clone(), what: e.to_string() })
     }
 
     /// A command that takes no time.
@@ -183,8 +189,7 @@ impl Carrier for Passthrough {
     fn plan_disks(&mut self, folder: Option<&Path>, limit: Duration) -> Result<Vec<DiskSnapshot>, QmpError> {
         let call = Call::PlanDisks { folder: folder.map(Path::to_owned) };
         let planned = self.remote.call("the overlays of the disks", call, None, limit)?;
-        let unread = |e: serde_json::Error| QmpError::Protocol { path: self.remote.path.clone(), what: e.to_string() };
-        serde_json::from_str(&planned).map_err(unread)
+        self.remote.read(&planned)
     }
 
     fn make_overlays(&mut self, limit: Duration) -> Result<(), QmpError> {
@@ -214,8 +219,7 @@ impl Carrier for Passthrough {
 impl Passthrough {
     fn events(&mut self, name: &str) -> Result<Vec<Event>, QmpError> {
         let taken = self.remote.simple(name, Call::TakeEvents { name: name.to_owned() })?;
-        let unread = |e: serde_json::Error| QmpError::Protocol { path: self.remote.path.clone(), what: e.to_string() };
-        let all: Vec<Value> = serde_json::from_str(&taken).map_err(unread)?;
+        let all: Vec<Value> = self.remote.read(&taken)?;
         Ok(all.into_iter().map(|data| Event { name: name.to_owned(), data }).collect())
     }
 }

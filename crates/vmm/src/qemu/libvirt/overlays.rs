@@ -150,8 +150,8 @@ impl Overlays {
         };
         // A call whose answer got lost may have been carried out.
         match keeper.disks() {
-            Ok(disks) if !self.all.iter().any(|snapshot| uses(&disks, snapshot)) => Err(error),
-            Ok(disks) if self.all.iter().all(|snapshot| uses(&disks, snapshot)) => {
+            Ok(disks) if !self.all.iter().any(|snapshot| uses(&disks, &snapshot.overlay)) => Err(error),
+            Ok(disks) if self.all.iter().all(|snapshot| uses(&disks, &snapshot.overlay)) => {
                 self.stage = Stage::InUse;
                 Ok(())
             }
@@ -177,8 +177,8 @@ impl Drop for Overlays {
     }
 }
 
-fn uses(disks: &[DefinedDisk], snapshot: &DiskSnapshot) -> bool {
-    disks.iter().any(|disk| matches!(&disk.place, DiskPlace::File { path, .. } if *path == snapshot.overlay))
+fn uses(disks: &[DefinedDisk], overlay: &Path) -> bool {
+    disks.iter().any(|disk| matches!(&disk.place, DiskPlace::File { path, .. } if path == overlay))
 }
 
 /// What became of overlays whose process has died.
@@ -192,10 +192,7 @@ pub(super) struct Settled {
 
 /// Those that nobody uses are removed if they are `ours` to remove.
 pub(super) fn settle(overlays: Vec<PathBuf>, disks: &[DefinedDisk], ours: bool) -> Settled {
-    let is_used = |overlay: &PathBuf| {
-        disks.iter().any(|disk| matches!(&disk.place, DiskPlace::File { path, .. } if path == overlay))
-    };
-    let (used, mut left): (Vec<_>, Vec<_>) = overlays.into_iter().partition(is_used);
+    let (used, mut left): (Vec<_>, Vec<_>) = overlays.into_iter().partition(|overlay| uses(disks, overlay));
     if ours {
         left.iter().for_each(|overlay| remove(overlay));
     }
