@@ -1,8 +1,12 @@
 //! Guests that give memory back: what they have freed is not sent, and what they use again is.
 #![allow(clippy::unwrap_used)]
-use crate::ends::{move_between, number};
-use std::path::Path;
-use transship_lab::{Qemu, QemuBuilder, Workload, wait_until};
+use crate::{
+    ends::{move_between, number},
+    sector::{Move, SharedDisk, peek, poke, read_as_guest, wait_counting},
+};
+use rustix::fs::FallocateFlags;
+use std::{fs::File, os::unix::fs::MetadataExt, path::Path};
+use transship_lab::{Qemu, QemuBuilder, Result, Workload, wait_until};
 
 const MIB: u64 = 1 << 20;
 const MEMORY: u64 = 512 * MIB;
@@ -15,7 +19,7 @@ fn guest() -> QemuBuilder {
 }
 
 fn allocated(memory: &Path) -> u64 {
-    std::os::unix::fs::MetadataExt::blocks(&memory.metadata().unwrap()) * 512
+    memory.metadata().unwrap().blocks() * 512
 }
 
 #[test]
@@ -31,6 +35,30 @@ fn what_a_guest_has_freed_and_reported_is_not_sent() {
     assert!(number(&report, "/rounds/0/hole") > (280 * MIB / 4096) as f64, "{report}");
     assert!(allocated(&destination.memory_files()[0]) < 220 * MIB);
     assert_eq!(destination.sweep().unwrap().errors, 0);
+}
+
+/// Nobody writes such a page, and it is no hole.
+#[test]
+fn what_is_given_back_and_read_again_is_zero_there() -> Result<()> {
+    let disk = SharedDisk::new()?;
+    let guest = || disk.guest().args(["-device", "virtio-balloon-pci"]);
+    let (source, destination) = (disk.booted(guest())?, guest().incoming().start()?);
+    let (at, mut bytes) = (8 * MIB, vec![0xab; MIB as usize]);
+    poke(&source, at, &bytes)?;
+    let moving = Move::at("source.round", &source, &destination, &["--verify"])?;
+    let memory = File::options().write(true).open(&source.memory_files()[0]).unwrap();
+    let before = memory.metadata().unwrap().blocks();
+    rustix::fs::fallocate(&memory, FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE, at, MIB / 2).unwrap();
+    read_as_guest(&source, at, &mut bytes)?;
+    assert!(bytes[..bytes.len() / 2].iter().all(|byte| *byte == 0));
+    assert_eq!(memory.metadata().unwrap().blocks(), before, "it has these pages again");
+    let (here, there) = moving.finish()?;
+    here.expect_code(0)?;
+    there.expect_code(0)?;
+    let mut arrived = vec![0xcd; bytes.len()];
+    peek(&destination, at, &mut arrived)?;
+    assert!(arrived == bytes);
+    wait_counting(&destination)
 }
 
 /// Blocks are freed, reported and taken away, taken again and written while rounds run.

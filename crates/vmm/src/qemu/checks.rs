@@ -1,5 +1,5 @@
 //! What a source or destination QEMU is refused for, each with the line that cures it.
-use std::fs;
+use std::{fs, os::fd::AsFd};
 
 use rustix::process::{Pid, PidfdFlags, PidfdGetfdFlags, pidfd_getfd, pidfd_open};
 use serde_json::{Value, json};
@@ -130,7 +130,7 @@ pub(super) fn trackable(memory: &GuestMemory) -> Result<(), GuestError> {
     Ok(())
 }
 
-pub(super) fn is_hugetlbfs(file: &fs::File) -> bool {
+pub(super) fn is_hugetlbfs(file: impl AsFd) -> bool {
     rustix::fs::fstatfs(file).is_ok_and(|system| system.f_type as u64 == HUGETLBFS_MAGIC)
 }
 

@@ -190,6 +190,13 @@ pub(crate) fn poke(guest: &Qemu, at: u64, bytes: &[u8]) -> Result<()> {
     memory.and_then(|memory| memory.write_all_at(bytes, at)).map_err(failed)
 }
 
+/// Reads the guest's memory as QEMU and its guest do: where it is a hole, it becomes pages of zeros.
+pub(crate) fn read_as_guest(guest: &Qemu, at: u64, bytes: &mut [u8]) -> Result<()> {
+    let memory = File::open(format!("/proc/{}/mem", guest.pid()));
+    let at = address(guest)? + at;
+    memory.and_then(|memory| memory.read_exact_at(bytes, at)).map_err(failed)
+}
+
 pub(crate) fn peek(guest: &Qemu, at: u64, bytes: &mut [u8]) -> Result<()> {
     File::open(memory(guest)).and_then(|memory| memory.read_exact_at(bytes, at)).map_err(failed)
 }

@@ -35,12 +35,7 @@ impl Backend {
             GuestError::Unfit(format!("can't open guest memory {:?} in {}: {why}", self.id, path.display()))
         };
         let open = |access| OpenOptions::new().read(true).write(access == Access::ReadWrite).open(path);
-        let mut opened = open(access).map_err(|e| failed(format!("{e}; run as root or as QEMU's user")))?;
-        if checks::is_hugetlbfs(&opened) {
-            // Only by a descriptor for writing the kernel says where such a file has holes. Without the right to it all
-            // pages count as data.
-            opened = open(Access::ReadWrite).unwrap_or(opened);
-        }
+        let opened = open(access).map_err(|e| failed(format!("{e}; run as root or as QEMU's user")))?;
         let about = opened.metadata().map_err(|e| failed(e.to_string()))?;
         if FileId::of(&about) != file {
             return Err(failed("the file was replaced while it was opened".to_owned()));
@@ -55,12 +50,23 @@ impl Backend {
         self.open_file(file, &path, access)
     }
 
-    /// The file that private memory shows where it was not written. For writing only if it has no name: then nobody
-    /// else can find it.
+    /// The file that is the memory. For writing if that is allowed, also if it is only read here: by such a descriptor
+    /// alone the kernel lets pages that are given back be noticed, and says where a hugetlbfs file has holes.
+    fn open_shared(&self, pid: i32, file: FileId, path: Option<&Path>, access: Access) -> Result<OwnedFd, GuestError> {
+        let open = |access| match path {
+            Some(path) => self.open_file(file, path, access),
+            None => self.open_unnamed(pid, file, access),
+        };
+        open(Access::ReadWrite).or_else(|_| open(access))
+    }
+
+    /// The file that private memory shows where it was not written. For writing only on a hugetlbfs, whose holes the
+    /// kernel names by such a descriptor alone, or if it is wanted and the file has no name: then nobody else can find
+    /// it.
     fn open_below(&self, pid: i32, file: FileId, access: Access) -> Result<OwnedFd, GuestError> {
         let opened = self.open_unnamed(pid, file, Access::Read)?;
         let is_nameless = rustix::fs::fstat(&opened).is_ok_and(|stat| stat.st_nlink == 0);
-        if access == Access::Read || !is_nameless {
+        if !checks::is_hugetlbfs(&opened) && (access == Access::Read || !is_nameless) {
             return Ok(opened);
         }
         // Without the right to it, it can be read all the same.
@@ -70,10 +76,7 @@ impl Backend {
     fn region(&self, pid: i32, process: Option<&Arc<Process>>, access: Access) -> Result<Region, GuestError> {
         let region = match (&self.held, process) {
             (Held::Shared { file, offset, path, keep }, _) => {
-                let opened = match path {
-                    Some(path) => self.open_file(*file, path, access)?,
-                    None => self.open_unnamed(pid, *file, access)?,
-                };
+                let opened = self.open_shared(pid, *file, path.as_deref(), access)?;
                 Region::map(&self.id, opened, *offset, self.bytes, access).map(|region| region.keeping(*keep))
             }
             (Held::Private { address, page_bytes, below, keep }, Some(process)) => {
