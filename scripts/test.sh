@@ -9,9 +9,19 @@ scripts/setup.sh
 if [ ! -d "${CARGO_TARGET_DIR:-target}/debug/incremental" ]; then
     export CARGO_INCREMENTAL=${CARGO_INCREMENTAL:-0}
 fi
+
+# What some tests compare with, from Debian's mirror: Intel's QATzip, an older and a newer QEMU than the one that is installed, and the
+# libvirt of Debian 12. The processors wait for the network and the disk then, so the build goes on beside it.
+[ -n "${TRANSSHIP_QATZIP_PACKAGES:-}" ] || scripts/qatzip-packages.sh .guest/qatzip &
+qatzip=$!
+[ -n "${TRANSSHIP_QEMUS:-}" ] || { scripts/qemu-versions.sh 7.2 .guest/qemus/7.2 && scripts/qemu-versions.sh 11.1 .guest/qemus/11.1; } &
+qemus=$!
+[ -n "${TRANSSHIP_LIBVIRTS:-}" ] || scripts/libvirt-versions.sh 9.0 .guest/libvirts/9.0 &
+libvirts=$!
+
 build=(--workspace --locked --features transship/fail-points)
 # With the tests: what only they ask of a dependency would otherwise have it built again, and what stands on it.
-cargo build "${build[@]}" --bins --tests
+cargo build "${build[@]}" --bins --tests || { kill "$qatzip" "$qemus" "$libvirts" 2>/dev/null; exit 1; }
 
 # Guest memory: gone whatever ends the tests.
 memory=/dev/shm
@@ -39,34 +49,24 @@ end() {
 }
 trap end EXIT
 
-# Intel's QATzip, to compare with. It comes from Debian's mirror; without a network its tests are left out.
-if [ -z "${TRANSSHIP_QATZIP_PACKAGES:-}" ]; then
-    if scripts/qatzip-packages.sh .guest/qatzip; then
-        TRANSSHIP_QATZIP_PACKAGES=$(realpath .guest/qatzip)
-        export TRANSSHIP_QATZIP_PACKAGES
-    else
-        echo "test: without Debian 13's QATzip packages: the tests that compare with Intel's library are left out" >&2
-    fi
+# What has come meanwhile. The tests of what is missing are left out.
+if ! wait "$qatzip"; then
+    echo "test: without Debian 13's QATzip packages: the tests that compare with Intel's library are left out" >&2
+elif [ -z "${TRANSSHIP_QATZIP_PACKAGES:-}" ]; then
+    TRANSSHIP_QATZIP_PACKAGES=$(realpath .guest/qatzip)
+    export TRANSSHIP_QATZIP_PACKAGES
 fi
-
-# Older and newer QEMUs than the one that is installed, from there too.
-if [ -z "${TRANSSHIP_QEMUS:-}" ]; then
-    if scripts/qemu-versions.sh 7.2 .guest/qemus/7.2 && scripts/qemu-versions.sh 11.1 .guest/qemus/11.1; then
-        TRANSSHIP_QEMUS=$(realpath .guest/qemus)
-        export TRANSSHIP_QEMUS
-    else
-        echo "test: without QEMU 7.2 and 11.1: the tests that need those versions are left out" >&2
-    fi
+if ! wait "$qemus"; then
+    echo "test: without QEMU 7.2 and 11.1: the tests that need those versions are left out" >&2
+elif [ -z "${TRANSSHIP_QEMUS:-}" ]; then
+    TRANSSHIP_QEMUS=$(realpath .guest/qemus)
+    export TRANSSHIP_QEMUS
 fi
-
-# The libvirt of Debian 12, beside the one that is installed.
-if [ -z "${TRANSSHIP_LIBVIRTS:-}" ]; then
-    if scripts/libvirt-versions.sh 9.0 .guest/libvirts/9.0; then
-        TRANSSHIP_LIBVIRTS=$(realpath .guest/libvirts)
-        export TRANSSHIP_LIBVIRTS
-    else
-        echo "test: without libvirt 9.0: the tests that need that version are left out" >&2
-    fi
+if ! wait "$libvirts"; then
+    echo "test: without libvirt 9.0: the tests that need that version are left out" >&2
+elif [ -z "${TRANSSHIP_LIBVIRTS:-}" ]; then
+    TRANSSHIP_LIBVIRTS=$(realpath .guest/libvirts)
+    export TRANSSHIP_LIBVIRTS
 fi
 
 # The policy of a host on which SELinux confines QEMU; only a test that takes long wants it.
