@@ -135,6 +135,8 @@ impl SyncTracker {
         // Exactly those, and no gap between them: a page that was protected may have been let go of since.
         written.ranges().try_for_each(|range| self.service.set(region, range, Writes::Wait))?;
         check_still_there(self.service.faults.fd(), uffd::WAIT, areas())?;
+        // Nobody may have served since.
+        self.service.check()?;
         Ok(written)
     }
 }
@@ -184,11 +186,12 @@ impl Service {
             Ok(Err(error)) => error,
             Err(_) => Error::system("let writers go", io::Error::other("the thread that does so has panicked")),
         };
+        // First: a scan that protects pages after they were let go of below must say so, too.
+        *self.failed.lock().unwrap_or_else(PoisonError::into_inner) = Some(error);
         // Nobody would serve those who wait. What was written is found all the same: it is not protected.
         for area in self.faults.areas() {
             let _ = self.set(area.region, area.range(), Writes::Pass);
         }
-        *self.failed.lock().unwrap_or_else(PoisonError::into_inner) = Some(error);
     }
 
     fn serve_all(&self, mut threads: Box<dyn LetWait>) -> Result<(), Error> {
