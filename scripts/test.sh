@@ -11,7 +11,7 @@ if [ ! -d "${CARGO_TARGET_DIR:-target}/debug/incremental" ]; then
 fi
 
 # What some tests compare with, from Debian's mirror: Intel's QATzip, an older and a newer QEMU than the one that is installed, and the
-# libvirt of Debian 12. The processors wait for the network and the disk then, so the build goes on beside it.
+# libvirt of Debian 12. The build goes on beside it: unpacking them takes one processor.
 [ -n "${TRANSSHIP_QATZIP_PACKAGES:-}" ] || scripts/qatzip-packages.sh .guest/qatzip &
 qatzip=$!
 [ -n "${TRANSSHIP_QEMUS:-}" ] || { scripts/qemu-versions.sh 7.2 .guest/qemus/7.2 && scripts/qemu-versions.sh 11.1 .guest/qemus/11.1; } &
@@ -49,25 +49,18 @@ end() {
 }
 trap end EXIT
 
-# What has come meanwhile. The tests of what is missing are left out.
-if ! wait "$qatzip"; then
-    echo "test: without Debian 13's QATzip packages: the tests that compare with Intel's library are left out" >&2
-elif [ -z "${TRANSSHIP_QATZIP_PACKAGES:-}" ]; then
-    TRANSSHIP_QATZIP_PACKAGES=$(realpath .guest/qatzip)
-    export TRANSSHIP_QATZIP_PACKAGES
-fi
-if ! wait "$qemus"; then
-    echo "test: without QEMU 7.2 and 11.1: the tests that need those versions are left out" >&2
-elif [ -z "${TRANSSHIP_QEMUS:-}" ]; then
-    TRANSSHIP_QEMUS=$(realpath .guest/qemus)
-    export TRANSSHIP_QEMUS
-fi
-if ! wait "$libvirts"; then
-    echo "test: without libvirt 9.0: the tests that need that version are left out" >&2
-elif [ -z "${TRANSSHIP_LIBVIRTS:-}" ]; then
-    TRANSSHIP_LIBVIRTS=$(realpath .guest/libvirts)
-    export TRANSSHIP_LIBVIRTS
-fi
+# What has come meanwhile is named to the tests; those of what is missing are left out.
+come() {
+    local job=$1 variable=$2 folder=$3 lack=$4
+    if ! wait "$job"; then
+        echo "test: without $lack are left out" >&2
+    elif [ -z "${!variable:-}" ]; then
+        export "$variable=$(realpath "$folder")"
+    fi
+}
+come "$qatzip" TRANSSHIP_QATZIP_PACKAGES .guest/qatzip "Debian 13's QATzip packages: the tests that compare with Intel's library"
+come "$qemus" TRANSSHIP_QEMUS .guest/qemus "QEMU 7.2 and 11.1: the tests that need those versions"
+come "$libvirts" TRANSSHIP_LIBVIRTS .guest/libvirts "libvirt 9.0: the tests that need that version"
 
 # The policy of a host on which SELinux confines QEMU; only a test that takes long wants it.
 if [ "${1:-}" = --ignored ] && ! scripts/selinux-policy.sh .guest/selinux; then

@@ -2,10 +2,9 @@
 #![allow(clippy::unwrap_used)]
 use crate::{
     ends::{move_between, number},
-    sector::{Move, SharedDisk, peek, poke, read_as_guest, wait_counting},
+    sector::{Move, SharedDisk, give_back, peek, poke, read_as_guest, wait_counting},
 };
-use rustix::fs::FallocateFlags;
-use std::{fs::File, os::unix::fs::MetadataExt, path::Path};
+use std::{os::unix::fs::MetadataExt, path::Path};
 use transship_lab::{Qemu, QemuBuilder, Result, Workload, wait_until};
 
 const MIB: u64 = 1 << 20;
@@ -46,12 +45,12 @@ fn what_is_given_back_and_read_again_is_zero_there() -> Result<()> {
     let (at, mut bytes) = (8 * MIB, vec![0xab; MIB as usize]);
     poke(&source, at, &bytes)?;
     let moving = Move::at("source.round", &source, &destination, &["--verify"])?;
-    let memory = File::options().write(true).open(&source.memory_files()[0]).unwrap();
-    let before = memory.metadata().unwrap().blocks();
-    rustix::fs::fallocate(&memory, FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE, at, MIB / 2).unwrap();
+    let memory = &source.memory_files()[0];
+    let before = allocated(memory);
+    give_back(&source, at..at + MIB / 2)?;
     read_as_guest(&source, at, &mut bytes)?;
     assert!(bytes[..bytes.len() / 2].iter().all(|byte| *byte == 0));
-    assert_eq!(memory.metadata().unwrap().blocks(), before, "it has these pages again");
+    assert_eq!(allocated(memory), before, "it has these pages again");
     let (here, there) = moving.finish()?;
     here.expect_code(0)?;
     there.expect_code(0)?;

@@ -1,8 +1,7 @@
 //! Guests on huge pages.
 
-use crate::sector::{Move, SharedDisk, peek, poke, wait_counting};
-use rustix::fs::FallocateFlags;
-use std::{fs::File, ops::Range, os::unix::fs::MetadataExt};
+use crate::sector::{Move, SharedDisk, give_back, peek, poke, wait_counting};
+use std::{ops::Range, os::unix::fs::MetadataExt};
 use transship_lab::{HugePool, LabError, MemoryMount, Qemu, Result, Scratch, Transship};
 
 /// Of the guest's 128 pages its firmware touches a few; there are not enough for all.
@@ -65,14 +64,11 @@ fn pages_that_become_zero_meanwhile_are_zero_in_reserved_huge_pages() -> Result<
     poke(&source, FILLED.start, &expected)?;
 
     let moving = Move::at("source.round", &source, &destination, &["--verify"])?;
-    let memory = File::options().write(true).open(&source.memory_files()[0]).map_err(|e| LabError(e.to_string()))?;
     for range in &zeroed {
         poke(&source, range.start, &vec![0; (range.end - range.start) as usize])?;
     }
     for range in &freed {
-        let punch = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
-        rustix::fs::fallocate(&memory, punch, range.start, range.end - range.start)
-            .map_err(|e| LabError(e.to_string()))?;
+        give_back(&source, range.clone())?;
     }
     for range in zeroed.iter().chain(&freed) {
         expected[(range.start - FILLED.start) as usize..(range.end - FILLED.start) as usize].fill(0);

@@ -8,8 +8,8 @@ use crate::restoring::{
     lazy::{Stalled, stand_ins},
     place,
 };
+use crate::sector;
 use crate::stock::StockSave;
-use rustix::fs::FallocateFlags;
 use serde_json::json;
 use transship_lab::{Backend, LabError, Qemu, QemuBuilder, Result, Workload, wait_until};
 
@@ -71,9 +71,7 @@ impl Touched {
 
     /// As a balloon device does it for a page that its guest has reported free.
     fn give_back(&self, page: u64) -> Result<()> {
-        let file = io(fs::OpenOptions::new().write(true).open(&self.guest.memory_files()[0]))?;
-        let how = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
-        rustix::fs::fallocate(&file, how, page * PAGE, PAGE).map_err(|e| LabError(e.to_string()))
+        sector::give_back(&self.guest, page * PAGE..(page + 1) * PAGE)
     }
 
     /// Has a page that was saved and is missing brought, and gives it back.

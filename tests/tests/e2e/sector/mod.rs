@@ -2,11 +2,12 @@
 use std::{
     fs::{self, File, OpenOptions},
     io,
+    ops::Range,
     os::unix::fs::FileExt,
     path::{Path, PathBuf},
 };
 
-use rustix::process::Signal;
+use rustix::{fs::FallocateFlags, process::Signal};
 use serde_json::json;
 use transship_lab::{
     Finished, LabError, Qemu, QemuBuilder, Result, Scratch, Transship, lines::Mark, transship::TransshipBuilder,
@@ -188,6 +189,13 @@ pub(crate) fn poke(guest: &Qemu, at: u64, bytes: &[u8]) -> Result<()> {
     let memory = OpenOptions::new().write(true).open(format!("/proc/{}/mem", guest.pid()));
     let at = address(guest)? + at;
     memory.and_then(|memory| memory.write_all_at(bytes, at)).map_err(failed)
+}
+
+/// Gives a part of the guest's memory back, as its balloon does.
+pub(crate) fn give_back(guest: &Qemu, part: Range<u64>) -> Result<()> {
+    let memory = OpenOptions::new().write(true).open(memory(guest)).map_err(failed)?;
+    let punch = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+    rustix::fs::fallocate(&memory, punch, part.start, part.end - part.start).map_err(|e| failed(e.into()))
 }
 
 /// Reads the guest's memory as QEMU and its guest do: where it is a hole, it becomes pages of zeros.

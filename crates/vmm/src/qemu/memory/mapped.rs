@@ -57,7 +57,10 @@ impl Backend {
             Some(path) => self.open_file(file, path, access),
             None => self.open_unnamed(pid, file, access),
         };
-        open(Access::ReadWrite).or_else(|_| open(access))
+        match open(Access::ReadWrite) {
+            Err(_) if access == Access::Read => open(access),
+            opened => opened,
+        }
     }
 
     /// The file that private memory shows where it was not written. For writing only on a hugetlbfs, whose holes the
