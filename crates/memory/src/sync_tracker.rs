@@ -135,8 +135,8 @@ impl SyncTracker {
         // Exactly those, and no gap between them: a page that was protected may have been let go of since.
         written.ranges().try_for_each(|range| self.service.set(region, range, Writes::Wait))?;
         check_still_there(self.service.faults.fd(), uffd::WAIT, areas())?;
-        // Nobody may have served since.
-        self.service.check()?;
+        // Whoever served may have ended since, and have let everybody go before the pages were protected.
+        self.service.check().inspect_err(|_| self.service.let_all_go())?;
         Ok(written)
     }
 }
@@ -186,10 +186,15 @@ impl Service {
             Ok(Err(error)) => error,
             Err(_) => Error::system("let writers go", io::Error::other("the thread that does so has panicked")),
         };
-        // First: a scan that protects pages after they were let go of below must say so, too.
+        // First: a scan that protects pages after they are let go of sees it, and lets them go again.
         *self.failed.lock().unwrap_or_else(PoisonError::into_inner) = Some(error);
-        // Nobody would serve those who wait. What was written is found all the same: it is not protected.
+        self.let_all_go();
+    }
+
+    /// When nobody would serve those who wait. What was written is found all the same: it is not protected.
+    fn let_all_go(&self) {
         for area in self.faults.areas() {
+            // Of no use to say: what has gone wrong before is what the user is told.
             let _ = self.set(area.region, area.range(), Writes::Pass);
         }
     }

@@ -395,17 +395,27 @@ fn when_nobody_lets_writers_go_any_more_a_scan_says_so_and_protects_nothing() {
     // It waits until both descriptors are closed, also if this test fails.
     thread::spawn(move || strange.write(3, 2));
     let deadline = Instant::now() + Duration::from_secs(30);
+    // Without a pause, so that the thread ends while a scan runs.
     let error = loop {
         match tracker.scan(0) {
             Ok(_) => assert!(Instant::now() < deadline, "nobody has noticed"),
             Err(error) => break error,
         }
-        thread::sleep(Duration::from_millis(1));
     };
     assert!(error.to_string().contains("which is in no registered area"), "{error}");
-    (0..16).for_each(|page| guest.write(page, 2));
+    goes_on_writing(guest, 2);
     assert!(matches!(tracker.scan(0), Err(Error::Gone { region: 0, .. })), "it stays so");
-    (0..16).for_each(|page| guest.write(page, 3));
+    goes_on_writing(guest, 3);
+}
+
+/// Whoever is not let go waits for ever, also after the test.
+fn goes_on_writing(guest: &'static Guest, value: u64) {
+    let (wrote, written) = mpsc::channel();
+    thread::spawn(move || {
+        (0..16).for_each(|page| guest.write(page, value));
+        let _ = wrote.send(());
+    });
+    written.recv_timeout(Duration::from_secs(30)).expect("it goes on");
 }
 
 /// Says of nobody how long it may be held.
