@@ -45,6 +45,11 @@ impl Control {
             .map_err(|source| Error::Io { what: format!("send {} to {}", message.name(), self.peer), source })
     }
 
+    /// The same. A peer that has ended the session is heard first: an error says why it did so, if it says so itself.
+    pub(crate) fn send_or_hear(&mut self, message: &Message) -> Result<(), Error> {
+        self.send(message).map_err(|error| self.explain(error))
+    }
+
     /// Sends a message that is either taken by the system whole, or not at all: an error means that the peer can't have
     /// got a byte of it. What was taken may still be lost on its way, and later writes then fail.
     pub(crate) fn send_whole(&mut self, message: &Message) -> Result<(), Error> {

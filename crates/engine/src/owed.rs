@@ -12,10 +12,10 @@ pub(crate) fn send(control: &mut Control, sets: &[PageSet]) -> Result<(), Error>
         let windows: Vec<_> =
             set.windows().map(|window| OwedWindow { first: window.first, pages: window.mask }).collect();
         for windows in windows.chunks(MAX_OWED_WINDOWS) {
-            control.send(&Message::Owed { region, windows: windows.to_vec() })?;
+            control.send_or_hear(&Message::Owed { region, windows: windows.to_vec() })?;
         }
     }
-    control.send(&Message::OwedEnd { pages: sets.iter().map(PageSet::count).sum() })
+    control.send_or_hear(&Message::OwedEnd { pages: sets.iter().map(PageSet::count).sum() })
 }
 
 /// Takes what `send` has sent, up to its end: by region of this memory. `first`: the message that came first, if it was

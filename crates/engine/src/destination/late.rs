@@ -84,7 +84,7 @@ impl Destination<'_> {
         let received = Received::of(&memory, &missing, will, listener, (session, channels));
         let charge = serde_json::json!({ "move": received }).to_string();
         stand_in.arm(&charge, &Received::files(&missing, &claims, listener)?)?;
-        control.send(&Message::OwedEnd { pages: count })?;
+        control.send_or_hear(&Message::OwedEnd { pages: count })?;
         self.progress.round_total.store(count * PAGE_BYTES as u64, Ordering::Relaxed);
         self.progress.round_left.store(count * PAGE_BYTES as u64, Ordering::Relaxed);
         let arrival = Arc::new(Arrival::new(Filling::new(owed, missing, claims), self.progress));

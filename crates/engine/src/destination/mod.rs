@@ -140,7 +140,7 @@ impl Destination<'_> {
             self.guest.memory().clear_all()?;
         }
         fail_point::reach("destination.hello")?;
-        control.send(&Message::Welcome)?;
+        control.send_or_hear(&Message::Welcome)?;
         Ok(wishes)
     }
 
@@ -194,7 +194,7 @@ impl Destination<'_> {
 
     /// Sends the source our digest of this guest's memory, and compares.
     fn compare(&mut self, control: &mut Control, ours: [u8; 32], theirs: [u8; 32]) -> Result<(), Error> {
-        control.send(&Message::DigestIs { digest: ours })?;
+        control.send_or_hear(&Message::DigestIs { digest: ours })?;
         self.report.verified = Some(ours == theirs);
         fail_point::reach("destination.digest")?;
         if ours == theirs {
@@ -232,7 +232,7 @@ impl Destination<'_> {
         // Released before the source is told, so that no channel sees the next round too early.
         arriving.release_round(round.number);
         let done = Message::RoundDone { round: closed.number, pages: closed.pages, zero: closed.zero };
-        control.send(&done).map_err(|error| control.explain(error))
+        control.send_or_hear(&done)
     }
 }
 
@@ -278,7 +278,7 @@ fn confirm(guest: &mut dyn DestinationGuest, control: &mut Control, progress: &P
         return Err(Error::CANCELLED);
     }
     // A source that gave the move up before this has said why, and may have left.
-    control.send(&Message::Loaded).map_err(|error| control.explain(error))?;
+    control.send_or_hear(&Message::Loaded)?;
     // While the source decides. If we are killed once it has, nothing of ours is left in a VMM whose guest runs.
     guest.tidy();
     fail_point::reach("destination.confirmed")

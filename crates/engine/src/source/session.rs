@@ -41,7 +41,7 @@ impl MoveSession {
         let (mut control, id) = channels::connect_control(to, options.terms.caller.as_ref())?;
         let (verify, post_copy) = (options.verify, options.post_copy.is_some());
         let hello = Message::Hello { channels: options.channels, verify, post_copy, guest: description };
-        control.send(&hello).map_err(|error| control.explain(error))?;
+        control.send_or_hear(&hello)?;
         fail_point::reach("source.hello")?;
         let answer = control.receive("its Welcome", STALL_TIMEOUT * 2, progress);
         match answer.map_err(|error| too_old(error, post_copy))? {

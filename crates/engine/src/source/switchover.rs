@@ -118,10 +118,10 @@ fn compare(
 ) -> Result<(), Error> {
     let (memory, freeing) = (&guest.memory(), guest.freeing());
     // It computes while we do.
-    control.send(&Message::DigestWanted)?;
+    control.send_or_hear(&Message::DigestWanted)?;
     // What the guest can do without was not sent, and reads as zero there.
     let ours = digest(memory, rounds.dead())?;
-    control.send(&Message::Digest { digest: ours })?;
+    control.send_or_hear(&Message::Digest { digest: ours })?;
     let theirs = match control.receive("its digest", digest_timeout(memory), progress)? {
         Message::DigestIs { digest } => digest,
         other => return Err(control.unexpected(&other, "where DigestIs was due")),
@@ -180,10 +180,10 @@ pub(super) fn await_loaded(control: &Control, progress: &Progress) -> Result<(),
 /// Sends the device state, up to its end.
 pub(super) fn send_state(state: &[u8], control: &mut Control) -> Result<(), Error> {
     for piece in state.chunks(STATE_PIECE) {
-        control.send(&Message::State { bytes: piece.to_vec() })?;
+        control.send_or_hear(&Message::State { bytes: piece.to_vec() })?;
         control.check_silence()?;
     }
-    control.send(&Message::StateEnd { bytes: state.len() as u64, digest: blake3::hash(state).into() })
+    control.send_or_hear(&Message::StateEnd { bytes: state.len() as u64, digest: blake3::hash(state).into() })
 }
 
 #[cfg(test)]

@@ -111,7 +111,15 @@ fn copy(
                 Harm::Cut => (piece, is_cut) = (&mut piece[..=byte - before], true),
             }
         }
-        if loses.load(SeqCst) || to.write_all(piece).is_err() || is_cut {
+        if loses.load(SeqCst) {
+            break;
+        }
+        if to.write_all(piece).is_err() {
+            // What the other end has said before it left still goes back.
+            let _ = from.shutdown(Shutdown::Read);
+            return;
+        }
+        if is_cut {
             break;
         }
         before += count;
