@@ -282,7 +282,7 @@ fn a_move_whose_writers_are_held_ends_with_its_vmm() -> Result<()> {
 /// What can't be had is refused before the guest is touched.
 #[test]
 fn what_cannot_be_held_is_refused() -> Result<()> {
-    let source = Qemu::multiboot().booted()?;
+    let source = Qemu::multiboot_with_kvm().booted()?;
     let vm = source.vm();
     for (flags, why) in [
         (&["move", "--to", "unix:/x", "--tracker", "async"][..], "leave out --tracker async"),

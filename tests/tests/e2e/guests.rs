@@ -18,7 +18,7 @@ fn a_linux_guest_notices_one_stale_page() {
 #[test]
 fn a_multiboot_guest_notices_one_stale_page() {
     let workload = Workload { idle: true, ..Workload::MULTIBOOT };
-    let guest = Qemu::multiboot().workload(workload).start().unwrap();
+    let guest = Qemu::multiboot_with_kvm().workload(workload).start().unwrap();
     notices_one_stale_page(&guest, u64::from(workload.mib) * 256, b"ship");
 }
 

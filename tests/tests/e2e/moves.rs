@@ -105,11 +105,11 @@ fn a_guest_on_two_numa_nodes_goes_on_where_it_was() -> Result<()> {
 /// There, and back again: nothing of the first move may hinder the second.
 #[test]
 fn a_guest_moves_there_and_back() -> Result<()> {
-    let here = Qemu::multiboot().booted()?;
-    let there = Qemu::multiboot().incoming().start()?;
+    let here = Qemu::multiboot_with_kvm().booted()?;
+    let there = Qemu::multiboot_with_kvm().incoming().start()?;
     move_between(&here.vm(), &there.vm(), &["--verify"])?;
     drop(here);
-    let here = Qemu::multiboot().incoming().start()?;
+    let here = Qemu::multiboot_with_kvm().incoming().start()?;
     move_between(&there.vm(), &here.vm(), &["--verify"])?;
     assert_eq!(here.sweep()?.errors, 0);
     Ok(())

@@ -206,9 +206,9 @@ fn make_dirty(guest: &Qemu) -> Result<()> {
 /// A guest that stood still does so afterwards.
 #[test]
 fn a_guest_that_stood_still_is_not_started() -> Result<()> {
-    let source = Qemu::multiboot().booted()?;
+    let source = Qemu::multiboot_with_kvm().booted()?;
     source.qmp("stop", json!({}))?;
-    let destination = Qemu::multiboot().incoming().start()?;
+    let destination = Qemu::multiboot_with_kvm().incoming().start()?;
     let receive = into_guest(&destination.vm()).start()?;
     StockSend { capabilities: &["return-path"], ..StockSend::default() }.begin(&source, &receive.listening()?)?;
     receive.wait()?.expect_code(0)?;
@@ -312,9 +312,11 @@ fn other_versions_are_received_in_all_ways() -> Result<()> {
 
 /// `wanted`: of the ways of a version, by their numbers.
 fn other_versions(wanted: fn(usize) -> bool) -> Result<()> {
+    // With `compress`, a QEMU 7.2 that emulates its guest sends a wrong page now and then, also to a stock QEMU 7.2.
     let guest = |version: &str, machine: &'static str| -> Result<Option<Box<dyn Fn() -> QemuBuilder>>> {
         Ok(other_qemu(version)?.map(|binary| {
-            Box::new(move || Qemu::multiboot().binary(&binary).machine(machine)) as Box<dyn Fn() -> QemuBuilder>
+            Box::new(move || Qemu::multiboot_with_kvm().binary(&binary).machine(machine))
+                as Box<dyn Fn() -> QemuBuilder>
         }))
     };
     if let Some(guest) = guest("7.2", "pc-q35-7.2")? {
@@ -351,7 +353,7 @@ fn old_to_both(guest: &dyn Fn() -> QemuBuilder, send: StockSend<'_>) -> Result<(
     send.begin(&source, &receive.listening()?)?;
     receive.wait()?.expect_code(0)?;
     drop(source);
-    for guest in [guest(), Qemu::multiboot().machine("pc-q35-7.2")] {
+    for guest in [guest(), Qemu::multiboot_with_kvm().machine("pc-q35-7.2")] {
         let destination = guest.incoming().start()?;
         let from = path.to_string_lossy();
         Transship::command(["restore", "--vm", &destination.vm(), "--from", &*from]).run()?.expect_code(0)?;

@@ -19,7 +19,7 @@ fn goes_over(from: QemuBuilder, to: QemuBuilder, wires: Wires) -> Result<Value> 
 #[test]
 fn a_guest_goes_over_one_connection() -> Result<()> {
     for backend in [Backend::SharedFile, Backend::Ram, Backend::Memfd] {
-        let report = goes_over(Qemu::multiboot(), Qemu::multiboot().backend(backend), PLAIN)?;
+        let report = goes_over(Qemu::multiboot_with_kvm(), Qemu::multiboot_with_kvm().backend(backend), PLAIN)?;
         assert!(number(&report, "/pages/normal") > 1000.0 && number(&report, "/downtime_ms") > 0.0, "{report}");
         assert!(number(&report, "/bytes/wire") > 4096.0 * number(&report, "/pages/normal"), "{report}");
     }

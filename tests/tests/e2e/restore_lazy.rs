@@ -80,8 +80,8 @@ fn a_lazy_guest_survives_the_death_of_its_restore() -> Result<()> {
 fn a_lazy_guest_that_nobody_started_is_whole() -> Result<()> {
     let folder = disk()?;
     let path = folder.join("snapshot");
-    saved_by_stock(Qemu::multiboot(), StockSave::default(), &path)?;
-    let destination = Qemu::multiboot().incoming().start()?;
+    saved_by_stock(Qemu::multiboot_with_kvm(), StockSave::default(), &path)?;
+    let destination = Qemu::multiboot_with_kvm().incoming().start()?;
     make_dirty(&destination)?;
     let kill = ("TRANSSHIP_FAIL_POINT", "restore.loaded=kill");
     let ended = restoring(&destination.vm(), &path).args(["--lazy"]).env(kill.0, kill.1).run()?;
@@ -98,8 +98,8 @@ fn a_lazy_guest_that_nobody_started_is_whole() -> Result<()> {
 fn a_lazy_restore_that_dies_leaves_no_settings_behind() -> Result<()> {
     let folder = disk()?;
     let path = folder.join("snapshot");
-    saved_by_stock(Qemu::multiboot(), StockSave::default(), &path)?;
-    let destination = Qemu::multiboot().incoming().start()?;
+    saved_by_stock(Qemu::multiboot_with_kvm(), StockSave::default(), &path)?;
+    let destination = Qemu::multiboot_with_kvm().incoming().start()?;
     let settings = || destination.qmp("query-migrate-capabilities", json!({}));
     let before = settings()?;
     let kill = ("TRANSSHIP_FAIL_POINT", "restore.loading=kill");
