@@ -37,24 +37,30 @@ impl Area {
 
 /// Every page of every region is in an area, and every area in its region: else a write could be missed.
 pub(crate) fn check(areas: &[Area], region_pages: &[u64]) -> Result<(), Error> {
+    check_inside(areas, region_pages)?;
     let mut missing: Vec<PageSet> = region_pages.iter().map(|&pages| PageSet::full(pages)).collect();
+    areas.iter().for_each(|area| missing[area.region].remove(area.range()));
+    for (region, missing) in missing.iter().enumerate() {
+        if let Some(range) = missing.ranges().next() {
+            let why = format!("pages {}..{} are not mapped in the process", range.first, range.end());
+            return Err(untrackable(region, why));
+        }
+    }
+    Ok(())
+}
+
+/// Every area is in its region.
+pub(crate) fn check_inside(areas: &[Area], region_pages: &[u64]) -> Result<(), Error> {
     for area in areas {
-        let Some(missing) = missing.get_mut(area.region) else {
+        let Some(&pages) = region_pages.get(area.region) else {
             return Err(untrackable(area.region, "there is no such region"));
         };
         let whole = |number: u64| number.is_multiple_of(PAGE_BYTES as u64);
         if area.bytes == 0 || !whole(area.bytes) || !whole(area.address) {
             return Err(untrackable(area.region, format!("{area:x?} does not consist of pages")));
         }
-        if area.address.checked_add(area.bytes).is_none() || !area.range().fits(missing.pages()) {
-            return Err(untrackable(area.region, format!("{area:x?} lies outside its {} pages", missing.pages())));
-        }
-        missing.remove(area.range());
-    }
-    for (region, missing) in missing.iter().enumerate() {
-        if let Some(range) = missing.ranges().next() {
-            let why = format!("pages {}..{} are not mapped in the process", range.first, range.end());
-            return Err(untrackable(region, why));
+        if area.address.checked_add(area.bytes).is_none() || !area.range().fits(pages) {
+            return Err(untrackable(area.region, format!("{area:x?} lies outside its {pages} pages")));
         }
     }
     Ok(())

@@ -64,8 +64,11 @@ pub enum Error {
         /// Why not.
         why: String,
     },
-    /// The tracked process is gone, or no longer maps the memory: what was written is not known any more.
-    #[error("region number {region}: the tracked process has ended or unmapped its memory ({source})")]
+    /// A tracked process is gone, or no longer maps the memory as it did: what was written is not known any more.
+    #[error(
+        "region number {region}: a process that has it has ended, or has unmapped it or mapped it anew ({source}); if \
+         the guest runs on, start again"
+    )]
     Gone {
         /// Index of the region.
         region: usize,

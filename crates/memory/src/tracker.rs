@@ -38,13 +38,19 @@ pub trait Tracker: Send {
 /// 6.7). Dropping it closes the userfaultfd, which ends the tracking; the process runs on as before.
 ///
 /// It sees all writes of the tracked process through the areas (including those of the kernel and KVM on its behalf),
-/// but no writes of other processes through their own mappings.
+/// but no writes of other processes through their own mappings, except those of processes that were added.
 pub struct UffdTracker {
+    /// The first one maps everything.
+    processes: Vec<Process>,
+    /// By region.
+    regions: Vec<Tracked>,
+}
+
+/// A process that writes.
+struct Process {
     uffd: OwnedFd,
     pagemap: OwnedFd,
     areas: Vec<Area>,
-    /// By region.
-    regions: Vec<Tracked>,
 }
 
 struct Tracked {
@@ -72,19 +78,22 @@ impl UffdTracker {
     /// kernel that is too old.
     pub fn new(uffd: OwnedFd, pagemap: OwnedFd, areas: Vec<Area>, region_pages: Vec<u64>) -> Result<Self, Error> {
         area::check(&areas, &region_pages)?;
-        uffd::negotiate(uffd.as_fd(), uffd::TRACK).map_err(|source| match source.raw_os_error() {
-            Some(libc::EINVAL) => Error::Kernel {
-                what: "track writes to shared memory",
-                need: "Linux 6.7 or newer is needed, and a userfaultfd that was not used before",
-            },
-            _ => Error::system("negotiate with userfaultfd", source),
-        })?;
-        for area in &areas {
-            uffd::register(uffd.as_fd(), uffd::TRACK, area.address, area.bytes)
-                .map_err(|source| refused(area, source))?;
-        }
+        let first = Process::begin(uffd, pagemap, areas)?;
         let regions = region_pages.into_iter().map(|pages| Tracked { pages, look: Look::Written, armed: false });
-        Ok(Self { uffd, pagemap, areas, regions: regions.collect() })
+        Ok(Self { processes: vec![first], regions: regions.collect() })
+    }
+
+    /// Another process that maps regions, or parts of them, shared: what it writes is found as well. To be told before
+    /// the first scan. A mapping that it makes later is not tracked. If it makes one in place of a tracked one, or
+    /// takes that away, the next scan fails.
+    ///
+    /// # Errors
+    /// Areas that the regions don't have; as [`UffdTracker::new`].
+    pub fn with_other(mut self, uffd: OwnedFd, pagemap: OwnedFd, areas: Vec<Area>) -> Result<Self, Error> {
+        let pages: Vec<u64> = self.regions.iter().map(|region| region.pages).collect();
+        area::check_inside(&areas, &pages)?;
+        self.processes.push(Process::begin(uffd, pagemap, areas)?);
+        Ok(self)
     }
 
     /// This region is private memory of the process: a page that is not in its page table is a hole, which need not be
@@ -97,13 +106,36 @@ impl UffdTracker {
         self
     }
 
-    /// The pages of the region that were written; they are tracked again.
+    /// The pages of the region that were written, by whichever process; they are tracked again.
     fn written(&self, region: usize, look: Look, pages: u64) -> Result<PageSet, Error> {
-        let areas = || self.areas.iter().filter(|area| area.region == region);
         let mut written = PageSet::empty(pages);
-        sweep(self.pagemap.as_fd(), (look, By::Scan), areas(), &mut written)?;
-        check_still_there(self.uffd.as_fd(), uffd::TRACK, areas())?;
+        for process in &self.processes {
+            process.add_written(region, look, &mut written)?;
+        }
         Ok(written)
+    }
+}
+
+impl Process {
+    fn begin(uffd: OwnedFd, pagemap: OwnedFd, areas: Vec<Area>) -> Result<Self, Error> {
+        uffd::negotiate(uffd.as_fd(), uffd::TRACK).map_err(|source| match source.raw_os_error() {
+            Some(libc::EINVAL) => Error::Kernel {
+                what: "track writes to shared memory",
+                need: "Linux 6.7 or newer is needed, and a userfaultfd that was not used before",
+            },
+            _ => Error::system("negotiate with userfaultfd", source),
+        })?;
+        for area in &areas {
+            uffd::register(uffd.as_fd(), uffd::TRACK, area.address, area.bytes)
+                .map_err(|source| refused(area, source))?;
+        }
+        Ok(Self { uffd, pagemap, areas })
+    }
+
+    fn add_written(&self, region: usize, look: Look, written: &mut PageSet) -> Result<(), Error> {
+        let areas = || self.areas.iter().filter(|area| area.region == region);
+        sweep(self.pagemap.as_fd(), (look, By::Scan), areas(), written)?;
+        check_still_there(self.uffd.as_fd(), uffd::TRACK, areas())
     }
 }
 

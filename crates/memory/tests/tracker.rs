@@ -73,6 +73,35 @@ fn the_first_scan_reports_everything_and_the_next_what_was_written() {
     // More stretches than one call of the kernel reports is tested with twice as many pages below.
 }
 
+/// A second process, as far as the kernel is asked: another mapping, with a userfaultfd of its own.
+#[test]
+fn what_another_process_writes_is_found_until_it_maps_the_memory_anew() {
+    let (pages, part) = (1000, 600);
+    let file = file(pages * PAGE);
+    let (guest, other) = (Guest::map(&file, pages * PAGE), Guest::map(&file, part * PAGE));
+    (0..part).for_each(|page| other.write(page, 1));
+    let mut tracker = track(&guest).with_other(userfaultfd(), own_pagemap(), vec![other.area()]).unwrap();
+    assert_eq!(tracker.scan(0).unwrap(), PageSet::full(pages));
+    settle(&mut tracker);
+    guest.write(3, 2);
+    guest.write(999, 2);
+    [4, 100, 599].iter().for_each(|&page| other.write(page, 2));
+    assert_eq!(tracker.scan(0).unwrap(), set(pages, &[(3, 2), (100, 1), (599, 1), (999, 1)]));
+    assert!(tracker.scan(0).unwrap().is_empty());
+
+    let (prot, flags) = (ProtFlags::READ | ProtFlags::WRITE, MapFlags::SHARED | MapFlags::FIXED);
+    // SAFETY: in the place of a mapping of this test's, of which there are no references.
+    let anew = unsafe { rustix::mm::mmap(other.base.cast(), other.bytes as usize, prot, flags, &file, 0) }.unwrap();
+    assert_eq!(anew, other.base.cast());
+    other.write(5, 3);
+    assert!(matches!(tracker.scan(0), Err(Error::Gone { region: 0, .. })));
+    assert!(tracker.scan(0).is_err(), "it stays so");
+
+    let outside = Area { first_page: pages - 1, ..other.area() };
+    let refused = track(&Guest::map(&file, pages * PAGE)).with_other(userfaultfd(), own_pagemap(), vec![outside]);
+    assert!(refused.err().unwrap().to_string().contains("lies outside its 1000 pages"));
+}
+
 #[test]
 fn more_stretches_than_one_call_reports_all_come() {
     let pages = 20_000;
