@@ -25,7 +25,7 @@ needs=(
     "gnutls-cli|gnutls-bin|the same"
     "age|age|encrypts and decrypts snapshots, as others do"
     "prlimit|util-linux|runs commands with other limits and users"
-    "qemu-img|qemu-utils|makes the disks of clones"
+    "qemu-img|qemu-utils|makes the disks of clones, and has vhost-user ones"
     "chattr|e2fsprogs|lets go of images"
 )
 

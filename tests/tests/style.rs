@@ -22,11 +22,17 @@ const UNSAFE: [(&str, &str); 10] = [
 ];
 
 /// Where something sleeps in the product, and why nothing wakes it.
-const SLEEP: [(&str, &str); 11] = [
+const SLEEP: [(&str, &str); 14] = [
     ("crates/engine/src/fail_point.rs", "tests hold a process there"),
     ("crates/engine/src/pacer.rs", "a bandwidth is kept by waiting"),
     ("crates/engine/src/filling/stand_in.rs", "an error that stays, looked at again until the VMM has ended"),
     ("crates/vmm/src/freeze.rs", "the kernel does not say when a stopped process stands"),
+    ("crates/vmm/src/qemu/back_ends/rest.rs", "a count in a guest's memory, which others write"),
+    ("crates/vmm/src/qemu/held.rs", "the kernel does not say when another's thread begins to wait"),
+    (
+        "crates/vmm/src/qemu/inject/tracee.rs",
+        "a signal would tell, but in a program of many threads anybody may get it",
+    ),
     ("crates/vmm/src/handoff/mod.rs", "a socket that takes one client, and does not say when it is free"),
     ("crates/vmm/src/qemu/abandoned.rs", "the same"),
     ("crates/cli/src/commands/fork.rs", "nothing says when somebody begins to listen at a socket"),

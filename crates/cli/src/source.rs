@@ -68,12 +68,14 @@ impl Wanted<'_> {
         };
         let connect = self.to.cloned().into_iter().chain(again).collect();
         let (socket, lookout, threads) = (self.control, guest.lookout(), guest.threads());
+        let hold = guest.processors();
         let commands = self.commands;
-        let errands = Errands { connect, socket, lookout, threads, commands, ..Errands::default() };
+        let errands = Errands { connect, socket, lookout, threads, hold, commands, ..Errands::default() };
         *steward = sandbox.steward(&errands)?;
         if let Some(steward) = steward {
             guest.look_by(steward.lookout());
             guest.know_threads_by(steward.threads());
+            guest.hold_by(steward.hold());
         }
         Ok(Taken { guest, guard: GuardProcess::start(self.vm_text, self.guard)? })
     }

@@ -23,7 +23,7 @@ pub use disks::{DiskFile, DiskSnapshot, NO_DISK_SNAPSHOT};
 pub use error::GuestError;
 pub use guard::{Duty, Guard, LastWill};
 pub use hints::{Hint, Hints};
-pub use source::{AskOthers, Found, SourceGuest, Watch};
+pub use source::{AskOthers, AskToHold, Found, Hold, SourceGuest, Watch};
 
 /// What a guest's device state is made of.
 #[derive(Debug, Clone, PartialEq, Eq)]

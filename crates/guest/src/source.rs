@@ -224,10 +224,31 @@ pub trait SourceGuest: Send {
     }
     /// From now on that process is asked, through `other`.
     fn know_threads_by(&mut self, _other: Box<dyn LetWait>) {}
+    /// What a process that may trace the VMM must be told to hold the guest's processors, in this one's place, for a
+    /// moment within `stop`; the adapter itself will read it. None: nobody need hold them.
+    fn processors(&self) -> Option<String> {
+        None
+    }
+    /// From now on that process is asked.
+    fn hold_by(&mut self, _ask: AskToHold) {}
 }
 
 /// Asks another process who writes guest memory past the tracker now: each of them in words.
 pub type AskOthers = Box<dyn FnMut() -> io::Result<Vec<String>> + Send>;
+
+/// Asks another process to hold the guest's processors, or to let them go.
+pub type AskToHold = Box<dyn FnMut(Hold) -> io::Result<()> + Send>;
+
+/// What becomes of processors that are held.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Hold {
+    /// They stand still when this has been done.
+    Begin,
+    /// They go on.
+    End,
+    /// They go on when the VMM waits for them, or after a moment. It is about to be told to stop them.
+    EndWhenAwaited,
+}
 
 /// How a guest's memory is watched.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

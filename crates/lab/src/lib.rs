@@ -23,6 +23,7 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
+pub mod back_end;
 pub mod balloon;
 pub mod beats;
 mod booted;
@@ -50,6 +51,7 @@ pub mod transship;
 pub mod versions;
 pub mod workload;
 
+pub use back_end::BlockBackEnd;
 pub use balloon::Balloon;
 pub use certificates::{Authority, Holder};
 pub use disk::Disk;

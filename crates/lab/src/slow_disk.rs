@@ -36,8 +36,8 @@ pub struct SlowDisk {
 }
 
 impl SlowDisk {
-    /// A disk of `mib` MiB, of whose blocks of 4 KiB each says its own number, all through, in words of 8 bytes, for
-    /// QEMUs that read `reads` times a second together. Nothing where the kernel can't hold them back; that is said.
+    /// A disk of `mib` MiB, [numbered], for QEMUs that read `reads` times a second together. Nothing where the kernel
+    /// can't hold them back; that is said.
     ///
     /// # Errors
     /// The image can't be written.
@@ -45,12 +45,8 @@ impl SlowDisk {
         // Seldom a tmpfs, which has no device.
         let folder = Scratch::within(Path::new("/var/tmp"))?;
         let image = folder.join("image");
-        let mut file = File::create(&image).map_err(failed("a disk image"))?;
-        for block in 0..mib << 8 {
-            file.write_all(&block.to_le_bytes().repeat(BLOCK_BYTES / 8)).map_err(failed("a disk image"))?;
-        }
         // Else it would be written to the device when the first guest reads it.
-        file.sync_all().map_err(failed("a disk image"))?;
+        numbered(&image, mib)?.sync_all().map_err(failed("a disk image"))?;
         match Self::group(&folder, &image, reads) {
             Ok(group) => Ok(Some(Self { folder, group })),
             Err(why) => {
@@ -100,6 +96,18 @@ impl SlowDisk {
         let processes = self.group.join("cgroup.procs");
         fs::write(&processes, qemu.pid().to_string()).map_err(failed(processes.display()))
     }
+}
+
+/// Makes an image of which each block of 4 KiB says its own number, all through, in words of 8 bytes.
+///
+/// # Errors
+/// It can't be written.
+pub fn numbered(image: &Path, mib: u64) -> Result<File> {
+    let mut file = File::create(image).map_err(failed("a disk image"))?;
+    for block in 0..mib << 8 {
+        file.write_all(&block.to_le_bytes().repeat(BLOCK_BYTES / 8)).map_err(failed("a disk image"))?;
+    }
+    Ok(file)
 }
 
 impl Drop for SlowDisk {

@@ -44,6 +44,9 @@ pub(crate) struct StewardArgs {
     /// How to know which threads of a VMM may wait
     #[arg(long)]
     pub(crate) threads: Option<String>,
+    /// Which processors of a guest to hold
+    #[arg(long)]
+    pub(crate) hold: Option<String>,
     /// The VMM's process, to freeze it
     #[arg(long)]
     pub(crate) freeze: Option<i32>,

@@ -23,7 +23,7 @@ use std::{
 
 use serde::{Deserialize, Serialize};
 use transship_engine::{Started, Uri, UserCommand, connect_by, start_by};
-use transship_guest::{AskOthers, DestinationGuest, GuestError};
+use transship_guest::{AskOthers, AskToHold, DestinationGuest, GuestError, Hold};
 use transship_lines::{Line, LineSocket};
 use transship_memory::LetWait;
 use transship_vmm::{
@@ -51,6 +51,8 @@ pub(crate) struct Errands<'a> {
     pub(crate) lookout: Option<String>,
     /// Knows which threads of a VMM may wait: what its guest's adapter says of it.
     pub(crate) threads: Option<String>,
+    /// Holds a guest's processors for a moment: what its adapter says of them.
+    pub(crate) hold: Option<String>,
     /// Runs these; by their phases.
     pub(crate) commands: Vec<(&'static str, UserCommand)>,
     /// The VMM's process, which it freezes if its guest can't be stopped otherwise.
@@ -77,8 +79,8 @@ impl<'a> Errands<'a> {
     }
 
     pub(super) fn is_empty(&self) -> bool {
-        let Self { connect, socket, folder, lookout, threads, commands, freeze, give_back, other: _ } = self;
-        let looks = lookout.is_some() || threads.is_some() || freeze.is_some() || give_back.is_some();
+        let Self { connect, socket, folder, lookout, threads, hold, commands, freeze, give_back, other: _ } = self;
+        let looks = lookout.is_some() || threads.is_some() || freeze.is_some() || give_back.is_some() || hold.is_some();
         let is_asked = looks || !connect.is_empty() || !commands.is_empty();
         !is_asked && socket.is_none() && folder.is_none()
     }
@@ -94,10 +96,11 @@ impl<'a> Errands<'a> {
         let folder = self.folder.map(|path| flag("--folder", path.into()));
         let lookout = self.lookout.as_ref().map(|text| flag("--lookout", text.into()));
         let threads = self.threads.as_ref().map(|text| flag("--threads", text.into()));
+        let hold = self.hold.as_ref().map(|text| flag("--hold", text.into()));
         let freeze = self.freeze.map(|pid| flag("--freeze", pid.to_string().into()));
         let give_back = self.give_back.as_ref().map(|text| flag("--give-back", text.into()));
         let other = self.other.as_ref().map(|_| OsString::from("--other"));
-        let all = [socket, folder, lookout, threads, commands, freeze, give_back];
+        let all = [socket, folder, lookout, threads, hold, commands, freeze, give_back];
         Ok(all.into_iter().flatten().chain(connect).flatten().chain(other).collect())
     }
 }
@@ -150,6 +153,19 @@ impl Steward {
         Box::new(KnownThere(Arc::clone(&self.line)))
     }
 
+    /// For a guest whose processors it holds.
+    pub(crate) fn hold(&self) -> AskToHold {
+        let line = Arc::clone(&self.line);
+        Box::new(move |hold| {
+            let what = match hold {
+                Hold::Begin => Ask::Hold,
+                Hold::End => Ask::LetGo,
+                Hold::EndWhenAwaited => Ask::LetGoWhenAwaited,
+            };
+            ask(&line, &what).map(drop)
+        })
+    }
+
     /// For a guest whose other writers it looks for.
     pub(crate) fn lookout(&self) -> AskOthers {
         let line = Arc::clone(&self.line);
@@ -198,6 +214,12 @@ enum Ask {
     Writers,
     /// For how long a thread of the VMM may be held at most.
     MayWait(u32),
+    /// The guest's processors are to stand still.
+    Hold,
+    /// They may go on.
+    LetGo,
+    /// They may go on when the VMM waits for them, which it is about to.
+    LetGoWhenAwaited,
     /// The command of this phase.
     Start(String),
     /// How that one has ended, if it has.

@@ -78,7 +78,7 @@ impl QemuDestination {
     }
 
     fn prepare(&mut self) -> Result<Prepared, GuestError> {
-        lazy(&self.qmp, &self.memory, &mut Err)?;
+        lazy(&mut self.qmp, &self.memory, &mut Err)?;
         let areas = memory::areas(&mut self.qmp, &self.backends)?;
         let freezer = Freezer::of(self.qmp.pid())?;
         Ok(Prepared { uffd: faults::for_all(&mut self.qmp)?, areas, freezer })
@@ -206,7 +206,7 @@ impl DestinationGuest for QemuDestination {
 
     fn may_miss(&mut self) -> Result<(), GuestError> {
         match self.prepared.take() {
-            None => lazy(&self.qmp, &self.memory, &mut Err),
+            None => lazy(&mut self.qmp, &self.memory, &mut Err),
             Some(Err(why)) => Err(why),
             prepared => {
                 self.prepared = prepared;

@@ -26,14 +26,14 @@ use super::{
 
 const DEVICE: &str = "/dev/userfaultfd";
 
-/// Whether QEMU can be made to make one for tracking. Changes nothing there.
-pub(super) fn may_track(qmp: &Qmp) -> Result<(), GuestError> {
-    inject::may_visit(qmp.pid(), qmp.pid())
+/// Whether a process, QEMU or one that shares its memory, can be made to make one for tracking. Changes nothing there.
+pub(super) fn may_track(pid: i32) -> Result<(), GuestError> {
+    inject::may_visit(pid, pid)
 }
 
 /// Whether QEMU can be made to make one for which everybody waits. Changes nothing there.
 pub(super) fn may_make_wait(qmp: &Qmp) -> Result<(), GuestError> {
-    may_track(qmp)?;
+    may_track(qmp.pid())?;
     if makes_one_by_itself(qmp.pid()) { Ok(()) } else { device(qmp).map(drop) }
 }
 
@@ -48,27 +48,27 @@ fn makes_one_by_itself(pid: i32) -> bool {
 }
 
 /// A userfaultfd for tracking.
-pub(super) fn for_users(qmp: &Qmp) -> Result<OwnedFd, GuestError> {
-    made(qmp, Faults::Users).map_err(|error| refused(qmp, error, "not even for itself"))
+pub(super) fn for_users(pid: i32) -> Result<OwnedFd, GuestError> {
+    made(pid, Faults::Users).map_err(|error| refused(pid, error, "not even for itself"))
 }
 
 /// A userfaultfd that makes everybody wait, KVM and the kernel too.
 pub(super) fn for_all(qmp: &mut Qmp) -> Result<OwnedFd, GuestError> {
-    match made(qmp, Faults::All) {
+    match made(qmp.pid(), Faults::All) {
         Err(InjectError::NotPermitted) => by_device(qmp),
-        other => other.map_err(|error| refused(qmp, error, "")),
+        other => other.map_err(|error| refused(qmp.pid(), error, "")),
     }
 }
 
-fn made(qmp: &Qmp, faults: Faults) -> Result<OwnedFd, InjectError> {
+fn made(pid: i32, faults: Faults) -> Result<OwnedFd, InjectError> {
     // The first thread runs QEMU's main loop, never a vCPU.
-    userfaultfd_of(qmp.pid(), qmp.pid(), faults)
+    userfaultfd_of(pid, pid, faults)
 }
 
 /// The device, and its number.
 fn device(qmp: &Qmp) -> Result<(File, u64), GuestError> {
     let unusable =
-        |e: io::Error| refused(qmp, InjectError::NotPermitted, &format!("can't open {DEVICE} from here: {e}"));
+        |e: io::Error| refused(qmp.pid(), InjectError::NotPermitted, &format!("can't open {DEVICE} from here: {e}"));
     let device = OpenOptions::new().read(true).write(true).open(DEVICE).map_err(unusable)?;
     let number = device.metadata().map_err(unusable)?.rdev();
     Ok((device, number))
@@ -80,25 +80,24 @@ fn by_device(qmp: &mut Qmp) -> Result<OwnedFd, GuestError> {
     // An ioctl on anything else could do anything.
     let found = fs::metadata(format!("/proc/{}/fd/{theirs}", qmp.pid())).map(|file| file.rdev());
     let uffd = match found {
-        Ok(number) if number == expected => made(qmp, Faults::AllByDevice(theirs)),
+        Ok(number) if number == expected => made(qmp.pid(), Faults::AllByDevice(theirs)),
         _ => Err(InjectError::Failed(GuestError::vmm(format!(
             "QEMU reports {DEVICE} as its descriptor {theirs}, but it is not"
         )))),
     };
     // If this fails QEMU keeps an open device that nobody uses, until we disconnect.
     let _ = qmp.execute("remove-fd", json!({ "fdset-id": set, "fd": theirs }));
-    uffd.map_err(|error| refused(qmp, error, DEVICE))
+    uffd.map_err(|error| refused(qmp.pid(), error, DEVICE))
 }
 
-fn refused(qmp: &Qmp, error: InjectError, why: &str) -> GuestError {
+fn refused(pid: i32, error: InjectError, why: &str) -> GuestError {
     match error {
         InjectError::Failed(error) => error,
         InjectError::NotPermitted => GuestError::Unfit(format!(
-            "QEMU (process {}) may not create a userfaultfd for which KVM and the kernel wait, which --background, \
+            "process {pid} may not create a userfaultfd for which KVM and the kernel wait, which --background, \
              --lazy, --tracker sync and kernels before 6.7 need, and {why}; run transship as root, or let every \
              process create one: sysctl \
-             vm.unprivileged_userfaultfd=1",
-            qmp.pid()
+             vm.unprivileged_userfaultfd=1"
         )),
     }
 }

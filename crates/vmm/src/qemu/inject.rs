@@ -45,6 +45,7 @@ use call::Errand;
 pub(super) use call::Faults;
 use child::Target;
 use failure::{DONE, InjectionFailure, Step};
+pub(super) use tracee::Tracee;
 
 /// How long we wait for the child: longer than it waits for the thread.
 const CHILD_WAIT: Duration = Duration::from_secs(20);
@@ -76,6 +77,14 @@ pub(super) fn may_visit(pid: i32, thread: i32) -> Result<(), GuestError> {
 pub(super) fn userfaultfd_of(pid: i32, thread: i32, faults: Faults) -> Result<OwnedFd, InjectError> {
     let brought = errand(pid, thread, Errand::Make(faults))?;
     brought.ok_or_else(|| InjectError::Failed(error(pid, MAKE, "its descriptor did not come with the answer")))
+}
+
+/// Stops thread `thread` of process `pid` where it is. The same thread of ours must let it go.
+pub(super) fn hold(pid: i32, thread: i32) -> Result<Tracee, GuestError> {
+    let failed = |why: InjectionFailure| {
+        GuestError::Unfit(format!("can't hold a processor of the guest, thread {thread}: {}", why.explain(pid)))
+    };
+    Tracee::hold(thread).map_err(failed)
 }
 
 /// Has process `pid` give pieces of its memory back, addresses and lengths, in its thread `thread`: what is its own

@@ -9,6 +9,7 @@ use transship_guest::GuestError;
 use transship_memory::GuestMemory;
 
 use super::{
+    back_ends::BackEnds,
     checks, faults, libvirt,
     machine::{run_state, user_devices},
     memory::Backend,
@@ -84,7 +85,9 @@ fn source(qmp: &mut Qmp, options: &AttachOptions) -> Found {
     let seen = collected(|refuse| SourceSeen::look(qmp, options, refuse), &mut attach);
     let with = |more: Refusals| [attach.clone(), more].concat();
     let (mut background, mut stock) = (Refusals::new(), Refusals::new());
-    collected(|refuse| survey::background(qmp, refuse), &mut background);
+    let none = BackEnds::default();
+    let back_ends = seen.as_ref().map_or(&none, |seen| &seen.back_ends);
+    collected(|refuse| survey::background(qmp, back_ends, refuse), &mut background);
     collected(|refuse| checks::state_before_pages(qmp).or_else(refuse), &mut stock);
     let uses = vec![
         Use::of("move", attach.clone()),
@@ -144,7 +147,7 @@ fn rights(qmp: &Qmp) -> Vec<Use> {
         |what: &str, may: Result<(), GuestError>| Use::of(what, may.err().iter().map(GuestError::to_string).collect());
     vec![
         right("trace the VMM", checks::may_ptrace(qmp.pid())),
-        right("have it track writes", checks::host().and_then(|()| faults::may_track(qmp))),
+        right("have it track writes", checks::host().and_then(|()| faults::may_track(qmp.pid()))),
         right("have it wait for pages", faults::may_make_wait(qmp)),
     ]
 }

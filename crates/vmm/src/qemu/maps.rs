@@ -23,7 +23,7 @@ impl FileId {
 }
 
 /// A line of `/proc/PID/maps`.
-#[derive(Debug, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Mapping {
     pub(super) start: u64,
     pub(super) end: u64,

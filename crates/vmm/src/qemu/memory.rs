@@ -14,7 +14,7 @@ use transship_memory::Keep;
 use transship_wire::RegionDescription;
 
 pub(super) use self::{
-    areas::areas,
+    areas::{areas, shared_areas},
     mapped::{map, open_process},
 };
 use super::{

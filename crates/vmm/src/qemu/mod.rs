@@ -34,6 +34,7 @@
 //!   abandoned    a source whose transship died
 //! ```
 pub(crate) mod abandoned;
+mod back_ends;
 mod balloon;
 mod blocks;
 mod checks;
@@ -44,6 +45,7 @@ mod emptying;
 mod faults;
 mod given_away;
 mod giving_back;
+mod held;
 mod holder;
 #[allow(unsafe_code)]
 mod inject;
@@ -77,6 +79,7 @@ use transship_wire::GuestDescription;
 
 pub use destination::QemuDestination;
 pub use emptying::{give_back_by, give_back_there};
+pub use held::ProcessorHold;
 pub use look::{look, look_at_domain};
 pub use source::QemuSource;
 pub use vcpus::threads_that_may_wait;

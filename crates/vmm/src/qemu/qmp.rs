@@ -15,7 +15,7 @@ use transship_wire::libvirt::Definition;
 
 use super::opened::Opened;
 
-pub(super) use socket::listener;
+pub(super) use socket::{listener, peer_of};
 
 /// How long an ordinary command may take: QEMU's main loop may be busy with a disk for some seconds.
 const COMMAND_WAIT: Duration = Duration::from_secs(20);
@@ -225,6 +225,16 @@ impl Qmp {
     /// Gives a command and waits for its result.
     pub(super) fn execute(&mut self, command: &str, arguments: Value) -> Result<Value, QmpError> {
         self.carrier.execute(command, arguments, None, COMMAND_WAIT)
+    }
+
+    /// The same, within `limit`.
+    pub(super) fn execute_within(
+        &mut self,
+        command: &str,
+        arguments: Value,
+        limit: Duration,
+    ) -> Result<Value, QmpError> {
+        self.carrier.execute(command, arguments, None, limit)
     }
 
     /// See [`Carrier::ask_ahead`].

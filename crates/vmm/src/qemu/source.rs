@@ -10,7 +10,7 @@ use std::{
 
 use serde_json::json;
 use transship_guest::{
-    AskOthers, DiskFile, DiskSnapshot, Found, GuestError, Hints, LastWill, SourceGuest, StateFormat, Watch,
+    AskOthers, AskToHold, DiskFile, DiskSnapshot, Found, GuestError, Hints, LastWill, SourceGuest, StateFormat, Watch,
 };
 use transship_memory::{Area, Freeing, GuestMemory, LetWait, Protection, Region, Tracker};
 use transship_wire::{GuestDescription, libvirt::Definition};
@@ -18,6 +18,7 @@ use transship_wire::{GuestDescription, libvirt::Definition};
 use super::{
     DESTINATION,
     abandoned::Will,
+    back_ends::BackEnds,
     balloon::OwnBalloon,
     checks,
     device_state::{DeviceState, Disks},
@@ -54,6 +55,10 @@ pub struct QemuSource {
     freeing: Freeing,
     /// The user knows of those that are there and of those that come.
     allow_untracked_writers: bool,
+    /// Processes of vhost-user devices, which are tracked as QEMU is.
+    back_ends: BackEnds,
+    /// Another process that holds the processors for a moment; none: that is done here.
+    hold: Option<AskToHold>,
     /// Disks read into guest memory by themselves, so each scan is followed by a wait for them.
     has_direct_disks: bool,
     tracking: Tracking,
@@ -115,7 +120,7 @@ impl QemuSource {
         let seen = SourceSeen::look(&mut qmp, &options, &mut Err)?;
         qmp.forget_answers();
         let SourceSeen { own_balloon, has_direct_disks, backends, memory, description, state_format, .. } = seen;
-        let SourceSeen { device_state, freeing, .. } = seen;
+        let SourceSeen { back_ends, device_state, freeing, .. } = seen;
         let hints = options.balloon.and_then(|balloon| (balloon.connect)(&balloon.socket, &memory));
         Ok(Self {
             qmp,
@@ -125,6 +130,8 @@ impl QemuSource {
             memory,
             freeing,
             allow_untracked_writers: options.allow_untracked_writers,
+            back_ends,
+            hold: None,
             has_direct_disks,
             tracking: options.tracking,
             tracker: None,
@@ -211,12 +218,15 @@ impl SourceGuest for QemuSource {
 
     fn acquire(&mut self, watch: Watch) -> Result<(), GuestError> {
         match watch {
-            Watch::Track => self.tracker = Some(Acquired::of(&mut self.qmp, &self.memory, self.tracking)?),
+            Watch::Track => {
+                let (memory, tracking) = (&self.memory, self.tracking);
+                self.tracker = Some(Acquired::of(&mut self.qmp, memory, tracking, &self.back_ends)?);
+            }
             Watch::Protect => {
                 match &self.own_balloon {
-                    None => background(&mut self.qmp, &mut Err)?,
+                    None => background(&mut self.qmp, &self.back_ends, &mut Err)?,
                     // It is unplugged before the protection begins, which looks again at what gives memory back.
-                    Some(_) => waiting_writers(&mut self.qmp, &mut Err)?,
+                    Some(_) => waiting_writers(&mut self.qmp, &self.back_ends, &mut Err)?,
                 }
                 self.waiting_faults = Some(faults::for_all(&mut self.qmp)?);
                 // It takes rights that may be gone when the protection begins.
@@ -230,7 +240,7 @@ impl SourceGuest for QemuSource {
         if self.allow_untracked_writers {
             return None;
         }
-        Lookout::of(&self.qmp, &self.backends, self.own_balloon.as_ref()).to_text()
+        Lookout::of(&self.qmp, &self.backends, self.allowed()).to_text()
     }
 
     fn threads(&self) -> Option<String> {
@@ -243,6 +253,14 @@ impl SourceGuest for QemuSource {
         }
     }
 
+    fn processors(&self) -> Option<String> {
+        self.back_ends.processors()?.to_text()
+    }
+
+    fn hold_by(&mut self, ask: AskToHold) {
+        self.hold = Some(ask);
+    }
+
     fn look_by(&mut self, ask: AskOthers) {
         self.ask_others = Some(ask);
     }
@@ -251,9 +269,10 @@ impl SourceGuest for QemuSource {
         let areas = memory::areas(&mut self.qmp, &self.backends)?;
         let acquired = match self.tracker.take() {
             Some(acquired) => acquired,
-            None => Acquired::of(&mut self.qmp, &self.memory, self.tracking)?,
+            None => Acquired::of(&mut self.qmp, &self.memory, self.tracking, &self.back_ends)?,
         };
-        let tracker = acquired.begin(&self.memory, areas.clone())?;
+        let elsewhere = self.back_ends.begin(&self.backends)?;
+        let tracker = acquired.begin(&self.memory, areas.clone(), elsewhere)?;
         self.tracked = Some(areas);
         Ok(tracker)
     }
@@ -303,7 +322,11 @@ impl SourceGuest for QemuSource {
         let before = machine::run_state(&mut self.qmp)?;
         // A sleeping guest that QEMU stops is to sleep on.
         self.found = Found::by(["running", "suspended"].contains(&before.as_str()));
-        self.qmp.stop(STOP_WAIT)?;
+        match before.as_str() {
+            "running" => self.back_ends.stop(&mut self.qmp, &mut self.hold, STOP_WAIT)?,
+            // It makes no requests.
+            _ => self.qmp.stop(STOP_WAIT)?,
+        }
         if !self.asks_later() {
             self.qmp.ask_ahead(&questions::stopped(&self.backends))?;
         }
@@ -319,7 +342,7 @@ impl SourceGuest for QemuSource {
                 uffd
             }
             None => {
-                background(&mut self.qmp, &mut Err)?;
+                background(&mut self.qmp, &self.back_ends, &mut Err)?;
                 self.prefer_state_without_memory();
                 faults::for_all(&mut self.qmp)?
             }

@@ -5,6 +5,7 @@ use transship_memory::{Access, Freeing, GuestMemory};
 use transship_wire::GuestDescription;
 
 use super::{
+    back_ends::BackEnds,
     balloon::OwnBalloon,
     blocks, checks, describe,
     device_state::DeviceState,
@@ -12,7 +13,8 @@ use super::{
     memory::{self, Backend},
     migration,
     qmp::{Keeper, Qmp},
-    writers::{self, Lookout, When},
+    tracking,
+    writers::{self, Allowed, Lookout, When},
 };
 use crate::{AttachOptions, freeze::Freezer};
 
@@ -22,6 +24,7 @@ pub(super) type Refuse<'a> = &'a mut dyn FnMut(GuestError) -> Result<(), GuestEr
 /// A QEMU whose guest is to be moved or saved.
 pub(super) struct SourceSeen {
     pub(super) own_balloon: Option<OwnBalloon>,
+    pub(super) back_ends: BackEnds,
     pub(super) has_direct_disks: bool,
     pub(super) backends: Vec<Backend>,
     pub(super) memory: GuestMemory,
@@ -40,18 +43,20 @@ impl SourceSeen {
         checks::source_state(qmp, own_balloon.as_ref()).or_else(&mut *refuse)?;
         migration::check_ignore_shared(qmp).or_else(&mut *refuse)?;
         checks::may_ptrace(qmp.pid()).or_else(&mut *refuse)?;
-        faults::may_track(qmp).or_else(&mut *refuse)?;
+        faults::may_track(qmp.pid()).or_else(&mut *refuse)?;
         let has_direct_disks = writers::has_direct_disks(qmp)?;
         memory::ask_ahead(qmp)?;
         let backends = memory::backends(qmp)?;
+        let back_ends = BackEnds::find(qmp, &backends, own_balloon.as_ref())?;
+        back_ends.may_track().or_else(&mut *refuse)?;
         if !options.allow_untracked_writers {
-            let balloon = own_balloon.as_ref();
-            let others = Lookout::of(qmp, &backends, balloon).look();
-            writers::refuse(qmp, others, balloon, When::First, has_direct_disks).or_else(&mut *refuse)?;
+            let allowed = Allowed { balloon: own_balloon.as_ref(), back_ends: &back_ends, drained: has_direct_disks };
+            let others = Lookout::of(qmp, &backends, allowed).look();
+            writers::refuse(qmp, others, allowed, When::First).or_else(&mut *refuse)?;
         }
         let memory = memory::map(qmp.pid(), &backends, Access::Read)?;
         checks::trackable(&memory).or_else(&mut *refuse)?;
-        options.tracking.of(&memory).map(drop).or_else(&mut *refuse)?;
+        tracking::way(options.tracking, &memory, &back_ends).map(drop).or_else(&mut *refuse)?;
         let description = describe(qmp, &backends)?;
         let state_format = blocks::state_format(qmp, &backends)?;
         // QEMU's own migration would be one that libvirt knows nothing of.
@@ -63,7 +68,17 @@ impl SourceSeen {
             }
         };
         let freeing = checks::freeing(qmp)?;
-        Ok(Self { own_balloon, has_direct_disks, backends, memory, description, state_format, device_state, freeing })
+        Ok(Self {
+            own_balloon,
+            back_ends,
+            has_direct_disks,
+            backends,
+            memory,
+            description,
+            state_format,
+            device_state,
+            freeing,
+        })
     }
 }
 
@@ -71,16 +86,17 @@ impl SourceSeen {
 ///
 /// # Errors
 /// What `refuse` gave back.
-pub(super) fn background(qmp: &mut Qmp, refuse: Refuse<'_>) -> Result<(), GuestError> {
+pub(super) fn background(qmp: &mut Qmp, back_ends: &BackEnds, refuse: Refuse<'_>) -> Result<(), GuestError> {
     giving_back::refuse(qmp).or_else(&mut *refuse)?;
-    waiting_writers(qmp, refuse)
+    waiting_writers(qmp, back_ends, refuse)
 }
 
 /// The part of it that no balloon changes.
 ///
 /// # Errors
 /// What `refuse` gave back.
-pub(super) fn waiting_writers(qmp: &mut Qmp, refuse: Refuse<'_>) -> Result<(), GuestError> {
+pub(super) fn waiting_writers(qmp: &mut Qmp, back_ends: &BackEnds, refuse: Refuse<'_>) -> Result<(), GuestError> {
+    back_ends.refuse("--background", "save the guest with --live, or paused").or_else(&mut *refuse)?;
     checks::can_make_writers_wait().or_else(&mut *refuse)?;
     faults::may_make_wait(qmp).or_else(refuse)
 }
@@ -114,8 +130,9 @@ impl DestinationSeen {
 ///
 /// # Errors
 /// What `refuse` gave back.
-pub(super) fn lazy(qmp: &Qmp, memory: &GuestMemory, refuse: Refuse<'_>) -> Result<(), GuestError> {
+pub(super) fn lazy(qmp: &mut Qmp, memory: &GuestMemory, refuse: Refuse<'_>) -> Result<(), GuestError> {
     checks::host().or_else(&mut *refuse)?;
+    writers::refuse_readers(qmp).or_else(&mut *refuse)?;
     checks::may_ptrace(qmp.pid()).or_else(&mut *refuse)?;
     memory.check_can_be_empty().map_err(GuestError::from).or_else(&mut *refuse)?;
     checks::huge_pages_stay_promised(memory).or_else(&mut *refuse)?;

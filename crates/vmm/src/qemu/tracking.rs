@@ -5,6 +5,7 @@ use transship_guest::GuestError;
 use transship_memory::{Area, GuestMemory, LetWait, Region, SyncTracker, Tracker, UffdTracker};
 
 use super::{
+    back_ends::{self, BackEnds},
     faults,
     qmp::Qmp,
     vcpus::{Processors, Threads},
@@ -15,6 +16,8 @@ use crate::Tracking;
 pub(super) struct Acquired {
     uffd: OwnedFd,
     pagemap: OwnedFd,
+    /// Of the other processes that write.
+    others: Vec<back_ends::Acquired>,
     /// Writers that wait for the tracker; none: nobody does.
     waiting: Option<Waiting>,
 }
@@ -27,14 +30,19 @@ struct Waiting {
 }
 
 impl Acquired {
-    pub(super) fn of(qmp: &mut Qmp, memory: &GuestMemory, tracking: Tracking) -> Result<Self, GuestError> {
-        let path = format!("/proc/{}/pagemap", qmp.pid());
-        let pagemap = OwnedFd::from(File::open(&path).map_err(GuestError::system(format!("open {path}")))?);
-        if tracking.of(memory)? == Tracking::Sync {
+    pub(super) fn of(
+        qmp: &mut Qmp,
+        memory: &GuestMemory,
+        tracking: Tracking,
+        others: &BackEnds,
+    ) -> Result<Self, GuestError> {
+        let pagemap = pagemap(qmp.pid())?;
+        if way(tracking, memory, others)? == Tracking::Sync {
             let waiting = Some(Waiting { processors: Processors::of(qmp)?, known_by: None });
-            return Ok(Self { uffd: faults::for_all(qmp)?, pagemap, waiting });
+            return Ok(Self { uffd: faults::for_all(qmp)?, pagemap, others: Vec::new(), waiting });
         }
-        Ok(Self { uffd: faults::for_users(qmp)?, pagemap, waiting: None })
+        let others = others.acquire()?;
+        Ok(Self { uffd: faults::for_users(qmp.pid())?, pagemap, others, waiting: None })
     }
 
     /// What another process must be told to know the threads; none: nobody need know them.
@@ -49,9 +57,14 @@ impl Acquired {
         }
     }
 
-    /// `areas`: where QEMU has the regions of `memory`.
-    pub(super) fn begin(self, memory: &GuestMemory, areas: Vec<Area>) -> Result<Box<dyn Tracker>, GuestError> {
-        let Self { uffd, pagemap, waiting } = self;
+    /// `areas`: where QEMU has the regions of `memory`. `elsewhere`: where the others have them.
+    pub(super) fn begin(
+        self,
+        memory: &GuestMemory,
+        areas: Vec<Area>,
+        elsewhere: Vec<Vec<Area>>,
+    ) -> Result<Box<dyn Tracker>, GuestError> {
+        let Self { uffd, pagemap, others, waiting } = self;
         let pages: Vec<u64> = memory.regions().iter().map(Region::pages).collect();
         let private = memory.regions().iter().enumerate().filter(|(_, region)| region.is_private());
         let private: Vec<usize> = private.map(|(number, _)| number).collect();
@@ -59,7 +72,31 @@ impl Acquired {
             let threads = known_by.unwrap_or_else(|| Box::new(Threads::of(processors)));
             return Ok(Box::new(SyncTracker::new(uffd, pagemap, areas, &pages, &private, threads)?));
         }
-        let tracker = UffdTracker::new(uffd, pagemap, areas, pages)?;
+        let mut tracker = UffdTracker::new(uffd, pagemap, areas, pages)?;
+        for (other, areas) in others.into_iter().zip(elsewhere) {
+            tracker = tracker.with_other(other.uffd, other.pagemap, areas)?;
+        }
         Ok(Box::new(private.into_iter().fold(tracker, UffdTracker::with_private)))
     }
+}
+
+/// The way that is taken, never `Auto`.
+///
+/// # Errors
+/// The kernel can't; one of the other processes that write can't be tracked so.
+pub(super) fn way(tracking: Tracking, memory: &GuestMemory, others: &BackEnds) -> Result<Tracking, GuestError> {
+    let way = tracking.of(memory)?;
+    if way == Tracking::Sync {
+        others.refuse(
+            "this way of tracking",
+            "boot Linux 6.7 or newer, and leave out --tracker sync and --converge pace",
+        )?;
+    }
+    Ok(way)
+}
+
+/// The page map of a process.
+pub(super) fn pagemap(pid: i32) -> Result<OwnedFd, GuestError> {
+    let path = format!("/proc/{pid}/pagemap");
+    Ok(OwnedFd::from(File::open(&path).map_err(GuestError::system(format!("open {path}")))?))
 }

@@ -46,6 +46,10 @@ impl Processors {
         Ok(Self { pid: qmp.pid(), has_kvm, threads })
     }
 
+    pub(super) fn pid(&self) -> i32 {
+        self.pid
+    }
+
     /// For another process.
     pub(super) fn to_text(&self) -> Option<String> {
         serde_json::to_string(self).ok()
@@ -113,6 +117,12 @@ impl LetWait for Threads {
             false => Duration::ZERO,
         }
     }
+}
+
+/// The numbers that the processors' threads have here, of those that there are.
+pub(super) fn numbers_here(processors: &Processors) -> Vec<u32> {
+    let known = list(processors.pid);
+    processors.threads.iter().filter_map(|thread| known.get(thread).copied()).collect()
 }
 
 /// The threads of a process: by their number in its own namespace, their number here.

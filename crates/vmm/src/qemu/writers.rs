@@ -13,6 +13,7 @@ use serde_json::{Value, json};
 use transship_guest::GuestError;
 
 use super::{
+    back_ends::{self, BackEnds},
     balloon::OwnBalloon,
     machine::{Device, devices},
     maps::{FileId, Mapping, mappings_of},
@@ -33,28 +34,40 @@ pub(super) enum When {
     Later,
 }
 
-/// Refuses a guest that has any. `others`: what a [`Lookout`] has found. `drained`: who reads pages waits for the disks
-/// after each scan.
-pub(super) fn refuse(
-    qmp: &mut Qmp,
-    others: Vec<String>,
-    balloon: Option<&OwnBalloon>,
-    when: When,
-    drained: bool,
-) -> Result<(), GuestError> {
-    let mut found = known_to_qemu(qmp, balloon, drained)?;
+/// Those that write past QEMU, and need not be refused.
+#[derive(Clone, Copy)]
+pub(super) struct Allowed<'a> {
+    pub(super) balloon: Option<&'a OwnBalloon>,
+    /// They are tracked.
+    pub(super) back_ends: &'a BackEnds,
+    /// The disks are waited for after each scan, before pages are read.
+    pub(super) drained: bool,
+}
+
+/// Refuses a guest that has any. `others`: what a [`Lookout`] has found.
+pub(super) fn refuse(qmp: &mut Qmp, others: Vec<String>, allowed: Allowed<'_>, when: When) -> Result<(), GuestError> {
+    let mut found = known_to_qemu(qmp, allowed)?;
     found.extend(others);
     refuse_all(&found, when)
 }
 
 /// As [`refuse`], of those that QEMU knows: quick.
-pub(super) fn refuse_devices(
-    qmp: &mut Qmp,
-    balloon: Option<&OwnBalloon>,
-    when: When,
-    drained: bool,
-) -> Result<(), GuestError> {
-    refuse_all(&known_to_qemu(qmp, balloon, drained)?, when)
+pub(super) fn refuse_devices(qmp: &mut Qmp, allowed: Allowed<'_>, when: When) -> Result<(), GuestError> {
+    refuse_all(&known_to_qemu(qmp, allowed)?, when)
+}
+
+/// Refuses a QEMU whose guest's memory others read at any time, which can't be made to wait for it.
+pub(super) fn refuse_readers(qmp: &mut Qmp) -> Result<(), GuestError> {
+    let mut found: Vec<String> = devices(qmp, writes_behind)?.iter().map(Device::to_string).collect();
+    found.extend(network_backends(qmp)?);
+    match found.is_empty() {
+        true => Ok(()),
+        false => Err(GuestError::Unfit(format!(
+            "guest memory is used past QEMU, by what can't be made to wait for pages that come later: {}; load the \
+             guest whole, without --lazy and --postcopy",
+            found.join(", ")
+        ))),
+    }
 }
 
 fn refuse_all(found: &[String], when: When) -> Result<(), GuestError> {
@@ -73,8 +86,9 @@ fn refuse_all(found: &[String], when: When) -> Result<(), GuestError> {
 }
 
 /// Devices, network back ends and disks.
-fn known_to_qemu(qmp: &mut Qmp, balloon: Option<&OwnBalloon>, drained: bool) -> Result<Vec<String>, GuestError> {
-    let is_own = |device: &Device| balloon.is_some_and(|own| own.is(device));
+fn known_to_qemu(qmp: &mut Qmp, allowed: Allowed<'_>) -> Result<Vec<String>, GuestError> {
+    let Allowed { balloon, back_ends, drained } = allowed;
+    let is_own = |device: &Device| balloon.is_some_and(|own| own.is(device)) || back_ends.stand_behind(device);
     // One walk: it is repeated while the guest stands still.
     let writers = devices(qmp, |kind| writes_behind(kind) || (!drained && is_passed_through(kind)))?;
     let writers = writers.iter().filter(|device| !is_own(device));
@@ -87,18 +101,23 @@ fn known_to_qemu(qmp: &mut Qmp, balloon: Option<&OwnBalloon>, drained: bool) -> 
 /// What is looked for among all processes: those that write. It may be another process that looks in this one's place.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) struct Lookout {
-    /// What these map shared and writable is no surprise: QEMU, this process, and the guest's own balloon.
+    /// What these map shared and writable is no surprise: QEMU, this process, the guest's own balloon, and what is
+    /// tracked.
     known: Vec<i32>,
+    /// Of these, processes that must go on writing so that it is seen.
+    back_ends: Vec<i32>,
     /// That hold the memory.
     files: HashSet<FileId>,
 }
 
 impl Lookout {
-    pub(super) fn of(qmp: &Qmp, backends: &[Backend], balloon: Option<&OwnBalloon>) -> Self {
+    pub(super) fn of(qmp: &Qmp, backends: &[Backend], allowed: Allowed<'_>) -> Self {
         let ourselves = rustix::process::getpid().as_raw_nonzero().get();
-        let known = [Some(qmp.pid()), Some(ourselves), balloon.and_then(OwnBalloon::process)];
+        let known = [Some(qmp.pid()), Some(ourselves), allowed.balloon.and_then(OwnBalloon::process)];
+        let back_ends: Vec<i32> = allowed.back_ends.pids().collect();
         Self {
-            known: known.into_iter().flatten().collect(),
+            known: known.into_iter().flatten().chain(back_ends.iter().copied()).collect(),
+            back_ends,
             files: backends.iter().filter_map(Backend::shared_file).collect(),
         }
     }
@@ -113,6 +132,8 @@ impl Lookout {
     pub(super) fn look(&self) -> Vec<String> {
         let others = Others::of(self);
         let mut found: Vec<String> = others.writers.iter().map(Process::to_string).collect();
+        let unseen = |pid: &i32| Some(format!("{} {}", Process::named(*pid), back_ends::writes_unseen(*pid)?));
+        found.extend(self.back_ends.iter().filter_map(unseen));
         if may_look_everywhere() {
             found.extend(others.unreadable());
         } else if let Some(unreadable) = others.unreadable() {
@@ -135,7 +156,8 @@ pub fn look_for_writers(lookout: &str) -> Result<Vec<String>, GuestError> {
 
 /// A destination's memory that another process has open for writing is most likely another guest's.
 pub(super) fn alone_in_memory(qmp: &Qmp, backends: &[Backend]) -> Result<(), GuestError> {
-    match Others::of(&Lookout::of(qmp, backends, None)).writers.first() {
+    let nobody = Allowed { balloon: None, back_ends: &BackEnds::default(), drained: false };
+    match Others::of(&Lookout::of(qmp, backends, nobody)).writers.first() {
         None => Ok(()),
         Some(process) => Err(GuestError::Unfit(format!(
             "the destination's memory file is also in use by {process}, and loading would overwrite its contents; \
@@ -244,7 +266,7 @@ struct Others {
 
 impl Others {
     /// Processes that end meanwhile don't matter.
-    fn of(Lookout { known, files }: &Lookout) -> Self {
+    fn of(Lookout { known, files, .. }: &Lookout) -> Self {
         let mut others = Self::default();
         if files.is_empty() {
             // What QEMU has for itself nobody else can map.
@@ -313,7 +335,8 @@ mod tests {
         for (when, words) in [(When::First, "can't be tracked: "), (When::Later, "can't be tracked came meanwhile: ")] {
             let (_dir, path) = peer(PASSED_THROUGH);
             let mut qmp = Qmp::connect(&path).unwrap();
-            let error = refuse_devices(&mut qmp, None, when, false).unwrap_err().to_string();
+            let allowed = Allowed { balloon: None, back_ends: &BackEnds::default(), drained: false };
+            let error = refuse_devices(&mut qmp, allowed, when).unwrap_err().to_string();
             let named = "device host0 (vfio-pci), device sda (scsi-block) with disk drive0 (use scsi-hd); ";
             assert!(error.contains(&format!("{words}{named}")), "{error}");
         }

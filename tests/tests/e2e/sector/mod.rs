@@ -84,7 +84,7 @@ impl SharedDisk {
         Ok(Self(folder))
     }
 
-    fn path(&self) -> PathBuf {
+    pub(crate) fn path(&self) -> PathBuf {
         self.0.join("disk")
     }
 
@@ -220,7 +220,7 @@ impl Gate {
         Ok(Self { step, folder: Scratch::new()? })
     }
 
-    fn path(&self) -> PathBuf {
+    pub(crate) fn path(&self) -> PathBuf {
         self.folder.join("gate")
     }
 

@@ -24,7 +24,8 @@ use transship_engine::{Started, Uri, UserCommand, connect};
 use transship_lines::{Line, LineSocket};
 use transship_memory::LetWait;
 use transship_vmm::{
-    Freezer, VmAddress, give_back_there, look_for_writers, qemu::libvirt::serve_domain, threads_that_may_wait,
+    Freezer, ProcessorHold, VmAddress, give_back_there, look_for_writers, qemu::libvirt::serve_domain,
+    threads_that_may_wait,
 };
 
 use super::{ANSWER_WAIT, Answer, Ask};
@@ -58,8 +59,13 @@ pub(crate) fn run(args: &StewardArgs) -> Result<(), Failure> {
         Some(mut tasks) => {
             while let Ok(Line { text, .. }) = line.receive(Instant::now() + FOREVER) {
                 let Ok(asked) = serde_json::from_slice(&text) else { break };
+                let lets_go = asked == Ask::LetGoWhenAwaited;
                 if answer(&line, tasks.carry_out(asked)).is_err() {
                     break;
+                }
+                // Whoever asks goes on meanwhile.
+                if let Some(hold) = tasks.hold.as_mut().filter(|_| lets_go) {
+                    hold.end_when_awaited();
                 }
             }
         }
@@ -94,6 +100,7 @@ struct Tasks {
     connect: Vec<Uri>,
     lookout: Option<String>,
     threads: Option<Box<dyn LetWait>>,
+    hold: Option<ProcessorHold>,
     freezer: Option<Freezer>,
     give_back: Option<String>,
     commands: HashMap<String, UserCommand>,
@@ -113,12 +120,14 @@ impl Tasks {
         let lookout = args.lookout.clone();
         let threads = args.threads.as_deref().map(threads_that_may_wait).transpose().map_err(|e| e.to_string())?;
         // Whoever has started us is connected to it.
+        let hold = args.hold.as_deref().map(ProcessorHold::of_text).transpose().map_err(|e| e.to_string())?;
         let freezer = args.freeze.map(Freezer::of).transpose().map_err(|e| e.to_string())?;
         let give_back = args.give_back.clone();
-        let looks = lookout.is_some() || threads.is_some() || freezer.is_some() || give_back.is_some();
+        let looks =
+            lookout.is_some() || threads.is_some() || hold.is_some() || freezer.is_some() || give_back.is_some();
         let is_idle = !looks && connect.is_empty() && commands.is_empty();
         let started = HashMap::new();
-        Ok((!is_idle).then(|| Self { connect, lookout, threads, freezer, give_back, commands, started }))
+        Ok((!is_idle).then(|| Self { connect, lookout, threads, hold, freezer, give_back, commands, started }))
     }
 
     fn carry_out(&mut self, asked: Ask) -> Done {
@@ -148,6 +157,16 @@ impl Tasks {
                 let most = self.threads.as_mut().ok_or_else(not_told)?.at_most(thread);
                 plain(Answer { micros: most.as_micros() as u64, ..Answer::default() })
             }
+            Ask::Hold => {
+                self.hold.as_mut().ok_or_else(not_told)?.begin().map_err(io::Error::other)?;
+                plain(Answer::default())
+            }
+            Ask::LetGo => {
+                self.hold.as_mut().ok_or_else(not_told)?.end();
+                plain(Answer::default())
+            }
+            // When this has been answered.
+            Ask::LetGoWhenAwaited => plain(Answer::default()),
             Ask::Start(phase) => {
                 let command = self.commands.get(&phase).ok_or_else(not_told)?.start_here(&phase)?;
                 let ended = command.ended().try_clone_to_owned()?;

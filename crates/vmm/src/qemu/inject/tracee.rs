@@ -1,10 +1,17 @@
 //! A thread of another process, stopped and made to run system calls. Runs in the child: what is said there holds here.
-use std::{mem::MaybeUninit, time::Duration};
+//! Only [`Tracee::hold`] may be used anywhere: it has the thread run nothing.
+use std::{
+    mem::MaybeUninit,
+    thread::sleep,
+    time::{Duration, Instant},
+};
 
 use super::failure::{InjectionFailure, Step};
 
 /// How long the thread may take to stop. It stops at once, unless it waits for a broken disk or is frozen.
 const STOP_WAIT: Duration = Duration::from_secs(5);
+/// How often one is looked at that is to stop.
+const LOOK_AGAIN: Duration = Duration::from_micros(50);
 const PTRACE_PEEKSIGINFO: libc::c_uint = 0x4209;
 const PTRACE_GETSIGMASK: libc::c_uint = 0x420a;
 const PTRACE_SETSIGMASK: libc::c_uint = 0x420b;
@@ -32,7 +39,7 @@ enum Stop {
 }
 
 /// A thread that we trace. When this process ends, the kernel lets it go.
-pub(super) struct Tracee(libc::pid_t);
+pub(in crate::qemu) struct Tracee(libc::pid_t);
 
 impl Tracee {
     /// Seizes and stops a thread, without a signal that it could notice.
@@ -48,6 +55,33 @@ impl Tracee {
                 Stop::Syscall => tracee.ptrace(libc::PTRACE_CONT, 0, 0, Step::Gone)?,
             };
         }
+    }
+
+    /// Stops a thread until [`Tracee::let_go`], which the same thread of ours must call.
+    ///
+    /// # Errors
+    /// It may not be traced, or does not stop; it is let go when this thread of ours ends.
+    pub(super) fn hold(thread: libc::pid_t) -> Result<Self, InjectionFailure> {
+        let tracee = Self(thread);
+        tracee.ptrace(libc::PTRACE_SEIZE, 0, 0, Step::Seize)?;
+        tracee.ptrace(libc::PTRACE_INTERRUPT, 0, 0, Step::Seize)?;
+        let deadline = Instant::now() + STOP_WAIT;
+        while Instant::now() < deadline {
+            match tracee.stopped(libc::WNOHANG)? {
+                Some(Stop::Event) => return Ok(tracee),
+                Some(Stop::Signal(signal)) => tracee.ptrace(libc::PTRACE_CONT, 0, signal as usize, Step::Gone)?,
+                Some(Stop::Syscall) => tracee.ptrace(libc::PTRACE_CONT, 0, 0, Step::Gone)?,
+                // Whether a signal tells of it is up to the program that we are in.
+                None => sleep(LOOK_AGAIN),
+            }
+        }
+        Err(InjectionFailure { step: Step::Stop, errno: libc::ETIMEDOUT })
+    }
+
+    /// It goes on where it was.
+    pub(in crate::qemu) fn let_go(self) {
+        // One that has ended goes nowhere.
+        let _ = self.ptrace(libc::PTRACE_DETACH, 0, 0, Step::Gone);
     }
 
     pub(super) fn registers(&self) -> Result<libc::user_regs_struct, InjectionFailure> {
@@ -172,26 +206,33 @@ impl Tracee {
 
     /// Waits until the thread stops.
     fn wait(&self, limit: Option<Duration>) -> Result<Stop, InjectionFailure> {
-        let mut status = 0;
         loop {
-            let flags = libc::__WALL | if limit.is_some() { libc::WNOHANG } else { 0 };
-            // SAFETY: `status` is a writable int.
-            let stopped = unsafe { libc::waitpid(self.0, &mut status, flags) };
-            match (stopped, limit) {
-                (0, Some(limit)) if child_signal_within(limit) => {}
-                (0, _) => return Err(InjectionFailure { step: Step::Stop, errno: libc::ETIMEDOUT }),
-                (id, _) if id == self.0 => break,
-                _ => return Err(InjectionFailure::new(Step::Gone)),
+            let flags = if limit.is_some() { libc::WNOHANG } else { 0 };
+            match (self.stopped(flags)?, limit) {
+                (Some(stop), _) => return Ok(stop),
+                (None, Some(limit)) if child_signal_within(limit) => {}
+                (None, _) => return Err(InjectionFailure { step: Step::Stop, errno: libc::ETIMEDOUT }),
             }
+        }
+    }
+
+    /// Why it has stopped, if it has; without WNOHANG among the flags it is waited for.
+    fn stopped(&self, flags: libc::c_int) -> Result<Option<Stop>, InjectionFailure> {
+        let mut status = 0;
+        // SAFETY: `status` is a writable int.
+        match unsafe { libc::waitpid(self.0, &mut status, flags | libc::__WALL) } {
+            0 => return Ok(None),
+            id if id == self.0 => {}
+            _ => return Err(InjectionFailure::new(Step::Gone)),
         }
         if !libc::WIFSTOPPED(status) {
             return Err(InjectionFailure { step: Step::Gone, errno: libc::ESRCH });
         }
-        Ok(match (libc::WSTOPSIG(status), status >> 16) {
+        Ok(Some(match (libc::WSTOPSIG(status), status >> 16) {
             (_, libc::PTRACE_EVENT_STOP) => Stop::Event,
             (signal, _) if signal == libc::SIGTRAP | 0x80 => Stop::Syscall,
             (signal, _) => Stop::Signal(signal),
-        })
+        }))
     }
 
     fn ptrace(&self, request: libc::c_uint, address: usize, data: usize, step: Step) -> Result<(), InjectionFailure> {

@@ -52,6 +52,7 @@ fn permits_command(purpose: &Purpose, name: &str, arguments: &Value, has_fd: boo
             _ => false,
         },
         "qom-get" | "qom-list" => true,
+        "x-query-virtio-queue-status" | "x-query-virtio-vhost-queue-status" => true,
         _ => name.starts_with("query-"),
     }
 }

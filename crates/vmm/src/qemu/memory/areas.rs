@@ -11,7 +11,7 @@ pub(in crate::qemu) fn areas(qmp: &mut Qmp, backends: &[Backend]) -> Result<Vec<
     let mappings = qmp.process().mappings()?;
     let mut areas = Vec::new();
     for (region, backend) in backends.iter().enumerate() {
-        let of_region: Vec<Area> = mappings.iter().filter_map(|mapping| area_of(backend, region, mapping)).collect();
+        let of_region = of_region(&mappings, region, backend);
         if !covers_all(&of_region, backend.bytes) {
             return Err(GuestError::Unfit(format!(
                 "guest memory {:?}: process {pid} maps only a part of it; is it QEMU itself that listens on the QMP socket?",
@@ -21,6 +21,17 @@ pub(in crate::qemu) fn areas(qmp: &mut Qmp, backends: &[Backend]) -> Result<Vec<
         areas.extend(joined(of_region));
     }
     Ok(areas)
+}
+
+/// Where another process, which has these mappings, shares the backends for writing: perhaps a part of them.
+pub(in crate::qemu) fn shared_areas(mappings: &[Mapping], backends: &[Backend]) -> Vec<Area> {
+    let shared: Vec<Mapping> = mappings.iter().filter(|one| one.is_shared && one.is_writable).cloned().collect();
+    let backends = backends.iter().enumerate().filter(|(_, backend)| !backend.is_private());
+    backends.flat_map(|(region, backend)| joined(of_region(&shared, region, backend))).collect()
+}
+
+fn of_region(mappings: &[Mapping], region: usize, backend: &Backend) -> Vec<Area> {
+    mappings.iter().filter_map(|mapping| area_of(backend, region, mapping)).collect()
 }
 
 fn covers_all(areas: &[Area], bytes: u64) -> bool {

@@ -346,8 +346,9 @@ fn open(path: &Path) -> Result<UnixStream, QmpError> {
     stream.map_err(failed)
 }
 
-/// The process that listens. (rustix's own call has a type without room for the 0 of a process that we can't see.)
-fn peer_of(stream: &UnixStream) -> Result<i32, String> {
+/// The process at the other end: the one that listens, or the one that has connected. (rustix's own call has a type
+/// without room for the 0 of a process that we can't see.)
+pub(in crate::qemu) fn peer_of(stream: &UnixStream) -> Result<i32, String> {
     let mut peer = libc::ucred { pid: 0, uid: 0, gid: 0 };
     let mut length = size_of::<libc::ucred>() as libc::socklen_t;
     // SAFETY: `peer` is a writable ucred and `length` its size, so the kernel writes within it.

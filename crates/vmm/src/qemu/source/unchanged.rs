@@ -5,7 +5,8 @@ use transship_memory::Freeing;
 use super::QemuSource;
 use crate::qemu::{
     checks, machine, memory,
-    writers::{self, Lookout, When},
+    qmp::Qmp,
+    writers::{self, Allowed, Lookout, When},
 };
 
 impl QemuSource {
@@ -27,6 +28,7 @@ impl QemuSource {
 
     /// The tracker knows nothing of memory that was plugged, unplugged or mapped elsewhere meanwhile.
     pub(super) fn check_memory_unchanged(&mut self) -> Result<(), GuestError> {
+        self.back_ends.check_unchanged(&self.backends)?;
         let backends = memory::backends(&mut self.qmp)?;
         let moved = match &self.tracked {
             Some(tracked) => memory::areas(&mut self.qmp, &backends)? != *tracked,
@@ -43,17 +45,27 @@ impl QemuSource {
         Ok(())
     }
 
+    /// Those that write past QEMU, and are tracked or harmless.
+    pub(super) fn allowed(&self) -> Allowed<'_> {
+        Allowed { balloon: self.own_balloon.as_ref(), back_ends: &self.back_ends, drained: self.has_direct_disks }
+    }
+
+    fn qmp_and_allowed(&mut self) -> (&mut Qmp, Allowed<'_>) {
+        let Self { qmp, own_balloon, back_ends, has_direct_disks, .. } = self;
+        (qmp, Allowed { balloon: own_balloon.as_ref(), back_ends, drained: *has_direct_disks })
+    }
+
     /// Looks at all processes: not while the guest stands still.
     pub(super) fn check_no_writers_came(&mut self) -> Result<(), GuestError> {
         if self.allow_untracked_writers {
             return Ok(());
         }
-        let (balloon, drained) = (self.own_balloon.as_ref(), self.has_direct_disks);
         let others = match &mut self.ask_others {
             Some(ask) => ask().map_err(GuestError::system("ask who else writes guest memory"))?,
-            None => Lookout::of(&self.qmp, &self.backends, balloon).look(),
+            None => Lookout::of(&self.qmp, &self.backends, self.allowed()).look(),
         };
-        writers::refuse(&mut self.qmp, others, balloon, When::Later, drained)
+        let (qmp, allowed) = self.qmp_and_allowed();
+        writers::refuse(qmp, others, allowed, When::Later)
     }
 
     /// The part of it that is quick.
@@ -61,7 +73,8 @@ impl QemuSource {
         if self.allow_untracked_writers {
             return Ok(());
         }
-        writers::refuse_devices(&mut self.qmp, self.own_balloon.as_ref(), When::Later, self.has_direct_disks)
+        let (qmp, allowed) = self.qmp_and_allowed();
+        writers::refuse_devices(qmp, allowed, When::Later)
     }
 
     pub(super) fn check_balloon(&mut self) -> Result<(), GuestError> {
