@@ -4,9 +4,7 @@ use serde_json::json;
 
 use crate::peer::{PLAIN, assert_moved, assert_nothing_of_ours, multifd};
 use crate::restoring::{assert_goes_on, disk, io, restoring};
-use transship_lab::{
-    Accel, Backend, HugePool, LabError, Qemu, QemuBuilder, Result, Transship, kvm_works, other_qemu, wait_until,
-};
+use transship_lab::{Backend, HugePool, LabError, Qemu, QemuBuilder, Result, Transship, other_qemu, wait_until};
 
 const ALL: [Backend; 7] = [
     Backend::Default,
@@ -19,8 +17,12 @@ const ALL: [Backend; 7] = [
 ];
 
 fn guest(backend: Backend) -> QemuBuilder {
-    let accel = if kvm_works() { Accel::Kvm } else { Accel::Tcg };
-    Qemu::multiboot_under(accel).backend(backend).named_as_by_default()
+    Qemu::multiboot().backend(backend).named_as_by_default()
+}
+
+/// QEMU's default, with memory that KVM writes, too.
+fn with_kvm() -> QemuBuilder {
+    Qemu::multiboot_with_kvm().backend(Backend::Default).named_as_by_default()
 }
 
 /// Moves the guest, which checks that it arrived whole. The source's report.
@@ -124,16 +126,16 @@ fn private_memory_is_saved_and_restored() -> Result<()> {
     {
         let path = folder.join(way);
         let to = path.to_string_lossy();
-        let source = guest(Backend::Default).booted()?;
+        let source = with_kvm().booted()?;
         let save = ["save", way, "--vm", &source.vm(), "--to", &*to, direct, "--json"];
         Transship::command(save).run()?.expect_code(0)?;
         assert_goes_on(&source)?;
         for flags in [&[][..], &[direct]] {
-            let destination = guest(Backend::Default).incoming().start()?;
+            let destination = with_kvm().incoming().start()?;
             restoring(&destination.vm(), &path).args(flags.iter().copied()).run()?.expect_code(0)?;
             assert_goes_on(&destination)?;
         }
-        let stock = guest(Backend::Default).incoming().start()?;
+        let stock = with_kvm().incoming().start()?;
         let mapped = json!({ "capabilities": [{ "capability": "mapped-ram", "state": true }] });
         stock.qmp("migrate-set-capabilities", mapped)?;
         stock.qmp("migrate-incoming", json!({ "uri": format!("file:{to}") }))?;
@@ -191,7 +193,7 @@ fn a_guest_with_a_direct_disk_goes_on_and_back_whole() -> Result<()> {
     let image = folder.join("disk");
     io(std::fs::File::create(&image).and_then(|file| file.set_len(1 << 20)))?;
     let drive = format!("file={},format=raw,if=none,id=disk,cache=none", image.display());
-    let with_disk = || guest(Backend::Default).args(["-drive", &drive, "-device", "virtio-blk-pci,drive=disk"]);
+    let with_disk = || with_kvm().args(["-drive", &drive, "-device", "virtio-blk-pci,drive=disk"]);
     let (source, first) = (with_disk().booted()?, with_disk().incoming().start()?);
     // One that stands still and is not taken has them again.
     source.qmp("stop", json!({}))?;
@@ -266,10 +268,7 @@ fn a_guest_that_was_given_away_is_not_taken_once_more() -> Result<()> {
 /// Two NUMA nodes, each with memory of its own, go to files and back.
 #[test]
 fn memory_in_several_private_parts_goes_there_and_back() -> Result<()> {
-    let nodes = |backend| {
-        let accel = if kvm_works() { Accel::Kvm } else { Accel::Tcg };
-        Qemu::multiboot_under(accel).backend(backend).backends(2)
-    };
+    let nodes = |backend| Qemu::multiboot().backend(backend).backends(2);
     let mut here = nodes(Backend::Ram).booted()?;
     for to in [Backend::SharedFile, Backend::Ram, Backend::Memfd, Backend::PrivateMemfd, Backend::Ram] {
         let there = nodes(to).incoming().start()?;

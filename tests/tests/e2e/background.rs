@@ -80,7 +80,7 @@ fn a_linux_guest_is_saved_as_it_was() -> Result<()> {
 /// A migration begins by tracking all memory, for which the guest would stand still.
 #[test]
 fn the_state_of_a_guest_comes_without_a_migration() -> Result<()> {
-    let (guest, folder) = (Qemu::multiboot_with_kvm().booted()?, disk()?);
+    let (guest, folder) = (Qemu::multiboot().booted()?, disk()?);
     saved(&guest.vm(), &folder.join("snapshot"))?;
     let migrated = guest.qmp("query-migrate", json!({}))?;
     assert!(migrated.get("ram").is_none(), "{migrated}");
@@ -95,7 +95,7 @@ fn a_qemu_without_rights_is_no_obstacle() -> Result<()> {
         return Ok(());
     }
     let setpriv = ["setpriv", "--bounding-set", "-all", "--inh-caps", "-all"].map(str::to_owned);
-    let guest = Qemu::multiboot_with_kvm().workload(BUSY).prefix(&setpriv);
+    let guest = Qemu::multiboot().workload(BUSY).prefix(&setpriv);
     let running = guest.clone().booted()?;
     let rights = transship_lab::process::status_field(running.pid(), "CapEff")?;
     assert!(rights.chars().all(|digit| digit == '0'), "it has rights: {rights}");
@@ -107,7 +107,7 @@ fn a_qemu_without_rights_is_no_obstacle() -> Result<()> {
 fn a_guest_that_gives_memory_back_all_the_time_is_refused() -> Result<()> {
     let folder = disk()?;
     let reporting = "virtio-balloon-pci,free-page-reporting=on,id=b0";
-    let guest = Qemu::multiboot_with_kvm().args(["-device", reporting]).booted()?;
+    let guest = Qemu::multiboot().args(["-device", reporting]).booted()?;
     let refused = saving(&guest.vm(), &folder.join("a")).run()?.expect_code(1)?;
     assert!(refused.stderr.contains("device b0") && refused.stderr.contains("--live"), "{refused}");
     assert_whole(&guest)
@@ -150,7 +150,7 @@ fn a_balloon_that_moves_meanwhile_fails_the_snapshot() -> Result<()> {
 fn a_guest_whose_saver_dies_runs_on() -> Result<()> {
     for step in ["save.protecting", "save.stopped", "save.state", "save.protected", "save.resumed", "save.background"] {
         let folder = disk()?;
-        let guest = Qemu::multiboot_with_kvm().workload(BUSY).booted()?;
+        let guest = Qemu::multiboot().workload(BUSY).booted()?;
         let settings = || {
             Ok((guest.qmp("query-migrate-capabilities", json!({}))?, guest.qmp("query-migrate-parameters", json!({}))?))
         };

@@ -129,6 +129,7 @@ fn it_inflates_deflates_and_tells_how_memory_is_used() {
 }
 
 #[test]
+#[ignore = "long: make test-long"]
 fn a_balloon_that_is_asked_to_end_tells_its_client_and_ends_when_qemu_lets_go() {
     let mut balloon = Balloon::start().unwrap();
     let Some(guest) = guest(&balloon) else { return };

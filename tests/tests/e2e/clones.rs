@@ -3,8 +3,7 @@ use std::{collections::HashSet, path::Path};
 
 use serde_json::{Value, json};
 use transship_lab::{
-    Accel, Backend, LabError, Qemu, QemuBuilder, Result, Scratch, Transship, Workload, kvm_works, lacks, lines::Mark,
-    other_qemu,
+    Backend, LabError, Qemu, QemuBuilder, Result, Scratch, Transship, Workload, lacks, lines::Mark, other_qemu,
 };
 
 use crate::restoring::{assert_goes_on, disk, io};
@@ -13,8 +12,7 @@ use crate::restoring::{assert_goes_on, disk, io};
 const NEW_KERNEL: &str = "linux/vmlinuz-new";
 
 pub(crate) fn guest() -> QemuBuilder {
-    let accel = if kvm_works() { Accel::Kvm } else { Accel::Tcg };
-    Qemu::multiboot_under(accel)
+    Qemu::multiboot()
 }
 
 /// An image of the guest, which goes on.
@@ -65,7 +63,7 @@ fn an_image_of_any_guest_has_clones() -> Result<()> {
 #[test]
 fn clones_take_little_memory() -> Result<()> {
     let folder = disk()?;
-    let nodes = |backend| guest().memory(128).backend(backend).backends(2);
+    let nodes = |backend| Qemu::multiboot_with_kvm().memory(128).backend(backend).backends(2);
     let (path, source) = (folder.join("image"), nodes(Backend::Ram).booted()?);
     image(&source, &path, "--background")?;
     let clones: Vec<Qemu> = (0..3).map(|_| nodes(Backend::Ram).clone_of(&path).start()).collect::<Result<_>>()?;
@@ -120,7 +118,7 @@ fn images_are_made_of_other_snapshots_and_back() -> Result<()> {
 /// Memory that is no mapping of the image gets the guest all the same, and the report says in which way.
 #[test]
 fn memory_of_its_own_is_filled() -> Result<()> {
-    let folder = Scratch::new()?;
+    let (folder, guest) = (Scratch::new()?, Qemu::multiboot_with_kvm);
     let (path, source) = (folder.join("image"), guest().booted()?);
     image(&source, &path, "--background")?;
     let promised = "prealloc=on";

@@ -108,6 +108,7 @@ fn a_guest_that_never_converges_does_so_when_its_writers_are_held() -> Result<()
 /// The same with processors that KVM runs, and that are so slow where KVM is emulated in its turn that the link may be
 /// fast enough for them.
 #[test]
+#[ignore = "long: make test-long"]
 fn processors_that_kvm_runs_are_held() -> Result<()> {
     if !kvm_works() {
         lacks("KVM");

@@ -15,7 +15,7 @@ fn stock_qemu_loads_what_was_converted() -> Result<()> {
     let folder = Scratch::within(&std::env::temp_dir())?;
     for stream in [true, false] {
         let [from, to, back] = ["from", "to", "back"].map(|name| folder.join(name));
-        let source = Qemu::linux().booted()?;
+        let source = Qemu::multiboot().booted()?;
         StockSave { stream, capabilities: if stream { &["xbzrle"] } else { &[] }, ..StockSave::default() }
             .save(&source, &from)?;
         drop(source);
@@ -29,12 +29,12 @@ fn stock_qemu_loads_what_was_converted() -> Result<()> {
         for (path, stream) in [(&to, !stream), (&back, stream)] {
             let text = path.to_string_lossy();
             Transship::command(["info", &*text, "--check"]).run()?.expect_code(0)?;
-            let destination = Qemu::linux().incoming().start()?;
+            let destination = Qemu::multiboot().incoming().start()?;
             StockLoad { stream, ..StockLoad::default() }.load(&destination, path)?;
             assert_goes_on(&destination, &format!("{text}, loaded by QEMU"))?;
         }
         if stream {
-            let destination = Qemu::linux().incoming().start()?;
+            let destination = Qemu::multiboot().incoming().start()?;
             let from = to.to_string_lossy();
             Transship::command(["restore", "--vm", &destination.vm(), "--from", &*from, "--lazy"])
                 .run()?

@@ -11,8 +11,8 @@ use crate::{
     stock::{StockLoad, StockSave},
 };
 
-/// In the memory of every Linux.
-const MARKER: &[u8] = b"Linux version ";
+/// In the memory of every such guest, as its program says it.
+const MARKER: &[u8] = b"workload: ready pages=";
 /// A piece that is encrypted, and what is added to each.
 const PIECE: usize = (64 << 10) + 16;
 
@@ -65,7 +65,7 @@ fn restore(guest: &Qemu, from: &str, keys: &[&str]) -> Result<Finished> {
 fn a_guest_goes_on_from_an_encrypted_file() -> Result<()> {
     let folder = Scratch::new()?;
     let ((mine, _), (theirs, public)) = (key(&folder, "mine")?, key(&folder, "theirs")?);
-    let source = Qemu::linux().booted()?;
+    let source = Qemu::multiboot().booted()?;
     for (way, opener) in [("--live", &mine), ("--paused", &theirs), ("--background", &mine)] {
         let path = folder.join("snapshot");
         write(&path, &[9; 70_000])?;
@@ -78,7 +78,7 @@ fn a_guest_goes_on_from_an_encrypted_file() -> Result<()> {
         assert!(before.iter().all(|&byte| byte == 9), "{way}: what is before it was changed");
         assert!(file.starts_with(b"age-encryption.org/v1\n"), "{way}: {:?}", &file[..30]);
         assert!(!shows_memory(file), "{way}: guest memory is in it");
-        let destination = Qemu::linux().incoming().start()?;
+        let destination = Qemu::multiboot().incoming().start()?;
         restore(&destination, &to, &[opener])?.expect_code(0)?;
         assert_goes_on(&destination, way)?;
 
@@ -86,7 +86,7 @@ fn a_guest_goes_on_from_an_encrypted_file() -> Result<()> {
         write(&alone, file)?;
         program("age", &["-d", "-i", opener, "-o", &text(&clear), &text(&alone)])?;
         assert!(shows_memory(&bytes(&clear)?), "{way}: the marker is in no file");
-        let destination = Qemu::linux().incoming().start()?;
+        let destination = Qemu::multiboot().incoming().start()?;
         StockLoad { stream: true, ..StockLoad::default() }.load(&destination, &clear)?;
         assert_goes_on(&destination, &format!("{way}, by age and a stock QEMU"))?;
     }
@@ -98,7 +98,7 @@ fn a_guest_goes_on_from_an_encrypted_file() -> Result<()> {
 fn a_file_that_age_has_encrypted_is_read() -> Result<()> {
     let folder = Scratch::new()?;
     let (mine, public) = key(&folder, "mine")?;
-    let source = Qemu::linux().booted()?;
+    let source = Qemu::multiboot().booted()?;
     let [clear, path, mapped] = ["clear", "snapshot", "mapped"].map(|name| folder.join(name));
     StockSave { stream: true, ..StockSave::default() }.save(&source, &clear)?;
     drop(source);
@@ -109,7 +109,7 @@ fn a_file_that_age_has_encrypted_is_read() -> Result<()> {
     let convert = ["convert", &text(&path), &text(&mapped), "--identity", &mine].map(str::to_owned);
     Transship::command(convert).run()?.expect_code(0)?;
     for (file, keys) in [(&path, &[mine.as_str()][..]), (&mapped, &[])] {
-        let destination = Qemu::linux().incoming().start()?;
+        let destination = Qemu::multiboot().incoming().start()?;
         restore(&destination, &text(file), keys)?.expect_code(0)?;
         assert_goes_on(&destination, &text(file))?;
     }
@@ -121,7 +121,7 @@ fn a_file_that_age_has_encrypted_is_read() -> Result<()> {
 fn a_file_is_encrypted_while_it_is_converted() -> Result<()> {
     let folder = Scratch::new()?;
     let ((mine, public), (theirs, their_public)) = (key(&folder, "mine")?, key(&folder, "theirs")?);
-    let source = Qemu::linux().booted()?;
+    let source = Qemu::multiboot().booted()?;
     let [mapped, first, second] = ["mapped", "first", "second"].map(|name| text(&folder.join(name)));
     Transship::command(["save", "--paused", "--vm", &source.vm(), "--to", &mapped]).run()?.expect_code(0)?;
     drop(source);
@@ -133,9 +133,9 @@ fn a_file_is_encrypted_while_it_is_converted() -> Result<()> {
         .expect_code(0)?;
     for (file, key, other) in [(&first, &mine, &theirs), (&second, &theirs, &mine)] {
         assert!(!shows_memory(&bytes(Path::new(file))?), "{file}: guest memory is in it");
-        let destination = Qemu::linux().incoming().start()?;
+        let destination = Qemu::multiboot().incoming().start()?;
         restore(&destination, file, &[other])?.expect_code(1)?;
-        let destination = Qemu::linux().incoming().start()?;
+        let destination = Qemu::multiboot().incoming().start()?;
         restore(&destination, file, &[key])?.expect_code(0)?;
         assert_goes_on(&destination, file)?;
     }
@@ -151,7 +151,7 @@ fn a_file_is_encrypted_while_it_is_converted() -> Result<()> {
 fn what_is_not_whole_or_for_others_starts_no_guest() -> Result<()> {
     let folder = Scratch::new()?;
     let ((mine, _), (other, _)) = (key(&folder, "mine")?, key(&folder, "other")?);
-    let source = Qemu::linux().booted()?;
+    let source = Qemu::multiboot().booted()?;
     let [whole, clear, changed] = ["whole", "clear", "changed"].map(|name| folder.join(name));
     saving(&source, &text(&whole), &[&mine]).args(["--paused", "--stay-stopped"]).run()?.expect_code(0)?;
     saving(&source, &text(&clear), &[]).args(["--paused"]).run()?.expect_code(0)?;
@@ -174,12 +174,12 @@ fn what_is_not_whole_or_for_others_starts_no_guest() -> Result<()> {
     ];
     for (story, bytes) in damaged {
         write(&changed, &bytes)?;
-        let destination = Qemu::linux().incoming().start()?;
+        let destination = Qemu::multiboot().incoming().start()?;
         let refused = restore(&destination, &text(&changed), &[&mine])?.expect_code(1)?;
         assert!(refused.stderr.contains("its encryption was changed or cut short"), "{story}: {refused}");
         assert_eq!(destination.status()?, "inmigrate", "{story}");
     }
-    let destination = Qemu::linux().incoming().start()?;
+    let destination = Qemu::multiboot().incoming().start()?;
     write(&changed, &flipped(head - 30))?;
     for (file, keys, why) in [
         (&whole, &[other.as_str()][..], "it is encrypted for another key than age1"),
@@ -201,7 +201,7 @@ fn what_is_not_whole_or_for_others_starts_no_guest() -> Result<()> {
 fn a_save_that_is_killed_leaves_nothing_in_clear() -> Result<()> {
     let folder = Scratch::new()?;
     let (mine, _) = key(&folder, "mine")?;
-    let source = Qemu::linux().booted()?;
+    let source = Qemu::multiboot().booted()?;
     let path = folder.join("snapshot");
     let part = folder.join(".snapshot.transship-part");
     for step in ["round", "tail", "synced"] {

@@ -202,6 +202,7 @@ fn saving_all(host: &LibvirtHost, to: &Path) -> Result<transship_lab::Finished> 
 
 /// All domains of a host, and how to bring each back; if one can't be saved, the others are.
 #[test]
+#[ignore = "long: make test-long"]
 fn all_domains_of_a_host_are_saved() -> Result<()> {
     let Some(host) = LibvirtHost::start("h1")? else { return Ok(()) };
     let domains = [Domain::multiboot("g1")?, Domain::multiboot("g2")?];

@@ -96,8 +96,8 @@ fn a_guest_that_never_converges_is_followed_by_its_pages() -> Result<()> {
 /// What would converge anyway is moved as always.
 #[test]
 fn a_guest_that_converges_needs_no_post_copy() -> Result<()> {
-    let (source, left) = running(Qemu::multiboot_with_kvm())?;
-    let destination = Qemu::multiboot_with_kvm().incoming().start()?;
+    let (source, left) = running(Qemu::multiboot())?;
+    let destination = Qemu::multiboot().incoming().start()?;
     let flags = [&POSTCOPY[..], &["--downtime", "5s"]].concat();
     let moved = move_between(&source.vm(), &destination.vm(), &flags)?;
     assert!(moved.source.report()?.get("postcopy").is_none());
@@ -377,8 +377,8 @@ fn a_destination_that_dies_is_waited_for_no_longer() -> Result<()> {
 /// The guard lets the guest run again, and the second process, which was to go on after that, does not.
 #[test]
 fn a_move_that_is_killed_before_the_guest_is_given_up_leaves_nobody_behind() -> Result<()> {
-    let (source, _) = running(Qemu::multiboot_with_kvm())?;
-    let destination = Qemu::multiboot_with_kvm().incoming().start()?;
+    let (source, _) = running(Qemu::multiboot())?;
+    let destination = Qemu::multiboot().incoming().start()?;
     let receive = receiving(&destination.vm(), "tcp:127.0.0.1:0").start()?;
     let moving = Transship::moving(&source.vm(), &receive.listening()?).args(AT_ONCE);
     assert_eq!(armed(moving, "source.loaded", "kill").run()?.code(), None);

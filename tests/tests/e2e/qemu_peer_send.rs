@@ -167,6 +167,7 @@ fn a_guest_on_two_numa_nodes_goes_over() -> Result<()> {
 
 /// Its kernel, page tables, page cache: not only the workload's own pages have to be right.
 #[test]
+#[ignore = "long: make test-long"]
 fn a_linux_guest_goes_over() -> Result<()> {
     for wires in [PLAIN, multifd(2, "none"), multifd(2, "zlib")] {
         goes_over(Qemu::linux(), Qemu::linux().backend(Backend::Ram), wires)?;

@@ -15,20 +15,24 @@ use crate::restoring::{
 use crate::stock::StockSave;
 use serde_json::json;
 use transship_lab::{
-    Accel, Backend, HugePool, LabError, Qemu, QemuBuilder, Result, Scratch, kvm_works, lacks, other_qemu,
-    process::status_field, wait_until,
+    Backend, HugePool, LabError, Qemu, QemuBuilder, Result, Scratch, lacks, other_qemu, process::status_field,
+    wait_until,
 };
 
 fn guest(backend: Backend) -> QemuBuilder {
-    let accel = if kvm_works() { Accel::Kvm } else { Accel::Tcg };
-    Qemu::multiboot_under(accel).backend(backend).named_as_by_default()
+    Qemu::multiboot().backend(backend).named_as_by_default()
+}
+
+/// KVM and the kernel wait for pages, too.
+fn with_kvm(backend: Backend) -> QemuBuilder {
+    Qemu::multiboot_with_kvm().backend(backend).named_as_by_default()
 }
 
 /// A guest in a file.
-fn saved() -> Result<(Scratch, PathBuf)> {
+fn saved(guest: QemuBuilder) -> Result<(Scratch, PathBuf)> {
     let folder = disk()?;
     let path = folder.join("snapshot");
-    saved_by_stock(guest(Backend::Default), StockSave::default(), &path)?;
+    saved_by_stock(guest, StockSave::default(), &path)?;
     Ok((folder, path))
 }
 
@@ -54,7 +58,7 @@ fn comes_page_by_page(destination: &Qemu, path: &Path) -> Result<()> {
 
 #[test]
 fn a_lazy_guest_finds_all_its_memory_in_memory_of_any_kind() -> Result<()> {
-    let (_folder, path) = saved()?;
+    let (_folder, path) = saved(guest(Backend::Default))?;
     let kinds = [
         Backend::Default,
         Backend::Ram,
@@ -87,7 +91,7 @@ fn a_lazy_linux_guest_finds_all_its_private_memory() -> Result<()> {
 
 #[test]
 fn a_lazy_guest_finds_all_its_memory_on_private_huge_pages() -> Result<()> {
-    let (_folder, path) = saved()?;
+    let (_folder, path) = saved(guest(Backend::Default))?;
     let pool = HugePool::with_mib(64)?;
     let free = pool.state()?.free;
     let destination = guest(Backend::PrivateMemfd).memory_options("hugetlb=on,hugetlbsize=2M").incoming().start()?;
@@ -119,7 +123,7 @@ fn a_sandboxed_qemu_without_rights_is_no_obstacle_to_a_lazy_guest() -> Result<()
         lacks("root, to take rights away");
         return Ok(());
     }
-    let (_folder, path) = saved()?;
+    let (_folder, path) = saved(guest(Backend::Default))?;
     let setpriv = ["setpriv", "--bounding-set", "-all", "--inh-caps", "-all"].map(str::to_owned);
     let sandbox = "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny";
     let waiting = || guest(Backend::Default).prefix(&setpriv).args(["-sandbox", sandbox]).incoming().start();
@@ -132,9 +136,9 @@ fn a_sandboxed_qemu_without_rights_is_no_obstacle_to_a_lazy_guest() -> Result<()
 /// Whoever is killed, the guest gets its memory.
 #[test]
 fn a_lazy_guest_in_private_memory_survives_the_death_of_its_restore() -> Result<()> {
-    let (_folder, path) = saved()?;
+    let (_folder, path) = saved(with_kvm(Backend::Default))?;
     for kind in [Backend::Default, Backend::PrivateMemfd] {
-        let destination = guest(kind).incoming().start()?;
+        let destination = with_kvm(kind).incoming().start()?;
         make_dirty(&destination)?;
         let mut stalled = Stalled::start(&destination.vm(), &path)?;
         assert_eq!(stand_ins(&destination)?.len(), 1);
@@ -151,7 +155,7 @@ fn a_lazy_guest_in_private_memory_survives_the_death_of_its_restore() -> Result<
 /// restore; or it has loaded, and has all of it.
 #[test]
 fn a_lazy_restore_into_private_memory_may_be_killed_at_each_step() -> Result<()> {
-    let (_folder, path) = saved()?;
+    let (_folder, path) = saved(guest(Backend::Default))?;
     for step in ["restore.missing", "restore.loading", "restore.loaded"] {
         let destination = guest(Backend::Default).incoming().start()?;
         make_dirty(&destination)?;
@@ -180,7 +184,7 @@ fn a_lazy_restore_into_private_memory_may_be_killed_at_each_step() -> Result<()>
 /// What can't be given back is left as it is: the guest comes with all its memory at once.
 #[test]
 fn private_memory_that_can_not_be_given_back_is_refused() -> Result<()> {
-    let (folder, path) = saved()?;
+    let (folder, path) = saved(guest(Backend::Default))?;
     let file = folder.join("on-disk");
     let on_disk = format!("memory-backend-file,share=off,id=pc.ram,size=64M,mem-path={}", file.display());
     let on_disk = guest(Backend::Default).machine("q35,memory-backend=pc.ram").args(["-object", &on_disk]);

@@ -55,6 +55,7 @@ fn a_stock_qemu_receives_a_guest_whose_writers_wait() -> Result<()> {
 }
 
 #[test]
+#[ignore = "long: make test-long"]
 fn guests_whose_writers_wait_are_saved_and_watched() -> Result<()> {
     let folder = disk()?;
     for backend in [Backend::Default, Backend::SharedFile] {
