@@ -13,12 +13,12 @@ pub struct BlockBackEnd {
 }
 
 impl BlockBackEnd {
-    /// Offers the image, which can't be written to, and waits until it listens. It reads 200 times a second at most.
-    /// `options`: more for the image's `--blockdev`, such as `cache.direct=on`.
+    /// Offers the image, which can't be written to, and waits until it listens. It reads `reads` times a second at
+    /// most. `options`: more for the image's `--blockdev`, such as `cache.direct=on`.
     ///
     /// # Errors
     /// It does not.
-    pub fn start(image: &Path, options: &str) -> Result<Self> {
+    pub fn start(image: &Path, reads: u32, options: &str) -> Result<Self> {
         let folder = Scratch::new()?;
         let socket = folder.join("disk");
         let disk =
@@ -27,7 +27,7 @@ impl BlockBackEnd {
             format!("type=vhost-user-blk,id=disk,node-name=disk,addr.type=unix,addr.path={}", socket.display());
         let mut command = Command::new("qemu-storage-daemon");
         // A guest whose reads come at once does nothing else.
-        command.args(["--object", "throttle-group,id=slow,limits.iops-total=200", "--blockdev"]);
+        command.args(["--object", &format!("throttle-group,id=slow,limits.iops-total={reads}"), "--blockdev"]);
         command.arg(disk.trim_end_matches(','));
         command.args(["--blockdev", "driver=throttle,node-name=disk,read-only=on,throttle-group=slow,file=file"]);
         command.args(["--export", &export]);

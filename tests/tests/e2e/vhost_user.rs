@@ -1,12 +1,70 @@
 //! Guests with a device that is another process: it writes to their memory through a mapping of its own.
 use crate::{
     ends::move_between,
-    sector::{Move, SharedDisk, wait_counting},
+    sector::{Move, SharedDisk, count, wait_counting},
 };
-use transship_lab::{BlockBackEnd, Qemu, QemuBuilder, Result, Scratch, Transship, Workload, slow_disk::numbered};
+use std::{fs, path::Path};
+use transship_lab::{
+    Accel, BlockBackEnd, LabError, Qemu, QemuBuilder, Result, Scratch, Transship, Workload, kvm_works,
+    slow_disk::numbered, wait_until,
+};
 
 const DISK_MIB: u64 = 16;
+/// Reads a second.
+const READS: u32 = 200;
+/// A guest that waits for each has one under way at any moment.
+const SELDOM: u32 = 20;
 const WORKLOAD: Workload = Workload { mib: 16, rate: 500, sweep_ms: 500, ..Workload::LINUX };
+
+/// A boot sector that has the firmware read one sector after the other, over and over, each to another place in 512 KiB
+/// of memory, and counts them.
+#[rustfmt::skip]
+const READER: [u8; 95] = [
+    0xfa, //                                cli
+    0x31, 0xc0, //                          xor ax, ax
+    0x8e, 0xd8, //                          mov ds, ax
+    0x8e, 0xc0, //                          mov es, ax
+    0x8e, 0xd0, //                          mov ss, ax
+    0xbc, 0x00, 0x7c, //                    mov sp, 0x7c00
+    0xbf, 0x00, 0x10, //                    mov di, 0x1000     ; the segment to read to
+    0xbd, 0x02, 0x00, //                    mov bp, 2          ; the sector
+    0xc7, 0x06, 0x00, 0x06, 0x10, 0x00, //  mov word [0x600], 16
+    0xc7, 0x06, 0x02, 0x06, 0x01, 0x00, //  mov word [0x602], 1
+    0xc7, 0x06, 0x04, 0x06, 0x00, 0x00, //  mov word [0x604], 0
+    0xc7, 0x06, 0x0a, 0x06, 0x00, 0x00, //  mov word [0x60a], 0
+    0xc7, 0x06, 0x0c, 0x06, 0x00, 0x00, //  mov word [0x60c], 0
+    0xc7, 0x06, 0x0e, 0x06, 0x00, 0x00, //  mov word [0x60e], 0
+    0x89, 0x3e, 0x06, 0x06, //        next: mov [0x606], di
+    0x89, 0x2e, 0x08, 0x06, //              mov [0x608], bp
+    0xbe, 0x00, 0x06, //                    mov si, 0x600
+    0xb4, 0x42, //                          mov ah, 0x42       ; extended read
+    0xb2, 0x80, //                          mov dl, 0x80       ; of the first disk
+    0x55, 0x57, //                          push bp, di
+    0xcd, 0x13, //                          int 0x13
+    0x5f, 0x5d, //                          pop di, bp
+    0x66, 0xff, 0x06, 0x04, 0x80, //        inc dword [0x8004]
+    0x45, //                                inc bp
+    0x83, 0xc7, 0x20, //                    add di, 0x20
+    0x81, 0xff, 0x00, 0x90, //              cmp di, 0x9000
+    0x72, 0xdc, //                          jb next
+    0xbf, 0x00, 0x10, //                    mov di, 0x1000
+    0xeb, 0xd7, //                          jmp next
+];
+
+/// A disk with it, each of whose other sectors is unlike the others.
+fn reader(image: &Path) -> Result<()> {
+    let sectors = (0..DISK_MIB << 11).flat_map(|sector: u64| sector.to_le_bytes().repeat(64));
+    let mut bytes: Vec<u8> = sectors.collect();
+    bytes[..READER.len()].copy_from_slice(&READER);
+    bytes[510..512].copy_from_slice(&[0x55, 0xaa]);
+    fs::write(image, bytes).map_err(|e| LabError(e.to_string()))
+}
+
+/// Its guest reads on.
+fn assert_reads_on(guest: &Qemu) -> Result<()> {
+    let from = count(guest)?;
+    wait_until("the guest to read", || Ok(count(guest)?.wrapping_sub(from) > 10))
+}
 
 /// A Linux guest that has the disk read into its memory all the time, and knows what each read has to bring.
 fn linux(disk: &BlockBackEnd) -> QemuBuilder {
@@ -26,7 +84,7 @@ fn a_guest_whose_disk_is_another_process_is_moved_and_saved() -> Result<()> {
     let folder = Scratch::new()?;
     let image = folder.join("image");
     numbered(&image, DISK_MIB)?;
-    let disk = || BlockBackEnd::start(&image, "");
+    let disk = || BlockBackEnd::start(&image, READS, "");
     let (disk0, disk1, disk2) = (disk()?, disk()?, disk()?);
     let source = linux(&disk0).start()?;
     source.ready()?;
@@ -48,6 +106,28 @@ fn a_guest_whose_disk_is_another_process_is_moved_and_saved() -> Result<()> {
     assert_right(&restored)
 }
 
+/// There, and on: a processor that KVM runs is held, too. It waits for each request, and looks for its end by itself.
+#[test]
+fn a_guest_that_waits_for_its_disk_all_the_time_arrives_whole() -> Result<()> {
+    let folder = Scratch::new()?;
+    let image = folder.join("image");
+    reader(&image)?;
+    let accel = if kvm_works() { Accel::Kvm } else { Accel::Tcg };
+    let with = |disk: &BlockBackEnd| Qemu::firmware().accel(accel).memory(32).args(disk.args());
+    let mut disk = BlockBackEnd::start(&image, SELDOM, "")?;
+    let mut here = with(&disk).start()?;
+    assert_reads_on(&here)?;
+    for _ in 0..2 {
+        let other = BlockBackEnd::start(&image, SELDOM, "")?;
+        let there = with(&other).incoming().start()?;
+        move_between(&here.vm(), &there.vm(), &["--verify"])?;
+        assert_reads_on(&there)?;
+        (here, disk) = (there, other);
+    }
+    drop((here, disk));
+    Ok(())
+}
+
 /// A small guest that has booted from such a disk.
 fn booted(disk: &BlockBackEnd) -> Result<Qemu> {
     let guest = small(disk).start()?;
@@ -62,8 +142,8 @@ fn small(disk: &BlockBackEnd) -> QemuBuilder {
 #[test]
 fn a_back_end_that_ends_ends_the_move() -> Result<()> {
     let image = SharedDisk::new()?;
-    let mut disk = BlockBackEnd::start(&image.path(), "")?;
-    let other = BlockBackEnd::start(&image.path(), "")?;
+    let mut disk = BlockBackEnd::start(&image.path(), READS, "")?;
+    let other = BlockBackEnd::start(&image.path(), READS, "")?;
     let (source, destination) = (booted(&disk)?, small(&other).incoming().start()?);
     let moving = Move::at("source.round", &source, &destination, &[])?;
     disk.process().kill9();
@@ -78,7 +158,7 @@ fn a_back_end_that_ends_ends_the_move() -> Result<()> {
 #[test]
 fn what_can_not_be_done_with_a_back_end_is_refused_with_its_cure() -> Result<()> {
     let image = SharedDisk::new()?;
-    let disk = BlockBackEnd::start(&image.path(), "")?;
+    let disk = BlockBackEnd::start(&image.path(), READS, "")?;
     let guest = booted(&disk)?;
     let folder = Scratch::new()?;
     let to = folder.join("snapshot").display().to_string();
@@ -94,7 +174,7 @@ fn what_can_not_be_done_with_a_back_end_is_refused_with_its_cure() -> Result<()>
     drop(guest);
 
     // The disk must lie where the page cache can be gone past.
-    let direct = BlockBackEnd::start(&image.path(), "cache.direct=on")?;
+    let direct = BlockBackEnd::start(&image.path(), READS, "cache.direct=on")?;
     let direct = refused(&booted(&direct)?, &["--live"])?;
     assert!(direct.contains("past the page cache") && direct.contains("cache.direct=off"), "{direct}");
     Ok(())

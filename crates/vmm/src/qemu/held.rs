@@ -128,6 +128,12 @@ impl ProcessorHold {
     }
 }
 
+impl Drop for ProcessorHold {
+    fn drop(&mut self) {
+        self.end();
+    }
+}
+
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used)]
