@@ -240,7 +240,7 @@ pub type AskOthers = Box<dyn FnMut() -> io::Result<Vec<String>> + Send>;
 pub type AskToHold = Box<dyn FnMut(Hold) -> io::Result<()> + Send>;
 
 /// What becomes of processors that are held.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub enum Hold {
     /// They stand still when this has been done.
     Begin,

@@ -20,7 +20,7 @@ mod tracking;
 
 pub use connecting::connect_by;
 pub use freeze::{Freezer, freeze_by};
-pub use qemu::{ProcessorHold, give_back_by, give_back_there, look_for_writers, threads_that_may_wait};
+pub use qemu::{give_back_by, give_back_there, look_for_writers, processors_to_hold, threads_that_may_wait};
 pub use tracking::Tracking;
 
 pub use looked::{DeviceFound, DiskFound, Looked, MemoryFound, Use};

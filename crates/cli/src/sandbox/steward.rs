@@ -156,14 +156,7 @@ impl Steward {
     /// For a guest whose processors it holds.
     pub(crate) fn hold(&self) -> AskToHold {
         let line = Arc::clone(&self.line);
-        Box::new(move |hold| {
-            let what = match hold {
-                Hold::Begin => Ask::Hold,
-                Hold::End => Ask::LetGo,
-                Hold::EndWhenAwaited => Ask::LetGoWhenAwaited,
-            };
-            ask(&line, &what).map(drop)
-        })
+        Box::new(move |hold| ask(&line, &Ask::Processors(hold)).map(drop))
     }
 
     /// For a guest whose other writers it looks for.
@@ -214,12 +207,8 @@ enum Ask {
     Writers,
     /// For how long a thread of the VMM may be held at most.
     MayWait(u32),
-    /// The guest's processors are to stand still.
-    Hold,
-    /// They may go on.
-    LetGo,
-    /// They may go on when the VMM waits for them, which it is about to.
-    LetGoWhenAwaited,
+    /// The guest's processors are to stand still, or to go on.
+    Processors(Hold),
     /// The command of this phase.
     Start(String),
     /// How that one has ended, if it has.

@@ -27,8 +27,49 @@ const LOOK_AGAIN: Duration = Duration::from_micros(200);
 /// `futex`, by which a thread waits for others.
 const FUTEX: &str = "202";
 
-/// The processors of one QEMU's guest. Only the thread that holds them can let them go.
-pub struct ProcessorHold {
+/// Holds processors in the place of a source that has given up the right to. `processors`: what its
+/// [`SourceGuest::processors`](transship_guest::SourceGuest::processors) has said.
+///
+/// # Errors
+/// That was no such text; there is no such process; no thread can be had.
+pub fn processors_to_hold(processors: &str) -> Result<AskToHold, GuestError> {
+    holder(
+        serde_json::from_str(processors)
+            .map_err(|e| GuestError::Bug(format!("can't read whose processors they are: {e}")))?,
+    )
+}
+
+/// A thread that holds them when it is asked to. When one can't be held, none is, and the thread ends.
+pub(super) fn holder(processors: Processors) -> Result<AskToHold, GuestError> {
+    let mut hold = ProcessorHold::of(processors)?;
+    let (asks, asked) = channel();
+    let (results, done): (Sender<Result<(), GuestError>>, Receiver<_>) = channel();
+    let serve = move || {
+        for ask in asked {
+            let begun = if ask == Hold::Begin { hold.begin() } else { Ok(()) };
+            let failed = begun.is_err();
+            // What follows is awaited by nobody.
+            let _ = results.send(begun);
+            match ask {
+                // One that does not stop now may do so later. The kernel lets it go when this thread ends.
+                Hold::Begin if failed => return,
+                Hold::Begin => {}
+                Hold::End => hold.end(),
+                Hold::EndWhenAwaited => hold.end_when_awaited(),
+            }
+        }
+    };
+    let thread = thread::Builder::new().name("hold".into()).spawn(serve);
+    thread.map_err(GuestError::system("start a thread that holds processors"))?;
+    let ended = || io::Error::other("one could not be held before");
+    Ok(Box::new(move |ask| {
+        asks.send(ask).map_err(|_| ended())?;
+        done.recv().map_err(|_| ended())?.map_err(io::Error::other)
+    }))
+}
+
+/// The processors of one QEMU's guest. They are let go by the thread that holds them, at its end at the latest.
+struct ProcessorHold {
     processors: Processors,
     /// Its number is that of another process once it has ended.
     process: OwnedFd,
@@ -36,18 +77,7 @@ pub struct ProcessorHold {
 }
 
 impl ProcessorHold {
-    /// To hold them in the place of a source that has given up the right to. `processors`: what its
-    /// [`SourceGuest::processors`](transship_guest::SourceGuest::processors) has said.
-    ///
-    /// # Errors
-    /// That was no such text; there is no such process.
-    pub fn of_text(processors: &str) -> Result<Self, GuestError> {
-        let processors = serde_json::from_str(processors)
-            .map_err(|e| GuestError::Bug(format!("can't read whose processors they are: {e}")))?;
-        Self::of(processors)
-    }
-
-    pub(super) fn of(processors: Processors) -> Result<Self, GuestError> {
+    fn of(processors: Processors) -> Result<Self, GuestError> {
         let pid = processors.pid();
         let process = Pid::from_raw(pid).ok_or(rustix::io::Errno::SRCH);
         let process = process.and_then(|pid| pidfd_open(pid, PidfdFlags::empty()));
@@ -59,35 +89,25 @@ impl ProcessorHold {
     }
 
     /// They stand still when this returns. A thread that came since QEMU was asked for them is not known.
-    ///
-    /// # Errors
-    /// One can't be held; then none is.
-    pub fn begin(&mut self) -> Result<(), GuestError> {
+    fn begin(&mut self) -> Result<(), GuestError> {
         let pid = self.processors.pid();
         let at_once = Timespec { tv_sec: 0, tv_nsec: 0 };
         if poll(&mut [PollFd::new(&self.process, PollFlags::IN)], Some(&at_once)) != Ok(0) {
             return Err(GuestError::vmm(format!("process {pid} has ended")));
         }
         for thread in vcpus::numbers_here(&self.processors) {
-            match inject::hold(pid, thread as i32) {
-                Ok(tracee) => self.held.push(tracee),
-                Err(why) => {
-                    self.end();
-                    return Err(why);
-                }
-            }
+            self.held.push(inject::hold(pid, thread as i32)?);
         }
         Ok(())
     }
 
-    /// They go on.
-    pub fn end(&mut self) {
+    fn end(&mut self) {
         self.held.drain(..).for_each(Tracee::let_go);
     }
 
     /// They go on as soon as QEMU's main thread waits for somebody: for them, if it is to stop them. To be called just
-    /// before it is told to, and returns when they have been let go.
-    pub fn end_when_awaited(&mut self) {
+    /// before it is told to.
+    fn end_when_awaited(&mut self) {
         let deadline = Instant::now() + AWAITED_WAIT;
         while !self.main_thread_waits() && Instant::now() < deadline {
             thread::sleep(LOOK_AGAIN);
@@ -99,38 +119,6 @@ impl ProcessorHold {
         let pid = self.processors.pid();
         let call = fs::read_to_string(format!("/proc/{pid}/task/{pid}/syscall")).unwrap_or_default();
         call.split_ascii_whitespace().next() == Some(FUTEX)
-    }
-
-    /// For a process that has the rights: a thread of its own holds them.
-    ///
-    /// # Errors
-    /// There is no thread to be had.
-    pub(super) fn in_a_thread(mut self) -> io::Result<AskToHold> {
-        let (asks, asked) = channel();
-        let (results, done): (Sender<Result<(), GuestError>>, Receiver<_>) = channel();
-        thread::Builder::new().name("hold".into()).spawn(move || {
-            for ask in asked {
-                // Nobody waits for what is done afterwards.
-                let begun = if ask == Hold::Begin { self.begin() } else { Ok(()) };
-                let _ = results.send(begun);
-                match ask {
-                    Hold::Begin => {}
-                    Hold::End => self.end(),
-                    Hold::EndWhenAwaited => self.end_when_awaited(),
-                }
-            }
-        })?;
-        let ended = || io::Error::other("the thread that holds processors has ended");
-        Ok(Box::new(move |ask| {
-            asks.send(ask).map_err(|_| ended())?;
-            done.recv().map_err(|_| ended())?.map_err(io::Error::other)
-        }))
-    }
-}
-
-impl Drop for ProcessorHold {
-    fn drop(&mut self) {
-        self.end();
     }
 }
 
@@ -149,9 +137,9 @@ mod tests {
             Self(Command::new("sh").args(["-c", "while :; do :; done"]).spawn().unwrap())
         }
 
-        fn hold(&self) -> ProcessorHold {
+        fn holder(&self) -> AskToHold {
             let pid = self.0.id();
-            ProcessorHold::of_text(&format!(r#"{{"pid":{pid},"has_kvm":false,"threads":[{pid}]}}"#)).unwrap()
+            processors_to_hold(&format!(r#"{{"pid":{pid},"has_kvm":false,"threads":[{pid}]}}"#)).unwrap()
         }
 
         fn state(&self) -> char {
@@ -177,37 +165,45 @@ mod tests {
     #[test]
     fn processors_stand_still_until_they_are_let_go() {
         let busy = Busy::start();
-        let mut hold = busy.hold();
-        for _ in 0..3 {
-            hold.begin().unwrap();
+        let mut ask = busy.holder();
+        for end in [Hold::End, Hold::EndWhenAwaited, Hold::End] {
+            ask(Hold::Begin).unwrap();
             assert_eq!(busy.state(), 't');
-            hold.end();
+            // It waits for nobody, so the second one takes its time.
+            ask(end).unwrap();
             busy.assert_goes_on();
         }
-        // It waits for nobody.
-        hold.begin().unwrap();
-        let begin = Instant::now();
-        hold.end_when_awaited();
-        assert!(begin.elapsed() >= AWAITED_WAIT);
-        busy.assert_goes_on();
     }
 
     #[test]
-    fn processors_go_on_when_whoever_holds_them_ends() {
+    fn processors_go_on_when_whatever_holds_them_ends() {
         let busy = Busy::start();
-        let mut ask = busy.hold().in_a_thread().unwrap();
+        let mut ask = busy.holder();
         ask(Hold::Begin).unwrap();
         assert_eq!(busy.state(), 't');
         drop(ask);
         busy.assert_goes_on();
     }
 
+    /// Another one traces it already.
+    #[test]
+    fn what_can_not_be_held_is_left_as_it_is() {
+        let busy = Busy::start();
+        let (mut first, mut second) = (busy.holder(), busy.holder());
+        first(Hold::Begin).unwrap();
+        assert!(second(Hold::Begin).unwrap_err().to_string().contains("can't trace it"));
+        assert_eq!(busy.state(), 't');
+        first(Hold::End).unwrap();
+        busy.assert_goes_on();
+    }
+
     #[test]
     fn nobody_is_taken_for_a_process_that_has_ended() {
         let mut busy = Busy::start();
-        let mut hold = busy.hold();
+        let mut ask = busy.holder();
         busy.0.kill().unwrap();
         busy.0.wait().unwrap();
-        assert!(hold.begin().unwrap_err().to_string().contains("has ended"));
+        assert!(ask(Hold::Begin).unwrap_err().to_string().contains("has ended"));
+        assert!(ask(Hold::Begin).unwrap_err().to_string().contains("could not be held before"));
     }
 }

@@ -79,7 +79,7 @@ use transship_wire::GuestDescription;
 
 pub use destination::QemuDestination;
 pub use emptying::{give_back_by, give_back_there};
-pub use held::ProcessorHold;
+pub use held::processors_to_hold;
 pub use look::{look, look_at_domain};
 pub use source::QemuSource;
 pub use vcpus::threads_that_may_wait;

@@ -21,10 +21,11 @@ use rustix::{
     io::Errno,
 };
 use transship_engine::{Started, Uri, UserCommand, connect};
+use transship_guest::AskToHold;
 use transship_lines::{Line, LineSocket};
 use transship_memory::LetWait;
 use transship_vmm::{
-    Freezer, ProcessorHold, VmAddress, give_back_there, look_for_writers, qemu::libvirt::serve_domain,
+    Freezer, VmAddress, give_back_there, look_for_writers, processors_to_hold, qemu::libvirt::serve_domain,
     threads_that_may_wait,
 };
 
@@ -59,13 +60,8 @@ pub(crate) fn run(args: &StewardArgs) -> Result<(), Failure> {
         Some(mut tasks) => {
             while let Ok(Line { text, .. }) = line.receive(Instant::now() + FOREVER) {
                 let Ok(asked) = serde_json::from_slice(&text) else { break };
-                let lets_go = asked == Ask::LetGoWhenAwaited;
                 if answer(&line, tasks.carry_out(asked)).is_err() {
                     break;
-                }
-                // Whoever asks goes on meanwhile.
-                if let Some(hold) = tasks.hold.as_mut().filter(|_| lets_go) {
-                    hold.end_when_awaited();
                 }
             }
         }
@@ -100,7 +96,7 @@ struct Tasks {
     connect: Vec<Uri>,
     lookout: Option<String>,
     threads: Option<Box<dyn LetWait>>,
-    hold: Option<ProcessorHold>,
+    hold: Option<AskToHold>,
     freezer: Option<Freezer>,
     give_back: Option<String>,
     commands: HashMap<String, UserCommand>,
@@ -120,7 +116,7 @@ impl Tasks {
         let lookout = args.lookout.clone();
         let threads = args.threads.as_deref().map(threads_that_may_wait).transpose().map_err(|e| e.to_string())?;
         // Whoever has started us is connected to it.
-        let hold = args.hold.as_deref().map(ProcessorHold::of_text).transpose().map_err(|e| e.to_string())?;
+        let hold = args.hold.as_deref().map(processors_to_hold).transpose().map_err(|e| e.to_string())?;
         let freezer = args.freeze.map(Freezer::of).transpose().map_err(|e| e.to_string())?;
         let give_back = args.give_back.clone();
         let looks =
@@ -157,16 +153,10 @@ impl Tasks {
                 let most = self.threads.as_mut().ok_or_else(not_told)?.at_most(thread);
                 plain(Answer { micros: most.as_micros() as u64, ..Answer::default() })
             }
-            Ask::Hold => {
-                self.hold.as_mut().ok_or_else(not_told)?.begin().map_err(io::Error::other)?;
+            Ask::Processors(hold) => {
+                self.hold.as_mut().ok_or_else(not_told)?(hold)?;
                 plain(Answer::default())
             }
-            Ask::LetGo => {
-                self.hold.as_mut().ok_or_else(not_told)?.end();
-                plain(Answer::default())
-            }
-            // When this has been answered.
-            Ask::LetGoWhenAwaited => plain(Answer::default()),
             Ask::Start(phase) => {
                 let command = self.commands.get(&phase).ok_or_else(not_told)?.start_here(&phase)?;
                 let ended = command.ended().try_clone_to_owned()?;

@@ -19,7 +19,7 @@ use transship_guest::{AskToHold, GuestError, Hold};
 
 use super::BackEnds;
 use crate::qemu::{
-    held::ProcessorHold,
+    held,
     machine::Device,
     qmp::{Keeper, Qmp, QmpError},
 };
@@ -90,8 +90,8 @@ impl BackEnds {
     /// Stops the running guest within `limit`. `hold`: who holds its processors meanwhile, if that is somebody else.
     ///
     /// # Errors
-    /// Requests do not get done within 10 s; its processors can't be held; QEMU does not stop it. Only in the last case
-    /// it may be stopped.
+    /// Requests do not get done within 10 s, or its processors can't be held: it runs on. QEMU does not say that it has
+    /// stopped it, or a request that was made in the last moment does not get done: it may be stopped.
     pub(in crate::qemu) fn stop(
         &self,
         qmp: &mut Qmp,
@@ -101,11 +101,7 @@ impl BackEnds {
         let Some(processors) = self.processors() else { return Ok(qmp.stop(limit)?) };
         let hold = match hold {
             Some(hold) => hold,
-            None => hold.insert(
-                ProcessorHold::of(processors.clone())?
-                    .in_a_thread()
-                    .map_err(GuestError::system("start a thread that holds processors"))?,
-            ),
+            None => hold.insert(held::holder(processors.clone())?),
         };
         let queues = self.queues(qmp)?;
         let deadline = Instant::now() + REST_WAIT;
