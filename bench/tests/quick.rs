@@ -308,6 +308,7 @@ fn clones_stand_beside_guests_that_are_loaded() {
 
 /// What is left in a folder of results when it is killed is taken up: nothing that is done is measured again.
 #[test]
+#[ignore = "long: make test-long"]
 fn all_tables_go_into_one_folder_and_an_interrupted_run_goes_on() {
     let home = tempfile::tempdir().unwrap();
     let (out, disk) = (home.path().join("results"), home.path().join("disk"));
@@ -394,6 +395,7 @@ fn guests_are_heard_while_they_are_moved() {
 
 /// Each kind of memory that needs nothing from the host, filled from outside and compared after the move.
 #[test]
+#[ignore = "long: make test-long"]
 fn guest_memory_of_any_kind_is_moved_and_compared() {
     let folder = tempfile::tempdir().unwrap();
     let json = folder.path().join("table.json");
