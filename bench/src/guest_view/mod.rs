@@ -13,7 +13,7 @@ use serde_json::{Value, json};
 use transship_lab::{
     Accel, Scratch, Workload,
     beats::{BEATS, Heard, heard, wait_for_beats},
-    image, kvm_works,
+    image,
 };
 
 use self::results::{Results, Run, Series};
@@ -141,7 +141,7 @@ fn run(table: &GuestView) -> Result<(), String> {
     }
     let base = table.guest.base(table.mem)?;
     interrupt::clean_up_in(vec![base.clone()])?;
-    let accel = if kvm_works() { Accel::Kvm } else { Accel::Tcg };
+    let accel = Accel::best();
     let mut results = Results {
         machine: Machine::here(),
         qemu: String::new(),

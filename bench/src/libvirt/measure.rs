@@ -6,7 +6,7 @@ use std::{
     time::Instant,
 };
 
-use transship_lab::{Accel, Domain, Kind, LibvirtHost, Scratch, SlowLink, Transship, Workload, kvm_works};
+use transship_lab::{Accel, Domain, Kind, LibvirtHost, Scratch, SlowLink, Transship, Workload};
 
 use super::{By, Deed, Libvirt, results::Once};
 use crate::{
@@ -63,7 +63,7 @@ impl Hosts {
 
     /// Starts the domain, does it once, and ends the domain.
     pub(super) fn run(&self, what: Deed, by: By, table: &Libvirt, corpus: &Corpus) -> Result<Once, String> {
-        let accel = if kvm_works() { Accel::Kvm } else { Accel::Tcg };
+        let accel = Accel::best();
         let mib = (table.mem >> 20) as u32;
         let domain = Domain::new(NAME, &Kind::Multiboot(Workload::MULTIBOOT), mib, accel).map_err(text)?;
         let serial = domain.start(&self.here).map_err(text)?;

@@ -1,6 +1,6 @@
 //! Domains of libvirt, with the guests of the lab in them.
 use crate::serial::Serial;
-use crate::{Accel, Kind, LabError, LibvirtHost, PATIENCE, Result, Scratch, Workload, failed, image, kvm_works};
+use crate::{Accel, Kind, LabError, LibvirtHost, PATIENCE, Result, Scratch, Workload, failed, image};
 use std::io::Write;
 use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
@@ -67,7 +67,7 @@ impl Domain {
     /// # Errors
     /// No room.
     pub fn multiboot(name: &str) -> Result<Self> {
-        let accel = if kvm_works() { Accel::Kvm } else { Accel::Tcg };
+        let accel = Accel::best();
         Self::new(name, &Kind::Multiboot(Workload::MULTIBOOT), 64, accel)
     }
 

@@ -4,7 +4,7 @@ use crate::place::Place;
 use crate::process::in_words;
 use crate::qmp::Qmp;
 use crate::serial::Serial;
-use crate::{LabError, PATIENCE, Process, Qemu, Result, Workload, failed, image};
+use crate::{LabError, PATIENCE, Process, Qemu, Result, Workload, failed, image, kvm_works};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -20,6 +20,11 @@ pub enum Accel {
 }
 
 impl Accel {
+    /// KVM, where that [works](crate::kvm_works).
+    pub fn best() -> Self {
+        if kvm_works() { Self::Kvm } else { Self::Tcg }
+    }
+
     fn name(self) -> &'static str {
         match self {
             Self::Tcg => "tcg",

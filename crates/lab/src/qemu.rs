@@ -3,9 +3,7 @@ use crate::lines::Lines;
 use crate::process::{open_files, status_field};
 use crate::qmp::Qmp;
 use crate::serial::Serial;
-use crate::{
-    Accel, Count, Kind, LabError, PATIENCE, Process, QemuBuilder, Result, Scratch, Sweep, Workload, failed, kvm_works,
-};
+use crate::{Accel, Count, Kind, LabError, PATIENCE, Process, QemuBuilder, Result, Scratch, Sweep, Workload, failed};
 use rustix::process::Signal;
 use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
@@ -48,7 +46,7 @@ impl Qemu {
 
     /// The same under KVM where that works: for what KVM's own writes and faults may make different.
     pub fn multiboot_with_kvm() -> QemuBuilder {
-        Self::multiboot_under(if kvm_works() { Accel::Kvm } else { Accel::Tcg })
+        Self::multiboot_under(Accel::best())
     }
 
     /// The 32-bit guest, 64 MiB.

@@ -52,9 +52,7 @@ impl Freezer {
         if OTHER.get().is_some() {
             return Ok(Self { pid, process: None });
         }
-        let gone = GuestError::system(format!("watch process {pid}"));
-        let process = Pid::from_raw(pid).ok_or(Errno::SRCH).and_then(|pid| pidfd_open(pid, PidfdFlags::empty()));
-        Ok(Self { pid, process: Some(process.map_err(gone)?) })
+        Ok(Self { pid, process: Some(watch(pid)?) })
     }
 
     /// `asked`: what came of asking the VMM to stop its guest. Where that failed, all of the process is stopped.
@@ -100,6 +98,15 @@ impl Freezer {
         }
         Ok(true)
     }
+}
+
+/// A handle of a process, which is never one of another that has its number later.
+///
+/// # Errors
+/// There is no such process.
+pub(crate) fn watch(pid: i32) -> Result<OwnedFd, GuestError> {
+    let process = Pid::from_raw(pid).ok_or(Errno::SRCH).and_then(|pid| pidfd_open(pid, PidfdFlags::empty()));
+    process.map_err(GuestError::system(format!("watch process {pid}")))
 }
 
 /// A thread that may still run the program: neither stopped (T), nor in a sleep that no SIGSTOP ends (D; behind it the

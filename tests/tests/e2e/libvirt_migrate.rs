@@ -1,8 +1,7 @@
 //! `virsh migrate` between two libvirts, through relays.
 use crate::libvirt::old_libvirt;
 use transship_lab::{
-    Accel, Domain, Kind, LabError, LibvirtHost, PATIENCE, Result, Transship, Workload, kvm_works, serial::Serial,
-    wait_until,
+    Accel, Domain, Kind, LabError, LibvirtHost, PATIENCE, Result, Transship, Workload, serial::Serial, wait_until,
 };
 
 /// On both hosts: each has a /run of its own.
@@ -26,7 +25,7 @@ fn near(host: &LibvirtHost, link: &str) -> Result<Transship> {
 
 /// A domain that takes half a minute to migrate at 1 MiB/s, and then has written more.
 fn slow_domain() -> Result<Domain> {
-    let accel = if kvm_works() { Accel::Kvm } else { Accel::Tcg };
+    let accel = Accel::best();
     Domain::new("g1", &Kind::Multiboot(Workload { mib: 32, ..Workload::MULTIBOOT }), 64, accel)
 }
 

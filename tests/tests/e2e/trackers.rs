@@ -3,14 +3,14 @@
 use crate::ends::number;
 use crate::peer::{PLAIN, assert_moved, assert_nothing_of_ours};
 use crate::restoring::{assert_goes_on, disk, restoring};
-use transship_lab::{Accel, Backend, LabError, Qemu, QemuBuilder, Result, Synthetic, Transship, Workload, kvm_works};
+use transship_lab::{Accel, Backend, LabError, Qemu, QemuBuilder, Result, Synthetic, Transship, Workload};
 
 use crate::ends::{assert_whole, move_between, synthetic_pair};
 
 const SYNC: [&str; 2] = ["--tracker", "sync"];
 
 fn guest(backend: Backend) -> QemuBuilder {
-    let accel = if kvm_works() { Accel::Kvm } else { Accel::Tcg };
+    let accel = Accel::best();
     let workload = Workload { rate: 2000, ..Workload::MULTIBOOT };
     Qemu::multiboot_under(accel).workload(workload).backend(backend).named_as_by_default()
 }

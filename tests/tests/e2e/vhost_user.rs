@@ -1,12 +1,12 @@
 //! Guests with a device that is another process: it writes to their memory through a mapping of its own.
 use crate::{
     ends::move_between,
-    sector::{Move, SharedDisk, count, wait_counting},
+    sector::{Move, SharedDisk, boot_sector, count, wait_counting},
 };
 use std::{fs, path::Path};
 use transship_lab::{
-    Accel, BlockBackEnd, LabError, Qemu, QemuBuilder, Result, Scratch, Transship, Workload, kvm_works,
-    slow_disk::numbered, wait_until,
+    Accel, BlockBackEnd, LabError, Qemu, QemuBuilder, Result, Scratch, Transship, Workload, slow_disk::numbered,
+    wait_until,
 };
 
 const DISK_MIB: u64 = 16;
@@ -55,8 +55,7 @@ const READER: [u8; 95] = [
 fn reader(image: &Path) -> Result<()> {
     let sectors = (0..DISK_MIB << 11).flat_map(|sector: u64| sector.to_le_bytes().repeat(64));
     let mut bytes: Vec<u8> = sectors.collect();
-    bytes[..READER.len()].copy_from_slice(&READER);
-    bytes[510..512].copy_from_slice(&[0x55, 0xaa]);
+    bytes[..512].copy_from_slice(&boot_sector(&READER));
     fs::write(image, bytes).map_err(|e| LabError(e.to_string()))
 }
 
@@ -112,19 +111,17 @@ fn a_guest_that_waits_for_its_disk_all_the_time_arrives_whole() -> Result<()> {
     let folder = Scratch::new()?;
     let image = folder.join("image");
     reader(&image)?;
-    let accel = if kvm_works() { Accel::Kvm } else { Accel::Tcg };
-    let with = |disk: &BlockBackEnd| Qemu::firmware().accel(accel).memory(32).args(disk.args());
-    let mut disk = BlockBackEnd::start(&image, SELDOM, "")?;
-    let mut here = with(&disk).start()?;
-    assert_reads_on(&here)?;
+    let with = |disk: &BlockBackEnd| small(disk).accel(Accel::best());
+    let disk = BlockBackEnd::start(&image, SELDOM, "")?;
+    let mut here = (with(&disk).start()?, disk);
+    assert_reads_on(&here.0)?;
     for _ in 0..2 {
-        let other = BlockBackEnd::start(&image, SELDOM, "")?;
-        let there = with(&other).incoming().start()?;
-        move_between(&here.vm(), &there.vm(), &["--verify"])?;
-        assert_reads_on(&there)?;
-        (here, disk) = (there, other);
+        let disk = BlockBackEnd::start(&image, SELDOM, "")?;
+        let there = (with(&disk).incoming().start()?, disk);
+        move_between(&here.0.vm(), &there.0.vm(), &["--verify"])?;
+        assert_reads_on(&there.0)?;
+        here = there;
     }
-    drop((here, disk));
     Ok(())
 }
 

@@ -34,7 +34,6 @@ use transship_guest::GuestError;
 use transship_memory::Area;
 
 use super::{
-    balloon::OwnBalloon,
     faults,
     machine::{Device, devices},
     memory::{self, Backend},
@@ -70,11 +69,11 @@ pub(super) struct Acquired {
 
 impl BackEnds {
     /// Those that map the memory now. Devices of which that is not certain are left out; they can't be tracked.
-    pub(super) fn find(qmp: &mut Qmp, backends: &[Backend], balloon: Option<&OwnBalloon>) -> Result<Self, GuestError> {
+    pub(super) fn find(qmp: &mut Qmp, backends: &[Backend]) -> Result<Self, GuestError> {
         let mut found = Self::default();
         // Of these each request has an end. Queues of others hold what the guest waits for.
         for device in devices(qmp, |kind| kind.starts_with("vhost-user-blk"))? {
-            if balloon.is_some_and(|own| own.is(&device)) || !rest::can_be_known(qmp, &device) {
+            if !rest::can_be_known(qmp, &device) {
                 continue;
             }
             let Some(pid) = behind(qmp, &device) else { continue };

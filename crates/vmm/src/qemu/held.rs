@@ -10,16 +10,14 @@ use std::{
     time::{Duration, Instant},
 };
 
-use rustix::{
-    event::{PollFd, PollFlags, Timespec, poll},
-    process::{Pid, PidfdFlags, pidfd_open},
-};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use transship_guest::{AskToHold, GuestError, Hold};
 
 use super::{
     inject::{self, Tracee},
-    vcpus::{self, Processors},
+    vcpus::Processors,
 };
+use crate::freeze::watch;
 
 /// How long QEMU's main loop may take to see a command: longer through libvirt.
 const AWAITED_WAIT: Duration = Duration::from_millis(250);
@@ -78,14 +76,7 @@ struct ProcessorHold {
 
 impl ProcessorHold {
     fn of(processors: Processors) -> Result<Self, GuestError> {
-        let pid = processors.pid();
-        let process = Pid::from_raw(pid).ok_or(rustix::io::Errno::SRCH);
-        let process = process.and_then(|pid| pidfd_open(pid, PidfdFlags::empty()));
-        Ok(Self {
-            processors,
-            process: process.map_err(GuestError::system(format!("watch process {pid}")))?,
-            held: Vec::new(),
-        })
+        Ok(Self { process: watch(processors.pid())?, processors, held: Vec::new() })
     }
 
     /// They stand still when this returns. A thread that came since QEMU was asked for them is not known.
@@ -95,7 +86,7 @@ impl ProcessorHold {
         if poll(&mut [PollFd::new(&self.process, PollFlags::IN)], Some(&at_once)) != Ok(0) {
             return Err(GuestError::vmm(format!("process {pid} has ended")));
         }
-        for thread in vcpus::numbers_here(&self.processors) {
+        for thread in self.processors.numbers_here() {
             self.held.push(inject::hold(pid, thread as i32)?);
         }
         Ok(())

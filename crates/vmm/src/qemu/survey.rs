@@ -47,7 +47,7 @@ impl SourceSeen {
         let has_direct_disks = writers::has_direct_disks(qmp)?;
         memory::ask_ahead(qmp)?;
         let backends = memory::backends(qmp)?;
-        let back_ends = BackEnds::find(qmp, &backends, own_balloon.as_ref())?;
+        let back_ends = BackEnds::find(qmp, &backends)?;
         back_ends.may_track().or_else(&mut *refuse)?;
         if !options.allow_untracked_writers {
             let allowed = Allowed { balloon: own_balloon.as_ref(), back_ends: &back_ends, drained: has_direct_disks };

@@ -50,6 +50,12 @@ impl Processors {
         self.pid
     }
 
+    /// The numbers that their threads have here, of those that there are.
+    pub(super) fn numbers_here(&self) -> Vec<u32> {
+        let known = list(self.pid);
+        self.threads.iter().filter_map(|thread| known.get(thread).copied()).collect()
+    }
+
     /// For another process.
     pub(super) fn to_text(&self) -> Option<String> {
         serde_json::to_string(self).ok()
@@ -117,12 +123,6 @@ impl LetWait for Threads {
             false => Duration::ZERO,
         }
     }
-}
-
-/// The numbers that the processors' threads have here, of those that there are.
-pub(super) fn numbers_here(processors: &Processors) -> Vec<u32> {
-    let known = list(processors.pid);
-    processors.threads.iter().filter_map(|thread| known.get(thread).copied()).collect()
 }
 
 /// The threads of a process: by their number in its own namespace, their number here.

@@ -70,15 +70,21 @@ fn failed(error: io::Error) -> LabError {
     LabError(error.to_string())
 }
 
+/// What a firmware starts.
+pub(crate) fn boot_sector(code: &[u8]) -> [u8; 512] {
+    let mut sector = [0; 512];
+    sector[..code.len()].copy_from_slice(code);
+    sector[510..].copy_from_slice(&[0x55, 0xaa]);
+    sector
+}
+
 /// A disk that several QEMUs may be given, as on shared storage.
 pub(crate) struct SharedDisk(Scratch);
 
 impl SharedDisk {
     pub(crate) fn new() -> Result<Self> {
         let folder = Scratch::within(&std::env::temp_dir())?;
-        let mut sector = CODE.to_vec();
-        sector.resize(512, 0);
-        sector[510..].copy_from_slice(&[0x55, 0xaa]);
+        let sector = boot_sector(&CODE);
         let disk = File::create(folder.join("disk")).map_err(failed)?;
         disk.set_len(DISK_BYTES).and_then(|()| disk.write_all_at(&sector, 0)).map_err(failed)?;
         Ok(Self(folder))

@@ -44,11 +44,19 @@ pub(in crate::qemu) struct Tracee(libc::pid_t);
 impl Tracee {
     /// Seizes and stops a thread, without a signal that it could notice.
     pub(super) fn stop(thread: libc::pid_t) -> Result<Self, InjectionFailure> {
+        Self::stop_by(thread, |tracee| tracee.wait(Some(STOP_WAIT)))
+    }
+
+    /// `wait`: for its next stop.
+    fn stop_by(
+        thread: libc::pid_t,
+        wait: impl Fn(&Self) -> Result<Stop, InjectionFailure>,
+    ) -> Result<Self, InjectionFailure> {
         let tracee = Self(thread);
         tracee.ptrace(libc::PTRACE_SEIZE, 0, libc::PTRACE_O_TRACESYSGOOD as usize, Step::Seize)?;
         tracee.ptrace(libc::PTRACE_INTERRUPT, 0, 0, Step::Seize)?;
         loop {
-            match tracee.wait(Some(STOP_WAIT))? {
+            match wait(&tracee)? {
                 Stop::Event => return Ok(tracee),
                 // A signal that was on its way: it is delivered first.
                 Stop::Signal(signal) => tracee.ptrace(libc::PTRACE_CONT, 0, signal as usize, Step::Gone)?,
@@ -62,20 +70,17 @@ impl Tracee {
     /// # Errors
     /// It may not be traced, or does not stop; it is let go when this thread of ours ends.
     pub(super) fn hold(thread: libc::pid_t) -> Result<Self, InjectionFailure> {
-        let tracee = Self(thread);
-        tracee.ptrace(libc::PTRACE_SEIZE, 0, 0, Step::Seize)?;
-        tracee.ptrace(libc::PTRACE_INTERRUPT, 0, 0, Step::Seize)?;
         let deadline = Instant::now() + STOP_WAIT;
-        while Instant::now() < deadline {
-            match tracee.stopped(libc::WNOHANG)? {
-                Some(Stop::Event) => return Ok(tracee),
-                Some(Stop::Signal(signal)) => tracee.ptrace(libc::PTRACE_CONT, 0, signal as usize, Step::Gone)?,
-                Some(Stop::Syscall) => tracee.ptrace(libc::PTRACE_CONT, 0, 0, Step::Gone)?,
-                // Whether a signal tells of it is up to the program that we are in.
-                None => sleep(LOOK_AGAIN),
+        Self::stop_by(thread, |tracee| {
+            while Instant::now() < deadline {
+                match tracee.stopped(libc::WNOHANG)? {
+                    Some(stop) => return Ok(stop),
+                    // Whether a signal tells of it is up to the program that we are in.
+                    None => sleep(LOOK_AGAIN),
+                }
             }
-        }
-        Err(InjectionFailure { step: Step::Stop, errno: libc::ETIMEDOUT })
+            Err(InjectionFailure { step: Step::Stop, errno: libc::ETIMEDOUT })
+        })
     }
 
     /// It goes on where it was.
