@@ -6,7 +6,8 @@
 //! - `trust`: who the other end is, and whether anybody between can listen
 //! - `sandbox`: which rights a process keeps
 //! - `source`: how a process takes a guest over that is to be moved or saved
-//! - `signals`: Ctrl-C; `guard`, `stand_in`: what even `kill -9` must not leave behind
+//! - `runtime`: where commands that run are found
+//! - `signals`: Ctrl-C; `guard`, `stand_in`, `journal`: what even `kill -9` must not leave behind
 #![forbid(unsafe_code)]
 
 mod args;
@@ -17,9 +18,11 @@ mod failure;
 mod flags;
 mod guard;
 mod hints;
+mod journal;
 mod keys;
 mod output;
 mod progress;
+mod runtime;
 mod sandbox;
 mod signals;
 mod source;

@@ -20,6 +20,8 @@ use crate::{
     failure::Failure,
     flags::folder_of,
     guard::GuardProcess,
+    journal::{self, Journal},
+    output,
     progress::Display,
     sandbox::{Errands, Left, Role, Sandbox, Steward},
     signals::{Held, Side, Watcher},
@@ -41,6 +43,8 @@ pub(crate) struct Wanted<'a> {
     pub(crate) control: Option<&'a Path>,
     /// By their phases.
     pub(crate) commands: Vec<(&'static str, UserCommand)>,
+    /// It may be handed over before its pages.
+    pub(crate) keeps_journal: bool,
 }
 
 /// An attached guest, and who acts should this process die.
@@ -49,6 +53,8 @@ pub(crate) struct Taken {
     // apart names the guest last.
     pub(crate) guest: Box<dyn SourceGuest>,
     pub(crate) guard: GuardProcess,
+    /// If one is kept.
+    pub(crate) journal: Option<Journal>,
 }
 
 impl Wanted<'_> {
@@ -70,15 +76,23 @@ impl Wanted<'_> {
         let (socket, lookout, threads) = (self.control, guest.lookout(), guest.threads());
         let hold = guest.processors();
         let commands = self.commands;
-        let errands = Errands { connect, socket, lookout, threads, hold, commands, ..Errands::default() };
+        let journal = if self.keeps_journal { journal_of(guest.as_ref()) } else { None };
+        let empty = journal.as_ref().and_then(Journal::path);
+        let errands =
+            Errands { connect, socket, journal: empty, lookout, threads, hold, commands, ..Errands::default() };
         *steward = sandbox.steward(&errands)?;
         if let Some(steward) = steward {
             guest.look_by(steward.lookout());
             guest.know_threads_by(steward.threads());
             guest.hold_by(steward.hold());
         }
-        Ok(Taken { guest, guard: GuardProcess::start(self.vm_text, self.guard)? })
+        Ok(Taken { guest, guard: GuardProcess::start(self.vm_text, self.guard)?, journal })
     }
+}
+
+/// Of a VMM whose process is known. If it can't be kept the move goes on without one.
+fn journal_of(guest: &dyn SourceGuest) -> Option<Journal> {
+    Journal::begin(guest.process()?).inspect_err(|why| output::complain(&journal::cant_keep(why))).ok()
 }
 
 /// Threads beside the one that works; they are started when there is no right left that they could have.

@@ -1,12 +1,12 @@
 //! The second process beside one that fills a guest which runs already, a lazy restore or a receiver: see
 //! `transship_engine::StandIn`.
 //!
-//! It is started while there is the right to, and gives up its own rights before it hears anything. The two speak
-//! over a socket, which is the standard input of the second: a line with what to take over, and the descriptors for
-//! it, which it confirms by a byte; what its connections need to be encrypted, which may be longer than a line, and is
-//! confirmed, too; then, at the end, one byte that says how the restore ended. No byte, and the restore has died.
-//! Our standard error comes as the last of the descriptors, so that the second process can close it: whoever waits for
-//! its end is to wait no longer than there is something to say.
+//! It is started while there is the right to, and gives up its own rights before it hears anything. The two speak over
+//! a socket, which is the standard input of the second: a line with what to take over, and the descriptors for it,
+//! which it confirms by a byte; what its connections need to be encrypted, which may be longer than a line, and is
+//! confirmed, too; then, at the end, one byte that says how the restore ended. No byte, and the restore has died. The
+//! last descriptors are the journal, if one is kept, and our standard error, so that the second process can close that:
+//! whoever waits for its end is to wait no longer than there is something to say.
 use std::{
     env,
     ffi::OsString,
@@ -24,7 +24,10 @@ use transship_engine::{Ending, StandIn, Uri, guest::GuestError};
 use transship_lines::LineSocket;
 use zeroize::Zeroizing;
 
-use crate::sandbox::{OURSELVES, Sandbox};
+use crate::{
+    journal::Journal,
+    sandbox::{OURSELVES, Sandbox},
+};
 
 /// How long the second process may take to be there and to listen: it is this same program.
 const ARM_WAIT: Duration = Duration::from_secs(30);
@@ -57,6 +60,8 @@ pub(crate) struct Process {
     arguments: Vec<OsString>,
     /// What the second process needs to have connections encrypted, of `Host::reveal` or `Caller::reveal`.
     key: Option<Zeroizing<String>>,
+    /// Of a guest that is handed over before its pages: for a third process.
+    journal: Option<Journal>,
     started: Option<(Child, UnixStream)>,
     /// It knows what to take over.
     is_armed: bool,
@@ -71,6 +76,7 @@ impl Process {
         Self {
             arguments: arguments.map(OsString::from).collect(),
             key: None,
+            journal: None,
             started: None,
             is_armed: false,
             life: None,
@@ -96,6 +102,13 @@ impl Process {
     pub(crate) fn with_key(mut self, key: Option<Zeroizing<String>>) -> Self {
         self.key = key;
         self
+    }
+
+    /// The same, which keeps this journal.
+    pub(crate) fn keeping(mut self, journal: Option<Journal>) -> Self {
+        let path = journal.as_ref().and_then(Journal::path).map(Into::into);
+        self.journal = journal;
+        self.with("--journal", path)
     }
 
     /// Starts it now rather than when it is needed: this process is about to give up the right to.
@@ -133,10 +146,12 @@ impl Process {
         }
         let Some((_, ours)) = &mut self.started else { return Ok(()) };
         let key = self.key.as_ref().map_or(&[][..], |key| key.as_bytes());
-        let text = format!("{{\"charge\":{charge},\"key_bytes\":{}}}", key.len());
+        let journal = self.journal.as_ref().map(Journal::fd);
+        let has_journal = journal.is_some();
+        let text = format!("{{\"charge\":{charge},\"key_bytes\":{},\"has_journal\":{has_journal}}}", key.len());
         let line = LineSocket::new(ours.try_clone()?);
         let stderr = io::stderr();
-        let all: Vec<_> = files.iter().copied().chain([stderr.as_fd()]).collect();
+        let all: Vec<_> = files.iter().copied().chain(journal).chain([stderr.as_fd()]).collect();
         line.send(text.as_bytes(), &all, Instant::now() + ARM_WAIT).map_err(io::Error::other)?;
         ours.set_read_timeout(Some(ARM_WAIT))?;
         await_ready(ours)?;
@@ -192,7 +207,12 @@ impl StandIn for Process {
         self.say(MAY_BE_GIVEN);
     }
 
+    fn note(&mut self, record: &str) {
+        self.journal.iter_mut().for_each(|journal| journal.note(record));
+    }
+
     fn settle(&mut self) {
+        self.journal.iter_mut().for_each(Journal::given);
         self.say(SETTLED);
     }
 
@@ -205,6 +225,7 @@ impl StandIn for Process {
     }
 
     fn end(&mut self, how: Ending) {
+        self.journal.iter_mut().for_each(Journal::erase);
         if !self.is_armed {
             return;
         }

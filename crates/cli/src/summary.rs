@@ -27,6 +27,21 @@ pub(crate) fn finish(outcome: Result<(), Error>, report: Report, json: bool) -> 
     common::end(outcome, report, json, "the guest was moved", table)
 }
 
+/// The same where a killed move was gone on with.
+pub(crate) fn recovered(outcome: Result<(), Error>, report: Report, json: bool) -> Result<(), Failure> {
+    common::end(outcome, report, json, "the destination has all pages of the guest", rest)
+}
+
+/// The report of the rest of a move.
+fn rest(report: &Report) -> String {
+    let mut rows = Rows::new(report);
+    if let Some(postcopy) = &report.postcopy {
+        rows.add("post-copy", followed(postcopy));
+    }
+    rows.add_bytes(report, "on the wire");
+    rows.into_text()
+}
+
 /// The report for people.
 fn table(report: &Report) -> String {
     let mut rows = Rows::new(report);

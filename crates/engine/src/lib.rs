@@ -70,7 +70,7 @@ pub use snapshot::{
     RestoreOptions, SaveOptions, SectionInfo, SnapshotInfo, TakeOver, Then, Way, arguments, clone_guest, convert,
     inspect, restore_guest, save_guest,
 };
-pub use source::{Serving, move_guest};
+pub use source::{HandedOver, Serving, move_guest};
 pub use transport::{Listener, Uri, connect, connect_by};
 pub use transship_guest as guest;
 pub use transship_secure::{

@@ -38,6 +38,10 @@ pub trait SourceGuest: Send {
     fn description(&self) -> GuestDescription;
     /// The regions, mapped for reading, in the order of the description.
     fn memory(&self) -> GuestMemory;
+    /// The VMM's process, if it is known.
+    fn process(&self) -> Option<i32> {
+        None
+    }
     /// Whether the guest, or the VMM on its behalf, may give memory back while it runs. If in doubt, it may.
     fn freeing(&self) -> Freeing {
         Freeing::Possible

@@ -20,7 +20,7 @@ mod tracking;
 
 pub use connecting::connect_by;
 pub use freeze::{Freezer, freeze_by};
-pub use qemu::{give_back_by, give_back_there, look_for_writers, processors_to_hold, threads_that_may_wait};
+pub use qemu::{GivenAway, give_back_by, give_back_there, look_for_writers, processors_to_hold, threads_that_may_wait};
 pub use tracking::Tracking;
 
 pub use looked::{DeviceFound, DiskFound, Looked, MemoryFound, Use};
@@ -122,6 +122,22 @@ pub fn settle_abandoned(vm: &VmAddress, will: LastWill, run: bool) -> Result<(),
         VmAddress::Libvirt(address) => qemu::libvirt::settle(address, &will.text, run),
         VmAddress::Handoff(path) if run => handoff::resume_abandoned(path),
         VmAddress::Handoff(_) => Ok(()),
+    }
+}
+
+/// Looks for the memory of a guest that was given away before all of it was sent. Changes nothing in the VMM.
+///
+/// # Errors
+/// The guest was not given away, or its VMM is gone, does not answer, or is of a kind that keeps no memory.
+pub fn given_away(vm: &VmAddress) -> Result<GivenAway, GuestError> {
+    match vm {
+        VmAddress::Qemu(path) => qemu::abandoned::given_away(path),
+        VmAddress::Libvirt(address) => Err(GuestError::Unfit(format!("{address}: {}", qemu::libvirt::NO_MOVES))),
+        VmAddress::Handoff(_) => Err(GuestError::Unfit(
+            "a VMM that hands its guest over by itself gives its memory to nobody afterwards; only the second process of \
+             the move has it"
+                .into(),
+        )),
     }
 }
 

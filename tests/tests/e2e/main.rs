@@ -52,6 +52,7 @@ mod places;
 mod plan;
 mod post_copy;
 mod post_copy_killed;
+mod post_copy_recovered;
 mod preallocated;
 mod privacy;
 mod qemu_peer_crash;

@@ -23,6 +23,9 @@ pub(crate) struct StandInArgs {
     /// The receiver to connect to
     #[arg(long)]
     pub(crate) connect: Option<String>,
+    /// The journal to remove at the end if it is empty
+    #[arg(long)]
+    pub(crate) journal: Option<PathBuf>,
     #[command(flatten)]
     pub(crate) sandbox: SandboxArgs,
 }
@@ -38,6 +41,9 @@ pub(crate) struct StewardArgs {
     /// The folder to remove at the end
     #[arg(long)]
     pub(crate) folder: Option<PathBuf>,
+    /// The journal to remove at the end if it is empty
+    #[arg(long)]
+    pub(crate) journal: Option<PathBuf>,
     /// How to look for processes that write a guest's memory
     #[arg(long)]
     pub(crate) lookout: Option<String>,

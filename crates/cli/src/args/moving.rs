@@ -26,6 +26,9 @@ Examples:
   A guest that writes faster than the link carries, moved within ten minutes or not at all:
     transship move --vm qemu:/run/vm.qmp --to tcp:ship2:4444 --token @/run/token --converge pace --deadline 10m
 
+  A guest that was handed over before its pages, when all processes of the move were killed:
+    transship move --vm qemu:/run/vm.qmp --to tcp:ship2:4444 --token @/run/token --recover
+
   To a stock QEMU that was started with `-incoming tcp:0.0.0.0:4444`, over a network of your own:
     transship move --vm qemu:/run/vm.qmp --to tcp:ship2:4444 --peer qemu --insecure
 
@@ -114,6 +117,13 @@ pub(crate) struct MoveArgs {
     /// 0: at once, before any page was sent. A guest whose rest fits --downtime earlier is moved as always.
     #[arg(long, value_name = "ROUNDS", hide_short_help = true)]
     pub(crate) postcopy_after: Option<String>,
+    /// Go on with a move by post-copy that was killed
+    ///
+    /// A guest that was handed over before its pages waits at those that it lacks. If nobody is left who sends them,
+    /// neither `transship move` nor its second process, this does, from the memory that the source's VMM still has.
+    /// Write --vm, --to and the token or certificates as before. The guest must not have been let run here since.
+    #[arg(long, hide_short_help = true)]
+    pub(crate) recover: bool,
     /// End within this time: moved, or running on here
     ///
     /// The guest is at the destination by then, or keeps running at the source (exit 1). With `--converge pace` writers

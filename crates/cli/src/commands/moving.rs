@@ -1,4 +1,6 @@
 //! `transship move`: the source.
+mod recovering;
+
 use std::{sync::Arc, time::Duration};
 
 use transship_codec::{Backend, Method, SettingError, qatzip_backend};
@@ -15,6 +17,7 @@ use crate::{
     control::{About, ControlSocket, Listening},
     failure::Failure,
     flags::{self, Patience},
+    journal::Journal,
     output,
     sandbox::{Left, Role, Sandbox, Steward},
     signals::{Held, Side},
@@ -29,6 +32,9 @@ const POSTCOPY_AFTER: u32 = 2;
 
 pub(crate) fn run(args: &MoveArgs) -> Result<(), Failure> {
     let request = Request::check(args)?;
+    if args.recover {
+        return recovering::run(&request, args.json);
+    }
     if matches!(&request.way, Way::ToTransship(MoveOptions { compress: Compress::Fixed(setting), .. }) if setting.method() == Method::Qatzip)
     {
         say_who_makes_qatzip();
@@ -65,10 +71,11 @@ fn move_away(
         to: Some(&request.to),
         control: waiting.control.as_ref().map(Listening::path),
         commands: request.way.commands(),
+        keeps_journal: request.way.is_post_copy(),
     };
     // The last is let go of first: a guard that was told to act finds the guest in nobody's hands.
-    let Taken { mut guard, mut guest } = wanted.take(sandbox, steward)?;
-    let mut stand_in = request.stand_in()?;
+    let Taken { mut guard, mut guest, journal } = wanted.take(sandbox, steward)?;
+    let mut stand_in = request.stand_in(journal)?;
     let _threads = waiting.confined(sandbox, Role::Move, Left::Nothing)?;
     let guard: Option<&mut dyn Guard> = Some(&mut guard);
     match &request.way {
@@ -125,6 +132,10 @@ impl Way {
         }
     }
 
+    fn is_post_copy(&self) -> bool {
+        matches!(self, Self::ToTransship(MoveOptions { post_copy: Some(_), .. }))
+    }
+
     fn is_held(&self) -> bool {
         self.terms().hold.is_some()
     }
@@ -136,11 +147,11 @@ impl Way {
 
 impl Request {
     /// The process that goes on for this one if the guest goes before its pages.
-    fn stand_in(&self) -> Result<Option<stand_in::Process>, GuestError> {
-        if !matches!(&self.way, Way::ToTransship(MoveOptions { post_copy: Some(_), .. })) {
+    fn stand_in(&self, journal: Option<Journal>) -> Result<Option<stand_in::Process>, GuestError> {
+        if !self.way.is_post_copy() {
             return Ok(None);
         }
-        let stand_in = stand_in::Process::new(&self.vm_text, &self.sandbox).calling(&self.to);
+        let stand_in = stand_in::Process::new(&self.vm_text, &self.sandbox).calling(&self.to).keeping(journal);
         stand_in.with_key(self.way.terms().caller.as_ref().map(Caller::reveal)).start().map(Some)
     }
 
@@ -172,6 +183,9 @@ impl Request {
                 to_qemu(args, caller, &mut checks).map(Way::ToQemu)
             }
         };
+        if args.recover {
+            recovering::refuse(args, &mut checks);
+        }
         let deadline = flags::deadline(&mut checks, args.deadline.as_deref());
         let tracking = flags::tracking(&mut checks, args.tracker, args.converge);
         let sandbox = Sandbox::check(&args.sandbox, &mut checks);

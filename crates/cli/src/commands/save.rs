@@ -70,9 +70,10 @@ fn save(
         to: None,
         control: waiting.control.as_ref().map(Listening::path),
         commands: flags::commands(&request.options.at_stop, &request.options.hold),
+        keeps_journal: false,
     };
     // The last is let go of first: a guard that was told to act finds the guest in nobody's hands.
-    let Taken { mut guard, mut guest } = wanted.take(sandbox, steward)?;
+    let Taken { mut guard, mut guest, .. } = wanted.take(sandbox, steward)?;
     let place = Place::of(&request.to, request.options.format == Format::Raw);
     let _threads = WhenOpened::confine(waiting, sandbox, Role::Save, place);
     save_guest(guest.as_mut(), Some(&mut guard), &request.to, &request.options, progress, report)

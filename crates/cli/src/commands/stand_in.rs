@@ -20,6 +20,7 @@ use crate::{
     args::StandInArgs,
     checks::Checks,
     failure::Failure,
+    journal::Journal,
     output,
     sandbox::{Errands, Left, Role, Sandbox, Steward},
     stand_in::{MAY_BE_GIVEN, READY, SETTLED, STARTED, STARTS, ending},
@@ -41,14 +42,19 @@ pub(crate) fn run(args: &StandInArgs) -> Result<(), Failure> {
     let _steward = confined(&vm, to.flatten(), args, &sandbox)?;
     let mut socket = LineSocket::new(UnixStream::from(stdin));
     let Line { text, mut fds } = socket.receive(Instant::now() + FOREVER).map_err(|e| unusable(&e))?;
-    let Told { charge, key_bytes } = serde_json::from_slice(&text).map_err(|e| unusable(&e))?;
+    let Told { charge, key_bytes, has_journal } = serde_json::from_slice(&text).map_err(|e| unusable(&e))?;
     let mut talk = Talk(fds.pop().map(File::from));
+    let journal = if has_journal { fds.pop().map(Journal::passed) } else { None };
     let key = key(&mut socket, key_bytes).map_err(|e| unusable(&e))?;
     let heard = listen(&mut socket);
     match charge {
         Charge::File(what) => restored(&vm, &what, fds, heard.ending, &mut talk),
         Charge::Move(what) => received(&vm, &what, (fds, key), &heard, &mut talk),
-        Charge::Serve(what) if heard.is_settled && heard.ending.is_none() => served(&what, fds, key, &mut talk),
+        Charge::Serve(what) if heard.is_settled && heard.ending.is_none() => {
+            served(&what, fds, key, &mut talk)?;
+            journal.into_iter().for_each(|mut journal| journal.erase());
+            Ok(())
+        }
         Charge::Serve(_) => Ok(()),
     }
 }
@@ -66,7 +72,7 @@ fn confined(
         VmAddress::Libvirt(_) => None,
     };
     let connect = vm.into_iter().chain(to).collect();
-    let errands = Errands { connect, freeze: args.freeze, ..Errands::default() };
+    let errands = Errands { connect, freeze: args.freeze, journal: args.journal.as_deref(), ..Errands::default() };
     let steward = sandbox.steward(&errands)?;
     sandbox.confine(Role::StandIn, Left::Nothing)?;
     Ok(steward)
@@ -78,6 +84,8 @@ struct Told {
     charge: Charge,
     /// Of the text behind it, by which connections are encrypted; 0: they are not.
     key_bytes: usize,
+    /// The journal is the last descriptor but one.
+    has_journal: bool,
 }
 
 /// Takes what is behind the first line.

@@ -9,8 +9,8 @@ use std::{
 use serde_json::Value;
 use transship_lines::LineSocket;
 
-use super::{Call, Request, State, folder, message::Answer};
-use crate::failure::Failure;
+use super::{Call, Request, State, message::Answer, name};
+use crate::{failure::Failure, runtime::Folder};
 
 /// An answer takes no work, so one that takes longer does not come.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
@@ -62,7 +62,7 @@ impl Found {
 
     /// Whether a person may call it so.
     fn is(&self, which: &str) -> bool {
-        let name = folder::short(&self.state.vm);
+        let name = name::short(&self.state.vm);
         let stem = Path::new(&name).file_stem().and_then(|stem| stem.to_str());
         self.state.pid.to_string() == which || self.state.vm == which || name == which || stem == Some(which)
     }
@@ -79,7 +79,7 @@ enum Why {
 /// # Errors
 /// The folder can't be read. One that does not answer is no error: `failed` gets a line for it.
 pub(crate) fn all(failed: &mut Vec<String>) -> Result<Vec<Found>, Failure> {
-    let folder = folder::folder().map_err(Failure::Failed)?;
+    let folder = Folder::Control.path().map_err(Failure::Failed)?;
     let entries = match fs::read_dir(&folder) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
         other => other.map_err(|error| Failure::Failed(format!("can't read {}: {error}", folder.display())))?,

@@ -7,8 +7,8 @@
 //!
 //! One object a line, both ways; docs/protocol.md describes them.
 mod client;
-mod folder;
 mod message;
+mod name;
 mod server;
 
 pub(crate) use client::{Found, all, one};

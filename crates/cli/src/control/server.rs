@@ -12,10 +12,11 @@ use serde_json::Value;
 use transship_engine::{Held, Phase, Progress};
 use transship_lines::{GuestSocket, LineError, LineSocket, Shutdown, wait_for_any};
 
-use super::{Call, Request, State, folder, message::Answer};
+use super::{Call, Request, State, message::Answer, name};
 use crate::{
     failure::Failure,
     output,
+    runtime::Folder,
     signals::{self, Side},
 };
 
@@ -99,7 +100,7 @@ impl Drop for ControlSocket {
 }
 
 fn usual(vm: &str) -> Result<PathBuf, String> {
-    Ok(folder::made()?.join(folder::name(std::process::id(), vm)))
+    Ok(Folder::Control.made()?.join(name::name(std::process::id(), vm)))
 }
 
 fn listen(path: &Path) -> Result<GuestSocket, String> {

@@ -47,6 +47,8 @@ pub(crate) struct Errands<'a> {
     pub(crate) socket: Option<&'a Path>,
     /// A folder of ours, the same.
     pub(crate) folder: Option<&'a Path>,
+    /// A journal to be removed at the end if there is nothing in it.
+    pub(crate) journal: Option<&'a Path>,
     /// Looks for those that write to a guest's memory: what its adapter says of it.
     pub(crate) lookout: Option<String>,
     /// Knows which threads of a VMM may wait: what its guest's adapter says of it.
@@ -79,10 +81,11 @@ impl<'a> Errands<'a> {
     }
 
     pub(super) fn is_empty(&self) -> bool {
-        let Self { connect, socket, folder, lookout, threads, hold, commands, freeze, give_back, other: _ } = self;
+        let Self { connect, socket, folder, journal, lookout, threads, hold, commands, freeze, give_back, other: _ } =
+            self;
         let looks = lookout.is_some() || threads.is_some() || freeze.is_some() || give_back.is_some() || hold.is_some();
         let is_asked = looks || !connect.is_empty() || !commands.is_empty();
-        !is_asked && socket.is_none() && folder.is_none()
+        !is_asked && socket.is_none() && folder.is_none() && journal.is_none()
     }
 
     fn arguments(&self) -> io::Result<Vec<OsString>> {
@@ -94,13 +97,14 @@ impl<'a> Errands<'a> {
         let connect = self.connect.iter().map(|uri| flag("--connect", uri.to_string().into()));
         let socket = self.socket.map(|path| flag("--socket", path.into()));
         let folder = self.folder.map(|path| flag("--folder", path.into()));
+        let journal = self.journal.map(|path| flag("--journal", path.into()));
         let lookout = self.lookout.as_ref().map(|text| flag("--lookout", text.into()));
         let threads = self.threads.as_ref().map(|text| flag("--threads", text.into()));
         let hold = self.hold.as_ref().map(|text| flag("--hold", text.into()));
         let freeze = self.freeze.map(|pid| flag("--freeze", pid.to_string().into()));
         let give_back = self.give_back.as_ref().map(|text| flag("--give-back", text.into()));
         let other = self.other.as_ref().map(|_| OsString::from("--other"));
-        let all = [socket, folder, lookout, threads, hold, commands, freeze, give_back];
+        let all = [socket, folder, journal, lookout, threads, hold, commands, freeze, give_back];
         Ok(all.into_iter().flatten().chain(connect).flatten().chain(other).collect())
     }
 }

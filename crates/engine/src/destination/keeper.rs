@@ -248,7 +248,8 @@ impl<'a, 'l> Keeper<'a, 'l> {
         if self.arrival.was_handed_over() {
             tracing::warn!(
                 "the supply line is broken: {error}. The guest runs on, and waits at pages that it lacks, until the \
-                 source has dialled again. Leave this command and the VMM as they are"
+                 source has dialled again. Leave this command and the VMM as they are. If all processes of the move were \
+                 killed there, start it again with --recover"
             );
         } else {
             self.lines.fail(broken(&format!("broke off: {error}")));

@@ -31,6 +31,10 @@ pub trait StandIn: Send {
     /// # Errors
     /// It can't be had.
     fn arm(&mut self, charge: &str, files: &[BorrowedFd<'_>]) -> Result<(), GuestError>;
+    /// Keeps a record for a process that a person starts when nobody is left who could go on: a
+    /// [`crate::HandedOver`] in JSON. Called before [`StandIn::settle`]. Where it can't be kept, the move goes on
+    /// without it.
+    fn note(&mut self, _record: &str) {}
     /// From now on a source may give its guest away, and this process may die before it knows: then the second one is
     /// to wait for the source, which says so once more.
     fn may_be_given(&mut self) {}

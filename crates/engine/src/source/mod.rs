@@ -2,6 +2,7 @@
 pub(crate) mod channels;
 mod line;
 mod post_copy;
+mod recovery;
 mod sender;
 mod serving;
 mod session;
@@ -19,6 +20,7 @@ use crate::{
 };
 use line::Base;
 use post_copy::PostCopy;
+pub use recovery::HandedOver;
 pub use serving::Serving;
 use session::MoveSession;
 use switchover::Transship;

@@ -17,6 +17,7 @@ use transship_wire::Message;
 
 use super::{
     line::{Base, Line, cant_read, pause},
+    recovery::HandedOver,
     serving::Serving,
     session::MoveSession,
     switchover::{await_loaded, save_state, send_state},
@@ -147,7 +148,9 @@ fn await_dropped(control: &Control, owed: u64, progress: &Progress) -> Result<()
 impl PostCopy<'_> {
     /// Has somebody stand by who goes on should this process die once the guest is given up.
     fn arm(&mut self) -> Result<(), Error> {
-        if let (Some(stand_in), Some((serving, files))) = (&mut self.stand_in, Serving::of(&self.base, self.ran)) {
+        let Some(stand_in) = &mut self.stand_in else { return Ok(()) };
+        stand_in.note(&serde_json::json!(HandedOver::of(&self.base, self.ran)).to_string());
+        if let Some((serving, files)) = Serving::of(&self.base, self.ran) {
             stand_in.arm(&serde_json::json!({ "serve": serving }).to_string(), &files)?;
         }
         Ok(())
@@ -222,6 +225,12 @@ pub(super) fn serve(
             }
         };
         let begin = Instant::now();
+        let lacks = stands.lacks().iter().map(PageSet::count).sum();
+        if sums.owed == 0 {
+            sums.owed = lacks; // nobody has said before how much it is
+        }
+        base.progress.round_total.store(sums.owed * transship_memory::PAGE, Relaxed);
+        base.progress.round_left.store(lacks * transship_memory::PAGE, Relaxed);
         let served = stands.serve(sums);
         is_confirmed |= stands.guest_runs();
         stands.report(report);
@@ -283,7 +292,7 @@ fn gone(error: Error) -> Error {
     })
 }
 
-fn never_said() -> String {
+pub(super) fn never_said() -> String {
     "all pages of the guest are at the destination, which has not said that the guest runs. Check there: it says how \
      to start it"
         .to_owned()

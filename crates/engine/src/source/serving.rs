@@ -14,7 +14,7 @@ use super::{line::Base, post_copy::serve};
 use crate::{Error, MoveOptions, MoveTerms, PostCopyReport, Progress, Report, Uri};
 
 /// The number of a stand-in's first line: above all of the process that has died.
-const FIRST_LINE: u32 = 1 << 24;
+pub(super) const FIRST_LINE: u32 = 1 << 24;
 
 /// What a stand-in is told, beside the files: those of the guest's regions, in order.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]

@@ -1,5 +1,5 @@
-//! Guests that somebody left by dying: a source that was stopped is put back as it was, a destination that can't get
-//! its memory is stopped.
+//! Guests that somebody left by dying: a source that was stopped is put back as it was, or its memory is looked for
+//! again if it was given away before all of that was sent; a destination that can't get its memory is stopped.
 use std::{
     path::Path,
     thread,
@@ -8,12 +8,13 @@ use std::{
 
 use serde::{Deserialize, Serialize};
 use transship_guest::{GuestError, LastWill};
+use transship_memory::{Access, GuestMemory};
 
 use super::{
     DESTINATION,
     balloon::Made,
     destination::{SOURCE, pause},
-    machine,
+    given_away, machine, memory,
     migration::{self, Settings},
     qmp::{self, Qmp},
     state_channel::OurEnd,
@@ -88,6 +89,33 @@ pub(crate) fn loaded(socket: &Path, will: &str) -> Result<(), GuestError> {
     let mut qmp = connect(socket)?;
     migration::wait_loaded(&mut qmp, LOAD_WAIT)?;
     settings.restore(&mut qmp)
+}
+
+/// The memory of a guest that was given away, where it was before.
+pub struct GivenAway {
+    /// As it was when the guest was stopped.
+    pub memory: GuestMemory,
+    /// The VMM's.
+    pub process: i32,
+}
+
+/// Looks for the memory of a guest that was given away. Changes nothing in QEMU.
+pub(crate) fn given_away(socket: &Path) -> Result<GivenAway, GuestError> {
+    let mut qmp = connect(socket)?;
+    match machine::run_state(&mut qmp)?.as_str() {
+        "postmigrate" => {}
+        "paused" if given_away::is_marked(&mut qmp)? => {}
+        state => {
+            return Err(GuestError::Unfit(format!(
+                "the guest of this QEMU was not given away, or was let run again since (it is {state:?}), so nobody waits \
+                 for its memory as it is now"
+            )));
+        }
+    }
+    memory::ask_ahead(&mut qmp)?;
+    let backends = memory::backends(&mut qmp)?;
+    let memory = memory::map(qmp.pid(), &backends, Access::Read)?;
+    Ok(GivenAway { memory, process: qmp.pid() })
 }
 
 /// Tries again while QEMU has not noticed that the one before is gone.

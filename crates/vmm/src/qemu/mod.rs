@@ -31,7 +31,7 @@
 //!   state_channel  the connection that QEMU saves the device state to
 //!   state_stream the device state as QEMU writes it
 //!   source, destination    the two adapters made of these
-//!   abandoned    a source whose transship died
+//!   abandoned    a guest whose transship died
 //! ```
 pub(crate) mod abandoned;
 mod back_ends;
@@ -77,6 +77,7 @@ use serde_json::json;
 use transship_guest::GuestError;
 use transship_wire::GuestDescription;
 
+pub use abandoned::GivenAway;
 pub use destination::QemuDestination;
 pub use emptying::{give_back_by, give_back_there};
 pub use held::processors_to_hold;

@@ -186,6 +186,10 @@ impl SourceGuest for QemuSource {
         self.memory.clone()
     }
 
+    fn process(&self) -> Option<i32> {
+        Some(self.qmp.pid())
+    }
+
     fn freeing(&self) -> Freeing {
         self.freeing
     }

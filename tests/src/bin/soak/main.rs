@@ -150,11 +150,8 @@ impl Pair {
             return Err(LabError("a step begins with two QEMUs".into()));
         };
         let path = source.plug(balloon)?;
-        // One that has a balloon is asked for what is free, and that and pages which follow exclude each other. And of
-        // private memory nobody sends the rest once the move is killed: docs/converging.md says that the guest is lost.
-        let would_lose = source.memory == Memory::Own && step.blow.victim == Victim::Move;
-        let can_follow = path.is_none() && !would_lose;
-        let converge = if !can_follow && converge == Converge::PostCopy { Converge::Never } else { converge };
+        // One that has a balloon is asked for what is free, and that and pages which follow exclude each other.
+        let converge = if path.is_some() && converge == Converge::PostCopy { Converge::Never } else { converge };
         let mut flags = [encoding, converge.flags()].concat();
         flags.extend(path.iter().flat_map(|path| ["--balloon", path]));
         let (ends, hit) = moves::run(&step.blow, &flags, source, destination, story)?;

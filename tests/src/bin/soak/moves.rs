@@ -1,7 +1,7 @@
 //! One move, with its blow.
 use crate::harm::{Target, armed, has_come, strike};
 use crate::host::Host;
-use crate::plan::{Blow, Moment, Victim};
+use crate::plan::{Blow, Memory, Moment, Victim};
 use crate::story::Story;
 use crate::verdict::{Done, Ends};
 use rustix::process::Signal;
@@ -49,10 +49,15 @@ pub(crate) fn run(
             strike(blow.harm, &target, &gate)?
         }
     };
-    let here = command.wait().inspect_err(|_| {
+    let done = Done { blow, hit, follows };
+    let ended = command.wait().inspect_err(|_| {
         story.say(&format!("--- what receive has said\n{}", receive.process().stderr().tail()));
     })?;
-    story.say(&format!("--- move: {here}"));
+    story.say(&format!("--- move: {ended}"));
+    // Nobody else sends what only its VMM has.
+    if follows && source.memory == Memory::Own && done.killed(Victim::Move) {
+        recover(&from, &here, story)?;
+    }
     let there = end(receive, &link)?;
     story.say(&format!("--- receive: {there}"));
     if follows && blow.victim == Victim::SourceQemu && there.stderr.contains("not read as zeros") {
@@ -61,8 +66,22 @@ pub(crate) fn run(
     }
     wait_until("all of ours to end", || Ok(of_ours(&from, "").is_empty() && of_ours(&to, "").is_empty()))?;
     drop(link);
-    assert_only_ours(folder.path(), Done { blow, hit, follows })?;
-    Ok((Ends { here, there }, hit))
+    assert_only_ours(folder.path(), done)?;
+    Ok((Ends { here: ended, there }, hit))
+}
+
+/// As a person does after a move was killed that may have handed its guest over before its pages.
+fn recover(from: &str, to: &Path, story: &mut Story) -> Result<()> {
+    let recovered = Transship::moving(from, &format!("unix:{}", to.display())).args(["--recover"]).run()?;
+    story.say(&format!("--- move --recover: {recovered}"));
+    let is_here = recovered.code() == Some(1)
+        && ["was not given away", "was not handed over", "there is no record"]
+            .iter()
+            .any(|why| recovered.stderr.contains(why));
+    if is_here || recovered.code() == Some(0) {
+        return Ok(());
+    }
+    Err(LabError(format!("the move can't be gone on with: {recovered}")))
 }
 
 fn is_there(blow: &Blow) -> bool {

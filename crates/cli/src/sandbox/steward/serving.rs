@@ -30,7 +30,7 @@ use transship_vmm::{
 };
 
 use super::{ANSWER_WAIT, Answer, Ask};
-use crate::{args::StewardArgs, failure::Failure, signals};
+use crate::{args::StewardArgs, failure::Failure, journal, signals};
 
 /// Longer than anything runs.
 const FOREVER: Duration = Duration::from_secs(100 * 365 * 24 * 3600);
@@ -76,6 +76,7 @@ pub(crate) fn run(args: &StewardArgs) -> Result<(), Failure> {
     if let Some(path) = &args.folder {
         let _ = fs::remove_dir_all(path);
     }
+    args.journal.iter().for_each(|path| journal::remove_empty(path));
     Ok(())
 }
 
