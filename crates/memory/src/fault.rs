@@ -104,6 +104,11 @@ impl Faults {
         self.areas.iter().map(|watched| watched.area).collect()
     }
 
+    /// Pages of the region.
+    pub(crate) fn pages(&self, region: usize) -> u64 {
+        self.region_pages.get(region).copied().unwrap_or(0)
+    }
+
     /// Pages that the kernel handles as one: the most in any area of the region.
     pub(crate) fn unit_pages(&self, region: usize) -> u64 {
         let units = self.areas.iter().filter(|watched| watched.area.region == region).map(|watched| watched.unit);

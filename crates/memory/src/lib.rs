@@ -39,6 +39,7 @@ mod region;
 mod room;
 #[allow(unsafe_code)]
 mod shared;
+mod streaks;
 mod sweep;
 mod sync_tracker;
 mod tracker;

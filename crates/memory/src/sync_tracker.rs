@@ -6,6 +6,8 @@
 //!   a write   of a protected page: waits ─► the thread takes the protection away ─► goes on; the next ones go through
 //! ```
 //!
+//! Whoever writes page after page is let go of more of them at once ([`crate::streaks`]): these count as written.
+//!
 //! What was written is what is not protected, so nothing has to be noted: neither by the thread, nor of pages that have
 //! lost their protection in another way (given back, and taken again). Between the look and the protection a page may
 //! be written: it is among those that were found, and is read after the scan.
@@ -28,6 +30,7 @@ use crate::{
     area::untrackable,
     fault::Faults,
     pagemap::{By, Look},
+    streaks::Streaks,
     sweep::sweep,
     tracker::check_still_there,
     uffd::{self, Writes},
@@ -201,6 +204,7 @@ impl Service {
 
     fn serve_all(&self, mut threads: Box<dyn LetWait>) -> Result<(), Error> {
         let (mut new, mut held): (Vec<(Fault, u32)>, Vec<Held>) = (Vec::with_capacity(FEW), Vec::new());
+        let mut streaks = Streaks::default();
         // Whether the process still lives is not looked at: a dead one has no writers, and the next scan finds out.
         // Relaxed: whoever sets it waits for this thread.
         while !self.is_over.load(Relaxed) {
@@ -208,8 +212,8 @@ impl Service {
             let wait = if held.is_empty() { TICK } else { LOOK_AGAIN };
             self.faults.each(wait, FEW, |fault, thread| new.push((fault, thread)))?;
             for &(fault, thread) in &new {
-                if self.waits.may_pass() {
-                    self.let_go(fault, None)?;
+                if self.waits.may_pass(1) {
+                    self.let_pass(fault, &mut streaks)?;
                     continue;
                 }
                 let since = Instant::now();
@@ -228,7 +232,7 @@ impl Service {
         let mut failed = Ok(());
         let now = Instant::now();
         held.retain(|one| {
-            let goes = failed.is_err() || now >= one.until || self.waits.may_pass();
+            let goes = failed.is_err() || now >= one.until || self.waits.may_pass(1);
             if goes && failed.is_ok() {
                 failed = self.let_go(one.fault, Some(one.since));
             }
@@ -237,9 +241,22 @@ impl Service {
         failed
     }
 
-    /// Harmless if the page was let go of before: then the next scan finds it once more than it must.
+    /// One that is not held, and what it will write next if it goes on as before.
+    fn let_pass(&self, fault: Fault, streaks: &mut Streaks) -> Result<(), Error> {
+        let unit = self.faults.unit_pages(fault.region);
+        let ahead = streaks.pages(fault).min(self.faults.pages(fault.region).saturating_sub(fault.page));
+        // A huge page is as much as many small ones.
+        let pages = if unit == 1 && ahead > 1 && self.waits.may_pass(ahead) { ahead } else { unit };
+        streaks.note(fault, pages);
+        self.let_pages_go(fault, pages, None)
+    }
+
     fn let_go(&self, fault: Fault, since: Option<Instant>) -> Result<(), Error> {
-        let pages = self.faults.unit_pages(fault.region);
+        self.let_pages_go(fault, self.faults.unit_pages(fault.region), since)
+    }
+
+    /// Harmless if a page was let go of before: then the next scan finds it once more than it must.
+    fn let_pages_go(&self, fault: Fault, pages: u64, since: Option<Instant>) -> Result<(), Error> {
         self.waits.passed(pages, since.map(|since| since.elapsed()));
         self.set(fault.region, PageRange::new(fault.page, pages), Writes::Pass)
     }

@@ -90,8 +90,10 @@ impl Waits {
         Duration::from_nanos(self.held_ns.load(Relaxed))
     }
 
-    pub(crate) fn may_pass(&self) -> bool {
-        self.pace().as_ref().is_none_or(|pace| pace.may_pass(self.passed.load(Relaxed)))
+    /// Whether so many pages may be let go of now.
+    pub(crate) fn may_pass(&self, pages: u64) -> bool {
+        let last = || self.passed.load(Relaxed) + pages - 1;
+        self.pace().as_ref().is_none_or(|pace| pace.may_pass(last()))
     }
 
     pub(crate) fn patience(&self) -> u32 {

@@ -299,17 +299,48 @@ fn writers_are_held_beyond_the_pace_and_each_time_for_a_moment_only() {
     let waits = tracker.waits().unwrap();
     waits.set_pace(Some(Box::new(AtMost(10))));
     let begin = Instant::now();
-    (0..40).for_each(|page| guest.write(page, 2));
+    // Not page after page.
+    let write = |pages: u64, word| (0..pages).for_each(|page| guest.write(page * 2, word));
+    write(40, 2);
     let waited = waits.so_far();
     assert_eq!((waited.writes, waited.held), (40, 30), "{waited:?}");
     assert!(waited.held_time >= 30 * HOLD && begin.elapsed() >= 30 * HOLD, "{waited:?}");
     assert!(waited.longest >= HOLD, "{waited:?}");
     // Without a pace nobody is held, and what was written already does not count.
     waits.set_pace(None);
-    (0..80).for_each(|page| guest.write(page, 3));
+    write(80, 3);
     let waited = waits.so_far();
     assert_eq!((waited.writes, waited.held, waited.longest), (80, 30, Duration::ZERO), "{waited:?}");
-    assert_eq!(tracker.scan(0).unwrap(), set(256, &[(0, 80)]));
+    let written: Vec<_> = (0..80).map(|page| (page * 2, 1)).collect();
+    assert_eq!(tracker.scan(0).unwrap(), set(256, &written));
+}
+
+/// The pages that come next are let go of with it, but never more than there are, and never more than the pace lets go.
+#[test]
+fn whoever_writes_page_after_page_waits_at_few() {
+    for (number, kind) in Kind::all().into_iter().enumerate().take(3) {
+        let guest = &kind.guest;
+        (0..PAGES).for_each(|page| guest.write(page, 1));
+        let mut tracker = track(guest, kind.private, false);
+        tracker.scan(0).unwrap();
+        let waits = tracker.waits().unwrap();
+        (0..1000).for_each(|page| guest.write(page, 2));
+        let waited = waits.so_far().writes;
+        assert!((40..150).contains(&waited), "kind {number}: {waited}");
+        let mut written = tracker.scan(0).unwrap();
+        assert!(written.count() < 1000 + 1000 / 8, "kind {number}");
+        written.intersect_with(&set(PAGES, &[(0, 1000)]));
+        assert_eq!(written.count(), 1000, "kind {number}");
+        // Those that were let go of and not written are protected again, or a later write to them would be missed.
+        (0..1100).rev().for_each(|page| guest.write(page, 3));
+        assert_eq!(tracker.scan(0).unwrap(), set(PAGES, &[(0, 1100)]), "kind {number}");
+        (PAGES - 100..PAGES).for_each(|page| guest.write(page, 4));
+        assert_eq!(tracker.scan(0).unwrap(), set(PAGES, &[(PAGES - 100, 100)]), "kind {number}");
+        waits.set_pace(Some(Box::new(AtMost(40))));
+        (0..40).for_each(|page| guest.write(page, 5));
+        assert_eq!(waits.so_far().held, 0, "kind {number}");
+        assert_eq!(tracker.scan(0).unwrap(), set(PAGES, &[(0, 40)]), "kind {number}");
+    }
 }
 
 /// Lets nothing go, and is patient.
