@@ -2,7 +2,6 @@
 //! has what is waited for, in messages both ways; the others have the rest, in packets. A line that breaks is followed
 //! by the next, which begins with what the destination says that it lacks.
 use std::{
-    collections::VecDeque,
     sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError},
     thread,
     time::Duration,
@@ -10,9 +9,12 @@ use std::{
 
 use crossbeam_channel::{Receiver, TryRecvError};
 use transship_memory::{Freeing, GuestMemory, PageRange, PageSet, WindowPages};
-use transship_wire::{MAX_PAGES_AT_ONCE, Message, Pages, Refusal, Role, SessionId};
+use transship_wire::{Message, Pages, Refusal, Role, SessionId};
 
-use super::channels::{Channels, Setup, connect, connect_channels};
+use super::{
+    beside::Beside,
+    channels::{Channels, Setup, connect, connect_channels},
+};
 use crate::{
     Error, MoveOptions, PostCopyReport, Progress, Uri,
     channels::{MainThread, RoundWork},
@@ -104,7 +106,7 @@ impl Line {
         let lacks = owed::receive(&control, None, memory, STALL_TIMEOUT * 2, progress)?;
         let unsent = lacks.iter().map(PageMap::of).collect();
         let state = Arc::new(Shared { unsent, told: Mutex::default(), changed: Condvar::new() });
-        let server = Server { control, memory: memory.clone(), state: Arc::clone(&state), about: VecDeque::new() };
+        let server = Server { control, memory: memory.clone(), state: Arc::clone(&state), beside: Beside::default() };
         let server = thread::Builder::new().name("urgent".into()).spawn(move || server.run()).map_err(failed)?;
         Ok(Self { channels, lacks, state, urgent, server: Some(server) })
     }
@@ -227,7 +229,7 @@ struct Server {
     memory: GuestMemory,
     state: Arc<Shared>,
     /// Pages beside those that were waited for: sent when nobody waits.
-    about: VecDeque<(u16, u64)>,
+    beside: Beside,
 }
 
 impl Server {
@@ -253,7 +255,7 @@ impl Server {
 
     /// What the destination says next; none: there is time for something else.
     fn next(&self, incoming: &Receiver<Result<Message, Error>>) -> Result<Option<Message>, Error> {
-        let message = match self.about.is_empty() {
+        let message = match self.beside.is_empty() {
             true => incoming.recv().map_err(|_| self.control.gone())?,
             false => match incoming.try_recv() {
                 Ok(message) => message,
@@ -293,19 +295,16 @@ impl Server {
         // It may be on its way with the rest, behind much else: then it goes twice.
         self.state.unsent[index].claim(WindowPages::new(window, 1 << (page - window)));
         self.send(region, PageRange::new(page, 1))?;
-        self.about.push_back((region, page));
+        self.beside.note(region, page);
         Ok(())
     }
 
-    /// A few pages beside one that was waited for.
+    /// A few pages beside those that were waited for.
     fn send_beside(&mut self) -> Result<(), Error> {
-        let Some((region, page)) = self.about.pop_front() else { return Ok(()) };
-        let (index, most) = (usize::from(region), MAX_PAGES_AT_ONCE as u64);
-        let first = page / most * most;
-        let end = (first + most).min(self.memory.regions()[index].pages());
-        let window = first / 128 * 128;
-        let beside = WindowPages::within(PageRange::new(first, end - first), window);
-        let unsent = self.state.unsent[index].claim(beside);
+        let pages = |region: u16| self.memory.get(usize::from(region)).map_or(0, transship_memory::Region::pages);
+        let Some((region, group)) = self.beside.take(pages) else { return Ok(()) };
+        let window = group.first / 128 * 128;
+        let unsent = self.state.unsent[usize::from(region)].claim(WindowPages::within(group, window));
         unsent.runs().try_for_each(|run| self.send(region, run))
     }
 

@@ -1,4 +1,5 @@
 //! A guest moves to a transship that receives it: the source.
+mod beside;
 pub(crate) mod channels;
 mod line;
 mod post_copy;

@@ -1,0 +1,111 @@
+//! Pages that go to a guest beside those that it waits for: the others of the same group, and the groups behind it if
+//! the guest goes through its memory page after page. They are sent while nobody waits.
+use std::collections::VecDeque;
+
+use transship_memory::PageRange;
+use transship_wire::MAX_PAGES_AT_ONCE;
+
+/// Groups that are sent ahead of a guest at most: 2 MiB, which a fast link carries in two milliseconds.
+const MOST: u64 = 16;
+const GROUP: u64 = MAX_PAGES_AT_ONCE as u64;
+
+/// A guest that asks for one group after the other.
+#[derive(Debug, Clone, Copy)]
+struct Walk {
+    region: u16,
+    /// The last group that it waited for, and the last that was to be sent for that.
+    asked: u64,
+    last: u64,
+    /// Groups ahead of it.
+    ahead: u64,
+}
+
+impl Walk {
+    /// Whether it has come to this group. Some behind those that were sent may have come in order.
+    fn is_about(&self, group: u64) -> bool {
+        (self.asked..=self.last + 1 + self.ahead).contains(&group)
+    }
+}
+
+/// What is to be sent when nobody waits.
+#[derive(Debug, Default)]
+pub(super) struct Beside {
+    groups: VecDeque<(u16, u64)>,
+    walk: Option<Walk>,
+}
+
+impl Beside {
+    /// Somebody waits for this page.
+    pub(super) fn note(&mut self, region: u16, page: u64) {
+        let group = page / GROUP;
+        let goes_on = self.walk.filter(|walk| walk.region == region && walk.is_about(group));
+        let walk = match goes_on {
+            // Within the group that it waited for before: others of it are on their way.
+            Some(walk) if group == walk.asked => walk,
+            Some(walk) => Walk { asked: group, ahead: (walk.ahead * 2).clamp(1, MOST), ..walk },
+            None => Walk { region, asked: group, last: group, ahead: 0 },
+        };
+        let last = group + walk.ahead;
+        let first = if goes_on.is_some() { group.max(walk.last + 1) } else { group };
+        self.groups.extend((first..=last).map(|group| (region, group)));
+        self.walk = Some(Walk { last: last.max(walk.last), ..walk });
+    }
+
+    pub(super) fn is_empty(&self) -> bool {
+        self.groups.is_empty()
+    }
+
+    /// The next of them, of a region that has so many pages.
+    pub(super) fn take(&mut self, pages: impl Fn(u16) -> u64) -> Option<(u16, PageRange)> {
+        let (region, group) = self.groups.pop_front()?;
+        let (first, end) = (group * GROUP, ((group + 1) * GROUP).min(pages(region)));
+        Some((region, PageRange::new(first, end.saturating_sub(first))))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// What is sent after each of these pages was waited for: groups.
+    fn sent(waits: &[(u16, u64)]) -> Vec<Vec<u64>> {
+        let mut beside = Beside::default();
+        let after = |&(region, page): &(u16, u64)| {
+            beside.note(region, page);
+            std::iter::from_fn(|| beside.take(|_| 1_000_000)).map(|(_, pages)| pages.first / GROUP).collect()
+        };
+        waits.iter().map(after).collect()
+    }
+
+    #[test]
+    fn one_that_jumps_gets_the_group_of_each_page() {
+        assert_eq!(sent(&[(0, 5), (0, 999), (0, 64), (1, 70)]), [vec![0], vec![31], vec![2], vec![2]]);
+    }
+
+    #[test]
+    fn one_that_goes_on_gets_twice_as_much_each_time() {
+        let waits = [(0, 0), (0, 32), (0, 96), (0, 200), (0, 420), (0, 704)];
+        let groups = sent(&waits);
+        assert_eq!(groups[..3], [vec![0], vec![1, 2], vec![3, 4, 5]]);
+        assert_eq!((groups[3].first(), groups[3].last()), (Some(&6), Some(&10)));
+        assert_eq!((groups[4].first(), groups[4].last()), (Some(&13), Some(&21)), "those before it are there");
+        assert_eq!((groups[5].first(), groups[5].last()), (Some(&22), Some(&38)), "never more");
+        // Not more than the most, and what lies behind comes once.
+        let all: Vec<u64> = sent(&(0..100).map(|at| (0, at * GROUP)).collect::<Vec<_>>()).concat();
+        assert_eq!(all, (0..=99 + MOST).collect::<Vec<_>>());
+    }
+
+    #[test]
+    fn a_second_wait_in_the_same_group_is_no_walk() {
+        assert_eq!(sent(&[(0, 0), (0, 3), (0, 3)])[0], [0]);
+        assert!(sent(&[(0, 0), (0, 3)]).concat().len() <= 1);
+    }
+
+    #[test]
+    fn a_region_ends() {
+        let mut beside = Beside::default();
+        beside.note(0, 40);
+        assert_eq!(beside.take(|_| 50), Some((0, PageRange::new(32, 18))));
+        assert_eq!(beside.take(|_| 50), None);
+    }
+}
