@@ -21,6 +21,7 @@ mod free;
 mod guarded;
 mod hand_over;
 mod hold;
+mod intake;
 mod moving;
 mod opened;
 mod options;

@@ -102,6 +102,14 @@ impl Connection {
         }
     }
 
+    /// The socket, where what comes from it is what was sent. None: it is encrypted.
+    pub(crate) fn in_clear(&self) -> Option<BorrowedFd<'_>> {
+        match self {
+            Self::Secured(_) => None,
+            clear => Some(clear.as_fd()),
+        }
+    }
+
     /// How many of the bytes that come next are there now, which are put into `room` and not taken. UnexpectedEof:
     /// there are none, and never will be.
     pub(crate) fn peek(&self, room: &mut [u8]) -> io::Result<usize> {

@@ -9,7 +9,7 @@ use std::thread;
 
 use rustix::{fs::FallocateFlags, io::Errno};
 
-use crate::{Error, PageRange, PageSet, Region, private::Private, region::Held, shared::Shared};
+use crate::{Error, PageRange, PageSet, Region, WindowPages, private::Private, region::Held, shared::Shared};
 
 /// What is to become of memory that holds only zeros.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
@@ -56,27 +56,58 @@ impl Region {
         }
     }
 
-    /// Makes all pages read as zero, whatever they held. Memory that is there stays there where it must, and is not
-    /// made where it need not be.
+    /// Readies memory for pages that come: makes what must be there. Returns the pages that may hold something; all
+    /// others read as zero. What is old must be gone when all have come: [`Region::clear_set`]. Not before, as most of
+    /// it is overwritten.
     ///
     /// # Errors
-    /// As [`Region::clear`]; memory that is to be there is not, and can't be had.
-    pub fn clear_all(&self) -> Result<(), Error> {
-        let all = PageRange::new(0, self.pages());
+    /// A region mapped for reading; memory that is to be there is not, and can't be had; the system's own.
+    pub fn ready(&self) -> Result<PageSet, Error> {
         self.check_writable()?;
-        if let Held::Shared(shared) = &self.held
-            && shared.gives_back()
-        {
-            return shared.punch(all);
-        }
         // Asked first: pages that are made now are zero.
         let held = self.data()?;
         if let Held::Shared(shared) = &self.held
             && shared.keep != Keep::Nothing
         {
-            shared.allocate(all)?;
+            let mut missing = PageSet::full(self.pages());
+            missing.subtract(&held);
+            missing.ranges().try_for_each(|range| shared.allocate(range))?;
         }
-        self.clear_held(&held)
+        Ok(held)
+    }
+
+    /// As [`Region::clear`], of pages that may be zero already: where zeros can't be holes, only what is not zero is
+    /// written.
+    ///
+    /// # Errors
+    /// As [`Region::clear`].
+    pub fn clear_window(&self, pages: WindowPages) -> Result<(), Error> {
+        if self.gives_back() {
+            return pages.runs().try_for_each(|run| self.clear(run));
+        }
+        self.check_writable()?;
+        pages.runs().for_each(|run| self.populate_read(run));
+        let dirty = pages.without(self.zero_mask(pages)?);
+        dirty.runs().try_for_each(|run| self.write_zeros(run))
+    }
+
+    /// As [`Region::clear_window`], by several threads where there is much to do.
+    ///
+    /// # Errors
+    /// As [`Region::clear`].
+    pub fn clear_set(&self, set: &PageSet) -> Result<(), Error> {
+        if self.gives_back() {
+            return set.ranges().try_for_each(|range| self.clear(range));
+        }
+        let parts = set.count().div_ceil(PART_PAGES) as usize;
+        let most = thread::available_parallelism().map_or(1, usize::from).min(MOST_THREADS);
+        let threads = parts.min(most).max(1);
+        thread::scope(|scope| {
+            let workers: Vec<_> = (0..threads).map(|n| scope.spawn(move || self.clear_some(set, n, threads))).collect();
+            workers
+                .into_iter()
+                .try_for_each(|worker| worker.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
+        })
     }
 
     /// Gives all memory back: all pages are holes. A hugetlbfs keeps as many pages for this region as it had. What a
@@ -157,31 +188,10 @@ impl Region {
         Ok(())
     }
 
-    /// Writes zeros to these pages where there are none.
-    fn clear_held(&self, held: &PageSet) -> Result<(), Error> {
-        let parts = held.count().div_ceil(PART_PAGES) as usize;
-        let most = thread::available_parallelism().map_or(1, usize::from).min(MOST_THREADS);
-        let threads = parts.min(most).max(1);
-        thread::scope(|scope| {
-            let workers: Vec<_> =
-                (0..threads).map(|n| scope.spawn(move || self.clear_some(held, n, threads))).collect();
-            workers
-                .into_iter()
-                .try_for_each(|worker| worker.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
-        })
-    }
-
     /// Every `of`-th part, from the `n`-th on.
-    fn clear_some(&self, held: &PageSet, n: usize, of: usize) -> Result<(), Error> {
-        for window in held.windows() {
-            if (window.first / PART_PAGES) as usize % of != n {
-                continue;
-            }
-            window.runs().for_each(|run| self.populate_read(run));
-            let dirty = window.without(self.zero_mask(window)?);
-            dirty.runs().try_for_each(|run| self.write_zeros(run))?;
-        }
-        Ok(())
+    fn clear_some(&self, set: &PageSet, n: usize, of: usize) -> Result<(), Error> {
+        let is_ours = |window: &WindowPages| (window.first / PART_PAGES) as usize % of == n;
+        set.windows().filter(is_ours).try_for_each(|window| self.clear_window(window))
     }
 
     /// The range was checked, and that the region can be written.

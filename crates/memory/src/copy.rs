@@ -126,7 +126,7 @@ impl Region {
 
     /// # Errors
     /// The region does not have all of the pages.
-    fn check_window(&self, pages: WindowPages) -> Result<(), Error> {
+    pub(crate) fn check_window(&self, pages: WindowPages) -> Result<(), Error> {
         self.check(PageRange::new(pages.first, WINDOW_PAGES - u64::from(pages.mask.leading_zeros())))
     }
 }
@@ -181,7 +181,7 @@ impl Shared {
     }
 
     /// Makes the pages of a window that have to be there before they are written.
-    fn prepare(&self, present: WindowPages) -> Result<(), Error> {
+    pub(crate) fn prepare(&self, present: WindowPages) -> Result<(), Error> {
         if !self.is_hugetlb() || present.is_empty() {
             return Ok(());
         }

@@ -35,6 +35,8 @@ mod private;
 #[allow(unsafe_code)]
 mod process;
 mod protect;
+#[allow(unsafe_code)]
+mod receive;
 mod region;
 mod room;
 #[allow(unsafe_code)]

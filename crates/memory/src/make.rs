@@ -34,7 +34,7 @@ impl Shared {
         range.count >= FEW && self.populate(range, Advice::LinuxPopulateWrite).is_ok()
     }
 
-    fn populate(&self, range: PageRange, how: Advice) -> Result<(), Errno> {
+    pub(crate) fn populate(&self, range: PageRange, how: Advice) -> Result<(), Errno> {
         let (start, len) = self.raw(range);
         loop {
             // SAFETY: raw() gives len bytes of the mapping; pages are made as an access would make them, and what they

@@ -361,17 +361,18 @@ impl GuestMemory {
         &self.regions
     }
 
-    /// Makes all of it read as zero, whatever it held, before pages come: [`Region::clear_all`], and huge pages where
-    /// they can be had.
+    /// Readies all of it for pages that come, with huge pages where they can be had. Returns, by region, the pages that
+    /// may hold something: [`Region::ready`].
     ///
     /// # Errors
-    /// As [`Region::clear_all`].
-    pub fn clear_all(&self) -> Result<(), Error> {
-        self.regions.iter().try_for_each(|region| {
-            region.clear_all()?;
+    /// As [`Region::ready`].
+    pub fn ready(&self) -> Result<Vec<PageSet>, Error> {
+        let ready = |region: &Region| {
+            let held = region.ready()?;
             region.advise_huge();
-            Ok(())
-        })
+            Ok(held)
+        };
+        self.regions.iter().map(ready).collect()
     }
 
     /// Makes all of it a hole, but for what processes have for themselves: [`Region::empty`].

@@ -14,7 +14,7 @@ use rustix::{
 use crate::{Access, Error, Keep, PAGE_BYTES, PageRange, PageSet, cached, huge_holes, mapping::Mapping, pagemap, room};
 
 /// How much Linux maps around a read fault, unless it was built or configured otherwise.
-const FAULT_AROUND_BYTES: usize = 64 << 10;
+pub(crate) const FAULT_AROUND_BYTES: usize = 64 << 10;
 
 /// Pages that cost as much to look at as to ask about what is behind them alone.
 const SMALL_GAP: u64 = 32;

@@ -5,7 +5,7 @@ mod common;
 
 use std::{fs, path::Path};
 
-use common::{HUGE, PAGE, contents, file, huge_file, map, mounts::with_mounts_of_its_own, page_of};
+use common::{HUGE, PAGE, clear_all, contents, file, huge_file, map, mounts::with_mounts_of_its_own, page_of};
 use rustix::mount::MountFlags;
 use transship_memory::{Access, GuestMemory, Keep, PAGE_BYTES, PageRange, PageSet, Region, WindowPages};
 
@@ -32,7 +32,7 @@ fn what_was_allocated_stays_and_is_zero() {
     // Somebody has given a part of it back before.
     map(region.file().unwrap(), region.bytes(), Access::ReadWrite).clear(PageRange::new(100, 300)).unwrap();
     assert!(allocated(region) < region.bytes());
-    memory.clear_all().unwrap();
+    clear_all(region).unwrap();
     assert_eq!(allocated(region), region.bytes());
     assert!(contents(region).iter().all(|byte| *byte == 0));
     region.write_pages(WindowPages::new(8000, 1), &page_of(1)).unwrap();
@@ -45,7 +45,7 @@ fn what_was_allocated_stays_and_is_zero() {
 fn memory_that_nobody_was_promised_is_given_back() {
     let region = map(file(PAGES * PAGE), PAGES * PAGE, Access::ReadWrite);
     region.write_pages(WindowPages::new(8000, u128::MAX), &vec![9; 128 * PAGE_BYTES]).unwrap();
-    region.clear_all().unwrap();
+    clear_all(&region).unwrap();
     assert_eq!(allocated(&region), 0);
 }
 
@@ -73,15 +73,15 @@ fn a_hugetlbfs_gets_nothing_back() {
     let Some(file) = huge_file(4 * HUGE) else { return };
     let region = map(file, 4 * HUGE, Access::ReadWrite);
     region.write_pages(WindowPages::new(512, 1), &page_of(1)).unwrap();
-    region.clear_all().unwrap();
+    clear_all(&region).unwrap();
     assert_eq!(allocated(&region), HUGE);
     region.empty().unwrap();
     assert_eq!(allocated(&region), 0);
     let region = region.keeping(Keep::All);
-    region.clear_all().unwrap();
+    clear_all(&region).unwrap();
     assert_eq!(allocated(&region), 4 * HUGE);
     region.write_pages(WindowPages::new(1500, u128::MAX), &vec![1; 128 * PAGE_BYTES]).unwrap();
-    region.clear_all().unwrap();
+    clear_all(&region).unwrap();
     assert!(contents(&region).iter().all(|byte| *byte == 0));
 }
 
@@ -95,8 +95,8 @@ fn a_full_file_system_is_an_error_with_its_cure() {
             .unwrap_err()
             .to_string();
         assert!(why.contains("\"ram\"") && why.contains("remount,size="), "{why}");
-        region.clear_all().unwrap();
-        let why = region.keeping(Keep::All).clear_all().unwrap_err().to_string();
+        clear_all(&region).unwrap();
+        let why = clear_all(&region.keeping(Keep::All)).unwrap_err().to_string();
         assert!(why.contains("\"ram\"") && why.contains("remount,size="), "{why}");
     });
 }
@@ -121,7 +121,7 @@ fn a_pool_without_a_page_left_is_an_error_with_its_cure() {
             assert!(why.to_string().contains("\"ram\"") && why.to_string().contains("nr_hugepages"), "{why}");
         }
         assert!(region.clear(PageRange::new(1400, 1)).is_err(), "zeros would need a page, too");
-        let why = region.keeping(Keep::All).clear_all().unwrap_err().to_string();
+        let why = clear_all(&region.keeping(Keep::All)).unwrap_err().to_string();
         assert!(why.contains("nr_hugepages"), "{why}");
     });
 }

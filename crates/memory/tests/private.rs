@@ -17,7 +17,7 @@ use std::{
 };
 
 use common::{
-    PAGE, file,
+    PAGE, clear_all, file,
     process::{Faults, Guest, Stop, Tracked, userfaultfd},
 };
 use proptest::prelude::*;
@@ -243,7 +243,7 @@ fn a_destination_is_cleared_written_and_cleared_again() {
         [0, 1, 100, 2047].iter().for_each(|&page| guest.write(page, 7));
         let region = region_of(&guest, Access::ReadWrite);
         assert!(!region.gives_back());
-        region.clear_all().unwrap();
+        clear_all(&region).unwrap();
         (0..guest.pages()).for_each(|page| assert_eq!(guest.read(page), 0, "page {page}"));
         let bytes: Vec<u8> = (1..=3).flat_map(|number| [number; 4096]).collect();
         region.write_pages(WindowPages::new(10, 1 | 1 << 5 | 1 << 6), &bytes).unwrap();
@@ -261,7 +261,7 @@ fn clearing_makes_no_pages() {
     guest.write(3, 1);
     let region = region_of(&guest, Access::ReadWrite);
     region.clear(PageRange::new(0, 2048)).unwrap();
-    region.clear_all().unwrap();
+    clear_all(&region).unwrap();
     assert_eq!(region.data().unwrap(), set(2048, &[(3, 1)]));
 }
 
@@ -282,7 +282,7 @@ fn private_memory_over_a_file_is_what_the_file_has_and_the_process_has_changed()
     let region = Region::in_process("mem0", memory, Access::ReadWrite).unwrap();
     assert_eq!(region.data().unwrap(), set(64, &[(10, 1), (20, 1)]));
     assert!(region.is_data(PageRange::new(10, 1)).unwrap());
-    region.clear_all().unwrap();
+    clear_all(&region).unwrap();
     assert_eq!((guest.read(10), guest.read(20)), (0, 0));
     let mut untouched = [0; 1];
     rustix::io::pread(&below, &mut untouched, 10 * PAGE).unwrap();
@@ -302,7 +302,7 @@ fn pages_go_to_a_file_and_back() {
         };
         queue.write(0, PageRange::new(0, 512), 0).unwrap();
         queue.finish().unwrap();
-        memory.clear_all().unwrap();
+        clear_all(&memory.regions()[0]).unwrap();
         assert_eq!(guest.read(100), 0);
         queue.read(0, PageRange::new(0, 512), 0).unwrap();
         queue.finish().unwrap();

@@ -1,19 +1,21 @@
 //! Where pages go: into the guest's memory, once, after all checks.
-use std::sync::{
-    Arc,
-    atomic::{AtomicU32, Ordering},
+use std::{
+    io,
+    os::fd::BorrowedFd,
+    sync::{
+        Arc,
+        atomic::{AtomicU32, Ordering},
+    },
 };
 
 use transship_memory::{GuestMemory, PageRange, Region, WindowPages};
 
 use super::arrival::Arrival;
-use crate::{Error, Progress, page_map::PageMap};
+use crate::{Error, Progress, intake::Intake};
 
 /// The destination's memory, and what is known about it. Shared by all channel threads.
 pub(super) struct ArrivingMemory {
-    memory: GuestMemory,
-    /// By region: pages that content was written to. All others read as zero.
-    content: Vec<PageMap>,
+    intake: Intake,
     /// The newest round that channels may bring pages of. Stored by the main thread before it tells the source, which a
     /// channel's packets of that round can only follow: Release and Acquire pair over that.
     released: AtomicU32,
@@ -23,19 +25,18 @@ pub(super) struct ArrivingMemory {
 }
 
 impl ArrivingMemory {
-    pub(super) fn new(memory: GuestMemory, progress: Arc<Progress>) -> Self {
-        let content = memory.regions().iter().map(|region| PageMap::new(region.pages())).collect();
-        Self { memory, content, released: AtomicU32::new(0), progress, arrival: None }
+    pub(super) fn new(intake: Intake, progress: Arc<Progress>) -> Self {
+        Self { intake, released: AtomicU32::new(0), progress, arrival: None }
     }
 
     /// For pages that come after the guest.
     pub(super) fn arriving(arrival: &Arc<Arrival>, progress: Arc<Progress>) -> Self {
-        Self { arrival: Some(Arc::clone(arrival)), ..Self::new(GuestMemory::new(Vec::new()), progress) }
+        let none = Intake::of_zeros(GuestMemory::new(Vec::new()));
+        Self { arrival: Some(Arc::clone(arrival)), ..Self::new(none, progress) }
     }
 
-    /// By region: the pages that content was written to.
-    pub(super) fn content(&self) -> &[PageMap] {
-        &self.content
+    pub(super) fn intake(&self) -> &Intake {
+        &self.intake
     }
 
     pub(super) fn release_round(&self, round: u32) {
@@ -49,20 +50,19 @@ impl ArrivingMemory {
     /// # Errors
     /// There is no such region, or it has no pages up to `end`.
     pub(super) fn check(&self, region: u16, first: u64, end: u64) -> Result<(), String> {
-        let number = usize::from(region);
+        let (number, memory) = (usize::from(region), self.intake.memory());
         let (has, count) = match &self.arrival {
             Some(arrival) => {
                 let regions = arrival.filling.regions();
                 (regions.get(number).map(|region| region.pages), regions.len())
             }
-            None => (self.memory.get(number).map(Region::pages), self.memory.regions().len()),
+            None => (memory.get(number).map(Region::pages), memory.regions().len()),
         };
         let Some(has) = has else {
             return Err(format!("sent a packet for region {region}, but there are {count}"));
         };
         if end > has {
-            let name =
-                self.memory.get(number).map_or_else(|| region.to_string(), |found| format!("{:?}", found.name()));
+            let name = memory.get(number).map_or_else(|| region.to_string(), |found| format!("{:?}", found.name()));
             return Err(format!("sent a packet for pages {first}..{end} of region {name}, which has only {has}"));
         }
         Ok(())
@@ -73,9 +73,17 @@ impl ArrivingMemory {
         if let Some(arrival) = &self.arrival {
             return arrival.push(region.into(), present, Some(bytes));
         }
-        self.memory.regions()[usize::from(region)].write_pages(present, bytes)?;
-        self.content[usize::from(region)].insert(present);
-        Ok(())
+        self.intake.write(region.into(), present, bytes)
+    }
+
+    /// Whether [`ArrivingMemory::receive`] is faster than [`ArrivingMemory::write`].
+    pub(super) fn receives(&self, region: u16, present: WindowPages) -> bool {
+        self.arrival.is_none() && self.intake.receives(region.into(), present)
+    }
+
+    /// As [`ArrivingMemory::write`], with what comes next from a socket. Not where pages are put in a guest's way.
+    pub(super) fn receive(&self, region: u16, present: WindowPages, from: BorrowedFd<'_>) -> io::Result<()> {
+        self.intake.receive(region.into(), present, from)
     }
 
     /// Makes pages read as zero; those that never had content do already.
@@ -83,13 +91,7 @@ impl ArrivingMemory {
         if let Some(arrival) = &self.arrival {
             return arrival.push(region.into(), zero, None);
         }
-        let content = &self.content[usize::from(region)];
-        let held = zero.with(zero.mask & content.window(zero.first));
-        for run in held.runs() {
-            self.memory.regions()[usize::from(region)].clear(run)?;
-        }
-        content.remove(held);
-        Ok(())
+        self.intake.clear_window(region.into(), zero)
     }
 
     /// Makes a range read as zero.
@@ -97,14 +99,7 @@ impl ArrivingMemory {
         if let Some(arrival) = &self.arrival {
             return range.windows().try_for_each(|window| arrival.push(region.into(), window, None));
         }
-        let memory = &self.memory.regions()[usize::from(region)];
-        let mut held = self.content[usize::from(region)].take(range);
-        if memory.gives_back() {
-            return if held.count() > 0 { Ok(memory.clear(range)?) } else { Ok(()) };
-        }
-        // Zeros in holes would take memory.
-        held.try_for_each(|window| window.runs().try_for_each(|run| memory.clear(run)))?;
-        Ok(())
+        self.intake.clear_range(region.into(), range)
     }
 }
 
@@ -124,7 +119,8 @@ mod tests {
             rustix::fs::ftruncate(&file, PAGES * PAGE_BYTES as u64).unwrap();
             Region::map(name, file, 0, PAGES * PAGE_BYTES as u64, Access::ReadWrite).unwrap()
         };
-        ArrivingMemory::new(GuestMemory::new(vec![region("a"), region("b").keeping(Keep::All)]), Progress::new())
+        let memory = GuestMemory::new(vec![region("a"), region("b").keeping(Keep::All)]);
+        ArrivingMemory::new(Intake::of_zeros(memory), Progress::new())
     }
 
     fn fill(arriving: &ArrivingMemory, region: u16, first: u64, pages: u128) {
@@ -136,7 +132,7 @@ mod tests {
     /// The pages of a window that hold something.
     fn held(arriving: &ArrivingMemory, region: u16, first: u64) -> u128 {
         let all = u128::MAX >> (128 - (PAGES - first).min(128));
-        all & !arriving.memory.regions()[usize::from(region)].zero_mask(WindowPages::new(first, all)).unwrap()
+        all & !arriving.intake.memory().regions()[usize::from(region)].zero_mask(WindowPages::new(first, all)).unwrap()
     }
 
     #[test]
@@ -168,7 +164,7 @@ mod tests {
             assert_eq!((held(&arriving, region, 0), held(&arriving, region, 128)), (u128::MAX, 0xfc0), "{region}");
             arriving.clear_window(region, WindowPages::new(0, u128::MAX)).unwrap();
             assert_eq!((held(&arriving, region, 0), held(&arriving, region, 128)), (0, 0xfc0), "{region}");
-            assert_eq!(arriving.content[usize::from(region)].window(128), 0xfc0);
+            assert_eq!(arriving.intake.written()[usize::from(region)].window(128), 0xfc0);
             assert_eq!(held(&arriving, 1 - region, 0), 0);
         }
     }
@@ -185,7 +181,7 @@ mod tests {
             let left = [0, 128, 256].map(|first| held(&arriving, region, first));
             assert_eq!(left, [u128::MAX >> 1, 0, (1 << 44) - 2], "{region}");
             assert_eq!(
-                [0, 128, 256].map(|first| arriving.content[usize::from(region)].window(first)),
+                [0, 128, 256].map(|first| arriving.intake.written()[usize::from(region)].window(first)),
                 left,
                 "{region}"
             );
@@ -197,7 +193,7 @@ mod tests {
     fn where_no_content_is_nothing_is_cleared() {
         for region in 0..2 {
             let arriving = arriving();
-            let memory = &arriving.memory.regions()[usize::from(region)];
+            let memory = &arriving.intake.memory().regions()[usize::from(region)];
             memory.write_pages(WindowPages::new(0, 0b11), &vec![7; 2 * PAGE_BYTES]).unwrap();
             arriving.clear_range(region, PageRange::new(0, PAGES)).unwrap();
             arriving.clear_window(region, WindowPages::new(0, u128::MAX)).unwrap();

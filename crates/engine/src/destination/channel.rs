@@ -212,6 +212,11 @@ impl PageReceiver {
     }
 
     fn receive_pages(&mut self, region: u16, mut present: WindowPages) -> Result<(), Error> {
+        if self.arriving.receives(region, present)
+            && let Some(socket) = self.connection.in_clear()
+        {
+            return self.arriving.receive(region, present, socket).map_err(|error| self.unread(error));
+        }
         let mut buffer = std::mem::take(&mut self.buffer);
         buffer.resize(PAGES_PER_READ as usize * PAGE_BYTES, 0);
         while !present.is_empty() {
@@ -226,10 +231,14 @@ impl PageReceiver {
     }
 
     fn fill(&mut self, bytes: &mut [u8]) -> Result<(), Error> {
-        self.connection.read_exact(bytes).map_err(|source| match source.kind() {
+        self.connection.read_exact(bytes).map_err(|source| self.unread(source))
+    }
+
+    fn unread(&self, source: io::Error) -> Error {
+        match source.kind() {
             io::ErrorKind::UnexpectedEof | io::ErrorKind::ConnectionReset => self.broke("has closed it".into()),
             _ => Error::Io { what: format!("read from {} on data channel {}", self.peer, self.number), source },
-        })
+        }
     }
 
     fn broke(&self, what: String) -> Error {
@@ -250,6 +259,7 @@ mod tests {
     use transship_memory::GuestMemory;
 
     use super::{super::decoding::Decoders, *};
+    use crate::intake::Intake;
 
     const PATIENCE: Duration = Duration::from_secs(60);
 
@@ -257,7 +267,7 @@ mod tests {
     #[test]
     fn threads_that_wait_for_room_for_an_event_end() {
         const ROUNDS: u32 = 8;
-        let arriving = Arc::new(ArrivingMemory::new(GuestMemory::new(Vec::new()), Progress::new()));
+        let arriving = Arc::new(ArrivingMemory::new(Intake::of_zeros(GuestMemory::new(Vec::new())), Progress::new()));
         arriving.release_round(ROUNDS);
         let (events, incoming) = bounded(2);
         let origins = vec![Origin { peer: "test".into(), channel: 0 }];

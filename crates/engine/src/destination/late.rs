@@ -228,7 +228,7 @@ fn wait(guest: &mut dyn DestinationGuest, filling: &Filling) -> Result<(), (Erro
 /// Makes these pages holes, where they are not.
 fn drop_pages(memory: &GuestMemory, sets: &[PageSet], arriving: &ArrivingMemory) -> Result<(), Error> {
     for (index, (region, set)) in memory.regions().iter().zip(sets).enumerate() {
-        let mut there = arriving.content()[index].to_set(region.pages());
+        let mut there = arriving.intake().written()[index].to_set(region.pages());
         there.intersect_with(set);
         there.ranges().try_for_each(|range| region.clear(range))?;
     }

@@ -28,6 +28,7 @@ use crate::{
     fail_point,
     filling::stand_in::StandIn,
     guest::DestinationGuest,
+    intake::Intake,
 };
 use accept::Arrivals;
 use arriving::ArrivingMemory;
@@ -82,12 +83,12 @@ struct Destination<'a> {
 
 impl Destination<'_> {
     fn run(&mut self, control: &mut Control, session: transship_wire::SessionId) -> Result<(), Error> {
-        let Wishes { channels: count, verify, post_copy } = self.welcome(control)?;
+        let (Wishes { channels: count, verify, post_copy }, intake) = self.welcome(control)?;
         let connections = self.arrivals.channels(session, count, control)?;
         if !post_copy {
             self.arrivals.close();
         }
-        let arriving = Arc::new(ArrivingMemory::new(self.guest.memory(), Arc::clone(self.progress)));
+        let arriving = Arc::new(ArrivingMemory::new(intake, Arc::clone(self.progress)));
         // At most one `RoundEnd` of each channel waits here, and there is room for as many more, so the first failure
         // gets in at once.
         let (events, incoming) = bounded(usize::from(count) * 2);
@@ -118,8 +119,8 @@ impl Destination<'_> {
         Ok(())
     }
 
-    /// Checks that the guest fits, and makes all memory read as zero.
-    fn welcome(&mut self, control: &mut Control) -> Result<Wishes, Error> {
+    /// Checks that the guest fits, and readies its memory for pages.
+    fn welcome(&mut self, control: &mut Control) -> Result<(Wishes, Intake), Error> {
         let wishes = match control.receive("its Hello", accept::GREETING_TIMEOUT, self.progress)? {
             Message::Hello { channels, verify, post_copy, guest } => {
                 check_fits(&guest, &self.guest.description())?;
@@ -127,7 +128,8 @@ impl Destination<'_> {
             }
             other => return Err(control.unexpected(&other, "where Hello was due")),
         };
-        if wishes.post_copy {
+        let memory = self.guest.memory();
+        let intake = if wishes.post_copy {
             if self.stand_in.is_none() {
                 let why = "this receiver takes no guest before its pages; start it with --postcopy, or leave out \
                            --converge postcopy";
@@ -135,13 +137,14 @@ impl Destination<'_> {
             }
             late::check_possible(self.guest)?;
             // No huge pages of a tmpfs: pages go, and come, one by one.
-            self.guest.memory().empty()?;
+            memory.empty()?;
+            Intake::of_zeros(memory)
         } else {
-            self.guest.memory().clear_all()?;
-        }
+            Intake::over_old(memory)?
+        };
         fail_point::reach("destination.hello")?;
         control.send_or_hear(&Message::Welcome)?;
-        Ok(wishes)
+        Ok((wishes, intake))
     }
 
     /// Answers rounds, and a digest, until the device state begins, or the list of what is owed; returns its first
@@ -228,6 +231,10 @@ impl Destination<'_> {
             ..RoundReport::default()
         });
         self.progress.round.store(round.number + 1, Ordering::Relaxed);
+        if closed.number == 0 {
+            // The first round named everything that holds something there.
+            arriving.intake().clear_old()?;
+        }
         fail_point::reach("destination.round")?;
         // Released before the source is told, so that no channel sees the next round too early.
         arriving.release_round(round.number);

@@ -16,15 +16,13 @@ use super::{
     recompose::Recomposer,
     store::{Counts, PageWriter, PromptStore, PromptWriter, Store},
 };
-use crate::{Error, guest::StateFormat, page_map::PageMap};
+use crate::{Error, guest::StateFormat, intake::Intake};
 
 /// The memory of the guest, and what is kept for its VMM.
 pub(crate) struct GuestStore {
     /// What comes, for errors: a file, or a guest.
     name: String,
-    memory: GuestMemory,
-    /// By region: pages that content was written to. All others read as zero.
-    content: Vec<PageMap>,
+    intake: Intake,
     /// What the VMM may have beside that memory.
     format: StateFormat,
     /// By block.
@@ -52,26 +50,37 @@ struct Beside {
 }
 
 impl GuestStore {
-    /// `name`: what comes, for errors; `fit`: which of `blocks` is what; `format`: of the VMM that waits. The memory
-    /// reads as zero.
-    pub(crate) fn new(name: String, memory: GuestMemory, fit: &Fit, blocks: &[Block], format: StateFormat) -> Self {
+    /// `name`: what comes, for errors; `fit`: which of `blocks` is what; `format`: of the VMM that waits.
+    ///
+    /// # Errors
+    /// Memory that is to be there can't be had.
+    pub(crate) fn new(
+        name: String,
+        memory: GuestMemory,
+        fit: &Fit,
+        blocks: &[Block],
+        format: StateFormat,
+    ) -> Result<Self, Error> {
         let homes = blocks.iter().enumerate().map(|(number, block)| {
             match fit.regions.iter().position(|&region| region == number) {
                 Some(region) => Home::Region(region),
                 None => Home::Device(block.clone(), Mutex::default()),
             }
         });
-        let content = memory.regions().iter().map(|region| PageMap::new(region.pages())).collect();
-        Self {
+        Ok(Self {
             name,
-            memory,
-            content,
+            intake: Intake::over_old(memory)?,
             format,
             homes: RwLock::new(homes.collect()),
             beside: Mutex::default(),
             normal: AtomicU64::new(0),
             zero: AtomicU64::new(0),
-        }
+        })
+    }
+
+    /// All pages have come: those that did not are to read as zero. To be called before the memory is used.
+    pub(crate) fn settle(&self) -> Result<(), Error> {
+        self.intake.clear_old()
     }
 
     fn with<T>(&self, block: usize, act: impl FnOnce(&Home) -> T) -> T {
@@ -84,7 +93,7 @@ impl GuestStore {
 
     /// Pages of the regions that hold content.
     pub(crate) fn stored(&self) -> u64 {
-        let regions = self.memory.regions().iter().zip(&self.content);
+        let regions = self.intake.memory().regions().iter().zip(self.intake.written());
         regions.map(|(region, content)| content.to_set(region.pages()).count()).sum()
     }
 
@@ -152,8 +161,7 @@ impl PromptStore for GuestStore {
                 let mut rest = pages;
                 for window in PageRange::new(first, pages.len() as u64 / PAGE).windows() {
                     let (these, others) = rest.split_at(window.count() as usize * PAGE_BYTES);
-                    self.memory.regions()[*region].write_pages(window, these)?;
-                    self.content[*region].insert(window);
+                    self.intake.write(*region, window, these)?;
                     rest = others;
                 }
                 self.normal.fetch_add(pages.len() as u64 / PAGE, Relaxed);
@@ -170,11 +178,7 @@ impl PromptStore for GuestStore {
     fn clear(&self, block: usize, pages: PageRange) -> Result<(), Error> {
         self.with(block, |home| match home {
             Home::Region(region) => {
-                for held in self.content[*region].take(pages) {
-                    for run in held.runs() {
-                        self.memory.regions()[*region].clear(run)?;
-                    }
-                }
+                self.intake.clear_range(*region, pages)?;
                 self.zero.fetch_add(pages.count, Relaxed);
                 Ok(())
             }
@@ -193,8 +197,8 @@ impl PromptStore for GuestStore {
         let (number, mut page) = (offset / PAGE, [0; PAGE_BYTES]);
         self.with(block, |home| match home {
             Home::Region(region) => {
-                if self.content[*region].contains(number) {
-                    self.memory.regions()[*region].copy_to(PageRange::new(number, 1), &mut page)?;
+                if self.intake.written()[*region].contains(number) {
+                    self.intake.memory().regions()[*region].copy_to(PageRange::new(number, 1), &mut page)?;
                 }
                 Ok::<_, Error>(())
             }

@@ -8,10 +8,15 @@ use std::os::fd::{AsFd, OwnedFd};
 
 use rustix::fs::MemfdFlags;
 use transship_lab::lacks;
-use transship_memory::{Access, PAGE_BYTES, Region, WindowPages};
+use transship_memory::{Access, Error, PAGE_BYTES, Region, WindowPages};
 
 pub(crate) const PAGE: u64 = PAGE_BYTES as u64;
 pub(crate) const HUGE: u64 = 2 << 20;
+
+/// Makes all pages read as zero, whatever they held.
+pub(crate) fn clear_all(region: &Region) -> Result<(), Error> {
+    region.clear_set(&region.ready()?)
+}
 
 /// An empty file on tmpfs.
 pub(crate) fn file(bytes: u64) -> OwnedFd {

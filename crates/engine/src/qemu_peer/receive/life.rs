@@ -305,11 +305,8 @@ impl Reception<'_, '_> {
                 let fit = fit(&name, &head.configuration, &head.blocks, &description, &state)?;
                 let devices: Vec<_> = fit.devices.iter().map(|&index| &head.blocks[index]).collect();
                 check_sizes(&name, &devices)?;
-                guest.memory().clear_all()?;
-                Ok(OpenedSink::Guest(
-                    Arc::new(GuestStore::new(COMING.to_owned(), guest.memory(), &fit, &head.blocks, state)),
-                    guest,
-                ))
+                let store = GuestStore::new(COMING.to_owned(), guest.memory(), &fit, &head.blocks, state)?;
+                Ok(OpenedSink::Guest(Arc::new(store), guest))
             }
         }
     }
@@ -377,6 +374,7 @@ impl Reception<'_, '_> {
             ran = state.runs();
             state.patch(&mut tail, RunState::Paused);
         }
+        store.settle()?;
         self.report.pages.hole = (guest.memory().bytes() / PAGE).saturating_sub(store.stored());
         guest.load_state(&mut store.device_stream(configuration, tail))?;
         fail_point::reach("qemu-receive.loaded")?;

@@ -1,7 +1,7 @@
 //! An eager restore: all memory is in place before the devices are loaded and the guest runs.
 use std::{sync::atomic::Ordering, time::Instant};
 
-use transship_memory::{PAGE_BYTES, PageSet};
+use transship_memory::{GuestMemory, PAGE_BYTES, PageSet};
 
 use super::restoring::Restore;
 use crate::{
@@ -22,7 +22,7 @@ use crate::{
 pub(super) fn restore(restore: &mut Restore<'_>, mut snapshot: Snapshot) -> Result<(), Error> {
     let plan = RestorePlan::make(&snapshot, &restore.guest.description(), &restore.guest.state_format())?;
     snapshot.settle_direct_io(restore.options.direct_io, plan.any_page())?;
-    restore.guest.memory().clear_all()?;
+    clear_what_is_not_stored(&restore.guest.memory(), &plan.sources)?;
     restore.report.setup_ms = restore.elapsed_ms();
     let report = snapshot.origin.report(Format::MappedRam, plan.stored_pages());
     read_pages(restore, &[(&snapshot.origin, plan.sources.as_slice())], report)?;
@@ -45,7 +45,7 @@ pub(super) fn restore_whole(
     plan: &RestorePlan,
     origins: &[Origin],
 ) -> Result<(), Error> {
-    restore.guest.memory().clear_all()?;
+    clear_what_is_not_stored(&restore.guest.memory(), &plan.sources)?;
     restore.report.setup_ms = restore.elapsed_ms();
     let nothing = || Source { stored: PageSet::empty(0), pages_offset: 0 };
     // A file at a time: each has the pages of one region.
@@ -64,6 +64,16 @@ pub(super) fn restore_whole(
     restore.load(snapshot, plan)?;
     fail_point::reach("restore.loaded")?;
     restore.start(plan.ran)
+}
+
+/// Makes all memory read as zero that no page of the file comes to: the rest is overwritten.
+fn clear_what_is_not_stored(memory: &GuestMemory, sources: &[Source]) -> Result<(), Error> {
+    for ((region, old), source) in memory.regions().iter().zip(memory.ready()?).zip(sources) {
+        let mut cleared = old;
+        cleared.subtract(&source.stored);
+        region.clear_set(&cleared)?;
+    }
+    Ok(())
 }
 
 /// Reads the pages of all regions into place: from each file those that it has.

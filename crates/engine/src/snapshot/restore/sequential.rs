@@ -28,13 +28,14 @@ pub(super) fn restore(restore: &mut Restore<'_>, stream: Stream) -> Result<(), E
     let devices: Vec<_> = fit.devices.iter().map(|&index| &blocks[index]).collect();
     check_sizes(name, &devices)?;
     let memory = restore.guest.memory();
-    memory.clear_all()?;
+    let store = Arc::new(GuestStore::new(name.clone(), memory, &fit, blocks, format)?);
     restore.report.setup_ms = restore.elapsed_ms();
     restore.progress.set_phase(Phase::Reading);
-    let store = Arc::new(GuestStore::new(name.clone(), memory, &fit, blocks, format));
     let read = stream.read_into(Arc::clone(&store) as Arc<dyn Store>, restore.progress, Error::RESTORE_CANCELLED);
     note(restore, &store, &origin);
-    let ran = load(restore, &store, &configuration, read?, name)?;
+    let read = read?;
+    store.settle()?;
+    let ran = load(restore, &store, &configuration, read, name)?;
     fail_point::reach("restore.loaded")?;
     restore.start(origin.ran(ran))
 }

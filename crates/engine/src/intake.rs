@@ -1,0 +1,233 @@
+//! What guest memory holds while pages come into it, from several threads at once.
+use std::{io, os::fd::BorrowedFd};
+
+use transship_memory::{GuestMemory, PageRange, PageSet, WindowPages};
+
+use crate::{Error, page_map::PageMap};
+
+/// Guest memory that is being filled.
+pub(crate) struct Intake {
+    memory: GuestMemory,
+    /// By region: pages that were written. All that are in neither map read as zero.
+    written: Vec<PageMap>,
+    /// By region: pages that may hold something from before, and are neither written nor cleared yet.
+    old: Vec<PageMap>,
+}
+
+impl Intake {
+    /// Memory of which all pages read as zero.
+    pub(crate) fn of_zeros(memory: GuestMemory) -> Self {
+        let none: Vec<_> = memory.regions().iter().map(|region| PageSet::empty(region.pages())).collect();
+        Self::with_old(memory, &none)
+    }
+
+    /// Memory that may hold anything. Before it is used, [`Intake::clear_old`] must be called: memory that somebody
+    /// has preallocated would be read and written twice if it were cleared first.
+    ///
+    /// # Errors
+    /// Memory that is to be there can't be had.
+    pub(crate) fn over_old(memory: GuestMemory) -> Result<Self, Error> {
+        let old = memory.ready()?;
+        Ok(Self::with_old(memory, &old))
+    }
+
+    fn with_old(memory: GuestMemory, old: &[PageSet]) -> Self {
+        let written = memory.regions().iter().map(|region| PageMap::new(region.pages())).collect();
+        Self { memory, written, old: old.iter().map(PageMap::of).collect() }
+    }
+
+    pub(crate) fn memory(&self) -> &GuestMemory {
+        &self.memory
+    }
+
+    /// By region: the pages that were written.
+    pub(crate) fn written(&self) -> &[PageMap] {
+        &self.written
+    }
+
+    /// Writes pages of a window. The caller has checked that there is such a region.
+    pub(crate) fn write(&self, region: usize, present: WindowPages, bytes: &[u8]) -> Result<(), Error> {
+        self.memory.regions()[region].write_pages(present, bytes)?;
+        self.is_written(region, present);
+        Ok(())
+    }
+
+    /// Whether [`Intake::receive`] is faster than [`Intake::write`].
+    pub(crate) fn receives(&self, region: usize, present: WindowPages) -> bool {
+        let there = self.written[region].window(present.first) | self.old[region].window(present.first);
+        self.memory.regions()[region].receives(present.without(there).is_empty())
+    }
+
+    /// As [`Intake::write`], with what comes next from a socket.
+    ///
+    /// # Errors
+    /// [`Region::receive_window`].
+    ///
+    /// [`Region::receive_window`]: transship_memory::Region::receive_window
+    pub(crate) fn receive(&self, region: usize, present: WindowPages, from: BorrowedFd<'_>) -> io::Result<()> {
+        self.memory.regions()[region].receive_window(from, present)?;
+        self.is_written(region, present);
+        Ok(())
+    }
+
+    fn is_written(&self, region: usize, pages: WindowPages) {
+        self.old[region].claim(pages);
+        self.written[region].insert(pages);
+    }
+
+    /// Makes pages of a window read as zero.
+    pub(crate) fn clear_window(&self, region: usize, zero: WindowPages) -> Result<(), Error> {
+        let memory = &self.memory.regions()[region];
+        for run in self.written[region].claim(zero).runs() {
+            memory.clear(run)?;
+        }
+        Ok(memory.clear_window(self.old[region].claim(zero))?)
+    }
+
+    /// Makes a range read as zero.
+    pub(crate) fn clear_range(&self, region: usize, range: PageRange) -> Result<(), Error> {
+        let memory = &self.memory.regions()[region];
+        let mut written = self.written[region].take(range);
+        if memory.gives_back() {
+            let (written, old) = (written.count(), self.old[region].take(range).count());
+            return if written + old > 0 { Ok(memory.clear(range)?) } else { Ok(()) };
+        }
+        // Zeros in holes would take memory.
+        written.try_for_each(|window| window.runs().try_for_each(|run| memory.clear(run)))?;
+        Ok(self.old[region].take(range).try_for_each(|window| memory.clear_window(window))?)
+    }
+
+    /// Makes all pages read as zero that hold something from before. Nobody may write or clear pages meanwhile.
+    pub(crate) fn clear_old(&self) -> Result<(), Error> {
+        for (region, old) in self.memory.regions().iter().zip(&self.old) {
+            let mut set = PageSet::empty(region.pages());
+            let all = PageRange::new(0, region.pages());
+            old.take(all).for_each(|window| window.runs().for_each(|run| set.insert(run)));
+            region.clear_set(&set)?;
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use proptest::prelude::*;
+    use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
+    use transship_memory::{Access, Keep, PAGE_BYTES, Region};
+
+    use super::*;
+
+    const PAGES: u64 = 300;
+    const OLD: u8 = 0xee;
+
+    /// Something that is done to pages of both regions.
+    #[derive(Debug, Clone)]
+    enum Step {
+        Write(WindowPages, u8),
+        ClearWindow(WindowPages),
+        ClearRange(PageRange),
+    }
+
+    /// Pages that a region has.
+    fn window() -> impl Strategy<Value = WindowPages> {
+        (0..PAGES.div_ceil(128), any::<u128>()).prop_map(|(number, mask)| {
+            let has = (PAGES - number * 128).min(128);
+            WindowPages::new(number * 128, mask & u128::MAX >> (128 - has))
+        })
+    }
+
+    fn range() -> impl Strategy<Value = PageRange> {
+        (0..PAGES).prop_flat_map(|first| (0..=PAGES - first).prop_map(move |count| PageRange::new(first, count)))
+    }
+
+    fn step() -> impl Strategy<Value = Step> {
+        prop_oneof![
+            2 => (window(), 1_u8..9).prop_map(|(pages, byte)| Step::Write(pages, byte)),
+            1 => window().prop_map(Step::ClearWindow),
+            1 => range().prop_map(Step::ClearRange),
+        ]
+    }
+
+    /// Zeros can be holes in the first region only.
+    fn memory_with(old: &[PageRange]) -> GuestMemory {
+        let region = |name| {
+            let file = memfd_create(name, MemfdFlags::CLOEXEC).unwrap();
+            ftruncate(&file, PAGES * PAGE_BYTES as u64).unwrap();
+            Region::map(name, file, 0, PAGES * PAGE_BYTES as u64, Access::ReadWrite).unwrap()
+        };
+        let memory = GuestMemory::new(vec![region("a"), region("b").keeping(Keep::All)]);
+        for region in memory.regions() {
+            for pages in old.iter().flat_map(|range| range.windows()) {
+                region.write_pages(pages, &vec![OLD; pages.count() as usize * PAGE_BYTES]).unwrap();
+            }
+        }
+        memory
+    }
+
+    /// By page: the byte that all of it holds.
+    fn holds(region: &Region) -> Vec<u8> {
+        let mut bytes = vec![0; PAGES as usize * PAGE_BYTES];
+        region.copy_to(PageRange::new(0, PAGES), &mut bytes).unwrap();
+        let byte_of = |page: &[u8]| {
+            assert!(page.iter().all(|byte| *byte == page[0]), "a page is torn");
+            page[0]
+        };
+        bytes.chunks(PAGE_BYTES).map(byte_of).collect()
+    }
+
+    fn apply(step: &Step, intake: &Intake, region: usize, model: &mut [u8]) {
+        let mut set = |pages: WindowPages, byte| pages.iter().for_each(|page| model[page as usize] = byte);
+        match *step {
+            Step::Write(pages, byte) => {
+                intake.write(region, pages, &vec![byte; pages.count() as usize * PAGE_BYTES]).unwrap();
+                set(pages, byte);
+            }
+            Step::ClearWindow(pages) => {
+                intake.clear_window(region, pages).unwrap();
+                set(pages, 0);
+            }
+            Step::ClearRange(range) => {
+                intake.clear_range(region, range).unwrap();
+                range.windows().for_each(|pages| set(pages, 0));
+            }
+        }
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(64))]
+        #[test]
+        fn of_what_was_there_before_nothing_is_left(
+            old in proptest::collection::vec(range(), 0..4),
+            steps in proptest::collection::vec(step(), 0..8),
+            later in proptest::collection::vec(step(), 0..4),
+        ) {
+            let intake = Intake::over_old(memory_with(&old)).unwrap();
+            for (number, region) in intake.memory().clone().regions().iter().enumerate() {
+                let mut model = vec![0; PAGES as usize];
+                steps.iter().for_each(|step| apply(step, &intake, number, &mut model));
+                intake.clear_old().unwrap();
+                prop_assert_eq!(&holds(region), &model);
+                later.iter().for_each(|step| apply(step, &intake, number, &mut model));
+                prop_assert_eq!(&holds(region), &model);
+                for (page, byte) in model.iter().enumerate() {
+                    prop_assert!(*byte == 0 || intake.written()[number].contains(page as u64));
+                }
+            }
+        }
+    }
+
+    /// Memory that is preallocated holds zeros as a rule: they are looked at, and nothing is written.
+    #[test]
+    fn what_is_overwritten_is_not_cleared_before() {
+        let all = PageRange::new(0, PAGES);
+        let intake = Intake::over_old(memory_with(&[all])).unwrap();
+        assert!(intake.memory().regions().iter().all(|region| holds(region) == [OLD; PAGES as usize]));
+        for region in 0..2 {
+            all.windows().for_each(|pages| {
+                intake.write(region, pages, &vec![1; pages.count() as usize * PAGE_BYTES]).unwrap();
+            });
+        }
+        assert!(intake.old.iter().all(|old| old.to_set(PAGES).is_empty()));
+    }
+}
