@@ -26,6 +26,8 @@ pub(crate) struct Guarded<'g> {
     lacks: bool,
     /// All is done that can be done before it is stopped.
     is_prepared: bool,
+    /// It was stopped, and nobody has looked yet whether it is what it was.
+    is_unchecked: bool,
     /// Since when it has been standing still, and until when it has.
     stands: Option<(Instant, Option<Instant>)>,
 }
@@ -42,7 +44,7 @@ impl<'g> Deref for Guarded<'g> {
 impl<'g> Guarded<'g> {
     pub(crate) fn new(guest: &'g mut dyn SourceGuest, guard: Option<&'g mut (dyn Guard + '_)>) -> Self {
         let guard = guard.map(|guard| guard as &mut dyn Guard);
-        Self { guest, guard, is_armed: false, lacks: false, is_prepared: false, stands: None }
+        Self { guest, guard, is_armed: false, lacks: false, is_prepared: false, is_unchecked: false, stands: None }
     }
 
     /// The guest itself, for what needs no guard: everything but what this type does.
@@ -112,6 +114,13 @@ impl<'g> Guarded<'g> {
 
     /// See [`SourceGuest::stop`].
     pub(crate) fn stop(&mut self) -> Result<Found, GuestError> {
+        let found = self.stop_at_once()?;
+        self.check_unchanged()?;
+        Ok(found)
+    }
+
+    /// See [`SourceGuest::stop_at_once`].
+    pub(crate) fn stop_at_once(&mut self) -> Result<Found, GuestError> {
         if !self.is_prepared {
             self.prepare_stop()?;
         }
@@ -122,13 +131,25 @@ impl<'g> Guarded<'g> {
             self.instruct(on(Found::by(runs)))?;
         }
         self.stands = Some((Instant::now(), None));
-        let found = self.guest.stop()?;
+        self.is_unchecked = true;
+        let found = self.guest.stop_at_once()?;
         self.instruct(on(found))?;
         Ok(found)
     }
 
-    /// See [`SourceGuest::give_up`]. Once this has returned, nobody here lets the guest run.
+    /// See [`SourceGuest::check_unchanged`]. Asked once after each stop.
+    pub(crate) fn check_unchanged(&mut self) -> Result<(), GuestError> {
+        if self.is_unchecked {
+            self.guest.check_unchanged()?;
+            self.is_unchecked = false;
+        }
+        Ok(())
+    }
+
+    /// See [`SourceGuest::give_up`]. Once this has returned, nobody here lets the guest run. A guest that nobody has
+    /// looked at since it was stopped is looked at first.
     pub(crate) fn give_up(&mut self) -> Result<(), GuestError> {
+        self.check_unchanged()?;
         self.disarm()?;
         self.guest.give_up()
     }
@@ -195,6 +216,8 @@ mod tests {
         /// What it turns out to do when it is stopped.
         found: Found,
         has_balloon: bool,
+        /// It is not what it was any more.
+        has_changed: bool,
         /// How long its disks are waited for, if it has any that write past the tracker.
         drains: Option<Duration>,
     }
@@ -233,6 +256,12 @@ mod tests {
         fn stop(&mut self) -> Result<Found, GuestError> {
             note(&self.log, "stop");
             Ok(self.found)
+        }
+        fn check_unchanged(&mut self) -> Result<(), GuestError> {
+            match self.has_changed {
+                true => Err(GuestError::Unfit("it was changed".into())),
+                false => Ok(()),
+            }
         }
         fn state_estimate(&self) -> Duration {
             Duration::ZERO
@@ -286,7 +315,10 @@ mod tests {
 
     fn guest(runs: bool, found: Found, has_balloon: bool) -> (Guest, Notes) {
         let log = Log::default();
-        (Guest { log: Arc::clone(&log), runs, found, has_balloon, drains: None }, Notes { log, is_deaf: false })
+        (
+            Guest { log: Arc::clone(&log), runs, found, has_balloon, has_changed: false, drains: None },
+            Notes { log, is_deaf: false },
+        )
     }
 
     #[test]
@@ -377,6 +409,19 @@ mod tests {
             guest.resume(true).unwrap();
         }
         assert_eq!(taken(&log), ["prepare", "stop", "resume", "tidy"].repeat(2));
+    }
+
+    #[test]
+    fn whoever_forgets_to_look_at_a_guest_that_was_stopped_at_once_does_not_give_it_up() {
+        let (mut guest, _) = guest(true, Found::Running, false);
+        let log = Arc::clone(&guest.log);
+        guest.has_changed = true;
+        let mut guest = Guarded::new(&mut guest, None);
+        guest.stop_at_once().unwrap();
+        assert!(guest.check_unchanged().is_err());
+        assert!(guest.give_up().is_err(), "also when it was looked at in vain");
+        assert_eq!(taken(&log), ["prepare", "stop"]);
+        assert!(guest.stop().is_err(), "otherwise it is looked at right away");
     }
 
     #[test]

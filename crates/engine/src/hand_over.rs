@@ -70,7 +70,7 @@ impl MoveInProgress<'_, '_> {
     }
 
     fn up_to_no_return(&mut self, peer: &mut dyn Peer, rounds: &mut Rounds) -> Result<Found, Error> {
-        let found = self.guest.stop();
+        let found = self.guest.stop_at_once();
         rounds.let_writers_go();
         let found = found?;
         fail_point::reach_by(peer.name(), "stopped")?;

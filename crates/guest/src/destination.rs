@@ -84,6 +84,14 @@ pub trait DestinationGuest: Send {
     fn written_elsewhere(&mut self, _disks: &[DiskFile]) -> Option<(DiskFile, String)> {
         None
     }
+    /// Does beforehand what `load_state` needs and the guest would stand still for. Called once the first round has
+    /// come, of a guest that comes when all its pages are there; `tidy` undoes it.
+    ///
+    /// # Errors
+    /// The VMM refuses.
+    fn expect_state(&mut self) -> Result<(), GuestError> {
+        Ok(())
+    }
     /// Loads the device state, to the end of `state`, and waits until the VMM reports that it has loaded all of it.
     fn load_state(&mut self, state: &mut dyn Read) -> Result<(), GuestError>;
     /// Whether the VMM is still there, as far as that shows without asking it: whoever waits for word to start the

@@ -126,6 +126,21 @@ pub trait SourceGuest: Send {
     /// # Errors
     /// It does not stop, or can't be given away in its state. `resume` then leaves it as it was.
     fn stop(&mut self) -> Result<Found, GuestError>;
+    /// As `stop`, but leaves out what takes long and can wait: whether the guest is still what it was when it was
+    /// attached. Whoever stops it so asks [`SourceGuest::check_unchanged`] before the guest is given up.
+    ///
+    /// # Errors
+    /// As `stop`.
+    fn stop_at_once(&mut self) -> Result<Found, GuestError> {
+        self.stop()
+    }
+    /// What `stop` would have looked at and `stop_at_once` has not.
+    ///
+    /// # Errors
+    /// The guest has changed: what was sent of it is not the guest.
+    fn check_unchanged(&mut self) -> Result<(), GuestError> {
+        Ok(())
+    }
     /// Tracks nothing, but can make writes wait: for a snapshot of one moment. Called instead of `track`, at most once,
     /// before `stop`.
     ///

@@ -164,6 +164,9 @@ impl Destination<'_> {
                     Ok(ChannelEvent::RoundEnd { round: number, pages, zero, bytes, cpu_seconds }) => {
                         if round.add(number, pages, zero, bytes) {
                             self.round_done(control, arriving, channels, &mut round)?;
+                            if number == 0 && !post_copy {
+                                self.guest.expect_state()?;
+                            }
                         }
                         self.report.cpu.channels += cpu_seconds;
                     }

@@ -70,6 +70,8 @@ impl Peer for Transship<'_> {
         send_state(&state, control)?;
         report.bytes.wire += state.len() as u64;
         fail_point::reach("source.state-sent")?;
+        // While the destination loads.
+        guest.check_unchanged()?;
         await_loaded(control, progress)?;
         fail_point::reach("source.loaded")
     }

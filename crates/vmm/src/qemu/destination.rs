@@ -50,8 +50,8 @@ pub struct QemuDestination {
     prepared: Option<Result<Prepared, GuestError>>,
     /// Once pages may be missing.
     freezer: Option<Freezer>,
-    /// Settings to be put back.
-    settings: Option<Settings>,
+    /// Settings to be put back, and what was set in their place: for a state of which form.
+    settings: Option<(Settings, Form)>,
     ran_since: Option<Instant>,
 }
 
@@ -82,6 +82,21 @@ impl QemuDestination {
         let areas = memory::areas(&mut self.qmp, &self.backends)?;
         let freezer = Freezer::of(self.qmp.pid())?;
         Ok(Prepared { uffd: faults::for_all(&mut self.qmp)?, areas, freezer })
+    }
+
+    /// Sets QEMU up for a state of this form. Whatever the state says, the guest does not run when it is loaded, and
+    /// the disks are left to whoever has them.
+    fn ready_for(&mut self, form: Form) -> Result<(), GuestError> {
+        if self.settings.as_ref().is_some_and(|(_, set_for)| *set_for == form) {
+            return Ok(());
+        }
+        self.restore_settings();
+        self.qmp.ask_ahead(&questions::loading())?;
+        let stopped = self.qmp.stop(PAUSE_WAIT).map_err(GuestError::from);
+        let applied = stopped.and_then(|()| Settings::apply(&mut self.qmp, Answers::No, form));
+        self.qmp.forget_answers();
+        self.settings = Some((applied?, form));
+        Ok(())
     }
 
     /// Tells QEMU to load from the other end of the returned socket.
@@ -136,7 +151,7 @@ impl QemuDestination {
 
     /// Puts the settings back, if that was not done.
     fn restore_settings(&mut self) {
-        let Some(settings) = self.settings.take() else { return };
+        let Some((settings, _)) = self.settings.take() else { return };
         match settings.restore(&mut self.qmp) {
             Err(why) if !self.is_gone() => {
                 tracing::warn!("can't restore the destination QEMU's migration settings: {why}");
@@ -246,17 +261,15 @@ impl DestinationGuest for QemuDestination {
         disk_files::written_elsewhere(self.qmp.pid(), disks)
     }
 
+    fn expect_state(&mut self) -> Result<(), GuestError> {
+        // The source decides, by its own memory, which is as ours as a rule.
+        let all_shared = memory::can_be_left_out(&self.backends);
+        self.ready_for(if all_shared { Form::SharedLeftOut } else { Form::Plain })
+    }
+
     fn load_state(&mut self, state: &mut dyn Read) -> Result<(), GuestError> {
-        // Whatever the state says, the guest does not run when it is loaded, and the disks are left to whoever has
-        // them.
-        self.qmp.ask_ahead(&questions::loading())?;
-        let stopped = self.qmp.stop(PAUSE_WAIT);
-        let (form, begin) = stopped.map_err(GuestError::from).and_then(|()| form_of(state)).inspect_err(|_| {
-            self.qmp.forget_answers();
-        })?;
-        let settings = Settings::apply(&mut self.qmp, Answers::No, form);
-        self.qmp.forget_answers();
-        self.settings = Some(settings?);
+        let (form, begin) = form_of(state)?;
+        self.ready_for(form)?;
         // What is loaded is waited for: the settings are put back later.
         self.load(&mut begin.as_slice().chain(state)).inspect_err(|_| self.restore_settings())
     }

@@ -66,9 +66,9 @@ pub(super) fn source() -> Vec<Question> {
     questions
 }
 
-/// Of a guest that was just stopped: whether everything is as it was when it was attached.
+/// Of a guest that was stopped: whether everything is as it was when it was attached.
 pub(super) fn stopped(backends: &[Backend]) -> Vec<Question> {
-    let mut questions = vec![plain("query-status"), plain("query-balloon")];
+    let mut questions = vec![plain("query-balloon")];
     questions.extend(backends_of_devices());
     questions.extend(devices());
     questions.extend(memory());

@@ -323,6 +323,12 @@ impl SourceGuest for QemuSource {
     }
 
     fn stop(&mut self) -> Result<Found, GuestError> {
+        let found = self.stop_at_once()?;
+        self.look_whether_unchanged()?;
+        Ok(found)
+    }
+
+    fn stop_at_once(&mut self) -> Result<Found, GuestError> {
         let before = machine::run_state(&mut self.qmp)?;
         // A sleeping guest that QEMU stops is to sleep on.
         self.found = Found::by(["running", "suspended"].contains(&before.as_str()));
@@ -331,12 +337,11 @@ impl SourceGuest for QemuSource {
             // It makes no requests.
             _ => self.qmp.stop(STOP_WAIT)?,
         }
-        if !self.asks_later() {
-            self.qmp.ask_ahead(&questions::stopped(&self.backends))?;
-        }
-        let found = self.look_at_stopped(&before);
-        self.qmp.forget_answers();
-        found
+        self.look_at_stopped(&before)
+    }
+
+    fn check_unchanged(&mut self) -> Result<(), GuestError> {
+        self.look_whether_unchanged()
     }
 
     fn protect(&mut self) -> Result<Protection, GuestError> {

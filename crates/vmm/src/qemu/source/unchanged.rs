@@ -6,11 +6,12 @@ use super::QemuSource;
 use crate::qemu::{
     checks, machine, memory,
     qmp::Qmp,
+    questions,
     writers::{self, Allowed, Lookout, When},
 };
 
 impl QemuSource {
-    /// What a guest that was just stopped turns out to have done before, and whether it is as it was when attached.
+    /// What a guest that was just stopped turns out to have done before.
     pub(super) fn look_at_stopped(&mut self, before: &str) -> Result<Found, GuestError> {
         let after = machine::run_state(&mut self.qmp)?;
         if after != "paused" {
@@ -18,12 +19,21 @@ impl QemuSource {
             self.found = Found::by(after == "suspended");
         }
         machine::check_stopped(before, &after)?;
-        if !self.asks_later() {
-            self.check_balloon()?;
-            self.check_no_devices_came()?;
-            self.check_memory_unchanged()?;
-        }
         Ok(self.found)
+    }
+
+    /// Whether a guest that was stopped is as it was when attached.
+    pub(super) fn look_whether_unchanged(&mut self) -> Result<(), GuestError> {
+        if self.asks_later() {
+            return Ok(());
+        }
+        self.qmp.ask_ahead(&questions::stopped(&self.backends))?;
+        let checked = self
+            .check_balloon()
+            .and_then(|()| self.check_no_devices_came())
+            .and_then(|()| self.check_memory_unchanged());
+        self.qmp.forget_answers();
+        checked
     }
 
     /// The tracker knows nothing of memory that was plugged, unplugged or mapped elsewhere meanwhile.
