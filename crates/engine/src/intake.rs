@@ -48,7 +48,7 @@ impl Intake {
     /// Writes pages of a window. The caller has checked that there is such a region.
     pub(crate) fn write(&self, region: usize, present: WindowPages, bytes: &[u8]) -> Result<(), Error> {
         self.memory.regions()[region].write_pages(present, bytes)?;
-        self.is_written(region, present);
+        self.note_written(region, present);
         Ok(())
     }
 
@@ -66,11 +66,11 @@ impl Intake {
     /// [`Region::receive_window`]: transship_memory::Region::receive_window
     pub(crate) fn receive(&self, region: usize, present: WindowPages, from: BorrowedFd<'_>) -> io::Result<()> {
         self.memory.regions()[region].receive_window(from, present)?;
-        self.is_written(region, present);
+        self.note_written(region, present);
         Ok(())
     }
 
-    fn is_written(&self, region: usize, pages: WindowPages) {
+    fn note_written(&self, region: usize, pages: WindowPages) {
         self.old[region].claim(pages);
         self.written[region].insert(pages);
     }

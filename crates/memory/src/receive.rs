@@ -33,7 +33,7 @@ impl Region {
     /// # Errors
     /// InvalidInput for pages that the region does not have, for one that was mapped for reading, and for private
     /// memory; nothing was read then. UnexpectedEof; no memory left; the system's own, WouldBlock of a socket with a
-    /// receive timeout included: what the pages hold is unknown then.
+    /// receive timeout included: what the pages hold is unknown then. Memory that can't be had is a [`crate::Error`] inside.
     pub fn receive_window(&self, from: BorrowedFd<'_>, present: WindowPages) -> io::Result<()> {
         let refused = |error| io::Error::new(io::ErrorKind::InvalidInput, error);
         self.check_writable().map_err(refused)?;
@@ -66,7 +66,7 @@ impl Shared {
             self.populate(page, Advice::LinuxPopulateRead).or_else(|error| match error {
                 // Before Linux 5.14: the copy faults, page by page.
                 rustix::io::Errno::INVAL => Ok(()),
-                error => Err(error),
+                error => Err(io::Error::other(self.failed("allocate pages", error))),
             })?;
         }
         Ok(())
@@ -103,7 +103,7 @@ mod tests {
     use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 
     use super::*;
-    use crate::Access;
+    use crate::{Access, Error};
 
     const PAGES: u64 = 300;
 
@@ -159,7 +159,8 @@ mod tests {
         assert_eq!(error.kind(), io::ErrorKind::UnexpectedEof);
         // Behind the file's end there is no page, as where a file system is full.
         ftruncate(region.file().unwrap(), 128 * PAGE_BYTES as u64).unwrap();
-        assert!(region.receive_window(far.as_fd(), WindowPages::new(128, 1)).is_err(), "and no SIGBUS");
+        let full = region.receive_window(far.as_fd(), WindowPages::new(128, 1)).unwrap_err();
+        assert!(full.downcast::<Error>().unwrap().to_string().contains("remount,size="), "and no SIGBUS");
         let out_of_range = region.receive_window(far.as_fd(), WindowPages::new(256, 1)).unwrap_err();
         assert_eq!(out_of_range.kind(), io::ErrorKind::InvalidInput);
     }

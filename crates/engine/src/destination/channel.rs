@@ -235,6 +235,11 @@ impl PageReceiver {
     }
 
     fn unread(&self, source: io::Error) -> Error {
+        let source = match source.downcast::<transship_memory::Error>() {
+            // The pages have come, and memory for them can't be had.
+            Ok(memory) => return memory.into(),
+            Err(source) => source,
+        };
         match source.kind() {
             io::ErrorKind::UnexpectedEof | io::ErrorKind::ConnectionReset => self.broke("has closed it".into()),
             _ => Error::Io { what: format!("read from {} on data channel {}", self.peer, self.number), source },
