@@ -33,7 +33,8 @@ impl Region {
     /// # Errors
     /// InvalidInput for pages that the region does not have, for one that was mapped for reading, and for private
     /// memory; nothing was read then. UnexpectedEof; no memory left; the system's own, WouldBlock of a socket with a
-    /// receive timeout included: what the pages hold is unknown then. Memory that can't be had is a [`crate::Error`] inside.
+    /// receive timeout included: what the pages hold is unknown then. Memory that can't be had is a [`crate::Error`]
+    /// inside.
     pub fn receive_window(&self, from: BorrowedFd<'_>, present: WindowPages) -> io::Result<()> {
         let refused = |error| io::Error::new(io::ErrorKind::InvalidInput, error);
         self.check_writable().map_err(refused)?;
