@@ -9,6 +9,7 @@ use rustix::mm::Advice;
 
 use crate::{
     PAGE_BYTES, PageRange, Region,
+    pages::WINDOW_PAGES,
     region::Held,
     shared::{FAULT_AROUND_BYTES, Shared},
     window::WindowPages,
@@ -57,7 +58,7 @@ impl Shared {
         if self.is_hugetlb() {
             return Ok(());
         }
-        let blocks = (present.first..present.first + 128).step_by(AROUND as usize);
+        let blocks = (present.first..present.first + WINDOW_PAGES).step_by(AROUND as usize);
         for first in blocks {
             let block = present.mask >> (first - present.first) & ((1 << AROUND) - 1);
             if block == 0 {
