@@ -27,6 +27,8 @@ pub use uri::Uri;
 /// Bytes that a TCP socket holds beyond what the link has room for. More would be on its way before anybody could think
 /// better of it, and would take memory; less might leave a link without work while a channel wakes up.
 const UNSENT_BYTES: u32 = 256 * 1024;
+/// The same for a connection that carries what somebody waits for.
+const UNSENT_URGENT_BYTES: u32 = 16 * 1024;
 /// A peer that accepts no byte for this long is considered dead.
 pub(crate) const STALL_TIMEOUT: Duration = Duration::from_secs(30);
 
@@ -150,6 +152,15 @@ impl Connection {
             Self::Tcp(stream) => stream.set_read_timeout(timeout),
             Self::Unix(stream) => stream.set_read_timeout(timeout),
             Self::Secured(secured) => secured.socket.set_read_timeout(timeout),
+        }
+    }
+
+    /// For what is waited for: of what was written before, little is still to be sent when something else is written.
+    pub(crate) fn hold_little(&self) -> io::Result<()> {
+        match self {
+            Self::Tcp(stream) => socket2::SockRef::from(stream).set_tcp_notsent_lowat(UNSENT_URGENT_BYTES),
+            Self::Unix(_) => Ok(()),
+            Self::Secured(secured) => secured.socket.hold_little(),
         }
     }
 

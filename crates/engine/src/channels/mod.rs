@@ -105,6 +105,11 @@ impl<C: Channel> Channels<C> {
         &self.shared
     }
 
+    /// Second handles of the connections.
+    pub(crate) fn connections(&self) -> std::io::Result<Vec<Connection>> {
+        self.lines.iter().map(Connection::try_clone).collect()
+    }
+
     /// By region: the pages for which the destination holds content.
     pub(crate) fn content(&self) -> &[PageMap] {
         &self.shared.content

@@ -14,6 +14,7 @@ use transship_wire::{Message, Pages, Refusal, Role, SessionId};
 use super::{
     beside::Beside,
     channels::{Channels, Setup, connect, connect_channels},
+    give_way::give_way,
 };
 use crate::{
     Error, MoveOptions, PostCopyReport, Progress, Uri,
@@ -89,6 +90,7 @@ impl Line {
         let mut connection = connect(to, options.terms.caller.as_ref(), *session, Role::Supply(number))?;
         connection.await_word(to)?;
         let failed = |source| Error::Io { what: format!("set up the connection with {to}"), source };
+        connection.hold_little().map_err(failed)?;
         let urgent = connection.try_clone().map_err(failed)?;
         let mut control = Control::new(connection, to.to_string())?;
         if let Some(run) = given {
@@ -131,7 +133,12 @@ impl Line {
         let pending: Vec<_> = self.lacks.iter().cloned().map(Pending::all).collect();
         let work = RoundWork { round: 0, pending: &pending, freeing: Freeing::Never };
         let pushing = Pushing { state: &self.state };
-        let pushed = self.channels.run_round(&work, &mut FreePages::none(), &pushing);
+        let failed = |source| Error::Io { what: "watch the connections that pages go over".into(), source };
+        let connections = self.channels.connections().map_err(failed)?;
+        let pushed = thread::scope(|scope| {
+            let _until = give_way(scope, &connections, &self.urgent);
+            self.channels.run_round(&work, &mut FreePages::none(), &pushing)
+        });
         let result = pushed.and_then(|(sent, _)| {
             report.by_push += sent.normal + sent.zero;
             fail_point::reach("source.pushed")?;

@@ -1,6 +1,7 @@
 //! A guest moves to a transship that receives it: the source.
 mod beside;
 pub(crate) mod channels;
+mod give_way;
 mod line;
 mod post_copy;
 mod recovery;
