@@ -166,13 +166,11 @@ impl PostCopy<'_> {
     /// Serves until the destination has all pages. The guest belongs to it, so nothing ends this but that: a link that
     /// breaks is made again. `by_hand`: how a person resumes it here.
     pub(super) fn serve(&mut self, by_hand: &str, progress: &Progress, report: &mut Report) -> Result<(), Error> {
-        let (begin, mut sums) = (Instant::now(), PostCopyReport { owed: self.owed, ..PostCopyReport::default() });
         let bytes = self.owed * transship_memory::PAGE;
         progress.settle();
         progress.round_total.store(bytes, Relaxed);
         progress.round_left.store(bytes, Relaxed);
         progress.set_phase(Phase::Filling);
-        let wire = progress.wire_bytes.load(Relaxed);
         let mut line = self.line.take();
         if !self.is_confirmed {
             // It may not have heard that the guest is its own. Another line begins with that.
@@ -184,17 +182,13 @@ impl PostCopy<'_> {
             );
         }
         let said_why = || said_why(&self.session.control);
-        let result = serve((&self.base, self.ran), &said_why, (line, 1), &mut sums, report);
+        let result = serve((&self.base, self.ran), &said_why, (line, 1), self.owed, report);
         // All of its memory is here as it was when it was stopped.
         let result = result.map_err(|error| {
             Error::unknown(error, |error| {
                 format!("{error}. Only if the guest has never run there, resume it here with: {by_hand}")
             })
         });
-        sums.filled_ms = begin.elapsed().as_secs_f64() * 1e3;
-        report.postcopy = Some(sums);
-        let urgent = sums.by_fault * transship_memory::PAGE;
-        report.bytes.wire += progress.wire_bytes.load(Relaxed) - wire + urgent;
         let is_confirmed = self.is_confirmed | result?;
         if is_confirmed { Ok(()) } else { Err(Error::Unknown(never_said().into())) }
     }
@@ -207,8 +201,25 @@ fn said_why(control: &Control) -> Option<Error> {
 }
 
 /// Serves on this line, and on others with higher numbers when that breaks, until the destination has all pages.
-/// Whether it has said that the guest was started. `said_why`: its reason, if it has ended the session.
+/// Whether it has said that the guest was started. `said_why`: its reason, if it has ended the session. `owed`: pages; 0
+/// if nobody has said how many.
 pub(super) fn serve(
+    base: (&Base<'_>, bool),
+    said_why: &dyn Fn() -> Option<Error>,
+    line: (Option<Line>, u32),
+    owed: u64,
+    report: &mut Report,
+) -> Result<bool, Error> {
+    let (begin, wire) = (Instant::now(), &base.0.progress.wire_bytes);
+    let (before, mut sums) = (wire.load(Relaxed), PostCopyReport { owed, ..PostCopyReport::default() });
+    let result = serve_on(base, said_why, line, &mut sums, report);
+    sums.filled_ms = begin.elapsed().as_secs_f64() * 1e3;
+    report.postcopy = Some(sums);
+    report.bytes.wire += wire.load(Relaxed) - before + sums.by_fault * transship_memory::PAGE;
+    result
+}
+
+fn serve_on(
     (base, ran): (&Base<'_>, bool),
     said_why: &dyn Fn() -> Option<Error>,
     (mut line, mut number): (Option<Line>, u32),

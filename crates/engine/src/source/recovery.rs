@@ -1,9 +1,6 @@
 //! Goes on for a move whose guest was handed over before all its pages were there, when nobody is left who knew it:
 //! with what a record says, and the memory that the VMM still has.
-use std::{
-    sync::{Arc, atomic::Ordering::Relaxed},
-    time::Instant,
-};
+use std::{sync::Arc, time::Instant};
 
 use serde::{Deserialize, Serialize};
 use transship_memory::{GuestMemory, Region};
@@ -14,7 +11,7 @@ use super::{
     post_copy::{never_said, serve},
     serving::FIRST_LINE,
 };
-use crate::{Error, MoveOptions, Phase, PostCopyReport, Progress, Report, Status, Uri};
+use crate::{Error, MoveOptions, Phase, Progress, Report, Status, Uri};
 
 /// So many processes can go on, one after the other: the number of a line says which one dials.
 const MOST: u32 = u32::MAX / FIRST_LINE;
@@ -59,13 +56,8 @@ impl HandedOver {
         progress.set_phase(Phase::Filling);
         let base =
             Base { to, options: &options, session: SessionId(self.session), memory, progress: Arc::clone(progress) };
-        let mut sums = PostCopyReport::default();
-        let result = serve((&base, self.ran), &|| None, (None, first_line), &mut sums, report);
-        sums.filled_ms = begin.elapsed().as_secs_f64() * 1e3;
-        report.total_ms = sums.filled_ms;
-        report.postcopy = Some(sums);
-        let urgent = sums.by_fault * transship_memory::PAGE;
-        report.bytes.wire = progress.wire_bytes.load(Relaxed) + urgent;
+        let result = serve((&base, self.ran), &|| None, (None, first_line), 0, report);
+        report.total_ms = begin.elapsed().as_secs_f64() * 1e3;
         report.status = Status::Unknown;
         if !result? {
             return Err(Error::Unknown(never_said().into()));

@@ -11,7 +11,7 @@ use transship_secure::Caller;
 use transship_wire::SessionId;
 
 use super::{line::Base, post_copy::serve};
-use crate::{Error, MoveOptions, MoveTerms, PostCopyReport, Progress, Report, Uri};
+use crate::{Error, MoveOptions, MoveTerms, Progress, Report, Uri};
 
 /// The number of a stand-in's first line: above all of the process that has died.
 pub(super) const FIRST_LINE: u32 = 1 << 24;
@@ -65,7 +65,6 @@ impl Serving {
         progress.settle();
         let (session, memory) = (SessionId(self.session), GuestMemory::new(regions));
         let base = Base { to: &to, options: &options, session, memory, progress: Arc::clone(&progress) };
-        let mut sums = PostCopyReport::default();
-        serve((&base, ran), &|| None, (None, FIRST_LINE), &mut sums, &mut Report::default()).map(drop)
+        serve((&base, ran), &|| None, (None, FIRST_LINE), 0, &mut Report::default()).map(drop)
     }
 }
