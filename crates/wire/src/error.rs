@@ -72,3 +72,17 @@ pub enum Error {
         why: &'static str,
     },
 }
+
+impl Error {
+    /// The field, and where it is: its first byte, the first bad one, or the one behind it if there are too many.
+    pub fn place(&self) -> (&'static str, usize) {
+        match *self {
+            Self::Truncated { field, offset, .. }
+            | Self::Trailing { field, offset, .. }
+            | Self::Invalid { field, offset, .. }
+            | Self::Text { field, offset }
+            | Self::Named { field, offset, .. }
+            | Self::Refused { field, offset, .. } => (field, offset),
+        }
+    }
+}

@@ -3,8 +3,8 @@
 mod streams;
 use serde_json::{Value, json};
 use streams::*;
-use transship_wire::PAGE_BYTES;
 use transship_wire::qemu::*;
+use transship_wire::{Error, PAGE_BYTES};
 
 const UUID: [u8; 16] = 0x1234_5678_9abc_def0_1122_3344_5566_7788_u128.to_be_bytes();
 const MULTIFD: [&str; 4] = ["none-10.0.2", "zlib-10.0.2", "zstd-10.0.2", "none-7.2.22"];
@@ -112,8 +112,9 @@ fn a_mapped_ram_file() {
     let read = |file_bytes| read_all(&bytes, StreamReader::new().within(file_bytes), |_, _, _| {}).map(|_| ());
     assert_eq!(read(bytes.len() as u64), Ok(()));
     assert_eq!(read(end), Ok(()));
-    let error = read(end - 1).unwrap_err().to_string();
-    assert!(error.starts_with("pages offset of \"/rom@etc/acpi/rsdp\" at offset"), "{error}");
+    let error = read(end - 1).unwrap_err();
+    let Error::Named { field, name, .. } = &error else { panic!("{error}") };
+    assert_eq!((*field, &**name), ("pages offset", "/rom@etc/acpi/rsdp"), "{error}");
 }
 
 /// A file that begins with something else, of a guest whose own memory is in a shared file: its block has no place

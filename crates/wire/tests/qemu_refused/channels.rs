@@ -13,7 +13,7 @@ fn greetings() {
     ] {
         let mut bytes = good;
         bytes[place] = byte;
-        assert_eq!(field_and_offset(&Greeting::decode(&bytes).unwrap_err()), (field, offset));
+        assert_eq!(Greeting::decode(&bytes).unwrap_err().place(), (field, offset));
     }
 }
 
@@ -25,7 +25,7 @@ fn pages(method: Method) -> Vec<u8> {
 fn refused(mut bytes: Vec<u8>, place: usize, new: &[u8], field: &str, offset: usize) {
     bytes[place..][..new.len()].copy_from_slice(new);
     let error = Packet::read(&bytes, 500).expect_err("it should be refused");
-    assert_eq!(field_and_offset(&error), (field, 500 + offset), "{error}");
+    assert_eq!(error.place(), (field, 500 + offset), "{error}");
 }
 
 #[test]

@@ -16,18 +16,6 @@ fn name(text: &str) -> Name {
     Name::new(text).unwrap()
 }
 
-fn field_and_offset(error: &Error) -> (&'static str, usize) {
-    match *error {
-        Error::Truncated { field, offset, .. }
-        | Error::Trailing { field, offset, .. }
-        | Error::Invalid { field, offset, .. }
-        | Error::Text { field, offset }
-        | Error::Named { field, offset, .. }
-        | Error::Refused { field, offset, .. } => (field, offset),
-        ref other => panic!("an error without a place: {other:?}"),
-    }
-}
-
 fn read(bytes: &[u8]) -> Result<(), Error> {
     read_all(bytes, StreamReader::new(), |_, _, _| {}).map(|_| ())
 }
@@ -35,7 +23,7 @@ fn read(bytes: &[u8]) -> Result<(), Error> {
 #[track_caller]
 fn assert_refused(bytes: &[u8], field: &str, offset: usize) {
     let error = read(bytes).expect_err(&format!("{field} at {offset} should be refused"));
-    assert_eq!(field_and_offset(&error), (field, offset), "{error}");
+    assert_eq!(error.place(), (field, offset), "{error}");
 }
 
 /// A stream with one of everything, and the place of the record that is looked for.
@@ -314,7 +302,7 @@ fn encoded_pages() {
 
 #[test]
 fn differences() {
-    let decode = |encoded: &[u8]| xbzrle::decode(encoded, 1000, &mut [0; PAGE_BYTES]).map_err(|e| field_and_offset(&e));
+    let decode = |encoded: &[u8]| xbzrle::decode(encoded, 1000, &mut [0; PAGE_BYTES]).map_err(|error| error.place());
     assert_eq!(decode(&[]), Ok(()));
     assert_eq!(decode(&[0, 1, 9]), Ok(()));
     assert_eq!(decode(&[0xff, 0x1f, 1, 9]), Ok(()), "the last byte of the page");
@@ -342,7 +330,7 @@ fn blocks_of_huge_pages_with_postcopy() {
 fn replies() {
     let refused = |bytes: &[u8], field: &str, offset: usize| {
         let error = Reply::read(bytes, 40).unwrap_err();
-        assert_eq!(field_and_offset(&error), (field, 40 + offset), "{error}");
+        assert_eq!(error.place(), (field, 40 + offset), "{error}");
     };
     refused(b"\0\0\0\0", "reply type", 0);
     refused(b"\0\x08\0\0", "reply type", 0);

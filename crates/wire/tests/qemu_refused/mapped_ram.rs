@@ -112,7 +112,7 @@ fn a_bitmap_before_the_stream() {
     let Piece { position, bytes } = writer.take().remove(0);
     let bytes = [vec![0; position as usize], bytes].concat();
     let error = read_all(&bytes, StreamReader::at(5000), |_, _, _| {}).err().unwrap();
-    assert_eq!(field_and_offset(&error), ("bitmap offset", entry), "{error}");
+    assert_eq!(error.place(), ("bitmap offset", entry), "{error}");
 }
 
 #[test]
@@ -121,7 +121,7 @@ fn a_file_that_was_cut_short() {
     let read = |file_bytes| read_all(&bytes, StreamReader::new().within(file_bytes), |_, _, _| {}).map(|_| ());
     assert_eq!(read(bytes.len() as u64), Ok(()));
     let end = Geometry::stock((second_entry + ENTRY) as u64, SIZE).pages(SIZE).end;
-    assert_eq!(field_and_offset(&read(end - 1).unwrap_err()), ("pages offset", second_entry));
+    assert_eq!(read(end - 1).unwrap_err().place(), ("pages offset", second_entry));
     let cut = &bytes[..end as usize + 3];
     assert_refused(cut, "RAM record", end as usize);
 }
