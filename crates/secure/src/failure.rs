@@ -8,14 +8,32 @@ use crate::{
     ends::{Means, Word},
 };
 
+/// What is doubtful about the other side.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Doubt {
+    /// What it sent was changed, or is of another connection.
+    Changed,
+    /// It does not speak TLS.
+    NoTls,
+    /// It shows nothing by which it could be known.
+    ShowsNothing,
+    /// It is another receiver than that of the token.
+    OtherReceiver,
+    /// Its token is that of another move.
+    OtherToken,
+    /// Its certificate.
+    Certificate,
+}
+
 /// Why a handshake failed. As a text it is the end of a sentence about the other side, `it` there; it never holds a key
 /// or a token.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum SecureError {
     /// The other side is not who it has to be, or doesn't show it.
-    #[error("{0}")]
-    Untrusted(Cow<'static, str>),
+    #[error("{1}")]
+    Untrusted(Doubt, Cow<'static, str>),
     /// The other side says that we are not who we have to be.
     #[error("{0}")]
     Refused(Cow<'static, str>),
@@ -54,39 +72,45 @@ impl View {
         if let Means::Certificates { refusal, .. } = &self.means
             && let Some(why) = refusal.get()
         {
-            return SecureError::Untrusted(why.clone().into());
+            return SecureError::Untrusted(Doubt::Certificate, why.clone().into());
         }
         let with_certificates = matches!(self.means, Means::Certificates { .. });
-        let untrusted = |why: &'static str| SecureError::Untrusted(why.into());
+        let untrusted = |doubt, why: &'static str| SecureError::Untrusted(doubt, why.into());
         match (error, self.side) {
             (Error::AlertReceived(alert), _) => self.refused(alert),
-            (Error::DecryptError, _) => untrusted("what it sent was changed on its way"),
+            (Error::DecryptError, _) => untrusted(Doubt::Changed, "what it sent was changed on its way"),
             (Error::PeerIncompatible(PeerIncompatible::IncorrectCertificateTypeExtension), _) => {
                 SecureError::Unsuited(TWO_WAYS.into())
             }
             (Error::PeerIncompatible(_), _) => {
                 SecureError::Unsuited(if with_certificates { ONLY_OLDER } else { NO_TLS13 }.into())
             }
-            (Error::InvalidMessage(_), Side::Host) => untrusted("it does not speak TLS"),
-            (Error::InvalidMessage(_), Side::Caller) if with_certificates => untrusted(match self.word {
-                Word::Due => "it does not answer in TLS: give it its certificates, with --tls DIR",
-                Word::None => "it does not answer in TLS: set its tls-creds",
-            }),
+            (Error::InvalidMessage(_), Side::Host) => untrusted(Doubt::NoTls, "it does not speak TLS"),
+            (Error::InvalidMessage(_), Side::Caller) if with_certificates => {
+                let why = match self.word {
+                    Word::Due => "it does not answer in TLS: give it its certificates, with --tls DIR",
+                    Word::None => "it does not answer in TLS: set its tls-creds",
+                };
+                untrusted(Doubt::NoTls, why)
+            }
             (Error::InvalidMessage(_), Side::Caller) => untrusted(
+                Doubt::NoTls,
                 "it does not answer in TLS: it expects no token, or it is no transship; use the command that the \
                  receiver printed",
             ),
             (Error::NoCertificatesPresented, _) if with_certificates => untrusted(
+                Doubt::ShowsNothing,
                 "it shows no certificate; put client-cert.pem and client-key.pem there, signed by an authority of \
                  ca-cert.pem here",
             ),
-            (Error::NoCertificatesPresented, _) => untrusted("it has no token"),
+            (Error::NoCertificatesPresented, _) => untrusted(Doubt::ShowsNothing, "it has no token"),
             (Error::InvalidCertificate(CertificateError::ApplicationVerificationFailure), Side::Caller) => untrusted(
+                Doubt::OtherReceiver,
                 "it is another receiver than the one that made this token; use the command that the receiver printed \
                  last",
             ),
             (Error::InvalidCertificate(CertificateError::ApplicationVerificationFailure), Side::Host) => {
-                untrusted("its token is not the one of this move")
+                untrusted(Doubt::OtherToken, "its token is not the one of this move")
             }
             (other, _) => SecureError::Unsuited(format!("the handshake failed: {other}")),
         }

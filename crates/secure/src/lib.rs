@@ -27,7 +27,7 @@ mod verify;
 
 pub use certificates::{Certificates, Pem, Piece, Unusable};
 pub use ends::{Caller, Host, Lack};
-pub use failure::SecureError;
+pub use failure::{Doubt, SecureError};
 pub use files::{ENCRYPTED_MAGIC, FileSealer, Identities, KeyTextError, NotOpened, Recipients, sealed_bytes};
 pub use handshake::{Halves, Handshake, Progress};
 pub use names::PeerName;

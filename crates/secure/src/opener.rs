@@ -9,7 +9,7 @@ use std::{
 use rustls::AlertDescription;
 
 use crate::{
-    RECORD_BYTES, SecureError,
+    Doubt, RECORD_BYTES, SecureError,
     cipher::{Cipher, HEADER_BYTES, Keys, kind, sealed_bytes},
     ends::Word,
     failure::{Side, View},
@@ -238,7 +238,10 @@ impl Opener {
 }
 
 fn changed() -> SecureError {
-    SecureError::Untrusted("what came was changed on its way, or does not belong to this connection".into())
+    SecureError::Untrusted(
+        Doubt::Changed,
+        "what came was changed on its way, or does not belong to this connection".into(),
+    )
 }
 
 fn failure(error: io::Error) -> SecureError {
