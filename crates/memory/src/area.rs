@@ -2,7 +2,7 @@
 
 use std::io;
 
-use crate::{Error, PAGE_BYTES, PageRange, PageSet};
+use crate::{Error, Flaw, PAGE_BYTES, PageRange, PageSet};
 
 /// Where (a part of) a region is mapped in the tracked process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -43,7 +43,7 @@ pub(crate) fn check(areas: &[Area], region_pages: &[u64]) -> Result<(), Error> {
     for (region, missing) in missing.iter().enumerate() {
         if let Some(range) = missing.ranges().next() {
             let why = format!("pages {}..{} are not mapped in the process", range.first, range.end());
-            return Err(untrackable(region, why));
+            return Err(untrackable(region, Flaw::NotMapped, why));
         }
     }
     Ok(())
@@ -53,37 +53,42 @@ pub(crate) fn check(areas: &[Area], region_pages: &[u64]) -> Result<(), Error> {
 pub(crate) fn check_inside(areas: &[Area], region_pages: &[u64]) -> Result<(), Error> {
     for area in areas {
         let Some(&pages) = region_pages.get(area.region) else {
-            return Err(untrackable(area.region, "there is no such region"));
+            return Err(untrackable(area.region, Flaw::NoRegion, "there is no such region"));
         };
         let whole = |number: u64| number.is_multiple_of(PAGE_BYTES as u64);
         if area.bytes == 0 || !whole(area.bytes) || !whole(area.address) {
-            return Err(untrackable(area.region, format!("{area:x?} does not consist of pages")));
+            return Err(untrackable(area.region, Flaw::Shape, format!("{area:x?} does not consist of pages")));
         }
         if area.address.checked_add(area.bytes).is_none() || !area.range().fits(pages) {
-            return Err(untrackable(area.region, format!("{area:x?} lies outside its {pages} pages")));
+            return Err(untrackable(area.region, Flaw::Outside, format!("{area:x?} lies outside its {pages} pages")));
         }
     }
     Ok(())
 }
 
-pub(crate) fn untrackable(region: usize, why: impl Into<String>) -> Error {
-    Error::Untrackable { region, why: why.into() }
+pub(crate) fn untrackable(region: usize, flaw: Flaw, why: impl Into<String>) -> Error {
+    Error::Untrackable { region, flaw, why: why.into() }
 }
 
 /// Why an area can't be registered.
 pub(crate) fn refused(area: &Area, source: io::Error) -> Error {
-    let why = match source.raw_os_error() {
-        Some(libc::EBUSY) => {
-            "another userfaultfd tracks it already: a migration or snapshot tool is at work; let it end".into()
-        }
-        Some(libc::EINVAL | libc::EPERM) => format!(
-            "address {:#x} of the process is no memory that the kernel can track: shared, writable, whole pages ({source})",
-            area.address
+    let (flaw, why) = match source.raw_os_error() {
+        Some(libc::EBUSY) => (
+            Flaw::Taken,
+            "another userfaultfd tracks it already: a migration or snapshot tool is at work; let it end".into(),
         ),
+        Some(libc::EINVAL | libc::EPERM) => {
+            let needed = "shared, writable, whole pages";
+            let why = format!(
+                "address {:#x} of the process is no memory that the kernel can track: {needed} ({source})",
+                area.address
+            );
+            (Flaw::Else, why)
+        }
         Some(libc::ENOMEM | libc::ESRCH) => return Error::Gone { region: area.region, source },
         _ => return Error::system(format!("track writes to region number {}", area.region), source),
     };
-    untrackable(area.region, why)
+    untrackable(area.region, flaw, why)
 }
 
 /// Why an area that was tracked can't be scanned.

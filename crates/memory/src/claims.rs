@@ -24,7 +24,7 @@ use std::{
 
 use rustix::fs::{FallocateFlags, MemfdFlags, SealFlags};
 
-use crate::{Error, PAGE_BYTES, PageRange, PageSet, WINDOW_PAGES, WindowPages, mapping::Mapping, uffd::CopyCall};
+use crate::{Error, Flaw, PAGE_BYTES, PageRange, PageSet, WINDOW_PAGES, WindowPages, mapping::Mapping, uffd::CopyCall};
 
 /// Calls at once: more than there are threads.
 const SLOTS: usize = 320;
@@ -94,7 +94,7 @@ impl Claims {
         let sealed = rustix::fs::fcntl_get_seals(&file).is_ok_and(|seals| seals.contains(SealFlags::SHRINK));
         if u64::try_from(found).ok() != Some(bytes as u64) || !sealed {
             let why = format!("the record of its pages has {found} bytes, not {bytes}; it belongs to another guest");
-            return Err(Error::unusable("all", why));
+            return Err(Error::unusable("all", Flaw::NotOurs, why));
         }
         let claims = Self::map(file, regions, bytes)?;
         claims.settle();
@@ -445,7 +445,7 @@ mod tests {
     fn those_of_another_guest_are_refused() {
         let claims = Claims::new(&[1 << 20]).unwrap();
         let over = |pages: &[u64]| Claims::taken_over(rustix::io::dup(claims.fd()).unwrap(), pages).err().unwrap();
-        assert!(over(&[1 << 21]).to_string().contains("to another guest"));
+        assert_eq!(over(&[1 << 21]).flaw(), Some(Flaw::NotOurs));
         let unsealed = rustix::fs::memfd_create("unsealed", MemfdFlags::CLOEXEC).unwrap();
         rustix::fs::ftruncate(&unsealed, layout(&[64]).1 as u64).unwrap();
         assert!(Claims::taken_over(unsealed, &[64]).is_err());

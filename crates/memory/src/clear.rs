@@ -9,7 +9,7 @@ use std::thread;
 
 use rustix::{fs::FallocateFlags, io::Errno};
 
-use crate::{Error, PageRange, PageSet, Region, WindowPages, private::Private, region::Held, shared::Shared};
+use crate::{Error, Flaw, PageRange, PageSet, Region, WindowPages, private::Private, region::Held, shared::Shared};
 
 /// What is to become of memory that holds only zeros.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
@@ -166,6 +166,7 @@ impl Region {
         };
         Err(Error::unusable(
             self.name(),
+            Flaw::MustStay,
             format!(
                 "it was allocated beforehand, and would have to be given back so that its pages can be brought when \
                  they are touched; but {why}; leave out --lazy, or start the VM without preallocation (prealloc=off)"
@@ -180,14 +181,14 @@ impl Region {
         if !below.is_hugetlb() && !below.is_of_memory() {
             let why =
                 format!("it is a private mapping of a file on a disk, in which the kernel waits for no page; {cure}");
-            return Err(Error::unusable(self.name(), why));
+            return Err(Error::unusable(self.name(), Flaw::Below, why));
         }
         if !below.is_nameless()? && !below.data()?.is_empty() {
             let why = format!(
                 "it is a private mapping of a file that holds something, which would show in place of pages that are \
                  missing; {cure}"
             );
-            return Err(Error::unusable(self.name(), why));
+            return Err(Error::unusable(self.name(), Flaw::Below, why));
         }
         Ok(())
     }

@@ -2,6 +2,42 @@
 
 use std::io;
 
+/// What is wrong with memory, a file or an area that was named as guest memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Flaw {
+    /// Its size or its place, which is not that of whole pages or that no file has.
+    Shape,
+    /// Its file is no regular one.
+    NotRegular,
+    /// Its file is shorter.
+    TooShort,
+    /// Its file is open for appending.
+    Append,
+    /// It is there for reading only.
+    ReadOnly,
+    /// It was promised to its VM and can't be given back.
+    MustStay,
+    /// The file below private memory would show, or lets nobody wait.
+    Below,
+    /// A part of a huge page was named.
+    PartOfHugePage,
+    /// Its file system has not as much room left.
+    NoRoom,
+    /// There is no such region.
+    NoRegion,
+    /// An area has pages that its region has not.
+    Outside,
+    /// Pages of a region are in no area.
+    NotMapped,
+    /// Another userfaultfd has it.
+    Taken,
+    /// This userfaultfd has it not, or a record is that of other memory.
+    NotOurs,
+    /// Only the text says it.
+    Else,
+}
+
 /// An operation on guest memory that failed.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
@@ -31,6 +67,8 @@ pub enum Error {
     Unusable {
         /// Name of the region.
         region: String,
+        /// By which a caller tells it.
+        flaw: Flaw,
         /// Why not, and what would do.
         why: String,
     },
@@ -61,6 +99,8 @@ pub enum Error {
     Untrackable {
         /// Index of the region.
         region: usize,
+        /// By which a caller tells it.
+        flaw: Flaw,
         /// Why not.
         why: String,
     },
@@ -90,7 +130,15 @@ impl Error {
         Self::System { what: what.into(), source: source.into() }
     }
 
-    pub(crate) fn unusable(region: &str, why: impl Into<String>) -> Self {
-        Self::Unusable { region: region.to_owned(), why: why.into() }
+    pub(crate) fn unusable(region: &str, flaw: Flaw, why: impl Into<String>) -> Self {
+        Self::Unusable { region: region.to_owned(), flaw, why: why.into() }
+    }
+
+    /// What is wrong with memory that can't be used or tracked.
+    pub fn flaw(&self) -> Option<Flaw> {
+        match self {
+            Self::Unusable { flaw, .. } | Self::Untrackable { flaw, .. } => Some(*flaw),
+            _ => None,
+        }
     }
 }

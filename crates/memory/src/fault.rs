@@ -14,7 +14,7 @@ use rustix::{
 };
 
 use crate::{
-    Area, Error, PAGE_BYTES, PageRange,
+    Area, Error, Flaw, PAGE_BYTES, PageRange,
     area::{self, refused, untrackable},
     mapping::Reserved,
     uffd::{self, MESSAGE_BYTES, Use},
@@ -121,7 +121,7 @@ impl Faults {
     /// Pages that the region does not have, or parts of huge pages.
     pub(crate) fn stretches(&self, region: usize, pages: PageRange) -> Result<Vec<Stretch>, Error> {
         let Some(&all) = self.region_pages.get(region) else {
-            return Err(untrackable(region, "there is no such region"));
+            return Err(untrackable(region, Flaw::NoRegion, "there is no such region"));
         };
         if !pages.fits(all) {
             let region = format!("number {region}");
@@ -137,7 +137,7 @@ impl Faults {
             let (start, len) = (area.address + (first - area.first_page) * page, (end - first) * page);
             if !start.is_multiple_of(*unit) || !len.is_multiple_of(*unit) {
                 let why = format!("pages {first}..{end} are not whole huge pages, of {} pages each", unit / page);
-                return Err(Error::unusable(&format!("number {region}"), why));
+                return Err(Error::unusable(&format!("number {region}"), Flaw::PartOfHugePage, why));
             }
             stretches.push(Stretch { region, first_page: first, start, len, unit: *unit });
         }
@@ -227,7 +227,7 @@ impl Faults {
 fn not_ours(area: &Area, source: io::Error) -> Error {
     match source.raw_os_error() {
         Some(libc::ESRCH) => Error::Gone { region: area.region, source },
-        _ => untrackable(area.region, format!("this userfaultfd is not in use for it ({source})")),
+        _ => untrackable(area.region, Flaw::NotOurs, format!("this userfaultfd is not in use for it ({source})")),
     }
 }
 

@@ -40,7 +40,7 @@ use self::{
     request::{Body, Direction, Request, RequestFailure},
     uring::Ring,
 };
-use crate::{Error, GuestMemory, PAGE_BYTES, PageRange, Region};
+use crate::{Error, Flaw, GuestMemory, PAGE_BYTES, PageRange, Region};
 
 /// Pages of one request at most: 1 MiB. With less the disk above is slower, by half at 128 KiB; with more not faster.
 const REQUEST_PAGES: u64 = (1 << 20) / PAGE_BYTES as u64;
@@ -207,7 +207,9 @@ impl FileQueue {
     }
 
     fn region(&self, region: usize) -> Result<&Region, Error> {
-        self.memory.get(region).ok_or_else(|| Error::unusable(&format!("number {region}"), "there is no such region"))
+        self.memory
+            .get(region)
+            .ok_or_else(|| Error::unusable(&format!("number {region}"), Flaw::NoRegion, "there is no such region"))
     }
 
     /// Adds to the pending request what continues it, and cuts the rest into requests; the last one stays pending

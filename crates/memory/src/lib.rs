@@ -55,7 +55,7 @@ mod zero;
 pub use area::Area;
 pub use claims::Claims;
 pub use clear::Keep;
-pub use error::Error;
+pub use error::{Error, Flaw};
 pub use fault::Fault;
 pub use file_io::{FileIo, FileQueue, PageBuffer, Turns, Writeback};
 pub use given_back::Note;

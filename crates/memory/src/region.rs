@@ -6,7 +6,7 @@ use std::{
     sync::Arc,
 };
 
-use crate::{Error, Keep, PAGE_BYTES, PageRange, PageSet, Process, private::Private, shared::Shared};
+use crate::{Error, Flaw, Keep, PAGE_BYTES, PageRange, PageSet, Process, private::Private, shared::Shared};
 
 /// How a region is used.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -78,7 +78,7 @@ impl Region {
             || !fits
         {
             let why = format!("{bytes} bytes at address {address:#x} of a process are not pages of {page_bytes}");
-            return Err(Error::unusable(name, why));
+            return Err(Error::unusable(name, Flaw::Shape, why));
         }
         let below = file.map(|(file, offset)| Shared::map(name, file, offset, bytes, Access::Read)).transpose()?;
         let held = Held::Private(Private { process, address, page_bytes, below, keep: Keep::Nothing });
@@ -141,10 +141,10 @@ impl Region {
     pub fn revert(&self) -> Result<u64, Error> {
         self.check_writable()?;
         let Held::Private(private) = &self.held else {
-            return Err(Error::unusable(&self.name, "it is not private memory, and shows no file"));
+            return Err(Error::unusable(&self.name, Flaw::Else, "it is not private memory, and shows no file"));
         };
         let Some(below) = &private.below else {
-            return Err(Error::unusable(&self.name, "its process maps no file"));
+            return Err(Error::unusable(&self.name, Flaw::Else, "its process maps no file"));
         };
         let own = private.own(self.pages()).map_err(|source| self.unknown(source))?;
         if own.count() == 0 {
@@ -302,7 +302,9 @@ impl Region {
     pub(crate) fn check_writable(&self) -> Result<(), Error> {
         match self.access {
             Access::ReadWrite => Ok(()),
-            Access::Read => Err(Error::unusable(&self.name, "it is mapped for reading only and can't be written")),
+            Access::Read => {
+                Err(Error::unusable(&self.name, Flaw::ReadOnly, "it is mapped for reading only and can't be written"))
+            }
         }
     }
 

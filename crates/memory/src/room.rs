@@ -2,7 +2,7 @@
 
 use rustix::io::Errno;
 
-use crate::{Error, GuestMemory, PAGE_BYTES, PageRange, PageSet, region::Held, shared::Shared};
+use crate::{Error, Flaw, GuestMemory, PAGE_BYTES, PageRange, PageSet, region::Held, shared::Shared};
 
 impl GuestMemory {
     /// Whether there is room for these pages, by region, all of which are holes. A hugetlbfs sets them aside: nobody
@@ -29,6 +29,7 @@ impl GuestMemory {
             if needs[at].1 > room {
                 return Err(Error::unusable(
                     shared.name(),
+                    Flaw::NoRoom,
                     format!(
                         "{:.1} MB are to be brought when they are touched, and the file system of its memory has only \
                          {:.1} MB left: make it larger, as by mount -o remount,size=, and try again",

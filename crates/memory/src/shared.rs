@@ -11,7 +11,9 @@ use rustix::{
     mm::Advice,
 };
 
-use crate::{Access, Error, Keep, PAGE_BYTES, PageRange, PageSet, cached, huge_holes, mapping::Mapping, pagemap, room};
+use crate::{
+    Access, Error, Flaw, Keep, PAGE_BYTES, PageRange, PageSet, cached, huge_holes, mapping::Mapping, pagemap, room,
+};
 
 /// How much Linux maps around a read fault, unless it was built or configured otherwise.
 pub(crate) const FAULT_AROUND_BYTES: usize = 64 << 10;
@@ -337,19 +339,28 @@ impl Backing {
 fn check_shape(name: &str, file_offset: u64, bytes: u64, backing: Backing) -> Result<(), Error> {
     let page = PAGE_BYTES as u64;
     if bytes == 0 || !bytes.is_multiple_of(page) {
-        return Err(Error::unusable(name, format!("its size of {bytes} bytes is 0 or not a multiple of {page}")));
+        return Err(Error::unusable(
+            name,
+            Flaw::Shape,
+            format!("its size of {bytes} bytes is 0 or not a multiple of {page}"),
+        ));
     }
     let unit = backing.page_bytes;
     if !file_offset.is_multiple_of(unit) {
         return Err(Error::unusable(
             name,
+            Flaw::Shape,
             format!("its offset {file_offset:#x} in the file is not a multiple of {unit}"),
         ));
     }
     let most = u64::try_from(isize::MAX).expect("64-bit addresses");
     match file_offset.checked_add(bytes) {
         Some(end) if end <= most - unit => Ok(()),
-        _ => Err(Error::unusable(name, format!("{bytes} bytes from offset {file_offset:#x} exceed any file's size"))),
+        _ => Err(Error::unusable(
+            name,
+            Flaw::Shape,
+            format!("{bytes} bytes from offset {file_offset:#x} exceed any file's size"),
+        )),
     }
 }
 
@@ -357,16 +368,28 @@ fn check_file(name: &str, file: BorrowedFd<'_>, offset: u64, bytes: u64, access:
     let stat = rustix::fs::fstat(file)
         .map_err(|source| Error::system(format!("get the size of the file of region {name:?}"), source))?;
     if FileType::from_raw_mode(stat.st_mode) != FileType::RegularFile {
-        return Err(Error::unusable(name, "its backing is not a regular file; use a file on tmpfs or hugetlbfs"));
+        return Err(Error::unusable(
+            name,
+            Flaw::NotRegular,
+            "its backing is not a regular file; use a file on tmpfs or hugetlbfs",
+        ));
     }
     let (end, size) = (offset + bytes, u64::try_from(stat.st_size).unwrap_or(0));
     if end > size {
-        return Err(Error::unusable(name, format!("it ends at byte {end} of its file, which has only {size}")));
+        return Err(Error::unusable(
+            name,
+            Flaw::TooShort,
+            format!("it ends at byte {end} of its file, which has only {size}"),
+        ));
     }
     let flags = rustix::fs::fcntl_getfl(file)
         .map_err(|source| Error::system(format!("get the flags of the file of region {name:?}"), source))?;
     if access == Access::ReadWrite && flags.contains(OFlags::APPEND) {
-        return Err(Error::unusable(name, "its file is open for appending, so pages can't be written to their places"));
+        return Err(Error::unusable(
+            name,
+            Flaw::Append,
+            "its file is open for appending, so pages can't be written to their places",
+        ));
     }
     Ok(())
 }

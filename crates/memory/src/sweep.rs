@@ -10,7 +10,7 @@ use std::{
 };
 
 use crate::{
-    Area, Error, PageSet,
+    Area, Error, Flaw, PageSet,
     area::{lost, untrackable},
     pagemap::{self, By, Found, Look},
 };
@@ -89,7 +89,7 @@ fn scan(
             found[..count].iter().for_each(|found| written.insert(area.pages_between(found.start, found.end)));
         }
         if next <= at {
-            return Err(untrackable(area.region, format!("the scan does not go on from address {at:#x}")));
+            return Err(untrackable(area.region, Flaw::Else, format!("the scan does not go on from address {at:#x}")));
         }
         at = next;
     }

@@ -26,7 +26,7 @@ use std::{
 use rustix::io::Errno;
 
 use crate::{
-    Area, Error, Fault, LetWait, PageRange, PageSet, Tracker, Waits,
+    Area, Error, Fault, Flaw, LetWait, PageRange, PageSet, Tracker, Waits,
     area::untrackable,
     fault::Faults,
     pagemap::{By, Look},
@@ -147,7 +147,7 @@ impl SyncTracker {
 impl Tracker for SyncTracker {
     fn scan(&mut self, region: usize) -> Result<PageSet, Error> {
         let Some(tracked) = self.regions.get_mut(region) else {
-            return Err(untrackable(region, "the tracker does not know it"));
+            return Err(untrackable(region, Flaw::NoRegion, "the tracker does not know it"));
         };
         let (pages, look) = (tracked.pages, tracked.look);
         // Not armed until everything is done, as pages that were found and then lost to an error must be found again.

@@ -6,7 +6,7 @@ use std::{
 };
 
 use crate::{
-    Area, Error, PageSet, Waits,
+    Area, Error, Flaw, PageSet, Waits,
     area::{self, lost, refused, untrackable},
     pagemap::{self, By, Look},
     sweep::sweep,
@@ -155,7 +155,7 @@ pub(crate) fn check_still_there<'a>(
 impl Tracker for UffdTracker {
     fn scan(&mut self, region: usize) -> Result<PageSet, Error> {
         let Some(tracked) = self.regions.get_mut(region) else {
-            return Err(untrackable(region, "the tracker does not know it"));
+            return Err(untrackable(region, Flaw::NoRegion, "the tracker does not know it"));
         };
         let (pages, look) = (tracked.pages, tracked.look);
         // Not armed until everything is done: pages that a scan has found and then lost to an error must be reported

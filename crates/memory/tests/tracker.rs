@@ -19,7 +19,7 @@ use common::{
     process::{CHILD_PAGES, Faults, Guest, Stop, Tracked},
 };
 use rustix::mm::{MapFlags, ProtFlags};
-use transship_memory::{Access, Area, Error, PageRange, PageSet, Region, Tracker, UffdTracker, WindowPages};
+use transship_memory::{Access, Area, Error, Flaw, PageRange, PageSet, Region, Tracker, UffdTracker, WindowPages};
 
 /// A test beside this one may be starting a child, which holds a dropped tracker's userfaultfd until it has become its
 /// program.
@@ -99,7 +99,7 @@ fn what_another_process_writes_is_found_until_it_maps_the_memory_anew() {
 
     let outside = Area { first_page: pages - 1, ..other.area() };
     let refused = track(&Guest::map(&file, pages * PAGE)).with_other(userfaultfd(), own_pagemap(), vec![outside]);
-    assert!(refused.err().unwrap().to_string().contains("lies outside its 1000 pages"));
+    assert_eq!(refused.err().unwrap().flaw(), Some(Flaw::Outside));
 }
 
 #[test]
@@ -366,23 +366,25 @@ fn areas_that_do_not_fit_are_refused() {
     let guest = Guest::map(file(16 * PAGE), 16 * PAGE);
     let area = guest.area();
     let refusal = |areas: &[Area], pages: &[u64]| {
-        UffdTracker::new(userfaultfd(), own_pagemap(), areas.to_vec(), pages.to_vec()).err().unwrap().to_string()
+        UffdTracker::new(userfaultfd(), own_pagemap(), areas.to_vec(), pages.to_vec()).err().unwrap()
     };
-    assert!(refusal(&[Area { region: 1, ..area }], &[16]).contains("no such region"));
-    assert!(refusal(&[Area { bytes: 100, ..area }], &[16]).contains("does not consist of pages"));
-    assert!(refusal(&[Area { bytes: 0, ..area }], &[16]).contains("does not consist of pages"));
-    assert!(refusal(&[Area { address: area.address + 8, ..area }], &[16]).contains("does not consist of pages"));
-    assert!(refusal(&[Area { first_page: 1, ..area }], &[16]).contains("outside its 16 pages"));
-    assert!(refusal(&[Area { first_page: u64::MAX, ..area }], &[16]).contains("outside its 16 pages"));
-    assert!(refusal(&[Area { address: 0_u64.wrapping_sub(PAGE), ..area }], &[16]).contains("outside its 16 pages"));
-    assert!(refusal(&[area], &[17]).contains("pages 16..17 are not mapped"));
-    assert!(refusal(&[area], &[16, 1]).contains("can't track region number 1: pages 0..1 are not mapped"));
+    let flaw = |areas: &[Area], pages: &[u64]| refusal(areas, pages).flaw().unwrap();
+    assert_eq!(flaw(&[Area { region: 1, ..area }], &[16]), Flaw::NoRegion);
+    assert_eq!(flaw(&[Area { bytes: 100, ..area }], &[16]), Flaw::Shape);
+    assert_eq!(flaw(&[Area { bytes: 0, ..area }], &[16]), Flaw::Shape);
+    assert_eq!(flaw(&[Area { address: area.address + 8, ..area }], &[16]), Flaw::Shape);
+    assert_eq!(flaw(&[Area { first_page: 1, ..area }], &[16]), Flaw::Outside);
+    assert_eq!(flaw(&[Area { first_page: u64::MAX, ..area }], &[16]), Flaw::Outside);
+    assert_eq!(flaw(&[Area { address: 0_u64.wrapping_sub(PAGE), ..area }], &[16]), Flaw::Outside);
+    assert_eq!(flaw(&[area], &[17]), Flaw::NotMapped);
+    let missing = refusal(&[area], &[16, 1]);
+    assert!(matches!(missing, Error::Untrackable { region: 1, flaw: Flaw::NotMapped, .. }), "{missing}");
 
     let used = userfaultfd();
     let tracker = UffdTracker::new(rustix::io::dup(&used).unwrap(), own_pagemap(), vec![area], vec![16]).unwrap();
-    let again = UffdTracker::new(used, own_pagemap(), vec![area], vec![16]).err().unwrap().to_string();
-    assert!(again.contains("Linux 6.7 or newer"), "{again}");
-    assert!(refusal(&[area], &[16]).contains("another userfaultfd tracks it already"));
+    let again = UffdTracker::new(used, own_pagemap(), vec![area], vec![16]).err().unwrap();
+    assert!(matches!(again, Error::Kernel { .. }), "{again}");
+    assert_eq!(flaw(&[area], &[16]), Flaw::Taken);
     drop(tracker);
 }
 

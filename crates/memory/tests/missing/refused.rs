@@ -3,7 +3,7 @@ use rustix::{
     fs::{Mode, OFlags},
     mount::MountFlags,
 };
-use transship_memory::{Area, Error, Missing, PageRange};
+use transship_memory::{Area, Error, Flaw, Missing, PageRange};
 
 use crate::{
     common::{
@@ -26,10 +26,10 @@ fn what_does_not_fit_is_refused() {
     assert!(matches!(missing.wake(1, PageRange::new(0, 1)), Err(Error::Untrackable { region: 1, .. })));
     assert_eq!(missing.fill(0, 16, &[]).unwrap(), 0);
     let new = |areas: &[Area], pages: &[u64]| {
-        Missing::new(userfaultfd(Faults::User).unwrap(), areas.to_vec(), pages).err().unwrap().to_string()
+        Missing::new(userfaultfd(Faults::User).unwrap(), areas.to_vec(), pages).err().unwrap().flaw()
     };
-    assert!(new(&[guest.area()], &[17]).contains("pages 16..17 are not mapped"));
-    assert!(new(&[guest.area()], &[16]).contains("another userfaultfd tracks it already"));
+    assert_eq!(new(&[guest.area()], &[17]), Some(Flaw::NotMapped));
+    assert_eq!(new(&[guest.area()], &[16]), Some(Flaw::Taken));
 }
 
 #[test]

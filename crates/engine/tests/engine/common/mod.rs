@@ -20,7 +20,7 @@ use transship_engine::{
     move_guest, receive_guest,
 };
 use transship_memory::{
-    Access, Error as MemoryError, GuestMemory, InProcess, Keep, PAGE_BYTES, PageSet, Process, Region, Tracker,
+    Access, Error as MemoryError, Flaw, GuestMemory, InProcess, Keep, PAGE_BYTES, PageSet, Process, Region, Tracker,
     WindowPages,
 };
 use transship_wire::{GuestDescription, RegionDescription, libvirt::Definition};
@@ -218,7 +218,7 @@ impl Tracker for ScriptedTracker {
         if let (true, Some(last_scan)) = (stopped, last_scan) {
             wait_until("saving the device state", || self.script.lock().unwrap().saving);
             if last_scan == LastScan::Fails {
-                return Err(MemoryError::Untrackable { region, why: "the last scan fails".into() });
+                return Err(MemoryError::Untrackable { region, flaw: Flaw::Else, why: "the last scan fails".into() });
             }
         }
         let mut script = self.script.lock().unwrap();
