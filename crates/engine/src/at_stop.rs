@@ -16,7 +16,7 @@ use std::{
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use crate::{
-    Error, Progress, Report,
+    Error, Misfit, Progress, Report,
     commands::{Started, UserCommand},
     control::TICK,
     fail_point,
@@ -78,13 +78,17 @@ impl AtStopCommand {
             Wait::Cancelled => return Err(Error::CANCELLED),
             Wait::TooLong => {
                 let what = format!("did not end within {} ms, and was killed", self.timeout.as_millis());
-                return Err(unfit(phase, &what));
+                return Err(failed_command(Misfit::CommandTime, phase, &what));
             }
         };
         match (status.code(), status.signal()) {
             (Some(0), _) => Ok(()),
-            (Some(code), _) => Err(unfit(phase, &format!("failed with exit code {code}"))),
-            (None, signal) => Err(unfit(phase, &format!("was ended by signal {}", signal.unwrap_or_default()))),
+            (Some(code), _) => Err(failed_command(Misfit::Command, phase, &format!("failed with exit code {code}"))),
+            (None, signal) => Err(failed_command(
+                Misfit::Command,
+                phase,
+                &format!("was ended by signal {}", signal.unwrap_or_default()),
+            )),
         }
     }
 
@@ -115,8 +119,8 @@ enum Wait {
     TooLong,
 }
 
-fn unfit(phase: &str, what: &str) -> Error {
-    Error::Unfit(format!("the command of --at-stop ({phase}) {what}; the guest runs on here. See what it said"))
+fn failed_command(kind: Misfit, phase: &str, what: &str) -> Error {
+    kind.unfit(format!("the command of --at-stop ({phase}) {what}; the guest runs on here. See what it said"))
 }
 
 #[cfg(test)]
@@ -155,7 +159,10 @@ mod tests {
         {
             let (progress, mut report) = (Progress::new(), Report::default());
             let error = AtStop::new(&Some(command(shell, LONG))).stopped(&progress, &mut report).unwrap_err();
-            assert!(matches!(&error, Error::Unfit(text) if text.contains(why)), "{shell}: {error}");
+            assert!(
+                matches!(&error, Error::Unfit { what: Misfit::Command, text } if text.contains(why)),
+                "{shell}: {error}"
+            );
         }
     }
 
@@ -166,7 +173,7 @@ mod tests {
         let said = folder.path().join("said");
         let shell = format!("sleep 600 & echo $! > {}; wait", said.display());
         let error = command(&shell, Duration::from_millis(500)).run("stopped", None).unwrap_err();
-        assert!(error.to_string().contains("within 500 ms"), "{error}");
+        assert!(matches!(error, Error::Unfit { what: Misfit::CommandTime, .. }), "{error}");
         let pid = fs::read_to_string(&said).unwrap();
         // It is nobody's child now: gone, or a zombie until somebody looks. The signal takes it a moment.
         let deadline = Instant::now() + LONG;

@@ -8,7 +8,7 @@ use std::{
 use crossbeam_channel::{Receiver, RecvTimeoutError, Sender, TryRecvError, bounded};
 use transship_wire::{FRAME_BYTES, Frame, Message, Refusal};
 
-use crate::{Error, Progress, transport::Connection};
+use crate::{Error, Progress, Rule, transport::Connection};
 
 /// The number of messages that may wait to be read; after that the peer has to wait.
 const QUEUE: usize = 8;
@@ -88,7 +88,7 @@ impl Control {
                 Err(RecvTimeoutError::Timeout) if Instant::now() < deadline => {}
                 Err(RecvTimeoutError::Timeout) => {
                     let what = format!("has not sent {waiting_for} within {} s", limit.as_secs());
-                    return Err(Error::Protocol { peer: self.peer.clone(), what });
+                    return Err(Error::breach(&self.peer, Rule::Answers, what));
                 }
                 Err(RecvTimeoutError::Disconnected) => return Err(self.gone()),
             }
@@ -127,11 +127,11 @@ impl Control {
     }
 
     pub(crate) fn unexpected(&self, message: &Message, when: &str) -> Error {
-        Error::Protocol { peer: self.peer.clone(), what: format!("sent {} {when}", message.name()) }
+        Error::breach(&self.peer, Rule::Turn, format!("sent {} {when}", message.name()))
     }
 
     pub(crate) fn gone(&self) -> Error {
-        Error::Protocol { peer: self.peer.clone(), what: "has closed the connection".into() }
+        Error::breach(&self.peer, Rule::Stays, "has closed the connection")
     }
 }
 
@@ -165,7 +165,7 @@ impl MessageReader {
         let frame = Frame::decode(&head).map_err(wire)?;
         if frame.id != self.next_id {
             let what = format!("numbered its message {} where {} was next", frame.id, self.next_id);
-            return Err(Error::Protocol { peer: self.peer.clone(), what });
+            return Err(Error::breach(&self.peer, Rule::Order, what));
         }
         self.next_id += 1;
         let mut payload = vec![0; frame.payload as usize]; // bounded by Frame::decode
@@ -176,7 +176,7 @@ impl MessageReader {
     fn fill(&mut self, bytes: &mut [u8]) -> Result<(), Error> {
         self.connection.read_exact(bytes).map_err(|source| match source.kind() {
             io::ErrorKind::UnexpectedEof | io::ErrorKind::ConnectionReset => {
-                Error::Protocol { peer: self.peer.clone(), what: "has closed the connection".into() }
+                Error::breach(&self.peer, Rule::Stays, "has closed the connection")
             }
             _ => Error::Io { what: format!("read from {}", self.peer), source },
         })

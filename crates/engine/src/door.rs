@@ -10,7 +10,7 @@ use std::{
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use transship_secure::{Handshake, Lack};
 
-use crate::{Error, Listener, Progress, transport::Connection};
+use crate::{Error, Listener, Progress, Rule, transport::Connection};
 
 /// All that anybody has to say before it is known who he is.
 pub(crate) const FIRST_WORDS: usize = 128;
@@ -258,7 +258,7 @@ pub(crate) fn take_place(found: &mut [Option<Line>], number: u8, line: Line, wha
         }
         _ => {
             let what = format!("opened data {what} {number} twice or beyond the {announced} that it announced");
-            Err(Error::Protocol { peer: line.1, what })
+            Err(Error::breach(line.1, Rule::Channels, what))
         }
     }
 }

@@ -115,7 +115,7 @@ mod tests {
             (Err(Error::NotConverging(Box::new(shortfall()))), Status::NotConverging),
             (Err(Error::TooLate(TooLate::NoTimeForARound(Box::new(shortfall())))), Status::TooLate),
             (Err(Error::Unknown(text().into())), Status::Unknown),
-            (Err(Error::Unfit(text())), Status::Failed),
+            (Err(Error::unfit(text())), Status::Failed),
         ] {
             assert_eq!(status_of(&result), status, "{result:?}");
         }
@@ -135,9 +135,13 @@ mod tests {
         progress.round.store(3, Relaxed);
         progress.round_left.store(2_500_000, Relaxed);
         assert!(progress.is_cancelled());
-        let error = too_late(Error::CANCELLED, &progress).to_string();
-        assert!(error.contains("0 s after the start, has passed in round 3, with 2.5 MB of it left"), "{error}");
-        assert!(matches!(too_late(Error::Unfit(text()), &progress), Error::Unfit(_)), "it failed by itself");
+        let reached = Reached::Round { number: 3, left_bytes: 2_500_000 };
+        let error = too_late(Error::CANCELLED, &progress);
+        let passed = TooLate::Passed { after: Duration::ZERO, reached };
+        assert!(matches!(&error, Error::TooLate(found) if *found == passed), "{error}");
+        let words = "0 s after the start, has passed in round 3, with 2.5 MB of it left";
+        assert!(error.to_string().contains(words), "the text says the same: {error}");
+        assert!(matches!(too_late(Error::unfit(text()), &progress), Error::Unfit { .. }), "it failed by itself");
         progress.cancel();
         assert!(matches!(too_late(Error::CANCELLED, &progress), Error::Cancelled(_)), "the user was first");
     }
@@ -148,7 +152,7 @@ mod tests {
         let mut report = Report::default();
         report.bytes.wire = 1_000_000;
         std::thread::sleep(Duration::from_millis(5));
-        let result = finish(Err(Error::Unfit(text())), begin, &Progress::new(), &mut report);
+        let result = finish(Err(Error::unfit(text())), begin, &Progress::new(), &mut report);
         assert!(result.is_err() && report.error.is_some_and(|error| error.contains("why")));
         let until_now_ms = begin.elapsed().as_secs_f64() * 1e3;
         assert!((5.0..=until_now_ms).contains(&report.total_ms), "{} of {until_now_ms}", report.total_ms);

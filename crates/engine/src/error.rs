@@ -72,6 +72,87 @@ impl From<String> for Unknown {
     }
 }
 
+/// What a peer has to keep to, by what to think of it if it does not.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Rule {
+    /// It stays until all is said.
+    Stays,
+    /// It answers, and takes what it is sent, within a time.
+    Answers,
+    /// It says nothing but what is due or was asked for.
+    Turn,
+    /// Rounds, messages and packets come in order, each of them once.
+    Order,
+    /// As much comes as is announced.
+    Count,
+    /// What it names is there, and it sends no more than there is room for.
+    Bounds,
+    /// What it has encoded can be decoded, and keeps to one method.
+    Encoding,
+    /// What is there at the end is what was here.
+    Digest,
+    /// It opens the connections that both sides have been told of.
+    Channels,
+    /// It wants only what this side can do.
+    Abilities,
+    /// It does not give up.
+    Perseverance,
+}
+
+/// What is wrong with a descriptor that was passed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum DescriptorFault {
+    /// It was not passed.
+    NotPassed,
+    /// It is not open for what is done with it.
+    Mode,
+    /// It is no regular file.
+    NotRegular,
+    /// It is another file than the other one of its set.
+    OtherFile,
+    /// O_DIRECT: one must have it, and the other one not; one alone must not.
+    Direct,
+}
+
+/// What is not as it must be.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Misfit {
+    /// The machine type: another one than that of the other guest, or one with which this can't be done.
+    Machine,
+    /// The guest's memory: other names or sizes than those of the other guest.
+    Memory,
+    /// A file has not the memory of its guest.
+    LeftOut,
+    /// A file was made to be sent to somebody who answers.
+    NeedsAnswers,
+    /// Another VMM than one whose device state can be loaded there.
+    Vmm,
+    /// A command that the user named has failed.
+    Command,
+    /// It took longer than the user has allowed it.
+    CommandTime,
+    /// The guest's writers can't be held.
+    Pace,
+    /// A process that goes on with a move has too many before it.
+    Attempts,
+    /// A descriptor that was passed, or was not.
+    Descriptor(DescriptorFault),
+    /// A file is none in which pages have places.
+    NotRegular,
+    /// Pages can't go past the page cache there.
+    DirectIo,
+    /// Another process writes the file.
+    Busy,
+    /// The file is the memory of the guest itself.
+    OwnMemory,
+    /// Pages are on their way to a file that is to be complete.
+    Unfinished,
+    /// Only the text says it.
+    Else,
+}
+
 /// One line: what happened, to what, and what to do.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
@@ -110,18 +191,38 @@ pub enum Error {
         /// What it did.
         what: String,
     },
+    /// The same, where it is told which rule that was.
+    #[error("the peer at {peer} {what}")]
+    Breach {
+        /// Its address.
+        peer: String,
+        /// The rule.
+        rule: Rule,
+        /// What it did.
+        what: String,
+    },
     /// The other side is not who it has to be, or does not take us for that.
     #[error("{0}")]
     Untrusted(String),
     /// The other side ended the session, with its reason.
     #[error("the other side refused: {0}")]
     Refused(String),
-    /// The two guests are not alike.
-    #[error("{0}")]
-    Unfit(String),
+    /// A guest, a setting or a wish is not as it must be for this.
+    #[error("{text}")]
+    Unfit {
+        /// By which a caller tells it.
+        what: Misfit,
+        /// For the user.
+        text: String,
+    },
     /// A snapshot file that can't be used for what was asked.
-    #[error("{0}")]
-    File(String),
+    #[error("{text}")]
+    File {
+        /// By which a caller tells it.
+        what: Misfit,
+        /// For the user.
+        text: String,
+    },
     /// Bytes of a file that no version of its format has.
     #[error("{file}: {source}; use another copy")]
     Damaged {
@@ -153,6 +254,16 @@ pub enum Error {
     Bug(&'static str),
 }
 
+impl Misfit {
+    pub(crate) fn unfit(self, text: impl Into<String>) -> Error {
+        Error::Unfit { what: self, text: text.into() }
+    }
+
+    pub(crate) fn file(self, text: impl Into<String>) -> Error {
+        Error::File { what: self, text: text.into() }
+    }
+}
+
 impl Error {
     /// The user's wish, while a guest is moved or saved; a save says so at its end.
     pub(crate) const CANCELLED: Self = Self::Cancelled(Cancelled::Move);
@@ -168,6 +279,21 @@ impl Error {
         }
     }
 
+    /// A guest, a setting or a wish of the user's is not as it must be.
+    pub fn unfit(text: impl Into<String>) -> Self {
+        Misfit::Else.unfit(text)
+    }
+
+    /// A file can't be used for what was asked.
+    pub fn file(text: impl Into<String>) -> Self {
+        Misfit::Else.file(text)
+    }
+
+    /// The peer has broken a rule.
+    pub(crate) fn breach(peer: impl Into<String>, rule: Rule, what: impl Into<String>) -> Self {
+        Self::Breach { peer: peer.into(), rule, what: what.into() }
+    }
+
     pub(crate) fn untrusted(peer: &str, why: &transship_secure::SecureError) -> Self {
         Self::Untrusted(format!("no encrypted connection with {peer}: {why}"))
     }
@@ -179,6 +305,22 @@ impl Error {
         what: impl FnOnce(&E) -> String,
     ) -> Self {
         Self::Unknown(Unknown { what: what(&source), source: Some(Box::new(source)) })
+    }
+
+    /// The rule that the peer has broken, if it is known.
+    pub fn rule(&self) -> Option<Rule> {
+        match self {
+            Self::Breach { rule, .. } => Some(*rule),
+            _ => None,
+        }
+    }
+
+    /// What is not as it must be, if that is what is wrong.
+    pub fn misfit(&self) -> Option<Misfit> {
+        match self {
+            Self::Unfit { what, .. } | Self::File { what, .. } => Some(*what),
+            _ => None,
+        }
     }
 
     /// What is left behind.
@@ -193,14 +335,14 @@ impl Error {
     pub fn actor(&self) -> Actor {
         match self {
             Error::Connect { .. }
-            | Error::Unfit(_)
+            | Error::Unfit { .. }
             | Error::Untrusted(_)
             | Error::Cancelled(_)
             | Error::NotConverging(_)
             | Error::TooLate(_)
             | Error::Unknown(_) => Actor::User,
-            Error::Wire { .. } | Error::Protocol { .. } | Error::Refused(_) => Actor::Peer,
-            Error::File(_) | Error::Damaged { .. } => Actor::File,
+            Error::Wire { .. } | Error::Protocol { .. } | Error::Breach { .. } | Error::Refused(_) => Actor::Peer,
+            Error::File { .. } | Error::Damaged { .. } => Actor::File,
             // Bytes that the peer did not send, or not so.
             Error::Io { source, .. }
                 if source.get_ref().is_some_and(|why| why.is::<transship_secure::SecureError>()) =>

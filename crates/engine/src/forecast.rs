@@ -225,8 +225,8 @@ mod tests {
         let verdicts: Vec<_> = (1..9).map(|round| stuck.judge(&report(round), 500 * MIB, None)).collect();
         assert_eq!(verdicts.iter().position(|v| *v != Verdict::AnotherRound), Some(PATIENCE as usize));
         let Verdict::Hopeless(shortfall) = &verdicts[PATIENCE as usize] else { panic!("{verdicts:?}") };
-        let why = shortfall.to_string();
-        assert!(why.contains("104.9 MB/s") && why.contains("524.3 MB") && why.contains("5050 ms"), "{why}");
+        assert_eq!((shortfall.rest_bytes, shortfall.stop), (500 * MIB, Duration::from_millis(5050)), "{shortfall}");
+        assert_eq!(shortfall.carried_bytes_per_s, (100 * MIB) as f64, "{shortfall}");
     }
 
     /// The place of the first rest that ends it, where none fits.

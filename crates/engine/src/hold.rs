@@ -17,7 +17,7 @@ use std::{
 };
 
 use crate::{
-    Error, HoldReport, Phase, Progress, ReleasedBy, Report,
+    Error, HoldReport, Misfit, Phase, Progress, ReleasedBy, Report,
     commands::{Started, UserCommand},
     control::TICK,
     forecast::{Forecast, Room, Verdict},
@@ -85,8 +85,8 @@ impl Holding {
         if self.is_over {
             return Ok(());
         }
-        Err(Error::Unfit(
-            "a guest that stands still already can't be held ready: there is nothing to stop; leave out --hold".into(),
+        Err(Error::unfit(
+            "a guest that stands still already can't be held ready: there is nothing to stop; leave out --hold",
         ))
     }
 
@@ -214,7 +214,7 @@ impl Holding {
                 self.command = None;
                 return match status.success() {
                     true => Ok(Some(ReleasedBy::Command)),
-                    false => Err(Error::Unfit(format!(
+                    false => Err(Misfit::Command.unfit(format!(
                         "the command of --hold-until has failed ({status}); the guest runs on here. See what it said"
                     ))),
                 };
@@ -364,6 +364,7 @@ mod tests {
         };
         assert!(matches!(hold(Some(Duration::ZERO), None), Ok(Some(ReleasedBy::Time))));
         assert!(matches!(hold(None, Some("test $TRANSSHIP_PHASE = held")), Ok(Some(ReleasedBy::Command))));
-        assert!(matches!(hold(None, Some("exit 7")), Err(Error::Unfit(why)) if why.contains("exit status: 7")));
+        let failed = hold(None, Some("exit 7")).unwrap_err();
+        assert!(matches!(failed, Error::Unfit { what: Misfit::Command, .. }), "{failed}");
     }
 }

@@ -49,7 +49,7 @@ pub use at_stop::AtStopCommand;
 pub use charge::Charge;
 pub use commands::{Started, UserCommand, start_by};
 pub use destination::{Given, Received, Taken, receive_guest};
-pub use error::{Actor, Cancelled, Error, Outcome, Unknown};
+pub use error::{Actor, Cancelled, DescriptorFault, Error, Misfit, Outcome, Rule, Unknown};
 pub use filling::stand_in::{Ending, StandIn};
 pub use hold::HoldOptions;
 pub use opened::when_opened;

@@ -4,7 +4,7 @@ use std::time::Duration;
 use transship_memory::{GuestMemory, PageSet, WindowPages};
 use transship_wire::{MAX_OWED_WINDOWS, Message, OwedWindow};
 
-use crate::{Error, Progress, control::Control};
+use crate::{Error, Progress, Rule, control::Control};
 
 /// Names all pages of the sets, by region.
 pub(crate) fn send(control: &mut Control, sets: &[PageSet]) -> Result<(), Error> {
@@ -36,7 +36,7 @@ pub(crate) fn receive(
         };
         match message {
             Message::Owed { region, windows } => {
-                let broke = |what: String| Error::Protocol { peer: control.peer.clone(), what };
+                let broke = |what: String| Error::breach(&control.peer, Rule::Bounds, what);
                 let set = sets
                     .get_mut(usize::from(region))
                     .ok_or_else(|| broke(format!("names pages of region {region}, which there is not")))?;
@@ -58,7 +58,7 @@ pub(crate) fn receive(
                     return Ok(sets);
                 }
                 let what = format!("announced {pages} owed pages and named {named}");
-                return Err(Error::Protocol { peer: control.peer.clone(), what });
+                return Err(Error::breach(&control.peer, Rule::Count, what));
             }
             other => return Err(control.unexpected(&other, "where owed pages were due")),
         }

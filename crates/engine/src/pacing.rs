@@ -23,7 +23,7 @@ use std::{
 use transship_memory::{PAGE, Waits, WriterPace};
 
 use crate::{
-    Converge, Error, Progress,
+    Converge, Error, Misfit, Progress,
     forecast::{Room, Verdict},
 };
 
@@ -178,9 +178,8 @@ impl Pacing {
             progress.watch_writers(waits);
         }
         if converge == Converge::Pace && waits.is_none() {
-            return Err(Error::Unfit(
-                "the writes of this guest are tracked in a way that can't hold its writers; leave out --converge pace"
-                    .into(),
+            return Err(Misfit::Pace.unfit(
+                "the writes of this guest are tracked in a way that can't hold its writers; leave out --converge pace",
             ));
         }
         let waits = waits.filter(|_| converge == Converge::Pace);
@@ -363,7 +362,7 @@ mod tests {
         let progress = Progress::new();
         assert!(Pacing::new(Converge::Never, None, &progress).is_ok());
         let refused = Pacing::new(Converge::Pace, None, &progress).err().unwrap();
-        assert!(matches!(&refused, Error::Unfit(why) if why.contains("--converge pace")), "{refused}");
+        assert!(matches!(&refused, Error::Unfit { what: Misfit::Pace, .. }), "{refused}");
         let mut pacing = Pacing::new(Converge::Never, Some(Arc::default()), &progress).unwrap();
         pacing.follow(&Verdict::AnotherRound, 100 * MIB, room(1, 30));
         assert!(pacing.round.is_none());

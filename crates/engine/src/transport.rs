@@ -18,7 +18,7 @@ use std::{
 use rustix::net::{RecvFlags, recv, sockopt};
 use transship_memory::{Region, WindowPages};
 
-use crate::Error;
+use crate::{Error, Rule};
 pub use dial::{connect, connect_by};
 pub use listener::Listener;
 pub(crate) use secured::{Lock, Secured};
@@ -37,7 +37,7 @@ pub(crate) fn sending_failed(peer: &str, on: &str, source: io::Error) -> Error {
     match source.kind() {
         io::ErrorKind::WouldBlock => {
             let what = format!("has accepted nothing from {on} for {} s", STALL_TIMEOUT.as_secs());
-            Error::Protocol { peer: peer.to_owned(), what }
+            Error::breach(peer, Rule::Answers, what)
         }
         _ => Error::Io { what: format!("send to {peer} on {on}"), source },
     }

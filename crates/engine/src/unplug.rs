@@ -21,7 +21,7 @@ pub(crate) fn unplug(guest: &mut Guarded<'_>, is_cancelled: &dyn Fn() -> bool) -
                 "it has not released a device that can't go with it within {seconds} s; is its system \
                          running?"
             );
-            return Err(Error::Unfit(format!("the guest runs on here: {why}")));
+            return Err(Error::unfit(format!("the guest runs on here: {why}")));
         }
     }
     Ok(())

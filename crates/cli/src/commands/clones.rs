@@ -83,7 +83,7 @@ impl Request {
         let options = RestoreOptions { run: self.run, ..RestoreOptions::default() };
         let lazily = stand_in.as_mut().map(|process| process as &mut dyn StandIn);
         clone_guest(guest.as_mut(), &image, &options, lazily, since, progress, report)?;
-        self.after.as_ref().map_or(Ok(()), After::run).map_err(Error::Unfit)
+        self.after.as_ref().map_or(Ok(()), After::run).map_err(Error::unfit)
     }
 }
 

@@ -108,7 +108,7 @@ fn fork(request: &Request, progress: &Arc<Progress>, report: &mut ForkReport) ->
         Some(first) => {
             let (count, all) = (failed.len(), report.clones.len());
             let (number, why) = (first.number, first.error.as_deref().unwrap_or_default());
-            Err(Error::Unfit(format!(
+            Err(Error::unfit(format!(
                 "{count} of {all} clones failed; the guest and the others run; clone {number}: {why}"
             )))
         }

@@ -9,7 +9,7 @@ use transship_wire::{Message, PREAMBLE_BYTES, Preamble, Refusal, Role, SessionId
 
 use super::probed::Probed;
 use crate::{
-    Error, Listener, Progress,
+    Error, Listener, Progress, Rule,
     control::{Control, TICK},
     door::{Door, Line, Words, take, take_place, turn_away},
     transport::Connection,
@@ -61,7 +61,7 @@ impl<'a> Arrivals<'a> {
             control.check_silence()?; // a source that died opens no more
             if Instant::now() > deadline {
                 let what = format!("has not opened data channel {missing} within {} s", CHANNELS_TIMEOUT.as_secs());
-                return Err(Error::Protocol { peer: self.listener.uri().to_string(), what });
+                return Err(Error::breach(self.listener.uri().to_string(), Rule::Answers, what));
             }
             match self.door.next(TICK)? {
                 None => {}

@@ -15,7 +15,7 @@ use super::{
     decoding::{Job, Lane, Origin, Unpacker},
     event::ChannelEvent,
 };
-use crate::{Error, Progress, cpu, transport::Connection};
+use crate::{Error, Progress, Rule, cpu, transport::Connection};
 
 /// Pages that are read from the socket before they are written into place: 256 KiB stay in a core's second-level cache.
 const PAGES_PER_READ: u64 = 64;
@@ -139,7 +139,7 @@ impl PageReceiver {
             match packet {
                 Packet::Pages { region, first, present, zero, .. } => {
                     let end = first + PAGES_PER_PACKET - u64::from((present | zero).leading_zeros());
-                    self.arriving.check(region, first, end).map_err(|what| self.broke(what))?;
+                    self.arriving.check(region, first, end).map_err(|what| self.broke(Rule::Bounds, &what))?;
                     let window = WindowPages::new(first, present);
                     self.receive_pages(region, window)?;
                     self.arriving.clear_window(region, window.with(zero))?;
@@ -147,7 +147,7 @@ impl PageReceiver {
                 }
                 Packet::Encoded { region, first, present, zero, method, bytes, .. } => {
                     let end = first + PAGES_PER_PACKET - u64::from((present | zero).leading_zeros());
-                    self.arriving.check(region, first, end).map_err(|what| self.broke(what))?;
+                    self.arriving.check(region, first, end).map_err(|what| self.broke(Rule::Bounds, &what))?;
                     let (encoding, packet) = (method, received.packets);
                     let method = self.method(encoding, packet)?;
                     let mut encoded = self.lane.buffer();
@@ -158,7 +158,7 @@ impl PageReceiver {
                 }
                 Packet::Hole { region, first, count, .. } => {
                     let end = first.saturating_add(count);
-                    self.arriving.check(region, first, end).map_err(|what| self.broke(what))?;
+                    self.arriving.check(region, first, end).map_err(|what| self.broke(Rule::Bounds, &what))?;
                     self.arriving.clear_range(region, PageRange::new(first, count))?;
                     received.zero += count;
                 }
@@ -171,7 +171,7 @@ impl PageReceiver {
                         "announced {packets} packets at the end of round {round}, but {} came",
                         received.packets
                     );
-                    return Err(self.broke(what));
+                    return Err(self.broke(Rule::Count, &what));
                 }
             }
             received.packets += 1;
@@ -185,10 +185,10 @@ impl PageReceiver {
         | Packet::Hole { round, .. }
         | Packet::RoundEnd { round, .. }) = *packet;
         if round != expected {
-            return Err(self.broke(format!("sent a packet of round {round} in round {expected}")));
+            return Err(self.broke(Rule::Order, &format!("sent a packet of round {round} in round {expected}")));
         }
         if !self.arriving.is_released(round) {
-            return Err(self.broke(format!("began round {round} before the previous round was done")));
+            return Err(self.broke(Rule::Order, &format!("began round {round} before the previous round was done")));
         }
         Ok(())
     }
@@ -196,7 +196,7 @@ impl PageReceiver {
     fn method(&self, number: u8, packet: u64) -> Result<Method, Error> {
         Method::from_number(number)
             .filter(|method| *method != Method::None)
-            .ok_or_else(|| self.broke(format!("sent packet {packet} in unknown encoding {number}")))
+            .ok_or_else(|| self.broke(Rule::Encoding, &format!("sent packet {packet} in unknown encoding {number}")))
     }
 
     /// By a decoder, or right here if all are busy.
@@ -241,13 +241,13 @@ impl PageReceiver {
             Err(source) => source,
         };
         match source.kind() {
-            io::ErrorKind::UnexpectedEof | io::ErrorKind::ConnectionReset => self.broke("has closed it".into()),
+            io::ErrorKind::UnexpectedEof | io::ErrorKind::ConnectionReset => self.broke(Rule::Stays, "has closed it"),
             _ => Error::Io { what: format!("read from {} on data channel {}", self.peer, self.number), source },
         }
     }
 
-    fn broke(&self, what: String) -> Error {
-        Error::Protocol { peer: self.peer.clone(), what: format!("on data channel {}: {what}", self.number) }
+    fn broke(&self, rule: Rule, what: &str) -> Error {
+        Error::breach(&self.peer, rule, format!("on data channel {}: {what}", self.number))
     }
 }
 

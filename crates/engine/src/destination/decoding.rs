@@ -22,7 +22,7 @@ use transship_ring::{
 use transship_wire::PAGE_BYTES;
 
 use super::{arriving::ArrivingMemory, event::ChannelEvent};
-use crate::{Error, cpu};
+use crate::{Error, Rule, cpu};
 
 /// Packets that wait at each decoder for each channel.
 const RING_PLACES: usize = 4;
@@ -71,7 +71,7 @@ pub(super) struct Origin {
 impl Origin {
     fn undecodable(&self, packet: u64, error: &DecodeError) -> Error {
         let what = format!("sent packet {packet} on data channel {}, which can't be decoded: {error}", self.channel);
-        Error::Protocol { peer: self.peer.clone(), what }
+        Error::breach(&self.peer, Rule::Encoding, what)
     }
 }
 

@@ -16,7 +16,7 @@ use super::{
     event::ChannelEvent,
 };
 use crate::{
-    Error, Progress,
+    Error, Progress, Rule,
     control::{Control, TICK},
     fail_point,
 };
@@ -97,7 +97,7 @@ impl Lines {
             }
             if Instant::now() > deadline {
                 let what = format!("has not opened its supply line within {} s", LINE_TIMEOUT.as_secs());
-                return Err(Error::Protocol { peer: "the source".into(), what });
+                return Err(Error::breach("the source", Rule::Answers, what));
             }
         }
     }

@@ -43,17 +43,17 @@ pub(super) fn check_possible(guest: &mut dyn DestinationGuest) -> Result<(), Err
     // The reasons are those of a lazy restore, which is the same to the VMM.
     let cure = |error: GuestError| {
         let why = error.to_string().replace("leave out --lazy", "leave out --converge postcopy");
-        Error::Unfit(format!("post-copy is not possible into this VM: {why}"))
+        Error::unfit(format!("post-copy is not possible into this VM: {why}"))
     };
     if guest.memory().regions().iter().any(|region| region.backing_page_bytes() > PAGE_BYTES as u64) {
         let why = "post-copy into memory on a hugetlbfs is not supported; leave out --converge postcopy, or start the \
                    destination with memory of small pages";
-        return Err(Error::Unfit(why.into()));
+        return Err(Error::unfit(why));
     }
     if guest.memory().regions().iter().any(|region| region.is_private()) {
         let why = "post-copy into private memory of the VM's process is not supported; leave out --converge postcopy, \
                    or start the destination with its memory in a shared file";
-        return Err(Error::Unfit(why.into()));
+        return Err(Error::unfit(why));
     }
     guest.may_miss().map_err(cure)
 }

@@ -21,7 +21,7 @@ use crossbeam_channel::{bounded, select};
 use transship_wire::{GuestDescription, Message};
 
 use crate::{
-    Error, Listener, Phase, Progress, Report, RoundReport,
+    Error, Listener, Misfit, Phase, Progress, Report, RoundReport, Rule,
     control::{Control, TICK},
     digest::digest,
     ending::finish,
@@ -133,7 +133,7 @@ impl Destination<'_> {
             if self.stand_in.is_none() {
                 let why = "this receiver takes no guest before its pages; start it with --postcopy, or leave out \
                            --converge postcopy";
-                return Err(Error::Unfit(why.into()));
+                return Err(Error::unfit(why));
             }
             late::check_possible(self.guest)?;
             // No huge pages of a tmpfs: pages go, and come, one by one.
@@ -206,8 +206,8 @@ impl Destination<'_> {
         if ours == theirs {
             return Ok(());
         }
-        let what = "holds different memory than this side: the digests differ".into();
-        Err(Error::Protocol { peer: control.peer.clone(), what })
+        let what = "holds different memory than this side: the digests differ";
+        Err(Error::breach(&control.peer, Rule::Digest, what))
     }
 
     fn round_done(
@@ -356,37 +356,43 @@ impl OpenRound {
 
 /// Names and sizes of all regions, and the machine, must be the same.
 fn check_fits(theirs: &GuestDescription, ours: &GuestDescription) -> Result<(), Error> {
-    let unfit =
-        |what: String| Err(Error::Unfit(format!("{what}; start the destination with the same machine and memory")));
+    let unfit = |misfit: Misfit, what: String| {
+        Err(misfit.unfit(format!("{what}; start the destination with the same machine and memory")))
+    };
     if theirs.machine != ours.machine {
-        return unfit(format!("the guest is a {:?}, the destination waits for a {:?}", theirs.machine, ours.machine));
+        return unfit(
+            Misfit::Machine,
+            format!("the guest is a {:?}, the destination waits for a {:?}", theirs.machine, ours.machine),
+        );
     }
     for region in &theirs.regions {
         match ours.regions.iter().find(|r| r.name == region.name) {
             None => {
-                return unfit(format!(
-                    "the guest has a memory region {:?}, the destination has none of that name",
-                    region.name
-                ));
+                return unfit(
+                    Misfit::Memory,
+                    format!("the guest has a memory region {:?}, the destination has none of that name", region.name),
+                );
             }
             Some(r) if r.bytes != region.bytes => {
-                return unfit(format!(
-                    "memory region {:?} has {} bytes at the source and {} at the destination",
-                    region.name, region.bytes, r.bytes
-                ));
+                return unfit(
+                    Misfit::Memory,
+                    format!(
+                        "memory region {:?} has {} bytes at the source and {} at the destination",
+                        region.name, region.bytes, r.bytes
+                    ),
+                );
             }
             Some(_) => {}
         }
     }
     if theirs.regions.len() != ours.regions.len() {
-        return unfit(format!(
-            "the guest has {} memory regions, the destination {}",
-            theirs.regions.len(),
-            ours.regions.len()
-        ));
+        return unfit(
+            Misfit::Memory,
+            format!("the guest has {} memory regions, the destination {}", theirs.regions.len(), ours.regions.len()),
+        );
     }
     if theirs.regions != ours.regions {
-        return unfit("the memory regions have another order".into());
+        return unfit(Misfit::Memory, "the memory regions have another order".into());
     }
     Ok(())
 }

@@ -4,7 +4,7 @@ use std::io::{self, Read};
 use crossbeam_channel::Sender;
 use transship_wire::Message;
 
-use crate::{Error, Progress, control::Control, transport::STALL_TIMEOUT};
+use crate::{Error, Progress, Rule, control::Control, transport::STALL_TIMEOUT};
 
 /// Reads the state to its end. The end is only reported once length and hash are right: whoever loads it must not take
 /// a cut stream for a whole one.
@@ -72,7 +72,7 @@ impl<'a> StateReader<'a> {
                         "sent {} bytes of device state, which do not match the announced length {bytes} or hash",
                         self.total
                     );
-                    return Err(Error::Protocol { peer: self.control.peer.clone(), what });
+                    return Err(Error::breach(&self.control.peer, Rule::Digest, what));
                 }
                 self.ended = true;
                 // Whoever does not listen any more need not know.

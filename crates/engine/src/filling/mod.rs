@@ -212,7 +212,7 @@ impl Drop for EndOnDrop<'_> {
 /// Memory in pages so large that nobody should wait for one.
 pub(crate) fn check_units(missing: &Missing, regions: usize) -> Result<(), Error> {
     match (0..regions).map(|region| missing.unit_pages(region)).max() {
-        Some(pages) if pages > LARGEST_PAGES => Err(Error::Unfit(format!(
+        Some(pages) if pages > LARGEST_PAGES => Err(Error::unfit(format!(
             "pages of {} MiB of guest memory are too large to be brought one by one while the guest waits; leave out \
              --lazy",
             (pages * PAGE_BYTES as u64) >> 20

@@ -11,7 +11,7 @@ use transship_secure::Caller;
 use transship_wire::{MAX_FILLING_BYTES, PROBE_BYTES, Preamble, Probe, Role, SessionId};
 
 use crate::{
-    Cancelled, Error, Progress, Uri,
+    Cancelled, Error, Progress, Rule, Uri,
     transport::{Connection, random},
 };
 
@@ -104,8 +104,9 @@ impl Line {
                 Err(Error::Refused(why.into()))
             }
             Ok(other) => Err(line.unexpected(other)),
-            Err(Error::Io { .. }) => Err(Error::Protocol {
+            Err(Error::Io { .. }) => Err(Error::Breach {
                 peer: line.peer,
+                rule: Rule::Abilities,
                 what: "does not answer a probe: it is an older transship, or a move has begun there. Give the speed \
                        of the link with --bandwidth instead of --to"
                     .into(),
@@ -163,13 +164,13 @@ impl Line {
         let bytes = self.count()?;
         if bytes != sent {
             let what = format!("has counted {bytes} bytes of a probe that sent {sent}");
-            return Err(Error::Protocol { peer: self.peer.clone(), what });
+            return Err(Error::breach(&self.peer, Rule::Count, what));
         }
         Ok(Filled { bytes, begin, end: Instant::now() })
     }
 
     fn unexpected(&self, probe: Probe) -> Error {
-        Error::Protocol { peer: self.peer.clone(), what: format!("answered a probe with {probe:?}") }
+        Error::breach(&self.peer, Rule::Turn, format!("answered a probe with {probe:?}"))
     }
 }
 

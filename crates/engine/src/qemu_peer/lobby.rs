@@ -8,7 +8,7 @@ use std::{
 use transship_wire::qemu::{GREETING_BYTES, Greeting};
 
 use crate::{
-    Error, Listener, Progress,
+    Error, Listener, Progress, Rule,
     control::TICK,
     door::{Door, Line, Words, take, turn_away},
 };
@@ -87,7 +87,7 @@ impl<'a> Lobby<'a> {
             let expected = count.map_or(self.channels.len(), usize::from);
             let missing = (0..=u8::MAX).take(expected).find(|number| !self.channels.contains_key(number));
             if let Some(what) = self.channels.keys().find_map(|&number| self.one_too_many(number)) {
-                return Err(Error::Protocol { peer: self.listener.uri().to_string(), what });
+                return Err(Error::breach(self.listener.uri().to_string(), Rule::Channels, what));
             }
             match missing {
                 None if !silent || count.is_some() => break,
@@ -96,7 +96,7 @@ impl<'a> Lobby<'a> {
                         "has not opened channel {missing} within {} s; give its multifd-channels with --channels",
                         limit.as_secs()
                     );
-                    return Err(Error::Protocol { peer: self.listener.uri().to_string(), what });
+                    return Err(Error::breach(self.listener.uri().to_string(), Rule::Channels, what));
                 }
                 _ => drop(self.look(TICK)?),
             }
@@ -114,7 +114,7 @@ impl<'a> Lobby<'a> {
             None => Ok(()),
             Some((number, (_, peer))) => {
                 let late = || format!("opened channel {number} too late; give its multifd-channels with --channels");
-                Err(Error::Protocol { peer, what: self.one_too_many(number).unwrap_or_else(late) })
+                Err(Error::breach(peer, Rule::Channels, self.one_too_many(number).unwrap_or_else(late)))
             }
         }
     }
@@ -152,7 +152,8 @@ impl<'a> Lobby<'a> {
                 Ok(())
             }
             Some((_, peer)) => {
-                Err(Error::Protocol { peer, what: format!("opened channel {channel} twice, or two sources came") })
+                let what = format!("opened channel {channel} twice, or two sources came");
+                Err(Error::breach(peer, Rule::Channels, what))
             }
         }
     }

@@ -68,7 +68,7 @@ pub fn convert(
             Opened::Stream(_) | Opened::Image(_) => Format::MappedRam,
         });
         if encrypt_to.is_some() && format != Format::Stream {
-            return Err(Error::File(format!("{to}: only a file of the format stream can be encrypted")));
+            return Err(Error::file(format!("{to}: only a file of the format stream can be encrypted")));
         }
         Conversion { to, passed, format, encrypt_to, progress, report, begin }.run(opened)
     });

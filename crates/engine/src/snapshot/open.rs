@@ -12,13 +12,13 @@ use super::{
     save_image::{self, Begun},
 };
 use crate::{
-    Error,
+    Error, Misfit,
     opened::all_is_open,
     stream::{
         feed::MAX_EARLY_BYTES,
         records::Records,
         tail::check_tail,
-        whence::{Whence, damaged, wrong},
+        whence::{Whence, damaged, misfit, wrong},
     },
 };
 
@@ -215,10 +215,11 @@ pub(crate) fn needs_source(command: &Command) -> Option<String> {
 pub(crate) fn check_complete(snapshot: &Snapshot) -> Result<(), Error> {
     let name = &snapshot.origin.name;
     if let Some(why) = &snapshot.refusal {
-        return Err(wrong(name, why));
+        return Err(misfit(Misfit::NeedsAnswers, name, why));
     }
     if let Some(block) = snapshot.left_out() {
-        return Err(wrong(name, format_args!("it has no pages of {:?}: {LEFT_OUT}", &*block.name)));
+        let what = format_args!("it has no pages of {:?}: {LEFT_OUT}", &*block.name);
+        return Err(misfit(Misfit::LeftOut, name, what));
     }
     check_tail(&Whence::File(name.to_owned()), &snapshot.tail, snapshot.tail_offset).map(drop)
 }

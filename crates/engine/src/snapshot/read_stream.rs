@@ -3,12 +3,12 @@ use std::sync::{Arc, atomic::Ordering::Relaxed};
 
 use super::open::{LEFT_OUT, Stream, needs_source};
 use crate::{
-    Error, Progress,
+    Error, Misfit, Progress,
     stream::{
         feed::{Feed, Flow},
         store::{Counts, Store},
         tail::check_tail,
-        whence::{Whence, wrong},
+        whence::{Whence, misfit},
     },
 };
 
@@ -29,10 +29,10 @@ impl Stream {
     /// What is not.
     pub(super) fn check_whole(&self) -> Result<(), Error> {
         if let Some(why) = &self.refusal {
-            return Err(wrong(&self.origin.name, why));
+            return Err(misfit(Misfit::NeedsAnswers, &self.origin.name, why));
         }
         if self.configuration.ignore_shared {
-            return Err(wrong(&self.origin.name, LEFT_OUT));
+            return Err(misfit(Misfit::LeftOut, &self.origin.name, LEFT_OUT));
         }
         Ok(())
     }
@@ -61,10 +61,10 @@ impl Stream {
                 Flow::On | Flow::EndOfBody | Flow::Last => {}
                 Flow::Flush => {
                     let what = "its pages went over separate multifd channels and are not in it";
-                    return Err(wrong(name, what));
+                    return Err(misfit(Misfit::NeedsAnswers, name, what));
                 }
                 Flow::Command(command) => {
-                    needs_source(&command).map_or(Ok(()), |why| Err(wrong(name, why)))?;
+                    needs_source(&command).map_or(Ok(()), |why| Err(misfit(Misfit::NeedsAnswers, name, why)))?;
                 }
                 Flow::Tail => break,
             }

@@ -136,7 +136,7 @@ pub(crate) fn put_before(
 ) -> Result<(), Error> {
     if target.offset() > 0 {
         let why = "virsh restore loads an image only from the beginning of a file; leave out the offset";
-        return Err(Error::File(format!("{}: {why}", target.uri)));
+        return Err(Error::file(format!("{}: {why}", target.uri)));
     }
     target.put_before(definition.encode(ran, encoding), &MAGIC_PARTIAL)
 }

@@ -5,7 +5,7 @@ use transship_wire::{Message, Role, SessionId};
 
 use super::channels::{self, Channels, Setup, Watch};
 use crate::{
-    Error, MoveOptions, Progress, Report, Uri, ZeroPages,
+    Error, MoveOptions, Progress, Report, Rule, Uri, ZeroPages,
     channels::{RoundWork, Sent},
     control::Control,
     fail_point,
@@ -37,7 +37,7 @@ impl MoveSession {
         let description = guest.description();
         description
             .check()
-            .map_err(|error| Error::Unfit(format!("can't describe this guest to a destination: {error}")))?;
+            .map_err(|error| Error::unfit(format!("can't describe this guest to a destination: {error}")))?;
         let (mut control, id) = channels::connect_control(to, options.terms.caller.as_ref())?;
         let (verify, post_copy) = (options.verify, options.post_copy.is_some());
         let hello = Message::Hello { channels: options.channels, verify, post_copy, guest: description };
@@ -59,7 +59,7 @@ impl MoveSession {
 /// A receiver that does not know post-copy takes its flag for a mistake.
 fn too_old(error: Error, post_copy: bool) -> Error {
     match error {
-        Error::Refused(why) if post_copy && why.contains("Hello flags") => Error::Unfit(format!(
+        Error::Refused(why) if post_copy && why.contains("Hello flags") => Error::unfit(format!(
             "the receiver is too old for post-copy: use the same transship on both sides, or leave out --converge postcopy \
              ({why})"
         )),
@@ -85,7 +85,7 @@ impl Link for MoveSession {
             done if done == expected => Ok(()),
             other @ Message::RoundDone { .. } => {
                 let what = format!("confirmed {other:?}, but {expected:?} was sent");
-                Err(Error::Protocol { peer: control.peer.clone(), what })
+                Err(Error::breach(&control.peer, Rule::Count, what))
             }
             other => Err(control.unexpected(&other, "where RoundDone was due")),
         }

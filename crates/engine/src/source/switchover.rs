@@ -12,7 +12,7 @@ use transship_wire::Message;
 
 use super::session::MoveSession;
 use crate::{
-    Error, Progress, Report,
+    Error, Progress, Report, Rule,
     control::Control,
     digest::digest,
     fail_point,
@@ -145,7 +145,7 @@ fn compare(
         "holds different memory than the source: the digests differ. {why}; the guest runs on at the \
                         source"
     );
-    Err(Error::Protocol { peer: control.peer.clone(), what })
+    Err(Error::breach(&control.peer, Rule::Digest, what))
 }
 
 /// Reads the device state to its end, or until the move has failed. It says that the guest stands still, whoever loads

@@ -4,9 +4,9 @@ use transship_wire::{
     qemu::{Block, Configuration},
 };
 
-use super::whence::wrong;
+use super::whence::misfit;
 use crate::{
-    Error,
+    Error, Misfit,
     guest::{DeviceBlock, StateFormat},
 };
 
@@ -43,6 +43,7 @@ pub(crate) fn fit(
         let Some(index) = blocks.iter().position(|block| *block.name == **name) else {
             let there = list(blocks);
             return unfit(
+                Misfit::Memory,
                 file,
                 format_args!("it has no memory {name:?}, which the waiting guest needs; it has {there}"),
             );
@@ -50,6 +51,7 @@ pub(crate) fn fit(
         let (theirs, ours) = (blocks[index].used_bytes, region.bytes);
         if theirs != ours {
             return unfit(
+                Misfit::Memory,
                 file,
                 format_args!("its memory {name:?} has {theirs} bytes, that of the waiting guest {ours}"),
             );
@@ -76,8 +78,11 @@ pub(crate) fn check_devices<'b>(
         StateFormat::Opaque => &[],
     };
     blocks.try_for_each(|block| match others.iter().find(|other| *other.name == *block.name) {
-        None => unfit(file, format_args!("it has memory {:?}, which the waiting guest lacks", &*block.name)),
+        None => {
+            unfit(Misfit::Memory, file, format_args!("it has memory {:?}, which the waiting guest lacks", &*block.name))
+        }
         Some(other) if block.used_bytes > other.max_bytes => unfit(
+            Misfit::Memory,
             file,
             format_args!(
                 "its memory {:?} has {} bytes, that of the waiting guest at most {}",
@@ -103,11 +108,12 @@ fn check_machine(file: &str, theirs: &str, ours: &str) -> Result<(), Error> {
     if theirs == ours {
         return Ok(());
     }
-    unfit(file, format_args!("its machine is {theirs:?}, that of the waiting guest {ours:?}"))
+    unfit(Misfit::Machine, file, format_args!("its machine is {theirs:?}, that of the waiting guest {ours:?}"))
 }
 
-fn unfit<T>(file: &str, what: std::fmt::Arguments<'_>) -> Result<T, Error> {
-    Err(wrong(
+fn unfit<T>(kind: Misfit, file: &str, what: std::fmt::Arguments<'_>) -> Result<T, Error> {
+    Err(misfit(
+        kind,
         file,
         format_args!("{what}; start one with the same machine, memory and devices as the guest that was saved"),
     ))
@@ -127,7 +133,8 @@ pub(crate) fn check_sizes(file: &str, blocks: &[&Block]) -> Result<(), Error> {
     let largest = blocks.iter().max_by_key(|block| block.used_bytes);
     let total = blocks.iter().fold(0, |total: u64, block| total.saturating_add(block.used_bytes));
     match largest {
-        Some(block) if total > MAX_DEVICE_BYTES => Err(wrong(
+        Some(block) if total > MAX_DEVICE_BYTES => Err(misfit(
+            Misfit::Memory,
             file,
             format_args!(
                 "block {:?} of {} bytes is not among the memory of the waiting guest, whose devices together have \
@@ -159,9 +166,9 @@ mod tests {
         DeviceBlock { name: name.into(), max_bytes: pages * 4096 }
     }
 
-    fn refusal(machine: &str, blocks: &[Block], waiting: &GuestDescription, format: &StateFormat) -> String {
+    fn refusal(machine: &str, blocks: &[Block], waiting: &GuestDescription, format: &StateFormat) -> Error {
         let configuration = Configuration::new(Name::new(machine).unwrap());
-        fit("a.snap", &configuration, blocks, waiting, format).unwrap_err().to_string()
+        fit("a.snap", &configuration, blocks, waiting, format).unwrap_err()
     }
 
     #[test]
@@ -175,17 +182,17 @@ mod tests {
     }
 
     #[test]
-    fn what_differs_is_named() {
+    fn the_text_names_what_differs() {
         let format = StateFormat::Qemu { blocks: vec!["mem0".into()], others: vec![other("pc.bios", 1)] };
         let waiting = guest("qemu pc-q35-10.0", &[("mem0", 16)]);
-        let why = refusal("pc-i440fx-10.0", &[block("mem0", 16)], &waiting, &format);
+        let why = refusal("pc-i440fx-10.0", &[block("mem0", 16)], &waiting, &format).to_string();
         assert!(
             why.starts_with("a.snap: its machine is \"pc-i440fx-10.0\", that of the waiting guest \"pc-q35-10.0\""),
             "{why}"
         );
-        let why = refusal("pc-q35-10.0", &[block("mem0", 17)], &waiting, &format);
+        let why = refusal("pc-q35-10.0", &[block("mem0", 17)], &waiting, &format).to_string();
         assert!(why.contains("\"mem0\" has 69632 bytes, that of the waiting guest 65536"), "{why}");
-        let why = refusal("pc-q35-10.0", &[block("pc.ram", 16), block("pc.bios", 1)], &waiting, &format);
+        let why = refusal("pc-q35-10.0", &[block("pc.ram", 16), block("pc.bios", 1)], &waiting, &format).to_string();
         assert!(why.contains("no memory \"mem0\"") && why.contains("\"pc.ram\", \"pc.bios\""), "{why}");
     }
 
@@ -195,9 +202,9 @@ mod tests {
         let format = StateFormat::Qemu { blocks: vec!["mem0".into()], others: vec![other("pc.bios", 1)] };
         let waiting = guest("qemu pc", &[("mem0", 16)]);
         let why = refusal("pc", &[block("mem0", 16), block("pc.bios", 1), block("vga.vram", 4)], &waiting, &format);
-        assert!(why.contains("it has memory \"vga.vram\", which the waiting guest lacks"), "{why}");
+        assert_eq!(why.misfit(), Some(Misfit::Memory), "{why}");
         let why = refusal("pc", &[block("mem0", 16), block("pc.bios", 2)], &waiting, &format);
-        assert!(why.contains("its memory \"pc.bios\" has 8192 bytes, that of the waiting guest at most 4096"), "{why}");
+        assert_eq!(why.misfit(), Some(Misfit::Memory), "{why}");
         let configuration = Configuration::new(Name::new("pc").unwrap());
         assert!(fit("f", &configuration, &[block("mem0", 16)], &waiting, &format).is_ok(), "it may have more itself");
     }
@@ -206,6 +213,6 @@ mod tests {
     fn a_guest_that_is_no_qemu_has_no_other_blocks() {
         let waiting = guest("synthetic", &[("ram0", 16)]);
         let why = refusal("synthetic", &[block("ram0", 16), block("ram1", 16)], &waiting, &StateFormat::Opaque);
-        assert!(why.contains("it has memory \"ram1\", which the waiting guest lacks"), "{why}");
+        assert_eq!(why.misfit(), Some(Misfit::Memory), "{why}");
     }
 }

@@ -210,7 +210,7 @@ impl PromptStore for GuestStore {
                 Ok(())
             }
         })?;
-        xbzrle::decode(delta, 0, &mut page).map_err(|error| Error::File(error.to_string()))?;
+        xbzrle::decode(delta, 0, &mut page).map_err(|error| Error::file(error.to_string()))?;
         self.write(block, offset, &page)
     }
 }

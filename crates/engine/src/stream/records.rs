@@ -10,7 +10,7 @@ use std::{
 use transship_wire::qemu::{Record, Step, StreamReader};
 
 use super::whence::{Whence, damaged};
-use crate::Error;
+use crate::{Error, Rule};
 
 /// Read at once from a file while only headers are wanted: the bytes behind one may be a hole of gigabytes.
 const HEADER_CHUNK: usize = 4 << 10;
@@ -195,7 +195,7 @@ impl Records {
         match &self.whence {
             Whence::File(name) => damaged(name, cut),
             Whence::Peer(peer) => {
-                Error::Protocol { peer: peer.clone(), what: format!("has closed the connection in mid-stream ({cut})") }
+                Error::breach(peer, Rule::Stays, format!("has closed the connection in mid-stream ({cut})"))
             }
         }
     }

@@ -24,7 +24,7 @@ pub(crate) fn region_blocks(guest: &dyn SourceGuest) -> Result<Vec<RegionBlock>,
         StateFormat::Opaque => memory.regions().iter().map(|region| region.name().to_owned()).collect(),
     };
     let blocks = names.iter().zip(memory.regions()).map(|(name, region)| {
-        let unfit = |error| Error::Unfit(format!("can't save region {:?}: {error}", region.name()));
+        let unfit = |error| Error::unfit(format!("can't save region {:?}: {error}", region.name()));
         Ok(RegionBlock { name: Name::new(name).map_err(unfit)?, bytes: region.bytes() })
     });
     blocks.collect()

@@ -121,7 +121,7 @@ pub(crate) fn machine_name(guest: &dyn SourceGuest) -> Result<Name, Error> {
         StateFormat::Qemu { .. } => machine.strip_prefix("qemu ").unwrap_or(&machine),
         StateFormat::Opaque => &machine,
     };
-    Name::new(name).map_err(|error| Error::Unfit(format!("can't name the machine {machine:?} in a snapshot: {error}")))
+    Name::new(name).map_err(|error| Error::unfit(format!("can't name the machine {machine:?} in a snapshot: {error}")))
 }
 
 /// A device section that we make.

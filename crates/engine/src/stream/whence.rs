@@ -1,11 +1,16 @@
 //! Where bytes come from, for what is said about them.
 use std::fmt::Display;
 
-use crate::Error;
+use crate::{Error, Misfit};
 
 /// An error about a file as a whole.
 pub(crate) fn wrong(name: &str, what: impl Display) -> Error {
-    Error::File(format!("{name}: {what}"))
+    Error::file(format!("{name}: {what}"))
+}
+
+/// The same, where callers tell what it is.
+pub(crate) fn misfit(misfit: Misfit, name: &str, what: impl Display) -> Error {
+    misfit.file(format!("{name}: {what}"))
 }
 
 /// An error about bytes of a file.

@@ -8,7 +8,9 @@ use crate::common::{
     run,
 };
 use proptest::{collection::vec, prelude::*};
-use transship_engine::{Compress, Error, MoveOptions, MoveTerms, Status, WhenBusy, ZeroPages};
+use transship_engine::{
+    Compress, Error, Misfit, MoveOptions, MoveTerms, Rule, Status, WhenBusy, ZeroPages, guest::GuestError,
+};
 use transship_memory::GuestMemory;
 
 /// Small enough to be quick, with a last window that is not whole.
@@ -107,8 +109,9 @@ fn what_a_balloon_gave_back_is_named_where_memory_is_on_a_disk_and_the_digests_d
     let on_disk = common::memory_of(&PAGES, |_| tempfile::tempfile_in(folder.path()).unwrap().into());
     let mut source = giving_back(on_disk);
     let ended = run(&mut source, &mut Waiting::new(&PAGES), &patient(), folder.path());
-    let error = ended.source.unwrap_err().to_string();
-    assert!(error.contains("the digests differ") && error.contains("a file on a disk"), "{error}");
+    let error = ended.source.unwrap_err();
+    assert_eq!(error.rule(), Some(Rule::Digest), "{error}");
+    assert!(error.to_string().contains("a file on a disk"), "it is named: {error}");
     assert_eq!(ended.report.verified, Some(false));
     assert_eq!(source.script.lock().unwrap().resumed, Some(true));
 }
@@ -183,7 +186,7 @@ fn a_failure_before_the_hand_over_resumes_the_source() {
     let mut source = Scripted { broken_state: true, ..Scripted::new(&PAGES, vec![]) };
     let mut destination = Waiting::new(&PAGES);
     let ended = run(&mut source, &mut destination, &patient(), folder.path());
-    assert!(ended.source.unwrap_err().to_string().contains("can't be saved"));
+    assert!(matches!(ended.source.unwrap_err(), Error::Guest(GuestError::Unfit(_))));
     // The destination hears the source's reason.
     assert!(matches!(ended.destination.unwrap_err(), Error::Refused(why) if why.contains("can't be saved")));
     assert_eq!((source.script.lock().unwrap().resumed, destination.started), (Some(true), None));
@@ -217,8 +220,9 @@ fn guests_that_do_not_fit_are_refused_before_anything_is_touched() {
         let mut destination = Waiting::new(&pages);
         let before = contents(&destination.memory);
         let ended = run(&mut source, &mut destination, &patient(), folder.path());
-        let error = ended.source.unwrap_err().to_string();
-        assert!(error.contains(why), "{error}");
+        assert_eq!(ended.destination.unwrap_err().misfit(), Some(Misfit::Memory));
+        let Error::Refused(heard) = ended.source.unwrap_err() else { panic!("it was not told why") };
+        assert!(heard.contains(why), "{heard}");
         assert!(contents(&destination.memory) == before);
         assert_eq!(source.script.lock().unwrap().resumed, None, "never stopped");
     }
@@ -233,8 +237,8 @@ fn a_guest_that_outruns_the_link_gets_a_verdict_and_runs_on() {
     let terms = MoveTerms { bandwidth: Some(100 << 20), max_rounds: 3, ..patient().terms };
     let options = MoveOptions { terms, ..patient() };
     let ended = run(&mut source, &mut destination, &options, folder.path());
-    let error = ended.source.unwrap_err().to_string();
-    assert!(error.contains("after 3 rounds") && error.contains("--downtime"), "{error}");
+    let error = ended.source.unwrap_err();
+    assert!(matches!(&error, Error::NotConverging(shortfall) if shortfall.rounds == 3), "{error}");
     assert_eq!(ended.report.status, Status::NotConverging);
     assert!(!source.script.lock().unwrap().stopped);
     assert_eq!(destination.started, None);

@@ -9,7 +9,7 @@ use std::{
     time::Duration,
 };
 
-use transship_engine::{Error, Listener, MoveOptions, Progress, Report, Uri, move_guest, probe, receive_guest};
+use transship_engine::{Error, Listener, MoveOptions, Progress, Report, Rule, Uri, move_guest, probe, receive_guest};
 use transship_wire::{MAX_FILLING_BYTES, PROBE_BYTES, Preamble, Probe, Role, SessionId};
 
 use crate::common::{Scripted, Waiting};
@@ -114,7 +114,7 @@ fn not_everybody_may_probe_at_the_same_time_nor_for_ever() {
         let silent: Vec<_> = (0..8).map(|_| Prober::begin(path)).collect();
         assert_eq!(hear(&mut call(path)), Some(Probe::Refused));
         let refused = probe(&Uri::Unix(path.to_owned()), None, 1, &Progress::new()).unwrap_err();
-        assert!(matches!(&refused, Error::Refused(why) if why.contains("--bandwidth")), "{refused}");
+        assert!(matches!(&refused, Error::Refused(_)), "{refused}");
         drop(silent);
         // It needs a moment to notice that they are gone.
         let mut probers = 0;
@@ -142,6 +142,6 @@ fn an_older_receiver_is_named_as_such() {
     thread::scope(|scope| {
         scope.spawn(|| listener.accept().unwrap().0.read_exact(&mut [0; transship_wire::PREAMBLE_BYTES]));
         let error = probe(&Uri::Unix(path.clone()), None, 1, &Progress::new()).unwrap_err();
-        assert!(error.to_string().contains("older transship"), "{error}");
+        assert_eq!(error.rule(), Some(Rule::Abilities), "{error}");
     });
 }

@@ -13,8 +13,10 @@ use crate::common::{self, Op, Scripted, Waiting, contents, kind};
 use proptest::{collection::vec, prelude::*};
 use rustix::fs::{Mode, OFlags};
 use transship_engine::{
-    Actor, DirectIo, Error, FileIo, FilePlace, FileUri, Format, Progress, Report, RestoreOptions, SaveOptions,
-    SnapshotInfo, Status, Way, guest::DestinationGuest, inspect, restore_guest, save_guest,
+    Actor, DescriptorFault, DirectIo, Error, FileIo, FilePlace, FileUri, Format, Misfit, Progress, Report,
+    RestoreOptions, SaveOptions, SnapshotInfo, Status, Way,
+    guest::{DestinationGuest, GuestError},
+    inspect, restore_guest, save_guest,
 };
 
 const PAGES: [u64; 2] = [300, 1000];
@@ -221,11 +223,11 @@ fn a_file_of_another_guest_is_refused() {
     let folder = folder();
     let path = folder.path().join("a");
     saved(&path, &[(0, 3, 7)], SaveOptions { way: Way::Paused, ..SaveOptions::default() }, 0);
-    for (pages, why) in [(&[300, 1001][..], "\"region1\" has 4096000 bytes"), (&[300], "it has memory \"region1\"")] {
+    for pages in [&[300, 1001][..], &[300]] {
         let mut guest = Waiting::new(pages);
         let before = contents(&guest.memory);
-        let error = restore(&mut guest, &FileUri::path(&path), &options()).0.unwrap_err().to_string();
-        assert!(error.contains(why), "{error}");
+        let error = restore(&mut guest, &FileUri::path(&path), &options()).0.unwrap_err();
+        assert_eq!(error.misfit(), Some(Misfit::Memory), "{error}");
         assert!(contents(&guest.memory) == before);
     }
 }
@@ -236,8 +238,8 @@ fn a_vmm_that_does_not_take_the_state_is_not_started() {
     let path = folder.path().join("a");
     saved(&path, &[(0, 3, 7)], SaveOptions { way: Way::Paused, ..SaveOptions::default() }, 0);
     let mut guest = Waiting { refuses_state: true, ..Waiting::new(&PAGES) };
-    let error = restore(&mut guest, &FileUri::path(&path), &options()).0.unwrap_err().to_string();
-    assert!(error.contains("no such device here") && guest.started.is_none(), "{error}");
+    let error = restore(&mut guest, &FileUri::path(&path), &options()).0.unwrap_err();
+    assert!(matches!(error, Error::Guest(GuestError::Unfit(_))) && guest.started.is_none(), "{error}");
 }
 
 #[test]
@@ -273,9 +275,9 @@ fn descriptors_that_were_passed_are_read() {
     let (plain_number, direct_number) = (plain.as_raw_fd(), direct.as_raw_fd());
     for (place, direct_io, expected) in [
         (FilePlace::Fd(plain_number), DirectIo::Auto, Ok(false)),
-        (FilePlace::Fd(plain_number), DirectIo::On, Err("fdset:N,M")),
-        (FilePlace::Fd(direct_number), DirectIo::Auto, Err("O_DIRECT")),
-        (FilePlace::Fd(both.as_raw_fd()), DirectIo::Auto, Err("O_RDONLY")),
+        (FilePlace::Fd(plain_number), DirectIo::On, Err(Misfit::DirectIo)),
+        (FilePlace::Fd(direct_number), DirectIo::Auto, Err(Misfit::Descriptor(DescriptorFault::Direct))),
+        (FilePlace::Fd(both.as_raw_fd()), DirectIo::Auto, Err(Misfit::Descriptor(DescriptorFault::Mode))),
         (FilePlace::FdSet(direct_number, plain_number), DirectIo::On, Ok(true)),
         (FilePlace::FdSet(plain_number, direct_number), DirectIo::Off, Ok(false)),
     ] {
@@ -287,7 +289,7 @@ fn descriptors_that_were_passed_are_read() {
                 assert_eq!(report.file.unwrap().direct_io, direct, "{place:?}");
                 assert!(contents(&guest.memory) == contents(&before.memory));
             }
-            (Err(error), Err(words)) => assert!(error.to_string().contains(words), "{place:?}: {error}"),
+            (Err(error), Err(misfit)) => assert_eq!(error.misfit(), Some(misfit), "{place:?}: {error}"),
             (other, _) => panic!("{place:?} with {direct_io:?}: {other:?}"),
         }
     }

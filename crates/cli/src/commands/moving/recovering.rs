@@ -53,7 +53,7 @@ fn recover(
         return Err(Error::Bug("a stock QEMU takes no guest before its pages"));
     };
     let GivenAway { memory, process } = given_away(&request.vm)?;
-    let (mut journal, Unfinished { what, before }) = Journal::take_over(process).map_err(Error::Unfit)?;
+    let (mut journal, Unfinished { what, before }) = Journal::take_over(process).map_err(Error::unfit)?;
     let sandbox = request.sandbox();
     let connect = vec![request.to.clone()];
     *steward = sandbox.steward(&Errands { connect, journal: journal.path(), ..Errands::default() })?;

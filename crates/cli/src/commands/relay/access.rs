@@ -66,7 +66,7 @@ impl Access {
         }
         if !Path::new(SELINUX).exists() {
             let why = format!("this host runs without SELinux, which knows labels; leave {} out", flags(&wanted));
-            return Err(Error::Unfit(why));
+            return Err(Error::unfit(why));
         }
         for label in &wanted {
             label.check()?;
@@ -136,7 +136,7 @@ impl Wanted<'_> {
 
     fn unknown(&self) -> Error {
         let Self { flag, label, .. } = self;
-        Error::Unfit(format!(
+        Error::unfit(format!(
             "{flag}: the policy of this host's SELinux has no label {label:?}; write USER:ROLE:TYPE:LEVEL with a type \
              that it has (`seinfo -t` lists them)"
         ))
@@ -156,7 +156,7 @@ fn flags(wanted: &[Wanted<'_>]) -> String {
 /// The system's word alone does not say that the labels may be the reason.
 fn refused(error: Error, wanted: &[Wanted<'_>]) -> Error {
     match error {
-        Error::Io { ref source, .. } if source.kind() == io::ErrorKind::PermissionDenied => Error::Unfit(format!(
+        Error::Io { ref source, .. } if source.kind() == io::ErrorKind::PermissionDenied => Error::unfit(format!(
             "{error}; SELinux may have refused it because of {}: `ausearch -m avc` shows it",
             flags(wanted)
         )),
@@ -212,7 +212,7 @@ mod tests {
         if !Path::new(SELINUX).exists() {
             let refused = access.labelled(|| -> Result<(), Error> { panic!("it was made") });
             let says = |why: &str| why.contains("without SELinux") && why.ends_with("leave --socket-label out");
-            assert!(matches!(&refused, Err(Error::Unfit(why)) if says(why)), "{refused:?}");
+            assert!(matches!(&refused, Err(Error::Unfit { text: why, .. }) if says(why)), "{refused:?}");
         }
         assert!(Access::default().labelled(|| Ok(())).is_ok());
     }

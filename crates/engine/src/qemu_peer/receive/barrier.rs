@@ -2,7 +2,7 @@
 //! behind it is.
 use std::sync::{Condvar, Mutex, MutexGuard};
 
-use crate::{Error, Progress, control::TICK};
+use crate::{Error, Progress, Rule, control::TICK};
 
 /// What the channels and the main stream know of each other.
 pub(super) struct Barrier {
@@ -98,7 +98,7 @@ impl Barrier {
             }
             if let Some(ended) = state.channels.iter().position(|channel| channel.at == At::Ended) {
                 let what = format!("has closed channel {ended} before the end of its memory");
-                return Err(Error::Protocol { peer: peer.to_owned(), what });
+                return Err(Error::breach(peer, Rule::Stays, what));
             }
             if state.channels.iter().all(|channel| channel.at == At::Waiting) {
                 break;
@@ -118,7 +118,7 @@ impl Barrier {
             None => Ok(()),
             Some(channel) => {
                 let what = format!("sent pages on channel {channel} after the last barrier of its main stream");
-                Err(Error::Protocol { peer: peer.to_owned(), what })
+                Err(Error::breach(peer, Rule::Order, what))
             }
         }
     }

@@ -13,7 +13,7 @@ use transship_wire::qemu::{Block, GREETING_BYTES, Method, Name, PACKET_HEADER_BY
 
 use super::barrier::Barrier;
 use crate::{
-    Error, Progress, cpu,
+    Error, Progress, Rule, cpu,
     door::Line,
     stream::store::{PageWriter, Store, write_pages},
     transport::Connection,
@@ -136,11 +136,11 @@ impl Channel {
     fn place(&mut self, packet: &Pages, name: &Name) -> Result<(), Error> {
         let Some(&(block, bytes)) = self.shared.blocks.get(name) else {
             let what = format!("sent pages of block {:?}, which its main stream has not listed", &**name);
-            return Err(self.input.broke(what));
+            return Err(self.input.broke(Rule::Bounds, what));
         };
         if let Some(beyond) = packet.normal().iter().chain(packet.zero()).find(|&&offset| offset >= bytes) {
             let what = format!("sent a page at {beyond:#x} of block {:?}, which has {bytes} bytes", &**name);
-            return Err(self.input.broke(what));
+            return Err(self.input.broke(Rule::Bounds, what));
         }
         let normal = packet.normal();
         if !normal.is_empty() {
@@ -168,7 +168,10 @@ impl Channel {
         let decoded = input.decoder(decoder, packet.method)?.decode(payload, pages);
         decoded.map_err(|error| {
             let position = input.position;
-            input.broke(format!("sent a packet that can't be decoded, before offset {position:#x}: {error}"))
+            input.broke(
+                Rule::Encoding,
+                format!("sent a packet that can't be decoded, before offset {position:#x}: {error}"),
+            )
         })
     }
 
@@ -190,7 +193,7 @@ impl Input {
             match self.fill(&mut header[have..wanted])? {
                 Filled::All => {}
                 Filled::Ended if have == 0 => return Ok(None),
-                Filled::Ended => return Err(self.broke("has closed it within a packet")),
+                Filled::Ended => return Err(self.broke(Rule::Stays, "has closed it within a packet")),
             }
             have = wanted;
             wanted = match Packet::read(&header[..have], self.position).map_err(|source| self.wrong(source))? {
@@ -204,7 +207,7 @@ impl Input {
                          transship",
                         &*state.name
                     );
-                    return Err(self.broke(what));
+                    return Err(self.broke(Rule::Abilities, what));
                 }
                 Step::More { at_least } if header[FLAGS.end - 1] & DEVICE_STATE != 0 => at_least,
                 Step::More { .. } => PACKET_HEADER_BYTES,
@@ -217,7 +220,7 @@ impl Input {
             && *before != method
         {
             let what = format!("changed its compression from {before:?} to {method:?}");
-            return Err(self.broke(what));
+            return Err(self.broke(Rule::Encoding, what));
         }
         let codec = match method {
             Method::None => Codec::None,
@@ -228,12 +231,13 @@ impl Input {
                 let what = format!(
                     "compresses with {method:?}, which transship does not know; set multifd-compression to zstd or none"
                 );
-                return Err(self.broke(what));
+                return Err(self.broke(Rule::Abilities, what));
             }
         };
         if decoder.is_none() {
-            let made =
-                codec.stock_decoder().ok_or_else(|| self.broke("compresses with a method that has no streams"))?;
+            let made = codec
+                .stock_decoder()
+                .ok_or_else(|| self.broke(Rule::Abilities, "compresses with a method that has no streams"))?;
             *decoder = Some((method, made));
         }
         Ok(decoder.as_mut().expect("it was made above").1.as_mut())
@@ -245,7 +249,7 @@ impl Input {
                 self.position += bytes.len() as u64;
                 Ok(())
             }
-            Filled::Ended => Err(self.broke("has closed it within a packet")),
+            Filled::Ended => Err(self.broke(Rule::Stays, "has closed it within a packet")),
         }
     }
 
@@ -254,7 +258,7 @@ impl Input {
         while have < bytes.len() {
             match self.connection.read(&mut bytes[have..]) {
                 Ok(0) if have == 0 => return Ok(Filled::Ended),
-                Ok(0) => return Err(self.broke("has closed it within a packet")),
+                Ok(0) => return Err(self.broke(Rule::Stays, "has closed it within a packet")),
                 Ok(read) => have += read,
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
                 Err(error) if error.kind() == io::ErrorKind::ConnectionReset && have == 0 => return Ok(Filled::Ended),
@@ -273,8 +277,8 @@ impl Input {
         Error::Wire { peer: format!("{} on channel {}", self.peer, self.number), source }
     }
 
-    fn broke(&self, what: impl std::fmt::Display) -> Error {
-        Error::Protocol { peer: self.peer.clone(), what: format!("on channel {}: {what}", self.number) }
+    fn broke(&self, rule: Rule, what: impl std::fmt::Display) -> Error {
+        Error::breach(&self.peer, rule, format!("on channel {}: {what}", self.number))
     }
 }
 

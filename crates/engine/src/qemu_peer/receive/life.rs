@@ -13,7 +13,7 @@ use super::{
     main_line::{Answers, BarrierLater, Incoming, split},
 };
 use crate::{
-    Error, Listener, Phase, Progress, Report, RoundReport,
+    Error, Listener, Misfit, Phase, Progress, Report, RoundReport, Rule,
     ending::finish,
     fail_point,
     guest::{DestinationGuest, StateFormat},
@@ -82,8 +82,8 @@ fn told(error: Error, answers: &Answers, all_there: bool) -> Error {
 
 fn check_guest(into: &Sink<'_>) -> Result<(), Error> {
     match into {
-        Sink::Guest(guest) if guest.state_format() == StateFormat::Opaque => Err(Error::Unfit(
-            "only a QEMU can load what a stock QEMU sends: name one with --vm qemu:SOCKET, or a file with --to".into(),
+        Sink::Guest(guest) if guest.state_format() == StateFormat::Opaque => Err(Misfit::Vmm.unfit(
+            "only a QEMU can load what a stock QEMU sends: name one with --vm qemu:SOCKET, or a file with --to",
         )),
         _ => Ok(()),
     }
@@ -201,9 +201,10 @@ impl Reception<'_, '_> {
         let barriers = match (channels.count(), head.flush) {
             (0, false) => Barriers::None,
             (0, true) => {
-                return Err(
-                    self.broke("uses multifd, but none of its channels has connected; do they use this address?")
-                );
+                return Err(self.broke(
+                    Rule::Channels,
+                    "uses multifd, but none of its channels has connected; do they use this address?",
+                ));
             }
             (_, true) => Barriers::Rounds,
             (_, false) => Barriers::Sections,
@@ -225,7 +226,7 @@ impl Reception<'_, '_> {
                 Flow::EndOfBody if barriers == Barriers::Sections => pass(self, &mut feed)?,
                 Flow::EndOfBody => {}
                 Flow::Flush if barriers == Barriers::Rounds => pass(self, &mut feed)?,
-                Flow::Flush => return Err(self.broke("sent a multifd barrier where there can be none")),
+                Flow::Flush => return Err(self.broke(Rule::Turn, "sent a multifd barrier where there can be none")),
                 Flow::Last => {
                     stopped = Some(Instant::now());
                     // All that follows may be on its way.
@@ -269,7 +270,7 @@ impl Reception<'_, '_> {
                 break;
             }
         }
-        let configuration = configuration.ok_or_else(|| self.broke("has not named its machine"))?;
+        let configuration = configuration.ok_or_else(|| self.broke(Rule::Turn, "has not named its machine"))?;
         if !self.answers.open {
             tracing::warn!(
                 "the source has no return path: it will take its last write for success, whatever happens here; turn \
@@ -285,7 +286,7 @@ impl Reception<'_, '_> {
             Configuration { mapped_ram: true, .. } => "mapped-ram",
             _ => return Ok(()),
         };
-        Err(self.broke(format!(
+        Err(self.broke(Rule::Abilities, format!(
             "has its capability {capability} on, with which its memory does not come over the connection; turn it off \
              there"
         )))
@@ -408,7 +409,7 @@ impl Reception<'_, '_> {
         Ok(())
     }
 
-    fn broke(&self, what: impl Into<String>) -> Error {
-        Error::Protocol { peer: self.answers.peer.clone(), what: what.into() }
+    fn broke(&self, rule: Rule, what: impl Into<String>) -> Error {
+        Error::breach(&self.answers.peer, rule, what)
     }
 }

@@ -11,7 +11,7 @@ use std::{
 use transship_wire::qemu::{Command, Configuration, Reply};
 
 use super::barrier::Barrier;
-use crate::{Error, Progress, control::TICK, door::Line, transport::Connection};
+use crate::{Error, Progress, Rule, control::TICK, door::Line, transport::Connection};
 
 /// How long a source that was told that all is well may take to close the connection. It has nothing left to do.
 const LET_GO_TIMEOUT: Duration = Duration::from_secs(60);
@@ -107,13 +107,16 @@ impl Answers {
                 }
             }
             Command::Ping(number) if self.open => self.send(&Reply::Pong(*number)),
-            Command::Ping(_) => Err(self.broke("asked for an answer without having opened a return path".into())),
+            Command::Ping(_) => Err(self.broke(Rule::Turn, "asked for an answer without having opened a return path")),
             Command::PostcopyAdvise(_) => Err(self.broke(
+                Rule::Abilities,
                 "wants to send more after its guest has moved (postcopy), which needs a QEMU here; turn postcopy-ram \
-                 and dirty-bitmaps off there"
-                    .into(),
+                 and dirty-bitmaps off there",
             )),
-            other => Err(self.broke(format!("sent the command {}, which is not supported here", other.name()))),
+            other => {
+                Err(self
+                    .broke(Rule::Abilities, format!("sent the command {}, which is not supported here", other.name())))
+            }
         }
     }
 
@@ -124,13 +127,13 @@ impl Answers {
         })
     }
 
-    fn broke(&self, what: String) -> Error {
-        Error::Protocol { peer: self.peer.clone(), what }
+    fn broke(&self, rule: Rule, what: impl Into<String>) -> Error {
+        Error::breach(&self.peer, rule, what)
     }
 
     /// The source has gone before that happened, so it keeps its guest.
     fn left(&self, before: &str) -> Error {
-        self.broke(format!("has closed the connection before {before}; its guest runs on there"))
+        self.broke(Rule::Stays, format!("has closed the connection before {before}; its guest runs on there"))
     }
 
     /// Answers the question of a source behind its last section: everything is loaded. Then waits until it hands its
@@ -148,8 +151,10 @@ impl Answers {
             }
             match self.connection.read(&mut byte) {
                 Ok(1) if byte == [0] => return Ok(()),
-                Ok(1) => return Err(self.broke("sent something other than the end after its last section".into())),
-                Ok(_) => return Err(self.broke("has closed the connection before it handed its guest over".into())),
+                Ok(1) => return Err(self.broke(Rule::Turn, "sent something other than the end after its last section")),
+                Ok(_) => {
+                    return Err(self.broke(Rule::Stays, "has closed the connection before it handed its guest over"));
+                }
                 Err(error)
                     if matches!(
                         error.kind(),
@@ -161,7 +166,7 @@ impl Answers {
             }
             if Instant::now() >= deadline {
                 let what = format!("has not handed its guest over within {} s", END_TIMEOUT.as_secs());
-                return Err(self.broke(what));
+                return Err(self.broke(Rule::Answers, what));
             }
         }
     }

@@ -15,7 +15,7 @@ use super::{
     session::RelaySession,
     stream::{Heard, Item, Stream, read_what_is_there},
 };
-use crate::{Error, Phase};
+use crate::{Error, Phase, Rule};
 
 /// What is read from a QEMU goes out by this.
 pub(super) struct Sender {
@@ -114,10 +114,9 @@ pub(super) fn broken(sender: Sender, error: io::Error) -> Result<(), Error> {
 
 fn lost(stream: &Stream, source: io::Error) -> Error {
     match Errno::from_io_error(&source) {
-        Some(Errno::CONNRESET | Errno::PIPE) => Error::Protocol {
-            peer: stream.qemu.clone(),
-            what: "has broken the connection; its own output says why".into(),
-        },
+        Some(Errno::CONNRESET | Errno::PIPE) => {
+            Error::breach(&stream.qemu, Rule::Stays, "has broken the connection; its own output says why")
+        }
         _ => Error::Io { what: format!("relay the data of {}", stream.qemu), source },
     }
 }

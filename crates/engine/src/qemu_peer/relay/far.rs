@@ -20,7 +20,9 @@ use super::{
     session::RelaySession,
     stream::{CLOSING, Stream, WINDOW},
 };
-use crate::{Error, Listener, Phase, Progress, Report, Uri, control::TICK, ending::finish, transport::Connection};
+use crate::{
+    Error, Listener, Phase, Progress, Report, Rule, Uri, control::TICK, ending::finish, transport::Connection,
+};
 
 /// Relays one migration to the stock QEMU that waits at `to`, from the relay that connects to `listener`.
 ///
@@ -82,7 +84,7 @@ fn serve(session: &Arc<RelaySession>, outlet: &Arc<Outlet>, messages: link::Mess
 /// does nothing else until it has heard something.
 fn open(number: u16, first: &[u8], session: &Arc<RelaySession>, outlet: &Arc<Outlet>, to: &Uri) -> Result<(), Error> {
     if usize::from(number) != session.streams().len() || number >= MAX_CONNECTIONS {
-        return Err(session.fate.broke(format!("opened connection {number} out of turn")));
+        return Err(session.fate.broke(Rule::Turn, format!("opened connection {number} out of turn")));
     }
     let mut connection = Connection::open(to)?;
     connection.write_all(first).map_err(|source| Error::Io { what: format!("send to {to}"), source })?;
@@ -114,14 +116,14 @@ fn well(session: &RelaySession, to: &Uri) -> Result<(), Error> {
         true => "got no data: no source connected",
         false => "has not loaded the guest, or the source has given up; its own output says why",
     };
-    Err(Error::Protocol { peer: to.to_string(), what: what.into() })
+    Err(Error::breach(to.to_string(), Rule::Perseverance, what))
 }
 
 /// Something broke: what that means depends on whether the QEMU here was given the end.
 fn broken(session: &RelaySession, to: &Uri) -> Result<(), Error> {
     session.wait_for_reason(false);
     let Some(SessionFailure { error, told }) = session.fate.take_failure() else {
-        return Err(session.fate.broke("has broken the link"));
+        return Err(session.fate.broke(Rule::Stays, "has broken the link"));
     };
     let given = session.end_given.load(SeqCst);
     let end = if given { TheEnd::Given } else { TheEnd::Withheld };

@@ -6,7 +6,7 @@ use std::sync::{
 
 use transship_wire::relay::TheEnd;
 
-use crate::Error;
+use crate::{Error, Rule};
 
 /// Locks what a thread that panicked may have left: all of it is replaced or counted in one step.
 pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -87,7 +87,7 @@ impl Fate {
     }
 
     /// The other relay did what it must not.
-    pub(super) fn broke(&self, what: impl Into<String>) -> Error {
-        Error::Protocol { peer: self.peer.clone(), what: what.into() }
+    pub(super) fn broke(&self, rule: Rule, what: impl Into<String>) -> Error {
+        Error::breach(&self.peer, rule, what)
     }
 }

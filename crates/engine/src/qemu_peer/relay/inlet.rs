@@ -10,7 +10,7 @@ use transship_codec::{Decoder, Method};
 use transship_wire::relay::{Content, PACKET_BYTES, Packet};
 
 use super::{session::RelaySession, stream::Item};
-use crate::{Error, cpu::Laps, transport::Connection};
+use crate::{Error, Rule, cpu::Laps, transport::Connection};
 
 /// One data connection of the link.
 pub(super) struct Inlet {
@@ -66,9 +66,8 @@ impl Inlet {
     fn decode(&mut self, packet: &Packet, method: u8, encoded: &[u8], bytes: usize) -> Result<Vec<u8>, Error> {
         let Packet { connection, sequence, .. } = packet;
         let broke = |session: &RelaySession, why: String| {
-            session
-                .fate
-                .broke(format!("sent packet {sequence} of connection {connection}, which can't be decoded: {why}"))
+            let what = format!("sent packet {sequence} of connection {connection}, which can't be decoded: {why}");
+            session.fate.broke(Rule::Encoding, what)
         };
         let Some(method) = Method::from_number(method) else {
             return Err(broke(

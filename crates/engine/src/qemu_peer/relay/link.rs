@@ -13,7 +13,7 @@ use transship_wire::{
 
 use super::{control_line::ControlLine, session::RelaySession};
 use crate::{
-    Error, Listener, Progress, Uri,
+    Error, Listener, Progress, Rule, Uri,
     control::TICK,
     door::{Door, Line, Words, take, take_place, turn_away},
     transport::{Connection, random},
@@ -98,7 +98,7 @@ impl Messages {
 
 /// The error about a message that nothing here asks for.
 pub(super) fn unexpected(session: &RelaySession) -> Error {
-    session.fate.broke("sent a message that is not allowed here")
+    session.fate.broke(Rule::Turn, "sent a message that is not allowed here")
 }
 
 /// Opens a link to the relay near the destination.
@@ -141,7 +141,7 @@ fn await_welcome(messages: &mut Messages, to: &Uri, progress: &Progress) -> Resu
             .map_err(|source| Error::Io { what: format!("set up the link with {to}"), source })
     };
     let no_relay = || {
-        Error::Unfit(format!(
+        Error::unfit(format!(
             "the program that listens at {to} is not a relay that waits for this one; start one there: transship \
              relay --listen relay:{to} --to URI, where URI is the waiting QEMU's"
         ))
@@ -196,7 +196,7 @@ pub(super) fn accept(listener: &Listener, progress: &Progress) -> Result<Link, E
     while let Some(missing) = found.iter().position(Option::is_none) {
         if Instant::now() > deadline {
             let what = format!("has not opened data connection {missing} within {} s", GREETING_TIMEOUT.as_secs());
-            return Err(Error::Protocol { peer: link.peer, what });
+            return Err(Error::breach(link.peer, Rule::Answers, what));
         }
         match door.next(TICK)? {
             None => {}

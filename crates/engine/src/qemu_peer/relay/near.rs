@@ -27,7 +27,7 @@ use super::{
     stream::{CLOSING, Heard, Stream, WINDOW, read_what_is_there},
 };
 use crate::{
-    Error, Listener, Phase, Progress, Report, Uri,
+    Error, Listener, Phase, Progress, Report, Rule, Uri,
     control::TICK,
     door::{Line, turn_away},
     ending::finish,
@@ -128,7 +128,7 @@ pub(super) fn end(session: &RelaySession, outlet: Arc<Outlet>, ending: Ending, r
 /// An error if the session is broken or the user has cancelled in time.
 pub(super) fn check(session: &RelaySession) -> Result<(), Error> {
     if session.fate.is_broken() {
-        return Err(session.fate.broke("has broken the link")); // the session knows better why
+        return Err(session.fate.broke(Rule::Stays, "has broken the link")); // the session knows better why
     }
     let is_late = session.end_given.load(SeqCst) && session.progress.phase() == Phase::HandedOver;
     if session.progress.is_cancelled() && !is_late { Err(Error::CANCELLED) } else { Ok(()) }
@@ -205,10 +205,8 @@ impl Near<'_> {
             match read_what_is_there(&mut connection, &mut room).map_err(failed)? {
                 Heard::Nothing => continue,
                 Heard::End => {
-                    return Err(Error::Protocol {
-                        peer: qemu.into(),
-                        what: "has closed the connection before its memory began".into(),
-                    });
+                    let what = "has closed the connection before its memory began";
+                    return Err(Error::breach(qemu, Rule::Stays, what));
                 }
                 Heard::Bytes(count) => {
                     let followed = follower.sort(&room[..count]).map(drop);
@@ -217,7 +215,7 @@ impl Near<'_> {
                         _ if follower.postcopy => {
                             let what = "wants to send more after its guest has moved (postcopy), which can't be \
                                         relayed; turn postcopy-ram and dirty-bitmaps off there";
-                            return Err(Error::Protocol { peer: qemu.into(), what: what.into() });
+                            return Err(Error::breach(qemu, Rule::Abilities, what));
                         }
                         Err(error) => break error.to_string(),
                         Ok(()) if head.len() > HEAD_MAX => break "its memory does not begin".into(),
@@ -229,7 +227,7 @@ impl Near<'_> {
                             let what = "has no return path, so it would take its last write for success, whatever \
                                         happens to it; run there: migrate_set_capability return-path on (or add \
                                         --without-return-path here)";
-                            return Err(Error::Protocol { peer: qemu.into(), what: what.into() });
+                            return Err(Error::breach(qemu, Rule::Abilities, what));
                         }
                     }
                 }
@@ -240,7 +238,7 @@ impl Near<'_> {
                 "can't be followed, so it is unknown whether it waits for the destination's confirmation: {why} \
                  (--without-return-path relays it anyway)"
             );
-            return Err(Error::Protocol { peer: qemu.into(), what });
+            return Err(Error::breach(qemu, Rule::Abilities, what));
         }
         follower.give_up();
         Ok((head, follower))
@@ -267,7 +265,7 @@ impl Near<'_> {
         // To that it answers where the end is, if it can.
         session.wait_for_reason(session.end_given.load(SeqCst));
         let Some(SessionFailure { error, told }) = session.fate.take_failure() else {
-            return Err(session.fate.broke("has broken the link"));
+            return Err(session.fate.broke(Rule::Stays, "has broken the link"));
         };
         let streams = session.streams();
         let main = streams.first();

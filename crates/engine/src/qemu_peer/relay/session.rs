@@ -19,7 +19,7 @@ use super::{
     stream::Stream,
 };
 use crate::{
-    Error, MethodBytes, Progress, RelayReport, Report,
+    Error, MethodBytes, Progress, RelayReport, Report, Rule,
     control::TICK,
     transport::{Connection, sending_failed},
 };
@@ -134,7 +134,7 @@ impl RelaySession {
         streams
             .get(usize::from(number))
             .cloned()
-            .ok_or_else(|| self.fate.broke(format!("named connection {number}, which is not open")))
+            .ok_or_else(|| self.fate.broke(Rule::Bounds, format!("named connection {number}, which is not open")))
     }
 
     pub(super) fn streams(&self) -> Vec<Arc<Stream>> {
@@ -160,7 +160,7 @@ impl RelaySession {
     /// The link is gone, as far as this thread can see.
     pub(super) fn lost_link(&self) -> Error {
         self.link_lost.store(true, SeqCst);
-        self.fate.broke("has closed the link, or the link is gone")
+        self.fate.broke(Rule::Stays, "has closed the link, or the link is gone")
     }
 
     /// A thread can't do this with the link. When the other relay has gone, a thread that writes learns it later than

@@ -14,7 +14,7 @@ use rustix::net::{RecvFlags, recv};
 use transship_wire::relay::Packet;
 
 use super::fate::{Fate, lock};
-use crate::{Error, control::TICK, transport::Connection};
+use crate::{Error, Rule, control::TICK, transport::Connection};
 
 /// What may be on its way on a connection in one direction, as [`cost`] counts it. All of it may have to be kept by the
 /// other relay.
@@ -219,7 +219,7 @@ impl Stream {
             _ => {
                 return Err(self
                     .fate
-                    .broke(format!("returned more credit on connection {} than was used", self.number)));
+                    .broke(Rule::Bounds, format!("returned more credit on connection {} than was used", self.number)));
             }
         };
         self.allowed.notify_all();
@@ -257,20 +257,21 @@ impl Stream {
 
     /// Takes what has come from the other relay, whatever came before it.
     pub(super) fn arrive(&self, packet: &Packet, item: Item) -> Result<(), Error> {
-        let broke = |what: &str| {
-            Err(self.fate.broke(format!("sent packet {} of connection {} {what}", packet.sequence, self.number)))
+        let broke = |rule, what: &str| {
+            let what = format!("sent packet {} of connection {} {what}", packet.sequence, self.number);
+            Err(self.fate.broke(rule, what))
         };
         let mut inbox = lock(&self.inbox);
         if packet.sequence < inbox.next || inbox.waiting.contains_key(&packet.sequence) {
-            return broke("twice");
+            return broke(Rule::Order, "twice");
         }
         if let Item::Bytes { bytes, .. } = &item {
             inbox.used = match inbox.used.checked_add(cost(bytes.len())) {
                 Some(used) if used <= WINDOW => used,
-                _ => return broke("beyond its window"),
+                _ => return broke(Rule::Bounds, "beyond its window"),
             };
         } else if inbox.waiting.values().any(|item| matches!(item, Item::End)) {
-            return broke("after its end");
+            return broke(Rule::Order, "after its end");
         }
         inbox.waiting.insert(packet.sequence, item);
         if packet.sequence == inbox.next {

@@ -14,7 +14,7 @@ use transship_wire::qemu::{Greeting, Method, Name, PACKET_HEADER_BYTES, Pages};
 
 use super::plan::Zeros;
 use crate::{
-    Error, Uri,
+    Error, Rule, Uri,
     channels::{self, Channel, Encoded, Encoders, Sent, Settled, Shared, Window},
     transport::{Connection, sending_failed},
 };
@@ -104,7 +104,7 @@ impl PacketSender {
             transship_codec::Method::Zlib => (Method::Zlib, &ZLIB_STREAM_HEADER),
             transship_codec::Method::Zstd => (Method::Zstd, &[]),
             other => {
-                return Err(Error::Unfit(format!("{other} can't be sent to a QEMU; use none, zlib or zstd")));
+                return Err(Error::unfit(format!("{other} can't be sent to a QEMU; use none, zlib or zstd")));
             }
         };
         let mut sender = Self {
@@ -175,7 +175,7 @@ impl PacketSender {
              multifd-channels, multifd-compression and uuid the same?",
             self.number
         );
-        Error::Protocol { peer: self.shared.peer.clone(), what }
+        Error::breach(&self.shared.peer, Rule::Stays, what)
     }
 
     fn failed(&self, source: io::Error) -> Error {

@@ -14,7 +14,7 @@ use transship_secure::Caller;
 use transship_wire::qemu::{Command, Reply, Step, StreamWriter};
 
 use crate::{
-    Error, Progress, Uri,
+    Error, Progress, Rule, Uri,
     control::TICK,
     pacer::Pacer,
     transport::{Connection, STALL_TIMEOUT, sending_failed},
@@ -170,7 +170,7 @@ impl Line {
                 Ok(Some(other)) => return Some(self.unexpected(&other)),
                 Ok(None) if left.is_zero() => return None,
                 Ok(None) => {}
-                Err(error @ Error::Protocol { .. }) => return Some(error),
+                Err(error @ Error::Breach { .. }) => return Some(error),
                 Err(_) => return None,
             }
         }
@@ -217,7 +217,7 @@ impl Line {
             }
             if Instant::now() >= deadline {
                 let what = format!("was to {doing}, but has not confirmed it within {} s", limit.as_secs());
-                return Err(Error::Protocol { peer: self.peer.clone(), what });
+                return Err(Error::breach(&self.peer, Rule::Answers, what));
             }
         }
     }
@@ -254,18 +254,21 @@ impl Line {
         let doubts = if is_new { "does not trust this certificate, " } else { "" };
         let why = "refuses the guest or has ended, and its own output says why";
         let what = format!("has closed the connection: it {doubts}{why}");
-        Error::Protocol { peer: self.peer.clone(), what }
+        Error::breach(&self.peer, Rule::Stays, what)
     }
 
     fn unexpected(&self, reply: &Reply) -> Error {
-        let what = match reply {
-            Reply::Shut(0) => "reported that it has loaded everything before everything was sent".to_owned(),
-            Reply::Shut(status) => {
-                format!("gave up (status {status}): it refuses the data, and its own output says why")
+        let (rule, what) = match reply {
+            Reply::Shut(0) => {
+                (Rule::Order, "reported that it has loaded everything before everything was sent".to_owned())
             }
-            other => format!("sent the answer {other:?} without being asked"),
+            Reply::Shut(status) => {
+                let what = format!("gave up (status {status}): it refuses the data, and its own output says why");
+                (Rule::Perseverance, what)
+            }
+            other => (Rule::Turn, format!("sent the answer {other:?} without being asked")),
         };
-        Error::Protocol { peer: self.peer.clone(), what }
+        Error::breach(&self.peer, rule, what)
     }
 
     /// Sends the end of the stream, upon which the destination runs the guest.
@@ -297,7 +300,7 @@ impl Line {
                 Some(other) => return Err(self.unexpected(&other)),
                 None if Instant::now() >= deadline => {
                     let what = format!("has not confirmed within {} s that it has loaded everything", limit.as_secs());
-                    return Err(Error::Protocol { peer: self.peer.clone(), what });
+                    return Err(Error::breach(&self.peer, Rule::Answers, what));
                 }
                 None => {}
             }

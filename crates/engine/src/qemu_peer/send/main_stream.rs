@@ -7,7 +7,7 @@ use transship_wire::qemu::Name;
 
 use super::{channels::Common, line::Line, plan::Zeros};
 use crate::{
-    Error,
+    Error, Rule,
     channels::{MainThread, RoundWork, Sent, Shared, Window, trim},
     free::FreePages,
     guest::RegionPages,
@@ -71,8 +71,7 @@ impl MainStream<'_> {
 impl MainThread for MainStream<'_> {
     fn check(&self) -> Result<(), Error> {
         if self.shared.failure.is_over() {
-            let what = "broke a channel".into();
-            return Err(Error::Protocol { peer: self.shared.peer.clone(), what });
+            return Err(Error::breach(&self.shared.peer, Rule::Stays, "broke a channel"));
         }
         self.check_at_the_end()
     }

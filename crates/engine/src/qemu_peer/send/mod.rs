@@ -16,7 +16,7 @@ use std::sync::Arc;
 use transship_codec::Setting;
 
 use crate::{
-    Error, MoveTerms, Progress, Report, Uri, fail_point,
+    Error, Misfit, MoveTerms, Progress, Report, Uri, fail_point,
     guarded::Guarded,
     guest::{Guard, SourceGuest, StateFormat},
     moving::{Receiver, carry_out},
@@ -116,10 +116,9 @@ impl Receiver for ToQemu<'_> {
 /// What can be refused before anybody is asked.
 fn prepare(guest: &mut dyn SourceGuest, options: &QemuSendOptions) -> Result<(StreamPlan, Vec<RegionBlock>), Error> {
     if guest.state_format() == StateFormat::Opaque {
-        return Err(Error::Unfit(
+        return Err(Misfit::Vmm.unfit(
             "a stock QEMU understands only the device state of a QEMU, but this guest has another VMM; let a \
-             transship receive it"
-                .into(),
+             transship receive it",
         ));
     }
     guest.check_for_stock()?;

@@ -17,7 +17,7 @@ use transship_wire::qemu::{Command, StreamWriter, Tail, describe};
 
 use super::session::SendSession;
 use crate::{
-    Error, fail_point,
+    Error, Misfit, fail_point,
     guest::Found,
     hand_over::Peer,
     rounds::{MoveInProgress, Rounds},
@@ -109,7 +109,7 @@ impl Peer for StockQemu<'_> {
 /// and one that was does not look: so there always is one.
 fn cut_end(tail: &mut Vec<u8>) -> Result<Vec<u8>, Error> {
     let strange = |why: &dyn std::fmt::Display| {
-        Error::Unfit(format!("can't find the end of the device state that the VMM has written: {why}"))
+        Error::unfit(format!("can't find the end of the device state that the VMM has written: {why}"))
     };
     /// The byte itself, the trailer's type and its length.
     const BEFORE_DESCRIPTION: usize = 1 + 1 + 4;
@@ -132,12 +132,16 @@ fn cut_end(tail: &mut Vec<u8>) -> Result<Vec<u8>, Error> {
 fn check(state: &DeviceState, session: &SendSession) -> Result<(), Error> {
     let (said, is) = (&session.plan.machine, &state.configuration.machine);
     if said != is {
-        return Err(Error::Unfit(format!("the VMM reports its machine as {said}, but its device state names {is}")));
+        return Err(
+            Misfit::Machine.unfit(format!("the VMM reports its machine as {said}, but its device state names {is}"))
+        );
     }
     if !state.early.is_empty() {
         let why = "a machine with virtio-mem sends the amount of plugged memory before the first page, and that \
                    amount is known only when the guest is stopped";
-        return Err(Error::Unfit(format!("{why}; move it to a transship on the other side (--peer transship)")));
+        return Err(
+            Misfit::Machine.unfit(format!("{why}; move it to a transship on the other side (--peer transship)"))
+        );
     }
     Ok(())
 }

@@ -10,7 +10,11 @@ use rustix::{
     process::{PidfdFlags, PidfdGetfdFlags, getpid, pidfd_getfd, pidfd_open},
 };
 
-use crate::{Error, snapshot::FilePlace};
+use crate::{
+    DescriptorFault::{self, Direct, Mode, NotPassed, NotRegular, OtherFile},
+    Error, Misfit,
+    snapshot::FilePlace,
+};
 
 /// What is done with the file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -37,7 +41,7 @@ pub(crate) fn take(place: &FilePlace, purpose: Purpose) -> Result<Option<Passed>
             if direct {
                 let why = "is open with O_DIRECT, which the parts between the pages can't use; also pass one without \
                            it, as fdset:N,M";
-                return Err(wrong(number, why));
+                return Err(wrong(Direct, number, why));
             }
             Ok(Some(Passed { buffered: file, direct: None }))
         }
@@ -47,10 +51,11 @@ pub(crate) fn take(place: &FilePlace, purpose: Purpose) -> Result<Option<Passed>
 
 fn pair(one: Checked, other: Checked) -> Result<Passed, Error> {
     if let Some(pipe) = [&one, &other].into_iter().find(|checked| checked.pipe) {
-        return Err(wrong(pipe.number, "is not a regular file"));
+        return Err(wrong(NotRegular, pipe.number, "is not a regular file"));
     }
     if one.id != other.id {
         return Err(wrong(
+            OtherFile,
             other.number,
             format!("is another file than descriptor {}; open the same file twice", one.number),
         ));
@@ -59,10 +64,18 @@ fn pair(one: Checked, other: Checked) -> Result<Passed, Error> {
         (true, false) => (one, other),
         (false, true) => (other, one),
         (true, true) => {
-            return Err(wrong(other.number, "is open with O_DIRECT like the first; one must be open without it"));
+            return Err(wrong(
+                Direct,
+                other.number,
+                "is open with O_DIRECT like the first; one must be open without it",
+            ));
         }
         (false, false) => {
-            return Err(wrong(other.number, "is open without O_DIRECT like the first; open one of them with it"));
+            return Err(wrong(
+                Direct,
+                other.number,
+                "is open without O_DIRECT like the first; open one of them with it",
+            ));
         }
     };
     Ok(Passed { buffered: buffered.file, direct: Some(direct.file) })
@@ -79,20 +92,21 @@ struct Checked {
 }
 
 fn check(number: i32, purpose: Purpose) -> Result<Checked, Error> {
-    let flags = flags_of(number).ok_or_else(|| wrong(number, "was not passed to this process"))?;
+    let flags = flags_of(number).ok_or_else(|| wrong(NotPassed, number, "was not passed to this process"))?;
     // What was passed came through an exec, which closes all that has this flag; what we have opened ourselves has it.
     if flags.contains(OFlags::CLOEXEC) {
-        return Err(wrong(number, "belongs to transship itself, and was not passed to it"));
+        return Err(wrong(NotPassed, number, "belongs to transship itself, and was not passed to it"));
     }
     let (mode, name) = match purpose {
         Purpose::Save => (OFlags::WRONLY, "for writing only (O_WRONLY)"),
         Purpose::Restore => (OFlags::RDONLY, "for reading only (O_RDONLY)"),
     };
     if flags & OFlags::ACCMODE != mode || flags.contains(OFlags::PATH) {
-        return Err(wrong(number, format!("must be open {name}; it is {}", mode_name(flags))));
+        return Err(wrong(Mode, number, format!("must be open {name}; it is {}", mode_name(flags))));
     }
     if flags.contains(OFlags::APPEND) {
         return Err(wrong(
+            Mode,
             number,
             "is open for appending (O_APPEND), so pages can't be written to their places; open it without",
         ));
@@ -107,14 +121,14 @@ fn check(number: i32, purpose: Purpose) -> Result<Checked, Error> {
         FileType::RegularFile => false,
         // A plain stream can be read from anywhere.
         FileType::Fifo | FileType::Socket | FileType::CharacterDevice if purpose == Purpose::Restore => true,
-        _ => return Err(wrong(number, "is not a regular file")),
+        _ => return Err(wrong(NotRegular, number, "is not a regular file")),
     };
     let direct = flags.contains(OFlags::DIRECT);
     Ok(Checked { number, file: file.into(), direct, pipe, id: (stat.st_dev, stat.st_ino) })
 }
 
-fn wrong(number: i32, why: impl std::fmt::Display) -> Error {
-    Error::File(format!("descriptor {number} {why}"))
+fn wrong(fault: DescriptorFault, number: i32, why: impl std::fmt::Display) -> Error {
+    Misfit::Descriptor(fault).file(format!("descriptor {number} {why}"))
 }
 
 fn mode_name(flags: OFlags) -> &'static str {
@@ -162,10 +176,11 @@ mod tests {
         FilePlace::FdSet(one.as_raw_fd(), other.as_raw_fd())
     }
 
-    fn refusal(place: FilePlace, purpose: Purpose) -> String {
+    fn fault(place: FilePlace, purpose: Purpose) -> DescriptorFault {
         match take(&place, purpose) {
             Ok(_) => panic!("{place:?} was taken for {purpose:?}"),
-            Err(error) => error.to_string(),
+            Err(Error::File { what: Misfit::Descriptor(fault), .. }) => fault,
+            Err(other) => panic!("{other}"),
         }
     }
 
@@ -181,16 +196,16 @@ mod tests {
             (write, Purpose::Restore, false),
             (both, Purpose::Restore, false),
             (write | OFlags::APPEND, Purpose::Save, false),
-            (write | OFlags::DIRECT, Purpose::Save, false),
         ] {
             let file = lab.open("a", flags);
-            let number = file.as_raw_fd();
-            match (take(&FilePlace::Fd(number), purpose), ok) {
-                (Ok(passed), true) => assert!(passed.unwrap().direct.is_none()),
-                (Err(error), false) => assert!(error.to_string().contains(&format!("descriptor {number} ")), "{error}"),
-                (taken, _) => panic!("{flags:?} for {purpose:?}: {}", taken.is_ok()),
+            let place = FilePlace::Fd(file.as_raw_fd());
+            match ok {
+                true => assert!(take(&place, purpose).unwrap().unwrap().direct.is_none()),
+                false => assert_eq!(fault(place, purpose), Mode, "{flags:?} for {purpose:?}"),
             }
         }
+        let direct = lab.open("a", write | OFlags::DIRECT);
+        assert_eq!(fault(FilePlace::Fd(direct.as_raw_fd()), Purpose::Save), Direct);
     }
 
     #[test]
@@ -205,29 +220,37 @@ mod tests {
             let is_direct = |file: &File| rustix::fs::fcntl_getfl(file).unwrap().contains(OFlags::DIRECT);
             assert_eq!((is_direct(&passed.buffered), is_direct(&passed.direct.unwrap())), (false, true));
         }
-        assert!(refusal(set(&plain, &other), Purpose::Save).contains("another file"));
-        assert!(refusal(set(&direct, &again), Purpose::Save).contains("without it"));
+        assert_eq!(fault(set(&plain, &other), Purpose::Save), OtherFile);
+        assert_eq!(fault(set(&direct, &again), Purpose::Save), Direct);
         let second = lab.open("a", OFlags::WRONLY);
-        assert!(refusal(set(&plain, &second), Purpose::Save).contains("open one of them with it"));
+        assert_eq!(fault(set(&plain, &second), Purpose::Save), Direct);
         let readable = lab.open("a", OFlags::RDWR | OFlags::DIRECT);
-        let why = refusal(set(&plain, &readable), Purpose::Save);
+        assert_eq!(fault(set(&plain, &readable), Purpose::Save), Mode);
+    }
+
+    #[test]
+    fn the_text_names_the_descriptor_and_how_it_must_be_open() {
+        let lab = Lab::new();
+        let plain = lab.open("a", OFlags::WRONLY);
+        let readable = lab.open("a", OFlags::RDWR | OFlags::DIRECT);
+        let why = take(&set_of(&plain, &readable), Purpose::Save).err().unwrap().to_string();
         assert!(why.contains(&format!("descriptor {} must be open for writing only", readable.as_raw_fd())), "{why}");
     }
 
     #[test]
     fn what_was_not_passed_is_not_taken() {
         let lab = Lab::new();
-        assert!(refusal(FilePlace::Fd(9_999_999), Purpose::Save).contains("was not passed"));
+        assert_eq!(fault(FilePlace::Fd(9_999_999), Purpose::Save), NotPassed);
         let ours = lab.open("a", OFlags::WRONLY | OFlags::CLOEXEC);
         rustix::io::fcntl_setfd(&ours, FdFlags::CLOEXEC).unwrap();
-        assert!(refusal(FilePlace::Fd(ours.as_raw_fd()), Purpose::Save).contains("belongs to transship itself"));
+        assert_eq!(fault(FilePlace::Fd(ours.as_raw_fd()), Purpose::Save), NotPassed);
         let (other, end) = std::io::pipe().unwrap();
         rustix::io::fcntl_setfd(&end, FdFlags::empty()).unwrap();
         rustix::io::fcntl_setfd(&other, FdFlags::empty()).unwrap();
-        assert!(refusal(FilePlace::Fd(end.as_raw_fd()), Purpose::Save).contains("not a regular file"));
+        assert_eq!(fault(FilePlace::Fd(end.as_raw_fd()), Purpose::Save), NotRegular);
         // A stream may come through one.
         assert!(take(&FilePlace::Fd(other.as_raw_fd()), Purpose::Restore).is_ok());
         let file = lab.open("a", OFlags::RDONLY);
-        assert!(refusal(set_of(&other, &file), Purpose::Restore).contains("not a regular file"));
+        assert_eq!(fault(set_of(&other, &file), Purpose::Restore), NotRegular);
     }
 }

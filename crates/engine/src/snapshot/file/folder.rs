@@ -40,13 +40,13 @@ impl Folder {
     pub(super) fn make(uri: &FileUri) -> Result<Self, Error> {
         let failed = |errno: Errno| Error::Io { what: format!("make a folder beside {uri}"), source: errno.into() };
         let FilePlace::Path(path) = &uri.place else {
-            return Err(Error::File(format!("{uri} can't be an image, which is a folder; name a folder")));
+            return Err(Error::file(format!("{uri} can't be an image, which is a folder; name a folder")));
         };
         if uri.offset > 0 {
-            return Err(Error::File(format!("{uri}: an image is a folder and has no offset; leave it out")));
+            return Err(Error::file(format!("{uri}: an image is a folder and has no offset; leave it out")));
         }
         check_free(uri, path)?;
-        let name = path.file_name().ok_or_else(|| Error::File(format!("{uri} names no folder")))?.to_owned();
+        let name = path.file_name().ok_or_else(|| Error::file(format!("{uri} names no folder")))?.to_owned();
         let parent = path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
         let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
         let parent = rustix::fs::open(parent, flags, Mode::empty()).map_err(failed)?;
@@ -69,12 +69,12 @@ impl Folder {
                 Ok(false) => {}
                 Err(Errno::WOULDBLOCK) => {
                     let what = format!("another save makes {uri} at this moment; wait for it, or name another folder");
-                    return Err(Error::File(what));
+                    return Err(Error::file(what));
                 }
                 Err(errno) => return Err(failed(errno)),
             }
         }
-        Err(Error::File(format!("others make and remove {uri} all the time; name another folder")))
+        Err(Error::file(format!("others make and remove {uri} all the time; name another folder")))
     }
 
     /// A new file in it.
@@ -120,13 +120,13 @@ fn check_free(uri: &FileUri, path: &Path) -> Result<(), Error> {
     match fs::read_dir(path) {
         Ok(mut entries) => match entries.next() {
             None => Ok(()),
-            Some(_) => Err(Error::File(format!(
+            Some(_) => Err(Error::file(format!(
                 "{uri} is a folder with something in it, perhaps an image that clones run from; name a new folder"
             ))),
         },
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
         Err(error) if error.kind() == io::ErrorKind::NotADirectory => {
-            Err(Error::File(format!("{uri} is a file, and an image is a folder; name a new folder")))
+            Err(Error::file(format!("{uri} is a file, and an image is a folder; name a new folder")))
         }
         Err(error) => Err(failed(error)),
     }

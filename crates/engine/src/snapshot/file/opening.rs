@@ -16,7 +16,7 @@ use super::{
     temporary::{make_temporary, temporary_name},
 };
 use crate::{
-    Error,
+    Error, Misfit,
     snapshot::{DirectIo, FileUri},
 };
 
@@ -30,7 +30,9 @@ impl Target {
         };
         let old = match fs::metadata(&path) {
             Ok(meta) if !meta.is_file() => {
-                return Err(Error::File(format!("{uri} is not a regular file; name a regular file, or a new one")));
+                return Err(
+                    Misfit::NotRegular.file(format!("{uri} is not a regular file; name a regular file, or a new one"))
+                );
             }
             Ok(_) => Some(File::open(&path)),
             Err(error) if error.kind() == io::ErrorKind::NotFound => None,
@@ -39,7 +41,7 @@ impl Target {
         if let Some(Ok(old)) = &old {
             check_not_memory(uri, old, memory)?;
         }
-        let name = path.file_name().ok_or_else(|| Error::File(format!("{uri} names no file")))?.to_owned();
+        let name = path.file_name().ok_or_else(|| Error::file(format!("{uri} names no file")))?.to_owned();
         let folder = path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
         let folder = rustix::fs::open(folder, OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC, Mode::empty());
         let folder = folder.map_err(|errno| failed(errno.into()))?;
@@ -90,7 +92,7 @@ impl Target {
             Ok(direct) => self.direct = Some(direct),
             Err(why) if wish == DirectIo::Auto => self.refused = Some(why),
             Err(why) => {
-                return Err(Error::File(format!(
+                return Err(Misfit::DirectIo.file(format!(
                     "{}: can't write pages past the page cache: {why}; use --direct-io=auto or off, or a disk file \
                      system such as ext4 or xfs",
                     self.uri
@@ -147,7 +149,7 @@ pub(super) fn check_not_memory(uri: &FileUri, file: &File, memory: &GuestMemory)
     match memory.regions().iter().find(is_it) {
         Some(region) => {
             let why = format!("is the memory of the guest itself (region {}); name another file", region.name());
-            Err(Error::File(format!("{uri} {why}")))
+            Err(Misfit::OwnMemory.file(format!("{uri} {why}")))
         }
         None => Ok(()),
     }

@@ -13,9 +13,9 @@ use transship_memory::PageBuffer;
 
 use super::descriptors::{self, Purpose};
 use crate::{
-    Error, FileReport,
+    Error, FileReport, Misfit,
     snapshot::{DirectIo, FilePlace, FileUri, Format, save_image::SaveImage},
-    stream::whence::wrong,
+    stream::whence::{misfit, wrong},
 };
 
 /// An open snapshot.
@@ -54,7 +54,7 @@ impl Origin {
         if direct_io == DirectIo::On && direct.is_none() && passed {
             let what = "it was passed without a descriptor that is open with O_DIRECT; pass one of each kind, as \
                         fdset:N,M";
-            return Err(wrong(&name, what));
+            return Err(misfit(Misfit::DirectIo, &name, what));
         }
         Ok(Self { refused, ..Self::of(name, file, direct, from.offset)? })
     }
@@ -159,7 +159,7 @@ fn open_path(
 /// The error where direct I/O was asked for and can't be had.
 pub(crate) fn no_direct(name: &str, why: impl Display) -> Error {
     let what = format!("its file system does not offer direct I/O ({why}); use --direct-io auto or off");
-    wrong(name, what)
+    misfit(Misfit::DirectIo, name, what)
 }
 
 fn check_same(name: &str, one: &File, other: &File) -> Result<(), Error> {

@@ -117,7 +117,7 @@ impl Target {
                 Self::new(uri, passed.buffered, passed.direct, TargetKind::Passed)
             }
             (FilePlace::Path(path), None) => Self::named(uri, path, memory)?,
-            (_, None) => return Err(Error::File(format!("{uri} names no file"))),
+            (_, None) => return Err(Error::file(format!("{uri} names no file"))),
         };
         target.set_length(0)?;
         target.open_direct(direct_io, memory)?;
@@ -163,12 +163,12 @@ impl Target {
     /// The system's own.
     pub(crate) fn add_file(&self, name: &str, bytes: u64) -> Result<usize, Error> {
         let TargetKind::Folder(folder) = &self.place else {
-            return Err(Error::File(format!("{} is one file", self.uri)));
+            return Err(Error::file(format!("{} is one file", self.uri)));
         };
         let buffered = folder.make_file(&self.uri, name)?;
         buffered.set_len(bytes).map_err(|source| self.failed("make", source))?;
         let opened = self.is_direct().then(|| folder.open_direct(name)).transpose();
-        let direct = opened.map_err(|why| Error::File(format!("{}: {why}", self.uri)))?;
+        let direct = opened.map_err(|why| Error::file(format!("{}: {why}", self.uri)))?;
         let mut more = self.more.write().unwrap_or_else(PoisonError::into_inner);
         more.push(Part { buffered, direct });
         Ok(more.len())
@@ -270,7 +270,7 @@ impl Target {
     pub(crate) fn read_at(&self, file: usize, bytes: &mut [u8], at: u64) -> Result<(), Error> {
         self.with(file, |buffered, _| buffered.read_exact_at(bytes, at)).map_err(|source| {
             match rustix::io::Errno::from_io_error(&source) {
-                Some(Errno::BADF) => Error::File(format!(
+                Some(Errno::BADF) => Error::file(format!(
                     "{} was passed for writing only, but pages that arrive as differences (xbzrle) must be read again; \
                  turn xbzrle off, or name the file",
                     self.uri
@@ -368,7 +368,7 @@ impl Target {
                     source: errno.into(),
                 })
             }
-            TargetKind::Folder(_) => Err(Error::File(format!("{} is an image, and is completed otherwise", self.uri))),
+            TargetKind::Folder(_) => Err(Error::file(format!("{} is an image, and is completed otherwise", self.uri))),
             TargetKind::Passed => {
                 self.sync(progress)?;
                 crate::fail_point::reach("save.synced")?;

@@ -12,7 +12,7 @@ use rustix::{
     io::Errno,
 };
 
-use crate::{Error, snapshot::FileUri};
+use crate::{Error, Misfit, snapshot::FileUri};
 
 /// Attempts to make the file while others make and remove theirs.
 const ATTEMPTS: u32 = 100;
@@ -25,7 +25,8 @@ pub(super) fn temporary_name(name: &OsStr) -> OsString {
 /// Makes the file anew and locks it, after removing what a save that died has left.
 pub(super) fn make_temporary(uri: &FileUri, folder: &OwnedFd, name: &OsStr) -> Result<File, Error> {
     let failed = |errno: Errno| Error::Io { what: format!("make a file beside {uri}"), source: errno.into() };
-    let busy = || Error::File(format!("another save writes {uri} at this moment; wait for it, or name another file"));
+    let busy =
+        || Misfit::Busy.file(format!("another save writes {uri} at this moment; wait for it, or name another file"));
     let flags = OFlags::RDWR | OFlags::NOFOLLOW | OFlags::CLOEXEC;
     for _ in 0..ATTEMPTS {
         match rustix::fs::openat(folder, name, flags | OFlags::CREATE | OFlags::EXCL, Mode::from_raw_mode(0o600)) {

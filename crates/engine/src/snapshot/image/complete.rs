@@ -39,7 +39,7 @@ impl Target {
         progress: &Progress,
     ) -> Result<(), Error> {
         let TargetKind::Folder(folder) = &self.place else {
-            return Err(Error::File(format!("{} is one file, and an image is a folder", self.uri)));
+            return Err(Error::file(format!("{} is one file, and an image is a folder", self.uri)));
         };
         self.write_at(head, 0)?;
         let files: Vec<File> =

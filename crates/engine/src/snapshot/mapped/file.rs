@@ -85,7 +85,7 @@ impl MappedFile {
         let mut known = self.blocks.write().unwrap_or_else(|poisoned| poisoned.into_inner());
         for block in blocks {
             if known.layout.end().saturating_add(block.used_bytes) > MAX_BYTES {
-                return Err(Error::File(format!("blocks up to {:?} are longer than any file", &*block.name)));
+                return Err(Error::file(format!("blocks up to {:?} are longer than any file", &*block.name)));
             }
             let bytes = block.used_bytes;
             let at = if known.layout.is_image() && is_guest_memory(&block.name) {

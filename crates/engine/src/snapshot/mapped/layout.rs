@@ -131,7 +131,7 @@ impl Layout {
         for block in &self.regions {
             let end = writer.position() + block.entry_bytes();
             if block.geometry().is_some_and(|geometry| end > geometry.bitmap_offset) {
-                return Err(Error::File(format!(
+                return Err(Error::file(format!(
                     "the start of the snapshot takes {end} bytes, more than the room for it"
                 )));
             }

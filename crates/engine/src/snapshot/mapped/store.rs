@@ -11,7 +11,7 @@ use super::{
     writer::MappedWriter,
 };
 use crate::{
-    Error, FileReport, Progress,
+    Error, FileReport, Misfit, Progress,
     guest::DiskFile,
     snapshot::file::target::Target,
     stream::{
@@ -85,9 +85,8 @@ impl FileStore for MappedStore {
 
     fn complete(&self, tail: &[u8], report: &mut FileReport, progress: &Progress) -> Result<(), Error> {
         if !self.file.is_finished() {
-            return Err(Error::File(
-                "pages are still on their way to a file that is being completed: a bug of transship".into(),
-            ));
+            return Err(Misfit::Unfinished
+                .file("pages are still on their way to a file that is being completed: a bug of transship"));
         }
         report.direct_io = self.file.target.is_direct();
         report.direct_io_refused = self.file.target.refused().map(str::to_owned);
@@ -117,14 +116,13 @@ impl FileStore for MappedStore {
                 report.pages_freed += range.count;
             }
         }
-        let (head, rest) = pieces.split_first().ok_or_else(|| Error::File("an empty snapshot".into()))?;
+        let (head, rest) = pieces.split_first().ok_or_else(|| Error::file("an empty snapshot"))?;
         rest.iter().try_for_each(|piece| self.file.target.write_at(&piece.bytes, piece.position))?;
         let target = &self.file.target;
         match blocks.layout.is_image() {
             true if target.files() == 1 => {
-                return Err(Error::File(
-                    "none of its blocks is called as a guest's memory is; save the guest itself with --format raw"
-                        .into(),
+                return Err(Error::file(
+                    "none of its blocks is called as a guest's memory is; save the guest itself with --format raw",
                 ));
             }
             true => {
@@ -322,7 +320,7 @@ mod tests {
                 writer = None;
             }
             let complete = || store.complete(b"", &mut FileReport::default(), &Progress::new());
-            assert!(complete().unwrap_err().to_string().contains("on their way"));
+            assert!(matches!(complete(), Err(Error::File { what: Misfit::Unfinished, .. })));
             if let Some(writer) = &mut writer {
                 writer.finish().unwrap();
                 complete().unwrap();

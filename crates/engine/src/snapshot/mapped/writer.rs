@@ -125,7 +125,7 @@ impl PageWriter for MappedWriter {
         self.keep_in_cache()?;
         let (number, mut page) = (offset / PAGE_BYTES as u64, [0; PAGE_BYTES]);
         self.file.read_page(block, number, &mut page)?;
-        xbzrle::decode(delta, 0, &mut page).map_err(|error| Error::File(error.to_string()))?;
+        xbzrle::decode(delta, 0, &mut page).map_err(|error| Error::file(error.to_string()))?;
         self.room(1)?.copy_from_slice(&page);
         self.store(0, block, PageRange::new(number, 1))
     }

@@ -156,7 +156,7 @@ fn unusable(cause: &Error) -> Failed {
     let what = format!("{cause}; nothing runs, and the waiting VMM can't be used any more: end it and start a new one");
     let error = match cause {
         Error::Memory(_) => Error::Guest(GuestError::Unfit(what)),
-        _ => Error::File(what),
+        _ => Error::file(what),
     };
     (error, Ending::Hold)
 }

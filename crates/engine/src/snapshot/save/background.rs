@@ -35,7 +35,7 @@ impl Saving<'_, '_> {
         if self.options.then == Then::StayStopped {
             let why = "after a background snapshot the guest runs on, so it can't be left as it was saved; use --live \
                        or --paused";
-            return Err(Error::Unfit(why.into()));
+            return Err(Error::unfit(why));
         }
         Ok(())
     }

@@ -29,7 +29,7 @@ impl Saving<'_, '_> {
         let files = if self.report.disks.is_empty() { DiskFiles::Same } else { DiskFiles::Any };
         if !self.definition_now()?.is_same_machine(&definition, files) {
             let why = "the domain's definition was changed while it was saved (virsh dumpxml shows it); save it again";
-            return Err(Error::Unfit(why.into()));
+            return Err(Error::unfit(why));
         }
         self.target.change_before(definition.encode(self.found.ran(), encoding));
         Ok(())
@@ -39,7 +39,7 @@ impl Saving<'_, '_> {
         self.guest.unguarded().definition()?.ok_or_else(|| {
             let why = "a save image of libvirt's begins with the definition of a domain, which only libvirt knows; \
                        name the guest by --vm libvirt:DOMAIN, or use another --format";
-            Error::Unfit(why.into())
+            Error::unfit(why)
         })
     }
 }

@@ -98,7 +98,7 @@ impl Output for MappedFile {
         for (block, place) in state.blocks.iter().zip(devices) {
             write_device(block, place, target)?;
         }
-        let (head, rest) = pieces.split_first().ok_or_else(|| Error::File("an empty snapshot".into()))?;
+        let (head, rest) = pieces.split_first().ok_or_else(|| Error::file("an empty snapshot"))?;
         rest.iter().try_for_each(|piece| target.write_at(&piece.bytes, piece.position))?;
         fail_point::reach("save.tail")?;
         for (region, range) in pages.stale() {

@@ -64,7 +64,7 @@ pub fn save_guest(
 ) -> Result<(), Error> {
     let begin = Instant::now();
     if options.encrypt_to.is_some() && options.format != Format::Stream {
-        return Err(Error::File(format!("{to}: only a file of the format stream can be encrypted")));
+        return Err(Error::file(format!("{to}: only a file of the format stream can be encrypted")));
     }
     report.bytes.guest = guest.memory().bytes();
     let guest = &mut Guarded::new(guest, guard);

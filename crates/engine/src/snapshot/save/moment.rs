@@ -143,7 +143,7 @@ impl MomentFailure {
                  the snapshot; turn off what makes it give memory back (a balloon, free page reporting), or use \
                  --live"
             ))),
-            Self::Stalled => Error::File(format!(
+            Self::Stalled => Error::file(format!(
                 "the file accepts no more data: a write of the guest has waited for it for {} s. The snapshot was \
                  given up, and the guest runs on",
                 STALL_MAX.as_secs()

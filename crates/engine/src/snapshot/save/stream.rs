@@ -217,14 +217,14 @@ impl StreamFile {
     fn check(&self, state: &DeviceState) -> Result<(), Error> {
         let (said, is) = (&self.configuration.machine, &state.configuration.machine);
         if said != is {
-            return Err(Error::Unfit(format!(
+            return Err(Error::unfit(format!(
                 "the VMM reports its machine as {said}, but its device state names {is}"
             )));
         }
         if !state.early.is_empty() {
             let why = "a machine with virtio-mem sends the amount of plugged memory before the first page, with which \
                        a stream begins";
-            return Err(Error::Unfit(format!("{why}; save it with --format mapped-ram")));
+            return Err(Error::unfit(format!("{why}; save it with --format mapped-ram")));
         }
         Ok(())
     }

@@ -37,7 +37,7 @@ impl Unsaved {
     /// The system's; huge pages that are too large to be copied.
     pub(super) fn of(memory: &Region, unit: u64) -> Result<Self, Error> {
         if unit > UNIT_PAGES_MAX {
-            return Err(Error::Unfit(format!(
+            return Err(Error::unfit(format!(
                 "guest memory {:?} is in huge pages of {} MiB, which are too large to be copied while a write waits; \
                  use --live or --paused",
                 memory.name(),

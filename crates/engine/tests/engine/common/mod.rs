@@ -1,5 +1,6 @@
 //! Two guests of real memory whose writes are a list, so that what must arrive is known.
 #![allow(unreachable_pub, clippy::unwrap_used)]
+pub mod errors;
 pub mod ops;
 pub mod snapshot;
 

@@ -2,7 +2,7 @@
 use std::fs;
 
 use proptest::{collection::vec, prelude::*};
-use transship_engine::Format;
+use transship_engine::{Format, Rule};
 use transship_wire::qemu::{Name, Packet, Pages};
 
 use super::{
@@ -74,5 +74,6 @@ fn state_of_devices_on_channels_is_refused() {
     stream.channels[1].truncate(at);
     stream.channels[1].extend(Packet::DeviceState(state).encode());
     let error = refusal(&stream, Order::MainFirst, None);
-    assert!(error.contains("on channel 1") && error.contains("0000:00:05.0/vfio"), "{error}");
+    assert_eq!(error.rule(), Some(Rule::Abilities), "{error}");
+    assert!(error.to_string().contains("0000:00:05.0/vfio"), "it is named: {error}");
 }

@@ -7,7 +7,9 @@ use std::{
     thread,
 };
 
-use transship_engine::{Actor, Listener, Outcome, Progress, RelayOptions, Report, Uri, relay_from_qemu, relay_to_qemu};
+use transship_engine::{
+    Actor, Error, Listener, Outcome, Progress, RelayOptions, Report, Rule, Uri, relay_from_qemu, relay_to_qemu,
+};
 use transship_wire::{
     Preamble, Role, SessionId,
     qemu::{Command, Configuration, Name, StreamWriter},
@@ -111,38 +113,38 @@ fn hear(from: &mut TcpStream) -> Option<Message> {
 #[test]
 fn a_hostile_relay_is_refused() {
     type Attack = fn(&mut Intruder);
-    let attacks: [(&str, Attack); 10] = [
-        ("connection 7, which is not open", |link| link.raw(7, 0, b"bytes")),
-        ("packet 0 of connection 0 twice", |link| {
+    let attacks: [(Option<Rule>, &str, Attack); 10] = [
+        (Some(Rule::Bounds), "connection 7, which is not open", |link| link.raw(7, 0, b"bytes")),
+        (Some(Rule::Order), "packet 0 of connection 0 twice", |link| {
             link.raw(0, 0, b"bytes");
             link.raw(0, 0, b"bytes");
         }),
-        ("beyond its window", |link| {
+        (Some(Rule::Bounds), "beyond its window", |link| {
             // Nothing is at 0, so nothing can be written.
             (1..40).for_each(|sequence| link.raw(0, sequence, &vec![0; MAX_BYTES]));
         }),
-        ("beyond its window", |link| (1..70_000).for_each(|sequence| link.raw(0, sequence, b"b"))),
-        ("can't be decoded", |link| {
+        (Some(Rule::Bounds), "beyond its window", |link| (1..70_000).for_each(|sequence| link.raw(0, sequence, b"b"))),
+        (Some(Rule::Encoding), "can't be decoded", |link| {
             let content = Content::Encoded { bytes: 4096, gives_end: false, method: 2, payload: 9 };
             link.packet(&Packet { connection: 0, sequence: 0, content }, b"no frame!");
         }),
-        ("method 99 is not known", |link| {
+        (Some(Rule::Encoding), "method 99 is not known", |link| {
             let content = Content::Encoded { bytes: 4096, gives_end: false, method: 99, payload: 9 };
             link.packet(&Packet { connection: 0, sequence: 0, content }, b"no frame!");
         }),
-        ("packet magic", |link| drop(link.data.write_all(&[0xa5; 64]))),
-        ("out of turn", |link| {
+        (None, "packet magic", |link| drop(link.data.write_all(&[0xa5; 64]))),
+        (Some(Rule::Turn), "out of turn", |link| {
             let open = Message::Open { connection: 2, first: b"QEVM".to_vec() };
             link.control.write_all(&open.encode()).unwrap();
         }),
-        ("returned more credit on connection 0 than was used", |link| {
+        (Some(Rule::Bounds), "returned more credit on connection 0 than was used", |link| {
             for amount in [1000, 1] {
                 link.control.write_all(&Message::Credit { connection: 0, amount }.encode()).unwrap();
             }
         }),
-        ("not allowed here", |link| link.control.write_all(&Message::Welcome.encode()).unwrap()),
+        (Some(Rule::Turn), "not allowed here", |link| link.control.write_all(&Message::Welcome.encode()).unwrap()),
     ];
-    for (part, attack) in attacks {
+    for (rule, part, attack) in attacks {
         let folder = tempfile::tempdir().unwrap();
         let qemu_uri = folder.path().join("qemu");
         let qemu = UnixListener::bind(&qemu_uri).unwrap();
@@ -158,11 +160,12 @@ fn a_hostile_relay_is_refused() {
         assert!(is_closed(&there), "{part}");
         let error = far.join().unwrap().unwrap_err();
         assert_eq!((error.outcome(), error.actor()), (Outcome::NothingLost, Actor::Peer), "{part}: {error}");
-        assert!(error.to_string().contains(part), "{part}: {error}");
+        assert_eq!(error.rule(), rule, "{part}: {error}");
+        assert!(rule.is_some() || matches!(error, Error::Wire { .. }), "{error}");
         let told =
             std::iter::from_fn(|| hear(&mut link.control)).find(|message| matches!(message, Message::Abort { .. }));
         let Some(Message::Abort { end, refusal }) = told else { panic!("{part}: {told:?}") };
-        assert!(end == TheEnd::Withheld && refusal.reason.contains(part), "{refusal:?}");
+        assert!(end == TheEnd::Withheld && refusal.reason.contains(part), "the other relay is told: {refusal:?}");
     }
 }
 
