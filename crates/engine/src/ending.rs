@@ -41,6 +41,7 @@ pub(crate) fn finish(
     report.status = status_of(&result);
     report.error = result.as_ref().err().map(ToString::to_string);
     report.error_by = result.as_ref().err().map(Error::actor);
+    report.error_kind = result.as_ref().err().map(Error::kind);
     let seconds = begin.elapsed().as_secs_f64();
     report.total_ms = seconds * 1e3;
     report.throughput = report.bytes.wire as f64 / seconds;
@@ -83,7 +84,7 @@ mod tests {
 
     use super::*;
     use crate::{
-        Converge,
+        Actor, Converge,
         shortfall::{Medium, Shortfall},
     };
 
@@ -154,6 +155,7 @@ mod tests {
         std::thread::sleep(Duration::from_millis(5));
         let result = finish(Err(Error::unfit(text())), begin, &Progress::new(), &mut report);
         assert!(result.is_err() && report.error.is_some_and(|error| error.contains("why")));
+        assert_eq!((report.error_by, report.error_kind), (Some(Actor::User), Some("unfit")));
         let until_now_ms = begin.elapsed().as_secs_f64() * 1e3;
         assert!((5.0..=until_now_ms).contains(&report.total_ms), "{} of {until_now_ms}", report.total_ms);
         assert!((report.throughput * report.total_ms / 1e9 - 1.0).abs() < 1e-9, "{}", report.throughput);

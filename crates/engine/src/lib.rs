@@ -14,6 +14,7 @@ mod digest;
 mod door;
 mod ending;
 mod error;
+mod error_kind;
 mod fail_point;
 mod filling;
 mod forecast;

@@ -358,6 +358,9 @@ pub struct Report {
     /// The party that can act on that.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub error_by: Option<Actor>,
+    /// Which error it was, in a word for scripts.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub error_kind: Option<&'static str>,
 }
 
 impl Report {
