@@ -121,7 +121,7 @@ impl SourceMemory {
     pub(crate) fn touched(&self) -> Result<Vec<Range<u64>>, String> {
         let mut ranges: Vec<Range<u64>> = Vec::new();
         for (_, pages) in self.chunks(&self.map()?).filter(|&(fill, _)| fill != Fill::Hole) {
-            let (start, end) = (pages.first * PAGE_BYTES as u64, pages.end() * PAGE_BYTES as u64);
+            let (start, end) = (pages.first.offset(), pages.end().offset());
             match ranges.last_mut() {
                 Some(last) if last.end == start => last.end = end,
                 _ => ranges.push(start..end),
@@ -140,9 +140,9 @@ impl SourceMemory {
         let mut random = Random(0x9e37_79b9_7f4a_7c15);
         let mut window = vec![0; WINDOW_BYTES];
         for (fill, pages) in self.chunks(region).filter(|&(fill, _)| fill != Fill::Hole) {
-            for first in (pages.first..pages.end()).step_by(WINDOW_PAGES as usize) {
+            for PageRange { first, .. } in pages.parts(WINDOW_PAGES) {
                 random.fill(fill, &mut window);
-                region.write_pages(WindowPages::new(first, u128::MAX), &window).map_err(|e| e.to_string())?;
+                region.write_pages(first.masked(u128::MAX), &window).map_err(|e| e.to_string())?;
             }
         }
         Ok(())
@@ -150,15 +150,9 @@ impl SourceMemory {
 
     fn chunks(&self, region: &Region) -> impl Iterator<Item = (Fill, PageRange)> {
         let pages = CHUNK_BYTES.max(region.backing_page_bytes()) / PAGE_BYTES as u64;
-        let all = region.pages();
         let content = self.content;
-        (0..all.div_ceil(pages)).map(move |chunk| {
-            let first = chunk * pages;
-            (
-                content.map_or(Fill::Random, |content| content.of_chunk(chunk)),
-                PageRange::new(first, pages.min(all - first)),
-            )
-        })
+        let parts = (0..).zip(PageRange::all(region.pages()).parts(pages));
+        parts.map(move |(chunk, part)| (content.map_or(Fill::Random, |content| content.of_chunk(chunk)), part))
     }
 }
 

@@ -7,7 +7,7 @@ use std::{
     thread,
 };
 
-use transship_memory::{GuestMemory, PAGE_BYTES, PageRange, PageSet, Region, WINDOW_PAGES, WindowPages};
+use transship_memory::{GuestMemory, PAGE_BYTES, PageRange, PageSet, Region, WINDOW_PAGES};
 
 use crate::Error;
 
@@ -60,11 +60,7 @@ struct Chunk<'a> {
 }
 
 fn chunks_of<'a>((number, (region, data)): (u64, (&'a Region, &'a PageSet))) -> impl Iterator<Item = Chunk<'a>> {
-    (0..region.pages().div_ceil(CHUNK_PAGES)).map(move |chunk| {
-        let first = chunk * CHUNK_PAGES;
-        let range = PageRange::new(first, CHUNK_PAGES.min(region.pages() - first));
-        Chunk { number, region, data, range }
-    })
+    PageRange::all(region.pages()).parts(CHUNK_PAGES).map(move |range| Chunk { number, region, data, range })
 }
 
 impl Chunk<'_> {
@@ -72,8 +68,8 @@ impl Chunk<'_> {
     fn hash(&self, bytes: &mut Vec<u8>) -> Result<Option<Hash>, Error> {
         let mut hasher = blake3::Hasher::new();
         let mut any = false;
-        for first in (self.range.first..self.range.end()).step_by(WINDOW_PAGES as usize) {
-            let data = WindowPages::new(first, self.data.window(first));
+        for PageRange { first, .. } in self.range.parts(WINDOW_PAGES) {
+            let data = first.masked(self.data.window(first));
             if data.is_empty() {
                 continue;
             }
@@ -87,7 +83,7 @@ impl Chunk<'_> {
             any = true;
             bytes.clear();
             self.region.copy_out(pages, bytes)?;
-            for place in [self.number, first] {
+            for place in [self.number, first.get()] {
                 hasher.update(&place.to_le_bytes());
             }
             hasher.update(&pages.mask.to_le_bytes());

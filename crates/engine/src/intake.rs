@@ -114,7 +114,7 @@ mod tests {
     #![allow(clippy::unwrap_used)]
     use proptest::prelude::*;
     use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
-    use transship_memory::{Access, Keep, PAGE_BYTES, Region};
+    use transship_memory::{Access, Keep, PAGE_BYTES, PageNumber, Region};
 
     use super::*;
 
@@ -177,7 +177,7 @@ mod tests {
     }
 
     fn apply(step: &Step, intake: &Intake, region: usize, model: &mut [u8]) {
-        let mut set = |pages: WindowPages, byte| pages.iter().for_each(|page| model[page as usize] = byte);
+        let mut set = |pages: WindowPages, byte| pages.iter().for_each(|page| model[page.get() as usize] = byte);
         match *step {
             Step::Write(pages, byte) => {
                 intake.write(region, pages, &vec![byte; pages.count() as usize * PAGE_BYTES]).unwrap();
@@ -211,7 +211,7 @@ mod tests {
                 later.iter().for_each(|step| apply(step, &intake, number, &mut model));
                 prop_assert_eq!(&holds(region), &model);
                 for (page, byte) in model.iter().enumerate() {
-                    prop_assert!(*byte == 0 || intake.written()[number].contains(page as u64));
+                    prop_assert!(*byte == 0 || intake.written()[number].contains(PageNumber::new(page as u64)));
                 }
             }
         }

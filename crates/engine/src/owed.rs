@@ -1,7 +1,7 @@
 //! Sets of pages as they travel when a guest is handed over before them: what it goes without, and what it still lacks.
 use std::time::Duration;
 
-use transship_memory::{GuestMemory, PageSet, WindowPages};
+use transship_memory::{GuestMemory, PageRange, PageSet, WindowPages};
 use transship_wire::{MAX_OWED_WINDOWS, Message, OwedWindow};
 
 use crate::{Error, Progress, Rule, control::Control};
@@ -10,7 +10,7 @@ use crate::{Error, Progress, Rule, control::Control};
 pub(crate) fn send(control: &mut Control, sets: &[PageSet]) -> Result<(), Error> {
     for (region, set) in (0..).zip(sets) {
         let windows: Vec<_> =
-            set.windows().map(|window| OwedWindow { first: window.first, pages: window.mask }).collect();
+            set.windows().map(|window| OwedWindow { first: window.first.get(), pages: window.mask }).collect();
         for windows in windows.chunks(MAX_OWED_WINDOWS) {
             control.send_or_hear(&Message::Owed { region, windows: windows.to_vec() })?;
         }
@@ -42,10 +42,10 @@ pub(crate) fn receive(
                     .ok_or_else(|| broke(format!("names pages of region {region}, which there is not")))?;
                 for OwedWindow { first, pages } in windows {
                     for run in WindowPages::new(first, pages).runs() {
-                        if run.end() > set.pages() {
+                        if run.end() > PageRange::all(set.pages()).end() {
                             return Err(broke(format!(
                                 "names page {} of region {region}, which it has not",
-                                run.end() - 1
+                                run.end().get() - 1
                             )));
                         }
                         set.insert(run);

@@ -1,7 +1,7 @@
 //! A page set that threads share: which pages the destination holds content for.
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use transship_memory::{PageRange, PageSet, WindowPages};
+use transship_memory::{PageNumber, PageRange, PageSet, WindowPages};
 
 /// Bits for the pages of one region. Within a round each page belongs to one thread, and rounds are separated by joins
 /// or channels, which order them: so every access is relaxed.
@@ -25,8 +25,8 @@ impl PageMap {
     }
 
     /// The 128 pages from `first`, a multiple of 128 inside the region.
-    pub(crate) fn window(&self, first: u64) -> u128 {
-        let at = first as usize / 64;
+    pub(crate) fn window(&self, first: PageNumber) -> u128 {
+        let at = first.get() as usize / 64;
         let [low, high] = [at, at + 1].map(|word| u128::from(self.words[word].load(Ordering::Relaxed)));
         low | high << 64
     }
@@ -39,7 +39,8 @@ impl PageMap {
         range.windows().for_each(|window| self.insert(window));
     }
 
-    pub(crate) fn contains(&self, page: u64) -> bool {
+    pub(crate) fn contains(&self, page: PageNumber) -> bool {
+        let page = page.get();
         self.words[page as usize / 64].load(Ordering::Relaxed) >> (page % 64) & 1 == 1
     }
 
@@ -49,17 +50,17 @@ impl PageMap {
 
     /// Removes pages, and says which of them were there: of several threads that want one, one gets it.
     pub(crate) fn claim(&self, pages: WindowPages) -> WindowPages {
-        let at = pages.first as usize / 64;
+        let at = pages.first.get() as usize / 64;
         let halves = [(at, pages.mask as u64), (at + 1, (pages.mask >> 64) as u64)];
         let [low, high] = halves.map(|(word, bits)| match bits {
             0 => 0,
             _ => self.words[word].fetch_and(!bits, Ordering::Relaxed) & bits,
         });
-        WindowPages::new(pages.first, u128::from(low) | u128::from(high) << 64)
+        pages.with(u128::from(low) | u128::from(high) << 64)
     }
 
     fn each_half(&self, pages: WindowPages, apply: impl Fn(&AtomicU64, u64) -> u64) {
-        let at = pages.first as usize / 64;
+        let at = pages.first.get() as usize / 64;
         for (word, bits) in [(at, pages.mask as u64), (at + 1, (pages.mask >> 64) as u64)] {
             if bits != 0 {
                 apply(&self.words[word], bits);
@@ -70,8 +71,8 @@ impl PageMap {
     /// A copy, as a set of the region's `pages` pages.
     pub(crate) fn to_set(&self, pages: u64) -> PageSet {
         let mut set = PageSet::empty(pages);
-        for first in (0..pages).step_by(128) {
-            WindowPages::new(first, self.window(first)).runs().for_each(|run| set.insert(run));
+        for PageRange { first, .. } in PageRange::all(pages).parts(128) {
+            first.masked(self.window(first)).runs().for_each(|run| set.insert(run));
         }
         set
     }
@@ -113,7 +114,7 @@ mod tests {
     }
 
     fn pages_of(WindowPages { first, mask }: WindowPages) -> Vec<u64> {
-        (0..128).filter(|bit| mask >> bit & 1 == 1).map(|bit| first + bit).collect()
+        (0..128).filter(|bit| mask >> bit & 1 == 1).map(|bit| first.get() + bit).collect()
     }
 
     fn steps() -> impl Strategy<Value = (u64, Vec<Step>)> {
@@ -147,7 +148,7 @@ mod tests {
             }
             Step::InsertRange(range) => {
                 map.insert_range(range);
-                model.extend(range.first..range.end());
+                model.extend(range.first.get()..range.end().get());
             }
             Step::Remove(pages) => {
                 map.remove(pages);
@@ -159,8 +160,8 @@ mod tests {
             }
             Step::Take(range) => {
                 let taken: Vec<_> = map.take(range).collect();
-                assert!(taken.iter().all(|window| window.first % 128 == 0 && !window.is_empty()));
-                let had: Vec<_> = (range.first..range.end()).filter(|page| model.remove(page)).collect();
+                assert!(taken.iter().all(|window| window.first == window.first.window() && !window.is_empty()));
+                let had: Vec<_> = (range.first.get()..range.end().get()).filter(|page| model.remove(page)).collect();
                 assert_eq!(taken.into_iter().flat_map(pages_of).collect::<Vec<_>>(), had);
             }
         }
@@ -172,11 +173,14 @@ mod tests {
             let (map, mut model) = (PageMap::new(pages), BTreeSet::new());
             steps.iter().for_each(|step| apply(step, &map, &mut model));
             let listed: Vec<u64> = model.iter().copied().collect();
-            prop_assert_eq!((0..pages).filter(|page| map.contains(*page)).collect::<Vec<_>>(), listed.clone());
-            let windows = (0..pages).step_by(128).flat_map(|first| pages_of(WindowPages::new(first, map.window(first))));
+            let all = PageRange::all(pages);
+            let there = all.iter().filter(|page| map.contains(*page)).map(PageNumber::get);
+            prop_assert_eq!(there.collect::<Vec<_>>(), listed.clone());
+            let windows = all.parts(128).flat_map(|part| pages_of(part.first.masked(map.window(part.first))));
             prop_assert_eq!(windows.collect::<Vec<_>>(), listed.clone());
             let set = map.to_set(pages);
-            prop_assert_eq!((0..pages).filter(|page| set.contains(*page)).collect::<Vec<_>>(), listed.clone());
+            let there = all.iter().filter(|page| set.contains(*page)).map(PageNumber::get);
+            prop_assert_eq!(there.collect::<Vec<_>>(), listed.clone());
             let bitmap = map.to_bitmap(pages);
             prop_assert_eq!(bitmap.len() as u64, pages.div_ceil(64) * 8);
             let bits = (0..pages).filter(|page| bitmap[*page as usize / 8] >> (page % 8) & 1 == 1);
@@ -221,7 +225,7 @@ mod tests {
         map.insert_range(range);
         assert_eq!(map.to_set(40_000).ranges().collect::<Vec<_>>(), [range]);
         let taken: Vec<_> = map.take(range).flat_map(WindowPages::iter).collect();
-        assert_eq!(taken, (range.first..range.end()).collect::<Vec<_>>());
+        assert_eq!(taken, range.iter().collect::<Vec<_>>());
     }
 
     #[test]
@@ -232,9 +236,9 @@ mod tests {
         map.insert(WindowPages::new(256, 1 << 40));
         let taken: Vec<_> = map.take(PageRange::new(6, 290)).collect();
         assert_eq!(taken, [WindowPages::new(0, 1 << 100), WindowPages::new(128, 1 << 3)]);
-        assert_eq!(map.window(0), 1 << 5);
-        assert_eq!(map.window(256), 1 << 40);
+        assert_eq!(map.window(PageNumber::FIRST), 1 << 5);
+        assert_eq!(map.window(PageNumber::new(256)), 1 << 40);
         assert_eq!(map.take(PageRange::new(0, 300)).count(), 2);
-        assert_eq!(map.window(0) | map.window(256), 0);
+        assert_eq!(map.window(PageNumber::FIRST) | map.window(PageNumber::new(256)), 0);
     }
 }

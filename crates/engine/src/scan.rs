@@ -10,8 +10,8 @@ use std::{
 };
 
 use transship_memory::{
-    Error as MemoryError, Freeing, GuestMemory, Holes, Note, PAGE_BYTES, PageRange, PageSet, Region, Tracker, Waited,
-    Waits, WindowPages,
+    Error as MemoryError, Freeing, GuestMemory, Holes, Note, PAGE_BYTES, PageSet, Region, Tracker, Waited, Waits,
+    WindowPages,
 };
 
 use crate::{Error, Progress, Report, RoundReport, TrackerName, TrackerReport, guest::RegionPages, page_map::PageMap};
@@ -299,7 +299,7 @@ pub(crate) fn new_holes(memory: &Region, wanted: WindowPages) -> u128 {
     let is_data = |range| memory.is_data(range).unwrap_or(true);
     let mut holes = 0;
     for run in wanted.runs().filter(|run| !is_data(*run)) {
-        for page in (run.first..run.end()).filter(|page| !is_data(PageRange::new(*page, 1))) {
+        for page in run.iter().filter(|page| !is_data(page.run(1))) {
             holes |= 1 << (page - wanted.first);
         }
     }

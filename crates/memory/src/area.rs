@@ -2,7 +2,7 @@
 
 use std::io;
 
-use crate::{Error, Flaw, PAGE_BYTES, PageRange, PageSet};
+use crate::{Error, Flaw, PAGE, PageNumber, PageRange, PageSet};
 
 /// Where (a part of) a region is mapped in the tracked process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -10,7 +10,7 @@ pub struct Area {
     /// Index into the guest's regions.
     pub region: usize,
     /// First page of the region that this area maps.
-    pub first_page: u64,
+    pub first_page: PageNumber,
     /// Address in the tracked process.
     pub address: u64,
     /// Size, a multiple of the page size.
@@ -19,7 +19,7 @@ pub struct Area {
 
 impl Area {
     pub(crate) fn range(&self) -> PageRange {
-        PageRange::new(self.first_page, self.bytes / PAGE_BYTES as u64)
+        self.first_page.run(self.bytes / PAGE)
     }
 
     pub(crate) fn end(&self) -> u64 {
@@ -28,10 +28,9 @@ impl Area {
 
     /// The pages of the region that lie between two addresses of the area.
     pub(crate) fn pages_between(&self, start: u64, end: u64) -> PageRange {
-        let page = PAGE_BYTES as u64;
         let (start, end) = (start.clamp(self.address, self.end()), end.clamp(self.address, self.end()));
-        let (first, end) = ((start - self.address) / page, (end - self.address).div_ceil(page));
-        PageRange::new(self.first_page + first, end.saturating_sub(first))
+        let (first, end) = ((start - self.address) / PAGE, (end - self.address).div_ceil(PAGE));
+        (self.first_page + first).run(end.saturating_sub(first))
     }
 }
 
@@ -55,7 +54,7 @@ pub(crate) fn check_inside(areas: &[Area], region_pages: &[u64]) -> Result<(), E
         let Some(&pages) = region_pages.get(area.region) else {
             return Err(untrackable(area.region, Flaw::NoRegion, "there is no such region"));
         };
-        let whole = |number: u64| number.is_multiple_of(PAGE_BYTES as u64);
+        let whole = |number: u64| number.is_multiple_of(PAGE);
         if area.bytes == 0 || !whole(area.bytes) || !whole(area.address) {
             return Err(untrackable(area.region, Flaw::Shape, format!("{area:x?} does not consist of pages")));
         }

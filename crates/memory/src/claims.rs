@@ -24,7 +24,7 @@ use std::{
 
 use rustix::fs::{FallocateFlags, MemfdFlags, SealFlags};
 
-use crate::{Error, Flaw, PAGE_BYTES, PageRange, PageSet, WINDOW_PAGES, WindowPages, mapping::Mapping, uffd::CopyCall};
+use crate::{Error, Flaw, PAGE_BYTES, PageNumber, PageRange, PageSet, WindowPages, mapping::Mapping, uffd::CopyCall};
 
 /// Calls at once: more than there are threads.
 const SLOTS: usize = 320;
@@ -123,10 +123,10 @@ impl Claims {
     ///
     /// # Panics
     /// The region does not have it.
-    pub fn is_done(&self, region: usize, page: u64) -> bool {
+    pub fn is_done(&self, region: usize, page: PageNumber) -> bool {
         // Whoever has found that somebody waits sees what was done before he was woken.
         fence(Ordering::SeqCst);
-        let (word, bit) = (page / WORD_PAGES, page % WORD_PAGES);
+        let (word, bit) = (page.get() / WORD_PAGES, page.get() % WORD_PAGES);
         self.done(region)[word as usize].load(Ordering::Acquire) >> bit & 1 == 1
     }
 
@@ -134,8 +134,8 @@ impl Claims {
     ///
     /// # Panics
     /// The region does not have it.
-    pub fn is_claimed(&self, region: usize, page: u64) -> bool {
-        let window = page / WINDOW_PAGES * WINDOW_PAGES;
+    pub fn is_claimed(&self, region: usize, page: PageNumber) -> bool {
+        let window = page.window();
         self.window(region, window) >> (page - window) & 1 == 1
     }
 
@@ -143,8 +143,8 @@ impl Claims {
     ///
     /// # Panics
     /// The region does not have them.
-    pub fn window(&self, region: usize, first: u64) -> u128 {
-        let at = (first / WORD_PAGES) as usize;
+    pub fn window(&self, region: usize, first: PageNumber) -> u128 {
+        let at = (first.get() / WORD_PAGES) as usize;
         let [low, high] = [at, at + 1].map(|word| u128::from(self.claimed(region)[word].load(Ordering::Acquire)));
         low | high << WORD_PAGES
     }
@@ -163,12 +163,12 @@ impl Claims {
     /// # Panics
     /// There is no such region.
     pub fn not_done(&self, region: usize) -> PageSet {
-        let pages = self.regions[region].pages;
-        let mut left = PageSet::full(pages);
+        let all = PageRange::all(self.regions[region].pages);
+        let mut left = PageSet::full(all.count);
         for (number, word) in self.done(region).iter().enumerate() {
             let first = number as u64 * WORD_PAGES;
             let done = u128::from(word.load(Ordering::Acquire));
-            let runs = WindowPages::new(first, done).runs().filter(|run| run.end() <= pages);
+            let runs = WindowPages::new(first, done).runs().filter(|run| run.end() <= all.end());
             runs.for_each(|run| left.remove(run));
         }
         left
@@ -217,17 +217,17 @@ impl Claims {
 
     /// Calls the kernel to put pages from `first` on, by the structure that it gets and fills in. Pages that were put
     /// are done afterwards. How many bytes, and what the call has said.
-    pub(crate) fn noted<T>(&self, region: usize, first: u64, call: impl FnOnce(*mut CopyCall) -> T) -> (u64, T) {
+    pub(crate) fn noted<T>(&self, region: usize, first: PageNumber, call: impl FnOnce(*mut CopyCall) -> T) -> (u64, T) {
         let (index, slot) = self.slot();
         slot.region.store(region as u64, Ordering::Relaxed);
-        slot.first.store(first, Ordering::Relaxed);
+        slot.first.store(first.get(), Ordering::Relaxed);
         let offset = index * size_of::<Slot>() + offset_of!(Slot, call);
         let note = self.mapping.at(offset, size_of::<CopyCall>()).expect("slots are in the mapping");
         // Behind this the kernel may write.
         fence(Ordering::SeqCst);
         let result = call(note.cast());
         let pages = slot.pages();
-        self.finish(region, PageRange::new(first, pages));
+        self.finish(region, first.run(pages));
         slot.call.copied.store(0, Ordering::Release);
         slot.taken.store(0, Ordering::Release);
         (pages * PAGE_BYTES as u64, result)
@@ -310,10 +310,10 @@ fn layout(region_pages: &[u64]) -> (Vec<Bits>, usize) {
 
 /// The words that have bits of these pages, and which. For no pages there may be a word, and none of its bits.
 fn words(pages: PageRange) -> impl Iterator<Item = (usize, u64)> {
-    let last = pages.end().div_ceil(WORD_PAGES);
-    (pages.first / WORD_PAGES..last).map(move |word| {
-        let base = word * WORD_PAGES;
-        let below = |page: u64| low_bits(page.saturating_sub(base).min(WORD_PAGES) as u32);
+    let last = pages.end().get().div_ceil(WORD_PAGES);
+    (pages.first.get() / WORD_PAGES..last).map(move |word| {
+        let base = PageNumber::new(word * WORD_PAGES);
+        let below = |page: PageNumber| low_bits(page.since(base).min(WORD_PAGES) as u32);
         (word as usize, below(pages.end()) & !below(pages.first))
     })
 }
@@ -328,7 +328,7 @@ mod tests {
     use super::*;
 
     fn pairs(runs: Vec<PageRange>) -> Vec<(u64, u64)> {
-        runs.into_iter().map(|run| (run.first, run.count)).collect()
+        runs.into_iter().map(|run| (run.first.get(), run.count)).collect()
     }
 
     fn again(claims: &Claims, pages: &[u64]) -> Claims {
@@ -342,11 +342,14 @@ mod tests {
         assert_eq!(pairs(claims.take(0, PageRange::new(0, 1000))), [(0, 60), (200, 800)]);
         assert_eq!(pairs(claims.take(1, PageRange::new(69, 1))), [(69, 1)]);
         assert_eq!(pairs(claims.take(1, PageRange::new(5, 0))), []);
-        assert_eq!((claims.window(1, 0), claims.window(0, 896)), (1 << 69, (1 << 104) - 1));
-        assert!(!claims.is_done(0, 60));
+        assert_eq!(
+            (claims.window(1, PageNumber::FIRST), claims.window(0, PageNumber::new(896))),
+            (1 << 69, (1 << 104) - 1)
+        );
+        assert!(!claims.is_done(0, PageNumber::new(60)));
         claims.finish(0, PageRange::new(60, 10));
         claims.give_up(0, PageRange::new(55, 20));
-        assert_eq!((claims.is_done(0, 69), claims.is_done(0, 70)), (true, false));
+        assert_eq!((claims.is_done(0, PageNumber::new(69)), claims.is_done(0, PageNumber::new(70))), (true, false));
         assert_eq!(pairs(claims.take(0, PageRange::new(0, 1000))), [(55, 5), (70, 5)]);
         // What is done beside the pages that are given up stays claimed.
         claims.give_up(0, PageRange::new(80, 5));
@@ -374,7 +377,9 @@ mod tests {
         for page in [0, 63, 64, 127, 128, 130, 299] {
             claims.take(1, PageRange::new(page, 1));
         }
-        let claimed = |region, pages| (0..pages).filter(|page| claims.is_claimed(region, *page)).collect::<Vec<u64>>();
+        let claimed = |region, pages| {
+            (0..pages).filter(|page| claims.is_claimed(region, PageNumber::new(*page))).collect::<Vec<u64>>()
+        };
         assert_eq!((claimed(1, 300), claimed(0, 1000)), (vec![0, 63, 64, 127, 128, 130, 299], vec![]));
     }
 
@@ -387,7 +392,8 @@ mod tests {
 
         // Changed in one of them, nothing changes elsewhere.
         let (pages, untouched) = ([300, 64, 129], |claims: &Claims, region: usize| {
-            claims.window(region, 0) == 0 && !(0..64).any(|page| claims.is_done(region, page))
+            claims.window(region, PageNumber::FIRST) == 0
+                && !PageRange::all(64).iter().any(|page| claims.is_done(region, page))
         });
         for region in 0..3 {
             let claims = Claims::new(&pages).unwrap();
@@ -407,8 +413,8 @@ mod tests {
             // SAFETY: a part of a slot, which is mapped, and ours for the time of this call; all of it is atomics.
             unsafe { &*call }.copied.store(pages * PAGE_BYTES as i64, Ordering::Relaxed);
         };
-        let outer = claims.noted(1, 10, |outer| {
-            let inner = claims.noted(0, 200, |inner| {
+        let outer = claims.noted(1, PageNumber::new(10), |outer| {
+            let inner = claims.noted(0, PageNumber::new(200), |inner| {
                 put(inner, 3);
                 put(outer, 2);
                 "inner"
@@ -417,7 +423,8 @@ mod tests {
             "outer"
         });
         assert_eq!(outer, (2 * PAGE_BYTES as u64, "outer"));
-        let done = |region| (0..300).filter(|page| claims.is_done(region, *page)).collect::<Vec<u64>>();
+        let done =
+            |region| (0..300).filter(|page| claims.is_done(region, PageNumber::new(*page))).collect::<Vec<u64>>();
         assert_eq!((done(0), done(1)), (vec![200, 201, 202], vec![10, 11]));
         assert!(claims.slots().iter().all(|slot| slot.taken.load(Ordering::Relaxed) == 0 && slot.pages() == 0));
     }
@@ -437,7 +444,11 @@ mod tests {
         }
         let heir = again(&dead, &pages);
         assert_eq!(pairs(heir.take(1, PageRange::new(0, 300))), [(3, 97), (104, 196)]);
-        assert!(heir.is_done(1, 103) && !heir.is_done(1, 104) && !heir.is_done(0, 103));
+        assert!(
+            heir.is_done(1, PageNumber::new(103))
+                && !heir.is_done(1, PageNumber::new(104))
+                && !heir.is_done(0, PageNumber::new(103))
+        );
         assert!(heir.slots().iter().all(|slot| slot.taken.load(Ordering::Relaxed) == 0 && slot.pages() == 0));
     }
 

@@ -127,7 +127,7 @@ impl Region {
             Held::Shared(shared) => shared.empty(),
             Held::Private(Private { below: Some(below), .. }) if !below.is_hugetlb() && below.is_nameless()? => {
                 // Whoever writes to a page of such a mapping leaves one of zeros in the file.
-                below.punch(PageRange::new(0, self.pages()))
+                below.punch(PageRange::all(self.pages()))
             }
             Held::Private(_) => Ok(()),
         }
@@ -195,7 +195,7 @@ impl Region {
 
     /// Every `of`-th part, from the `n`-th on.
     fn clear_some(&self, set: &PageSet, n: usize, of: usize) -> Result<(), Error> {
-        let is_ours = |window: &WindowPages| (window.first / PART_PAGES) as usize % of == n;
+        let is_ours = |window: &WindowPages| (window.first.get() / PART_PAGES) as usize % of == n;
         set.windows().filter(is_ours).try_for_each(|window| self.clear_window(window))
     }
 
@@ -215,7 +215,7 @@ impl Shared {
 
     /// Gives all memory back. That it can be was checked.
     fn empty(&self) -> Result<(), Error> {
-        let all = PageRange::new(0, self.pages());
+        let all = PageRange::all(self.pages());
         if !self.is_hugetlb() {
             return self.punch(all);
         }
@@ -226,8 +226,7 @@ impl Shared {
         }
         // One by one: nobody can have more than one of them meanwhile.
         for range in held.ranges() {
-            for first in (range.first..range.end()).step_by(self.unit_pages() as usize) {
-                let page = PageRange::new(first, self.unit_pages().min(self.pages() - first));
+            for page in range.parts(self.unit_pages()) {
                 self.punch(page)?;
                 self.reserve(page)?;
             }

@@ -127,7 +127,7 @@ impl Region {
     /// # Errors
     /// The region does not have all of the pages.
     pub(crate) fn check_window(&self, pages: WindowPages) -> Result<(), Error> {
-        self.check(PageRange::new(pages.first, WINDOW_PAGES - u64::from(pages.mask.leading_zeros())))
+        self.check(pages.first.run(WINDOW_PAGES - u64::from(pages.mask.leading_zeros())))
     }
 }
 
@@ -188,7 +188,7 @@ impl Shared {
         // At once for all: what lies between them is in the same huge pages.
         let (before, last): (u64, u64) =
             (present.mask.trailing_zeros().into(), WINDOW_PAGES - u64::from(present.mask.leading_zeros()));
-        self.make(PageRange::new(present.first + before, last - before))
+        self.make((present.first + before).run(last - before))
     }
 
     fn write(&self, pages: PageRange, bytes: &[u8]) -> Result<(), Error> {

@@ -2,6 +2,8 @@
 
 use std::io;
 
+use crate::PageNumber;
+
 /// What is wrong with memory, a file or an area that was named as guest memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
@@ -56,9 +58,9 @@ pub enum Error {
         /// Name of the region.
         region: String,
         /// First page asked for.
-        first: u64,
+        first: PageNumber,
         /// One past the last page asked for.
-        end: u64,
+        end: PageNumber,
         /// Pages that the region has.
         pages: u64,
     },

@@ -14,7 +14,7 @@ use rustix::{
 };
 
 use crate::{
-    Area, Error, Flaw, PAGE_BYTES, PageRange,
+    Area, Error, Flaw, PAGE, PAGE_BYTES, PageNumber, PageRange,
     area::{self, refused, untrackable},
     mapping::Reserved,
     uffd::{self, MESSAGE_BYTES, Use},
@@ -26,7 +26,7 @@ pub struct Fault {
     /// Index of the region.
     pub region: usize,
     /// Number of the page; of a huge page, its first.
-    pub page: u64,
+    pub page: PageNumber,
 }
 
 /// Messages that are read at once.
@@ -49,7 +49,7 @@ struct Watched {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Stretch {
     pub(crate) region: usize,
-    pub(crate) first_page: u64,
+    pub(crate) first_page: PageNumber,
     pub(crate) start: u64,
     pub(crate) len: u64,
     pub(crate) unit: u64,
@@ -112,7 +112,7 @@ impl Faults {
     /// Pages that the kernel handles as one: the most in any area of the region.
     pub(crate) fn unit_pages(&self, region: usize) -> u64 {
         let units = self.areas.iter().filter(|watched| watched.area.region == region).map(|watched| watched.unit);
-        units.max().unwrap_or(0).max(PAGE_BYTES as u64) / PAGE_BYTES as u64
+        units.max().unwrap_or(0).max(PAGE) / PAGE
     }
 
     /// Where the pages are: in one area or more, and perhaps in several at once.
@@ -133,10 +133,9 @@ impl Faults {
             if first >= end {
                 continue;
             }
-            let page = PAGE_BYTES as u64;
-            let (start, len) = (area.address + (first - area.first_page) * page, (end - first) * page);
+            let (start, len) = (area.address + (first - area.first_page) * PAGE, (end - first) * PAGE);
             if !start.is_multiple_of(*unit) || !len.is_multiple_of(*unit) {
-                let why = format!("pages {first}..{end} are not whole huge pages, of {} pages each", unit / page);
+                let why = format!("pages {first}..{end} are not whole huge pages, of {} pages each", unit / PAGE);
                 return Err(Error::unusable(&format!("number {region}"), Flaw::PartOfHugePage, why));
             }
             stretches.push(Stretch { region, first_page: first, start, len, unit: *unit });

@@ -221,14 +221,14 @@ impl FileQueue {
             if !self.pending.as_ref().is_some_and(|pending| pending.is_continued_by(direction, region, rest.first, at))
             {
                 self.flush()?;
-                self.pending = Some(Request::of_pages(direction, region, PageRange::new(rest.first, 0), at));
+                self.pending = Some(Request::of_pages(direction, region, rest.first.run(0), at));
             }
             let pending = self.pending.as_mut().expect("made above where there was none");
             let taken = pending.extend(rest.count, REQUEST_PAGES);
             if pending.pages() == REQUEST_PAGES {
                 self.flush()?;
             }
-            rest = PageRange::new(rest.first + taken, rest.count - taken);
+            rest = (rest.first + taken).to(rest.end());
             at = at.saturating_add(taken * PAGE_BYTES as u64);
         }
         Ok(())

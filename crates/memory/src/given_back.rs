@@ -15,7 +15,7 @@ use std::{
 };
 
 use crate::{
-    Area, Error, PAGE, PageRange, PageSet, WindowPages,
+    Area, Error, PAGE, PageNumber, PageRange, PageSet, WindowPages,
     mapping::Mapping,
     pagemap::{self, By, Look},
     shared::Shared,
@@ -58,7 +58,12 @@ impl Noted {
     /// # Errors
     /// The system's own.
     pub(crate) fn look(&self) -> Result<PageSet, Error> {
-        let area = Area { region: 0, first_page: 0, address: address(&self.mapping), bytes: self.pages * PAGE };
+        let area = Area {
+            region: 0,
+            first_page: PageNumber::FIRST,
+            address: address(&self.mapping),
+            bytes: self.pages * PAGE,
+        };
         let mut there = PageSet::empty(self.pages);
         sweep(self.pagemap, (Look::There, By::Scan), [area].iter(), &mut there)?;
         Ok(there)
@@ -67,7 +72,7 @@ impl Noted {
     /// Maps the pages of a range, in whole pages of the file. Those that are holes by now stay holes.
     fn map(&self, range: PageRange) -> Result<(), Error> {
         let (base, unit) = (address(&self.mapping), self.unit_pages * PAGE);
-        let (mut at, end) = (range.first * PAGE / unit * unit, (range.end() * PAGE).next_multiple_of(unit));
+        let (mut at, end) = (range.first.offset() / unit * unit, range.end().offset().next_multiple_of(unit));
         while at < end {
             let mapped = match uffd::map_present(self.uffd.as_fd(), base + at, end - at) {
                 // A neighbour that was noted.

@@ -28,6 +28,7 @@ mod make;
 mod mapping;
 #[allow(unsafe_code)]
 mod missing;
+mod number;
 #[allow(unsafe_code)]
 mod pagemap;
 mod pages;
@@ -61,6 +62,7 @@ pub use file_io::{FileIo, FileQueue, PageBuffer, Turns, Writeback};
 pub use given_back::Note;
 pub use holes::{Freeing, Holes};
 pub use missing::Missing;
+pub use number::PageNumber;
 pub use pages::{PAGE, PAGE_BYTES, PageRange, PageSet, WINDOW_PAGES};
 pub use process::Process;
 pub use protect::Protection;

@@ -3,7 +3,7 @@
 
 use rustix::{fs::FallocateFlags, io::Errno, mm::Advice};
 
-use crate::{Error, PAGE_BYTES, PageRange, mapping::Mapping, shared::Shared};
+use crate::{Error, PAGE, PageRange, mapping::Mapping, shared::Shared};
 
 impl Shared {
     /// Makes the pages that are not there, as writing to them through the mapping would; what they hold stays. The
@@ -78,7 +78,7 @@ impl Shared {
     /// is nobody else's.
     pub(crate) fn whole(&self, range: PageRange) -> (u64, u64) {
         let unit = self.unit_pages();
-        let (first, end) = (range.first / unit * unit, range.end().next_multiple_of(unit));
-        (self.offset_in_file(first), (end - first) * PAGE_BYTES as u64)
+        let (first, end) = (range.first.unit(unit), range.end().next_unit(unit));
+        (self.offset_in_file(first), (end - first) * PAGE)
     }
 }

@@ -10,7 +10,7 @@ use std::{
 use rustix::io::Errno;
 
 use crate::{
-    Area, Claims, Error, Fault, PAGE_BYTES, PageRange,
+    Area, Claims, Error, Fault, PAGE, PAGE_BYTES, PageNumber, PageRange,
     fault::{Faults, Stretch},
     room, uffd,
 };
@@ -62,10 +62,10 @@ impl Missing {
     /// # Errors
     /// The process is gone, no memory is left, bytes that are not whole pages; pages that the region does not have;
     /// parts of huge pages.
-    pub fn fill(&self, region: usize, first: u64, bytes: &[u8]) -> Result<u64, Error> {
+    pub fn fill(&self, region: usize, first: PageNumber, bytes: &[u8]) -> Result<u64, Error> {
         let pages = whole_pages(region, first, bytes)?;
         self.put(region, pages, |stretch, done, len| {
-            let before = (stretch.first_page - first) * PAGE_BYTES as u64 + done;
+            let before = (stretch.first_page - first) * PAGE + done;
             let part = &bytes[before as usize..][..len as usize];
             // SAFETY: a slice, which nobody writes while it is lent.
             unsafe { uffd::copy(self.fd(), stretch.start + done, part.as_ptr(), len) }
@@ -78,13 +78,13 @@ impl Missing {
     ///
     /// # Errors
     /// As [`Missing::fill`]. Pages that were not put then may be tried again.
-    pub fn fill_once(&self, claims: &Claims, region: usize, first: u64, bytes: &[u8]) -> Result<u64, Error> {
+    pub fn fill_once(&self, claims: &Claims, region: usize, first: PageNumber, bytes: &[u8]) -> Result<u64, Error> {
         let pages = whole_pages(region, first, bytes)?;
         // Pages that can't be placed must not be claimed.
         self.faults.stretches(region, pages)?;
         let runs = claims.take(region, pages);
         let put = runs.iter().try_fold(0, |put, run| {
-            let part = &bytes[(run.first - first) as usize * PAGE_BYTES..][..run.bytes() as usize];
+            let part = &bytes[((run.first - first) * PAGE) as usize..][..run.bytes() as usize];
             Ok(put + self.put_noted(claims, region, *run, part)?)
         });
         if put.is_err() {
@@ -115,8 +115,8 @@ impl Missing {
     /// page again.
     fn put_noted(&self, claims: &Claims, region: usize, run: PageRange, bytes: &[u8]) -> Result<u64, Error> {
         let put = self.put(region, run, |stretch, done, len| {
-            let page = stretch.first_page + done / PAGE_BYTES as u64;
-            let part = &bytes[(page - run.first) as usize * PAGE_BYTES..][..len as usize];
+            let page = stretch.first_page + done / PAGE;
+            let part = &bytes[((page - run.first) * PAGE) as usize..][..len as usize];
             let (put, result) = claims.noted(region, page, |call| {
                 // SAFETY: a slice, which nobody writes while it is lent; and a structure that is ours for this call.
                 unsafe { uffd::copy_noted(self.fd(), call, stretch.start + done, part.as_ptr(), len) }
@@ -258,13 +258,13 @@ impl Missing {
 }
 
 /// The pages that the bytes are.
-fn whole_pages(region: usize, first: u64, bytes: &[u8]) -> Result<PageRange, Error> {
+fn whole_pages(region: usize, first: PageNumber, bytes: &[u8]) -> Result<PageRange, Error> {
     let count = bytes.len() / PAGE_BYTES;
     if !bytes.len().is_multiple_of(PAGE_BYTES) {
         let (pages, expected) = (u32::try_from(count).unwrap_or(u32::MAX), count * PAGE_BYTES);
         return Err(Error::WrongLength { region: format!("number {region}"), pages, expected, given: bytes.len() });
     }
-    Ok(PageRange::new(first, count as u64))
+    Ok(first.run(count as u64))
 }
 
 /// Why a page can't be put.

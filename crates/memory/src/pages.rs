@@ -2,12 +2,15 @@
 
 use std::fmt;
 
-use crate::window::{WindowPages, low_bits};
+use crate::{
+    PageNumber,
+    window::{WindowPages, low_bits},
+};
 
 /// Bytes of a page. Everything counts pages of this size, also in memory that is backed by huge pages.
 pub const PAGE_BYTES: usize = 4096;
 
-/// The same as a number of bytes in files and streams: where page `p` begins is `p * PAGE`.
+/// The same as a number of bytes in files and streams.
 pub const PAGE: u64 = PAGE_BYTES as u64;
 
 /// Pages that one window speaks of: the bits of a `u128`. The windows of a [`PageSet`] begin at multiples of it.
@@ -17,20 +20,46 @@ pub const WINDOW_PAGES: u64 = u128::BITS as u64;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct PageRange {
     /// First page.
-    pub first: u64,
+    pub first: PageNumber,
     /// Number of pages.
     pub count: u64,
 }
 
 impl PageRange {
-    /// `count` pages from `first`.
-    pub fn new(first: u64, count: u64) -> Self {
-        Self { first, count }
+    /// `count` pages from number `first` on: for literals, and for numbers from outside. A page that is known has
+    /// [`PageNumber::run`] and [`PageNumber::to`].
+    pub const fn new(first: u64, count: u64) -> Self {
+        PageNumber::new(first).run(count)
+    }
+
+    /// The first `count` pages of a region: all that one of so many pages has.
+    pub const fn all(count: u64) -> Self {
+        PageNumber::FIRST.run(count)
     }
 
     /// One past the last page; the largest number if there is no such page number.
-    pub fn end(&self) -> u64 {
-        self.first.saturating_add(self.count)
+    pub fn end(&self) -> PageNumber {
+        PageNumber::new(self.first.get().saturating_add(self.count))
+    }
+
+    /// Whether `page` is one of them.
+    pub fn contains(&self, page: PageNumber) -> bool {
+        (self.first..self.end()).contains(&page)
+    }
+
+    /// Their numbers, ascending.
+    pub fn iter(&self) -> impl Iterator<Item = PageNumber> + use<> {
+        (self.first.get()..self.end().get()).map(PageNumber::new)
+    }
+
+    /// The range in parts of `most` pages each, but for the last, which has what remains.
+    ///
+    /// # Panics
+    /// `most` is 0.
+    pub fn parts(self, most: u64) -> impl Iterator<Item = Self> {
+        let end = self.end();
+        let firsts = (self.first.get()..end.get()).step_by(usize::try_from(most).expect("64-bit addresses"));
+        firsts.map(PageNumber::new).map(move |first| first.run(most.min(end - first)))
     }
 
     /// Size in bytes; the largest number if it is not countable.
@@ -40,7 +69,7 @@ impl PageRange {
 
     /// Whether all its pages are among the first `pages`.
     pub(crate) fn fits(&self, pages: u64) -> bool {
-        self.count <= pages && self.first <= pages - self.count
+        self.count <= pages && self.first.get() <= pages - self.count
     }
 }
 
@@ -89,7 +118,8 @@ impl PageSet {
     }
 
     /// Whether `page` is in the set; a page that the region does not have is not.
-    pub fn contains(&self, page: u64) -> bool {
+    pub fn contains(&self, page: PageNumber) -> bool {
+        let page = page.get();
         page < self.pages && self.words[(page / WINDOW_PAGES) as usize] >> (page % WINDOW_PAGES) & 1 == 1
     }
 
@@ -129,11 +159,11 @@ impl PageSet {
 
     /// Maximal runs in ascending order.
     pub fn ranges(&self) -> impl Iterator<Item = PageRange> + '_ {
-        let mut from = 0;
+        let (mut from, end) = (PageNumber::FIRST, PageRange::all(self.pages).end());
         std::iter::from_fn(move || {
             let first = self.next(from, 0)?;
-            from = self.next(first, u128::MAX).unwrap_or(self.pages).min(self.pages);
-            Some(PageRange::new(first, from - first))
+            from = self.next(first, u128::MAX).unwrap_or(end).min(end);
+            Some(first.to(from))
         })
     }
 
@@ -153,7 +183,8 @@ impl PageSet {
     ///
     /// # Panics
     /// `first` is no multiple of 128.
-    pub fn window(&self, first: u64) -> u128 {
+    pub fn window(&self, first: PageNumber) -> u128 {
+        let first = first.get();
         assert!(first.is_multiple_of(WINDOW_PAGES), "page {first} does not begin a window of {WINDOW_PAGES}");
         usize::try_from(first / WINDOW_PAGES).ok().and_then(|word| self.words.get(word)).copied().unwrap_or(0)
     }
@@ -166,14 +197,15 @@ impl PageSet {
 
     /// First page from `from` on whose bit differs from those of `flip`, which is all zeros or all ones. With ones, it
     /// may be past the last page.
-    fn next(&self, from: u64, flip: u128) -> Option<u64> {
+    fn next(&self, from: PageNumber, flip: u128) -> Option<PageNumber> {
+        let from = from.get();
         let mut at = (from / WINDOW_PAGES) as usize;
         let mut word = (self.words.get(at)? ^ flip) & !low_bits(from % WINDOW_PAGES);
         while word == 0 {
             at += 1;
             word = self.words.get(at)? ^ flip;
         }
-        Some(at as u64 * WINDOW_PAGES + u64::from(word.trailing_zeros()))
+        Some(PageNumber::new(at as u64 * WINDOW_PAGES + u64::from(word.trailing_zeros())))
     }
 
     /// Hands each word that has pages of `range` to `change`, with the bits of these pages.
@@ -182,7 +214,7 @@ impl PageSet {
         if range.count == 0 {
             return;
         }
-        let (first, last) = (range.first, range.end() - 1);
+        let (first, last) = (range.first.get(), range.end().get() - 1);
         let (from, to) = ((first / WINDOW_PAGES) as usize, (last / WINDOW_PAGES) as usize);
         let head = !low_bits(first % WINDOW_PAGES);
         let tail = u128::MAX >> (WINDOW_PAGES - 1 - last % WINDOW_PAGES);
@@ -261,11 +293,11 @@ mod tests {
         match step {
             Step::Insert(range) => {
                 set.insert(*range);
-                model.extend(range.first..range.end());
+                model.extend(range.iter().map(PageNumber::get));
             }
             Step::Remove(range) => {
                 set.remove(*range);
-                model.retain(|page| !(range.first..range.end()).contains(page));
+                model.retain(|page| !range.contains(PageNumber::new(*page)));
             }
             Step::Union(list) => {
                 set.union_with(&set_of(pages, list));
@@ -293,18 +325,19 @@ mod tests {
             prop_assert_eq!(set.pages(), pages);
             prop_assert_eq!(set.count(), model.len() as u64);
             prop_assert_eq!(set.is_empty(), model.is_empty());
-            prop_assert!((0..pages + 300).all(|page| set.contains(page) == model.contains(&page)));
+            prop_assert!((0..pages + 300).all(|page| set.contains(PageNumber::new(page)) == model.contains(&page)));
 
             let ranges: Vec<_> = set.ranges().collect();
-            let listed: Vec<u64> = ranges.iter().flat_map(|range| range.first..range.end()).collect();
+            let listed: Vec<u64> = ranges.iter().flat_map(PageRange::iter).map(PageNumber::get).collect();
             prop_assert_eq!(&listed, &model.iter().copied().collect::<Vec<_>>());
             prop_assert!(ranges.windows(2).all(|two| two[0].end() < two[1].first), "runs are maximal");
 
             let windows: Vec<_> = set.windows().collect();
-            prop_assert!(windows.iter().all(|window| window.first % 128 == 0 && !window.is_empty()));
+            prop_assert!(windows.iter().all(|window| window.first == window.first.window() && !window.is_empty()));
             let bits = |first: u64, bits: u128| (0..128).filter(move |b| bits >> b & 1 == 1).map(move |b| first + b);
-            prop_assert_eq!(windows.into_iter().flat_map(WindowPages::iter).collect::<Vec<_>>(), listed.clone());
-            let all = (0..pages + 256).step_by(128).flat_map(|first| bits(first, set.window(first)));
+            let there = windows.into_iter().flat_map(WindowPages::iter).map(PageNumber::get);
+            prop_assert_eq!(there.collect::<Vec<_>>(), listed.clone());
+            let all = (0..pages + 256).step_by(128).flat_map(|first| bits(first, set.window(PageNumber::new(first))));
             prop_assert_eq!(all.collect::<Vec<_>>(), listed);
 
             // Equality is that of the pages, whatever way led there.
@@ -323,7 +356,7 @@ mod tests {
                 }
             }
             let set = set_of(1000, &pages);
-            let near: Vec<_> = set.ranges_near(gap).map(|range| (range.first, range.end())).collect();
+            let near: Vec<_> = set.ranges_near(gap).map(|range| (range.first.get(), range.end().get())).collect();
             prop_assert_eq!(near, expected);
         }
     }

@@ -3,7 +3,7 @@
 use std::{cell::RefCell, io, os::fd::BorrowedFd, sync::Arc};
 
 use crate::{
-    Keep, PAGE_BYTES, PageRange, PageSet, Process, pages::WINDOW_PAGES, process::Span, shared::Shared,
+    Keep, PAGE_BYTES, PageNumber, PageRange, PageSet, Process, pages::WINDOW_PAGES, process::Span, shared::Shared,
     window::WindowPages, zero,
 };
 
@@ -31,13 +31,13 @@ impl Private {
         Span { address: self.address_of(pages.first), len: pages.bytes() as usize }
     }
 
-    fn address_of(&self, page: u64) -> u64 {
-        self.address + page * PAGE_BYTES as u64
+    fn address_of(&self, page: PageNumber) -> u64 {
+        self.address + page.offset()
     }
 
     /// The pages between two addresses.
     fn range_at(&self, start: u64, end: u64) -> PageRange {
-        PageRange::new((start - self.address) / PAGE_BYTES as u64, (end - start) / PAGE_BYTES as u64)
+        PageNumber::at(start - self.address).to(PageNumber::at(end - self.address))
     }
 
     fn spans(&self, pages: WindowPages) -> Vec<Span> {
@@ -52,7 +52,7 @@ impl Private {
 
     /// Adds the pages that the process has mapped, be it only to read zeros.
     pub(crate) fn add_mapped(&self, into: &mut PageSet) -> io::Result<()> {
-        let end = self.address_of(into.pages());
+        let end = self.address_of(PageRange::all(into.pages()).end());
         self.process.pages_mapped(self.address, end, |start, found_end| {
             into.insert(self.range_at(start, found_end.min(end)));
         })
@@ -61,7 +61,7 @@ impl Private {
     /// The pages that the process has written, where everything else shows a file.
     pub(crate) fn own(&self, pages: u64) -> io::Result<PageSet> {
         let mut own = PageSet::empty(pages);
-        let end = self.address_of(pages);
+        let end = self.address_of(PageRange::all(pages).end());
         self.process.own_pages(self.address, end, |start, found_end| {
             own.insert(self.range_at(start, found_end.min(end)));
         })?;
@@ -129,8 +129,7 @@ impl Private {
     pub(crate) fn write_zeros(&self, pages: PageRange) -> io::Result<()> {
         const ZEROS: &[u8] = &[0; 64 * PAGE_BYTES];
         let most = (ZEROS.len() / PAGE_BYTES) as u64;
-        for first in (pages.first..pages.end()).step_by(most as usize) {
-            let part = PageRange::new(first, most.min(pages.end() - first));
+        for part in pages.parts(most) {
             self.write(part, &ZEROS[..part.bytes() as usize])?;
         }
         Ok(())

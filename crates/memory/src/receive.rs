@@ -58,13 +58,12 @@ impl Shared {
         if self.is_hugetlb() {
             return Ok(());
         }
-        let blocks = (present.first..present.first + WINDOW_PAGES).step_by(AROUND as usize);
-        for first in blocks {
+        for PageRange { first, .. } in present.first.run(WINDOW_PAGES).parts(AROUND) {
             let block = present.mask >> (first - present.first) & ((1 << AROUND) - 1);
             if block == 0 {
                 continue;
             }
-            let page = PageRange::new(first + u64::from(block.trailing_zeros()), 1);
+            let page = (first + u64::from(block.trailing_zeros())).run(1);
             self.populate(page, Advice::LinuxPopulateRead).or_else(|error| match error {
                 // Before Linux 5.14: the copy faults, page by page.
                 rustix::io::Errno::INVAL => Ok(()),
@@ -132,7 +131,7 @@ mod tests {
             let bytes: Vec<u8> = (0..pages.count() as usize * PAGE_BYTES).map(|at| (at / 1000) as u8 | 1).collect();
             let (received, written) = (region(PAGES), region(PAGES));
             for region in [&received, &written] {
-                let before = WindowPages::new(pages.first, there & has);
+                let before = pages.with(there & has);
                 region.write_pages(before, &vec![9; before.count() as usize * PAGE_BYTES]).unwrap();
             }
             written.write_pages(pages, &bytes).unwrap();

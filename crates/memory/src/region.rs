@@ -209,7 +209,7 @@ impl Region {
             Held::Shared(shared) => shared.data(),
             Held::Private(private) => {
                 let mut data = self.data_below(private)?;
-                private.add_data(PageRange::new(0, self.pages()), &mut data).map_err(|e| self.unknown(e))?;
+                private.add_data(PageRange::all(self.pages()), &mut data).map_err(|e| self.unknown(e))?;
                 Ok(data)
             }
         }

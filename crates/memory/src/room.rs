@@ -47,12 +47,12 @@ impl Shared {
     /// As [`Shared::reserve`], for the huge pages that these pages are in.
     fn reserve_all(&self, pages: &PageSet) -> Result<(), Error> {
         let unit = self.unit_pages();
-        let mut run = PageRange::new(0, 0);
+        let mut run = PageRange::all(0);
         for range in pages.ranges() {
-            let (first, end) = (range.first / unit * unit, range.end().next_multiple_of(unit));
+            let (first, end) = (range.first.unit(unit), range.end().next_unit(unit));
             if first > run.end() {
                 self.reserve_run(run)?;
-                run = PageRange::new(first, 0);
+                run = first.run(0);
             }
             run.count = end - run.first;
         }

@@ -12,7 +12,8 @@ use rustix::{
 };
 
 use crate::{
-    Access, Error, Flaw, Keep, PAGE_BYTES, PageRange, PageSet, cached, huge_holes, mapping::Mapping, pagemap, room,
+    Access, Error, Flaw, Keep, PAGE_BYTES, PageNumber, PageRange, PageSet, cached, huge_holes, mapping::Mapping,
+    pagemap, room,
 };
 
 /// How much Linux maps around a read fault, unless it was built or configured otherwise.
@@ -112,7 +113,7 @@ impl Shared {
     /// # Errors
     /// The system's own.
     pub(crate) fn data_among(&self, wanted: &PageSet) -> Result<PageSet, Error> {
-        let first = PageRange::new(0, 1);
+        let first = PageRange::all(1);
         if self.count_data(first).is_none() {
             let mut data = self.data()?;
             data.intersect_with(wanted);
@@ -165,13 +166,12 @@ impl Shared {
         let unit = self.backing.page_bytes;
         let Ok(present) = huge_holes::present(self.file(), self.file_offset, self.bytes.next_multiple_of(unit), unit)
         else {
-            self.make_to_read(PageRange::new(0, self.pages()))?;
+            self.make_to_read(PageRange::all(self.pages()))?;
             return Ok(PageSet::full(self.pages()));
         };
         let mut data = PageSet::empty(self.pages());
         for bytes in present {
-            let page = bytes.start / PAGE_BYTES as u64;
-            data.insert(PageRange::new(page, bytes.end.min(self.bytes) / PAGE_BYTES as u64 - page));
+            data.insert(PageNumber::at(bytes.start).to(PageNumber::at(bytes.end.min(self.bytes))));
         }
         Ok(data)
     }
@@ -179,9 +179,9 @@ impl Shared {
     /// The data of a file that can seek it, as far as it lies between pages of `known`.
     fn sought_data(&self, known: &PageSet) -> Result<PageSet, Error> {
         let mut data = PageSet::empty(self.pages());
-        let mut at = 0;
-        for range in known.ranges().chain([PageRange::new(self.pages(), 0)]) {
-            self.seek_data(PageRange::new(at, range.first - at), &mut data)?;
+        let mut at = PageNumber::FIRST;
+        for range in known.ranges().chain([PageRange::all(self.pages()).end().run(0)]) {
+            self.seek_data(at.to(range.first), &mut data)?;
             at = range.end();
         }
         Ok(data)
@@ -205,8 +205,8 @@ impl Shared {
             if first >= end {
                 break;
             }
-            let page = (first - self.file_offset) / PAGE_BYTES as u64;
-            let sure = self.data_from(PageRange::new(page, within.end() - page));
+            let page = PageNumber::at(first - self.file_offset);
+            let sure = self.data_from(page.to(within.end()));
             let from = self.offset_in_file(page + sure);
             let hole = match (from < end).then(|| rustix::fs::seek(&self.file, SeekFrom::Hole(from.max(first)))) {
                 None => end,
@@ -215,7 +215,7 @@ impl Shared {
                 Some(Ok(_) | Err(Errno::NXIO)) => from.max(first + 1),
                 Some(Err(source)) => return Err(self.failed("find the holes", source)),
             };
-            data.insert(PageRange::new(page, (hole - self.file_offset).div_ceil(PAGE_BYTES as u64) - page));
+            data.insert(page.to(PageNumber::behind(hole - self.file_offset)));
             at = hole;
         }
         Ok(())
@@ -227,7 +227,7 @@ impl Shared {
         const FIRST_LOOK: u64 = 64;
         let (mut sure, mut look) = (0, FIRST_LOOK);
         while sure < range.count {
-            let next = PageRange::new(range.first + sure, look.min(range.count - sure));
+            let next = (range.first + sure).run(look.min(range.count - sure));
             if self.count_data(next) != Some(next.count) {
                 break;
             }
@@ -252,7 +252,7 @@ impl Shared {
 
     /// Asks for transparent huge pages where the file system can (MADV_HUGEPAGE); harmless elsewhere.
     pub(crate) fn advise_huge(&self) {
-        self.advise(PageRange::new(0, self.pages()), Advice::LinuxHugepage);
+        self.advise(PageRange::all(self.pages()), Advice::LinuxHugepage);
     }
 
     fn advise(&self, range: PageRange, advice: Advice) {
@@ -263,13 +263,13 @@ impl Shared {
 
     /// Address and length of pages that check() has let pass; good as long as the region.
     pub(crate) fn raw(&self, range: PageRange) -> (*mut u8, usize) {
-        let (offset, len) = (range.first as usize * PAGE_BYTES, range.bytes() as usize);
+        let (offset, len) = (range.first.offset() as usize, range.bytes() as usize);
         (self.mapping.at(offset, len).expect("a range that was checked"), len)
     }
 
     /// Where the page is in the backing file.
-    pub(crate) fn offset_in_file(&self, page: u64) -> u64 {
-        self.file_offset + page * PAGE_BYTES as u64
+    pub(crate) fn offset_in_file(&self, page: PageNumber) -> u64 {
+        self.file_offset + page.offset()
     }
 
     /// Whether write(2) does nothing on the file, as on a hugetlbfs.

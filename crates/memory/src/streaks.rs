@@ -1,7 +1,7 @@
 //! Whoever writes page after page need not wait at each of them: the longer somebody has done so, the more pages are
 //! let go of at once. A page that is let go of counts as written whether it is or not, so a streak may be wrong about
 //! an eighth of its pages at most.
-use crate::Fault;
+use crate::{Fault, PageNumber};
 
 /// Streaks that are remembered: as many threads may write side by side.
 const KNOWN: usize = 8;
@@ -17,7 +17,7 @@ const MOST: u64 = 128;
 struct Streak {
     region: usize,
     /// The page behind it.
-    next: u64,
+    next: PageNumber,
     pages: u64,
 }
 
@@ -63,7 +63,7 @@ mod tests {
     use super::*;
 
     fn fault(region: usize, page: u64) -> Fault {
-        Fault { region, page }
+        Fault { region, page: PageNumber::new(page) }
     }
 
     /// How often a thread waits that writes these pages in this order, and how many pages are let go of.

@@ -99,11 +99,12 @@ fn scan(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::PageNumber;
 
     #[test]
     fn an_area_is_cut_at_round_addresses() {
         let cut = |address, bytes| {
-            let pieces = pieces(&Area { region: 0, first_page: 0, address, bytes });
+            let pieces = pieces(&Area { region: 0, first_page: PageNumber::FIRST, address, bytes });
             pieces.map(|piece| (piece.start, piece.end)).collect::<Vec<_>>()
         };
         let (page, whole) = (4096, PIECE_BYTES);

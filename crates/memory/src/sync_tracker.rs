@@ -244,7 +244,7 @@ impl Service {
     /// One that is not held, and what it will write next if it goes on as before.
     fn let_pass(&self, fault: Fault, streaks: &mut Streaks) -> Result<(), Error> {
         let unit = self.faults.unit_pages(fault.region);
-        let ahead = streaks.pages(fault).min(self.faults.pages(fault.region).saturating_sub(fault.page));
+        let ahead = streaks.pages(fault).min(PageRange::all(self.faults.pages(fault.region)).end().since(fault.page));
         // A huge page is as much as many small ones.
         let pages = if unit == 1 && ahead > 1 && self.waits.may_pass(ahead) { ahead } else { unit };
         streaks.note(fault, pages);
@@ -258,7 +258,7 @@ impl Service {
     /// Harmless if a page was let go of before: then the next scan finds it once more than it must.
     fn let_pages_go(&self, fault: Fault, pages: u64, since: Option<Instant>) -> Result<(), Error> {
         self.waits.passed(pages, since.map(|since| since.elapsed()));
-        self.set(fault.region, PageRange::new(fault.page, pages), Writes::Pass)
+        self.set(fault.region, fault.page.run(pages), Writes::Pass)
     }
 
     fn set(&self, region: usize, pages: PageRange, writes: Writes) -> Result<(), Error> {

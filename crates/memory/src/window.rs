@@ -1,24 +1,25 @@
 //! Some pages of one window of 128: how sets of pages travel between threads, and what a packet carries.
-use crate::{PageRange, WINDOW_PAGES};
+use crate::{PageNumber, PageRange, WINDOW_PAGES};
 
 /// Some of the 128 pages from `first` on, as a mask.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct WindowPages {
     /// The first page of the window, which need not be among them.
-    pub first: u64,
+    pub first: PageNumber,
     /// Bit `i` is page `first + i`.
     pub mask: u128,
 }
 
 impl WindowPages {
-    /// The pages of `mask` in the window from page `first` on.
-    pub fn new(first: u64, mask: u128) -> Self {
-        Self { first, mask }
+    /// The pages of `mask` in the window from page number `first` on: for literals, and for numbers from outside. A
+    /// page that is known has [`PageNumber::masked`].
+    pub const fn new(first: u64, mask: u128) -> Self {
+        PageNumber::new(first).masked(mask)
     }
 
     /// Those pages of `range` that are in the window from page `first` on.
-    pub fn within(range: PageRange, first: u64) -> Self {
-        let below = |page: u64| low_bits(page.saturating_sub(first).min(WINDOW_PAGES));
+    pub fn within(range: PageRange, first: PageNumber) -> Self {
+        let below = |page: PageNumber| low_bits(page.since(first).min(WINDOW_PAGES));
         Self { first, mask: below(range.end()) & !below(range.first) }
     }
 
@@ -58,23 +59,22 @@ impl WindowPages {
             let skipped = rest.trailing_zeros();
             let count = (rest >> skipped).trailing_ones();
             rest &= !low_bits(u64::from(skipped + count));
-            Some(PageRange::new(self.first + u64::from(skipped), count.into()))
+            Some((self.first + u64::from(skipped)).run(count.into()))
         })
     }
 
     /// Their numbers, ascending.
-    pub fn iter(self) -> impl Iterator<Item = u64> {
-        self.runs().flat_map(|run| run.first..run.end())
+    pub fn iter(self) -> impl Iterator<Item = PageNumber> {
+        self.runs().flat_map(|run| run.iter())
     }
 }
 
 impl PageRange {
     /// The windows that the range has pages of, which begin at multiples of 128, and these pages.
     pub fn windows(self) -> impl Iterator<Item = WindowPages> {
-        let first = self.first / WINDOW_PAGES * WINDOW_PAGES;
-        let windows = (first..self.end()).step_by(WINDOW_PAGES as usize);
+        let windows = self.first.window().to(self.end()).parts(WINDOW_PAGES);
         // A range of no pages may begin in the middle of one.
-        windows.map(move |first| WindowPages::within(self, first)).filter(|window| !window.is_empty())
+        windows.map(move |window| WindowPages::within(self, window.first)).filter(|window| !window.is_empty())
     }
 }
 
@@ -100,15 +100,15 @@ mod tests {
                 prop_assert!(runs.windows(2).all(|two| two[0].end() < two[1].first));
                 prop_assert_eq!(window.count(), pages.len() as u64);
                 prop_assert_eq!(window.is_empty(), pages.is_empty());
-                prop_assert_eq!(window.iter().collect::<Vec<_>>(), pages);
+                prop_assert_eq!(window.iter().map(PageNumber::get).collect::<Vec<_>>(), pages);
             }
         }
 
         #[test]
         fn the_windows_of_a_range_hold_its_pages_and_no_other(first in 0..500u64, count in 0..500u64) {
             let windows: Vec<_> = PageRange::new(first, count).windows().collect();
-            prop_assert!(windows.iter().all(|window| window.first.is_multiple_of(128) && !window.is_empty()));
-            let pages: Vec<u64> = windows.into_iter().flat_map(WindowPages::iter).collect();
+            prop_assert!(windows.iter().all(|window| window.first == window.first.window() && !window.is_empty()));
+            let pages: Vec<u64> = windows.into_iter().flat_map(WindowPages::iter).map(PageNumber::get).collect();
             prop_assert_eq!(pages, (first..first + count).collect::<Vec<_>>());
         }
     }
@@ -126,7 +126,8 @@ mod tests {
 
     #[test]
     fn a_range_may_lie_about_before_and_behind_a_window() {
-        let within = |first, count, window| WindowPages::within(PageRange::new(first, count), window).mask;
+        let within =
+            |first, count, window| WindowPages::within(PageRange::new(first, count), PageNumber::new(window)).mask;
         assert_eq!(within(0, 1000, 128), u128::MAX);
         assert_eq!((within(0, 128, 128), within(256, 1, 128), within(200, 0, 128)), (0, 0, 0));
         assert_eq!((within(0, 129, 128), within(255, 9, 128)), (1, 1 << 127));

@@ -12,7 +12,9 @@ use common::{
 };
 use proptest::prelude::*;
 use rustix::fs::FallocateFlags;
-use transship_memory::{Access, Freeing, Holes, PageRange, PageSet, Region, Tracker, UffdTracker, WindowPages};
+use transship_memory::{
+    Access, Freeing, Holes, PageNumber, PageRange, PageSet, Region, Tracker, UffdTracker, WindowPages,
+};
 
 fn set(pages: u64, ranges: &[(u64, u64)]) -> PageSet {
     let mut set = PageSet::empty(pages);
@@ -59,7 +61,7 @@ fn no_tracker_sees_it_but_the_note_does(file: OwnedFd, unit: u64) {
     give_back(&file, 3 * unit, unit);
     assert_eq!((guest.read(unit), guest.read(3 * unit)), (0, 0));
     let hole = set(pages, &[(unit, 1)]);
-    assert!(holes.look(&source, &hole).unwrap().contains(unit), "it is memory again");
+    assert!(holes.look(&source, &hole).unwrap().contains(PageNumber::new(unit)), "it is memory again");
     let came_back = holes.came_back(&content).unwrap();
     assert_eq!(came_back, set(pages, &[(unit, unit)]), "what was not read before does not matter");
     // Should this fail one day, the kernel has learned to report it, and there is less to do.
@@ -192,11 +194,11 @@ proptest! {
                     note(&mut holes, &send);
                     content.union_with(&send);
                     content.subtract(&gone);
-                    gone.ranges().flat_map(|range| range.first..range.end()).for_each(|page| words[page as usize] = 0);
+                    gone.ranges().flat_map(|range| range.iter()).for_each(|page| words[page.get() as usize] = 0);
                     let mut sent = Vec::new();
-                    source.copy_out(WindowPages::new(384, send.window(384)), &mut sent).unwrap();
-                    source.copy_out(WindowPages::new(512, send.window(512)), &mut sent).unwrap();
-                    let numbers = send.ranges().flat_map(|range| range.first..range.end());
+                    source.copy_out(WindowPages::new(384, send.window(PageNumber::new(384))), &mut sent).unwrap();
+                    source.copy_out(WindowPages::new(512, send.window(PageNumber::new(512))), &mut sent).unwrap();
+                    let numbers = send.ranges().flat_map(|range| range.first.get()..range.end().get());
                     let numbers = numbers.filter(|page| (384..640).contains(page));
                     for (page, bytes) in numbers.zip(sent.as_chunks::<4096>().0) {
                         words[page as usize] = u64::from_ne_bytes(*bytes.first_chunk().unwrap());

@@ -118,17 +118,17 @@ impl Copy {
         let (mut send, mut gone) = (written, self.content.clone());
         send.intersect_with(data);
         gone.subtract(data);
-        for page in gone.ranges().flat_map(|range| range.first..range.end()) {
+        for page in gone.ranges().flat_map(|range| range.first.get()..range.end().get()) {
             self.words[page as usize] = 0;
         }
         self.content.subtract(&gone);
         let mut bytes = Vec::new();
         for WindowPages { first, mask: present } in send.windows() {
             bytes.clear();
-            self.region.copy_out(WindowPages::new(first, present), &mut bytes).unwrap();
+            self.region.copy_out(first.masked(present), &mut bytes).unwrap();
             for (page, bit) in bytes.as_chunks::<4096>().0.iter().zip((0..128).filter(|bit| present >> bit & 1 == 1)) {
                 let word = u64::from_ne_bytes(*page.first_chunk().unwrap());
-                self.words[(first + bit) as usize] = word;
+                self.words[(first + bit).get() as usize] = word;
             }
         }
         self.content.union_with(&send);

@@ -25,7 +25,9 @@ use common::{
 };
 use rustix::fs::OFlags;
 use transship_lab::lacks;
-use transship_memory::{Access, Area, Error, Fault, Flaw, PageRange, PageSet, Protection, Region, WindowPages};
+use transship_memory::{
+    Access, Area, Error, Fault, Flaw, PageNumber, PageRange, PageSet, Protection, Region, WindowPages,
+};
 
 /// Longer than anything takes on a machine that does anything at all.
 const LONG: Duration = Duration::from_secs(120);
@@ -40,7 +42,7 @@ fn all(guest: &Guest) -> PageRange {
 }
 
 fn fault(page: u64) -> Option<Fault> {
-    Some(Fault { region: 0, page })
+    Some(Fault { region: 0, page: PageNumber::new(page) })
 }
 
 #[test]
@@ -149,7 +151,7 @@ fn with_no_protection_left_everybody_goes_on() {
         while seen.len() < 8 {
             seen.extend(protection.next_fault(LONG).unwrap());
         }
-        assert_eq!(seen, (0..8).map(|page| Fault { region: 0, page: 7 * page }).collect());
+        assert_eq!(seen, (0..8).map(|page| Fault { region: 0, page: PageNumber::new(7 * page) }).collect());
         drop(protection);
         writers.into_iter().for_each(|writer| writer.join().unwrap());
     });
@@ -178,7 +180,7 @@ fn callers_share_the_faults() {
                     }
                     for fault in some {
                         seen.lock().unwrap().push(fault.page);
-                        protection.allow(0, PageRange::new(fault.page, 1)).unwrap();
+                        protection.allow(0, fault.page.run(1)).unwrap();
                     }
                 }
             });
@@ -196,7 +198,7 @@ fn callers_share_the_faults() {
     });
     let mut seen = seen.into_inner().unwrap();
     seen.sort_unstable();
-    assert_eq!(seen, (0..pages).collect::<Vec<_>>());
+    assert_eq!(seen, PageRange::all(pages).iter().collect::<Vec<_>>());
     assert_eq!(waiting.into_inner(), pages);
 }
 
@@ -223,7 +225,7 @@ impl Snapshot<'_> {
             mine
         };
         if mine {
-            for first in (range.first..range.end()).step_by(128) {
+            for first in (range.first.get()..range.end().get()).step_by(128) {
                 let bits = u128::MAX >> (128 - unit.min(128));
                 let mut bytes = Vec::new();
                 self.source.copy_out(WindowPages::new(first, bits), &mut bytes).unwrap();
@@ -258,7 +260,7 @@ fn a_snapshot_is_of_one_moment(file: OwnedFd, bytes: u64, prepare: impl Fn(&Gues
             // Nobody runs at that moment. The holes are known to be zero and are not read, which would make them pages.
             let zero = vec![0; PAGE as usize];
             for page in 0..pages {
-                match data.contains(page) {
+                match data.contains(PageNumber::new(page)) {
                     true => source.copy_out(WindowPages::new(page, 1), &mut truth).unwrap(),
                     false => truth.extend_from_slice(&zero),
                 }
@@ -284,7 +286,7 @@ fn a_snapshot_is_of_one_moment(file: OwnedFd, bytes: u64, prepare: impl Fn(&Gues
                     let mut faults = Vec::new();
                     while !stop.0.load(Ordering::Relaxed) {
                         snapshot.protection.next_faults(Duration::from_millis(10), &mut faults).unwrap();
-                        faults.drain(..).for_each(|fault| snapshot.save(fault.page));
+                        faults.drain(..).for_each(|fault| snapshot.save(fault.page.get()));
                     }
                 });
             }
@@ -354,7 +356,7 @@ fn regions_and_parts_of_them_are_kept_apart() {
     let (one, two) = (Guest::map(file(64 * PAGE), 64 * PAGE), Guest::map(file(96 * PAGE), 96 * PAGE));
     // Region 1 is mapped in two parts, the second before the first; its pages 32 to 40 are in both.
     let first = Area { region: 1, bytes: 40 * PAGE, address: two.area().address + 56 * PAGE, ..two.area() };
-    let second = Area { region: 1, first_page: 32, bytes: 56 * PAGE, ..two.area() };
+    let second = Area { region: 1, first_page: PageNumber::new(32), bytes: 56 * PAGE, ..two.area() };
     thread::scope(|scope| {
         let uffd = userfaultfd(Faults::User).unwrap();
         let protection = Protection::new(uffd, vec![first, one.area(), second], &[64, 88]).unwrap();
@@ -365,7 +367,7 @@ fn regions_and_parts_of_them_are_kept_apart() {
         // The first part is pages 56.. of the mapping, the second is pages 0.. of it.
         for (at, page) in [(56 + 20, 20), (56 + 39, 39), (0, 32), (27, 59)] {
             let writer = scope.spawn(move || two.write(at, 1));
-            assert_eq!(protection.next_fault(LONG).unwrap(), Some(Fault { region: 1, page }));
+            assert_eq!(protection.next_fault(LONG).unwrap(), Some(Fault { region: 1, page: PageNumber::new(page) }));
             protection.allow(1, PageRange::new(page, 1)).unwrap();
             writer.join().unwrap();
         }

@@ -17,7 +17,7 @@ use std::{
 use common::{HUGE, PAGE, contents, file, huge_file, map, mounts::with_mounts_of_its_own, page_of};
 use proptest::prelude::*;
 use rustix::{fs::OFlags, mount::MountFlags};
-use transship_memory::{Access, Error, Flaw, PAGE_BYTES, PageRange, PageSet, Region, WindowPages};
+use transship_memory::{Access, Error, Flaw, PAGE_BYTES, PageNumber, PageRange, PageSet, Region, WindowPages};
 
 fn flaw(result: Result<Region, Error>) -> Option<Flaw> {
     result.err().expect("a refusal").flaw()
@@ -56,10 +56,16 @@ fn a_region_begins_at_its_offset_in_the_file() {
 
     part.write_pages(WindowPages::new(149, 1), &page_of(7)).unwrap();
     all.write_pages(WindowPages::new(128, 1 << 122 | 1), &[page_of(8), page_of(9)].concat()).unwrap();
-    assert_eq!(all.data().unwrap().ranges().map(|r| (r.first, r.count)).collect::<Vec<_>>(), [(128, 1), (249, 2)]);
-    assert_eq!(part.data().unwrap().ranges().map(|r| (r.first, r.count)).collect::<Vec<_>>(), [(28, 1), (149, 1)]);
+    assert_eq!(
+        all.data().unwrap().ranges().map(|r| (r.first.get(), r.count)).collect::<Vec<_>>(),
+        [(128, 1), (249, 2)]
+    );
+    assert_eq!(
+        part.data().unwrap().ranges().map(|r| (r.first.get(), r.count)).collect::<Vec<_>>(),
+        [(28, 1), (149, 1)]
+    );
     part.clear(PageRange::new(28, 1)).unwrap();
-    assert_eq!(all.data().unwrap().ranges().map(|r| (r.first, r.count)).collect::<Vec<_>>(), [(249, 2)]);
+    assert_eq!(all.data().unwrap().ranges().map(|r| (r.first.get(), r.count)).collect::<Vec<_>>(), [(249, 2)]);
     let mut out = Vec::new();
     all.copy_out(WindowPages::new(249, 0b11), &mut out).unwrap();
     assert!(out == [page_of(7), page_of(9)].concat());
@@ -104,7 +110,7 @@ fn what_was_only_read_is_no_data() {
         return; // there a page that was read is one that holds something
     }
     region.copy_out(WindowPages::new(0, u64::MAX.into()), &mut Vec::new()).unwrap();
-    let first: Vec<_> = region.data().unwrap().ranges().map(|range| (range.first, range.count)).collect();
+    let first: Vec<_> = region.data().unwrap().ranges().map(|range| (range.first.get(), range.count)).collect();
     assert_eq!(first, [(0, 1)]);
     assert_eq!(region.data_among(&PageSet::full(PAGES)).unwrap(), region.data().unwrap());
     assert!(!region.is_data(PageRange::new(0, PAGES)).unwrap());
@@ -154,9 +160,10 @@ fn only_wanted_pages_are_told_to_be_data() {
     let mut at = 3;
     for length in [1, 2, 63, 64, 65, 127, 128, 129, 191, 192, 193, 447, 448, 449, 1500] {
         let run = PageRange::new(at, length);
-        (run.first..run.end()).for_each(|page| region.write_pages(WindowPages::new(page, 1), &page_of(page)).unwrap());
+        (run.first.get()..run.end().get())
+            .for_each(|page| region.write_pages(WindowPages::new(page, 1), &page_of(page)).unwrap());
         expected.insert(run);
-        at = run.end() + 1 + length % 5;
+        at = run.end().get() + 1 + length % 5;
     }
     assert_eq!(region.data().unwrap(), expected);
     for (every, count) in [(6000, 6000), (1000, 999), (700, 64), (130, 65), (97, 90), (8, 3), (2, 1)] {
@@ -177,7 +184,7 @@ fn a_range_is_data_if_all_of_it_is() {
         region.write_pages(WindowPages::new(512, 1 << 3 | 1 << 4), &vec![7; 2 * PAGE_BYTES]).unwrap();
         let data = region.data().unwrap();
         for (first, count) in [(515, 2), (515, 1), (514, 1), (514, 2), (516, 2), (0, 1024), (1023, 1), (512, 512)] {
-            let all = (first..first + count).all(|page| data.contains(page));
+            let all = (first..first + count).all(|page| data.contains(PageNumber::new(page)));
             assert_eq!(region.is_data(PageRange::new(first, count)).unwrap(), all, "{first} {count}");
         }
         let mut copy = vec![0; 2 * PAGE_BYTES];
@@ -232,7 +239,7 @@ fn follows_its_model(region: &Region, steps: &[(u64, u128, u64, bool)]) -> Resul
     let data = region.data().unwrap();
     let page = |number: u64| &model[(number * PAGE) as usize..][..PAGE_BYTES];
     let is_zero = |number: u64| page(number).iter().all(|&byte| byte == 0);
-    prop_assert!((0..pages).all(|number| data.contains(number) || is_zero(number)), "holes are zero");
+    prop_assert!((0..pages).all(|number| data.contains(PageNumber::new(number)) || is_zero(number)), "holes are zero");
     for first in (0..pages).step_by(128) {
         let all = u128::MAX >> (128 - (pages - first).min(128));
         let zero =
@@ -277,7 +284,7 @@ fn a_region_of_huge_pages_is_what_its_model_is() {
     expected[left(1601, 27)].fill(1);
     assert!(contents(&region) == expected);
     let expected: Vec<_> = vec![(0, 512), (1536, 512)];
-    let data = |region: &Region| region.data().unwrap().ranges().map(|r| (r.first, r.count)).collect::<Vec<_>>();
+    let data = |region: &Region| region.data().unwrap().ranges().map(|r| (r.first.get(), r.count)).collect::<Vec<_>>();
     assert_eq!(rustix::fs::fstat(&huge).unwrap().st_blocks as u64 * 512, 4 * HUGE, "a pool gets no page back");
     region.empty().unwrap();
     [100, 1600].into_iter().for_each(|page| region.write_pages(WindowPages::new(page, 1), &page_of(page)).unwrap());

@@ -129,16 +129,16 @@ impl<'a> Copy<'a> {
         send.intersect_with(data);
         gone.subtract(data);
         self.holes.note().keep(&send.windows().collect::<Vec<_>>()).unwrap();
-        for page in gone.ranges().flat_map(|range| range.first..range.end()) {
+        for page in gone.ranges().flat_map(|range| range.first.get()..range.end().get()) {
             self.words[page as usize] = 0;
         }
         self.content.subtract(&gone);
         let mut bytes = Vec::new();
         for WindowPages { first, mask: present } in send.windows() {
             bytes.clear();
-            self.region.copy_out(WindowPages::new(first, present), &mut bytes).unwrap();
+            self.region.copy_out(first.masked(present), &mut bytes).unwrap();
             for (page, bit) in bytes.as_chunks::<4096>().0.iter().zip((0..128).filter(|bit| present >> bit & 1 == 1)) {
-                self.words[(first + bit) as usize] = u64::from_ne_bytes(*page.first_chunk().unwrap());
+                self.words[(first + bit).get() as usize] = u64::from_ne_bytes(*page.first_chunk().unwrap());
             }
         }
         self.content.union_with(&send);
@@ -272,7 +272,10 @@ fn pages_that_the_process_does_not_have_yet_are_seen_when_it_writes_them() {
             assert!((300..340).map(|page| guest.read(page)).all(|word| word == guest.read(300) || private.is_empty()));
             for round in 1..5 {
                 let written = set(2048, &[(0, 1), (310, 2), (900 + round, 4), (1500, 1), (1600 + 3 * round, 2)]);
-                written.ranges().flat_map(|range| range.first..range.end()).for_each(|page| guest.write(page, round));
+                written
+                    .ranges()
+                    .flat_map(|range| range.first.get()..range.end().get())
+                    .for_each(|page| guest.write(page, round));
                 let mut missing = written;
                 missing.subtract(&tracker.scan(0).unwrap());
                 assert!(missing.is_empty(), "round {round}, old kernel: {old}: {missing:?}");

@@ -19,7 +19,9 @@ use common::{
     process::{CHILD_PAGES, Faults, Guest, Stop, Tracked},
 };
 use rustix::mm::{MapFlags, ProtFlags};
-use transship_memory::{Access, Area, Error, Flaw, PageRange, PageSet, Region, Tracker, UffdTracker, WindowPages};
+use transship_memory::{
+    Access, Area, Error, Flaw, PageNumber, PageRange, PageSet, Region, Tracker, UffdTracker, WindowPages,
+};
 
 /// A test beside this one may be starting a child, which holds a dropped tracker's userfaultfd until it has become its
 /// program.
@@ -97,7 +99,7 @@ fn what_another_process_writes_is_found_until_it_maps_the_memory_anew() {
     assert!(matches!(tracker.scan(0), Err(Error::Gone { region: 0, .. })));
     assert!(tracker.scan(0).is_err(), "it stays so");
 
-    let outside = Area { first_page: pages - 1, ..other.area() };
+    let outside = Area { first_page: PageNumber::new(pages - 1), ..other.area() };
     let refused = track(&Guest::map(&file, pages * PAGE)).with_other(userfaultfd(), own_pagemap(), vec![outside]);
     assert_eq!(refused.err().unwrap().flaw(), Some(Flaw::Outside));
 }
@@ -134,7 +136,10 @@ fn parts_that_several_threads_scan_make_a_whole() {
     let ranges: Vec<_> = ends.iter().map(|end| (end - 1, 2)).chain([(0, 1), (pages - 1, 1)]).collect();
     let written = set(pages, &ranges);
     for round in 2..5 {
-        written.ranges().flat_map(|range| range.first..range.end()).for_each(|page| guest.write(page, round));
+        written
+            .ranges()
+            .flat_map(|range| range.first.get()..range.end().get())
+            .for_each(|page| guest.write(page, round));
         assert!(missing(&mut tracker, &written).is_empty(), "round {round}");
         settle(&mut tracker);
     }
@@ -159,7 +164,10 @@ fn writes_to_untouched_pages_are_seen() {
     tracker.scan(0).unwrap();
     for round in 1..20 {
         let written = set(pages, &[(999 + round, 1), (1100 + round, 1), (2000 + 77 * round, 2), (20, 1)]);
-        written.ranges().flat_map(|range| range.first..range.end()).for_each(|page| guest.write(page, round));
+        written
+            .ranges()
+            .flat_map(|range| range.first.get()..range.end().get())
+            .for_each(|page| guest.write(page, round));
         assert!(missing(&mut tracker, &written).is_empty(), "round {round}");
         settle(&mut tracker);
     }
@@ -180,7 +188,7 @@ fn writes_to_pages_that_only_the_file_has_are_seen() {
     (300..340).for_each(|page| assert_ne!(guest.word(page).load(Ordering::Relaxed), 0));
     settle(&mut tracker);
     let written = set(pages, &[(0, 1), (310, 2), (900, 40)]);
-    written.ranges().flat_map(|range| range.first..range.end()).for_each(|page| guest.write(page, 5));
+    written.ranges().flat_map(|range| range.first.get()..range.end().get()).for_each(|page| guest.write(page, 5));
     assert!(missing(&mut tracker, &written).is_empty());
 }
 
@@ -214,12 +222,12 @@ fn holes_are_written_again(file: OwnedFd, pages: u64, hole: PageRange) {
         if round % 2 == 0 {
             settle(&mut tracker);
         }
-        let middle = hole.first + hole.count / 2;
+        let (first, middle) = (hole.first.get(), hole.first.get() + hole.count / 2);
         guest.write(middle, round);
         assert!(missing(&mut tracker, &set(pages, &[(middle, 1)])).is_empty(), "round {round}");
-        assert_eq!(guest.word(hole.first).load(Ordering::Relaxed), 0);
-        guest.write(hole.first, round);
-        assert!(missing(&mut tracker, &set(pages, &[(hole.first, 1)])).is_empty(), "round {round}");
+        assert_eq!(guest.word(first).load(Ordering::Relaxed), 0);
+        guest.write(first, round);
+        assert!(missing(&mut tracker, &set(pages, &[(first, 1)])).is_empty(), "round {round}");
     }
 }
 
@@ -294,8 +302,8 @@ fn migrate(tracker: &mut UffdTracker, source: &Region, copy: &Region) {
     holes.ranges().for_each(|range| copy.clear(range).unwrap());
     for WindowPages { first, mask: bits } in send.windows() {
         let mut bytes = Vec::new();
-        source.copy_out(WindowPages::new(first, bits), &mut bytes).unwrap();
-        copy.write_pages(WindowPages::new(first, bits), &bytes).unwrap();
+        source.copy_out(first.masked(bits), &mut bytes).unwrap();
+        copy.write_pages(first.masked(bits), &bytes).unwrap();
     }
 }
 
@@ -334,7 +342,10 @@ fn writes_to_transparent_huge_pages_are_seen() {
     tracker.scan(0).unwrap();
     for round in 1..10 {
         let written = set(2048, &[(3 * round, 1), (700, 1), (1024 + round, 2)]);
-        written.ranges().flat_map(|range| range.first..range.end()).for_each(|page| guest.write(page, round));
+        written
+            .ranges()
+            .flat_map(|range| range.first.get()..range.end().get())
+            .for_each(|page| guest.write(page, round));
         assert!(missing(&mut tracker, &written).is_empty(), "round {round}");
         settle(&mut tracker);
     }
@@ -345,7 +356,7 @@ fn regions_and_parts_of_them_are_kept_apart() {
     let (one, two) = (Guest::map(file(64 * PAGE), 64 * PAGE), Guest::map(file(96 * PAGE), 96 * PAGE));
     // Region 1 is mapped in two parts, the second before the first.
     let first = Area { region: 1, bytes: 32 * PAGE, address: two.area().address + 64 * PAGE, ..two.area() };
-    let second = Area { region: 1, first_page: 32, bytes: 64 * PAGE, ..two.area() };
+    let second = Area { region: 1, first_page: PageNumber::new(32), bytes: 64 * PAGE, ..two.area() };
     let areas = vec![first, one.area(), second];
     let mut tracker = UffdTracker::new(userfaultfd(), own_pagemap(), areas, vec![64, 96]).unwrap();
     assert_eq!(tracker.scan(0).unwrap(), PageSet::full(64));
@@ -373,8 +384,8 @@ fn areas_that_do_not_fit_are_refused() {
     assert_eq!(flaw(&[Area { bytes: 100, ..area }], &[16]), Flaw::Shape);
     assert_eq!(flaw(&[Area { bytes: 0, ..area }], &[16]), Flaw::Shape);
     assert_eq!(flaw(&[Area { address: area.address + 8, ..area }], &[16]), Flaw::Shape);
-    assert_eq!(flaw(&[Area { first_page: 1, ..area }], &[16]), Flaw::Outside);
-    assert_eq!(flaw(&[Area { first_page: u64::MAX, ..area }], &[16]), Flaw::Outside);
+    assert_eq!(flaw(&[Area { first_page: PageNumber::new(1), ..area }], &[16]), Flaw::Outside);
+    assert_eq!(flaw(&[Area { first_page: PageNumber::new(u64::MAX), ..area }], &[16]), Flaw::Outside);
     assert_eq!(flaw(&[Area { address: 0_u64.wrapping_sub(PAGE), ..area }], &[16]), Flaw::Outside);
     assert_eq!(flaw(&[area], &[17]), Flaw::NotMapped);
     let missing = refusal(&[area], &[16, 1]);

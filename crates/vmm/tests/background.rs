@@ -264,7 +264,7 @@ impl SourceGuest for Meddled {
 /// As a VMM does it that gives memory back.
 fn punch(region: &Region, pages: PageRange) {
     let how = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
-    rustix::fs::fallocate(region.file().unwrap(), how, pages.first * 4096, pages.bytes()).unwrap();
+    rustix::fs::fallocate(region.file().unwrap(), how, pages.first.offset(), pages.bytes()).unwrap();
 }
 
 /// Saves a busy guest; what comes of it, and whether there is a file.

@@ -11,7 +11,7 @@ use transship_guest::Hint;
 use transship_lab::balloon::BalloonClient;
 use transship_lab::lines::Mark;
 use transship_lab::{Balloon, PATIENCE, Qemu, QemuBuilder, Workload, other_qemu, wait_until};
-use transship_memory::{PAGE_BYTES, PageRange, PageSet};
+use transship_memory::PageSet;
 use transship_vmm::{AttachOptions, attach_source};
 
 const MIB: u64 = 1 << 20;
@@ -220,7 +220,7 @@ fn what_hints_name_may_be_overwritten(kernel: &str) {
         // … all hints, or those that come in a moment.
         let deadline = if round % 2 == 0 { deadline } else { Instant::now() + Duration::from_millis(100) };
         while let Some(Hint::Free(place)) = client.next(deadline).unwrap() {
-            dead.insert(PageRange::new(place.pages.first, place.pages.count));
+            dead.insert(place.pages);
         }
         client.stop().unwrap();
         // In some rounds the guest has its memory again at once, in the others when it runs on.
@@ -236,7 +236,7 @@ fn what_hints_name_may_be_overwritten(kernel: &str) {
         dead.subtract(&tracker.scan(0).unwrap());
         for range in dead.ranges() {
             for (number, bytes) in chunks(range.bytes(), garbage.len() as u64).enumerate() {
-                let at = range.first * PAGE_BYTES as u64 + number as u64 * garbage.len() as u64;
+                let at = range.first.offset() + number as u64 * garbage.len() as u64;
                 file.write_all_at(&garbage[..bytes as usize], at).unwrap();
             }
         }

@@ -4,7 +4,7 @@ use std::sync::{
     atomic::{AtomicBool, Ordering::Relaxed},
 };
 
-use transship_memory::{GuestMemory, PAGE_BYTES, PageRange, WindowPages};
+use transship_memory::{GuestMemory, PAGE_BYTES, PageNumber, PageRange, WindowPages};
 
 use super::dispatcher::Chosen;
 use crate::{Error, Progress, pacer::Pacer, page_map::PageMap};
@@ -104,7 +104,7 @@ pub(crate) enum Batch {
 pub(crate) struct Window {
     pub(crate) round: u32,
     pub(crate) region: usize,
-    pub(crate) first: u64,
+    pub(crate) first: PageNumber,
     pub(crate) wanted: u128,
     /// Those that read as zero; none if this was not checked yet.
     pub(crate) zero: Option<u128>,
@@ -119,7 +119,7 @@ impl Window {
 
     /// Pages of it.
     pub(crate) fn pages(&self, mask: u128) -> WindowPages {
-        WindowPages::new(self.first, mask)
+        self.first.masked(mask)
     }
 }
 

@@ -9,7 +9,7 @@ use std::{
 };
 
 use crossbeam_channel::{Receiver, Sender, bounded};
-use transship_memory::{Fault, PAGE_BYTES, PageRange, PageSet, WindowPages};
+use transship_memory::{Fault, PAGE_BYTES, PageNumber, PageRange, PageSet, WindowPages};
 use transship_wire::{Message, Pages};
 
 use crate::{Error, PostCopyReport, Progress, control::Control, fail_point, filling::Filling, owed};
@@ -22,7 +22,7 @@ pub(super) struct Arrival {
     pub(super) filling: Filling,
     progress: Arc<Progress>,
     /// Since when a page is waited for.
-    waiting: Mutex<HashMap<(usize, u64), Instant>>,
+    waiting: Mutex<HashMap<(usize, PageNumber), Instant>>,
     /// How many there are: most pages are nobody's who waits.
     are_waiting: AtomicUsize,
     /// How long each was waited for, in microseconds.
@@ -112,8 +112,8 @@ impl Arrival {
             };
             // Somebody may have brought it before we had said that we wait.
             if self.filling.claims().is_done(region, page) {
-                self.came(region, PageRange::new(page, 1));
-                return Ok(self.filling.missing().wake(region, PageRange::new(page, 1))?);
+                self.came(region, page.run(1));
+                return Ok(self.filling.missing().wake(region, page.run(1))?);
             }
             if is_new {
                 self.ask(region, page);
@@ -123,10 +123,10 @@ impl Arrival {
     }
 
     /// A line that is broken is followed by one on which this is asked again.
-    fn ask(&self, region: usize, page: u64) {
+    fn ask(&self, region: usize, page: PageNumber) {
         let mut line = lock(&self.line);
         if let Some(control) = line.as_mut() {
-            let _ = control.send(&Message::Want { region: region as u16, page });
+            let _ = control.send(&Message::Want { region: region as u16, page: page.get() });
         }
     }
 
@@ -141,7 +141,7 @@ impl Arrival {
         fail_point::reach("destination.line")?;
         let waiting: Vec<_> = lock(&self.waiting).keys().copied().collect();
         for (region, page) in waiting {
-            control.send(&Message::Want { region: region as u16, page })?;
+            control.send(&Message::Want { region: region as u16, page: page.get() })?;
         }
         *line = Some(control);
         Ok(())
@@ -204,7 +204,7 @@ impl Arrival {
         }
         let (mut waiting, mut waited) = (lock(&self.waiting), lock(&self.waited));
         waiting.retain(|&(of, page), since| {
-            let is_here = of == region && (run.first..run.end()).contains(&page);
+            let is_here = of == region && run.contains(page);
             if is_here && waited.len() < WAITS_MOST {
                 waited.push(since.elapsed().as_micros().try_into().unwrap_or(u32::MAX));
             }

@@ -106,7 +106,7 @@ impl ArrivingMemory {
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used)]
-    use transship_memory::{Access, Keep, PAGE_BYTES};
+    use transship_memory::{Access, Keep, PAGE_BYTES, PageNumber};
 
     use super::*;
 
@@ -164,7 +164,7 @@ mod tests {
             assert_eq!((held(&arriving, region, 0), held(&arriving, region, 128)), (u128::MAX, 0xfc0), "{region}");
             arriving.clear_window(region, WindowPages::new(0, u128::MAX)).unwrap();
             assert_eq!((held(&arriving, region, 0), held(&arriving, region, 128)), (0, 0xfc0), "{region}");
-            assert_eq!(arriving.intake.written()[usize::from(region)].window(128), 0xfc0);
+            assert_eq!(arriving.intake.written()[usize::from(region)].window(PageNumber::new(128)), 0xfc0);
             assert_eq!(held(&arriving, 1 - region, 0), 0);
         }
     }
@@ -181,7 +181,8 @@ mod tests {
             let left = [0, 128, 256].map(|first| held(&arriving, region, first));
             assert_eq!(left, [u128::MAX >> 1, 0, (1 << 44) - 2], "{region}");
             assert_eq!(
-                [0, 128, 256].map(|first| arriving.intake.written()[usize::from(region)].window(first)),
+                [0, 128, 256]
+                    .map(|first| arriving.intake.written()[usize::from(region)].window(PageNumber::new(first))),
                 left,
                 "{region}"
             );

@@ -5,7 +5,7 @@
 //! hears nothing, it goes on by itself.
 use std::{os::fd::BorrowedFd, thread, time::Duration};
 
-use transship_memory::{Area, Error as MemoryError, Missing};
+use transship_memory::{Area, Error as MemoryError, Missing, PageNumber};
 
 use crate::guest::GuestError;
 
@@ -56,13 +56,16 @@ pub(crate) type AreaRecord = (usize, u64, u64, u64);
 
 /// The areas in use, for a charge.
 pub(crate) fn records_of(missing: &Missing) -> Vec<AreaRecord> {
-    let record = |area: Area| (area.region, area.first_page, area.address, area.bytes);
+    let record = |area: Area| (area.region, area.first_page.get(), area.address, area.bytes);
     missing.areas().into_iter().map(record).collect()
 }
 
 /// The reverse, for a process that takes over.
 pub(crate) fn areas_of(records: &[AreaRecord]) -> Vec<Area> {
-    let area = |&(region, first_page, address, bytes): &AreaRecord| Area { region, first_page, address, bytes };
+    let area = |&(region, first_page, address, bytes): &AreaRecord| {
+        let first_page = PageNumber::new(first_page);
+        Area { region, first_page, address, bytes }
+    };
     records.iter().map(area).collect()
 }
 

@@ -1,5 +1,5 @@
 //! Which of a region's pages are brought, and in which pieces.
-use transship_memory::{PageRange, PageSet, WindowPages};
+use transship_memory::{PageNumber, PageRange, PageSet, WindowPages};
 
 /// Pages that a background thread takes at once: 1 MiB.
 pub(crate) const UNIT_PAGES: u64 = 256;
@@ -20,22 +20,22 @@ pub(crate) struct Region {
 
 impl Region {
     /// The aligned range about `page` that has `pages` pages, or as many as a huge one.
-    pub(crate) fn clip(&self, page: u64, pages: u64) -> PageRange {
+    pub(crate) fn clip(&self, page: PageNumber, pages: u64) -> PageRange {
         let pages = pages.max(self.unit);
-        let first = page / pages * pages;
+        let first = page.unit(pages);
         // Huge pages are whole also at the end.
-        PageRange::new(first, pages.min(self.pages - first))
+        first.run(pages.min(PageRange::all(self.pages).end() - first))
     }
 
-    pub(crate) fn units(&self) -> impl Iterator<Item = (usize, u64)> + '_ {
+    pub(crate) fn units(&self) -> impl Iterator<Item = (usize, PageNumber)> + '_ {
         let pages = UNIT_PAGES.max(self.unit);
-        let mut firsts: Vec<u64> = self.stored.windows().map(|window| window.first / pages * pages).collect();
+        let mut firsts: Vec<_> = self.stored.windows().map(|window| window.first.unit(pages)).collect();
         firsts.dedup();
         firsts.into_iter().map(|first| (self.index, first))
     }
 
     /// Runs of a range that are brought but not among the claimed, of which it is told by windows of 128 pages.
-    pub(crate) fn wanted(&self, range: PageRange, claimed: impl Fn(u64) -> u128) -> Vec<PageRange> {
+    pub(crate) fn wanted(&self, range: PageRange, claimed: impl Fn(PageNumber) -> u128) -> Vec<PageRange> {
         let mut wanted: Vec<PageRange> = Vec::new();
         for window in range.windows() {
             let pages = window.with(window.mask & self.stored.window(window.first) & !claimed(window.first));
@@ -51,8 +51,7 @@ impl Region {
 
     /// The huge pages of a range.
     pub(crate) fn in_units(&self, range: PageRange) -> impl Iterator<Item = PageRange> {
-        let unit = self.unit;
-        (range.first..range.end()).step_by(unit as usize).map(move |first| PageRange::new(first, unit))
+        range.parts(self.unit)
     }
 
     /// How many pages of a range are brought.
@@ -64,16 +63,13 @@ impl Region {
     /// Long runs of pages that are not brought, of whole huge pages.
     pub(crate) fn holes(&self) -> impl Iterator<Item = PageRange> + '_ {
         let end = std::iter::once(PageRange::new(self.pages, 0));
-        let mut from = 0;
+        let mut from = PageNumber::FIRST;
         let gaps = self.stored.ranges().chain(end).map(move |stored| {
-            let gap = from..stored.first;
+            let gap = from.next_unit(self.unit).to(stored.first.unit(self.unit));
             from = stored.end();
             gap
         });
-        gaps.filter_map(|gap| {
-            let (first, end) = (gap.start.next_multiple_of(self.unit), gap.end / self.unit * self.unit);
-            (end.saturating_sub(first) >= RELEASE_PAGES).then(|| PageRange::new(first, end - first))
-        })
+        gaps.filter(|gap| gap.count >= RELEASE_PAGES)
     }
 }
 
@@ -100,7 +96,7 @@ mod tests {
     }
 
     fn pairs(ranges: impl IntoIterator<Item = PageRange>) -> Vec<(u64, u64)> {
-        ranges.into_iter().map(|range| (range.first, range.count)).collect()
+        ranges.into_iter().map(|range| (range.first.get(), range.count)).collect()
     }
 
     #[test]
@@ -113,7 +109,10 @@ mod tests {
         assert_eq!(pairs(region.wanted(PageRange::new(96, 64), claimed)), [(120, 5), (135, 5)]);
         assert_eq!(wanted(992, 8), [(992, 8)]);
         assert_eq!(region.stored_in(PageRange::new(0, 1000)), 725);
-        assert_eq!(pairs([region.clip(999, 32), region.clip(5, 32)]), [(992, 8), (0, 32)]);
+        assert_eq!(
+            pairs([region.clip(PageNumber::new(999), 32), region.clip(PageNumber::new(5), 32)]),
+            [(992, 8), (0, 32)]
+        );
     }
 
     #[test]
@@ -135,7 +134,8 @@ mod tests {
 
     #[test]
     fn units_cover_what_is_stored() {
-        assert_eq!(region(1000, 1, &[(10, 5), (120, 20), (300, 1)]).units().collect::<Vec<_>>(), [(0, 0), (0, 256)]);
-        assert_eq!(region(1024, 512, &[(10, 5), (300, 1), (600, 1)]).units().collect::<Vec<_>>(), [(0, 0), (0, 512)]);
+        let units = |region: Region| region.units().map(|(of, first)| (of, first.get())).collect::<Vec<_>>();
+        assert_eq!(units(region(1000, 1, &[(10, 5), (120, 20), (300, 1)])), [(0, 0), (0, 256)]);
+        assert_eq!(units(region(1024, 512, &[(10, 5), (300, 1), (600, 1)])), [(0, 0), (0, 512)]);
     }
 }

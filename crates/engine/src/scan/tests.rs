@@ -3,7 +3,7 @@
 use std::collections::VecDeque;
 
 use rustix::fs::MemfdFlags;
-use transship_memory::{Access, WindowPages};
+use transship_memory::{Access, PageRange, WindowPages};
 
 use super::*;
 

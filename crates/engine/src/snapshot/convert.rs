@@ -5,7 +5,7 @@ use std::{
     time::Instant,
 };
 
-use transship_memory::{FileIo, GuestMemory, PAGE, PageRange, PageSet};
+use transship_memory::{FileIo, GuestMemory, PAGE, PageNumber, PageRange, PageSet};
 use transship_secure::{Identities, Recipients};
 use transship_wire::qemu::{Block, Configuration, GlobalState, RunState};
 
@@ -233,36 +233,35 @@ impl Conversion<'_> {
         writer: &mut dyn PageWriter,
         counts: &mut Counts,
     ) -> Result<(), Error> {
-        let (what, mut done) = (format!("pages of {:?}", &*block.name), 0);
-        let clear = |writer: &mut dyn PageWriter, from: u64, to: u64, counts: &mut Counts| {
-            counts.zero += to - from;
-            (from..to).step_by(CLEAR_PAGES as usize).try_for_each(|first| {
+        let (what, mut done) = (format!("pages of {:?}", &*block.name), PageNumber::FIRST);
+        let clear = |writer: &mut dyn PageWriter, gap: PageRange, counts: &mut Counts| {
+            counts.zero += gap.count;
+            gap.parts(CLEAR_PAGES).try_for_each(|part| {
                 self.check_cancelled()?;
-                writer.clear(number, PageRange::new(first, CLEAR_PAGES.min(to - first)))
+                writer.clear(number, part)
             })
         };
         (from.runs)(&mut |run| {
-            clear(writer, done, run.first, counts)?;
+            clear(writer, done.to(run.first), counts)?;
             done = run.end();
-            for first in (run.first..run.end()).step_by(READ_PAGES as usize) {
+            for part in run.parts(READ_PAGES) {
                 self.check_cancelled()?;
-                let count = READ_PAGES.min(run.end() - first);
-                let room = writer.room(count as usize)?;
-                from.origin.read_exact(&what, room, from.pages_offset + first * PAGE)?;
-                let offsets: Vec<u64> = (first..first + count).map(|page| page * PAGE).collect();
+                let room = writer.room(part.count as usize)?;
+                from.origin.read_exact(&what, room, from.pages_offset + part.first.offset())?;
+                let offsets: Vec<u64> = part.iter().map(PageNumber::offset).collect();
                 let written = write_pages(writer, number, &offsets)?;
                 counts.normal += written.normal;
                 counts.zero += written.zero;
                 self.progress.normal_pages.fetch_add(written.normal, Relaxed);
-                self.progress.wire_bytes.fetch_add(count * PAGE, Relaxed);
+                self.progress.wire_bytes.fetch_add(part.bytes(), Relaxed);
             }
             let _ = self.progress.round_left.fetch_update(Relaxed, Relaxed, |left| {
-                let all = block.used_bytes.saturating_sub(done * PAGE);
+                let all = block.used_bytes.saturating_sub(done.offset());
                 Some(left.saturating_sub(run.bytes()).max(all.min(left)))
             });
             Ok(())
         })?;
-        clear(writer, done, block.pages(), counts)
+        clear(writer, done.to(PageRange::all(block.pages()).end()), counts)
     }
 
     fn check_cancelled(&self) -> Result<(), Error> {

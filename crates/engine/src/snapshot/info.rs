@@ -193,11 +193,10 @@ fn mapped_block(snapshot: &Snapshot, block: &Block, check: bool) -> Result<Block
     let mut bytes = vec![0; if check { READ_PAGES as usize * PAGE_BYTES } else { 0 }];
     snapshot.each_stored(block, |run| {
         info.stored += run.count;
-        for first in (run.first..run.end()).step_by(READ_PAGES as usize).filter(|_| check) {
-            let count = READ_PAGES.min(run.end() - first) as usize;
-            let at = geometry.pages_offset + first * PAGE_BYTES as u64;
+        for part in run.parts(READ_PAGES).filter(|_| check) {
+            let at = geometry.pages_offset + part.first.offset();
             let what = format!("pages of {:?}", &*block.name);
-            snapshot.read_exact(&what, &mut bytes[..count * PAGE_BYTES], at)?;
+            snapshot.read_exact(&what, &mut bytes[..part.bytes() as usize], at)?;
         }
         Ok(())
     })?;

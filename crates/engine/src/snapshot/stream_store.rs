@@ -1,7 +1,7 @@
 //! A plain stream made of another one's parts: pages are appended as they come, the last one counts.
 use std::sync::{Arc, Mutex, MutexGuard};
 
-use transship_memory::{PAGE, PAGE_BYTES, PageRange, Writeback};
+use transship_memory::{PAGE_BYTES, PageRange, Writeback};
 use transship_wire::qemu::{Block, Configuration, Name};
 
 use super::file::target::Target;
@@ -113,8 +113,8 @@ impl PromptStore for StreamStore {
 
     fn clear(&self, block: usize, pages: PageRange) -> Result<(), Error> {
         let out = &mut *self.out();
-        for page in pages.first..pages.end() {
-            out.recomposer.zero_page(&out.names[block], page * PAGE);
+        for page in pages.iter() {
+            out.recomposer.zero_page(&out.names[block], page.offset());
             out.flush_pieces(&self.target)?;
         }
         Ok(())

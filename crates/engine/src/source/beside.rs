@@ -77,7 +77,7 @@ mod tests {
         let after = |&(region, page): &(u16, u64)| {
             beside.note(region, page);
             let taken = std::iter::from_fn(|| beside.take(|_| 1_000_000));
-            let mut groups: Vec<_> = taken.map(|(_, pages)| pages.first / GROUP).collect();
+            let mut groups: Vec<_> = taken.map(|(_, pages)| pages.first.get() / GROUP).collect();
             groups.dedup();
             groups
         };

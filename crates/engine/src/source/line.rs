@@ -310,7 +310,7 @@ impl Server {
     fn send_beside(&mut self) -> Result<(), Error> {
         let pages = |region: u16| self.memory.get(usize::from(region)).map_or(0, transship_memory::Region::pages);
         let Some((region, group)) = self.beside.take(pages) else { return Ok(()) };
-        let window = group.first / 128 * 128;
+        let window = group.first.window();
         let unsent = self.state.unsent[usize::from(region)].claim(WindowPages::within(group, window));
         unsent.runs().try_for_each(|run| self.send(region, run))
     }
@@ -318,7 +318,7 @@ impl Server {
     /// Pages of one window.
     fn send(&mut self, region: u16, pages: PageRange) -> Result<(), Error> {
         let memory = &self.memory.regions()[usize::from(region)];
-        let window = pages.first / 128 * 128;
+        let window = pages.first.window();
         let wanted = WindowPages::within(pages, window);
         let zero = memory.zero_mask(wanted)?;
         for (these, is_zero) in [(wanted.without(zero), false), (wanted.with(zero), true)] {
@@ -328,7 +328,7 @@ impl Server {
                     memory.copy_out(WindowPages::within(run, window), &mut bytes)?;
                 }
                 let count = run.count as u8; // at most as many as travel at once
-                self.control.send(&Message::Page(Pages { region, first: run.first, count, bytes }))?;
+                self.control.send(&Message::Page(Pages { region, first: run.first.get(), count, bytes }))?;
             }
         }
         self.state.told().sent += pages.count;

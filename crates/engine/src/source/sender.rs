@@ -54,8 +54,8 @@ impl Channel for PageSender {
             return Ok(());
         }
         self.packets += 1;
-        let Window { round, first, .. } = *window;
-        let region = window.region as u16;
+        let Window { round, .. } = *window;
+        let (region, first) = (window.region as u16, window.first.get());
         if let Some(Encoded { method, bytes }) = encoded {
             let length = bytes.len() as u32; // shorter than the pages of a window
             let packet = Packet::Encoded { round, region, first, present, zero, method: *method, bytes: length };
@@ -71,7 +71,7 @@ impl Channel for PageSender {
 
     fn send_hole(&mut self, round: u32, region: usize, range: PageRange, sent: &mut Sent) -> Result<(), Error> {
         self.shared.content[region].take(range).for_each(drop);
-        let packet = Packet::Hole { round, region: region as u16, first: range.first, count: range.count };
+        let packet = Packet::Hole { round, region: region as u16, first: range.first.get(), count: range.count };
         sent.zero_sent += range.count;
         self.packets += 1;
         self.write(&packet.encode(), sent)

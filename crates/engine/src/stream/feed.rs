@@ -2,7 +2,7 @@
 use std::sync::atomic::Ordering::Relaxed;
 
 use transship_codec::inflate_page;
-use transship_memory::{PAGE, PAGE_BYTES, PageRange};
+use transship_memory::{PAGE_BYTES, PageNumber, PageRange};
 use transship_wire::qemu::{Block, Command, Page, PageContent, Record, xbzrle};
 
 use super::{
@@ -163,7 +163,7 @@ impl<'a> Feed<'a> {
                 return self.writer.patch(page.block, page.offset, delta);
             }
         };
-        let number = page.offset / PAGE;
+        let number = PageNumber::at(page.offset);
         match content.filter(|bytes| **bytes != [0; PAGE_BYTES]) {
             Some(bytes) => {
                 if self.taken == ROOM_PAGES {
@@ -187,7 +187,7 @@ impl<'a> Feed<'a> {
     }
 
     /// Makes the page part of the last run, or of a new one. `at`: its place in the room, behind all others.
-    fn continue_run(&mut self, block: usize, page: u64, at: Option<usize>) {
+    fn continue_run(&mut self, block: usize, page: PageNumber, at: Option<usize>) {
         if let Some(Run { block: last, pages, at: content }) = self.runs.last_mut()
             && *last == block
             && pages.end() == page
@@ -195,7 +195,7 @@ impl<'a> Feed<'a> {
         {
             pages.count += 1;
         } else {
-            self.runs.push(Run { block, pages: PageRange::new(page, 1), at });
+            self.runs.push(Run { block, pages: page.run(1), at });
         }
     }
 

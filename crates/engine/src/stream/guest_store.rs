@@ -7,7 +7,7 @@ use std::{
     },
 };
 
-use transship_memory::{GuestMemory, PAGE, PAGE_BYTES, PageRange, WINDOW_PAGES};
+use transship_memory::{GuestMemory, PAGE, PAGE_BYTES, PageNumber, PageRange, WINDOW_PAGES};
 use transship_wire::qemu::{Block, Configuration, xbzrle};
 
 use super::{
@@ -41,7 +41,7 @@ enum Home {
 }
 
 /// Pages that are not zero, by their numbers.
-type Pages = BTreeMap<u64, Box<[u8; PAGE_BYTES]>>;
+type Pages = BTreeMap<PageNumber, Box<[u8; PAGE_BYTES]>>;
 
 #[derive(Default)]
 struct Beside {
@@ -120,7 +120,7 @@ impl GuestStore {
         }
         recomposer.last();
         blocks.reverse();
-        PieceReader::new(DeviceStream { blocks, next: 0, recomposer: Some(recomposer), tail })
+        PieceReader::new(DeviceStream { blocks, next: PageNumber::FIRST, recomposer: Some(recomposer), tail })
     }
 }
 
@@ -155,11 +155,11 @@ impl Store for GuestStore {
 
 impl PromptStore for GuestStore {
     fn write(&self, block: usize, offset: u64, pages: &[u8]) -> Result<(), Error> {
-        let first = offset / PAGE;
+        let first = PageNumber::at(offset);
         self.with(block, |home| match home {
             Home::Region(region) => {
                 let mut rest = pages;
-                for window in PageRange::new(first, pages.len() as u64 / PAGE).windows() {
+                for window in first.run(pages.len() as u64 / PAGE).windows() {
                     let (these, others) = rest.split_at(window.count() as usize * PAGE_BYTES);
                     self.intake.write(*region, window, these)?;
                     rest = others;
@@ -169,7 +169,8 @@ impl PromptStore for GuestStore {
             }
             Home::Device(_, held) => {
                 let mut held = held.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
-                held.extend((first..).zip(pages.as_chunks().0.iter().map(|page| Box::new(*page))));
+                let (pages, _) = pages.as_chunks();
+                held.extend(first.run(pages.len() as u64).iter().zip(pages.iter().map(|page| Box::new(*page))));
                 Ok(())
             }
         })
@@ -184,7 +185,7 @@ impl PromptStore for GuestStore {
             }
             Home::Device(_, held) => {
                 let mut held = held.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
-                let gone: Vec<u64> = held.range(pages.first..pages.end()).map(|(&page, _)| page).collect();
+                let gone: Vec<_> = held.range(pages.first..pages.end()).map(|(&page, _)| page).collect();
                 for page in gone {
                     held.remove(&page);
                 }
@@ -194,11 +195,11 @@ impl PromptStore for GuestStore {
     }
 
     fn patch(&self, block: usize, offset: u64, delta: &[u8]) -> Result<(), Error> {
-        let (number, mut page) = (offset / PAGE, [0; PAGE_BYTES]);
+        let (number, mut page) = (PageNumber::at(offset), [0; PAGE_BYTES]);
         self.with(block, |home| match home {
             Home::Region(region) => {
                 if self.intake.written()[*region].contains(number) {
-                    self.intake.memory().regions()[*region].copy_to(PageRange::new(number, 1), &mut page)?;
+                    self.intake.memory().regions()[*region].copy_to(number.run(1), &mut page)?;
                 }
                 Ok::<_, Error>(())
             }
@@ -220,7 +221,7 @@ pub(crate) struct DeviceStream {
     /// The next one last.
     blocks: Vec<(Block, Pages)>,
     /// The next page of it.
-    next: u64,
+    next: PageNumber,
     recomposer: Option<Recomposer>,
     tail: Vec<u8>,
 }
@@ -229,17 +230,18 @@ impl Pieces for DeviceStream {
     fn advance(&mut self) -> Result<Vec<u8>, Error> {
         let Some(recomposer) = &mut self.recomposer else { return Ok(std::mem::take(&mut self.tail)) };
         if let Some((block, pages)) = self.blocks.last() {
-            let end = block.pages().min(self.next + WINDOW_PAGES);
-            for page in self.next..end {
+            let all = PageRange::all(block.pages());
+            let end = all.end().min(self.next + WINDOW_PAGES);
+            for page in self.next.to(end).iter() {
                 match pages.get(&page) {
-                    Some(bytes) => recomposer.page(&block.name, page * PAGE, bytes),
-                    None => recomposer.zero_page(&block.name, page * PAGE),
+                    Some(bytes) => recomposer.page(&block.name, page.offset(), bytes),
+                    None => recomposer.zero_page(&block.name, page.offset()),
                 }
             }
             self.next = end;
-            if end == block.pages() {
+            if end == all.end() {
                 self.blocks.pop();
-                self.next = 0;
+                self.next = PageNumber::FIRST;
             }
             return Ok(recomposer.take());
         }

@@ -2,7 +2,7 @@
 //! rest, which nobody but the VMM understands.
 use std::{collections::BTreeMap, io::Read};
 
-use transship_memory::PAGE_BYTES;
+use transship_memory::{PAGE_BYTES, PageNumber};
 use transship_wire::qemu::{
     Block, Command, Configuration, Described, GlobalState, Name, Page, PageContent, Record, RunState, Step,
     StreamReader, StreamWriter, describe,
@@ -45,7 +45,7 @@ pub(crate) struct DeviceState {
 }
 
 /// Pages that are not zero, by their numbers.
-type Pages = BTreeMap<u64, Box<[u8; PAGE_BYTES]>>;
+type Pages = BTreeMap<PageNumber, Box<[u8; PAGE_BYTES]>>;
 
 /// Memory of a device, such as a video memory or a ROM.
 pub(crate) struct DeviceBlock {
@@ -271,7 +271,7 @@ fn put(pages: &mut [Option<Pages>], blocks: &[Block], page: &Page<'_>) -> Result
             "it has pages of {name}, which is the guest's own memory and should have been left out"
         )));
     };
-    let number = page.offset / PAGE_BYTES as u64;
+    let number = PageNumber::at(page.offset);
     match page.content {
         PageContent::Fill(0) => drop(pages.remove(&number)),
         PageContent::Fill(byte) => drop(pages.insert(number, Box::new([byte; PAGE_BYTES]))),

@@ -1,7 +1,7 @@
 //! Where the contents of a stream go, whoever brings them: a file of either layout, or a guest that waits.
 use std::sync::Arc;
 
-use transship_memory::{PAGE_BYTES, PageRange};
+use transship_memory::{PAGE_BYTES, PageNumber, PageRange};
 use transship_wire::qemu::Block;
 
 use crate::{Error, FileReport, Progress, guest::DiskFile};
@@ -91,7 +91,7 @@ impl<S: PromptStore> PageWriter for PromptWriter<S> {
 
     fn store(&mut self, at: usize, block: usize, pages: PageRange) -> Result<(), Error> {
         let bytes = &self.room[at * PAGE_BYTES..][..pages.bytes() as usize];
-        self.store.write(block, pages.first * PAGE_BYTES as u64, bytes)
+        self.store.write(block, pages.first.offset(), bytes)
     }
 
     fn clear(&mut self, block: usize, pages: PageRange) -> Result<(), Error> {
@@ -137,7 +137,7 @@ pub(crate) fn write_pages(writer: &mut dyn PageWriter, block: usize, offsets: &[
                 && is_zero(&pages[next]) == zero
         };
         let end = (at + 1..).find(|&next| !same(next)).unwrap_or(at + 1);
-        let run = PageRange::new(offset / PAGE_BYTES as u64, (end - at) as u64);
+        let run = PageNumber::at(offset).run((end - at) as u64);
         if zero {
             writer.clear(block, run)?;
             counts.zero += run.count;

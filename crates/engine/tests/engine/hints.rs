@@ -14,11 +14,11 @@ use transship_engine::{
     guest::{GuestError, Hint, Hints, RegionPages},
     save_guest,
 };
-use transship_memory::{GuestMemory, PAGE_BYTES, PageRange, PageSet};
+use transship_memory::{GuestMemory, PAGE_BYTES, PageNumber, PageRange, PageSet};
 
 const PAGES: [u64; 2] = [300, 1000];
 /// Written by whoever gives the hints, which no tracker sees.
-const RING: RegionPages = RegionPages { region: 0, pages: PageRange { first: 7, count: 2 } };
+const RING: RegionPages = RegionPages { region: 0, pages: PageRange { first: PageNumber::new(7), count: 2 } };
 
 /// What happens from one hint to the next.
 #[derive(Debug, Clone)]
@@ -62,7 +62,7 @@ impl Frees {
     fn write_unseen(&mut self) {
         self.writes = self.writes.wrapping_add(1);
         for page in [RING.pages.first, RING.pages.first + 1] {
-            let op = Op::Fill { region: RING.region, page, byte: self.writes };
+            let op = Op::Fill { region: RING.region, page: page.get(), byte: self.writes };
             apply(&self.memory, &op, &mut History::new(&PAGES));
         }
     }
@@ -169,7 +169,7 @@ fn missed(source: &GuestMemory, destination: &GuestMemory, free: &[PageSet]) -> 
     let page = |bytes: &[u8], page: u64| bytes[page as usize * PAGE_BYTES..][..PAGE_BYTES].to_vec();
     let differs = |&(region, number): &(usize, u64)| page(&ours[region], number) != page(&theirs[region], number);
     let all = (0..2).flat_map(|region| (0..PAGES[region]).map(move |page| (region, page)));
-    all.filter(|&(region, page)| !free[region].contains(page)).filter(differs).collect()
+    all.filter(|&(region, page)| !free[region].contains(PageNumber::new(page))).filter(differs).collect()
 }
 
 proptest! {

@@ -135,7 +135,7 @@ fn what_is_given_back_after_the_look_stays_given_back() {
     for format in [Format::MappedRam, Format::Stream] {
         let (folder, gone) = (folder(), PageRange::new(130, 100));
         let all = |byte| (0..250).map(|page| fill(0, page, byte)).collect::<Vec<_>>();
-        let free = Op::Free { region: 0, first: gone.first, count: gone.count };
+        let free = Op::Free { region: 0, first: gone.first.get(), count: gone.count };
         let mut guest = guest(&all(7), vec![all(8), vec![free]]);
         let path = folder.path().join("snapshot");
         let (result, report) =
@@ -143,7 +143,7 @@ fn what_is_given_back_after_the_look_stays_given_back() {
         result.unwrap();
         assert_eq!((report.pages.normal, report.pages.zero), (250 + 150, 100), "{format}");
         let region = &guest.memory.regions()[0];
-        assert!((gone.first..gone.end()).all(|page| !region.is_data(PageRange::new(page, 1)).unwrap()), "{format}");
+        assert!(gone.iter().all(|page| !region.is_data(page.run(1)).unwrap()), "{format}");
     }
 }
 

@@ -8,7 +8,7 @@ use rustix::{
 };
 
 use super::{PageBuffer, buffer::Spare};
-use crate::{Error, GuestMemory, PAGE_BYTES, PageRange};
+use crate::{Error, GuestMemory, PAGE_BYTES, PageNumber, PageRange};
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Direction {
@@ -132,7 +132,7 @@ impl Request {
     }
 
     /// Whether page `first` of the region, at `offset` of the file, comes right behind.
-    pub(super) fn is_continued_by(&self, direction: Direction, region: usize, first: u64, offset: u64) -> bool {
+    pub(super) fn is_continued_by(&self, direction: Direction, region: usize, first: PageNumber, offset: u64) -> bool {
         let Body::Pages { region: of, pages, .. } = &self.body else { return false };
         self.direction == direction && *of == region && pages.end() == first && self.end() == Some(offset)
     }
@@ -369,11 +369,11 @@ mod tests {
     #[test]
     fn only_what_comes_right_behind_continues_a_request() {
         let request = request(Direction::Write);
-        assert!(request.is_continued_by(Direction::Write, 0, 5, 4 * 4096));
-        assert!(!request.is_continued_by(Direction::Read, 0, 5, 4 * 4096));
-        assert!(!request.is_continued_by(Direction::Write, 1, 5, 4 * 4096));
-        assert!(!request.is_continued_by(Direction::Write, 0, 6, 4 * 4096));
-        assert!(!request.is_continued_by(Direction::Write, 0, 5, 5 * 4096));
-        assert!(!request.is_continued_by(Direction::Write, 0, 2, 4096));
+        assert!(request.is_continued_by(Direction::Write, 0, PageNumber::new(5), 4 * 4096));
+        assert!(!request.is_continued_by(Direction::Read, 0, PageNumber::new(5), 4 * 4096));
+        assert!(!request.is_continued_by(Direction::Write, 1, PageNumber::new(5), 4 * 4096));
+        assert!(!request.is_continued_by(Direction::Write, 0, PageNumber::new(6), 4 * 4096));
+        assert!(!request.is_continued_by(Direction::Write, 0, PageNumber::new(5), 5 * 4096));
+        assert!(!request.is_continued_by(Direction::Write, 0, PageNumber::new(2), 4096));
     }
 }

@@ -13,7 +13,7 @@ use rustix::{
     mm::{Advice, MapFlags, ProtFlags},
     process::{Pid, PidfdFlags, PidfdGetfdFlags},
 };
-use transship_memory::Area;
+use transship_memory::{Area, PageNumber};
 
 use crate::common::{PAGE, file};
 
@@ -78,7 +78,7 @@ impl Guest {
     }
 
     pub(crate) fn area(&self) -> Area {
-        Area { region: 0, first_page: 0, address: self.base.addr() as u64, bytes: self.bytes }
+        Area { region: 0, first_page: PageNumber::FIRST, address: self.base.addr() as u64, bytes: self.bytes }
     }
 
     pub(crate) fn read(&self, page: u64) -> u64 {
@@ -179,7 +179,7 @@ impl Tracked {
         let pid = Pid::from_child(&self.child);
         let pidfd = rustix::process::pidfd_open(pid, PidfdFlags::empty()).unwrap();
         let uffd = rustix::process::pidfd_getfd(pidfd, fd, PidfdGetfdFlags::empty()).unwrap();
-        (pid, Area { region: 0, first_page: 0, address, bytes: CHILD_PAGES * PAGE }, uffd)
+        (pid, Area { region: 0, first_page: PageNumber::FIRST, address, bytes: CHILD_PAGES * PAGE }, uffd)
     }
 
     pub(crate) fn kill(&mut self) {

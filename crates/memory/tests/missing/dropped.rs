@@ -2,7 +2,7 @@
 use std::thread;
 
 use proptest::{collection::vec, prelude::*};
-use transship_memory::{Access, Claims, PageRange, PageSet, WindowPages};
+use transship_memory::{Access, Claims, PageNumber, PageRange, PageSet, WindowPages};
 
 use crate::{
     NONE,
@@ -59,8 +59,9 @@ proptest! {
             set
         };
         let (sent, owed) = (set(&sent), set(&owed));
-        let mut model: Vec<u64> = (0..PAGES).map(|page| if sent.contains(page) { old(page) } else { 0 }).collect();
-        for page in (0..PAGES).filter(|page| sent.contains(*page)) {
+        let was = |page: PageNumber| if sent.contains(page) { old(page.get()) } else { 0 };
+        let mut model: Vec<u64> = PageRange::all(PAGES).iter().map(was).collect();
+        for page in (0..PAGES).filter(|page| sent.contains(PageNumber::new(*page))) {
             region.write_pages(WindowPages::new(page, 1), &page_of(page + 1000)).unwrap();
         }
 
@@ -80,22 +81,22 @@ proptest! {
         for next in comes.into_iter().chain(rest) {
             match next {
                 Comes::Pages(range) => {
-                    let bytes: Vec<u8> = (range.first..range.end()).flat_map(page_of).collect();
+                    let bytes: Vec<u8> = (range.first.get()..range.end().get()).flat_map(page_of).collect();
                     missing.fill_once(&claims, 0, range.first, &bytes).unwrap();
-                    (range.first..range.end()).filter(|page| lacks.contains(*page)).for_each(|page| {
+                    range.iter().filter(|page| lacks.contains(*page)).map(PageNumber::get).for_each(|page| {
                         model[page as usize] = word_of(page);
                     });
                     lacks.remove(range);
                 }
                 Comes::Zero(range) => {
-                    let before = (range.first..range.end()).filter(|page| lacks.contains(*page)).count() as u64;
+                    let before = range.iter().filter(|page| lacks.contains(*page)).count() as u64;
                     prop_assert_eq!(missing.leave_zero(&claims, 0, range).unwrap(), before);
-                    (range.first..range.end()).filter(|page| lacks.contains(*page)).for_each(|page| {
-                        model[page as usize] = 0;
+                    range.iter().filter(|page| lacks.contains(*page)).for_each(|page| {
+                        model[page.get() as usize] = 0;
                     });
                     lacks.remove(range);
                 }
-                Comes::Write(page) if lacks.contains(page) => {}
+                Comes::Write(page) if lacks.contains(PageNumber::new(page)) => {}
                 Comes::Write(page) => {
                     // What is a hole and none of ours to put is zero, as who serves the faults sees to.
                     missing.fill_zero(0, PageRange::new(page, 1)).unwrap();
@@ -125,7 +126,7 @@ fn a_thread_that_waits_for_a_page_that_is_zero_goes_on() {
         assert_eq!(missing.next_fault(crate::LONG).unwrap(), crate::fault(5));
         assert_eq!(missing.leave_zero(&claims, 0, PageRange::new(0, 10)).unwrap(), 10);
         assert_eq!(missing.next_fault(crate::LONG).unwrap(), crate::fault(5), "it asks again");
-        assert!(claims.is_done(0, 5));
+        assert!(claims.is_done(0, PageNumber::new(5)));
         missing.fill_zero(0, PageRange::new(5, 1)).unwrap();
         assert_eq!(waiter.join().unwrap(), 0);
     });

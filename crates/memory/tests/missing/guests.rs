@@ -9,7 +9,7 @@ use std::{
     time::Duration,
 };
 
-use transship_memory::{Access, Missing, PageRange};
+use transship_memory::{Access, Missing, PageNumber, PageRange};
 
 use crate::{
     common::{
@@ -32,7 +32,7 @@ impl Restore<'_> {
         if bytes.iter().all(|&byte| byte == 0) {
             return self.missing.fill_zero(0, PageRange::new(first, count)).unwrap();
         }
-        self.missing.fill(0, first, bytes).unwrap()
+        self.missing.fill(0, PageNumber::new(first), bytes).unwrap()
     }
 }
 
@@ -80,7 +80,7 @@ fn a_guest_runs_before_its_memory_is_there(file: impl Fn() -> OwnedFd, bytes: u6
                     while !stop.0.load(Ordering::Relaxed) {
                         restore.missing.next_faults(Duration::from_millis(10), &mut faults).unwrap();
                         for fault in faults.drain(..) {
-                            brought.fetch_add(restore.bring(fault.page, unit), Ordering::Relaxed);
+                            brought.fetch_add(restore.bring(fault.page.get(), unit), Ordering::Relaxed);
                         }
                     }
                 });

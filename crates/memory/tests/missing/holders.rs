@@ -1,7 +1,7 @@
 //! More than one holds the userfaultfd: whoever is left goes on.
 use std::{os::fd::OwnedFd, thread};
 
-use transship_memory::{Area, Error, Flaw, Missing, PageRange};
+use transship_memory::{Area, Error, Flaw, Missing, PageNumber, PageRange};
 
 use crate::{
     LONG, NONE,
@@ -21,17 +21,17 @@ fn huge_pages_are_filled_as_a_whole() {
         let missing = missing(&guest);
         assert_eq!(missing.unit_pages(0), 512);
         let parts = |error: Result<u64, Error>| error.unwrap_err().flaw() == Some(Flaw::PartOfHugePage);
-        assert!(parts(missing.fill(0, 0, &page_of(0))));
-        assert!(parts(missing.fill(0, 1, &huge(1))));
+        assert!(parts(missing.fill(0, PageNumber::FIRST, &page_of(0))));
+        assert!(parts(missing.fill(0, PageNumber::new(1), &huge(1))));
         assert!(parts(missing.fill_zero(0, PageRange::new(512, 513))));
         assert!(parts(missing.release(0, PageRange::new(512, 1)).map(|()| 0)));
         let guest = &guest;
         let reader = scope.spawn(move || guest.read(512 + 77));
         assert_eq!(missing.next_fault(LONG).unwrap(), fault(512));
-        assert_eq!(missing.fill(0, 512, &huge(512)).unwrap(), 512);
+        assert_eq!(missing.fill(0, PageNumber::new(512), &huge(512)).unwrap(), 512);
         assert_eq!(reader.join().unwrap(), word_of(512 + 77));
         // The second of three is there.
-        assert_eq!(missing.fill(0, 0, &[huge(0), huge(9000), huge(1024)].concat()).unwrap(), 1024);
+        assert_eq!(missing.fill(0, PageNumber::FIRST, &[huge(0), huge(9000), huge(1024)].concat()).unwrap(), 1024);
         assert_eq!([1, 600, 1030].map(|page| guest.read(page)), [1, 600, 1030].map(word_of));
         assert_eq!(missing.fill_zero(0, PageRange::new(0, 2048)).unwrap(), 512);
         assert_eq!((guest.read(1030), guest.read(2000)), (word_of(1030), 0));
@@ -47,7 +47,7 @@ fn another_holder_takes_over() {
         let held = rustix::io::dup(first.fd()).unwrap();
         let guest = &guest;
         first.release(0, PageRange::new(0, 8)).unwrap();
-        first.fill(0, 8, &page_of(8)).unwrap();
+        first.fill(0, PageNumber::new(8), &page_of(8)).unwrap();
         let told = scope.spawn(|| guest.read(30));
         assert_eq!(first.next_fault(LONG).unwrap(), fault(30));
         drop(first);
@@ -56,7 +56,7 @@ fn another_holder_takes_over() {
         assert_eq!(second.next_fault(LONG).unwrap(), fault(31));
         assert_eq!(second.next_fault(NONE).unwrap(), None);
         assert!(!told.is_finished());
-        assert_eq!(second.fill(0, 8, &pages_of(8..64)).unwrap(), 55);
+        assert_eq!(second.fill(0, PageNumber::new(8), &pages_of(8..64)).unwrap(), 55);
         assert_eq!((told.join().unwrap(), not_told.join().unwrap()), (word_of(30), word_of(31)));
         assert_eq!(guest.read(3), 0);
     });
@@ -73,7 +73,7 @@ fn another_holder_takes_huge_pages_over() {
     drop(first);
     let second = Missing::taken_over(held, vec![guest.area()], &[2048]).unwrap();
     assert_eq!(second.unit_pages(0), 512);
-    assert_eq!(second.fill(0, 1024, &pages_of(1024..2048)).unwrap(), 1024);
+    assert_eq!(second.fill(0, PageNumber::new(1024), &pages_of(1024..2048)).unwrap(), 1024);
     assert_eq!(guest.read(2000), word_of(2000));
     second.release(0, PageRange::new(0, 2048)).unwrap();
     let held = rustix::io::dup(second.fd()).unwrap();

@@ -27,7 +27,7 @@ use common::{
     page_of,
     process::{Faults, Guest, userfaultfd},
 };
-use transship_memory::{Fault, Missing, Region};
+use transship_memory::{Fault, Missing, PageNumber, Region};
 
 /// Longer than anything takes on a machine that does anything at all.
 pub(crate) const LONG: Duration = Duration::from_secs(120);
@@ -38,7 +38,7 @@ pub(crate) fn missing(guest: &Guest) -> Missing {
 }
 
 pub(crate) fn fault(page: u64) -> Option<Fault> {
-    Some(Fault { region: 0, page })
+    Some(Fault { region: 0, page: PageNumber::new(page) })
 }
 
 /// The first word of the page of this number.
@@ -52,7 +52,7 @@ pub(crate) fn pages_of(numbers: std::ops::Range<u64>) -> Vec<u8> {
 
 /// The pages that the file has.
 pub(crate) fn there(region: &Region) -> Vec<(u64, u64)> {
-    region.data().unwrap().ranges().map(|range| (range.first, range.count)).collect()
+    region.data().unwrap().ranges().map(|range| (range.first.get(), range.count)).collect()
 }
 
 /// The process that [`common::process::Tracked`] starts, by this name.

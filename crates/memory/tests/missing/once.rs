@@ -7,7 +7,7 @@ use std::{
 };
 
 use rustix::io::FdFlags;
-use transship_memory::{Access, Claims, Missing, PageRange, Region, WindowPages};
+use transship_memory::{Access, Claims, Missing, PageNumber, PageRange, Region, WindowPages};
 
 use crate::{
     LONG,
@@ -28,22 +28,22 @@ fn what_was_given_back_stays_missing() {
     let file = file(300 * PAGE);
     let (region, guest) = (map(&file, 300 * PAGE, Access::ReadWrite), Guest::map(&file, 300 * PAGE));
     let (missing, claims) = (missing(&guest), Claims::new(&[300]).unwrap());
-    assert_eq!(missing.fill_once(&claims, 0, 10, &pages_of(10..20)).unwrap(), 10);
+    assert_eq!(missing.fill_once(&claims, 0, PageNumber::new(10), &pages_of(10..20)).unwrap(), 10);
     give_back(&region, 12, 3);
-    assert_eq!(missing.fill_once(&claims, 0, 0, &pages_of(0..100)).unwrap(), 90);
+    assert_eq!(missing.fill_once(&claims, 0, PageNumber::FIRST, &pages_of(0..100)).unwrap(), 90);
     assert_eq!(there(&region), [(0, 12), (15, 85)]);
-    assert!(claims.is_done(0, 13) && !claims.is_done(0, 100));
+    assert!(claims.is_done(0, PageNumber::new(13)) && !claims.is_done(0, PageNumber::new(100)));
     // Another holder knows as much.
     let heir = Claims::taken_over(rustix::io::dup(claims.fd()).unwrap(), &[300]).unwrap();
     give_back(&region, 50, 1);
-    assert_eq!(missing.fill_once(&heir, 0, 0, &pages_of(0..300)).unwrap(), 200);
+    assert_eq!(missing.fill_once(&heir, 0, PageNumber::FIRST, &pages_of(0..300)).unwrap(), 200);
     assert_eq!(there(&region), [(0, 12), (15, 35), (51, 249)]);
     // A thread that touches one is reported, and gets what the guest relies on.
     thread::scope(|scope| {
         let missing = missing;
         let reader = scope.spawn(|| guest.read(13));
         assert_eq!(missing.next_fault(LONG).unwrap(), fault(13));
-        assert_eq!(missing.fill_once(&heir, 0, 13, &page_of(13)).unwrap(), 0);
+        assert_eq!(missing.fill_once(&heir, 0, PageNumber::new(13), &page_of(13)).unwrap(), 0);
         assert_eq!(missing.fill_zero(0, PageRange::new(13, 1)).unwrap(), 1);
         assert_eq!(reader.join().unwrap(), 0);
     });
@@ -59,10 +59,10 @@ fn what_came_by_other_means_is_done_as_well() {
         let reader = scope.spawn(|| guest.read(5));
         assert_eq!(missing.next_fault(LONG).unwrap(), fault(5));
         region.write_pages(WindowPages::new(5, 1), &page_of(55)).unwrap();
-        assert_eq!(missing.fill_once(&claims, 0, 4, &pages_of(4..7)).unwrap(), 2);
+        assert_eq!(missing.fill_once(&claims, 0, PageNumber::new(4), &pages_of(4..7)).unwrap(), 2);
         assert_eq!(reader.join().unwrap(), word_of(55), "who waited is woken");
         give_back(&region, 5, 1);
-        assert_eq!(missing.fill_once(&claims, 0, 0, &pages_of(0..64)).unwrap(), 61);
+        assert_eq!(missing.fill_once(&claims, 0, PageNumber::FIRST, &pages_of(0..64)).unwrap(), 61);
         assert_eq!(there(&region), [(0, 5), (6, 58)]);
     });
 }
@@ -71,9 +71,9 @@ fn what_came_by_other_means_is_done_as_well() {
 fn what_can_not_be_put_may_be_tried_again() {
     let guest = Guest::map(file(64 * PAGE), 64 * PAGE);
     let (missing, claims) = (missing(&guest), Claims::new(&[64]).unwrap());
-    missing.fill_once(&claims, 0, 60, &pages_of(60..65)).unwrap_err();
-    missing.fill_once(&claims, 0, 0, &[0; 100]).unwrap_err();
-    assert_eq!(missing.fill_once(&claims, 0, 0, &pages_of(0..64)).unwrap(), 64);
+    missing.fill_once(&claims, 0, PageNumber::new(60), &pages_of(60..65)).unwrap_err();
+    missing.fill_once(&claims, 0, PageNumber::FIRST, &[0; 100]).unwrap_err();
+    assert_eq!(missing.fill_once(&claims, 0, PageNumber::FIRST, &pages_of(0..64)).unwrap(), 64);
 }
 
 #[test]
@@ -81,10 +81,10 @@ fn huge_pages_are_put_once_as_well() {
     let Some(file) = huge_file(2 * HUGE) else { return };
     let (region, guest) = (map(&file, 2 * HUGE, Access::ReadWrite), Guest::map(&file, 2 * HUGE));
     let (missing, claims) = (missing(&guest), Claims::new(&[1024]).unwrap());
-    assert_eq!(missing.fill_once(&claims, 0, 512, &pages_of(512..1024)).unwrap(), 512);
+    assert_eq!(missing.fill_once(&claims, 0, PageNumber::new(512), &pages_of(512..1024)).unwrap(), 512);
     give_back(&region, 512, 512);
-    assert_eq!(missing.fill_once(&claims, 0, 0, &pages_of(0..1024)).unwrap(), 512);
-    assert_eq!((guest.read(7), claims.is_done(0, 600)), (word_of(7), true));
+    assert_eq!(missing.fill_once(&claims, 0, PageNumber::FIRST, &pages_of(0..1024)).unwrap(), 512);
+    assert_eq!((guest.read(7), claims.is_done(0, PageNumber::new(600))), (word_of(7), true));
 }
 
 /// Threads bring the same pages over and over, while the guest writes some and gives them back: what it has given back
@@ -106,7 +106,7 @@ fn threads_that_bring_the_same_pages_bring_each_once() {
             let missing = Arc::clone(&missing);
             scope.spawn(move || {
                 for first in (0..PAGES).step_by(40) {
-                    missing.fill_once(claims, 0, first, &pages_of(first..first + 40)).unwrap();
+                    missing.fill_once(claims, 0, PageNumber::new(first), &pages_of(first..first + 40)).unwrap();
                 }
             });
         }
@@ -118,9 +118,9 @@ fn threads_that_bring_the_same_pages_bring_each_once() {
                         continue;
                     };
                     if claims.is_done(0, fault.page) {
-                        missing.fill_zero(0, PageRange::new(fault.page, 1)).unwrap();
+                        missing.fill_zero(0, fault.page.run(1)).unwrap();
                     } else {
-                        missing.fill_once(claims, 0, fault.page, &page_of(fault.page)).unwrap();
+                        missing.fill_once(claims, 0, fault.page, &page_of(fault.page.get())).unwrap();
                     }
                 }
             });
@@ -194,14 +194,18 @@ fn filler() {
         // SAFETY: left to us by the test that has started us.
         unsafe { OwnedFd::from_raw_fd(number) }
     };
-    let area =
-        transship_memory::Area { region: 0, first_page: 0, address: words[2].parse().unwrap(), bytes: PAGES * PAGE };
+    let area = transship_memory::Area {
+        region: 0,
+        first_page: PageNumber::FIRST,
+        address: words[2].parse().unwrap(),
+        bytes: PAGES * PAGE,
+    };
     let missing = Missing::taken_over(fd(words[0]), vec![area], &[PAGES]).unwrap();
     let claims = Claims::taken_over(fd(words[1]), &[PAGES]).unwrap();
     // So that it hardly does anything but fill.
     let all = pages_of(0..PAGES);
     for (first, bytes) in (0..PAGES).step_by(AT_ONCE as usize).zip(all.chunks((AT_ONCE * PAGE) as usize)) {
-        missing.fill_once(&claims, 0, first, bytes).unwrap();
+        missing.fill_once(&claims, 0, PageNumber::new(first), bytes).unwrap();
     }
 }
 
@@ -218,13 +222,17 @@ fn what_a_killed_process_has_put_is_known() {
         let (region, missing, claims) = filler.killed();
         let present = region.data().unwrap();
         for page in 0..PAGES {
-            assert_eq!(claims.is_done(0, page), present.contains(page), "page {page}");
+            assert_eq!(
+                claims.is_done(0, PageNumber::new(page)),
+                present.contains(PageNumber::new(page)),
+                "page {page}"
+            );
         }
         let count = present.count();
         cut += u64::from(!count.is_multiple_of(AT_ONCE));
         // And whoever goes on brings the others, but not what was given back since.
         region.clear(PageRange::new(0, 1)).unwrap();
-        assert_eq!(missing.fill_once(&claims, 0, 0, &pages_of(0..PAGES)).unwrap(), PAGES - count);
+        assert_eq!(missing.fill_once(&claims, 0, PageNumber::FIRST, &pages_of(0..PAGES)).unwrap(), PAGES - count);
         assert_eq!(there(&region), [(1, PAGES - 1)]);
     }
     eprintln!("{cut} of 12 were killed in the middle of a call");

@@ -1,7 +1,9 @@
 //! Memory that a process has for itself: it gives its pages back, and they come when they are touched.
 use std::{os::fd::OwnedFd, sync::Arc, thread};
 
-use transship_memory::{Access, Claims, Flaw, InProcess, Keep, Missing, PageRange, PageSet, Process, Region};
+use transship_memory::{
+    Access, Claims, Flaw, InProcess, Keep, Missing, PageNumber, PageRange, PageSet, Process, Region,
+};
 
 use crate::{
     LONG,
@@ -17,7 +19,7 @@ fn region_of(guest: &Guest, page_bytes: u64, below: Option<&OwnedFd>) -> Region 
 }
 
 fn ranges(set: &PageSet) -> Vec<(u64, u64)> {
-    set.ranges().map(|range| (range.first, range.count)).collect()
+    set.ranges().map(|range| (range.first.get(), range.count)).collect()
 }
 
 /// All of it is watched first, and given back then, as a VMM is made to.
@@ -37,10 +39,10 @@ fn comes_once(guest: &Guest, region: &Region, unit: u64) {
         let missing = missing;
         let reader = scope.spawn(|| (guest.read(unit), guest.read(unit)));
         assert_eq!(missing.next_fault(LONG).unwrap(), fault(unit));
-        assert_eq!(missing.fill_once(&claims, 0, unit, &pages_of(unit..2 * unit)).unwrap(), unit);
+        assert_eq!(missing.fill_once(&claims, 0, PageNumber::new(unit), &pages_of(unit..2 * unit)).unwrap(), unit);
         assert_eq!(reader.join().unwrap(), (word_of(unit), word_of(unit)));
         guest.give_back(unit, unit);
-        let rest = missing.fill_once(&claims, 0, 0, &pages_of(0..guest.pages())).unwrap();
+        let rest = missing.fill_once(&claims, 0, PageNumber::FIRST, &pages_of(0..guest.pages())).unwrap();
         assert_eq!(rest, guest.pages() - unit, "what was given back is not put again");
         assert_eq!(there(region), [(0, unit), (2 * unit, guest.pages() - 2 * unit)]);
         let reader = scope.spawn(|| guest.read(unit));

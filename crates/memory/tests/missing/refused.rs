@@ -3,7 +3,7 @@ use rustix::{
     fs::{Mode, OFlags},
     mount::MountFlags,
 };
-use transship_memory::{Area, Error, Flaw, Missing, PageRange};
+use transship_memory::{Area, Error, Flaw, Missing, PageNumber, PageRange};
 
 use crate::{
     common::{
@@ -19,12 +19,15 @@ use crate::{
 fn what_does_not_fit_is_refused() {
     let guest = Guest::map(file(16 * PAGE), 16 * PAGE);
     let missing = missing(&guest);
-    assert!(matches!(missing.fill(0, 0, &[1; 4097]), Err(Error::WrongLength { expected: 4096, given: 4097, .. })));
-    assert!(matches!(missing.fill(0, 15, &pages_of(0..2)), Err(Error::OutOfRange { pages: 16, .. })));
+    assert!(matches!(
+        missing.fill(0, PageNumber::FIRST, &[1; 4097]),
+        Err(Error::WrongLength { expected: 4096, given: 4097, .. })
+    ));
+    assert!(matches!(missing.fill(0, PageNumber::new(15), &pages_of(0..2)), Err(Error::OutOfRange { pages: 16, .. })));
     assert!(matches!(missing.fill_zero(0, PageRange::new(u64::MAX, 2)), Err(Error::OutOfRange { pages: 16, .. })));
     assert!(matches!(missing.release(0, PageRange::new(0, 17)), Err(Error::OutOfRange { pages: 16, .. })));
     assert!(matches!(missing.wake(1, PageRange::new(0, 1)), Err(Error::Untrackable { region: 1, .. })));
-    assert_eq!(missing.fill(0, 16, &[]).unwrap(), 0);
+    assert_eq!(missing.fill(0, PageNumber::new(16), &[]).unwrap(), 0);
     let new = |areas: &[Area], pages: &[u64]| {
         Missing::new(userfaultfd(Faults::User).unwrap(), areas.to_vec(), pages).err().unwrap().flaw()
     };
@@ -41,8 +44,9 @@ fn a_full_file_system_is_an_error() {
         rustix::fs::ftruncate(&file, 1024 * PAGE).unwrap();
         let guest = Guest::map(&file, 1024 * PAGE);
         let missing = missing(&guest);
-        for fill in [&|| missing.fill(0, 0, &pages_of(0..1024)), &|| missing.fill_zero(0, PageRange::new(0, 1024))]
-            as [&dyn Fn() -> Result<u64, Error>; 2]
+        for fill in [&|| missing.fill(0, PageNumber::FIRST, &pages_of(0..1024)), &|| {
+            missing.fill_zero(0, PageRange::new(0, 1024))
+        }] as [&dyn Fn() -> Result<u64, Error>; 2]
         {
             let error = fill().unwrap_err().to_string();
             assert!(error.contains("no memory is left, or the file system of the memory's file is full"), "{error}");
@@ -56,7 +60,7 @@ fn a_full_file_system_is_an_error() {
             8 * PAGE,
         )
         .unwrap();
-        assert_eq!(missing.fill(0, 3, &page_of(33)).unwrap(), 1);
+        assert_eq!(missing.fill(0, PageNumber::new(3), &page_of(33)).unwrap(), 1);
         assert_eq!(guest.read(3), word_of(33));
         // The mapping ends with its file system, which ends with this thread.
         missing.release(0, PageRange::new(0, 1024)).unwrap();

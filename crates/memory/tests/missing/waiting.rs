@@ -2,7 +2,7 @@
 use std::{sync::atomic::Ordering, thread, time::Duration};
 
 use transship_lab::lacks;
-use transship_memory::{Access, Missing, PageRange, WindowPages};
+use transship_memory::{Access, Missing, PageNumber, PageRange, WindowPages};
 
 use crate::{
     LONG, NONE,
@@ -25,16 +25,16 @@ fn who_touches_a_page_waits_until_it_is_filled() {
         assert_eq!(missing.next_fault(Duration::from_millis(50)).unwrap(), None, "it is told of once");
         assert!(!reader.is_finished());
         // Its neighbours are not its matter.
-        assert_eq!(missing.fill(0, 4, &pages_of(4..8)).unwrap(), 4);
+        assert_eq!(missing.fill(0, PageNumber::new(4), &pages_of(4..8)).unwrap(), 4);
         assert_eq!(missing.fill_zero(0, PageRange::new(1, 2)).unwrap(), 2);
         assert_eq!(missing.next_fault(NONE).unwrap(), None);
         assert!(!reader.is_finished());
-        assert_eq!(missing.fill(0, 3, &page_of(3)).unwrap(), 1);
+        assert_eq!(missing.fill(0, PageNumber::new(3), &page_of(3)).unwrap(), 1);
         assert_eq!(reader.join().unwrap(), word_of(3));
 
         let writer = scope.spawn(|| guest.word(9).fetch_add(1, Ordering::Relaxed));
         assert_eq!(missing.next_fault(LONG).unwrap(), fault(9));
-        assert_eq!(missing.fill(0, 9, &page_of(9)).unwrap(), 1);
+        assert_eq!(missing.fill(0, PageNumber::new(9), &page_of(9)).unwrap(), 1);
         assert_eq!(writer.join().unwrap(), word_of(9));
         assert_eq!(guest.read(9), word_of(9) + 1);
 
@@ -53,13 +53,13 @@ fn pages_that_are_there_stay_as_they_are() {
     let file = file(64 * PAGE);
     let (region, guest) = (map(&file, 64 * PAGE, Access::ReadWrite), Guest::map(&file, 64 * PAGE));
     let missing = missing(&guest);
-    assert_eq!(missing.fill(0, 10, &pages_of(100..105)).unwrap(), 5);
+    assert_eq!(missing.fill(0, PageNumber::new(10), &pages_of(100..105)).unwrap(), 5);
     // By another way, and mapped in the guest or not.
     region.write_pages(WindowPages::new(20, 0b11), &pages_of(200..202)).unwrap();
     assert_eq!(guest.read(20), word_of(200));
     guest.write(12, 7);
-    assert_eq!(missing.fill(0, 0, &pages_of(0..64)).unwrap(), 64 - 7);
-    assert_eq!(missing.fill(0, 0, &pages_of(300..364)).unwrap(), 0);
+    assert_eq!(missing.fill(0, PageNumber::FIRST, &pages_of(0..64)).unwrap(), 64 - 7);
+    assert_eq!(missing.fill(0, PageNumber::FIRST, &pages_of(300..364)).unwrap(), 0);
     assert_eq!(missing.fill_zero(0, PageRange::new(0, 64)).unwrap(), 0);
     let bytes = contents(&region);
     for page in 0..64 {
@@ -82,7 +82,7 @@ fn who_waits_for_a_page_that_came_another_way_is_woken() {
     type Wake = fn(&Missing);
     let ways: [Wake; 3] = [
         |missing| missing.wake(0, PageRange::new(5, 1)).unwrap(),
-        |missing| assert_eq!(missing.fill(0, 4, &pages_of(4..7)).unwrap(), 2),
+        |missing| assert_eq!(missing.fill(0, PageNumber::new(4), &pages_of(4..7)).unwrap(), 2),
         |missing| assert_eq!(missing.fill_zero(0, PageRange::new(5, 1)).unwrap(), 0),
     ];
     for wake in ways {
@@ -111,12 +111,12 @@ fn released_pages_are_the_kernels_again() {
     let (region, guest) = (map(&file, 64 * PAGE, Access::Read), Guest::map(&file, 64 * PAGE));
     thread::scope(|scope| {
         let missing = missing(&guest);
-        missing.fill(0, 5, &page_of(5)).unwrap();
+        missing.fill(0, PageNumber::new(5), &page_of(5)).unwrap();
         let guest = &guest;
         let readers: Vec<_> = [20, 40].map(|page| scope.spawn(move || guest.read(page))).into();
         let mut waiting: Vec<_> = (0..2).map(|_| missing.next_fault(LONG).unwrap().unwrap().page).collect();
         waiting.sort_unstable();
-        assert_eq!(waiting, [20, 40]);
+        assert_eq!(waiting, [20, 40].map(PageNumber::new));
         missing.release(0, PageRange::new(0, 30)).unwrap();
         missing.release(0, PageRange::new(0, 30)).unwrap();
         let mut readers = readers.into_iter();
@@ -124,9 +124,9 @@ fn released_pages_are_the_kernels_again() {
         assert_eq!((guest.read(5), guest.read(6)), (word_of(5), 0));
         assert_eq!(there(&region), [(5, 2), (20, 1)], "the others are holes still");
         // The rest is as before.
-        assert_eq!(missing.fill(0, 40, &page_of(40)).unwrap(), 1);
+        assert_eq!(missing.fill(0, PageNumber::new(40), &page_of(40)).unwrap(), 1);
         assert_eq!(readers.next().unwrap().join().unwrap(), word_of(40));
-        assert_eq!(missing.fill(0, 8, &page_of(8)).unwrap(), 0, "a thread that is late does no harm");
+        assert_eq!(missing.fill(0, PageNumber::new(8), &page_of(8)).unwrap(), 0, "a thread that is late does no harm");
         assert_eq!(guest.read(8), 0);
         missing.release(0, PageRange::new(0, 64)).unwrap();
         assert_eq!(guest.read(63), 0);
@@ -143,10 +143,10 @@ fn what_lies_between_released_pages_is_filled() {
         let (region, guest) = (map(&file, 300 * PAGE, Access::Read), Guest::map(&file, 300 * PAGE));
         let missing = missing(&guest);
         RELEASED.iter().for_each(|&(first, count)| missing.release(0, PageRange::new(first, count)).unwrap());
-        missing.fill(0, 150, &page_of(150)).unwrap();
+        missing.fill(0, PageNumber::new(150), &page_of(150)).unwrap();
         let filled = match zero {
             true => missing.fill_zero(0, PageRange::new(0, 300)),
-            false => missing.fill(0, 0, &pages_of(0..300)),
+            false => missing.fill(0, PageNumber::FIRST, &pages_of(0..300)),
         };
         assert_eq!(filled.unwrap(), 300 - 112 - 1);
         assert_eq!(there(&region), [(3, 7), (11, 1), (112, 88), (207, 92)]);
@@ -177,7 +177,7 @@ fn the_kernel_waits_too() {
         });
         for page in [3, 4] {
             assert_eq!(missing.next_fault(LONG).unwrap(), fault(page));
-            missing.fill(0, page, &page_of(page)).unwrap();
+            missing.fill(0, PageNumber::new(page), &page_of(page)).unwrap();
         }
         assert!(writer.join().unwrap() == pages_of(3..5));
     });

@@ -5,7 +5,7 @@ use rustix::fs::{FileType, Stat, fstat};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use transship_lines::{Line, MAX_FDS};
-use transship_memory::{Area, PAGE_BYTES};
+use transship_memory::{Area, PAGE_BYTES, PageNumber};
 use transship_wire::{GuestDescription, RegionDescription};
 
 /// The version of the protocol that this is.
@@ -140,7 +140,7 @@ impl CheckedDescription {
     pub(super) fn areas(&self) -> Vec<Area> {
         let area = |(region, r): (usize, &CheckedRegion)| Area {
             region,
-            first_page: 0,
+            first_page: PageNumber::FIRST,
             address: r.entry.address,
             bytes: r.entry.bytes,
         };

@@ -20,7 +20,7 @@ use std::{
 use rustix::fs::{MemfdFlags, Mode, OFlags};
 use serde_json::json;
 use transship_guest::{GuestError, StateFormat};
-use transship_memory::{Access, InProcess, PAGE_BYTES, Process, Region, WindowPages};
+use transship_memory::{Access, InProcess, PAGE_BYTES, PageRange, Process, Region};
 use transship_wire::GuestDescription;
 use transship_wire::qemu::{Block, Configuration, GlobalState, Name, RunState, StreamWriter};
 
@@ -127,18 +127,17 @@ impl DeviceState {
         });
         let data = if own { Some(region.data().map_err(unread)?) } else { None };
         let mut piece = Vec::new();
-        for first in (0..region.pages()).step_by(PIECE_PAGES as usize) {
-            let count = PIECE_PAGES.min(region.pages() - first);
-            let all = u128::MAX >> (u128::BITS as u64 - count);
+        for pages in PageRange::all(region.pages()).parts(PIECE_PAGES) {
+            let first = pages.first;
+            let all = u128::MAX >> (u128::BITS as u64 - pages.count);
             let wanted = data.as_ref().map_or(all, |data| data.window(first));
             piece.clear();
-            region.copy_out(WindowPages::new(first, wanted), &mut piece).map_err(unread)?;
-            let (pages, _) = piece.as_chunks::<PAGE_BYTES>();
-            let mut pages = pages.iter();
-            for page in first..first + count {
-                let offset = page * PAGE_BYTES as u64;
+            region.copy_out(first.masked(wanted), &mut piece).map_err(unread)?;
+            let mut contents = piece.as_chunks::<PAGE_BYTES>().0.iter();
+            for page in pages.iter() {
+                let offset = page.offset();
                 let there = wanted >> (page - first) & 1 == 1;
-                match if there { pages.next() } else { None } {
+                match if there { contents.next() } else { None } {
                     Some(bytes) if bytes.iter().any(|byte| *byte != 0) => writer.page(&name, offset, bytes),
                     _ => writer.zero_page(&name, offset),
                 };

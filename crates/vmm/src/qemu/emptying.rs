@@ -90,11 +90,11 @@ fn pieces(area: &Area, lacks: &PageSet) -> Vec<(u64, u64)> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use transship_memory::PageRange;
+    use transship_memory::{PageNumber, PageRange};
 
     #[test]
     fn only_what_is_lacking_and_in_the_area_is_given_back() {
-        let area = Area { region: 0, first_page: 10, address: 0x10_0000, bytes: 0x5000 };
+        let area = Area { region: 0, first_page: PageNumber::new(10), address: 0x10_0000, bytes: 0x5000 };
         let mut lacks = PageSet::empty(100);
         [(0, 11), (12, 1), (14, 50)].iter().for_each(|&(first, count)| lacks.insert(PageRange::new(first, count)));
         assert_eq!(pieces(&area, &lacks), [(0x10_0000, 0x1000), (0x10_2000, 0x1000), (0x10_4000, 0x1000)]);

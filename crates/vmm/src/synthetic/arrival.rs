@@ -5,7 +5,7 @@ use std::sync::{
     atomic::{AtomicBool, Ordering},
 };
 
-use transship_memory::{Access, PageSet, Region};
+use transship_memory::{Access, PageNumber, PageSet, Region};
 
 use super::{lock, mapping::Ram};
 
@@ -104,5 +104,5 @@ pub(super) fn data(ram: &[Ram], holes: Holes) -> Result<Vec<PageSet>, transship_
 /// Whether page `number` was a hole. All regions have the same size.
 pub(super) fn is_hole(data: &[PageSet], number: u64) -> bool {
     let pages = data.first().map_or(1, PageSet::pages);
-    !data[(number / pages) as usize].contains(number % pages)
+    !data[(number / pages) as usize].contains(PageNumber::new(number % pages))
 }

@@ -71,8 +71,8 @@ fn waiting(options: &mut SyntheticOptions) {
 fn copy(from: &GuestMemory, to: &GuestMemory, region: usize, pages: &PageSet) {
     for WindowPages { first, mask: bits } in pages.windows() {
         let mut bytes = Vec::new();
-        from.regions()[region].copy_out(WindowPages::new(first, bits), &mut bytes).unwrap();
-        to.regions()[region].write_pages(WindowPages::new(first, bits), &bytes).unwrap();
+        from.regions()[region].copy_out(first.masked(bits), &mut bytes).unwrap();
+        to.regions()[region].write_pages(first.masked(bits), &bytes).unwrap();
     }
 }
 

@@ -12,7 +12,7 @@ use std::{
 use serde_json::{Value, json};
 use tempfile::TempDir;
 use transship_guest::{DestinationGuest, SourceGuest};
-use transship_memory::{GuestMemory, PageRange, PageSet, Region, Tracker, WindowPages};
+use transship_memory::{GuestMemory, PageNumber, PageRange, PageSet, Region, Tracker, WindowPages};
 use transship_vmm::{
     AttachOptions,
     qemu::{QemuDestination, QemuSource},
@@ -23,7 +23,7 @@ pub(crate) const PATIENCE: Duration = Duration::from_secs(120);
 pub(crate) const RAM_BYTES: u64 = 64 << 20;
 /// Where the guest counts, and the pages to which it writes the count in turn.
 const COUNTER: u64 = 0x8000;
-pub(crate) const WRITTEN: PageRange = PageRange { first: 0x20, count: 64 };
+pub(crate) const WRITTEN: PageRange = PageRange { first: PageNumber::new(0x20), count: 64 };
 
 /// A boot sector for 16-bit mode. (Its listing is in the comments; there is no assembler to rely on.)
 const GUEST: [u8; 44] = [
@@ -223,8 +223,8 @@ pub(crate) fn pair() -> (Qemu, Qemu) {
 pub(crate) fn copy(from: &Region, to: &Region, pages: &PageSet) {
     for WindowPages { first, mask: present } in pages.windows() {
         let mut bytes = Vec::new();
-        from.copy_out(WindowPages::new(first, present), &mut bytes).unwrap();
-        to.write_pages(WindowPages::new(first, present), &bytes).unwrap();
+        from.copy_out(first.masked(present), &mut bytes).unwrap();
+        to.write_pages(first.masked(present), &bytes).unwrap();
     }
 }
 

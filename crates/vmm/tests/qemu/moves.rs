@@ -9,6 +9,7 @@ use std::{
 use rustix::process::{Pid, PidfdFlags, PidfdGetfdFlags, pidfd_getfd, pidfd_open};
 use serde_json::json;
 use transship_guest::{DestinationGuest, LastWill, SourceGuest};
+use transship_memory::PageNumber;
 use transship_vmm::{AttachOptions, VmAddress, qemu::QemuSource, settle_abandoned};
 
 use crate::lab::{Qemu, WRITTEN, clear, copy, move_memory, pair};
@@ -50,10 +51,10 @@ fn only_written_pages_are_seen_again() {
     let mut source = qemu.source();
     let mut tracker = source.track().unwrap();
     let present = tracker.scan(0).unwrap();
-    assert!(present.contains(WRITTEN.first) && present.contains(8));
+    assert!(present.contains(WRITTEN.first) && present.contains(PageNumber::new(8)));
     qemu.wait_counting();
     let written = tracker.scan(0).unwrap();
-    for page in WRITTEN.first..WRITTEN.end() {
+    for page in WRITTEN.iter() {
         assert!(written.contains(page), "page {page}");
     }
     assert!(written.count() < 1000, "{} pages of a guest that writes 65", written.count());

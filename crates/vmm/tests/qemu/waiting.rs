@@ -24,9 +24,9 @@ fn all(memory: &GuestMemory) -> Vec<PageSet> {
 fn bring(missing: &Missing, from: &Region, over: &AtomicBool) {
     while !over.load(Ordering::Relaxed) {
         let Some(fault) = missing.next_fault(TICK).unwrap() else { continue };
-        let window = fault.page / 128 * 128;
+        let window = fault.page.window();
         let mut page = Vec::new();
-        from.copy_out(WindowPages::new(window, 1 << (fault.page - window)), &mut page).unwrap();
+        from.copy_out(window.masked(1 << (fault.page - window)), &mut page).unwrap();
         missing.fill(fault.region, fault.page, &page).unwrap();
     }
 }

@@ -8,7 +8,7 @@ use std::{
 };
 
 use transship_codec::{Encoder, Setting, ZLIB_STREAM_HEADER};
-use transship_memory::{PAGE_BYTES, PageRange, WindowPages};
+use transship_memory::{PAGE_BYTES, PageNumber, PageRange};
 use transship_secure::Caller;
 use transship_wire::qemu::{Greeting, Method, Name, PACKET_HEADER_BYTES, Pages};
 
@@ -139,10 +139,7 @@ impl PacketSender {
 
     /// Numbers it, and sends its header.
     fn header(&self, window: &Window, pages: Settled, length: usize) -> Vec<u8> {
-        let offsets = |pages| -> Vec<u64> {
-            let runs = WindowPages::new(window.first, pages).iter();
-            runs.map(|page| page * PAGE_BYTES as u64).collect()
-        };
+        let offsets = |pages| -> Vec<u64> { window.pages(pages).iter().map(PageNumber::offset).collect() };
         let (normal, zeros) = (offsets(pages.present), offsets(pages.zero));
         let name = self.common.names[window.region].clone();
         let length = length as u32; // hardly longer than 128 pages

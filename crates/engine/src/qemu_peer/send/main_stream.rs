@@ -2,7 +2,7 @@
 //! all others.
 use std::cell::RefCell;
 
-use transship_memory::{PAGE, PageRange, PageSet, WindowPages};
+use transship_memory::{PageRange, PageSet, WindowPages};
 use transship_wire::qemu::Name;
 
 use super::{channels::Common, line::Line, plan::Zeros};
@@ -44,7 +44,7 @@ impl MainStream<'_> {
                     self.shared.memory.regions()[region].copy_out(present, copy)?;
                     let mut line = self.line.borrow_mut();
                     for (page, bytes) in present.iter().zip(copy.as_chunks().0) {
-                        line.writer.page(&self.common.names[region], page * PAGE, bytes);
+                        line.writer.page(&self.common.names[region], page.offset(), bytes);
                     }
                     line.flush_pieces()?;
                 }
@@ -60,8 +60,8 @@ impl MainStream<'_> {
     fn tell_range(&self, region: usize, range: PageRange) -> Result<(), Error> {
         let name: &Name = &self.common.names[region];
         let mut line = self.line.borrow_mut();
-        for page in range.first..range.end() {
-            line.writer.zero_page(name, page * PAGE);
+        for page in range.iter() {
+            line.writer.zero_page(name, page.offset());
             line.flush_pieces()?;
         }
         Ok(())

@@ -12,7 +12,7 @@
 //! that has to do with what we have sent.
 use std::time::Duration;
 
-use transship_memory::PAGE_BYTES;
+use transship_memory::{PAGE, PageRange};
 use transship_wire::qemu::{Command, StreamWriter, Tail, describe};
 
 use super::session::SendSession;
@@ -155,8 +155,8 @@ fn send_state(state: &DeviceState, session: &mut SendSession) -> Result<(), Erro
     }
     session.line.writer.end();
     for block in &state.blocks {
-        for page in 0..block.bytes / PAGE_BYTES as u64 {
-            let offset = page * PAGE_BYTES as u64;
+        for page in PageRange::all(block.bytes / PAGE).iter() {
+            let offset = page.offset();
             match block.pages.get(&page) {
                 Some(bytes) => session.line.writer.page(&block.name, offset, bytes),
                 None => session.line.writer.zero_page(&block.name, offset),

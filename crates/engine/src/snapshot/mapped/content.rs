@@ -2,7 +2,7 @@
 //! memory for what has come, not for what was announced.
 use std::collections::BTreeMap;
 
-use transship_memory::PageRange;
+use transship_memory::{PageNumber, PageRange};
 
 /// Words of a piece: 4096 pages, 16 MiB of a block, in 512 bytes.
 const WORDS: usize = 64;
@@ -24,12 +24,11 @@ impl Content {
 
     pub(crate) fn remove(&mut self, pages: PageRange) {
         // A range of zeros may be as long as a block: only what is there is looked at.
-        let (first, end) = (pages.first / PIECE_PAGES, pages.end().div_ceil(PIECE_PAGES));
+        let (first, end) = (pages.first.get() / PIECE_PAGES, pages.end().get().div_ceil(PIECE_PAGES));
         let touched: Vec<u64> = self.pieces.range(first..end).map(|(&piece, _)| piece).collect();
         for piece in touched {
-            let (begin, limit) = (piece * PIECE_PAGES, (piece + 1) * PIECE_PAGES);
-            let from = pages.first.max(begin);
-            let within = PageRange::new(from, pages.end().min(limit) - from);
+            let piece_pages = PageRange::new(piece * PIECE_PAGES, PIECE_PAGES);
+            let within = pages.first.max(piece_pages.first).to(pages.end().min(piece_pages.end()));
             for (_, word, bits) in parts(within) {
                 if let Some(words) = self.pieces.get_mut(&piece) {
                     words[word] &= !bits;
@@ -38,7 +37,8 @@ impl Content {
         }
     }
 
-    pub(crate) fn contains(&self, page: u64) -> bool {
+    pub(crate) fn contains(&self, page: PageNumber) -> bool {
+        let page = page.get();
         let word = self.pieces.get(&(page / PIECE_PAGES)).map(|words| words[(page % PIECE_PAGES / 64) as usize]);
         word.is_some_and(|word| word >> (page % 64) & 1 == 1)
     }
@@ -69,10 +69,10 @@ impl Content {
                 while rest != 0 {
                     let skip = rest.trailing_zeros();
                     let count = (rest >> skip).trailing_ones();
-                    let first = piece * PIECE_PAGES + number as u64 * 64 + u64::from(skip);
+                    let first = PageNumber::new(piece * PIECE_PAGES + number as u64 * 64 + u64::from(skip));
                     match runs.last_mut() {
                         Some(last) if last.end() == first => last.count += u64::from(count),
-                        _ => runs.push(PageRange::new(first, count.into())),
+                        _ => runs.push(first.run(count.into())),
                     }
                     rest &= !((u64::MAX >> (64 - count)) << skip);
                 }
@@ -84,8 +84,7 @@ impl Content {
 
 /// Piece, word and bits of all words that have pages of the range.
 fn parts(pages: PageRange) -> impl Iterator<Item = (u64, usize, u64)> {
-    let mut at = pages.first;
-    let end = pages.end();
+    let (mut at, end) = (pages.first.get(), pages.end().get());
     std::iter::from_fn(move || {
         if at >= end {
             return None;
@@ -119,10 +118,10 @@ mod tests {
         for &(insert, range) in steps {
             if insert {
                 content.insert(range);
-                model.extend(range.first..range.end());
+                model.extend(range.first.get()..range.end().get());
             } else {
                 content.remove(range);
-                model.retain(|page| !(range.first..range.end()).contains(page));
+                model.retain(|page| !(range.first.get()..range.end().get()).contains(page));
             }
         }
         (content, model)
@@ -137,7 +136,7 @@ mod tests {
             let (content, model) = model_of(&steps);
             let (other, theirs) = model_of(&others);
             prop_assert_eq!(content.count(), model.len() as u64);
-            prop_assert!((0..PAGES).all(|page| content.contains(page) == model.contains(&page)));
+            prop_assert!((0..PAGES).all(|page| content.contains(PageNumber::new(page)) == model.contains(&page)));
 
             let bytes = PAGES.div_ceil(64) * 8;
             let mut bitmap = vec![0; bytes as usize];
@@ -148,7 +147,8 @@ mod tests {
             prop_assert!((0..PAGES).all(|page| bit(page) == model.contains(&page)));
 
             let rest: BTreeSet<u64> = model.difference(&theirs).copied().collect();
-            let listed: Vec<u64> = content.without(&other).iter().flat_map(|run| run.first..run.end()).collect();
+            let listed = content.without(&other).into_iter().flat_map(|run| run.iter()).map(PageNumber::get);
+            let listed: Vec<u64> = listed.collect();
             prop_assert_eq!(listed, rest.into_iter().collect::<Vec<_>>());
         }
     }

@@ -1,5 +1,5 @@
 //! The device state of a mapped-ram file, as the stream that the waiting VMM loads.
-use transship_memory::{PAGE_BYTES, PageSet, WINDOW_PAGES, WindowPages};
+use transship_memory::{PAGE_BYTES, PageNumber, PageRange, PageSet, WINDOW_PAGES};
 use transship_wire::qemu::{Block, RunState};
 
 use crate::{
@@ -14,7 +14,7 @@ pub(crate) struct DeviceStream<'a> {
     /// The blocks that are not guest memory, the next one last.
     blocks: Vec<&'a Block>,
     /// The one whose pages are on their way: which of them are in the file, and the first page that is not done.
-    current: Option<(&'a Block, PageSet, u64)>,
+    current: Option<(&'a Block, PageSet, PageNumber)>,
     recomposer: Option<Recomposer>,
     tail: Option<Vec<u8>>,
 }
@@ -44,13 +44,13 @@ impl Pieces for DeviceStream<'_> {
         loop {
             let Some(recomposer) = &mut self.recomposer else { return Ok(self.tail.take().unwrap_or_default()) };
             match &mut self.current {
-                Some((block, stored, first)) if *first < block.pages() => {
+                Some((block, stored, first)) if *first < PageRange::all(block.pages()).end() => {
                     pages(self.snapshot, recomposer, block, stored, *first)?;
                     *first += WINDOW_PAGES;
                     return Ok(recomposer.take());
                 }
                 _ => match self.blocks.pop() {
-                    Some(block) => self.current = Some((block, self.snapshot.stored(block)?, 0)),
+                    Some(block) => self.current = Some((block, self.snapshot.stored(block)?, PageNumber::FIRST)),
                     None => {
                         recomposer.finish();
                         let piece = recomposer.take();
@@ -64,17 +64,23 @@ impl Pieces for DeviceStream<'_> {
 }
 
 /// The pages of a block from `first` on, as many as a window has.
-fn pages(snapshot: &Snapshot, to: &mut Recomposer, block: &Block, stored: &PageSet, first: u64) -> Result<(), Error> {
+fn pages(
+    snapshot: &Snapshot,
+    to: &mut Recomposer,
+    block: &Block,
+    stored: &PageSet,
+    first: PageNumber,
+) -> Result<(), Error> {
     let Some(geometry) = block.geometry() else { return Ok(()) };
     let present = stored.window(first);
-    let count = WINDOW_PAGES.min(block.pages() - first);
-    for page in (0..count).filter(|page| present >> page & 1 == 0) {
-        to.zero_page(&block.name, (first + page) * PAGE_BYTES as u64);
+    let count = WINDOW_PAGES.min(PageRange::all(block.pages()).end() - first);
+    for page in first.run(count).iter().filter(|page| present >> (*page - first) & 1 == 0) {
+        to.zero_page(&block.name, page.offset());
     }
     let mut bytes = Vec::new();
-    for run in WindowPages::new(first, present).runs() {
+    for run in first.masked(present).runs() {
         bytes.resize(run.bytes() as usize, 0);
-        let offset = run.first * PAGE_BYTES as u64;
+        let offset = run.first.offset();
         let what = format!("pages of {:?}", &*block.name);
         snapshot.read_exact(&what, &mut bytes, geometry.pages_offset + offset)?;
         let (pages, _) = bytes.as_chunks::<PAGE_BYTES>();

@@ -7,7 +7,7 @@ use std::sync::{
     },
 };
 
-use transship_memory::{FileIo, PAGE, PAGE_BYTES, PageRange, Turns};
+use transship_memory::{FileIo, PAGE_BYTES, PageNumber, PageRange, Turns};
 use transship_wire::qemu::Block;
 
 use super::{
@@ -125,7 +125,7 @@ impl MappedFile {
     }
 
     /// What a page is; everything that was stored of it is in the file, through the page cache or past it.
-    pub(super) fn read_page(&self, block: usize, page: u64, into: &mut [u8; PAGE_BYTES]) -> Result<(), Error> {
+    pub(super) fn read_page(&self, block: usize, page: PageNumber, into: &mut [u8; PAGE_BYTES]) -> Result<(), Error> {
         self.with(block, |place| {
             if place.pages().content.contains(page) {
                 return self.target.read_at(place.at.file, into, place.byte_of(page));
@@ -142,8 +142,8 @@ impl BlockInFile {
     }
 
     /// Where in its file a page is.
-    pub(super) fn byte_of(&self, page: u64) -> u64 {
-        self.at.offset + page * PAGE
+    pub(super) fn byte_of(&self, page: PageNumber) -> u64 {
+        self.at.offset + page.offset()
     }
 
     pub(super) fn note_content(&self, range: PageRange) {

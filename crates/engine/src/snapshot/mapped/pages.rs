@@ -6,7 +6,7 @@ use std::{
 };
 
 use rustix::fs::Advice;
-use transship_memory::{FileIo, FileQueue, GuestMemory, PAGE_BYTES, PageRange, PageSet, WINDOW_PAGES, WindowPages};
+use transship_memory::{FileIo, FileQueue, GuestMemory, PAGE_BYTES, PageNumber, PageRange, PageSet, WINDOW_PAGES};
 
 use crate::{Error, Progress, cpu, snapshot::file::origin::Origin, stream::whence::wrong};
 
@@ -79,7 +79,7 @@ struct Work<'a> {
     io: FileIo,
     progress: &'a Progress,
     /// Region and first page of all units that have pages, in the order of the file.
-    units: Vec<(usize, u64)>,
+    units: Vec<(usize, PageNumber)>,
     /// The next unit that nobody has taken.
     next: AtomicUsize,
     /// A thread has failed: the others need not go on.
@@ -95,7 +95,7 @@ impl<'a> Work<'a> {
         progress: &'a Progress,
     ) -> Self {
         let mut units: Vec<_> = sources.iter().enumerate().flat_map(|(region, source)| units(region, source)).collect();
-        units.sort_unstable_by_key(|&(region, first)| sources[region].pages_offset + first * PAGE_BYTES as u64);
+        units.sort_unstable_by_key(|&(region, first)| sources[region].pages_offset + first.offset());
         let (next, ended) = (AtomicUsize::new(0), AtomicBool::new(false));
         Self { origin, sources, memory, io, progress, units, next, ended }
     }
@@ -124,7 +124,7 @@ impl<'a> Work<'a> {
             }
             let mut pages = 0;
             for run in unit_runs(&self.sources[region].stored, first) {
-                let at = self.sources[region].pages_offset + run.first * PAGE_BYTES as u64;
+                let at = self.sources[region].pages_offset + run.first.offset();
                 queue.read(region, run, at).map_err(|error| wrong(name, error))?;
                 pages += run.count;
             }
@@ -142,14 +142,14 @@ impl<'a> Work<'a> {
     }
 }
 
-fn units(region: usize, source: &Source) -> impl Iterator<Item = (usize, u64)> {
-    let mut firsts: Vec<u64> = source.stored.windows().map(|window| window.first / UNIT_PAGES * UNIT_PAGES).collect();
+fn units(region: usize, source: &Source) -> impl Iterator<Item = (usize, PageNumber)> {
+    let mut firsts: Vec<_> = source.stored.windows().map(|window| window.first.unit(UNIT_PAGES)).collect();
     firsts.dedup();
     firsts.into_iter().map(move |first| (region, first))
 }
 
 /// The runs of pages in the unit from `first` on.
-pub(crate) fn unit_runs(stored: &PageSet, first: u64) -> impl Iterator<Item = PageRange> + '_ {
-    let windows = (first..first + UNIT_PAGES).step_by(WINDOW_PAGES as usize);
-    windows.flat_map(|window| WindowPages::new(window, stored.window(window)).runs())
+pub(crate) fn unit_runs(stored: &PageSet, first: PageNumber) -> impl Iterator<Item = PageRange> + '_ {
+    let windows = first.run(UNIT_PAGES).parts(WINDOW_PAGES);
+    windows.flat_map(|PageRange { first, .. }| first.masked(stored.window(first)).runs())
 }

@@ -1,5 +1,4 @@
 //! Where everything that the guest needs is in the file.
-use transship_memory::PAGE_BYTES;
 use transship_wire::GuestDescription;
 
 use super::pages::Source;
@@ -90,7 +89,7 @@ impl RestorePlan {
     pub(crate) fn any_page(&self) -> Option<u64> {
         self.sources.iter().find_map(|source| {
             let first = source.stored.ranges().next()?.first;
-            Some(source.pages_offset + first * PAGE_BYTES as u64)
+            Some(source.pages_offset + first.offset())
         })
     }
 }

@@ -142,7 +142,7 @@ mod tests {
     use std::os::unix::fs::FileExt;
 
     use proptest::{collection::vec, prelude::*};
-    use transship_memory::{FileQueue, GuestMemory, PAGE, PAGE_BYTES, PageRange};
+    use transship_memory::{FileQueue, GuestMemory, PAGE, PAGE_BYTES, PageNumber, PageRange};
     use transship_wire::qemu::Name;
 
     use super::*;
@@ -226,17 +226,17 @@ mod tests {
                 let (range, writer) = (within(block, first, count), &mut writers[(block + *epoch) % 2]);
                 // One page of room is left out, as pages that turn out to be zero are.
                 let room = writer.room(range.count as usize + 1).unwrap();
-                for page in 0..range.count {
-                    let bytes = page_of(seed, range.first + page);
-                    room[(page as usize + 1) * PAGE_BYTES..][..PAGE_BYTES].copy_from_slice(&bytes);
-                    model[block][((range.first + page) * PAGE) as usize..][..PAGE_BYTES].copy_from_slice(&bytes);
+                for (at, page) in (1..).zip(range.iter()) {
+                    let bytes = page_of(seed, page.get());
+                    room[at * PAGE_BYTES..][..PAGE_BYTES].copy_from_slice(&bytes);
+                    model[block][page.offset() as usize..][..PAGE_BYTES].copy_from_slice(&bytes);
                 }
                 writer.store(1, block, range).unwrap();
             }
             Op::Clear { block, first, count } => {
                 let range = within(block, first, count);
                 writers[(block + *epoch) % 2].clear(block, range).unwrap();
-                model[block][(range.first * PAGE) as usize..][..range.bytes() as usize].fill(0);
+                model[block][range.first.offset() as usize..][..range.bytes() as usize].fill(0);
             }
             Op::Patch { block, page, at, byte } => {
                 let page = page % PAGES[block];
@@ -258,7 +258,7 @@ mod tests {
                 let mut memory = vec![0; place.bytes as usize];
                 for (page, bytes) in memory.chunks_mut(PAGE_BYTES).enumerate() {
                     if bitmap[page / 8] >> (page % 8) & 1 == 1 {
-                        file.read_exact_at(bytes, place.byte_of(page as u64)).unwrap();
+                        file.read_exact_at(bytes, place.byte_of(PageNumber::new(page as u64))).unwrap();
                     }
                 }
                 memory

@@ -9,7 +9,7 @@
 //! A buffer is filled again when the disk has all of it.
 use std::{os::fd::OwnedFd, sync::Arc};
 
-use transship_memory::{FileIo, FileQueue, GuestMemory, PAGE_BYTES, PageBuffer, PageRange};
+use transship_memory::{FileIo, FileQueue, GuestMemory, PAGE_BYTES, PageBuffer, PageNumber, PageRange};
 use transship_wire::qemu::{MAX_PACKET_PAGES, xbzrle};
 
 use super::file::MappedFile;
@@ -123,11 +123,11 @@ impl PageWriter for MappedWriter {
     fn patch(&mut self, block: usize, offset: u64, delta: &[u8]) -> Result<(), Error> {
         // A source that sends differences sends many, and each needs the page's previous contents.
         self.keep_in_cache()?;
-        let (number, mut page) = (offset / PAGE_BYTES as u64, [0; PAGE_BYTES]);
+        let (number, mut page) = (PageNumber::at(offset), [0; PAGE_BYTES]);
         self.file.read_page(block, number, &mut page)?;
         xbzrle::decode(delta, 0, &mut page).map_err(|error| Error::file(error.to_string()))?;
         self.room(1)?.copy_from_slice(&page);
-        self.store(0, block, PageRange::new(number, 1))
+        self.store(0, block, number.run(1))
     }
 
     fn finish(&mut self) -> Result<(), Error> {

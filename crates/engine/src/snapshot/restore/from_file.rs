@@ -16,7 +16,7 @@ use std::{
     },
 };
 
-use transship_memory::{Claims, Fault, Missing, PAGE_BYTES, PageBuffer, PageRange};
+use transship_memory::{Claims, Fault, Missing, PAGE_BYTES, PageBuffer, PageNumber, PageRange};
 
 use crate::{
     Error, Progress, fail_point,
@@ -38,7 +38,7 @@ pub(super) struct FromFile {
     /// By region: where its page 0 is, or would be.
     offsets: Vec<u64>,
     /// Region and first page, in the order of the file.
-    units: Vec<(usize, u64)>,
+    units: Vec<(usize, PageNumber)>,
     /// The next unit that nobody has taken.
     next: AtomicUsize,
     /// Units that are not in place.
@@ -162,8 +162,8 @@ impl FromFile {
 }
 
 /// Where a page of a region is in the file.
-fn position(offsets: &[u64], region: usize, page: u64) -> u64 {
-    offsets[region] + page * PAGE_BYTES as u64
+fn position(offsets: &[u64], region: usize, page: PageNumber) -> u64 {
+    offsets[region] + page.offset()
 }
 
 fn count(progress: &Progress, pages: u64) {

@@ -177,7 +177,7 @@ fn pages_of(areas: &[Area], regions: usize) -> Vec<u64> {
     let mut pages = vec![0; regions];
     for area in areas {
         if let Some(pages) = pages.get_mut(area.region) {
-            *pages = (area.first_page + area.bytes / transship_memory::PAGE_BYTES as u64).max(*pages);
+            *pages = (area.first_page + area.bytes / transship_memory::PAGE).get().max(*pages);
         }
     }
     pages

@@ -8,7 +8,7 @@ use std::{
     },
 };
 
-use transship_memory::{Error as MemoryError, PAGE, PageBuffer, Writeback};
+use transship_memory::{Error as MemoryError, PageBuffer, PageNumber, Writeback};
 use transship_wire::qemu::{Name, StreamWriter};
 
 use super::stream::{PIECE, RAM_SECTION};
@@ -54,10 +54,10 @@ impl Appender {
     ///
     /// # Errors
     /// The system's own.
-    pub(crate) fn append(&mut self, region: usize, first: u64, buffer: PageBuffer) -> Result<(), MemoryError> {
+    pub(crate) fn append(&mut self, region: usize, first: PageNumber, buffer: PageBuffer) -> Result<(), MemoryError> {
         let to = Arc::clone(&self.to);
-        for (page, bytes) in (first..).zip(buffer.bytes().as_chunks().0) {
-            self.writer.page(&to.names[region], page * PAGE, bytes);
+        for (page, bytes) in first.run(buffer.pages() as u64).iter().zip(buffer.bytes().as_chunks().0) {
+            self.writer.page(&to.names[region], page.offset(), bytes);
         }
         if self.writer.buffered() < PIECE { Ok(()) } else { self.finish() }
     }

@@ -106,7 +106,7 @@ impl Output for MappedFile {
                 return Err(Error::CANCELLED);
             }
             let Spot { file: number, offset } = pages.places[region];
-            target.punch(number, offset + range.first * PAGE_BYTES as u64, range.bytes())?;
+            target.punch(number, offset + range.first.offset(), range.bytes())?;
             file.pages_freed += range.count;
         }
         if self.layout.is_image() {
@@ -132,8 +132,8 @@ fn write_device(block: &DeviceBlock, place: Geometry, target: &Target) -> Result
     // Pages that follow each other are one write.
     let mut run: (u64, Vec<u8>) = (0, Vec::new());
     for (&number, page) in &block.pages {
-        bitmap[(number / 8) as usize] |= 1 << (number % 8);
-        let at = place.pages_offset + number * PAGE_BYTES as u64;
+        bitmap[(number.get() / 8) as usize] |= 1 << (number.get() % 8);
+        let at = place.pages_offset + number.offset();
         if run.0 + run.1.len() as u64 != at || run.1.len() >= PIECE {
             target.write_at(&run.1, run.0)?;
             run = (at, Vec::new());

@@ -26,7 +26,8 @@ use std::{
 
 use crossbeam_channel::{Receiver, SendTimeoutError, Sender, bounded};
 use transship_memory::{
-    Error as MemoryError, Fault, Freeing, PAGE_BYTES, PageBuffer, PageRange, PageSet, Protection, Region, WindowPages,
+    Error as MemoryError, Fault, Freeing, PAGE_BYTES, PageBuffer, PageNumber, PageRange, PageSet, Protection, Region,
+    WindowPages,
 };
 
 use super::{
@@ -81,7 +82,7 @@ enum Stage {
 /// Pages that were copied, on their way to the disk.
 pub(crate) struct Copied {
     region: usize,
-    first: u64,
+    first: PageNumber,
     buffer: PageBuffer,
 }
 
@@ -102,7 +103,7 @@ impl Outlet {
         let written = copies.into_iter().try_for_each(|Copied { region, first, buffer }| match self {
             Self::Placed(queues) => {
                 let Spot { file, offset } = places[region];
-                queues.of(file).write_buffer(buffer, offset + first * PAGE_BYTES as u64)
+                queues.of(file).write_buffer(buffer, offset + first.offset())
             }
             Self::Appended(appender) => appender.append(region, first, buffer),
         });
@@ -127,7 +128,7 @@ pub(crate) enum MomentFailure {
     /// The guest's memory or process.
     Guest(MemoryError),
     /// Content was gone before it was saved.
-    GivenBack { region: String, page: u64 },
+    GivenBack { region: String, page: PageNumber },
     /// The disk did nothing while the guest waited.
     Stalled,
 }
@@ -232,7 +233,7 @@ impl<'a> Moment<'a> {
     fn let_all_go(&self) {
         for (index, memory) in self.pages.memory.regions().iter().enumerate() {
             // If this fails the process is gone, or dropping the protection does it.
-            let _ = self.protection.allow(index, PageRange::new(0, memory.pages()));
+            let _ = self.protection.allow(index, PageRange::all(memory.pages()));
         }
     }
 
@@ -279,15 +280,15 @@ impl<'a> Moment<'a> {
     /// Lets somebody through before the moment.
     fn pass(&self, fault: &Fault) -> Result<(), MomentFailure> {
         let region = &self.regions[fault.region];
-        self.let_go(fault.region, region.pass(fault.page / region.unit))
+        self.let_go(fault.region, region.pass(region.unit_of(fault.page)))
     }
 
     /// Copies what somebody waits for, and lets him go.
     fn save_first(&self, fault: Fault, written: &mut Written) -> Result<Copies, MomentFailure> {
         let region = &self.regions[fault.region];
-        let unit = fault.page / region.unit;
+        let unit = region.unit_of(fault.page);
         let claimed = region.left.claim(region.around(unit));
-        let own = 1 << (unit - claimed.first);
+        let own = 1 << (unit - claimed.first.get());
         if claimed.mask & own == 0 {
             // Somebody else saves it now, and lets it go. A hole that was protected along with its surroundings has
             // nothing to be saved.

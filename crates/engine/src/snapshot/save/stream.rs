@@ -82,8 +82,8 @@ impl Appender {
     }
 
     fn zeros(&mut self, block: &Name, range: PageRange, target: &Target) -> Result<(), Error> {
-        for page in range.first..range.end() {
-            self.writer.zero_page(block, page * PAGE);
+        for page in range.iter() {
+            self.writer.zero_page(block, page.offset());
             self.flush_pieces(target)?;
         }
         Ok(())
@@ -199,12 +199,12 @@ impl StreamFile {
         pages.pace.wait(present.count() * PAGE);
         // What had no content was told to be zero in the first round.
         for page in wanted.with(if self.first { zero } else { zero & had }).iter() {
-            self.out.writer.zero_page(name, page * PAGE);
+            self.out.writer.zero_page(name, page.offset());
         }
         self.copy.clear();
         memory.copy_out(present, &mut self.copy)?;
         for (page, bytes) in present.iter().zip(self.copy.as_chunks().0) {
-            self.out.writer.page(name, page * PAGE, bytes);
+            self.out.writer.page(name, page.offset(), bytes);
         }
         Ok(())
     }
@@ -274,10 +274,10 @@ impl Output for StreamFile {
         }
         out.writer.end();
         for block in &state.blocks {
-            for page in 0..block.bytes / PAGE {
+            for page in PageRange::all(block.bytes / PAGE).iter() {
                 match block.pages.get(&page) {
-                    Some(bytes) => out.writer.page(&block.name, page * PAGE, bytes),
-                    None => out.writer.zero_page(&block.name, page * PAGE),
+                    Some(bytes) => out.writer.page(&block.name, page.offset(), bytes),
+                    None => out.writer.zero_page(&block.name, page.offset()),
                 };
                 out.flush_pieces(target)?;
             }

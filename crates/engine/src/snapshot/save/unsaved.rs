@@ -1,7 +1,7 @@
 //! A region of the memory of one moment: which pages it had, and which of them nobody has saved yet.
 use std::sync::OnceLock;
 
-use transship_memory::{PAGE_BYTES, PageRange, PageSet, Region, WindowPages};
+use transship_memory::{PAGE_BYTES, PageNumber, PageRange, PageSet, Region, WindowPages};
 
 use crate::{Error, page_map::PageMap};
 
@@ -61,7 +61,7 @@ impl Unsaved {
         let units = self.around(unit);
         self.passed.insert(units);
         let first = units.first + u64::from(units.mask.trailing_zeros());
-        self.pages_of(PageRange::new(first, units.count().min(self.units - first)))
+        self.pages_of(first.run(units.count().min(PageRange::all(self.units).end() - first)))
     }
 
     /// The moment: the guest stands still. What is to be protected now, beside what is.
@@ -90,16 +90,21 @@ impl Unsaved {
 
     pub(super) fn has_data(&self, unit: u64) -> bool {
         let pages = self.pages_of(PageRange::new(unit, 1));
-        self.data().is_some_and(|data| (pages.first..pages.end()).any(|page| data.contains(page)))
+        self.data().is_some_and(|data| pages.iter().any(|page| data.contains(page)))
+    }
+
+    /// The number of the unit that a page is in.
+    pub(super) fn unit_of(&self, page: PageNumber) -> u64 {
+        page.get() / self.unit
     }
 
     /// Whole units.
     pub(super) fn pages_of(&self, units: PageRange) -> PageRange {
-        PageRange::new(units.first * self.unit, units.count * self.unit)
+        PageRange::new(units.first.get() * self.unit, units.count * self.unit)
     }
 
     fn units_of_pages(&self, pages: PageRange) -> PageRange {
-        let (first, end) = (pages.first / self.unit, pages.end().div_ceil(self.unit));
+        let (first, end) = (self.unit_of(pages.first), pages.end().get().div_ceil(self.unit));
         PageRange::new(first, end - first)
     }
 

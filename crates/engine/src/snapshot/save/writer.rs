@@ -275,7 +275,7 @@ impl Pages {
         self.pace.wait(present.count() * PAGE_BYTES as u64);
         for run in present.runs() {
             let Spot { file, offset } = self.places[region];
-            queues.of(file).write(region, run, offset + run.first * PAGE_BYTES as u64)?;
+            queues.of(file).write(region, run, offset + run.first.offset())?;
         }
         Ok(())
     }

@@ -1,6 +1,6 @@
 //! What a guest does to its memory, made up at random, and what of it must arrive.
 use proptest::{collection::vec, prelude::*};
-use transship_memory::{GuestMemory, PAGE_BYTES, PageRange, PageSet, Region, WindowPages};
+use transship_memory::{GuestMemory, PAGE_BYTES, PageNumber, PageRange, PageSet, Region, WindowPages};
 
 /// What a guest does to its memory.
 #[derive(Debug, Clone)]
@@ -143,7 +143,7 @@ pub fn apply(memory: &GuestMemory, op: &Op, history: &mut History) {
         Op::Free { region, first, count } => {
             let pages = bounded(&memory.regions()[region], first, count);
             for page in each(pages) {
-                if history.written[region].contains(page) {
+                if history.written[region].contains(PageNumber::new(page)) {
                     history.erased[region].insert(PageRange::new(page, 1));
                 }
             }
@@ -172,7 +172,7 @@ fn bounded(region: &Region, first: u64, count: u64) -> PageRange {
 }
 
 fn each(pages: PageRange) -> std::ops::Range<u64> {
-    pages.first..pages.end()
+    pages.first.get()..pages.end().get()
 }
 
 fn fill(region: &Region, pages: PageRange, byte: u8) {

@@ -1,6 +1,6 @@
 //! Where the guest's memory is in QEMU's process.
 use transship_guest::GuestError;
-use transship_memory::{Area, PAGE_BYTES};
+use transship_memory::{Area, PageNumber};
 
 use super::{Backend, Held};
 use crate::qemu::{maps::Mapping, qmp::Qmp};
@@ -35,8 +35,7 @@ fn of_region(mappings: &[Mapping], region: usize, backend: &Backend) -> Vec<Area
 }
 
 fn covers_all(areas: &[Area], bytes: u64) -> bool {
-    let mut parts: Vec<(u64, u64)> =
-        areas.iter().map(|area| (area.first_page * PAGE_BYTES as u64, area.bytes)).collect();
+    let mut parts: Vec<(u64, u64)> = areas.iter().map(|area| (area.first_page.offset(), area.bytes)).collect();
     parts.sort_unstable();
     let covered = parts.into_iter().fold(
         0,
@@ -54,7 +53,7 @@ fn joined(areas: Vec<Area>) -> Vec<Area> {
         match joined.last_mut() {
             Some(last)
                 if last.address + last.bytes == area.address
-                    && last.first_page * PAGE_BYTES as u64 + last.bytes == area.first_page * PAGE_BYTES as u64 =>
+                    && last.first_page.offset() + last.bytes == area.first_page.offset() =>
             {
                 last.bytes += area.bytes;
             }
@@ -78,7 +77,7 @@ fn area_of(backend: &Backend, region: usize, mapping: &Mapping) -> Option<Area> 
     };
     let here = mapping.start.checked_add(start).filter(|here| *here < mapping.end && first < backend.bytes)?;
     let bytes = (mapping.end - here).min(backend.bytes - first);
-    Some(Area { region, first_page: first / PAGE_BYTES as u64, address: here, bytes })
+    Some(Area { region, first_page: PageNumber::at(first), address: here, bytes })
 }
 
 #[cfg(test)]
@@ -92,7 +91,7 @@ mod tests {
     }
 
     fn area(first_page: u64, address: u64, bytes: u64) -> Area {
-        Area { region: 0, first_page, address, bytes }
+        Area { region: 0, first_page: PageNumber::new(first_page), address, bytes }
     }
 
     #[test]
