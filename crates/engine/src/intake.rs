@@ -101,7 +101,7 @@ impl Intake {
     pub(crate) fn clear_old(&self) -> Result<(), Error> {
         for (region, old) in self.memory.regions().iter().zip(&self.old) {
             let mut set = PageSet::empty(region.pages());
-            let all = PageRange::new(0, region.pages());
+            let all = PageRange::all(region.pages());
             old.take(all).for_each(|window| window.runs().for_each(|run| set.insert(run)));
             region.clear_set(&set)?;
         }

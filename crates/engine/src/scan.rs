@@ -121,7 +121,7 @@ impl Scanner {
 
     /// Bytes of the pages that the next round sends.
     pub(crate) fn pending_bytes(&self) -> u64 {
-        self.pending.iter().map(|pending| pending.send.count()).sum::<u64>() * PAGE_BYTES as u64
+        self.pending.iter().map(|pending| pending.send.bytes()).sum()
     }
 
     /// By region: pages that the guest does not need and that were never sent. Their contents may differ from the other

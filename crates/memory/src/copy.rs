@@ -127,7 +127,7 @@ impl Region {
     /// # Errors
     /// The region does not have all of the pages.
     pub(crate) fn check_window(&self, pages: WindowPages) -> Result<(), Error> {
-        self.check(pages.first.run(WINDOW_PAGES - u64::from(pages.mask.leading_zeros())))
+        self.check(pages.reach())
     }
 }
 
@@ -148,7 +148,7 @@ impl Shared {
     }
 
     pub(crate) fn copy_out(&self, present: WindowPages, out: &mut Vec<u8>) {
-        out.reserve(present.count() as usize * PAGE_BYTES);
+        out.reserve(present.bytes() as usize);
         for run in present.runs() {
             let (start, len) = self.raw(run);
             // SAFETY: raw() gives len readable bytes of the mapping, reserve() made room for as many, and nobody else

@@ -112,6 +112,11 @@ impl PageSet {
         self.words.iter().map(|word| u64::from(word.count_ones())).sum()
     }
 
+    /// Size of the pages in the set in bytes.
+    pub fn bytes(&self) -> u64 {
+        self.count() * PAGE
+    }
+
     /// Whether no page is in the set.
     pub fn is_empty(&self) -> bool {
         self.words.iter().all(|&word| word == 0)

@@ -89,7 +89,7 @@ impl Private {
     pub(crate) fn with_pages<T>(&self, pages: WindowPages, then: impl FnOnce(&[u8]) -> T) -> io::Result<T> {
         WINDOW.with_borrow_mut(|window| {
             window.resize(WINDOW_PAGES as usize * PAGE_BYTES, 0);
-            let bytes = &mut window[..pages.count() as usize * PAGE_BYTES];
+            let bytes = &mut window[..pages.bytes() as usize];
             self.process.read(&self.spans(pages), bytes)?;
             Ok(then(bytes))
         })
@@ -98,7 +98,7 @@ impl Private {
     /// Reads the pages to the end of `out`.
     pub(crate) fn append(&self, pages: WindowPages, out: &mut Vec<u8>) -> io::Result<()> {
         let before = out.len();
-        out.resize(before + pages.count() as usize * PAGE_BYTES, 0);
+        out.resize(before + pages.bytes() as usize, 0);
         let read = self.process.read(&self.spans(pages), &mut out[before..]);
         if read.is_err() {
             out.truncate(before);

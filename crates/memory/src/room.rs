@@ -25,7 +25,7 @@ impl GuestMemory {
                 needs.push((device, 0));
                 needs.len() - 1
             });
-            needs[at].1 += pages.count() * PAGE_BYTES as u64;
+            needs[at].1 += pages.bytes();
             if needs[at].1 > room {
                 return Err(Error::unusable(
                     shared.name(),

@@ -1,5 +1,5 @@
 //! Some pages of one window of 128: how sets of pages travel between threads, and what a packet carries.
-use crate::{PageNumber, PageRange, WINDOW_PAGES};
+use crate::{PAGE, PageNumber, PageRange, WINDOW_PAGES};
 
 /// Some of the 128 pages from `first` on, as a mask.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -42,6 +42,16 @@ impl WindowPages {
     /// How many they are.
     pub fn count(self) -> u64 {
         self.mask.count_ones().into()
+    }
+
+    /// Their size in bytes.
+    pub fn bytes(self) -> u64 {
+        self.count() * PAGE
+    }
+
+    /// The pages from the window's first one up to the last of them: what a region must have to have them all.
+    pub fn reach(self) -> PageRange {
+        self.first.run((u128::BITS - self.mask.leading_zeros()).into())
     }
 
     /// None at all.
@@ -99,6 +109,8 @@ mod tests {
                 let runs: Vec<_> = window.runs().collect();
                 prop_assert!(runs.windows(2).all(|two| two[0].end() < two[1].first));
                 prop_assert_eq!(window.count(), pages.len() as u64);
+                prop_assert_eq!(window.bytes(), pages.len() as u64 * 4096);
+                prop_assert_eq!(window.reach(), PageRange::new(first, pages.last().map_or(0, |last| last + 1 - first)));
                 prop_assert_eq!(window.is_empty(), pages.is_empty());
                 prop_assert_eq!(window.iter().map(PageNumber::get).collect::<Vec<_>>(), pages);
             }

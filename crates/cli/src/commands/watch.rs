@@ -176,7 +176,7 @@ impl Memory {
         let bytes = memory.bytes();
         let mut data_bytes = 0;
         for region in memory.regions() {
-            data_bytes += region.data()?.count() * PAGE_BYTES as u64;
+            data_bytes += region.data()?.bytes();
         }
         Ok(Self { bytes, data_bytes, hole_bytes: bytes.saturating_sub(data_bytes) })
     }
@@ -205,7 +205,7 @@ impl Pages {
     }
 
     fn bytes(&self) -> u64 {
-        self.count() * PAGE_BYTES as u64
+        self.0.iter().map(PageSet::bytes).sum()
     }
 }
 

@@ -48,8 +48,8 @@ impl ArrivingMemory {
     }
 
     /// # Errors
-    /// There is no such region, or it has no pages up to `end`.
-    pub(super) fn check(&self, region: u16, first: u64, end: u64) -> Result<(), String> {
+    /// There is no such region, or it does not have all of these pages.
+    pub(super) fn check(&self, region: u16, pages: PageRange) -> Result<(), String> {
         let (number, memory) = (usize::from(region), self.intake.memory());
         let (has, count) = match &self.arrival {
             Some(arrival) => {
@@ -61,7 +61,8 @@ impl ArrivingMemory {
         let Some(has) = has else {
             return Err(format!("sent a packet for region {region}, but there are {count}"));
         };
-        if end > has {
+        let (first, end) = (pages.first, pages.end());
+        if end > PageRange::all(has).end() {
             let name = memory.get(number).map_or_else(|| region.to_string(), |found| format!("{:?}", found.name()));
             return Err(format!("sent a packet for pages {first}..{end} of region {name}, which has only {has}"));
         }
@@ -147,8 +148,10 @@ mod tests {
     #[test]
     fn pages_that_a_region_does_not_have_are_refused() {
         let arriving = arriving();
-        assert!(arriving.check(1, 256, PAGES).is_ok() && arriving.check(0, 0, 1).is_ok());
-        let refused = |region, end| arriving.check(region, 256, end).err().unwrap();
+        assert!(
+            arriving.check(1, PageRange::new(256, PAGES - 256)).is_ok() && arriving.check(0, PageRange::all(1)).is_ok()
+        );
+        let refused = |region, end| arriving.check(region, PageRange::new(256, end - 256)).err().unwrap();
         assert_eq!(refused(1, PAGES + 1), "sent a packet for pages 256..301 of region \"b\", which has only 300");
         assert_eq!(refused(2, PAGES), "sent a packet for region 2, but there are 2");
     }

@@ -8,7 +8,7 @@ use std::{
 use crossbeam_channel::{Receiver, Sender};
 use transship_codec::Method;
 use transship_memory::{PageRange, WindowPages};
-use transship_wire::{PACKET_BYTES, PAGE_BYTES, PAGES_PER_PACKET, Packet};
+use transship_wire::{PACKET_BYTES, PAGE_BYTES, Packet};
 
 use super::{
     arriving::ArrivingMemory,
@@ -138,16 +138,16 @@ impl PageReceiver {
             self.check_round(round, &packet)?;
             match packet {
                 Packet::Pages { region, first, present, zero, .. } => {
-                    let end = first + PAGES_PER_PACKET - u64::from((present | zero).leading_zeros());
-                    self.arriving.check(region, first, end).map_err(|what| self.broke(Rule::Bounds, &what))?;
-                    let window = WindowPages::new(first, present);
+                    let named = WindowPages::new(first, present | zero);
+                    self.arriving.check(region, named.reach()).map_err(|what| self.broke(Rule::Bounds, &what))?;
+                    let window = named.with(present);
                     self.receive_pages(region, window)?;
                     self.arriving.clear_window(region, window.with(zero))?;
                     received.count(present, zero, &self.arriving.progress);
                 }
                 Packet::Encoded { region, first, present, zero, method, bytes, .. } => {
-                    let end = first + PAGES_PER_PACKET - u64::from((present | zero).leading_zeros());
-                    self.arriving.check(region, first, end).map_err(|what| self.broke(Rule::Bounds, &what))?;
+                    let named = WindowPages::new(first, present | zero);
+                    self.arriving.check(region, named.reach()).map_err(|what| self.broke(Rule::Bounds, &what))?;
                     let (encoding, packet) = (method, received.packets);
                     let method = self.method(encoding, packet)?;
                     let mut encoded = self.lane.buffer();
@@ -157,9 +157,9 @@ impl PageReceiver {
                     received.count(present, zero, &self.arriving.progress);
                 }
                 Packet::Hole { region, first, count, .. } => {
-                    let end = first.saturating_add(count);
-                    self.arriving.check(region, first, end).map_err(|what| self.broke(Rule::Bounds, &what))?;
-                    self.arriving.clear_range(region, PageRange::new(first, count))?;
+                    let pages = PageRange::new(first, count);
+                    self.arriving.check(region, pages).map_err(|what| self.broke(Rule::Bounds, &what))?;
+                    self.arriving.clear_range(region, pages)?;
                     received.zero += count;
                 }
                 Packet::RoundEnd { packets, .. } if packets == received.packets => {
@@ -221,7 +221,7 @@ impl PageReceiver {
         buffer.resize(PAGES_PER_READ as usize * PAGE_BYTES, 0);
         while !present.is_empty() {
             let piece = present.lowest(PAGES_PER_READ);
-            let bytes = &mut buffer[..piece.count() as usize * PAGE_BYTES];
+            let bytes = &mut buffer[..piece.bytes() as usize];
             self.fill(bytes)?;
             self.arriving.write(region, piece, bytes)?;
             present = present.without(piece.mask);

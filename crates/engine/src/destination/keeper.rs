@@ -5,6 +5,7 @@ use std::{
 };
 
 use crossbeam_channel::{Receiver, Sender, bounded};
+use transship_memory::PageRange;
 use transship_wire::{Message, SessionId};
 
 use super::{
@@ -298,8 +299,8 @@ impl Line {
         match message {
             Message::Page(pages) => {
                 let region = arrival.filling.regions().get(usize::from(pages.region));
-                let end = pages.first + u64::from(pages.count);
-                if region.is_none_or(|region| end > region.pages) {
+                let end = PageRange::new(pages.first, pages.count.into()).end();
+                if region.is_none_or(|region| end > PageRange::all(region.pages).end()) {
                     return Err(broken(&format!(
                         "sent pages up to {end} of region {}, which it has not",
                         pages.region

@@ -131,7 +131,7 @@ impl Filling {
     /// The process is gone, or the kernel refuses.
     pub(crate) fn release_all(&self) -> Result<(), MemoryError> {
         let mut regions = self.regions.iter().enumerate();
-        regions.try_for_each(|(index, region)| self.missing.release(index, PageRange::new(0, region.pages)))
+        regions.try_for_each(|(index, region)| self.missing.release(index, PageRange::all(region.pages)))
     }
 
     /// For a process that takes over: waiting faults are reported again.
@@ -140,7 +140,7 @@ impl Filling {
     /// The kernel refuses.
     pub(crate) fn wake_all(&self) -> Result<(), MemoryError> {
         let mut regions = self.regions.iter().enumerate();
-        regions.try_for_each(|(index, region)| self.missing.wake(index, PageRange::new(0, region.pages)))
+        regions.try_for_each(|(index, region)| self.missing.wake(index, PageRange::all(region.pages)))
     }
 
     /// Has all threads end soon.

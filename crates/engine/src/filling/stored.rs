@@ -62,7 +62,7 @@ impl Region {
 
     /// Long runs of pages that are not brought, of whole huge pages.
     pub(crate) fn holes(&self) -> impl Iterator<Item = PageRange> + '_ {
-        let end = std::iter::once(PageRange::new(self.pages, 0));
+        let end = std::iter::once(PageRange::all(self.pages).end().run(0));
         let mut from = PageNumber::FIRST;
         let gaps = self.stored.ranges().chain(end).map(move |stored| {
             let gap = from.next_unit(self.unit).to(stored.first.unit(self.unit));

@@ -62,8 +62,8 @@ impl Beside {
     /// The next of them, of a region that has so many pages.
     pub(super) fn take(&mut self, pages: impl Fn(u16) -> u64) -> Option<(u16, PageRange)> {
         let (region, first) = self.pieces.pop_front()?;
-        let end = (first + AT_ONCE).min(pages(region));
-        Some((region, PageRange::new(first, end.saturating_sub(first))))
+        let piece = PageRange::new(first, AT_ONCE);
+        Some((region, piece.first.to(piece.end().min(PageRange::all(pages(region)).end()))))
     }
 }
 

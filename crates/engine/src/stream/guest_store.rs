@@ -160,7 +160,7 @@ impl PromptStore for GuestStore {
             Home::Region(region) => {
                 let mut rest = pages;
                 for window in first.run(pages.len() as u64 / PAGE).windows() {
-                    let (these, others) = rest.split_at(window.count() as usize * PAGE_BYTES);
+                    let (these, others) = rest.split_at(window.bytes() as usize);
                     self.intake.write(*region, window, these)?;
                     rest = others;
                 }

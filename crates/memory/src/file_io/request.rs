@@ -271,7 +271,7 @@ impl Request {
 }
 
 fn bytes_of(pages: &PageRange) -> usize {
-    pages.count as usize * PAGE_BYTES
+    pages.bytes() as usize
 }
 
 fn bytes_within(pages: &Range<usize>) -> Range<usize> {

@@ -8,7 +8,7 @@ use std::{
 };
 
 use transship_codec::{Decoder, Method as Codec};
-use transship_memory::{PAGE, PageRange};
+use transship_memory::{PAGE, PageNumber};
 use transship_wire::qemu::{Block, GREETING_BYTES, Method, Name, PACKET_HEADER_BYTES, Packet, Pages, Step};
 
 use super::barrier::Barrier;
@@ -150,7 +150,7 @@ impl Channel {
         }
         // Whether or not the page came before: what the memory held is not known to be zero.
         for run in packet.zero().chunk_by(|one, next| one + PAGE == *next) {
-            self.writer.clear(block, PageRange::new(run[0] / PAGE, run.len() as u64))?;
+            self.writer.clear(block, PageNumber::at(run[0]).run(run.len() as u64))?;
         }
         self.count(0, packet.zero().len() as u64);
         Ok(())

@@ -6,7 +6,7 @@ use std::{
     sync::OnceLock,
 };
 
-use transship_memory::{PAGE_BYTES, PageRange, PageSet};
+use transship_memory::{PageNumber, PageRange, PageSet};
 use transship_wire::qemu::{Block, Mapped};
 
 use super::{
@@ -156,17 +156,16 @@ impl Image {
 /// The system's own.
 pub(crate) fn data(file: &File, pages: u64) -> std::io::Result<PageSet> {
     use rustix::{fs::SeekFrom, io::Errno};
-    let (mut set, page, mut at) = (PageSet::empty(pages), PAGE_BYTES as u64, 0);
-    while at < pages * page {
+    let (mut set, mut at, end) = (PageSet::empty(pages), 0, PageRange::all(pages).end());
+    while at < end.offset() {
         let begin = match rustix::fs::seek(file, SeekFrom::Data(at)) {
             Ok(begin) => begin,
             Err(Errno::NXIO) => break,
             Err(error) => return Err(error.into()),
         };
-        let end = rustix::fs::seek(file, SeekFrom::Hole(begin))?;
-        let first = begin / page;
-        set.insert(PageRange::new(first, end.div_ceil(page).min(pages).saturating_sub(first)));
-        at = end.max(begin + 1);
+        let hole = rustix::fs::seek(file, SeekFrom::Hole(begin))?;
+        set.insert(PageNumber::at(begin).to(PageNumber::behind(hole).min(end)));
+        at = hole.max(begin + 1);
     }
     Ok(set)
 }

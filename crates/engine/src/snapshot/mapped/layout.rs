@@ -116,8 +116,8 @@ impl Layout {
     }
 
     /// What the file needs at most for pages of so many bytes, without the devices.
-    pub(crate) fn bytes_for(&self, pages: u64) -> u64 {
-        HEAD_ROOM + self.regions.iter().map(|block| bitmap_bytes(block.used_bytes)).sum::<u64>() + pages
+    pub(crate) fn bytes_for(&self, page_bytes: u64) -> u64 {
+        HEAD_ROOM + self.regions.iter().map(|block| bitmap_bytes(block.used_bytes)).sum::<u64>() + page_bytes
     }
 
     /// The stream around the pages, which is known once the device state is.

@@ -71,9 +71,9 @@ impl Output for MappedFile {
         &self.writers.pages.content
     }
 
-    fn needs(&self, pages: u64) -> u64 {
-        let pages = pages + self.writers.pages.stored() * PAGE_BYTES as u64;
-        self.layout.bytes_for(pages.min(self.writers.pages.memory.bytes()))
+    fn needs(&self, page_bytes: u64) -> u64 {
+        let page_bytes = page_bytes + self.writers.pages.stored() * PAGE_BYTES as u64;
+        self.layout.bytes_for(page_bytes.min(self.writers.pages.memory.bytes()))
     }
 
     fn write(&mut self, pending: &[Pending], target: &Target) -> Result<Written, Error> {

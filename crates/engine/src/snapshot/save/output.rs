@@ -12,7 +12,7 @@ pub(crate) trait Output {
     /// By region: pages that the file holds content for. All others are zero.
     fn content(&self) -> &[PageMap];
     /// What the file takes at most once so many bytes of pages are written that are not zero.
-    fn needs(&self, pages: u64) -> u64;
+    fn needs(&self, page_bytes: u64) -> u64;
     /// Writes what is pending, and returns when the kernel has all of it.
     ///
     /// # Errors

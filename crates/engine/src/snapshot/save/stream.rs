@@ -193,10 +193,10 @@ impl StreamFile {
         let zero = zero_pages(memory, pages.freeing, wanted)?;
         let (present, had) = (wanted.without(zero), pages.content[region].window(wanted.first));
         written.normal += present.count();
-        written.zero += u64::from(zero.count_ones());
-        written.rewritten += u64::from((present.mask & had).count_ones());
+        written.zero += wanted.with(zero).count();
+        written.rewritten += present.with(present.mask & had).count();
         pages.note(region, present, zero);
-        pages.pace.wait(present.count() * PAGE);
+        pages.pace.wait(present.bytes());
         // What had no content was told to be zero in the first round.
         for page in wanted.with(if self.first { zero } else { zero & had }).iter() {
             self.out.writer.zero_page(name, page.offset());
@@ -235,9 +235,9 @@ impl Output for StreamFile {
         &self.pages.content
     }
 
-    fn needs(&self, pages: u64) -> u64 {
+    fn needs(&self, page_bytes: u64) -> u64 {
         let records: u64 = self.regions.iter().map(|region| region.bytes / PAGE * RECORD_BYTES).sum();
-        sealed_bytes(self.out.at - self.out.begin + pages + records)
+        sealed_bytes(self.out.at - self.out.begin + page_bytes + records)
     }
 
     fn write(&mut self, pending: &[Pending], target: &Target) -> Result<Written, Error> {

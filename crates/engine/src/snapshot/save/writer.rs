@@ -12,7 +12,7 @@ use std::{
 };
 
 use crossbeam_channel::{Receiver, SendTimeoutError, Sender, bounded};
-use transship_memory::{FileIo, Freeing, GuestMemory, PAGE_BYTES, PageRange, Region, Turns, WindowPages};
+use transship_memory::{FileIo, Freeing, GuestMemory, PageRange, Region, Turns, WindowPages};
 
 use crate::{
     Error, Progress, cpu,
@@ -269,10 +269,11 @@ impl Pages {
         let zero = zero_pages(&self.memory.regions()[region], self.freeing, wanted)?;
         let present = wanted.without(zero);
         written.normal += present.count();
-        written.zero += u64::from(zero.count_ones());
-        written.rewritten += u64::from((present.mask & self.content[region].window(present.first)).count_ones());
+        written.zero += wanted.with(zero).count();
+        let had = self.content[region].window(present.first);
+        written.rewritten += present.with(present.mask & had).count();
         self.note(region, present, zero);
-        self.pace.wait(present.count() * PAGE_BYTES as u64);
+        self.pace.wait(present.bytes());
         for run in present.runs() {
             let Spot { file, offset } = self.places[region];
             queues.of(file).write(region, run, offset + run.first.offset())?;
@@ -287,11 +288,10 @@ impl Pages {
         self.content[region].insert(present);
         self.written[region].insert(present);
         let progress = &self.progress;
-        let bytes = |pages: u128| u64::from(pages.count_ones()) * PAGE_BYTES as u64;
         progress.normal_pages.fetch_add(present.count(), Relaxed);
         progress.zero_pages.fetch_add(zero.count_ones().into(), Relaxed);
-        progress.wire_bytes.fetch_add(bytes(present.mask), Relaxed);
-        let done = bytes(present.mask | zero);
+        progress.wire_bytes.fetch_add(present.bytes(), Relaxed);
+        let done = present.with(present.mask | zero).bytes();
         let _ = progress.round_left.fetch_update(Relaxed, Relaxed, |left| Some(left.saturating_sub(done)));
     }
 
