@@ -8,6 +8,7 @@ use transship_lab::{
     Qemu,
     beats::{Heard, heard, wait_for_beats},
 };
+use transship_memory::PAGE_BYTES;
 
 use super::{BEATS_BESIDE, results::Run};
 use crate::{
@@ -18,7 +19,7 @@ use crate::{
 
 /// From the guest's start until its rate is taken: its first round through memory may be slower.
 const SETTLE: Duration = Duration::from_millis(500);
-const PAGES_PER_MIB: f64 = 256.0;
+const PAGES_PER_MIB: f64 = ((1 << 20) / PAGE_BYTES) as f64;
 
 /// What the guest did before the move.
 pub(super) struct Watch {

@@ -5,6 +5,9 @@ pub(crate) const CONFIG_BYTES: usize = 16;
 /// Bytes that the balloon counts by, whatever the guest's page size.
 pub(crate) const BALLOON_PAGE_BYTES: u64 = 4096;
 
+/// What the driver gives up is a page of ours, neither a part of one nor several.
+const _: () = assert!(BALLOON_PAGE_BYTES == transship_memory::PAGE);
+
 /// What both sides show each other.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct Config {

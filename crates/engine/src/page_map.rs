@@ -1,7 +1,7 @@
 //! A page set that threads share: which pages the destination holds content for.
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use transship_memory::{PageNumber, PageRange, PageSet, WindowPages};
+use transship_memory::{PageNumber, PageRange, PageSet, WINDOW_PAGES, WindowPages};
 
 /// Bits for the pages of one region. Within a round each page belongs to one thread, and rounds are separated by joins
 /// or channels, which order them: so every access is relaxed.
@@ -13,7 +13,7 @@ pub(crate) struct PageMap {
 impl PageMap {
     pub(crate) fn new(pages: u64) -> Self {
         // Two words a window, so that `window` never looks past the end.
-        let words = pages.div_ceil(128) as usize * 2;
+        let words = pages.div_ceil(WINDOW_PAGES) as usize * 2;
         Self { words: (0..words).map(|_| AtomicU64::new(0)).collect() }
     }
 
@@ -71,7 +71,7 @@ impl PageMap {
     /// A copy, as a set of the region's `pages` pages.
     pub(crate) fn to_set(&self, pages: u64) -> PageSet {
         let mut set = PageSet::empty(pages);
-        for PageRange { first, .. } in PageRange::all(pages).parts(128) {
+        for PageRange { first, .. } in PageRange::all(pages).parts(WINDOW_PAGES) {
             first.masked(self.window(first)).runs().for_each(|run| set.insert(run));
         }
         set

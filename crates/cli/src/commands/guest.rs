@@ -1,5 +1,6 @@
 //! `transship guest`: the synthetic guest, as a process of its own.
 use transship_lines::Shutdown;
+use transship_memory::PAGE;
 use transship_vmm::synthetic::{self, SyntheticOptions, WriteRate};
 
 use crate::{
@@ -33,7 +34,7 @@ pub(crate) fn run(args: &GuestArgs) -> Result<(), Failure> {
 
 fn check(args: &GuestArgs) -> Result<SyntheticOptions, Failure> {
     let mut checks = Checks::default();
-    let memory = checks.within("--mem", &args.mem, units::size, (4096, 1 << 48), "from 4K to 256T");
+    let memory = checks.within("--mem", &args.mem, units::size, (PAGE, 1 << 48), "from 4K to 256T");
     let regions = checks.within("--regions", &args.regions, units::count, (1, 64), "1 to 64");
     let threads = checks.within("--threads", &args.threads, units::count, (1, 256), "1 to 256");
     let touched = checks.read("--touched", &args.touched, units::share);
@@ -42,7 +43,7 @@ fn check(args: &GuestArgs) -> Result<SyntheticOptions, Failure> {
         Some(text) => checks.read("--write-rate", text, write_rate),
     };
     let hot_set = match &args.hot_set {
-        Some(text) => checks.within("--hot-set", text, units::size, (4096, 1 << 48), "at least 4K").map(Some),
+        Some(text) => checks.within("--hot-set", text, units::size, (PAGE, 1 << 48), "at least 4K").map(Some),
         None => Some(None),
     };
     let duration = match &args.duration {

@@ -5,9 +5,8 @@ use std::{io, os::fd::BorrowedFd};
 use rustix::io::Errno;
 
 use super::{Found, Look};
-use crate::PAGE_BYTES;
+use crate::PAGE;
 
-const PAGE: u64 = PAGE_BYTES as u64;
 const ENTRY_BYTES: usize = 8;
 /// Entries that are read at once: those of 2 MiB.
 const ENTRIES: usize = 512;

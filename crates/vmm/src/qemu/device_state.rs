@@ -20,7 +20,7 @@ use std::{
 use rustix::fs::{MemfdFlags, Mode, OFlags};
 use serde_json::json;
 use transship_guest::{GuestError, StateFormat};
-use transship_memory::{Access, InProcess, PAGE_BYTES, PageRange, Process, Region};
+use transship_memory::{Access, InProcess, PAGE_BYTES, PageRange, Process, Region, WINDOW_PAGES};
 use transship_wire::GuestDescription;
 use transship_wire::qemu::{Block, Configuration, GlobalState, Name, RunState, StreamWriter};
 
@@ -35,8 +35,8 @@ use super::{
 const HEADER: [u8; 8] = *b"QEVM\0\0\0\x03";
 /// The number of the RAM section, which QEMU takes from its header.
 const RAM_SECTION: u32 = 2;
-/// Pages of a device that are read at once.
-const PIECE_PAGES: u64 = 128;
+/// Pages of a device that are read at once: those of a mask.
+const PIECE_PAGES: u64 = WINDOW_PAGES;
 /// More than any device has.
 const DEVICE_BYTES_MAX: u64 = 1 << 30;
 
