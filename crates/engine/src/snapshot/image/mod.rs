@@ -43,8 +43,22 @@ pub(crate) fn is_guest_memory(name: &str) -> bool {
 }
 
 #[cfg(test)]
+#[allow(clippy::unwrap_used)]
 mod tests {
+    use transship_memory::{PAGE, PageRange};
+
     use super::*;
+
+    /// A guest that runs on clones of an image keeps nobody from making the file longer.
+    #[test]
+    fn pages_behind_those_of_a_region_are_not_looked_at() {
+        let file = tempfile::tempfile().unwrap();
+        for page in [2, 3, 9] {
+            std::os::unix::fs::FileExt::write_all_at(&file, &[1; PAGE as usize], page * PAGE).unwrap();
+        }
+        let found = |pages| opened::data(&file, pages).unwrap().ranges().collect::<Vec<_>>();
+        assert_eq!((found(3), found(7)), (vec![PageRange::new(2, 1)], vec![PageRange::new(2, 2)]));
+    }
 
     /// As QEMU 7.2 to 11.1 call them.
     #[test]

@@ -150,7 +150,7 @@ impl Image {
     }
 }
 
-/// The pages of a file that are no holes.
+/// The first `pages` pages of a file, as far as they are no holes. There may be more behind them.
 ///
 /// # Errors
 /// The system's own.
@@ -159,8 +159,8 @@ pub(crate) fn data(file: &File, pages: u64) -> std::io::Result<PageSet> {
     let (mut set, mut at, end) = (PageSet::empty(pages), 0, PageRange::all(pages).end());
     while at < end.offset() {
         let begin = match rustix::fs::seek(file, SeekFrom::Data(at)) {
-            Ok(begin) => begin,
-            Err(Errno::NXIO) => break,
+            Ok(begin) if begin < end.offset() => begin,
+            Ok(_) | Err(Errno::NXIO) => break,
             Err(error) => return Err(error.into()),
         };
         let hole = rustix::fs::seek(file, SeekFrom::Hole(begin))?;
