@@ -1,8 +1,6 @@
 //! Who may connect with a balloon. Needs root: it takes another user's part.
-#![allow(clippy::unwrap_used)]
 
 #[allow(dead_code, reason = "each test binary uses a part")]
-mod session;
 
 use std::{
     fs,
@@ -16,7 +14,7 @@ use std::{
 
 use rustix::{process::Uid, thread::set_thread_res_uid};
 
-use session::{Run, Sockets, transship};
+use crate::session::{Run, Sockets, transship};
 
 /// Users that exist everywhere, by number at least.
 const QEMUS: u32 = 64055;

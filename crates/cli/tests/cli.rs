@@ -1,12 +1,10 @@
 //! The command as scripts see it: exit codes, what goes to stdout and what to stderr, and real moves of small guests.
-#![allow(clippy::unwrap_used)]
 
-mod session;
 
 use std::process::{Command, Stdio};
 
 use serde_json::Value;
-use session::{Run, Sockets, transship};
+use crate::session::{Run, Sockets, transship};
 
 /// Runs to the end: exit code, stdout, stderr.
 fn run(arguments: &[&str]) -> Run {

@@ -1,8 +1,6 @@
 //! What the second process makes of a guest whose command has died: what it was told last.
-#![allow(clippy::unwrap_used)]
 
 #[allow(dead_code, reason = "each test binary uses a part")]
-mod session;
 
 use std::{
     io::{BufRead, BufReader, Write},
@@ -13,7 +11,7 @@ use std::{
 };
 
 use serde_json::{Value, json};
-use session::{Guest, Run, Sockets, transship};
+use crate::session::{Guest, Run, Sockets, transship};
 
 /// A call of the hand-off protocol on a connection of its own. The guest listens to one client at a time, and may not
 /// have noticed yet that the last one has gone.

@@ -1,7 +1,5 @@
 //! What reads snapshot files, as scripts see it: exit codes, what goes to stdout and what to stderr.
-#![allow(clippy::unwrap_used)]
 #[allow(dead_code, reason = "each test binary uses a part")]
-mod session;
 
 use std::{
     io::Write,
@@ -10,7 +8,7 @@ use std::{
 };
 
 use serde_json::Value;
-use session::{Run, transship};
+use crate::session::{Run, transship};
 use transship_wire::qemu::{Block, Configuration, Name, StreamWriter};
 
 fn run(arguments: &[&str]) -> Run {

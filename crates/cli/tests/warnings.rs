@@ -1,13 +1,11 @@
 //! What a user hears without asking for a log: warnings, and nothing when there is none.
-#![allow(clippy::unwrap_used)]
 
 #[allow(dead_code, reason = "each test binary uses a part")]
-mod session;
 
 use std::{io::Write, os::unix::net::UnixStream, process::Command};
 
 use serde_json::Value;
-use session::{Run, Sockets, transship};
+use crate::session::{Run, Sockets, transship};
 
 /// Whoever listens hears of a stranger, on stderr; whoever reads the report on stdout does not.
 #[test]

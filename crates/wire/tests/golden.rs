@@ -1,7 +1,5 @@
 //! The layout, written down by hand: whoever changes a byte of it breaks the moves between two versions, and this test.
-#![allow(clippy::unwrap_used)]
-mod common;
-use common::*;
+use crate::common::*;
 use transship_wire::*;
 
 #[test]

@@ -1,5 +1,4 @@
 //! libvirt's save images: one that libvirt itself wrote, and what no libvirt writes.
-#![allow(clippy::unwrap_used)]
 use proptest::prelude::*;
 use transship_wire::{
     Error,

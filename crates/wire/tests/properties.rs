@@ -1,6 +1,5 @@
 //! What holds for all values and for all bytes.
-#![allow(clippy::unwrap_used)]
-mod common;
+use crate::common;
 use proptest::collection::{btree_set, vec};
 use proptest::prelude::*;
 use transship_wire::*;

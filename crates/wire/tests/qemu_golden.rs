@@ -1,8 +1,6 @@
 //! Streams that stock QEMUs have written, against facts that another parser has found in them.
-#![allow(clippy::unwrap_used)]
-mod streams;
 use serde_json::{Value, json};
-use streams::*;
+use crate::streams::*;
 use transship_wire::qemu::*;
 use transship_wire::{Error, PAGE_BYTES};
 

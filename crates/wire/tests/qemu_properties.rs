@@ -1,11 +1,9 @@
 //! QEMU's formats: what is written is read back, for all values; and no bytes at all make a reader do harm.
-#![allow(clippy::unwrap_used)]
-mod streams;
 use std::collections::BTreeMap;
 
 use proptest::collection::{btree_map, vec};
 use proptest::prelude::*;
-use streams::*;
+use crate::streams::*;
 use transship_wire::qemu::*;
 use transship_wire::{Error, PAGE_BYTES};
 

@@ -1,7 +1,5 @@
 //! What follows the memory: device sections by their description, and the one that says whether the guest ran.
-#![allow(clippy::unwrap_used)]
-mod streams;
-use streams::*;
+use crate::streams::*;
 use transship_wire::Error;
 use transship_wire::qemu::*;
 

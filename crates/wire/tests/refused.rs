@@ -1,7 +1,5 @@
 //! Bytes that no honest peer sends: each is an error that names the field and its offset, none is a panic.
-#![allow(clippy::unwrap_used)]
-mod common;
-use common::*;
+use crate::common::*;
 use transship_wire::*;
 
 fn decode_packet(bytes: &[u8]) -> Result<Packet, Error> {

@@ -1,5 +1,4 @@
 //! The bytes of a link between two relays: their layout, and what is refused.
-#![allow(clippy::unwrap_used)]
 use proptest::collection::vec;
 use proptest::prelude::*;
 use transship_wire::relay::*;

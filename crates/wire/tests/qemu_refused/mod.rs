@@ -1,12 +1,9 @@
 //! QEMU's formats with one field changed, and streams that mean harm: each is refused, and the error names field and
 //! place.
-#![allow(clippy::unwrap_used)]
 mod channels;
 mod mapped_ram;
-#[path = "../streams/mod.rs"]
-mod streams;
 
-use streams::*;
+use crate::streams::*;
 use transship_wire::qemu::*;
 use transship_wire::{Error, PAGE_BYTES};
 
