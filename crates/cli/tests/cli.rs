@@ -333,7 +333,7 @@ fn a_move_that_is_cancelled_leaves_the_guest_and_a_second_one_succeeds() {
     assert!(run.stderr.contains("transship: cancelling; the guest runs on here\n"), "{run:?}");
     let report: Value = serde_json::from_str(&run.stdout).unwrap();
     assert_eq!((&report["status"], report["error"].is_string()), (&"cancelled".into(), true), "{report}");
-    assert_eq!(report["error_by"], "user", "{report}");
+    assert_eq!((&report["error_by"], &report["error_kind"]), (&"user".into(), &"cancelled".into()), "{report}");
     let received = receive.wait();
     assert_eq!(received.code, 1, "{received:?}");
 
@@ -354,6 +354,7 @@ fn nobody_at_the_other_end_is_exit_code_1_also_in_json() {
     assert_eq!(run.code, 1, "{run:?}");
     let report: Value = serde_json::from_str(&run.stdout).unwrap();
     assert_eq!((&report["status"], &report["error_by"]), (&"failed".into(), &"user".into()));
+    assert_eq!(report["error_kind"], "no_connection");
     assert!(run.stderr.contains(report["error"].as_str().unwrap()), "the same words in both: {run:?}");
     assert_eq!(source.check().wrong, 0);
 }

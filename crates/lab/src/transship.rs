@@ -212,6 +212,18 @@ impl Finished {
             false => Err(LabError(format!("expected exit code {code}: {self}"))),
         }
     }
+
+    /// Itself, if it failed with this code, and this is the `error_kind` in its report.
+    ///
+    /// # Errors
+    /// It ended otherwise; the error has all that it said.
+    pub fn expect_error(self, code: i32, kind: &str) -> Result<Self> {
+        let ended = self.expect_code(code)?;
+        match ended.report()?["error_kind"] == kind {
+            true => Ok(ended),
+            false => Err(LabError(format!("expected an error of the kind {kind}: {ended}"))),
+        }
+    }
 }
 
 /// Everything, for a failing test.

@@ -241,8 +241,7 @@ fn whatever_fails_here_the_source_runs_on() -> Result<()> {
     source.qmp("migrate", json!({ "uri": listening }))?;
     source.wait_event("MIGRATION", |data| data["status"] == "active")?;
     receive.signal(rustix::process::Signal::INT)?;
-    let ended = receive.wait()?.expect_code(1)?;
-    assert!(ended.stderr.contains("cancelled"), "{ended}");
+    receive.wait()?.expect_error(1, "cancelled")?;
     assert_eq!(settled(&source)?, "failed");
     source.wait_status("running")?;
     assert_goes_on(&source, "after all that")?;
@@ -283,8 +282,7 @@ fn a_source_that_hangs_goes_on_and_one_that_dies_leaves_nothing() -> Result<()> 
         std::thread::sleep(Duration::from_millis(300));
         if dies {
             source.kill9();
-            let ended = receive.wait()?.expect_code(1)?;
-            assert!(ended.stderr.contains("closed"), "{ended}");
+            receive.wait()?.expect_error(1, "peer_left")?;
             assert_eq!(destination.status()?, "inmigrate");
         } else {
             source.freeze()?;
