@@ -21,6 +21,8 @@
 //! workload: bad block=B ...                         the first few of these
 //! workload: slots=S reads=N errors=E                all slots were checked (see slots.rs), before each sweep's line, which has their errors too
 //! workload: bad slot: ...                           the first few of these
+//! workload: net sent=S received=R errors=E          what came back was checked (see net.rs), before each sweep's line, which has its errors too
+//! workload: bad datagram: ...                       the first few of these
 //! workload: disk at rest                            nothing is written to the disk any more, as "disk rest" asks for, until "disk go"
 //! ~                                                 a beat, every `beat_ms`. When it comes in is for whoever listens to
 //!                                                   see: the guest's own clock stands still when the guest does
@@ -37,12 +39,15 @@
 //! so that free memory is full of old data; 0), `workload.churn` (MiB that are taken, written, checked and given back,
 //! over and over, as fast as possible; 0), `workload.hold` (MiB that are written before "ready" and kept until "drop";
 //! 0), `workload.disk` (MiB of the first disk that are written and checked; 0), `workload.slots` (MiB that the first
-//! disk is read into, over and over; 0), `workload.beat_ms` (time between two beats; 0: none).
+//! disk is read into, over and over; 0), `workload.net` (datagrams a second to a network that sends them back; 0) to
+//! `workload.net_port`, `workload.beat_ms` (time between two beats; 0: none).
 mod compile;
 mod disk;
+mod net;
 mod slots;
 
 use disk::Disk;
+use net::Net;
 use slots::Slots;
 
 use std::hint::black_box;
@@ -75,6 +80,8 @@ struct Settings {
     churn: usize,
     disk: usize,
     slots: usize,
+    net: u64,
+    net_port: u16,
     hold: usize,
     beat: Duration,
 }
@@ -89,6 +96,7 @@ struct Workload {
     churn: Arc<Mutex<Churn>>,
     disk: Arc<Mutex<Disk>>,
     slots: Arc<Slots>,
+    net: Arc<Net>,
 }
 
 fn main() {
@@ -103,6 +111,7 @@ fn main() {
     Churn::start(&workload.churn, settings.churn);
     Disk::start(&workload.disk, settings.disk);
     workload.slots = Slots::start(settings.slots);
+    workload.net = Net::start(settings.net, settings.net_port);
     say(format_args!("ready pages={}", settings.pages));
     let asked = listen(&workload.disk, held);
     beat(settings.beat);
@@ -133,6 +142,8 @@ impl Settings {
             churn: number("churn", 0) as usize * PAGES_PER_MIB,
             disk: number("disk", 0) as usize * PAGES_PER_MIB,
             slots: number("slots", 0) as usize * PAGES_PER_MIB,
+            net: number("net", 0),
+            net_port: number("net_port", 7) as u16,
             hold: number("hold", 0) as usize * PAGES_PER_MIB,
             beat: Duration::from_millis(number("beat_ms", 0)),
         }
@@ -151,6 +162,7 @@ impl Workload {
             churn: Arc::default(),
             disk: Arc::default(),
             slots: Arc::default(),
+            net: Arc::default(),
         };
         (0..pages).for_each(|page| workload.write(page, 1));
         workload
@@ -214,11 +226,12 @@ impl Workload {
         let mut disk = disk::lock(&disk);
         disk.check_all();
         self.slots.check_all();
+        self.net.tell();
         say(format_args!(
             "sweep={} pages={} errors={}{}",
             self.sweeps,
             self.pages.len() + churn.pages(),
-            self.errors + churn.errors + disk.errors() + self.slots.errors(),
+            self.errors + churn.errors + disk.errors() + self.slots.errors() + self.net.errors(),
             if is_asked { " asked" } else { "" }
         ));
     }
@@ -226,7 +239,7 @@ impl Workload {
     fn report(&self, uptime: Duration) {
         let (count, checked, mut errors) = (self.count, self.checked, self.errors);
         errors += self.churn.lock().expect("nobody panics with it").errors + disk::lock(&self.disk).errors();
-        errors += self.slots.errors();
+        errors += self.slots.errors() + self.net.errors();
         say(format_args!(
             "count={count} checked={checked} errors={errors} uptime={}",
             uptime.as_secs()

@@ -2,7 +2,7 @@
 # Builds the guests that the tests and the demo start, into .guest/. Does nothing when they are newer than their sources.
 #
 #   .guest/linux/vmlinuz      a distribution kernel, unpacked from its package
-#   .guest/linux/modules/     its drivers for virtio's balloon and disk
+#   .guest/linux/modules/     its drivers for virtio's balloon, disk and network card
 #   .guest/linux/vmlinuz-new  one that draws new random numbers when it learns that it is a clone (vmgenid)
 #   .guest/linux/initrd.img   busybox, these drivers, guest/init and guest/workload.rs with its other files
 #   .guest/kvm.elf            guest/kvm.c: a 32-bit program that needs no operating system
@@ -11,7 +11,7 @@ trap 'echo "guests: failed in line $LINENO: $BASH_COMMAND" >&2' ERR
 cd "$(dirname "$0")/.."
 
 # Drivers, in the order in which they need each other.
-drivers=(virtio_ring virtio virtio_pci_legacy_dev virtio_pci_modern_dev virtio_pci virtio_balloon virtio_blk)
+drivers=(virtio_ring virtio virtio_pci_legacy_dev virtio_pci_modern_dev virtio_pci virtio_balloon virtio_blk failover net_failover virtio_net)
 
 say() { echo "guests: $*" >&2; }
 
@@ -22,7 +22,7 @@ main() {
     [ -s .guest/linux/vmlinuz-new ] || fetch_new_kernel
     [ -s .guest/linux/busybox ] || fetch_busybox
     shopt -s nullglob
-    initrd_parts=(guest/init guest/workload.rs guest/compile.rs guest/disk.rs guest/slots.rs scripts/guests.sh .guest/linux/modules/*.ko)
+    initrd_parts=(guest/init guest/workload.rs guest/compile.rs guest/disk.rs guest/net.rs guest/slots.rs scripts/guests.sh .guest/linux/modules/*.ko)
     fresh .guest/linux/initrd.img "${initrd_parts[@]}" || build_initrd
     fresh .guest/kvm.elf guest/kvm.c guest/kvm.ld scripts/guests.sh || build_kvm_guest
 }
@@ -78,12 +78,13 @@ fetch_new_kernel() {
 
 # What a kernel has built in, or packed in a way that busybox can't read, is left out.
 take_modules() {
-    local module found number=0
+    local module found name number=0
     rm -rf .guest/linux/modules.new .guest/linux/modules
     mkdir .guest/linux/modules.new
     for module in "${drivers[@]}"; do
         found=$(find "$1/lib/modules" -name "$module.ko" -print -quit 2>/dev/null || true)
-        [ -z "$found" ] || install -m 644 "$found" ".guest/linux/modules.new/$((++number))-$module.ko"
+        printf -v name '%02d-%s.ko' $((++number)) "$module"
+        [ -z "$found" ] || install -m 644 "$found" ".guest/linux/modules.new/$name"
     done
     echo "${drivers[*]}" >.guest/linux/modules.new/wanted
     mv .guest/linux/modules.new .guest/linux/modules

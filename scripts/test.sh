@@ -10,18 +10,28 @@ if [ ! -d "${CARGO_TARGET_DIR:-target}/debug/incremental" ]; then
     export CARGO_INCREMENTAL=${CARGO_INCREMENTAL:-0}
 fi
 
-# What some tests compare with, from Debian's mirror: Intel's QATzip, an older and a newer QEMU than the one that is installed, and the
-# libvirt of Debian 12. The build goes on beside it: unpacking them takes one processor.
+# What some tests compare with, from Debian's mirror: Intel's QATzip, an older and a newer QEMU than the one that is installed, the
+# libvirt of Debian 12, and other processes that are devices of a guest. The build goes on beside it: unpacking them takes one processor.
 [ -n "${TRANSSHIP_QATZIP_PACKAGES:-}" ] || scripts/qatzip-packages.sh .guest/qatzip &
 qatzip=$!
 [ -n "${TRANSSHIP_QEMUS:-}" ] || { scripts/qemu-versions.sh 7.2 .guest/qemus/7.2 && scripts/qemu-versions.sh 11.1 .guest/qemus/11.1; } &
 qemus=$!
 [ -n "${TRANSSHIP_LIBVIRTS:-}" ] || scripts/libvirt-versions.sh 9.0 .guest/libvirts/9.0 &
 libvirts=$!
+back_ends() {
+    scripts/back-ends.sh passt .guest/back-ends/passt
+    scripts/back-ends.sh virtiofsd .guest/back-ends/virtiofsd
+    if [ "${1:-}" = --ignored ]; then
+        scripts/back-ends.sh passt-2025 .guest/back-ends/passt-2025
+        scripts/back-ends.sh testpmd .guest/back-ends/testpmd
+    fi
+}
+[ -n "${TRANSSHIP_BACK_ENDS:-}" ] || back_ends "$@" &
+back_ends=$!
 
 build=(--workspace --locked --features transship/fail-points)
 # With the tests: what only they ask of a dependency would otherwise have it built again, and what stands on it.
-cargo build "${build[@]}" --bins --tests || { kill "$qatzip" "$qemus" "$libvirts" 2>/dev/null; exit 1; }
+cargo build "${build[@]}" --bins --tests || { kill "$qatzip" "$qemus" "$libvirts" "$back_ends" 2>/dev/null; exit 1; }
 
 # Guest memory: gone whatever ends the tests.
 memory=/dev/shm
@@ -61,6 +71,7 @@ come() {
 come "$qatzip" TRANSSHIP_QATZIP_PACKAGES .guest/qatzip "Debian 13's QATzip packages: the tests that compare with Intel's library"
 come "$qemus" TRANSSHIP_QEMUS .guest/qemus "QEMU 7.2 and 11.1: the tests that need those versions"
 come "$libvirts" TRANSSHIP_LIBVIRTS .guest/libvirts "libvirt 9.0: the tests that need that version"
+come "$back_ends" TRANSSHIP_BACK_ENDS .guest/back-ends "passt, virtiofsd and DPDK's testpmd: the tests that need them"
 
 # The policy of a host on which SELinux confines QEMU; only a test that takes long wants it.
 if [ "${1:-}" = --ignored ] && ! scripts/selinux-policy.sh .guest/selinux; then

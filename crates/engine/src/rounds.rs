@@ -70,6 +70,8 @@ pub(crate) struct Rounds {
     number: u32,
     /// The guest is to go without what has not been sent.
     owes: bool,
+    /// What there is to send in the last round was found already.
+    has_last: bool,
 }
 
 /// A move in progress.
@@ -132,6 +134,7 @@ impl Rounds {
             holding: Holding::default(),
             number: 0,
             owes: false,
+            has_last: false,
         })
     }
 
@@ -198,7 +201,17 @@ impl Rounds {
         self.pacing.end();
     }
 
-    /// The last scan and the last round, while the guest is stopped.
+    /// The last scan, while the guest is stopped, where it has to come before the device state is saved: processes
+    /// beside the VMM may end then.
+    pub(crate) fn find_the_rest(&mut self, link: &dyn Link) -> Result<(), Error> {
+        self.freeing = Freeing::Never;
+        self.scanner.scan_again(link.content())?;
+        self.scanner.let_others_end();
+        self.has_last = true;
+        Ok(())
+    }
+
+    /// The last scan, unless that was made, and the last round, while the guest is stopped.
     pub(crate) fn send_the_rest(
         &mut self,
         link: &mut dyn Link,
@@ -207,7 +220,9 @@ impl Rounds {
         report: &mut Report,
     ) -> Result<(), Error> {
         self.freeing = Freeing::Never;
-        self.scanner.scan_again(link.content())?;
+        if !std::mem::take(&mut self.has_last) {
+            self.scanner.scan_again(link.content())?;
+        }
         self.send_pending(link, patience, progress, report)?;
         reach(link, "last-round")
     }

@@ -98,6 +98,11 @@ impl Scanner {
         Ok(scanner)
     }
 
+    /// Processes beside the VMM have written their last, and may end.
+    pub(crate) fn let_others_end(&mut self) {
+        self.tracker.let_others_end();
+    }
+
     /// The writers that wait for the tracker, if they do.
     pub(crate) fn waits(&self) -> Option<Arc<Waits>> {
         self.waits.clone()

@@ -184,6 +184,18 @@ pub trait SourceGuest: Send {
     }
     /// The estimated time to save, send and load the device state; for the forecast before the first measurement.
     fn state_estimate(&self) -> Duration;
+    /// Called first where the guest is saved and does not go.
+    ///
+    /// # Errors
+    /// It would not go on as it was; the text says why, and what is possible.
+    fn check_going_on(&mut self) -> Result<(), GuestError> {
+        Ok(())
+    }
+    /// Whether other processes than the VMM that write to guest memory may end when the device state is saved: what
+    /// they have written has to be found before, while the guest is stopped.
+    fn state_ends_writers(&self) -> bool {
+        false
+    }
     /// The guest is saved and does not go: it keeps what it would have to let go of for whoever takes it, such as its
     /// disks. Called before `save_state`, if at all.
     fn stays_here(&mut self) {}

@@ -1,7 +1,8 @@
 //! The serial port of a guest that runs one of the programs in guest/.
 use crate::lines::{Lines, Mark};
 use crate::workload::{
-    Count, Sweep, read_dropped, read_fresh, read_old_data, read_random, read_reads, read_ready, read_rest, read_units,
+    Count, Sweep, read_dropped, read_fresh, read_old_data, read_random, read_reads, read_ready, read_received,
+    read_rest, read_units,
 };
 use crate::{Result, failed};
 use std::io::{Cursor, Read, Write};
@@ -122,6 +123,16 @@ impl Serial {
         let (first, mark) = self.lines.wait(self.lines.mark(), "a count of reads", read_reads)?;
         let enough = |line: &str| (read_reads(line)? >= first + more).then_some(());
         self.lines.wait(mark, "more reads", enough).map(drop)
+    }
+
+    /// Waits until so many `more` datagrams have come back to the Linux guest (`workload.net`), counted from now on.
+    ///
+    /// # Errors
+    /// They have not in time: the network is dead, or the guest stands still or is gone.
+    pub fn hear_on(&self, more: u64) -> Result<()> {
+        let (first, mark) = self.lines.wait(self.lines.mark(), "a count of datagrams", read_received)?;
+        let enough = |line: &str| (read_received(line)? >= first + more).then_some(());
+        self.lines.wait(mark, "more datagrams", enough).map(drop)
     }
 
     /// Has the Linux guest compile, from now on, and gives the first count that it reports.

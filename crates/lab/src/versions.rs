@@ -1,5 +1,5 @@
-//! Other versions of QEMU and libvirt than those that are installed, as `scripts/qemu-versions.sh` and
-//! `scripts/libvirt-versions.sh` unpack them.
+//! Other versions of QEMU and libvirt than those that are installed, and programs that are not, as
+//! `scripts/qemu-versions.sh`, `scripts/libvirt-versions.sh` and `scripts/back-ends.sh` unpack them.
 use crate::{LabError, Result, lacks};
 use std::path::PathBuf;
 
@@ -13,6 +13,15 @@ pub fn other_qemu(version: &str) -> Result<Option<String>> {
     Ok(folder.map(|folder| folder.join("qemu-system-x86_64").display().to_string()))
 }
 
+/// A program that is a device of a guest, such as `passt`. They are in `TRANSSHIP_BACK_ENDS/NAME`; nothing without that
+/// variable.
+///
+/// # Errors
+/// The variable is set, but has no such program.
+pub fn back_end(name: &str) -> Result<Option<PathBuf>> {
+    Ok(other("TRANSSHIP_BACK_ENDS", "back-ends.sh", name, name)?.map(|folder| folder.join(name)))
+}
+
 /// The folder with the programs of a libvirt of this version, such as `9.0`. They are in `TRANSSHIP_LIBVIRTS/VERSION`;
 /// nothing without that variable.
 ///
@@ -24,7 +33,7 @@ pub(crate) fn other_libvirt(version: &str) -> Result<Option<PathBuf>> {
 
 fn other(variable: &str, script: &str, version: &str, program: &str) -> Result<Option<PathBuf>> {
     let Some(folder) = std::env::var_os(variable).map(|all| PathBuf::from(all).join(version)) else {
-        lacks(format_args!("{variable} names no folder with version {version} (scripts/{script} makes one)"));
+        lacks(format_args!("{variable} names no folder with {version} (scripts/{script} makes one)"));
         return Ok(None);
     };
     let path = folder.join(program);

@@ -98,6 +98,11 @@ pub(crate) fn read_reads(line: &str) -> Option<u64> {
     field(line, "slots").and(field(line, "reads"))
 }
 
+/// The datagrams in `workload: net sent=S received=R errors=E`: so many have come back since the start.
+pub(crate) fn read_received(line: &str) -> Option<u64> {
+    field(line, "sent").and(field(line, "received"))
+}
+
 /// The digits in `workload: random=H`: 16 bytes that the guest's kernel drew.
 pub(crate) fn read_random(line: &str) -> Option<String> {
     line.strip_prefix("workload: random=").filter(|digits| digits.len() == 32).map(str::to_owned)
@@ -137,6 +142,8 @@ mod tests {
         let slots = "workload: slots=8192 reads=31 errors=0";
         assert_eq!((read_reads(slots), Sweep::read(slots), Count::read(slots)), (Some(31), None, None));
         assert_eq!(read_reads(sweep), None);
+        let net = "workload: net sent=31 received=30 errors=0";
+        assert_eq!((read_received(net), Sweep::read(net), Count::read(net)), (Some(30), None, None));
     }
 
     #[test]

@@ -28,6 +28,9 @@ pub trait Tracker: Send {
     /// succeeds reports everything again.
     fn scan(&mut self, region: usize) -> Result<PageSet, Error>;
 
+    /// From now on processes that write, other than the first one, may end: they have written their last.
+    fn let_others_end(&mut self) {}
+
     /// What is known of writers that wait for the tracker; none: nobody does.
     fn waits(&self) -> Option<Arc<Waits>> {
         None
@@ -42,6 +45,7 @@ pub trait Tracker: Send {
 pub struct UffdTracker {
     /// The first one maps everything.
     processes: Vec<Process>,
+    others_may_end: bool,
     /// By region.
     regions: Vec<Tracked>,
 }
@@ -80,7 +84,7 @@ impl UffdTracker {
         area::check(&areas, &region_pages)?;
         let first = Process::begin(uffd, pagemap, areas)?;
         let regions = region_pages.into_iter().map(|pages| Tracked { pages, look: Look::Written, armed: false });
-        Ok(Self { processes: vec![first], regions: regions.collect() })
+        Ok(Self { processes: vec![first], others_may_end: false, regions: regions.collect() })
     }
 
     /// Another process that maps regions, or parts of them, shared: what it writes is found as well. To be told before
@@ -109,8 +113,11 @@ impl UffdTracker {
     /// The pages of the region that were written, by whichever process; they are tracked again.
     fn written(&self, region: usize, look: Look, pages: u64) -> Result<PageSet, Error> {
         let mut written = PageSet::empty(pages);
-        for process in &self.processes {
-            process.add_written(region, look, &mut written)?;
+        for (number, process) in self.processes.iter().enumerate() {
+            match process.add_written(region, look, &mut written) {
+                Err(_) if number > 0 && self.others_may_end && process.has_ended() => {}
+                found => found?,
+            }
         }
         Ok(written)
     }
@@ -137,6 +144,11 @@ impl Process {
         sweep(self.pagemap.as_fd(), (look, By::Scan), areas(), written)?;
         check_still_there(self.uffd.as_fd(), uffd::TRACK, areas())
     }
+
+    /// Then its page table is gone, and even what it says of memory that is not there.
+    fn has_ended(&self) -> bool {
+        rustix::io::pread(&self.pagemap, [0; 8].as_mut_slice(), 0).is_ok_and(|count| count == 0)
+    }
 }
 
 /// Memory that is gone has no written pages as far as the kernel can tell. Registering an area again, as it is, changes
@@ -153,6 +165,10 @@ pub(crate) fn check_still_there<'a>(
 }
 
 impl Tracker for UffdTracker {
+    fn let_others_end(&mut self) {
+        self.others_may_end = true;
+    }
+
     fn scan(&mut self, region: usize) -> Result<PageSet, Error> {
         let Some(tracked) = self.regions.get_mut(region) else {
             return Err(untrackable(region, Flaw::NoRegion, "the tracker does not know it"));

@@ -3,6 +3,7 @@ use crate::{
     ends::move_between,
     sector::{Move, SharedDisk, boot_sector, count, wait_counting},
 };
+use serde_json::json;
 use std::{fs, path::Path};
 use transship_lab::{
     Accel, BlockBackEnd, LabError, Qemu, QemuBuilder, Result, Scratch, Transship, Workload, slow_disk::numbered,
@@ -14,6 +15,8 @@ const DISK_MIB: u64 = 16;
 const READS: u32 = 200;
 /// A guest that waits for each has one under way at any moment.
 const SELDOM: u32 = 20;
+/// One that was just made is still under way when all else is done.
+const SLOWLY: u32 = 1;
 const WORKLOAD: Workload = Workload { mib: 16, rate: 500, sweep_ms: 500, ..Workload::LINUX };
 
 /// A boot sector that has the firmware read one sector after the other, over and over, each to another place in 512 KiB
@@ -61,8 +64,12 @@ fn reader(image: &Path) -> Result<()> {
 
 /// Its guest reads on.
 fn assert_reads_on(guest: &Qemu) -> Result<()> {
+    assert_reads(guest, 11)
+}
+
+fn assert_reads(guest: &Qemu, more: u32) -> Result<()> {
     let from = count(guest)?;
-    wait_until("the guest to read", || Ok(count(guest)?.wrapping_sub(from) > 10))
+    wait_until("the guest to read", || Ok(count(guest)?.wrapping_sub(from) >= more))
 }
 
 /// A Linux guest that has the disk read into its memory all the time, and knows what each read has to bring.
@@ -122,6 +129,63 @@ fn a_guest_that_waits_for_its_disk_all_the_time_arrives_whole() -> Result<()> {
         assert_reads_on(&there.0)?;
         here = there;
     }
+    Ok(())
+}
+
+/// Stops the guest by QEMU's own means while a request to its disk is under way.
+fn stop_amid_a_request(guest: &Qemu) -> Result<()> {
+    let queue = json!({ "path": "/machine/peripheral-anon/device[0]/virtio-backend", "queue": 0 });
+    wait_until("a request under way", || {
+        guest.qmp("stop", json!({}))?;
+        // What QEMU has seen when it stopped the device.
+        let status = guest.qmp("x-query-virtio-queue-status", queue.clone())?;
+        let is_amid = status["last-avail-idx"] != status["used-idx"];
+        if !is_amid {
+            guest.qmp("cont", json!({}))?;
+            assert_reads(guest, 1)?;
+        }
+        Ok(is_amid)
+    })
+}
+
+/// QEMU does not wait for the back end when it stops a guest, and the back end brings the data later. This guest looks
+/// for it by itself, so the back end need not tell it.
+#[test]
+fn a_guest_that_was_stopped_amid_a_request_is_saved_with_it() -> Result<()> {
+    let folder = Scratch::new()?;
+    let image = folder.join("image");
+    reader(&image)?;
+    let (disk0, disk1) = (BlockBackEnd::start(&image, SLOWLY, "")?, BlockBackEnd::start(&image, SELDOM, "")?);
+    let guest = small(&disk0).start()?;
+    assert_reads(&guest, 1)?;
+    stop_amid_a_request(&guest)?;
+    let snapshot = folder.join("snapshot").display().to_string();
+    Transship::command(["save", "--vm", &guest.vm(), "--to", &snapshot]).run()?.expect_code(0)?;
+    let restored = small(&disk1).incoming().start()?;
+    Transship::command(["restore", "--vm", &restored.vm(), "--from", &snapshot]).run()?.expect_code(0)?;
+    assert_eq!(restored.status()?, "paused");
+    restored.qmp("cont", json!({}))?;
+    assert_reads_on(&restored)?;
+    guest.qmp("cont", json!({}))?;
+    assert_reads(&guest, 2)
+}
+
+/// This guest wants to be told of its data. The back end finds nobody whom it could tell, and drops the device: for it
+/// the data never comes.
+#[test]
+fn a_guest_whose_requests_were_dropped_when_it_was_stopped_is_refused() -> Result<()> {
+    let folder = Scratch::new()?;
+    let image = folder.join("image");
+    numbered(&image, DISK_MIB)?;
+    let disk = BlockBackEnd::start(&image, READS, "")?;
+    let guest = linux(&disk).args(["-global", "vhost-user-blk-pci.event_idx=off"]).start()?;
+    guest.ready()?;
+    guest.serial().read_on(1)?;
+    guest.qmp("stop", json!({}))?;
+    let save = ["save", "--vm", &guest.vm(), "--to", &folder.join("snapshot").display().to_string()];
+    let said = Transship::command(save).run()?.expect_code(1)?.stderr;
+    assert!(said.contains("were under way") && said.contains("leave it to transship to stop it"), "{said}");
+    assert_eq!(guest.status()?, "paused");
     Ok(())
 }
 

@@ -43,8 +43,8 @@ impl Peer for Transship<'_> {
         "source"
     }
 
-    /// The VMM saves the device state while the last round is sent: it should write to no guest memory any more. The
-    /// last look sees whether it did.
+    /// The VMM saves the device state while the last round is found and sent: it should write to no guest memory any
+    /// more. The last look sees whether it did.
     fn bring_the_rest(
         &mut self,
         course: &mut MoveInProgress<'_, '_>,
@@ -53,6 +53,9 @@ impl Peer for Transship<'_> {
     ) -> Result<(), Error> {
         let Self { session, verify } = self;
         let MoveInProgress { guest, progress, report, .. } = course;
+        if guest.state_ends_writers() {
+            rounds.find_the_rest(*session)?;
+        }
         let failed = AtomicBool::new(false); // Relaxed: it says nothing about other memory
         let (sent, state) = thread::scope(|scope| {
             let saving = scope.spawn(|| save_state(guest.unguarded(), &failed));

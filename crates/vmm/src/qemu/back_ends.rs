@@ -17,19 +17,13 @@
 //! Two kinds of writes leave no trace in a process's page table: those of devices that a back end drives by itself, and
 //! of the disk, where a file is read past the page cache and a scan comes between. (QEMU's own disks can be waited
 //! for.) A back end that has such a file or device open is refused.
+mod own_state;
+mod peers;
 mod rest;
 
-use std::{
-    fs,
-    os::{fd::OwnedFd, unix::net::UnixStream},
-    path::Path,
-};
+use std::{fs, os::fd::OwnedFd};
 
-use rustix::{
-    fs::OFlags,
-    process::{Pid, PidfdFlags, PidfdGetfdFlags, pidfd_getfd, pidfd_open},
-};
-use serde_json::json;
+use rustix::fs::OFlags;
 use transship_guest::GuestError;
 use transship_memory::Area;
 
@@ -37,20 +31,45 @@ use super::{
     faults,
     machine::{Device, devices},
     memory::{self, Backend},
+    networks::{self, Network},
     opened::Opened,
-    qmp::{Qmp, peer_of},
+    qmp::Qmp,
     vcpus::Processors,
     writers,
 };
+
+const NOT_FOUND: &str = "the process at the other end of its socket is unknown";
+const NOT_MAPPED: &str = "its back end has not mapped guest memory, as it does once the guest's driver uses the device";
+const CRASHES: &str =
+    "QEMU 11.1 crashes where such a guest arrives; start passt yourself, and name its socket (-netdev vhost-user)";
+const NO_REST: &str = "its requests can't be waited for";
+const UNKNOWN_QUEUES: &str = "when it is at rest is unknown (packed queues, a virtual IOMMU, or a QEMU older than 7.2)";
 
 /// What all of a VM's vhost-user devices have behind them, as far as it can be tracked.
 #[derive(Default)]
 pub(super) struct BackEnds {
     /// By their paths in QEMU's tree of objects: nobody else writes for these.
-    devices: Vec<String>,
+    disks: Vec<String>,
+    /// By their ids; the same.
+    networks: Vec<String>,
+    /// Disks and networks that are none of these.
+    left_out: Vec<(String, &'static str)>,
     processes: Vec<BackEnd>,
-    /// The processors that give them requests; none: there is no back end.
+    /// The processors that give disks requests; none: there is no such disk.
     processors: Option<Processors>,
+    /// Networks whose back ends are asked for a state of their own when the guest's devices are saved, if they have one.
+    with_state: Vec<WithState>,
+    /// They were asked, and may have ended since.
+    state_was_asked: bool,
+}
+
+/// A network whose back end may have a state of its own.
+struct WithState {
+    network: String,
+    /// In words.
+    process: String,
+    /// When it has given it.
+    ends: bool,
 }
 
 /// A process.
@@ -71,23 +90,36 @@ impl BackEnds {
     /// Those that map the memory now. Devices of which that is not certain are left out; they can't be tracked.
     pub(super) fn find(qmp: &mut Qmp, backends: &[Backend]) -> Result<Self, GuestError> {
         let mut found = Self::default();
-        // Of these each request has an end. Queues of others hold what the guest waits for.
         for device in devices(qmp, |kind| kind.starts_with("vhost-user-blk"))? {
-            if !rest::can_be_known(qmp, &device) {
-                continue;
-            }
-            let Some(pid) = behind(qmp, &device) else { continue };
-            let known = found.processes.iter().any(|process| process.pid == pid);
-            let mut process = BackEnd { pid, opened: Opened::of(pid), tracked: None };
-            if !known && process.areas(backends)?.is_empty() {
-                continue;
-            }
-            found.devices.push(device.path);
-            if !known {
-                found.processes.push(process);
+            let known = match rest::can_be_known(qmp, &device) {
+                true => found.add(peers::of_device(qmp, &device), backends)?,
+                false => Err(UNKNOWN_QUEUES),
+            };
+            match known {
+                Ok(()) => found.disks.push(device.path),
+                Err(why) => found.left_out.push((device.path, why)),
             }
         }
-        if !found.devices.is_empty() {
+        for network in networks::shared(qmp)? {
+            let name = network.name().to_owned();
+            if network.is_started_by_qemu() {
+                found.left_out.push((name, CRASHES));
+                continue;
+            }
+            let Some(chardev) = network.chardev() else { continue };
+            let peers = peers::of_chardev(qmp, chardev);
+            match found.add(peers.clone(), backends)? {
+                Ok(()) => {
+                    found.note_state(qmp, &name, &peers);
+                    found.networks.push(name);
+                }
+                Err(why) => found.left_out.push((name, why)),
+            }
+        }
+        for device in devices(qmp, |kind| kind.starts_with("vhost-user-fs"))? {
+            found.left_out.push((device.path, NO_REST));
+        }
+        if !found.disks.is_empty() {
             // Opened while that is allowed: its queues are in it.
             qmp.process().memory().map_err(GuestError::system("open the memory of QEMU"))?;
             found.processors = Some(Processors::of(qmp)?);
@@ -95,17 +127,77 @@ impl BackEnds {
         Ok(found)
     }
 
+    /// Those of these processes that map the memory: at least one does, or the error says what is missing.
+    fn add(&mut self, peers: Vec<i32>, backends: &[Backend]) -> Result<Result<(), &'static str>, GuestError> {
+        let mut result = Err(if peers.is_empty() { NOT_FOUND } else { NOT_MAPPED });
+        for pid in peers {
+            if self.processes.iter().any(|process| process.pid == pid) {
+                result = Ok(());
+                continue;
+            }
+            let mut process = BackEnd { pid, opened: Opened::of(pid), tracked: None };
+            if !process.areas(backends)?.is_empty() {
+                self.processes.push(process);
+                result = Ok(());
+            }
+        }
+        Ok(result)
+    }
+
+    fn note_state(&mut self, qmp: &Qmp, network: &str, peers: &[i32]) {
+        if qmp.version() >= own_state::ASKS {
+            let one = |&pid: &i32| WithState {
+                network: network.to_owned(),
+                process: writers::Process::named(pid).to_string(),
+                ends: own_state::ends(pid),
+            };
+            self.with_state.extend(peers.iter().map(one));
+        }
+    }
+
+    /// Refuses a guest that is to go on after its devices were saved, and would do so without a network.
+    pub(super) fn check_going_on(&self) -> Result<(), GuestError> {
+        match self.with_state.iter().find(|one| one.ends) {
+            None => Ok(()),
+            Some(WithState { network, process, .. }) => Err(GuestError::Unfit(format!(
+                "{process}, the back end of network {network}, is asked for its own state when the guest is saved, and may end \
+                 then, as passt does that has no option --migrate-exit; the guest would go on without that network. \
+                 Move the guest, or start it with a newer passt"
+            ))),
+        }
+    }
+
+    /// Whether some may end when the devices' state is saved.
+    pub(super) fn may_end_with_state(&self) -> bool {
+        !self.with_state.is_empty()
+    }
+
+    /// That is done from now on.
+    pub(super) fn state_is_asked(&mut self) {
+        self.state_was_asked = self.may_end_with_state();
+    }
+
     /// Whether what this device's back end writes can be tracked.
     pub(super) fn stand_behind(&self, device: &Device) -> bool {
-        self.devices.contains(&device.path)
+        self.disks.contains(&device.path)
     }
 
-    /// By their paths in QEMU's tree of objects.
-    pub(super) fn devices(&self) -> &[String] {
-        &self.devices
+    /// The same of a network.
+    pub(super) fn serve(&self, network: &Network) -> bool {
+        self.networks.iter().any(|name| name == network.name()) && self.why_not(network.name()).is_none()
     }
 
-    /// The processors that give them requests; none: there is no back end.
+    /// Why it can't, by the device's path or the network's id.
+    pub(super) fn why_not(&self, of: &str) -> Option<&'static str> {
+        self.left_out.iter().find(|(name, _)| name == of).map(|(_, why)| *why)
+    }
+
+    /// Disks, by their paths in QEMU's tree of objects.
+    pub(super) fn disks(&self) -> &[String] {
+        &self.disks
+    }
+
+    /// The processors that give disks requests; none: there is no such disk.
     pub(super) fn processors(&self) -> Option<&Processors> {
         self.processors.as_ref()
     }
@@ -138,6 +230,10 @@ impl BackEnds {
     /// The tracker knows nothing of memory that was mapped elsewhere meanwhile.
     pub(super) fn check_unchanged(&mut self, backends: &[Backend]) -> Result<(), GuestError> {
         for process in &mut self.processes {
+            // Its device was stopped, and what it had written was found, before it could end.
+            if self.state_was_asked && process.has_ended() {
+                continue;
+            }
             let areas = process.areas(backends)?;
             if process.tracked.as_ref().is_some_and(|tracked| *tracked != areas) {
                 return Err(GuestError::Unfit(format!(
@@ -164,33 +260,11 @@ impl BackEnd {
     fn areas(&mut self, backends: &[Backend]) -> Result<Vec<Area>, GuestError> {
         Ok(memory::shared_areas(&self.opened.mappings()?, backends))
     }
-}
 
-/// The process at the other end of the device's socket.
-fn behind(qmp: &mut Qmp, device: &Device) -> Option<i32> {
-    let mut get =
-        |path: &str, property: &str| qmp.execute("qom-get", json!({ "path": path, "property": property })).ok();
-    let chardev = get(&device.path, "chardev")?;
-    let address = get(&format!("/chardevs/{}", chardev.as_str()?), "addr")?;
-    let path = address["path"].as_str()?;
-    connected(qmp.pid(), Path::new(path))
-}
-
-/// The process at the other end of the connection that process `pid` has by this socket, whichever of them listens.
-fn connected(pid: i32, path: &Path) -> Option<i32> {
-    let process = pidfd_open(Pid::from_raw(pid)?, PidfdFlags::empty()).ok()?;
-    let is_socket = |link: &Path| link.to_str().is_some_and(|target| target.starts_with("socket:["));
-    let descriptors = fs::read_dir(format!("/proc/{pid}/fd")).ok()?.flatten();
-    let sockets = descriptors.filter(|entry| fs::read_link(entry.path()).is_ok_and(|link| is_socket(&link)));
-    let numbers = sockets.filter_map(|entry| entry.file_name().to_str()?.parse().ok());
-    let mut copies =
-        numbers.filter_map(|number| pidfd_getfd(&process, number, PidfdGetfdFlags::empty()).ok()).map(UnixStream::from);
-    // One that listens has no other end; sockets of other families have addresses that are none of these.
-    let is_it = |socket: &UnixStream| {
-        let ends = socket.peer_addr().and_then(|peer| Ok([peer, socket.local_addr()?]));
-        ends.is_ok_and(|ends| ends.iter().any(|end| end.as_pathname() == Some(path)))
-    };
-    copies.find(is_it).and_then(|socket| peer_of(&socket).ok())
+    /// Of one that was seen alive: nothing is said of its memory any more.
+    fn has_ended(&mut self) -> bool {
+        self.opened.mappings().map_or(true, |mappings| mappings.is_empty())
+    }
 }
 
 /// Why what this process writes to guest memory can't all be tracked, if it can't: a device that writes by itself, or a
@@ -199,7 +273,7 @@ pub(super) fn writes_unseen(pid: i32) -> Option<String> {
     let descriptors = fs::read_dir(format!("/proc/{pid}/fd")).ok()?.flatten();
     let why = |entry: fs::DirEntry| {
         let target = fs::read_link(entry.path()).ok()?;
-        if ["/dev/vfio/", "/dev/uio", "/dev/infiniband/"]
+        if ["/dev/vfio/", "/dev/uio", "/dev/infiniband/", "/dev/dsa/"]
             .iter()
             .any(|device| target.to_string_lossy().starts_with(device))
         {
@@ -227,7 +301,7 @@ fn is_direct(fdinfo: &str) -> bool {
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used)]
-    use std::{fs::File, os::unix::net::UnixListener};
+    use std::fs::File;
 
     use rustix::fs::Mode;
 
@@ -235,21 +309,6 @@ mod tests {
 
     fn ourselves() -> i32 {
         std::process::id() as i32
-    }
-
-    #[test]
-    fn the_other_end_is_found_whoever_listens() {
-        let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("socket");
-        let listener = UnixListener::bind(&path).unwrap();
-        assert_eq!(connected(ourselves(), &path), None);
-        let _ours = UnixStream::connect(&path).unwrap();
-        assert_eq!(connected(ourselves(), &path), Some(ourselves()));
-        let served = listener.accept().unwrap();
-        drop(listener);
-        assert_eq!(connected(ourselves(), &path), Some(ourselves()));
-        drop(served);
-        assert_eq!(connected(ourselves(), &folder.path().join("other")), None);
     }
 
     #[test]

@@ -84,16 +84,17 @@ fn source(qmp: &mut Qmp, options: &AttachOptions) -> Found {
     let mut attach = Refusals::new();
     let seen = collected(|refuse| SourceSeen::look(qmp, options, refuse), &mut attach);
     let with = |more: Refusals| [attach.clone(), more].concat();
-    let (mut background, mut stock) = (Refusals::new(), Refusals::new());
+    let (mut background, mut stock, mut stays) = (Refusals::new(), Refusals::new(), Refusals::new());
     let none = BackEnds::default();
     let back_ends = seen.as_ref().map_or(&none, |seen| &seen.back_ends);
     collected(|refuse| survey::background(qmp, back_ends, refuse), &mut background);
+    collected(|refuse| back_ends.check_going_on().or_else(refuse), &mut stays);
     collected(|refuse| checks::state_before_pages(qmp).or_else(refuse), &mut stock);
     let uses = vec![
         Use::of("move", attach.clone()),
         Use::of("move --peer qemu", with(stock)),
-        Use::of("save --paused", attach.clone()),
-        Use::of("save --live", attach.clone()),
+        Use::of("save --paused", with(stays.clone())),
+        Use::of("save --live", with(stays)),
         Use::of("save --background", with(background)),
         Use::of("watch", attach.clone()),
     ];

@@ -56,6 +56,7 @@ mod maps;
 mod memory;
 mod migration;
 mod nested;
+mod networks;
 mod opened;
 mod places;
 mod qmp;

@@ -334,8 +334,11 @@ impl SourceGuest for QemuSource {
         self.found = Found::by(["running", "suspended"].contains(&before.as_str()));
         match before.as_str() {
             "running" => self.back_ends.stop(&mut self.qmp, &mut self.hold, STOP_WAIT)?,
-            // It makes no requests.
-            _ => self.qmp.stop(STOP_WAIT)?,
+            // It makes no requests; some may still be under way.
+            _ => {
+                self.qmp.stop(STOP_WAIT)?;
+                self.back_ends.wait_for_rest(&mut self.qmp)?;
+            }
         }
         self.look_at_stopped(&before)
     }
@@ -391,6 +394,14 @@ impl SourceGuest for QemuSource {
         STATE_ESTIMATE
     }
 
+    fn check_going_on(&mut self) -> Result<(), GuestError> {
+        self.back_ends.check_going_on()
+    }
+
+    fn state_ends_writers(&self) -> bool {
+        self.back_ends.may_end_with_state()
+    }
+
     fn stays_here(&mut self) {
         self.is_copied = true;
     }
@@ -406,6 +417,7 @@ impl SourceGuest for QemuSource {
                 "the guest runs: its device state can be saved only when it is stopped".to_owned(),
             ));
         }
+        self.back_ends.state_is_asked();
         if let Some(device_state) = &self.device_state {
             let stays = self.is_copied || self.stays || self.qmp.keeper() == Keeper::Libvirt;
             let disks = if stays { Disks::Kept } else { Disks::Released };

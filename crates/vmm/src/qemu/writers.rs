@@ -18,6 +18,7 @@ use super::{
     machine::{Device, devices},
     maps::{FileId, Mapping, mappings_of},
     memory::Backend,
+    networks::{self, Network},
     qmp::Qmp,
     rights,
 };
@@ -59,7 +60,7 @@ pub(super) fn refuse_devices(qmp: &mut Qmp, allowed: Allowed<'_>, when: When) ->
 /// Refuses a QEMU whose guest's memory others read at any time, which can't be made to wait for it.
 pub(super) fn refuse_readers(qmp: &mut Qmp) -> Result<(), GuestError> {
     let mut found: Vec<String> = devices(qmp, writes_behind)?.iter().map(Device::to_string).collect();
-    found.extend(network_backends(qmp)?);
+    found.extend(networks::shared(qmp)?.iter().map(Network::to_string));
     match found.is_empty() {
         true => Ok(()),
         false => Err(GuestError::Unfit(format!(
@@ -92,8 +93,12 @@ fn known_to_qemu(qmp: &mut Qmp, allowed: Allowed<'_>) -> Result<Vec<String>, Gue
     // One walk: it is repeated while the guest stands still.
     let writers = devices(qmp, |kind| writes_behind(kind) || (!drained && is_passed_through(kind)))?;
     let writers = writers.iter().filter(|device| !is_own(device));
-    let mut found: Vec<String> = writers.map(|device| describe(device, qmp)).collect();
-    found.extend(network_backends(qmp)?);
+    let why = |of: &str| back_ends.why_not(of).map(|why| format!(": {why}")).unwrap_or_default();
+    let mut found: Vec<String> =
+        writers.map(|device| format!("{}{}", describe(device, qmp), why(&device.path))).collect();
+    let networks = networks::shared(qmp)?;
+    let untracked = networks.iter().filter(|network| !back_ends.serve(network));
+    found.extend(untracked.map(|network| format!("{network}{}", why(network.name()))));
     found.extend(disks(qmp, drained)?);
     Ok(found)
 }
@@ -186,20 +191,6 @@ fn describe(device: &Device, qmp: &mut Qmp) -> String {
     let drive = qmp.execute("qom-get", json!({ "path": device.path, "property": "drive" })).ok();
     let drive = drive.as_ref().and_then(Value::as_str).unwrap_or("?");
     format!("{device} with disk {drive} (use scsi-hd)")
-}
-
-/// Network back ends are no objects: the only list of them is the monitor's text.
-fn network_backends(qmp: &mut Qmp) -> Result<Vec<String>, GuestError> {
-    let text = qmp.execute("human-monitor-command", json!({ "command-line": "info network" }))?;
-    let text = text.as_str().unwrap_or("");
-    let name = |line: &str| format!("network {}", line.trim().trim_start_matches("\\ "));
-    Ok(text.lines().filter(|line| is_shared_network(line)).map(name).collect())
-}
-
-/// `n0: index=0,type=vhost-user,…`; passt's says it in the next field: `n0: index=0,type=passt,vhost-user,…`.
-fn is_shared_network(line: &str) -> bool {
-    let (_, about) = line.split_once(": ").unwrap_or_default();
-    about.split(',').any(|field| matches!(field.trim_start_matches("type="), "vhost-user" | "vhost-vdpa"))
 }
 
 /// Whether the guest has disks that are read past the page cache (O_DIRECT): their data goes into guest memory by
@@ -365,26 +356,6 @@ mod tests {
         }
         for kind in ["scsi-hd", "scsi-cd", "scsi-generic"] {
             assert!(!is_passed_through(kind), "{kind}");
-        }
-    }
-
-    /// Lines of QEMU 11.1.
-    #[test]
-    fn network_back_ends_that_share_memory_are_known() {
-        for line in [
-            "n1: index=0,type=vhost-user,vhost-user0 to c1\r",
-            " \\ n0: index=0,type=passt,vhost-user,connected to pid 3879\r",
-            " \\ n0: index=0,type=vhost-vdpa,fd=5",
-        ] {
-            assert!(is_shared_network(line), "{line}");
-        }
-        for line in [
-            "n3: index=0,type=passt,stream,connected to pid 3883\r",
-            "vhost-user: index=0,type=user,net=10.0.2.0,restrict=off\r",
-            "virtio-net-pci.0: index=0,type=nic,model=virtio-net-pci,macaddr=52:54:00:12:34:56\r",
-            "",
-        ] {
-            assert!(!is_shared_network(line), "{line}");
         }
     }
 

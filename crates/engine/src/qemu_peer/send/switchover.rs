@@ -59,6 +59,9 @@ impl Peer for StockQemu<'_> {
     ) -> Result<(), Error> {
         let Self { session, regions, end } = self;
         let MoveInProgress { guest, progress, report, .. } = course;
+        if guest.state_ends_writers() {
+            rounds.find_the_rest(*session)?;
+        }
         rounds.send_the_rest(*session, DONE_TIMEOUT_STOPPED, progress, report)?;
         let mut state = DeviceState::take(guest.unguarded(), regions, found)?;
         rounds.send_the_late(*session, DONE_TIMEOUT_STOPPED, progress, report)?;

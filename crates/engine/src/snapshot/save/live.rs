@@ -65,6 +65,11 @@ impl Rounds {
         self.scanner.scan_again(output.content())
     }
 
+    /// Processes beside the VMM have written their last, and may end.
+    pub(crate) fn let_others_end(&mut self) {
+        self.scanner.let_others_end();
+    }
+
     /// One more look, when the device state is saved. Returns how many pages were written since the last one; they are
     /// pending.
     pub(crate) fn scan_once_more(&mut self, output: &dyn Output) -> Result<u64, Error> {

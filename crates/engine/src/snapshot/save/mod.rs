@@ -117,6 +117,7 @@ pub(super) struct Saving<'a, 'g> {
 impl Saving<'_, '_> {
     /// The phases. Whatever fails while the guest stands still, it is resumed in the one place that handles it.
     fn run(&mut self) -> Result<(), Error> {
+        self.guest.unguarded().check_going_on()?;
         let ran = self.guest.unguarded().is_running()?;
         let regions = region_blocks(&**self.guest)?;
         self.put_definition(ran)?;
@@ -201,6 +202,9 @@ impl Saving<'_, '_> {
         let rounds = match rounds {
             Some(rounds) => {
                 rounds.scan_again(output, self.report)?;
+                if self.guest.state_ends_writers() {
+                    rounds.let_others_end();
+                }
                 rounds
             }
             None => {

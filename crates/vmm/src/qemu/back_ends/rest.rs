@@ -6,6 +6,9 @@
 //!           └──────────────── let them go for a moment ◄────────────────────┘
 //! ```
 //!
+//! A guest that somebody else has stopped may have requests under way, too. They are waited for; those that never get
+//! done are a reason to refuse it.
+//!
 //! A split virtqueue counts both: the guest writes to its available ring how many requests it has made, the back end to
 //! the used ring how many are done, both modulo 2^16 (virtio 1.2, 2.7.6 and 2.7.8).
 use std::{
@@ -110,7 +113,7 @@ impl BackEnds {
                 return Err(GuestError::Unfit(format!(
                     "the back end of {} did not get done with its requests within {} s, though the guest made no more; \
                      is its disk stuck? The guest runs on",
-                    self.devices().join(", "),
+                    self.disks().join(", "),
                     REST_WAIT.as_secs()
                 )));
             }
@@ -120,10 +123,48 @@ impl BackEnds {
         queues.iter().try_for_each(|queue| queue.wait_until_done(qmp, deadline.max(Instant::now() + STUCK)))
     }
 
+    /// Waits until no request of a guest is under way that somebody else has stopped, perhaps a moment ago.
+    ///
+    /// # Errors
+    /// Some don't get done within 10 s. A back end may have dropped the device when it could not tell the guest of one.
+    pub(in crate::qemu) fn wait_for_rest(&self, qmp: &mut Qmp) -> Result<(), GuestError> {
+        let queues = self.queues_of_stopped(qmp)?;
+        let deadline = Instant::now() + REST_WAIT;
+        while let Some(queue) = busy_one(qmp, &queues)? {
+            if Instant::now() >= deadline {
+                return Err(GuestError::Unfit(format!(
+                    "the guest was stopped while requests to its disk {} were under way, and the back end of that does \
+                     not get done with them; let the guest run (cont), and leave it to transship to stop it. If its \
+                     disk does not answer any more, its back end has dropped it when the guest was stopped: start \
+                     both anew",
+                    queue.device
+                )));
+            }
+            thread::sleep(LOOK_AGAIN);
+        }
+        Ok(())
+    }
+
+    /// Those that a driver has set up in a guest that stands still.
+    fn queues_of_stopped(&self, qmp: &mut Qmp) -> Result<Vec<Queue>, GuestError> {
+        let mut queues = Vec::new();
+        for device in self.disks() {
+            for number in 0.. {
+                let Some(status) = status(qmp, "x-query-virtio-queue-status", device, number)? else { break };
+                let (made, done) = (status["vring-avail"].as_u64(), status["vring-used"].as_u64());
+                if let (Some(made @ 1..), Some(done @ 1..)) = (made, done) {
+                    let (made, done) = (host_address(qmp, made)? + 2, host_address(qmp, done)? + 2);
+                    queues.push(Queue { device: device.clone(), number, made, done });
+                }
+            }
+        }
+        Ok(queues)
+    }
+
     /// Those that a driver has set up now.
     fn queues(&self, qmp: &mut Qmp) -> Result<Vec<Queue>, GuestError> {
         let mut queues = Vec::new();
-        for device in self.devices() {
+        for device in self.disks() {
             for number in 0.. {
                 // The question that QEMU has for all virtio devices would stop the queue of a running one.
                 let Some(status) = status(qmp, "x-query-virtio-vhost-queue-status", device, number)? else { break };
@@ -189,6 +230,25 @@ fn are_at_rest(qmp: &mut Qmp, queues: &[Queue], deadline: Instant) -> Result<boo
         }
         thread::sleep(LOOK_AGAIN);
     }
+}
+
+/// Where QEMU has what the guest has at this address.
+fn host_address(qmp: &mut Qmp, guest: u64) -> Result<u64, GuestError> {
+    let answer = qmp.execute("human-monitor-command", json!({ "command-line": format!("gpa2hva {guest:#x}") }))?;
+    let address = answer.as_str().and_then(|answer| answer.trim().rsplit_once(" is 0x")).map(|(_, address)| address);
+    address
+        .and_then(|address| u64::from_str_radix(address, 16).ok())
+        .ok_or_else(|| GuestError::vmm(format!("QEMU does not say where a queue of a vhost-user device is: {answer}")))
+}
+
+/// A queue with a request that is not done.
+fn busy_one<'q>(qmp: &mut Qmp, queues: &'q [Queue]) -> Result<Option<&'q Queue>, GuestError> {
+    for queue in queues {
+        if count(qmp, queue.made)? != count(qmp, queue.done)? {
+            return Ok(Some(queue));
+        }
+    }
+    Ok(None)
 }
 
 fn count(qmp: &mut Qmp, at: u64) -> Result<u16, GuestError> {
