@@ -1,5 +1,5 @@
-//! A network that sends back what it gets. Each datagram says its number, all through, and lies where the network put it
-//! until it is read: seconds later. Whoever copied that memory before, and does not look again, has something else
+//! A network that sends back what it gets. Each datagram says its number, all through, and lies where the network put
+//! it until it is read: seconds later. Whoever copied that memory before, and does not look again, has something else
 //! there.
 use crate::{pattern, say};
 use std::fs;
@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-/// Who sends back; guest/init knows the way.
+/// The host that sends back; guest/init knows the way.
 const PEER: &str = "10.0.2.2";
 /// Words of a datagram: it fills most of a page, and fits into one frame.
 const LENGTH: usize = 176;

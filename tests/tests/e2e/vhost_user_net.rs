@@ -123,8 +123,8 @@ fn a_back_end_that_ends_with_its_state_is_moved_and_not_saved() -> Result<()> {
     Ok(())
 }
 
-/// QEMU 10.1 and newer start passt by themselves. Where such a guest arrives, QEMU 11.1 crashes when it lets it run, also
-/// after a migration of its own.
+/// QEMU 10.1 and newer start passt by themselves. Where such a guest arrives, QEMU 11.1 crashes when it lets it run,
+/// also after a migration of its own.
 #[test]
 fn a_guest_whose_passt_qemu_has_started_is_refused_with_the_cure() -> Result<()> {
     let (Some(newest), Some(passt)) = (other_qemu("11.1")?, Network::Passt.program()?) else { return Ok(()) };

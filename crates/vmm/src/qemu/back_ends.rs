@@ -57,7 +57,7 @@ pub(super) struct BackEnds {
     processes: Vec<BackEnd>,
     /// The processors that give disks requests; none: there is no such disk.
     processors: Option<Processors>,
-    /// Networks whose back ends are asked for a state of their own when the guest's devices are saved, if they have one.
+    /// Networks whose back ends are asked for a state of their own when the guest's devices are saved.
     with_state: Vec<WithState>,
     /// They were asked, and may have ended since.
     state_was_asked: bool,

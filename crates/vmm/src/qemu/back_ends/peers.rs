@@ -1,4 +1,4 @@
-//! Who is at the other end of a socket of QEMU's.
+//! Which processes are at the other end of a socket of QEMU's.
 //!
 //! The kernel says who has made that end: whoever listened, or connected. A daemon is often not that process any more,
 //! but a child of it. So the other end itself is asked for (`sock_diag`), and who has it open is looked for among all
