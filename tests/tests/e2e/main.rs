@@ -14,6 +14,7 @@
 //!   `libvirt_migrate`
 //! - Memory: `any_memory`, `huge_pages`, `preallocated`, `free_pages`, `writers`, `vhost_user`, `vhost_user_net`,
 //!   `trackers`, `old_kernel`; who says which of it is free: `balloon`, `hints`; whose QEMU it is, and what that sees:
+//!   `places`
 //! - What several of them need: `ends`, `middle`, `peer`, `restoring`, `sector`, `steering`, `stock`
 mod any_memory;
 mod at_stop;
