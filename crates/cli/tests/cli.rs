@@ -1,10 +1,9 @@
 //! The command as scripts see it: exit codes, what goes to stdout and what to stderr, and real moves of small guests.
 
-
 use std::process::{Command, Stdio};
 
-use serde_json::Value;
 use crate::session::{Run, Sockets, transship};
+use serde_json::Value;
 
 /// Runs to the end: exit code, stdout, stderr.
 fn run(arguments: &[&str]) -> Run {

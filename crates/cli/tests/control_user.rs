@@ -1,7 +1,6 @@
 //! Who may speak to a move that runs. Needs root: it takes another user's part.
 
 #[allow(dead_code, reason = "each test binary uses a part")]
-
 use std::{
     fs,
     io::{self, BufRead, BufReader, Write},

@@ -1,7 +1,6 @@
 //! What the second process makes of a guest whose command has died: what it was told last.
 
 #[allow(dead_code, reason = "each test binary uses a part")]
-
 use std::{
     io::{BufRead, BufReader, Write},
     os::{fd::OwnedFd, unix::net::UnixStream},
@@ -10,8 +9,8 @@ use std::{
     time::{Duration, Instant},
 };
 
-use serde_json::{Value, json};
 use crate::session::{Guest, Run, Sockets, transship};
+use serde_json::{Value, json};
 
 /// A call of the hand-off protocol on a connection of its own. The guest listens to one client at a time, and may not
 /// have noticed yet that the last one has gone.

@@ -1,14 +1,13 @@
 //! What reads snapshot files, as scripts see it: exit codes, what goes to stdout and what to stderr.
 #[allow(dead_code, reason = "each test binary uses a part")]
-
 use std::{
     io::Write,
     path::PathBuf,
     process::{Command, Stdio},
 };
 
-use serde_json::Value;
 use crate::session::{Run, transship};
+use serde_json::Value;
 use transship_wire::qemu::{Block, Configuration, Name, StreamWriter};
 
 fn run(arguments: &[&str]) -> Run {

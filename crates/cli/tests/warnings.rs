@@ -1,11 +1,10 @@
 //! What a user hears without asking for a log: warnings, and nothing when there is none.
 
 #[allow(dead_code, reason = "each test binary uses a part")]
-
 use std::{io::Write, os::unix::net::UnixStream, process::Command};
 
-use serde_json::Value;
 use crate::session::{Run, Sockets, transship};
+use serde_json::Value;
 
 /// Whoever listens hears of a stranger, on stderr; whoever reads the report on stdout does not.
 #[test]

@@ -1,6 +1,6 @@
 //! Streams that stock QEMUs have written, against facts that another parser has found in them.
-use serde_json::{Value, json};
 use crate::streams::*;
+use serde_json::{Value, json};
 use transship_wire::qemu::*;
 use transship_wire::{Error, PAGE_BYTES};
 

@@ -1,9 +1,9 @@
 //! QEMU's formats: what is written is read back, for all values; and no bytes at all make a reader do harm.
 use std::collections::BTreeMap;
 
+use crate::streams::*;
 use proptest::collection::{btree_map, vec};
 use proptest::prelude::*;
-use crate::streams::*;
 use transship_wire::qemu::*;
 use transship_wire::{Error, PAGE_BYTES};
 
