@@ -201,8 +201,8 @@ fn said_why(control: &Control) -> Option<Error> {
 }
 
 /// Serves on this line, and on others with higher numbers when that breaks, until the destination has all pages.
-/// Whether it has said that the guest was started. `said_why`: its reason, if it has ended the session. `owed`: pages; 0
-/// if nobody has said how many.
+/// Whether it has said that the guest was started. `said_why`: its reason, if it has ended the session. `owed`: pages,
+/// or 0 if nobody has said how many.
 pub(super) fn serve(
     base: (&Base<'_>, bool),
     said_why: &dyn Fn() -> Option<Error>,
