@@ -23,9 +23,8 @@ const UNSAFE: [(&str, &str); 11] = [
 ];
 
 /// Where something sleeps in the product, and why nothing wakes it.
-const SLEEP: [(&str, &str); 14] = [
+const SLEEP: [(&str, &str); 13] = [
     ("crates/engine/src/fail_point.rs", "tests hold a process there"),
-    ("crates/engine/src/pacer.rs", "a bandwidth is kept by waiting"),
     ("crates/engine/src/filling/stand_in.rs", "an error that stays, looked at again until the VMM has ended"),
     ("crates/vmm/src/freeze.rs", "the kernel does not say when a stopped process stands"),
     ("crates/vmm/src/qemu/back_ends/rest.rs", "a count in a guest's memory, which others write"),

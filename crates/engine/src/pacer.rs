@@ -1,7 +1,6 @@
 //! Keeps all channels together below a rate.
 use std::{
-    sync::Mutex,
-    thread,
+    sync::{Condvar, Mutex, PoisonError},
     time::{Duration, Instant},
 };
 
@@ -15,20 +14,31 @@ pub(crate) struct Pacer {
     bytes_per_s: f64,
     /// When the next byte may go.
     next: Mutex<Instant>,
+    /// Nothing is sent any more, and nobody waits.
+    is_over: Mutex<bool>,
+    over: Condvar,
 }
 
 impl Pacer {
     pub(crate) fn new(bytes_per_s: u64) -> Self {
-        Self { bytes_per_s: bytes_per_s.max(1) as f64, next: Mutex::new(Instant::now()) }
+        let bytes_per_s = bytes_per_s.max(1) as f64;
+        Self { bytes_per_s, next: Mutex::new(Instant::now()), is_over: Mutex::new(false), over: Condvar::new() }
     }
 
-    /// Waits until `bytes` may be sent.
+    /// Waits until `bytes` may be sent, or until it is over.
     pub(crate) fn wait(&self, bytes: usize) {
         let now = Instant::now();
         let at = self.book(bytes, now);
         if at > now {
-            thread::sleep(at - now);
+            let is_over = self.is_over.lock().unwrap_or_else(PoisonError::into_inner);
+            drop(self.over.wait_timeout_while(is_over, at - now, |is_over| !*is_over));
         }
+    }
+
+    /// From now on nobody waits: what is sent goes nowhere.
+    pub(crate) fn end(&self) {
+        *self.is_over.lock().unwrap_or_else(PoisonError::into_inner) = true;
+        self.over.notify_all();
     }
 
     /// So many bytes go at once, whether they may or not: those behind them wait for longer.
@@ -38,7 +48,7 @@ impl Pacer {
 
     /// Books the bytes, and says when they may go.
     fn book(&self, bytes: usize, now: Instant) -> Instant {
-        let mut next = self.next.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+        let mut next = self.next.lock().unwrap_or_else(PoisonError::into_inner);
         let at = now.checked_sub(SLACK).map_or(*next, |earliest| earliest.max(*next));
         *next = at + Duration::from_secs_f64(bytes as f64 / self.bytes_per_s);
         at
@@ -61,5 +71,19 @@ mod tests {
         let later = start + Duration::from_secs(60);
         pacer.book(0, later);
         assert_eq!(*pacer.next.lock().unwrap(), later - SLACK);
+    }
+
+    #[test]
+    fn one_that_waits_goes_on_when_it_is_over() {
+        let pacer = Pacer::new(1);
+        pacer.wait(3600);
+        let begin = Instant::now();
+        std::thread::scope(|scope| {
+            let waits = scope.spawn(|| pacer.wait(1));
+            pacer.end();
+            waits.join().unwrap();
+        });
+        pacer.wait(1);
+        assert!(begin.elapsed() < Duration::from_secs(600), "{:?}", begin.elapsed());
     }
 }

@@ -3,7 +3,7 @@ use crate::ends::{assert_whole, in_the_middle, move_between, number, synthetic_p
 use rustix::process::Signal;
 use serde_json::Value;
 use transship_lab::{
-    LabError, Qemu, Result, Scratch, SlowLink, Synthetic, Transship, Workload, synthetic::SyntheticState,
+    LabError, Qemu, Result, Scratch, SlowLink, Synthetic, Transship, Workload, lines::Mark, synthetic::SyntheticState,
 };
 
 #[test]
@@ -148,6 +148,23 @@ fn ctrl_c_cancels_cleanly() -> Result<()> {
     let destination = Qemu::multiboot().incoming().start()?;
     move_between(&source.vm(), &destination.vm(), &["--verify"])?;
     assert_eq!(destination.sweep()?.errors, 0);
+    Ok(())
+}
+
+/// Channels that keep a bandwidth wait for seconds, each for its turn. The receiver does not have to wait for them to
+/// hear why they end.
+#[test]
+fn a_slow_move_that_is_cancelled_tells_the_other_side_why() -> Result<()> {
+    let (source, destination) = synthetic_pair(Synthetic::builder().memory("64M").content("random"))?;
+    let folder = Scratch::new()?;
+    let receive = Transship::receiving(&destination.vm(), &format!("unix:{}", folder.join("s").display())).start()?;
+    let flags = ["--bandwidth", "1M", "--channels", "16"];
+    let moving = Transship::moving(&source.vm(), &receive.listening()?).args(flags).start()?;
+    moving.stderr().wait(Mark::START, "the first round", |line| line.contains("round 1").then_some(()))?;
+    moving.signal(Signal::INT)?;
+    moving.wait()?.expect_error(1, "cancelled")?;
+    receive.wait()?.expect_error(1, "refused")?;
+    assert_eq!(source.state()?, SyntheticState::Running);
     Ok(())
 }
 

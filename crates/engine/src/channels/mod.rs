@@ -163,7 +163,7 @@ impl<C: Channel> Channels<C> {
                 }
             };
             if result.is_err() {
-                shared.failure.end();
+                shared.end();
                 lines.iter().for_each(Connection::shutdown);
             }
             result.map(|sent| (sent, std::mem::take(&mut feed.new_holes))).map_err(|error| explain(error, main, shared))

@@ -179,6 +179,14 @@ impl Shared {
         let _ = left.fetch_update(Relaxed, Relaxed, |left| Some(left.saturating_sub(bytes)));
     }
 
+    /// The main thread ends the session. To be called before connections are shut down.
+    pub(crate) fn end(&self) {
+        self.failure.end();
+        if let Some(pacer) = &self.pacer {
+            pacer.end();
+        }
+    }
+
     /// Waits until this number of bytes may be sent, and counts them.
     pub(crate) fn book(&self, bytes: usize, sent: &mut Sent) {
         if let Some(pacer) = &self.pacer {
