@@ -298,10 +298,10 @@ impl Server {
             return Err(Error::Protocol { peer: self.control.peer.clone(), what });
         }
         fail_point::reach("source.wanted")?;
-        let window = page / 128 * 128;
+        let wanted = PageRange::new(page, 1);
         // It may be on its way with the rest, behind much else: then it goes twice.
-        self.state.unsent[index].claim(WindowPages::new(window, 1 << (page - window)));
-        self.send(region, PageRange::new(page, 1))?;
+        self.state.unsent[index].claim(WindowPages::within(wanted, wanted.first.window()));
+        self.send(region, wanted)?;
         self.beside.note(region, page);
         Ok(())
     }
