@@ -97,6 +97,18 @@ impl Intake {
         Ok(self.old[region].take(range).try_for_each(|window| memory.clear_window(window))?)
     }
 
+    /// Makes these pages of a region read as zero, if they were written. Nobody may write pages meanwhile.
+    pub(crate) fn clear_set(&self, region: usize, set: &PageSet) -> Result<(), Error> {
+        let memory = &self.memory.regions()[region];
+        let mut there = self.written[region].to_set(memory.pages());
+        there.intersect_with(set);
+        for range in there.ranges() {
+            memory.clear(range)?;
+            self.written[region].take(range).for_each(drop);
+        }
+        Ok(())
+    }
+
     /// Makes all pages read as zero that hold something from before. Nobody may write or clear pages meanwhile.
     pub(crate) fn clear_old(&self) -> Result<(), Error> {
         for (region, old) in self.memory.regions().iter().zip(&self.old) {

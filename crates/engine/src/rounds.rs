@@ -155,6 +155,23 @@ impl Rounds {
         self.owes
     }
 
+    /// Whether the other end may hold pages already.
+    pub(crate) fn sent_any(&self) -> bool {
+        self.number > 0
+    }
+
+    /// By region, for a guest that runs: the pages that the other end lacks, and those that it has and that are holes
+    /// now. All of these will be owed, or gone.
+    pub(crate) fn find_stale(&mut self, link: &dyn Link, progress: &Progress) -> Result<Vec<PageSet>, Error> {
+        self.scanner.scan_on(link.content(), progress)?;
+        let pending = self.scanner.pending().iter().map(|pending| {
+            let mut stale = pending.send.clone();
+            stale.union_with(&pending.gone);
+            stale
+        });
+        Ok(pending.collect())
+    }
+
     /// By region, for a guest that is stopped and whose device state was saved: all pages that the other end lacks, and
     /// those that it has and that are holes now.
     pub(crate) fn find_owed(&mut self, link: &dyn Link) -> Result<&[Pending], Error> {

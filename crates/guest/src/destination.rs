@@ -65,7 +65,7 @@ pub trait DestinationGuest: Send {
         Err(GuestError::Unfit("this VMM can't be told to stop its guest".into()))
     }
     /// The information that another process needs if this one dies, to undo what `load_state` changes beside the guest.
-    /// Called before it; the adapter itself will read it, and it is not secret.
+    /// Called before it, and maybe after `expect_state`; the adapter itself will read it, and it is not secret.
     ///
     /// # Errors
     /// The VMM does not say.
@@ -85,7 +85,7 @@ pub trait DestinationGuest: Send {
         None
     }
     /// Does beforehand what `load_state` needs and the guest would stand still for. Called once the first round has
-    /// come, of a guest that comes when all its pages are there; `tidy` undoes it.
+    /// come; `tidy` undoes it.
     ///
     /// # Errors
     /// The VMM refuses.

@@ -84,7 +84,7 @@ pub enum Message {
     /// meanwhile.
     DigestWanted,
     /// 13: some pages of a region that are owed; ascending windows, the regions ascend as well. S to D on the control
-    /// connection: those that the guest goes without. D to S on a supply line: those that it still lacks.
+    /// connection: those that the guest goes without, or will. D to S on a supply line: those that it still lacks.
     Owed {
         /// Index of the region in the Hello.
         region: u16,
@@ -107,6 +107,8 @@ pub enum Message {
     Page(Pages),
     /// 17, on a supply line: D has all pages. S answers with the same.
     Complete,
+    /// 18, S to D: the guest runs, and what is named next has changed: it is not sent any more, and D is to drop it.
+    Stale,
 }
 
 impl Message {
@@ -167,6 +169,7 @@ impl Message {
             Message::Want { .. } => Kind::Want,
             Message::Page(_) => Kind::Page,
             Message::Complete => Kind::Complete,
+            Message::Stale => Kind::Stale,
         }
     }
 
@@ -199,7 +202,12 @@ impl Message {
             }
             Message::Want { region, page } => owed::write_place(writer, *region, *page),
             Message::Page(pages) => owed::write_pages(writer, pages),
-            Message::Welcome | Message::Loaded | Message::Running | Message::DigestWanted | Message::Complete => {}
+            Message::Welcome
+            | Message::Loaded
+            | Message::Running
+            | Message::DigestWanted
+            | Message::Complete
+            | Message::Stale => {}
         }
     }
 }
@@ -222,6 +230,7 @@ fn read_payload(kind: Kind, payload: &[u8], reader: &mut Reader<'_>) -> Result<M
         Kind::Loaded => Message::Loaded,
         Kind::DigestWanted => Message::DigestWanted,
         Kind::Complete => Message::Complete,
+        Kind::Stale => Message::Stale,
         Kind::Owed => {
             let (region, windows) = owed::read_owed(reader)?;
             Message::Owed { region, windows }

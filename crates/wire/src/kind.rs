@@ -38,6 +38,7 @@ pub(crate) enum Kind {
     Want = 15,
     Page = 16,
     Complete = 17,
+    Stale = 18,
 }
 
 impl Kind {
@@ -60,6 +61,7 @@ impl Kind {
             15 => Kind::Want,
             16 => Kind::Page,
             17 => Kind::Complete,
+            18 => Kind::Stale,
             _ => return None,
         })
     }
@@ -68,7 +70,7 @@ impl Kind {
     pub(crate) fn payload_sizes(self) -> RangeInclusive<usize> {
         match self {
             Kind::Hello => HELLO_FIXED_BYTES + GuestDescription::BYTES_MIN..=MAX_MESSAGE_BYTES,
-            Kind::Welcome | Kind::Loaded | Kind::Running | Kind::DigestWanted | Kind::Complete => 0..=0,
+            Kind::Welcome | Kind::Loaded | Kind::Running | Kind::DigestWanted | Kind::Complete | Kind::Stale => 0..=0,
             Kind::RoundDone => 20..=20,
             Kind::Digest | Kind::DigestIs => 32..=32,
             Kind::State => 1..=MAX_STATE_BYTES,
@@ -101,6 +103,7 @@ impl Kind {
             Kind::Want => "Want",
             Kind::Page => "Page",
             Kind::Complete => "Complete",
+            Kind::Stale => "Stale",
         }
     }
 }

@@ -54,6 +54,7 @@ fn message() -> impl Strategy<Value = Message> {
             }
         ),
         Just(Message::Complete),
+        Just(Message::Stale),
         any::<(u32, u64, u64)>().prop_map(|(round, pages, zero)| Message::RoundDone { round, pages, zero }),
         any::<[u8; 32]>().prop_map(|digest| Message::Digest { digest }),
         any::<[u8; 32]>().prop_map(|digest| Message::DigestIs { digest }),

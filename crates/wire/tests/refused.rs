@@ -56,7 +56,7 @@ fn bytes_after_a_message_are_refused() {
 #[test]
 fn frames_with_a_bad_field_are_refused() {
     let (_, _, go) = messages().swap_remove(8);
-    for kind in [0u16, 18, 0x0109, u16::MAX] {
+    for kind in [0u16, 19, 0x0109, u16::MAX] {
         assert_invalid(decode(&patched(&go, 0, &kind.to_le_bytes())), "frame kind", 0);
     }
     assert_invalid(decode(&patched(&go, 2, &[1])), "frame reserved", 2);
@@ -68,7 +68,7 @@ fn frames_with_a_bad_field_are_refused() {
 
 #[test]
 fn a_frame_is_believed_only_a_length_that_its_kind_can_have() {
-    let allowed: [(u16, usize, usize); 16] = [
+    let allowed: [(u16, usize, usize); 17] = [
         (1, 18, MAX_MESSAGE_BYTES),
         (2, 0, 0),
         (3, 20, 20),
@@ -85,6 +85,7 @@ fn a_frame_is_believed_only_a_length_that_its_kind_can_have() {
         (15, 10, 10),
         (16, 12, 12 + MAX_PAGES_AT_ONCE * PAGE_BYTES),
         (17, 0, 0),
+        (18, 0, 0),
     ];
     for (kind, least, most) in allowed {
         let frame = |payload: usize| Frame { kind, payload: payload as u32, id: 1 };

@@ -223,7 +223,7 @@ fn armed(builder: TransshipBuilder, step: &str, action: &str) -> TransshipBuilde
 #[test]
 fn a_failure_before_the_guest_is_given_up_leaves_it_where_it_is() -> Result<()> {
     let (source, _) = running(Qemu::multiboot())?;
-    for step in [
+    let steps = [
         "source.owed",
         "source.line",
         "source.state-sent",
@@ -232,31 +232,63 @@ fn a_failure_before_the_guest_is_given_up_leaves_it_where_it_is() -> Result<()> 
         "destination.missing",
         "destination.line",
         "destination.loaded",
-    ] {
-        for action in ["error", "kill"] {
-            let story = format!("{step}={action}");
-            let destination = Qemu::multiboot().incoming().start()?;
-            let receiving = receiving(&destination.vm(), "tcp:127.0.0.1:0");
-            let is_source = step.starts_with("source");
-            let receive = if is_source { receiving } else { armed(receiving, step, action) }.start()?;
-            let moving = Transship::moving(&source.vm(), &receive.listening()?).args(AT_ONCE);
-            let ended = if is_source { armed(moving, step, action) } else { moving }.run()?;
-            if is_source && action == "kill" {
-                source.wait_status("running")?;
-                assert_eq!(source.next_count()?.errors, 0, "{story}");
-            } else {
-                assert_runs_on(&source, &ended, &story)?;
-            }
-            let received = receive.wait()?;
-            assert_ne!(received.code(), Some(0), "{story}: {received}");
-            // It hears that the other one has ended, whatever it waits for.
-            assert!(!received.stderr.contains(" within "), "{story}: {received}");
-            assert_ne!(destination.status()?, "running", "{story}: it runs twice");
-        }
+    ];
+    for step in steps {
+        it_stays_if_this_fails((&source, Qemu::multiboot), &AT_ONCE, step)?;
     }
     let sweep = source.sweep()?;
     assert_eq!(sweep.errors, 0, "{sweep:?}");
     Ok(())
+}
+
+/// Once by an error, and once because its process is killed.
+fn it_stays_if_this_fails((source, like): (&Qemu, fn() -> QemuBuilder), flags: &[&str], step: &str) -> Result<()> {
+    for action in ["error", "kill"] {
+        let story = format!("{step}={action}");
+        let destination = like().incoming().start()?;
+        let receiving = receiving(&destination.vm(), "tcp:127.0.0.1:0");
+        let is_source = step.starts_with("source");
+        let receive = if is_source { receiving } else { armed(receiving, step, action) }.start()?;
+        let moving = Transship::moving(&source.vm(), &receive.listening()?).args(flags.iter().copied());
+        let ended = if is_source { armed(moving, step, action) } else { moving }.run()?;
+        if is_source && action == "kill" {
+            source.wait_status("running")?;
+            assert_eq!(source.next_count()?.errors, 0, "{story}");
+        } else {
+            assert_runs_on(source, &ended, &story)?;
+        }
+        let received = receive.wait()?;
+        assert_ne!(received.code(), Some(0), "{story}: {received}");
+        // It hears that the other one has ended, whatever it waits for.
+        assert!(!received.stderr.contains(" within "), "{story}: {received}");
+        assert_ne!(destination.status()?, "running", "{story}: it runs twice");
+    }
+    Ok(())
+}
+
+/// Dropping takes longer than all the rest of a hand-over.
+#[test]
+fn what_a_guest_will_be_owed_is_dropped_there_while_it_runs_here() -> Result<()> {
+    let like = || busy(24);
+    let (source, left) = running(like())?;
+    let slow = ["--bandwidth", "32MiB", "--downtime", "20ms", "--postcopy-after", "1"];
+    let flags = [&POSTCOPY[..], &slow].concat();
+    for step in ["source.stale", "destination.stale"] {
+        it_stays_if_this_fails((&source, like), &flags, step)?;
+    }
+    let (destination, folder) = (like().incoming().start()?, Scratch::new()?);
+    let gate = folder.join("gate");
+    let receiving = armed(receiving(&destination.vm(), "tcp:127.0.0.1:0"), "destination.stale", "stall");
+    let receive = receiving.env("TRANSSHIP_FAIL_FILE", &gate).start()?;
+    let moving = Transship::moving(&source.vm(), &receive.listening()?).args(flags).start()?;
+    wait_until("the pages to be dropped", || Ok(gate.exists()))?;
+    assert_eq!(source.status()?, "running");
+    source.next_count()?;
+    std::fs::remove_file(&gate).map_err(|error| LabError(error.to_string()))?;
+    let (ours, theirs) = (moving.wait()?.expect_code(0)?.report()?, receive.wait()?.expect_code(0)?.report()?);
+    assert_followed(&ours, &theirs);
+    assert_moved(&source, &destination, left)?;
+    assert_alone(&destination)
 }
 
 /// So slowly that whoever is killed is so in the middle.

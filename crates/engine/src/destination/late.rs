@@ -13,7 +13,7 @@ use std::{
     time::Instant,
 };
 
-use transship_memory::{Claims, GuestMemory, PAGE_BYTES, PageRange, PageSet};
+use transship_memory::{Claims, PAGE_BYTES, PageRange, PageSet};
 use transship_wire::{Message, SessionId};
 
 use super::{
@@ -58,6 +58,15 @@ pub(super) fn check_possible(guest: &mut dyn DestinationGuest) -> Result<(), Err
     guest.may_miss().map_err(cure)
 }
 
+/// Drops the pages that the source names. Its guest runs meanwhile: this takes longer than all else that comes of a
+/// hand-over before its pages.
+pub(super) fn drop_stale(control: &mut Control, arriving: &ArrivingMemory, progress: &Progress) -> Result<(), Error> {
+    let stale = owed::receive(control, None, arriving.intake().memory(), STALL_TIMEOUT * 2, progress)?;
+    drop_pages(&stale, arriving)?;
+    fail_point::reach("destination.stale")?;
+    control.send_or_hear(&Message::OwedEnd { pages: stale.iter().map(PageSet::count).sum() })
+}
+
 impl Destination<'_> {
     /// From the first message about what is owed to a guest that has all its pages.
     pub(super) fn run_before_its_pages(
@@ -71,7 +80,7 @@ impl Destination<'_> {
         let gone = owed::receive(control, Some(first), &memory, STALL_TIMEOUT * 2, self.progress)?;
         let owed = owed::receive(control, None, &memory, STALL_TIMEOUT * 2, self.progress)?;
         for sets in [&gone, &owed] {
-            drop_pages(&memory, sets, arriving)?;
+            drop_pages(sets, arriving)?;
         }
         fail_point::reach("destination.dropped")?;
         let missing = self.guest.missing(&owed)?;
@@ -226,13 +235,8 @@ fn wait(guest: &mut dyn DestinationGuest, filling: &Filling) -> Result<(), (Erro
 }
 
 /// Makes these pages holes, where they are not.
-fn drop_pages(memory: &GuestMemory, sets: &[PageSet], arriving: &ArrivingMemory) -> Result<(), Error> {
-    for (index, (region, set)) in memory.regions().iter().zip(sets).enumerate() {
-        let mut there = arriving.intake().written()[index].to_set(region.pages());
-        there.intersect_with(set);
-        there.ranges().try_for_each(|range| region.clear(range))?;
-    }
-    Ok(())
+fn drop_pages(sets: &[PageSet], arriving: &ArrivingMemory) -> Result<(), Error> {
+    sets.iter().enumerate().try_for_each(|(region, set)| arriving.intake().clear_set(region, set))
 }
 
 /// Of these pages none was put; all others are nobody's to put.

@@ -164,7 +164,7 @@ impl Destination<'_> {
                     Ok(ChannelEvent::RoundEnd { round: number, pages, zero, bytes, cpu_seconds }) => {
                         if round.add(number, pages, zero, bytes) {
                             self.round_done(control, arriving, channels, &mut round)?;
-                            if number == 0 && !post_copy {
+                            if number == 0 {
                                 self.guest.expect_state()?;
                             }
                         }
@@ -185,6 +185,9 @@ impl Destination<'_> {
                         }
                         (first @ (Message::State { .. } | Message::StateEnd { .. }), _)
                             if round.is_closed() && round.number > 0 && verified == verify => return Ok(first),
+                        (Message::Stale, _) if post_copy && round.is_closed() && round.number > 0 => {
+                            late::drop_stale(control, arriving, self.progress)?;
+                        }
                         (first @ (Message::Owed { .. } | Message::OwedEnd { .. }), _)
                             if post_copy && round.is_closed() => return Ok(first),
                         (other, _) => return Err(control.unexpected(&other, "while pages were due")),

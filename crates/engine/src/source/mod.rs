@@ -84,6 +84,9 @@ impl Receiver for ToTransship<'_> {
         let stand_in = self.stand_in.take().map(|stand_in| stand_in as &mut dyn StandIn);
         let mut peer = PostCopy { session, base, stand_in, line: None, owed: 0, ran: true, is_confirmed: false };
         let by_hand = course.guest.resume_hint();
+        if rounds.sent_any() {
+            peer.drop_stale(rounds, course.progress)?;
+        }
         let result = course.hand_over(&mut peer, rounds);
         let result = result.and_then(|()| peer.serve(&by_hand, course.progress, course.report));
         peer.end();

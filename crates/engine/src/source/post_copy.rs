@@ -1,6 +1,7 @@
 //! The end of a move whose guest runs at the destination before all its pages are there.
 //!
 //! ```text
+//!   what will be owed                    the destination drops it while the guest still runs
 //!   stop · device state · last scan      as always
 //!   what is owed                         the destination drops it, and waits for it
 //!   supply line                          from now on it can have any page
@@ -36,6 +37,11 @@ use crate::{
 
 /// How long a destination may take to drop pages and to have the VMM wait for them; the guest stands still meanwhile.
 const DROP_TIMEOUT: Duration = Duration::from_secs(120);
+
+/// So few pages are dropped while the guest stands still: it takes milliseconds.
+const DROPPED_SOON: u64 = 2048;
+/// So often the destination drops pages while the guest runs. A guest that writes all its memory is soon through.
+const STALE_LISTS: usize = 4;
 
 /// A line that breaks within this time is not followed by the next at once.
 const QUICK: Duration = Duration::from_secs(1);
@@ -75,6 +81,8 @@ impl Peer for PostCopy<'_> {
         owed::send(control, &gone)?;
         owed::send(control, &owed)?;
         fail_point::reach("source.owed")?;
+        // While the destination drops it.
+        guest.check_unchanged()?;
         await_dropped(control, self.owed, progress)?;
         let line = Line::open(&self.base, 1, None).map_err(|error| control.explain(error))?;
         if line.lacks() != owed {
@@ -137,7 +145,7 @@ impl Peer for PostCopy<'_> {
     }
 }
 
-/// Waits until the destination waits for the pages that were named.
+/// Waits until the destination has dropped the pages that were named.
 fn await_dropped(control: &Control, owed: u64, progress: &Progress) -> Result<(), Error> {
     match control.receive("the word that it goes without these pages", DROP_TIMEOUT, progress)? {
         Message::OwedEnd { pages } if pages == owed => Ok(()),
@@ -146,6 +154,28 @@ fn await_dropped(control: &Control, owed: u64, progress: &Progress) -> Result<()
 }
 
 impl PostCopy<'_> {
+    /// Has the destination drop what it will be owed, while the guest runs: this takes it longer than all that the
+    /// guest stands still for. What is written meanwhile is dropped as well, until it is little.
+    pub(super) fn drop_stale(&mut self, rounds: &mut Rounds, progress: &Progress) -> Result<(), Error> {
+        let mut told: Vec<PageSet> = Vec::new();
+        for _ in 0..STALE_LISTS {
+            let stale = rounds.find_stale(&*self.session, progress)?;
+            let mut new = stale.clone();
+            new.iter_mut().zip(&told).for_each(|(new, told)| new.subtract(told));
+            let count = new.iter().map(PageSet::count).sum();
+            if count <= DROPPED_SOON {
+                break;
+            }
+            let control = &mut self.session.control;
+            control.send_or_hear(&Message::Stale)?;
+            owed::send(control, &new)?;
+            fail_point::reach("source.stale")?;
+            await_dropped(control, count, progress)?;
+            told = stale;
+        }
+        Ok(())
+    }
+
     /// Has somebody stand by who goes on should this process die once the guest is given up.
     fn arm(&mut self) -> Result<(), Error> {
         let Some(stand_in) = &mut self.stand_in else { return Ok(()) };

@@ -50,6 +50,8 @@ pub struct QemuDestination {
     prepared: Option<Result<Prepared, GuestError>>,
     /// Once pages may be missing.
     freezer: Option<Freezer>,
+    /// All settings that loading may change, as they were.
+    before: Option<Settings>,
     /// Settings to be put back, and what was set in their place: for a state of which form.
     settings: Option<(Settings, Form)>,
     ran_since: Option<Instant>,
@@ -73,8 +75,18 @@ impl QemuDestination {
         let seen = DestinationSeen::look(&mut qmp, &mut Err)?;
         let DestinationSeen { backends, memory, description, state_format } = seen;
         qmp.forget_answers();
-        let (prepared, freezer, settings, ran_since) = (None, None, None, None);
-        Ok(Self { qmp, description, state_format, backends, memory, prepared, freezer, settings, ran_since })
+        Ok(Self {
+            qmp,
+            description,
+            state_format,
+            backends,
+            memory,
+            prepared: None,
+            freezer: None,
+            before: None,
+            settings: None,
+            ran_since: None,
+        })
     }
 
     fn prepare(&mut self) -> Result<Prepared, GuestError> {
@@ -250,7 +262,10 @@ impl DestinationGuest for QemuDestination {
     }
 
     fn last_will(&mut self) -> Result<String, GuestError> {
-        abandoned::loading(&Settings::now(&mut self.qmp)?)
+        match &self.before {
+            Some(before) => abandoned::loading(before),
+            None => abandoned::loading(&Settings::now(&mut self.qmp)?),
+        }
     }
 
     fn writable_disks(&mut self) -> Result<Vec<DiskFile>, GuestError> {
@@ -262,6 +277,8 @@ impl DestinationGuest for QemuDestination {
     }
 
     fn expect_state(&mut self) -> Result<(), GuestError> {
+        self.qmp.ask_ahead(&questions::settings())?;
+        self.before = Some(Settings::now(&mut self.qmp)?);
         // The source decides, by its own memory, which is as ours as a rule.
         let all_shared = memory::can_be_left_out(&self.backends);
         self.ready_for(if all_shared { Form::SharedLeftOut } else { Form::Plain })

@@ -83,6 +83,7 @@ pub(crate) fn messages() -> Vec<(Message, &'static str, Vec<u8>)> {
             [hex(&format!("1000 0000 0c200000 {id} 0100 3412000000000000 02 01")), vec![7; 2 * PAGE_BYTES]].concat(),
         ),
         (Message::Complete, "Complete", hex(&format!("1100 0000 00000000 {id}"))),
+        (Message::Stale, "Stale", hex(&format!("1200 0000 00000000 {id}"))),
     ]
 }
 
