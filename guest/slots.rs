@@ -1,7 +1,7 @@
-//! A disk that is read straight into memory, many reads at once.
+//! A disk, or a file of another file system, that is read straight into memory, many reads at once.
 //!
-//! Each block of the disk says its number, all through, and each place in memory ("slot") remembers which block it must
-//! hold. Nobody but the disk writes to a slot, and its data comes some time after the slot's page was given to it: who
+//! Each block of it says its number, all through, and each place in memory ("slot") remembers which block it must
+//! hold. Nobody but it writes to a slot, and its data comes some time after the slot's page was given to it: who
 //! copied that page meanwhile, and does not look again, has the slot's old block.
 use crate::say;
 use std::fs::{File, OpenOptions};
@@ -10,8 +10,8 @@ use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
-const PATH: &str = "/dev/vda";
-/// Past the guest's page cache: the disk's data goes to the slot itself.
+/// Past the guest's page cache: the data goes to the slot itself. A file system that is not to be cached does that
+/// anyway.
 const O_DIRECT: i32 = 0o40000;
 const BLOCK: usize = 4096;
 /// Reads that are under way at any time.
@@ -34,8 +34,8 @@ pub struct Slots {
 }
 
 impl Slots {
-    /// Reads into `count` slots from now on, on threads of their own.
-    pub fn start(count: usize) -> Arc<Self> {
+    /// Reads from `path` into `count` slots from now on, on threads of their own.
+    pub fn start(count: usize, path: &str) -> Arc<Self> {
         if count == 0 {
             return Arc::default();
         }
@@ -43,8 +43,9 @@ impl Slots {
         // They hold what block 0 holds.
         let slots = pages.leak().iter_mut().map(|page| Mutex::new(Slot { page, block: 0 }));
         let all = Arc::new(Self { slots: slots.collect(), ..Self::default() });
-        let mut disk = OpenOptions::new().read(true).custom_flags(O_DIRECT).open(PATH).expect("the disk is there");
-        let blocks = disk.seek(SeekFrom::End(0)).expect("a disk has a size") / BLOCK as u64;
+        let flags = if path.starts_with("/dev/") { O_DIRECT } else { 0 };
+        let mut disk = OpenOptions::new().read(true).custom_flags(flags).open(path).expect("it is there");
+        let blocks = disk.seek(SeekFrom::End(0)).expect("it has a size") / BLOCK as u64;
         let disk = Arc::new(disk);
         for reader in 0..READERS {
             let (all, disk) = (Arc::clone(&all), Arc::clone(&disk));

@@ -38,9 +38,10 @@
 //! the first fill), `workload.sweep_ms` (1000), `workload.stale` (MiB that are written and given back before "ready",
 //! so that free memory is full of old data; 0), `workload.churn` (MiB that are taken, written, checked and given back,
 //! over and over, as fast as possible; 0), `workload.hold` (MiB that are written before "ready" and kept until "drop";
-//! 0), `workload.disk` (MiB of the first disk that are written and checked; 0), `workload.slots` (MiB that the first
-//! disk is read into, over and over; 0), `workload.net` (datagrams a second to a network that sends them back; 0) to
-//! `workload.net_port`, `workload.beat_ms` (time between two beats; 0: none).
+//! 0), `workload.disk` (MiB of the first disk that are written and checked; 0), `workload.slots` (MiB that blocks of
+//! `workload.slots_from`, the first disk by default, are read into, over and over; 0), `workload.net` (datagrams a
+//! second to a network that sends them back; 0) to `workload.net_port`, `workload.beat_ms` (time between two beats; 0:
+//! none).
 mod compile;
 mod disk;
 mod net;
@@ -80,6 +81,7 @@ struct Settings {
     churn: usize,
     disk: usize,
     slots: usize,
+    slots_from: String,
     net: u64,
     net_port: u16,
     hold: usize,
@@ -110,7 +112,7 @@ fn main() {
     let held = Block::new(0, settings.hold);
     Churn::start(&workload.churn, settings.churn);
     Disk::start(&workload.disk, settings.disk);
-    workload.slots = Slots::start(settings.slots);
+    workload.slots = Slots::start(settings.slots, &settings.slots_from);
     workload.net = Net::start(settings.net, settings.net_port);
     say(format_args!("ready pages={}", settings.pages));
     let asked = listen(&workload.disk, held);
@@ -121,14 +123,15 @@ fn main() {
 impl Settings {
     fn read() -> Self {
         let line = std::fs::read_to_string("/proc/cmdline").expect("/proc is mounted");
-        let number = |name: &str, otherwise: u64| {
+        let text = |name: &str| {
             let prefix = format!("workload.{name}=");
-            let value = line
-                .split_whitespace()
-                .find_map(|word| word.strip_prefix(&prefix));
-            value.map_or(otherwise, |v| {
+            line.split_whitespace()
+                .find_map(|word| word.strip_prefix(&prefix))
+        };
+        let number = |name: &str, otherwise: u64| {
+            text(name).map_or(otherwise, |v| {
                 v.parse()
-                    .unwrap_or_else(|_| panic!("{prefix}{v} is not a number"))
+                    .unwrap_or_else(|_| panic!("workload.{name}={v} is not a number"))
             })
         };
         let pages = number("mib", 64) as usize * PAGES_PER_MIB;
@@ -142,6 +145,7 @@ impl Settings {
             churn: number("churn", 0) as usize * PAGES_PER_MIB,
             disk: number("disk", 0) as usize * PAGES_PER_MIB,
             slots: number("slots", 0) as usize * PAGES_PER_MIB,
+            slots_from: text("slots_from").unwrap_or("/dev/vda").to_owned(),
             net: number("net", 0),
             net_port: number("net_port", 7) as u16,
             hold: number("hold", 0) as usize * PAGES_PER_MIB,

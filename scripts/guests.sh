@@ -2,7 +2,7 @@
 # Builds the guests that the tests and the demo start, into .guest/. Does nothing when they are newer than their sources.
 #
 #   .guest/linux/vmlinuz      a distribution kernel, unpacked from its package
-#   .guest/linux/modules/     its drivers for virtio's balloon, disk and network card
+#   .guest/linux/modules/     its drivers for virtio's balloon, disk, network card and file system
 #   .guest/linux/vmlinuz-new  one that draws new random numbers when it learns that it is a clone (vmgenid)
 #   .guest/linux/initrd.img   busybox, these drivers, guest/init and guest/workload.rs with its other files
 #   .guest/kvm.elf            guest/kvm.c: a 32-bit program that needs no operating system
@@ -11,7 +11,7 @@ trap 'echo "guests: failed in line $LINENO: $BASH_COMMAND" >&2' ERR
 cd "$(dirname "$0")/.."
 
 # Drivers, in the order in which they need each other.
-drivers=(virtio_ring virtio virtio_pci_legacy_dev virtio_pci_modern_dev virtio_pci virtio_balloon virtio_blk failover net_failover virtio_net)
+drivers=(virtio_ring virtio virtio_pci_legacy_dev virtio_pci_modern_dev virtio_pci virtio_balloon virtio_blk failover net_failover virtio_net fuse virtiofs)
 
 say() { echo "guests: $*" >&2; }
 

@@ -115,7 +115,8 @@ impl Serial {
         Ok(self.lines.wait(mark, "random bytes", read_random)?.0)
     }
 
-    /// Waits until the Linux guest has read its disk into memory `more` times (`workload.slots`), counted from now on.
+    /// Waits until the Linux guest has read its disk or file into memory `more` times (`workload.slots`), counted from
+    /// now on.
     ///
     /// # Errors
     /// It has not in time: it reads none, stands still or is gone.

@@ -1,10 +1,8 @@
 //! Guests with a network card that is another process: packets come into their memory through a mapping of its own, and
 //! lie there for seconds until the guest reads them.
 use crate::ends::move_between;
-use std::process::Command;
 use transship_lab::{
-    Backend, Echo, NetBackEnd, Network, Process, Qemu, QemuBuilder, Result, Scratch, Transship, Workload, other_qemu,
-    versions::back_end, wait_until,
+    Backend, Echo, NetBackEnd, Network, Qemu, QemuBuilder, Result, Scratch, Transship, Workload, other_qemu,
 };
 
 /// Datagrams a second.
@@ -133,29 +131,5 @@ fn a_guest_whose_passt_qemu_has_started_is_refused_with_the_cure() -> Result<()>
     let guest = Qemu::firmware().memory(64).binary(&newest).args(["-netdev", &netdev, "-device", card]).start()?;
     let said = check(&guest)?;
     assert!(said.contains("type=passt,vhost-user") && said.contains("start passt yourself"), "{said}");
-    Ok(())
-}
-
-/// QEMU 7.2 says itself that it can't migrate such a device. Newer ones can, if the back end can.
-#[test]
-fn a_file_system_of_another_process_is_refused_with_the_reason() -> Result<()> {
-    let (Some(old), Some(program)) = (other_qemu("7.2")?, back_end("virtiofsd")?) else { return Ok(()) };
-    let folder = Scratch::new()?;
-    for (binary, reason) in [
-        (old.as_str(), "can't save the state of its devices: non-migratable device: 0000:00:01.0/vhost-user-fs"),
-        ("qemu-system-x86_64", "(vhost-user-fs-pci): its requests can't be waited for"),
-    ] {
-        let socket = folder.join(if binary == old { "old" } else { "new" });
-        let mut command = Command::new(&program);
-        command.arg("--socket-path").arg(&socket).arg("--shared-dir").arg(folder.path()).args(["--sandbox", "none"]);
-        let _back_end = Process::start(command)?;
-        wait_until("the file system", || Ok(socket.exists()))?;
-        let chardev = format!("socket,id=fs,path={}", socket.display());
-        let device = "vhost-user-fs-pci,chardev=fs,tag=share";
-        let guest =
-            Qemu::firmware().memory(64).binary(binary).args(["-chardev", &chardev, "-device", device]).start()?;
-        let said = check(&guest)?;
-        assert!(said.contains(reason), "{reason:?} is not in: {said}");
-    }
     Ok(())
 }

@@ -6,9 +6,10 @@
 //!
 //! What a back end writes is tracked in its own process, as what QEMU writes is in QEMU's.
 //!
-//! When the guest is stopped, QEMU stops the device, and the back end takes no more requests. `qemu-storage-daemon` may
-//! still be at work on some that it has taken: it writes their data later, and some versions then find that nobody can
-//! be told, and drop the device. So the guest is stopped when no request is under way ([`rest`]).
+//! Disks and file systems get requests. When the guest is stopped, QEMU stops the device, and the back end takes no
+//! more requests. `qemu-storage-daemon` may still be at work on some that it has taken: it writes their data later, and
+//! some versions then find that nobody can be told, and drop the device. So the guest is stopped when no request is
+//! under way ([`rest`]).
 //!
 //! A back end may map memory anew when QEMU tells it again where that is: when its device is started, or QEMU has
 //! connected again. Nobody tracks the new mapping, even if it lies where the old one was. Then a scan fails, and the
@@ -42,20 +43,21 @@ const NOT_FOUND: &str = "the process at the other end of its socket is unknown";
 const NOT_MAPPED: &str = "its back end has not mapped guest memory, as it does once the guest's driver uses the device";
 const CRASHES: &str =
     "QEMU 11.1 crashes where such a guest arrives; start passt yourself, and name its socket (-netdev vhost-user)";
-const NO_REST: &str = "its requests can't be waited for";
+const PAST_THE_CACHE: &str = "its back end reads files past the page cache for guests that ask for it (O_DIRECT); start virtiofsd \
+     without --allow-direct-io";
 const UNKNOWN_QUEUES: &str = "when it is at rest is unknown (packed queues, a virtual IOMMU, or a QEMU older than 7.2)";
 
 /// What all of a VM's vhost-user devices have behind them, as far as it can be tracked.
 #[derive(Default)]
 pub(super) struct BackEnds {
-    /// By their paths in QEMU's tree of objects: nobody else writes for these.
-    disks: Vec<String>,
+    /// Disks and file systems, by their paths in QEMU's tree of objects: nobody else writes for these.
+    asked: Vec<String>,
     /// By their ids; the same.
     networks: Vec<String>,
-    /// Disks and networks that are none of these.
+    /// Disks, file systems and networks that are none of these.
     left_out: Vec<(String, &'static str)>,
     processes: Vec<BackEnd>,
-    /// The processors that give disks requests; none: there is no such disk.
+    /// The processors that give devices requests; none: there is no such device.
     processors: Option<Processors>,
     /// Networks whose back ends are asked for a state of their own when the guest's devices are saved.
     with_state: Vec<WithState>,
@@ -90,13 +92,17 @@ impl BackEnds {
     /// Those that map the memory now. Devices of which that is not certain are left out; they can't be tracked.
     pub(super) fn find(qmp: &mut Qmp, backends: &[Backend]) -> Result<Self, GuestError> {
         let mut found = Self::default();
-        for device in devices(qmp, |kind| kind.starts_with("vhost-user-blk"))? {
+        for device in
+            devices(qmp, |kind| ["vhost-user-blk", "vhost-user-fs"].iter().any(|asked| kind.starts_with(asked)))?
+        {
+            let peers = peers::of_device(qmp, &device);
             let known = match rest::can_be_known(qmp, &device) {
-                true => found.add(peers::of_device(qmp, &device), backends)?,
+                true if peers.iter().any(|&pid| obeys_o_direct(pid)) => Err(PAST_THE_CACHE),
+                true => found.add(peers, backends)?,
                 false => Err(UNKNOWN_QUEUES),
             };
             match known {
-                Ok(()) => found.disks.push(device.path),
+                Ok(()) => found.asked.push(device.path),
                 Err(why) => found.left_out.push((device.path, why)),
             }
         }
@@ -116,10 +122,7 @@ impl BackEnds {
                 Err(why) => found.left_out.push((name, why)),
             }
         }
-        for device in devices(qmp, |kind| kind.starts_with("vhost-user-fs"))? {
-            found.left_out.push((device.path, NO_REST));
-        }
-        if !found.disks.is_empty() {
+        if !found.asked.is_empty() {
             // Opened while that is allowed: its queues are in it.
             qmp.process().memory().map_err(GuestError::system("open the memory of QEMU"))?;
             found.processors = Some(Processors::of(qmp)?);
@@ -179,7 +182,7 @@ impl BackEnds {
 
     /// Whether what this device's back end writes can be tracked.
     pub(super) fn stand_behind(&self, device: &Device) -> bool {
-        self.disks.contains(&device.path)
+        self.asked.contains(&device.path)
     }
 
     /// The same of a network.
@@ -192,12 +195,12 @@ impl BackEnds {
         self.left_out.iter().find(|(name, _)| name == of).map(|(_, why)| *why)
     }
 
-    /// Disks, by their paths in QEMU's tree of objects.
-    pub(super) fn disks(&self) -> &[String] {
-        &self.disks
+    /// Disks and file systems, which get requests, by their paths in QEMU's tree of objects.
+    pub(super) fn asked(&self) -> &[String] {
+        &self.asked
     }
 
-    /// The processors that give disks requests; none: there is no such disk.
+    /// The processors that give these requests; none: there is no such device.
     pub(super) fn processors(&self) -> Option<&Processors> {
         self.processors.as_ref()
     }
@@ -285,10 +288,19 @@ pub(super) fn writes_unseen(pid: i32) -> Option<String> {
         }
         let about = fs::read_to_string(format!("/proc/{pid}/fdinfo/{}", entry.file_name().to_str()?)).ok()?;
         is_direct(&about).then(|| {
-            format!("reads {} past the page cache (O_DIRECT); have it opened with cache.direct=off", target.display())
+            format!(
+                "reads {} past the page cache (O_DIRECT); have it opened without (cache.direct=off)",
+                target.display()
+            )
         })
     };
     descriptors.filter_map(why).next()
+}
+
+/// Whether this process, such as virtiofsd, opens files past the page cache at any time if a guest says so.
+fn obeys_o_direct(pid: i32) -> bool {
+    let arguments = fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+    arguments.split(|&byte| byte == 0).any(|argument| argument == b"--allow-direct-io")
 }
 
 /// `flags:\t0140002`, in octal.

@@ -1,4 +1,4 @@
-//! Stops a guest when no request of its vhost-user disks is under way.
+//! Stops a guest when no request of its vhost-user disks and file systems is under way.
 //!
 //! ```text
 //!   hold the processors ──► as many requests are done as were made? ── yes ─► `stop` ─► let the processors go: they stop
@@ -113,7 +113,7 @@ impl BackEnds {
                 return Err(GuestError::Unfit(format!(
                     "the back end of {} did not get done with its requests within {} s, though the guest made no more; \
                      is its disk stuck? The guest runs on",
-                    self.disks().join(", "),
+                    self.asked().join(", "),
                     REST_WAIT.as_secs()
                 )));
             }
@@ -133,9 +133,9 @@ impl BackEnds {
         while let Some(queue) = busy_one(qmp, &queues)? {
             if Instant::now() >= deadline {
                 return Err(GuestError::Unfit(format!(
-                    "the guest was stopped while requests to its disk {} were under way, and the back end of that does \
-                     not get done with them; let the guest run (cont), and leave it to transship to stop it. If its \
-                     disk does not answer any more, its back end has dropped it when the guest was stopped: start \
+                    "the guest was stopped while requests to its device {} were under way, and the back end of that does \
+                     not get done with them; let the guest run (cont), and leave it to transship to stop it. If it \
+                     does not answer any more, its back end has dropped it when the guest was stopped: start \
                      both anew",
                     queue.device
                 )));
@@ -148,7 +148,7 @@ impl BackEnds {
     /// Those that a driver has set up in a guest that stands still.
     fn queues_of_stopped(&self, qmp: &mut Qmp) -> Result<Vec<Queue>, GuestError> {
         let mut queues = Vec::new();
-        for device in self.disks() {
+        for device in self.asked() {
             for number in 0.. {
                 let Some(status) = status(qmp, "x-query-virtio-queue-status", device, number)? else { break };
                 let (made, done) = (status["vring-avail"].as_u64(), status["vring-used"].as_u64());
@@ -164,7 +164,7 @@ impl BackEnds {
     /// Those that a driver has set up now.
     fn queues(&self, qmp: &mut Qmp) -> Result<Vec<Queue>, GuestError> {
         let mut queues = Vec::new();
-        for device in self.disks() {
+        for device in self.asked() {
             for number in 0.. {
                 // The question that QEMU has for all virtio devices would stop the queue of a running one.
                 let Some(status) = status(qmp, "x-query-virtio-vhost-queue-status", device, number)? else { break };
