@@ -49,6 +49,13 @@ struct Queue {
 }
 
 impl Queue {
+    /// With its two rings at these addresses of the guest.
+    fn at(qmp: &mut Qmp, device: &str, number: u16, (available, used): (u64, u64)) -> Result<Self, GuestError> {
+        // Behind two bytes of flags.
+        let (made, done) = (host_address(qmp, available)? + 2, host_address(qmp, used)? + 2);
+        Ok(Self { device: device.to_owned(), number, made, done })
+    }
+
     /// Of a stopped device: until it is done with what it had taken.
     fn wait_until_done(&self, qmp: &mut Qmp, deadline: Instant) -> Result<(), GuestError> {
         if count(qmp, self.made)? == count(qmp, self.done)? {
@@ -153,8 +160,7 @@ impl BackEnds {
                 let Some(status) = status(qmp, "x-query-virtio-queue-status", device, number)? else { break };
                 let (made, done) = (status["vring-avail"].as_u64(), status["vring-used"].as_u64());
                 if let (Some(made @ 1..), Some(done @ 1..)) = (made, done) {
-                    let (made, done) = (host_address(qmp, made)? + 2, host_address(qmp, done)? + 2);
-                    queues.push(Queue { device: device.clone(), number, made, done });
+                    queues.push(Queue::at(qmp, device, number, (made, done))?);
                 }
             }
         }
@@ -168,12 +174,13 @@ impl BackEnds {
             for number in 0.. {
                 // The question that QEMU has for all virtio devices would stop the queue of a running one.
                 let Some(status) = status(qmp, "x-query-virtio-vhost-queue-status", device, number)? else { break };
+                // Where it has them itself, 11.1 does not say any more.
                 let address = |name: &str| status[name].as_u64();
-                let (Some(available), Some(used)) = (address("avail"), address("used")) else {
+                let (Some(made), Some(done)) = (address("avail-phys"), address("used-phys")) else {
                     return Err(GuestError::vmm(format!("QEMU does not say where queues of {device} are: {status}")));
                 };
-                if available != 0 && used != 0 {
-                    queues.push(Queue { device: device.clone(), number, made: available + 2, done: used + 2 });
+                if made != 0 && done != 0 {
+                    queues.push(Queue::at(qmp, device, number, (made, done))?);
                 }
             }
         }
