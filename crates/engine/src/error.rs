@@ -183,15 +183,7 @@ pub enum Error {
         /// The field and its offset.
         source: transship_wire::Error,
     },
-    /// The peer broke the order or the bounds of the protocol.
-    #[error("the peer at {peer} {what}")]
-    Protocol {
-        /// Its address.
-        peer: String,
-        /// What it did.
-        what: String,
-    },
-    /// The same, where it is told which rule that was.
+    /// The peer broke a rule of the protocol.
     #[error("the peer at {peer} {what}")]
     Breach {
         /// Its address.
@@ -341,7 +333,7 @@ impl Error {
             | Error::NotConverging(_)
             | Error::TooLate(_)
             | Error::Unknown(_) => Actor::User,
-            Error::Wire { .. } | Error::Protocol { .. } | Error::Breach { .. } | Error::Refused(_) => Actor::Peer,
+            Error::Wire { .. } | Error::Breach { .. } | Error::Refused(_) => Actor::Peer,
             Error::File { .. } | Error::Damaged { .. } => Actor::File,
             // Bytes that the peer did not send, or not so.
             Error::Io { source, .. }

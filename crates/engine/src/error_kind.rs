@@ -11,7 +11,6 @@ impl Error {
             Self::Io { .. } => "system",
             Self::Connect { .. } => "no_connection",
             Self::Wire { .. } => "bad_bytes",
-            Self::Protocol { .. } => "protocol",
             Self::Breach { rule, .. } => rule.kind(),
             Self::Untrusted(_) => "untrusted",
             Self::Refused(_) => "refused",

@@ -30,8 +30,8 @@ use shared::SessionOver;
 pub(crate) use shared::{Batch, Encoded, FirstFailure, Sent, Settled, Shared, Window};
 
 use crate::{
-    Error, Progress, Report, control::TICK, free::FreePages, guest::RegionPages, page_map::PageMap, scan::Pending,
-    transport::Connection,
+    Error, Progress, Report, Rule, control::TICK, free::FreePages, guest::RegionPages, page_map::PageMap,
+    scan::Pending, transport::Connection,
 };
 use feed::Feed;
 
@@ -199,8 +199,8 @@ fn collect(
             match results.recv_timeout(TICK) {
                 Ok(Ok(sent)) => break sent,
                 Ok(Err(SessionOver)) => {
-                    let what = "broke a connection that pages go over".into();
-                    return Err(Error::Protocol { peer: shared.peer.clone(), what });
+                    let what = "broke a connection that pages go over";
+                    return Err(Error::breach(&shared.peer, Rule::Stays, what));
                 }
                 Err(_) if shared.progress.is_cancelled() => return Err(Error::CANCELLED),
                 Err(_) => main.check_at_the_end().and_then(|()| helpers_live())?,
@@ -244,8 +244,11 @@ mod tests {
         both_there: Arc<Barrier>,
     }
 
-    fn broke(what: &str) -> Error {
-        Error::Protocol { peer: "peer".into(), what: what.into() }
+    /// The rule that whoever fails first says was broken. No other error here has it.
+    const CAUSE: Rule = Rule::Bounds;
+
+    fn broke(rule: Rule) -> Error {
+        Error::breach("peer", rule, "ended its round")
     }
 
     impl Channel for Failing {
@@ -264,10 +267,10 @@ mod tests {
         fn end_round(&mut self, _: u32, _: &mut Sent) -> Result<(), Error> {
             self.both_there.wait();
             if !self.is_sound {
-                return Err(broke("the cause"));
+                return Err(broke(CAUSE));
             }
             assert_eq!(self.connection.read(&mut [0]).unwrap(), 0);
-            Err(broke("an effect"))
+            Err(broke(Rule::Order))
         }
     }
 
@@ -283,7 +286,7 @@ mod tests {
         }
 
         fn check_at_the_end(&self) -> Result<(), Error> {
-            if self.fails { Err(broke("the cause")) } else { Ok(()) }
+            if self.fails { Err(broke(CAUSE)) } else { Ok(()) }
         }
 
         fn reason(&self) -> Option<Error> {
@@ -323,7 +326,7 @@ mod tests {
             let work = RoundWork { round: 1, pending: &[], freeing: Freeing::Never };
             let main = Watching { shared: Arc::clone(&shared), fails: culprit.is_none() };
             let error = channels.run_round(&work, &mut FreePages::none(), &main).unwrap_err();
-            assert!(error.to_string().contains("the cause"), "{culprit:?}: {error}");
+            assert_eq!(error.rule(), Some(CAUSE), "{culprit:?}: {error}");
             drop(ends);
         }
     }

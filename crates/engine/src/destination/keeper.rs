@@ -62,7 +62,7 @@ impl Lines {
 
     /// Why none is there.
     pub(super) fn why(&self) -> Error {
-        self.told().failed.take().unwrap_or_else(|| broken("has closed the supply line"))
+        self.told().failed.take().unwrap_or_else(|| broken(Rule::Stays, "has closed the supply line"))
     }
 
     fn fail(&self, error: Error) {
@@ -253,7 +253,12 @@ impl<'a, 'l> Keeper<'a, 'l> {
                  killed there, start it again with --recover"
             );
         } else {
-            self.lines.fail(broken(&format!("broke off: {error}")));
+            let rule = match error {
+                Error::Refused(_) => Rule::Perseverance,
+                Error::Wire { .. } => Rule::Turn,
+                _ => error.rule().unwrap_or(Rule::Stays),
+            };
+            self.lines.fail(broken(rule, format!("broke off: {error}")));
         }
     }
 
@@ -282,13 +287,13 @@ impl Line {
     fn follow(&mut self, arrival: &Arrival) -> Result<Outcome, Error> {
         crossbeam_channel::select! {
             recv(self.urgent) -> message => {
-                let message = message.map_err(|_| broken("has closed the supply line"))??;
+                let message = message.map_err(|_| broken(Rule::Stays, "has closed the supply line"))??;
                 return self.hear(message, arrival);
             }
             recv(self.channels.events()) -> event => match event {
                 Ok(ChannelEvent::RoundEnd { .. }) => self.left = self.left.saturating_sub(1),
                 Ok(ChannelEvent::Failed(error)) => return Err(error),
-                Err(_) => return Err(broken("has closed its data connections")),
+                Err(_) => return Err(broken(Rule::Stays, "has closed its data connections")),
             },
             default(TICK) => {}
         }
@@ -301,10 +306,10 @@ impl Line {
                 let region = arrival.filling.regions().get(usize::from(pages.region));
                 let end = PageRange::new(pages.first, pages.count.into()).end();
                 if region.is_none_or(|region| end > PageRange::all(region.pages).end()) {
-                    return Err(broken(&format!(
-                        "sent pages up to {end} of region {}, which it has not",
-                        pages.region
-                    )));
+                    return Err(broken(
+                        Rule::Bounds,
+                        format!("sent pages up to {end} of region {}, which it has not", pages.region),
+                    ));
                 }
                 arrival.wanted(&pages)?;
                 self.settle(arrival)
@@ -315,7 +320,7 @@ impl Line {
                 Ok(Outcome::Stands)
             }
             Message::Abort(refusal) => Err(Error::Refused(refusal.reason)),
-            other => Err(broken(&format!("sent {} on the supply line", other.name()))),
+            other => Err(broken(Rule::Turn, format!("sent {} on the supply line", other.name()))),
         }
     }
 
@@ -354,6 +359,6 @@ impl Line {
     }
 }
 
-fn broken(what: &str) -> Error {
-    Error::Protocol { peer: "the source".into(), what: what.into() }
+fn broken(rule: Rule, what: impl Into<String>) -> Error {
+    Error::breach("the source", rule, what)
 }

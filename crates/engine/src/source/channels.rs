@@ -7,7 +7,7 @@ use transship_wire::{Message, Preamble, Role, SessionId};
 
 use super::sender::PageSender;
 use crate::{
-    Error, MoveOptions, MoveTerms, Progress, Uri, ZeroPages,
+    Error, MoveOptions, MoveTerms, Progress, Rule, Uri, ZeroPages,
     channels::{self, Encoders, EncodingOptions, FirstFailure, MainThread, Shared, Window},
     control::Control,
     cpu,
@@ -95,7 +95,7 @@ impl MainThread for Watch<'_> {
     fn check(&self) -> Result<(), Error> {
         let progress = &self.shared.progress;
         if self.shared.failure.is_over() {
-            return Err(Error::Protocol { peer: self.control.peer.clone(), what: "broke a data connection".into() });
+            return Err(Error::breach(&self.control.peer, Rule::Stays, "broke a data connection"));
         }
         progress.cpu.main.set(cpu::thread_seconds());
         self.control.check_silence()?;

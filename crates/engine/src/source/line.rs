@@ -17,7 +17,7 @@ use super::{
     give_way::give_way,
 };
 use crate::{
-    Error, MoveOptions, PostCopyReport, Progress, Uri,
+    Error, MoveOptions, PostCopyReport, Progress, Rule, Uri,
     channels::{MainThread, RoundWork},
     control::{Control, TICK},
     fail_point,
@@ -295,7 +295,7 @@ impl Server {
         let pages = self.memory.get(index).map_or(0, transship_memory::Region::pages);
         if page >= pages {
             let what = format!("wants page {page} of region {region}, which has {pages}");
-            return Err(Error::Protocol { peer: self.control.peer.clone(), what });
+            return Err(Error::breach(&self.control.peer, Rule::Bounds, what));
         }
         fail_point::reach("source.wanted")?;
         let wanted = PageRange::new(page, 1);
@@ -346,4 +346,36 @@ pub(super) fn pause(attempt: u32) {
     let wait = (TICK * 4 * attempt.clamp(1, 10)).min(Duration::from_secs(2));
     // Nobody ever says anything here: there is no event for a network that is back.
     let _ = crossbeam_channel::never::<()>().recv_timeout(wait);
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use std::{io::Write, os::unix::net::UnixStream};
+
+    use super::*;
+
+    #[test]
+    fn pages_that_the_guest_does_not_have_are_no_wish() {
+        // A page further than the last one, and a region.
+        for (region, page) in [(0, 300), (1, 0)] {
+            let (ours, mut theirs) = UnixStream::pair().unwrap();
+            let file = rustix::fs::memfd_create("ram", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
+            rustix::fs::ftruncate(&file, 300 << 12).unwrap();
+            let memory = transship_memory::Region::map("ram", file, 0, 300 << 12, transship_memory::Access::Read);
+            let unsent = vec![PageMap::new(300)];
+            let server = Server {
+                control: Control::new(Connection::Unix(ours), "peer".into()).unwrap(),
+                memory: GuestMemory::new(vec![memory.unwrap()]),
+                state: Arc::new(Shared { unsent, told: Mutex::default(), changed: Condvar::new() }),
+                beside: Beside::default(),
+            };
+            let state = Arc::clone(&server.state);
+            theirs.write_all(&Message::Want { region, page }.encode(1)).unwrap();
+            drop(theirs);
+            server.run();
+            let error = check(&state).unwrap_err();
+            assert_eq!(error.rule(), Some(Rule::Bounds), "{error}");
+        }
+    }
 }

@@ -24,7 +24,7 @@ use super::{
     switchover::{await_loaded, save_state, send_state},
 };
 use crate::{
-    Error, Phase, PostCopyReport, Progress, Report,
+    Error, Phase, PostCopyReport, Progress, Report, Rule,
     control::Control,
     fail_point,
     filling::stand_in::{Ending, StandIn},
@@ -86,8 +86,7 @@ impl Peer for PostCopy<'_> {
         await_dropped(control, self.owed, progress)?;
         let line = Line::open(&self.base, 1, None).map_err(|error| control.explain(error))?;
         if line.lacks() != owed {
-            let what = "lacks other pages than it was told to".into();
-            return Err(Error::Protocol { peer: control.peer.clone(), what });
+            return Err(Error::breach(&control.peer, Rule::Count, "lacks other pages than it was told to"));
         }
         self.line = Some(line);
         fail_point::reach("source.line")?;

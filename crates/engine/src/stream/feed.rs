@@ -9,7 +9,7 @@ use super::{
     store::{Counts, PageWriter, Store},
     whence::Whence,
 };
-use crate::{Error, Progress};
+use crate::{Error, Progress, Rule};
 
 /// Pages with content that are brought together at most: 1 MiB.
 const ROOM_PAGES: usize = 256;
@@ -135,7 +135,7 @@ impl<'a> Feed<'a> {
         self.in_early = true;
         self.early_bytes = self.early_bytes.saturating_add(bytes.len());
         if self.early_bytes > MAX_EARLY_BYTES {
-            return Err(self.whence.broke("its early device sections are larger than any machine's"));
+            return Err(self.whence.broke(Rule::Bounds, "its early device sections are larger than any machine's"));
         }
         self.store.early(bytes)?;
         Ok(Flow::On)
@@ -151,8 +151,9 @@ impl<'a> Feed<'a> {
             }
             PageContent::Normal(bytes) => Some(bytes),
             PageContent::Compressed(bytes) => {
-                inflate_page(bytes, &mut inflated)
-                    .map_err(|why| self.whence.broke(format_args!("page at offset {position:#x}: {why}")))?;
+                inflate_page(bytes, &mut inflated).map_err(|why| {
+                    self.whence.broke(Rule::Encoding, format_args!("page at offset {position:#x}: {why}"))
+                })?;
                 Some(&inflated)
             }
             PageContent::Xbzrle(delta) => {

@@ -162,7 +162,7 @@ impl Records {
                 let what = format!(
                     "more than {MAX_TAIL_BYTES} bytes follow the memory, from offset {begin:#x} on: no machine has so much"
                 );
-                return Err(self.whence.broke(what));
+                return Err(self.whence.broke(Rule::Bounds, what));
             }
             if filled == tail.len() {
                 self.grow(&mut tail)?;
@@ -183,7 +183,7 @@ impl Records {
         let more = STREAM_CHUNK.max(tail.len() / 8);
         if tail.try_reserve_exact(more).is_err() {
             let what = format!("there is not enough memory for {} or more bytes of device state", tail.len());
-            return Err(self.whence.broke(what));
+            return Err(self.whence.broke(Rule::Bounds, what));
         }
         tail.resize(tail.len() + more, 0);
         Ok(())
@@ -205,13 +205,17 @@ impl Records {
             && matches!(source.kind(), io::ErrorKind::InvalidData | io::ErrorKind::UnexpectedEof)
         {
             let cure = self.whence.cure();
-            return self.whence.broke(format!("its encryption was changed or cut short after {at:#x} bytes{cure}"));
+            return self
+                .whence
+                .broke(Rule::Encoding, format!("its encryption was changed or cut short after {at:#x} bytes{cure}"));
         }
         if let Input::Decompressed { .. } = self.input
             && source.raw_os_error().is_none()
         {
             let cure = self.whence.cure();
-            return self.whence.broke(format!("it can't be decompressed after {at:#x} bytes: {source}{cure}"));
+            return self
+                .whence
+                .broke(Rule::Encoding, format!("it can't be decompressed after {at:#x} bytes: {source}{cure}"));
         }
         let (Whence::File(name) | Whence::Peer(name)) = &self.whence;
         Error::Io { what: format!("read {name} at offset {at:#x}"), source }

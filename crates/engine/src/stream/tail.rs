@@ -2,7 +2,7 @@
 use transship_wire::qemu::{GlobalState, Tail};
 
 use super::whence::Whence;
-use crate::Error;
+use crate::{Error, Rule};
 
 /// Behind each device section, and behind all of them.
 const FOOTER_BYTES: usize = 5;
@@ -23,7 +23,7 @@ pub(crate) fn check_tail(whence: &Whence, bytes: &[u8], base: u64) -> Result<Tai
             let what = format!(
                 "the device sections from offset {base:#x} on are neither described nor complete: they were cut short or damaged"
             );
-            return Err(whence.broke(what + whence.cure()));
+            return Err(whence.broke(Rule::Count, what + whence.cure()));
         };
         last.body().end + FOOTER_BYTES + EOF_BYTES
     };
@@ -31,7 +31,7 @@ pub(crate) fn check_tail(whence: &Whence, bytes: &[u8], base: u64) -> Result<Tai
     if extra > 0 {
         let end = base + end as u64;
         let what = format!("the {extra} bytes after its end at offset {end:#x} don't belong to it, or are damaged");
-        return Err(whence.broke(what + whence.cure()));
+        return Err(whence.broke(Rule::Turn, what + whence.cure()));
     }
     Ok(parsed)
 }

@@ -1,7 +1,7 @@
 //! Where bytes come from, for what is said about them.
 use std::fmt::Display;
 
-use crate::{Error, Misfit};
+use crate::{Error, Misfit, Rule};
 
 /// An error about a file as a whole.
 pub(crate) fn wrong(name: &str, what: impl Display) -> Error {
@@ -44,11 +44,11 @@ impl Whence {
         }
     }
 
-    /// Another error about it.
-    pub(crate) fn broke(&self, what: impl Display) -> Error {
+    /// Another error about it. `rule`: the one that somebody who sends has broken.
+    pub(crate) fn broke(&self, rule: Rule, what: impl Display) -> Error {
         match self {
             Self::File(name) => wrong(name, what),
-            Self::Peer(peer) => Error::Protocol { peer: peer.clone(), what: format!("sent something invalid: {what}") },
+            Self::Peer(peer) => Error::breach(peer, rule, format!("sent something invalid: {what}")),
         }
     }
 }
