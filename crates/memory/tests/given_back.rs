@@ -1,19 +1,16 @@
 //! Pages that a VMM gives back and its guest reads again, unwritten: memory of zeros in the place of what was read from
 //! outside before. The guest is this process, through a mapping of its own.
-#![allow(clippy::unwrap_used)]
-
-mod common;
-
 use std::os::fd::OwnedFd;
 
-use common::{
-    HUGE, PAGE, file, huge_file, map,
-    process::{Faults, Guest, userfaultfd},
-};
 use proptest::prelude::*;
 use rustix::fs::FallocateFlags;
 use transship_memory::{
     Access, Freeing, Holes, PageNumber, PageRange, PageSet, Region, Tracker, UffdTracker, WindowPages,
+};
+
+use crate::common::{
+    HUGE, PAGE, file, huge_file, map,
+    process::{Faults, Guest, userfaultfd},
 };
 
 fn set(pages: u64, ranges: &[(u64, u64)]) -> PageSet {

@@ -1,13 +1,10 @@
 //! Memory that stays where it is while it is made to read as zero, and memory that can't be had.
-#![allow(clippy::unwrap_used)]
-
-mod common;
-
 use std::{fs, path::Path};
 
-use common::{HUGE, PAGE, clear_all, contents, file, huge_file, map, mounts::with_mounts_of_its_own, page_of};
 use rustix::mount::MountFlags;
 use transship_memory::{Access, Error, Flaw, GuestMemory, Keep, PAGE_BYTES, PageRange, PageSet, Region, WindowPages};
+
+use crate::common::{HUGE, PAGE, clear_all, contents, file, huge_file, map, mounts::with_mounts_of_its_own, page_of};
 
 const PAGES: u64 = 20_000;
 

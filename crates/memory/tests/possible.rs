@@ -1,15 +1,12 @@
 //! Which trackers this system is said to have.
-#![allow(clippy::unwrap_used)]
+use rustix::mount::MountFlags;
+use transship_memory::{SyncTracker, Tracker, UffdTracker};
 
-mod common;
-
-use common::{
+use crate::common::{
     PAGE, file,
     mounts::with_mounts_of_its_own,
     process::{Faults, Guest, userfaultfd},
 };
-use rustix::mount::MountFlags;
-use transship_memory::{SyncTracker, Tracker, UffdTracker};
 
 /// The other tests use both.
 #[test]

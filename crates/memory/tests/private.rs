@@ -1,10 +1,6 @@
 //! Memory that a process has for itself: read, written and tracked from outside.
 //!
 //! The process is this one: what it is asked, by its number, the kernel answers as it does for any other.
-#![allow(clippy::unwrap_used)]
-
-mod common;
-
 use std::{
     fs::File,
     io::Read,
@@ -16,14 +12,15 @@ use std::{
     thread,
 };
 
-use common::{
-    PAGE, clear_all, file,
-    process::{Faults, Guest, Stop, Tracked, userfaultfd},
-};
 use proptest::prelude::*;
 use transship_memory::{
     Access, Area, FileIo, FileQueue, Freeing, GuestMemory, Holes, InProcess, PageRange, PageSet, Process, Region,
     Tracker, UffdTracker, WindowPages,
+};
+
+use crate::common::{
+    PAGE, clear_all, file,
+    process::{Faults, Guest, Stop, Tracked, userfaultfd},
 };
 
 fn ourselves(access: Access) -> Arc<Process> {
@@ -302,11 +299,6 @@ fn pages_go_to_a_file_and_back() {
         queue.finish().unwrap();
         (0..512).for_each(|page| assert_eq!(guest.read(page), page + 1, "{how:?}"));
     }
-}
-
-#[test]
-fn child() {
-    common::process::child();
 }
 
 #[test]

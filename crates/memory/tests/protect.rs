@@ -3,10 +3,6 @@
 //!
 //! The guest is this process, through a mapping of its own, or a child where it has to die. What is protected is told
 //! apart from what the file holds by looking at it through another mapping.
-#![allow(clippy::unwrap_used)]
-
-mod common;
-
 use std::{
     collections::HashSet,
     fs::File,
@@ -19,14 +15,15 @@ use std::{
     time::Duration,
 };
 
-use common::{
-    HUGE, PAGE, contents, file, huge_file, map, page_of,
-    process::{CHILD_PAGES, Faults, Guest, Stop, Tracked, userfaultfd},
-};
 use rustix::fs::OFlags;
 use transship_lab::lacks;
 use transship_memory::{
     Access, Area, Error, Fault, Flaw, PageNumber, PageRange, PageSet, Protection, Region, WindowPages,
+};
+
+use crate::common::{
+    HUGE, PAGE, contents, file, huge_file, map, page_of,
+    process::{CHILD_PAGES, Faults, Guest, Stop, Tracked, userfaultfd},
 };
 
 /// Longer than anything takes on a machine that does anything at all.
@@ -248,7 +245,7 @@ fn a_snapshot_is_of_one_moment(file: OwnedFd, bytes: u64, prepare: impl Fn(&Gues
     // Every second stretch of 64 pages holds something, the others are holes or share a huge page.
     (0..pages).filter(|page| page / 64 % 2 == 0).for_each(|page| guest.write(page, page + 1));
     for round in 0..3 {
-        let copy = map(common::file(bytes), bytes, Access::ReadWrite);
+        let copy = map(crate::common::file(bytes), bytes, Access::ReadWrite);
         let (stop, writes) = (Stop(AtomicBool::new(false)), AtomicU64::new(0));
         let (guest, stop, writes, source, copy) = (&guest, &stop, &writes, &source, &copy);
         let mut truth = Vec::new();
@@ -408,11 +405,6 @@ fn asking_for_faults_does_not_block() {
     assert!(flags.contains(OFlags::NONBLOCK));
     assert_eq!(protection.next_fault(NONE).unwrap(), None);
     assert_eq!(protection.next_fault(Duration::from_millis(5)).unwrap(), None);
-}
-
-#[test]
-fn child() {
-    common::process::child();
 }
 
 /// As it is with a VMM: another process, whose userfaultfd we fetch; later it dies.

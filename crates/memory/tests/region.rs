@@ -1,8 +1,4 @@
 //! Regions on real files: what is in them, what comes out, what goes in.
-#![allow(clippy::unwrap_used)]
-
-mod common;
-
 use std::{
     fs::File,
     io::{self, Read},
@@ -14,10 +10,11 @@ use std::{
     time::Duration,
 };
 
-use common::{HUGE, PAGE, contents, file, huge_file, map, mounts::with_mounts_of_its_own, page_of};
 use proptest::prelude::*;
 use rustix::{fs::OFlags, mount::MountFlags};
 use transship_memory::{Access, Error, Flaw, PAGE_BYTES, PageNumber, PageRange, PageSet, Region, WindowPages};
+
+use crate::common::{HUGE, PAGE, contents, file, huge_file, map, mounts::with_mounts_of_its_own, page_of};
 
 fn flaw(result: Result<Region, Error>) -> Option<Flaw> {
     result.err().expect("a refusal").flaw()

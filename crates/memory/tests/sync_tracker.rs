@@ -1,10 +1,6 @@
 //! The tracker for which writers wait, against the real kernel: it may miss no write either, and lets everybody go on.
 //!
 //! The guest is this process, through a mapping of its own, or a child where it has to die.
-#![allow(clippy::unwrap_used)]
-
-mod common;
-
 use std::{
     fs::File,
     os::fd::{AsRawFd, OwnedFd},
@@ -17,14 +13,15 @@ use std::{
     time::{Duration, Instant},
 };
 
-use common::{
-    HUGE, PAGE, file, map, page_of,
-    process::{CHILD_PAGES, Faults, Guest, Stop, Tracked, userfaultfd},
-};
 use proptest::prelude::*;
 use transship_memory::{
     Access, Area, Error, Flaw, Freeing, Holes, InProcess, LetWait, PageRange, PageSet, Process, Region, SyncTracker,
     Tracker, WindowPages, WriterPace,
+};
+
+use crate::common::{
+    HUGE, PAGE, file, map, page_of,
+    process::{CHILD_PAGES, Faults, Guest, Stop, Tracked, userfaultfd},
 };
 
 /// What a writer may be held for.
@@ -376,11 +373,6 @@ fn a_pace_may_hold_for_longer_but_only_those_who_may_be_held() {
         assert!(waited.held_time >= 5 * hold * patience, "{waited:?}");
         assert_eq!((waited.writes, waited.held), (5, if hold.is_zero() { 0 } else { 5 }), "{waited:?}");
     }
-}
-
-#[test]
-fn child() {
-    common::process::child();
 }
 
 #[test]

@@ -2,10 +2,6 @@
 //!
 //! The tracked process is this one, through a mapping of its own, or a child where it has to die. Writes elsewhere (by
 //! `Region`, which has another mapping) are what a tracker does not see; the tests use them for what must not matter.
-#![allow(clippy::unwrap_used)]
-
-mod common;
-
 use std::{
     fs::File,
     os::fd::OwnedFd,
@@ -14,13 +10,14 @@ use std::{
     time::{Duration, Instant},
 };
 
-use common::{
-    HUGE, PAGE, contents, file, huge_file, map, page_of,
-    process::{CHILD_PAGES, Faults, Guest, Stop, Tracked},
-};
 use rustix::mm::{MapFlags, ProtFlags};
 use transship_memory::{
     Access, Area, Error, Flaw, PageNumber, PageRange, PageSet, Region, Tracker, UffdTracker, WindowPages,
+};
+
+use crate::common::{
+    HUGE, PAGE, contents, file, huge_file, map, page_of,
+    process::{CHILD_PAGES, Faults, Guest, Stop, Tracked},
 };
 
 /// A test beside this one may be starting a child, which holds a dropped tracker's userfaultfd until it has become its
@@ -36,7 +33,7 @@ fn track(guest: &Guest) -> UffdTracker {
 }
 
 fn userfaultfd() -> OwnedFd {
-    common::process::userfaultfd(Faults::User).unwrap()
+    crate::common::process::userfaultfd(Faults::User).unwrap()
 }
 
 fn own_pagemap() -> OwnedFd {
@@ -256,7 +253,7 @@ fn copies_converge(file: OwnedFd, bytes: u64, unit: u64) {
     // Free page reporting: the VMM gives pages back behind the tracker, `unit` at a time.
     let puncher = map(&file, bytes, Access::ReadWrite);
     let guest = Guest::map(&file, bytes);
-    let copy = map(common::file(bytes), bytes, Access::ReadWrite);
+    let copy = map(crate::common::file(bytes), bytes, Access::ReadWrite);
     let mut tracker = track(&guest);
     let (stop, writes) = (Stop(AtomicBool::new(false)), AtomicU64::new(0));
     let (guest, stop, writes) = (&guest, &stop, &writes);
@@ -424,11 +421,6 @@ fn memory_that_is_unmapped_is_no_clean_memory() {
     unsafe { rustix::mm::munmap(guest.base.cast(), guest.bytes as usize) }.unwrap();
     let error = tracker.scan(0).unwrap_err();
     assert!(matches!(error, Error::Gone { region: 0, .. }), "{error}");
-}
-
-#[test]
-fn child() {
-    common::process::child();
 }
 
 /// As it is with a VMM: another process, whose userfaultfd we fetch; later it dies.

@@ -1,5 +1,4 @@
 //! Memory files as guests have them.
-#![allow(dead_code, clippy::unwrap_used)]
 
 pub(crate) mod mounts;
 pub(crate) mod process;

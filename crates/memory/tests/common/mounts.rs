@@ -1,5 +1,4 @@
 //! File systems for a test alone.
-#![allow(dead_code, clippy::unwrap_used)]
 
 use std::{path::Path, thread};
 

@@ -1,5 +1,4 @@
 //! Processes as VMMs are: with memory that is written and touched, and whose faults may be ours.
-#![allow(dead_code, clippy::unwrap_used)]
 
 use std::{
     io::{BufRead, BufReader, Write},
@@ -132,13 +131,14 @@ impl Stop {
     }
 }
 
-/// Set in a process that is a test's VMM: the same program, told to run nothing but a test named `child`, which calls
-/// [`child`].
+/// Set in a process that is a test's VMM: the same program, told to run nothing but [`child`].
 pub(crate) const CHILD: &str = "TRANSSHIP_TRACKED_CHILD";
 pub(crate) const CHILD_PAGES: u64 = 1024;
 
-/// Says where its memory is and its userfaultfd, then writes the page that each line of its input names.
-pub(crate) fn child() {
+/// Says where its memory is and its userfaultfd, then writes the page that each line of its input names. Where it is
+/// one of the tests, it does nothing.
+#[test]
+fn child() {
     if std::env::var_os(CHILD).is_none() {
         return;
     }
@@ -162,7 +162,7 @@ pub(crate) struct Tracked {
 impl Tracked {
     pub(crate) fn start() -> Self {
         let mut child = Command::new(std::env::current_exe().unwrap())
-            .args(["--exact", "child", "--nocapture", "--test-threads=1"])
+            .args(["--exact", "common::process::child", "--nocapture", "--test-threads=1"])
             .env(CHILD, "1")
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())

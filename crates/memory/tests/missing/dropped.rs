@@ -4,11 +4,8 @@ use std::thread;
 use proptest::{collection::vec, prelude::*};
 use transship_memory::{Access, Claims, PageNumber, PageRange, PageSet, WindowPages};
 
-use crate::{
-    NONE,
-    common::{self, page_of, process::Guest},
-    missing, word_of,
-};
+use super::{NONE, missing, word_of};
+use crate::common::{self, page_of, process::Guest};
 
 const PAGES: u64 = 300;
 
@@ -123,9 +120,9 @@ fn a_thread_that_waits_for_a_page_that_is_zero_goes_on() {
     let (missing, claims) = (missing(&guest), Claims::new(&[PAGES]).unwrap());
     thread::scope(|scope| {
         let waiter = scope.spawn(|| guest.read(5));
-        assert_eq!(missing.next_fault(crate::LONG).unwrap(), crate::fault(5));
+        assert_eq!(missing.next_fault(super::LONG).unwrap(), super::fault(5));
         assert_eq!(missing.leave_zero(&claims, 0, PageRange::new(0, 10)).unwrap(), 10);
-        assert_eq!(missing.next_fault(crate::LONG).unwrap(), crate::fault(5), "it asks again");
+        assert_eq!(missing.next_fault(super::LONG).unwrap(), super::fault(5), "it asks again");
         assert!(claims.is_done(0, PageNumber::new(5)));
         missing.fill_zero(0, PageRange::new(5, 1)).unwrap();
         assert_eq!(waiter.join().unwrap(), 0);

@@ -11,12 +11,10 @@ use std::{
 
 use transship_memory::{Access, Missing, PageNumber, PageRange};
 
-use crate::{
-    common::{
-        HUGE, PAGE, contents, file, huge_file, map, page_of,
-        process::{Guest, Stop},
-    },
-    missing,
+use super::missing;
+use crate::common::{
+    HUGE, PAGE, contents, file, huge_file, map, page_of,
+    process::{Guest, Stop},
 };
 
 /// What a saved guest was, and who brings it.

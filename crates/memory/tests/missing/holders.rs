@@ -3,13 +3,10 @@ use std::{os::fd::OwnedFd, thread};
 
 use transship_memory::{Area, Error, Flaw, Missing, PageNumber, PageRange};
 
-use crate::{
-    LONG, NONE,
-    common::{
-        HUGE, PAGE, file, huge_file, page_of,
-        process::{Faults, Guest, userfaultfd},
-    },
-    fault, missing, pages_of, word_of,
+use super::{LONG, NONE, fault, missing, pages_of, word_of};
+use crate::common::{
+    HUGE, PAGE, file, huge_file, page_of,
+    process::{Faults, Guest, userfaultfd},
 };
 
 #[test]

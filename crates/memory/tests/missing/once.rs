@@ -9,13 +9,10 @@ use std::{
 use rustix::io::FdFlags;
 use transship_memory::{Access, Claims, Missing, PageNumber, PageRange, Region, WindowPages};
 
-use crate::{
-    LONG,
-    common::{
-        HUGE, PAGE, file, huge_file, map, page_of,
-        process::{Faults, Guest, Stop, userfaultfd},
-    },
-    fault, missing, pages_of, there, word_of,
+use super::{LONG, fault, missing, pages_of, there, word_of};
+use crate::common::{
+    HUGE, PAGE, file, huge_file, map, page_of,
+    process::{Faults, Guest, Stop, userfaultfd},
 };
 
 /// As the device of a guest takes a page away.
@@ -169,7 +166,7 @@ impl Filler {
             rustix::io::fcntl_setfd(fd, FdFlags::empty()).unwrap();
         }
         let child = Command::new(std::env::current_exe().unwrap())
-            .args(["--exact", "once::filler", "--nocapture", "--test-threads=1"])
+            .args(["--exact", "missing::once::filler", "--nocapture", "--test-threads=1"])
             .env(GIVEN, format!("{} {} {}", uffd.as_raw_fd(), claims.as_raw_fd(), guest.area().address))
             .stdin(Stdio::null())
             .stdout(Stdio::null())

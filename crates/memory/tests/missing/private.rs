@@ -5,11 +5,8 @@ use transship_memory::{
     Access, Claims, Flaw, InProcess, Keep, Missing, PageNumber, PageRange, PageSet, Process, Region,
 };
 
-use crate::{
-    LONG,
-    common::{HUGE, PAGE, file, huge_file, page_of, process::Guest},
-    fault, missing, pages_of, there, word_of,
-};
+use super::{LONG, fault, missing, pages_of, there, word_of};
+use crate::common::{HUGE, PAGE, file, huge_file, page_of, process::Guest};
 
 fn region_of(guest: &Guest, page_bytes: u64, below: Option<&OwnedFd>) -> Region {
     let process = Arc::new(Process::open(std::process::id() as i32, Access::ReadWrite).unwrap());

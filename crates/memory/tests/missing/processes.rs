@@ -3,13 +3,10 @@ use std::{fs::File, thread, time::Duration};
 
 use transship_memory::{Area, Error, Fault, Missing, PageNumber, PageRange};
 
-use crate::{
-    LONG,
-    common::{
-        PAGE, file, page_of,
-        process::{CHILD_PAGES, Faults, Guest, Tracked, userfaultfd},
-    },
-    fault, pages_of, word_of,
+use super::{LONG, fault, pages_of, word_of};
+use crate::common::{
+    PAGE, file, page_of,
+    process::{CHILD_PAGES, Faults, Guest, Tracked, userfaultfd},
 };
 
 #[test]

@@ -5,14 +5,12 @@ use rustix::{
 };
 use transship_memory::{Area, Error, Flaw, Missing, PageNumber, PageRange};
 
-use crate::{
-    common::{
-        PAGE, file,
-        mounts::with_mounts_of_its_own,
-        page_of,
-        process::{Faults, Guest, userfaultfd},
-    },
-    missing, pages_of, word_of,
+use super::{missing, pages_of, word_of};
+use crate::common::{
+    PAGE, file,
+    mounts::with_mounts_of_its_own,
+    page_of,
+    process::{Faults, Guest, userfaultfd},
 };
 
 #[test]

@@ -4,13 +4,10 @@ use std::{sync::atomic::Ordering, thread, time::Duration};
 use transship_lab::lacks;
 use transship_memory::{Access, Missing, PageNumber, PageRange, WindowPages};
 
-use crate::{
-    LONG, NONE,
-    common::{
-        PAGE, contents, file, map, page_of,
-        process::{Faults, Guest, userfaultfd},
-    },
-    fault, missing, pages_of, there, word_of,
+use super::{LONG, NONE, fault, missing, pages_of, there, word_of};
+use crate::common::{
+    PAGE, contents, file, map, page_of,
+    process::{Faults, Guest, userfaultfd},
 };
 
 #[test]

@@ -4,9 +4,6 @@
 //! - `files`: ways, files and pages; `places`: pages go to their places and come back
 //! - `failures`: what can't be read or written; `queues`: what is in flight; `uring`: where the kernel lets io_uring be
 //!   used
-#![allow(clippy::unwrap_used)]
-#[path = "../common/mod.rs"]
-mod common;
 mod failures;
 mod files;
 mod places;

@@ -8,10 +8,6 @@
 //! - `dropped`: what was there, is dropped and brought again
 //! - `private`: memory that its process has for itself
 //! - `refused`: what can't be; `processes`: regions, and another process
-#![allow(clippy::unwrap_used)]
-
-#[path = "../common/mod.rs"]
-mod common;
 mod dropped;
 mod guests;
 mod holders;
@@ -23,11 +19,12 @@ mod waiting;
 
 use std::time::Duration;
 
-use common::{
+use transship_memory::{Fault, Missing, PageNumber, Region};
+
+use crate::common::{
     page_of,
     process::{Faults, Guest, userfaultfd},
 };
-use transship_memory::{Fault, Missing, PageNumber, Region};
 
 /// Longer than anything takes on a machine that does anything at all.
 pub(crate) const LONG: Duration = Duration::from_secs(120);
@@ -53,10 +50,4 @@ pub(crate) fn pages_of(numbers: std::ops::Range<u64>) -> Vec<u8> {
 /// The pages that the file has.
 pub(crate) fn there(region: &Region) -> Vec<(u64, u64)> {
     region.data().unwrap().ranges().map(|range| (range.first.get(), range.count)).collect()
-}
-
-/// The process that [`common::process::Tracked`] starts, by this name.
-#[test]
-fn child() {
-    common::process::child();
 }

@@ -1,0 +1,13 @@
+//! Guest memory from outside, on real files and against the real kernel.
+#![allow(clippy::unwrap_used)]
+mod common;
+mod file_io;
+mod given_back;
+mod keep;
+mod missing;
+mod possible;
+mod private;
+mod protect;
+mod region;
+mod sync_tracker;
+mod tracker;
