@@ -70,8 +70,6 @@ pub(crate) struct Rounds {
     number: u32,
     /// The guest is to go without what has not been sent.
     owes: bool,
-    /// What there is to send in the last round was found already.
-    has_last: bool,
 }
 
 /// A move in progress.
@@ -134,12 +132,11 @@ impl Rounds {
             holding: Holding::default(),
             number: 0,
             owes: false,
-            has_last: false,
         })
     }
 
     /// Asks a running guest which pages the first round can leave out; the rest of its data is the first round. `speed`
-    /// is the maximum sending rate in bytes a second. A stopped guest is not asked: `send_the_rest` sends all its
+    /// is the maximum sending rate in bytes a second. A stopped guest is not asked: the last round has all its
     /// memory.
     fn ask_for_free_pages(&mut self, speed: Option<u64>, progress: &Progress) -> Result<(), Error> {
         self.scanner.plan_first_round(Some(self.free.ask(Patience::Sending(speed), progress)?))
@@ -175,8 +172,7 @@ impl Rounds {
     /// By region, for a guest that is stopped and whose device state was saved: all pages that the other end lacks, and
     /// those that it has and that are holes now.
     pub(crate) fn find_owed(&mut self, link: &dyn Link) -> Result<&[Pending], Error> {
-        self.freeing = Freeing::Never;
-        self.scanner.scan_again(link.content())?;
+        self.find_the_rest(link)?;
         Ok(self.scanner.pending())
     }
 
@@ -218,17 +214,18 @@ impl Rounds {
         self.pacing.end();
     }
 
-    /// The last scan, while the guest is stopped, where it has to come before the device state is saved: processes
-    /// beside the VMM may end then.
+    /// The last scan, while the guest is stopped. From now on it gives no memory back.
     pub(crate) fn find_the_rest(&mut self, link: &dyn Link) -> Result<(), Error> {
         self.freeing = Freeing::Never;
-        self.scanner.scan_again(link.content())?;
-        self.scanner.let_others_end();
-        self.has_last = true;
-        Ok(())
+        self.scanner.scan_again(link.content())
     }
 
-    /// The last scan, unless that was made, and the last round, while the guest is stopped.
+    /// Processes beside the VMM have written their last, and may end.
+    pub(crate) fn let_others_end(&mut self) {
+        self.scanner.let_others_end();
+    }
+
+    /// The last round, while the guest is stopped: what [`Rounds::find_the_rest`] has found.
     pub(crate) fn send_the_rest(
         &mut self,
         link: &mut dyn Link,
@@ -236,10 +233,6 @@ impl Rounds {
         progress: &Progress,
         report: &mut Report,
     ) -> Result<(), Error> {
-        self.freeing = Freeing::Never;
-        if !std::mem::take(&mut self.has_last) {
-            self.scanner.scan_again(link.content())?;
-        }
         self.send_pending(link, patience, progress, report)?;
         reach(link, "last-round")
     }

@@ -44,7 +44,8 @@ impl Peer for Transship<'_> {
     }
 
     /// The VMM saves the device state while the last round is found and sent: it should write to no guest memory any
-    /// more. The last look sees whether it did.
+    /// more. The last look sees whether it did. Where processes beside the VMM may end when it saves its state, the
+    /// round is found before that.
     fn bring_the_rest(
         &mut self,
         course: &mut MoveInProgress<'_, '_>,
@@ -53,13 +54,16 @@ impl Peer for Transship<'_> {
     ) -> Result<(), Error> {
         let Self { session, verify } = self;
         let MoveInProgress { guest, progress, report, .. } = course;
-        if guest.state_ends_writers() {
+        let ends_writers = guest.state_ends_writers();
+        if ends_writers {
             rounds.find_the_rest(*session)?;
+            rounds.let_others_end();
         }
         let failed = AtomicBool::new(false); // Relaxed: it says nothing about other memory
         let (sent, state) = thread::scope(|scope| {
             let saving = scope.spawn(|| save_state(guest.unguarded(), &failed));
-            let sent = rounds.send_the_rest(*session, DONE_TIMEOUT_STOPPED, progress, report);
+            let found = if ends_writers { Ok(()) } else { rounds.find_the_rest(*session) };
+            let sent = found.and_then(|()| rounds.send_the_rest(*session, DONE_TIMEOUT_STOPPED, progress, report));
             failed.store(sent.is_err(), Relaxed);
             (sent, saving.join().unwrap_or_else(|panic| resume_unwind(panic)))
         });

@@ -159,6 +159,22 @@ fn the_device_state_is_saved_while_the_last_round_is_sent() {
     assert!(contents(&source.memory) == contents(&destination.memory));
 }
 
+/// More lists than there are scans while it runs: the next one is done right before it stands still.
+#[test]
+fn the_last_scan_comes_before_the_device_state_of_a_guest_whose_other_writers_end_by_it() {
+    let mut source = guest();
+    source.script.lock().unwrap().ends_writers = true;
+    let list = |page| vec![Op::Fill { region: 0, page, byte: 251 }];
+    source.script.lock().unwrap().meanwhile = (0..100).map(list).collect();
+    let mut destination = Waiting::new(&PAGES);
+    let ended = moved(&mut source, &mut destination);
+    ended.source.unwrap();
+    ended.destination.unwrap();
+    assert!(!source.script.lock().unwrap().meanwhile.is_empty());
+    assert_eq!(ended.report.late_pages, 0);
+    assert!(contents(&source.memory) == contents(&destination.memory));
+}
+
 #[test]
 fn a_last_round_that_fails_leaves_the_guest_here_however_much_was_saved() {
     for state_bytes in [0, 1 << 10, 20 << 20] {

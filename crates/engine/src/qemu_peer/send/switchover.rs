@@ -59,8 +59,9 @@ impl Peer for StockQemu<'_> {
     ) -> Result<(), Error> {
         let Self { session, regions, end } = self;
         let MoveInProgress { guest, progress, report, .. } = course;
+        rounds.find_the_rest(*session)?;
         if guest.state_ends_writers() {
-            rounds.find_the_rest(*session)?;
+            rounds.let_others_end();
         }
         rounds.send_the_rest(*session, DONE_TIMEOUT_STOPPED, progress, report)?;
         let mut state = DeviceState::take(guest.unguarded(), regions, found)?;

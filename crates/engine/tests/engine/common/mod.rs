@@ -145,6 +145,8 @@ pub struct Script {
     pub last_scan: Option<LastScan>,
     /// The last region was scanned since it was stopped.
     pub last_scanned: bool,
+    /// Processes beside it end when the device state is saved, and must have been scanned by then.
+    pub ends_writers: bool,
     /// What its devices do after the last scan, when their state is saved.
     pub late: Vec<Op>,
     /// How long it takes to arm the tracking, and to save the device state.
@@ -283,8 +285,14 @@ impl SourceGuest for Scripted {
     fn state_estimate(&self) -> Duration {
         Duration::ZERO
     }
+    fn state_ends_writers(&self) -> bool {
+        self.script.lock().unwrap().ends_writers
+    }
     fn save_state(&mut self) -> Result<Box<dyn Read + Send>, GuestError> {
-        self.script.lock().unwrap().saving = true;
+        let mut script = self.script.lock().unwrap();
+        script.saving = true;
+        assert!(!script.ends_writers || script.last_scanned, "what they have written can't be found any more");
+        drop(script);
         thread::sleep(self.script.lock().unwrap().takes);
         if self.broken_state {
             return Err(GuestError::Unfit("the device state can't be saved".into()));
