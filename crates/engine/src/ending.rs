@@ -39,9 +39,7 @@ pub(crate) fn finish(
 ) -> Result<(), Error> {
     let result = result.map_err(|error| too_late(error, progress));
     report.status = status_of(&result);
-    report.error = result.as_ref().err().map(ToString::to_string);
-    report.error_by = result.as_ref().err().map(Error::actor);
-    report.error_kind = result.as_ref().err().map(Error::kind);
+    report.set_error(result.as_ref().err());
     let seconds = begin.elapsed().as_secs_f64();
     report.total_ms = seconds * 1e3;
     report.throughput = report.bytes.wire as f64 / seconds;

@@ -1,7 +1,7 @@
 //! What happened, in numbers: the JSON object of the command.
 use serde::Serialize;
 
-use crate::{Actor, guest::DiskSnapshot};
+use crate::{Actor, Error, guest::DiskSnapshot};
 
 /// How it ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Default)]
@@ -364,6 +364,13 @@ pub struct Report {
 }
 
 impl Report {
+    /// Why it ended early, or that it did not: for people, for scripts, and who can act on it.
+    pub fn set_error(&mut self, error: Option<&Error>) {
+        self.error = error.map(ToString::to_string);
+        self.error_by = error.map(Error::actor);
+        self.error_kind = error.map(Error::kind);
+    }
+
     /// A round is over, in which `normal` pages went as data, `resent` of them again.
     pub(crate) fn add_round(&mut self, round: RoundReport, normal: u64, resent: u64) {
         self.pages.normal += normal;

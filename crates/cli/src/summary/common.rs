@@ -20,9 +20,8 @@ pub(super) fn end(
     table: fn(&Report) -> String,
 ) -> Result<(), Failure> {
     // The engine knows nothing of what failed before it had its turn.
-    report.error = outcome.as_ref().err().map(|error| output::one_line(&error.to_string()));
-    report.error_by = outcome.as_ref().err().map(Error::actor);
-    report.error_kind = outcome.as_ref().err().map(Error::kind);
+    report.set_error(outcome.as_ref().err());
+    report.error = report.error.as_deref().map(output::one_line);
     let printed = match json {
         true => output::json(&report),
         // Without a round there are no numbers to show; the reason is on stderr.
