@@ -96,10 +96,18 @@ impl Connection {
         Ok(())
     }
 
-    /// Writes `head` and then the present pages: [`Region::send_window`].
-    pub(crate) fn send_window(&mut self, region: &Region, head: &[u8], present: WindowPages) -> io::Result<()> {
+    /// Writes `head` and then the present pages: [`Region::send_window`], or [`Region::send_window_apart`].
+    pub(crate) fn send_window(
+        &mut self,
+        region: &Region,
+        head: &[u8],
+        present: WindowPages,
+        apart: bool,
+    ) -> io::Result<()> {
         match self {
+            // Records of what is encrypted are short as it is.
             Self::Secured(secured) => secured.send_window(region, head, present),
+            clear if apart => region.send_window_apart(clear.as_fd(), head, present),
             clear => region.send_window(clear.as_fd(), head, present),
         }
     }

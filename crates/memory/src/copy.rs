@@ -68,11 +68,24 @@ impl Region {
     /// of a socket with a send timeout included: an unknown part was written by then, so the stream is of no use any
     /// more.
     pub fn send_window(&self, to: BorrowedFd<'_>, head: &[u8], present: WindowPages) -> io::Result<()> {
+        self.send_as(Way::Sendmsg { flags: 0 }, to, head, present)
+    }
+
+    /// As [`Region::send_window`]. Over TCP, what is sent next goes apart from it: so the kernel puts no more into the
+    /// link at once.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn send_window_apart(&self, to: BorrowedFd<'_>, head: &[u8], present: WindowPages) -> io::Result<()> {
+        self.send_as(Way::Sendmsg { flags: libc::MSG_EOR }, to, head, present)
+    }
+
+    fn send_as(&self, way: Way, to: BorrowedFd<'_>, head: &[u8], present: WindowPages) -> io::Result<()> {
         self.check_window(present).map_err(|error| io::Error::new(io::ErrorKind::InvalidInput, error))?;
         match &self.held {
-            Held::Shared(shared) => shared.send_window(to, head, present),
+            Held::Shared(shared) => shared.send_window(way, to, head, present),
             Held::Private(private) => private
-                .with_pages(present, |pages| send(to, head, pages))
+                .with_pages(present, |pages| send(way, to, head, pages))
                 .map_err(|source| io::Error::other(self.unread(source)))
                 .flatten(),
         }
@@ -169,7 +182,7 @@ impl Shared {
         unsafe { ptr::copy_nonoverlapping(start, into.as_mut_ptr(), len) };
     }
 
-    fn send_window(&self, to: BorrowedFd<'_>, head: &[u8], present: WindowPages) -> io::Result<()> {
+    fn send_window(&self, way: Way, to: BorrowedFd<'_>, head: &[u8], present: WindowPages) -> io::Result<()> {
         let pages = present.runs().map(|run| self.raw(run));
         let head = (head.as_ptr().cast_mut(), head.len());
         let mut parts: Vec<libc::iovec> = std::iter::once(head)
@@ -177,7 +190,7 @@ impl Shared {
             .map(|(start, len)| libc::iovec { iov_base: start.cast(), iov_len: len })
             .collect();
         // SAFETY: the parts are the slice `head` and pages of the mapping, both of which live beyond this call.
-        unsafe { write_all(to, &mut parts) }
+        unsafe { write_all(way, to, &mut parts) }
     }
 
     /// Makes the pages of a window that have to be there before they are written.
@@ -251,18 +264,21 @@ impl Shared {
 }
 
 /// Writes both, one behind the other.
-fn send(to: BorrowedFd<'_>, head: &[u8], pages: &[u8]) -> io::Result<()> {
+fn send(way: Way, to: BorrowedFd<'_>, head: &[u8], pages: &[u8]) -> io::Result<()> {
     let mut parts =
         [head, pages].map(|part| libc::iovec { iov_base: part.as_ptr().cast_mut().cast(), iov_len: part.len() });
     // SAFETY: the parts are slices, which live beyond this call.
-    unsafe { write_all(to, &mut parts) }
+    unsafe { write_all(way, to, &mut parts) }
 }
 
 /// How a file descriptor is written to.
 #[derive(Clone, Copy)]
 enum Way {
     /// A peer that is gone is an error, and no SIGPIPE, whatever the program does about that signal.
-    Sendmsg,
+    Sendmsg {
+        /// More than that.
+        flags: libc::c_int,
+    },
     Writev,
 }
 
@@ -271,8 +287,7 @@ enum Way {
 ///
 /// # Safety
 /// Each part is readable during the call. It may be written meanwhile.
-unsafe fn write_all(to: BorrowedFd<'_>, parts: &mut [libc::iovec]) -> io::Result<()> {
-    let mut way = Way::Sendmsg;
+unsafe fn write_all(mut way: Way, to: BorrowedFd<'_>, parts: &mut [libc::iovec]) -> io::Result<()> {
     let mut rest = skip(parts, 0);
     while !rest.is_empty() {
         // SAFETY: the caller's promise; skip() only shortens parts.
@@ -291,13 +306,13 @@ unsafe fn write_all(to: BorrowedFd<'_>, parts: &mut [libc::iovec]) -> io::Result
 /// As [`write_all`].
 unsafe fn write_some(way: Way, to: BorrowedFd<'_>, parts: &mut [libc::iovec]) -> io::Result<usize> {
     let written = match way {
-        Way::Sendmsg => {
+        Way::Sendmsg { flags } => {
             // SAFETY: a msghdr is plain integers and pointers, for which zero means none.
             let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
             message.msg_iov = parts.as_mut_ptr();
             message.msg_iovlen = parts.len();
             // SAFETY: the message points to as many parts as it says; they are readable by the caller's promise.
-            unsafe { libc::sendmsg(to.as_raw_fd(), &raw const message, libc::MSG_NOSIGNAL) }
+            unsafe { libc::sendmsg(to.as_raw_fd(), &raw const message, libc::MSG_NOSIGNAL | flags) }
         }
         // SAFETY: as many parts as said, readable by the caller's promise.
         Way::Writev => unsafe { libc::writev(to.as_raw_fd(), parts.as_ptr(), parts.len() as libc::c_int) },

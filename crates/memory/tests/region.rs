@@ -323,7 +323,8 @@ fn expected(region: &Region) -> Vec<u8> {
 
 fn send_all(region: &Region, to: &impl AsFd) -> io::Result<()> {
     WINDOWS.iter().enumerate().try_for_each(|(at, &(first, bits))| {
-        region.send_window(to.as_fd(), &[at as u8; 24], WindowPages::new(first, bits))
+        let (to, head, pages) = (to.as_fd(), [at as u8; 24], WindowPages::new(first, bits));
+        if at % 2 == 0 { region.send_window(to, &head, pages) } else { region.send_window_apart(to, &head, pages) }
     })
 }
 

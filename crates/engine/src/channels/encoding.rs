@@ -252,6 +252,7 @@ mod tests {
             progress: Progress::new(),
             failure: FirstFailure::default(),
             peer: "nobody".into(),
+            at_once: Default::default(),
         };
         let options = EncodingOptions {
             compress: Compress::Auto,

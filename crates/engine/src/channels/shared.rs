@@ -1,10 +1,10 @@
 //! What all threads of a session use, and what travels between them: ranges and counts, and encoded packets.
 use std::sync::{
     Arc, Mutex, MutexGuard,
-    atomic::{AtomicBool, Ordering::Relaxed},
+    atomic::{AtomicBool, AtomicU64, Ordering::Relaxed},
 };
 
-use transship_memory::{GuestMemory, PAGE_BYTES, PageNumber, PageRange, WindowPages};
+use transship_memory::{GuestMemory, PAGE_BYTES, PageNumber, PageRange, WINDOW_PAGES, WindowPages};
 
 use super::dispatcher::Chosen;
 use crate::{Error, Progress, pacer::Pacer, page_map::PageMap};
@@ -21,6 +21,36 @@ pub(crate) struct Shared {
     pub(crate) progress: Arc<Progress>,
     pub(crate) failure: FirstFailure,
     pub(crate) peer: String,
+    pub(crate) at_once: PagesAtOnce,
+}
+
+/// How many pages that are not encoded go into the link at once, so that what is urgent does not wait behind more.
+pub(crate) struct PagesAtOnce(AtomicU64);
+
+impl Default for PagesAtOnce {
+    /// A window.
+    fn default() -> Self {
+        Self(AtomicU64::new(WINDOW_PAGES))
+    }
+}
+
+impl PagesAtOnce {
+    /// Relaxed: it says nothing about other memory.
+    pub(crate) fn set(&self, pages: u64) {
+        self.0.store(pages.clamp(1, WINDOW_PAGES), Relaxed);
+    }
+
+    /// The pages of a window, as many at a time as it says now.
+    pub(crate) fn parts(&self, pages: WindowPages) -> impl Iterator<Item = WindowPages> {
+        let most = self.0.load(Relaxed);
+        let mut rest = pages;
+        std::iter::from_fn(move || {
+            let end = rest.iter().nth(most as usize).map_or(WINDOW_PAGES, |page| page - pages.first);
+            let part = WindowPages { mask: rest.mask & (u128::MAX >> (WINDOW_PAGES - end)), ..rest };
+            rest.mask &= !part.mask;
+            (!part.is_empty()).then_some(part)
+        })
+    }
 }
 
 /// Whether the session goes on, and why it does not. When it ends, all connections are shut down, upon which channels
@@ -194,5 +224,24 @@ impl Shared {
         }
         sent.bytes += bytes as u64;
         self.progress.wire_bytes.fetch_add(bytes as u64, Relaxed);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pages_of_a_window_go_few_at_a_time_and_each_once() {
+        for mask in [0, 1, 0b1011_0111, 1 << 127 | 1 << 64 | 1, u128::MAX] {
+            let at_once = PagesAtOnce::default();
+            for most in [1, 3, 127, u64::MAX] {
+                at_once.set(most);
+                let parts: Vec<_> = at_once.parts(WindowPages::new(256, mask)).collect();
+                assert!(parts.iter().all(|part| (1..=most).contains(&part.count())), "{mask:x}: {parts:?}");
+                assert_eq!(parts.iter().map(|part| part.mask).reduce(|all, part| all | part).unwrap_or(0), mask);
+                assert_eq!(parts.iter().map(|part| part.count()).sum::<u64>(), u64::from(mask.count_ones()));
+            }
+        }
     }
 }

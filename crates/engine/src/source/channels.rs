@@ -8,7 +8,7 @@ use transship_wire::{Message, Preamble, Role, SessionId};
 use super::sender::PageSender;
 use crate::{
     Error, MoveOptions, MoveTerms, Progress, Rule, Uri, ZeroPages,
-    channels::{self, Encoders, EncodingOptions, FirstFailure, MainThread, Shared, Window},
+    channels::{self, Encoders, EncodingOptions, FirstFailure, MainThread, PagesAtOnce, Shared, Window},
     control::Control,
     cpu,
     pacer::Pacer,
@@ -65,6 +65,7 @@ pub(crate) fn connect_channels(
         progress: Arc::clone(progress),
         failure: FirstFailure::default(),
         peer: to.to_string(),
+        at_once: PagesAtOnce::default(),
     });
     let MoveOptions { compress, channels, .. } = *options;
     let MoveTerms { encoders, when_busy, .. } = *terms;

@@ -8,8 +8,9 @@ use std::{
 
 use crossbeam_channel::{Receiver, RecvTimeoutError, Sender, bounded};
 use transship_lines::{TcpState, limit_tcp_pace};
+use transship_memory::PAGE;
 
-use crate::transport::Connection;
+use crate::{channels::PagesAtOnce, transport::Connection};
 
 /// Time between two looks at the connections.
 const INTERVAL: Duration = Duration::from_millis(10);
@@ -23,6 +24,8 @@ const QUEUE: Duration = Duration::from_micros(1500);
 const IN_VAIN: u32 = 10;
 /// Looks, of those that set the pace, without one after that.
 const REST: u32 = 50;
+/// What goes into the link at once takes so long there.
+const AT_ONCE: Duration = Duration::from_micros(100);
 /// The part of the pace that the channels have at least, whatever goes beside them.
 const LEAST: f64 = 0.1;
 
@@ -62,6 +65,12 @@ impl Pace {
         }
     }
 
+    /// Pages that take the link for a moment only. Without a pace they are as many as can be: nobody knows how long
+    /// they take.
+    fn pages_at_once(&self) -> u64 {
+        self.total.map_or(u64::MAX, |total| (total * AT_ONCE.as_secs_f64()) as u64 / PAGE)
+    }
+
     /// What is left for the channels.
     fn beside(&self, urgent: f64) -> Option<f64> {
         self.total.map(|total| (total * (1.0 - self.drain) - urgent).max(total * LEAST))
@@ -73,16 +82,17 @@ pub(super) fn give_way<'s, 'e: 's>(
     scope: &'s Scope<'s, 'e>,
     channels: &'e [Connection],
     urgent: &'e Connection,
+    at_once: &'e PagesAtOnce,
 ) -> Sender<()> {
     let (until, is_over) = bounded(0);
     // Sockets without such figures have no link to fill.
     if channels.iter().chain([urgent]).all(|connection| TcpState::of(connection).is_ok()) {
-        scope.spawn(move || watch(channels, urgent, &is_over));
+        scope.spawn(move || watch(channels, urgent, at_once, &is_over));
     }
     until
 }
 
-fn watch(channels: &[Connection], urgent: &Connection, is_over: &Receiver<()>) {
+fn watch(channels: &[Connection], urgent: &Connection, at_once: &PagesAtOnce, is_over: &Receiver<()>) {
     let mut pace = Pace::default();
     let (mut before, mut since) = (acknowledged(channels, urgent), Instant::now());
     let (mut looks, mut queue) = (LOOKS - FIRST_LOOKS, Duration::MAX);
@@ -100,6 +110,7 @@ fn watch(channels: &[Connection], urgent: &Connection, is_over: &Receiver<()>) {
             // One that has ended says so to whoever sends.
             let _ = limit_tcp_pace(channel, each);
         }
+        at_once.set(pace.pages_at_once());
         (before, since, looks, queue) = (now, Instant::now(), 0, Duration::MAX);
     }
 }

@@ -135,8 +135,9 @@ impl Line {
         let pushing = Pushing { state: &self.state };
         let failed = |source| Error::Io { what: "watch the connections that pages go over".into(), source };
         let connections = self.channels.connections().map_err(failed)?;
+        let shared = Arc::clone(self.channels.shared());
         let pushed = thread::scope(|scope| {
-            let _until = give_way(scope, &connections, &self.urgent);
+            let _until = give_way(scope, &connections, &self.urgent, &shared.at_once);
             self.channels.run_round(&work, &mut FreePages::none(), &pushing)
         });
         let result = pushed.and_then(|(sent, _)| {

@@ -53,20 +53,29 @@ impl Channel for PageSender {
         if present | zero == 0 {
             return Ok(());
         }
-        self.packets += 1;
         let Window { round, .. } = *window;
         let (region, first) = (window.region as u16, window.first.get());
         if let Some(Encoded { method, bytes }) = encoded {
+            self.packets += 1;
             let length = bytes.len() as u32; // shorter than the pages of a window
             let packet = Packet::Encoded { round, region, first, present, zero, method: *method, bytes: length };
             self.write(&packet.encode(), sent)?;
             return self.write(bytes, sent);
         }
-        let packet = Packet::Pages { round, region, first, present, zero };
-        self.shared.book(PACKET_BYTES + packet.payload_bytes(), sent);
-        let memory = &self.shared.memory.regions()[window.region];
-        let written = self.connection.send_window(memory, &packet.encode(), window.pages(present));
-        written.map_err(|source| self.failed(source))
+        let shared = Arc::clone(&self.shared);
+        let memory = &shared.memory.regions()[window.region];
+        let mut zero = zero;
+        // Where there are zeros only, they go in a packet as well.
+        let none = (present == 0).then(|| window.pages(0));
+        for part in shared.at_once.parts(window.pages(present)).chain(none) {
+            self.packets += 1;
+            let packet = Packet::Pages { round, region, first, present: part.mask, zero: std::mem::take(&mut zero) };
+            shared.book(PACKET_BYTES + packet.payload_bytes(), sent);
+            let apart = part.mask != present;
+            let written = self.connection.send_window(memory, &packet.encode(), part, apart);
+            written.map_err(|source| self.failed(source))?;
+        }
+        Ok(())
     }
 
     fn send_hole(&mut self, round: u32, region: usize, range: PageRange, sent: &mut Sent) -> Result<(), Error> {

@@ -217,7 +217,7 @@ impl Channel for PacketSender {
             shared.book(PACKET_HEADER_BYTES + pages.present.count_ones() as usize * PAGE_BYTES, sent);
             return self
                 .connection
-                .send_window(memory, &header, window.pages(pages.present))
+                .send_window(memory, &header, window.pages(pages.present), false)
                 .map_err(|source| self.failed(source));
         };
         // A copy: the guest writes meanwhile.

@@ -19,7 +19,7 @@ use super::{
 };
 use crate::{
     Compress, Error, MoveTerms, Progress, Report, Uri, ZeroPages,
-    channels::{Encoders, EncodingOptions, FirstFailure, RoundWork, Sent, Shared},
+    channels::{Encoders, EncodingOptions, FirstFailure, PagesAtOnce, RoundWork, Sent, Shared},
     free::FreePages,
     guest::RegionPages,
     pacer::Pacer,
@@ -71,6 +71,7 @@ impl SendSession {
             progress: Arc::clone(progress),
             failure: FirstFailure::default(),
             peer: to.to_string(),
+            at_once: PagesAtOnce::default(),
         });
         let channels = match count {
             0 => None,
