@@ -171,9 +171,9 @@ pub(super) fn alone_in_memory(qmp: &Qmp, backends: &[Backend]) -> Result<(), Gue
     }
 }
 
-/// Its own processor or process writes to the guest: VFIO, vDPA, vhost-user, vhost-scsi.
+/// Its own processor or process writes to the guest: VFIO, vDPA, RDMA, vhost-user, vhost-scsi.
 fn writes_behind(device_type: &str) -> bool {
-    ["vfio-", "vhost-user-", "vhost-vdpa-", "vhost-scsi", "x-vfio-user"]
+    ["vfio-", "vhost-user-", "vhost-vdpa-", "vhost-scsi", "x-vfio-user", "pvrdma"]
         .iter()
         .any(|prefix| device_type.starts_with(prefix))
 }
@@ -348,7 +348,9 @@ mod tests {
 
     #[test]
     fn device_types_that_write_by_themselves_are_known() {
-        for kind in ["vfio-pci", "vhost-user-fs-pci", "vhost-user-blk-pci-non-transitional", "vhost-vdpa-device-pci"] {
+        for kind in
+            ["vfio-pci", "vhost-user-fs-pci", "vhost-user-blk-pci-non-transitional", "vhost-vdpa-device-pci", "pvrdma"]
+        {
             assert!(writes_behind(kind), "{kind}");
         }
         for kind in ["virtio-net-pci", "virtio-blk-pci", "vhost-vsock-pci", "VGA"] {
