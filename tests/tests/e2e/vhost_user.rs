@@ -100,16 +100,20 @@ fn a_guest_whose_disk_is_another_process_is_moved_and_saved() -> Result<()> {
     move_between(&source.vm(), &there.vm(), &["--verify", "--bandwidth", "100MB"])?;
     assert_right(&there)?;
 
+    saved_and_restored(&there, &linux(&disk2).incoming().start()?, assert_right)
+}
+
+/// It goes on when it is saved, and then elsewhere from the file, which can't be lazily.
+pub(crate) fn saved_and_restored(guest: &Qemu, other: &Qemu, assert_right: fn(&Qemu) -> Result<()>) -> Result<()> {
+    let folder = Scratch::new()?;
     let snapshot = folder.join("snapshot").display().to_string();
-    let save = ["save", "--live", "--vm", &there.vm(), "--to", &snapshot];
-    Transship::command(save).run()?.expect_code(0)?;
-    assert_right(&there)?;
-    let restored = linux(&disk2).incoming().start()?;
-    let restore = ["restore", "--vm", &restored.vm(), "--from", &snapshot];
+    Transship::command(["save", "--live", "--vm", &guest.vm(), "--to", &snapshot]).run()?.expect_code(0)?;
+    assert_right(guest)?;
+    let restore = ["restore", "--vm", &other.vm(), "--from", &snapshot];
     let lazily = Transship::command(restore).args(["--lazy"]).run()?.expect_code(1)?;
     assert!(lazily.stderr.contains("without --lazy"), "{lazily}");
     Transship::command(restore).run()?.expect_code(0)?;
-    assert_right(&restored)
+    assert_right(other)
 }
 
 /// There, and on: a processor that KVM runs is held, too. It waits for each request, and looks for its end by itself.

@@ -1,7 +1,7 @@
 //! Guests that share a folder with their host by another process: what it reads for them comes into their memory
 //! through a mapping of its own.
-use crate::ends::move_between;
-use transship_lab::{FileBackEnd, Qemu, QemuBuilder, Result, Scratch, SharedFolder, Transship, Workload, other_qemu};
+use crate::{ends::move_between, vhost_user::saved_and_restored};
+use transship_lab::{FileBackEnd, Qemu, QemuBuilder, Result, SharedFolder, Transship, Workload, other_qemu};
 
 const WORKLOAD: Workload = Workload { mib: 16, rate: 500, sweep_ms: 500, ..Workload::LINUX };
 
@@ -44,17 +44,7 @@ fn a_guest_whose_files_come_from_another_process_is_moved_and_saved() -> Result<
     assert_right(&there)?;
     drop((source, files0));
 
-    let scratch = Scratch::new()?;
-    let snapshot = scratch.join("snapshot").display().to_string();
-    let save = ["save", "--live", "--vm", &there.vm(), "--to", &snapshot];
-    Transship::command(save).run()?.expect_code(0)?;
-    assert_right(&there)?;
-    let restored = linux(&files2).incoming().start()?;
-    let restore = ["restore", "--vm", &restored.vm(), "--from", &snapshot];
-    let lazily = Transship::command(restore).args(["--lazy"]).run()?.expect_code(1)?;
-    assert!(lazily.stderr.contains("without --lazy"), "{lazily}");
-    Transship::command(restore).run()?.expect_code(0)?;
-    assert_right(&restored)
+    saved_and_restored(&there, &linux(&files2).incoming().start()?, assert_right)
 }
 
 /// QEMU 7.2 says itself that it can't migrate such a device.
