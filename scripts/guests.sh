@@ -4,6 +4,7 @@
 #   .guest/linux/vmlinuz      a distribution kernel, unpacked from its package
 #   .guest/linux/modules/     its drivers for virtio's balloon, disk, network card and file system
 #   .guest/linux/vmlinuz-new  one that draws new random numbers when it learns that it is a clone (vmgenid)
+#   .guest/linux/modules-new/ its drivers for network cards of its guests (vhost-net)
 #   .guest/linux/initrd.img   busybox, these drivers, guest/init and guest/workload.rs with its other files
 #   .guest/kvm.elf            guest/kvm.c: a 32-bit program that needs no operating system
 set -Eeuo pipefail
@@ -13,13 +14,15 @@ cd "$(dirname "$0")/.."
 # Drivers, in the order in which they need each other.
 drivers=(virtio_ring virtio virtio_pci_legacy_dev virtio_pci_modern_dev virtio_pci virtio_balloon virtio_blk failover net_failover virtio_net fuse virtiofs)
 
+new_drivers=(tun tap vhost_iotlb vhost vhost_net)
+
 say() { echo "guests: $*" >&2; }
 
 main() {
     mkdir -p .guest/linux
     # One that was put there by hand may have no modules beside it.
     [ -s .guest/linux/vmlinuz ] && { has_modules || ! type -P apt-get >/dev/null; } || fetch_kernel
-    [ -s .guest/linux/vmlinuz-new ] || fetch_new_kernel
+    [ -s .guest/linux/vmlinuz-new ] && has_new_modules || fetch_new_kernel
     [ -s .guest/linux/busybox ] || fetch_busybox
     shopt -s nullglob
     initrd_parts=(guest/init guest/workload.rs guest/compile.rs guest/disk.rs guest/net.rs guest/slots.rs scripts/guests.sh .guest/linux/modules/*.ko)
@@ -30,6 +33,10 @@ main() {
 # Were the modules taken that are wanted now? An older checkout wanted fewer.
 has_modules() {
     [ "$(cat .guest/linux/modules/wanted 2>/dev/null)" = "${drivers[*]}" ]
+}
+
+has_new_modules() {
+    [ "$(cat .guest/linux/modules-new/wanted 2>/dev/null)" = "${new_drivers[*]}" ]
 }
 
 # Is the target made from exactly these sources? By content: a checkout gives files new dates.
@@ -71,6 +78,7 @@ fetch_new_kernel() {
     scratch=$(mktemp -d -p .guest)
     unpack "$package" "$scratch"
     install -m 644 "$scratch"/boot/vmlinuz-* .guest/linux/vmlinuz-new.new
+    take_new_modules "$scratch"
     mv .guest/linux/vmlinuz-new.new .guest/linux/vmlinuz-new
     rm -r "$scratch"
     say "unpacked the kernel of $package"
@@ -88,6 +96,18 @@ take_modules() {
     done
     echo "${drivers[*]}" >.guest/linux/modules.new/wanted
     mv .guest/linux/modules.new .guest/linux/modules
+}
+
+# Packed or not: busybox can unpack what Debian packs.
+take_new_modules() {
+    local module found number=0
+    rm -rf .guest/linux/modules-new
+    mkdir .guest/linux/modules-new
+    for module in "${new_drivers[@]}"; do
+        found=$(find "$1/lib/modules" \( -name "$module.ko" -o -name "$module.ko.xz" \) -print -quit 2>/dev/null || true)
+        [ -z "$found" ] || install -m 644 "$found" ".guest/linux/modules-new/$((++number))-${found##*/}"
+    done
+    echo "${new_drivers[*]}" >.guest/linux/modules-new/wanted
 }
 
 # The same, from a list of packages that is fetched first where it is missing.

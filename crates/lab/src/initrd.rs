@@ -51,6 +51,19 @@ impl Initrd {
         libraries.into_iter().try_for_each(|library| self.file(Path::new(library), library))
     }
 
+    /// A QEMU as `bin/qemu-system-x86_64`, which finds its firmware in `/firmware` (`-L`).
+    ///
+    /// # Errors
+    /// It can't be read, or there is no room.
+    pub fn emulator(&self, qemu: &Path) -> Result<()> {
+        self.program(qemu, "bin/qemu-system-x86_64")?;
+        let firmware = ["seabios/bios-256k.bin", "qemu/bios-256k.bin", "qemu/kvmvapic.bin", "qemu/linuxboot_dma.bin"];
+        let paths = firmware.map(|name| Path::new("/usr/share").join(name));
+        paths.iter().filter(|path| path.exists()).try_for_each(|path| {
+            self.file(path, &format!("firmware/{}", path.file_name().expect("it has one").display()))
+        })
+    }
+
     /// What the kernel starts.
     ///
     /// # Errors

@@ -12,9 +12,9 @@
 //! - Images and guests that share them: `clones`, `clones_refused`, `forks`
 //! - What is said beforehand: `check`, `plan`; domains of libvirt: `libvirt`, `libvirt_images`, `libvirt_disks`,
 //!   `libvirt_migrate`
-//! - Memory: `any_memory`, `huge_pages`, `preallocated`, `free_pages`, `writers`, `vhost_user`, `vhost_user_fs`,
-//!   `vhost_user_net`, `trackers`, `old_kernel`; who says which of it is free: `balloon`, `hints`; whose QEMU it
-//!   is, and what that sees: `places`
+//! - Memory: `any_memory`, `huge_pages`, `preallocated`, `free_pages`, `writers`, `vhost_net`, `vhost_user`,
+//!   `vhost_user_fs`, `vhost_user_net`, `trackers`, `old_kernel`; who says which of it is free: `balloon`, `hints`;
+//!   whose QEMU it is, and what that sees: `places`
 //! - What several of them need: `ends`, `middle`, `peer`, `restoring`, `sector`, `steering`, `stock`
 mod any_memory;
 mod at_stop;
@@ -85,6 +85,7 @@ mod stock;
 mod strangers;
 mod tokens;
 mod trackers;
+mod vhost_net;
 mod vhost_user;
 mod vhost_user_fs;
 mod vhost_user_net;

@@ -61,16 +61,8 @@ fn files(folder: &Path, perl: &Path, qemu: &Path) -> Result<Initrd> {
     files.program(&binary()?, "bin/transship")?;
     files.program(perl, "bin/perl")?;
     files.file(perl, "bin/perl-as-libvirtd")?;
-    files.program(qemu, "bin/qemu-system-x86_64")?;
+    files.emulator(qemu)?;
     files.file(&image("linux/busybox")?, "bin/busybox")?;
-    for firmware in
-        ["/usr/share/seabios/bios-256k.bin", "/usr/share/qemu/bios-256k.bin", "/usr/share/qemu/kvmvapic.bin"]
-    {
-        let firmware = Path::new(firmware);
-        if firmware.exists() {
-            files.file(firmware, &format!("firmware/{}", firmware.file_name().expect("it has one").display()))?;
-        }
-    }
     files.file(&root().join(POLICY), "policy")?;
     files.file(&root().join("guest/selinux/ask.pl"), "ask.pl")?;
     files.init(include_str!("../../../guest/selinux/init"))?;
