@@ -4,6 +4,14 @@ use crate::{LabError, Process, Result, Scratch, wait_until};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
+/// Waits until a process that was just started has made its socket.
+pub(crate) fn listening(process: &mut Process, what: &str, socket: &Path) -> Result<()> {
+    wait_until(what, || match process.ended()? {
+        None => Ok(socket.exists()),
+        Some(status) => Err(LabError(format!("it has ended, {status}: {}", process.stderr().tail()))),
+    })
+}
+
 /// `qemu-storage-daemon` with one disk. It is gone when this is dropped.
 #[derive(Debug)]
 pub struct BlockBackEnd {
@@ -32,10 +40,7 @@ impl BlockBackEnd {
         command.args(["--blockdev", "driver=throttle,node-name=disk,read-only=on,throttle-group=slow,file=file"]);
         command.args(["--export", &export]);
         let mut process = Process::start(command)?;
-        wait_until("the back end of a disk", || match process.ended()? {
-            None => Ok(socket.exists()),
-            Some(status) => Err(LabError(format!("it has ended, {status}: {}", process.stderr().tail()))),
-        })?;
+        listening(&mut process, "the back end of a disk", &socket)?;
         Ok(Self { process, socket, _folder: folder })
     }
 

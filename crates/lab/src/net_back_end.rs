@@ -1,8 +1,9 @@
 //! A network card whose device is another process than QEMU: a stock back end of vhost-user, which writes what comes in
 //! to guest memory through a mapping of its own.
+use crate::back_end::listening;
 use crate::place::Place;
 use crate::versions::back_end;
-use crate::{LabError, Process, Result, Scratch, failed, wait_until};
+use crate::{Process, Result, Scratch, failed};
 use std::net::UdpSocket;
 use std::path::PathBuf;
 use std::process::Command;
@@ -99,10 +100,7 @@ impl Network {
         command.args(["-c", "mkfifo \"$0\" && exec \"$@\" <>\"$0\""]).arg(folder.join("commands")).arg(program);
         command.args(words.split(' '));
         let mut process = Process::start(command)?;
-        wait_until("the back end of a network", || match process.ended()? {
-            None => Ok(socket.exists()),
-            Some(status) => Err(LabError(format!("it has ended, {status}: {}", process.stderr().tail()))),
-        })?;
+        listening(&mut process, "the back end of a network", &socket)?;
         Ok(Some(NetBackEnd { process, socket, _folder: folder }))
     }
 }

@@ -1,8 +1,9 @@
 //! A folder that guests share with this host by another process than QEMU: virtiofsd, a stock back end of vhost-user.
 //! What it reads for them it writes to guest memory through a mapping of its own.
+use crate::back_end::listening;
 use crate::slow_disk::numbered;
 use crate::versions::back_end;
-use crate::{LabError, Process, Result, Scratch, failed, wait_until};
+use crate::{Process, Result, Scratch, failed};
 use std::fs;
 use std::path::PathBuf;
 use std::process::Command;
@@ -47,10 +48,7 @@ impl SharedFolder {
         command.arg("--socket-path").arg(&socket).arg("--shared-dir").arg(self.folder.join("share"));
         command.args(["--cache", "never"]).args(options);
         let mut process = Process::start(command)?;
-        wait_until("the back end of a file system", || match process.ended()? {
-            None => Ok(socket.exists()),
-            Some(status) => Err(LabError(format!("it has ended, {status}: {}", process.stderr().tail()))),
-        })?;
+        listening(&mut process, "the back end of a file system", &socket)?;
         Ok(FileBackEnd { process, socket, _folder: folder })
     }
 
