@@ -8,13 +8,13 @@ use std::{
 
 use clap::ValueEnum;
 use serde::Serialize;
-use transship_memory::{Access, PAGE_BYTES, PageRange, Region, WINDOW_PAGES, WindowPages};
+use transship_memory::{Access, PAGE_BYTES, PageCount, PageRange, Region, WINDOW_PAGES};
 
 use crate::corpus::Corpus;
 
 /// Memory that is filled alike: at least a huge page, so that holes are holes there too.
 const CHUNK_BYTES: u64 = 2 << 20;
-const WINDOW_BYTES: usize = WINDOW_PAGES as usize * PAGE_BYTES;
+const WINDOW_BYTES: usize = WINDOW_PAGES.buffer_bytes();
 /// What is compared at once.
 const PIECE_BYTES: usize = 1 << 20;
 
@@ -87,9 +87,9 @@ impl SourceMemory {
         let region = memory.map()?;
         let mut pages = corpus.packets(PAGE_BYTES).cycle();
         let mut window = vec![0; WINDOW_BYTES];
-        for first in (0..region.pages()).step_by(WINDOW_PAGES as usize) {
+        for PageRange { first, .. } in PageRange::all(region.pages()).parts(WINDOW_PAGES) {
             window.chunks_exact_mut(PAGE_BYTES).zip(&mut pages).for_each(|(page, from)| page.copy_from_slice(from));
-            region.write_pages(WindowPages::new(first, u128::MAX), &window).map_err(|e| e.to_string())?;
+            region.write_pages(first.masked(u128::MAX), &window).map_err(|e| e.to_string())?;
         }
         Ok(memory)
     }
@@ -149,7 +149,7 @@ impl SourceMemory {
     }
 
     fn chunks(&self, region: &Region) -> impl Iterator<Item = (Fill, PageRange)> {
-        let pages = CHUNK_BYTES.max(region.backing_page_bytes()) / PAGE_BYTES as u64;
+        let pages = PageCount::within(CHUNK_BYTES.max(region.backing_page_bytes()));
         let content = self.content;
         let parts = (0..).zip(PageRange::all(region.pages()).parts(pages));
         parts.map(move |(chunk, part)| (content.map_or(Fill::Random, |content| content.of_chunk(chunk)), part))
@@ -235,7 +235,7 @@ mod tests {
     }
 
     fn data_bytes(memory: &SourceMemory) -> u64 {
-        memory.map().unwrap().data().unwrap().count() * PAGE_BYTES as u64
+        memory.map().unwrap().data().unwrap().bytes()
     }
 
     fn zero_pages(memory: &SourceMemory) -> usize {

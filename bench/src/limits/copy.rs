@@ -9,12 +9,12 @@ use std::{
 };
 
 use transship_lab::Scratch;
-use transship_memory::{Access, PAGE_BYTES, PageRange, Region, WINDOW_PAGES, WindowPages};
+use transship_memory::{Access, PageCount, PageNumber, PageRange, Region, WINDOW_PAGES};
 
 use crate::{pair::text, units::millis};
 
 /// Threads take so many pages at once.
-const PIECE_PAGES: u64 = 16 * WINDOW_PAGES;
+const PIECE_PAGES: PageCount = PageCount::new(16 * WINDOW_PAGES.get());
 
 /// Both memories of a copy: files of one file system, mapped.
 pub(crate) struct Copy {
@@ -35,9 +35,9 @@ impl Copy {
             Region::map("bench", file.into(), 0, bytes, Access::ReadWrite).map_err(text)
         };
         let (source, destination) = (map("source")?, map("destination")?);
-        let window: Vec<u8> = (0..WINDOW_PAGES as usize * PAGE_BYTES).map(|byte| (byte % 251 + 1) as u8).collect();
-        for first in (0..source.pages()).step_by(WINDOW_PAGES as usize) {
-            source.write_pages(WindowPages::new(first, u128::MAX), &window).map_err(text)?;
+        let window: Vec<u8> = (0..WINDOW_PAGES.buffer_bytes()).map(|byte| (byte % 251 + 1) as u8).collect();
+        for PageRange { first, .. } in PageRange::all(source.pages()).parts(WINDOW_PAGES) {
+            source.write_pages(first.masked(u128::MAX), &window).map_err(text)?;
         }
         Ok(Self { source, destination, _folder: folder })
     }
@@ -54,17 +54,17 @@ impl Copy {
     }
 
     fn pieces(&self, next: &AtomicU64) -> Result<(), String> {
-        let mut window = vec![0; WINDOW_PAGES as usize * PAGE_BYTES];
+        let mut window = vec![0; WINDOW_PAGES.buffer_bytes()];
         loop {
             // A counter: nothing else is published by it.
-            let piece = next.fetch_add(PIECE_PAGES, Relaxed);
-            if piece >= self.source.pages() {
+            let piece = PageNumber::new(next.fetch_add(PIECE_PAGES.get(), Relaxed));
+            let end = PageRange::all(self.source.pages()).end();
+            if piece >= end {
                 return Ok(());
             }
-            let end = (piece + PIECE_PAGES).min(self.source.pages());
-            for first in (piece..end).step_by(WINDOW_PAGES as usize) {
-                self.source.copy_to(PageRange::new(first, WINDOW_PAGES), &mut window).map_err(text)?;
-                self.destination.write_pages(WindowPages::new(first, u128::MAX), &window).map_err(text)?;
+            for PageRange { first, .. } in piece.to(end.min(piece + PIECE_PAGES)).parts(WINDOW_PAGES) {
+                self.source.copy_to(first.run(WINDOW_PAGES), &mut window).map_err(text)?;
+                self.destination.write_pages(first.masked(u128::MAX), &window).map_err(text)?;
             }
         }
     }
@@ -80,7 +80,7 @@ mod tests {
         for threads in [1, 3] {
             let copy = Copy::new(Path::new("/dev/shm"), 24 << 20).unwrap();
             assert!(copy.once(threads).unwrap() > 0.0);
-            let pages = PageRange::new(0, copy.source.pages());
+            let pages = PageRange::all(copy.source.pages());
             let [mut source, mut destination] = [vec![0; 24 << 20], vec![0; 24 << 20]];
             copy.source.copy_to(pages, &mut source).unwrap();
             copy.destination.copy_to(pages, &mut destination).unwrap();

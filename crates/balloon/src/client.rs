@@ -330,7 +330,7 @@ mod tests {
         let regions = [range(5, 0, MIB), range(5, 2 * MIB, MIB), range(6, 0, MIB)];
         let find = |range: FileRange, offset, bytes| {
             let found = places(&regions, range, offset, bytes);
-            found.map(|place| (place.region, place.pages.first.get(), place.pages.count)).collect::<Vec<_>>()
+            found.map(|place| (place.region, place.pages.first.get(), place.pages.count.get())).collect::<Vec<_>>()
         };
         assert_eq!(find(range(5, 0, 4 * MIB), 0, 4 * MIB), [(0, 0, 256), (1, 0, 256)]);
         assert_eq!(find(range(5, MIB / 2, 4 * MIB), 0, MIB), [(0, 128, 128)]);
@@ -344,7 +344,7 @@ mod tests {
         let regions = [range(5, 0, 4 * MIB)];
         let find = |offset, bytes| {
             let found = places(&regions, range(5, MIB, MIB), offset, bytes);
-            found.map(|place| (place.pages.first.get(), place.pages.count)).collect::<Vec<_>>()
+            found.map(|place| (place.pages.first.get(), place.pages.count.get())).collect::<Vec<_>>()
         };
         assert_eq!(find(0, u64::MAX), [(256, 256)]);
         assert_eq!(find(4096, u64::MAX), [(257, 255)]);

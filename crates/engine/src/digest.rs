@@ -7,12 +7,12 @@ use std::{
     thread,
 };
 
-use transship_memory::{GuestMemory, PAGE_BYTES, PageRange, PageSet, Region, WINDOW_PAGES};
+use transship_memory::{GuestMemory, PageCount, PageRange, PageSet, Region, WINDOW_PAGES};
 
 use crate::Error;
 
 /// Pages that are hashed as one unit of work: 4 MiB.
-const CHUNK_PAGES: u64 = 1024;
+const CHUNK_PAGES: PageCount = PageCount::new(1024);
 
 type Hash = [u8; 32];
 
@@ -27,7 +27,7 @@ pub(crate) fn digest(memory: &GuestMemory, dead: &[PageSet]) -> Result<Hash, Err
     let next = AtomicUsize::new(0);
     let work = || -> Result<Vec<(usize, Hash)>, Error> {
         let mut done = Vec::new();
-        let mut bytes = Vec::with_capacity(WINDOW_PAGES as usize * PAGE_BYTES);
+        let mut bytes = Vec::with_capacity(WINDOW_PAGES.buffer_bytes());
         loop {
             let index = next.fetch_add(1, Ordering::Relaxed);
             let Some(chunk) = chunks.get(index) else { return Ok(done) };

@@ -11,7 +11,7 @@
 //! hints can then be done while the round is sent.
 use std::time::{Duration, Instant};
 
-use transship_memory::{PAGE_BYTES, PageSet, WindowPages};
+use transship_memory::{PageCount, PageSet, WindowPages};
 
 use crate::{
     Error, Progress,
@@ -40,12 +40,9 @@ pub(crate) enum Patience {
 
 impl Patience {
     /// Whether to wait on, after a slice in which so many pages were named. `silent`: slices without any, up to now.
-    fn lasts(self, pages: u64, silent: u32) -> bool {
+    fn lasts(self, pages: PageCount, silent: u32) -> bool {
         match self {
-            Self::Sending(speed) => {
-                let worth = (speed.unwrap_or(ASSUMED_SPEED) as f64 * SLICE.as_secs_f64()) as u64 / PAGE_BYTES as u64;
-                pages >= worth
-            }
+            Self::Sending(speed) => pages.bytes() as f64 >= speed.unwrap_or(ASSUMED_SPEED) as f64 * SLICE.as_secs_f64(),
             Self::Writing => silent < SILENT_SLICES,
         }
     }
@@ -100,8 +97,8 @@ impl FreePages {
                 return Err(Error::CANCELLED);
             }
             let pages = self.listen(Instant::now() + SLICE);
-            silent = if pages > 0 { 0 } else { silent + 1 };
-            let begun = pages > 0 || begin.elapsed() > FIRST_HINT;
+            silent = if pages > PageCount::ZERO { 0 } else { silent + 1 };
+            let begun = pages > PageCount::ZERO || begin.elapsed() > FIRST_HINT;
             if begun && !patience.lasts(pages, silent) {
                 break;
             }
@@ -141,8 +138,8 @@ impl FreePages {
     }
 
     /// Reads hints until `deadline`, including those that have arrived by then. Returns the number of pages.
-    fn listen(&mut self, deadline: Instant) -> u64 {
-        let mut count = 0;
+    fn listen(&mut self, deadline: Instant) -> PageCount {
+        let mut count = PageCount::ZERO;
         while let Some(hints) = self.hints.as_mut().filter(|_| !self.over) {
             match hints.next(deadline) {
                 Ok(Some(Hint::Free(RegionPages { region, pages }))) => {

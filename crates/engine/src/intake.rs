@@ -126,7 +126,7 @@ mod tests {
     #![allow(clippy::unwrap_used)]
     use proptest::prelude::*;
     use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
-    use transship_memory::{Access, Keep, PAGE_BYTES, PageNumber, Region};
+    use transship_memory::{Access, Keep, PAGE_BYTES, PageCount, PageNumber, Region};
 
     use super::*;
 
@@ -171,7 +171,7 @@ mod tests {
         let memory = GuestMemory::new(vec![region("a"), region("b").keeping(Keep::All)]);
         for region in memory.regions() {
             for pages in old.iter().flat_map(|range| range.windows()) {
-                region.write_pages(pages, &vec![OLD; pages.count() as usize * PAGE_BYTES]).unwrap();
+                region.write_pages(pages, &vec![OLD; pages.count().buffer_bytes()]).unwrap();
             }
         }
         memory
@@ -192,7 +192,7 @@ mod tests {
         let mut set = |pages: WindowPages, byte| pages.iter().for_each(|page| model[page.get() as usize] = byte);
         match *step {
             Step::Write(pages, byte) => {
-                intake.write(region, pages, &vec![byte; pages.count() as usize * PAGE_BYTES]).unwrap();
+                intake.write(region, pages, &vec![byte; pages.count().buffer_bytes()]).unwrap();
                 set(pages, byte);
             }
             Step::ClearWindow(pages) => {
@@ -237,9 +237,9 @@ mod tests {
         assert!(intake.memory().regions().iter().all(|region| holds(region) == [OLD; PAGES as usize]));
         for region in 0..2 {
             all.windows().for_each(|pages| {
-                intake.write(region, pages, &vec![1; pages.count() as usize * PAGE_BYTES]).unwrap();
+                intake.write(region, pages, &vec![1; pages.count().buffer_bytes()]).unwrap();
             });
         }
-        assert!(intake.old.iter().all(|old| old.to_set(PAGES).is_empty()));
+        assert!(intake.old.iter().all(|old| old.to_set(PageCount::new(PAGES)).is_empty()));
     }
 }

@@ -46,7 +46,7 @@ mod unplug;
 /// What a page is on the wire is what it is in memory, and a packet's pages are those of a window; neither crate knows
 /// of the other. Numbers are bare in the wire's types: they become pages where the engine takes them.
 const _: () = assert!(transship_wire::PAGE_BYTES == transship_memory::PAGE_BYTES);
-const _: () = assert!(transship_wire::PAGES_PER_PACKET == transship_memory::WINDOW_PAGES);
+const _: () = assert!(transship_wire::PAGES_PER_PACKET == transship_memory::WINDOW_PAGES.get());
 
 pub use at_stop::AtStopCommand;
 pub use charge::Charge;

@@ -1,7 +1,7 @@
 //! Sets of pages as they travel when a guest is handed over before them: what it goes without, and what it still lacks.
 use std::time::Duration;
 
-use transship_memory::{GuestMemory, PageRange, PageSet, WindowPages};
+use transship_memory::{GuestMemory, PageCount, PageRange, PageSet, WindowPages};
 use transship_wire::{MAX_OWED_WINDOWS, Message, OwedWindow};
 
 use crate::{Error, Progress, Rule, control::Control};
@@ -15,7 +15,7 @@ pub(crate) fn send(control: &mut Control, sets: &[PageSet]) -> Result<(), Error>
             control.send_or_hear(&Message::Owed { region, windows: windows.to_vec() })?;
         }
     }
-    control.send_or_hear(&Message::OwedEnd { pages: sets.iter().map(PageSet::count).sum() })
+    control.send_or_hear(&Message::OwedEnd { pages: PageCount::of(sets).get() })
 }
 
 /// Takes what `send` has sent, up to its end: by region of this memory. `first`: the message that came first, if it was
@@ -53,8 +53,8 @@ pub(crate) fn receive(
                 }
             }
             Message::OwedEnd { pages } => {
-                let named = sets.iter().map(PageSet::count).sum::<u64>();
-                if named == pages {
+                let named = PageCount::of(&sets);
+                if named == PageCount::new(pages) {
                     return Ok(sets);
                 }
                 let what = format!("announced {pages} owed pages and named {named}");

@@ -1,7 +1,7 @@
 //! A page set that threads share: which pages the destination holds content for.
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use transship_memory::{PageNumber, PageRange, PageSet, WINDOW_PAGES, WindowPages};
+use transship_memory::{PageCount, PageNumber, PageRange, PageSet, WINDOW_PAGES, WindowPages};
 
 /// Bits for the pages of one region. Within a round each page belongs to one thread, and rounds are separated by joins
 /// or channels, which order them: so every access is relaxed.
@@ -11,7 +11,7 @@ pub(crate) struct PageMap {
 }
 
 impl PageMap {
-    pub(crate) fn new(pages: u64) -> Self {
+    pub(crate) fn new(pages: PageCount) -> Self {
         // Two words a window, so that `window` never looks past the end.
         let words = pages.div_ceil(WINDOW_PAGES) as usize * 2;
         Self { words: (0..words).map(|_| AtomicU64::new(0)).collect() }
@@ -69,7 +69,7 @@ impl PageMap {
     }
 
     /// A copy, as a set of the region's `pages` pages.
-    pub(crate) fn to_set(&self, pages: u64) -> PageSet {
+    pub(crate) fn to_set(&self, pages: PageCount) -> PageSet {
         let mut set = PageSet::empty(pages);
         for PageRange { first, .. } in PageRange::all(pages).parts(WINDOW_PAGES) {
             first.masked(self.window(first)).runs().for_each(|run| set.insert(run));
@@ -78,8 +78,8 @@ impl PageMap {
     }
 
     /// Bit i % 8 of byte i / 8 for page i of `pages`, in whole words of 8 bytes: the bitmap of a mapped-ram file.
-    pub(crate) fn to_bitmap(&self, pages: u64) -> Vec<u8> {
-        let words = &self.words[..pages.div_ceil(64) as usize];
+    pub(crate) fn to_bitmap(&self, pages: PageCount) -> Vec<u8> {
+        let words = &self.words[..pages.get().div_ceil(64) as usize];
         words.iter().flat_map(|word| word.load(Ordering::Relaxed).to_le_bytes()).collect()
     }
 
@@ -170,18 +170,18 @@ mod tests {
     proptest! {
         #[test]
         fn a_map_is_what_its_model_is((pages, steps) in steps()) {
-            let (map, mut model) = (PageMap::new(pages), BTreeSet::new());
+            let (map, mut model) = (PageMap::new(PageCount::new(pages)), BTreeSet::new());
             steps.iter().for_each(|step| apply(step, &map, &mut model));
             let listed: Vec<u64> = model.iter().copied().collect();
-            let all = PageRange::all(pages);
+            let all = PageRange::all(PageCount::new(pages));
             let there = all.iter().filter(|page| map.contains(*page)).map(PageNumber::get);
             prop_assert_eq!(there.collect::<Vec<_>>(), listed.clone());
-            let windows = all.parts(128).flat_map(|part| pages_of(part.first.masked(map.window(part.first))));
+            let windows = all.parts(PageCount::new(128)).flat_map(|part| pages_of(part.first.masked(map.window(part.first))));
             prop_assert_eq!(windows.collect::<Vec<_>>(), listed.clone());
-            let set = map.to_set(pages);
+            let set = map.to_set(PageCount::new(pages));
             let there = all.iter().filter(|page| set.contains(*page)).map(PageNumber::get);
             prop_assert_eq!(there.collect::<Vec<_>>(), listed.clone());
-            let bitmap = map.to_bitmap(pages);
+            let bitmap = map.to_bitmap(PageCount::new(pages));
             prop_assert_eq!(bitmap.len() as u64, pages.div_ceil(64) * 8);
             let bits = (0..pages).filter(|page| bitmap[*page as usize / 8] >> (page % 8) & 1 == 1);
             prop_assert_eq!(bits.collect::<Vec<_>>(), listed);
@@ -190,18 +190,18 @@ mod tests {
 
     #[test]
     fn a_bitmap_is_in_whole_words_with_the_lowest_bit_first() {
-        let map = PageMap::new(300);
+        let map = PageMap::new(PageCount::new(300));
         map.insert(WindowPages::new(0, 1 | 1 << 9 | 1 << 127));
         map.insert(WindowPages::new(256, 1 << 43));
         let mut expected = [0; 40];
         (expected[0], expected[1], expected[15], expected[37]) = (1, 2, 0x80, 8);
-        assert_eq!(map.to_bitmap(300), expected);
-        assert_eq!(map.to_bitmap(64).len(), 8);
+        assert_eq!(map.to_bitmap(PageCount::new(300)), expected);
+        assert_eq!(map.to_bitmap(PageCount::new(64)).len(), 8);
     }
 
     #[test]
     fn a_page_is_claimed_by_one_of_many() {
-        let map = PageMap::new(300);
+        let map = PageMap::new(PageCount::new(300));
         (0..300).step_by(128).for_each(|first| map.insert(WindowPages::new(first, u128::MAX)));
         let claimed: Vec<WindowPages> = std::thread::scope(|scope| {
             let thread = |t: u32| {
@@ -213,24 +213,24 @@ mod tests {
             let threads: Vec<_> = [0, 3, 64, 70].map(thread).into();
             threads.into_iter().flat_map(|thread| thread.join().unwrap_or_default()).collect()
         });
-        assert_eq!(claimed.iter().map(|pages| pages.count()).sum::<u64>(), 3 * 128);
+        assert_eq!(claimed.iter().map(|pages| pages.count().get()).sum::<u64>(), 3 * 128);
         assert!([0, 256].iter().all(|first| map.claim(WindowPages::new(*first, u128::MAX)).is_empty()));
     }
 
     /// Of a guest of more than 64 MiB.
     #[test]
     fn ranges_far_from_the_first_page_are_the_same() {
-        let map = PageMap::new(40_000);
+        let map = PageMap::new(PageCount::new(40_000));
         let range = PageRange::new(20_001, 500);
         map.insert_range(range);
-        assert_eq!(map.to_set(40_000).ranges().collect::<Vec<_>>(), [range]);
+        assert_eq!(map.to_set(PageCount::new(40_000)).ranges().collect::<Vec<_>>(), [range]);
         let taken: Vec<_> = map.take(range).flat_map(WindowPages::iter).collect();
         assert_eq!(taken, range.iter().collect::<Vec<_>>());
     }
 
     #[test]
     fn taking_a_range_leaves_the_rest() {
-        let map = PageMap::new(300);
+        let map = PageMap::new(PageCount::new(300));
         map.insert(WindowPages::new(0, 1 << 5 | 1 << 100));
         map.insert(WindowPages::new(128, 1 << 3));
         map.insert(WindowPages::new(256, 1 << 40));

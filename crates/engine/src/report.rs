@@ -1,5 +1,6 @@
 //! What happened, in numbers: the JSON object of the command.
 use serde::Serialize;
+use transship_memory::PageCount;
 
 use crate::{Actor, Error, guest::DiskSnapshot};
 
@@ -372,12 +373,12 @@ impl Report {
     }
 
     /// A round is over, in which `normal` pages went as data, `resent` of them again.
-    pub(crate) fn add_round(&mut self, round: RoundReport, normal: u64, resent: u64) {
-        self.pages.normal += normal;
+    pub(crate) fn add_round(&mut self, round: RoundReport, normal: PageCount, resent: PageCount) {
+        self.pages.normal += normal.get();
         self.pages.zero += round.zero;
         self.pages.hole += round.hole;
         self.pages.free += round.free;
-        self.pages.resent += resent;
+        self.pages.resent += resent.get();
         self.bytes.wire += round.bytes;
         self.rounds.push(round);
     }

@@ -11,7 +11,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use transship_memory::{Freeing, PageSet};
+use transship_memory::{Freeing, PageCount, PageSet};
 
 use crate::{
     Converge, Error, MoveTerms, Phase, Progress, Report,
@@ -247,10 +247,10 @@ impl Rounds {
         report: &mut Report,
     ) -> Result<(), Error> {
         let late = self.scanner.scan_once_more(link.content())?;
-        if late == 0 {
+        if late.is_zero() {
             return Ok(());
         }
-        report.late_pages += late;
+        report.late_pages += late.get();
         self.send_pending(link, patience, progress, report)
     }
 
@@ -281,8 +281,8 @@ impl Rounds {
         }
         let mut round = self.scanner.take_report();
         round.number = self.number + 1;
-        round.zero = sent.zero;
-        round.hole += new_holes.iter().map(|place| place.pages.count).sum::<u64>();
+        round.zero = sent.zero.get();
+        round.hole += new_holes.iter().map(|place| place.pages.count).sum::<PageCount>().get();
         self.scanner.not_sent(new_holes);
         round.bytes = sent.bytes;
         round.ms = begin.elapsed().as_secs_f64() * 1e3;

@@ -10,8 +10,8 @@ use std::{
 };
 
 use transship_memory::{
-    Error as MemoryError, Freeing, GuestMemory, Holes, Note, PAGE_BYTES, PageSet, Region, Tracker, Waited, Waits,
-    WindowPages,
+    Error as MemoryError, Freeing, GuestMemory, Holes, Note, PAGE_BYTES, PageCount, PageSet, Region, Tracker, Waited,
+    Waits, WindowPages,
 };
 
 use crate::{Error, Progress, Report, RoundReport, TrackerName, TrackerReport, guest::RegionPages, page_map::PageMap};
@@ -157,7 +157,7 @@ impl Scanner {
     /// Notes pages of the first round, by region, that were not sent because the guest does not need them.
     pub(crate) fn left_out(&mut self, free: &[PageSet]) {
         self.dead.iter_mut().zip(free).for_each(|(dead, free)| dead.union_with(free));
-        self.next.free += free.iter().map(PageSet::count).sum::<u64>();
+        self.next.free += PageCount::of(free).get();
     }
 
     /// Notes pages that were pending and were not sent. Most likely the next search finds them to be holes.
@@ -224,11 +224,11 @@ impl Scanner {
     }
 
     /// One more scan after the last round has been sent. Returns how many pages have changed since.
-    pub(crate) fn scan_once_more(&mut self, content: &[PageMap]) -> Result<u64, Error> {
+    pub(crate) fn scan_once_more(&mut self, content: &[PageMap]) -> Result<PageCount, Error> {
         self.scan_and_look(None, content)?;
-        let late = self.pending.iter().map(|pending| pending.send.count() + pending.gone.count()).sum();
-        if late > 0 {
-            tracing::info!(late, "pages were written after the last round, while the guest stood still");
+        let late = self.pending.iter().map(|pending| pending.send.count() + pending.gone.count()).sum::<PageCount>();
+        if !late.is_zero() {
+            tracing::info!(%late, "pages were written after the last round, while the guest stood still");
         }
         Ok(late)
     }
@@ -292,9 +292,9 @@ fn holes_of(region: &Region, freeing: Freeing) -> Holes {
 }
 
 fn describe(memory: &GuestMemory, pending: &[Pending]) -> RoundReport {
-    let scanned = memory.regions().iter().map(Region::pages).sum();
-    let written = pending.iter().map(|p| p.send.count()).sum();
-    let hole = pending.iter().map(|p| p.gone.count()).sum();
+    let scanned = memory.regions().iter().map(Region::pages).sum::<PageCount>().get();
+    let written = pending.iter().map(|p| p.send.count()).sum::<PageCount>().get();
+    let hole = pending.iter().map(|p| p.gone.count()).sum::<PageCount>().get();
     RoundReport { scanned, written, hole, ..RoundReport::default() }
 }
 
@@ -304,15 +304,15 @@ pub(crate) fn new_holes(memory: &Region, wanted: WindowPages) -> u128 {
     let is_data = |range| memory.is_data(range).unwrap_or(true);
     let mut holes = 0;
     for run in wanted.runs().filter(|run| !is_data(*run)) {
-        for page in run.iter().filter(|page| !is_data(page.run(1))) {
-            holes |= 1 << (page - wanted.first);
+        for page in run.iter().filter(|page| !is_data(page.run(PageCount::ONE))) {
+            holes |= 1 << (page - wanted.first).get();
         }
     }
     holes
 }
 
 /// Reports all pages of regions of these sizes.
-struct Everything(Vec<u64>);
+struct Everything(Vec<PageCount>);
 
 impl Tracker for Everything {
     fn scan(&mut self, region: usize) -> Result<PageSet, MemoryError> {

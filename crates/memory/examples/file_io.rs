@@ -104,12 +104,12 @@ fn moved(
     let pages = memory.regions()[0].pages();
     if rustix::fs::fstat(&file)?.st_size == 0 {
         // As a saver does: a file that grows is written by one at a time.
-        rustix::fs::ftruncate(&file, pages * PAGE)?;
+        rustix::fs::ftruncate(&file, pages.bytes())?;
     }
     let (begun, cpu) = (Instant::now(), clock_gettime(ClockId::ProcessCPUTime));
     let mut queue = FileQueue::new(memory.clone(), file, depth, how)?;
     let mut bytes = 0;
-    for first in (0..pages).step_by(pattern.step as usize) {
+    for first in (0..pages.get()).step_by(pattern.step as usize) {
         let range = PageRange::new(first, pattern.count);
         ask(&mut queue, 0, range, first * PAGE)?;
         bytes += range.bytes();

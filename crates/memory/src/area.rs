@@ -2,7 +2,7 @@
 
 use std::io;
 
-use crate::{Error, Flaw, PAGE, PageNumber, PageRange, PageSet};
+use crate::{Error, Flaw, PAGE, PageCount, PageNumber, PageRange, PageSet};
 
 /// Where (a part of) a region is mapped in the tracked process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -18,8 +18,9 @@ pub struct Area {
 }
 
 impl Area {
-    pub(crate) fn range(&self) -> PageRange {
-        self.first_page.run(self.bytes / PAGE)
+    /// The pages of the region that it has.
+    pub fn range(&self) -> PageRange {
+        self.first_page.run(PageCount::within(self.bytes))
     }
 
     pub(crate) fn end(&self) -> u64 {
@@ -29,13 +30,13 @@ impl Area {
     /// The pages of the region that lie between two addresses of the area.
     pub(crate) fn pages_between(&self, start: u64, end: u64) -> PageRange {
         let (start, end) = (start.clamp(self.address, self.end()), end.clamp(self.address, self.end()));
-        let (first, end) = ((start - self.address) / PAGE, (end - self.address).div_ceil(PAGE));
+        let (first, end) = (PageCount::within(start - self.address), PageCount::holding(end - self.address));
         (self.first_page + first).run(end.saturating_sub(first))
     }
 }
 
 /// Every page of every region is in an area, and every area in its region: else a write could be missed.
-pub(crate) fn check(areas: &[Area], region_pages: &[u64]) -> Result<(), Error> {
+pub(crate) fn check(areas: &[Area], region_pages: &[PageCount]) -> Result<(), Error> {
     check_inside(areas, region_pages)?;
     let mut missing: Vec<PageSet> = region_pages.iter().map(|&pages| PageSet::full(pages)).collect();
     areas.iter().for_each(|area| missing[area.region].remove(area.range()));
@@ -49,7 +50,7 @@ pub(crate) fn check(areas: &[Area], region_pages: &[u64]) -> Result<(), Error> {
 }
 
 /// Every area is in its region.
-pub(crate) fn check_inside(areas: &[Area], region_pages: &[u64]) -> Result<(), Error> {
+pub(crate) fn check_inside(areas: &[Area], region_pages: &[PageCount]) -> Result<(), Error> {
     for area in areas {
         let Some(&pages) = region_pages.get(area.region) else {
             return Err(untrackable(area.region, Flaw::NoRegion, "there is no such region"));

@@ -2,6 +2,8 @@
 
 use std::os::fd::{AsRawFd, BorrowedFd};
 
+use crate::PageCount;
+
 /// cachestat(2), since Linux 6.5. The number is that of all architectures.
 const SYS_CACHESTAT: libc::c_long = 451;
 
@@ -26,16 +28,16 @@ struct Counts {
 /// How many pages of the range are in memory or were swapped out: bytes of the file, both ends multiples of the page
 /// size. It costs a look at these pages alone, where SEEK_HOLE looks at all pages up to the next hole, wherever that
 /// is. None: the kernel does not say.
-pub(crate) fn pages(file: BorrowedFd<'_>, start: u64, end: u64) -> Option<u64> {
+pub(crate) fn pages(file: BorrowedFd<'_>, start: u64, end: u64) -> Option<PageCount> {
     if start >= end {
-        return Some(0);
+        return Some(PageCount::ZERO);
     }
     let range = Range { offset: start, bytes: end - start };
     let mut counts = Counts::default();
     // SAFETY: both are of the kernel's layout and live until the call returns; it reads the first and writes the
     // second. The descriptor is borrowed.
     let result = unsafe { libc::syscall(SYS_CACHESTAT, file.as_raw_fd(), &raw const range, &raw mut counts, 0_u32) };
-    (result == 0).then_some(counts.cached + counts.evicted)
+    (result == 0).then_some(PageCount::new(counts.cached + counts.evicted))
 }
 
 #[cfg(test)]
@@ -53,12 +55,12 @@ mod tests {
             transship_lab::lacks("a kernel that has cachestat");
             return;
         };
-        assert_eq!(none, 0);
+        assert_eq!(none, PageCount::ZERO);
         for page in [3, 4, 63] {
             file.write_all_at(&[1; 4096], page * 4096).unwrap();
         }
         for (first, end, wanted) in [(0, 64, 3), (3, 5, 2), (4, 5, 1), (5, 63, 0), (63, 64, 1), (7, 7, 0)] {
-            assert_eq!(pages(file.as_fd(), first * 4096, end * 4096), Some(wanted), "{first} to {end}");
+            assert_eq!(pages(file.as_fd(), first * 4096, end * 4096), Some(PageCount::new(wanted)), "{first} to {end}");
         }
         rustix::fs::fallocate(
             &file,
@@ -67,6 +69,6 @@ mod tests {
             4096,
         )
         .unwrap();
-        assert_eq!(pages(file.as_fd(), 3 * 4096, 5 * 4096), Some(1));
+        assert_eq!(pages(file.as_fd(), 3 * 4096, 5 * 4096), Some(PageCount::ONE));
     }
 }

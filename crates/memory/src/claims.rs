@@ -24,7 +24,10 @@ use std::{
 
 use rustix::fs::{FallocateFlags, MemfdFlags, SealFlags};
 
-use crate::{Error, Flaw, PAGE_BYTES, PageNumber, PageRange, PageSet, WindowPages, mapping::Mapping, uffd::CopyCall};
+use crate::{
+    Error, Flaw, PAGE_BYTES, PageCount, PageNumber, PageRange, PageSet, WINDOW_PAGES, WindowPages, mapping::Mapping,
+    uffd::CopyCall,
+};
 
 /// Calls at once: more than there are threads.
 const SLOTS: usize = 320;
@@ -43,7 +46,7 @@ pub struct Claims {
 struct Bits {
     offset: usize,
     words: usize,
-    pages: u64,
+    pages: PageCount,
 }
 
 /// A call that puts pages. All is zero in one that is not in use.
@@ -62,7 +65,7 @@ impl Claims {
     ///
     /// # Errors
     /// No memory is left for two bits a page.
-    pub fn new(region_pages: &[u64]) -> Result<Self, Error> {
+    pub fn new(region_pages: &[PageCount]) -> Result<Self, Error> {
         let failed = |source| Error::system("record the pages that are brought", source);
         let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
         let file = rustix::fs::memfd_create("transship-claims", flags).map_err(failed)?;
@@ -80,16 +83,10 @@ impl Claims {
     ///
     /// # Errors
     /// They are not of such regions.
-    pub fn taken_over(file: OwnedFd, region_pages: &[u64]) -> Result<Self, Error> {
+    pub fn taken_over(file: OwnedFd, region_pages: &[PageCount]) -> Result<Self, Error> {
         let (regions, bytes) = layout(region_pages);
         let found = rustix::fs::fstat(&file)
-            .map_err(|e| {
-                Error::system(
-                    "read the record of the pages that were \
-                                                                        brought",
-                    e,
-                )
-            })?
+            .map_err(|source| Error::system("read the record of the pages that were brought", source))?
             .st_size;
         let sealed = rustix::fs::fcntl_get_seals(&file).is_ok_and(|seals| seals.contains(SealFlags::SHRINK));
         if u64::try_from(found).ok() != Some(bytes as u64) || !sealed {
@@ -136,7 +133,7 @@ impl Claims {
     /// The region does not have it.
     pub fn is_claimed(&self, region: usize, page: PageNumber) -> bool {
         let window = page.window();
-        self.window(region, window) >> (page - window) & 1 == 1
+        self.window(region, window) >> (page - window).get() & 1 == 1
     }
 
     /// Which of 128 pages from `first`, a multiple of 128, were put or are being put.
@@ -230,7 +227,7 @@ impl Claims {
         self.finish(region, first.run(pages));
         slot.call.copied.store(0, Ordering::Release);
         slot.taken.store(0, Ordering::Release);
-        (pages * PAGE_BYTES as u64, result)
+        (pages.bytes(), result)
     }
 
     /// One that is ours until `taken` is 0 again.
@@ -248,7 +245,7 @@ impl Claims {
     fn settle(&self) {
         for slot in self.slots() {
             let (region, first) = (slot.region.load(Ordering::Acquire) as usize, slot.first.load(Ordering::Acquire));
-            let pages = PageRange::new(first, slot.pages());
+            let pages = PageNumber::new(first).run(slot.pages());
             if self.regions.get(region).is_some_and(|bits| pages.fits(bits.pages)) {
                 self.finish(region, pages);
             }
@@ -289,18 +286,18 @@ impl Claims {
 
 impl Slot {
     /// What the kernel has put: a number below 0 is an error.
-    fn pages(&self) -> u64 {
+    fn pages(&self) -> PageCount {
         let copied: &AtomicI64 = &self.call.copied;
-        u64::try_from(copied.load(Ordering::Acquire)).unwrap_or(0) / PAGE_BYTES as u64
+        PageCount::within(u64::try_from(copied.load(Ordering::Acquire)).unwrap_or(0))
     }
 }
 
 /// Where the bits are, and bytes in all.
-fn layout(region_pages: &[u64]) -> (Vec<Bits>, usize) {
+fn layout(region_pages: &[PageCount]) -> (Vec<Bits>, usize) {
     let mut offset = SLOTS_BYTES;
-    let bits = |&pages: &u64| {
+    let bits = |&pages: &PageCount| {
         // Whole windows, of two words.
-        let bits = Bits { offset, words: pages.div_ceil(2 * WORD_PAGES) as usize * 2, pages };
+        let bits = Bits { offset, words: pages.div_ceil(WINDOW_PAGES) as usize * 2, pages };
         offset += 2 * bits.words * WORD_BYTES;
         bits
     };
@@ -313,7 +310,7 @@ fn words(pages: PageRange) -> impl Iterator<Item = (usize, u64)> {
     let last = pages.end().get().div_ceil(WORD_PAGES);
     (pages.first.get() / WORD_PAGES..last).map(move |word| {
         let base = PageNumber::new(word * WORD_PAGES);
-        let below = |page: PageNumber| low_bits(page.since(base).min(WORD_PAGES) as u32);
+        let below = |page: PageNumber| low_bits(page.since(base).get().min(WORD_PAGES) as u32);
         (word as usize, below(pages.end()) & !below(pages.first))
     })
 }
@@ -328,16 +325,20 @@ mod tests {
     use super::*;
 
     fn pairs(runs: Vec<PageRange>) -> Vec<(u64, u64)> {
-        runs.into_iter().map(|run| (run.first.get(), run.count)).collect()
+        runs.into_iter().map(|run| (run.first.get(), run.count.get())).collect()
+    }
+
+    fn counts(pages: &[u64]) -> Vec<PageCount> {
+        pages.iter().copied().map(PageCount::new).collect()
     }
 
     fn again(claims: &Claims, pages: &[u64]) -> Claims {
-        Claims::taken_over(rustix::io::dup(claims.fd()).unwrap(), pages).unwrap()
+        Claims::taken_over(rustix::io::dup(claims.fd()).unwrap(), &counts(pages)).unwrap()
     }
 
     #[test]
     fn a_page_is_claimed_once() {
-        let claims = Claims::new(&[1000, 70]).unwrap();
+        let claims = Claims::new(&[PageCount::new(1000), PageCount::new(70)]).unwrap();
         assert_eq!(pairs(claims.take(0, PageRange::new(60, 140))), [(60, 140)]);
         assert_eq!(pairs(claims.take(0, PageRange::new(0, 1000))), [(0, 60), (200, 800)]);
         assert_eq!(pairs(claims.take(1, PageRange::new(69, 1))), [(69, 1)]);
@@ -358,7 +359,7 @@ mod tests {
 
     #[test]
     fn what_is_excluded_is_done_and_the_rest_is_told() {
-        let claims = Claims::new(&[300, 64]).unwrap();
+        let claims = Claims::new(&[PageCount::new(300), PageCount::new(64)]).unwrap();
         claims.exclude(0, PageRange::new(0, 130));
         claims.exclude(1, PageRange::new(0, 64));
         assert_eq!(pairs(claims.not_done(0).ranges().collect()), [(130, 170)]);
@@ -373,7 +374,7 @@ mod tests {
 
     #[test]
     fn a_page_is_told_to_be_claimed_and_none_beside_it() {
-        let claims = Claims::new(&[1000, 300]).unwrap();
+        let claims = Claims::new(&[PageCount::new(1000), PageCount::new(300)]).unwrap();
         for page in [0, 63, 64, 127, 128, 130, 299] {
             claims.take(1, PageRange::new(page, 1));
         }
@@ -386,29 +387,31 @@ mod tests {
     #[test]
     fn each_region_has_bits_of_its_own_behind_the_slots() {
         let places = |bits: Vec<Bits>| bits.iter().map(|bits| (bits.offset, bits.words)).collect::<Vec<_>>();
-        let (bits, bytes) = layout(&[300, 64, 129]);
+        let (bits, bytes) = layout(&[PageCount::new(300), PageCount::new(64), PageCount::new(129)]);
         let next = |words: usize| SLOTS_BYTES + words * WORD_BYTES;
         assert_eq!((places(bits), bytes), (vec![(next(0), 6), (next(12), 2), (next(16), 4)], next(512)));
 
         // Changed in one of them, nothing changes elsewhere.
         let (pages, untouched) = ([300, 64, 129], |claims: &Claims, region: usize| {
             claims.window(region, PageNumber::FIRST) == 0
-                && !PageRange::all(64).iter().any(|page| claims.is_done(region, page))
+                && !PageRange::all(PageCount::new(64)).iter().any(|page| claims.is_done(region, page))
         });
         for region in 0..3 {
-            let claims = Claims::new(&pages).unwrap();
+            let claims = Claims::new(&counts(&pages)).unwrap();
             let all = PageRange::new(0, pages[region]);
             claims.finish(region, all);
             assert_eq!(pairs(claims.take(region, all)), [(0, pages[region])]);
             assert!((0..3).filter(|other| *other != region).all(|other| untouched(&claims, other)), "{region}");
-            assert!(claims.slots().iter().all(|slot| slot.taken.load(Ordering::Relaxed) == 0 && slot.pages() == 0));
+            assert!(
+                claims.slots().iter().all(|slot| slot.taken.load(Ordering::Relaxed) == 0 && slot.pages().is_zero())
+            );
         }
     }
 
     /// By calls in the kernel's place, two of them at a time.
     #[test]
     fn what_a_call_says_that_it_has_put_is_done() {
-        let claims = Claims::new(&[300, 300]).unwrap();
+        let claims = Claims::new(&[PageCount::new(300), PageCount::new(300)]).unwrap();
         let put = |call: *mut CopyCall, pages: i64| {
             // SAFETY: a part of a slot, which is mapped, and ours for the time of this call; all of it is atomics.
             unsafe { &*call }.copied.store(pages * PAGE_BYTES as i64, Ordering::Relaxed);
@@ -426,13 +429,13 @@ mod tests {
         let done =
             |region| (0..300).filter(|page| claims.is_done(region, PageNumber::new(*page))).collect::<Vec<u64>>();
         assert_eq!((done(0), done(1)), (vec![200, 201, 202], vec![10, 11]));
-        assert!(claims.slots().iter().all(|slot| slot.taken.load(Ordering::Relaxed) == 0 && slot.pages() == 0));
+        assert!(claims.slots().iter().all(|slot| slot.taken.load(Ordering::Relaxed) == 0 && slot.pages().is_zero()));
     }
 
     #[test]
     fn of_a_dead_process_only_what_it_has_put_counts() {
         let pages = [300, 300];
-        let dead = Claims::new(&pages).unwrap();
+        let dead = Claims::new(&counts(&pages)).unwrap();
         dead.take(1, PageRange::new(0, 200));
         dead.finish(1, PageRange::new(0, 3));
         // It died in a call that had put four pages, and in one that had been refused.
@@ -449,16 +452,17 @@ mod tests {
                 && !heir.is_done(1, PageNumber::new(104))
                 && !heir.is_done(0, PageNumber::new(103))
         );
-        assert!(heir.slots().iter().all(|slot| slot.taken.load(Ordering::Relaxed) == 0 && slot.pages() == 0));
+        assert!(heir.slots().iter().all(|slot| slot.taken.load(Ordering::Relaxed) == 0 && slot.pages().is_zero()));
     }
 
     #[test]
     fn those_of_another_guest_are_refused() {
-        let claims = Claims::new(&[1 << 20]).unwrap();
-        let over = |pages: &[u64]| Claims::taken_over(rustix::io::dup(claims.fd()).unwrap(), pages).err().unwrap();
+        let claims = Claims::new(&[PageCount::new(1 << 20)]).unwrap();
+        let over =
+            |pages: &[u64]| Claims::taken_over(rustix::io::dup(claims.fd()).unwrap(), &counts(pages)).err().unwrap();
         assert_eq!(over(&[1 << 21]).flaw(), Some(Flaw::NotOurs));
         let unsealed = rustix::fs::memfd_create("unsealed", MemfdFlags::CLOEXEC).unwrap();
-        rustix::fs::ftruncate(&unsealed, layout(&[64]).1 as u64).unwrap();
-        assert!(Claims::taken_over(unsealed, &[64]).is_err());
+        rustix::fs::ftruncate(&unsealed, layout(&[PageCount::new(64)]).1 as u64).unwrap();
+        assert!(Claims::taken_over(unsealed, &[PageCount::new(64)]).is_err());
     }
 }

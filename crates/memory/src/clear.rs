@@ -9,7 +9,9 @@ use std::thread;
 
 use rustix::{fs::FallocateFlags, io::Errno};
 
-use crate::{Error, Flaw, PageRange, PageSet, Region, WindowPages, private::Private, region::Held, shared::Shared};
+use crate::{
+    Error, Flaw, PageCount, PageRange, PageSet, Region, WindowPages, private::Private, region::Held, shared::Shared,
+};
 
 /// What is to become of memory that holds only zeros.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
@@ -24,7 +26,7 @@ pub enum Keep {
 }
 
 /// As many pages as are looked at by one thread.
-const PART_PAGES: u64 = 4096;
+const PART_PAGES: PageCount = PageCount::new(4096);
 /// Looking for what is not zero is bound by memory: more threads gain little.
 const MOST_THREADS: usize = 8;
 
@@ -39,7 +41,7 @@ impl Region {
         self.check_writable()?;
         self.check(range)?;
         match &self.held {
-            _ if range.count == 0 => Ok(()),
+            _ if range.count.is_zero() => Ok(()),
             Held::Shared(shared) if shared.gives_back() => shared.punch(range),
             Held::Shared(shared) => shared.write_zeros(range),
             // The usual case, for each window that changes: nothing of the size of the region is made for it.
@@ -195,7 +197,7 @@ impl Region {
 
     /// Every `of`-th part, from the `n`-th on.
     fn clear_some(&self, set: &PageSet, n: usize, of: usize) -> Result<(), Error> {
-        let is_ours = |window: &WindowPages| (window.first.get() / PART_PAGES) as usize % of == n;
+        let is_ours = |window: &WindowPages| (window.first.get() / PART_PAGES.get()) as usize % of == n;
         set.windows().filter(is_ours).try_for_each(|window| self.clear_window(window))
     }
 

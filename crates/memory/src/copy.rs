@@ -11,9 +11,7 @@ use std::{
 
 use rustix::io::Errno;
 
-use crate::{
-    Error, PAGE_BYTES, PageRange, Region, pages::WINDOW_PAGES, region::Held, shared::Shared, window::WindowPages, zero,
-};
+use crate::{Error, PAGE_BYTES, PageCount, PageRange, Region, region::Held, shared::Shared, window::WindowPages, zero};
 
 impl Region {
     /// Of the wanted pages: the mask of those that are all zero. SIMD at the machine's width. A page that is written
@@ -150,11 +148,11 @@ impl Shared {
         let mut zero = 0;
         for run in wanted.runs() {
             let (start, _) = self.raw(run);
-            for page in 0..run.count {
+            for page in 0..run.count.get() {
                 // SAFETY: raw() gives the run's pages of the mapping, page is below their count, and a mapping is
                 // always readable.
                 let is_zero = unsafe { zero::is_zero(start.add(page as usize * PAGE_BYTES), PAGE_BYTES) };
-                zero |= u128::from(is_zero) << (run.first - wanted.first + page);
+                zero |= u128::from(is_zero) << ((run.first - wanted.first).get() + page);
             }
         }
         zero
@@ -199,9 +197,8 @@ impl Shared {
             return Ok(());
         }
         // At once for all: what lies between them is in the same huge pages.
-        let (before, last): (u64, u64) =
-            (present.mask.trailing_zeros().into(), WINDOW_PAGES - u64::from(present.mask.leading_zeros()));
-        self.make((present.first + before).run(last - before))
+        let before = PageCount::new(present.mask.trailing_zeros().into());
+        self.make((present.first + before).to(present.reach().end()))
     }
 
     fn write(&self, pages: PageRange, bytes: &[u8]) -> Result<(), Error> {
@@ -343,8 +340,9 @@ mod tests {
 
     use super::*;
     use crate::Access;
+    use crate::WINDOW_PAGES;
 
-    const WINDOW_BYTES: u64 = WINDOW_PAGES * PAGE_BYTES as u64;
+    const WINDOW_BYTES: u64 = WINDOW_PAGES.bytes();
 
     #[test]
     fn who_finds_the_file_taken_goes_through_the_mapping_where_there_is_room() {
@@ -359,7 +357,7 @@ mod tests {
             let Held::Shared(shared) = &region.held else { panic!("it was mapped") };
             let turn = shared.writing.lock().unwrap();
             let within = scope.spawn(|| region.write_pages(WindowPages::new(0, u128::MAX), &bytes));
-            let behind = scope.spawn(|| region.write_pages(WindowPages::new(WINDOW_PAGES, u128::MAX), &bytes));
+            let behind = scope.spawn(|| region.write_pages(WindowPages::new(WINDOW_PAGES.get(), u128::MAX), &bytes));
             within.join().unwrap().unwrap();
             thread::sleep(Duration::from_millis(100)); // for a SIGBUS to come
             assert!(!behind.is_finished(), "it waits for the file");

@@ -2,7 +2,7 @@
 
 use std::io;
 
-use crate::PageNumber;
+use crate::{PageCount, PageNumber};
 
 /// What is wrong with memory, a file or an area that was named as guest memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -62,7 +62,7 @@ pub enum Error {
         /// One past the last page asked for.
         end: PageNumber,
         /// Pages that the region has.
-        pages: u64,
+        pages: PageCount,
     },
     /// Something that can't be used as guest memory.
     #[error("region {region:?}: {why}")]

@@ -14,7 +14,7 @@ use rustix::{
 };
 
 use crate::{
-    Area, Error, Flaw, PAGE, PAGE_BYTES, PageNumber, PageRange,
+    Area, Error, Flaw, PAGE, PAGE_BYTES, PageCount, PageNumber, PageRange,
     area::{self, refused, untrackable},
     mapping::Reserved,
     uffd::{self, MESSAGE_BYTES, Use},
@@ -36,7 +36,7 @@ const MESSAGES: usize = 64;
 pub(crate) struct Faults {
     uffd: OwnedFd,
     areas: Vec<Watched>,
-    region_pages: Vec<u64>,
+    region_pages: Vec<PageCount>,
 }
 
 struct Watched {
@@ -62,7 +62,7 @@ impl Faults {
         wanted: Use,
         (what, need): (&'static str, &'static str),
         areas: Vec<Area>,
-        region_pages: &[u64],
+        region_pages: &[PageCount],
     ) -> Result<Self, Error> {
         area::check(&areas, region_pages)?;
         uffd::negotiate(uffd.as_fd(), wanted).map_err(|source| match source.raw_os_error() {
@@ -76,12 +76,12 @@ impl Faults {
     }
 
     /// Goes on with one that somebody else has registered.
-    pub(crate) fn taken_over(uffd: OwnedFd, areas: Vec<Area>, region_pages: &[u64]) -> Result<Self, Error> {
+    pub(crate) fn taken_over(uffd: OwnedFd, areas: Vec<Area>, region_pages: &[PageCount]) -> Result<Self, Error> {
         area::check(&areas, region_pages)?;
         Self::known(uffd, areas, region_pages)
     }
 
-    fn known(uffd: OwnedFd, areas: Vec<Area>, region_pages: &[u64]) -> Result<Self, Error> {
+    fn known(uffd: OwnedFd, areas: Vec<Area>, region_pages: &[PageCount]) -> Result<Self, Error> {
         // Several threads may find the same fault, and all but one must not block in reading it. Polling needs it too.
         let flags = rustix::fs::fcntl_getfl(&uffd)
             .map_err(|source| Error::system("read the flags of a userfaultfd", source))?;
@@ -105,14 +105,14 @@ impl Faults {
     }
 
     /// Pages of the region.
-    pub(crate) fn pages(&self, region: usize) -> u64 {
-        self.region_pages.get(region).copied().unwrap_or(0)
+    pub(crate) fn pages(&self, region: usize) -> PageCount {
+        self.region_pages.get(region).copied().unwrap_or_default()
     }
 
     /// Pages that the kernel handles as one: the most in any area of the region.
-    pub(crate) fn unit_pages(&self, region: usize) -> u64 {
+    pub(crate) fn unit_pages(&self, region: usize) -> PageCount {
         let units = self.areas.iter().filter(|watched| watched.area.region == region).map(|watched| watched.unit);
-        units.max().unwrap_or(0).max(PAGE) / PAGE
+        PageCount::within(units.max().unwrap_or(0).max(PAGE))
     }
 
     /// Where the pages are: in one area or more, and perhaps in several at once.
@@ -133,9 +133,12 @@ impl Faults {
             if first >= end {
                 continue;
             }
-            let (start, len) = (area.address + (first - area.first_page) * PAGE, (end - first) * PAGE);
+            let (start, len) = (area.address + (first - area.first_page).bytes(), (end - first).bytes());
             if !start.is_multiple_of(*unit) || !len.is_multiple_of(*unit) {
-                let why = format!("pages {first}..{end} are not whole huge pages, of {} pages each", unit / PAGE);
+                let why = format!(
+                    "pages {first}..{end} are not whole huge pages, of {} pages each",
+                    PageCount::within(*unit)
+                );
                 return Err(Error::unusable(&format!("number {region}"), Flaw::PartOfHugePage, why));
             }
             stretches.push(Stretch { region, first_page: first, start, len, unit: *unit });

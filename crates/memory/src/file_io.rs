@@ -40,10 +40,10 @@ use self::{
     request::{Body, Direction, Request, RequestFailure},
     uring::Ring,
 };
-use crate::{Error, Flaw, GuestMemory, PAGE_BYTES, PageRange, Region};
+use crate::{Error, Flaw, GuestMemory, PageCount, PageRange, Region};
 
 /// Pages of one request at most: 1 MiB. With less the disk above is slower, by half at 128 KiB; with more not faster.
-const REQUEST_PAGES: u64 = (1 << 20) / PAGE_BYTES as u64;
+const REQUEST_PAGES: PageCount = PageCount::within(1 << 20);
 
 /// How the kernel is asked.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -217,11 +217,11 @@ impl FileQueue {
     fn ask(&mut self, direction: Direction, region: usize, pages: PageRange, offset: u64) -> Result<(), Error> {
         self.check_failed()?;
         let (mut rest, mut at) = (pages, offset);
-        while rest.count > 0 {
+        while !rest.count.is_zero() {
             if !self.pending.as_ref().is_some_and(|pending| pending.is_continued_by(direction, region, rest.first, at))
             {
                 self.flush()?;
-                self.pending = Some(Request::of_pages(direction, region, rest.first.run(0), at));
+                self.pending = Some(Request::of_pages(direction, region, rest.first.run(PageCount::ZERO), at));
             }
             let pending = self.pending.as_mut().expect("made above where there was none");
             let taken = pending.extend(rest.count, REQUEST_PAGES);
@@ -229,7 +229,7 @@ impl FileQueue {
                 self.flush()?;
             }
             rest = (rest.first + taken).to(rest.end());
-            at = at.saturating_add(taken * PAGE_BYTES as u64);
+            at = at.saturating_add(taken.bytes());
         }
         Ok(())
     }

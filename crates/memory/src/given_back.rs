@@ -15,7 +15,7 @@ use std::{
 };
 
 use crate::{
-    Area, Error, PAGE, PageNumber, PageRange, PageSet, WindowPages,
+    Area, Error, PageCount, PageNumber, PageRange, PageSet, WindowPages,
     mapping::Mapping,
     pagemap::{self, By, Look},
     shared::Shared,
@@ -29,8 +29,8 @@ pub(crate) struct Noted {
     uffd: OwnedFd,
     mapping: Mapping,
     pagemap: BorrowedFd<'static>,
-    pages: u64,
-    unit_pages: u64,
+    pages: PageCount,
+    unit_pages: PageCount,
 }
 
 impl Noted {
@@ -42,7 +42,7 @@ impl Noted {
         let failed = |source| Error::system(format!("keep note of the pages of region {:?}", shared.name()), source);
         let (pages, unit_pages) = (shared.pages(), shared.unit_pages());
         let wanted = if shared.is_hugetlb() { MINOR } else { MINOR_SHMEM };
-        let bytes = pages.next_multiple_of(unit_pages) * PAGE;
+        let bytes = pages.next_multiple_of(unit_pages).bytes();
         let len = usize::try_from(bytes).expect("64-bit addresses");
         let mapping = Mapping::new(shared.file(), shared.file_offset(), len, false).map_err(|e| failed(e.into()))?;
         let uffd = uffd::create().map_err(failed)?;
@@ -62,7 +62,7 @@ impl Noted {
             region: 0,
             first_page: PageNumber::FIRST,
             address: address(&self.mapping),
-            bytes: self.pages * PAGE,
+            bytes: self.pages.bytes(),
         };
         let mut there = PageSet::empty(self.pages);
         sweep(self.pagemap, (Look::There, By::Scan), [area].iter(), &mut there)?;
@@ -71,7 +71,7 @@ impl Noted {
 
     /// Maps the pages of a range, in whole pages of the file. Those that are holes by now stay holes.
     fn map(&self, range: PageRange) -> Result<(), Error> {
-        let (base, unit) = (address(&self.mapping), self.unit_pages * PAGE);
+        let (base, unit) = (address(&self.mapping), self.unit_pages.bytes());
         let (mut at, end) = (range.first.offset() / unit * unit, range.end().offset().next_multiple_of(unit));
         while at < end {
             let mapped = match uffd::map_present(self.uffd.as_fd(), base + at, end - at) {

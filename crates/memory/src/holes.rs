@@ -88,7 +88,7 @@ impl Holes {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{Access, PAGE_BYTES, PageRange, WindowPages};
+    use crate::{Access, PAGE_BYTES, PageCount, PageRange, WindowPages};
 
     const PAGES: u64 = 512;
 
@@ -103,7 +103,7 @@ mod tests {
     /// Writes 128 pages.
     fn write(region: &Region, first: u64) -> PageSet {
         region.write_pages(WindowPages::new(first, u128::MAX), &vec![7; 128 * PAGE_BYTES]).unwrap();
-        let mut written = PageSet::empty(PAGES);
+        let mut written = PageSet::empty(PageCount::new(PAGES));
         written.insert(PageRange::new(first, 128));
         written
     }
@@ -121,7 +121,7 @@ mod tests {
             let region = region();
             let mut holes = Holes::new(freeing);
             // Of two pages that hold something one is asked for.
-            let (mut first, mut both) = (PageSet::empty(PAGES), PageSet::empty(PAGES));
+            let (mut first, mut both) = (PageSet::empty(PageCount::new(PAGES)), PageSet::empty(PageCount::new(PAGES)));
             first.insert(PageRange::new(0, 1));
             both.insert(PageRange::new(0, 2));
             assert_eq!(data_of(&mut holes, &region, &first), first);
@@ -134,12 +134,15 @@ mod tests {
         for freeing in [Freeing::Possible, Freeing::Never] {
             let region = region();
             let mut holes = Holes::new(freeing);
-            assert_eq!(*holes.look(&region, &PageSet::full(PAGES)).unwrap(), region.data().unwrap());
+            assert_eq!(*holes.look(&region, &PageSet::full(PageCount::new(PAGES))).unwrap(), region.data().unwrap());
             let written = write(&region, 256);
             assert_eq!(data_of(&mut holes, &region, &written), written);
             if freeing == Freeing::Possible {
                 region.clear(PageRange::new(3, 40)).unwrap();
-                assert_eq!(*holes.look(&region, &PageSet::full(PAGES)).unwrap(), region.data().unwrap());
+                assert_eq!(
+                    *holes.look(&region, &PageSet::full(PageCount::new(PAGES))).unwrap(),
+                    region.data().unwrap()
+                );
             }
         }
     }
@@ -148,9 +151,9 @@ mod tests {
     fn a_vm_that_never_frees_is_asked_once() {
         let region = region();
         let mut holes = Holes::new(Freeing::Never);
-        holes.look(&region, &PageSet::full(PAGES)).unwrap();
+        holes.look(&region, &PageSet::full(PageCount::new(PAGES))).unwrap();
         write(&region, 256);
         // Told nothing, it does not see the new pages: so it did not look.
-        assert_eq!(holes.look(&region, &PageSet::empty(PAGES)).unwrap().count(), 128);
+        assert_eq!(holes.look(&region, &PageSet::empty(PageCount::new(PAGES))).unwrap().count(), PageCount::new(128));
     }
 }

@@ -15,6 +15,7 @@ mod claims;
 mod clear;
 #[allow(unsafe_code)]
 mod copy;
+mod count;
 mod error;
 #[allow(unsafe_code)]
 mod fault;
@@ -56,6 +57,7 @@ mod zero;
 pub use area::Area;
 pub use claims::Claims;
 pub use clear::Keep;
+pub use count::PageCount;
 pub use error::{Error, Flaw};
 pub use fault::Fault;
 pub use file_io::{FileIo, FileQueue, PageBuffer, Turns, Writeback};

@@ -3,7 +3,7 @@
 
 use rustix::{fs::FallocateFlags, io::Errno, mm::Advice};
 
-use crate::{Error, PAGE, PageRange, mapping::Mapping, shared::Shared};
+use crate::{Error, PageCount, PageRange, mapping::Mapping, shared::Shared};
 
 impl Shared {
     /// Makes the pages that are not there, as writing to them through the mapping would; what they hold stays. The
@@ -30,7 +30,7 @@ impl Shared {
     /// Makes sure that writing to these pages through the mapping makes none. False: it can't be had, or there are so
     /// few that it is not worth it.
     pub(crate) fn is_made(&self, range: PageRange) -> bool {
-        const FEW: u64 = 8;
+        const FEW: PageCount = PageCount::new(8);
         range.count >= FEW && self.populate(range, Advice::LinuxPopulateWrite).is_ok()
     }
 
@@ -79,6 +79,6 @@ impl Shared {
     pub(crate) fn whole(&self, range: PageRange) -> (u64, u64) {
         let unit = self.unit_pages();
         let (first, end) = (range.first.unit(unit), range.end().next_unit(unit));
-        (self.offset_in_file(first), (end - first) * PAGE)
+        (self.offset_in_file(first), (end - first).bytes())
     }
 }

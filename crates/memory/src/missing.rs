@@ -10,7 +10,7 @@ use std::{
 use rustix::io::Errno;
 
 use crate::{
-    Area, Claims, Error, Fault, PAGE, PAGE_BYTES, PageNumber, PageRange,
+    Area, Claims, Error, Fault, PAGE_BYTES, PageCount, PageNumber, PageRange,
     fault::{Faults, Stretch},
     room, uffd,
 };
@@ -33,7 +33,7 @@ impl Missing {
     ///
     /// # Errors
     /// As [`crate::UffdTracker::new`].
-    pub fn new(uffd: OwnedFd, areas: Vec<Area>, region_pages: &[u64]) -> Result<Self, Error> {
+    pub fn new(uffd: OwnedFd, areas: Vec<Area>, region_pages: &[PageCount]) -> Result<Self, Error> {
         let need = "Linux 4.11 or newer is needed, and a userfaultfd that was not used before";
         let what = ("wait for pages of shared memory", need);
         let faults = Faults::new(uffd, uffd::MISSING, what, areas, region_pages)?;
@@ -46,12 +46,12 @@ impl Missing {
     ///
     /// # Errors
     /// Areas that don't fit the regions, or that this userfaultfd was not registered for; the process is gone.
-    pub fn taken_over(uffd: OwnedFd, areas: Vec<Area>, region_pages: &[u64]) -> Result<Self, Error> {
+    pub fn taken_over(uffd: OwnedFd, areas: Vec<Area>, region_pages: &[PageCount]) -> Result<Self, Error> {
         Ok(Self { faults: Faults::taken_over(uffd, areas, region_pages)? })
     }
 
     /// Pages of the region that come and go together: 1, or those of a huge page. Ranges consist of whole ones.
-    pub fn unit_pages(&self, region: usize) -> u64 {
+    pub fn unit_pages(&self, region: usize) -> PageCount {
         self.faults.unit_pages(region)
     }
 
@@ -62,10 +62,10 @@ impl Missing {
     /// # Errors
     /// The process is gone, no memory is left, bytes that are not whole pages; pages that the region does not have;
     /// parts of huge pages.
-    pub fn fill(&self, region: usize, first: PageNumber, bytes: &[u8]) -> Result<u64, Error> {
+    pub fn fill(&self, region: usize, first: PageNumber, bytes: &[u8]) -> Result<PageCount, Error> {
         let pages = whole_pages(region, first, bytes)?;
         self.put(region, pages, |stretch, done, len| {
-            let before = (stretch.first_page - first) * PAGE + done;
+            let before = (stretch.first_page - first).bytes() + done;
             let part = &bytes[before as usize..][..len as usize];
             // SAFETY: a slice, which nobody writes while it is lent.
             unsafe { uffd::copy(self.fd(), stretch.start + done, part.as_ptr(), len) }
@@ -78,13 +78,19 @@ impl Missing {
     ///
     /// # Errors
     /// As [`Missing::fill`]. Pages that were not put then may be tried again.
-    pub fn fill_once(&self, claims: &Claims, region: usize, first: PageNumber, bytes: &[u8]) -> Result<u64, Error> {
+    pub fn fill_once(
+        &self,
+        claims: &Claims,
+        region: usize,
+        first: PageNumber,
+        bytes: &[u8],
+    ) -> Result<PageCount, Error> {
         let pages = whole_pages(region, first, bytes)?;
         // Pages that can't be placed must not be claimed.
         self.faults.stretches(region, pages)?;
         let runs = claims.take(region, pages);
-        let put = runs.iter().try_fold(0, |put, run| {
-            let part = &bytes[((run.first - first) * PAGE) as usize..][..run.bytes() as usize];
+        let put = runs.iter().try_fold(PageCount::ZERO, |put, run| {
+            let part = &bytes[(run.first - first).buffer_bytes()..][..run.bytes() as usize];
             Ok(put + self.put_noted(claims, region, *run, part)?)
         });
         if put.is_err() {
@@ -99,7 +105,7 @@ impl Missing {
     ///
     /// # Errors
     /// Pages that the region does not have; parts of huge pages; the kernel refuses.
-    pub fn leave_zero(&self, claims: &Claims, region: usize, pages: PageRange) -> Result<u64, Error> {
+    pub fn leave_zero(&self, claims: &Claims, region: usize, pages: PageRange) -> Result<PageCount, Error> {
         self.faults.stretches(region, pages)?;
         let runs = claims.take(region, pages);
         for run in &runs {
@@ -113,10 +119,10 @@ impl Missing {
     /// Puts pages that the caller has claimed. No thread is woken before they are known to be there: if a fault is
     /// reported for a page that is claimed and not done, it is left to us; and by then the guest may have freed the
     /// page again.
-    fn put_noted(&self, claims: &Claims, region: usize, run: PageRange, bytes: &[u8]) -> Result<u64, Error> {
+    fn put_noted(&self, claims: &Claims, region: usize, run: PageRange, bytes: &[u8]) -> Result<PageCount, Error> {
         let put = self.put(region, run, |stretch, done, len| {
-            let page = stretch.first_page + done / PAGE;
-            let part = &bytes[((page - run.first) * PAGE) as usize..][..len as usize];
+            let page = stretch.first_page + PageCount::within(done);
+            let part = &bytes[(page - run.first).buffer_bytes()..][..len as usize];
             let (put, result) = claims.noted(region, page, |call| {
                 // SAFETY: a slice, which nobody writes while it is lent; and a structure that is ours for this call.
                 unsafe { uffd::copy_noted(self.fd(), call, stretch.start + done, part.as_ptr(), len) }
@@ -138,7 +144,7 @@ impl Missing {
     ///
     /// # Errors
     /// As [`Missing::fill`].
-    pub fn fill_zero(&self, region: usize, pages: PageRange) -> Result<u64, Error> {
+    pub fn fill_zero(&self, region: usize, pages: PageRange) -> Result<PageCount, Error> {
         let mut zeros = Vec::new();
         self.put(region, pages, |stretch, done, len| {
             if stretch.unit == PAGE_BYTES as u64 {
@@ -216,7 +222,7 @@ impl Missing {
         region: usize,
         pages: PageRange,
         mut call: impl FnMut(&Stretch, u64, u64) -> (u64, io::Result<()>),
-    ) -> Result<u64, Error> {
+    ) -> Result<PageCount, Error> {
         let mut put = 0;
         for stretch in self.faults.stretches(region, pages)? {
             let (mut done, mut step, mut met) = (0, stretch.len, false);
@@ -247,7 +253,7 @@ impl Missing {
             }
             result?;
         }
-        Ok(put / PAGE_BYTES as u64)
+        Ok(PageCount::within(put))
     }
 
     fn wake_stretch(&self, stretch: &Stretch) -> Result<(), Error> {
@@ -264,7 +270,7 @@ fn whole_pages(region: usize, first: PageNumber, bytes: &[u8]) -> Result<PageRan
         let (pages, expected) = (u32::try_from(count).unwrap_or(u32::MAX), count * PAGE_BYTES);
         return Err(Error::WrongLength { region: format!("number {region}"), pages, expected, given: bytes.len() });
     }
-    Ok(first.run(count as u64))
+    Ok(first.run(PageCount::new(count as u64)))
 }
 
 /// Why a page can't be put.

@@ -4,7 +4,7 @@ use std::{
     ops::{Add, AddAssign, Sub},
 };
 
-use crate::{PAGE, PageRange, WINDOW_PAGES, WindowPages};
+use crate::{PAGE, PageCount, PageRange, WINDOW_PAGES, WindowPages};
 
 /// The number of a page in its region, from 0 on. It becomes a place in bytes by [`PageNumber::offset`] only, and a
 /// bare number by [`PageNumber::get`]: for bytes on a wire, for files, for indices.
@@ -47,17 +47,17 @@ impl PageNumber {
     }
 
     /// The first page of the `pages` aligned ones that it is among: of a huge page, say.
-    pub const fn unit(self, pages: u64) -> Self {
-        Self(self.0 / pages * pages)
+    pub const fn unit(self, pages: PageCount) -> Self {
+        Self(self.0 / pages.get() * pages.get())
     }
 
     /// The first page from this one on that begins `pages` aligned ones.
-    pub const fn next_unit(self, pages: u64) -> Self {
-        Self(self.0.next_multiple_of(pages))
+    pub const fn next_unit(self, pages: PageCount) -> Self {
+        Self(self.0.next_multiple_of(pages.get()))
     }
 
     /// `count` pages from this one on.
-    pub const fn run(self, count: u64) -> PageRange {
+    pub const fn run(self, count: PageCount) -> PageRange {
         PageRange { first: self, count }
     }
 
@@ -72,32 +72,32 @@ impl PageNumber {
     }
 
     /// How many pages it is behind `earlier`; 0 if it is not.
-    pub const fn since(self, earlier: Self) -> u64 {
-        self.0.saturating_sub(earlier.0)
+    pub const fn since(self, earlier: Self) -> PageCount {
+        PageCount::new(self.0.saturating_sub(earlier.0))
     }
 }
 
 /// The page that is so many pages further.
-impl Add<u64> for PageNumber {
+impl Add<PageCount> for PageNumber {
     type Output = Self;
 
-    fn add(self, count: u64) -> Self {
-        Self(self.0 + count)
+    fn add(self, count: PageCount) -> Self {
+        Self(self.0 + count.get())
     }
 }
 
-impl AddAssign<u64> for PageNumber {
-    fn add_assign(&mut self, count: u64) {
+impl AddAssign<PageCount> for PageNumber {
+    fn add_assign(&mut self, count: PageCount) {
         *self = *self + count;
     }
 }
 
 /// How many pages lie between, of which the earlier one is the first.
 impl Sub for PageNumber {
-    type Output = u64;
+    type Output = PageCount;
 
-    fn sub(self, earlier: Self) -> u64 {
-        self.0 - earlier.0
+    fn sub(self, earlier: Self) -> PageCount {
+        PageCount::new(self.0 - earlier.0)
     }
 }
 
@@ -132,15 +132,23 @@ mod tests {
     fn pages_are_counted_from_the_earlier_one() {
         assert_eq!(
             (TEN - PageNumber::new(3), TEN.since(PageNumber::new(3)), TEN.since(PageNumber::new(11))),
-            (7, 7, 0)
+            [7, 7, 0].map(PageCount::new).into()
         );
-        assert_eq!((TEN.to(PageNumber::new(12)), TEN.to(PageNumber::new(9))), (PageRange::new(10, 2), TEN.run(0)));
-        assert_eq!(TEN + 5, PageNumber::new(15));
+        assert_eq!(
+            (TEN.to(PageNumber::new(12)), TEN.to(PageNumber::new(9))),
+            (PageRange::new(10, 2), TEN.run(PageCount::ZERO))
+        );
+        assert_eq!(TEN + PageCount::new(5), PageNumber::new(15));
     }
 
     #[test]
     fn aligned_pages_begin_where_they_did() {
-        let unit = |number| (PageNumber::new(number).unit(8).get(), PageNumber::new(number).next_unit(8).get());
+        let unit = |number| {
+            (
+                PageNumber::new(number).unit(PageCount::new(8)).get(),
+                PageNumber::new(number).next_unit(PageCount::new(8)).get(),
+            )
+        };
         assert_eq!([unit(0), unit(7), unit(8), unit(9)], [(0, 0), (0, 8), (8, 8), (8, 16)]);
         assert_eq!((PageNumber::new(300).window().get(), PageNumber::new(127).window().get()), (256, 0));
     }
@@ -148,8 +156,11 @@ mod tests {
     #[test]
     fn the_parts_of_a_range_are_all_of_it() {
         let parts = |first, count, most| PageRange::new(first, count).parts(most).collect::<Vec<_>>();
-        assert_eq!(parts(5, 9, 4), [PageRange::new(5, 4), PageRange::new(9, 4), PageRange::new(13, 1)]);
-        assert_eq!((parts(5, 4, 4), parts(5, 0, 4)), (vec![PageRange::new(5, 4)], vec![]));
+        assert_eq!(parts(5, 9, PageCount::new(4)), [PageRange::new(5, 4), PageRange::new(9, 4), PageRange::new(13, 1)]);
+        assert_eq!(
+            (parts(5, 4, PageCount::new(4)), parts(5, 0, PageCount::new(4))),
+            (vec![PageRange::new(5, 4)], vec![])
+        );
     }
 
     #[test]

@@ -3,7 +3,7 @@
 use std::fmt;
 
 use crate::{
-    PageNumber,
+    PageCount, PageNumber,
     window::{WindowPages, low_bits},
 };
 
@@ -14,7 +14,9 @@ pub const PAGE_BYTES: usize = 4096;
 pub const PAGE: u64 = PAGE_BYTES as u64;
 
 /// Pages that one window speaks of: the bits of a `u128`. The windows of a [`PageSet`] begin at multiples of it.
-pub const WINDOW_PAGES: u64 = u128::BITS as u64;
+pub const WINDOW_PAGES: PageCount = PageCount::new(WINDOW_BITS);
+
+const WINDOW_BITS: u64 = u128::BITS as u64;
 
 /// Pages `first .. first + count` of one region.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -22,24 +24,24 @@ pub struct PageRange {
     /// First page.
     pub first: PageNumber,
     /// Number of pages.
-    pub count: u64,
+    pub count: PageCount,
 }
 
 impl PageRange {
     /// `count` pages from number `first` on: for literals, and for numbers from outside. A page that is known has
     /// [`PageNumber::run`] and [`PageNumber::to`].
     pub const fn new(first: u64, count: u64) -> Self {
-        PageNumber::new(first).run(count)
+        PageNumber::new(first).run(PageCount::new(count))
     }
 
     /// The first `count` pages of a region: all that one of so many pages has.
-    pub const fn all(count: u64) -> Self {
+    pub const fn all(count: PageCount) -> Self {
         PageNumber::FIRST.run(count)
     }
 
     /// One past the last page; the largest number if there is no such page number.
     pub fn end(&self) -> PageNumber {
-        PageNumber::new(self.first.get().saturating_add(self.count))
+        PageNumber::new(self.first.get().saturating_add(self.count.get()))
     }
 
     /// Whether `page` is one of them.
@@ -56,20 +58,20 @@ impl PageRange {
     ///
     /// # Panics
     /// `most` is 0.
-    pub fn parts(self, most: u64) -> impl Iterator<Item = Self> {
+    pub fn parts(self, most: PageCount) -> impl Iterator<Item = Self> {
         let end = self.end();
-        let firsts = (self.first.get()..end.get()).step_by(usize::try_from(most).expect("64-bit addresses"));
+        let firsts = (self.first.get()..end.get()).step_by(most.index());
         firsts.map(PageNumber::new).map(move |first| first.run(most.min(end - first)))
     }
 
     /// Size in bytes; the largest number if it is not countable.
     pub fn bytes(&self) -> u64 {
-        self.count.saturating_mul(PAGE_BYTES as u64)
+        self.count.bytes()
     }
 
     /// Whether all its pages are among the first `pages`.
-    pub(crate) fn fits(&self, pages: u64) -> bool {
-        self.count <= pages && self.first.get() <= pages - self.count
+    pub(crate) fn fits(&self, pages: PageCount) -> bool {
+        self.count <= pages && self.first.get() <= (pages - self.count).get()
     }
 }
 
@@ -79,42 +81,42 @@ impl PageRange {
 pub struct PageSet {
     /// Page `p` is bit `p % 128` of word `p / 128`. Bits past the last page are always 0.
     words: Vec<u128>,
-    pages: u64,
+    pages: PageCount,
 }
 
 impl PageSet {
     /// No page of a region of `pages` pages.
-    pub fn empty(pages: u64) -> Self {
+    pub fn empty(pages: PageCount) -> Self {
         Self::filled(pages, 0)
     }
 
     /// All pages of a region of `pages` pages.
-    pub fn full(pages: u64) -> Self {
+    pub fn full(pages: PageCount) -> Self {
         let mut set = Self::filled(pages, u128::MAX);
-        if let (Some(last), over @ 1..) = (set.words.last_mut(), pages % WINDOW_PAGES) {
+        if let (Some(last), over @ 1..) = (set.words.last_mut(), (pages % WINDOW_PAGES).get()) {
             *last = low_bits(over);
         }
         set
     }
 
-    fn filled(pages: u64, word: u128) -> Self {
+    fn filled(pages: PageCount, word: u128) -> Self {
         let words = usize::try_from(pages.div_ceil(WINDOW_PAGES)).expect("a bitmap that fits into the address space");
         Self { words: vec![word; words], pages }
     }
 
     /// Number of pages that the region has.
-    pub fn pages(&self) -> u64 {
+    pub fn pages(&self) -> PageCount {
         self.pages
     }
 
     /// Number of pages in the set.
-    pub fn count(&self) -> u64 {
-        self.words.iter().map(|word| u64::from(word.count_ones())).sum()
+    pub fn count(&self) -> PageCount {
+        PageCount::new(self.words.iter().map(|word| u64::from(word.count_ones())).sum())
     }
 
     /// Size of the pages in the set in bytes.
     pub fn bytes(&self) -> u64 {
-        self.count() * PAGE
+        self.count().bytes()
     }
 
     /// Whether no page is in the set.
@@ -125,7 +127,7 @@ impl PageSet {
     /// Whether `page` is in the set; a page that the region does not have is not.
     pub fn contains(&self, page: PageNumber) -> bool {
         let page = page.get();
-        page < self.pages && self.words[(page / WINDOW_PAGES) as usize] >> (page % WINDOW_PAGES) & 1 == 1
+        page < self.pages.get() && self.words[(page / WINDOW_BITS) as usize] >> (page % WINDOW_BITS) & 1 == 1
     }
 
     /// Adds the pages of `range`.
@@ -173,7 +175,7 @@ impl PageSet {
     }
 
     /// As [`PageSet::ranges`], with those as one that have at most `gap` other pages between them.
-    pub(crate) fn ranges_near(&self, gap: u64) -> impl Iterator<Item = PageRange> + '_ {
+    pub(crate) fn ranges_near(&self, gap: PageCount) -> impl Iterator<Item = PageRange> + '_ {
         let mut ranges = self.ranges().peekable();
         std::iter::from_fn(move || {
             let mut range = ranges.next()?;
@@ -190,13 +192,13 @@ impl PageSet {
     /// `first` is no multiple of 128.
     pub fn window(&self, first: PageNumber) -> u128 {
         let first = first.get();
-        assert!(first.is_multiple_of(WINDOW_PAGES), "page {first} does not begin a window of {WINDOW_PAGES}");
-        usize::try_from(first / WINDOW_PAGES).ok().and_then(|word| self.words.get(word)).copied().unwrap_or(0)
+        assert!(first.is_multiple_of(WINDOW_BITS), "page {first} does not begin a window of {WINDOW_PAGES}");
+        usize::try_from(first / WINDOW_BITS).ok().and_then(|word| self.words.get(word)).copied().unwrap_or(0)
     }
 
     /// The windows that are not empty, ascending; they begin at multiples of 128. Skips empty words fast.
     pub fn windows(&self) -> impl Iterator<Item = WindowPages> + '_ {
-        let words = (0..).step_by(WINDOW_PAGES as usize).zip(self.words.iter().copied());
+        let words = (0..).step_by(WINDOW_PAGES.index()).zip(self.words.iter().copied());
         words.filter(|&(_, word)| word != 0).map(|(first, word)| WindowPages::new(first, word))
     }
 
@@ -204,25 +206,25 @@ impl PageSet {
     /// may be past the last page.
     fn next(&self, from: PageNumber, flip: u128) -> Option<PageNumber> {
         let from = from.get();
-        let mut at = (from / WINDOW_PAGES) as usize;
-        let mut word = (self.words.get(at)? ^ flip) & !low_bits(from % WINDOW_PAGES);
+        let mut at = (from / WINDOW_BITS) as usize;
+        let mut word = (self.words.get(at)? ^ flip) & !low_bits(from % WINDOW_BITS);
         while word == 0 {
             at += 1;
             word = self.words.get(at)? ^ flip;
         }
-        Some(PageNumber::new(at as u64 * WINDOW_PAGES + u64::from(word.trailing_zeros())))
+        Some(PageNumber::new(at as u64 * WINDOW_BITS + u64::from(word.trailing_zeros())))
     }
 
     /// Hands each word that has pages of `range` to `change`, with the bits of these pages.
     fn each_word_of(&mut self, range: PageRange, change: impl Fn(&mut u128, u128)) {
         assert!(range.fits(self.pages), "pages {}..{} of a set of {}", range.first, range.end(), self.pages);
-        if range.count == 0 {
+        if range.count.is_zero() {
             return;
         }
         let (first, last) = (range.first.get(), range.end().get() - 1);
-        let (from, to) = ((first / WINDOW_PAGES) as usize, (last / WINDOW_PAGES) as usize);
-        let head = !low_bits(first % WINDOW_PAGES);
-        let tail = u128::MAX >> (WINDOW_PAGES - 1 - last % WINDOW_PAGES);
+        let (from, to) = ((first / WINDOW_BITS) as usize, (last / WINDOW_BITS) as usize);
+        let head = !low_bits(first % WINDOW_BITS);
+        let tail = u128::MAX >> (WINDOW_BITS - 1 - last % WINDOW_BITS);
         if from == to {
             return change(&mut self.words[from], head & tail);
         }
@@ -288,7 +290,7 @@ mod tests {
     }
 
     fn set_of(pages: u64, list: &[u64]) -> PageSet {
-        let mut set = PageSet::empty(pages);
+        let mut set = PageSet::empty(PageCount::new(pages));
         list.iter().for_each(|&page| set.insert(PageRange::new(page, 1)));
         set
     }
@@ -305,15 +307,15 @@ mod tests {
                 model.retain(|page| !range.contains(PageNumber::new(*page)));
             }
             Step::Union(list) => {
-                set.union_with(&set_of(pages, list));
+                set.union_with(&set_of(pages.get(), list));
                 model.extend(list);
             }
             Step::Subtract(list) => {
-                set.subtract(&set_of(pages, list));
+                set.subtract(&set_of(pages.get(), list));
                 model.retain(|page| !list.contains(page));
             }
             Step::Intersect(list) => {
-                set.intersect_with(&set_of(pages, list));
+                set.intersect_with(&set_of(pages.get(), list));
                 model.retain(|page| list.contains(page));
             }
         }
@@ -322,13 +324,13 @@ mod tests {
     proptest! {
         #[test]
         fn a_set_is_what_its_model_is((pages, steps) in steps(), full: bool) {
-            let mut set = if full { PageSet::full(pages) } else { PageSet::empty(pages) };
+            let mut set = if full { PageSet::full(PageCount::new(pages)) } else { PageSet::empty(PageCount::new(pages)) };
             let mut model: BTreeSet<u64> = if full { (0..pages).collect() } else { BTreeSet::new() };
             for step in &steps {
                 apply(step, &mut set, &mut model);
             }
-            prop_assert_eq!(set.pages(), pages);
-            prop_assert_eq!(set.count(), model.len() as u64);
+            prop_assert_eq!(set.pages().get(), pages);
+            prop_assert_eq!(set.count().get(), model.len() as u64);
             prop_assert_eq!(set.is_empty(), model.is_empty());
             prop_assert!((0..pages + 300).all(|page| set.contains(PageNumber::new(page)) == model.contains(&page)));
 
@@ -361,7 +363,7 @@ mod tests {
                 }
             }
             let set = set_of(1000, &pages);
-            let near: Vec<_> = set.ranges_near(gap).map(|range| (range.first.get(), range.end().get())).collect();
+            let near: Vec<_> = set.ranges_near(PageCount::new(gap)).map(|range| (range.first.get(), range.end().get())).collect();
             prop_assert_eq!(near, expected);
         }
     }
@@ -374,18 +376,18 @@ mod tests {
     #[test]
     #[should_panic(expected = "pages 10..21 of a set of 20")]
     fn a_page_past_the_end_is_refused() {
-        PageSet::empty(20).insert(PageRange::new(10, 11));
+        PageSet::empty(PageCount::new(20)).insert(PageRange::new(10, 11));
     }
 
     #[test]
     #[should_panic(expected = "of a set of 20")]
     fn a_range_whose_end_overflows_is_refused() {
-        PageSet::empty(20).remove(PageRange::new(u64::MAX, 2));
+        PageSet::empty(PageCount::new(20)).remove(PageRange::new(u64::MAX, 2));
     }
 
     #[test]
     #[should_panic(expected = "different regions")]
     fn sets_of_different_sizes_do_not_mix() {
-        PageSet::empty(20).union_with(&PageSet::empty(21));
+        PageSet::empty(PageCount::new(20)).union_with(&PageSet::empty(PageCount::new(21)));
     }
 }

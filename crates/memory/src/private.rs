@@ -3,12 +3,12 @@
 use std::{cell::RefCell, io, os::fd::BorrowedFd, sync::Arc};
 
 use crate::{
-    Keep, PAGE_BYTES, PageNumber, PageRange, PageSet, Process, pages::WINDOW_PAGES, process::Span, shared::Shared,
-    window::WindowPages, zero,
+    Keep, PAGE_BYTES, PageCount, PageNumber, PageRange, PageSet, Process, pages::WINDOW_PAGES, process::Span,
+    shared::Shared, window::WindowPages, zero,
 };
 
 /// Pages that cost as much to look at as to ask about what is behind them alone.
-const SMALL_GAP: u64 = 512;
+const SMALL_GAP: PageCount = PageCount::new(512);
 
 thread_local! {
     /// Pages of a window, for a moment. It stays in the core's cache.
@@ -59,7 +59,7 @@ impl Private {
     }
 
     /// The pages that the process has written, where everything else shows a file.
-    pub(crate) fn own(&self, pages: u64) -> io::Result<PageSet> {
+    pub(crate) fn own(&self, pages: PageCount) -> io::Result<PageSet> {
         let mut own = PageSet::empty(pages);
         let end = self.address_of(PageRange::all(pages).end());
         self.process.own_pages(self.address, end, |start, found_end| {
@@ -75,7 +75,7 @@ impl Private {
 
     /// Whether all pages of the range are there.
     pub(crate) fn are_there(&self, range: PageRange) -> io::Result<bool> {
-        let mut count = 0;
+        let mut count = PageCount::ZERO;
         self.each_there(range, |there| count += there.count)?;
         Ok(count == range.count)
     }
@@ -88,7 +88,7 @@ impl Private {
     /// Reads the pages of a window, and gives `then` their bytes, in order.
     pub(crate) fn with_pages<T>(&self, pages: WindowPages, then: impl FnOnce(&[u8]) -> T) -> io::Result<T> {
         WINDOW.with_borrow_mut(|window| {
-            window.resize(WINDOW_PAGES as usize * PAGE_BYTES, 0);
+            window.resize(WINDOW_PAGES.buffer_bytes(), 0);
             let bytes = &mut window[..pages.bytes() as usize];
             self.process.read(&self.spans(pages), bytes)?;
             Ok(then(bytes))
@@ -115,7 +115,7 @@ impl Private {
             let mut zero = 0;
             let (pages, _) = bytes.as_chunks::<PAGE_BYTES>();
             for (page, number) in pages.iter().zip(wanted.iter()) {
-                zero |= u128::from(zero::all(page)) << (number - wanted.first);
+                zero |= u128::from(zero::all(page)) << (number - wanted.first).get();
             }
             zero
         })
@@ -128,7 +128,7 @@ impl Private {
     /// Writes zeros to pages, also where there are none.
     pub(crate) fn write_zeros(&self, pages: PageRange) -> io::Result<()> {
         const ZEROS: &[u8] = &[0; 64 * PAGE_BYTES];
-        let most = (ZEROS.len() / PAGE_BYTES) as u64;
+        let most = PageCount::within(ZEROS.len() as u64);
         for part in pages.parts(most) {
             self.write(part, &ZEROS[..part.bytes() as usize])?;
         }

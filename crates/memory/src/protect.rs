@@ -8,7 +8,7 @@ use std::{
 };
 
 use crate::{
-    Area, Error, Fault, PageRange,
+    Area, Error, Fault, PageCount, PageRange,
     fault::{Faults, Stretch},
     uffd::{self, Writes},
 };
@@ -29,7 +29,7 @@ impl Protection {
     ///
     /// # Errors
     /// As [`crate::UffdTracker::new`].
-    pub fn new(uffd: OwnedFd, areas: Vec<Area>, region_pages: &[u64]) -> Result<Self, Error> {
+    pub fn new(uffd: OwnedFd, areas: Vec<Area>, region_pages: &[PageCount]) -> Result<Self, Error> {
         let need = "Linux 6.4 or newer is needed, and a userfaultfd that was not used before";
         let faults =
             Faults::new(uffd, uffd::PROTECT, ("make writes to shared memory wait", need), areas, region_pages)?;
@@ -38,7 +38,7 @@ impl Protection {
 
     /// Pages of the region that are protected and released together: 1, or those of a huge page. Ranges consist of
     /// whole ones.
-    pub fn unit_pages(&self, region: usize) -> u64 {
+    pub fn unit_pages(&self, region: usize) -> PageCount {
         self.faults.unit_pages(region)
     }
 

@@ -8,7 +8,7 @@ use std::{
 use rustix::mm::Advice;
 
 use crate::{
-    PAGE_BYTES, PageRange, Region,
+    PageCount, PageRange, Region,
     pages::WINDOW_PAGES,
     region::Held,
     shared::{FAULT_AROUND_BYTES, Shared},
@@ -16,7 +16,7 @@ use crate::{
 };
 
 /// Pages that one fault maps, as the kernel comes.
-const AROUND: u64 = (FAULT_AROUND_BYTES / PAGE_BYTES) as u64;
+const AROUND: PageCount = PageCount::within(FAULT_AROUND_BYTES as u64);
 
 impl Region {
     /// Whether [`Region::receive_window`] is faster than [`Region::write_pages`] for pages that are there already, or
@@ -59,11 +59,11 @@ impl Shared {
             return Ok(());
         }
         for PageRange { first, .. } in present.first.run(WINDOW_PAGES).parts(AROUND) {
-            let block = present.mask >> (first - present.first) & ((1 << AROUND) - 1);
+            let block = present.mask >> (first - present.first).get() & ((1 << AROUND.get()) - 1);
             if block == 0 {
                 continue;
             }
-            let page = (first + u64::from(block.trailing_zeros())).run(1);
+            let page = (first + PageCount::new(block.trailing_zeros().into())).run(PageCount::ONE);
             self.populate(page, Advice::LinuxPopulateRead).or_else(|error| match error {
                 // Before Linux 5.14: the copy faults, page by page.
                 rustix::io::Errno::INVAL => Ok(()),
@@ -104,6 +104,7 @@ mod tests {
     use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 
     use super::*;
+    use crate::PAGE_BYTES;
     use crate::{Access, Error};
 
     const PAGES: u64 = 300;
@@ -116,7 +117,7 @@ mod tests {
 
     fn contents(region: &Region) -> Vec<u8> {
         let mut bytes = vec![0; region.bytes() as usize];
-        region.copy_to(PageRange::new(0, region.pages()), &mut bytes).unwrap();
+        region.copy_to(PageRange::all(region.pages()), &mut bytes).unwrap();
         bytes
     }
 
@@ -128,11 +129,11 @@ mod tests {
         ) {
             let has = u128::MAX >> (128 - (PAGES - number * 128).min(128));
             let pages = WindowPages::new(number * 128, mask & has);
-            let bytes: Vec<u8> = (0..pages.count() as usize * PAGE_BYTES).map(|at| (at / 1000) as u8 | 1).collect();
+            let bytes: Vec<u8> = (0..pages.count().buffer_bytes()).map(|at| (at / 1000) as u8 | 1).collect();
             let (received, written) = (region(PAGES), region(PAGES));
             for region in [&received, &written] {
                 let before = pages.with(there & has);
-                region.write_pages(before, &vec![9; before.count() as usize * PAGE_BYTES]).unwrap();
+                region.write_pages(before, &vec![9; before.count().buffer_bytes()]).unwrap();
             }
             written.write_pages(pages, &bytes).unwrap();
             let (mut near, far) = UnixStream::pair().unwrap();

@@ -6,7 +6,7 @@ use std::{
     sync::Arc,
 };
 
-use crate::{Error, Flaw, Keep, PAGE_BYTES, PageRange, PageSet, Process, private::Private, shared::Shared};
+use crate::{Error, Flaw, Keep, PAGE, PageCount, PageRange, PageSet, Process, private::Private, shared::Shared};
 
 /// How a region is used.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -67,8 +67,7 @@ impl Region {
     /// Not a multiple of the page size; a file that is no memory.
     pub fn in_process(name: &str, memory: InProcess, access: Access) -> Result<Self, Error> {
         let InProcess { process, address, bytes, page_bytes, file } = memory;
-        let page = PAGE_BYTES as u64;
-        let whole = |number: u64| number.is_multiple_of(page);
+        let whole = |number: u64| number.is_multiple_of(PAGE);
         let fits = address.checked_add(bytes).is_some_and(|end| i64::try_from(end).is_ok());
         if bytes == 0
             || !whole(bytes)
@@ -90,14 +89,14 @@ impl Region {
         &self.name
     }
 
-    /// Size in bytes, a multiple of [`PAGE_BYTES`].
+    /// Size in bytes, a multiple of [`PAGE`].
     pub fn bytes(&self) -> u64 {
         self.bytes
     }
 
-    /// Size in pages of [`PAGE_BYTES`].
-    pub fn pages(&self) -> u64 {
-        self.bytes / PAGE_BYTES as u64
+    /// Size in pages of [`PAGE`] bytes.
+    pub fn pages(&self) -> PageCount {
+        PageCount::within(self.bytes)
     }
 
     /// Size of the pages that back it (4096, or the size of huge pages).
@@ -138,7 +137,7 @@ impl Region {
     ///
     /// # Errors
     /// A region without such a file, or mapped for reading; the system's own.
-    pub fn revert(&self) -> Result<u64, Error> {
+    pub fn revert(&self) -> Result<PageCount, Error> {
         self.check_writable()?;
         let Held::Private(private) = &self.held else {
             return Err(Error::unusable(&self.name, Flaw::Else, "it is not private memory, and shows no file"));
@@ -147,8 +146,8 @@ impl Region {
             return Err(Error::unusable(&self.name, Flaw::Else, "its process maps no file"));
         };
         let own = private.own(self.pages()).map_err(|source| self.unknown(source))?;
-        if own.count() == 0 {
-            return Ok(0);
+        if own.is_empty() {
+            return Ok(PageCount::ZERO);
         }
         // A hole of the file must not be read: that would make a page of it.
         let data = below.data_among(&own)?;

@@ -2,7 +2,7 @@
 
 use rustix::io::Errno;
 
-use crate::{Error, Flaw, GuestMemory, PAGE_BYTES, PageRange, PageSet, region::Held, shared::Shared};
+use crate::{Error, Flaw, GuestMemory, PAGE, PageCount, PageRange, PageSet, region::Held, shared::Shared};
 
 impl GuestMemory {
     /// Whether there is room for these pages, by region, all of which are holes. A hugetlbfs sets them aside: nobody
@@ -47,12 +47,12 @@ impl Shared {
     /// As [`Shared::reserve`], for the huge pages that these pages are in.
     fn reserve_all(&self, pages: &PageSet) -> Result<(), Error> {
         let unit = self.unit_pages();
-        let mut run = PageRange::all(0);
+        let mut run = PageRange::all(PageCount::ZERO);
         for range in pages.ranges() {
             let (first, end) = (range.first.unit(unit), range.end().next_unit(unit));
             if first > run.end() {
                 self.reserve_run(run)?;
-                run = first.run(0);
+                run = first.run(PageCount::ZERO);
             }
             run.count = end - run.first;
         }
@@ -60,7 +60,7 @@ impl Shared {
     }
 
     fn reserve_run(&self, run: PageRange) -> Result<(), Error> {
-        if run.count == 0 { Ok(()) } else { self.reserve(run) }
+        if run.count.is_zero() { Ok(()) } else { self.reserve(run) }
     }
 
     /// The file system of memory of the system's, and how many bytes it has left. None: it has no limit.
@@ -88,7 +88,7 @@ pub(crate) fn cure_of_pool(page_bytes: u64) -> String {
 /// What helps where there is no page for a thread that waits for one.
 pub(crate) fn cure_of_missing(why: Errno, page_bytes: u64) -> String {
     match why {
-        Errno::NOMEM | Errno::NOSPC if page_bytes > PAGE_BYTES as u64 => cure_of_pool(page_bytes),
+        Errno::NOMEM | Errno::NOSPC if page_bytes > PAGE => cure_of_pool(page_bytes),
         Errno::NOMEM | Errno::NOSPC => " (no memory is left, or the file system of the memory's file is full: make it \
              larger, as by mount -o remount,size=, and try again with a new waiting VM)"
             .to_owned(),

@@ -12,7 +12,7 @@ use rustix::{
 };
 
 use crate::{
-    Access, Error, Flaw, Keep, PAGE_BYTES, PageNumber, PageRange, PageSet, cached, huge_holes, mapping::Mapping,
+    Access, Error, Flaw, Keep, PAGE, PageCount, PageNumber, PageRange, PageSet, cached, huge_holes, mapping::Mapping,
     pagemap, room,
 };
 
@@ -20,7 +20,7 @@ use crate::{
 pub(crate) const FAULT_AROUND_BYTES: usize = 64 << 10;
 
 /// Pages that cost as much to look at as to ask about what is behind them alone.
-const SMALL_GAP: u64 = 32;
+const SMALL_GAP: PageCount = PageCount::new(32);
 
 /// A part of a file, mapped shared.
 ///
@@ -64,8 +64,8 @@ impl Shared {
         &self.name
     }
 
-    pub(crate) fn pages(&self) -> u64 {
-        self.bytes / PAGE_BYTES as u64
+    pub(crate) fn pages(&self) -> PageCount {
+        PageCount::within(self.bytes)
     }
 
     pub(crate) fn page_bytes(&self) -> u64 {
@@ -113,7 +113,7 @@ impl Shared {
     /// # Errors
     /// The system's own.
     pub(crate) fn data_among(&self, wanted: &PageSet) -> Result<PageSet, Error> {
-        let first = PageRange::all(1);
+        let first = PageRange::all(PageCount::ONE);
         if self.count_data(first).is_none() {
             let mut data = self.data()?;
             data.intersect_with(wanted);
@@ -126,7 +126,7 @@ impl Shared {
     }
 
     /// How many pages of a range that the region has are data; none: the kernel does not say, or the file is on a disk.
-    fn count_data(&self, range: PageRange) -> Option<u64> {
+    fn count_data(&self, range: PageRange) -> Option<PageCount> {
         let (start, end) = (self.offset_in_file(range.first), self.offset_in_file(range.end()));
         if self.backing.tmpfs { cached::pages(self.file(), start, end) } else { None }
     }
@@ -143,7 +143,7 @@ impl Shared {
             let Ok(present) = huge_holes::present(self.file(), start, end - start, unit) else { return Ok(true) };
             return Ok(present.iter().map(|bytes| bytes.end - bytes.start).sum::<u64>() == end - start);
         }
-        if range.count == 0 {
+        if range.count.is_zero() {
             return Ok(true);
         }
         // Searching for the next hole examines all data before it, which may be all there is.
@@ -180,7 +180,7 @@ impl Shared {
     fn sought_data(&self, known: &PageSet) -> Result<PageSet, Error> {
         let mut data = PageSet::empty(self.pages());
         let mut at = PageNumber::FIRST;
-        for range in known.ranges().chain([PageRange::all(self.pages()).end().run(0)]) {
+        for range in known.ranges().chain([PageRange::all(self.pages()).end().run(PageCount::ZERO)]) {
             self.seek_data(at.to(range.first), &mut data)?;
             at = range.end();
         }
@@ -223,16 +223,16 @@ impl Shared {
 
     /// How many pages from the first one on are surely data, up to the end of the range. Seeking the hole behind them
     /// alone would look at all data up to the next hole, wherever that is.
-    fn data_from(&self, range: PageRange) -> u64 {
-        const FIRST_LOOK: u64 = 64;
-        let (mut sure, mut look) = (0, FIRST_LOOK);
+    fn data_from(&self, range: PageRange) -> PageCount {
+        const FIRST_LOOK: PageCount = PageCount::new(64);
+        let (mut sure, mut look) = (PageCount::ZERO, FIRST_LOOK);
         while sure < range.count {
             let next = (range.first + sure).run(look.min(range.count - sure));
             if self.count_data(next) != Some(next.count) {
                 break;
             }
             sure += next.count;
-            look *= 2;
+            look = look * 2;
         }
         sure
     }
@@ -308,9 +308,9 @@ impl Shared {
         }
     }
 
-    /// The size of the file's own pages, in pages of [`PAGE_BYTES`].
-    pub(crate) fn unit_pages(&self) -> u64 {
-        self.backing.page_bytes / PAGE_BYTES as u64
+    /// The size of the file's own pages, in pages of [`PAGE`].
+    pub(crate) fn unit_pages(&self) -> PageCount {
+        PageCount::within(self.backing.page_bytes)
     }
 }
 
@@ -331,18 +331,17 @@ impl Backing {
             .map_err(|source| Error::system(format!("get the file system of region {name:?}"), source))?;
         let hugetlb = fs.f_type as u32 == HUGETLBFS_MAGIC;
         let tmpfs = fs.f_type as u32 == TMPFS_MAGIC;
-        let page_bytes = if hugetlb { fs.f_bsize as u64 } else { PAGE_BYTES as u64 };
+        let page_bytes = if hugetlb { fs.f_bsize as u64 } else { PAGE };
         Ok(Self { page_bytes, hugetlb, tmpfs })
     }
 }
 
 fn check_shape(name: &str, file_offset: u64, bytes: u64, backing: Backing) -> Result<(), Error> {
-    let page = PAGE_BYTES as u64;
-    if bytes == 0 || !bytes.is_multiple_of(page) {
+    if bytes == 0 || !bytes.is_multiple_of(PAGE) {
         return Err(Error::unusable(
             name,
             Flaw::Shape,
-            format!("its size of {bytes} bytes is 0 or not a multiple of {page}"),
+            format!("its size of {bytes} bytes is 0 or not a multiple of {PAGE}"),
         ));
     }
     let unit = backing.page_bytes;

@@ -1,16 +1,16 @@
 //! Whoever writes page after page need not wait at each of them: the longer somebody has done so, the more pages are
 //! let go of at once. A page that is let go of counts as written whether it is or not, so a streak may be wrong about
 //! an eighth of its pages at most.
-use crate::{Fault, PageNumber};
+use crate::{Fault, PageCount, PageNumber};
 
 /// Streaks that are remembered: as many threads may write side by side.
 const KNOWN: usize = 8;
 /// Pages in a row before any is let go of that nobody waits for.
-const BEGIN: u64 = 16;
+const BEGIN: PageCount = PageCount::new(16);
 /// Of the pages of a streak, what comes on top.
 const SHARE: u64 = 8;
 /// At once. The last round has so many pages more than it must, for each thread that writes.
-const MOST: u64 = 128;
+const MOST: PageCount = PageCount::new(128);
 
 /// Pages that were let go of one after the other.
 #[derive(Debug, Clone, Copy, Default)]
@@ -18,7 +18,7 @@ struct Streak {
     region: usize,
     /// The page behind it.
     next: PageNumber,
-    pages: u64,
+    pages: PageCount,
 }
 
 /// The latest ones.
@@ -31,13 +31,13 @@ pub(crate) struct Streaks {
 
 impl Streaks {
     /// How many pages may be let go of from this one on, which somebody waits for.
-    pub(crate) fn pages(&self, fault: Fault) -> u64 {
-        let pages = self.place(fault).map_or(0, |place| self.known[place].pages);
-        if pages < BEGIN { 1 } else { (pages / SHARE).min(MOST) }
+    pub(crate) fn pages(&self, fault: Fault) -> PageCount {
+        let pages = self.place(fault).map_or(PageCount::ZERO, |place| self.known[place].pages);
+        if pages < BEGIN { PageCount::ONE } else { (pages / SHARE).min(MOST) }
     }
 
     /// So many were.
-    pub(crate) fn note(&mut self, fault: Fault, pages: u64) {
+    pub(crate) fn note(&mut self, fault: Fault, pages: PageCount) {
         let next = fault.page + pages;
         match self.place(fault) {
             Some(place) => {
@@ -54,7 +54,7 @@ impl Streaks {
     fn place(&self, fault: Fault) -> Option<usize> {
         self.known
             .iter()
-            .position(|streak| streak.pages > 0 && (streak.region, streak.next) == (fault.region, fault.page))
+            .position(|streak| !streak.pages.is_zero() && (streak.region, streak.next) == (fault.region, fault.page))
     }
 }
 
@@ -75,7 +75,7 @@ mod tests {
             }
             let pages = streaks.pages(fault(0, page));
             streaks.note(fault(0, page), pages);
-            gone.extend(page..page + pages);
+            gone.extend(page..page + pages.get());
             waits += 1;
         }
         (waits, gone.len() as u64)
@@ -84,7 +84,7 @@ mod tests {
     #[test]
     fn whoever_writes_all_pages_waits_at_few() {
         let (waits, gone) = waits(0..10_000);
-        assert!(waits < 10_000 / 25 && (10_000..10_000 + MOST).contains(&gone), "{waits} {gone}");
+        assert!(waits < 10_000 / 25 && (10_000..10_000 + MOST.get()).contains(&gone), "{waits} {gone}");
     }
 
     #[test]
@@ -99,7 +99,7 @@ mod tests {
     fn pages_that_are_not_in_a_row_are_let_go_of_one_by_one() {
         assert_eq!(waits((0..1000).map(|page| page * 2)), (1000, 1000));
         assert_eq!(waits((0..1000).rev()), (1000, 1000));
-        assert_eq!(waits((0..100).flat_map(|group| group * 32..group * 32 + BEGIN)), (1600, 1600));
+        assert_eq!(waits((0..100).flat_map(|group| group * 32..group * 32 + BEGIN.get())), (1600, 1600));
     }
 
     #[test]
@@ -113,8 +113,8 @@ mod tests {
     #[test]
     fn a_streak_is_in_one_region() {
         let mut streaks = Streaks::default();
-        (0..100).for_each(|page| streaks.note(fault(0, page), 1));
-        assert_eq!((streaks.pages(fault(0, 100)), streaks.pages(fault(1, 100))), (12, 1));
-        assert_eq!(Streaks::default().pages(fault(0, 0)), 1);
+        (0..100).for_each(|page| streaks.note(fault(0, page), PageCount::ONE));
+        assert_eq!((streaks.pages(fault(0, 100)).get(), streaks.pages(fault(1, 100)).get()), (12, 1));
+        assert_eq!(Streaks::default().pages(fault(0, 0)), PageCount::ONE);
     }
 }

@@ -26,7 +26,7 @@ use std::{
 use rustix::io::Errno;
 
 use crate::{
-    Area, Error, Fault, Flaw, LetWait, PageRange, PageSet, Tracker, Waits,
+    Area, Error, Fault, Flaw, LetWait, PageCount, PageRange, PageSet, Tracker, Waits,
     area::untrackable,
     fault::Faults,
     pagemap::{By, Look},
@@ -56,7 +56,7 @@ pub struct SyncTracker {
 }
 
 struct Tracked {
-    pages: u64,
+    pages: PageCount,
     look: Look,
     /// Whether a scan would find everything that was written since the last report.
     armed: bool,
@@ -87,7 +87,7 @@ impl SyncTracker {
         uffd: OwnedFd,
         pagemap: OwnedFd,
         areas: Vec<Area>,
-        region_pages: &[u64],
+        region_pages: &[PageCount],
         private: &[usize],
         threads: Box<dyn LetWait>,
     ) -> Result<Self, Error> {
@@ -130,7 +130,7 @@ impl SyncTracker {
     }
 
     /// The pages of the region that are not protected; they are protected again.
-    fn written(&self, region: usize, look: Look, pages: u64) -> Result<PageSet, Error> {
+    fn written(&self, region: usize, look: Look, pages: PageCount) -> Result<PageSet, Error> {
         self.service.check()?;
         let areas = || self.areas.iter().filter(|area| area.region == region);
         let mut written = PageSet::empty(pages);
@@ -212,7 +212,7 @@ impl Service {
             let wait = if held.is_empty() { TICK } else { LOOK_AGAIN };
             self.faults.each(wait, FEW, |fault, thread| new.push((fault, thread)))?;
             for &(fault, thread) in &new {
-                if self.waits.may_pass(1) {
+                if self.waits.may_pass(PageCount::ONE) {
                     self.let_pass(fault, &mut streaks)?;
                     continue;
                 }
@@ -232,7 +232,7 @@ impl Service {
         let mut failed = Ok(());
         let now = Instant::now();
         held.retain(|one| {
-            let goes = failed.is_err() || now >= one.until || self.waits.may_pass(1);
+            let goes = failed.is_err() || now >= one.until || self.waits.may_pass(PageCount::ONE);
             if goes && failed.is_ok() {
                 failed = self.let_go(one.fault, Some(one.since));
             }
@@ -246,7 +246,8 @@ impl Service {
         let unit = self.faults.unit_pages(fault.region);
         let ahead = streaks.pages(fault).min(PageRange::all(self.faults.pages(fault.region)).end().since(fault.page));
         // A huge page is as much as many small ones.
-        let pages = if unit == 1 && ahead > 1 && self.waits.may_pass(ahead) { ahead } else { unit };
+        let pages =
+            if unit == PageCount::ONE && ahead > PageCount::ONE && self.waits.may_pass(ahead) { ahead } else { unit };
         streaks.note(fault, pages);
         self.let_pages_go(fault, pages, None)
     }
@@ -256,7 +257,7 @@ impl Service {
     }
 
     /// Harmless if a page was let go of before: then the next scan finds it once more than it must.
-    fn let_pages_go(&self, fault: Fault, pages: u64, since: Option<Instant>) -> Result<(), Error> {
+    fn let_pages_go(&self, fault: Fault, pages: PageCount, since: Option<Instant>) -> Result<(), Error> {
         self.waits.passed(pages, since.map(|since| since.elapsed()));
         self.set(fault.region, fault.page.run(pages), Writes::Pass)
     }

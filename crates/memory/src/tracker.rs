@@ -6,7 +6,7 @@ use std::{
 };
 
 use crate::{
-    Area, Error, Flaw, PageSet, Waits,
+    Area, Error, Flaw, PageCount, PageSet, Waits,
     area::{self, lost, refused, untrackable},
     pagemap::{self, By, Look},
     sweep::sweep,
@@ -58,7 +58,7 @@ struct Process {
 }
 
 struct Tracked {
-    pages: u64,
+    pages: PageCount,
     look: Look,
     /// Whether a scan would find everything that was written since the last report.
     armed: bool,
@@ -80,7 +80,7 @@ impl UffdTracker {
     /// # Errors
     /// Areas that the regions don't have, regions that the areas don't cover, memory that the kernel can't track, a
     /// kernel that is too old.
-    pub fn new(uffd: OwnedFd, pagemap: OwnedFd, areas: Vec<Area>, region_pages: Vec<u64>) -> Result<Self, Error> {
+    pub fn new(uffd: OwnedFd, pagemap: OwnedFd, areas: Vec<Area>, region_pages: Vec<PageCount>) -> Result<Self, Error> {
         area::check(&areas, &region_pages)?;
         let first = Process::begin(uffd, pagemap, areas)?;
         let regions = region_pages.into_iter().map(|pages| Tracked { pages, look: Look::Written, armed: false });
@@ -94,7 +94,7 @@ impl UffdTracker {
     /// # Errors
     /// Areas that the regions don't have; as [`UffdTracker::new`].
     pub fn with_other(mut self, uffd: OwnedFd, pagemap: OwnedFd, areas: Vec<Area>) -> Result<Self, Error> {
-        let pages: Vec<u64> = self.regions.iter().map(|region| region.pages).collect();
+        let pages: Vec<PageCount> = self.regions.iter().map(|region| region.pages).collect();
         area::check_inside(&areas, &pages)?;
         self.processes.push(Process::begin(uffd, pagemap, areas)?);
         Ok(self)
@@ -111,7 +111,7 @@ impl UffdTracker {
     }
 
     /// The pages of the region that were written, by whichever process; they are tracked again.
-    fn written(&self, region: usize, look: Look, pages: u64) -> Result<PageSet, Error> {
+    fn written(&self, region: usize, look: Look, pages: PageCount) -> Result<PageSet, Error> {
         let mut written = PageSet::empty(pages);
         for (number, process) in self.processes.iter().enumerate() {
             match process.add_written(region, look, &mut written) {

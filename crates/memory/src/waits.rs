@@ -8,6 +8,8 @@ use std::{
     time::Duration,
 };
 
+use crate::PageCount;
+
 /// How fast pages may be written for the first time since they were scanned.
 pub trait WriterPace: Send + Sync {
     /// Whether one more page may be let go of now. `passed`: how many were since this pace was set. If it may not, its
@@ -91,8 +93,8 @@ impl Waits {
     }
 
     /// Whether so many pages may be let go of now.
-    pub(crate) fn may_pass(&self, pages: u64) -> bool {
-        let last = || self.passed.load(Relaxed) + pages - 1;
+    pub(crate) fn may_pass(&self, pages: PageCount) -> bool {
+        let last = || self.passed.load(Relaxed) + pages.get() - 1;
         self.pace().as_ref().is_none_or(|pace| pace.may_pass(last()))
     }
 
@@ -101,8 +103,8 @@ impl Waits {
     }
 
     /// A writer goes on, who was held for this long.
-    pub(crate) fn passed(&self, pages: u64, held: Option<Duration>) {
-        self.passed.fetch_add(pages, Relaxed);
+    pub(crate) fn passed(&self, pages: PageCount, held: Option<Duration>) {
+        self.passed.fetch_add(pages.get(), Relaxed);
         self.writes.fetch_add(1, Relaxed);
         if let Some(held) = held {
             let ns = u64::try_from(held.as_nanos()).unwrap_or(u64::MAX);

@@ -1,5 +1,5 @@
 //! Some pages of one window of 128: how sets of pages travel between threads, and what a packet carries.
-use crate::{PAGE, PageNumber, PageRange, WINDOW_PAGES};
+use crate::{PageCount, PageNumber, PageRange, WINDOW_PAGES};
 
 /// Some of the 128 pages from `first` on, as a mask.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -19,7 +19,7 @@ impl WindowPages {
 
     /// Those pages of `range` that are in the window from page `first` on.
     pub fn within(range: PageRange, first: PageNumber) -> Self {
-        let below = |page: PageNumber| low_bits(page.since(first).min(WINDOW_PAGES));
+        let below = |page: PageNumber| low_bits(page.since(first).min(WINDOW_PAGES).get());
         Self { first, mask: below(range.end()) & !below(range.first) }
     }
 
@@ -34,24 +34,24 @@ impl WindowPages {
     }
 
     /// The lowest of them, `count` at most.
-    pub fn lowest(self, count: u64) -> Self {
-        let rest = (0..count.min(self.count())).fold(self.mask, |rest, _| rest & (rest - 1));
+    pub fn lowest(self, count: PageCount) -> Self {
+        let rest = (0..count.min(self.count()).get()).fold(self.mask, |rest, _| rest & (rest - 1));
         self.without(rest)
     }
 
     /// How many they are.
-    pub fn count(self) -> u64 {
-        self.mask.count_ones().into()
+    pub fn count(self) -> PageCount {
+        PageCount::new(self.mask.count_ones().into())
     }
 
     /// Their size in bytes.
     pub fn bytes(self) -> u64 {
-        self.count() * PAGE
+        self.count().bytes()
     }
 
     /// The pages from the window's first one up to the last of them: what a region must have to have them all.
     pub fn reach(self) -> PageRange {
-        self.first.run((u128::BITS - self.mask.leading_zeros()).into())
+        self.first.run(PageCount::new((u128::BITS - self.mask.leading_zeros()).into()))
     }
 
     /// None at all.
@@ -69,7 +69,7 @@ impl WindowPages {
             let skipped = rest.trailing_zeros();
             let count = (rest >> skipped).trailing_ones();
             rest &= !low_bits(u64::from(skipped + count));
-            Some((self.first + u64::from(skipped)).run(count.into()))
+            Some((self.first + PageCount::new(skipped.into())).run(PageCount::new(count.into())))
         })
     }
 
@@ -90,7 +90,7 @@ impl PageRange {
 
 /// The lowest `count` bits, `count` up to 128.
 pub(crate) fn low_bits(count: u64) -> u128 {
-    if count == 0 { 0 } else { u128::MAX >> (WINDOW_PAGES - count) }
+    if count == 0 { 0 } else { u128::MAX >> (WINDOW_PAGES.get() - count) }
 }
 
 #[cfg(test)]
@@ -108,7 +108,7 @@ mod tests {
                 let pages: Vec<u64> = (0..128).filter(|bit| mask >> bit & 1 == 1).map(|bit| first + bit).collect();
                 let runs: Vec<_> = window.runs().collect();
                 prop_assert!(runs.windows(2).all(|two| two[0].end() < two[1].first));
-                prop_assert_eq!(window.count(), pages.len() as u64);
+                prop_assert_eq!(window.count().get(), pages.len() as u64);
                 prop_assert_eq!(window.bytes(), pages.len() as u64 * 4096);
                 prop_assert_eq!(window.reach(), PageRange::new(first, pages.last().map_or(0, |last| last + 1 - first)));
                 prop_assert_eq!(window.is_empty(), pages.is_empty());
@@ -128,10 +128,20 @@ mod tests {
     #[test]
     fn the_lowest_are_taken_first_and_the_rest_is_left() {
         let lowest = |mask, count| WindowPages::new(256, mask).lowest(count);
-        assert_eq!(lowest(u128::MAX, 64), WindowPages::new(256, u64::MAX.into()));
-        assert_eq!((lowest(u128::MAX, 4).mask, lowest(1 << 127, 4).mask), (0xf, 1 << 127));
-        assert_eq!(lowest(0b1010_1000, 2).mask, 0b0010_1000);
-        assert_eq!((lowest(1 << 127, 64).mask, lowest(0, 64).mask, lowest(1, 0).mask), (1 << 127, 0, 0));
+        assert_eq!(lowest(u128::MAX, PageCount::new(64)), WindowPages::new(256, u64::MAX.into()));
+        assert_eq!(
+            (lowest(u128::MAX, PageCount::new(4)).mask, lowest(1 << 127, PageCount::new(4)).mask),
+            (0xf, 1 << 127)
+        );
+        assert_eq!(lowest(0b1010_1000, PageCount::new(2)).mask, 0b0010_1000);
+        assert_eq!(
+            (
+                lowest(1 << 127, PageCount::new(64)).mask,
+                lowest(0, PageCount::new(64)).mask,
+                lowest(1, PageCount::ZERO).mask
+            ),
+            (1 << 127, 0, 0)
+        );
         let window = WindowPages::new(256, 0b1100);
         assert_eq!((window.with(0b11), window.without(0b110)), (WindowPages::new(256, 0b11), window.with(0b1000)));
     }

@@ -5,7 +5,7 @@ use std::os::fd::OwnedFd;
 use proptest::prelude::*;
 use rustix::fs::FallocateFlags;
 use transship_memory::{
-    Access, Freeing, Holes, PageNumber, PageRange, PageSet, Region, Tracker, UffdTracker, WindowPages,
+    Access, Freeing, Holes, PageCount, PageNumber, PageRange, PageSet, Region, Tracker, UffdTracker, WindowPages,
 };
 
 use crate::common::{
@@ -14,14 +14,20 @@ use crate::common::{
 };
 
 fn set(pages: u64, ranges: &[(u64, u64)]) -> PageSet {
-    let mut set = PageSet::empty(pages);
+    let mut set = PageSet::empty(PageCount::new(pages));
     ranges.iter().for_each(|&(first, count)| set.insert(PageRange::new(first, count)));
     set
 }
 
 fn track(guest: &Guest) -> UffdTracker {
     let pagemap = std::fs::File::open("/proc/self/pagemap").unwrap().into();
-    UffdTracker::new(userfaultfd(Faults::User).unwrap(), pagemap, vec![guest.area()], vec![guest.pages()]).unwrap()
+    UffdTracker::new(
+        userfaultfd(Faults::User).unwrap(),
+        pagemap,
+        vec![guest.area()],
+        vec![PageCount::new(guest.pages())],
+    )
+    .unwrap()
 }
 
 fn holes(region: &Region) -> Holes {
@@ -49,7 +55,7 @@ fn no_tracker_sees_it_but_the_note_does(file: OwnedFd, unit: u64) {
     (0..pages).for_each(|page| guest.write(page, 7));
     let (mut tracker, mut holes) = (track(&guest), holes(&source));
     tracker.scan(0).unwrap();
-    let mut content = PageSet::full(pages);
+    let mut content = PageSet::full(PageCount::new(pages));
     content.remove(PageRange::new(3 * unit, unit));
     note(&mut holes, &content);
     assert!(holes.came_back(&content).unwrap().is_empty());
@@ -94,7 +100,7 @@ fn only_what_is_to_be_read_is_noted_in(file: OwnedFd, unit: u64) {
     let guest = Guest::map(&file, pages * PAGE);
     (0..pages).for_each(|page| guest.write(page, 7));
     let mut holes = holes(&source);
-    let all = PageSet::full(pages);
+    let all = PageSet::full(PageCount::new(pages));
     note(&mut holes, &all);
     // Once more changes nothing.
     note(&mut holes, &all);
@@ -143,8 +149,8 @@ fn a_file_on_a_disk_is_refused_and_a_vm_that_gives_nothing_back_is_left_alone() 
     assert!(refused.contains("can't keep note of the pages of region \"ram\""), "{refused}");
     let mut holes = Holes::new(Freeing::Never);
     holes.keep_note(&region).unwrap();
-    note(&mut holes, &PageSet::full(16));
-    assert!(holes.came_back(&PageSet::full(16)).unwrap().is_empty());
+    note(&mut holes, &PageSet::full(PageCount::new(16)));
+    assert!(holes.came_back(&PageSet::full(PageCount::new(16))).unwrap().is_empty());
 }
 
 #[derive(Debug, Clone)]
@@ -175,7 +181,7 @@ proptest! {
         let source = map(&file, 1024 * PAGE, Access::Read);
         let guest = Guest::map(&file, 1024 * PAGE);
         let (mut tracker, mut holes) = (track(&guest), holes(&source));
-        let (mut words, mut content) = (vec![0; 1024], PageSet::empty(1024));
+        let (mut words, mut content) = (vec![0; 1024], PageSet::empty(PageCount::new(1024)));
         for (number, op) in ops.iter().chain([&Op::Round]).enumerate() {
             match *op {
                 Op::Write(page) => guest.write(page, number as u64 + 1),
@@ -184,9 +190,9 @@ proptest! {
                 Op::Round => {
                     let mut send = tracker.scan(0).unwrap();
                     send.union_with(&holes.came_back(&content).unwrap());
-                    let data = holes.look(&source, &PageSet::full(1024)).unwrap();
+                    let data = holes.look(&source, &PageSet::full(PageCount::new(1024))).unwrap();
                     send.intersect_with(data);
-                    let mut gone = PageSet::full(1024);
+                    let mut gone = PageSet::full(PageCount::new(1024));
                     gone.subtract(data);
                     note(&mut holes, &send);
                     content.union_with(&send);

@@ -2,7 +2,9 @@
 use std::{fs, path::Path};
 
 use rustix::mount::MountFlags;
-use transship_memory::{Access, Error, Flaw, GuestMemory, Keep, PAGE_BYTES, PageRange, PageSet, Region, WindowPages};
+use transship_memory::{
+    Access, Error, Flaw, GuestMemory, Keep, PAGE_BYTES, PageCount, PageRange, PageSet, Region, WindowPages,
+};
 
 use crate::common::{HUGE, PAGE, clear_all, contents, file, huge_file, map, mounts::with_mounts_of_its_own, page_of};
 
@@ -124,7 +126,7 @@ fn a_pool_without_a_page_left_is_an_error_with_its_cure() {
 }
 
 fn some(pages: u64, runs: &[(u64, u64)]) -> PageSet {
-    let mut set = PageSet::empty(pages);
+    let mut set = PageSet::empty(PageCount::new(pages));
     runs.iter().for_each(|&(first, count)| set.insert(PageRange::new(first, count)));
     set
 }

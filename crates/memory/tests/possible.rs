@@ -1,6 +1,6 @@
 //! Which trackers this system is said to have.
 use rustix::mount::MountFlags;
-use transship_memory::{SyncTracker, Tracker, UffdTracker};
+use transship_memory::{PageCount, SyncTracker, Tracker, UffdTracker};
 
 use crate::common::{
     PAGE, file,
@@ -29,6 +29,6 @@ fn nobody_waits_for_a_tracker_that_takes_note_only() {
     let guest = Guest::map(file(16 * PAGE), 16 * PAGE);
     let pagemap = std::fs::File::open("/proc/self/pagemap").unwrap().into();
     let uffd = userfaultfd(Faults::User).unwrap();
-    let tracker = UffdTracker::new(uffd, pagemap, vec![guest.area()], vec![guest.pages()]).unwrap();
+    let tracker = UffdTracker::new(uffd, pagemap, vec![guest.area()], vec![PageCount::new(guest.pages())]).unwrap();
     assert!(tracker.waits().is_none());
 }

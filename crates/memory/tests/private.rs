@@ -14,8 +14,8 @@ use std::{
 
 use proptest::prelude::*;
 use transship_memory::{
-    Access, Area, FileIo, FileQueue, Freeing, GuestMemory, Holes, InProcess, PageRange, PageSet, Process, Region,
-    Tracker, UffdTracker, WindowPages,
+    Access, Area, FileIo, FileQueue, Freeing, GuestMemory, Holes, InProcess, PageCount, PageRange, PageSet, Process,
+    Region, Tracker, UffdTracker, WindowPages,
 };
 
 use crate::common::{
@@ -43,7 +43,7 @@ fn track(guest: &Guest) -> UffdTracker {
     loop {
         let pagemap = File::open("/proc/self/pagemap").unwrap();
         let uffd = userfaultfd(Faults::User).unwrap();
-        match UffdTracker::new(uffd, pagemap.into(), vec![guest.area()], vec![guest.pages()]) {
+        match UffdTracker::new(uffd, pagemap.into(), vec![guest.area()], vec![PageCount::new(guest.pages())]) {
             Err(transship_memory::Error::Untrackable { .. }) => thread::yield_now(),
             tracker => return tracker.unwrap().with_private(0),
         }
@@ -51,7 +51,7 @@ fn track(guest: &Guest) -> UffdTracker {
 }
 
 fn set(pages: u64, ranges: &[(u64, u64)]) -> PageSet {
-    let mut set = PageSet::empty(pages);
+    let mut set = PageSet::empty(PageCount::new(pages));
     ranges.iter().for_each(|&(first, count)| set.insert(PageRange::new(first, count)));
     set
 }
@@ -71,7 +71,7 @@ fn pages_that_were_never_touched_are_holes_and_stay_so_when_they_are_tracked() {
             if huge { set(guest.pages(), &[(0, 512), (8704, 512)]) } else { set(guest.pages(), &[(5, 1), (9000, 1)]) };
         assert_eq!(data, wanted, "huge: {huge}");
         let mut tracker = track(&guest);
-        assert_eq!(tracker.scan(0).unwrap(), PageSet::full(guest.pages()));
+        assert_eq!(tracker.scan(0).unwrap(), PageSet::full(PageCount::new(guest.pages())));
         assert_eq!(region.data().unwrap(), wanted, "the scan made no pages");
         assert!(tracker.scan(0).unwrap().is_empty());
         guest.write(5, 2);
@@ -103,7 +103,7 @@ impl Copy {
         let (region, tracker) = (region_of(guest, Access::Read), track(guest));
         let pages = guest.pages();
         let holes = Holes::new(Freeing::Possible);
-        Self { region, tracker, holes, words: vec![0; pages as usize], content: PageSet::empty(pages) }
+        Self { region, tracker, holes, words: vec![0; pages as usize], content: PageSet::empty(PageCount::new(pages)) }
     }
 
     /// A round: scan, look, read.
@@ -125,7 +125,7 @@ impl Copy {
             self.region.copy_out(first.masked(present), &mut bytes).unwrap();
             for (page, bit) in bytes.as_chunks::<4096>().0.iter().zip((0..128).filter(|bit| present >> bit & 1 == 1)) {
                 let word = u64::from_ne_bytes(*page.first_chunk().unwrap());
-                self.words[(first + bit).get() as usize] = word;
+                self.words[(first + PageCount::new(bit)).get() as usize] = word;
             }
         }
         self.content.union_with(&send);

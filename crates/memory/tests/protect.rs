@@ -18,11 +18,11 @@ use std::{
 use rustix::fs::OFlags;
 use transship_lab::lacks;
 use transship_memory::{
-    Access, Area, Error, Fault, Flaw, PageNumber, PageRange, PageSet, Protection, Region, WindowPages,
+    Access, Area, Error, Fault, Flaw, PageCount, PageNumber, PageRange, PageSet, Protection, Region, WindowPages,
 };
 
 use crate::common::{
-    HUGE, PAGE, contents, file, huge_file, map, page_of,
+    HUGE, PAGE, contents, counts, file, huge_file, map, page_of,
     process::{CHILD_PAGES, Faults, Guest, Stop, Tracked, userfaultfd},
 };
 
@@ -31,7 +31,7 @@ const LONG: Duration = Duration::from_secs(120);
 const NONE: Duration = Duration::ZERO;
 
 fn protection(guest: &Guest) -> Protection {
-    Protection::new(userfaultfd(Faults::User).unwrap(), vec![guest.area()], &[guest.pages()]).unwrap()
+    Protection::new(userfaultfd(Faults::User).unwrap(), vec![guest.area()], &[PageCount::new(guest.pages())]).unwrap()
 }
 
 fn all(guest: &Guest) -> PageRange {
@@ -116,7 +116,7 @@ fn the_kernel_waits_too() {
     let guest = Guest::map(file(8 * PAGE), 8 * PAGE);
     guest.write(3, 9);
     thread::scope(|scope| {
-        let protection = Protection::new(uffd, vec![guest.area()], &[8]).unwrap();
+        let protection = Protection::new(uffd, vec![guest.area()], &[PageCount::new(8)]).unwrap();
         protection.protect(0, all(&guest)).unwrap();
         let guest = &guest;
         let writer = scope.spawn(move || {
@@ -177,7 +177,7 @@ fn callers_share_the_faults() {
                     }
                     for fault in some {
                         seen.lock().unwrap().push(fault.page);
-                        protection.allow(0, fault.page.run(1)).unwrap();
+                        protection.allow(0, fault.page.run(PageCount::ONE)).unwrap();
                     }
                 }
             });
@@ -195,7 +195,7 @@ fn callers_share_the_faults() {
     });
     let mut seen = seen.into_inner().unwrap();
     seen.sort_unstable();
-    assert_eq!(seen, PageRange::all(pages).iter().collect::<Vec<_>>());
+    assert_eq!(seen, PageRange::all(PageCount::new(pages)).iter().collect::<Vec<_>>());
     assert_eq!(waiting.into_inner(), pages);
 }
 
@@ -214,7 +214,7 @@ impl Snapshot<'_> {
     /// when that is saved.
     fn save(&self, page: u64) {
         let unit = self.protection.unit_pages(0);
-        let range = PageRange::new(page / unit * unit, unit);
+        let range = PageNumber::new(page).unit(unit).run(unit);
         let mine = {
             let mut taken = self.taken.lock().unwrap();
             let mine = !taken.contains(range.first);
@@ -223,7 +223,7 @@ impl Snapshot<'_> {
         };
         if mine {
             for first in (range.first.get()..range.end().get()).step_by(128) {
-                let bits = u128::MAX >> (128 - unit.min(128));
+                let bits = u128::MAX >> (128 - unit.get().min(128));
                 let mut bytes = Vec::new();
                 self.source.copy_out(WindowPages::new(first, bits), &mut bytes).unwrap();
                 self.copy.write_pages(WindowPages::new(first, bits), &bytes).unwrap();
@@ -262,7 +262,7 @@ fn a_snapshot_is_of_one_moment(file: OwnedFd, bytes: u64, prepare: impl Fn(&Gues
                     false => truth.extend_from_slice(&zero),
                 }
             }
-            let mut holes = PageSet::full(pages);
+            let mut holes = PageSet::full(PageCount::new(pages));
             holes.subtract(&data);
             let snapshot =
                 Snapshot { protection, source, copy, taken: Mutex::new(holes.clone()), saved: Mutex::new(holes) };
@@ -287,7 +287,7 @@ fn a_snapshot_is_of_one_moment(file: OwnedFd, bytes: u64, prepare: impl Fn(&Gues
                     }
                 });
             }
-            for page in (0..pages).step_by(snapshot.protection.unit_pages(0) as usize) {
+            for page in (0..pages).step_by(snapshot.protection.unit_pages(0).index()) {
                 snapshot.save(page);
                 // Something happens meanwhile, however the threads are scheduled.
                 let before = writes.load(Ordering::Relaxed);
@@ -332,7 +332,7 @@ fn huge_pages_are_protected_as_a_whole() {
     let guest = Guest::map(&file, 4 * HUGE);
     thread::scope(|scope| {
         let protection = protection(&guest);
-        assert_eq!(protection.unit_pages(0), 512);
+        assert_eq!(protection.unit_pages(0), PageCount::new(512));
         for (first, count) in [(0, 1), (512, 511), (511, 512), (1, 512)] {
             let error = protection.protect(0, PageRange::new(first, count)).unwrap_err();
             assert_eq!(error.flaw(), Some(Flaw::PartOfHugePage), "{error}");
@@ -356,8 +356,9 @@ fn regions_and_parts_of_them_are_kept_apart() {
     let second = Area { region: 1, first_page: PageNumber::new(32), bytes: 56 * PAGE, ..two.area() };
     thread::scope(|scope| {
         let uffd = userfaultfd(Faults::User).unwrap();
-        let protection = Protection::new(uffd, vec![first, one.area(), second], &[64, 88]).unwrap();
-        assert_eq!((protection.unit_pages(0), protection.unit_pages(1)), (1, 1));
+        let protection =
+            Protection::new(uffd, vec![first, one.area(), second], &[PageCount::new(64), PageCount::new(88)]).unwrap();
+        assert_eq!((protection.unit_pages(0), protection.unit_pages(1)), (PageCount::ONE, PageCount::ONE));
         protection.protect(1, PageRange::new(20, 40)).unwrap();
         let (one, two) = (&one, &two);
         (0..64).for_each(|page| one.write(page, 1));
@@ -374,7 +375,7 @@ fn regions_and_parts_of_them_are_kept_apart() {
         assert!(matches!(protection.protect(2, PageRange::new(0, 1)), Err(Error::Untrackable { region: 2, .. })));
         for (first, count) in [(88, 1), (87, 2), (u64::MAX, 1), (1, u64::MAX)] {
             let error = protection.protect(1, PageRange::new(first, count)).unwrap_err();
-            assert!(matches!(error, Error::OutOfRange { pages: 88, .. }), "{error}");
+            assert!(matches!(&error, Error::OutOfRange { pages, .. } if pages.get() == 88), "{error}");
         }
     });
 }
@@ -383,7 +384,7 @@ fn regions_and_parts_of_them_are_kept_apart() {
 fn what_can_not_be_protected_is_refused() {
     let guest = Guest::map(file(16 * PAGE), 16 * PAGE);
     let new = |areas: &[Area], pages: &[u64]| {
-        Protection::new(userfaultfd(Faults::User).unwrap(), areas.to_vec(), pages).err().unwrap()
+        Protection::new(userfaultfd(Faults::User).unwrap(), areas.to_vec(), &counts(pages)).err().unwrap()
     };
     assert_eq!(new(&[guest.area()], &[17]).flaw(), Some(Flaw::NotMapped));
     assert_eq!(new(&[Area { region: 1, ..guest.area() }], &[16]).flaw(), Some(Flaw::NoRegion));
@@ -392,7 +393,7 @@ fn what_can_not_be_protected_is_refused() {
     assert!(matches!(nowhere, Error::Gone { .. } | Error::Untrackable { .. }), "{nowhere}");
     let _one = protection(&guest);
     assert_eq!(new(&[guest.area()], &[16]).flaw(), Some(Flaw::Taken));
-    let no_uffd = Protection::new(file(PAGE), vec![guest.area()], &[16]).err().unwrap();
+    let no_uffd = Protection::new(file(PAGE), vec![guest.area()], &[PageCount::new(16)]).err().unwrap();
     assert!(matches!(no_uffd, Error::System { .. }), "{no_uffd}");
 }
 
@@ -412,7 +413,7 @@ fn asking_for_faults_does_not_block() {
 fn another_process_waits_until_it_dies() {
     let mut vmm = Tracked::start();
     let (_, area, uffd) = vmm.attach();
-    let protection = Protection::new(uffd, vec![area], &[CHILD_PAGES]).unwrap();
+    let protection = Protection::new(uffd, vec![area], &[PageCount::new(CHILD_PAGES)]).unwrap();
     protection.protect(0, PageRange::new(0, CHILD_PAGES)).unwrap();
     vmm.begin_to_write(77);
     assert_eq!(protection.next_fault(LONG).unwrap(), fault(77));

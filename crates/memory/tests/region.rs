@@ -12,7 +12,9 @@ use std::{
 
 use proptest::prelude::*;
 use rustix::{fs::OFlags, mount::MountFlags};
-use transship_memory::{Access, Error, Flaw, PAGE_BYTES, PageNumber, PageRange, PageSet, Region, WindowPages};
+use transship_memory::{
+    Access, Error, Flaw, PAGE_BYTES, PageCount, PageNumber, PageRange, PageSet, Region, WindowPages,
+};
 
 use crate::common::{HUGE, PAGE, contents, file, huge_file, map, mounts::with_mounts_of_its_own, page_of};
 
@@ -48,21 +50,21 @@ fn a_region_begins_at_its_offset_in_the_file() {
     let file = file(300 * PAGE);
     let all = map(&file, 300 * PAGE, Access::ReadWrite);
     let part = Region::map("part", file, 100 * PAGE, 150 * PAGE, Access::ReadWrite).unwrap();
-    assert_eq!((part.name(), part.bytes(), part.pages()), ("part", 150 * PAGE, 150));
+    assert_eq!((part.name(), part.bytes(), part.pages().get()), ("part", 150 * PAGE, 150));
     assert_eq!(part.backing_page_bytes(), PAGE);
 
     part.write_pages(WindowPages::new(149, 1), &page_of(7)).unwrap();
     all.write_pages(WindowPages::new(128, 1 << 122 | 1), &[page_of(8), page_of(9)].concat()).unwrap();
     assert_eq!(
-        all.data().unwrap().ranges().map(|r| (r.first.get(), r.count)).collect::<Vec<_>>(),
+        all.data().unwrap().ranges().map(|r| (r.first.get(), r.count.get())).collect::<Vec<_>>(),
         [(128, 1), (249, 2)]
     );
     assert_eq!(
-        part.data().unwrap().ranges().map(|r| (r.first.get(), r.count)).collect::<Vec<_>>(),
+        part.data().unwrap().ranges().map(|r| (r.first.get(), r.count.get())).collect::<Vec<_>>(),
         [(28, 1), (149, 1)]
     );
     part.clear(PageRange::new(28, 1)).unwrap();
-    assert_eq!(all.data().unwrap().ranges().map(|r| (r.first.get(), r.count)).collect::<Vec<_>>(), [(249, 2)]);
+    assert_eq!(all.data().unwrap().ranges().map(|r| (r.first.get(), r.count.get())).collect::<Vec<_>>(), [(249, 2)]);
     let mut out = Vec::new();
     all.copy_out(WindowPages::new(249, 0b11), &mut out).unwrap();
     assert!(out == [page_of(7), page_of(9)].concat());
@@ -71,7 +73,7 @@ fn a_region_begins_at_its_offset_in_the_file() {
 #[test]
 fn pages_past_the_end_are_errors_everywhere() {
     let region = map(file(200 * PAGE), 200 * PAGE, Access::ReadWrite);
-    let out_of_range = |result| matches!(result, Err(Error::OutOfRange { pages: 200, .. }));
+    let out_of_range = |result| matches!(result, Err(Error::OutOfRange { pages, .. }) if pages.get() == 200);
     let mut out = vec![1, 2, 3];
     for (first, bits) in [(128, 1 << 72), (200, 1), (199, 0b10), (u64::MAX, 1), (u64::MAX - 64, u128::MAX)] {
         assert!(out_of_range(region.zero_mask(WindowPages::new(first, bits)).map(drop)), "{first} {bits:#x}");
@@ -107,9 +109,9 @@ fn what_was_only_read_is_no_data() {
         return; // there a page that was read is one that holds something
     }
     region.copy_out(WindowPages::new(0, u64::MAX.into()), &mut Vec::new()).unwrap();
-    let first: Vec<_> = region.data().unwrap().ranges().map(|range| (range.first.get(), range.count)).collect();
+    let first: Vec<_> = region.data().unwrap().ranges().map(|range| (range.first.get(), range.count.get())).collect();
     assert_eq!(first, [(0, 1)]);
-    assert_eq!(region.data_among(&PageSet::full(PAGES)).unwrap(), region.data().unwrap());
+    assert_eq!(region.data_among(&PageSet::full(PageCount::new(PAGES))).unwrap(), region.data().unwrap());
     assert!(!region.is_data(PageRange::new(0, PAGES)).unwrap());
 }
 
@@ -138,7 +140,7 @@ fn holes_are_told_from_zeros() {
     let region = map(file(1000 * PAGE), 1000 * PAGE, Access::ReadWrite);
     region.write_pages(WindowPages::new(128, 0b111), &vec![0; 3 * PAGE_BYTES]).unwrap();
     region.write_pages(WindowPages::new(999, 1), &page_of(1)).unwrap();
-    let mut expected = PageSet::empty(1000);
+    let mut expected = PageSet::empty(PageCount::new(1000));
     expected.insert(PageRange::new(128, 3));
     expected.insert(PageRange::new(999, 1));
     region.advise_huge();
@@ -153,7 +155,7 @@ fn holes_are_told_from_zeros() {
 fn only_wanted_pages_are_told_to_be_data() {
     let pages = 6000;
     let region = map(file(pages * PAGE), pages * PAGE, Access::ReadWrite);
-    let mut expected = PageSet::empty(pages);
+    let mut expected = PageSet::empty(PageCount::new(pages));
     let mut at = 3;
     for length in [1, 2, 63, 64, 65, 127, 128, 129, 191, 192, 193, 447, 448, 449, 1500] {
         let run = PageRange::new(at, length);
@@ -164,7 +166,7 @@ fn only_wanted_pages_are_told_to_be_data() {
     }
     assert_eq!(region.data().unwrap(), expected);
     for (every, count) in [(6000, 6000), (1000, 999), (700, 64), (130, 65), (97, 90), (8, 3), (2, 1)] {
-        let mut wanted = PageSet::empty(pages);
+        let mut wanted = PageSet::empty(PageCount::new(pages));
         for first in (0..pages).step_by(every) {
             wanted.insert(PageRange::new(first, count.min(pages - first)));
         }
@@ -172,7 +174,7 @@ fn only_wanted_pages_are_told_to_be_data() {
         wanted.intersect_with(&expected);
         assert_eq!(found, wanted, "{count} of {every}");
     }
-    assert!(region.data_among(&PageSet::empty(pages)).unwrap().is_empty());
+    assert!(region.data_among(&PageSet::empty(PageCount::new(pages))).unwrap().is_empty());
 }
 
 #[test]
@@ -187,15 +189,15 @@ fn a_range_is_data_if_all_of_it_is() {
         let mut copy = vec![0; 2 * PAGE_BYTES];
         region.copy_to(PageRange::new(515, 2), &mut copy).unwrap();
         assert!(copy == vec![7; 2 * PAGE_BYTES]);
-        let mut known = PageSet::empty(1024);
+        let mut known = PageSet::empty(PageCount::new(1024));
         assert_eq!(region.new_data(&known).unwrap(), data);
         known.insert(PageRange::new(100, 50));
         known.insert(PageRange::new(514, 2));
         let mut fresh = data.clone();
         fresh.subtract(&known);
         assert_eq!(region.new_data(&known).unwrap(), fresh);
-        assert!(region.new_data(&PageSet::full(1024)).unwrap().is_empty());
-        assert_eq!(region.data_among(&PageSet::full(1024)).unwrap(), data);
+        assert!(region.new_data(&PageSet::full(PageCount::new(1024))).unwrap().is_empty());
+        assert_eq!(region.data_among(&PageSet::full(PageCount::new(1024))).unwrap(), data);
         known.intersect_with(&data);
         assert_eq!(region.data_among(&known).unwrap(), known);
         region.clear(PageRange::new(512, 512)).unwrap();
@@ -210,7 +212,7 @@ fn huge_region() -> Option<Region> {
 
 /// What a `Vec<u8>` does under the same operations, page for page.
 fn follows_its_model(region: &Region, steps: &[(u64, u128, u64, bool)]) -> Result<(), TestCaseError> {
-    let pages = region.pages();
+    let pages = region.pages().get();
     let mut model = vec![0_u8; region.bytes() as usize];
     for &(first, bits, seed, clear) in steps {
         let first = first % pages;
@@ -281,14 +283,15 @@ fn a_region_of_huge_pages_is_what_its_model_is() {
     expected[left(1601, 27)].fill(1);
     assert!(contents(&region) == expected);
     let expected: Vec<_> = vec![(0, 512), (1536, 512)];
-    let data = |region: &Region| region.data().unwrap().ranges().map(|r| (r.first.get(), r.count)).collect::<Vec<_>>();
+    let data =
+        |region: &Region| region.data().unwrap().ranges().map(|r| (r.first.get(), r.count.get())).collect::<Vec<_>>();
     assert_eq!(rustix::fs::fstat(&huge).unwrap().st_blocks as u64 * 512, 4 * HUGE, "a pool gets no page back");
     region.empty().unwrap();
     [100, 1600].into_iter().for_each(|page| region.write_pages(WindowPages::new(page, 1), &page_of(page)).unwrap());
     assert_eq!(data(&region), expected);
     assert_eq!(data(&region), expected, "asking made no page");
     let odd = Region::map("odd", huge, 0, HUGE + PAGE, Access::ReadWrite).unwrap();
-    assert_eq!(odd.pages(), 513, "a part of a huge page can be the end of a region");
+    assert_eq!(odd.pages(), PageCount::new(513), "a part of a huge page can be the end of a region");
     assert_eq!(data(&odd), [(0, 512)]);
     odd.write_pages(WindowPages::new(512, 1), &page_of(3)).unwrap();
     assert_eq!(data(&odd), [(0, 513)]);
@@ -317,7 +320,7 @@ fn expected(region: &Region) -> Vec<u8> {
             bytes.extend(page_of(first + bit));
         }
     }
-    assert!(region.pages() == 300);
+    assert!(region.pages() == PageCount::new(300));
     bytes
 }
 
@@ -406,7 +409,7 @@ fn a_peer_that_is_gone_or_stuck_is_an_error() {
 fn write_from_many_threads(region: &Region) -> Vec<Result<(), Error>> {
     const PARTS: [u128; 4] = [0xffff_ffff << 96, 0x5555_5555 << 64, 0xaaaa_aaaa << 64, (1 << 64) - 1];
     let write = |part: u128| {
-        let mut windows = (0..region.pages()).step_by(128);
+        let mut windows = (0..region.pages().get()).step_by(128);
         windows.try_for_each(|first| {
             let pages = (0..128).filter(|bit| part >> bit & 1 == 1);
             let bytes: Vec<u8> = pages.flat_map(|bit| page_of(first + bit)).collect();

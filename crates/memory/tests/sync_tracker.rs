@@ -15,8 +15,8 @@ use std::{
 
 use proptest::prelude::*;
 use transship_memory::{
-    Access, Area, Error, Flaw, Freeing, Holes, InProcess, LetWait, PageRange, PageSet, Process, Region, SyncTracker,
-    Tracker, WindowPages, WriterPace,
+    Access, Area, Error, Flaw, Freeing, Holes, InProcess, LetWait, PageCount, PageRange, PageSet, Process, Region,
+    SyncTracker, Tracker, WindowPages, WriterPace,
 };
 
 use crate::common::{
@@ -35,7 +35,14 @@ fn track(guest: &Guest, private: &[usize], old: bool) -> SyncTracker {
     let deadline = Instant::now() + Duration::from_secs(30);
     loop {
         let (uffd, pagemap) = (userfaultfd(Faults::User).unwrap(), own_pagemap());
-        match SyncTracker::new(uffd, pagemap, vec![guest.area()], &[guest.pages()], private, Box::new(HOLD)) {
+        match SyncTracker::new(
+            uffd,
+            pagemap,
+            vec![guest.area()],
+            &[PageCount::new(guest.pages())],
+            private,
+            Box::new(HOLD),
+        ) {
             Err(Error::Untrackable { .. }) if Instant::now() < deadline => thread::sleep(Duration::from_millis(1)),
             tracker if old => return tracker.unwrap().by_entries(),
             tracker => return tracker.unwrap(),
@@ -48,7 +55,7 @@ fn own_pagemap() -> OwnedFd {
 }
 
 fn set(pages: u64, ranges: &[(u64, u64)]) -> PageSet {
-    let mut set = PageSet::empty(pages);
+    let mut set = PageSet::empty(PageCount::new(pages));
     ranges.iter().for_each(|&(first, count)| set.insert(PageRange::new(first, count)));
     set
 }
@@ -112,7 +119,13 @@ impl<'a> Copy<'a> {
         let (tracker, pages) = (track(&kind.guest, kind.private, old), kind.guest.pages());
         let mut holes = Holes::new(Freeing::Possible);
         holes.keep_note(&kind.region).unwrap();
-        Self { region: &kind.region, tracker, holes, words: vec![0; pages as usize], content: PageSet::empty(pages) }
+        Self {
+            region: &kind.region,
+            tracker,
+            holes,
+            words: vec![0; pages as usize],
+            content: PageSet::empty(PageCount::new(pages)),
+        }
     }
 
     /// A round: scan, look, read.
@@ -135,7 +148,8 @@ impl<'a> Copy<'a> {
             bytes.clear();
             self.region.copy_out(first.masked(present), &mut bytes).unwrap();
             for (page, bit) in bytes.as_chunks::<4096>().0.iter().zip((0..128).filter(|bit| present >> bit & 1 == 1)) {
-                self.words[(first + bit).get() as usize] = u64::from_ne_bytes(*page.first_chunk().unwrap());
+                self.words[(first + PageCount::new(bit)).get() as usize] =
+                    u64::from_ne_bytes(*page.first_chunk().unwrap());
             }
         }
         self.content.union_with(&send);
@@ -237,7 +251,7 @@ fn exactly_what_was_written_is_reported_and_once() {
             let guest = &kind.guest;
             [0, 7, 8, 511, 512, 4095].iter().for_each(|&page| guest.write(page, 1));
             let mut tracker = track(guest, kind.private, old);
-            assert_eq!(tracker.scan(0).unwrap(), PageSet::full(PAGES));
+            assert_eq!(tracker.scan(0).unwrap(), PageSet::full(PageCount::new(PAGES)));
             let story = format!("kind {number}, old kernel: {old}");
             assert_eq!(tracker.scan(0).unwrap(), set(PAGES, &[]), "{story}");
             // Twice each: the second write does not wait.
@@ -328,9 +342,9 @@ fn whoever_writes_page_after_page_waits_at_few() {
         let waited = waits.so_far().writes;
         assert!((40..150).contains(&waited), "kind {number}: {waited}");
         let mut written = tracker.scan(0).unwrap();
-        assert!(written.count() < 1000 + 1000 / 8, "kind {number}");
+        assert!(written.count() < PageCount::new(1000 + 1000 / 8), "kind {number}");
         written.intersect_with(&set(PAGES, &[(0, 1000)]));
-        assert_eq!(written.count(), 1000, "kind {number}");
+        assert_eq!(written.count(), PageCount::new(1000), "kind {number}");
         // Those that were let go of and not written are protected again, or a later write to them would be missed.
         (0..1100).rev().for_each(|page| guest.write(page, 3));
         assert_eq!(tracker.scan(0).unwrap(), set(PAGES, &[(0, 1100)]), "kind {number}");
@@ -364,7 +378,8 @@ fn a_pace_may_hold_for_longer_but_only_those_who_may_be_held() {
         (0..16).for_each(|page| guest.write(page, 1));
         let uffd = userfaultfd(Faults::User).unwrap();
         let mut tracker =
-            SyncTracker::new(uffd, own_pagemap(), vec![guest.area()], &[16], &[0], Box::new(hold)).unwrap();
+            SyncTracker::new(uffd, own_pagemap(), vec![guest.area()], &[PageCount::new(16)], &[0], Box::new(hold))
+                .unwrap();
         tracker.scan(0).unwrap();
         let waits = tracker.waits().unwrap();
         waits.set_pace(Some(Box::new(Never(patience))));
@@ -381,7 +396,9 @@ fn a_process_that_has_ended_is_an_error_however_often_it_is_scanned() {
         let mut tracked = Tracked::start();
         let (pid, area, uffd) = tracked.attach();
         let pagemap = File::open(format!("/proc/{}/pagemap", pid.as_raw_nonzero())).unwrap();
-        let tracker = SyncTracker::new(uffd, pagemap.into(), vec![area], &[CHILD_PAGES], &[], Box::new(HOLD)).unwrap();
+        let tracker =
+            SyncTracker::new(uffd, pagemap.into(), vec![area], &[PageCount::new(CHILD_PAGES)], &[], Box::new(HOLD))
+                .unwrap();
         let mut tracker = if old { tracker.by_entries() } else { tracker };
         tracker.scan(0).unwrap();
         tracked.write(5);
@@ -415,7 +432,8 @@ fn when_nobody_lets_writers_go_any_more_a_scan_says_so_and_protects_nothing() {
     (0..16).for_each(|page| [guest, strange].iter().for_each(|guest| guest.write(page, 1)));
     let uffd = userfaultfd(Faults::User).unwrap();
     let other = rustix::io::dup(&uffd).unwrap();
-    let mut tracker = SyncTracker::new(uffd, own_pagemap(), vec![guest.area()], &[16], &[0], Box::new(HOLD)).unwrap();
+    let mut tracker =
+        SyncTracker::new(uffd, own_pagemap(), vec![guest.area()], &[PageCount::new(16)], &[0], Box::new(HOLD)).unwrap();
     tracker.scan(0).unwrap();
     protect_by(&other, strange.area());
     // It waits until both descriptors are closed, also if this test fails.
@@ -459,7 +477,9 @@ fn a_writer_goes_on_though_what_says_how_long_it_may_be_held_panics() {
     let guest: &Guest = Box::leak(Box::new(Guest::private(16 * PAGE, false)));
     (0..16).for_each(|page| guest.write(page, 1));
     let uffd = userfaultfd(Faults::User).unwrap();
-    let mut tracker = SyncTracker::new(uffd, own_pagemap(), vec![guest.area()], &[16], &[0], Box::new(Panics)).unwrap();
+    let mut tracker =
+        SyncTracker::new(uffd, own_pagemap(), vec![guest.area()], &[PageCount::new(16)], &[0], Box::new(Panics))
+            .unwrap();
     tracker.scan(0).unwrap();
     tracker.waits().unwrap().set_pace(Some(Box::new(AtMost(1))));
     let (wrote, written) = mpsc::channel();
@@ -479,6 +499,7 @@ fn memory_that_is_not_that_of_the_regions_is_refused() {
     let guest = Guest::private(16 * PAGE, false);
     let area = Area { bytes: 8 * PAGE, ..guest.area() };
     let uffd = userfaultfd(Faults::User).unwrap();
-    let refused = SyncTracker::new(uffd, own_pagemap(), vec![area], &[16], &[0], Box::new(HOLD)).err().unwrap();
+    let refused =
+        SyncTracker::new(uffd, own_pagemap(), vec![area], &[PageCount::new(16)], &[0], Box::new(HOLD)).err().unwrap();
     assert_eq!(refused.flaw(), Some(Flaw::NotMapped), "{refused}");
 }

@@ -12,11 +12,11 @@ use std::{
 
 use rustix::mm::{MapFlags, ProtFlags};
 use transship_memory::{
-    Access, Area, Error, Flaw, PageNumber, PageRange, PageSet, Region, Tracker, UffdTracker, WindowPages,
+    Access, Area, Error, Flaw, PageCount, PageNumber, PageRange, PageSet, Region, Tracker, UffdTracker, WindowPages,
 };
 
 use crate::common::{
-    HUGE, PAGE, contents, file, huge_file, map, page_of,
+    HUGE, PAGE, contents, counts, file, huge_file, map, page_of,
     process::{CHILD_PAGES, Faults, Guest, Stop, Tracked},
 };
 
@@ -25,7 +25,7 @@ use crate::common::{
 fn track(guest: &Guest) -> UffdTracker {
     let deadline = Instant::now() + Duration::from_secs(30);
     loop {
-        match UffdTracker::new(userfaultfd(), own_pagemap(), vec![guest.area()], vec![guest.pages()]) {
+        match UffdTracker::new(userfaultfd(), own_pagemap(), vec![guest.area()], vec![PageCount::new(guest.pages())]) {
             Err(Error::Untrackable { .. }) if Instant::now() < deadline => thread::sleep(Duration::from_millis(1)),
             tracker => return tracker.unwrap(),
         }
@@ -41,7 +41,7 @@ fn own_pagemap() -> OwnedFd {
 }
 
 fn set(pages: u64, ranges: &[(u64, u64)]) -> PageSet {
-    let mut set = PageSet::empty(pages);
+    let mut set = PageSet::empty(PageCount::new(pages));
     ranges.iter().for_each(|&(first, count)| set.insert(PageRange::new(first, count)));
     set
 }
@@ -64,7 +64,7 @@ fn the_first_scan_reports_everything_and_the_next_what_was_written() {
     let guest = Guest::map(file(pages * PAGE), pages * PAGE);
     (0..pages).for_each(|page| guest.write(page, 1));
     let mut tracker = track(&guest);
-    assert_eq!(tracker.scan(0).unwrap(), PageSet::full(pages));
+    assert_eq!(tracker.scan(0).unwrap(), PageSet::full(PageCount::new(pages)));
     assert!(tracker.scan(0).unwrap().is_empty());
     [0, 7, 8, 511, 512, 4999].iter().for_each(|&page| guest.write(page, 2));
     assert_eq!(tracker.scan(0).unwrap(), set(pages, &[(0, 1), (7, 2), (511, 2), (4999, 1)]));
@@ -80,7 +80,7 @@ fn what_another_process_writes_is_found_until_it_maps_the_memory_anew() {
     let (guest, other) = (Guest::map(&file, pages * PAGE), Guest::map(&file, part * PAGE));
     (0..part).for_each(|page| other.write(page, 1));
     let mut tracker = track(&guest).with_other(userfaultfd(), own_pagemap(), vec![other.area()]).unwrap();
-    assert_eq!(tracker.scan(0).unwrap(), PageSet::full(pages));
+    assert_eq!(tracker.scan(0).unwrap(), PageSet::full(PageCount::new(pages)));
     settle(&mut tracker);
     guest.write(3, 2);
     guest.write(999, 2);
@@ -108,7 +108,7 @@ fn more_stretches_than_one_call_reports_all_come() {
     (0..pages).for_each(|page| guest.write(page, 1));
     let mut tracker = track(&guest);
     tracker.scan(0).unwrap();
-    let mut every_second = PageSet::empty(pages);
+    let mut every_second = PageSet::empty(PageCount::new(pages));
     for page in (0..pages).step_by(2) {
         guest.write(page, 2);
         every_second.insert(PageRange::new(page, 1));
@@ -128,7 +128,7 @@ fn parts_that_several_threads_scan_make_a_whole() {
     let ends: Vec<_> = (0..5).map(|part| begins + part * PART).collect();
     ends.iter().for_each(|end| guest.write(*end, 1));
     let mut tracker = track(&guest);
-    assert_eq!(tracker.scan(0).unwrap(), PageSet::full(pages));
+    assert_eq!(tracker.scan(0).unwrap(), PageSet::full(PageCount::new(pages)));
     settle(&mut tracker);
     let ranges: Vec<_> = ends.iter().map(|end| (end - 1, 2)).chain([(0, 1), (pages - 1, 1)]).collect();
     let written = set(pages, &ranges);
@@ -180,7 +180,7 @@ fn writes_to_pages_that_only_the_file_has_are_seen() {
     (0..pages).for_each(|page| region.write_pages(WindowPages::new(page, 1), &page_of(page)).unwrap());
     let guest = Guest::map(&file, pages * PAGE);
     let mut tracker = track(&guest);
-    assert_eq!(tracker.scan(0).unwrap(), PageSet::full(pages), "they hold something");
+    assert_eq!(tracker.scan(0).unwrap(), PageSet::full(PageCount::new(pages)), "they hold something");
     settle(&mut tracker);
     (300..340).for_each(|page| assert_ne!(guest.word(page).load(Ordering::Relaxed), 0));
     settle(&mut tracker);
@@ -219,7 +219,7 @@ fn holes_are_written_again(file: OwnedFd, pages: u64, hole: PageRange) {
         if round % 2 == 0 {
             settle(&mut tracker);
         }
-        let (first, middle) = (hole.first.get(), hole.first.get() + hole.count / 2);
+        let (first, middle) = (hole.first.get(), hole.first.get() + hole.count.get() / 2);
         guest.write(middle, round);
         assert!(missing(&mut tracker, &set(pages, &[(middle, 1)])).is_empty(), "round {round}");
         assert_eq!(guest.word(first).load(Ordering::Relaxed), 0);
@@ -355,17 +355,18 @@ fn regions_and_parts_of_them_are_kept_apart() {
     let first = Area { region: 1, bytes: 32 * PAGE, address: two.area().address + 64 * PAGE, ..two.area() };
     let second = Area { region: 1, first_page: PageNumber::new(32), bytes: 64 * PAGE, ..two.area() };
     let areas = vec![first, one.area(), second];
-    let mut tracker = UffdTracker::new(userfaultfd(), own_pagemap(), areas, vec![64, 96]).unwrap();
-    assert_eq!(tracker.scan(0).unwrap(), PageSet::full(64));
-    assert_eq!(tracker.scan(1).unwrap(), PageSet::full(96));
+    let mut tracker =
+        UffdTracker::new(userfaultfd(), own_pagemap(), areas, vec![PageCount::new(64), PageCount::new(96)]).unwrap();
+    assert_eq!(tracker.scan(0).unwrap(), PageSet::full(PageCount::new(64)));
+    assert_eq!(tracker.scan(1).unwrap(), PageSet::full(PageCount::new(96)));
     (0..64).for_each(|page| one.write(page, 1));
     (0..96).for_each(|page| two.write(page, 1));
-    assert_eq!(tracker.scan(1).unwrap(), PageSet::full(96));
+    assert_eq!(tracker.scan(1).unwrap(), PageSet::full(PageCount::new(96)));
     one.write(5, 2);
     two.write(0, 2);
     two.write(64, 2);
     assert_eq!(tracker.scan(1).unwrap(), set(96, &[(0, 1), (32, 1)]));
-    assert_eq!(tracker.scan(0).unwrap(), PageSet::full(64));
+    assert_eq!(tracker.scan(0).unwrap(), PageSet::full(PageCount::new(64)));
     assert!(matches!(tracker.scan(2), Err(Error::Untrackable { region: 2, .. })));
 }
 
@@ -374,7 +375,7 @@ fn areas_that_do_not_fit_are_refused() {
     let guest = Guest::map(file(16 * PAGE), 16 * PAGE);
     let area = guest.area();
     let refusal = |areas: &[Area], pages: &[u64]| {
-        UffdTracker::new(userfaultfd(), own_pagemap(), areas.to_vec(), pages.to_vec()).err().unwrap()
+        UffdTracker::new(userfaultfd(), own_pagemap(), areas.to_vec(), counts(pages)).err().unwrap()
     };
     let flaw = |areas: &[Area], pages: &[u64]| refusal(areas, pages).flaw().unwrap();
     assert_eq!(flaw(&[Area { region: 1, ..area }], &[16]), Flaw::NoRegion);
@@ -389,8 +390,9 @@ fn areas_that_do_not_fit_are_refused() {
     assert!(matches!(missing, Error::Untrackable { region: 1, flaw: Flaw::NotMapped, .. }), "{missing}");
 
     let used = userfaultfd();
-    let tracker = UffdTracker::new(rustix::io::dup(&used).unwrap(), own_pagemap(), vec![area], vec![16]).unwrap();
-    let again = UffdTracker::new(used, own_pagemap(), vec![area], vec![16]).err().unwrap();
+    let tracker =
+        UffdTracker::new(rustix::io::dup(&used).unwrap(), own_pagemap(), vec![area], vec![PageCount::new(16)]).unwrap();
+    let again = UffdTracker::new(used, own_pagemap(), vec![area], vec![PageCount::new(16)]).err().unwrap();
     assert!(matches!(again, Error::Kernel { .. }), "{again}");
     assert_eq!(flaw(&[area], &[16]), Flaw::Taken);
     drop(tracker);
@@ -402,7 +404,7 @@ fn a_dropped_tracker_leaves_memory_as_it_was() {
     let guest = Guest::map(file(64 * PAGE), 64 * PAGE);
     for round in 1..4 {
         let mut tracker = track(&guest);
-        assert_eq!(tracker.scan(0).unwrap(), PageSet::full(64));
+        assert_eq!(tracker.scan(0).unwrap(), PageSet::full(PageCount::new(64)));
         guest.write(round, 1);
         assert!(missing(&mut tracker, &set(64, &[(round, 1)])).is_empty());
         settle(&mut tracker);
@@ -429,8 +431,8 @@ fn another_process_is_tracked_until_it_dies() {
     let mut tracked = Tracked::start();
     let (pid, area, uffd) = tracked.attach();
     let pagemap = File::open(format!("/proc/{}/pagemap", pid.as_raw_nonzero())).unwrap();
-    let mut tracker = UffdTracker::new(uffd, pagemap.into(), vec![area], vec![CHILD_PAGES]).unwrap();
-    assert_eq!(tracker.scan(0).unwrap(), PageSet::full(CHILD_PAGES));
+    let mut tracker = UffdTracker::new(uffd, pagemap.into(), vec![area], vec![PageCount::new(CHILD_PAGES)]).unwrap();
+    assert_eq!(tracker.scan(0).unwrap(), PageSet::full(PageCount::new(CHILD_PAGES)));
     for page in [0, 17, 600, 600, 1023] {
         tracked.write(page);
         assert!(missing(&mut tracker, &set(CHILD_PAGES, &[(page, 1)])).is_empty(), "page {page}");

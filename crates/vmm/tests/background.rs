@@ -218,7 +218,7 @@ impl SourceGuest for Meddled {
         if self.meddling.begins_with_holes {
             self.guest.get_mut().stop().unwrap();
             let memory = self.memory();
-            memory.regions().iter().for_each(|region| punch(region, PageRange::new(0, region.pages())));
+            memory.regions().iter().for_each(|region| punch(region, PageRange::all(region.pages())));
         }
         self.guest.get_mut().protect()
     }

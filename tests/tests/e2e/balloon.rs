@@ -240,7 +240,7 @@ fn what_hints_name_may_be_overwritten(kernel: &str) {
                 file.write_all_at(&garbage[..bytes as usize], at).unwrap();
             }
         }
-        overwritten += dead.count();
+        overwritten += dead.count().get();
         guest.qmp("cont", json!({})).unwrap();
         // A stop of the guest in the middle ends the connection; this is how one ends that just goes.
         drop(client);

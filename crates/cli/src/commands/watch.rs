@@ -8,7 +8,7 @@ use std::{
 
 use serde::Serialize;
 use transship_guest::Watch as Watched;
-use transship_memory::{GuestMemory, PAGE_BYTES, PageSet, Tracker};
+use transship_memory::{GuestMemory, PAGE_BYTES, PageCount, PageSet, Tracker};
 use transship_vmm::{AttachOptions, VmAddress, attach_source, qemu::libvirt::Purpose};
 
 use crate::{
@@ -153,12 +153,12 @@ impl<'a> Watch<'a> {
         self.before = now;
         self.since_start.add(&written);
         let dirty_pages = written.count();
-        let pages_per_s = dirty_pages as f64 / interval.as_secs_f64().max(1e-9);
+        let pages_per_s = dirty_pages.get() as f64 / interval.as_secs_f64().max(1e-9);
         let window = self.recent.add(now, written);
         Ok(Look {
             elapsed_ms: ms(now.duration_since(self.begin)),
             interval_ms: ms(interval),
-            dirty_pages,
+            dirty_pages: dirty_pages.get(),
             dirty_pages_per_s: pages_per_s,
             dirty_bytes_per_s: pages_per_s * PAGE_BYTES as f64,
             working_set: WorkingSet {
@@ -200,8 +200,8 @@ impl Pages {
         self.0.iter_mut().zip(&other.0).for_each(|(all, more)| all.union_with(more));
     }
 
-    fn count(&self) -> u64 {
-        self.0.iter().map(PageSet::count).sum()
+    fn count(&self) -> PageCount {
+        PageCount::of(&self.0)
     }
 
     fn bytes(&self) -> u64 {
@@ -293,7 +293,7 @@ mod tests {
     const WINDOW: Duration = Duration::from_secs(10);
 
     fn pages(first: u64, count: u64) -> Pages {
-        let mut set = PageSet::empty(1000);
+        let mut set = PageSet::empty(PageCount::new(1000));
         set.insert(PageRange::new(first, count));
         Pages(vec![set])
     }

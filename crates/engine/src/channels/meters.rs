@@ -4,6 +4,7 @@ use std::{
     time::{Duration, Instant},
 };
 
+use transship_memory::PageCount;
 use transship_ring::mpmc;
 
 use super::{
@@ -51,10 +52,10 @@ impl Meters {
     }
 
     /// A window was sent: pages, those of them with content, and bytes.
-    pub(crate) fn sent(&self, encoding: u8, all_pages: u64, pages: u64, wire: u64) {
-        self.all_pages.fetch_add(all_pages, Relaxed);
+    pub(crate) fn sent(&self, encoding: u8, all_pages: PageCount, pages: PageCount, wire: u64) {
+        self.all_pages.fetch_add(all_pages.get(), Relaxed);
         let sent = &self.sent[usize::from(encoding)];
-        sent.0.fetch_add(pages, Relaxed);
+        sent.0.fetch_add(pages.get(), Relaxed);
         sent.1.fetch_add(wire, Relaxed);
     }
 

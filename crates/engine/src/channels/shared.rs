@@ -4,7 +4,7 @@ use std::sync::{
     atomic::{AtomicBool, AtomicU64, Ordering::Relaxed},
 };
 
-use transship_memory::{GuestMemory, PAGE_BYTES, PageNumber, PageRange, WINDOW_PAGES, WindowPages};
+use transship_memory::{GuestMemory, PageCount, PageNumber, PageRange, WINDOW_PAGES, WindowPages};
 
 use super::dispatcher::Chosen;
 use crate::{Error, Progress, pacer::Pacer, page_map::PageMap};
@@ -30,14 +30,14 @@ pub(crate) struct PagesAtOnce(AtomicU64);
 impl Default for PagesAtOnce {
     /// A window.
     fn default() -> Self {
-        Self(AtomicU64::new(WINDOW_PAGES))
+        Self(AtomicU64::new(WINDOW_PAGES.get()))
     }
 }
 
 impl PagesAtOnce {
     /// Relaxed: it says nothing about other memory.
-    pub(crate) fn set(&self, pages: u64) {
-        self.0.store(pages.clamp(1, WINDOW_PAGES), Relaxed);
+    pub(crate) fn set(&self, pages: PageCount) {
+        self.0.store(pages.clamp(PageCount::ONE, WINDOW_PAGES).get(), Relaxed);
     }
 
     /// The pages of a window, as many at a time as it says now.
@@ -46,7 +46,7 @@ impl PagesAtOnce {
         let mut rest = pages;
         std::iter::from_fn(move || {
             let end = rest.iter().nth(most as usize).map_or(WINDOW_PAGES, |page| page - pages.first);
-            let part = WindowPages { mask: rest.mask & (u128::MAX >> (WINDOW_PAGES - end)), ..rest };
+            let part = WindowPages { mask: rest.mask & (u128::MAX >> (WINDOW_PAGES - end).get()), ..rest };
             rest.mask &= !part.mask;
             (!part.is_empty()).then_some(part)
         })
@@ -100,12 +100,12 @@ impl FirstFailure {
 /// What was done in a round.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct Sent {
-    pub(crate) normal: u64,
+    pub(crate) normal: PageCount,
     /// Pages found to be zero, and those of them that had to be announced because the destination held other content.
     /// Holes are announced, too.
-    pub(crate) zero: u64,
-    pub(crate) zero_sent: u64,
-    pub(crate) resent: u64,
+    pub(crate) zero: PageCount,
+    pub(crate) zero_sent: PageCount,
+    pub(crate) resent: PageCount,
     pub(crate) bytes: u64,
     pub(crate) cpu_seconds: f64,
 }
@@ -189,22 +189,22 @@ impl Shared {
         let had = content.window(window.first);
         // Pages for which the destination holds no content read as zero there already.
         let (present, zero) = (window.wanted & !found, found & had);
-        sent.normal += u64::from(present.count_ones());
-        sent.zero += u64::from(found.count_ones());
-        sent.zero_sent += u64::from(zero.count_ones());
-        sent.resent += u64::from((present & had).count_ones());
+        sent.normal += PageCount::new(u64::from(present.count_ones()));
+        sent.zero += PageCount::new(u64::from(found.count_ones()));
+        sent.zero_sent += PageCount::new(u64::from(zero.count_ones()));
+        sent.resent += PageCount::new(u64::from((present & had).count_ones()));
         content.insert(window.pages(present));
         content.remove(window.pages(zero));
         let progress = &self.progress;
         progress.normal_pages.fetch_add(present.count_ones().into(), Relaxed);
         progress.zero_pages.fetch_add(found.count_ones().into(), Relaxed);
-        self.dealt_with(window.wanted.count_ones().into());
+        self.dealt_with(PageCount::new(window.wanted.count_ones().into()));
         Settled { present, zero }
     }
 
     /// Removes this number of pages from the rest of the round.
-    pub(crate) fn dealt_with(&self, pages: u64) {
-        let bytes = pages * PAGE_BYTES as u64;
+    pub(crate) fn dealt_with(&self, pages: PageCount) {
+        let bytes = pages.bytes();
         let left = &self.progress.round_left;
         let _ = left.fetch_update(Relaxed, Relaxed, |left| Some(left.saturating_sub(bytes)));
     }
@@ -236,11 +236,11 @@ mod tests {
         for mask in [0, 1, 0b1011_0111, 1 << 127 | 1 << 64 | 1, u128::MAX] {
             let at_once = PagesAtOnce::default();
             for most in [1, 3, 127, u64::MAX] {
-                at_once.set(most);
+                at_once.set(PageCount::new(most));
                 let parts: Vec<_> = at_once.parts(WindowPages::new(256, mask)).collect();
-                assert!(parts.iter().all(|part| (1..=most).contains(&part.count())), "{mask:x}: {parts:?}");
+                assert!(parts.iter().all(|part| (1..=most).contains(&part.count().get())), "{mask:x}: {parts:?}");
                 assert_eq!(parts.iter().map(|part| part.mask).reduce(|all, part| all | part).unwrap_or(0), mask);
-                assert_eq!(parts.iter().map(|part| part.count()).sum::<u64>(), u64::from(mask.count_ones()));
+                assert_eq!(parts.iter().map(|part| part.count().get()).sum::<u64>(), u64::from(mask.count_ones()));
             }
         }
     }

@@ -9,7 +9,7 @@ use std::{
 };
 
 use crossbeam_channel::{Receiver, Sender, bounded};
-use transship_memory::{Fault, PAGE_BYTES, PageNumber, PageRange, PageSet, WindowPages};
+use transship_memory::{Fault, PageCount, PageNumber, PageRange, PageSet, WindowPages};
 use transship_wire::{Message, Pages};
 
 use crate::{Error, PostCopyReport, Progress, control::Control, fail_point, filling::Filling, owed};
@@ -112,8 +112,8 @@ impl Arrival {
             };
             // Somebody may have brought it before we had said that we wait.
             if self.filling.claims().is_done(region, page) {
-                self.came(region, page.run(1));
-                return Ok(self.filling.missing().wake(region, page.run(1))?);
+                self.came(region, page.run(PageCount::ONE));
+                return Ok(self.filling.missing().wake(region, page.run(PageCount::ONE))?);
             }
             if is_new {
                 self.ask(region, page);
@@ -169,7 +169,7 @@ impl Arrival {
             let bytes = rest.map(|bytes| bytes.split_at(run.bytes() as usize));
             rest = bytes.map(|(_, rest)| rest);
             let put = self.put(region, run, bytes.map(|(bytes, _)| bytes))?;
-            self.by_push.fetch_add(put, Ordering::Relaxed);
+            self.by_push.fetch_add(put.get(), Ordering::Relaxed);
         }
         Ok(())
     }
@@ -179,18 +179,18 @@ impl Arrival {
         let Pages { region, first, count, bytes } = pages;
         let bytes = (!bytes.is_empty()).then_some(bytes.as_slice());
         let put = self.put(usize::from(*region), PageRange::new(*first, (*count).into()), bytes)?;
-        self.by_fault.fetch_add(put, Ordering::Relaxed);
+        self.by_fault.fetch_add(put.get(), Ordering::Relaxed);
         Ok(())
     }
 
     /// Those that are there already, or were, are left as they are. Returns how many were put.
-    fn put(&self, region: usize, run: PageRange, bytes: Option<&[u8]>) -> Result<u64, Error> {
+    fn put(&self, region: usize, run: PageRange, bytes: Option<&[u8]>) -> Result<PageCount, Error> {
         let (missing, claims) = (self.filling.missing(), self.filling.claims());
         let put = match bytes {
             Some(bytes) => missing.fill_once(claims, region, run.first, bytes)?,
             None => missing.leave_zero(claims, region, run)?,
         };
-        let bytes = put * PAGE_BYTES as u64;
+        let bytes = put.bytes();
         let left = &self.progress.round_left;
         let _ = left.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |left| Some(left.saturating_sub(bytes)));
         self.came(region, run);

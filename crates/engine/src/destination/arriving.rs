@@ -107,7 +107,7 @@ impl ArrivingMemory {
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used)]
-    use transship_memory::{Access, Keep, PAGE_BYTES, PageNumber};
+    use transship_memory::{Access, Keep, PAGE_BYTES, PageCount, PageNumber};
 
     use super::*;
 
@@ -149,7 +149,8 @@ mod tests {
     fn pages_that_a_region_does_not_have_are_refused() {
         let arriving = arriving();
         assert!(
-            arriving.check(1, PageRange::new(256, PAGES - 256)).is_ok() && arriving.check(0, PageRange::all(1)).is_ok()
+            arriving.check(1, PageRange::new(256, PAGES - 256)).is_ok()
+                && arriving.check(0, PageRange::all(PageCount::ONE)).is_ok()
         );
         let refused = |region, end| arriving.check(region, PageRange::new(256, end - 256)).err().unwrap();
         assert_eq!(refused(1, PAGES + 1), "sent a packet for pages 256..301 of region \"b\", which has only 300");

@@ -7,8 +7,8 @@ use std::{
 
 use crossbeam_channel::{Receiver, Sender};
 use transship_codec::Method;
-use transship_memory::{PageRange, WindowPages};
-use transship_wire::{PACKET_BYTES, PAGE_BYTES, Packet};
+use transship_memory::{PageCount, PageRange, WindowPages};
+use transship_wire::{PACKET_BYTES, Packet};
 
 use super::{
     arriving::ArrivingMemory,
@@ -18,7 +18,7 @@ use super::{
 use crate::{Error, Progress, Rule, cpu, transport::Connection};
 
 /// Pages that are read from the socket before they are written into place: 256 KiB stay in a core's second-level cache.
-const PAGES_PER_READ: u64 = 64;
+const PAGES_PER_READ: PageCount = PageCount::new(64);
 
 /// All channel threads; dropping it ends them.
 pub(super) struct Channels {
@@ -218,7 +218,7 @@ impl PageReceiver {
             return self.arriving.receive(region, present, socket).map_err(|error| self.unread(error));
         }
         let mut buffer = std::mem::take(&mut self.buffer);
-        buffer.resize(PAGES_PER_READ as usize * PAGE_BYTES, 0);
+        buffer.resize(PAGES_PER_READ.buffer_bytes(), 0);
         while !present.is_empty() {
             let piece = present.lowest(PAGES_PER_READ);
             let bytes = &mut buffer[..piece.bytes() as usize];

@@ -13,7 +13,7 @@ use std::{
     time::Instant,
 };
 
-use transship_memory::{Claims, PAGE_BYTES, PageRange, PageSet};
+use transship_memory::{Claims, PAGE_BYTES, PageCount, PageRange, PageSet};
 use transship_wire::{Message, SessionId};
 
 use super::{
@@ -64,7 +64,7 @@ pub(super) fn drop_stale(control: &mut Control, arriving: &ArrivingMemory, progr
     let stale = owed::receive(control, None, arriving.intake().memory(), STALL_TIMEOUT * 2, progress)?;
     drop_pages(&stale, arriving)?;
     fail_point::reach("destination.stale")?;
-    control.send_or_hear(&Message::OwedEnd { pages: stale.iter().map(PageSet::count).sum() })
+    control.send_or_hear(&Message::OwedEnd { pages: PageCount::of(&stale).get() })
 }
 
 impl Destination<'_> {
@@ -86,18 +86,18 @@ impl Destination<'_> {
         let missing = self.guest.missing(&owed)?;
         let claims = claims_of(&owed)?;
         fail_point::reach("destination.missing")?;
-        let count = owed.iter().map(PageSet::count).sum::<u64>();
+        let count = PageCount::of(&owed);
         let will = self.guest.last_will()?;
         let stand_in = self.stand_in.as_mut().ok_or(Error::Bug("post-copy without a stand-in"))?;
         let listener = self.arrivals.listener();
         let received = Received::of(&memory, &missing, will, listener, (session, channels));
         let charge = serde_json::json!({ "move": received }).to_string();
         stand_in.arm(&charge, &Received::files(&missing, &claims, listener)?)?;
-        control.send_or_hear(&Message::OwedEnd { pages: count })?;
-        self.progress.round_total.store(count * PAGE_BYTES as u64, Ordering::Relaxed);
-        self.progress.round_left.store(count * PAGE_BYTES as u64, Ordering::Relaxed);
+        control.send_or_hear(&Message::OwedEnd { pages: count.get() })?;
+        self.progress.round_total.store(count.bytes(), Ordering::Relaxed);
+        self.progress.round_left.store(count.bytes(), Ordering::Relaxed);
         let arrival = Arc::new(Arrival::new(Filling::new(owed, missing, claims), self.progress));
-        let result = self.fill(control, session, channels, &arrival, count);
+        let result = self.fill(control, session, channels, &arrival, count.get());
         let ending = result.as_ref().err().map_or(Ending::Complete, |(_, ending)| *ending);
         if let Some(stand_in) = &mut self.stand_in {
             stand_in.end(ending);

@@ -7,7 +7,7 @@ use std::{
 };
 
 use serde::{Deserialize, Serialize};
-use transship_memory::{Claims, GuestMemory, Missing};
+use transship_memory::{Claims, GuestMemory, Missing, PageCount};
 use transship_secure::Host;
 use transship_wire::SessionId;
 
@@ -78,7 +78,7 @@ impl Received {
         listener: &Listener,
         (session, channels): (SessionId, u8),
     ) -> Self {
-        let pages = memory.regions().iter().map(transship_memory::Region::pages).collect();
+        let pages = memory.regions().iter().map(|region| region.pages().get()).collect();
         Self {
             pages,
             areas: records_of(missing),
@@ -139,10 +139,14 @@ impl Received {
         Ok(())
     }
 
+    fn region_pages(&self) -> Vec<PageCount> {
+        self.pages.iter().copied().map(PageCount::new).collect()
+    }
+
     fn missing(&self, uffd: Option<OwnedFd>) -> Result<Missing, Error> {
         let uffd = uffd.ok_or(Error::Bug("the stand-in got no userfaultfd"))?;
         let areas = areas_of(&self.areas);
-        Ok(Missing::taken_over(uffd, areas, &self.pages)?)
+        Ok(Missing::taken_over(uffd, areas, &self.region_pages())?)
     }
 
     fn rest(&self, mut files: impl Iterator<Item = OwnedFd>, host: Option<Host>) -> Result<(Claims, Listener), Error> {
@@ -150,7 +154,10 @@ impl Received {
             return Err(Error::Bug("the stand-in got too few files"));
         };
         let uri = self.listen.parse().map_err(|_| Error::Bug("the stand-in got no address"))?;
-        Ok((Claims::taken_over(claims, &self.pages)?, Listener::taken_over(socket, uri, host, self.users.clone())?))
+        Ok((
+            Claims::taken_over(claims, &self.region_pages())?,
+            Listener::taken_over(socket, uri, host, self.users.clone())?,
+        ))
     }
 
     fn fill(

@@ -18,7 +18,7 @@ use std::{
 };
 
 use crossbeam_channel::{Receiver, Sender, bounded};
-use transship_memory::{Claims, Error as MemoryError, Fault, Missing, PAGE_BYTES, PageRange, PageSet};
+use transship_memory::{Claims, Error as MemoryError, Fault, Missing, PageCount, PageRange, PageSet};
 
 use crate::{Error, cpu};
 pub(crate) use stored::{Region, UNIT_PAGES, spans};
@@ -28,7 +28,7 @@ const TICK: Duration = Duration::from_millis(50);
 /// Long runs that are left to the kernel at once: each of them takes a mapping of the process, which may have 65530.
 const RELEASES: usize = 1024;
 /// Memory in larger pages can't be brought while somebody waits.
-const LARGEST_PAGES: u64 = 1024;
+const LARGEST_PAGES: PageCount = PageCount::new(1024);
 
 /// What the thread that leads hears.
 pub(crate) enum Event {
@@ -177,7 +177,7 @@ impl Filling {
         let region = &self.regions[fault.region];
         let page = region.clip(fault.page, region.unit);
         // It was there and is not any more: the guest has given it back since. Or it is none that is brought.
-        if self.claims.is_done(fault.region, fault.page) || region.stored_in(page) == 0 {
+        if self.claims.is_done(fault.region, fault.page) || region.stored_in(page) == PageCount::ZERO {
             self.missing.fill_zero(fault.region, page)?;
             return Ok(());
         }
@@ -215,7 +215,7 @@ pub(crate) fn check_units(missing: &Missing, regions: usize) -> Result<(), Error
         Some(pages) if pages > LARGEST_PAGES => Err(Error::unfit(format!(
             "pages of {} MiB of guest memory are too large to be brought one by one while the guest waits; leave out \
              --lazy",
-            (pages * PAGE_BYTES as u64) >> 20
+            pages.bytes() >> 20
         ))),
         _ => Ok(()),
     }

@@ -1,26 +1,26 @@
 //! Which of a region's pages are brought, and in which pieces.
-use transship_memory::{PageNumber, PageRange, PageSet, WindowPages};
+use transship_memory::{PageCount, PageNumber, PageRange, PageSet, WindowPages};
 
 /// Pages that a background thread takes at once: 1 MiB.
-pub(crate) const UNIT_PAGES: u64 = 256;
+pub(crate) const UNIT_PAGES: PageCount = PageCount::new(256);
 /// Pages in between that are read and thrown away rather than reading twice.
-const GAP_PAGES: u64 = 32;
+const GAP_PAGES: PageCount = PageCount::new(32);
 /// Runs of pages that are not brought and at least this long are left to the kernel at once: 2 MiB.
-const RELEASE_PAGES: u64 = 512;
+const RELEASE_PAGES: PageCount = PageCount::new(512);
 
 /// A region, and which of its pages are brought.
 pub(crate) struct Region {
     /// Its number.
     pub(crate) index: usize,
     pub(crate) stored: PageSet,
-    pub(crate) pages: u64,
+    pub(crate) pages: PageCount,
     /// Pages that come and go together.
-    pub(crate) unit: u64,
+    pub(crate) unit: PageCount,
 }
 
 impl Region {
     /// The aligned range about `page` that has `pages` pages, or as many as a huge one.
-    pub(crate) fn clip(&self, page: PageNumber, pages: u64) -> PageRange {
+    pub(crate) fn clip(&self, page: PageNumber, pages: PageCount) -> PageRange {
         let pages = pages.max(self.unit);
         let first = page.unit(pages);
         // Huge pages are whole also at the end.
@@ -55,14 +55,14 @@ impl Region {
     }
 
     /// How many pages of a range are brought.
-    pub(crate) fn stored_in(&self, range: PageRange) -> u64 {
+    pub(crate) fn stored_in(&self, range: PageRange) -> PageCount {
         let pages = |window: WindowPages| window.with(window.mask & self.stored.window(window.first));
         range.windows().map(|window| pages(window).count()).sum()
     }
 
     /// Long runs of pages that are not brought, of whole huge pages.
     pub(crate) fn holes(&self) -> impl Iterator<Item = PageRange> + '_ {
-        let end = std::iter::once(PageRange::all(self.pages).end().run(0));
+        let end = std::iter::once(PageRange::all(self.pages).end().run(PageCount::ZERO));
         let mut from = PageNumber::FIRST;
         let gaps = self.stored.ranges().chain(end).map(move |stored| {
             let gap = from.next_unit(self.unit).to(stored.first.unit(self.unit));
@@ -90,13 +90,13 @@ mod tests {
     use super::*;
 
     fn region(pages: u64, unit: u64, stored: &[(u64, u64)]) -> Region {
-        let mut set = PageSet::empty(pages);
+        let mut set = PageSet::empty(PageCount::new(pages));
         stored.iter().for_each(|&(first, count)| set.insert(PageRange::new(first, count)));
-        Region { index: 0, stored: set, pages, unit }
+        Region { index: 0, stored: set, pages: PageCount::new(pages), unit: PageCount::new(unit) }
     }
 
     fn pairs(ranges: impl IntoIterator<Item = PageRange>) -> Vec<(u64, u64)> {
-        ranges.into_iter().map(|range| (range.first.get(), range.count)).collect()
+        ranges.into_iter().map(|range| (range.first.get(), range.count.get())).collect()
     }
 
     #[test]
@@ -108,9 +108,12 @@ mod tests {
         let claimed = |first| WindowPages::within(PageRange::new(125, 10), first).mask;
         assert_eq!(pairs(region.wanted(PageRange::new(96, 64), claimed)), [(120, 5), (135, 5)]);
         assert_eq!(wanted(992, 8), [(992, 8)]);
-        assert_eq!(region.stored_in(PageRange::new(0, 1000)), 725);
+        assert_eq!(region.stored_in(PageRange::new(0, 1000)), PageCount::new(725));
         assert_eq!(
-            pairs([region.clip(PageNumber::new(999), 32), region.clip(PageNumber::new(5), 32)]),
+            pairs([
+                region.clip(PageNumber::new(999), PageCount::new(32)),
+                region.clip(PageNumber::new(5), PageCount::new(32))
+            ]),
             [(992, 8), (0, 32)]
         );
     }

@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use serde::Serialize;
 use transship_codec::{Method, Outcome, Setting};
-use transship_memory::{GuestMemory, PAGE_BYTES, PageSet, Tracker, WindowPages};
+use transship_memory::{GuestMemory, PAGE_BYTES, PageCount, PageSet, Tracker, WindowPages};
 
 use crate::{Cancelled, Error, Progress, guest::SourceGuest};
 
@@ -133,7 +133,7 @@ impl Levels {
             unite(&mut level.pages, written);
             level.gathered += 1;
             if level.gathered == level.ticks {
-                level.sum += count(&level.pages);
+                level.sum += count(&level.pages).get();
                 level.count += 1;
                 level.gathered = 0;
                 level.pages.clone_from(&self.empty);
@@ -148,7 +148,7 @@ impl Levels {
         let levels = self.levels.iter().filter(|level| level.count > 0 && level.ticks < self.ticks);
         let mut curve: Vec<_> =
             levels.map(|level| point(level.ticks, level.sum as f64 / f64::from(level.count))).collect();
-        curve.push(point(self.ticks, count(&self.all) as f64));
+        curve.push(point(self.ticks, count(&self.all).get() as f64));
         // Averages of different times may fall a little where the truth does not.
         for at in 1..curve.len() {
             curve[at].bytes = curve[at].bytes.max(curve[at - 1].bytes);
@@ -161,14 +161,14 @@ fn unite(all: &mut [PageSet], more: &[PageSet]) {
     all.iter_mut().zip(more).for_each(|(all, more)| all.union_with(more));
 }
 
-fn count(pages: &[PageSet]) -> u64 {
-    pages.iter().map(PageSet::count).sum()
+fn count(pages: &[PageSet]) -> PageCount {
+    PageCount::of(pages)
 }
 
 /// Holes, zeros, and what the codecs make of the rest.
 fn look_at_pages(memory: &GuestMemory, sample: &mut GuestSample) -> Result<(), Error> {
     let data = memory.regions().iter().map(|region| region.data()).collect::<Result<Vec<_>, _>>()?;
-    sample.data_bytes = count(&data) * PAGE_BYTES as u64;
+    sample.data_bytes = count(&data).bytes();
     let windows: Vec<(usize, WindowPages)> =
         data.iter().enumerate().flat_map(|(region, data)| data.windows().map(move |window| (region, window))).collect();
     let mut encoders: Vec<_> = METHODS
@@ -221,13 +221,13 @@ mod tests {
     use super::*;
 
     fn levels() -> Levels {
-        let empty = vec![PageSet::empty(1000)];
+        let empty = vec![PageSet::empty(PageCount::new(1000))];
         let level = |power: u32| Level { ticks: 1 << power, pages: empty.clone(), gathered: 0, sum: 0, count: 0 };
         Levels { levels: (0..5).map(level).collect(), all: empty.clone(), empty: empty.clone(), ticks: 0 }
     }
 
     fn pages(first: u64, count: u64) -> Vec<PageSet> {
-        let mut pages = PageSet::empty(1000);
+        let mut pages = PageSet::empty(PageCount::new(1000));
         pages.insert(PageRange::new(first, count));
         vec![pages]
     }

@@ -14,7 +14,7 @@ struct Told(VecDeque<[PageSet; 2]>);
 
 impl Tracker for Told {
     fn scan(&mut self, region: usize) -> Result<PageSet, MemoryError> {
-        let found = self.0.front().map_or(PageSet::empty(PAGES[region]), |found| found[region].clone());
+        let found = self.0.front().map_or(PageSet::empty(PageCount::new(PAGES[region])), |found| found[region].clone());
         if region + 1 == PAGES.len() {
             self.0.pop_front();
         }
@@ -23,7 +23,7 @@ impl Tracker for Told {
 }
 
 fn set(region: usize, ranges: &[(u64, u64)]) -> PageSet {
-    let mut set = PageSet::empty(PAGES[region]);
+    let mut set = PageSet::empty(PageCount::new(PAGES[region]));
     ranges.iter().for_each(|&(first, count)| set.insert(PageRange::new(first, count)));
     set
 }
@@ -54,14 +54,14 @@ fn memory(data: [&[(u64, u64)]; 2]) -> GuestMemory {
 
 /// After the first scan, which finds everything, these are found.
 fn scanner(memory: &GuestMemory, later: Vec<[PageSet; 2]>) -> Scanner {
-    let all = [PageSet::full(PAGES[0]), PageSet::full(PAGES[1])];
+    let all = [PageSet::full(PageCount::new(PAGES[0])), PageSet::full(PageCount::new(PAGES[1]))];
     let told = Told([vec![all], later].concat().into());
     Scanner::begin(memory.clone(), Box::new(told), Freeing::Possible).unwrap()
 }
 
 fn content(ranges: [&[(u64, u64)]; 2]) -> [PageMap; 2] {
     [0, 1].map(|region| {
-        let map = PageMap::new(PAGES[region]);
+        let map = PageMap::new(PageCount::new(PAGES[region]));
         ranges[region].iter().for_each(|&(first, count)| map.insert_range(PageRange::new(first, count)));
         map
     })
@@ -90,7 +90,11 @@ fn scan(scanner: &mut Scanner, content: &[PageMap]) {
 fn the_first_round_is_what_is_no_hole() {
     let memory = memory([&[(0, 1), (299, 1)], &[(100, 1200)]]);
     let mut scanner = scanner(&memory, vec![]);
-    assert_eq!(sent(&scanner), [PageSet::full(300), PageSet::full(2000)], "before anybody has looked");
+    assert_eq!(
+        sent(&scanner),
+        [PageSet::full(PageCount::new(300)), PageSet::full(PageCount::new(2000))],
+        "before anybody has looked"
+    );
     scanner.plan_first_round(None).unwrap();
     assert_eq!(sent(&scanner), sets([&[(0, 1), (299, 1)], &[(100, 1200)]]));
     assert_eq!(scanner.pending_bytes(), 1202 * 4096);
@@ -199,9 +203,9 @@ fn the_last_round_has_all_that_was_not_sent_or_not_seen() {
     // All of that is sent. What comes now is late.
     read(&scanner);
     let held = content([&[(0, 50)], &[(1000, 1)]]);
-    assert_eq!(scanner.scan_once_more(&held).unwrap(), 2 + 1);
+    assert_eq!(scanner.scan_once_more(&held).unwrap(), PageCount::new(2 + 1));
     assert_eq!(sent(&scanner), sets([&[(4, 2)], &[]]));
-    assert_eq!(scanner.scan_once_more(&content([&[], &[]])).unwrap(), 0);
+    assert_eq!(scanner.scan_once_more(&content([&[], &[]])).unwrap(), PageCount::ZERO);
 }
 
 #[test]

@@ -5,7 +5,7 @@ use std::{
     time::Instant,
 };
 
-use transship_memory::{FileIo, GuestMemory, PAGE, PageNumber, PageRange, PageSet};
+use transship_memory::{FileIo, GuestMemory, PAGE, PageCount, PageNumber, PageRange, PageSet};
 use transship_secure::{Identities, Recipients};
 use transship_wire::qemu::{Block, Configuration, GlobalState, RunState};
 
@@ -34,9 +34,9 @@ use crate::{
 };
 
 /// Pages that are read at once: 1 MiB.
-const READ_PAGES: u64 = 256;
+const READ_PAGES: PageCount = PageCount::new(256);
 /// Zero pages that are passed on at once: a stream has a record for each.
-const CLEAR_PAGES: u64 = 1 << 16;
+const CLEAR_PAGES: PageCount = PageCount::new(1 << 16);
 
 /// What the tail is.
 const CHECKED: &str = "device sections that were checked can't be read";
@@ -113,12 +113,12 @@ impl Conversion<'_> {
         file.sync_ms = completing.elapsed().as_secs_f64() * 1e3;
         self.report.file = Some(file);
         let pages = &mut self.report.pages;
-        (pages.normal, pages.zero) = (counts.normal, counts.zero);
-        self.report.bytes.wire = counts.normal * PAGE + tail.len() as u64;
+        (pages.normal, pages.zero) = (counts.normal.get(), counts.zero.get());
+        self.report.bytes.wire = counts.normal.bytes() + tail.len() as u64;
         self.report.rounds.push(RoundReport {
             number: 1,
             scanned: self.report.bytes.guest / PAGE,
-            zero: counts.zero,
+            zero: counts.zero.get(),
             bytes: self.report.bytes.wire,
             ms: self.begin.elapsed().as_secs_f64() * 1e3 - self.report.setup_ms,
             ..RoundReport::default()
@@ -246,13 +246,13 @@ impl Conversion<'_> {
             done = run.end();
             for part in run.parts(READ_PAGES) {
                 self.check_cancelled()?;
-                let room = writer.room(part.count as usize)?;
+                let room = writer.room(part.count.index())?;
                 from.origin.read_exact(&what, room, from.pages_offset + part.first.offset())?;
                 let offsets: Vec<u64> = part.iter().map(PageNumber::offset).collect();
                 let written = write_pages(writer, number, &offsets)?;
                 counts.normal += written.normal;
                 counts.zero += written.zero;
-                self.progress.normal_pages.fetch_add(written.normal, Relaxed);
+                self.progress.normal_pages.fetch_add(written.normal.get(), Relaxed);
                 self.progress.wire_bytes.fetch_add(part.bytes(), Relaxed);
             }
             let _ = self.progress.round_left.fetch_update(Relaxed, Relaxed, |left| {
@@ -261,7 +261,7 @@ impl Conversion<'_> {
             });
             Ok(())
         })?;
-        clear(writer, done.to(PageRange::all(block.pages()).end()), counts)
+        clear(writer, done.to(PageRange::all(PageCount::new(block.pages())).end()), counts)
     }
 
     fn check_cancelled(&self) -> Result<(), Error> {

@@ -3,7 +3,7 @@ use std::num::NonZeroU64;
 
 use rustix::fs::Advice;
 use serde::Serialize;
-use transship_memory::PAGE_BYTES;
+use transship_memory::PageCount;
 use transship_secure::Identities;
 use transship_wire::qemu::{Block, Configuration, GlobalState, PageContent, Record, RunState};
 
@@ -22,7 +22,7 @@ use crate::{
 };
 
 /// Bytes of pages that are read at once when everything is.
-const READ_PAGES: u64 = 256;
+const READ_PAGES: PageCount = PageCount::new(256);
 /// A snapshot file or a stream.
 #[derive(Debug, Clone, Serialize)]
 pub struct SnapshotInfo {
@@ -160,7 +160,7 @@ fn of_image(image: &Image, check: bool) -> Result<SnapshotInfo, Error> {
     for (region, (block, origin)) in image.memory.iter().enumerate() {
         let known = &mut info.blocks[*block];
         known.left_out = false;
-        known.stored = image.stored(region)?.count();
+        known.stored = image.stored(region)?.count().get();
         known.zero = known.pages - known.stored;
         known.file = Some(origin.name.clone());
         info.bytes += origin.bytes.unwrap_or(0);
@@ -190,9 +190,9 @@ fn mapped(snapshot: &Snapshot, check: bool) -> Result<SnapshotInfo, Error> {
 fn mapped_block(snapshot: &Snapshot, block: &Block, check: bool) -> Result<BlockInfo, Error> {
     let mut info = of_block(block);
     let Some(geometry) = block.geometry() else { return Ok(BlockInfo { left_out: true, ..info }) };
-    let mut bytes = vec![0; if check { READ_PAGES as usize * PAGE_BYTES } else { 0 }];
+    let mut bytes = vec![0; if check { READ_PAGES.buffer_bytes() } else { 0 }];
     snapshot.each_stored(block, |run| {
-        info.stored += run.count;
+        info.stored += run.count.get();
         for part in run.parts(READ_PAGES).filter(|_| check) {
             let at = geometry.pages_offset + part.first.offset();
             let what = format!("pages of {:?}", &*block.name);

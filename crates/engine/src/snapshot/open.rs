@@ -1,7 +1,7 @@
 //! A snapshot, read and checked up to where the device sections begin: what it holds, and where.
 use std::sync::Arc;
 
-use transship_memory::{PageRange, PageSet, WindowPages};
+use transship_memory::{PageCount, PageRange, PageSet, WindowPages};
 use transship_secure::Identities;
 use transship_wire::qemu::{Block, Command, Configuration, Geometry, GlobalState, Mapped, Record, bitmap_bytes};
 
@@ -235,7 +235,7 @@ impl Snapshot {
     /// # Errors
     /// A bit for a page that the block does not have; the system's own.
     pub(crate) fn stored(&self, block: &Block) -> Result<PageSet, Error> {
-        let mut set = PageSet::empty(block.pages());
+        let mut set = PageSet::empty(PageCount::new(block.pages()));
         self.each_stored(block, |range| {
             set.insert(range);
             Ok(())

@@ -2,7 +2,7 @@
 //! the guest goes through its memory page after page. They are sent while nobody waits.
 use std::collections::VecDeque;
 
-use transship_memory::PageRange;
+use transship_memory::{PageCount, PageRange};
 use transship_wire::MAX_PAGES_AT_ONCE;
 
 /// Groups that are sent ahead of a guest at most: 2 MiB, which a fast link carries in two milliseconds.
@@ -60,7 +60,7 @@ impl Beside {
     }
 
     /// The next of them, of a region that has so many pages.
-    pub(super) fn take(&mut self, pages: impl Fn(u16) -> u64) -> Option<(u16, PageRange)> {
+    pub(super) fn take(&mut self, pages: impl Fn(u16) -> PageCount) -> Option<(u16, PageRange)> {
         let (region, first) = self.pieces.pop_front()?;
         let piece = PageRange::new(first, AT_ONCE);
         Some((region, piece.first.to(piece.end().min(PageRange::all(pages(region)).end()))))
@@ -76,7 +76,7 @@ mod tests {
         let mut beside = Beside::default();
         let after = |&(region, page): &(u16, u64)| {
             beside.note(region, page);
-            let taken = std::iter::from_fn(|| beside.take(|_| 1_000_000));
+            let taken = std::iter::from_fn(|| beside.take(|_| PageCount::new(1_000_000)));
             let mut groups: Vec<_> = taken.map(|(_, pages)| pages.first.get() / GROUP).collect();
             groups.dedup();
             groups
@@ -112,8 +112,8 @@ mod tests {
     fn a_region_ends() {
         let mut beside = Beside::default();
         beside.note(0, 40);
-        assert_eq!(beside.take(|_| 50), Some((0, PageRange::new(32, 16))));
-        assert_eq!(beside.take(|_| 50), Some((0, PageRange::new(48, 2))));
-        assert_eq!(beside.take(|_| 50), None);
+        assert_eq!(beside.take(|_| PageCount::new(50)), Some((0, PageRange::new(32, 16))));
+        assert_eq!(beside.take(|_| PageCount::new(50)), Some((0, PageRange::new(48, 2))));
+        assert_eq!(beside.take(|_| PageCount::new(50)), None);
     }
 }

@@ -8,7 +8,7 @@ use std::{
 
 use crossbeam_channel::{Receiver, RecvTimeoutError, Sender, bounded};
 use transship_lines::{TcpState, limit_tcp_pace};
-use transship_memory::PAGE;
+use transship_memory::PageCount;
 
 use crate::{channels::PagesAtOnce, transport::Connection};
 
@@ -67,8 +67,8 @@ impl Pace {
 
     /// Pages that take the link for a moment only. Without a pace they are as many as can be: nobody knows how long
     /// they take.
-    fn pages_at_once(&self) -> u64 {
-        self.total.map_or(u64::MAX, |total| (total * AT_ONCE.as_secs_f64()) as u64 / PAGE)
+    fn pages_at_once(&self) -> PageCount {
+        self.total.map_or(PageCount::MAX, |total| PageCount::within((total * AT_ONCE.as_secs_f64()) as u64))
     }
 
     /// What is left for the channels.

@@ -8,7 +8,7 @@ use std::{
 };
 
 use crossbeam_channel::{Receiver, TryRecvError};
-use transship_memory::{Freeing, GuestMemory, PageRange, PageSet, WindowPages};
+use transship_memory::{Freeing, GuestMemory, PageCount, PageRange, PageSet, WindowPages};
 use transship_wire::{Message, Pages, Refusal, Role, SessionId};
 
 use super::{
@@ -99,7 +99,7 @@ impl Line {
         let content: Vec<_> = memory.regions().iter().map(|region| PageMap::new(region.pages())).collect();
         // Each page is announced, also one that is zero: somebody may wait for it.
         let everything = |(map, region): (&PageMap, &transship_memory::Region)| {
-            map.insert_range(PageRange::new(0, region.pages()));
+            map.insert_range(PageRange::all(region.pages()));
         };
         content.iter().zip(memory.regions()).for_each(everything);
         let setup = Setup { session: *session, memory: memory.clone(), content };
@@ -141,7 +141,7 @@ impl Line {
             self.channels.run_round(&work, &mut FreePages::none(), &pushing)
         });
         let result = pushed.and_then(|(sent, _)| {
-            report.by_push += sent.normal + sent.zero;
+            report.by_push += (sent.normal + sent.zero).get();
             fail_point::reach("source.pushed")?;
             self.await_the_end()
         });
@@ -293,8 +293,8 @@ impl Server {
 
     fn send_wanted(&mut self, region: u16, page: u64) -> Result<(), Error> {
         let index = usize::from(region);
-        let pages = self.memory.get(index).map_or(0, transship_memory::Region::pages);
-        if page >= pages {
+        let pages = self.memory.get(index).map_or(PageCount::ZERO, transship_memory::Region::pages);
+        if page >= pages.get() {
             let what = format!("wants page {page} of region {region}, which has {pages}");
             return Err(Error::breach(&self.control.peer, Rule::Bounds, what));
         }
@@ -309,7 +309,8 @@ impl Server {
 
     /// A few pages beside those that were waited for.
     fn send_beside(&mut self) -> Result<(), Error> {
-        let pages = |region: u16| self.memory.get(usize::from(region)).map_or(0, transship_memory::Region::pages);
+        let pages =
+            |region: u16| self.memory.get(usize::from(region)).map_or(PageCount::ZERO, transship_memory::Region::pages);
         let Some((region, group)) = self.beside.take(pages) else { return Ok(()) };
         let window = group.first.window();
         let unsent = self.state.unsent[usize::from(region)].claim(WindowPages::within(group, window));
@@ -328,11 +329,11 @@ impl Server {
                 if !is_zero {
                     memory.copy_out(WindowPages::within(run, window), &mut bytes)?;
                 }
-                let count = run.count as u8; // at most as many as travel at once
+                let count = run.count.get() as u8; // at most as many as travel at once
                 self.control.send(&Message::Page(Pages { region, first: run.first.get(), count, bytes }))?;
             }
         }
-        self.state.told().sent += pages.count;
+        self.state.told().sent += pages.count.get();
         Ok(())
     }
 }
@@ -364,7 +365,7 @@ mod tests {
             let file = rustix::fs::memfd_create("ram", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
             rustix::fs::ftruncate(&file, 300 << 12).unwrap();
             let memory = transship_memory::Region::map("ram", file, 0, 300 << 12, transship_memory::Access::Read);
-            let unsent = vec![PageMap::new(300)];
+            let unsent = vec![PageMap::new(PageCount::new(300))];
             let server = Server {
                 control: Control::new(Connection::Unix(ours), "peer".into()).unwrap(),
                 memory: GuestMemory::new(vec![memory.unwrap()]),

@@ -12,6 +12,8 @@ mod switchover;
 
 use std::sync::Arc;
 
+use transship_memory::PageCount;
+
 use crate::{
     Error, MoveOptions, Phase, Progress, Report, Uri,
     filling::stand_in::StandIn,
@@ -82,7 +84,8 @@ impl Receiver for ToTransship<'_> {
         let (session_id, memory, progress) = (session.id, course.guest.memory(), Arc::clone(course.progress));
         let base = Base { to, options, session: session_id, memory, progress };
         let stand_in = self.stand_in.take().map(|stand_in| stand_in as &mut dyn StandIn);
-        let mut peer = PostCopy { session, base, stand_in, line: None, owed: 0, ran: true, is_confirmed: false };
+        let mut peer =
+            PostCopy { session, base, stand_in, line: None, owed: PageCount::ZERO, ran: true, is_confirmed: false };
         let by_hand = course.guest.resume_hint();
         if rounds.sent_any() {
             peer.drop_stale(rounds, course.progress)?;

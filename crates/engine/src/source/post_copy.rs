@@ -13,7 +13,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use transship_memory::PageSet;
+use transship_memory::{PageCount, PageSet};
 use transship_wire::Message;
 
 use super::{
@@ -39,7 +39,7 @@ use crate::{
 const DROP_TIMEOUT: Duration = Duration::from_secs(120);
 
 /// So few pages are dropped while the guest stands still: it takes milliseconds.
-const DROPPED_SOON: u64 = 2048;
+const DROPPED_SOON: PageCount = PageCount::new(2048);
 /// So often the destination drops pages while the guest runs. A guest that writes all its memory is soon through.
 const STALE_LISTS: usize = 4;
 
@@ -52,7 +52,7 @@ pub(super) struct PostCopy<'a> {
     pub(super) base: Base<'a>,
     pub(super) stand_in: Option<&'a mut dyn StandIn>,
     pub(super) line: Option<Line>,
-    pub(super) owed: u64,
+    pub(super) owed: PageCount,
     /// The guest ran when it was stopped, so it is to run.
     pub(super) ran: bool,
     /// The destination has said that the guest runs, or stands if it stood.
@@ -76,7 +76,7 @@ impl Peer for PostCopy<'_> {
         let pending = rounds.find_owed(&*self.session)?;
         let owed: Vec<PageSet> = pending.iter().map(|pending| pending.send.clone()).collect();
         let gone: Vec<PageSet> = pending.iter().map(|pending| pending.gone.clone()).collect();
-        (self.owed, self.ran) = (owed.iter().map(PageSet::count).sum(), found.ran());
+        (self.owed, self.ran) = (PageCount::of(&owed), found.ran());
         let control = &mut self.session.control;
         owed::send(control, &gone)?;
         owed::send(control, &owed)?;
@@ -145,9 +145,9 @@ impl Peer for PostCopy<'_> {
 }
 
 /// Waits until the destination has dropped the pages that were named.
-fn await_dropped(control: &Control, owed: u64, progress: &Progress) -> Result<(), Error> {
+fn await_dropped(control: &Control, owed: PageCount, progress: &Progress) -> Result<(), Error> {
     match control.receive("the word that it goes without these pages", DROP_TIMEOUT, progress)? {
-        Message::OwedEnd { pages } if pages == owed => Ok(()),
+        Message::OwedEnd { pages } if PageCount::new(pages) == owed => Ok(()),
         other => Err(control.unexpected(&other, "where OwedEnd was due")),
     }
 }
@@ -161,7 +161,7 @@ impl PostCopy<'_> {
             let stale = rounds.find_stale(&*self.session, progress)?;
             let mut new = stale.clone();
             new.iter_mut().zip(&told).for_each(|(new, told)| new.subtract(told));
-            let count = new.iter().map(PageSet::count).sum();
+            let count = PageCount::of(&new);
             if count <= DROPPED_SOON {
                 break;
             }
@@ -195,7 +195,7 @@ impl PostCopy<'_> {
     /// Serves until the destination has all pages. The guest belongs to it, so nothing ends this but that: a link that
     /// breaks is made again. `by_hand`: how a person resumes it here.
     pub(super) fn serve(&mut self, by_hand: &str, progress: &Progress, report: &mut Report) -> Result<(), Error> {
-        let bytes = self.owed * transship_memory::PAGE;
+        let bytes = self.owed.bytes();
         progress.settle();
         progress.round_total.store(bytes, Relaxed);
         progress.round_left.store(bytes, Relaxed);
@@ -236,15 +236,15 @@ pub(super) fn serve(
     base: (&Base<'_>, bool),
     said_why: &dyn Fn() -> Option<Error>,
     line: (Option<Line>, u32),
-    owed: u64,
+    owed: PageCount,
     report: &mut Report,
 ) -> Result<bool, Error> {
     let (begin, wire) = (Instant::now(), &base.0.progress.wire_bytes);
-    let (before, mut sums) = (wire.load(Relaxed), PostCopyReport { owed, ..PostCopyReport::default() });
+    let (before, mut sums) = (wire.load(Relaxed), PostCopyReport { owed: owed.get(), ..PostCopyReport::default() });
     let result = serve_on(base, said_why, line, &mut sums, report);
     sums.filled_ms = begin.elapsed().as_secs_f64() * 1e3;
     report.postcopy = Some(sums);
-    report.bytes.wire += wire.load(Relaxed) - before + sums.by_fault * transship_memory::PAGE;
+    report.bytes.wire += wire.load(Relaxed) - before + PageCount::new(sums.by_fault).bytes();
     result
 }
 
@@ -265,12 +265,12 @@ fn serve_on(
             }
         };
         let begin = Instant::now();
-        let lacks = stands.lacks().iter().map(PageSet::count).sum();
+        let lacks = PageCount::of(stands.lacks());
         if sums.owed == 0 {
-            sums.owed = lacks; // nobody has said before how much it is
+            sums.owed = lacks.get(); // nobody has said before how much it is
         }
-        base.progress.round_total.store(sums.owed * transship_memory::PAGE, Relaxed);
-        base.progress.round_left.store(lacks * transship_memory::PAGE, Relaxed);
+        base.progress.round_total.store(PageCount::new(sums.owed).bytes(), Relaxed);
+        base.progress.round_left.store(lacks.bytes(), Relaxed);
         let served = stands.serve(sums);
         is_confirmed |= stands.guest_runs();
         stands.report(report);

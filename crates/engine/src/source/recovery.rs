@@ -3,7 +3,7 @@
 use std::{sync::Arc, time::Instant};
 
 use serde::{Deserialize, Serialize};
-use transship_memory::{GuestMemory, Region};
+use transship_memory::{GuestMemory, PageCount, Region};
 use transship_wire::SessionId;
 
 use super::{
@@ -56,7 +56,7 @@ impl HandedOver {
         progress.set_phase(Phase::Filling);
         let base =
             Base { to, options: &options, session: SessionId(self.session), memory, progress: Arc::clone(progress) };
-        let result = serve((&base, self.ran), &|| None, (None, first_line), 0, report);
+        let result = serve((&base, self.ran), &|| None, (None, first_line), PageCount::ZERO, report);
         report.total_ms = begin.elapsed().as_secs_f64() * 1e3;
         report.status = Status::Unknown;
         if !result? {

@@ -80,7 +80,7 @@ impl Channel for PageSender {
 
     fn send_hole(&mut self, round: u32, region: usize, range: PageRange, sent: &mut Sent) -> Result<(), Error> {
         self.shared.content[region].take(range).for_each(drop);
-        let packet = Packet::Hole { round, region: region as u16, first: range.first.get(), count: range.count };
+        let packet = Packet::Hole { round, region: region as u16, first: range.first.get(), count: range.count.get() };
         sent.zero_sent += range.count;
         self.packets += 1;
         self.write(&packet.encode(), sent)

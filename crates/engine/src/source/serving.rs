@@ -6,7 +6,7 @@ use std::{
 };
 
 use serde::{Deserialize, Serialize};
-use transship_memory::{Access, GuestMemory, Region};
+use transship_memory::{Access, GuestMemory, PageCount, Region};
 use transship_secure::Caller;
 use transship_wire::SessionId;
 
@@ -65,6 +65,6 @@ impl Serving {
         progress.settle();
         let (session, memory) = (SessionId(self.session), GuestMemory::new(regions));
         let base = Base { to: &to, options: &options, session, memory, progress: Arc::clone(&progress) };
-        serve((&base, ran), &|| None, (None, FIRST_LINE), 0, &mut Report::default()).map(drop)
+        serve((&base, ran), &|| None, (None, FIRST_LINE), PageCount::ZERO, &mut Report::default()).map(drop)
     }
 }

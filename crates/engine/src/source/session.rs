@@ -79,7 +79,7 @@ impl Link for MoveSession {
     }
 
     fn confirm(&mut self, round: u32, sent: &Sent, patience: Duration) -> Result<(), Error> {
-        let expected = Message::RoundDone { round, pages: sent.normal, zero: sent.zero_sent };
+        let expected = Message::RoundDone { round, pages: sent.normal.get(), zero: sent.zero_sent.get() };
         let control = &self.control;
         match control.receive("its RoundDone", patience, &self.progress)? {
             done if done == expected => Ok(()),

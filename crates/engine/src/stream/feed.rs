@@ -2,7 +2,7 @@
 use std::sync::atomic::Ordering::Relaxed;
 
 use transship_codec::inflate_page;
-use transship_memory::{PAGE_BYTES, PageNumber, PageRange};
+use transship_memory::{PAGE_BYTES, PageCount, PageNumber, PageRange};
 use transship_wire::qemu::{Block, Command, Page, PageContent, Record, xbzrle};
 
 use super::{
@@ -160,7 +160,7 @@ impl<'a> Feed<'a> {
                 // The page that it refers to may be on its way.
                 self.flush()?;
                 xbzrle::decode(delta, position, &mut inflated).map_err(|error| self.whence.bad(error))?;
-                self.count(1, 0);
+                self.count(PageCount::ONE, PageCount::ZERO);
                 return self.writer.patch(page.block, page.offset, delta);
             }
         };
@@ -174,14 +174,14 @@ impl<'a> Feed<'a> {
                 room[self.taken * PAGE_BYTES..][..PAGE_BYTES].copy_from_slice(bytes);
                 self.continue_run(page.block, number, Some(self.taken));
                 self.taken += 1;
-                self.count(1, 0);
+                self.count(PageCount::ONE, PageCount::ZERO);
             }
             None => {
                 if self.runs.len() == MOST_RUNS {
                     self.flush()?;
                 }
                 self.continue_run(page.block, number, None);
-                self.count(0, 1);
+                self.count(PageCount::ZERO, PageCount::ONE);
             }
         }
         Ok(())
@@ -194,17 +194,17 @@ impl<'a> Feed<'a> {
             && pages.end() == page
             && content.is_some() == at.is_some()
         {
-            pages.count += 1;
+            pages.count += PageCount::ONE;
         } else {
-            self.runs.push(Run { block, pages: page.run(1), at });
+            self.runs.push(Run { block, pages: page.run(PageCount::ONE), at });
         }
     }
 
-    fn count(&mut self, normal: u64, zero: u64) {
+    fn count(&mut self, normal: PageCount, zero: PageCount) {
         self.counts.normal += normal;
         self.counts.zero += zero;
-        self.progress.normal_pages.fetch_add(normal, Relaxed);
-        self.progress.zero_pages.fetch_add(zero, Relaxed);
+        self.progress.normal_pages.fetch_add(normal.get(), Relaxed);
+        self.progress.zero_pages.fetch_add(zero.get(), Relaxed);
     }
 
     /// Hands over what is on its way.

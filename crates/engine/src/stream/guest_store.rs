@@ -7,7 +7,7 @@ use std::{
     },
 };
 
-use transship_memory::{GuestMemory, PAGE, PAGE_BYTES, PageNumber, PageRange, WINDOW_PAGES};
+use transship_memory::{GuestMemory, PAGE, PAGE_BYTES, PageCount, PageNumber, PageRange, WINDOW_PAGES};
 use transship_wire::qemu::{Block, Configuration, xbzrle};
 
 use super::{
@@ -92,14 +92,14 @@ impl GuestStore {
     }
 
     /// Pages of the regions that hold content.
-    pub(crate) fn stored(&self) -> u64 {
+    pub(crate) fn stored(&self) -> PageCount {
         let regions = self.intake.memory().regions().iter().zip(self.intake.written());
         regions.map(|(region, content)| content.to_set(region.pages()).count()).sum()
     }
 
     /// Pages of the regions that came so far, each as often as it came.
     pub(crate) fn counts(&self) -> Counts {
-        Counts { normal: self.normal.load(Relaxed), zero: self.zero.load(Relaxed) }
+        Counts { normal: PageCount::new(self.normal.load(Relaxed)), zero: PageCount::new(self.zero.load(Relaxed)) }
     }
 
     /// All that is not the guest's own memory, as the VMM loads it. `tail`: what follows the memory.
@@ -159,7 +159,7 @@ impl PromptStore for GuestStore {
         self.with(block, |home| match home {
             Home::Region(region) => {
                 let mut rest = pages;
-                for window in first.run(pages.len() as u64 / PAGE).windows() {
+                for window in first.run(PageCount::within(pages.len() as u64)).windows() {
                     let (these, others) = rest.split_at(window.bytes() as usize);
                     self.intake.write(*region, window, these)?;
                     rest = others;
@@ -170,7 +170,9 @@ impl PromptStore for GuestStore {
             Home::Device(_, held) => {
                 let mut held = held.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
                 let (pages, _) = pages.as_chunks();
-                held.extend(first.run(pages.len() as u64).iter().zip(pages.iter().map(|page| Box::new(*page))));
+                held.extend(
+                    first.run(PageCount::new(pages.len() as u64)).iter().zip(pages.iter().map(|page| Box::new(*page))),
+                );
                 Ok(())
             }
         })
@@ -180,7 +182,7 @@ impl PromptStore for GuestStore {
         self.with(block, |home| match home {
             Home::Region(region) => {
                 self.intake.clear_range(*region, pages)?;
-                self.zero.fetch_add(pages.count, Relaxed);
+                self.zero.fetch_add(pages.count.get(), Relaxed);
                 Ok(())
             }
             Home::Device(_, held) => {
@@ -199,7 +201,7 @@ impl PromptStore for GuestStore {
         self.with(block, |home| match home {
             Home::Region(region) => {
                 if self.intake.written()[*region].contains(number) {
-                    self.intake.memory().regions()[*region].copy_to(number.run(1), &mut page)?;
+                    self.intake.memory().regions()[*region].copy_to(number.run(PageCount::ONE), &mut page)?;
                 }
                 Ok::<_, Error>(())
             }
@@ -230,7 +232,7 @@ impl Pieces for DeviceStream {
     fn advance(&mut self) -> Result<Vec<u8>, Error> {
         let Some(recomposer) = &mut self.recomposer else { return Ok(std::mem::take(&mut self.tail)) };
         if let Some((block, pages)) = self.blocks.last() {
-            let all = PageRange::all(block.pages());
+            let all = PageRange::all(PageCount::new(block.pages()));
             let end = all.end().min(self.next + WINDOW_PAGES);
             for page in self.next.to(end).iter() {
                 match pages.get(&page) {

@@ -1,7 +1,7 @@
 //! Where the contents of a stream go, whoever brings them: a file of either layout, or a guest that waits.
 use std::sync::Arc;
 
-use transship_memory::{PAGE_BYTES, PageNumber, PageRange};
+use transship_memory::{PAGE_BYTES, PageCount, PageNumber, PageRange};
 use transship_wire::qemu::Block;
 
 use crate::{Error, FileReport, Progress, guest::DiskFile};
@@ -121,8 +121,8 @@ pub(crate) trait FileStore: Store {
 /// How many pages were what.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct Counts {
-    pub(crate) normal: u64,
-    pub(crate) zero: u64,
+    pub(crate) normal: PageCount,
+    pub(crate) zero: PageCount,
 }
 
 /// Stores the pages at `offsets` of a block, which the room holds in this order. What is zero is cleared instead.
@@ -137,7 +137,7 @@ pub(crate) fn write_pages(writer: &mut dyn PageWriter, block: usize, offsets: &[
                 && is_zero(&pages[next]) == zero
         };
         let end = (at + 1..).find(|&next| !same(next)).unwrap_or(at + 1);
-        let run = PageNumber::at(offset).run((end - at) as u64);
+        let run = PageNumber::at(offset).run(PageCount::new((end - at) as u64));
         if zero {
             writer.clear(block, run)?;
             counts.zero += run.count;

@@ -11,14 +11,14 @@ use rustix::{
     io::Errno,
     net::{RecvFlags, SendFlags, recv, send},
 };
-use transship_memory::{PAGE_BYTES, Region, WindowPages};
+use transship_memory::{PageCount, Region, WindowPages};
 use transship_secure::{Caller, Halves, Handshake, Host, Opener, Progress, RECORD_BYTES, Sealer, SecureError};
 
 use super::{Connection, Uri, dial::CONNECT_TIMEOUT};
 use crate::Error;
 
 /// Pages of a record.
-const PAGES_AT_A_TIME: u64 = (RECORD_BYTES / PAGE_BYTES) as u64;
+const PAGES_AT_A_TIME: PageCount = PageCount::within(RECORD_BYTES as u64);
 
 /// An encrypted connection. Each direction has a lock of its own, so one thread may read while another writes; two that
 /// read take turns, as on any socket.

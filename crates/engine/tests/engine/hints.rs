@@ -14,11 +14,12 @@ use transship_engine::{
     guest::{GuestError, Hint, Hints, RegionPages},
     save_guest,
 };
-use transship_memory::{GuestMemory, PAGE_BYTES, PageNumber, PageRange, PageSet};
+use transship_memory::{GuestMemory, PAGE_BYTES, PageCount, PageNumber, PageRange, PageSet};
 
 const PAGES: [u64; 2] = [300, 1000];
 /// Written by whoever gives the hints, which no tracker sees.
-const RING: RegionPages = RegionPages { region: 0, pages: PageRange { first: PageNumber::new(7), count: 2 } };
+const RING: RegionPages =
+    RegionPages { region: 0, pages: PageRange { first: PageNumber::new(7), count: PageCount::new(2) } };
 
 /// What happens from one hint to the next.
 #[derive(Debug, Clone)]
@@ -61,7 +62,7 @@ impl Frees {
 
     fn write_unseen(&mut self) {
         self.writes = self.writes.wrapping_add(1);
-        for page in [RING.pages.first, RING.pages.first + 1] {
+        for page in [RING.pages.first, RING.pages.first + PageCount::ONE] {
             let op = Op::Fill { region: RING.region, page: page.get(), byte: self.writes };
             apply(&self.memory, &op, &mut History::new(&PAGES));
         }
@@ -139,7 +140,7 @@ fn guest(steps: Vec<Step>, lists: Vec<Vec<Op>>) -> (Scripted, Arc<Mutex<Vec<Page
             apply(&source.memory, &op, &mut source.script.lock().unwrap().history);
         }
     }
-    let free = Arc::new(Mutex::new(PAGES.map(PageSet::empty).to_vec()));
+    let free = Arc::new(Mutex::new(PAGES.map(|pages| PageSet::empty(PageCount::new(pages))).to_vec()));
     source.hints = Some(Box::new(Frees {
         memory: source.memory.clone(),
         script: Arc::clone(&source.script),

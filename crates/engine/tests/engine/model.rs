@@ -11,7 +11,7 @@ use proptest::{collection::vec, prelude::*};
 use transship_engine::{
     Compress, Error, Misfit, MoveOptions, MoveTerms, Rule, Status, WhenBusy, ZeroPages, guest::GuestError,
 };
-use transship_memory::GuestMemory;
+use transship_memory::{GuestMemory, PageCount};
 
 /// Small enough to be quick, with a last window that is not whole.
 const PAGES: [u64; 2] = [300, 1000];
@@ -134,7 +134,7 @@ fn what_becomes_a_hole_before_its_turn_is_not_read() {
         let options = MoveOptions { compress: compress.parse().unwrap(), verify: false, ..patient() };
         let ended = run(&mut source, &mut destination, &options, folder.path());
         ended.source.unwrap();
-        assert_eq!(source.memory.regions()[0].data().unwrap().count(), 50 + 1, "{compress}");
+        assert_eq!(source.memory.regions()[0].data().unwrap().count(), PageCount::new(50 + 1), "{compress}");
         assert!(contents(&source.memory) == contents(&destination.memory), "{compress}");
         let report = ended.report;
         assert_eq!((report.rounds[0].hole, report.pages.zero), (1300 - 100, 0), "{report:?}");

@@ -21,7 +21,7 @@ use transship_engine::{
     DirectIo, Error, FilePlace, FileUri, Format, Misfit, Progress, Report, SaveOptions, Status, Then, Way,
     guest::GuestError, save_guest,
 };
-use transship_memory::{PAGE_BYTES, PageRange, WindowPages};
+use transship_memory::{PAGE_BYTES, PageCount, PageRange, WindowPages};
 
 /// Small enough to be quick, with a last window that is not whole.
 const PAGES: [u64; 2] = [300, 1000];
@@ -135,7 +135,7 @@ fn what_is_given_back_after_the_look_stays_given_back() {
     for format in [Format::MappedRam, Format::Stream] {
         let (folder, gone) = (folder(), PageRange::new(130, 100));
         let all = |byte| (0..250).map(|page| fill(0, page, byte)).collect::<Vec<_>>();
-        let free = Op::Free { region: 0, first: gone.first.get(), count: gone.count };
+        let free = Op::Free { region: 0, first: gone.first.get(), count: gone.count.get() };
         let mut guest = guest(&all(7), vec![all(8), vec![free]]);
         let path = folder.path().join("snapshot");
         let (result, report) =
@@ -143,7 +143,7 @@ fn what_is_given_back_after_the_look_stays_given_back() {
         result.unwrap();
         assert_eq!((report.pages.normal, report.pages.zero), (250 + 150, 100), "{format}");
         let region = &guest.memory.regions()[0];
-        assert!(gone.iter().all(|page| !region.is_data(page.run(1)).unwrap()), "{format}");
+        assert!(gone.iter().all(|page| !region.is_data(page.run(PageCount::ONE)).unwrap()), "{format}");
     }
 }
 

@@ -46,7 +46,7 @@ pub(super) struct Spare {
 
 impl Spare {
     pub(super) fn take(&mut self) -> PageBuffer {
-        self.buffers.pop().unwrap_or_else(|| PageBuffer::new(REQUEST_PAGES as usize))
+        self.buffers.pop().unwrap_or_else(|| PageBuffer::new(REQUEST_PAGES.index()))
     }
 
     pub(super) fn give(&mut self, buffer: Option<PageBuffer>) {

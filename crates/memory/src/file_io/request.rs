@@ -8,7 +8,7 @@ use rustix::{
 };
 
 use super::{PageBuffer, buffer::Spare};
-use crate::{Error, GuestMemory, PAGE_BYTES, PageNumber, PageRange};
+use crate::{Error, GuestMemory, PAGE_BYTES, PageCount, PageNumber, PageRange};
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Direction {
@@ -144,18 +144,18 @@ impl Request {
     }
 
     /// Takes up to `count` more pages, up to `most` in all. How many.
-    pub(super) fn extend(&mut self, count: u64, most: u64) -> u64 {
-        let Body::Pages { pages, .. } = &mut self.body else { return 0 };
+    pub(super) fn extend(&mut self, count: PageCount, most: PageCount) -> PageCount {
+        let Body::Pages { pages, .. } = &mut self.body else { return PageCount::ZERO };
         let taken = count.min(most.saturating_sub(pages.count));
         pages.count += taken;
         taken
     }
 
     /// How many pages it is for; none for bytes of our own.
-    pub(super) fn pages(&self) -> u64 {
+    pub(super) fn pages(&self) -> PageCount {
         match &self.body {
             Body::Pages { pages, .. } => pages.count,
-            Body::Buffer(_) | Body::Shared(..) => 0,
+            Body::Buffer(_) | Body::Shared(..) => PageCount::ZERO,
         }
     }
 

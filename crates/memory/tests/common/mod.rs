@@ -7,7 +7,7 @@ use std::os::fd::{AsFd, OwnedFd};
 
 use rustix::fs::MemfdFlags;
 use transship_lab::lacks;
-use transship_memory::{Access, Error, PAGE_BYTES, Region, WindowPages};
+use transship_memory::{Access, Error, PAGE_BYTES, PageCount, PageRange, Region};
 
 pub(crate) const PAGE: u64 = PAGE_BYTES as u64;
 pub(crate) const HUGE: u64 = 2 << 20;
@@ -54,9 +54,13 @@ pub(crate) fn page_of(number: u64) -> Vec<u8> {
 /// All bytes of the region. Reads holes too.
 pub(crate) fn contents(region: &Region) -> Vec<u8> {
     let mut out = Vec::new();
-    for first in (0..region.pages()).step_by(128) {
-        let count = (region.pages() - first).min(128);
-        region.copy_out(WindowPages::new(first, u128::MAX >> (128 - count)), &mut out).unwrap();
+    for window in PageRange::all(region.pages()).windows() {
+        region.copy_out(window, &mut out).unwrap();
     }
     out
+}
+
+/// Regions of so many pages.
+pub(crate) fn counts(pages: &[u64]) -> Vec<PageCount> {
+    pages.iter().copied().map(PageCount::new).collect()
 }

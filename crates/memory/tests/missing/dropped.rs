@@ -2,7 +2,7 @@
 use std::thread;
 
 use proptest::{collection::vec, prelude::*};
-use transship_memory::{Access, Claims, PageNumber, PageRange, PageSet, WindowPages};
+use transship_memory::{Access, Claims, PageCount, PageNumber, PageRange, PageSet, WindowPages};
 
 use super::{NONE, missing, word_of};
 use crate::common::{self, page_of, process::Guest};
@@ -51,21 +51,21 @@ proptest! {
         let file = common::file(PAGES * 4096);
         let (region, guest) = (common::map(&file, PAGES * 4096, Access::ReadWrite), Guest::map(&file, PAGES * 4096));
         let set = |ranges: &[PageRange]| {
-            let mut set = PageSet::empty(PAGES);
+            let mut set = PageSet::empty(PageCount::new(PAGES));
             ranges.iter().for_each(|range| set.insert(*range));
             set
         };
         let (sent, owed) = (set(&sent), set(&owed));
         let was = |page: PageNumber| if sent.contains(page) { old(page.get()) } else { 0 };
-        let mut model: Vec<u64> = PageRange::all(PAGES).iter().map(was).collect();
+        let mut model: Vec<u64> = PageRange::all(PageCount::new(PAGES)).iter().map(was).collect();
         for page in (0..PAGES).filter(|page| sent.contains(PageNumber::new(*page))) {
             region.write_pages(WindowPages::new(page, 1), &page_of(page + 1000)).unwrap();
         }
 
         owed.ranges().for_each(|range| region.clear(range).unwrap());
         let missing = missing(&guest);
-        let claims = Claims::new(&[PAGES]).unwrap();
-        let mut others = PageSet::full(PAGES);
+        let claims = Claims::new(&[PageCount::new(PAGES)]).unwrap();
+        let mut others = PageSet::full(PageCount::new(PAGES));
         others.subtract(&owed);
         others.ranges().for_each(|range| claims.exclude(0, range));
         prop_assert_eq!(claims.not_done(0), owed.clone());
@@ -87,7 +87,7 @@ proptest! {
                 }
                 Comes::Zero(range) => {
                     let before = range.iter().filter(|page| lacks.contains(*page)).count() as u64;
-                    prop_assert_eq!(missing.leave_zero(&claims, 0, range).unwrap(), before);
+                    prop_assert_eq!(missing.leave_zero(&claims, 0, range).unwrap().get(), before);
                     range.iter().filter(|page| lacks.contains(*page)).for_each(|page| {
                         model[page.get() as usize] = 0;
                     });
@@ -117,11 +117,11 @@ proptest! {
 fn a_thread_that_waits_for_a_page_that_is_zero_goes_on() {
     let file = common::file(PAGES * 4096);
     let guest = Guest::map(&file, PAGES * 4096);
-    let (missing, claims) = (missing(&guest), Claims::new(&[PAGES]).unwrap());
+    let (missing, claims) = (missing(&guest), Claims::new(&[PageCount::new(PAGES)]).unwrap());
     thread::scope(|scope| {
         let waiter = scope.spawn(|| guest.read(5));
         assert_eq!(missing.next_fault(super::LONG).unwrap(), super::fault(5));
-        assert_eq!(missing.leave_zero(&claims, 0, PageRange::new(0, 10)).unwrap(), 10);
+        assert_eq!(missing.leave_zero(&claims, 0, PageRange::new(0, 10)).unwrap(), PageCount::new(10));
         assert_eq!(missing.next_fault(super::LONG).unwrap(), super::fault(5), "it asks again");
         assert!(claims.is_done(0, PageNumber::new(5)));
         missing.fill_zero(0, PageRange::new(5, 1)).unwrap();

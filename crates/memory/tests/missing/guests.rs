@@ -28,9 +28,9 @@ impl Restore<'_> {
     fn bring(&self, first: u64, count: u64) -> u64 {
         let bytes = &self.bytes[(first * PAGE) as usize..][..(count * PAGE) as usize];
         if bytes.iter().all(|&byte| byte == 0) {
-            return self.missing.fill_zero(0, PageRange::new(first, count)).unwrap();
+            return (self.missing.fill_zero(0, PageRange::new(first, count)).unwrap()).get();
         }
-        self.missing.fill(0, PageNumber::new(first), bytes).unwrap()
+        (self.missing.fill(0, PageNumber::new(first), bytes).unwrap()).get()
     }
 }
 
@@ -78,14 +78,14 @@ fn a_guest_runs_before_its_memory_is_there(file: impl Fn() -> OwnedFd, bytes: u6
                     while !stop.0.load(Ordering::Relaxed) {
                         restore.missing.next_faults(Duration::from_millis(10), &mut faults).unwrap();
                         for fault in faults.drain(..) {
-                            brought.fetch_add(restore.bring(fault.page.get(), unit), Ordering::Relaxed);
+                            brought.fetch_add(restore.bring(fault.page.get(), unit.get()), Ordering::Relaxed);
                         }
                     }
                 });
             }
             // Unasked: all, in stretches that overlap, so that pages are found that are there.
-            for first in (0..pages).step_by((8 * unit) as usize) {
-                brought.fetch_add(restore.bring(first, (16 * unit).min(pages - first)), Ordering::Relaxed);
+            for first in (0..pages).step_by((8 * unit.get()) as usize) {
+                brought.fetch_add(restore.bring(first, (16 * unit.get()).min(pages - first)), Ordering::Relaxed);
                 thread::yield_now();
             }
             restore.missing.release(0, PageRange::new(0, pages)).unwrap();

@@ -19,7 +19,7 @@ mod waiting;
 
 use std::time::Duration;
 
-use transship_memory::{Fault, Missing, PageNumber, Region};
+use transship_memory::{Fault, Missing, PageCount, PageNumber, Region};
 
 use crate::common::{
     page_of,
@@ -31,7 +31,7 @@ pub(crate) const LONG: Duration = Duration::from_secs(120);
 pub(crate) const NONE: Duration = Duration::ZERO;
 
 pub(crate) fn missing(guest: &Guest) -> Missing {
-    Missing::new(userfaultfd(Faults::User).unwrap(), vec![guest.area()], &[guest.pages()]).unwrap()
+    Missing::new(userfaultfd(Faults::User).unwrap(), vec![guest.area()], &[PageCount::new(guest.pages())]).unwrap()
 }
 
 pub(crate) fn fault(page: u64) -> Option<Fault> {
@@ -49,5 +49,5 @@ pub(crate) fn pages_of(numbers: std::ops::Range<u64>) -> Vec<u8> {
 
 /// The pages that the file has.
 pub(crate) fn there(region: &Region) -> Vec<(u64, u64)> {
-    region.data().unwrap().ranges().map(|range| (range.first.get(), range.count)).collect()
+    region.data().unwrap().ranges().map(|range| (range.first.get(), range.count.get())).collect()
 }

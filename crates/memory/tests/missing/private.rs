@@ -2,7 +2,7 @@
 use std::{os::fd::OwnedFd, sync::Arc, thread};
 
 use transship_memory::{
-    Access, Claims, Flaw, InProcess, Keep, Missing, PageNumber, PageRange, PageSet, Process, Region,
+    Access, Claims, Flaw, InProcess, Keep, Missing, PageCount, PageNumber, PageRange, PageSet, Process, Region,
 };
 
 use super::{LONG, fault, missing, pages_of, there, word_of};
@@ -16,7 +16,7 @@ fn region_of(guest: &Guest, page_bytes: u64, below: Option<&OwnedFd>) -> Region 
 }
 
 fn ranges(set: &PageSet) -> Vec<(u64, u64)> {
-    set.ranges().map(|range| (range.first.get(), range.count)).collect()
+    set.ranges().map(|range| (range.first.get(), range.count.get())).collect()
 }
 
 /// All of it is watched first, and given back then, as a VMM is made to.
@@ -30,21 +30,24 @@ fn emptied(guest: &Guest, region: &Region) -> Missing {
 
 /// Touched pages wait, each comes once, and what was given back later is zero.
 fn comes_once(guest: &Guest, region: &Region, unit: u64) {
-    let (missing, claims) = (emptied(guest, region), Claims::new(&[guest.pages()]).unwrap());
-    assert_eq!(missing.unit_pages(0), unit);
+    let (missing, claims) = (emptied(guest, region), Claims::new(&[PageCount::new(guest.pages())]).unwrap());
+    assert_eq!(missing.unit_pages(0), PageCount::new(unit));
     thread::scope(|scope| {
         let missing = missing;
         let reader = scope.spawn(|| (guest.read(unit), guest.read(unit)));
         assert_eq!(missing.next_fault(LONG).unwrap(), fault(unit));
-        assert_eq!(missing.fill_once(&claims, 0, PageNumber::new(unit), &pages_of(unit..2 * unit)).unwrap(), unit);
+        assert_eq!(
+            missing.fill_once(&claims, 0, PageNumber::new(unit), &pages_of(unit..2 * unit)).unwrap(),
+            PageCount::new(unit)
+        );
         assert_eq!(reader.join().unwrap(), (word_of(unit), word_of(unit)));
         guest.give_back(unit, unit);
         let rest = missing.fill_once(&claims, 0, PageNumber::FIRST, &pages_of(0..guest.pages())).unwrap();
-        assert_eq!(rest, guest.pages() - unit, "what was given back is not put again");
+        assert_eq!(rest, PageCount::new(guest.pages() - unit), "what was given back is not put again");
         assert_eq!(there(region), [(0, unit), (2 * unit, guest.pages() - 2 * unit)]);
         let reader = scope.spawn(|| guest.read(unit));
         assert_eq!(missing.next_fault(LONG).unwrap(), fault(unit));
-        assert_eq!(missing.fill_zero(0, PageRange::new(unit, unit)).unwrap(), unit);
+        assert_eq!(missing.fill_zero(0, PageRange::new(unit, unit)).unwrap(), PageCount::new(unit));
         assert_eq!(reader.join().unwrap(), 0);
         missing.release(0, PageRange::new(0, guest.pages())).unwrap();
     });

@@ -2,7 +2,7 @@
 use std::{sync::atomic::Ordering, thread, time::Duration};
 
 use transship_lab::lacks;
-use transship_memory::{Access, Missing, PageNumber, PageRange, WindowPages};
+use transship_memory::{Access, Missing, PageCount, PageNumber, PageRange, WindowPages};
 
 use super::{LONG, NONE, fault, missing, pages_of, there, word_of};
 use crate::common::{
@@ -22,22 +22,22 @@ fn who_touches_a_page_waits_until_it_is_filled() {
         assert_eq!(missing.next_fault(Duration::from_millis(50)).unwrap(), None, "it is told of once");
         assert!(!reader.is_finished());
         // Its neighbours are not its matter.
-        assert_eq!(missing.fill(0, PageNumber::new(4), &pages_of(4..8)).unwrap(), 4);
-        assert_eq!(missing.fill_zero(0, PageRange::new(1, 2)).unwrap(), 2);
+        assert_eq!(missing.fill(0, PageNumber::new(4), &pages_of(4..8)).unwrap(), PageCount::new(4));
+        assert_eq!(missing.fill_zero(0, PageRange::new(1, 2)).unwrap(), PageCount::new(2));
         assert_eq!(missing.next_fault(NONE).unwrap(), None);
         assert!(!reader.is_finished());
-        assert_eq!(missing.fill(0, PageNumber::new(3), &page_of(3)).unwrap(), 1);
+        assert_eq!(missing.fill(0, PageNumber::new(3), &page_of(3)).unwrap(), PageCount::ONE);
         assert_eq!(reader.join().unwrap(), word_of(3));
 
         let writer = scope.spawn(|| guest.word(9).fetch_add(1, Ordering::Relaxed));
         assert_eq!(missing.next_fault(LONG).unwrap(), fault(9));
-        assert_eq!(missing.fill(0, PageNumber::new(9), &page_of(9)).unwrap(), 1);
+        assert_eq!(missing.fill(0, PageNumber::new(9), &page_of(9)).unwrap(), PageCount::ONE);
         assert_eq!(writer.join().unwrap(), word_of(9));
         assert_eq!(guest.read(9), word_of(9) + 1);
 
         let reader = scope.spawn(|| guest.read(12));
         assert_eq!(missing.next_fault(LONG).unwrap(), fault(12));
-        assert_eq!(missing.fill_zero(0, PageRange::new(12, 1)).unwrap(), 1);
+        assert_eq!(missing.fill_zero(0, PageRange::new(12, 1)).unwrap(), PageCount::ONE);
         assert_eq!(reader.join().unwrap(), 0);
         assert_eq!(guest.read(2), 0);
         assert_eq!((4..8).map(|page| guest.read(page)).collect::<Vec<_>>(), (4..8).map(word_of).collect::<Vec<_>>());
@@ -50,14 +50,14 @@ fn pages_that_are_there_stay_as_they_are() {
     let file = file(64 * PAGE);
     let (region, guest) = (map(&file, 64 * PAGE, Access::ReadWrite), Guest::map(&file, 64 * PAGE));
     let missing = missing(&guest);
-    assert_eq!(missing.fill(0, PageNumber::new(10), &pages_of(100..105)).unwrap(), 5);
+    assert_eq!(missing.fill(0, PageNumber::new(10), &pages_of(100..105)).unwrap(), PageCount::new(5));
     // By another way, and mapped in the guest or not.
     region.write_pages(WindowPages::new(20, 0b11), &pages_of(200..202)).unwrap();
     assert_eq!(guest.read(20), word_of(200));
     guest.write(12, 7);
-    assert_eq!(missing.fill(0, PageNumber::FIRST, &pages_of(0..64)).unwrap(), 64 - 7);
-    assert_eq!(missing.fill(0, PageNumber::FIRST, &pages_of(300..364)).unwrap(), 0);
-    assert_eq!(missing.fill_zero(0, PageRange::new(0, 64)).unwrap(), 0);
+    assert_eq!(missing.fill(0, PageNumber::FIRST, &pages_of(0..64)).unwrap(), PageCount::new(64 - 7));
+    assert_eq!(missing.fill(0, PageNumber::FIRST, &pages_of(300..364)).unwrap(), PageCount::ZERO);
+    assert_eq!(missing.fill_zero(0, PageRange::new(0, 64)).unwrap(), PageCount::ZERO);
     let bytes = contents(&region);
     for page in 0..64 {
         let number = match page {
@@ -79,8 +79,8 @@ fn who_waits_for_a_page_that_came_another_way_is_woken() {
     type Wake = fn(&Missing);
     let ways: [Wake; 3] = [
         |missing| missing.wake(0, PageRange::new(5, 1)).unwrap(),
-        |missing| assert_eq!(missing.fill(0, PageNumber::new(4), &pages_of(4..7)).unwrap(), 2),
-        |missing| assert_eq!(missing.fill_zero(0, PageRange::new(5, 1)).unwrap(), 0),
+        |missing| assert_eq!(missing.fill(0, PageNumber::new(4), &pages_of(4..7)).unwrap(), PageCount::new(2)),
+        |missing| assert_eq!(missing.fill_zero(0, PageRange::new(5, 1)).unwrap(), PageCount::ZERO),
     ];
     for wake in ways {
         region.clear(PageRange::new(0, 64)).unwrap();
@@ -121,9 +121,13 @@ fn released_pages_are_the_kernels_again() {
         assert_eq!((guest.read(5), guest.read(6)), (word_of(5), 0));
         assert_eq!(there(&region), [(5, 2), (20, 1)], "the others are holes still");
         // The rest is as before.
-        assert_eq!(missing.fill(0, PageNumber::new(40), &page_of(40)).unwrap(), 1);
+        assert_eq!(missing.fill(0, PageNumber::new(40), &page_of(40)).unwrap(), PageCount::ONE);
         assert_eq!(readers.next().unwrap().join().unwrap(), word_of(40));
-        assert_eq!(missing.fill(0, PageNumber::new(8), &page_of(8)).unwrap(), 0, "a thread that is late does no harm");
+        assert_eq!(
+            missing.fill(0, PageNumber::new(8), &page_of(8)).unwrap(),
+            PageCount::ZERO,
+            "a thread that is late does no harm"
+        );
         assert_eq!(guest.read(8), 0);
         missing.release(0, PageRange::new(0, 64)).unwrap();
         assert_eq!(guest.read(63), 0);
@@ -145,7 +149,7 @@ fn what_lies_between_released_pages_is_filled() {
             true => missing.fill_zero(0, PageRange::new(0, 300)),
             false => missing.fill(0, PageNumber::FIRST, &pages_of(0..300)),
         };
-        assert_eq!(filled.unwrap(), 300 - 112 - 1);
+        assert_eq!(filled.unwrap(), PageCount::new(300 - 112 - 1));
         assert_eq!(there(&region), [(3, 7), (11, 1), (112, 88), (207, 92)]);
         for page in 0..300 {
             let expected = if is_released(page) || zero && page != 150 { 0 } else { word_of(page) };
@@ -161,7 +165,7 @@ fn the_kernel_waits_too() {
     };
     let guest = Guest::map(file(8 * PAGE), 8 * PAGE);
     thread::scope(|scope| {
-        let missing = Missing::new(uffd, vec![guest.area()], &[8]).unwrap();
+        let missing = Missing::new(uffd, vec![guest.area()], &[PageCount::new(8)]).unwrap();
         let guest = &guest;
         let writer = scope.spawn(move || {
             let out = tempfile::tempfile().unwrap();

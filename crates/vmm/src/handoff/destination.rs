@@ -135,7 +135,7 @@ impl DestinationGuest for HandoffDestination {
         let Prepared { areas, freezer } = self.prepared.take().unwrap_or_else(|| self.prepare())?;
         self.freezer = Some(freezer);
         let uffd = self.connection.userfaultfd(MISSING)?;
-        let pages: Vec<u64> = self.memory.regions().iter().map(Region::pages).collect();
+        let pages: Vec<_> = self.memory.regions().iter().map(Region::pages).collect();
         let missing = Missing::new(uffd, areas, &pages).map_err(|e| self.connection.error(e))?;
         // Asked only now that nobody can fill a hole past us any more.
         crate::check_holes(&self.memory, lacks)?;

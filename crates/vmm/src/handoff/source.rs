@@ -169,7 +169,7 @@ impl SourceGuest for HandoffSource {
     fn protect(&mut self) -> Result<Protection, GuestError> {
         let acquired = self.acquired.take().map(|(uffd, _)| uffd);
         let uffd = acquired.map_or_else(|| self.protecting_faults(), Ok)?;
-        let pages: Vec<u64> = self.memory.regions().iter().map(Region::pages).collect();
+        let pages: Vec<_> = self.memory.regions().iter().map(Region::pages).collect();
         Protection::new(uffd, self.areas.clone(), &pages).map_err(|e| self.connection.error(e))
     }
 

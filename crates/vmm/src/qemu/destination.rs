@@ -245,7 +245,7 @@ impl DestinationGuest for QemuDestination {
     fn missing(&mut self, lacks: &[PageSet]) -> Result<Missing, GuestError> {
         let Prepared { uffd, areas, freezer } = self.prepared.take().unwrap_or_else(|| self.prepare())?;
         self.freezer = Some(freezer);
-        let pages: Vec<u64> = self.memory.regions().iter().map(Region::pages).collect();
+        let pages: Vec<_> = self.memory.regions().iter().map(Region::pages).collect();
         let missing = Missing::new(uffd, areas, &pages)?;
         emptying::give_back(&self.qmp, &self.memory, &missing.areas(), lacks)?;
         // Asked only now that nobody can fill a hole past us any more.

@@ -20,7 +20,7 @@ use std::{
 use rustix::fs::{MemfdFlags, Mode, OFlags};
 use serde_json::json;
 use transship_guest::{GuestError, StateFormat};
-use transship_memory::{Access, InProcess, PAGE_BYTES, PageRange, Process, Region, WINDOW_PAGES};
+use transship_memory::{Access, InProcess, PAGE_BYTES, PageCount, PageRange, Process, Region, WINDOW_PAGES};
 use transship_wire::GuestDescription;
 use transship_wire::qemu::{Block, Configuration, GlobalState, Name, RunState, StreamWriter};
 
@@ -36,7 +36,7 @@ const HEADER: [u8; 8] = *b"QEVM\0\0\0\x03";
 /// The number of the RAM section, which QEMU takes from its header.
 const RAM_SECTION: u32 = 2;
 /// Pages of a device that are read at once: those of a mask.
-const PIECE_PAGES: u64 = WINDOW_PAGES;
+const PIECE_PAGES: PageCount = WINDOW_PAGES;
 /// More than any device has.
 const DEVICE_BYTES_MAX: u64 = 1 << 30;
 
@@ -129,14 +129,14 @@ impl DeviceState {
         let mut piece = Vec::new();
         for pages in PageRange::all(region.pages()).parts(PIECE_PAGES) {
             let first = pages.first;
-            let all = u128::MAX >> (u128::BITS as u64 - pages.count);
+            let all = u128::MAX >> (WINDOW_PAGES - pages.count).get();
             let wanted = data.as_ref().map_or(all, |data| data.window(first));
             piece.clear();
             region.copy_out(first.masked(wanted), &mut piece).map_err(unread)?;
             let mut contents = piece.as_chunks::<PAGE_BYTES>().0.iter();
             for page in pages.iter() {
                 let offset = page.offset();
-                let there = wanted >> (page - first) & 1 == 1;
+                let there = wanted >> (page - first).get() & 1 == 1;
                 match if there { contents.next() } else { None } {
                     Some(bytes) if bytes.iter().any(|byte| *byte != 0) => writer.page(&name, offset, bytes),
                     _ => writer.zero_page(&name, offset),

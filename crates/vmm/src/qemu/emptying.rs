@@ -6,7 +6,7 @@ use std::sync::OnceLock;
 
 use serde::{Deserialize, Serialize};
 use transship_guest::GuestError;
-use transship_memory::{Area, GuestMemory, PAGE_BYTES, PageSet};
+use transship_memory::{Area, GuestMemory, PageSet};
 
 use super::{inject, qmp::Qmp};
 
@@ -80,25 +80,24 @@ pub(super) fn give_back(qmp: &Qmp, memory: &GuestMemory, areas: &[Area], lacks: 
 
 /// Addresses and lengths of those pages that an area has.
 fn pieces(area: &Area, lacks: &PageSet) -> Vec<(u64, u64)> {
-    let page = PAGE_BYTES as u64;
-    let (first, end) = (area.first_page, area.first_page + area.bytes / page);
+    let (first, end) = (area.first_page, area.range().end());
     let clipped = lacks.ranges().map(|range| (range.first.max(first), range.end().min(end)));
     let inside = clipped.filter(|(from, to)| from < to);
-    inside.map(|(from, to)| (area.address + (from - first) * page, (to - from) * page)).collect()
+    inside.map(|(from, to)| (area.address + (from - first).bytes(), (to - from).bytes())).collect()
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use transship_memory::{PageNumber, PageRange};
+    use transship_memory::{PageCount, PageNumber, PageRange};
 
     #[test]
     fn only_what_is_lacking_and_in_the_area_is_given_back() {
         let area = Area { region: 0, first_page: PageNumber::new(10), address: 0x10_0000, bytes: 0x5000 };
-        let mut lacks = PageSet::empty(100);
+        let mut lacks = PageSet::empty(PageCount::new(100));
         [(0, 11), (12, 1), (14, 50)].iter().for_each(|&(first, count)| lacks.insert(PageRange::new(first, count)));
         assert_eq!(pieces(&area, &lacks), [(0x10_0000, 0x1000), (0x10_2000, 0x1000), (0x10_4000, 0x1000)]);
-        assert_eq!(pieces(&area, &PageSet::full(100)), [(0x10_0000, 0x5000)]);
-        assert_eq!(pieces(&area, &PageSet::empty(100)), []);
+        assert_eq!(pieces(&area, &PageSet::full(PageCount::new(100))), [(0x10_0000, 0x5000)]);
+        assert_eq!(pieces(&area, &PageSet::empty(PageCount::new(100))), []);
     }
 }

@@ -360,7 +360,7 @@ impl SourceGuest for QemuSource {
             }
         };
         let areas = memory::areas(&mut self.qmp, &self.backends)?;
-        let pages: Vec<u64> = self.memory.regions().iter().map(Region::pages).collect();
+        let pages: Vec<_> = self.memory.regions().iter().map(Region::pages).collect();
         let protection = Protection::new(uffd, areas.clone(), &pages)?;
         self.tracked = Some(areas);
         self.balloon = Some(Balloon::now(&mut self.qmp)?);

@@ -65,7 +65,7 @@ impl Acquired {
         elsewhere: Vec<Vec<Area>>,
     ) -> Result<Box<dyn Tracker>, GuestError> {
         let Self { uffd, pagemap, others, waiting } = self;
-        let pages: Vec<u64> = memory.regions().iter().map(Region::pages).collect();
+        let pages: Vec<_> = memory.regions().iter().map(Region::pages).collect();
         let private = memory.regions().iter().enumerate().filter(|(_, region)| region.is_private());
         let private: Vec<usize> = private.map(|(number, _)| number).collect();
         if let Some(Waiting { processors, known_by }) = waiting {

@@ -5,7 +5,7 @@ use std::sync::{
     atomic::{AtomicBool, Ordering},
 };
 
-use transship_memory::{Access, PageNumber, PageSet, Region};
+use transship_memory::{Access, PageCount, PageNumber, PageSet, Region};
 
 use super::{lock, mapping::Ram};
 
@@ -26,7 +26,7 @@ pub(super) struct Arrival {
 
 impl Arrival {
     pub(super) fn new(ram: &[Ram], holes: Holes) -> Result<Self, transship_memory::Error> {
-        let pages: u64 = ram.iter().map(Ram::pages).sum();
+        let pages = ram.iter().map(Ram::pages).sum::<PageCount>().get();
         let bits = |group: u64| u64::MAX >> (GROUP - (pages - group * GROUP).min(GROUP));
         Ok(Self {
             left: (0..pages.div_ceil(GROUP)).map(|group| Mutex::new(bits(group))).collect(),
@@ -103,6 +103,6 @@ pub(super) fn data(ram: &[Ram], holes: Holes) -> Result<Vec<PageSet>, transship_
 
 /// Whether page `number` was a hole. All regions have the same size.
 pub(super) fn is_hole(data: &[PageSet], number: u64) -> bool {
-    let pages = data.first().map_or(1, PageSet::pages);
+    let pages = data.first().map_or(1, |data| data.pages().get());
     !data[(number / pages) as usize].contains(PageNumber::new(number % pages))
 }

@@ -107,7 +107,7 @@ impl HandoffGuest for SyntheticGuest {
     }
 
     fn load_state(&mut self, from: &mut dyn Read) -> Result<(), String> {
-        let (regions, pages) = (self.ram.len() as u64, self.ram.first().map_or(0, Ram::pages));
+        let (regions, pages) = (self.ram.len() as u64, self.ram.first().map_or(0, |ram| ram.pages().get()));
         let (program, versions) = state::decode(from, regions, pages)?;
         let machine = Machine::arrived(self.ram.clone(), program, versions, self.holes)?;
         self.running = Some(Life::new(machine).map_err(|e| e.to_string())?);

@@ -15,7 +15,7 @@ use rustix::{
     fs::{MemfdFlags, Mode, OFlags, SealFlags, fcntl_add_seals, fstatfs, ftruncate, memfd_create, open, unlink},
     mm::{MapFlags, ProtFlags, mmap, munmap},
 };
-use transship_memory::PAGE_BYTES;
+use transship_memory::PageCount;
 
 use super::{
     Error,
@@ -30,7 +30,7 @@ pub(super) struct Ram {
     /// Invariant: `pages` pages from here are mapped, readable, writable and shared, until this is dropped. The file is
     /// as long, and nobody makes it shorter.
     base: NonNull<u64>,
-    pages: u64,
+    pages: PageCount,
 }
 
 // SAFETY: the mapping belongs to the process, not to a thread; all accesses are volatile and go through `&self`. Two
@@ -42,8 +42,8 @@ unsafe impl Sync for Ram {}
 
 impl Ram {
     /// Makes a region of zeros, all of it a hole, in a memfd or in a file without a name in `directory`.
-    pub(super) fn new(name: String, pages: u64, directory: Option<&Path>) -> Result<Self, Error> {
-        let bytes = pages * PAGE_BYTES as u64;
+    pub(super) fn new(name: String, pages: PageCount, directory: Option<&Path>) -> Result<Self, Error> {
+        let bytes = pages.bytes();
         let place = directory.map_or("a memfd".into(), |d| d.display().to_string());
         let system = |source: io::Error| Error::System {
             what: format!("make region {name} of {bytes} bytes in {place}"),
@@ -67,12 +67,12 @@ impl Ram {
         &self.name
     }
 
-    pub(super) fn pages(&self) -> u64 {
+    pub(super) fn pages(&self) -> PageCount {
         self.pages
     }
 
     pub(super) fn bytes(&self) -> u64 {
-        self.pages * PAGE_BYTES as u64
+        self.pages.bytes()
     }
 
     pub(super) fn file(&self) -> BorrowedFd<'_> {
@@ -101,7 +101,7 @@ impl Ram {
 
     /// The first word of a page of this region.
     fn word(&self, page: u64) -> *mut u64 {
-        assert!(page < self.pages, "page {page} of {} in region {}", self.pages, self.name);
+        assert!(page < self.pages.get(), "page {page} of {} in region {}", self.pages, self.name);
         // SAFETY: the page lies in the mapping, whose size fits usize since it was mapped.
         unsafe { self.base.as_ptr().add(page as usize * PAGE_WORDS) }
     }
@@ -147,11 +147,12 @@ fn unnamed_file(directory: &Path, bytes: u64) -> io::Result<OwnedFd> {
 mod tests {
     #![allow(clippy::unwrap_used)]
     use super::*;
+    use transship_memory::PAGE_BYTES;
 
     #[test]
     fn what_is_written_is_in_the_file() {
         for directory in [None, Some(Path::new("/dev/shm"))] {
-            let ram = Ram::new("ram".into(), 4, directory).unwrap();
+            let ram = Ram::new("ram".into(), PageCount::new(4), directory).unwrap();
             let page = std::array::from_fn(|i| i as u64);
             ram.write_page(2, &page);
             let mut bytes = [0; PAGE_BYTES];
@@ -168,6 +169,6 @@ mod tests {
     #[test]
     #[should_panic(expected = "page 4 of 4")]
     fn there_is_no_page_behind_the_end() {
-        Ram::new("ram".into(), 4, None).unwrap().write_page(4, &[0; PAGE_WORDS]);
+        Ram::new("ram".into(), PageCount::new(4), None).unwrap().write_page(4, &[0; PAGE_WORDS]);
     }
 }

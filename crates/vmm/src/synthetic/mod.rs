@@ -29,6 +29,7 @@ use std::{
 };
 
 use transship_lines::{GuestSocket, Shutdown, SocketError};
+use transship_memory::PageCount;
 
 use crate::handoff::{CheckResult, GuestState, serve};
 use guest::SyntheticGuest;
@@ -130,7 +131,7 @@ impl fmt::Display for Event {
 }
 
 fn memory(options: &SyntheticOptions) -> Result<Vec<Ram>, Error> {
-    let region = |i| Ram::new(format!("ram{i}"), options.region_pages(), options.huge.as_deref());
+    let region = |i| Ram::new(format!("ram{i}"), PageCount::new(options.region_pages()), options.huge.as_deref());
     (0..options.regions).map(region).collect()
 }
 

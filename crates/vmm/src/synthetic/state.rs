@@ -147,13 +147,15 @@ mod tests {
 
     use transship_lines::Shutdown;
 
+    use transship_memory::PageCount;
+
     use super::*;
     use crate::synthetic::{SyntheticOptions, machine::Buffers, mapping::Ram};
 
     const PAGES: u64 = 64;
 
     fn machine() -> Machine {
-        let ram: Arc<[Ram]> = [Ram::new("ram0".into(), PAGES, None).unwrap()].into();
+        let ram: Arc<[Ram]> = [Ram::new("ram0".into(), PageCount::new(PAGES), None).unwrap()].into();
         let options = SyntheticOptions::new("/nowhere", PAGES * 4096);
         let machine = Machine::fill(ram, &options, &Shutdown::new().unwrap()).unwrap();
         let mut buffers = Buffers::new();

@@ -97,7 +97,7 @@ fn bring(source: &mut HandoffSource, destination: &mut HandoffDestination, spoil
     let mut rest = 0;
     for i in 0..from.regions().len() {
         let pages = tracker.scan(i).unwrap();
-        rest += pages.count();
+        rest += pages.count().get();
         copy(&from, &to, i, &pages);
     }
     assert!(rest > 0, "the write after the last scan was seen");
@@ -212,7 +212,7 @@ fn every_content_is_the_same_after_a_move_and_holes_stay_holes() {
         source.stop().unwrap();
         let (from, to) = (source.memory(), destination.memory());
         for (i, region) in from.regions().iter().enumerate() {
-            assert_eq!(region.data().unwrap().count(), 256);
+            assert_eq!(region.data().unwrap().count(), PageCount::new(256));
             copy(&from, &to, i, &region.data().unwrap());
         }
         destination.load_state(&mut source.save_state().unwrap()).unwrap();
@@ -220,7 +220,7 @@ fn every_content_is_the_same_after_a_move_and_holes_stay_holes() {
         destination.start(true).unwrap();
         drop((source, destination));
         assert_eq!(check(&b.path).unwrap(), CheckResult { pages: 2048, wrong: 0, writes: 0 });
-        assert!(to.regions().iter().all(|r| r.data().unwrap().count() == 256), "{content:?}");
+        assert!(to.regions().iter().all(|r| r.data().unwrap().count() == PageCount::new(256)), "{content:?}");
         b.end();
         a.end();
     }

@@ -12,7 +12,7 @@ use std::{
 use serde_json::{Value, json};
 use tempfile::TempDir;
 use transship_guest::{DestinationGuest, SourceGuest};
-use transship_memory::{GuestMemory, PageNumber, PageRange, PageSet, Region, Tracker, WindowPages};
+use transship_memory::{GuestMemory, PageCount, PageNumber, PageRange, PageSet, Region, Tracker, WindowPages};
 use transship_vmm::{
     AttachOptions,
     qemu::{QemuDestination, QemuSource},
@@ -23,7 +23,7 @@ pub(crate) const PATIENCE: Duration = Duration::from_secs(120);
 pub(crate) const RAM_BYTES: u64 = 64 << 20;
 /// Where the guest counts, and the pages to which it writes the count in turn.
 const COUNTER: u64 = 0x8000;
-pub(crate) const WRITTEN: PageRange = PageRange { first: PageNumber::new(0x20), count: 64 };
+pub(crate) const WRITTEN: PageRange = PageRange { first: PageNumber::new(0x20), count: PageCount::new(64) };
 
 /// A boot sector for 16-bit mode. (Its listing is in the comments; there is no assembler to rely on.)
 const GUEST: [u8; 44] = [
@@ -230,7 +230,7 @@ pub(crate) fn copy(from: &Region, to: &Region, pages: &PageSet) {
 
 pub(crate) fn clear(memory: &GuestMemory) {
     for region in memory.regions() {
-        region.clear(PageRange::new(0, region.pages())).unwrap();
+        region.clear(PageRange::all(region.pages())).unwrap();
     }
 }
 

@@ -9,7 +9,7 @@ use std::{
 use rustix::process::{Pid, PidfdFlags, PidfdGetfdFlags, pidfd_getfd, pidfd_open};
 use serde_json::json;
 use transship_guest::{DestinationGuest, LastWill, SourceGuest};
-use transship_memory::PageNumber;
+use transship_memory::{PageCount, PageNumber};
 use transship_vmm::{AttachOptions, VmAddress, qemu::QemuSource, settle_abandoned};
 
 use crate::lab::{Qemu, WRITTEN, clear, copy, move_memory, pair};
@@ -57,10 +57,10 @@ fn only_written_pages_are_seen_again() {
     for page in WRITTEN.iter() {
         assert!(written.contains(page), "page {page}");
     }
-    assert!(written.count() < 1000, "{} pages of a guest that writes 65", written.count());
+    assert!(written.count() < PageCount::new(1000), "{} pages of a guest that writes 65", written.count());
     source.stop().unwrap();
     tracker.scan(0).unwrap();
-    assert_eq!(tracker.scan(0).unwrap().count(), 0);
+    assert_eq!(tracker.scan(0).unwrap().count(), PageCount::ZERO);
     drop(tracker);
     source.resume(true).unwrap();
     qemu.wait_counting();

@@ -26,7 +26,7 @@ fn bring(missing: &Missing, from: &Region, over: &AtomicBool) {
         let Some(fault) = missing.next_fault(TICK).unwrap() else { continue };
         let window = fault.page.window();
         let mut page = Vec::new();
-        from.copy_out(window.masked(1 << (fault.page - window)), &mut page).unwrap();
+        from.copy_out(window.masked(1 << (fault.page - window).get()), &mut page).unwrap();
         missing.fill(fault.region, fault.page, &page).unwrap();
     }
 }
@@ -67,8 +67,8 @@ fn a_guest_runs_before_its_memory_is_there() {
         to.wait_counting();
         assert!(to.count() > from.count(), "it counts on from {}, not from {}", from.count(), to.count());
         // Only what was touched has come.
-        let came = destination.memory().regions()[0].data().unwrap().count();
-        assert!((10..memory.regions()[0].data().unwrap().count()).contains(&came), "{came} pages");
+        let came = destination.memory().regions()[0].data().unwrap().count().get();
+        assert!((10..memory.regions()[0].data().unwrap().count().get()).contains(&came), "{came} pages");
         to.qmp("stop", json!({}));
     });
 }

@@ -8,7 +8,7 @@ use std::{
 };
 
 use transship_codec::{Decoder, Method as Codec};
-use transship_memory::{PAGE, PageNumber};
+use transship_memory::{PAGE, PageCount, PageNumber};
 use transship_wire::qemu::{Block, GREETING_BYTES, Method, Name, PACKET_HEADER_BYTES, Packet, Pages, Step};
 
 use super::barrier::Barrier;
@@ -150,9 +150,9 @@ impl Channel {
         }
         // Whether or not the page came before: what the memory held is not known to be zero.
         for run in packet.zero().chunk_by(|one, next| one + PAGE == *next) {
-            self.writer.clear(block, PageNumber::at(run[0]).run(run.len() as u64))?;
+            self.writer.clear(block, PageNumber::at(run[0]).run(PageCount::new(run.len() as u64)))?;
         }
-        self.count(0, packet.zero().len() as u64);
+        self.count(PageCount::ZERO, PageCount::new(packet.zero().len() as u64));
         Ok(())
     }
 
@@ -175,9 +175,9 @@ impl Channel {
         })
     }
 
-    fn count(&self, normal: u64, zero: u64) {
-        self.shared.progress.normal_pages.fetch_add(normal, Relaxed);
-        self.shared.progress.zero_pages.fetch_add(zero, Relaxed);
+    fn count(&self, normal: PageCount, zero: PageCount) {
+        self.shared.progress.normal_pages.fetch_add(normal.get(), Relaxed);
+        self.shared.progress.zero_pages.fetch_add(zero.get(), Relaxed);
     }
 }
 

@@ -376,7 +376,7 @@ impl Reception<'_, '_> {
             state.patch(&mut tail, RunState::Paused);
         }
         store.settle()?;
-        self.report.pages.hole = (guest.memory().bytes() / PAGE).saturating_sub(store.stored());
+        self.report.pages.hole = (guest.memory().bytes() / PAGE).saturating_sub(store.stored().get());
         guest.load_state(&mut store.device_stream(configuration, tail))?;
         fail_point::reach("qemu-receive.loaded")?;
         if self.progress.is_cancelled() { Err(Error::CANCELLED) } else { Ok(ran) }

@@ -13,7 +13,7 @@ use std::{
 };
 
 use transship_codec::Setting;
-use transship_memory::PAGE_BYTES;
+use transship_memory::{PAGE_BYTES, PageCount};
 use transship_ring::{Parker, Results, Worker};
 use transship_wire::relay::{Content, MAX_BYTES, Packet};
 
@@ -60,8 +60,8 @@ impl Chunk {
     }
 
     /// The model of what pays counts in pages.
-    fn pages(&self) -> u64 {
-        self.bytes.len().div_ceil(PAGE_BYTES) as u64
+    fn pages(&self) -> PageCount {
+        PageCount::holding(self.bytes.len() as u64)
     }
 }
 
@@ -70,7 +70,7 @@ impl Chunk {
 struct Ready {
     packet: Packet,
     payload: Vec<u8>,
-    pages: u64,
+    pages: PageCount,
     chosen: Chosen,
 }
 
@@ -159,7 +159,7 @@ impl Outlet {
     /// Says that nothing follows in this direction of a connection.
     pub(super) fn end(&self, connection: u16, sequence: u64) -> Result<(), Error> {
         let packet = Packet { connection, sequence, content: Content::End };
-        self.pass(Ready { packet, payload: Vec::new(), pages: 0, chosen: Chosen::default() });
+        self.pass(Ready { packet, payload: Vec::new(), pages: PageCount::ZERO, chosen: Chosen::default() });
         Ok(())
     }
 
@@ -227,7 +227,7 @@ fn send(line: &mut Connection, ready: &Ready, shared: &Shared, session: &RelaySe
     let length = (header.len() + ready.payload.len()) as u64;
     session.counts.link_out.fetch_add(length, Relaxed);
     session.progress.wire_bytes.fetch_add(length, Relaxed);
-    if ready.pages > 0 {
+    if ready.pages > PageCount::ZERO {
         shared.tools.meters.sent(ready.chosen.encoding, ready.pages, ready.pages, length);
     }
     let (method, bytes) = match ready.packet.content {

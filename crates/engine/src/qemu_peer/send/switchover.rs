@@ -12,7 +12,7 @@
 //! that has to do with what we have sent.
 use std::time::Duration;
 
-use transship_memory::{PAGE, PageRange};
+use transship_memory::{PageCount, PageRange};
 use transship_wire::qemu::{Command, StreamWriter, Tail, describe};
 
 use super::session::SendSession;
@@ -159,7 +159,7 @@ fn send_state(state: &DeviceState, session: &mut SendSession) -> Result<(), Erro
     }
     session.line.writer.end();
     for block in &state.blocks {
-        for page in PageRange::all(block.bytes / PAGE).iter() {
+        for page in PageRange::all(PageCount::within(block.bytes)).iter() {
             let offset = page.offset();
             match block.pages.get(&page) {
                 Some(bytes) => session.line.writer.page(&block.name, offset, bytes),

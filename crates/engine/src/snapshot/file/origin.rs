@@ -9,7 +9,7 @@ use std::{
 };
 
 use rustix::fs::OFlags;
-use transship_memory::PageBuffer;
+use transship_memory::{PageBuffer, PageCount};
 
 use super::descriptors::{self, Purpose};
 use crate::{
@@ -94,14 +94,14 @@ impl Origin {
     }
 
     /// What a report says of the file. `stored`: pages of the guest in it.
-    pub(crate) fn report(&self, format: Format, stored: u64) -> FileReport {
+    pub(crate) fn report(&self, format: Format, stored: PageCount) -> FileReport {
         FileReport {
             format: self.format(format).to_string(),
             bytes: self.bytes.map_or(0, |bytes| bytes.saturating_sub(self.offset)),
             allocated: self.allocated(),
             direct_io: self.direct.is_some(),
             direct_io_refused: self.refused.clone(),
-            pages_stored: stored,
+            pages_stored: stored.get(),
             ..FileReport::default()
         }
     }

@@ -45,7 +45,7 @@ pub(crate) fn is_guest_memory(name: &str) -> bool {
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests {
-    use transship_memory::{PAGE, PageRange};
+    use transship_memory::{PAGE, PageCount, PageRange};
 
     use super::*;
 
@@ -57,7 +57,10 @@ mod tests {
             std::os::unix::fs::FileExt::write_all_at(&file, &[1; PAGE as usize], page * PAGE).unwrap();
         }
         let found = |pages| opened::data(&file, pages).unwrap().ranges().collect::<Vec<_>>();
-        assert_eq!((found(3), found(7)), (vec![PageRange::new(2, 1)], vec![PageRange::new(2, 2)]));
+        assert_eq!(
+            (found(PageCount::new(3)), found(PageCount::new(7))),
+            (vec![PageRange::new(2, 1)], vec![PageRange::new(2, 2)])
+        );
     }
 
     /// As QEMU 7.2 to 11.1 call them.

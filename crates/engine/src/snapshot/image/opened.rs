@@ -6,7 +6,7 @@ use std::{
     sync::OnceLock,
 };
 
-use transship_memory::{PageNumber, PageRange, PageSet};
+use transship_memory::{PageCount, PageNumber, PageRange, PageSet};
 use transship_wire::qemu::{Block, Mapped};
 
 use super::{
@@ -144,7 +144,7 @@ impl Image {
             return Ok(known.clone());
         }
         let pages = self.snapshot.blocks[*block].pages();
-        let found = data(&origin.file, pages);
+        let found = data(&origin.file, PageCount::new(pages));
         let found = found.map_err(|source| Error::Io { what: format!("inspect {}", origin.name), source })?;
         Ok(self.stored[region].get_or_init(|| found).clone())
     }
@@ -154,7 +154,7 @@ impl Image {
 ///
 /// # Errors
 /// The system's own.
-pub(crate) fn data(file: &File, pages: u64) -> std::io::Result<PageSet> {
+pub(crate) fn data(file: &File, pages: PageCount) -> std::io::Result<PageSet> {
     use rustix::{fs::SeekFrom, io::Errno};
     let (mut set, mut at, end) = (PageSet::empty(pages), 0, PageRange::all(pages).end());
     while at < end.offset() {

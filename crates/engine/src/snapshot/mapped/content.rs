@@ -2,7 +2,7 @@
 //! memory for what has come, not for what was announced.
 use std::collections::BTreeMap;
 
-use transship_memory::{PageNumber, PageRange};
+use transship_memory::{PageCount, PageNumber, PageRange};
 
 /// Words of a piece: 4096 pages, 16 MiB of a block, in 512 bytes.
 const WORDS: usize = 64;
@@ -44,8 +44,8 @@ impl Content {
     }
 
     /// Pages in the set.
-    pub(crate) fn count(&self) -> u64 {
-        self.pieces.values().flatten().map(|word| u64::from(word.count_ones())).sum()
+    pub(crate) fn count(&self) -> PageCount {
+        PageCount::new(self.pieces.values().flatten().map(|word| u64::from(word.count_ones())).sum())
     }
 
     /// Pieces of the bitmap of a mapped-ram file: where in it each belongs, and its bytes. All that is not among them
@@ -69,10 +69,11 @@ impl Content {
                 while rest != 0 {
                     let skip = rest.trailing_zeros();
                     let count = (rest >> skip).trailing_ones();
+                    let pages = PageCount::new(count.into());
                     let first = PageNumber::new(piece * PIECE_PAGES + number as u64 * 64 + u64::from(skip));
                     match runs.last_mut() {
-                        Some(last) if last.end() == first => last.count += u64::from(count),
-                        _ => runs.push(first.run(count.into())),
+                        Some(last) if last.end() == first => last.count += pages,
+                        _ => runs.push(first.run(pages)),
                     }
                     rest &= !((u64::MAX >> (64 - count)) << skip);
                 }
@@ -135,7 +136,7 @@ mod tests {
         ) {
             let (content, model) = model_of(&steps);
             let (other, theirs) = model_of(&others);
-            prop_assert_eq!(content.count(), model.len() as u64);
+            prop_assert_eq!(content.count().get(), model.len() as u64);
             prop_assert!((0..PAGES).all(|page| content.contains(PageNumber::new(page)) == model.contains(&page)));
 
             let bytes = PAGES.div_ceil(64) * 8;
@@ -159,6 +160,6 @@ mod tests {
         let mut content = Content::default();
         content.insert(PageRange::new(1 << 40, 3));
         content.remove(PageRange::new(0, 1 << 44));
-        assert_eq!(content.count(), 0);
+        assert_eq!(content.count(), PageCount::ZERO);
     }
 }

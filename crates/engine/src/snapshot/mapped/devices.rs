@@ -1,5 +1,5 @@
 //! The device state of a mapped-ram file, as the stream that the waiting VMM loads.
-use transship_memory::{PAGE_BYTES, PageNumber, PageRange, PageSet, WINDOW_PAGES};
+use transship_memory::{PAGE_BYTES, PageCount, PageNumber, PageRange, PageSet, WINDOW_PAGES};
 use transship_wire::qemu::{Block, RunState};
 
 use crate::{
@@ -44,7 +44,7 @@ impl Pieces for DeviceStream<'_> {
         loop {
             let Some(recomposer) = &mut self.recomposer else { return Ok(self.tail.take().unwrap_or_default()) };
             match &mut self.current {
-                Some((block, stored, first)) if *first < PageRange::all(block.pages()).end() => {
+                Some((block, stored, first)) if *first < PageRange::all(PageCount::new(block.pages())).end() => {
                     pages(self.snapshot, recomposer, block, stored, *first)?;
                     *first += WINDOW_PAGES;
                     return Ok(recomposer.take());
@@ -73,8 +73,8 @@ fn pages(
 ) -> Result<(), Error> {
     let Some(geometry) = block.geometry() else { return Ok(()) };
     let present = stored.window(first);
-    let count = WINDOW_PAGES.min(PageRange::all(block.pages()).end() - first);
-    for page in first.run(count).iter().filter(|page| present >> (*page - first) & 1 == 0) {
+    let count = WINDOW_PAGES.min(PageRange::all(PageCount::new(block.pages())).end() - first);
+    for page in first.run(count).iter().filter(|page| present >> (*page - first).get() & 1 == 0) {
         to.zero_page(&block.name, page.offset());
     }
     let mut bytes = Vec::new();

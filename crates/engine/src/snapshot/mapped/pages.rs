@@ -6,12 +6,12 @@ use std::{
 };
 
 use rustix::fs::Advice;
-use transship_memory::{FileIo, FileQueue, GuestMemory, PAGE_BYTES, PageNumber, PageRange, PageSet, WINDOW_PAGES};
+use transship_memory::{FileIo, FileQueue, GuestMemory, PageCount, PageNumber, PageRange, PageSet, WINDOW_PAGES};
 
 use crate::{Error, Progress, cpu, snapshot::file::origin::Origin, stream::whence::wrong};
 
 /// Pages that a thread takes at once: 4 MiB.
-const UNIT_PAGES: u64 = 1024;
+const UNIT_PAGES: PageCount = PageCount::new(1024);
 /// Requests of a thread in flight. Each has a buffer of 1 MiB, through which its pages go: with 32 of them a restore
 /// took a quarter more CPU time than with 4 (2 GiB, four threads: 1.4 s, 1.2 s), and no less time, since few buffers
 /// stay in the processor's cache.
@@ -122,7 +122,7 @@ impl<'a> Work<'a> {
             if self.ended.load(Ordering::Relaxed) {
                 break;
             }
-            let mut pages = 0;
+            let mut pages = PageCount::ZERO;
             for run in unit_runs(&self.sources[region].stored, first) {
                 let at = self.sources[region].pages_offset + run.first.offset();
                 queue.read(region, run, at).map_err(|error| wrong(name, error))?;
@@ -134,9 +134,9 @@ impl<'a> Work<'a> {
         Ok(queue.is_uring())
     }
 
-    fn count(&self, pages: u64) {
-        let bytes = pages * PAGE_BYTES as u64;
-        self.progress.normal_pages.fetch_add(pages, Ordering::Relaxed);
+    fn count(&self, pages: PageCount) {
+        let bytes = pages.bytes();
+        self.progress.normal_pages.fetch_add(pages.get(), Ordering::Relaxed);
         self.progress.wire_bytes.fetch_add(bytes, Ordering::Relaxed);
         self.progress.round_left.fetch_sub(bytes, Ordering::Relaxed);
     }

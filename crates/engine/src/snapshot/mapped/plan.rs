@@ -1,4 +1,5 @@
 //! Where everything that the guest needs is in the file.
+use transship_memory::PageCount;
 use transship_wire::GuestDescription;
 
 use super::pages::Source;
@@ -81,7 +82,7 @@ impl RestorePlan {
     }
 
     /// Pages of the regions that are in the file.
-    pub(crate) fn stored_pages(&self) -> u64 {
+    pub(crate) fn stored_pages(&self) -> PageCount {
         self.sources.iter().map(|source| source.stored.count()).sum()
     }
 

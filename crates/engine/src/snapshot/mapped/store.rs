@@ -104,7 +104,7 @@ impl FileStore for MappedStore {
         let Around { pieces, .. } = blocks.layout.around(&state)?;
         for (place, at) in blocks.list.iter().zip(blocks.layout.bitmaps()) {
             let known = place.pages();
-            report.pages_stored += known.content.count();
+            report.pages_stored += known.content.count().get();
             for (offset, bytes) in known.content.bitmap(bitmap_bytes(place.bytes)) {
                 at.map_or(Ok(()), |at| self.file.target.write_at(&bytes, at + offset))?;
             }
@@ -113,7 +113,7 @@ impl FileStore for MappedStore {
                     return Err(Error::CANCELLED);
                 }
                 self.file.target.punch(place.at.file, place.byte_of(range.first), range.bytes())?;
-                report.pages_freed += range.count;
+                report.pages_freed += range.count.get();
             }
         }
         let (head, rest) = pieces.split_first().ok_or_else(|| Error::file("an empty snapshot"))?;
@@ -225,7 +225,7 @@ mod tests {
             Op::Store { block, first, count, seed } => {
                 let (range, writer) = (within(block, first, count), &mut writers[(block + *epoch) % 2]);
                 // One page of room is left out, as pages that turn out to be zero are.
-                let room = writer.room(range.count as usize + 1).unwrap();
+                let room = writer.room(range.count.index() + 1).unwrap();
                 for (at, page) in (1..).zip(range.iter()) {
                     let bytes = page_of(seed, page.get());
                     room[at * PAGE_BYTES..][..PAGE_BYTES].copy_from_slice(&bytes);

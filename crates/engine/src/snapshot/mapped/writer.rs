@@ -9,7 +9,7 @@
 //! A buffer is filled again when the disk has all of it.
 use std::{os::fd::OwnedFd, sync::Arc};
 
-use transship_memory::{FileIo, FileQueue, GuestMemory, PAGE_BYTES, PageBuffer, PageNumber, PageRange};
+use transship_memory::{FileIo, FileQueue, GuestMemory, PAGE_BYTES, PageBuffer, PageCount, PageNumber, PageRange};
 use transship_wire::qemu::{MAX_PACKET_PAGES, xbzrle};
 
 use super::file::MappedFile;
@@ -108,7 +108,7 @@ impl PageWriter for MappedWriter {
         let room = Arc::clone(self.buffers.last().expect("pages are put into it before they are stored"));
         file.with(block, |place| {
             let queue = self.queue(place.at.file)?;
-            let written = queue.write_shared(&room, at..at + pages.count as usize, place.byte_of(pages.first));
+            let written = queue.write_shared(&room, at..at + pages.count.index(), place.byte_of(pages.first));
             written.map_err(|error| file.target.failed_pages(error))?;
             place.note_content(pages);
             Ok(())
@@ -127,7 +127,7 @@ impl PageWriter for MappedWriter {
         self.file.read_page(block, number, &mut page)?;
         xbzrle::decode(delta, 0, &mut page).map_err(|error| Error::file(error.to_string()))?;
         self.room(1)?.copy_from_slice(&page);
-        self.store(0, block, number.run(1))
+        self.store(0, block, number.run(PageCount::ONE))
     }
 
     fn finish(&mut self) -> Result<(), Error> {

@@ -136,7 +136,7 @@ fn mapped(
 ) -> Result<(), Error> {
     origins.iter().zip(&plan.sources).try_for_each(|(origin, source)| {
         let holes = source.stored.pages() - source.stored.count();
-        check_room(origin, holes * transship_memory::PAGE_BYTES as u64)
+        check_room(origin, holes.bytes())
     })?;
     restore.report.setup_ms = restore.elapsed_ms();
     restore.report.file = Some(FileReport {
@@ -146,7 +146,7 @@ fn mapped(
     });
     restore.progress.set_phase(Phase::Loading);
     for region in restore.guest.memory().regions() {
-        report.pages_written += region.revert()?;
+        report.pages_written += region.revert()?.get();
     }
     fail_point::reach("clone.memory")?;
     let begin = Instant::now();

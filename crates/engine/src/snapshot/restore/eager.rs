@@ -1,7 +1,7 @@
 //! An eager restore: all memory is in place before the devices are loaded and the guest runs.
 use std::{sync::atomic::Ordering, time::Instant};
 
-use transship_memory::{GuestMemory, PAGE_BYTES, PageSet};
+use transship_memory::{GuestMemory, PageCount, PageSet};
 
 use super::restoring::Restore;
 use crate::{
@@ -47,7 +47,7 @@ pub(super) fn restore_whole(
 ) -> Result<(), Error> {
     clear_what_is_not_stored(&restore.guest.memory(), &plan.sources)?;
     restore.report.setup_ms = restore.elapsed_ms();
-    let nothing = || Source { stored: PageSet::empty(0), pages_offset: 0 };
+    let nothing = || Source { stored: PageSet::empty(PageCount::ZERO), pages_offset: 0 };
     // A file at a time: each has the pages of one region.
     let mut files = Vec::new();
     for (region, source) in plan.sources.iter().enumerate() {
@@ -79,10 +79,11 @@ fn clear_what_is_not_stored(memory: &GuestMemory, sources: &[Source]) -> Result<
 /// Reads the pages of all regions into place: from each file those that it has.
 fn read_pages(restore: &mut Restore<'_>, files: &[(&Origin, &[Source])], report: FileReport) -> Result<(), Error> {
     let begin = Instant::now();
-    let (total, stored) = (restore.guest.memory().bytes(), report.pages_stored);
+    let total = PageCount::within(restore.guest.memory().bytes());
+    let stored = PageCount::new(report.pages_stored);
     restore.progress.round.store(1, Ordering::Relaxed);
-    restore.progress.round_total.store(stored * PAGE_BYTES as u64, Ordering::Relaxed);
-    restore.progress.round_left.store(stored * PAGE_BYTES as u64, Ordering::Relaxed);
+    restore.progress.round_total.store(stored.bytes(), Ordering::Relaxed);
+    restore.progress.round_left.store(stored.bytes(), Ordering::Relaxed);
     restore.progress.set_phase(Phase::Reading);
     let options = restore.options;
     let memory = restore.guest.memory();
@@ -93,14 +94,14 @@ fn read_pages(restore: &mut Restore<'_>, files: &[(&Origin, &[Source])], report:
         uring |= done.uring;
     }
     restore.report.file = Some(FileReport { io_uring: uring, ..report });
-    restore.report.pages.normal = stored;
-    restore.report.pages.hole = total / PAGE_BYTES as u64 - stored;
-    restore.report.bytes.wire = stored * PAGE_BYTES as u64;
+    restore.report.pages.normal = stored.get();
+    restore.report.pages.hole = (total - stored).get();
+    restore.report.bytes.wire = stored.bytes();
     restore.report.rounds.push(RoundReport {
         number: 1,
-        scanned: total / PAGE_BYTES as u64,
+        scanned: total.get(),
         hole: restore.report.pages.hole,
-        bytes: stored * PAGE_BYTES as u64,
+        bytes: stored.bytes(),
         ms: begin.elapsed().as_secs_f64() * 1e3,
         ..RoundReport::default()
     });

@@ -16,7 +16,7 @@ use std::{
     },
 };
 
-use transship_memory::{Claims, Fault, Missing, PAGE_BYTES, PageBuffer, PageNumber, PageRange};
+use transship_memory::{Claims, Fault, Missing, PageBuffer, PageCount, PageNumber, PageRange};
 
 use crate::{
     Error, Progress, fail_point,
@@ -28,7 +28,7 @@ use crate::{
 /// Threads that serve those who wait: as many of the guest's vCPUs can wait for the disk at once.
 pub(super) const URGENT_THREADS: usize = 4;
 /// Pages about one that somebody waits for that are brought with it: 128 KiB.
-const URGENT_PAGES: u64 = 32;
+const URGENT_PAGES: PageCount = PageCount::new(32);
 
 /// Pages on their way from a file. All threads use it at once.
 pub(super) struct FromFile {
@@ -109,9 +109,9 @@ impl FromFile {
     }
 
     /// Room for `pages` pages or a huge one.
-    fn buffer(&self, pages: u64) -> PageBuffer {
+    fn buffer(&self, pages: PageCount) -> PageBuffer {
         let most = self.regions().iter().map(|region| region.unit.max(pages)).max().unwrap_or(pages);
-        PageBuffer::new(most as usize)
+        PageBuffer::new(most.index())
     }
 
     /// Brings those pages of a range that are in the file, and that nobody else has brought. `buffer` has room for the
@@ -119,9 +119,9 @@ impl FromFile {
     /// test may hold us, with what we have read.
     fn bring(&self, index: usize, range: PageRange, buffer: &mut PageBuffer, step: &str) -> Result<(), Error> {
         let region = &self.regions()[index];
-        if region.unit > 1 {
+        if region.unit > PageCount::ONE {
             let missing =
-                |unit: &PageRange| !self.claims().is_claimed(index, unit.first) && region.stored_in(*unit) > 0;
+                |unit: &PageRange| !self.claims().is_claimed(index, unit.first) && !region.stored_in(*unit).is_zero();
             return region.in_units(range).filter(missing).try_for_each(|unit| self.bring_whole(index, unit, buffer));
         }
         let wanted = region.wanted(range, |first| self.claims().window(index, first));
@@ -130,7 +130,7 @@ impl FromFile {
             self.read(region, span, bytes)?;
             fail_point::reach(step)?;
             for run in wanted.iter().filter(|run| span.first <= run.first && run.end() <= span.end()) {
-                let from = ((run.first - span.first) as usize) * PAGE_BYTES;
+                let from = (run.first - span.first).buffer_bytes();
                 self.missing().fill_once(self.claims(), index, run.first, &bytes[from..][..run.bytes() as usize])?;
             }
         }
@@ -143,7 +143,7 @@ impl FromFile {
         let bytes = &mut buffer.bytes_mut()[..unit.bytes() as usize];
         bytes.fill(0);
         for run in region.wanted(unit, |_| 0) {
-            let at = ((run.first - unit.first) as usize) * PAGE_BYTES;
+            let at = (run.first - unit.first).buffer_bytes();
             self.read(region, run, &mut bytes[at..][..run.bytes() as usize])?;
         }
         self.missing().fill_once(self.claims(), index, unit.first, bytes)?;
@@ -166,9 +166,9 @@ fn position(offsets: &[u64], region: usize, page: PageNumber) -> u64 {
     offsets[region] + page.offset()
 }
 
-fn count(progress: &Progress, pages: u64) {
-    let bytes = pages * PAGE_BYTES as u64;
-    progress.normal_pages.fetch_add(pages, Ordering::Relaxed);
+fn count(progress: &Progress, pages: PageCount) {
+    let bytes = pages.bytes();
+    progress.normal_pages.fetch_add(pages.get(), Ordering::Relaxed);
     progress.wire_bytes.fetch_add(bytes, Ordering::Relaxed);
     progress.round_left.fetch_sub(bytes, Ordering::Relaxed);
 }

@@ -13,7 +13,7 @@ use std::{
     time::Instant,
 };
 
-use transship_memory::{Claims, GuestMemory, PAGE_BYTES, PageSet};
+use transship_memory::{Claims, GuestMemory, PageCount, PageSet};
 
 use super::{
     from_file::{FromFile, URGENT_THREADS},
@@ -93,12 +93,12 @@ fn files<'a>(origin: &'a Origin, uffd: BorrowedFd<'a>, claims: BorrowedFd<'a>) -
     [uffd, claims, origin.file.as_fd()].into_iter().chain(direct).collect()
 }
 
-fn begin_report(restore: &mut Restore<'_>, origin: &Origin, format: Format, stored: u64) {
-    let total = restore.guest.memory().bytes() / PAGE_BYTES as u64;
-    let bytes = stored * PAGE_BYTES as u64;
+fn begin_report(restore: &mut Restore<'_>, origin: &Origin, format: Format, stored: PageCount) {
+    let total = PageCount::within(restore.guest.memory().bytes());
+    let bytes = stored.bytes();
     restore.report.setup_ms = restore.elapsed_ms();
-    restore.report.pages.normal = stored;
-    restore.report.pages.hole = total - stored;
+    restore.report.pages.normal = stored.get();
+    restore.report.pages.hole = (total - stored).get();
     restore.report.bytes.wire = bytes;
     restore.report.file = Some(origin.report(format, stored));
     restore.progress.round.store(1, Ordering::Relaxed);

@@ -1,7 +1,7 @@
 //! Restoring from a plain stream: pages go into place as they come, and the VMM has the rest when all of it is there.
 use std::sync::Arc;
 
-use transship_memory::PAGE;
+use transship_memory::PageCount;
 use transship_wire::qemu::{Configuration, GlobalState, RunState};
 
 use super::restoring::Restore;
@@ -68,18 +68,18 @@ fn load(
 /// What the report says of the memory.
 fn note(restore: &mut Restore<'_>, store: &GuestStore, origin: &Origin) {
     let counts = store.counts();
-    let total = restore.guest.memory().bytes() / PAGE;
+    let total = PageCount::within(restore.guest.memory().bytes());
     let ms = restore.elapsed_ms() - restore.report.setup_ms;
     let report = &mut *restore.report;
-    report.pages.normal = counts.normal;
-    report.pages.zero = counts.zero;
-    report.pages.hole = total.saturating_sub(store.stored());
+    report.pages.normal = counts.normal.get();
+    report.pages.zero = counts.zero.get();
+    report.pages.hole = total.saturating_sub(store.stored()).get();
     report.file = Some(origin.report(Format::Stream, counts.normal));
-    report.bytes.wire = counts.normal * PAGE;
+    report.bytes.wire = counts.normal.bytes();
     report.rounds.push(RoundReport {
         number: 1,
-        scanned: total,
-        zero: counts.zero,
+        scanned: total.get(),
+        zero: counts.zero.get(),
         bytes: report.bytes.wire,
         ms,
         ..RoundReport::default()

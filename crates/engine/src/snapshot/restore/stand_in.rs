@@ -2,7 +2,7 @@
 use std::{fs::File, os::fd::OwnedFd, sync::Arc, thread};
 
 use serde::{Deserialize, Serialize};
-use transship_memory::{Area, Claims, Missing};
+use transship_memory::{Area, Claims, Missing, PageCount, PageNumber};
 
 use super::from_file::{FromFile, URGENT_THREADS};
 use crate::{
@@ -134,15 +134,19 @@ impl TakeOver {
         Ok(Rest { origin, sources, claims: Claims::taken_over(claims, &pages)? })
     }
 
-    fn check(&self, missing: &Missing, pages: &[u64], sources: &[Source]) -> Result<(), Error> {
-        let found: Vec<u64> = sources.iter().map(|source| source.stored.pages()).collect();
+    fn check(&self, missing: &Missing, pages: &[PageCount], sources: &[Source]) -> Result<(), Error> {
+        let found: Vec<PageCount> = sources.iter().map(|source| source.stored.pages()).collect();
         if pages != found {
             return Err(wrong(&self.name, "it was replaced by another file"));
         }
         check_units(missing, sources.len())
     }
 
-    fn sources(&self, mut files: impl Iterator<Item = OwnedFd>, pages: &[u64]) -> Result<(Origin, Vec<Source>), Error> {
+    fn sources(
+        &self,
+        mut files: impl Iterator<Item = OwnedFd>,
+        pages: &[PageCount],
+    ) -> Result<(Origin, Vec<Source>), Error> {
         let file = files.next().ok_or_else(|| wrong(&self.name, "the stand-in did not get the file"))?;
         let direct = files.next().map(File::from);
         let origin = Origin::of(self.name.clone(), file.into(), direct, self.offset)?;
@@ -173,11 +177,11 @@ struct Rest {
 }
 
 /// As many pages as the areas have.
-fn pages_of(areas: &[Area], regions: usize) -> Vec<u64> {
-    let mut pages = vec![0; regions];
+fn pages_of(areas: &[Area], regions: usize) -> Vec<PageCount> {
+    let mut pages = vec![PageCount::ZERO; regions];
     for area in areas {
         if let Some(pages) = pages.get_mut(area.region) {
-            *pages = (area.first_page + area.bytes / transship_memory::PAGE).get().max(*pages);
+            *pages = area.range().end().since(PageNumber::FIRST).max(*pages);
         }
     }
     pages

@@ -8,7 +8,7 @@ use std::{
     },
 };
 
-use transship_memory::{Error as MemoryError, PageBuffer, PageNumber, Writeback};
+use transship_memory::{Error as MemoryError, PageBuffer, PageCount, PageNumber, Writeback};
 use transship_wire::qemu::{Name, StreamWriter};
 
 use super::stream::{PIECE, RAM_SECTION};
@@ -56,7 +56,7 @@ impl Appender {
     /// The system's own.
     pub(crate) fn append(&mut self, region: usize, first: PageNumber, buffer: PageBuffer) -> Result<(), MemoryError> {
         let to = Arc::clone(&self.to);
-        for (page, bytes) in first.run(buffer.pages() as u64).iter().zip(buffer.bytes().as_chunks().0) {
+        for (page, bytes) in first.run(PageCount::new(buffer.pages() as u64)).iter().zip(buffer.bytes().as_chunks().0) {
             self.writer.page(&to.names[region], page.offset(), bytes);
         }
         if self.writer.buffered() < PIECE { Ok(()) } else { self.finish() }

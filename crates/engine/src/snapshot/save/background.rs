@@ -7,7 +7,7 @@ use std::{
 };
 
 use crossbeam_channel::{Receiver, RecvTimeoutError, Sender, bounded};
-use transship_memory::{Freeing, PAGE_BYTES, Turns};
+use transship_memory::{Freeing, PageCount, Turns};
 use transship_wire::qemu::Configuration;
 
 use super::{
@@ -196,7 +196,7 @@ impl Saving<'_, '_> {
     }
 
     fn begin_round(&self, moment: &Moment<'_>) {
-        let bytes = moment.data_pages() * PAGE_BYTES as u64;
+        let bytes = moment.data_pages().bytes();
         for total in [&self.progress.round_total, &self.progress.round_left] {
             total.store(bytes, Relaxed);
         }
@@ -206,25 +206,25 @@ impl Saving<'_, '_> {
     fn note_background(&mut self, written: &Written, moment: &Moment<'_>, begin: Instant) {
         let report = &mut *self.report;
         let data = moment.data_pages();
-        let all = report.bytes.guest / PAGE_BYTES as u64;
-        let bytes = written.normal * PAGE_BYTES as u64;
+        let all = PageCount::within(report.bytes.guest);
+        let bytes = written.normal.bytes();
         report.rounds.push(RoundReport {
             number: 1,
-            scanned: all,
-            written: data,
-            zero: written.zero,
-            hole: all - data,
+            scanned: all.get(),
+            written: data.get(),
+            zero: written.zero.get(),
+            hole: (all - data).get(),
             bytes,
             ms: begin.elapsed().as_secs_f64() * 1e3,
             ..RoundReport::default()
         });
-        report.pages.normal += written.normal;
-        report.pages.zero += written.zero;
-        report.pages.hole += all - data;
+        report.pages.normal += written.normal.get();
+        report.pages.zero += written.zero.get();
+        report.pages.hole += (all - data).get();
         report.bytes.wire += bytes;
         report.cpu.channels += written.cpu_seconds;
         if let Some(file) = &mut report.file {
-            file.pages_first = moment.faulted_pages();
+            file.pages_first = moment.faulted_pages().get();
             file.io_uring = moment.is_uring();
         }
     }

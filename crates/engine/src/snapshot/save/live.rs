@@ -4,7 +4,7 @@ use std::{
     time::Instant,
 };
 
-use transship_memory::PAGE_BYTES;
+use transship_memory::PageCount;
 
 use super::output::Output;
 use crate::{
@@ -72,7 +72,7 @@ impl Rounds {
 
     /// One more look, when the device state is saved. Returns how many pages were written since the last one; they are
     /// pending.
-    pub(crate) fn scan_once_more(&mut self, output: &dyn Output) -> Result<u64, Error> {
+    pub(crate) fn scan_once_more(&mut self, output: &dyn Output) -> Result<PageCount, Error> {
         self.scanner.scan_once_more(output.content())
     }
 
@@ -98,8 +98,8 @@ impl Rounds {
         }
         let mut round = self.scanner.take_report();
         round.number = self.number + 1;
-        round.zero = written.zero;
-        round.bytes = written.normal * PAGE_BYTES as u64;
+        round.zero = written.zero.get();
+        round.bytes = written.normal.bytes();
         round.ms = begin.elapsed().as_secs_f64() * 1e3;
         report.cpu.channels += written.cpu_seconds;
         report.add_round(round, written.normal, written.rewritten);

@@ -72,7 +72,7 @@ impl Output for MappedFile {
     }
 
     fn needs(&self, page_bytes: u64) -> u64 {
-        let page_bytes = page_bytes + self.writers.pages.stored() * PAGE_BYTES as u64;
+        let page_bytes = page_bytes + self.writers.pages.stored().bytes();
         self.layout.bytes_for(page_bytes.min(self.writers.pages.memory.bytes()))
     }
 
@@ -89,7 +89,7 @@ impl Output for MappedFile {
     ) -> Result<(), Error> {
         let pages = &self.writers.pages;
         let Around { pieces, devices } = self.layout.around(state)?;
-        file.pages_stored = pages.stored();
+        file.pages_stored = pages.stored().get();
         target.expect(self.layout.bytes_for(file.pages_stored * PAGE_BYTES as u64) + state.bytes());
         for ((content, memory), at) in pages.content.iter().zip(pages.memory.regions()).zip(self.layout.bitmaps()) {
             let Some(at) = at else { continue };
@@ -107,7 +107,7 @@ impl Output for MappedFile {
             }
             let Spot { file: number, offset } = pages.places[region];
             target.punch(number, offset + range.first.offset(), range.bytes())?;
-            file.pages_freed += range.count;
+            file.pages_freed += range.count.get();
         }
         if self.layout.is_image() {
             return target.complete_image(

@@ -251,8 +251,8 @@ impl Saving<'_, '_> {
     /// counted.
     fn write_the_late(&mut self, rounds: &mut Rounds, output: &mut dyn Output) -> Result<(), Error> {
         let late = rounds.scan_once_more(output)?;
-        if late > 0 {
-            self.report.late_pages += late;
+        if !late.is_zero() {
+            self.report.late_pages += late.get();
             rounds.write_pending(output, self.target, false, self.progress, self.report)?;
         }
         Ok(())

@@ -26,8 +26,8 @@ use std::{
 
 use crossbeam_channel::{Receiver, SendTimeoutError, Sender, bounded};
 use transship_memory::{
-    Error as MemoryError, Fault, Freeing, PAGE_BYTES, PageBuffer, PageNumber, PageRange, PageSet, Protection, Region,
-    WindowPages,
+    Error as MemoryError, Fault, Freeing, PAGE_BYTES, PageBuffer, PageCount, PageNumber, PageRange, PageSet,
+    Protection, Region, WindowPages,
 };
 
 use super::{
@@ -203,13 +203,13 @@ impl<'a> Moment<'a> {
     }
 
     /// Pages that were no holes.
-    pub(crate) fn data_pages(&self) -> u64 {
+    pub(crate) fn data_pages(&self) -> PageCount {
         self.regions.iter().filter_map(Unsaved::data).map(PageSet::count).sum()
     }
 
     /// Pages that were saved because somebody waited.
-    pub(crate) fn faulted_pages(&self) -> u64 {
-        self.faulted.load(Relaxed)
+    pub(crate) fn faulted_pages(&self) -> PageCount {
+        PageCount::new(self.faulted.load(Relaxed))
     }
 
     pub(crate) fn is_uring(&self) -> bool {
@@ -218,8 +218,8 @@ impl<'a> Moment<'a> {
 
     /// Room for copies between the one thread and the others.
     pub(crate) fn copies(&self) -> (Sender<Copies>, Receiver<Copies>) {
-        let largest = self.regions.iter().map(|region| region.unit).max().unwrap_or(1).max(FAULT_PAGES);
-        bounded((COPIES_BYTES_MAX / (largest * PAGE_BYTES as u64)).max(2) as usize)
+        let largest = self.regions.iter().map(|region| region.unit).max().unwrap_or(PageCount::ONE).max(FAULT_PAGES);
+        bounded((COPIES_BYTES_MAX / largest.bytes()).max(2) as usize)
     }
 
     /// Gives it up: whatever the threads are at, nobody waits from now on, and they end as soon as they can.
@@ -297,7 +297,7 @@ impl<'a> Moment<'a> {
             }
         }
         let copied = self.save(fault.region, claimed, written)?;
-        self.faulted.fetch_add(claimed.count() * region.unit, Relaxed);
+        self.faulted.fetch_add(claimed.count().get() * region.unit.get(), Relaxed);
         Ok(copied)
     }
 
@@ -402,9 +402,9 @@ impl<'a> Moment<'a> {
             let present = wanted.without(zero);
             self.pages.note(region, present, zero);
             written.normal += present.count();
-            written.zero += u64::from(zero.count_ones());
+            written.zero += PageCount::new(zero.count_ones().into());
             for run in present.runs() {
-                let mut buffer = PageBuffer::new(run.count as usize);
+                let mut buffer = PageBuffer::new(run.count.index());
                 memory.copy_to(run, buffer.bytes_mut()).map_err(MomentFailure::Guest)?;
                 to.push(Copied { region, first: run.first, buffer });
             }

@@ -14,7 +14,7 @@
 //! afterwards.
 use std::sync::Arc;
 
-use transship_memory::{Freeing, GuestMemory, PAGE, PageRange, PageSet, WindowPages, Writeback};
+use transship_memory::{Freeing, GuestMemory, PAGE, PageCount, PageRange, PageSet, WindowPages, Writeback};
 use transship_secure::sealed_bytes;
 use transship_wire::qemu::{Block, Command, Configuration, Name, StreamWriter};
 
@@ -143,7 +143,7 @@ impl StreamFile {
         self.out.go_on_at(appended.end());
         let pages = Arc::clone(&self.pages);
         for (region, content) in self.regions.iter().zip(&pages.content) {
-            let mut zero = PageSet::full(region.bytes / PAGE);
+            let mut zero = PageSet::full(PageCount::within(region.bytes));
             zero.subtract(&content.to_set(zero.pages()));
             for range in zero.ranges() {
                 self.check_cancelled()?;
@@ -274,7 +274,7 @@ impl Output for StreamFile {
         }
         out.writer.end();
         for block in &state.blocks {
-            for page in PageRange::all(block.bytes / PAGE).iter() {
+            for page in PageRange::all(PageCount::within(block.bytes)).iter() {
                 match block.pages.get(&page) {
                     Some(bytes) => out.writer.page(&block.name, page.offset(), bytes),
                     None => out.writer.zero_page(&block.name, page.offset()),
@@ -284,7 +284,7 @@ impl Output for StreamFile {
         }
         out.writer.end_of_section().raw(&state.tail);
         out.flush(target)?;
-        file.pages_stored = self.pages.stored();
+        file.pages_stored = self.pages.stored().get();
         fail_point::reach("save.tail")?;
         target.complete(&self.head, progress)
     }

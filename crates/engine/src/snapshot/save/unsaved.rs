@@ -1,23 +1,24 @@
 //! A region of the memory of one moment: which pages it had, and which of them nobody has saved yet.
 use std::sync::OnceLock;
 
-use transship_memory::{PAGE_BYTES, PageNumber, PageRange, PageSet, Region, WindowPages};
+use transship_memory::{PageCount, PageNumber, PageRange, PageSet, Region, WindowPages};
 
 use crate::{Error, page_map::PageMap};
 
 /// Pages that a fault saves: the page itself and its neighbours, which are likely to be written next.
-pub(super) const FAULT_PAGES: u64 = 16;
+pub(super) const FAULT_PAGES: PageCount = PageCount::new(16);
 /// The largest pages of which copies are made.
-const UNIT_PAGES_MAX: u64 = (2 << 20) / PAGE_BYTES as u64;
+const UNIT_PAGES_MAX: PageCount = PageCount::within(2 << 20);
 /// Holes of up to so many pages are protected along with what is around them: it saves calls of the kernel, while the
 /// guest stands still.
-const GAP_PAGES: u64 = 32;
+const GAP_PAGES: PageCount = PageCount::new(32);
 
-/// Counts in units: pages that are protected and let go of together, 1 or those of a huge page.
+/// Counts in units: pages that are protected and let go of together, 1 or those of a huge page. Sets and ranges of
+/// units are of the types of those of pages; [`Unsaved::pages_of`] makes pages of them.
 pub(super) struct Unsaved {
     /// Pages of a unit.
-    pub(super) unit: u64,
-    units: u64,
+    pub(super) unit: PageCount,
+    units: PageCount,
     /// Units that a writer takes at once.
     chunk: u64,
     /// Pages that were no holes some time before the moment.
@@ -35,19 +36,19 @@ impl Unsaved {
     ///
     /// # Errors
     /// The system's; huge pages that are too large to be copied.
-    pub(super) fn of(memory: &Region, unit: u64) -> Result<Self, Error> {
+    pub(super) fn of(memory: &Region, unit: PageCount) -> Result<Self, Error> {
         if unit > UNIT_PAGES_MAX {
             return Err(Error::unfit(format!(
                 "guest memory {:?} is in huge pages of {} MiB, which are too large to be copied while a write waits; \
                  use --live or --paused",
                 memory.name(),
-                (unit * PAGE_BYTES as u64) >> 20
+                unit.bytes() >> 20
             )));
         }
-        let units = memory.pages().div_ceil(unit);
+        let units = PageCount::new(memory.pages().div_ceil(unit));
         let (passed, left) = (PageMap::new(units), PageMap::new(units));
         let (before, data) = (memory.data()?, OnceLock::new());
-        Ok(Self { unit, units, chunk: (128 / unit).max(1), before, passed, data, left })
+        Ok(Self { unit, units, chunk: (128 / unit.get()).max(1), before, passed, data, left })
     }
 
     /// What is to be protected while the guest still runs.
@@ -60,7 +61,7 @@ impl Unsaved {
     pub(super) fn pass(&self, unit: u64) -> PageRange {
         let units = self.around(unit);
         self.passed.insert(units);
-        let first = units.first + u64::from(units.mask.trailing_zeros());
+        let first = units.first + PageCount::new(units.mask.trailing_zeros().into());
         self.pages_of(first.run(units.count().min(PageRange::all(self.units).end() - first)))
     }
 
@@ -95,16 +96,16 @@ impl Unsaved {
 
     /// The number of the unit that a page is in.
     pub(super) fn unit_of(&self, page: PageNumber) -> u64 {
-        page.get() / self.unit
+        page.get() / self.unit.get()
     }
 
     /// Whole units.
     pub(super) fn pages_of(&self, units: PageRange) -> PageRange {
-        PageRange::new(units.first.get() * self.unit, units.count * self.unit)
+        PageRange::new(units.first.get() * self.unit.get(), units.count.get() * self.unit.get())
     }
 
     fn units_of_pages(&self, pages: PageRange) -> PageRange {
-        let (first, end) = (self.unit_of(pages.first), pages.end().get().div_ceil(self.unit));
+        let (first, end) = (self.unit_of(pages.first), pages.end().get().div_ceil(self.unit.get()));
         PageRange::new(first, end - first)
     }
 
@@ -114,7 +115,7 @@ impl Unsaved {
         for range in data.ranges() {
             let range = self.pages_of(self.units_of_pages(range));
             match around.last_mut() {
-                Some(last) if range.first <= last.end() + GAP_PAGES / self.unit * self.unit => {
+                Some(last) if range.first <= last.end() + (GAP_PAGES - GAP_PAGES % self.unit) => {
                     last.count = range.end().max(last.end()) - last.first;
                 }
                 _ => around.push(range),
@@ -125,13 +126,13 @@ impl Unsaved {
 
     /// The units that a fault on this one is about.
     pub(super) fn around(&self, unit: u64) -> WindowPages {
-        let group = (FAULT_PAGES / self.unit).max(1);
+        let group = (FAULT_PAGES.get() / self.unit.get()).max(1);
         let (window, first) = (unit / 128 * 128, unit / group * group);
         WindowPages::new(window, (u128::MAX >> (128 - group)) << (first - window))
     }
 
     pub(super) fn chunks(&self) -> u64 {
-        self.units.div_ceil(self.chunk)
+        self.units.get().div_ceil(self.chunk)
     }
 
     /// The units of a chunk.

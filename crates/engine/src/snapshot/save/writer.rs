@@ -12,7 +12,7 @@ use std::{
 };
 
 use crossbeam_channel::{Receiver, SendTimeoutError, Sender, bounded};
-use transship_memory::{FileIo, Freeing, GuestMemory, PageRange, Region, Turns, WindowPages};
+use transship_memory::{FileIo, Freeing, GuestMemory, PageCount, PageRange, Region, Turns, WindowPages};
 
 use crate::{
     Error, Progress, cpu,
@@ -46,10 +46,10 @@ pub(crate) struct Pages {
 /// What was done in a round.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct Written {
-    pub(crate) normal: u64,
-    pub(crate) zero: u64,
+    pub(crate) normal: PageCount,
+    pub(crate) zero: PageCount,
     /// Of the normal pages: those that the file had some content for.
-    pub(crate) rewritten: u64,
+    pub(crate) rewritten: PageCount,
     pub(crate) cpu_seconds: f64,
 }
 
@@ -288,7 +288,7 @@ impl Pages {
         self.content[region].insert(present);
         self.written[region].insert(present);
         let progress = &self.progress;
-        progress.normal_pages.fetch_add(present.count(), Relaxed);
+        progress.normal_pages.fetch_add(present.count().get(), Relaxed);
         progress.zero_pages.fetch_add(zero.count_ones().into(), Relaxed);
         progress.wire_bytes.fetch_add(present.bytes(), Relaxed);
         let done = present.with(present.mask | zero).bytes();
@@ -296,7 +296,7 @@ impl Pages {
     }
 
     /// Pages of the guest that the file holds.
-    pub(crate) fn stored(&self) -> u64 {
+    pub(crate) fn stored(&self) -> PageCount {
         let regions = self.memory.regions().iter().zip(&self.content);
         regions.map(|(memory, content)| content.to_set(memory.pages()).count()).sum()
     }

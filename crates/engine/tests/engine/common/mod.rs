@@ -21,8 +21,8 @@ use transship_engine::{
     move_guest, receive_guest,
 };
 use transship_memory::{
-    Access, Error as MemoryError, Flaw, GuestMemory, InProcess, Keep, PAGE_BYTES, PageSet, Process, Region, Tracker,
-    WindowPages,
+    Access, Error as MemoryError, Flaw, GuestMemory, InProcess, Keep, PAGE_BYTES, PageRange, PageSet, Process, Region,
+    Tracker, WindowPages,
 };
 use transship_wire::{GuestDescription, RegionDescription, libvirt::Definition};
 use vm_memory::MmapRegion;
@@ -100,9 +100,8 @@ pub fn describe(memory: &GuestMemory) -> GuestDescription {
 pub fn contents(memory: &GuestMemory) -> Vec<Vec<u8>> {
     let read = |region: &Region| {
         let mut bytes = Vec::new();
-        for first in (0..region.pages()).step_by(128) {
-            let all = u128::MAX >> (128 - (region.pages() - first).min(128));
-            region.copy_out(WindowPages::new(first, all), &mut bytes).unwrap();
+        for window in PageRange::all(region.pages()).windows() {
+            region.copy_out(window, &mut bytes).unwrap();
         }
         bytes
     };
@@ -194,7 +193,7 @@ impl Scripted {
 
     /// The same guest, whose memory is of this kind. It has done nothing yet.
     pub fn with_memory(mut self, kind: Kind) -> Self {
-        let pages: Vec<u64> = self.memory.regions().iter().map(Region::pages).collect();
+        let pages: Vec<u64> = self.memory.regions().iter().map(|region| region.pages().get()).collect();
         (self.memory, self.mappings) = memory_of_kind(&pages, kind);
         self
     }
@@ -340,7 +339,7 @@ impl Waiting {
     pub fn with_memory(pages: &[u64], kind: Kind) -> Self {
         let (memory, mappings) = memory_of_kind(pages, kind);
         for region in memory.regions() {
-            for first in (0..region.pages()).step_by(200) {
+            for first in (0..region.pages().get()).step_by(200) {
                 let window = first / 128 * 128;
                 region.write_pages(WindowPages::new(window, 1 << (first - window)), &[0xee; PAGE_BYTES]).unwrap();
             }

@@ -1,6 +1,6 @@
 //! What a guest does to its memory, made up at random, and what of it must arrive.
 use proptest::{collection::vec, prelude::*};
-use transship_memory::{GuestMemory, PAGE_BYTES, PageNumber, PageRange, PageSet, Region, WindowPages};
+use transship_memory::{GuestMemory, PAGE_BYTES, PageCount, PageNumber, PageRange, PageSet, Region, WindowPages};
 
 /// What a guest does to its memory.
 #[derive(Debug, Clone)]
@@ -103,7 +103,7 @@ pub struct History {
 impl History {
     /// Nothing was done yet to regions of these numbers of pages.
     pub fn new(pages: &[u64]) -> Self {
-        let none = || pages.iter().map(|pages| PageSet::empty(*pages)).collect();
+        let none = || pages.iter().map(|pages| PageSet::empty(PageCount::new(*pages))).collect();
         Self { written: none(), erased: none() }
     }
 
@@ -167,8 +167,9 @@ pub fn apply(memory: &GuestMemory, op: &Op, history: &mut History) {
 
 /// The pages that an operation speaks of, whatever numbers it was given.
 fn bounded(region: &Region, first: u64, count: u64) -> PageRange {
-    let first = first % region.pages();
-    PageRange::new(first, count.clamp(1, region.pages() - first))
+    let pages = region.pages().get();
+    let first = first % pages;
+    PageRange::new(first, count.clamp(1, pages - first))
 }
 
 fn each(pages: PageRange) -> std::ops::Range<u64> {

@@ -2,7 +2,7 @@
 use proptest::{collection::vec, prelude::*};
 use transship_codec::Method as Codec;
 use transship_engine::{WhenBusy, ZeroPages};
-use transship_memory::{Freeing, PAGE_BYTES, WindowPages};
+use transship_memory::{Freeing, PAGE_BYTES, PageCount, WindowPages};
 
 use super::{
     guest::{Guest, VRAM_PAGES, guest},
@@ -97,7 +97,7 @@ fn what_becomes_a_hole_before_its_turn_is_not_read() {
         (0..100).for_each(|page| common::apply(&guest.inner.memory, &fill(page), &mut seen));
         let (result, report, arrived) = send(&mut guest, wires, Quirk::None);
         result.unwrap();
-        assert_eq!(guest.inner.memory.regions()[0].data().unwrap().count(), 50 + 1, "{wires:?}");
+        assert_eq!(guest.inner.memory.regions()[0].data().unwrap().count(), PageCount::new(50 + 1), "{wires:?}");
         assert!(arrived.memory["mem0"] == contents(&guest.inner.memory)[0], "{wires:?}");
         assert_eq!((report.rounds[0].hole, report.pages.zero), (430 - 100, 0), "{wires:?}: {report:?}");
         assert_eq!((report.rounds[1].hole, report.pages.normal), (50, 100 + 50 + 2), "{wires:?}: {report:?}");
