@@ -11,7 +11,7 @@ use std::{
 
 use serde_json::{Value, json};
 use tempfile::TempDir;
-use transship_guest::{DestinationGuest, SourceGuest};
+use transship_guest::{DestinationGuest, GuestError, SourceGuest};
 use transship_memory::{GuestMemory, PageCount, PageNumber, PageRange, PageSet, Region, Tracker, WindowPages};
 use transship_vmm::{
     AttachOptions,
@@ -130,12 +130,12 @@ impl Qemu {
         QemuDestination::attach(&self.socket()).unwrap()
     }
 
-    pub(crate) fn source_refusal(&self) -> String {
-        QemuSource::attach(&self.socket(), AttachOptions::default()).err().expect("a refusal").to_string()
+    pub(crate) fn source_refusal(&self) -> GuestError {
+        QemuSource::attach(&self.socket(), AttachOptions::default()).err().expect("a refusal")
     }
 
-    pub(crate) fn destination_refusal(&self) -> String {
-        QemuDestination::attach(&self.socket()).err().expect("a refusal").to_string()
+    pub(crate) fn destination_refusal(&self) -> GuestError {
+        QemuDestination::attach(&self.socket()).err().expect("a refusal")
     }
 
     pub(crate) fn kill(&mut self) {

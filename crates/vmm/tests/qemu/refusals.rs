@@ -2,15 +2,18 @@
 use std::os::unix::fs::MetadataExt;
 
 use serde_json::json;
-use transship_guest::SourceGuest;
+use transship_guest::{GuestError, SourceGuest};
 use transship_vmm::{AttachOptions, qemu::QemuSource};
 
 use crate::lab::{Qemu, RAM_BYTES};
 
+/// It is for the user to mend, and says by these words how.
 #[track_caller]
-fn assert_names(error: &str, parts: &[&str]) {
+fn assert_names(error: &GuestError, parts: &[&str]) {
+    assert!(matches!(error, GuestError::Unfit(_)), "{error:?}");
+    let text = error.to_string();
     for part in parts {
-        assert!(error.contains(part), "{part:?} is not in: {error}");
+        assert!(text.contains(part), "{part:?} is not in: {text}");
     }
 }
 
@@ -75,7 +78,7 @@ fn a_socket_in_use_and_a_socket_of_nobody() {
         &["another client holds this QMP socket", "-qmp unix:PATH2,server=on,wait=off"],
     );
     let nobody = qemu.path("nobody");
-    let error = QemuSource::attach(&nobody, AttachOptions::default()).err().unwrap().to_string();
+    let error = QemuSource::attach(&nobody, AttachOptions::default()).err().unwrap();
     assert_names(&error, &["no QEMU listens there"]);
 }
 
@@ -127,7 +130,7 @@ fn memory_plugged_during_the_move() {
         json!({"qom-type": "memory-backend-file", "id": "more", "size": 128 << 20, "mem-path": path, "share": true});
     qemu.qmp("object-add", object);
     qemu.qmp("device_add", json!({"driver": "pc-dimm", "id": "dimm", "memdev": "more"}));
-    let error = source.stop().unwrap_err().to_string();
+    let error = source.stop().unwrap_err();
     assert_names(&error, &["plugged", "start again"]);
     source.resume(true).unwrap();
     drop(source);
