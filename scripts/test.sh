@@ -51,8 +51,11 @@ if [ -w "$pool" ]; then
     fi
 fi
 
+beside=
+others=
 end() {
-    rm -rf "$TRANSSHIP_SCRATCH" "$TRANSSHIP_LACKS"
+    [ -z "$beside" ] || kill -- "-$beside" || true
+    rm -rf "$TRANSSHIP_SCRATCH" "$TRANSSHIP_LACKS" "$others"
     if [ -n "$pool_before" ]; then
         echo "$pool_before" >"$pool"
     fi
@@ -87,10 +90,23 @@ if [ "${1:-}" = --ignored ]; then
     # Guests that are emulated for minutes take a core each.
     run --test '*' -- --ignored --test-threads 2
 else
-    run --lib --bins
-    # Those that start guests wait for them half of the time, whatever the number of cores.
-    run --test '*' -- --test-threads 4
-    run --doc
+    # The tests end to end wait for their guests now and then: all others go on beside them, and are shown when they are done.
+    others=$(mktemp)
+    # A group of processes of their own, so that they can all be ended.
+    set -m
+    (
+        run --lib --bins
+        # All but e2e.
+        run --test '[!e]*' --test 'e[!2]*' -- --test-threads 2
+        run --doc
+        [ -z "$failed" ]
+    ) >"$others" 2>&1 &
+    beside=$!
+    set +m
+    run --test 'e2e*' -- --test-threads 4
+    wait "$beside" || failed=1
+    beside=
+    cat "$others"
 fi
 
 if [ -s "$TRANSSHIP_LACKS" ]; then

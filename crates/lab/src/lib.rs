@@ -65,7 +65,7 @@ pub use libvirt::{LibvirtHost, QemuLike};
 pub use link::SlowLink;
 pub use net_back_end::{Echo, NetBackEnd, Network};
 pub use place::CONTAINED;
-pub use pool::{HugePool, MemoryMount};
+pub use pool::{HugePool, MemoryMount, keep_huge_pages};
 pub use probe::kvm_works;
 pub use process::Process;
 pub use proxy::Proxy;

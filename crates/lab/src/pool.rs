@@ -1,8 +1,14 @@
 //! The host's pool of huge pages, of a size that a test chooses, and file systems of a limited size.
+use std::{
+    fs::{self, File},
+    path::Path,
+    process::Command,
+    sync::OnceLock,
+};
+
+use rustix::fs::FlockOperation;
+
 use crate::{LabError, Result, Scratch, failed};
-use std::fs::{self, File};
-use std::path::Path;
-use std::process::Command;
 
 const POOL: &str = "/proc/sys/vm/nr_hugepages";
 const PAGE_MIB: u64 = 2;
@@ -95,9 +101,7 @@ impl HugePool {
     /// No root, or no memory in pieces that are large enough. A test that needs the pool fails then: it can't be told
     /// whether guests are safe.
     pub fn with_mib(mib: u64) -> Result<Self> {
-        let turn = File::create(std::env::temp_dir().join("hugepages.lock")).map_err(failed("a lock file"))?;
-        rustix::fs::flock(&turn, rustix::fs::FlockOperation::LockExclusive)
-            .map_err(failed("can't wait for the huge pages"))?;
+        let turn = take_turn(FlockOperation::LockExclusive)?;
         let before = field("HugePages_Total")?;
         let mut pool = Self { mount: MemoryMount::hugetlbfs("2M")?, before, _turn: turn };
         pool.resize(mib)?;
@@ -133,6 +137,28 @@ impl HugePool {
     pub fn state(&self) -> Result<PoolState> {
         Ok(PoolState { free: field("HugePages_Free")?, reserved: field("HugePages_Rsvd")? })
     }
+}
+
+/// Nobody makes the pool smaller or larger from now on, as long as this process lives: for one that takes huge pages as
+/// it finds them.
+///
+/// # Errors
+/// The lock can't be taken.
+pub fn keep_huge_pages() -> Result<()> {
+    static TURN: OnceLock<Result<File>> = OnceLock::new();
+    TURN.get_or_init(|| take_turn(FlockOperation::LockShared))
+        .as_ref()
+        .map(drop)
+        .map_err(|error| LabError(error.0.clone()))
+}
+
+/// Waits until the pool is not somebody else's.
+fn take_turn(how: FlockOperation) -> Result<File> {
+    let path = std::env::temp_dir().join("hugepages.lock");
+    // One that another user has made can be read.
+    let turn = File::open(&path).or_else(|_| File::create(&path)).map_err(failed("a lock file"))?;
+    rustix::fs::flock(&turn, how).map_err(failed("can't wait for the huge pages"))?;
+    Ok(turn)
 }
 
 impl Drop for HugePool {

@@ -6,7 +6,7 @@ pub(crate) mod process;
 use std::os::fd::{AsFd, OwnedFd};
 
 use rustix::fs::MemfdFlags;
-use transship_lab::lacks;
+use transship_lab::{keep_huge_pages, lacks};
 use transship_memory::{Access, Error, PAGE_BYTES, PageCount, PageRange, Region};
 
 pub(crate) const PAGE: u64 = PAGE_BYTES as u64;
@@ -26,6 +26,7 @@ pub(crate) fn file(bytes: u64) -> OwnedFd {
 
 /// An empty file of 2 MiB pages; none, with a word about it, where the machine has too few.
 pub(crate) fn huge_file(bytes: u64) -> Option<OwnedFd> {
+    keep_huge_pages().unwrap();
     let info = std::fs::read_to_string("/proc/meminfo").unwrap();
     let number = |name: &str| {
         let line = info.lines().find(|line| line.starts_with(name))?;
