@@ -84,9 +84,18 @@ impl Connection {
         }
     }
 
-    /// An error that names the guest.
+    /// What the VMM or its guest did wrong; it names the guest.
     pub(super) fn error(&self, what: impl std::fmt::Display) -> GuestError {
-        GuestError::vmm(format!("handoff:{} (pid {}): {what}", self.path.display(), self.pid))
+        GuestError::vmm(self.about(what))
+    }
+
+    /// What the user asked of a guest that is not for it; it names the guest.
+    pub(super) fn unfit(&self, what: impl std::fmt::Display) -> GuestError {
+        GuestError::Unfit(self.about(what))
+    }
+
+    fn about(&self, what: impl std::fmt::Display) -> String {
+        format!("handoff:{} (pid {}): {what}", self.path.display(), self.pid)
     }
 
     /// One call that is answered without file descriptors.

@@ -51,7 +51,7 @@ impl HandoffDestination {
         let checked = connection.describe()?;
         if !checked.waiting {
             let now = if checked.running { "runs a guest already" } else { "holds a guest already" };
-            return Err(connection.error(format!("it {now}; start one that waits (transship guest --incoming)")));
+            return Err(connection.unfit(format!("it {now}; start one that waits (transship guest --incoming)")));
         }
         let description = checked.guest();
         let memory = map_regions(&connection, checked, Access::ReadWrite)?;
@@ -65,7 +65,7 @@ impl HandoffDestination {
             return Err(self.connection.error("it describes a different guest than before"));
         }
         if !checked.offers.iter().any(|call| call == MISSING) {
-            return Err(self.connection.error(format!(
+            return Err(self.connection.unfit(format!(
                 "its VMM does not offer {MISSING:?} (docs/handoff.md), which --lazy needs; leave out --lazy"
             )));
         }

@@ -65,7 +65,7 @@ impl HandoffSource {
         let mut connection = Connection::open(path)?;
         let checked = connection.describe()?;
         if checked.waiting {
-            return Err(connection.error("it waits for a guest and has none to give; it can only receive one"));
+            return Err(connection.unfit("it waits for a guest and has none to give; it can only receive one"));
         }
         connection.check_maps(&checked)?;
         let pagemap = connection.open_pagemap()?;
@@ -105,7 +105,7 @@ impl HandoffSource {
     fn waiting(&mut self, why: &str) -> Result<OwnedFd, GuestError> {
         if !self.protects {
             let what = format!("its VMM does not offer {PROTECT:?} (docs/handoff.md), which {why}");
-            return Err(self.connection.error(what));
+            return Err(self.connection.unfit(what));
         }
         self.connection.userfaultfd(PROTECT)
     }

@@ -14,7 +14,7 @@ use std::{
 
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 use serde_json::{Value, json};
-use transship_guest::{DestinationGuest, SourceGuest};
+use transship_guest::{DestinationGuest, GuestError, SourceGuest};
 use transship_memory::{Access, PageSet, Region, WindowPages};
 
 use transship_lines::{GuestSocket, LineSocket, MAX_LINE_BYTES, Shutdown};
@@ -137,6 +137,20 @@ fn ask_anew(path: &Path, text: &str) -> Value {
     }
 }
 
+/// The text of an error that the user can act on.
+#[track_caller]
+fn unfit(error: GuestError) -> String {
+    assert!(matches!(error, GuestError::Unfit(_)), "{error:?}");
+    error.to_string()
+}
+
+/// The text of an error that is the VMM's.
+#[track_caller]
+fn vmm(error: GuestError) -> String {
+    assert!(matches!(error, GuestError::Vmm(_)), "{error:?}");
+    error.to_string()
+}
+
 fn connect(path: &Path) -> LineSocket {
     LineSocket::new(UnixStream::connect(path).unwrap())
 }
@@ -193,7 +207,7 @@ fn writes_come_to_wait_where_that_is_offered() {
     assert_eq!(calls, Vec::<&str>::new());
     with_guest(TestGuest::new(vec![]).never_waits(), GuestState::Running, |path| {
         let mut guest = HandoffSource::attach(path).unwrap();
-        let error = guest.protect().err().unwrap().to_string();
+        let error = unfit(guest.protect().err().unwrap());
         assert!(error.contains("does not offer \"protect\"") && error.contains("use --live or --paused"), "{error}");
         // Tracking, where nobody waits, is another matter.
         guest.track().unwrap();
@@ -217,18 +231,18 @@ fn pages_come_to_be_waited_for_where_that_is_offered_and_all_are_missing() {
     });
     assert_eq!(calls, ["wait", "load"]);
     with_guest(TestGuest::new(vec![]).never_waits(), GuestState::Waiting, |path| {
-        let error = HandoffDestination::attach(path).unwrap().missing(&[]).err().unwrap().to_string();
+        let error = unfit(HandoffDestination::attach(path).unwrap().missing(&[]).err().unwrap());
         assert!(error.contains("does not offer \"missing\"") && error.contains("leave out --lazy"), "{error}");
     });
     with_guest(TestGuest::new(vec![]).at(1 << 20), GuestState::Waiting, |path| {
-        let error = HandoffDestination::attach(path).unwrap().missing(&[]).err().unwrap().to_string();
+        let error = vmm(HandoffDestination::attach(path).unwrap().missing(&[]).err().unwrap());
         assert!(error.contains("maps nothing at 0x100000"), "{error}");
     });
     with_guest(TestGuest::new(vec![]), GuestState::Waiting, |path| {
         let mut guest = HandoffDestination::attach(path).unwrap();
         guest.memory().regions()[0].write_pages(WindowPages::new(5, 1), &[1; 4096]).unwrap();
         let pages = guest.memory().regions()[0].pages();
-        let error = guest.missing(&[PageSet::full(pages)]).err().unwrap().to_string();
+        let error = unfit(guest.missing(&[PageSet::full(pages)]).err().unwrap());
         assert!(error.contains("is not empty: pages 5..6 are there"), "{error}");
     });
     // A page that is there and is not lacked is nobody's concern.
@@ -246,7 +260,7 @@ fn pages_come_to_be_waited_for_where_that_is_offered_and_all_are_missing() {
 fn a_vmm_that_does_not_know_a_call_is_not_asked() {
     let answers = [1, 2].map(|id| (json!({"id": id, "ok": description()}), vec![file(BYTES)]));
     with_liar(answers.into(), |path| {
-        let error = HandoffDestination::attach(path).unwrap().missing(&[]).err().unwrap().to_string();
+        let error = unfit(HandoffDestination::attach(path).unwrap().missing(&[]).err().unwrap());
         assert!(error.contains("does not offer \"missing\""), "{error}");
     });
 }
@@ -255,7 +269,7 @@ fn a_vmm_that_does_not_know_a_call_is_not_asked() {
 fn a_second_client_is_told_so_and_may_come_when_the_first_has_gone() {
     with_guest(TestGuest::new(vec![]), GuestState::Waiting, |path| {
         let first = HandoffDestination::attach(path).unwrap();
-        let refusal = HandoffDestination::attach(path).err().unwrap().to_string();
+        let refusal = vmm(HandoffDestination::attach(path).err().unwrap());
         assert!(refusal.contains("another client"), "{refusal}");
         drop(first);
         HandoffDestination::attach(path).unwrap();
@@ -265,19 +279,19 @@ fn a_second_client_is_told_so_and_may_come_when_the_first_has_gone() {
 #[test]
 fn attaching_to_the_wrong_kind_is_refused() {
     with_guest(TestGuest::new(vec![]), GuestState::Running, |path| {
-        let error = HandoffDestination::attach(path).err().unwrap().to_string();
+        let error = unfit(HandoffDestination::attach(path).err().unwrap());
         assert!(error.contains("runs a guest already"), "{error}");
     });
     // Writes of a guest that names a wrong address could not be seen.
     with_guest(TestGuest::new(vec![]).at(1 << 20), GuestState::Running, |path| {
-        let error = HandoffSource::attach(path).err().unwrap().to_string();
+        let error = vmm(HandoffSource::attach(path).err().unwrap());
         assert!(error.contains("maps nothing at 0x100000"), "{error}");
     });
     with_guest(TestGuest::new(vec![]), GuestState::Waiting, |path| {
-        let error = HandoffSource::attach(path).err().unwrap().to_string();
+        let error = unfit(HandoffSource::attach(path).err().unwrap());
         assert!(error.contains("waits for a guest"), "{error}");
     });
-    let error = HandoffSource::attach(Path::new("/nowhere/at/all")).err().unwrap().to_string();
+    let error = unfit(HandoffSource::attach(Path::new("/nowhere/at/all")).err().unwrap());
     assert!(error.contains("no guest listens there"), "{error}");
 }
 
@@ -286,14 +300,14 @@ fn a_state_is_loaded_once_and_completely() {
     let state = vec![7; 3 << 20];
     let (last, calls) = with_guest(TestGuest::new(state.clone()), GuestState::Waiting, |path| {
         let mut guest = HandoffDestination::attach(path).unwrap();
-        let cut = guest.load_state(&mut &state[..1000]).unwrap_err().to_string();
+        let cut = vmm(guest.load_state(&mut &state[..1000]).unwrap_err());
         assert!(cut.contains("load-state failed there"), "{cut}");
         // It reads as far as it knows, and would not notice what comes behind; the byte counts do.
         guest.load_state(&mut state.as_slice()).unwrap();
-        let again = guest.load_state(&mut state.as_slice()).unwrap_err().to_string();
+        let again = vmm(guest.load_state(&mut state.as_slice()).unwrap_err());
         assert!(again.contains("is loaded"), "{again}");
         drop(guest);
-        let late = HandoffDestination::attach(path).err().unwrap().to_string();
+        let late = unfit(HandoffDestination::attach(path).err().unwrap());
         assert!(late.contains("holds a guest already"), "{late}");
         Connection::open(path).unwrap().call::<Value>("start", Duration::from_secs(60)).unwrap();
     });
@@ -304,7 +318,7 @@ fn a_state_is_loaded_once_and_completely() {
 fn more_state_than_the_guest_takes_is_an_error() {
     with_guest(TestGuest::new(vec![7; 1000]), GuestState::Waiting, |path| {
         let mut guest = HandoffDestination::attach(path).unwrap();
-        let error = guest.load_state(&mut [7; 1001].as_slice()).unwrap_err().to_string();
+        let error = vmm(guest.load_state(&mut [7; 1001].as_slice()).unwrap_err());
         assert!(error.contains("1000 bytes of device state, but 1001 were sent"), "{error}");
     });
 }
@@ -319,7 +333,7 @@ fn a_state_that_breaks_off_at_its_source_is_not_loaded() {
     }
     let (last, _) = with_guest(TestGuest::new(vec![7; 1000]), GuestState::Waiting, |path| {
         let mut guest = HandoffDestination::attach(path).unwrap();
-        let error = guest.load_state(&mut [7; 10].chain(Broken)).unwrap_err().to_string();
+        let error = vmm(guest.load_state(&mut [7; 10].chain(Broken)).unwrap_err());
         assert!(error.contains("ended early"), "{error}");
     });
     assert_eq!(last, GuestState::Waiting);
@@ -350,9 +364,9 @@ fn a_guest_is_resumed_although_nobody_reads_the_state_that_it_writes() {
 fn a_state_that_was_not_read_to_its_end_is_not_called_saved() {
     with_guest(TestGuest::new(vec![7; 1000]), GuestState::Stopped, |path| {
         let mut guest = HandoffSource::attach(path).unwrap();
-        assert!(guest.state_saved().unwrap_err().to_string().contains("not asked for"));
+        assert!(vmm(guest.state_saved().unwrap_err()).contains("not asked for"));
         guest.save_state().unwrap().read_exact(&mut [0; 999]).unwrap();
-        let error = guest.state_saved().unwrap_err().to_string();
+        let error = vmm(guest.state_saved().unwrap_err());
         assert!(error.contains("announced 1000 bytes of device state, but 999 came"), "{error}");
     });
 }
@@ -426,7 +440,7 @@ fn a_guest_that_lies_is_refused() {
     ];
     for (answers, expected) in cases {
         with_liar(answers, |path| {
-            let error = HandoffDestination::attach(path).err().unwrap().to_string();
+            let error = vmm(HandoffDestination::attach(path).err().unwrap());
             assert!(error.contains(expected), "{error:?} should say {expected:?}");
         });
     }
@@ -440,7 +454,7 @@ fn what_comes_instead_of_a_userfaultfd_is_not_used() {
         (vec![file(1), file(1)], "2 file descriptors came instead"),
     ] {
         with_liar(vec![(json!({"id": 1, "ok": {}}), fds)], |path| {
-            let error = Connection::open(path).unwrap().userfaultfd("track").unwrap_err().to_string();
+            let error = vmm(Connection::open(path).unwrap().userfaultfd("track").unwrap_err());
             assert!(error.contains(expected), "{error:?} should say {expected:?}");
         });
     }
@@ -454,7 +468,7 @@ fn an_answer_that_comes_too_late_is_dropped() {
     let listener = UnixListener::bind(&path).unwrap();
     let mut connection = Connection::open(&path).unwrap();
     let mut peer = LineSocket::new(listener.accept().unwrap().0);
-    let first = connection.call::<Value>("stop", Duration::ZERO).unwrap_err().to_string();
+    let first = vmm(connection.call::<Value>("stop", Duration::ZERO).unwrap_err());
     assert!(first.contains("did not answer in time"), "{first}");
     assert!(!connection.is_broken());
     thread::scope(|scope| {
@@ -462,7 +476,7 @@ fn an_answer_that_comes_too_late_is_dropped() {
             (0..2).for_each(|_| drop(peer.receive(later()).unwrap()));
             peer.send(late.as_bytes(), &[], later()).unwrap();
         });
-        let second = connection.call::<Value>("resume", Duration::from_secs(60)).unwrap_err().to_string();
+        let second = vmm(connection.call::<Value>("resume", Duration::from_secs(60)).unwrap_err());
         assert!(second.contains("resume failed there: second"), "{second}");
     });
 }
