@@ -65,8 +65,8 @@ impl Files {
     }
 }
 
-/// Says how far it is.
+/// Says how far it is, in one piece: the commands that it starts write beside it.
 pub(crate) fn say(line: &str) {
     // If nobody can read it, nobody can be told so either.
-    let _ = writeln!(io::stderr().lock(), "transship: {line}");
+    let _ = io::stderr().write_all(format!("transship: {line}\n").as_bytes());
 }

@@ -5,13 +5,13 @@ use std::io::{self, IsTerminal, Write};
 
 use serde::Serialize;
 
-/// One line of talk on stderr.
+/// One line of talk on stderr, in one piece: the processes of a command share it.
 pub(crate) fn say(line: &str) {
     let mut stderr = io::stderr().lock();
     // A progress bar may stand on this line; it draws itself again below.
     let clear = if stderr.is_terminal() { "\r\x1b[2K" } else { "" };
     // If nobody can read it, nobody can be told so either.
-    let _ = writeln!(stderr, "{clear}transship: {line}");
+    let _ = stderr.write_all(format!("{clear}transship: {line}\n").as_bytes());
 }
 
 /// What went wrong, on exactly one line, whatever a peer or a VMM put into it.

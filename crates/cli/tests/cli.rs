@@ -1,6 +1,10 @@
 //! The command as scripts see it: exit codes, what goes to stdout and what to stderr, and real moves of small guests.
 
-use std::process::{Command, Stdio};
+use std::{
+    iter,
+    os::{fd::OwnedFd, unix::net::UnixDatagram},
+    process::{Command, Stdio},
+};
 
 use crate::session::{Run, Sockets, transship};
 use serde_json::Value;
@@ -244,6 +248,24 @@ fn a_reader_that_has_enough_is_no_error() {
     for arguments in [&["--help"][..], &["man"], &["watch", "--interval", "10ms", "--vm", &guest.vm]] {
         let run = run_closed(transship(arguments));
         assert_eq!((run.code, run.stderr.as_str()), (0, ""), "{arguments:?}");
+    }
+}
+
+/// The processes of a command share stderr: a line in pieces would be torn by a line of another.
+#[test]
+fn each_line_is_written_in_one_piece() {
+    let (stderr, heard) = UnixDatagram::pair().unwrap();
+    let mut command = transship(&["move", "--vm", "qemu:/no/such.sock", "--to", "unix:/no/such"]);
+    let status = command.stderr(OwnedFd::from(stderr)).status().unwrap();
+    // Ours is the only other end.
+    drop(command);
+    heard.set_nonblocking(true).unwrap();
+    let mut piece = [0; 4096];
+    let pieces: Vec<_> = iter::from_fn(|| heard.recv(&mut piece).ok().map(|length| piece[..length].to_vec())).collect();
+    assert!(status.code() == Some(1) && !pieces.is_empty(), "{status}");
+    for piece in &pieces {
+        let piece = String::from_utf8_lossy(piece);
+        assert!(piece.starts_with("transship: ") && piece.ends_with('\n'), "{piece:?} of {}", pieces.len());
     }
 }
 
