@@ -129,6 +129,7 @@ fn stalled(vm: &str, to: &Path, step: &str, gate: &PathBuf) -> Result<Transship>
 
 /// What the guest puts into its balloon is gone before it is saved.
 #[test]
+#[ignore = "long: make test-long"]
 fn a_balloon_that_moves_meanwhile_fails_the_snapshot() -> Result<()> {
     let folder = disk()?;
     let guest = Qemu::linux().args(["-device", "virtio-balloon-pci"]).booted()?;

@@ -76,6 +76,7 @@ fn a_guest_names_its_free_memory_when_asked() {
 }
 
 #[test]
+#[ignore = "long: make test-long"]
 fn the_device_is_unplugged_and_plugged_in_again() {
     let balloon = Balloon::start().unwrap();
     let Some(guest) = guest(&balloon) else { return };

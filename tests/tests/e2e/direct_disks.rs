@@ -54,6 +54,7 @@ fn moves(count: usize) -> Result<()> {
 }
 
 #[test]
+#[ignore = "long: make test-long"]
 fn what_a_slow_disk_reads_during_a_move_arrives() -> Result<()> {
     // Away from each version, and from the first once more.
     moves(4)

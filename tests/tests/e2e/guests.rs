@@ -9,6 +9,7 @@ use transship_lab::{Accel, Qemu, Workload, other_qemu};
 const PAGE: usize = 4096;
 
 #[test]
+#[ignore = "long: make test-long"]
 fn a_linux_guest_notices_one_stale_page() {
     let workload = Workload { mib: 32, idle: true, ..Workload::LINUX };
     let guest = Qemu::linux().workload(workload).start().unwrap();

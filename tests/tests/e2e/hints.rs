@@ -107,6 +107,7 @@ fn free(report: &Value) -> u64 {
 }
 
 #[test]
+#[ignore = "long: make test-long"]
 fn what_a_guest_can_do_without_is_not_sent() {
     let (here, there) = (Balloon::start().unwrap(), Balloon::start().unwrap());
     let Some(guest) = linux(&here) else { return };

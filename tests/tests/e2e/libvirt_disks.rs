@@ -36,6 +36,7 @@ fn qemu_img(args: &[&str]) -> Result<String> {
 
 /// Saved while it writes, it runs on with an overlay; what was saved is the guest with its disk of that moment.
 #[test]
+#[ignore = "long: make test-long"]
 fn memory_and_disk_are_of_one_moment() -> Result<()> {
     let Some(host) = LibvirtHost::start("h1")? else { return Ok(()) };
     are_of_one_moment(&host, DiskFormat::Raw)

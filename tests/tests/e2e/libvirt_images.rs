@@ -30,6 +30,7 @@ fn file(domain: &Domain, name: &str) -> PathBuf {
 }
 
 #[test]
+#[ignore = "long: make test-long"]
 fn virsh_restores_what_was_saved_while_the_domain_ran_on() -> Result<()> {
     let Some(host) = LibvirtHost::start("h1")? else { return Ok(()) };
     let Some(other) = LibvirtHost::start("h2")? else { return Ok(()) };

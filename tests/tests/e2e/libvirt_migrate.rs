@@ -86,6 +86,7 @@ fn is_migrated_in_the_end(one: &LibvirtHost, other: &LibvirtHost) -> Result<()> 
 /// QEMU itself connects, several times: by a unix socket, and back by TCP, where libvirt uses one port at both hosts.
 /// They are one machine here, so each has an address of its own.
 #[test]
+#[ignore = "long: make test-long"]
 fn virsh_migrates_with_several_connections() -> Result<()> {
     let Some(one) = LibvirtHost::start("h1")? else { return Ok(()) };
     let Some(other) = LibvirtHost::start("h2")? else { return Ok(()) };

@@ -80,6 +80,7 @@ fn a_lazy_guest_finds_all_its_memory_in_memory_of_any_kind() -> Result<()> {
 
 /// A real kernel, in two parts of memory.
 #[test]
+#[ignore = "long: make test-long"]
 fn a_lazy_linux_guest_finds_all_its_private_memory() -> Result<()> {
     let folder = disk()?;
     let path = folder.join("snapshot");

@@ -114,6 +114,7 @@ fn watchers_of_a_domain_have_no_rights() -> Result<()> {
 
 /// Whoever of them is killed, and whether the guest runs or stands still then: it runs on, and nothing is left.
 #[test]
+#[ignore = "long: make test-long"]
 fn whoever_is_killed_the_domain_runs_on() -> Result<()> {
     let Some(host) = LibvirtHost::start("h1")? else { return Ok(()) };
     let domain = Domain::with_disk("g1", DiskFormat::Raw)?;

@@ -83,6 +83,7 @@ fn stock_qemu_loads_what_was_saved() -> Result<()> {
 
 /// Pages change while they are written: the file grows no further, and the last of each page is in it.
 #[test]
+#[ignore = "long: make test-long"]
 fn a_busy_guest_is_saved_in_rounds() -> Result<()> {
     let folder = disk()?;
     let workload = Workload { rate: 20_000, hot_mib: Some(8), ..Workload::LINUX };
