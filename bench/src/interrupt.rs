@@ -17,10 +17,16 @@ static TABLE: AtomicI32 = AtomicI32::new(0);
 /// From now on a signal removes everything that this process has made in these folders, and its slow links, and ends
 /// it. The guests end with it. A table that runs as a process of its own does so first.
 pub(crate) fn clean_up_in(folders: Vec<PathBuf>) -> Result<(), String> {
+    clean_up_in_after(folders, || {})
+}
+
+/// As [`clean_up_in`], for a table that takes hours: `publish` is called first, with what was measured until then.
+pub(crate) fn clean_up_in_after(folders: Vec<PathBuf>, publish: impl FnOnce() + Send + 'static) -> Result<(), String> {
     let mut signals =
         Signals::new([SIGINT, SIGTERM, SIGHUP]).map_err(|error| format!("can't wait for signals: {error}"))?;
     std::thread::spawn(move || {
         if let Some(signal) = signals.forever().next() {
+            publish();
             end_table();
             folders.iter().for_each(|folder| Scratch::remove_all(folder));
             SlowLink::remove_all();

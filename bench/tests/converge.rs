@@ -2,8 +2,9 @@
 #![allow(clippy::unwrap_used)]
 use std::time::Duration;
 
+use rustix::process::Signal;
 use serde_json::Value;
-use transship_lab::Transship;
+use transship_lab::{Transship, lines::Mark};
 
 /// A guest that writes as fast as it can, moved in each way once.
 #[test]
@@ -41,4 +42,41 @@ fn a_guest_that_writes_is_moved_in_every_way() {
     }
     let picture = std::fs::read_to_string(&svg).unwrap();
     assert!(roxmltree::Document::parse(&picture).is_ok(), "{picture}");
+}
+
+/// Who has measured for hours and stops has what was measured until then.
+#[test]
+#[ignore = "long: make test-long"]
+fn what_was_measured_before_a_signal_is_told() {
+    let folder = tempfile::tempdir().unwrap();
+    let json = folder.path().join("table.json");
+    let arguments = [
+        "bench",
+        "converge",
+        "--mem",
+        "64M",
+        "--link",
+        "400",
+        "--wires",
+        "loopback",
+        "--guests",
+        "emulated",
+        "--times",
+        "0.5",
+        "--hot",
+        "all",
+        "--ways",
+        "never,pace",
+        "--runs",
+        "1000",
+    ];
+    let bench = Transship::command(arguments).args(["--json".as_ref(), json.as_os_str()]).start().unwrap();
+    let is_told = |line: &str| line.contains("run 1 of 1000: completed").then_some(());
+    bench.stderr().wait_for(Duration::from_secs(120), Mark::START, "a move", is_told).unwrap();
+    bench.signal(Signal::TERM).unwrap();
+    let finished = bench.wait_for(Duration::from_secs(60)).unwrap().expect_code(128 + 15).unwrap();
+    assert!(finished.stdout.contains("emulated"), "{}", finished.stdout);
+    let report: Value = serde_json::from_str(&std::fs::read_to_string(&json).unwrap()).unwrap();
+    let runs: Vec<_> = report["results"]["series"].as_array().unwrap().iter().map(|series| &series["runs"]).collect();
+    assert!(!runs.is_empty() && runs.iter().all(|runs| runs[0]["status"] == "completed"), "{runs:?}");
 }

@@ -7,7 +7,12 @@ mod results;
 mod round_trip;
 mod watch;
 
-use std::{path::Path, time::Duration};
+use std::{
+    mem,
+    path::Path,
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    time::Duration,
+};
 
 use clap::ValueEnum;
 use serde::Serialize;
@@ -25,7 +30,7 @@ use crate::{
     interrupt,
     machine::{self, Machine},
     order::turns,
-    output::say,
+    output::{Files, say},
     pair::{GuestKind, Recipe, text},
     stock,
     tables::Measured,
@@ -202,10 +207,12 @@ impl Measured for Converge {
         if plan.quick {
             return vec![job("kvm", 120, &["--guests", "kvm", "--quick"])];
         }
-        let parts = ["kvm", "linux"].into_iter().flat_map(|guest| ["cable", "loopback"].map(|wire| (guest, wire)));
-        let jobs = parts.map(|(guest, wire)| {
-            let part = format!("{guest}-{wire}");
-            job(&part, 4 * 3600, &["--guests", guest, "--wires", wire]).runs("--runs", plan.pairs.min(3))
+        let sides = ["kvm", "linux"].into_iter().flat_map(|guest| ["cable", "loopback"].map(|wire| (guest, wire)));
+        let parts = sides.flat_map(|(guest, wire)| ["64M", "512M", "all"].map(|hot| (guest, wire, hot)));
+        let jobs = parts.map(|(guest, wire, hot)| {
+            let part = format!("{guest}-{wire}-{hot}");
+            let arguments = ["--guests", guest, "--wires", wire, "--hot", hot];
+            job(&part, 4800, &arguments).runs("--runs", plan.pairs.min(3))
         });
         jobs.collect()
     }
@@ -234,32 +241,49 @@ fn run(table: &Converge) -> Result<(), String> {
     }
     let base = Scratch::base();
     machine::check_room(table.mem, &base, false)?;
-    interrupt::clean_up_in(vec![base.clone()])?;
-    let mut results = Results {
+    let results = Arc::new(Mutex::new(Results {
         machine: Machine::here(),
         qemu: String::new(),
-        kvm: kvm_is_fast(&table.common.peer, &base)?,
+        kvm: false,
         guest_bytes: table.mem,
         channels: table.channels,
         links: Vec::new(),
         link_bytes_per_s: table.bytes_per_s(),
         series: Vec::new(),
-    };
-    let measured = measure(table, &base, &mut results);
-    // What was measured before a failure took its time, too.
-    results.series.retain(|series| !series.runs.is_empty() || series.not_possible.is_some());
-    if results.series.iter().any(|series| !series.runs.is_empty()) {
-        let files = &table.common.files;
-        files.publish(results.table(), &results, &results.aims(), &results.rows(), || results.svg())?;
-    }
+    }));
+    let (so_far, files) = (Arc::clone(&results), table.common.files.clone());
+    interrupt::clean_up_in_after(vec![base.clone()], move || {
+        if let Err(why) = publish(&so_far, &files) {
+            say(&why);
+        }
+    })?;
+    locked(&results).kvm = kvm_is_fast(&table.common.peer, &base)?;
+    let measured = measure(table, &base, &results);
+    publish(&results, &table.common.files)?;
     measured
 }
 
-fn measure(table: &Converge, base: &Path, results: &mut Results) -> Result<(), String> {
+fn locked(results: &Mutex<Results>) -> MutexGuard<'_, Results> {
+    results.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Prints and writes what there is: what was measured before a failure or a signal took its time, too. Whoever comes
+/// second waits for the end of this process.
+fn publish(results: &Mutex<Results>, files: &Files) -> Result<(), String> {
+    let mut results = locked(results);
+    results.series.retain(|series| !series.runs.is_empty() || series.not_possible.is_some());
+    if results.series.iter().any(|series| !series.runs.is_empty()) {
+        files.publish(results.table(), &*results, &results.aims(), &results.rows(), || results.svg())?;
+    }
+    mem::forget(results);
+    Ok(())
+}
+
+fn measure(table: &Converge, base: &Path, results: &Mutex<Results>) -> Result<(), String> {
     for &wire in &table.wires {
         let link = (wire == Wire::Cable).then(|| SlowLink::new(table.link)).transpose().map_err(text)?;
         let round_trip_ms = round_trip::median_ms(link.as_ref())?;
-        results.links.push(Link { wire, round_trip_ms });
+        locked(results).links.push(Link { wire, round_trip_ms });
         for &guest in &table.guests {
             for &hot in &table.hot {
                 in_turns(table, base, (wire, link.as_ref()), (guest, hot), results)?;
@@ -288,13 +312,13 @@ fn in_turns(
     base: &Path,
     (wire, link): (Wire, Option<&SlowLink>),
     (guest, hot): (Guest, Hot),
-    results: &mut Results,
+    results: &Mutex<Results>,
 ) -> Result<(), String> {
     let Some(mib) = hot.mib(guest, table.mem) else {
         say(&format!("{}: {} do not fit into its memory, and are left out", guest.title(), hot.title()));
         return Ok(());
     };
-    let kvm = results.kvm;
+    let kvm = locked(results).kvm;
     let home = Scratch::within(base).map_err(text)?;
     let memory = SourceMemory::create(&home.join("mem0"), table.mem, Content::Random)?;
     let recipe = |rate| {
@@ -313,23 +337,24 @@ fn in_turns(
     ));
     for case in cases(&table.times, link_rate, most) {
         let case = Case { wire, guest, hot, ..case };
-        let first = results.series.len();
-        results.series.extend(table.ways.iter().map(|&way| Series::new(case.clone(), way)));
+        let first = locked(results).series.len();
+        locked(results).series.extend(table.ways.iter().map(|&way| Series::new(case.clone(), way)));
         for run in 1..=table.runs {
             for turn in turns(table.ways.len(), run) {
-                let series = &mut results.series[first + turn];
+                let series = locked(results).series[first + turn].clone();
                 let title = format!("{}, run {run} of {}", series.title(), table.runs);
                 if series.not_possible.is_some() {
                     continue;
                 }
-                match moved(&recipe(case.pages_per_s), &memory, table, series.way, &mut results.qemu) {
+                match moved(&recipe(case.pages_per_s), &memory, table, series.way, results) {
                     Ok(once) => {
-                        say(&format!("{title}: {}", once.text()));
-                        series.runs.push(once);
+                        let told = format!("{title}: {}", once.text());
+                        locked(results).series[first + turn].runs.push(once);
+                        say(&told);
                     }
                     Err(Failed::NotPossible(why)) => {
                         say(&format!("{title}: not possible here: {why}"));
-                        series.not_possible = Some(why);
+                        locked(results).series[first + turn].not_possible = Some(why);
                     }
                     Err(Failed::Error(error)) => return Err(format!("{title}: {error}")),
                 }
@@ -358,15 +383,15 @@ fn moved(
     memory: &SourceMemory,
     table: &Converge,
     way: Way,
-    version: &mut String,
+    results: &Mutex<Results>,
 ) -> Result<Run, Failed> {
     let recipe = qemu::recipe_for(way, recipe).map_err(Failed::NotPossible)?;
     let pair = match recipe.start(memory) {
         Err(why) if way == Way::DirtyLimit => return Err(Failed::NotPossible(qemu::last_line(&why))),
         pair => pair?,
     };
-    if version.is_empty() {
-        *version = stock::version(&pair.source)?;
+    if locked(results).qemu.is_empty() {
+        locked(results).qemu = stock::version(&pair.source)?;
     }
     let limit = pair.link.is_none().then(|| table.bytes_per_s());
     if !way.is_ours() {
