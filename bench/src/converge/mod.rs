@@ -272,11 +272,12 @@ fn locked(results: &Mutex<Results>) -> MutexGuard<'_, Results> {
 fn publish(results: &Mutex<Results>, files: &Files) -> Result<(), String> {
     let mut results = locked(results);
     results.series.retain(|series| !series.runs.is_empty() || series.not_possible.is_some());
-    if results.series.iter().any(|series| !series.runs.is_empty()) {
-        files.publish(results.table(), &*results, &results.aims(), &results.rows(), || results.svg())?;
-    }
+    let published = match results.series.iter().any(|series| !series.runs.is_empty()) {
+        true => files.publish(results.table(), &*results, &results.aims(), &results.rows(), || results.svg()),
+        false => Ok(()),
+    };
     mem::forget(results);
-    Ok(())
+    published
 }
 
 fn measure(table: &Converge, base: &Path, results: &Mutex<Results>) -> Result<(), String> {
