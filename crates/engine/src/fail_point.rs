@@ -1,8 +1,9 @@
 //! Named steps at which a test makes this process die or stall, to see what the other parties then do.
 //!
-//! Without the feature `fail-points` they do nothing. With it, `TRANSSHIP_FAIL_POINT=NAME=ACTION` arms one step:
-//! `kill` ends the process as `kill -9` would; `stall` makes the file that `TRANSSHIP_FAIL_FILE` names and goes on when
-//! somebody has removed it; `error` makes the step fail. A step acts once: what comes in rounds goes on with the next.
+//! Without the feature `fail-points` they do nothing. With it, `TRANSSHIP_FAIL_POINT=NAME=ACTION` arms one step, and more
+//! of them with commas between: `kill` ends the process as `kill -9` would; `stall` writes the step's name to the file
+//! that `TRANSSHIP_FAIL_FILE` names and goes on when somebody has removed it; `error` makes the step fail. A step acts
+//! once: what comes in rounds goes on with the next.
 
 /// Marks a step.
 #[cfg(not(feature = "fail-points"))]
@@ -23,14 +24,16 @@ pub(crate) fn reach(name: &str) -> Result<(), crate::Error> {
         env, fs,
         path::PathBuf,
         process,
-        sync::atomic::{AtomicBool, Ordering},
+        sync::atomic::{AtomicU64, Ordering},
         thread,
         time::Duration,
     };
-    static ACTED: AtomicBool = AtomicBool::new(false);
+    /// A bit for each step that is armed.
+    static ACTED: AtomicU64 = AtomicU64::new(0);
     let Ok(armed) = env::var("TRANSSHIP_FAIL_POINT") else { return Ok(()) };
-    let Some((_, action)) = armed.split_once('=').filter(|(step, _)| *step == name) else { return Ok(()) };
-    if ACTED.swap(true, Ordering::Relaxed) {
+    let mut steps = armed.split(',').zip(0..u64::BITS).filter_map(|(step, bit)| Some((step.split_once('=')?, 1 << bit)));
+    let Some(((_, action), bit)) = steps.find(|((step, _), _)| *step == name) else { return Ok(()) };
+    if ACTED.fetch_or(bit, Ordering::Relaxed) & bit != 0 {
         return Ok(());
     }
     match action {

@@ -20,22 +20,42 @@ struct Stalled {
 
 impl Stalled {
     fn at(step: &str, wires: Wires, source: &Qemu, to: &str) -> Result<Self> {
+        Self::at_first_of(&[step], wires, source, to)
+    }
+
+    /// It will stand at each of the steps.
+    fn at_first_of(steps: &[&str], wires: Wires, source: &Qemu, to: &str) -> Result<Self> {
         let folder = Scratch::new()?;
-        let gate = folder.join("gate");
-        let armed = wires.moving(source, to).env("TRANSSHIP_FAIL_POINT", format!("{step}=stall"));
-        let mut moving = armed.env("TRANSSHIP_FAIL_FILE", &gate).start()?;
+        let armed: Vec<_> = steps.iter().map(|step| format!("{step}=stall")).collect();
+        let moving = wires.moving(source, to).env("TRANSSHIP_FAIL_POINT", armed.join(","));
+        let moving = moving.env("TRANSSHIP_FAIL_FILE", folder.join("gate")).start()?;
+        let mut stalled = Self { moving, folder };
+        stalled.wait_at(steps[0])?;
+        Ok(stalled)
+    }
+
+    fn wait_at(&mut self, step: &str) -> Result<()> {
+        let gate = self.folder.join("gate");
         wait_until(step, || {
-            if let Some(status) = moving.process().ended()? {
-                return Err(LabError(format!("it ended before {step}, {status}: {}", moving.stderr().tail())));
+            if let Some(status) = self.moving.process().ended()? {
+                return Err(LabError(format!("it ended before {step}, {status}: {}", self.moving.stderr().tail())));
             }
-            Ok(gate.exists())
-        })?;
-        Ok(Self { moving, folder })
+            Ok(fs::read_to_string(&gate).is_ok_and(|at| at == step))
+        })
+    }
+
+    fn go_on_to(&mut self, step: &str) -> Result<()> {
+        self.open()?;
+        self.wait_at(step)
     }
 
     fn go_on(self) -> Result<Transship> {
-        fs::remove_file(self.folder.join("gate")).map_err(|error| LabError(error.to_string()))?;
+        self.open()?;
         Ok(self.moving)
+    }
+
+    fn open(&self) -> Result<()> {
+        fs::remove_file(self.folder.join("gate")).map_err(|error| LabError(error.to_string()))
     }
 }
 
@@ -101,12 +121,12 @@ fn a_destination_that_dies_after_the_end_needs_a_person() -> Result<()> {
     let source = source()?;
     let mut destination = Qemu::multiboot().incoming().start()?;
     let to = PLAIN.wait_for_a_guest(&destination)?;
-    let stalled = Stalled::at("peer.loaded", PLAIN, &source, &to)?;
+    let mut stalled = Stalled::at_first_of(&["peer.loaded", "peer.end-sent"], PLAIN, &source, &to)?;
     // It does not get to say that it has it.
     destination.freeze()?;
-    let moving = stalled.go_on()?;
-    source.wait_status("postmigrate")?;
-    let ended = wait_for_the_end(moving, || destination.kill9())?;
+    stalled.go_on_to("peer.end-sent")?;
+    destination.kill9();
+    let ended = stalled.go_on()?.wait()?;
     assert_eq!(ended.status.code(), Some(3), "{ended}");
     assert_eq!(ended.report()?["status"], "unknown");
     assert!(ended.stderr.contains("info status") && ended.stderr.contains("cont"), "{ended}");
@@ -114,14 +134,6 @@ fn a_destination_that_dies_after_the_end_needs_a_person() -> Result<()> {
     source.qmp("cont", json!({}))?;
     assert_eq!(source.sweep()?.errors, 0);
     Ok(())
-}
-
-/// Kills the destination once the end must be on its way: the command has told its guard so.
-fn wait_for_the_end(moving: Transship, kill: impl FnOnce()) -> Result<transship_lab::Finished> {
-    let handed_over = |line: &str| line.contains("handed over").then_some(());
-    moving.stderr().wait(transship_lab::lines::Mark::START, "\"handed over\"", handed_over)?;
-    kill();
-    moving.wait()
 }
 
 #[test]
