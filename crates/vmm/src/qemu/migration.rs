@@ -238,8 +238,17 @@ fn status(qmp: &mut Qmp) -> Result<(String, Value), QmpError> {
     Ok((status, answer["error-desc"].take()))
 }
 
-/// Waits until QEMU calls the migration completed. Needs the capability `events`, which [`Settings::apply`] sets.
+/// Waits until QEMU calls the migration completed, which has begun since events were forgotten. Needs the capability
+/// `events`, which [`Settings::apply`] sets: a question would come behind whatever else QEMU was asked meanwhile.
 pub(super) fn wait_completed(qmp: &mut Qmp, limit: Duration) -> Result<(), GuestError> {
+    let until = Instant::now() + limit.min(EVENT_WAIT);
+    while let Some(event) = qmp.wait_event("MIGRATION", until)? {
+        match event.data["status"].as_str() {
+            Some("completed") => return Ok(()),
+            Some(status) if is_active(status) => {}
+            _ => break,
+        }
+    }
     let (status, reason) = wait_settled(qmp, limit)?;
     match status.as_str() {
         "completed" => Ok(()),

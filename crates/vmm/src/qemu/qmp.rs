@@ -112,6 +112,15 @@ pub(super) trait Carrier: Send {
         output: BorrowedFd<'_>,
         limit: Duration,
     ) -> Result<(), QmpError>;
+    /// Asks all of these, in this order, if that saves time, and waits for no answer: QEMU may read them while it does
+    /// something else. Commands that are given afterwards come behind them. [`Carrier::ask_ahead`] with the same
+    /// questions waits.
+    ///
+    /// # Errors
+    /// QEMU is gone, or reads nothing.
+    fn begin_to_ask(&mut self, _questions: &[Question]) -> Result<(), QmpError> {
+        Ok(())
+    }
     /// Asks all of these, in this order, in one go if that saves time. A command among them that is given later is
     /// answered from here until [`Carrier::forget_answers`]. None of them may change anything.
     ///
@@ -235,6 +244,11 @@ impl Qmp {
         limit: Duration,
     ) -> Result<Value, QmpError> {
         self.carrier.execute(command, arguments, None, limit)
+    }
+
+    /// See [`Carrier::begin_to_ask`].
+    pub(super) fn begin_to_ask(&mut self, questions: &[Question]) -> Result<(), QmpError> {
+        self.carrier.begin_to_ask(questions)
     }
 
     /// See [`Carrier::ask_ahead`].

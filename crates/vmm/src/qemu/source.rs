@@ -85,6 +85,8 @@ pub struct QemuSource {
     is_given_up: bool,
     /// Of the device state, where that is a migration of QEMU's.
     saving: Saving,
+    /// It was stopped, and nobody has looked yet whether it is what it was.
+    is_unchecked: bool,
     /// What the guest did when it was stopped last; standing before that, as it is not ours to let run then.
     found: Found,
     /// The guest stays after its state was saved.
@@ -146,6 +148,7 @@ impl QemuSource {
             has_released_disks: false,
             is_given_up: false,
             saving: Saving::default(),
+            is_unchecked: false,
             found: Found::Standing,
             is_copied: false,
             stays: false,
@@ -330,6 +333,9 @@ impl SourceGuest for QemuSource {
 
     fn stop_at_once(&mut self) -> Result<Found, GuestError> {
         let before = machine::run_state(&mut self.qmp)?;
+        self.is_unchecked = true;
+        // Of an earlier stop.
+        self.qmp.forget_answers();
         // A sleeping guest that QEMU stops is to sleep on.
         self.found = Found::by(["running", "suspended"].contains(&before.as_str()));
         match before.as_str() {
@@ -344,6 +350,7 @@ impl SourceGuest for QemuSource {
     }
 
     fn check_unchanged(&mut self) -> Result<(), GuestError> {
+        self.is_unchecked = false;
         self.look_whether_unchanged()
     }
 
@@ -425,9 +432,12 @@ impl SourceGuest for QemuSource {
             self.has_released_disks = disks == Disks::Released;
             let state = device_state.save(&mut self.qmp, disks)?;
             self.is_saved = true;
+            self.ask_whether_unchanged()?;
             return Ok(Box::new(io::Cursor::new(state)));
         }
-        self.saving.begin(&mut self.qmp, self.stays, before)
+        let state = self.saving.begin(&mut self.qmp, self.stays, before)?;
+        self.ask_whether_unchanged()?;
+        Ok(state)
     }
 
     fn state_saved(&mut self) -> Result<(), GuestError> {
@@ -451,6 +461,7 @@ impl SourceGuest for QemuSource {
     }
 
     fn resume(&mut self, run: bool) -> Result<(), GuestError> {
+        self.qmp.forget_answers();
         if self.saving.is_under_way() {
             // It has to end before. The guest is to run whatever becomes of the settings.
             let _ = self.saving.undo(&mut self.qmp);

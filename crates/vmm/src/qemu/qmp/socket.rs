@@ -39,7 +39,7 @@ pub(super) struct Socket {
     /// Bytes that came and are no whole line yet.
     pending: Vec<u8>,
     events: VecDeque<Event>,
-    ahead: Vec<ahead::Answer>,
+    asked: Vec<ahead::Asked>,
     next_id: u64,
     answered: Option<Instant>,
 }
@@ -58,7 +58,7 @@ impl Socket {
             version: (0, 0),
             pending: Vec::new(),
             events: VecDeque::new(),
-            ahead: Vec::new(),
+            asked: Vec::new(),
             next_id: 1,
             answered: None,
         };
@@ -110,20 +110,12 @@ impl Socket {
         Ok(id)
     }
 
-    /// The result of a command, if the message is its answer. Events are kept.
-    fn answer(&mut self, id: u64, command: &str, mut message: Value) -> Result<Option<Value>, QmpError> {
-        if message.get("event").is_some() {
-            self.keep(message);
-        } else if message["id"] == json!(id) {
-            if let Some(error) = message.get("error") {
-                let reason = error["desc"].as_str().unwrap_or("no reason given").to_owned();
-                return Err(QmpError::Refused { command: command.to_owned(), reason });
-            }
-            return Ok(Some(message["return"].take()));
-        } else if message.get("id").is_none() {
-            return Err(self.protocol("an answer to no command"));
+    /// The result of a command, if the message is its answer. Any other is sorted.
+    fn answer(&mut self, id: u64, command: &str, message: Value) -> Result<Option<Value>, QmpError> {
+        if message["id"] == json!(id) {
+            return ahead::result_of(command, message).map(Some);
         }
-        // Else it answers an earlier command, for which nobody waits any more.
+        self.sort(message)?;
         Ok(None)
     }
 
@@ -267,6 +259,10 @@ impl Carrier for Socket {
         if has_hung_up(&self.stream) { Err(self.closed()) } else { Ok(()) }
     }
 
+    fn begin_to_ask(&mut self, questions: &[Question]) -> Result<(), QmpError> {
+        Self::begin_to_ask(self, questions)
+    }
+
     fn ask_ahead(&mut self, questions: &[Question]) -> Result<(), QmpError> {
         Self::ask_ahead(self, questions)
     }
@@ -306,11 +302,8 @@ impl Carrier for Socket {
             if let Some(at) = self.events.iter().position(|event| event.name == name) {
                 return Ok(self.events.remove(at));
             }
-            match self.message(deadline)? {
-                Some(message) if message.get("event").is_some() => self.keep(message),
-                Some(_late_answer) => {}
-                None => return Ok(None),
-            }
+            let Some(message) = self.message(deadline)? else { return Ok(None) };
+            self.sort(message)?;
         }
     }
 

@@ -56,6 +56,34 @@ fn an_answer_to_an_earlier_command_is_not_taken_for_this_ones() {
     assert_eq!(qmp.execute("x", json!({})).unwrap(), json!({"right": 1}));
 }
 
+/// A question that was asked, and not waited for, is answered before a command that is given later. What comes
+/// meanwhile is lost in neither order.
+#[test]
+fn answers_to_what_was_asked_ahead_come_whenever_they_come() {
+    let (_dir, path) = peer(&[
+        "",
+        concat!(
+            r#"{"event": "MIGRATION", "data": {"status": "active"}}"#,
+            "\n",
+            r#"{"error": {"class": "GenericError", "desc": "no such thing"}, "id": ID}"#
+        ),
+        concat!(r#"{"return": {"first": 1}, "id": 2}"#, "\n", r#"{"return": {"third": 1}, "id": ID}"#),
+    ]);
+    let mut qmp = Qmp::connect(&path).unwrap();
+    let questions = [("first", json!({})), ("second", json!({ "of": 2 }))];
+    qmp.begin_to_ask(&questions).unwrap();
+    assert_eq!(qmp.execute("third", json!({})).unwrap(), json!({"third": 1}));
+    // Asked once: the peer would have no more answers.
+    qmp.ask_ahead(&questions).unwrap();
+    assert_eq!(qmp.execute("first", json!({})).unwrap(), json!({"first": 1}));
+    let refused = qmp.execute("second", json!({ "of": 2 })).unwrap_err();
+    assert!(matches!(&refused, QmpError::Refused { reason, .. } if reason == "no such thing"), "{refused}");
+    let event = qmp.wait_event("MIGRATION", Instant::now()).unwrap().unwrap();
+    assert_eq!(event.data, json!({"status": "active"}));
+    qmp.forget_answers();
+    assert!(matches!(qmp.execute("first", json!({})), Err(QmpError::Closed { .. })), "what is forgotten is asked anew");
+}
+
 /// It answers only when what it has written is read. Its answer is then not the next command's.
 #[test]
 fn a_command_that_writes_need_not_be_answered_before_somebody_reads() {

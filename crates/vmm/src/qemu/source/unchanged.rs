@@ -22,6 +22,15 @@ impl QemuSource {
         Ok(self.found)
     }
 
+    /// Asks what `look_whether_unchanged` will want to know, if it has not looked since the stop: QEMU reads a question
+    /// byte by byte, and can do so while its state is written, sent and loaded.
+    pub(super) fn ask_whether_unchanged(&mut self) -> Result<(), GuestError> {
+        if !self.is_unchecked || self.asks_later() {
+            return Ok(());
+        }
+        Ok(self.qmp.begin_to_ask(&questions::stopped(&self.backends))?)
+    }
+
     /// Whether a guest that was stopped is as it was when attached.
     pub(super) fn look_whether_unchanged(&mut self) -> Result<(), GuestError> {
         if self.asks_later() {

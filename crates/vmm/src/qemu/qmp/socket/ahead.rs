@@ -9,27 +9,61 @@ use super::{
     COMMAND_WAIT, Socket,
 };
 
-/// An answer that came before somebody asked.
-pub(super) struct Answer {
+/// What was asked before somebody wants to know.
+pub(super) struct Asked {
+    id: u64,
     command: &'static str,
     arguments: Value,
-    result: Result<Value, QmpError>,
+    /// None: it has not come yet.
+    result: Option<Result<Value, QmpError>>,
+}
+
+impl Asked {
+    fn is(&self, command: &str, arguments: &Value) -> bool {
+        self.command == command && self.arguments == *arguments
+    }
 }
 
 impl Socket {
-    /// Asks all of these, in this order. Whoever gives one of these commands gets the answer from here, until
+    /// Asks all of these that were not asked yet, in this order, and waits for no answer.
+    ///
+    /// # Errors
+    /// QEMU is gone, or reads nothing.
+    pub(super) fn begin_to_ask(&mut self, questions: &[Question]) -> Result<(), QmpError> {
+        for (command, arguments) in questions {
+            if !self.asked.iter().any(|asked| asked.is(command, arguments)) {
+                let id = self.give(command, arguments.clone(), None)?;
+                self.asked.push(Asked { id, command, arguments: arguments.clone(), result: None });
+            }
+        }
+        Ok(())
+    }
+
+    /// The same, and waits. Whoever gives one of these commands gets the answer from here, until
     /// [`Socket::forget_answers`]. None of them may change anything.
     ///
     /// # Errors
     /// QEMU is gone or does not answer; that it refuses one is an answer.
     pub(super) fn ask_ahead(&mut self, questions: &[Question]) -> Result<(), QmpError> {
-        let results = self.give_all(questions, COMMAND_WAIT)?;
-        let answers = questions.iter().zip(results);
-        self.ahead.extend(answers.map(|((command, arguments), result)| Answer {
-            command,
-            arguments: arguments.clone(),
-            result,
-        }));
+        self.begin_to_ask(questions)?;
+        let deadline = Instant::now() + COMMAND_WAIT;
+        while let Some(command) = self.asked.iter().find(|asked| asked.result.is_none()).map(|asked| asked.command) {
+            let Some(message) = self.message(deadline)? else { return Err(self.timeout(command, COMMAND_WAIT)) };
+            self.sort(message)?;
+        }
+        Ok(())
+    }
+
+    /// What came while somebody waited for something else: an event, an answer to what was asked ahead, or one for
+    /// which nobody waits any more.
+    pub(super) fn sort(&mut self, message: Value) -> Result<(), QmpError> {
+        if message.get("event").is_some() {
+            self.keep(message);
+        } else if message.get("id").is_none() {
+            return Err(self.protocol("an answer to no command"));
+        } else if let Some(asked) = self.asked.iter_mut().find(|asked| message["id"] == asked.id) {
+            asked.result = Some(result_of(asked.command, message));
+        }
         Ok(())
     }
 
@@ -57,12 +91,22 @@ impl Socket {
 
     /// What was asked ahead counts no more.
     pub(super) fn forget_answers(&mut self) {
-        self.ahead.clear();
+        self.asked.clear();
     }
 
-    /// What QEMU has said to that ahead.
+    /// What QEMU has said to that ahead, if it has.
     pub(super) fn answered(&self, command: &str, arguments: &Value) -> Option<Result<Value, QmpError>> {
-        let answer = self.ahead.iter().find(|answer| answer.command == command && answer.arguments == *arguments)?;
-        Some(answer.result.clone())
+        self.asked.iter().find(|asked| asked.is(command, arguments))?.result.clone()
+    }
+}
+
+/// The result in an answer, or why there is none.
+pub(super) fn result_of(command: &str, mut answer: Value) -> Result<Value, QmpError> {
+    match answer.get("error") {
+        Some(error) => {
+            let reason = error["desc"].as_str().unwrap_or("no reason given").to_owned();
+            Err(QmpError::Refused { command: command.to_owned(), reason })
+        }
+        None => Ok(answer["return"].take()),
     }
 }
