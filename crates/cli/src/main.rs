@@ -36,7 +36,12 @@ use std::{panic, process::ExitCode};
 use clap::{Parser, error::ErrorKind};
 use rustix::process::{DumpableBehavior, set_dumpable_behavior};
 use tracing::Dispatch;
-use tracing_subscriber::{EnvFilter, fmt::MakeWriter, util::SubscriberInitExt};
+use tracing_subscriber::{
+    filter::{LevelFilter, Targets},
+    fmt::MakeWriter,
+    layer::SubscriberExt,
+    util::SubscriberInitExt,
+};
 
 use args::{Cli, Command};
 use failure::Failure;
@@ -132,27 +137,26 @@ fn usage(rendered: &str) -> String {
     format!("{}; see `transship --help`", line.strip_prefix("error: ").unwrap_or(&line))
 }
 
-/// What is shown without the variable: the warnings of all of transship's own crates. The user can do something about
-/// each of these.
-const UNASKED: &str = "transship=warn";
-
 fn start_log() -> Result<(), Failure> {
     let Ok(filter) = std::env::var(LOG_VARIABLE) else {
         talk(|| output::Talk).init();
         return Ok(());
     };
-    let filter = EnvFilter::try_new(&filter).map_err(|why| {
+    let filter = filter.parse::<Targets>().map_err(|why| {
         Failure::Usage(vec![format!("{LOG_VARIABLE} {filter:?}: {why}; write debug, or transship_engine=trace")])
     })?;
     // A log that can't be written must not end a move.
-    tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).log_internal_errors(false).init();
+    let lines = tracing_subscriber::fmt().with_writer(std::io::stderr).log_internal_errors(false);
+    lines.with_max_level(LevelFilter::TRACE).finish().with(filter).init();
     Ok(())
 }
 
-/// Warnings, each on a line of its own.
+/// What is shown without the variable, each on a line of its own: the warnings of all of transship's own crates. The
+/// user can do something about each of these.
 fn talk<W: for<'w> MakeWriter<'w> + Send + Sync + 'static>(to: W) -> Dispatch {
     let lines = tracing_subscriber::fmt().without_time().with_level(false).with_target(false).with_ansi(false);
-    lines.with_env_filter(UNASKED).with_writer(to).log_internal_errors(false).finish().into()
+    let lines = lines.with_writer(to).log_internal_errors(false).finish();
+    lines.with(Targets::new().with_target("transship", LevelFilter::WARN)).into()
 }
 
 #[cfg(test)]
