@@ -169,6 +169,9 @@ mod tests {
     }
 
     proptest! {
+        // Each case draws the pairs anew thousands of times.
+        #![proptest_config(ProptestConfig::with_cases(64))]
+
         #[test]
         fn the_median_lies_in_the_interval_and_the_interval_among_the_pairs(pairs in times()) {
             let (ours, qemu) = unzipped(&pairs);

@@ -279,6 +279,7 @@ fn a_guest_with_old_data_goes_there_and_back_in_every_way() {
 
 /// Clones of a small guest beside the same guest loaded by QEMU, and restored lazily.
 #[test]
+#[ignore = "long: make test-long"]
 fn clones_stand_beside_guests_that_are_loaded() {
     let folder = tempfile::tempdir().unwrap();
     let (json, svg) = (folder.path().join("table.json"), folder.path().join("table.svg"));
@@ -369,6 +370,7 @@ fn all_tables_go_into_one_folder_and_an_interrupted_run_goes_on() {
 
 /// Guests are heard before, during and after a move by each side; and one is tracked by both.
 #[test]
+#[ignore = "long: make test-long"]
 fn guests_are_heard_while_they_are_moved() {
     let folder = tempfile::tempdir().unwrap();
     let (json, svg) = (folder.path().join("table.json"), folder.path().join("table.svg"));

@@ -31,7 +31,8 @@ pub(crate) fn reach(name: &str) -> Result<(), crate::Error> {
     /// A bit for each step that is armed.
     static ACTED: AtomicU64 = AtomicU64::new(0);
     let Ok(armed) = env::var("TRANSSHIP_FAIL_POINT") else { return Ok(()) };
-    let mut steps = armed.split(',').zip(0..u64::BITS).filter_map(|(step, bit)| Some((step.split_once('=')?, 1 << bit)));
+    let mut steps =
+        armed.split(',').zip(0..u64::BITS).filter_map(|(step, bit)| Some((step.split_once('=')?, 1 << bit)));
     let Some(((_, action), bit)) = steps.find(|((step, _), _)| *step == name) else { return Ok(()) };
     if ACTED.fetch_or(bit, Ordering::Relaxed) & bit != 0 {
         return Ok(());

@@ -156,6 +156,7 @@ fn a_balloon_that_is_asked_to_end_tells_its_client_and_ends_when_qemu_lets_go() 
 
 /// Free page reporting: what the guest has freed becomes holes, by and by.
 #[test]
+#[ignore = "long: make test-long"]
 fn reported_memory_becomes_holes() {
     let balloon = Balloon::start().unwrap();
     let Some(guest) = guest(&balloon) else { return };

@@ -5,16 +5,16 @@
 //! - Moves: `moves`, `converging`, `post_copy`, `at_stop`, `codecs`, `run_state`, `run_at_once`, `disks`,
 //!   `direct_disks`, `strangers`, `settings`; seen and steered from outside: `control`, `holding`; over networks that
 //!   nobody trusts: `tokens`, `certificates`; what others on the same host get: `privacy`; who dies in one: `crash`
-//! - To and from a stock QEMU: `qemu_peer_send`, `qemu_peer_receive`, `relay`, `relay_many`; over TLS: `qemu_tls`; one
-//!   that is confined: `selinux`; who dies in one: `qemu_peer_crash`
+//! - To and from a stock QEMU: `qemu_peer_send`, `qemu_peer_receive`, `relay`, `relay_many`; over TLS: `qemu_tls`; who
+//!   dies in one: `qemu_peer_crash`
 //! - Snapshots: `save`, `background`, `restore`, `restore_lazy`, `restore_lazy_full`, `restore_lazy_private`,
 //!   `restore_given_back`, `convert`, `encrypted`
 //! - Images and guests that share them: `clones`, `clones_refused`, `forks`
 //! - What is said beforehand: `check`, `plan`; domains of libvirt: `libvirt`, `libvirt_images`, `libvirt_disks`,
 //!   `libvirt_migrate`
-//! - Memory: `any_memory`, `huge_pages`, `preallocated`, `free_pages`, `writers`, `vhost_net`, `vhost_user`,
-//!   `vhost_user_fs`, `vhost_user_net`, `trackers`, `old_kernel`; who says which of it is free: `balloon`, `hints`;
-//!   whose QEMU it is, and what that sees: `places`
+//! - Memory: `any_memory`, `huge_pages`, `preallocated`, `free_pages`, `writers`, `vhost_user`, `vhost_user_fs`,
+//!   `vhost_user_net`, `trackers`; who says which of it is free: `balloon`, `hints`; whose QEMU it is, and what that
+//!   sees: `places`
 //! - What several of them need: `ends`, `middle`, `peer`, `restoring`, `sector`, `steering`, `stock`
 mod any_memory;
 mod at_stop;
@@ -47,7 +47,6 @@ mod libvirt_migrate;
 mod link;
 mod middle;
 mod moves;
-mod old_kernel;
 mod peer;
 mod places;
 mod plan;
@@ -78,14 +77,12 @@ mod sandbox_libvirt;
 mod sandbox_passed;
 mod save;
 mod sector;
-mod selinux;
 mod settings;
 mod steering;
 mod stock;
 mod strangers;
 mod tokens;
 mod trackers;
-mod vhost_net;
 mod vhost_user;
 mod vhost_user_fs;
 mod vhost_user_net;

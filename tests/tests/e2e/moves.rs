@@ -69,6 +69,7 @@ fn a_linux_guest_goes_on_where_it_was() -> Result<()> {
 
 /// Over a link so slow that rounds take time, pages change while they travel, and are sent again.
 #[test]
+#[ignore = "long: make test-long"]
 fn a_linux_guest_moves_over_a_slow_link() -> Result<()> {
     let link = SlowLink::new(400)?;
     let workload = Workload { rate: 1500, hot_mib: Some(8), ..Workload::LINUX };

@@ -81,6 +81,7 @@ fn a_guest_that_writes_goes_over_a_slow_link() -> Result<()> {
 }
 
 #[test]
+#[ignore = "long: make test-long"]
 fn a_guest_that_outruns_the_link_gets_a_verdict() -> Result<()> {
     // While it checks all its pages it writes none, and where KVM has to emulate that takes seconds.
     let workload = Workload { mib: 16, rate: 0, sweep_ms: 120_000, ..Workload::MULTIBOOT };

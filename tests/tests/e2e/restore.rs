@@ -10,6 +10,7 @@ use transship_lab::{Disk, Qemu, Result, Synthetic, Transship, synthetic::Synthet
 /// What stock QEMU saves we restore into a stock QEMU, whatever way it was written and is read, and whatever the memory
 /// held before.
 #[test]
+#[ignore = "long: make test-long"]
 fn a_linux_guest_that_stock_qemu_saved_goes_on() -> Result<()> {
     let folder = disk()?;
     let ways: [(&str, StockSave<'_>, &[&str]); 4] = [

@@ -21,6 +21,7 @@ fn assert_right(guest: &Qemu) -> Result<()> {
 }
 
 #[test]
+#[ignore = "long: make test-long"]
 fn a_guest_whose_files_come_from_another_process_is_moved_and_saved() -> Result<()> {
     let Some(folder) = SharedFolder::new(16)? else { return Ok(()) };
     let (files0, files1, files2) = (folder.serve(&[])?, folder.serve(&[])?, folder.serve(&[])?);

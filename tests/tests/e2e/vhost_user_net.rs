@@ -42,6 +42,7 @@ fn check(guest: &Qemu) -> Result<String> {
 }
 
 #[test]
+#[ignore = "long: make test-long"]
 fn a_guest_whose_network_is_another_process_is_moved_and_saved() -> Result<()> {
     let echo = Echo::start()?;
     let Some(net0) = Network::Passt.start()? else { return Ok(()) };

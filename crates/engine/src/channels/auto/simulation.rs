@@ -375,6 +375,7 @@ proptest! {
     })]
 
     #[test]
+    #[ignore = "long: make test-long"]
     fn it_is_nearly_as_fast_as_the_best_anywhere(hosts in hosts(), link in link(), data in data(), long in 2..5u64) {
         let pages = if link < GIGABIT { GIB } else { GIB * long };
         assert_near_best(&hosts, pages, &[(0, data, link)], near(&hosts));
@@ -382,6 +383,7 @@ proptest! {
 
     /// Memory whose parts shrink more or less: what was learnt in one of them is wrong in the next.
     #[test]
+    #[ignore = "long: make test-long"]
     fn it_keeps_up_with_memory_that_changes(
         hosts in hosts(),
         link in link(),

@@ -1,13 +1,11 @@
 //! A kernel that takes no note of writes by itself (Debian 12's 6.1), booted in a virtual machine: there transship runs
 //! as it is, and writers wait for it.
-use std::{fs, path::Path, time::Duration};
+use std::{fs, path::Path};
 
-use crate::restoring::{disk, io};
 use serde_json::Value;
 use transship_lab::{Initrd, LabError, Result, binary, image, lacks, root};
 
-/// Everything is emulated, and the machine may be busy.
-const PATIENCE: Duration = Duration::from_secs(900);
+use crate::{folder, run};
 
 /// All that runs in it. Each line that begins with `old: ` is for us.
 const INIT: &str = r#"#!/bin/busybox sh
@@ -50,7 +48,7 @@ echo "old: restore --lazy $?"
 /bin/busybox kill $c
 wait $c
 echo "old: restored $?"
-echo "old: end"
+echo "old: end: all"
 /bin/busybox poweroff -f
 "#;
 
@@ -58,7 +56,7 @@ echo "old: end"
 fn version(kernel: &Path) -> Result<(u32, u32)> {
     // Where its header has the offset of its release, which begins 512 bytes behind that.
     const OFFSET_AT: usize = 0x20e;
-    let bytes = io(fs::read(kernel))?;
+    let bytes = fs::read(kernel).map_err(|error| LabError(error.to_string()))?;
     let at = bytes.get(OFFSET_AT..OFFSET_AT + 2).map_or(0, |two| usize::from(u16::from_le_bytes([two[0], two[1]])));
     let text = String::from_utf8_lossy(bytes.get(at + 0x200..at + 0x220).unwrap_or_default()).into_owned();
     let mut numbers = text.split(|c: char| !c.is_ascii_digit()).map_while(|number| number.parse().ok());
@@ -74,28 +72,21 @@ fn guests_are_moved_saved_and_restored_under_a_kernel_before_6_7() -> Result<()>
         lacks(format_args!("Debian 12's kernel as .guest/linux/vmlinuz in {} (it is {found:?})", root().display()));
         return Ok(());
     }
-    let folder = disk()?;
+    let folder = folder()?;
     let files = Initrd::new(folder.path())?;
     files.program(&binary()?, "transship")?;
     files.file(&image("linux/busybox")?, "bin/busybox")?;
     files.init(INIT)?;
-    let mut machine = files.boot(&kernel, "")?;
-    machine.wait(PATIENCE)?;
-    let lines = machine.stdout().to_the_end()?;
-    let said = |what: &str| {
-        // A command's progress may stand before it.
-        let line = lines.iter().find_map(|line| line.trim_end().split_once("old: ")?.1.strip_prefix(what));
-        line.map(str::trim).ok_or_else(|| LabError(format!("no word of {what:?}:\n{}", lines.join("\n"))))
-    };
-    said("end")?;
-    assert!(said("kernel ")?.starts_with(&format!("{}.{}", found.0, found.1)));
+    let said = run(&files, &kernel, "", "old")?;
+    assert_eq!(said.of("end:")?, "all", "{said}");
+    assert!(said.of("kernel")?.starts_with(&format!("{}.{}", found.0, found.1)));
     for step in ["move", "receive", "save --live", "guest", "restore --lazy", "restored"] {
-        assert_eq!(said(&format!("{step} "))?, "0", "{step}:\n{}", lines.join("\n"));
+        assert_eq!(said.of(step)?, "0", "{step}:\n{said}");
     }
     // Pages that are not there yet can't be protected before that.
-    assert_eq!(said("save --background ")?, "1");
-    assert!(said("refused ")?.contains("Linux 6.4 or newer is needed"), "{}", lines.join("\n"));
-    let report: Value = serde_json::from_str(said("report ")?).map_err(|e| LabError(e.to_string()))?;
+    assert_eq!(said.of("save --background")?, "1");
+    assert!(said.of("refused")?.contains("Linux 6.4 or newer is needed"), "{said}");
+    let report: Value = serde_json::from_str(said.of("report")?).map_err(|e| LabError(e.to_string()))?;
     assert_eq!(report["tracker"]["name"], "sync", "{report}");
     assert_eq!(report["verified"], true, "{report}");
     assert!(report["tracker"]["waits"].as_u64() > Some(0), "{report}");

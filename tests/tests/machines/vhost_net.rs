@@ -1,12 +1,12 @@
 //! A guest whose network card is a thread of the kernel (vhost-net), which writes to its memory as QEMU would. In a
 //! virtual machine, since the kernel here may have none.
-use crate::restoring::{disk, io};
+use std::{fs, path::Path};
+
 use serde_json::Value;
-use std::{fs, path::Path, time::Duration};
 use transship_lab::{Initrd, LabError, Result, binary, image, lacks, root};
 
-/// Everything is emulated twice, and the machine may be busy.
-const PATIENCE: Duration = Duration::from_secs(1200);
+use crate::{folder, run};
+
 /// Drivers of its kernel, by number.
 const MODULES: &str = ".guest/linux/modules-new";
 
@@ -20,7 +20,7 @@ fn a_guest_whose_network_card_is_the_kernels_is_moved() -> Result<()> {
             return Ok(());
         }
     }
-    let folder = disk()?;
+    let folder = folder()?;
     let files = Initrd::new(folder.path())?;
     files.program(&binary()?, "bin/transship")?;
     files.program(perl, "bin/perl")?;
@@ -29,32 +29,24 @@ fn a_guest_whose_network_card_is_the_kernels_is_moved() -> Result<()> {
     for part in ["vmlinuz", "initrd.img"] {
         files.file(&image(&format!("linux/{part}"))?, &format!("guest/{part}"))?;
     }
-    for driver in io(fs::read_dir(root().join(MODULES)))?.flatten() {
+    let drivers = fs::read_dir(root().join(MODULES)).map_err(|error| LabError(error.to_string()))?;
+    for driver in drivers.flatten() {
         files.file(&driver.path(), &format!("modules/{}", driver.file_name().display()))?;
     }
     files.init(include_str!("../../../guest/vhost-net/init"))?;
-    let mut machine = files.boot(&image("linux/vmlinuz-new")?, "")?;
-    machine.wait(PATIENCE)?;
-
-    let lines = machine.stdout().to_the_end()?;
-    let all = lines.join("\n");
-    let said = |what: &str| {
-        // A command's progress may stand before it.
-        let line = lines.iter().find_map(|line| line.trim_end().split_once("net: ")?.1.strip_prefix(what));
-        line.map(str::trim).ok_or_else(|| LabError(format!("no word of {what:?}:\n{all}")))
-    };
-    let end = said("end: ")?;
+    let said = run(&files, &image("linux/vmlinuz-new")?, "", "net")?;
+    let end = said.of("end:")?;
     if end != "all" {
         lacks(format_args!("vhost-net in .guest/linux/vmlinuz-new: {end}"));
         return Ok(());
     }
-    assert_eq!((said("move ")?, said("receive ")?), ("0", "0"), "{all}");
-    let report: Value = serde_json::from_str(said("report ")?).map_err(|e| LabError(e.to_string()))?;
+    assert_eq!((said.of("move")?, said.of("receive")?), ("0", "0"), "{said}");
+    let report: Value = serde_json::from_str(said.of("report")?).map_err(|e| LabError(e.to_string()))?;
     assert_eq!((&report["verified"], &report["tracker"]["name"]), (&true.into(), &"async".into()), "{report}");
-    let heard = |when: &str| Ok::<u64, LabError>(said(when)?.parse().unwrap_or(0));
-    assert!(heard("before ")? > 0 && heard("after ")? > heard("before ")? + 100, "{all}");
-    for whole in ["datagrams ", "pages "] {
-        assert!(said(whole)?.ends_with("errors=0"), "{all}");
+    let heard = |when: &str| Ok::<u64, LabError>(said.of(when)?.parse().unwrap_or(0));
+    assert!(heard("before")? > 0 && heard("after")? > heard("before")? + 100, "{said}");
+    for whole in ["datagrams", "pages"] {
+        assert!(said.of(whole)?.ends_with("errors=0"), "{said}");
     }
     Ok(())
 }

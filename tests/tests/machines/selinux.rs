@@ -1,27 +1,14 @@
 //! Under an SELinux that confines QEMU, with Debian's own policy: what `relay` gives its socket, and who may connect.
-use std::{path::Path, time::Duration};
+use std::path::Path;
 
-use crate::restoring::disk;
-use transship_lab::{Initrd, LabError, Result, binary, image, lacks, root};
+use transship_lab::{Initrd, Result, binary, image, lacks, root};
 
-/// Everything is emulated, and the machine may be busy.
-const PATIENCE: Duration = Duration::from_secs(900);
+use crate::{Said, folder, run};
+
 const POLICY: &str = ".guest/selinux/policy";
 
-/// What guest/selinux/init has said.
-struct Said(Vec<String>);
-
+/// What guest/selinux/init has said of a relay.
 impl Said {
-    /// The first line about something.
-    fn of(&self, what: &str) -> Result<&str> {
-        self.all(what).next().ok_or_else(|| LabError(format!("no word of {what:?}:\n{self}")))
-    }
-
-    fn all(&self, what: &str) -> impl Iterator<Item = &str> {
-        let begin = format!("selinux: {what} ");
-        self.0.iter().filter_map(move |line| line.trim_end().strip_prefix(&begin).map(str::trim))
-    }
-
     /// That what was asked for was refused, and by the kernel's own words why.
     fn is_refused(&self, case: &str, why: &str) -> Result<()> {
         assert!(self.of(&format!("{case} migration"))?.starts_with("failed"), "{case}:\n{self}");
@@ -49,12 +36,6 @@ impl Said {
     }
 }
 
-impl std::fmt::Display for Said {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str(&self.0.join("\n"))
-    }
-}
-
 /// That host's programs and files.
 fn files(folder: &Path, perl: &Path, qemu: &Path) -> Result<Initrd> {
     let files = Initrd::new(folder)?;
@@ -79,11 +60,9 @@ fn a_qemu_that_selinux_confines_connects_to_a_relay_with_the_right_labels() -> R
             return Ok(());
         }
     }
-    let folder = disk()?;
-    let machine = files(folder.path(), perl, qemu)?;
-    let mut machine = machine.boot(&image("linux/vmlinuz")?, "security=selinux selinux=1 enforcing=0")?;
-    machine.wait(PATIENCE)?;
-    let said = Said(machine.stdout().to_the_end()?);
+    let folder = folder()?;
+    let files = files(folder.path(), perl, qemu)?;
+    let said = run(&files, &image("linux/vmlinuz")?, "security=selinux selinux=1 enforcing=0", "selinux")?;
     if said.of("end:")? == "this kernel has no SELinux" {
         lacks("a kernel with SELinux as .guest/linux/vmlinuz, such as Debian's");
         return Ok(());
