@@ -1,7 +1,7 @@
 //! Named steps at which a test makes this process die or stall, to see what the other parties then do.
 //!
-//! Without the feature `fail-points` they do nothing. With it, `TRANSSHIP_FAIL_POINT=NAME=ACTION` arms one step, and more
-//! of them with commas between: `kill` ends the process as `kill -9` would; `stall` writes the step's name to the file
+//! Without the feature `fail-points` they do nothing. With it, `TRANSSHIP_FAIL_POINT=NAME=ACTION` arms one step, or
+//! more, with commas between: `kill` ends the process as `kill -9` would; `stall` writes the step's name to the file
 //! that `TRANSSHIP_FAIL_FILE` names and goes on when somebody has removed it; `error` makes the step fail. A step acts
 //! once: what comes in rounds goes on with the next.
 
