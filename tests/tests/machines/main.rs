@@ -7,7 +7,7 @@ mod vhost_net;
 
 use std::{fmt, path::Path, time::Duration};
 
-use transship_lab::{Initrd, LabError, Result, Scratch};
+use transship_lab::{Initrd, LabError, Result, Scratch, lacks};
 
 /// Everything is emulated, some of it twice, and the machine may be busy.
 const PATIENCE: Duration = Duration::from_secs(1200);
@@ -15,6 +15,12 @@ const PATIENCE: Duration = Duration::from_secs(1200);
 /// A folder for the files of a machine.
 fn folder() -> Result<Scratch> {
     Scratch::within(&std::env::temp_dir())
+}
+
+/// Whether one of these files is not here. That is noted, with who makes it.
+fn are_lacking(files: &[&Path], maker: &str) -> bool {
+    let lacking = files.iter().find(|file| !file.exists());
+    lacking.inspect(|file| lacks(format_args!("{} ({maker})", file.display()))).is_some()
 }
 
 /// Boots a machine of these files, and waits for its end. What it says for us begins with `prefix`.

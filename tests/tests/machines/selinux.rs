@@ -3,7 +3,7 @@ use std::path::Path;
 
 use transship_lab::{Initrd, Result, binary, image, lacks, root};
 
-use crate::{Said, folder, run};
+use crate::{Said, are_lacking, folder, run};
 
 const POLICY: &str = ".guest/selinux/policy";
 
@@ -54,11 +54,8 @@ fn files(folder: &Path, perl: &Path, qemu: &Path) -> Result<Initrd> {
 #[ignore = "a minute: boots a kernel under emulation, with QEMUs in it"]
 fn a_qemu_that_selinux_confines_connects_to_a_relay_with_the_right_labels() -> Result<()> {
     let (perl, qemu) = (Path::new("/usr/bin/perl"), Path::new("/usr/bin/qemu-system-x86_64"));
-    for needed in [&root().join(POLICY), perl, qemu] {
-        if !needed.exists() {
-            lacks(format_args!("{} (scripts/selinux-policy.sh makes Debian's policy)", needed.display()));
-            return Ok(());
-        }
+    if are_lacking(&[&root().join(POLICY), perl, qemu], "scripts/selinux-policy.sh makes Debian's policy") {
+        return Ok(());
     }
     let folder = folder()?;
     let files = files(folder.path(), perl, qemu)?;

@@ -5,7 +5,7 @@ use std::{fs, path::Path};
 use serde_json::Value;
 use transship_lab::{Initrd, LabError, Result, binary, image, lacks, root};
 
-use crate::{folder, run};
+use crate::{are_lacking, folder, run};
 
 /// Drivers of its kernel, by number.
 const MODULES: &str = ".guest/linux/modules-new";
@@ -14,11 +14,8 @@ const MODULES: &str = ".guest/linux/modules-new";
 #[ignore = "minutes: boots a guest in a machine that is emulated itself"]
 fn a_guest_whose_network_card_is_the_kernels_is_moved() -> Result<()> {
     let (perl, qemu) = (Path::new("/usr/bin/perl"), Path::new("/usr/bin/qemu-system-x86_64"));
-    for needed in [&root().join(MODULES), perl, qemu] {
-        if !needed.exists() {
-            lacks(format_args!("{} (scripts/guests.sh makes the drivers' folder)", needed.display()));
-            return Ok(());
-        }
+    if are_lacking(&[&root().join(MODULES), perl, qemu], "scripts/guests.sh makes the drivers' folder") {
+        return Ok(());
     }
     let folder = folder()?;
     let files = Initrd::new(folder.path())?;
