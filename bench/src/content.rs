@@ -8,7 +8,7 @@ use std::{
 
 use clap::ValueEnum;
 use serde::Serialize;
-use transship_memory::{Access, PAGE_BYTES, PageCount, PageRange, Region, WINDOW_PAGES};
+use transship_memory::{Access, ByteRange, PAGE_BYTES, PageCount, PageRange, Region, WINDOW_PAGES};
 
 use crate::corpus::Corpus;
 
@@ -133,7 +133,7 @@ impl SourceMemory {
     fn map(&self) -> Result<Region, String> {
         let file = OpenOptions::new().read(true).write(true).open(&self.path);
         let file = file.map_err(|error| format!("can't open {}: {error}", self.path.display()))?;
-        Region::map("bench", file.into(), 0, self.bytes, Access::ReadWrite).map_err(|e| e.to_string())
+        Region::map("bench", file.into(), ByteRange::sized(0, self.bytes), Access::ReadWrite).map_err(|e| e.to_string())
     }
 
     fn fill(&self, region: &Region) -> Result<(), String> {

@@ -9,7 +9,7 @@ use std::{
 };
 
 use transship_lab::Scratch;
-use transship_memory::{Access, PageCount, PageNumber, PageRange, Region, WINDOW_PAGES};
+use transship_memory::{Access, ByteRange, PageCount, PageNumber, PageRange, Region, WINDOW_PAGES};
 
 use crate::{pair::text, units::millis};
 
@@ -32,7 +32,7 @@ impl Copy {
             let file = OpenOptions::new().read(true).write(true).create_new(true).open(&path);
             let file = file.and_then(|file| file.set_len(bytes).map(|()| file));
             let file = file.map_err(|error| format!("{}: {error}", path.display()))?;
-            Region::map("bench", file.into(), 0, bytes, Access::ReadWrite).map_err(text)
+            Region::map("bench", file.into(), ByteRange::sized(0, bytes), Access::ReadWrite).map_err(text)
         };
         let (source, destination) = (map("source")?, map("destination")?);
         let window: Vec<u8> = (0..WINDOW_PAGES.buffer_bytes()).map(|byte| (byte % 251 + 1) as u8).collect();

@@ -126,7 +126,7 @@ mod tests {
     #![allow(clippy::unwrap_used)]
     use proptest::prelude::*;
     use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
-    use transship_memory::{Access, Keep, PAGE_BYTES, PageCount, PageNumber, Region};
+    use transship_memory::{Access, ByteRange, Keep, PAGE_BYTES, PageCount, PageNumber, Region};
 
     use super::*;
 
@@ -166,7 +166,7 @@ mod tests {
         let region = |name| {
             let file = memfd_create(name, MemfdFlags::CLOEXEC).unwrap();
             ftruncate(&file, PAGES * PAGE_BYTES as u64).unwrap();
-            Region::map(name, file, 0, PAGES * PAGE_BYTES as u64, Access::ReadWrite).unwrap()
+            Region::map(name, file, ByteRange::sized(0, PAGES * PAGE_BYTES as u64), Access::ReadWrite).unwrap()
         };
         let memory = GuestMemory::new(vec![region("a"), region("b").keeping(Keep::All)]);
         for region in memory.regions() {

@@ -20,7 +20,7 @@ use rustix::{
     fs::{MemfdFlags, Mode, OFlags},
     time::{ClockId, clock_gettime},
 };
-use transship_memory::{Access, FileIo, FileQueue, GuestMemory, PAGE_BYTES, PageRange, Region, WindowPages};
+use transship_memory::{Access, ByteRange, FileIo, FileQueue, GuestMemory, PAGE_BYTES, PageRange, Region, WindowPages};
 
 const PAGE: u64 = PAGE_BYTES as u64;
 
@@ -82,7 +82,7 @@ fn table(path: &Path, bytes: u64) -> Result<(), Box<dyn Error>> {
 fn memory(bytes: u64) -> Result<GuestMemory, Box<dyn Error>> {
     let file = rustix::fs::memfd_create("guest", MemfdFlags::CLOEXEC)?;
     rustix::fs::ftruncate(&file, bytes)?;
-    Ok(GuestMemory::new(vec![Region::map("ram", file, 0, bytes, Access::ReadWrite)?]))
+    Ok(GuestMemory::new(vec![Region::map("ram", file, ByteRange::sized(0, bytes), Access::ReadWrite)?]))
 }
 
 fn open(path: &Path, direct: bool) -> Result<OwnedFd, Box<dyn Error>> {

@@ -2,7 +2,7 @@
 
 use std::io;
 
-use crate::{Error, Flaw, PAGE, PageCount, PageNumber, PageRange, PageSet};
+use crate::{ByteRange, Error, Flaw, PAGE, PageCount, PageNumber, PageRange, PageSet};
 
 /// Where (a part of) a region is mapped in the tracked process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -23,13 +23,15 @@ impl Area {
         self.first_page.run(PageCount::within(self.bytes))
     }
 
-    pub(crate) fn end(&self) -> u64 {
-        self.address + self.bytes
+    /// Where it is in the tracked process.
+    pub fn addresses(&self) -> ByteRange {
+        ByteRange::sized(self.address, self.bytes)
     }
 
-    /// The pages of the region that lie between two addresses of the area.
-    pub(crate) fn pages_between(&self, start: u64, end: u64) -> PageRange {
-        let (start, end) = (start.clamp(self.address, self.end()), end.clamp(self.address, self.end()));
+    /// The pages of the region that lie at these addresses.
+    pub(crate) fn pages_at(&self, addresses: ByteRange) -> PageRange {
+        let ByteRange { start, end } = self.addresses();
+        let (start, end) = (addresses.start.clamp(start, end), addresses.end.clamp(start, end));
         let (first, end) = (PageCount::within(start - self.address), PageCount::holding(end - self.address));
         (self.first_page + first).run(end.saturating_sub(first))
     }

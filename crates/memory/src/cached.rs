@@ -2,7 +2,7 @@
 
 use std::os::fd::{AsRawFd, BorrowedFd};
 
-use crate::PageCount;
+use crate::{ByteRange, PageCount};
 
 /// cachestat(2), since Linux 6.5. The number is that of all architectures.
 const SYS_CACHESTAT: libc::c_long = 451;
@@ -28,11 +28,11 @@ struct Counts {
 /// How many pages of the range are in memory or were swapped out: bytes of the file, both ends multiples of the page
 /// size. It costs a look at these pages alone, where SEEK_HOLE looks at all pages up to the next hole, wherever that
 /// is. None: the kernel does not say.
-pub(crate) fn pages(file: BorrowedFd<'_>, start: u64, end: u64) -> Option<PageCount> {
-    if start >= end {
+pub(crate) fn pages(file: BorrowedFd<'_>, range: ByteRange) -> Option<PageCount> {
+    if range.is_empty() {
         return Some(PageCount::ZERO);
     }
-    let range = Range { offset: start, bytes: end - start };
+    let range = Range { offset: range.start, bytes: range.len() };
     let mut counts = Counts::default();
     // SAFETY: both are of the kernel's layout and live until the call returns; it reads the first and writes the
     // second. The descriptor is borrowed.
@@ -51,7 +51,7 @@ mod tests {
     fn only_pages_of_the_range_are_counted() {
         let file = File::from(rustix::fs::memfd_create("cached", rustix::fs::MemfdFlags::CLOEXEC).unwrap());
         file.set_len(64 * 4096).unwrap();
-        let Some(none) = pages(file.as_fd(), 0, 64 * 4096) else {
+        let Some(none) = pages(file.as_fd(), ByteRange::sized(0, 64 * 4096)) else {
             transship_lab::lacks("a kernel that has cachestat");
             return;
         };
@@ -60,7 +60,8 @@ mod tests {
             file.write_all_at(&[1; 4096], page * 4096).unwrap();
         }
         for (first, end, wanted) in [(0, 64, 3), (3, 5, 2), (4, 5, 1), (5, 63, 0), (63, 64, 1), (7, 7, 0)] {
-            assert_eq!(pages(file.as_fd(), first * 4096, end * 4096), Some(PageCount::new(wanted)), "{first} to {end}");
+            let range = ByteRange { start: first * 4096, end: end * 4096 };
+            assert_eq!(pages(file.as_fd(), range), Some(PageCount::new(wanted)), "{first} to {end}");
         }
         rustix::fs::fallocate(
             &file,
@@ -69,6 +70,6 @@ mod tests {
             4096,
         )
         .unwrap();
-        assert_eq!(pages(file.as_fd(), 3 * 4096, 5 * 4096), Some(PageCount::ONE));
+        assert_eq!(pages(file.as_fd(), ByteRange::sized(3 * 4096, 2 * 4096)), Some(PageCount::ONE));
     }
 }

@@ -339,8 +339,8 @@ mod tests {
     use rustix::fs::MemfdFlags;
 
     use super::*;
-    use crate::Access;
     use crate::WINDOW_PAGES;
+    use crate::{Access, ByteRange};
 
     const WINDOW_BYTES: u64 = WINDOW_PAGES.bytes();
 
@@ -348,8 +348,13 @@ mod tests {
     fn who_finds_the_file_taken_goes_through_the_mapping_where_there_is_room() {
         let file = rustix::fs::memfd_create("copy", MemfdFlags::CLOEXEC).unwrap();
         rustix::fs::ftruncate(&file, 2 * WINDOW_BYTES).unwrap();
-        let region =
-            Region::map("ram", rustix::io::dup(&file).unwrap(), 0, 2 * WINDOW_BYTES, Access::ReadWrite).unwrap();
+        let region = Region::map(
+            "ram",
+            rustix::io::dup(&file).unwrap(),
+            ByteRange::sized(0, 2 * WINDOW_BYTES),
+            Access::ReadWrite,
+        )
+        .unwrap();
         // Behind its end no page can be made through the mapping: it would be a SIGBUS, as where a file system is full.
         rustix::fs::ftruncate(&file, WINDOW_BYTES).unwrap();
         let bytes = vec![7; WINDOW_BYTES as usize];

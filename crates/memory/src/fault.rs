@@ -14,7 +14,7 @@ use rustix::{
 };
 
 use crate::{
-    Area, Error, Flaw, PAGE, PAGE_BYTES, PageCount, PageNumber, PageRange,
+    Area, ByteRange, Error, Flaw, PAGE, PAGE_BYTES, PageCount, PageNumber, PageRange,
     area::{self, refused, untrackable},
     mapping::Reserved,
     uffd::{self, MESSAGE_BYTES, Use},
@@ -50,8 +50,7 @@ struct Watched {
 pub(crate) struct Stretch {
     pub(crate) region: usize,
     pub(crate) first_page: PageNumber,
-    pub(crate) start: u64,
-    pub(crate) len: u64,
+    pub(crate) addresses: ByteRange,
     pub(crate) unit: u64,
 }
 
@@ -70,7 +69,7 @@ impl Faults {
             _ => Error::system("negotiate with userfaultfd", source),
         })?;
         for area in &areas {
-            uffd::register(uffd.as_fd(), wanted, area.address, area.bytes).map_err(|source| refused(area, source))?;
+            uffd::register(uffd.as_fd(), wanted, area.addresses()).map_err(|source| refused(area, source))?;
         }
         Self::known(uffd, areas, region_pages)
     }
@@ -133,15 +132,16 @@ impl Faults {
             if first >= end {
                 continue;
             }
-            let (start, len) = (area.address + (first - area.first_page).bytes(), (end - first).bytes());
-            if !start.is_multiple_of(*unit) || !len.is_multiple_of(*unit) {
+            let start = area.address + (first - area.first_page).bytes();
+            let addresses = ByteRange::sized(start, (end - first).bytes());
+            if !start.is_multiple_of(*unit) || !addresses.len().is_multiple_of(*unit) {
                 let why = format!(
                     "pages {first}..{end} are not whole huge pages, of {} pages each",
                     PageCount::within(*unit)
                 );
                 return Err(Error::unusable(&format!("number {region}"), Flaw::PartOfHugePage, why));
             }
-            stretches.push(Stretch { region, first_page: first, start, len, unit: *unit });
+            stretches.push(Stretch { region, first_page: first, addresses, unit: *unit });
         }
         Ok(stretches)
     }
@@ -206,19 +206,19 @@ impl Faults {
     }
 
     fn fault_at(&self, address: u64) -> Result<Fault, Error> {
-        let inside = |watched: &&Watched| (watched.area.address..watched.area.end()).contains(&address);
+        let inside = |watched: &&Watched| watched.area.addresses().contains(address);
         let Some(Watched { area, unit }) = self.areas.iter().find(inside) else {
             let why = format!("a thread waits at address {address:#x} of the process, which is in no registered area");
             return Err(Error::system("read faults", io::Error::new(io::ErrorKind::InvalidData, why)));
         };
-        Ok(Fault { region: area.region, page: area.pages_between(address / unit * unit, area.end()).first })
+        Ok(Fault { region: area.region, page: area.pages_at(ByteRange::sized(address / unit * unit, *unit)).first })
     }
 
     /// # Errors
     /// The process has ended: then nothing would ever come. Nothing else tells.
     pub(crate) fn check_alive(&self) -> Result<(), Error> {
         let Some(Watched { area, .. }) = self.areas.first() else { return Ok(()) };
-        match Probe::new()?.try_copy(self.fd(), area.address, PAGE_BYTES as u64) {
+        match Probe::new()?.try_copy(self.fd(), area.addresses().take(PAGE)) {
             Some(libc::ESRCH) => Err(Error::Gone { region: area.region, source: Errno::SRCH.into() }),
             _ => Ok(()),
         }
@@ -248,11 +248,11 @@ impl Probe {
         Ok(Self { nothing })
     }
 
-    /// What the kernel says to `len` bytes at `start`.
-    fn try_copy(&self, uffd: BorrowedFd<'_>, start: u64, len: u64) -> Option<i32> {
-        assert!(len <= Self::LARGEST, "as much as is reserved");
+    /// What the kernel says to a copy to these addresses.
+    fn try_copy(&self, uffd: BorrowedFd<'_>, to: ByteRange) -> Option<i32> {
+        assert!(to.len() <= Self::LARGEST, "as much as is reserved");
         // SAFETY: the addresses are reserved, so nobody reads or writes there.
-        let (_, result) = unsafe { uffd::copy(uffd, start, self.nothing.start(), len) };
+        let (_, result) = unsafe { uffd::copy(uffd, to, self.nothing.start()) };
         result.err().and_then(|error| error.raw_os_error())
     }
 
@@ -262,10 +262,11 @@ impl Probe {
         // Parts may have been released, and are not in use any more. A huge page begins somewhere.
         const STEP: usize = 2 << 20;
         let mut invalid = false;
-        for start in (area.address..area.end()).step_by(STEP) {
+        let ByteRange { start, end } = area.addresses();
+        for start in (start..end).step_by(STEP) {
             let mut unit = Self::SMALLEST;
             while unit <= Self::LARGEST {
-                match self.try_copy(uffd, start, unit) {
+                match self.try_copy(uffd, ByteRange::sized(start, unit)) {
                     Some(libc::EINVAL) => (invalid, unit) = (true, unit * 2),
                     Some(libc::ENOENT) => break,
                     Some(libc::EAGAIN) => thread::yield_now(),

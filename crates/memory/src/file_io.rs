@@ -40,7 +40,7 @@ use self::{
     request::{Body, Direction, Request, RequestFailure},
     uring::Ring,
 };
-use crate::{Error, Flaw, GuestMemory, PageCount, PageRange, Region};
+use crate::{ByteRange, Error, Flaw, GuestMemory, PageCount, PageRange, Region};
 
 /// Pages of one request at most: 1 MiB. With less the disk above is slower, by half at 128 KiB; with more not faster.
 const REQUEST_PAGES: PageCount = PageCount::within(1 << 20);
@@ -294,7 +294,7 @@ impl Cached {
         let turn = self.turns.wait();
         plain::transfer(memory, file, request)?;
         drop(turn);
-        self.writeback.wrote(file, offset, request.offset() - offset);
+        self.writeback.wrote(file, ByteRange { start: offset, end: request.offset() });
         Ok(())
     }
 }

@@ -15,7 +15,7 @@ use std::{
 };
 
 use crate::{
-    Area, Error, PageCount, PageNumber, PageRange, PageSet, WindowPages,
+    Area, ByteRange, Error, PageCount, PageNumber, PageRange, PageSet, WindowPages,
     mapping::Mapping,
     pagemap::{self, By, Look},
     shared::Shared,
@@ -48,7 +48,7 @@ impl Noted {
         let uffd = uffd::create().map_err(failed)?;
         uffd::negotiate(uffd.as_fd(), wanted).map_err(failed)?;
         // Registered memory is mapped page by page, and never around a page.
-        uffd::register(uffd.as_fd(), wanted, address(&mapping), bytes).map_err(failed)?;
+        uffd::register(uffd.as_fd(), wanted, ByteRange::sized(address(&mapping), bytes)).map_err(failed)?;
         let pagemap = pagemap::own().map_err(failed)?;
         Ok(Self { uffd, mapping, pagemap, pages, unit_pages })
     }
@@ -74,7 +74,7 @@ impl Noted {
         let (base, unit) = (address(&self.mapping), self.unit_pages.bytes());
         let (mut at, end) = (range.first.offset() / unit * unit, range.end().offset().next_multiple_of(unit));
         while at < end {
-            let mapped = match uffd::map_present(self.uffd.as_fd(), base + at, end - at) {
+            let mapped = match uffd::map_present(self.uffd.as_fd(), ByteRange { start: base + at, end: base + end }) {
                 // A neighbour that was noted.
                 Err(error) if error.raw_os_error() == Some(libc::EEXIST) => 0,
                 mapped => mapped.map_err(|source| Error::system("keep note of pages of guest memory", source))?,

@@ -88,14 +88,14 @@ impl Holes {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{Access, PAGE_BYTES, PageCount, PageRange, WindowPages};
+    use crate::{Access, ByteRange, PAGE_BYTES, PageCount, PageRange, WindowPages};
 
     const PAGES: u64 = 512;
 
     fn region() -> Region {
         let file = rustix::fs::memfd_create("holes", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
         rustix::fs::ftruncate(&file, PAGES * 4096).unwrap();
-        let region = Region::map("holes", file, 0, PAGES * 4096, Access::ReadWrite).unwrap();
+        let region = Region::map("holes", file, ByteRange::sized(0, PAGES * 4096), Access::ReadWrite).unwrap();
         write(&region, 0);
         region
     }

@@ -7,6 +7,7 @@
 #![deny(unsafe_code)]
 
 mod area;
+mod byte_range;
 #[allow(unsafe_code)]
 mod cached;
 #[allow(unsafe_code)]
@@ -55,6 +56,7 @@ mod window;
 mod zero;
 
 pub use area::Area;
+pub use byte_range::ByteRange;
 pub use claims::Claims;
 pub use clear::Keep;
 pub use count::PageCount;

@@ -68,7 +68,7 @@ impl Missing {
             let before = (stretch.first_page - first).bytes() + done;
             let part = &bytes[before as usize..][..len as usize];
             // SAFETY: a slice, which nobody writes while it is lent.
-            unsafe { uffd::copy(self.fd(), stretch.start + done, part.as_ptr(), len) }
+            unsafe { uffd::copy(self.fd(), stretch.addresses.skip(done).take(len), part.as_ptr()) }
         })
     }
 
@@ -125,12 +125,12 @@ impl Missing {
             let part = &bytes[(page - run.first).buffer_bytes()..][..len as usize];
             let (put, result) = claims.noted(region, page, |call| {
                 // SAFETY: a slice, which nobody writes while it is lent; and a structure that is ours for this call.
-                unsafe { uffd::copy_noted(self.fd(), call, stretch.start + done, part.as_ptr(), len) }
+                unsafe { uffd::copy_noted(self.fd(), call, stretch.addresses.skip(done).take(len), part.as_ptr()) }
             });
             if put == 0 {
                 return (0, result);
             }
-            (put, uffd::wake(self.fd(), stretch.start + done, put).and(result))
+            (put, uffd::wake(self.fd(), stretch.addresses.skip(done).take(put)).and(result))
         })?;
         if put < run.count {
             // What came by other means, or was left to the kernel, is not to be put any more either.
@@ -148,7 +148,7 @@ impl Missing {
         let mut zeros = Vec::new();
         self.put(region, pages, |stretch, done, len| {
             if stretch.unit == PAGE_BYTES as u64 {
-                return uffd::zero(self.fd(), stretch.start + done, len);
+                return uffd::zero(self.fd(), stretch.addresses.skip(done).take(len));
             }
             // The kernel has no zeros for huge pages. Ours are never written, so that they are all the same small piece
             // of memory.
@@ -156,7 +156,7 @@ impl Missing {
                 zeros = vec![0_u8; stretch.unit as usize];
             }
             // SAFETY: a vector, which nobody writes while it is lent.
-            unsafe { uffd::copy(self.fd(), stretch.start + done, zeros.as_ptr(), stretch.unit) }
+            unsafe { uffd::copy(self.fd(), stretch.addresses.skip(done).take(stretch.unit), zeros.as_ptr()) }
         })
     }
 
@@ -195,7 +195,7 @@ impl Missing {
     /// The process is gone, or has too many mappings; pages that the region does not have; parts of huge pages.
     pub fn release(&self, region: usize, pages: PageRange) -> Result<(), Error> {
         for stretch in self.faults.stretches(region, pages)? {
-            if let Err(source) = uffd::unregister(self.fd(), stretch.start, stretch.len) {
+            if let Err(source) = uffd::unregister(self.fd(), stretch.addresses) {
                 // One number for a process that is gone and for one that can't have more mappings.
                 self.faults.check_alive()?;
                 return Err(Error::system(format!("leave pages of region number {region} to the kernel"), source));
@@ -225,9 +225,9 @@ impl Missing {
     ) -> Result<PageCount, Error> {
         let mut put = 0;
         for stretch in self.faults.stretches(region, pages)? {
-            let (mut done, mut step, mut met) = (0, stretch.len, false);
+            let (mut done, mut step, mut met) = (0, stretch.addresses.len(), false);
             let result = loop {
-                let len = step.min(stretch.len - done);
+                let len = step.min(stretch.addresses.len() - done);
                 if len == 0 {
                     break Ok(());
                 }
@@ -257,7 +257,7 @@ impl Missing {
     }
 
     fn wake_stretch(&self, stretch: &Stretch) -> Result<(), Error> {
-        uffd::wake(self.fd(), stretch.start, stretch.len).map_err(|source| {
+        uffd::wake(self.fd(), stretch.addresses).map_err(|source| {
             Error::system(format!("wake the threads that wait in region number {}", stretch.region), source)
         })
     }

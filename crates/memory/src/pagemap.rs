@@ -11,7 +11,10 @@ use std::{
     sync::OnceLock,
 };
 
-use crate::uffd::{done, read_write};
+use crate::{
+    ByteRange,
+    uffd::{done, read_write},
+};
 
 const PAGE_IS_WRITTEN: u64 = 1 << 1;
 /// A page of a file, or of memory that is shared.
@@ -107,8 +110,12 @@ pub(crate) struct Found {
 }
 
 impl Found {
-    fn new(start: u64, end: u64) -> Self {
+    fn new(ByteRange { start, end }: ByteRange) -> Self {
         Self { start, end, categories: 0 }
+    }
+
+    pub(crate) fn addresses(&self) -> ByteRange {
+        ByteRange { start: self.start, end: self.end }
     }
 
     /// It was only read, and reads as zero.
@@ -137,30 +144,34 @@ pub(crate) fn own() -> io::Result<BorrowedFd<'static>> {
 pub(crate) fn is_known(pagemap: BorrowedFd<'_>) -> bool {
     // Of no memory at all.
     let unknown = |error: io::Error| error.raw_os_error() == Some(libc::ENOTTY);
-    !by_scan(pagemap, Look::There, 0, 0, &mut [Found::default()]).is_err_and(unknown)
+    !by_scan(pagemap, Look::There, ByteRange::sized(0, 0), &mut [Found::default()]).is_err_and(unknown)
 }
 
-/// Looks between `start` and `end`: how many stretches there are in `found`, and the address to go on from.
+/// Looks at these addresses: how many stretches there are in `found`, and the address to go on from.
 pub(crate) fn scan(
     pagemap: BorrowedFd<'_>,
     look: Look,
     by: By,
-    start: u64,
-    end: u64,
+    addresses: ByteRange,
     found: &mut [Found],
 ) -> io::Result<(usize, u64)> {
     if by == By::Entries && !look.rearms() {
-        return entries::look(pagemap, look, start, end, found);
+        return entries::look(pagemap, look, addresses, found);
     }
-    match by_scan(pagemap, look, start, end, found) {
+    match by_scan(pagemap, look, addresses, found) {
         Err(error) if error.raw_os_error() == Some(libc::ENOTTY) && !look.rearms() => {
-            entries::look(pagemap, look, start, end, found)
+            entries::look(pagemap, look, addresses, found)
         }
         result => result,
     }
 }
 
-fn by_scan(pagemap: BorrowedFd<'_>, look: Look, start: u64, end: u64, found: &mut [Found]) -> io::Result<(usize, u64)> {
+fn by_scan(
+    pagemap: BorrowedFd<'_>,
+    look: Look,
+    ByteRange { start, end }: ByteRange,
+    found: &mut [Found],
+) -> io::Result<(usize, u64)> {
     let (flags, category_mask, category_anyof_mask, return_mask) = look.request();
     let mut scan = Scan {
         size: size_of::<Scan>() as u64,

@@ -3,8 +3,8 @@
 use std::{cell::RefCell, io, os::fd::BorrowedFd, sync::Arc};
 
 use crate::{
-    Keep, PAGE_BYTES, PageCount, PageNumber, PageRange, PageSet, Process, pages::WINDOW_PAGES, process::Span,
-    shared::Shared, window::WindowPages, zero,
+    ByteRange, Keep, PAGE_BYTES, PageCount, PageNumber, PageRange, PageSet, Process, pages::WINDOW_PAGES,
+    process::Span, shared::Shared, window::WindowPages, zero,
 };
 
 /// Pages that cost as much to look at as to ask about what is behind them alone.
@@ -35,9 +35,14 @@ impl Private {
         self.address + page.offset()
     }
 
-    /// The pages between two addresses.
-    fn range_at(&self, start: u64, end: u64) -> PageRange {
-        PageNumber::at(start - self.address).to(PageNumber::at(end - self.address))
+    fn addresses_of(&self, pages: PageRange) -> ByteRange {
+        ByteRange { start: self.address_of(pages.first), end: self.address_of(pages.end()) }
+    }
+
+    /// The pages that lie at what was found, of those that were looked for.
+    fn pages_at(&self, found: ByteRange, looked_for: ByteRange) -> PageRange {
+        let end = found.end.min(looked_for.end);
+        PageNumber::at(found.start - self.address).to(PageNumber::at(end - self.address))
     }
 
     fn spans(&self, pages: WindowPages) -> Vec<Span> {
@@ -46,25 +51,21 @@ impl Private {
 
     /// Calls `found` with the pages of the range that the process has, in their order.
     pub(crate) fn each_there(&self, range: PageRange, mut found: impl FnMut(PageRange)) -> io::Result<()> {
-        let (start, end) = (self.address_of(range.first), self.address_of(range.end()));
-        self.process.pages_there(start, end, |start, found_end| found(self.range_at(start, found_end.min(end))))
+        let addresses = self.addresses_of(range);
+        self.process.pages_there(addresses, |there| found(self.pages_at(there, addresses)))
     }
 
     /// Adds the pages that the process has mapped, be it only to read zeros.
     pub(crate) fn add_mapped(&self, into: &mut PageSet) -> io::Result<()> {
-        let end = self.address_of(PageRange::all(into.pages()).end());
-        self.process.pages_mapped(self.address, end, |start, found_end| {
-            into.insert(self.range_at(start, found_end.min(end)));
-        })
+        let addresses = self.addresses_of(PageRange::all(into.pages()));
+        self.process.pages_mapped(addresses, |mapped| into.insert(self.pages_at(mapped, addresses)))
     }
 
     /// The pages that the process has written, where everything else shows a file.
     pub(crate) fn own(&self, pages: PageCount) -> io::Result<PageSet> {
         let mut own = PageSet::empty(pages);
-        let end = self.address_of(PageRange::all(pages).end());
-        self.process.own_pages(self.address, end, |start, found_end| {
-            own.insert(self.range_at(start, found_end.min(end)));
-        })?;
+        let addresses = self.addresses_of(PageRange::all(pages));
+        self.process.own_pages(addresses, |its_own| own.insert(self.pages_at(its_own, addresses)))?;
         Ok(own)
     }
 

@@ -17,7 +17,7 @@ use rustix::{
 };
 
 use crate::{
-    Access, Error,
+    Access, ByteRange, Error,
     pagemap::{self, By, Found, Look},
 };
 
@@ -171,42 +171,42 @@ impl Process {
         Ok(())
     }
 
-    /// Calls `found` with each stretch between two addresses that the process has pages for, in memory or in swap, in
+    /// Calls `found` with each stretch of these addresses that the process has pages for, in memory or in swap, in
     /// their order. Pages that were only read, and are zero, are not among them where the kernel tells them apart
     /// (Linux 6.7).
     ///
     /// # Errors
     /// The process has ended.
-    pub(crate) fn pages_there(&self, start: u64, end: u64, found: impl FnMut(u64, u64)) -> io::Result<()> {
-        self.pages(Look::There, false, start, end, found)
+    pub(crate) fn pages_there(&self, addresses: ByteRange, found: impl FnMut(ByteRange)) -> io::Result<()> {
+        self.pages(Look::There, false, addresses, found)
     }
 
     /// The same with those that were only read: all that a thread which touches them would not wait for.
-    pub(crate) fn pages_mapped(&self, start: u64, end: u64, found: impl FnMut(u64, u64)) -> io::Result<()> {
-        self.pages(Look::There, true, start, end, found)
+    pub(crate) fn pages_mapped(&self, addresses: ByteRange, found: impl FnMut(ByteRange)) -> io::Result<()> {
+        self.pages(Look::There, true, addresses, found)
     }
 
     /// The same of those that show no file.
-    pub(crate) fn own_pages(&self, start: u64, end: u64, found: impl FnMut(u64, u64)) -> io::Result<()> {
-        self.pages(Look::Own, false, start, end, found)
+    pub(crate) fn own_pages(&self, addresses: ByteRange, found: impl FnMut(ByteRange)) -> io::Result<()> {
+        self.pages(Look::Own, false, addresses, found)
     }
 
     fn pages(
         &self,
         look: Look,
         only_read: bool,
-        start: u64,
-        end: u64,
-        mut found: impl FnMut(u64, u64),
+        ByteRange { start, end }: ByteRange,
+        mut found: impl FnMut(ByteRange),
     ) -> io::Result<()> {
         let mut stretches = [Found::default(); FOUND];
         let mut at = start;
         while at < end {
-            let (count, next) = pagemap::scan(self.pagemap(), look, By::Scan, at, end, &mut stretches)?;
+            let (count, next) =
+                pagemap::scan(self.pagemap(), look, By::Scan, ByteRange { start: at, end }, &mut stretches)?;
             stretches[..count]
                 .iter()
                 .filter(|stretch| only_read || !stretch.is_zero_page())
-                .for_each(|stretch| found(stretch.start, stretch.end));
+                .for_each(|stretch| found(stretch.addresses()));
             if next <= at {
                 return Err(io::Error::other(format!("the kernel's look at its pages stopped at address {at:#x}")));
             }

@@ -84,7 +84,7 @@ impl Protection {
 
     fn set(&self, region: usize, pages: PageRange, writes: Writes) -> Result<(), Error> {
         for stretch in self.faults.stretches(region, pages)? {
-            uffd::while_changing(|| uffd::write_protect(self.fd(), stretch.start, stretch.len, writes))
+            uffd::while_changing(|| uffd::write_protect(self.fd(), stretch.addresses, writes))
                 .map_err(|source| refused(&stretch, source))?;
         }
         Ok(())

@@ -105,14 +105,14 @@ mod tests {
 
     use super::*;
     use crate::PAGE_BYTES;
-    use crate::{Access, Error};
+    use crate::{Access, ByteRange, Error};
 
     const PAGES: u64 = 300;
 
     fn region(pages: u64) -> Region {
         let file = memfd_create("receive", MemfdFlags::CLOEXEC).unwrap();
         ftruncate(&file, pages * PAGE_BYTES as u64).unwrap();
-        Region::map("ram", file, 0, pages * PAGE_BYTES as u64, Access::ReadWrite).unwrap()
+        Region::map("ram", file, ByteRange::sized(0, pages * PAGE_BYTES as u64), Access::ReadWrite).unwrap()
     }
 
     fn contents(region: &Region) -> Vec<u8> {

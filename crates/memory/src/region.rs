@@ -6,7 +6,9 @@ use std::{
     sync::Arc,
 };
 
-use crate::{Error, Flaw, Keep, PAGE, PageCount, PageRange, PageSet, Process, private::Private, shared::Shared};
+use crate::{
+    ByteRange, Error, Flaw, Keep, PAGE, PageCount, PageRange, PageSet, Process, private::Private, shared::Shared,
+};
 
 /// How a region is used.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -51,13 +53,13 @@ pub struct InProcess {
 }
 
 impl Region {
-    /// Maps `bytes` of `file` from `file_offset`.
+    /// Maps a part of a file.
     ///
     /// # Errors
     /// Not a multiple of the page size, file too short, a file that can't be mapped shared, the system's own.
-    pub fn map(name: &str, file: OwnedFd, file_offset: u64, bytes: u64, access: Access) -> Result<Self, Error> {
-        let held = Held::Shared(Shared::map(name, file, file_offset, bytes, access)?);
-        Ok(Self { name: name.to_owned(), bytes, access, held })
+    pub fn map(name: &str, file: OwnedFd, part: ByteRange, access: Access) -> Result<Self, Error> {
+        let held = Held::Shared(Shared::map(name, file, part, access)?);
+        Ok(Self { name: name.to_owned(), bytes: part.len(), access, held })
     }
 
     /// Memory that a process has for itself, by its right to be traced. It is copied by the kernel, and never mapped
@@ -79,7 +81,8 @@ impl Region {
             let why = format!("{bytes} bytes at address {address:#x} of a process are not pages of {page_bytes}");
             return Err(Error::unusable(name, Flaw::Shape, why));
         }
-        let below = file.map(|(file, offset)| Shared::map(name, file, offset, bytes, Access::Read)).transpose()?;
+        let part = |offset| ByteRange::sized(offset, bytes);
+        let below = file.map(|(file, offset)| Shared::map(name, file, part(offset), Access::Read)).transpose()?;
         let held = Held::Private(Private { process, address, page_bytes, below, keep: Keep::Nothing });
         Ok(Self { name: name.to_owned(), bytes, access, held })
     }

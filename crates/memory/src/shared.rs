@@ -12,8 +12,8 @@ use rustix::{
 };
 
 use crate::{
-    Access, Error, Flaw, Keep, PAGE, PageCount, PageNumber, PageRange, PageSet, cached, huge_holes, mapping::Mapping,
-    pagemap, room,
+    Access, ByteRange, Error, Flaw, Keep, PAGE, PageCount, PageNumber, PageRange, PageSet, cached, huge_holes,
+    mapping::Mapping, pagemap, room,
 };
 
 /// How much Linux maps around a read fault, unless it was built or configured otherwise.
@@ -40,14 +40,15 @@ pub(crate) struct Shared {
 }
 
 impl Shared {
-    /// Maps `bytes` of `file` from `file_offset`.
+    /// Maps a part of a file.
     ///
     /// # Errors
     /// Not a multiple of the page size, file too short, a file that can't be mapped shared, the system's own.
-    pub(crate) fn map(name: &str, file: OwnedFd, file_offset: u64, bytes: u64, access: Access) -> Result<Self, Error> {
+    pub(crate) fn map(name: &str, file: OwnedFd, part: ByteRange, access: Access) -> Result<Self, Error> {
         let backing = Backing::of(name, file.as_fd())?;
-        check_shape(name, file_offset, bytes, backing)?;
-        check_file(name, file.as_fd(), file_offset, bytes, access)?;
+        check_shape(name, part, backing)?;
+        check_file(name, file.as_fd(), part, access)?;
+        let (file_offset, bytes) = (part.start, part.len());
         // Whole backing pages: a hugetlbfs maps nothing else, and unmaps nothing else.
         let len = usize::try_from(bytes.next_multiple_of(backing.page_bytes)).expect("64-bit addresses");
         let mapping = Mapping::new(file.as_fd(), file_offset, len, access == Access::ReadWrite)
@@ -127,8 +128,7 @@ impl Shared {
 
     /// How many pages of a range that the region has are data; none: the kernel does not say, or the file is on a disk.
     fn count_data(&self, range: PageRange) -> Option<PageCount> {
-        let (start, end) = (self.offset_in_file(range.first), self.offset_in_file(range.end()));
-        if self.backing.tmpfs { cached::pages(self.file(), start, end) } else { None }
+        if self.backing.tmpfs { cached::pages(self.file(), self.part_of_file(range)) } else { None }
     }
 
     /// Whether all pages of the range are among [`Shared::data`] now, asked without a look at the rest.
@@ -136,12 +136,12 @@ impl Shared {
     /// # Errors
     /// The system's own.
     pub(crate) fn is_data(&self, range: PageRange) -> Result<bool, Error> {
-        let (start, end) = (self.offset_in_file(range.first), self.offset_in_file(range.end()));
+        let ByteRange { start, end } = self.part_of_file(range);
         if self.backing.hugetlb {
             let unit = self.backing.page_bytes;
-            let (start, end) = (start / unit * unit, end.next_multiple_of(unit));
-            let Ok(present) = huge_holes::present(self.file(), start, end - start, unit) else { return Ok(true) };
-            return Ok(present.iter().map(|bytes| bytes.end - bytes.start).sum::<u64>() == end - start);
+            let part = ByteRange { start: start / unit * unit, end: end.next_multiple_of(unit) };
+            let Ok(present) = huge_holes::present(self.file(), part, unit) else { return Ok(true) };
+            return Ok(present.iter().map(|there| there.len()).sum::<u64>() == part.len());
         }
         if range.count.is_zero() {
             return Ok(true);
@@ -164,8 +164,8 @@ impl Shared {
     /// called data must not die of a pool that has no page for it.
     fn huge_data(&self) -> Result<PageSet, Error> {
         let unit = self.backing.page_bytes;
-        let Ok(present) = huge_holes::present(self.file(), self.file_offset, self.bytes.next_multiple_of(unit), unit)
-        else {
+        let part = ByteRange::sized(self.file_offset, self.bytes.next_multiple_of(unit));
+        let Ok(present) = huge_holes::present(self.file(), part, unit) else {
             self.make_to_read(PageRange::all(self.pages()))?;
             return Ok(PageSet::full(self.pages()));
         };
@@ -189,7 +189,7 @@ impl Shared {
 
     /// Adds the data within a range.
     fn seek_data(&self, within: PageRange, data: &mut PageSet) -> Result<(), Error> {
-        let (start, end) = (self.offset_in_file(within.first), self.offset_in_file(within.end()));
+        let ByteRange { start, end } = self.part_of_file(within);
         let mut at = start;
         while at < end {
             // Moves the file's position, which may be shared with the VMM; nobody reads or writes memory by position.
@@ -272,6 +272,10 @@ impl Shared {
         self.file_offset + page.offset()
     }
 
+    fn part_of_file(&self, pages: PageRange) -> ByteRange {
+        ByteRange { start: self.offset_in_file(pages.first), end: self.offset_in_file(pages.end()) }
+    }
+
     /// Whether write(2) does nothing on the file, as on a hugetlbfs.
     pub(crate) fn is_hugetlb(&self) -> bool {
         self.backing.hugetlb
@@ -336,7 +340,8 @@ impl Backing {
     }
 }
 
-fn check_shape(name: &str, file_offset: u64, bytes: u64, backing: Backing) -> Result<(), Error> {
+fn check_shape(name: &str, part: ByteRange, backing: Backing) -> Result<(), Error> {
+    let (file_offset, bytes) = (part.start, part.len());
     if bytes == 0 || !bytes.is_multiple_of(PAGE) {
         return Err(Error::unusable(
             name,
@@ -353,17 +358,14 @@ fn check_shape(name: &str, file_offset: u64, bytes: u64, backing: Backing) -> Re
         ));
     }
     let most = u64::try_from(isize::MAX).expect("64-bit addresses");
-    match file_offset.checked_add(bytes) {
-        Some(end) if end <= most - unit => Ok(()),
-        _ => Err(Error::unusable(
-            name,
-            Flaw::Shape,
-            format!("{bytes} bytes from offset {file_offset:#x} exceed any file's size"),
-        )),
+    if part.end > most - unit {
+        let why = format!("{bytes} bytes from offset {file_offset:#x} exceed any file's size");
+        return Err(Error::unusable(name, Flaw::Shape, why));
     }
+    Ok(())
 }
 
-fn check_file(name: &str, file: BorrowedFd<'_>, offset: u64, bytes: u64, access: Access) -> Result<(), Error> {
+fn check_file(name: &str, file: BorrowedFd<'_>, part: ByteRange, access: Access) -> Result<(), Error> {
     let stat = rustix::fs::fstat(file)
         .map_err(|source| Error::system(format!("get the size of the file of region {name:?}"), source))?;
     if FileType::from_raw_mode(stat.st_mode) != FileType::RegularFile {
@@ -373,7 +375,7 @@ fn check_file(name: &str, file: BorrowedFd<'_>, offset: u64, bytes: u64, access:
             "its backing is not a regular file; use a file on tmpfs or hugetlbfs",
         ));
     }
-    let (end, size) = (offset + bytes, u64::try_from(stat.st_size).unwrap_or(0));
+    let (end, size) = (part.end, u64::try_from(stat.st_size).unwrap_or(0));
     if end > size {
         return Err(Error::unusable(
             name,

@@ -10,7 +10,7 @@ use std::{
 };
 
 use crate::{
-    Area, Error, Flaw, PageSet,
+    Area, ByteRange, Error, Flaw, PageSet,
     area::{lost, untrackable},
     pagemap::{self, By, Found, Look},
 };
@@ -20,21 +20,20 @@ const PIECE_BYTES: u64 = 64 << 20;
 /// Stretches that one call of the kernel reports.
 const FOUND: usize = 4096;
 
-/// A part of an area, by its addresses.
+/// A part of an area.
 struct Piece {
     area: Area,
-    start: u64,
-    end: u64,
+    addresses: ByteRange,
 }
 
 /// The area, cut where addresses are multiples of [`PIECE_BYTES`].
 fn pieces(area: &Area) -> impl Iterator<Item = Piece> + use<> {
     let area = *area;
-    let first = area.address / PIECE_BYTES;
-    (first..area.end().div_ceil(PIECE_BYTES)).map(move |number| {
-        let start = (number * PIECE_BYTES).max(area.address);
-        let end = number.saturating_add(1).saturating_mul(PIECE_BYTES).min(area.end());
-        Piece { area, start, end }
+    let ByteRange { start, end } = area.addresses();
+    (start / PIECE_BYTES..end.div_ceil(PIECE_BYTES)).map(move |number| {
+        let behind = number.saturating_add(1).saturating_mul(PIECE_BYTES);
+        let addresses = ByteRange { start: (number * PIECE_BYTES).max(start), end: behind.min(end) };
+        Piece { area, addresses }
     })
 }
 
@@ -79,14 +78,15 @@ fn scan(
     found: &mut [Found],
     written: &Mutex<&mut PageSet>,
 ) -> Result<(), Error> {
-    let Piece { area, start, end } = piece;
-    let mut at = *start;
-    while at < *end {
-        let (count, next) = pagemap::scan(pagemap, look, by, at, *end, found).map_err(|source| lost(area, source))?;
+    let Piece { area, addresses: ByteRange { start, end } } = *piece;
+    let mut at = start;
+    while at < end {
+        let rest = ByteRange { start: at, end };
+        let (count, next) = pagemap::scan(pagemap, look, by, rest, found).map_err(|source| lost(&area, source))?;
         if count > 0 {
             // One that panicked has reported nothing of this.
             let mut written = written.lock().unwrap_or_else(PoisonError::into_inner);
-            found[..count].iter().for_each(|found| written.insert(area.pages_between(found.start, found.end)));
+            found[..count].iter().for_each(|found| written.insert(area.pages_at(found.addresses())));
         }
         if next <= at {
             return Err(untrackable(area.region, Flaw::Else, format!("the scan does not go on from address {at:#x}")));
@@ -105,7 +105,7 @@ mod tests {
     fn an_area_is_cut_at_round_addresses() {
         let cut = |address, bytes| {
             let pieces = pieces(&Area { region: 0, first_page: PageNumber::FIRST, address, bytes });
-            pieces.map(|piece| (piece.start, piece.end)).collect::<Vec<_>>()
+            pieces.map(|piece| (piece.addresses.start, piece.addresses.end)).collect::<Vec<_>>()
         };
         let (page, whole) = (4096, PIECE_BYTES);
         assert_eq!(cut(whole, whole), [(whole, 2 * whole)]);

@@ -264,7 +264,7 @@ impl Service {
 
     fn set(&self, region: usize, pages: PageRange, writes: Writes) -> Result<(), Error> {
         for stretch in self.faults.stretches(region, pages)? {
-            uffd::while_changing(|| uffd::write_protect(self.faults.fd(), stretch.start, stretch.len, writes))
+            uffd::while_changing(|| uffd::write_protect(self.faults.fd(), stretch.addresses, writes))
                 .map_err(|source| crate::protect::refused(&stretch, source))?;
         }
         Ok(())

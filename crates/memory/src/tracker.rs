@@ -133,8 +133,7 @@ impl Process {
             _ => Error::system("negotiate with userfaultfd", source),
         })?;
         for area in &areas {
-            uffd::register(uffd.as_fd(), uffd::TRACK, area.address, area.bytes)
-                .map_err(|source| refused(area, source))?;
+            uffd::register(uffd.as_fd(), uffd::TRACK, area.addresses()).map_err(|source| refused(area, source))?;
         }
         Ok(Self { uffd, pagemap, areas })
     }
@@ -159,7 +158,7 @@ pub(crate) fn check_still_there<'a>(
     areas: impl Iterator<Item = &'a Area>,
 ) -> Result<(), Error> {
     for area in areas {
-        uffd::register(uffd, how, area.address, area.bytes).map_err(|source| lost(area, source))?;
+        uffd::register(uffd, how, area.addresses()).map_err(|source| lost(area, source))?;
     }
     Ok(())
 }

@@ -7,6 +7,8 @@ use std::{
     sync::atomic::{AtomicI64, AtomicU64, Ordering},
 };
 
+use crate::ByteRange;
+
 /// What a userfaultfd is used for.
 #[derive(Clone, Copy)]
 pub(crate) struct Use {
@@ -84,16 +86,14 @@ struct Api {
 
 #[repr(C)]
 struct Register {
-    start: u64,
-    len: u64,
+    range: Range,
     mode: u64,
     ioctls: u64,
 }
 
 #[repr(C)]
 struct Continue {
-    start: u64,
-    len: u64,
+    range: Range,
     mode: u64,
     mapped: i64,
 }
@@ -102,6 +102,12 @@ struct Continue {
 struct Range {
     start: u64,
     len: u64,
+}
+
+impl From<ByteRange> for Range {
+    fn from(range: ByteRange) -> Self {
+        Self { start: range.start, len: range.len() }
+    }
 }
 
 /// What UFFDIO_COPY takes, and where it says how much it has put: in bytes, or below 0 the error.
@@ -117,16 +123,14 @@ pub(crate) struct CopyCall {
 
 #[repr(C)]
 struct ZeroPage {
-    start: u64,
-    len: u64,
+    range: Range,
     mode: u64,
     zeroed: i64,
 }
 
 #[repr(C)]
 struct WriteProtect {
-    start: u64,
-    len: u64,
+    range: Range,
     mode: u64,
 }
 
@@ -169,9 +173,9 @@ pub(crate) fn negotiate(uffd: BorrowedFd<'_>, wanted: Use) -> io::Result<()> {
     done(unsafe { libc::ioctl(uffd.as_raw_fd(), UFFDIO_API, &raw mut api) }).map(drop)
 }
 
-/// Takes `len` bytes from `start` in the process that created the userfaultfd into use. What is in this use stays so.
-pub(crate) fn register(uffd: BorrowedFd<'_>, wanted: Use, start: u64, len: u64) -> io::Result<()> {
-    let mut register = Register { start, len, mode: wanted.mode, ioctls: 0 };
+/// Takes addresses of the process that created the userfaultfd into use. What is in this use stays so.
+pub(crate) fn register(uffd: BorrowedFd<'_>, wanted: Use, addresses: ByteRange) -> io::Result<()> {
+    let mut register = Register { range: addresses.into(), mode: wanted.mode, ioctls: 0 };
     // SAFETY: UFFDIO_REGISTER reads and writes one Register, whose size the number holds. It changes no memory of ours:
     // `TRACK` and `MINOR` decide about faults, not about contents.
     done(unsafe { libc::ioctl(uffd.as_raw_fd(), UFFDIO_REGISTER, &raw mut register) }).map(drop)
@@ -179,8 +183,8 @@ pub(crate) fn register(uffd: BorrowedFd<'_>, wanted: Use, start: u64, len: u64) 
 
 /// Maps the pages that the file has, up to the first hole, in memory that is registered for [`MINOR`] or
 /// [`MINOR_SHMEM`], and is not mapped there yet. How many bytes.
-pub(crate) fn map_present(uffd: BorrowedFd<'_>, start: u64, len: u64) -> io::Result<u64> {
-    let mut proceed = Continue { start, len, mode: 0, mapped: 0 };
+pub(crate) fn map_present(uffd: BorrowedFd<'_>, addresses: ByteRange) -> io::Result<u64> {
+    let mut proceed = Continue { range: addresses.into(), mode: 0, mapped: 0 };
     // SAFETY: UFFDIO_CONTINUE reads and writes one Continue, whose size the number holds. The mapping gets pages of its
     // own file, which is what it holds anyway.
     let result = done(unsafe { libc::ioctl(uffd.as_raw_fd(), UFFDIO_CONTINUE, &raw mut proceed) });
@@ -194,16 +198,16 @@ pub(crate) fn map_present(uffd: BorrowedFd<'_>, start: u64, len: u64) -> io::Res
 }
 
 /// Leaves the memory to the kernel again, and wakes the threads that wait there.
-pub(crate) fn unregister(uffd: BorrowedFd<'_>, start: u64, len: u64) -> io::Result<()> {
-    let mut range = Range { start, len };
+pub(crate) fn unregister(uffd: BorrowedFd<'_>, addresses: ByteRange) -> io::Result<()> {
+    let mut range = Range::from(addresses);
     // SAFETY: UFFDIO_UNREGISTER reads one Range, whose size the number holds. It changes who answers faults, and no
     // contents.
     done(unsafe { libc::ioctl(uffd.as_raw_fd(), UFFDIO_UNREGISTER, &raw mut range) }).map(drop)
 }
 
 /// Wakes the threads that wait there; they check again whether they may go on.
-pub(crate) fn wake(uffd: BorrowedFd<'_>, start: u64, len: u64) -> io::Result<()> {
-    let mut range = Range { start, len };
+pub(crate) fn wake(uffd: BorrowedFd<'_>, addresses: ByteRange) -> io::Result<()> {
+    let mut range = Range::from(addresses);
     // SAFETY: UFFDIO_WAKE reads one Range, whose size the number holds, and no other memory.
     done(unsafe { libc::ioctl(uffd.as_raw_fd(), UFFDIO_WAKE, &raw mut range) }).map(drop)
 }
@@ -217,10 +221,10 @@ pub(crate) enum Writes {
 }
 
 /// Has writers to memory registered for [`PROTECT`] wait, or lets them through.
-pub(crate) fn write_protect(uffd: BorrowedFd<'_>, start: u64, len: u64, writes: Writes) -> io::Result<()> {
+pub(crate) fn write_protect(uffd: BorrowedFd<'_>, addresses: ByteRange, writes: Writes) -> io::Result<()> {
     const PROTECT: u64 = 1;
     let mode = if writes == Writes::Wait { PROTECT } else { 0 };
-    let mut protect = WriteProtect { start, len, mode };
+    let mut protect = WriteProtect { range: addresses.into(), mode };
     // SAFETY: UFFDIO_WRITEPROTECT reads one WriteProtect, whose size the number holds. It decides about faults, and
     // changes no contents.
     done(unsafe { libc::ioctl(uffd.as_raw_fd(), UFFDIO_WRITEPROTECT, &raw mut protect) }).map(drop)
@@ -240,12 +244,12 @@ pub(crate) fn while_changing(mut call: impl FnMut() -> io::Result<()>) -> io::Re
 /// bytes, and why not all.
 ///
 /// # Safety
-/// Nobody writes `len` bytes at `from` during the call, or they need not be anything certain. They need not be
+/// Nobody writes as many bytes at `from` during the call, or they need not be anything certain. They need not be
 /// readable: then it is an error.
-pub(crate) unsafe fn copy(uffd: BorrowedFd<'_>, start: u64, from: *const u8, len: u64) -> (u64, io::Result<()>) {
+pub(crate) unsafe fn copy(uffd: BorrowedFd<'_>, to: ByteRange, from: *const u8) -> (u64, io::Result<()>) {
     let mut call = CopyCall::default();
     // SAFETY: a structure of our own; the rest by the caller's word.
-    let result = unsafe { copy_by(uffd, &raw mut call, start, from, len, 0) };
+    let result = unsafe { copy_by(uffd, &raw mut call, to, from, 0) };
     (u64::try_from(call.copied.into_inner()).unwrap_or(0), result)
 }
 
@@ -256,13 +260,12 @@ pub(crate) unsafe fn copy(uffd: BorrowedFd<'_>, start: u64, from: *const u8, len
 pub(crate) unsafe fn copy_noted(
     uffd: BorrowedFd<'_>,
     call: *mut CopyCall,
-    start: u64,
+    to: ByteRange,
     from: *const u8,
-    len: u64,
 ) -> io::Result<()> {
     const DONT_WAKE: u64 = 1;
     // SAFETY: by the caller's word.
-    unsafe { copy_by(uffd, call, start, from, len, DONT_WAKE) }
+    unsafe { copy_by(uffd, call, to, from, DONT_WAKE) }
 }
 
 /// # Safety
@@ -270,17 +273,16 @@ pub(crate) unsafe fn copy_noted(
 unsafe fn copy_by(
     uffd: BorrowedFd<'_>,
     call: *mut CopyCall,
-    start: u64,
+    to: ByteRange,
     from: *const u8,
-    len: u64,
     mode: u64,
 ) -> io::Result<()> {
     {
         // SAFETY: the caller's structure; all fields are atomics.
         let call = unsafe { &*call };
-        call.to.store(start, Ordering::Relaxed);
+        call.to.store(to.start, Ordering::Relaxed);
         call.from.store(from.expose_provenance() as u64, Ordering::Relaxed);
-        call.len.store(len, Ordering::Relaxed);
+        call.len.store(to.len(), Ordering::Relaxed);
         call.mode.store(mode, Ordering::Relaxed);
         call.copied.store(0, Ordering::Relaxed);
     }
@@ -291,8 +293,8 @@ unsafe fn copy_by(
 }
 
 /// As [`copy`], with zeros; not for huge pages.
-pub(crate) fn zero(uffd: BorrowedFd<'_>, start: u64, len: u64) -> (u64, io::Result<()>) {
-    let mut zero = ZeroPage { start, len, mode: 0, zeroed: 0 };
+pub(crate) fn zero(uffd: BorrowedFd<'_>, addresses: ByteRange) -> (u64, io::Result<()>) {
+    let mut zero = ZeroPage { range: addresses.into(), mode: 0, zeroed: 0 };
     // SAFETY: UFFDIO_ZEROPAGE reads and writes one ZeroPage, whose size the number holds. As with copying, no bytes
     // that anybody knew change.
     let result = done(unsafe { libc::ioctl(uffd.as_raw_fd(), UFFDIO_ZEROPAGE, &raw mut zero) });

@@ -13,7 +13,7 @@ use std::{
 use proptest::prelude::*;
 use rustix::{fs::OFlags, mount::MountFlags};
 use transship_memory::{
-    Access, Error, Flaw, PAGE_BYTES, PageCount, PageNumber, PageRange, PageSet, Region, WindowPages,
+    Access, ByteRange, Error, Flaw, PAGE_BYTES, PageCount, PageNumber, PageRange, PageSet, Region, WindowPages,
 };
 
 use crate::common::{HUGE, PAGE, contents, file, huge_file, map, mounts::with_mounts_of_its_own, page_of};
@@ -24,7 +24,7 @@ fn flaw(result: Result<Region, Error>) -> Option<Flaw> {
 
 #[test]
 fn what_can_not_be_guest_memory_is_refused() {
-    let map = |offset, bytes| Region::map("ram", file(8 * PAGE), offset, bytes, Access::Read);
+    let map = |offset, bytes| Region::map("ram", file(8 * PAGE), ByteRange::sized(offset, bytes), Access::Read);
     assert_eq!(flaw(map(0, 0)), Some(Flaw::Shape));
     assert_eq!(flaw(map(0, PAGE + 1)), Some(Flaw::Shape));
     assert_eq!(flaw(map(512, PAGE)), Some(Flaw::Shape));
@@ -33,23 +33,26 @@ fn what_can_not_be_guest_memory_is_refused() {
     assert_eq!(flaw(map(0, 0_u64.wrapping_sub(PAGE))), Some(Flaw::Shape));
 
     let device = OwnedFd::from(File::open("/dev/zero").unwrap());
-    assert_eq!(flaw(Region::map("ram", device, 0, PAGE, Access::Read)), Some(Flaw::NotRegular));
+    assert_eq!(flaw(Region::map("ram", device, ByteRange::sized(0, PAGE), Access::Read)), Some(Flaw::NotRegular));
     let append = file(PAGE);
     rustix::fs::fcntl_setfl(&append, OFlags::APPEND).unwrap();
-    assert_eq!(flaw(Region::map("ram", append, 0, PAGE, Access::ReadWrite)), Some(Flaw::Append));
+    assert_eq!(flaw(Region::map("ram", append, ByteRange::sized(0, PAGE), Access::ReadWrite)), Some(Flaw::Append));
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("ram");
     std::fs::write(&path, page_of(1)).unwrap();
     let read_only = || OwnedFd::from(File::open(&path).unwrap());
-    assert!(matches!(Region::map("ram", read_only(), 0, PAGE, Access::ReadWrite), Err(Error::System { .. })));
-    assert!(Region::map("ram", read_only(), 0, PAGE, Access::Read).is_ok());
+    assert!(matches!(
+        Region::map("ram", read_only(), ByteRange::sized(0, PAGE), Access::ReadWrite),
+        Err(Error::System { .. })
+    ));
+    assert!(Region::map("ram", read_only(), ByteRange::sized(0, PAGE), Access::Read).is_ok());
 }
 
 #[test]
 fn a_region_begins_at_its_offset_in_the_file() {
     let file = file(300 * PAGE);
     let all = map(&file, 300 * PAGE, Access::ReadWrite);
-    let part = Region::map("part", file, 100 * PAGE, 150 * PAGE, Access::ReadWrite).unwrap();
+    let part = Region::map("part", file, ByteRange::sized(100 * PAGE, 150 * PAGE), Access::ReadWrite).unwrap();
     assert_eq!((part.name(), part.bytes(), part.pages().get()), ("part", 150 * PAGE, 150));
     assert_eq!(part.backing_page_bytes(), PAGE);
 
@@ -290,7 +293,7 @@ fn a_region_of_huge_pages_is_what_its_model_is() {
     [100, 1600].into_iter().for_each(|page| region.write_pages(WindowPages::new(page, 1), &page_of(page)).unwrap());
     assert_eq!(data(&region), expected);
     assert_eq!(data(&region), expected, "asking made no page");
-    let odd = Region::map("odd", huge, 0, HUGE + PAGE, Access::ReadWrite).unwrap();
+    let odd = Region::map("odd", huge, ByteRange::sized(0, HUGE + PAGE), Access::ReadWrite).unwrap();
     assert_eq!(odd.pages(), PageCount::new(513), "a part of a huge page can be the end of a region");
     assert_eq!(data(&odd), [(0, 512)]);
     odd.write_pages(WindowPages::new(512, 1), &page_of(3)).unwrap();

@@ -215,7 +215,7 @@ mod tests {
         mpsc,
     };
 
-    use transship_memory::{Access, GuestMemory, Region, WindowPages};
+    use transship_memory::{Access, ByteRange, GuestMemory, Region, WindowPages};
 
     use super::{super::FirstFailure, *};
     use crate::Progress;
@@ -243,7 +243,8 @@ mod tests {
     fn encoders() -> Encoders {
         let file = tempfile::tempfile().unwrap();
         file.set_len(WINDOWS * 128 * 4096).unwrap();
-        let region = Region::map("ram", file.into(), 0, WINDOWS * 128 * 4096, Access::ReadWrite).unwrap();
+        let region =
+            Region::map("ram", file.into(), ByteRange::sized(0, WINDOWS * 128 * 4096), Access::ReadWrite).unwrap();
         let shared = Shared {
             memory: GuestMemory::new(vec![region]),
             content: Vec::new(),

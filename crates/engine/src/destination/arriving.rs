@@ -107,7 +107,7 @@ impl ArrivingMemory {
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used)]
-    use transship_memory::{Access, Keep, PAGE_BYTES, PageCount, PageNumber};
+    use transship_memory::{Access, ByteRange, Keep, PAGE_BYTES, PageCount, PageNumber};
 
     use super::*;
 
@@ -118,7 +118,7 @@ mod tests {
         let region = |name| {
             let file = rustix::fs::memfd_create(name, rustix::fs::MemfdFlags::CLOEXEC).unwrap();
             rustix::fs::ftruncate(&file, PAGES * PAGE_BYTES as u64).unwrap();
-            Region::map(name, file, 0, PAGES * PAGE_BYTES as u64, Access::ReadWrite).unwrap()
+            Region::map(name, file, ByteRange::sized(0, PAGES * PAGE_BYTES as u64), Access::ReadWrite).unwrap()
         };
         let memory = GuestMemory::new(vec![region("a"), region("b").keeping(Keep::All)]);
         ArrivingMemory::new(Intake::of_zeros(memory), Progress::new())

@@ -3,7 +3,7 @@
 use std::collections::VecDeque;
 
 use rustix::fs::MemfdFlags;
-use transship_memory::{Access, PageRange, WindowPages};
+use transship_memory::{Access, ByteRange, PageRange, WindowPages};
 
 use super::*;
 
@@ -41,7 +41,7 @@ fn memory(data: [&[(u64, u64)]; 2]) -> GuestMemory {
     let region = |index: usize| {
         let (file, bytes) = (rustix::fs::memfd_create("scan", MemfdFlags::CLOEXEC).unwrap(), PAGES[index] * 4096);
         rustix::fs::ftruncate(&file, bytes).unwrap();
-        let region = Region::map("scan", file, 0, bytes, Access::ReadWrite).unwrap();
+        let region = Region::map("scan", file, ByteRange::sized(0, bytes), Access::ReadWrite).unwrap();
         for &(first, count) in data[index] {
             for page in first..first + count {
                 region.write_pages(WindowPages::new(page, 1), &[7; PAGE_BYTES]).unwrap();

@@ -364,7 +364,12 @@ mod tests {
             let (ours, mut theirs) = UnixStream::pair().unwrap();
             let file = rustix::fs::memfd_create("ram", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
             rustix::fs::ftruncate(&file, 300 << 12).unwrap();
-            let memory = transship_memory::Region::map("ram", file, 0, 300 << 12, transship_memory::Access::Read);
+            let memory = transship_memory::Region::map(
+                "ram",
+                file,
+                transship_memory::ByteRange::sized(0, 300 << 12),
+                transship_memory::Access::Read,
+            );
             let unsent = vec![PageMap::new(PageCount::new(300))];
             let server = Server {
                 control: Control::new(Connection::Unix(ours), "peer".into()).unwrap(),

@@ -94,14 +94,14 @@ fn regions(memory: &GuestMemory) -> Vec<(String, u64)> {
 #[allow(clippy::unwrap_used)]
 mod tests {
     use rustix::fs::{MemfdFlags, memfd_create};
-    use transship_memory::Access;
+    use transship_memory::{Access, ByteRange};
 
     use super::*;
 
     fn memory(name: &str, pages: u64) -> GuestMemory {
         let (bytes, file) = (pages * transship_memory::PAGE, memfd_create(name, MemfdFlags::CLOEXEC).unwrap());
         rustix::fs::ftruncate(&file, bytes).unwrap();
-        GuestMemory::new(vec![Region::map(name, file, 0, bytes, Access::Read).unwrap()])
+        GuestMemory::new(vec![Region::map(name, file, ByteRange::sized(0, bytes), Access::Read).unwrap()])
     }
 
     fn handed_over() -> HandedOver {

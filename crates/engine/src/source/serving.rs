@@ -6,7 +6,7 @@ use std::{
 };
 
 use serde::{Deserialize, Serialize};
-use transship_memory::{Access, GuestMemory, PageCount, Region};
+use transship_memory::{Access, ByteRange, GuestMemory, PageCount, Region};
 use transship_secure::Caller;
 use transship_wire::SessionId;
 
@@ -55,7 +55,7 @@ impl Serving {
     pub fn run(&self, files: Vec<OwnedFd>, caller: Option<Caller>) -> Result<(), Error> {
         let to: Uri = self.to.parse().map_err(|_| Error::Bug("the stand-in got no address"))?;
         let map = |((name, offset, bytes), file): (&(String, u64, u64), OwnedFd)| {
-            Region::map(name, file, *offset, *bytes, Access::Read)
+            Region::map(name, file, ByteRange::sized(*offset, *bytes), Access::Read)
         };
         let regions = self.regions.iter().zip(files).map(map).collect::<Result<_, _>>()?;
         let Self { channels, ran, bandwidth, .. } = *self;

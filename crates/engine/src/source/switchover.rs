@@ -199,7 +199,7 @@ pub(super) fn send_state(state: &[u8], control: &mut Control) -> Result<(), Erro
 mod tests {
     #![allow(clippy::unwrap_used)]
     use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
-    use transship_memory::{Access, Region};
+    use transship_memory::{Access, ByteRange, Region};
 
     use super::*;
 
@@ -208,7 +208,9 @@ mod tests {
         for (gib, seconds) in [(1, 121), (8, 128)] {
             let file = memfd_create("region", MemfdFlags::CLOEXEC).unwrap();
             ftruncate(&file, gib << 30).unwrap();
-            let memory = GuestMemory::new(vec![Region::map("region", file, 0, gib << 30, Access::Read).unwrap()]);
+            let memory = GuestMemory::new(vec![
+                Region::map("region", file, ByteRange::sized(0, gib << 30), Access::Read).unwrap(),
+            ]);
             assert_eq!(digest_timeout(&memory), Duration::from_secs(seconds));
         }
     }

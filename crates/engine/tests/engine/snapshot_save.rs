@@ -21,7 +21,7 @@ use transship_engine::{
     DirectIo, Error, FilePlace, FileUri, Format, Misfit, Progress, Report, SaveOptions, Status, Then, Way,
     guest::GuestError, save_guest,
 };
-use transship_memory::{PAGE_BYTES, PageCount, PageRange, WindowPages};
+use transship_memory::{ByteRange, PAGE_BYTES, PageCount, PageRange, WindowPages};
 
 /// Small enough to be quick, with a last window that is not whole.
 const PAGES: [u64; 2] = [300, 1000];
@@ -335,8 +335,13 @@ fn the_memory_of_the_guest_is_no_target() {
     let path = folder.path().join("memory");
     let file = File::options().create_new(true).read(true).write(true).open(&path).unwrap();
     file.set_len(1 << 20).unwrap();
-    let region =
-        transship_memory::Region::map("ram", file.into(), 0, 1 << 20, transship_memory::Access::ReadWrite).unwrap();
+    let region = transship_memory::Region::map(
+        "ram",
+        file.into(),
+        ByteRange::sized(0, 1 << 20),
+        transship_memory::Access::ReadWrite,
+    )
+    .unwrap();
     region.write_pages(WindowPages::new(0, 1), &[7; PAGE_BYTES]).unwrap();
     let mut guest = Scripted::new(&[256], vec![]);
     guest.memory = transship_memory::GuestMemory::new(vec![region]);

@@ -5,6 +5,8 @@ use std::{
     sync::{Arc, Mutex, MutexGuard, PoisonError},
 };
 
+use crate::ByteRange;
+
 /// Bytes written after which the disk is told: enough for large requests, and little to wait for at the end.
 const STEP: u64 = 8 << 20;
 
@@ -15,37 +17,32 @@ const STEP: u64 = 8 << 20;
 /// which also tells of errors.
 #[derive(Debug, Default)]
 pub struct Writeback {
-    /// What was written since the disk was told last lies between these.
-    begin: u64,
-    end: u64,
+    /// What was written since the disk was told last lies in it.
+    span: ByteRange,
     bytes: u64,
 }
 
 impl Writeback {
-    /// `bytes` were written at `offset` of the file. Now and then this waits until the disk takes more requests.
-    pub fn wrote(&mut self, file: BorrowedFd<'_>, offset: u64, bytes: u64) {
-        if let Some((offset, bytes)) = self.add(offset, bytes) {
-            begin_writeback(file, offset, bytes);
+    /// These bytes of the file were written. Now and then this waits until the disk takes more requests.
+    pub fn wrote(&mut self, file: BorrowedFd<'_>, written: ByteRange) {
+        if let Some(span) = self.add(written) {
+            begin_writeback(file, span);
         }
     }
 
     /// Where the disk is to begin now, if it is.
-    fn add(&mut self, offset: u64, bytes: u64) -> Option<(u64, u64)> {
-        let end = offset.saturating_add(bytes);
-        (self.begin, self.end) = match self.bytes {
-            0 => (offset, end),
-            _ => (self.begin.min(offset), self.end.max(end)),
+    fn add(&mut self, written: ByteRange) -> Option<ByteRange> {
+        self.span = match self.bytes {
+            0 => written,
+            _ => ByteRange { start: self.span.start.min(written.start), end: self.span.end.max(written.end) },
         };
-        self.bytes = self.bytes.saturating_add(bytes);
-        (self.bytes >= STEP).then(|| {
-            let told = std::mem::take(self);
-            (told.begin, told.end - told.begin)
-        })
+        self.bytes = self.bytes.saturating_add(written.len());
+        (self.bytes >= STEP).then(|| std::mem::take(self).span)
     }
 }
 
-fn begin_writeback(file: BorrowedFd<'_>, offset: u64, bytes: u64) {
-    let (Ok(offset), Ok(bytes)) = (offset.try_into(), bytes.try_into()) else { return };
+fn begin_writeback(file: BorrowedFd<'_>, span: ByteRange) {
+    let (Ok(offset), Ok(bytes)) = (span.start.try_into(), span.len().try_into()) else { return };
     // SAFETY: no memory of ours is involved. Whether it is refused does not matter, see the type.
     unsafe { libc::sync_file_range(file.as_raw_fd(), offset, bytes, libc::SYNC_FILE_RANGE_WRITE) };
 }
@@ -71,10 +68,11 @@ mod tests {
     #[test]
     fn the_disk_is_told_of_all_that_was_written_since_it_was_told_last() {
         let mut writeback = Writeback::default();
-        assert_eq!(writeback.add(40 * MIB, 3 * MIB), None);
-        assert_eq!(writeback.add(10 * MIB, 4 * MIB), None);
-        assert_eq!(writeback.add(20 * MIB, MIB), Some((10 * MIB, 33 * MIB)));
-        assert_eq!(writeback.add(100 * MIB, STEP), Some((100 * MIB, STEP)), "what came before is forgotten");
-        assert_eq!(writeback.add(u64::MAX - 1, u64::MAX), Some((u64::MAX - 1, 1)));
+        assert_eq!(writeback.add(ByteRange::sized(40 * MIB, 3 * MIB)), None);
+        assert_eq!(writeback.add(ByteRange::sized(10 * MIB, 4 * MIB)), None);
+        assert_eq!(writeback.add(ByteRange::sized(20 * MIB, MIB)), Some(ByteRange::sized(10 * MIB, 33 * MIB)));
+        let (next, last) = (ByteRange::sized(100 * MIB, STEP), ByteRange::sized(u64::MAX - STEP, STEP));
+        assert_eq!(writeback.add(next), Some(next), "what came before is forgotten");
+        assert_eq!(writeback.add(last), Some(last));
     }
 }

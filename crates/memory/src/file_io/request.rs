@@ -324,13 +324,13 @@ mod tests {
     use std::os::fd::AsFd;
 
     use super::*;
-    use crate::{Access, Region};
+    use crate::{Access, ByteRange, Region};
 
     /// Eight pages, and the file that they are in.
     fn memory() -> GuestMemory {
         let file = rustix::fs::memfd_create("request", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
         rustix::fs::ftruncate(&file, 8 * 4096).unwrap();
-        GuestMemory::new(vec![Region::map("ram", file, 0, 8 * 4096, Access::ReadWrite).unwrap()])
+        GuestMemory::new(vec![Region::map("ram", file, ByteRange::sized(0, 8 * 4096), Access::ReadWrite).unwrap()])
     }
 
     fn request(direction: Direction) -> Request {

@@ -5,7 +5,7 @@ use std::{io, os::fd::BorrowedFd};
 use rustix::io::Errno;
 
 use super::{Found, Look};
-use crate::PAGE;
+use crate::{ByteRange, PAGE};
 
 const ENTRY_BYTES: usize = 8;
 /// Entries that are read at once: those of 2 MiB.
@@ -20,8 +20,7 @@ const OF_A_FILE: u64 = 1 << 61;
 pub(super) fn look(
     pagemap: BorrowedFd<'_>,
     look: Look,
-    start: u64,
-    end: u64,
+    ByteRange { start, end }: ByteRange,
     found: &mut [Found],
 ) -> io::Result<(usize, u64)> {
     let mut room = [[0; ENTRY_BYTES]; ENTRIES];
@@ -42,7 +41,7 @@ pub(super) fn look(
                 if count > 0 && found[count - 1].end == at {
                     found[count - 1].end = (at + PAGE).min(end);
                 } else if let Some(next) = found.get_mut(count) {
-                    *next = Found::new(at.max(start), (at + PAGE).min(end));
+                    *next = Found::new(ByteRange { start: at.max(start), end: (at + PAGE).min(end) });
                     count += 1;
                 } else {
                     return Ok((count, at));
@@ -90,9 +89,9 @@ mod tests {
         for (first, end, room) in [(0, 2000, 64), (1, 513, 64), (0, 2000, 2), (3, 7, 1)] {
             let mut answers = [By::Scan, By::Entries].map(|by| {
                 let mut found = vec![Found::default(); room];
-                let span = (start + first * PAGE, start + end * PAGE);
-                let (count, _) = scan(pagemap.as_fd(), Look::There, by, span.0, span.1, &mut found).unwrap();
-                found[..count].iter().map(|found| (found.start, found.end)).collect::<Vec<_>>()
+                let span = ByteRange { start: start + first * PAGE, end: start + end * PAGE };
+                let (count, _) = scan(pagemap.as_fd(), Look::There, by, span, &mut found).unwrap();
+                found[..count].iter().map(Found::addresses).collect::<Vec<_>>()
             });
             answers[0].truncate(room);
             assert_eq!(answers[0], answers[1], "{first}..{end} with room for {room}");

@@ -7,7 +7,7 @@ use std::os::fd::{AsFd, OwnedFd};
 
 use rustix::fs::MemfdFlags;
 use transship_lab::{keep_huge_pages, lacks};
-use transship_memory::{Access, Error, PAGE_BYTES, PageCount, PageRange, Region};
+use transship_memory::{Access, ByteRange, Error, PAGE_BYTES, PageCount, PageRange, Region};
 
 pub(crate) const PAGE: u64 = PAGE_BYTES as u64;
 pub(crate) const HUGE: u64 = 2 << 20;
@@ -44,7 +44,7 @@ pub(crate) fn huge_file(bytes: u64) -> Option<OwnedFd> {
 }
 
 pub(crate) fn map(file: impl AsFd, bytes: u64, access: Access) -> Region {
-    Region::map("ram", rustix::io::dup(file).unwrap(), 0, bytes, access).unwrap()
+    Region::map("ram", rustix::io::dup(file).unwrap(), ByteRange::sized(0, bytes), access).unwrap()
 }
 
 /// A page whose bytes tell its number.

@@ -36,7 +36,7 @@ use std::{
 
 use serde_json::Value;
 use transship_guest::GuestError;
-use transship_memory::{Access, GuestMemory, Keep, PageRange, Region};
+use transship_memory::{Access, ByteRange, GuestMemory, Keep, PageRange, Region};
 
 use crate::freeze::Freezer;
 use client::Connection;
@@ -76,7 +76,7 @@ fn map_regions(from: &Connection, guest: CheckedDescription, access: Access) -> 
 
 /// Memory of a waiting guest that has no hole was allocated beforehand, and is to stay so: nothing else says it.
 fn map_region(r: CheckedRegion, access: Access) -> Result<Region, transship_memory::Error> {
-    let region = Region::map(&r.entry.name, r.file, r.entry.file_offset, r.entry.bytes, access)?;
+    let region = Region::map(&r.entry.name, r.file, ByteRange::sized(r.entry.file_offset, r.entry.bytes), access)?;
     let whole = access == Access::ReadWrite && region.is_data(PageRange::all(region.pages()))?;
     Ok(if whole { region.keeping(Keep::All) } else { region })
 }

@@ -15,7 +15,7 @@ use std::{
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 use serde_json::{Value, json};
 use transship_guest::{DestinationGuest, GuestError, SourceGuest};
-use transship_memory::{Access, PageSet, Region, WindowPages};
+use transship_memory::{Access, ByteRange, PageSet, Region, WindowPages};
 
 use transship_lines::{GuestSocket, LineSocket, MAX_LINE_BYTES, Shutdown};
 
@@ -37,7 +37,7 @@ impl TestGuest {
     fn new(state: Vec<u8>) -> Self {
         let file = file(BYTES);
         let inode = rustix::fs::fstat(&file).unwrap().st_ino.to_string();
-        let region = Region::map("ram", file, 0, BYTES, Access::ReadWrite).unwrap();
+        let region = Region::map("ram", file, ByteRange::sized(0, BYTES), Access::ReadWrite).unwrap();
         let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
         let line = maps.lines().find(|line| line.split_ascii_whitespace().nth(4) == Some(&inode)).unwrap();
         let address = u64::from_str_radix(line.split('-').next().unwrap(), 16).unwrap();

@@ -81,7 +81,12 @@ mod tests {
         let file_id = FileId::of(&file.metadata().unwrap());
         let shows_it = |ours: &mut Opened| ours.mappings().unwrap().iter().any(|one| one.file == file_id);
         assert!(!shows_it(&mut ours));
-        let region = transship_memory::Region::map("it", file.into(), 0, 64 << 10, transship_memory::Access::Read);
+        let region = transship_memory::Region::map(
+            "it",
+            file.into(),
+            transship_memory::ByteRange::sized(0, 64 << 10),
+            transship_memory::Access::Read,
+        );
         let region = region.unwrap();
         assert!(shows_it(&mut ours));
         drop(region);

@@ -5,7 +5,7 @@ use std::sync::{
     atomic::{AtomicBool, Ordering},
 };
 
-use transship_memory::{Access, PageCount, PageNumber, PageSet, Region};
+use transship_memory::{Access, ByteRange, PageCount, PageNumber, PageSet, Region};
 
 use super::{lock, mapping::Ram};
 
@@ -96,7 +96,7 @@ pub(super) fn data(ram: &[Ram], holes: Holes) -> Result<Vec<PageSet>, transship_
         let unusable =
             |e: std::io::Error| transship_memory::Error::System { what: format!("read {}", ram.name()), source: e };
         let file = ram.file().try_clone_to_owned().map_err(unusable)?;
-        Region::map(ram.name(), file, 0, ram.bytes(), Access::Read)?.data()
+        Region::map(ram.name(), file, ByteRange::sized(0, ram.bytes()), Access::Read)?.data()
     };
     ram.iter().map(data).collect()
 }

@@ -10,7 +10,7 @@ use std::{
     sync::{Arc, Mutex, PoisonError},
 };
 
-use transship_memory::Writeback;
+use transship_memory::{ByteRange, Writeback};
 use transship_secure::{ENCRYPTED_MAGIC, FileSealer, Recipients};
 
 use super::target::Target;
@@ -83,7 +83,7 @@ impl Write for Placed {
             return Ok(kept);
         }
         self.file.write_all_at(bytes, self.at)?;
-        self.writeback.wrote(self.file.as_fd(), self.at, bytes.len() as u64);
+        self.writeback.wrote(self.file.as_fd(), ByteRange::sized(self.at, bytes.len() as u64));
         self.at += bytes.len() as u64;
         Ok(bytes.len())
     }
@@ -134,7 +134,7 @@ impl Target {
             return sealed.append(bytes).map_err(|source| self.failed("write", source));
         }
         self.write_at(bytes, at)?;
-        self.begin_writeback(writeback, at, bytes.len() as u64);
+        self.begin_writeback(writeback, ByteRange::sized(at, bytes.len() as u64));
         Ok(())
     }
 

@@ -29,7 +29,7 @@ use rustix::{
     fs::{AtFlags, FallocateFlags},
     io::Errno,
 };
-use transship_memory::{Error as MemoryError, GuestMemory, PAGE_BYTES, Writeback};
+use transship_memory::{ByteRange, Error as MemoryError, GuestMemory, PAGE_BYTES, Writeback};
 
 use super::{
     descriptors::{self, Passed, Purpose},
@@ -258,9 +258,9 @@ impl Target {
         self.buffered.write_all_at(bytes, at).map_err(|source| self.failed("write", source))
     }
 
-    /// So many bytes were written at a place, as part of what is written in order.
-    pub(super) fn begin_writeback(&self, writeback: &mut Writeback, at: u64, bytes: u64) {
-        writeback.wrote(self.buffered.as_fd(), at, bytes);
+    /// These bytes were written, as part of what is written in order.
+    pub(super) fn begin_writeback(&self, writeback: &mut Writeback, written: ByteRange) {
+        writeback.wrote(self.buffered.as_fd(), written);
     }
 
     /// Reads what was written at a place of a file.
@@ -284,19 +284,19 @@ impl Target {
     ///
     /// # Errors
     /// The system's own.
-    pub(crate) fn punch(&self, file: usize, at: u64, bytes: u64) -> Result<(), Error> {
+    pub(crate) fn punch(&self, file: usize, pages: ByteRange) -> Result<(), Error> {
         let how = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
-        match self.with(file, |buffered, _| rustix::fs::fallocate(buffered, how, at, bytes)) {
+        match self.with(file, |buffered, _| rustix::fs::fallocate(buffered, how, pages.start, pages.len())) {
             Ok(()) => Ok(()),
             // What is there then is not read by anybody, unless all of the file is memory.
             Err(Errno::OPNOTSUPP) if file == 0 => Ok(()),
-            Err(Errno::OPNOTSUPP) => self.write_zeros(file, at, bytes),
+            Err(Errno::OPNOTSUPP) => self.write_zeros(file, pages),
             Err(errno) => Err(self.failed("free pages of", errno.into())),
         }
     }
 
-    fn write_zeros(&self, file: usize, at: u64, bytes: u64) -> Result<(), Error> {
-        (at..at + bytes).step_by(PAGE_BYTES).try_for_each(|at| {
+    fn write_zeros(&self, file: usize, pages: ByteRange) -> Result<(), Error> {
+        (pages.start..pages.end).step_by(PAGE_BYTES).try_for_each(|at| {
             self.with(file, |buffered, _| buffered.write_all_at(&[0; PAGE_BYTES], at))
                 .map_err(|source| self.failed("write", source))
         })

@@ -11,6 +11,7 @@ use std::{
 };
 
 use rustix::{fs::SeekFrom, io::Errno};
+use transship_memory::ByteRange;
 
 use crate::Progress;
 
@@ -34,7 +35,7 @@ pub(super) fn of(file: &File, bytes: u64, progress: &Progress) -> io::Result<Str
                 return Err(io::ErrorKind::Interrupted.into());
             }
             let length = PIECE.min(bytes - begin);
-            if !has_data(file, begin, begin + length)? {
+            if !has_data(file, ByteRange::sized(begin, length))? {
                 continue;
             }
             let piece = &mut buffer[..length as usize];
@@ -61,11 +62,11 @@ pub(super) fn of(file: &File, bytes: u64, progress: &Progress) -> io::Result<Str
     Ok(whole.finalize().to_hex().to_string())
 }
 
-/// Whether something between two places is no hole. Threads that ask at once do not disturb each other: nobody uses the
+/// Whether something in a part of the file is no hole. Threads that ask at once do not disturb each other: nobody uses the
 /// place that a file is at.
-fn has_data(file: &File, from: u64, to: u64) -> io::Result<bool> {
-    match rustix::fs::seek(file, SeekFrom::Data(from)) {
-        Ok(data) => Ok(data < to),
+fn has_data(file: &File, part: ByteRange) -> io::Result<bool> {
+    match rustix::fs::seek(file, SeekFrom::Data(part.start)) {
+        Ok(data) => Ok(data < part.end),
         Err(Errno::NXIO) => Ok(false),
         Err(Errno::INVAL | Errno::OPNOTSUPP) => Ok(true),
         Err(error) => Err(error.into()),

@@ -2,7 +2,7 @@
 //! it likes.
 use std::sync::{Arc, Mutex, MutexGuard};
 
-use transship_memory::FileIo;
+use transship_memory::{ByteRange, FileIo};
 use transship_wire::qemu::{Block, Configuration, bitmap_bytes};
 
 use super::{
@@ -112,7 +112,7 @@ impl FileStore for MappedStore {
                 if progress.is_cancelled() {
                     return Err(Error::CANCELLED);
                 }
-                self.file.target.punch(place.at.file, place.byte_of(range.first), range.bytes())?;
+                self.file.target.punch(place.at.file, ByteRange::sized(place.byte_of(range.first), range.bytes()))?;
                 report.pages_freed += range.count.get();
             }
         }

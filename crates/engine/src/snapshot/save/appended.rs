@@ -8,7 +8,7 @@ use std::{
     },
 };
 
-use transship_memory::{Error as MemoryError, PageBuffer, PageCount, PageNumber, Writeback};
+use transship_memory::{ByteRange, Error as MemoryError, PageBuffer, PageCount, PageNumber, Writeback};
 use transship_wire::qemu::{Name, StreamWriter};
 
 use super::stream::{PIECE, RAM_SECTION};
@@ -76,7 +76,7 @@ impl Appender {
             return sealed.append(&bytes).map_err(failed);
         }
         self.file.write_all_at(&bytes, at).map_err(failed)?;
-        self.writeback.wrote(self.file.as_fd(), at, length);
+        self.writeback.wrote(self.file.as_fd(), ByteRange::sized(at, length));
         Ok(())
     }
 }

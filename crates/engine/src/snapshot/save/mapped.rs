@@ -1,7 +1,7 @@
 //! A mapped-ram file, or an image: every page has its place, and many threads write at once.
 use std::sync::Arc;
 
-use transship_memory::{Freeing, GuestMemory, PAGE_BYTES};
+use transship_memory::{ByteRange, Freeing, GuestMemory, PAGE_BYTES};
 use transship_wire::qemu::{Geometry, bitmap_bytes};
 
 use super::{
@@ -106,7 +106,7 @@ impl Output for MappedFile {
                 return Err(Error::CANCELLED);
             }
             let Spot { file: number, offset } = pages.places[region];
-            target.punch(number, offset + range.first.offset(), range.bytes())?;
+            target.punch(number, ByteRange::sized(offset + range.first.offset(), range.bytes()))?;
             file.pages_freed += range.count.get();
         }
         if self.layout.is_image() {

@@ -21,8 +21,8 @@ use transship_engine::{
     move_guest, receive_guest,
 };
 use transship_memory::{
-    Access, Error as MemoryError, Flaw, GuestMemory, InProcess, Keep, PAGE_BYTES, PageRange, PageSet, Process, Region,
-    Tracker, WindowPages,
+    Access, ByteRange, Error as MemoryError, Flaw, GuestMemory, InProcess, Keep, PAGE_BYTES, PageRange, PageSet,
+    Process, Region, Tracker, WindowPages,
 };
 use transship_wire::{GuestDescription, RegionDescription, libvirt::Definition};
 use vm_memory::MmapRegion;
@@ -87,7 +87,7 @@ fn memfd(name: &str) -> OwnedFd {
 
 fn in_a_file(name: &str, file: OwnedFd, bytes: u64) -> Region {
     rustix::fs::ftruncate(&file, bytes).unwrap();
-    Region::map(name, file, 0, bytes, Access::ReadWrite).unwrap()
+    Region::map(name, file, ByteRange::sized(0, bytes), Access::ReadWrite).unwrap()
 }
 
 pub fn describe(memory: &GuestMemory) -> GuestDescription {

@@ -7,7 +7,7 @@ use std::{
 };
 
 use transship_guest::GuestError;
-use transship_memory::{Access, GuestMemory, InProcess, Process, Region};
+use transship_memory::{Access, ByteRange, GuestMemory, InProcess, Process, Region};
 
 use super::{Backend, Held};
 use crate::qemu::{
@@ -80,7 +80,8 @@ impl Backend {
         let region = match (&self.held, process) {
             (Held::Shared { file, offset, path, keep }, _) => {
                 let opened = self.open_shared(pid, *file, path.as_deref(), access)?;
-                Region::map(&self.id, opened, *offset, self.bytes, access).map(|region| region.keeping(*keep))
+                Region::map(&self.id, opened, ByteRange::sized(*offset, self.bytes), access)
+                    .map(|region| region.keeping(*keep))
             }
             (Held::Private { address, page_bytes, below, keep }, Some(process)) => {
                 let below = below.map(|(file, offset)| Ok((self.open_below(pid, file, access)?, offset)));
