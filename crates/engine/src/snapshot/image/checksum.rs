@@ -62,8 +62,8 @@ pub(super) fn of(file: &File, bytes: u64, progress: &Progress) -> io::Result<Str
     Ok(whole.finalize().to_hex().to_string())
 }
 
-/// Whether something in a part of the file is no hole. Threads that ask at once do not disturb each other: nobody uses the
-/// place that a file is at.
+/// Whether something in a part of the file is no hole. Threads that ask at once do not disturb each other: nobody uses
+/// the place that a file is at.
 fn has_data(file: &File, part: ByteRange) -> io::Result<bool> {
     match rustix::fs::seek(file, SeekFrom::Data(part.start)) {
         Ok(data) => Ok(data < part.end),
