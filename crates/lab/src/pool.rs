@@ -4,6 +4,7 @@ use std::{
     path::Path,
     process::Command,
     sync::OnceLock,
+    time::{Duration, Instant},
 };
 
 use rustix::fs::FlockOperation;
@@ -12,6 +13,8 @@ use crate::{LabError, Result, Scratch, failed};
 
 const POOL: &str = "/proc/sys/vm/nr_hugepages";
 const PAGE_MIB: u64 = 2;
+/// How long the pages of a process that has ended may take to be in the pool again.
+const GIVING_BACK_WAIT: Duration = Duration::from_secs(2);
 
 /// A file system for guest memory, mounted for as long as this lives. Needs root.
 #[derive(Debug)]
@@ -102,6 +105,7 @@ impl HugePool {
     /// whether guests are safe.
     pub fn with_mib(mib: u64) -> Result<Self> {
         let turn = take_turn(FlockOperation::LockExclusive)?;
+        wait_for_pages_given_back()?;
         let before = field("HugePages_Total")?;
         let mut pool = Self { mount: MemoryMount::hugetlbfs("2M")?, before, _turn: turn };
         pool.resize(mib)?;
@@ -159,6 +163,16 @@ fn take_turn(how: FlockOperation) -> Result<File> {
     let turn = File::open(&path).or_else(|_| File::create(&path)).map_err(failed("a lock file"))?;
     rustix::fs::flock(&turn, how).map_err(failed("can't wait for the huge pages"))?;
     Ok(turn)
+}
+
+/// Whoever had its turn before may have ended, and its pages may be on their way: they come back after its lock does.
+/// Pages of others, who have them for long, are not waited for.
+fn wait_for_pages_given_back() -> Result<()> {
+    let deadline = Instant::now() + GIVING_BACK_WAIT;
+    while field("HugePages_Free")? < field("HugePages_Total")? && Instant::now() < deadline {
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    Ok(())
 }
 
 impl Drop for HugePool {

@@ -104,15 +104,22 @@ pub(super) fn unexpected(session: &RelaySession) -> Error {
 /// Opens a link to the relay near the destination.
 pub(super) fn connect(to: &Uri, caller: Option<&Caller>, channels: u8, progress: &Progress) -> Result<Link, Error> {
     let id = SessionId(random()?);
-    let mut connection = greet(to, caller, id, Role::Control)?;
-    connection.await_word(to)?;
-    let peer = to.to_string();
-    let failed = |source| Error::Io { what: format!("greet {to}"), source };
-    connection.write_all(&Message::Hello { channels }.encode()).map_err(failed)?;
-    let mut link = split(connection, peer)?;
-    await_welcome(&mut link.messages, to, progress)?;
+    let mut connection = Connection::call(to, caller)?;
+    // One that turns us away says why, and may have hung up before it has all of this.
+    let unsent = match introduce(&mut connection, to, id, channels) {
+        Ok(()) => None,
+        Err(error @ Error::Io { .. }) => Some(error),
+        Err(error) => return Err(error),
+    };
+    let mut link = split(connection, to.to_string())?;
+    match (await_welcome(&mut link.messages, to, progress), unsent) {
+        (Ok(()) | Err(Error::Unfit { .. }), Some(unsent)) => return Err(unsent),
+        (welcomed, _) => welcomed?,
+    }
     for number in 0..channels {
-        link.data.push(greet(to, caller, id, Role::Data(number))?);
+        let mut connection = Connection::call(to, caller)?;
+        greet(&mut connection, to, id, Role::Data(number))?;
+        link.data.push(connection);
     }
     Ok(link)
 }
@@ -125,11 +132,16 @@ fn split(connection: Connection, peer: String) -> Result<Link, Error> {
     Ok(Link { peer, control, messages, data: Vec::new() })
 }
 
-fn greet(to: &Uri, caller: Option<&Caller>, session: SessionId, role: Role) -> Result<Connection, Error> {
-    let mut connection = Connection::call(to, caller)?;
-    let greeting = Greeting(Preamble { session, role }).encode();
-    connection.greet(to, &greeting)?;
-    Ok(connection)
+/// What goes over the control connection before there is an answer.
+fn introduce(connection: &mut Connection, to: &Uri, session: SessionId, channels: u8) -> Result<(), Error> {
+    greet(connection, to, session, Role::Control)?;
+    connection.await_word(to)?;
+    let hello = connection.write_all(&Message::Hello { channels }.encode());
+    hello.map_err(|source| Error::Io { what: format!("greet {to}"), source })
+}
+
+fn greet(connection: &mut Connection, to: &Uri, session: SessionId, role: Role) -> Result<(), Error> {
+    connection.greet(to, &Greeting(Preamble { session, role }).encode())
 }
 
 /// Whoever is there may be no relay at all.
