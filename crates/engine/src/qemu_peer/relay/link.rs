@@ -311,3 +311,31 @@ pub(super) fn refuse(connection: &mut Connection, why: &str) {
     let abort = Message::Abort { end: TheEnd::Withheld, refusal: Refusal { reason: why.into() } };
     let _ = connection.write_all(&abort.encode()); // it may be gone
 }
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use std::{os::unix::net::UnixListener, thread};
+
+    use super::*;
+
+    /// At whatever moment it hangs up: it is a matter of luck what of ours is written by then.
+    #[test]
+    fn a_relay_that_refuses_and_hangs_up_is_heard() {
+        const TIMES: usize = 200;
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("relay");
+        let listener = UnixListener::bind(&path).unwrap();
+        let refusing = thread::spawn(move || {
+            for connection in listener.incoming().take(TIMES) {
+                refuse(&mut Connection::Unix(connection.unwrap()), "it is full");
+            }
+        });
+        let to = format!("unix:{}", path.display()).parse().unwrap();
+        for time in 0..TIMES {
+            let refused = connect(&to, None, 2, &Progress::new()).err().unwrap();
+            assert!(matches!(&refused, Error::Refused(why) if why == "it is full"), "{time}: {refused}");
+        }
+        refusing.join().unwrap();
+    }
+}
