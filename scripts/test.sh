@@ -86,34 +86,29 @@ failed=
 run() {
     cargo test "${build[@]}" --no-fail-fast "$@" || failed=1
 }
-# All programs of tests but e2e.
-not_e2e=(--test '[!e]*' --test 'e[!2]*')
-# The tests end to end wait for their guests now and then: all others go on beside them, and are shown when they are done.
 if [ "${1:-}" = --ignored ]; then
     # Guests that are emulated for minutes take a core each.
-    threads=2
-    run_others() {
-        run --lib -- --ignored
-        run "${not_e2e[@]}" -- --ignored --test-threads 1
-    }
+    run --lib -- --ignored
+    run --test '*' -- --ignored --test-threads 2
 else
-    threads=4
-    run_others() {
+    # The tests end to end wait for their guests now and then: all others go on beside them, and are shown when they are done.
+    others=$(mktemp)
+    # A group of processes of their own, so that they can all be ended.
+    set -m
+    (
         run --lib --bins
-        run "${not_e2e[@]}" -- --test-threads 2
+        # All but e2e.
+        run --test '[!e]*' --test 'e[!2]*' -- --test-threads 2
         run --doc
-    }
+        [ -z "$failed" ]
+    ) >"$others" 2>&1 &
+    beside=$!
+    set +m
+    run --test 'e2e*' -- --test-threads 4
+    wait "$beside" || failed=1
+    beside=
+    cat "$others"
 fi
-others=$(mktemp)
-# A group of processes of their own, so that they can all be ended.
-set -m
-{ run_others && [ -z "$failed" ]; } >"$others" 2>&1 &
-beside=$!
-set +m
-run --test 'e2e*' -- "$@" --test-threads "$threads"
-wait "$beside" || failed=1
-beside=
-cat "$others"
 
 if [ -s "$TRANSSHIP_LACKS" ]; then
     echo "test: $(sed 's|: left out: .*||' "$TRANSSHIP_LACKS" | sort -u | wc -l) tests were left out, or a part of each:" >&2

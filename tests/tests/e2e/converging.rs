@@ -124,7 +124,8 @@ fn processors_that_kvm_runs_are_held() -> Result<()> {
     let flags = [&PACE[..], &["--bandwidth", "1MiB", "--downtime", "500ms", "--verify"]].concat();
     let report = move_between(&source.vm(), &destination.vm(), &flags)?.source.report()?;
     let carries = f64::from(1 << 20) / 4096.0;
-    if number(&report, "/rounds/0/dirty_pages_per_s") > carries * 0.9 {
+    // What is written a little slower than it is carried fits in the end by itself.
+    if number(&report, "/rounds/0/dirty_pages_per_s") > carries * 1.2 {
         assert_held(&report);
     }
     assert_moved(&source, &destination, left)

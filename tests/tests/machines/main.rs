@@ -1,6 +1,6 @@
 //! What wants another kernel than this host's, or one that is set up in another way: each test boots a virtual machine
 //! that is emulated, with the built command in it, and that tells line by line what it has found. They take minutes of
-//! one processor each, so they are a program of their own, which goes on beside the tests end to end.
+//! one processor each.
 mod old_kernel;
 mod selinux;
 mod vhost_net;
