@@ -425,17 +425,17 @@ impl SourceGuest for QemuSource {
             ));
         }
         self.back_ends.state_is_asked();
-        if let Some(device_state) = &self.device_state {
+        let state: Box<dyn Read + Send> = if let Some(device_state) = &self.device_state {
             let stays = self.is_copied || self.stays || self.qmp.keeper() == Keeper::Libvirt;
             let disks = if stays { Disks::Kept } else { Disks::Released };
             // Also if it fails.
             self.has_released_disks = disks == Disks::Released;
             let state = device_state.save(&mut self.qmp, disks)?;
             self.is_saved = true;
-            self.ask_whether_unchanged()?;
-            return Ok(Box::new(io::Cursor::new(state)));
-        }
-        let state = self.saving.begin(&mut self.qmp, self.stays, before)?;
+            Box::new(io::Cursor::new(state))
+        } else {
+            self.saving.begin(&mut self.qmp, self.stays, before)?
+        };
         self.ask_whether_unchanged()?;
         Ok(state)
     }
