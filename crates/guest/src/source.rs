@@ -182,6 +182,9 @@ pub trait SourceGuest: Send {
     fn check_for_stock(&mut self) -> Result<(), GuestError> {
         Ok(())
     }
+    /// The device state goes to another of these adapters, which loads it at once: it is to be had quickly, and need
+    /// not be fit to be kept, or for anybody else. Called before `prepare_stop`, if at all.
+    fn hurry_state(&mut self) {}
     /// The estimated time to save, send and load the device state; for the forecast before the first measurement.
     fn state_estimate(&self) -> Duration;
     /// Called first where the guest is saved and does not go.

@@ -141,6 +141,19 @@ impl Qemu {
         status["status"].as_str().map(str::to_owned).ok_or_else(|| LabError(format!("no status in {status}")))
     }
 
+    /// Whether its guest was given to somebody else: by QEMU's own migration, or with the mark that says so.
+    ///
+    /// # Errors
+    /// QEMU is gone.
+    pub fn has_given_away(&self) -> Result<bool> {
+        if self.status()? != "paused" {
+            return Ok(self.status()? == "postmigrate");
+        }
+        let objects = self.qmp("qom-list", json!({ "path": "/objects" }))?;
+        let mut names = objects.as_array().into_iter().flatten().map(|object| &object["name"]);
+        Ok(names.any(|name| name == "transship-gave-this-guest-away"))
+    }
+
     /// Waits for a [`Qemu::status`].
     ///
     /// # Errors

@@ -64,6 +64,7 @@ impl Receiver for ToTransship<'_> {
     type Session = MoveSession;
 
     fn connect(&mut self, guest: &mut Guarded<'_>, progress: &Arc<Progress>) -> Result<MoveSession, Error> {
+        guest.unguarded().hurry_state();
         MoveSession::open(&**guest, self.to, self.options, progress)
     }
 

@@ -170,6 +170,11 @@ impl BackEnds {
         }
     }
 
+    /// There is none, be it one that is not tracked.
+    pub(super) fn is_empty(&self) -> bool {
+        self.asked.is_empty() && self.networks.is_empty() && self.left_out.is_empty()
+    }
+
     /// Whether some may end when the devices' state is saved.
     pub(super) fn may_end_with_state(&self) -> bool {
         !self.with_state.is_empty()

@@ -6,7 +6,7 @@ use transship_guest::{DeviceBlock, GuestError, StateFormat};
 use super::{
     memory::{Backend, cure},
     places,
-    qmp::{Qmp, QmpError},
+    qmp::{Qmp, QmpError, Question},
 };
 
 /// A block with a name, of those that QEMU's own stream lists.
@@ -73,13 +73,25 @@ fn block_names(list: &[RamBlock], backends: &[Backend]) -> Vec<String> {
 
 /// All blocks that have a name: others are not in QEMU's stream.
 pub(super) fn list(qmp: &mut Qmp) -> Result<Vec<RamBlock>, QmpError> {
-    let text = qmp.execute("human-monitor-command", json!({ "command-line": "info ramblock" }))?;
-    Ok(parse(text.as_str().unwrap_or_default()))
+    let (command, arguments) = question();
+    Ok(parse(qmp.execute(command, arguments)?.as_str().unwrap_or_default()))
+}
+
+/// What [`list`] asks.
+pub(super) fn question() -> Question {
+    ("human-monitor-command", json!({ "command-line": "info ramblock" }))
 }
 
 /// As [`list`], with the addresses of all blocks of which they are certain, also where QEMU does not say them.
 pub(super) fn with_places(qmp: &mut Qmp) -> Result<Vec<RamBlock>, GuestError> {
-    let mut list = list(qmp)?;
+    let (command, arguments) = question();
+    let answer = qmp.execute(command, arguments)?;
+    placed(qmp, &answer)
+}
+
+/// The same, of the answer to the question.
+pub(super) fn placed(qmp: &mut Qmp, answer: &Value) -> Result<Vec<RamBlock>, GuestError> {
+    let mut list = parse(answer.as_str().unwrap_or_default());
     places::add(qmp, &mut list)?;
     Ok(list)
 }

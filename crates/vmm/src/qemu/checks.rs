@@ -9,8 +9,8 @@ use transship_memory::{Freeing, GuestMemory, PAGE_BYTES, Region};
 use super::{
     balloon::OwnBalloon,
     given_away,
-    machine::{devices, may_be_anything, run_state},
-    qmp::Qmp,
+    machine::{Device, devices, may_be_anything, run_state},
+    qmp::{Qmp, Question},
     rights, security_module,
 };
 
@@ -165,16 +165,33 @@ pub(super) fn source_state(qmp: &mut Qmp, balloon: Option<&OwnBalloon>) -> Resul
     if !["none", "completed", "failed", "cancelled"].contains(&status) {
         return refused(&format!("is already migrating by itself ({status}); wait for it, or end it: migrate_cancel"));
     }
+    can_be_saved(qmp, &migration, balloon)
+}
+
+/// Refuses a guest with a device that QEMU can't save.
+pub(super) fn savable(qmp: &mut Qmp) -> Result<(), GuestError> {
+    let (command, arguments) = migration_question();
+    let migration = qmp.execute(command, arguments)?;
+    can_be_saved(qmp, &migration, None)
+}
+
+/// What [`savable`] asks.
+pub(super) fn migration_question() -> Question {
+    ("query-migrate", json!({}))
+}
+
+/// The same as that, by the answer. What is in the way only until `balloon` is unplugged is let pass.
+fn can_be_saved(qmp: &mut Qmp, migration: &Value, balloon: Option<&OwnBalloon>) -> Result<(), GuestError> {
     let reasons = migration["blocked-reasons"].as_array().into_iter().flatten().filter_map(Value::as_str);
     let reasons: Vec<&str> = reasons.filter(|reason| !balloon.is_some_and(|own| own.is_reason(reason))).collect();
     if reasons.is_empty() {
         return Ok(());
     }
-    refused(&format!(
-        "can't save the state of its devices: {}; remove that device{}",
+    Err(GuestError::Unfit(format!(
+        "this QEMU can't save the state of its devices: {}; remove that device{}",
         reasons.join("; "),
         balloon_hint(qmp)
-    ))
+    )))
 }
 
 /// For a refusal: what may be the reason has a cure.
@@ -227,14 +244,27 @@ pub(super) fn state_before_pages(qmp: &mut Qmp) -> Result<(), GuestError> {
     }
 }
 
-/// Refuses devices whose memory is not in the state that QEMU saves by itself ([`super::device_state`]).
+/// A device whose memory is not in the state that QEMU saves by itself ([`super::device_state`]), if there is one.
+pub(super) fn with_memory_of_its_own(qmp: &mut Qmp) -> Result<Option<Device>, GuestError> {
+    Ok(devices(qmp, |kind| kind.starts_with("virtio-mem") || kind.starts_with("vfio-"))?.into_iter().next())
+}
+
+/// Refuses such devices.
 pub(super) fn state_without_memory(qmp: &mut Qmp) -> Result<(), GuestError> {
-    match devices(qmp, |kind| kind.starts_with("virtio-mem") || kind.starts_with("vfio-"))?.first() {
+    match with_memory_of_its_own(qmp)? {
         None => Ok(()),
         Some(device) => Err(GuestError::Unfit(format!(
             "{device} can't come with a guest whose memory is not in shared named files; remove it, or start the guest \
              with all memory in such files"
         ))),
+    }
+}
+
+/// Refuses a guest that has got such a device since it was attached to.
+pub(super) fn state_is_whole(qmp: &mut Qmp) -> Result<(), GuestError> {
+    match with_memory_of_its_own(qmp)? {
+        None => Ok(()),
+        Some(device) => Err(GuestError::Unfit(format!("{device} was plugged in meanwhile; start again"))),
     }
 }
 

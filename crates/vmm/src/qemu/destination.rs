@@ -18,9 +18,9 @@ use transship_wire::{
 };
 
 use super::{
-    abandoned, disk_files, emptying, faults, machine,
+    abandoned, device_state, disk_files, emptying, faults, machine,
     memory::{self, Backend},
-    migration::{self, Answers, Form, STATE_FD, STATE_URI, Settings},
+    migration::{self, Form, Purpose, STATE_FD, STATE_URI, Settings},
     qmp::{Qmp, QmpError},
     questions, state_channel,
     survey::{DestinationSeen, lazy},
@@ -34,6 +34,10 @@ const PAUSE_WAIT: Duration = Duration::from_secs(10);
 const PIECE_BYTES: usize = 256 << 10;
 /// What is read at once to see of which form a stream is.
 const FORM_BYTES: usize = 4096;
+/// What a state ends with that has no trailer.
+const END_OF_SECTIONS: u8 = 0;
+/// A trailer that describes nothing: its type, its length, its text.
+const EMPTY_TRAILER: &[u8] = b"\x06\0\0\0\x02{}";
 /// The name of an export that is there for a moment.
 const EXPORT: &str = "transship-open";
 /// Another process that may have the guest's disks, in words.
@@ -72,7 +76,9 @@ impl QemuDestination {
     pub fn attach(socket: &Path) -> Result<Self, GuestError> {
         let mut qmp = Qmp::connect(socket)?;
         qmp.ask_ahead(&questions::attachment())?;
+        qmp.process().hold_mappings();
         let seen = DestinationSeen::look(&mut qmp, &mut Err)?;
+        qmp.process().look_again();
         let DestinationSeen { backends, memory, description, state_format } = seen;
         qmp.forget_answers();
         Ok(Self {
@@ -105,7 +111,7 @@ impl QemuDestination {
         self.restore_settings();
         self.qmp.ask_ahead(&questions::loading())?;
         let stopped = self.qmp.stop(PAUSE_WAIT).map_err(GuestError::from);
-        let applied = stopped.and_then(|()| Settings::apply(&mut self.qmp, Answers::No, form));
+        let applied = stopped.and_then(|()| Settings::apply(&mut self.qmp, Purpose::Load(form)));
         self.qmp.forget_answers();
         self.settings = Some((applied?, form));
         Ok(())
@@ -115,15 +121,14 @@ impl QemuDestination {
     fn listen(&mut self) -> Result<UnixStream, GuestError> {
         let (ours, qemus) = UnixStream::pair().map_err(state_channel::failed)?;
         ours.set_write_timeout(Some(LOAD_WAIT)).map_err(state_channel::failed)?;
-        self.qmp.send_fd(STATE_FD, qemus.as_fd())?;
-        drop(qemus);
         self.qmp.forget_events();
         let mut arguments = json!({ "uri": STATE_URI });
         if self.qmp.version() >= (9, 1) {
             // So that QEMU lives to tell us what it did not like.
             arguments["exit-on-error"] = json!(false);
         }
-        self.qmp.execute("migrate-incoming", arguments)?;
+        let commands = [("getfd", json!({ "fdname": STATE_FD })), ("migrate-incoming", arguments)];
+        self.qmp.execute_all(&commands, Some(qemus.as_fd()))?;
         Ok(ours)
     }
 
@@ -279,9 +284,9 @@ impl DestinationGuest for QemuDestination {
     fn expect_state(&mut self) -> Result<(), GuestError> {
         self.qmp.ask_ahead(&questions::settings())?;
         self.before = Some(Settings::now(&mut self.qmp)?);
-        // The source decides, by its own memory, which is as ours as a rule.
-        let all_shared = memory::can_be_left_out(&self.backends);
-        self.ready_for(if all_shared { Form::SharedLeftOut } else { Form::Plain })
+        // The source decides, by its own QEMU, which is as ours as a rule.
+        let left_out = memory::can_be_left_out(&self.backends) && !device_state::is_quicker(&mut self.qmp)?;
+        self.ready_for(if left_out { Form::SharedLeftOut } else { Form::Plain })
     }
 
     fn load_state(&mut self, state: &mut dyn Read) -> Result<(), GuestError> {
@@ -373,13 +378,24 @@ enum Pump {
     Write,
 }
 
-/// Carries all of the state over, and closes.
+/// Carries all of the state over, and closes. QEMU complains of a state without a trailer, and takes no notice of what
+/// is in it.
 fn pump(state: &mut dyn Read, mut to: UnixStream) -> Result<(), Pump> {
     let mut piece = vec![0; PIECE_BYTES];
+    let mut last = None;
     loop {
         match state.read(&mut piece) {
-            Ok(0) => return Ok(()),
-            Ok(count) => to.write_all(&piece[..count]).map_err(|_| Pump::Write)?,
+            Ok(0) => {
+                if last == Some(END_OF_SECTIONS) {
+                    // If it does not listen any more it does not miss anything.
+                    let _ = to.write_all(EMPTY_TRAILER);
+                }
+                return Ok(());
+            }
+            Ok(count) => {
+                to.write_all(&piece[..count]).map_err(|_| Pump::Write)?;
+                last = piece[..count].last().copied();
+            }
             Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
             Err(e) => return Err(Pump::Read(e)),
         }

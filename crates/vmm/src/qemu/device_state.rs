@@ -1,10 +1,10 @@
-//! The device state of a guest whose memory QEMU would not leave out of its own migration stream.
+//! The device state of a guest, saved without a migration of QEMU's.
 //!
-//! `x-ignore-shared` leaves out shared files that have a name, and nothing else. For any other memory there is
-//! `xen-save-devices-state`: it saves the sections of all devices and no memory, be it the guest's or a device's (video
-//! memory, ROMs). So this makes a stream as QEMU would write it: the header, a configuration of our own, a RAM section
-//! that lists all blocks and has the pages of the devices' ones, which are read from QEMU's process, and then the
-//! sections as they were saved.
+//! `x-ignore-shared` leaves out shared files that have a name, and nothing else. For any other memory, and where it is
+//! quicker ([`is_quicker`]), there is `xen-save-devices-state`: it saves the sections of all devices and no memory, be
+//! it the guest's or a device's (video memory, ROMs). So this makes a stream as QEMU would write it: the header, a
+//! configuration of our own, a RAM section that lists all blocks and has the pages of the devices' ones, which are read
+//! from QEMU's process, and then the sections as they were saved.
 //!
 //! What the command leaves out without a word is refused before ([`checks::state_without_memory`]); that something in
 //! the machine can't be saved QEMU says in `blocked-reasons`.
@@ -18,7 +18,7 @@ use std::{
 };
 
 use rustix::fs::{MemfdFlags, Mode, OFlags};
-use serde_json::json;
+use serde_json::{Value, json};
 use transship_guest::{GuestError, StateFormat};
 use transship_memory::{Access, InProcess, PAGE_BYTES, PageCount, PageRange, Process, Region, WINDOW_PAGES};
 use transship_wire::GuestDescription;
@@ -26,6 +26,7 @@ use transship_wire::qemu::{Block, Configuration, GlobalState, Name, RunState, St
 
 use super::{
     blocks::{self, RamBlock},
+    checks, machine,
     maps::Mapping,
     memory::open_process,
     qmp::Qmp,
@@ -37,8 +38,22 @@ const HEADER: [u8; 8] = *b"QEVM\0\0\0\x03";
 const RAM_SECTION: u32 = 2;
 /// Pages of a device that are read at once: those of a mask.
 const PIECE_PAGES: PageCount = WINDOW_PAGES;
+/// Reading so much takes less time than asking the kernel what there is.
+const READ_WHOLE_BYTES: u64 = 1 << 20;
 /// More than any device has.
 const DEVICE_BYTES_MAX: u64 = 1 << 30;
+
+/// Whether QEMU can save the state so also where it could leave all memory out of a migration, which takes longer: it
+/// begins by tracking all memory. Asked of both ends, so that the destination expects what the source will send.
+pub(super) fn is_quicker(qmp: &mut Qmp) -> Result<bool, GuestError> {
+    // A guest that stays after all must have its disks again, also if it is not to run then: older ones can't do that,
+    // and end by an assertion at the next save.
+    if qmp.version() < (10, 0) {
+        return Ok(false);
+    }
+    let with_back_end = |kind: &str| ["vhost-user-blk", "vhost-user-fs"].iter().any(|asked| kind.starts_with(asked));
+    Ok(checks::with_memory_of_its_own(qmp)?.is_none() && machine::devices(qmp, with_back_end)?.is_empty())
+}
 
 /// What becomes of the guest's disks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -82,11 +97,12 @@ impl DeviceState {
     /// # Errors
     /// QEMU refuses; memory of its devices can't be read.
     pub(super) fn save(&self, qmp: &mut Qmp, disks: Disks) -> Result<Vec<u8>, GuestError> {
-        let mut tail = self.file.sections(qmp, disks)?;
-        let blocks = blocks::with_places(qmp)?;
-        if let Some(mut state) = GlobalState::find(&tail, 0).map_err(strange)? {
+        let state = can_be_saved(qmp)?;
+        let (mut tail, blocks) = self.file.sections(qmp, disks)?;
+        let blocks = blocks::placed(qmp, &blocks)?;
+        if let Some(mut global) = GlobalState::find(&tail, 0).map_err(strange)? {
             // The command calls every guest a running one.
-            state.patch(&mut tail, RunState::Paused);
+            global.patch(&mut tail, state);
         }
         let mut writer = StreamWriter::new(0, RAM_SECTION);
         writer.header().configuration(&Configuration::new(self.machine.clone()));
@@ -96,36 +112,22 @@ impl DeviceState {
             writer.block(&Block { name, used_bytes: block.used_bytes, gpa: None, mapped: None });
         }
         writer.end_of_section().end();
-        let mappings = qmp.process().mappings()?;
         for block in blocks.iter().filter(|block| !self.guest.contains(&block.name)) {
-            self.device(qmp, block, &mappings, &mut writer)?;
+            self.device(qmp, block, &mut writer)?;
         }
         writer.end_of_section().raw(&tail);
         Ok(writer.take_bytes())
     }
 
     /// All pages of a device's memory. Those of zeros are written too: there may be others at the destination.
-    fn device(
-        &self,
-        qmp: &Qmp,
-        block: &RamBlock,
-        mappings: &[Mapping],
-        writer: &mut StreamWriter,
-    ) -> Result<(), GuestError> {
+    fn device(&self, qmp: &mut Qmp, block: &RamBlock, writer: &mut StreamWriter) -> Result<(), GuestError> {
         let name = Name::new(&block.name).map_err(strange)?;
         let address = place(block, qmp)?;
         let bytes = block.used_bytes;
         let memory =
             InProcess { process: Arc::clone(&self.process), address, bytes, page_bytes: PAGE_BYTES as u64, file: None };
         let region = Region::in_process(&block.name, memory, Access::Read).map_err(unread)?;
-        // Of memory that it shares the page table does not say what it holds.
-        let own = mappings.iter().any(|mapping| {
-            (mapping.start..mapping.end).contains(&address)
-                && address + bytes <= mapping.end
-                && !mapping.is_shared
-                && !mapping.has_file()
-        });
-        let data = if own { Some(region.data().map_err(unread)?) } else { None };
+        let data = if is_worth_a_look(qmp, address, bytes)? { Some(region.data().map_err(unread)?) } else { None };
         let mut piece = Vec::new();
         for pages in PageRange::all(region.pages()).parts(PIECE_PAGES) {
             let first = pages.first;
@@ -147,6 +149,22 @@ impl DeviceState {
     }
 }
 
+/// Whether the page table says which pages of a device's memory hold anything, and that is quicker than to read them
+/// all.
+fn is_worth_a_look(qmp: &mut Qmp, address: u64, bytes: u64) -> Result<bool, GuestError> {
+    if bytes <= READ_WHOLE_BYTES {
+        return Ok(false);
+    }
+    // Of memory that it shares it does not.
+    let is_own = |mapping: &Mapping| {
+        (mapping.start..mapping.end).contains(&address)
+            && address + bytes <= mapping.end
+            && !mapping.is_shared
+            && !mapping.has_file()
+    };
+    Ok(qmp.process().mappings()?.iter().any(is_own))
+}
+
 /// Where QEMU has a device's memory.
 fn place(block: &RamBlock, qmp: &Qmp) -> Result<u64, GuestError> {
     let (name, (major, minor)) = (&block.name, qmp.version());
@@ -165,6 +183,20 @@ fn place(block: &RamBlock, qmp: &Qmp) -> Result<u64, GuestError> {
     })
 }
 
+/// What a guest arrives as whose state is about to be saved.
+///
+/// # Errors
+/// It runs; or it has got a device since it was attached to that QEMU can't save. A migration refuses such a guest, but
+/// QEMU that is to save the state by itself dies of it (seen with 10.0 and an nvme disk).
+fn can_be_saved(qmp: &mut Qmp) -> Result<RunState, GuestError> {
+    qmp.ask_ahead(&[machine::state_question(), checks::migration_question()])?;
+    let (state, savable) = (machine::run_state(qmp), checks::savable(qmp));
+    qmp.forget_answers();
+    let state = state?;
+    machine::stands(&state)?;
+    savable.map(|()| RunState::of_stopped(&state))
+}
+
 /// The file that QEMU saves to, in memory.
 struct StateFile {
     ours: File,
@@ -181,20 +213,22 @@ impl StateFile {
         Ok(Self { ours: ours.into(), qemus: qemus.into() })
     }
 
-    /// The sections of all devices, as QEMU saves them, and the end of the stream.
-    fn sections(&self, qmp: &mut Qmp, disks: Disks) -> Result<Vec<u8>, GuestError> {
+    /// The sections of all devices, as QEMU saves them, with the end of the stream; and the answer to
+    /// [`blocks::question`].
+    fn sections(&self, qmp: &mut Qmp, disks: Disks) -> Result<(Vec<u8>, Value), GuestError> {
         let (mut ours, mut qemus) = (&self.ours, &self.qemus);
         ours.set_len(0).and_then(|()| qemus.rewind()).map_err(strange)?;
-        let (number, set) = qmp.add_fd(qemus.as_fd())?;
-        let arguments = json!({ "filename": format!("/dev/fdset/{set}"), "live": disks == Disks::Released });
-        let saved = qmp.execute("xen-save-devices-state", arguments);
-        // If this fails QEMU keeps an open file that nobody uses, until we disconnect.
-        let _ = qmp.execute("remove-fd", json!({ "fdset-id": set, "fd": number }));
+        let commands = |set: u64| {
+            let arguments = json!({ "filename": format!("/dev/fdset/{set}"), "live": disks == Disks::Released });
+            [("xen-save-devices-state", arguments), blocks::question()]
+        };
+        let [saved, blocks] = qmp.execute_with_set(qemus.as_fd(), commands)?;
         saved?;
+        let blocks = blocks?;
         let mut bytes = Vec::new();
         ours.rewind().and_then(|()| ours.read_to_end(&mut bytes)).map_err(strange)?;
         match bytes.strip_prefix(&HEADER) {
-            Some(sections) if !sections.is_empty() => Ok(sections.to_vec()),
+            Some(sections) if !sections.is_empty() => Ok((sections.to_vec(), blocks)),
             _ => Err(strange("it does not begin as a stream does")),
         }
     }

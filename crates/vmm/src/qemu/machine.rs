@@ -4,10 +4,10 @@ use std::{
     time::{Duration, Instant},
 };
 
-use serde_json::json;
+use serde_json::{Value, json};
 use transship_guest::GuestError;
 
-use super::qmp::{Keeper, Qmp, QmpError};
+use super::qmp::{Keeper, Qmp, QmpError, Question};
 use crate::looked::DeviceFound;
 
 /// The VM's UUID; all zero if it was given none.
@@ -28,8 +28,18 @@ fn read_uuid(text: &str) -> Option<[u8; 16]> {
 
 /// `query-status`: running, paused, inmigrate, …
 pub(super) fn run_state(qmp: &mut Qmp) -> Result<String, QmpError> {
-    let status = qmp.execute("query-status", json!({}))?;
-    Ok(status["status"].as_str().unwrap_or("unknown").to_owned())
+    let (command, arguments) = state_question();
+    Ok(state_in(&qmp.execute(command, arguments)?).to_owned())
+}
+
+/// What [`run_state`] asks.
+pub(super) fn state_question() -> Question {
+    ("query-status", json!({}))
+}
+
+/// The state that an answer to that names.
+pub(super) fn state_in(answer: &Value) -> &str {
+    answer["status"].as_str().unwrap_or("unknown")
 }
 
 /// How long QEMU may take, after it has called a migration completed, to be ready for `cont`. Without load that is a
@@ -110,6 +120,16 @@ pub(super) fn check_stopped(before: &str, after: &str) -> Result<(), GuestError>
             format!("the guest is in state {other:?} by now, in which it can't be moved or saved; let it run first")
         }
     }))
+}
+
+/// That a guest in this state, whose devices are to be saved, was stopped before.
+pub(super) fn stands(state: &str) -> Result<(), GuestError> {
+    match state {
+        "running" => {
+            Err(GuestError::Bug("the guest runs: its device state can be saved only when it is stopped".to_owned()))
+        }
+        _ => Ok(()),
+    }
 }
 
 /// Whether QEMU, which has answered `cont` well, has let its guest run. Where it waits for a guest it only keeps the

@@ -28,7 +28,7 @@ use super::{
 const PROPERTIES: [&str; 6] = ["readonly", "rom", "prealloc", "policy", "offset", "mem-path"];
 
 /// One memory backend of the guest.
-#[derive(Debug, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Backend {
     pub(super) id: String,
     pub(super) bytes: u64,
@@ -36,7 +36,7 @@ pub(super) struct Backend {
 }
 
 /// How QEMU has it.
-#[derive(Debug, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 enum Held {
     /// A part of a file that it maps shared.
     Shared {
@@ -60,6 +60,12 @@ pub(super) fn ask_ahead(qmp: &mut Qmp) -> Result<(), GuestError> {
 
 /// All backends, sorted by id.
 pub(super) fn backends(qmp: &mut Qmp) -> Result<Vec<Backend>, GuestError> {
+    backends_again(qmp, &[])
+}
+
+/// All backends of a QEMU that had these before, sorted by id. What one was made with is not asked again of those that
+/// are where they were: it does not change.
+pub(super) fn backends_again(qmp: &mut Qmp, before: &[Backend]) -> Result<Vec<Backend>, GuestError> {
     let devices = qmp.execute("query-memdev", json!({}))?;
     let types = object_types(qmp)?;
     let mut known = blocks::list(qmp)?;
@@ -70,6 +76,12 @@ pub(super) fn backends(qmp: &mut Qmp) -> Result<Vec<Backend>, GuestError> {
                 "QEMU has a memory backend without id or size ({device}): give it one, id=mem0"
             )));
         };
+        if let Some(same) = before.iter().find(|backend| backend.id == id && backend.bytes == bytes)
+            && same.is_there(qmp, &mut known)?
+        {
+            backends.push(same.clone());
+            continue;
+        }
         let kind = types.iter().find(|(name, _)| name == id).map_or("a backend of unknown type", |(_, kind)| kind);
         // With rom=off only the file is so: what the guest writes is its own, as with any private mapping.
         let is_rom = |qmp: &mut Qmp| property(qmp, id, "rom") != Some(json!("off"));
@@ -89,8 +101,10 @@ pub(super) fn backends(qmp: &mut Qmp) -> Result<Vec<Backend>, GuestError> {
         // Memory of QEMU's that nothing uses is not the guest's.
         backends.extend(held.map(|held| Backend { id: id.to_owned(), bytes, held }));
     }
-    blocks::check_all_covered(qmp, &backends, &known)?;
     backends.sort_by(|a, b| a.id.cmp(&b.id));
+    if backends != before {
+        blocks::check_all_covered(qmp, &backends, &known)?;
+    }
     Ok(backends)
 }
 
@@ -245,13 +259,17 @@ fn unnamed_file(pid: i32, directory: &Path, id: &str, mappings: &[Mapping]) -> O
 }
 
 impl Backend {
-    /// What [`backends`] asks of it.
-    pub(super) fn asked_of(&self) -> Vec<Question> {
-        let names: &[&str] = match &self.held {
-            Held::Shared { path: Some(_), .. } => &["readonly", "offset", "prealloc", "policy", "mem-path"],
-            Held::Shared { path: None, .. } | Held::Private { .. } => &["readonly", "prealloc", "policy"],
-        };
-        names.iter().map(|name| asked(&self.id, name)).collect()
+    /// Whether QEMU has it where it had it. Where in a file that is [`areas`] tells.
+    fn is_there(&self, qmp: &mut Qmp, blocks: &mut [RamBlock]) -> Result<bool, GuestError> {
+        match &self.held {
+            Held::Shared { file, .. } => {
+                Ok(qmp.process().mappings()?.iter().any(|mapping| mapping.is_shared && mapping.file == *file))
+            }
+            Held::Private { address, .. } => {
+                places::add(qmp, blocks)?;
+                Ok(blocks::find(blocks, &self.id).is_some_and(|block| block.address == Some(*address)))
+            }
+        }
     }
 
     pub(super) fn description(&self) -> RegionDescription {

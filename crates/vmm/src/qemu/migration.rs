@@ -41,6 +41,45 @@ pub(super) enum Form {
     Plain,
 }
 
+/// What a QEMU is set up for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Purpose {
+    /// To write its state, without shared memory.
+    Save(Answers),
+    /// To load a state of this form.
+    Load(Form),
+}
+
+impl Purpose {
+    const ALL: [Self; 4] =
+        [Self::Save(Answers::No), Self::Save(Answers::Yes), Self::Load(Form::SharedLeftOut), Self::Load(Form::Plain)];
+
+    /// What a capability must be for our one plain stream; none: as the user has it.
+    fn capability(self, name: &str) -> Option<bool> {
+        match name {
+            IGNORE_SHARED => Some(self != Self::Load(Form::Plain)),
+            "events" => Some(true),
+            "return-path" => Some(self == Self::Save(Answers::Yes)),
+            // A destination that locked the disks when it has loaded would keep the source from taking its guest back.
+            // At a source it means nothing.
+            "late-block-activate" => Some(true),
+            // A check of the user's own, which works with a plain stream.
+            "validate-uuid" => None,
+            _ => Some(false),
+        }
+    }
+
+    /// What parameters must be.
+    fn parameters(self) -> Vec<(&'static str, Value)> {
+        let mut parameters = vec![("tls-creds", json!("")), ("mode", json!("normal"))];
+        // Whoever loads takes what comes. What is not set need not be put back while the guest stands still.
+        if matches!(self, Self::Save(_)) {
+            parameters.push(("max-bandwidth", json!(0)));
+        }
+        parameters
+    }
+}
+
 /// QEMU's migration settings as they were, to be put back.
 #[derive(Debug, Default, Serialize, Deserialize)]
 pub(super) struct Settings {
@@ -50,8 +89,8 @@ pub(super) struct Settings {
 
 impl Settings {
     /// Sets what the device state needs, and nothing that is so already.
-    pub(super) fn apply(qmp: &mut Qmp, answers: Answers, form: Form) -> Result<Self, GuestError> {
-        let (before, wanted) = Self::planned(qmp, answers, form)?;
+    pub(super) fn apply(qmp: &mut Qmp, purpose: Purpose) -> Result<Self, GuestError> {
+        let (before, wanted) = Self::planned(qmp, purpose)?;
         if let Err(e) = set(qmp, wanted.capabilities, wanted.parameters) {
             // Half of it may be set.
             let _ = before.restore(qmp);
@@ -62,27 +101,28 @@ impl Settings {
 
     /// The settings as they are, of all that `apply` might set.
     pub(super) fn now(qmp: &mut Qmp) -> Result<Self, GuestError> {
-        let (mut before, _) = Self::planned(qmp, Answers::No, Form::SharedLeftOut)?;
-        for (answers, form) in [(Answers::Yes, Form::SharedLeftOut), (Answers::No, Form::Plain)] {
-            let (other, _) = Self::planned(qmp, answers, form)?;
+        let mut before = Self::default();
+        for purpose in Purpose::ALL {
+            let (other, _) = Self::planned(qmp, purpose)?;
             let new = other.capabilities.into_iter().filter(|one| !before.capabilities.contains(one));
             before.capabilities.extend(new.collect::<Vec<_>>());
+            before.parameters.extend(other.parameters);
         }
         Ok(before)
     }
 
     /// What is to be set and is not so already: as it is, and as it is to be.
-    fn planned(qmp: &mut Qmp, answers: Answers, form: Form) -> Result<(Self, Self), QmpError> {
+    fn planned(qmp: &mut Qmp, purpose: Purpose) -> Result<(Self, Self), QmpError> {
         let (mut before, mut wanted) = (Self::default(), Self::default());
         for (name, state) in capabilities_of(qmp)? {
-            let Some(to_be) = capability(&name, answers, form) else { continue };
+            let Some(to_be) = purpose.capability(&name) else { continue };
             if state != to_be {
                 wanted.capabilities.push(json!({ "capability": name, "state": to_be }));
                 before.capabilities.push(json!({ "capability": name, "state": state }));
             }
         }
         let current = qmp.execute("query-migrate-parameters", json!({}))?;
-        for (name, to_be) in [("max-bandwidth", json!(0)), ("tls-creds", json!("")), ("mode", json!("normal"))] {
+        for (name, to_be) in purpose.parameters() {
             let Some(value) = current.get(name).filter(|value| **value != to_be) else { continue };
             before.parameters.insert(name.to_owned(), value.clone());
             wanted.parameters.insert(name.to_owned(), to_be);
@@ -163,22 +203,7 @@ fn set(qmp: &mut Qmp, capabilities: Vec<Value>, parameters: Map<String, Value>) 
     if !parameters.is_empty() {
         commands.push(("migrate-set-parameters", Value::Object(parameters)));
     }
-    qmp.execute_all(&commands)
-}
-
-/// What a capability must be for our one plain stream; none: as the user has it.
-fn capability(name: &str, answers: Answers, form: Form) -> Option<bool> {
-    match name {
-        IGNORE_SHARED => Some(form == Form::SharedLeftOut),
-        "events" => Some(true),
-        "return-path" => Some(answers == Answers::Yes),
-        // A destination that locked the disks when it has loaded would keep the source from taking its guest back. At a
-        // source it means nothing.
-        "late-block-activate" => Some(true),
-        // A check of the user's own, which works with a plain stream.
-        "validate-uuid" => None,
-        _ => Some(false),
-    }
+    qmp.execute_all(&commands, None)
 }
 
 fn capabilities_of(qmp: &mut Qmp) -> Result<Vec<(String, bool)>, QmpError> {

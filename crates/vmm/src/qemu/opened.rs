@@ -4,16 +4,22 @@ use std::{
     fs::File,
     io::{self, Read, Seek},
     path::{Path, PathBuf},
+    sync::Arc,
 };
 
 use transship_guest::GuestError;
 
 use super::maps::{self, FileId, Mapping};
 
+/// What the mappings of a QEMU take as text.
+const TEXT_BYTES: usize = 64 << 10;
+
 /// The files, each open from its first use on.
 pub(super) struct Opened {
     pid: i32,
     maps: Option<File>,
+    /// Its mappings, while they are held.
+    held: Held,
     smaps: Option<File>,
     memory: Option<File>,
     /// Files that back its memory, and how they are reached from here; by backend, and the name that it has.
@@ -22,13 +28,31 @@ pub(super) struct Opened {
 
 impl Opened {
     pub(super) fn of(pid: i32) -> Self {
-        Self { pid, maps: None, smaps: None, memory: None, found: Vec::new() }
+        Self { pid, maps: None, held: Held::Not, smaps: None, memory: None, found: Vec::new() }
     }
 
-    /// All mappings of QEMU, ascending, as they are now.
-    pub(super) fn mappings(&mut self) -> Result<Vec<Mapping>, GuestError> {
+    /// All mappings of QEMU, ascending, as they are now, or since they are held.
+    pub(super) fn mappings(&mut self) -> Result<Arc<Vec<Mapping>>, GuestError> {
+        if let Held::Since(mappings) = &self.held {
+            return Ok(Arc::clone(mappings));
+        }
         let text = read_again(&mut self.maps, self.pid, "maps").map_err(|source| maps::unread(self.pid, source))?;
-        Ok(maps::parse(&text))
+        let mappings = Arc::new(maps::parse(&text));
+        if let Held::FromNext = self.held {
+            self.held = Held::Since(Arc::clone(&mappings));
+        }
+        Ok(mappings)
+    }
+
+    /// What QEMU has mapped when it is asked next counts until [`Opened::look_again`]: it takes the kernel a
+    /// millisecond to tell.
+    pub(super) fn hold_mappings(&mut self) {
+        self.held = Held::FromNext;
+    }
+
+    /// Mappings are those of the moment again.
+    pub(super) fn look_again(&mut self) {
+        self.held = Held::Not;
     }
 
     /// The same as text, with what is known of each.
@@ -53,6 +77,13 @@ impl Opened {
     }
 }
 
+/// Whether mappings are looked up once for several questions.
+enum Held {
+    Not,
+    FromNext,
+    Since(Arc<Vec<Mapping>>),
+}
+
 fn opened<'f>(file: &'f mut Option<File>, pid: i32, name: &str) -> io::Result<&'f File> {
     if file.is_none() {
         *file = Some(File::open(format!("/proc/{pid}/{name}"))?);
@@ -62,9 +93,10 @@ fn opened<'f>(file: &'f mut Option<File>, pid: i32, name: &str) -> io::Result<&'
 
 fn read_again(file: &mut Option<File>, pid: i32, name: &str) -> io::Result<Vec<u8>> {
     let mut file = opened(file, pid, name)?;
-    let mut text = Vec::new();
+    let mut text = Vec::with_capacity(TEXT_BYTES);
     file.rewind()?;
-    file.read_to_end(&mut text)?;
+    // With a bound its size is not asked for, which is 0, and would have it read by small pieces first.
+    file.take(u64::MAX).read_to_end(&mut text)?;
     Ok(text)
 }
 

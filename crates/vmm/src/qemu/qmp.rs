@@ -132,13 +132,38 @@ pub(super) trait Carrier: Send {
     /// What was asked ahead counts no more.
     fn forget_answers(&mut self) {}
     /// Gives all of these, in this order, in one go if that saves time: each of them is given, also if one before it is
-    /// refused.
+    /// refused. A descriptor goes with the first.
     ///
     /// # Errors
     /// The first refusal; or QEMU is gone or does not answer.
-    fn execute_all(&mut self, commands: &[Command], limit: Duration) -> Result<(), QmpError> {
-        let given = commands.iter().map(|(name, arguments)| self.execute(name, arguments.clone(), None, limit));
+    fn execute_all(
+        &mut self,
+        commands: &[Command],
+        mut fd: Option<BorrowedFd<'_>>,
+        limit: Duration,
+    ) -> Result<(), QmpError> {
+        let given = commands.iter().map(|(name, arguments)| self.execute(name, arguments.clone(), fd.take(), limit));
         given.collect::<Vec<_>>().into_iter().try_for_each(|result| result.map(drop))
+    }
+    /// Gives commands that use a descriptor, which QEMU has in a set of its own until it has done them; `commands`
+    /// makes them from the set's number. In one go if that saves time: each is given, also if one before it is refused.
+    /// Their results.
+    ///
+    /// # Errors
+    /// QEMU does not take the descriptor; or it is gone, or does not answer.
+    fn execute_with_set(
+        &mut self,
+        fd: BorrowedFd<'_>,
+        commands: &dyn Fn(u64) -> Vec<Command>,
+        limit: Duration,
+    ) -> Result<Vec<Result<Value, QmpError>>, QmpError> {
+        let added = self.add_fd(fd, limit)?;
+        let set = added["fdset-id"].as_u64().ok_or_else(|| no_number(self.path()))?;
+        let given = commands(set).into_iter().map(|(name, arguments)| self.execute(name, arguments, None, limit));
+        let results = given.collect();
+        // If this fails QEMU keeps an open file that nobody uses, until we disconnect.
+        let _ = self.execute("remove-fd", json!({ "fdset-id": set, "fd": added["fd"] }), None, limit);
+        Ok(results)
     }
     /// Hands a file descriptor to QEMU for a set of its own: the number that it has in QEMU, and that of the set.
     fn add_fd(&mut self, fd: BorrowedFd<'_>, limit: Duration) -> Result<Value, QmpError> {
@@ -267,8 +292,21 @@ impl Qmp {
     }
 
     /// See [`Carrier::execute_all`].
-    pub(super) fn execute_all(&mut self, commands: &[Command]) -> Result<(), QmpError> {
-        self.carrier.execute_all(commands, COMMAND_WAIT)
+    pub(super) fn execute_all(&mut self, commands: &[Command], fd: Option<BorrowedFd<'_>>) -> Result<(), QmpError> {
+        self.carrier.execute_all(commands, fd, COMMAND_WAIT)
+    }
+
+    /// See [`Carrier::execute_with_set`].
+    pub(super) fn execute_with_set<const N: usize>(
+        &mut self,
+        fd: BorrowedFd<'_>,
+        commands: impl Fn(u64) -> [Command; N],
+    ) -> Result<[Result<Value, QmpError>; N], QmpError> {
+        let results = self.carrier.execute_with_set(fd, &|set| commands(set).to_vec(), COMMAND_WAIT)?;
+        results.try_into().map_err(|results: Vec<_>| QmpError::Protocol {
+            path: self.path().to_owned(),
+            what: format!("{} answers to {N} commands", results.len()),
+        })
     }
 
     /// Stops the guest.
@@ -323,10 +361,7 @@ impl Qmp {
         let number = added["fd"].as_i64().and_then(|number| i32::try_from(number).ok());
         match (number, added["fdset-id"].as_u64()) {
             (Some(number), Some(set)) => Ok((number, set)),
-            _ => Err(QmpError::Protocol {
-                path: self.path().to_owned(),
-                what: "an answer to add-fd without the descriptor's number".to_owned(),
-            }),
+            _ => Err(no_number(self.path())),
         }
     }
 
@@ -354,6 +389,10 @@ impl Qmp {
     pub(super) fn forget_events(&mut self) {
         self.carrier.forget_events();
     }
+}
+
+fn no_number(path: &Path) -> QmpError {
+    QmpError::Protocol { path: path.to_owned(), what: "an answer to add-fd without the descriptor's number".to_owned() }
 }
 
 #[cfg(test)]

@@ -14,7 +14,7 @@ use transship_guest::GuestError;
 
 use super::{
     machine,
-    migration::{self, Answers, Form, STATE_FD, STATE_URI, Settings},
+    migration::{self, Answers, Purpose, STATE_FD, STATE_URI, Settings},
     qmp::Qmp,
     questions,
     state_channel::{self, OurEnd, SAVE_WAIT, StateChannel},
@@ -41,7 +41,7 @@ impl Saving {
             return Ok(());
         }
         qmp.ask_ahead(&questions::settings())?;
-        let settings = Settings::apply(qmp, Answers::No, Form::SharedLeftOut);
+        let settings = Settings::apply(qmp, Purpose::Save(Answers::No));
         qmp.forget_answers();
         self.settings = Some(settings?);
         Ok(())
@@ -69,7 +69,7 @@ impl Saving {
         let StateChannel { ours, qemus } = channel;
         ours.set_read_timeout(Some(SAVE_WAIT)).map_err(state_channel::failed)?;
         if self.settings.is_none() {
-            self.settings = Some(Settings::apply(qmp, answers, Form::SharedLeftOut)?);
+            self.settings = Some(Settings::apply(qmp, Purpose::Save(answers))?);
         }
         qmp.send_fd(STATE_FD, qemus.as_fd())?;
         drop(qemus);

@@ -75,8 +75,10 @@ pub struct QemuSource {
     own_balloon: Option<OwnBalloon>,
     /// What that balloon says of the guest's memory, until somebody asks.
     hints: Option<Box<dyn Hints>>,
-    /// For memory that QEMU's own migration would take along.
+    /// For memory that QEMU's own migration would take along, and for those in a hurry.
     device_state: Option<DeviceState>,
+    /// For those who might be.
+    quick_state: Option<DeviceState>,
     /// Its device state was saved by that.
     is_saved: bool,
     /// And its disks were let go for that.
@@ -119,10 +121,12 @@ impl QemuSource {
 
     fn over(mut qmp: Qmp, options: AttachOptions) -> Result<Self, GuestError> {
         qmp.ask_ahead(&questions::source())?;
+        qmp.process().hold_mappings();
         let seen = SourceSeen::look(&mut qmp, &options, &mut Err)?;
+        qmp.process().look_again();
         qmp.forget_answers();
         let SourceSeen { own_balloon, has_direct_disks, backends, memory, description, state_format, .. } = seen;
-        let SourceSeen { back_ends, device_state, freeing, .. } = seen;
+        let SourceSeen { back_ends, device_state, quick_state, freeing, .. } = seen;
         let hints = options.balloon.and_then(|balloon| (balloon.connect)(&balloon.socket, &memory));
         Ok(Self {
             qmp,
@@ -144,6 +148,7 @@ impl QemuSource {
             own_balloon,
             hints,
             device_state,
+            quick_state,
             is_saved: false,
             has_released_disks: false,
             is_given_up: false,
@@ -397,6 +402,10 @@ impl SourceGuest for QemuSource {
         checks::state_before_pages(&mut self.qmp)
     }
 
+    fn hurry_state(&mut self) {
+        self.device_state = self.device_state.take().or_else(|| self.quick_state.take());
+    }
+
     fn state_estimate(&self) -> Duration {
         STATE_ESTIMATE
     }
@@ -418,12 +427,6 @@ impl SourceGuest for QemuSource {
     }
 
     fn save_state(&mut self) -> Result<Box<dyn Read + Send>, GuestError> {
-        let before = machine::run_state(&mut self.qmp)?;
-        if before == "running" {
-            return Err(GuestError::Bug(
-                "the guest runs: its device state can be saved only when it is stopped".to_owned(),
-            ));
-        }
         self.back_ends.state_is_asked();
         let state: Box<dyn Read + Send> = if let Some(device_state) = &self.device_state {
             let stays = self.is_copied || self.stays || self.qmp.keeper() == Keeper::Libvirt;
@@ -434,6 +437,8 @@ impl SourceGuest for QemuSource {
             self.is_saved = true;
             Box::new(io::Cursor::new(state))
         } else {
+            let before = machine::run_state(&mut self.qmp)?;
+            machine::stands(&before)?;
             self.saving.begin(&mut self.qmp, self.stays, before)?
         };
         self.ask_whether_unchanged()?;

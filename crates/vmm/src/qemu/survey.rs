@@ -8,7 +8,7 @@ use super::{
     back_ends::BackEnds,
     balloon::OwnBalloon,
     blocks, checks, describe,
-    device_state::DeviceState,
+    device_state::{self, DeviceState},
     faults, giving_back,
     memory::{self, Backend},
     migration,
@@ -30,7 +30,10 @@ pub(super) struct SourceSeen {
     pub(super) memory: GuestMemory,
     pub(super) description: GuestDescription,
     pub(super) state_format: StateFormat,
+    /// Where it has to be saved so.
     pub(super) device_state: Option<DeviceState>,
+    /// Where it can be.
+    pub(super) quick_state: Option<DeviceState>,
     pub(super) freeing: Freeing,
 }
 
@@ -67,6 +70,10 @@ impl SourceSeen {
                 Some(DeviceState::of(qmp, &description, &state_format)?)
             }
         };
+        let quick_state = match device_state.is_none() && back_ends.is_empty() && device_state::is_quicker(qmp)? {
+            true => DeviceState::of(qmp, &description, &state_format).ok(),
+            false => None,
+        };
         let freeing = checks::freeing(qmp)?;
         Ok(Self {
             own_balloon,
@@ -77,6 +84,7 @@ impl SourceSeen {
             description,
             state_format,
             device_state,
+            quick_state,
             freeing,
         })
     }

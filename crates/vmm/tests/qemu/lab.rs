@@ -211,6 +211,35 @@ impl Drop for Qemu {
     }
 }
 
+/// How QEMU saves the state of its devices.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Saves {
+    /// By a migration.
+    Migrating,
+    /// By a command for that.
+    Alone,
+}
+
+impl Saves {
+    pub(crate) const BOTH: [Self; 2] = [Self::Migrating, Self::Alone];
+
+    pub(crate) fn source(self, qemu: &Qemu) -> QemuSource {
+        let mut source = qemu.source();
+        if self == Self::Alone {
+            source.hurry_state();
+        }
+        source
+    }
+
+    /// What QEMU calls its guest then.
+    pub(crate) fn status(self) -> &'static str {
+        match self {
+            Self::Migrating => "postmigrate",
+            Self::Alone => "paused",
+        }
+    }
+}
+
 /// Two equal QEMUs, the first booted, the second waiting.
 pub(crate) fn pair() -> (Qemu, Qemu) {
     let source = Qemu::start(&[]);

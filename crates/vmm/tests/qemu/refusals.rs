@@ -5,7 +5,7 @@ use serde_json::json;
 use transship_guest::{GuestError, SourceGuest};
 use transship_vmm::{AttachOptions, qemu::QemuSource};
 
-use crate::lab::{Qemu, RAM_BYTES};
+use crate::lab::{Qemu, RAM_BYTES, Saves};
 
 /// It is for the user to mend, and says by these words how.
 #[track_caller]
@@ -60,13 +60,16 @@ fn a_guest_that_is_on_its_way_already() {
 
 #[test]
 fn a_guest_that_was_given_away() {
-    let qemu = Qemu::start(&[]);
-    let mut source = qemu.source();
-    source.stop().unwrap();
-    std::io::copy(&mut source.save_state().unwrap(), &mut std::io::sink()).unwrap();
-    source.state_saved().unwrap();
-    drop(source);
-    assert_names(&qemu.source_refusal(), &["postmigrate", "only if that guest runs nowhere else"]);
+    for (saves, state) in [(Saves::Migrating, "postmigrate"), (Saves::Alone, "has given its guest away")] {
+        let qemu = Qemu::start(&[]);
+        let mut source = saves.source(&qemu);
+        source.stop().unwrap();
+        std::io::copy(&mut source.save_state().unwrap(), &mut std::io::sink()).unwrap();
+        source.state_saved().unwrap();
+        source.give_up().unwrap();
+        drop(source);
+        assert_names(&qemu.source_refusal(), &[state, "only if that guest runs nowhere else"]);
+    }
 }
 
 #[test]

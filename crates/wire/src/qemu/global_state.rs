@@ -21,6 +21,10 @@ pub enum RunState {
     Running,
     /// It waits for `cont`.
     Paused,
+    /// The same; it has never run.
+    Prelaunch,
+    /// The same; a disk has failed it.
+    IoError,
 }
 
 impl RunState {
@@ -29,7 +33,15 @@ impl RunState {
         match self {
             RunState::Running => "running",
             RunState::Paused => "paused",
+            RunState::Prelaunch => "prelaunch",
+            RunState::IoError => "io-error",
         }
+    }
+
+    /// As what a guest that has been stopped arrives, by the name of the state that it is in now.
+    pub fn of_stopped(name: &str) -> Self {
+        let known = [RunState::Prelaunch, RunState::IoError];
+        known.into_iter().find(|state| state.name() == name).unwrap_or(RunState::Paused)
     }
 }
 

@@ -8,6 +8,7 @@ use std::{
     collections::VecDeque,
     io::{self, IoSlice, Read},
     mem::MaybeUninit,
+    ops::Range,
     os::{
         fd::{AsRawFd, BorrowedFd},
         unix::net::UnixStream,
@@ -27,6 +28,8 @@ use crate::connecting::{connect, has_hung_up};
 const GREETING_WAIT: Duration = Duration::from_secs(5);
 /// The longest line that QEMU may send. A list of all block nodes of a large guest stays below 1 MiB.
 pub(super) const LINE_BYTES_MAX: usize = 8 << 20;
+/// QEMU's capability to take commands out of band.
+const OUT_OF_BAND: &str = "oob";
 /// Events that are kept until somebody asks for them; beyond, the oldest goes.
 const EVENTS_MAX: usize = 256;
 
@@ -62,14 +65,20 @@ impl Socket {
             next_id: 1,
             answered: None,
         };
-        socket.greet()?;
+        // With commands out of band QEMU has a thread of its own read what it is told, a byte at a time, while its main
+        // loop does what it was told before. None of ours is one.
+        let enable = match socket.greet()? {
+            true => json!({ "enable": [OUT_OF_BAND] }),
+            false => json!({}),
+        };
         // A QEMU that has just been started greets before its machine is there, and answers when it is.
-        socket.execute("qmp_capabilities", json!({}), None, COMMAND_WAIT)?;
+        socket.execute("qmp_capabilities", enable, None, COMMAND_WAIT)?;
         socket.answered = Some(Instant::now());
         Ok(socket)
     }
 
-    fn greet(&mut self) -> Result<(), QmpError> {
+    /// Waits for the greeting: whether QEMU can take commands out of band.
+    fn greet(&mut self) -> Result<bool, QmpError> {
         let greeting = match self.message(Instant::now() + GREETING_WAIT) {
             Ok(Some(greeting)) => greeting,
             Ok(None) => return Err(busy(&self.path)),
@@ -80,7 +89,7 @@ impl Socket {
             return Err(self.protocol("a greeting without a version"));
         };
         self.version = (major, minor);
-        Ok(())
+        Ok(greeting["QMP"]["capabilities"].as_array().is_some_and(|all| all.contains(&json!(OUT_OF_BAND))))
     }
 
     /// Waits until QEMU says something or has written there. One that has closed it again has something to say.
@@ -94,20 +103,26 @@ impl Socket {
         }
     }
 
-    /// Sends a command; its number.
-    fn give(&mut self, command: &str, arguments: Value, fd: Option<BorrowedFd<'_>>) -> Result<u64, QmpError> {
-        let id = self.next_id;
-        self.next_id += 1;
-        // QEMU reads a byte at a time, and its main loop goes round for each: some 5 µs. So nothing that need not be.
-        let mut line = match arguments.as_object().is_some_and(Map::is_empty) {
-            true => json!({ "execute": command, "id": id }),
-            false => json!({ "execute": command, "arguments": arguments, "id": id }),
+    /// Sends commands together; their numbers. A descriptor goes with the first.
+    fn give(&mut self, commands: &[(&str, &Value)], fd: Option<BorrowedFd<'_>>) -> Result<Range<u64>, QmpError> {
+        let first = self.next_id;
+        let mut lines = String::new();
+        for (command, arguments) in commands {
+            let id = self.next_id;
+            self.next_id += 1;
+            // QEMU reads a byte at a time, and its main loop goes round for each: some 5 µs. So nothing that need not
+            // be.
+            let line = match arguments.as_object().is_some_and(Map::is_empty) {
+                true => json!({ "execute": command, "id": id }),
+                false => json!({ "execute": command, "arguments": arguments, "id": id }),
+            };
+            lines.push_str(&line.to_string());
+            lines.push('\n');
+            tracing::debug!(pid = self.pid, command, "qmp");
         }
-        .to_string();
-        line.push('\n');
-        tracing::debug!(pid = self.pid, command, "qmp");
-        self.write(line.as_bytes(), fd, command)?;
-        Ok(id)
+        let named = commands.first().map_or("nothing", |(command, _)| command);
+        self.write(lines.as_bytes(), fd, named)?;
+        Ok(first..self.next_id)
     }
 
     /// The result of a command, if the message is its answer. Any other is sorted.
@@ -251,7 +266,7 @@ impl Carrier for Socket {
         if let Some(answer) = self.answered(command, &arguments) {
             return answer;
         }
-        let id = self.give(command, arguments, fd)?;
+        let id = self.give(&[(command, &arguments)], fd)?.start;
         self.await_answer(id, command, Instant::now() + limit, limit)
     }
 
@@ -271,8 +286,22 @@ impl Carrier for Socket {
         Self::forget_answers(self);
     }
 
-    fn execute_all(&mut self, commands: &[Command], limit: Duration) -> Result<(), QmpError> {
-        self.give_all(commands, limit)?.into_iter().try_for_each(|result| result.map(drop))
+    fn execute_all(
+        &mut self,
+        commands: &[Command],
+        fd: Option<BorrowedFd<'_>>,
+        limit: Duration,
+    ) -> Result<(), QmpError> {
+        self.give_all(commands, fd, limit)?.into_iter().try_for_each(|result| result.map(drop))
+    }
+
+    fn execute_with_set(
+        &mut self,
+        fd: BorrowedFd<'_>,
+        commands: &dyn Fn(u64) -> Vec<Command>,
+        limit: Duration,
+    ) -> Result<Vec<Result<Value, QmpError>>, QmpError> {
+        self.give_with_set(fd, commands, limit)
     }
 
     fn execute_until_written(
@@ -282,7 +311,7 @@ impl Carrier for Socket {
         output: BorrowedFd<'_>,
         limit: Duration,
     ) -> Result<(), QmpError> {
-        let id = self.give(command, arguments, None)?;
+        let id = self.give(&[(command, &arguments)], None)?.start;
         let deadline = Instant::now() + limit;
         while Instant::now() < deadline {
             if self.is_written(output, deadline)? {

@@ -7,12 +7,20 @@ use std::{
         fd::AsFd,
         unix::net::{UnixListener, UnixStream},
     },
+    sync::mpsc::{Receiver, channel},
 };
 
 const GREETING: &str = r#"{"QMP": {"version": {"qemu": {"micro": 2, "minor": 0, "major": 10}}, "capabilities": []}}"#;
 
 /// A peer that answers the n-th command with the n-th list of lines; `ID` in them becomes the command's id.
 pub(in crate::qemu) fn peer(answers: &[&str]) -> (tempfile::TempDir, PathBuf) {
+    let (dir, path, _) = overheard(GREETING, answers);
+    (dir, path)
+}
+
+/// The same, with this greeting; and the commands that it is given.
+fn overheard(greeting: &'static str, answers: &[&str]) -> (tempfile::TempDir, PathBuf, Receiver<Value>) {
+    let (told, heard) = channel();
     let answers: Vec<String> =
         [r#"{"return": {}, "id": ID}"#].iter().chain(answers).map(|answer| (*answer).to_owned()).collect();
     let dir = tempfile::tempdir().unwrap();
@@ -21,15 +29,53 @@ pub(in crate::qemu) fn peer(answers: &[&str]) -> (tempfile::TempDir, PathBuf) {
     std::thread::spawn(move || {
         let (stream, _) = listener.accept().unwrap();
         let mut writer = stream.try_clone().unwrap();
-        writeln!(writer, "{GREETING}\r").unwrap();
+        writeln!(writer, "{greeting}\r").unwrap();
         let commands = BufReader::new(stream).lines();
         for (command, answer) in commands.zip(answers) {
             let command: Value = serde_json::from_str(&command.unwrap()).unwrap();
             let answer = answer.replace("ID", &command["id"].to_string());
+            let _ = told.send(command);
             writeln!(writer, "{answer}").unwrap();
         }
     });
-    (dir, path)
+    (dir, path, heard)
+}
+
+/// A thread of QEMU's own reads what it is told then.
+#[test]
+fn commands_out_of_band_are_switched_on_where_there_are_any() {
+    let able = r#"{"QMP": {"version": {"qemu": {"micro": 2, "minor": 0, "major": 10}}, "capabilities": ["oob"]}}"#;
+    for (greeting, arguments) in [(able, json!({"enable": ["oob"]})), (GREETING, Value::Null)] {
+        let (_dir, path, heard) = overheard(greeting, &[]);
+        let _qmp = Qmp::connect(&path).unwrap();
+        let command = heard.recv().unwrap();
+        assert_eq!((&command["execute"], &command["arguments"]), (&json!("qmp_capabilities"), &arguments));
+    }
+}
+
+/// The descriptor is there before them and goes behind them, for which nobody waits.
+#[test]
+fn commands_that_use_a_descriptor_have_it_in_a_set_of_its_own() {
+    const YES: &str = r#"{"return": {}, "id": ID}"#;
+    const NO: &str = r#"{"error": {"desc": "no"}, "id": ID}"#;
+    for (added, result) in [(YES, Some("a")), (NO, None)] {
+        let (_dir, path, heard) = overheard(GREETING, &[added, r#"{"return": "a", "id": ID}"#, NO, ""]);
+        let mut qmp = Qmp::connect(&path).unwrap();
+        let file = tempfile::tempfile().unwrap();
+        let results = qmp.execute_with_set(file.as_fd(), |set| [("first", json!(set)), ("second", json!({}))]);
+        match (results, result) {
+            (Ok([first, second]), Some(wanted)) => {
+                assert_eq!(first.unwrap(), wanted);
+                assert!(matches!(second, Err(QmpError::Refused { .. })));
+            }
+            (Err(QmpError::Refused { command, .. }), None) => assert_eq!(command, "add-fd"),
+            (results, _) => panic!("{results:?}"),
+        }
+        let [_, add, first, second, remove] = [0; 5].map(|_| heard.recv().unwrap());
+        assert_eq!([&add, &second, &remove].map(|it| it["execute"].clone()), ["add-fd", "second", "remove-fd"]);
+        let set = &add["arguments"]["fdset-id"];
+        assert!(set.is_u64() && first["arguments"] == *set && remove["arguments"]["fdset-id"] == *set);
+    }
 }
 
 #[test]

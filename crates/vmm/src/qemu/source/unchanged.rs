@@ -28,7 +28,7 @@ impl QemuSource {
         if !self.is_unchecked || self.asks_later() {
             return Ok(());
         }
-        Ok(self.qmp.begin_to_ask(&questions::stopped(&self.backends))?)
+        Ok(self.qmp.begin_to_ask(&questions::stopped())?)
     }
 
     /// Whether a guest that was stopped is as it was when attached.
@@ -36,19 +36,24 @@ impl QemuSource {
         if self.asks_later() {
             return Ok(());
         }
-        self.qmp.ask_ahead(&questions::stopped(&self.backends))?;
+        self.qmp.ask_ahead(&questions::stopped())?;
+        self.qmp.process().hold_mappings();
         let checked = self
             .check_balloon()
             .and_then(|()| self.check_no_devices_came())
             .and_then(|()| self.check_memory_unchanged());
+        self.qmp.process().look_again();
         self.qmp.forget_answers();
         checked
     }
 
     /// The tracker knows nothing of memory that was plugged, unplugged or mapped elsewhere meanwhile.
     pub(super) fn check_memory_unchanged(&mut self) -> Result<(), GuestError> {
+        if self.device_state.is_some() {
+            checks::state_is_whole(&mut self.qmp)?;
+        }
         self.back_ends.check_unchanged(&self.backends)?;
-        let backends = memory::backends(&mut self.qmp)?;
+        let backends = memory::backends_again(&mut self.qmp, &self.backends)?;
         let moved = match &self.tracked {
             Some(tracked) => memory::areas(&mut self.qmp, &backends)? != *tracked,
             None => false,

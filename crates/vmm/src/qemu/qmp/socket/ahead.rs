@@ -1,13 +1,19 @@
 //! Questions that are asked together. Each way to QEMU and back takes a switch from process to process, twice; and most
 //! of the time that an attachment takes goes by in these.
-use std::time::{Duration, Instant};
+use std::{
+    os::fd::BorrowedFd,
+    time::{Duration, Instant, SystemTime, UNIX_EPOCH},
+};
 
-use serde_json::Value;
+use serde_json::{Value, json};
 
 use super::{
     super::{Command, QmpError, Question},
     COMMAND_WAIT, Socket,
 };
+
+/// The least number of a descriptor set of ours.
+const SET_MIN: u64 = 1 << 30;
 
 /// What was asked before somebody wants to know.
 pub(super) struct Asked {
@@ -30,12 +36,20 @@ impl Socket {
     /// # Errors
     /// QEMU is gone, or reads nothing.
     pub(super) fn begin_to_ask(&mut self, questions: &[Question]) -> Result<(), QmpError> {
+        let mut new: Vec<(&'static str, &Value)> = Vec::new();
         for (command, arguments) in questions {
-            if !self.asked.iter().any(|asked| asked.is(command, arguments)) {
-                let id = self.give(command, arguments.clone(), None)?;
-                self.asked.push(Asked { id, command, arguments: arguments.clone(), result: None });
+            let is_known = self.asked.iter().any(|asked| asked.is(command, arguments));
+            if !is_known && !new.contains(&(*command, arguments)) {
+                new.push((*command, arguments));
             }
         }
+        if new.is_empty() {
+            return Ok(());
+        }
+        let asked = self.give(&new, None)?.zip(new);
+        let asked =
+            asked.map(|(id, (command, arguments))| Asked { id, command, arguments: arguments.clone(), result: None });
+        self.asked.extend(asked);
         Ok(())
     }
 
@@ -67,19 +81,54 @@ impl Socket {
         Ok(())
     }
 
-    /// Gives all of these, in this order, and waits for all answers: a result each, or the refusal.
+    /// Gives all of these, in this order, and waits for all answers: a result each, or the refusal. A descriptor goes
+    /// with the first.
     ///
     /// # Errors
     /// QEMU is gone or does not answer.
     pub(super) fn give_all(
         &mut self,
         commands: &[Command],
+        fd: Option<BorrowedFd<'_>>,
         limit: Duration,
     ) -> Result<Vec<Result<Value, QmpError>>, QmpError> {
-        let give = |(command, arguments): &Command| Ok((self.give(command, arguments.clone(), None)?, *command));
-        let given = commands.iter().map(give).collect::<Result<Vec<_>, QmpError>>()?;
+        let given: Vec<_> = commands.iter().map(|(command, arguments)| (*command, arguments)).collect();
+        let ids = self.give(&given, fd)?;
+        self.await_all(ids.zip(given.into_iter().map(|(command, _)| command)), limit)
+    }
+
+    /// Gives commands that use this descriptor, puts it into a set for them before, and takes it away behind them.
+    ///
+    /// # Errors
+    /// As [`Socket::give_all`]; or QEMU does not take the descriptor.
+    pub(super) fn give_with_set(
+        &mut self,
+        fd: BorrowedFd<'_>,
+        commands: &dyn Fn(u64) -> Vec<Command>,
+        limit: Duration,
+    ) -> Result<Vec<Result<Value, QmpError>>, QmpError> {
+        // One that nobody else has: QEMU counts its own from 0, and what a killed process has left has another.
+        let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+        let set = SET_MIN + u64::from(now.subsec_nanos());
+        let mut all = vec![("add-fd", json!({ "fdset-id": set }))];
+        all.extend(commands(set));
+        all.push(("remove-fd", json!({ "fdset-id": set })));
+        let given: Vec<_> = all.iter().map(|(command, arguments)| (*command, arguments)).collect();
+        let ids = self.give(&given, Some(fd))?;
+        // For the last nobody waits. If it fails QEMU keeps an open file that nobody uses, until we disconnect.
+        let waited = ids.zip(given.into_iter().map(|(command, _)| command)).take(all.len() - 1);
+        let mut results = self.await_all(waited, limit)?;
+        results.remove(0)?;
+        Ok(results)
+    }
+
+    fn await_all(
+        &mut self,
+        given: impl Iterator<Item = (u64, &'static str)>,
+        limit: Duration,
+    ) -> Result<Vec<Result<Value, QmpError>>, QmpError> {
         let deadline = Instant::now() + limit;
-        let mut results = Vec::with_capacity(given.len());
+        let mut results = Vec::new();
         for (id, command) in given {
             match self.await_answer(id, command, deadline, limit) {
                 Err(error) if !matches!(error, QmpError::Refused { .. }) => return Err(error),
