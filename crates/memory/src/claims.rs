@@ -185,11 +185,23 @@ impl Claims {
                 let (skip, first) = (new.trailing_zeros(), word as u64 * WORD_PAGES);
                 let count = (new >> skip).trailing_ones();
                 new &= !(low_bits(count) << skip);
-                let run = PageRange::new(first + u64::from(skip), count.into());
-                match taken.last_mut() {
-                    Some(last) if last.end() == run.first => last.count += run.count,
-                    _ => taken.push(run),
-                }
+                add(&mut taken, PageRange::new(first + u64::from(skip), count.into()));
+            }
+        }
+        taken
+    }
+
+    /// As [`Claims::take`], of pages that come and go together, `unit` of them. They are several words, and two threads
+    /// may want them at once: whoever has the first page has all of them.
+    pub(crate) fn take_whole(&self, region: usize, pages: PageRange, unit: PageCount) -> Vec<PageRange> {
+        if unit <= PageCount::ONE {
+            return self.take(region, pages);
+        }
+        let mut taken = Vec::new();
+        for whole in pages.parts(unit) {
+            if !self.take(region, whole.first.run(PageCount::ONE)).is_empty() {
+                self.take(region, whole);
+                add(&mut taken, whole);
             }
         }
         taken
@@ -204,9 +216,10 @@ impl Claims {
         fence(Ordering::SeqCst);
     }
 
-    /// Whoever had claimed these pages can't put them; but for those that are done anybody may try again.
+    /// Whoever had claimed these pages can't put them; but for those that are done anybody may try again. The first is
+    /// the last to be given up: see [`Claims::take_whole`].
     pub(crate) fn give_up(&self, region: usize, pages: PageRange) {
-        for (word, mask) in words(pages) {
+        for (word, mask) in words(pages).collect::<Vec<_>>().into_iter().rev() {
             let done = self.done(region)[word].load(Ordering::Acquire);
             self.claimed(region)[word].fetch_and(done | !mask, Ordering::AcqRel);
         }
@@ -315,6 +328,14 @@ fn words(pages: PageRange) -> impl Iterator<Item = (usize, u64)> {
     })
 }
 
+/// Adds a run, which is behind all others.
+fn add(runs: &mut Vec<PageRange>, run: PageRange) {
+    match runs.last_mut() {
+        Some(last) if last.end() == run.first => last.count += run.count,
+        _ => runs.push(run),
+    }
+}
+
 fn low_bits(count: u32) -> u64 {
     1_u64.checked_shl(count).map_or(u64::MAX, |bit| bit - 1)
 }
@@ -322,6 +343,8 @@ fn low_bits(count: u32) -> u64 {
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests {
+    use std::sync::Barrier;
+
     use super::*;
 
     fn pairs(runs: Vec<PageRange>) -> Vec<(u64, u64)> {
@@ -355,6 +378,32 @@ mod tests {
         // What is done beside the pages that are given up stays claimed.
         claims.give_up(0, PageRange::new(80, 5));
         assert_eq!(pairs(claims.take(0, PageRange::new(0, 1000))), [(80, 5)]);
+    }
+
+    /// A part of it can't be put.
+    #[test]
+    fn a_huge_page_is_claimed_as_a_whole_by_one_of_several_threads() {
+        const UNIT: PageCount = PageCount::new(512);
+        let all = PageRange::new(0, 512 * 64);
+        for _ in 0..100 {
+            let claims = Claims::new(&[all.count]).unwrap();
+            let begin = Barrier::new(2);
+            let take = || {
+                begin.wait();
+                claims.take_whole(0, all, UNIT)
+            };
+            let (one, other) = thread::scope(|scope| {
+                let other = scope.spawn(take);
+                (take(), other.join().unwrap())
+            });
+            let runs: Vec<PageRange> = one.iter().chain(&other).copied().collect();
+            assert!(runs.iter().all(|run| run.first.get() % 512 == 0 && run.count.get() % 512 == 0), "{runs:?}");
+            assert_eq!(runs.iter().map(|run| run.count).sum::<PageCount>(), all.count);
+            // One that could not be put may be tried again.
+            claims.give_up(0, PageRange::new(512, 1024));
+            assert_eq!(pairs(claims.take_whole(0, all, UNIT)), [(512, 1024)]);
+            assert!(claims.take_whole(0, all, UNIT).is_empty());
+        }
     }
 
     #[test]

@@ -88,7 +88,7 @@ impl Missing {
         let pages = whole_pages(region, first, bytes)?;
         // Pages that can't be placed must not be claimed.
         self.faults.stretches(region, pages)?;
-        let runs = claims.take(region, pages);
+        let runs = claims.take_whole(region, pages, self.unit_pages(region));
         let put = runs.iter().try_fold(PageCount::ZERO, |put, run| {
             let part = &bytes[(run.first - first).buffer_bytes()..][..run.bytes() as usize];
             Ok(put + self.put_noted(claims, region, *run, part)?)
@@ -107,7 +107,7 @@ impl Missing {
     /// Pages that the region does not have; parts of huge pages; the kernel refuses.
     pub fn leave_zero(&self, claims: &Claims, region: usize, pages: PageRange) -> Result<PageCount, Error> {
         self.faults.stretches(region, pages)?;
-        let runs = claims.take(region, pages);
+        let runs = claims.take_whole(region, pages, self.unit_pages(region));
         for run in &runs {
             claims.finish(region, *run);
             // Whoever waits asks again, and finds that it is done.
