@@ -45,6 +45,23 @@ pub(super) fn state_in(answer: &Value) -> &str {
 /// How long QEMU may take, after it has called a migration completed, to be ready for `cont`. Without load that is a
 /// millisecond.
 const FINAL_WAIT: Duration = Duration::from_secs(10);
+/// How often it is asked meanwhile.
+const LOOK_EVERY: Duration = Duration::from_millis(2);
+/// Its state until then.
+const FINISHING: &str = "finish-migrate";
+
+/// The guest's state behind a migration that has ended: QEMU says that it has a moment before the guest is as it was.
+/// It has no event for that.
+pub(super) fn settled_state(qmp: &mut Qmp) -> Result<String, QmpError> {
+    let deadline = Instant::now() + FINAL_WAIT;
+    loop {
+        let state = run_state(qmp)?;
+        if state != FINISHING || Instant::now() > deadline {
+            return Ok(state);
+        }
+        thread::sleep(LOOK_EVERY);
+    }
+}
 
 /// Lets the guest run. `rival`: the QEMU that may have its disks instead, in words.
 ///
@@ -63,9 +80,7 @@ pub(super) fn let_run(qmp: &mut Qmp, rival: &str) -> Result<(), GuestError> {
         match qmp.cont() {
             Ok(()) => break,
             // It has no event for that.
-            Err(_) if Instant::now() < deadline && run_state(qmp)? == "finish-migrate" => {
-                thread::sleep(Duration::from_millis(2));
-            }
+            Err(_) if Instant::now() < deadline && run_state(qmp)? == FINISHING => thread::sleep(LOOK_EVERY),
             // What it refused for may have ended between its answer and the question.
             Err(QmpError::Refused { .. }) if std::mem::take(&mut once_more) => {}
             Err(QmpError::Refused { reason, .. }) if is_of_a_lock(&reason) => {

@@ -112,7 +112,7 @@ impl Saving {
             return Err(GuestError::Bug("the device state was not read to its end".to_owned()));
         }
         migration::take_back(qmp, SAVE_WAIT)?;
-        match machine::run_state(qmp)? {
+        match machine::settled_state(qmp)? {
             // Old versions (7.2) leave it there all the same; `cont` is possible, another save is not.
             now if now == before || now == "postmigrate" => Ok(()),
             now => Err(GuestError::vmm(format!("QEMU's guest was {before} before it was saved, and is {now} now"))),
