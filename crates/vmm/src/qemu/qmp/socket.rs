@@ -28,8 +28,6 @@ use crate::connecting::{connect, has_hung_up};
 const GREETING_WAIT: Duration = Duration::from_secs(5);
 /// The longest line that QEMU may send. A list of all block nodes of a large guest stays below 1 MiB.
 pub(super) const LINE_BYTES_MAX: usize = 8 << 20;
-/// QEMU's capability to take commands out of band.
-const OUT_OF_BAND: &str = "oob";
 /// Events that are kept until somebody asks for them; beyond, the oldest goes.
 const EVENTS_MAX: usize = 256;
 
@@ -65,20 +63,17 @@ impl Socket {
             next_id: 1,
             answered: None,
         };
-        // With commands out of band QEMU has a thread of its own read what it is told, a byte at a time, while its main
-        // loop does what it was told before. None of ours is one.
-        let enable = match socket.greet()? {
-            true => json!({ "enable": [OUT_OF_BAND] }),
-            false => json!({}),
-        };
+        socket.greet()?;
+        // Without commands out of band (oob), with which QEMU would read on while it does what it was told. It dies if
+        // it reads the byte behind a command just when that takes the descriptor that came with it (seen with 10.0).
+        //
         // A QEMU that has just been started greets before its machine is there, and answers when it is.
-        socket.execute("qmp_capabilities", enable, None, COMMAND_WAIT)?;
+        socket.execute("qmp_capabilities", json!({}), None, COMMAND_WAIT)?;
         socket.answered = Some(Instant::now());
         Ok(socket)
     }
 
-    /// Waits for the greeting: whether QEMU can take commands out of band.
-    fn greet(&mut self) -> Result<bool, QmpError> {
+    fn greet(&mut self) -> Result<(), QmpError> {
         let greeting = match self.message(Instant::now() + GREETING_WAIT) {
             Ok(Some(greeting)) => greeting,
             Ok(None) => return Err(busy(&self.path)),
@@ -89,7 +84,7 @@ impl Socket {
             return Err(self.protocol("a greeting without a version"));
         };
         self.version = (major, minor);
-        Ok(greeting["QMP"]["capabilities"].as_array().is_some_and(|all| all.contains(&json!(OUT_OF_BAND))))
+        Ok(())
     }
 
     /// Waits until QEMU says something or has written there. One that has closed it again has something to say.

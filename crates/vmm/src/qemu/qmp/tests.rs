@@ -41,16 +41,14 @@ fn overheard(greeting: &'static str, answers: &[&str]) -> (tempfile::TempDir, Pa
     (dir, path, heard)
 }
 
-/// A thread of QEMU's own reads what it is told then.
+/// QEMU dies of them at times.
 #[test]
-fn commands_out_of_band_are_switched_on_where_there_are_any() {
+fn commands_out_of_band_are_left_off() {
     let able = r#"{"QMP": {"version": {"qemu": {"micro": 2, "minor": 0, "major": 10}}, "capabilities": ["oob"]}}"#;
-    for (greeting, arguments) in [(able, json!({"enable": ["oob"]})), (GREETING, Value::Null)] {
-        let (_dir, path, heard) = overheard(greeting, &[]);
-        let _qmp = Qmp::connect(&path).unwrap();
-        let command = heard.recv().unwrap();
-        assert_eq!((&command["execute"], &command["arguments"]), (&json!("qmp_capabilities"), &arguments));
-    }
+    let (_dir, path, heard) = overheard(able, &[]);
+    let _qmp = Qmp::connect(&path).unwrap();
+    let command = heard.recv().unwrap();
+    assert_eq!((&command["execute"], &command["arguments"]), (&json!("qmp_capabilities"), &Value::Null));
 }
 
 /// The descriptor is there before them and goes behind them, for which nobody waits.
