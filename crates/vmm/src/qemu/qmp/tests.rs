@@ -51,13 +51,13 @@ fn commands_out_of_band_are_left_off() {
     assert_eq!((&command["execute"], &command["arguments"]), (&json!("qmp_capabilities"), &Value::Null));
 }
 
-/// The descriptor is there before them and goes behind them, for which nobody waits.
+/// The descriptor is there before them and goes behind them, also if that is refused.
 #[test]
 fn commands_that_use_a_descriptor_have_it_in_a_set_of_its_own() {
     const YES: &str = r#"{"return": {}, "id": ID}"#;
     const NO: &str = r#"{"error": {"desc": "no"}, "id": ID}"#;
     for (added, result) in [(YES, Some("a")), (NO, None)] {
-        let (_dir, path, heard) = overheard(GREETING, &[added, r#"{"return": "a", "id": ID}"#, NO, ""]);
+        let (_dir, path, heard) = overheard(GREETING, &[added, r#"{"return": "a", "id": ID}"#, NO, NO]);
         let mut qmp = Qmp::connect(&path).unwrap();
         let file = tempfile::tempfile().unwrap();
         let results = qmp.execute_with_set(file.as_fd(), |set| [("first", json!(set)), ("second", json!({}))]);

@@ -115,9 +115,9 @@ impl Socket {
         all.push(("remove-fd", json!({ "fdset-id": set })));
         let given: Vec<_> = all.iter().map(|(command, arguments)| (*command, arguments)).collect();
         let ids = self.give(&given, Some(fd))?;
-        // For the last nobody waits. If it fails QEMU keeps an open file that nobody uses, until we disconnect.
-        let waited = ids.zip(given.into_iter().map(|(command, _)| command)).take(all.len() - 1);
-        let mut results = self.await_all(waited, limit)?;
+        let mut results = self.await_all(ids.zip(given.into_iter().map(|(command, _)| command)), limit)?;
+        // If the last fails QEMU keeps an open file that nobody uses, until we disconnect.
+        let _ = results.pop();
         results.remove(0)?;
         Ok(results)
     }
