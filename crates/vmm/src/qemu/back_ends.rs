@@ -92,9 +92,7 @@ impl BackEnds {
     /// Those that map the memory now. Devices of which that is not certain are left out; they can't be tracked.
     pub(super) fn find(qmp: &mut Qmp, backends: &[Backend]) -> Result<Self, GuestError> {
         let mut found = Self::default();
-        for device in
-            devices(qmp, |kind| ["vhost-user-blk", "vhost-user-fs"].iter().any(|asked| kind.starts_with(asked)))?
-        {
+        for device in devices_of_others(qmp)? {
             let peers = peers::of_device(qmp, &device);
             let known = match rest::can_be_known(qmp, &device) {
                 true if peers.iter().any(|&pid| obeys_o_direct(pid)) => Err(PAST_THE_CACHE),
@@ -273,6 +271,11 @@ impl BackEnd {
     fn has_ended(&mut self) -> bool {
         self.opened.mappings().map_or(true, |mappings| mappings.is_empty())
     }
+}
+
+/// Devices of a kind that other processes are, with the guest's memory. Networks may be, too.
+pub(super) fn devices_of_others(qmp: &mut Qmp) -> Result<Vec<Device>, GuestError> {
+    devices(qmp, |kind| ["vhost-user-blk", "vhost-user-fs"].iter().any(|asked| kind.starts_with(asked)))
 }
 
 /// Why what this process writes to guest memory can't all be tracked, if it can't: a device that writes by itself, or a

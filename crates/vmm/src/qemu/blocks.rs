@@ -74,7 +74,7 @@ fn block_names(list: &[RamBlock], backends: &[Backend]) -> Vec<String> {
 /// All blocks that have a name: others are not in QEMU's stream.
 pub(super) fn list(qmp: &mut Qmp) -> Result<Vec<RamBlock>, QmpError> {
     let (command, arguments) = question();
-    Ok(parse(qmp.execute(command, arguments)?.as_str().unwrap_or_default()))
+    Ok(of_answer(&qmp.execute(command, arguments)?))
 }
 
 /// What [`list`] asks.
@@ -82,16 +82,19 @@ pub(super) fn question() -> Question {
     ("human-monitor-command", json!({ "command-line": "info ramblock" }))
 }
 
-/// As [`list`], with the addresses of all blocks of which they are certain, also where QEMU does not say them.
-pub(super) fn with_places(qmp: &mut Qmp) -> Result<Vec<RamBlock>, GuestError> {
-    let (command, arguments) = question();
-    let answer = qmp.execute(command, arguments)?;
-    placed(qmp, &answer)
+/// The answer to that.
+pub(super) fn of_answer(answer: &Value) -> Vec<RamBlock> {
+    parse(answer.as_str().unwrap_or_default())
 }
 
-/// The same, of the answer to the question.
-pub(super) fn placed(qmp: &mut Qmp, answer: &Value) -> Result<Vec<RamBlock>, GuestError> {
-    let mut list = parse(answer.as_str().unwrap_or_default());
+/// As [`list`], with the addresses of all blocks of which they are certain, also where QEMU does not say them.
+pub(super) fn with_places(qmp: &mut Qmp) -> Result<Vec<RamBlock>, GuestError> {
+    let list = list(qmp)?;
+    placed(qmp, list)
+}
+
+/// The same, of a list.
+pub(super) fn placed(qmp: &mut Qmp, mut list: Vec<RamBlock>) -> Result<Vec<RamBlock>, GuestError> {
     places::add(qmp, &mut list)?;
     Ok(list)
 }

@@ -76,9 +76,9 @@ impl QemuDestination {
     pub fn attach(socket: &Path) -> Result<Self, GuestError> {
         let mut qmp = Qmp::connect(socket)?;
         qmp.ask_ahead(&questions::attachment())?;
-        qmp.process().hold_mappings();
+        let mappings = qmp.process().hold_mappings();
         let seen = DestinationSeen::look(&mut qmp, &mut Err)?;
-        qmp.process().look_again();
+        drop(mappings);
         let DestinationSeen { backends, memory, description, state_format } = seen;
         qmp.forget_answers();
         Ok(Self {

@@ -18,13 +18,14 @@ use std::{
 };
 
 use rustix::fs::{MemfdFlags, Mode, OFlags};
-use serde_json::{Value, json};
+use serde_json::json;
 use transship_guest::{GuestError, StateFormat};
 use transship_memory::{Access, InProcess, PAGE_BYTES, PageCount, PageRange, Process, Region, WINDOW_PAGES};
 use transship_wire::GuestDescription;
 use transship_wire::qemu::{Block, Configuration, GlobalState, Name, RunState, StreamWriter};
 
 use super::{
+    back_ends,
     blocks::{self, RamBlock},
     checks, machine,
     maps::Mapping,
@@ -51,8 +52,7 @@ pub(super) fn is_quicker(qmp: &mut Qmp) -> Result<bool, GuestError> {
     if qmp.version() < (10, 0) {
         return Ok(false);
     }
-    let with_back_end = |kind: &str| ["vhost-user-blk", "vhost-user-fs"].iter().any(|asked| kind.starts_with(asked));
-    Ok(checks::with_memory_of_its_own(qmp)?.is_none() && machine::devices(qmp, with_back_end)?.is_empty())
+    Ok(checks::with_memory_of_its_own(qmp)?.is_none() && back_ends::devices_of_others(qmp)?.is_empty())
 }
 
 /// What becomes of the guest's disks.
@@ -99,7 +99,8 @@ impl DeviceState {
     pub(super) fn save(&self, qmp: &mut Qmp, disks: Disks) -> Result<Vec<u8>, GuestError> {
         let state = can_be_saved(qmp)?;
         let (mut tail, blocks) = self.file.sections(qmp, disks)?;
-        let blocks = blocks::placed(qmp, &blocks)?;
+        let _mappings = qmp.process().hold_mappings();
+        let blocks = blocks::placed(qmp, blocks)?;
         if let Some(mut global) = GlobalState::find(&tail, 0).map_err(strange)? {
             // The command calls every guest a running one.
             global.patch(&mut tail, state);
@@ -213,9 +214,8 @@ impl StateFile {
         Ok(Self { ours: ours.into(), qemus: qemus.into() })
     }
 
-    /// The sections of all devices, as QEMU saves them, with the end of the stream; and the answer to
-    /// [`blocks::question`].
-    fn sections(&self, qmp: &mut Qmp, disks: Disks) -> Result<(Vec<u8>, Value), GuestError> {
+    /// The sections of all devices, as QEMU saves them, with the end of the stream; and all blocks of memory.
+    fn sections(&self, qmp: &mut Qmp, disks: Disks) -> Result<(Vec<u8>, Vec<RamBlock>), GuestError> {
         let (mut ours, mut qemus) = (&self.ours, &self.qemus);
         ours.set_len(0).and_then(|()| qemus.rewind()).map_err(strange)?;
         let commands = |set: u64| {
@@ -224,7 +224,7 @@ impl StateFile {
         };
         let [saved, blocks] = qmp.execute_with_set(qemus.as_fd(), commands)?;
         saved?;
-        let blocks = blocks?;
+        let blocks = blocks::of_answer(&blocks?);
         let mut bytes = Vec::new();
         ours.rewind().and_then(|()| ours.read_to_end(&mut bytes)).map_err(strange)?;
         match bytes.strip_prefix(&HEADER) {

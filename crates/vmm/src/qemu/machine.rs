@@ -4,7 +4,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use serde_json::{Value, json};
+use serde_json::json;
 use transship_guest::GuestError;
 
 use super::qmp::{Keeper, Qmp, QmpError, Question};
@@ -29,17 +29,13 @@ fn read_uuid(text: &str) -> Option<[u8; 16]> {
 /// `query-status`: running, paused, inmigrate, …
 pub(super) fn run_state(qmp: &mut Qmp) -> Result<String, QmpError> {
     let (command, arguments) = state_question();
-    Ok(state_in(&qmp.execute(command, arguments)?).to_owned())
+    let answer = qmp.execute(command, arguments)?;
+    Ok(answer["status"].as_str().unwrap_or("unknown").to_owned())
 }
 
 /// What [`run_state`] asks.
 pub(super) fn state_question() -> Question {
     ("query-status", json!({}))
-}
-
-/// The state that an answer to that names.
-pub(super) fn state_in(answer: &Value) -> &str {
-    answer["status"].as_str().unwrap_or("unknown")
 }
 
 /// How long QEMU may take, after it has called a migration completed, to be ready for `cont`. Without load that is a

@@ -4,7 +4,7 @@ use std::{
     fs::File,
     io::{self, Read, Seek},
     path::{Path, PathBuf},
-    sync::Arc,
+    sync::{Arc, OnceLock, Weak},
 };
 
 use transship_guest::GuestError;
@@ -18,8 +18,8 @@ const TEXT_BYTES: usize = 64 << 10;
 pub(super) struct Opened {
     pid: i32,
     maps: Option<File>,
-    /// Its mappings, while they are held.
-    held: Held,
+    /// Its mappings, while somebody holds them.
+    held: Weak<OnceLock<Arc<Vec<Mapping>>>>,
     smaps: Option<File>,
     memory: Option<File>,
     /// Files that back its memory, and how they are reached from here; by backend, and the name that it has.
@@ -28,31 +28,29 @@ pub(super) struct Opened {
 
 impl Opened {
     pub(super) fn of(pid: i32) -> Self {
-        Self { pid, maps: None, held: Held::Not, smaps: None, memory: None, found: Vec::new() }
+        Self { pid, maps: None, held: Weak::new(), smaps: None, memory: None, found: Vec::new() }
     }
 
     /// All mappings of QEMU, ascending, as they are now, or since they are held.
     pub(super) fn mappings(&mut self) -> Result<Arc<Vec<Mapping>>, GuestError> {
-        if let Held::Since(mappings) = &self.held {
+        let held = self.held.upgrade();
+        if let Some(mappings) = held.as_ref().and_then(|held| held.get()) {
             return Ok(Arc::clone(mappings));
         }
         let text = read_again(&mut self.maps, self.pid, "maps").map_err(|source| maps::unread(self.pid, source))?;
         let mappings = Arc::new(maps::parse(&text));
-        if let Held::FromNext = self.held {
-            self.held = Held::Since(Arc::clone(&mappings));
+        if let Some(held) = held {
+            let _ = held.set(Arc::clone(&mappings));
         }
         Ok(mappings)
     }
 
-    /// What QEMU has mapped when it is asked next counts until [`Opened::look_again`]: it takes the kernel a
+    /// Until the end of what this gives, what QEMU has mapped when it is asked next counts: it takes the kernel a
     /// millisecond to tell.
-    pub(super) fn hold_mappings(&mut self) {
-        self.held = Held::FromNext;
-    }
-
-    /// Mappings are those of the moment again.
-    pub(super) fn look_again(&mut self) {
-        self.held = Held::Not;
+    pub(super) fn hold_mappings(&mut self) -> MappingsHeld {
+        let held = Arc::default();
+        self.held = Arc::downgrade(&held);
+        MappingsHeld { _mappings: held }
     }
 
     /// The same as text, with what is known of each.
@@ -77,11 +75,10 @@ impl Opened {
     }
 }
 
-/// Whether mappings are looked up once for several questions.
-enum Held {
-    Not,
-    FromNext,
-    Since(Arc<Vec<Mapping>>),
+/// While it lives, QEMU's mappings are looked up once for all who ask.
+#[must_use]
+pub(super) struct MappingsHeld {
+    _mappings: Arc<OnceLock<Arc<Vec<Mapping>>>>,
 }
 
 fn opened<'f>(file: &'f mut Option<File>, pid: i32, name: &str) -> io::Result<&'f File> {
@@ -121,7 +118,11 @@ mod tests {
         );
         let region = region.unwrap();
         assert!(shows_it(&mut ours));
+        let held = ours.hold_mappings();
+        assert!(shows_it(&mut ours));
         drop(region);
+        assert!(shows_it(&mut ours), "held");
+        drop(held);
         assert!(!shows_it(&mut ours));
     }
 }

@@ -1,35 +1,34 @@
 //! A running QEMU whose guest is to be moved away.
+mod departure;
 mod unchanged;
 
 use std::{
-    io::{self, Read},
+    io::Read,
     os::fd::OwnedFd,
     path::Path,
     time::{Duration, Instant},
 };
 
-use serde_json::json;
 use transship_guest::{
     AskOthers, AskToHold, DiskFile, DiskSnapshot, Found, GuestError, Hints, LastWill, SourceGuest, StateFormat, Watch,
 };
 use transship_memory::{Area, Freeing, GuestMemory, LetWait, Protection, Region, Tracker};
 use transship_wire::{GuestDescription, libvirt::Definition};
 
+use departure::Departure;
+
 use super::{
     DESTINATION,
     abandoned::Will,
     back_ends::BackEnds,
     balloon::OwnBalloon,
-    checks,
-    device_state::{DeviceState, Disks},
-    disk_files, faults, given_away,
+    checks, disk_files, faults,
     giving_back::{self, Balloon},
     libvirt, machine,
     memory::{self, Backend},
     migration::Settings,
     qmp::{Keeper, Qmp},
     questions,
-    saving::Saving,
     survey::{SourceSeen, background, waiting_writers},
     tracking::Acquired,
     writers::Lookout,
@@ -75,26 +74,12 @@ pub struct QemuSource {
     own_balloon: Option<OwnBalloon>,
     /// What that balloon says of the guest's memory, until somebody asks.
     hints: Option<Box<dyn Hints>>,
-    /// For memory that QEMU's own migration would take along, and for those in a hurry.
-    device_state: Option<DeviceState>,
-    /// For those who might be.
-    quick_state: Option<DeviceState>,
-    /// Its device state was saved by that.
-    is_saved: bool,
-    /// And its disks were let go for that.
-    has_released_disks: bool,
-    /// The guest was given up by that, which QEMU does not know.
-    is_given_up: bool,
-    /// Of the device state, where that is a migration of QEMU's.
-    saving: Saving,
+    /// How its device state leaves.
+    departure: Departure,
     /// It was stopped, and nobody has looked yet whether it is what it was.
     is_unchecked: bool,
     /// What the guest did when it was stopped last; standing before that, as it is not ours to let run then.
     found: Found,
-    /// The guest stays after its state was saved.
-    is_copied: bool,
-    /// And stays stopped.
-    stays: bool,
     /// Files that the guest is to write to from its stop on.
     overlays: Vec<DiskSnapshot>,
 }
@@ -121,9 +106,9 @@ impl QemuSource {
 
     fn over(mut qmp: Qmp, options: AttachOptions) -> Result<Self, GuestError> {
         qmp.ask_ahead(&questions::source())?;
-        qmp.process().hold_mappings();
+        let mappings = qmp.process().hold_mappings();
         let seen = SourceSeen::look(&mut qmp, &options, &mut Err)?;
-        qmp.process().look_again();
+        drop(mappings);
         qmp.forget_answers();
         let SourceSeen { own_balloon, has_direct_disks, backends, memory, description, state_format, .. } = seen;
         let SourceSeen { back_ends, device_state, quick_state, freeing, .. } = seen;
@@ -147,16 +132,9 @@ impl QemuSource {
             balloon: None,
             own_balloon,
             hints,
-            device_state,
-            quick_state,
-            is_saved: false,
-            has_released_disks: false,
-            is_given_up: false,
-            saving: Saving::default(),
+            departure: Departure::by(device_state, quick_state),
             is_unchecked: false,
             found: Found::Standing,
-            is_copied: false,
-            stays: false,
             overlays: Vec::new(),
         })
     }
@@ -167,21 +145,9 @@ impl QemuSource {
         self.balloon.is_some()
     }
 
-    /// A migration of QEMU's begins by tracking all memory, which is felt where the guest stands still for nothing
-    /// else. Where the device state can come without one, it does.
-    fn prefer_state_without_memory(&mut self) {
-        if self.device_state.is_none() && checks::state_without_memory(&mut self.qmp).is_ok() {
-            self.device_state = DeviceState::of(&mut self.qmp, &self.description, &self.state_format).ok();
-        }
-    }
-
-    /// A guest that stays as it is has its disks again, as far as QEMU can do that without letting it run (since 10.0);
-    /// else they come with `cont`.
-    fn take_disks_back(&mut self) -> Result<(), GuestError> {
-        if std::mem::take(&mut self.has_released_disks) && self.qmp.version() >= (10, 0) {
-            self.qmp.execute("blockdev-set-active", json!({ "active": true }))?;
-        }
-        Ok(())
+    /// The device state of a guest that stands still for nothing else.
+    fn avoid_migration(&mut self) {
+        self.departure.avoid_migration(&mut self.qmp, &self.description, &self.state_format);
     }
 }
 
@@ -242,7 +208,7 @@ impl SourceGuest for QemuSource {
                 }
                 self.waiting_faults = Some(faults::for_all(&mut self.qmp)?);
                 // It takes rights that may be gone when the protection begins.
-                self.prefer_state_without_memory();
+                self.avoid_migration();
             }
         }
         Ok(())
@@ -324,10 +290,7 @@ impl SourceGuest for QemuSource {
         if !self.asks_later() || self.qmp.keeper() != Keeper::Libvirt {
             self.check_no_writers_came()?;
         }
-        if self.device_state.is_none() {
-            self.saving.prepare(&mut self.qmp)?;
-        }
-        Ok(())
+        self.departure.prepare(&mut self.qmp)
     }
 
     fn stop(&mut self) -> Result<Found, GuestError> {
@@ -367,7 +330,7 @@ impl SourceGuest for QemuSource {
             }
             None => {
                 background(&mut self.qmp, &self.back_ends, &mut Err)?;
-                self.prefer_state_without_memory();
+                self.avoid_migration();
                 faults::for_all(&mut self.qmp)?
             }
         };
@@ -403,7 +366,7 @@ impl SourceGuest for QemuSource {
     }
 
     fn hurry_state(&mut self) {
-        self.device_state = self.device_state.take().or_else(|| self.quick_state.take());
+        self.departure.hurry();
     }
 
     fn state_estimate(&self) -> Duration {
@@ -419,64 +382,38 @@ impl SourceGuest for QemuSource {
     }
 
     fn stays_here(&mut self) {
-        self.is_copied = true;
+        self.departure.guest_stays();
     }
 
     fn keep_stopped(&mut self) {
-        self.stays = true;
+        self.departure.guest_stays_stopped();
     }
 
     fn save_state(&mut self) -> Result<Box<dyn Read + Send>, GuestError> {
         self.back_ends.state_is_asked();
-        let state: Box<dyn Read + Send> = if let Some(device_state) = &self.device_state {
-            let stays = self.is_copied || self.stays || self.qmp.keeper() == Keeper::Libvirt;
-            let disks = if stays { Disks::Kept } else { Disks::Released };
-            // Also if it fails.
-            self.has_released_disks = disks == Disks::Released;
-            let state = device_state.save(&mut self.qmp, disks)?;
-            self.is_saved = true;
-            Box::new(io::Cursor::new(state))
-        } else {
-            let before = machine::run_state(&mut self.qmp)?;
-            machine::stands(&before)?;
-            self.saving.begin(&mut self.qmp, self.stays, before)?
-        };
+        let state = self.departure.save(&mut self.qmp)?;
         self.ask_whether_unchanged()?;
         Ok(state)
     }
 
     fn state_saved(&mut self) -> Result<(), GuestError> {
-        if std::mem::take(&mut self.is_saved) {
-            return Ok(());
-        }
-        self.saving.end(&mut self.qmp)
+        self.departure.end(&mut self.qmp)
     }
 
     fn give_up(&mut self) -> Result<(), GuestError> {
-        if self.device_state.is_some() {
-            given_away::mark(&mut self.qmp)?;
-            self.is_given_up = true;
-        }
-        Ok(())
+        self.departure.give_up(&mut self.qmp)
     }
 
     fn tidy(&mut self) {
         // What is refused is tried again, and told, when we are done with QEMU.
-        let _ = self.saving.restore_settings(&mut self.qmp);
+        let _ = self.departure.restore_settings(&mut self.qmp);
     }
 
     fn resume(&mut self, run: bool) -> Result<(), GuestError> {
         self.qmp.forget_answers();
-        if self.saving.is_under_way() {
-            // It has to end before. The guest is to run whatever becomes of the settings.
-            let _ = self.saving.undo(&mut self.qmp);
-        }
-        if std::mem::take(&mut self.is_given_up) {
-            // A mark on a guest that runs says nothing.
-            let _ = given_away::unmark(&mut self.qmp);
-        }
+        self.departure.take_back(&mut self.qmp);
         if !run || !self.found.ran() {
-            return self.take_disks_back();
+            return self.departure.take_disks_back(&mut self.qmp);
         }
         machine::let_run_again(&mut self.qmp, DESTINATION)
     }
@@ -491,15 +428,15 @@ impl SourceGuest for QemuSource {
             return Ok(LastWill { text: libvirt::will(self.qmp.pid(), overlays)?, files: Vec::new() });
         }
         let balloon = self.own_balloon.as_ref().map(|balloon| balloon.made().clone());
-        let end = self.saving.promise()?;
+        let end = self.departure.promise()?;
         let text = Will { settings: Settings::now(&mut self.qmp)?, balloon }.to_text()?;
-        Ok(LastWill { text, files: vec![end.into_file()] })
+        Ok(LastWill { text, files: vec![end] })
     }
 }
 
 impl Drop for QemuSource {
     fn drop(&mut self) {
-        if let Err(e) = self.saving.undo(&mut self.qmp) {
+        if let Err(e) = self.departure.undo(&mut self.qmp) {
             tracing::warn!("can't restore QEMU's migration settings: {e}");
         }
     }

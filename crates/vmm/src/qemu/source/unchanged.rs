@@ -37,19 +37,18 @@ impl QemuSource {
             return Ok(());
         }
         self.qmp.ask_ahead(&questions::stopped())?;
-        self.qmp.process().hold_mappings();
+        let _mappings = self.qmp.process().hold_mappings();
         let checked = self
             .check_balloon()
             .and_then(|()| self.check_no_devices_came())
             .and_then(|()| self.check_memory_unchanged());
-        self.qmp.process().look_again();
         self.qmp.forget_answers();
         checked
     }
 
     /// The tracker knows nothing of memory that was plugged, unplugged or mapped elsewhere meanwhile.
     pub(super) fn check_memory_unchanged(&mut self) -> Result<(), GuestError> {
-        if self.device_state.is_some() {
+        if self.departure.is_without_migration() {
             checks::state_is_whole(&mut self.qmp)?;
         }
         self.back_ends.check_unchanged(&self.backends)?;

@@ -1,0 +1,150 @@
+//! How the guest's device state leaves a QEMU, and what that changes in it.
+use std::{
+    io::{self, Read},
+    os::fd::OwnedFd,
+};
+
+use serde_json::json;
+use transship_guest::{GuestError, StateFormat};
+use transship_wire::GuestDescription;
+
+use crate::qemu::{
+    checks,
+    device_state::{DeviceState, Disks},
+    given_away, machine,
+    qmp::{Keeper, Qmp},
+    saving::Saving,
+};
+
+/// By a migration of QEMU's that leaves out all memory, or without one.
+#[derive(Default)]
+pub(super) struct Departure {
+    /// For memory that QEMU's own migration would take along, and for those in a hurry.
+    device_state: Option<DeviceState>,
+    /// For those who might be.
+    quick_state: Option<DeviceState>,
+    /// It was saved by that.
+    is_saved: bool,
+    /// And the guest's disks were let go for that.
+    has_released_disks: bool,
+    /// The guest was given up by that, which QEMU does not know.
+    is_given_up: bool,
+    /// Of the state, where that is a migration of QEMU's.
+    saving: Saving,
+    /// The guest stays after its state was saved.
+    is_copied: bool,
+    /// And stays stopped.
+    stays: bool,
+}
+
+impl Departure {
+    /// What memory asks for, and what could be had in a hurry.
+    pub(super) fn by(device_state: Option<DeviceState>, quick_state: Option<DeviceState>) -> Self {
+        Self { device_state, quick_state, ..Self::default() }
+    }
+
+    /// It shall be quick.
+    pub(super) fn hurry(&mut self) {
+        self.device_state = self.device_state.take().or_else(|| self.quick_state.take());
+    }
+
+    /// A migration of QEMU's begins by tracking all memory, which is felt where the guest stands still for nothing
+    /// else. Where the device state can come without one, it does.
+    pub(super) fn avoid_migration(&mut self, qmp: &mut Qmp, guest: &GuestDescription, format: &StateFormat) {
+        if self.device_state.is_none() && checks::state_without_memory(qmp).is_ok() {
+            self.device_state = DeviceState::of(qmp, guest, format).ok();
+        }
+    }
+
+    /// The state will come without a migration of QEMU's.
+    pub(super) fn is_without_migration(&self) -> bool {
+        self.device_state.is_some()
+    }
+
+    /// The guest stays here when its state was saved.
+    pub(super) fn guest_stays(&mut self) {
+        self.is_copied = true;
+    }
+
+    /// And is not to run then.
+    pub(super) fn guest_stays_stopped(&mut self) {
+        self.stays = true;
+    }
+
+    /// Does what can be done while the guest still runs.
+    pub(super) fn prepare(&mut self, qmp: &mut Qmp) -> Result<(), GuestError> {
+        if self.is_without_migration() {
+            return Ok(());
+        }
+        self.saving.prepare(qmp)
+    }
+
+    /// Has QEMU save the state of a guest that stands still.
+    pub(super) fn save(&mut self, qmp: &mut Qmp) -> Result<Box<dyn Read + Send>, GuestError> {
+        let Some(device_state) = &self.device_state else {
+            let before = machine::run_state(qmp)?;
+            machine::stands(&before)?;
+            return self.saving.begin(qmp, self.stays, before);
+        };
+        let stays = self.is_copied || self.stays || qmp.keeper() == Keeper::Libvirt;
+        let disks = if stays { Disks::Kept } else { Disks::Released };
+        // Also if it fails.
+        self.has_released_disks = disks == Disks::Released;
+        let state = device_state.save(qmp, disks)?;
+        self.is_saved = true;
+        Ok(Box::new(io::Cursor::new(state)))
+    }
+
+    /// What [`Departure::save`] gave was read to its end: QEMU is done with it.
+    pub(super) fn end(&mut self, qmp: &mut Qmp) -> Result<(), GuestError> {
+        if std::mem::take(&mut self.is_saved) {
+            return Ok(());
+        }
+        self.saving.end(qmp)
+    }
+
+    /// The guest is somebody else's from now on, which QEMU knows only after a migration.
+    pub(super) fn give_up(&mut self, qmp: &mut Qmp) -> Result<(), GuestError> {
+        if self.is_without_migration() {
+            given_away::mark(qmp)?;
+            self.is_given_up = true;
+        }
+        Ok(())
+    }
+
+    /// The guest is to run here again, whatever becomes of the rest.
+    pub(super) fn take_back(&mut self, qmp: &mut Qmp) {
+        if self.saving.is_under_way() {
+            // It has to end before.
+            let _ = self.saving.undo(qmp);
+        }
+        if std::mem::take(&mut self.is_given_up) {
+            // A mark on a guest that runs says nothing.
+            let _ = given_away::unmark(qmp);
+        }
+    }
+
+    /// A guest that stays as it is has its disks again, as far as QEMU can do that without letting it run (since 10.0);
+    /// else they come with `cont`.
+    pub(super) fn take_disks_back(&mut self, qmp: &mut Qmp) -> Result<(), GuestError> {
+        if std::mem::take(&mut self.has_released_disks) && qmp.version() >= (10, 0) {
+            qmp.execute("blockdev-set-active", json!({ "active": true }))?;
+        }
+        Ok(())
+    }
+
+    /// What was set for a migration is as it was.
+    pub(super) fn restore_settings(&mut self, qmp: &mut Qmp) -> Result<(), GuestError> {
+        self.saving.restore_settings(qmp)
+    }
+
+    /// The same, with the end of one that is under way.
+    pub(super) fn undo(&mut self, qmp: &mut Qmp) -> Result<(), GuestError> {
+        self.saving.undo(qmp)
+    }
+
+    /// Our end of the channel by which a migration would bring the state: held open, QEMU can't hang at it.
+    pub(super) fn promise(&mut self) -> Result<OwnedFd, GuestError> {
+        Ok(self.saving.promise()?.into_file())
+    }
+}
