@@ -5,7 +5,9 @@ use crate::middle::{self, Middle};
 use crate::peer::{PLAIN, Wires, assert_never_ran, assert_never_ran_or_hangs, multifd};
 use crate::stock::wait_completed;
 use serde_json::{Value, json};
-use transship_lab::{LabError, Qemu, QemuBuilder, Result, SlowLink, Transship, Workload, other_qemu, wait_until};
+use transship_lab::{
+    LabError, Qemu, QemuBuilder, Result, SlowLink, Transship, Workload, kvm_works, lacks, other_qemu, wait_until,
+};
 
 /// The two relays, and where the source is to migrate to.
 struct Relays {
@@ -119,7 +121,13 @@ fn a_link_with_a_token_is_encrypted() -> Result<()> {
 #[ignore = "long: other versions"]
 fn guests_of_other_versions_go_over() -> Result<()> {
     let (Some(old), Some(new)) = (other_qemu("7.2")?, other_qemu("11.1")?) else { return Ok(()) };
-    let here = || Qemu::multiboot().machine("pc-q35-7.2");
+    if !kvm_works() {
+        // A QEMU 7.2 that emulates loses what its guest writes while it migrates: on busy processors, and without a
+        // relay, 15 of 25 guests found wrong pages in their memory.
+        lacks("KVM, for guests of QEMU 7.2");
+        return Ok(());
+    }
+    let here = || Qemu::multiboot_with_kvm().machine("pc-q35-7.2");
     for wires in [PLAIN, multifd(3, "none"), multifd(2, "zstd")] {
         let flags = ["--compress", "lz4", "--channels", "2"];
         goes_over(here().binary(&old), here().binary(&old), wires, &flags, &format!("7.2 {wires:?}"))?;
