@@ -6,14 +6,11 @@ use std::{
     time::Instant,
 };
 
+use transship_auto::{self as auto, Auto, Threads};
 use transship_codec::{Encoder, Outcome, Setting};
 use transship_ring::{Results, Submitter, Worker, mpmc, pool};
 
-use super::{
-    Encoded,
-    auto::{self, Auto, Sampler, Threads},
-    meters::Meters,
-};
+use super::{Encoded, meters::Meters, sampler::Sampler};
 use crate::{Compress, Error, Progress, cpu};
 
 /// Jobs that wait at each encoder. More would only lengthen the way of a page.

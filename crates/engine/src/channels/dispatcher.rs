@@ -1,12 +1,10 @@
 //! In front of the encoders: how each job is to be encoded, and what happens while all of them are busy.
 use std::{sync::atomic::Ordering::Relaxed, time::Instant};
 
+use transship_auto::{Auto, RawFlow};
 use transship_ring::{Submitter, TrySubmitError};
 
-use super::{
-    auto::{Auto, RawFlow},
-    coder::{EncoderSetup, Tools, gone},
-};
+use super::coder::{EncoderSetup, Tools, gone};
 use crate::{Error, control::TICK};
 
 /// How a job is to be encoded.

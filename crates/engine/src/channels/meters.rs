@@ -4,13 +4,11 @@ use std::{
     time::{Duration, Instant},
 };
 
+use transship_auto::{Counts, Sample};
 use transship_memory::PageCount;
 use transship_ring::mpmc;
 
-use super::{
-    Shared, Window,
-    auto::{Counts, Sample},
-};
+use super::{Shared, Window};
 
 /// Samples that may wait to be looked at.
 const SAMPLES: usize = 16;

@@ -3,9 +3,8 @@
 //! - `shared`: what all threads use, and what travels between them
 //! - here: all channels of a session, and how a round's work is spread over them
 //! - `thread`: one of them; `feed`: what the main thread hands over
-//! - `encoding`, `encoder`, `meters`, `auto`: the encoders; `gate`: between them and the channels
+//! - `encoding`, `encoder`, `meters`, `sampler`: the encoders; `gate`: between them and the channels
 //! - `dispatcher`, `coder`: what they share with those of relays
-pub(crate) mod auto;
 pub(crate) mod coder;
 pub(crate) mod dispatcher;
 mod encoder;
@@ -13,6 +12,7 @@ mod encoding;
 mod feed;
 mod gate;
 pub(crate) mod meters;
+mod sampler;
 mod shared;
 mod thread;
 

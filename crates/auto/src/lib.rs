@@ -12,10 +12,10 @@
 //! they are, and whenever everything else waits for it. So nothing has to be tried that can't win. What should win is
 //! used for a stretch, and stays only if it was better: the model knows nothing of slow decoders and of cores that both
 //! sides share. What it promised in vain is doubted for a while.
+#![forbid(unsafe_code)]
 mod flow;
 mod link;
 mod pace;
-mod sampler;
 mod samples;
 #[cfg(test)]
 mod simulation;
@@ -30,7 +30,7 @@ use flow::Probe;
 use link::Link;
 use pace::{Counted, EncodingPace};
 use samples::Samples;
-pub(crate) use {flow::RawFlow, pace::Counts, sampler::Sampler, samples::Sample};
+pub use {flow::RawFlow, pace::Counts, samples::Sample};
 
 /// A stretch that is measured takes so long, since schedulers give and take cores for milliseconds at a time,
 const STRETCH: Duration = Duration::from_millis(10);
@@ -64,25 +64,29 @@ const BELIEVED: f64 = 1.0;
 const ANOTHER_PACE: f64 = 2.0;
 
 /// The encodings to choose from.
-pub(crate) fn candidates() -> Vec<Setting> {
+pub fn candidates() -> Vec<Setting> {
     let fastest = |method| Setting::new(method, Some(1)).expect("every method but none has a level 1");
     vec![Setting::NONE, fastest(Method::Lz4), fastest(Method::Zstd)]
 }
 
 /// What to do with a window.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Choice {
-    pub(crate) encoding: usize,
+pub struct Choice {
+    /// Which of the encodings, by its index.
+    pub encoding: usize,
     /// Encode it in all ways, to learn.
-    pub(crate) sample: bool,
+    pub sample: bool,
 }
 
 /// The threads that there are.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Threads {
-    pub(crate) encoders: usize,
-    pub(crate) channels: usize,
-    pub(crate) cores: usize,
+pub struct Threads {
+    /// Threads that encode.
+    pub encoders: usize,
+    /// Threads that send, each by a connection of its own.
+    pub channels: usize,
+    /// Processors of this host.
+    pub cores: usize,
 }
 
 impl Threads {
@@ -94,7 +98,7 @@ impl Threads {
 
 /// Chooses between encodings.
 #[derive(Debug)]
-pub(crate) struct Auto {
+pub struct Auto {
     threads: Threads,
     /// The encoding that leaves pages as they are. It is used first: it shows how fast the link is, and where it is the
     /// best there is least time for anything else.
@@ -151,8 +155,8 @@ struct Doubt {
 }
 
 impl Auto {
-    /// `raw`: which of the encodings leaves pages as they are.
-    pub(crate) fn new(encodings: usize, raw: usize, threads: Threads) -> Self {
+    /// Between so many encodings, of which `raw` leaves pages as they are.
+    pub fn new(encodings: usize, raw: usize, threads: Threads) -> Self {
         Self {
             threads,
             raw,
@@ -171,27 +175,25 @@ impl Auto {
         }
     }
 
-    /// As after a look at a link.
-    #[cfg(test)]
-    pub(crate) fn over_link(self, seconds_a_byte: f64) -> Self {
+    /// For a link of which is known how many seconds it takes for a byte: it is not looked at first.
+    pub fn over_link(self, seconds_a_byte: f64) -> Self {
         let seconds_a_page = seconds_a_byte * PAGE_BYTES as f64;
         let pace = EncodingPace { seconds_a_page, seconds_a_byte, waits_for_link: true, harder: 1.0 };
         Self { link: Some(Link::seen(None, pace, pace, false, 0.0)), ..self }
     }
 
-    /// With another encoding in use.
-    #[cfg(test)]
-    pub(crate) fn using(self, current: usize) -> Self {
+    /// With this encoding in use to begin with.
+    pub fn using(self, current: usize) -> Self {
         Self { current, ..self }
     }
 
     /// The encoding in use.
-    pub(crate) fn current(&self) -> usize {
+    pub fn current(&self) -> usize {
         self.current
     }
 
     /// The encoding that leaves pages as they are.
-    pub(crate) fn raw(&self) -> usize {
+    pub fn raw(&self) -> usize {
         self.raw
     }
 
@@ -201,7 +203,7 @@ impl Auto {
     }
 
     /// How windows go that go as they are.
-    pub(crate) fn raw_flow(&self) -> RawFlow {
+    pub fn raw_flow(&self) -> RawFlow {
         match self.link {
             Some(link) if !self.is_probing() => RawFlow::over(link.seconds_a_byte(), self.threads),
             _ => self.stretch.map_or(Probe::BEGIN, |stretch| stretch.probe).flow,
@@ -209,17 +211,17 @@ impl Auto {
     }
 
     /// Between two rounds time passes in which nothing is sent, and sockets become empty.
-    pub(crate) fn pause(&mut self) {
+    pub fn pause(&mut self) {
         (self.stretch, self.last, self.begin_wire) = (None, None, None);
     }
 
     /// Takes what an encoder has found out.
-    pub(crate) fn learn(&mut self, sample: &Sample) {
+    pub fn learn(&mut self, sample: &Sample) {
         self.samples.add(sample);
     }
 
     /// What to do with the next window.
-    pub(crate) fn choose(&mut self, now: Instant, counts: &Counts) -> Choice {
+    pub fn choose(&mut self, now: Instant, counts: &Counts) -> Choice {
         if let Some(last) = self.last.replace(now) {
             let passed = now.saturating_duration_since(last).as_secs_f64();
             self.active += passed;

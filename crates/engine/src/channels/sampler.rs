@@ -4,7 +4,8 @@ use std::time::{Duration, Instant};
 use transship_codec::{Encoder, Outcome};
 use transship_memory::PAGE_BYTES;
 
-use super::Sample;
+use transship_auto::Sample;
+
 use crate::cpu;
 
 /// The time that an encoder took is believed up to so many times its CPU time: beyond that it was held up by what has

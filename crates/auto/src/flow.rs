@@ -31,13 +31,13 @@ const WINDOW_BYTES: u64 = PAGES_PER_PACKET * PAGE_BYTES as u64;
 
 /// For pages that are to go as they are.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct RawFlow {
+pub struct RawFlow {
     /// Windows at a time.
-    pub(crate) batch: usize,
+    pub batch: usize,
     /// Windows that may be on their way.
-    pub(crate) most: u64,
+    pub most: u64,
     /// As `most`, where each is handed over alone.
-    pub(crate) most_alone: u64,
+    pub most_alone: u64,
 }
 
 impl RawFlow {
@@ -57,7 +57,7 @@ impl RawFlow {
 
     /// Whether another one may go when so many are on their way, of which so many wait for their batch to be full. A
     /// batch is begun only if all of it may go: else the first small one would have all others be small.
-    pub(crate) fn lets(self, on_their_way: u64, batch: usize) -> bool {
+    pub fn lets(self, on_their_way: u64, batch: usize) -> bool {
         let others = if batch == 0 { self.batch as u64 - 1 } else { 0 };
         on_their_way + others < self.most
     }
@@ -65,7 +65,7 @@ impl RawFlow {
     /// Whoever hands them over, and may not, should sleep until no more are on their way. With batches these are half
     /// of what may be, and he wakes seldom: each time he takes a core from a channel, which costs more than it seems to
     /// where there are few.
-    pub(crate) fn sleep_until(self) -> u64 {
+    pub fn sleep_until(self) -> u64 {
         if self.batch == 1 { self.most - 1 } else { (self.most / 2).min(self.most - self.batch as u64) }
     }
 }

@@ -12,18 +12,21 @@ const SATURATED: f64 = 0.9;
 
 /// What all threads together have done since the beginning.
 #[derive(Debug, Clone, Copy, Default)]
-pub(crate) struct Counts {
-    /// Pages that were dealt with, those of them with content, which were sent, and bytes.
-    pub(crate) all_pages: u64,
-    pub(crate) pages: u64,
-    pub(crate) wire: u64,
-    /// Those of them that the encoding in use was chosen for.
-    pub(crate) own_pages: u64,
-    pub(crate) own_wire: u64,
-    /// Time in which an encoder had a window at hand, and in which encoders and channels looked for zero pages; all
-    /// threads together.
-    pub(crate) encoding: Duration,
-    pub(crate) looking: Duration,
+pub struct Counts {
+    /// Pages that were dealt with.
+    pub all_pages: u64,
+    /// Those of them with content, which were sent.
+    pub pages: u64,
+    /// Bytes that these were on the wire.
+    pub wire: u64,
+    /// Those of `pages` that the encoding in use was chosen for.
+    pub own_pages: u64,
+    /// Bytes that these were on the wire.
+    pub own_wire: u64,
+    /// Time in which an encoder had a window at hand; all threads together.
+    pub encoding: Duration,
+    /// Time in which encoders and channels looked for zero pages; all threads together.
+    pub looking: Duration,
 }
 
 /// What was counted over a stretch.

@@ -13,10 +13,11 @@ const DECAY: f64 = 0.7;
 
 /// A window that was encoded in all ways.
 #[derive(Debug, Clone)]
-pub(crate) struct Sample {
-    pub(crate) pages: u64,
+pub struct Sample {
+    /// Pages that it has.
+    pub pages: u64,
     /// By encoding: bytes that are left, and the time that an encoder needs.
-    pub(crate) outcomes: Vec<(u64, Duration)>,
+    pub outcomes: Vec<(u64, Duration)>,
 }
 
 /// All samples, the newer ones weighing more.
