@@ -1,4 +1,4 @@
-//! Who claims what, and that all of it is claimed once.
+//! Every page is claimed once, by whichever thread asked first.
 #![allow(clippy::unwrap_used)]
 use std::sync::Barrier;
 

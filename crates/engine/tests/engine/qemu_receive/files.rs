@@ -81,7 +81,7 @@ fn zero_pages_clear_what_came_before() {
     for first in (0..4096u64).step_by(128) {
         let offsets: Vec<u64> = (first..first + 128).map(|page| page * 4096).collect();
         junk.extend(Pages::new(ram.clone(), &offsets, &[], transship_wire::qemu::Method::None, 0).encode());
-        junk.extend([0x5a; 128 * 4096]);
+        junk.resize(junk.len() + 128 * 4096, 0x5a);
     }
     junk.extend(barrier);
     let behind_first = |bytes: &[u8]| {
