@@ -112,7 +112,7 @@ impl Departure {
         Ok(())
     }
 
-    /// The guest is to run here again, whatever becomes of the rest.
+    /// The guest is ours again, whatever becomes of the rest.
     pub(super) fn take_back(&mut self, qmp: &mut Qmp) {
         if self.saving.is_under_way() {
             // It has to end before.
