@@ -29,7 +29,7 @@ impl Disk {
     /// # Errors
     /// It can't be made.
     pub fn new(mib: u64, sector_bytes: u32) -> Result<Self> {
-        let folder = Scratch::within(&std::env::temp_dir())?;
+        let folder = Scratch::on_disk()?;
         let image = std::fs::File::create(folder.join("image")).map_err(failed("a disk image"))?;
         image.set_len(mib << 20).map_err(failed("a disk image"))?;
         std::fs::create_dir(folder.join("mnt")).map_err(failed("a mount point"))?;

@@ -93,6 +93,24 @@ impl std::fmt::Debug for LabError {
     }
 }
 
+impl From<std::io::Error> for LabError {
+    fn from(error: std::io::Error) -> Self {
+        Self(error.to_string())
+    }
+}
+
+impl From<rustix::io::Errno> for LabError {
+    fn from(error: rustix::io::Errno) -> Self {
+        Self(std::io::Error::from(error).to_string())
+    }
+}
+
+impl From<serde_json::Error> for LabError {
+    fn from(error: serde_json::Error) -> Self {
+        Self(error.to_string())
+    }
+}
+
 /// The lab's results.
 pub type Result<T> = std::result::Result<T, LabError>;
 

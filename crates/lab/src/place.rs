@@ -37,7 +37,7 @@ impl Place {
         if !self.of_nobody {
             return Scratch::new();
         }
-        let folder = Scratch::within(&std::env::temp_dir())?;
+        let folder = Scratch::on_disk()?;
         allow_all(folder.path())?;
         Ok(folder)
     }

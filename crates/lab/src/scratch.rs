@@ -27,6 +27,14 @@ impl Scratch {
         Self::within(&base())
     }
 
+    /// Makes one where files are on a disk as a rule, for direct I/O and for more than memory holds.
+    ///
+    /// # Errors
+    /// There is no room.
+    pub fn on_disk() -> Result<Self> {
+        Self::within(&std::env::temp_dir())
+    }
+
     /// Makes one in another place, such as a hugetlbfs.
     ///
     /// # Errors

@@ -91,7 +91,7 @@ fn listening(source: &Qemu, destination: &Qemu, moved: impl FnOnce() -> Result<C
 /// Two of the same, and the folder that holds their disk.
 fn two_qemus() -> Result<(Qemu, Qemu, Scratch)> {
     // As most managers start it: memory of its own, and a disk past the page cache.
-    let disk = Scratch::within(&std::env::temp_dir())?;
+    let disk = Scratch::on_disk()?;
     let image = disk.join("disk");
     let made = std::fs::File::create(&image).and_then(|file| file.set_len(16 << 20));
     made.map_err(|e| LabError(format!("{}: {e}", image.display())))?;

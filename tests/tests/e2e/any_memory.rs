@@ -3,8 +3,10 @@
 use serde_json::json;
 
 use crate::peer::{PLAIN, assert_moved, assert_nothing_of_ours, multifd};
-use crate::restoring::{assert_goes_on, disk, io, restoring};
-use transship_lab::{Backend, HugePool, LabError, Qemu, QemuBuilder, Result, Transship, other_qemu, wait_until};
+use crate::restoring::{assert_goes_on, restoring};
+use transship_lab::{
+    Backend, HugePool, LabError, Qemu, QemuBuilder, Result, Scratch, Transship, other_qemu, wait_until,
+};
 
 const ALL: [Backend; 7] = [
     Backend::Default,
@@ -85,7 +87,7 @@ fn private_memory_of_an_old_qemu_goes_there_and_back() -> Result<()> {
 fn private_memory_of_an_old_qemu_is_saved_and_restored() -> Result<()> {
     let Some(old) = other_qemu("7.2")? else { return Ok(()) };
     let of = || guest(Backend::Default).binary(&old).machine("pc-q35-7.2").args(["-device", "VGA"]);
-    let (folder, source) = (disk()?, of().booted()?);
+    let (folder, source) = (Scratch::on_disk()?, of().booted()?);
     for way in ["--paused", "--live", "--background"] {
         let path = folder.join(way);
         let to = path.to_string_lossy();
@@ -102,10 +104,10 @@ fn private_memory_of_an_old_qemu_is_saved_and_restored() -> Result<()> {
 #[test]
 fn memory_of_an_old_qemu_that_can_not_be_told_apart_is_refused_with_the_cure() -> Result<()> {
     let Some(old) = other_qemu("7.2")? else { return Ok(()) };
-    let folder = disk()?;
+    let folder = Scratch::on_disk()?;
     let roms = ["one", "two"].map(|name| folder.join(name));
     for (fill, rom) in (1..).zip(&roms) {
-        io(std::fs::write(rom, [&[0x55, 0xaa, 8][..], &[fill; 4093]].concat()))?;
+        std::fs::write(rom, [&[0x55, 0xaa, 8][..], &[fill; 4093]].concat())?;
     }
     let cards = roms.iter().map(|rom| format!("virtio-net-pci,romfile={}", rom.display()));
     let cards: Vec<String> = cards.flat_map(|card| ["-device".to_owned(), card]).collect();
@@ -120,7 +122,7 @@ fn memory_of_an_old_qemu_that_can_not_be_told_apart_is_refused_with_the_cure() -
 /// Saved in each way and restored by transship, or loaded by QEMU itself. The guest that was saved goes on, too.
 #[test]
 fn private_memory_is_saved_and_restored() -> Result<()> {
-    let folder = disk()?;
+    let folder = Scratch::on_disk()?;
     for (way, direct) in
         [("--paused", "--direct-io=off"), ("--live", "--direct-io=on"), ("--background", "--direct-io=auto")]
     {
@@ -141,7 +143,7 @@ fn private_memory_is_saved_and_restored() -> Result<()> {
         stock.qmp("migrate-incoming", json!({ "uri": format!("file:{to}") }))?;
         stock.wait_status("running")?;
         assert_goes_on(&stock)?;
-        io(std::fs::remove_file(&path))?;
+        std::fs::remove_file(&path)?;
     }
     Ok(())
 }
@@ -189,9 +191,9 @@ fn a_guest_of_private_memory_outlives_those_who_move_it() -> Result<()> {
 /// A disk past the page cache is waited for, goes along, and stays with a guest that is not taken.
 #[test]
 fn a_guest_with_a_direct_disk_goes_on_and_back_whole() -> Result<()> {
-    let folder = disk()?;
+    let folder = Scratch::on_disk()?;
     let image = folder.join("disk");
-    io(std::fs::File::create(&image).and_then(|file| file.set_len(1 << 20)))?;
+    std::fs::File::create(&image).and_then(|file| file.set_len(1 << 20))?;
     let drive = format!("file={},format=raw,if=none,id=disk,cache=none", image.display());
     let with_disk = || with_kvm().args(["-drive", &drive, "-device", "virtio-blk-pci,drive=disk"]);
     let (source, first) = (with_disk().booted()?, with_disk().incoming().start()?);
@@ -217,9 +219,9 @@ fn a_guest_with_a_direct_disk_goes_on_and_back_whole() -> Result<()> {
 /// A guest that is only saved has its disks all the while: nobody else is to have them.
 #[test]
 fn a_guest_that_is_saved_keeps_its_disks() -> Result<()> {
-    let folder = disk()?;
+    let folder = Scratch::on_disk()?;
     let image = folder.join("disk");
-    io(std::fs::File::create(&image).and_then(|file| file.set_len(1 << 20)))?;
+    std::fs::File::create(&image).and_then(|file| file.set_len(1 << 20))?;
     let drive = format!("file={},format=raw,if=none,id=disk", image.display());
     let source = guest(Backend::Default).args(["-drive", &drive, "-device", "virtio-blk-pci,drive=disk"]).booted()?;
     for way in ["--live", "--background", "--paused"] {
@@ -233,7 +235,7 @@ fn a_guest_that_is_saved_keeps_its_disks() -> Result<()> {
             nodes.as_array().is_some_and(|nodes| nodes.iter().all(|node| node["active"] == true)),
             "{way}: {nodes}"
         );
-        io(std::fs::remove_file(&gate))?;
+        std::fs::remove_file(&gate)?;
         save.wait()?.expect_code(0)?;
         assert_goes_on(&source)?;
     }
@@ -245,7 +247,7 @@ fn a_guest_that_is_saved_keeps_its_disks() -> Result<()> {
 fn a_guest_that_was_given_away_is_not_taken_once_more() -> Result<()> {
     let (source, mut first) = (guest(Backend::Default).booted()?, guest(Backend::Default).incoming().start()?);
     moved(&source, &first, &[])?;
-    let folder = disk()?;
+    let folder = Scratch::on_disk()?;
     let to = folder.join("guest").display().to_string();
     for again in [
         Transship::moving(&source.vm(), "unix:/nobody/listens/here"),

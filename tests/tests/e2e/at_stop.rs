@@ -4,20 +4,16 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use transship_lab::{LabError, Qemu, QemuBuilder, Result, Scratch, Transship, transship::TransshipBuilder, wait_until};
+use transship_lab::{Qemu, QemuBuilder, Result, Scratch, Transship, transship::TransshipBuilder, wait_until};
 
 use crate::peer::{PLAIN, assert_moved, assert_never_ran, assert_runs_on};
-use crate::restoring::{assert_goes_on, disk, restoring};
+use crate::restoring::{assert_goes_on, restoring};
 
 /// Ways to fail, and the kind of error that each is.
 const FAILURES: [(&str, &str); 3] = [("exit 7", "command"), ("sleep 600", "command_time"), ("kill -9 $$", "command")];
 
 fn guest() -> QemuBuilder {
     Qemu::multiboot()
-}
-
-fn io<T>(result: std::io::Result<T>) -> Result<T> {
-    result.map_err(|error| LabError(error.to_string()))
 }
 
 /// Notes each call, and ends like this when the guest stands still.
@@ -33,7 +29,7 @@ fn with(builder: TransshipBuilder, command: &str) -> TransshipBuilder {
 
 /// What it was called with, without the rest of the line.
 fn phases(notes: &Path) -> Result<Vec<String>> {
-    let notes = io(fs::read_to_string(notes))?;
+    let notes = fs::read_to_string(notes)?;
     Ok(notes.lines().filter_map(|line| Some(line.split_once(' ')?.0.to_owned())).collect())
 }
 
@@ -48,11 +44,11 @@ fn it_runs_once_while_the_guest_stands_still_and_before_it_runs_there() -> Resul
     wait_until("the command", || Ok(notes.exists()))?;
     assert_ne!(source.status()?, "running");
     assert_ne!(destination.status()?, "running");
-    io(fs::write(&go, ""))?;
+    fs::write(&go, "")?;
     let report = moving.wait()?.expect_code(0)?.report()?;
     assert!(report["at_stop_ms"].as_f64().is_some_and(|ms| ms > 0.0), "{report}");
     receive.wait()?.expect_code(0)?;
-    assert_eq!(io(fs::read_to_string(&notes))?, format!("stopped move {} {to}\n", source.vm()));
+    assert_eq!(fs::read_to_string(&notes)?, format!("stopped move {} {to}\n", source.vm()));
     assert_moved(&source, &destination, left)
 }
 
@@ -113,7 +109,7 @@ fn a_guest_runs_on_when_the_move_is_killed_or_fails_after_the_command() -> Resul
 
 #[test]
 fn every_way_to_save_has_its_command() -> Result<()> {
-    let (folder, source) = (disk()?, guest().booted()?);
+    let (folder, source) = (Scratch::on_disk()?, guest().booted()?);
     let path = folder.join("guest");
     let to = path.to_string_lossy().into_owned();
     for way in ["--live", "--paused", "--background"] {
@@ -126,7 +122,7 @@ fn every_way_to_save_has_its_command() -> Result<()> {
         assert_eq!(phases(&notes)?, ["stopped", "back"], "{way}");
         assert!(!path.exists(), "{way}");
 
-        io(fs::remove_file(&notes))?;
+        fs::remove_file(&notes)?;
         let (notes, command) = noting(&notes_folder, "true");
         with(saving(), &command).run()?.expect_code(0)?;
         assert_eq!(phases(&notes)?, ["stopped"], "{way}");
@@ -134,7 +130,7 @@ fn every_way_to_save_has_its_command() -> Result<()> {
         let destination = guest().incoming().start()?;
         restoring(&destination.vm(), &path).run()?.expect_code(0)?;
         assert_goes_on(&destination)?;
-        io(fs::remove_file(&path))?;
+        fs::remove_file(&path)?;
     }
     Ok(())
 }

@@ -11,11 +11,7 @@ use transship_lab::{
 const BUSY: Workload = Workload { rate: 0, ..Workload::MULTIBOOT };
 
 fn remove(gate: &Path) -> Result<()> {
-    std::fs::remove_file(gate).map_err(|e| LabError(e.to_string()))
-}
-
-fn disk() -> Result<Scratch> {
-    Scratch::within(&std::env::temp_dir())
+    Ok(std::fs::remove_file(gate)?)
 }
 
 fn saving(vm: &str, to: &Path) -> TransshipBuilder {
@@ -47,7 +43,7 @@ fn assert_whole(guest: &Qemu) -> Result<()> {
 /// Saves a guest while the one thread that writes the file stands still, so that it runs into pages that are not saved.
 /// Then it and the one in the file are found whole.
 fn goes_on_here_and_there(guest: QemuBuilder) -> Result<()> {
-    let folder = disk()?;
+    let folder = Scratch::on_disk()?;
     let (path, gate) = (folder.join("snapshot"), folder.join("gate"));
     let source = guest.clone().booted()?;
     let save = stalled(&source.vm(), &path, "save.writing", &gate)?;
@@ -80,7 +76,7 @@ fn a_linux_guest_is_saved_as_it_was() -> Result<()> {
 /// A migration begins by tracking all memory, for which the guest would stand still.
 #[test]
 fn the_state_of_a_guest_comes_without_a_migration() -> Result<()> {
-    let (guest, folder) = (Qemu::multiboot().booted()?, disk()?);
+    let (guest, folder) = (Qemu::multiboot().booted()?, Scratch::on_disk()?);
     saved(&guest.vm(), &folder.join("snapshot"))?;
     let migrated = guest.qmp("query-migrate", json!({}))?;
     assert!(migrated.get("ram").is_none(), "{migrated}");
@@ -105,7 +101,7 @@ fn a_qemu_without_rights_is_no_obstacle() -> Result<()> {
 
 #[test]
 fn a_guest_that_gives_memory_back_all_the_time_is_refused() -> Result<()> {
-    let folder = disk()?;
+    let folder = Scratch::on_disk()?;
     let reporting = "virtio-balloon-pci,free-page-reporting=on,id=b0";
     let guest = Qemu::multiboot().args(["-device", reporting]).booted()?;
     let refused = saving(&guest.vm(), &folder.join("a")).run()?.expect_code(1)?;
@@ -131,11 +127,11 @@ fn stalled(vm: &str, to: &Path, step: &str, gate: &PathBuf) -> Result<Transship>
 #[test]
 #[ignore = "long: make test-long"]
 fn a_balloon_that_moves_meanwhile_fails_the_snapshot() -> Result<()> {
-    let folder = disk()?;
+    let folder = Scratch::on_disk()?;
     let guest = Qemu::linux().args(["-device", "virtio-balloon-pci"]).booted()?;
     let (gate, path) = (folder.join("gate"), folder.join("a"));
     let save = stalled(&guest.vm(), &path, "save.resumed", &gate)?;
-    let actual = || Ok(guest.qmp("query-balloon", json!({}))?["actual"].as_u64());
+    let actual = || -> Result<_> { Ok(guest.qmp("query-balloon", json!({}))?["actual"].as_u64()) };
     let before = actual()?;
     guest.qmp("balloon", json!({ "value": 192 << 20 }))?;
     wait_until("the balloon to move", || Ok(actual()? != before))?;
@@ -150,9 +146,9 @@ fn a_balloon_that_moves_meanwhile_fails_the_snapshot() -> Result<()> {
 #[test]
 fn a_guest_whose_saver_dies_runs_on() -> Result<()> {
     for step in ["save.protecting", "save.stopped", "save.state", "save.protected", "save.resumed", "save.background"] {
-        let folder = disk()?;
+        let folder = Scratch::on_disk()?;
         let guest = Qemu::multiboot().workload(BUSY).booted()?;
-        let settings = || {
+        let settings = || -> Result<_> {
             Ok((guest.qmp("query-migrate-capabilities", json!({}))?, guest.qmp("query-migrate-parameters", json!({}))?))
         };
         let before: (Value, Value) = settings()?;
@@ -172,7 +168,7 @@ fn a_guest_whose_saver_dies_runs_on() -> Result<()> {
 #[test]
 fn a_synthetic_guest_whose_saver_dies_runs_on() -> Result<()> {
     for step in ["save.protecting", "save.protected", "save.resumed", "save.background"] {
-        let folder = disk()?;
+        let folder = Scratch::on_disk()?;
         let guest = Synthetic::builder().memory("64M").write_rate("max").start()?;
         let path = folder.join("a");
         let died = saving(&guest.vm(), &path).env("TRANSSHIP_FAIL_POINT", format!("{step}=kill")).run()?;
@@ -193,7 +189,7 @@ fn a_synthetic_guest_whose_saver_dies_runs_on() -> Result<()> {
 #[test]
 #[ignore = "long: make test-long"]
 fn a_disk_that_takes_nothing_does_not_hold_the_guest_for_ever() -> Result<()> {
-    let folder = disk()?;
+    let folder = Scratch::on_disk()?;
     let (path, gate) = (folder.join("a"), folder.join("gate"));
     let guest = Qemu::linux().workload(Workload { rate: 0, ..Workload::LINUX }).booted()?;
     let save = stalled(&guest.vm(), &path, "save.writing", &gate)?;

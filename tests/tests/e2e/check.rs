@@ -2,8 +2,7 @@
 use serde_json::{Value, json};
 
 use crate::peer::assert_nothing_of_ours;
-use crate::restoring::{disk, io};
-use transship_lab::{Backend, LabError, Qemu, QemuBuilder, Result, Transship, process};
+use transship_lab::{Backend, LabError, Qemu, QemuBuilder, Result, Scratch, Transship, process};
 
 fn checked(vm: &str, fits: bool) -> Result<Value> {
     let ended = Transship::command(["check", "--vm", vm, "--json"]).run()?.expect_code(if fits { 0 } else { 1 })?;
@@ -21,9 +20,9 @@ fn guest(backend: Backend) -> QemuBuilder {
 
 #[test]
 fn a_guest_is_described_and_not_touched() -> Result<()> {
-    let folder = disk()?;
+    let folder = Scratch::on_disk()?;
     let image = folder.join("disk");
-    io(std::fs::File::create(&image).and_then(|file| file.set_len(1 << 20)))?;
+    std::fs::File::create(&image).and_then(|file| file.set_len(1 << 20))?;
     let drive = format!("file={},format=raw,if=none,id=disk,cache=none", image.display());
     let source = guest(Backend::Default).args(["-drive", &drive, "-device", "virtio-blk-pci,drive=disk,id=vda"]);
     let source = source.booted()?;
@@ -98,10 +97,10 @@ fn the_client_of_a_qmp_socket_is_named() -> Result<()> {
     let mut holder = std::process::Command::new("socat");
     holder.arg("STDIO").arg(format!("UNIX-CONNECT:{}", socket.display()));
     holder.stdin(std::process::Stdio::piped()).stdout(std::process::Stdio::piped());
-    let mut holder = io(holder.spawn())?;
+    let mut holder = holder.spawn()?;
     // It holds it when it has the greeting.
     let mut greeting = [0; 1];
-    io(std::io::Read::read_exact(holder.stdout.as_mut().expect("it is piped"), &mut greeting))?;
+    std::io::Read::read_exact(holder.stdout.as_mut().expect("it is piped"), &mut greeting)?;
     let refused = Transship::command(["check", "--vm", &source.vm()]).run();
     let _ = (holder.kill(), holder.wait());
     let refused = refused?.expect_code(1)?.to_string();

@@ -6,7 +6,7 @@ use transship_lab::{
     Backend, LabError, Qemu, QemuBuilder, Result, Scratch, Transship, Workload, lacks, lines::Mark, other_qemu,
 };
 
-use crate::restoring::{assert_goes_on, disk, io};
+use crate::restoring::assert_goes_on;
 
 /// Debian 12's usual one does not know the device.
 const NEW_KERNEL: &str = "linux/vmlinuz-new";
@@ -62,7 +62,7 @@ fn an_image_of_any_guest_has_clones() -> Result<()> {
 /// On a disk, in several parts; clones share what they do not write.
 #[test]
 fn clones_take_little_memory() -> Result<()> {
-    let folder = disk()?;
+    let folder = Scratch::on_disk()?;
     let nodes = |backend| Qemu::multiboot_with_kvm().memory(128).backend(backend).backends(2);
     let (path, source) = (folder.join("image"), nodes(Backend::Ram).booted()?);
     image(&source, &path, "--background")?;
@@ -72,7 +72,7 @@ fn clones_take_little_memory() -> Result<()> {
     }
     clones.iter().try_for_each(assert_goes_on)?;
     for clone in &clones {
-        let smaps = io(std::fs::read_to_string(format!("/proc/{}/smaps", clone.pid())))?;
+        let smaps = std::fs::read_to_string(format!("/proc/{}/smaps", clone.pid()))?;
         let of_memory = smaps.split("/image/memory").skip(1);
         let anonymous = |part: &str| {
             let line = part.lines().find_map(|line| line.strip_prefix("Anonymous:"))?;
@@ -140,7 +140,7 @@ fn pages_that_qemu_has_written_are_those_of_the_image() -> Result<()> {
     image(&source, &path, "--background")?;
     let clone = guest().clone_of(&path).start()?;
     // As firmware would: at pages of the workload, and in a hole.
-    let memory = io(std::fs::OpenOptions::new().write(true).open(format!("/proc/{}/mem", clone.pid())))?;
+    let memory = std::fs::OpenOptions::new().write(true).open(format!("/proc/{}/mem", clone.pid()))?;
     let blocks = clone.qmp("human-monitor-command", json!({ "command-line": "info ramblock" }))?;
     let line = blocks.as_str().and_then(|text| text.lines().find(|line| line.contains("mem0")).map(str::to_owned));
     let line = line.ok_or_else(|| LabError("no mem0".into()))?;
@@ -150,7 +150,7 @@ fn pages_that_qemu_has_written_are_those_of_the_image() -> Result<()> {
         .and_then(|word| u64::from_str_radix(word.trim_start_matches("0x"), 16).ok());
     let address = address.ok_or(LabError(line))?;
     for at in (0..64 << 20).step_by(1 << 20) {
-        io(std::os::unix::fs::FileExt::write_all_at(&memory, &[0xa5; 8192], address + at))?;
+        std::os::unix::fs::FileExt::write_all_at(&memory, &[0xa5; 8192], address + at)?;
     }
     let report = cloning(&clone.vm(), &path).run()?.expect_code(0)?.report()?;
     assert!(report["clone"]["pages_written"].as_u64() >= Some(128), "{report}");
@@ -186,9 +186,9 @@ fn a_clone_that_is_killed_leaves_nothing_running() -> Result<()> {
 /// Each has a disk of its own, over that of the guest; and whoever is told to does what only the operator knows.
 #[test]
 fn clones_have_overlays_and_a_command_after() -> Result<()> {
-    let folder = disk()?;
+    let folder = Scratch::on_disk()?;
     let (raw, overlay, path) = (folder.join("disk"), folder.join("overlay"), folder.join("image"));
-    io(std::fs::File::create(&raw).and_then(|file| file.set_len(1 << 20)))?;
+    std::fs::File::create(&raw).and_then(|file| file.set_len(1 << 20))?;
     let with = |builder: QemuBuilder, file: &Path, format: &str| {
         let drive = format!("file={},format={format},if=none,id=disk", file.display());
         builder.args(["-drive", &drive, "-device", "virtio-blk-pci,drive=disk"])
@@ -206,12 +206,12 @@ fn clones_have_overlays_and_a_command_after() -> Result<()> {
     assert_eq!(same.status()?, "inmigrate");
     let mut create = std::process::Command::new("qemu-img");
     create.args(["create", "-q", "-f", "qcow2", "-F", "raw", "-b"]).args([&raw, &overlay]);
-    assert!(io(create.status())?.success());
+    assert!(create.status()?.success());
     let clone = with(guest(), &overlay, "qcow2").clone_of(&path).start()?;
     let told = folder.join("told");
     let after = format!("echo $TRANSSHIP_NUMBER $TRANSSHIP_SOCKET > {}", told.display());
     cloning(&clone.vm(), &path).args(["--run", "--number", "7", "--after", &after]).run()?.expect_code(0)?;
-    assert_eq!(io(std::fs::read_to_string(told))?.trim(), format!("7 {}", clone.qmp_path().display()));
+    assert_eq!(std::fs::read_to_string(told)?.trim(), format!("7 {}", clone.qmp_path().display()));
     [&clone, &source].into_iter().try_for_each(assert_goes_on)
 }
 
@@ -219,9 +219,9 @@ fn clones_have_overlays_and_a_command_after() -> Result<()> {
 /// those of the image.
 #[test]
 fn clones_of_what_knows_no_disks_are_kept_from_those_that_others_write_to() -> Result<()> {
-    let folder = disk()?;
+    let folder = Scratch::on_disk()?;
     let at = |name: &str| folder.join(name).to_string_lossy().into_owned();
-    io(std::fs::File::create(at("disk")).and_then(|file| file.set_len(1 << 20)))?;
+    std::fs::File::create(at("disk")).and_then(|file| file.set_len(1 << 20))?;
     // QEMU would lock it, and refuse to run the clone only when it is loaded; not every file system can lock.
     let drive = format!("file={},format=raw,file.locking=off,if=none,id=disk", at("disk"));
     let with = || guest().args(["-drive", &drive, "-device", "virtio-blk-pci,drive=disk"]);

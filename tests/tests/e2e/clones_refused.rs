@@ -5,12 +5,13 @@ use transship_lab::{Backend, MemoryMount, Qemu, Result, Scratch, Transship};
 
 use crate::{
     clones::{assert_unchanged, cloning, guest, image},
-    restoring::{assert_goes_on, io},
+    restoring::assert_goes_on,
 };
 
 /// Takes the flag away that keeps files as they are, which a user has to do first.
 fn chattr(file: &Path) -> Result<()> {
-    io(Command::new("chattr").arg("-i").arg(file).status()).map(drop)
+    Command::new("chattr").arg("-i").arg(file).status()?;
+    Ok(())
 }
 
 /// The clone is refused with all these words, and its QEMU waits as before.
@@ -59,26 +60,26 @@ fn an_image_that_was_changed_is_refused() -> Result<()> {
     let path = make("kept")?;
     let opened = fs::OpenOptions::new().write(true).open(path.join("memory"));
     assert!(opened.is_err(), "{opened:?}");
-    let open = |path: &Path| {
+    let open = |path: &Path| -> Result<_> {
         chattr(&path.join("memory"))?;
-        io(fs::OpenOptions::new().write(true).open(path.join("memory")))
+        Ok(fs::OpenOptions::new().write(true).open(path.join("memory"))?)
     };
     let written = make("written")?;
-    io(open(&written)?.write_all_at(b"x", 5 << 20))?;
+    open(&written)?.write_all_at(b"x", 5 << 20)?;
     let waiting = guest().clone_of(&written).start()?;
     refused(&waiting, &written, &["memory: it was written after the image was complete", "make the image anew"])?;
     let checked = Transship::command(["info", "--check", &*written.to_string_lossy()]).run()?.expect_code(1)?;
     assert!(checked.to_string().contains("its checksum is not that of the manifest"), "{checked}");
     drop(waiting);
     let cut = make("cut")?;
-    io(open(&cut)?.set_len(32 << 20))?;
+    open(&cut)?.set_len(32 << 20)?;
     let waiting = guest().clone_of(&path).start()?;
     refused(&waiting, &cut, &["it has 33554432 bytes, and had 67108864", "make the image anew"])?;
     let copy = folder.join("copy");
-    assert!(io(Command::new("cp").arg("-a").args([&path, &copy]).status())?.success());
+    assert!(Command::new("cp").arg("-a").args([&path, &copy]).status()?.success());
     refused(&waiting, &copy, &["another file than the one that the image was completed with, such as a copy"])?;
     let empty = folder.join("empty");
-    io(fs::create_dir(&empty))?;
+    fs::create_dir(&empty)?;
     refused(&waiting, &empty, &["a folder without manifest.json", "save --format raw"])?;
     // A name that is taken stays as it is.
     let to = path.to_string_lossy();
@@ -98,7 +99,7 @@ fn a_full_tmpfs_is_refused() -> Result<()> {
     let save = ["save", "--background", "--format", "raw", "--vm", &source.vm(), "--to", &*to];
     let full = Transship::command(save).run()?.expect_code(1)?.to_string();
     assert!(full.contains("it needs up to") && full.contains("tmpfs at"), "{full}");
-    assert_eq!(io(fs::read_dir(small.path()))?.count(), 0, "nothing is left");
+    assert_eq!(fs::read_dir(small.path())?.count(), 0, "nothing is left");
     assert_goes_on(&source)?;
     drop(small);
     // It holds the image, but not what its clones may touch.

@@ -1,15 +1,11 @@
 //! Moves that run are seen and ended from other processes.
 use std::{fs, os::unix::net::UnixStream, path::Path};
 
-use transship_lab::{LabError, Qemu, Result, Scratch, Synthetic, Transship, transship::TransshipBuilder, wait_until};
+use transship_lab::{Qemu, Result, Scratch, Synthetic, Transship, transship::TransshipBuilder, wait_until};
 
 use crate::ends::{assert_whole, in_the_middle, synthetic_pair};
 use crate::peer::assert_runs_on;
 use crate::steering::{cancel, status, which};
-
-fn io<T>(result: std::io::Result<T>) -> Result<T> {
-    result.map_err(|error| LabError(error.to_string()))
-}
 
 fn small() -> transship_lab::synthetic::SyntheticBuilder {
     Synthetic::builder().memory("16M").write_rate("10M").hot_set("1M")
@@ -46,7 +42,7 @@ fn a_move_is_seen_and_cancelled_in_the_middle_and_the_guest_runs_on() -> Result<
 
     let cancelled = cancel(&source.vm())?.expect_code(0)?;
     assert!(cancelled.stdout.contains("the guest runs on here"), "{cancelled}");
-    io(fs::remove_file(folder.join("gate")))?;
+    fs::remove_file(folder.join("gate"))?;
     let ended = moving.wait()?;
     assert_eq!(ended.report()?["status"], "cancelled", "{ended}");
     assert_runs_on(&source, &ended, "it was cancelled")?;
@@ -68,7 +64,7 @@ fn a_guest_that_was_given_up_can_not_be_cancelled() -> Result<()> {
     let refused = cancel(&socket)?.expect_code(1)?;
     assert!(refused.stderr.contains("too late to cancel"), "{refused}");
     assert_eq!(status(&socket)?.unwrap_or_default()["phase"], "handed-over");
-    io(fs::remove_file(folder.join("gate")))?;
+    fs::remove_file(folder.join("gate"))?;
     moving.wait()?.expect_code(0)?;
     receive.wait()?.expect_code(0)?;
     assert_whole(&destination)
@@ -91,17 +87,17 @@ fn a_socket_that_was_left_behind_is_removed() -> Result<()> {
     receive.wait()?.expect_code(1)?;
 
     // One that was asked for is taken over.
-    drop(io(std::os::unix::net::UnixListener::bind(&named))?);
+    drop(std::os::unix::net::UnixListener::bind(&named)?);
     let destination = small().incoming().start()?;
     let receive = Transship::receiving(&destination.vm(), "tcp:127.0.0.1:0").start()?;
     let moving = Transship::moving(&source.vm(), &receive.listening()?).args(["--control", &named]);
-    io(fs::remove_file(folder.join("gate")))?;
+    fs::remove_file(folder.join("gate"))?;
     let moving = stalled(moving, "source.round", &folder)?;
-    io(UnixStream::connect(&named))?;
+    UnixStream::connect(&named)?;
     // One that is listened at is not, and the guest is not touched.
     let refused = Transship::moving(&source.vm(), "unix:/none").args(["--control", &named]).run()?.expect_code(1)?;
     assert!(refused.stderr.contains("another process listens there"), "{refused}");
-    io(fs::remove_file(folder.join("gate")))?;
+    fs::remove_file(folder.join("gate"))?;
     moving.wait()?.expect_code(0)?;
     receive.wait()?.expect_code(0)?;
     assert_whole(&destination)

@@ -14,7 +14,7 @@ use transship_lab::{
 
 use crate::ends::{Moved, assert_whole, move_between, number, synthetic_pair};
 use crate::peer::{PLAIN, assert_moved, assert_nothing_of_ours, assert_runs_on, multifd};
-use crate::restoring::{assert_goes_on, disk, restoring};
+use crate::restoring::{assert_goes_on, restoring};
 
 const PACE: [&str; 2] = ["--converge", "pace"];
 /// The busy guest writes all its pages again in every round, on a machine that has much else to do, too.
@@ -81,7 +81,7 @@ fn stalled(builder: TransshipBuilder, step: &str) -> Result<(Transship, Stalled)
 
 impl Stalled {
     fn go_on(self) -> Result<()> {
-        std::fs::remove_file(self.folder.join("gate")).map_err(|error| LabError(error.to_string()))
+        Ok(std::fs::remove_file(self.folder.join("gate"))?)
     }
 }
 
@@ -224,7 +224,7 @@ fn a_qemu_whose_processors_are_held_answers() -> Result<()> {
 /// Whether the disk is slower than the guest is up to the machine.
 #[test]
 fn a_live_save_of_a_guest_whose_writers_may_be_held_is_whole() -> Result<()> {
-    let folder = disk()?;
+    let folder = Scratch::on_disk()?;
     let path = folder.join("guest");
     let guest = || busy().workload(Workload { mib: 48, rate: 0, sweep_ms: 4000, ..Workload::MULTIBOOT });
     let (source, _) = writing(guest())?;
@@ -344,7 +344,7 @@ fn a_longer_downtime_is_taken_rather_than_that_the_move_is_given_up() -> Result<
 
 #[test]
 fn a_save_that_takes_too_long_ends_by_its_deadline_and_leaves_nothing() -> Result<()> {
-    let folder = disk()?;
+    let folder = Scratch::on_disk()?;
     let (source, _) = writing(busy())?;
     for (way, step) in [("--live", "save.round"), ("--paused", "save.last-round")] {
         let path = folder.join("guest").to_string_lossy().into_owned();
@@ -355,7 +355,7 @@ fn a_save_that_takes_too_long_ends_by_its_deadline_and_leaves_nothing() -> Resul
         let ended = saving.wait()?;
         assert_eq!(ended.report()?["status"], "too-late", "{way}: {ended}");
         assert_runs_on(&source, &ended, way)?;
-        let left = std::fs::read_dir(folder.path()).map_err(|error| LabError(error.to_string()))?.count();
+        let left = std::fs::read_dir(folder.path())?.count();
         assert_eq!(left, 0, "{way}");
     }
     Ok(())

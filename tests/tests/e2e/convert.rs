@@ -12,7 +12,7 @@ fn assert_goes_on(guest: &Qemu, story: &str) -> Result<()> {
 
 #[test]
 fn stock_qemu_loads_what_was_converted() -> Result<()> {
-    let folder = Scratch::within(&std::env::temp_dir())?;
+    let folder = Scratch::on_disk()?;
     for stream in [true, false] {
         let [from, to, back] = ["from", "to", "back"].map(|name| folder.join(name));
         let source = Qemu::multiboot().booted()?;

@@ -50,7 +50,7 @@ impl Versions {
     /// Both ends, not started; nothing where a version is missing.
     fn builders(self, disk: &SharedDisk) -> Result<Option<(QemuBuilder, QemuBuilder)>> {
         // A machine that all versions have.
-        let builder = |version: Option<&str>| {
+        let builder = |version: Option<&str>| -> Result<_> {
             let builder = disk.guest().machine("pc-q35-7.2");
             match version {
                 None => Ok(Some(builder)),

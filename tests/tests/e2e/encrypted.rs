@@ -42,7 +42,7 @@ fn bytes(path: &Path) -> Result<Vec<u8>> {
 }
 
 fn write(path: &Path, bytes: &[u8]) -> Result<()> {
-    fs::write(path, bytes).map_err(|e| LabError(e.to_string()))
+    Ok(fs::write(path, bytes)?)
 }
 
 fn shows_memory(bytes: &[u8]) -> bool {

@@ -7,7 +7,7 @@ use transship_lab::{Count, LabError, Qemu, QemuBuilder, Result, Scratch, Sweep, 
 
 use crate::{
     clones::{self, assert_unchanged},
-    restoring::{assert_goes_on, io},
+    restoring::assert_goes_on,
 };
 
 /// The QEMUs that a fork has started. They end with this.
@@ -33,7 +33,7 @@ impl Clones {
 
     /// What the guest has said.
     fn lines(&self, number: usize) -> Result<Vec<String>> {
-        let text = io(std::fs::read(self.folder.join(format!("{number}.serial"))))?;
+        let text = std::fs::read(self.folder.join(format!("{number}.serial")))?;
         Ok(String::from_utf8_lossy(&text).lines().map(str::to_owned).collect())
     }
 
@@ -145,7 +145,7 @@ fn a_fork_that_is_killed_harms_nobody() -> Result<()> {
 fn started_from(image: &Path) -> Result<Vec<u32>> {
     let wanted = format!("mem-path={}", image.join("memory").display());
     let mut found = Vec::new();
-    for entry in io(std::fs::read_dir("/proc"))?.flatten() {
+    for entry in std::fs::read_dir("/proc")?.flatten() {
         let Some(pid) = entry.file_name().to_str().and_then(|name| name.parse().ok()) else { continue };
         let line = std::fs::read(entry.path().join("cmdline")).unwrap_or_default();
         if String::from_utf8_lossy(&line).contains(&wanted) {

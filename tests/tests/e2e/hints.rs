@@ -243,7 +243,7 @@ fn a_guest_is_saved_without_what_it_can_do_without() {
     let source = guest.append(&format!("workload.stale={STALE}")).start().unwrap();
     source.ready().unwrap();
     balloon.plug(&source).unwrap();
-    let folder = Scratch::within(&std::env::temp_dir()).unwrap();
+    let folder = Scratch::on_disk().unwrap();
     let path = folder.join("snapshot");
     for way in ["--live", "--background", "--paused"] {
         let saving = Transship::command(["save", "--vm", &source.vm(), "--json", way]).args(["--to"]).args([&path]);

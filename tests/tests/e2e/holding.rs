@@ -11,7 +11,7 @@ use transship_lab::{
 
 use crate::ends::{assert_whole, number, synthetic_pair};
 use crate::peer::{PLAIN, assert_moved, assert_never_ran, assert_nothing_of_ours, assert_runs_on, multifd};
-use crate::restoring::{assert_goes_on, disk, restoring};
+use crate::restoring::{assert_goes_on, restoring};
 use crate::steering::{go, status, wait_for, which};
 
 /// It writes some megabytes a second, again and again.
@@ -165,7 +165,7 @@ fn two_guests_go_together() -> Result<()> {
     assert_eq!(status(&one)?.unwrap_or_default()["hold"], "ready");
     let refused = go(&[&two])?.expect_code(1)?;
     assert!(refused.stderr.contains("has not converged"), "{refused}");
-    std::fs::remove_file(folder.join("gate")).map_err(|error| LabError(error.to_string()))?;
+    std::fs::remove_file(folder.join("gate"))?;
     wait_for(second, &two, "ready")?;
     go(&[&pair.0.vm(), &other.0.vm()])?.expect_code(0)?;
     for (receive, moving) in runs {
@@ -203,7 +203,7 @@ fn a_time_or_a_command_lets_it_go_and_a_command_that_fails_keeps_it_here() -> Re
         receive.wait()?.expect_code(0)?;
         assert_whole(&destination)?;
         if by == "command" {
-            let noted = std::fs::read_to_string(&notes).map_err(|error| LabError(error.to_string()))?;
+            let noted = std::fs::read_to_string(&notes)?;
             assert_eq!(noted, format!("held move {}\n", source.vm()));
         }
         source = destination;
@@ -226,7 +226,7 @@ fn a_guest_whose_deadline_passes_while_it_is_held_runs_on() -> Result<()> {
     assert!(number(&report, "/hold/ms") > 0.0, "it was held: {ended}");
     assert_eq!(source.state()?, SyntheticState::Running);
     receive.wait()?.expect_code(1)?;
-    let pid = std::fs::read_to_string(&pid).map_err(|error| LabError(error.to_string()))?;
+    let pid = std::fs::read_to_string(&pid)?;
     wait_until("the command to be gone", || {
         let stat = std::fs::read_to_string(format!("/proc/{}/stat", pid.trim()));
         Ok(stat.map_or(true, |stat| stat.contains(") Z ")))
@@ -278,7 +278,7 @@ fn a_guest_runs_on_when_whoever_holds_it_is_killed_or_cancelled_or_the_other_end
 
 #[test]
 fn a_live_save_is_held_until_its_moment() -> Result<()> {
-    let folder = disk()?;
+    let folder = Scratch::on_disk()?;
     let path = folder.join("guest");
     let (source, _) = started(guest())?;
     let to = path.to_string_lossy().into_owned();

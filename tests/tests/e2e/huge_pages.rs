@@ -2,7 +2,7 @@
 
 use crate::sector::{Move, SharedDisk, give_back, peek, poke, wait_counting};
 use std::{ops::Range, os::unix::fs::MetadataExt};
-use transship_lab::{HugePool, LabError, MemoryMount, Qemu, Result, Scratch, Transship};
+use transship_lab::{HugePool, MemoryMount, Qemu, Result, Scratch, Transship};
 
 /// Of the guest's 128 pages its firmware touches a few; there are not enough for all.
 #[test]
@@ -11,7 +11,7 @@ fn pages_that_the_guest_has_not_touched_are_neither_made_nor_kept_nor_sent() -> 
     let guest = Qemu::firmware().memory(256).memory_folder(huge.path());
     let guest = guest.memory_options("reserve=off").args(["-S"]).start()?;
     let file = &guest.memory_files()[0];
-    let allocated = || file.metadata().map(|about| about.blocks() * 512).map_err(|e| LabError(e.to_string()));
+    let allocated = || -> Result<_> { Ok(file.metadata()?.blocks() * 512) };
     let before = allocated()?;
     assert!(before < 16 << 20, "the firmware touched {before} bytes");
 

@@ -68,7 +68,7 @@ fn is_saved_in_all_ways(host: &LibvirtHost, domain: &Domain) -> Result<()> {
     }
     let second = saving(&vm, &file, &["--live"]).run()?.expect_code(1)?;
     assert!(second.stderr.contains(&format!("process {}", save.pid())), "{second}");
-    std::fs::remove_file(&gate).map_err(|e| LabError(e.to_string()))?;
+    std::fs::remove_file(&gate)?;
     save.wait()?.expect_code(0)?;
     assert_whole(host, domain, &serial)?;
     saving(&vm, &file, &["--live"]).run()?.expect_code(0)?;
@@ -151,7 +151,7 @@ fn outlives_its_libvirtd(host: &mut LibvirtHost) -> Result<()> {
     for (way, step) in [("--live", "save.stopped"), ("--live", "save.tracking"), ("--background", "save.stopped")] {
         let save = stalled(saving(&host.vm("g1"), &file, &[way]), step, &gate)?;
         host.restart()?;
-        std::fs::remove_file(&gate).map_err(|e| LabError(e.to_string()))?;
+        std::fs::remove_file(&gate)?;
         let ended = save.wait()?;
         // Whether a balloon has moved meanwhile nobody knows, so that one is given up.
         match way {

@@ -8,10 +8,6 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use transship_lab::{DiskFormat, Domain, LabError, LibvirtHost, Result, wait_until};
 
-fn failed(error: std::io::Error) -> LabError {
-    LabError(error.to_string())
-}
-
 /// The file that the domain writes its disk to, as libvirt knows.
 fn written_to(host: &LibvirtHost, domain: &Domain) -> Result<PathBuf> {
     let list = host.virsh(&["domblklist", domain.name()])?;
@@ -21,13 +17,13 @@ fn written_to(host: &LibvirtHost, domain: &Domain) -> Result<PathBuf> {
 
 /// Files beside the disk that are neither it nor what a test put there.
 fn overlays(domain: &Domain) -> Result<Vec<PathBuf>> {
-    let entries = std::fs::read_dir(domain.folder()).map_err(failed)?;
-    let paths = entries.map(|entry| entry.map(|entry| entry.path()).map_err(failed)).collect::<Result<Vec<_>>>()?;
+    let entries = std::fs::read_dir(domain.folder())?;
+    let paths = entries.map(|entry| Ok(entry?.path())).collect::<Result<Vec<_>>>()?;
     Ok(paths.into_iter().filter(|path| path.to_string_lossy().contains("disk-vda-")).collect())
 }
 
 fn qemu_img(args: &[&str]) -> Result<String> {
-    let output = Command::new("qemu-img").args(args).output().map_err(failed)?;
+    let output = Command::new("qemu-img").args(args).output()?;
     match output.status.success() {
         true => Ok(String::from_utf8_lossy(&output.stdout).into_owned()),
         false => Err(LabError(String::from_utf8_lossy(&output.stderr).into_owned())),
@@ -88,8 +84,8 @@ fn what_fails_leaves_the_disk_as_it_was() -> Result<()> {
     let save = stalled(saving(&vm, &image, &disks), "save.stopped", &gate)?;
     let made = overlays(&domain)?;
     assert_eq!(made.len(), 1, "{made:?}");
-    std::fs::remove_file(&made[0]).map_err(failed)?;
-    std::fs::remove_file(&gate).map_err(failed)?;
+    std::fs::remove_file(&made[0])?;
+    std::fs::remove_file(&gate)?;
     let ended = save.wait()?.expect_code(1)?;
     assert!(ended.stderr.contains("a snapshot of the disks"), "{ended}");
     is_as_before()?;
@@ -140,7 +136,7 @@ fn what_fails_after_the_snapshot_is_said() -> Result<()> {
 /// As docs/libvirt.md says it: what was written since goes into the file below, and the overlay is no longer needed.
 fn merge(host: &LibvirtHost, domain: &Domain, overlay: &Path) -> Result<()> {
     host.virsh(&["blockcommit", domain.name(), "vda", "--active", "--pivot", "--shallow"])?;
-    std::fs::remove_file(overlay).map_err(failed)?;
+    std::fs::remove_file(overlay)?;
     assert_eq!(written_to(host, domain)?, domain.disk());
     Ok(())
 }
@@ -165,7 +161,7 @@ fn the_pair_is_restored_at_another_place() -> Result<()> {
             saving(&host.vm("g1"), &image, &[options, "--format", "libvirt", "--disks"]).run()?.expect_code(0)?;
             let overlay = written_to(&host, &domain)?;
             let copy = domain.folder().join("copy");
-            std::fs::copy(domain.disk(), &copy).map_err(failed)?;
+            std::fs::copy(domain.disk(), &copy)?;
             if way == "suspended" {
                 assert_eq!(host.state("g1")?, "paused");
                 host.virsh(&["resume", "g1"])?;
@@ -197,7 +193,7 @@ fn restore_elsewhere(
     copy: &Path,
     is_suspended: bool,
 ) -> Result<()> {
-    let (image, before) = (image.to_string_lossy(), std::fs::read(copy).map_err(failed)?);
+    let (image, before) = (image.to_string_lossy(), std::fs::read(copy)?);
     let (overlay, edited) = (domain.folder().join("restored.qcow2"), domain.folder().join("edited.xml"));
     let format = domain.disk().extension().unwrap_or_default().to_string_lossy();
     let (backing, file) = (copy.to_string_lossy(), overlay.to_string_lossy());
@@ -205,7 +201,7 @@ fn restore_elsewhere(
     let xml = other.virsh(&["save-image-dumpxml", "--security-info", &image])?;
     let of_disk = |text: &str| text.replace(&*domain.disk().to_string_lossy(), &file);
     let xml = of_disk(&xml).replace(&format!("type='{format}'"), "type='qcow2'");
-    std::fs::write(&edited, xml).map_err(failed)?;
+    std::fs::write(&edited, xml)?;
     other.virsh(&["restore", &image, "--xml", &edited.to_string_lossy()])?;
     let serial = domain.serial()?;
     if is_suspended {
@@ -215,6 +211,6 @@ fn restore_elsewhere(
     assert_whole(other, domain, &serial)?;
     assert_eq!(written_to(other, domain)?, overlay);
     other.virsh(&["destroy", "g1"])?;
-    assert!(std::fs::read(copy).map_err(failed)? == before, "the copy was written to");
-    std::fs::remove_file(overlay).map_err(failed)
+    assert!(std::fs::read(copy)? == before, "the copy was written to");
+    Ok(std::fs::remove_file(overlay)?)
 }

@@ -2,7 +2,7 @@
 use crate::libvirt::old_libvirt;
 use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
-use transship_lab::{Domain, LabError, LibvirtHost, Result, Transship, lacks, serial::Serial, wait_until};
+use transship_lab::{Domain, LibvirtHost, Result, Transship, lacks, serial::Serial, wait_until};
 
 fn save(host: &LibvirtHost, domain: &Domain, to: &Path, more: &[&str]) -> Result<()> {
     let args = ["save", "--vm", &*host.vm(domain.name()), "--to", &*to.to_string_lossy(), "--json"];
@@ -119,7 +119,7 @@ fn a_domain_that_is_changed_meanwhile_is_not_saved() -> Result<()> {
     let domain = Domain::multiboot("g1")?;
     let serial = domain.start(&host)?;
     let (image, gate, device) = (file(&domain, "image"), file(&domain, "gate"), file(&domain, "rng.xml"));
-    std::fs::write(&device, RNG).map_err(|e| LabError(e.to_string()))?;
+    std::fs::write(&device, RNG)?;
     let (vm, to) = (host.vm("g1"), image.to_string_lossy());
     let save = Transship::command(["save", "--vm", &vm, "--to", &to, "--background", "--format", "libvirt"]);
     let save = save.env("TRANSSHIP_FAIL_POINT", "save.resumed=stall").env("TRANSSHIP_FAIL_FILE", &gate).start()?;
@@ -129,7 +129,7 @@ fn a_domain_that_is_changed_meanwhile_is_not_saved() -> Result<()> {
     let unfinished = host.virsh(&["restore", &partial.to_string_lossy()]).unwrap_err().to_string();
     assert!(unfinished.contains("incomplete"), "{unfinished}");
     host.virsh(&["attach-device", "g1", &device.to_string_lossy()])?;
-    std::fs::remove_file(&gate).map_err(|e| LabError(e.to_string()))?;
+    std::fs::remove_file(&gate)?;
     let ended = save.wait()?.expect_code(1)?;
     assert!(ended.stderr.contains("definition was changed"), "{ended}");
     assert!(!image.exists() && !partial.exists());
@@ -209,11 +209,11 @@ fn all_domains_of_a_host_are_saved() -> Result<()> {
     let domains = [Domain::multiboot("g1")?, Domain::multiboot("g2")?];
     let serials = [domains[0].start(&host)?, domains[1].start(&host)?];
     let folder = domains[0].folder().join("all");
-    std::fs::create_dir_all(folder.join("g2.save")).map_err(|e| LabError(e.to_string()))?;
+    std::fs::create_dir_all(folder.join("g2.save"))?;
     let failed = saving_all(&host, &folder)?.expect_code(1)?;
     assert!(failed.stderr.contains("g2.save is not a regular file"), "{failed}");
     assert!(folder.join("g1.save").is_file(), "{failed}");
-    std::fs::remove_dir(folder.join("g2.save")).map_err(|e| LabError(e.to_string()))?;
+    std::fs::remove_dir(folder.join("g2.save"))?;
 
     let saved = saving_all(&host, &folder)?.expect_code(0)?.report()?;
     for (serial, domain) in serials.iter().zip(&domains) {

@@ -3,7 +3,7 @@ use crate::ends::{assert_whole, in_the_middle, move_between, number, synthetic_p
 use rustix::process::Signal;
 use serde_json::Value;
 use transship_lab::{
-    LabError, Qemu, Result, Scratch, SlowLink, Synthetic, Transship, Workload, lines::Mark, synthetic::SyntheticState,
+    Qemu, Result, Scratch, SlowLink, Synthetic, Transship, Workload, lines::Mark, synthetic::SyntheticState,
 };
 
 #[test]
@@ -137,7 +137,7 @@ fn ctrl_c_cancels_cleanly() -> Result<()> {
     let receive = Transship::receiving(&destination.vm(), &format!("unix:{}", folder.join("s").display())).start()?;
     let moving = in_the_middle(Transship::moving(&source.vm(), &receive.listening()?), &folder)?;
     moving.signal(Signal::INT)?;
-    std::fs::remove_file(folder.join("gate")).map_err(|e| LabError(e.to_string()))?;
+    std::fs::remove_file(folder.join("gate"))?;
     let ended = moving.wait()?.expect_error(1, "cancelled")?;
     assert_eq!(ended.report()?["status"], "cancelled");
     assert!(receive.wait()?.expect_code(1)?.stderr.contains("cancelled"), "the source tells why");

@@ -4,8 +4,8 @@ use std::{fs, path::Path};
 
 use crate::ends::move_with;
 use crate::peer::assert_nothing_of_ours;
-use crate::restoring::{assert_goes_on, disk, io, restoring};
-use transship_lab::{Accel, Backend, CONTAINED, LabError, Qemu, QemuBuilder, Result, Transship, lacks};
+use crate::restoring::{assert_goes_on, restoring};
+use transship_lab::{Accel, Backend, CONTAINED, LabError, Qemu, QemuBuilder, Result, Scratch, Transship, lacks};
 
 /// Under emulation: what another user may do with KVM is not what is tried here.
 fn guest(backend: Backend) -> QemuBuilder {
@@ -50,7 +50,7 @@ fn goes_everywhere(builder: &dyn Fn() -> QemuBuilder, vm: fn(&Qemu) -> String) -
     move_with(&vm(&first), &vm(&second), &["--verify"], &[])?;
     assert_goes_on(&second)?;
     assert_nothing_of_ours(&first)?;
-    let folder = disk()?;
+    let folder = Scratch::on_disk()?;
     for way in ["--paused", "--live", "--background"] {
         let path = folder.join(way);
         let to = path.to_string_lossy();
@@ -83,7 +83,7 @@ fn a_qemu_in_a_container_is_like_any_other() -> Result<()> {
     }
     let one = contained(Backend::Default).incoming().start()?;
     for namespace in ["user", "pid", "mnt", "net"] {
-        let of = |pid: &str| io(fs::read_link(format!("/proc/{pid}/ns/{namespace}")));
+        let of = |pid: &str| fs::read_link(format!("/proc/{pid}/ns/{namespace}"));
         assert_ne!(of(&one.pid().to_string())?, of("self")?, "{namespace}");
     }
     drop(one);
@@ -115,7 +115,7 @@ fn a_qemu_in_another_users_container_is_like_any_other() -> Result<()> {
 fn memory_whose_file_has_lost_its_name_is_found() -> Result<()> {
     let (source, destination) = (guest(Backend::SharedFile).booted()?, guest(Backend::SharedFile).incoming().start()?);
     for one in [&source, &destination] {
-        io(fs::remove_file(&one.memory_files()[0]))?;
+        fs::remove_file(&one.memory_files()[0])?;
     }
     move_with(&source.vm(), &destination.vm(), &["--verify"], &[])?;
     assert_goes_on(&destination)

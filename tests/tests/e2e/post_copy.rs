@@ -172,7 +172,7 @@ impl Cut {
     fn cut(&mut self) -> Result<()> {
         self.proxy = None;
         let here = self.folder.join("here");
-        std::fs::remove_file(&here).map_err(|error| LabError(error.to_string()))?;
+        std::fs::remove_file(&here)?;
         self.links += 1;
         Ok(())
     }
@@ -284,7 +284,7 @@ fn what_a_guest_will_be_owed_is_dropped_there_while_it_runs_here() -> Result<()>
     wait_until("the pages to be dropped", || Ok(gate.exists()))?;
     assert_eq!(source.status()?, "running");
     source.next_count()?;
-    std::fs::remove_file(&gate).map_err(|error| LabError(error.to_string()))?;
+    std::fs::remove_file(&gate)?;
     let (ours, theirs) = (moving.wait()?.expect_code(0)?.report()?, receive.wait()?.expect_code(0)?.report()?);
     assert_followed(&ours, &theirs);
     assert_moved(&source, &destination, left)?;
@@ -329,7 +329,7 @@ fn a_guest_is_started_though_its_receiver_never_heard_that_it_was_given_away() -
     let moving = gated(Transship::moving(&source.vm(), &there).args(AT_ONCE), "source.go-sent", sent).start()?;
     wait_until("the word", || Ok([deaf, sent].iter().all(|gate| folder.join(gate).exists())))?;
     receive.kill9();
-    std::fs::remove_file(folder.join(sent)).map_err(|error| LabError(error.to_string()))?;
+    std::fs::remove_file(folder.join(sent))?;
     moving.wait()?.expect_code(0)?;
     assert_moved(&source, &destination, left)?;
     assert_alone(&destination)
@@ -350,7 +350,7 @@ fn a_guest_is_started_though_the_word_that_it_was_given_away_is_lost() -> Result
     let moving = armed(moving, "source.loaded", "stall").env("TRANSSHIP_FAIL_FILE", &gate).start()?;
     wait_until("the guest to be loaded", || Ok(gate.exists()))?;
     middle.lose_the_next_word();
-    std::fs::remove_file(&gate).map_err(|error| LabError(error.to_string()))?;
+    std::fs::remove_file(&gate)?;
     moving.wait()?.expect_code(0)?;
     receive.wait()?.expect_code(0)?;
     assert_moved(&source, &destination, left)?;
@@ -430,7 +430,7 @@ fn a_load_that_waits_for_a_page_ends_with_its_source() -> Result<()> {
     let folder = Scratch::new()?;
     let disk = folder.join("disk");
     let made = std::fs::File::create(&disk).and_then(|file| file.set_len(1 << 20));
-    made.map_err(|error| LabError(error.to_string()))?;
+    made?;
     // Loading such a disk looks into the guest's memory, if the firmware has begun to use it.
     let drive = format!("file={},format=raw,file.locking=off,if=none,id=disk", disk.display());
     let guest = || Qemu::firmware().memory(64).args(["-drive", &drive, "-device", "virtio-blk-pci,drive=disk"]);

@@ -2,7 +2,7 @@
 //! afterwards, and where memory is short transship says so and does not die of it.
 use std::path::Path;
 
-use crate::restoring::{assert_goes_on, disk, io, restoring};
+use crate::restoring::{assert_goes_on, restoring};
 use crate::stock::StockSave;
 use serde_json::json;
 use transship_lab::{
@@ -20,7 +20,7 @@ fn guest() -> QemuBuilder {
 
 fn waiting(folder: &Path, name: &str, options: &str) -> Result<QemuBuilder> {
     let own = folder.join(name);
-    io(std::fs::create_dir(&own))?;
+    std::fs::create_dir(&own)?;
     Ok(guest().incoming().memory_folder(own).memory_options(options))
 }
 
@@ -44,7 +44,7 @@ struct Origin {
 
 impl Origin {
     fn new() -> Result<Self> {
-        let (folder, running) = (disk()?, guest().booted()?);
+        let (folder, running) = (Scratch::on_disk()?, guest().booted()?);
         for (name, stream) in [("stream", true), ("mapped", false)] {
             StockSave { stream, ..StockSave::default() }.save(&running, &folder.join(name))?;
             running.qmp("cont", json!({}))?;
@@ -108,7 +108,7 @@ impl Origin {
         let source = Transship::moving(&self.running.vm(), &receive.listening()?).args(["--verify"]).start()?;
         wait_until("the memory to be cleared", || Ok(gate.exists()))?;
         meanwhile()?;
-        io(std::fs::remove_file(&gate))?;
+        std::fs::remove_file(&gate)?;
         let ended = receive.wait()?;
         source.wait()?;
         Ok(ended)
@@ -134,7 +134,7 @@ fn assert_the_pool_keeps(options: &str) -> Result<()> {
         assert!(second.is_err(), "{story}: a second one gets in");
         assert_goes_on(&waits)?;
         drop(waits);
-        io(std::fs::remove_file(pool.path().join(format!("{way:?}/mem0"))))?;
+        std::fs::remove_file(pool.path().join(format!("{way:?}/mem0")))?;
     }
     Ok(())
 }
@@ -185,7 +185,7 @@ fn preallocated_memory_of_a_small_file_system_stays_with_its_guest() -> Result<(
             assert_goes_on(&waits)?;
         }
         drop(waits);
-        io(std::fs::remove_file(room.path().join(format!("{way:?}/mem0"))))?;
+        std::fs::remove_file(room.path().join(format!("{way:?}/mem0")))?;
     }
     Ok(())
 }
@@ -208,7 +208,7 @@ fn assert_shortage_is_told(origin: &Origin, folder: &Path, options: &str, cure: 
         }
         origin.running.wait_status("running")?;
         drop(waits);
-        io(std::fs::remove_file(folder.join(format!("{way:?}/mem0"))))?;
+        std::fs::remove_file(folder.join(format!("{way:?}/mem0")))?;
     }
     assert_goes_on(&origin.running)
 }

@@ -69,7 +69,7 @@ fn no_guest_memory_is_in_a_core_dump() -> Result<()> {
 
 /// The large shared mappings of a process, which are guests, with their flags.
 fn shared_mappings(pid: u32) -> Result<Vec<(String, String)>> {
-    let smaps = fs::read_to_string(format!("/proc/{pid}/smaps")).map_err(|e| LabError(e.to_string()))?;
+    let smaps = fs::read_to_string(format!("/proc/{pid}/smaps"))?;
     let (mut found, mut mapping) = (Vec::new(), None);
     for line in smaps.lines() {
         let mut words = line.split_whitespace();
@@ -112,10 +112,8 @@ fn other_users_are_not_heard_at_a_unix_socket() -> Result<()> {
         let guest = Synthetic::builder().memory("16M").touched("60%").content("mixed");
         let (source, destination) = synthetic_pair(guest)?;
         // Where others may go: the usual place may be in a folder of this user alone.
-        let folder = Scratch::within(&std::env::temp_dir())?;
-        let open = |path: &std::path::Path, mode| {
-            fs::set_permissions(path, fs::Permissions::from_mode(mode)).map_err(|e| LabError(e.to_string()))
-        };
+        let folder = Scratch::on_disk()?;
+        let open = |path: &std::path::Path, mode| fs::set_permissions(path, fs::Permissions::from_mode(mode));
         open(folder.path(), 0o755)?;
         let socket = folder.join("s");
         let listen = format!("unix:{}", socket.display());

@@ -55,7 +55,7 @@ impl Stalled {
     }
 
     fn open(&self) -> Result<()> {
-        fs::remove_file(self.folder.join("gate")).map_err(|error| LabError(error.to_string()))
+        Ok(fs::remove_file(self.folder.join("gate"))?)
     }
 }
 

@@ -7,17 +7,9 @@ use crate::{
 };
 use serde_json::{Value, json};
 use transship_lab::{
-    Backend, Disk, LabError, Qemu, QemuBuilder, Result, Scratch, Transship, transship::TransshipBuilder,
-    versions::other_qemu, wait_until,
+    Backend, Disk, Qemu, QemuBuilder, Result, Scratch, Transship, transship::TransshipBuilder, versions::other_qemu,
+    wait_until,
 };
-
-fn disk() -> Result<Scratch> {
-    Scratch::within(&std::env::temp_dir())
-}
-
-fn io<T>(result: std::io::Result<T>) -> Result<T> {
-    result.map_err(|e| LabError(e.to_string()))
-}
 
 fn into_file(to: &Path) -> TransshipBuilder {
     let to = to.to_string_lossy();
@@ -67,7 +59,7 @@ fn settled(qemu: &Qemu) -> Result<String> {
 
 /// Receives into a file, which stock QEMU and we load.
 fn evacuate(guest: impl Fn() -> QemuBuilder, send: StockSend<'_>, flags: &[&str], story: &str) -> Result<()> {
-    let folder = disk()?;
+    let folder = Scratch::on_disk()?;
     let path = folder.join("guest");
     let source = guest().booted()?;
     let receive = into_file(&path).args(flags.iter().copied()).start()?;
@@ -197,8 +189,8 @@ fn a_guest_goes_into_a_waiting_qemu() -> Result<()> {
 /// Fills the memory files of a waiting guest with what must not be seen afterwards.
 fn make_dirty(guest: &Qemu) -> Result<()> {
     for file in guest.memory_files() {
-        let length = io(fs::metadata(file))?.len();
-        io(fs::write(file, vec![0xa5; length as usize]))?;
+        let length = fs::metadata(file)?.len();
+        fs::write(file, vec![0xa5; length as usize])?;
     }
     Ok(())
 }
@@ -221,9 +213,9 @@ fn a_guest_that_stood_still_is_not_started() -> Result<()> {
 /// was not before.
 #[test]
 fn whatever_fails_here_the_source_runs_on() -> Result<()> {
-    let folder = disk()?;
+    let folder = Scratch::on_disk()?;
     let path = folder.join("guest");
-    io(fs::write(&path, "what was there"))?;
+    fs::write(&path, "what was there")?;
     let source = Qemu::linux().booted()?;
     let send = StockSend { capabilities: &["return-path", "events"], ..StockSend::default() };
     for step in ["qemu-receive.tail=error", "save.synced=error", "qemu-receive.tail=kill", "save.synced=kill"] {
@@ -233,7 +225,7 @@ fn whatever_fails_here_the_source_runs_on() -> Result<()> {
         assert_eq!(ended.code(), if step.ends_with("kill") { None } else { Some(1) }, "{step}: {ended}");
         assert_eq!(settled(&source)?, "failed", "{step}");
         source.wait_status("running")?;
-        assert_eq!(io(fs::read_to_string(&path))?, "what was there", "{step}");
+        assert_eq!(fs::read_to_string(&path)?, "what was there", "{step}");
     }
     let receive = into_file(&path).start()?;
     let listening = receive.listening()?;
@@ -249,7 +241,7 @@ fn whatever_fails_here_the_source_runs_on() -> Result<()> {
     let receive = into_file(&path).start()?;
     send.begin(&source, &receive.listening()?)?;
     receive.wait()?.expect_code(0)?;
-    let names: Vec<_> = io(fs::read_dir(folder.path()))?.flatten().map(|entry| entry.file_name()).collect();
+    let names: Vec<_> = fs::read_dir(folder.path())?.flatten().map(|entry| entry.file_name()).collect();
     assert_eq!(names, ["guest"]);
     let destination = Qemu::linux().incoming().start()?;
     StockLoad::default().load(&destination, &path)?;
@@ -259,7 +251,7 @@ fn whatever_fails_here_the_source_runs_on() -> Result<()> {
 /// A source that hangs is waited for, and goes on; one that dies is told.
 #[test]
 fn a_source_that_hangs_goes_on_and_one_that_dies_leaves_nothing() -> Result<()> {
-    let folder = disk()?;
+    let folder = Scratch::on_disk()?;
     let path = folder.join("guest");
     let mut source = Qemu::multiboot().booted()?;
     let destination = Qemu::multiboot().incoming().start()?;
@@ -344,7 +336,7 @@ fn other_versions(wanted: fn(usize) -> bool) -> Result<()> {
 /// 7.2 knows nothing of mapped-ram files: what it has sent is loaded by restore, into it and into a newer one; and goes
 /// straight into it.
 fn old_to_both(guest: &dyn Fn() -> QemuBuilder, send: StockSend<'_>) -> Result<()> {
-    let (folder, story) = (disk()?, format!("7.2 {send:?}"));
+    let (folder, story) = (Scratch::on_disk()?, format!("7.2 {send:?}"));
     let path = folder.join("guest");
     let source = guest().booted()?;
     let receive = into_file(&path).start()?;
@@ -407,7 +399,7 @@ fn a_full_disk_leaves_the_guest_at_its_source() -> Result<()> {
 #[test]
 #[ignore = "long: make test-long"]
 fn a_transship_that_takes_us_for_a_qemu_is_received() -> Result<()> {
-    let folder = disk()?;
+    let folder = Scratch::on_disk()?;
     let path = folder.join("guest");
     for (channels, compress) in [("0", "none"), ("3", "zstd")] {
         let story = format!("{channels} channels, {compress}");
@@ -444,7 +436,7 @@ fn a_guest_that_could_not_be_attached_to_is_received() -> Result<()> {
         [(None, &["return-path"][..]), (Some((3, "zlib")), &["return-path", "validate-uuid"])]
     {
         let send = StockSend { capabilities, multifd, ..StockSend::default() };
-        let (folder, story) = (disk()?, format!("{send:?}"));
+        let (folder, story) = (Scratch::on_disk()?, format!("{send:?}"));
         let path = folder.join("guest");
         let source = guest().backend(Backend::Ram).booted()?;
         let receive = into_file(&path).start()?;

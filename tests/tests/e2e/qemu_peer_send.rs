@@ -260,13 +260,13 @@ fn old_content_of_the_destination_is_cleared_where_that_was_promised() -> Result
         let source = Qemu::multiboot().booted()?;
         let folder = Scratch::new()?;
         let written = fs::File::create(folder.join("mem0")).and_then(|mut file| file.write_all(&vec![0xaa; 64 << 20]));
-        written.map_err(|error| LabError(error.to_string()))?;
+        written?;
         let destination = Qemu::multiboot().memory_folder(folder.path()).incoming().start()?;
         let to = wires.wait_for_a_guest(&destination)?;
         let left = source.next_count()?.count;
         wires.moving(&source, &to).args(flags.iter().copied()).run()?.expect_code(0)?;
         assert_moved(&source, &destination, left)?;
-        let memory = fs::read(folder.join("mem0")).map_err(|error| LabError(error.to_string()))?;
+        let memory = fs::read(folder.join("mem0"))?;
         let stale = memory.chunks(4096).filter(|page| page.iter().all(|&byte| byte == 0xaa)).count();
         assert_eq!(stale, 0, "{wires:?}: pages that hold what was there before");
     }

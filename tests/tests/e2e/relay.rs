@@ -6,7 +6,7 @@ use crate::peer::{PLAIN, Wires, assert_never_ran, assert_never_ran_or_hangs, mul
 use crate::stock::wait_completed;
 use serde_json::{Value, json};
 use transship_lab::{
-    LabError, Qemu, QemuBuilder, Result, SlowLink, Transship, Workload, kvm_works, lacks, other_qemu, wait_until,
+    Qemu, QemuBuilder, Result, SlowLink, Transship, Workload, kvm_works, lacks, other_qemu, wait_until,
 };
 
 /// The two relays, and where the source is to migrate to.
@@ -224,5 +224,5 @@ fn a_source_without_return_path_is_told_to_turn_it_on() -> Result<()> {
     migrate(&source, PLAIN, &relays.uri, &[])?;
     relays.completed()?;
     destination.wait_status("running")?;
-    assert_goes_on(&destination, left, "once it was turned on").map_err(|error| LabError(error.to_string()))
+    assert_goes_on(&destination, left, "once it was turned on")
 }

@@ -2,17 +2,19 @@
 //! theirs.
 use std::fs;
 
-use crate::restoring::{assert_goes_on, disk, io, make_dirty, restoring, saved_by_stock};
+use crate::restoring::{assert_goes_on, make_dirty, restoring, saved_by_stock};
 use crate::stock::StockSave;
 use serde_json::json;
-use transship_lab::{Disk, Qemu, Result, Synthetic, Transship, synthetic::SyntheticState, versions::other_qemu};
+use transship_lab::{
+    Disk, Qemu, Result, Scratch, Synthetic, Transship, synthetic::SyntheticState, versions::other_qemu,
+};
 
 /// What stock QEMU saves we restore into a stock QEMU, whatever way it was written and is read, and whatever the memory
 /// held before.
 #[test]
 #[ignore = "long: make test-long"]
 fn a_linux_guest_that_stock_qemu_saved_goes_on() -> Result<()> {
-    let folder = disk()?;
+    let folder = Scratch::on_disk()?;
     let ways: [(&str, StockSave<'_>, &[&str]); 4] = [
         ("plain", StockSave::default(), &["--direct-io=off"]),
         ("multifd", StockSave { multifd: 2, ..StockSave::default() }, &["--direct-io=on", "--channels", "3"]),
@@ -25,7 +27,7 @@ fn a_linux_guest_that_stock_qemu_saved_goes_on() -> Result<()> {
     ];
     for (name, way, flags) in ways {
         let path = folder.join(name);
-        io(fs::write(&path, vec![7; way.offset as usize]))?;
+        fs::write(&path, vec![7; way.offset as usize])?;
         saved_by_stock(Qemu::linux(), way, &path)?;
         let destination = Qemu::linux().incoming().start()?;
         make_dirty(&destination)?;
@@ -35,7 +37,7 @@ fn a_linux_guest_that_stock_qemu_saved_goes_on() -> Result<()> {
         assert_eq!(report["file"]["direct_io"], flags[0] != "--direct-io=off", "{name}: {report}");
         assert!(report["pages"]["normal"].as_u64() > Some(16384), "{name}: {report}");
         assert_goes_on(&destination)?;
-        io(fs::remove_file(&path))?;
+        fs::remove_file(&path)?;
     }
     Ok(())
 }
@@ -43,7 +45,7 @@ fn a_linux_guest_that_stock_qemu_saved_goes_on() -> Result<()> {
 /// A stream has no places: its pages are sorted as they come.
 #[test]
 fn a_plain_stream_is_restored_from_a_file_and_from_a_pipe() -> Result<()> {
-    let folder = disk()?;
+    let folder = Scratch::on_disk()?;
     let path = folder.join("stream");
     saved_by_stock(Qemu::linux(), StockSave { stream: true, ..StockSave::default() }, &path)?;
     let destination = Qemu::linux().incoming().start()?;
@@ -63,7 +65,7 @@ fn a_plain_stream_is_restored_from_a_file_and_from_a_pipe() -> Result<()> {
 /// Whether it runs afterwards is as it was, unless somebody says otherwise.
 #[test]
 fn a_guest_that_stood_still_does_so_again() -> Result<()> {
-    let folder = disk()?;
+    let folder = Scratch::on_disk()?;
     let path = folder.join("stopped");
     let source = Qemu::multiboot().booted()?;
     source.qmp("stop", json!({}))?;
@@ -81,7 +83,7 @@ fn a_guest_that_stood_still_does_so_again() -> Result<()> {
 
 #[test]
 fn a_guest_that_ran_can_be_left_standing() -> Result<()> {
-    let folder = disk()?;
+    let folder = Scratch::on_disk()?;
     let path = folder.join("ran");
     saved_by_stock(Qemu::multiboot(), StockSave::default(), &path)?;
     let destination = Qemu::multiboot().incoming().start()?;
@@ -94,7 +96,7 @@ fn a_guest_that_ran_can_be_left_standing() -> Result<()> {
 /// A QEMU of another version than the one that saved; 7.2 knows nothing of such files itself.
 #[test]
 fn other_qemus_take_it_eagerly_and_lazily() -> Result<()> {
-    let folder = disk()?;
+    let folder = Scratch::on_disk()?;
     let path = folder.join("snapshot");
     let guest = || Qemu::multiboot().machine("pc-q35-7.2");
     saved_by_stock(guest(), StockSave { multifd: 2, ..StockSave::default() }, &path)?;
@@ -114,7 +116,7 @@ fn other_qemus_take_it_eagerly_and_lazily() -> Result<()> {
 #[test]
 fn files_of_a_newer_qemu_are_restored() -> Result<()> {
     let Some(binary) = other_qemu("11.1")? else { return Ok(()) };
-    let folder = disk()?;
+    let folder = Scratch::on_disk()?;
     let guest = || Qemu::multiboot().binary(&binary);
     let path = folder.join("snapshot");
     saved_by_stock(guest(), StockSave::default(), &path)?;
@@ -167,14 +169,14 @@ fn a_disk_that_fails_starts_nothing() -> Result<()> {
 /// used.
 #[test]
 fn what_can_not_be_restored_leaves_the_guest_as_it_was() -> Result<()> {
-    let folder = disk()?;
+    let folder = Scratch::on_disk()?;
     let path = folder.join("good");
     saved_by_stock(Qemu::multiboot(), StockSave::default(), &path)?;
     let cut = folder.join("cut");
-    let whole = io(fs::read(&path))?;
-    io(fs::write(&cut, &whole[..whole.len() / 2]))?;
+    let whole = fs::read(&path)?;
+    fs::write(&cut, &whole[..whole.len() / 2])?;
     let foreign = folder.join("foreign");
-    io(fs::write(&foreign, "not a snapshot"))?;
+    fs::write(&foreign, "not a snapshot")?;
     let destination = Qemu::multiboot().incoming().start()?;
     make_dirty(&destination)?;
     let other_memory = Qemu::multiboot().memory(128).incoming().start()?;
@@ -196,7 +198,7 @@ fn what_can_not_be_restored_leaves_the_guest_as_it_was() -> Result<()> {
         }
     }
     for file in destination.memory_files() {
-        assert!(io(fs::read(file))?.iter().all(|&byte| byte == 0xa5), "its memory was touched");
+        assert!(fs::read(file)?.iter().all(|&byte| byte == 0xa5), "its memory was touched");
     }
     restoring(&destination.vm(), &path).run()?.expect_code(0)?;
     assert_goes_on(&destination)
@@ -206,7 +208,7 @@ fn what_can_not_be_restored_leaves_the_guest_as_it_was() -> Result<()> {
 /// saved.
 #[test]
 fn a_linux_guest_that_we_saved_comes_back() -> Result<()> {
-    let folder = disk()?;
+    let folder = Scratch::on_disk()?;
     let source = Qemu::linux().booted()?;
     let ways: [(&str, &[&[&str]]); 2] = [("mapped-ram", &[&[], &["--lazy"]]), ("stream", &[&[]])];
     for (format, restores) in ways {
@@ -232,7 +234,7 @@ fn a_linux_guest_that_we_saved_comes_back() -> Result<()> {
 /// A guest that is no QEMU, by files of our own.
 #[test]
 fn a_synthetic_guest_comes_back_whole() -> Result<()> {
-    let folder = disk()?;
+    let folder = Scratch::on_disk()?;
     let path = folder.join("synthetic");
     let source = Synthetic::builder().memory("64M").touched("60%").content("mixed").set("--regions", "2").start()?;
     let to = path.to_string_lossy();

@@ -4,14 +4,13 @@
 use std::{fs, ops::Range, os::unix::fs::MetadataExt, path::Path};
 
 use crate::restoring::{
-    disk, io,
     lazy::{Stalled, stand_ins},
     place,
 };
 use crate::sector;
 use crate::stock::StockSave;
 use serde_json::json;
-use transship_lab::{Backend, LabError, Qemu, QemuBuilder, Result, Workload, wait_until};
+use transship_lab::{Backend, LabError, Qemu, QemuBuilder, Result, Scratch, Workload, wait_until};
 
 const PAGE: u64 = 4096;
 /// The memory below what a PC has for its devices, of which there is little more in the first piece of the file than
@@ -30,7 +29,7 @@ impl Touched {
     fn new(path: &Path) -> Result<Self> {
         let source = Qemu::multiboot().booted()?;
         StockSave::default().save(&source, path)?;
-        let saved = io(fs::read(&source.memory_files()[0]))?;
+        let saved = fs::read(&source.memory_files()[0])?;
         Ok(Self { guest: Qemu::multiboot().incoming().start()?, saved })
     }
 
@@ -40,18 +39,18 @@ impl Touched {
 
     fn found(&self, page: u64) -> Result<Vec<u8>> {
         let mut bytes = vec![0; PAGE as usize];
-        let file = io(fs::File::open(&self.guest.memory_files()[0]))?;
-        io(std::os::unix::fs::FileExt::read_exact_at(&file, &mut bytes, page * PAGE))?;
+        let file = fs::File::open(&self.guest.memory_files()[0])?;
+        std::os::unix::fs::FileExt::read_exact_at(&file, &mut bytes, page * PAGE)?;
         Ok(bytes)
     }
 
     /// Whether the memory has it. Looking does not make it.
     fn is_there(&self, page: u64) -> Result<bool> {
-        let file = io(fs::File::open(&self.guest.memory_files()[0]))?;
+        let file = fs::File::open(&self.guest.memory_files()[0])?;
         match rustix::fs::seek(&file, rustix::fs::SeekFrom::Data(page * PAGE)) {
             Ok(data) => Ok(data < (page + 1) * PAGE),
             Err(rustix::io::Errno::NXIO) => Ok(false),
-            Err(error) => Err(LabError(error.to_string())),
+            Err(error) => Err(error.into()),
         }
     }
 
@@ -99,7 +98,7 @@ impl Touched {
 
 #[test]
 fn what_was_given_back_is_not_brought_again_by_the_second_process() -> Result<()> {
-    let folder = disk()?;
+    let folder = Scratch::on_disk()?;
     let path = folder.join("snapshot");
     let touched = Touched::new(&path)?;
     let mut stalled = Stalled::start_with(&touched.guest.vm(), &path, &["--stopped"])?;
@@ -113,7 +112,7 @@ fn what_was_given_back_is_not_brought_again_by_the_second_process() -> Result<()
 /// first one comes to it.
 #[test]
 fn what_was_given_back_is_not_brought_again_by_another_thread() -> Result<()> {
-    let folder = disk()?;
+    let folder = Scratch::on_disk()?;
     let path = folder.join("snapshot");
     let touched = Touched::new(&path)?;
     let flags = ["--stopped", "--channels=1"];
@@ -135,11 +134,11 @@ fn clearing(backend: Backend) -> QemuBuilder {
 /// How much of its memory a guest has, in MiB.
 fn allocated(guest: &Qemu, backend: Backend) -> Result<u64> {
     if backend == Backend::SharedFile {
-        return io(fs::metadata(&guest.memory_files()[0])).map(|data| data.blocks() / 2048);
+        return Ok(fs::metadata(&guest.memory_files()[0])?.blocks() / 2048);
     }
     let (address, bytes) = place(guest)?;
     let (mut inside, mut kib) = (false, 0);
-    for line in io(fs::read_to_string(format!("/proc/{}/smaps", guest.pid())))?.lines() {
+    for line in fs::read_to_string(format!("/proc/{}/smaps", guest.pid()))?.lines() {
         let hex = |text: &str| u64::from_str_radix(text, 16).ok();
         if let Some((start, _)) = line.split_once(' ').and_then(|(range, _)| range.split_once('-')) {
             inside = hex(start).is_some_and(|start| (address..address + bytes).contains(&start));
@@ -151,7 +150,7 @@ fn allocated(guest: &Qemu, backend: Backend) -> Result<u64> {
 }
 
 fn a_guest_that_clears_finds_zeros(backend: Backend) -> Result<()> {
-    let folder = disk()?;
+    let folder = Scratch::on_disk()?;
     let path = folder.join("snapshot");
     crate::restoring::saved_by_stock(clearing(backend), StockSave::default(), &path)?;
     let guest = clearing(backend).incoming().start()?;

@@ -2,19 +2,19 @@
 use std::{fs, time::Duration};
 
 use crate::restoring::{
-    assert_goes_on, disk, io,
+    assert_goes_on,
     lazy::{Stalled, stand_ins},
     make_dirty, restoring, saved_by_stock,
 };
 use crate::stock::StockSave;
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::json;
-use transship_lab::{Count, Disk, LabError, Qemu, QemuBuilder, Result, lines::Mark, process, wait_until};
+use transship_lab::{Count, Disk, Qemu, QemuBuilder, Result, Scratch, lines::Mark, process, wait_until};
 
 /// The guest runs first. Under KVM the processor itself waits for pages.
 #[test]
 fn a_lazy_guest_finds_all_its_memory() -> Result<()> {
-    let folder = disk()?;
+    let folder = Scratch::on_disk()?;
     for (name, guest) in [("kvm", Qemu::multiboot as fn() -> QemuBuilder), ("linux", Qemu::linux)] {
         let path = folder.join(name);
         saved_by_stock(guest(), StockSave::default(), &path)?;
@@ -60,7 +60,7 @@ fn a_lazy_guest_whose_disk_fails_is_stopped() -> Result<()> {
 /// Whoever is killed, the guest gets its memory.
 #[test]
 fn a_lazy_guest_survives_the_death_of_its_restore() -> Result<()> {
-    let folder = disk()?;
+    let folder = Scratch::on_disk()?;
     for (name, guest) in [("kvm", Qemu::multiboot as fn() -> QemuBuilder), ("linux", Qemu::linux)] {
         let path = folder.join(name);
         saved_by_stock(guest(), StockSave::default(), &path)?;
@@ -78,7 +78,7 @@ fn a_lazy_guest_survives_the_death_of_its_restore() -> Result<()> {
 /// It dies when the guest was loaded and not started: whoever starts it by hand has all of its memory.
 #[test]
 fn a_lazy_guest_that_nobody_started_is_whole() -> Result<()> {
-    let folder = disk()?;
+    let folder = Scratch::on_disk()?;
     let path = folder.join("snapshot");
     saved_by_stock(Qemu::multiboot_with_kvm(), StockSave::default(), &path)?;
     let destination = Qemu::multiboot_with_kvm().incoming().start()?;
@@ -96,7 +96,7 @@ fn a_lazy_guest_that_nobody_started_is_whole() -> Result<()> {
 /// guest's memory.
 #[test]
 fn a_lazy_restore_that_dies_leaves_no_settings_behind() -> Result<()> {
-    let folder = disk()?;
+    let folder = Scratch::on_disk()?;
     let path = folder.join("snapshot");
     saved_by_stock(Qemu::multiboot_with_kvm(), StockSave::default(), &path)?;
     let destination = Qemu::multiboot_with_kvm().incoming().start()?;
@@ -113,14 +113,14 @@ fn a_lazy_restore_that_dies_leaves_no_settings_behind() -> Result<()> {
 
 #[test]
 fn a_lazy_guest_survives_the_death_of_the_second_process() -> Result<()> {
-    let folder = disk()?;
+    let folder = Scratch::on_disk()?;
     let path = folder.join("snapshot");
     saved_by_stock(Qemu::multiboot(), StockSave::default(), &path)?;
     let destination = Qemu::multiboot().incoming().start()?;
     let stalled = Stalled::start(&destination.vm(), &path)?;
     for pid in stand_ins(&destination)? {
         let pid = i32::try_from(pid).ok().and_then(Pid::from_raw).expect("a process id");
-        kill_process(pid, Signal::KILL).map_err(|e| LabError(e.to_string()))?;
+        kill_process(pid, Signal::KILL)?;
     }
     stalled.go_on()?.wait()?.expect_code(0)?;
     assert_goes_on(&destination)
@@ -129,7 +129,7 @@ fn a_lazy_guest_survives_the_death_of_the_second_process() -> Result<()> {
 /// At whatever moment it is killed: the guest either never ran and never will, or has all of its memory.
 #[test]
 fn a_lazy_restore_may_be_killed_at_any_moment() -> Result<()> {
-    let folder = disk()?;
+    let folder = Scratch::on_disk()?;
     let path = folder.join("snapshot");
     saved_by_stock(Qemu::multiboot(), StockSave::default(), &path)?;
     let mut started = 0;
@@ -162,16 +162,16 @@ fn a_lazy_restore_may_be_killed_at_any_moment() -> Result<()> {
 #[test]
 #[ignore = "long: make test-long"]
 fn a_lazy_guest_whose_file_fails_is_stopped() -> Result<()> {
-    let folder = disk()?;
+    let folder = Scratch::on_disk()?;
     let path = folder.join("cut");
     saved_by_stock(Qemu::linux(), StockSave::default(), &path)?;
     for killed in [false, true] {
         let copy = folder.join("copy");
-        io(fs::copy(&path, &copy))?;
+        fs::copy(&path, &copy)?;
         let mut destination = Qemu::linux().incoming().start()?;
         let mut stalled = Stalled::start(&destination.vm(), &copy)?;
-        let file = io(fs::OpenOptions::new().write(true).open(&copy))?;
-        io(file.set_len(8 << 20))?;
+        let file = fs::OpenOptions::new().write(true).open(&copy)?;
+        file.set_len(8 << 20)?;
         let said = stalled.restore.stderr().clone();
         if killed {
             stalled.restore.kill9();

@@ -2,7 +2,7 @@
 use std::{path::Path, process::Command};
 
 use crate::restoring::{
-    assert_goes_on, disk, io,
+    assert_goes_on,
     lazy::{Stalled, stand_ins},
     restoring, saved_by_stock,
 };
@@ -20,7 +20,7 @@ fn guest() -> QemuBuilder {
 
 /// A guest's snapshot.
 fn saved() -> Result<Scratch> {
-    let folder = disk()?;
+    let folder = Scratch::on_disk()?;
     saved_by_stock(guest(), StockSave::default(), &folder.join("snapshot"))?;
     Ok(folder)
 }
@@ -32,7 +32,7 @@ fn waiting(folder: &Path, options: &str) -> Result<Qemu> {
 /// A file of this size in a file system of memory.
 fn take(folder: &Path, mib: u64) -> Result<()> {
     let mut command = Command::new("fallocate");
-    let output = io(command.args(["-l", &format!("{mib}M")]).arg(folder.join("taken")).output())?;
+    let output = command.args(["-l", &format!("{mib}M")]).arg(folder.join("taken")).output()?;
     match output.status.success() {
         true => Ok(()),
         false => Err(LabError(format!("can't take {mib} MiB: {}", String::from_utf8_lossy(&output.stderr)))),
@@ -41,13 +41,13 @@ fn take(folder: &Path, mib: u64) -> Result<()> {
 
 /// With room it can be tried again.
 fn assert_waits_for_room(snapshot: &Path, waits: &Qemu, cure: &str, room: impl FnOnce() -> Result<()>) -> Result<()> {
-    let before = io(std::fs::read(snapshot))?;
+    let before = std::fs::read(snapshot)?;
     let refused = restoring(&waits.vm(), snapshot).args(["--lazy"]).run()?;
     assert!(refused.stderr.contains("\"mem0\"") && refused.stderr.contains(cure), "{refused}");
     refused.expect_code(1)?;
     assert_eq!(waits.status()?, "inmigrate");
     assert!(stand_ins(waits)?.is_empty() && !waits.open_files()?.iter().any(|file| file.contains("userfaultfd")));
-    assert!(io(std::fs::read(snapshot))? == before, "the file has changed");
+    assert!(std::fs::read(snapshot)? == before, "the file has changed");
     room()?;
     restoring(&waits.vm(), snapshot).args(["--lazy"]).run()?.expect_code(0)?;
     assert_goes_on(waits)
@@ -66,7 +66,7 @@ fn a_lazy_guest_whose_pool_somebody_else_has_is_not_started() -> Result<()> {
     let (folder, pool) = (saved()?, HugePool::with_mib(GUEST_MIB)?);
     let waits = waiting(pool.path(), "reserve=off")?;
     take(pool.path(), GUEST_MIB - 2)?;
-    let give_back = || io(std::fs::remove_file(pool.path().join("taken")));
+    let give_back = || Ok(std::fs::remove_file(pool.path().join("taken"))?);
     assert_waits_for_room(&folder.join("snapshot"), &waits, "nr_hugepages", give_back)
 }
 
@@ -76,7 +76,7 @@ fn a_lazy_guest_that_has_no_room_in_its_file_system_is_not_started() -> Result<(
     let waits = waiting(room.path(), "prealloc=off")?;
     assert_waits_for_room(&folder.join("snapshot"), &waits, "remount,size=", || {
         let mut mount = Command::new("mount");
-        let status = io(mount.args(["-o", "remount,size=128M"]).arg(room.path()).status())?;
+        let status = mount.args(["-o", "remount,size=128M"]).arg(room.path()).status()?;
         if status.success() { Ok(()) } else { Err(LabError("can't enlarge it".into())) }
     })
 }
@@ -121,7 +121,7 @@ fn a_lazy_guest_whose_room_is_taken_is_stopped() -> Result<()> {
         destination.kill9();
         wait_until("the second process to end", || Ok(stand_ins(&destination)?.is_empty()))?;
         for name in ["taken", "mem0"] {
-            io(std::fs::remove_file(room.path().join(name)))?;
+            std::fs::remove_file(room.path().join(name))?;
         }
     }
     Ok(())

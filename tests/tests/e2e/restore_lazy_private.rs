@@ -8,7 +8,7 @@ use std::{
 
 use crate::peer::assert_nothing_of_ours;
 use crate::restoring::{
-    assert_goes_on, disk, io,
+    assert_goes_on,
     lazy::{Stalled, stand_ins},
     place, restoring, saved_by_stock,
 };
@@ -30,7 +30,7 @@ fn with_kvm(backend: Backend) -> QemuBuilder {
 
 /// A guest in a file.
 fn saved(guest: QemuBuilder) -> Result<(Scratch, PathBuf)> {
-    let folder = disk()?;
+    let folder = Scratch::on_disk()?;
     let path = folder.join("snapshot");
     saved_by_stock(guest, StockSave::default(), &path)?;
     Ok((folder, path))
@@ -39,9 +39,9 @@ fn saved(guest: QemuBuilder) -> Result<(Scratch, PathBuf)> {
 /// Fills the memory of a waiting guest with what must not be seen afterwards.
 pub(crate) fn make_dirty(guest: &Qemu) -> Result<()> {
     let (address, bytes) = place(guest)?;
-    let memory = io(fs::OpenOptions::new().write(true).open(format!("/proc/{}/mem", guest.pid())))?;
+    let memory = fs::OpenOptions::new().write(true).open(format!("/proc/{}/mem", guest.pid()))?;
     let junk = vec![0xa5; 1 << 20];
-    (0..bytes).step_by(junk.len()).try_for_each(|at| io(memory.write_all_at(&junk, address + at)))
+    Ok((0..bytes).step_by(junk.len()).try_for_each(|at| memory.write_all_at(&junk, address + at))?)
 }
 
 /// Restores lazily, held where the guest runs by what it waits for alone, and then to the end.
@@ -82,7 +82,7 @@ fn a_lazy_guest_finds_all_its_memory_in_memory_of_any_kind() -> Result<()> {
 #[test]
 #[ignore = "long: make test-long"]
 fn a_lazy_linux_guest_finds_all_its_private_memory() -> Result<()> {
-    let folder = disk()?;
+    let folder = Scratch::on_disk()?;
     let path = folder.join("snapshot");
     let linux = || Qemu::linux().backend(Backend::Ram).backends(2);
     saved_by_stock(linux(), StockSave::default(), &path)?;
@@ -109,7 +109,7 @@ fn a_lazy_guest_finds_all_its_memory_on_private_huge_pages() -> Result<()> {
 #[test]
 fn a_lazy_guest_finds_all_its_private_memory_in_an_old_qemu() -> Result<()> {
     let Some(old) = other_qemu("7.2")? else { return Ok(()) };
-    let folder = disk()?;
+    let folder = Scratch::on_disk()?;
     let path = folder.join("snapshot");
     let of = || guest(Backend::Default).machine("pc-q35-7.2");
     saved_by_stock(of(), StockSave::default(), &path)?;

@@ -87,7 +87,7 @@ fn back_at_the_source_it_runs_on() -> Result<()> {
 #[test]
 fn a_restored_one_was_restored() -> Result<()> {
     each(|disk, deed, builder| {
-        let (source, folder) = (disk.booted(builder.clone())?, Scratch::within(&std::env::temp_dir())?);
+        let (source, folder) = (disk.booted(builder.clone())?, Scratch::on_disk()?);
         let file = folder.join("snapshot").display().to_string();
         Transship::command(["save", "--vm", &source.vm(), "--to", &file, "--stay-stopped"]).run()?.expect_code(0)?;
         drop(source);

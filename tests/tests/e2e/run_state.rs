@@ -7,7 +7,7 @@ use std::{
 
 use crate::sector::{Gate, Move, SharedDisk, fill_the_disk, go_to_sleep, panic, peek, poke, wait_counting};
 use serde_json::json;
-use transship_lab::{LabError, Qemu, Result, Scratch, Transship, binary, other_qemu, wait_until};
+use transship_lab::{Qemu, Result, Scratch, Transship, binary, other_qemu, wait_until};
 
 fn pair(disk: &SharedDisk) -> Result<(Qemu, Qemu)> {
     Ok((disk.booted(disk.guest())?, disk.guest().incoming().start()?))
@@ -66,7 +66,7 @@ fn a_guest_that_was_paused_meanwhile_is_not_let_run_by_a_failure() -> Result<()>
 fn a_guest_that_was_paused_meanwhile_is_saved_as_one() -> Result<()> {
     let disk = SharedDisk::new()?;
     let source = disk.booted(disk.guest())?;
-    let folder = Scratch::within(&std::env::temp_dir())?;
+    let folder = Scratch::on_disk()?;
     let file = folder.join("snapshot").display().to_string();
     let gate = Gate::new("save.tracking")?;
     let saving = Transship::command(["save", "--vm", &source.vm(), "--to", &file, "--live"]);
@@ -206,13 +206,12 @@ fn the_guard_does_what_it_was_told_last() -> Result<()> {
     ] {
         pause(&guest)?;
         let command = ["guard", "--vm", &guest.vm()];
-        let io = |e: std::io::Error| LabError(e.to_string());
-        let (mut ours, theirs) = UnixStream::pair().map_err(io)?;
-        let mut guard = Command::new(binary()?).args(command).stdin(OwnedFd::from(theirs)).spawn().map_err(io)?;
+        let (mut ours, theirs) = UnixStream::pair()?;
+        let mut guard = Command::new(binary()?).args(command).stdin(OwnedFd::from(theirs)).spawn()?;
         let said: String = words.iter().map(|word| format!("{word}\n")).collect();
-        ours.write_all(said.as_bytes()).map_err(io)?;
+        ours.write_all(said.as_bytes())?;
         drop(ours);
-        assert!(guard.wait().map_err(io)?.success(), "{words:?}");
+        assert!(guard.wait()?.success(), "{words:?}");
         assert_eq!(guest.status()?, wanted, "{words:?}");
     }
     Ok(())
@@ -267,7 +266,7 @@ fn what_is_written_after_the_last_round_arrives_in_a_stock_qemu() -> Result<()> 
 fn what_is_written_after_the_last_round_is_saved() -> Result<()> {
     let disk = SharedDisk::new()?;
     let (source, destination) = pair(&disk)?;
-    let folder = Scratch::within(&std::env::temp_dir())?;
+    let folder = Scratch::on_disk()?;
     let file = folder.join("snapshot").display().to_string();
     let gate = Gate::new("save.last-round")?;
     let saving = ["save", "--vm", &source.vm(), "--to", &file, "--live", "--stay-stopped", "--json"];

@@ -414,7 +414,7 @@ fn commands_of_the_user_run_as_the_user() -> Result<()> {
     let flags = ["--hold-until", &*command, "--at-stop", &*command];
     Transship::moving(&source.vm(), &receive.listening()?).args(flags).run()?.expect_code(0)?;
     receive.wait()?.expect_code(0)?;
-    let said = fs::read_to_string(&said).map_err(|error| LabError(error.to_string()))?;
+    let said = fs::read_to_string(&said)?;
     assert_eq!(said, "held 0\nstopped 0\n");
     Ok(())
 }

@@ -27,7 +27,7 @@ fn cloning(vm: &str, image: &str) -> TransshipBuilder {
 /// One that maps the image, and one with memory of its own.
 #[test]
 fn those_who_make_clones_can_do_nothing_else() -> Result<()> {
-    let folder = Scratch::within(&std::env::temp_dir())?;
+    let folder = Scratch::on_disk()?;
     let image = image(&folder)?;
     for waiting in [guest().clone_of(&*image), guest().incoming()] {
         let waiting = waiting.start()?;
@@ -40,7 +40,7 @@ fn those_who_make_clones_can_do_nothing_else() -> Result<()> {
 /// The user's command, which is run as the user when the clone is there, looks at the process that waits for it.
 #[test]
 fn a_clone_is_made_without_rights_and_its_command_runs_with_them() -> Result<()> {
-    let folder = Scratch::within(&std::env::temp_dir())?;
+    let folder = Scratch::on_disk()?;
     let image = image(&folder)?;
     let said = folder.join("said");
     for waiting in [guest().clone_of(&*image), guest().incoming()] {

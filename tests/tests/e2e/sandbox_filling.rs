@@ -13,7 +13,7 @@ use transship_lab::{
 use crate::ends::assert_whole;
 use crate::post_copy::{busy, receiving};
 use crate::restore_lazy_private::make_dirty;
-use crate::restoring::{assert_goes_on, disk, io, lazy::Stalled, restoring, saved_by_stock};
+use crate::restoring::{assert_goes_on, lazy::Stalled, restoring, saved_by_stock};
 use crate::sandbox::{assert_confined, assert_stopped};
 use crate::stock::StockSave;
 
@@ -39,7 +39,7 @@ pub(crate) fn stand_in(vm: &str) -> Result<u32> {
 
 #[test]
 fn those_who_bring_pages_later_can_do_nothing_else() -> Result<()> {
-    let folder = disk()?;
+    let folder = Scratch::on_disk()?;
     let path = folder.join("snapshot");
     saved_by_stock(Qemu::multiboot(), StockSave::default(), &path)?;
     let tried = Scratch::new()?;
@@ -92,7 +92,7 @@ pub(crate) fn lazily_restored(destination: &Qemu, path: &Path) -> Result<()> {
 /// Its memory is punched from here, or, where it is private, QEMU is made to give it back by somebody who may.
 #[test]
 fn lazy_restores_have_no_rights() -> Result<()> {
-    let folder = disk()?;
+    let folder = Scratch::on_disk()?;
     let path = folder.join("snapshot");
     let guests = || [Qemu::multiboot(), private()].map(QemuBuilder::named_as_by_default);
     let [saved, _] = guests();
@@ -204,17 +204,17 @@ fn a_receiver_whose_second_process_is_killed_takes_guests_all_the_same() -> Resu
 /// process, and has it stopped.
 #[test]
 fn a_guest_that_can_not_be_told_to_stop_is_frozen_without_rights() -> Result<()> {
-    let folder = disk()?;
+    let folder = Scratch::on_disk()?;
     let path = folder.join("cut");
     saved_by_stock(Qemu::linux(), StockSave::default(), &path)?;
     let mut destination = Qemu::linux().incoming().start()?;
     let mut stalled = Stalled::start(&destination.vm(), &path)?;
     let second = stand_in(&destination.vm())?;
     assert_confined(second, "the second process")?;
-    io(io(fs::OpenOptions::new().write(true).open(&path))?.set_len(8 << 20))?;
+    fs::OpenOptions::new().write(true).open(&path)?.set_len(8 << 20)?;
     let said = stalled.restore.stderr().clone();
     // The next that QEMU hears when the restore has ended.
-    let _deaf = io(UnixStream::connect(destination.qmp_path()))?;
+    let _deaf = UnixStream::connect(destination.qmp_path())?;
     stalled.restore.kill9();
     said.wait(Mark::START, "the word that it was frozen", |line| line.contains("was frozen (SIGSTOP)").then_some(()))?;
     assert!(status_field(destination.pid(), "State")?.starts_with('T'));

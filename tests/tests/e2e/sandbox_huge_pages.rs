@@ -3,7 +3,7 @@ use transship_lab::{Backend, HugePool, Qemu, QemuBuilder, Result, Scratch, Trans
 
 use crate::post_copy::receiving;
 use crate::restore_lazy_private::make_dirty;
-use crate::restoring::{assert_goes_on, disk, restoring, saved_by_stock};
+use crate::restoring::{assert_goes_on, restoring, saved_by_stock};
 use crate::sandbox::{assert_confined, assert_stopped};
 use crate::sandbox_filling::{lazily_restored, stand_in};
 use crate::stock::StockSave;
@@ -20,7 +20,7 @@ fn waiting(pool: &HugePool) -> [QemuBuilder; 2] {
 
 #[test]
 fn those_who_fill_huge_pages_can_do_nothing_else() -> Result<()> {
-    let (pool, folder, tried) = (HugePool::with_mib(POOL_MIB)?, disk()?, Scratch::new()?);
+    let (pool, folder, tried) = (HugePool::with_mib(POOL_MIB)?, Scratch::on_disk()?, Scratch::new()?);
     let path = folder.join("snapshot");
     saved_by_stock(Qemu::multiboot().named_as_by_default(), StockSave::default(), &path)?;
     let listen = format!("unix:{}", tried.join("there").display());
@@ -38,7 +38,7 @@ fn those_who_fill_huge_pages_can_do_nothing_else() -> Result<()> {
 /// Every page of the guest is what it wrote last.
 #[test]
 fn huge_pages_are_filled_without_rights() -> Result<()> {
-    let (pool, folder) = (HugePool::with_mib(POOL_MIB)?, disk()?);
+    let (pool, folder) = (HugePool::with_mib(POOL_MIB)?, Scratch::on_disk()?);
     let path = folder.join("snapshot");
     saved_by_stock(Qemu::multiboot().named_as_by_default(), StockSave::default(), &path)?;
     for number in 0..2 {

@@ -124,7 +124,7 @@ fn whoever_is_killed_the_domain_runs_on() -> Result<()> {
         wait_until("the guard", || Ok(host.state("g1")? == "running"))?;
         assert_nothing_of_ours(&vm)?;
         assert!(!file.exists(), "the file is left behind");
-        let names = fs::read_dir(domain.folder()).map_err(|error| LabError(error.to_string()))?;
+        let names = fs::read_dir(domain.folder())?;
         let left = names.flatten().filter(|entry| entry.file_name().to_string_lossy().contains("vda")).count();
         assert_eq!(left, 0, "an overlay is left behind");
         assert_whole(&host, &domain, &serial)
@@ -144,7 +144,7 @@ fn whoever_is_killed_the_domain_runs_on() -> Result<()> {
         let disks = ["--format", "libvirt-sparse", "--disks", "--at-stop", &*kill];
         let save = held(&vm, &file, &disks)?;
         let who = if is_saver { save.pid() } else { caller_of(&vm, save.pid())? };
-        fs::write(&victim, who.to_string()).map_err(|error| LabError(error.to_string()))?;
+        fs::write(&victim, who.to_string())?;
         steered("go", &vm, &[])?;
         let ended = save.wait()?;
         assert_ne!(ended.code(), Some(0), "{ended}");

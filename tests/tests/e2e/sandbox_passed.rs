@@ -4,7 +4,7 @@ use std::{fs, path::Path};
 use transship_lab::{LabError, Result, Scratch, Synthetic, Transship, transship::TransshipBuilder, wait_until};
 
 use crate::ends::assert_whole;
-use crate::restoring::{io, restoring};
+use crate::restoring::restoring;
 use crate::sandbox::{assert_confined, assert_stopped};
 use crate::sandbox_filling::is_filtered;
 
@@ -39,12 +39,12 @@ fn converters_of_passed_files_have_no_rights() -> Result<()> {
     rustix::fs::mkfifoat(rustix::fs::CWD, &pipe, rustix::fs::Mode::RUSR | rustix::fs::Mode::WUSR)
         .map_err(|error| LabError(format!("a pipe: {error}")))?;
     // Both ends, so that nobody waits for the other one.
-    let mut writer = io(fs::OpenOptions::new().read(true).write(true).open(&pipe))?;
+    let mut writer = fs::OpenOptions::new().read(true).write(true).open(&pipe)?;
     let converting = converting(&pipe, &other).start()?;
     wait_until("that it has given up its rights", || Ok(is_filtered(converting.pid())))?;
     assert_confined(converting.pid(), "convert")?;
-    let mut bytes = io(fs::File::open(&file))?;
-    io(std::io::copy(&mut bytes, &mut writer))?;
+    let mut bytes = fs::File::open(&file)?;
+    std::io::copy(&mut bytes, &mut writer)?;
     drop(writer);
     converting.wait()?.expect_code(0)?;
     Transship::command(["info", &*other.display().to_string(), "--check"]).run()?.expect_code(0)?;

@@ -15,22 +15,13 @@ use transship_lab::{
     transship::TransshipBuilder, versions::other_qemu, wait_until,
 };
 
-/// On a real disk: memory takes direct I/O in its own way.
-fn disk() -> Result<Scratch> {
-    Scratch::within(&std::env::temp_dir())
-}
-
-fn io<T>(result: std::io::Result<T>) -> Result<T> {
-    result.map_err(|e| LabError(e.to_string()))
-}
-
 fn saving(vm: &str, to: impl AsRef<Path>) -> TransshipBuilder {
     let to = to.as_ref().to_string_lossy();
     Transship::command(["save", "--vm", vm, "--to", &*to, "--json"])
 }
 
 fn names(folder: &Scratch) -> Result<Vec<String>> {
-    let entries = io(fs::read_dir(folder.path()))?;
+    let entries = fs::read_dir(folder.path())?;
     let mut names: Vec<_> = entries.flatten().map(|entry| entry.file_name().to_string_lossy().into_owned()).collect();
     names.sort();
     Ok(names)
@@ -55,7 +46,7 @@ fn assert_nothing_left_in(guest: &Qemu) -> Result<()> {
 /// What we save stock QEMU loads, however it reads; the guest here goes on meanwhile, and so does the one there.
 #[test]
 fn stock_qemu_loads_what_was_saved() -> Result<()> {
-    let folder = disk()?;
+    let folder = Scratch::on_disk()?;
     let source = Qemu::linux().booted()?;
     for (flags, loads) in [
         (["--live", "--direct-io=on", "--channels=3"], [(false, false), (true, true)].as_slice()),
@@ -85,18 +76,18 @@ fn stock_qemu_loads_what_was_saved() -> Result<()> {
 #[test]
 #[ignore = "long: make test-long"]
 fn a_busy_guest_is_saved_in_rounds() -> Result<()> {
-    let folder = disk()?;
+    let folder = Scratch::on_disk()?;
     let workload = Workload { rate: 20_000, hot_mib: Some(8), ..Workload::LINUX };
     let source = Qemu::linux().workload(workload).booted()?;
     let path = folder.join("snapshot");
-    io(fs::write(&path, [9; 70_000]))?;
+    fs::write(&path, [9; 70_000])?;
     let to = format!("file:{},offset=0x1234", path.display());
     let flags = ["--live", "--downtime=60s", "--stay-stopped"];
     let report = saving(&source.vm(), to).args(flags).run()?.expect_code(0)?.report()?;
     assert_eq!(source.status()?, "paused");
     assert!(number(&report, "/pages/resent") > 0.0, "nothing changed while it was written: {report}");
     assert!(number(&report, "/file/pages_stored") <= number(&report, "/bytes/guest") / 4096.0);
-    assert!(io(fs::read(&path))?[..0x1234].iter().all(|&byte| byte == 9));
+    assert!(fs::read(&path)?[..0x1234].iter().all(|&byte| byte == 9));
     let destination = Qemu::linux().workload(workload).incoming().start()?;
     StockLoad { offset: 0x1234, multifd: true, ..StockLoad::default() }.load(&destination, &path)?;
     assert_goes_on(&destination, "the destination")?;
@@ -108,7 +99,7 @@ fn a_busy_guest_is_saved_in_rounds() -> Result<()> {
 #[test]
 #[ignore = "long: make test-long"]
 fn a_stream_is_loaded_by_qemus_of_all_ages() -> Result<()> {
-    let folder = disk()?;
+    let folder = Scratch::on_disk()?;
     let path = folder.join("stream");
     let guest = Qemu::linux().machine("pc-q35-7.2").args(["-device", "VGA"]);
     let source = guest.clone().booted()?;
@@ -130,7 +121,7 @@ fn a_stream_is_loaded_by_qemus_of_all_ages() -> Result<()> {
 /// Video memory and ROMs are blocks of their own, and two NUMA nodes are two regions.
 #[test]
 fn a_guest_of_many_blocks_is_saved() -> Result<()> {
-    let folder = disk()?;
+    let folder = Scratch::on_disk()?;
     let guest = Qemu::multiboot().backends(2).args(["-device", "VGA", "-device", "virtio-rng-pci"]);
     let source = guest.clone().booted()?;
     source.qmp("stop", json!({}))?;
@@ -167,7 +158,7 @@ fn assert_as_before(source: &Synthetic, folder: &Scratch, story: &str) -> Result
     wait_running(source)?;
     assert_source_whole(source, story)?;
     assert_eq!(names(folder)?, ["snapshot"], "{story}");
-    assert_eq!(io(fs::read(folder.join("snapshot")))?, b"old", "{story}");
+    assert_eq!(fs::read(folder.join("snapshot"))?, b"old", "{story}");
     Ok(())
 }
 
@@ -178,7 +169,7 @@ fn busy_synthetic() -> Result<Synthetic> {
 /// Each step in turn fails, or is the last that a `kill -9` lets happen.
 #[test]
 fn a_save_that_fails_at_any_step_leaves_everything_as_it_was() -> Result<()> {
-    let folder = disk()?;
+    let folder = Scratch::on_disk()?;
     let source = busy_synthetic()?;
     let path = folder.join("snapshot");
     let steps = [
@@ -199,7 +190,7 @@ fn a_save_that_fails_at_any_step_leaves_everything_as_it_was() -> Result<()> {
                 continue;
             }
             let story = format!("{action} at {step}, {way:?}");
-            io(fs::write(&path, b"old"))?;
+            fs::write(&path, b"old")?;
             let armed = saving(&source.vm(), &path).args(way).args(["--downtime", "10s"]);
             let ended = armed.env("TRANSSHIP_FAIL_POINT", format!("save.{step}={action}")).run()?;
             if action == "error" {
@@ -239,7 +230,7 @@ fn capabilities(guest: &Qemu) -> Result<Vec<String>> {
 /// saved.
 #[test]
 fn a_qemu_whose_save_died_is_as_it_was() -> Result<()> {
-    let folder = disk()?;
+    let folder = Scratch::on_disk()?;
     let source = Qemu::multiboot().booted()?;
     let on = json!({ "capabilities": [{ "capability": "events", "state": true }] });
     source.qmp("migrate-set-capabilities", on)?;
@@ -261,7 +252,7 @@ fn a_qemu_whose_save_died_is_as_it_was() -> Result<()> {
         let destination = Qemu::multiboot().incoming().start()?;
         StockLoad::default().load(&destination, &path)?;
         destination.wait_status(status)?;
-        io(fs::remove_file(&path))?;
+        fs::remove_file(&path)?;
     }
     source.qmp("cont", json!({}))?;
     assert_goes_on(&source, "after all that")
@@ -271,12 +262,12 @@ fn a_qemu_whose_save_died_is_as_it_was() -> Result<()> {
 #[test]
 #[ignore = "long: make test-long"]
 fn kill_9_at_random_moments() -> Result<()> {
-    let folder = disk()?;
+    let folder = Scratch::on_disk()?;
     let source = busy_synthetic()?;
     let path = folder.join("snapshot");
     let mut whole = 0;
     for attempt in 0..50u64 {
-        io(fs::write(&path, b"old"))?;
+        fs::write(&path, b"old")?;
         let way = if attempt % 2 == 0 { "--live" } else { "--paused" };
         let mut save = saving(&source.vm(), &path).args([way, "--downtime", "10s"]).start()?;
         // Different moments of a run that takes about as long as the longest of these; which ones does not matter.
@@ -285,7 +276,7 @@ fn kill_9_at_random_moments() -> Result<()> {
         wait_running(&source)?;
         let left = names(&folder)?;
         assert!(left.iter().all(|name| name == "snapshot" || name == ".snapshot.transship-part"), "{left:?}");
-        if io(fs::metadata(&path))?.len() != 3 {
+        if fs::metadata(&path)?.len() != 3 {
             whole += 1;
             assert_restores(&path, &format!("attempt {attempt}"))?;
         }
@@ -323,19 +314,19 @@ fn stalled(builder: TransshipBuilder, step: &str, gate: &PathBuf) -> Result<Tran
 
 #[test]
 fn ctrl_c_cancels_at_any_time() -> Result<()> {
-    let (folder, gates) = (disk()?, Scratch::new()?);
+    let (folder, gates) = (Scratch::on_disk()?, Scratch::new()?);
     let source = busy_synthetic()?;
     let (path, gate) = (folder.join("snapshot"), gates.join("gate"));
     for (step, way) in
         [("save.round", "--live"), ("save.stopped", "--paused"), ("save.tail", "--live"), ("save.tail", "--paused")]
     {
-        io(fs::write(&path, b"old"))?;
+        fs::write(&path, b"old")?;
         let save = stalled(saving(&source.vm(), &path).args([way, "--downtime=10s"]), step, &gate)?;
         save.signal(Signal::INT)?;
         save.stderr().wait(transship_lab::lines::Mark::START, "\"cancelling\"", |line| {
             line.contains("cancelling").then_some(())
         })?;
-        io(fs::remove_file(&gate))?;
+        fs::remove_file(&gate)?;
         let ended = save.wait()?.expect_code(1)?;
         assert_eq!(ended.report()?["status"], "cancelled", "{step} {way}: {ended}");
         assert_as_before(&source, &folder, step)?;
@@ -345,13 +336,13 @@ fn ctrl_c_cancels_at_any_time() -> Result<()> {
 
 #[test]
 fn a_second_save_to_the_same_file_is_refused() -> Result<()> {
-    let (folder, gates) = (disk()?, Scratch::new()?);
+    let (folder, gates) = (Scratch::on_disk()?, Scratch::new()?);
     let (one, other) = (busy_synthetic()?, busy_synthetic()?);
     let (path, gate) = (folder.join("snapshot"), gates.join("gate"));
     let first = stalled(saving(&one.vm(), &path).args(["--downtime=10s"]), "save.round", &gate)?;
     saving(&other.vm(), &path).run()?.expect_error(1, "busy")?;
     assert_eq!(other.state()?, SyntheticState::Running);
-    io(fs::remove_file(&gate))?;
+    fs::remove_file(&gate)?;
     first.wait()?.expect_code(0)?;
     assert_restores(&path, "the first one")
 }
@@ -416,7 +407,7 @@ fn file_systems_differ_in_what_they_let_us_do() -> Result<()> {
 /// What is made in place has no beginning until its end is on the disk.
 #[test]
 fn a_passed_file_that_is_not_complete_is_no_snapshot() -> Result<()> {
-    let folder = disk()?;
+    let folder = Scratch::on_disk()?;
     let source = busy_synthetic()?;
     let path = folder.join("snapshot");
     let passing = |flag: &str| {
@@ -426,7 +417,7 @@ fn a_passed_file_that_is_not_complete_is_no_snapshot() -> Result<()> {
     for step in ["round", "tail", "synced"] {
         let ended = passing(">").env("TRANSSHIP_FAIL_POINT", format!("save.{step}=kill")).run()?;
         assert_eq!(ended.code(), None, "{step}: {ended}");
-        let bytes = io(fs::read(&path))?;
+        let bytes = fs::read(&path)?;
         assert!(bytes.len() > 1 << 20 && bytes[..8] == [0; 8], "{step}");
         let info = Transship::command(["info", &*path.to_string_lossy()]).run()?;
         assert_eq!(info.code(), Some(1), "{step}: {info}");

@@ -27,7 +27,7 @@ fn one_that_loses_memory_later_is_told_of_and_can_be_switched_off() -> Result<()
     let cure = told.and_then(|line| line.split_once("switch it off: "));
     let (_, cure) = cure.ok_or_else(|| LabError(format!("no cure in {}", moved.destination)))?;
     assert!(is_on(&destination)?, "it may be the user's");
-    let cured = Command::new("sh").args(["-c", cure]).output().map_err(|e| LabError(e.to_string()))?;
+    let cured = Command::new("sh").args(["-c", cure]).output()?;
     assert!(cured.status.success() && !is_on(&destination)?, "{cure}: {cured:?}");
     assert_eq!(destination.status()?, "running");
     Ok(())

@@ -42,7 +42,7 @@ fn strangers_beside_the_channels_of_a_move_change_nothing() -> Result<()> {
         moving.env("TRANSSHIP_FAIL_POINT", "source.welcome=stall").env("TRANSSHIP_FAIL_FILE", &gate).start()?;
     wait_until("the welcome", || Ok(gate.exists()))?;
     let _strangers = crowd(&uri)?;
-    fs::remove_file(&gate).map_err(|e| LabError(e.to_string()))?;
+    fs::remove_file(&gate)?;
     moving.wait()?.expect_code(0)?;
     receive.wait()?.expect_code(0)?;
     assert_goes_on(&destination)

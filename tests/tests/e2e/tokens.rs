@@ -87,7 +87,7 @@ fn nothing_goes_in_clear() -> Result<()> {
         let middle = Middle::start(&here, &there, None)?;
         let mut moving = Transship::moving(&source.vm(), &unix(&here)).args(["--channels", "3"]);
         if with_token {
-            fs::write(folder.join("token"), receive.token()?).map_err(|e| LabError(e.to_string()))?;
+            fs::write(folder.join("token"), receive.token()?)?;
             moving = moving.args(["--token", &format!("@{}", folder.join("token").display())]);
         }
         moving.run()?.expect_code(0)?;
@@ -160,7 +160,7 @@ fn a_token_is_good_for_one_move() -> Result<()> {
     wait_until("the first word", || Ok(gate.exists()))?;
     assert_says(moving(&another, &to, &token).run()?, "another move has begun here")?;
     turned_away(&receive, "another move has begun here")?;
-    fs::remove_file(&gate).map_err(|e| LabError(e.to_string()))?;
+    fs::remove_file(&gate)?;
     first.wait()?.expect_code(0)?;
     receive.wait()?.expect_code(0)?;
     assert_whole(&destination)?;
@@ -177,7 +177,7 @@ fn a_move_that_is_under_way_is_deaf_to_its_token() -> Result<()> {
     let first = in_the_middle(moving(&source, &to, &token), &folder)?;
     assert_says(moving(&another, &to, &token).run()?, "nothing listens there")?;
     assert_runs_on(&another)?;
-    fs::remove_file(folder.join("gate")).map_err(|e| LabError(e.to_string()))?;
+    fs::remove_file(folder.join("gate"))?;
     first.wait()?.expect_code(0)?;
     receive.wait()?.expect_code(0)?;
     assert_whole(&destination)
@@ -223,7 +223,7 @@ fn strangers_and_echoes_get_nowhere() -> Result<()> {
         .start()?;
     wait_until("the first word", || Ok(gate.exists()))?;
     crowd.extend(strangers(&there, &heard)?);
-    fs::remove_file(&gate).map_err(|e| LabError(e.to_string()))?;
+    fs::remove_file(&gate)?;
     second.wait()?.expect_code(0)?;
     let received = receive.wait()?.expect_code(0)?;
     assert_whole(&back)?;
@@ -304,7 +304,7 @@ fn the_command_that_is_printed_works() -> Result<()> {
     receive.listening()?;
     let is_command = |line: &str| line.strip_prefix("transship ").map(str::to_owned);
     let (command, _) = receive.process().stdout().wait(transship_lab::lines::Mark::START, "the command", is_command)?;
-    let host = fs::read_to_string("/proc/sys/kernel/hostname").map_err(|e| LabError(e.to_string()))?;
+    let host = fs::read_to_string("/proc/sys/kernel/hostname")?;
     assert!(command.contains(&format!("--to tcp:{}:", host.trim())), "{command}");
     // Its own name may not be known to this host.
     let command = command.replace(&format!("tcp:{}:", host.trim()), "tcp:127.0.0.1:");

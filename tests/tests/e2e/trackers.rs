@@ -2,8 +2,8 @@
 //! guests' own checks say whether a write was missed.
 use crate::ends::number;
 use crate::peer::{PLAIN, assert_moved, assert_nothing_of_ours};
-use crate::restoring::{assert_goes_on, disk, restoring};
-use transship_lab::{Accel, Backend, LabError, Qemu, QemuBuilder, Result, Synthetic, Transship, Workload};
+use crate::restoring::{assert_goes_on, restoring};
+use transship_lab::{Accel, Backend, LabError, Qemu, QemuBuilder, Result, Scratch, Synthetic, Transship, Workload};
 
 use crate::ends::{assert_whole, move_between, synthetic_pair};
 
@@ -57,7 +57,7 @@ fn a_stock_qemu_receives_a_guest_whose_writers_wait() -> Result<()> {
 #[test]
 #[ignore = "long: make test-long"]
 fn guests_whose_writers_wait_are_saved_and_watched() -> Result<()> {
-    let folder = disk()?;
+    let folder = Scratch::on_disk()?;
     for backend in [Backend::Default, Backend::SharedFile] {
         let (path, source) = (folder.join("guest"), guest(backend).booted()?);
         let to = path.to_string_lossy();

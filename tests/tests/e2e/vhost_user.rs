@@ -6,8 +6,7 @@ use crate::{
 use serde_json::json;
 use std::{fs, path::Path};
 use transship_lab::{
-    Accel, BlockBackEnd, LabError, Qemu, QemuBuilder, Result, Scratch, Transship, Workload, slow_disk::numbered,
-    wait_until,
+    Accel, BlockBackEnd, Qemu, QemuBuilder, Result, Scratch, Transship, Workload, slow_disk::numbered, wait_until,
 };
 
 const DISK_MIB: u64 = 16;
@@ -59,7 +58,7 @@ fn reader(image: &Path) -> Result<()> {
     let sectors = (0..DISK_MIB << 11).flat_map(|sector: u64| sector.to_le_bytes().repeat(64));
     let mut bytes: Vec<u8> = sectors.collect();
     bytes[..512].copy_from_slice(&boot_sector(&READER));
-    fs::write(image, bytes).map_err(|e| LabError(e.to_string()))
+    Ok(fs::write(image, bytes)?)
 }
 
 /// Its guest reads on.

@@ -23,7 +23,7 @@ fn refused_after(guest: QemuBuilder, plug: impl FnOnce(&Qemu) -> Result<()>) -> 
     let receive = Transship::receiving(&destination.vm(), &format!("unix:{}", folder.join("s").display())).start()?;
     let moving = in_the_middle(Transship::moving(&source.vm(), &receive.listening()?), &folder)?;
     plug(&source)?;
-    std::fs::remove_file(folder.join("gate")).map_err(|e| LabError(e.to_string()))?;
+    std::fs::remove_file(folder.join("gate"))?;
     let ended = moving.wait()?.expect_code(1)?;
     receive.wait()?.expect_code(1)?;
     assert_eq!(source.status()?, "running");
@@ -40,7 +40,7 @@ fn assert_came(refusal: &str, what: &str) {
 /// A disk image where the page cache can be left out.
 fn image(folder: &Scratch) -> Result<PathBuf> {
     let path = folder.join("disk");
-    std::fs::write(&path, vec![0; 1 << 20]).map_err(|e| LabError(e.to_string()))?;
+    std::fs::write(&path, vec![0; 1 << 20])?;
     Ok(path)
 }
 
@@ -134,7 +134,7 @@ echo $! >"$pid"
     let path = folder.join("passt");
     let made = std::fs::write(&path, SCRIPT)
         .and_then(|()| std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o755)));
-    made.map_err(|e| LabError(e.to_string()))?;
+    made?;
     Ok(path)
 }
 

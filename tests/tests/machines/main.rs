@@ -14,7 +14,7 @@ const PATIENCE: Duration = Duration::from_secs(1200);
 
 /// A folder for the files of a machine.
 fn folder() -> Result<Scratch> {
-    Scratch::within(&std::env::temp_dir())
+    Scratch::on_disk()
 }
 
 /// Whether one of these files is not here. That is noted, with who makes it.

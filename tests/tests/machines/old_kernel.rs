@@ -3,7 +3,7 @@
 use std::{fs, path::Path};
 
 use serde_json::Value;
-use transship_lab::{Initrd, LabError, Result, binary, image, lacks, root};
+use transship_lab::{Initrd, Result, binary, image, lacks, root};
 
 use crate::{folder, run};
 
@@ -56,7 +56,7 @@ echo "old: end: all"
 fn version(kernel: &Path) -> Result<(u32, u32)> {
     // Where its header has the offset of its release, which begins 512 bytes behind that.
     const OFFSET_AT: usize = 0x20e;
-    let bytes = fs::read(kernel).map_err(|error| LabError(error.to_string()))?;
+    let bytes = fs::read(kernel)?;
     let at = bytes.get(OFFSET_AT..OFFSET_AT + 2).map_or(0, |two| usize::from(u16::from_le_bytes([two[0], two[1]])));
     let text = String::from_utf8_lossy(bytes.get(at + 0x200..at + 0x220).unwrap_or_default()).into_owned();
     let mut numbers = text.split(|c: char| !c.is_ascii_digit()).map_while(|number| number.parse().ok());
@@ -86,7 +86,7 @@ fn guests_are_moved_saved_and_restored_under_a_kernel_before_6_7() -> Result<()>
     // Pages that are not there yet can't be protected before that.
     assert_eq!(said.of("save --background")?, "1");
     assert!(said.of("refused")?.contains("Linux 6.4 or newer is needed"), "{said}");
-    let report: Value = serde_json::from_str(said.of("report")?).map_err(|e| LabError(e.to_string()))?;
+    let report: Value = serde_json::from_str(said.of("report")?)?;
     assert_eq!(report["tracker"]["name"], "sync", "{report}");
     assert_eq!(report["verified"], true, "{report}");
     assert!(report["tracker"]["waits"].as_u64() > Some(0), "{report}");

@@ -26,7 +26,7 @@ fn a_guest_whose_network_card_is_the_kernels_is_moved() -> Result<()> {
     for part in ["vmlinuz", "initrd.img"] {
         files.file(&image(&format!("linux/{part}"))?, &format!("guest/{part}"))?;
     }
-    let drivers = fs::read_dir(root().join(MODULES)).map_err(|error| LabError(error.to_string()))?;
+    let drivers = fs::read_dir(root().join(MODULES))?;
     for driver in drivers.flatten() {
         files.file(&driver.path(), &format!("modules/{}", driver.file_name().display()))?;
     }
@@ -38,7 +38,7 @@ fn a_guest_whose_network_card_is_the_kernels_is_moved() -> Result<()> {
         return Ok(());
     }
     assert_eq!((said.of("move")?, said.of("receive")?), ("0", "0"), "{said}");
-    let report: Value = serde_json::from_str(said.of("report")?).map_err(|e| LabError(e.to_string()))?;
+    let report: Value = serde_json::from_str(said.of("report")?)?;
     assert_eq!((&report["verified"], &report["tracker"]["name"]), (&true.into(), &"async".into()), "{report}");
     let heard = |when: &str| Ok::<u64, LabError>(said.of(when)?.parse().unwrap_or(0));
     assert!(heard("before")? > 0 && heard("after")? > heard("before")? + 100, "{said}");

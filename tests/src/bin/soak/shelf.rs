@@ -16,7 +16,7 @@ pub(crate) struct Shelf {
 impl Shelf {
     /// With an empty disk, and no snapshot yet.
     pub(crate) fn new() -> Result<Self> {
-        let folder = Scratch::within(&std::env::temp_dir())?;
+        let folder = Scratch::on_disk()?;
         make_disk(&folder.join(DISK))?;
         Ok(Self { folder })
     }

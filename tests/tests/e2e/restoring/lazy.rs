@@ -3,7 +3,7 @@ use std::{fs, path::Path};
 
 use transship_lab::{LabError, Qemu, Result, Scratch, Transship, wait_until};
 
-use super::{io, restoring};
+use super::restoring;
 
 /// A restore that waits right after the guest has been started: only pages that somebody waits for come.
 pub(crate) struct Stalled {
@@ -40,7 +40,7 @@ impl Stalled {
     }
 
     pub(crate) fn go_on(self) -> Result<Transship> {
-        io(fs::remove_file(self.folder.join("gate")))?;
+        fs::remove_file(self.folder.join("gate"))?;
         Ok(self.restore)
     }
 }
@@ -53,6 +53,6 @@ pub(crate) fn stand_ins(guest: &Qemu) -> Result<Vec<u32>> {
         let line = String::from_utf8_lossy(&line).replace('\0', " ");
         line.contains("stand-in") && line.contains(&vm)
     };
-    let entries = io(fs::read_dir("/proc"))?;
+    let entries = fs::read_dir("/proc")?;
     Ok(entries.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok()).filter(is_one).collect())
 }

@@ -4,18 +4,9 @@ pub(crate) mod lazy;
 use std::{fs, os::unix::fs::FileExt, path::Path};
 
 use serde_json::json;
-use transship_lab::{LabError, Qemu, QemuBuilder, Result, Scratch, Transship, transship::TransshipBuilder};
+use transship_lab::{LabError, Qemu, QemuBuilder, Result, Transship, transship::TransshipBuilder};
 
 use crate::stock::StockSave;
-
-/// On a real disk: memory takes direct I/O in its own way.
-pub(crate) fn disk() -> Result<Scratch> {
-    Scratch::within(&std::env::temp_dir())
-}
-
-pub(crate) fn io<T>(result: std::io::Result<T>) -> Result<T> {
-    result.map_err(|e| LabError(e.to_string()))
-}
 
 pub(crate) fn restoring(vm: &str, from: impl AsRef<Path>) -> TransshipBuilder {
     let from = from.as_ref().to_string_lossy();
@@ -36,9 +27,9 @@ pub(crate) fn assert_goes_on(guest: &Qemu) -> Result<()> {
 pub(crate) fn make_dirty(guest: &Qemu) -> Result<()> {
     let junk = vec![0xa5; 1 << 20];
     for file in guest.memory_files() {
-        let length = io(fs::metadata(file))?.len();
-        let file = io(fs::OpenOptions::new().write(true).open(file))?;
-        (0..length).step_by(junk.len()).try_for_each(|at| io(file.write_all_at(&junk, at)))?;
+        let length = fs::metadata(file)?.len();
+        let file = fs::OpenOptions::new().write(true).open(file)?;
+        (0..length).step_by(junk.len()).try_for_each(|at| file.write_all_at(&junk, at))?;
     }
     Ok(())
 }

@@ -1,7 +1,6 @@
 //! A guest that fits into the boot sector of its disk: it counts in its memory, and goes to sleep when it is told to.
 use std::{
     fs::{self, File, OpenOptions},
-    io,
     ops::Range,
     os::unix::fs::FileExt,
     path::{Path, PathBuf},
@@ -66,10 +65,6 @@ const CODE: [u8; 88] = [
     0xeb, 0xb4, //                          jmp done
 ];
 
-fn failed(error: io::Error) -> LabError {
-    LabError(error.to_string())
-}
-
 /// What a firmware starts.
 pub(crate) fn boot_sector(code: &[u8]) -> [u8; 512] {
     let mut sector = [0; 512];
@@ -83,10 +78,10 @@ pub(crate) struct SharedDisk(Scratch);
 
 impl SharedDisk {
     pub(crate) fn new() -> Result<Self> {
-        let folder = Scratch::within(&std::env::temp_dir())?;
+        let folder = Scratch::on_disk()?;
         let sector = boot_sector(&CODE);
-        let disk = File::create(folder.join("disk")).map_err(failed)?;
-        disk.set_len(DISK_BYTES).and_then(|()| disk.write_all_at(&sector, 0)).map_err(failed)?;
+        let disk = File::create(folder.join("disk"))?;
+        disk.set_len(DISK_BYTES).and_then(|()| disk.write_all_at(&sector, 0))?;
         Ok(Self(folder))
     }
 
@@ -112,7 +107,7 @@ impl SharedDisk {
     /// Whether the guest has written to it.
     pub(crate) fn is_written(&self) -> Result<bool> {
         let mut sector = [0; CODE.len()];
-        File::open(self.path()).and_then(|disk| disk.read_exact_at(&mut sector, 512)).map_err(failed)?;
+        File::open(self.path()).and_then(|disk| disk.read_exact_at(&mut sector, 512))?;
         Ok(sector == CODE)
     }
 
@@ -128,7 +123,7 @@ impl SharedDisk {
         let line = format!("qemu-io disk \"write -P {byte} 4096 512\"");
         let said = qemu.qmp("human-monitor-command", json!({ "command-line": line }))?;
         let mut sector = [0; 512];
-        fs::File::open(self.path()).and_then(|disk| disk.read_exact_at(&mut sector, 4096)).map_err(failed)?;
+        fs::File::open(self.path()).and_then(|disk| disk.read_exact_at(&mut sector, 4096))?;
         assert_eq!(sector, [byte; 512], "{story}: {said}");
         Ok(())
     }
@@ -140,7 +135,7 @@ fn memory(guest: &Qemu) -> &Path {
 
 pub(crate) fn count(guest: &Qemu) -> Result<u32> {
     let mut bytes = [0; 4];
-    File::open(memory(guest)).and_then(|memory| memory.read_exact_at(&mut bytes, COUNT)).map_err(failed)?;
+    File::open(memory(guest)).and_then(|memory| memory.read_exact_at(&mut bytes, COUNT))?;
     Ok(u32::from_le_bytes(bytes))
 }
 
@@ -148,7 +143,7 @@ pub(crate) fn count(guest: &Qemu) -> Result<u32> {
 pub(crate) fn wait_counting(guest: &Qemu) -> Result<()> {
     let mut sector = [0; CODE.len()];
     wait_until("the guest to boot", || {
-        File::open(memory(guest)).and_then(|memory| memory.read_exact_at(&mut sector, 0x7c00)).map_err(failed)?;
+        File::open(memory(guest)).and_then(|memory| memory.read_exact_at(&mut sector, 0x7c00))?;
         Ok(sector == CODE)
     })?;
     let from = count(guest)?;
@@ -157,8 +152,8 @@ pub(crate) fn wait_counting(guest: &Qemu) -> Result<()> {
 
 /// Tells the guest to do something, at once or as soon as it runs.
 pub(crate) fn order(guest: &Qemu, command: u8) -> Result<()> {
-    let memory = OpenOptions::new().write(true).open(memory(guest)).map_err(failed)?;
-    memory.write_all_at(&[command], COMMAND).map_err(failed)
+    let memory = OpenOptions::new().write(true).open(memory(guest))?;
+    Ok(memory.write_all_at(&[command], COMMAND)?)
 }
 
 /// Tells the guest, which counts, to do something, and waits for the state that QEMU is in then.
@@ -185,7 +180,7 @@ pub(crate) fn panic(guest: &Qemu) -> Result<()> {
 /// Where QEMU has the first byte of this file's memory.
 fn address(guest: &Qemu) -> Result<u64> {
     let path = memory(guest).display().to_string();
-    let maps = fs::read_to_string(format!("/proc/{}/maps", guest.pid())).map_err(failed)?;
+    let maps = fs::read_to_string(format!("/proc/{}/maps", guest.pid()))?;
     let line = maps.lines().find(|line| line.ends_with(&path)).expect("it is mapped");
     Ok(u64::from_str_radix(line.split_once('-').expect("a range").0, 16).expect("a number"))
 }
@@ -194,25 +189,25 @@ fn address(guest: &Qemu) -> Result<u64> {
 pub(crate) fn poke(guest: &Qemu, at: u64, bytes: &[u8]) -> Result<()> {
     let memory = OpenOptions::new().write(true).open(format!("/proc/{}/mem", guest.pid()));
     let at = address(guest)? + at;
-    memory.and_then(|memory| memory.write_all_at(bytes, at)).map_err(failed)
+    Ok(memory.and_then(|memory| memory.write_all_at(bytes, at))?)
 }
 
 /// Gives a part of the guest's memory back, as its balloon does.
 pub(crate) fn give_back(guest: &Qemu, part: Range<u64>) -> Result<()> {
-    let memory = OpenOptions::new().write(true).open(memory(guest)).map_err(failed)?;
+    let memory = OpenOptions::new().write(true).open(memory(guest))?;
     let punch = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
-    rustix::fs::fallocate(&memory, punch, part.start, part.end - part.start).map_err(|e| failed(e.into()))
+    Ok(rustix::fs::fallocate(&memory, punch, part.start, part.end - part.start)?)
 }
 
 /// Reads the guest's memory as QEMU and its guest do: where it is a hole, it becomes pages of zeros.
 pub(crate) fn read_as_guest(guest: &Qemu, at: u64, bytes: &mut [u8]) -> Result<()> {
     let memory = File::open(format!("/proc/{}/mem", guest.pid()));
     let at = address(guest)? + at;
-    memory.and_then(|memory| memory.read_exact_at(bytes, at)).map_err(failed)
+    Ok(memory.and_then(|memory| memory.read_exact_at(bytes, at))?)
 }
 
 pub(crate) fn peek(guest: &Qemu, at: u64, bytes: &mut [u8]) -> Result<()> {
-    File::open(memory(guest)).and_then(|memory| memory.read_exact_at(bytes, at)).map_err(failed)
+    Ok(File::open(memory(guest)).and_then(|memory| memory.read_exact_at(bytes, at))?)
 }
 
 /// A step at which a command stands until it is told to go on.
