@@ -121,7 +121,7 @@ fn handed_over(relay: &Transship) -> Result<()> {
 
 fn free_port() -> Result<u16> {
     let listener = std::net::TcpListener::bind("127.0.0.1:0").and_then(|listener| listener.local_addr());
-    Ok(listener.map(|address| address.port())?)
+    Ok(listener?.port())
 }
 
 /// libvirt itself is at work on the domain: it is left alone until that is over.

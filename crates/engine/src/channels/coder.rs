@@ -6,7 +6,7 @@ use std::{
     time::Instant,
 };
 
-use transship_auto::{self as auto, Auto, Threads};
+use transship_auto::{Auto, Threads, candidates};
 use transship_codec::{Encoder, Outcome, Setting};
 use transship_ring::{Results, Submitter, Worker, mpmc, pool};
 
@@ -32,7 +32,7 @@ impl EncoderSetup {
         let settings = match compress {
             Compress::Fixed(Setting::NONE) => Vec::new(),
             Compress::Fixed(setting) => vec![setting],
-            Compress::Auto => auto::candidates(),
+            Compress::Auto => candidates(),
         };
         let encoders = if settings.is_empty() { 1 } else { usize::from(encoders.max(1)) };
         Self { settings, encoders, channels }

@@ -76,9 +76,8 @@ impl QemuDestination {
     pub fn attach(socket: &Path) -> Result<Self, GuestError> {
         let mut qmp = Qmp::connect(socket)?;
         qmp.ask_ahead(&questions::attachment())?;
-        let mappings = qmp.process().hold_mappings();
+        let _mappings = qmp.process().hold_mappings();
         let seen = DestinationSeen::look(&mut qmp, &mut Err)?;
-        drop(mappings);
         let DestinationSeen { backends, memory, description, state_format } = seen;
         qmp.forget_answers();
         Ok(Self {

@@ -106,9 +106,8 @@ impl QemuSource {
 
     fn over(mut qmp: Qmp, options: AttachOptions) -> Result<Self, GuestError> {
         qmp.ask_ahead(&questions::source())?;
-        let mappings = qmp.process().hold_mappings();
+        let _mappings = qmp.process().hold_mappings();
         let seen = SourceSeen::look(&mut qmp, &options, &mut Err)?;
-        drop(mappings);
         qmp.forget_answers();
         let SourceSeen { own_balloon, has_direct_disks, backends, memory, description, state_format, .. } = seen;
         let SourceSeen { back_ends, device_state, quick_state, freeing, .. } = seen;
@@ -145,7 +144,7 @@ impl QemuSource {
         self.balloon.is_some()
     }
 
-    /// The device state of a guest that stands still for nothing else.
+    /// Has the device state come without a migration of QEMU's, where it can.
     fn avoid_migration(&mut self) {
         self.departure.avoid_migration(&mut self.qmp, &self.description, &self.state_format);
     }

@@ -32,9 +32,9 @@ pub(super) struct Departure {
     /// Of the state, where that is a migration of QEMU's.
     saving: Saving,
     /// The guest stays after its state was saved.
-    is_copied: bool,
-    /// And stays stopped.
     stays: bool,
+    /// And stays stopped.
+    stays_stopped: bool,
 }
 
 impl Departure {
@@ -63,12 +63,12 @@ impl Departure {
 
     /// The guest stays here when its state was saved.
     pub(super) fn guest_stays(&mut self) {
-        self.is_copied = true;
+        self.stays = true;
     }
 
     /// And is not to run then.
     pub(super) fn guest_stays_stopped(&mut self) {
-        self.stays = true;
+        self.stays_stopped = true;
     }
 
     /// Does what can be done while the guest still runs.
@@ -84,9 +84,9 @@ impl Departure {
         let Some(device_state) = &self.device_state else {
             let before = machine::run_state(qmp)?;
             machine::stands(&before)?;
-            return self.saving.begin(qmp, self.stays, before);
+            return self.saving.begin(qmp, self.stays_stopped, before);
         };
-        let stays = self.is_copied || self.stays || qmp.keeper() == Keeper::Libvirt;
+        let stays = self.stays || self.stays_stopped || qmp.keeper() == Keeper::Libvirt;
         let disks = if stays { Disks::Kept } else { Disks::Released };
         // Also if it fails.
         self.has_released_disks = disks == Disks::Released;
@@ -143,7 +143,7 @@ impl Departure {
         self.saving.undo(qmp)
     }
 
-    /// Our end of the channel by which a migration would bring the state: held open, QEMU can't hang at it.
+    /// Our end of the channel that the next save by a migration will use.
     pub(super) fn promise(&mut self) -> Result<OwnedFd, GuestError> {
         Ok(self.saving.promise()?.into_file())
     }
