@@ -86,29 +86,33 @@ failed=
 run() {
     cargo test "${build[@]}" --no-fail-fast "$@" || failed=1
 }
+# The tests end to end wait for their guests now and then: all others go on beside them, and are shown when they are done.
+others=$(mktemp)
+# A group of processes of their own, so that they can all be ended.
+set -m
 if [ "${1:-}" = --ignored ]; then
+    (
+        run --lib -- --ignored
+        run --test '[!e]*' --test 'e[!2]*' -- --ignored --test-threads 1
+        [ -z "$failed" ]
+    ) >"$others" 2>&1 &
     # Guests that are emulated for minutes take a core each.
-    run --lib -- --ignored
-    run --test '*' -- --ignored --test-threads 2
+    end_to_end=(--ignored --test-threads 2)
 else
-    # The tests end to end wait for their guests now and then: all others go on beside them, and are shown when they are done.
-    others=$(mktemp)
-    # A group of processes of their own, so that they can all be ended.
-    set -m
     (
         run --lib --bins
-        # All but e2e.
         run --test '[!e]*' --test 'e[!2]*' -- --test-threads 2
         run --doc
         [ -z "$failed" ]
     ) >"$others" 2>&1 &
-    beside=$!
-    set +m
-    run --test 'e2e*' -- --test-threads 4
-    wait "$beside" || failed=1
-    beside=
-    cat "$others"
+    end_to_end=(--test-threads 4)
 fi
+beside=$!
+set +m
+run --test 'e2e*' -- "${end_to_end[@]}"
+wait "$beside" || failed=1
+beside=
+cat "$others"
 
 if [ -s "$TRANSSHIP_LACKS" ]; then
     echo "test: $(sed 's|: left out: .*||' "$TRANSSHIP_LACKS" | sort -u | wc -l) tests were left out, or a part of each:" >&2
