@@ -9,8 +9,8 @@ use std::{fmt, path::Path, time::Duration};
 
 use transship_lab::{Initrd, LabError, Result, Scratch, lacks};
 
-/// Everything is emulated, some of it twice, and the machine may be busy.
-const PATIENCE: Duration = Duration::from_secs(1200);
+/// Everything is emulated, some of it twice, and the host may be busy.
+const PATIENCE: Duration = Duration::from_secs(2400);
 
 /// A folder for the files of a machine.
 fn folder() -> Result<Scratch> {
