@@ -197,8 +197,6 @@ impl Paced {
 
 #[cfg(test)]
 mod tests {
-    use std::collections::HashSet;
-
     use super::*;
 
     const MB: f64 = 1e6;
@@ -226,22 +224,25 @@ mod tests {
             Self { hot: pages(hot_mb) as u64, pages_per_s: pages(mb_per_s), random: 0x2545_F491_4F6C_DD1D }
         }
 
-        /// The pages that it writes in this time.
-        fn write(&mut self, seconds: f64, into: &mut HashSet<u64>) {
+        /// Bytes of the pages that it writes in this time.
+        fn write(&mut self, seconds: f64) -> f64 {
+            let (mut is_written, mut count) = (vec![false; self.hot as usize], 0);
             for _ in 0..(self.pages_per_s * seconds) as u64 {
                 self.random ^= self.random << 13;
                 self.random ^= self.random >> 7;
                 self.random ^= self.random << 17;
-                into.insert(self.random % self.hot);
+                let page = &mut is_written[(self.random % self.hot) as usize];
+                count += u64::from(!*page);
+                *page = true;
             }
+            (count * PAGE) as f64
         }
 
         /// As it would be sampled in five seconds.
         fn sample(&self, data_mb: f64) -> GuestSample {
-            let point = |ticks: u32| {
-                let (mut writer, mut pages) = (self.clone(), HashSet::new());
-                writer.write(f64::from(ticks) / 10.0, &mut pages);
-                Written { ms: f64::from(ticks) * 100.0, bytes: (pages.len() as u64 * PAGE) as f64 }
+            let point = |ticks: u32| Written {
+                ms: f64::from(ticks) * 100.0,
+                bytes: self.clone().write(f64::from(ticks) / 10.0),
             };
             let written = [1, 2, 4, 8, 16, 50].map(point).into();
             GuestSample { data_bytes: (data_mb * MB) as u64, written, state_ms: 30.0, ..GuestSample::default() }
@@ -252,9 +253,7 @@ mod tests {
             let (mut writer, mut rest, mut bytes) = (self.clone(), data_mb * MB, 0.0);
             for round in 1..=30 {
                 bytes += rest;
-                let mut pages = HashSet::new();
-                writer.write(rest / (mb_per_s * MB) + 0.006, &mut pages);
-                rest = (pages.len() as u64 * PAGE) as f64;
+                rest = writer.write(rest / (mb_per_s * MB) + 0.006);
                 if rest / (mb_per_s * MB) + 0.03 <= 0.3 {
                     return (bytes + rest, Some(round + 1));
                 }

@@ -9,7 +9,7 @@ use std::{
     io::Read,
     os::fd::OwnedFd,
     path::Path,
-    sync::{Arc, Mutex},
+    sync::{Arc, Mutex, OnceLock},
     thread,
     time::{Duration, Instant},
 };
@@ -183,12 +183,17 @@ impl Script {
     }
 }
 
+/// Of devices: long enough that it is not sent in one piece. Hundreds of guests have the same.
+fn state() -> Vec<u8> {
+    static STATE: OnceLock<Vec<u8>> = OnceLock::new();
+    STATE.get_or_init(|| (0..700_000u32).flat_map(u32::to_le_bytes).collect()).clone()
+}
+
 impl Scripted {
     pub fn new(pages: &[u64], lists: Vec<Vec<Op>>) -> Self {
         let script = Script { lists: lists.into(), history: History::new(pages), ..Script::default() };
-        let (state, script) = ((0..700_000u32).flat_map(u32::to_le_bytes).collect(), Arc::new(Mutex::new(script)));
-        let (memory, mappings) = (memory(pages), Vec::new());
-        Self { memory, state, script, broken_state: false, hints: None, mappings }
+        let (memory, mappings, script) = (memory(pages), Vec::new(), Arc::new(Mutex::new(script)));
+        Self { memory, state: state(), script, broken_state: false, hints: None, mappings }
     }
 
     /// The same guest, whose memory is of this kind. It has done nothing yet.
