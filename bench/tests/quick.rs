@@ -111,6 +111,7 @@ fn a_corpus_without_files_is_refused() {
 
 /// Guests that write, by two and three encoders; and the same pages by both models in one process.
 #[test]
+#[ignore = "long: make test-long"]
 fn guests_that_write_arrive_with_any_number_of_encoders() {
     let folder = tempfile::tempdir().unwrap();
     let (json, svg) = (folder.path().join("table.json"), folder.path().join("table.svg"));
@@ -142,6 +143,7 @@ fn guests_that_write_arrive_with_any_number_of_encoders() {
 
 /// Every kind of guest and of file, once by each: 64 MiB at a time.
 #[test]
+#[ignore = "long: make test-long"]
 fn guests_are_saved_and_restored_in_every_way() {
     let folder = tempfile::tempdir().unwrap();
     let (json, svg) = (folder.path().join("table.json"), folder.path().join("table.svg"));
