@@ -53,6 +53,7 @@ fn memory_of_any_kind_goes_to_memory_of_any_kind() -> Result<()> {
 
 /// A real kernel, moved there and back, encoded and not, under load.
 #[test]
+#[ignore = "long: make test-long"]
 fn a_linux_guest_of_qemus_default_goes_there_and_back() -> Result<()> {
     let linux = || Qemu::linux().backend(Backend::Default);
     let mut here = linux().booted()?;

@@ -1,7 +1,7 @@
 //! Guests that run at the destination before all their pages are there, whatever happens meanwhile.
 use std::{thread, time::Duration};
 
-use serde_json::Value;
+use serde_json::{Value, json};
 use transship_lab::{
     Accel, Backend, LabError, Proxy, Qemu, QemuBuilder, Result, Scratch, SlowLink, Transship, Workload,
     transship::TransshipBuilder, wait_until,
@@ -366,6 +366,8 @@ fn a_receiver_that_is_killed_when_all_is_there_leaves_nobody_behind() -> Result<
     Transship::moving(&source.vm(), &receive.listening()?).args(AT_ONCE).run()?.expect_code(0)?;
     assert_eq!(receive.wait()?.code(), None);
     assert_moved(&source, &destination, left)?;
+    // It may wait for a call for ten seconds: no reason for the guest to keep a processor busy.
+    destination.qmp("stop", json!({}))?;
     assert_alone(&destination)
 }
 
