@@ -28,10 +28,13 @@ back_ends() {
 }
 [ -n "${TRANSSHIP_BACK_ENDS:-}" ] || back_ends "$@" &
 back_ends=$!
+# The policy of a host on which SELinux confines QEMU; only a test that takes long wants it.
+[ "${1:-}" != --ignored ] || scripts/selinux-policy.sh .guest/selinux &
+policy=$!
 
 build=(--workspace --locked --features transship/fail-points)
 # With the tests: what only they ask of a dependency would otherwise have it built again, and what stands on it.
-cargo build "${build[@]}" --bins --tests || { kill "$qatzip" "$qemus" "$libvirts" "$back_ends" 2>/dev/null; exit 1; }
+cargo build "${build[@]}" --bins --tests || { kill "$qatzip" "$qemus" "$libvirts" "$back_ends" "$policy" 2>/dev/null; exit 1; }
 
 # Guest memory: gone whatever ends the tests.
 memory=/dev/shm
@@ -75,11 +78,7 @@ come "$qatzip" TRANSSHIP_QATZIP_PACKAGES .guest/qatzip "Debian 13's QATzip packa
 come "$qemus" TRANSSHIP_QEMUS .guest/qemus "QEMU 7.2 and 11.1: the tests that need those versions"
 come "$libvirts" TRANSSHIP_LIBVIRTS .guest/libvirts "libvirt 9.0: the tests that need that version"
 come "$back_ends" TRANSSHIP_BACK_ENDS .guest/back-ends "passt, virtiofsd and DPDK's testpmd: the tests that need them"
-
-# The policy of a host on which SELinux confines QEMU; only a test that takes long wants it.
-if [ "${1:-}" = --ignored ] && ! scripts/selinux-policy.sh .guest/selinux; then
-    echo "test: without Debian's policy for SELinux: the test that needs it is left out" >&2
-fi
+wait "$policy" || echo "test: without Debian's policy for SELinux: the test that needs it is left out" >&2
 
 # One that fails must not hide the others.
 failed=
