@@ -33,7 +33,7 @@ const UNSENT_URGENT_BYTES: u32 = 16 * 1024;
 /// What a peer can send ahead of our reading, at least. The kernel begins with 64 KiB, which is one segment where both
 /// ends are on one host. A sender whose next segment does not fit waits for a timer of 200 ms, and a link that is that
 /// slow never gets a larger window.
-const AHEAD_BYTES: u32 = 512 * 1024;
+const AHEAD_BYTES: u32 = 4 * 1024 * 1024;
 /// A peer that accepts no byte for this long is considered dead.
 pub(crate) const STALL_TIMEOUT: Duration = Duration::from_secs(30);
 
