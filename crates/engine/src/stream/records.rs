@@ -61,9 +61,10 @@ pub(crate) struct Records {
     whence: Whence,
     input: Input,
     reader: StreamReader,
-    /// Bytes from `buffer_at` on; those before `used` have been taken.
+    /// What has come, up to `end`, and room for more. Bytes before `used` have been taken.
     buffer: Vec<u8>,
     used: usize,
+    end: usize,
     /// Position of `buffer[used]`.
     at: u64,
     chunk: usize,
@@ -73,7 +74,7 @@ impl Records {
     /// `reader` says where the stream begins.
     pub(crate) fn new(whence: Whence, input: Input, reader: StreamReader) -> Self {
         let at = reader.position();
-        Self { whence, input, reader, buffer: Vec::new(), used: 0, at, chunk: HEADER_CHUNK }
+        Self { whence, input, reader, buffer: Vec::new(), used: 0, end: 0, at, chunk: HEADER_CHUNK }
     }
 
     /// Whether it comes out of an encrypted file.
@@ -97,7 +98,7 @@ impl Records {
     /// Bytes that can't be, an end too early, the system's own, and those of `take`.
     pub(crate) fn step<T>(&mut self, take: impl FnOnce(Record<'_>, &[u8]) -> Result<T, Error>) -> Result<T, Error> {
         loop {
-            let bytes = &self.buffer[self.used..];
+            let bytes = &self.buffer[self.used..self.end];
             let step = self.reader.next(bytes).map_err(|error| self.whence.bad(error))?;
             let at_least = match step {
                 Step::More { at_least } => at_least,
@@ -117,23 +118,24 @@ impl Records {
         self.at += count as u64;
         let position = self.reader.position();
         if position != self.at {
-            (self.at, self.used) = (position, self.buffer.len());
+            (self.at, self.used) = (position, self.end);
         }
     }
 
-    /// Reads until `wanted` bytes are there.
+    /// Reads until `wanted` bytes are there. A read may bring much less than there is room for: the room is made once.
     fn fill(&mut self, wanted: usize) -> Result<(), Error> {
-        self.buffer.drain(..self.used);
-        self.used = 0;
-        while self.buffer.len() < wanted {
-            let filled = self.buffer.len();
-            self.buffer.resize(filled + self.chunk.max(wanted - filled), 0);
-            let read = self.input.read_at(self.at + filled as u64, &mut self.buffer[filled..]);
-            self.buffer.truncate(filled + *read.as_ref().unwrap_or(&0));
-            match read {
+        self.buffer.copy_within(self.used..self.end, 0);
+        self.end -= std::mem::take(&mut self.used);
+        while self.end < wanted {
+            let room = self.end + self.chunk.max(wanted - self.end);
+            if self.buffer.len() < room {
+                self.buffer.resize(room, 0);
+            }
+            let at = self.at + self.end as u64;
+            match self.input.read_at(at, &mut self.buffer[self.end..room]) {
                 Ok(0) => return Err(self.ended()),
-                Ok(_) => {}
-                Err(source) => return Err(self.failed(self.at + filled as u64, source)),
+                Ok(read) => self.end += read,
+                Err(source) => return Err(self.failed(at, source)),
             }
         }
         Ok(())
@@ -153,10 +155,10 @@ impl Records {
     /// As [`Records::tail`].
     pub(crate) fn tail_until(mut self, mut is_all: impl FnMut(&[u8]) -> bool) -> Result<Vec<u8>, Error> {
         let begin = self.at;
+        let mut filled = self.end - self.used;
         let mut tail = self.buffer.split_off(self.used);
-        let mut filled = tail.len();
         // Room behind what has come is used up before there is more: pieces may be small.
-        let mut ended = is_all(&tail);
+        let mut ended = is_all(&tail[..filled]);
         while !ended {
             if filled > MAX_TAIL_BYTES {
                 let what = format!(
@@ -191,7 +193,7 @@ impl Records {
 
     /// It ended too early.
     fn ended(&self) -> Error {
-        let cut = self.reader.cut_short(&self.buffer);
+        let cut = self.reader.cut_short(&self.buffer[self.used..self.end]);
         match &self.whence {
             Whence::File(name) => damaged(name, cut),
             Whence::Peer(peer) => {
