@@ -16,7 +16,6 @@ use std::{
 };
 
 use rustix::net::{RecvFlags, recv, sockopt};
-use transship_lines::receive_ahead;
 use transship_memory::{Region, WindowPages};
 
 use crate::{Error, Rule};
@@ -30,10 +29,6 @@ pub use uri::Uri;
 const UNSENT_BYTES: u32 = 256 * 1024;
 /// The same for a connection that carries what somebody waits for.
 const UNSENT_URGENT_BYTES: u32 = 16 * 1024;
-/// What a peer can send ahead of our reading, at least. The kernel begins with 64 KiB, which is one segment where both
-/// ends are on one host. A sender whose next segment does not fit waits for a timer of 200 ms, and a link that is that
-/// slow never gets a larger window.
-const AHEAD_BYTES: u32 = 4 * 1024 * 1024;
 /// A peer that accepts no byte for this long is considered dead.
 pub(crate) const STALL_TIMEOUT: Duration = Duration::from_secs(30);
 
@@ -153,7 +148,6 @@ impl Connection {
                 sockopt::set_tcp_keepcnt(stream, 4)?;
                 sockopt::set_tcp_user_timeout(stream, STALL_TIMEOUT.as_millis() as u32)?;
                 socket2::SockRef::from(stream).set_tcp_notsent_lowat(UNSENT_BYTES)?;
-                receive_ahead(stream, AHEAD_BYTES)?;
             }
             Self::Unix(stream) => stream.set_write_timeout(Some(STALL_TIMEOUT))?,
             Self::Secured(secured) => secured.socket.prepare()?,

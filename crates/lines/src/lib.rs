@@ -4,8 +4,7 @@
 //! - [`GuestSocket`]: a socket that one user may connect to
 //! - [`LineSocket`]: a connection; lines have a limit, and so have the descriptors that come with one
 //! - [`wait_for_any`], [`Shutdown`]: waiting for several of them, and being told to end
-//! - [`TcpState`], [`limit_tcp_pace`], [`receive_ahead`]: how long bytes take on a TCP connection, how fast they may
-//!   go, and how many may come ahead of their reader
+//! - [`TcpState`], [`limit_tcp_pace`]: how long bytes take on a TCP connection, and how fast they may go
 #![deny(unsafe_code)]
 
 mod line;
@@ -18,5 +17,5 @@ pub use line::{Line, LineError, LineSocket, MAX_FDS, MAX_LINE_BYTES};
 /// A user of the system, by number.
 pub use rustix::process::Uid;
 pub use socket::{GuestSocket, SocketError};
-pub use tcp::{TcpState, limit_tcp_pace, receive_ahead};
+pub use tcp::{TcpState, limit_tcp_pace};
 pub use wait::{Shutdown, wait_for, wait_for_any};

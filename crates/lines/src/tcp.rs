@@ -1,5 +1,4 @@
-//! What the kernel knows of a TCP connection, how fast it lets one go, and how much it receives ahead: for these, the
-//! libraries have no call.
+//! What the kernel knows of a TCP connection, and how fast it lets one go: for both, the libraries have no call.
 use std::{
     io,
     os::fd::{AsFd, AsRawFd, BorrowedFd},
@@ -66,26 +65,6 @@ pub fn limit_tcp_pace(socket: impl AsFd, bytes_per_s: Option<u64>) -> io::Result
     done(result)
 }
 
-/// Lets a TCP connection receive at least so many bytes ahead of its reader, from the start on. The kernel may still
-/// allow more by itself, as it finds out what the link needs; a buffer that `SO_RCVBUF` sets would stay as it is.
-///
-/// # Errors
-/// It is no socket. One that is none of TCP gets no room, and no error.
-pub fn receive_ahead(socket: impl AsFd, bytes: u32) -> io::Result<()> {
-    // A reader that wants to be woken by so many bytes gets room for them. It keeps the room when it is woken by one.
-    for wake_at in [libc::c_int::try_from(bytes).unwrap_or(libc::c_int::MAX), 1] {
-        let fd: BorrowedFd<'_> = socket.as_fd();
-        // SAFETY: the kernel reads an int, which lives beyond the call.
-        let result = unsafe {
-            let length = size_of::<libc::c_int>() as libc::socklen_t;
-            let value = (&raw const wake_at).cast();
-            libc::setsockopt(fd.as_raw_fd(), libc::SOL_SOCKET, libc::SO_RCVLOWAT, value, length)
-        };
-        done(result)?;
-    }
-    Ok(())
-}
-
 fn done(result: libc::c_int) -> io::Result<()> {
     if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
@@ -141,19 +120,6 @@ mod tests {
         let took = send(&mut ours, theirs, 5_000_000);
         // The first bytes go at once.
         assert!(took > Duration::from_millis(200), "{took:?}");
-    }
-
-    #[test]
-    fn there_is_room_for_what_comes_ahead_of_its_reader() {
-        let (ours, mut theirs) = pair();
-        let room = || rustix::net::sockopt::socket_recv_buffer_size(&theirs).unwrap();
-        let before = room();
-        receive_ahead(&theirs, 1 << 19).unwrap();
-        assert!(room() >= 1 << 19, "{} bytes, {before} before", room());
-        // One byte still wakes the reader.
-        (&ours).write_all(b"x").unwrap();
-        theirs.set_read_timeout(Some(Duration::from_secs(10))).unwrap();
-        theirs.read_exact(&mut [0]).unwrap();
     }
 
     #[test]
