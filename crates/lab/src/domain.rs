@@ -1,4 +1,5 @@
 //! Domains of libvirt, with the guests of the lab in them.
+use crate::launch::KERNEL_WORDS;
 use crate::serial::Serial;
 use crate::{Accel, Kind, LabError, LibvirtHost, PATIENCE, Result, Scratch, Workload, failed, image};
 use std::io::Write;
@@ -154,19 +155,18 @@ fn definition(name: &str, kind: &Kind, mib: u32, accel: Accel, disk: &DomainDisk
     let path = |name| image(name).map(|path| path.display().to_string());
     let DomainDisk { path: disk, format, checked_mib } = disk;
     let (disk, format, serial) = (disk.display(), format.name(), serial.display());
-    let console = "console=ttyS0 quiet panic=-1 mitigations=off no_timer_check";
+    // As where QEMU is started without libvirt.
+    let firmware = "<loader type='rom'>/usr/share/qemu/qboot.rom</loader>";
     let os = match kind {
         Kind::Linux(workload) => format!(
-            "<kernel>{}</kernel><initrd>{}</initrd><cmdline>{console} workload.disk={checked_mib} {}</cmdline>",
+            "{firmware}<kernel>{}</kernel><initrd>{}</initrd><cmdline>{KERNEL_WORDS} workload.disk={checked_mib} {}</cmdline>",
             path("linux/vmlinuz")?,
             path("linux/initrd.img")?,
             workload.arguments()
         ),
         Kind::Multiboot(workload) => {
-            // The usual firmware takes seconds to get there where KVM has to emulate what it does.
-            let firmware = "<loader type='rom'>/usr/share/qemu/qboot.rom</loader>";
             let kernel = path("kvm.elf")?;
-            format!("{firmware}<kernel>{kernel}</kernel><cmdline>{console} {}</cmdline>", workload.arguments())
+            format!("{firmware}<kernel>{kernel}</kernel><cmdline>{KERNEL_WORDS} {}</cmdline>", workload.arguments())
         }
         Kind::Firmware => String::new(),
     };

@@ -1,4 +1,5 @@
 //! What a kernel has for its file system when it boots: the programs of this machine, and a script that starts them.
+use crate::launch::KERNEL_WORDS;
 use crate::{LabError, Process, Result, failed};
 use std::fs::{self, File, Permissions};
 use std::os::unix::fs::PermissionsExt;
@@ -57,10 +58,11 @@ impl Initrd {
     /// It can't be read, or there is no room.
     pub fn emulator(&self, qemu: &Path) -> Result<()> {
         self.program(qemu, "bin/qemu-system-x86_64")?;
-        let firmware = ["seabios/bios-256k.bin", "qemu/bios-256k.bin", "qemu/kvmvapic.bin", "qemu/linuxboot_dma.bin"];
+        let firmware = ["seabios/bios-256k.bin", "qemu/bios-256k.bin"];
+        let firmware = firmware.into_iter().chain(["qemu/qboot.rom", "qemu/kvmvapic.bin", "qemu/linuxboot_dma.bin"]);
         let paths = firmware.map(|name| Path::new("/usr/share").join(name));
-        paths.iter().filter(|path| path.exists()).try_for_each(|path| {
-            self.file(path, &format!("firmware/{}", path.file_name().expect("it has one").display()))
+        paths.filter(|path| path.exists()).try_for_each(|path| {
+            self.file(&path, &format!("firmware/{}", path.file_name().expect("it has one").display()))
         })
     }
 
@@ -93,7 +95,7 @@ impl Initrd {
         let mut qemu = Command::new("qemu-system-x86_64");
         qemu.args("-nodefaults -no-user-config -display none -accel tcg -m 1G -smp 2 -no-reboot".split(' '));
         qemu.args("-serial stdio -append".split(' '));
-        qemu.arg(format!("console=ttyS0 quiet panic=-1 mitigations=off no_timer_check {arguments}"));
+        qemu.arg(format!("{KERNEL_WORDS} {arguments}"));
         qemu.arg("-kernel").arg(kernel).arg("-initrd").arg(&packed);
         Process::start(qemu)
     }

@@ -63,6 +63,11 @@ pub enum Backend {
     Default,
 }
 
+/// For the kernel of every guest. A panic ends QEMU, so that a test that waits learns of it at once. Without
+/// `no_timer_check` the kernel panics where a busy host gives an emulated one too little time while it counts the
+/// timer's interrupts. Its tests of its own ciphers take an emulated one most of a second.
+pub(crate) const KERNEL_WORDS: &str = "console=ttyS0 quiet panic=-1 mitigations=off no_timer_check cryptomgr.notests";
+
 /// How to start a QEMU.
 #[derive(Debug, Clone)]
 pub struct QemuBuilder {
@@ -365,21 +370,18 @@ impl QemuBuilder {
 
     fn guest_args(&self) -> Result<Vec<String>> {
         let path = |name: &str| image(name).map(|path| path.display().to_string());
+        // The usual firmware takes a second to get to the kernel, and many where KVM has to emulate what it does.
+        let boot = |kernel: String| vec!["-bios".into(), "qboot.rom".into(), "-kernel".into(), kernel];
         let mut args = match &self.kind {
-            Kind::Linux(_) => {
-                vec!["-kernel".into(), path(self.kernel)?, "-initrd".into(), path("linux/initrd.img")?]
-            }
-            // The usual firmware takes seconds to get there where KVM has to emulate what it does.
-            Kind::Multiboot(_) => {
-                vec!["-bios".into(), "qboot.rom".into(), "-kernel".into(), path("kvm.elf")?]
-            }
+            Kind::Linux(_) => boot(path(self.kernel)?),
+            Kind::Multiboot(_) => boot(path("kvm.elf")?),
             Kind::Firmware => vec![],
         };
+        if let Kind::Linux(_) = &self.kind {
+            args.extend(["-initrd".into(), path("linux/initrd.img")?]);
+        }
         if let Kind::Linux(workload) | Kind::Multiboot(workload) = &self.kind {
-            // A panic ends QEMU, so that a test that waits learns of it at once. Without no_timer_check the kernel
-            // panics where a busy host gives an emulated one too little time while it counts the timer's interrupts.
-            let kernel = "console=ttyS0 quiet panic=-1 mitigations=off no_timer_check";
-            let words = format!("{kernel} {} {}", workload.arguments(), self.kernel_arguments);
+            let words = format!("{KERNEL_WORDS} {} {}", workload.arguments(), self.kernel_arguments);
             args.extend(["-append".into(), words.trim_end().to_owned(), "-no-reboot".into()]);
         }
         Ok(args)

@@ -280,7 +280,8 @@ fn clones_draw_other_random_numbers() -> Result<()> {
     let workload = Workload { mib: 4, rate: 100, ..Workload::LINUX };
     let guest = || {
         let guest = Qemu::linux().kernel(NEW_KERNEL).append("loglevel=6").workload(workload);
-        guest.args(["-device", "vmgenid,guid=auto"])
+        // The firmware that guests have otherwise gives the device no place in their memory.
+        guest.args(["-bios", "bios-256k.bin", "-device", "vmgenid,guid=auto"])
     };
     let folder = Scratch::new()?;
     let (path, source) = (folder.join("image"), guest().start()?);
