@@ -31,7 +31,10 @@ fn moved(from: &Qemu, to: &Qemu) -> Result<u64> {
     Ok(to.sweep()?.errors)
 }
 
-fn moves(count: usize) -> Result<()> {
+/// From each version to the next, again and again.
+#[test]
+#[ignore = "200 moves: make test-long"]
+fn what_a_slow_disk_reads_during_many_moves_arrives() -> Result<()> {
     let Some(disk) = SlowDisk::new(DISK_MIB, READS_A_SECOND)? else { return Ok(()) };
     let guests = guests(&disk)?;
     let mut hosts = guests.iter().cycle();
@@ -43,7 +46,7 @@ fn moves(count: usize) -> Result<()> {
     here.ready()?;
     disk.slow_down(&here)?;
     here.serial().read_on(1)?;
-    for number in 1..=count {
+    for number in 1..=200 {
         let there = start(QemuBuilder::incoming)?;
         disk.slow_down(&there)?;
         let errors = moved(&here, &there)?;
@@ -51,17 +54,4 @@ fn moves(count: usize) -> Result<()> {
         here = there;
     }
     Ok(())
-}
-
-#[test]
-#[ignore = "long: make test-long"]
-fn what_a_slow_disk_reads_during_a_move_arrives() -> Result<()> {
-    // Away from each version, and from the first once more.
-    moves(4)
-}
-
-#[test]
-#[ignore = "200 moves: make test-long"]
-fn what_a_slow_disk_reads_during_many_moves_arrives() -> Result<()> {
-    moves(200)
 }
