@@ -95,8 +95,8 @@ if [ "${1:-}" = --ignored ]; then
         run --test '[!e]*' --test 'e[!2]*' -- --ignored --test-threads 1
         [ -z "$failed" ]
     ) >"$others" 2>&1 &
-    # Guests that are emulated for minutes take a core each.
-    end_to_end=(--ignored --test-threads 2)
+    # Guests that are emulated for minutes take a core each, and other tests wait for half of their time.
+    end_to_end=(--ignored --test-threads 3)
 else
     (
         run --lib --bins
