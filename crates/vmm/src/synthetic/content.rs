@@ -47,7 +47,7 @@ impl Initial {
             Self::Mixed => mixed_kind(seed, number),
         };
         match kind {
-            Kind::Zero => page.fill(0),
+            Kind::Zero => *page = [0; PAGE_WORDS],
             Kind::Random => fill_random(seed ^ mix(number), page),
             Kind::Text => fill_text(seed ^ mix(number), page),
         }
@@ -96,7 +96,7 @@ fn fill_text(key: u64, page: &mut PageWords) {
 }
 
 pub(super) fn is_zero(page: &PageWords) -> bool {
-    page.iter().fold(0, |all, word| all | word) == 0
+    *page == [0; PAGE_WORDS]
 }
 
 /// Makes the first content of a guest.

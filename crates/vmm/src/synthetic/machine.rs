@@ -176,10 +176,10 @@ impl Machine {
         let Buffers { page, expected } = buffers;
         let (ram, at) = self.place(number);
         if hole {
-            page.fill(0)
+            *page = [0; PAGE_WORDS];
         } else {
-            ram.read_page(at, page)
-        };
+            ram.read_page(at, page);
+        }
         let version = self.version(number);
         let right = match version {
             0 if at < self.program.touched_pages => {

@@ -1,7 +1,7 @@
 //! The guest's own memory: a shared file and the mapping through which the guest lives in it.
 //!
 //! Other processes read and write the same pages at any time, so no reference to them exists: pages are written and
-//! read word by word through volatile accesses, into and out of memory of our own.
+//! read through volatile accesses, into and out of memory of our own.
 use std::{
     ffi::c_void,
     io,
@@ -17,10 +17,7 @@ use rustix::{
 };
 use transship_memory::PageCount;
 
-use super::{
-    Error,
-    pattern::{PAGE_WORDS, PageWords},
-};
+use super::{Error, pattern::PageWords};
 
 /// One region.
 #[derive(Debug)]
@@ -29,7 +26,7 @@ pub(super) struct Ram {
     file: OwnedFd,
     /// Invariant: `pages` pages from here are mapped, readable, writable and shared, until this is dropped. The file is
     /// as long, and nobody makes it shorter.
-    base: NonNull<u64>,
+    base: NonNull<PageWords>,
     pages: PageCount,
 }
 
@@ -84,26 +81,20 @@ impl Ram {
     }
 
     pub(super) fn write_page(&self, page: u64, from: &PageWords) {
-        let to = self.word(page);
-        for (i, word) in from.iter().enumerate() {
-            // SAFETY: `word` checked that the page is mapped; i < PAGE_WORDS stays inside it. Aligned: pages are.
-            unsafe { to.add(i).write_volatile(*word) };
-        }
+        // SAFETY: `page` checked that it is mapped, and aligned: pages are.
+        unsafe { self.page(page).write_volatile(*from) };
     }
 
     pub(super) fn read_page(&self, page: u64, into: &mut PageWords) {
-        let from = self.word(page);
-        for (i, word) in into.iter_mut().enumerate() {
-            // SAFETY: as in write_page.
-            *word = unsafe { from.add(i).read_volatile() };
-        }
+        // SAFETY: as in write_page; any bits are words.
+        *into = unsafe { self.page(page).read_volatile() };
     }
 
-    /// The first word of a page of this region.
-    fn word(&self, page: u64) -> *mut u64 {
+    /// A page of this region.
+    fn page(&self, page: u64) -> *mut PageWords {
         assert!(page < self.pages.get(), "page {page} of {} in region {}", self.pages, self.name);
         // SAFETY: the page lies in the mapping, whose size fits usize since it was mapped.
-        unsafe { self.base.as_ptr().add(page as usize * PAGE_WORDS) }
+        unsafe { self.base.as_ptr().add(page as usize) }
     }
 }
 
@@ -147,6 +138,7 @@ fn unnamed_file(directory: &Path, bytes: u64) -> io::Result<OwnedFd> {
 mod tests {
     #![allow(clippy::unwrap_used)]
     use super::*;
+    use crate::synthetic::pattern::PAGE_WORDS;
     use transship_memory::PAGE_BYTES;
 
     #[test]
