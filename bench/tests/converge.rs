@@ -1,5 +1,4 @@
 //! `transship bench converge` itself, on little memory: every way runs for real, and no time is looked at.
-#![allow(clippy::unwrap_used)]
 use std::time::Duration;
 
 use rustix::process::Signal;

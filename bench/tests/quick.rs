@@ -1,5 +1,4 @@
 //! The command itself, on little memory: every part runs for real, and no time is looked at.
-#![allow(clippy::unwrap_used)]
 use std::{collections::BTreeMap, path::Path, time::Duration};
 
 use serde_json::Value;

@@ -1,7 +1,5 @@
 //! Bytes from a peer that lies: every answer is an error or full pages, in bounded memory and time.
-#![allow(clippy::unwrap_used)]
-mod common;
-use common::{PAGE, encode, mixed, settings};
+use crate::common::{PAGE, encode, mixed, page, settings};
 use proptest::{prelude::*, sample::Index};
 use transship_codec::{Decoder, Fault, Method, Setting};
 
@@ -19,7 +17,7 @@ fn first_packet(setting: Setting, pages: &[u8]) -> [Vec<u8>; 2] {
 
 #[test]
 fn a_packet_cut_anywhere_is_refused() {
-    let pages = [common::page(2, 1), common::page(3, 2)].concat();
+    let pages = [page(2, 1), page(3, 2)].concat();
     for setting in settings() {
         let packets = first_packet(setting, &pages);
         let stride = if setting.method() == Method::None { 97 } else { 1 };

@@ -1,7 +1,5 @@
 //! What was encoded is decoded, whatever the pages, in any order, by any decoder of the method.
-#![allow(clippy::unwrap_used)]
-mod common;
-use common::{PAGE, encode, mixed, page, pages, settings};
+use crate::common::{PAGE, encode, mixed, page, pages, settings};
 use proptest::prelude::*;
 use transship_codec::{Method, Outcome, Setting};
 

@@ -1,7 +1,6 @@
 //! Beside other implementations: what a stock QEMU sent, and what plain zlib, zstd and gzip make of our packets.
-#![allow(clippy::unwrap_used, unsafe_code)]
-mod common;
-use common::{PAGE, encode, page};
+#![allow(unsafe_code)]
+use crate::common::{PAGE, encode, page};
 use std::collections::HashMap;
 use std::io::{Read, Write};
 use std::path::Path;

@@ -3,7 +3,6 @@
 //!
 //! The guest knows what every page must hold, so one page that is saved too late, too early or twice is found when it
 //! is restored.
-#![allow(clippy::unwrap_used, missing_docs)]
 use std::{
     cell::RefCell,
     fs,

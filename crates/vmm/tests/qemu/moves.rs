@@ -12,7 +12,7 @@ use transship_guest::{DestinationGuest, Found, GuestError, LastWill, SourceGuest
 use transship_memory::{PageCount, PageNumber};
 use transship_vmm::{AttachOptions, VmAddress, qemu::QemuSource, settle_abandoned};
 
-use crate::lab::{Qemu, Saves, WRITTEN, clear, copy, move_memory, pair};
+use super::lab::{Qemu, Saves, WRITTEN, clear, copy, move_memory, pair};
 
 #[test]
 fn a_guest_moves_whole_and_counts_on() {
@@ -250,7 +250,7 @@ fn a_will_is_done(saves: Saves) {
     let vm = VmAddress::Qemu(qemu.socket());
     for keep in ["keep", "go"] {
         let mut saver = Command::new(std::env::current_exe().unwrap())
-            .args(["--exact", "moves::child_that_saves", "--nocapture"])
+            .args(["--exact", "qemu::moves::child_that_saves", "--nocapture"])
             .env(DYING, format!("{saves:?} {keep} {}", qemu.socket().display()))
             .stdout(Stdio::piped())
             .spawn()

@@ -5,7 +5,7 @@ use serde_json::json;
 use transship_guest::{GuestError, SourceGuest};
 use transship_vmm::{AttachOptions, qemu::QemuSource};
 
-use crate::lab::{Qemu, RAM_BYTES, Saves};
+use super::lab::{Qemu, RAM_BYTES, Saves};
 
 /// It is for the user to mend, and says by these words how.
 #[track_caller]

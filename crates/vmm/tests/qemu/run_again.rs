@@ -8,7 +8,7 @@ use serde_json::json;
 use transship_guest::{Found, SourceGuest};
 use transship_vmm::{VmAddress, settle_abandoned};
 
-use crate::lab::{PATIENCE, Qemu};
+use super::lab::{PATIENCE, Qemu};
 
 fn set(qemu: &Qemu, capability: &str, state: bool) {
     let capabilities = json!([{ "capability": capability, "state": state }]);

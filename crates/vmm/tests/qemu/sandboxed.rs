@@ -5,7 +5,7 @@ use rustix::thread::{CapabilitySet, capabilities, set_capabilities};
 use seccompiler::{BpfProgram, SeccompAction, SeccompFilter, TargetArch};
 use transship_guest::SourceGuest;
 
-use crate::lab::{Qemu, WRITTEN};
+use super::lab::{Qemu, WRITTEN};
 
 const SANDBOX: [&str; 2] = ["-sandbox", "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny"];
 

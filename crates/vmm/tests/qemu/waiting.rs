@@ -11,7 +11,7 @@ use serde_json::json;
 use transship_guest::{DestinationGuest, SourceGuest, StateFormat};
 use transship_memory::{GuestMemory, Missing, PageRange, PageSet, Region, WindowPages};
 
-use crate::lab::{Qemu, clear, pair};
+use super::lab::{Qemu, clear, pair};
 
 const TICK: Duration = Duration::from_millis(10);
 

@@ -1,8 +1,0 @@
-//! The QEMU adapter on real QEMUs: what it refuses, that a guest moves whole, and that QEMU is as before afterwards.
-#![allow(clippy::unwrap_used, missing_docs)]
-mod lab;
-mod moves;
-mod refusals;
-mod run_again;
-mod sandboxed;
-mod waiting;
