@@ -125,7 +125,7 @@ fn simulate(hosts: &Hosts, pages: u64, parts: &[Part], mut chooser: Chooser) -> 
                 Chooser::Auto(auto) => (auto.raw_flow().batch, auto.raw_flow().lets(raw_on_their_way, batch.len())),
             };
             let is_raw = choice.encoding == RAW;
-            if !is_raw {
+            if !is_raw && raw_on_their_way > 0 {
                 // What no channel has taken is fed again.
                 let taken_back = batch.drain(..).count();
                 let before: usize = results.iter().map(Vec::len).sum();

@@ -20,3 +20,14 @@ pub(crate) mod state;
 pub(crate) mod store;
 pub(crate) mod tail;
 pub(crate) mod whence;
+
+/// Has at least `bytes` of room in a buffer, of which the first `kept` stay. The allocator has zeroed memory at hand
+/// that nobody needs to clear, which `Vec::resize` does not use.
+fn make_room(buffer: &mut Vec<u8>, kept: usize, bytes: usize) {
+    if buffer.len() < bytes {
+        // At least twice as much: it may be asked for a little more again and again.
+        let mut larger = vec![0; bytes.max(2 * buffer.len())];
+        larger[..kept].copy_from_slice(&buffer[..kept]);
+        *buffer = larger;
+    }
+}

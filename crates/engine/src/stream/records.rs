@@ -128,9 +128,7 @@ impl Records {
         self.end -= std::mem::take(&mut self.used);
         while self.end < wanted {
             let room = self.end + self.chunk.max(wanted - self.end);
-            if self.buffer.len() < room {
-                self.buffer.resize(room, 0);
-            }
+            super::make_room(&mut self.buffer, self.end, room);
             let at = self.at + self.end as u64;
             match self.input.read_at(at, &mut self.buffer[self.end..room]) {
                 Ok(0) => return Err(self.ended()),

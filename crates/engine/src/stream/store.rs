@@ -79,9 +79,8 @@ impl<S> PromptWriter<S> {
 impl<S: PromptStore> PageWriter for PromptWriter<S> {
     fn room(&mut self, pages: usize) -> Result<&mut [u8], Error> {
         let bytes = pages * PAGE_BYTES;
-        if self.room.len() < bytes {
-            self.room.resize(bytes, 0);
-        }
+        let filled = self.room.len();
+        super::make_room(&mut self.room, filled, bytes);
         Ok(&mut self.room[..bytes])
     }
 

@@ -62,13 +62,12 @@ fn encoders_serve_all_channels_also_with_what_does_not_shrink() {
         guest.freeing = Freeing::Never;
         let mut state = 1_u64;
         for first in (0..pages[0]).step_by(128) {
-            let noise = (0..128 * PAGE_BYTES / 8).flat_map(|_| {
+            let mut noise = vec![0; 128 * PAGE_BYTES];
+            for word in noise.chunks_exact_mut(8) {
                 state = state.wrapping_mul(0x5851_f42d_4c95_7f2d).wrapping_add(1);
-                (state ^ state >> 29).to_le_bytes()
-            });
-            guest.inner.memory.regions()[0]
-                .write_pages(WindowPages::new(first, u128::MAX), &noise.collect::<Vec<_>>())
-                .unwrap();
+                word.copy_from_slice(&(state ^ state >> 29).to_le_bytes());
+            }
+            guest.inner.memory.regions()[0].write_pages(WindowPages::new(first, u128::MAX), &noise).unwrap();
         }
         let (result, report, arrived) = send(&mut guest, wires, Quirk::None);
         result.unwrap();

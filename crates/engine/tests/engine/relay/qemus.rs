@@ -32,8 +32,8 @@ impl Random {
         while bytes.len() < count {
             let run = 1 + self.below(3000) as usize;
             match self.below(2) {
-                0 => bytes.resize(bytes.len() + run, self.next() as u8),
-                _ => bytes.extend((0..run).map(|_| self.next() as u8)),
+                0 => bytes.extend_from_slice(&vec![self.next() as u8; run]),
+                _ => (0..run.div_ceil(8)).for_each(|_| bytes.extend_from_slice(&self.next().to_le_bytes())),
             }
         }
         bytes.truncate(count);
