@@ -84,8 +84,8 @@ pub trait DestinationGuest: Send {
     fn written_elsewhere(&mut self, _disks: &[DiskFile]) -> Option<(DiskFile, String)> {
         None
     }
-    /// Does beforehand what `load_state` needs and the guest would stand still for. Called once the first round has
-    /// come; `tidy` undoes it.
+    /// Does beforehand what `load_state` needs and the guest would stand still for. Called while the first pages come;
+    /// `tidy` undoes it.
     ///
     /// # Errors
     /// The VMM refuses.

@@ -210,6 +210,14 @@ pub trait SourceGuest: Send {
     fn save_state(&mut self) -> Result<Box<dyn Read + Send>, GuestError>;
     /// Whether the VMM reports the state that was read as complete.
     fn state_saved(&mut self) -> Result<(), GuestError>;
+    /// Does beforehand what can be done of [`SourceGuest::give_up`], while the destination loads. `resume` undoes it,
+    /// and so does a guard.
+    ///
+    /// # Errors
+    /// As `give_up`.
+    fn prepare_to_give_up(&mut self) -> Result<(), GuestError> {
+        Ok(())
+    }
     /// Called right before the destination is told to go: whatever happens from now on, nothing on this side may let
     /// the guest run.
     ///

@@ -104,9 +104,8 @@ impl Destination<'_> {
         let first = self.rounds(control, &arriving, &channels, (verify, post_copy))?;
         self.progress.set_phase(Phase::Switchover);
         let stopped = Instant::now();
-        drop((channels, decoders));
-        self.report.cpu.decoders = self.progress.cpu.decoders.seconds();
         if matches!(first, Message::Owed { .. } | Message::OwedEnd { .. }) {
+            self.end_channels(channels, decoders);
             return self.run_before_its_pages(control, (session, count), first, &arriving);
         }
         load(self.guest, control, first, self.progress, self.report)?;
@@ -116,7 +115,14 @@ impl Destination<'_> {
         // The source may have disconnected; the guest runs anyway.
         let _ = control.send(&Message::Running);
         self.report.downtime_ms = stopped.elapsed().as_secs_f64() * 1e3;
+        // They take a moment to end.
+        self.end_channels(channels, decoders);
         Ok(())
+    }
+
+    fn end_channels(&mut self, channels: Channels, decoders: Decoders) {
+        drop((channels, decoders));
+        self.report.cpu.decoders = self.progress.cpu.decoders.seconds();
     }
 
     /// Checks that the guest fits, and readies its memory for pages.
@@ -156,6 +162,8 @@ impl Destination<'_> {
         channels: &Channels,
         (verify, post_copy): (bool, bool),
     ) -> Result<Message, Error> {
+        // While pages come: the state may follow the first round at once.
+        self.guest.expect_state()?;
         let mut round = OpenRound::new(0, channels.count());
         let (mut ours, mut verified) = (None, false);
         loop {
@@ -164,9 +172,6 @@ impl Destination<'_> {
                     Ok(ChannelEvent::RoundEnd { round: number, pages, zero, bytes, cpu_seconds }) => {
                         if round.add(number, pages, zero, bytes) {
                             self.round_done(control, arriving, channels, &mut round)?;
-                            if number == 0 {
-                                self.guest.expect_state()?;
-                            }
                         }
                         self.report.cpu.channels += cpu_seconds;
                     }

@@ -1,10 +1,16 @@
 //! The device state as a stream, made of the messages that carry it.
-use std::io::{self, Read};
+use std::{
+    io::{self, Read},
+    time::{Duration, Instant},
+};
 
 use crossbeam_channel::Sender;
 use transship_wire::Message;
 
 use crate::{Error, Progress, Rule, control::Control, transport::STALL_TIMEOUT};
+
+/// How long a cancelled reader waits for more of a state that it has begun to read.
+const REST_WAIT: Duration = Duration::from_secs(1);
 
 /// Reads the state to its end. The end is only reported once length and hash are right: whoever loads it must not take
 /// a cut stream for a whole one.
@@ -53,10 +59,22 @@ impl<'a> StateReader<'a> {
         self.failed.map_or(Ok(self.total), Err)
     }
 
+    /// The next message. Once the VMM has a part of the state, older ones end if they do not get the rest, and it is on
+    /// its way as a rule: whoever cancels waits that long.
+    fn more(&self) -> Result<Message, Error> {
+        let since = Instant::now();
+        self.control.receive_while("its device state", STALL_TIMEOUT * 2, || {
+            match self.progress.is_cancelled() && since.elapsed() > REST_WAIT {
+                true => Err(Error::CANCELLED),
+                false => Ok(()),
+            }
+        })
+    }
+
     fn advance(&mut self) -> Result<(), Error> {
         let message = match self.next.take() {
             Some(message) => message,
-            None => self.control.receive("its device state", STALL_TIMEOUT * 2, self.progress)?,
+            None => self.more()?,
         };
         match message {
             Message::State { bytes } => {

@@ -22,8 +22,10 @@ use crate::{
     stream::standing::keep_from_running,
 };
 
-/// Bytes of device state that travel as one message.
-const STATE_PIECE: usize = 256 << 10;
+/// Bytes of device state that travel as one message. The destination has its VMM begin with the first one.
+const STATE_PIECE: usize = 64 << 10;
+/// Bytes of it that are read at once.
+const STATE_READ: u64 = 1 << 20;
 /// How long a destination may take to load the device state.
 const LOAD_TIMEOUT: Duration = Duration::from_secs(120);
 /// How long the last round may take to arrive after it was sent: the guest stands still meanwhile.
@@ -79,6 +81,7 @@ impl Peer for Transship<'_> {
         fail_point::reach("source.state-sent")?;
         // While the destination loads.
         guest.check_unchanged()?;
+        guest.unguarded().prepare_to_give_up()?;
         await_loaded(control, progress)?;
         fail_point::reach("source.loaded")
     }
@@ -162,7 +165,7 @@ pub(super) fn save_state(guest: &mut dyn SourceGuest, failed: &AtomicBool) -> Re
     let mut stream = guest.save_state()?;
     let mut state = Vec::new();
     while !failed.load(Relaxed) {
-        let piece = stream.by_ref().take(STATE_PIECE as u64).read_to_end(&mut state);
+        let piece = stream.by_ref().take(STATE_READ).read_to_end(&mut state);
         if piece.map_err(|e| Error::Io { what: "read the device state".into(), source: e })? == 0 {
             break;
         }

@@ -61,6 +61,8 @@ pub(crate) fn settle(socket: &Path, will: LastWill, run: bool) -> Result<(), Gue
         Ok(Will { settings, balloon }) => (settings.restore(&mut qmp), balloon),
         Err(_) => (migration::forget_settings(&mut qmp).map_err(GuestError::from), None),
     };
+    // Set shortly before a guest is given away, which it was not. As a rule there is none.
+    let _ = given_away::unmark(&mut qmp);
     let runs = if run { machine::let_run_again(&mut qmp, DESTINATION) } else { Ok(()) };
     // It may be there, be about to go, or be gone: nobody can be asked which.
     let plugged = balloon.map_or(Ok(()), |balloon| balloon.plug_back(&mut qmp).map(drop));

@@ -22,6 +22,13 @@ pub(super) struct RamBlock {
     pub(super) address: Option<u64>,
 }
 
+impl RamBlock {
+    /// Whether it is the same memory, of which the guest may use more or less by now.
+    pub(super) fn is(&self, other: &Self) -> bool {
+        (&self.name, self.max_bytes, self.address) == (&other.name, other.max_bytes, other.address)
+    }
+}
+
 /// All of the guest's memory must be in backends, or a part of it would stay behind.
 pub(super) fn check_all_covered(qmp: &mut Qmp, backends: &[Backend], list: &[RamBlock]) -> Result<(), GuestError> {
     let summary = qmp.execute("query-memory-size-summary", json!({}))?;
@@ -89,12 +96,7 @@ pub(super) fn of_answer(answer: &Value) -> Vec<RamBlock> {
 
 /// As [`list`], with the addresses of all blocks of which they are certain, also where QEMU does not say them.
 pub(super) fn with_places(qmp: &mut Qmp) -> Result<Vec<RamBlock>, GuestError> {
-    let list = list(qmp)?;
-    placed(qmp, list)
-}
-
-/// The same, of a list.
-pub(super) fn placed(qmp: &mut Qmp, mut list: Vec<RamBlock>) -> Result<Vec<RamBlock>, GuestError> {
+    let mut list = list(qmp)?;
     places::add(qmp, &mut list)?;
     Ok(list)
 }

@@ -56,6 +56,8 @@ pub struct QemuDestination {
     freezer: Option<Freezer>,
     /// All settings that loading may change, as they were.
     before: Option<Settings>,
+    /// Our end of the socket that the state goes through, if QEMU has the other one already.
+    channel: Option<UnixStream>,
     /// Settings to be put back, and what was set in their place: for a state of which form.
     settings: Option<(Settings, Form)>,
     ran_since: Option<Instant>,
@@ -89,6 +91,7 @@ impl QemuDestination {
             prepared: None,
             freezer: None,
             before: None,
+            channel: None,
             settings: None,
             ran_since: None,
         })
@@ -116,18 +119,27 @@ impl QemuDestination {
         Ok(())
     }
 
-    /// Tells QEMU to load from the other end of the returned socket.
-    fn listen(&mut self) -> Result<UnixStream, GuestError> {
+    /// Hands QEMU the other end of a socket. One that is left over, by whoever was killed, is replaced.
+    fn offer(&mut self) -> Result<UnixStream, GuestError> {
         let (ours, qemus) = UnixStream::pair().map_err(state_channel::failed)?;
         ours.set_write_timeout(Some(LOAD_WAIT)).map_err(state_channel::failed)?;
+        self.qmp.send_fd(STATE_FD, qemus.as_fd())?;
+        Ok(ours)
+    }
+
+    /// Tells QEMU to load from the other end of the returned socket.
+    fn listen(&mut self) -> Result<UnixStream, GuestError> {
+        let ours = match self.channel.take() {
+            Some(channel) => channel,
+            None => self.offer()?,
+        };
         self.qmp.forget_events();
         let mut arguments = json!({ "uri": STATE_URI });
         if self.qmp.version() >= (9, 1) {
             // So that QEMU lives to tell us what it did not like.
             arguments["exit-on-error"] = json!(false);
         }
-        let commands = [("getfd", json!({ "fdname": STATE_FD })), ("migrate-incoming", arguments)];
-        self.qmp.execute_all(&commands, Some(qemus.as_fd()))?;
+        self.qmp.execute("migrate-incoming", arguments)?;
         Ok(ours)
     }
 
@@ -285,7 +297,9 @@ impl DestinationGuest for QemuDestination {
         self.before = Some(Settings::now(&mut self.qmp)?);
         // The source decides, by its own QEMU, which is as ours as a rule.
         let left_out = memory::can_be_left_out(&self.backends) && !device_state::is_quicker(&mut self.qmp)?;
-        self.ready_for(if left_out { Form::SharedLeftOut } else { Form::Plain })
+        self.ready_for(if left_out { Form::SharedLeftOut } else { Form::Plain })?;
+        self.channel = Some(self.offer()?);
+        Ok(())
     }
 
     fn load_state(&mut self, state: &mut dyn Read) -> Result<(), GuestError> {
@@ -323,6 +337,10 @@ impl DestinationGuest for QemuDestination {
 impl Drop for QemuDestination {
     fn drop(&mut self) {
         self.restore_settings();
+        if self.channel.take().is_some() {
+            // If this fails the next one replaces it.
+            let _ = self.qmp.execute("closefd", json!({ "fdname": STATE_FD }));
+        }
     }
 }
 

@@ -13,8 +13,10 @@
 use std::{
     fs::File,
     io::{Read, Seek},
-    os::fd::{AsFd, AsRawFd},
+    os::fd::{AsFd, AsRawFd, BorrowedFd},
+    panic::resume_unwind,
     sync::Arc,
+    thread,
 };
 
 use rustix::fs::{MemfdFlags, Mode, OFlags};
@@ -30,7 +32,7 @@ use super::{
     checks, machine,
     maps::Mapping,
     memory::open_process,
-    qmp::Qmp,
+    qmp::{Added, Keeper, Qmp},
 };
 
 /// Magic number and version of a stream.
@@ -92,43 +94,87 @@ impl DeviceState {
         Ok(Self { process: open_process(qmp.pid(), Access::Read)?, machine, guest, file: StateFile::make()? })
     }
 
-    /// The state of the guest, which stands still, as a stream of QEMU's. In it the guest does.
+    /// The state of the guest, which stands still, as a stream of QEMU's. In it the guest does. The blocks of memory
+    /// have been asked ahead then.
     ///
     /// # Errors
     /// QEMU refuses; memory of its devices can't be read.
     pub(super) fn save(&self, qmp: &mut Qmp, disks: Disks) -> Result<Vec<u8>, GuestError> {
-        let state = can_be_saved(qmp)?;
-        let (mut tail, blocks) = self.file.sections(qmp, disks)?;
-        let _mappings = qmp.process().hold_mappings();
-        let blocks = blocks::placed(qmp, blocks)?;
+        let asked = [machine::state_question(), checks::migration_question(), blocks::question()];
+        qmp.forget_answers_to(&asked);
+        // Through libvirt one is asked after the other. These go first there: a daemon that was restarted is found by a
+        // question, and nothing is done twice that changes something.
+        let known = (qmp.keeper() == Keeper::Libvirt).then(|| can_be_saved(qmp)).transpose()?;
+        let added = qmp.add_fd(self.file.rewound()?, &asked)?;
+        let state = known.map_or_else(|| can_be_saved(qmp), Ok);
+        let saved = state.and_then(|state| Ok((state, self.save_to(&added, qmp, disks)?)));
+        qmp.remove_fd(&added);
+        let [state_question, migration_question, _] = asked;
+        qmp.forget_answers_to(&[state_question, migration_question]);
+        let (state, (mut writer, mut tail)) = saved?;
         if let Some(mut global) = GlobalState::find(&tail, 0).map_err(strange)? {
             // The command calls every guest a running one.
             global.patch(&mut tail, state);
         }
+        writer.raw(&tail);
+        Ok(writer.take_bytes())
+    }
+
+    /// The start of the stream, up to the end of all memory, and the sections of all devices with the end of the
+    /// stream. QEMU's own stream, too, has the memory of devices before their state: it is read while that is saved.
+    fn save_to(&self, added: &Added, qmp: &mut Qmp, disks: Disks) -> Result<(StreamWriter, Vec<u8>), GuestError> {
+        let blocks = {
+            let _mappings = qmp.process().hold_mappings();
+            blocks::with_places(qmp)?.into_iter().map(|block| self.looked_at(block, qmp)).collect::<Result<Vec<_>, _>>()
+        }?;
+        let (memory, saved) = thread::scope(|scope| {
+            let memory = scope.spawn(|| self.memory(&blocks));
+            let file = format!("/dev/fdset/{}", added.set);
+            let arguments = json!({ "filename": file, "live": disks == Disks::Released });
+            let saved = qmp.execute("xen-save-devices-state", arguments);
+            (memory.join().unwrap_or_else(|panic| resume_unwind(panic)), saved)
+        });
+        saved?;
+        Ok((memory?, self.file.sections()?))
+    }
+
+    /// The start of the stream: what blocks of memory there are, and what is in those of devices.
+    fn memory(&self, blocks: &[Seen]) -> Result<StreamWriter, GuestError> {
         let mut writer = StreamWriter::new(0, RAM_SECTION);
         writer.header().configuration(&Configuration::new(self.machine.clone()));
-        writer.ram_start(blocks.iter().map(|block| block.used_bytes).sum());
-        for block in &blocks {
+        writer.ram_start(blocks.iter().map(|seen| seen.block.used_bytes).sum());
+        for Seen { block, .. } in blocks {
             let name = Name::new(&block.name).map_err(strange)?;
             writer.block(&Block { name, used_bytes: block.used_bytes, gpa: None, mapped: None });
         }
         writer.end_of_section().end();
-        for block in blocks.iter().filter(|block| !self.guest.contains(&block.name)) {
-            self.device(qmp, block, &mut writer)?;
+        for Seen { block, device } in blocks {
+            if let Some(device) = device {
+                self.device(block, device, &mut writer)?;
+            }
         }
-        writer.end_of_section().raw(&tail);
-        Ok(writer.take_bytes())
+        writer.end_of_section();
+        Ok(writer)
+    }
+
+    /// Where the memory is, if it is a device's.
+    fn looked_at(&self, block: RamBlock, qmp: &mut Qmp) -> Result<Seen, GuestError> {
+        if self.guest.contains(&block.name) {
+            return Ok(Seen { block, device: None });
+        }
+        let address = place(&block, qmp)?;
+        let may_have_holes = is_worth_a_look(qmp, address, block.used_bytes)?;
+        Ok(Seen { block, device: Some(DeviceMemory { address, may_have_holes }) })
     }
 
     /// All pages of a device's memory. Those of zeros are written too: there may be others at the destination.
-    fn device(&self, qmp: &mut Qmp, block: &RamBlock, writer: &mut StreamWriter) -> Result<(), GuestError> {
+    fn device(&self, block: &RamBlock, device: &DeviceMemory, writer: &mut StreamWriter) -> Result<(), GuestError> {
         let name = Name::new(&block.name).map_err(strange)?;
-        let address = place(block, qmp)?;
-        let bytes = block.used_bytes;
+        let (address, bytes) = (device.address, block.used_bytes);
         let memory =
             InProcess { process: Arc::clone(&self.process), address, bytes, page_bytes: PAGE_BYTES as u64, file: None };
         let region = Region::in_process(&block.name, memory, Access::Read).map_err(unread)?;
-        let data = if is_worth_a_look(qmp, address, bytes)? { Some(region.data().map_err(unread)?) } else { None };
+        let data = if device.may_have_holes { Some(region.data().map_err(unread)?) } else { None };
         let mut piece = Vec::new();
         for pages in PageRange::all(region.pages()).parts(PIECE_PAGES) {
             let first = pages.first;
@@ -148,6 +194,20 @@ impl DeviceState {
         }
         Ok(())
     }
+}
+
+/// A block of QEMU's memory.
+struct Seen {
+    block: RamBlock,
+    /// If it is a device's.
+    device: Option<DeviceMemory>,
+}
+
+/// Where QEMU has a device's memory.
+struct DeviceMemory {
+    address: u64,
+    /// The page table says where there is nothing.
+    may_have_holes: bool,
 }
 
 /// Whether the page table says which pages of a device's memory hold anything, and that is quicker than to read them
@@ -190,12 +250,9 @@ fn place(block: &RamBlock, qmp: &Qmp) -> Result<u64, GuestError> {
 /// It runs; or it has got a device since it was attached to that QEMU can't save. A migration refuses such a guest, but
 /// QEMU that is to save the state by itself dies of it (seen with 10.0 and an nvme disk).
 fn can_be_saved(qmp: &mut Qmp) -> Result<RunState, GuestError> {
-    qmp.ask_ahead(&[machine::state_question(), checks::migration_question()])?;
-    let (state, savable) = (machine::run_state(qmp), checks::savable(qmp));
-    qmp.forget_answers();
-    let state = state?;
+    let state = machine::run_state(qmp)?;
     machine::stands(&state)?;
-    savable.map(|()| RunState::of_stopped(&state))
+    checks::savable(qmp).map(|()| RunState::of_stopped(&state))
 }
 
 /// The file that QEMU saves to, in memory.
@@ -214,21 +271,19 @@ impl StateFile {
         Ok(Self { ours: ours.into(), qemus: qemus.into() })
     }
 
-    /// The sections of all devices, as QEMU saves them, with the end of the stream; and all blocks of memory.
-    fn sections(&self, qmp: &mut Qmp, disks: Disks) -> Result<(Vec<u8>, Vec<RamBlock>), GuestError> {
-        let (mut ours, mut qemus) = (&self.ours, &self.qemus);
+    /// Emptied, to be written to.
+    fn rewound(&self) -> Result<BorrowedFd<'_>, GuestError> {
+        let (ours, mut qemus) = (&self.ours, &self.qemus);
         ours.set_len(0).and_then(|()| qemus.rewind()).map_err(strange)?;
-        let commands = |set: u64| {
-            let arguments = json!({ "filename": format!("/dev/fdset/{set}"), "live": disks == Disks::Released });
-            [("xen-save-devices-state", arguments), blocks::question()]
-        };
-        let [saved, blocks] = qmp.execute_with_set(qemus.as_fd(), commands)?;
-        saved?;
-        let blocks = blocks::of_answer(&blocks?);
-        let mut bytes = Vec::new();
+        Ok(qemus.as_fd())
+    }
+
+    /// What QEMU has written, behind the header.
+    fn sections(&self) -> Result<Vec<u8>, GuestError> {
+        let (mut ours, mut bytes) = (&self.ours, Vec::new());
         ours.rewind().and_then(|()| ours.read_to_end(&mut bytes)).map_err(strange)?;
         match bytes.strip_prefix(&HEADER) {
-            Some(sections) if !sections.is_empty() => Ok((sections.to_vec(), blocks)),
+            Some(sections) if !sections.is_empty() => Ok(sections.to_vec()),
             _ => Err(strange("it does not begin as a stream does")),
         }
     }

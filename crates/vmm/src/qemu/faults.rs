@@ -15,7 +15,6 @@ use std::{
     },
 };
 
-use serde_json::json;
 use transship_guest::GuestError;
 
 use super::{
@@ -76,7 +75,8 @@ fn device(qmp: &Qmp) -> Result<(File, u64), GuestError> {
 
 fn by_device(qmp: &mut Qmp) -> Result<OwnedFd, GuestError> {
     let (device, expected) = device(qmp)?;
-    let (theirs, set) = qmp.add_fd(device.as_fd())?;
+    let added = qmp.add_fd(device.as_fd(), &[])?;
+    let theirs = added.number;
     // An ioctl on anything else could do anything.
     let found = fs::metadata(format!("/proc/{}/fd/{theirs}", qmp.pid())).map(|file| file.rdev());
     let uffd = match found {
@@ -85,8 +85,7 @@ fn by_device(qmp: &mut Qmp) -> Result<OwnedFd, GuestError> {
             "QEMU reports {DEVICE} as its descriptor {theirs}, but it is not"
         )))),
     };
-    // If this fails QEMU keeps an open device that nobody uses, until we disconnect.
-    let _ = qmp.execute("remove-fd", json!({ "fdset-id": set, "fd": theirs }));
+    qmp.remove_fd(&added);
     uffd.map_err(|error| refused(qmp.pid(), error, DEVICE))
 }
 

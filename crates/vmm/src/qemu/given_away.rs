@@ -1,4 +1,4 @@
-//! A mark in a QEMU that has given its guest away.
+//! A mark in a QEMU that gives its guest away, left there when only the destination's word is waited for.
 //!
 //! QEMU's own migration leaves it in a state of its own (`postmigrate`). Where the device state was saved without that
 //! ([`super::device_state`]) it only stands, as any guest does that somebody has paused. If it were moved or saved once

@@ -67,7 +67,6 @@ pub(super) fn backends(qmp: &mut Qmp) -> Result<Vec<Backend>, GuestError> {
 /// are where they were: it does not change.
 pub(super) fn backends_again(qmp: &mut Qmp, before: &[Backend]) -> Result<Vec<Backend>, GuestError> {
     let devices = qmp.execute("query-memdev", json!({}))?;
-    let types = object_types(qmp)?;
     let mut known = blocks::list(qmp)?;
     let mut backends = Vec::new();
     for device in devices.as_array().into_iter().flatten() {
@@ -82,6 +81,7 @@ pub(super) fn backends_again(qmp: &mut Qmp, before: &[Backend]) -> Result<Vec<Ba
             backends.push(same.clone());
             continue;
         }
+        let types = object_types(qmp)?;
         let kind = types.iter().find(|(name, _)| name == id).map_or("a backend of unknown type", |(_, kind)| kind);
         // With rom=off only the file is so: what the guest writes is its own, as with any private mapping.
         let is_rom = |qmp: &mut Qmp| property(qmp, id, "rom") != Some(json!("off"));

@@ -203,7 +203,7 @@ fn set(qmp: &mut Qmp, capabilities: Vec<Value>, parameters: Map<String, Value>) 
     if !parameters.is_empty() {
         commands.push(("migrate-set-parameters", Value::Object(parameters)));
     }
-    qmp.execute_all(&commands, None)
+    qmp.execute_all(&commands)
 }
 
 fn capabilities_of(qmp: &mut Qmp) -> Result<Vec<(String, bool)>, QmpError> {

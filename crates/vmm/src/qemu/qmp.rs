@@ -112,15 +112,6 @@ pub(super) trait Carrier: Send {
         output: BorrowedFd<'_>,
         limit: Duration,
     ) -> Result<(), QmpError>;
-    /// Asks all of these, in this order, if that saves time, and waits for no answer: QEMU may read them while it does
-    /// something else. Commands that are given afterwards come behind them. [`Carrier::ask_ahead`] with the same
-    /// questions waits.
-    ///
-    /// # Errors
-    /// QEMU is gone, or reads nothing.
-    fn begin_to_ask(&mut self, _questions: &[Question]) -> Result<(), QmpError> {
-        Ok(())
-    }
     /// Asks all of these, in this order, in one go if that saves time. A command among them that is given later is
     /// answered from here until [`Carrier::forget_answers`]. None of them may change anything.
     ///
@@ -131,43 +122,27 @@ pub(super) trait Carrier: Send {
     }
     /// What was asked ahead counts no more.
     fn forget_answers(&mut self) {}
+    /// The same of these alone.
+    fn forget_answers_to(&mut self, _questions: &[Question]) {}
     /// Gives all of these, in this order, in one go if that saves time: each of them is given, also if one before it is
-    /// refused. A descriptor goes with the first.
+    /// refused.
     ///
     /// # Errors
     /// The first refusal; or QEMU is gone or does not answer.
-    fn execute_all(
-        &mut self,
-        commands: &[Command],
-        mut fd: Option<BorrowedFd<'_>>,
-        limit: Duration,
-    ) -> Result<(), QmpError> {
-        let given = commands.iter().map(|(name, arguments)| self.execute(name, arguments.clone(), fd.take(), limit));
+    fn execute_all(&mut self, commands: &[Command], limit: Duration) -> Result<(), QmpError> {
+        let given = commands.iter().map(|(name, arguments)| self.execute(name, arguments.clone(), None, limit));
         given.collect::<Vec<_>>().into_iter().try_for_each(|result| result.map(drop))
     }
-    /// Gives commands that use a descriptor, which QEMU has in a set of its own until it has done them; `commands`
-    /// makes them from the set's number. In one go if that saves time: each is given, also if one before it is refused.
-    /// Their results.
-    ///
-    /// # Errors
-    /// QEMU does not take the descriptor; or it is gone, or does not answer.
-    fn execute_with_set(
-        &mut self,
-        fd: BorrowedFd<'_>,
-        commands: &dyn Fn(u64) -> Vec<Command>,
-        limit: Duration,
-    ) -> Result<Vec<Result<Value, QmpError>>, QmpError> {
-        let added = self.add_fd(fd, limit)?;
-        let set = added["fdset-id"].as_u64().ok_or_else(|| no_number(self.path()))?;
-        let given = commands(set).into_iter().map(|(name, arguments)| self.execute(name, arguments, None, limit));
-        let results = given.collect();
-        // If this fails QEMU keeps an open file that nobody uses, until we disconnect.
-        let _ = self.execute("remove-fd", json!({ "fdset-id": set, "fd": added["fd"] }), None, limit);
-        Ok(results)
+    /// Hands a file descriptor to QEMU for a set of its own, and asks these ahead, in one go if that saves time. The
+    /// answer to `add-fd`: the number that the descriptor has in QEMU, and that of the set.
+    fn add_fd(&mut self, fd: BorrowedFd<'_>, questions: &[Question], limit: Duration) -> Result<Value, QmpError> {
+        let added = self.execute("add-fd", json!({}), Some(fd), limit)?;
+        self.ask_ahead(questions)?;
+        Ok(added)
     }
-    /// Hands a file descriptor to QEMU for a set of its own: the number that it has in QEMU, and that of the set.
-    fn add_fd(&mut self, fd: BorrowedFd<'_>, limit: Duration) -> Result<Value, QmpError> {
-        self.execute("add-fd", json!({}), Some(fd), limit)
+    /// Gives a command whose result nobody wants to know, and does not wait for it if that saves time.
+    fn give_away(&mut self, command: &'static str, arguments: Value, limit: Duration) -> Result<(), QmpError> {
+        self.execute(command, arguments, None, limit).map(drop)
     }
     /// Stops the guest.
     fn stop(&mut self, limit: Duration) -> Result<(), QmpError> {
@@ -204,6 +179,15 @@ pub(super) trait Carrier: Send {
     fn take_events(&mut self, name: &str) -> Result<Vec<Event>, QmpError>;
     /// Forgets events that came before now.
     fn forget_events(&mut self);
+}
+
+/// A descriptor that QEMU has been handed.
+#[derive(Debug)]
+pub(super) struct Added {
+    /// The one that it has in QEMU.
+    pub(super) number: i32,
+    /// The set's.
+    pub(super) set: u64,
 }
 
 /// A QEMU to which commands may be given.
@@ -271,11 +255,6 @@ impl Qmp {
         self.carrier.execute(command, arguments, None, limit)
     }
 
-    /// See [`Carrier::begin_to_ask`].
-    pub(super) fn begin_to_ask(&mut self, questions: &[Question]) -> Result<(), QmpError> {
-        self.carrier.begin_to_ask(questions)
-    }
-
     /// See [`Carrier::ask_ahead`].
     pub(super) fn ask_ahead(&mut self, questions: &[Question]) -> Result<(), QmpError> {
         self.carrier.ask_ahead(questions)
@@ -286,27 +265,19 @@ impl Qmp {
         self.carrier.forget_answers();
     }
 
+    /// See [`Carrier::forget_answers_to`].
+    pub(super) fn forget_answers_to(&mut self, questions: &[Question]) {
+        self.carrier.forget_answers_to(questions);
+    }
+
     /// See [`Carrier::check_alive`].
     pub(super) fn check_alive(&self) -> Result<(), QmpError> {
         self.carrier.check_alive()
     }
 
     /// See [`Carrier::execute_all`].
-    pub(super) fn execute_all(&mut self, commands: &[Command], fd: Option<BorrowedFd<'_>>) -> Result<(), QmpError> {
-        self.carrier.execute_all(commands, fd, COMMAND_WAIT)
-    }
-
-    /// See [`Carrier::execute_with_set`].
-    pub(super) fn execute_with_set<const N: usize>(
-        &mut self,
-        fd: BorrowedFd<'_>,
-        commands: impl Fn(u64) -> [Command; N],
-    ) -> Result<[Result<Value, QmpError>; N], QmpError> {
-        let results = self.carrier.execute_with_set(fd, &|set| commands(set).to_vec(), COMMAND_WAIT)?;
-        results.try_into().map_err(|results: Vec<_>| QmpError::Protocol {
-            path: self.path().to_owned(),
-            what: format!("{} answers to {N} commands", results.len()),
-        })
+    pub(super) fn execute_all(&mut self, commands: &[Command]) -> Result<(), QmpError> {
+        self.carrier.execute_all(commands, COMMAND_WAIT)
     }
 
     /// Stops the guest.
@@ -355,14 +326,26 @@ impl Qmp {
         self.carrier.execute("getfd", json!({ "fdname": name }), Some(fd), COMMAND_WAIT).map(drop)
     }
 
-    /// Hands a file descriptor to QEMU for a set of its own: the number that it has in QEMU, and that of the set.
-    pub(super) fn add_fd(&mut self, fd: BorrowedFd<'_>) -> Result<(i32, u64), QmpError> {
-        let added = self.carrier.add_fd(fd, COMMAND_WAIT)?;
+    /// Hands a file descriptor to QEMU for a set of its own, and asks these ahead.
+    ///
+    /// # Errors
+    /// QEMU does not take the descriptor; or it is gone, or does not answer.
+    pub(super) fn add_fd(&mut self, fd: BorrowedFd<'_>, questions: &[Question]) -> Result<Added, QmpError> {
+        let added = self.carrier.add_fd(fd, questions, COMMAND_WAIT)?;
         let number = added["fd"].as_i64().and_then(|number| i32::try_from(number).ok());
         match (number, added["fdset-id"].as_u64()) {
-            (Some(number), Some(set)) => Ok((number, set)),
-            _ => Err(no_number(self.path())),
+            (Some(number), Some(set)) => Ok(Added { number, set }),
+            _ => Err(QmpError::Protocol {
+                path: self.path().to_owned(),
+                what: "an answer to add-fd without the descriptor's number".to_owned(),
+            }),
         }
+    }
+
+    /// Takes such a descriptor away again. If this fails QEMU keeps an open file that nobody uses, until we disconnect.
+    pub(super) fn remove_fd(&mut self, added: &Added) {
+        let arguments = json!({ "fdset-id": added.set, "fd": added.number });
+        let _ = self.carrier.give_away("remove-fd", arguments, COMMAND_WAIT);
     }
 
     /// See [`Carrier::execute_until_written`].
@@ -389,10 +372,6 @@ impl Qmp {
     pub(super) fn forget_events(&mut self) {
         self.carrier.forget_events();
     }
-}
-
-fn no_number(path: &Path) -> QmpError {
-    QmpError::Protocol { path: path.to_owned(), what: "an answer to add-fd without the descriptor's number".to_owned() }
 }
 
 #[cfg(test)]

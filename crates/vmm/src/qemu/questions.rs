@@ -61,11 +61,11 @@ pub(super) fn source() -> Vec<Question> {
     questions
 }
 
-/// Of a guest that was stopped: whether everything is as it was when it was attached. QEMU takes some 8 µs for each
-/// byte of this.
-pub(super) fn stopped() -> Vec<Question> {
+/// Of a guest that is about to be stopped: whether everything is as it was when it was attached. QEMU takes some 8 µs
+/// for each byte of this.
+pub(super) fn stopping() -> Vec<Question> {
     let mut questions = Vec::from(backends_of_devices());
     questions.extend(devices());
-    questions.extend(memory());
+    questions.extend([plain("query-memdev"), blocks::question()]);
     questions
 }

@@ -22,6 +22,7 @@ use super::{
     abandoned::Will,
     back_ends::BackEnds,
     balloon::OwnBalloon,
+    blocks::RamBlock,
     checks, disk_files, faults,
     giving_back::{self, Balloon},
     libvirt, machine,
@@ -76,8 +77,8 @@ pub struct QemuSource {
     hints: Option<Box<dyn Hints>>,
     /// How its device state leaves.
     departure: Departure,
-    /// It was stopped, and nobody has looked yet whether it is what it was.
-    is_unchecked: bool,
+    /// Its blocks of memory, if it was looked at right before its stop and not since.
+    before_stop: Option<Vec<RamBlock>>,
     /// What the guest did when it was stopped last; standing before that, as it is not ours to let run then.
     found: Found,
     /// Files that the guest is to write to from its stop on.
@@ -132,7 +133,7 @@ impl QemuSource {
             own_balloon,
             hints,
             departure: Departure::by(device_state, quick_state),
-            is_unchecked: false,
+            before_stop: None,
             found: Found::Standing,
             overlays: Vec::new(),
         })
@@ -285,22 +286,23 @@ impl SourceGuest for QemuSource {
         if !self.overlays.is_empty() {
             self.qmp.make_overlays()?;
         }
-        // Through libvirt each question takes a millisecond, for which writers may wait already.
-        if !self.asks_later() || self.qmp.keeper() != Keeper::Libvirt {
-            self.check_no_writers_came()?;
+        match (self.asks_later(), self.qmp.keeper()) {
+            (false, _) => self.look_before_stop()?,
+            // Each question takes a millisecond, for which writers may wait already.
+            (true, Keeper::Libvirt) => {}
+            (true, Keeper::Nobody) => self.check_no_writers_came()?,
         }
         self.departure.prepare(&mut self.qmp)
     }
 
     fn stop(&mut self) -> Result<Found, GuestError> {
         let found = self.stop_at_once()?;
-        self.look_whether_unchanged()?;
+        self.check_unchanged()?;
         Ok(found)
     }
 
     fn stop_at_once(&mut self) -> Result<Found, GuestError> {
         let before = machine::run_state(&mut self.qmp)?;
-        self.is_unchecked = true;
         // Of an earlier stop.
         self.qmp.forget_answers();
         // A sleeping guest that QEMU stops is to sleep on.
@@ -317,8 +319,7 @@ impl SourceGuest for QemuSource {
     }
 
     fn check_unchanged(&mut self) -> Result<(), GuestError> {
-        self.is_unchecked = false;
-        self.look_whether_unchanged()
+        self.look_after_stop()
     }
 
     fn protect(&mut self) -> Result<Protection, GuestError> {
@@ -390,17 +391,24 @@ impl SourceGuest for QemuSource {
 
     fn save_state(&mut self) -> Result<Box<dyn Read + Send>, GuestError> {
         self.back_ends.state_is_asked();
-        let state = self.departure.save(&mut self.qmp)?;
-        self.ask_whether_unchanged()?;
-        Ok(state)
+        let state = self.departure.save(&mut self.qmp);
+        if self.before_stop.is_none() {
+            // Nobody will ask for what was asked on the way.
+            self.qmp.forget_answers();
+        }
+        state
     }
 
     fn state_saved(&mut self) -> Result<(), GuestError> {
         self.departure.end(&mut self.qmp)
     }
 
+    fn prepare_to_give_up(&mut self) -> Result<(), GuestError> {
+        self.departure.mark(&mut self.qmp)
+    }
+
     fn give_up(&mut self) -> Result<(), GuestError> {
-        self.departure.give_up(&mut self.qmp)
+        self.departure.mark(&mut self.qmp)
     }
 
     fn tidy(&mut self) {
@@ -410,6 +418,7 @@ impl SourceGuest for QemuSource {
 
     fn resume(&mut self, run: bool) -> Result<(), GuestError> {
         self.qmp.forget_answers();
+        self.before_stop = None;
         self.departure.take_back(&mut self.qmp);
         if !run || !self.found.ran() {
             return self.departure.take_disks_back(&mut self.qmp);

@@ -425,11 +425,16 @@ fn a_device_that_came_meanwhile_and_can_not_be_saved_is_noticed() {
             (json!({"driver": "nvme", "serial": "1"}), "nvme"),
             (json!({"driver": "virtio-mem-pci", "memdev": "more"}), "meanwhile"),
         ];
-        for (mut device, named) in late {
+        for ((mut device, named), is_prepared) in
+            late.into_iter().flat_map(|late| [(late.clone(), true), (late, false)])
+        {
             let more = "memory-backend-file,id=more,size=64M,mem-path=DIR/more,share=on";
             let options = ["-S", "-m", "64M,maxmem=1G", "-object", more, "-device", "pcie-root-port,id=slot0"];
             let qemu = Qemu::start_with(&["-object", memory], &options, &["-machine", "memory-backend=mem0"]);
             let mut source = Saves::Alone.source(&qemu);
+            if is_prepared {
+                source.prepare_stop().unwrap();
+            }
             assert_eq!(source.stop_at_once().unwrap(), Found::Standing);
             device["bus"] = json!("slot0");
             qemu.qmp("device_add", device);

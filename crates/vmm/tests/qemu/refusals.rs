@@ -3,7 +3,7 @@ use std::os::unix::fs::MetadataExt;
 
 use serde_json::json;
 use transship_guest::{GuestError, SourceGuest};
-use transship_vmm::{AttachOptions, qemu::QemuSource};
+use transship_vmm::{AttachOptions, VmAddress, qemu::QemuSource, settle_abandoned};
 
 use super::lab::{Qemu, RAM_BYTES, Saves};
 
@@ -69,6 +69,30 @@ fn a_guest_that_was_given_away() {
         source.give_up().unwrap();
         drop(source);
         assert_names(&qemu.source_refusal(), &[state, "only if that guest runs nowhere else"]);
+    }
+}
+
+/// Neither here, nor after whoever moved it was killed.
+#[test]
+fn a_guest_that_was_about_to_be_given_away_and_stays() {
+    for is_killed in [false, true] {
+        let qemu = Qemu::start(&[]);
+        let mut source = Saves::Alone.source(&qemu);
+        let will = source.last_will().unwrap();
+        source.stop().unwrap();
+        std::io::copy(&mut source.save_state().unwrap(), &mut std::io::sink()).unwrap();
+        source.state_saved().unwrap();
+        source.prepare_to_give_up().unwrap();
+        if is_killed {
+            drop(source);
+            assert_names(&qemu.source_refusal(), &["has given its guest away"]);
+            settle_abandoned(&VmAddress::Qemu(qemu.socket()), will, false).unwrap();
+        } else {
+            source.resume(false).unwrap();
+            drop(source);
+        }
+        assert_eq!(qemu.status(), "paused");
+        drop(qemu.source());
     }
 }
 

@@ -18,7 +18,7 @@ use super::{
     claim::Claim,
     definition,
 };
-use crate::qemu::qmp::{Carrier, Event, Keeper, QmpError};
+use crate::qemu::qmp::{Carrier, Event, Keeper, QmpError, Question};
 
 /// libvirt itself waits so long for another operation on the domain to end, before it begins.
 const TURN_WAIT: Duration = Duration::from_secs(31);
@@ -158,8 +158,8 @@ impl Carrier for Passthrough {
         self.execute(command, arguments, None, limit).map(drop)
     }
 
-    fn add_fd(&mut self, fd: BorrowedFd<'_>, limit: Duration) -> Result<Value, QmpError> {
-        // libvirt counts its own sets.
+    fn add_fd(&mut self, fd: BorrowedFd<'_>, _questions: &[Question], limit: Duration) -> Result<Value, QmpError> {
+        // libvirt counts its own sets. It takes questions one by one.
         self.execute("add-fd", json!({ "fdset-id": FD_SET, "opaque": FD_NOTE }), Some(fd), limit)
     }
 

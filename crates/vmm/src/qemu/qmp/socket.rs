@@ -26,6 +26,8 @@ use crate::connecting::{connect, has_hung_up};
 
 /// How long the greeting may take. QEMU sends it at once, unless another client holds the socket.
 const GREETING_WAIT: Duration = Duration::from_secs(5);
+/// How long we stay for a command whose answer nobody wanted.
+const GIVEN_AWAY_WAIT: Duration = Duration::from_secs(2);
 /// The longest line that QEMU may send. A list of all block nodes of a large guest stays below 1 MiB.
 pub(super) const LINE_BYTES_MAX: usize = 8 << 20;
 /// Events that are kept until somebody asks for them; beyond, the oldest goes.
@@ -41,6 +43,8 @@ pub(super) struct Socket {
     pending: Vec<u8>,
     events: VecDeque<Event>,
     asked: Vec<ahead::Asked>,
+    /// The last command whose answer nobody wanted, if it has not come.
+    given_away: Option<u64>,
     next_id: u64,
     answered: Option<Instant>,
 }
@@ -60,6 +64,7 @@ impl Socket {
             pending: Vec::new(),
             events: VecDeque::new(),
             asked: Vec::new(),
+            given_away: None,
             next_id: 1,
             answered: None,
         };
@@ -148,7 +153,10 @@ impl Socket {
                     continue;
                 }
                 return match serde_json::from_slice(&line) {
-                    Ok(value @ Value::Object(_)) => Ok(Some(value)),
+                    Ok(value @ Value::Object(_)) => {
+                        self.given_away = self.given_away.filter(|id| value["id"] != *id);
+                        Ok(Some(value))
+                    }
                     _ => Err(self.protocol("a line that is not a JSON object")),
                 };
             }
@@ -269,10 +277,6 @@ impl Carrier for Socket {
         if has_hung_up(&self.stream) { Err(self.closed()) } else { Ok(()) }
     }
 
-    fn begin_to_ask(&mut self, questions: &[Question]) -> Result<(), QmpError> {
-        Self::begin_to_ask(self, questions)
-    }
-
     fn ask_ahead(&mut self, questions: &[Question]) -> Result<(), QmpError> {
         Self::ask_ahead(self, questions)
     }
@@ -281,22 +285,21 @@ impl Carrier for Socket {
         Self::forget_answers(self);
     }
 
-    fn execute_all(
-        &mut self,
-        commands: &[Command],
-        fd: Option<BorrowedFd<'_>>,
-        limit: Duration,
-    ) -> Result<(), QmpError> {
-        self.give_all(commands, fd, limit)?.into_iter().try_for_each(|result| result.map(drop))
+    fn forget_answers_to(&mut self, questions: &[Question]) {
+        Self::forget_answers_to(self, questions);
     }
 
-    fn execute_with_set(
-        &mut self,
-        fd: BorrowedFd<'_>,
-        commands: &dyn Fn(u64) -> Vec<Command>,
-        limit: Duration,
-    ) -> Result<Vec<Result<Value, QmpError>>, QmpError> {
-        self.give_with_set(fd, commands, limit)
+    fn execute_all(&mut self, commands: &[Command], limit: Duration) -> Result<(), QmpError> {
+        self.give_all(commands, limit)?.into_iter().try_for_each(|result| result.map(drop))
+    }
+
+    fn add_fd(&mut self, fd: BorrowedFd<'_>, questions: &[Question], limit: Duration) -> Result<Value, QmpError> {
+        self.add_fd_and_ask(fd, questions, limit)
+    }
+
+    fn give_away(&mut self, command: &'static str, arguments: Value, _limit: Duration) -> Result<(), QmpError> {
+        self.given_away = Some(self.give(&[(command, &arguments)], None)?.start);
+        Ok(())
     }
 
     fn execute_until_written(
@@ -339,6 +342,14 @@ impl Carrier for Socket {
 
     fn forget_events(&mut self) {
         self.events.clear();
+    }
+}
+
+impl Drop for Socket {
+    /// QEMU may not carry out what it has not read when we hang up.
+    fn drop(&mut self) {
+        let deadline = Instant::now() + GIVEN_AWAY_WAIT;
+        while self.given_away.is_some() && matches!(self.message(deadline), Ok(Some(_))) {}
     }
 }
 

@@ -51,28 +51,36 @@ fn commands_out_of_band_are_left_off() {
     assert_eq!((&command["execute"], &command["arguments"]), (&json!("qmp_capabilities"), &Value::Null));
 }
 
-/// The descriptor is there before them and goes behind them, also if that is refused.
+/// They are given together, and what is asked so is not asked again.
 #[test]
-fn commands_that_use_a_descriptor_have_it_in_a_set_of_its_own() {
-    const YES: &str = r#"{"return": {}, "id": ID}"#;
+fn a_descriptor_is_handed_over_with_questions_behind_it() {
+    const YES: &str = r#"{"return": {"fd": 7, "fdset-id": 3}, "id": ID}"#;
     const NO: &str = r#"{"error": {"desc": "no"}, "id": ID}"#;
-    for (added, result) in [(YES, Some("a")), (NO, None)] {
+    for (added, is_taken) in [(YES, true), (NO, false)] {
         let (_dir, path, heard) = overheard(GREETING, &[added, r#"{"return": "a", "id": ID}"#, NO, NO]);
         let mut qmp = Qmp::connect(&path).unwrap();
         let file = tempfile::tempfile().unwrap();
-        let results = qmp.execute_with_set(file.as_fd(), |set| [("first", json!(set)), ("second", json!({}))]);
-        match (results, result) {
-            (Ok([first, second]), Some(wanted)) => {
-                assert_eq!(first.unwrap(), wanted);
-                assert!(matches!(second, Err(QmpError::Refused { .. })));
+        let result = qmp.add_fd(file.as_fd(), &[("first", json!({})), ("second", json!({}))]);
+        let [_, add, first, second] = [0; 4].map(|_| heard.recv().unwrap());
+        assert_eq!([add, first, second].map(|it| it["execute"].clone()), ["add-fd", "first", "second"]);
+        let added = match result {
+            Ok(added) => added,
+            Err(QmpError::Refused { command, .. }) => {
+                assert!(!is_taken && command == "add-fd");
+                continue;
             }
-            (Err(QmpError::Refused { command, .. }), None) => assert_eq!(command, "add-fd"),
-            (results, _) => panic!("{results:?}"),
-        }
-        let [_, add, first, second, remove] = [0; 5].map(|_| heard.recv().unwrap());
-        assert_eq!([&add, &second, &remove].map(|it| it["execute"].clone()), ["add-fd", "second", "remove-fd"]);
-        let set = &add["arguments"]["fdset-id"];
-        assert!(set.is_u64() && first["arguments"] == *set && remove["arguments"]["fdset-id"] == *set);
+            other => panic!("{other:?}"),
+        };
+        assert!(is_taken && (added.number, added.set) == (7, 3), "{added:?}");
+        assert_eq!(qmp.execute("first", json!({})).unwrap(), "a");
+        assert!(matches!(qmp.execute("second", json!({})), Err(QmpError::Refused { .. })));
+        qmp.forget_answers_to(&[("second", json!({}))]);
+        assert_eq!(qmp.execute("first", json!({})).unwrap(), "a");
+        // That it is refused nobody need know.
+        qmp.remove_fd(&added);
+        let remove = heard.recv().unwrap();
+        assert_eq!(remove["execute"], "remove-fd");
+        assert_eq!(remove["arguments"], json!({ "fdset-id": 3, "fd": 7 }));
     }
 }
 
@@ -100,8 +108,7 @@ fn an_answer_to_an_earlier_command_is_not_taken_for_this_ones() {
     assert_eq!(qmp.execute("x", json!({})).unwrap(), json!({"right": 1}));
 }
 
-/// A question that was asked, and not waited for, is answered before a command that is given later. What comes
-/// meanwhile is lost in neither order.
+/// In whichever order, and with events among them.
 #[test]
 fn answers_to_what_was_asked_ahead_come_whenever_they_come() {
     let (_dir, path) = peer(&[
@@ -109,14 +116,14 @@ fn answers_to_what_was_asked_ahead_come_whenever_they_come() {
         concat!(
             r#"{"event": "MIGRATION", "data": {"status": "active"}}"#,
             "\n",
-            r#"{"error": {"class": "GenericError", "desc": "no such thing"}, "id": ID}"#
+            r#"{"error": {"class": "GenericError", "desc": "no such thing"}, "id": ID}"#,
+            "\n",
+            r#"{"return": {"first": 1}, "id": 2}"#
         ),
-        concat!(r#"{"return": {"first": 1}, "id": 2}"#, "\n", r#"{"return": {"third": 1}, "id": ID}"#),
     ]);
     let mut qmp = Qmp::connect(&path).unwrap();
     let questions = [("first", json!({})), ("second", json!({ "of": 2 }))];
-    qmp.begin_to_ask(&questions).unwrap();
-    assert_eq!(qmp.execute("third", json!({})).unwrap(), json!({"third": 1}));
+    qmp.ask_ahead(&questions).unwrap();
     // Asked once: the peer would have no more answers.
     qmp.ask_ahead(&questions).unwrap();
     assert_eq!(qmp.execute("first", json!({})).unwrap(), json!({"first": 1}));

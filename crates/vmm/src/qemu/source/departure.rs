@@ -27,8 +27,8 @@ pub(super) struct Departure {
     is_saved: bool,
     /// And the guest's disks were let go for that.
     has_released_disks: bool,
-    /// The guest was given up by that, which QEMU does not know.
-    is_given_up: bool,
+    /// QEMU, which does not know that the guest is given up by that, was told so by a mark.
+    is_marked: bool,
     /// Of the state, where that is a migration of QEMU's.
     saving: Saving,
     /// The guest stays after its state was saved.
@@ -103,11 +103,11 @@ impl Departure {
         self.saving.end(qmp)
     }
 
-    /// The guest is somebody else's from now on, which QEMU knows only after a migration.
-    pub(super) fn give_up(&mut self, qmp: &mut Qmp) -> Result<(), GuestError> {
-        if self.is_without_migration() {
+    /// The guest may be somebody else's from now on, which QEMU knows only after a migration.
+    pub(super) fn mark(&mut self, qmp: &mut Qmp) -> Result<(), GuestError> {
+        if self.is_without_migration() && !self.is_marked {
             given_away::mark(qmp)?;
-            self.is_given_up = true;
+            self.is_marked = true;
         }
         Ok(())
     }
@@ -118,7 +118,7 @@ impl Departure {
             // It has to end before.
             let _ = self.saving.undo(qmp);
         }
-        if std::mem::take(&mut self.is_given_up) {
+        if std::mem::take(&mut self.is_marked) {
             // A mark on a guest that runs says nothing.
             let _ = given_away::unmark(qmp);
         }

@@ -4,6 +4,7 @@ use transship_memory::Freeing;
 
 use super::QemuSource;
 use crate::qemu::{
+    blocks::{self, RamBlock},
     checks, machine, memory,
     qmp::Qmp,
     questions,
@@ -22,28 +23,51 @@ impl QemuSource {
         Ok(self.found)
     }
 
-    /// Asks what `look_whether_unchanged` will want to know, if it has not looked since the stop: QEMU reads a question
-    /// byte by byte, and can do so while its state is written, sent and loaded.
-    pub(super) fn ask_whether_unchanged(&mut self) -> Result<(), GuestError> {
-        if !self.is_unchecked || self.asks_later() {
-            return Ok(());
-        }
-        Ok(self.qmp.begin_to_ask(&questions::stopped())?)
+    /// Whether a guest that is about to be stopped is as it was when attached. Its devices are looked at now: one that
+    /// comes between this and the stop, which follows at once, has no driver in the guest yet.
+    pub(super) fn look_before_stop(&mut self) -> Result<(), GuestError> {
+        self.qmp.ask_ahead(&questions::stopping())?;
+        let _mappings = self.qmp.process().hold_mappings();
+        let seen = self
+            .check_no_writers_came()
+            .and_then(|()| self.check_memory_unchanged())
+            .and_then(|()| Ok(blocks::list(&mut self.qmp)?));
+        self.qmp.forget_answers();
+        self.before_stop = Some(seen?);
+        Ok(())
     }
 
-    /// Whether a guest that was stopped is as it was when attached.
-    pub(super) fn look_whether_unchanged(&mut self) -> Result<(), GuestError> {
+    /// Whether a guest that was stopped still is. Of one that was looked at right before, the memory alone is: QEMU
+    /// takes too long for all the rest while a guest stands still.
+    pub(super) fn look_after_stop(&mut self) -> Result<(), GuestError> {
         if self.asks_later() {
             return Ok(());
         }
-        self.qmp.ask_ahead(&questions::stopped())?;
+        let before = self.before_stop.take();
         let _mappings = self.qmp.process().hold_mappings();
-        let checked = self
-            .check_balloon()
-            .and_then(|()| self.check_no_devices_came())
-            .and_then(|()| self.check_memory_unchanged());
+        let checked = match before {
+            Some(before) => self.check_blocks_unchanged(&before),
+            None => self
+                .qmp
+                .ask_ahead(&questions::stopping())
+                .map_err(GuestError::from)
+                .and_then(|()| self.check_no_devices_came())
+                .and_then(|()| self.check_memory_unchanged()),
+        };
         self.qmp.forget_answers();
         checked
+    }
+
+    /// QEMU's list of its memory shows what was plugged in, and its mappings where the guest's memory is.
+    fn check_blocks_unchanged(&mut self, before: &[RamBlock]) -> Result<(), GuestError> {
+        self.back_ends.check_unchanged(&self.backends)?;
+        let now = blocks::list(&mut self.qmp)?;
+        let is_same = now.len() == before.len() && now.iter().zip(before).all(|(now, before)| now.is(before));
+        let moved = match &self.tracked {
+            Some(tracked) => memory::areas(&mut self.qmp, &self.backends)? != *tracked,
+            None => false,
+        };
+        if is_same && !moved { Ok(()) } else { Err(changed()) }
     }
 
     /// The tracker knows nothing of memory that was plugged, unplugged or mapped elsewhere meanwhile.
@@ -60,10 +84,7 @@ impl QemuSource {
         // Without what may give memory back there are no more holes than were thought possible.
         let frees = self.freeing == Freeing::Never && checks::freeing(&mut self.qmp)? == Freeing::Possible;
         if moved || backends != self.backends || frees {
-            return Err(GuestError::Unfit(
-                "the guest's memory, or a balloon, was plugged, unplugged or remapped meanwhile; start again"
-                    .to_owned(),
-            ));
+            return Err(changed());
         }
         Ok(())
     }
@@ -103,4 +124,10 @@ impl QemuSource {
     pub(super) fn check_balloon(&mut self) -> Result<(), GuestError> {
         self.balloon.map_or(Ok(()), |balloon| balloon.check_unchanged(&mut self.qmp))
     }
+}
+
+fn changed() -> GuestError {
+    GuestError::Unfit(
+        "the guest's memory, or a balloon, was plugged, unplugged or remapped meanwhile; start again".to_owned(),
+    )
 }

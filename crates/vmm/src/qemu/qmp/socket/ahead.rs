@@ -1,8 +1,9 @@
 //! Questions that are asked together. Each way to QEMU and back takes a switch from process to process, twice; and most
 //! of the time that an attachment takes goes by in these.
 use std::{
+    ops::Range,
     os::fd::BorrowedFd,
-    time::{Duration, Instant, SystemTime, UNIX_EPOCH},
+    time::{Duration, Instant},
 };
 
 use serde_json::{Value, json};
@@ -11,9 +12,6 @@ use super::{
     super::{Command, QmpError, Question},
     COMMAND_WAIT, Socket,
 };
-
-/// The least number of a descriptor set of ours.
-const SET_MIN: u64 = 1 << 30;
 
 /// What was asked before somebody wants to know.
 pub(super) struct Asked {
@@ -31,35 +29,41 @@ impl Asked {
 }
 
 impl Socket {
-    /// Asks all of these that were not asked yet, in this order, and waits for no answer.
-    ///
-    /// # Errors
-    /// QEMU is gone, or reads nothing.
-    pub(super) fn begin_to_ask(&mut self, questions: &[Question]) -> Result<(), QmpError> {
-        let mut new: Vec<(&'static str, &Value)> = Vec::new();
+    /// Those of the questions that were not asked yet, each once.
+    fn unasked<'a>(&self, questions: &'a [Question]) -> Vec<(&'static str, &'a Value)> {
+        let mut new = Vec::new();
         for (command, arguments) in questions {
             let is_known = self.asked.iter().any(|asked| asked.is(command, arguments));
             if !is_known && !new.contains(&(*command, arguments)) {
                 new.push((*command, arguments));
             }
         }
-        if new.is_empty() {
-            return Ok(());
-        }
-        let asked = self.give(&new, None)?.zip(new);
-        let asked =
-            asked.map(|(id, (command, arguments))| Asked { id, command, arguments: arguments.clone(), result: None });
-        self.asked.extend(asked);
-        Ok(())
+        new
     }
 
-    /// The same, and waits. Whoever gives one of these commands gets the answer from here, until
-    /// [`Socket::forget_answers`]. None of them may change anything.
+    /// Questions that were given with these numbers.
+    fn await_later(&mut self, ids: Range<u64>, questions: &[(&'static str, &Value)]) {
+        let asked = ids.zip(questions);
+        let asked = asked.map(|(id, (command, arguments))| Asked {
+            id,
+            command,
+            arguments: (*arguments).clone(),
+            result: None,
+        });
+        self.asked.extend(asked);
+    }
+
+    /// Asks all of these that were not asked yet, in this order, and waits. Whoever gives one of these commands gets
+    /// the answer from here, until [`Socket::forget_answers`]. None of them may change anything.
     ///
     /// # Errors
     /// QEMU is gone or does not answer; that it refuses one is an answer.
     pub(super) fn ask_ahead(&mut self, questions: &[Question]) -> Result<(), QmpError> {
-        self.begin_to_ask(questions)?;
+        let new = self.unasked(questions);
+        if !new.is_empty() {
+            let ids = self.give(&new, None)?;
+            self.await_later(ids, &new);
+        }
         let deadline = Instant::now() + COMMAND_WAIT;
         while let Some(command) = self.asked.iter().find(|asked| asked.result.is_none()).map(|asked| asked.command) {
             let Some(message) = self.message(deadline)? else { return Err(self.timeout(command, COMMAND_WAIT)) };
@@ -81,45 +85,41 @@ impl Socket {
         Ok(())
     }
 
-    /// Gives all of these, in this order, and waits for all answers: a result each, or the refusal. A descriptor goes
-    /// with the first.
+    /// Gives all of these, in this order, and waits for all answers: a result each, or the refusal.
     ///
     /// # Errors
     /// QEMU is gone or does not answer.
     pub(super) fn give_all(
         &mut self,
         commands: &[Command],
-        fd: Option<BorrowedFd<'_>>,
         limit: Duration,
     ) -> Result<Vec<Result<Value, QmpError>>, QmpError> {
         let given: Vec<_> = commands.iter().map(|(command, arguments)| (*command, arguments)).collect();
-        let ids = self.give(&given, fd)?;
+        let ids = self.give(&given, None)?;
         self.await_all(ids.zip(given.into_iter().map(|(command, _)| command)), limit)
     }
 
-    /// Gives commands that use this descriptor, puts it into a set for them before, and takes it away behind them.
+    /// Hands over a descriptor for a set that nobody else has, and asks these behind it. The answer to the first.
     ///
     /// # Errors
-    /// As [`Socket::give_all`]; or QEMU does not take the descriptor.
-    pub(super) fn give_with_set(
+    /// As [`Socket::ask_ahead`]; or QEMU does not take the descriptor.
+    pub(super) fn add_fd_and_ask(
         &mut self,
         fd: BorrowedFd<'_>,
-        commands: &dyn Fn(u64) -> Vec<Command>,
+        questions: &[Question],
         limit: Duration,
-    ) -> Result<Vec<Result<Value, QmpError>>, QmpError> {
-        // One that nobody else has: QEMU counts its own from 0, and what a killed process has left has another.
-        let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-        let set = SET_MIN + u64::from(now.subsec_nanos());
-        let mut all = vec![("add-fd", json!({ "fdset-id": set }))];
-        all.extend(commands(set));
-        all.push(("remove-fd", json!({ "fdset-id": set })));
-        let given: Vec<_> = all.iter().map(|(command, arguments)| (*command, arguments)).collect();
-        let ids = self.give(&given, Some(fd))?;
-        let mut results = self.await_all(ids.zip(given.into_iter().map(|(command, _)| command)), limit)?;
-        // If the last fails QEMU keeps an open file that nobody uses, until we disconnect.
-        let _ = results.pop();
-        results.remove(0)?;
-        Ok(results)
+    ) -> Result<Value, QmpError> {
+        const ADD: &str = "add-fd";
+        let none = json!({});
+        let mut all = vec![(ADD, &none)];
+        all.extend(self.unasked(questions));
+        let mut ids = self.give(&all, Some(fd))?;
+        let add = ids.next();
+        self.await_later(ids, &all[1..]);
+        let deadline = Instant::now() + limit;
+        let added = add.map_or(Ok(Value::Null), |id| self.await_answer(id, ADD, deadline, limit))?;
+        self.ask_ahead(questions)?;
+        Ok(added)
     }
 
     fn await_all(
@@ -141,6 +141,11 @@ impl Socket {
     /// What was asked ahead counts no more.
     pub(super) fn forget_answers(&mut self) {
         self.asked.clear();
+    }
+
+    /// The same of these alone.
+    pub(super) fn forget_answers_to(&mut self, questions: &[Question]) {
+        self.asked.retain(|asked| !questions.iter().any(|(command, arguments)| asked.is(command, arguments)));
     }
 
     /// What QEMU has said to that ahead, if it has.
