@@ -81,17 +81,12 @@ fn block_names(list: &[RamBlock], backends: &[Backend]) -> Vec<String> {
 /// All blocks that have a name: others are not in QEMU's stream.
 pub(super) fn list(qmp: &mut Qmp) -> Result<Vec<RamBlock>, QmpError> {
     let (command, arguments) = question();
-    Ok(of_answer(&qmp.execute(command, arguments)?))
+    Ok(parse(qmp.execute(command, arguments)?.as_str().unwrap_or_default()))
 }
 
 /// What [`list`] asks.
 pub(super) fn question() -> Question {
     ("human-monitor-command", json!({ "command-line": "info ramblock" }))
-}
-
-/// The answer to that.
-pub(super) fn of_answer(answer: &Value) -> Vec<RamBlock> {
-    parse(answer.as_str().unwrap_or_default())
 }
 
 /// As [`list`], with the addresses of all blocks of which they are certain, also where QEMU does not say them.

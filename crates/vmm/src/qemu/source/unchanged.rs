@@ -1,11 +1,12 @@
 //! Whether a guest is still what it was when it was attached to.
 use transship_guest::{Found, GuestError};
-use transship_memory::Freeing;
+use transship_memory::{Area, Freeing};
 
 use super::QemuSource;
 use crate::qemu::{
     blocks::{self, RamBlock},
-    checks, machine, memory,
+    checks, machine,
+    memory::{self, Backend},
     qmp::Qmp,
     questions,
     writers::{self, Allowed, Lookout, When},
@@ -63,10 +64,7 @@ impl QemuSource {
         self.back_ends.check_unchanged(&self.backends)?;
         let now = blocks::list(&mut self.qmp)?;
         let is_same = now.len() == before.len() && now.iter().zip(before).all(|(now, before)| now.is(before));
-        let moved = match &self.tracked {
-            Some(tracked) => memory::areas(&mut self.qmp, &self.backends)? != *tracked,
-            None => false,
-        };
+        let moved = has_moved(&mut self.qmp, &self.backends, self.tracked.as_deref())?;
         if is_same && !moved { Ok(()) } else { Err(changed()) }
     }
 
@@ -77,10 +75,7 @@ impl QemuSource {
         }
         self.back_ends.check_unchanged(&self.backends)?;
         let backends = memory::backends_again(&mut self.qmp, &self.backends)?;
-        let moved = match &self.tracked {
-            Some(tracked) => memory::areas(&mut self.qmp, &backends)? != *tracked,
-            None => false,
-        };
+        let moved = has_moved(&mut self.qmp, &backends, self.tracked.as_deref())?;
         // Without what may give memory back there are no more holes than were thought possible.
         let frees = self.freeing == Freeing::Never && checks::freeing(&mut self.qmp)? == Freeing::Possible;
         if moved || backends != self.backends || frees {
@@ -124,6 +119,11 @@ impl QemuSource {
     pub(super) fn check_balloon(&mut self) -> Result<(), GuestError> {
         self.balloon.map_or(Ok(()), |balloon| balloon.check_unchanged(&mut self.qmp))
     }
+}
+
+/// Whether QEMU has its memory elsewhere than where it was tracked, if it was.
+fn has_moved(qmp: &mut Qmp, backends: &[Backend], tracked: Option<&[Area]>) -> Result<bool, GuestError> {
+    tracked.map_or(Ok(false), |tracked| Ok(memory::areas(qmp, backends)? != tracked))
 }
 
 fn changed() -> GuestError {
