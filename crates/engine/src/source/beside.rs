@@ -8,8 +8,8 @@ use transship_wire::MAX_PAGES_AT_ONCE;
 /// Groups that are sent ahead of a guest at most: 2 MiB, which a fast link carries in two milliseconds.
 const MOST: u64 = 16;
 const GROUP: u64 = MAX_PAGES_AT_ONCE as u64;
-/// Pages that are sent before somebody who waits may be heard: on a link of 1 Gbit/s they take half a millisecond.
-const AT_ONCE: u64 = GROUP / 2;
+/// Pages that are sent at most before somebody who waits may be heard, however fast the link is.
+const AT_ONCE: PageCount = PageCount::new(GROUP / 2);
 
 /// A guest that asks for one group after the other.
 #[derive(Debug, Clone, Copy)]
@@ -32,8 +32,8 @@ impl Walk {
 /// What is to be sent when nobody waits.
 #[derive(Debug, Default)]
 pub(super) struct Beside {
-    /// Regions, and the first of so many pages.
-    pieces: VecDeque<(u16, u64)>,
+    /// By region.
+    groups: VecDeque<(u16, PageRange)>,
     walk: Option<Walk>,
 }
 
@@ -50,19 +50,22 @@ impl Beside {
         };
         let last = group + walk.ahead;
         let first = if goes_on.is_some() { group.max(walk.last + 1) } else { group };
-        let pieces = (first * GROUP..(last + 1) * GROUP).step_by(AT_ONCE as usize);
-        self.pieces.extend(pieces.map(|page| (region, page)));
+        self.groups.extend((first..=last).map(|group| (region, PageRange::new(group * GROUP, GROUP))));
         self.walk = Some(Walk { last: last.max(walk.last), ..walk });
     }
 
     pub(super) fn is_empty(&self) -> bool {
-        self.pieces.is_empty()
+        self.groups.is_empty()
     }
 
-    /// The next of them, of a region that has so many pages.
-    pub(super) fn take(&mut self, pages: impl Fn(u16) -> PageCount) -> Option<(u16, PageRange)> {
-        let (region, first) = self.pieces.pop_front()?;
-        let piece = PageRange::new(first, AT_ONCE);
+    /// The next of them, of a region that has so many pages. `at_once`: what the link carries in a moment.
+    pub(super) fn take(&mut self, at_once: PageCount, pages: impl Fn(u16) -> PageCount) -> Option<(u16, PageRange)> {
+        let &mut (region, ref mut group) = self.groups.front_mut()?;
+        let piece = group.first.run(group.count.min(at_once.clamp(PageCount::ONE, AT_ONCE)));
+        *group = piece.end().to(group.end());
+        if group.count == PageCount::ZERO {
+            self.groups.pop_front();
+        }
         Some((region, piece.first.to(piece.end().min(PageRange::all(pages(region)).end()))))
     }
 }
@@ -76,7 +79,7 @@ mod tests {
         let mut beside = Beside::default();
         let after = |&(region, page): &(u16, u64)| {
             beside.note(region, page);
-            let taken = std::iter::from_fn(|| beside.take(|_| PageCount::new(1_000_000)));
+            let taken = std::iter::from_fn(|| beside.take(PageCount::MAX, |_| PageCount::new(1_000_000)));
             let mut groups: Vec<_> = taken.map(|(_, pages)| pages.first.get() / GROUP).collect();
             groups.dedup();
             groups
@@ -112,8 +115,21 @@ mod tests {
     fn a_region_ends() {
         let mut beside = Beside::default();
         beside.note(0, 40);
-        assert_eq!(beside.take(|_| PageCount::new(50)), Some((0, PageRange::new(32, 16))));
-        assert_eq!(beside.take(|_| PageCount::new(50)), Some((0, PageRange::new(48, 2))));
-        assert_eq!(beside.take(|_| PageCount::new(50)), None);
+        let mut take = || beside.take(PageCount::MAX, |_| PageCount::new(50));
+        assert_eq!(take(), Some((0, PageRange::new(32, 16))));
+        assert_eq!(take(), Some((0, PageRange::new(48, 2))));
+        assert_eq!(take(), None);
+    }
+
+    #[test]
+    fn a_slow_link_gets_few_at_a_time() {
+        for (at_once, each) in [(0, 1), (7, 7), (100, 16)] {
+            let mut beside = Beside::default();
+            beside.note(0, 70);
+            let take = || beside.take(PageCount::new(at_once), |_| PageCount::new(1_000_000));
+            let taken: Vec<_> = std::iter::from_fn(take).map(|(_, pages)| pages).collect();
+            let group: Vec<_> = PageRange::new(64, GROUP).parts(PageCount::new(each)).collect();
+            assert_eq!(taken, group, "{at_once}");
+        }
     }
 }

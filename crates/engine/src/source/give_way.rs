@@ -8,26 +8,33 @@ use std::{
 
 use crossbeam_channel::{Receiver, RecvTimeoutError, Sender, bounded};
 use transship_lines::{TcpState, limit_tcp_pace};
-use transship_memory::PageCount;
 
+use super::room::Room;
 use crate::{channels::PagesAtOnce, transport::Connection};
 
 /// Time between two looks at the connections.
 const INTERVAL: Duration = Duration::from_millis(10);
 /// Looks after which the pace is set anew. The first time it is earlier: by then the link is full.
 const LOOKS: u32 = 10;
-const FIRST_LOOKS: u32 = 3;
-/// What bytes may take longer than on an empty link, at the best of these looks, before there must be a queue. A single
-/// look says little: where the processors are busy, acknowledgements are late, too.
-const QUEUE: Duration = Duration::from_micros(1500);
+const FIRST_LOOKS: u32 = 3; // fewer than LAST_LOOKS
+const PACE_INTERVAL: Duration = INTERVAL.saturating_mul(LOOKS);
+/// What bytes may take longer than on an empty link, at the best of the last looks, before there must be a queue. A
+/// single look says little: where the processors are busy, acknowledgements are late, too.
+const QUEUE: Duration = Duration::from_micros(300);
+/// The same where so little is always there: the processors are late.
+const LATE: Duration = Duration::from_micros(1500);
+const LAST_LOOKS: u32 = 5;
 /// A queue that is still there after so many paces is not ours: others fill the link, or the processors are late.
 const IN_VAIN: u32 = 10;
 /// Looks, of those that set the pace, without one after that.
 const REST: u32 = 50;
-/// What goes into the link at once takes so long there.
-const AT_ONCE: Duration = Duration::from_micros(100);
+/// The part of its pace at which a link carries all of that.
+const FULL: f64 = 0.99;
 /// The part of the pace that the channels have at least, whatever goes beside them.
 const LEAST: f64 = 0.1;
+/// By how much the pace grows at first, and after how many such steps by twice as much.
+const GROWTH: f64 = 0.005;
+const STEPS: f64 = 8.0;
 
 /// What all connections together may carry, in bytes a second. None: nothing stood in the way yet.
 #[derive(Debug, Default)]
@@ -39,6 +46,10 @@ struct Pace {
     drain: f64,
     /// How often in a row there was a queue all the same.
     in_vain: u32,
+    /// Small queues say nothing.
+    is_late: bool,
+    /// How often in a row it has grown.
+    grown: u32,
     /// Looks without a pace that are still to come.
     rest: u32,
 }
@@ -51,29 +62,35 @@ impl Pace {
             return;
         }
         self.best = came.max(self.best * 0.98);
-        self.drain = 0.0;
-        self.in_vain = if queue > QUEUE { self.in_vain + 1 } else { 0 };
-        match self.total {
-            _ if self.in_vain > IN_VAIN => *self = Self { rest: REST, ..Self::default() },
-            // The link was busy all the time, so this is what it carries.
-            _ if queue > QUEUE => {
-                self.total = Some((came * 0.95).max(self.best * 0.8));
-                self.drain = (queue.as_secs_f64() / (INTERVAL * LOOKS).as_secs_f64()).min(0.5);
-            }
-            Some(total) if came > total * 0.95 => self.total = Some(total * 1.02),
-            _ => {}
+        self.is_late &= queue > QUEUE;
+        let stands = queue > if self.is_late { LATE } else { QUEUE };
+        self.in_vain = if stands { self.in_vain + 1 } else { 0 };
+        if self.in_vain > IN_VAIN && queue > LATE {
+            *self = Self { rest: REST, ..Self::default() };
+            return;
         }
-    }
-
-    /// Pages that take the link for a moment only. Without a pace they are as many as can be: nobody knows how long
-    /// they take.
-    fn pages_at_once(&self) -> PageCount {
-        self.total.map_or(PageCount::MAX, |total| PageCount::within((total * AT_ONCE.as_secs_f64()) as u64))
+        self.is_late |= self.in_vain > IN_VAIN;
+        let allowed = self.total.map_or(f64::MAX, |total| total * (1.0 - self.drain));
+        self.total = match self.total {
+            // The link carries all that it is given: what waits there is only to go.
+            Some(total) if stands && came > allowed * FULL => Some(total),
+            // It was busy all the time, so this is what it carries.
+            _ if stands => Some((came * 0.97).max(self.best * 0.8)),
+            Some(total) if came > total * 0.95 => Some(total * (1.0 + GROWTH * (1.0 + f64::from(self.grown) / STEPS))),
+            total => total,
+        };
+        self.grown = if !stands && came > self.total.unwrap_or(f64::MAX) * 0.95 { self.grown + 1 } else { 0 };
+        self.drain = if stands { (2.0 * queue.as_secs_f64() / PACE_INTERVAL.as_secs_f64()).min(0.5) } else { 0.0 };
     }
 
     /// What is left for the channels.
     fn beside(&self, urgent: f64) -> Option<f64> {
         self.total.map(|total| (total * (1.0 - self.drain) - urgent).max(total * LEAST))
+    }
+
+    /// What is left by the channels that have the least.
+    fn urgent(&self) -> Option<f64> {
+        self.total.map(|total| total * (1.0 - self.drain - LEAST))
     }
 }
 
@@ -82,23 +99,25 @@ pub(super) fn give_way<'s, 'e: 's>(
     scope: &'s Scope<'s, 'e>,
     channels: &'e [Connection],
     urgent: &'e Connection,
-    at_once: &'e PagesAtOnce,
+    (at_once, room): (&'e PagesAtOnce, &'e Room),
 ) -> Sender<()> {
     let (until, is_over) = bounded(0);
     // Sockets without such figures have no link to fill.
     if channels.iter().chain([urgent]).all(|connection| TcpState::of(connection).is_ok()) {
-        scope.spawn(move || watch(channels, urgent, at_once, &is_over));
+        scope.spawn(move || watch(channels, urgent, (at_once, room), &is_over));
     }
     until
 }
 
-fn watch(channels: &[Connection], urgent: &Connection, at_once: &PagesAtOnce, is_over: &Receiver<()>) {
+fn watch(channels: &[Connection], urgent: &Connection, (at_once, room): (&PagesAtOnce, &Room), is_over: &Receiver<()>) {
     let mut pace = Pace::default();
     let (mut before, mut since) = (acknowledged(channels, urgent), Instant::now());
     let (mut looks, mut queue) = (LOOKS - FIRST_LOOKS, Duration::MAX);
     while is_over.recv_timeout(INTERVAL) == Err(RecvTimeoutError::Timeout) {
-        queue = queue.min(queued(channels));
         looks += 1;
+        if looks > LOOKS - LAST_LOOKS {
+            queue = queue.min(queued(channels));
+        }
         if looks < LOOKS {
             continue;
         }
@@ -110,7 +129,8 @@ fn watch(channels: &[Connection], urgent: &Connection, at_once: &PagesAtOnce, is
             // One that has ended says so to whoever sends.
             let _ = limit_tcp_pace(channel, each);
         }
-        at_once.set(pace.pages_at_once());
+        room.set(pace.urgent());
+        at_once.set(room.at_once());
         (before, since, looks, queue) = (now, Instant::now(), 0, Duration::MAX);
     }
 }
@@ -140,18 +160,29 @@ mod tests {
     }
 
     impl Link {
+        /// What comes through by the second, of so much that is offered for so many seconds.
+        fn carry(&mut self, offered: f64, seconds: f64) -> f64 {
+            let came = (offered + self.queue / seconds).min(self.carries);
+            self.queue = (self.queue + (offered - came) * seconds).clamp(0.0, self.carries / 20.0);
+            came
+        }
+
+        fn delay(&self) -> Duration {
+            Duration::from_secs_f64(self.queue / self.carries)
+        }
+
         /// Seconds of a sender that has enough to send, beside so much that is urgent.
         fn run(&mut self, pace: &mut Pace, urgent: f64, seconds: f64) -> (f64, Duration) {
             let (mut sent, mut longest) = (0.0, Duration::ZERO);
             for step in 0..(seconds * 10.0) as u32 {
                 let offered = pace.beside(urgent).unwrap_or(self.carries * 10.0) + urgent;
-                let came = (offered + self.queue * 10.0).min(self.carries);
-                self.queue = (self.queue + (offered - came) / 10.0).clamp(0.0, self.carries / 20.0);
-                let queue = Duration::from_secs_f64(self.queue / self.carries);
-                pace.adapt(came, queue);
+                let before = self.delay();
+                let came = self.carry(offered, 0.1);
+                // The least of the second half.
+                pace.adapt(came, self.delay().min((before + self.delay()) / 2));
                 sent += came / 10.0;
                 if step >= 3 {
-                    longest = longest.max(queue);
+                    longest = longest.max(self.delay());
                 }
             }
             (sent / seconds / self.carries, longest)
@@ -160,11 +191,11 @@ mod tests {
 
     #[test]
     fn a_link_is_used_and_stays_free() {
-        for (urgent, least) in [(0.0, 0.95), (30e6, 0.95), (90e6, 0.9)] {
+        for (urgent, least) in [(0.0, 0.97), (30e6, 0.97), (90e6, 0.95)] {
             let (mut link, mut pace) = (Link { carries: 125e6, ..Link::default() }, Pace::default());
             let (used, longest) = link.run(&mut pace, urgent, 10.0);
             assert!(used > least, "{urgent}: {used}");
-            assert!(longest < Duration::from_millis(8), "{urgent}: {longest:?}");
+            assert!(longest < Duration::from_millis(2), "{urgent}: {longest:?}");
         }
     }
 
@@ -180,6 +211,22 @@ mod tests {
         link.run(&mut pace, 0.0, 15.0);
         let (used, longest) = link.run(&mut pace, 0.0, 5.0);
         assert!(used > 0.95 && longest < Duration::from_millis(8), "faster: {used}, {longest:?}");
+    }
+
+    #[test]
+    fn processors_that_are_late_do_not_slow_it_down() {
+        // Acknowledgements are late by so much, always or now and then.
+        for (late, every) in [(500, 1), (500, 2), (1400, 1), (1400, 3), (400, 7)] {
+            let (mut link, mut pace) = (Link { carries: 125e6, ..Link::default() }, Pace::default());
+            let mut sent = 0.0;
+            for step in 0..300 {
+                let came = link.carry(pace.beside(0.0).unwrap_or(link.carries * 10.0), 0.1);
+                let noise = Duration::from_micros(if step % every == 0 { late } else { 0 });
+                pace.adapt(came, link.delay() + noise);
+                sent += came / 300.0;
+            }
+            assert!(sent > link.carries * 0.93, "{late} every {every}: {sent}");
+        }
     }
 
     #[test]

@@ -5,10 +5,13 @@ mod give_way;
 mod line;
 mod post_copy;
 mod recovery;
+mod room;
 mod sender;
 mod serving;
 mod session;
+mod standing;
 mod switchover;
+mod urgent;
 
 use std::sync::Arc;
 

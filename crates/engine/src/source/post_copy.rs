@@ -17,11 +17,12 @@ use transship_memory::{PageCount, PageSet};
 use transship_wire::Message;
 
 use super::{
-    line::{Base, Line, cant_read, pause},
+    line::{Base, Line, pause},
     recovery::HandedOver,
     serving::Serving,
     session::MoveSession,
     switchover::{await_loaded, save_state, send_state},
+    urgent::cant_read,
 };
 use crate::{
     Error, Phase, PostCopyReport, Progress, Report, Rule,
