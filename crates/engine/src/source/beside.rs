@@ -32,7 +32,7 @@ impl Walk {
 /// What is to be sent when nobody waits.
 #[derive(Debug, Default)]
 pub(super) struct Beside {
-    /// By region.
+    /// Regions, and the pages of a group that are still to come.
     groups: VecDeque<(u16, PageRange)>,
     walk: Option<Walk>,
 }

@@ -1,6 +1,6 @@
 //! Channels that give way. What a guest waits for goes over a connection of its own, and behind everything that the
-//! channels have put into the link before it. So they are kept just below what the link carries: then no queue builds
-//! up in it, and nothing stands in the way.
+//! channels have put into the link before it. So they are kept just below what the link carries, together with what
+//! goes there beside it: then no queue builds up in the link, and nothing stands in the way.
 use std::{
     thread::Scope,
     time::{Duration, Instant},
@@ -70,7 +70,7 @@ impl Pace {
             return;
         }
         self.is_late |= self.in_vain > IN_VAIN;
-        let allowed = self.total.map_or(f64::MAX, |total| total * (1.0 - self.drain));
+        let allowed = self.allowed().unwrap_or(f64::MAX);
         self.total = match self.total {
             // The link carries all that it is given: what waits there is only to go.
             Some(total) if stands && came > allowed * FULL => Some(total),
@@ -83,9 +83,14 @@ impl Pace {
         self.drain = if stands { (2.0 * queue.as_secs_f64() / PACE_INTERVAL.as_secs_f64()).min(0.5) } else { 0.0 };
     }
 
+    /// What may go until the next look.
+    fn allowed(&self) -> Option<f64> {
+        self.total.map(|total| total * (1.0 - self.drain))
+    }
+
     /// What is left for the channels.
     fn beside(&self, urgent: f64) -> Option<f64> {
-        self.total.map(|total| (total * (1.0 - self.drain) - urgent).max(total * LEAST))
+        self.total.zip(self.allowed()).map(|(total, allowed)| (allowed - urgent).max(total * LEAST))
     }
 
     /// What is left by the channels that have the least.
