@@ -21,8 +21,8 @@ pub(crate) const COMPLETED: &str = "completed";
 pub(crate) struct SaveRun {
     /// `completed`, or why not.
     pub(crate) status: String,
-    /// Until the file is durable. Ours: `total_ms` of the report. QEMU's: from the command until it is completed, and
-    /// syncing.
+    /// Until the file is durable. Ours: `total_ms` of the report. QEMU's: from the command until it is completed and
+    /// synced.
     pub(crate) ms: f64,
     /// Ours: from the start of the process to its end.
     pub(crate) process_ms: Option<f64>,

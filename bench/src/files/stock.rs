@@ -2,7 +2,6 @@
 use std::{
     fs::{self, File},
     path::Path,
-    thread,
     time::{Duration, Instant, SystemTime},
 };
 
@@ -26,7 +25,7 @@ use crate::{
 /// never ends.
 const PATIENCE: Duration = Duration::from_secs(60);
 pub(super) const FILE_TIMES_MAX: u64 = 4;
-/// How often a save that may never end is looked at. When it ended is what QEMU itself says.
+/// How often a save that may never end is looked at.
 const LOOK_EVERY: Duration = Duration::from_millis(20);
 
 /// Saves the guest, and makes its file durable.
@@ -37,30 +36,35 @@ pub(super) fn save(source: &Source, file: &Path, case: Case, channels: u8) -> Re
     let (begin, since) = (Instant::now(), SystemTime::now());
     qemu.qmp("migrate", json!({ "uri": uri(file) })).map_err(text)?;
     let never_ends = |grown: u64| begin.elapsed() > PATIENCE || grown > FILE_TIMES_MAX * source.bytes;
-    let info = loop {
-        let info = qemu.qmp("query-migrate", json!({})).map_err(text)?;
-        match info["status"].as_str() {
-            Some("completed") => break info,
-            Some("failed") => return Err(stock::failure(qemu, "source", &info)),
-            _ if case.guest.runs() && never_ends(size(file)?) => {
-                return given_up(source, file, begin.elapsed(), cpu_before, &info);
+    let (completed, status) = loop {
+        let ended = |data: &Value| matches!(data["status"].as_str(), Some("completed" | "failed"));
+        match qemu.wait_event_within(LOOK_EVERY, "MIGRATION", ended).map_err(text)? {
+            Some(data) => break (begin.elapsed(), data["status"].clone()),
+            None if case.guest.runs() && never_ends(size(file)?) => {
+                return given_up(source, file, begin.elapsed(), cpu_before);
             }
-            _ => thread::sleep(LOOK_EVERY),
+            None => {}
         }
     };
-    let completed = qemu.wait_event_time("MIGRATION", since, |data| data["status"] == COMPLETED).map_err(text)?;
+    if status != COMPLETED {
+        let info = qemu.qmp("query-migrate", json!({})).map_err(text)?;
+        return Err(stock::failure(qemu, "source", &info));
+    }
+    // At once: QEMU says so before it closes the file, and closing may begin to write it.
+    let sync_cpu = sync(file)?;
+    let durable = begin.elapsed();
+    let info = qemu.qmp("query-migrate", json!({})).map_err(text)?;
     let cpu_after = source.cpu_seconds()?;
-    let (sync_time, sync_cpu) = sync(file)?;
     let pause_ms = match case.guest {
-        Guest::Live => Some(millis(source.stopped_at(since)?.until(completed))),
+        Guest::Live => Some(millis(source.stopped_at(since)?.until(since + completed))),
         Guest::Background => Some(millis(source.stopped_at(since)?.until(source.resumed_at(since)?))),
         Guest::Paused | Guest::Sparse => None,
     };
     Ok(SaveRun {
         status: COMPLETED.into(),
-        ms: millis(since.until(completed) + sync_time),
+        ms: millis(durable),
         own_total_ms: Some(stock::number(&info, "/total-time")?),
-        sync_ms: Some(millis(sync_time)),
+        sync_ms: Some(millis(durable - completed)),
         pause_ms,
         pages_written: Some(stock::number(&info, "/ram/normal")? as u64),
         cpu_seconds: cpu_after - cpu_before + sync_cpu,
@@ -119,16 +123,17 @@ fn size(file: &Path) -> Result<u64, String> {
     Ok(fs::metadata(file).map_err(|error| format!("{}: {error}", file.display()))?.len())
 }
 
-/// Whoever syncs a file, all of it gets to the disk. Gives the time that it takes, and our own CPU seconds in it.
-fn sync(file: &Path) -> Result<(Duration, f64), String> {
-    let (begin, cpu) = (Instant::now(), own_cpu_seconds());
+/// Whoever syncs a file, all of it gets to the disk. Gives our own CPU seconds in it.
+fn sync(file: &Path) -> Result<f64, String> {
+    let cpu = own_cpu_seconds();
     let synced = File::open(file).and_then(|file| file.sync_all());
     synced.map_err(|error| format!("can't sync {}: {error}", file.display()))?;
-    Ok((begin.elapsed(), own_cpu_seconds() - cpu))
+    Ok(own_cpu_seconds() - cpu)
 }
 
-fn given_up(source: &Source, file: &Path, after: Duration, cpu_before: f64, info: &Value) -> Result<SaveRun, String> {
+fn given_up(source: &Source, file: &Path, after: Duration, cpu_before: f64) -> Result<SaveRun, String> {
     let cpu_seconds = source.cpu_seconds()? - cpu_before;
+    let info = source.qemu.qmp("query-migrate", json!({})).map_err(text)?;
     source.qemu.qmp("migrate_cancel", json!({})).map_err(text)?;
     let is_end = |data: &Value| matches!(data["status"].as_str(), Some("cancelled" | "completed" | "failed"));
     source.qemu.wait_event("MIGRATION", is_end).map_err(text)?;
@@ -136,7 +141,7 @@ fn given_up(source: &Source, file: &Path, after: Duration, cpu_before: f64, info
     Ok(SaveRun {
         status: format!("no end: {} after {} s", units::bytes(run.file_bytes), after.as_secs()),
         ms: millis(after),
-        pages_written: Some(stock::number(info, "/ram/normal")? as u64),
+        pages_written: Some(stock::number(&info, "/ram/normal")? as u64),
         cpu_seconds,
         ..run
     })

@@ -115,6 +115,19 @@ impl Qemu {
         self.monitor().wait_event(name, wanted)
     }
 
+    /// The same for so long at most; none: it did not come.
+    ///
+    /// # Errors
+    /// QEMU is gone.
+    pub fn wait_event_within(
+        &self,
+        time: Duration,
+        name: &str,
+        wanted: impl Fn(&Value) -> bool,
+    ) -> Result<Option<Value>> {
+        self.monitor().wait_event_within(time, name, wanted)
+    }
+
     /// When the first such event happened that is not older than `since`. QEMU's clock has microseconds.
     ///
     /// # Errors

@@ -1,9 +1,10 @@
 //! A small QMP client of the lab's own: it checks what the product's client does, so they share nothing.
 use crate::{LabError, PATIENCE, Result, failed};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use serde_json::{Value, json};
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::net::UnixStream;
-use std::time::{Duration, SystemTime};
+use std::time::{Duration, Instant, SystemTime};
 
 /// A QMP connection after the handshake.
 #[derive(Debug)]
@@ -61,6 +62,30 @@ impl Qmp {
         Ok(self.wait(name, |event| wanted(&event["data"]))?["data"].take())
     }
 
+    /// The same for so long at most; none: it did not come.
+    ///
+    /// # Errors
+    /// QEMU is gone.
+    pub fn wait_event_within(
+        &mut self,
+        time: Duration,
+        name: &str,
+        wanted: impl Fn(&Value) -> bool,
+    ) -> Result<Option<Value>> {
+        let end = Instant::now() + time;
+        let is_it = |event: &Value| event["event"] == name && wanted(&event["data"]);
+        loop {
+            if let Some(at) = self.events.iter().position(is_it) {
+                return Ok(Some(self.events.remove(at)["data"].take()));
+            }
+            if !self.comes_until(end)? {
+                return Ok(None);
+            }
+            let event = self.read().map_err(failed(format!("can't wait for the event {name}")))?;
+            self.events.push(event);
+        }
+    }
+
     /// When the first such event happened, by QEMU's own clock, that is not older than `since`.
     ///
     /// # Errors
@@ -87,6 +112,17 @@ impl Qmp {
             }
             self.events.push(event);
         }
+    }
+
+    /// Whether something is to be read before `end`.
+    fn comes_until(&self, end: Instant) -> Result<bool> {
+        if !self.stream.buffer().is_empty() {
+            return Ok(true);
+        }
+        let left = end.saturating_duration_since(Instant::now());
+        let left = Timespec::try_from(left).map_err(failed("qmp: can't wait for so long"))?;
+        let mut here = [PollFd::new(self.stream.get_ref(), PollFlags::IN)];
+        Ok(poll(&mut here, Some(&left)).map_err(failed("qmp: can't wait"))? > 0)
     }
 
     fn read(&mut self) -> Result<Value> {
