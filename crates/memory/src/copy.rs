@@ -1,11 +1,9 @@
-//! Pages of a window of a region, to and from the outside: looked at, copied, sent, written.
+//! Pages of a window of a region, looked at, copied and written.
 //!
 //! Here any page may be the first of a window.
 
 use std::{
-    io,
-    os::fd::{AsRawFd, BorrowedFd},
-    ptr,
+    io, ptr,
     sync::{MutexGuard, PoisonError, TryLockError},
 };
 
@@ -58,37 +56,6 @@ impl Region {
         Ok(())
     }
 
-    /// Writes `head` and then the present pages of the window to a socket, pipe or file, straight from guest memory if
-    /// that is mapped. Goes on after short writes and interruptions.
-    ///
-    /// # Errors
-    /// InvalidInput for pages that the region does not have, before anything is written. The system's own, WouldBlock
-    /// of a socket with a send timeout included: an unknown part was written by then, so the stream is of no use any
-    /// more.
-    pub fn send_window(&self, to: BorrowedFd<'_>, head: &[u8], present: WindowPages) -> io::Result<()> {
-        self.send_as(Way::Sendmsg { flags: 0 }, to, head, present)
-    }
-
-    /// As [`Region::send_window`]. Over TCP, what is sent next goes apart from it: so the kernel puts no more into the
-    /// link at once.
-    ///
-    /// # Errors
-    /// As there.
-    pub fn send_window_apart(&self, to: BorrowedFd<'_>, head: &[u8], present: WindowPages) -> io::Result<()> {
-        self.send_as(Way::Sendmsg { flags: libc::MSG_EOR }, to, head, present)
-    }
-
-    fn send_as(&self, way: Way, to: BorrowedFd<'_>, head: &[u8], present: WindowPages) -> io::Result<()> {
-        self.check_window(present).map_err(|error| io::Error::new(io::ErrorKind::InvalidInput, error))?;
-        match &self.held {
-            Held::Shared(shared) => shared.send_window(way, to, head, present),
-            Held::Private(private) => private
-                .with_pages(present, |pages| send(way, to, head, pages))
-                .map_err(|source| io::Error::other(self.unread(source)))
-                .flatten(),
-        }
-    }
-
     /// Writes the present pages (4096 bytes each, in their order) into place. They go through the
     /// backing file where that can be written, which is faster than faulting in a page at a time; a hugetlbfs can't.
     ///
@@ -131,7 +98,7 @@ impl Region {
         }
     }
 
-    fn unread(&self, source: io::Error) -> Error {
+    pub(crate) fn unread(&self, source: io::Error) -> Error {
         self.failed("read pages", source)
     }
 
@@ -178,17 +145,6 @@ impl Shared {
         // SAFETY: raw() gives len readable bytes of the mapping, and `into` is as long and our own. As in `copy_out`
         // the guest may write meanwhile, and no reference to its memory is made.
         unsafe { ptr::copy_nonoverlapping(start, into.as_mut_ptr(), len) };
-    }
-
-    fn send_window(&self, way: Way, to: BorrowedFd<'_>, head: &[u8], present: WindowPages) -> io::Result<()> {
-        let pages = present.runs().map(|run| self.raw(run));
-        let head = (head.as_ptr().cast_mut(), head.len());
-        let mut parts: Vec<libc::iovec> = std::iter::once(head)
-            .chain(pages)
-            .map(|(start, len)| libc::iovec { iov_base: start.cast(), iov_len: len })
-            .collect();
-        // SAFETY: the parts are the slice `head` and pages of the mapping, both of which live beyond this call.
-        unsafe { write_all(way, to, &mut parts) }
     }
 
     /// Makes the pages of a window that have to be there before they are written.
@@ -258,77 +214,6 @@ impl Shared {
         }
         Ok(())
     }
-}
-
-/// Writes both, one behind the other.
-fn send(way: Way, to: BorrowedFd<'_>, head: &[u8], pages: &[u8]) -> io::Result<()> {
-    let mut parts =
-        [head, pages].map(|part| libc::iovec { iov_base: part.as_ptr().cast_mut().cast(), iov_len: part.len() });
-    // SAFETY: the parts are slices, which live beyond this call.
-    unsafe { write_all(way, to, &mut parts) }
-}
-
-/// How a file descriptor is written to.
-#[derive(Clone, Copy)]
-enum Way {
-    /// A peer that is gone is an error, and no SIGPIPE, whatever the program does about that signal.
-    Sendmsg {
-        /// More than that.
-        flags: libc::c_int,
-    },
-    Writev,
-}
-
-/// Writes all parts, in order. At most 65 come here (a head and every second page of a window), below the 1024 of
-/// IOV_MAX.
-///
-/// # Safety
-/// Each part is readable during the call. It may be written meanwhile.
-unsafe fn write_all(mut way: Way, to: BorrowedFd<'_>, parts: &mut [libc::iovec]) -> io::Result<()> {
-    let mut rest = skip(parts, 0);
-    while !rest.is_empty() {
-        // SAFETY: the caller's promise; skip() only shortens parts.
-        match unsafe { write_some(way, to, rest) } {
-            Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
-            Ok(written) => rest = skip(rest, written),
-            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-            Err(error) if error.raw_os_error() == Some(libc::ENOTSOCK) => way = Way::Writev,
-            Err(error) => return Err(error),
-        }
-    }
-    Ok(())
-}
-
-/// # Safety
-/// As [`write_all`].
-unsafe fn write_some(way: Way, to: BorrowedFd<'_>, parts: &mut [libc::iovec]) -> io::Result<usize> {
-    let written = match way {
-        Way::Sendmsg { flags } => {
-            // SAFETY: a msghdr is plain integers and pointers, for which zero means none.
-            let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
-            message.msg_iov = parts.as_mut_ptr();
-            message.msg_iovlen = parts.len();
-            // SAFETY: the message points to as many parts as it says; they are readable by the caller's promise.
-            unsafe { libc::sendmsg(to.as_raw_fd(), &raw const message, libc::MSG_NOSIGNAL | flags) }
-        }
-        // SAFETY: as many parts as said, readable by the caller's promise.
-        Way::Writev => unsafe { libc::writev(to.as_raw_fd(), parts.as_ptr(), parts.len() as libc::c_int) },
-    };
-    usize::try_from(written).map_err(|_| io::Error::last_os_error())
-}
-
-/// The parts without their first `bytes`, and without empty ones before the first that is not.
-fn skip(mut parts: &mut [libc::iovec], mut bytes: usize) -> &mut [libc::iovec] {
-    while let Some(part) = parts.first_mut() {
-        if bytes < part.iov_len {
-            part.iov_base = part.iov_base.cast::<u8>().wrapping_add(bytes).cast();
-            part.iov_len -= bytes;
-            break;
-        }
-        bytes -= part.iov_len;
-        parts = &mut parts[1..];
-    }
-    parts
 }
 
 #[cfg(test)]

@@ -43,6 +43,8 @@ mod receive;
 mod region;
 mod room;
 #[allow(unsafe_code)]
+mod send;
+#[allow(unsafe_code)]
 mod shared;
 mod streaks;
 mod sweep;

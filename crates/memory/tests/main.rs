@@ -9,5 +9,6 @@ mod possible;
 mod private;
 mod protect;
 mod region;
+mod send;
 mod sync_tracker;
 mod tracker;

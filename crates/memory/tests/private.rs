@@ -221,6 +221,13 @@ fn a_window_is_looked_at_copied_and_sent() {
     let mut sent = vec![0; 4 + 2 * 4096];
     theirs.read_exact(&mut sent).unwrap();
     assert_eq!((&sent[..4], sent[4], sent[4 + 4096]), (&b"head"[..], 3, 4));
+    let woven = tempfile::tempfile().unwrap();
+    region.write_woven(woven.as_fd(), 0, b"onetwo.", &[3, 6], WindowPages::new(2, 1 << 1 | 1 << 68)).unwrap();
+    let mut written = vec![0; 7 + 2 * 4096 + 1];
+    assert_eq!(rustix::io::pread(&woven, &mut written, 0).unwrap(), 7 + 2 * 4096);
+    assert_eq!((&written[..3], written[3]), (&b"one"[..], 3));
+    assert_eq!((&written[3 + 4096..6 + 4096], written[6 + 4096]), (&b"two"[..], 70));
+    assert_eq!(written[6 + 2 * 4096], b'.');
     let beyond = region.copy_out(WindowPages::new(200, 1 << 100), &mut out).unwrap_err();
     assert!(matches!(beyond, transship_memory::Error::OutOfRange { .. }), "{beyond}");
     let written = region.write_pages(WindowPages::new(0, 1), &[0; 4096]).unwrap_err();

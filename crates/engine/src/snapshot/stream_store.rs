@@ -1,10 +1,10 @@
 //! A plain stream made of another one's parts: pages are appended as they come, the last one counts.
 use std::sync::{Arc, Mutex, MutexGuard};
 
-use transship_memory::{PAGE_BYTES, PageRange, Writeback};
+use transship_memory::{PAGE_BYTES, PageRange};
 use transship_wire::qemu::{Block, Configuration, Name};
 
-use super::file::target::Target;
+use super::file::{appending::Appending, target::Target};
 use crate::{
     Error, FileReport, Progress,
     stream::{
@@ -26,13 +26,11 @@ pub(crate) struct StreamStore {
 
 struct Out {
     recomposer: Recomposer,
-    /// Where the next bytes go.
-    at: u64,
+    to: Appending,
     /// The first bytes, once they are known.
     head: Option<Vec<u8>>,
     names: Vec<Name>,
     pages: u64,
-    writeback: Writeback,
 }
 
 impl StreamStore {
@@ -41,7 +39,8 @@ impl StreamStore {
     pub(crate) fn begin(target: Target, configuration: &Configuration, ram_section: u32) -> Self {
         let at = target.offset();
         let recomposer = Recomposer::of_all(at, ram_section, configuration);
-        let out = Out { recomposer, at, head: None, names: Vec::new(), pages: 0, writeback: Writeback::default() };
+        let to = Appending::at(at);
+        let out = Out { recomposer, to, head: None, names: Vec::new(), pages: 0 };
         Self { target, out: Mutex::new(out) }
     }
 
@@ -60,13 +59,11 @@ impl Out {
         let mut bytes = self.recomposer.take();
         if self.head.is_none() {
             let rest = bytes.split_off(HEAD_BYTES);
-            self.at += HEAD_BYTES as u64;
+            self.to.go_on_at(self.to.place() + HEAD_BYTES as u64);
             self.head = Some(target.append_head(std::mem::replace(&mut bytes, rest))?);
         }
-        target.expect(self.at + bytes.len() as u64 - target.offset());
-        target.append(&bytes, self.at, &mut self.writeback)?;
-        self.at += bytes.len() as u64;
-        Ok(())
+        target.expect(self.to.place() + bytes.len() as u64 - target.offset());
+        target.append(&bytes, &mut self.to)
     }
 }
 
@@ -134,9 +131,9 @@ impl FileStore for StreamStore {
         let mut out = self.out();
         out.recomposer.finish();
         out.flush(&self.target)?;
-        self.target.expect(out.at + tail.len() as u64 - self.target.offset());
-        let out = &mut *out;
-        self.target.append(tail, out.at, &mut out.writeback)?;
+        self.target.expect(out.to.place() + tail.len() as u64 - self.target.offset());
+        self.target.append(tail, &mut out.to)?;
+        self.target.give_space_back(&mut out.to)?;
         file.pages_stored = out.pages;
         let head = out.head.take().unwrap_or_default();
         self.target.complete(&head, progress)?;

@@ -93,7 +93,7 @@ impl Write for Placed {
     }
 }
 
-/// A stream's bytes, in order, whatever becomes of them.
+/// How a stream begins and ends, whether it is encrypted or not.
 impl Target {
     /// From now on what is appended is encrypted. Nothing of the snapshot may have been written yet.
     ///
@@ -123,19 +123,6 @@ impl Target {
             }
             None => Ok(head),
         }
-    }
-
-    /// What comes next; in clear it stands at `at`.
-    ///
-    /// # Errors
-    /// The system's own.
-    pub(crate) fn append(&self, bytes: &[u8], at: u64, writeback: &mut Writeback) -> Result<(), Error> {
-        if let Some(sealed) = &self.sealed {
-            return sealed.append(bytes).map_err(|source| self.failed("write", source));
-        }
-        self.write_at(bytes, at)?;
-        self.begin_writeback(writeback, ByteRange::sized(at, bytes.len() as u64));
-        Ok(())
     }
 
     /// Nothing more is appended. `head`: what was kept. Returns what is to be written at the beginning.

@@ -14,7 +14,7 @@
 //! afterwards.
 use std::sync::Arc;
 
-use transship_memory::{Freeing, GuestMemory, PAGE, PageCount, PageRange, PageSet, WindowPages, Writeback};
+use transship_memory::{Freeing, GuestMemory, PAGE, PageCount, PageRange, PageSet, Region, WindowPages};
 use transship_secure::sealed_bytes;
 use transship_wire::qemu::{Block, Command, Configuration, Name, StreamWriter};
 
@@ -27,7 +27,7 @@ use crate::{
     Error, FileReport, Progress, fail_point,
     page_map::PageMap,
     scan::Pending,
-    snapshot::file::target::Target,
+    snapshot::file::{appending::Appending, target::Target},
     stream::{regions::RegionBlock, state::DeviceState},
 };
 
@@ -35,6 +35,8 @@ use crate::{
 pub(crate) const RAM_SECTION: u32 = u32::from_be_bytes(*b"\0ram");
 /// Bytes that are written at once.
 pub(crate) const PIECE: usize = 1 << 20;
+/// Of a window: from here on a page costs less where it is than as a copy.
+const MANY: PageCount = PageCount::new(16);
 /// Bytes of a record without its page, with the block's name left out.
 const RECORD_BYTES: u64 = 9;
 
@@ -50,16 +52,14 @@ pub(crate) struct StreamFile {
     appended: Option<Arc<Appended>>,
     /// No round was written yet, so the holes were not recorded.
     first: bool,
-    copy: Vec<u8>,
 }
 
 /// Records on their way to the file.
 struct Appender {
     writer: StreamWriter,
-    /// Where the next bytes go.
-    at: u64,
     begin: u64,
-    writeback: Writeback,
+    to: Appending,
+    copy: Vec<u8>,
 }
 
 impl Appender {
@@ -69,16 +69,34 @@ impl Appender {
     }
 
     fn flush(&mut self, target: &Target) -> Result<(), Error> {
-        let bytes = self.writer.take_bytes();
-        target.append(&bytes, self.at, &mut self.writeback)?;
-        self.at += bytes.len() as u64;
-        Ok(())
+        target.append(&self.writer.take_bytes(), &mut self.to)
     }
 
     /// Others have written up to there.
     fn go_on_at(&mut self, at: u64) {
-        self.at = at;
+        self.to.go_on_at(at);
         self.writer = StreamWriter::new(at, RAM_SECTION);
+    }
+
+    /// Pages of a window: few are copied behind what waits, many are written from where they are.
+    fn pages(&mut self, block: &Name, memory: &Region, pages: WindowPages, target: &Target) -> Result<(), Error> {
+        if pages.count() >= MANY && target.sealed().is_none() {
+            return self.woven(block, memory, pages, target);
+        }
+        self.copy.clear();
+        memory.copy_out(pages, &mut self.copy)?;
+        for (page, bytes) in pages.iter().zip(self.copy.as_chunks().0) {
+            self.writer.page(block, page.offset(), bytes);
+        }
+        self.flush_pieces(target)
+    }
+
+    /// The same straight from guest memory.
+    fn woven(&mut self, block: &Name, memory: &Region, pages: WindowPages, target: &Target) -> Result<(), Error> {
+        let writer = &mut self.writer;
+        let cuts: Vec<usize> = pages.iter().map(|page| writer.page_header(block, page.offset()).buffered()).collect();
+        let bytes = writer.take_bytes();
+        target.append_woven(memory, (&bytes, &cuts), pages, &mut self.to)
     }
 
     fn zeros(&mut self, block: &Name, range: PageRange, target: &Target) -> Result<(), Error> {
@@ -117,11 +135,10 @@ impl StreamFile {
             pages: Arc::new(Pages::new(memory, freeing, Vec::new(), target, progress)),
             regions: regions.to_vec(),
             configuration,
-            out: Appender { writer, at, begin, writeback: Writeback::default() },
+            out: Appender { writer, begin, to: Appending::at(at), copy: Vec::new() },
             head,
             appended: None,
             first: true,
-            copy: Vec::new(),
         })
     }
 
@@ -134,7 +151,7 @@ impl StreamFile {
         self.out.writer.part();
         self.out.flush(target)?;
         let names = self.regions.iter().map(|region| region.name.clone()).collect();
-        Ok(Arc::clone(self.appended.insert(Arc::new(Appended::new(names, self.out.at, target.sealed())))))
+        Ok(Arc::clone(self.appended.insert(Arc::new(Appended::new(names, self.out.to.place(), target.sealed())))))
     }
 
     /// The records that no thread has appended.
@@ -175,8 +192,7 @@ impl StreamFile {
         }
         for window in pending.batches().flatten() {
             self.check_cancelled()?;
-            self.write_window(region, &name, window, written)?;
-            self.out.flush_pieces(target)?;
+            self.write_window(region, &name, window, target, written)?;
         }
         Ok(())
     }
@@ -186,6 +202,7 @@ impl StreamFile {
         region: usize,
         name: &Name,
         wanted: WindowPages,
+        target: &Target,
         written: &mut Written,
     ) -> Result<(), Error> {
         let pages = Arc::clone(&self.pages);
@@ -201,12 +218,7 @@ impl StreamFile {
         for page in wanted.with(if self.first { zero } else { zero & had }).iter() {
             self.out.writer.zero_page(name, page.offset());
         }
-        self.copy.clear();
-        memory.copy_out(present, &mut self.copy)?;
-        for (page, bytes) in present.iter().zip(self.copy.as_chunks().0) {
-            self.out.writer.page(name, page.offset(), bytes);
-        }
-        Ok(())
+        self.out.pages(name, memory, present, target)
     }
 
     fn check_cancelled(&self) -> Result<(), Error> {
@@ -237,7 +249,7 @@ impl Output for StreamFile {
 
     fn needs(&self, page_bytes: u64) -> u64 {
         let records: u64 = self.regions.iter().map(|region| region.bytes / PAGE * RECORD_BYTES).sum();
-        sealed_bytes(self.out.at - self.out.begin + page_bytes + records)
+        sealed_bytes(self.out.to.place() - self.out.begin + page_bytes + records)
     }
 
     fn write(&mut self, pending: &[Pending], target: &Target) -> Result<Written, Error> {
@@ -284,6 +296,7 @@ impl Output for StreamFile {
         }
         out.writer.end_of_section().raw(&state.tail);
         out.flush(target)?;
+        target.give_space_back(&mut out.to)?;
         file.pages_stored = self.pages.stored().get();
         fail_point::reach("save.tail")?;
         target.complete(&self.head, progress)

@@ -1,0 +1,204 @@
+//! Pages of a window of a region on their way out: to a socket, a pipe or a file, straight from guest memory if that is
+//! mapped.
+
+use std::{
+    io,
+    os::fd::{AsRawFd, BorrowedFd},
+};
+
+use crate::{PAGE_BYTES, PageCount, Region, region::Held, shared::Shared, window::WindowPages};
+
+impl Region {
+    /// Writes `head` and then the present pages of the window to a socket, pipe or file, straight from guest memory if
+    /// that is mapped. Goes on after short writes and interruptions.
+    ///
+    /// # Errors
+    /// InvalidInput for pages that the region does not have, before anything is written. The system's own, WouldBlock
+    /// of a socket with a send timeout included: an unknown part was written by then, so the stream is of no use any
+    /// more.
+    pub fn send_window(&self, to: BorrowedFd<'_>, head: &[u8], present: WindowPages) -> io::Result<()> {
+        self.send_as(Way::Sendmsg { flags: 0 }, to, head, present)
+    }
+
+    /// As [`Region::send_window`]. Over TCP, what is sent next goes apart from it: so the kernel puts no more into the
+    /// link at once.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn send_window_apart(&self, to: BorrowedFd<'_>, head: &[u8], present: WindowPages) -> io::Result<()> {
+        self.send_as(Way::Sendmsg { flags: libc::MSG_EOR }, to, head, present)
+    }
+
+    fn send_as(&self, way: Way, to: BorrowedFd<'_>, head: &[u8], present: WindowPages) -> io::Result<()> {
+        self.check_window(present).map_err(|error| io::Error::new(io::ErrorKind::InvalidInput, error))?;
+        match &self.held {
+            Held::Shared(shared) => shared.send_window(way, to, head, present),
+            Held::Private(private) => private
+                .with_pages(present, |pages| send(way, to, head, pages))
+                .map_err(|source| io::Error::other(self.unread(source)))
+                .flatten(),
+        }
+    }
+
+    /// Writes `bytes` to a file at `at`, and among them the present pages: one at each place in `bytes` that `cuts`
+    /// names, in their order. So each page can have a head of its own, and need not be copied to stand behind it.
+    ///
+    /// # Errors
+    /// InvalidInput for pages that the region does not have, before anything is written. The system's own.
+    ///
+    /// # Panics
+    /// There are not as many cuts as pages, or they are not in ascending order within `bytes`.
+    pub fn write_woven(
+        &self,
+        to: BorrowedFd<'_>,
+        at: u64,
+        bytes: &[u8],
+        cuts: &[usize],
+        present: WindowPages,
+    ) -> io::Result<()> {
+        self.check_window(present).map_err(|error| io::Error::new(io::ErrorKind::InvalidInput, error))?;
+        assert_eq!(cuts.len() as u64, present.count().get(), "a cut for each page");
+        let way = Way::Pwritev { at };
+        match &self.held {
+            Held::Shared(shared) => shared.write_woven(way, to, bytes, cuts, present),
+            Held::Private(private) => private
+                .with_pages(present, |pages| {
+                    let (pages, _) = pages.as_chunks::<PAGE_BYTES>();
+                    let mut parts = woven(bytes, cuts, pages.iter().map(|page| page.as_ptr()));
+                    // SAFETY: the parts are of slices, which live beyond this call.
+                    unsafe { write_all(way, to, &mut parts) }
+                })
+                .map_err(|source| io::Error::other(self.unread(source)))
+                .flatten(),
+        }
+    }
+}
+
+/// The range was checked.
+impl Shared {
+    fn send_window(&self, way: Way, to: BorrowedFd<'_>, head: &[u8], present: WindowPages) -> io::Result<()> {
+        let pages = present.runs().map(|run| self.raw(run));
+        let head = (head.as_ptr().cast_mut(), head.len());
+        let mut parts: Vec<libc::iovec> = std::iter::once(head)
+            .chain(pages)
+            .map(|(start, len)| libc::iovec { iov_base: start.cast(), iov_len: len })
+            .collect();
+        // SAFETY: the parts are the slice `head` and pages of the mapping, both of which live beyond this call.
+        unsafe { write_all(way, to, &mut parts) }
+    }
+
+    fn write_woven(
+        &self,
+        way: Way,
+        to: BorrowedFd<'_>,
+        bytes: &[u8],
+        cuts: &[usize],
+        present: WindowPages,
+    ) -> io::Result<()> {
+        let pages = present.iter().map(|page| self.raw(page.run(PageCount::new(1))).0.cast_const());
+        let mut parts = woven(bytes, cuts, pages);
+        // SAFETY: the parts are of the slice `bytes` and pages of the mapping, both of which live beyond this call.
+        unsafe { write_all(way, to, &mut parts) }
+    }
+}
+
+/// What is to be written: of `bytes` up to the first cut, the first page, and so on.
+fn woven(bytes: &[u8], cuts: &[usize], pages: impl Iterator<Item = *const u8>) -> Vec<libc::iovec> {
+    let part = |start: *const u8, len| libc::iovec { iov_base: start.cast_mut().cast(), iov_len: len };
+    let mut parts = Vec::with_capacity(2 * cuts.len() + 1);
+    let mut begin = 0;
+    for (&cut, page) in cuts.iter().zip(pages) {
+        let head = &bytes[begin..cut];
+        parts.extend([part(head.as_ptr(), head.len()), part(page, PAGE_BYTES)]);
+        begin = cut;
+    }
+    let rest = &bytes[begin..];
+    parts.push(part(rest.as_ptr(), rest.len()));
+    parts
+}
+
+/// Writes both, one behind the other.
+fn send(way: Way, to: BorrowedFd<'_>, head: &[u8], pages: &[u8]) -> io::Result<()> {
+    let mut parts =
+        [head, pages].map(|part| libc::iovec { iov_base: part.as_ptr().cast_mut().cast(), iov_len: part.len() });
+    // SAFETY: the parts are slices, which live beyond this call.
+    unsafe { write_all(way, to, &mut parts) }
+}
+
+/// How a file descriptor is written to.
+#[derive(Clone, Copy)]
+enum Way {
+    /// A peer that is gone is an error, and no SIGPIPE, whatever the program does about that signal.
+    Sendmsg {
+        /// More than that.
+        flags: libc::c_int,
+    },
+    Writev,
+    /// At a place of a file.
+    Pwritev {
+        /// Where the next byte goes.
+        at: u64,
+    },
+}
+
+/// Writes all parts, in order. At most 257 come here (the pages of a window, each with a head, and what follows them),
+/// below the 1024 of IOV_MAX.
+///
+/// # Safety
+/// Each part is readable during the call. It may be written meanwhile.
+unsafe fn write_all(mut way: Way, to: BorrowedFd<'_>, parts: &mut [libc::iovec]) -> io::Result<()> {
+    let mut rest = skip(parts, 0);
+    while !rest.is_empty() {
+        // SAFETY: the caller's promise; skip() only shortens parts.
+        match unsafe { write_some(way, to, rest) } {
+            Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
+            Ok(written) => {
+                rest = skip(rest, written);
+                if let Way::Pwritev { at } = &mut way {
+                    *at += written as u64;
+                }
+            }
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(error) if error.raw_os_error() == Some(libc::ENOTSOCK) => way = Way::Writev,
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(())
+}
+
+/// # Safety
+/// As [`write_all`].
+unsafe fn write_some(way: Way, to: BorrowedFd<'_>, parts: &mut [libc::iovec]) -> io::Result<usize> {
+    let written = match way {
+        Way::Sendmsg { flags } => {
+            // SAFETY: a msghdr is plain integers and pointers, for which zero means none.
+            let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
+            message.msg_iov = parts.as_mut_ptr();
+            message.msg_iovlen = parts.len();
+            // SAFETY: the message points to as many parts as it says; they are readable by the caller's promise.
+            unsafe { libc::sendmsg(to.as_raw_fd(), &raw const message, libc::MSG_NOSIGNAL | flags) }
+        }
+        // SAFETY: as many parts as said, readable by the caller's promise.
+        Way::Writev => unsafe { libc::writev(to.as_raw_fd(), parts.as_ptr(), parts.len() as libc::c_int) },
+        Way::Pwritev { at } => {
+            let at = at.try_into().map_err(|_| io::Error::from(io::ErrorKind::FileTooLarge))?;
+            // SAFETY: as above.
+            unsafe { libc::pwritev(to.as_raw_fd(), parts.as_ptr(), parts.len() as libc::c_int, at) }
+        }
+    };
+    usize::try_from(written).map_err(|_| io::Error::last_os_error())
+}
+
+/// The parts without their first `bytes`, and without empty ones before the first that is not.
+fn skip(mut parts: &mut [libc::iovec], mut bytes: usize) -> &mut [libc::iovec] {
+    while let Some(part) = parts.first_mut() {
+        if bytes < part.iov_len {
+            part.iov_base = part.iov_base.cast::<u8>().wrapping_add(bytes).cast();
+            part.iov_len -= bytes;
+            break;
+        }
+        bytes -= part.iov_len;
+        parts = &mut parts[1..];
+    }
+    parts
+}
