@@ -90,7 +90,7 @@ pub(super) struct Settings {
 impl Settings {
     /// Sets what the device state needs, and nothing that is so already.
     pub(super) fn apply(qmp: &mut Qmp, purpose: Purpose) -> Result<Self, GuestError> {
-        let (before, wanted) = Self::planned(qmp, purpose)?;
+        let (before, wanted) = Current::ask(qmp)?.planned(purpose);
         if let Err(e) = set(qmp, wanted.capabilities, wanted.parameters) {
             // Half of it may be set.
             let _ = before.restore(qmp);
@@ -101,33 +101,15 @@ impl Settings {
 
     /// The settings as they are, of all that `apply` might set.
     pub(super) fn now(qmp: &mut Qmp) -> Result<Self, GuestError> {
+        let current = Current::ask(qmp)?;
         let mut before = Self::default();
         for purpose in Purpose::ALL {
-            let (other, _) = Self::planned(qmp, purpose)?;
+            let (other, _) = current.planned(purpose);
             let new = other.capabilities.into_iter().filter(|one| !before.capabilities.contains(one));
             before.capabilities.extend(new.collect::<Vec<_>>());
             before.parameters.extend(other.parameters);
         }
         Ok(before)
-    }
-
-    /// What is to be set and is not so already: as it is, and as it is to be.
-    fn planned(qmp: &mut Qmp, purpose: Purpose) -> Result<(Self, Self), QmpError> {
-        let (mut before, mut wanted) = (Self::default(), Self::default());
-        for (name, state) in capabilities_of(qmp)? {
-            let Some(to_be) = purpose.capability(&name) else { continue };
-            if state != to_be {
-                wanted.capabilities.push(json!({ "capability": name, "state": to_be }));
-                before.capabilities.push(json!({ "capability": name, "state": state }));
-            }
-        }
-        let current = qmp.execute("query-migrate-parameters", json!({}))?;
-        for (name, to_be) in purpose.parameters() {
-            let Some(value) = current.get(name).filter(|value| **value != to_be) else { continue };
-            before.parameters.insert(name.to_owned(), value.clone());
-            wanted.parameters.insert(name.to_owned(), to_be);
-        }
-        Ok((before, wanted))
     }
 
     /// Puts back what `apply` changed.
@@ -150,6 +132,35 @@ impl Settings {
             if_refused(error, self.parameters.iter().map(one))
         });
         Ok(capabilities.and(parameters)?)
+    }
+}
+
+/// What QEMU's migration is set to now.
+struct Current {
+    capabilities: Vec<(String, bool)>,
+    parameters: Value,
+}
+
+impl Current {
+    fn ask(qmp: &mut Qmp) -> Result<Self, QmpError> {
+        let capabilities = capabilities_of(qmp)?;
+        Ok(Self { capabilities, parameters: qmp.execute("query-migrate-parameters", json!({}))? })
+    }
+
+    /// What is to be set and is not so already: as it is, and as it is to be.
+    fn planned(&self, purpose: Purpose) -> (Settings, Settings) {
+        let (mut before, mut wanted) = (Settings::default(), Settings::default());
+        for (name, state) in &self.capabilities {
+            let Some(to_be) = purpose.capability(name).filter(|to_be| to_be != state) else { continue };
+            wanted.capabilities.push(json!({ "capability": name, "state": to_be }));
+            before.capabilities.push(json!({ "capability": name, "state": state }));
+        }
+        for (name, to_be) in purpose.parameters() {
+            let Some(value) = self.parameters.get(name).filter(|value| **value != to_be) else { continue };
+            before.parameters.insert(name.to_owned(), value.clone());
+            wanted.parameters.insert(name.to_owned(), to_be);
+        }
+        (before, wanted)
     }
 }
 
