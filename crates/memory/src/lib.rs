@@ -6,6 +6,7 @@
 //! a copy, a mask or a count.
 #![deny(unsafe_code)]
 
+mod all_cores;
 mod area;
 mod byte_range;
 #[allow(unsafe_code)]
@@ -42,6 +43,7 @@ mod protect;
 mod receive;
 mod region;
 mod room;
+mod seek;
 #[allow(unsafe_code)]
 mod send;
 #[allow(unsafe_code)]

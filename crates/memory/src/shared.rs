@@ -94,7 +94,7 @@ impl Shared {
     /// # Errors
     /// The system's own.
     pub(crate) fn data(&self) -> Result<PageSet, Error> {
-        if self.backing.hugetlb { self.huge_data() } else { self.sought_data(&PageSet::empty(self.pages())) }
+        if self.backing.hugetlb { self.huge_data() } else { self.seek_data([PageRange::all(self.pages())]) }
     }
 
     /// The pages that are [`Shared::data`] and not among `known`, which were data before. Only the holes between these
@@ -103,7 +103,7 @@ impl Shared {
     /// # Errors
     /// The system's own.
     pub(crate) fn new_data(&self, known: &PageSet) -> Result<PageSet, Error> {
-        let mut data = if self.backing.hugetlb { self.huge_data()? } else { self.sought_data(known)? };
+        let mut data = if self.backing.hugetlb { self.huge_data()? } else { self.seek_data(self.between(known))? };
         data.subtract(known);
         Ok(data)
     }
@@ -120,14 +120,13 @@ impl Shared {
             data.intersect_with(wanted);
             return Ok(data);
         }
-        let mut data = PageSet::empty(self.pages());
-        wanted.ranges_near(SMALL_GAP).try_for_each(|range| self.seek_data(range, &mut data))?;
+        let mut data = self.seek_data(wanted.ranges_near(SMALL_GAP))?;
         data.intersect_with(wanted);
         Ok(data)
     }
 
     /// How many pages of a range that the region has are data; none: the kernel does not say, or the file is on a disk.
-    fn count_data(&self, range: PageRange) -> Option<PageCount> {
+    pub(crate) fn count_data(&self, range: PageRange) -> Option<PageCount> {
         if self.backing.tmpfs { cached::pages(self.file(), self.part_of_file(range)) } else { None }
     }
 
@@ -176,67 +175,6 @@ impl Shared {
         Ok(data)
     }
 
-    /// The data of a file that can seek it, as far as it lies between pages of `known`.
-    fn sought_data(&self, known: &PageSet) -> Result<PageSet, Error> {
-        let mut data = PageSet::empty(self.pages());
-        let mut at = PageNumber::FIRST;
-        for range in known.ranges().chain([PageRange::all(self.pages()).end().run(PageCount::ZERO)]) {
-            self.seek_data(at.to(range.first), &mut data)?;
-            at = range.end();
-        }
-        Ok(data)
-    }
-
-    /// Adds the data within a range.
-    fn seek_data(&self, within: PageRange, data: &mut PageSet) -> Result<(), Error> {
-        let ByteRange { start, end } = self.part_of_file(within);
-        let mut at = start;
-        while at < end {
-            // Moves the file's position, which may be shared with the VMM; nobody reads or writes memory by position.
-            let first = match rustix::fs::seek(&self.file, SeekFrom::Data(at)) {
-                Ok(first) => first,
-                Err(Errno::NXIO) => break,
-                Err(Errno::INVAL | Errno::OPNOTSUPP) => {
-                    data.insert(within);
-                    break;
-                }
-                Err(source) => return Err(self.failed("find the holes", source)),
-            };
-            if first >= end {
-                break;
-            }
-            let page = PageNumber::at(first - self.file_offset);
-            let sure = self.data_from(page.to(within.end()));
-            let from = self.offset_in_file(page + sure);
-            let hole = match (from < end).then(|| rustix::fs::seek(&self.file, SeekFrom::Hole(from.max(first)))) {
-                None => end,
-                Some(Ok(hole)) if hole > first => hole.min(end),
-                // It was a hole again by the time of the second question, or the file was cut short.
-                Some(Ok(_) | Err(Errno::NXIO)) => from.max(first + 1),
-                Some(Err(source)) => return Err(self.failed("find the holes", source)),
-            };
-            data.insert(page.to(PageNumber::behind(hole - self.file_offset)));
-            at = hole;
-        }
-        Ok(())
-    }
-
-    /// How many pages from the first one on are surely data, up to the end of the range. Seeking the hole behind them
-    /// alone would look at all data up to the next hole, wherever that is.
-    fn data_from(&self, range: PageRange) -> PageCount {
-        const FIRST_LOOK: PageCount = PageCount::new(64);
-        let (mut sure, mut look) = (PageCount::ZERO, FIRST_LOOK);
-        while sure < range.count {
-            let next = (range.first + sure).run(look.min(range.count - sure));
-            if self.count_data(next) != Some(next.count) {
-                break;
-            }
-            sure += next.count;
-            look = look * 2;
-        }
-        sure
-    }
-
     /// Maps the present pages of the range before they are read, with one fault for many: the kernel maps the pages
     /// around a read one too. Measured on 4 KiB pages, two threads: 21 GB/s with a scan after it, 18 without this, and
     /// 6 with MADV_POPULATE_READ, whose callers wait for each other. In a hole it makes a page as any other read does:
@@ -272,7 +210,7 @@ impl Shared {
         self.file_offset + page.offset()
     }
 
-    fn part_of_file(&self, pages: PageRange) -> ByteRange {
+    pub(crate) fn part_of_file(&self, pages: PageRange) -> ByteRange {
         ByteRange { start: self.offset_in_file(pages.first), end: self.offset_in_file(pages.end()) }
     }
 

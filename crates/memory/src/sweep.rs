@@ -1,16 +1,11 @@
 //! A scan for written pages by all cores: it looks at the entry of every page, and the first one makes them.
 use std::{
-    num::NonZero,
     os::fd::BorrowedFd,
-    sync::{
-        Mutex, PoisonError,
-        atomic::{AtomicUsize, Ordering::Relaxed},
-    },
-    thread,
+    sync::{Mutex, PoisonError},
 };
 
 use crate::{
-    Area, ByteRange, Error, Flaw, PageSet,
+    Area, ByteRange, Error, Flaw, PageSet, all_cores,
     area::{lost, untrackable},
     pagemap::{self, By, Found, Look},
 };
@@ -48,27 +43,9 @@ pub(crate) fn sweep<'a>(
     written: &mut PageSet,
 ) -> Result<(), Error> {
     let pieces: Vec<_> = areas.flat_map(pieces).collect();
-    let (next, written) = (AtomicUsize::new(0), Mutex::new(written));
-    let work = || {
-        let mut found = vec![Found::default(); FOUND];
-        // Relaxed: it only deals numbers out.
-        while let Some(piece) = pieces.get(next.fetch_add(1, Relaxed)) {
-            scan(pagemap, (look, by), piece, &mut found, &written)
-                .inspect_err(|_| next.store(pieces.len(), Relaxed))?;
-        }
-        Ok(())
-    };
-    let helpers = thread::available_parallelism().map_or(1, NonZero::get).min(pieces.len()).saturating_sub(1);
-    thread::scope(|scope| {
-        // Where no thread can be had the work is done by those that are there.
-        let helpers: Vec<_> = (0..helpers)
-            .map_while(|_| thread::Builder::new().name("scan".into()).spawn_scoped(scope, work).ok())
-            .collect();
-        let ours = work();
-        let results =
-            helpers.into_iter().map(|helper| helper.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)));
-        results.fold(ours, Result::and)
-    })
+    let written = Mutex::new(written);
+    let begin = || vec![Found::default(); FOUND];
+    all_cores::work("scan", &pieces, begin, |found, piece| scan(pagemap, (look, by), piece, found, &written))
 }
 
 fn scan(
