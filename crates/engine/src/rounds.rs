@@ -25,6 +25,7 @@ use crate::{
     hold::Holding,
     pacing::Pacing,
     page_map::PageMap,
+    plan::Written,
     scan::{Pending, Scanner},
     shortfall::Medium,
     unplug::unplug,
@@ -70,6 +71,8 @@ pub(crate) struct Rounds {
     number: u32,
     /// The guest is to go without what has not been sent.
     owes: bool,
+    /// What is seen of its writing while the first round is sent, if it runs.
+    looks: Option<Vec<Written>>,
 }
 
 /// A move in progress.
@@ -132,6 +135,7 @@ impl Rounds {
             holding: Holding::default(),
             number: 0,
             owes: false,
+            looks: None,
         })
     }
 
@@ -269,10 +273,22 @@ impl Rounds {
         progress.round_total.store(bytes, Relaxed);
         progress.round_left.store(bytes, Relaxed);
 
-        let work = RoundWork { round: self.number, pending: self.scanner.pending(), freeing: self.freeing };
-        let (sent, new_holes) = link.send(&work, &mut self.free)?;
-        reach(link, "round-sent")?;
-        link.confirm(self.number, &sent, patience)?;
+        let (pending, tracked) = self.scanner.pending_and_tracked();
+        let work = RoundWork { round: self.number, pending, freeing: self.freeing };
+        let mut send = || {
+            let (sent, new_holes) = link.send(&work, &mut self.free)?;
+            reach(link, "round-sent")?;
+            link.confirm(work.round, &sent, patience)?;
+            Ok::<_, Error>((sent, new_holes))
+        };
+        let (sent, new_holes) = match &mut self.looks {
+            Some(looks) => {
+                let (result, seen) = tracked.while_doing(send);
+                *looks = seen;
+                result
+            }
+            None => send(),
+        }?;
 
         if self.number == 0 {
             let (left_out, unseen) = self.free.end();

@@ -14,7 +14,10 @@ use transship_memory::{
     Waits, WindowPages,
 };
 
-use crate::{Error, Progress, Report, RoundReport, TrackerName, TrackerReport, guest::RegionPages, page_map::PageMap};
+use crate::{
+    Error, Progress, Report, RoundReport, TrackerName, TrackerReport, guest::RegionPages, page_map::PageMap,
+    plan::Tracked,
+};
 
 /// The windows that are passed between threads as one piece of work: 4 MiB.
 const WINDOWS_PER_BATCH: usize = 8;
@@ -122,6 +125,12 @@ impl Scanner {
     /// By region: the pages that the next round sends.
     pub(crate) fn pending(&self) -> &[Pending] {
         &self.pending
+    }
+
+    /// The same, and the tracker to be looked at while they are sent.
+    pub(crate) fn pending_and_tracked(&mut self) -> (&[Pending], Tracked<'_>) {
+        let (tracker, regions) = (self.tracker.as_mut(), self.memory.regions().len());
+        (&self.pending, Tracked { tracker, regions, since: self.last_scan })
     }
 
     /// Bytes of the pages that the next round sends.

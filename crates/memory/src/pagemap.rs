@@ -66,6 +66,15 @@ pub(crate) enum Look {
 }
 
 impl Look {
+    /// The same pages, none of which is tracked anew.
+    pub(crate) fn without_rearming(self) -> Self {
+        match self {
+            Self::Written => Self::Unprotected,
+            Self::WrittenAndThere => Self::UnprotectedAndThere,
+            other => other,
+        }
+    }
+
     /// What a page must not be.
     fn inverted(self) -> u64 {
         if self == Self::Own { PAGE_IS_FILE } else { 0 }

@@ -48,6 +48,21 @@ pub(crate) fn sweep<'a>(
     all_cores::work("scan", &pieces, begin, |found, piece| scan(pagemap, (look, by), piece, found, &written))
 }
 
+/// Adds the pages of the areas that were written, all of one region, and leaves them as they are. This thread does it
+/// alone: nobody waits for it.
+///
+/// # Errors
+/// As [`sweep`].
+pub(crate) fn look_over<'a>(
+    pagemap: BorrowedFd<'_>,
+    (look, by): (Look, By),
+    areas: impl Iterator<Item = &'a Area>,
+    written: &mut PageSet,
+) -> Result<(), Error> {
+    let (mut found, written) = (vec![Found::default(); FOUND], Mutex::new(written));
+    areas.flat_map(pieces).try_for_each(|piece| scan(pagemap, (look, by), &piece, &mut found, &written))
+}
+
 fn scan(
     pagemap: BorrowedFd<'_>,
     (look, by): (Look, By),

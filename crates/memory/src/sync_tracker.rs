@@ -31,7 +31,7 @@ use crate::{
     fault::Faults,
     pagemap::{By, Look},
     streaks::Streaks,
-    sweep::sweep,
+    sweep::{look_over, sweep},
     tracker::check_still_there,
     uffd::{self, Writes},
 };
@@ -145,6 +145,14 @@ impl SyncTracker {
 }
 
 impl Tracker for SyncTracker {
+    fn written_so_far(&mut self, region: usize) -> Result<Option<PageCount>, Error> {
+        let Some(Tracked { pages, look, armed: true }) = self.regions.get(region) else { return Ok(None) };
+        let mut written = PageSet::empty(*pages);
+        let areas = self.areas.iter().filter(|area| area.region == region);
+        look_over(self.pagemap.as_fd(), (*look, self.by), areas, &mut written)?;
+        Ok(Some(written.count()))
+    }
+
     fn scan(&mut self, region: usize) -> Result<PageSet, Error> {
         let Some(tracked) = self.regions.get_mut(region) else {
             return Err(untrackable(region, Flaw::NoRegion, "the tracker does not know it"));

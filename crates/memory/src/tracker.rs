@@ -9,7 +9,7 @@ use crate::{
     Area, Error, Flaw, PageCount, PageSet, Waits,
     area::{self, lost, refused, untrackable},
     pagemap::{self, By, Look},
-    sweep::sweep,
+    sweep::{look_over, sweep},
     uffd,
 };
 
@@ -27,6 +27,15 @@ pub trait Tracker: Send {
     /// The tracked process is gone, or the kernel refuses. Nothing may then be assumed to be clean; the next scan that
     /// succeeds reports everything again.
     fn scan(&mut self, region: usize) -> Result<PageSet, Error>;
+
+    /// How many pages of the region the next scan would report, if it came now. They stay to be reported. None: the
+    /// tracker can't look without a scan.
+    ///
+    /// # Errors
+    /// As [`Tracker::scan`], which goes on as if this had not been asked.
+    fn written_so_far(&mut self, _region: usize) -> Result<Option<PageCount>, Error> {
+        Ok(None)
+    }
 
     /// From now on processes that write, other than the first one, may end: they have written their last.
     fn let_others_end(&mut self) {}
@@ -144,6 +153,11 @@ impl Process {
         check_still_there(self.uffd.as_fd(), uffd::TRACK, areas())
     }
 
+    fn add_written_so_far(&self, region: usize, look: Look, written: &mut PageSet) -> Result<(), Error> {
+        let areas = self.areas.iter().filter(|area| area.region == region);
+        look_over(self.pagemap.as_fd(), (look, By::Scan), areas, written)
+    }
+
     /// Then its page table is gone, and even what it says of memory that is not there.
     fn has_ended(&self) -> bool {
         rustix::io::pread(&self.pagemap, [0; 8].as_mut_slice(), 0).is_ok_and(|count| count == 0)
@@ -166,6 +180,14 @@ pub(crate) fn check_still_there<'a>(
 impl Tracker for UffdTracker {
     fn let_others_end(&mut self) {
         self.others_may_end = true;
+    }
+
+    fn written_so_far(&mut self, region: usize) -> Result<Option<PageCount>, Error> {
+        let Some(Tracked { pages, look, armed: true }) = self.regions.get(region) else { return Ok(None) };
+        let mut written = PageSet::empty(*pages);
+        let look = look.without_rearming();
+        self.processes.iter().try_for_each(|process| process.add_written_so_far(region, look, &mut written))?;
+        Ok(Some(written.count()))
     }
 
     fn scan(&mut self, region: usize) -> Result<PageSet, Error> {

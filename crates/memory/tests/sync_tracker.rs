@@ -268,7 +268,9 @@ fn exactly_what_was_written_is_reported_and_once() {
             // Twice each: the second write does not wait.
             [0, 7, 8, 0, 7, 512, 4095].iter().for_each(|&page| guest.write(page, 2));
             let written = set(PAGES, &[(0, 1), (7, 2), (512, 1), (4095, 1)]);
+            assert_eq!(tracker.written_so_far(0).unwrap(), Some(PageCount::new(5)), "{story}");
             assert_eq!(tracker.scan(0).unwrap(), written, "{story}");
+            assert_eq!(tracker.written_so_far(0).unwrap(), Some(PageCount::ZERO), "{story}");
             assert_eq!(tracker.waits().unwrap().so_far().writes, 5, "{story}");
             assert_eq!(tracker.scan(0).unwrap(), set(PAGES, &[]), "{story}");
             guest.write(9, 3);

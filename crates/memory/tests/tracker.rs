@@ -66,9 +66,17 @@ fn the_first_scan_reports_everything_and_the_next_what_was_written() {
     let mut tracker = track(&guest);
     assert_eq!(tracker.scan(0).unwrap(), PageSet::full(PageCount::new(pages)));
     assert!(tracker.scan(0).unwrap().is_empty());
-    [0, 7, 8, 511, 512, 4999].iter().for_each(|&page| guest.write(page, 2));
+    assert_eq!(tracker.written_so_far(0).unwrap(), Some(PageCount::ZERO));
+    [0, 7, 8, 511].iter().for_each(|&page| guest.write(page, 2));
+    assert_eq!(tracker.written_so_far(0).unwrap(), Some(PageCount::new(4)));
+    [512, 4999, 7].iter().for_each(|&page| guest.write(page, 3));
+    assert_eq!(tracker.written_so_far(0).unwrap(), Some(PageCount::new(6)), "a look changes nothing");
     assert_eq!(tracker.scan(0).unwrap(), set(pages, &[(0, 1), (7, 2), (511, 2), (4999, 1)]));
+    assert_eq!(tracker.written_so_far(0).unwrap(), Some(PageCount::ZERO));
     assert!(tracker.scan(0).unwrap().is_empty());
+    assert_eq!(tracker.written_so_far(1).unwrap(), None, "there is no such region");
+    drop(tracker);
+    assert_eq!(track(&guest).written_so_far(0).unwrap(), None, "it was not scanned");
     // More stretches than one call of the kernel reports is tested with twice as many pages below.
 }
 

@@ -2,11 +2,14 @@
 //!
 //! - `sample`: what is learned of the guest in some seconds, while it runs
 //! - `probe`: what the way to a waiting receiver carries
+//! - `looks`: what is learned of it while its first round is sent
 //! - `model`: the rounds that follow from both, judged by the same forecast that judges those of a move
+mod looks;
 mod model;
 mod probe;
 mod sample;
 
+pub(crate) use looks::Tracked;
 pub(crate) use model::after_the_first;
 pub use model::{Carrier, Outlook, Work, predict};
 pub use probe::{LinkSpeed, probe};

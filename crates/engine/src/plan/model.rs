@@ -65,16 +65,24 @@ pub struct Outlook {
     pub work_share: f64,
 }
 
-/// What was thought of a move when its first round was sent: that round has shown what the link carries and how much is
-/// written meanwhile, so this costs nothing.
-pub(crate) fn after_the_first(report: &Report, rest: u64, forecast: &Forecast) -> Option<ForecastReport> {
+/// What was thought of a move when its first round was sent: that round has shown what the link carries, and `looks`
+/// how much was written meanwhile, and when.
+pub(crate) fn after_the_first(
+    report: &Report,
+    rest: u64,
+    forecast: &Forecast,
+    looks: &[Written],
+) -> Option<ForecastReport> {
     let [first] = &report.rounds[..] else { return None };
     let (aim, state) = forecast.aim();
     let sent = (report.pages.normal * PAGE) as f64;
     let ratio = if first.bytes > 0 { (sent / first.bytes as f64).max(1.0) } else { 1.0 };
     let bytes_per_s = forecast.room(report, None).bytes_per_s;
     let carrier = Carrier { bytes_per_s, round_trip: Duration::ZERO, ratio, encode_bytes_per_s: None };
-    let points = [Written { ms: first.ms, bytes: rest as f64 }];
+    // A look counts holes, too.
+    let looks = looks.iter().filter(|look| look.ms < first.ms);
+    let mut points: Vec<_> = looks.map(|look| Written { bytes: look.bytes.min(rest as f64), ..*look }).collect();
+    points.push(Written { ms: first.ms, bytes: rest as f64 });
     // What is written in no time at all fits in any case.
     let curve = Curve { points: &points, most: report.bytes.guest as f64 };
     let work = Work { downtime: aim.downtime, max_rounds: aim.max_rounds, converge: aim.converge };
@@ -120,6 +128,10 @@ fn run_on(start: Start, curve: &Curve<'_>, carrier: &Carrier, work: &Work, state
     let aim = Aim { medium, downtime, max_downtime, bandwidth: None, max_rounds, converge };
     let mut forecast = Forecast::new(aim, state);
     let (mut report, mut rest) = (Report { rounds: start.rounds, ..Report::default() }, start.rest);
+    if !report.rounds.is_empty() {
+        // What was left by these was judged, too; how, is known by who asks.
+        forecast.judge(&report, rest as u64, None);
+    }
     let (mut outlook, mut paced) = (Outlook::default(), Paced::default());
     let time = |bytes: f64| bytes / carrier.pages_per_s() + (ROUND + carrier.round_trip).as_secs_f64();
     loop {
@@ -285,6 +297,38 @@ mod tests {
             }
         }
         assert!(converging > 10 && hopeless > 5, "{converging} {hopeless}");
+    }
+
+    /// A guest that goes through a hot set again and again has written all of it long before the first round ends.
+    #[test]
+    fn looks_during_the_first_round_tell_how_fast_the_hot_set_is_written() {
+        let hot = 500.0 * MB;
+        let times = (0..12).map(|look| 100.0 * 1.5_f64.powi(look));
+        let looks: Vec<_> = times.map(|ms| Written { ms, bytes: (ms / 1e3 * 125.0 * MB).min(hot) }).collect();
+        let first = RoundReport { number: 1, bytes: 1_000_000_000, ms: 10_000.0, ..RoundReport::default() };
+        let mut report = Report { rounds: vec![first], ..Report::default() };
+        report.bytes.guest = 1_000_000_000;
+        report.pages.normal = 1_000_000_000 / PAGE;
+        let aim = |converge| Aim {
+            medium: Medium::Link,
+            downtime: Duration::from_millis(300),
+            max_downtime: Duration::from_millis(300),
+            bandwidth: None,
+            max_rounds: 30,
+            converge,
+        };
+        let forecast = |converge, looks: &[Written]| {
+            let judge = Forecast::new(aim(converge), Duration::from_millis(30));
+            after_the_first(&report, hot as u64, &judge, looks).unwrap()
+        };
+        // Five seconds for the hot set, in which it is written again: six rounds without a gain.
+        let never = forecast(Converge::Never, &looks);
+        assert!(!never.converges && never.rounds == 7, "{never:?}");
+        assert!((38_000.0..42_000.0).contains(&never.total_ms), "{never:?}");
+        let paced = forecast(Converge::Pace, &looks);
+        assert!(paced.converges && (20_000.0..38_000.0).contains(&paced.total_ms), "{paced:?}");
+        // The first round alone looks like half as much.
+        assert!(forecast(Converge::Never, &[]).converges);
     }
 
     #[test]

@@ -9,9 +9,9 @@ use transship_memory::{GuestMemory, PAGE_BYTES, PageCount, PageSet, Tracker, Win
 use crate::{Cancelled, Error, Progress, guest::SourceGuest};
 
 /// How often it is looked what was written.
-const TICK: Duration = Duration::from_millis(100);
+pub(super) const TICK: Duration = Duration::from_millis(100);
 /// Looking takes no more than such a part of the time.
-const LOOK_SHARE: u32 = 10;
+pub(super) const LOOK_SHARE: u32 = 10;
 /// Windows whose pages are looked at: 32 MiB.
 const WINDOWS: usize = 64;
 /// Methods that are tried on them.

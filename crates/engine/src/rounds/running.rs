@@ -41,9 +41,11 @@ impl RunningGuest for MovingGuest<'_, '_> {
     fn send_first(&mut self, forecast: &Forecast, progress: &Arc<Progress>, report: &mut Report) -> Result<(), Error> {
         let Self { rounds, guest, link } = self;
         guest.drain(report)?;
+        rounds.looks = Some(Vec::new());
         rounds.send_first_and_unplug(guest, *link, progress, report)?;
+        let looks = rounds.looks.take().unwrap_or_default();
         rounds.scanner.scan(link.content(), report, progress)?;
-        report.forecast = plan::after_the_first(report, rounds.scanner.pending_bytes(), forecast);
+        report.forecast = plan::after_the_first(report, rounds.scanner.pending_bytes(), forecast, &looks);
         Ok(())
     }
 
