@@ -25,7 +25,7 @@ use crate::{
     hold::Holding,
     pacing::Pacing,
     page_map::PageMap,
-    plan::Written,
+    plan::{Tracked, Written},
     scan::{Pending, Scanner},
     shortfall::Medium,
     unplug::unplug,
@@ -273,7 +273,7 @@ impl Rounds {
         progress.round_total.store(bytes, Relaxed);
         progress.round_left.store(bytes, Relaxed);
 
-        let (pending, tracked) = self.scanner.pending_and_tracked();
+        let (pending, tracker, since) = self.scanner.pending_and_tracker();
         let work = RoundWork { round: self.number, pending, freeing: self.freeing };
         let mut send = || {
             let (sent, new_holes) = link.send(&work, &mut self.free)?;
@@ -283,6 +283,7 @@ impl Rounds {
         };
         let (sent, new_holes) = match &mut self.looks {
             Some(looks) => {
+                let tracked = Tracked { tracker, regions: pending.len(), since };
                 let (result, seen) = tracked.while_doing(send);
                 *looks = seen;
                 result

@@ -14,10 +14,7 @@ use transship_memory::{
     Waits, WindowPages,
 };
 
-use crate::{
-    Error, Progress, Report, RoundReport, TrackerName, TrackerReport, guest::RegionPages, page_map::PageMap,
-    plan::Tracked,
-};
+use crate::{Error, Progress, Report, RoundReport, TrackerName, TrackerReport, guest::RegionPages, page_map::PageMap};
 
 /// The windows that are passed between threads as one piece of work: 4 MiB.
 const WINDOWS_PER_BATCH: usize = 8;
@@ -127,10 +124,9 @@ impl Scanner {
         &self.pending
     }
 
-    /// The same, and the tracker to be looked at while they are sent.
-    pub(crate) fn pending_and_tracked(&mut self) -> (&[Pending], Tracked<'_>) {
-        let (tracker, regions) = (self.tracker.as_mut(), self.memory.regions().len());
-        (&self.pending, Tracked { tracker, regions, since: self.last_scan })
+    /// The same, and the tracker to be looked at while they are sent, with the time of its last scan.
+    pub(crate) fn pending_and_tracker(&mut self) -> (&[Pending], &mut dyn Tracker, Instant) {
+        (&self.pending, self.tracker.as_mut(), self.last_scan)
     }
 
     /// Bytes of the pages that the next round sends.

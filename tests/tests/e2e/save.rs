@@ -105,6 +105,8 @@ fn a_stream_is_loaded_by_qemus_of_all_ages() -> Result<()> {
     let source = guest.clone().booted()?;
     let report = saving(&source.vm(), &path).args(["--format", "stream"]).run()?.expect_code(0)?.report()?;
     assert_eq!(report["file"]["format"], "stream");
+    let (bytes, allocated) = (number(&report, "/file/bytes"), number(&report, "/file/allocated"));
+    assert!(allocated < bytes + 1e6, "space was asked for ahead, and not given back: {allocated} for {bytes}");
     assert_goes_on(&source, "the source")?;
     drop(source);
     let load = StockLoad { stream: true, ..StockLoad::default() };

@@ -129,7 +129,7 @@ fn run_on(start: Start, curve: &Curve<'_>, carrier: &Carrier, work: &Work, state
     let mut forecast = Forecast::new(aim, state);
     let (mut report, mut rest) = (Report { rounds: start.rounds, ..Report::default() }, start.rest);
     if !report.rounds.is_empty() {
-        // What was left by these was judged, too; how, is known by who asks.
+        // What these have left is among the rests that a smaller one is compared with.
         forecast.judge(&report, rest as u64, None);
     }
     let (mut outlook, mut paced) = (Outlook::default(), Paced::default());

@@ -19,13 +19,15 @@ pub(crate) struct Appending {
     at: u64,
     /// Up to here the file has space; none: the file system finds space as it goes on.
     space: Option<u64>,
+    /// There may be space behind the end.
+    has_asked: bool,
     writeback: Writeback,
 }
 
 impl Appending {
     /// The next bytes stand at `at`, if they are in clear.
     pub(crate) fn at(at: u64) -> Self {
-        Self { at, space: Some(at), writeback: Writeback::default() }
+        Self { at, space: Some(at), has_asked: false, writeback: Writeback::default() }
     }
 
     /// Where the next bytes go.
@@ -95,15 +97,17 @@ impl Target {
     /// # Errors
     /// The system's own.
     pub(crate) fn give_space_back(&self, of: &mut Appending) -> Result<(), Error> {
-        match of.space.take() {
-            Some(space) if space > of.at => self.buffered.set_len(of.at).map_err(|source| self.failed("cut", source)),
-            _ => Ok(()),
+        if !std::mem::take(&mut of.has_asked) {
+            return Ok(());
         }
+        of.space = None;
+        self.buffered.set_len(of.at).map_err(|source| self.failed("cut", source))
     }
 
     fn see_to_space(&self, to: &mut Appending, next: ByteRange) {
         let Some(wanted) = to.wanted(next) else { return };
         let how = FallocateFlags::KEEP_SIZE;
+        to.has_asked = true;
         let given = rustix::fs::fallocate(&self.buffered, how, wanted.start, wanted.len());
         // A disk that is full says so again when it is written to.
         to.space = given.is_ok().then_some(wanted.end);
