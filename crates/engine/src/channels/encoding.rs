@@ -217,8 +217,7 @@ mod tests {
 
     use transship_memory::{Access, ByteRange, GuestMemory, Region, WindowPages};
 
-    use super::{super::FirstFailure, *};
-    use crate::Progress;
+    use super::*;
 
     const CHANNELS: u8 = 3;
     const WINDOWS: u64 = 100;
@@ -245,16 +244,7 @@ mod tests {
         file.set_len(WINDOWS * 128 * 4096).unwrap();
         let region =
             Region::map("ram", file.into(), ByteRange::sized(0, WINDOWS * 128 * 4096), Access::ReadWrite).unwrap();
-        let shared = Shared {
-            memory: GuestMemory::new(vec![region]),
-            content: Vec::new(),
-            pacer: None,
-            look_for_zeros: true,
-            progress: Progress::new(),
-            failure: FirstFailure::default(),
-            peer: "nobody".into(),
-            at_once: Default::default(),
-        };
+        let shared = Shared::with_nobody(GuestMemory::new(vec![region]));
         let options = EncodingOptions {
             compress: Compress::Auto,
             encoders: 2,

@@ -36,11 +36,6 @@ pub(crate) trait MainThread {
         Ok(None)
     }
 
-    /// Those pages of a window that are still to be sent, which they are from now on.
-    fn still_wanted(&self, _region: usize, pages: WindowPages) -> WindowPages {
-        pages
-    }
-
     /// Pages of a window that are not handed over: holes by now, or of no use to the guest.
     fn left_out(&self, _region: usize, _pages: WindowPages) -> Result<(), Error> {
         Ok(())
@@ -78,6 +73,9 @@ impl Feed<'_> {
                 encoders.pass(Ready::Hole { region, range }, gate, self.main)?;
             }
             for windows in pending.batches() {
+                // Encoded, a window goes as it is.
+                let claimed = windows.into_iter().map(|window| self.shared.claim(region, window));
+                let windows = claimed.filter(|window| !window.is_empty()).collect();
                 for window in self.windows(region, windows)? {
                     self.main.check()?;
                     encoders.submit(window, gate, self.main)?;
@@ -99,12 +97,6 @@ impl Feed<'_> {
     /// Some windows of the round, without what need not be read.
     fn windows(&mut self, region: usize, windows: Vec<WindowPages>) -> Result<Vec<Window>, Error> {
         let Self { work, shared, free, main, new_holes } = self;
-        let still = |window: WindowPages| {
-            let wanted = main.still_wanted(region, window);
-            shared.dealt_with(window.count() - wanted.count());
-            wanted
-        };
-        let windows = windows.into_iter().map(still).filter(|window| !window.is_empty()).collect();
         let windows = trim(shared, work, region, windows, free, *main, new_holes)?;
         let look = |pages: WindowPages| {
             let mut window = Window::new(work.round, region, pages);

@@ -304,16 +304,7 @@ mod tests {
     fn a_round_that_breaks_is_explained_by_what_failed_first() {
         // One of the channels, the first or the last of them, or the main thread.
         for culprit in [Some(0), Some(1), None] {
-            let shared = Arc::new(Shared {
-                memory: GuestMemory::new(Vec::new()),
-                content: Vec::new(),
-                pacer: None,
-                look_for_zeros: true,
-                progress: Progress::new(),
-                failure: FirstFailure::default(),
-                peer: "peer".into(),
-                at_once: Default::default(),
-            });
+            let shared = Arc::new(Shared::with_nobody(GuestMemory::new(Vec::new())));
             let mut channels = Channels::new(&shared, None);
             let both_there = Arc::new(Barrier::new(2));
             let ends = [0, 1].map(|number| {

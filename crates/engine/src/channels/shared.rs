@@ -1,6 +1,6 @@
 //! What all threads of a session use, and what travels between them: ranges and counts, and encoded packets.
 use std::sync::{
-    Arc, Mutex, MutexGuard,
+    Arc, Mutex, MutexGuard, OnceLock,
     atomic::{AtomicBool, AtomicU64, Ordering::Relaxed},
 };
 
@@ -22,6 +22,8 @@ pub(crate) struct Shared {
     pub(crate) failure: FirstFailure,
     pub(crate) peer: String,
     pub(crate) at_once: PagesAtOnce,
+    /// By region: pages that may go another way, too. Whoever sends one takes it out. Not set: there is no other way.
+    pub(crate) unsent: OnceLock<Arc<Vec<PageMap>>>,
 }
 
 /// How many pages that are not encoded go into the link at once, so that what is urgent does not wait behind more.
@@ -38,6 +40,11 @@ impl PagesAtOnce {
     /// Relaxed: it says nothing about other memory.
     pub(crate) fn set(&self, pages: PageCount) {
         self.0.store(pages.clamp(PageCount::ONE, WINDOW_PAGES).get(), Relaxed);
+    }
+
+    /// Whether windows go in parts.
+    pub(crate) fn is_limited(&self) -> bool {
+        self.0.load(Relaxed) < WINDOW_PAGES.get()
     }
 
     /// The pages of a window, as many at a time as it says now.
@@ -182,6 +189,31 @@ impl Shared {
         memory.zero_mask(wanted).unwrap_or(0)
     }
 
+    /// Sees to it that each page of the window goes one way only: calls `send` with what has gone no other way, as much
+    /// at a time as may go at once. What is not yet sent meanwhile may still go the other way.
+    pub(crate) fn each_claimed(
+        &self,
+        window: &Window,
+        mut send: impl FnMut(&Window) -> Result<(), Error>,
+    ) -> Result<(), Error> {
+        if self.unsent.get().is_none() {
+            return send(window);
+        }
+        self.at_once.parts(window.pages(window.wanted)).try_for_each(|part| {
+            let wanted = self.claim(window.region, part).mask;
+            let part = Window { wanted, zero: window.zero.map(|zero| zero & wanted), ..*window };
+            if wanted == 0 { Ok(()) } else { send(&part) }
+        })
+    }
+
+    /// Of these pages, those that have gone no other way. From now on they are taken for sent.
+    pub(crate) fn claim(&self, region: usize, pages: WindowPages) -> WindowPages {
+        let Some(unsent) = self.unsent.get() else { return pages };
+        let claimed = unsent[region].claim(pages);
+        self.dealt_with(pages.count() - claimed.count());
+        claimed
+    }
+
     /// Counts the pages of a window, whose zero pages are known by now or are detected here.
     pub(crate) fn settle(&self, window: &Window, sent: &mut Sent) -> Settled {
         let found = window.zero.unwrap_or_else(|| self.look(window));
@@ -231,6 +263,23 @@ impl Shared {
 mod tests {
     use super::*;
 
+    impl Shared {
+        /// Of a session without a peer.
+        pub(crate) fn with_nobody(memory: GuestMemory) -> Self {
+            Self {
+                memory,
+                content: Vec::new(),
+                pacer: None,
+                look_for_zeros: true,
+                progress: Progress::new(),
+                failure: FirstFailure::default(),
+                peer: "nobody".into(),
+                at_once: PagesAtOnce::default(),
+                unsent: OnceLock::new(),
+            }
+        }
+    }
+
     #[test]
     fn pages_of_a_window_go_few_at_a_time_and_each_once() {
         for mask in [0, 1, 0b1011_0111, 1 << 127 | 1 << 64 | 1, u128::MAX] {
@@ -243,5 +292,37 @@ mod tests {
                 assert_eq!(parts.iter().map(|part| part.count().get()).sum::<u64>(), u64::from(mask.count_ones()));
             }
         }
+    }
+
+    /// A page that goes another way while a window is on its way does not go with the window.
+    #[test]
+    fn what_goes_another_way_is_left_out_to_the_last_moment() {
+        let shared = Shared::with_nobody(GuestMemory::new(Vec::new()));
+        let mut window = Window::new(0, 1, WindowPages::new(128, 0b1111_1111));
+        window.zero = Some(0b1000_0001);
+        let sent = |meanwhile: &dyn Fn()| {
+            let mut sent = Vec::new();
+            let send = |part: &Window| {
+                sent.push((part.wanted, part.zero));
+                meanwhile();
+                Ok(())
+            };
+            shared.each_claimed(&window, send).unwrap();
+            sent
+        };
+        assert_eq!(sent(&|| {}), [(0b1111_1111, Some(0b1000_0001))], "there is no other way");
+
+        shared.at_once.set(PageCount::new(3));
+        let unsent = Arc::new(vec![PageMap::new(PageCount::new(256)), PageMap::new(PageCount::new(256))]);
+        unsent[1].insert(WindowPages::new(128, 0b1111_1011));
+        assert!(shared.unsent.set(Arc::clone(&unsent)).is_ok());
+        shared.progress.round_left.store(8 << 12, Relaxed);
+        let goes_elsewhere = || {
+            unsent[1].claim(WindowPages::new(128, 0b0011_0000));
+        };
+        let parts = [(0b0000_0011, Some(1)), (0b0000_1000, Some(0)), (0b1100_0000, Some(0b1000_0000))];
+        assert_eq!(sent(&goes_elsewhere), parts);
+        assert_eq!(shared.progress.round_left.load(Relaxed), 5 << 12, "three pages have gone another way");
+        assert!(sent(&|| {}).is_empty(), "all are taken for sent");
     }
 }

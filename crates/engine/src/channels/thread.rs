@@ -35,8 +35,10 @@ fn send_all(channel: &mut impl Channel, round: u32, batches: &Receiver<Batch>) -
             Batch::Hole { region, range } => channel.send_hole(round, region, range, &mut sent)?,
             Batch::Pages(windows) => {
                 for window in windows {
-                    let pages = shared.settle(&window, &mut sent);
-                    channel.send_window(&window, pages, None, &mut sent)?;
+                    shared.each_claimed(&window, |window| {
+                        let pages = shared.settle(window, &mut sent);
+                        channel.send_window(window, pages, None, &mut sent)
+                    })?;
                 }
             }
         }

@@ -1,5 +1,8 @@
 //! The connections of a source: how they come about, and what the main thread looks at while pages go over them.
-use std::{sync::Arc, time::Duration};
+use std::{
+    sync::{Arc, OnceLock},
+    time::Duration,
+};
 
 use transship_memory::GuestMemory;
 use transship_secure::Caller;
@@ -66,6 +69,7 @@ pub(crate) fn connect_channels(
         failure: FirstFailure::default(),
         peer: to.to_string(),
         at_once: PagesAtOnce::default(),
+        unsent: OnceLock::new(),
     });
     let MoveOptions { compress, channels, .. } = *options;
     let MoveTerms { encoders, when_busy, .. } = *terms;

@@ -3,7 +3,7 @@
 //! by the next, which begins with what the destination says that it lacks.
 use std::{sync::Arc, thread, time::Duration};
 
-use transship_memory::{Freeing, GuestMemory, PageRange, PageSet, WindowPages};
+use transship_memory::{Freeing, GuestMemory, PageRange, PageSet};
 use transship_wire::{Message, Role, SessionId};
 
 use super::{
@@ -69,6 +69,7 @@ impl Line {
         let channels = connect_channels(to, setup, role, options, progress)?;
         let lacks = owed::receive(&control, None, memory, STALL_TIMEOUT * 2, progress)?;
         let state = Arc::new(Standing::new(&lacks));
+        let _ = channels.shared().unsent.set(Arc::clone(&state.unsent)); // these channels are new
         let server = Server::new(control, memory.clone(), Arc::clone(&state));
         let server = thread::Builder::new().name("urgent".into()).spawn(move || server.run()).map_err(failed)?;
         Ok(Self { channels, lacks, state, urgent, server: Some(server) })
@@ -157,10 +158,6 @@ impl MainThread for Pushing<'_> {
 
     fn reason(&self) -> Option<Error> {
         self.state.check().err()
-    }
-
-    fn still_wanted(&self, region: usize, pages: WindowPages) -> WindowPages {
-        self.state.unsent[region].claim(pages)
     }
 }
 

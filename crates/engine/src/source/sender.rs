@@ -71,7 +71,7 @@ impl Channel for PageSender {
             self.packets += 1;
             let packet = Packet::Pages { round, region, first, present: part.mask, zero: std::mem::take(&mut zero) };
             shared.book(PACKET_BYTES + packet.payload_bytes(), sent);
-            let apart = part.mask != present;
+            let apart = shared.at_once.is_limited();
             let written = self.connection.send_window(memory, &packet.encode(), part, apart);
             written.map_err(|source| self.failed(source))?;
         }

@@ -1,5 +1,5 @@
 //! What the threads of a supply line know of it: the one that serves those who wait, and the one that sends the rest.
-use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 
 use transship_memory::PageSet;
 
@@ -9,7 +9,7 @@ use crate::{Error, page_map::PageMap};
 /// What is known of a line.
 pub(super) struct Standing {
     /// By region: pages that nobody has sent on this line.
-    pub(super) unsent: Vec<PageMap>,
+    pub(super) unsent: Arc<Vec<PageMap>>,
     /// For what goes beside pages that are waited for.
     pub(super) room: Room,
     told: Mutex<Told>,
@@ -35,7 +35,7 @@ impl Standing {
     /// Of a line whose destination lacks these pages, by region.
     pub(super) fn new(lacks: &[PageSet]) -> Self {
         let unsent = lacks.iter().map(PageMap::of).collect();
-        Self { unsent, room: Room::default(), told: Mutex::default(), changed: Condvar::new() }
+        Self { unsent: Arc::new(unsent), room: Room::default(), told: Mutex::default(), changed: Condvar::new() }
     }
 
     pub(super) fn told(&self) -> MutexGuard<'_, Told> {

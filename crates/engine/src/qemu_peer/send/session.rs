@@ -5,7 +5,11 @@
 //!   START: the guest's own blocks, ping        ─► pong     it has them
 //!   PART: a round, its barrier, ping           ─► pong     all of the round is in place; again and again
 //! ```
-use std::{cell::RefCell, sync::Arc, time::Duration};
+use std::{
+    cell::RefCell,
+    sync::{Arc, OnceLock},
+    time::Duration,
+};
 
 use transship_memory::GuestMemory;
 use transship_wire::qemu::{Block, Command, Configuration, Name};
@@ -72,6 +76,7 @@ impl SendSession {
             failure: FirstFailure::default(),
             peer: to.to_string(),
             at_once: PagesAtOnce::default(),
+            unsent: OnceLock::new(),
         });
         let channels = match count {
             0 => None,
