@@ -11,9 +11,9 @@ use crate::{
     stock,
 };
 
-/// The guest runs at the destination after as many rounds as with transship's `--converge postcopy`. QEMU counts its
-/// searches for written pages, of which the first two come before the second round.
-const SEARCHES_BEFORE: u64 = 3;
+/// The guest runs at the destination after the first pass over its memory, as `virsh migrate --postcopy-after-precopy`
+/// has it. QEMU counts its searches for written pages, the first of which comes before that.
+const SEARCHES_BEFORE: u64 = 2;
 /// Places in the ring by which KVM tells of written pages; a power of two.
 const RING_PLACES: u32 = 4096;
 

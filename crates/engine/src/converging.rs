@@ -5,7 +5,7 @@
 use std::sync::Arc;
 
 use crate::{
-    Error, Progress, Report,
+    Error, PostCopyAfter, Progress, Report,
     forecast::{Forecast, Verdict},
     hold::{Holding, Kept},
     shortfall::TooLate,
@@ -16,9 +16,17 @@ pub(crate) trait RunningGuest: Kept {
     /// Sends the first round, and unplugs what can't go with the guest. What was written meanwhile is the rest then.
     fn send_first(&mut self, forecast: &Forecast, progress: &Arc<Progress>, report: &mut Report) -> Result<(), Error>;
 
+    /// Whether a second round would leave less than the first, as far as that is known.
+    fn another_gains(&self) -> bool {
+        true
+    }
+
     /// Marks the step: it could be stopped, and is held instead.
     fn mark_ready(&mut self) -> Result<(), Error>;
 }
+
+/// How many rounds come before a guest that is handed over when rounds gain nothing.
+const ROUNDS_BEFORE: usize = 2;
 
 /// Why the guest is stopped now.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -29,12 +37,12 @@ pub(crate) enum Because {
     ItMayFollow,
 }
 
-/// Sends round after round, until the rest is small enough to be sent while the guest is stopped. `post_copy`: after so
-/// many rounds it may follow the guest; none: never.
+/// Sends round after round, until the rest is small enough to be sent while the guest is stopped. `post_copy`: when
+/// it may follow the guest; none: never.
 pub(crate) fn until_the_rest_is_small(
     guest: &mut dyn RunningGuest,
     (mut forecast, holding): (Forecast, &mut Holding),
-    post_copy: Option<u32>,
+    post_copy: Option<PostCopyAfter>,
     progress: &Arc<Progress>,
     report: &mut Report,
 ) -> Result<Because, Error> {
@@ -45,7 +53,11 @@ pub(crate) fn until_the_rest_is_small(
         let verdict = forecast.judge(report, rest, time_left);
         let verdict = holding.soften(verdict, &mut forecast, &mut || guest.check(), progress, report)?;
         guest.follow(&verdict, rest, forecast.room(report, time_left));
-        let is_used_up = post_copy.is_some_and(|rounds| report.rounds.len() as u32 >= rounds);
+        let is_used_up = match post_copy {
+            None => false,
+            Some(PostCopyAfter::Rounds(rounds)) => report.rounds.len() >= rounds as usize,
+            Some(PostCopyAfter::NoGain) => report.rounds.len() >= ROUNDS_BEFORE || !guest.another_gains(),
+        };
         match verdict {
             Verdict::Fits if holding.is_over() => return Ok(Because::ItFits),
             Verdict::Fits => {
@@ -87,6 +99,8 @@ mod tests {
         rest: u64,
         /// Written between two looks, the first time.
         writes: u64,
+        /// It is known after the first round that a second one leaves as much.
+        gains_nothing: bool,
         steps: Vec<&'static str>,
     }
 
@@ -102,6 +116,9 @@ mod tests {
         fn send_first(&mut self, _: &Forecast, _: &Arc<Progress>, report: &mut Report) -> Result<(), Error> {
             self.round("first", report);
             Ok(())
+        }
+        fn another_gains(&self) -> bool {
+            !self.gains_nothing
         }
         fn mark_ready(&mut self) -> Result<(), Error> {
             self.steps.push("ready");
@@ -134,11 +151,12 @@ mod tests {
     /// What came of it, and the steps that led there.
     fn end(
         rests_mib: &[u64],
-        post_copy: Option<u32>,
+        post_copy: Option<PostCopyAfter>,
         hold: Option<HoldOptions>,
         left: Option<Duration>,
     ) -> (&'static str, Vec<&'static str>) {
         let mut guest = Writer { rests: rests_mib.iter().map(|rest| rest * MIB).collect(), ..Writer::default() };
+        guest.gains_nothing = rests_mib.len() == 1;
         guest.writes = if hold.is_some() { 50 * MIB } else { 0 };
         let (progress, mut report) = (Progress::new(), Report::default());
         left.into_iter().for_each(|left| progress.end_within(left));
@@ -168,12 +186,22 @@ mod tests {
 
     #[test]
     fn the_rest_may_follow_after_so_many_rounds_or_when_there_is_no_hope() {
-        assert_eq!(end(&[80, 60, 50], Some(1), None, None), ("it may follow", vec!["first"]));
-        assert_eq!(end(&[80, 60, 50], Some(2), None, None), ("it may follow", vec!["first", "round"]));
-        assert_eq!(end(&[80, 5], Some(2), None, None), ("it fits", vec!["first", "round"]));
+        let after = |rounds| Some(PostCopyAfter::Rounds(rounds));
+        assert_eq!(end(&[80, 60, 50], after(1), None, None), ("it may follow", vec!["first"]));
+        assert_eq!(end(&[80, 60, 50], after(2), None, None), ("it may follow", vec!["first", "round"]));
+        assert_eq!(end(&[80, 5], after(2), None, None), ("it fits", vec!["first", "round"]));
         let all = vec!["first", "round", "round", "round"];
-        assert_eq!(end(&[80, 60, 50, 40, 5], Some(9), None, None), ("it may follow", all));
-        assert_eq!(end(&[80, 5], Some(9), None, Some(Duration::ZERO)), ("it may follow", vec!["first"]));
+        assert_eq!(end(&[80, 60, 50, 40, 5], after(9), None, None), ("it may follow", all));
+        assert_eq!(end(&[80, 5], after(9), None, Some(Duration::ZERO)), ("it may follow", vec!["first"]));
+    }
+
+    #[test]
+    fn the_rest_may_follow_as_soon_as_a_round_gains_nothing() {
+        let no_gain = Some(PostCopyAfter::NoGain);
+        assert_eq!(end(&[80], no_gain, None, None), ("it may follow", vec!["first"]));
+        assert_eq!(end(&[80, 60, 50], no_gain, None, None), ("it may follow", vec!["first", "round"]));
+        assert_eq!(end(&[80, 5], no_gain, None, None), ("it fits", vec!["first", "round"]));
+        assert_eq!(end(&[5], no_gain, None, None), ("it fits", vec!["first"]));
     }
 
     /// It is told to go on when it has just written too much.

@@ -56,7 +56,7 @@ pub use error::{Actor, Cancelled, DescriptorFault, Error, Misfit, Outcome, Rule,
 pub use filling::stand_in::{Ending, StandIn};
 pub use hold::HoldOptions;
 pub use opened::when_opened;
-pub use options::{Compress, Converge, MoveOptions, MoveTerms, Setting, WhenBusy, ZeroPages};
+pub use options::{Compress, Converge, MoveOptions, MoveTerms, PostCopyAfter, Setting, WhenBusy, ZeroPages};
 pub use plan::{Carrier, CodecSample, GuestSample, LinkSpeed, Outlook, Work, Written, predict, probe, sample_guest};
 pub use progress::{CpuProgress, CpuTime, EncodingProgress, Held, Phase, Progress};
 pub use qemu_peer::{

@@ -12,7 +12,7 @@
 use std::{sync::Arc, time::Instant};
 
 use crate::{
-    Error, MoveTerms, Progress, Report,
+    Error, MoveTerms, PostCopyAfter, Progress, Report,
     at_stop::AtStop,
     ending::{finish, too_late},
     guarded::Guarded,
@@ -28,8 +28,8 @@ pub(crate) trait Receiver {
     /// Refuses a guest that can't go there, connects, and has the receiver agree to it.
     fn connect(&mut self, guest: &mut Guarded<'_>, progress: &Arc<Progress>) -> Result<Self::Session, Error>;
 
-    /// After so many rounds the rest may follow the guest; none: never.
-    fn post_copy(&self) -> Option<u32>;
+    /// When the rest may follow the guest; none: never.
+    fn post_copy(&self) -> Option<PostCopyAfter>;
 
     /// Hands the guest over by [`MoveInProgress::hand_over`], and does what remains to be done after that.
     fn hand_over(

@@ -109,6 +109,15 @@ impl Default for MoveTerms {
     }
 }
 
+/// When a guest is handed over before its pages, unless its rest fits the downtime earlier.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum PostCopyAfter {
+    /// After so many rounds; 0: before any page is sent.
+    Rounds(u32),
+    /// After the first round, if a second would hardly leave less; after the second in any case.
+    NoGain,
+}
+
 /// Options of a move to a transship.
 #[derive(Debug, Clone)]
 pub struct MoveOptions {
@@ -118,8 +127,8 @@ pub struct MoveOptions {
     pub compress: Compress,
     /// Compare a digest of all memory on both sides.
     pub verify: bool,
-    /// After so many rounds the guest runs at the destination, and the rest of its pages follow; none: never.
-    pub post_copy: Option<u32>,
+    /// When the guest runs at the destination, and the rest of its pages follow; none: never.
+    pub post_copy: Option<PostCopyAfter>,
     /// What a stock QEMU could be asked as well.
     pub terms: MoveTerms,
 }

@@ -14,7 +14,7 @@ use std::{
 use transship_memory::{Freeing, PageCount, PageSet};
 
 use crate::{
-    Converge, Error, MoveTerms, Phase, Progress, Report,
+    Converge, Error, MoveTerms, Phase, PostCopyAfter, Progress, Report,
     at_stop::AtStop,
     channels::{RoundWork, Sent},
     fail_point,
@@ -82,8 +82,8 @@ pub(crate) struct MoveInProgress<'a, 'g> {
     pub(crate) report: &'a mut Report,
     pub(crate) begin: Instant,
     pub(crate) at_stop: AtStop,
-    /// After so many rounds the rest may follow the guest; none: never.
-    pub(crate) post_copy: Option<u32>,
+    /// When the rest may follow the guest; none: never.
+    pub(crate) post_copy: Option<PostCopyAfter>,
 }
 
 impl MoveInProgress<'_, '_> {
@@ -108,7 +108,7 @@ impl MoveInProgress<'_, '_> {
         reach(link, "tracking")?;
         report.setup_ms = begin.elapsed().as_secs_f64() * 1e3;
         progress.set_phase(Phase::Rounds);
-        if is_running && *post_copy == Some(0) {
+        if is_running && *post_copy == Some(PostCopyAfter::Rounds(0)) {
             rounds.owes = true;
         } else if is_running {
             rounds.ask_for_free_pages(bandwidth, progress)?;

@@ -112,9 +112,10 @@ pub(crate) struct MoveArgs {
     /// is the guest. See docs/converging.md, also on what happens if a process is killed.
     #[arg(long, value_enum, default_value_t = Converge::Never, value_name = "HOW", hide_possible_values = true)]
     pub(crate) converge: Converge,
-    /// With --converge postcopy: hand over after this many rounds [default: 2]
+    /// With --converge postcopy: hand over after this many rounds [default: at most 2]
     ///
-    /// 0: at once, before any page was sent. A guest whose rest fits --downtime earlier is moved as always.
+    /// 0: at once, before any page was sent. A guest whose rest fits --downtime earlier is moved as always. By default
+    /// the guest is handed over after the first round, if a second would hardly leave less, and else after the second.
     #[arg(long, value_name = "ROUNDS", hide_short_help = true)]
     pub(crate) postcopy_after: Option<String>,
     /// Go on with a move by post-copy that was killed

@@ -5,8 +5,8 @@ use std::{sync::Arc, time::Duration};
 
 use transship_codec::{Backend, Method, SettingError, qatzip_backend};
 use transship_engine::{
-    Caller, Compress, Error, MoveOptions, MoveTerms, Progress, QemuSendOptions, Report, Setting, StandIn, Uri,
-    UserCommand, move_guest, send_to_qemu,
+    Caller, Compress, Error, MoveOptions, MoveTerms, PostCopyAfter, Progress, QemuSendOptions, Report, Setting,
+    StandIn, Uri, UserCommand, move_guest, send_to_qemu,
 };
 use transship_guest::{Guard, GuestError, Watch};
 use transship_vmm::{AttachOptions, VmAddress};
@@ -26,9 +26,6 @@ use crate::{
     trust::{self, Network},
     units,
 };
-
-/// One round with all pages, and one with what was written meanwhile.
-const POSTCOPY_AFTER: u32 = 2;
 
 pub(crate) fn run(args: &MoveArgs) -> Result<(), Failure> {
     let request = Request::check(args)?;
@@ -243,8 +240,8 @@ fn terms(args: &MoveArgs, caller: Option<Option<Caller>>, checks: &mut Checks) -
     })
 }
 
-/// After how many rounds the guest may go before its pages; none: never.
-fn post_copy(args: &MoveArgs, checks: &mut Checks) -> Option<Option<u32>> {
+/// When the guest may go before its pages; none: never.
+fn post_copy(args: &MoveArgs, checks: &mut Checks) -> Option<Option<PostCopyAfter>> {
     if args.converge != Converge::Postcopy {
         if args.postcopy_after.is_some() {
             checks.mistake("--postcopy-after: it is about --converge postcopy; add that, or leave this out".into());
@@ -264,10 +261,10 @@ fn post_copy(args: &MoveArgs, checks: &mut Checks) -> Option<Option<u32>> {
         checks.mistake(format!("--balloon: {why}; leave out one of them"));
     }
     match &args.postcopy_after {
-        None => Some(Some(POSTCOPY_AFTER)),
+        None => Some(Some(PostCopyAfter::NoGain)),
         Some(text) => {
             let rounds = checks.within("--postcopy-after", text, units::count, (0, 10_000), "0 to 10000")?;
-            Some(Some(rounds.try_into().ok()?))
+            Some(Some(PostCopyAfter::Rounds(rounds.try_into().ok()?)))
         }
     }
 }

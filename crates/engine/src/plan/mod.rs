@@ -10,7 +10,7 @@ mod probe;
 mod sample;
 
 pub(crate) use looks::Tracked;
-pub(crate) use model::after_the_first;
+pub(crate) use model::FirstRound;
 pub use model::{Carrier, Outlook, Work, predict};
 pub use probe::{LinkSpeed, probe};
 pub use sample::{CodecSample, GuestSample, Written, sample_guest};

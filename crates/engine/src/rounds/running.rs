@@ -3,7 +3,7 @@ use std::sync::Arc;
 
 use super::{DONE_TIMEOUT, Link, Rounds, reach};
 use crate::{
-    Error, Progress, Report,
+    Error, PostCopyAfter, Progress, Report,
     converging::{Because, RunningGuest, until_the_rest_is_small},
     forecast::{Forecast, Room, Verdict},
     guarded::Guarded,
@@ -17,12 +17,12 @@ impl Rounds {
         &mut self,
         guest: &mut Guarded<'_>,
         link: &mut dyn Link,
-        (forecast, post_copy): (Forecast, Option<u32>),
+        (forecast, post_copy): (Forecast, Option<PostCopyAfter>),
         progress: &Arc<Progress>,
         report: &mut Report,
     ) -> Result<(), Error> {
         let mut holding = std::mem::take(&mut self.holding);
-        let mut moving = MovingGuest { rounds: self, guest, link };
+        let mut moving = MovingGuest { rounds: self, guest, link, gains: true };
         let because = until_the_rest_is_small(&mut moving, (forecast, &mut holding), post_copy, progress, report);
         self.holding = holding;
         self.owes = because? == Because::ItMayFollow;
@@ -35,18 +35,27 @@ struct MovingGuest<'a, 'g> {
     rounds: &'a mut Rounds,
     guest: &'a mut Guarded<'g>,
     link: &'a mut dyn Link,
+    /// Another round would leave less, as far as is known.
+    gains: bool,
 }
 
 impl RunningGuest for MovingGuest<'_, '_> {
     fn send_first(&mut self, forecast: &Forecast, progress: &Arc<Progress>, report: &mut Report) -> Result<(), Error> {
-        let Self { rounds, guest, link } = self;
+        let Self { rounds, guest, link, .. } = self;
         guest.drain(report)?;
         rounds.looks = Some(Vec::new());
         rounds.send_first_and_unplug(guest, *link, progress, report)?;
         let looks = rounds.looks.take().unwrap_or_default();
         rounds.scanner.scan(link.content(), report, progress)?;
-        report.forecast = plan::after_the_first(report, rounds.scanner.pending_bytes(), forecast, &looks);
+        let rest = rounds.scanner.pending_bytes();
+        let seen = plan::FirstRound::seen(report, rest, forecast, &looks);
+        report.forecast = seen.as_ref().map(|seen| seen.forecast(report, forecast));
+        self.gains = seen.is_none_or(|seen| seen.another_gains());
         Ok(())
+    }
+
+    fn another_gains(&self) -> bool {
+        self.gains
     }
 
     fn mark_ready(&mut self) -> Result<(), Error> {
@@ -65,7 +74,7 @@ impl Kept for MovingGuest<'_, '_> {
     }
 
     fn send(&mut self, step: &str, progress: &Arc<Progress>, report: &mut Report) -> Result<(), Error> {
-        let Self { rounds, guest, link } = self;
+        let Self { rounds, guest, link, .. } = self;
         guest.drain(report)?;
         rounds.send_pending(*link, DONE_TIMEOUT, progress, report)?;
         reach(*link, step)?;

@@ -18,7 +18,7 @@ use std::sync::Arc;
 use transship_memory::PageCount;
 
 use crate::{
-    Error, MoveOptions, Phase, Progress, Report, Uri,
+    Error, MoveOptions, Phase, PostCopyAfter, Progress, Report, Uri,
     filling::stand_in::StandIn,
     guarded::Guarded,
     guest::{Guard, SourceGuest},
@@ -71,7 +71,7 @@ impl Receiver for ToTransship<'_> {
         MoveSession::open(&**guest, self.to, self.options, progress)
     }
 
-    fn post_copy(&self) -> Option<u32> {
+    fn post_copy(&self) -> Option<PostCopyAfter> {
         self.options.post_copy
     }
 

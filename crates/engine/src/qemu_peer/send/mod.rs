@@ -16,7 +16,7 @@ use std::sync::Arc;
 use transship_codec::Setting;
 
 use crate::{
-    Error, Misfit, MoveTerms, Progress, Report, Uri, fail_point,
+    Error, Misfit, MoveTerms, PostCopyAfter, Progress, Report, Uri, fail_point,
     guarded::Guarded,
     guest::{Guard, SourceGuest, StateFormat},
     moving::{Receiver, carry_out},
@@ -92,7 +92,7 @@ impl Receiver for ToQemu<'_> {
     }
 
     /// A stock QEMU's own post-copy can't be spoken from outside of the source's QEMU.
-    fn post_copy(&self) -> Option<u32> {
+    fn post_copy(&self) -> Option<PostCopyAfter> {
         None
     }
 
