@@ -25,9 +25,6 @@ pub(crate) trait RunningGuest: Kept {
     fn mark_ready(&mut self) -> Result<(), Error>;
 }
 
-/// How many rounds come before a guest that is handed over when rounds gain nothing.
-const ROUNDS_BEFORE: usize = 2;
-
 /// Why the guest is stopped now.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Because {
@@ -56,7 +53,7 @@ pub(crate) fn until_the_rest_is_small(
         let is_used_up = match post_copy {
             None => false,
             Some(PostCopyAfter::Rounds(rounds)) => report.rounds.len() >= rounds as usize,
-            Some(PostCopyAfter::NoGain) => report.rounds.len() >= ROUNDS_BEFORE || !guest.another_gains(),
+            Some(PostCopyAfter::NoGain) => report.rounds.len() >= PostCopyAfter::NO_GAIN_MOST || !guest.another_gains(),
         };
         match verdict {
             Verdict::Fits if holding.is_over() => return Ok(Because::ItFits),

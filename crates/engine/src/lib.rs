@@ -57,7 +57,10 @@ pub use filling::stand_in::{Ending, StandIn};
 pub use hold::HoldOptions;
 pub use opened::when_opened;
 pub use options::{Compress, Converge, MoveOptions, MoveTerms, PostCopyAfter, Setting, WhenBusy, ZeroPages};
-pub use plan::{Carrier, CodecSample, GuestSample, LinkSpeed, Outlook, Work, Written, predict, probe, sample_guest};
+pub use plan::{
+    Carrier, CodecSample, GuestSample, LinkSpeed, Outlook, Work, Written, predict, predict_post_copy, probe,
+    sample_guest,
+};
 pub use progress::{CpuProgress, CpuTime, EncodingProgress, Held, Phase, Progress};
 pub use qemu_peer::{
     FileSink, FileSinkOptions, QemuSendOptions, RelayOptions, Relayed, Sink, receive_from_qemu, relay_from_qemu,

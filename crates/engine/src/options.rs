@@ -118,6 +118,12 @@ pub enum PostCopyAfter {
     NoGain,
 }
 
+impl PostCopyAfter {
+    /// Rounds after which another is of no use in any case: one with all pages, and one with what was written
+    /// meanwhile.
+    pub(crate) const NO_GAIN_MOST: usize = 2;
+}
+
 /// Options of a move to a transship.
 #[derive(Debug, Clone)]
 pub struct MoveOptions {

@@ -73,6 +73,8 @@ fn a_guest_that_never_converges_is_known_beforehand_and_what_ends_it_does() -> R
     assert_nothing_of_ours(&source)?;
     assert_eq!(way(&plan, "")["converges"], false, "{plan}");
     assert_eq!(way(&plan, "--converge pace")["converges"], true, "{plan}");
+    let followed = way(&plan, "--converge postcopy");
+    assert!(number(followed, "/follows_bytes") > 1e6 && followed["work_share"].is_null(), "{plan}");
     let longer = plan["ways"].as_array().and_then(|ways| ways.last()).and_then(|way| way["flags"].as_str());
     let longer = longer.unwrap_or_default().to_owned();
     assert!(longer.starts_with("--downtime ") && way(&plan, &longer)["converges"] == true, "{plan}");

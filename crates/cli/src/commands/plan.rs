@@ -3,8 +3,8 @@ use std::{fmt::Write as _, io::IsTerminal, sync::Arc, time::Duration};
 
 use serde::Serialize;
 use transship_engine::{
-    Caller, Carrier, Converge, GuestSample, LinkSpeed, MoveOptions, Outlook, Progress, Uri, Work, predict, probe,
-    sample_guest,
+    Caller, Carrier, Converge, GuestSample, LinkSpeed, MoveOptions, Outlook, Progress, Uri, Work, predict,
+    predict_post_copy, probe, sample_guest,
 };
 use transship_guest::Watch;
 use transship_vmm::{AttachOptions, VmAddress, attach_source};
@@ -173,6 +173,8 @@ fn ways(sample: &GuestSample, link: &Link, request: &Request) -> Vec<Way> {
     }
     ways.push(way("--converge pace".into(), &plain, &Work { converge: Converge::Pace, ..work }));
     if !ways[0].outlook.converges {
+        let outlook = predict_post_copy(sample, &plain, &work);
+        ways.push(Way { flags: "--converge postcopy".into(), outlook });
         // A quarter more than it would take.
         let enough = Duration::try_from_secs_f64(ways[0].outlook.downtime_ms * 1.25e-3).unwrap_or_default();
         let enough = Duration::from_millis(enough.as_millis() as u64 + 1);
@@ -202,12 +204,15 @@ impl Plan {
         let _ = writeln!(text, "{head}");
         let longest = self.ways.iter().map(|way| way.outlook.total_ms).fold(1.0, f64::max);
         for way in &self.ways {
-            let Outlook { converges, total_ms, rounds, bytes, downtime_ms, work_share } = way.outlook;
+            let Outlook { converges, total_ms, rounds, bytes, downtime_ms, work_share, follows_bytes } = way.outlook;
             let (time, stop) = (Time::from_ms(total_ms), Time::from_ms(downtime_ms));
             let _ = write!(text, "{:<width$}  ", name(way));
             if converges {
-                let share = format!("{:.0} %", work_share * 100.0);
+                let share = work_share.map_or("?".to_owned(), |share| format!("{:.0} %", share * 100.0));
                 let _ = write!(text, "{time:>10}  {stop:>10}  {rounds:>6}  {:>9}  {share:>6}", Bytes(bytes));
+                if follows_bytes > 0 {
+                    let _ = write!(text, "  {} follow it", Bytes(follows_bytes));
+                }
                 if draws {
                     let _ = write!(text, "  {}", "█".repeat((total_ms / longest * 20.0).ceil() as usize));
                 }
@@ -291,13 +296,17 @@ mod tests {
         let Some((longer, true)) = ends.last() else { panic!("{ends:?}") };
         assert!(longer.starts_with("--downtime "), "{ends:?}");
         assert_eq!(ends[0], ("", false));
-        assert_eq!(ends[2], ("--converge pace", true));
+        assert_eq!(ends[2..4], [("--converge pace", true), ("--converge postcopy", true)]);
         let text = plan.picture(false);
         assert!(
             text.contains("2.0 GiB, of which 1.0 GiB hold data, 25 % of it zeros; writes 19.1 MiB in 100 ms"),
             "{text}"
         );
         assert!(text.contains("95.4 MiB/s, 0.5 ms there and back, measured"), "{text}");
+        assert!(
+            text.lines().any(|line| line.starts_with("--converge postcopy") && line.ends_with("follow it")),
+            "{text}"
+        );
         assert!(text.contains("as it is") && text.contains("does not converge in") && !text.contains('█'), "{text}");
         assert!(plan.picture(true).lines().last().is_some_and(|line| line.contains('█')));
     }

@@ -7,7 +7,7 @@ use transship_memory::PAGE;
 
 use super::sample::{GuestSample, Written};
 use crate::{
-    Converge, ForecastReport, Report, RoundReport,
+    Converge, PostCopyAfter, Report, RoundReport,
     forecast::{Aim, Forecast, Verdict},
     pacing,
     shortfall::Medium,
@@ -17,7 +17,7 @@ use crate::{
 const ROUND: Duration = Duration::from_millis(5);
 /// Of the rest of the first round, what a second one may leave if the guest could as well go before its pages. The
 /// round delays the end by as much as it carries, and is worth that if clearly fewer pages are waited for then.
-const WORTH_A_ROUND: f64 = 0.75;
+pub(super) const WORTH_A_ROUND: f64 = 0.75;
 
 /// How pages are carried.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -34,7 +34,7 @@ pub struct Carrier {
 
 impl Carrier {
     /// Bytes of pages a second.
-    fn pages_per_s(&self) -> f64 {
+    pub(super) fn pages_per_s(&self) -> f64 {
         let by_link = self.bytes_per_s * self.ratio;
         self.encode_bytes_per_s.map_or(by_link, |encode| by_link.min(encode)).max(1.0)
     }
@@ -64,79 +64,20 @@ pub struct Outlook {
     pub bytes: u64,
     /// For how long the guest stands still; if it does not converge, for how long it would have to.
     pub downtime_ms: f64,
-    /// How much of its writing a guest that is paced does during the move; 1: all of it.
-    pub work_share: f64,
-}
-
-/// What the first round of a move has shown: what the link carries, how much was written meanwhile, and when.
-pub(crate) struct FirstRound {
-    carrier: Carrier,
-    points: Vec<Written>,
-    rest: u64,
-    /// Of all memory.
-    most: f64,
-}
-
-impl FirstRound {
-    /// None, if the report does not end with the first round. `looks`: what was seen of the guest's writing meanwhile.
-    pub(crate) fn seen(report: &Report, rest: u64, forecast: &Forecast, looks: &[Written]) -> Option<Self> {
-        let [first] = &report.rounds[..] else { return None };
-        let sent = (report.pages.normal * PAGE) as f64;
-        let ratio = if first.bytes > 0 { (sent / first.bytes as f64).max(1.0) } else { 1.0 };
-        let bytes_per_s = forecast.room(report, None).bytes_per_s;
-        let carrier = Carrier { bytes_per_s, round_trip: Duration::ZERO, ratio, encode_bytes_per_s: None };
-        // A look counts holes, too.
-        let looks = looks.iter().filter(|look| look.ms < first.ms);
-        let mut points: Vec<_> = looks.map(|look| Written { bytes: look.bytes.min(rest as f64), ..*look }).collect();
-        points.push(Written { ms: first.ms, bytes: rest as f64 });
-        Some(Self { carrier, points, rest, most: report.bytes.guest as f64 })
-    }
-
-    /// What is written in no time at all fits in any case.
-    fn curve(&self) -> Curve<'_> {
-        Curve { points: &self.points, most: self.most }
-    }
-
-    /// Whether a second round would leave clearly less.
-    pub(crate) fn another_gains(&self) -> bool {
-        let rest = self.rest as f64;
-        self.curve().bytes(rest / self.carrier.pages_per_s()) < WORTH_A_ROUND * rest
-    }
-
-    /// What is thought of the move now.
-    pub(crate) fn forecast(&self, report: &Report, forecast: &Forecast) -> ForecastReport {
-        let Self { carrier, rest, .. } = self;
-        let (aim, state) = forecast.aim();
-        let work = Work { downtime: aim.downtime, max_rounds: aim.max_rounds, converge: aim.converge };
-        let left = match forecast.fits(report, *rest) {
-            true => {
-                let downtime_ms = state.as_secs_f64() * 1e3 + *rest as f64 / carrier.pages_per_s() * 1e3;
-                let bytes = (*rest as f64 / carrier.ratio) as u64;
-                Outlook { converges: true, total_ms: downtime_ms, rounds: 1, bytes, downtime_ms, work_share: 1.0 }
-            }
-            false => {
-                let start = Start { rest: *rest as f64, rounds: report.rounds.clone() };
-                run_on(start, &self.curve(), carrier, &work, state)
-            }
-        };
-        let first = report.rounds.first().map_or((0.0, 0), |first| (first.ms, first.bytes));
-        ForecastReport {
-            converges: left.converges,
-            total_ms: report.setup_ms + first.0 + left.total_ms,
-            downtime_ms: left.downtime_ms,
-            bytes: first.1 + left.bytes,
-            rounds: 1 + left.rounds,
-        }
-    }
+    /// How much of its writing the guest does during the move: 1, or less if it is paced. None: that depends on the
+    /// pages that it waits for.
+    pub work_share: Option<f64>,
+    /// Of the pages, bytes of those that follow the guest.
+    pub follows_bytes: u64,
 }
 
 /// Where the rounds begin.
 #[derive(Debug, Clone, Default)]
-struct Start {
+pub(super) struct Start {
     /// What the next round has to send.
-    rest: f64,
+    pub(super) rest: f64,
     /// Rounds so far.
-    rounds: Vec<RoundReport>,
+    pub(super) rounds: Vec<RoundReport>,
 }
 
 /// What a move of this guest would be like.
@@ -148,8 +89,42 @@ pub fn predict(sample: &GuestSample, carrier: &Carrier, work: &Work) -> Outlook 
     run_on(Start { rest, rounds: Vec::new() }, &curve, carrier, work, state)
 }
 
+/// What a move of this guest would be like whose pages may follow it, after one or two rounds.
+pub fn predict_post_copy(sample: &GuestSample, carrier: &Carrier, work: &Work) -> Outlook {
+    let curve = Curve { points: &sample.written, most: sample.data_bytes as f64 };
+    let state = sample.state_ms / 1e3;
+    let time = |bytes: f64| bytes / carrier.pages_per_s() + (ROUND + carrier.round_trip).as_secs_f64();
+    let fits = |rest: f64| state + time(rest) <= work.downtime.as_secs_f64();
+    let mut outlook = Outlook { converges: true, ..Outlook::default() };
+    let mut rest = sample.data_bytes as f64 * (1.0 - sample.zero_share);
+    let mut seconds = 0.0;
+    let mut bytes = rest;
+    loop {
+        seconds += time(rest);
+        outlook.rounds += 1;
+        rest = curve.bytes(time(rest));
+        let gains = curve.bytes(time(rest)) < WORTH_A_ROUND * rest;
+        bytes += rest;
+        if fits(rest) || outlook.rounds as usize == PostCopyAfter::NO_GAIN_MOST || !gains {
+            break;
+        }
+    }
+    if fits(rest) {
+        outlook.rounds += 1;
+        outlook.work_share = Some(1.0);
+        outlook.downtime_ms = (state + time(rest)) * 1e3;
+    } else {
+        outlook.follows_bytes = rest as u64;
+        outlook.downtime_ms = (state + time(0.0)) * 1e3;
+        seconds += time(rest);
+    }
+    outlook.bytes = (bytes / carrier.ratio) as u64;
+    outlook.total_ms = seconds * 1e3 + outlook.downtime_ms;
+    outlook
+}
+
 /// What is left of a move from here on.
-fn run_on(start: Start, curve: &Curve<'_>, carrier: &Carrier, work: &Work, state: Duration) -> Outlook {
+pub(super) fn run_on(start: Start, curve: &Curve<'_>, carrier: &Carrier, work: &Work, state: Duration) -> Outlook {
     let Work { downtime, max_rounds, converge } = *work;
     let (medium, max_downtime) = (Medium::Link, downtime);
     let aim = Aim { medium, downtime, max_downtime, bandwidth: None, max_rounds, converge };
@@ -181,7 +156,7 @@ fn run_on(start: Start, curve: &Curve<'_>, carrier: &Carrier, work: &Work, state
             continue;
         }
         outlook.downtime_ms = (state.as_secs_f64() + time(rest)) * 1e3;
-        outlook.work_share = paced.share();
+        outlook.work_share = Some(paced.share());
         if verdict == Verdict::Fits {
             outlook.converges = true;
             outlook.total_ms += outlook.downtime_ms;
@@ -193,15 +168,15 @@ fn run_on(start: Start, curve: &Curve<'_>, carrier: &Carrier, work: &Work, state
 }
 
 /// How much is written in which time.
-struct Curve<'a> {
-    points: &'a [Written],
+pub(super) struct Curve<'a> {
+    pub(super) points: &'a [Written],
     /// All memory that there is.
-    most: f64,
+    pub(super) most: f64,
 }
 
 impl Curve<'_> {
     /// Between two points, and before the first, it is a line; behind the last it goes on as before it.
-    fn bytes(&self, seconds: f64) -> f64 {
+    pub(super) fn bytes(&self, seconds: f64) -> f64 {
         let (ms, origin) = (seconds * 1e3, Written { ms: 0.0, bytes: 0.0 });
         let mut before = origin;
         let mut slope = 0.0;
@@ -326,44 +301,6 @@ mod tests {
         assert!(converging > 10 && hopeless > 5, "{converging} {hopeless}");
     }
 
-    /// A guest that goes through a hot set again and again has written all of it long before the first round ends.
-    #[test]
-    fn looks_during_the_first_round_tell_how_fast_the_hot_set_is_written() {
-        let hot = 500.0 * MB;
-        let times = (0..12).map(|look| 100.0 * 1.5_f64.powi(look));
-        let looks: Vec<_> = times.map(|ms| Written { ms, bytes: (ms / 1e3 * 125.0 * MB).min(hot) }).collect();
-        let first = RoundReport { number: 1, bytes: 1_000_000_000, ms: 10_000.0, ..RoundReport::default() };
-        let mut report = Report { rounds: vec![first], ..Report::default() };
-        report.bytes.guest = 1_000_000_000;
-        report.pages.normal = 1_000_000_000 / PAGE;
-        let aim = |converge| Aim {
-            medium: Medium::Link,
-            downtime: Duration::from_millis(300),
-            max_downtime: Duration::from_millis(300),
-            bandwidth: None,
-            max_rounds: 30,
-            converge,
-        };
-        let forecast = |converge, looks: &[Written]| {
-            let judge = Forecast::new(aim(converge), Duration::from_millis(30));
-            let seen = FirstRound::seen(&report, hot as u64, &judge, looks).unwrap();
-            assert_eq!(seen.another_gains(), looks.is_empty(), "it is written again while it is sent");
-            seen.forecast(&report, &judge)
-        };
-        // Five seconds for the hot set, in which it is written again: six rounds without a gain.
-        let never = forecast(Converge::Never, &looks);
-        assert!(!never.converges && never.rounds == 7, "{never:?}");
-        assert!((38_000.0..42_000.0).contains(&never.total_ms), "{never:?}");
-        let paced = forecast(Converge::Pace, &looks);
-        assert!(paced.converges && (20_000.0..38_000.0).contains(&paced.total_ms), "{paced:?}");
-        // Writing half as fast, it leaves half as much.
-        let slower = looks.iter().map(|look| Written { ms: look.ms * 2.0, ..*look }).collect::<Vec<_>>();
-        let judge = Forecast::new(aim(Converge::Never), Duration::from_millis(30));
-        assert!(FirstRound::seen(&report, hot as u64, &judge, &slower).unwrap().another_gains());
-        // The first round alone looks like half as much.
-        assert!(forecast(Converge::Never, &[]).converges);
-    }
-
     #[test]
     fn a_guest_that_writes_nothing_takes_what_its_memory_takes() {
         let sample = GuestSample { data_bytes: 1_000_000_000, zero_share: 0.5, ..GuestSample::default() };
@@ -383,10 +320,29 @@ mod tests {
         let never = predict(&sample, &carrier(100.0), &work(Converge::Never));
         assert!(!never.converges && never.downtime_ms > 300.0, "{never:?}");
         let paced = predict(&sample, &carrier(100.0), &work(Converge::Pace));
-        assert!(paced.converges && (0.1..0.95).contains(&paced.work_share), "{paced:?}");
+        assert!(paced.converges && paced.work_share.is_some_and(|share| (0.1..0.95).contains(&share)), "{paced:?}");
         let longer = Work { downtime: Duration::from_secs_f64(never.downtime_ms * 1.25e-3), ..work(Converge::Never) };
         let longer = predict(&sample, &carrier(100.0), &longer);
-        assert!(longer.converges && longer.downtime_ms > 300.0 && longer.work_share == 1.0, "{longer:?}");
+        assert!(longer.converges && longer.downtime_ms > 300.0 && longer.work_share == Some(1.0), "{longer:?}");
+        // Four seconds for all of it, and two for what was written meanwhile, which would be written again by then.
+        let followed = predict_post_copy(&sample, &carrier(100.0), &work(Converge::Never));
+        assert!(followed.converges && followed.rounds == 1 && followed.work_share.is_none(), "{followed:?}");
+        assert!((180_000_000..=200_000_000).contains(&followed.follows_bytes), "{followed:?}");
+        assert!((5900.0..6200.0).contains(&followed.total_ms) && followed.downtime_ms < 50.0, "{followed:?}");
+    }
+
+    #[test]
+    fn pages_follow_a_guest_only_if_rounds_do_not_end_it() {
+        let follow = |hot: f64, writes: f64| {
+            predict_post_copy(&Writer::new(hot, writes).sample(400.0), &carrier(100.0), &work(Converge::Never))
+        };
+        // What it writes in four seconds fits.
+        let little = follow(20.0, 10.0);
+        assert!(little.converges && little.follows_bytes == 0 && little.rounds == 2, "{little:?}");
+        // A second round leaves a quarter, and that does not fit.
+        let half = follow(200.0, 60.0);
+        assert!(half.rounds == 2 && (50_000_000..150_000_000).contains(&half.follows_bytes), "{half:?}");
+        assert!(half.bytes > 400_000_000 + half.follows_bytes, "{half:?}");
     }
 
     #[test]
