@@ -73,16 +73,14 @@ impl Qmp {
         wanted: impl Fn(&Value) -> bool,
     ) -> Result<Option<Value>> {
         let end = Instant::now() + time;
-        let is_it = |event: &Value| event["event"] == name && wanted(&event["data"]);
         loop {
-            if let Some(at) = self.events.iter().position(is_it) {
-                return Ok(Some(self.events.remove(at)["data"].take()));
+            if let Some(mut event) = self.take(name, |event| wanted(&event["data"])) {
+                return Ok(Some(event["data"].take()));
             }
             if !self.comes_until(end)? {
                 return Ok(None);
             }
-            let event = self.read().map_err(failed(format!("can't wait for the event {name}")))?;
-            self.events.push(event);
+            self.read_event(name)?;
         }
     }
 
@@ -101,17 +99,25 @@ impl Qmp {
     }
 
     fn wait(&mut self, name: &str, wanted: impl Fn(&Value) -> bool) -> Result<Value> {
-        let is_it = |event: &Value| event["event"] == name && wanted(event);
-        if let Some(at) = self.events.iter().position(is_it) {
-            return Ok(self.events.remove(at));
-        }
         loop {
-            let event = self.read().map_err(failed(format!("can't wait for the event {name}")))?;
-            if is_it(&event) {
+            if let Some(event) = self.take(name, &wanted) {
                 return Ok(event);
             }
-            self.events.push(event);
+            self.read_event(name)?;
         }
+    }
+
+    /// The first such event of those that came.
+    fn take(&mut self, name: &str, wanted: impl Fn(&Value) -> bool) -> Option<Value> {
+        let at = self.events.iter().position(|event| event["event"] == name && wanted(event))?;
+        Some(self.events.remove(at))
+    }
+
+    /// One more event, for whoever waits for this one.
+    fn read_event(&mut self, name: &str) -> Result<()> {
+        let event = self.read().map_err(failed(format!("can't wait for the event {name}")))?;
+        self.events.push(event);
+        Ok(())
     }
 
     /// Whether something is to be read before `end`.

@@ -95,7 +95,7 @@ impl Shared {
         cuts: &[usize],
         present: WindowPages,
     ) -> io::Result<()> {
-        let pages = present.iter().map(|page| self.raw(page.run(PageCount::new(1))).0.cast_const());
+        let pages = present.iter().map(|page| self.raw(page.run(PageCount::ONE)).0.cast_const());
         let mut parts = woven(bytes, cuts, pages);
         // SAFETY: the parts are of the slice `bytes` and pages of the mapping, both of which live beyond this call.
         unsafe { write_all(way, to, &mut parts) }

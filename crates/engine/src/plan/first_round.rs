@@ -4,13 +4,14 @@ use std::time::Duration;
 use transship_memory::PAGE;
 
 use super::{
-    model::{Carrier, Curve, Outlook, Start, WORTH_A_ROUND, Work, run_on},
+    model::{Carrier, Curve, Outlook, Start, Work, run_on},
     sample::Written,
 };
-use crate::{ForecastReport, Report, forecast::Forecast};
+use crate::{ForecastReport, Report, RoundReport, forecast::Forecast};
 
 /// What the first round of a move has shown: what the link carries, how much was written meanwhile, and when.
 pub(crate) struct FirstRound {
+    first: RoundReport,
     carrier: Carrier,
     points: Vec<Written>,
     rest: u64,
@@ -30,7 +31,7 @@ impl FirstRound {
         let looks = looks.iter().filter(|look| look.ms < first.ms);
         let mut points: Vec<_> = looks.map(|look| Written { bytes: look.bytes.min(rest as f64), ..*look }).collect();
         points.push(Written { ms: first.ms, bytes: rest as f64 });
-        Some(Self { carrier, points, rest, most: report.bytes.guest as f64 })
+        Some(Self { first: first.clone(), carrier, points, rest, most: report.bytes.guest as f64 })
     }
 
     /// What is written in no time at all fits in any case.
@@ -41,12 +42,12 @@ impl FirstRound {
     /// Whether a second round would leave clearly less.
     pub(crate) fn another_gains(&self) -> bool {
         let rest = self.rest as f64;
-        self.curve().bytes(rest / self.carrier.pages_per_s()) < WORTH_A_ROUND * rest
+        self.curve().another_gains(rest, rest / self.carrier.pages_per_s())
     }
 
     /// What is thought of the move now.
     pub(crate) fn forecast(&self, report: &Report, forecast: &Forecast) -> ForecastReport {
-        let Self { carrier, rest, .. } = self;
+        let Self { first, carrier, rest, .. } = self;
         let (aim, state) = forecast.aim();
         let work = Work { downtime: aim.downtime, max_rounds: aim.max_rounds, converge: aim.converge };
         let left = match forecast.fits(report, *rest) {
@@ -56,16 +57,15 @@ impl FirstRound {
                 Outlook { converges: true, total_ms: downtime_ms, rounds: 1, bytes, downtime_ms, ..Outlook::default() }
             }
             false => {
-                let start = Start { rest: *rest as f64, rounds: report.rounds.clone() };
+                let start = Start { rest: *rest as f64, rounds: vec![first.clone()] };
                 run_on(start, &self.curve(), carrier, &work, state)
             }
         };
-        let first = report.rounds.first().map_or((0.0, 0), |first| (first.ms, first.bytes));
         ForecastReport {
             converges: left.converges,
-            total_ms: report.setup_ms + first.0 + left.total_ms,
+            total_ms: report.setup_ms + first.ms + left.total_ms,
             downtime_ms: left.downtime_ms,
-            bytes: first.1 + left.bytes,
+            bytes: first.bytes + left.bytes,
             rounds: 1 + left.rounds,
         }
     }
@@ -74,7 +74,7 @@ impl FirstRound {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{Converge, RoundReport, forecast::Aim, shortfall::Medium};
+    use crate::{Converge, forecast::Aim, shortfall::Medium};
 
     const MB: f64 = 1e6;
 

@@ -17,11 +17,11 @@ impl Tracked<'_> {
     /// Does `act`, and looks now and then while that takes long: after a tenth of a second, and then after half as much
     /// time again each.
     pub(crate) fn while_doing<T>(self, act: impl FnOnce() -> T) -> (T, Vec<Written>) {
-        let (over, is_over) = bounded(0);
+        let (over, is_over) = bounded::<()>(0);
         thread::scope(|scope| {
             let looking = thread::Builder::new().name("looks".into()).spawn_scoped(scope, move || self.look(&is_over));
             let done = act();
-            drop::<crossbeam_channel::Sender<()>>(over);
+            drop(over);
             // Without a thread, or after a panic, which was printed, there is less to make a forecast of.
             (done, looking.ok().and_then(|thread| thread.join().ok()).unwrap_or_default())
         })

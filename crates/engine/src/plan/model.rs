@@ -17,7 +17,7 @@ use crate::{
 const ROUND: Duration = Duration::from_millis(5);
 /// Of the rest of the first round, what a second one may leave if the guest could as well go before its pages. The
 /// round delays the end by as much as it carries, and is worth that if clearly fewer pages are waited for then.
-pub(super) const WORTH_A_ROUND: f64 = 0.75;
+const WORTH_A_ROUND: f64 = 0.75;
 
 /// How pages are carried.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -37,6 +37,11 @@ impl Carrier {
     pub(super) fn pages_per_s(&self) -> f64 {
         let by_link = self.bytes_per_s * self.ratio;
         self.encode_bytes_per_s.map_or(by_link, |encode| by_link.min(encode)).max(1.0)
+    }
+
+    /// How many seconds a round of so many bytes takes.
+    fn round_seconds(&self, bytes: f64) -> f64 {
+        bytes / self.pages_per_s() + (ROUND + self.round_trip).as_secs_f64()
     }
 }
 
@@ -82,30 +87,26 @@ pub(super) struct Start {
 
 /// What a move of this guest would be like.
 pub fn predict(sample: &GuestSample, carrier: &Carrier, work: &Work) -> Outlook {
-    let rest = sample.data_bytes as f64 * (1.0 - sample.zero_share);
-    let most = sample.data_bytes as f64;
-    let curve = Curve { points: &sample.written, most };
+    let (curve, rest) = Curve::of(sample);
     let state = Duration::from_secs_f64(sample.state_ms / 1e3);
     run_on(Start { rest, rounds: Vec::new() }, &curve, carrier, work, state)
 }
 
 /// What a move of this guest would be like whose pages may follow it, after one or two rounds.
 pub fn predict_post_copy(sample: &GuestSample, carrier: &Carrier, work: &Work) -> Outlook {
-    let curve = Curve { points: &sample.written, most: sample.data_bytes as f64 };
+    let (curve, mut rest) = Curve::of(sample);
     let state = sample.state_ms / 1e3;
-    let time = |bytes: f64| bytes / carrier.pages_per_s() + (ROUND + carrier.round_trip).as_secs_f64();
+    let time = |bytes: f64| carrier.round_seconds(bytes);
     let fits = |rest: f64| state + time(rest) <= work.downtime.as_secs_f64();
     let mut outlook = Outlook { converges: true, ..Outlook::default() };
-    let mut rest = sample.data_bytes as f64 * (1.0 - sample.zero_share);
-    let mut seconds = 0.0;
-    let mut bytes = rest;
+    let (mut seconds, mut bytes) = (0.0, rest);
     loop {
         seconds += time(rest);
         outlook.rounds += 1;
         rest = curve.bytes(time(rest));
-        let gains = curve.bytes(time(rest)) < WORTH_A_ROUND * rest;
         bytes += rest;
-        if fits(rest) || outlook.rounds as usize == PostCopyAfter::NO_GAIN_MOST || !gains {
+        let is_last = outlook.rounds as usize == PostCopyAfter::NO_GAIN_MOST;
+        if fits(rest) || is_last || !curve.another_gains(rest, time(rest)) {
             break;
         }
     }
@@ -135,7 +136,7 @@ pub(super) fn run_on(start: Start, curve: &Curve<'_>, carrier: &Carrier, work: &
         forecast.judge(&report, rest as u64, None);
     }
     let (mut outlook, mut paced) = (Outlook::default(), Paced::default());
-    let time = |bytes: f64| bytes / carrier.pages_per_s() + (ROUND + carrier.round_trip).as_secs_f64();
+    let time = |bytes: f64| carrier.round_seconds(bytes);
     loop {
         let seconds = time(rest);
         outlook.total_ms += seconds * 1e3;
@@ -174,9 +175,20 @@ pub(super) struct Curve<'a> {
     pub(super) most: f64,
 }
 
-impl Curve<'_> {
+impl<'a> Curve<'a> {
+    /// Of a sample, and the bytes of its first round.
+    fn of(sample: &'a GuestSample) -> (Self, f64) {
+        let most = sample.data_bytes as f64;
+        (Self { points: &sample.written, most }, most * (1.0 - sample.zero_share))
+    }
+
+    /// Whether a round that sends this rest in so many seconds leaves clearly less.
+    pub(super) fn another_gains(&self, rest: f64, seconds: f64) -> bool {
+        self.bytes(seconds) < WORTH_A_ROUND * rest
+    }
+
     /// Between two points, and before the first, it is a line; behind the last it goes on as before it.
-    pub(super) fn bytes(&self, seconds: f64) -> f64 {
+    fn bytes(&self, seconds: f64) -> f64 {
         let (ms, origin) = (seconds * 1e3, Written { ms: 0.0, bytes: 0.0 });
         let mut before = origin;
         let mut slope = 0.0;

@@ -61,7 +61,7 @@ impl Target {
     /// The system's own.
     pub(crate) fn append(&self, bytes: &[u8], to: &mut Appending) -> Result<(), Error> {
         let next = to.step(bytes.len() as u64);
-        if let Some(sealed) = self.sealed() {
+        if let Some(sealed) = &self.sealed {
             return sealed.append(bytes).map_err(|source| self.failed("write", source));
         }
         self.see_to_space(to, next);
@@ -82,7 +82,7 @@ impl Target {
         pages: WindowPages,
         to: &mut Appending,
     ) -> Result<(), Error> {
-        debug_assert!(self.sealed().is_none(), "guest memory goes into an encrypted file");
+        debug_assert!(!self.is_sealed(), "guest memory goes into an encrypted file");
         let next = to.step(bytes.len() as u64 + pages.bytes());
         self.see_to_space(to, next);
         memory

@@ -106,6 +106,11 @@ impl Target {
         Ok(())
     }
 
+    /// Whether what is appended is encrypted.
+    pub(crate) fn is_sealed(&self) -> bool {
+        self.sealed.is_some()
+    }
+
     /// For several threads that append; none: it is in clear, and they write at places.
     pub(crate) fn sealed(&self) -> Option<Arc<Sealed>> {
         self.sealed.clone()

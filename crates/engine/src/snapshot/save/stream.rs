@@ -80,7 +80,7 @@ impl Appender {
 
     /// Pages of a window: few are copied behind what waits, many are written from where they are.
     fn pages(&mut self, block: &Name, memory: &Region, pages: WindowPages, target: &Target) -> Result<(), Error> {
-        if pages.count() >= MANY && target.sealed().is_none() {
+        if pages.count() >= MANY && !target.is_sealed() {
             return self.woven(block, memory, pages, target);
         }
         self.copy.clear();
