@@ -2,7 +2,7 @@
 //!
 //! - [`Bench`]: the arguments of `transship bench`
 //! - `tables`: which tables there are; `zero_pages`, `codecs`, `threads`, `files`, `qemu_wire`, `free_pages`, `tls`,
-//!   `clones`, `libvirt`, `guest_view`, `converge`, `limits`: those of these names
+//!   `clones`, `libvirt`, `relays`, `guest_view`, `converge`, `limits`: those of these names
 //! - `all`: every table, into one folder with a page
 //! - `arguments`: those that tables have in common
 //! - `content`, `corpus`, `pair`, `stock` and `ours`: guests, and the two sides
@@ -40,6 +40,7 @@ mod parsed;
 mod plot;
 mod processes;
 mod qemu_wire;
+mod relays;
 mod results;
 mod rows;
 mod runs;
@@ -66,6 +67,7 @@ pub use libvirt::{Deed, Libvirt};
 pub use limits::Limits;
 pub use output::Files;
 pub use qemu_wire::QemuWire;
+pub use relays::Relays;
 pub use tables::Table;
 pub use threads::Threads;
 pub use tls::Tls;

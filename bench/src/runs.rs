@@ -1,7 +1,7 @@
 //! All runs of one thing that is measured, and what they say together.
 use serde::ser::{SerializeStruct, Serializer};
 
-use crate::results::{Cpu, Run, Spread};
+use crate::results::{Cpu, Run, Sides, Spread};
 
 /// Moves of the same memory in the same way.
 #[derive(Debug, Clone, Default)]
@@ -37,6 +37,14 @@ impl Runs {
     /// Seconds of CPU for each 10^9 bytes of the guest.
     pub(crate) fn cpu_seconds_per_gb(&self, of: impl Fn(&Cpu) -> f64) -> f64 {
         self.spread(|run| of(&run.cpu)).median / (self.guest_bytes as f64 / 1e9)
+    }
+
+    /// The same of all processes of each side.
+    pub(crate) fn cpu_seconds_per_gb_by_side(&self) -> Sides<f64> {
+        Sides {
+            source: self.cpu_seconds_per_gb(|cpu| cpu.qemu.source + cpu.transship.source),
+            destination: self.cpu_seconds_per_gb(|cpu| cpu.qemu.destination + cpu.transship.destination),
+        }
     }
 
     /// How many times as fast as the other.

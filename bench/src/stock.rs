@@ -104,8 +104,19 @@ pub(crate) fn socket(pair: &Pair<'_>) -> String {
     format!("unix:{}", pair.destination.folder().join("migration").display())
 }
 
+/// A source that waits for the last word says later that it is done.
+pub(crate) fn with_return_path(source: &Qemu) -> Result<(), String> {
+    switch(source, "return-path", true)
+}
+
+/// Switches one of the capabilities of a migration.
+pub(crate) fn switch(qemu: &Qemu, capability: &str, state: bool) -> Result<(), String> {
+    let wanted = json!({ "capabilities": [{ "capability": capability, "state": state }] });
+    qemu.qmp("migrate-set-capabilities", wanted).map_err(text).map(drop)
+}
+
 /// From here on it takes time.
-fn start(pair: &Pair<'_>) -> Result<Instant, String> {
+pub(crate) fn start(pair: &Pair<'_>) -> Result<Instant, String> {
     let (listen, to) = match pair.link {
         None => (socket(pair), socket(pair)),
         Some(link) => (format!("tcp:0.0.0.0:{PORT}"), link.destination_uri(PORT)),

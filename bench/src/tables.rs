@@ -73,6 +73,8 @@ tables! {
     Clones(crate::clones::Clones),
     /// A domain of libvirt saved and migrated, beside virsh alone
     Libvirt(crate::libvirt::Libvirt),
+    /// Migrations of stock QEMU over a link, through two relays and without
+    Relays(crate::relays::Relays),
 }
 
 #[cfg(test)]

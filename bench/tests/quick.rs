@@ -240,6 +240,34 @@ fn the_same_memory_goes_between_transship_and_qemu_in_every_direction() {
     assert!(roxmltree::Document::parse(&picture).is_ok(), "{picture}");
 }
 
+/// A migration over a link, directly and through relays: five migrations of 64 MiB.
+#[test]
+#[ignore = "long: make test-long"]
+fn a_migration_goes_through_relays_and_without() {
+    let folder = tempfile::tempdir().unwrap();
+    let (json, svg) = (folder.path().join("table.json"), folder.path().join("table.svg"));
+    let arguments = ["bench", "relays", "--mem", "64M", "--runs", "1", "--channels", "2", "--links", "500"];
+    let bench =
+        Transship::command(arguments).args(["--json".as_ref(), json.as_os_str(), "--svg".as_ref(), svg.as_os_str()]);
+    let finished = bench.run().unwrap().expect_code(0).unwrap();
+    for line in ["500 Mbit/s  QEMU, multifd zstd", "500 Mbit/s  relays with one connection", "Aims"] {
+        assert!(finished.stdout.contains(line), "{line:?} is not in\n{}", finished.stdout);
+    }
+    let report: Value = serde_json::from_str(&std::fs::read_to_string(&json).unwrap()).unwrap();
+    let series = report["results"]["series"].as_array().unwrap();
+    assert_eq!(series.len(), 5);
+    for series in series {
+        assert_eq!(series["runs"][0]["equal"], true, "{series}");
+        // Whoever is to compress does, and nobody else.
+        let ratio = series["ratio"].as_f64().unwrap();
+        assert_eq!(ratio > 1.5, series["route"] != "plain", "{series}");
+        let relays = series["runs"][0]["cpu"]["transship"]["source"].as_f64().unwrap();
+        assert_eq!(relays > 0.0, series["route"] != "plain" && series["route"] != "zstd", "{series}");
+    }
+    let picture = std::fs::read_to_string(&svg).unwrap();
+    assert!(roxmltree::Document::parse(&picture).is_ok(), "{picture}");
+}
+
 /// A Linux guest by each way and side, idle and compiling, there and back.
 #[test]
 #[ignore = "minutes of an emulated guest: make test-long"]

@@ -60,17 +60,9 @@ impl Series {
         format!("{}, {}, {}", self.kind.title(), self.wire.title(), self.route.title())
     }
 
-    /// Of all processes of each side.
-    fn cpu_seconds_per_gb(&self) -> Sides<f64> {
-        Sides {
-            source: self.runs.cpu_seconds_per_gb(|cpu| cpu.qemu.source + cpu.transship.source),
-            destination: self.runs.cpu_seconds_per_gb(|cpu| cpu.qemu.destination + cpu.transship.destination),
-        }
-    }
-
     /// Does the sender work more than who receives? Then it is what the move waits for.
     fn is_limited_by_the_sender(&self) -> bool {
-        let cpu = self.cpu_seconds_per_gb();
+        let cpu = self.runs.cpu_seconds_per_gb_by_side();
         cpu.source > cpu.destination
     }
 }
@@ -82,7 +74,7 @@ impl Serialize for Series {
         object.serialize_field("wire", &self.wire)?;
         object.serialize_field("route", &self.route)?;
         self.runs.serialize_fields::<S>(&mut object)?;
-        object.serialize_field("cpu_seconds_per_gb", &self.cpu_seconds_per_gb())?;
+        object.serialize_field("cpu_seconds_per_gb", &self.runs.cpu_seconds_per_gb_by_side())?;
         object.end()
     }
 }
@@ -123,7 +115,7 @@ impl Results {
             let qemu = self.beside(series).map(ms).unwrap_or_default();
             let memory = if series.route == Route::QemuToFile { "page cache" } else { FRESH };
             let cpu = |series: &Series| {
-                let Sides { source, destination } = series.cpu_seconds_per_gb();
+                let Sides { source, destination } = series.runs.cpu_seconds_per_gb_by_side();
                 units::short(source + destination)
             };
             let beside = self.beside(series).map_or_else(String::new, cpu);
@@ -151,7 +143,7 @@ impl Results {
     }
 
     fn cells(&self, series: &Series) -> [String; 10] {
-        let (ms, cpu) = (series.runs.ms(), series.cpu_seconds_per_gb());
+        let (ms, cpu) = (series.runs.ms(), series.runs.cpu_seconds_per_gb_by_side());
         let times =
             self.beside(series).filter(|_| series.route != Route::QemuToQemu).map(|qemu| series.runs.times(&qemu.runs));
         [

@@ -69,7 +69,7 @@ impl Wire {
 pub(crate) fn run(pair: &Pair<'_>, route: Route, wire: Wire, folder: &Path, compare: bool) -> Result<Run, String> {
     let run = match route {
         Route::QemuToQemu => {
-            with_return_path(pair)?;
+            stock::with_return_path(&pair.source)?;
             stock::run(pair, qemu_parameters(wire.channels, wire.method))?.into()
         }
         Route::OursToOurs => ours::run(pair, &wire.arguments())?.into(),
@@ -88,12 +88,6 @@ pub(crate) fn run(pair: &Pair<'_>, route: Route, wire: Wire, folder: &Path, comp
         }
     };
     Ok(Run { equal: pair.compared(compare)?, ..run })
-}
-
-/// A source that waits for the last word says later that it is done, so all of them do.
-fn with_return_path(pair: &Pair<'_>) -> Result<(), String> {
-    let on = json!({ "capabilities": [{ "capability": "return-path", "state": true }] });
-    pair.source.qmp("migrate-set-capabilities", on).map_err(text).map(drop)
 }
 
 fn ours_to_qemu(pair: &Pair<'_>, wire: Wire) -> Result<Run, String> {
@@ -119,7 +113,7 @@ fn ours_to_qemu(pair: &Pair<'_>, wire: Wire) -> Result<Run, String> {
 
 /// QEMU says that it is completed when it has our word that everything is loaded, or that the file is on the disk.
 fn qemu_to_ours(pair: &Pair<'_>, wire: Wire, into: &[&str]) -> Result<Run, String> {
-    with_return_path(pair)?;
+    stock::with_return_path(&pair.source)?;
     stock::set(&pair.source, &qemu_parameters(wire.channels, wire.method))?;
     let uri = stock::socket(pair);
     let channels = wire.channels.to_string();
