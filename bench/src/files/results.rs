@@ -133,6 +133,10 @@ impl Series {
     pub(super) fn cpu_seconds(&self) -> f64 {
         self.save(|run| run.cpu_seconds).median
     }
+
+    fn restore_cpu_seconds(&self) -> f64 {
+        Spread::of(self.restores.iter().map(|run| run.cpu_seconds)).median
+    }
 }
 
 /// Run by run; not a number where a save did not end.
@@ -218,12 +222,16 @@ impl Results {
             format!("{what}, {}, {}", series.case.guest.title(), series.case.layout.title(self.channels))
         };
         let way = |series: &Series| if series.case.layout == Layout::Direct { "direct I/O" } else { "page cache" };
+        let cpu = |row: Row, series: &Series, of: fn(&Series) -> f64| {
+            let per_gb = |series: &Series| units::short(of(series) / (self.guest_bytes as f64 / 1e9));
+            row.fact("CPU s/GB", per_gb(series), self.beside(series).map_or_else(String::new, per_gb))
+        };
         let saves = ours().map(|series| {
             let row = Row::of(title("save", series), way(series), save_ms(series), beside(series, save_ms));
             let qemu =
                 |of: fn(&Series) -> f64| self.beside(series).map_or_else(String::new, |qemu| units::short(of(qemu)));
             let row = row.limit(limit(series, "written", self.disk_write()));
-            let row = row.fact("CPU s", units::short(series.cpu_seconds()), qemu(Series::cpu_seconds));
+            let row = cpu(row, series, Series::cpu_seconds);
             match series.case.guest.runs() {
                 true => row.fact("guest stands still ms", units::short(series.pause_ms()), qemu(Series::pause_ms)),
                 false => row,
@@ -231,7 +239,7 @@ impl Results {
         });
         let restores = ours().filter(|series| !series.restores.is_empty()).map(|series| {
             let row = Row::of(title("restore", series), way(series), restore_ms(series), beside(series, restore_ms));
-            row.limit(limit(series, "read", self.disk_read()))
+            cpu(row.limit(limit(series, "read", self.disk_read())), series, Series::restore_cpu_seconds)
         });
         saves.chain(restores).collect()
     }
