@@ -168,15 +168,20 @@ impl Forecast {
         Room { fits_bytes, rounds_left, until_deadline, bytes_per_s: rate }
     }
 
-    /// Bytes a second over the rounds so far: the later half counts, the first rounds may have been another load.
+    /// Bytes a second over the rounds so far.
     fn bytes_per_s(&self, rounds: &[RoundReport]) -> f64 {
-        let meaningful: Vec<_> =
-            rounds.iter().filter(|round| round.bytes >= MEANINGFUL_BYTES && round.ms > 0.0).collect();
-        let recent = &meaningful[meaningful.len() / 2..];
-        let (bytes, ms) = recent.iter().fold((0.0, 0.0), |(b, t), round| (b + round.bytes as f64, t + round.ms));
-        let measured = if ms > 0.0 { bytes / ms * 1e3 } else { UNMEASURED_BYTES_PER_S };
+        let measured = carried_bytes_per_s(rounds).unwrap_or(UNMEASURED_BYTES_PER_S);
         self.aim.bandwidth.map_or(measured, |limit| measured.min(limit as f64))
     }
+}
+
+/// Bytes a second over these rounds: the later half counts, the first rounds may have been another load. None: they say
+/// nothing.
+pub(crate) fn carried_bytes_per_s(rounds: &[RoundReport]) -> Option<f64> {
+    let meaningful: Vec<_> = rounds.iter().filter(|round| round.bytes >= MEANINGFUL_BYTES && round.ms > 0.0).collect();
+    let recent = &meaningful[meaningful.len() / 2..];
+    let (bytes, ms) = recent.iter().fold((0.0, 0.0), |(b, t), round| (b + round.bytes as f64, t + round.ms));
+    (ms > 0.0).then_some(bytes / ms * 1e3)
 }
 
 #[cfg(test)]

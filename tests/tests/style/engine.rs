@@ -52,6 +52,7 @@ const ENGINE: [(&str, &[&str]); 36] = [
             "control",
             "digest",
             "filling",
+            "forecast",
             "free",
             "guarded",
             "hand_over",

@@ -28,6 +28,8 @@ const LAST_LOOKS: u32 = 5;
 const IN_VAIN: u32 = 10;
 /// Looks, of those that set the pace, without one after that.
 const REST: u32 = 50;
+/// The part of what a full link carries that does not fill it.
+const BELOW: f64 = 0.97;
 /// The part of its pace at which a link carries all of that.
 const FULL: f64 = 0.99;
 /// The part of the pace that the channels have at least, whatever goes beside them.
@@ -55,6 +57,11 @@ struct Pace {
 }
 
 impl Pace {
+    /// Of a link that carries so much, if that is known.
+    fn of(carries: Option<f64>) -> Self {
+        Self { total: carries.map(|carries| carries * BELOW), best: carries.unwrap_or(0.0), ..Self::default() }
+    }
+
     /// So much came through by the second, and bytes took so much longer than on an empty link.
     fn adapt(&mut self, came: f64, queue: Duration) {
         if self.rest > 0 {
@@ -75,7 +82,7 @@ impl Pace {
             // The link carries all that it is given: what waits there is only to go.
             Some(total) if stands && came > allowed * FULL => Some(total),
             // It was busy all the time, so this is what it carries.
-            _ if stands => Some((came * 0.97).max(self.best * 0.8)),
+            _ if stands => Some((came * BELOW).max(self.best * 0.8)),
             Some(total) if came > total * 0.95 => Some(total * (1.0 + GROWTH * (1.0 + f64::from(self.grown) / STEPS))),
             total => total,
         };
@@ -99,23 +106,53 @@ impl Pace {
     }
 }
 
+/// What the link carries, and who is told what of it is theirs.
+pub(super) struct LinkShare<'e> {
+    /// The channels.
+    pub(super) at_once: &'e PagesAtOnce,
+    /// The connection of those who wait.
+    pub(super) room: &'e Room,
+    /// Bytes a second, if that is known from the beginning.
+    pub(super) carries: Option<f64>,
+}
+
+impl LinkShare<'_> {
+    /// So much of it is taken by the connection of those who wait.
+    fn share_out(&self, pace: &Pace, urgent: f64, channels: &[Connection]) {
+        let each = pace.beside(urgent).map(|left| (left / channels.len() as f64) as u64);
+        for channel in channels {
+            // One that has ended says so to whoever sends.
+            let _ = limit_tcp_pace(channel, each);
+        }
+        self.room.set(pace.urgent());
+        self.at_once.set(self.room.at_once());
+    }
+}
+
 /// Keeps the channels from filling the link until the returned value is dropped.
 pub(super) fn give_way<'s, 'e: 's>(
     scope: &'s Scope<'s, 'e>,
     channels: &'e [Connection],
     urgent: &'e Connection,
-    (at_once, room): (&'e PagesAtOnce, &'e Room),
+    link: LinkShare<'e>,
 ) -> Sender<()> {
     let (until, is_over) = bounded(0);
     // Sockets without such figures have no link to fill.
     if channels.iter().chain([urgent]).all(|connection| TcpState::of(connection).is_ok()) {
-        scope.spawn(move || watch(channels, urgent, (at_once, room), &is_over));
+        let pace = Pace::of(link.carries);
+        // Before the first byte.
+        link.share_out(&pace, 0.0, channels);
+        scope.spawn(move || watch(channels, urgent, &link, pace, &is_over));
     }
     until
 }
 
-fn watch(channels: &[Connection], urgent: &Connection, (at_once, room): (&PagesAtOnce, &Room), is_over: &Receiver<()>) {
-    let mut pace = Pace::default();
+/// Whether what has gone over these connections last had to wait in the link.
+pub(super) fn is_full(channels: &[Connection]) -> bool {
+    queued(channels) > QUEUE
+}
+
+fn watch(channels: &[Connection], urgent: &Connection, link: &LinkShare<'_>, mut pace: Pace, is_over: &Receiver<()>) {
     let (mut before, mut since) = (acknowledged(channels, urgent), Instant::now());
     let (mut looks, mut queue) = (LOOKS - FIRST_LOOKS, Duration::MAX);
     while is_over.recv_timeout(INTERVAL) == Err(RecvTimeoutError::Timeout) {
@@ -129,13 +166,7 @@ fn watch(channels: &[Connection], urgent: &Connection, (at_once, room): (&PagesA
         let (now, time) = (acknowledged(channels, urgent), since.elapsed().as_secs_f64());
         let [came, by_urgent] = [0, 1].map(|which| (now[which] - before[which]) as f64 / time);
         pace.adapt(came + by_urgent, queue);
-        let each = pace.beside(by_urgent).map(|left| (left / channels.len() as f64) as u64);
-        for channel in channels {
-            // One that has ended says so to whoever sends.
-            let _ = limit_tcp_pace(channel, each);
-        }
-        room.set(pace.urgent());
-        at_once.set(room.at_once());
+        link.share_out(&pace, by_urgent, channels);
         (before, since, looks, queue) = (now, Instant::now(), 0, Duration::MAX);
     }
 }
@@ -201,6 +232,21 @@ mod tests {
             let (used, longest) = link.run(&mut pace, urgent, 10.0);
             assert!(used > least, "{urgent}: {used}");
             assert!(longest < Duration::from_millis(2), "{urgent}: {longest:?}");
+        }
+    }
+
+    /// Nothing has to wait before the first look.
+    #[test]
+    fn a_link_that_is_known_is_never_filled() {
+        for (known, least) in [(125e6, 0.96), (110e6, 0.95), (60e6, 0.8)] {
+            let (mut link, mut pace) = (Link { carries: 125e6, ..Link::default() }, Pace::of(Some(known)));
+            let first = pace.beside(0.0).unwrap_or_default();
+            assert!(first < link.carries && first > known * 0.9, "{first}");
+            let used = link.carry(first, 0.03) / link.carries;
+            pace.adapt(used * link.carries, link.delay());
+            assert_eq!(link.delay(), Duration::ZERO);
+            let (used, longest) = link.run(&mut pace, 0.0, 10.0);
+            assert!(used > least && longest < Duration::from_millis(2), "{known}: {used}, {longest:?}");
         }
     }
 

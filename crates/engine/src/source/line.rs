@@ -8,7 +8,7 @@ use transship_wire::{Message, Role, SessionId};
 
 use super::{
     channels::{Channels, Setup, connect, connect_channels},
-    give_way::give_way,
+    give_way::{LinkShare, give_way},
     standing::Standing,
     urgent::Server,
 };
@@ -31,11 +31,15 @@ pub(super) struct Base<'a> {
     pub(super) session: SessionId,
     pub(super) memory: GuestMemory,
     pub(super) progress: Arc<Progress>,
+    /// Bytes a second of the link, if that is known.
+    pub(super) carries: Option<f64>,
 }
 
 /// One that stands.
 pub(super) struct Line {
     channels: Channels,
+    /// Bytes a second of the link, if that is known.
+    carries: Option<f64>,
     /// By region: what the destination lacked when the line began.
     lacks: Vec<PageSet>,
     state: Arc<Standing>,
@@ -48,7 +52,7 @@ impl Line {
     /// Dials. The destination may begin to wait for pages when this returns. `given`: the guest was given away, and
     /// whether it is to run. That is said once more: the destination may not have heard it.
     pub(super) fn open(base: &Base<'_>, number: u32, given: Option<bool>) -> Result<Self, Error> {
-        let Base { to, options, session, memory, progress } = base;
+        let Base { to, options, session, memory, progress, carries } = base;
         let mut connection = connect(to, options.terms.caller.as_ref(), *session, Role::Supply(number))?;
         connection.await_word(to)?;
         let failed = |source| Error::Io { what: format!("set up the connection with {to}"), source };
@@ -72,7 +76,7 @@ impl Line {
         let _ = channels.shared().unsent.set(Arc::clone(&state.unsent)); // these channels are new
         let server = Server::new(control, memory.clone(), Arc::clone(&state));
         let server = thread::Builder::new().name("urgent".into()).spawn(move || server.run()).map_err(failed)?;
-        Ok(Self { channels, lacks, state, urgent, server: Some(server) })
+        Ok(Self { channels, carries: *carries, lacks, state, urgent, server: Some(server) })
     }
 
     /// By region: what the destination lacked when the line began.
@@ -99,7 +103,8 @@ impl Line {
         let connections = self.channels.connections().map_err(failed)?;
         let shared = Arc::clone(self.channels.shared());
         let pushed = thread::scope(|scope| {
-            let _until = give_way(scope, &connections, &self.urgent, (&shared.at_once, &self.state.room));
+            let link = LinkShare { at_once: &shared.at_once, room: &self.state.room, carries: self.carries };
+            let _until = give_way(scope, &connections, &self.urgent, link);
             self.channels.run_round(&work, &mut FreePages::none(), &pushing)
         });
         let result = pushed.and_then(|(sent, _)| {

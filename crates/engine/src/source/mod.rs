@@ -86,7 +86,8 @@ impl Receiver for ToTransship<'_> {
             return course.hand_over(&mut Transship { session, verify: options.verify }, rounds);
         }
         let (session_id, memory, progress) = (session.id, course.guest.memory(), Arc::clone(course.progress));
-        let base = Base { to, options, session: session_id, memory, progress };
+        let carries = session.carries(course.report);
+        let base = Base { to, options, session: session_id, memory, progress, carries };
         let stand_in = self.stand_in.take().map(|stand_in| stand_in as &mut dyn StandIn);
         let mut peer =
             PostCopy { session, base, stand_in, line: None, owed: PageCount::ZERO, ran: true, is_confirmed: false };

@@ -54,8 +54,8 @@ impl HandedOver {
         let (first_line, options) = self.check(&memory, before, options)?;
         progress.settle();
         progress.set_phase(Phase::Filling);
-        let base =
-            Base { to, options: &options, session: SessionId(self.session), memory, progress: Arc::clone(progress) };
+        let (session, watched) = (SessionId(self.session), Arc::clone(progress));
+        let base = Base { to, options: &options, session, memory, progress: watched, carries: None };
         let result = serve((&base, self.ran), &|| None, (None, first_line), PageCount::ZERO, report);
         report.total_ms = begin.elapsed().as_secs_f64() * 1e3;
         report.status = Status::Unknown;

@@ -1,9 +1,6 @@
 //! Goes on for a move that has died after its guest was handed over, and before all pages were there. It needs nothing
 //! but the files of the guest's memory: what the destination lacks, that says.
-use std::{
-    os::fd::{BorrowedFd, OwnedFd},
-    sync::Arc,
-};
+use std::os::fd::{BorrowedFd, OwnedFd};
 
 use serde::{Deserialize, Serialize};
 use transship_memory::{Access, ByteRange, GuestMemory, PageCount, Region};
@@ -64,7 +61,7 @@ impl Serving {
         let progress = Progress::new();
         progress.settle();
         let (session, memory) = (SessionId(self.session), GuestMemory::new(regions));
-        let base = Base { to: &to, options: &options, session, memory, progress: Arc::clone(&progress) };
+        let base = Base { to: &to, options: &options, session, memory, progress, carries: None };
         serve((&base, ran), &|| None, (None, FIRST_LINE), PageCount::ZERO, &mut Report::default()).map(drop)
     }
 }

@@ -3,12 +3,16 @@ use std::{sync::Arc, time::Duration};
 
 use transship_wire::{Message, Role, SessionId};
 
-use super::channels::{self, Channels, Setup, Watch};
+use super::{
+    channels::{self, Channels, Setup, Watch},
+    give_way::is_full,
+};
 use crate::{
     Error, MoveOptions, Progress, Report, Rule, Uri, ZeroPages,
     channels::{RoundWork, Sent},
     control::Control,
     fail_point,
+    forecast::carried_bytes_per_s,
     free::FreePages,
     guest::{RegionPages, SourceGuest},
     page_map::PageMap,
@@ -53,6 +57,14 @@ impl MoveSession {
         fail_point::reach("source.connected")?;
         let looks = options.terms.zero_pages == ZeroPages::Main;
         Ok(Self { control, channels, looks, progress: Arc::clone(progress), id })
+    }
+
+    /// Bytes a second that the link carries, if the rounds so far have filled it.
+    pub(super) fn carries(&self, report: &Report) -> Option<f64> {
+        let connections = self.channels.connections().ok()?;
+        let carries = carried_bytes_per_s(&report.rounds).filter(|_| is_full(&connections));
+        tracing::debug!(?carries, "bytes a second of the link, if the rounds have filled it");
+        carries
     }
 }
 
