@@ -165,10 +165,21 @@ impl Connection {
 
     /// For what is waited for: of what was written before, little is still to be sent when something else is written.
     pub(crate) fn hold_little(&self) -> io::Result<()> {
+        self.hold_at_most(UNSENT_URGENT_BYTES)
+    }
+
+    /// Has the socket hold so many bytes beyond what the link has room for: at most as many as usual, and at least as
+    /// many as for what is waited for.
+    pub(crate) fn hold(&self, bytes: u64) -> io::Result<()> {
+        let bytes = bytes.clamp(UNSENT_URGENT_BYTES.into(), UNSENT_BYTES.into());
+        self.hold_at_most(bytes as u32) // within these
+    }
+
+    fn hold_at_most(&self, bytes: u32) -> io::Result<()> {
         match self {
-            Self::Tcp(stream) => socket2::SockRef::from(stream).set_tcp_notsent_lowat(UNSENT_URGENT_BYTES),
+            Self::Tcp(stream) => socket2::SockRef::from(stream).set_tcp_notsent_lowat(bytes),
             Self::Unix(_) => Ok(()),
-            Self::Secured(secured) => secured.socket.hold_little(),
+            Self::Secured(secured) => secured.socket.hold_at_most(bytes),
         }
     }
 

@@ -26,6 +26,9 @@ const LATE: Duration = Duration::from_micros(1500);
 const LAST_LOOKS: u32 = 5;
 /// A queue that is still there after so many paces is not ours: others fill the link, or the processors are late.
 const IN_VAIN: u32 = 10;
+/// What is taken for sent and waits in a socket takes so long at the pace. A guest that has come there asks for these
+/// pages, and is sent them again.
+const HELD: Duration = Duration::from_millis(1);
 /// Looks, of those that set the pace, without one after that.
 const REST: u32 = 50;
 /// The part of what a full link carries that does not fill it.
@@ -120,9 +123,10 @@ impl LinkShare<'_> {
     /// So much of it is taken by the connection of those who wait.
     fn share_out(&self, pace: &Pace, urgent: f64, channels: &[Connection]) {
         let each = pace.beside(urgent).map(|left| (left / channels.len() as f64) as u64);
+        let held = each.map_or(u64::MAX, |each| (each as f64 * HELD.as_secs_f64()) as u64);
         for channel in channels {
             // One that has ended says so to whoever sends.
-            let _ = limit_tcp_pace(channel, each);
+            let _ = limit_tcp_pace(channel, each).and_then(|()| channel.hold(held));
         }
         self.room.set(pace.urgent());
         self.at_once.set(self.room.at_once());
