@@ -56,6 +56,18 @@ pub(crate) fn port(uri: &str) -> Result<u16, String> {
     port.ok_or_else(|| format!("transship listens at {uri}, which has no port"))
 }
 
+/// Starts a relay on each side of the link. The source's QEMU is to connect to `near`, and the one that waits is at
+/// `far`. `more`: arguments for the relay near the source, which comes first.
+pub(crate) fn relays(link: &SlowLink, near: &str, far: &str, more: &[&str]) -> Result<[Transship; 2], String> {
+    let there = ["relay", "--listen", "relay:tcp:0.0.0.0:0", "--to", far, "--insecure"];
+    let there = Transship::command(there).prefix(&link.destination()).start().map_err(text)?;
+    let to = format!("relay:{}", link.destination_uri(port(&there.listening().map_err(text)?)?));
+    let here = Transship::command(["relay", "--listen", near, "--to", &to, "--insecure"]).args(more.iter().copied());
+    let here = here.prefix(&link.source()).start().map_err(text)?;
+    here.listening().map_err(text)?;
+    Ok([here, there])
+}
+
 /// As [`transfer`], where the two meet so.
 pub(crate) fn transfer_by(ends: &Ends<'_>, meeting: &Meeting<'_>, arguments: &[String]) -> Result<Moved, String> {
     let prefix = |of: fn(&SlowLink) -> Vec<String>| ends.link.map(of).unwrap_or_default();

@@ -74,6 +74,20 @@ impl Side {
     }
 }
 
+impl Group {
+    /// Lines in their order, each with the title of its group: those behind each other with the same one are a group.
+    pub(crate) fn of(lines: impl IntoIterator<Item = (String, Line)>) -> Vec<Self> {
+        let mut groups: Vec<Self> = Vec::new();
+        for (title, line) in lines {
+            match groups.last_mut().filter(|group| group.title == title) {
+                Some(group) => group.lines.push(line),
+                None => groups.push(Self { title, lines: vec![line] }),
+            }
+        }
+        groups
+    }
+}
+
 impl Line {
     fn height(&self) -> f64 {
         self.bars.len() as f64 * BAR + 10.0

@@ -20,6 +20,11 @@ impl Runs {
         Spread::of(self.list.iter().map(of))
     }
 
+    /// Run by run.
+    pub(crate) fn all_ms(&self) -> Vec<f64> {
+        self.list.iter().map(|run| run.ms).collect()
+    }
+
     pub(crate) fn ms(&self) -> Spread {
         self.spread(|run| run.ms)
     }

@@ -134,7 +134,7 @@ impl Results {
                 (None, method) => limits::codec(method.name(), corpus, self.guest_bytes)?,
             };
             let qemu = self.beside(series);
-            let ms = |series: &Series| series.runs.list.iter().map(|run| run.ms).collect::<Vec<_>>();
+            let ms = |series: &Series| series.runs.all_ms();
             let both = |name: fn(&Series) -> f64| {
                 (units::short(name(series)), qemu.map_or_else(String::new, |qemu| units::short(name(qemu))))
             };

@@ -11,7 +11,7 @@ use transship_lab::{Accel, Domain, Kind, LibvirtHost, Scratch, SlowLink, Transsh
 use super::{By, Deed, Libvirt, results::Once};
 use crate::{
     corpus::Corpus,
-    ours::{number, port},
+    ours::{number, relays as relays_between},
     output::say,
     pair::text,
     units::millis,
@@ -114,10 +114,12 @@ impl Hosts {
 
     fn migrate(&self, by: By, more: &[&str]) -> Result<Once, String> {
         let Some((there, link)) = &self.there else { return Err("there is no second host".into()) };
-        let mut relays = Vec::new();
+        // For one migration. They end when they are dropped.
+        let mut relays = None;
         let (uri, listen) = match by {
             By::Transship => {
-                relays = relays_between(link)?;
+                let at = format!("tcp:127.0.0.1:{PORT}");
+                relays = Some(relays_between(link, &at, &at, &[])?);
                 (format!("tcp://127.0.0.1:{PORT}"), "127.0.0.1".to_owned())
             }
             By::Virsh => {
@@ -136,18 +138,6 @@ impl Hosts {
         let downtime = downtime.and_then(|text| text.trim_start_matches([':', ' ']).trim().parse().ok());
         Ok(Once { ms, downtime_ms: downtime.unwrap_or(f64::NAN), bytes: None })
     }
-}
-
-/// One on each side, for one migration. They end when they are dropped.
-fn relays_between(link: &SlowLink) -> Result<Vec<Transship>, String> {
-    let at = format!("tcp:127.0.0.1:{PORT}");
-    let far = ["relay", "--listen", "relay:tcp:0.0.0.0:0", "--to", &at, "--insecure"];
-    let far = Transship::command(far).prefix(&link.destination()).start().map_err(text)?;
-    let to = format!("relay:{}", link.destination_uri(port(&far.listening().map_err(text)?)?));
-    let near = ["relay", "--listen", &at, "--to", &to, "--insecure"];
-    let near = Transship::command(near).prefix(&link.source()).start().map_err(text)?;
-    near.listening().map_err(text)?;
-    Ok(vec![near, far])
 }
 
 /// Writes the corpus into the domain's memory, again and again, behind what its guest uses.

@@ -102,7 +102,7 @@ impl Results {
     pub(crate) fn rows(&self, base: &Path, corpus: &Corpus) -> Result<Vec<Row>, String> {
         let ours = self.series.iter().filter(|series| series.route != Route::QemuToQemu);
         ours.map(|series| {
-            let ms = |series: &Series| series.runs.list.iter().map(|run| run.ms).collect::<Vec<_>>();
+            let ms = |series: &Series| series.runs.all_ms();
             let limit = match (series.kind, series.route, series.wire.method) {
                 (Kind::Corpus, Route::QemuToFile, Method::None) => {
                     self.disk_ms().map(|value| Limit { what: "the disk written".into(), value })
@@ -192,14 +192,8 @@ impl Results {
     }
 
     pub(crate) fn svg(&self) -> String {
-        let mut groups: Vec<Group> = Vec::new();
-        for series in &self.series {
-            let title = format!("{}, {}", series.kind.title(), series.wire.title());
-            if groups.last().is_none_or(|group| group.title != title) {
-                groups.push(Group { title, lines: Vec::new() });
-            }
-            groups.last_mut().into_iter().for_each(|group| group.lines.push(self.line(series)));
-        }
+        let title = |series: &Series| format!("{}, {}", series.kind.title(), series.wire.title());
+        let groups = Group::of(self.series.iter().map(|series| (title(series), self.line(series))));
         let chart = Chart {
             title: "Moving a guest by QEMU's own protocol: transship and stock QEMU",
             setting: &self.setting(),

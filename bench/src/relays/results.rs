@@ -47,10 +47,6 @@ impl Series {
         format!("{}, {}", self.link(), self.route.title())
     }
 
-    fn all_ms(&self) -> Vec<f64> {
-        self.runs.list.iter().map(|run| run.ms).collect()
-    }
-
     /// Milliseconds that the link needs for what was sent.
     fn link_ms(&self) -> f64 {
         let bytes = self.runs.spread(|run| run.wire_bytes as f64).median;
@@ -94,7 +90,12 @@ impl Results {
             let limit = Limit { what: "the link".into(), value: series.link_ms() };
             let ratio = |series: &Series| units::short(series.runs.ratio());
             let cpu = |series: &Series| units::short(series.runs.cpu_seconds_per_gb(Cpu::total));
-            let row = Row::of(format!("{}, beside QEMU's zstd", series.title()), FRESH, series.all_ms(), qemu.all_ms());
+            let row = Row::of(
+                format!("{}, beside QEMU's zstd", series.title()),
+                FRESH,
+                series.runs.all_ms(),
+                qemu.runs.all_ms(),
+            );
             row.limit(Some(limit)).fact("CPU s/GB", cpu(series), cpu(qemu)).fact("ratio", ratio(series), ratio(qemu))
         };
         self.compared().map(row).collect()
@@ -138,14 +139,7 @@ impl Results {
     }
 
     pub(crate) fn svg(&self) -> String {
-        let mut groups: Vec<Group> = Vec::new();
-        for series in &self.series {
-            let title = series.link();
-            if groups.last().is_none_or(|group| group.title != title) {
-                groups.push(Group { title, lines: Vec::new() });
-            }
-            groups.last_mut().into_iter().for_each(|group| group.lines.push(self.line(series)));
-        }
+        let groups = Group::of(self.series.iter().map(|series| (series.link(), self.line(series))));
         let chart = Chart {
             title: "Migrations of stock QEMU over a link",
             setting: &self.setting(),

@@ -3,11 +3,11 @@ use std::time::Instant;
 
 use serde::Serialize;
 use serde_json::{Value, json};
-use transship_lab::{SlowLink, Transship};
+use transship_lab::SlowLink;
 
 use crate::{
     codecs::{Method, qemu_parameters},
-    ours::{number, port},
+    ours,
     pair::{Pair, text},
     processes,
     results::{Cpu, Run, Sides},
@@ -79,13 +79,8 @@ fn through_relays(pair: &Pair<'_>, link: &SlowLink, connections: u8) -> Result<R
     let socket = |name: &str| format!("unix:{}", pair.destination.folder().join(name).display());
     let (at_source, at_destination) = (socket("near"), socket("far"));
     pair.destination.qmp("migrate-incoming", json!({ "uri": at_destination })).map_err(text)?;
-    let far = ["relay", "--listen", "relay:tcp:0.0.0.0:0", "--to", &at_destination, "--insecure", "--json"];
-    let mut far = Transship::command(far).prefix(&link.destination()).start().map_err(text)?;
-    let to = format!("relay:{}", link.destination_uri(port(&far.listening().map_err(text)?)?));
-    let connections = connections.to_string();
-    let near = ["relay", "--listen", &at_source, "--to", &to, "--channels", &connections, "--insecure", "--json"];
-    let mut near = Transship::command(near).prefix(&link.source()).start().map_err(text)?;
-    near.listening().map_err(text)?;
+    let more = ["--channels", &connections.to_string(), "--json"];
+    let [mut near, mut far] = ours::relays(link, &at_source, &at_destination, &more)?;
     let qemu = stock::run_prepared(pair, |pair| {
         let begin = Instant::now();
         pair.source.qmp("migrate", json!({ "uri": at_source })).map_err(text)?;
@@ -99,7 +94,7 @@ fn through_relays(pair: &Pair<'_>, link: &SlowLink, connections: u8) -> Result<R
     let transship = Sides { source: source.cpu_seconds, destination: destination.cpu_seconds };
     Ok(Run {
         ms: qemu.ms,
-        wire_bytes: number(&report, "/relay/link_out")? as u64,
+        wire_bytes: ours::number(&report, "/relay/link_out")? as u64,
         cpu: Cpu { transship, ..qemu.cpu },
         equal: None,
     })

@@ -116,7 +116,7 @@ impl Series {
     fn times(&self) -> Vec<f64> {
         match self.way.kind {
             Kind::Running => self.downtime_ms.clone(),
-            Kind::Random | Kind::Corpus => self.runs.list.iter().map(|run| run.ms).collect(),
+            Kind::Random | Kind::Corpus => self.runs.all_ms(),
         }
     }
 
