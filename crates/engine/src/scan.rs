@@ -27,20 +27,37 @@ pub(crate) struct Pending {
     pub(crate) gone: PageSet,
     /// Of what is sent.
     note: Note,
+    order: Order,
+}
+
+/// In which order a round's windows go.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Order {
+    Ascending,
+    FromTheEnd,
 }
 
 impl Pending {
     /// To be sent, all of it.
     pub(crate) fn all(send: PageSet) -> Self {
-        Self { gone: PageSet::empty(send.pages()), send, note: Note::default() }
+        Self { gone: PageSet::empty(send.pages()), send, note: Note::default(), order: Order::Ascending }
+    }
+
+    /// The same, the last windows first.
+    pub(crate) fn from_the_end(send: PageSet) -> Self {
+        Self { order: Order::FromTheEnd, ..Self::all(send) }
     }
 
     /// The windows that have something to send, several at a time. Each is to be read after it was returned here: only
     /// then is a page noticed that is given back and comes back.
     pub(crate) fn batches(&self) -> impl Iterator<Item = Vec<WindowPages>> + '_ {
         let mut windows = self.send.windows();
+        let mut next = move || match self.order {
+            Order::Ascending => windows.next(),
+            Order::FromTheEnd => windows.next_back(),
+        };
         std::iter::from_fn(move || {
-            let batch: Vec<_> = windows.by_ref().take(WINDOWS_PER_BATCH).collect();
+            let batch: Vec<_> = std::iter::from_fn(&mut next).take(WINDOWS_PER_BATCH).collect();
             if let Err(error) = self.note.keep(&batch) {
                 tracing::debug!(%error, "these pages are sent once more");
             }
@@ -279,7 +296,7 @@ impl Scanner {
         let data = holes.look(region, &wanted)?;
         send.intersect_with(data);
         gone.subtract(data);
-        Ok(Pending { send, gone, note: holes.note() })
+        Ok(Pending { send, gone, note: holes.note(), order: Order::Ascending })
     }
 }
 

@@ -196,10 +196,11 @@ impl PageSet {
         usize::try_from(first / WINDOW_BITS).ok().and_then(|word| self.words.get(word)).copied().unwrap_or(0)
     }
 
-    /// The windows that are not empty, ascending; they begin at multiples of 128. Skips empty words fast.
-    pub fn windows(&self) -> impl Iterator<Item = WindowPages> + '_ {
-        let words = (0..).step_by(WINDOW_PAGES.index()).zip(self.words.iter().copied());
-        words.filter(|&(_, word)| word != 0).map(|(first, word)| WindowPages::new(first, word))
+    /// The windows that are not empty, ascending or from the end; they begin at multiples of 128. Skips empty words
+    /// fast.
+    pub fn windows(&self) -> impl DoubleEndedIterator<Item = WindowPages> + '_ {
+        let words = self.words.iter().enumerate().filter(|&(_, &word)| word != 0);
+        words.map(|(at, &word)| WindowPages::new(at as u64 * WINDOW_BITS, word))
     }
 
     /// First page from `from` on whose bit differs from those of `flip`, which is all zeros or all ones. With ones, it
@@ -346,6 +347,8 @@ mod tests {
             prop_assert_eq!(there.collect::<Vec<_>>(), listed.clone());
             let all = (0..pages + 256).step_by(128).flat_map(|first| bits(first, set.window(PageNumber::new(first))));
             prop_assert_eq!(all.collect::<Vec<_>>(), listed);
+            let from_the_end: Vec<_> = set.windows().rev().collect();
+            prop_assert!(set.windows().eq(from_the_end.into_iter().rev()));
 
             // Equality is that of the pages, whatever way led there.
             prop_assert_eq!(set, set_of(pages, &model.into_iter().collect::<Vec<_>>()));

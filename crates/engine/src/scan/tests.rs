@@ -103,6 +103,9 @@ fn the_first_round_is_what_is_no_hole() {
     let batches: Vec<_> = scanner.pending()[1].batches().collect();
     assert_eq!(batches.iter().map(Vec::len).collect::<Vec<_>>(), [8, 3]);
     assert_eq!(batches.concat(), scanner.pending()[1].send.windows().collect::<Vec<_>>());
+    let from_the_end: Vec<_> = Pending::from_the_end(scanner.pending()[1].send.clone()).batches().collect();
+    assert_eq!(from_the_end.iter().map(Vec::len).collect::<Vec<_>>(), [8, 3]);
+    assert!(from_the_end.concat().into_iter().rev().eq(batches.concat()));
 
     let mut still = Scanner::standing_still(memory).unwrap();
     assert_eq!(sent(&still), sent(&scanner));

@@ -96,7 +96,9 @@ impl Line {
 
     /// Sends what nobody has waited for, and waits until the destination says that it has all.
     pub(super) fn serve(&mut self, report: &mut PostCopyReport) -> Result<(), Error> {
-        let pending: Vec<_> = self.lacks.iter().cloned().map(Pending::all).collect();
+        // Most guests go through their memory upwards. One that meets the channels on its way asks for what they have
+        // just taken, and gets it twice; so it meets them once, and does not go along with them.
+        let pending: Vec<_> = self.lacks.iter().cloned().map(Pending::from_the_end).collect();
         let work = RoundWork { round: 0, pending: &pending, freeing: Freeing::Never };
         let pushing = Pushing { state: &self.state };
         let failed = |source| Error::Io { what: "watch the connections that pages go over".into(), source };
