@@ -46,11 +46,16 @@ impl Pacer {
         self.book(bytes, Instant::now());
     }
 
+    /// How long so many bytes take.
+    pub(crate) fn time_of(&self, bytes: u64) -> Duration {
+        Duration::from_secs_f64(bytes as f64 / self.bytes_per_s)
+    }
+
     /// Books the bytes, and says when they may go.
     fn book(&self, bytes: usize, now: Instant) -> Instant {
         let mut next = self.next.lock().unwrap_or_else(PoisonError::into_inner);
         let at = now.checked_sub(SLACK).map_or(*next, |earliest| earliest.max(*next));
-        *next = at + Duration::from_secs_f64(bytes as f64 / self.bytes_per_s);
+        *next = at + self.time_of(bytes as u64);
         at
     }
 }

@@ -74,7 +74,8 @@ impl Line {
         let lacks = owed::receive(&control, None, memory, STALL_TIMEOUT * 2, progress)?;
         let state = Arc::new(Standing::new(&lacks));
         let _ = channels.shared().unsent.set(Arc::clone(&state.unsent)); // these channels are new
-        let server = Server::new(control, memory.clone(), Arc::clone(&state));
+        let pacer = channels.shared().pacer.clone();
+        let server = Server::new(control, memory.clone(), Arc::clone(&state), pacer);
         let server = thread::Builder::new().name("urgent".into()).spawn(move || server.run()).map_err(failed)?;
         Ok(Self { channels, carries: *carries, lacks, state, urgent, server: Some(server) })
     }

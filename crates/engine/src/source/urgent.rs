@@ -9,7 +9,7 @@ use transship_memory::{GuestMemory, PageCount, PageRange, PageSet, Region, Windo
 use transship_wire::{Message, Pages, Refusal};
 
 use super::{beside::Beside, standing::Standing};
-use crate::{Error, Rule, control::Control, fail_point};
+use crate::{Error, Rule, control::Control, fail_point, pacer::Pacer};
 
 /// What this thread slept too long, and may make up for.
 const CREDIT: Duration = Duration::from_micros(200);
@@ -21,6 +21,9 @@ pub(super) struct Server {
     state: Arc<Standing>,
     /// Pages beside those that were waited for: sent when nobody waits.
     beside: Beside,
+    /// What bounds all that goes. Pages that are waited for go at once, those beside them as fast as it allows, and the
+    /// channels have what is left.
+    pacer: Option<Arc<Pacer>>,
     /// When the next of those may go. The connection itself would take more at once, and this thread could not hear
     /// anybody until it has room again.
     next: Instant,
@@ -29,9 +32,9 @@ pub(super) struct Server {
 }
 
 impl Server {
-    pub(super) fn new(control: Control, memory: GuestMemory, state: Arc<Standing>) -> Self {
+    pub(super) fn new(control: Control, memory: GuestMemory, state: Arc<Standing>, pacer: Option<Arc<Pacer>>) -> Self {
         let sent = memory.regions().iter().map(|region| PageSet::empty(region.pages())).collect();
-        Self { control, memory, state, beside: Beside::default(), next: Instant::now(), sent }
+        Self { control, memory, state, beside: Beside::default(), pacer, next: Instant::now(), sent }
     }
 
     /// The life of the thread: until the connection ends.
@@ -98,7 +101,10 @@ impl Server {
         // behind much else: then it goes twice.
         if !self.sent[index].contains(wanted.first) {
             self.state.unsent[index].claim(WindowPages::within(wanted, wanted.first.window()));
-            self.send(region, wanted)?;
+            let bytes = self.send(region, wanted)?;
+            if let Some(pacer) = &self.pacer {
+                self.next = self.next.max(Instant::now()) + pacer.time_of(bytes);
+            }
         }
         self.beside.note(region, page);
         Ok(())
@@ -111,12 +117,14 @@ impl Server {
         let window = group.first.window();
         let unsent = self.state.unsent[usize::from(region)].claim(WindowPages::within(group, window));
         let from = Instant::now().checked_sub(CREDIT).map_or(self.next, |earliest| earliest.max(self.next));
-        self.next = from + self.state.room.time_of(unsent.count());
-        unsent.runs().try_for_each(|run| self.send(region, run))
+        let bytes: u64 = unsent.runs().map(|run| self.send(region, run)).sum::<Result<_, _>>()?;
+        let bounded = self.pacer.as_ref().map_or(Duration::ZERO, |pacer| pacer.time_of(bytes));
+        self.next = from + self.state.room.time_of(unsent.count()).max(bounded);
+        Ok(())
     }
 
-    /// Pages of one window.
-    fn send(&mut self, region: u16, pages: PageRange) -> Result<(), Error> {
+    /// Pages of one window. Returns how many bytes they are.
+    fn send(&mut self, region: u16, pages: PageRange) -> Result<u64, Error> {
         let memory = &self.memory.regions()[usize::from(region)];
         let window = pages.first.window();
         let wanted = WindowPages::within(pages, window);
@@ -131,9 +139,13 @@ impl Server {
                 self.control.send(&Message::Page(Pages { region, first: run.first.get(), count, bytes }))?;
             }
         }
+        let bytes = wanted.without(zero).bytes();
+        if let Some(pacer) = &self.pacer {
+            pacer.note(bytes as usize); // a window's at most
+        }
         self.sent[usize::from(region)].insert(pages);
         self.state.told().sent += pages.count.get();
-        Ok(())
+        Ok(bytes)
     }
 }
 
@@ -151,14 +163,14 @@ mod tests {
     use crate::transport::Connection;
 
     /// Of 300 pages, all of which the destination lacks.
-    fn server(connection: UnixStream) -> Server {
+    fn server(connection: UnixStream, pacer: Option<Pacer>) -> Server {
         let file = rustix::fs::memfd_create("ram", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
-        rustix::fs::ftruncate(&file, 300 << 12).unwrap();
+        rustix::io::write(&file, &vec![1; 300 << 12]).unwrap();
         let bytes = transship_memory::ByteRange::sized(0, 300 << 12);
         let region = Region::map("ram", file, bytes, transship_memory::Access::Read).unwrap();
         let control = Control::new(Connection::Unix(connection), "peer".into()).unwrap();
         let state = Arc::new(Standing::new(&[PageSet::full(PageCount::new(300))]));
-        Server::new(control, GuestMemory::new(vec![region]), state)
+        Server::new(control, GuestMemory::new(vec![region]), state, pacer.map(Arc::new))
     }
 
     #[test]
@@ -166,7 +178,7 @@ mod tests {
         // A page further than the last one, and a region.
         for (region, page) in [(0, 300), (1, 0)] {
             let (ours, mut theirs) = UnixStream::pair().unwrap();
-            let server = server(ours);
+            let server = server(ours, None);
             let state = Arc::clone(&server.state);
             theirs.write_all(&Message::Want { region, page }.encode(1)).unwrap();
             drop(theirs);
@@ -179,7 +191,7 @@ mod tests {
     #[test]
     fn what_has_gone_over_this_connection_does_not_go_again() {
         let (ours, theirs) = UnixStream::pair().unwrap();
-        let server = server(ours);
+        let server = server(ours, None);
         let state = Arc::clone(&server.state);
         let mut control = Control::new(Connection::Unix(theirs), "source".into()).unwrap();
         let server = std::thread::spawn(move || server.run());
@@ -201,5 +213,35 @@ mod tests {
         server.join().unwrap();
         assert!(came[..288].iter().all(|times| *times == 0) && came[288..].iter().all(|times| *times == 1), "{came:?}");
         assert_eq!(state.told().sent, 12);
+    }
+
+    #[test]
+    fn what_goes_beside_is_bounded_and_what_is_waited_for_is_not() {
+        let (ours, theirs) = UnixStream::pair().unwrap();
+        let begin = Instant::now();
+        // 50 pages a second: the rest of a group of 32 is sent in halves.
+        let server = server(ours, Some(Pacer::new(50 << 12)));
+        let mut line = theirs.try_clone().unwrap();
+        let control = Control::new(Connection::Unix(theirs), "source".into()).unwrap();
+        let server = std::thread::spawn(move || server.run());
+        let mut came = 0;
+        let mut next = |control: &Control| match control.incoming.recv().unwrap().unwrap() {
+            Message::Page(pages) => {
+                came += u64::from(pages.count);
+                (pages, came)
+            }
+            other => panic!("{}", other.name()),
+        };
+        line.write_all(&Message::Want { region: 0, page: 70 }.encode(1)).unwrap();
+        while next(&control).1 < 32 {}
+        assert!(begin.elapsed() > Duration::from_millis(320), "{:?}", begin.elapsed());
+        // Behind many that wait for their turn.
+        let wants = [(0, 2), (150, 3), (200, 4)].map(|(page, number)| Message::Want { region: 0, page }.encode(number));
+        line.write_all(&wants.concat()).unwrap();
+        let waited_for = [0, 150, 200].map(|_| next(&control).0);
+        assert_eq!(waited_for.map(|pages| (pages.first, pages.count)), [(0, 1), (150, 1), (200, 1)]);
+        line.write_all(&Message::Complete.encode(5)).unwrap();
+        while !matches!(control.incoming.recv().unwrap(), Ok(Message::Complete)) {}
+        server.join().unwrap();
     }
 }
