@@ -414,7 +414,10 @@ impl Auto {
             return self.by_samples(encoding, 1.0, link, 1.0);
         }
         if pace.waits_for_link {
-            return self.by_samples(encoding, 1.0, pace.seconds_a_byte, pace.harder);
+            // What a page took, by the bytes that are left of one. What a byte took says less: where something else
+            // than the link is slow, it took longer in pages that shrink more.
+            let left = self.samples.of(self.current).map_or(PAGE_BYTES as f64, |(left, _)| left * pace.harder);
+            return self.by_samples(encoding, 1.0, pace.seconds_a_page / left, pace.harder);
         }
         let slower = pace.seconds_a_page / self.by_samples(self.current, 1.0, 0.0, 1.0);
         self.by_samples(encoding, slower, link, pace.harder)

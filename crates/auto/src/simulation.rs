@@ -314,6 +314,20 @@ fn a_sample_that_came_out_slow_is_soon_made_up_for() {
     assert!(ours < best * 1.12, "{ours} s, {best} s by the best");
 }
 
+/// Figures of a relay whose QEMU is slow. What a byte took and what is left of a page are both averages of stretches;
+/// their product is half of what a page took, since pages that shrink more took as long.
+#[test]
+fn where_the_link_is_not_what_is_slow_more_bytes_are_no_better() {
+    const ZSTD: usize = 2;
+    let mut auto = Auto::new(3, RAW, Threads { encoders: 2, channels: 4, cores: 2 }).using(ZSTD);
+    assert!(auto.samples.ask(0));
+    let outcome = |left: u64, us: u64| (left * WINDOW, Duration::from_micros(us * WINDOW));
+    auto.learn(&Sample { pages: WINDOW, outcomes: vec![outcome(4080, 0), outcome(866, 4), outcome(490, 5)] });
+    let pace = EncodingPace { seconds_a_page: 10e-6, seconds_a_byte: 15.6e-9, waits_for_link: true, harder: 0.64 };
+    let seconds = [1, ZSTD].map(|encoding| auto.model(encoding, pace) / pace.seconds_a_page);
+    assert!(seconds[0] > 1.7 && (0.99..1.01).contains(&seconds[1]), "{seconds:?}");
+}
+
 fn best(hosts: &Hosts, pages: u64, parts: &[Part]) -> f64 {
     fixed(hosts, pages, parts).into_iter().fold(f64::INFINITY, f64::min)
 }
