@@ -11,6 +11,7 @@ use rustix::io::Errno;
 use transship_wire::relay::{MAX_BYTES, Message};
 
 use super::{
+    buffers::Buffer,
     outlet::{Chunk, Outlet},
     session::RelaySession,
     stream::{Heard, Item, Stream, read_what_is_there},
@@ -33,23 +34,36 @@ impl Sender {
     /// Sends bytes when the other side has room for them. A session that is broken takes no more, and says so
     /// elsewhere.
     pub(super) fn send(&mut self, bytes: &[u8], gives_end: bool) -> Result<(), Error> {
-        for bytes in bytes.chunks(MAX_BYTES) {
-            if self.session.fate.is_broken() {
-                return Ok(());
-            }
-            if gives_end {
-                self.session.end_given.store(true, SeqCst);
-            }
-            if !self.stream.take_allowance(bytes.len()) {
-                return Ok(());
-            }
-            let chunk = Chunk::new(self.stream.number, self.sequence, bytes.to_vec(), gives_end);
-            self.sequence += 1;
-            self.session.counts.from_qemu.fetch_add(bytes.len() as u64, Relaxed);
-            self.session.progress.relayed_bytes.fetch_add(bytes.len() as u64, Relaxed);
-            self.outlet.send(chunk)?;
+        bytes.chunks(MAX_BYTES).try_for_each(|bytes| self.send_chunk(self.session.buffers.copy(bytes), gives_end))
+    }
+
+    /// As `send`, with the first bytes of a whole buffer, in whose place there may be another one then.
+    pub(super) fn send_first(&mut self, room: &mut Buffer, length: usize) -> Result<(), Error> {
+        let first = self.session.buffers.first(room, length);
+        self.send_chunk(first, false)
+    }
+
+    fn send_chunk(&mut self, bytes: Buffer, gives_end: bool) -> Result<(), Error> {
+        if self.session.fate.is_broken() {
+            return Ok(());
         }
-        Ok(())
+        if gives_end {
+            self.session.end_given.store(true, SeqCst);
+        }
+        let length = bytes.len();
+        if !self.stream.take_allowance(length) {
+            return Ok(());
+        }
+        let chunk = Chunk::new(self.stream.number, self.sequence, bytes, gives_end);
+        self.sequence += 1;
+        self.session.counts.from_qemu.fetch_add(length as u64, Relaxed);
+        self.session.progress.relayed_bytes.fetch_add(length as u64, Relaxed);
+        self.outlet.send(chunk)
+    }
+
+    /// A whole one to read into.
+    pub(super) fn room(&self) -> Buffer {
+        self.session.buffers.whole()
     }
 
     /// Waits until the other side has taken everything that was sent on any connection. False: the session is broken.
@@ -83,14 +97,14 @@ type Listener<'a> = &'a mut dyn FnMut(&[u8]);
 /// session has broken: nobody else may read from this connection, as each would hear a part.
 pub(super) fn read_on(mut sender: Sender, mut listener: Option<Listener<'_>>) -> Result<(), Error> {
     let mut socket = sender.stream.handle()?;
-    let mut room = vec![0; MAX_BYTES];
+    let mut room = sender.room();
     loop {
         match read_what_is_there(&mut socket, &mut room) {
             Ok(Heard::Bytes(count)) => {
                 if let Some(hear) = &mut listener {
                     hear(&room[..count]);
                 }
-                sender.send(&room[..count], false)?;
+                sender.send_first(&mut room, count)?;
             }
             Ok(Heard::Nothing) => {}
             Ok(Heard::End) => return sender.end(),

@@ -39,6 +39,13 @@ pub(super) struct Sorted<'a> {
     pub(super) end: Cow<'a, [u8]>,
 }
 
+impl Sorted<'_> {
+    /// Whether they are just the bytes that were given, none of them of the end.
+    pub(super) fn is_all_before_the_end(&self) -> bool {
+        matches!(self.before, Cow::Borrowed(before) if !before.is_empty()) && self.end.is_empty()
+    }
+}
+
 impl Follower {
     pub(super) fn new() -> Self {
         let (reader, carry) = (StreamReader::new(), Vec::new());

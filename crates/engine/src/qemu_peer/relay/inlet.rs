@@ -9,7 +9,7 @@ use std::{
 use transship_codec::{Decoder, Method};
 use transship_wire::relay::{Content, PACKET_BYTES, Packet};
 
-use super::{session::RelaySession, stream::Item};
+use super::{buffers::Buffer, session::RelaySession, stream::Item};
 use crate::{Error, Rule, cpu::Laps, transport::Connection};
 
 /// One data connection of the link.
@@ -48,7 +48,7 @@ impl Inlet {
         Ok(match packet.content {
             Content::End => Item::End,
             Content::Raw { bytes, gives_end } => {
-                let mut room = vec![0; bytes as usize]; // at most MAX_BYTES
+                let mut room = self.session.buffers.of(bytes as usize); // at most MAX_BYTES
                 self.fill(&mut room)?;
                 Item::Bytes { bytes: room, gives_end }
             }
@@ -63,7 +63,7 @@ impl Inlet {
         })
     }
 
-    fn decode(&mut self, packet: &Packet, method: u8, encoded: &[u8], bytes: usize) -> Result<Vec<u8>, Error> {
+    fn decode(&mut self, packet: &Packet, method: u8, encoded: &[u8], bytes: usize) -> Result<Buffer, Error> {
         let Packet { connection, sequence, .. } = packet;
         let broke = |session: &RelaySession, why: String| {
             let what = format!("sent packet {sequence} of connection {connection}, which can't be decoded: {why}");
@@ -79,7 +79,7 @@ impl Inlet {
             Entry::Occupied(known) => known.into_mut(),
             Entry::Vacant(new) => new.insert(method.decoder()),
         };
-        let mut decoded = vec![0; bytes];
+        let mut decoded = self.session.buffers.of(bytes);
         decoder.decode(encoded, &mut decoded).map_err(|error| broke(&self.session, error.to_string()))?;
         Ok(decoded)
     }

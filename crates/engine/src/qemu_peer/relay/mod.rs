@@ -17,9 +17,10 @@
 //! - `link`: the connections between the two, and `control_line` one of them; `inlet`: packets come in; `outlet`:
 //!   packets go out, by way of the encoders
 //! - `stream`: one of QEMU's connections; `carry`: the threads that read from it and write to it
-//! - `session`: what all threads share; `fate`: whether it goes on
+//! - `session`: what all threads share; `fate`: whether it goes on; `buffers`: what all bytes lie in
 //! - `follow`: what the relay near the source has to know of the main stream: whether there is a way back, and where
 //!   the end is
+mod buffers;
 mod carry;
 mod control_line;
 mod far;

@@ -12,7 +12,7 @@ use std::{
 
 use transship_wire::{
     Refusal,
-    relay::{MAX_BYTES, Message, TheEnd},
+    relay::{Message, TheEnd},
 };
 
 use super::{
@@ -364,7 +364,7 @@ fn open(
 /// it, and not sent.
 fn read_main(mut sender: Sender, mut follower: Follower, head: &[u8]) -> Result<(), Error> {
     let mut socket = sender.stream.handle()?;
-    let mut room = vec![0; MAX_BYTES];
+    let mut room = sender.room();
     sender.send(head, follower.has_given_up())?;
     loop {
         let patience = follower.holds().then_some(QUIET);
@@ -381,7 +381,12 @@ fn read_main(mut sender: Sender, mut follower: Follower, head: &[u8]) -> Result<
                     follower.give_up();
                     Sorted { before: Default::default(), end: bytes.into() }
                 });
-                pass(&mut sender, &sorted)?;
+                if sorted.is_all_before_the_end() {
+                    drop(sorted);
+                    sender.send_first(&mut room, count)?;
+                } else {
+                    pass(&mut sender, &sorted)?;
+                }
             }
             Ok(Heard::Nothing) => pass(&mut sender, &follower.let_go())?,
             Ok(Heard::End) => {

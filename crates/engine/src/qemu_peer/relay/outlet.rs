@@ -5,6 +5,7 @@
 //! somebody waits for.
 use std::{
     io::{self, Write},
+    ops::Deref,
     sync::{
         Arc, Mutex,
         atomic::{AtomicU64, Ordering::Relaxed, Ordering::SeqCst},
@@ -15,9 +16,9 @@ use std::{
 use transship_codec::Setting;
 use transship_memory::{PAGE_BYTES, PageCount};
 use transship_ring::{Parker, Results, Worker};
-use transship_wire::relay::{Content, MAX_BYTES, Packet};
+use transship_wire::relay::{Content, Packet};
 
-use super::{RelayOptions, fate::lock, session::RelaySession};
+use super::{RelayOptions, buffers::Buffer, fate::lock, session::RelaySession};
 use crate::{
     Compress, Error,
     channels::{
@@ -40,19 +41,24 @@ const CHOOSE_AGAIN: Duration = Duration::from_millis(5);
 pub(super) struct Chunk {
     connection: u16,
     sequence: u64,
-    bytes: Vec<u8>,
+    bytes: Buffer,
     gives_end: bool,
     chosen: Chosen,
 }
 
 impl Chunk {
-    pub(super) fn new(connection: u16, sequence: u64, bytes: Vec<u8>, gives_end: bool) -> Self {
+    pub(super) fn new(connection: u16, sequence: u64, bytes: Buffer, gives_end: bool) -> Self {
         Self { connection, sequence, bytes, gives_end, chosen: Chosen::default() }
     }
 
     fn raw_packet(self) -> Ready {
         let content = Content::Raw { bytes: self.bytes.len() as u32, gives_end: self.gives_end };
-        Ready { packet: self.packet(content), pages: self.pages(), chosen: self.chosen, payload: self.bytes }
+        Ready {
+            packet: self.packet(content),
+            pages: self.pages(),
+            chosen: self.chosen,
+            payload: Payload::AsItIs(self.bytes),
+        }
     }
 
     fn packet(&self, content: Content) -> Packet {
@@ -69,9 +75,29 @@ impl Chunk {
 #[derive(Debug)]
 struct Ready {
     packet: Packet,
-    payload: Vec<u8>,
+    payload: Payload,
     pages: PageCount,
     chosen: Chosen,
+}
+
+/// What follows a packet's header.
+#[derive(Debug)]
+enum Payload {
+    Nothing,
+    AsItIs(Buffer),
+    Encoded(Vec<u8>),
+}
+
+impl Deref for Payload {
+    type Target = [u8];
+
+    fn deref(&self) -> &[u8] {
+        match self {
+            Self::Nothing => &[],
+            Self::AsItIs(bytes) => bytes,
+            Self::Encoded(bytes) => bytes,
+        }
+    }
 }
 
 /// Where packets go out. When it is dropped, its threads end with what they have.
@@ -159,7 +185,7 @@ impl Outlet {
     /// Says that nothing follows in this direction of a connection.
     pub(super) fn end(&self, connection: u16, sequence: u64) -> Result<(), Error> {
         let packet = Packet { connection, sequence, content: Content::End };
-        self.pass(Ready { packet, payload: Vec::new(), pages: PageCount::ZERO, chosen: Chosen::default() });
+        self.pass(Ready { packet, payload: Payload::Nothing, pages: PageCount::ZERO, chosen: Chosen::default() });
         Ok(())
     }
 
@@ -204,8 +230,8 @@ fn send_all(
         {
             session.fail(failed(error, number, session), None);
         }
-        if ready.payload.capacity() > MAX_BYTES / 2 {
-            let _ = shared.tools.spare.push(ready.payload); // full: one buffer less to keep
+        if let Payload::Encoded(bytes) = ready.payload {
+            let _ = shared.tools.spare.push(bytes); // full: one buffer less to keep
         }
         if raw {
             shared.raw_sent.fetch_add(1, SeqCst);
@@ -255,7 +281,7 @@ struct ChunkEncoder {
 
 impl Work<Chunk, Ready> for ChunkEncoder {
     fn make(&mut self, chunk: Chunk, coder: &mut Coder) -> Ready {
-        self.sample = chunk.chosen.sample.then(|| chunk.bytes.clone());
+        self.sample = chunk.chosen.sample.then(|| chunk.bytes.to_vec());
         let encoded = match self.session.fate.is_broken() {
             true => None,
             false => coder.encode(usize::from(chunk.chosen.encoding), &chunk.bytes),
@@ -263,6 +289,7 @@ impl Work<Chunk, Ready> for ChunkEncoder {
         let Some(Encoded { method, bytes: payload }) = encoded else { return chunk.raw_packet() };
         let bytes = chunk.bytes.len() as u32; // at most MAX_BYTES
         let content = Content::Encoded { bytes, gives_end: chunk.gives_end, method, payload: payload.len() as u32 };
+        let payload = Payload::Encoded(payload);
         Ready { packet: chunk.packet(content), pages: chunk.pages(), chosen: chunk.chosen, payload }
     }
 

@@ -14,6 +14,7 @@ use transship_codec::Method;
 use transship_wire::relay::{Message, TheEnd};
 
 use super::{
+    buffers::Buffers,
     control_line::ControlLine,
     fate::{Fate, lock},
     stream::Stream,
@@ -53,6 +54,7 @@ pub(super) struct RelaySession {
     pub(super) peer_is_done: AtomicBool,
     news: (Sender<()>, Receiver<()>),
     pub(super) counts: Counts,
+    pub(super) buffers: Arc<Buffers>,
     threads: Mutex<Vec<thread::JoinHandle<()>>>,
 }
 
@@ -90,6 +92,7 @@ impl RelaySession {
             peer_is_done: AtomicBool::new(false),
             news: bounded(1),
             counts: Counts::default(),
+            buffers: Buffers::new(),
             threads: Mutex::default(),
         })
     }

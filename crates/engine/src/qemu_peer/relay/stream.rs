@@ -13,7 +13,10 @@ use std::{
 use rustix::net::{RecvFlags, recv};
 use transship_wire::relay::Packet;
 
-use super::fate::{Fate, lock};
+use super::{
+    buffers::Buffer,
+    fate::{Fate, lock},
+};
 use crate::{Error, Rule, control::TICK, transport::Connection};
 
 /// What may be on its way on a connection in one direction, as [`cost`] counts it. All of it may have to be kept by the
@@ -70,7 +73,7 @@ struct Inbox {
 /// Something to write.
 #[derive(Debug)]
 pub(super) enum Item {
-    Bytes { bytes: Vec<u8>, gives_end: bool },
+    Bytes { bytes: Buffer, gives_end: bool },
     End,
 }
 
