@@ -11,9 +11,6 @@ use crate::{
     stock,
 };
 
-/// The guest runs at the destination after the first pass over its memory, as `virsh migrate --postcopy-after-precopy`
-/// has it. QEMU counts its searches for written pages, the first of which comes before that.
-const SEARCHES_BEFORE: u64 = 2;
 /// Places in the ring by which KVM tells of written pages; a power of two.
 const RING_PLACES: u32 = 4096;
 
@@ -57,14 +54,19 @@ pub(super) fn prepare(pair: &Pair<'_>, way: Way, channels: u8, limit: Option<u64
     Ok(())
 }
 
+/// The guest runs at the destination after the first pass over its memory, as `virsh migrate --postcopy-after-precopy`
+/// has it. How often QEMU has searched for written pages does not tell: version 11 does so twice before that.
+fn first_pass_is_over(info: &Value) -> bool {
+    let number = |name| info["ram"][name].as_u64().unwrap_or(0);
+    (number("normal") + number("duplicate")) * number("page-size") >= number("total").max(1)
+}
+
 /// Moves the guest, or tries to.
 pub(super) fn moved(pair: &Pair<'_>, way: Way, patience: Duration) -> Result<Run, String> {
     let begun = Cell::new(false);
     let look = |info: &Value| {
-        let is_due = matches!(way, Way::QemuPostcopy | Way::QemuPreempt)
-            && info["status"] == "active"
-            && info.pointer("/ram/dirty-sync-count").and_then(Value::as_u64) >= Some(SEARCHES_BEFORE);
-        if is_due && !begun.replace(true) {
+        let is_due = matches!(way, Way::QemuPostcopy | Way::QemuPreempt) && info["status"] == "active";
+        if is_due && first_pass_is_over(info) && !begun.replace(true) {
             pair.source.qmp("migrate-start-postcopy", json!({})).map_err(text)?;
         }
         Ok(())
