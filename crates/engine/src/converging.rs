@@ -16,7 +16,7 @@ pub(crate) trait RunningGuest: Kept {
     /// Sends the first round, and unplugs what can't go with the guest. What was written meanwhile is the rest then.
     fn send_first(&mut self, forecast: &Forecast, progress: &Arc<Progress>, report: &mut Report) -> Result<(), Error>;
 
-    /// Whether a second round would leave less than the first, as far as that is known.
+    /// Whether a second round would leave far less than the first, or as little as fits, as far as that is known.
     fn another_gains(&self) -> bool {
         true
     }

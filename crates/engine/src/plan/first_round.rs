@@ -7,7 +7,10 @@ use super::{
     model::{Carrier, Curve, Outlook, Start, Work, run_on},
     sample::Written,
 };
-use crate::{ForecastReport, Report, RoundReport, forecast::Forecast};
+use crate::{
+    ForecastReport, Report, RoundReport,
+    forecast::{Forecast, Room},
+};
 
 /// What the first round of a move has shown: what the link carries, how much was written meanwhile, and when.
 pub(crate) struct FirstRound {
@@ -15,6 +18,8 @@ pub(crate) struct FirstRound {
     carrier: Carrier,
     points: Vec<Written>,
     rest: u64,
+    /// What can be sent while the guest stands still.
+    fits: f64,
     /// Of all memory.
     most: f64,
 }
@@ -25,13 +30,14 @@ impl FirstRound {
         let [first] = &report.rounds[..] else { return None };
         let sent = (report.pages.normal * PAGE) as f64;
         let ratio = if first.bytes > 0 { (sent / first.bytes as f64).max(1.0) } else { 1.0 };
-        let bytes_per_s = forecast.room(report, None).bytes_per_s;
+        let Room { bytes_per_s, fits_bytes, .. } = forecast.room(report, None);
         let carrier = Carrier { bytes_per_s, round_trip: Duration::ZERO, ratio, encode_bytes_per_s: None };
         // A look counts holes, too.
         let looks = looks.iter().filter(|look| look.ms < first.ms);
         let mut points: Vec<_> = looks.map(|look| Written { bytes: look.bytes.min(rest as f64), ..*look }).collect();
         points.push(Written { ms: first.ms, bytes: rest as f64 });
-        Some(Self { first: first.clone(), carrier, points, rest, most: report.bytes.guest as f64 })
+        let (fits, most) = (fits_bytes as f64, report.bytes.guest as f64);
+        Some(Self { first: first.clone(), carrier, points, rest, fits, most })
     }
 
     /// What is written in no time at all fits in any case.
@@ -39,10 +45,10 @@ impl FirstRound {
         Curve { points: &self.points, most: self.most }
     }
 
-    /// Whether a second round would leave clearly less.
+    /// Whether a second round would leave far less, or so little that the guest may be stopped for it.
     pub(crate) fn another_gains(&self) -> bool {
         let rest = self.rest as f64;
-        self.curve().another_gains(rest, rest / self.carrier.pages_per_s())
+        self.curve().another_gains(rest, rest / self.carrier.pages_per_s(), |left| left <= self.fits)
     }
 
     /// What is thought of the move now.
@@ -99,7 +105,7 @@ mod tests {
         let forecast = |converge, looks: &[Written]| {
             let judge = Forecast::new(aim(converge), Duration::from_millis(30));
             let seen = FirstRound::seen(&report, hot as u64, &judge, looks).unwrap();
-            assert_eq!(seen.another_gains(), looks.is_empty(), "it is written again while it is sent");
+            assert!(!seen.another_gains(), "much of it is written again while it is sent");
             seen.forecast(&report, &judge)
         };
         // Five seconds for the hot set, in which it is written again: six rounds without a gain.
@@ -108,10 +114,13 @@ mod tests {
         assert!((38_000.0..42_000.0).contains(&never.total_ms), "{never:?}");
         let paced = forecast(Converge::Pace, &looks);
         assert!(paced.converges && (20_000.0..38_000.0).contains(&paced.total_ms), "{paced:?}");
-        // Writing half as fast, it leaves half as much.
-        let slower = looks.iter().map(|look| Written { ms: look.ms * 2.0, ..*look }).collect::<Vec<_>>();
-        let judge = Forecast::new(aim(Converge::Never), Duration::from_millis(30));
-        assert!(FirstRound::seen(&report, hot as u64, &judge, &slower).unwrap().another_gains());
+        // Writing more slowly, it leaves less: half as much is no gain, a sixth is.
+        let slower = [2.0, 6.0].map(|times| {
+            let looks: Vec<_> = looks.iter().map(|look| Written { ms: look.ms * times, ..*look }).collect();
+            let judge = Forecast::new(aim(Converge::Never), Duration::from_millis(30));
+            FirstRound::seen(&report, hot as u64, &judge, &looks).unwrap().another_gains()
+        });
+        assert_eq!(slower, [false, true]);
         // The first round alone looks like half as much.
         assert!(forecast(Converge::Never, &[]).converges);
     }

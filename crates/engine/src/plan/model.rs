@@ -16,8 +16,9 @@ use crate::{
 /// What a round takes beside its pages: scans, threads, an answer.
 const ROUND: Duration = Duration::from_millis(5);
 /// Of the rest of the first round, what a second one may leave if the guest could as well go before its pages. The
-/// round delays the end by as much as it carries, and is worth that if clearly fewer pages are waited for then.
-const WORTH_A_ROUND: f64 = 0.75;
+/// round delays the end by what it leaves, which is sent twice then. It is worth that if far fewer pages are waited
+/// for.
+const WORTH_A_ROUND: f64 = 0.25;
 
 /// How pages are carried.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -106,7 +107,7 @@ pub fn predict_post_copy(sample: &GuestSample, carrier: &Carrier, work: &Work) -
         rest = curve.bytes(time(rest));
         bytes += rest;
         let is_last = outlook.rounds as usize == PostCopyAfter::NO_GAIN_MOST;
-        if fits(rest) || is_last || !curve.another_gains(rest, time(rest)) {
+        if fits(rest) || is_last || !curve.another_gains(rest, time(rest), fits) {
             break;
         }
     }
@@ -182,9 +183,11 @@ impl<'a> Curve<'a> {
         (Self { points: &sample.written, most }, most * (1.0 - sample.zero_share))
     }
 
-    /// Whether a round that sends this rest in so many seconds leaves clearly less.
-    pub(super) fn another_gains(&self, rest: f64, seconds: f64) -> bool {
-        self.bytes(seconds) < WORTH_A_ROUND * rest
+    /// Whether a round that sends this rest in so many seconds leaves far less, or so little that the guest may be
+    /// stopped for it.
+    pub(super) fn another_gains(&self, rest: f64, seconds: f64, fits: impl Fn(f64) -> bool) -> bool {
+        let left = self.bytes(seconds);
+        left < WORTH_A_ROUND * rest || fits(left)
     }
 
     /// Between two points, and before the first, it is a line; behind the last it goes on as before it.
@@ -345,16 +348,19 @@ mod tests {
 
     #[test]
     fn pages_follow_a_guest_only_if_rounds_do_not_end_it() {
-        let follow = |hot: f64, writes: f64| {
-            predict_post_copy(&Writer::new(hot, writes).sample(400.0), &carrier(100.0), &work(Converge::Never))
+        let follow = |memory: f64, hot: f64, writes: f64| {
+            predict_post_copy(&Writer::new(hot, writes).sample(memory), &carrier(100.0), &work(Converge::Never))
         };
         // What it writes in four seconds fits.
-        let little = follow(20.0, 10.0);
+        let little = follow(400.0, 20.0, 10.0);
         assert!(little.converges && little.follows_bytes == 0 && little.rounds == 2, "{little:?}");
-        // A second round leaves a quarter, and that does not fit.
-        let half = follow(200.0, 60.0);
-        assert!(half.rounds == 2 && (50_000_000..150_000_000).contains(&half.follows_bytes), "{half:?}");
-        assert!(half.bytes > 400_000_000 + half.follows_bytes, "{half:?}");
+        // A second round leaves a fifth, and that does not fit.
+        let fifth = follow(1000.0, 500.0, 20.0);
+        assert!(fifth.rounds == 2 && (31_000_000..45_000_000).contains(&fifth.follows_bytes), "{fifth:?}");
+        assert!(fifth.bytes > 1_150_000_000 + fifth.follows_bytes, "{fifth:?}");
+        // One that would leave half of it is not sent.
+        let half = follow(400.0, 200.0, 60.0);
+        assert!(half.rounds == 1 && (100_000_000..=200_000_000).contains(&half.follows_bytes), "{half:?}");
     }
 
     #[test]
