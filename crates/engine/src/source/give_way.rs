@@ -35,6 +35,8 @@ const REST: u32 = 50;
 const BELOW: f64 = 0.97;
 /// The part of its pace at which a link carries all of that.
 const FULL: f64 = 0.99;
+/// The part of its pace that is used where it may grow.
+const USED: f64 = 0.95;
 /// The part of the pace that the channels have at least, whatever goes beside them.
 const LEAST: f64 = 0.1;
 /// By how much the pace grows at first, and after how many such steps by twice as much.
@@ -81,15 +83,16 @@ impl Pace {
         }
         self.is_late |= self.in_vain > IN_VAIN;
         let allowed = self.allowed().unwrap_or(f64::MAX);
+        let grows = !stands && self.total.is_some_and(|total| came > total * USED);
         self.total = match self.total {
             // The link carries all that it is given: what waits there is only to go.
             Some(total) if stands && came > allowed * FULL => Some(total),
             // It was busy all the time, so this is what it carries.
             _ if stands => Some((came * BELOW).max(self.best * 0.8)),
-            Some(total) if came > total * 0.95 => Some(total * (1.0 + GROWTH * (1.0 + f64::from(self.grown) / STEPS))),
+            Some(total) if grows => Some(total * (1.0 + GROWTH * (1.0 + f64::from(self.grown) / STEPS))),
             total => total,
         };
-        self.grown = if !stands && came > self.total.unwrap_or(f64::MAX) * 0.95 { self.grown + 1 } else { 0 };
+        self.grown = if grows { self.grown + 1 } else { 0 };
         self.drain = if stands { (2.0 * queue.as_secs_f64() / PACE_INTERVAL.as_secs_f64()).min(0.5) } else { 0.0 };
     }
 
