@@ -27,7 +27,7 @@ use transship_memory::{Freeing, PageRange};
 pub(crate) use encoding::{Encoders, EncodingOptions};
 pub(crate) use feed::{MainThread, trim};
 use shared::SessionOver;
-pub(crate) use shared::{Batch, Encoded, FirstFailure, PagesAtOnce, Sent, Settled, Shared, Window};
+pub(crate) use shared::{Batch, Encoded, PagesAtOnce, Sent, Settled, Shared, Window};
 
 use crate::{
     Error, Progress, Report, Rule, control::TICK, free::FreePages, guest::RegionPages, page_map::PageMap,

@@ -176,6 +176,21 @@ pub(crate) struct Settled {
 }
 
 impl Shared {
+    /// Of a session in which nothing was sent yet, and nothing is bounded. Zero pages are detected.
+    pub(crate) fn new(memory: GuestMemory, peer: String, progress: &Arc<Progress>) -> Self {
+        Self {
+            content: memory.regions().iter().map(|region| PageMap::new(region.pages())).collect(),
+            memory,
+            pacer: None,
+            look_for_zeros: true,
+            progress: Arc::clone(progress),
+            failure: FirstFailure::default(),
+            peer,
+            at_once: PagesAtOnce::default(),
+            unsent: OnceLock::new(),
+        }
+    }
+
     /// The zero pages of a window, if channels and encoders detect them.
     pub(crate) fn look(&self, window: &Window) -> u128 {
         if self.look_for_zeros { self.zero_mask(window) } else { 0 }
@@ -266,17 +281,7 @@ mod tests {
     impl Shared {
         /// Of a session without a peer.
         pub(crate) fn with_nobody(memory: GuestMemory) -> Self {
-            Self {
-                memory,
-                content: Vec::new(),
-                pacer: None,
-                look_for_zeros: true,
-                progress: Progress::new(),
-                failure: FirstFailure::default(),
-                peer: "nobody".into(),
-                at_once: PagesAtOnce::default(),
-                unsent: OnceLock::new(),
-            }
+            Self::new(memory, "nobody".into(), &Progress::new())
         }
     }
 

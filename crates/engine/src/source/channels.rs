@@ -1,8 +1,5 @@
 //! The connections of a source: how they come about, and what the main thread looks at while pages go over them.
-use std::{
-    sync::{Arc, OnceLock},
-    time::Duration,
-};
+use std::{sync::Arc, time::Duration};
 
 use transship_memory::GuestMemory;
 use transship_secure::Caller;
@@ -11,7 +8,7 @@ use transship_wire::{Message, Preamble, Role, SessionId};
 use super::sender::PageSender;
 use crate::{
     Error, MoveOptions, MoveTerms, Progress, Rule, Uri, ZeroPages,
-    channels::{self, Encoders, EncodingOptions, FirstFailure, MainThread, PagesAtOnce, Shared, Window},
+    channels::{self, Encoders, EncodingOptions, MainThread, Shared, Window},
     control::Control,
     cpu,
     pacer::Pacer,
@@ -61,15 +58,10 @@ pub(crate) fn connect_channels(
     let Setup { session, memory, content } = setup;
     let terms = &options.terms;
     let shared = Arc::new(Shared {
-        memory,
         content,
         pacer: terms.bandwidth.map(Pacer::new).map(Arc::new),
         look_for_zeros: terms.zero_pages == ZeroPages::Channels,
-        progress: Arc::clone(progress),
-        failure: FirstFailure::default(),
-        peer: to.to_string(),
-        at_once: PagesAtOnce::default(),
-        unsent: OnceLock::new(),
+        ..Shared::new(memory, to.to_string(), progress)
     });
     let MoveOptions { compress, channels, .. } = *options;
     let MoveTerms { encoders, when_busy, .. } = *terms;

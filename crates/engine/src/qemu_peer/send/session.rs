@@ -5,11 +5,7 @@
 //!   START: the guest's own blocks, ping        ─► pong     it has them
 //!   PART: a round, its barrier, ping           ─► pong     all of the round is in place; again and again
 //! ```
-use std::{
-    cell::RefCell,
-    sync::{Arc, OnceLock},
-    time::Duration,
-};
+use std::{cell::RefCell, sync::Arc, time::Duration};
 
 use transship_memory::GuestMemory;
 use transship_wire::qemu::{Block, Command, Configuration, Name};
@@ -23,7 +19,7 @@ use super::{
 };
 use crate::{
     Compress, Error, MoveTerms, Progress, Report, Uri, ZeroPages,
-    channels::{Encoders, EncodingOptions, FirstFailure, PagesAtOnce, RoundWork, Sent, Shared},
+    channels::{Encoders, EncodingOptions, RoundWork, Sent, Shared},
     free::FreePages,
     guest::RegionPages,
     pacer::Pacer,
@@ -67,17 +63,9 @@ impl SendSession {
         line.flush()?;
         let names = regions.iter().map(|region| region.name.clone()).collect();
         let common = Arc::new(Common::new(names, plan.zeros, compress));
-        let shared = Arc::new(Shared {
-            content: memory.regions().iter().map(|region| PageMap::new(region.pages())).collect(),
-            memory,
-            pacer,
-            look_for_zeros: terms.zero_pages != ZeroPages::Off,
-            progress: Arc::clone(progress),
-            failure: FirstFailure::default(),
-            peer: to.to_string(),
-            at_once: PagesAtOnce::default(),
-            unsent: OnceLock::new(),
-        });
+        let look_for_zeros = terms.zero_pages != ZeroPages::Off;
+        let shared = Shared { pacer, look_for_zeros, ..Shared::new(memory, to.to_string(), progress) };
+        let shared = Arc::new(shared);
         let channels = match count {
             0 => None,
             count => {
