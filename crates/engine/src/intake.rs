@@ -32,7 +32,7 @@ impl Intake {
     }
 
     fn with_old(memory: GuestMemory, old: &[PageSet]) -> Self {
-        let written = memory.regions().iter().map(|region| PageMap::new(region.pages())).collect();
+        let written = PageMap::empty(&memory);
         Self { memory, written, old: old.iter().map(PageMap::of).collect() }
     }
 

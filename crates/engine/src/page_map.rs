@@ -1,7 +1,7 @@
 //! A page set that threads share: which pages the destination holds content for.
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use transship_memory::{PageCount, PageNumber, PageRange, PageSet, WINDOW_PAGES, WindowPages};
+use transship_memory::{GuestMemory, PageCount, PageNumber, PageRange, PageSet, WINDOW_PAGES, WindowPages};
 
 /// Bits for the pages of one region. Within a round each page belongs to one thread, and rounds are separated by joins
 /// or channels, which order them: so every access is relaxed.
@@ -15,6 +15,11 @@ impl PageMap {
         // Two words a window, so that `window` never looks past the end.
         let words = pages.div_ceil(WINDOW_PAGES) as usize * 2;
         Self { words: (0..words).map(|_| AtomicU64::new(0)).collect() }
+    }
+
+    /// By region of a memory: none of its pages.
+    pub(crate) fn empty(memory: &GuestMemory) -> Vec<Self> {
+        memory.regions().iter().map(|region| Self::new(region.pages())).collect()
     }
 
     /// With the pages of a set.

@@ -176,11 +176,11 @@ pub(crate) struct Settled {
 }
 
 impl Shared {
-    /// Of a session in which nothing was sent yet, and nothing is bounded. Zero pages are detected.
-    pub(crate) fn new(memory: GuestMemory, peer: String, progress: &Arc<Progress>) -> Self {
+    /// Of a session in which nothing is bounded. Zero pages are detected.
+    pub(crate) fn new(memory: GuestMemory, content: Vec<PageMap>, peer: String, progress: &Arc<Progress>) -> Self {
         Self {
-            content: memory.regions().iter().map(|region| PageMap::new(region.pages())).collect(),
             memory,
+            content,
             pacer: None,
             look_for_zeros: true,
             progress: Arc::clone(progress),
@@ -281,7 +281,7 @@ mod tests {
     impl Shared {
         /// Of a session without a peer.
         pub(crate) fn with_nobody(memory: GuestMemory) -> Self {
-            Self::new(memory, "nobody".into(), &Progress::new())
+            Self::new(memory, Vec::new(), "nobody".into(), &Progress::new())
         }
     }
 

@@ -42,7 +42,7 @@ pub(crate) struct Setup {
 impl Setup {
     /// For a destination whose memory is zero.
     pub(crate) fn new(session: SessionId, memory: GuestMemory) -> Self {
-        let content = memory.regions().iter().map(|region| PageMap::new(region.pages())).collect();
+        let content = PageMap::empty(&memory);
         Self { session, memory, content }
     }
 }
@@ -58,10 +58,9 @@ pub(crate) fn connect_channels(
     let Setup { session, memory, content } = setup;
     let terms = &options.terms;
     let shared = Arc::new(Shared {
-        content,
         pacer: terms.bandwidth.map(Pacer::new).map(Arc::new),
         look_for_zeros: terms.zero_pages == ZeroPages::Channels,
-        ..Shared::new(memory, to.to_string(), progress)
+        ..Shared::new(memory, content, to.to_string(), progress)
     });
     let MoveOptions { compress, channels, .. } = *options;
     let MoveTerms { encoders, when_busy, .. } = *terms;

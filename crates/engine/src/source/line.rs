@@ -62,7 +62,7 @@ impl Line {
         if let Some(run) = given {
             control.send(&Message::Go { run })?;
         }
-        let content: Vec<_> = memory.regions().iter().map(|region| PageMap::new(region.pages())).collect();
+        let content = PageMap::empty(memory);
         // Each page is announced, also one that is zero: somebody may wait for it.
         let everything = |(map, region): (&PageMap, &transship_memory::Region)| {
             map.insert_range(PageRange::all(region.pages()));

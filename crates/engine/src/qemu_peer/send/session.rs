@@ -63,8 +63,8 @@ impl SendSession {
         line.flush()?;
         let names = regions.iter().map(|region| region.name.clone()).collect();
         let common = Arc::new(Common::new(names, plan.zeros, compress));
-        let look_for_zeros = terms.zero_pages != ZeroPages::Off;
-        let shared = Shared { pacer, look_for_zeros, ..Shared::new(memory, to.to_string(), progress) };
+        let (content, look_for_zeros) = (PageMap::empty(&memory), terms.zero_pages != ZeroPages::Off);
+        let shared = Shared { pacer, look_for_zeros, ..Shared::new(memory, content, to.to_string(), progress) };
         let shared = Arc::new(shared);
         let channels = match count {
             0 => None,

@@ -226,7 +226,7 @@ impl Pages {
         target: &Target,
         progress: &Arc<Progress>,
     ) -> Self {
-        let maps = || memory.regions().iter().map(|region| PageMap::new(region.pages())).collect();
+        let maps = || PageMap::empty(memory);
         Self {
             memory: memory.clone(),
             freeing,
