@@ -45,6 +45,7 @@ impl Noted {
         let bytes = pages.next_multiple_of(unit_pages).bytes();
         let len = usize::try_from(bytes).expect("64-bit addresses");
         let mapping = Mapping::new(shared.file(), shared.file_offset(), len, false).map_err(|e| failed(e.into()))?;
+        let _ = mapping.leave_no_mark(); // as fast as it was, if the kernel does not know that
         let uffd = uffd::create().map_err(failed)?;
         uffd::negotiate(uffd.as_fd(), wanted).map_err(failed)?;
         // Registered memory is mapped page by page, and never around a page.

@@ -55,6 +55,13 @@ impl Mapping {
         Ok(mapping)
     }
 
+    /// Pages that are looked at here don't count as used by that, for a kernel that looks for pages to swap out. It
+    /// would note that page by page when this is unmapped. Not for a file on a disk, which would be read ahead.
+    pub(crate) fn leave_no_mark(&self) -> rustix::io::Result<()> {
+        // SAFETY: exactly what was mapped; the advice changes nothing in it.
+        unsafe { rustix::mm::madvise(self.base, self.len, Advice::Sequential) }
+    }
+
     /// Address of `len` bytes from `offset`; none if the mapping does not have them.
     pub(crate) fn at(&self, offset: usize, len: usize) -> Option<*mut u8> {
         let inside = len <= self.len && offset <= self.len - len;

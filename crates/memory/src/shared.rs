@@ -53,6 +53,10 @@ impl Shared {
         let len = usize::try_from(bytes.next_multiple_of(backing.page_bytes)).expect("64-bit addresses");
         let mapping = Mapping::new(file.as_fd(), file_offset, len, access == Access::ReadWrite)
             .map_err(|source| Error::system(format!("map {bytes} bytes of region {name:?}"), source))?;
+        if backing.tmpfs {
+            // Without it, unmapping takes twice as long.
+            let _ = mapping.leave_no_mark();
+        }
         if access == Access::Read {
             // For `Holes::keep_note`, which says why if there is none.
             let _ = pagemap::own();
