@@ -7,7 +7,7 @@ use std::{
     thread,
 };
 
-use transship_memory::{GuestMemory, PageCount, PageRange, PageSet, Region, WINDOW_PAGES};
+use transship_memory::{GuestMemory, PageCount, PageRange, PageSet, Region, WINDOW_PAGES, WindowBuffer};
 
 use crate::Error;
 
@@ -27,11 +27,11 @@ pub(crate) fn digest(memory: &GuestMemory, dead: &[PageSet]) -> Result<Hash, Err
     let next = AtomicUsize::new(0);
     let work = || -> Result<Vec<(usize, Hash)>, Error> {
         let mut done = Vec::new();
-        let mut bytes = Vec::with_capacity(WINDOW_PAGES.buffer_bytes());
+        let mut buffer = WindowBuffer::default();
         loop {
             let index = next.fetch_add(1, Ordering::Relaxed);
             let Some(chunk) = chunks.get(index) else { return Ok(done) };
-            if let Some(hash) = chunk.hash(&mut bytes)? {
+            if let Some(hash) = chunk.hash(&mut buffer)? {
                 done.push((index, hash));
             }
         }
@@ -65,7 +65,7 @@ fn chunks_of<'a>((number, (region, data)): (u64, (&'a Region, &'a PageSet))) -> 
 
 impl Chunk<'_> {
     /// None if every page of it reads as zero.
-    fn hash(&self, bytes: &mut Vec<u8>) -> Result<Option<Hash>, Error> {
+    fn hash(&self, buffer: &mut WindowBuffer) -> Result<Option<Hash>, Error> {
         let mut hasher = blake3::Hasher::new();
         let mut any = false;
         for PageRange { first, .. } in self.range.parts(WINDOW_PAGES) {
@@ -73,21 +73,17 @@ impl Chunk<'_> {
             if data.is_empty() {
                 continue;
             }
-            for run in data.runs() {
-                self.region.populate_read(run);
-            }
-            let pages = data.without(self.region.zero_mask(data)?);
+            let read = self.region.read_window(data, true, buffer)?;
+            let pages = read.present();
             if pages.is_empty() {
                 continue;
             }
             any = true;
-            bytes.clear();
-            self.region.copy_out(pages, bytes)?;
             for place in [self.number, first.get()] {
                 hasher.update(&place.to_le_bytes());
             }
             hasher.update(&pages.mask.to_le_bytes());
-            hasher.update(bytes);
+            hasher.update(read.into_bytes());
         }
         Ok(any.then(|| hasher.finalize().into()))
     }

@@ -16,7 +16,7 @@ use std::{
 };
 
 use rustix::net::{RecvFlags, recv, sockopt};
-use transship_memory::{Region, WindowPages};
+use transship_memory::{WindowPages, WindowRead};
 
 use crate::{Error, Rule};
 pub use dial::{connect, connect_by};
@@ -96,19 +96,19 @@ impl Connection {
         Ok(())
     }
 
-    /// Writes `head` and then the present pages: [`Region::send_window`], or [`Region::send_window_apart`].
+    /// Writes `head` and then some of the pages: [`WindowRead::send`], or [`WindowRead::send_apart`].
     pub(crate) fn send_window(
         &mut self,
-        region: &Region,
+        read: &WindowRead<'_>,
         head: &[u8],
-        present: WindowPages,
+        pages: WindowPages,
         apart: bool,
     ) -> io::Result<()> {
         match self {
             // Records of what is encrypted are short as it is.
-            Self::Secured(secured) => secured.send_window(region, head, present),
-            clear if apart => region.send_window_apart(clear.as_fd(), head, present),
-            clear => region.send_window(clear.as_fd(), head, present),
+            Self::Secured(secured) => secured.send_window(read, head, pages),
+            clear if apart => read.send_apart(clear.as_fd(), head, pages),
+            clear => read.send(clear.as_fd(), head, pages),
         }
     }
 

@@ -111,7 +111,7 @@ impl Region {
 
 /// What was checked: the ranges, and that the mapping is writable where it is written to.
 impl Shared {
-    fn zero_mask(&self, wanted: WindowPages) -> u128 {
+    pub(crate) fn zero_mask(&self, wanted: WindowPages) -> u128 {
         let mut zero = 0;
         for run in wanted.runs() {
             let (start, _) = self.raw(run);
@@ -139,7 +139,7 @@ impl Shared {
         }
     }
 
-    fn copy_to(&self, pages: PageRange, into: &mut [u8]) {
+    pub(crate) fn copy_to(&self, pages: PageRange, into: &mut [u8]) {
         let (start, len) = self.raw(pages);
         assert_eq!(into.len(), len, "room for the pages, no more and no less");
         // SAFETY: raw() gives len readable bytes of the mapping, and `into` is as long and our own. As in `copy_out`

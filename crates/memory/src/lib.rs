@@ -39,6 +39,7 @@ mod private;
 #[allow(unsafe_code)]
 mod process;
 mod protect;
+mod read;
 #[allow(unsafe_code)]
 mod receive;
 mod region;
@@ -74,6 +75,7 @@ pub use number::PageNumber;
 pub use pages::{PAGE, PAGE_BYTES, PageRange, PageSet, WINDOW_PAGES};
 pub use process::Process;
 pub use protect::Protection;
+pub use read::{WindowBuffer, WindowRead};
 pub use region::{Access, GuestMemory, InProcess, Region};
 pub use sync_tracker::SyncTracker;
 pub use tracker::{Tracker, UffdTracker};

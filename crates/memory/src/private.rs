@@ -91,7 +91,7 @@ impl Private {
         WINDOW.with_borrow_mut(|window| {
             window.resize(WINDOW_PAGES.buffer_bytes(), 0);
             let bytes = &mut window[..pages.bytes() as usize];
-            self.process.read(&self.spans(pages), bytes)?;
+            self.read_into(pages, bytes)?;
             Ok(then(bytes))
         })
     }
@@ -100,11 +100,16 @@ impl Private {
     pub(crate) fn append(&self, pages: WindowPages, out: &mut Vec<u8>) -> io::Result<()> {
         let before = out.len();
         out.resize(before + pages.bytes() as usize, 0);
-        let read = self.process.read(&self.spans(pages), &mut out[before..]);
+        let read = self.read_into(pages, &mut out[before..]);
         if read.is_err() {
             out.truncate(before);
         }
         read
+    }
+
+    /// Copies the pages to `into`, which is as long.
+    pub(crate) fn read_into(&self, pages: WindowPages, into: &mut [u8]) -> io::Result<()> {
+        self.process.read(&self.spans(pages), into)
     }
 
     pub(crate) fn read(&self, pages: PageRange, into: &mut [u8]) -> io::Result<()> {
@@ -112,14 +117,7 @@ impl Private {
     }
 
     pub(crate) fn zero_mask(&self, wanted: WindowPages) -> io::Result<u128> {
-        self.with_pages(wanted, |bytes| {
-            let mut zero = 0;
-            let (pages, _) = bytes.as_chunks::<PAGE_BYTES>();
-            for (page, number) in pages.iter().zip(wanted.iter()) {
-                zero |= u128::from(zero::all(page)) << (number - wanted.first).get();
-            }
-            zero
-        })
+        self.with_pages(wanted, |bytes| zero::mask(wanted, bytes))
     }
 
     pub(crate) fn write(&self, pages: PageRange, bytes: &[u8]) -> io::Result<()> {

@@ -1,45 +1,59 @@
-//! Pages of a window of a region on their way out: to a socket, a pipe or a file, straight from guest memory if that is
-//! mapped.
+//! Pages of a window of a region on their way out: to a socket, a pipe or a file, without a copy of those that are left
+//! in a mapping.
 
 use std::{
     io,
     os::fd::{AsRawFd, BorrowedFd},
 };
 
-use crate::{PAGE_BYTES, PageCount, Region, region::Held, shared::Shared, window::WindowPages};
+use crate::{
+    PAGE_BYTES, PageCount, Region, WindowRead, read::Parts, region::Held, shared::Shared, window::WindowPages,
+};
 
-impl Region {
-    /// Writes `head` and then the present pages of the window to a socket, pipe or file, straight from guest memory if
-    /// that is mapped. Goes on after short writes and interruptions.
+impl WindowRead<'_> {
+    /// Writes `head` and then some of the pages to a socket, pipe or file, straight from guest memory if they were left
+    /// there. Goes on after short writes and interruptions.
     ///
     /// # Errors
-    /// InvalidInput for pages that the region does not have, before anything is written. The system's own, WouldBlock
-    /// of a socket with a send timeout included: an unknown part was written by then, so the stream is of no use any
-    /// more.
-    pub fn send_window(&self, to: BorrowedFd<'_>, head: &[u8], present: WindowPages) -> io::Result<()> {
-        self.send_as(Way::Sendmsg { flags: 0 }, to, head, present)
+    /// The system's own, WouldBlock of a socket with a send timeout included: an unknown part was written by then, so
+    /// the stream is of no use any more.
+    ///
+    /// # Panics
+    /// They are not all present.
+    pub fn send(&self, to: BorrowedFd<'_>, head: &[u8], pages: WindowPages) -> io::Result<()> {
+        self.send_as(Way::Sendmsg { flags: 0 }, to, head, pages)
     }
 
-    /// As [`Region::send_window`]. Over TCP, what is sent next goes apart from it: so the kernel puts no more into the
+    /// As [`WindowRead::send`]. Over TCP, what is sent next goes apart from it: so the kernel puts no more into the
     /// link at once.
     ///
     /// # Errors
     /// As there.
-    pub fn send_window_apart(&self, to: BorrowedFd<'_>, head: &[u8], present: WindowPages) -> io::Result<()> {
-        self.send_as(Way::Sendmsg { flags: libc::MSG_EOR }, to, head, present)
+    ///
+    /// # Panics
+    /// As there.
+    pub fn send_apart(&self, to: BorrowedFd<'_>, head: &[u8], pages: WindowPages) -> io::Result<()> {
+        self.send_as(Way::Sendmsg { flags: libc::MSG_EOR }, to, head, pages)
     }
 
-    fn send_as(&self, way: Way, to: BorrowedFd<'_>, head: &[u8], present: WindowPages) -> io::Result<()> {
-        self.check_window(present).map_err(|error| io::Error::new(io::ErrorKind::InvalidInput, error))?;
-        match &self.held {
-            Held::Shared(shared) => shared.send_window(way, to, head, present),
-            Held::Private(private) => private
-                .with_pages(present, |pages| send(way, to, head, pages))
-                .map_err(|source| io::Error::other(self.unread(source)))
-                .flatten(),
+    fn send_as(&self, way: Way, to: BorrowedFd<'_>, head: &[u8], pages: WindowPages) -> io::Result<()> {
+        self.check(pages);
+        let mut parts = vec![part(head.as_ptr(), head.len())];
+        match self.parts() {
+            Parts::Mapped(shared) => parts.extend(pages.runs().map(|run| {
+                let (start, len) = shared.raw(run);
+                part(start, len)
+            })),
+            Parts::Copied(bytes) => {
+                parts.extend(self.places(pages).map(|place| part(bytes[place.clone()].as_ptr(), place.len())));
+            }
         }
+        // SAFETY: the parts are of slices and of a mapping, all of which live beyond this call.
+        unsafe { write_all(way, to, &mut parts) }
     }
+}
 
+impl Region {
     /// Writes `bytes` to a file at `at`, and among them the present pages: one at each place in `bytes` that `cuts`
     /// names, in their order. So each page can have a head of its own, and need not be copied to stand behind it.
     ///
@@ -76,17 +90,6 @@ impl Region {
 
 /// The range was checked.
 impl Shared {
-    fn send_window(&self, way: Way, to: BorrowedFd<'_>, head: &[u8], present: WindowPages) -> io::Result<()> {
-        let pages = present.runs().map(|run| self.raw(run));
-        let head = (head.as_ptr().cast_mut(), head.len());
-        let mut parts: Vec<libc::iovec> = std::iter::once(head)
-            .chain(pages)
-            .map(|(start, len)| libc::iovec { iov_base: start.cast(), iov_len: len })
-            .collect();
-        // SAFETY: the parts are the slice `head` and pages of the mapping, both of which live beyond this call.
-        unsafe { write_all(way, to, &mut parts) }
-    }
-
     fn write_woven(
         &self,
         way: Way,
@@ -104,7 +107,6 @@ impl Shared {
 
 /// What is to be written: of `bytes` up to the first cut, the first page, and so on.
 fn woven(bytes: &[u8], cuts: &[usize], pages: impl Iterator<Item = *const u8>) -> Vec<libc::iovec> {
-    let part = |start: *const u8, len| libc::iovec { iov_base: start.cast_mut().cast(), iov_len: len };
     let mut parts = Vec::with_capacity(2 * cuts.len() + 1);
     let mut begin = 0;
     for (&cut, page) in cuts.iter().zip(pages) {
@@ -117,12 +119,8 @@ fn woven(bytes: &[u8], cuts: &[usize], pages: impl Iterator<Item = *const u8>) -
     parts
 }
 
-/// Writes both, one behind the other.
-fn send(way: Way, to: BorrowedFd<'_>, head: &[u8], pages: &[u8]) -> io::Result<()> {
-    let mut parts =
-        [head, pages].map(|part| libc::iovec { iov_base: part.as_ptr().cast_mut().cast(), iov_len: part.len() });
-    // SAFETY: the parts are slices, which live beyond this call.
-    unsafe { write_all(way, to, &mut parts) }
+fn part(start: *const u8, len: usize) -> libc::iovec {
+    libc::iovec { iov_base: start.cast_mut().cast(), iov_len: len }
 }
 
 /// How a file descriptor is written to.

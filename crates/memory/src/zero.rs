@@ -6,6 +6,8 @@
 
 use std::sync::OnceLock;
 
+use crate::{PAGE_BYTES, WindowPages};
+
 /// A way of scanning.
 ///
 /// # Safety
@@ -31,6 +33,13 @@ pub(crate) unsafe fn is_zero(start: *const u8, len: usize) -> bool {
 pub(crate) fn all(bytes: &[u8]) -> bool {
     // SAFETY: a slice can be read.
     unsafe { is_zero(bytes.as_ptr(), bytes.len()) }
+}
+
+/// Of pages whose bytes these are, the mask of those that are all zero.
+pub(crate) fn mask(pages: WindowPages, bytes: &[u8]) -> u128 {
+    let (bytes, _) = bytes.as_chunks::<PAGE_BYTES>();
+    let zero = pages.iter().zip(bytes).filter(|(_, page)| all(*page));
+    zero.fold(0, |mask, (page, _)| mask | 1 << page.since(pages.first).get())
 }
 
 /// The widest way that this processor has. Found out once.
@@ -163,7 +172,6 @@ mod x86 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::PAGE_BYTES;
 
     /// All ways, the chosen one with its first look included.
     fn all_ways() -> Vec<(&'static str, Scan)> {

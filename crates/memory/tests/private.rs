@@ -15,11 +15,11 @@ use std::{
 use proptest::prelude::*;
 use transship_memory::{
     Access, Area, FileIo, FileQueue, Freeing, GuestMemory, Holes, InProcess, PageCount, PageRange, PageSet, Process,
-    Region, Tracker, UffdTracker, WindowPages,
+    Region, Tracker, UffdTracker, WindowBuffer, WindowPages,
 };
 
 use crate::common::{
-    PAGE, clear_all, file,
+    PAGE, clear_all, file, is_read_as_it_is,
     process::{Faults, Guest, Stop, Tracked, userfaultfd},
 };
 
@@ -209,6 +209,9 @@ fn a_window_is_looked_at_copied_and_sent() {
     [3, 4, 70, 130].iter().for_each(|&page| guest.write(page, page));
     let wanted = 1 << 3 | 1 << 4 | 1 << 60 | 1 << 70 | 1 << 127;
     assert_eq!(region.zero_mask(WindowPages::new(0, wanted)).unwrap(), 1 << 60 | 1 << 127);
+    for (first, mask) in [(0, wanted), (0, u128::MAX), (2, 0b110), (100, u128::MAX), (5, 0b111), (70, 1), (9, 0)] {
+        is_read_as_it_is(&region, WindowPages::new(first, mask));
+    }
     let mut out = vec![9];
     region.copy_out(WindowPages::new(0, 1 << 3 | 1 << 70), &mut out).unwrap();
     assert_eq!((out[0], out.len()), (9, 1 + 2 * 4096));
@@ -217,7 +220,8 @@ fn a_window_is_looked_at_copied_and_sent() {
     region.copy_to(PageRange::new(130, 1), &mut page).unwrap();
     assert_eq!((page[0], page[8]), (130, 0));
     let (ours, mut theirs) = UnixStream::pair().unwrap();
-    region.send_window(ours.as_fd(), b"head", WindowPages::new(2, 1 << 1 | 1 << 2)).unwrap();
+    let (pages, mut buffer) = (WindowPages::new(2, 1 << 1 | 1 << 2), WindowBuffer::default());
+    region.read_window(pages, true, &mut buffer).unwrap().send(ours.as_fd(), b"head", pages).unwrap();
     let mut sent = vec![0; 4 + 2 * 4096];
     theirs.read_exact(&mut sent).unwrap();
     assert_eq!((&sent[..4], sent[4], sent[4 + 4096]), (&b"head"[..], 3, 4));
@@ -323,6 +327,7 @@ fn a_process_that_has_ended_is_an_error_and_no_memory_of_another() {
         region.copy_to(PageRange::new(0, 1), &mut page),
         region.write_pages(WindowPages::new(0, 1), &page),
         region.zero_mask(WindowPages::new(0, 1)).map(drop),
+        region.read_window(WindowPages::new(0, 1), true, &mut WindowBuffer::default()).map(drop),
         region.data().map(drop),
     ] {
         let error = result.unwrap_err().to_string();

@@ -7,7 +7,7 @@ use std::{
     time::Duration,
 };
 
-use transship_memory::{Access, PageCount, Region, WindowPages};
+use transship_memory::{Access, PageCount, Region, WindowBuffer, WindowPages};
 
 use crate::common::{PAGE, file, map, page_of};
 
@@ -37,9 +37,11 @@ fn expected(region: &Region) -> Vec<u8> {
 }
 
 fn send_all(region: &Region, to: &impl AsFd) -> io::Result<()> {
+    let mut buffer = WindowBuffer::default();
     WINDOWS.iter().enumerate().try_for_each(|(at, &(first, bits))| {
         let (to, head, pages) = (to.as_fd(), [at as u8; 24], WindowPages::new(first, bits));
-        if at % 2 == 0 { region.send_window(to, &head, pages) } else { region.send_window_apart(to, &head, pages) }
+        let read = region.read_window(pages, true, &mut buffer).unwrap();
+        if at % 2 == 0 { read.send(to, &head, pages) } else { read.send_apart(to, &head, pages) }
     })
 }
 
@@ -110,10 +112,13 @@ fn a_peer_that_is_gone_or_stuck_is_an_error() {
     let region = filled();
     let (ours, theirs) = UnixStream::pair().unwrap();
     ours.set_write_timeout(Some(Duration::from_millis(10))).unwrap();
-    let stuck = (0..100).find_map(|_| region.send_window(ours.as_fd(), b"head", WindowPages::new(0, u128::MAX)).err());
+    let mut buffer = WindowBuffer::default();
+    let pages = WindowPages::new(0, u128::MAX);
+    let read = region.read_window(pages, true, &mut buffer).unwrap();
+    let stuck = (0..100).find_map(|_| read.send(ours.as_fd(), b"head", pages).err());
     assert_eq!(stuck.unwrap().kind(), io::ErrorKind::WouldBlock);
     drop(theirs);
-    let gone = region.send_window(ours.as_fd(), b"head", WindowPages::new(0, 1)).unwrap_err();
+    let gone = read.send(ours.as_fd(), b"head", WindowPages::new(0, 1)).unwrap_err();
     assert_eq!(gone.kind(), io::ErrorKind::BrokenPipe);
 }
 

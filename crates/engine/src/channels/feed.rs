@@ -1,6 +1,6 @@
 //! The main thread's part of a round: cuts it into pieces and hands them over, in memory order.
 use crossbeam_channel::{SendTimeoutError, Sender};
-use transship_memory::{Freeing, PageRange, WindowPages};
+use transship_memory::{Freeing, PageRange, WindowBuffer, WindowPages};
 
 use super::{
     Batch, RoundWork, Shared, Window,
@@ -32,7 +32,7 @@ pub(crate) trait MainThread {
     }
 
     /// Looks for the zero pages of a window; none: channels and encoders do.
-    fn look(&self, _window: &Window) -> Result<Option<u128>, Error> {
+    fn look(&self, _window: &Window, _buffer: &mut WindowBuffer) -> Result<Option<u128>, Error> {
         Ok(None)
     }
 
@@ -50,6 +50,8 @@ pub(super) struct Feed<'a> {
     pub(super) main: &'a dyn MainThread,
     /// Pages that were not handed over since they are holes by now.
     pub(super) new_holes: Vec<RegionPages>,
+    /// For a main thread that looks for zero pages.
+    pub(super) buffer: WindowBuffer,
 }
 
 impl Feed<'_> {
@@ -96,11 +98,11 @@ impl Feed<'_> {
 
     /// Some windows of the round, without what need not be read.
     fn windows(&mut self, region: usize, windows: Vec<WindowPages>) -> Result<Vec<Window>, Error> {
-        let Self { work, shared, free, main, new_holes } = self;
+        let Self { work, shared, free, main, new_holes, buffer } = self;
         let windows = trim(shared, work, region, windows, free, *main, new_holes)?;
         let look = |pages: WindowPages| {
             let mut window = Window::new(work.round, region, pages);
-            window.zero = main.look(&window)?;
+            window.zero = main.look(&window, buffer)?;
             Ok(window)
         };
         windows.into_iter().map(look).collect()

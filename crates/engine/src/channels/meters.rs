@@ -5,10 +5,11 @@ use std::{
 };
 
 use transship_auto::{Counts, Sample};
-use transship_memory::PageCount;
+use transship_memory::{PageCount, WindowBuffer, WindowRead};
 use transship_ring::mpmc;
 
 use super::{Shared, Window};
+use crate::Error;
 
 /// Samples that may wait to be looked at.
 const SAMPLES: usize = 16;
@@ -35,13 +36,19 @@ impl Meters {
         }
     }
 
-    /// Looks for the zero pages of a window, if nobody has and channels and encoders are to.
-    pub(crate) fn look(&self, shared: &Shared, window: &mut Window) {
-        if window.zero.is_none() {
-            let begin = Instant::now();
-            window.zero = Some(shared.look(window));
+    /// As [`Shared::read`], of which the time counts in which nobody has looked for zero pages before.
+    pub(crate) fn read<'a>(
+        &self,
+        shared: &'a Shared,
+        window: &mut Window,
+        buffer: &'a mut WindowBuffer,
+    ) -> Result<WindowRead<'a>, Error> {
+        let begin = window.zero.is_none().then(Instant::now);
+        let read = shared.read(window, buffer)?;
+        if let Some(begin) = begin {
             add(&self.looking_nanos, begin.elapsed());
         }
+        Ok(read)
     }
 
     /// An encoder had a window at hand for so long.

@@ -22,12 +22,12 @@ use std::{
 };
 
 use crossbeam_channel::{Receiver, bounded};
-use transship_memory::{Freeing, PageRange};
+use transship_memory::{Freeing, PageRange, WindowBuffer};
 
 pub(crate) use encoding::{Encoders, EncodingOptions};
 pub(crate) use feed::{MainThread, trim};
 use shared::SessionOver;
-pub(crate) use shared::{Batch, Encoded, PagesAtOnce, Sent, Settled, Shared, Window};
+pub(crate) use shared::{Batch, Body, Encoded, PagesAtOnce, Sent, Settled, Shared, Window};
 
 use crate::{
     Error, Progress, Report, Rule, control::TICK, free::FreePages, guest::RegionPages, page_map::PageMap,
@@ -40,15 +40,8 @@ pub(crate) trait Channel: Send {
     /// What it shares with the others.
     fn shared(&self) -> &Arc<Shared>;
 
-    /// Sends a window's pages, and announces those that became zero. `encoded`: the pages, by an encoder; none: they
-    /// are to go as they are.
-    fn send_window(
-        &mut self,
-        window: &Window,
-        pages: Settled,
-        encoded: Option<&Encoded>,
-        sent: &mut Sent,
-    ) -> Result<(), Error>;
+    /// Sends a window's pages, and announces those that became zero.
+    fn send_window(&mut self, window: &Window, pages: Settled, body: Body<'_>, sent: &mut Sent) -> Result<(), Error>;
 
     /// Announces that pages became a hole.
     fn send_hole(&mut self, round: u32, region: usize, range: PageRange, sent: &mut Sent) -> Result<(), Error>;
@@ -126,7 +119,8 @@ impl<C: Channel> Channels<C> {
     ) -> Result<(Sent, Vec<RegionPages>), Error> {
         let (done, results) = bounded(self.channels.len());
         let Self { channels, lines, shared, encoders } = self;
-        let mut feed = Feed { work, shared, free, main, new_holes: Vec::new() };
+        let (new_holes, buffer) = (Vec::new(), WindowBuffer::default());
+        let mut feed = Feed { work, shared, free, main, new_holes, buffer };
         threads::scope(|scope| {
             let count = channels.len();
             // In all cases `results` outlives the scope, and has room for all.
@@ -256,7 +250,7 @@ mod tests {
             &self.shared
         }
 
-        fn send_window(&mut self, _: &Window, _: Settled, _: Option<&Encoded>, _: &mut Sent) -> Result<(), Error> {
+        fn send_window(&mut self, _: &Window, _: Settled, _: Body<'_>, _: &mut Sent) -> Result<(), Error> {
             Ok(())
         }
 

@@ -4,7 +4,9 @@ use std::sync::{
     atomic::{AtomicBool, AtomicU64, Ordering::Relaxed},
 };
 
-use transship_memory::{GuestMemory, PageCount, PageNumber, PageRange, WINDOW_PAGES, WindowPages};
+use transship_memory::{
+    GuestMemory, PageCount, PageNumber, PageRange, WINDOW_PAGES, WindowBuffer, WindowPages, WindowRead,
+};
 
 use super::dispatcher::Chosen;
 use crate::{Error, Progress, pacer::Pacer, page_map::PageMap};
@@ -160,6 +162,12 @@ impl Window {
     }
 }
 
+/// The pages of a window that are not zero, as a channel sends them.
+pub(crate) enum Body<'a> {
+    Encoded(&'a Encoded),
+    Plain(WindowRead<'a>),
+}
+
 /// The pages of a window that are not zero, encoded.
 pub(crate) struct Encoded {
     pub(crate) method: u8,
@@ -191,33 +199,49 @@ impl Shared {
         }
     }
 
-    /// The zero pages of a window, if channels and encoders detect them.
-    pub(crate) fn look(&self, window: &Window) -> u128 {
-        if self.look_for_zeros { self.zero_mask(window) } else { 0 }
+    /// Reads the pages of a window that are not known to be zero. If nobody has looked for these yet, and channels and
+    /// encoders are to, it is done now.
+    pub(crate) fn read<'a>(
+        &'a self,
+        window: &mut Window,
+        buffer: &'a mut WindowBuffer,
+    ) -> Result<WindowRead<'a>, Error> {
+        let look = window.zero.is_none() && self.look_for_zeros;
+        self.read_and(look, window, buffer)
     }
 
-    /// The zero pages of a window. A window that the region does not have has none; sending it fails.
-    pub(crate) fn zero_mask(&self, window: &Window) -> u128 {
-        let (memory, wanted) = (&self.memory.regions()[window.region], window.pages(window.wanted));
-        // Run by run: reading between them might make pages in holes.
-        wanted.runs().for_each(|run| memory.populate_read(run));
-        memory.zero_mask(wanted).unwrap_or(0)
+    /// The zero pages of a window.
+    pub(crate) fn zero_mask(&self, window: &Window, buffer: &mut WindowBuffer) -> Result<u128, Error> {
+        Ok(self.read_and(true, &mut { *window }, buffer)?.zero_mask())
+    }
+
+    fn read_and<'a>(
+        &'a self,
+        look: bool,
+        window: &mut Window,
+        buffer: &'a mut WindowBuffer,
+    ) -> Result<WindowRead<'a>, Error> {
+        let known = window.zero.unwrap_or(0);
+        let wanted = window.pages(window.wanted & !known);
+        let read = self.memory.regions()[window.region].read_window(wanted, look, buffer)?;
+        window.zero = Some(known | read.zero_mask());
+        Ok(read)
     }
 
     /// Sees to it that each page of the window goes one way only: calls `send` with what has gone no other way, as much
     /// at a time as may go at once. What is not yet sent meanwhile may still go the other way.
     pub(crate) fn each_claimed(
         &self,
-        window: &Window,
-        mut send: impl FnMut(&Window) -> Result<(), Error>,
+        window: Window,
+        mut send: impl FnMut(Window) -> Result<(), Error>,
     ) -> Result<(), Error> {
         if self.unsent.get().is_none() {
             return send(window);
         }
         self.at_once.parts(window.pages(window.wanted)).try_for_each(|part| {
             let wanted = self.claim(window.region, part).mask;
-            let part = Window { wanted, zero: window.zero.map(|zero| zero & wanted), ..*window };
-            if wanted == 0 { Ok(()) } else { send(&part) }
+            let part = Window { wanted, zero: window.zero.map(|zero| zero & wanted), ..window };
+            if wanted == 0 { Ok(()) } else { send(part) }
         })
     }
 
@@ -229,9 +253,9 @@ impl Shared {
         claimed
     }
 
-    /// Counts the pages of a window, whose zero pages are known by now or are detected here.
+    /// Counts the pages of a window, whose zero pages are known by now.
     pub(crate) fn settle(&self, window: &Window, sent: &mut Sent) -> Settled {
-        let found = window.zero.unwrap_or_else(|| self.look(window));
+        let found = window.zero.unwrap_or(0);
         let content = &self.content[window.region];
         let had = content.window(window.first);
         // Pages for which the destination holds no content read as zero there already.
@@ -307,12 +331,12 @@ mod tests {
         window.zero = Some(0b1000_0001);
         let sent = |meanwhile: &dyn Fn()| {
             let mut sent = Vec::new();
-            let send = |part: &Window| {
+            let send = |part: Window| {
                 sent.push((part.wanted, part.zero));
                 meanwhile();
                 Ok(())
             };
-            shared.each_claimed(&window, send).unwrap();
+            shared.each_claimed(window, send).unwrap();
             sent
         };
         assert_eq!(sent(&|| {}), [(0b1111_1111, Some(0b1000_0001))], "there is no other way");

@@ -1,14 +1,15 @@
 //! The thread of one channel, for a round.
 //!
-//! Only one thread reads a page. It checks whether the page is zero and writes it to the socket straight from guest
-//! memory while it is in that core's cache.
+//! Only one thread reads a page that is sent as it is. It checks whether the page is zero and writes it to the socket
+//! while it is in that core's cache.
 use std::sync::Arc;
 
 use crossbeam_channel::Receiver;
+use transship_memory::WindowBuffer;
 use transship_ring::mpmc;
 
 use super::{
-    Batch, Channel, Encoded, Sent, SessionOver, Window,
+    Batch, Body, Channel, Encoded, Sent, SessionOver, Window,
     gate::{Gate, Ready},
 };
 use crate::{
@@ -25,7 +26,7 @@ pub(super) fn run(channel: &mut impl Channel, round: u32, batches: &Receiver<Bat
 
 fn send_all(channel: &mut impl Channel, round: u32, batches: &Receiver<Batch>) -> Result<Sent, Error> {
     let shared = Arc::clone(channel.shared());
-    let mut sent = Sent::default();
+    let (mut sent, mut buffer) = (Sent::default(), WindowBuffer::default());
     let mut laps = Laps::begin();
     for batch in batches {
         if shared.failure.is_over() {
@@ -35,9 +36,10 @@ fn send_all(channel: &mut impl Channel, round: u32, batches: &Receiver<Batch>) -
             Batch::Hole { region, range } => channel.send_hole(round, region, range, &mut sent)?,
             Batch::Pages(windows) => {
                 for window in windows {
-                    shared.each_claimed(&window, |window| {
-                        let pages = shared.settle(window, &mut sent);
-                        channel.send_window(window, pages, None, &mut sent)
+                    shared.each_claimed(window, |mut window| {
+                        let read = shared.read(&mut window, &mut buffer)?;
+                        let pages = shared.settle(&window, &mut sent);
+                        channel.send_window(&window, pages, Body::Plain(read), &mut sent)
                     })?;
                 }
             }
@@ -68,7 +70,7 @@ fn send_all_encoded(
     spare: &mpmc::Ring<Vec<u8>>,
 ) -> Result<Sent, SessionOver> {
     let shared = Arc::clone(channel.shared());
-    let mut sent = Sent::default();
+    let (mut sent, mut buffer) = (Sent::default(), WindowBuffer::default());
     let mut outcome = Ok(());
     let mut laps = Laps::begin();
     loop {
@@ -78,7 +80,7 @@ fn send_all_encoded(
         };
         let counts = ready.counts(); // of all of it, whatever becomes of it
         if outcome.is_ok() && !shared.failure.is_over() {
-            let sending = send_ready(channel, ready, round, gate, spare, &mut sent);
+            let sending = send_ready(channel, ready, round, Tools { gate, spare, buffer: &mut buffer }, &mut sent);
             outcome = sending.map_err(|error| shared.failure.of_channel(error));
         }
         shared.progress.cpu.channels.add(laps.next());
@@ -89,21 +91,27 @@ fn send_all_encoded(
     Ok(sent)
 }
 
+/// What a channel behind encoders works with.
+struct Tools<'a> {
+    gate: &'a Gate,
+    spare: &'a mpmc::Ring<Vec<u8>>,
+    buffer: &'a mut WindowBuffer,
+}
+
 fn send_ready(
     channel: &mut impl Channel,
     ready: Ready,
     round: u32,
-    gate: &Gate,
-    spare: &mpmc::Ring<Vec<u8>>,
+    mut tools: Tools<'_>,
     sent: &mut Sent,
 ) -> Result<(), Error> {
     match ready {
         Ready::Hole { region, range } => channel.send_hole(round, region, range, sent),
         Ready::RoundEnd => Ok(()),
         Ready::Unseen(windows) => {
-            windows.into_iter().try_for_each(|window| send_window(channel, window, None, gate, spare, sent))
+            windows.into_iter().try_for_each(|window| send_window(channel, window, None, &mut tools, sent))
         }
-        Ready::Window { window, encoded } => send_window(channel, window, encoded, gate, spare, sent),
+        Ready::Window { window, encoded } => send_window(channel, window, encoded, &mut tools, sent),
     }
 }
 
@@ -111,15 +119,17 @@ fn send_window(
     channel: &mut impl Channel,
     mut window: Window,
     encoded: Option<Encoded>,
-    gate: &Gate,
-    spare: &mpmc::Ring<Vec<u8>>,
+    Tools { gate, spare, buffer }: &mut Tools<'_>,
     sent: &mut Sent,
 ) -> Result<(), Error> {
     let shared = Arc::clone(channel.shared());
-    gate.meters.look(&shared, &mut window);
+    let body = match &encoded {
+        Some(encoded) => Body::Encoded(encoded),
+        None => Body::Plain(gate.meters.read(&shared, &mut window, buffer)?),
+    };
     let (normal, zero, bytes) = (sent.normal, sent.zero, sent.bytes);
     let pages = shared.settle(&window, sent);
-    channel.send_window(&window, pages, encoded.as_ref(), sent)?;
+    channel.send_window(&window, pages, body, sent)?;
     let pages = sent.normal - normal;
     gate.meters.sent(window.chosen.encoding, pages + sent.zero - zero, pages, sent.bytes - bytes);
     if let Some(Encoded { bytes, .. }) = encoded {

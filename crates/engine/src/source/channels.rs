@@ -1,7 +1,7 @@
 //! The connections of a source: how they come about, and what the main thread looks at while pages go over them.
 use std::{sync::Arc, time::Duration};
 
-use transship_memory::GuestMemory;
+use transship_memory::{GuestMemory, WindowBuffer};
 use transship_secure::Caller;
 use transship_wire::{Message, Preamble, Role, SessionId};
 
@@ -110,7 +110,7 @@ impl MainThread for Watch<'_> {
         }
     }
 
-    fn look(&self, window: &Window) -> Result<Option<u128>, Error> {
-        Ok(self.looks.then(|| self.shared.zero_mask(window)))
+    fn look(&self, window: &Window, buffer: &mut WindowBuffer) -> Result<Option<u128>, Error> {
+        self.looks.then(|| self.shared.zero_mask(window, buffer)).transpose()
     }
 }

@@ -9,7 +9,7 @@ use transship_wire::{PACKET_BYTES, Packet};
 
 use crate::{
     Error,
-    channels::{Channel, Encoded, Sent, Settled, Shared, Window},
+    channels::{Body, Channel, Encoded, Sent, Settled, Shared, Window},
     transport::{Connection, sending_failed},
 };
 
@@ -42,28 +42,24 @@ impl Channel for PageSender {
         &self.shared
     }
 
-    fn send_window(
-        &mut self,
-        window: &Window,
-        pages: Settled,
-        encoded: Option<&Encoded>,
-        sent: &mut Sent,
-    ) -> Result<(), Error> {
+    fn send_window(&mut self, window: &Window, pages: Settled, body: Body<'_>, sent: &mut Sent) -> Result<(), Error> {
         let Settled { present, zero } = pages;
         if present | zero == 0 {
             return Ok(());
         }
         let Window { round, .. } = *window;
         let (region, first) = (window.region as u16, window.first.get());
-        if let Some(Encoded { method, bytes }) = encoded {
-            self.packets += 1;
-            let length = bytes.len() as u32; // shorter than the pages of a window
-            let packet = Packet::Encoded { round, region, first, present, zero, method: *method, bytes: length };
-            self.write(&packet.encode(), sent)?;
-            return self.write(bytes, sent);
-        }
+        let read = match body {
+            Body::Plain(read) => read,
+            Body::Encoded(Encoded { method, bytes }) => {
+                self.packets += 1;
+                let length = bytes.len() as u32; // shorter than the pages of a window
+                let packet = Packet::Encoded { round, region, first, present, zero, method: *method, bytes: length };
+                self.write(&packet.encode(), sent)?;
+                return self.write(bytes, sent);
+            }
+        };
         let shared = Arc::clone(&self.shared);
-        let memory = &shared.memory.regions()[window.region];
         let mut zero = zero;
         // Where there are zeros only, they go in a packet as well.
         let none = (present == 0).then(|| window.pages(0));
@@ -72,7 +68,7 @@ impl Channel for PageSender {
             let packet = Packet::Pages { round, region, first, present: part.mask, zero: std::mem::take(&mut zero) };
             shared.book(PACKET_BYTES + packet.payload_bytes(), sent);
             let apart = shared.at_once.is_limited();
-            let written = self.connection.send_window(memory, &packet.encode(), part, apart);
+            let written = self.connection.send_window(&read, &packet.encode(), part, apart);
             written.map_err(|source| self.failed(source))?;
         }
         Ok(())

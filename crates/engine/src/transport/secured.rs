@@ -11,7 +11,7 @@ use rustix::{
     io::Errno,
     net::{RecvFlags, SendFlags, recv, send},
 };
-use transship_memory::{PageCount, Region, WindowPages};
+use transship_memory::{PageCount, WindowPages, WindowRead};
 use transship_secure::{Caller, Halves, Handshake, Host, Opener, Progress, RECORD_BYTES, Sealer, SecureError};
 
 use super::{Connection, Uri, dial::CONNECT_TIMEOUT};
@@ -90,14 +90,17 @@ impl Secured {
         let _ = lock(&self.sealer).close(&mut AtOnce(self.socket.as_fd()));
     }
 
-    /// As [`Region::send_window`]. Each page is copied once, to where it is encrypted.
-    pub(super) fn send_window(&mut self, region: &Region, head: &[u8], present: WindowPages) -> io::Result<()> {
+    /// As [`WindowRead::send`]. Each page is copied once more, to where it is encrypted.
+    pub(super) fn send_window(&mut self, read: &WindowRead<'_>, head: &[u8], pages: WindowPages) -> io::Result<()> {
         let (mut sealer, socket) = (lock(&self.sealer), &mut *self.socket);
         sealer.append(socket, |room| room.write_all(head))?;
-        let mut rest = present;
+        let mut rest = pages;
         while !rest.is_empty() {
             let piece = rest.lowest(PAGES_AT_A_TIME);
-            sealer.append(socket, |room| region.copy_out(piece, room).map_err(io::Error::other))?;
+            sealer.append(socket, |room| {
+                read.copy_out(piece, room);
+                Ok(())
+            })?;
             rest = rest.without(piece.mask);
         }
         sealer.flush(socket)

@@ -7,7 +7,9 @@ use std::os::fd::{AsFd, OwnedFd};
 
 use rustix::fs::MemfdFlags;
 use transship_lab::{keep_huge_pages, lacks};
-use transship_memory::{Access, ByteRange, Error, PAGE_BYTES, PageCount, PageRange, Region};
+use transship_memory::{
+    Access, ByteRange, Error, PAGE_BYTES, PageCount, PageNumber, PageRange, Region, WindowBuffer, WindowPages,
+};
 
 pub(crate) const PAGE: u64 = PAGE_BYTES as u64;
 pub(crate) const HUGE: u64 = 2 << 20;
@@ -50,6 +52,32 @@ pub(crate) fn map(file: impl AsFd, bytes: u64, access: Access) -> Region {
 /// A page whose bytes tell its number.
 pub(crate) fn page_of(number: u64) -> Vec<u8> {
     (0..PAGE).map(|at| (number.wrapping_mul(37) + at % 251) as u8 | 1).collect()
+}
+
+/// What is read of a window is what its pages hold one by one, with and without a look for zeros.
+pub(crate) fn is_read_as_it_is(region: &Region, wanted: WindowPages) {
+    let page = |number: PageNumber| {
+        let mut page = vec![0; PAGE_BYTES];
+        region.copy_to(number.run(PageCount::ONE), &mut page).unwrap();
+        page
+    };
+    let bytes_of = |pages: WindowPages| pages.iter().flat_map(page).collect::<Vec<u8>>();
+    let is_zero = |number: &PageNumber| page(*number).iter().all(|&byte| byte == 0);
+    let zero = wanted.iter().filter(is_zero).fold(0, |mask, page| mask | 1 << page.since(wanted.first).get());
+    let mut buffer = WindowBuffer::default();
+    // The second finds what the first has left in the buffer.
+    for (look, zero) in [(false, 0), (true, zero), (true, zero)] {
+        let present = wanted.without(zero);
+        let read = region.read_window(wanted, look, &mut buffer).unwrap();
+        assert_eq!((read.zero_mask(), read.present()), (zero, present), "{wanted:?}");
+        for part in [present, present.with(present.mask & 0xf0f0_5555_0000_ffff_8001_7ffe_3333_0ff0)] {
+            let mut out = vec![1];
+            read.copy_out(part, &mut out);
+            assert!(out[0] == 1 && out[1..] == bytes_of(part), "{part:?} of {wanted:?}");
+        }
+        assert!(read.into_bytes() == bytes_of(present), "{wanted:?}");
+        assert!(buffer.bytes() == bytes_of(present), "{wanted:?}");
+    }
 }
 
 /// All bytes of the region. Reads holes too.

@@ -15,7 +15,7 @@ use transship_wire::qemu::{Greeting, Method, Name, PACKET_HEADER_BYTES, Pages};
 use super::plan::Zeros;
 use crate::{
     Error, Rule, Uri,
-    channels::{self, Channel, Encoded, Encoders, Sent, Settled, Shared, Window},
+    channels::{self, Body, Channel, Encoded, Encoders, Sent, Settled, Shared, Window},
     transport::{Connection, sending_failed},
 };
 
@@ -84,8 +84,7 @@ pub(crate) struct PacketSender {
     storing: Option<Box<dyn Encoder>>,
     /// Put in front of the first payload.
     stream_header: &'static [u8],
-    /// The pages of a window, copied, and stored.
-    copy: Vec<u8>,
+    /// The pages of a window, stored.
     stored: Vec<u8>,
 }
 
@@ -115,7 +114,6 @@ impl PacketSender {
             method,
             storing: codec.storing_encoder(),
             stream_header,
-            copy: Vec::new(),
             stored: Vec::new(),
         };
         sender.write(&Greeting { uuid, channel: number }.encode(), &mut Sent::default())?;
@@ -145,6 +143,15 @@ impl PacketSender {
         let length = length as u32; // hardly longer than 128 pages
         let number = self.common.numbers.fetch_add(1, Relaxed);
         Pages::new(name, &normal, &zeros, self.method, length).numbered(number).encode().to_vec()
+    }
+
+    /// Sends a packet that has no pages, and names those that became zero, if there are any.
+    fn send_zeros(&mut self, window: &Window, zero: u128, sent: &mut Sent) -> Result<(), Error> {
+        if zero == 0 {
+            return Ok(());
+        }
+        let header = self.header(window, Settled { present: 0, zero }, 0);
+        self.write(&header, sent)
     }
 
     /// Sends a packet of encoded pages.
@@ -188,43 +195,29 @@ impl Channel for PacketSender {
         &self.shared
     }
 
-    fn send_window(
-        &mut self,
-        window: &Window,
-        pages: Settled,
-        encoded: Option<&Encoded>,
-        sent: &mut Sent,
-    ) -> Result<(), Error> {
+    fn send_window(&mut self, window: &Window, pages: Settled, body: Body<'_>, sent: &mut Sent) -> Result<(), Error> {
         let zero = match self.common.zeros {
             Zeros::InPackets => pages.zero,
             Zeros::OnMain => 0, // told there
         };
         let pages = Settled { zero, ..pages };
-        if pages.present | pages.zero == 0 {
-            return Ok(());
-        }
         if pages.present == 0 {
-            let header = self.header(window, pages, 0);
-            return self.write(&header, sent);
+            return self.send_zeros(window, zero, sent);
         }
-        if let Some(Encoded { bytes, .. }) = encoded {
-            return self.send_encoded(window, pages, bytes, sent);
-        }
-        let shared = Arc::clone(&self.shared);
-        let memory = &shared.memory.regions()[window.region];
+        let read = match body {
+            Body::Encoded(Encoded { bytes, .. }) => return self.send_encoded(window, pages, bytes, sent),
+            Body::Plain(read) => read,
+        };
         let Some(storing) = &mut self.storing else {
             let header = self.header(window, pages, 0);
-            shared.book(PACKET_HEADER_BYTES + pages.present.count_ones() as usize * PAGE_BYTES, sent);
+            self.shared.book(PACKET_HEADER_BYTES + pages.present.count_ones() as usize * PAGE_BYTES, sent);
             return self
                 .connection
-                .send_window(memory, &header, window.pages(pages.present), false)
+                .send_window(&read, &header, window.pages(pages.present), false)
                 .map_err(|source| self.failed(source));
         };
-        // A copy: the guest writes meanwhile.
-        self.copy.clear();
-        memory.copy_out(window.pages(pages.present), &mut self.copy)?;
         let mut stored = std::mem::take(&mut self.stored);
-        let _ = storing.encode(&self.copy, &mut stored); // never shorter
+        let _ = storing.encode(read.into_bytes(), &mut stored); // never shorter
         let result = self.send_encoded(window, pages, &stored, sent);
         self.stored = stored;
         result
@@ -233,8 +226,9 @@ impl Channel for PacketSender {
     fn send_hole(&mut self, round: u32, region: usize, range: PageRange, sent: &mut Sent) -> Result<(), Error> {
         let shared = Arc::clone(&self.shared);
         for zero in shared.content[region].take(range) {
-            let pages = Settled { present: 0, zero: zero.mask };
-            self.send_window(&Window::new(round, region, zero.with(0)), pages, None, sent)?;
+            if self.common.zeros == Zeros::InPackets {
+                self.send_zeros(&Window::new(round, region, zero.with(0)), zero.mask, sent)?;
+            }
         }
         Ok(())
     }

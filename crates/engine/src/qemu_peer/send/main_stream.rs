@@ -2,7 +2,7 @@
 //! all others.
 use std::cell::RefCell;
 
-use transship_memory::{PageRange, PageSet, WindowPages};
+use transship_memory::{PageRange, PageSet, WindowBuffer, WindowPages};
 use transship_wire::qemu::Name;
 
 use super::{channels::Common, line::Line, plan::Zeros};
@@ -25,12 +25,12 @@ pub(crate) struct MainStream<'a> {
 }
 
 impl MainStream<'_> {
-    /// Sends a round without channels. `copy`: for the pages of a window.
+    /// Sends a round without channels.
     pub(crate) fn send(
         &self,
         work: &RoundWork<'_>,
         free: &mut FreePages,
-        copy: &mut Vec<u8>,
+        buffer: &mut WindowBuffer,
     ) -> Result<(Sent, Vec<RegionPages>), Error> {
         let (mut sent, mut new_holes) = (Sent::default(), Vec::new());
         for (region, pending) in work.pending.iter().enumerate() {
@@ -38,12 +38,12 @@ impl MainStream<'_> {
             for windows in pending.batches() {
                 for pages in trim(self.shared, work, region, windows, free, self, &mut new_holes)? {
                     let mut window = Window::new(work.round, region, pages);
-                    window.zero = self.look(&window)?;
-                    let present = window.pages(self.shared.settle(&window, &mut sent).present);
-                    copy.clear();
-                    self.shared.memory.regions()[region].copy_out(present, copy)?;
+                    let read = self.shared.read(&mut window, buffer)?;
+                    self.tell_found(&window)?;
+                    self.shared.settle(&window, &mut sent);
+                    let present = read.present();
                     let mut line = self.line.borrow_mut();
-                    for (page, bytes) in present.iter().zip(copy.as_chunks().0) {
+                    for (page, bytes) in present.iter().zip(read.into_bytes().as_chunks().0) {
                         line.writer.page(&self.common.names[region], page.offset(), bytes);
                     }
                     line.flush_pieces()?;
@@ -51,6 +51,16 @@ impl MainStream<'_> {
             }
         }
         Ok((sent, new_holes))
+    }
+
+    /// Tells the zero pages of a window that was looked at, if it is to be told here.
+    fn tell_found(&self, window: &Window) -> Result<(), Error> {
+        if self.common.zeros == Zeros::InPackets {
+            return Ok(());
+        }
+        let found = window.zero.unwrap_or(0);
+        let had = self.shared.content[window.region].window(window.first);
+        self.tell_zeros(window.region, window.pages(if self.first { found } else { found & had }))
     }
 
     fn tell_zeros(&self, region: usize, zero: WindowPages) -> Result<(), Error> {
@@ -107,14 +117,14 @@ impl MainThread for MainStream<'_> {
     }
 
     /// A channel gets what is not zero, so that each page is in one place only until the barrier.
-    fn look(&self, window: &Window) -> Result<Option<u128>, Error> {
+    fn look(&self, window: &Window, buffer: &mut WindowBuffer) -> Result<Option<u128>, Error> {
         if self.common.zeros == Zeros::InPackets {
             return Ok(None);
         }
-        let found = self.shared.look(window);
-        let had = self.shared.content[window.region].window(window.first);
-        self.tell_zeros(window.region, window.pages(if self.first { found } else { found & had }))?;
-        Ok(Some(found))
+        let mut window = *window;
+        self.shared.read(&mut window, buffer)?;
+        self.tell_found(&window)?;
+        Ok(window.zero)
     }
 
     fn left_out(&self, region: usize, pages: WindowPages) -> Result<(), Error> {

@@ -7,7 +7,7 @@
 //! ```
 use std::{cell::RefCell, sync::Arc, time::Duration};
 
-use transship_memory::GuestMemory;
+use transship_memory::{GuestMemory, WindowBuffer};
 use transship_wire::qemu::{Block, Command, Configuration, Name};
 
 use super::{
@@ -38,7 +38,7 @@ pub(crate) struct SendSession {
     common: Arc<Common>,
     /// No round was sent yet.
     first: bool,
-    copy: Vec<u8>,
+    buffer: WindowBuffer,
 }
 
 impl SendSession {
@@ -76,7 +76,7 @@ impl SendSession {
                 Some(channels::connect((to, terms.caller.as_ref()), count, uuid, encoders, &shared, &common)?)
             }
         };
-        let mut session = Self { line, channels, plan, shared, common, first: true, copy: Vec::new() };
+        let mut session = Self { line, channels, plan, shared, common, first: true, buffer: WindowBuffer::default() };
         let begin = match count {
             0 => "begin (does it wait with `multifd` off?)".to_owned(),
             count => format!("begin (does it wait with `multifd` on and `multifd-channels` {count}?)"),
@@ -154,7 +154,7 @@ impl Link for SendSession {
             first: self.first,
         };
         let (mut sent, new_holes) = match &mut self.channels {
-            None => main.send(work, free, &mut self.copy)?,
+            None => main.send(work, free, &mut self.buffer)?,
             Some(channels) => channels.run_round(work, free, &main)?,
         };
         self.end_section();

@@ -1,0 +1,170 @@
+//! Pages of a window that are read once: whoever looks at them, encodes them and sends them has the same bytes.
+//!
+//! ```text
+//!   private memory ─► copied, zeros left out ────────► encoded, or sent
+//!   shared files ───► left in the mapping, looked at ─► copied and encoded, or sent
+//! ```
+//!
+//! A page of a file could be copied as well (pread), and would then not be mapped. Timed in moves of 512 MiB, that
+//! takes as much CPU time: the page is copied twice on its way to the socket, and that costs what the mapping does.
+use std::{io, mem, ops::Range};
+
+use crate::{
+    Error, PAGE_BYTES, Region, WINDOW_PAGES,
+    private::Private,
+    region::Held,
+    shared::Shared,
+    window::{WindowPages, low_bits},
+    zero,
+};
+
+/// Room for the pages of a window. One thread uses it again and again, so that it stays in its core's cache.
+#[derive(Default)]
+pub struct WindowBuffer {
+    /// Empty, or as long as a window.
+    room: Vec<u8>,
+    /// How much of it was read last.
+    filled: usize,
+}
+
+impl WindowBuffer {
+    /// What [`WindowRead::into_bytes`] returned last; nothing if a window was read since.
+    pub fn bytes(&self) -> &[u8] {
+        &self.room[..self.filled]
+    }
+
+    fn clear(&mut self) -> &mut [u8] {
+        self.filled = 0;
+        if self.room.is_empty() {
+            self.room = vec![0; WINDOW_PAGES.buffer_bytes()];
+        }
+        &mut self.room
+    }
+}
+
+/// Pages of a window that were read, but for those that were found to be zero.
+pub struct WindowRead<'a> {
+    /// The others.
+    present: WindowPages,
+    zero: u128,
+    buffer: &'a mut WindowBuffer,
+    /// Where they are: none, in the buffer, one behind the other.
+    mapped: Option<&'a Shared>,
+}
+
+/// Where the pages of a [`WindowRead`] are, to be sent.
+pub(crate) enum Parts<'a> {
+    /// In a mapping.
+    Mapped(&'a Shared),
+    /// Copied, one behind the other.
+    Copied(&'a [u8]),
+}
+
+impl Region {
+    /// Reads the wanted pages. If told so it looks for those that are all zero, which are then left out. A page that is
+    /// written meanwhile may be called either way; the tracker reports it.
+    ///
+    /// # Errors
+    /// OutOfRange; of private memory the system's own.
+    pub fn read_window<'a>(
+        &'a self,
+        wanted: WindowPages,
+        look_for_zeros: bool,
+        buffer: &'a mut WindowBuffer,
+    ) -> Result<WindowRead<'a>, Error> {
+        self.check_window(wanted)?;
+        let room = buffer.clear();
+        let (zero, mapped) = match &self.held {
+            Held::Shared(shared) => {
+                // Run by run: reading between them might make pages in holes.
+                wanted.runs().for_each(|run| shared.populate_read(run));
+                (if look_for_zeros { shared.zero_mask(wanted) } else { 0 }, Some(shared))
+            }
+            Held::Private(private) => {
+                let zero = copy_window(private, wanted, look_for_zeros, room);
+                (zero.map_err(|source| self.unread(source))?, None)
+            }
+        };
+        Ok(WindowRead { present: wanted.without(zero), zero, buffer, mapped })
+    }
+}
+
+impl<'a> WindowRead<'a> {
+    /// Those that were found to be zero.
+    pub fn zero_mask(&self) -> u128 {
+        self.zero
+    }
+
+    /// All others.
+    pub fn present(&self) -> WindowPages {
+        self.present
+    }
+
+    /// Their bytes, in their order, which change no more. Of a mapping they are copied now.
+    pub fn into_bytes(self) -> &'a [u8] {
+        let Self { present, buffer, mapped, .. } = self;
+        if let Some(shared) = mapped {
+            let mut rest = &mut *buffer.room;
+            for run in present.runs() {
+                let (now, later) = mem::take(&mut rest).split_at_mut(run.bytes() as usize);
+                shared.copy_to(run, now);
+                rest = later;
+            }
+        }
+        buffer.filled = present.bytes() as usize;
+        buffer.bytes()
+    }
+
+    /// Appends some of them to `out`, which are copied once more.
+    ///
+    /// # Panics
+    /// They are not all present.
+    pub fn copy_out(&self, pages: WindowPages, out: &mut Vec<u8>) {
+        self.check(pages);
+        match self.parts() {
+            Parts::Mapped(shared) => shared.copy_out(pages, out),
+            Parts::Copied(bytes) => {
+                self.places(pages).for_each(|place| out.extend_from_slice(&bytes[place]));
+            }
+        }
+    }
+
+    pub(crate) fn parts(&self) -> Parts<'_> {
+        self.mapped.map_or(Parts::Copied(&self.buffer.room), Parts::Mapped)
+    }
+
+    /// Where the bytes of some of them are in the copy, run by run.
+    pub(crate) fn places(&self, pages: WindowPages) -> impl Iterator<Item = Range<usize>> + use<> {
+        places(self.present, pages)
+    }
+
+    pub(crate) fn check(&self, pages: WindowPages) {
+        let known = pages.first == self.present.first && pages.mask & !self.present.mask == 0;
+        assert!(known, "{pages:?} were read, and are not zero");
+    }
+}
+
+/// Copies the pages to `room`, but for those that are found to be zero: which these are.
+fn copy_window(private: &Private, wanted: WindowPages, look_for_zeros: bool, room: &mut [u8]) -> io::Result<u128> {
+    let copied = &mut room[..wanted.bytes() as usize];
+    private.read_into(wanted, copied)?;
+    let zero = if look_for_zeros { zero::mask(wanted, copied) } else { 0 };
+    let mut end = 0;
+    for place in places(wanted, wanted.without(zero)) {
+        let len = place.len();
+        if place.start > end {
+            copied.copy_within(place, end);
+        }
+        end += len;
+    }
+    Ok(zero)
+}
+
+/// Where some of the pages are among the bytes of all, run by run.
+fn places(all: WindowPages, some: WindowPages) -> impl Iterator<Item = Range<usize>> {
+    some.runs().map(move |run| {
+        let before = all.mask & low_bits(run.first.since(all.first).get());
+        let start = before.count_ones() as usize * PAGE_BYTES;
+        start..start + run.bytes() as usize
+    })
+}
