@@ -1,5 +1,9 @@
 //! Memory that the machine has at hand.
-use std::{fs::File, io::Write};
+use std::{
+    fs::File,
+    io::{self, Write},
+    thread,
+};
 
 use rustix::fs::MemfdFlags;
 
@@ -13,14 +17,25 @@ const PIECE: usize = 1 << 20;
 ///
 /// A machine that is virtual itself often gives free memory back to its host within seconds, and getting it again can
 /// take three times as long as filling it. Whoever is measured first after a pause would pay for that.
+///
+/// By a thread on each core, as getting it takes much longer than anything else before a move.
 pub(crate) fn have(bytes: u64) -> Result<(), String> {
     let available = machine::available_memory()?.saturating_sub(LEFT);
-    let taken = rustix::fs::memfd_create("at-hand", MemfdFlags::CLOEXEC).map(File::from);
-    let failed = |error: &dyn std::fmt::Display| format!("can't use {bytes} bytes of memory for a moment: {error}");
-    let mut taken = taken.map_err(|error| failed(&error))?;
+    let threads = thread::available_parallelism().map_or(1, usize::from);
+    let pieces = (bytes.min(available) / PIECE as u64).div_ceil(threads as u64);
+    thread::scope(|scope| {
+        let takers: Vec<_> = (0..threads).map(|_| scope.spawn(move || take(pieces))).collect();
+        let taken = takers.into_iter().map(|taker| taker.join().unwrap_or_else(|_| Err(io::Error::other("panicked"))));
+        // Each keeps its own until all have theirs: what one gave back another would take.
+        taken.collect::<Result<Vec<File>, _>>()
+    })
+    .map(drop)
+    .map_err(|error| format!("can't use {bytes} bytes of memory for a moment: {error}"))
+}
+
+fn take(pieces: u64) -> io::Result<File> {
+    let mut taken = File::from(rustix::fs::memfd_create("at-hand", MemfdFlags::CLOEXEC)?);
     let piece = vec![1; PIECE];
-    for _ in 0..bytes.min(available) / PIECE as u64 {
-        taken.write_all(&piece).map_err(|error| failed(&error))?;
-    }
-    Ok(())
+    (0..pieces).try_for_each(|_| taken.write_all(&piece))?;
+    Ok(taken)
 }
