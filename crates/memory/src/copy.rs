@@ -139,7 +139,16 @@ impl Shared {
         }
     }
 
-    pub(crate) fn copy_to(&self, pages: PageRange, into: &mut [u8]) {
+    /// Copies pages to `into`, which is as long, one behind the other.
+    pub(crate) fn copy_runs(&self, pages: WindowPages, mut into: &mut [u8]) {
+        for run in pages.runs() {
+            let (now, later) = into.split_at_mut(run.bytes() as usize);
+            self.copy_to(run, now);
+            into = later;
+        }
+    }
+
+    fn copy_to(&self, pages: PageRange, into: &mut [u8]) {
         let (start, len) = self.raw(pages);
         assert_eq!(into.len(), len, "room for the pages, no more and no less");
         // SAFETY: raw() gives len readable bytes of the mapping, and `into` is as long and our own. As in `copy_out`

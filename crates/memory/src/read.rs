@@ -103,15 +103,10 @@ impl<'a> WindowRead<'a> {
     /// Their bytes, in their order, which change no more. Of a mapping they are copied now.
     pub fn into_bytes(self) -> &'a [u8] {
         let Self { present, buffer, mapped, .. } = self;
-        if let Some(shared) = mapped {
-            let mut rest = &mut *buffer.room;
-            for run in present.runs() {
-                let (now, later) = mem::take(&mut rest).split_at_mut(run.bytes() as usize);
-                shared.copy_to(run, now);
-                rest = later;
-            }
-        }
         buffer.filled = present.bytes() as usize;
+        if let Some(shared) = mapped {
+            shared.copy_runs(present, &mut buffer.room[..buffer.filled]);
+        }
         buffer.bytes()
     }
 
@@ -125,6 +120,26 @@ impl<'a> WindowRead<'a> {
             Parts::Mapped(shared) => shared.copy_out(pages, out),
             Parts::Copied(bytes) => {
                 self.places(pages).for_each(|place| out.extend_from_slice(&bytes[place]));
+            }
+        }
+    }
+
+    /// Copies some of them once more, one behind the other.
+    ///
+    /// # Panics
+    /// They are not all present, or `into` is not as long as they are.
+    pub fn copy_to(&self, pages: WindowPages, into: &mut [u8]) {
+        self.check(pages);
+        assert_eq!(into.len() as u64, pages.bytes(), "room for the pages, no more and no less");
+        match self.parts() {
+            Parts::Mapped(shared) => shared.copy_runs(pages, into),
+            Parts::Copied(bytes) => {
+                let mut rest = into;
+                for place in self.places(pages) {
+                    let (now, later) = mem::take(&mut rest).split_at_mut(place.len());
+                    now.copy_from_slice(&bytes[place]);
+                    rest = later;
+                }
             }
         }
     }

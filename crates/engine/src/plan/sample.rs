@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use serde::Serialize;
 use transship_codec::{Method, Outcome, Setting};
-use transship_memory::{GuestMemory, PAGE_BYTES, PageCount, PageSet, Tracker, WindowPages};
+use transship_memory::{GuestMemory, PAGE_BYTES, PageCount, PageSet, Tracker, WindowBuffer, WindowPages};
 
 use crate::{Cancelled, Error, Progress, guest::SourceGuest};
 
@@ -175,20 +175,18 @@ fn look_at_pages(memory: &GuestMemory, sample: &mut GuestSample) -> Result<(), E
         .iter()
         .filter_map(|method| Some((*method, Setting::new(*method, None).ok()?.encoder(), Tried::default())))
         .collect();
-    let (mut looked, mut zeros, mut pages, mut out) = (0, 0, Vec::new(), Vec::new());
+    let (mut looked, mut zeros, mut buffer, mut out) = (0, 0, WindowBuffer::default(), Vec::new());
     for (region, window) in windows.iter().step_by(windows.len().div_ceil(WINDOWS).max(1)) {
-        let region = &memory.regions()[*region];
-        let zero = region.zero_mask(*window)?;
+        let read = memory.regions()[*region].read_window(*window, true, &mut buffer)?;
         looked += window.mask.count_ones();
-        zeros += zero.count_ones();
-        pages.clear();
-        region.copy_out(window.without(zero), &mut pages)?;
+        zeros += read.zero_mask().count_ones();
+        let pages = read.into_bytes();
         if pages.is_empty() {
             continue;
         }
         for (_, encoder, tried) in &mut encoders {
             let begin = Instant::now();
-            let outcome = encoder.encode(&pages, &mut out);
+            let outcome = encoder.encode(pages, &mut out);
             tried.seconds += begin.elapsed().as_secs_f64();
             tried.given += pages.len();
             tried.made += if outcome == Outcome::Encoded { out.len() } else { pages.len() };

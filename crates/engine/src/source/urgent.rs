@@ -5,7 +5,7 @@ use std::{
 };
 
 use crossbeam_channel::{Receiver, RecvTimeoutError};
-use transship_memory::{GuestMemory, PageCount, PageRange, PageSet, Region, WindowPages};
+use transship_memory::{GuestMemory, PageCount, PageRange, PageSet, Region, WindowBuffer, WindowPages};
 use transship_wire::{Message, Pages, Refusal};
 
 use super::{beside::Beside, standing::Standing};
@@ -29,12 +29,14 @@ pub(super) struct Server {
     next: Instant,
     /// By region: what has gone over this connection.
     sent: Vec<PageSet>,
+    buffer: WindowBuffer,
 }
 
 impl Server {
     pub(super) fn new(control: Control, memory: GuestMemory, state: Arc<Standing>, pacer: Option<Arc<Pacer>>) -> Self {
         let sent = memory.regions().iter().map(|region| PageSet::empty(region.pages())).collect();
-        Self { control, memory, state, beside: Beside::default(), pacer, next: Instant::now(), sent }
+        let (beside, next, buffer) = (Beside::default(), Instant::now(), WindowBuffer::default());
+        Self { control, memory, state, beside, pacer, next, sent, buffer }
     }
 
     /// The life of the thread: until the connection ends.
@@ -128,18 +130,18 @@ impl Server {
         let memory = &self.memory.regions()[usize::from(region)];
         let window = pages.first.window();
         let wanted = WindowPages::within(pages, window);
-        let zero = memory.zero_mask(wanted)?;
-        for (these, is_zero) in [(wanted.without(zero), false), (wanted.with(zero), true)] {
+        let read = memory.read_window(wanted, true, &mut self.buffer)?;
+        for (these, is_zero) in [(read.present(), false), (wanted.with(read.zero_mask()), true)] {
             for run in these.runs() {
                 let mut bytes = Vec::new();
                 if !is_zero {
-                    memory.copy_out(WindowPages::within(run, window), &mut bytes)?;
+                    read.copy_out(WindowPages::within(run, window), &mut bytes);
                 }
                 let count = run.count.get() as u8; // at most as many as travel at once
                 self.control.send(&Message::Page(Pages { region, first: run.first.get(), count, bytes }))?;
             }
         }
-        let bytes = wanted.without(zero).bytes();
+        let bytes = read.present().bytes();
         if let Some(pacer) = &self.pacer {
             pacer.note(bytes as usize); // a window's at most
         }

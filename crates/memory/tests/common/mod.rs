@@ -74,6 +74,9 @@ pub(crate) fn is_read_as_it_is(region: &Region, wanted: WindowPages) {
             let mut out = vec![1];
             read.copy_out(part, &mut out);
             assert!(out[0] == 1 && out[1..] == bytes_of(part), "{part:?} of {wanted:?}");
+            let mut room = vec![1; part.bytes() as usize];
+            read.copy_to(part, &mut room);
+            assert!(room == bytes_of(part), "{part:?} of {wanted:?}");
         }
         assert!(read.into_bytes() == bytes_of(present), "{wanted:?}");
         assert!(buffer.bytes() == bytes_of(present), "{wanted:?}");

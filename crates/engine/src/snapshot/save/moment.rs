@@ -27,7 +27,7 @@ use std::{
 use crossbeam_channel::{Receiver, SendTimeoutError, Sender, bounded};
 use transship_memory::{
     Error as MemoryError, Fault, Freeing, PAGE_BYTES, PageBuffer, PageCount, PageNumber, PageRange, PageSet,
-    Protection, Region, WindowPages,
+    Protection, Region, WindowBuffer, WindowPages,
 };
 
 use super::{
@@ -252,7 +252,7 @@ impl<'a> Moment<'a> {
 
     fn serve_all(&self, copies: &Sender<Copies>) -> Result<Written, MomentFailure> {
         let begin = cpu::thread_seconds();
-        let mut written = Written::default();
+        let mut hand = Hand::default();
         let mut faults: Vec<Fault> = Vec::new();
         // Relaxed: the kernel reports the writes that wait, and the end is signalled by threads that are joined.
         while !self.over.load(Relaxed) {
@@ -265,7 +265,7 @@ impl<'a> Moment<'a> {
             }
             drop(stage);
             for fault in &faults {
-                let copied = self.save_first(*fault, &mut written)?;
+                let copied = self.save_first(*fault, &mut hand)?;
                 if !copied.is_empty() && !self.hand_over(copied, copies)? {
                     break;
                 }
@@ -273,8 +273,7 @@ impl<'a> Moment<'a> {
         }
         // What is left protected are holes between data.
         self.let_all_go();
-        written.cpu_seconds = cpu::thread_seconds() - begin;
-        Ok(written)
+        Ok(Written { cpu_seconds: cpu::thread_seconds() - begin, ..hand.written })
     }
 
     /// Lets somebody through before the moment.
@@ -284,7 +283,7 @@ impl<'a> Moment<'a> {
     }
 
     /// Copies what somebody waits for, and lets him go.
-    fn save_first(&self, fault: Fault, written: &mut Written) -> Result<Copies, MomentFailure> {
+    fn save_first(&self, fault: Fault, hand: &mut Hand) -> Result<Copies, MomentFailure> {
         let region = &self.regions[fault.region];
         let unit = region.unit_of(fault.page);
         let claimed = region.left.claim(region.around(unit));
@@ -296,7 +295,7 @@ impl<'a> Moment<'a> {
                 self.let_go(fault.region, region.pages_of(PageRange::new(unit, 1)))?;
             }
         }
-        let copied = self.save(fault.region, claimed, written)?;
+        let copied = self.save(fault.region, claimed, hand)?;
         self.faulted.fetch_add(claimed.count().get() * region.unit.get(), Relaxed);
         Ok(copied)
     }
@@ -321,7 +320,7 @@ impl<'a> Moment<'a> {
     /// See [`MomentFailure`]; it has to be given up then.
     pub(crate) fn write(&self, outlet: &mut Outlet, copies: &Receiver<Copies>) -> Result<Written, MomentFailure> {
         let begin = cpu::thread_seconds();
-        let mut written = Written::default();
+        let mut hand = Hand::default();
         self.uring.store(outlet.is_uring(), Relaxed);
         let places = &self.pages.places;
         while !self.is_given_up() {
@@ -332,7 +331,7 @@ impl<'a> Moment<'a> {
             }
             let Some((region, units)) = self.next_chunk() else { break };
             let claimed = self.regions[region].left.claim(units);
-            let copied = self.save(region, claimed, &mut written)?;
+            let copied = self.save(region, claimed, &mut hand)?;
             self.chunk_done();
             // The guest waits for none of these.
             self.pages.pace.wait(bytes(&copied));
@@ -345,8 +344,7 @@ impl<'a> Moment<'a> {
             }
         }
         outlet.finish()?;
-        written.cpu_seconds = cpu::thread_seconds() - begin;
-        Ok(written)
+        Ok(Written { cpu_seconds: cpu::thread_seconds() - begin, ..hand.written })
     }
 
     /// Region, first unit, units.
@@ -372,11 +370,11 @@ impl<'a> Moment<'a> {
     }
 
     /// Copies the pages of units that the caller has claimed, and lets them go.
-    fn save(&self, region: usize, claimed: WindowPages, written: &mut Written) -> Result<Copies, MomentFailure> {
+    fn save(&self, region: usize, claimed: WindowPages, hand: &mut Hand) -> Result<Copies, MomentFailure> {
         let mut copied = Copies::new();
         for units in claimed.runs() {
             let pages = self.regions[region].pages_of(units);
-            self.copy(region, pages, written, &mut copied)?;
+            self.copy(region, pages, hand, &mut copied)?;
             self.let_go(region, pages)?;
         }
         Ok(copied)
@@ -386,7 +384,7 @@ impl<'a> Moment<'a> {
         &self,
         region: usize,
         pages: PageRange,
-        written: &mut Written,
+        Hand { written, buffer }: &mut Hand,
         to: &mut Copies,
     ) -> Result<(), MomentFailure> {
         let memory = &self.pages.memory.regions()[region];
@@ -394,18 +392,15 @@ impl<'a> Moment<'a> {
         let Some(data) = self.regions[region].data() else { return Ok(()) };
         for window in pages.windows() {
             let wanted = window.with(window.mask & data.window(window.first));
-            for run in wanted.runs() {
-                self.check_there(memory, run)?;
-                memory.populate_read(run);
-            }
-            let zero = memory.zero_mask(wanted).map_err(MomentFailure::Guest)?;
-            let present = wanted.without(zero);
+            wanted.runs().try_for_each(|run| self.check_there(memory, run))?;
+            let read = memory.read_window(wanted, true, buffer).map_err(MomentFailure::Guest)?;
+            let (zero, present) = (read.zero_mask(), read.present());
             self.pages.note(region, present, zero);
             written.normal += present.count();
             written.zero += PageCount::new(zero.count_ones().into());
             for run in present.runs() {
                 let mut buffer = PageBuffer::new(run.count.index());
-                memory.copy_to(run, buffer.bytes_mut()).map_err(MomentFailure::Guest)?;
+                read.copy_to(WindowPages::within(run, present.first), buffer.bytes_mut());
                 to.push(Copied { region, first: run.first, buffer });
             }
         }
@@ -423,6 +418,13 @@ impl<'a> Moment<'a> {
     fn let_go(&self, region: usize, pages: PageRange) -> Result<(), MomentFailure> {
         self.protection.allow(region, pages).map_err(MomentFailure::Guest)
     }
+}
+
+/// What a thread that copies pages works with.
+#[derive(Default)]
+struct Hand {
+    written: Written,
+    buffer: WindowBuffer,
 }
 
 pub(crate) type Copies = Vec<Copied>;
