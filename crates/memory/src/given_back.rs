@@ -65,8 +65,11 @@ impl Noted {
             address: address(&self.mapping),
             bytes: self.pages.bytes(),
         };
-        let mut there = PageSet::empty(self.pages);
-        sweep(self.pagemap, (Look::There, By::Scan), [area].iter(), &mut there)?;
+        // Mostly these are few, and what the kernel has to tell takes it longer than the look.
+        let mut gone = PageSet::empty(self.pages);
+        sweep(self.pagemap, (Look::NotThere, By::Scan), [area].iter(), &mut gone)?;
+        let mut there = PageSet::full(self.pages);
+        there.subtract(&gone);
         Ok(there)
     }
 

@@ -2,7 +2,8 @@
 //!
 //! Asking the file system costs a look at every page: 16 ms a GiB, in a moment when the guest stands still. So only
 //! pages are looked at of which it matters. In a VM that never gives memory back, all looks but the first can be saved:
-//! what was data still is, and new data can only be pages that somebody wrote.
+//! what was data still is, and new data can only be pages that somebody wrote. In others, pages of which a note is kept
+//! need not be looked at: they are mapped there as long as they are data.
 use std::sync::Arc;
 
 use crate::{
@@ -69,7 +70,8 @@ impl Holes {
     }
 
     /// The pages of `wanted` that are not holes, and maybe others that are none. In a VM that never gives memory back:
-    /// what was wanted before and is not among them must not have been written since it was.
+    /// what was wanted before and is not among them must not have been written since it was. Where note is kept, pages
+    /// count as they were when [`Holes::came_back`] was asked.
     ///
     /// # Errors
     /// The system's own.
@@ -79,7 +81,17 @@ impl Holes {
                 known.union_with(wanted);
                 known
             }
-            _ => region.data_among(wanted)?,
+            _ => {
+                let mut there = wanted.clone();
+                match &self.there {
+                    Some(noted) => there.intersect_with(noted),
+                    None => there = PageSet::empty(wanted.pages()),
+                }
+                let mut rest = wanted.clone();
+                rest.subtract(&there);
+                there.union_with(&region.data_among(&rest)?);
+                there
+            }
         };
         Ok(self.data.insert(known))
     }

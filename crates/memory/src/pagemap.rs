@@ -61,6 +61,8 @@ pub(crate) enum Look {
     UnprotectedAndThere,
     /// Pages that the process has, in memory or in swap; nothing is tracked anew.
     There,
+    /// All pages but those that are `There`.
+    NotThere,
     /// As `There`, but without those that show a file: what the process has written to its own mapping of one.
     Own,
 }
@@ -77,7 +79,11 @@ impl Look {
 
     /// What a page must not be.
     fn inverted(self) -> u64 {
-        if self == Self::Own { PAGE_IS_FILE } else { 0 }
+        match self {
+            Self::Own => PAGE_IS_FILE,
+            Self::NotThere => PAGE_IS_PRESENT | PAGE_IS_SWAPPED,
+            _ => 0,
+        }
     }
 
     /// The flags, what a page must be, what of it is told.
@@ -90,6 +96,7 @@ impl Look {
             Self::Unprotected => (0, PAGE_IS_WRITTEN, 0, PAGE_IS_WRITTEN),
             Self::UnprotectedAndThere => (0, PAGE_IS_WRITTEN, there, PAGE_IS_WRITTEN),
             Self::There => (0, 0, there, PAGE_IS_PFNZERO),
+            Self::NotThere => (0, there, 0, there),
             Self::Own => (0, PAGE_IS_FILE, there, PAGE_IS_PFNZERO),
         }
     }

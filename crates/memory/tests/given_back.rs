@@ -93,6 +93,24 @@ fn no_tracker_sees_that_a_huge_page_came_back_but_the_note_does() {
     no_tracker_sees_it_but_the_note_does(file, HUGE / PAGE);
 }
 
+/// Whoever keeps note need not look at what is noted, however much that is.
+#[test]
+fn what_is_noted_is_not_looked_at() {
+    let file = file(8 * PAGE);
+    let source = map(&file, 8 * PAGE, Access::Read);
+    let guest = Guest::map(&file, 8 * PAGE);
+    (0..6).for_each(|page| guest.write(page, 7));
+    let mut holes = holes(&source);
+    let all = PageSet::full(PageCount::new(8));
+    note(&mut holes, &set(8, &[(0, 4)]));
+    assert!(holes.came_back(&set(8, &[(0, 4)])).unwrap().is_empty());
+    give_back(&file, 3, 2);
+    assert_eq!(*holes.look(&source, &all).unwrap(), set(8, &[(0, 4), (5, 1)]), "page 3 was there when that was asked");
+    assert_eq!(*holes.look(&source, &set(8, &[(1, 6)])).unwrap(), set(8, &[(1, 3), (5, 1)]), "only what is wanted");
+    assert_eq!(holes.came_back(&all).unwrap(), set(8, &[(3, 5)]));
+    assert_eq!(*holes.look(&source, &all).unwrap(), set(8, &[(0, 3), (5, 1)]));
+}
+
 /// What is noted without being read would count as read. In pages of `unit`.
 fn only_what_is_to_be_read_is_noted_in(file: OwnedFd, unit: u64) {
     let pages = 8 * unit;

@@ -59,6 +59,7 @@ fn is_wanted(look: Look, entry: u64) -> bool {
         Look::Unprotected => !protected,
         Look::UnprotectedAndThere => !protected && there,
         Look::There => there,
+        Look::NotThere => !there,
         Look::Own => there && entry & OF_A_FILE == 0,
         // Nothing is tracked anew by reading.
         Look::Written | Look::WrittenAndThere => unreachable!("only PAGEMAP_SCAN can"),
@@ -86,16 +87,19 @@ mod tests {
             rustix::io::pwrite(&memory, &[1], start + page * PAGE).unwrap();
         }
         let pagemap = File::open("/proc/self/pagemap").unwrap();
-        for (first, end, room) in [(0, 2000, 64), (1, 513, 64), (0, 2000, 2), (3, 7, 1)] {
+        let spans = [(0, 2000, 64), (1, 513, 64), (0, 2000, 2), (3, 7, 1)];
+        for ((first, end, room), look) in
+            spans.into_iter().flat_map(|span| [(span, Look::There), (span, Look::NotThere)])
+        {
             let mut answers = [By::Scan, By::Entries].map(|by| {
                 let mut found = vec![Found::default(); room];
                 let span = ByteRange { start: start + first * PAGE, end: start + end * PAGE };
-                let (count, _) = scan(pagemap.as_fd(), Look::There, by, span, &mut found).unwrap();
+                let (count, _) = scan(pagemap.as_fd(), look, by, span, &mut found).unwrap();
                 found[..count].iter().map(Found::addresses).collect::<Vec<_>>()
             });
             answers[0].truncate(room);
-            assert_eq!(answers[0], answers[1], "{first}..{end} with room for {room}");
-            assert_eq!(answers[1].is_empty(), first == 3);
+            assert_eq!(answers[0], answers[1], "{look:?} in {first}..{end} with room for {room}");
+            assert_eq!(answers[1].is_empty(), first == 3 && look == Look::There);
         }
     }
 }
