@@ -42,7 +42,7 @@ impl Results {
 fn beside(ours: &Series, qemu: &Series) -> Vec<Aim> {
     let Case { load, way, .. } = ours.case;
     let mut aims = Vec::new();
-    if way != Way::Without {
+    if matches!(way, Way::Hints | Way::Reporting) {
         let wanted = if load == Load::Idle { IDLE_TIMES } else { BUSY_TIMES };
         let (times, wire) = (qemu.ms().mean / ours.ms().mean, ours.wire_bytes() / qemu.wire_bytes());
         let title = title(ours);

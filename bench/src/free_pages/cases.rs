@@ -10,6 +10,8 @@ use crate::files::By;
 pub enum Way {
     /// Nothing
     Without,
+    /// Nothing, though it has a balloon, as libvirt gives one to each guest
+    Balloon,
     /// Names it when it is asked
     Hints,
     /// Gives it back by and by
@@ -42,6 +44,7 @@ impl Way {
     pub(crate) fn title(self) -> &'static str {
         match self {
             Self::Without => "without",
+            Self::Balloon => "balloon",
             Self::Hints => "hints",
             Self::Reporting => "reporting",
         }
@@ -51,7 +54,7 @@ impl Way {
     /// guest of its own.
     pub(crate) fn turns(self) -> Vec<Vec<By>> {
         match self {
-            Self::Without | Self::Reporting => vec![SIDES.to_vec()],
+            Self::Without | Self::Balloon | Self::Reporting => vec![SIDES.to_vec()],
             Self::Hints => SIDES.map(|by| vec![by]).to_vec(),
         }
     }
@@ -81,7 +84,7 @@ mod tests {
 
     #[test]
     fn each_way_is_moved_by_both() {
-        for way in [Way::Without, Way::Hints, Way::Reporting] {
+        for way in [Way::Without, Way::Balloon, Way::Hints, Way::Reporting] {
             assert_eq!(way.turns().concat(), SIDES, "{way:?}");
         }
         assert_eq!(Way::Hints.turns().len(), 2);

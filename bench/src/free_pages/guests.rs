@@ -75,6 +75,7 @@ impl Recipe<'_> {
         let qemu = more(Qemu::linux().binary(self.peer).memory(mib).workload(WORKLOAD).append(KERNEL));
         let (qemu, balloon) = match (self.way, self.by) {
             (Way::Without, _) => (qemu, None),
+            (Way::Balloon, _) => (qemu.args(["-device", "virtio-balloon-pci"]), None),
             (Way::Reporting, _) => (qemu.args(["-device", "virtio-balloon-pci,free-page-reporting=on"]), None),
             (Way::Hints, By::Qemu) => {
                 let device = "virtio-balloon-pci,free-page-hint=on,iothread=hints";

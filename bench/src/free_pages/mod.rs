@@ -62,7 +62,7 @@ pub struct FreePages {
         hide_possible_values = true
     )]
     pub loads: Vec<Load>,
-    /// How it tells which memory is free: without, hints, reporting
+    /// How it tells which memory is free: without, balloon (a balloon that tells nothing), hints, reporting
     #[arg(
         long,
         value_enum,

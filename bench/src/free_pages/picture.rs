@@ -13,7 +13,7 @@ impl Results {
     pub(super) fn svg(&self) -> String {
         let groups = self.groups().into_iter().map(|(guest_bytes, load)| Group {
             title: format!("{}, {}", units::bytes(guest_bytes), load.title()),
-            lines: [Way::Without, Way::Hints, Way::Reporting]
+            lines: [Way::Without, Way::Balloon, Way::Hints, Way::Reporting]
                 .into_iter()
                 .filter_map(|way| self.line(guest_bytes, load, way))
                 .collect(),
