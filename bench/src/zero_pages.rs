@@ -82,19 +82,16 @@ impl Measured for ZeroPages {
 
     fn jobs(plan: &Plan) -> Vec<Job> {
         let channels = if plan.quick { "2" } else { "1,2,4" };
-        ["untouched", "zero", "random", "mixed"]
-            .map(|kind| {
-                let job = Job::new(Self::NAME, kind, if plan.quick { 35 } else { 600 });
-                let job = job.with(&["--kinds", kind, "--channels", channels]);
-                job.mem(plan).runs("--runs", plan.pairs).peer(plan).memory(plan)
-            })
-            .into_iter()
-            .chain([{
-                let job = Job::new(Self::NAME, "warm", if plan.quick { 35 } else { 600 });
-                let job = job.with(&["--kinds", "random", "--channels", channels, "--memory", "warm"]);
-                job.mem(plan).runs("--runs", plan.pairs).peer(plan).memory(plan)
-            }])
-            .collect()
+        let job = |part, kinds, more: &[&str]| {
+            let job = Job::new(Self::NAME, part, if plan.quick { 35 } else { 600 });
+            let job = job.with(&["--kinds", kinds, "--channels", channels]).with(more);
+            job.mem(plan).runs("--runs", plan.pairs).peer(plan)
+        };
+        let kinds = ["untouched", "zero", "random", "mixed"].map(|kind| job(kind, kind, &[]).memory(plan));
+        let warm = job("warm", "random", &["--memory", "warm"]).memory(plan);
+        // As a QEMU has it that is started without a thought of its memory.
+        let private = job("private", "random,mixed", &["--backend", "ram"]);
+        kinds.into_iter().chain([warm, private]).collect()
     }
 }
 
