@@ -1,4 +1,6 @@
 //! The picture: a bar for each side of each way.
+use clap::ValueEnum;
+
 use super::{
     cases::{Case, Load, Way},
     results::{Mean, Results, Series},
@@ -13,10 +15,7 @@ impl Results {
     pub(super) fn svg(&self) -> String {
         let groups = self.groups().into_iter().map(|(guest_bytes, load)| Group {
             title: format!("{}, {}", units::bytes(guest_bytes), load.title()),
-            lines: [Way::Without, Way::Balloon, Way::Hints, Way::Reporting]
-                .into_iter()
-                .filter_map(|way| self.line(guest_bytes, load, way))
-                .collect(),
+            lines: Way::value_variants().iter().filter_map(|way| self.line(guest_bytes, load, *way)).collect(),
         });
         let chart = Chart {
             title: "Moving a guest whose free memory is full of old data: transship and QEMU's own migration",

@@ -81,17 +81,16 @@ impl Holes {
                 known.union_with(wanted);
                 known
             }
-            _ => {
-                let mut there = wanted.clone();
-                match &self.there {
-                    Some(noted) => there.intersect_with(noted),
-                    None => there = PageSet::empty(wanted.pages()),
+            _ => match &self.there {
+                None => region.data_among(wanted)?,
+                Some(there) => {
+                    let (mut data, mut rest) = (wanted.clone(), wanted.clone());
+                    data.intersect_with(there);
+                    rest.subtract(there);
+                    data.union_with(&region.data_among(&rest)?);
+                    data
                 }
-                let mut rest = wanted.clone();
-                rest.subtract(&there);
-                there.union_with(&region.data_among(&rest)?);
-                there
-            }
+            },
         };
         Ok(self.data.insert(known))
     }

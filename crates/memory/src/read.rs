@@ -33,8 +33,7 @@ impl WindowBuffer {
         &self.room[..self.filled]
     }
 
-    fn clear(&mut self) -> &mut [u8] {
-        self.filled = 0;
+    fn room(&mut self) -> &mut [u8] {
         if self.room.is_empty() {
             self.room = vec![0; WINDOW_PAGES.buffer_bytes()];
         }
@@ -73,7 +72,7 @@ impl Region {
         buffer: &'a mut WindowBuffer,
     ) -> Result<WindowRead<'a>, Error> {
         self.check_window(wanted)?;
-        let room = buffer.clear();
+        buffer.filled = 0;
         let (zero, mapped) = match &self.held {
             Held::Shared(shared) => {
                 // Run by run: reading between them might make pages in holes.
@@ -81,7 +80,7 @@ impl Region {
                 (if look_for_zeros { shared.zero_mask(wanted) } else { 0 }, Some(shared))
             }
             Held::Private(private) => {
-                let zero = copy_window(private, wanted, look_for_zeros, room);
+                let zero = copy_window(private, wanted, look_for_zeros, buffer.room());
                 (zero.map_err(|source| self.unread(source))?, None)
             }
         };
@@ -103,10 +102,11 @@ impl<'a> WindowRead<'a> {
     /// Their bytes, in their order, which change no more. Of a mapping they are copied now.
     pub fn into_bytes(self) -> &'a [u8] {
         let Self { present, buffer, mapped, .. } = self;
-        buffer.filled = present.bytes() as usize;
+        let filled = present.bytes() as usize;
         if let Some(shared) = mapped {
-            shared.copy_runs(present, &mut buffer.room[..buffer.filled]);
+            shared.copy_runs(present, &mut buffer.room()[..filled]);
         }
+        buffer.filled = filled;
         buffer.bytes()
     }
 

@@ -212,7 +212,8 @@ impl Shared {
 
     /// The zero pages of a window.
     pub(crate) fn zero_mask(&self, window: &Window, buffer: &mut WindowBuffer) -> Result<u128, Error> {
-        Ok(self.read_and(true, &mut { *window }, buffer)?.zero_mask())
+        let mut window = *window;
+        Ok(self.read_and(true, &mut window, buffer)?.zero_mask())
     }
 
     fn read_and<'a>(

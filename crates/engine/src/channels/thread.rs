@@ -80,7 +80,7 @@ fn send_all_encoded(
         };
         let counts = ready.counts(); // of all of it, whatever becomes of it
         if outcome.is_ok() && !shared.failure.is_over() {
-            let sending = send_ready(channel, ready, round, Tools { gate, spare, buffer: &mut buffer }, &mut sent);
+            let sending = send_ready(channel, ready, round, Hand { gate, spare, buffer: &mut buffer }, &mut sent);
             outcome = sending.map_err(|error| shared.failure.of_channel(error));
         }
         shared.progress.cpu.channels.add(laps.next());
@@ -92,7 +92,7 @@ fn send_all_encoded(
 }
 
 /// What a channel behind encoders works with.
-struct Tools<'a> {
+struct Hand<'a> {
     gate: &'a Gate,
     spare: &'a mpmc::Ring<Vec<u8>>,
     buffer: &'a mut WindowBuffer,
@@ -102,16 +102,16 @@ fn send_ready(
     channel: &mut impl Channel,
     ready: Ready,
     round: u32,
-    mut tools: Tools<'_>,
+    mut hand: Hand<'_>,
     sent: &mut Sent,
 ) -> Result<(), Error> {
     match ready {
         Ready::Hole { region, range } => channel.send_hole(round, region, range, sent),
         Ready::RoundEnd => Ok(()),
         Ready::Unseen(windows) => {
-            windows.into_iter().try_for_each(|window| send_window(channel, window, None, &mut tools, sent))
+            windows.into_iter().try_for_each(|window| send_window(channel, window, None, &mut hand, sent))
         }
-        Ready::Window { window, encoded } => send_window(channel, window, encoded, &mut tools, sent),
+        Ready::Window { window, encoded } => send_window(channel, window, encoded, &mut hand, sent),
     }
 }
 
@@ -119,7 +119,7 @@ fn send_window(
     channel: &mut impl Channel,
     mut window: Window,
     encoded: Option<Encoded>,
-    Tools { gate, spare, buffer }: &mut Tools<'_>,
+    Hand { gate, spare, buffer }: &mut Hand<'_>,
     sent: &mut Sent,
 ) -> Result<(), Error> {
     let shared = Arc::clone(channel.shared());
