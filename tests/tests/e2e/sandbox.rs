@@ -21,7 +21,7 @@ use crate::stock::wait_completed;
 /// The answers of a system that does not let it be: no permission of two kinds, no such path.
 const DENIED: [&str; 3] = ["1", "13", "2"];
 /// What a process in the place of each role tries.
-const ATTEMPTS: [&str; 13] = [
+const ATTEMPTS: [&str; 15] = [
     "open",
     "open proc",
     "create",
@@ -30,7 +30,9 @@ const ATTEMPTS: [&str; 13] = [
     "connect tcp",
     "listen tcp",
     "ptrace",
+    "read memory",
     "signal",
+    "datagrams",
     "fork",
     "root",
     "capability",
@@ -60,13 +62,18 @@ fn children(pid: u32) -> Result<Vec<Pid>> {
 
 /// Every thread is nobody's, has no capability, can get none, and is filtered.
 pub(crate) fn assert_confined(pid: u32, role: &str) -> Result<()> {
+    assert_confined_but_for(pid, role, "0000000000000000")
+}
+
+/// The same with these capabilities.
+fn assert_confined_but_for(pid: u32, role: &str, capabilities: &str) -> Result<()> {
     for (field, value) in [
         ("Uid", "65534 65534 65534 65534"),
         ("Gid", "65534 65534 65534 65534"),
         ("Groups", ""),
         ("CapInh", "0000000000000000"),
-        ("CapPrm", "0000000000000000"),
-        ("CapEff", "0000000000000000"),
+        ("CapPrm", capabilities),
+        ("CapEff", capabilities),
         ("CapAmb", "0000000000000000"),
         ("NoNewPrivs", "1"),
         ("Seccomp", "2"),
@@ -306,8 +313,11 @@ fn movers_can_do_nothing_but_move() -> Result<()> {
     let folder = Scratch::new()?;
     let guest = Synthetic::builder().memory("16M").start()?;
     let qemu = Qemu::multiboot().booted()?;
+    let private = Qemu::multiboot().backend(transship_lab::Backend::Ram).booted()?;
     let to = format!("unix:{}", folder.join("nobody").display());
-    for (vm, peer) in [(guest.vm(), "transship"), (qemu.vm(), "transship"), (qemu.vm(), "qemu")] {
+    for (vm, peer) in
+        [(guest.vm(), "transship"), (qemu.vm(), "transship"), (qemu.vm(), "qemu"), (private.vm(), "transship")]
+    {
         let moving = ["move", "--vm", &*vm, "--to", &*to, "--peer", peer];
         for role in ["Move", "Guard"] {
             assert_stopped(role, || Transship::command(moving), &folder)?;
@@ -354,16 +364,22 @@ fn assert_runs(qemu: &Qemu) -> Result<()> {
     Ok(())
 }
 
-/// Its memory is read through a mapping, or, where it is private, through a file of its process.
+/// Its memory is read through a mapping, or, where it is private, by the number of its process.
 #[test]
-fn movers_in_the_middle_of_a_move_have_no_rights() -> Result<()> {
+fn movers_in_the_middle_of_a_move_have_no_rights_but_to_read() -> Result<()> {
+    const CAP_SYS_PTRACE: &str = "0000000000080000";
     let private = || Qemu::multiboot().backend(transship_lab::Backend::Ram);
-    for (source, destination) in [(Qemu::multiboot(), Qemu::multiboot()), (private(), private())] {
+    for (source, destination, capabilities) in [
+        (Qemu::multiboot(), Qemu::multiboot(), "0000000000000000"),
+        (private(), private(), CAP_SYS_PTRACE),
+    ] {
         let (source, destination) = (source.booted()?, destination.incoming().start()?);
         let receive = Transship::receiving(&destination.vm(), "tcp:127.0.0.1:0").start()?;
         let moving = Transship::moving(&source.vm(), &receive.listening()?).args(["--verify", "--hold"]).start()?;
         wait_until("that it is held", || Ok(steered("status", &source.vm(), &["--json"])?.contains("\"ready\"")))?;
-        assert_confined(moving.pid(), "move")?;
+        assert_confined_but_for(moving.pid(), "move", capabilities)?;
+        let read = bytes_read(moving.pid())?;
+        assert!(read < 2 << 20, "it has read {read} bytes, by descriptors: the guest's memory among them");
         let guards = of_ours(&source.vm(), "guard");
         assert_eq!(guards.len(), 1, "{guards:?}");
         assert_confined(guards[0], "guard")?;
@@ -375,6 +391,15 @@ fn movers_in_the_middle_of_a_move_have_no_rights() -> Result<()> {
         assert_eq!(of_ours(&source.vm(), ""), [0; 0], "something of ours is left");
     }
     Ok(())
+}
+
+/// What a process has read by descriptors, in bytes.
+fn bytes_read(pid: u32) -> Result<u64> {
+    let path = format!("/proc/{pid}/io");
+    let failed = |why: String| LabError(format!("{path}: {why}"));
+    let text = fs::read_to_string(&path).map_err(|error| failed(error.to_string()))?;
+    let count = text.lines().find_map(|line| line.strip_prefix("rchar: ")?.parse().ok());
+    count.ok_or_else(|| failed("no rchar".into()))
 }
 
 /// What was said to a move or save that runs.

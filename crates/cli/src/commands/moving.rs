@@ -19,7 +19,7 @@ use crate::{
     flags::{self, Patience},
     journal::Journal,
     output,
-    sandbox::{Left, Role, Sandbox, Steward},
+    sandbox::{Role, Sandbox, Steward},
     signals::{Held, Side},
     source::{Taken, Waiting, Wanted},
     stand_in, summary,
@@ -71,9 +71,11 @@ fn move_away(
         keeps_journal: request.way.is_post_copy(),
     };
     // The last is let go of first: a guard that was told to act finds the guest in nobody's hands.
-    let Taken { mut guard, mut guest, journal } = wanted.take(sandbox, steward)?;
+    let taken = wanted.take(sandbox, steward)?;
+    let left = taken.left_to_read();
+    let Taken { mut guard, mut guest, journal } = taken;
     let mut stand_in = request.stand_in(journal)?;
-    let _threads = waiting.confined(sandbox, Role::Move, Left::Nothing)?;
+    let _threads = waiting.confined(sandbox, Role::Move, left)?;
     let guard: Option<&mut dyn Guard> = Some(&mut guard);
     match &request.way {
         Way::ToTransship(options) => {

@@ -97,7 +97,6 @@ const STREAMS: &[i64] = &[
     libc::SYS_dup,
     libc::SYS_dup3,
     libc::SYS_eventfd2,
-    libc::SYS_fcntl,
     libc::SYS_fstat,
     libc::SYS_getpeername,
     libc::SYS_getsockname,
@@ -197,6 +196,9 @@ const IOCTLS: [u64; 16] = [
     0x4008_6602, // FS_IOC_SETFLAGS
 ];
 
+/// What fcntl has for a signal to another process when something comes: F_SETOWN, F_SETSIG, F_SETOWN_EX.
+const SIGNALLING: [u64; 3] = [8, 10, 15];
+
 /// A name for a thread, and two questions of the standard library's.
 const PRCTLS: [u64; 3] = [libc::PR_SET_NAME as u64, libc::PR_GET_NAME as u64, 0x4155_5856 /* PR_GET_AUXV */];
 
@@ -225,10 +227,21 @@ fn own_faults() -> Allowed {
     (libc::SYS_userfaultfd, vec![rule(&[all_of(0, USER_MODE_ONLY)])])
 }
 
+/// The memory of the process with this number, and of no other.
+pub(super) fn reading(process: i32) -> Allowed {
+    (libc::SYS_process_vm_readv, vec![rule(&[is(0, process as u64)])])
+}
+
+/// Of descriptors all but whom they signal. Of pairs only those that are connected for good: nothing goes from them to
+/// another address.
 fn streams() -> Vec<Allowed> {
+    const KIND_OF_SOCKET: u64 = 0xf;
+    let signals_nobody = SIGNALLING.map(|request| condition(1, SeccompCmpOp::Ne, request));
+    let stream = condition(1, SeccompCmpOp::MaskedEq(KIND_OF_SOCKET), libc::SOCK_STREAM as u64);
     vec![
+        (libc::SYS_fcntl, vec![rule(&signals_nobody)]),
         (libc::SYS_ioctl, IOCTLS.iter().map(|&request| rule(&[is(1, request)])).collect()),
-        (libc::SYS_socketpair, vec![rule(&[is(0, libc::AF_UNIX as u64)])]),
+        (libc::SYS_socketpair, vec![rule(&[is(0, libc::AF_UNIX as u64), stream])]),
     ]
 }
 

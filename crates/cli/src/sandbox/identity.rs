@@ -5,7 +5,8 @@ use nix::unistd::{Gid, Uid, User, setgroups, setresgid, setresuid};
 use rustix::{
     process::{chroot, geteuid},
     thread::{
-        CapabilitySet, CapabilitySets, capabilities, clear_ambient_capability_set, set_capabilities, set_no_new_privs,
+        CapabilitySet, CapabilitySets, capabilities, clear_ambient_capability_set, set_capabilities,
+        set_keep_capabilities, set_no_new_privs,
     },
 };
 use tempfile::TempDir;
@@ -33,6 +34,22 @@ pub(crate) struct Account {
     name: Option<String>,
 }
 
+/// What a process has beside its descriptors when it has given up the rest.
+#[derive(Debug, Default)]
+pub(super) struct Kept {
+    /// The path of the room, if it is the root folder now.
+    pub(super) room: Option<&'static Path>,
+    /// The right to trace others, by which their memory can be read.
+    pub(super) reads_memory: bool,
+}
+
+/// How far root has become somebody who has no way to any path.
+struct Replaced {
+    room: Option<&'static Path>,
+    /// Another user, with another root folder.
+    is_complete: bool,
+}
+
 impl Account {
     /// The user with this name or number.
     pub(super) fn of(name: Option<&str>) -> Result<Self, String> {
@@ -56,50 +73,66 @@ impl Account {
     }
 
     /// Becomes this user, if this process is root's, with no capability, and never gets one again. Root also leaves all
-    /// paths: the root folder is the room, or an empty one. Returns the path that the room has then.
+    /// paths: the root folder is the room, or an empty one.
     ///
-    /// With a folder, the user stays, and keeps what root's own rights over files are.
-    pub(super) fn take(&self, left: Left<'_>) -> io::Result<Option<&'static Path>> {
-        let (mut root, mut keep) = (None, CapabilitySet::empty());
+    /// With a folder, the user stays, and keeps what root's own rights over files are. One that reads the memory of a
+    /// process keeps the right to trace, if everything else could be given up.
+    pub(super) fn take(&self, left: Left<'_>) -> io::Result<Kept> {
+        let (mut kept, mut keep) = (Kept::default(), CapabilitySet::empty());
         match left {
             _ if !geteuid().is_root() => {}
             Left::Folder(_) => keep = OF_FILES & capabilities(None)?.effective,
             Left::FolderOfImages(_) => {
                 keep = OF_FILES.union(CapabilitySet::LINUX_IMMUTABLE) & capabilities(None)?.effective;
             }
-            Left::Nothing | Left::Room(_) => root = self.replace_root(left)?,
+            Left::Nothing => {
+                self.replace_root(None)?;
+            }
+            Left::Room(room) => kept.room = self.replace_root(Some(room))?.room,
+            Left::MemoryOf(_) => {
+                // Becoming another user takes what may be had, too, if this is not said before.
+                let said = set_keep_capabilities(true).is_ok();
+                let wanted = CapabilitySet::SYS_PTRACE & capabilities(None)?.effective;
+                let is_nobody = self.replace_root(None)?.is_complete;
+                let _ = set_keep_capabilities(false);
+                if said && is_nobody && !wanted.is_empty() {
+                    (keep, kept.reads_memory) = (wanted, true);
+                }
+            }
         }
         // Those of an ambient set, or of the file of the program. A kernel too old for the first has none.
         let _ = clear_ambient_capability_set();
         let inheritable = CapabilitySet::empty();
         set_capabilities(None, CapabilitySets { effective: keep, permitted: keep, inheritable })?;
         set_no_new_privs(true)?;
-        Ok(root)
+        Ok(kept)
     }
 
-    fn replace_root(&self, left: Left<'_>) -> io::Result<Option<&'static Path>> {
-        let room = match left {
-            Left::Room(room) => Some(room),
-            Left::Nothing | Left::Folder(_) | Left::FolderOfImages(_) => None,
-        };
-        let mut root = None;
+    fn replace_root(&self, room: Option<&Path>) -> io::Result<Replaced> {
+        let mut replaced = Replaced { room: None, is_complete: true };
         match leave_paths(room, self) {
-            Ok(()) => root = room.map(|_| Path::new("/")),
-            Err(error) => tracing::info!("the root folder stays as it is: {error}"),
+            Ok(()) => replaced.room = room.map(|_| Path::new("/")),
+            Err(error) => {
+                tracing::info!("the root folder stays as it is: {error}");
+                replaced.is_complete = false;
+            }
         }
         match self.become_it() {
             Err(error) if self.name.is_some() => return Err(error),
-            Err(error) => tracing::warn!("can't become user {}: {error}; staying root, with no capability", self.user),
+            Err(error) => {
+                tracing::warn!("can't become user {}: {error}; staying root, with no capability", self.user);
+                replaced.is_complete = false;
+            }
             Ok(()) => {}
         }
-        Ok(root)
+        Ok(replaced)
     }
 
     fn become_it(&self) -> io::Result<()> {
         let (user, group) = (Uid::from_raw(self.user), Gid::from_raw(self.group));
         setgroups(&[])?;
         setresgid(group, group, group)?;
-        // Every capability goes with the last user id that is root's.
+        // Every capability goes with the last user id that is root's, or can't be used until it is asked for.
         Ok(setresuid(user, user, user)?)
     }
 }

@@ -7,7 +7,7 @@
 //!
 //! - `identity`: another user, no capabilities, no way to any path
 //! - `calls`, `filter`: the system calls that are left (seccomp); the others answer "operation not permitted"
-//! - `paths`: Landlock, below what the change of the user does
+//! - `paths`: Landlock, below what the change of the user does; but for one that reads another process's memory
 //! - `steward`: another process, which keeps the rights and does a few things that were fixed before
 //! - `trial`: for tests: tries what a confined process must not do
 //!
@@ -28,7 +28,7 @@ use transship_vmm::{VmAddress, qemu::libvirt::Purpose};
 
 use crate::{args::SandboxArgs, checks::Checks, failure::Failure};
 use calls::Calls;
-use identity::Account;
+use identity::{Account, Kept};
 pub(crate) use steward::{Errands, OURSELVES, Steward, run as run_steward};
 
 /// What a process does once it is confined.
@@ -64,10 +64,13 @@ pub(crate) enum Role {
     Plan,
 }
 
-/// What is left of all paths.
+/// What is left beside descriptors.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Left<'a> {
     Nothing,
+    /// The memory of the process with this number, to be read. For roles that can't open anything: Landlock, which
+    /// forbids it, is left out then.
+    MemoryOf(i32),
     /// A folder of this process alone, in which it makes sockets.
     Room(&'a Path),
     /// A folder of the user's, in which a file is completed. The user is not changed then, as files of that name may be
@@ -78,6 +81,11 @@ pub(crate) enum Left<'a> {
 }
 
 impl Role {
+    /// By no call of its own.
+    fn opens_nothing(self) -> bool {
+        !self.calls().iter().any(|calls| matches!(calls, Calls::Files | Calls::Rings | Calls::LocalSockets))
+    }
+
     fn calls(self) -> &'static [Calls] {
         match self {
             Self::Relay => &[Calls::Threads, Calls::Streams],
@@ -176,8 +184,8 @@ impl Sandbox {
         Steward::start(errands).map(Some).map_err(failed)
     }
 
-    /// Gives up all rights but those of the role. From here on no path leads anywhere but into `left`. A room gets a
-    /// new path, which is returned.
+    /// Gives up all rights but those of the role and what is `left`. From here on no path leads anywhere else. A room
+    /// gets a new path, which is returned.
     ///
     /// # Errors
     /// The system has no filter for system calls, or the user that was asked for can't be had. What has been given up
@@ -195,14 +203,17 @@ impl Sandbox {
             let what = format!("{what}; --no-sandbox goes on with all rights");
             move |source: io::Error| Error::Io { what, source }
         };
+        debug_assert!(!matches!(left, Left::MemoryOf(_)) || role.opens_nothing(), "{role:?} needs Landlock");
         // Made while there is still the right to look for its parts.
-        let filter = filter::of(role.calls()).map_err(failed("make the filter of system calls"))?;
-        let root = account.take(left).map_err(failed("give up root's rights"))?;
-        paths::confine(root.map_or(left, Left::Room));
+        let filter = filter::of(role.calls(), left).map_err(failed("make the filter of system calls"))?;
+        let Kept { room, reads_memory } = account.take(left).map_err(failed("give up root's rights"))?;
+        if !reads_memory {
+            paths::confine(room.map_or(left, Left::Room));
+        }
         filter.apply().map_err(failed("set the filter of system calls"))?;
-        tracing::debug!(?role, us = begin.elapsed().as_micros(), "confined");
+        tracing::debug!(?role, reads_memory, us = begin.elapsed().as_micros(), "confined");
         try_for_a_test(role);
-        Ok(root)
+        Ok(room)
     }
 
     /// The same when all of a snapshot is open, and before anything of it is read.

@@ -33,7 +33,7 @@ fn restrict(left: Left<'_>) -> Result<RulesetStatus, RulesetError> {
         .scope(Scope::from_all(WANTED))?
         .create()?;
     let rules = match left {
-        Left::Nothing => rules,
+        Left::Nothing | Left::MemoryOf(_) => rules,
         Left::Room(room) => allow(rules, room, AccessFs::MakeSock | AccessFs::RemoveFile)?,
         Left::Folder(folder) | Left::FolderOfImages(folder) => {
             let rules = allow(rules, Path::new(MOUNTS), AccessFs::ReadFile.into())?;

@@ -5,12 +5,22 @@
 use std::{
     fs, io,
     net::{TcpListener, TcpStream},
-    os::unix::{net::UnixStream, process::CommandExt},
+    os::unix::{
+        net::{UnixDatagram, UnixStream},
+        process::CommandExt,
+    },
     process::{self, Command},
     thread,
 };
 
-use nix::{sys::ptrace, unistd};
+use nix::{
+    errno::Errno,
+    sys::{
+        ptrace,
+        uio::{RemoteIoVec, process_vm_readv},
+    },
+    unistd,
+};
 use rustix::{
     process::{Pid, Signal, getppid, kill_process},
     thread::{CapabilitySet, CapabilitySets, set_capabilities},
@@ -48,7 +58,7 @@ enum Attempt {
     With(fn(&std::ffi::OsStr) -> io::Result<()>),
 }
 
-const ATTEMPTS: [(&str, Attempt); 13] = [
+const ATTEMPTS: [(&str, Attempt); 15] = [
     ("open", Attempt::Alone(|| fs::File::open("/etc/passwd").map(drop))),
     ("open proc", Attempt::Alone(|| fs::File::open("/proc/self/mem").map(drop))),
     ("create", Attempt::Alone(|| fs::write("/tmp/transship-trial", "x"))),
@@ -57,7 +67,9 @@ const ATTEMPTS: [(&str, Attempt); 13] = [
     ("connect tcp", Attempt::Alone(|| TcpStream::connect("127.0.0.1:9").map(drop))),
     ("listen tcp", Attempt::Alone(|| TcpListener::bind("127.0.0.1:0").map(drop))),
     ("ptrace", Attempt::Alone(trace_parent)),
+    ("read memory", Attempt::Alone(read_parent)),
     ("signal", Attempt::Alone(|| Ok(kill_process(parent()?, Signal::CONT)?))),
+    ("datagrams", Attempt::Alone(|| UnixDatagram::pair().map(drop))),
     ("fork", Attempt::Alone(|| Command::new("/bin/true").spawn()?.wait().map(drop))),
     ("root", Attempt::Alone(|| Ok(unistd::setuid(unistd::Uid::from_raw(0))?))),
     ("capability", Attempt::Alone(gain)),
@@ -73,6 +85,18 @@ fn trace_parent() -> io::Result<()> {
     let parent = unistd::Pid::from_raw(parent()?.as_raw_nonzero().get());
     // It goes on as it is until this thread ends, which lets go of it.
     Ok(ptrace::seize(parent, ptrace::Options::empty())?)
+}
+
+/// Of what is there: the address of something in this process, which need not be the parent's.
+fn read_parent() -> io::Result<()> {
+    let (mut byte, somewhere) = ([0], [0_u8]);
+    let remote = RemoteIoVec { base: somewhere.as_ptr() as usize, len: 1 };
+    let parent = unistd::Pid::from_raw(parent()?.as_raw_nonzero().get());
+    match process_vm_readv(parent, &mut [io::IoSliceMut::new(&mut byte)], &[remote]) {
+        // It may look, and there is nothing at that address.
+        Err(Errno::EFAULT) => Ok(()),
+        read => Ok(read.map(drop)?),
+    }
 }
 
 fn gain() -> io::Result<()> {
