@@ -40,7 +40,7 @@ use self::{
     request::{Body, Direction, Request, RequestFailure},
     uring::Ring,
 };
-use crate::{ByteRange, Error, Flaw, GuestMemory, PageCount, PageRange, Region};
+use crate::{ByteRange, Error, Flaw, GuestMemory, PageCount, PageRange, Region, WindowPages, WindowRead, read::Parts};
 
 /// Pages of one request at most: 1 MiB. With less the disk above is slower, by half at 128 KiB; with more not faster.
 const REQUEST_PAGES: PageCount = PageCount::within(1 << 20);
@@ -136,7 +136,28 @@ impl FileQueue {
     /// repeated).
     pub fn write(&mut self, region: usize, pages: PageRange, offset: u64) -> Result<(), Error> {
         self.region(region)?.check(pages)?;
-        self.ask(Direction::Write, region, pages, offset)
+        self.ask(Direction::Write, region, pages, offset, None)
+    }
+
+    /// As [`FileQueue::write`], of a window of the region that was read: the pages that are not zero, each where it
+    /// belongs if page 0 is at byte `offset` of the file. What was copied then is not read again.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn write_window(&mut self, region: usize, read: &WindowRead<'_>, offset: u64) -> Result<(), Error> {
+        for run in read.present().runs() {
+            let at = offset.saturating_add(run.first.offset());
+            self.region(region)?.check(run)?;
+            match read.parts() {
+                Parts::Mapped(_) => self.ask(Direction::Write, region, run, at, None)?,
+                Parts::Copied(bytes) => {
+                    let mut places = read.places(WindowPages::within(run, read.present().first));
+                    let bytes = places.next().map_or(&[][..], |place| &bytes[place]);
+                    self.ask(Direction::Write, region, run, at, Some(bytes))?;
+                }
+            }
+        }
+        Ok(())
     }
 
     /// Asks to write bytes of our own, all of the buffer.
@@ -191,7 +212,7 @@ impl FileQueue {
         let of = self.region(region)?;
         of.check_writable()?;
         of.check(pages)?;
-        self.ask(Direction::Read, region, pages, offset)
+        self.ask(Direction::Read, region, pages, offset, None)
     }
 
     /// Waits until all that was asked for is done.
@@ -213,18 +234,31 @@ impl FileQueue {
     }
 
     /// Adds to the pending request what continues it, and cuts the rest into requests; the last one stays pending
-    /// unless it is full.
-    fn ask(&mut self, direction: Direction, region: usize, pages: PageRange, offset: u64) -> Result<(), Error> {
+    /// unless it is full. `copied`: what the pages hold, if they are not to be read again.
+    fn ask(
+        &mut self,
+        direction: Direction,
+        region: usize,
+        pages: PageRange,
+        offset: u64,
+        mut copied: Option<&[u8]>,
+    ) -> Result<(), Error> {
         self.check_failed()?;
         let (mut rest, mut at) = (pages, offset);
         while !rest.count.is_zero() {
-            if !self.pending.as_ref().is_some_and(|pending| pending.is_continued_by(direction, region, rest.first, at))
-            {
+            let next = Request::of_pages(direction, region, rest.first.run(PageCount::ZERO), at);
+            if !self.pending.as_ref().is_some_and(|pending| pending.is_continued_by(&next, copied.is_some())) {
                 self.flush()?;
-                self.pending = Some(Request::of_pages(direction, region, rest.first.run(PageCount::ZERO), at));
+                let room = copied.map(|_| self.spare().take());
+                self.pending = Some(next.through(room));
             }
             let pending = self.pending.as_mut().expect("made above where there was none");
             let taken = pending.extend(rest.count, REQUEST_PAGES);
+            if let Some(bytes) = &mut copied {
+                let (now, later) = bytes.split_at(taken.buffer_bytes());
+                pending.fill_last(now);
+                *bytes = later;
+            }
             if pending.pages() == REQUEST_PAGES {
                 self.flush()?;
             }
@@ -260,6 +294,11 @@ impl FileQueue {
             self.failed.get_or_insert(failure);
         }
         self.check_failed()
+    }
+
+    /// Where buffers of requests come back to.
+    fn spare(&mut self) -> &mut Spare {
+        self.ring.as_mut().map_or(&mut self.spare, Ring::spare)
     }
 
     fn check_failed(&self) -> Result<(), Error> {

@@ -6,9 +6,7 @@ use std::{
     os::fd::{AsRawFd, BorrowedFd},
 };
 
-use crate::{
-    PAGE_BYTES, PageCount, Region, WindowRead, read::Parts, region::Held, shared::Shared, window::WindowPages,
-};
+use crate::{PAGE_BYTES, PageCount, PageNumber, WindowRead, read::Parts, window::WindowPages};
 
 impl WindowRead<'_> {
     /// Writes `head` and then some of the pages to a socket, pipe or file, straight from guest memory if they were left
@@ -51,57 +49,30 @@ impl WindowRead<'_> {
         // SAFETY: the parts are of slices and of a mapping, all of which live beyond this call.
         unsafe { write_all(way, to, &mut parts) }
     }
-}
 
-impl Region {
-    /// Writes `bytes` to a file at `at`, and among them the present pages: one at each place in `bytes` that `cuts`
-    /// names, in their order. So each page can have a head of its own, and need not be copied to stand behind it.
+    /// Writes `bytes` to a file at `at`, and among them the pages that are present: one at each place in `bytes` that
+    /// `cuts` names, in their order. So each page can have a head of its own, and need not be copied to stand behind
+    /// it.
     ///
     /// # Errors
-    /// InvalidInput for pages that the region does not have, before anything is written. The system's own.
+    /// The system's own.
     ///
     /// # Panics
     /// There are not as many cuts as pages, or they are not in ascending order within `bytes`.
-    pub fn write_woven(
-        &self,
-        to: BorrowedFd<'_>,
-        at: u64,
-        bytes: &[u8],
-        cuts: &[usize],
-        present: WindowPages,
-    ) -> io::Result<()> {
-        self.check_window(present).map_err(|error| io::Error::new(io::ErrorKind::InvalidInput, error))?;
+    pub fn write_woven(&self, to: BorrowedFd<'_>, at: u64, bytes: &[u8], cuts: &[usize]) -> io::Result<()> {
+        let present = self.present();
         assert_eq!(cuts.len() as u64, present.count().get(), "a cut for each page");
-        let way = Way::Pwritev { at };
-        match &self.held {
-            Held::Shared(shared) => shared.write_woven(way, to, bytes, cuts, present),
-            Held::Private(private) => private
-                .with_pages(present, |pages| {
-                    let (pages, _) = pages.as_chunks::<PAGE_BYTES>();
-                    let mut parts = woven(bytes, cuts, pages.iter().map(|page| page.as_ptr()));
-                    // SAFETY: the parts are of slices, which live beyond this call.
-                    unsafe { write_all(way, to, &mut parts) }
-                })
-                .map_err(|source| io::Error::other(self.unread(source)))
-                .flatten(),
-        }
-    }
-}
-
-/// The range was checked.
-impl Shared {
-    fn write_woven(
-        &self,
-        way: Way,
-        to: BorrowedFd<'_>,
-        bytes: &[u8],
-        cuts: &[usize],
-        present: WindowPages,
-    ) -> io::Result<()> {
-        let pages = present.iter().map(|page| self.raw(page.run(PageCount::ONE)).0.cast_const());
-        let mut parts = woven(bytes, cuts, pages);
-        // SAFETY: the parts are of the slice `bytes` and pages of the mapping, both of which live beyond this call.
-        unsafe { write_all(way, to, &mut parts) }
+        let mut parts = match self.parts() {
+            Parts::Mapped(shared) => {
+                let page = |page: PageNumber| shared.raw(page.run(PageCount::ONE)).0.cast_const();
+                woven(bytes, cuts, present.iter().map(page))
+            }
+            Parts::Copied(pages) => {
+                woven(bytes, cuts, pages.as_chunks::<PAGE_BYTES>().0.iter().map(|page| page.as_ptr()))
+            }
+        };
+        // SAFETY: the parts are of slices and of a mapping, all of which live beyond this call.
+        unsafe { write_all(Way::Pwritev { at }, to, &mut parts) }
     }
 }
 

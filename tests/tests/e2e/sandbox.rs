@@ -369,10 +369,9 @@ fn assert_runs(qemu: &Qemu) -> Result<()> {
 fn movers_in_the_middle_of_a_move_have_no_rights_but_to_read() -> Result<()> {
     const CAP_SYS_PTRACE: &str = "0000000000080000";
     let private = || Qemu::multiboot().backend(transship_lab::Backend::Ram);
-    for (source, destination, capabilities) in [
-        (Qemu::multiboot(), Qemu::multiboot(), "0000000000000000"),
-        (private(), private(), CAP_SYS_PTRACE),
-    ] {
+    for (source, destination, capabilities) in
+        [(Qemu::multiboot(), Qemu::multiboot(), "0000000000000000"), (private(), private(), CAP_SYS_PTRACE)]
+    {
         let (source, destination) = (source.booted()?, destination.incoming().start()?);
         let receive = Transship::receiving(&destination.vm(), "tcp:127.0.0.1:0").start()?;
         let moving = Transship::moving(&source.vm(), &receive.listening()?).args(["--verify", "--hold"]).start()?;

@@ -8,7 +8,7 @@ use rustix::{
 };
 
 use super::{PageBuffer, buffer::Spare};
-use crate::{Error, GuestMemory, PAGE_BYTES, PageCount, PageNumber, PageRange};
+use crate::{Error, GuestMemory, PAGE_BYTES, PageCount, PageRange};
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Direction {
@@ -20,7 +20,8 @@ pub(super) enum Direction {
 
 /// The memory of a request.
 pub(super) enum Body {
-    /// Pages of a region that has them. `through`: they are read into this first, and go into place when all are there.
+    /// Pages of a region that has them. `through`: they are read into this first, and go into place when all are there;
+    /// or they were copied to it, and are written from there.
     Pages { region: usize, pages: PageRange, through: Option<PageBuffer> },
     /// Bytes of our own.
     Buffer(PageBuffer),
@@ -58,6 +59,22 @@ impl Request {
         Self::new(direction, Body::Pages { region, pages, through: None }, offset)
     }
 
+    /// The same with room to copy them to, if there is any; [`Request::fill_last`] does that.
+    pub(super) fn through(mut self, room: Option<PageBuffer>) -> Self {
+        if let Body::Pages { through, .. } = &mut self.body {
+            *through = room;
+        }
+        self
+    }
+
+    /// Copies the pages that it was extended by last to its room.
+    pub(super) fn fill_last(&mut self, bytes: &[u8]) {
+        if let Body::Pages { pages, through: Some(room), .. } = &mut self.body {
+            let end = bytes_of(pages);
+            room.bytes_mut()[end - bytes.len()..end].copy_from_slice(bytes);
+        }
+    }
+
     /// To be called when it does not grow any more, before it is given to the kernel.
     ///
     /// Pages that are read are holes mostly. Through the mapping each is a fault, and is cleared before it is written:
@@ -77,7 +94,7 @@ impl Request {
         let Some(of) = memory.get(*region) else { return Ok(()) };
         let wanted = match self.direction {
             Direction::Read => !of.is_huge_file(),
-            Direction::Write => of.is_private(),
+            Direction::Write => of.is_private() && through.is_none(),
         };
         if !wanted {
             return Ok(());
@@ -131,10 +148,15 @@ impl Request {
         (start.wrapping_add(self.done), len - self.done)
     }
 
-    /// Whether page `first` of the region, at `offset` of the file, comes right behind.
-    pub(super) fn is_continued_by(&self, direction: Direction, region: usize, first: PageNumber, offset: u64) -> bool {
-        let Body::Pages { region: of, pages, .. } = &self.body else { return false };
-        self.direction == direction && *of == region && pages.end() == first && self.end() == Some(offset)
+    /// Whether the next one begins right behind it, in memory as well as in the file, and is `copied` as this one is.
+    pub(super) fn is_continued_by(&self, next: &Self, copied: bool) -> bool {
+        let (Body::Pages { region, pages, through }, Body::Pages { region: of, pages: rest, .. }) =
+            (&self.body, &next.body)
+        else {
+            return false;
+        };
+        let follows = region == of && pages.end() == rest.first && self.end() == Some(next.offset);
+        self.direction == next.direction && follows && through.is_some() == copied
     }
 
     /// Whether both are for the same bytes of the file, be it in part.
@@ -368,12 +390,20 @@ mod tests {
 
     #[test]
     fn only_what_comes_right_behind_continues_a_request() {
-        let request = request(Direction::Write);
-        assert!(request.is_continued_by(Direction::Write, 0, PageNumber::new(5), 4 * 4096));
-        assert!(!request.is_continued_by(Direction::Read, 0, PageNumber::new(5), 4 * 4096));
-        assert!(!request.is_continued_by(Direction::Write, 1, PageNumber::new(5), 4 * 4096));
-        assert!(!request.is_continued_by(Direction::Write, 0, PageNumber::new(6), 4 * 4096));
-        assert!(!request.is_continued_by(Direction::Write, 0, PageNumber::new(5), 5 * 4096));
-        assert!(!request.is_continued_by(Direction::Write, 0, PageNumber::new(2), 4096));
+        let next = |direction, region, first, at| Request::of_pages(direction, region, PageRange::new(first, 1), at);
+        let right_behind = next(Direction::Write, 0, 5, 4 * 4096);
+        assert!(request(Direction::Write).is_continued_by(&right_behind, false));
+        assert!(!request(Direction::Write).is_continued_by(&right_behind, true));
+        let copied = request(Direction::Write).through(Some(PageBuffer::new(8)));
+        assert!(copied.is_continued_by(&right_behind, true) && !copied.is_continued_by(&right_behind, false));
+        for other in [
+            next(Direction::Read, 0, 5, 4 * 4096),
+            next(Direction::Write, 1, 5, 4 * 4096),
+            next(Direction::Write, 0, 6, 4 * 4096),
+            next(Direction::Write, 0, 5, 5 * 4096),
+            next(Direction::Write, 0, 2, 4096),
+        ] {
+            assert!(!request(Direction::Write).is_continued_by(&other, false));
+        }
     }
 }

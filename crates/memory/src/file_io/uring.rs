@@ -44,6 +44,11 @@ impl Ring {
         })
     }
 
+    /// Buffers of requests that have ended.
+    pub(super) fn spare(&mut self) -> &mut Spare {
+        &mut self.spare
+    }
+
     /// Gives the request to the kernel; waits for a place if there is none.
     ///
     /// # Errors

@@ -5,7 +5,7 @@
 use std::os::fd::AsFd;
 
 use rustix::fs::FallocateFlags;
-use transship_memory::{ByteRange, Region, WindowPages, Writeback};
+use transship_memory::{ByteRange, WindowRead, Writeback};
 
 use super::target::Target;
 use crate::Error;
@@ -70,23 +70,21 @@ impl Target {
         Ok(())
     }
 
-    /// Appends bytes with pages among them, as [`Region::write_woven`] does. Not to a file that is encrypted: what goes
-    /// there is copied anyway.
+    /// Appends bytes with pages among them, as [`WindowRead::write_woven`] does. Not to a file that is encrypted: what
+    /// goes there is copied anyway.
     ///
     /// # Errors
     /// The system's own.
     pub(crate) fn append_woven(
         &self,
-        memory: &Region,
+        read: &WindowRead<'_>,
         (bytes, cuts): (&[u8], &[usize]),
-        pages: WindowPages,
         to: &mut Appending,
     ) -> Result<(), Error> {
         debug_assert!(!self.is_sealed(), "guest memory goes into an encrypted file");
-        let next = to.step(bytes.len() as u64 + pages.bytes());
+        let next = to.step(bytes.len() as u64 + read.present().bytes());
         self.see_to_space(to, next);
-        memory
-            .write_woven(self.buffered.as_fd(), next.start, bytes, cuts, pages)
+        read.write_woven(self.buffered.as_fd(), next.start, bytes, cuts)
             .map_err(|source| self.failed("write", source))?;
         self.begin_writeback(&mut to.writeback, next);
         Ok(())

@@ -14,14 +14,16 @@
 //! afterwards.
 use std::sync::Arc;
 
-use transship_memory::{Freeing, GuestMemory, PAGE, PageCount, PageRange, PageSet, Region, WindowPages};
+use transship_memory::{
+    Freeing, GuestMemory, PAGE, PageCount, PageRange, PageSet, WindowBuffer, WindowPages, WindowRead,
+};
 use transship_secure::sealed_bytes;
 use transship_wire::qemu::{Block, Command, Configuration, Name, StreamWriter};
 
 use super::{
     appended::Appended,
     output::Output,
-    writer::{Pages, Written, zero_pages},
+    writer::{Pages, Written, read_present},
 };
 use crate::{
     Error, FileReport, Progress, fail_point,
@@ -50,6 +52,8 @@ pub(crate) struct StreamFile {
     head: Vec<u8>,
     /// Where threads append pages of one moment, if they do.
     appended: Option<Arc<Appended>>,
+    /// What was read of a window.
+    buffer: WindowBuffer,
     /// No round was written yet, so the holes were not recorded.
     first: bool,
 }
@@ -79,24 +83,26 @@ impl Appender {
     }
 
     /// Pages of a window: few are copied behind what waits, many are written from where they are.
-    fn pages(&mut self, block: &Name, memory: &Region, pages: WindowPages, target: &Target) -> Result<(), Error> {
+    fn pages(&mut self, block: &Name, read: &WindowRead<'_>, target: &Target) -> Result<(), Error> {
+        let pages = read.present();
         if pages.count() >= MANY && !target.is_sealed() {
-            return self.woven(block, memory, pages, target);
+            return self.woven(block, read, target);
         }
         self.copy.clear();
-        memory.copy_out(pages, &mut self.copy)?;
+        read.copy_out(pages, &mut self.copy);
         for (page, bytes) in pages.iter().zip(self.copy.as_chunks().0) {
             self.writer.page(block, page.offset(), bytes);
         }
         self.flush_pieces(target)
     }
 
-    /// The same straight from guest memory.
-    fn woven(&mut self, block: &Name, memory: &Region, pages: WindowPages, target: &Target) -> Result<(), Error> {
+    /// The same straight from where they were read.
+    fn woven(&mut self, block: &Name, read: &WindowRead<'_>, target: &Target) -> Result<(), Error> {
         let writer = &mut self.writer;
-        let cuts: Vec<usize> = pages.iter().map(|page| writer.page_header(block, page.offset()).buffered()).collect();
+        let cuts: Vec<usize> =
+            read.present().iter().map(|page| writer.page_header(block, page.offset()).buffered()).collect();
         let bytes = writer.take_bytes();
-        target.append_woven(memory, (&bytes, &cuts), pages, &mut self.to)
+        target.append_woven(read, (&bytes, &cuts), &mut self.to)
     }
 
     fn zeros(&mut self, block: &Name, range: PageRange, target: &Target) -> Result<(), Error> {
@@ -138,6 +144,7 @@ impl StreamFile {
             out: Appender { writer, begin, to: Appending::at(at), copy: Vec::new() },
             head,
             appended: None,
+            buffer: WindowBuffer::default(),
             first: true,
         })
     }
@@ -207,8 +214,8 @@ impl StreamFile {
     ) -> Result<(), Error> {
         let pages = Arc::clone(&self.pages);
         let memory = &pages.memory.regions()[region];
-        let zero = zero_pages(memory, pages.freeing, wanted)?;
-        let (present, had) = (wanted.without(zero), pages.content[region].window(wanted.first));
+        let (read, zero) = read_present(memory, pages.freeing, wanted, &mut self.buffer)?;
+        let (present, had) = (read.present(), pages.content[region].window(wanted.first));
         written.normal += present.count();
         written.zero += wanted.with(zero).count();
         written.rewritten += present.with(present.mask & had).count();
@@ -218,7 +225,7 @@ impl StreamFile {
         for page in wanted.with(if self.first { zero } else { zero & had }).iter() {
             self.out.writer.zero_page(name, page.offset());
         }
-        self.out.pages(name, memory, present, target)
+        self.out.pages(name, &read, target)
     }
 
     fn check_cancelled(&self) -> Result<(), Error> {

@@ -1,7 +1,7 @@
 //! The threads that put pages into the file.
 //!
-//! Only one thread reads a page. It checks whether the page is zero and hands it to the kernel straight from guest
-//! memory. Only ranges travel between threads.
+//! Only one thread reads a page, once. It checks whether the page is zero and hands it to the kernel, straight from
+//! guest memory if that is mapped. Only ranges travel between threads.
 use std::{
     sync::{
         Arc,
@@ -12,7 +12,9 @@ use std::{
 };
 
 use crossbeam_channel::{Receiver, SendTimeoutError, Sender, bounded};
-use transship_memory::{FileIo, Freeing, GuestMemory, PageCount, PageRange, Region, Turns, WindowPages};
+use transship_memory::{
+    FileIo, Freeing, GuestMemory, PageCount, PageRange, Region, Turns, WindowBuffer, WindowPages, WindowRead,
+};
 
 use crate::{
     Error, Progress, cpu,
@@ -105,9 +107,10 @@ impl Writers {
                     Ok(queues) => queues,
                     Err(error) => return drop(ready.send(Err(error))),
                 };
+                let mut buffer = WindowBuffer::default();
                 drop(ready.send(Ok(queues.is_uring())));
                 for round in work {
-                    if done.send(pages.write_round(&mut queues, &round)).is_err() {
+                    if done.send(pages.write_round(&mut queues, &mut buffer, &round)).is_err() {
                         break; // nobody wants it any more
                     }
                 }
@@ -239,7 +242,7 @@ impl Pages {
         }
     }
 
-    fn write_round(&self, queues: &mut Queues, batches: &Round) -> Outcome {
+    fn write_round(&self, queues: &mut Queues, buffer: &mut WindowBuffer, batches: &Round) -> Outcome {
         let begin = cpu::thread_seconds();
         let mut written = Written::default();
         let mut outcome = Ok(());
@@ -249,7 +252,8 @@ impl Pages {
                 continue;
             }
             let mut windows = batch.windows.into_iter();
-            outcome = windows.try_for_each(|window| self.write_window(queues, batch.region, window, &mut written));
+            outcome =
+                windows.try_for_each(|window| self.write_window((queues, buffer), batch.region, window, &mut written));
             if outcome.is_err() {
                 self.failed.store(true, Relaxed);
             }
@@ -261,24 +265,21 @@ impl Pages {
 
     fn write_window(
         &self,
-        queues: &mut Queues,
+        (queues, buffer): (&mut Queues, &mut WindowBuffer),
         region: usize,
         wanted: WindowPages,
         written: &mut Written,
     ) -> Result<(), transship_memory::Error> {
-        let zero = zero_pages(&self.memory.regions()[region], self.freeing, wanted)?;
-        let present = wanted.without(zero);
+        let (read, zero) = read_present(&self.memory.regions()[region], self.freeing, wanted, buffer)?;
+        let present = read.present();
         written.normal += present.count();
         written.zero += wanted.with(zero).count();
         let had = self.content[region].window(present.first);
         written.rewritten += present.with(present.mask & had).count();
         self.note(region, present, zero);
         self.pace.wait(present.bytes());
-        for run in present.runs() {
-            let Spot { file, offset } = self.places[region];
-            queues.of(file).write(region, run, offset + run.first.offset())?;
-        }
-        Ok(())
+        let Spot { file, offset } = self.places[region];
+        queues.of(file).write_window(region, &read, offset)
     }
 
     /// Takes note of pages: the file is about to hold content for these, and none for those of the same window that
@@ -313,20 +314,21 @@ impl Pages {
     }
 }
 
-/// The mask of those that read as zero. What has become a hole since the look is one of them, and stays a hole.
-pub(crate) fn zero_pages(
-    memory: &Region,
+/// The pages that do not read as zero, and the mask of those that do. What has become a hole since the look is one of
+/// these, and stays a hole.
+pub(crate) fn read_present<'a>(
+    memory: &'a Region,
     freeing: Freeing,
     wanted: WindowPages,
-) -> Result<u128, transship_memory::Error> {
+    buffer: &'a mut WindowBuffer,
+) -> Result<(WindowRead<'a>, u128), transship_memory::Error> {
     let holes = match freeing {
         Freeing::Possible => new_holes(memory, wanted),
         Freeing::Never => 0,
     };
-    let data = wanted.without(holes);
-    // Run by run: reading between them might make pages in holes.
-    data.runs().for_each(|run| memory.populate_read(run));
-    Ok(holes | memory.zero_mask(data)?)
+    let read = memory.read_window(wanted.without(holes), true, buffer)?;
+    let zero = holes | read.zero_mask();
+    Ok((read, zero))
 }
 
 impl Written {
