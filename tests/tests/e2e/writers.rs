@@ -1,5 +1,5 @@
 //! What writes to guest memory past the tracker: found when a move begins, and found when it came meanwhile.
-use crate::ends::in_the_middle;
+use crate::ends::held_at;
 use serde_json::{Value, json};
 use std::{
     io::{Read, Write},
@@ -17,16 +17,21 @@ use transship_lab::{
 /// A move in whose rounds `plug` happens. It is refused, the guest runs on, and nothing of ours is left in it. Returns
 /// the refusal.
 fn refused_after(guest: QemuBuilder, plug: impl FnOnce(&Qemu) -> Result<()>) -> Result<String> {
+    refused_at("source.round", guest, "running", plug)
+}
+
+/// The same of a guest that stands still, at `prelaunch` or elsewhere: it has one round, when it is stopped.
+fn refused_at(step: &str, guest: QemuBuilder, stays: &str, plug: impl FnOnce(&Qemu) -> Result<()>) -> Result<String> {
     let destination = guest.clone().incoming();
     let (source, destination) = (guest.start()?, destination.start()?);
     let folder = Scratch::new()?;
     let receive = Transship::receiving(&destination.vm(), &format!("unix:{}", folder.join("s").display())).start()?;
-    let moving = in_the_middle(Transship::moving(&source.vm(), &receive.listening()?), &folder)?;
+    let moving = held_at(step, Transship::moving(&source.vm(), &receive.listening()?), &folder)?;
     plug(&source)?;
     std::fs::remove_file(folder.join("gate"))?;
     let ended = moving.wait()?.expect_code(1)?;
     receive.wait()?.expect_code(1)?;
-    assert_eq!(source.status()?, "running");
+    assert_eq!(source.status()?, stays);
     assert_eq!(source.open_files()?.iter().filter(|file| file.contains("userfaultfd")).count(), 0);
     Ok(ended.stderr)
 }
@@ -185,17 +190,49 @@ fn a_device_that_is_another_process_and_comes_meanwhile_is_named() -> Result<()>
     Ok(())
 }
 
+/// Another QEMU, which has the memory of this one mapped.
+fn sharing_memory_of(qemu: &Qemu) -> Result<Qemu> {
+    let file = qemu.memory_files()[0].display().to_string();
+    let object = format!("memory-backend-file,id=shared,size=64M,share=on,mem-path={file}");
+    Qemu::firmware().args(["-S", "-object", &object]).start()
+}
+
 #[test]
 fn a_process_that_maps_the_memory_meanwhile_is_named() -> Result<()> {
     let mut second = None;
     let refusal = refused_after(Qemu::firmware().memory(64), |qemu| {
-        let file = qemu.memory_files()[0].display().to_string();
-        let object = format!("memory-backend-file,id=shared,size=64M,share=on,mem-path={file}");
-        second = Some(Qemu::firmware().args(["-S", "-object", &object]).start()?);
+        second = Some(sharing_memory_of(qemu)?);
         Ok(())
     })?;
     let pid = second.as_ref().map_or(0, Qemu::pid);
     assert_came(&refusal, &format!("process {pid} (qemu-system"));
+    Ok(())
+}
+
+/// It is looked at when it is stopped, and not before.
+#[test]
+fn what_comes_to_a_guest_that_stands_still_is_named_too() -> Result<()> {
+    let folder = Scratch::within(Path::new("/var/tmp"))?;
+    let (disk, mut second) = (image(&folder)?, None);
+    let standing = || Qemu::firmware().memory(64).args(["-S"]);
+    let refusal = refused_at("source.stopped", standing(), "prelaunch", |qemu| {
+        let cache = json!({ "direct": true });
+        qemu.qmp("blockdev-add", json!({"driver": "file", "node-name": "late", "filename": disk, "cache": cache}))?;
+        Ok(())
+    })?;
+    assert_came(&refusal, "disk late with cache.direct=on");
+    let refusal = refused_at("source.stopped", standing(), "prelaunch", |qemu| {
+        second = Some(sharing_memory_of(qemu)?);
+        Ok(())
+    })?;
+    let pid = second.as_ref().map_or(0, Qemu::pid);
+    assert_came(&refusal, &format!("process {pid} (qemu-system"));
+    let slots = standing().args(["-m", "64M,slots=1,maxmem=1G"]);
+    let refusal = refused_at("source.stopped", slots, "prelaunch", |qemu| {
+        qemu.qmp("object-add", json!({"qom-type": "memory-backend-ram", "id": "late", "size": 16 << 20}))?;
+        qemu.qmp("device_add", json!({"driver": "pc-dimm", "id": "dimm0", "memdev": "late"})).map(drop)
+    })?;
+    assert!(refusal.contains("plugged, unplugged or remapped meanwhile"), "{refusal}");
     Ok(())
 }
 

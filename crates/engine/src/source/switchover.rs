@@ -47,12 +47,13 @@ impl Peer for Transship<'_> {
 
     /// The VMM saves the device state while the last round is found and sent: it should write to no guest memory any
     /// more. The last look sees whether it did. Where processes beside the VMM may end when it saves its state, the
-    /// round is found before that.
+    /// round is found before that. A guest that stood still anyway has all its memory in that round, and is looked at
+    /// meanwhile; one that ran, while the destination loads.
     fn bring_the_rest(
         &mut self,
         course: &mut MoveInProgress<'_, '_>,
         rounds: &mut Rounds,
-        _found: Found,
+        found: Found,
     ) -> Result<(), Error> {
         let Self { session, verify } = self;
         let MoveInProgress { guest, progress, report, .. } = course;
@@ -63,9 +64,15 @@ impl Peer for Transship<'_> {
         }
         let failed = AtomicBool::new(false); // Relaxed: it says nothing about other memory
         let (sent, state) = thread::scope(|scope| {
-            let saving = scope.spawn(|| save_state(guest.unguarded(), &failed));
-            let found = if ends_writers { Ok(()) } else { rounds.find_the_rest(*session) };
-            let sent = found.and_then(|()| rounds.send_the_rest(*session, DONE_TIMEOUT_STOPPED, progress, report));
+            let saving = scope.spawn(|| {
+                let state = save_state(guest.unguarded(), &failed)?;
+                if !found.ran() {
+                    guest.check_unchanged()?;
+                }
+                Ok::<_, Error>(state)
+            });
+            let rest = if ends_writers { Ok(()) } else { rounds.find_the_rest(*session) };
+            let sent = rest.and_then(|()| rounds.send_the_rest(*session, DONE_TIMEOUT_STOPPED, progress, report));
             failed.store(sent.is_err(), Relaxed);
             (sent, saving.join().unwrap_or_else(|panic| resume_unwind(panic)))
         });

@@ -33,6 +33,11 @@ pub(super) fn run_state(qmp: &mut Qmp) -> Result<String, QmpError> {
     Ok(answer["status"].as_str().unwrap_or("unknown").to_owned())
 }
 
+/// Whether a guest in this state is to run on, wherever it ends up.
+pub(super) fn runs(state: &str) -> bool {
+    ["running", "suspended"].contains(&state)
+}
+
 /// What [`run_state`] asks.
 pub(super) fn state_question() -> Question {
     ("query-status", json!({}))

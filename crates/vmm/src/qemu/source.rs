@@ -287,6 +287,8 @@ impl SourceGuest for QemuSource {
             self.qmp.make_overlays()?;
         }
         match (self.asks_later(), self.qmp.keeper()) {
+            // One that stands still is asked when it is stopped: nobody waits for it.
+            (false, _) if !machine::runs(&machine::run_state(&mut self.qmp)?) => {}
             (false, _) => self.look_before_stop()?,
             // Each question takes a millisecond, for which writers may wait already.
             (true, Keeper::Libvirt) => {}
@@ -306,7 +308,7 @@ impl SourceGuest for QemuSource {
         // Of an earlier stop.
         self.qmp.forget_answers();
         // A sleeping guest that QEMU stops is to sleep on.
-        self.found = Found::by(["running", "suspended"].contains(&before.as_str()));
+        self.found = Found::by(machine::runs(&before));
         match before.as_str() {
             "running" => self.back_ends.stop(&mut self.qmp, &mut self.hold, STOP_WAIT)?,
             // It makes no requests; some may still be under way.

@@ -52,11 +52,6 @@ pub(super) fn refuse(qmp: &mut Qmp, others: Vec<String>, allowed: Allowed<'_>, w
     refuse_all(&found, when)
 }
 
-/// As [`refuse`], of those that QEMU knows: quick.
-pub(super) fn refuse_devices(qmp: &mut Qmp, allowed: Allowed<'_>, when: When) -> Result<(), GuestError> {
-    refuse_all(&known_to_qemu(qmp, allowed)?, when)
-}
-
 /// Refuses a QEMU whose guest's memory others read at any time, which can't be made to wait for it.
 pub(super) fn refuse_readers(qmp: &mut Qmp) -> Result<(), GuestError> {
     let mut found: Vec<String> = devices(qmp, writes_behind)?.iter().map(Device::to_string).collect();
@@ -327,7 +322,7 @@ mod tests {
             let (_dir, path) = peer(PASSED_THROUGH);
             let mut qmp = Qmp::connect(&path).unwrap();
             let allowed = Allowed { balloon: None, back_ends: &BackEnds::default(), drained: false };
-            let error = refuse_devices(&mut qmp, allowed, when).unwrap_err().to_string();
+            let error = refuse(&mut qmp, Vec::new(), allowed, when).unwrap_err().to_string();
             let named = "device host0 (vfio-pci), device sda (scsi-block) with disk drive0 (use scsi-hd); ";
             assert!(error.contains(&format!("{words}{named}")), "{error}");
         }

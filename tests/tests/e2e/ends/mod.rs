@@ -30,10 +30,15 @@ pub(crate) fn move_with(source: &str, destination: &str, flags: &[&str], receive
 
 /// Starts a move that waits after its first round, until the file `gate` is removed.
 pub(crate) fn in_the_middle(builder: TransshipBuilder, folder: &Scratch) -> Result<Transship> {
+    held_at("source.round", builder, folder)
+}
+
+/// The same at another step.
+pub(crate) fn held_at(step: &str, builder: TransshipBuilder, folder: &Scratch) -> Result<Transship> {
     let gate = folder.join("gate");
-    let armed = builder.env("TRANSSHIP_FAIL_POINT", "source.round=stall").env("TRANSSHIP_FAIL_FILE", &gate);
+    let armed = builder.env("TRANSSHIP_FAIL_POINT", format!("{step}=stall")).env("TRANSSHIP_FAIL_FILE", &gate);
     let mut moving = armed.start()?;
-    wait_until("the first round", || {
+    wait_until(step, || {
         if let Some(status) = moving.process().ended()? {
             return Err(LabError(format!("the move ended early, {status}: {}", moving.stderr().tail())));
         }

@@ -38,8 +38,8 @@ impl QemuSource {
         Ok(())
     }
 
-    /// Whether a guest that was stopped still is. Of one that was looked at right before, the memory alone is: QEMU
-    /// takes too long for all the rest while a guest stands still.
+    /// Whether a guest that was stopped still is what it was when attached. Of one that was looked at right before, the
+    /// memory alone is looked at: QEMU takes too long for all the rest while a guest stands still.
     pub(super) fn look_after_stop(&mut self) -> Result<(), GuestError> {
         if self.asks_later() {
             return Ok(());
@@ -52,7 +52,7 @@ impl QemuSource {
                 .qmp
                 .ask_ahead(&questions::stopping())
                 .map_err(GuestError::from)
-                .and_then(|()| self.check_no_devices_came())
+                .and_then(|()| self.check_no_writers_came())
                 .and_then(|()| self.check_memory_unchanged()),
         };
         self.qmp.forget_answers();
@@ -94,7 +94,7 @@ impl QemuSource {
         (qmp, Allowed { balloon: own_balloon.as_ref(), back_ends, drained: *has_direct_disks })
     }
 
-    /// Looks at all processes: not while the guest stands still.
+    /// Looks at all processes: not while a guest stands still that is to run on.
     pub(super) fn check_no_writers_came(&mut self) -> Result<(), GuestError> {
         if self.allow_untracked_writers {
             return Ok(());
@@ -105,15 +105,6 @@ impl QemuSource {
         };
         let (qmp, allowed) = self.qmp_and_allowed();
         writers::refuse(qmp, others, allowed, When::Later)
-    }
-
-    /// The part of it that is quick.
-    pub(super) fn check_no_devices_came(&mut self) -> Result<(), GuestError> {
-        if self.allow_untracked_writers {
-            return Ok(());
-        }
-        let (qmp, allowed) = self.qmp_and_allowed();
-        writers::refuse_devices(qmp, allowed, When::Later)
     }
 
     pub(super) fn check_balloon(&mut self) -> Result<(), GuestError> {
