@@ -90,7 +90,7 @@ impl Measured for ZeroPages {
         let kinds = ["untouched", "zero", "random", "mixed"].map(|kind| job(kind, kind, &[]).memory(plan));
         let warm = job("warm", "random", &["--memory", "warm"]).memory(plan);
         // As a QEMU has it that is started without a thought of its memory.
-        let private = job("private", "random,mixed", &["--backend", "ram"]);
+        let private = job("private", "zero,random,mixed", &["--backend", "ram"]);
         kinds.into_iter().chain([warm, private]).collect()
     }
 }
