@@ -65,13 +65,9 @@ impl Taken {
     /// What a process that reads the guest's memory is left with, and nothing else: where much of it is private, the
     /// VMM's number to read it by, which takes a quarter of the time of a descriptor of its memory.
     pub(crate) fn left_to_read(&self) -> Left<'static> {
-        let private: PageCount = self
-            .guest
-            .memory()
-            .regions()
-            .iter()
-            .filter(|region| region.is_private())
-            .fold(PageCount::ZERO, |sum, region| sum + region.pages());
+        let memory = self.guest.memory();
+        let private: PageCount =
+            memory.regions().iter().filter(|region| region.is_private()).map(|region| region.pages()).sum();
         match self.guest.process() {
             Some(process) if private >= MUCH => Left::MemoryOf(process),
             _ => Left::Nothing,

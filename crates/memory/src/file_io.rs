@@ -40,7 +40,7 @@ use self::{
     request::{Body, Direction, Request, RequestFailure},
     uring::Ring,
 };
-use crate::{ByteRange, Error, Flaw, GuestMemory, PageCount, PageRange, Region, WindowPages, WindowRead, read::Parts};
+use crate::{ByteRange, Error, Flaw, GuestMemory, PageCount, PageRange, Region, WindowRead, read::Parts};
 
 /// Pages of one request at most: 1 MiB. With less the disk above is slower, by half at 128 KiB; with more not faster.
 const REQUEST_PAGES: PageCount = PageCount::within(1 << 20);
@@ -145,17 +145,14 @@ impl FileQueue {
     /// # Errors
     /// As there.
     pub fn write_window(&mut self, region: usize, read: &WindowRead<'_>, offset: u64) -> Result<(), Error> {
-        for run in read.present().runs() {
-            let at = offset.saturating_add(run.first.offset());
+        let present = read.present();
+        for (run, place) in present.runs().zip(read.places(present)) {
             self.region(region)?.check(run)?;
-            match read.parts() {
-                Parts::Mapped(_) => self.ask(Direction::Write, region, run, at, None)?,
-                Parts::Copied(bytes) => {
-                    let mut places = read.places(WindowPages::within(run, read.present().first));
-                    let bytes = places.next().map_or(&[][..], |place| &bytes[place]);
-                    self.ask(Direction::Write, region, run, at, Some(bytes))?;
-                }
-            }
+            let copied = match read.parts() {
+                Parts::Mapped(_) => None,
+                Parts::Copied(bytes) => Some(&bytes[place]),
+            };
+            self.ask(Direction::Write, region, run, offset.saturating_add(run.first.offset()), copied)?;
         }
         Ok(())
     }

@@ -49,15 +49,18 @@ fn image(folder: &Scratch) -> Result<PathBuf> {
     Ok(path)
 }
 
+/// Past the page cache.
+fn add_late_disk(qemu: &Qemu, disk: &Path) -> Result<()> {
+    let cache = json!({ "direct": true });
+    let node = json!({"driver": "file", "node-name": "late", "filename": disk, "cache": cache});
+    qemu.qmp("blockdev-add", node).map(drop)
+}
+
 #[test]
 fn a_disk_past_the_page_cache_that_comes_meanwhile_is_named() -> Result<()> {
     let folder = Scratch::within(Path::new("/var/tmp"))?;
     let disk = image(&folder)?;
-    let refusal = refused_after(Qemu::firmware().memory(64), |qemu| {
-        let cache = json!({ "direct": true });
-        qemu.qmp("blockdev-add", json!({"driver": "file", "node-name": "late", "filename": disk, "cache": cache}))?;
-        Ok(())
-    })?;
+    let refusal = refused_after(Qemu::firmware().memory(64), |qemu| add_late_disk(qemu, &disk))?;
     assert_came(&refusal, "disk late with cache.direct=on");
     Ok(())
 }
@@ -215,11 +218,7 @@ fn what_comes_to_a_guest_that_stands_still_is_named_too() -> Result<()> {
     let folder = Scratch::within(Path::new("/var/tmp"))?;
     let (disk, mut second) = (image(&folder)?, None);
     let standing = || Qemu::firmware().memory(64).args(["-S"]);
-    let refusal = refused_at("source.stopped", standing(), "prelaunch", |qemu| {
-        let cache = json!({ "direct": true });
-        qemu.qmp("blockdev-add", json!({"driver": "file", "node-name": "late", "filename": disk, "cache": cache}))?;
-        Ok(())
-    })?;
+    let refusal = refused_at("source.stopped", standing(), "prelaunch", |qemu| add_late_disk(qemu, &disk))?;
     assert_came(&refusal, "disk late with cache.direct=on");
     let refusal = refused_at("source.stopped", standing(), "prelaunch", |qemu| {
         second = Some(sharing_memory_of(qemu)?);
