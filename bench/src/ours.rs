@@ -124,7 +124,7 @@ fn ran(pair: &Pair<'_>, transfer: impl FnOnce(&Ends<'_>) -> Result<Moved, String
         downtime_ms: moved.number("/downtime_ms")?,
         rounds_ms: rounds_ms(&moved.report)?,
         pages_read: (moved.number("/pages/normal")? + moved.number("/pages/zero")?) as u64,
-        wire_bytes: moved.number("/bytes/wire")? as u64,
+        wire_bytes: carried_bytes(&moved.report)?,
         cpu: Cpu {
             qemu: after.less(before),
             transship: Sides { source: used.source.cpu_seconds, destination: used.destination.cpu_seconds },
@@ -140,6 +140,11 @@ fn ran(pair: &Pair<'_>, transfer: impl FnOnce(&Ends<'_>) -> Result<Moved, String
 fn rounds_ms(report: &Value) -> Result<f64, String> {
     let rounds = report["rounds"].as_array().ok_or_else(|| format!("transship's report has no rounds: {report}"))?;
     rounds.iter().map(|round| number(round, "/ms")).sum()
+}
+
+/// What the destination got, over connections or by reading it itself.
+pub(crate) fn carried_bytes(report: &Value) -> Result<u64, String> {
+    Ok((number(report, "/bytes/wire")? + number(report, "/bytes/lent")?) as u64)
 }
 
 /// A number of a report, by its JSON pointer.

@@ -71,6 +71,11 @@ pub struct ZeroPages {
     /// is made to read all of it once, before the time is taken.
     #[arg(long)]
     pub cold: bool,
+    /// Have transship send all pages, as it does to another host
+    ///
+    /// By default a destination on the same host reads them itself (`move --no-lending`).
+    #[arg(long)]
+    pub no_lending: bool,
 }
 
 impl Measured for ZeroPages {
@@ -91,7 +96,9 @@ impl Measured for ZeroPages {
         let warm = job("warm", "random", &["--memory", "warm"]).memory(plan);
         // As a QEMU has it that is started without a thought of its memory.
         let private = job("private", "zero,random,mixed", &["--backend", "ram"]);
-        kinds.into_iter().chain([warm, private]).collect()
+        let sent = |part, kinds, memory| job(part, kinds, &["--no-lending", "--memory", memory]).memory(plan);
+        let sent = [sent("sent", "zero,random,mixed", "fresh"), sent("sent-warm", "random", "warm")];
+        kinds.into_iter().chain([warm, private]).chain(sent).collect()
     }
 }
 
@@ -104,7 +111,7 @@ fn run(table: &ZeroPages) -> Result<(), String> {
         qemu: String::new(),
         guest_bytes: table.mem,
         huge_pages: table.memory().backend == MemoryKind::Huge,
-        memory: table.memory().title(),
+        memory: table.title(),
         guest_running: table.running,
         cold: table.cold,
         runs: table.runs,
@@ -128,6 +135,12 @@ impl ZeroPages {
     fn memory(&self) -> GuestMemory {
         let backend = if self.huge.is_some() { MemoryKind::Huge } else { self.guest.backend };
         GuestMemory { backend, ..self.guest }
+    }
+
+    /// For the column of a table.
+    fn title(&self) -> String {
+        let sent = if self.no_lending { ", sent" } else { "" };
+        format!("{}{sent}", self.memory().title())
     }
 }
 
@@ -160,7 +173,7 @@ fn measure(table: &ZeroPages, base: &Path, results: &mut Results) -> Result<(), 
         for &mode in &modes {
             let row = Row { content, mode, guest_bytes: table.mem, ours: Vec::new(), qemu: Vec::new() };
             results.rows.push(row);
-            let measured = in_turns(&recipe, &memory, table.runs, results);
+            let measured = in_turns(&recipe, &memory, (table.runs, table.no_lending), results);
             // A row is shown only with both.
             if results.rows.last().is_some_and(|row| row.qemu.is_empty()) {
                 results.rows.pop();
@@ -172,7 +185,12 @@ fn measure(table: &ZeroPages, base: &Path, results: &mut Results) -> Result<(), 
 }
 
 /// Ours, QEMU's, QEMU's, ours, … into the last row.
-fn in_turns(recipe: &Recipe<'_>, memory: &SourceMemory, runs: u32, results: &mut Results) -> Result<(), String> {
+fn in_turns(
+    recipe: &Recipe<'_>,
+    memory: &SourceMemory,
+    (runs, no_lending): (u32, bool),
+    results: &mut Results,
+) -> Result<(), String> {
     let row = results.rows.last_mut().ok_or("no row to measure")?;
     let (title, mode) = (row.content.title(), row.mode);
     for run in 1..=runs {
@@ -185,7 +203,9 @@ fn in_turns(recipe: &Recipe<'_>, memory: &SourceMemory, runs: u32, results: &mut
                 results.qemu = stock::version(&pair.source)?;
             }
             if side == 0 {
-                let moved = ours::run(&pair, &mode.our_arguments()).map_err(at)?;
+                let lending = no_lending.then(|| "--no-lending".to_owned());
+                let arguments: Vec<_> = mode.our_arguments().into_iter().chain(lending).collect();
+                let moved = ours::run(&pair, &arguments).map_err(at)?;
                 row.ours.push(OurRun { equal: pair.compared(compare).map_err(at)?, ..moved });
             } else {
                 let moved = stock::run(&pair, mode.qemu_parameters()).map_err(at)?;
@@ -219,7 +239,7 @@ fn shared_row(table: &ZeroPages, row: &Row, base: &Path) -> Result<rows::Row, St
     };
     let (ours, qemu) = (row.ours.iter().map(|run| run.ms).collect(), row.qemu.iter().map(|run| run.ms).collect());
     let cold = if table.cold { ", source cold" } else { "" };
-    let memory = format!("{}{cold}", table.memory().title());
+    let memory = format!("{}{cold}", table.title());
     let title = format!("{}, {}", row.content.title(), row.mode.title());
     let cpu = |seconds: f64| format!("{} s", units::short(seconds));
     Ok(rows::Row::of(title, memory, ours, qemu)

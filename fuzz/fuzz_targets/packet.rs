@@ -31,6 +31,10 @@ fn check_bounds(packet: &Packet) {
         }
         Packet::Hole { region, first, count, .. } => (region, first, count),
         Packet::RoundEnd { .. } => return,
+        Packet::Lent { region, first, wanted, zero, .. } => {
+            assert_eq!(wanted & zero, 0);
+            (region, first, PAGES_PER_PACKET)
+        }
     };
     assert!(usize::from(region) < MAX_REGIONS);
     let end = first.checked_add(count).and_then(|end| end.checked_mul(PAGE_BYTES as u64));

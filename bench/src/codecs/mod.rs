@@ -253,6 +253,7 @@ fn once(pair: &Pair<'_>, series: &Series, encoders: Option<u8>) -> Result<Run, S
         Side::Ours | Side::OldModel | Side::Disk => {
             let mut arguments =
                 ["--channels", &channels.to_string(), "--compress", method.name()].map(str::to_owned).to_vec();
+            arguments.push("--no-lending".to_owned()); // what is measured goes over connections
             arguments.extend(encoders.iter().flat_map(|encoders| ["--encoders".to_owned(), encoders.to_string()]));
             ours::run(pair, &arguments).map(Run::from)
         }

@@ -13,7 +13,7 @@ pub(super) fn run(source: &QemuWithBalloon, destination: &QemuWithBalloon, chann
         process_ms: Some(moved.used.source.ended_after.as_secs_f64() * 1e3),
         first_round_ms: Some(moved.number("/rounds/0/ms")?),
         downtime_ms: moved.number("/downtime_ms")?,
-        wire_bytes: moved.number("/bytes/wire")? as u64,
+        wire_bytes: ours::carried_bytes(&moved.report)?,
         rounds: rounds as u64,
         named_pages: Some(moved.number("/pages/free")? as u64),
         ..Run::default()

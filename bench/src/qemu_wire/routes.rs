@@ -105,7 +105,7 @@ fn ours_to_qemu(pair: &Pair<'_>, wire: Wire) -> Result<Run, String> {
     let report = finished.report().map_err(text)?;
     Ok(Run {
         ms: ours::number(&report, "/total_ms")?,
-        wire_bytes: ours::number(&report, "/bytes/wire")? as u64,
+        wire_bytes: ours::carried_bytes(&report)?,
         cpu: Cpu { qemu, transship: Sides { source: used.cpu_seconds, destination: 0.0 } },
         equal: None,
     })

@@ -128,6 +128,17 @@ mod tests {
         }
     }
 
+    /// Over a socket they did not go.
+    #[test]
+    fn bytes_that_were_lent_are_told_where_there_are_any() {
+        let bytes = ByteCounts { guest: 4 << 30, wire: 70_000, ..Default::default() };
+        let mut report = Report { status: Status::Completed, bytes, ..Default::default() };
+        assert!(!table(&report).contains("lent"), "{}", table(&report));
+        report.bytes.lent = 3 << 30;
+        let line = "68 KiB on the wire, 3.0 GiB read by the destination from memory that it was lent\n";
+        assert!(table(&report).contains(line), "{}", table(&report));
+    }
+
     /// Some device was not at rest.
     #[test]
     fn pages_that_were_written_after_the_last_round_are_told_where_there_are_any() {

@@ -37,6 +37,11 @@ impl Control {
         Ok(Self { connection, peer, next_id: 1, incoming })
     }
 
+    /// The user at the other end: [`Connection::user`].
+    pub(crate) fn user(&self) -> Option<u32> {
+        self.connection.user()
+    }
+
     pub(crate) fn send(&mut self, message: &Message) -> Result<(), Error> {
         let bytes = message.encode(self.next_id);
         self.next_id += 1;

@@ -42,7 +42,7 @@ pub(crate) fn finish(
     report.set_error(result.as_ref().err());
     let seconds = begin.elapsed().as_secs_f64();
     report.total_ms = seconds * 1e3;
-    report.throughput = report.bytes.wire as f64 / seconds;
+    report.throughput = (report.bytes.wire + report.bytes.lent) as f64 / seconds;
     report.cpu.total = cpu::process_seconds();
     report.cpu.main = cpu::thread_seconds();
     if result.is_ok() {

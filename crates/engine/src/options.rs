@@ -135,6 +135,8 @@ pub struct MoveOptions {
     pub verify: bool,
     /// When the guest runs at the destination, and the rest of its pages follow; none: never.
     pub post_copy: Option<PostCopyAfter>,
+    /// A destination on this host may read the memory itself if it is root's or this user's; none: nobody's may.
+    pub lend_to: Option<u32>,
     /// What a stock QEMU could be asked as well.
     pub terms: MoveTerms,
 }
@@ -146,6 +148,7 @@ impl Default for MoveOptions {
             compress: Compress::default(),
             verify: false,
             post_copy: None,
+            lend_to: None,
             terms: MoveTerms::default(),
         }
     }

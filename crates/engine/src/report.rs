@@ -38,8 +38,10 @@ pub struct RoundReport {
     pub hole: u64,
     /// Pages that the guest said are free.
     pub free: u64,
-    /// Bytes put on the wire.
+    /// Bytes that went to the destination.
     pub bytes: u64,
+    /// Those of them that the destination read itself, from memory that it was lent.
+    pub lent: u64,
     /// How long it took, until the destination had everything in place.
     pub ms: f64,
     /// Pages written a second while the round ran.
@@ -145,6 +147,8 @@ pub struct ByteCounts {
     pub encoder_out: u64,
     /// Put on, or taken from, all connections together.
     pub wire: u64,
+    /// Pages that the destination read itself, from memory that it was lent.
+    pub lent: u64,
 }
 
 /// CPU seconds of this process by role.
@@ -379,7 +383,8 @@ impl Report {
         self.pages.hole += round.hole;
         self.pages.free += round.free;
         self.pages.resent += resent.get();
-        self.bytes.wire += round.bytes;
+        self.bytes.wire += round.bytes - round.lent;
+        self.bytes.lent += round.lent;
         self.rounds.push(round);
     }
 }

@@ -42,8 +42,9 @@ pub(crate) trait Link {
     /// Sends a round. Returns the pages that were left out because they have become holes.
     fn send(&mut self, work: &RoundWork<'_>, free: &mut FreePages) -> Result<(Sent, Vec<RegionPages>), Error>;
 
-    /// Waits until the destination has all of the round in place.
-    fn confirm(&mut self, round: u32, sent: &Sent, patience: Duration) -> Result<(), Error>;
+    /// Waits until the destination has all of the round in place. What was sent is then known exactly: of pages that it
+    /// reads itself, only the destination knows which are zero.
+    fn confirm(&mut self, round: u32, sent: &mut Sent, patience: Duration) -> Result<(), Error>;
 
     /// An error if the destination has spoken, or has gone: nothing is expected from it between two rounds.
     fn check_silence(&mut self) -> Result<(), Error>;
@@ -276,9 +277,9 @@ impl Rounds {
         let (pending, tracker, since) = self.scanner.pending_and_tracker();
         let work = RoundWork { round: self.number, pending, freeing: self.freeing };
         let mut send = || {
-            let (sent, new_holes) = link.send(&work, &mut self.free)?;
+            let (mut sent, new_holes) = link.send(&work, &mut self.free)?;
             reach(link, "round-sent")?;
-            link.confirm(work.round, &sent, patience)?;
+            link.confirm(work.round, &mut sent, patience)?;
             Ok::<_, Error>((sent, new_holes))
         };
         let (sent, new_holes) = match &mut self.looks {
@@ -302,6 +303,7 @@ impl Rounds {
         round.hole += new_holes.iter().map(|place| place.pages.count).sum::<PageCount>().get();
         self.scanner.not_sent(new_holes);
         round.bytes = sent.bytes;
+        round.lent = sent.lent.bytes();
         round.ms = begin.elapsed().as_secs_f64() * 1e3;
         report.cpu.channels += sent.cpu_seconds;
         link.report(report);

@@ -1,4 +1,5 @@
 //! Where the bytes go: `tcp:host:port` and `unix:path`, encrypted or in clear.
+mod descriptors;
 mod dial;
 mod listener;
 mod secured;

@@ -25,6 +25,7 @@ mod file_io;
 mod given_back;
 mod holes;
 mod huge_holes;
+mod lent;
 #[allow(unsafe_code)]
 mod make;
 #[allow(unsafe_code)]
@@ -70,6 +71,7 @@ pub use fault::Fault;
 pub use file_io::{FileIo, FileQueue, PageBuffer, Turns, Writeback};
 pub use given_back::Note;
 pub use holes::{Freeing, Holes};
+pub use lent::{Lent, LentFile};
 pub use missing::Missing;
 pub use number::PageNumber;
 pub use pages::{PAGE, PAGE_BYTES, PageRange, PageSet, WINDOW_PAGES};

@@ -33,7 +33,7 @@ impl WindowBuffer {
         &self.room[..self.filled]
     }
 
-    fn room(&mut self) -> &mut [u8] {
+    pub(crate) fn room(&mut self) -> &mut [u8] {
         if self.room.is_empty() {
             self.room = vec![0; WINDOW_PAGES.buffer_bytes()];
         }
@@ -176,7 +176,7 @@ fn copy_window(private: &Private, wanted: WindowPages, look_for_zeros: bool, roo
 }
 
 /// Where some of the pages are among the bytes of all, run by run.
-fn places(all: WindowPages, some: WindowPages) -> impl Iterator<Item = Range<usize>> {
+pub(crate) fn places(all: WindowPages, some: WindowPages) -> impl Iterator<Item = Range<usize>> {
     some.runs().map(move |run| {
         let before = all.mask & low_bits(run.first.since(all.first).get());
         let start = before.count_ones() as usize * PAGE_BYTES;

@@ -35,6 +35,8 @@ pub(crate) struct Shared {
     backing: Backing,
     mapping: Mapping,
     pub(crate) keep: Keep,
+    /// The file for whoever reads it, and does not write; none: it can't be lent.
+    pub(crate) lent: Option<OwnedFd>,
     /// Held while the file is written to.
     pub(crate) writing: Mutex<()>,
 }
@@ -62,7 +64,7 @@ impl Shared {
             let _ = pagemap::own();
         }
         let (name, keep, writing) = (name.to_owned(), Keep::default(), Mutex::new(()));
-        Ok(Self { name, file, file_offset, bytes, backing, mapping, keep, writing })
+        Ok(Self { name, file, file_offset, bytes, backing, mapping, keep, lent: None, writing })
     }
 
     pub(crate) fn name(&self) -> &str {
@@ -223,6 +225,11 @@ impl Shared {
         self.backing.hugetlb
     }
 
+    /// Whether it is in the system's memory, and on no disk.
+    pub(crate) fn is_memory(&self) -> bool {
+        self.backing.is_memory()
+    }
+
     /// Whether it is memory of the system's, in its usual pages.
     pub(crate) fn is_of_memory(&self) -> bool {
         self.backing.tmpfs
@@ -262,7 +269,7 @@ impl Shared {
 
 /// What the file system backs memory with.
 #[derive(Clone, Copy)]
-struct Backing {
+pub(crate) struct Backing {
     page_bytes: u64,
     hugetlb: bool,
     /// What it has in memory is its data. On a disk a hole that somebody has read is in memory, too.
@@ -270,7 +277,7 @@ struct Backing {
 }
 
 impl Backing {
-    fn of(name: &str, file: BorrowedFd<'_>) -> Result<Self, Error> {
+    pub(crate) fn of(name: &str, file: BorrowedFd<'_>) -> Result<Self, Error> {
         const HUGETLBFS_MAGIC: u32 = 0x9584_58f6;
         const TMPFS_MAGIC: u32 = 0x0102_1994;
         let fs = rustix::fs::fstatfs(file)
@@ -279,6 +286,11 @@ impl Backing {
         let tmpfs = fs.f_type as u32 == TMPFS_MAGIC;
         let page_bytes = if hugetlb { fs.f_bsize as u64 } else { PAGE };
         Ok(Self { page_bytes, hugetlb, tmpfs })
+    }
+
+    /// Whether it is the system's memory, in pages of whatever size, and no disk.
+    pub(crate) fn is_memory(self) -> bool {
+        self.hugetlb || self.tmpfs
     }
 }
 

@@ -4,6 +4,7 @@ mod common;
 mod file_io;
 mod given_back;
 mod keep;
+mod lent;
 mod missing;
 mod possible;
 mod private;

@@ -3,7 +3,7 @@ use std::borrow::Cow;
 
 use crate::Error;
 use crate::frame::{FRAME_BYTES, Frame};
-use crate::guest::GuestDescription;
+use crate::guest::{GuestDescription, MAX_REGIONS};
 use crate::kind::{Kind, MAX_REASON_BYTES, MAX_STATE_BYTES};
 use crate::owed::{self, OwedWindow, Pages};
 use crate::reader::{Reader, Writer};
@@ -11,6 +11,10 @@ use crate::reader::{Reader, Writer};
 const FLAG: u8 = 1;
 /// In a Hello.
 const POST_COPY: u8 = 2;
+/// The same.
+const LENDS: u8 = 4;
+/// In a Lent, in the place of an offset.
+const NOT_LENT: u64 = u64::MAX;
 
 /// Why a side ends the session. The text is shown to the user as the other side's words.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -31,6 +35,8 @@ pub enum Message {
         verify: bool,
         /// Whether pages may follow after the guest: not together with `verify`.
         post_copy: bool,
+        /// Whether the source would lend its memory: not together with `post_copy`.
+        lends: bool,
         /// The guest to be moved.
         guest: GuestDescription,
     },
@@ -109,6 +115,15 @@ pub enum Message {
     Complete,
     /// 18, S to D: the guest runs, and what is named next has changed: it is not sent any more, and D is to drop it.
     Stale,
+    /// 19, D to S, in the place of `Welcome` where the source lends: the same, and D will read pages by itself.
+    Lend,
+    /// 20, S to D, the answer to `Lend`: which regions are lent. Their descriptors come with the first byte on data
+    /// connection 0.
+    Lent {
+        /// By region, 1 to [`MAX_REGIONS`]: byte of the file at which it begins, which is not 2^64 - 1; none: it is not
+        /// lent.
+        offsets: Vec<Option<u64>>,
+    },
 }
 
 impl Message {
@@ -170,13 +185,16 @@ impl Message {
             Message::Page(_) => Kind::Page,
             Message::Complete => Kind::Complete,
             Message::Stale => Kind::Stale,
+            Message::Lend => Kind::Lend,
+            Message::Lent { .. } => Kind::Lent,
         }
     }
 
     fn write_payload(&self, writer: &mut Writer) {
         match self {
-            Message::Hello { channels, verify, post_copy, guest } => {
-                let flags = if *verify { FLAG } else { 0 } | if *post_copy { POST_COPY } else { 0 };
+            Message::Hello { channels, verify, post_copy, lends, guest } => {
+                let flag = |is_set: bool, flag| if is_set { flag } else { 0 };
+                let flags = flag(*verify, FLAG) | flag(*post_copy, POST_COPY) | flag(*lends, LENDS);
                 writer.put([*channels, flags]);
                 guest.write(writer);
             }
@@ -202,12 +220,20 @@ impl Message {
             }
             Message::Want { region, page } => owed::write_place(writer, *region, *page),
             Message::Page(pages) => owed::write_pages(writer, pages),
+            Message::Lent { offsets } => {
+                // Too many become so many as no reader takes.
+                writer.put(u16::try_from(offsets.len()).unwrap_or(u16::MAX).to_le_bytes());
+                offsets.iter().for_each(|offset| {
+                    writer.put(offset.unwrap_or(NOT_LENT).to_le_bytes());
+                });
+            }
             Message::Welcome
             | Message::Loaded
             | Message::Running
             | Message::DigestWanted
             | Message::Complete
-            | Message::Stale => {}
+            | Message::Stale
+            | Message::Lend => {}
         }
     }
 }
@@ -231,6 +257,8 @@ fn read_payload(kind: Kind, payload: &[u8], reader: &mut Reader<'_>) -> Result<M
         Kind::DigestWanted => Message::DigestWanted,
         Kind::Complete => Message::Complete,
         Kind::Stale => Message::Stale,
+        Kind::Lend => Message::Lend,
+        Kind::Lent => read_lent(reader)?,
         Kind::Owed => {
             let (region, windows) = owed::read_owed(reader)?;
             Message::Owed { region, windows }
@@ -255,15 +283,27 @@ fn read_hello(reader: &mut Reader<'_>) -> Result<Message, Error> {
         return Err(reader.invalid("Hello channels", 0, "a move needs at least one channel"));
     }
     let flags = reader.u8("Hello flags")?;
-    let (verify, post_copy) = (flags & FLAG != 0, flags & POST_COPY != 0);
-    if flags & !(FLAG | POST_COPY) != 0 {
+    let (verify, post_copy, lends) = (flags & FLAG != 0, flags & POST_COPY != 0, flags & LENDS != 0);
+    if flags & !(FLAG | POST_COPY | LENDS) != 0 {
         return Err(reader.invalid("Hello flags", flags.into(), "reserved bits must be zero"));
     }
     if verify && post_copy {
         return Err(reader.invalid("Hello flags", flags.into(), "memory that follows later can't be compared before"));
     }
+    if lends && post_copy {
+        return Err(reader.invalid("Hello flags", flags.into(), "memory that follows later is not lent"));
+    }
     let guest = GuestDescription::read(reader)?;
-    Ok(Message::Hello { channels, verify, post_copy, guest })
+    Ok(Message::Hello { channels, verify, post_copy, lends, guest })
+}
+
+fn read_lent(reader: &mut Reader<'_>) -> Result<Message, Error> {
+    let count = reader.u16("Lent regions")?;
+    if !(1..=MAX_REGIONS).contains(&usize::from(count)) {
+        return Err(reader.invalid("Lent regions", count.into(), "a guest has 1 to 1024"));
+    }
+    let offset = |_| Ok(Some(reader.u64("Lent offset")?).filter(|&offset| offset != NOT_LENT));
+    Ok(Message::Lent { offsets: (0..count).map(offset).collect::<Result<_, Error>>()? })
 }
 
 fn read_state(count: usize, reader: &mut Reader<'_>) -> Result<Message, Error> {

@@ -1,7 +1,7 @@
 //! Which messages there are, and how long each may be.
 use std::ops::RangeInclusive;
 
-use crate::guest::GuestDescription;
+use crate::guest::{GuestDescription, MAX_REGIONS};
 use crate::owed;
 
 /// The longest piece of device state in one message. Large enough that framing costs nothing, small enough to buffer.
@@ -16,6 +16,9 @@ const _: () = assert!(MAX_STATE_BYTES <= MAX_MESSAGE_BYTES);
 const _: () = assert!(*owed::OWED_BYTES.end() <= MAX_MESSAGE_BYTES && *owed::PAGE_SIZES.end() <= MAX_MESSAGE_BYTES);
 /// Of a Hello, what is not the description of the guest.
 const HELLO_FIXED_BYTES: usize = 2;
+
+/// Of a Lent: how many regions, and a place for each.
+const LENT_BYTES: RangeInclusive<usize> = 2 + 8..=2 + 8 * MAX_REGIONS;
 
 /// The numbers of the messages, and what their payloads may measure.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -39,6 +42,8 @@ pub(crate) enum Kind {
     Page = 16,
     Complete = 17,
     Stale = 18,
+    Lend = 19,
+    Lent = 20,
 }
 
 impl Kind {
@@ -62,6 +67,8 @@ impl Kind {
             16 => Kind::Page,
             17 => Kind::Complete,
             18 => Kind::Stale,
+            19 => Kind::Lend,
+            20 => Kind::Lent,
             _ => return None,
         })
     }
@@ -70,7 +77,13 @@ impl Kind {
     pub(crate) fn payload_sizes(self) -> RangeInclusive<usize> {
         match self {
             Kind::Hello => HELLO_FIXED_BYTES + GuestDescription::BYTES_MIN..=MAX_MESSAGE_BYTES,
-            Kind::Welcome | Kind::Loaded | Kind::Running | Kind::DigestWanted | Kind::Complete | Kind::Stale => 0..=0,
+            Kind::Welcome
+            | Kind::Loaded
+            | Kind::Running
+            | Kind::DigestWanted
+            | Kind::Complete
+            | Kind::Stale
+            | Kind::Lend => 0..=0,
             Kind::RoundDone => 20..=20,
             Kind::Digest | Kind::DigestIs => 32..=32,
             Kind::State => 1..=MAX_STATE_BYTES,
@@ -81,6 +94,7 @@ impl Kind {
             Kind::OwedEnd => 8..=8,
             Kind::Want => 10..=10,
             Kind::Page => owed::PAGE_SIZES,
+            Kind::Lent => LENT_BYTES,
         }
     }
 
@@ -104,6 +118,8 @@ impl Kind {
             Kind::Page => "Page",
             Kind::Complete => "Complete",
             Kind::Stale => "Stale",
+            Kind::Lend => "Lend",
+            Kind::Lent => "Lent",
         }
     }
 }

@@ -12,24 +12,27 @@ const MAGIC: [u8; 4] = *b"TSPK";
 const KIND_PAGES: u8 = 1;
 const KIND_HOLE: u8 = 2;
 const KIND_ROUND_END: u8 = 3;
+const KIND_LENT: u8 = 4;
+/// Of a `Lent`, where an encoding would be.
+const LOOK_FOR_ZEROS: u8 = 1;
 const ENCODING_RAW: u8 = 0;
 /// No region has a page of this number or above, so a page's byte offset always fits in 56 bits.
 const PAGES_END: u64 = MAX_REGION_BYTES / PAGE_BYTES as u64;
 
 /// One header of a data channel.
 ///
-/// | offset | bytes | field | `Pages` (1) | `Hole` (2) | `RoundEnd` (3) |
-/// | ---: | ---: | --- | --- | --- | --- |
-/// | 0 | 4 | magic | `TSPK` | `TSPK` | `TSPK` |
-/// | 4 | 1 | kind | 1 | 2 | 3 |
-/// | 5 | 1 | encoding | 0 (raw), or a method | 0 | 0 |
-/// | 6 | 2 | region | region | region | 0 |
-/// | 8 | 4 | round | round | round | round |
-/// | 12 | 4 | payload bytes that follow | 4096 for each present page; encoded: fewer, not 0 | 0 | 0 |
-/// | 16 | 8 | first page | first, a multiple of 128 | first | 0 |
-/// | 24 | 16 | body | present mask | count u64, 8 zero bytes | packets u64, 8 zero bytes |
-/// | 40 | 16 | body | zero mask | 16 zero bytes | 16 zero bytes |
-/// | 56 | 8 | reserved | zero | zero | zero |
+/// | offset | bytes | field | `Pages` (1) | `Hole` (2) | `RoundEnd` (3) | `Lent` (4) |
+/// | ---: | ---: | --- | --- | --- | --- | --- |
+/// | 0 | 4 | magic | `TSPK` | `TSPK` | `TSPK` | `TSPK` |
+/// | 4 | 1 | kind | 1 | 2 | 3 | 4 |
+/// | 5 | 1 | encoding | 0 (raw), or a method | 0 | 0 | 1 if zero pages are looked for, else 0 |
+/// | 6 | 2 | region | region | region | 0 | region |
+/// | 8 | 4 | round | round | round | round | round |
+/// | 12 | 4 | payload bytes that follow | 4096 for each present page; encoded: fewer, not 0 | 0 | 0 | 0 |
+/// | 16 | 8 | first page | first, a multiple of 128 | first | 0 | first, a multiple of 128 |
+/// | 24 | 16 | body | present mask | count u64, 8 zero bytes | packets u64, 8 zero bytes | wanted mask |
+/// | 40 | 16 | body | zero mask | 16 zero bytes | 16 zero bytes | zero mask |
+/// | 56 | 8 | reserved | zero | zero | zero | zero |
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Packet {
     /// Pages of the window that begins at page `first`. The payload holds the present pages in ascending order.
@@ -81,6 +84,21 @@ pub enum Packet {
         /// How many packets were sent before this one in this round on this channel.
         packets: u64,
     },
+    /// As `Pages`, of a region that was lent: the destination reads the wanted pages by itself.
+    Lent {
+        /// The round whose scan found the pages.
+        round: u32,
+        /// Index of the region in the Hello.
+        region: u16,
+        /// A multiple of [`PAGES_PER_PACKET`].
+        first: u64,
+        /// Bit i: the page `first + i` is to be read.
+        wanted: u128,
+        /// Bit i: the page `first + i` reads as zero.
+        zero: u128,
+        /// Whether those that are read are looked at, and count as zero if they are.
+        look: bool,
+    },
 }
 
 impl Packet {
@@ -93,8 +111,13 @@ impl Packet {
             }
             Packet::Hole { round, region, first, count } => (KIND_HOLE, region, round, first, count.into(), 0),
             Packet::RoundEnd { round, packets } => (KIND_ROUND_END, 0, round, 0, packets.into(), 0),
+            Packet::Lent { round, region, first, wanted, zero, .. } => (KIND_LENT, region, round, first, wanted, zero),
         };
-        let encoding = if let Packet::Encoded { method, .. } = *self { method } else { ENCODING_RAW };
+        let encoding = match *self {
+            Packet::Encoded { method, .. } => method,
+            Packet::Lent { look: true, .. } => LOOK_FOR_ZEROS,
+            _ => ENCODING_RAW,
+        };
         let mut header = Header::new();
         header.put(MAGIC).put([kind, encoding]).put(region.to_le_bytes()).put(round.to_le_bytes());
         header.put(self.payload_u32().to_le_bytes()).put(first.to_le_bytes());
@@ -111,15 +134,19 @@ impl Packet {
             return Err(reader.invalid("packet magic", magic.into(), "no packet begins here"));
         }
         let kind = reader.u8("packet kind")?;
-        if !matches!(kind, KIND_PAGES | KIND_HOLE | KIND_ROUND_END) {
+        if !matches!(kind, KIND_PAGES | KIND_HOLE | KIND_ROUND_END | KIND_LENT) {
             return Err(reader.invalid("packet kind", kind.into(), "unknown"));
         }
         let encoding = reader.u8("packet encoding")?;
-        if encoding != ENCODING_RAW && kind != KIND_PAGES {
+        if kind == KIND_LENT && encoding > LOOK_FOR_ZEROS {
+            return Err(reader.invalid("packet encoding", encoding.into(), "reserved bits must be zero"));
+        }
+        if encoding != ENCODING_RAW && !matches!(kind, KIND_PAGES | KIND_LENT) {
             return Err(reader.invalid("packet encoding", encoding.into(), "only pages are encoded"));
         }
         let packet = match kind {
             KIND_PAGES => decode_pages(&mut reader, encoding),
+            KIND_LENT => decode_lent(&mut reader, encoding == LOOK_FOR_ZEROS),
             KIND_HOLE => decode_hole(&mut reader),
             _ => decode_round_end(&mut reader),
         }?;
@@ -137,7 +164,7 @@ impl Packet {
         match self {
             Packet::Pages { present, .. } => pages_payload(*present),
             Packet::Encoded { bytes, .. } => *bytes,
-            Packet::Hole { .. } | Packet::RoundEnd { .. } => 0,
+            Packet::Hole { .. } | Packet::RoundEnd { .. } | Packet::Lent { .. } => 0,
         }
     }
 }
@@ -156,10 +183,7 @@ fn decode_pages(reader: &mut Reader<'_>, encoding: u8) -> Result<Packet, Error> 
         "not between 0 and 4096 bytes for each present page"
     };
     let payload_error = reader.invalid("packet payload", payload.into(), rule);
-    let first = decode_first(reader, PAGES_PER_PACKET)?;
-    if !first.is_multiple_of(PAGES_PER_PACKET) {
-        return Err(reader.invalid("packet first page", first, "not a multiple of 128"));
-    }
+    let first = decode_window(reader)?;
     let present = reader.u128("packet present mask")?;
     let fits = match encoding {
         ENCODING_RAW => payload == pages_payload(present),
@@ -168,18 +192,21 @@ fn decode_pages(reader: &mut Reader<'_>, encoding: u8) -> Result<Packet, Error> 
     if !fits {
         return Err(payload_error);
     }
-    let zero = reader.u128("packet zero mask")?;
-    if present & zero != 0 {
-        return Err(reader.invalid("packet zero mask", zero as u64, "a page is both present and zero"));
-    }
-    // No page is both, so `^` would say the same.
-    if present | zero == 0 {
-        return Err(reader.invalid("packet zero mask", 0, "the packet names no page"));
-    }
+    let zero = decode_zero(reader, present)?;
     Ok(match encoding {
         ENCODING_RAW => Packet::Pages { round, region, first, present, zero },
         method => Packet::Encoded { round, region, first, present, zero, method, bytes: payload },
     })
+}
+
+fn decode_lent(reader: &mut Reader<'_>, look: bool) -> Result<Packet, Error> {
+    let region = decode_region(reader)?;
+    let round = reader.u32("packet round")?;
+    reader.reserved::<4>("packet payload")?;
+    let first = decode_window(reader)?;
+    let wanted = reader.u128("packet wanted mask")?;
+    let zero = decode_zero(reader, wanted)?;
+    Ok(Packet::Lent { round, region, first, wanted, zero, look })
 }
 
 fn decode_hole(reader: &mut Reader<'_>) -> Result<Packet, Error> {
@@ -206,6 +233,28 @@ fn decode_round_end(reader: &mut Reader<'_>) -> Result<Packet, Error> {
     let packets = reader.u64("packet packets")?;
     reader.reserved::<24>("packet body")?;
     Ok(Packet::RoundEnd { round, packets })
+}
+
+/// The first page of a window.
+fn decode_window(reader: &mut Reader<'_>) -> Result<u64, Error> {
+    let first = decode_first(reader, PAGES_PER_PACKET)?;
+    if !first.is_multiple_of(PAGES_PER_PACKET) {
+        return Err(reader.invalid("packet first page", first, "not a multiple of 128"));
+    }
+    Ok(first)
+}
+
+/// The zero mask of a packet with these pages.
+fn decode_zero(reader: &mut Reader<'_>, present: u128) -> Result<u128, Error> {
+    let zero = reader.u128("packet zero mask")?;
+    if present & zero != 0 {
+        return Err(reader.invalid("packet zero mask", zero as u64, "a page is both present and zero"));
+    }
+    // No page is both, so `^` would say the same.
+    if present | zero == 0 {
+        return Err(reader.invalid("packet zero mask", 0, "the packet names no page"));
+    }
+    Ok(zero)
 }
 
 fn decode_region(reader: &mut Reader<'_>) -> Result<u16, Error> {

@@ -1,6 +1,7 @@
 //! What holds for all values and for all bytes.
 use crate::common;
 use proptest::collection::{btree_set, vec};
+use proptest::option;
 use proptest::prelude::*;
 use transship_wire::*;
 
@@ -35,12 +36,15 @@ fn guest() -> impl Strategy<Value = GuestDescription> {
 
 fn message() -> impl Strategy<Value = Message> {
     prop_oneof![
-        (1u8.., 0..3, guest()).prop_map(|(channels, how, guest)| Message::Hello {
+        (1u8.., 0..5, guest()).prop_map(|(channels, how, guest)| Message::Hello {
             channels,
-            verify: how == 1,
+            verify: matches!(how, 1 | 4),
             post_copy: how == 2,
+            lends: how > 2,
             guest
         }),
+        vec(option::of(0..u64::MAX), 1..1025).prop_map(|offsets| Message::Lent { offsets }),
+        Just(Message::Lend),
         (0u16..1024, btree_set(0u64..1 << 37, 1..50), 1u128..).prop_map(|(region, windows, pages)| Message::Owed {
             region,
             windows: windows.into_iter().map(|number| OwedWindow { first: number * PAGES_PER_PACKET, pages }).collect()
@@ -94,7 +98,17 @@ fn packet() -> impl Strategy<Value = Packet> {
             let bytes = 1 + bytes % (present.count_ones() * 4096 - 1);
             Packet::Encoded { round, region, first: window * PAGES_PER_PACKET, present, zero, method, bytes }
         });
-    prop_oneof![pages, encoded, hole, end]
+    let lent = (any::<u32>(), 0u16..1024, 0u64..1 << 37, masks(), any::<bool>()).prop_map(
+        |(round, region, window, (wanted, zero), look)| Packet::Lent {
+            round,
+            region,
+            first: window * PAGES_PER_PACKET,
+            wanted,
+            zero,
+            look,
+        },
+    );
+    prop_oneof![pages, encoded, hole, end, lent]
 }
 
 /// Bytes near to good ones: good ones with a few of them changed. Pure chance would not get past a magic.

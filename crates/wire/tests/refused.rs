@@ -14,7 +14,7 @@ fn decode_preamble(bytes: &[u8]) -> Result<Preamble, Error> {
 fn hello_with(change: impl FnOnce(&mut GuestDescription)) -> Vec<u8> {
     let mut guest = guest();
     change(&mut guest);
-    Message::Hello { channels: 1, verify: false, post_copy: false, guest }.encode(1)
+    Message::Hello { channels: 1, verify: false, post_copy: false, lends: false, guest }.encode(1)
 }
 
 #[test]
@@ -56,7 +56,7 @@ fn bytes_after_a_message_are_refused() {
 #[test]
 fn frames_with_a_bad_field_are_refused() {
     let (_, _, go) = messages().swap_remove(8);
-    for kind in [0u16, 19, 0x0109, u16::MAX] {
+    for kind in [0u16, 21, 0x0109, u16::MAX] {
         assert_invalid(decode(&patched(&go, 0, &kind.to_le_bytes())), "frame kind", 0);
     }
     assert_invalid(decode(&patched(&go, 2, &[1])), "frame reserved", 2);
@@ -68,7 +68,7 @@ fn frames_with_a_bad_field_are_refused() {
 
 #[test]
 fn a_frame_is_believed_only_a_length_that_its_kind_can_have() {
-    let allowed: [(u16, usize, usize); 17] = [
+    let allowed: [(u16, usize, usize); 19] = [
         (1, 18, MAX_MESSAGE_BYTES),
         (2, 0, 0),
         (3, 20, 20),
@@ -86,6 +86,8 @@ fn a_frame_is_believed_only_a_length_that_its_kind_can_have() {
         (16, 12, 12 + MAX_PAGES_AT_ONCE * PAGE_BYTES),
         (17, 0, 0),
         (18, 0, 0),
+        (19, 0, 0),
+        (20, 10, 2 + 8 * MAX_REGIONS),
     ];
     for (kind, least, most) in allowed {
         let frame = |payload: usize| Frame { kind, payload: payload as u32, id: 1 };
@@ -104,14 +106,17 @@ fn the_largest_guest_fits_a_hello_and_nothing_larger_does() {
     let region = |i: usize| RegionDescription { name: format!("{i:0>255}"), bytes: (1 << 56) - 4096 };
     let mut guest = GuestDescription { machine: "m".repeat(255), regions: (0..MAX_REGIONS).map(region).collect() };
     assert_eq!(guest.check(), Ok(()));
-    let hello = Message::Hello { channels: 255, verify: false, post_copy: false, guest: guest.clone() };
+    let hello = Message::Hello { channels: 255, verify: false, post_copy: false, lends: false, guest: guest.clone() };
     let bytes = hello.encode(1);
     assert_eq!(bytes.len(), FRAME_BYTES + MAX_MESSAGE_BYTES);
     assert_eq!(decode(&bytes), Ok((1, hello)));
 
     guest.regions.push(region(MAX_REGIONS));
     assert_invalid(guest.check(), "region count", 0);
-    assert!(decode(&Message::Hello { channels: 255, verify: false, post_copy: false, guest }.encode(1)).is_err());
+    assert!(
+        decode(&Message::Hello { channels: 255, verify: false, post_copy: false, lends: false, guest }.encode(1))
+            .is_err()
+    );
 }
 
 #[test]
@@ -119,7 +124,9 @@ fn hellos_with_a_bad_field_are_refused() {
     let (_, _, hello) = messages().swap_remove(0);
     assert_invalid(decode(&patched(&hello, 16, &[0])), "Hello channels", 16);
     assert_invalid(decode(&patched(&hello, 17, &[3])), "Hello flags", 17);
-    assert_invalid(decode(&patched(&hello, 17, &[4])), "Hello flags", 17);
+    assert!(decode(&patched(&hello, 17, &[5])).is_ok());
+    assert_invalid(decode(&patched(&hello, 17, &[6])), "Hello flags", 17);
+    assert_invalid(decode(&patched(&hello, 17, &[8])), "Hello flags", 17);
     assert_invalid(decode(&patched(&hello, 17, &[0x81])), "Hello flags", 17);
     assert_invalid(decode(&patched(&hello, 18, &[0, 0])), "region count", 18);
     assert_invalid(decode(&patched(&hello, 18, &1025u16.to_le_bytes())), "region count", 18);
@@ -205,14 +212,14 @@ fn a_reason_is_made_fit_to_travel() {
 fn packets_with_a_bad_field_are_refused() {
     for (packet, bytes) in packets() {
         assert_invalid(decode_packet(&patched(&bytes, 0, b"QEVM")), "packet magic", 0);
-        for kind in [0, 4, 0xff] {
+        for kind in [0, 5, 0xff] {
             assert_invalid(decode_packet(&patched(&bytes, 4, &[kind])), "packet kind", 4);
         }
         let encoded = decode_packet(&patched(&bytes, 5, &[1]));
         match packet {
             // The payload of raw pages is too long for encoded ones.
             Packet::Pages { .. } => assert_invalid(encoded, "packet payload", 12),
-            Packet::Encoded { .. } => assert!(encoded.is_ok()),
+            Packet::Encoded { .. } | Packet::Lent { .. } => assert!(encoded.is_ok()),
             _ => assert_invalid(encoded, "packet encoding", 5),
         }
         for offset in 56..PACKET_BYTES {
@@ -221,10 +228,12 @@ fn packets_with_a_bad_field_are_refused() {
         if !matches!(packet, Packet::RoundEnd { .. }) {
             assert_invalid(decode_packet(&patched(&bytes, 6, &1024u16.to_le_bytes())), "packet region", 6);
         }
-        if !matches!(packet, Packet::Pages { .. } | Packet::Encoded { .. }) {
+        if matches!(packet, Packet::Hole { .. } | Packet::RoundEnd { .. }) {
             for offset in 32..56 {
                 assert_invalid(decode_packet(&patched(&bytes, offset, &[1])), "packet body", offset);
             }
+        }
+        if packet.payload_bytes() == 0 {
             assert_invalid(decode_packet(&patched(&bytes, 13, &[0x10])), "packet payload", 13);
         }
     }
@@ -274,6 +283,28 @@ fn encoded_pages_that_contradict_themselves_are_refused() {
     assert_invalid(encoded(0b11, 0, 2, 0), "packet payload", 12);
     assert_invalid(encoded(0, 0b1, 2, 1), "packet payload", 12);
     assert_invalid(encoded(0b11, 0b10, 2, 1), "packet zero mask", 40);
+}
+
+#[test]
+fn what_is_lent_is_checked() {
+    let (_, bytes) = packets().swap_remove(3);
+    let with = |offset, new: &[u8]| decode_packet(&patched(&bytes, offset, new));
+    assert_invalid(with(5, &[2]), "packet encoding", 5);
+    assert_invalid(with(16, &[0x81]), "packet first page", 16);
+    assert_invalid(with(16, &(1u64 << 44).to_le_bytes()), "packet first page", 16);
+    assert_invalid(with(40, &[1]), "packet zero mask", 40);
+    let empty = Packet::Lent { round: 0, region: 0, first: 0, wanted: 0, zero: 0, look: false };
+    assert_invalid(Packet::decode(&empty.encode()), "packet zero mask", 40);
+
+    let lent = |offsets: Vec<Option<u64>>| Message::Lent { offsets };
+    let most = lent(vec![Some(u64::MAX - 1); MAX_REGIONS]);
+    assert_eq!(decode(&most.encode(1)), Ok((1, most)));
+    assert_invalid(decode(&lent(vec![]).encode(1)), "frame payload", 4);
+    assert_invalid(decode(&lent(vec![None; MAX_REGIONS + 1]).encode(1)), "frame payload", 4);
+    let one = lent(vec![None]).encode(1);
+    assert_invalid(decode(&patched(&one, 16, &[0])), "Lent regions", 16);
+    assert_invalid(decode(&patched(&one, 16, &[1, 4])), "Lent regions", 16);
+    assert!(matches!(decode(&patched(&one, 16, &[2])), Err(Error::Truncated { field: "Lent offset", .. })));
 }
 
 #[test]

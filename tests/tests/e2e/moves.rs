@@ -3,17 +3,24 @@ use crate::ends::{assert_whole, in_the_middle, move_between, number, synthetic_p
 use rustix::process::Signal;
 use serde_json::Value;
 use transship_lab::{
-    Qemu, Result, Scratch, SlowLink, Synthetic, Transship, Workload, lines::Mark, synthetic::SyntheticState,
+    Backend, Qemu, QemuBuilder, Result, Scratch, SlowLink, Synthetic, Transship, Workload, lines::Mark,
+    synthetic::SyntheticState,
 };
 
 #[test]
 fn a_writing_synthetic_guest_arrives_whole() -> Result<()> {
-    for (content, zero_pages, channels) in
-        [("random", "channels", "1"), ("mixed", "main", "3"), ("zero", "off", "2"), ("mixed", "channels", "4")]
-    {
+    let sent = &["--no-lending"][..];
+    for (content, zero_pages, channels, lending) in [
+        ("random", "channels", "1", sent),
+        ("mixed", "main", "3", &[]),
+        ("zero", "off", "2", sent),
+        ("mixed", "channels", "4", sent),
+        ("mixed", "channels", "1", &[]),
+        ("zero", "off", "2", &[]),
+    ] {
         let guest = Synthetic::builder().memory("64M").touched("60%").content(content).write_rate("20M").hot_set("4M");
         let (source, destination) = synthetic_pair(guest)?;
-        let flags = ["--verify", "--channels", channels, "--zero-pages", zero_pages];
+        let flags = [&["--verify", "--channels", channels, "--zero-pages", zero_pages][..], lending].concat();
         let moved = move_between(&source.vm(), &destination.vm(), &flags)?;
         let report = moved.source.report()?;
         assert_eq!(report["status"], "completed");
@@ -24,7 +31,9 @@ fn a_writing_synthetic_guest_arrives_whole() -> Result<()> {
         } else if content == "mixed" {
             assert!(number(&report, "/pages/zero") > 0.0, "{report}");
         }
-        assert!(number(&report, "/bytes/wire") >= 4096.0 * number(&report, "/pages/normal"));
+        let (pages, lent) = (4096.0 * number(&report, "/pages/normal"), number(&report, "/bytes/lent"));
+        assert_eq!(lent, if lending.is_empty() { pages } else { 0.0 });
+        assert!(number(&report, "/bytes/wire") >= pages - lent);
         assert_eq!(moved.destination.report()?["status"], "completed");
         assert_whole(&destination)?;
         assert_eq!(source.state()?, SyntheticState::Stopped, "it must not run on both sides");
@@ -100,6 +109,37 @@ fn a_guest_on_two_numa_nodes_goes_on_where_it_was() -> Result<()> {
     let after = destination.next_count()?;
     assert!(after.count > before.count && after.errors == 0, "{before:?} {after:?}");
     assert_eq!(destination.sweep()?.errors, 0);
+    Ok(())
+}
+
+/// What the destination can't read itself, or is not to, is sent.
+#[test]
+fn memory_is_lent_on_one_host_unless_something_is_against_it() -> Result<()> {
+    type Kind = fn(QemuBuilder) -> QemuBuilder;
+    let moves: [(&[&str], Kind, bool); 6] = [
+        (&[], |guest| guest, true),
+        (&["--compress", "auto", "--channels", "1"], |guest| guest.backends(2), true),
+        (&["--no-lending"], |guest| guest, false),
+        (&["--bandwidth", "1GB"], |guest| guest, false),
+        (&["--compress", "zstd"], |guest| guest, false),
+        (&[], |guest| guest.backend(Backend::Ram), false),
+    ];
+    for (flags, kind, is_lent) in moves {
+        let source = kind(Qemu::multiboot()).booted()?;
+        let destination = kind(Qemu::multiboot()).incoming().start()?;
+        let moved = move_between(&source.vm(), &destination.vm(), &[&["--verify"][..], flags].concat())?;
+        let (report, theirs) = (moved.source.report()?, moved.destination.report()?);
+        let pages = 4096.0 * number(&report, "/pages/normal");
+        let lent = if is_lent { pages } else { 0.0 };
+        assert_eq!(
+            (number(&report, "/bytes/lent"), number(&theirs, "/bytes/lent")),
+            (lent, lent),
+            "{flags:?}: {report}"
+        );
+        assert!(!is_lent || number(&report, "/bytes/wire") < pages / 2.0, "{report}");
+        assert_eq!(report["verified"], true);
+        assert_eq!(destination.sweep()?.errors, 0, "{flags:?}");
+    }
     Ok(())
 }
 

@@ -168,6 +168,14 @@ pub(crate) struct MoveArgs {
     /// The hash is computed while the guest is stopped, so the downtime grows by the time needed to read all memory.
     #[arg(long)]
     pub(crate) verify: bool,
+    /// Send all pages, also on one host
+    ///
+    /// Over a unix socket in clear, a receiver that root or you have started reads the pages itself, from the files of
+    /// the guest's memory, which it gets for reading only. That copies them once and not twice. Memory that is private
+    /// or in a file on a disk is sent, and so is all of it with --bandwidth, --converge postcopy, or a --compress other
+    /// than none and auto.
+    #[arg(long, hide_short_help = true)]
+    pub(crate) no_lending: bool,
     /// The token that the receiver printed, or @FILE with it
     ///
     /// All connections are encrypted (TLS 1.3), the receiver is known to be the one that made the token, and it knows

@@ -3,6 +3,7 @@ mod recovering;
 
 use std::{sync::Arc, time::Duration};
 
+use rustix::process::geteuid;
 use transship_codec::{Backend, Method, SettingError, qatzip_backend};
 use transship_engine::{
     Caller, Compress, Error, MoveOptions, MoveTerms, PostCopyAfter, Progress, QemuSendOptions, Report, Setting,
@@ -214,6 +215,8 @@ fn to_transship(args: &MoveArgs, caller: Option<Option<Caller>>, checks: &mut Ch
         compress: compress?,
         verify: args.verify,
         post_copy: post_copy?,
+        // This process is somebody else's later.
+        lend_to: (!args.no_lending).then(|| geteuid().as_raw()),
         terms: terms?,
     })
 }

@@ -124,6 +124,7 @@ const MEMORY: &[i64] = &[
     SYS_CACHESTAT,
     libc::SYS_fadvise64,
     libc::SYS_fallocate,
+    libc::SYS_fstatfs,
     libc::SYS_ftruncate,
     libc::SYS_mincore,
     libc::SYS_pread64,
@@ -132,7 +133,7 @@ const MEMORY: &[i64] = &[
     libc::SYS_pwritev,
 ];
 
-const FILLING: &[i64] = &[libc::SYS_fstatfs, libc::SYS_memfd_create, libc::SYS_mlock, libc::SYS_readlinkat];
+const FILLING: &[i64] = &[libc::SYS_memfd_create, libc::SYS_mlock, libc::SYS_readlinkat];
 
 const EVENTS: &[i64] = &[
     libc::SYS_epoll_create1,
@@ -149,7 +150,6 @@ const FILES: &[i64] = &[
     libc::SYS_fchown,
     libc::SYS_fdatasync,
     libc::SYS_flock,
-    libc::SYS_fstatfs,
     libc::SYS_fsync,
     libc::SYS_getdents64,
     libc::SYS_mkdirat,

@@ -2,7 +2,8 @@
 use std::fmt::Write as _;
 
 use transship_engine::{
-    Error, FileReport, ForecastReport, HoldReport, ReleasedBy, Report, RoundReport, Status, TrackerName, TrackerReport,
+    ByteCounts, Error, FileReport, ForecastReport, HoldReport, ReleasedBy, Report, RoundReport, Status, TrackerName,
+    TrackerReport,
 };
 
 use crate::{
@@ -106,7 +107,12 @@ impl Rows {
     }
 
     pub(super) fn add_bytes(&mut self, report: &Report, moved: &str) {
-        self.add("bytes", format!("{} guest, {} {moved}", Bytes(report.bytes.guest), Bytes(report.bytes.wire)));
+        let ByteCounts { guest, wire, lent, .. } = report.bytes;
+        let mut text = format!("{} guest, {} {moved}", Bytes(guest), Bytes(wire));
+        if lent > 0 {
+            let _ = write!(text, ", {} read by the destination from memory that it was lent", Bytes(lent));
+        }
+        self.add("bytes", text);
     }
 
     /// The last lines of all.

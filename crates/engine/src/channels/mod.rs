@@ -98,6 +98,11 @@ impl<C: Channel> Channels<C> {
         &self.shared
     }
 
+    /// A second handle of the first connection.
+    pub(crate) fn first(&self) -> &Connection {
+        &self.lines[0]
+    }
+
     /// Second handles of the connections.
     pub(crate) fn connections(&self) -> std::io::Result<Vec<Connection>> {
         self.lines.iter().map(Connection::try_clone).collect()

@@ -26,6 +26,8 @@ pub(crate) struct Shared {
     pub(crate) at_once: PagesAtOnce,
     /// By region: pages that may go another way, too. Whoever sends one takes it out. Not set: there is no other way.
     pub(crate) unsent: OnceLock<Arc<Vec<PageMap>>>,
+    /// By region: whether the destination reads it itself. Not set: it reads nothing.
+    pub(crate) lent: OnceLock<Vec<bool>>,
 }
 
 /// How many pages that are not encoded go into the link at once, so that what is urgent does not wait behind more.
@@ -115,6 +117,9 @@ pub(crate) struct Sent {
     pub(crate) zero: PageCount,
     pub(crate) zero_sent: PageCount,
     pub(crate) resent: PageCount,
+    /// Of `normal`: pages that the destination reads itself. It may find that they are zero.
+    pub(crate) lent: PageCount,
+    /// Without those of lent pages, until the round is confirmed.
     pub(crate) bytes: u64,
     pub(crate) cpu_seconds: f64,
 }
@@ -125,8 +130,18 @@ impl Sent {
         self.zero += other.zero;
         self.zero_sent += other.zero_sent;
         self.resent += other.resent;
+        self.lent += other.lent;
         self.bytes += other.bytes;
         self.cpu_seconds += other.cpu_seconds;
+    }
+}
+
+impl Sent {
+    /// Whether a destination that reports these numbers has all of this. Of lent pages it may have found any number to
+    /// be zero.
+    pub(crate) fn is_settled_by(&self, pages: u64, zero: u64) -> bool {
+        let found = self.normal.get().checked_sub(pages).filter(|&found| found <= self.lent.get());
+        found.and_then(|found| self.zero_sent.get().checked_add(found)) == Some(zero)
     }
 }
 
@@ -166,6 +181,10 @@ impl Window {
 pub(crate) enum Body<'a> {
     Encoded(&'a Encoded),
     Plain(WindowRead<'a>),
+    /// The destination reads them itself, and looks for zero pages if it is to.
+    Lent {
+        look: bool,
+    },
 }
 
 /// The pages of a window that are not zero, encoded.
@@ -196,6 +215,7 @@ impl Shared {
             peer,
             at_once: PagesAtOnce::default(),
             unsent: OnceLock::new(),
+            lent: OnceLock::new(),
         }
     }
 
@@ -208,6 +228,34 @@ impl Shared {
     ) -> Result<WindowRead<'a>, Error> {
         let look = window.zero.is_none() && self.look_for_zeros;
         self.read_and(look, window, buffer)
+    }
+
+    /// The pages of a window that are not known to be zero, as a channel sends them if they are not encoded. Of lent
+    /// memory the destination finds the zero pages when it copies the others. Where there are hardly any others it is
+    /// quicker to look at them here, in the mapping.
+    pub(crate) fn body<'a>(&'a self, window: &mut Window, buffer: &'a mut WindowBuffer) -> Result<Body<'a>, Error> {
+        if !self.lent.get().is_some_and(|lent| lent[window.region]) {
+            return self.read(window, buffer).map(Body::Plain);
+        }
+        let look = window.zero.is_none() && self.look_for_zeros;
+        if !look || !self.seems_zero(window)? {
+            return Ok(Body::Lent { look });
+        }
+        self.read(window, buffer)?;
+        Ok(Body::Lent { look: false })
+    }
+
+    /// By two of its pages. Neither they nor the window's beginning are a power of two apart, as pages that are alike
+    /// may be.
+    fn seems_zero(&self, window: &Window) -> Result<bool, Error> {
+        const SAMPLE: u128 = 1 << 37 | 1 << 90;
+        let all = window.pages(window.wanted);
+        let sample = match all.mask & SAMPLE {
+            0 => all.lowest(PageCount::ONE),
+            some => all.with(some),
+        };
+        let region = &self.memory.regions()[window.region];
+        Ok(region.zero_mask(sample)? == sample.mask)
     }
 
     /// The zero pages of a window.
@@ -272,6 +320,20 @@ impl Shared {
         progress.zero_pages.fetch_add(found.count_ones().into(), Relaxed);
         self.dealt_with(PageCount::new(window.wanted.count_ones().into()));
         Settled { present, zero }
+    }
+
+    /// The destination has put so many pages into place. The others of those that it was lent were zero.
+    pub(crate) fn found(&self, pages: PageCount, sent: &mut Sent) {
+        let zero = sent.normal - pages;
+        sent.normal = pages;
+        sent.zero += zero;
+        sent.zero_sent += zero;
+        sent.lent -= zero;
+        sent.bytes += sent.lent.bytes();
+        let progress = &self.progress;
+        progress.normal_pages.fetch_sub(zero.get(), Relaxed);
+        progress.zero_pages.fetch_add(zero.get(), Relaxed);
+        progress.wire_bytes.fetch_sub(zero.bytes(), Relaxed);
     }
 
     /// Removes this number of pages from the rest of the round.

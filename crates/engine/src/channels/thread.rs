@@ -37,9 +37,9 @@ fn send_all(channel: &mut impl Channel, round: u32, batches: &Receiver<Batch>) -
             Batch::Pages(windows) => {
                 for window in windows {
                     shared.each_claimed(window, |mut window| {
-                        let read = shared.read(&mut window, &mut buffer)?;
+                        let body = shared.body(&mut window, &mut buffer)?;
                         let pages = shared.settle(&window, &mut sent);
-                        channel.send_window(&window, pages, Body::Plain(read), &mut sent)
+                        channel.send_window(&window, pages, body, &mut sent)
                     })?;
                 }
             }

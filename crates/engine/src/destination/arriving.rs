@@ -8,10 +8,13 @@ use std::{
     },
 };
 
-use transship_memory::{GuestMemory, PageRange, Region, WindowPages};
+use transship_memory::{GuestMemory, Lent, PageCount, PageRange, Region, WindowBuffer, WindowPages};
 
 use super::arrival::Arrival;
 use crate::{Error, Progress, intake::Intake};
+
+/// Lent pages that are read before they are written into place: they stay in a core's cache meanwhile.
+const PAGES_PER_COPY: PageCount = PageCount::new(64);
 
 /// The destination's memory, and what is known about it. Shared by all channel threads.
 pub(super) struct ArrivingMemory {
@@ -22,11 +25,13 @@ pub(super) struct ArrivingMemory {
     pub(super) progress: Arc<Progress>,
     /// The guest may run already: pages are put in its way.
     arrival: Option<Arc<Arrival>>,
+    /// What is read here and does not come.
+    pub(super) lent: Option<Lent>,
 }
 
 impl ArrivingMemory {
     pub(super) fn new(intake: Intake, progress: Arc<Progress>) -> Self {
-        Self { intake, released: AtomicU32::new(0), progress, arrival: None }
+        Self { intake, released: AtomicU32::new(0), progress, arrival: None, lent: None }
     }
 
     /// For pages that come after the guest.
@@ -85,6 +90,39 @@ impl ArrivingMemory {
     /// As [`ArrivingMemory::write`], with what comes next from a socket. Not where pages are put in a guest's way.
     pub(super) fn receive(&self, region: u16, present: WindowPages, from: BorrowedFd<'_>) -> io::Result<()> {
         self.intake.receive(region.into(), present, from)
+    }
+
+    /// Whether a region was lent.
+    pub(super) fn is_lent(&self, region: u16) -> bool {
+        self.lent.as_ref().is_some_and(|lent| lent.has(region.into()))
+    }
+
+    /// Copies pages of a window that were lent into place, but for those that are zero if they are looked for: which
+    /// these are. The caller has checked the region.
+    ///
+    /// # Errors
+    /// [`Lent::read_window`]; memory that can't be had, as a [`transship_memory::Error`] inside.
+    pub(super) fn copy_lent(
+        &self,
+        region: u16,
+        wanted: WindowPages,
+        look: bool,
+        buffer: &mut WindowBuffer,
+    ) -> io::Result<u128> {
+        let lent = self.lent.as_ref().ok_or(io::ErrorKind::NotFound)?;
+        let (mut zero, mut left) = (0, wanted);
+        while !left.is_empty() {
+            let piece = left.lowest(PAGES_PER_COPY);
+            let write = |pages, bytes: &[u8]| self.intake.write(region.into(), pages, bytes).map_err(io::Error::other);
+            zero |= lent.read_window(region.into(), piece, look, buffer, write)?;
+            left = left.without(piece.mask);
+        }
+        let progress = &self.progress;
+        let (found, kept) = (wanted.with(zero).count(), wanted.without(zero));
+        progress.normal_pages.fetch_add(kept.count().get(), Ordering::Relaxed);
+        progress.zero_pages.fetch_add(found.get(), Ordering::Relaxed);
+        progress.wire_bytes.fetch_add(kept.bytes(), Ordering::Relaxed);
+        Ok(zero)
     }
 
     /// Makes pages read as zero; those that never had content do already.

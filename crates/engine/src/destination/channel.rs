@@ -12,8 +12,8 @@ use transship_wire::{PACKET_BYTES, Packet};
 
 use super::{
     arriving::ArrivingMemory,
-    decoding::{Job, Lane, Origin, Unpacker},
-    event::ChannelEvent,
+    decoding::{Job, Lane, Origin, Pages, Unpacker},
+    event::{Arrived, ChannelEvent},
 };
 use crate::{Error, Progress, Rule, cpu, transport::Connection};
 
@@ -93,15 +93,24 @@ struct PageReceiver {
 #[derive(Default)]
 struct Received {
     packets: u64,
-    pages: u64,
-    zero: u64,
-    bytes: u64,
+    arrived: Arrived,
+    /// Of the pages that were lent: those that turned out to be zero. They count as pages until the round ends.
+    found: u64,
 }
 
 impl Received {
+    /// What came when all of it is in place.
+    fn settled(self) -> Arrived {
+        let Self { mut arrived, found, .. } = self;
+        arrived.pages -= found;
+        arrived.zero += found;
+        arrived.lent -= PageCount::new(found).bytes();
+        arrived
+    }
+
     fn count(&mut self, present: u128, zero: u128, progress: &Progress) {
-        self.pages += u64::from(present.count_ones());
-        self.zero += u64::from(zero.count_ones());
+        self.arrived.pages += u64::from(present.count_ones());
+        self.arrived.zero += u64::from(zero.count_ones());
         progress.normal_pages.fetch_add(present.count_ones().into(), Relaxed);
         progress.zero_pages.fetch_add(zero.count_ones().into(), Relaxed);
     }
@@ -112,10 +121,11 @@ impl PageReceiver {
         let mut cpu_before = cpu::thread_seconds();
         for round in 0.. {
             let event = match self.receive_round(round) {
-                Ok(Received { pages, zero, bytes, .. }) => {
+                Ok(received) => {
+                    let arrived = received.settled();
                     let cpu_now = cpu::thread_seconds();
                     let cpu_seconds = cpu_now - std::mem::replace(&mut cpu_before, cpu_now);
-                    ChannelEvent::RoundEnd { round, pages, zero, bytes, cpu_seconds }
+                    ChannelEvent::RoundEnd { round, arrived, cpu_seconds }
                 }
                 Err(error) => ChannelEvent::Failed(error),
             };
@@ -133,8 +143,9 @@ impl PageReceiver {
             let mut head = [0; PACKET_BYTES];
             self.fill(&mut head)?;
             let packet = Packet::decode(&head).map_err(|source| Error::Wire { peer: self.peer.clone(), source })?;
-            received.bytes += (PACKET_BYTES + packet.payload_bytes()) as u64;
-            self.arriving.progress.wire_bytes.fetch_add((PACKET_BYTES + packet.payload_bytes()) as u64, Relaxed);
+            let bytes = (PACKET_BYTES + packet.payload_bytes()) as u64;
+            received.arrived.bytes += bytes;
+            self.arriving.progress.wire_bytes.fetch_add(bytes, Relaxed);
             self.check_round(round, &packet)?;
             match packet {
                 Packet::Pages { region, first, present, zero, .. } => {
@@ -153,17 +164,30 @@ impl PageReceiver {
                     let mut encoded = self.lane.buffer();
                     encoded.resize(bytes as usize, 0); // bounded by the header
                     self.fill(&mut encoded)?;
-                    self.unpack(Job { region, first, present, zero, method, encoded, packet })?;
+                    self.unpack(Job { region, first, present, zero, pages: Pages::Encoded(method, encoded), packet })?;
                     received.count(present, zero, &self.arriving.progress);
                 }
                 Packet::Hole { region, first, count, .. } => {
                     let pages = PageRange::new(first, count);
                     self.arriving.check(region, pages).map_err(|what| self.broke(Rule::Bounds, &what))?;
                     self.arriving.clear_range(region, pages)?;
-                    received.zero += count;
+                    received.arrived.zero += count;
+                }
+                Packet::Lent { region, first, wanted, zero, look, .. } => {
+                    let named = WindowPages::new(first, wanted | zero);
+                    self.arriving.check(region, named.reach()).map_err(|what| self.broke(Rule::Bounds, &what))?;
+                    if !self.arriving.is_lent(region) {
+                        let what = format!("named pages of region {region}, which was not lent");
+                        return Err(self.broke(Rule::Bounds, &what));
+                    }
+                    let (pages, packet) = (Pages::Lent { look }, received.packets);
+                    received.found += self.unpack(Job { region, first, present: wanted, zero, pages, packet })?;
+                    received.count(0, zero, &self.arriving.progress); // of the others whoever reads them
+                    received.arrived.pages += named.with(wanted).count().get();
+                    received.arrived.lent += named.with(wanted).bytes();
                 }
                 Packet::RoundEnd { packets, .. } if packets == received.packets => {
-                    self.lane.wait()?;
+                    received.found += self.lane.wait()?;
                     return Ok(received);
                 }
                 Packet::RoundEnd { packets, .. } => {
@@ -183,7 +207,8 @@ impl PageReceiver {
         let (Packet::Pages { round, .. }
         | Packet::Encoded { round, .. }
         | Packet::Hole { round, .. }
-        | Packet::RoundEnd { round, .. }) = *packet;
+        | Packet::RoundEnd { round, .. }
+        | Packet::Lent { round, .. }) = *packet;
         if round != expected {
             return Err(self.broke(Rule::Order, &format!("sent a packet of round {round} in round {expected}")));
         }
@@ -199,11 +224,13 @@ impl PageReceiver {
             .ok_or_else(|| self.broke(Rule::Encoding, &format!("sent packet {packet} in unknown encoding {number}")))
     }
 
-    /// By a decoder, or right here if all are busy.
-    fn unpack(&mut self, job: Job) -> Result<(), Error> {
-        let Err(job) = self.lane.try_hand_over(job) else { return Ok(()) };
+    /// By a decoder, or right here if all are busy. How many pages were found to be zero here.
+    fn unpack(&mut self, job: Job) -> Result<u64, Error> {
+        let Err(job) = self.lane.try_hand_over(job) else { return Ok(0) };
         let unpacked = self.unpacker.unpack(&job, &self.arriving, &self.origin());
-        self.lane.give_back(job.encoded);
+        if let Pages::Encoded(_, bytes) = job.pages {
+            self.lane.give_back(bytes);
+        }
         unpacked
     }
 

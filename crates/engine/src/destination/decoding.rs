@@ -1,25 +1,31 @@
 //! Decoders beside the channels of a destination.
 //!
-//! The source's model turned round: a channel hands encoded packets to decoders through a bounded ring to each, looks
-//! at all of them for a free place, and when there is none decodes by itself, so it never waits for one. A decoder puts
-//! the pages into place; nothing comes back but the count of what is done. Nobody takes a lock on the way of a page.
+//! The source's model turned round: a channel hands packets to decoders through a bounded ring to each, looks at all of
+//! them for a free place, and when there is none decodes by itself, so it never waits for one. A decoder puts the pages
+//! into place; nothing comes back but the count of what is done. Nobody takes a lock on the way of a page.
+//!
+//! A packet of lent pages takes the same way. It is a few bytes on a channel, so one channel may have many of them
+//! while another has none, and there may be fewer channels than cores.
 use std::{
     collections::HashMap,
+    io,
     sync::{
         Arc,
-        atomic::{AtomicBool, AtomicUsize, Ordering::AcqRel, Ordering::Acquire, Ordering::Relaxed, Ordering::Release},
+        atomic::{
+            AtomicBool, AtomicU64, AtomicUsize, Ordering::AcqRel, Ordering::Acquire, Ordering::Relaxed,
+            Ordering::Release,
+        },
     },
     thread,
 };
 
 use crossbeam_channel::Sender;
 use transship_codec::{DecodeError, Decoder, Method};
-use transship_memory::WindowPages;
+use transship_memory::{WindowBuffer, WindowPages};
 use transship_ring::{
     Parker, mpmc,
     spsc::{self, Consumer, Producer},
 };
-use transship_wire::PAGE_BYTES;
 
 use super::{arriving::ArrivingMemory, event::ChannelEvent};
 use crate::{Error, Rule, cpu};
@@ -29,16 +35,24 @@ const RING_PLACES: usize = 4;
 /// Packets of one channel that are on their way through the decoders: bounds what they hold to 2 MiB a channel.
 const ON_THE_WAY_MAX: usize = 4;
 
-/// An encoded packet, checked but for its contents.
+/// A packet whose pages are not there yet, checked but for its contents.
 pub(super) struct Job {
     pub(super) region: u16,
     pub(super) first: u64,
     pub(super) present: u128,
     pub(super) zero: u128,
-    pub(super) method: Method,
-    pub(super) encoded: Vec<u8>,
+    pub(super) pages: Pages,
     /// Which packet of the round it is, for errors.
     pub(super) packet: u64,
+}
+
+/// Where the pages of a packet are.
+pub(super) enum Pages {
+    Encoded(Method, Vec<u8>),
+    /// In lent memory. Zero pages are to be found if `look`.
+    Lent {
+        look: bool,
+    },
 }
 
 /// What makes pages of packets: one for each thread that decodes.
@@ -47,17 +61,28 @@ pub(super) struct Unpacker {
     /// Made when the first packet of their method comes.
     decoders: HashMap<Method, Box<dyn Decoder>>,
     pages: Vec<u8>,
+    lent: WindowBuffer,
 }
 
 impl Unpacker {
-    /// Decodes a packet and puts its pages into place.
-    pub(super) fn unpack(&mut self, job: &Job, arriving: &ArrivingMemory, origin: &Origin) -> Result<(), Error> {
-        self.pages.resize(job.present.count_ones() as usize * PAGE_BYTES, 0);
-        let decoder = self.decoders.entry(job.method).or_insert_with(|| job.method.decoder());
-        decoder.decode(&job.encoded, &mut self.pages).map_err(|error| origin.undecodable(job.packet, &error))?;
+    /// Puts the pages of a packet into place. How many were found to be zero.
+    pub(super) fn unpack(&mut self, job: &Job, arriving: &ArrivingMemory, origin: &Origin) -> Result<u64, Error> {
         let present = WindowPages::new(job.first, job.present);
-        arriving.write(job.region, present, &self.pages)?;
-        arriving.clear_window(job.region, present.with(job.zero))
+        let found = match &job.pages {
+            Pages::Encoded(method, bytes) => {
+                self.pages.resize(present.bytes() as usize, 0);
+                let decoder = self.decoders.entry(*method).or_insert_with(|| method.decoder());
+                decoder.decode(bytes, &mut self.pages).map_err(|error| origin.undecodable(job.packet, &error))?;
+                arriving.write(job.region, present, &self.pages)?;
+                0
+            }
+            Pages::Lent { look } => {
+                let copied = arriving.copy_lent(job.region, present, *look, &mut self.lent);
+                copied.map_err(|source| origin.unread(job.region, source))?
+            }
+        };
+        arriving.clear_window(job.region, present.with(job.zero | found))?;
+        Ok(found.count_ones().into())
     }
 }
 
@@ -73,6 +98,22 @@ impl Origin {
         let what = format!("sent packet {packet} on data channel {}, which can't be decoded: {error}", self.channel);
         Error::breach(&self.peer, Rule::Encoding, what)
     }
+
+    /// Pages of a region that was lent.
+    fn unread(&self, region: u16, source: io::Error) -> Error {
+        let source = match source.downcast::<transship_memory::Error>() {
+            // They were read, and memory for them can't be had.
+            Ok(memory) => return memory.into(),
+            Err(source) => source,
+        };
+        match source.kind() {
+            io::ErrorKind::UnexpectedEof => {
+                let what = format!("has cut the file short that it lent for region {region}");
+                Error::breach(&self.peer, Rule::Bounds, what)
+            }
+            _ => Error::Io { what: format!("read region {region}, which {} lends", self.peer), source },
+        }
+    }
 }
 
 /// What a channel and the decoders share about its packets.
@@ -81,6 +122,8 @@ struct OnTheWay {
     /// Added to by the channel before it hands a packet over. A decoder subtracts with Release when the pages are in
     /// place; the channel's Acquire load of 0 at the end of a round pairs with that.
     packets: AtomicUsize,
+    /// Pages of its packets that were found to be zero. Added to before its packet is subtracted.
+    found: AtomicU64,
     done: Parker,
 }
 
@@ -115,14 +158,15 @@ impl Lane {
         Err(job)
     }
 
-    /// Waits until all packets that were handed over are in place, or were refused, which the main thread hears of.
+    /// Waits until all packets that were handed over are in place, or were refused, which the main thread hears of. How
+    /// many of their pages were found to be zero.
     ///
     /// # Errors
     /// A decoder ended early, and with it what was in its rings.
-    pub(super) fn wait(&self) -> Result<(), Error> {
-        let OnTheWay { packets, done, .. } = &*self.on_the_way;
+    pub(super) fn wait(&self) -> Result<u64, Error> {
+        let OnTheWay { packets, found, done, .. } = &*self.on_the_way;
         done.wait(|| match packets.load(Acquire) {
-            0 => Some(Ok(())),
+            0 => Some(Ok(found.swap(0, Relaxed))),
             _ if self.shared.broken.load(Acquire) => Some(Err(gone())),
             _ => None,
         })
@@ -168,7 +212,10 @@ impl Decoders {
             stop: AtomicBool::new(false),
             broken: AtomicBool::new(false),
         });
-        let on_the_way = |origin| Arc::new(OnTheWay { origin, packets: AtomicUsize::new(0), done: Parker::new() });
+        let on_the_way = |origin| {
+            let (packets, found) = (AtomicUsize::new(0), AtomicU64::new(0));
+            Arc::new(OnTheWay { origin, packets, found, done: Parker::new() })
+        };
         let mut lanes: Vec<_> = origins
             .into_iter()
             .map(|origin| Lane {
@@ -238,12 +285,14 @@ impl DecoderThread {
         let mut unpacker = Unpacker::default();
         let mut laps = cpu::Laps::begin();
         while let Some((job, from)) = self.next_job() {
-            let unpacked = unpacker.unpack(&job, &self.arriving, &from.origin);
-            let _ = self.shared.spare.push(job.encoded);
-            if let Err(error) = unpacked {
+            match unpacker.unpack(&job, &self.arriving, &from.origin) {
+                Ok(zero) => drop(from.found.fetch_add(zero, Relaxed)),
                 // The first failure always finds room; where there is none the session has failed already. It is told
                 // before the packet counts as done, so that the main thread hears of it before the round's end.
-                let _ = self.events.try_send(ChannelEvent::Failed(error));
+                Err(error) => drop(self.events.try_send(ChannelEvent::Failed(error))),
+            }
+            if let Pages::Encoded(_, bytes) = job.pages {
+                let _ = self.shared.spare.push(bytes);
             }
             self.arriving.progress.cpu.decoders.add(laps.next());
             from.packets.fetch_sub(1, Release);

@@ -2,6 +2,7 @@
 mod accept;
 mod arrival;
 mod arriving;
+mod borrowing;
 mod channel;
 mod decoding;
 mod event;
@@ -32,9 +33,10 @@ use crate::{
 };
 use accept::Arrivals;
 use arriving::ArrivingMemory;
+use borrowing::Offered;
 use channel::Channels;
 use decoding::{Decoders, Origin};
-use event::ChannelEvent;
+use event::{Arrived, ChannelEvent};
 pub use received::{Given, Received, Taken};
 
 /// How long a source that has received `Loaded` may take to send `Go`; it has nothing left to do. A source that dies
@@ -83,12 +85,21 @@ struct Destination<'a> {
 
 impl Destination<'_> {
     fn run(&mut self, control: &mut Control, session: transship_wire::SessionId) -> Result<(), Error> {
-        let (Wishes { channels: count, verify, post_copy }, intake) = self.welcome(control)?;
+        let (Wishes { channels: count, verify, post_copy, lends }, intake) = self.welcome(control)?;
+        let offered = match lends {
+            true => Some(Offered::ask(control, self.guest.memory().regions().len(), self.progress)?),
+            false => {
+                control.send_or_hear(&Message::Welcome)?;
+                None
+            }
+        };
         let connections = self.arrivals.channels(session, count, control)?;
         if !post_copy {
             self.arrivals.close();
         }
-        let arriving = Arc::new(ArrivingMemory::new(intake, Arc::clone(self.progress)));
+        let mut arriving = ArrivingMemory::new(intake, Arc::clone(self.progress));
+        arriving.lent = offered.map(|offered| offered.take(&connections[0], &self.guest.memory())).transpose()?;
+        let arriving = Arc::new(arriving);
         // At most one `RoundEnd` of each channel waits here, and there is room for as many more, so the first failure
         // gets in at once.
         let (events, incoming) = bounded(usize::from(count) * 2);
@@ -128,9 +139,10 @@ impl Destination<'_> {
     /// Checks that the guest fits, and readies its memory for pages.
     fn welcome(&mut self, control: &mut Control) -> Result<(Wishes, Intake), Error> {
         let wishes = match control.receive("its Hello", accept::GREETING_TIMEOUT, self.progress)? {
-            Message::Hello { channels, verify, post_copy, guest } => {
+            Message::Hello { channels, verify, post_copy, lends, guest } => {
                 check_fits(&guest, &self.guest.description())?;
-                Wishes { channels, verify, post_copy }
+                // Files come over a socket of this host only.
+                Wishes { channels, verify, post_copy, lends: lends && control.user().is_some() }
             }
             other => return Err(control.unexpected(&other, "where Hello was due")),
         };
@@ -149,7 +161,6 @@ impl Destination<'_> {
             Intake::over_old(memory)?
         };
         fail_point::reach("destination.hello")?;
-        control.send_or_hear(&Message::Welcome)?;
         Ok((wishes, intake))
     }
 
@@ -169,8 +180,8 @@ impl Destination<'_> {
         loop {
             select! {
                 recv(channels.events()) -> event => match event {
-                    Ok(ChannelEvent::RoundEnd { round: number, pages, zero, bytes, cpu_seconds }) => {
-                        if round.add(number, pages, zero, bytes) {
+                    Ok(ChannelEvent::RoundEnd { round: number, arrived, cpu_seconds }) => {
+                        if round.add(number, &arrived) {
                             self.round_done(control, arriving, channels, &mut round)?;
                         }
                         self.report.cpu.channels += cpu_seconds;
@@ -227,17 +238,20 @@ impl Destination<'_> {
     ) -> Result<(), Error> {
         let done = OpenRound::new(round.number + 1, channels.count());
         let closed = std::mem::replace(round, done);
-        self.report.pages.normal += closed.pages;
-        self.report.pages.zero += closed.zero;
-        self.report.bytes.wire += closed.bytes;
+        let Arrived { pages, zero, bytes, lent } = closed.arrived;
+        self.report.pages.normal += pages;
+        self.report.pages.zero += zero;
+        self.report.bytes.wire += bytes;
+        self.report.bytes.lent += lent;
         // A source that is held sends rounds for as long as it likes.
         if self.report.rounds.len() >= ROUNDS_REPORTED {
             self.report.rounds.remove(0);
         }
         self.report.rounds.push(RoundReport {
             number: closed.number + 1,
-            zero: closed.zero,
-            bytes: closed.bytes,
+            zero,
+            bytes: bytes + lent,
+            lent,
             ms: closed.begin.elapsed().as_secs_f64() * 1e3,
             ..RoundReport::default()
         });
@@ -249,7 +263,7 @@ impl Destination<'_> {
         fail_point::reach("destination.round")?;
         // Released before the source is told, so that no channel sees the next round too early.
         arriving.release_round(round.number);
-        let done = Message::RoundDone { round: closed.number, pages: closed.pages, zero: closed.zero };
+        let done = Message::RoundDone { round: closed.number, pages, zero };
         control.send_or_hear(&done)
     }
 }
@@ -261,6 +275,8 @@ struct Wishes {
     verify: bool,
     /// Pages may come after the guest.
     post_copy: bool,
+    /// Pages can be read here.
+    lends: bool,
 }
 
 /// Loads the device state, and reports it.
@@ -335,23 +351,20 @@ struct OpenRound {
     begin: Instant,
     channels_left: usize,
     channels: usize,
-    pages: u64,
-    zero: u64,
-    bytes: u64,
+    arrived: Arrived,
 }
 
 impl OpenRound {
     fn new(number: u32, channels: usize) -> Self {
-        Self { number, begin: Instant::now(), channels_left: channels, channels, pages: 0, zero: 0, bytes: 0 }
+        let arrived = Arrived::default();
+        Self { number, begin: Instant::now(), channels_left: channels, channels, arrived }
     }
 
     /// Counts a channel's `RoundEnd`; true when it was the last one. A channel can't end a round that is not open: it
     /// checks that itself.
-    fn add(&mut self, round: u32, pages: u64, zero: u64, bytes: u64) -> bool {
+    fn add(&mut self, round: u32, arrived: &Arrived) -> bool {
         debug_assert_eq!(round, self.number);
-        self.pages += pages;
-        self.zero += zero;
-        self.bytes += bytes;
+        self.arrived.add(arrived);
         self.channels_left -= 1;
         self.channels_left == 0
     }

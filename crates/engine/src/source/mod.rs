@@ -2,6 +2,7 @@
 mod beside;
 pub(crate) mod channels;
 mod give_way;
+mod lending;
 mod line;
 mod post_copy;
 mod recovery;

@@ -1,7 +1,7 @@
 //! One data connection of a source: what it sends of a window.
 use std::{
     io::{self, Write},
-    sync::Arc,
+    sync::{Arc, atomic::Ordering::Relaxed},
 };
 
 use transship_memory::PageRange;
@@ -57,6 +57,14 @@ impl Channel for PageSender {
                 let packet = Packet::Encoded { round, region, first, present, zero, method: *method, bytes: length };
                 self.write(&packet.encode(), sent)?;
                 return self.write(bytes, sent);
+            }
+            Body::Lent { look } => {
+                self.packets += 1;
+                let lent = window.pages(present);
+                sent.lent += lent.count();
+                // As far as is known; it is told at the end of the round what they were.
+                self.shared.progress.wire_bytes.fetch_add(lent.bytes(), Relaxed);
+                return self.write(&Packet::Lent { round, region, first, wanted: present, zero, look }.encode(), sent);
             }
         };
         let shared = Arc::clone(&self.shared);

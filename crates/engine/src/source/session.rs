@@ -1,11 +1,13 @@
 //! The connections to a transship that receives, and what a round is on them.
 use std::{sync::Arc, time::Duration};
 
+use transship_memory::PageCount;
 use transship_wire::{Message, Role, SessionId};
 
 use super::{
     channels::{self, Channels, Setup, Watch},
     give_way::is_full,
+    lending::Offer,
 };
 use crate::{
     Error, MoveOptions, Progress, Report, Rule, Uri, ZeroPages,
@@ -44,16 +46,27 @@ impl MoveSession {
             .map_err(|error| Error::unfit(format!("can't describe this guest to a destination: {error}")))?;
         let (mut control, id) = channels::connect_control(to, options.terms.caller.as_ref())?;
         let (verify, post_copy) = (options.verify, options.post_copy.is_some());
-        let hello = Message::Hello { channels: options.channels, verify, post_copy, guest: description };
+        let mut offer = Offer::of(guest.memory(), options, &control);
+        let lends = offer.is_some();
+        let hello = Message::Hello { channels: options.channels, verify, post_copy, lends, guest: description };
         control.send_or_hear(&hello)?;
         fail_point::reach("source.hello")?;
         let answer = control.receive("its Welcome", STALL_TIMEOUT * 2, progress);
-        match answer.map_err(|error| too_old(error, post_copy))? {
-            Message::Welcome => {}
+        match answer.map_err(|error| too_old(error, &hello))? {
+            Message::Welcome => offer = None,
+            Message::Lend if lends => {}
             other => return Err(control.unexpected(&other, "in answer to Hello")),
         }
+        if let Some(offer) = &offer {
+            offer.tell(&mut control)?;
+        }
         fail_point::reach("source.welcome")?;
-        let channels = channels::connect_channels(to, Setup::new(id, guest.memory()), Role::Data, options, progress)?;
+        let setup = Setup { lends: offer.is_some(), ..Setup::new(id, guest.memory()) };
+        let channels = channels::connect_channels(to, setup, Role::Data, options, progress)?;
+        if let Some(offer) = offer {
+            let lent = offer.pass(channels.first(), &control.peer)?;
+            let _ = channels.shared().lent.set(lent); // nobody else does
+        }
         fail_point::reach("source.connected")?;
         let looks = options.terms.zero_pages == ZeroPages::Main;
         Ok(Self { control, channels, looks, progress: Arc::clone(progress), id })
@@ -68,15 +81,18 @@ impl MoveSession {
     }
 }
 
-/// A receiver that does not know post-copy takes its flag for a mistake.
-fn too_old(error: Error, post_copy: bool) -> Error {
-    match error {
-        Error::Refused(why) if post_copy && why.contains("Hello flags") => Error::unfit(format!(
-            "the receiver is too old for post-copy: use the same transship on both sides, or leave out --converge postcopy \
-             ({why})"
-        )),
-        other => other,
-    }
+/// A receiver that does not know a flag takes it for a mistake.
+fn too_old(error: Error, hello: &Message) -> Error {
+    let (Error::Refused(why), Message::Hello { post_copy, lends, .. }) = (&error, hello) else { return error };
+    let without = match (post_copy, lends) {
+        _ if !why.contains("Hello flags") => return error,
+        (true, _) => "--converge postcopy",
+        (_, true) => "lending, by --no-lending",
+        _ => return error,
+    };
+    Error::unfit(format!(
+        "the receiver is too old for this: use the same transship on both sides, or go without {without} ({why})"
+    ))
 }
 
 impl Link for MoveSession {
@@ -90,11 +106,14 @@ impl Link for MoveSession {
         self.channels.run_round(work, free, &watch)
     }
 
-    fn confirm(&mut self, round: u32, sent: &Sent, patience: Duration) -> Result<(), Error> {
+    fn confirm(&mut self, round: u32, sent: &mut Sent, patience: Duration) -> Result<(), Error> {
         let expected = Message::RoundDone { round, pages: sent.normal.get(), zero: sent.zero_sent.get() };
         let control = &self.control;
         match control.receive("its RoundDone", patience, &self.progress)? {
-            done if done == expected => Ok(()),
+            Message::RoundDone { round: theirs, pages, zero } if theirs == round && sent.is_settled_by(pages, zero) => {
+                self.channels.shared().found(PageCount::new(pages), sent);
+                Ok(())
+            }
             other @ Message::RoundDone { .. } => {
                 let what = format!("confirmed {other:?}, but {expected:?} was sent");
                 Err(Error::breach(&control.peer, Rule::Count, what))

@@ -1,16 +1,25 @@
 //! Peers that break the protocol get an error that says which rule they broke, and nothing of what they want.
 #![allow(clippy::unwrap_used)]
 use std::{
-    io::{Read, Write},
-    os::unix::net::{UnixListener, UnixStream},
+    io::{IoSlice, Read, Write},
+    mem::MaybeUninit,
+    os::{
+        fd::{AsFd, BorrowedFd},
+        unix::net::{UnixListener, UnixStream},
+    },
     path::{Path, PathBuf},
     thread,
     time::Duration,
 };
 
 use crate::common::{
-    Scripted, Waiting, describe,
+    self, Scripted, Waiting, describe,
     errors::{field, place},
+};
+use rustix::{
+    cmsg_space,
+    fs::{MemfdFlags, ftruncate, memfd_create},
+    net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg},
 };
 use transship_engine::{
     Actor, Error, Listener, MoveOptions, Progress, Report, Rule, Setting, Uri, move_guest, receive_guest,
@@ -56,9 +65,10 @@ impl Peer {
     }
 
     /// As a good source does it.
-    fn open(&mut self, waiting: &Waiting, channels: u8, verify: bool) {
-        self.say(&Message::Hello { channels, verify, post_copy: false, guest: describe(&waiting.memory) });
-        assert_eq!(self.hear(), Some(Message::Welcome));
+    fn open(&mut self, waiting: &Waiting, channels: u8, lends: bool) {
+        let guest = describe(&waiting.memory);
+        self.say(&Message::Hello { channels, verify: false, post_copy: false, lends, guest });
+        assert_eq!(self.hear(), Some(if lends { Message::Lend } else { Message::Welcome }));
         self.data = (0..channels).map(|n| connect(&self.path, SESSION, Role::Data(n))).collect();
     }
 
@@ -69,8 +79,17 @@ impl Peer {
     }
 }
 
-/// Runs a destination with one channel against `peer` and gives the destination's error.
+/// Runs a destination with some channels against `peer` and gives the destination's error.
 fn against(channels: u8, peer: impl FnOnce(&mut Peer)) -> (Error, Waiting) {
+    against_who(channels, false, peer)
+}
+
+/// The same, with one that would lend its memory.
+fn against_lender(peer: impl FnOnce(&mut Peer)) -> Error {
+    against_who(1, true, peer).0
+}
+
+fn against_who(channels: u8, lends: bool, peer: impl FnOnce(&mut Peer)) -> (Error, Waiting) {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("sock");
     let listener = Listener::bind(&Uri::Unix(path.clone())).unwrap();
@@ -80,7 +99,7 @@ fn against(channels: u8, peer: impl FnOnce(&mut Peer)) -> (Error, Waiting) {
         let destination =
             scope.spawn(|| receive_guest(&mut waiting, listener, None, &Progress::new(), &mut Report::default()));
         let mut attacker = Peer::connect(&path);
-        attacker.open(&described, channels, false);
+        attacker.open(&described, channels, lends);
         peer(&mut attacker);
         let result = destination.join().unwrap();
         drop(attacker);
@@ -137,6 +156,93 @@ fn bytes_that_are_no_packet_end_the_session_with_field_and_offset() {
         peer.data[0].write_all(&bytes).unwrap();
     });
     assert_eq!(place(&error), Some(("packet reserved", 63)), "{error}");
+}
+
+/// With the files, each of which is for one region.
+fn pass(peer: &Peer, files: &[BorrowedFd<'_>]) {
+    let mut space = [MaybeUninit::uninit(); cmsg_space!(ScmRights(8))];
+    let mut control = SendAncillaryBuffer::new(&mut space);
+    assert!(files.is_empty() || control.push(SendAncillaryMessage::ScmRights(files)));
+    sendmsg(&peer.data[0], &[IoSlice::new(&[0])], &mut control, SendFlags::empty()).unwrap();
+}
+
+fn lent(offsets: &[Option<u64>]) -> Message {
+    Message::Lent { offsets: offsets.to_vec() }
+}
+
+const LENT: Packet = Packet::Lent { round: 0, region: 0, first: 0, wanted: 1, zero: 0, look: true };
+
+#[test]
+fn what_can_not_be_read_as_the_memory_is_not_borrowed() {
+    let memory = common::memory(&PAGES);
+    let (whole, _) = memory.regions()[0].lent().unwrap();
+    let on_disk = tempfile::tempfile_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    on_disk.set_len(PAGES[0] * 4096).unwrap();
+    let (socket, _other) = UnixStream::pair().unwrap();
+    type Case<'a> = (&'a [Option<u64>], &'a [BorrowedFd<'a>], Rule, &'a str);
+    let cases: [Case<'_>; 7] = [
+        (&[Some(0), Some(0)], &[whole, whole], Rule::Count, "lends 2 regions, but there are 1"),
+        (&[Some(0)], &[], Rule::Count, "lends 1 regions, but passed 0 files"),
+        (&[Some(0)], &[whole, whole], Rule::Count, "passed 2 files"),
+        (
+            &[Some(4096)],
+            &[whole],
+            Rule::Bounds,
+            "1228800 bytes from 4096 on were lent for it, of a file that has 1228800",
+        ),
+        (&[Some(u64::MAX - 4095)], &[whole], Rule::Bounds, "of a file that has"),
+        (&[Some(0)], &[on_disk.as_fd()], Rule::Bounds, "no file in memory"),
+        (&[Some(0)], &[socket.as_fd()], Rule::Bounds, "no file in memory"),
+    ];
+    for (offsets, files, rule, words) in cases {
+        let error = against_lender(|peer| {
+            peer.say(&lent(offsets));
+            pass(peer, files);
+        });
+        assert_eq!(error.rule(), Some(rule), "{error}");
+        assert!(error.to_string().contains(words), "{error}");
+    }
+    // It waits for the word on what is lent, and for the files.
+    let error = against_lender(|peer| peer.control.shutdown(std::net::Shutdown::Both).unwrap());
+    assert_eq!(error.rule(), Some(Rule::Stays), "{error}");
+    let error = against_lender(|peer| {
+        peer.say(&lent(&[Some(0)]));
+        peer.data.clear();
+    });
+    assert_eq!(error.rule(), Some(Rule::Stays), "{error}");
+}
+
+#[test]
+fn pages_that_were_not_lent_are_not_read() {
+    let (error, _) = against(1, |peer| peer.send(0, LENT, 0));
+    assert_eq!(error.rule(), Some(Rule::Bounds), "{error}");
+    let lending = |offsets: &[Option<u64>], files: &[BorrowedFd<'_>], packet: Packet| {
+        against_lender(|peer| {
+            peer.say(&lent(offsets));
+            pass(peer, files);
+            peer.send(0, packet, 0);
+        })
+    };
+    let error = lending(&[None], &[], LENT);
+    assert!(error.to_string().contains("region 0, which was not lent"), "{error}");
+    let memory = common::memory(&PAGES);
+    let (whole, _) = memory.regions()[0].lent().unwrap();
+    let beyond = Packet::Lent { round: 0, region: 0, first: 256, wanted: 1 << 44, zero: 0, look: false };
+    assert_eq!(lending(&[Some(0)], &[whole], beyond).rule(), Some(Rule::Bounds));
+    // Shorter than when it was lent.
+    let short = memfd_create("short", MemfdFlags::CLOEXEC).unwrap();
+    ftruncate(&short, PAGES[0] * 4096).unwrap();
+    let error = against_lender(|peer| {
+        peer.say(&lent(&[Some(0)]));
+        pass(peer, &[short.as_fd()]);
+        peer.send(0, LENT, 0);
+        peer.send(0, Packet::RoundEnd { round: 0, packets: 1 }, 0);
+        assert_eq!(peer.hear(), Some(Message::RoundDone { round: 0, pages: 0, zero: 1 }));
+        ftruncate(&short, 0).unwrap();
+        peer.send(0, Packet::Lent { round: 1, region: 0, first: 0, wanted: 1, zero: 0, look: true }, 0);
+    });
+    assert_eq!(error.rule(), Some(Rule::Bounds), "{error}");
+    assert!(error.to_string().contains("cut the file short"), "{error}");
 }
 
 #[test]
@@ -284,6 +390,7 @@ fn a_source_does_not_believe_its_destination() {
     let answers = [
         (Message::Running, Some(Rule::Turn)),
         (Message::RoundDone { round: 0, pages: 0, zero: 0 }, Some(Rule::Turn)),
+        (Message::Lend, Some(Rule::Turn)),
         (Message::Abort(Refusal { reason: "no room".into() }), None),
     ];
     for (answer, rule) in answers {

@@ -3,15 +3,15 @@
 use std::time::Duration;
 
 use crate::common::{
-    self, Op, Scripted, Waiting, contents, kind,
+    self, Kind, Op, Scripted, Waiting, contents, kind,
     ops::{late, life, op},
     run,
 };
 use proptest::{collection::vec, prelude::*};
 use transship_engine::{
-    Compress, Error, Misfit, MoveOptions, MoveTerms, Rule, Status, WhenBusy, ZeroPages, guest::GuestError,
+    Compress, Error, Misfit, MoveOptions, MoveTerms, Report, Rule, Status, WhenBusy, ZeroPages, guest::GuestError,
 };
-use transship_memory::{GuestMemory, PageCount};
+use transship_memory::{GuestMemory, PAGE, PageCount};
 
 /// Small enough to be quick, with a last window that is not whole.
 const PAGES: [u64; 2] = [300, 1000];
@@ -37,6 +37,7 @@ proptest! {
         when_busy in prop_oneof![Just(WhenBusy::Wait), Just(WhenBusy::Raw)],
         zero_pages in prop_oneof![Just(ZeroPages::Channels), Just(ZeroPages::Main), Just(ZeroPages::Off)],
         kinds in (kind(), kind()),
+        lends in any::<bool>(),
     ) {
         let folder = tempfile::tempdir().unwrap();
         let mut source = Scripted::living(&PAGES, life).with_memory(kinds.0);
@@ -47,10 +48,15 @@ proptest! {
         let mut destination = Waiting::with_memory(&PAGES, kinds.1);
         let compress: Compress = compress.parse().unwrap();
         let terms = MoveTerms { zero_pages, encoders, when_busy, ..patient().terms };
-        let options = MoveOptions { channels, compress, verify: true, terms, ..patient() };
+        let lend_to = if lends { common::us() } else { None };
+        let options = MoveOptions { channels, compress, verify: true, lend_to, terms, ..patient() };
         let ended = run(&mut source, &mut destination, &options, folder.path());
         ended.source.unwrap();
         ended.destination.unwrap();
+        let raw = ["none", "auto"].iter().any(|text| compress == text.parse().unwrap());
+        let may_be_lent = lends && raw && kinds.0 != Kind::Private;
+        prop_assert!(may_be_lent || ended.report.bytes.lent == 0);
+        prop_assert!(!may_be_lent || ended.report.bytes.lent == ended.report.pages.normal * PAGE);
         prop_assert!(destination.has_kept(kinds.1));
         let wrong = source.script.lock().unwrap().history.wrong(&source.memory, &contents(&destination.memory));
         prop_assert_eq!(wrong, vec![]);
@@ -76,6 +82,28 @@ fn pages_are_counted_by_what_they_are() {
     assert_eq!(pages.zero, 2 + 1);
     assert_eq!(pages.hole, 1300 - 4);
     assert_eq!(ended.report.status, Status::Completed);
+}
+
+/// The destination finds which are zero, and says so. It puts no zeros where none were written.
+#[test]
+fn pages_that_are_lent_are_counted_by_what_the_destination_finds() {
+    let folder = tempfile::tempdir().unwrap();
+    let fill = |page, byte| Op::Fill { region: 1, page, byte };
+    let mut source = Scripted::new(&PAGES, vec![vec![fill(10, 8), fill(11, 0), fill(500, 1)], vec![fill(10, 9)]]);
+    for op in [fill(10, 7), fill(11, 7), fill(12, 0)] {
+        common::apply(&source.memory, &op, &mut source.script.lock().unwrap().history);
+    }
+    let mut destination = Waiting::new(&PAGES);
+    let options = MoveOptions { lend_to: common::us(), ..patient() };
+    let ended = run(&mut source, &mut destination, &options, folder.path());
+    ended.source.unwrap();
+    let Report { pages, bytes, rounds, verified, .. } = ended.report;
+    // In round one 10 and 500 hold something, and 11 and 12 are zero. In round two all that was written comes again.
+    assert_eq!((pages.normal, pages.zero, pages.hole), (2 + 2 + 1, 2 + 1, 1300 - 4), "{rounds:?}");
+    assert_eq!((bytes.lent, verified), (5 * PAGE, Some(true)), "{rounds:?}");
+    assert_eq!(rounds.iter().map(|round| round.lent).collect::<Vec<_>>()[..2], [2 * PAGE, 2 * PAGE], "{rounds:?}");
+    let there: Vec<_> = destination.memory.regions().iter().map(|region| region.data().unwrap().count()).collect();
+    assert!(there[1] < PageCount::new(12), "zeros took memory: {there:?}");
 }
 
 /// A guest of whose memory a part is given back and then looked at, once it was sent.

@@ -77,6 +77,9 @@ fn map_regions(from: &Connection, guest: CheckedDescription, access: Access) -> 
 /// Memory of a waiting guest that has no hole was allocated beforehand, and is to stay so: nothing else says it.
 fn map_region(r: CheckedRegion, access: Access) -> Result<Region, transship_memory::Error> {
     let region = Region::map(&r.entry.name, r.file, ByteRange::sized(r.entry.file_offset, r.entry.bytes), access)?;
-    let whole = access == Access::ReadWrite && region.is_data(PageRange::all(region.pages()))?;
-    Ok(if whole { region.keeping(Keep::All) } else { region })
+    Ok(match access {
+        Access::Read => region.lendable(),
+        Access::ReadWrite if region.is_data(PageRange::all(region.pages()))? => region.keeping(Keep::All),
+        Access::ReadWrite => region,
+    })
 }

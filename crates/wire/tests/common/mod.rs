@@ -34,7 +34,7 @@ pub(crate) fn messages() -> Vec<(Message, &'static str, Vec<u8>)> {
     let id = "0201000000000000";
     vec![
         (
-            Message::Hello { channels: 4, verify: true, post_copy: false, guest: guest() },
+            Message::Hello { channels: 4, verify: true, post_copy: false, lends: false, guest: guest() },
             "Hello",
             hex(&format!(
                 "0100 0000 21000000 {id} 04 01 0200 0200 7063
@@ -84,6 +84,12 @@ pub(crate) fn messages() -> Vec<(Message, &'static str, Vec<u8>)> {
         ),
         (Message::Complete, "Complete", hex(&format!("1100 0000 00000000 {id}"))),
         (Message::Stale, "Stale", hex(&format!("1200 0000 00000000 {id}"))),
+        (Message::Lend, "Lend", hex(&format!("1300 0000 00000000 {id}"))),
+        (
+            Message::Lent { offsets: vec![Some(0x20_0000), None] },
+            "Lent",
+            hex(&format!("1400 0000 12000000 {id} 0200 0000200000000000 ffffffffffffffff")),
+        ),
     ]
 }
 
@@ -104,6 +110,11 @@ pub(crate) fn packets() -> Vec<(Packet, Vec<u8>)> {
             Packet::RoundEnd { round: 9, packets: 0x0a0b },
             hex("5453504b 03 00 0000 09000000 00000000 0000000000000000
                  0b0a000000000000 0000000000000000 00000000000000000000000000000000 0000000000000000"),
+        ),
+        (
+            Packet::Lent { round: 2, region: 5, first: 0x180, wanted: 0b101 | 1 << 127, zero: 0b10, look: true },
+            hex("5453504b 04 01 0500 02000000 00000000 8001000000000000
+                 05000000000000000000000000000080 02000000000000000000000000000000 0000000000000000"),
         ),
     ]
 }

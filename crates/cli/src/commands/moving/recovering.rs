@@ -29,6 +29,7 @@ pub(super) fn refuse(args: &MoveArgs, checks: &mut Checks) {
         ("--control", args.steering.control.is_some()),
         ("--balloon", args.balloon.is_some()),
         ("--verify", args.verify),
+        ("--no-lending", args.no_lending),
     ];
     for (flag, _) in all.into_iter().filter(|(_, is_given)| *is_given) {
         checks.mistake(format!("{flag}: not with --recover, whose guest has been handed over already; leave it out"));

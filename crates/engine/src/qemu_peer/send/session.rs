@@ -164,7 +164,7 @@ impl Link for SendSession {
         Ok((sent, new_holes))
     }
 
-    fn confirm(&mut self, _round: u32, _sent: &Sent, patience: Duration) -> Result<(), Error> {
+    fn confirm(&mut self, _round: u32, _sent: &mut Sent, patience: Duration) -> Result<(), Error> {
         self.settle("put the pages of a round into place", patience)
     }
 

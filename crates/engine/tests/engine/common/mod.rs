@@ -87,7 +87,12 @@ fn memfd(name: &str) -> OwnedFd {
 
 fn in_a_file(name: &str, file: OwnedFd, bytes: u64) -> Region {
     rustix::fs::ftruncate(&file, bytes).unwrap();
-    Region::map(name, file, ByteRange::sized(0, bytes), Access::ReadWrite).unwrap()
+    Region::map(name, file, ByteRange::sized(0, bytes), Access::ReadWrite).unwrap().lendable()
+}
+
+/// Whose destinations are lent memory: ours.
+pub fn us() -> Option<u32> {
+    Some(rustix::process::geteuid().as_raw())
 }
 
 pub fn describe(memory: &GuestMemory) -> GuestDescription {

@@ -80,8 +80,9 @@ impl Backend {
         let region = match (&self.held, process) {
             (Held::Shared { file, offset, path, keep }, _) => {
                 let opened = self.open_shared(pid, *file, path.as_deref(), access)?;
-                Region::map(&self.id, opened, ByteRange::sized(*offset, self.bytes), access)
-                    .map(|region| region.keeping(*keep))
+                let region = Region::map(&self.id, opened, ByteRange::sized(*offset, self.bytes), access);
+                let region = region.map(|region| region.keeping(*keep));
+                if access == Access::Read { region.map(Region::lendable) } else { region }
             }
             (Held::Private { address, page_bytes, below, keep }, Some(process)) => {
                 let below = below.map(|(file, offset)| Ok((self.open_below(pid, file, access)?, offset)));
