@@ -1,7 +1,7 @@
 //! What guest memory holds while pages come into it, from several threads at once.
 use std::{io, os::fd::BorrowedFd};
 
-use transship_memory::{GuestMemory, PageRange, PageSet, WindowPages};
+use transship_memory::{GuestMemory, Lent, PageRange, PageSet, WindowBuffer, WindowPages};
 
 use crate::{Error, page_map::PageMap};
 
@@ -54,8 +54,7 @@ impl Intake {
 
     /// Whether [`Intake::receive`] is faster than [`Intake::write`].
     pub(crate) fn receives(&self, region: usize, present: WindowPages) -> bool {
-        let there = self.written[region].window(present.first) | self.old[region].window(present.first);
-        self.memory.regions()[region].receives(present.without(there).is_empty())
+        self.memory.regions()[region].receives(self.lacks(region, present).is_empty())
     }
 
     /// As [`Intake::write`], with what comes next from a socket.
@@ -68,6 +67,37 @@ impl Intake {
         self.memory.regions()[region].receive_window(from, present)?;
         self.note_written(region, present);
         Ok(())
+    }
+
+    /// Copies pages of a window from lent memory, but for those that are zero if they are looked for: which these are.
+    /// What those held here is the caller's to clear.
+    ///
+    /// # Errors
+    /// [`Lent::read_window`]; memory that can't be had, as a [`transship_memory::Error`] inside.
+    pub(crate) fn copy_lent(
+        &self,
+        (lent, region): (&Lent, usize),
+        wanted: WindowPages,
+        look: bool,
+        buffer: &mut WindowBuffer,
+    ) -> io::Result<u128> {
+        let memory = &self.memory.regions()[region];
+        if memory.is_private() || !self.lacks(region, wanted).is_empty() {
+            let write = |pages, bytes: &[u8]| self.write(region, pages, bytes).map_err(io::Error::other);
+            return lent.read_window(region, wanted, look, buffer, write);
+        }
+        lent.copy_window(region, wanted, memory)?;
+        self.note_written(region, wanted);
+        let zero = if look { memory.zero_mask(wanted).map_err(io::Error::other)? } else { 0 };
+        if !memory.gives_back() {
+            self.written[region].remove(wanted.with(zero)); // they read as zero now
+        }
+        Ok(zero)
+    }
+
+    /// Those of the pages that may be holes.
+    fn lacks(&self, region: usize, pages: WindowPages) -> WindowPages {
+        pages.without(self.written[region].window(pages.first) | self.old[region].window(pages.first))
     }
 
     fn note_written(&self, region: usize, pages: WindowPages) {
@@ -126,7 +156,7 @@ mod tests {
     #![allow(clippy::unwrap_used)]
     use proptest::prelude::*;
     use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
-    use transship_memory::{Access, ByteRange, Keep, PAGE_BYTES, PageCount, PageNumber, Region};
+    use transship_memory::{Access, ByteRange, Keep, LentFile, PAGE_BYTES, PageCount, PageNumber, Region};
 
     use super::*;
 
@@ -137,6 +167,8 @@ mod tests {
     #[derive(Debug, Clone)]
     enum Step {
         Write(WindowPages, u8),
+        /// Of lent memory that holds this byte, with a look for zeros or without.
+        Copy(WindowPages, u8, bool),
         ClearWindow(WindowPages),
         ClearRange(PageRange),
     }
@@ -156,6 +188,7 @@ mod tests {
     fn step() -> impl Strategy<Value = Step> {
         prop_oneof![
             2 => (window(), 1_u8..9).prop_map(|(pages, byte)| Step::Write(pages, byte)),
+            2 => (window(), 0_u8..3, any::<bool>()).prop_map(|(pages, byte, look)| Step::Copy(pages, byte, look)),
             1 => window().prop_map(Step::ClearWindow),
             1 => range().prop_map(Step::ClearRange),
         ]
@@ -177,6 +210,18 @@ mod tests {
         memory
     }
 
+    /// Two regions of which these pages hold a byte.
+    fn lent(pages: WindowPages, byte: u8) -> Lent {
+        let file = |_| {
+            let file = memfd_create("lent", MemfdFlags::CLOEXEC).unwrap();
+            ftruncate(&file, PAGES * PAGE_BYTES as u64).unwrap();
+            let write = |page: PageNumber| rustix::io::pwrite(&file, &[byte; PAGE_BYTES], page.offset()).unwrap();
+            pages.iter().for_each(|page| assert_eq!(write(page), PAGE_BYTES));
+            Some(LentFile { file, offset: 0 })
+        };
+        Lent::of([0, 1].map(file).into(), &memory_with(&[])).unwrap()
+    }
+
     /// By page: the byte that all of it holds.
     fn holds(region: &Region) -> Vec<u8> {
         let mut bytes = vec![0; PAGES as usize * PAGE_BYTES];
@@ -193,6 +238,13 @@ mod tests {
         match *step {
             Step::Write(pages, byte) => {
                 intake.write(region, pages, &vec![byte; pages.count().buffer_bytes()]).unwrap();
+                set(pages, byte);
+            }
+            Step::Copy(pages, byte, look) => {
+                let found = intake.copy_lent((&lent(pages, byte), region), pages, look, &mut WindowBuffer::default());
+                let found = found.unwrap();
+                assert_eq!(found, if look && byte == 0 { pages.mask } else { 0 });
+                intake.clear_window(region, pages.with(found)).unwrap();
                 set(pages, byte);
             }
             Step::ClearWindow(pages) => {

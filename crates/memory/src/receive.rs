@@ -1,4 +1,4 @@
-//! Pages from a socket straight into guest memory, without a buffer between them.
+//! Pages from a socket or a file straight into guest memory, without a buffer between them.
 
 use std::{
     io,
@@ -17,6 +17,15 @@ use crate::{
 
 /// Pages that one fault maps, as the kernel comes.
 const AROUND: PageCount = PageCount::within(FAULT_AROUND_BYTES as u64);
+
+/// Where pages come from.
+#[derive(Clone, Copy)]
+pub(crate) enum Origin<'a> {
+    /// What is next in a socket or pipe.
+    Next(BorrowedFd<'a>),
+    /// A file whose byte of this number is the first of page 0.
+    File(BorrowedFd<'a>, u64),
+}
 
 impl Region {
     /// Whether [`Region::receive_window`] is faster than [`Region::write_pages`] for pages that are there already, or
@@ -37,6 +46,11 @@ impl Region {
     /// receive timeout included: what the pages hold is unknown then. Memory that can't be had is a [`crate::Error`]
     /// inside.
     pub fn receive_window(&self, from: BorrowedFd<'_>, present: WindowPages) -> io::Result<()> {
+        self.receive_from(Origin::Next(from), present)
+    }
+
+    /// As [`Region::receive_window`].
+    pub(crate) fn receive_from(&self, from: Origin<'_>, present: WindowPages) -> io::Result<()> {
         let refused = |error| io::Error::new(io::ErrorKind::InvalidInput, error);
         self.check_writable().map_err(refused)?;
         self.check_window(present).map_err(refused)?;
@@ -73,14 +87,23 @@ impl Shared {
         Ok(())
     }
 
-    fn receive(&self, from: BorrowedFd<'_>, present: WindowPages) -> io::Result<()> {
+    fn receive(&self, from: Origin<'_>, present: WindowPages) -> io::Result<()> {
         for run in present.runs() {
             let (start, len) = self.raw(run);
             let mut done = 0;
             while done < len {
                 // SAFETY: raw() gives len bytes of the mapping, which is writable, and done is less; the kernel writes
                 // at most as many as there are behind it. No reference to guest memory is made.
-                let read = unsafe { libc::read(from.as_raw_fd(), start.add(done).cast(), len - done) };
+                let read = unsafe {
+                    let (into, room) = (start.add(done).cast(), len - done);
+                    match from {
+                        Origin::Next(from) => libc::read(from.as_raw_fd(), into, room),
+                        Origin::File(file, offset) => {
+                            let at = offset.saturating_add(run.first.offset() + done as u64);
+                            libc::pread(file.as_raw_fd(), into, room, at.cast_signed())
+                        }
+                    }
+                };
                 match usize::try_from(read) {
                     Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
                     Ok(read) => done += read,

@@ -72,6 +72,22 @@ fn a_hole_that_is_read_stays_one() {
     assert_eq!(memory.regions()[0].data().unwrap().count(), PageCount::ONE);
 }
 
+/// Zeros as well, and no page beside those that are wanted.
+#[test]
+fn pages_are_copied_into_a_mapping() {
+    let region = region();
+    fill(&region, 128, 0b1101_0010, 7);
+    let lent = lent(region);
+    let into = self::region();
+    fill(&into, 128, 0b1111_1111, 9);
+    lent.copy_window(0, WindowPages::new(128, 0b0101_0110), &into).unwrap();
+    let mut bytes = Vec::new();
+    into.copy_out(WindowPages::new(128, 0b1111_1111), &mut bytes).unwrap();
+    assert_eq!(bytes.iter().step_by(PAGE_BYTES).copied().collect::<Vec<_>>(), [9, 7, 0, 9, 7, 9, 7, 9]);
+    let behind = lent.copy_window(0, WindowPages::new(256, 1 << 44), &into).unwrap_err();
+    assert_eq!(behind.kind(), io::ErrorKind::InvalidInput);
+}
+
 #[test]
 fn who_has_it_lent_can_not_write_to_it() {
     let file = borrowed(&region());

@@ -101,7 +101,7 @@ impl ArrivingMemory {
     /// these are. The caller has checked the region.
     ///
     /// # Errors
-    /// [`Lent::read_window`]; memory that can't be had, as a [`transship_memory::Error`] inside.
+    /// [`Intake::copy_lent`].
     pub(super) fn copy_lent(
         &self,
         region: u16,
@@ -113,8 +113,7 @@ impl ArrivingMemory {
         let (mut zero, mut left) = (0, wanted);
         while !left.is_empty() {
             let piece = left.lowest(PAGES_PER_COPY);
-            let write = |pages, bytes: &[u8]| self.intake.write(region.into(), pages, bytes).map_err(io::Error::other);
-            zero |= lent.read_window(region.into(), piece, look, buffer, write)?;
+            zero |= self.intake.copy_lent((lent, region.into()), piece, look, buffer)?;
             left = left.without(piece.mask);
         }
         let progress = &self.progress;
